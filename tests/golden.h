@@ -1,0 +1,91 @@
+/* The golden cases: which rows are encoded how, and the hash of what came out. */
+#ifndef TQKV_TESTS_GOLDEN_H
+#define TQKV_TESTS_GOLDEN_H
+
+#include "data.h"
+#include "tqkv.h"
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { GOLDEN_TOKENS = 7, GOLDEN_HEADS = 2, GOLDEN_CAPACITY = 9, GOLDEN_POSITION = 1, GOLDEN_NAME_SIZE = 64 };
+
+typedef struct golden {
+    const char *name;
+    uint64_t codes, norms; /* XXH3-64 of the store's whole buffers */
+} golden;
+
+typedef enum golden_option { GOLDEN_PLAIN, GOLDEN_UNROTATED, GOLDEN_BLOCK_SCALE, GOLDEN_OPTIONS } golden_option;
+
+typedef struct golden_case {
+    int format, head_dim, kind, option;
+} golden_case;
+
+static inline int golden_is_offered(const golden_case *c) {
+    int codebook = c->format != TQKV_F16 && c->format != TQKV_I8;
+    if (c->option == GOLDEN_UNROTATED) return codebook && c->format != TQKV_TQ4;
+    if (c->option == GOLDEN_BLOCK_SCALE) return codebook && c->head_dim >= 512;
+    return 1;
+}
+
+/* The index-th case into *found; 0 past the last. */
+static inline int golden_find(int index, golden_case *found) {
+    golden_case c;
+    for (c.option = 0; c.option < GOLDEN_OPTIONS; c.option++)
+        for (c.format = TQKV_F16; c.format <= TQKV_I8; c.format++)
+            for (c.head_dim = 32; c.head_dim <= 1024; c.head_dim *= 2)
+                for (c.kind = 0; c.kind < DATA_KINDS; c.kind++) {
+                    if (!golden_is_offered(&c)) continue;
+                    if (index-- > 0) continue;
+                    *found = c;
+                    return 1;
+                }
+    return 0;
+}
+
+static inline void golden_name(const golden_case *c, char name[GOLDEN_NAME_SIZE]) {
+    static const char *const suffix[GOLDEN_OPTIONS] = {"", "/unrotated", "/block_scale"};
+    snprintf(name, GOLDEN_NAME_SIZE, "%s/%d/%s%s", tqkv_format_name((tqkv_format)c->format), c->head_dim,
+             data_kind_name(c->kind), suffix[c->option]);
+}
+
+static inline tqkv_store golden_store(const golden_case *c) {
+    tqkv_store store;
+    memset(&store, 0, sizeof store);
+    store.format = (tqkv_format)c->format;
+    store.head_dim = c->head_dim;
+    store.n_kv_heads = GOLDEN_HEADS;
+    store.capacity = GOLDEN_CAPACITY;
+    store.unrotated = c->option == GOLDEN_UNROTATED;
+    store.block_scale = c->option == GOLDEN_BLOCK_SCALE ? 0.8125f : 0.0f;
+    store.codes_size = tqkv_codes_size(&store);
+    store.norms_size = tqkv_norms_size(&store);
+    return store;
+}
+
+/* Encodes the case's rows into a store whose other bytes are 0xa5, and hashes all of it; 0 on failure. */
+static inline int golden_make(const golden_case *c, golden *made) {
+    tqkv_store store = golden_store(c);
+    float *source = (float *)malloc(sizeof(float) * GOLDEN_TOKENS * GOLDEN_HEADS * (size_t)c->head_dim);
+    store.codes = malloc(store.codes_size + 1);
+    store.norms = (float *)malloc(store.norms_size + 1);
+    int ok = 0;
+    if (source && store.codes && store.norms) {
+        memset(store.codes, 0xa5, store.codes_size);
+        memset(store.norms, 0xa5, store.norms_size);
+        data_rows((uint64_t)c->head_dim, (data_kind)c->kind, source, GOLDEN_TOKENS * GOLDEN_HEADS, c->head_dim);
+        ok = tqkv_encode(&store, source, GOLDEN_TOKENS, GOLDEN_POSITION) == TQKV_OK;
+        made->codes = XXH3_64bits(store.codes, store.codes_size);
+        made->norms = XXH3_64bits(store.norms, store.norms_size);
+    }
+    free(source);
+    free(store.codes);
+    free(store.norms);
+    return ok;
+}
+
+#endif

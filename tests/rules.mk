@@ -1,0 +1,107 @@
+# The runner, built in many ways: `make test-gcc` and so on, each printing 'N passed, N failed'.
+
+TEST_SOURCES := $(sort $(filter-out tests/make_goldens.c tests/compile_%.c,$(wildcard tests/*.c)))
+TEST_HEADERS := tqkv.h $(wildcard tests/*.h)
+TEST_BUILD := $(BUILD)/tests
+# popen and pthreads are POSIX
+TEST_FLAGS := -D_POSIX_C_SOURCE=200809L $(WARNINGS) -I. $(CPPFLAGS)
+
+# The parts that must not depend on the compiler, and those quick enough for an emulator.
+EXACT_CASES := golden tables codec/
+EMULATED_CASES := golden tables codec/ snapshot attend/pair defect
+
+# $(1) name, $(2) compiler, $(3) flags, $(4) what runs the program, $(5) parts of case names; empty for all
+define runner_variant
+$(TEST_BUILD)/$(1)/%.o: tests/%.c $(TEST_HEADERS) tests/rules.mk $(6)
+	@mkdir -p $$(@D)
+	@$(2) $(3) $(TEST_FLAGS) -c $$< -o $$@
+
+$(TEST_BUILD)/$(1)/runner: $(TEST_SOURCES:tests/%.c=$(TEST_BUILD)/$(1)/%.o)
+	@$(2) $(filter-out -x c++,$(3)) $$^ -o $$@ $(LIBRARIES)
+
+.PHONY: test-$(1)
+test-$(1): $(TEST_BUILD)/$(1)/runner
+	@echo "== runner: $(2) $(3)"
+	@$(4) $$< $(5)
+
+TEST_TARGETS += test-$(1)
+endef
+
+SANITIZE := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+AGGRESSIVE := -O3 -march=native -ffp-contract=fast
+
+ifeq ($(SYSTEM),Darwin)
+$(eval $(call runner_variant,default,$(CC),-std=c99 -O2,,))
+$(eval $(call runner_variant,O0,$(CC),-std=c99 -O0,,$(EXACT_CASES)))
+$(eval $(call runner_variant,O3,$(CC),-std=c11 -O3 -ffp-contract=fast,,))
+$(eval $(call runner_variant,cxx,$(CC) -x c++,-std=c++11 -O2,,$(EXACT_CASES)))
+$(eval $(call runner_variant,sanitize,$(CC),-std=c99 $(SANITIZE),,))
+else
+$(eval $(call runner_variant,gcc,gcc,-std=c99 -O2,,))
+$(eval $(call runner_variant,gcc-O0,gcc,-std=c99 -O0,,$(EXACT_CASES)))
+$(eval $(call runner_variant,gcc-O3,gcc,-std=c11 $(AGGRESSIVE),,))
+$(eval $(call runner_variant,gxx,g++ -x c++,-std=c++11 -O2,,$(EXACT_CASES)))
+$(eval $(call runner_variant,clang,clang,-std=c99 -O2,,$(EXACT_CASES)))
+$(eval $(call runner_variant,clang-O0,clang,-std=c99 -O0,,$(EXACT_CASES)))
+$(eval $(call runner_variant,clang-O3,clang,-std=c11 $(AGGRESSIVE),,))
+$(eval $(call runner_variant,clangxx,clang++ -x c++,-std=c++11 -O2,,$(EXACT_CASES)))
+$(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE),,))
+endif
+
+# ---- 64-bit ARM under qemu, also the other way round: snapshots cross between the machines ----
+
+ifneq ($(filter x86_64,$(MACHINE)),)
+ifneq ($(SYSTEM),Darwin)
+QEMU := qemu-aarch64 -L /usr/aarch64-linux-gnu
+CROSS_INCLUDE := $(TEST_BUILD)/include
+
+# xxhash.h alone: the rest of /usr/include belongs to the other machine.
+$(CROSS_INCLUDE)/xxhash.h: /usr/include/xxhash.h
+	@mkdir -p $(@D)
+	@cp /usr/include/xxhash.h /usr/include/xxh3.h $(@D)
+
+$(eval $(call runner_variant,aarch64,aarch64-linux-gnu-gcc,-std=c99 -O3 -isystem $(CROSS_INCLUDE),$(QEMU),$(EMULATED_CASES),$(CROSS_INCLUDE)/xxhash.h))
+
+.PHONY: test-snapshot-crossing
+test-snapshot-crossing: $(TEST_BUILD)/gcc/runner $(TEST_BUILD)/aarch64/runner
+	@echo "== snapshots between x86-64 and aarch64"
+	@$(TEST_BUILD)/gcc/runner --save $(TEST_BUILD)/x86_64.snapshot
+	@$(QEMU) $(TEST_BUILD)/aarch64/runner --load $(TEST_BUILD)/x86_64.snapshot
+	@$(QEMU) $(TEST_BUILD)/aarch64/runner --save $(TEST_BUILD)/aarch64.snapshot
+	@$(TEST_BUILD)/gcc/runner --load $(TEST_BUILD)/aarch64.snapshot
+	@cmp $(TEST_BUILD)/x86_64.snapshot $(TEST_BUILD)/aarch64.snapshot && echo "1 passed, 0 failed"
+
+TEST_TARGETS += test-snapshot-crossing
+endif
+endif
+
+# ---- The header in every language standard, and what it must refuse ----
+
+.PHONY: test-compile
+test-compile:
+	@echo "== compile tests"
+	@CPPFLAGS="$(CPPFLAGS)" WARNINGS="$(WARNINGS)" sh tests/compile.sh $(TEST_BUILD)/compile
+TEST_TARGETS += test-compile
+
+# ---- Goldens and coverage ----
+
+.PHONY: goldens coverage
+goldens: $(TEST_BUILD)/make_goldens ## make tests/goldens.h anew (after a deliberate change of the codes only)
+	$< > $(TEST_BUILD)/goldens.h
+	mv $(TEST_BUILD)/goldens.h tests/goldens.h
+
+$(TEST_BUILD)/make_goldens: tests/make_goldens.c tests/golden.h tests/data.h tqkv.h
+	@mkdir -p $(@D)
+	$(CC) $(STANDARD) -O2 $(TEST_FLAGS) $< -o $@ $(LIBRARIES)
+
+COVERAGE := $(TEST_BUILD)/coverage
+coverage: ## share of the implementation's lines that the tests run
+	@rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
+	@for source in $(TEST_SOURCES:tests/%.c=%); do \
+		gcc -std=c99 -O1 --coverage $(TEST_FLAGS) -c tests/$$source.c -o $(COVERAGE)/$$source.o || exit 1; done
+	@gcc --coverage $(COVERAGE)/*.o -o $(COVERAGE)/runner $(LIBRARIES)
+	@$(COVERAGE)/runner
+	@lcov --quiet --capture --directory $(COVERAGE) --output-file $(COVERAGE)/all.info
+	@lcov --quiet --extract $(COVERAGE)/all.info '*/tqkv.h' --output-file $(COVERAGE)/tqkv.info
+	@awk -F: '/^LF/ { found += $$2 } /^LH/ { hit += $$2 } \
+		END { printf "ratio coverage_lines %.4f\n", hit / found; exit hit < 0.95 * found }' $(COVERAGE)/tqkv.info

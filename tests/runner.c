@@ -1,0 +1,139 @@
+/* Runs the table of cases: runner [--list] [--save FILE | --load FILE] [part of a name]... */
+#include "runner.h"
+
+#include <stdarg.h>
+
+const tqkv_format test_formats[8] = {TQKV_F16, TQKV_TQ4,       TQKV_TQ5,       TQKV_TQ6,
+                                     TQKV_TQ8, TQKV_TQ5_BYTES, TQKV_TQ6_BYTES, TQKV_I8};
+const int test_head_dims[6] = {32, 64, 128, 256, 512, 1024};
+
+enum { MAX_FAILURES_PRINTED = 5 };
+
+static struct {
+    test_case *cases;
+    size_t count, room;
+    const test_case *running;
+    int failures;
+} table;
+
+void *test_alloc(size_t bytes) {
+    void *memory = malloc(bytes ? bytes : 1);
+    if (!memory) {
+        fprintf(stderr, "tests: out of memory\n");
+        exit(2);
+    }
+    return memory;
+}
+
+void *test_alloc_filled(size_t bytes, int byte) {
+    return memset(test_alloc(bytes), byte, bytes);
+}
+
+void test_add(void (*run)(const void *row), const void *row, size_t row_size, const char *name, ...) {
+    if (table.count == table.room) {
+        table.room = table.room ? 2 * table.room : 1024;
+        table.cases = (test_case *)realloc(table.cases, table.room * sizeof *table.cases);
+    }
+    if (!table.cases || row_size > TEST_ROW_SIZE) {
+        fprintf(stderr, "tests: no room for the case %s\n", name);
+        exit(2);
+    }
+    test_case *added = &table.cases[table.count++];
+    memset(added, 0, sizeof *added);
+    added->run = run;
+    if (row_size) memcpy(added->row.bytes, row, row_size);
+    va_list arguments;
+    va_start(arguments, name);
+    int length = vsnprintf(added->name, sizeof added->name, name, arguments);
+    va_end(arguments);
+    if (length < 0 || length >= TEST_NAME_SIZE) {
+        fprintf(stderr, "tests: the name %s is too long\n", added->name);
+        exit(2);
+    }
+}
+
+void test_fail(const char *file, int line, const char *condition, const char *format, ...) {
+    if (++table.failures > MAX_FAILURES_PRINTED) return;
+    printf("FAIL %s\n  %s:%d: %s: ", table.running ? table.running->name : "(no case)", file, line, condition);
+    va_list arguments;
+    va_start(arguments, format);
+    vprintf(format, arguments);
+    va_end(arguments);
+    printf("\n");
+    fflush(stdout);
+}
+
+tqkv_store test_store(tqkv_format format, int head_dim, int n_kv_heads, int capacity, bool ring) {
+    tqkv_store store;
+    memset(&store, 0, sizeof store);
+    store.format = format;
+    store.head_dim = head_dim;
+    store.n_kv_heads = n_kv_heads;
+    store.capacity = capacity;
+    store.ring = ring;
+    store.codes_size = tqkv_codes_size(&store);
+    store.norms_size = tqkv_norms_size(&store);
+    store.codes = test_alloc_filled(store.codes_size, 0xff);
+    if (store.norms_size) store.norms = (float *)test_alloc_filled(store.norms_size, 0xff);
+    return store;
+}
+
+void test_store_free(tqkv_store *store) {
+    free(store->codes);
+    free(store->norms);
+    memset(store, 0, sizeof *store);
+}
+
+static void add_all_cases(void) {
+    test_tables_cases();
+    test_golden_cases();
+    test_codec_cases();
+    test_codec_error_cases();
+    test_attend_cases();
+    test_attend_options_cases();
+    test_defect_cases();
+    test_cache_cases();
+    test_snapshot_cases();
+    test_input_cases();
+    test_fault_cases();
+}
+
+static bool is_selected(const char *name, int n_filters, char **filters) {
+    for (int i = 0; i < n_filters; i++)
+        if (strstr(name, filters[i])) return true;
+    return n_filters == 0;
+}
+
+static int run_selected(bool list, int n_filters, char **filters) {
+    int passed = 0, failed = 0;
+    for (size_t i = 0; i < table.count; i++) {
+        if (!is_selected(table.cases[i].name, n_filters, filters)) continue;
+        if (list) {
+            printf("%s\n", table.cases[i].name);
+            continue;
+        }
+        table.running = &table.cases[i];
+        table.failures = 0;
+        table.running->run(table.running->row.bytes);
+        if (table.failures > MAX_FAILURES_PRINTED)
+            printf("  and %d more in this case\n", table.failures - MAX_FAILURES_PRINTED);
+        if (table.failures)
+            failed++;
+        else
+            passed++;
+    }
+    if (list) return 0;
+    if (passed + failed == 0) failed = 1; /* a filter that selects nothing must not look like success */
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed != 0;
+}
+
+int main(int argc, char **argv) {
+    if (argc == 3 && !strcmp(argv[1], "--save")) return test_snapshot_save_file(argv[2]);
+    if (argc == 3 && !strcmp(argv[1], "--load")) return test_snapshot_load_file(argv[2]);
+    bool list = argc > 1 && !strcmp(argv[1], "--list");
+    add_all_cases();
+    int status = run_selected(list, argc - 1 - list, argv + 1 + list);
+    free(table.cases);
+    return status;
+}

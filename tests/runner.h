@@ -1,0 +1,94 @@
+/* The test runner: cases are rows of one table, named "group/what/parameters". */
+#ifndef TQKV_TESTS_RUNNER_H
+#define TQKV_TESTS_RUNNER_H
+
+#include "tqkv.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { TEST_NAME_SIZE = 96, TEST_ROW_SIZE = 160 };
+
+typedef struct test_case {
+    char name[TEST_NAME_SIZE];
+    void (*run)(const void *row);
+    union {
+        unsigned char bytes[TEST_ROW_SIZE];
+        double aligned;
+        int64_t whole;
+    } row;
+} test_case;
+
+#if defined(__GNUC__)
+#define TEST_PRINTF(format_index, first_index) __attribute__((format(printf, format_index, first_index)))
+#else
+#define TEST_PRINTF(format_index, first_index)
+#endif
+
+/* Adds one case. The row (its parameters) is copied; NULL and 0 for none. */
+void test_add(void (*run)(const void *row), const void *row, size_t row_size, const char *name, ...) TEST_PRINTF(4, 5);
+
+/* Marks the running case as failed and prints where and why. */
+void test_fail(const char *file, int line, const char *condition, const char *format, ...) TEST_PRINTF(4, 5);
+
+#define CHECK(condition, ...)                                                                                          \
+    do {                                                                                                               \
+        if (!(condition)) test_fail(__FILE__, __LINE__, #condition, __VA_ARGS__);                                      \
+    } while (0)
+
+/* As CHECK, and leaves the calling (void) function. */
+#define REQUIRE(condition, ...)                                                                                        \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            test_fail(__FILE__, __LINE__, #condition, __VA_ARGS__);                                                    \
+            return;                                                                                                    \
+        }                                                                                                              \
+    } while (0)
+
+/* The call must give the expected tqkv_result. */
+#define CHECK_RESULT(call, expected)                                                                                   \
+    do {                                                                                                               \
+        tqkv_result check_result_ = (call);                                                                            \
+        if (check_result_ != (expected))                                                                               \
+            test_fail(__FILE__, __LINE__, #call, "is %s, not %s", tqkv_result_string(check_result_),                   \
+                      tqkv_result_string(expected));                                                                   \
+    } while (0)
+
+/* Each file of tests adds its cases here. */
+void test_tables_cases(void);
+void test_golden_cases(void);
+void test_codec_cases(void);
+void test_codec_error_cases(void);
+void test_attend_cases(void);
+void test_attend_options_cases(void);
+void test_defect_cases(void);
+void test_cache_cases(void);
+void test_snapshot_cases(void);
+void test_input_cases(void);
+void test_fault_cases(void);
+
+/* The codec's tables, for the independent reference (test_tables.c, which holds the implementation). */
+const float *test_codebook(int bits);   /* [1 << bits] */
+const float *test_boundaries(int bits); /* [(1 << bits) - 1] */
+const uint8_t *test_signs(void);        /* [64] */
+
+/* Writes the snapshot of a fixed cache to a file, or loads such a file and checks it; 0 when all is well. */
+int test_snapshot_save_file(const char *path);
+int test_snapshot_load_file(const char *path);
+
+/* malloc and calloc that end the program rather than return NULL. */
+void *test_alloc(size_t bytes);
+void *test_alloc_filled(size_t bytes, int byte);
+
+/* A store whose buffers are of the exact size and filled with 0xff, so that norms and halves are NaN. */
+tqkv_store test_store(tqkv_format format, int head_dim, int n_kv_heads, int capacity, bool ring);
+void test_store_free(tqkv_store *store);
+
+extern const tqkv_format test_formats[8];
+extern const int test_head_dims[6];
+
+#endif

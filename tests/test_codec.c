@@ -1,0 +1,454 @@
+/* Encoding, decoding and probing against the reference: byte for byte where the specification says so. */
+#include "data.h"
+#include "golden.h"
+#include "reference.h"
+#include "runner.h"
+
+#include <fenv.h>
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
+/* ---- Encode and probe, against the reference ---- */
+
+/* Equal bits, or both NaN. */
+static bool is_same_float(float a, float b) {
+    return !memcmp(&a, &b, sizeof a) || (isnan(a) && isnan(b));
+}
+
+static void check_row(const tqkv_store *store, const float *source, int token, int head) {
+    uint8_t codes[2 * REFERENCE_MAX_DIM];
+    float norms[8] = {0}, scaled[REFERENCE_MAX_DIM], probed[REFERENCE_MAX_DIM];
+    int64_t position = GOLDEN_POSITION + token;
+    tqkv_store one_head = *store;
+    one_head.n_kv_heads = 1;
+    reference_encode_row(store, source, codes, norms, scaled);
+    const uint8_t *stored = reference_codes_at(store, head, position);
+    for (size_t i = 0; i < reference_row_bytes(store->format, store->head_dim); i++)
+        CHECK(stored[i] == codes[i], "token %d head %d byte %d is %d, not %d", token, head, (int)i, stored[i], codes[i]);
+    for (int i = 0; i < reference_norms_per_row(store->format, store->head_dim); i++) {
+        float norm = reference_norms_at(store, head, position)[i];
+        CHECK(is_same_float(norm, norms[i]), "token %d head %d norm %d is %.9g, not %.9g", token, head, i, (double)norm,
+              (double)norms[i]);
+    }
+    CHECK_RESULT(tqkv_probe(&one_head, source, 1, probed), TQKV_OK);
+    for (int i = 0; i < store->head_dim; i++)
+        CHECK(is_same_float(probed[i], scaled[i]), "token %d head %d probe %d is %.9g, not %.9g", token, head, i,
+              (double)probed[i], (double)scaled[i]);
+}
+
+/* Everything outside the written positions must still be 0xff. */
+static void check_untouched(const tqkv_store *store, int64_t first, int64_t end) {
+    size_t row_bytes = reference_row_bytes(store->format, store->head_dim);
+    size_t norm_bytes = sizeof(float) * (size_t)reference_norms_per_row(store->format, store->head_dim);
+    for (int head = 0; head < store->n_kv_heads; head++) {
+        for (int slot = 0; slot < store->capacity; slot++) {
+            if (slot >= first && slot < end) continue;
+            const uint8_t *codes = reference_codes_at(store, head, slot);
+            for (size_t i = 0; i < row_bytes; i++)
+                CHECK(codes[i] == 0xff, "head %d slot %d code byte %d was written", head, slot, (int)i);
+            const uint8_t *norms = (const uint8_t *)(norm_bytes ? reference_norms_at(store, head, slot) : NULL);
+            for (size_t i = 0; i < norm_bytes; i++)
+                CHECK(norms[i] == 0xff, "head %d slot %d norm byte %d was written", head, slot, (int)i);
+        }
+    }
+}
+
+static void check_encode(const void *parameters) {
+    const golden_case *c = (const golden_case *)parameters;
+    tqkv_store shape = golden_store(c);
+    tqkv_store store = test_store(shape.format, shape.head_dim, GOLDEN_HEADS, GOLDEN_CAPACITY, false);
+    store.unrotated = shape.unrotated;
+    store.block_scale = shape.block_scale;
+    int d = c->head_dim;
+    float *source = (float *)test_alloc(sizeof(float) * GOLDEN_TOKENS * GOLDEN_HEADS * (size_t)d);
+    data_rows(77 + (uint64_t)d, (data_kind)c->kind, source, GOLDEN_TOKENS * GOLDEN_HEADS, d);
+    CHECK_RESULT(tqkv_encode(&store, source, GOLDEN_TOKENS, GOLDEN_POSITION), TQKV_OK);
+    for (int token = 0; token < GOLDEN_TOKENS; token++)
+        for (int head = 0; head < GOLDEN_HEADS; head++)
+            check_row(&store, source + (size_t)((token * GOLDEN_HEADS + head) * d), token, head);
+    check_untouched(&store, GOLDEN_POSITION, GOLDEN_POSITION + GOLDEN_TOKENS);
+    free(source);
+    test_store_free(&store);
+}
+
+static void add_encode_cases(void) {
+    golden_case c;
+    for (int i = 0; golden_find(i, &c); i++) {
+        char name[GOLDEN_NAME_SIZE];
+        golden_name(&c, name);
+        test_add(check_encode, &c, sizeof c, "codec/reference/%s", name);
+    }
+}
+
+/* ---- Decode ---- */
+
+typedef struct format_row {
+    tqkv_format format;
+    int head_dim;
+    bool unrotated;
+    float block_scale;
+} format_row;
+
+/* Any bits are codes of some row: upper bits of the _BYTES formats excepted, random bytes reach every centroid. */
+static void fill_random(tqkv_store *store) {
+    data_random random = {(uint64_t)store->head_dim};
+    uint8_t *codes = (uint8_t *)store->codes;
+    int limit = store->format == TQKV_TQ5_BYTES ? 32 : store->format == TQKV_TQ6_BYTES ? 64 : 256;
+    for (size_t i = 0; i < store->codes_size; i++)
+        codes[i] = (uint8_t)data_below(&random, limit);
+    if (store->format == TQKV_I8) /* encode never makes -128 */
+        for (size_t i = 0; i < store->codes_size; i++)
+            codes[i] = codes[i] == 128 ? 129 : codes[i];
+    if (store->format == TQKV_F16) /* moderate finite halves */
+        for (size_t i = 1; i < store->codes_size; i += 2)
+            codes[i] = (uint8_t)(codes[i] & 0xcf);
+    for (size_t i = 0; i < store->norms_size / sizeof(float); i++)
+        store->norms[i] = 0.5f + (float)data_below(&random, 1000);
+}
+
+static void check_decode(const void *parameters) {
+    const format_row *row = (const format_row *)parameters;
+    enum { HEADS = 3, POSITIONS = 5 };
+    int d = row->head_dim;
+    tqkv_store store = test_store(row->format, d, HEADS, 7, false);
+    store.unrotated = row->unrotated;
+    store.block_scale = row->block_scale;
+    fill_random(&store);
+    size_t count = (size_t)(HEADS * POSITIONS * d);
+    float *original = (float *)test_alloc(count * sizeof(float)), *rotated = (float *)test_alloc(count * sizeof(float));
+    CHECK_RESULT(tqkv_decode(&store, 2, POSITIONS, TQKV_ORIGINAL, original), TQKV_OK);
+    CHECK_RESULT(tqkv_decode(&store, 2, POSITIONS, TQKV_ROTATED, rotated), TQKV_OK);
+    for (int i = 0; i < HEADS * POSITIONS; i++) {
+        double expected[REFERENCE_MAX_DIM];
+        reference_decode(&store, i % HEADS, 2 + i / HEADS, expected);
+        double error = reference_relative_error(original + i * d, expected, (size_t)d);
+        CHECK(error < 1e-6, "row %d, original: relative error %.3g", i, error);
+        if (reference_is_rotated(&store)) reference_rotate_double(expected, d);
+        error = reference_relative_error(rotated + i * d, expected, (size_t)d);
+        CHECK(error < 1e-6, "row %d, rotated: relative error %.3g", i, error);
+    }
+    free(original);
+    free(rotated);
+    test_store_free(&store);
+}
+
+/* ---- Sizes and names ---- */
+
+static void check_sizes(const void *parameters) {
+    const format_row *row = (const format_row *)parameters;
+    size_t bytes = reference_row_bytes(row->format, row->head_dim);
+    int norms = reference_norms_per_row(row->format, row->head_dim);
+    tqkv_store store;
+    memset(&store, 0, sizeof store);
+    store.format = row->format;
+    store.head_dim = row->head_dim;
+    store.n_kv_heads = 3;
+    store.capacity = 11;
+    CHECK(tqkv_row_bytes(row->format, row->head_dim) == bytes, "row of %d bytes, not %d",
+          (int)tqkv_row_bytes(row->format, row->head_dim), (int)bytes);
+    CHECK(tqkv_norms_per_row(row->format, row->head_dim) == norms, "%d norms a row, not %d",
+          tqkv_norms_per_row(row->format, row->head_dim), norms);
+    CHECK(tqkv_codes_size(&store) == 33 * bytes, "codes of %d bytes", (int)tqkv_codes_size(&store));
+    CHECK(tqkv_norms_size(&store) == 33 * sizeof(float) * (size_t)norms, "norms of %d bytes",
+          (int)tqkv_norms_size(&store));
+}
+
+static void check_names(const void *parameters) {
+    (void)parameters;
+    static const char *const names[8] = {"f16", "tq4", "tq5", "tq6", "tq8", "tq5_bytes", "tq6_bytes", "i8"};
+    for (int i = 0; i < 8; i++) {
+        const char *name = tqkv_format_name(test_formats[i]);
+        CHECK(!strcmp(name, names[i]), "format %d is named %s, not %s", (int)test_formats[i], name, names[i]);
+        CHECK(tqkv_format_from_name(names[i]) == test_formats[i], "%s is format %d", names[i],
+              (int)tqkv_format_from_name(names[i]));
+    }
+    static const char *const unknown[6] = {"", "tq", "tq55", "TQ4", "i8 ", "q4_0"};
+    for (int i = 0; i < 6; i++)
+        CHECK(tqkv_format_from_name(unknown[i]) == TQKV_FORMAT_DEFAULT, "'%s' is a format", unknown[i]);
+    CHECK(tqkv_format_from_name(NULL) == TQKV_FORMAT_DEFAULT, "NULL is a format");
+    CHECK(tqkv_format_name((tqkv_format)99) != NULL, "no text for an unknown format");
+}
+
+static void check_result_strings(const void *parameters) {
+    (void)parameters;
+    for (int i = 0; i <= (int)TQKV_METAL_ERROR; i++) {
+        const char *text = tqkv_result_string((tqkv_result)i);
+        CHECK(text && strlen(text) > 1, "result %d has no text", i);
+        for (int j = 0; j < i; j++)
+            CHECK(strcmp(text, tqkv_result_string((tqkv_result)j)), "results %d and %d share '%s'", i, j, text);
+    }
+    CHECK(tqkv_result_string((tqkv_result)99) != NULL, "no text for an unknown result");
+}
+
+/* ---- Rotation ---- */
+
+static void check_rotate(const void *parameters) {
+    int d = *(const int *)parameters, n_rows = 6;
+    float *rows = (float *)test_alloc((size_t)(n_rows * d) * sizeof(float)), expected[REFERENCE_MAX_DIM];
+    float *source = (float *)test_alloc((size_t)(n_rows * d) * sizeof(float));
+    data_rows(3, DATA_STUDENT, source, n_rows, d);
+    memcpy(rows, source, (size_t)(n_rows * d) * sizeof(float));
+    CHECK_RESULT(tqkv_rotate(rows, n_rows, d), TQKV_OK);
+    for (int r = 0; r < n_rows; r++) {
+        memcpy(expected, source + r * d, (size_t)d * sizeof(float));
+        reference_rotate_row(expected, d);
+        CHECK(!memcmp(rows + r * d, expected, (size_t)d * sizeof(float)), "row %d differs from the reference", r);
+    }
+    CHECK_RESULT(tqkv_unrotate(rows, n_rows, d), TQKV_OK);
+    for (int r = 0; r < n_rows; r++) {
+        double original[REFERENCE_MAX_DIM];
+        for (int i = 0; i < d; i++)
+            original[i] = (double)source[r * d + i];
+        double error = reference_relative_error(rows + r * d, original, (size_t)d);
+        CHECK(error < 1e-6, "row %d comes back with relative error %.3g", r, error);
+    }
+    free(rows);
+    free(source);
+}
+
+/* ---- Positions and slots ---- */
+
+/* All tokens in one call give the bytes of one call per token. */
+static void check_one_by_one(const void *parameters) {
+    const format_row *row = (const format_row *)parameters;
+    enum { HEADS = 2, TOKENS = 13, CAPACITY = 5 };
+    int d = row->head_dim;
+    tqkv_store whole = test_store(row->format, d, HEADS, CAPACITY, true);
+    tqkv_store single = test_store(row->format, d, HEADS, CAPACITY, true);
+    float *source = (float *)test_alloc(sizeof(float) * (size_t)(TOKENS * HEADS * d));
+    data_rows(9, DATA_STUDENT, source, TOKENS * HEADS, d);
+    int64_t start = ((int64_t)1 << 40) + 3;
+    CHECK_RESULT(tqkv_encode(&whole, source, TOKENS, start), TQKV_OK);
+    for (int i = 0; i < TOKENS; i++)
+        CHECK_RESULT(tqkv_encode(&single, source + i * HEADS * d, 1, start + i), TQKV_OK);
+    CHECK(!memcmp(whole.codes, single.codes, whole.codes_size), "codes differ");
+    CHECK(!whole.norms_size || !memcmp(whole.norms, single.norms, whole.norms_size), "norms differ");
+    for (int i = TOKENS - CAPACITY; i < TOKENS; i++) { /* the newest are resident, each in its own slot */
+        float scaled[REFERENCE_MAX_DIM], norms[8];
+        uint8_t codes[2 * REFERENCE_MAX_DIM];
+        reference_encode_row(&whole, source + (i * HEADS + 1) * d, codes, norms, scaled);
+        CHECK(!memcmp(reference_codes_at(&whole, 1, start + i), codes, reference_row_bytes(row->format, d)),
+              "token %d is not in its slot", i);
+    }
+    free(source);
+    test_store_free(&whole);
+    test_store_free(&single);
+}
+
+/* Decoding a ring across its seam gives each position's own row. */
+static void check_decode_ring(const void *parameters) {
+    (void)parameters;
+    enum { D = 64, HEADS = 2, TOKENS = 12, CAPACITY = 7 };
+    tqkv_store ring = test_store(TQKV_I8, D, HEADS, CAPACITY, true);
+    tqkv_store linear = test_store(TQKV_I8, D, HEADS, TOKENS, false);
+    float source[TOKENS * HEADS * D], from_ring[CAPACITY * HEADS * D], from_linear[CAPACITY * HEADS * D];
+    data_rows(4, DATA_GAUSSIAN, source, TOKENS * HEADS, D);
+    CHECK_RESULT(tqkv_encode(&ring, source, TOKENS, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(&linear, source, TOKENS, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_decode(&ring, TOKENS - CAPACITY, CAPACITY, TQKV_ORIGINAL, from_ring), TQKV_OK);
+    CHECK_RESULT(tqkv_decode(&linear, TOKENS - CAPACITY, CAPACITY, TQKV_ORIGINAL, from_linear), TQKV_OK);
+    CHECK(!memcmp(from_ring, from_linear, sizeof from_ring), "ring and linear store decode differently");
+    test_store_free(&ring);
+    test_store_free(&linear);
+}
+
+/* ---- Single values ---- */
+
+/* Ties go down: values that equal a boundary exactly. Rows of +-1 have an RMS of exactly 1, so that the block scale
+ * alone decides the value compared. */
+static void check_ties(const void *parameters) {
+    tqkv_format format = *(const tqkv_format *)parameters;
+    int bits = reference_bits(format), d = 512;
+    float source[512];
+    for (int i = 0; i < d; i++)
+        source[i] = i % 2 ? -1.0f : 1.0f;
+    tqkv_store store = test_store(format, d, 1, 1, false);
+    store.unrotated = true;
+    for (int b = (1 << bits) / 2; b < (1 << bits) - 1; b++) { /* the positive boundaries, and their negatives */
+        store.block_scale = test_boundaries(bits)[b];
+        CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
+        int positive = reference_code_at((const uint8_t *)store.codes, format, d, 0);
+        int negative = reference_code_at((const uint8_t *)store.codes, format, d, 1);
+        CHECK(positive == b, "boundary %d itself has code %d", b, positive);
+        CHECK(negative == (1 << bits) - 2 - b, "boundary %d itself has code %d", (1 << bits) - 2 - b, negative);
+    }
+    test_store_free(&store);
+}
+
+/* Every finite half encodes to itself, and the midpoint of two neighbours to the even one. */
+static void check_halves(const void *parameters) {
+    int first = *(const int *)parameters, d = 1024;
+    tqkv_store store = test_store(TQKV_F16, d, 1, 1, false);
+    float source[1024], decoded[1024];
+    uint16_t stored[1024];
+    for (int i = 0; i < d; i++)
+        source[i] = (float)reference_half_value((uint16_t)(first + i));
+    CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
+    memcpy(stored, store.codes, sizeof stored);
+    CHECK_RESULT(tqkv_decode(&store, 0, 1, TQKV_ORIGINAL, decoded), TQKV_OK);
+    for (int i = 0; i < d; i++) {
+        CHECK(stored[i] == first + i, "half %04x becomes %04x", (unsigned)(first + i), (unsigned)stored[i]);
+        CHECK(!memcmp(&decoded[i], &source[i], sizeof *source), "half %04x decodes to %.9g", (unsigned)(first + i),
+              (double)decoded[i]);
+    }
+    for (int i = 0; i + 1 < d; i++)
+        source[i] = (float)((reference_half_value((uint16_t)(first + i)) + (double)source[i + 1]) / 2.0);
+    CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
+    memcpy(stored, store.codes, sizeof stored);
+    for (int i = 0; i + 1 < d; i++) {
+        int even = (first + i) % 2 ? first + i + 1 : first + i;
+        CHECK(stored[i] == even, "%.9g becomes %04x, not %04x", (double)source[i], (unsigned)stored[i], (unsigned)even);
+    }
+    test_store_free(&store);
+}
+
+static void check_half_limits(const void *parameters) {
+    (void)parameters;
+    static const float values[8] = {65504.0f, 65519.996f, 65520.0f, 1e30f, 3.4e38f, 2.98023224e-8f, 2.9802326e-8f, 1e-40f};
+    static const uint16_t halves[8] = {0x7bff, 0x7bff, 0x7bff, 0x7bff, 0x7bff, 0, 1, 0};
+    float source[32] = {0};
+    uint16_t stored[32];
+    tqkv_store store = test_store(TQKV_F16, 32, 1, 1, false);
+    for (int i = 0; i < 8; i++) {
+        source[2 * i] = values[i];
+        source[2 * i + 1] = -values[i];
+    }
+    CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
+    memcpy(stored, store.codes, sizeof stored);
+    for (int i = 0; i < 8; i++) {
+        CHECK(stored[2 * i] == halves[i], "%.9g becomes %04x", (double)values[i], (unsigned)stored[2 * i]);
+        CHECK(stored[2 * i + 1] == (halves[i] | 0x8000), "%.9g becomes %04x", -(double)values[i],
+              (unsigned)stored[2 * i + 1]);
+    }
+    test_store_free(&store);
+}
+
+/* Finite input whose rotation overflows: OK or refused, never undefined, and decode does not read out of bounds. */
+static void check_overflow(const void *parameters) {
+    const format_row *row = (const format_row *)parameters;
+    int d = row->head_dim;
+    float source[REFERENCE_MAX_DIM], decoded[REFERENCE_MAX_DIM];
+    tqkv_store store = test_store(row->format, d, 1, 1, false);
+    for (int i = 0; i < d; i++)
+        source[i] = reference_is_negative(i, d) ? -3e38f : 3e38f;
+    CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_decode(&store, 0, 1, TQKV_ROTATED, decoded), TQKV_OK);
+    if (row->format == TQKV_F16) CHECK(fabsf(decoded[0]) == 65504.0f, "%g is not clamped", (double)decoded[0]);
+    if (reference_is_codebook(row->format))
+        for (int j = 0; j < d; j++) {
+            int code = reference_code_at((const uint8_t *)store.codes, row->format, d, j);
+            CHECK(code < 1 << reference_bits(row->format), "element %d has code %d", j, code);
+        }
+    test_store_free(&store);
+}
+
+/* ---- The caller's floating-point environment ---- */
+
+static unsigned long long read_control(void) {
+#if defined(__SSE__)
+    return _mm_getcsr() & ~0x3fu; /* without the sticky exception flags */
+#elif defined(__aarch64__)
+    unsigned long long control;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(control));
+    return control;
+#else
+    return 0;
+#endif
+}
+
+/* Denormals as zero, in sources and results. */
+static void set_flush_to_zero(void) {
+#if defined(__SSE__)
+    _mm_setcsr(_mm_getcsr() | 0x8040u);
+#elif defined(__aarch64__)
+    unsigned long long control = read_control() | 1ull << 24;
+    __asm__ volatile("msr fpcr, %0" : : "r"(control));
+#endif
+}
+
+typedef struct environment_row {
+    format_row format;
+    int rounding;
+    bool flush;
+} environment_row;
+
+static void encode_in(const environment_row *row, tqkv_store *store, const float *source, int n_tokens) {
+    fenv_t saved;
+    fegetenv(&saved);
+    fesetround(row->rounding);
+    if (row->flush) set_flush_to_zero();
+    unsigned long long before = read_control();
+    tqkv_result result = tqkv_encode(store, source, n_tokens, 0);
+    unsigned long long after = read_control();
+    fesetenv(&saved);
+    CHECK_RESULT(result, TQKV_OK);
+    CHECK(before == after, "the control word was %llx, is %llx", before, after);
+}
+
+static void check_environment(const void *parameters) {
+    const environment_row *row = (const environment_row *)parameters;
+    enum { TOKENS = 16 };
+    int d = row->format.head_dim;
+    tqkv_store usual = test_store(row->format.format, d, 1, TOKENS, false);
+    tqkv_store other = test_store(row->format.format, d, 1, TOKENS, false);
+    float *source = (float *)test_alloc(sizeof(float) * (size_t)(TOKENS * d));
+    data_rows(5, DATA_EXTREMES, source, TOKENS, d);
+    CHECK_RESULT(tqkv_encode(&usual, source, TOKENS, 0), TQKV_OK);
+    encode_in(row, &other, source, TOKENS);
+    CHECK(!memcmp(usual.codes, other.codes, usual.codes_size), "codes differ");
+    CHECK(!usual.norms_size || !memcmp(usual.norms, other.norms, usual.norms_size), "norms differ");
+    free(source);
+    test_store_free(&usual);
+    test_store_free(&other);
+}
+
+static void add_environment_cases(const format_row *format) {
+    static const int roundings[4] = {FE_TONEAREST, FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO};
+    static const char *const names[4] = {"nearest", "up", "down", "zero"};
+    for (int i = 0; i < 8; i++) {
+        environment_row row;
+        row.format = *format;
+        row.rounding = roundings[i % 4];
+        row.flush = i >= 4;
+        test_add(check_environment, &row, sizeof row, "codec/environment/%s/%d/%s%s", tqkv_format_name(format->format),
+                 format->head_dim, names[i % 4], row.flush ? "/flush" : "");
+    }
+}
+
+static void add_format_cases(tqkv_format format, int head_dim) {
+    format_row row = {format, head_dim, false, 0.0f};
+    const char *name = tqkv_format_name(format);
+    test_add(check_sizes, &row, sizeof row, "codec/sizes/%s/%d", name, head_dim);
+    test_add(check_decode, &row, sizeof row, "codec/decode/%s/%d", name, head_dim);
+    test_add(check_one_by_one, &row, sizeof row, "codec/one_by_one/%s/%d", name, head_dim);
+    test_add(check_overflow, &row, sizeof row, "codec/overflow/%s/%d", name, head_dim);
+    if (head_dim == 128 || head_dim == 512) add_environment_cases(&row);
+    if (reference_is_codebook(format) && head_dim >= 512) {
+        row.block_scale = 1.25f;
+        test_add(check_decode, &row, sizeof row, "codec/decode/%s/%d/block_scale", name, head_dim);
+        row.block_scale = 0.0f;
+    }
+    if (reference_is_codebook(format) && format != TQKV_TQ4) {
+        row.unrotated = true;
+        test_add(check_decode, &row, sizeof row, "codec/decode/%s/%d/unrotated", name, head_dim);
+        if (head_dim == 512) test_add(check_ties, &format, sizeof format, "codec/ties/%s", name);
+    }
+}
+
+void test_codec_cases(void) {
+    add_encode_cases();
+    for (int f = 0; f < 8; f++)
+        for (int d = 0; d < 6; d++)
+            add_format_cases(test_formats[f], test_head_dims[d]);
+    for (int d = 0; d < 6; d++)
+        test_add(check_rotate, &test_head_dims[d], sizeof(int), "codec/rotate/%d", test_head_dims[d]);
+    for (int first = 0; first < 0x7c00; first += 1024) /* exponents 0 to 30, both signs */
+        test_add(check_halves, &first, sizeof first, "codec/halves/%04x", (unsigned)first);
+    for (int first = 0x8000; first < 0xfc00; first += 1024)
+        test_add(check_halves, &first, sizeof first, "codec/halves/%04x", (unsigned)first);
+    test_add(check_half_limits, NULL, 0, "codec/half_limits");
+    test_add(check_decode_ring, NULL, 0, "codec/decode_ring");
+    test_add(check_names, NULL, 0, "codec/names");
+    test_add(check_result_strings, NULL, 0, "codec/result_strings");
+}

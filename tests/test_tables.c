@@ -1,0 +1,148 @@
+/* The tables: hashes, signs, symmetry, midpoints. This file also holds the implementation under test. */
+#define TQKV_IMPLEMENTATION
+#include "runner.h"
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <math.h>
+
+const float *test_codebook(int bits) {
+    return bits == 4   ? tqkv__tables.codebook_4
+           : bits == 5 ? tqkv__tables.codebook_5
+           : bits == 6 ? tqkv__tables.codebook_6
+                       : tqkv__tables.codebook_8;
+}
+
+const float *test_boundaries(int bits) {
+    return bits == 4   ? tqkv__tables.boundaries_4
+           : bits == 5 ? tqkv__tables.boundaries_5
+           : bits == 6 ? tqkv__tables.boundaries_6
+                       : tqkv__tables.boundaries_8;
+}
+
+const uint8_t *test_signs(void) {
+    return tqkv__tables.signs;
+}
+
+typedef struct hash_row {
+    const void *bytes;
+    size_t size;
+    uint64_t expected;
+} hash_row;
+
+static void check_hash(const void *parameters) {
+    const hash_row *row = (const hash_row *)parameters;
+    uint64_t hash = XXH3_64bits(row->bytes, row->size);
+    CHECK(hash == row->expected, "%016llx, not %016llx", (unsigned long long)hash, (unsigned long long)row->expected);
+}
+
+static void add_hash(const char *name, const void *bytes, size_t size, uint64_t expected) {
+    hash_row row = {bytes, size, expected};
+    test_add(check_hash, &row, sizeof row, "tables/hash/%s", name);
+}
+
+static void add_hashes(void) {
+    const tqkv__table_set *t = &tqkv__tables;
+    add_hash("codebook_4", t->codebook_4, sizeof t->codebook_4, TQKV_HASH_CODEBOOK_4);
+    add_hash("codebook_5", t->codebook_5, sizeof t->codebook_5, TQKV_HASH_CODEBOOK_5);
+    add_hash("codebook_6", t->codebook_6, sizeof t->codebook_6, TQKV_HASH_CODEBOOK_6);
+    add_hash("codebook_8", t->codebook_8, sizeof t->codebook_8, TQKV_HASH_CODEBOOK_8);
+    add_hash("boundaries_4", t->boundaries_4, sizeof t->boundaries_4, TQKV_HASH_BOUNDARIES_4);
+    add_hash("boundaries_5", t->boundaries_5, sizeof t->boundaries_5, TQKV_HASH_BOUNDARIES_5);
+    add_hash("boundaries_6", t->boundaries_6, sizeof t->boundaries_6, TQKV_HASH_BOUNDARIES_6);
+    add_hash("boundaries_8", t->boundaries_8, sizeof t->boundaries_8, TQKV_HASH_BOUNDARIES_8);
+    add_hash("signs", t->signs, sizeof t->signs, TQKV_HASH_SIGNS);
+    add_hash("all", t, sizeof *t, TQKV_HASH_TABLES);
+}
+
+/* ---- SHA-256 of the signs, by the system's own tool ---- */
+
+typedef struct signs_row {
+    size_t bytes;
+    const char *sha256;
+} signs_row;
+
+static void check_signs(const void *parameters) {
+    const signs_row *row = (const signs_row *)parameters;
+    char command[640], output[65] = "";
+    int length = snprintf(command, sizeof command, "printf '");
+    for (size_t i = 0; i < row->bytes; i++)
+        length += snprintf(command + length, sizeof command - (size_t)length, "\\%03o", tqkv__tables.signs[i]);
+    snprintf(command + length, sizeof command - (size_t)length,
+             "' | if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi");
+    FILE *tool = popen(command, "r");
+    REQUIRE(tool, "no shell for sha256sum");
+    size_t read = fread(output, 1, 64, tool);
+    pclose(tool);
+    CHECK(read == 64 && !strcmp(output, row->sha256), "SHA-256 %s, not %s", output, row->sha256);
+}
+
+static void add_signs(void) {
+    signs_row of_256 = {32, "3ef1038e6c232e9519101daa2d6efd637d4c6bfdb29f4ee7101625c39d0ddc89"};
+    signs_row of_512 = {64, "44f13ce9f6db1edac62f558ee054f9de29cd474fd051362cadcaa98a55745f17"};
+    test_add(check_signs, &of_256, sizeof of_256, "tables/signs/256");
+    test_add(check_signs, &of_512, sizeof of_512, "tables/signs/512");
+}
+
+/* ---- Shape of codebooks and boundaries ---- */
+
+static void check_codebook(const void *parameters) {
+    int bits = *(const int *)parameters, count = 1 << bits;
+    const float *codebook = test_codebook(bits);
+    for (int i = 0; i < count; i++)
+        CHECK(codebook[i] == -codebook[count - 1 - i], "entry %d: %.9g and %.9g", i, (double)codebook[i],
+              (double)codebook[count - 1 - i]);
+    for (int i = 1; i < count; i++)
+        CHECK(codebook[i - 1] < codebook[i], "entry %d: %.9g after %.9g", i, (double)codebook[i],
+              (double)codebook[i - 1]);
+}
+
+static void check_boundaries(const void *parameters) {
+    int bits = *(const int *)parameters, count = (1 << bits) - 1;
+    const float *codebook = test_codebook(bits), *boundaries = test_boundaries(bits);
+    for (int i = 0; i < count; i++) {
+        CHECK(boundaries[i] == -boundaries[count - 1 - i], "boundary %d: %.9g and %.9g", i, (double)boundaries[i],
+              (double)boundaries[count - 1 - i]);
+        CHECK(codebook[i] < boundaries[i] && boundaries[i] < codebook[i + 1], "boundary %d: %.9g outside its cell", i,
+              (double)boundaries[i]);
+    }
+    CHECK(boundaries[count / 2] == 0.0f && !signbit(boundaries[count / 2]), "middle boundary %.9g",
+          (double)boundaries[count / 2]);
+}
+
+/* The decimals (seven places) are midpoints to 1e-7; as floats each number adds half an ulp of its own magnitude. */
+static void check_midpoints(const void *parameters) {
+    int bits = *(const int *)parameters, count = (1 << bits) - 1;
+    const float *codebook = test_codebook(bits), *boundaries = test_boundaries(bits);
+    for (int i = 0; i < count; i++) {
+        double midpoint = ((double)codebook[i] + (double)codebook[i + 1]) / 2.0;
+        double largest = fmax(fabs((double)codebook[i]), fabs((double)codebook[i + 1]));
+        double rounding = 2.0 * ldexp(1.0, ilogb(largest) - 24);
+        double off = fabs((double)boundaries[i] - midpoint);
+        CHECK(off <= 1e-7 + rounding, "boundary %d: %.9g is %.3g from its midpoint", i, (double)boundaries[i], off);
+    }
+}
+
+static void check_last_boundary(const void *parameters) {
+    (void)parameters;
+    CHECK(tqkv_last_boundary(TQKV_TQ4) == test_boundaries(4)[14], "tq4 %g", (double)tqkv_last_boundary(TQKV_TQ4));
+    CHECK(tqkv_last_boundary(TQKV_TQ5) == test_boundaries(5)[30], "tq5 %g", (double)tqkv_last_boundary(TQKV_TQ5));
+    CHECK(tqkv_last_boundary(TQKV_TQ6_BYTES) == test_boundaries(6)[62], "tq6_bytes %g",
+          (double)tqkv_last_boundary(TQKV_TQ6_BYTES));
+    CHECK(tqkv_last_boundary(TQKV_TQ8) == test_boundaries(8)[254], "tq8 %g", (double)tqkv_last_boundary(TQKV_TQ8));
+    CHECK(tqkv_last_boundary(TQKV_I8) == 127.0f, "i8 %g", (double)tqkv_last_boundary(TQKV_I8));
+    CHECK(tqkv_last_boundary(TQKV_F16) == 65504.0f, "f16 %g", (double)tqkv_last_boundary(TQKV_F16));
+}
+
+void test_tables_cases(void) {
+    static const int all_bits[4] = {4, 5, 6, 8};
+    add_hashes();
+    add_signs();
+    for (int i = 0; i < 4; i++) {
+        test_add(check_codebook, &all_bits[i], sizeof *all_bits, "tables/codebook/%d", all_bits[i]);
+        test_add(check_boundaries, &all_bits[i], sizeof *all_bits, "tables/boundaries/%d", all_bits[i]);
+        test_add(check_midpoints, &all_bits[i], sizeof *all_bits, "tables/midpoints/%d", all_bits[i]);
+    }
+    test_add(check_last_boundary, NULL, 0, "tables/last_boundary");
+}
