@@ -1,0 +1,1866 @@
+/* tqkv.h - v0.1.0 - a quantised KV cache and attention straight from its codes. MIT licence, see the end of this file.
+
+   An LLM's KV cache holds a key and a value vector per past token and KV head. tqkv stores them in 4 to 8 bits a value
+   and computes attention from the stored codes, without unpacking the cache first.
+
+   DO THIS TO USE IT
+
+     In exactly one C or C++ file, before the include:
+
+         #define TQKV_IMPLEMENTATION
+         #include "tqkv.h"
+
+     Everywhere else, the include alone. That one file needs xxhash.h (Debian libxxhash-dev, Homebrew xxhash), and the
+     program links with -lm.
+
+   EXAMPLE
+
+         tqkv_cache_desc desc = {0};              // zero means default: I8 keys, TQ4 values
+         desc.head_dim = 128;
+         desc.n_kv_heads = 8;
+         desc.n_heads = 32;
+         desc.capacity = 4096;                    // positions
+         tqkv_cache *cache;
+         if (tqkv_cache_create(&desc, &cache) != TQKV_OK) return 1;
+         tqkv_cache_append(cache, k, v, 1);       // k, v: [1 token][8 KV heads][128]
+         tqkv_cache_attend(cache, q, 1, out);     // q, out: [1 query][32 heads][128]
+         tqkv_cache_destroy(cache);
+
+   CONTENTS (search for the tag)
+
+     >>result      result codes
+     >>formats     formats and their sizes
+     >>store       one stream in the caller's memory: encode, decode, probe
+     >>rotate      the rotation by itself
+     >>attention   attention over two stores, whole or in slices
+     >>cache       a cache that owns its memory, save and load
+     >>shared      tables and argument structs, also read by the Metal shaders
+     >>common >>exact >>codec >>attend >>owner >>snapshot     the implementation, in this order
+
+   BUILD OPTIONS (define before the include that has TQKV_IMPLEMENTATION)
+
+     TQKV_STATIC            every function is static: private to the including file
+     TQKV_API               linkage of the public functions, by default `extern`
+     TQKV_ALLOW_FAST_MATH   compile in spite of -ffast-math and its parts. Codes and norms may then differ from other
+                            builds and backends, and NaN or Inf in attention is undefined.
+
+     Codes and norms are the same bytes on every backend, compiler and optimisation level, whatever the caller's
+     floating-point control word says: encoding sets round-to-nearest without flush-to-zero and restores it.
+
+   THREADS
+
+     No globals and no hidden state. Calls that only read the same object (attend, decode, save, the getters) may run at
+     once; a call that writes an object (encode into a store, append, truncate, destroy) needs it alone. Different
+     objects are independent. The hook tqkv_parallel runs tasks of one call on the caller's threads; results are
+     the same bits with or without it, whatever the number of threads.
+
+   MATHEMATICS
+
+     Rotation: y = H(s*x)/sqrt(D), random signs s and the Walsh-Hadamard transform H, after which every coordinate of a
+     vector is close to Gaussian. Quantiser: Lloyd-Max codebooks for N(0,1) (S. Lloyd, "Least squares quantization in
+     PCM", 1982), or for I8 a uniform grid. The pairing is that of TurboQuant (A. Zandieh et al., 2025). Keys and
+   queries rotated alike keep their dot product; values leave attention rotated and are rotated back once a head.
+   Attention: softmax in one pass with a running maximum (M. Milakov and N. Gimelshein, 2018).
+*/
+#ifndef TQKV_H
+#define TQKV_H
+
+#define TQKV_VERSION_MAJOR 0
+#define TQKV_VERSION_MINOR 1
+#define TQKV_VERSION_PATCH 0
+
+/* >>formats
+   Bits count the stored code; the norm (float32) adds 32 bits a row, or 32 bits per 256 values from head_dim 512 on,
+   or for I8 32 bits per 128 values.
+
+     format      bits  code of a value               row of D values, in bytes
+     F16           16  IEEE half, not rotated        2*D, little-endian; beyond +-65504 clamped to it
+     TQ4            4  index into 16 centroids       D/2; element 2i in the low nibble of byte i
+     TQ5            5  index into 32 centroids       D/2 low nibbles, then D/8 of fifth bits
+     TQ6            6  index into 64 centroids       D/2 low nibbles, then D/4 of upper bit pairs
+     TQ8            8  index into 256 centroids      D
+     TQ5_BYTES   5->8  as TQ5                        D, upper bits zero (the layout of existing caches)
+     TQ6_BYTES   6->8  as TQ6                        D, upper bits zero
+     I8             8  signed byte, uniform grid     D; more accurate than TQ8 at the same size                       */
+typedef enum tqkv_format {
+    TQKV_FORMAT_DEFAULT = 0, /* keys: I8, values: TQ4 */
+    TQKV_F16 = 1,
+    TQKV_TQ4,
+    TQKV_TQ5,
+    TQKV_TQ6,
+    TQKV_TQ8,
+    TQKV_TQ5_BYTES,
+    TQKV_TQ6_BYTES,
+    TQKV_I8
+} tqkv_format;
+
+#define TQKV_MAX_HEAD_DIM 1024
+
+#ifndef __METAL_VERSION__
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifndef TQKV_API
+#ifdef TQKV_STATIC
+#define TQKV_API static __attribute__((unused))
+#else
+#define TQKV_API extern
+#endif
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* "f16", "tq4", "tq5", "tq6", "tq8", "tq5_bytes", "tq6_bytes", "i8"; "default" for TQKV_FORMAT_DEFAULT, "?" for no
+ * format. */
+TQKV_API const char *tqkv_format_name(tqkv_format f);
+/* The format of that name; TQKV_FORMAT_DEFAULT for NULL and for a name that is none of them. */
+TQKV_API tqkv_format tqkv_format_from_name(const char *name);
+/* Bytes of the codes of one row (one position of one head); 0 for an unsupported format or head_dim. */
+TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim);
+/* Norms of one row; 0 for F16 and for an unsupported format or head_dim. */
+TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim);
+/* The scaled value (tqkv_probe) beyond which a format saturates: the last boundary of its codebook, 127 for I8, 65504
+   for F16; 0 for no format. */
+TQKV_API float tqkv_last_boundary(tqkv_format f);
+
+/* >>result
+   Unless its comment says otherwise, a call that does not return TQKV_OK has written nothing. */
+typedef enum tqkv_result {
+    TQKV_OK = 0,
+    TQKV_INVALID_ARGUMENT, /* null pointer, negative count, n_heads not a multiple of n_kv_heads, buffer too small or
+                              overlapping another ... */
+    TQKV_UNSUPPORTED,      /* head_dim, format or option this build has no code for */
+    TQKV_OUT_OF_RANGE,     /* a position outside the store */
+    TQKV_OUT_OF_MEMORY,
+    TQKV_NOT_FINITE,     /* NaN or Inf in the source */
+    TQKV_CORRUPT,        /* snapshot: bad magic, version, size or checksum, or missing bytes */
+    TQKV_IO,             /* the caller's read or write function failed */
+    TQKV_TABLE_MISMATCH, /* metallib and header disagree */
+    TQKV_METAL_ERROR     /* Metal refused; the context's error text has its words */
+} tqkv_result;
+/* One sentence in English, never NULL. */
+TQKV_API const char *tqkv_result_string(tqkv_result r);
+
+/* Memory for caches and scratch. All zero: malloc and free. alloc returns memory aligned as malloc's, or NULL; free
+   gets the size that was asked for. */
+typedef struct tqkv_allocator {
+    void *(*alloc)(void *user, size_t size);
+    void (*free)(void *user, void *pointer, size_t size);
+    void *user;
+} tqkv_allocator;
+
+/* >>store
+   One stream (keys or values) of one layer in the caller's memory:
+   codes [n_kv_heads][capacity][row_bytes], norms [n_kv_heads][capacity][norms_per_row], nothing else.
+   Linear: position p is slot p. Ring: slot p mod capacity. */
+typedef struct tqkv_store {
+    tqkv_format format; /* not TQKV_FORMAT_DEFAULT: a store alone does not know whether it holds keys or values */
+    int head_dim;       /* 32, 64, 128, 256, 512 or 1024 */
+    int n_kv_heads;
+    int capacity; /* positions */
+    bool ring;
+    bool unrotated; /* TQ5, TQ6, TQ8 and their _BYTES forms without the rotation, for caches written so elsewhere. Real
+                       values have heavy tails, which the rotation is there to spread: without it the error grows by up
+                       to four digits. Never a default. */
+    float block_scale; /* head_dim >= 512, TQ formats: multiplies the values before quantising, divided out again when
+                          decoding; 0 = 1 */
+    void *codes;
+    size_t codes_size; /* bytes */
+    float *norms;      /* may be NULL for F16 */
+    size_t norms_size; /* bytes */
+} tqkv_store;
+
+/* Bytes needed for codes and norms; codes 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
+TQKV_API size_t tqkv_codes_size(const tqkv_store *s);
+TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
+
+/* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps the last `capacity`
+   tokens of a longer run. TQKV_NOT_FINITE if any value of src is NaN or Inf, also of tokens that a ring would drop.
+   Finite values so large (near 1e19) that a row's squared length overflows are encoded with an infinite norm. */
+TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const float *src, int n_tokens, int64_t position);
+
+/* What encode would compare with the boundaries: rotated, divided by the norm, and scaled to unit variance; for I8 in
+   steps of the grid, for F16 the source. src, scaled: [n_tokens][n_kv_heads][head_dim]. Writes no store (codes and
+   norms may be NULL): for looking at how well activations fit the codebook. */
+TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const float *src, int n_tokens, float *scaled);
+
+/* The basis a vector is given in. Streams that are not rotated (F16, unrotated) stay in the original one throughout. */
+typedef enum tqkv_basis {
+    TQKV_ORIGINAL = 0,
+    TQKV_ROTATED /* after the rotation: as the codes are stored */
+} tqkv_basis;
+
+/* Decodes [position, position + n_positions), at most `capacity` of them; dst: [n_positions][n_kv_heads][head_dim]. */
+TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, float *dst);
+
+/* >>rotate
+   y = H(s*x)/sqrt(D) and its inverse x = s*H(y)/sqrt(D), in place; rows: [n_rows][head_dim]. */
+TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim);
+TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim);
+
+/* >>attention
+   Runs task(context, i) for i in [0, count), in any order, on any threads, and returns when all are done. */
+typedef void (*tqkv_task)(void *context, int index);
+typedef struct tqkv_parallel {
+    void (*run)(void *user, int count, tqkv_task task, void *context);
+    void *user;
+} tqkv_parallel;
+
+/* out = sum_j softmax_j( cap( scale * q.k_j ) ) v_j,   cap(x) = softcap > 0 ? softcap * tanh(x/softcap) : x
+   Query head h reads KV head h / (n_heads/n_kv_heads). Query i stands at position end - n_queries + i and sees the
+   resident positions up to its own, with a window only the newest `window` of those. A query that sees nothing gives
+   zeros. Slots that no query sees are never read. */
+typedef struct tqkv_attention {
+    const tqkv_store *keys, *values; /* same head_dim and n_kv_heads */
+    int n_heads;                     /* query heads; 0 = n_kv_heads */
+    int n_queries;                   /* 0 = 1 */
+    int64_t end;                     /* positions appended so far */
+    int kv_len;                      /* newest positions resident; 0 = min(end, capacity) */
+    int window;                      /* 0 = no window */
+    float scale;                     /* 0 = 1/sqrt(head_dim) */
+    float softcap;                   /* 0 = off */
+    const float *sinks;       /* [n_heads] or NULL: adds exp(sink) to the softmax's denominator; -INFINITY: none */
+    tqkv_basis query_basis;   /* TQKV_ROTATED: the caller rotated q already */
+    tqkv_basis output_basis;  /* TQKV_ROTATED: leave the output rotated */
+    tqkv_parallel parallel;   /* zero = the calling thread alone */
+    tqkv_allocator allocator; /* scratch; zero = malloc, free */
+} tqkv_attention;
+
+/* q, out: [n_queries][n_heads][head_dim]. TQKV_NOT_FINITE if q or a sink is NaN or Inf. */
+TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const float *q, float *out);
+
+/* One slice [first, first + count) of the resident positions, without sinks, so that slices on several devices can be
+   merged. max, sum: [n_queries][n_heads], the largest score and the sum of exp(score - max); out: [n_queries][n_heads]
+   [head_dim], the sum of exp(score - max) * value, in the values' basis. Nothing visible: -INFINITY, 0 and zeros. */
+TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const float *q, int64_t first, int count, float *out,
+                                         float *max, float *sum);
+/* Merges the slice src into dst; same shapes. Of a->keys and a->values only the shapes are read, here and in finish. */
+TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, float *max, float *sum,
+                                       const float *src_out, const float *src_max, const float *src_sum);
+/* Adds the sinks, divides and un-rotates: out becomes what tqkv_attend would have written. */
+TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
+
+/* >>cache
+   A cache that owns its memory: one layer's keys and values, and where they stand. */
+typedef struct tqkv_cache tqkv_cache;
+typedef struct tqkv_cache_desc {
+    int head_dim, n_kv_heads, n_heads, capacity; /* n_heads: 0 = n_kv_heads */
+    tqkv_format key_format, value_format;
+    bool ring; /* keep the newest `capacity` positions */
+    int window;
+    float scale, softcap;
+    const float *sinks; /* [n_heads] or NULL; copied */
+    tqkv_parallel parallel;
+    tqkv_allocator allocator; /* the cache and the scratch of its calls */
+} tqkv_cache_desc;
+
+/* *out is NULL on failure. */
+TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out);
+TQKV_API void tqkv_cache_destroy(tqkv_cache *c); /* NULL is fine */
+
+/* k, v: [n_tokens][n_kv_heads][head_dim], at positions end, end + 1 ... All or nothing: TQKV_OUT_OF_RANGE when a linear
+   cache is full. To prefill a ring, append and attend in pieces of at most capacity - window + 1 tokens, so that no
+   position is dropped that a query of the same piece still sees. */
+TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const float *v, int n_tokens);
+/* The newest n_queries positions attend; q, out: [n_queries][n_heads][head_dim]. */
+TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const float *q, int n_queries, float *out);
+TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c);  /* positions appended; 0 for NULL */
+TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms, both streams; 0 for NULL */
+/* Forgets the positions from `end` on. A ring does not get back what newer positions had overwritten: TQKV_OUT_OF_RANGE
+   for an end before its oldest resident position, except 0, which empties the cache. */
+TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
+TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c); /* the stores behind it; NULL for NULL */
+TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c);
+
+/* Both return the bytes moved, fewer at the end of a file or on failure; what is missing is asked for again until a
+   call moves nothing. */
+typedef size_t (*tqkv_write)(void *user, const void *bytes, size_t n);
+typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
+
+/* Writes the resident positions. The bytes depend on the content alone: not on machine, allocator or threads. On
+   TQKV_IO what was written is no snapshot; write to a temporary file and rename it. */
+TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
+/* desc supplies what a snapshot does not hold (parallel, allocator, sinks); other nonzero fields must match it, else
+   TQKV_INVALID_ARGUMENT. A missing or changed byte: TQKV_CORRUPT. *out is NULL on failure. */
+TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* __METAL_VERSION__ */
+#endif /* TQKV_H */
+
+/* ---- The implementation starts here: stop reading if you only want the API.
+ * ------------------------------------------ */
+
+// >>shared
+/* One source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible without the implementation. */
+#if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED) || defined(__METAL_VERSION__)) && !defined(TQKV__SHARED)
+#define TQKV__SHARED
+
+#define TQKV_TABLE_VERSION 1 /* of codebooks, boundaries, signs and argument structs together */
+
+#ifndef TQKV_TABLE
+#ifdef __METAL_VERSION__
+#define TQKV_TABLE constant
+#else
+#define TQKV_TABLE static const
+#endif
+#endif
+
+/* float(1/sqrt(D)) and float(sqrt(D)): exact powers of two, times the root of 1/2 or 2 where log2(D) is odd. */
+#define TQKV__INV_SQRT(D)                                                                                              \
+    ((D) == 32    ? 0.17677669f                                                                                        \
+     : (D) == 64  ? 0.125f                                                                                             \
+     : (D) == 128 ? 0.088388346f                                                                                       \
+     : (D) == 256 ? 0.0625f                                                                                            \
+     : (D) == 512 ? 0.044194173f                                                                                       \
+                  : 0.03125f)
+#define TQKV__SQRT(D)                                                                                                  \
+    ((D) == 32    ? 5.656854f                                                                                          \
+     : (D) == 64  ? 8.0f                                                                                               \
+     : (D) == 128 ? 11.313708f                                                                                         \
+     : (D) == 256 ? 16.0f                                                                                              \
+     : (D) == 512 ? 22.627417f                                                                                         \
+                  : 32.0f)
+
+#define TQKV__MIN_NORM 1e-10f /* a row with a smaller norm is stored as zeros */
+
+/* XXH3-64 of each member of tqkv__tables, as little-endian bytes, and of all of it. */
+#ifndef __METAL_VERSION__
+#define TQKV_HASH_CODEBOOK_4   0x018b5b08c996d16aULL
+#define TQKV_HASH_CODEBOOK_5   0xdbe08401820ec7a9ULL
+#define TQKV_HASH_CODEBOOK_6   0x0eed21c443a21ee3ULL
+#define TQKV_HASH_CODEBOOK_8   0x2d46504f3e168010ULL
+#define TQKV_HASH_BOUNDARIES_4 0xe3245fbbe3c67d93ULL
+#define TQKV_HASH_BOUNDARIES_5 0x6438d6a6c202da58ULL
+#define TQKV_HASH_BOUNDARIES_6 0x8f97397fcd5e721bULL
+#define TQKV_HASH_BOUNDARIES_8 0x4736f09377a5486cULL
+#define TQKV_HASH_SIGNS        0xd21b1578e1051b52ULL
+#define TQKV_HASH_TABLES       0x60fe3880690630c2ULL
+#endif
+
+typedef struct tqkv__table_set {
+    float codebook_4[16], codebook_5[32], codebook_6[64], codebook_8[256]; /* centroids, increasing */
+    float boundaries_4[15], boundaries_5[31], boundaries_6[63], boundaries_8[255];
+    uint8_t signs[64]; /* bit j = (signs[j>>3] >> (j&7)) & 1: 1 flips element j modulo 512 */
+} tqkv__table_set;
+
+/* Lloyd-Max quantisers of N(0,1). The boundaries are stated by themselves: float midpoints of the centroids differ from
+   them in the last place. */
+// clang-format off
+TQKV_TABLE tqkv__table_set tqkv__tables = {
+    {-2.7325896f, -2.0690172f, -1.6180464f, -1.2562312f, -0.9423405f, -0.6567591f, -0.3880483f, -0.1283950f, 0.1283950f, 0.3880483f,
+     0.6567591f, 0.9423405f, 1.2562312f, 1.6180464f, 2.0690172f, 2.7325896f},
+    {-3.2606790f, -2.6910589f, -2.3176743f, -2.0286608f, -1.7871646f, -1.5761599f, -1.3862739f, -1.2117410f, -1.0487242f, -0.8945114f,
+     -0.7470884f, -0.6048936f, -0.4666676f, -0.3313550f, -0.1980377f, -0.0658849f, 0.0658849f, 0.1980377f, 0.3313550f, 0.4666676f,
+     0.6048936f, 0.7470884f, 0.8945114f, 1.0487242f, 1.2117410f, 1.3862739f, 1.5761599f, 1.7871646f, 2.0286608f, 2.3176743f,
+     2.6910589f, 3.2606790f},
+    {-3.6996161f, -3.1907215f, -2.8640626f, -2.6161277f, -2.4129324f, -2.2388464f, -2.0853192f, -1.9471373f, -1.8208742f, -1.7041502f,
+     -1.5952401f, -1.4928497f, -1.3959804f, -1.3038428f, -1.2157998f, -1.1313277f, -1.0499889f, -0.9714118f, -0.8952766f, -0.8213046f,
+     -0.7492492f, -0.6788902f, -0.6100285f, -0.5424819f, -0.4760822f, -0.4106724f, -0.3461048f, -0.2822386f, -0.2189392f, -0.1560761f,
+     -0.0935225f, -0.0311537f, 0.0311537f, 0.0935225f, 0.1560761f, 0.2189392f, 0.2822386f, 0.3461048f, 0.4106724f, 0.4760822f,
+     0.5424819f, 0.6100285f, 0.6788902f, 0.7492492f, 0.8213046f, 0.8952766f, 0.9714118f, 1.0499889f, 1.1313277f, 1.2157998f,
+     1.3038428f, 1.3959804f, 1.4928497f, 1.5952401f, 1.7041502f, 1.8208742f, 1.9471373f, 2.0853192f, 2.2388464f, 2.4129324f,
+     2.6161277f, 2.8640626f, 3.1907215f, 3.6996161f},
+    {-5.0652659f, -4.6836997f, -4.4467193f, -4.2715508f, -4.1311907f, -4.0132856f, -3.9111092f, -3.8205780f, -3.7390194f, -3.6645851f,
+     -3.5959415f, -3.5320936f, -3.4722785f, -3.4158977f, -3.3624729f, -3.3116156f, -3.2630056f, -3.2163758f, -3.1715011f, -3.1281899f,
+     -3.0862780f, -3.0456229f, -3.0061011f, -2.9676040f, -2.9300362f, -2.8933131f, -2.8573596f, -2.8221086f, -2.7874999f, -2.7534795f,
+     -2.7199985f, -2.6870129f, -2.6544825f, -2.6223710f, -2.5906452f, -2.5592748f, -2.5282321f, -2.4974918f, -2.4670306f, -2.4368270f,
+     -2.4068614f, -2.3771157f, -2.3475732f, -2.3182184f, -2.2890372f, -2.2600165f, -2.2311440f, -2.2024086f, -2.1737998f, -2.1453081f,
+     -2.1169245f, -2.0886408f, -2.0604493f, -2.0323430f, -2.0043154f, -1.9763603f, -1.9484722f, -1.9206458f, -1.8928763f, -1.8651592f,
+     -1.8374904f, -1.8098662f, -1.7822828f, -1.7547372f, -1.7272261f, -1.6997469f, -1.6722970f, -1.6448739f, -1.6174755f, -1.5900996f,
+     -1.5627445f, -1.5354084f, -1.5080897f, -1.4807869f, -1.4534986f, -1.4262237f, -1.3989610f, -1.3717093f, -1.3444678f, -1.3172356f,
+     -1.2900118f, -1.2627956f, -1.2355865f, -1.2083838f, -1.1811868f, -1.1539951f, -1.1268081f, -1.0996255f, -1.0724469f, -1.0452718f,
+     -1.0180999f, -0.9909310f, -0.9637647f, -0.9366008f, -0.9094390f, -0.8822793f, -0.8551212f, -0.8279648f, -0.8008098f, -0.7736561f,
+     -0.7465035f, -0.7193520f, -0.6922014f, -0.6650517f, -0.6379027f, -0.6107544f, -0.5836067f, -0.5564596f, -0.5293129f, -0.5021667f,
+     -0.4750208f, -0.4478753f, -0.4207301f, -0.3935852f, -0.3664405f, -0.3392960f, -0.3121517f, -0.2850076f, -0.2578636f, -0.2307198f,
+     -0.2035761f, -0.1764324f, -0.1492888f, -0.1221453f, -0.0950019f, -0.0678584f, -0.0407151f, -0.0135717f, 0.0135717f, 0.0407151f,
+     0.0678584f, 0.0950019f, 0.1221453f, 0.1492888f, 0.1764324f, 0.2035761f, 0.2307198f, 0.2578636f, 0.2850076f, 0.3121517f,
+     0.3392960f, 0.3664405f, 0.3935852f, 0.4207301f, 0.4478753f, 0.4750208f, 0.5021667f, 0.5293129f, 0.5564596f, 0.5836067f,
+     0.6107544f, 0.6379027f, 0.6650517f, 0.6922014f, 0.7193520f, 0.7465035f, 0.7736561f, 0.8008098f, 0.8279648f, 0.8551212f,
+     0.8822793f, 0.9094390f, 0.9366008f, 0.9637647f, 0.9909310f, 1.0180999f, 1.0452718f, 1.0724469f, 1.0996255f, 1.1268081f,
+     1.1539951f, 1.1811868f, 1.2083838f, 1.2355865f, 1.2627956f, 1.2900118f, 1.3172356f, 1.3444678f, 1.3717093f, 1.3989610f,
+     1.4262237f, 1.4534986f, 1.4807869f, 1.5080897f, 1.5354084f, 1.5627445f, 1.5900996f, 1.6174755f, 1.6448739f, 1.6722970f,
+     1.6997469f, 1.7272261f, 1.7547372f, 1.7822828f, 1.8098662f, 1.8374904f, 1.8651592f, 1.8928763f, 1.9206458f, 1.9484722f,
+     1.9763603f, 2.0043154f, 2.0323430f, 2.0604493f, 2.0886408f, 2.1169245f, 2.1453081f, 2.1737998f, 2.2024086f, 2.2311440f,
+     2.2600165f, 2.2890372f, 2.3182184f, 2.3475732f, 2.3771157f, 2.4068614f, 2.4368270f, 2.4670306f, 2.4974918f, 2.5282321f,
+     2.5592748f, 2.5906452f, 2.6223710f, 2.6544825f, 2.6870129f, 2.7199985f, 2.7534795f, 2.7874999f, 2.8221086f, 2.8573596f,
+     2.8933131f, 2.9300362f, 2.9676040f, 3.0061011f, 3.0456229f, 3.0862780f, 3.1281899f, 3.1715011f, 3.2163758f, 3.2630056f,
+     3.3116156f, 3.3624729f, 3.4158977f, 3.4722785f, 3.5320936f, 3.5959415f, 3.6645851f, 3.7390194f, 3.8205780f, 3.9111092f,
+     4.0132856f, 4.1311907f, 4.2715508f, 4.4467193f, 4.6836997f, 5.0652659f},
+    {-2.4008034f, -1.8435318f, -1.4371388f, -1.0992859f, -0.7995498f, -0.5224037f, -0.2582217f, 0.0000000f, 0.2582217f, 0.5224037f,
+     0.7995498f, 1.0992859f, 1.4371388f, 1.8435318f, 2.4008034f},
+    {-2.9758689f, -2.5043666f, -2.1731675f, -1.9079127f, -1.6816622f, -1.4812169f, -1.2990074f, -1.1302326f, -0.9716178f, -0.8207999f,
+     -0.6759910f, -0.5357806f, -0.3990113f, -0.2646964f, -0.1319613f, 0.0000000f, 0.1319613f, 0.2646964f, 0.3990113f, 0.5357806f,
+     0.6759910f, 0.8207999f, 0.9716178f, 1.1302326f, 1.2990074f, 1.4812169f, 1.6816622f, 1.9079127f, 2.1731675f, 2.5043666f,
+     2.9758689f},
+    {-3.4451688f, -3.0273920f, -2.7400952f, -2.5145300f, -2.3258894f, -2.1620828f, -2.0162282f, -1.8840057f, -1.7625122f, -1.6496952f,
+     -1.5440449f, -1.4444151f, -1.3499116f, -1.2598213f, -1.1735638f, -1.0906583f, -1.0107003f, -0.9333442f, -0.8582906f, -0.7852769f,
+     -0.7140697f, -0.6444593f, -0.5762552f, -0.5092820f, -0.4433773f, -0.3783886f, -0.3141717f, -0.2505889f, -0.1875076f, -0.1247993f,
+     -0.0623381f, 0.0000000f, 0.0623381f, 0.1247993f, 0.1875076f, 0.2505889f, 0.3141717f, 0.3783886f, 0.4433773f, 0.5092820f,
+     0.5762552f, 0.6444593f, 0.7140697f, 0.7852769f, 0.8582906f, 0.9333442f, 1.0107003f, 1.0906583f, 1.1735638f, 1.2598213f,
+     1.3499116f, 1.4444151f, 1.5440449f, 1.6496952f, 1.7625122f, 1.8840057f, 2.0162282f, 2.1620828f, 2.3258894f, 2.5145300f,
+     2.7400952f, 3.0273920f, 3.4451688f},
+    {-4.8744828f, -4.5652095f, -4.3591350f, -4.2013707f, -4.0722382f, -3.9621974f, -3.8658436f, -3.7797987f, -3.7018022f, -3.6302633f,
+     -3.5640175f, -3.5021860f, -3.4440881f, -3.3891853f, -3.3370443f, -3.2873106f, -3.2396907f, -3.1939384f, -3.1498455f, -3.1072339f,
+     -3.0659504f, -3.0258620f, -2.9868525f, -2.9488201f, -2.9116746f, -2.8753363f, -2.8397341f, -2.8048042f, -2.7704897f, -2.7367390f,
+     -2.7035057f, -2.6707477f, -2.6384267f, -2.6065081f, -2.5749600f, -2.5437535f, -2.5128620f, -2.4822612f, -2.4519288f, -2.4218442f,
+     -2.3919885f, -2.3623444f, -2.3328958f, -2.3036278f, -2.2745269f, -2.2455802f, -2.2167763f, -2.1881042f, -2.1595539f, -2.1311163f,
+     -2.1027826f, -2.0745450f, -2.0463962f, -2.0183292f, -1.9903379f, -1.9624162f, -1.9345590f, -1.9067610f, -1.8790177f, -1.8513248f,
+     -1.8236783f, -1.7960745f, -1.7685100f, -1.7409817f, -1.7134865f, -1.6860220f, -1.6585855f, -1.6311747f, -1.6037875f, -1.5764221f,
+     -1.5490764f, -1.5217490f, -1.4944383f, -1.4671427f, -1.4398612f, -1.4125923f, -1.3853351f, -1.3580886f, -1.3308517f, -1.3036237f,
+     -1.2764037f, -1.2491911f, -1.2219851f, -1.1947853f, -1.1675909f, -1.1404016f, -1.1132168f, -1.0860362f, -1.0588593f, -1.0316859f,
+     -1.0045155f, -0.9773478f, -0.9501827f, -0.9230199f, -0.8958592f, -0.8687003f, -0.8415430f, -0.8143873f, -0.7872329f, -0.7600798f,
+     -0.7329278f, -0.7057767f, -0.6786266f, -0.6514772f, -0.6243286f, -0.5971806f, -0.5700331f, -0.5428862f, -0.5157398f, -0.4885937f,
+     -0.4614481f, -0.4343027f, -0.4071577f, -0.3800128f, -0.3528683f, -0.3257239f, -0.2985797f, -0.2714356f, -0.2442917f, -0.2171479f,
+     -0.1900042f, -0.1628606f, -0.1357171f, -0.1085736f, -0.0814302f, -0.0542868f, -0.0271434f, 0.0000000f, 0.0271434f, 0.0542868f,
+     0.0814302f, 0.1085736f, 0.1357171f, 0.1628606f, 0.1900042f, 0.2171479f, 0.2442917f, 0.2714356f, 0.2985797f, 0.3257239f,
+     0.3528683f, 0.3800128f, 0.4071577f, 0.4343027f, 0.4614481f, 0.4885937f, 0.5157398f, 0.5428862f, 0.5700331f, 0.5971806f,
+     0.6243286f, 0.6514772f, 0.6786266f, 0.7057767f, 0.7329278f, 0.7600798f, 0.7872329f, 0.8143873f, 0.8415430f, 0.8687003f,
+     0.8958592f, 0.9230199f, 0.9501827f, 0.9773478f, 1.0045155f, 1.0316859f, 1.0588593f, 1.0860362f, 1.1132168f, 1.1404016f,
+     1.1675909f, 1.1947853f, 1.2219851f, 1.2491911f, 1.2764037f, 1.3036237f, 1.3308517f, 1.3580886f, 1.3853351f, 1.4125923f,
+     1.4398612f, 1.4671427f, 1.4944383f, 1.5217490f, 1.5490764f, 1.5764221f, 1.6037875f, 1.6311747f, 1.6585855f, 1.6860220f,
+     1.7134865f, 1.7409817f, 1.7685100f, 1.7960745f, 1.8236783f, 1.8513248f, 1.8790177f, 1.9067610f, 1.9345590f, 1.9624162f,
+     1.9903379f, 2.0183292f, 2.0463962f, 2.0745450f, 2.1027826f, 2.1311163f, 2.1595539f, 2.1881042f, 2.2167763f, 2.2455802f,
+     2.2745269f, 2.3036278f, 2.3328958f, 2.3623444f, 2.3919885f, 2.4218442f, 2.4519288f, 2.4822612f, 2.5128620f, 2.5437535f,
+     2.5749600f, 2.6065081f, 2.6384267f, 2.6707477f, 2.7035057f, 2.7367390f, 2.7704897f, 2.8048042f, 2.8397341f, 2.8753363f,
+     2.9116746f, 2.9488201f, 2.9868525f, 3.0258620f, 3.0659504f, 3.1072339f, 3.1498455f, 3.1939384f, 3.2396907f, 3.2873106f,
+     3.3370443f, 3.3891853f, 3.4440881f, 3.5021860f, 3.5640175f, 3.6302633f, 3.7018022f, 3.7797987f, 3.8658436f, 3.9621974f,
+     4.0722382f, 4.2013707f, 4.3591350f, 4.5652095f, 4.8744828f},
+    {0xa7, 0x3b, 0x91, 0xf4, 0x6d, 0xc2, 0x58, 0x0e, 0xb3, 0x7f, 0x24, 0xd6, 0x89, 0x45, 0xea, 0x1c,
+     0x63, 0xaf, 0xd8, 0x52, 0x97, 0x0b, 0xe1, 0x3d, 0x76, 0xc4, 0x19, 0xfe, 0x4a, 0x85, 0x2c, 0xdb,
+     0xd3, 0x4e, 0xa8, 0x17, 0x9c, 0x5b, 0xe6, 0x31, 0x72, 0xb9, 0x0d, 0xf5, 0x43, 0x8a, 0x6e, 0xc7,
+     0x58, 0x2f, 0x94, 0xe1, 0xb6, 0x3d, 0x0a, 0x7c, 0xc5, 0x61, 0xd8, 0x4f, 0xa3, 0x97, 0x1e, 0x85}};
+// clang-format on
+
+#endif
+// <<shared
+
+#if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__IMPLEMENTED)
+#define TQKV__IMPLEMENTED
+
+#if !defined(TQKV_ALLOW_FAST_MATH) &&                                                                                  \
+    (defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) ||                        \
+     (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__))
+#error "tqkv.h: -ffast-math changes stored bytes; compile this file without it, or define TQKV_ALLOW_FAST_MATH"
+#endif
+
+#include <limits.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* >>common: sizes, formats and what a valid store is */
+
+#define TQKV__NOINLINE __attribute__((noinline))
+
+static bool tqkv__multiply(size_t a, size_t b, size_t *product)
+{
+    if (b != 0 && a > SIZE_MAX / b) return false;
+    *product = a * b;
+    return true;
+}
+
+/* a*b*c elements of `size` bytes; false on overflow. */
+static bool tqkv__array_size(int a, int b, int c, size_t size, size_t *bytes)
+{
+    return tqkv__multiply((size_t)a, (size_t)b, bytes) && tqkv__multiply(*bytes, (size_t)c, bytes) &&
+           tqkv__multiply(*bytes, size, bytes);
+}
+
+static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_size)
+{
+    uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
+    return a && b && a_size && b_size && (x < y ? y - x < a_size : x - y < b_size);
+}
+
+typedef struct tqkv__format_info {
+    const char *name;
+    int code_bits, stored_bits; /* of the index, and of a value in memory */
+    const float *codebook;      /* [1 << code_bits]; NULL for F16 and I8 */
+    const float *boundaries;    /* [(1 << code_bits) - 1] */
+} tqkv__format_info;
+
+static const tqkv__format_info tqkv__formats[] = {
+    {"default", 0, 0, NULL, NULL},
+    {"f16", 16, 16, NULL, NULL},
+    {"tq4", 4, 4, tqkv__tables.codebook_4, tqkv__tables.boundaries_4},
+    {"tq5", 5, 5, tqkv__tables.codebook_5, tqkv__tables.boundaries_5},
+    {"tq6", 6, 6, tqkv__tables.codebook_6, tqkv__tables.boundaries_6},
+    {"tq8", 8, 8, tqkv__tables.codebook_8, tqkv__tables.boundaries_8},
+    {"tq5_bytes", 5, 8, tqkv__tables.codebook_5, tqkv__tables.boundaries_5},
+    {"tq6_bytes", 6, 8, tqkv__tables.codebook_6, tqkv__tables.boundaries_6},
+    {"i8", 8, 8, NULL, NULL},
+};
+
+static bool tqkv__format_known(tqkv_format f) { return (int)f >= (int)TQKV_F16 && (int)f <= (int)TQKV_I8; }
+
+static bool tqkv__head_dim_known(int head_dim)
+{
+    return head_dim >= 32 && head_dim <= TQKV_MAX_HEAD_DIM && (head_dim & (head_dim - 1)) == 0;
+}
+
+/* A store with its defaults resolved and its sizes derived. */
+typedef struct tqkv__stream {
+    tqkv_format format;
+    const tqkv__format_info *info;
+    int head_dim, n_kv_heads, capacity;
+    bool ring, rotated;
+    float block_scale;
+    size_t row_bytes;
+    int norms_per_row, norm_dim; /* norm_dim: values that share a norm */
+    uint8_t *codes;
+    float *norms;
+    size_t codes_size, norms_size; /* bytes in use */
+} tqkv__stream;
+
+/* Checks the shape of a store, not its buffers. */
+static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
+{
+    memset(s, 0, sizeof *s);
+    if (!store) return TQKV_INVALID_ARGUMENT;
+    if (!tqkv__format_known(store->format) || !tqkv__head_dim_known(store->head_dim)) return TQKV_UNSUPPORTED;
+    if (store->unrotated && (store->format == TQKV_F16 || store->format == TQKV_TQ4 || store->format == TQKV_I8))
+        return TQKV_UNSUPPORTED;
+    if (store->n_kv_heads <= 0 || store->capacity <= 0) return TQKV_INVALID_ARGUMENT;
+    if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f)) return TQKV_INVALID_ARGUMENT;
+    s->format = store->format;
+    s->info = &tqkv__formats[store->format];
+    s->head_dim = store->head_dim;
+    s->n_kv_heads = store->n_kv_heads;
+    s->capacity = store->capacity;
+    s->ring = store->ring;
+    s->rotated = store->format != TQKV_F16 && !store->unrotated;
+    s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
+    s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
+    s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
+    s->norm_dim = s->head_dim / (s->norms_per_row ? s->norms_per_row : 1);
+    if (!tqkv__array_size(s->n_kv_heads, s->capacity, 1, s->row_bytes, &s->codes_size) ||
+        !tqkv__array_size(s->n_kv_heads, s->capacity, s->norms_per_row, sizeof(float), &s->norms_size))
+        return TQKV_INVALID_ARGUMENT;
+    return TQKV_OK;
+}
+
+static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
+{
+    tqkv_result r = tqkv__stream_shape(store, s);
+    if (r != TQKV_OK) return r;
+    if (!store->codes || store->codes_size < s->codes_size) return TQKV_INVALID_ARGUMENT;
+    if (s->norms_size && (!store->norms || store->norms_size < s->norms_size)) return TQKV_INVALID_ARGUMENT;
+    if ((uintptr_t)store->norms % sizeof(float)) return TQKV_INVALID_ARGUMENT;
+    if (tqkv__overlap(store->codes, s->codes_size, store->norms, s->norms_size)) return TQKV_INVALID_ARGUMENT;
+    s->codes = (uint8_t *)store->codes;
+    s->norms = store->norms;
+    return TQKV_OK;
+}
+
+static bool tqkv__stream_overlaps(const tqkv__stream *s, const void *p, size_t size)
+{
+    return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size);
+}
+
+static int tqkv__slot(const tqkv__stream *s, int64_t position)
+{
+    return (int)(s->ring ? position % s->capacity : position);
+}
+
+static uint8_t *tqkv__codes_at(const tqkv__stream *s, int kv_head, int slot)
+{
+    return s->codes + ((size_t)kv_head * (size_t)s->capacity + (size_t)slot) * s->row_bytes;
+}
+
+static float *tqkv__norms_at(const tqkv__stream *s, int kv_head, int slot)
+{
+    if (!s->norms_per_row) return NULL;
+    return s->norms + ((size_t)kv_head * (size_t)s->capacity + (size_t)slot) * (size_t)s->norms_per_row;
+}
+
+TQKV_API const char *tqkv_result_string(tqkv_result r)
+{
+    switch (r) {
+    case TQKV_OK:
+        return "no error";
+    case TQKV_INVALID_ARGUMENT:
+        return "an argument is invalid";
+    case TQKV_UNSUPPORTED:
+        return "this head_dim, format or option is not supported";
+    case TQKV_OUT_OF_RANGE:
+        return "a position lies outside the store";
+    case TQKV_OUT_OF_MEMORY:
+        return "out of memory";
+    case TQKV_NOT_FINITE:
+        return "the source holds NaN or infinity";
+    case TQKV_CORRUPT:
+        return "the snapshot is damaged or not a snapshot";
+    case TQKV_IO:
+        return "reading or writing failed";
+    case TQKV_TABLE_MISMATCH:
+        return "the metallib was built from another version of tqkv.h";
+    case TQKV_METAL_ERROR:
+        return "Metal reported an error";
+    }
+    return "unknown result";
+}
+
+TQKV_API const char *tqkv_format_name(tqkv_format f)
+{
+    return f == TQKV_FORMAT_DEFAULT || tqkv__format_known(f) ? tqkv__formats[f].name : "?";
+}
+
+TQKV_API tqkv_format tqkv_format_from_name(const char *name)
+{
+    for (int f = TQKV_F16; name && f <= (int)TQKV_I8; f++)
+        if (strcmp(name, tqkv__formats[f].name) == 0) return (tqkv_format)f;
+    return TQKV_FORMAT_DEFAULT;
+}
+
+TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim)
+{
+    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim)) return 0;
+    return (size_t)head_dim * (size_t)tqkv__formats[f].stored_bits / 8;
+}
+
+TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim)
+{
+    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || f == TQKV_F16) return 0;
+    if (f == TQKV_I8) return head_dim > 128 ? head_dim / 128 : 1;
+    return head_dim >= 512 ? head_dim / 256 : 1;
+}
+
+TQKV_API float tqkv_last_boundary(tqkv_format f)
+{
+    if (!tqkv__format_known(f)) return 0.0f;
+    const tqkv__format_info *info = &tqkv__formats[f];
+    return f == TQKV_F16 ? 65504.0f : f == TQKV_I8 ? 127.0f : info->boundaries[(1 << info->code_bits) - 2];
+}
+
+TQKV_API size_t tqkv_codes_size(const tqkv_store *store)
+{
+    tqkv__stream s;
+    return tqkv__stream_shape(store, &s) == TQKV_OK ? s.codes_size : 0;
+}
+
+TQKV_API size_t tqkv_norms_size(const tqkv_store *store)
+{
+    tqkv__stream s;
+    return tqkv__stream_shape(store, &s) == TQKV_OK ? s.norms_size : 0;
+}
+
+/* >>exact: arithmetic whose bits do not depend on compiler, flags or the caller's floating-point mode */
+
+/* x, rounded to float here and now. Compilers may fuse a product with a following sum, by default (GCC, AArch64) or by
+   flag, and pragmas do not stop all of them; an empty asm that may have changed the value does. */
+static inline float tqkv__rounded(float x)
+{
+#if defined(__SSE2_MATH__)
+    __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(x));
+#else
+    __asm__("" : "+m"(x));
+#endif
+    return x;
+}
+
+/* Round to nearest, denormals kept; returns the caller's mode for tqkv__fp_restore. Programs linked with -ffast-math
+   start with flush-to-zero set. The arithmetic in between has to be in functions that are not inlined, or the compiler
+   may move it across. */
+static uint64_t tqkv__fp_exact(void)
+{
+    uint64_t mode = 0;
+#if defined(__SSE2__)
+    mode = _mm_getcsr();
+    _mm_setcsr(0x1f80); /* all exceptions masked */
+#elif defined(__aarch64__)
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
+#endif
+    return mode;
+}
+
+static void tqkv__fp_restore(uint64_t mode)
+{
+#if defined(__SSE2__)
+    _mm_setcsr((unsigned)mode);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode));
+#else
+    (void)mode;
+#endif
+}
+
+/* By the bits, so that no compiler flag can assume the answer. */
+static bool tqkv__all_finite(const float *x, size_t n)
+{
+    uint32_t bad = 0;
+    for (size_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, &x[i], sizeof bits);
+        bad |= (bits & 0x7f800000u) == 0x7f800000u;
+    }
+    return !bad;
+}
+
+/* >>codec: rotation, norms, quantising, packing, and back */
+
+/* Walsh-Hadamard transform in natural order, unnormalised; x: [head_dim]. */
+static void tqkv__hadamard(float *x, int head_dim)
+{
+    for (int h = 1; h < head_dim; h *= 2)
+        for (int i = 0; i < head_dim; i += 2 * h)
+            for (int j = i; j < i + h; j++) {
+                float a = x[j], b = x[j + h];
+                x[j] = a + b;
+                x[j + h] = a - b;
+            }
+}
+
+static void tqkv__flip_signs(float *x, int head_dim)
+{
+    for (int j = 0; j < head_dim; j++)
+        if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
+}
+
+static void tqkv__scale(float *x, int n, float factor)
+{
+    for (int i = 0; i < n; i++) x[i] *= factor;
+}
+
+/* y = H(s*x)/sqrt(D) */
+static TQKV__NOINLINE void tqkv__rotate_row(float *x, int head_dim)
+{
+    tqkv__flip_signs(x, head_dim);
+    tqkv__hadamard(x, head_dim);
+    tqkv__scale(x, head_dim, TQKV__INV_SQRT(head_dim));
+}
+
+/* x = s*H(y)/sqrt(D) */
+static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
+{
+    tqkv__hadamard(y, head_dim);
+    tqkv__scale(y, head_dim, TQKV__INV_SQRT(head_dim));
+    tqkv__flip_signs(y, head_dim);
+}
+
+/* Norms of a TQ row: 32 lanes of head_dim/32 neighbours each add their squares in order, then an xor-tree adds the
+   lanes that share a norm: the order in which a GPU's 32-lane group does it. */
+static void tqkv__norms_tq(const float *y, int head_dim, int norms_per_row, float *norms)
+{
+    float lanes[32], other[32];
+    const int per_lane = head_dim / 32, lanes_per_norm = 32 / norms_per_row;
+    for (int l = 0; l < 32; l++) {
+        lanes[l] = 0.0f;
+        for (int e = l * per_lane; e < (l + 1) * per_lane; e++) lanes[l] += tqkv__rounded(y[e] * y[e]);
+    }
+    for (int distance = 1; distance < lanes_per_norm; distance *= 2) {
+        memcpy(other, lanes, sizeof other);
+        for (int l = 0; l < 32; l++) lanes[l] += other[l ^ distance];
+    }
+    for (int b = 0; b < norms_per_row; b++) {
+        float sum = lanes[b * lanes_per_norm];
+        norms[b] = head_dim < 512 ? sqrtf(sum) : sqrtf(sum / 256.0f);
+    }
+}
+
+/* Norm and grid step of an I8 row: the largest magnitude of each block over 127. */
+static void tqkv__norms_i8(const float *y, int norm_dim, int norms_per_row, float *norms, float *scales)
+{
+    for (int b = 0; b < norms_per_row; b++) {
+        float largest = 0.0f;
+        for (int i = b * norm_dim; i < (b + 1) * norm_dim; i++) largest = fabsf(y[i]) > largest ? fabsf(y[i]) : largest;
+        norms[b] = largest / 127.0f;
+        scales[b] = largest > TQKV__MIN_NORM ? 127.0f / largest : 0.0f;
+    }
+}
+
+/* Steps 1 to 8 of encoding a row, up to the comparison with the boundaries. src, scaled: [head_dim], norms:
+   [norms_per_row]. F16: the source as it is. */
+static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, const float *src, float *scaled, float *norms)
+{
+    float scales[TQKV_MAX_HEAD_DIM / 128];
+    memcpy(scaled, src, (size_t)s->head_dim * sizeof(float));
+    if (s->format == TQKV_F16) return;
+    if (s->rotated) tqkv__rotate_row(scaled, s->head_dim);
+    if (s->format == TQKV_I8) {
+        tqkv__norms_i8(scaled, s->norm_dim, s->norms_per_row, norms, scales);
+    } else {
+        tqkv__norms_tq(scaled, s->head_dim, s->norms_per_row, norms);
+        for (int b = 0; b < s->norms_per_row; b++) {
+            float inverse = norms[b] > TQKV__MIN_NORM ? 1.0f / norms[b] : 0.0f;
+            scales[b] = inverse * (s->head_dim < 512 ? TQKV__SQRT(s->head_dim) : s->block_scale);
+        }
+    }
+    for (int b = 0; b < s->norms_per_row; b++) tqkv__scale(scaled + b * s->norm_dim, s->norm_dim, scales[b]);
+}
+
+/* Number of boundaries strictly below v, by bisection; boundaries: [(1 << bits) - 1]. NaN is below none: 0. */
+static unsigned tqkv__quantise(const float *boundaries, int bits, float v)
+{
+    unsigned code = 0;
+    for (unsigned half = 1u << (bits - 1); half; half >>= 1)
+        if (boundaries[code + half - 1] < v) code += half;
+    return code;
+}
+
+/* round-half-even(v), clamped to +-127; NaN to 127. Adding 1.5*2^23 leaves no bits below the unit. */
+static uint8_t tqkv__quantise_i8(float v)
+{
+    const float magic = 12582912.0f;
+    v = v < 127.0f ? v : 127.0f;
+    v = v > -127.0f ? v : -127.0f;
+    return (uint8_t)(int8_t)(tqkv__rounded(v + magic) - magic);
+}
+
+/* Round to nearest even; beyond 65504 clamped. Integers only, so that no rounding mode matters. */
+static uint16_t tqkv__half_from_float(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    const uint32_t sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+    uint32_t half;
+    if (magnitude >= 0x477ff000u) { /* 65520: would round to infinity */
+        half = 0x7bffu;
+    } else if (magnitude >= 0x38800000u) { /* 2^-14: a normal half */
+        half = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    } else { /* a multiple of 2^-24 */
+        const uint32_t shift = 126u - (magnitude >> 23), mantissa = (magnitude & 0x7fffffu) | 0x800000u;
+        half = shift > 24u ? 0u : (mantissa + (1u << (shift - 1)) - 1u + ((mantissa >> shift) & 1u)) >> shift;
+    }
+    return (uint16_t)(sign | half);
+}
+
+static float tqkv__float_from_half(uint16_t half)
+{
+    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, magnitude = half & 0x7fffu;
+    uint32_t bits = sign | ((magnitude << 13) + (magnitude < 0x7c00u ? 0x38000000u : 0x70000000u));
+    float x;
+    if (magnitude < 0x400u) { /* a multiple of 2^-24 */
+        x = (float)magnitude * (1.0f / 16777216.0f);
+        return sign ? -x : x;
+    }
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* codes: [head_dim] -> row: [row_bytes]. Low nibbles first, then the upper bits, 8/upper_bits codes a byte. */
+static void tqkv__pack(const tqkv__stream *s, const uint8_t *codes, uint8_t *row)
+{
+    const int upper_bits = s->info->stored_bits - 4;
+    if (upper_bits == 4) {
+        memcpy(row, codes, (size_t)s->head_dim);
+        return;
+    }
+    memset(row, 0, s->row_bytes);
+    for (int i = 0; i < s->head_dim; i++) {
+        row[i / 2] |= (uint8_t)((codes[i] & 15) << (i % 2 * 4));
+        if (upper_bits)
+            row[(s->head_dim / 2) + (i * upper_bits / 8)] |= (uint8_t)((codes[i] >> 4) << (i * upper_bits % 8));
+    }
+}
+
+/* row: [row_bytes] -> codes: [head_dim]. Every byte is legal: what lies above a code's bits is ignored. */
+static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *codes)
+{
+    const int upper_bits = s->info->stored_bits - 4, mask = (1 << s->info->code_bits) - 1;
+    const uint8_t *upper = row + s->head_dim / 2;
+    for (int i = 0; i < s->head_dim; i++) {
+        int code = row[upper_bits == 4 ? i : i / 2];
+        if (upper_bits < 4) {
+            code = (code >> (i % 2 * 4)) & 15;
+            if (upper_bits) code |= upper[i * upper_bits / 8] >> (i * upper_bits % 8) << 4;
+        }
+        codes[i] = (uint8_t)(code & mask);
+    }
+}
+
+/* src: [head_dim] -> row: [row_bytes], norms: [norms_per_row] */
+static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const float *src, uint8_t *row, float *norms)
+{
+    float scaled[TQKV_MAX_HEAD_DIM];
+    uint8_t codes[TQKV_MAX_HEAD_DIM];
+    tqkv__scale_row(s, src, scaled, norms);
+    if (s->format == TQKV_F16) {
+        for (int i = 0; i < s->head_dim; i++) {
+            uint16_t half = tqkv__half_from_float(scaled[i]);
+            row[2 * i] = (uint8_t)(half & 255);
+            row[2 * i + 1] = (uint8_t)(half >> 8);
+        }
+        return;
+    }
+    for (int i = 0; i < s->head_dim; i++)
+        codes[i] = s->format == TQKV_I8 ? tqkv__quantise_i8(scaled[i])
+                                        : (uint8_t)tqkv__quantise(s->info->boundaries, s->info->code_bits, scaled[i]);
+    tqkv__pack(s, codes, row);
+}
+
+/* row, norms -> dst: [head_dim], in the basis of the stream. */
+static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t *row, const float *norms, float *dst)
+{
+    uint8_t codes[TQKV_MAX_HEAD_DIM];
+    if (s->format == TQKV_F16) {
+        for (int i = 0; i < s->head_dim; i++)
+            dst[i] = tqkv__float_from_half((uint16_t)(row[2 * i] | row[2 * i + 1] << 8));
+        return;
+    }
+    tqkv__unpack(s, row, codes);
+    for (int b = 0; b < s->norms_per_row; b++) {
+        const int begin = b * s->norm_dim, end = begin + s->norm_dim;
+        if (s->format == TQKV_I8) {
+            for (int i = begin; i < end; i++) dst[i] = (float)(int8_t)codes[i] * norms[b];
+            continue;
+        }
+        const float factor = s->head_dim < 512 ? norms[b] * TQKV__INV_SQRT(s->head_dim) : norms[b] / s->block_scale;
+        for (int i = begin; i < end; i++) dst[i] = s->info->codebook[codes[i]] * factor;
+    }
+}
+
+/* The checks that encode and append share. */
+static tqkv_result tqkv__check_source(const tqkv__stream *s, const float *src, int n_tokens, int64_t position)
+{
+    size_t bytes;
+    if (!src || n_tokens < 0 || !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), &bytes))
+        return TQKV_INVALID_ARGUMENT;
+    if (tqkv__stream_overlaps(s, src, bytes)) return TQKV_INVALID_ARGUMENT;
+    if (position < 0 || position > INT64_MAX - n_tokens) return TQKV_OUT_OF_RANGE;
+    if (!s->ring && position + n_tokens > s->capacity) return TQKV_OUT_OF_RANGE;
+    return tqkv__all_finite(src, bytes / sizeof(float)) ? TQKV_OK : TQKV_NOT_FINITE;
+}
+
+/* After tqkv__check_source. Of a run longer than a ring only the tokens that stay are written, each slot once. */
+static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int n_tokens, int64_t position)
+{
+    const uint64_t mode = tqkv__fp_exact();
+    for (int t = n_tokens > s->capacity ? n_tokens - s->capacity : 0; t < n_tokens; t++) {
+        const int slot = tqkv__slot(s, position + t);
+        for (int h = 0; h < s->n_kv_heads; h++) {
+            const size_t source_row = (size_t)t * (size_t)s->n_kv_heads + (size_t)h;
+            tqkv__encode_row(s, src + source_row * (size_t)s->head_dim, tqkv__codes_at(s, h, slot),
+                             tqkv__norms_at(s, h, slot));
+        }
+    }
+    tqkv__fp_restore(mode);
+}
+
+TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const float *src, int n_tokens, int64_t position)
+{
+    tqkv__stream s;
+    tqkv_result r = tqkv__stream_open(store, &s);
+    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, position);
+    if (r == TQKV_OK) tqkv__encode_tokens(&s, src, n_tokens, position);
+    return r;
+}
+
+TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const float *src, int n_tokens, float *scaled)
+{
+    tqkv__stream s;
+    size_t bytes;
+    float norms[TQKV_MAX_HEAD_DIM / 128];
+    tqkv_result r = tqkv__stream_shape(store, &s);
+    if (r != TQKV_OK) return r;
+    if (!src || !scaled || n_tokens < 0 ||
+        !tqkv__array_size(n_tokens, s.n_kv_heads, s.head_dim, sizeof(float), &bytes) ||
+        tqkv__overlap(src, bytes, scaled, bytes))
+        return TQKV_INVALID_ARGUMENT;
+    if (!tqkv__all_finite(src, bytes / sizeof(float))) return TQKV_NOT_FINITE;
+    const uint64_t mode = tqkv__fp_exact();
+    for (size_t i = 0; i < bytes / sizeof(float); i += (size_t)s.head_dim)
+        tqkv__scale_row(&s, src + i, scaled + i, norms);
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int n_positions, tqkv_basis basis,
+                                 float *dst)
+{
+    tqkv__stream s;
+    size_t bytes;
+    tqkv_result r = tqkv__stream_open(store, &s);
+    if (r != TQKV_OK) return r;
+    if (!dst || n_positions < 0 || (basis != TQKV_ORIGINAL && basis != TQKV_ROTATED)) return TQKV_INVALID_ARGUMENT;
+    if (position < 0 || n_positions > s.capacity || position > INT64_MAX - n_positions) return TQKV_OUT_OF_RANGE;
+    if (!s.ring && position + n_positions > s.capacity) return TQKV_OUT_OF_RANGE;
+    if (!tqkv__array_size(n_positions, s.n_kv_heads, s.head_dim, sizeof(float), &bytes) ||
+        tqkv__stream_overlaps(&s, dst, bytes))
+        return TQKV_INVALID_ARGUMENT;
+    const uint64_t mode = tqkv__fp_exact();
+    for (int p = 0; p < n_positions; p++) {
+        const int slot = tqkv__slot(&s, position + p);
+        for (int h = 0; h < s.n_kv_heads; h++, dst += s.head_dim) {
+            tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), dst);
+            if (s.rotated && basis == TQKV_ORIGINAL) tqkv__unrotate_row(dst, s.head_dim);
+        }
+    }
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
+static tqkv_result tqkv__rotate_rows(float *rows, int n_rows, int head_dim, void (*rotate)(float *, int))
+{
+    size_t bytes;
+    if (!tqkv__head_dim_known(head_dim)) return TQKV_UNSUPPORTED;
+    if (!rows || n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &bytes))
+        return TQKV_INVALID_ARGUMENT;
+    const uint64_t mode = tqkv__fp_exact();
+    for (int i = 0; i < n_rows; i++) rotate(rows + (size_t)i * (size_t)head_dim, head_dim);
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim)
+{
+    return tqkv__rotate_rows(rows, n_rows, head_dim, tqkv__rotate_row);
+}
+
+TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
+{
+    return tqkv__rotate_rows(rows, n_rows, head_dim, tqkv__unrotate_row);
+}
+
+/* >>attend: softmax(q.k) v in one pass over tiles of positions, each key and value decoded once for all its queries */
+
+/* Positions scored, weighted and summed at a time: their scores stay in the L1 cache. */
+#define TQKV__TILE 64
+/* Query rows (queries x heads of a group) that share a decoded tile: enough to make decoding a hundredth of the work,
+   few enough for their sums to stay in the L2 cache. */
+#define TQKV__CHUNK_ROWS 128
+
+/* tqkv_attention with every default resolved. A row is one query of one head; rows of a KV head are ordered query
+   first: row = query * group + (head within the group). */
+typedef struct tqkv__attention {
+    tqkv__stream keys, values;
+    int n_heads, n_kv_heads, group, n_queries, head_dim;
+    int64_t first, end; /* resident positions [first, end) */
+    int window;         /* 0 = none */
+    float scale, softcap;
+    const float *sinks;
+    bool rotate_queries, unrotate_output;
+    tqkv_parallel parallel;
+    tqkv_allocator allocator;
+    size_t n_rows, n_elements; /* n_queries * n_heads, and times head_dim */
+} tqkv__attention;
+
+static void *tqkv__malloc(void *user, size_t size)
+{
+    (void)user;
+    return malloc(size);
+}
+
+static void tqkv__mfree(void *user, void *pointer, size_t size)
+{
+    (void)user;
+    (void)size;
+    free(pointer);
+}
+
+static bool tqkv__resolve_allocator(tqkv_allocator *allocator)
+{
+    if (!allocator->alloc != !allocator->free) return false;
+    if (allocator->alloc) return true;
+    allocator->alloc = tqkv__malloc;
+    allocator->free = tqkv__mfree;
+    return true;
+}
+
+static void tqkv__run_serial(void *user, int count, tqkv_task task, void *context)
+{
+    (void)user;
+    for (int i = 0; i < count; i++) task(context, i);
+}
+
+static bool tqkv__sinks_valid(const float *sinks, int n_heads)
+{
+    for (int h = 0; sinks && h < n_heads; h++) {
+        const float negated = -sinks[h]; /* -INFINITY is no sink; NaN and +INFINITY are refused */
+        if (!tqkv__all_finite(&sinks[h], 1) && !(negated > 0.0f)) return false;
+    }
+    return true;
+}
+
+/* Resolves and checks everything but the stores' buffers and the resident range. */
+static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attention *r)
+{
+    tqkv_result result;
+    memset(r, 0, sizeof *r);
+    if (!a) return TQKV_INVALID_ARGUMENT;
+    if ((result = tqkv__stream_shape(a->keys, &r->keys)) != TQKV_OK) return result;
+    if ((result = tqkv__stream_shape(a->values, &r->values)) != TQKV_OK) return result;
+    r->head_dim = r->keys.head_dim;
+    r->n_kv_heads = r->keys.n_kv_heads;
+    r->n_heads = a->n_heads ? a->n_heads : r->n_kv_heads;
+    r->n_queries = a->n_queries ? a->n_queries : 1;
+    r->group = r->n_heads / r->n_kv_heads;
+    r->window = a->window;
+    r->scale = a->scale != 0.0f ? a->scale : TQKV__INV_SQRT(r->head_dim);
+    r->softcap = a->softcap > 0.0f ? a->softcap : 0.0f;
+    r->sinks = a->sinks;
+    r->rotate_queries = r->keys.rotated && a->query_basis == TQKV_ORIGINAL;
+    r->unrotate_output = r->values.rotated && a->output_basis == TQKV_ORIGINAL;
+    r->parallel = a->parallel;
+    if (!r->parallel.run) r->parallel.run = tqkv__run_serial;
+    r->allocator = a->allocator;
+    if (r->values.head_dim != r->head_dim || r->values.n_kv_heads != r->n_kv_heads || r->n_heads < 0 ||
+        r->n_queries < 0 || r->n_heads % r->n_kv_heads != 0 || r->window < 0 || !tqkv__all_finite(&a->scale, 1) ||
+        !tqkv__all_finite(&a->softcap, 1) || (unsigned)a->query_basis > 1u || (unsigned)a->output_basis > 1u ||
+        !tqkv__resolve_allocator(&r->allocator))
+        return TQKV_INVALID_ARGUMENT;
+    if (!tqkv__array_size(r->n_queries, r->n_heads, 1, 1, &r->n_rows) ||
+        !tqkv__multiply(r->n_rows, (size_t)r->head_dim, &r->n_elements) || r->n_elements > SIZE_MAX / 64 ||
+        r->n_rows > (size_t)INT_MAX)
+        return TQKV_INVALID_ARGUMENT;
+    return tqkv__sinks_valid(r->sinks, r->n_heads) ? TQKV_OK : TQKV_NOT_FINITE;
+}
+
+/* As tqkv__attention_shape, and opens the stores and finds the resident range. */
+static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
+{
+    tqkv_result result = tqkv__attention_shape(a, r);
+    if (result != TQKV_OK) return result;
+    if ((result = tqkv__stream_open(a->keys, &r->keys)) != TQKV_OK) return result;
+    if ((result = tqkv__stream_open(a->values, &r->values)) != TQKV_OK) return result;
+    if (a->end < 0 || a->kv_len < 0) return TQKV_INVALID_ARGUMENT;
+    const int capacity = r->keys.capacity < r->values.capacity ? r->keys.capacity : r->values.capacity;
+    const int64_t kv_len = a->kv_len ? a->kv_len : a->end < capacity ? a->end : capacity;
+    if (kv_len > capacity || kv_len > a->end) return TQKV_OUT_OF_RANGE;
+    if ((!r->keys.ring && a->end > r->keys.capacity) || (!r->values.ring && a->end > r->values.capacity))
+        return TQKV_OUT_OF_RANGE;
+    r->first = a->end - kv_len;
+    r->end = a->end;
+    return TQKV_OK;
+}
+
+/* The positions that a query sees: [*from, *to), within [first, end) of the call. */
+static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, int64_t end, int64_t *from, int64_t *to)
+{
+    const int64_t position = a->end - a->n_queries + query;
+    *to = position + 1 < end ? position + 1 : end;
+    *from = a->window && position - a->window + 1 > first ? position - a->window + 1 : first;
+    if (*to < *from) *to = *from;
+}
+
+/* One call: [first, end) is cut into splits and the rows into chunks; every (split, chunk, KV head) is a task. How
+   they are cut depends on the shape alone, so that the result does not depend on the number of threads. */
+typedef struct tqkv__job {
+    const tqkv__attention *a;
+    int64_t first, end;
+    int n_splits, n_chunks; /* a chunk: TQKV__CHUNK_ROWS rows of a KV head, or what is left */
+    const float *q;         /* [n_kv_heads][n_queries * group][head_dim], in the keys' basis, times scale */
+    float *out;             /* [n_splits][n_kv_heads][n_queries * group][head_dim], unnormalised */
+    float *max, *sum;       /* [n_splits][n_kv_heads][n_queries * group] */
+    float *memory;
+    size_t memory_size;
+} tqkv__job;
+
+/* scores[row][j] = q[row] . key[slot + j]; q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
+static void tqkv__score_tile(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows,
+                             float *scores)
+{
+    float key[TQKV_MAX_HEAD_DIM];
+    for (int j = 0; j < n; j++) {
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, slot + j), tqkv__norms_at(s, kv_head, slot + j), key);
+        for (int row = 0; row < n_rows; row++) {
+            const float *query = q + (size_t)row * (size_t)s->head_dim;
+            float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0}; /* eight chains: shorter, and each adds a smaller error */
+            for (int d = 0; d < s->head_dim; d += 8)
+                for (int i = 0; i < 8; i++) sums[i] += query[d + i] * key[d + i];
+            scores[row * TQKV__TILE + j] =
+                ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+        }
+    }
+}
+
+/* out[row] += sum_j weights[row][j] * value[slot + j]; a weight of 0 adds nothing, not even the NaN of a slot that this
+   row does not see. weights: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
+static void tqkv__value_tile(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights, int n_rows,
+                             float *out)
+{
+    float value[TQKV_MAX_HEAD_DIM];
+    for (int j = 0; j < n; j++) {
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, slot + j), tqkv__norms_at(s, kv_head, slot + j), value);
+        for (int row = 0; row < n_rows; row++) {
+            const float weight = weights[row * TQKV__TILE + j];
+            float *sum = out + (size_t)row * (size_t)s->head_dim;
+            if (weight == 0.0f) continue;
+            for (int d = 0; d < s->head_dim; d++) sum[d] += weight * value[d];
+        }
+    }
+}
+
+/* Turns the scores [from, to) of one row into weights exp(score - max), the others into 0, and brings the row's running
+   sums to the new maximum. scores: [TQKV__TILE], out: [head_dim] */
+static void tqkv__softmax_row(const tqkv__attention *a, int from, int to, float *scores, float *max, float *sum,
+                              float *out)
+{
+    float largest = *max, total = 0.0f;
+    for (int j = from; j < to; j++) {
+        if (a->softcap > 0.0f) scores[j] = a->softcap * tanhf(scores[j] / a->softcap);
+        if (scores[j] > largest) largest = scores[j];
+    }
+    if (largest > *max) {
+        const float shrink = expf(*max - largest); /* 0 for the first tile, where max is -INFINITY */
+        for (int d = 0; d < a->head_dim; d++) out[d] *= shrink;
+        *sum *= shrink;
+        *max = largest;
+    }
+    for (int j = 0; j < TQKV__TILE; j++) {
+        scores[j] = j >= from && j < to ? expf(scores[j] - largest) : 0.0f;
+        total += scores[j];
+    }
+    *sum += total;
+}
+
+static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
+
+/* The slots of a tile follow each other: it ends where either ring wraps. */
+static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t end)
+{
+    int64_t n = end - position < TQKV__TILE ? end - position : TQKV__TILE;
+    const int key_room = a->keys.capacity - tqkv__slot(&a->keys, position);
+    const int value_room = a->values.capacity - tqkv__slot(&a->values, position);
+    if (n > key_room) n = key_room;
+    return n > value_room ? value_room : (int)n;
+}
+
+/* Rows [first_row, first_row + n_rows) of one KV head over positions [first, end). q, out: [n_rows][head_dim], max,
+   sum: [n_rows] */
+static void tqkv__attend_rows(const tqkv__attention *a, int kv_head, int first_row, int n_rows, int64_t first,
+                              int64_t end, const float *q, float *out, float *max, float *sum)
+{
+    float scores[TQKV__CHUNK_ROWS * TQKV__TILE];
+    int64_t from, to, unused;
+    tqkv__visible(a, first_row / a->group, first, end, &from, &unused);
+    tqkv__visible(a, (first_row + n_rows - 1) / a->group, first, end, &unused, &to);
+    for (int64_t position = from; position < to;) {
+        const int n = tqkv__tile_length(a, position, to);
+        tqkv__score_tile(&a->keys, kv_head, tqkv__slot(&a->keys, position), n, q, n_rows, scores);
+        for (int row = 0; row < n_rows; row++) {
+            int64_t row_from, row_to;
+            tqkv__visible(a, (first_row + row) / a->group, first, end, &row_from, &row_to);
+            tqkv__softmax_row(a, tqkv__clamp(row_from - position, 0, n), tqkv__clamp(row_to - position, 0, n),
+                              scores + row * TQKV__TILE, &max[row], &sum[row], out + (size_t)row * (size_t)a->head_dim);
+        }
+        tqkv__value_tile(&a->values, kv_head, tqkv__slot(&a->values, position), n, scores, n_rows, out);
+        position += n;
+    }
+}
+
+static void tqkv__attend_task(void *context, int index)
+{
+    const tqkv__job *job = (const tqkv__job *)context;
+    const tqkv__attention *a = job->a;
+    const int kv_head = index % a->n_kv_heads, chunk = index / a->n_kv_heads % job->n_chunks;
+    const int split = index / a->n_kv_heads / job->n_chunks;
+    const int64_t length = job->end - job->first;
+    const int64_t first = job->first + length * split / job->n_splits;
+    const int64_t end = job->first + length * (split + 1) / job->n_splits;
+    const int rows = a->n_queries * a->group, first_row = chunk * TQKV__CHUNK_ROWS;
+    const int n_rows = rows - first_row < TQKV__CHUNK_ROWS ? rows - first_row : TQKV__CHUNK_ROWS;
+    const size_t q_row = (size_t)kv_head * (size_t)rows + (size_t)first_row;
+    const size_t out_row = (size_t)split * a->n_rows + q_row;
+    float *out = job->out + out_row * (size_t)a->head_dim;
+    memset(out, 0, (size_t)n_rows * (size_t)a->head_dim * sizeof(float));
+    memset(job->sum + out_row, 0, (size_t)n_rows * sizeof(float));
+    for (int i = 0; i < n_rows; i++) job->max[out_row + (size_t)i] = -INFINITY;
+    tqkv__attend_rows(a, kv_head, first_row, n_rows, first, end, job->q + q_row * (size_t)a->head_dim, out,
+                      job->max + out_row, job->sum + out_row);
+}
+
+/* The queries by KV head, in the keys' basis, times scale. q: [n_queries][n_heads][head_dim] */
+static void tqkv__arrange_queries(const tqkv__attention *a, const float *q, float *arranged)
+{
+    for (int h = 0; h < a->n_kv_heads; h++)
+        for (int i = 0; i < a->n_queries; i++)
+            for (int g = 0; g < a->group; g++, arranged += a->head_dim) {
+                const size_t row = (size_t)i * (size_t)a->n_heads + (size_t)h * (size_t)a->group + (size_t)g;
+                memcpy(arranged, q + row * (size_t)a->head_dim, (size_t)a->head_dim * sizeof(float));
+                if (a->rotate_queries) tqkv__rotate_row(arranged, a->head_dim);
+                tqkv__scale(arranged, a->head_dim, a->scale);
+            }
+}
+
+/* Splits of at least 1024 positions (below, merging them shows) until 64 tasks keep many cores busy; chunks of queries
+   first, because they need no merging. */
+static void tqkv__cut(const tqkv__attention *a, int64_t first, int64_t end, tqkv__job *job)
+{
+    memset(job, 0, sizeof *job);
+    job->a = a;
+    job->first = first;
+    job->end = end;
+    job->n_chunks = (a->n_queries * a->group - 1) / TQKV__CHUNK_ROWS + 1;
+    const int64_t tasks = (int64_t)a->n_kv_heads * job->n_chunks, wanted = (64 + tasks - 1) / tasks;
+    const int64_t possible = (end - first) / 1024;
+    job->n_splits = (int)(possible < 1 ? 1 : possible < wanted ? possible : wanted);
+}
+
+static tqkv_result tqkv__job_run(tqkv__job *job, const float *q)
+{
+    const tqkv__attention *a = job->a;
+    const size_t splits = (size_t)job->n_splits, per_split = a->n_elements + 2 * a->n_rows;
+    size_t floats;
+    if (!tqkv__multiply(splits, per_split, &floats) || floats > SIZE_MAX / sizeof(float) - a->n_elements)
+        return TQKV_INVALID_ARGUMENT;
+    job->memory_size = (floats + a->n_elements) * sizeof(float);
+    job->memory = (float *)a->allocator.alloc(a->allocator.user, job->memory_size);
+    if (!job->memory) return TQKV_OUT_OF_MEMORY;
+    job->out = job->memory;
+    job->max = job->out + splits * a->n_elements;
+    job->sum = job->max + splits * a->n_rows;
+    tqkv__arrange_queries(a, q, job->sum + splits * a->n_rows);
+    job->q = job->sum + splits * a->n_rows;
+    a->parallel.run(a->parallel.user, job->n_splits * job->n_chunks * a->n_kv_heads, tqkv__attend_task, job);
+    return TQKV_OK;
+}
+
+/* Adds the slice (source, source_max, source_sum) of one row to (out, max, sum). */
+static void tqkv__merge_row(int head_dim, float *out, float *max, float *sum, const float *source, float source_max,
+                            float source_sum)
+{
+    if (source_sum == 0.0f) return;
+    const float largest = source_max > *max ? source_max : *max;
+    const float keep = *sum == 0.0f ? 0.0f : expf(*max - largest), add = expf(source_max - largest);
+    for (int d = 0; d < head_dim; d++) out[d] = out[d] * keep + source[d] * add;
+    *sum = *sum * keep + source_sum * add;
+    *max = largest;
+}
+
+/* Merges the splits and puts heads where the caller has them: out: [n_queries][n_heads][head_dim], max, sum:
+   [n_queries] [n_heads]. Frees the job's memory. */
+static void tqkv__job_collect(tqkv__job *job, float *out, float *max, float *sum)
+{
+    const tqkv__attention *a = job->a;
+    size_t row = 0; /* in the job's order */
+    for (int h = 0; h < a->n_kv_heads; h++)
+        for (int i = 0; i < a->n_queries; i++)
+            for (int g = 0; g < a->group; g++, row++) {
+                const size_t to = (size_t)i * (size_t)a->n_heads + (size_t)h * (size_t)a->group + (size_t)g;
+                float *sums = out + to * (size_t)a->head_dim;
+                memcpy(sums, job->out + row * (size_t)a->head_dim, (size_t)a->head_dim * sizeof(float));
+                max[to] = job->max[row];
+                sum[to] = job->sum[row];
+                for (size_t from = row + a->n_rows; from < (size_t)job->n_splits * a->n_rows; from += a->n_rows)
+                    tqkv__merge_row(a->head_dim, sums, &max[to], &sum[to], job->out + from * (size_t)a->head_dim,
+                                    job->max[from], job->sum[from]);
+            }
+    a->allocator.free(a->allocator.user, job->memory, job->memory_size);
+}
+
+/* out = sum / (total + exp(sink - max)), un-rotated; zeros where nothing was visible. out: [head_dim] */
+static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
+{
+    float factor = 0.0f;
+    if (sum != 0.0f) {
+        const float sink = a->sinks ? a->sinks[head] : -INFINITY;
+        const float largest = sink > max ? sink : max, keep = expf(max - largest);
+        factor = keep / (sum * keep + expf(sink - largest));
+    }
+    tqkv__scale(out, a->head_dim, factor);
+    if (a->unrotate_output) tqkv__unrotate_row(out, a->head_dim);
+}
+
+static void tqkv__finish(const tqkv__attention *a, float *out, const float *max, const float *sum)
+{
+    for (size_t row = 0; row < a->n_rows; row++)
+        tqkv__finish_row(a, (int)(row % (size_t)a->n_heads), out + row * (size_t)a->head_dim, max[row], sum[row]);
+}
+
+/* What attending checks of its arrays; max and sum may be NULL. */
+static tqkv_result tqkv__check_rows(const tqkv__attention *a, const float *q, const float *out, const float *max,
+                                    const float *sum)
+{
+    const size_t size = a->n_elements * sizeof(float), row_size = a->n_rows * sizeof(float);
+    const float *outputs[3] = {out, max, sum};
+    const size_t sizes[3] = {size, row_size, row_size};
+    if (!q || !out) return TQKV_INVALID_ARGUMENT;
+    for (int i = 0; i < 3; i++) {
+        if (tqkv__overlap(q, size, outputs[i], sizes[i]) || tqkv__stream_overlaps(&a->keys, outputs[i], sizes[i]) ||
+            tqkv__stream_overlaps(&a->values, outputs[i], sizes[i]) ||
+            tqkv__overlap(outputs[i], sizes[i], outputs[(i + 1) % 3], sizes[(i + 1) % 3]))
+            return TQKV_INVALID_ARGUMENT;
+    }
+    return tqkv__all_finite(q, a->n_elements) ? TQKV_OK : TQKV_NOT_FINITE;
+}
+
+/* After tqkv__attention_open: attends to all that is resident. */
+static tqkv_result tqkv__attend(const tqkv__attention *a, const float *q, float *out)
+{
+    tqkv__job job;
+    tqkv_result r = tqkv__check_rows(a, q, out, NULL, NULL);
+    if (r != TQKV_OK) return r;
+    float *ends = (float *)a->allocator.alloc(a->allocator.user, 2 * a->n_rows * sizeof(float));
+    if (!ends) return TQKV_OUT_OF_MEMORY;
+    tqkv__cut(a, a->first, a->end, &job);
+    r = tqkv__job_run(&job, q);
+    if (r == TQKV_OK) {
+        tqkv__job_collect(&job, out, ends, ends + a->n_rows);
+        tqkv__finish(a, out, ends, ends + a->n_rows);
+    }
+    a->allocator.free(a->allocator.user, ends, 2 * a->n_rows * sizeof(float));
+    return r;
+}
+
+TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const float *q, float *out)
+{
+    tqkv__attention a;
+    tqkv_result r = tqkv__attention_open(attention, &a);
+    return r == TQKV_OK ? tqkv__attend(&a, q, out) : r;
+}
+
+TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const float *q, int64_t first, int count,
+                                         float *out, float *max, float *sum)
+{
+    tqkv__attention a;
+    tqkv__job job;
+    tqkv_result r = tqkv__attention_open(attention, &a);
+    if (r != TQKV_OK) return r;
+    if (count < 0 || !max || !sum) return TQKV_INVALID_ARGUMENT;
+    if (first < a.first || first > a.end || count > a.end - first) return TQKV_OUT_OF_RANGE;
+    if ((r = tqkv__check_rows(&a, q, out, max, sum)) != TQKV_OK) return r;
+    tqkv__cut(&a, first, first + count, &job);
+    if ((r = tqkv__job_run(&job, q)) == TQKV_OK) tqkv__job_collect(&job, out, max, sum);
+    return r;
+}
+
+TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *attention, float *out, float *max, float *sum,
+                                       const float *src_out, const float *src_max, const float *src_sum)
+{
+    tqkv__attention a;
+    tqkv_result r = tqkv__attention_shape(attention, &a);
+    if (r != TQKV_OK) return r;
+    if (!out || !max || !sum || !src_out || !src_max || !src_sum) return TQKV_INVALID_ARGUMENT;
+    const size_t size = a.n_elements * sizeof(float), row_size = a.n_rows * sizeof(float);
+    if (tqkv__overlap(out, size, src_out, size) || tqkv__overlap(max, row_size, src_max, row_size) ||
+        tqkv__overlap(sum, row_size, src_sum, row_size))
+        return TQKV_INVALID_ARGUMENT;
+    for (size_t row = 0; row < a.n_rows; row++)
+        tqkv__merge_row(a.head_dim, out + row * (size_t)a.head_dim, &max[row], &sum[row],
+                        src_out + row * (size_t)a.head_dim, src_max[row], src_sum[row]);
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *out, const float *max, const float *sum)
+{
+    tqkv__attention a;
+    tqkv_result r = tqkv__attention_shape(attention, &a);
+    if (r != TQKV_OK) return r;
+    if (!out || !max || !sum) return TQKV_INVALID_ARGUMENT;
+    tqkv__finish(&a, out, max, sum);
+    return TQKV_OK;
+}
+
+/* >>owner: a cache that owns its memory */
+
+struct tqkv_cache {
+    tqkv_cache_desc desc; /* every default resolved; sinks point behind the struct */
+    tqkv_store keys, values;
+    int64_t first, end; /* resident positions [first, end) */
+    size_t size;        /* of the one block that holds the struct, the sinks, the codes and the norms */
+};
+
+/* Each part of the block starts on a cache line of its own. */
+static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
+{
+    if (*end > SIZE_MAX - 63 || size > SIZE_MAX - 63 - *end) return false;
+    *begin = (*end + 63) / 64 * 64;
+    *end = *begin + size;
+    return true;
+}
+
+/* Resolves the defaults of a desc and checks it, the two stores' shapes included. */
+static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *c)
+{
+    tqkv_attention attention;
+    tqkv__attention resolved;
+    memset(c, 0, sizeof *c);
+    memset(&attention, 0, sizeof attention);
+    c->desc = *desc;
+    c->keys.format = desc->key_format ? desc->key_format : TQKV_I8;
+    c->values.format = desc->value_format ? desc->value_format : TQKV_TQ4;
+    c->keys.head_dim = c->values.head_dim = desc->head_dim;
+    c->keys.n_kv_heads = c->values.n_kv_heads = desc->n_kv_heads;
+    c->keys.capacity = c->values.capacity = desc->capacity;
+    c->keys.ring = c->values.ring = desc->ring;
+    attention.keys = &c->keys;
+    attention.values = &c->values;
+    attention.n_heads = desc->n_heads;
+    attention.window = desc->window;
+    attention.scale = desc->scale;
+    attention.softcap = desc->softcap;
+    attention.sinks = desc->sinks;
+    attention.allocator = desc->allocator;
+    const tqkv_result r = tqkv__attention_shape(&attention, &resolved);
+    if (r != TQKV_OK) return r;
+    c->desc.n_heads = resolved.n_heads;
+    c->desc.key_format = c->keys.format;
+    c->desc.value_format = c->values.format;
+    c->desc.scale = resolved.scale;
+    c->desc.softcap = resolved.softcap;
+    c->desc.allocator = resolved.allocator;
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out)
+{
+    tqkv_cache c;
+    size_t sinks, key_codes, key_norms, value_codes, value_norms, end = sizeof c;
+    if (!out) return TQKV_INVALID_ARGUMENT;
+    *out = NULL;
+    if (!desc) return TQKV_INVALID_ARGUMENT;
+    const tqkv_result r = tqkv__cache_resolve(desc, &c);
+    if (r != TQKV_OK) return r;
+    c.keys.codes_size = tqkv_codes_size(&c.keys);
+    c.keys.norms_size = tqkv_norms_size(&c.keys);
+    c.values.codes_size = tqkv_codes_size(&c.values);
+    c.values.norms_size = tqkv_norms_size(&c.values);
+    const size_t sinks_size = desc->sinks ? (size_t)c.desc.n_heads * sizeof(float) : 0;
+    if (!tqkv__reserve(&end, sinks_size, &sinks) || !tqkv__reserve(&end, c.keys.codes_size, &key_codes) ||
+        !tqkv__reserve(&end, c.keys.norms_size, &key_norms) ||
+        !tqkv__reserve(&end, c.values.codes_size, &value_codes) ||
+        !tqkv__reserve(&end, c.values.norms_size, &value_norms))
+        return TQKV_INVALID_ARGUMENT;
+    char *block = (char *)c.desc.allocator.alloc(c.desc.allocator.user, end);
+    if (!block) return TQKV_OUT_OF_MEMORY;
+    c.size = end;
+    c.keys.codes = block + key_codes;
+    c.keys.norms = (float *)(void *)(block + key_norms);
+    c.values.codes = block + value_codes;
+    c.values.norms = (float *)(void *)(block + value_norms);
+    if (sinks_size) {
+        memcpy(block + sinks, desc->sinks, sinks_size);
+        c.desc.sinks = (const float *)(const void *)(block + sinks);
+    }
+    memcpy(block, &c, sizeof c);
+    *out = (tqkv_cache *)(void *)block;
+    return TQKV_OK;
+}
+
+TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
+{
+    if (!c) return;
+    const tqkv_allocator allocator = c->desc.allocator;
+    allocator.free(allocator.user, c, c->size);
+}
+
+/* What of a cache stays resident when it has been appended up to `end`. */
+static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
+{
+    return end - c->first > c->desc.capacity ? end - c->desc.capacity : c->first;
+}
+
+TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const float *v, int n_tokens)
+{
+    tqkv__stream keys, values;
+    tqkv_result r;
+    if (!c) return TQKV_INVALID_ARGUMENT;
+    if ((r = tqkv__stream_open(&c->keys, &keys)) != TQKV_OK) return r;
+    if ((r = tqkv__stream_open(&c->values, &values)) != TQKV_OK) return r;
+    if ((r = tqkv__check_source(&keys, k, n_tokens, c->end)) != TQKV_OK) return r;
+    if ((r = tqkv__check_source(&values, v, n_tokens, c->end)) != TQKV_OK) return r;
+    tqkv__encode_tokens(&keys, k, n_tokens, c->end);
+    tqkv__encode_tokens(&values, v, n_tokens, c->end);
+    c->end += n_tokens;
+    c->first = tqkv__oldest(c, c->end);
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const float *q, int n_queries, float *out)
+{
+    tqkv_attention attention;
+    tqkv__attention a;
+    if (!c || n_queries < 0) return TQKV_INVALID_ARGUMENT;
+    if (n_queries == 0) return TQKV_OK;
+    memset(&attention, 0, sizeof attention);
+    attention.keys = &c->keys;
+    attention.values = &c->values;
+    attention.n_heads = c->desc.n_heads;
+    attention.n_queries = n_queries;
+    attention.end = c->end;
+    attention.window = c->desc.window;
+    attention.scale = c->desc.scale;
+    attention.softcap = c->desc.softcap;
+    attention.sinks = c->desc.sinks;
+    attention.parallel = c->desc.parallel;
+    attention.allocator = c->desc.allocator;
+    const tqkv_result r = tqkv__attention_open(&attention, &a);
+    if (r != TQKV_OK) return r;
+    a.first = c->first; /* after a truncation fewer than kv_len's default, even none */
+    return tqkv__attend(&a, q, out);
+}
+
+TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c) { return c ? c->end : 0; }
+
+TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
+{
+    return c ? c->keys.codes_size + c->keys.norms_size + c->values.codes_size + c->values.norms_size : 0;
+}
+
+TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
+{
+    if (!c) return TQKV_INVALID_ARGUMENT;
+    if (end < 0 || end > c->end || (end < c->first && end != 0)) return TQKV_OUT_OF_RANGE;
+    if (end == 0) c->first = 0;
+    c->end = end;
+    return TQKV_OK;
+}
+
+TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c->keys : NULL; }
+TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? &c->values : NULL; }
+
+/* >>snapshot: a cache as bytes, all little-endian
+
+     offset  bytes  field                                 offset  bytes  field
+          0      8  "tqkv" CR LF SUB LF                        44      4  window
+          8      4  snapshot version                           48      4  scale (float32)
+         12      4  table version                              52      4  softcap (float32)
+         16      4  head_dim                                   56      8  oldest resident position
+         20      4  n_kv_heads                                 64      8  end
+         24      4  n_heads                                    72      8  XXH3-64 of the 72 bytes before
+         28      4  capacity
+         32      4  key format                            then, keys first, values second:
+         36      4  value format                                       codes [n_kv_heads][resident][row_bytes]
+         40      4  ring                                               norms [n_kv_heads][resident][norms_per_row]
+                                                                    8  XXH3-64 of these codes and norms */
+
+#define TQKV__SNAPSHOT_VERSION 1
+#define TQKV__HEADER_SIZE      72 /* without its hash */
+
+static void tqkv__put(uint8_t *bytes, int n, uint64_t x)
+{
+    for (int i = 0; i < n; i++) bytes[i] = (uint8_t)(x >> (8 * i));
+}
+
+static uint64_t tqkv__get(const uint8_t *bytes, int n)
+{
+    uint64_t x = 0;
+    for (int i = 0; i < n; i++) x |= (uint64_t)bytes[i] << (8 * i);
+    return x;
+}
+
+static uint32_t tqkv__bits(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static float tqkv__float(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* One end of a snapshot: `write` or `read` is set, and every byte that passes is hashed. */
+typedef struct tqkv__pipe {
+    tqkv_write write;
+    tqkv_read read;
+    void *user;
+    XXH3_state_t hash;
+} tqkv__pipe;
+
+static tqkv_result tqkv__move(tqkv__pipe *pipe, uint8_t *bytes, size_t n)
+{
+    for (size_t done = 0; done < n;) {
+        const size_t left = n - done;
+        const size_t moved =
+            pipe->write ? pipe->write(pipe->user, bytes + done, left) : pipe->read(pipe->user, bytes + done, left);
+        if (moved > left) return TQKV_IO;
+        if (moved == 0) return pipe->write ? TQKV_IO : TQKV_CORRUPT;
+        done += moved;
+    }
+    XXH3_64bits_update(&pipe->hash, bytes, n);
+    return TQKV_OK;
+}
+
+/* Writes the hash of what passed since the last one, or compares it with the next eight bytes. */
+static tqkv_result tqkv__move_hash(tqkv__pipe *pipe)
+{
+    uint8_t expected[8], bytes[8];
+    tqkv__put(expected, 8, XXH3_64bits_digest(&pipe->hash));
+    memcpy(bytes, expected, sizeof bytes);
+    const tqkv_result r = tqkv__move(pipe, bytes, sizeof bytes);
+    XXH3_64bits_reset(&pipe->hash);
+    if (r != TQKV_OK) return r;
+    return memcmp(bytes, expected, sizeof bytes) == 0 ? TQKV_OK : TQKV_CORRUPT;
+}
+
+static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, float *x, size_t n)
+{
+    uint8_t bytes[1024];
+    for (size_t done = 0; done < n;) {
+        const size_t count = n - done < sizeof bytes / 4 ? n - done : sizeof bytes / 4;
+        if (pipe->write)
+            for (size_t i = 0; i < count; i++) tqkv__put(bytes + 4 * i, 4, tqkv__bits(x[done + i]));
+        const tqkv_result r = tqkv__move(pipe, bytes, 4 * count);
+        if (r != TQKV_OK) return r;
+        if (pipe->read)
+            for (size_t i = 0; i < count; i++) x[done + i] = tqkv__float((uint32_t)tqkv__get(bytes + 4 * i, 4));
+        done += count;
+    }
+    return TQKV_OK;
+}
+
+/* The resident positions of one stream, oldest first whatever the slot, then the hash. */
+static tqkv_result tqkv__move_stream(tqkv__pipe *pipe, const tqkv__stream *s, int64_t first, int64_t end)
+{
+    tqkv_result r;
+    for (int norms = 0; norms < 2; norms++)
+        for (int h = 0; h < s->n_kv_heads; h++)
+            for (int64_t position = first; position < end;) {
+                const int slot = tqkv__slot(s, position);
+                const int64_t room = s->capacity - slot, n = end - position < room ? end - position : room;
+                if (!norms)
+                    r = tqkv__move(pipe, tqkv__codes_at(s, h, slot), (size_t)n * s->row_bytes);
+                else
+                    r = tqkv__move_floats(pipe, tqkv__norms_at(s, h, slot), (size_t)n * (size_t)s->norms_per_row);
+                if (r != TQKV_OK) return r;
+                position += n;
+            }
+    return tqkv__move_hash(pipe);
+}
+
+static tqkv_result tqkv__move_streams(tqkv__pipe *pipe, const tqkv_cache *c)
+{
+    tqkv__stream keys, values;
+    tqkv_result r;
+    if ((r = tqkv__stream_open(&c->keys, &keys)) != TQKV_OK) return r;
+    if ((r = tqkv__stream_open(&c->values, &values)) != TQKV_OK) return r;
+    if ((r = tqkv__move_stream(pipe, &keys, c->first, c->end)) != TQKV_OK) return r;
+    return tqkv__move_stream(pipe, &values, c->first, c->end);
+}
+
+static void tqkv__pipe_open(tqkv__pipe *pipe, tqkv_write write, tqkv_read read, void *user)
+{
+    pipe->write = write;
+    pipe->read = read;
+    pipe->user = user;
+    XXH3_INITSTATE(&pipe->hash);
+    XXH3_64bits_reset(&pipe->hash);
+}
+
+static const char tqkv__magic[9] = "tqkv\r\n\x1a\n";
+
+TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user)
+{
+    tqkv__pipe pipe;
+    uint8_t header[TQKV__HEADER_SIZE];
+    if (!c || !write) return TQKV_INVALID_ARGUMENT;
+    const tqkv_cache_desc *d = &c->desc;
+    const uint32_t fields[12] = {TQKV__SNAPSHOT_VERSION,  TQKV_TABLE_VERSION,        (uint32_t)d->head_dim,
+                                 (uint32_t)d->n_kv_heads, (uint32_t)d->n_heads,      (uint32_t)d->capacity,
+                                 (uint32_t)d->key_format, (uint32_t)d->value_format, d->ring ? 1u : 0u,
+                                 (uint32_t)d->window,     tqkv__bits(d->scale),      tqkv__bits(d->softcap)};
+    memcpy(header, tqkv__magic, 8);
+    for (int i = 0; i < 12; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
+    tqkv__put(header + 56, 8, (uint64_t)c->first);
+    tqkv__put(header + 64, 8, (uint64_t)c->end);
+    tqkv__pipe_open(&pipe, write, NULL, user);
+    tqkv_result r = tqkv__move(&pipe, header, sizeof header);
+    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
+    return r == TQKV_OK ? tqkv__move_streams(&pipe, c) : r;
+}
+
+/* The desc and the resident range that a header describes; false where no cache can have written it. */
+static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, int64_t *first, int64_t *end)
+{
+    uint32_t fields[12];
+    for (int i = 0; i < 12; i++) fields[i] = (uint32_t)tqkv__get(header + 8 + 4 * i, 4);
+    if (fields[0] != TQKV__SNAPSHOT_VERSION || fields[1] != TQKV_TABLE_VERSION) return false;
+    for (int i = 2; i < 10; i++)
+        if (fields[i] > (uint32_t)INT_MAX) return false;
+    if (fields[8] > 1 || fields[4] == 0 || fields[6] == 0 || fields[7] == 0) return false;
+    d->head_dim = (int)fields[2];
+    d->n_kv_heads = (int)fields[3];
+    d->n_heads = (int)fields[4];
+    d->capacity = (int)fields[5];
+    d->key_format = (tqkv_format)fields[6];
+    d->value_format = (tqkv_format)fields[7];
+    d->ring = fields[8] == 1;
+    d->window = (int)fields[9];
+    d->scale = tqkv__float(fields[10]);
+    d->softcap = tqkv__float(fields[11]);
+    *first = (int64_t)tqkv__get(header + 56, 8);
+    *end = (int64_t)tqkv__get(header + 64, 8);
+    return d->scale != 0.0f && *first >= 0 && *first <= *end && *end - *first <= d->capacity &&
+           (d->ring || *first == 0);
+}
+
+static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
+{
+    return (!wanted->head_dim || wanted->head_dim == found->head_dim) &&
+           (!wanted->n_kv_heads || wanted->n_kv_heads == found->n_kv_heads) &&
+           (!wanted->n_heads || wanted->n_heads == found->n_heads) &&
+           (!wanted->capacity || wanted->capacity == found->capacity) &&
+           (!wanted->key_format || wanted->key_format == found->key_format) &&
+           (!wanted->value_format || wanted->value_format == found->value_format) && (!wanted->ring || found->ring) &&
+           (!wanted->window || wanted->window == found->window) &&
+           (wanted->scale == 0.0f || wanted->scale == found->scale) &&
+           (wanted->softcap == 0.0f || wanted->softcap == found->softcap);
+}
+
+TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out)
+{
+    tqkv__pipe pipe;
+    uint8_t header[TQKV__HEADER_SIZE];
+    tqkv_cache_desc found;
+    tqkv_cache *c, checked;
+    int64_t first, end;
+    if (!out) return TQKV_INVALID_ARGUMENT;
+    *out = NULL;
+    if (!desc || !read) return TQKV_INVALID_ARGUMENT;
+    tqkv__pipe_open(&pipe, NULL, read, user);
+    tqkv_result r = tqkv__move(&pipe, header, sizeof header);
+    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
+    if (r != TQKV_OK) return r;
+    memset(&found, 0, sizeof found);
+    if (memcmp(header, tqkv__magic, 8) != 0 || !tqkv__parse_header(header, &found, &first, &end) ||
+        tqkv__cache_resolve(&found, &checked) != TQKV_OK)
+        return TQKV_CORRUPT;
+    if (!tqkv__desc_matches(desc, &found)) return TQKV_INVALID_ARGUMENT;
+    found.sinks = desc->sinks;
+    found.parallel = desc->parallel;
+    found.allocator = desc->allocator;
+    if ((r = tqkv_cache_create(&found, &c)) != TQKV_OK) return r;
+    c->first = first;
+    c->end = end;
+    if ((r = tqkv__move_streams(&pipe, c)) != TQKV_OK) {
+        tqkv_cache_destroy(c);
+        return r;
+    }
+    *out = c;
+    return TQKV_OK;
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* TQKV_IMPLEMENTATION */
+
+/* MIT License
+
+   Copyright (c) 2026 the tqkv authors
+
+   Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated
+   documentation files (the "Software"), to deal in the Software without restriction, including without limitation the
+   rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to
+   permit persons to whom the Software is furnished to do so, subject to the following conditions:
+
+   The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
+   Software.
+
+   THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
+   WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
+   COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR
+   OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE. */
