@@ -1,0 +1,116 @@
+/* The cache tqkv is compared with: plain float arrays, attended over by plain loops. With a round trip set, keys and
+ * values go through llama.cpp's q8_0 or q4_0 on their way in (written here from the formats' public description: blocks
+ * of 32 values with one half as scale, no rotation); what comes back is stored as floats, so only the format's error
+ * counts. */
+#ifndef PLAIN_CACHE_H
+#define PLAIN_CACHE_H
+
+#include "tinylm_model.h"
+
+enum { MAX_CONTEXT = 4096, GGML_BLOCK = 32 };
+
+typedef void (*round_trip)(float *values, int count);
+
+typedef struct plain_cache {
+    const model_layer *shape;
+    float *keys, *values; /* [capacity][n_kv_heads][head_dim] */
+    round_trip through_keys, through_values;
+} plain_cache;
+
+/* The value a half keeps, for magnitudes from 2^-14 to 65504, where it has 11 bits: rounded to nearest, ties to even.
+ */
+static float through_half(float value)
+{
+    if (!(fabsf(value) >= 6.103515625e-5f)) return rintf(value * 16777216.0f) / 16777216.0f;
+    int exponent;
+    float fraction = frexpf(value, &exponent);
+    return ldexpf(rintf(fraction * 2048.0f), exponent - 11);
+}
+
+/* q8_0: scale = largest magnitude / 127, codes -127..127; 34 bytes for 32 values. */
+static void q8_0_round_trip(float *values, int count)
+{
+    for (float *block = values; block < values + count; block += GGML_BLOCK) {
+        float peak = 0;
+        for (int i = 0; i < GGML_BLOCK; i++) peak = fmaxf(peak, fabsf(block[i]));
+        float scale = peak / 127.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f, stored = through_half(scale);
+        for (int i = 0; i < GGML_BLOCK; i++) block[i] = roundf(block[i] * inverse) * stored;
+    }
+}
+
+/* q4_0: the element of largest magnitude becomes code 0, that is -8 scales; codes 0..15; 18 bytes for 32 values. */
+static void q4_0_round_trip(float *values, int count)
+{
+    for (float *block = values; block < values + count; block += GGML_BLOCK) {
+        float peak = 0;
+        for (int i = 0; i < GGML_BLOCK; i++)
+            if (fabsf(block[i]) > fabsf(peak)) peak = block[i];
+        float scale = peak / -8.0f, inverse = peak != 0 ? 1.0f / scale : 0.0f, stored = through_half(scale);
+        for (int i = 0; i < GGML_BLOCK; i++)
+            block[i] = (fminf(15.0f, floorf(block[i] * inverse + 8.5f)) - 8.0f) * stored;
+    }
+}
+
+static void plain_cache_append(plain_cache *cache, int64_t position, const float *k, const float *v, int n_tokens)
+{
+    int row = cache->shape->n_kv_heads * cache->shape->head_dim, count = n_tokens * row;
+    float *keys = cache->keys + position * row, *values = cache->values + position * row;
+    memcpy(keys, k, (size_t)count * sizeof *k);
+    memcpy(values, v, (size_t)count * sizeof *v);
+    if (cache->through_keys) cache->through_keys(keys, count);
+    if (cache->through_values) cache->through_values(values, count);
+}
+
+/* PANEL running sums, so that the compiler may use vector instructions without reordering anything. */
+static float dot_product(const float *restrict a, const float *restrict b, int size)
+{
+    float sums[PANEL] = {0}, sum = 0;
+    for (int i = 0; i < size; i += PANEL)
+        for (int lane = 0; lane < PANEL; lane++) sums[lane] += a[i + lane] * b[i + lane];
+    for (int lane = 0; lane < PANEL; lane++) sum += sums[lane];
+    return sum;
+}
+
+static void add_scaled(float *restrict out, const float *restrict in, float weight, int size)
+{
+    for (int i = 0; i < size; i += PANEL)
+        for (int lane = 0; lane < PANEL; lane++) out[i + lane] += weight * in[i + lane];
+}
+
+typedef struct plain_job {
+    const plain_cache *cache;
+    const float *q;
+    float *out;
+    int64_t first; /* position of query 0 */
+} plain_job;
+
+/* One query of one head: softmax over the visible positions, then the weighted sum of their values. */
+static void plain_task(void *context, int index)
+{
+    const plain_job *job = (const plain_job *)context;
+    const model_layer *shape = job->cache->shape;
+    int d = shape->head_dim, head = index % shape->n_heads, end = (int)job->first + index / shape->n_heads + 1;
+    int begin = shape->window > 0 && end > shape->window ? end - shape->window : 0, row = shape->n_kv_heads * d;
+    int offset = head / (shape->n_heads / shape->n_kv_heads) * d;
+    float scores[MAX_CONTEXT], largest = -INFINITY, sum = 0, *out = job->out + index * d;
+    for (int j = begin; j < end; j++) {
+        float score = dot_product(job->q + index * d, job->cache->keys + j * row + offset, d) / sqrtf((float)d);
+        if (shape->softcap > 0) score = shape->softcap * tanhf(score / shape->softcap);
+        scores[j - begin] = score;
+        largest = fmaxf(largest, score);
+    }
+    for (int j = begin; j < end; j++) sum += scores[j - begin] = expf(scores[j - begin] - largest);
+    memset(out, 0, (size_t)d * sizeof *out);
+    for (int j = begin; j < end; j++)
+        add_scaled(out, job->cache->values + j * row + offset, scores[j - begin] / sum, d);
+}
+
+/* q, out: [n_queries][n_heads][head_dim]; query 0 sits at position `first`. */
+static void plain_cache_attend(plain_cache *cache, thread_pool *pool, int64_t first, const float *q, int n_queries,
+                               float *out)
+{
+    plain_job job = {cache, q, out, first};
+    pool_run(pool, n_queries * cache->shape->n_heads, plain_task, &job);
+}
+
+#endif

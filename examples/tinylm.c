@@ -1,0 +1,661 @@
+/* A transformer on tqkv: a small byte-level language model whose keys and values live in tqkv caches only.
+ *
+ *   tinylm score [--windows N] [--all | --keys F --values F]    what each pair of formats costs, against floats
+ *   tinylm generate PROMPT [options]                            text, as it comes
+ *   tinylm save FILE PROMPT [options]                           the caches of a prompt, in a file
+ *   tinylm resume FILE [options]                                goes on from there, in any later process
+ *   tinylm speculate PROMPT [options]                           a cheap cache proposes, another verifies, truncate
+ * undoes
+ *
+ * Options: --keys F, --values F (f16 tq4 tq5 tq6 tq8 i8; f32, q8_0, q4_0: the plain cache it is compared with),
+ * --bytes N, --temperature T, --seed N, --threads N, --model FILE. Read `attention` first: that is where tqkv comes in.
+ */
+#define _POSIX_C_SOURCE 200809L
+#define TQKV_IMPLEMENTATION
+#include "../tqkv.h"
+#include "plain_cache.h"
+#include <errno.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { BATCH = 128, WINDOW_BYTES = 1024, PROPOSALS = 6 };
+
+typedef struct format_choice {
+    const char *name;
+    tqkv_format format; /* TQKV_FORMAT_DEFAULT: the plain cache, after this round trip */
+    round_trip through;
+    double bits; /* a value, of the plain ones */
+} format_choice;
+
+static const format_choice formats[] = {
+    {"f16", TQKV_F16, NULL, 0},
+    {"i8", TQKV_I8, NULL, 0},
+    {"tq8", TQKV_TQ8, NULL, 0},
+    {"tq6", TQKV_TQ6, NULL, 0},
+    {"tq5", TQKV_TQ5, NULL, 0},
+    {"tq4", TQKV_TQ4, NULL, 0},
+    {"f32", TQKV_FORMAT_DEFAULT, NULL, 32},
+    {"q8_0", TQKV_FORMAT_DEFAULT, q8_0_round_trip, 8.5},
+    {"q4_0", TQKV_FORMAT_DEFAULT, q4_0_round_trip, 4.5},
+};
+enum { N_FORMATS = sizeof formats / sizeof *formats };
+
+/* What `tinylm score` prints; with --all every tqkv pair and every llama.cpp pair. */
+static const char *const score_pairs[][2] = {{"f16", "f16"}, {"i8", "i8"},     {"tq8", "tq8"},
+                                             {"tq6", "tq6"}, {"tq5", "tq5"},   {"i8", "tq4"},
+                                             {"tq4", "tq4"}, {"q8_0", "q8_0"}, {"q4_0", "q4_0"}};
+
+/* One conversation: the caches of every layer and the scratch of a forward pass. */
+typedef struct session {
+    model *m;
+    const format_choice *keys, *values;
+    int capacity, end;                    /* positions */
+    tqkv_cache *caches[MAX_LAYERS];       /* either these */
+    plain_cache plain[MAX_LAYERS];        /* or these */
+    float *x, *h, *q, *k, *v, *wide, *up; /* [BATCH][...] */
+} session;
+
+typedef struct options {
+    const char *model_path, *file, *prompt;
+    const format_choice *keys, *values;
+    int n_bytes, n_windows, n_threads;
+    float temperature;
+    uint64_t seed;
+    bool all;
+} options;
+
+static void stop(const char *what, const char *why)
+{
+    fprintf(stderr, "tinylm: %s: %s\n", what, why);
+    exit(1);
+}
+
+static void check(tqkv_result result, const char *what)
+{
+    if (result != TQKV_OK) stop(what, tqkv_result_string(result));
+}
+
+static float *floats(size_t count)
+{
+    float *memory = (float *)calloc(count ? count : 1, sizeof *memory);
+    if (!memory) stop("scratch", "out of memory");
+    return memory;
+}
+
+/* ---- the caches ---- */
+
+/* A layer with a sliding window needs a ring, not the whole context. It holds the window and a batch besides: while a
+ * batch of queries is in flight, or rolled back after speculation, the window of the oldest query must still be there.
+ */
+static tqkv_cache_desc layer_desc(session *s, const model_layer *shape)
+{
+    tqkv_cache_desc desc = {.head_dim = shape->head_dim, .n_kv_heads = shape->n_kv_heads, .n_heads = shape->n_heads};
+    desc.ring = shape->window > 0;
+    desc.capacity = desc.ring ? shape->window + BATCH : s->capacity;
+    desc.window = shape->window;
+    desc.softcap = shape->softcap;
+    desc.parallel = (tqkv_parallel){pool_run, &s->m->pool};
+    return desc;
+}
+
+static void session_scratch(session *s, model *m, int capacity)
+{
+    size_t widest = (size_t)m->hidden, model_width = (size_t)m->d_model;
+    for (int i = 0; i < m->n_layers; i++) {
+        size_t width = (size_t)m->layers[i].n_heads * (size_t)m->layers[i].head_dim;
+        widest = width > widest ? width : widest;
+    }
+    memset(s, 0, sizeof *s);
+    s->m = m;
+    s->capacity = capacity;
+    float **arrays[] = {&s->x, &s->h, &s->q, &s->k, &s->v, &s->wide, &s->up};
+    for (int i = 0; i < 7; i++) *arrays[i] = floats(BATCH * (i < 2 ? model_width : widest));
+}
+
+static void session_create(session *s, model *m, const format_choice *keys, const format_choice *values, int capacity)
+{
+    session_scratch(s, m, capacity);
+    s->keys = keys;
+    s->values = values;
+    if (capacity > MAX_CONTEXT) stop("context", "longer than 4096 bytes");
+    if (!keys->format != !values->format) stop("formats", "f32, q8_0 and q4_0 do not pair with a tqkv format");
+    for (int i = 0; i < m->n_layers; i++) {
+        const model_layer *shape = &m->layers[i];
+        if (keys->format) {
+            tqkv_cache_desc desc = layer_desc(s, shape);
+            desc.key_format = keys->format;
+            desc.value_format = values->format;
+            check(tqkv_cache_create(&desc, &s->caches[i]), "cache");
+        } else {
+            size_t row = (size_t)shape->n_kv_heads * (size_t)shape->head_dim;
+            float *k = floats((size_t)capacity * row), *v = floats((size_t)capacity * row);
+            s->plain[i] = (plain_cache){shape, k, v, keys->through, values->through};
+        }
+    }
+}
+
+static void session_destroy(session *s)
+{
+    for (int i = 0; i < MAX_LAYERS; i++) {
+        tqkv_cache_destroy(s->caches[i]);
+        free(s->plain[i].keys);
+        free(s->plain[i].values);
+    }
+    float *arrays[] = {s->x, s->h, s->q, s->k, s->v, s->wide, s->up};
+    for (int i = 0; i < 7; i++) free(arrays[i]);
+}
+
+/* Forgets the positions from `end` on. */
+static void session_truncate(session *s, int end)
+{
+    for (int i = 0; i < s->m->n_layers && s->keys->format; i++)
+        check(tqkv_cache_truncate(s->caches[i], end), "truncate");
+    s->end = end;
+}
+
+static size_t session_bytes(const session *s)
+{
+    size_t bytes = 0;
+    for (int i = 0; i < s->m->n_layers; i++) bytes += tqkv_cache_bytes(s->caches[i]);
+    return bytes;
+}
+
+/* ---- the forward pass ---- */
+
+/* Adds one layer's attention to s->x. Between the projections there are two calls: append, attend. */
+static void attention(session *s, int index, int n)
+{
+    model *m = s->m;
+    const model_layer *layer = &m->layers[index];
+    int d = layer->head_dim, n_heads = layer->n_heads, n_kv_heads = layer->n_kv_heads;
+    rms_norm(m, s->x, layer->norm_attention, n, m->d_model, s->h);
+    linear_apply(m, &layer->q, s->h, n, s->q);
+    linear_apply(m, &layer->k, s->h, n, s->k);
+    linear_apply(m, &layer->v, s->h, n, s->v);
+    if (layer->qk_norm) {
+        rms_norm(m, s->q, layer->q_norm, n * n_heads, d, s->q);
+        rms_norm(m, s->k, layer->k_norm, n * n_kv_heads, d, s->k);
+    }
+    rope(m, s->q, n, n_heads, d, s->end);
+    rope(m, s->k, n, n_kv_heads, d, s->end);
+    if (s->keys->format) {
+        check(tqkv_cache_append(s->caches[index], s->k, s->v, n), "append");
+        check(tqkv_cache_attend(s->caches[index], s->q, n, s->wide), "attend");
+    } else {
+        plain_cache_append(&s->plain[index], s->end, s->k, s->v, n);
+        plain_cache_attend(&s->plain[index], &m->pool, s->end, s->q, n, s->wide);
+    }
+    linear_apply(m, &layer->o, s->wide, n, s->h);
+    for (int i = 0; i < n * m->d_model; i++) s->x[i] += s->h[i];
+}
+
+static void mlp(session *s, int index, int n)
+{
+    model *m = s->m;
+    const model_layer *layer = &m->layers[index];
+    rms_norm(m, s->x, layer->norm_mlp, n, m->d_model, s->h);
+    linear_apply(m, &layer->gate, s->h, n, s->wide);
+    linear_apply(m, &layer->up, s->h, n, s->up);
+    silu_multiply(s->wide, s->up, n * m->hidden);
+    linear_apply(m, &layer->down, s->wide, n, s->h);
+    for (int i = 0; i < n * m->d_model; i++) s->x[i] += s->h[i];
+}
+
+/* Appends n bytes to the conversation, any number in one call; logits[n][VOCABULARY] is what the model expects after
+ * each. Inside, BATCH positions go through all layers at a time: that is what the scratch and the rings are made for.
+ */
+static void forward(session *s, const unsigned char *bytes, int n, float *logits)
+{
+    model *m = s->m;
+    if (n > s->capacity - s->end) stop("context", "full");
+    for (int done = 0, batch; done < n; done += batch) {
+        batch = n - done < BATCH ? n - done : BATCH;
+        for (int i = 0; i < batch; i++)
+            memcpy(s->x + i * m->d_model, m->embedding + bytes[done + i] * m->d_model,
+                   sizeof(float) * (size_t)m->d_model);
+        for (int layer = 0; layer < m->n_layers; layer++) {
+            attention(s, layer, batch);
+            mlp(s, layer, batch);
+        }
+        rms_norm(m, s->x, m->norm_out, batch, m->d_model, s->h);
+        linear_apply(m, &m->logits, s->h, batch, logits + done * VOCABULARY);
+        s->end += batch;
+    }
+}
+
+/* ---- score ---- */
+
+static double seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static int largest(const float *logits)
+{
+    int best = 0;
+    for (int i = 1; i < VOCABULARY; i++) best = logits[i] > logits[best] ? i : best;
+    return best;
+}
+
+static void log_softmax(float *logits)
+{
+    double sum = 0, top = logits[largest(logits)];
+    for (int i = 0; i < VOCABULARY; i++) sum += exp(logits[i] - top);
+    for (int i = 0; i < VOCABULARY; i++) logits[i] = (float)(logits[i] - top - log(sum));
+}
+
+/* Logarithms of the probabilities of every byte after each byte of each window; every window starts from nothing. */
+static double score_windows(session *s, const unsigned char *text, int n_windows, float *logits, const char *label)
+{
+    double start = seconds();
+    for (int w = 0; w < n_windows; w++) {
+        float *rows = logits + (size_t)w * WINDOW_BYTES * VOCABULARY;
+        if (isatty(STDERR_FILENO))
+            fprintf(stderr, "\r%-10s [%-32.*s] %d/%d ", label, 32 * w / n_windows, "################################",
+                    w, n_windows);
+        session_truncate(s, 0);
+        forward(s, text + w * WINDOW_BYTES, WINDOW_BYTES, rows);
+        for (int i = 0; i < WINDOW_BYTES; i++) log_softmax(rows + i * VOCABULARY);
+    }
+    if (isatty(STDERR_FILENO)) fprintf(stderr, "\r%60s\r", "");
+    return seconds() - start;
+}
+
+/* Means over all bytes: bits of the byte that came, KL divergence from the reference, agreement on the likeliest. */
+static void compare(const float *got, const float *reference, const unsigned char *text, int n, double means[3])
+{
+    means[0] = means[1] = means[2] = 0;
+    for (int i = 0; i < n; i++, got += VOCABULARY, reference += VOCABULARY) {
+        means[0] -= got[text[i + 1]] / log(2) / n;
+        for (int b = 0; b < VOCABULARY; b++) means[1] += exp(reference[b]) * ((double)reference[b] - got[b]) / n;
+        means[2] += (largest(got) == largest(reference)) / (double)n;
+    }
+}
+
+/* Bits a value with norms, both streams together, over all layers. */
+static double bits_per_value(const session *s)
+{
+    double values = 0;
+    for (int i = 0; i < s->m->n_layers && s->keys->format; i++) {
+        const tqkv_store *keys = tqkv_cache_keys(s->caches[i]);
+        values += 2.0 * keys->capacity * keys->n_kv_heads * keys->head_dim;
+    }
+    return values > 0 ? 8.0 * (double)session_bytes(s) / values : (s->keys->bits + s->values->bits) / 2;
+}
+
+static const format_choice *find_format(const char *name)
+{
+    for (int i = 0; i < N_FORMATS; i++)
+        if (strcmp(formats[i].name, name) == 0) return &formats[i];
+    stop(name, "is no format this program knows");
+    return NULL;
+}
+
+typedef struct scoring {
+    model *m;
+    unsigned char *text;
+    int n_windows;
+    float *reference, *logits; /* [n_windows * WINDOW_BYTES][VOCABULARY] */
+    double reference_bits;
+} scoring;
+
+static void score_pair(scoring *job, const format_choice *keys, const format_choice *values)
+{
+    session s;
+    char label[16];
+    double means[3];
+    int n = job->n_windows * WINDOW_BYTES;
+    snprintf(label, sizeof label, "%s %s", keys->name, values->name);
+    session_create(&s, job->m, keys, values, WINDOW_BYTES);
+    double time = score_windows(&s, job->text, job->n_windows, job->logits, label);
+    compare(job->logits, job->reference, job->text, n, means);
+    printf("%-6s %-6s %8.2f %10zu %9.5f %+9.5f %10.6f %8.2f%% %9.0f\n", keys->name, values->name, bits_per_value(&s),
+           session_bytes(&s), means[0], means[0] - job->reference_bits, means[1], 100 * means[2], n / time);
+    fflush(stdout);
+    session_destroy(&s);
+}
+
+static void score_reference(scoring *job)
+{
+    session s;
+    double means[3];
+    int n = job->n_windows * WINDOW_BYTES;
+    session_create(&s, job->m, find_format("f32"), find_format("f32"), WINDOW_BYTES);
+    double time = score_windows(&s, job->text, job->n_windows, job->reference, "f32 f32");
+    compare(job->reference, job->reference, job->text, n, means);
+    job->reference_bits = means[0];
+    printf("# %d windows of %d bytes. KL: nats a byte, from the f32 cache. top-1: same likeliest byte.\n",
+           job->n_windows, WINDOW_BYTES);
+    printf("%-6s %-6s %8s %10s %9s %9s %10s %9s %9s\n", "#keys", "values", "bits/v", "bytes", "bits/byte", "+f32", "KL",
+           "top-1", "bytes/s");
+    printf("%-6s %-6s %8.2f %10s %9.5f %+9.5f %10.6f %8.2f%% %9.0f\n", "f32", "f32", 32.0, "-", means[0], 0.0, 0.0,
+           100.0, n / time);
+    session_destroy(&s);
+}
+
+static void command_score(model *m, const options *o)
+{
+    data_file text;
+    if (!data_file_open(&text, o->file)) stop(o->file, "cannot be read");
+    if (text.size < (size_t)o->n_windows * WINDOW_BYTES + 1) stop(o->file, "is too short for so many windows");
+    size_t count = (size_t)o->n_windows * WINDOW_BYTES * VOCABULARY;
+    scoring job = {m, text.bytes, o->n_windows, floats(count), floats(count), 0};
+    score_reference(&job);
+    if (o->all) {
+        for (int k = 0; k < N_FORMATS; k++)
+            for (int v = 0; v < N_FORMATS; v++)
+                if (!formats[k].format == !formats[v].format && formats[k].bits < 32 && formats[v].bits < 32)
+                    score_pair(&job, &formats[k], &formats[v]);
+    } else if (o->keys) {
+        score_pair(&job, o->keys, o->values);
+    } else {
+        for (size_t i = 0; i < sizeof score_pairs / sizeof *score_pairs; i++)
+            score_pair(&job, find_format(score_pairs[i][0]), find_format(score_pairs[i][1]));
+    }
+    free(job.reference);
+    free(job.logits);
+    free(text.bytes);
+}
+
+/* ---- generate ---- */
+
+/* Uniform in [0, 1) from a 64-bit counter generator (splitmix64). */
+static double random_unit(uint64_t *state)
+{
+    uint64_t z = *state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return (double)((z ^ z >> 31) >> 11) / 9007199254740992.0;
+}
+
+static unsigned char choose(const float *logits, float temperature, uint64_t *seed)
+{
+    double weights[VOCABULARY], sum = 0, top = logits[largest(logits)];
+    if (temperature <= 0) return (unsigned char)largest(logits);
+    for (int i = 0; i < VOCABULARY; i++) sum += weights[i] = exp((logits[i] - top) / temperature);
+    double point = random_unit(seed) * sum;
+    int i = 0;
+    while (i < VOCABULARY - 1 && (point -= weights[i]) >= 0) i++;
+    return (unsigned char)i;
+}
+
+/* A conversation is its text and the caches of all of it but the last byte. */
+typedef struct conversation {
+    session s;
+    unsigned char text[MAX_CONTEXT];
+    int length;
+} conversation;
+
+/* The prompt goes in with one call. */
+static void conversation_start(conversation *c, model *m, const options *o, const format_choice *keys,
+                               const format_choice *values)
+{
+    size_t length = strlen(o->prompt);
+    if (length == 0 || length > MAX_CONTEXT) stop("prompt", "empty, or longer than 4096 bytes");
+    session_create(&c->s, m, keys, values, MAX_CONTEXT);
+    memcpy(c->text, o->prompt, length);
+    c->length = (int)length;
+    float *logits = floats(length * VOCABULARY);
+    forward(&c->s, c->text, c->length - 1, logits);
+    free(logits);
+}
+
+/* Writes the text so far, then one byte at a time. */
+static void conversation_continue(conversation *c, const options *o)
+{
+    float logits[VOCABULARY];
+    uint64_t seed = o->seed;
+    fwrite(c->text, 1, (size_t)c->length, stdout);
+    for (int i = 0; i < o->n_bytes && c->length < MAX_CONTEXT; i++) {
+        forward(&c->s, c->text + c->length - 1, 1, logits);
+        c->text[c->length] = choose(logits, o->temperature, &seed);
+        putchar(c->text[c->length++]);
+        fflush(stdout);
+    }
+    putchar('\n');
+}
+
+static void command_generate(model *m, const options *o)
+{
+    conversation c;
+    conversation_start(&c, m, o, o->keys, o->values);
+    conversation_continue(&c, o);
+    session_destroy(&c.s);
+}
+
+/* ---- save and resume: a small header, then what tqkv_cache_save writes for each layer ---- */
+
+static size_t write_file(void *user, const void *bytes, size_t n) { return fwrite(bytes, 1, n, (FILE *)user); }
+
+static size_t read_file(void *user, void *bytes, size_t n) { return fread(bytes, 1, n, (FILE *)user); }
+
+static const char prompt_magic[8] = {'T', 'Q', 'K', 'V', 'T', 'E', 'X', 'T'};
+
+/* FNV-1a: the caches carry checksums of their own, the text before them needs one too. */
+static uint32_t text_checksum(const unsigned char *text, int length)
+{
+    uint32_t hash = 2166136261u;
+    for (int i = 0; i < length; i++) hash = (hash ^ text[i]) * 16777619u;
+    return hash;
+}
+
+static void command_save(model *m, const options *o)
+{
+    conversation c;
+    conversation_start(&c, m, o, o->keys, o->values);
+    if (!c.s.keys->format) stop("save", "only tqkv caches can be saved");
+    FILE *file = fopen(o->file, "wb");
+    if (!file) stop(o->file, strerror(errno));
+    uint32_t check_sum = text_checksum(c.text, c.length);
+    unsigned char head[16];
+    memcpy(head, prompt_magic, 8);
+    for (int i = 0; i < 4; i++) {
+        head[8 + i] = (unsigned char)((uint32_t)c.length >> 8 * i);
+        head[12 + i] = (unsigned char)(check_sum >> 8 * i);
+    }
+    bool good = fwrite(head, 1, 16, file) == 16 && fwrite(c.text, 1, (size_t)c.length, file) == (size_t)c.length;
+    for (int i = 0; i < m->n_layers; i++) check(tqkv_cache_save(c.s.caches[i], write_file, file), o->file);
+    long size = ftell(file);
+    if (fclose(file) != 0 || !good) stop(o->file, "could not be written");
+    printf("%d bytes of text and their caches (%s keys, %s values) in %s: %ld bytes\n", c.length, c.s.keys->name,
+           c.s.values->name, o->file, size);
+    session_destroy(&c.s);
+}
+
+/* Reads the header and the text. */
+static void load_text(conversation *c, FILE *file, const char *path)
+{
+    unsigned char head[16];
+    if (fread(head, 1, 16, file) != 16 || memcmp(head, prompt_magic, 8) != 0) stop(path, "is no file of `tinylm save`");
+    uint32_t length = 0, check_sum = 0;
+    for (int i = 3; i >= 0; i--) {
+        length = length << 8 | head[8 + i];
+        check_sum = check_sum << 8 | head[12 + i];
+    }
+    if (length == 0 || length > MAX_CONTEXT || fread(c->text, 1, length, file) != length ||
+        text_checksum(c->text, (int)length) != check_sum)
+        stop(path, "the text in it is damaged");
+    c->length = (int)length;
+}
+
+static void command_resume(model *m, const options *o)
+{
+    conversation c;
+    FILE *file = fopen(o->file, "rb");
+    if (!file) stop(o->file, strerror(errno));
+    load_text(&c, file, o->file);
+    session_scratch(&c.s, m, MAX_CONTEXT);
+    c.s.keys = c.s.values = &formats[0]; /* any tqkv format: the caches know their own */
+    for (int i = 0; i < m->n_layers; i++) {
+        /* Fields left zero, here the formats, are the file's; the others have to be this model's. */
+        tqkv_cache_desc desc = layer_desc(&c.s, &m->layers[i]);
+        check(tqkv_cache_load(&desc, read_file, file, &c.s.caches[i]), o->file);
+        if (tqkv_cache_end(c.s.caches[i]) != c.length - 1) stop(o->file, "text and caches do not belong together");
+    }
+    if (fgetc(file) != EOF) stop(o->file, "has bytes after its end");
+    fclose(file);
+    c.s.end = c.length - 1;
+    conversation_continue(&c, o);
+    session_destroy(&c.s);
+}
+
+/* ---- speculate ---- */
+
+/* Brings a cache up to the text: drops what is no longer in it, appends what is missing. Logits of the last byte. */
+static void catch_up(conversation *c, session *s, float *logits /* [PROPOSALS + 1][VOCABULARY] */)
+{
+    int from = s->end < c->length - 1 ? s->end : c->length - 1;
+    session_truncate(s, from);
+    forward(s, c->text + from, c->length - from, logits);
+    memmove(logits, logits + (c->length - from - 1) * VOCABULARY, VOCABULARY * sizeof *logits);
+}
+
+/* One round: the draft proposes bytes one by one, the conversation's own cache judges them all in one call. Of the
+ * proposals those up to the first wrong one stay, then comes the byte that should have been there. */
+static int speculate_round(conversation *c, session *draft)
+{
+    float logits[(PROPOSALS + 1) * VOCABULARY];
+    int start = c->length, accepted = 0;
+    for (int i = 0; i < PROPOSALS; i++) {
+        catch_up(c, draft, logits);
+        c->text[c->length++] = (unsigned char)largest(logits);
+    }
+    forward(&c->s, c->text + start - 1, PROPOSALS + 1, logits);
+    while (accepted < PROPOSALS && c->text[start + accepted] == largest(logits + accepted * VOCABULARY)) accepted++;
+    c->text[start + accepted] = (unsigned char)largest(logits + accepted * VOCABULARY);
+    c->length = start + accepted + 1;
+    session_truncate(&c->s, c->length - 1);
+    return accepted;
+}
+
+static void command_speculate(model *m, const options *o)
+{
+    conversation c;
+    session draft;
+    int rounds = 0, accepted = 0, end;
+    conversation_start(&c, m, o, o->keys, o->values);
+    session_create(&draft, m, find_format("tq4"), find_format("tq4"), MAX_CONTEXT);
+    float *logits = floats((size_t)c.length * VOCABULARY);
+    forward(&draft, c.text, c.length - 1, logits);
+    free(logits);
+    fwrite(c.text, 1, (size_t)c.length, stdout);
+    for (end = c.length + o->n_bytes; c.length < end && c.length + PROPOSALS < MAX_CONTEXT; rounds++) {
+        int before = c.length;
+        accepted += speculate_round(&c, &draft);
+        fwrite(c.text + before, 1, (size_t)((c.length < end ? c.length : end) - before), stdout);
+        fflush(stdout);
+    }
+    fprintf(stderr, "\n%d calls verified what would have been %d; %d of %d proposals of the tq4 cache were accepted\n",
+            rounds, c.length - end + o->n_bytes, accepted, rounds * PROPOSALS);
+    putchar('\n');
+    session_destroy(&draft);
+    session_destroy(&c.s);
+}
+
+/* ---- command line ---- */
+
+static void usage(void)
+{
+    puts("tinylm score [--windows N] [--text FILE] [--all | --keys F --values F]\n"
+         "tinylm generate PROMPT [options]\n"
+         "tinylm save FILE PROMPT [options]\n"
+         "tinylm resume FILE [options]\n"
+         "tinylm speculate PROMPT [options]\n"
+         "options: --keys F --values F (f16 i8 tq8 tq6 tq5 tq4; or f32 q8_0 q4_0 for both)\n"
+         "         --bytes N --temperature T --seed N --threads N --model FILE");
+    exit(2);
+}
+
+/* A whole number from `low` to `high`. */
+static int number(const char *option, const char *text, int low, int high)
+{
+    char *rest;
+    long value = strtol(text, &rest, 10);
+    if (*text == 0 || *rest != 0 || value < low || value > high) stop(option, "needs a number in its range");
+    return (int)value;
+}
+
+static void parse_option(options *o, const char *name, const char *value)
+{
+    if (strcmp(name, "--keys") == 0) {
+        o->keys = find_format(value);
+    } else if (strcmp(name, "--values") == 0) {
+        o->values = find_format(value);
+    } else if (strcmp(name, "--bytes") == 0) {
+        o->n_bytes = number(name, value, 0, MAX_CONTEXT);
+    } else if (strcmp(name, "--windows") == 0) {
+        o->n_windows = number(name, value, 1, 1 << 16);
+    } else if (strcmp(name, "--threads") == 0) {
+        o->n_threads = number(name, value, 1, POOL_MAX_THREADS);
+    } else if (strcmp(name, "--seed") == 0) {
+        o->seed = (uint64_t)number(name, value, 0, 1 << 30);
+    } else if (strcmp(name, "--temperature") == 0) {
+        o->temperature = (float)atof(value);
+    } else if (strcmp(name, "--model") == 0) {
+        o->model_path = value;
+    } else if (strcmp(name, "--text") == 0) {
+        o->file = value;
+    } else {
+        usage();
+    }
+}
+
+/* Positional arguments in the order of usage(), options anywhere. */
+static void parse(options *o, int argc, char **argv)
+{
+    const char *command = argv[1], *positional[2] = {NULL, NULL};
+    int n_positional = 0, wanted = strcmp(command, "score") == 0 ? 0 : strcmp(command, "save") == 0 ? 2 : 1;
+    for (int i = 2; i < argc; i++) {
+        if (strcmp(argv[i], "--all") == 0) {
+            o->all = true;
+        } else if (strncmp(argv[i], "--", 2) == 0) {
+            if (i + 1 == argc) usage();
+            parse_option(o, argv[i], argv[i + 1]);
+            i++;
+        } else if (n_positional < wanted) {
+            positional[n_positional++] = argv[i];
+        } else {
+            usage();
+        }
+    }
+    if (n_positional != wanted) usage();
+    if (wanted == 2 || strcmp(command, "resume") == 0) o->file = positional[0];
+    o->prompt = wanted == 2 ? positional[1] : positional[0];
+}
+
+int main(int argc, char **argv)
+{
+    static const struct {
+        const char *name;
+        void (*run)(model *m, const options *o);
+    } commands[] = {{"score", command_score},
+                    {"generate", command_generate},
+                    {"save", command_save},
+                    {"resume", command_resume},
+                    {"speculate", command_speculate}};
+    options o = {.model_path = "examples/data/tinylm.bin",
+                 .file = "examples/data/heldout.txt",
+                 .n_bytes = 200,
+                 .n_windows = 2,
+                 .n_threads = 2,
+                 .seed = 1};
+    if (argc < 2) usage();
+    parse(&o, argc, argv);
+    if (!o.keys != !o.values) o.keys = o.values = o.keys ? o.keys : o.values;
+    if (!o.keys && strcmp(argv[1], "score") != 0) {
+        o.keys = find_format("i8");
+        o.values = find_format("tq4");
+    }
+    for (size_t i = 0; i < sizeof commands / sizeof *commands; i++) {
+        if (strcmp(argv[1], commands[i].name) != 0) continue;
+        model m;
+        if (!model_load(&m, o.model_path, o.n_threads)) stop(o.model_path, "is no model, or damaged");
+        commands[i].run(&m, &o);
+        model_free(&m);
+        return 0;
+    }
+    usage();
+    return 2;
+}

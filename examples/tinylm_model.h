@@ -1,0 +1,224 @@
+/* The weights of the small model in data/tinylm.bin and the few operations a transformer needs beside attention. */
+#ifndef TINYLM_MODEL_H
+#define TINYLM_MODEL_H
+
+#include "data_file.h"
+#include "thread_pool.h"
+
+enum { PANEL = 16, MAX_LAYERS = 8, VOCABULARY = 256 };
+
+/* out = W in, stored for speed as [n_out/PANEL][n_in][PANEL]: PANEL outputs side by side fill the vector registers. */
+typedef struct linear {
+    int n_in, n_out;
+    float *panels;
+} linear;
+
+typedef struct model_layer {
+    int head_dim, n_heads, n_kv_heads, window; /* window 0: all earlier positions */
+    float softcap;                             /* 0: off */
+    bool qk_norm;
+    float *norm_attention, *norm_mlp; /* [d_model] */
+    float *q_norm, *k_norm;           /* [head_dim], with qk_norm */
+    linear q, k, v, o, gate, up, down;
+} model_layer;
+
+typedef struct model {
+    int n_layers, d_model, hidden;
+    float rope_base, rms_epsilon;
+    model_layer layers[MAX_LAYERS];
+    float *embedding; /* [VOCABULARY][d_model], also the output matrix */
+    float *norm_out;  /* [d_model] */
+    linear logits;
+    thread_pool pool;
+} model;
+
+/* One matrix of the file, ten bits a weight: for each row a half, the scale, then n_in bytes with the low bits of the
+ * codes, then n_in/4 with the upper two; a code is the weight over the scale, plus 512. `rows` gets it unpacked. */
+static linear load_linear(data_file *file, int n_in, int n_out, float *rows /* [n_out][n_in] */)
+{
+    linear matrix = {n_in, n_out, NULL};
+    size_t inputs = (size_t)n_in, outputs = (size_t)n_out;
+    if (!(matrix.panels = (float *)malloc(inputs * outputs * sizeof(float)))) file->failed = true;
+    for (size_t row = 0; row < outputs; row++) {
+        const unsigned char *scale = data_file_take(file, 1, 2), *low = data_file_take(file, inputs, 1),
+                            *high = data_file_take(file, inputs / 4, 1);
+        for (size_t i = 0; high && i < inputs; i++) {
+            int code = low[i] | (high[i / 4] >> i % 4 * 2 & 3) << 8;
+            float value = half_to_float(scale) * (float)(code - 512);
+            matrix.panels[(row / PANEL * inputs + i) * PANEL + row % PANEL] = value;
+            if (rows) rows[row * inputs + i] = value;
+        }
+    }
+    return matrix;
+}
+
+static void load_layer(data_file *file, const model *m, model_layer *layer)
+{
+    int q_size = layer->n_heads * layer->head_dim, kv_size = layer->n_kv_heads * layer->head_dim;
+    layer->norm_attention = data_file_halves(file, (size_t)m->d_model);
+    layer->q = load_linear(file, m->d_model, q_size, NULL);
+    layer->k = load_linear(file, m->d_model, kv_size, NULL);
+    layer->v = load_linear(file, m->d_model, kv_size, NULL);
+    layer->o = load_linear(file, q_size, m->d_model, NULL);
+    if (layer->qk_norm) {
+        layer->q_norm = data_file_halves(file, (size_t)layer->head_dim);
+        layer->k_norm = data_file_halves(file, (size_t)layer->head_dim);
+    }
+    layer->norm_mlp = data_file_halves(file, (size_t)m->d_model);
+    layer->gate = load_linear(file, m->d_model, m->hidden, NULL);
+    layer->up = load_linear(file, m->d_model, m->hidden, NULL);
+    layer->down = load_linear(file, m->hidden, m->d_model, NULL);
+}
+
+static void load_shapes(data_file *file, model *m)
+{
+    data_file_magic(file, "TQKVTINY");
+    m->n_layers = data_file_count(file, 1, MAX_LAYERS);
+    m->d_model = data_file_count(file, PANEL, 4096);
+    m->hidden = data_file_count(file, PANEL, 16384);
+    m->rope_base = data_file_f32(file);
+    m->rms_epsilon = data_file_f32(file);
+    data_file_size(file);
+    if (m->d_model % PANEL != 0 || m->hidden % PANEL != 0) file->failed = true;
+    for (int i = 0; i < m->n_layers; i++) {
+        model_layer *layer = &m->layers[i];
+        layer->head_dim = data_file_count(file, 32, 1024);
+        layer->n_heads = data_file_count(file, 1, 64);
+        layer->n_kv_heads = data_file_count(file, 1, 64);
+        layer->window = data_file_count(file, 0, 1 << 20);
+        layer->softcap = data_file_f32(file);
+        layer->qk_norm = data_file_count(file, 0, 1) != 0;
+        if (layer->head_dim % PANEL != 0 || layer->n_heads % layer->n_kv_heads != 0) file->failed = true;
+    }
+}
+
+static void model_free(model *m)
+{
+    for (int i = 0; i < m->n_layers; i++) {
+        model_layer *layer = &m->layers[i];
+        float *arrays[] = {layer->norm_attention, layer->norm_mlp,  layer->q_norm,     layer->k_norm,
+                           layer->q.panels,       layer->k.panels,  layer->v.panels,   layer->o.panels,
+                           layer->gate.panels,    layer->up.panels, layer->down.panels};
+        for (size_t a = 0; a < sizeof arrays / sizeof *arrays; a++) free(arrays[a]);
+    }
+    free(m->embedding);
+    free(m->norm_out);
+    free(m->logits.panels);
+    pool_stop(&m->pool);
+}
+
+/* False when the file is missing, short, or has other sizes than it says. */
+static bool model_load(model *m, const char *path, int n_threads)
+{
+    data_file file;
+    memset(m, 0, sizeof *m);
+    if (!data_file_open(&file, path)) return false;
+    load_shapes(&file, m);
+    pool_start(&m->pool, n_threads - 1);
+    if (!file.failed && (m->embedding = (float *)malloc(sizeof(float) * VOCABULARY * (size_t)m->d_model))) {
+        m->logits = load_linear(&file, m->d_model, VOCABULARY, m->embedding);
+        for (int i = 0; i < m->n_layers && !file.failed; i++) load_layer(&file, m, &m->layers[i]);
+        m->norm_out = data_file_halves(&file, (size_t)m->d_model);
+    }
+    bool good = !file.failed && m->norm_out && file.at == file.size;
+    free(file.bytes);
+    if (!good) model_free(m);
+    return good;
+}
+
+/* Four tokens at once read each weight once for all of them; the inner loop is one or more vector instructions a line.
+ */
+static void linear_4(const float *restrict w, const float *restrict in, int n_in, float *restrict out, int n_out)
+{
+    float a0[PANEL] = {0}, a1[PANEL] = {0}, a2[PANEL] = {0}, a3[PANEL] = {0};
+    const float *in1 = in + n_in, *in2 = in1 + n_in, *in3 = in2 + n_in;
+    for (int i = 0; i < n_in; i++, w += PANEL) {
+        float x0 = in[i], x1 = in1[i], x2 = in2[i], x3 = in3[i];
+        for (int lane = 0; lane < PANEL; lane++) {
+            a0[lane] += x0 * w[lane];
+            a1[lane] += x1 * w[lane];
+            a2[lane] += x2 * w[lane];
+            a3[lane] += x3 * w[lane];
+        }
+    }
+    memcpy(out, a0, sizeof a0);
+    memcpy(out + n_out, a1, sizeof a1);
+    memcpy(out + 2 * n_out, a2, sizeof a2);
+    memcpy(out + 3 * n_out, a3, sizeof a3);
+}
+
+static void linear_1(const float *restrict w, const float *restrict in, int n_in, float *restrict out)
+{
+    float sum[PANEL] = {0};
+    for (int i = 0; i < n_in; i++, w += PANEL)
+        for (int lane = 0; lane < PANEL; lane++) sum[lane] += in[i] * w[lane];
+    memcpy(out, sum, sizeof sum);
+}
+
+typedef struct linear_job {
+    const linear *matrix;
+    const float *in;
+    float *out;
+    int n_tokens;
+} linear_job;
+
+static void linear_task(void *context, int panel)
+{
+    const linear_job *job = (const linear_job *)context;
+    int n_in = job->matrix->n_in, n_out = job->matrix->n_out, token = 0;
+    const float *w = job->matrix->panels + (size_t)panel * (size_t)n_in * PANEL;
+    for (; token + 4 <= job->n_tokens; token += 4)
+        linear_4(w, job->in + token * n_in, n_in, job->out + token * n_out + panel * PANEL, n_out);
+    for (; token < job->n_tokens; token++)
+        linear_1(w, job->in + token * n_in, n_in, job->out + token * n_out + panel * PANEL);
+}
+
+/* out[n_tokens][n_out] = in[n_tokens][n_in] W^T. A few tokens are not worth waking other threads for. */
+static void linear_apply(model *m, const linear *matrix, const float *in, int n_tokens, float *out)
+{
+    linear_job job = {matrix, in, out, n_tokens};
+    int n_panels = matrix->n_out / PANEL;
+    if (n_tokens >= 8)
+        pool_run(&m->pool, n_panels, linear_task, &job);
+    else
+        for (int panel = 0; panel < n_panels; panel++) linear_task(&job, panel);
+}
+
+/* out[row] = in[row] / rms(in[row]) * gain, for rows of `size`; in place is fine. */
+static void rms_norm(const model *m, const float *in, const float *gain, int n_rows, int size, float *out)
+{
+    for (int row = 0; row < n_rows; row++, in += size, out += size) {
+        float sum = 0;
+        for (int i = 0; i < size; i++) sum += in[i] * in[i];
+        float scale = 1.0f / sqrtf(sum / (float)size + m->rms_epsilon);
+        for (int i = 0; i < size; i++) out[i] = in[i] * scale * gain[i];
+    }
+}
+
+/* Rotary embedding: element i of a head's first half turns with element i of its second half by position *
+ * base^(-2i/D). */
+static void rope(const model *m, float *heads /* [n_tokens][n_heads][head_dim] */, int n_tokens, int n_heads,
+                 int head_dim, int64_t position)
+{
+    int half = head_dim / 2;
+    for (int i = 0; i < half; i++) {
+        float frequency = powf(m->rope_base, -2.0f * (float)i / (float)head_dim);
+        for (int token = 0; token < n_tokens; token++) {
+            float angle = (float)(position + token) * frequency, c = cosf(angle), s = sinf(angle);
+            float *head = heads + token * n_heads * head_dim + i;
+            for (int h = 0; h < n_heads; h++, head += head_dim) {
+                float first = head[0], second = head[half];
+                head[0] = first * c - second * s;
+                head[half] = second * c + first * s;
+            }
+        }
+    }
+}
+
+/* gate = silu(gate) * up, the model's activation. */
+static void silu_multiply(float *gate, const float *up, int count)
+{
+    for (int i = 0; i < count; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+}
+
+#endif
