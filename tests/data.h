@@ -4,6 +4,7 @@
 #define TQKV_TESTS_DATA_H
 
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 
 typedef struct data_random {

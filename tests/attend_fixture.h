@@ -1,0 +1,163 @@
+/* One attention problem: stores whose unreadable slots hold NaN, queries, sinks, and the comparison with the
+ * double-precision reference. */
+#ifndef TQKV_TESTS_ATTEND_FIXTURE_H
+#define TQKV_TESTS_ATTEND_FIXTURE_H
+
+#include "data.h"
+#include "reference.h"
+#include "runner.h"
+
+#define ATTEND_TOLERANCE 2e-5 /* relative L2 against double on the same codes */
+
+typedef enum attend_sinks { SINKS_NONE, SINKS_SOME, SINKS_DOMINATING, SINKS_MINUS_INFINITY } attend_sinks;
+typedef enum attend_way { WAY_WHOLE, WAY_SLICES, WAY_PARALLEL, WAY_REVERSED } attend_way;
+typedef enum attend_poison { POISON_NONE, POISON_NEWEST, POISON_OLDEST } attend_poison;
+
+typedef struct attend_row {
+    tqkv_format key_format, value_format;
+    int head_dim, n_kv_heads, group, n_queries;
+    int64_t end;
+    int kv_len, window, key_capacity, value_capacity;
+    bool key_ring, value_ring, keys_unrotated, values_unrotated;
+    float block_scale, scale, softcap, query_size;
+    attend_sinks sinks;
+    tqkv_basis query_basis, output_basis;
+    attend_way way;
+    attend_poison poison; /* a resident position that only some queries see holds NaN; the others must not notice */
+} attend_row;
+
+typedef struct attend_problem {
+    tqkv_attention attention;
+    tqkv_store keys, values;
+    float *q, *sinks, *out; /* [n_queries][n_heads][head_dim], [n_heads], as q */
+    double *expected;       /* as q */
+    size_t n_rows, head_dim; /* n_rows = n_queries * n_heads */
+    int64_t poisoned;       /* position, or -1 */
+} attend_problem;
+
+/* 40 positions of a linear store, one query of two heads. */
+static inline attend_row attend_default_row(tqkv_format keys, tqkv_format values, int head_dim) {
+    attend_row row;
+    memset(&row, 0, sizeof row);
+    row.key_format = keys;
+    row.value_format = values;
+    row.head_dim = head_dim;
+    row.n_kv_heads = 2;
+    row.group = 2;
+    row.n_queries = 1;
+    row.end = 40;
+    row.key_capacity = row.value_capacity = 48;
+    row.query_size = 1.5f;
+    return row;
+}
+
+static inline bool attend_is_seen(const tqkv_attention *a, int64_t position) {
+    reference_shape shape = reference_attention_shape(a);
+    for (int i = 0; i < shape.n_queries; i++)
+        if (reference_is_visible(a, i, position)) return true;
+    return false;
+}
+
+/* 0xff in one position of all heads: NaN norms, NaN halves. With `codes_too` also codes that no encoder writes. */
+static inline void attend_poison_position(tqkv_store *s, int64_t position, bool codes_too) {
+    for (int head = 0; head < s->n_kv_heads; head++) {
+        size_t norms = (size_t)reference_norms_per_row(s->format, s->head_dim) * sizeof(float);
+        if (norms) memset((void *)(uintptr_t)reference_norms_at(s, head, position), 0xff, norms);
+        if (codes_too || !norms)
+            memset((void *)(uintptr_t)reference_codes_at(s, head, position), 0xff,
+                   reference_row_bytes(s->format, s->head_dim));
+    }
+}
+
+/* Encodes what the store can hold of [0, end), then plants NaN in every slot that no query may read. */
+static inline void attend_fill_store(tqkv_store *s, const tqkv_attention *a, uint64_t seed, data_kind kind) {
+    int64_t first = s->ring && a->end > s->capacity ? a->end - s->capacity : 0;
+    int count = (int)(a->end - first);
+    float *source = (float *)test_alloc(sizeof(float) * (size_t)(count * s->n_kv_heads * s->head_dim));
+    data_rows(seed, kind, source, count * s->n_kv_heads, s->head_dim);
+    CHECK_RESULT(tqkv_encode(s, source, count, first), TQKV_OK);
+    for (int64_t p = first; p < a->end; p++)
+        if (!attend_is_seen(a, p)) attend_poison_position(s, p, true);
+    free(source);
+}
+
+static inline float *attend_make_sinks(const attend_row *row) {
+    int n_heads = row->n_kv_heads * row->group;
+    if (row->sinks == SINKS_NONE) return NULL;
+    float *sinks = (float *)test_alloc(sizeof(float) * (size_t)n_heads);
+    for (int i = 0; i < n_heads; i++) {
+        sinks[i] = row->sinks == SINKS_DOMINATING ? 20.0f + (float)i * 0.5f : -1.0f + 0.5f * (float)i;
+        if (row->sinks == SINKS_MINUS_INFINITY && i % 2 == 0) sinks[i] = -(float)INFINITY;
+    }
+    return sinks;
+}
+
+static inline void attend_set_up(attend_problem *problem, const attend_row *row) {
+    memset(problem, 0, sizeof *problem);
+    problem->keys = test_store(row->key_format, row->head_dim, row->n_kv_heads, row->key_capacity, row->key_ring);
+    problem->values =
+        test_store(row->value_format, row->head_dim, row->n_kv_heads, row->value_capacity, row->value_ring);
+    problem->keys.unrotated = row->keys_unrotated;
+    problem->values.unrotated = row->values_unrotated;
+    problem->keys.block_scale = problem->values.block_scale = row->block_scale;
+    problem->sinks = attend_make_sinks(row);
+    tqkv_attention *a = &problem->attention;
+    a->keys = &problem->keys;
+    a->values = &problem->values;
+    a->n_heads = row->n_kv_heads * row->group;
+    a->n_queries = row->n_queries;
+    a->end = row->end;
+    a->kv_len = row->kv_len;
+    a->window = row->window;
+    a->scale = row->scale;
+    a->softcap = row->softcap;
+    a->sinks = problem->sinks;
+    a->query_basis = row->query_basis;
+    a->output_basis = row->output_basis;
+    attend_fill_store(&problem->keys, a, 11, DATA_GAUSSIAN);
+    attend_fill_store(&problem->values, a, 12, DATA_STUDENT);
+    problem->head_dim = (size_t)row->head_dim;
+    problem->n_rows = (size_t)row->n_queries * (size_t)a->n_heads;
+    size_t count = problem->n_rows * problem->head_dim;
+    problem->q = (float *)test_alloc(count * sizeof(float));
+    problem->out = (float *)test_alloc_filled(count * sizeof(float), 0xff);
+    problem->expected = (double *)test_alloc(count * sizeof(double));
+    data_rows(13, DATA_GAUSSIAN, problem->q, (int)problem->n_rows, row->head_dim);
+    for (size_t i = 0; i < count; i++)
+        problem->q[i] *= row->query_size;
+    problem->poisoned = -1;
+    if (row->poison != POISON_NONE) {
+        reference_shape shape = reference_attention_shape(a);
+        int64_t oldest = row->window ? row->end - row->n_queries - row->window + 1 : shape.oldest;
+        problem->poisoned = row->poison == POISON_NEWEST ? row->end - 1 : oldest;
+        attend_poison_position(&problem->keys, problem->poisoned, false);
+        attend_poison_position(&problem->values, problem->poisoned, false);
+    }
+    reference_attend(a, problem->q, problem->expected);
+}
+
+static inline void attend_tear_down(attend_problem *problem) {
+    test_store_free(&problem->keys);
+    test_store_free(&problem->values);
+    free(problem->q);
+    free(problem->sinks);
+    free(problem->out);
+    free(problem->expected);
+}
+
+/* Every row of `out` that sees no poisoned position must be within the tolerance. */
+static inline void attend_check(const attend_problem *problem, const float *out, const char *what) {
+    size_t d = problem->head_dim, n_heads = (size_t)problem->attention.n_heads;
+    size_t checked = 0;
+    for (size_t i = 0; i < problem->n_rows; i++) {
+        int query = (int)(i / n_heads);
+        if (problem->poisoned >= 0 && reference_is_visible(&problem->attention, query, problem->poisoned)) continue;
+        double error = reference_relative_error(out + i * d, problem->expected + i * d, d);
+        CHECK(error <= ATTEND_TOLERANCE, "%s: query %d head %d: relative error %.3g", what, query, (int)(i % n_heads),
+              error);
+        checked++;
+    }
+    CHECK(checked > 0, "%s: every row sees the poisoned position", what);
+}
+
+#endif

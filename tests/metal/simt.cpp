@@ -1,0 +1,424 @@
+// The machine of simt.h. Compiled without instrumentation in every build, so that a sanitizer sees the shaders' memory
+// accesses and not the scheduler's. SIMT_ASAN and SIMT_TSAN tell the sanitizer's runtime about the fibers.
+//
+// Race detection (SIMT_TSAN): each GPU thread is a fiber of ThreadSanitizer. Switching orders nothing; a barrier with a
+// memory flag orders its scope, and only that. Threadgroups take turns with two sets of fibers and meet at the end of the
+// grid alone, so that writes of neighbouring threadgroups to one place are races too.
+#include "simt.h"
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <vector>
+
+#ifdef SIMT_ASAN
+#include <sanitizer/common_interface_defs.h>
+#endif
+#ifdef SIMT_TSAN
+extern "C" {
+void *__tsan_get_current_fiber(void);
+void *__tsan_create_fiber(unsigned flags);
+void __tsan_switch_to_fiber(void *fiber, unsigned flags);
+void __tsan_acquire(void *address);
+void __tsan_release(void *address);
+}
+#endif
+
+// Saves the callee-saved registers and the stack pointer in *save, and continues on stack `to`.
+extern "C" void simt_switch(void **save, void *to);
+#if defined(__x86_64__)
+static const size_t saved_words = 6;
+asm(".text\n.globl simt_switch\n.type simt_switch,@function\nsimt_switch:\n"
+    "  push %rbp\n  push %rbx\n  push %r12\n  push %r13\n  push %r14\n  push %r15\n"
+    "  mov %rsp,(%rdi)\n  mov %rsi,%rsp\n"
+    "  pop %r15\n  pop %r14\n  pop %r13\n  pop %r12\n  pop %rbx\n  pop %rbp\n  ret\n"
+    ".size simt_switch,.-simt_switch\n");
+#elif defined(__aarch64__)
+static const size_t saved_words = 20;
+#ifdef __APPLE__
+#define SIMT_SYMBOL "_simt_switch"
+#else
+#define SIMT_SYMBOL "simt_switch"
+#endif
+asm(".text\n.globl " SIMT_SYMBOL "\n.p2align 2\n" SIMT_SYMBOL ":\n"
+    "  sub sp, sp, #160\n"
+    "  stp x19, x20, [sp, #0]\n  stp x21, x22, [sp, #16]\n  stp x23, x24, [sp, #32]\n  stp x25, x26, [sp, #48]\n"
+    "  stp x27, x28, [sp, #64]\n  stp x29, x30, [sp, #80]\n"
+    "  stp d8, d9, [sp, #96]\n  stp d10, d11, [sp, #112]\n  stp d12, d13, [sp, #128]\n  stp d14, d15, [sp, #144]\n"
+    "  mov x9, sp\n  str x9, [x0]\n  mov sp, x1\n"
+    "  ldp x19, x20, [sp, #0]\n  ldp x21, x22, [sp, #16]\n  ldp x23, x24, [sp, #32]\n  ldp x25, x26, [sp, #48]\n"
+    "  ldp x27, x28, [sp, #64]\n  ldp x29, x30, [sp, #80]\n"
+    "  ldp d8, d9, [sp, #96]\n  ldp d10, d11, [sp, #112]\n  ldp d12, d13, [sp, #128]\n  ldp d14, d15, [sp, #144]\n"
+    "  add sp, sp, #160\n  ret\n");
+#else
+#error "simt.cpp has a stack switch for x86-64 and arm64"
+#endif
+
+namespace simt {
+
+thread_state *current;
+const constant_values *constants;
+static const kernel *kernels;
+
+namespace {
+
+enum fiber_state { ready, at_simd_operation, at_simdgroup_barrier, at_threadgroup_barrier, finished };
+const char *const state_names[] = {"ready", "a simdgroup operation", "simdgroup_barrier", "threadgroup_barrier",
+                                   "the end"};
+
+struct fiber {
+    thread_state t;
+    void *stack_pointer;
+    char *stack;
+    fiber_state state;
+    const char *file;
+    int line;
+    unsigned exchanges;
+    void *asan_stack, *tsan_fiber;
+};
+
+// Where the lanes of one simdgroup, or all threads, are to meet.
+struct meeting {
+    unsigned arrived;
+    const char *operation, *file;
+    int line;
+};
+
+struct simdgroup {
+    slot slots[2][simd_width]; // two, so that a fast lane does not overwrite what a slow one has yet to read
+    meeting point;
+};
+
+struct machine {
+    const kernel *k;
+    std::vector<fiber> fibers;
+    std::vector<simdgroup> simdgroups;
+    meeting group;
+    fiber *running;
+    void *scheduler_stack;
+    std::string failure;
+    unsigned parity; // of the threadgroup that runs
+    void *asan_stack, *tsan_fiber;
+    const void *asan_bottom;
+    size_t asan_size;
+};
+
+machine *m;
+const size_t stack_size = 256 * 1024;
+std::vector<char *> stacks; // kept from launch to launch: mapping them costs more than a small kernel
+#ifdef SIMT_TSAN
+std::vector<void *> tsan_fibers[2];
+char grid_start, grid_end;
+#endif
+
+std::string text(const char *format, ...) __attribute__((format(printf, 1, 2)));
+std::string text(const char *format, ...)
+{
+    char buffer[600];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(buffer, sizeof buffer, format, arguments);
+    va_end(arguments);
+    return buffer;
+}
+
+void to_scheduler(bool dying)
+{
+    fiber *f = m->running;
+    (void)dying;
+#ifdef SIMT_ASAN
+    __sanitizer_start_switch_fiber(dying ? nullptr : &f->asan_stack, m->asan_bottom, m->asan_size);
+#endif
+#ifdef SIMT_TSAN
+    __tsan_switch_to_fiber(m->tsan_fiber, 1);
+#endif
+    simt_switch(&f->stack_pointer, m->scheduler_stack);
+#ifdef SIMT_ASAN
+    __sanitizer_finish_switch_fiber(f->asan_stack, nullptr, nullptr);
+#endif
+}
+
+void resume(fiber *f)
+{
+    m->running = f;
+    current = &f->t;
+#ifdef SIMT_ASAN
+    __sanitizer_start_switch_fiber(&m->asan_stack, f->stack, stack_size);
+#endif
+#ifdef SIMT_TSAN
+    __tsan_switch_to_fiber(f->tsan_fiber, 1);
+#endif
+    simt_switch(&m->scheduler_stack, f->stack_pointer);
+#ifdef SIMT_ASAN
+    __sanitizer_finish_switch_fiber(m->asan_stack, nullptr, nullptr);
+#endif
+}
+
+// Leaves the running fiber for good: the launch is over.
+[[noreturn]] void fail(const std::string &message)
+{
+    if (m->failure.empty()) m->failure = message;
+    to_scheduler(true);
+    abort();
+}
+
+void start()
+{
+#ifdef SIMT_ASAN
+    __sanitizer_finish_switch_fiber(nullptr, &m->asan_bottom, &m->asan_size);
+#endif
+#ifdef SIMT_TSAN
+    __tsan_acquire(&grid_start);
+#endif
+    fiber *f = m->running;
+    m->k->body(f->t);
+#ifdef SIMT_TSAN
+    __tsan_release(&grid_end);
+#endif
+    f->state = finished;
+    to_scheduler(true);
+    abort();
+}
+
+// The running lane arrives at a meeting of `expected` threads; the last one wakes those from `first` on.
+void meet(meeting &point, unsigned expected, unsigned first, fiber_state waiting, const char *operation,
+          const char *file, int line)
+{
+    fiber *f = m->running;
+    f->file = file;
+    f->line = line;
+    if (point.arrived == 0) {
+        point.operation = operation;
+        point.file = file;
+        point.line = line;
+    } else if (point.line != line || strcmp(point.operation, operation) || strcmp(point.file, file)) {
+        fail(text("%s: divergent: thread %u is at %s (%s:%d), others of its %s at %s (%s:%d)", m->k->name,
+                  f->t.thread_index_in_threadgroup, operation, file, line,
+                  waiting == at_threadgroup_barrier ? "threadgroup" : "simdgroup", point.operation, point.file,
+                  point.line));
+    }
+    if (++point.arrived < expected) {
+        f->state = waiting;
+        to_scheduler(false);
+        return;
+    }
+    point.arrived = 0;
+    for (unsigned i = 0; i < expected; i++) m->fibers[first + i].state = ready;
+}
+
+uint64_t next_random(uint64_t &x) // xorshift64
+{
+    x ^= x << 13;
+    x ^= x >> 7;
+    x ^= x << 17;
+    return x;
+}
+
+void prepare_fiber(unsigned index, extent group, const launch &l, void *const *threadgroup)
+{
+    fiber &f = m->fibers[index];
+    thread_state &t = f.t;
+    t.thread_index_in_threadgroup = index;
+    t.thread_index_in_simdgroup = index % simd_width;
+    t.simdgroup_index_in_threadgroup = index / simd_width;
+    t.simdgroups_per_threadgroup = (unsigned)m->simdgroups.size();
+    t.threads_per_threadgroup = l.threads;
+    t.threadgroups_per_grid = l.threadgroups;
+    t.threadgroup_position_in_grid = group;
+    t.thread_position_in_threadgroup = {index % l.threads.x, index / l.threads.x % l.threads.y,
+                                        index / l.threads.x / l.threads.y};
+    t.buffers = l.buffers;
+    t.threadgroup_arguments = threadgroup;
+    f.state = ready;
+    f.exchanges = 0;
+    f.stack = stacks[index];
+    void **sp = (void **)(f.stack + stack_size);
+#if defined(__x86_64__)
+    *--sp = nullptr; // the return address of `start`: keeps the stack aligned as after a call
+    *--sp = (void *)start;
+    for (size_t i = 0; i < saved_words; i++) *--sp = nullptr;
+#else
+    sp -= saved_words;
+    memset(sp, 0, saved_words * sizeof *sp);
+    sp[11] = (void *)start; // x30
+#endif
+    f.stack_pointer = sp;
+#ifdef SIMT_TSAN
+    f.tsan_fiber = tsan_fibers[m->parity][index];
+#endif
+}
+
+std::string describe_waiting()
+{
+    unsigned waiting = 0, shown = 0;
+    std::string list;
+    for (const fiber &f : m->fibers) {
+        if (f.state == finished) continue;
+        waiting++;
+        if (shown++ < 2)
+            list += text(" thread %u at %s (%s:%d);", f.t.thread_index_in_threadgroup, state_names[f.state], f.file,
+                         f.line);
+    }
+    return text("%s: divergent: %zu threads have ended while %u wait:%s", m->k->name, m->fibers.size() - waiting,
+                waiting, list.c_str());
+}
+
+// Runs the prepared fibers until all have finished, in rounds, each in the order of the schedule.
+void run_threadgroup(lane_order order, uint64_t &random)
+{
+    unsigned n = (unsigned)m->fibers.size(), done = 0;
+    std::vector<unsigned> turn(n);
+    for (unsigned i = 0; i < n; i++) turn[i] = order == descending ? n - 1 - i : i;
+    while (done < n) {
+        if (order == shuffled)
+            for (unsigned i = n - 1; i > 0; i--) std::swap(turn[i], turn[next_random(random) % (i + 1)]);
+        bool moved = false;
+        for (unsigned i : turn) {
+            if (m->fibers[i].state != ready) continue;
+            moved = true;
+            resume(&m->fibers[i]);
+            if (!m->failure.empty()) return;
+            if (m->fibers[i].state == finished) done++;
+        }
+        if (!moved) {
+            m->failure = describe_waiting();
+            return;
+        }
+    }
+}
+
+std::string check_launch(const kernel &k, const launch &l)
+{
+    uint64_t threads = (uint64_t)l.threads.x * l.threads.y * l.threads.z;
+    if (threads == 0 || threads > max_threads || threads % simd_width)
+        return text("%s: %llu threads a threadgroup: not a multiple of 32 up to 1024", k.name,
+                    (unsigned long long)threads);
+    for (unsigned i = 0; i < max_buffers; i++)
+        if ((k.buffers >> i & 1) && !l.buffers[i]) return text("%s: buffer %u is not bound", k.name, i);
+    size_t total = 0;
+    for (unsigned i = 0; i < max_threadgroup_arguments; i++) {
+        if ((k.threadgroup >> i & 1) && !l.threadgroup_bytes[i])
+            return text("%s: threadgroup memory %u has no length", k.name, i);
+        if (l.threadgroup_bytes[i] % 16) return text("%s: threadgroup memory %u: not a multiple of 16", k.name, i);
+        total += l.threadgroup_bytes[i];
+    }
+    if (total > 32768) return text("%s: %zu bytes of threadgroup memory: more than 32 KiB", k.name, total);
+    for (unsigned i = 0; i < max_constants; i++)
+        if ((k.constants >> i & 1) && !l.constants.set[i])
+            return text("%s: function constant %u is not set: there is no such pipeline", k.name, i);
+    return "";
+}
+
+void prepare_machine(machine &machine, const kernel &k, unsigned threads)
+{
+    m = &machine;
+    m->k = &k;
+    m->fibers.resize(threads);
+    m->simdgroups.resize(threads / simd_width);
+    m->group.arrived = 0;
+    while (stacks.size() < threads) {
+        void *stack = mmap(nullptr, stack_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (stack == MAP_FAILED) abort();
+        mprotect(stack, 4096, PROT_NONE);
+        stacks.push_back((char *)stack);
+    }
+#ifdef SIMT_TSAN
+    m->tsan_fiber = __tsan_get_current_fiber();
+    for (auto &set : tsan_fibers)
+        while (set.size() < threads) set.push_back(__tsan_create_fiber(0));
+#endif
+}
+
+} // namespace
+
+registration::registration(const char *name, uint32_t buffers, uint32_t threadgroup, uint32_t used,
+                           void (*body)(thread_state &))
+    : k{name, buffers, threadgroup, used, body, kernels}
+{
+    kernels = &k;
+}
+
+const kernel *first_kernel() { return kernels; }
+const kernel *find_kernel(const char *name)
+{
+    for (const kernel *k = kernels; k; k = k->next)
+        if (!strcmp(k->name, name)) return k;
+    return nullptr;
+}
+
+const slot *exchange(const void *value, size_t size, const char *operation, const char *file, int line)
+{
+    fiber *f = m->running;
+    simdgroup &s = m->simdgroups[f->t.simdgroup_index_in_threadgroup];
+    unsigned parity = f->exchanges++ & 1;
+    memcpy(s.slots[parity][f->t.thread_index_in_simdgroup].bytes, value, size);
+    meet(s.point, simd_width, f->t.simdgroup_index_in_threadgroup * simd_width, at_simd_operation, operation, file,
+         line);
+    return s.slots[parity];
+}
+
+void barrier(barrier_scope scope, bool orders_memory, const char *file, int line)
+{
+    fiber *f = m->running;
+    unsigned group = f->t.simdgroup_index_in_threadgroup;
+    meeting &point = scope == simdgroup_scope ? m->simdgroups[group].point : m->group;
+    (void)orders_memory;
+#ifdef SIMT_TSAN
+    char *order = (char *)&point + m->parity; // one a set of fibers: a barrier orders its own threadgroup only
+    if (orders_memory) __tsan_release(order);
+#endif
+    if (scope == simdgroup_scope)
+        meet(point, simd_width, group * simd_width, at_simdgroup_barrier, "simdgroup_barrier", file, line);
+    else
+        meet(point, (unsigned)m->fibers.size(), 0, at_threadgroup_barrier, "threadgroup_barrier", file, line);
+#ifdef SIMT_TSAN
+    if (orders_memory) __tsan_acquire(order);
+#endif
+}
+
+void unset_constant(const char *name, int index)
+{
+    fail(text("%s: function constant %s (%d) is not set", m->k->name, name, index));
+}
+
+void bad_lane(const char *operation, unsigned lane, const char *file, int line)
+{
+    fail(text("%s: %s of lane %u (%s:%d)", m->k->name, operation, lane, file, line));
+}
+
+std::string run(const kernel &k, const launch &l, const schedule &s)
+{
+    std::string wrong = check_launch(k, l);
+    if (!wrong.empty()) return wrong;
+    unsigned threads = l.threads.x * l.threads.y * l.threads.z;
+    machine machine = {};
+    prepare_machine(machine, k, threads);
+    constants = &l.constants;
+    uint64_t random = s.seed | 1;
+    std::vector<void *> memory; // fresh for each threadgroup and freed at the end: no threadgroup sees another's
+    for (unsigned z = 0; z < l.threadgroups.z; z++)
+        for (unsigned y = 0; y < l.threadgroups.y; y++)
+            for (unsigned x = 0; x < l.threadgroups.x && m->failure.empty(); x++, m->parity ^= 1) {
+                void *threadgroup[max_threadgroup_arguments] = {};
+                for (unsigned i = 0; i < max_threadgroup_arguments; i++) {
+                    if (!l.threadgroup_bytes[i]) continue;
+                    threadgroup[i] = malloc(l.threadgroup_bytes[i]);
+                    memset(threadgroup[i], s.poison, l.threadgroup_bytes[i]);
+                    memory.push_back(threadgroup[i]);
+                }
+                for (simdgroup &g : m->simdgroups) g.point.arrived = 0;
+                for (unsigned i = 0; i < threads; i++) prepare_fiber(i, {x, y, z}, l, threadgroup);
+#ifdef SIMT_TSAN
+                __tsan_release(&grid_start);
+#endif
+                run_threadgroup(s.order, random);
+            }
+#ifdef SIMT_TSAN
+    __tsan_acquire(&grid_end);
+#endif
+    for (void *p : memory) free(p);
+    return m->failure;
+}
+
+} // namespace simt

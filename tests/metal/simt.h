@@ -1,0 +1,92 @@
+// A SIMT machine on one CPU thread: each GPU thread of a threadgroup is a fiber with a stack of its own, and simdgroup
+// operations and barriers are meeting points that record their source line. It runs the shaders as the shim compiles
+// them and reports what a GPU would do silently: operations that not all lanes reach, unbound buffers, unset function
+// constants. Sanitizers see ordinary memory: see simt.cpp for what each of them adds.
+#ifndef SIMT_H
+#define SIMT_H
+#include <stddef.h>
+#include <stdint.h>
+#include <string>
+
+namespace simt {
+
+enum { simd_width = 32, max_buffers = 31, max_threadgroup_arguments = 8, max_constants = 32, max_threads = 1024 };
+
+struct extent {
+    unsigned x, y, z;
+};
+
+// One value per index of [[function_constant(index)]].
+struct constant_values {
+    bool set[max_constants];
+    int64_t value[max_constants];
+};
+
+// What a kernel sees of its place, and its arguments.
+struct thread_state {
+    extent threadgroup_position_in_grid, thread_position_in_threadgroup, threads_per_threadgroup, threadgroups_per_grid;
+    unsigned thread_index_in_threadgroup, thread_index_in_simdgroup;
+    unsigned simdgroup_index_in_threadgroup, simdgroups_per_threadgroup;
+    void *const *buffers;
+    void *const *threadgroup_arguments;
+};
+
+// A kernel registers itself at start-up; the masks have one bit for each index that its arguments name.
+struct kernel {
+    const char *name;
+    uint32_t buffers, threadgroup, constants;
+    void (*body)(thread_state &);
+    const kernel *next;
+};
+struct registration {
+    kernel k;
+    registration(const char *name, uint32_t buffers, uint32_t threadgroup, uint32_t constants,
+                 void (*body)(thread_state &));
+};
+const kernel *first_kernel();
+const kernel *find_kernel(const char *name); // NULL if there is none
+
+struct launch {
+    extent threadgroups, threads;                          // per grid, per threadgroup
+    void *buffers[max_buffers];                            // NULL: not bound
+    size_t threadgroup_bytes[max_threadgroup_arguments];   // 0: not bound
+    constant_values constants;
+};
+
+enum lane_order { ascending, descending, shuffled };
+struct schedule {
+    lane_order order;
+    uint64_t seed;         // of the shuffled order
+    unsigned char poison;  // what threadgroup memory holds before the kernel writes it
+};
+
+// Runs every threadgroup of the grid. Empty string: done; else what was wrong, after which the output is undefined.
+std::string run(const kernel &k, const launch &l, const schedule &s);
+
+// Below: for the shim only.
+struct slot {
+    alignas(16) unsigned char bytes[16];
+};
+extern thread_state *current;
+extern const constant_values *constants;
+// Posts a value, waits for the other lanes of the simdgroup, returns the 32 posted values.
+const slot *exchange(const void *value, size_t size, const char *operation, const char *file, int line);
+enum barrier_scope { simdgroup_scope, threadgroup_scope };
+void barrier(barrier_scope scope, bool orders_memory, const char *file, int line);
+[[noreturn]] void unset_constant(const char *name, int index);
+[[noreturn]] void bad_lane(const char *operation, unsigned lane, const char *file, int line);
+
+// A function constant: reads the value given at launch.
+template <class T>
+struct function_constant {
+    int index;
+    const char *name;
+    operator T() const
+    {
+        if (!constants->set[index]) unset_constant(name, index);
+        return T(constants->value[index]);
+    }
+};
+
+} // namespace simt
+#endif

@@ -1,0 +1,252 @@
+/* Attention against the double-precision reference: formats, shapes, slices and the parallel hook. */
+#include "attend_fixture.h"
+
+#include <pthread.h>
+
+/* ---- The parallel hook: three threads, shuffled tasks ---- */
+
+enum { THREADS = 3 };
+
+typedef struct task_pool {
+    tqkv_task task;
+    void *context;
+    int *order; /* [count] */
+    int count, calls;
+} task_pool;
+
+typedef struct task_thread {
+    const task_pool *pool;
+    int first;
+} task_thread;
+
+static void *run_share(void *argument) {
+    const task_thread *thread = (const task_thread *)argument;
+    for (int i = thread->first; i < thread->pool->count; i += THREADS)
+        thread->pool->task(thread->pool->context, thread->pool->order[i]);
+    return NULL;
+}
+
+static int *shuffled(int count, uint64_t seed) {
+    data_random random = {seed};
+    int *order = (int *)test_alloc(sizeof(int) * (size_t)count);
+    for (int i = 0; i < count; i++) {
+        int j = data_below(&random, i + 1);
+        order[i] = order[j];
+        order[j] = i;
+    }
+    return order;
+}
+
+static void run_on_threads(void *user, int count, tqkv_task task, void *context) {
+    task_pool *pool = (task_pool *)user;
+    pthread_t threads[THREADS];
+    task_thread shares[THREADS];
+    pool->task = task;
+    pool->context = context;
+    pool->count = count;
+    pool->calls++;
+    pool->order = shuffled(count, (uint64_t)count);
+    for (int t = 0; t < THREADS; t++) {
+        shares[t].pool = pool;
+        shares[t].first = t;
+        if (pthread_create(&threads[t], NULL, run_share, &shares[t]) != 0) exit(2);
+    }
+    for (int t = 0; t < THREADS; t++)
+        pthread_join(threads[t], NULL);
+    free(pool->order);
+}
+
+static void run_reversed(void *user, int count, tqkv_task task, void *context) {
+    ((task_pool *)user)->calls++;
+    for (int i = count - 1; i >= 0; i--)
+        task(context, i);
+}
+
+/* The hook's result must be the serial one, bit for bit. */
+static void attend_in_parallel(attend_problem *problem, bool reversed) {
+    size_t bytes = problem->n_rows * problem->head_dim * sizeof(float);
+    float *serial = (float *)test_alloc(bytes);
+    task_pool pool;
+    memset(&pool, 0, sizeof pool);
+    CHECK_RESULT(tqkv_attend(&problem->attention, problem->q, serial), TQKV_OK);
+    problem->attention.parallel.run = reversed ? run_reversed : run_on_threads;
+    problem->attention.parallel.user = &pool;
+    CHECK_RESULT(tqkv_attend(&problem->attention, problem->q, problem->out), TQKV_OK);
+    CHECK(!memcmp(serial, problem->out, bytes), "parallel and serial results differ");
+    CHECK(pool.calls > 0, "the hook was not called");
+    free(serial);
+}
+
+/* ---- Slices ---- */
+
+enum { SLICES = 6 };
+
+typedef struct slice {
+    float *out, *max, *sum;
+} slice;
+
+static slice make_slice(const attend_problem *problem) {
+    slice s;
+    s.out = (float *)test_alloc_filled(problem->n_rows * problem->head_dim * sizeof(float), 0xff);
+    s.max = (float *)test_alloc_filled(problem->n_rows * sizeof(float), 0xff);
+    s.sum = (float *)test_alloc_filled(problem->n_rows * sizeof(float), 0xff);
+    return s;
+}
+
+static void free_slice(slice *s) {
+    free(s->out);
+    free(s->max);
+    free(s->sum);
+}
+
+/* Cuts [oldest, end) at random places, two of them equal so that one slice is empty. cuts: [SLICES + 1] */
+static void cut(const attend_problem *problem, data_random *random, int64_t *cuts) {
+    reference_shape shape = reference_attention_shape(&problem->attention);
+    for (int i = 0; i <= SLICES; i++)
+        cuts[i] = shape.oldest + data_below(random, (int)(shape.end - shape.oldest + 1));
+    cuts[0] = shape.oldest;
+    cuts[SLICES] = shape.end;
+    cuts[2] = cuts[3];
+    for (int i = 1; i <= SLICES; i++)
+        for (int j = i; j > 0 && cuts[j - 1] > cuts[j]; j--) {
+            int64_t larger = cuts[j - 1];
+            cuts[j - 1] = cuts[j];
+            cuts[j] = larger;
+        }
+}
+
+static void check_empty_slice(const attend_problem *problem, const slice *s) {
+    for (size_t i = 0; i < problem->n_rows; i++)
+        CHECK(s->max[i] == -(float)INFINITY && s->sum[i] == 0.0f, "empty slice: max %g, sum %g", (double)s->max[i],
+              (double)s->sum[i]);
+    for (size_t i = 0; i < problem->n_rows * problem->head_dim; i++)
+        CHECK(s->out[i] == 0.0f, "empty slice: out %g", (double)s->out[i]);
+}
+
+/* Slices merged two by two in a random order. */
+static void attend_in_slices(attend_problem *problem, uint64_t seed) {
+    const tqkv_attention *a = &problem->attention;
+    data_random random = {seed};
+    slice slices[SLICES];
+    int64_t cuts[SLICES + 1];
+    cut(problem, &random, cuts);
+    for (int i = 0; i < SLICES; i++) {
+        slice *s = &slices[i];
+        *s = make_slice(problem);
+        int count = (int)(cuts[i + 1] - cuts[i]);
+        CHECK_RESULT(tqkv_attend_partial(a, problem->q, cuts[i], count, s->out, s->max, s->sum), TQKV_OK);
+        if (count == 0) check_empty_slice(problem, s);
+    }
+    for (int left = SLICES; left > 1; left--) {
+        int into = data_below(&random, left), from = (into + 1 + data_below(&random, left - 1)) % left;
+        slice *d = &slices[into], *s = &slices[from];
+        CHECK_RESULT(tqkv_attend_merge(a, d->out, d->max, d->sum, s->out, s->max, s->sum), TQKV_OK);
+        free_slice(s);
+        slices[from] = slices[left - 1];
+    }
+    CHECK_RESULT(tqkv_attend_finish(a, slices[0].out, slices[0].max, slices[0].sum), TQKV_OK);
+    memcpy(problem->out, slices[0].out, problem->n_rows * problem->head_dim * sizeof(float));
+    free_slice(&slices[0]);
+}
+
+/* ---- One case ---- */
+
+void test_check_attend(const void *parameters) {
+    const attend_row *row = (const attend_row *)parameters;
+    attend_problem problem;
+    attend_set_up(&problem, row);
+    switch (row->way) {
+    case WAY_WHOLE: CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK); break;
+    case WAY_SLICES: attend_in_slices(&problem, (uint64_t)row->head_dim); break;
+    case WAY_PARALLEL: attend_in_parallel(&problem, false); break;
+    case WAY_REVERSED: attend_in_parallel(&problem, true); break;
+    }
+    attend_check(&problem, problem.out, "out");
+    attend_tear_down(&problem);
+}
+
+/* What partial promises of its parts: max is the largest score, out/sum the average over the slice. */
+static void check_partial_parts(const void *parameters) {
+    int d = *(const int *)parameters;
+    attend_row row = attend_default_row(TQKV_TQ6, TQKV_F16, d);
+    row.n_queries = 3;
+    row.softcap = 3.0f;
+    attend_problem problem;
+    attend_set_up(&problem, &row);
+    slice s = make_slice(&problem);
+    CHECK_RESULT(tqkv_attend_partial(&problem.attention, problem.q, 8, 20, s.out, s.max, s.sum), TQKV_OK);
+    for (size_t i = 0; i < problem.n_rows; i++) {
+        double largest = -INFINITY, sum = 0.0, scores[20], query[REFERENCE_MAX_DIM], key[REFERENCE_MAX_DIM];
+        for (int j = 0; j < d; j++)
+            query[j] = (double)problem.q[i * (size_t)d + (size_t)j];
+        for (int p = 0; p < 20; p++) {
+            reference_decode(&problem.keys, (int)(i % 4) / 2, 8 + p, key);
+            scores[p] = reference_score(&problem.attention, query, key, 1.0 / sqrt((double)d));
+            largest = scores[p] > largest ? scores[p] : largest;
+        }
+        for (int p = 0; p < 20; p++)
+            sum += exp(scores[p] - largest);
+        /* A backend may hold an older running maximum, so only max and sum together mean something. */
+        double held = (double)s.sum[i] * exp((double)s.max[i]), expected = sum * exp(largest);
+        CHECK(fabs(held - expected) <= ATTEND_TOLERANCE * expected, "row %d: sum * exp(max) is %g, not %g", (int)i,
+              held, expected);
+        CHECK(fabs((double)s.max[i] - largest) <= 1e-5, "row %d: max %g, not %g", (int)i, (double)s.max[i], largest);
+    }
+    free_slice(&s);
+    attend_tear_down(&problem);
+}
+
+/* ---- Every pair of formats, with everything else varied along ---- */
+
+static void add_pair(int index) {
+    static const int queries[7] = {1, 2, 3, 5, 17, 33, 65};
+    static const int lengths[9] = {1, 7, 31, 32, 64, 65, 100, 129, 200};
+    static const int windows[5] = {0, 0, 1, 9, 40};
+    tqkv_format keys = test_formats[index / 8], values = test_formats[index % 8];
+    attend_row row = attend_default_row(keys, values, test_head_dims[(index + index / 8) % 6]);
+    row.n_queries = queries[index % 7];
+    row.group = 1 + index % 16;
+    row.n_kv_heads = row.group * row.n_queries * row.head_dim > 65536 ? 1 : 1 + index % 3;
+    row.end = lengths[index % 9];
+    row.window = windows[index % 5];
+    row.key_ring = row.value_ring = index % 2 != 0;
+    row.key_capacity = row.key_ring ? (int)row.end / 2 + 1 + index % 40 : (int)row.end + index % 3;
+    row.value_capacity = row.key_capacity;
+    if (index % 4 == 3) row.softcap = 5.0f;
+    if (index % 8 >= 6) row.sinks = SINKS_SOME;
+    test_add(test_check_attend, &row, sizeof row, "attend/pair/%s-%s/%d", tqkv_format_name(keys),
+             tqkv_format_name(values), row.head_dim);
+}
+
+static void add_query_counts(void) {
+    for (int n = 1; n <= 65; n++) {
+        attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 32 << n % 3);
+        row.n_queries = n;
+        row.group = 1 + n % 5;
+        row.n_kv_heads = 1;
+        row.end = 70;
+        row.key_capacity = row.value_capacity = 70;
+        row.window = n % 3 ? 0 : 20;
+        test_add(test_check_attend, &row, sizeof row, "attend/queries/%d", n);
+    }
+}
+
+static void add_groups(void) {
+    for (int group = 1; group <= 16; group++)
+        for (int d = 0; d < 6; d++) {
+            attend_row row = attend_default_row(test_formats[(group + d) % 8], test_formats[(group + 3 * d) % 8],
+                                                test_head_dims[d]);
+            row.group = group;
+            row.n_queries = 1 + (group + d) % 3;
+            test_add(test_check_attend, &row, sizeof row, "attend/group/%d/%d", group, row.head_dim);
+        }
+}
+
+void test_attend_cases(void) {
+    for (int i = 0; i < 64; i++)
+        add_pair(i);
+    add_query_counts();
+    add_groups();
+    for (int d = 0; d < 6; d++)
+        test_add(check_partial_parts, &test_head_dims[d], sizeof(int), "attend/partial_parts/%d", test_head_dims[d]);
+}
