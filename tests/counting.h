@@ -1,0 +1,114 @@
+/* An allocator that counts and fails on demand, and streams in memory that do the same. */
+#ifndef TQKV_TESTS_COUNTING_H
+#define TQKV_TESTS_COUNTING_H
+
+#include "runner.h"
+
+typedef struct counting {
+    int calls, fail_at; /* the fail_at-th call returns NULL, counted from 1; 0 never */
+    int live;           /* blocks not yet freed */
+    int wrong_sizes;    /* frees with another size than was asked for */
+} counting;
+
+enum { COUNTING_HEADER = 64 };
+
+static inline void *counting_alloc(void *user, size_t size) {
+    counting *counter = (counting *)user;
+    if (++counter->calls == counter->fail_at) return NULL;
+    unsigned char *block = (unsigned char *)test_alloc(size + COUNTING_HEADER);
+    memcpy(block, &size, sizeof size);
+    memset(block + COUNTING_HEADER, 0xa5, size); /* whoever reads it before writing gets nonsense */
+    counter->live++;
+    return block + COUNTING_HEADER;
+}
+
+static inline void counting_free(void *user, void *pointer, size_t size) {
+    counting *counter = (counting *)user;
+    if (!pointer) return;
+    unsigned char *block = (unsigned char *)pointer - COUNTING_HEADER;
+    if (memcmp(block, &size, sizeof size)) counter->wrong_sizes++;
+    counter->live--;
+    free(block);
+}
+
+static inline tqkv_allocator counting_allocator(counting *counter) {
+    tqkv_allocator allocator;
+    allocator.alloc = counting_alloc;
+    allocator.free = counting_free;
+    allocator.user = counter;
+    return allocator;
+}
+
+/* Nothing may be left, and every block was freed with its own size. */
+#define CHECK_NO_LEAK(counter)                                                                                         \
+    do {                                                                                                               \
+        CHECK((counter)->live == 0, "%d blocks leaked", (counter)->live);                                              \
+        CHECK((counter)->wrong_sizes == 0, "%d blocks freed with a wrong size", (counter)->wrong_sizes);               \
+    } while (0)
+
+/* ---- Streams ---- */
+
+typedef struct stream {
+    unsigned char *bytes;
+    size_t size, room, at;
+    size_t largest; /* bytes moved by one call at most; 0 = all */
+    int calls, fail_at; /* the fail_at-th call answers `answer`, counted from 1; 0 never */
+    size_t answer;
+} stream;
+
+static inline size_t stream_share(stream *s, size_t n) {
+    return s->largest && n > s->largest ? s->largest : n;
+}
+
+static inline size_t stream_write(void *user, const void *bytes, size_t n) {
+    stream *s = (stream *)user;
+    if (++s->calls == s->fail_at) return s->answer;
+    size_t share = stream_share(s, n);
+    if (s->size + share > s->room) {
+        s->room = 2 * (s->size + share);
+        s->bytes = (unsigned char *)realloc(s->bytes, s->room);
+        if (!s->bytes) exit(2);
+    }
+    if (share) memcpy(s->bytes + s->size, bytes, share);
+    s->size += share;
+    return share;
+}
+
+static inline size_t stream_read(void *user, void *bytes, size_t n) {
+    stream *s = (stream *)user;
+    if (++s->calls == s->fail_at) return s->answer;
+    size_t share = stream_share(s, n);
+    if (share > s->size - s->at) share = s->size - s->at;
+    if (share) memcpy(bytes, s->bytes + s->at, share);
+    s->at += share;
+    return share;
+}
+
+static inline stream stream_empty(void) {
+    stream s;
+    memset(&s, 0, sizeof s);
+    return s;
+}
+
+static inline void stream_rewind(stream *s) {
+    s->at = 0;
+    s->calls = 0;
+}
+
+static inline void stream_free(stream *s) {
+    free(s->bytes);
+    *s = stream_empty();
+}
+
+/* The snapshot of a cache, freed by the caller. */
+static inline stream stream_of_cache(const tqkv_cache *cache) {
+    stream s = stream_empty();
+    CHECK_RESULT(tqkv_cache_save(cache, stream_write, &s), TQKV_OK);
+    return s;
+}
+
+static inline bool stream_is_equal(const stream *a, const stream *b) {
+    return a->size == b->size && (a->size == 0 || !memcmp(a->bytes, b->bytes, a->size));
+}
+
+#endif

@@ -1,0 +1,422 @@
+/* Snapshots: what comes back, what is refused, and files that cross between machines. */
+#include "cache_fixture.h"
+
+/* The snapshot into a new cache, or NULL; the result goes to *result. */
+static tqkv_cache *load(const tqkv_cache_desc *desc, stream *s, tqkv_result *result) {
+    tqkv_cache *cache = (tqkv_cache *)(uintptr_t)1; /* must become NULL on failure */
+    stream_rewind(s);
+    *result = tqkv_cache_load(desc, stream_read, s, &cache);
+    return cache;
+}
+
+/* A desc with nothing to match: the snapshot decides all. */
+static tqkv_cache_desc open_desc(counting *counter) {
+    tqkv_cache_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.allocator = counting_allocator(counter);
+    return desc;
+}
+
+static void check_same_answers(tqkv_cache *a, tqkv_cache *b, int head_dim) {
+    size_t bytes = sizeof(float) * (size_t)(3 * CACHE_HEADS * CACHE_GROUP * head_dim);
+    float *q = (float *)test_alloc(bytes), *from_a = (float *)test_alloc(bytes), *from_b = (float *)test_alloc(bytes);
+    data_rows(2, DATA_GAUSSIAN, q, 3 * CACHE_HEADS * CACHE_GROUP, head_dim);
+    CHECK_RESULT(tqkv_cache_attend(a, q, 3, from_a), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_attend(b, q, 3, from_b), TQKV_OK);
+    CHECK(!memcmp(from_a, from_b, bytes), "answers differ");
+    free(q);
+    free(from_a);
+    free(from_b);
+}
+
+/* Save, load, save: the same bytes, and a cache that goes on as the first one would. */
+static void check_round_trip(const void *parameters) {
+    const cache_row *row = (const cache_row *)parameters;
+    counting counter = {0, 0, 0, 0};
+    tqkv_cache_desc desc = cache_desc(row, &counter);
+    desc.window = 11;
+    desc.scale = 0.25f;
+    desc.softcap = 9.0f;
+    tqkv_cache *cache = cache_make(row, &desc);
+    REQUIRE(cache, "no cache");
+    stream first = stream_of_cache(cache);
+    tqkv_result result;
+    tqkv_cache_desc open = open_desc(&counter);
+    tqkv_cache *loaded = load(&open, &first, &result);
+    CHECK_RESULT(result, TQKV_OK);
+    REQUIRE(loaded, "no cache from the snapshot");
+    CHECK(first.at == first.size, "%d of %d bytes were read", (int)first.at, (int)first.size);
+    CHECK(tqkv_cache_end(loaded) == tqkv_cache_end(cache), "end is %d", (int)tqkv_cache_end(loaded));
+    stream second = stream_of_cache(loaded);
+    CHECK(stream_is_equal(&first, &second), "saving after loading gives other bytes");
+    check_same_answers(cache, loaded, row->head_dim);
+    if (row->ring) {
+        cache_append_seed(cache, 90, 3, row->head_dim);
+        cache_append_seed(loaded, 90, 3, row->head_dim);
+        check_same_answers(cache, loaded, row->head_dim);
+    }
+    stream_free(&first);
+    stream_free(&second);
+    tqkv_cache_destroy(cache);
+    tqkv_cache_destroy(loaded);
+    CHECK_NO_LEAK(&counter);
+}
+
+/* The bytes depend on the content alone, not on what once lay in forgotten slots. */
+static void check_content_alone(const void *parameters) {
+    (void)parameters;
+    cache_row row = {TQKV_TQ5, TQKV_I8, 64, 12, false, 0, -1};
+    tqkv_cache_desc desc = cache_desc(&row, NULL);
+    tqkv_cache *direct = NULL, *truncated = NULL;
+    CHECK_RESULT(tqkv_cache_create(&desc, &direct), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_create(&desc, &truncated), TQKV_OK);
+    REQUIRE(direct && truncated, "no cache");
+    float *rows = cache_data(8, 12, 64);
+    CHECK_RESULT(tqkv_cache_append(direct, rows, rows, 5), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_append(truncated, rows, rows, 12), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_truncate(truncated, 5), TQKV_OK);
+    stream a = stream_of_cache(direct), b = stream_of_cache(truncated);
+    CHECK(stream_is_equal(&a, &b), "forgotten positions show in the snapshot");
+    free(rows);
+    stream_free(&a);
+    stream_free(&b);
+    tqkv_cache_destroy(direct);
+    tqkv_cache_destroy(truncated);
+}
+
+/* ---- Damage: every byte, every length ---- */
+
+static void expect_corrupt(stream *s, counting *counter, const char *what, size_t at) {
+    tqkv_result result;
+    tqkv_cache_desc open = open_desc(counter);
+    tqkv_cache *cache = load(&open, s, &result);
+    CHECK(result == TQKV_CORRUPT, "%s %d: %s", what, (int)at, tqkv_result_string(result));
+    CHECK(cache == NULL, "%s %d: a cache came out", what, (int)at);
+    if (result == TQKV_OK) tqkv_cache_destroy(cache);
+    CHECK_NO_LEAK(counter);
+}
+
+static void check_flipped(const void *parameters) {
+    const cache_row *row = (const cache_row *)parameters;
+    static const unsigned char masks[4] = {0x01, 0x80, 0xff, 0x10};
+    counting counter = {0, 0, 0, 0};
+    tqkv_cache_desc desc = cache_desc(row, NULL);
+    desc.softcap = 3.0f;
+    tqkv_cache *cache = cache_make(row, &desc);
+    REQUIRE(cache, "no cache");
+    stream s = stream_of_cache(cache);
+    tqkv_cache_destroy(cache);
+    for (size_t i = 0; i < s.size; i++)
+        for (int m = 0; m < 4; m++) {
+            s.bytes[i] ^= masks[m];
+            expect_corrupt(&s, &counter, "flipped byte", i);
+            s.bytes[i] ^= masks[m];
+        }
+    stream_free(&s);
+}
+
+static void check_cut_short(const void *parameters) {
+    const cache_row *row = (const cache_row *)parameters;
+    counting counter = {0, 0, 0, 0};
+    tqkv_cache_desc desc = cache_desc(row, NULL);
+    tqkv_cache *cache = cache_make(row, &desc);
+    REQUIRE(cache, "no cache");
+    stream s = stream_of_cache(cache);
+    tqkv_cache_destroy(cache);
+    size_t whole = s.size;
+    for (s.size = 0; s.size < whole; s.size++)
+        expect_corrupt(&s, &counter, "length", s.size);
+    stream_free(&s);
+}
+
+/* Bytes put in or left out in the middle. */
+static void check_shifted(const void *parameters) {
+    const cache_row *row = (const cache_row *)parameters;
+    counting counter = {0, 0, 0, 0};
+    tqkv_cache_desc desc = cache_desc(row, NULL);
+    tqkv_cache *cache = cache_make(row, &desc);
+    REQUIRE(cache, "no cache");
+    stream s = stream_of_cache(cache);
+    tqkv_cache_destroy(cache);
+    stream shifted = stream_empty();
+    for (size_t i = 0; i + 1 < s.size; i++) {
+        unsigned char left_out = s.bytes[i];
+        if (left_out == s.bytes[i + 1]) continue;
+        shifted.size = 0;
+        stream_write(&shifted, s.bytes, i);
+        stream_write(&shifted, s.bytes + i + 1, s.size - i - 1);
+        stream_write(&shifted, &left_out, 1);
+        expect_corrupt(&shifted, &counter, "left out byte", i);
+    }
+    stream_free(&s);
+    stream_free(&shifted);
+}
+
+/* ---- Readers and writers ---- */
+
+/* One byte a call is enough, in both directions. */
+static void check_slow_streams(const void *parameters) {
+    const cache_row *row = (const cache_row *)parameters;
+    counting counter = {0, 0, 0, 0};
+    tqkv_cache_desc desc = cache_desc(row, &counter);
+    tqkv_cache *cache = cache_make(row, &desc);
+    REQUIRE(cache, "no cache");
+    stream fast = stream_of_cache(cache), slow = stream_empty();
+    slow.largest = 1;
+    CHECK_RESULT(tqkv_cache_save(cache, stream_write, &slow), TQKV_OK);
+    CHECK(stream_is_equal(&fast, &slow), "short writes give other bytes");
+    tqkv_result result;
+    tqkv_cache *loaded = load(&desc, &slow, &result);
+    CHECK_RESULT(result, TQKV_OK);
+    if (loaded) check_same_answers(cache, loaded, row->head_dim);
+    tqkv_cache_destroy(loaded);
+    tqkv_cache_destroy(cache);
+    stream_free(&fast);
+    stream_free(&slow);
+    CHECK_NO_LEAK(&counter);
+}
+
+/* The n-th write answers 0 or more than it was asked, for every n. */
+static void check_failing_writer(const void *parameters) {
+    size_t answer = *(const size_t *)parameters;
+    cache_row row = {TQKV_TQ4, TQKV_TQ6, 32, 6, true, 9, -1};
+    tqkv_cache_desc desc = cache_desc(&row, NULL);
+    tqkv_cache *cache = cache_make(&row, &desc);
+    REQUIRE(cache, "no cache");
+    stream whole = stream_of_cache(cache);
+    CHECK(whole.calls > 0, "nothing was written");
+    for (int n = 1; n <= whole.calls; n++) {
+        stream s = stream_empty();
+        s.fail_at = n;
+        s.answer = answer;
+        tqkv_result result = tqkv_cache_save(cache, stream_write, &s);
+        CHECK(result == TQKV_IO, "write %d of %d: %s", n, whole.calls, tqkv_result_string(result));
+        CHECK(s.calls == n, "%d writes after the failed one", s.calls - n);
+        stream_free(&s);
+    }
+    stream after = stream_of_cache(cache);
+    CHECK(stream_is_equal(&whole, &after), "failed writes changed the cache");
+    stream_free(&whole);
+    stream_free(&after);
+    tqkv_cache_destroy(cache);
+}
+
+static void check_failing_reader(const void *parameters) {
+    size_t answer = *(const size_t *)parameters;
+    counting counter = {0, 0, 0, 0};
+    cache_row row = {TQKV_TQ4, TQKV_TQ6, 32, 6, true, 9, -1};
+    tqkv_cache_desc desc = cache_desc(&row, NULL), open = open_desc(&counter);
+    tqkv_cache *cache = cache_make(&row, &desc);
+    REQUIRE(cache, "no cache");
+    stream s = stream_of_cache(cache);
+    tqkv_cache_destroy(cache);
+    tqkv_result result;
+    cache = load(&open, &s, &result);
+    CHECK_RESULT(result, TQKV_OK);
+    tqkv_cache_destroy(cache);
+    int calls = s.calls;
+    for (int n = 1; n <= calls; n++) {
+        s.fail_at = n;
+        s.answer = answer;
+        cache = load(&open, &s, &result);
+        CHECK(result == (answer ? TQKV_IO : TQKV_CORRUPT), "read %d of %d: %s", n, calls, tqkv_result_string(result));
+        CHECK(!cache, "read %d of %d: a cache came out", n, calls);
+        if (result == TQKV_OK) tqkv_cache_destroy(cache);
+        CHECK_NO_LEAK(&counter);
+    }
+    stream_free(&s);
+}
+
+/* ---- What the desc of a load must match ---- */
+
+typedef struct mismatch_row {
+    const char *name;
+    void (*change)(tqkv_cache_desc *desc);
+    tqkv_result expected;
+} mismatch_row;
+
+static void nothing(tqkv_cache_desc *desc) { (void)desc; }
+static void other_head_dim(tqkv_cache_desc *desc) { desc->head_dim = 128; }
+static void other_kv_heads(tqkv_cache_desc *desc) { desc->n_kv_heads = 1; }
+static void other_heads(tqkv_cache_desc *desc) { desc->n_heads = 8; }
+static void other_capacity(tqkv_cache_desc *desc) { desc->capacity++; }
+static void other_key_format(tqkv_cache_desc *desc) { desc->key_format = TQKV_TQ8; }
+static void other_value_format(tqkv_cache_desc *desc) { desc->value_format = TQKV_TQ8; }
+static void other_window(tqkv_cache_desc *desc) { desc->window = 6; }
+static void other_scale(tqkv_cache_desc *desc) { desc->scale = 0.75f; }
+static void other_softcap(tqkv_cache_desc *desc) { desc->softcap = 8.0f; }
+static void add_sinks(tqkv_cache_desc *desc) { desc->sinks = cache_sinks; }
+static void only_head_dim(tqkv_cache_desc *desc) {
+    tqkv_allocator allocator = desc->allocator;
+    memset(desc, 0, sizeof *desc);
+    desc->head_dim = 64;
+    desc->allocator = allocator;
+}
+static void half_allocator(tqkv_cache_desc *desc) { desc->allocator.free = NULL; }
+
+static const mismatch_row mismatch_rows[] = {
+    {"all_equal", nothing, TQKV_OK},
+    {"only_head_dim", only_head_dim, TQKV_OK},
+    {"sinks", add_sinks, TQKV_OK},
+    {"head_dim", other_head_dim, TQKV_INVALID_ARGUMENT},
+    {"n_kv_heads", other_kv_heads, TQKV_INVALID_ARGUMENT},
+    {"n_heads", other_heads, TQKV_INVALID_ARGUMENT},
+    {"capacity", other_capacity, TQKV_INVALID_ARGUMENT},
+    {"key_format", other_key_format, TQKV_INVALID_ARGUMENT},
+    {"value_format", other_value_format, TQKV_INVALID_ARGUMENT},
+    {"window", other_window, TQKV_INVALID_ARGUMENT},
+    {"scale", other_scale, TQKV_INVALID_ARGUMENT},
+    {"softcap", other_softcap, TQKV_INVALID_ARGUMENT},
+    {"half_allocator", half_allocator, TQKV_INVALID_ARGUMENT},
+};
+
+static void check_mismatch(const void *parameters) {
+    const mismatch_row *row = (const mismatch_row *)parameters;
+    cache_row shape = {TQKV_I8, TQKV_TQ5, 64, 6, false, 4, -1};
+    counting counter = {0, 0, 0, 0};
+    tqkv_cache_desc desc = cache_desc(&shape, &counter);
+    desc.window = 5;
+    desc.scale = 0.5f;
+    desc.softcap = 7.0f;
+    tqkv_cache *cache = cache_make(&shape, &desc);
+    REQUIRE(cache, "no cache");
+    stream s = stream_of_cache(cache);
+    tqkv_cache_destroy(cache);
+    row->change(&desc);
+    tqkv_result result;
+    cache = load(&desc, &s, &result);
+    CHECK_RESULT(result, row->expected);
+    CHECK((cache != NULL) == (row->expected == TQKV_OK), "cache %p", (void *)cache);
+    if (result == TQKV_OK) tqkv_cache_destroy(cache);
+    stream_free(&s);
+    CHECK_NO_LEAK(&counter);
+}
+
+/* A ring is not a linear cache; false is the zero value and matches both. */
+static void check_ring_mismatch(const void *parameters) {
+    (void)parameters;
+    cache_row shape = {TQKV_I8, TQKV_TQ5, 64, 6, false, 4, -1};
+    tqkv_cache_desc desc = cache_desc(&shape, NULL);
+    tqkv_cache *cache = cache_make(&shape, &desc);
+    REQUIRE(cache, "no cache");
+    stream s = stream_of_cache(cache);
+    tqkv_cache_destroy(cache);
+    desc.ring = true;
+    tqkv_result result;
+    cache = load(&desc, &s, &result);
+    CHECK_RESULT(result, TQKV_INVALID_ARGUMENT);
+    CHECK(!cache, "a cache came out");
+    stream_free(&s);
+}
+
+/* Sinks come from the desc of the load, not from the snapshot. */
+static void check_sinks_supplied(const void *parameters) {
+    (void)parameters;
+    cache_row shape = {TQKV_I8, TQKV_TQ5, 64, 6, true, 9, -1};
+    tqkv_cache_desc desc = cache_desc(&shape, NULL);
+    desc.sinks = cache_sinks;
+    tqkv_cache *cache = cache_make(&shape, &desc);
+    REQUIRE(cache, "no cache");
+    stream s = stream_of_cache(cache);
+    tqkv_result result;
+    tqkv_cache *loaded = load(&desc, &s, &result);
+    CHECK_RESULT(result, TQKV_OK);
+    if (loaded) check_same_answers(cache, loaded, 64);
+    tqkv_cache_destroy(loaded);
+    tqkv_cache_destroy(cache);
+    stream_free(&s);
+}
+
+/* ---- Files that cross between machines ---- */
+
+static cache_row crossing_row(int index) {
+    cache_row row = {test_formats[index % 8], test_formats[(index + 3) % 8], test_head_dims[index % 6], 9, index % 2 != 0,
+                     index % 2 ? 14 : 8, index % 3 ? -1 : 7};
+    return row;
+}
+
+/* The bytes of 16 snapshots in a row; encoding is exact, so every machine makes the same ones. */
+static stream crossing_bytes(void) {
+    stream s = stream_empty();
+    for (int i = 0; i < 16; i++) {
+        cache_row row = crossing_row(i);
+        tqkv_cache_desc desc = cache_desc(&row, NULL);
+        desc.scale = 0.1f;
+        tqkv_cache *cache = cache_make(&row, &desc);
+        if (cache) CHECK_RESULT(tqkv_cache_save(cache, stream_write, &s), TQKV_OK);
+        tqkv_cache_destroy(cache);
+    }
+    return s;
+}
+
+int test_snapshot_save_file(const char *path) {
+    stream s = crossing_bytes();
+    FILE *file = fopen(path, "wb");
+    bool ok = file && fwrite(s.bytes, 1, s.size, file) == s.size;
+    if (file && fclose(file) != 0) ok = false;
+    stream_free(&s);
+    printf("%d passed, %d failed\n", ok, !ok);
+    return !ok;
+}
+
+static size_t read_file(void *user, void *bytes, size_t n) {
+    return fread(bytes, 1, n, (FILE *)user);
+}
+
+int test_snapshot_load_file(const char *path) {
+    int passed = 0, failed = 0;
+    stream expected = crossing_bytes(), again = stream_empty();
+    FILE *file = fopen(path, "rb");
+    for (int i = 0; i < 16; i++) {
+        tqkv_cache_desc open;
+        memset(&open, 0, sizeof open);
+        tqkv_cache *cache = NULL;
+        tqkv_result result = file ? tqkv_cache_load(&open, read_file, file, &cache) : TQKV_IO;
+        if (result == TQKV_OK) result = tqkv_cache_save(cache, stream_write, &again);
+        if (result != TQKV_OK) printf("FAIL %s, snapshot %d: %s\n", path, i, tqkv_result_string(result));
+        if (result == TQKV_OK)
+            passed++;
+        else
+            failed++;
+        tqkv_cache_destroy(cache);
+    }
+    if (!stream_is_equal(&expected, &again)) {
+        printf("FAIL %s: saved again, the bytes differ from this machine's\n", path);
+        failed++;
+    }
+    if (file) fclose(file);
+    stream_free(&expected);
+    stream_free(&again);
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed != 0;
+}
+
+void test_snapshot_cases(void) {
+    for (int i = 0; i < 24; i++) {
+        static const int shapes[4][3] = {{0, 0, -1}, {1, 23, -1}, {0, 7, -1}, {1, 23, 19}}; /* ring, tokens, truncate */
+        const int *shape = shapes[i % 4];
+        cache_row row = {test_formats[i % 8], test_formats[(i + i / 8) % 8], test_head_dims[i % 6], 9, shape[0] != 0,
+                         shape[1], shape[2]};
+        test_add(check_round_trip, &row, sizeof row, "snapshot/round_trip/%d/%s-%s/%d", i,
+                 tqkv_format_name(row.key_format), tqkv_format_name(row.value_format), row.head_dim);
+    }
+    static const cache_row small[3] = {{TQKV_TQ4, TQKV_TQ5, 32, 3, false, 2, -1},
+                                       {TQKV_I8, TQKV_F16, 32, 3, true, 7, 6},
+                                       {TQKV_TQ6, TQKV_TQ8, 32, 3, true, 0, -1}};
+    for (int i = 0; i < 3; i++) {
+        test_add(check_flipped, &small[i], sizeof *small, "snapshot/flipped/%d", i);
+        test_add(check_cut_short, &small[i], sizeof *small, "snapshot/cut_short/%d", i);
+        test_add(check_shifted, &small[i], sizeof *small, "snapshot/shifted/%d", i);
+        test_add(check_slow_streams, &small[i], sizeof *small, "snapshot/slow_streams/%d", i);
+    }
+    static const size_t answers[2] = {0, SIZE_MAX};
+    for (int i = 0; i < 2; i++) {
+        test_add(check_failing_writer, &answers[i], sizeof *answers, "snapshot/failing_writer/%s", i ? "more" : "zero");
+        test_add(check_failing_reader, &answers[i], sizeof *answers, "snapshot/failing_reader/%s", i ? "more" : "zero");
+    }
+    for (size_t i = 0; i < sizeof mismatch_rows / sizeof *mismatch_rows; i++)
+        test_add(check_mismatch, &mismatch_rows[i], sizeof *mismatch_rows, "snapshot/desc/%s", mismatch_rows[i].name);
+    test_add(check_ring_mismatch, NULL, 0, "snapshot/desc/ring");
+    test_add(check_sinks_supplied, NULL, 0, "snapshot/sinks_supplied");
+    test_add(check_content_alone, NULL, 0, "snapshot/content_alone");
+}
