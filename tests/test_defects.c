@@ -1,0 +1,295 @@
+/* Defects that earlier systems had. Each is a case here by name, where it concerns the C side. */
+#define _DEFAULT_SOURCE /* for MAP_ANONYMOUS */
+#define _DARWIN_C_SOURCE
+#include "attend_fixture.h"
+#include "counting.h"
+
+#if defined(__linux__) || defined(__APPLE__)
+#include <sys/mman.h>
+#endif
+
+/* Both norms of a 512 row became the sum over all lanes: here the two blocks have very different sizes. */
+static void check_block_norms(const void *parameters) {
+    tqkv_format format = *(const tqkv_format *)parameters;
+    for (int d = 512; d <= 1024; d *= 2) {
+        tqkv_store store = test_store(format, d, 1, 1, false);
+        float source[REFERENCE_MAX_DIM];
+        data_rows(1, DATA_GAUSSIAN, source, 1, d);
+        for (int i = 0; i < d; i++)
+            source[i] *= (float)(1 << i / 256);
+        store.unrotated = format != TQKV_TQ4; /* without the rotation each block keeps its own size */
+        CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
+        for (int block = 0; block < d / 256 && store.unrotated; block++) {
+            double sum = 0.0;
+            for (int i = 256 * block; i < 256 * block + 256; i++)
+                sum += (double)source[i] * (double)source[i];
+            double rms = sqrt(sum / 256.0), norm = (double)store.norms[block];
+            CHECK(fabs(norm - rms) < 1e-5 * rms, "D=%d block %d has norm %g, not %g", d, block, norm, rms);
+        }
+        store.unrotated = false;
+        CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
+        uint8_t codes[REFERENCE_MAX_DIM];
+        float norms[4], scaled[REFERENCE_MAX_DIM];
+        reference_encode_row(&store, source, codes, norms, scaled);
+        CHECK(!memcmp(store.norms, norms, sizeof(float) * (size_t)(d / 256)), "D=%d: norms are not bit-equal", d);
+        test_store_free(&store);
+    }
+}
+
+/* 5- and 6-bit codes were decoded with the 8-bit table: every centroid comes from the format's own. */
+static void check_own_codebook(const void *parameters) {
+    tqkv_format format = *(const tqkv_format *)parameters;
+    int bits = reference_bits(format), d = 1024; /* norm 1 and block_scale 1: decoding gives the centroids themselves */
+    tqkv_store store = test_store(format, d, 1, 1, false);
+    uint8_t *codes = (uint8_t *)store.codes;
+    float decoded[1024];
+    memset(codes, 0, store.codes_size);
+    for (int j = 0; j < d; j++)
+        reference_put_code(codes, format, d, j, j % (1 << bits));
+    for (int i = 0; i < 4; i++)
+        store.norms[i] = 1.0f;
+    CHECK_RESULT(tqkv_decode(&store, 0, 1, TQKV_ROTATED, decoded), TQKV_OK);
+    for (int j = 0; j < d; j++) {
+        float centroid = test_codebook(bits)[j % (1 << bits)];
+        CHECK(decoded[j] == centroid, "code %d decodes to %.9g, not %.9g", j % (1 << bits), (double)decoded[j],
+              (double)centroid);
+    }
+    test_store_free(&store);
+}
+
+/* softcap stood in the parameters and was never applied: with it, scores of +-1000 weigh like +-1. */
+static void check_softcap_applied(const void *parameters) {
+    (void)parameters;
+    attend_row row = attend_default_row(TQKV_F16, TQKV_F16, 64);
+    attend_problem problem;
+    row.end = 2;
+    attend_set_up(&problem, &row);
+    for (int p = 0; p < 2; p++) { /* keys +-1, values p */
+        float key[2 * 64], value[2 * 64];
+        for (int j = 0; j < 2 * 64; j++) {
+            key[j] = p ? 1.0f : -1.0f;
+            value[j] = (float)p;
+        }
+        CHECK_RESULT(tqkv_encode(&problem.keys, key, 1, p), TQKV_OK);
+        CHECK_RESULT(tqkv_encode(&problem.values, value, 1, p), TQKV_OK);
+    }
+    for (size_t i = 0; i < problem.n_rows * problem.head_dim; i++)
+        problem.q[i] = 125.0f; /* scores +-1000 */
+    problem.attention.softcap = 1.0f;
+    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
+    double expected = exp(1.0) / (exp(1.0) + exp(-1.0));
+    CHECK(fabs((double)problem.out[0] - expected) < 1e-5, "weight %g, not %g", (double)problem.out[0], expected);
+    attend_tear_down(&problem);
+}
+
+/* Only the first query was read, and outputs overlapped: each query alone gives its row of the whole. */
+static void check_all_queries(const void *parameters) {
+    int d = *(const int *)parameters;
+    attend_row row = attend_default_row(TQKV_TQ8, TQKV_TQ6, d);
+    attend_problem problem;
+    row.n_queries = 7;
+    row.group = 3;
+    attend_set_up(&problem, &row);
+    size_t per_query = (size_t)problem.attention.n_heads * problem.head_dim;
+    float *single = (float *)test_alloc(per_query * sizeof(float));
+    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
+    tqkv_attention one = problem.attention;
+    one.n_queries = 1;
+    for (int i = 0; i < row.n_queries; i++) {
+        one.end = row.end - row.n_queries + 1 + i;
+        CHECK_RESULT(tqkv_attend(&one, problem.q + (size_t)i * per_query, single), TQKV_OK);
+        double error = 0.0;
+        for (size_t j = 0; j < per_query; j++)
+            error = fmax(error, fabs((double)single[j] - (double)problem.out[(size_t)i * per_query + j]));
+        CHECK(error < 1e-5, "query %d alone differs by %.3g", i, error);
+        for (int k = 0; k < i; k++)
+            CHECK(memcmp(problem.out + (size_t)i * per_query, problem.out + (size_t)k * per_query,
+                         per_query * sizeof(float)),
+                  "queries %d and %d have one answer", i, k);
+    }
+    free(single);
+    attend_tear_down(&problem);
+}
+
+/* A finite "minus infinity" of -65504 for masked positions: visible scores far below it must still win. */
+static void check_masked_is_not_finite(const void *parameters) {
+    int d = *(const int *)parameters;
+    attend_row row = attend_default_row(TQKV_F16, TQKV_F16, d);
+    attend_problem problem;
+    row.n_queries = 3;
+    row.window = 5;
+    attend_set_up(&problem, &row);
+    size_t count = (size_t)(row.end * row.n_kv_heads * d);
+    float *ones = (float *)test_alloc(count * sizeof(float));
+    for (size_t i = 0; i < count; i++)
+        ones[i] = 1.0f;
+    CHECK_RESULT(tqkv_encode(&problem.values, ones, (int)row.end, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(&problem.keys, ones, (int)row.end, 0), TQKV_OK);
+    problem.attention.scale = 1.0f;
+    for (size_t i = 0; i < problem.n_rows * problem.head_dim; i++)
+        problem.q[i] = -1e6f / (float)d; /* every visible score is -1e6 */
+    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
+    for (size_t i = 0; i < problem.n_rows * problem.head_dim; i++)
+        CHECK(fabsf(problem.out[i] - 1.0f) < 1e-5f, "element %d is %g", (int)i, (double)problem.out[i]);
+    free(ones);
+    attend_tear_down(&problem);
+}
+
+/* Sizes that overflow must be refused, not wrapped into small buffers. */
+static void check_size_overflow(const void *parameters) {
+    tqkv_format format = *(const tqkv_format *)parameters;
+    tqkv_store store;
+    float source[1024] = {0};
+    unsigned char bytes[4096];
+    memset(&store, 0, sizeof store);
+    store.format = format;
+    store.head_dim = 1024;
+    store.n_kv_heads = INT32_MAX;
+    store.capacity = INT32_MAX;
+    store.codes = bytes;
+    store.codes_size = sizeof bytes;
+    store.norms = source;
+    store.norms_size = sizeof source;
+    CHECK(tqkv_codes_size(&store) == 0, "codes of 2^72 bytes have size %zu", tqkv_codes_size(&store));
+    CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_INVALID_ARGUMENT);
+    store.n_kv_heads = 1 << 24; /* 2^24 * 2^30 * 2^9..11 is 2^64 or nearly, modulo which it would be small */
+    store.capacity = 1 << 30;
+    size_t size = tqkv_codes_size(&store);
+    CHECK(size == 0 || size / reference_row_bytes(format, 1024) == (size_t)1 << 54, "size %zu", size);
+    CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_INVALID_ARGUMENT);
+}
+
+/* 32-bit indices wrapped at 2^32: a store of 5 GiB of untouched address space, used at its far end. */
+static void check_far_rows(const void *parameters) {
+    (void)parameters;
+#if (defined(__linux__) || defined(__APPLE__)) && SIZE_MAX > 0xffffffffu
+    enum { D = 1024, CAPACITY = 5 << 19 }; /* times 2048 bytes */
+    tqkv_store store;
+    memset(&store, 0, sizeof store);
+    store.format = TQKV_F16;
+    store.head_dim = D;
+    store.n_kv_heads = 1;
+    store.capacity = CAPACITY;
+    store.codes_size = tqkv_codes_size(&store);
+    REQUIRE(store.codes_size == (size_t)5 << 30, "size %zu", store.codes_size);
+    void *memory = mmap(NULL, store.codes_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    REQUIRE(memory != MAP_FAILED, "no address space");
+    store.codes = memory;
+    float source[2 * D], decoded[2 * D], out[D];
+    for (int i = 0; i < 2 * D; i++)
+        source[i] = (float)(i % 100);
+    CHECK_RESULT(tqkv_encode(&store, source, 2, CAPACITY - 2), TQKV_OK);
+    CHECK_RESULT(tqkv_decode(&store, CAPACITY - 2, 2, TQKV_ORIGINAL, decoded), TQKV_OK);
+    CHECK(!memcmp(source, decoded, sizeof source), "the last rows of 5 GiB do not come back");
+    CHECK(((const uint8_t *)store.codes)[((size_t)1 << 30) - 1] == 0, "the write wrapped");
+    tqkv_attention a;
+    memset(&a, 0, sizeof a);
+    a.keys = a.values = &store;
+    a.end = CAPACITY;
+    a.kv_len = 1;
+    CHECK_RESULT(tqkv_attend(&a, source, out), TQKV_OK);
+    CHECK(!memcmp(out, source + D, sizeof out), "one resident position does not give its value");
+    munmap(memory, store.codes_size);
+#endif
+}
+
+/* The probe's buffer was documented smaller than what was written: it is n_tokens * n_kv_heads * head_dim exactly. */
+static void check_probe_size(const void *parameters) {
+    tqkv_format format = *(const tqkv_format *)parameters;
+    for (int d = 0; d < 6; d++) {
+        int head_dim = test_head_dims[d];
+        size_t count = (size_t)(3 * 2 * head_dim);
+        tqkv_store store;
+        memset(&store, 0, sizeof store);
+        store.format = format;
+        store.head_dim = head_dim;
+        store.n_kv_heads = 2;
+        store.capacity = 1; /* fewer than are probed: nothing is stored */
+        float *source = (float *)test_alloc(count * sizeof(float));
+        float *scaled = (float *)test_alloc_filled((count + 1) * sizeof(float), 0xff);
+        data_rows(1, DATA_GAUSSIAN, source, 6, head_dim);
+        CHECK_RESULT(tqkv_probe(&store, source, 3, scaled), TQKV_OK);
+        for (size_t i = 0; i < count; i++)
+            CHECK(isfinite(scaled[i]), "element %d of %d was not written", (int)i, (int)count);
+        CHECK(isnan(scaled[count]), "one element too many was written");
+        free(source);
+        free(scaled);
+    }
+}
+
+/* 5 and 6 bits took the memory of 8. */
+static void check_packed(const void *parameters) {
+    (void)parameters;
+    for (int i = 0; i < 6; i++) {
+        size_t d = (size_t)test_head_dims[i];
+        CHECK(8 * tqkv_row_bytes(TQKV_TQ5, (int)d) == 5 * d, "TQ5 row of %zu bytes", tqkv_row_bytes(TQKV_TQ5, (int)d));
+        CHECK(8 * tqkv_row_bytes(TQKV_TQ6, (int)d) == 6 * d, "TQ6 row of %zu bytes", tqkv_row_bytes(TQKV_TQ6, (int)d));
+    }
+}
+
+/* I8 must be the more accurate one of the two 8-bit formats. */
+static void check_i8_beats_tq8(const void *parameters) {
+    int d = *(const int *)parameters;
+    enum { ROWS = 64 };
+    float *source = (float *)test_alloc(sizeof(float) * (size_t)(ROWS * d));
+    float *decoded = (float *)test_alloc(sizeof(float) * (size_t)(ROWS * d));
+    double errors[2];
+    data_rows(6, DATA_GAUSSIAN, source, ROWS, d);
+    for (int i = 0; i < 2; i++) {
+        tqkv_store store = test_store(i ? TQKV_TQ8 : TQKV_I8, d, 1, ROWS, false);
+        CHECK_RESULT(tqkv_encode(&store, source, ROWS, 0), TQKV_OK);
+        CHECK_RESULT(tqkv_decode(&store, 0, ROWS, TQKV_ORIGINAL, decoded), TQKV_OK);
+        errors[i] = 0.0;
+        for (int j = 0; j < ROWS * d; j++)
+            errors[i] += ((double)source[j] - (double)decoded[j]) * ((double)source[j] - (double)decoded[j]);
+        test_store_free(&store);
+    }
+    CHECK(errors[0] < errors[1], "I8 %g, TQ8 %g", errors[0], errors[1]);
+    free(source);
+    free(decoded);
+}
+
+/* Codes of 5 and 6 bits in a byte come from files: upper bits that should be zero must not reach beyond the table. */
+static void check_upper_bits(const void *parameters) {
+    tqkv_format format = *(const tqkv_format *)parameters;
+    tqkv_store store = test_store(format, 128, 1, 3, false);
+    float decoded[3 * 128], out[128], q[128] = {0};
+    for (int i = 0; i < 3; i++)
+        store.norms[i] = 1.0f; /* the codes stay 0xff */
+    CHECK_RESULT(tqkv_decode(&store, 0, 3, TQKV_ROTATED, decoded), TQKV_OK);
+    for (int i = 0; i < 3 * 128; i++)
+        CHECK(fabsf(decoded[i]) <= 1.0f, "element %d decodes to %g", i, (double)decoded[i]);
+    tqkv_attention a;
+    memset(&a, 0, sizeof a);
+    a.keys = a.values = &store;
+    a.end = 3;
+    CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
+    for (int i = 0; i < 128; i++)
+        CHECK(isfinite(out[i]), "element %d is %g", i, (double)out[i]);
+    test_store_free(&store);
+}
+
+void test_defect_cases(void) {
+    for (int i = 1; i < 7; i++) /* the codebook formats */
+        test_add(check_block_norms, &test_formats[i], sizeof *test_formats, "defect/block_norms/%s",
+                 tqkv_format_name(test_formats[i]));
+    for (int i = 1; i < 7; i++)
+        test_add(check_own_codebook, &test_formats[i], sizeof *test_formats, "defect/own_codebook/%s",
+                 tqkv_format_name(test_formats[i]));
+    for (int i = 0; i < 8; i++) {
+        const char *name = tqkv_format_name(test_formats[i]);
+        test_add(check_size_overflow, &test_formats[i], sizeof *test_formats, "defect/size_overflow/%s", name);
+        test_add(check_probe_size, &test_formats[i], sizeof *test_formats, "defect/probe_size/%s", name);
+    }
+    for (int i = 0; i < 6; i++) {
+        int d = test_head_dims[i];
+        test_add(check_all_queries, &d, sizeof d, "defect/all_queries/%d", d);
+        test_add(check_masked_is_not_finite, &d, sizeof d, "defect/masked_is_not_finite/%d", d);
+        test_add(check_i8_beats_tq8, &d, sizeof d, "defect/i8_beats_tq8/%d", d);
+    }
+    test_add(check_upper_bits, &test_formats[5], sizeof *test_formats, "defect/upper_bits/tq5_bytes");
+    test_add(check_upper_bits, &test_formats[6], sizeof *test_formats, "defect/upper_bits/tq6_bytes");
+    test_add(check_softcap_applied, NULL, 0, "defect/softcap_applied");
+    test_add(check_packed, NULL, 0, "defect/packed");
+    test_add(check_far_rows, NULL, 0, "defect/far_rows");
+}
