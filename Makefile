@@ -58,6 +58,7 @@ deps-test: ## install what the tests need
 # ---- Examples ----
 
 DEMOS := encode_attend real_kv
+-include examples/rules.mk
 
 $(BUILD)/%: examples/%.c tqkv.h $(wildcard examples/*.h)
 	@mkdir -p $(@D)

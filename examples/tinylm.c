@@ -13,37 +13,11 @@
 #define _POSIX_C_SOURCE 200809L
 #define TQKV_IMPLEMENTATION
 #include "../tqkv.h"
-#include "plain_cache.h"
+#include "tinylm_logits.h"
+#include "tinylm_options.h"
 #include <errno.h>
-#include <time.h>
-#include <unistd.h>
 
 enum { BATCH = 128, WINDOW_BYTES = 1024, PROPOSALS = 6 };
-
-typedef struct format_choice {
-    const char *name;
-    tqkv_format format; /* TQKV_FORMAT_DEFAULT: the plain cache, after this round trip */
-    round_trip through;
-    double bits; /* a value, of the plain ones */
-} format_choice;
-
-static const format_choice formats[] = {
-    {"f16", TQKV_F16, NULL, 0},
-    {"i8", TQKV_I8, NULL, 0},
-    {"tq8", TQKV_TQ8, NULL, 0},
-    {"tq6", TQKV_TQ6, NULL, 0},
-    {"tq5", TQKV_TQ5, NULL, 0},
-    {"tq4", TQKV_TQ4, NULL, 0},
-    {"f32", TQKV_FORMAT_DEFAULT, NULL, 32},
-    {"q8_0", TQKV_FORMAT_DEFAULT, q8_0_round_trip, 8.5},
-    {"q4_0", TQKV_FORMAT_DEFAULT, q4_0_round_trip, 4.5},
-};
-enum { N_FORMATS = sizeof formats / sizeof *formats };
-
-/* What `tinylm score` prints; with --all every tqkv pair and every llama.cpp pair. */
-static const char *const score_pairs[][2] = {{"f16", "f16"}, {"i8", "i8"},     {"tq8", "tq8"},
-                                             {"tq6", "tq6"}, {"tq5", "tq5"},   {"i8", "tq4"},
-                                             {"tq4", "tq4"}, {"q8_0", "q8_0"}, {"q4_0", "q4_0"}};
 
 /* One conversation: the caches of every layer and the scratch of a forward pass. */
 typedef struct session {
@@ -54,21 +28,6 @@ typedef struct session {
     plain_cache plain[MAX_LAYERS];        /* or these */
     float *x, *h, *q, *k, *v, *wide, *up; /* [BATCH][...] */
 } session;
-
-typedef struct options {
-    const char *model_path, *file, *prompt;
-    const format_choice *keys, *values;
-    int n_bytes, n_windows, n_threads;
-    float temperature;
-    uint64_t seed;
-    bool all;
-} options;
-
-static void stop(const char *what, const char *why)
-{
-    fprintf(stderr, "tinylm: %s: %s\n", what, why);
-    exit(1);
-}
 
 static void check(tqkv_result result, const char *what)
 {
@@ -153,10 +112,19 @@ static void session_truncate(session *s, int end)
     s->end = end;
 }
 
-static size_t session_bytes(const session *s)
+/* Bytes of all layers' caches; *bits, if given, is per stored value, norms included. A plain cache counts as its format
+ * would, in as many positions. */
+static double session_bytes(session *s, double *bits)
 {
-    size_t bytes = 0;
-    for (int i = 0; i < s->m->n_layers; i++) bytes += tqkv_cache_bytes(s->caches[i]);
+    double bytes = 0, values = 0;
+    for (int i = 0; i < s->m->n_layers; i++) {
+        tqkv_cache_desc desc = layer_desc(s, &s->m->layers[i]);
+        double stream = (double)desc.capacity * desc.n_kv_heads * desc.head_dim;
+        values += 2 * stream;
+        bytes +=
+            s->keys->format ? (double)tqkv_cache_bytes(s->caches[i]) : stream * (s->keys->bits + s->values->bits) / 8;
+    }
+    if (bits) *bits = 8 * bytes / values;
     return bytes;
 }
 
@@ -225,113 +193,49 @@ static void forward(session *s, const unsigned char *bytes, int n, float *logits
 
 /* ---- score ---- */
 
-static double seconds(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-static int largest(const float *logits)
-{
-    int best = 0;
-    for (int i = 1; i < VOCABULARY; i++) best = logits[i] > logits[best] ? i : best;
-    return best;
-}
-
-static void log_softmax(float *logits)
-{
-    double sum = 0, top = logits[largest(logits)];
-    for (int i = 0; i < VOCABULARY; i++) sum += exp(logits[i] - top);
-    for (int i = 0; i < VOCABULARY; i++) logits[i] = (float)(logits[i] - top - log(sum));
-}
-
-/* Logarithms of the probabilities of every byte after each byte of each window; every window starts from nothing. */
-static double score_windows(session *s, const unsigned char *text, int n_windows, float *logits, const char *label)
-{
-    double start = seconds();
-    for (int w = 0; w < n_windows; w++) {
-        float *rows = logits + (size_t)w * WINDOW_BYTES * VOCABULARY;
-        if (isatty(STDERR_FILENO))
-            fprintf(stderr, "\r%-10s [%-32.*s] %d/%d ", label, 32 * w / n_windows, "################################",
-                    w, n_windows);
-        session_truncate(s, 0);
-        forward(s, text + w * WINDOW_BYTES, WINDOW_BYTES, rows);
-        for (int i = 0; i < WINDOW_BYTES; i++) log_softmax(rows + i * VOCABULARY);
-    }
-    if (isatty(STDERR_FILENO)) fprintf(stderr, "\r%60s\r", "");
-    return seconds() - start;
-}
-
-/* Means over all bytes: bits of the byte that came, KL divergence from the reference, agreement on the likeliest. */
-static void compare(const float *got, const float *reference, const unsigned char *text, int n, double means[3])
-{
-    means[0] = means[1] = means[2] = 0;
-    for (int i = 0; i < n; i++, got += VOCABULARY, reference += VOCABULARY) {
-        means[0] -= got[text[i + 1]] / log(2) / n;
-        for (int b = 0; b < VOCABULARY; b++) means[1] += exp(reference[b]) * ((double)reference[b] - got[b]) / n;
-        means[2] += (largest(got) == largest(reference)) / (double)n;
-    }
-}
-
-/* Bits a value with norms, both streams together, over all layers. */
-static double bits_per_value(const session *s)
-{
-    double values = 0;
-    for (int i = 0; i < s->m->n_layers && s->keys->format; i++) {
-        const tqkv_store *keys = tqkv_cache_keys(s->caches[i]);
-        values += 2.0 * keys->capacity * keys->n_kv_heads * keys->head_dim;
-    }
-    return values > 0 ? 8.0 * (double)session_bytes(s) / values : (s->keys->bits + s->values->bits) / 2;
-}
-
-static const format_choice *find_format(const char *name)
-{
-    for (int i = 0; i < N_FORMATS; i++)
-        if (strcmp(formats[i].name, name) == 0) return &formats[i];
-    stop(name, "is no format this program knows");
-    return NULL;
-}
+/* What `tinylm score` prints; with --all every tqkv pair and every llama.cpp pair. */
+static const char *const score_pairs[][2] = {{"f16", "f16"}, {"i8", "i8"},     {"tq8", "tq8"},
+                                             {"tq6", "tq6"}, {"tq5", "tq5"},   {"i8", "tq4"},
+                                             {"tq4", "tq4"}, {"q8_0", "q8_0"}, {"q4_0", "q4_0"}};
 
 typedef struct scoring {
     model *m;
-    unsigned char *text;
+    const unsigned char *text;
     int n_windows;
-    float *reference, *logits; /* [n_windows * WINDOW_BYTES][VOCABULARY] */
+    float *reference, *logits; /* [n_windows * WINDOW_BYTES][VOCABULARY], logarithms of probabilities */
     double reference_bits;
 } scoring;
 
+/* Every window starts from an empty cache and goes in with one call. */
+static void score_windows(const scoring *job, session *s, float *logits, const char *label)
+{
+    for (int w = 0; w < job->n_windows; w++) {
+        float *rows = logits + (size_t)w * WINDOW_BYTES * VOCABULARY;
+        progress(label, w, job->n_windows);
+        session_truncate(s, 0);
+        forward(s, job->text + w * WINDOW_BYTES, WINDOW_BYTES, rows);
+        for (int i = 0; i < WINDOW_BYTES; i++) log_softmax(rows + i * VOCABULARY);
+    }
+    progress(label, job->n_windows, job->n_windows);
+}
+
+/* A line of the table. The first pair of a job is the reference of all later ones. */
 static void score_pair(scoring *job, const format_choice *keys, const format_choice *values)
 {
     session s;
     char label[16];
-    double means[3];
+    double bits, means[3], start = seconds();
     int n = job->n_windows * WINDOW_BYTES;
+    float *logits = job->reference_bits > 0 ? job->logits : job->reference;
     snprintf(label, sizeof label, "%s %s", keys->name, values->name);
     session_create(&s, job->m, keys, values, WINDOW_BYTES);
-    double time = score_windows(&s, job->text, job->n_windows, job->logits, label);
-    compare(job->logits, job->reference, job->text, n, means);
-    printf("%-6s %-6s %8.2f %10zu %9.5f %+9.5f %10.6f %8.2f%% %9.0f\n", keys->name, values->name, bits_per_value(&s),
-           session_bytes(&s), means[0], means[0] - job->reference_bits, means[1], 100 * means[2], n / time);
+    score_windows(job, &s, logits, label);
+    double rate = n / (seconds() - start), bytes = session_bytes(&s, &bits);
+    compare(logits, job->reference, job->text, n, means);
+    if (logits == job->reference) job->reference_bits = means[0];
+    printf("%-6s %-6s %8.2f %9.0f %9.5f %+9.5f %10.6f %8.2f%% %9.0f\n", keys->name, values->name, bits, bytes / 1024,
+           means[0], means[0] - job->reference_bits, means[1], 100 * means[2], rate);
     fflush(stdout);
-    session_destroy(&s);
-}
-
-static void score_reference(scoring *job)
-{
-    session s;
-    double means[3];
-    int n = job->n_windows * WINDOW_BYTES;
-    session_create(&s, job->m, find_format("f32"), find_format("f32"), WINDOW_BYTES);
-    double time = score_windows(&s, job->text, job->n_windows, job->reference, "f32 f32");
-    compare(job->reference, job->reference, job->text, n, means);
-    job->reference_bits = means[0];
-    printf("# %d windows of %d bytes. KL: nats a byte, from the f32 cache. top-1: same likeliest byte.\n",
-           job->n_windows, WINDOW_BYTES);
-    printf("%-6s %-6s %8s %10s %9s %9s %10s %9s %9s\n", "#keys", "values", "bits/v", "bytes", "bits/byte", "+f32", "KL",
-           "top-1", "bytes/s");
-    printf("%-6s %-6s %8.2f %10s %9.5f %+9.5f %10.6f %8.2f%% %9.0f\n", "f32", "f32", 32.0, "-", means[0], 0.0, 0.0,
-           100.0, n / time);
     session_destroy(&s);
 }
 
@@ -342,7 +246,11 @@ static void command_score(model *m, const options *o)
     if (text.size < (size_t)o->n_windows * WINDOW_BYTES + 1) stop(o->file, "is too short for so many windows");
     size_t count = (size_t)o->n_windows * WINDOW_BYTES * VOCABULARY;
     scoring job = {m, text.bytes, o->n_windows, floats(count), floats(count), 0};
-    score_reference(&job);
+    printf("# %d windows of %d bytes. KL: nats a byte, from the f32 cache. top-1: same likeliest byte.\n", o->n_windows,
+           WINDOW_BYTES);
+    printf("%-6s %-6s %8s %9s %9s %9s %10s %9s %9s\n", "#keys", "values", "bits/v", "KiB", "bits/byte", "+f32", "KL",
+           "top-1", "bytes/s");
+    score_pair(&job, find_format("f32"), find_format("f32"));
     if (o->all) {
         for (int k = 0; k < N_FORMATS; k++)
             for (int v = 0; v < N_FORMATS; v++)
@@ -361,26 +269,6 @@ static void command_score(model *m, const options *o)
 
 /* ---- generate ---- */
 
-/* Uniform in [0, 1) from a 64-bit counter generator (splitmix64). */
-static double random_unit(uint64_t *state)
-{
-    uint64_t z = *state += 0x9e3779b97f4a7c15u;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-    return (double)((z ^ z >> 31) >> 11) / 9007199254740992.0;
-}
-
-static unsigned char choose(const float *logits, float temperature, uint64_t *seed)
-{
-    double weights[VOCABULARY], sum = 0, top = logits[largest(logits)];
-    if (temperature <= 0) return (unsigned char)largest(logits);
-    for (int i = 0; i < VOCABULARY; i++) sum += weights[i] = exp((logits[i] - top) / temperature);
-    double point = random_unit(seed) * sum;
-    int i = 0;
-    while (i < VOCABULARY - 1 && (point -= weights[i]) >= 0) i++;
-    return (unsigned char)i;
-}
-
 /* A conversation is its text and the caches of all of it but the last byte. */
 typedef struct conversation {
     session s;
@@ -388,18 +276,21 @@ typedef struct conversation {
     int length;
 } conversation;
 
-/* The prompt goes in with one call. */
-static void conversation_start(conversation *c, model *m, const options *o, const format_choice *keys,
-                               const format_choice *values)
+static void prefill(session *s, const unsigned char *bytes, int n)
+{
+    float *logits = floats((size_t)n * VOCABULARY);
+    forward(s, bytes, n, logits);
+    free(logits);
+}
+
+static void conversation_start(conversation *c, model *m, const options *o)
 {
     size_t length = strlen(o->prompt);
     if (length == 0 || length > MAX_CONTEXT) stop("prompt", "empty, or longer than 4096 bytes");
-    session_create(&c->s, m, keys, values, MAX_CONTEXT);
+    session_create(&c->s, m, o->keys, o->values, MAX_CONTEXT);
     memcpy(c->text, o->prompt, length);
     c->length = (int)length;
-    float *logits = floats(length * VOCABULARY);
-    forward(&c->s, c->text, c->length - 1, logits);
-    free(logits);
+    prefill(&c->s, c->text, c->length - 1);
 }
 
 /* Writes the text so far, then one byte at a time. */
@@ -420,7 +311,7 @@ static void conversation_continue(conversation *c, const options *o)
 static void command_generate(model *m, const options *o)
 {
     conversation c;
-    conversation_start(&c, m, o, o->keys, o->values);
+    conversation_start(&c, m, o);
     conversation_continue(&c, o);
     session_destroy(&c.s);
 }
@@ -444,7 +335,7 @@ static uint32_t text_checksum(const unsigned char *text, int length)
 static void command_save(model *m, const options *o)
 {
     conversation c;
-    conversation_start(&c, m, o, o->keys, o->values);
+    conversation_start(&c, m, o);
     if (!c.s.keys->format) stop("save", "only tqkv caches can be saved");
     FILE *file = fopen(o->file, "wb");
     if (!file) stop(o->file, strerror(errno));
@@ -535,11 +426,9 @@ static void command_speculate(model *m, const options *o)
     conversation c;
     session draft;
     int rounds = 0, accepted = 0, end;
-    conversation_start(&c, m, o, o->keys, o->values);
+    conversation_start(&c, m, o);
     session_create(&draft, m, find_format("tq4"), find_format("tq4"), MAX_CONTEXT);
-    float *logits = floats((size_t)c.length * VOCABULARY);
-    forward(&draft, c.text, c.length - 1, logits);
-    free(logits);
+    prefill(&draft, c.text, c.length - 1);
     fwrite(c.text, 1, (size_t)c.length, stdout);
     for (end = c.length + o->n_bytes; c.length < end && c.length + PROPOSALS < MAX_CONTEXT; rounds++) {
         int before = c.length;
@@ -556,73 +445,19 @@ static void command_speculate(model *m, const options *o)
 
 /* ---- command line ---- */
 
-static void usage(void)
+/* Without arguments: a short table and a paragraph. */
+static void command_demo(model *m, const options *given)
 {
-    puts("tinylm score [--windows N] [--text FILE] [--all | --keys F --values F]\n"
-         "tinylm generate PROMPT [options]\n"
-         "tinylm save FILE PROMPT [options]\n"
-         "tinylm resume FILE [options]\n"
-         "tinylm speculate PROMPT [options]\n"
-         "options: --keys F --values F (f16 i8 tq8 tq6 tq5 tq4; or f32 q8_0 q4_0 for both)\n"
-         "         --bytes N --temperature T --seed N --threads N --model FILE");
-    exit(2);
-}
-
-/* A whole number from `low` to `high`. */
-static int number(const char *option, const char *text, int low, int high)
-{
-    char *rest;
-    long value = strtol(text, &rest, 10);
-    if (*text == 0 || *rest != 0 || value < low || value > high) stop(option, "needs a number in its range");
-    return (int)value;
-}
-
-static void parse_option(options *o, const char *name, const char *value)
-{
-    if (strcmp(name, "--keys") == 0) {
-        o->keys = find_format(value);
-    } else if (strcmp(name, "--values") == 0) {
-        o->values = find_format(value);
-    } else if (strcmp(name, "--bytes") == 0) {
-        o->n_bytes = number(name, value, 0, MAX_CONTEXT);
-    } else if (strcmp(name, "--windows") == 0) {
-        o->n_windows = number(name, value, 1, 1 << 16);
-    } else if (strcmp(name, "--threads") == 0) {
-        o->n_threads = number(name, value, 1, POOL_MAX_THREADS);
-    } else if (strcmp(name, "--seed") == 0) {
-        o->seed = (uint64_t)number(name, value, 0, 1 << 30);
-    } else if (strcmp(name, "--temperature") == 0) {
-        o->temperature = (float)atof(value);
-    } else if (strcmp(name, "--model") == 0) {
-        o->model_path = value;
-    } else if (strcmp(name, "--text") == 0) {
-        o->file = value;
-    } else {
-        usage();
-    }
-}
-
-/* Positional arguments in the order of usage(), options anywhere. */
-static void parse(options *o, int argc, char **argv)
-{
-    const char *command = argv[1], *positional[2] = {NULL, NULL};
-    int n_positional = 0, wanted = strcmp(command, "score") == 0 ? 0 : strcmp(command, "save") == 0 ? 2 : 1;
-    for (int i = 2; i < argc; i++) {
-        if (strcmp(argv[i], "--all") == 0) {
-            o->all = true;
-        } else if (strncmp(argv[i], "--", 2) == 0) {
-            if (i + 1 == argc) usage();
-            parse_option(o, argv[i], argv[i + 1]);
-            i++;
-        } else if (n_positional < wanted) {
-            positional[n_positional++] = argv[i];
-        } else {
-            usage();
-        }
-    }
-    if (n_positional != wanted) usage();
-    if (wanted == 2 || strcmp(command, "resume") == 0) o->file = positional[0];
-    o->prompt = wanted == 2 ? positional[1] : positional[0];
+    options o = *given;
+    o.n_windows = 4;
+    command_score(m, &o);
+    o.prompt = "And it came to pass, that";
+    o.keys = find_format("i8");
+    o.values = find_format("tq4");
+    o.n_bytes = 600;
+    o.temperature = 0.6f;
+    puts("\nWritten with keys in i8 and values in tq4:");
+    command_generate(m, &o);
 }
 
 int main(int argc, char **argv)
@@ -630,26 +465,11 @@ int main(int argc, char **argv)
     static const struct {
         const char *name;
         void (*run)(model *m, const options *o);
-    } commands[] = {{"score", command_score},
-                    {"generate", command_generate},
-                    {"save", command_save},
-                    {"resume", command_resume},
-                    {"speculate", command_speculate}};
-    options o = {.model_path = "examples/data/tinylm.bin",
-                 .file = "examples/data/heldout.txt",
-                 .n_bytes = 200,
-                 .n_windows = 2,
-                 .n_threads = 2,
-                 .seed = 1};
-    if (argc < 2) usage();
-    parse(&o, argc, argv);
-    if (!o.keys != !o.values) o.keys = o.values = o.keys ? o.keys : o.values;
-    if (!o.keys && strcmp(argv[1], "score") != 0) {
-        o.keys = find_format("i8");
-        o.values = find_format("tq4");
-    }
+    } commands[] = {{"score", command_score},   {"generate", command_generate},   {"save", command_save},
+                    {"resume", command_resume}, {"speculate", command_speculate}, {"demo", command_demo}};
+    options o = parse(argc, argv);
     for (size_t i = 0; i < sizeof commands / sizeof *commands; i++) {
-        if (strcmp(argv[1], commands[i].name) != 0) continue;
+        if (strcmp(o.command, commands[i].name) != 0) continue;
         model m;
         if (!model_load(&m, o.model_path, o.n_threads)) stop(o.model_path, "is no model, or damaged");
         commands[i].run(&m, &o);

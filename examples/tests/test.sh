@@ -1,0 +1,93 @@
+#!/bin/sh
+# Checks of the examples as programs, after those of tinylm_test. Usage: test.sh FOLDER-OF-PROGRAMS, from the top folder.
+bin=$1
+work=$bin/examples
+data=examples/data
+passed=0
+failed=0
+mkdir -p "$work"
+
+# check NAME COMMAND...: passes when the command succeeds
+check() {
+    name=$1
+    shift
+    if "$@"; then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+        echo "FAIL $name"
+    fi
+}
+
+# refused NAME WORDS COMMAND...: passes when the command fails, says WORDS, and prints nothing else
+refused() {
+    name=$1
+    words=$2
+    shift 2
+    "$@" >"$work/out" 2>"$work/err"
+    status=$?
+    check "$name" test "$status" -eq 1 -a ! -s "$work/out"
+    check "$name: says why" grep -q "$words" "$work/err"
+}
+
+# damage FROM TO OFFSET: a copy with the byte at OFFSET changed
+damage() {
+    cp "$1" "$2"
+    old=$(od -An -tu1 -j "$3" -N 1 "$1" | tr -d ' ')
+    # shellcheck disable=SC2059
+    printf "\\$(printf %o $((old ^ 16)))" | dd of="$2" bs=1 seek="$3" conv=notrunc 2>/dev/null
+}
+
+"$bin/tinylm_test" >"$work/inside"
+check "tinylm_test ran to its end" grep -q "score/tq8" "$work/inside"
+grep "^FAIL" "$work/inside"
+passed=$((passed + $(grep -c "^pass" "$work/inside")))
+failed=$((failed + $(grep -c "^FAIL" "$work/inside")))
+
+# Saved by one process, resumed by another: the same text as without the file in between.
+prompt="And the LORD said unto Moses, Speak unto the children of Israel, saying,"
+for pair in "i8 i8" "i8 tq4" "tq6 tq5" "f16 tq8"; do
+    set -- $pair
+    "$bin/tinylm" generate "$prompt" --keys "$1" --values "$2" >"$work/straight"
+    "$bin/tinylm" save "$work/prompt" "$prompt" --keys "$1" --values "$2" >"$work/out"
+    "$bin/tinylm" resume "$work/prompt" >"$work/resumed"
+    check "resume/$1/$2" cmp "$work/straight" "$work/resumed"
+done
+size=$(wc -c <"$work/prompt")
+for offset in 3 9 13 20 100 $((size / 2)) $((size - 1)); do
+    damage "$work/prompt" "$work/damaged" "$offset"
+    refused "resume/damaged at $offset" "damaged\|no file of" "$bin/tinylm" resume "$work/damaged"
+done
+head -c $((size - 1)) "$work/prompt" >"$work/damaged"
+refused "resume/short" "damaged" "$bin/tinylm" resume "$work/damaged"
+(cat "$work/prompt" && echo) >"$work/damaged"
+refused "resume/long" "bytes after its end" "$bin/tinylm" resume "$work/damaged"
+refused "resume/missing" "No such file" "$bin/tinylm" resume "$work/nothing-here"
+
+head -c 4000000 $data/tinylm.bin >"$work/short"
+refused "model/short" "damaged" "$bin/tinylm" generate x --model "$work/short"
+damage $data/tinylm.bin "$work/damaged" 12
+refused "model/layers" "damaged" "$bin/tinylm" generate x --model "$work/damaged"
+refused "formats/unknown" "no format" "$bin/tinylm" generate x --keys tq3
+refused "formats/mixed" "do not pair" "$bin/tinylm" generate x --keys f32 --values tq4
+refused "prompt/empty" "empty" "$bin/tinylm" generate ""
+
+"$bin/encode_attend" >"$work/encode_attend"
+check "encode_attend" grep -q "as expected" "$work/encode_attend"
+"$bin/real_kv" >"$work/real_kv"
+# Expected: tq4 9e-3, i8 3.2e-5 to 4.2e-5, tq8 6.3e-5, and the unrotated values of layer 0 far worse.
+check "real_kv" awk '
+    /^layer/ { layer = $2 + 0 }
+    $1 == "tq4" && $2 == "tq4" { n++; bad += $6 < 8e-3 || $6 > 1e-2 || $7 < 8e-3 || $7 > 1e-2 || $8 > 4e-2 }
+    $1 == "i8" && $2 == "i8" { n++; bad += $6 < 3e-5 || $6 > 5e-5 || $7 < 3e-5 || $7 > 5e-5 || $8 > 2e-4 }
+    $1 == "tq8" { n++; bad += $6 < 6e-5 || $6 > 6.5e-5 || $7 < 6e-5 || $7 > 6.5e-5 }
+    $1 == "f16" && $3 == "unrotated" && layer == 0 { n++; bad += $8 < 3e-3 || $8 > 5e-3 }
+    $1 == "f16" && $2 == "f16" { n++; bad += $6 != 0 || $7 != 0 || $8 > 1e-9 }
+    END { exit bad > 0 || n != 17 }' "$work/real_kv"
+head -c 1000000 $data/real_kv.bin >"$work/short"
+refused "real_kv/short" "damaged" "$bin/real_kv" "$work/short"
+damage $data/real_kv.bin "$work/damaged" 13
+refused "real_kv/layers" "damaged" "$bin/real_kv" "$work/damaged"
+
+echo "$passed passed, $failed failed"
+test "$failed" -eq 0

@@ -1,0 +1,155 @@
+/* Checks of tinylm from the inside: batches against single bytes, formats against floats, truncation, and the scores.
+ * One line a check, `pass NAME` or `FAIL NAME`; test.sh counts them. Run from the top folder. */
+#define main tinylm_main
+#include "../tinylm.c"
+#undef main
+
+static void report(bool good, const char *name, const char *detail)
+{
+    printf("%s %s%s%s\n", good ? "pass" : "FAIL", name, *detail ? ": " : "", detail);
+    fflush(stdout);
+}
+
+static void report_limit(double value, double low, double high, const char *name)
+{
+    char detail[80];
+    snprintf(detail, sizeof detail, "%.6f, wanted %.6f to %.6f", value, low, high);
+    report(value >= low && value <= high, name, detail);
+}
+
+static double largest_difference(const float *a, const float *b, int count)
+{
+    double most = 0;
+    for (int i = 0; i < count; i++) most = fabs((double)a[i] - b[i]) > most ? fabs((double)a[i] - b[i]) : most;
+    return most;
+}
+
+/* Long enough that both rings wrap: windows 256 and 512 with BATCH more. */
+static void test_batches(model *m, const unsigned char *text, const char *keys, const char *values)
+{
+    enum { N = 700 };
+    char name[64];
+    session batched, single;
+    float *all = floats(N * VOCABULARY), *each = floats(N * VOCABULARY);
+    session_create(&batched, m, find_format(keys), find_format(values), MAX_CONTEXT);
+    session_create(&single, m, find_format(keys), find_format(values), MAX_CONTEXT);
+    forward(&batched, text, N, all);
+    for (int i = 0; i < N; i++) forward(&single, text + i, 1, each + i * VOCABULARY);
+    snprintf(name, sizeof name, "batch/%s/%s", keys, values);
+    report_limit(largest_difference(all, each, N * VOCABULARY), 0, 1e-4, name);
+    free(all);
+    free(each);
+    session_destroy(&batched);
+    session_destroy(&single);
+}
+
+/* A conversation that took a wrong turn and was truncated goes on like one that did not. */
+static void test_truncate(model *m, const unsigned char *text)
+{
+    enum { PREFIX = 600, WRONG = 100, AFTER = 50 };
+    session straight, turned;
+    float *a = floats(PREFIX * VOCABULARY), *b = floats(PREFIX * VOCABULARY);
+    session_create(&straight, m, find_format("i8"), find_format("tq4"), MAX_CONTEXT);
+    session_create(&turned, m, find_format("i8"), find_format("tq4"), MAX_CONTEXT);
+    forward(&straight, text, PREFIX, a);
+    forward(&turned, text, PREFIX, b);
+    forward(&turned, text + 5000, WRONG, b);
+    session_truncate(&turned, PREFIX);
+    forward(&straight, text + PREFIX, AFTER, a);
+    forward(&turned, text + PREFIX, AFTER, b);
+    report(memcmp(a, b, AFTER * VOCABULARY * sizeof *a) == 0, "truncate", "");
+    free(a);
+    free(b);
+    session_destroy(&straight);
+    session_destroy(&turned);
+}
+
+static void generate(model *m, const options *o, conversation *c)
+{
+    float logits[VOCABULARY];
+    conversation_start(c, m, o);
+    for (int i = 0; i < o->n_bytes; i++) {
+        forward(&c->s, c->text + c->length - 1, 1, logits);
+        c->text[c->length++] = (unsigned char)largest(logits);
+    }
+    session_destroy(&c->s);
+}
+
+static void test_same_text(model *m)
+{
+    static conversation floating, quantised;
+    options o = {
+        .prompt = "In the beginning", .n_bytes = 200, .keys = find_format("f32"), .values = find_format("f32")};
+    generate(m, &o, &floating);
+    o.keys = o.values = find_format("i8");
+    generate(m, &o, &quantised);
+    report(memcmp(floating.text, quantised.text, (size_t)floating.length) == 0, "generate/f32-i8", "200 bytes");
+}
+
+/* Verified in batches with rollback, the text is what the verifying cache would have written alone. */
+static void test_speculation(model *m, const char *keys, const char *values)
+{
+    static conversation plain, guessed;
+    session draft;
+    char name[64];
+    int rounds = 0;
+    options o = {.prompt = "And it came to pass, that", .n_bytes = 200};
+    o.keys = find_format(keys);
+    o.values = find_format(values);
+    generate(m, &o, &plain);
+    conversation_start(&guessed, m, &o);
+    session_create(&draft, m, find_format("tq4"), find_format("tq4"), MAX_CONTEXT);
+    prefill(&draft, guessed.text, guessed.length - 1);
+    for (; guessed.length < plain.length; rounds++) speculate_round(&guessed, &draft);
+    snprintf(name, sizeof name, "speculate/%s/%s", keys, values);
+    report(memcmp(plain.text, guessed.text, (size_t)plain.length) == 0 && rounds < o.n_bytes, name, "");
+    session_destroy(&draft);
+    session_destroy(&guessed.s);
+}
+
+/* Bits a byte and KL divergence of a pair over all sixteen windows; the reference is scored first. */
+static void test_score(scoring *job, const char *format, double low, double high)
+{
+    session s;
+    double means[3];
+    char name[64];
+    bool reference = strcmp(format, "f32") == 0;
+    session_create(&s, job->m, find_format(format), find_format(format), WINDOW_BYTES);
+    score_windows(job, &s, reference ? job->reference : job->logits, format);
+    compare(reference ? job->reference : job->logits, job->reference, job->text, job->n_windows * WINDOW_BYTES, means);
+    snprintf(name, sizeof name, "score/%s/%s", format, reference ? "bits" : "divergence");
+    report_limit(means[reference ? 0 : 1], low, high, name);
+    session_destroy(&s);
+}
+
+/* The limits: what an independent implementation of model and formats measured on the same windows. */
+static void test_scores(model *m, const unsigned char *text)
+{
+    enum { WINDOWS = 16 };
+    size_t count = (size_t)WINDOWS * WINDOW_BYTES * VOCABULARY;
+    scoring job = {m, text, WINDOWS, floats(count), floats(count), 0};
+    test_score(&job, "f32", 1.3523 - 0.0005, 1.3523 + 0.0005);
+    test_score(&job, "tq4", 0.0059 * 0.85, 0.0059 * 1.15);
+    test_score(&job, "i8", 0, 0.00003);
+    test_score(&job, "tq8", 0, 0.00005);
+    free(job.reference);
+    free(job.logits);
+}
+
+int main(void)
+{
+    model m;
+    data_file text;
+    options o = parse(2, (char *[]){"test", "score", NULL});
+    if (!data_file_open(&text, o.file) || !model_load(&m, o.model_path, o.n_threads)) stop("data", "missing");
+    for (int i = 0; i < N_FORMATS; i++) test_batches(&m, text.bytes, formats[i].name, formats[i].name);
+    test_batches(&m, text.bytes, "i8", "tq4");
+    test_truncate(&m, text.bytes);
+    test_same_text(&m);
+    test_speculation(&m, "i8", "i8");
+    test_speculation(&m, "f16", "tq5");
+    test_scores(&m, text.bytes);
+    free(text.bytes);
+    model_free(&m);
+    return 0;
+}

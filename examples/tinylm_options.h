@@ -1,0 +1,162 @@
+/* The command line of tinylm, the names of the cache formats, and a progress bar. */
+#ifndef TINYLM_OPTIONS_H
+#define TINYLM_OPTIONS_H
+
+#include "../tqkv.h"
+#include "plain_cache.h"
+#include <time.h>
+#include <unistd.h>
+
+typedef struct format_choice {
+    const char *name;
+    tqkv_format format; /* TQKV_FORMAT_DEFAULT: the plain cache, after this round trip */
+    round_trip through;
+    double bits; /* a value, of the plain ones */
+} format_choice;
+
+static const format_choice formats[] = {
+    {"f16", TQKV_F16, NULL, 0},
+    {"i8", TQKV_I8, NULL, 0},
+    {"tq8", TQKV_TQ8, NULL, 0},
+    {"tq6", TQKV_TQ6, NULL, 0},
+    {"tq5", TQKV_TQ5, NULL, 0},
+    {"tq4", TQKV_TQ4, NULL, 0},
+    {"f32", TQKV_FORMAT_DEFAULT, NULL, 32},
+    {"q8_0", TQKV_FORMAT_DEFAULT, q8_0_round_trip, 8.5},
+    {"q4_0", TQKV_FORMAT_DEFAULT, q4_0_round_trip, 4.5},
+};
+enum { N_FORMATS = sizeof formats / sizeof *formats };
+
+typedef struct options {
+    const char *command, *model_path, *file, *prompt;
+    const format_choice *keys, *values; /* both or neither */
+    int n_bytes, n_windows, n_threads;
+    float temperature;
+    uint64_t seed;
+    bool all;
+} options;
+
+static void stop(const char *what, const char *why)
+{
+    fprintf(stderr, "tinylm: %s: %s\n", what, why);
+    exit(1);
+}
+
+static const format_choice *find_format(const char *name)
+{
+    for (int i = 0; i < N_FORMATS; i++)
+        if (strcmp(formats[i].name, name) == 0) return &formats[i];
+    stop(name, "is no format this program knows");
+    return NULL;
+}
+
+static void usage(void)
+{
+    puts("tinylm                          a table and a paragraph\n"
+         "tinylm score [--windows N] [--text FILE] [--all | --keys F --values F]\n"
+         "tinylm generate PROMPT [options]\n"
+         "tinylm save FILE PROMPT [options]\n"
+         "tinylm resume FILE [options]\n"
+         "tinylm speculate PROMPT [options]\n"
+         "options: --keys F --values F (f16 i8 tq8 tq6 tq5 tq4; or f32 q8_0 q4_0 for both)\n"
+         "         --bytes N --temperature T --seed N --threads N --model FILE");
+    exit(2);
+}
+
+/* A whole number from `low` to `high`. */
+static int number(const char *option, const char *text, int low, int high)
+{
+    char *rest;
+    long value = strtol(text, &rest, 10);
+    if (*text == 0 || *rest != 0 || value < low || value > high) stop(option, "needs a number in its range");
+    return (int)value;
+}
+
+static void parse_option(options *o, const char *name, const char *value)
+{
+    if (strcmp(name, "--keys") == 0) {
+        o->keys = find_format(value);
+    } else if (strcmp(name, "--values") == 0) {
+        o->values = find_format(value);
+    } else if (strcmp(name, "--bytes") == 0) {
+        o->n_bytes = number(name, value, 0, MAX_CONTEXT);
+    } else if (strcmp(name, "--windows") == 0) {
+        o->n_windows = number(name, value, 1, 1 << 16);
+    } else if (strcmp(name, "--threads") == 0) {
+        o->n_threads = number(name, value, 1, POOL_MAX_THREADS);
+    } else if (strcmp(name, "--seed") == 0) {
+        o->seed = (uint64_t)number(name, value, 0, 1 << 30);
+    } else if (strcmp(name, "--temperature") == 0) {
+        o->temperature = (float)atof(value);
+    } else if (strcmp(name, "--model") == 0) {
+        o->model_path = value;
+    } else if (strcmp(name, "--text") == 0) {
+        o->file = value;
+    } else {
+        usage();
+    }
+}
+
+/* Positional arguments in the order of usage(), options anywhere. */
+static void parse_arguments(options *o, int argc, char **argv)
+{
+    const char *positional[2] = {NULL, NULL};
+    bool saves = strcmp(o->command, "save") == 0, resumes = strcmp(o->command, "resume") == 0;
+    int n_positional = 0, wanted = saves                                                                 ? 2
+                                   : strcmp(o->command, "score") == 0 || strcmp(o->command, "demo") == 0 ? 0
+                                                                                                         : 1;
+    for (int i = 2; i < argc; i++) {
+        if (strcmp(argv[i], "--all") == 0) {
+            o->all = true;
+        } else if (strncmp(argv[i], "--", 2) == 0) {
+            if (i + 1 == argc) usage();
+            parse_option(o, argv[i], argv[i + 1]);
+            i++;
+        } else if (n_positional < wanted) {
+            positional[n_positional++] = argv[i];
+        } else {
+            usage();
+        }
+    }
+    if (n_positional != wanted) usage();
+    if (saves || resumes) o->file = positional[0];
+    o->prompt = saves ? positional[1] : positional[0];
+}
+
+static options parse(int argc, char **argv)
+{
+    options o = {.model_path = "examples/data/tinylm.bin", .file = "examples/data/heldout.txt"};
+    long processors = sysconf(_SC_NPROCESSORS_ONLN);
+    o.n_threads = processors < 1 ? 1 : processors > POOL_MAX_THREADS ? POOL_MAX_THREADS : (int)processors;
+    o.n_bytes = 200;
+    o.n_windows = 16;
+    o.seed = 1;
+    o.command = argc < 2 ? "demo" : argv[1];
+    parse_arguments(&o, argc, argv);
+    if (!o.keys != !o.values) o.keys = o.values = o.keys ? o.keys : o.values;
+    if (!o.keys && o.prompt) {
+        o.keys = find_format("i8");
+        o.values = find_format("tq4");
+    }
+    return o;
+}
+
+static inline double seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* A bar on the terminal, if stderr is one; gone when done. */
+static inline void progress(const char *label, int done, int all)
+{
+    if (!isatty(STDERR_FILENO)) return;
+    if (done < all)
+        fprintf(stderr, "\r%-10s [%-32.*s] %d/%d ", label, 32 * done / all, "################################", done,
+                all);
+    else
+        fprintf(stderr, "\r%60s\r", "");
+}
+
+#endif
