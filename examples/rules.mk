@@ -11,4 +11,11 @@ test-examples: $(addprefix $(BUILD)/,encode_attend real_kv tinylm tinylm_test)
 	@echo "== examples"
 	@sh examples/tests/test.sh $(BUILD)
 
-TEST_TARGETS += test-examples
+.PHONY: test-projects
+test-projects:
+	@echo "== example projects"
+	@sh examples/tests/projects.sh $(abspath $(BUILD))/projects
+
+TEST_TARGETS += test-examples test-projects
+DEB_TEST += cmake
+BREW_TEST += cmake

@@ -1,0 +1,3 @@
+/* The one file with the implementation. */
+#define TQKV_IMPLEMENTATION
+#include "tqkv.h"
