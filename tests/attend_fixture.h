@@ -29,14 +29,15 @@ typedef struct attend_row {
 typedef struct attend_problem {
     tqkv_attention attention;
     tqkv_store keys, values;
-    float *q, *sinks, *out; /* [n_queries][n_heads][head_dim], [n_heads], as q */
-    double *expected;       /* as q */
+    float *q, *sinks, *out;  /* [n_queries][n_heads][head_dim], [n_heads], as q */
+    double *expected;        /* as q */
     size_t n_rows, head_dim; /* n_rows = n_queries * n_heads */
-    int64_t poisoned;       /* position, or -1 */
+    int64_t poisoned;        /* position, or -1 */
 } attend_problem;
 
 /* 40 positions of a linear store, one query of two heads. */
-static inline attend_row attend_default_row(tqkv_format keys, tqkv_format values, int head_dim) {
+static inline attend_row attend_default_row(tqkv_format keys, tqkv_format values, int head_dim)
+{
     attend_row row;
     memset(&row, 0, sizeof row);
     row.key_format = keys;
@@ -51,7 +52,8 @@ static inline attend_row attend_default_row(tqkv_format keys, tqkv_format values
     return row;
 }
 
-static inline bool attend_is_seen(const tqkv_attention *a, int64_t position) {
+static inline bool attend_is_seen(const tqkv_attention *a, int64_t position)
+{
     reference_shape shape = reference_attention_shape(a);
     for (int i = 0; i < shape.n_queries; i++)
         if (reference_is_visible(a, i, position)) return true;
@@ -59,7 +61,8 @@ static inline bool attend_is_seen(const tqkv_attention *a, int64_t position) {
 }
 
 /* 0xff in one position of all heads: NaN norms, NaN halves. With `codes_too` also codes that no encoder writes. */
-static inline void attend_poison_position(tqkv_store *s, int64_t position, bool codes_too) {
+static inline void attend_poison_position(tqkv_store *s, int64_t position, bool codes_too)
+{
     for (int head = 0; head < s->n_kv_heads; head++) {
         size_t norms = (size_t)reference_norms_per_row(s->format, s->head_dim) * sizeof(float);
         if (norms) memset((void *)(uintptr_t)reference_norms_at(s, head, position), 0xff, norms);
@@ -70,7 +73,8 @@ static inline void attend_poison_position(tqkv_store *s, int64_t position, bool 
 }
 
 /* Encodes what the store can hold of [0, end), then plants NaN in every slot that no query may read. */
-static inline void attend_fill_store(tqkv_store *s, const tqkv_attention *a, uint64_t seed, data_kind kind) {
+static inline void attend_fill_store(tqkv_store *s, const tqkv_attention *a, uint64_t seed, data_kind kind)
+{
     int64_t first = s->ring && a->end > s->capacity ? a->end - s->capacity : 0;
     int count = (int)(a->end - first);
     float *source = (float *)test_alloc(sizeof(float) * (size_t)(count * s->n_kv_heads * s->head_dim));
@@ -81,7 +85,8 @@ static inline void attend_fill_store(tqkv_store *s, const tqkv_attention *a, uin
     free(source);
 }
 
-static inline float *attend_make_sinks(const attend_row *row) {
+static inline float *attend_make_sinks(const attend_row *row)
+{
     int n_heads = row->n_kv_heads * row->group;
     if (row->sinks == SINKS_NONE) return NULL;
     float *sinks = (float *)test_alloc(sizeof(float) * (size_t)n_heads);
@@ -92,7 +97,8 @@ static inline float *attend_make_sinks(const attend_row *row) {
     return sinks;
 }
 
-static inline void attend_set_up(attend_problem *problem, const attend_row *row) {
+static inline void attend_set_up(attend_problem *problem, const attend_row *row)
+{
     memset(problem, 0, sizeof *problem);
     problem->keys = test_store(row->key_format, row->head_dim, row->n_kv_heads, row->key_capacity, row->key_ring);
     problem->values =
@@ -123,8 +129,7 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     problem->out = (float *)test_alloc_filled(count * sizeof(float), 0xff);
     problem->expected = (double *)test_alloc(count * sizeof(double));
     data_rows(13, DATA_GAUSSIAN, problem->q, (int)problem->n_rows, row->head_dim);
-    for (size_t i = 0; i < count; i++)
-        problem->q[i] *= row->query_size;
+    for (size_t i = 0; i < count; i++) problem->q[i] *= row->query_size;
     problem->poisoned = -1;
     if (row->poison != POISON_NONE) {
         reference_shape shape = reference_attention_shape(a);
@@ -136,7 +141,8 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     reference_attend(a, problem->q, problem->expected);
 }
 
-static inline void attend_tear_down(attend_problem *problem) {
+static inline void attend_tear_down(attend_problem *problem)
+{
     test_store_free(&problem->keys);
     test_store_free(&problem->values);
     free(problem->q);
@@ -146,7 +152,8 @@ static inline void attend_tear_down(attend_problem *problem) {
 }
 
 /* Every row of `out` that sees no poisoned position must be within the tolerance. */
-static inline void attend_check(const attend_problem *problem, const float *out, const char *what) {
+static inline void attend_check(const attend_problem *problem, const float *out, const char *what)
+{
     size_t d = problem->head_dim, n_heads = (size_t)problem->attention.n_heads;
     size_t checked = 0;
     for (size_t i = 0; i < problem->n_rows; i++) {

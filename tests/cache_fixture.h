@@ -19,7 +19,8 @@ typedef struct cache_row {
 
 static const float cache_sinks[CACHE_HEADS * CACHE_GROUP] = {0.5f, -1.0f, 2.0f, 0.0f};
 
-static inline tqkv_cache_desc cache_desc(const cache_row *row, counting *counter) {
+static inline tqkv_cache_desc cache_desc(const cache_row *row, counting *counter)
+{
     tqkv_cache_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.head_dim = row->head_dim;
@@ -34,13 +35,15 @@ static inline tqkv_cache_desc cache_desc(const cache_row *row, counting *counter
 }
 
 /* [n][CACHE_HEADS][head_dim], freed by the caller; the same seed continues the same sequence of rows. */
-static inline float *cache_data(uint64_t seed, int n, int head_dim) {
+static inline float *cache_data(uint64_t seed, int n, int head_dim)
+{
     float *rows = (float *)test_alloc(sizeof(float) * (size_t)(n * CACHE_HEADS * head_dim) + 1);
     data_rows(seed, DATA_STUDENT, rows, n * CACHE_HEADS, head_dim);
     return rows;
 }
 
-static inline void cache_append_seed(tqkv_cache *cache, uint64_t seed, int n, int head_dim) {
+static inline void cache_append_seed(tqkv_cache *cache, uint64_t seed, int n, int head_dim)
+{
     float *keys = cache_data(seed, n, head_dim), *values = cache_data(seed + 100, n, head_dim);
     CHECK_RESULT(tqkv_cache_append(cache, keys, values, n), TQKV_OK);
     free(keys);
@@ -48,7 +51,8 @@ static inline void cache_append_seed(tqkv_cache *cache, uint64_t seed, int n, in
 }
 
 /* NULL when the cache cannot be made, which is reported. */
-static inline tqkv_cache *cache_make(const cache_row *row, const tqkv_cache_desc *desc) {
+static inline tqkv_cache *cache_make(const cache_row *row, const tqkv_cache_desc *desc)
+{
     tqkv_cache *cache = NULL;
     CHECK_RESULT(tqkv_cache_create(desc, &cache), TQKV_OK);
     if (!cache) return NULL;
@@ -59,7 +63,8 @@ static inline tqkv_cache *cache_make(const cache_row *row, const tqkv_cache_desc
 
 /* The attention that a cache with this desc computes. */
 static inline tqkv_attention cache_attention(const tqkv_cache *cache, const tqkv_cache_desc *desc, int n_queries,
-                                             int kv_len) {
+                                             int kv_len)
+{
     tqkv_attention a;
     memset(&a, 0, sizeof a);
     a.keys = tqkv_cache_keys(cache);

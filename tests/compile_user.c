@@ -6,7 +6,8 @@
 #error "the shared section shows without the implementation"
 #endif
 
-int main(void) {
+int main(void)
+{
     float row[32] = {1.0f};
     tqkv_format format = tqkv_format_from_name("tq5");
     int ok = tqkv_rotate(row, 1, 32) == TQKV_OK && tqkv_unrotate(row, 1, 32) == TQKV_OK && row[0] > 0.9f;

@@ -12,7 +12,8 @@ typedef struct counting {
 
 enum { COUNTING_HEADER = 64 };
 
-static inline void *counting_alloc(void *user, size_t size) {
+static inline void *counting_alloc(void *user, size_t size)
+{
     counting *counter = (counting *)user;
     if (++counter->calls == counter->fail_at) return NULL;
     unsigned char *block = (unsigned char *)test_alloc(size + COUNTING_HEADER);
@@ -22,7 +23,8 @@ static inline void *counting_alloc(void *user, size_t size) {
     return block + COUNTING_HEADER;
 }
 
-static inline void counting_free(void *user, void *pointer, size_t size) {
+static inline void counting_free(void *user, void *pointer, size_t size)
+{
     counting *counter = (counting *)user;
     if (!pointer) return;
     unsigned char *block = (unsigned char *)pointer - COUNTING_HEADER;
@@ -31,7 +33,8 @@ static inline void counting_free(void *user, void *pointer, size_t size) {
     free(block);
 }
 
-static inline tqkv_allocator counting_allocator(counting *counter) {
+static inline tqkv_allocator counting_allocator(counting *counter)
+{
     tqkv_allocator allocator;
     allocator.alloc = counting_alloc;
     allocator.free = counting_free;
@@ -51,16 +54,15 @@ static inline tqkv_allocator counting_allocator(counting *counter) {
 typedef struct stream {
     unsigned char *bytes;
     size_t size, room, at;
-    size_t largest; /* bytes moved by one call at most; 0 = all */
+    size_t largest;     /* bytes moved by one call at most; 0 = all */
     int calls, fail_at; /* the fail_at-th call answers `answer`, counted from 1; 0 never */
     size_t answer;
 } stream;
 
-static inline size_t stream_share(stream *s, size_t n) {
-    return s->largest && n > s->largest ? s->largest : n;
-}
+static inline size_t stream_share(stream *s, size_t n) { return s->largest && n > s->largest ? s->largest : n; }
 
-static inline size_t stream_write(void *user, const void *bytes, size_t n) {
+static inline size_t stream_write(void *user, const void *bytes, size_t n)
+{
     stream *s = (stream *)user;
     if (++s->calls == s->fail_at) return s->answer;
     size_t share = stream_share(s, n);
@@ -74,7 +76,8 @@ static inline size_t stream_write(void *user, const void *bytes, size_t n) {
     return share;
 }
 
-static inline size_t stream_read(void *user, void *bytes, size_t n) {
+static inline size_t stream_read(void *user, void *bytes, size_t n)
+{
     stream *s = (stream *)user;
     if (++s->calls == s->fail_at) return s->answer;
     size_t share = stream_share(s, n);
@@ -84,30 +87,35 @@ static inline size_t stream_read(void *user, void *bytes, size_t n) {
     return share;
 }
 
-static inline stream stream_empty(void) {
+static inline stream stream_empty(void)
+{
     stream s;
     memset(&s, 0, sizeof s);
     return s;
 }
 
-static inline void stream_rewind(stream *s) {
+static inline void stream_rewind(stream *s)
+{
     s->at = 0;
     s->calls = 0;
 }
 
-static inline void stream_free(stream *s) {
+static inline void stream_free(stream *s)
+{
     free(s->bytes);
     *s = stream_empty();
 }
 
 /* The snapshot of a cache, freed by the caller. */
-static inline stream stream_of_cache(const tqkv_cache *cache) {
+static inline stream stream_of_cache(const tqkv_cache *cache)
+{
     stream s = stream_empty();
     CHECK_RESULT(tqkv_cache_save(cache, stream_write, &s), TQKV_OK);
     return s;
 }
 
-static inline bool stream_is_equal(const stream *a, const stream *b) {
+static inline bool stream_is_equal(const stream *a, const stream *b)
+{
     return a->size == b->size && (a->size == 0 || !memcmp(a->bytes, b->bytes, a->size));
 }
 

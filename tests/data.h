@@ -12,7 +12,8 @@ typedef struct data_random {
 } data_random;
 
 /* SplitMix64 (Steele, Lea, Flood 2014). */
-static inline uint64_t data_bits(data_random *random) {
+static inline uint64_t data_bits(data_random *random)
+{
     random->state += UINT64_C(0x9e3779b97f4a7c15);
     uint64_t z = random->state;
     z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
@@ -21,12 +22,14 @@ static inline uint64_t data_bits(data_random *random) {
 }
 
 /* In [0, limit); the tiny bias does not matter here. */
-static inline int data_below(data_random *random, int limit) {
+static inline int data_below(data_random *random, int limit)
+{
     return (int)((data_bits(random) >> 33) % (uint64_t)limit);
 }
 
 /* Sum of 48 uniform 16-bit integers, centred: near Gaussian (excess kurtosis -0.025), standard deviation 131072. */
-static inline int32_t data_gaussian_integer(data_random *random) {
+static inline int32_t data_gaussian_integer(data_random *random)
+{
     int32_t sum = 0;
     for (int i = 0; i < 12; i++) {
         uint64_t bits = data_bits(random);
@@ -37,12 +40,14 @@ static inline int32_t data_gaussian_integer(data_random *random) {
 }
 
 /* Mean 0, variance 1. */
-static inline float data_gaussian(data_random *random) {
+static inline float data_gaussian(data_random *random)
+{
     return (float)data_gaussian_integer(random) * (1.0f / 131072.0f);
 }
 
 /* Student's t with 3 degrees of freedom: heavy tails, as values of real models have. */
-static inline float data_student(data_random *random) {
+static inline float data_student(data_random *random)
+{
     int64_t a = data_gaussian_integer(random), b = data_gaussian_integer(random), c = data_gaussian_integer(random);
     int64_t squares = a * a + b * b + c * c;
     double scale = sqrt(3.0 / (double)(squares + 1));
@@ -61,18 +66,21 @@ typedef enum data_kind {
     DATA_KINDS
 } data_kind;
 
-static inline const char *data_kind_name(int kind) {
+static inline const char *data_kind_name(int kind)
+{
     static const char *const names[DATA_KINDS] = {"gaussian", "student", "outliers", "magnitudes",
                                                   "extremes", "zeros",   "one_hot",  "constant"};
     return names[kind];
 }
 
 /* Channels 5, 69, 133 ... (one in 64) are 10, 20, 30, 40, 50 times as large. */
-static inline float data_outlier_factor(int channel) {
+static inline float data_outlier_factor(int channel)
+{
     return channel % 64 == 5 ? (float)(10 * (1 + channel / 64 % 5)) : 1.0f;
 }
 
-static inline float data_row_scale(data_random *random, data_kind kind) {
+static inline float data_row_scale(data_random *random, data_kind kind)
+{
     static const float magnitudes[7] = {1e-6f, 1e-4f, 1e-2f, 1.0f, 1e2f, 1e4f, 1e6f};
     static const float extremes[8] = {1e-40f, 1e-30f, 1e-22f, 1e-11f, 1e-10f, 6e-8f, 1e18f, 1e30f};
     if (kind == DATA_MAGNITUDES) return magnitudes[data_below(random, 7)];
@@ -81,27 +89,40 @@ static inline float data_row_scale(data_random *random, data_kind kind) {
 }
 
 /* row: [head_dim] */
-static inline void data_row(data_random *random, data_kind kind, float *row, int head_dim) {
+static inline void data_row(data_random *random, data_kind kind, float *row, int head_dim)
+{
     float scale = data_row_scale(random, kind);
     int hot = data_below(random, head_dim);
     float constant = data_gaussian(random);
     for (int i = 0; i < head_dim; i++) {
         switch (kind) {
-        case DATA_STUDENT: row[i] = data_student(random); break;
-        case DATA_OUTLIERS: row[i] = data_gaussian(random) * data_outlier_factor(i); break;
-        case DATA_ZEROS: row[i] = i % 3 == 1 ? -0.0f : 0.0f; break;
-        case DATA_ONE_HOT: row[i] = i == hot ? constant : 0.0f; break;
-        case DATA_CONSTANT: row[i] = constant; break;
-        default: row[i] = data_gaussian(random) * scale; break;
+        case DATA_STUDENT:
+            row[i] = data_student(random);
+            break;
+        case DATA_OUTLIERS:
+            row[i] = data_gaussian(random) * data_outlier_factor(i);
+            break;
+        case DATA_ZEROS:
+            row[i] = i % 3 == 1 ? -0.0f : 0.0f;
+            break;
+        case DATA_ONE_HOT:
+            row[i] = i == hot ? constant : 0.0f;
+            break;
+        case DATA_CONSTANT:
+            row[i] = constant;
+            break;
+        default:
+            row[i] = data_gaussian(random) * scale;
+            break;
         }
     }
 }
 
 /* rows: [n_rows][head_dim]. The seed and the kind decide every bit. */
-static inline void data_rows(uint64_t seed, data_kind kind, float *rows, int n_rows, int head_dim) {
+static inline void data_rows(uint64_t seed, data_kind kind, float *rows, int n_rows, int head_dim)
+{
     data_random random = {seed * UINT64_C(0x2545f4914f6cdd1d) + (uint64_t)kind};
-    for (int i = 0; i < n_rows; i++)
-        data_row(&random, kind, rows + (size_t)i * (size_t)head_dim, head_dim);
+    for (int i = 0; i < n_rows; i++) data_row(&random, kind, rows + (size_t)i * (size_t)head_dim, head_dim);
 }
 
 #endif

@@ -25,7 +25,8 @@ typedef struct golden_case {
     int format, head_dim, kind, option;
 } golden_case;
 
-static inline int golden_is_offered(const golden_case *c) {
+static inline int golden_is_offered(const golden_case *c)
+{
     int codebook = c->format != TQKV_F16 && c->format != TQKV_I8;
     if (c->option == GOLDEN_UNROTATED) return codebook && c->format != TQKV_TQ4;
     if (c->option == GOLDEN_BLOCK_SCALE) return codebook && c->head_dim >= 512;
@@ -33,7 +34,8 @@ static inline int golden_is_offered(const golden_case *c) {
 }
 
 /* The index-th case into *found; 0 past the last. */
-static inline int golden_find(int index, golden_case *found) {
+static inline int golden_find(int index, golden_case *found)
+{
     golden_case c;
     for (c.option = 0; c.option < GOLDEN_OPTIONS; c.option++)
         for (c.format = TQKV_F16; c.format <= TQKV_I8; c.format++)
@@ -47,13 +49,15 @@ static inline int golden_find(int index, golden_case *found) {
     return 0;
 }
 
-static inline void golden_name(const golden_case *c, char name[GOLDEN_NAME_SIZE]) {
+static inline void golden_name(const golden_case *c, char name[GOLDEN_NAME_SIZE])
+{
     static const char *const suffix[GOLDEN_OPTIONS] = {"", "/unrotated", "/block_scale"};
     snprintf(name, GOLDEN_NAME_SIZE, "%s/%d/%s%s", tqkv_format_name((tqkv_format)c->format), c->head_dim,
              data_kind_name(c->kind), suffix[c->option]);
 }
 
-static inline tqkv_store golden_store(const golden_case *c) {
+static inline tqkv_store golden_store(const golden_case *c)
+{
     tqkv_store store;
     memset(&store, 0, sizeof store);
     store.format = (tqkv_format)c->format;
@@ -68,7 +72,8 @@ static inline tqkv_store golden_store(const golden_case *c) {
 }
 
 /* Encodes the case's rows into a store whose other bytes are 0xa5, and hashes all of it; 0 on failure. */
-static inline int golden_make(const golden_case *c, golden *made) {
+static inline int golden_make(const golden_case *c, golden *made)
+{
     tqkv_store store = golden_store(c);
     float *source = (float *)malloc(sizeof(float) * GOLDEN_TOKENS * GOLDEN_HEADS * (size_t)c->head_dim);
     store.codes = malloc(store.codes_size + 1);

@@ -2,10 +2,12 @@
 #define TQKV_IMPLEMENTATION
 #include "golden.h"
 
-int main(void) {
+int main(void)
+{
     golden_case c;
-    printf("/* Made by tests/make_goldens.c (make goldens): hashes of the codes and norms of every case in golden.h. */\n");
-    printf("static const golden goldens[] = {\n");
+    printf("/* Made by tests/make_goldens.c (make goldens): hashes of the codes and norms of every case in golden.h. "
+           "*/\n");
+    printf("// clang-format off\nstatic const golden goldens[] = {\n");
     for (int i = 0; golden_find(i, &c); i++) {
         char name[GOLDEN_NAME_SIZE];
         golden made;

@@ -11,75 +11,93 @@ enum { REFERENCE_MAX_DIM = 1024, REFERENCE_LANES = 32 };
 
 /* ---- Formats ---- */
 
-static inline int reference_bits(tqkv_format format) {
+static inline int reference_bits(tqkv_format format)
+{
     switch (format) {
-    case TQKV_TQ4: return 4;
+    case TQKV_TQ4:
+        return 4;
     case TQKV_TQ5:
-    case TQKV_TQ5_BYTES: return 5;
+    case TQKV_TQ5_BYTES:
+        return 5;
     case TQKV_TQ6:
-    case TQKV_TQ6_BYTES: return 6;
-    default: return 8;
+    case TQKV_TQ6_BYTES:
+        return 6;
+    default:
+        return 8;
     }
 }
 
-static inline bool reference_is_codebook(tqkv_format format) {
-    return format != TQKV_F16 && format != TQKV_I8;
-}
+static inline bool reference_is_codebook(tqkv_format format) { return format != TQKV_F16 && format != TQKV_I8; }
 
-static inline bool reference_is_rotated(const tqkv_store *store) {
+static inline bool reference_is_rotated(const tqkv_store *store)
+{
     return store->format != TQKV_F16 && !store->unrotated;
 }
 
-static inline size_t reference_row_bytes(tqkv_format format, int head_dim) {
+static inline size_t reference_row_bytes(tqkv_format format, int head_dim)
+{
     size_t d = (size_t)head_dim;
     switch (format) {
-    case TQKV_F16: return 2 * d;
-    case TQKV_TQ4: return d / 2;
-    case TQKV_TQ5: return d / 2 + d / 8;
-    case TQKV_TQ6: return d / 2 + d / 4;
-    default: return d;
+    case TQKV_F16:
+        return 2 * d;
+    case TQKV_TQ4:
+        return d / 2;
+    case TQKV_TQ5:
+        return d / 2 + d / 8;
+    case TQKV_TQ6:
+        return d / 2 + d / 4;
+    default:
+        return d;
     }
 }
 
-static inline int reference_block(tqkv_format format, int head_dim) {
+static inline int reference_block(tqkv_format format, int head_dim)
+{
     if (format == TQKV_I8) return head_dim < 128 ? head_dim : 128;
     return head_dim < 512 ? head_dim : 256;
 }
 
-static inline int reference_norms_per_row(tqkv_format format, int head_dim) {
+static inline int reference_norms_per_row(tqkv_format format, int head_dim)
+{
     return format == TQKV_F16 ? 0 : head_dim / reference_block(format, head_dim);
 }
 
 /* ---- Exact float steps: every result passes through memory, so that nothing is contracted or kept wider ---- */
 
-static inline float reference_multiply(float a, float b) {
+static inline float reference_multiply(float a, float b)
+{
     volatile float result = a * b;
     return result;
 }
 
-static inline float reference_add(float a, float b) {
+static inline float reference_add(float a, float b)
+{
     volatile float result = a + b;
     return result;
 }
 
-static inline float reference_divide(float a, float b) {
+static inline float reference_divide(float a, float b)
+{
     volatile float result = a / b;
     return result;
 }
 
-static inline float reference_root(float a) {
+static inline float reference_root(float a)
+{
     volatile float result = sqrtf(a);
     return result;
 }
 
-static inline bool reference_is_negative(int index, int head_dim) {
+static inline bool reference_is_negative(int index, int head_dim)
+{
     const uint8_t *signs = test_signs();
     int j = head_dim <= 256 ? index : index % 512;
     return (signs[j / 8] >> (j % 8) & 1) != 0;
 }
 
 /* y = H(s * x) / sqrt(D). row: [head_dim] */
-static inline void reference_rotate_row(float *row, int head_dim) {
+static inline void reference_rotate_row(float *row, int head_dim)
+{
     for (int i = 0; i < head_dim; i++)
         if (reference_is_negative(i, head_dim)) row[i] = -row[i];
     for (int h = 1; h < head_dim; h *= 2) {
@@ -90,12 +108,12 @@ static inline void reference_rotate_row(float *row, int head_dim) {
             row[i + h] = reference_add(a, -b);
         }
     }
-    for (int i = 0; i < head_dim; i++)
-        row[i] = reference_multiply(row[i], (float)(1.0 / sqrt((double)head_dim)));
+    for (int i = 0; i < head_dim; i++) row[i] = reference_multiply(row[i], (float)(1.0 / sqrt((double)head_dim)));
 }
 
 /* Sum of squares of the block that holds `lane`, in the order of 32 lanes and an xor-tree. row: [head_dim] */
-static inline float reference_sum_of_squares(const float *row, int head_dim, int lane) {
+static inline float reference_sum_of_squares(const float *row, int head_dim, int lane)
+{
     int per_lane = head_dim / REFERENCE_LANES;
     int lanes = head_dim < 512 ? REFERENCE_LANES : 256 / per_lane;
     float sums[REFERENCE_LANES], next[REFERENCE_LANES];
@@ -107,14 +125,14 @@ static inline float reference_sum_of_squares(const float *row, int head_dim, int
         }
     }
     for (int distance = 1; distance < lanes; distance *= 2) {
-        for (int l = 0; l < REFERENCE_LANES; l++)
-            next[l] = reference_add(sums[l], sums[l ^ distance]);
+        for (int l = 0; l < REFERENCE_LANES; l++) next[l] = reference_add(sums[l], sums[l ^ distance]);
         memcpy(sums, next, sizeof sums);
     }
     return sums[lane];
 }
 
-static inline int reference_code(int bits, float scaled) {
+static inline int reference_code(int bits, float scaled)
+{
     const float *boundaries = test_boundaries(bits);
     int code = 0;
     for (int i = 0; i < (1 << bits) - 1; i++)
@@ -123,7 +141,8 @@ static inline int reference_code(int bits, float scaled) {
 }
 
 /* Rounds to nearest even; finite values beyond 65504 become 65504. */
-static inline uint16_t reference_half(float value) {
+static inline uint16_t reference_half(float value)
+{
     uint16_t sign = signbit(value) ? 0x8000 : 0;
     double size = fabs((double)value);
     if (size > 65504.0) size = 65504.0;
@@ -135,7 +154,8 @@ static inline uint16_t reference_half(float value) {
     return (uint16_t)(sign + ((exponent + 14) << 10) + units);
 }
 
-static inline double reference_half_value(uint16_t half) {
+static inline double reference_half_value(uint16_t half)
+{
     int exponent = half >> 10 & 31, mantissa = half & 1023;
     double size = exponent == 31  ? (mantissa ? (double)NAN : (double)INFINITY)
                   : exponent == 0 ? ldexp(mantissa, -24)
@@ -145,7 +165,8 @@ static inline double reference_half_value(uint16_t half) {
 
 /* ---- Encoding ---- */
 
-static inline void reference_put_code(uint8_t *codes, tqkv_format format, int head_dim, int j, int code) {
+static inline void reference_put_code(uint8_t *codes, tqkv_format format, int head_dim, int j, int code)
+{
     if (format == TQKV_TQ8 || format == TQKV_TQ5_BYTES || format == TQKV_TQ6_BYTES) {
         codes[j] = (uint8_t)code;
         return;
@@ -156,7 +177,8 @@ static inline void reference_put_code(uint8_t *codes, tqkv_format format, int he
     if (format == TQKV_TQ6) upper[j / 4] = (uint8_t)(upper[j / 4] | (code >> 4) << (2 * (j % 4)));
 }
 
-static inline int reference_code_at(const uint8_t *codes, tqkv_format format, int head_dim, int j) {
+static inline int reference_code_at(const uint8_t *codes, tqkv_format format, int head_dim, int j)
+{
     if (format == TQKV_TQ8 || format == TQKV_TQ5_BYTES || format == TQKV_TQ6_BYTES) return codes[j];
     int code = codes[j / 2] >> (j % 2 ? 4 : 0) & 15;
     const uint8_t *upper = codes + head_dim / 2;
@@ -165,12 +187,14 @@ static inline int reference_code_at(const uint8_t *codes, tqkv_format format, in
     return code;
 }
 
-static inline float reference_block_scale(const tqkv_store *store) {
+static inline float reference_block_scale(const tqkv_store *store)
+{
     return store->head_dim < 512 || store->block_scale == 0.0f ? 1.0f : store->block_scale;
 }
 
 /* Steps 5 to 8 for a codebook format. row: [head_dim], rotated; scaled: [head_dim] */
-static inline void reference_scale_row(const tqkv_store *s, const float *row, float *norms, float *scaled) {
+static inline void reference_scale_row(const tqkv_store *s, const float *row, float *norms, float *scaled)
+{
     int d = s->head_dim, per_lane = d / REFERENCE_LANES, block = reference_block(s->format, d);
     for (int first = 0; first < d; first += block) {
         float sum = reference_sum_of_squares(row, d, first / per_lane);
@@ -178,13 +202,13 @@ static inline void reference_scale_row(const tqkv_store *s, const float *row, fl
         float inverse = norm > 1e-10f ? reference_divide(1.0f, norm) : 0.0f;
         float scale = reference_multiply(inverse, d < 512 ? (float)sqrt((double)d) : reference_block_scale(s));
         norms[first / block] = norm;
-        for (int j = first; j < first + block; j++)
-            scaled[j] = reference_multiply(row[j], scale);
+        for (int j = first; j < first + block; j++) scaled[j] = reference_multiply(row[j], scale);
     }
 }
 
 /* The uniform grid of I8. row: [head_dim], rotated; scaled: [head_dim] in grid units */
-static inline void reference_grid_row(const tqkv_store *s, const float *row, float *norms, float *scaled) {
+static inline void reference_grid_row(const tqkv_store *s, const float *row, float *norms, float *scaled)
+{
     int block = reference_block(s->format, s->head_dim);
     for (int first = 0; first < s->head_dim; first += block) {
         float largest = 0.0f;
@@ -192,14 +216,14 @@ static inline void reference_grid_row(const tqkv_store *s, const float *row, flo
             if (fabsf(row[j]) > largest) largest = fabsf(row[j]);
         norms[first / block] = reference_divide(largest, 127.0f);
         float inverse = largest > 1e-10f ? reference_divide(127.0f, largest) : 0.0f;
-        for (int j = first; j < first + block; j++)
-            scaled[j] = reference_multiply(row[j], inverse);
+        for (int j = first; j < first + block; j++) scaled[j] = reference_multiply(row[j], inverse);
     }
 }
 
 /* One row as the store would hold it. source, scaled: [head_dim]; codes: [row_bytes]; norms: [norms_per_row] */
 static inline void reference_encode_row(const tqkv_store *s, const float *source, uint8_t *codes, float *norms,
-                                        float *scaled) {
+                                        float *scaled)
+{
     float row[REFERENCE_MAX_DIM];
     int d = s->head_dim;
     memcpy(row, source, (size_t)d * sizeof *row);
@@ -228,7 +252,8 @@ static inline void reference_encode_row(const tqkv_store *s, const float *source
 /* ---- Decoding, in double ---- */
 
 /* row: [head_dim]; x = s * H(y) / sqrt(D) */
-static inline void reference_unrotate_double(double *row, int head_dim) {
+static inline void reference_unrotate_double(double *row, int head_dim)
+{
     for (int h = 1; h < head_dim; h *= 2) {
         for (int i = 0; i < head_dim; i++) {
             if (i & h) continue;
@@ -242,7 +267,8 @@ static inline void reference_unrotate_double(double *row, int head_dim) {
 }
 
 /* row: [head_dim]; y = H(s * x) / sqrt(D) */
-static inline void reference_rotate_double(double *row, int head_dim) {
+static inline void reference_rotate_double(double *row, int head_dim)
+{
     for (int i = 0; i < head_dim; i++)
         if (reference_is_negative(i, head_dim)) row[i] = -row[i];
     reference_unrotate_double(row, head_dim);
@@ -250,27 +276,30 @@ static inline void reference_rotate_double(double *row, int head_dim) {
         if (reference_is_negative(i, head_dim)) row[i] = -row[i];
 }
 
-static inline int64_t reference_slot(const tqkv_store *s, int64_t position) {
+static inline int64_t reference_slot(const tqkv_store *s, int64_t position)
+{
     return s->ring ? position % s->capacity : position;
 }
 
-static inline const uint8_t *reference_codes_at(const tqkv_store *s, int kv_head, int64_t position) {
+static inline const uint8_t *reference_codes_at(const tqkv_store *s, int kv_head, int64_t position)
+{
     size_t row = (size_t)kv_head * (size_t)s->capacity + (size_t)reference_slot(s, position);
     return (const uint8_t *)s->codes + row * reference_row_bytes(s->format, s->head_dim);
 }
 
-static inline const float *reference_norms_at(const tqkv_store *s, int kv_head, int64_t position) {
+static inline const float *reference_norms_at(const tqkv_store *s, int kv_head, int64_t position)
+{
     size_t row = (size_t)kv_head * (size_t)s->capacity + (size_t)reference_slot(s, position);
     return s->norms + row * (size_t)reference_norms_per_row(s->format, s->head_dim);
 }
 
 /* One stored row in the original basis. row: [head_dim] */
-static inline void reference_decode(const tqkv_store *s, int kv_head, int64_t position, double *row) {
+static inline void reference_decode(const tqkv_store *s, int kv_head, int64_t position, double *row)
+{
     const uint8_t *codes = reference_codes_at(s, kv_head, position);
     int d = s->head_dim, block = reference_block(s->format, d);
     if (s->format == TQKV_F16) {
-        for (int j = 0; j < d; j++)
-            row[j] = reference_half_value((uint16_t)(codes[2 * j] | codes[2 * j + 1] << 8));
+        for (int j = 0; j < d; j++) row[j] = reference_half_value((uint16_t)(codes[2 * j] | codes[2 * j + 1] << 8));
         return;
     }
     const float *norms = reference_norms_at(s, kv_head, position);
@@ -293,7 +322,8 @@ typedef struct reference_shape {
     double scale;
 } reference_shape;
 
-static inline reference_shape reference_attention_shape(const tqkv_attention *a) {
+static inline reference_shape reference_attention_shape(const tqkv_attention *a)
+{
     reference_shape shape;
     int64_t capacity = a->keys->capacity < a->values->capacity ? a->keys->capacity : a->values->capacity;
     shape.head_dim = a->keys->head_dim;
@@ -306,7 +336,8 @@ static inline reference_shape reference_attention_shape(const tqkv_attention *a)
     return shape;
 }
 
-static inline bool reference_is_visible(const tqkv_attention *a, int query, int64_t position) {
+static inline bool reference_is_visible(const tqkv_attention *a, int query, int64_t position)
+{
     reference_shape shape = reference_attention_shape(a);
     int64_t at = shape.end - shape.n_queries + query;
     return position >= shape.oldest && position < shape.end && position <= at &&
@@ -314,24 +345,26 @@ static inline bool reference_is_visible(const tqkv_attention *a, int query, int6
 }
 
 /* All resident rows of one head in the original basis: [end - oldest][head_dim]. Freed by the caller. */
-static inline double *reference_decode_all(const tqkv_store *s, int kv_head, int64_t oldest, int64_t end) {
+static inline double *reference_decode_all(const tqkv_store *s, int kv_head, int64_t oldest, int64_t end)
+{
     double *rows = (double *)test_alloc((size_t)(end - oldest) * (size_t)s->head_dim * sizeof *rows);
     for (int64_t p = oldest; p < end; p++)
         reference_decode(s, kv_head, p, rows + (size_t)(p - oldest) * (size_t)s->head_dim);
     return rows;
 }
 
-static inline double reference_score(const tqkv_attention *a, const double *query, const double *key, double scale) {
+static inline double reference_score(const tqkv_attention *a, const double *query, const double *key, double scale)
+{
     double sum = 0.0;
-    for (int j = 0; j < a->keys->head_dim; j++)
-        sum += query[j] * key[j];
+    for (int j = 0; j < a->keys->head_dim; j++) sum += query[j] * key[j];
     double cap = (double)a->softcap;
     return cap > 0.0 ? cap * tanh(sum * scale / cap) : sum * scale;
 }
 
 /* One query of one head. query, out: [head_dim], original basis; keys, values: [end - oldest][head_dim] */
 static inline void reference_attend_row(const tqkv_attention *a, int head, int query_index, const double *query,
-                                        const double *keys, const double *values, double *out) {
+                                        const double *keys, const double *values, double *out)
+{
     reference_shape shape = reference_attention_shape(a);
     size_t d = (size_t)shape.head_dim, count = (size_t)(shape.end - shape.oldest);
     double *scores = (double *)test_alloc(count * sizeof *scores);
@@ -348,17 +381,16 @@ static inline void reference_attend_row(const tqkv_attention *a, int head, int q
         if (!reference_is_visible(a, query_index, shape.oldest + (int64_t)i)) continue;
         double weight = exp(scores[i] - largest);
         sum += weight;
-        for (size_t j = 0; j < d; j++)
-            out[j] += weight * values[i * d + j];
+        for (size_t j = 0; j < d; j++) out[j] += weight * values[i * d + j];
     }
     if (a->sinks) sum += exp((double)a->sinks[head] - largest);
-    for (size_t j = 0; any && j < d; j++)
-        out[j] /= sum;
+    for (size_t j = 0; any && j < d; j++) out[j] /= sum;
     free(scores);
 }
 
 /* q: [n_queries][n_heads][head_dim], out the same in double, both in the bases that the attention names */
-static inline void reference_attend(const tqkv_attention *a, const float *q, double *out) {
+static inline void reference_attend(const tqkv_attention *a, const float *q, double *out)
+{
     reference_shape shape = reference_attention_shape(a);
     size_t d = (size_t)shape.head_dim;
     double query[REFERENCE_MAX_DIM];
@@ -368,8 +400,7 @@ static inline void reference_attend(const tqkv_attention *a, const float *q, dou
         for (int i = 0; i < shape.n_queries * shape.group; i++) {
             int query_index = i / shape.group, head = kv_head * shape.group + i % shape.group;
             size_t at = ((size_t)query_index * (size_t)shape.n_heads + (size_t)head) * d;
-            for (size_t j = 0; j < d; j++)
-                query[j] = (double)q[at + j];
+            for (size_t j = 0; j < d; j++) query[j] = (double)q[at + j];
             if (a->query_basis == TQKV_ROTATED && reference_is_rotated(a->keys))
                 reference_unrotate_double(query, shape.head_dim);
             reference_attend_row(a, head, query_index, query, keys, values, out + at);
@@ -382,7 +413,8 @@ static inline void reference_attend(const tqkv_attention *a, const float *q, dou
 }
 
 /* |x - reference| / |reference| over n values; 0 when both are zero */
-static inline double reference_relative_error(const float *x, const double *reference, size_t n) {
+static inline double reference_relative_error(const float *x, const double *reference, size_t n)
+{
     double error = 0.0, size = 0.0;
     for (size_t i = 0; i < n; i++) {
         double difference = (double)x[i] - reference[i];

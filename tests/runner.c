@@ -1,4 +1,4 @@
-/* Runs the table of cases: runner [--list] [--save FILE | --load FILE] [part of a name]... */
+/* The table of cases, and the running of those that are selected. */
 #include "runner.h"
 
 #include <stdarg.h>
@@ -16,7 +16,8 @@ static struct {
     int failures;
 } table;
 
-void *test_alloc(size_t bytes) {
+void *test_alloc(size_t bytes)
+{
     void *memory = malloc(bytes ? bytes : 1);
     if (!memory) {
         fprintf(stderr, "tests: out of memory\n");
@@ -25,11 +26,10 @@ void *test_alloc(size_t bytes) {
     return memory;
 }
 
-void *test_alloc_filled(size_t bytes, int byte) {
-    return memset(test_alloc(bytes), byte, bytes);
-}
+void *test_alloc_filled(size_t bytes, int byte) { return memset(test_alloc(bytes), byte, bytes); }
 
-void test_add(void (*run)(const void *row), const void *row, size_t row_size, const char *name, ...) {
+void test_add(void (*run)(const void *row), const void *row, size_t row_size, const char *name, ...)
+{
     if (table.count == table.room) {
         table.room = table.room ? 2 * table.room : 1024;
         table.cases = (test_case *)realloc(table.cases, table.room * sizeof *table.cases);
@@ -52,7 +52,8 @@ void test_add(void (*run)(const void *row), const void *row, size_t row_size, co
     }
 }
 
-void test_fail(const char *file, int line, const char *condition, const char *format, ...) {
+void test_fail(const char *file, int line, const char *condition, const char *format, ...)
+{
     if (++table.failures > MAX_FAILURES_PRINTED) return;
     printf("FAIL %s\n  %s:%d: %s: ", table.running ? table.running->name : "(no case)", file, line, condition);
     va_list arguments;
@@ -63,7 +64,8 @@ void test_fail(const char *file, int line, const char *condition, const char *fo
     fflush(stdout);
 }
 
-tqkv_store test_store(tqkv_format format, int head_dim, int n_kv_heads, int capacity, bool ring) {
+tqkv_store test_store(tqkv_format format, int head_dim, int n_kv_heads, int capacity, bool ring)
+{
     tqkv_store store;
     memset(&store, 0, sizeof store);
     store.format = format;
@@ -78,33 +80,22 @@ tqkv_store test_store(tqkv_format format, int head_dim, int n_kv_heads, int capa
     return store;
 }
 
-void test_store_free(tqkv_store *store) {
+void test_store_free(tqkv_store *store)
+{
     free(store->codes);
     free(store->norms);
     memset(store, 0, sizeof *store);
 }
 
-static void add_all_cases(void) {
-    test_tables_cases();
-    test_golden_cases();
-    test_codec_cases();
-    test_codec_error_cases();
-    test_attend_cases();
-    test_attend_options_cases();
-    test_defect_cases();
-    test_cache_cases();
-    test_snapshot_cases();
-    test_input_cases();
-    test_fault_cases();
-}
-
-static bool is_selected(const char *name, int n_filters, char **filters) {
+static bool is_selected(const char *name, int n_filters, char **filters)
+{
     for (int i = 0; i < n_filters; i++)
         if (strstr(name, filters[i])) return true;
     return n_filters == 0;
 }
 
-static int run_selected(bool list, int n_filters, char **filters) {
+int test_run_selected(bool list, int n_filters, char **filters)
+{
     int passed = 0, failed = 0;
     for (size_t i = 0; i < table.count; i++) {
         if (!is_selected(table.cases[i].name, n_filters, filters)) continue;
@@ -122,18 +113,10 @@ static int run_selected(bool list, int n_filters, char **filters) {
         else
             passed++;
     }
+    free(table.cases);
+    memset(&table, 0, sizeof table);
     if (list) return 0;
     if (passed + failed == 0) failed = 1; /* a filter that selects nothing must not look like success */
     printf("%d passed, %d failed\n", passed, failed);
     return failed != 0;
-}
-
-int main(int argc, char **argv) {
-    if (argc == 3 && !strcmp(argv[1], "--save")) return test_snapshot_save_file(argv[2]);
-    if (argc == 3 && !strcmp(argv[1], "--load")) return test_snapshot_load_file(argv[2]);
-    bool list = argc > 1 && !strcmp(argv[1], "--list");
-    add_all_cases();
-    int status = run_selected(list, argc - 1 - list, argv + 1 + list);
-    free(table.cases);
-    return status;
 }

@@ -58,7 +58,11 @@ void test_fail(const char *file, int line, const char *condition, const char *fo
                       tqkv_result_string(expected));                                                                   \
     } while (0)
 
-/* Each file of tests adds its cases here. */
+/* Runs (or lists) the cases whose names hold one of the filters, all without filters; prints 'N passed, N failed',
+ * frees the table and returns the exit status. */
+int test_run_selected(bool list, int n_filters, char **filters);
+
+/* Each file of tests adds its cases here (main.c). */
 void test_tables_cases(void);
 void test_golden_cases(void);
 void test_codec_cases(void);

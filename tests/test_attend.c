@@ -19,14 +19,16 @@ typedef struct task_thread {
     int first;
 } task_thread;
 
-static void *run_share(void *argument) {
+static void *run_share(void *argument)
+{
     const task_thread *thread = (const task_thread *)argument;
     for (int i = thread->first; i < thread->pool->count; i += THREADS)
         thread->pool->task(thread->pool->context, thread->pool->order[i]);
     return NULL;
 }
 
-static int *shuffled(int count, uint64_t seed) {
+static int *shuffled(int count, uint64_t seed)
+{
     data_random random = {seed};
     int *order = (int *)test_alloc(sizeof(int) * (size_t)count);
     for (int i = 0; i < count; i++) {
@@ -37,7 +39,8 @@ static int *shuffled(int count, uint64_t seed) {
     return order;
 }
 
-static void run_on_threads(void *user, int count, tqkv_task task, void *context) {
+static void run_on_threads(void *user, int count, tqkv_task task, void *context)
+{
     task_pool *pool = (task_pool *)user;
     pthread_t threads[THREADS];
     task_thread shares[THREADS];
@@ -51,19 +54,19 @@ static void run_on_threads(void *user, int count, tqkv_task task, void *context)
         shares[t].first = t;
         if (pthread_create(&threads[t], NULL, run_share, &shares[t]) != 0) exit(2);
     }
-    for (int t = 0; t < THREADS; t++)
-        pthread_join(threads[t], NULL);
+    for (int t = 0; t < THREADS; t++) pthread_join(threads[t], NULL);
     free(pool->order);
 }
 
-static void run_reversed(void *user, int count, tqkv_task task, void *context) {
+static void run_reversed(void *user, int count, tqkv_task task, void *context)
+{
     ((task_pool *)user)->calls++;
-    for (int i = count - 1; i >= 0; i--)
-        task(context, i);
+    for (int i = count - 1; i >= 0; i--) task(context, i);
 }
 
 /* The hook's result must be the serial one, bit for bit. */
-static void attend_in_parallel(attend_problem *problem, bool reversed) {
+static void attend_in_parallel(attend_problem *problem, bool reversed)
+{
     size_t bytes = problem->n_rows * problem->head_dim * sizeof(float);
     float *serial = (float *)test_alloc(bytes);
     task_pool pool;
@@ -85,7 +88,8 @@ typedef struct slice {
     float *out, *max, *sum;
 } slice;
 
-static slice make_slice(const attend_problem *problem) {
+static slice make_slice(const attend_problem *problem)
+{
     slice s;
     s.out = (float *)test_alloc_filled(problem->n_rows * problem->head_dim * sizeof(float), 0xff);
     s.max = (float *)test_alloc_filled(problem->n_rows * sizeof(float), 0xff);
@@ -93,17 +97,18 @@ static slice make_slice(const attend_problem *problem) {
     return s;
 }
 
-static void free_slice(slice *s) {
+static void free_slice(slice *s)
+{
     free(s->out);
     free(s->max);
     free(s->sum);
 }
 
 /* Cuts [oldest, end) at random places, two of them equal so that one slice is empty. cuts: [SLICES + 1] */
-static void cut(const attend_problem *problem, data_random *random, int64_t *cuts) {
+static void cut(const attend_problem *problem, data_random *random, int64_t *cuts)
+{
     reference_shape shape = reference_attention_shape(&problem->attention);
-    for (int i = 0; i <= SLICES; i++)
-        cuts[i] = shape.oldest + data_below(random, (int)(shape.end - shape.oldest + 1));
+    for (int i = 0; i <= SLICES; i++) cuts[i] = shape.oldest + data_below(random, (int)(shape.end - shape.oldest + 1));
     cuts[0] = shape.oldest;
     cuts[SLICES] = shape.end;
     cuts[2] = cuts[3];
@@ -115,7 +120,8 @@ static void cut(const attend_problem *problem, data_random *random, int64_t *cut
         }
 }
 
-static void check_empty_slice(const attend_problem *problem, const slice *s) {
+static void check_empty_slice(const attend_problem *problem, const slice *s)
+{
     for (size_t i = 0; i < problem->n_rows; i++)
         CHECK(s->max[i] == -(float)INFINITY && s->sum[i] == 0.0f, "empty slice: max %g, sum %g", (double)s->max[i],
               (double)s->sum[i]);
@@ -124,7 +130,8 @@ static void check_empty_slice(const attend_problem *problem, const slice *s) {
 }
 
 /* Slices merged two by two in a random order. */
-static void attend_in_slices(attend_problem *problem, uint64_t seed) {
+static void attend_in_slices(attend_problem *problem, uint64_t seed)
+{
     const tqkv_attention *a = &problem->attention;
     data_random random = {seed};
     slice slices[SLICES];
@@ -151,22 +158,32 @@ static void attend_in_slices(attend_problem *problem, uint64_t seed) {
 
 /* ---- One case ---- */
 
-void test_check_attend(const void *parameters) {
+void test_check_attend(const void *parameters)
+{
     const attend_row *row = (const attend_row *)parameters;
     attend_problem problem;
     attend_set_up(&problem, row);
     switch (row->way) {
-    case WAY_WHOLE: CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK); break;
-    case WAY_SLICES: attend_in_slices(&problem, (uint64_t)row->head_dim); break;
-    case WAY_PARALLEL: attend_in_parallel(&problem, false); break;
-    case WAY_REVERSED: attend_in_parallel(&problem, true); break;
+    case WAY_WHOLE:
+        CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
+        break;
+    case WAY_SLICES:
+        attend_in_slices(&problem, (uint64_t)row->head_dim);
+        break;
+    case WAY_PARALLEL:
+        attend_in_parallel(&problem, false);
+        break;
+    case WAY_REVERSED:
+        attend_in_parallel(&problem, true);
+        break;
     }
     attend_check(&problem, problem.out, "out");
     attend_tear_down(&problem);
 }
 
 /* What partial promises of its parts: max is the largest score, out/sum the average over the slice. */
-static void check_partial_parts(const void *parameters) {
+static void check_partial_parts(const void *parameters)
+{
     int d = *(const int *)parameters;
     attend_row row = attend_default_row(TQKV_TQ6, TQKV_F16, d);
     row.n_queries = 3;
@@ -177,15 +194,13 @@ static void check_partial_parts(const void *parameters) {
     CHECK_RESULT(tqkv_attend_partial(&problem.attention, problem.q, 8, 20, s.out, s.max, s.sum), TQKV_OK);
     for (size_t i = 0; i < problem.n_rows; i++) {
         double largest = -INFINITY, sum = 0.0, scores[20], query[REFERENCE_MAX_DIM], key[REFERENCE_MAX_DIM];
-        for (int j = 0; j < d; j++)
-            query[j] = (double)problem.q[i * (size_t)d + (size_t)j];
+        for (int j = 0; j < d; j++) query[j] = (double)problem.q[i * (size_t)d + (size_t)j];
         for (int p = 0; p < 20; p++) {
             reference_decode(&problem.keys, (int)(i % 4) / 2, 8 + p, key);
             scores[p] = reference_score(&problem.attention, query, key, 1.0 / sqrt((double)d));
             largest = scores[p] > largest ? scores[p] : largest;
         }
-        for (int p = 0; p < 20; p++)
-            sum += exp(scores[p] - largest);
+        for (int p = 0; p < 20; p++) sum += exp(scores[p] - largest);
         /* A backend may hold an older running maximum, so only max and sum together mean something. */
         double held = (double)s.sum[i] * exp((double)s.max[i]), expected = sum * exp(largest);
         CHECK(fabs(held - expected) <= ATTEND_TOLERANCE * expected, "row %d: sum * exp(max) is %g, not %g", (int)i,
@@ -198,7 +213,8 @@ static void check_partial_parts(const void *parameters) {
 
 /* ---- Every pair of formats, with everything else varied along ---- */
 
-static void add_pair(int index) {
+static void add_pair(int index)
+{
     static const int queries[7] = {1, 2, 3, 5, 17, 33, 65};
     static const int lengths[9] = {1, 7, 31, 32, 64, 65, 100, 129, 200};
     static const int windows[5] = {0, 0, 1, 9, 40};
@@ -218,7 +234,8 @@ static void add_pair(int index) {
              tqkv_format_name(values), row.head_dim);
 }
 
-static void add_query_counts(void) {
+static void add_query_counts(void)
+{
     for (int n = 1; n <= 65; n++) {
         attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 32 << n % 3);
         row.n_queries = n;
@@ -231,20 +248,21 @@ static void add_query_counts(void) {
     }
 }
 
-static void add_groups(void) {
+static void add_groups(void)
+{
     for (int group = 1; group <= 16; group++)
         for (int d = 0; d < 6; d++) {
-            attend_row row = attend_default_row(test_formats[(group + d) % 8], test_formats[(group + 3 * d) % 8],
-                                                test_head_dims[d]);
+            attend_row row =
+                attend_default_row(test_formats[(group + d) % 8], test_formats[(group + 3 * d) % 8], test_head_dims[d]);
             row.group = group;
             row.n_queries = 1 + (group + d) % 3;
             test_add(test_check_attend, &row, sizeof row, "attend/group/%d/%d", group, row.head_dim);
         }
 }
 
-void test_attend_cases(void) {
-    for (int i = 0; i < 64; i++)
-        add_pair(i);
+void test_attend_cases(void)
+{
+    for (int i = 0; i < 64; i++) add_pair(i);
     add_query_counts();
     add_groups();
     for (int d = 0; d < 6; d++)

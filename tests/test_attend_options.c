@@ -10,7 +10,8 @@ typedef struct option {
 
 /* ---- Where positions lie ---- */
 
-static void place(attend_row *row, bool ring, int capacity, int64_t end) {
+static void place(attend_row *row, bool ring, int capacity, int64_t end)
+{
     row->key_ring = row->value_ring = ring;
     row->key_capacity = row->value_capacity = capacity;
     row->end = end;
@@ -25,70 +26,85 @@ static void ring_wrapped(attend_row *row) { place(row, true, 48, 75); }
 static void ring_by_one(attend_row *row) { place(row, true, 48, 49); }
 static void ring_often(attend_row *row) { place(row, true, 33, 33 * 7 + 5); }
 static void ring_far(attend_row *row) { place(row, true, 40, ((int64_t)1 << 40) + 5); }
-static void ring_of_one(attend_row *row) {
+static void ring_of_one(attend_row *row)
+{
     place(row, true, 1, 12);
     row->n_queries = 2;
 }
 static void one_position(attend_row *row) { place(row, false, 5, 1); }
-static void different_capacities(attend_row *row) {
+static void different_capacities(attend_row *row)
+{
     place(row, true, 48, 75);
     row->value_capacity = 61;
     row->kv_len = 45;
 }
-static void smaller_values(attend_row *row) { /* kv_len 0: what both hold */
+static void smaller_values(attend_row *row)
+{ /* kv_len 0: what both hold */
     place(row, true, 48, 75);
     row->value_capacity = 29;
 }
-static void ring_and_linear(attend_row *row) {
+static void ring_and_linear(attend_row *row)
+{
     place(row, true, 48, 75);
     row->value_ring = false;
     row->value_capacity = 75;
 }
-static void kv_len_linear(attend_row *row) {
+static void kv_len_linear(attend_row *row)
+{
     place(row, false, 64, 60);
     row->kv_len = 21;
 }
-static void kv_len_ring(attend_row *row) {
+static void kv_len_ring(attend_row *row)
+{
     place(row, true, 40, 100);
     row->kv_len = 17;
 }
-static void kv_len_partly_filled_ring(attend_row *row) { /* a nonzero start in a ring that never wrapped */
+static void kv_len_partly_filled_ring(attend_row *row)
+{ /* a nonzero start in a ring that never wrapped */
     place(row, true, 64, 50);
     row->kv_len = 20;
 }
 
 /* ---- Which queries see what ---- */
 
-static void window_of_one(attend_row *row) {
+static void window_of_one(attend_row *row)
+{
     row->window = 1;
     row->n_queries = 4;
 }
-static void window_small(attend_row *row) {
+static void window_small(attend_row *row)
+{
     row->window = 7;
     row->n_queries = 11;
 }
-static void window_on_ring(attend_row *row) {
+static void window_on_ring(attend_row *row)
+{
     place(row, true, 48, 75);
     row->window = 13;
 }
-static void window_larger(attend_row *row) {
+static void window_larger(attend_row *row)
+{
     row->window = 1000;
     row->n_queries = 5;
 }
-static void window_and_kv_len(attend_row *row) { /* the first queries see nothing */
+static void window_and_kv_len(attend_row *row)
+{ /* the first queries see nothing */
     row->kv_len = 6;
     row->window = 4;
     row->n_queries = 20;
 }
-static void queries_before_start(attend_row *row) { /* the first queries stand at negative positions */
+static void queries_before_start(attend_row *row)
+{ /* the first queries stand at negative positions */
     place(row, false, 8, 5);
     row->n_queries = 12;
 }
-static void queries_before_start_with_sinks(attend_row *row) {
+static void queries_before_start_with_sinks(attend_row *row)
+{
     queries_before_start(row);
     row->sinks = SINKS_SOME;
 }
-static void many_queries(attend_row *row) {
+static void many_queries(attend_row *row)
+{
     row->n_queries = 65;
     row->group = 1;
     row->end = 80;
@@ -97,28 +113,34 @@ static void many_queries(attend_row *row) {
 
 /* ---- NaN in positions that only some queries see ---- */
 
-static void poison_newest(attend_row *row) {
+static void poison_newest(attend_row *row)
+{
     row->n_queries = 6;
     row->poison = POISON_NEWEST;
 }
-static void poison_oldest(attend_row *row) {
+static void poison_oldest(attend_row *row)
+{
     row->n_queries = 6;
     row->window = 10;
     row->poison = POISON_OLDEST;
 }
-static void poison_newest_f16(attend_row *row) {
+static void poison_newest_f16(attend_row *row)
+{
     poison_newest(row);
     row->key_format = row->value_format = TQKV_F16;
 }
-static void poison_oldest_f16(attend_row *row) {
+static void poison_oldest_f16(attend_row *row)
+{
     poison_oldest(row);
     row->key_format = row->value_format = TQKV_F16;
 }
-static void poison_newest_ring(attend_row *row) {
+static void poison_newest_ring(attend_row *row)
+{
     place(row, true, 33, 90);
     poison_newest(row);
 }
-static void poison_newest_slices(attend_row *row) {
+static void poison_newest_slices(attend_row *row)
+{
     poison_newest(row);
     row->way = WAY_SLICES;
 }
@@ -128,7 +150,8 @@ static void poison_newest_slices(attend_row *row) {
 static void with_scale(attend_row *row) { row->scale = 0.03f; }
 static void negative_scale(attend_row *row) { row->scale = -0.05f; }
 static void large_scores(attend_row *row) { row->query_size = 12.0f; }
-static void softcap(attend_row *row) {
+static void softcap(attend_row *row)
+{
     row->softcap = 2.0f;
     row->query_size = 4.0f;
 }
@@ -136,7 +159,8 @@ static void softcap_large(attend_row *row) { row->softcap = 50.0f; }
 static void sinks(attend_row *row) { row->sinks = SINKS_SOME; }
 static void sinks_dominating(attend_row *row) { row->sinks = SINKS_DOMINATING; }
 static void sinks_minus_infinity(attend_row *row) { row->sinks = SINKS_MINUS_INFINITY; }
-static void everything(attend_row *row) {
+static void everything(attend_row *row)
+{
     place(row, true, 48, 120);
     row->window = 31;
     row->softcap = 4.0f;
@@ -149,25 +173,30 @@ static void everything(attend_row *row) {
 
 static void query_rotated(attend_row *row) { row->query_basis = TQKV_ROTATED; }
 static void output_rotated(attend_row *row) { row->output_basis = TQKV_ROTATED; }
-static void both_rotated(attend_row *row) {
+static void both_rotated(attend_row *row)
+{
     row->query_basis = row->output_basis = TQKV_ROTATED;
     row->n_queries = 2;
 }
-static void rotated_f16(attend_row *row) { /* F16 is not rotated: the bases change nothing */
+static void rotated_f16(attend_row *row)
+{ /* F16 is not rotated: the bases change nothing */
     both_rotated(row);
     row->key_format = row->value_format = TQKV_F16;
 }
-static void hybrid(attend_row *row) {
+static void hybrid(attend_row *row)
+{
     row->key_format = TQKV_F16;
     row->value_format = TQKV_TQ6_BYTES;
     row->values_unrotated = true;
 }
-static void unrotated_keys(attend_row *row) {
+static void unrotated_keys(attend_row *row)
+{
     row->key_format = TQKV_TQ8;
     row->keys_unrotated = true;
     row->query_basis = row->output_basis = TQKV_ROTATED;
 }
-static void block_scale(attend_row *row) {
+static void block_scale(attend_row *row)
+{
     row->key_format = TQKV_TQ8;
     row->value_format = TQKV_TQ4;
     row->block_scale = 1.5f;
@@ -175,50 +204,62 @@ static void block_scale(attend_row *row) {
 
 /* ---- Slices and threads ---- */
 
-static void slices(attend_row *row) {
+static void slices(attend_row *row)
+{
     row->way = WAY_SLICES;
     row->n_queries = 3;
 }
-static void slices_of_everything(attend_row *row) {
+static void slices_of_everything(attend_row *row)
+{
     everything(row);
     row->way = WAY_SLICES;
 }
-static void slices_with_dominating_sinks(attend_row *row) {
+static void slices_with_dominating_sinks(attend_row *row)
+{
     row->sinks = SINKS_DOMINATING;
     row->way = WAY_SLICES;
 }
-static void slices_rotated(attend_row *row) {
+static void slices_rotated(attend_row *row)
+{
     both_rotated(row);
     row->way = WAY_SLICES;
 }
-static void slices_of_few(attend_row *row) { /* fewer positions than slices, and queries that see nothing */
+static void slices_of_few(attend_row *row)
+{ /* fewer positions than slices, and queries that see nothing */
     queries_before_start(row);
     row->way = WAY_SLICES;
 }
-static void parallel(attend_row *row) {
+static void parallel(attend_row *row)
+{
     row->way = WAY_PARALLEL;
     row->n_queries = 5;
     row->n_kv_heads = 3;
     row->end = 300;
     row->key_capacity = row->value_capacity = 310;
 }
-static void parallel_decode(attend_row *row) { /* one query over a long context: only the context can be shared out */
+static void parallel_decode(attend_row *row)
+{ /* one query over a long context: only the context can be shared out */
     parallel(row);
     row->n_queries = 1;
     row->n_kv_heads = 1;
     row->end = 1500;
     row->key_capacity = row->value_capacity = 1500;
 }
-static void parallel_everything(attend_row *row) {
+static void parallel_everything(attend_row *row)
+{
     everything(row);
     row->way = WAY_PARALLEL;
 }
-static void reversed(attend_row *row) {
+static void reversed(attend_row *row)
+{
     everything(row);
     row->way = WAY_REVERSED;
 }
 
-#define OPTION(function) {#function, function}
+#define OPTION(function)                                                                                               \
+    {                                                                                                                  \
+#function, function                                                                                            \
+    }
 static const option options[] = {
     OPTION(linear_partly),
     OPTION(linear_exactly),
@@ -278,7 +319,8 @@ static const option options[] = {
     OPTION(reversed),
 };
 
-void test_attend_options_cases(void) {
+void test_attend_options_cases(void)
+{
     int n_options = (int)(sizeof options / sizeof *options);
     for (int i = 0; i < n_options; i++)
         for (int d = 0; d < 6; d++) {

@@ -2,7 +2,8 @@
 #include "cache_fixture.h"
 
 /* The cache's answer to random queries, against double on its own stores. kv_len: positions that must be resident. */
-static void check_attend(tqkv_cache *cache, const tqkv_cache_desc *desc, int n_queries, int kv_len) {
+static void check_attend(tqkv_cache *cache, const tqkv_cache_desc *desc, int n_queries, int kv_len)
+{
     tqkv_attention a = cache_attention(cache, desc, n_queries, kv_len);
     size_t count = (size_t)(n_queries * desc->n_heads * desc->head_dim);
     float *q = (float *)test_alloc(count * sizeof(float)), *out = (float *)test_alloc(count * sizeof(float));
@@ -19,7 +20,8 @@ static void check_attend(tqkv_cache *cache, const tqkv_cache_desc *desc, int n_q
 }
 
 /* Appending in pieces gives the bytes of encoding into stores of the caller. */
-static void check_equals_stores(const void *parameters) {
+static void check_equals_stores(const void *parameters)
+{
     const cache_row *row = (const cache_row *)parameters;
     static const int pieces[5] = {1, 7, 2, 1, 3};
     counting counter = {0, 0, 0, 0};
@@ -59,7 +61,8 @@ static void check_equals_stores(const void *parameters) {
     test_store_free(&values);
 }
 
-static void check_options(const void *parameters) {
+static void check_options(const void *parameters)
+{
     (void)parameters;
     cache_row row = {TQKV_TQ6, TQKV_TQ8, 64, 16, true, 23, -1};
     float sinks[4];
@@ -77,7 +80,8 @@ static void check_options(const void *parameters) {
     tqkv_cache_destroy(cache);
 }
 
-static void check_defaults(const void *parameters) {
+static void check_defaults(const void *parameters)
+{
     (void)parameters;
     tqkv_cache_desc desc;
     memset(&desc, 0, sizeof desc);
@@ -98,7 +102,8 @@ static void check_defaults(const void *parameters) {
     CHECK(!tqkv_cache_keys(NULL) && !tqkv_cache_values(NULL), "NULL has no stores");
 }
 
-static void check_empty(const void *parameters) {
+static void check_empty(const void *parameters)
+{
     (void)parameters;
     cache_row row = {TQKV_I8, TQKV_TQ4, 32, 4, false, 0, -1};
     tqkv_cache_desc desc = cache_desc(&row, NULL);
@@ -116,7 +121,8 @@ static void check_empty(const void *parameters) {
 }
 
 /* All or nothing: a linear cache refuses tokens that do not fit, and still takes those that do. */
-static void check_full(const void *parameters) {
+static void check_full(const void *parameters)
+{
     (void)parameters;
     cache_row row = {TQKV_TQ5, TQKV_TQ6, 64, 8, false, 5, -1};
     tqkv_cache_desc desc = cache_desc(&row, NULL);
@@ -137,7 +143,8 @@ static void check_full(const void *parameters) {
 }
 
 /* NaN in the values must leave the keys alone too. */
-static void check_not_finite(const void *parameters) {
+static void check_not_finite(const void *parameters)
+{
     (void)parameters;
     cache_row row = {TQKV_I8, TQKV_TQ4, 64, 8, true, 11, -1};
     tqkv_cache_desc desc = cache_desc(&row, NULL);
@@ -159,7 +166,8 @@ static void check_not_finite(const void *parameters) {
 
 /* ---- Truncate ---- */
 
-static void check_truncate_linear(const void *parameters) {
+static void check_truncate_linear(const void *parameters)
+{
     (void)parameters;
     cache_row row = {TQKV_TQ8, TQKV_TQ5, 64, 20, false, 15, -1};
     tqkv_cache_desc desc = cache_desc(&row, NULL);
@@ -181,7 +189,8 @@ static void check_truncate_linear(const void *parameters) {
 }
 
 /* A ring does not get back what was overwritten: after 33 of capacity 10 and truncate to 27, [23, 27) is left. */
-static void check_truncate_ring(const void *parameters) {
+static void check_truncate_ring(const void *parameters)
+{
     const cache_row *row = (const cache_row *)parameters;
     tqkv_cache_desc desc = cache_desc(row, NULL);
     tqkv_cache *cache = cache_make(row, &desc);
@@ -209,7 +218,8 @@ static void check_truncate_ring(const void *parameters) {
 }
 
 /* A run longer than the ring, on top of a truncated one. */
-static void check_long_run(const void *parameters) {
+static void check_long_run(const void *parameters)
+{
     (void)parameters;
     cache_row row = {TQKV_F16, TQKV_TQ4, 32, 10, true, 33, 27};
     tqkv_cache_desc desc = cache_desc(&row, NULL);
@@ -221,10 +231,16 @@ static void check_long_run(const void *parameters) {
     tqkv_cache_destroy(cache);
 }
 
-void test_cache_cases(void) {
+void test_cache_cases(void)
+{
     for (int i = 0; i < 16; i++) {
-        cache_row row = {test_formats[i % 8], test_formats[(3 * i + i / 8) % 8], test_head_dims[i % 6], i % 2 ? 6 : 14,
-                         i % 2 != 0, 0, -1};
+        cache_row row = {test_formats[i % 8],
+                         test_formats[(3 * i + i / 8) % 8],
+                         test_head_dims[i % 6],
+                         i % 2 ? 6 : 14,
+                         i % 2 != 0,
+                         0,
+                         -1};
         test_add(check_equals_stores, &row, sizeof row, "cache/equals_stores/%s-%s/%d/%s",
                  tqkv_format_name(row.key_format), tqkv_format_name(row.value_format), row.head_dim,
                  row.ring ? "ring" : "linear");

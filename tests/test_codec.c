@@ -12,11 +12,10 @@
 /* ---- Encode and probe, against the reference ---- */
 
 /* Equal bits, or both NaN. */
-static bool is_same_float(float a, float b) {
-    return !memcmp(&a, &b, sizeof a) || (isnan(a) && isnan(b));
-}
+static bool is_same_float(float a, float b) { return !memcmp(&a, &b, sizeof a) || (isnan(a) && isnan(b)); }
 
-static void check_row(const tqkv_store *store, const float *source, int token, int head) {
+static void check_row(const tqkv_store *store, const float *source, int token, int head)
+{
     uint8_t codes[2 * REFERENCE_MAX_DIM];
     float norms[8] = {0}, scaled[REFERENCE_MAX_DIM], probed[REFERENCE_MAX_DIM];
     int64_t position = GOLDEN_POSITION + token;
@@ -25,7 +24,8 @@ static void check_row(const tqkv_store *store, const float *source, int token, i
     reference_encode_row(store, source, codes, norms, scaled);
     const uint8_t *stored = reference_codes_at(store, head, position);
     for (size_t i = 0; i < reference_row_bytes(store->format, store->head_dim); i++)
-        CHECK(stored[i] == codes[i], "token %d head %d byte %d is %d, not %d", token, head, (int)i, stored[i], codes[i]);
+        CHECK(stored[i] == codes[i], "token %d head %d byte %d is %d, not %d", token, head, (int)i, stored[i],
+              codes[i]);
     for (int i = 0; i < reference_norms_per_row(store->format, store->head_dim); i++) {
         float norm = reference_norms_at(store, head, position)[i];
         CHECK(is_same_float(norm, norms[i]), "token %d head %d norm %d is %.9g, not %.9g", token, head, i, (double)norm,
@@ -38,7 +38,8 @@ static void check_row(const tqkv_store *store, const float *source, int token, i
 }
 
 /* Everything outside the written positions must still be 0xff. */
-static void check_untouched(const tqkv_store *store, int64_t first, int64_t end) {
+static void check_untouched(const tqkv_store *store, int64_t first, int64_t end)
+{
     size_t row_bytes = reference_row_bytes(store->format, store->head_dim);
     size_t norm_bytes = sizeof(float) * (size_t)reference_norms_per_row(store->format, store->head_dim);
     for (int head = 0; head < store->n_kv_heads; head++) {
@@ -54,7 +55,8 @@ static void check_untouched(const tqkv_store *store, int64_t first, int64_t end)
     }
 }
 
-static void check_encode(const void *parameters) {
+static void check_encode(const void *parameters)
+{
     const golden_case *c = (const golden_case *)parameters;
     tqkv_store shape = golden_store(c);
     tqkv_store store = test_store(shape.format, shape.head_dim, GOLDEN_HEADS, GOLDEN_CAPACITY, false);
@@ -72,7 +74,8 @@ static void check_encode(const void *parameters) {
     test_store_free(&store);
 }
 
-static void add_encode_cases(void) {
+static void add_encode_cases(void)
+{
     golden_case c;
     for (int i = 0; golden_find(i, &c); i++) {
         char name[GOLDEN_NAME_SIZE];
@@ -91,23 +94,22 @@ typedef struct format_row {
 } format_row;
 
 /* Any bits are codes of some row: upper bits of the _BYTES formats excepted, random bytes reach every centroid. */
-static void fill_random(tqkv_store *store) {
+static void fill_random(tqkv_store *store)
+{
     data_random random = {(uint64_t)store->head_dim};
     uint8_t *codes = (uint8_t *)store->codes;
     int limit = store->format == TQKV_TQ5_BYTES ? 32 : store->format == TQKV_TQ6_BYTES ? 64 : 256;
-    for (size_t i = 0; i < store->codes_size; i++)
-        codes[i] = (uint8_t)data_below(&random, limit);
+    for (size_t i = 0; i < store->codes_size; i++) codes[i] = (uint8_t)data_below(&random, limit);
     if (store->format == TQKV_I8) /* encode never makes -128 */
-        for (size_t i = 0; i < store->codes_size; i++)
-            codes[i] = codes[i] == 128 ? 129 : codes[i];
+        for (size_t i = 0; i < store->codes_size; i++) codes[i] = codes[i] == 128 ? 129 : codes[i];
     if (store->format == TQKV_F16) /* moderate finite halves */
-        for (size_t i = 1; i < store->codes_size; i += 2)
-            codes[i] = (uint8_t)(codes[i] & 0xcf);
+        for (size_t i = 1; i < store->codes_size; i += 2) codes[i] = (uint8_t)(codes[i] & 0xcf);
     for (size_t i = 0; i < store->norms_size / sizeof(float); i++)
         store->norms[i] = 0.5f + (float)data_below(&random, 1000);
 }
 
-static void check_decode(const void *parameters) {
+static void check_decode(const void *parameters)
+{
     const format_row *row = (const format_row *)parameters;
     enum { HEADS = 3, POSITIONS = 5 };
     int d = row->head_dim;
@@ -135,7 +137,8 @@ static void check_decode(const void *parameters) {
 
 /* ---- Sizes and names ---- */
 
-static void check_sizes(const void *parameters) {
+static void check_sizes(const void *parameters)
+{
     const format_row *row = (const format_row *)parameters;
     size_t bytes = reference_row_bytes(row->format, row->head_dim);
     int norms = reference_norms_per_row(row->format, row->head_dim);
@@ -154,7 +157,8 @@ static void check_sizes(const void *parameters) {
           (int)tqkv_norms_size(&store));
 }
 
-static void check_names(const void *parameters) {
+static void check_names(const void *parameters)
+{
     (void)parameters;
     static const char *const names[8] = {"f16", "tq4", "tq5", "tq6", "tq8", "tq5_bytes", "tq6_bytes", "i8"};
     for (int i = 0; i < 8; i++) {
@@ -170,7 +174,8 @@ static void check_names(const void *parameters) {
     CHECK(tqkv_format_name((tqkv_format)99) != NULL, "no text for an unknown format");
 }
 
-static void check_result_strings(const void *parameters) {
+static void check_result_strings(const void *parameters)
+{
     (void)parameters;
     for (int i = 0; i <= (int)TQKV_METAL_ERROR; i++) {
         const char *text = tqkv_result_string((tqkv_result)i);
@@ -183,7 +188,8 @@ static void check_result_strings(const void *parameters) {
 
 /* ---- Rotation ---- */
 
-static void check_rotate(const void *parameters) {
+static void check_rotate(const void *parameters)
+{
     int d = *(const int *)parameters, n_rows = 6;
     float *rows = (float *)test_alloc((size_t)(n_rows * d) * sizeof(float)), expected[REFERENCE_MAX_DIM];
     float *source = (float *)test_alloc((size_t)(n_rows * d) * sizeof(float));
@@ -198,8 +204,7 @@ static void check_rotate(const void *parameters) {
     CHECK_RESULT(tqkv_unrotate(rows, n_rows, d), TQKV_OK);
     for (int r = 0; r < n_rows; r++) {
         double original[REFERENCE_MAX_DIM];
-        for (int i = 0; i < d; i++)
-            original[i] = (double)source[r * d + i];
+        for (int i = 0; i < d; i++) original[i] = (double)source[r * d + i];
         double error = reference_relative_error(rows + r * d, original, (size_t)d);
         CHECK(error < 1e-6, "row %d comes back with relative error %.3g", r, error);
     }
@@ -210,7 +215,8 @@ static void check_rotate(const void *parameters) {
 /* ---- Positions and slots ---- */
 
 /* All tokens in one call give the bytes of one call per token. */
-static void check_one_by_one(const void *parameters) {
+static void check_one_by_one(const void *parameters)
+{
     const format_row *row = (const format_row *)parameters;
     enum { HEADS = 2, TOKENS = 13, CAPACITY = 5 };
     int d = row->head_dim;
@@ -220,8 +226,7 @@ static void check_one_by_one(const void *parameters) {
     data_rows(9, DATA_STUDENT, source, TOKENS * HEADS, d);
     int64_t start = ((int64_t)1 << 40) + 3;
     CHECK_RESULT(tqkv_encode(&whole, source, TOKENS, start), TQKV_OK);
-    for (int i = 0; i < TOKENS; i++)
-        CHECK_RESULT(tqkv_encode(&single, source + i * HEADS * d, 1, start + i), TQKV_OK);
+    for (int i = 0; i < TOKENS; i++) CHECK_RESULT(tqkv_encode(&single, source + i * HEADS * d, 1, start + i), TQKV_OK);
     CHECK(!memcmp(whole.codes, single.codes, whole.codes_size), "codes differ");
     CHECK(!whole.norms_size || !memcmp(whole.norms, single.norms, whole.norms_size), "norms differ");
     for (int i = TOKENS - CAPACITY; i < TOKENS; i++) { /* the newest are resident, each in its own slot */
@@ -237,7 +242,8 @@ static void check_one_by_one(const void *parameters) {
 }
 
 /* Decoding a ring across its seam gives each position's own row. */
-static void check_decode_ring(const void *parameters) {
+static void check_decode_ring(const void *parameters)
+{
     (void)parameters;
     enum { D = 64, HEADS = 2, TOKENS = 12, CAPACITY = 7 };
     tqkv_store ring = test_store(TQKV_I8, D, HEADS, CAPACITY, true);
@@ -257,12 +263,12 @@ static void check_decode_ring(const void *parameters) {
 
 /* Ties go down: values that equal a boundary exactly. Rows of +-1 have an RMS of exactly 1, so that the block scale
  * alone decides the value compared. */
-static void check_ties(const void *parameters) {
+static void check_ties(const void *parameters)
+{
     tqkv_format format = *(const tqkv_format *)parameters;
     int bits = reference_bits(format), d = 512;
     float source[512];
-    for (int i = 0; i < d; i++)
-        source[i] = i % 2 ? -1.0f : 1.0f;
+    for (int i = 0; i < d; i++) source[i] = i % 2 ? -1.0f : 1.0f;
     tqkv_store store = test_store(format, d, 1, 1, false);
     store.unrotated = true;
     for (int b = (1 << bits) / 2; b < (1 << bits) - 1; b++) { /* the positive boundaries, and their negatives */
@@ -277,13 +283,13 @@ static void check_ties(const void *parameters) {
 }
 
 /* Every finite half encodes to itself, and the midpoint of two neighbours to the even one. */
-static void check_halves(const void *parameters) {
+static void check_halves(const void *parameters)
+{
     int first = *(const int *)parameters, d = 1024;
     tqkv_store store = test_store(TQKV_F16, d, 1, 1, false);
     float source[1024], decoded[1024];
     uint16_t stored[1024];
-    for (int i = 0; i < d; i++)
-        source[i] = (float)reference_half_value((uint16_t)(first + i));
+    for (int i = 0; i < d; i++) source[i] = (float)reference_half_value((uint16_t)(first + i));
     CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
     memcpy(stored, store.codes, sizeof stored);
     CHECK_RESULT(tqkv_decode(&store, 0, 1, TQKV_ORIGINAL, decoded), TQKV_OK);
@@ -303,9 +309,11 @@ static void check_halves(const void *parameters) {
     test_store_free(&store);
 }
 
-static void check_half_limits(const void *parameters) {
+static void check_half_limits(const void *parameters)
+{
     (void)parameters;
-    static const float values[8] = {65504.0f, 65519.996f, 65520.0f, 1e30f, 3.4e38f, 2.98023224e-8f, 2.9802326e-8f, 1e-40f};
+    static const float values[8] = {65504.0f, 65519.996f,     65520.0f,      1e30f,
+                                    3.4e38f,  2.98023224e-8f, 2.9802326e-8f, 1e-40f};
     static const uint16_t halves[8] = {0x7bff, 0x7bff, 0x7bff, 0x7bff, 0x7bff, 0, 1, 0};
     float source[32] = {0};
     uint16_t stored[32];
@@ -325,13 +333,13 @@ static void check_half_limits(const void *parameters) {
 }
 
 /* Finite input whose rotation overflows: OK or refused, never undefined, and decode does not read out of bounds. */
-static void check_overflow(const void *parameters) {
+static void check_overflow(const void *parameters)
+{
     const format_row *row = (const format_row *)parameters;
     int d = row->head_dim;
     float source[REFERENCE_MAX_DIM], decoded[REFERENCE_MAX_DIM];
     tqkv_store store = test_store(row->format, d, 1, 1, false);
-    for (int i = 0; i < d; i++)
-        source[i] = reference_is_negative(i, d) ? -3e38f : 3e38f;
+    for (int i = 0; i < d; i++) source[i] = reference_is_negative(i, d) ? -3e38f : 3e38f;
     CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
     CHECK_RESULT(tqkv_decode(&store, 0, 1, TQKV_ROTATED, decoded), TQKV_OK);
     if (row->format == TQKV_F16) CHECK(fabsf(decoded[0]) == 65504.0f, "%g is not clamped", (double)decoded[0]);
@@ -345,7 +353,8 @@ static void check_overflow(const void *parameters) {
 
 /* ---- The caller's floating-point environment ---- */
 
-static unsigned long long read_control(void) {
+static unsigned long long read_control(void)
+{
 #if defined(__SSE__)
     return _mm_getcsr() & ~0x3fu; /* without the sticky exception flags */
 #elif defined(__aarch64__)
@@ -358,7 +367,8 @@ static unsigned long long read_control(void) {
 }
 
 /* Denormals as zero, in sources and results. */
-static void set_flush_to_zero(void) {
+static void set_flush_to_zero(void)
+{
 #if defined(__SSE__)
     _mm_setcsr(_mm_getcsr() | 0x8040u);
 #elif defined(__aarch64__)
@@ -373,7 +383,8 @@ typedef struct environment_row {
     bool flush;
 } environment_row;
 
-static void encode_in(const environment_row *row, tqkv_store *store, const float *source, int n_tokens) {
+static void encode_in(const environment_row *row, tqkv_store *store, const float *source, int n_tokens)
+{
     fenv_t saved;
     fegetenv(&saved);
     fesetround(row->rounding);
@@ -386,7 +397,8 @@ static void encode_in(const environment_row *row, tqkv_store *store, const float
     CHECK(before == after, "the control word was %llx, is %llx", before, after);
 }
 
-static void check_environment(const void *parameters) {
+static void check_environment(const void *parameters)
+{
     const environment_row *row = (const environment_row *)parameters;
     enum { TOKENS = 16 };
     int d = row->format.head_dim;
@@ -403,7 +415,8 @@ static void check_environment(const void *parameters) {
     test_store_free(&other);
 }
 
-static void add_environment_cases(const format_row *format) {
+static void add_environment_cases(const format_row *format)
+{
     static const int roundings[4] = {FE_TONEAREST, FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO};
     static const char *const names[4] = {"nearest", "up", "down", "zero"};
     for (int i = 0; i < 8; i++) {
@@ -416,7 +429,8 @@ static void add_environment_cases(const format_row *format) {
     }
 }
 
-static void add_format_cases(tqkv_format format, int head_dim) {
+static void add_format_cases(tqkv_format format, int head_dim)
+{
     format_row row = {format, head_dim, false, 0.0f};
     const char *name = tqkv_format_name(format);
     test_add(check_sizes, &row, sizeof row, "codec/sizes/%s/%d", name, head_dim);
@@ -436,11 +450,11 @@ static void add_format_cases(tqkv_format format, int head_dim) {
     }
 }
 
-void test_codec_cases(void) {
+void test_codec_cases(void)
+{
     add_encode_cases();
     for (int f = 0; f < 8; f++)
-        for (int d = 0; d < 6; d++)
-            add_format_cases(test_formats[f], test_head_dims[d]);
+        for (int d = 0; d < 6; d++) add_format_cases(test_formats[f], test_head_dims[d]);
     for (int d = 0; d < 6; d++)
         test_add(check_rotate, &test_head_dims[d], sizeof(int), "codec/rotate/%d", test_head_dims[d]);
     for (int first = 0; first < 0x7c00; first += 1024) /* exponents 0 to 30, both signs */

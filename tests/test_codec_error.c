@@ -15,7 +15,8 @@ typedef struct error_row {
 } error_row;
 
 /* The sum over rows of |x - x^|^2 / |x|^2. source, decoded: [n_rows][head_dim] */
-static double sum_of_errors(const float *source, const float *decoded, int n_rows, int head_dim) {
+static double sum_of_errors(const float *source, const float *decoded, int n_rows, int head_dim)
+{
     double total = 0.0;
     for (int r = 0; r < n_rows; r++) {
         double error = 0.0, size = 0.0;
@@ -29,7 +30,8 @@ static double sum_of_errors(const float *source, const float *decoded, int n_row
     return total;
 }
 
-static double round_trip_error(const error_row *row) {
+static double round_trip_error(const error_row *row)
+{
     int d = row->head_dim;
     tqkv_store store = test_store(row->format, d, 1, ERROR_CHUNK, false);
     store.unrotated = row->unrotated;
@@ -48,11 +50,12 @@ static double round_trip_error(const error_row *row) {
     return total / ERROR_ROWS;
 }
 
-static void check_error(const void *parameters) {
+static void check_error(const void *parameters)
+{
     const error_row *row = (const error_row *)parameters;
     double error = round_trip_error(row);
-    CHECK(fabs(error - row->expected) <= row->tolerance * row->expected, "relMSE %.4g, not within %.0f%% of %.4g", error,
-          100.0 * row->tolerance, row->expected);
+    CHECK(fabs(error - row->expected) <= row->tolerance * row->expected, "relMSE %.4g, not within %.0f%% of %.4g",
+          error, 100.0 * row->tolerance, row->expected);
 }
 
 /* The last printed digit of the expected values is itself worth up to 0.5%, which the 1% includes. The outlier rows
@@ -80,7 +83,8 @@ static const error_row error_rows[] = {
     {"outliers/tq8/256/unrotated", TQKV_TQ8, 256, DATA_OUTLIERS, true, 0.248, 0.15},
 };
 
-void test_codec_error_cases(void) {
+void test_codec_error_cases(void)
+{
     for (size_t i = 0; i < sizeof error_rows / sizeof *error_rows; i++)
         test_add(check_error, &error_rows[i], sizeof *error_rows, "codec_error/%s", error_rows[i].name);
 }

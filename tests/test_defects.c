@@ -9,20 +9,19 @@
 #endif
 
 /* Both norms of a 512 row became the sum over all lanes: here the two blocks have very different sizes. */
-static void check_block_norms(const void *parameters) {
+static void check_block_norms(const void *parameters)
+{
     tqkv_format format = *(const tqkv_format *)parameters;
     for (int d = 512; d <= 1024; d *= 2) {
         tqkv_store store = test_store(format, d, 1, 1, false);
         float source[REFERENCE_MAX_DIM];
         data_rows(1, DATA_GAUSSIAN, source, 1, d);
-        for (int i = 0; i < d; i++)
-            source[i] *= (float)(1 << i / 256);
+        for (int i = 0; i < d; i++) source[i] *= (float)(1 << i / 256);
         store.unrotated = format != TQKV_TQ4; /* without the rotation each block keeps its own size */
         CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
         for (int block = 0; block < d / 256 && store.unrotated; block++) {
             double sum = 0.0;
-            for (int i = 256 * block; i < 256 * block + 256; i++)
-                sum += (double)source[i] * (double)source[i];
+            for (int i = 256 * block; i < 256 * block + 256; i++) sum += (double)source[i] * (double)source[i];
             double rms = sqrt(sum / 256.0), norm = (double)store.norms[block];
             CHECK(fabs(norm - rms) < 1e-5 * rms, "D=%d block %d has norm %g, not %g", d, block, norm, rms);
         }
@@ -37,17 +36,16 @@ static void check_block_norms(const void *parameters) {
 }
 
 /* 5- and 6-bit codes were decoded with the 8-bit table: every centroid comes from the format's own. */
-static void check_own_codebook(const void *parameters) {
+static void check_own_codebook(const void *parameters)
+{
     tqkv_format format = *(const tqkv_format *)parameters;
     int bits = reference_bits(format), d = 1024; /* norm 1 and block_scale 1: decoding gives the centroids themselves */
     tqkv_store store = test_store(format, d, 1, 1, false);
     uint8_t *codes = (uint8_t *)store.codes;
     float decoded[1024];
     memset(codes, 0, store.codes_size);
-    for (int j = 0; j < d; j++)
-        reference_put_code(codes, format, d, j, j % (1 << bits));
-    for (int i = 0; i < 4; i++)
-        store.norms[i] = 1.0f;
+    for (int j = 0; j < d; j++) reference_put_code(codes, format, d, j, j % (1 << bits));
+    for (int i = 0; i < 4; i++) store.norms[i] = 1.0f;
     CHECK_RESULT(tqkv_decode(&store, 0, 1, TQKV_ROTATED, decoded), TQKV_OK);
     for (int j = 0; j < d; j++) {
         float centroid = test_codebook(bits)[j % (1 << bits)];
@@ -58,7 +56,8 @@ static void check_own_codebook(const void *parameters) {
 }
 
 /* softcap stood in the parameters and was never applied: with it, scores of +-1000 weigh like +-1. */
-static void check_softcap_applied(const void *parameters) {
+static void check_softcap_applied(const void *parameters)
+{
     (void)parameters;
     attend_row row = attend_default_row(TQKV_F16, TQKV_F16, 64);
     attend_problem problem;
@@ -73,8 +72,7 @@ static void check_softcap_applied(const void *parameters) {
         CHECK_RESULT(tqkv_encode(&problem.keys, key, 1, p), TQKV_OK);
         CHECK_RESULT(tqkv_encode(&problem.values, value, 1, p), TQKV_OK);
     }
-    for (size_t i = 0; i < problem.n_rows * problem.head_dim; i++)
-        problem.q[i] = 125.0f; /* scores +-1000 */
+    for (size_t i = 0; i < problem.n_rows * problem.head_dim; i++) problem.q[i] = 125.0f; /* scores +-1000 */
     problem.attention.softcap = 1.0f;
     CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
     double expected = exp(1.0) / (exp(1.0) + exp(-1.0));
@@ -83,7 +81,8 @@ static void check_softcap_applied(const void *parameters) {
 }
 
 /* Only the first query was read, and outputs overlapped: each query alone gives its row of the whole. */
-static void check_all_queries(const void *parameters) {
+static void check_all_queries(const void *parameters)
+{
     int d = *(const int *)parameters;
     attend_row row = attend_default_row(TQKV_TQ8, TQKV_TQ6, d);
     attend_problem problem;
@@ -112,7 +111,8 @@ static void check_all_queries(const void *parameters) {
 }
 
 /* A finite "minus infinity" of -65504 for masked positions: visible scores far below it must still win. */
-static void check_masked_is_not_finite(const void *parameters) {
+static void check_masked_is_not_finite(const void *parameters)
+{
     int d = *(const int *)parameters;
     attend_row row = attend_default_row(TQKV_F16, TQKV_F16, d);
     attend_problem problem;
@@ -121,8 +121,7 @@ static void check_masked_is_not_finite(const void *parameters) {
     attend_set_up(&problem, &row);
     size_t count = (size_t)(row.end * row.n_kv_heads * d);
     float *ones = (float *)test_alloc(count * sizeof(float));
-    for (size_t i = 0; i < count; i++)
-        ones[i] = 1.0f;
+    for (size_t i = 0; i < count; i++) ones[i] = 1.0f;
     CHECK_RESULT(tqkv_encode(&problem.values, ones, (int)row.end, 0), TQKV_OK);
     CHECK_RESULT(tqkv_encode(&problem.keys, ones, (int)row.end, 0), TQKV_OK);
     problem.attention.scale = 1.0f;
@@ -136,7 +135,8 @@ static void check_masked_is_not_finite(const void *parameters) {
 }
 
 /* Sizes that overflow must be refused, not wrapped into small buffers. */
-static void check_size_overflow(const void *parameters) {
+static void check_size_overflow(const void *parameters)
+{
     tqkv_format format = *(const tqkv_format *)parameters;
     tqkv_store store;
     float source[1024] = {0};
@@ -160,7 +160,8 @@ static void check_size_overflow(const void *parameters) {
 }
 
 /* 32-bit indices wrapped at 2^32: a store of 5 GiB of untouched address space, used at its far end. */
-static void check_far_rows(const void *parameters) {
+static void check_far_rows(const void *parameters)
+{
     (void)parameters;
 #if (defined(__linux__) || defined(__APPLE__)) && SIZE_MAX > 0xffffffffu
     enum { D = 1024, CAPACITY = 5 << 19 }; /* times 2048 bytes */
@@ -172,12 +173,12 @@ static void check_far_rows(const void *parameters) {
     store.capacity = CAPACITY;
     store.codes_size = tqkv_codes_size(&store);
     REQUIRE(store.codes_size == (size_t)5 << 30, "size %zu", store.codes_size);
-    void *memory = mmap(NULL, store.codes_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *memory =
+        mmap(NULL, store.codes_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     REQUIRE(memory != MAP_FAILED, "no address space");
     store.codes = memory;
     float source[2 * D], decoded[2 * D], out[D];
-    for (int i = 0; i < 2 * D; i++)
-        source[i] = (float)(i % 100);
+    for (int i = 0; i < 2 * D; i++) source[i] = (float)(i % 100);
     CHECK_RESULT(tqkv_encode(&store, source, 2, CAPACITY - 2), TQKV_OK);
     CHECK_RESULT(tqkv_decode(&store, CAPACITY - 2, 2, TQKV_ORIGINAL, decoded), TQKV_OK);
     CHECK(!memcmp(source, decoded, sizeof source), "the last rows of 5 GiB do not come back");
@@ -194,7 +195,8 @@ static void check_far_rows(const void *parameters) {
 }
 
 /* The probe's buffer was documented smaller than what was written: it is n_tokens * n_kv_heads * head_dim exactly. */
-static void check_probe_size(const void *parameters) {
+static void check_probe_size(const void *parameters)
+{
     tqkv_format format = *(const tqkv_format *)parameters;
     for (int d = 0; d < 6; d++) {
         int head_dim = test_head_dims[d];
@@ -218,7 +220,8 @@ static void check_probe_size(const void *parameters) {
 }
 
 /* 5 and 6 bits took the memory of 8. */
-static void check_packed(const void *parameters) {
+static void check_packed(const void *parameters)
+{
     (void)parameters;
     for (int i = 0; i < 6; i++) {
         size_t d = (size_t)test_head_dims[i];
@@ -228,7 +231,8 @@ static void check_packed(const void *parameters) {
 }
 
 /* I8 must be the more accurate one of the two 8-bit formats. */
-static void check_i8_beats_tq8(const void *parameters) {
+static void check_i8_beats_tq8(const void *parameters)
+{
     int d = *(const int *)parameters;
     enum { ROWS = 64 };
     float *source = (float *)test_alloc(sizeof(float) * (size_t)(ROWS * d));
@@ -250,12 +254,12 @@ static void check_i8_beats_tq8(const void *parameters) {
 }
 
 /* Codes of 5 and 6 bits in a byte come from files: upper bits that should be zero must not reach beyond the table. */
-static void check_upper_bits(const void *parameters) {
+static void check_upper_bits(const void *parameters)
+{
     tqkv_format format = *(const tqkv_format *)parameters;
     tqkv_store store = test_store(format, 128, 1, 3, false);
     float decoded[3 * 128], out[128], q[128] = {0};
-    for (int i = 0; i < 3; i++)
-        store.norms[i] = 1.0f; /* the codes stay 0xff */
+    for (int i = 0; i < 3; i++) store.norms[i] = 1.0f; /* the codes stay 0xff */
     CHECK_RESULT(tqkv_decode(&store, 0, 3, TQKV_ROTATED, decoded), TQKV_OK);
     for (int i = 0; i < 3 * 128; i++)
         CHECK(fabsf(decoded[i]) <= 1.0f, "element %d decodes to %g", i, (double)decoded[i]);
@@ -264,12 +268,12 @@ static void check_upper_bits(const void *parameters) {
     a.keys = a.values = &store;
     a.end = 3;
     CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
-    for (int i = 0; i < 128; i++)
-        CHECK(isfinite(out[i]), "element %d is %g", i, (double)out[i]);
+    for (int i = 0; i < 128; i++) CHECK(isfinite(out[i]), "element %d is %g", i, (double)out[i]);
     test_store_free(&store);
 }
 
-void test_defect_cases(void) {
+void test_defect_cases(void)
+{
     for (int i = 1; i < 7; i++) /* the codebook formats */
         test_add(check_block_norms, &test_formats[i], sizeof *test_formats, "defect/block_norms/%s",
                  tqkv_format_name(test_formats[i]));

@@ -5,13 +5,14 @@
 
 enum { MAX_ALLOCATIONS = 1000 };
 
-static void run_in_order(void *user, int count, tqkv_task task, void *context) {
+static void run_in_order(void *user, int count, tqkv_task task, void *context)
+{
     (void)user;
-    for (int i = 0; i < count; i++)
-        task(context, i);
+    for (int i = 0; i < count; i++) task(context, i);
 }
 
-static bool is_still_filled(const void *bytes, size_t n) {
+static bool is_still_filled(const void *bytes, size_t n)
+{
     for (size_t i = 0; i < n; i++)
         if (((const unsigned char *)bytes)[i] != 0xff) return false;
     return true;
@@ -19,7 +20,8 @@ static bool is_still_filled(const void *bytes, size_t n) {
 
 /* ---- Attention ---- */
 
-static void check_attend(const void *parameters) {
+static void check_attend(const void *parameters)
+{
     const attend_row *row = (const attend_row *)parameters;
     attend_problem problem;
     counting counter = {0, 0, 0, 0};
@@ -42,7 +44,8 @@ static void check_attend(const void *parameters) {
     attend_tear_down(&problem);
 }
 
-static void check_partial(const void *parameters) {
+static void check_partial(const void *parameters)
+{
     const attend_row *row = (const attend_row *)parameters;
     attend_problem problem;
     counting counter = {0, 0, 0, 0};
@@ -76,7 +79,8 @@ static void check_partial(const void *parameters) {
 
 /* ---- The cache ---- */
 
-static void check_create(const void *parameters) {
+static void check_create(const void *parameters)
+{
     const cache_row *row = (const cache_row *)parameters;
     counting counter = {0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, &counter);
@@ -99,7 +103,8 @@ static void check_create(const void *parameters) {
     CHECK(failures > 0, "a cache without an allocation");
 }
 
-static void check_cache_calls(const void *parameters) {
+static void check_cache_calls(const void *parameters)
+{
     const cache_row *row = (const cache_row *)parameters;
     counting counter = {0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, &counter);
@@ -140,7 +145,8 @@ static void check_cache_calls(const void *parameters) {
     CHECK_NO_LEAK(&counter);
 }
 
-static void check_load(const void *parameters) {
+static void check_load(const void *parameters)
+{
     const cache_row *row = (const cache_row *)parameters;
     counting counter = {0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, &counter);
@@ -169,7 +175,8 @@ static void check_load(const void *parameters) {
     stream_free(&s);
 }
 
-void test_fault_cases(void) {
+void test_fault_cases(void)
+{
     attend_row attend = attend_default_row(TQKV_I8, TQKV_TQ4, 128);
     attend.n_queries = 3;
     test_add(check_attend, &attend, sizeof attend, "fault/attend");

@@ -3,7 +3,8 @@
 #include "goldens.h"
 #include "runner.h"
 
-static void check_golden(const void *parameters) {
+static void check_golden(const void *parameters)
+{
     int index = *(const int *)parameters;
     golden_case c;
     golden made;
@@ -18,7 +19,8 @@ static void check_golden(const void *parameters) {
           (unsigned long long)goldens[index].norms);
 }
 
-static void check_complete(const void *parameters) {
+static void check_complete(const void *parameters)
+{
     (void)parameters;
     int n_goldens = (int)(sizeof goldens / sizeof *goldens);
     golden_case c;
@@ -26,9 +28,9 @@ static void check_complete(const void *parameters) {
           n_goldens);
 }
 
-void test_golden_cases(void) {
+void test_golden_cases(void)
+{
     int n_goldens = (int)(sizeof goldens / sizeof *goldens);
-    for (int i = 0; i < n_goldens; i++)
-        test_add(check_golden, &i, sizeof i, "golden/%s", goldens[i].name);
+    for (int i = 0; i < n_goldens; i++) test_add(check_golden, &i, sizeof i, "golden/%s", goldens[i].name);
     test_add(check_complete, NULL, 0, "golden/complete");
 }

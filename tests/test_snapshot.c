@@ -2,7 +2,8 @@
 #include "cache_fixture.h"
 
 /* The snapshot into a new cache, or NULL; the result goes to *result. */
-static tqkv_cache *load(const tqkv_cache_desc *desc, stream *s, tqkv_result *result) {
+static tqkv_cache *load(const tqkv_cache_desc *desc, stream *s, tqkv_result *result)
+{
     tqkv_cache *cache = (tqkv_cache *)(uintptr_t)1; /* must become NULL on failure */
     stream_rewind(s);
     *result = tqkv_cache_load(desc, stream_read, s, &cache);
@@ -10,14 +11,16 @@ static tqkv_cache *load(const tqkv_cache_desc *desc, stream *s, tqkv_result *res
 }
 
 /* A desc with nothing to match: the snapshot decides all. */
-static tqkv_cache_desc open_desc(counting *counter) {
+static tqkv_cache_desc open_desc(counting *counter)
+{
     tqkv_cache_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.allocator = counting_allocator(counter);
     return desc;
 }
 
-static void check_same_answers(tqkv_cache *a, tqkv_cache *b, int head_dim) {
+static void check_same_answers(tqkv_cache *a, tqkv_cache *b, int head_dim)
+{
     size_t bytes = sizeof(float) * (size_t)(3 * CACHE_HEADS * CACHE_GROUP * head_dim);
     float *q = (float *)test_alloc(bytes), *from_a = (float *)test_alloc(bytes), *from_b = (float *)test_alloc(bytes);
     data_rows(2, DATA_GAUSSIAN, q, 3 * CACHE_HEADS * CACHE_GROUP, head_dim);
@@ -30,7 +33,8 @@ static void check_same_answers(tqkv_cache *a, tqkv_cache *b, int head_dim) {
 }
 
 /* Save, load, save: the same bytes, and a cache that goes on as the first one would. */
-static void check_round_trip(const void *parameters) {
+static void check_round_trip(const void *parameters)
+{
     const cache_row *row = (const cache_row *)parameters;
     counting counter = {0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, &counter);
@@ -63,7 +67,8 @@ static void check_round_trip(const void *parameters) {
 }
 
 /* The bytes depend on the content alone, not on what once lay in forgotten slots. */
-static void check_content_alone(const void *parameters) {
+static void check_content_alone(const void *parameters)
+{
     (void)parameters;
     cache_row row = {TQKV_TQ5, TQKV_I8, 64, 12, false, 0, -1};
     tqkv_cache_desc desc = cache_desc(&row, NULL);
@@ -86,7 +91,8 @@ static void check_content_alone(const void *parameters) {
 
 /* ---- Damage: every byte, every length ---- */
 
-static void expect_corrupt(stream *s, counting *counter, const char *what, size_t at) {
+static void expect_corrupt(stream *s, counting *counter, const char *what, size_t at)
+{
     tqkv_result result;
     tqkv_cache_desc open = open_desc(counter);
     tqkv_cache *cache = load(&open, s, &result);
@@ -96,7 +102,8 @@ static void expect_corrupt(stream *s, counting *counter, const char *what, size_
     CHECK_NO_LEAK(counter);
 }
 
-static void check_flipped(const void *parameters) {
+static void check_flipped(const void *parameters)
+{
     const cache_row *row = (const cache_row *)parameters;
     static const unsigned char masks[4] = {0x01, 0x80, 0xff, 0x10};
     counting counter = {0, 0, 0, 0};
@@ -115,7 +122,8 @@ static void check_flipped(const void *parameters) {
     stream_free(&s);
 }
 
-static void check_cut_short(const void *parameters) {
+static void check_cut_short(const void *parameters)
+{
     const cache_row *row = (const cache_row *)parameters;
     counting counter = {0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, NULL);
@@ -124,13 +132,13 @@ static void check_cut_short(const void *parameters) {
     stream s = stream_of_cache(cache);
     tqkv_cache_destroy(cache);
     size_t whole = s.size;
-    for (s.size = 0; s.size < whole; s.size++)
-        expect_corrupt(&s, &counter, "length", s.size);
+    for (s.size = 0; s.size < whole; s.size++) expect_corrupt(&s, &counter, "length", s.size);
     stream_free(&s);
 }
 
 /* Bytes put in or left out in the middle. */
-static void check_shifted(const void *parameters) {
+static void check_shifted(const void *parameters)
+{
     const cache_row *row = (const cache_row *)parameters;
     counting counter = {0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, NULL);
@@ -155,7 +163,8 @@ static void check_shifted(const void *parameters) {
 /* ---- Readers and writers ---- */
 
 /* One byte a call is enough, in both directions. */
-static void check_slow_streams(const void *parameters) {
+static void check_slow_streams(const void *parameters)
+{
     const cache_row *row = (const cache_row *)parameters;
     counting counter = {0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, &counter);
@@ -177,7 +186,8 @@ static void check_slow_streams(const void *parameters) {
 }
 
 /* The n-th write answers 0 or more than it was asked, for every n. */
-static void check_failing_writer(const void *parameters) {
+static void check_failing_writer(const void *parameters)
+{
     size_t answer = *(const size_t *)parameters;
     cache_row row = {TQKV_TQ4, TQKV_TQ6, 32, 6, true, 9, -1};
     tqkv_cache_desc desc = cache_desc(&row, NULL);
@@ -201,7 +211,8 @@ static void check_failing_writer(const void *parameters) {
     tqkv_cache_destroy(cache);
 }
 
-static void check_failing_reader(const void *parameters) {
+static void check_failing_reader(const void *parameters)
+{
     size_t answer = *(const size_t *)parameters;
     counting counter = {0, 0, 0, 0};
     cache_row row = {TQKV_TQ4, TQKV_TQ6, 32, 6, true, 9, -1};
@@ -246,7 +257,8 @@ static void other_window(tqkv_cache_desc *desc) { desc->window = 6; }
 static void other_scale(tqkv_cache_desc *desc) { desc->scale = 0.75f; }
 static void other_softcap(tqkv_cache_desc *desc) { desc->softcap = 8.0f; }
 static void add_sinks(tqkv_cache_desc *desc) { desc->sinks = cache_sinks; }
-static void only_head_dim(tqkv_cache_desc *desc) {
+static void only_head_dim(tqkv_cache_desc *desc)
+{
     tqkv_allocator allocator = desc->allocator;
     memset(desc, 0, sizeof *desc);
     desc->head_dim = 64;
@@ -270,7 +282,8 @@ static const mismatch_row mismatch_rows[] = {
     {"half_allocator", half_allocator, TQKV_INVALID_ARGUMENT},
 };
 
-static void check_mismatch(const void *parameters) {
+static void check_mismatch(const void *parameters)
+{
     const mismatch_row *row = (const mismatch_row *)parameters;
     cache_row shape = {TQKV_I8, TQKV_TQ5, 64, 6, false, 4, -1};
     counting counter = {0, 0, 0, 0};
@@ -293,7 +306,8 @@ static void check_mismatch(const void *parameters) {
 }
 
 /* A ring is not a linear cache; false is the zero value and matches both. */
-static void check_ring_mismatch(const void *parameters) {
+static void check_ring_mismatch(const void *parameters)
+{
     (void)parameters;
     cache_row shape = {TQKV_I8, TQKV_TQ5, 64, 6, false, 4, -1};
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
@@ -310,7 +324,8 @@ static void check_ring_mismatch(const void *parameters) {
 }
 
 /* Sinks come from the desc of the load, not from the snapshot. */
-static void check_sinks_supplied(const void *parameters) {
+static void check_sinks_supplied(const void *parameters)
+{
     (void)parameters;
     cache_row shape = {TQKV_I8, TQKV_TQ5, 64, 6, true, 9, -1};
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
@@ -329,14 +344,21 @@ static void check_sinks_supplied(const void *parameters) {
 
 /* ---- Files that cross between machines ---- */
 
-static cache_row crossing_row(int index) {
-    cache_row row = {test_formats[index % 8], test_formats[(index + 3) % 8], test_head_dims[index % 6], 9, index % 2 != 0,
-                     index % 2 ? 14 : 8, index % 3 ? -1 : 7};
+static cache_row crossing_row(int index)
+{
+    cache_row row = {test_formats[index % 8],
+                     test_formats[(index + 3) % 8],
+                     test_head_dims[index % 6],
+                     9,
+                     index % 2 != 0,
+                     index % 2 ? 14 : 8,
+                     index % 3 ? -1 : 7};
     return row;
 }
 
 /* The bytes of 16 snapshots in a row; encoding is exact, so every machine makes the same ones. */
-static stream crossing_bytes(void) {
+static stream crossing_bytes(void)
+{
     stream s = stream_empty();
     for (int i = 0; i < 16; i++) {
         cache_row row = crossing_row(i);
@@ -349,7 +371,8 @@ static stream crossing_bytes(void) {
     return s;
 }
 
-int test_snapshot_save_file(const char *path) {
+int test_snapshot_save_file(const char *path)
+{
     stream s = crossing_bytes();
     FILE *file = fopen(path, "wb");
     bool ok = file && fwrite(s.bytes, 1, s.size, file) == s.size;
@@ -359,11 +382,10 @@ int test_snapshot_save_file(const char *path) {
     return !ok;
 }
 
-static size_t read_file(void *user, void *bytes, size_t n) {
-    return fread(bytes, 1, n, (FILE *)user);
-}
+static size_t read_file(void *user, void *bytes, size_t n) { return fread(bytes, 1, n, (FILE *)user); }
 
-int test_snapshot_load_file(const char *path) {
+int test_snapshot_load_file(const char *path)
+{
     int passed = 0, failed = 0;
     stream expected = crossing_bytes(), again = stream_empty();
     FILE *file = fopen(path, "rb");
@@ -391,12 +413,18 @@ int test_snapshot_load_file(const char *path) {
     return failed != 0;
 }
 
-void test_snapshot_cases(void) {
+void test_snapshot_cases(void)
+{
     for (int i = 0; i < 24; i++) {
         static const int shapes[4][3] = {{0, 0, -1}, {1, 23, -1}, {0, 7, -1}, {1, 23, 19}}; /* ring, tokens, truncate */
         const int *shape = shapes[i % 4];
-        cache_row row = {test_formats[i % 8], test_formats[(i + i / 8) % 8], test_head_dims[i % 6], 9, shape[0] != 0,
-                         shape[1], shape[2]};
+        cache_row row = {test_formats[i % 8],
+                         test_formats[(i + i / 8) % 8],
+                         test_head_dims[i % 6],
+                         9,
+                         shape[0] != 0,
+                         shape[1],
+                         shape[2]};
         test_add(check_round_trip, &row, sizeof row, "snapshot/round_trip/%d/%s-%s/%d", i,
                  tqkv_format_name(row.key_format), tqkv_format_name(row.value_format), row.head_dim);
     }

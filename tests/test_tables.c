@@ -7,23 +7,23 @@
 
 #include <math.h>
 
-const float *test_codebook(int bits) {
+const float *test_codebook(int bits)
+{
     return bits == 4   ? tqkv__tables.codebook_4
            : bits == 5 ? tqkv__tables.codebook_5
            : bits == 6 ? tqkv__tables.codebook_6
                        : tqkv__tables.codebook_8;
 }
 
-const float *test_boundaries(int bits) {
+const float *test_boundaries(int bits)
+{
     return bits == 4   ? tqkv__tables.boundaries_4
            : bits == 5 ? tqkv__tables.boundaries_5
            : bits == 6 ? tqkv__tables.boundaries_6
                        : tqkv__tables.boundaries_8;
 }
 
-const uint8_t *test_signs(void) {
-    return tqkv__tables.signs;
-}
+const uint8_t *test_signs(void) { return tqkv__tables.signs; }
 
 typedef struct hash_row {
     const void *bytes;
@@ -31,18 +31,21 @@ typedef struct hash_row {
     uint64_t expected;
 } hash_row;
 
-static void check_hash(const void *parameters) {
+static void check_hash(const void *parameters)
+{
     const hash_row *row = (const hash_row *)parameters;
     uint64_t hash = XXH3_64bits(row->bytes, row->size);
     CHECK(hash == row->expected, "%016llx, not %016llx", (unsigned long long)hash, (unsigned long long)row->expected);
 }
 
-static void add_hash(const char *name, const void *bytes, size_t size, uint64_t expected) {
+static void add_hash(const char *name, const void *bytes, size_t size, uint64_t expected)
+{
     hash_row row = {bytes, size, expected};
     test_add(check_hash, &row, sizeof row, "tables/hash/%s", name);
 }
 
-static void add_hashes(void) {
+static void add_hashes(void)
+{
     const tqkv__table_set *t = &tqkv__tables;
     add_hash("codebook_4", t->codebook_4, sizeof t->codebook_4, TQKV_HASH_CODEBOOK_4);
     add_hash("codebook_5", t->codebook_5, sizeof t->codebook_5, TQKV_HASH_CODEBOOK_5);
@@ -63,7 +66,8 @@ typedef struct signs_row {
     const char *sha256;
 } signs_row;
 
-static void check_signs(const void *parameters) {
+static void check_signs(const void *parameters)
+{
     const signs_row *row = (const signs_row *)parameters;
     char command[640], output[65] = "";
     int length = snprintf(command, sizeof command, "printf '");
@@ -78,7 +82,8 @@ static void check_signs(const void *parameters) {
     CHECK(read == 64 && !strcmp(output, row->sha256), "SHA-256 %s, not %s", output, row->sha256);
 }
 
-static void add_signs(void) {
+static void add_signs(void)
+{
     signs_row of_256 = {32, "3ef1038e6c232e9519101daa2d6efd637d4c6bfdb29f4ee7101625c39d0ddc89"};
     signs_row of_512 = {64, "44f13ce9f6db1edac62f558ee054f9de29cd474fd051362cadcaa98a55745f17"};
     test_add(check_signs, &of_256, sizeof of_256, "tables/signs/256");
@@ -87,7 +92,8 @@ static void add_signs(void) {
 
 /* ---- Shape of codebooks and boundaries ---- */
 
-static void check_codebook(const void *parameters) {
+static void check_codebook(const void *parameters)
+{
     int bits = *(const int *)parameters, count = 1 << bits;
     const float *codebook = test_codebook(bits);
     for (int i = 0; i < count; i++)
@@ -98,7 +104,8 @@ static void check_codebook(const void *parameters) {
               (double)codebook[i - 1]);
 }
 
-static void check_boundaries(const void *parameters) {
+static void check_boundaries(const void *parameters)
+{
     int bits = *(const int *)parameters, count = (1 << bits) - 1;
     const float *codebook = test_codebook(bits), *boundaries = test_boundaries(bits);
     for (int i = 0; i < count; i++) {
@@ -112,7 +119,8 @@ static void check_boundaries(const void *parameters) {
 }
 
 /* The decimals (seven places) are midpoints to 1e-7; as floats each number adds half an ulp of its own magnitude. */
-static void check_midpoints(const void *parameters) {
+static void check_midpoints(const void *parameters)
+{
     int bits = *(const int *)parameters, count = (1 << bits) - 1;
     const float *codebook = test_codebook(bits), *boundaries = test_boundaries(bits);
     for (int i = 0; i < count; i++) {
@@ -124,7 +132,8 @@ static void check_midpoints(const void *parameters) {
     }
 }
 
-static void check_last_boundary(const void *parameters) {
+static void check_last_boundary(const void *parameters)
+{
     (void)parameters;
     CHECK(tqkv_last_boundary(TQKV_TQ4) == test_boundaries(4)[14], "tq4 %g", (double)tqkv_last_boundary(TQKV_TQ4));
     CHECK(tqkv_last_boundary(TQKV_TQ5) == test_boundaries(5)[30], "tq5 %g", (double)tqkv_last_boundary(TQKV_TQ5));
@@ -135,7 +144,8 @@ static void check_last_boundary(const void *parameters) {
     CHECK(tqkv_last_boundary(TQKV_F16) == 65504.0f, "f16 %g", (double)tqkv_last_boundary(TQKV_F16));
 }
 
-void test_tables_cases(void) {
+void test_tables_cases(void)
+{
     static const int all_bits[4] = {4, 5, 6, 8};
     add_hashes();
     add_signs();
