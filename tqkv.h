@@ -438,6 +438,86 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
      0x58, 0x2f, 0x94, 0xe1, 0xb6, 0x3d, 0x0a, 0x7c, 0xc5, 0x61, 0xd8, 0x4f, 0xa3, 0x97, 0x1e, 0x85}};
 // clang-format on
 
+/* The Metal kernels: a pipeline is one kernel, named tqkv_<what>_d<head_dim>, with all function constants of its line. */
+#define TQKV_FC_FORMAT         0  /* uint: tqkv_format of the stream; encode_kv, attend: of the keys */
+#define TQKV_FC_VALUE_FORMAT   1  /* uint: encode_kv, attend */
+#define TQKV_FC_ROTATED        2  /* bool: the stream is stored rotated (false for F16 and unrotated); encode_kv: keys */
+#define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv */
+#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: turn rows from the rotated basis */
+#define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated and queries are not yet */
+#define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head that a threadgroup serves */
+#define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
+#define TQKV_FC_SOFTCAP        8  /* bool: attend */
+#define TQKV_FC_SAME_SLOTS     9  /* bool: attend: a position has the same slot in keys and values */
+#define TQKV_FC_SHORT_STORE    10 /* bool: attend: the keys' capacity is below 32 */
+#define TQKV_FC_SINKS          11 /* bool: attend_merge */
+
+/* Most query rows a threadgroup of attend serves at this head_dim: 8 accumulators a lane and row up to D=256, so that
+   the sums of all rows stay at 64 registers. */
+#define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
+
+/* Threadgroup memory, in bytes. Encode takes (0) and (1); decode (0); attend all four. */
+#define TQKV__TABLE_BYTES               1024                            /* (0) boundaries or codebook */
+#define TQKV__STAGING_BYTES(D, n)       ((n) * (D))                     /* (1) codes, n simdgroups */
+#define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)         /* (0) codebooks of keys and values */
+#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))  /* (1) padded queries, then the sums */
+#define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n) * 128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
+#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n) * 8 * TQKV__MAX_COLUMNS(D))   /* (3) maximum and sum, n simdgroups */
+
+/* Rows of one stream. Token t of the call is at slot first_slot + t, less capacity if that is beyond the store: the host
+   resolves positions, and passes at most `capacity` tokens. */
+typedef struct tqkv__rows_args {
+    int32_t n_tokens;
+    int32_t n_kv_heads;
+    int32_t capacity;
+    int32_t first_slot; /* in [0, capacity) */
+    float block_scale;  /* not 0 */
+} tqkv__rows_args;
+
+typedef struct tqkv__rotate_args {
+    int32_t n_rows;
+} tqkv__rotate_args;
+
+/* attend, over kv_len resident positions counted from the oldest. Its slot is oldest_slot; slots wrap at capacity. */
+typedef struct tqkv__attend_args {
+    int32_t n_queries;
+    int32_t n_kv_heads;
+    int32_t group;    /* query heads a KV head */
+    int32_t kv_len;   /* 1 or more; query i is at position kv_len - n_queries + i */
+    int32_t window;   /* 0: none */
+    int32_t n_splits; /* threadgroups that share one context: the grid's z */
+    int32_t key_capacity, key_oldest_slot;
+    int32_t value_capacity, value_oldest_slot;
+    float scale;      /* not 0 */
+    float softcap;
+    float key_block_scale, value_block_scale; /* not 0 */
+} tqkv__attend_args;
+
+typedef struct tqkv__merge_args {
+    int32_t n_rows;  /* n_queries * n_heads */
+    int32_t n_heads; /* row r is of head r modulo n_heads */
+    int32_t n_splits;
+} tqkv__merge_args;
+
+/* What the kernel `tables` writes: the shaders' own idea of everything above. */
+typedef struct tqkv__table_report {
+    uint32_t table_version;
+    uint32_t table_set_size, rows_args_size, rotate_args_size, attend_args_size, merge_args_size;
+    tqkv__table_set tables;
+} tqkv__table_report;
+
+#ifdef __cplusplus
+#define TQKV__ASSERT_SIZE(type, bytes) static_assert(sizeof(type) == (bytes), "size of " #type)
+#else
+#define TQKV__ASSERT_SIZE(type, bytes) typedef char type##_has_its_size[sizeof(type) == (bytes) ? 1 : -1]
+#endif
+TQKV__ASSERT_SIZE(tqkv__table_set, 2992);
+TQKV__ASSERT_SIZE(tqkv__rows_args, 20);
+TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 56);
+TQKV__ASSERT_SIZE(tqkv__merge_args, 12);
+TQKV__ASSERT_SIZE(tqkv__table_report, 3016);
+
 #endif
 // <<shared
 

@@ -2,8 +2,8 @@
 // accesses and not the scheduler's. SIMT_ASAN and SIMT_TSAN tell the sanitizer's runtime about the fibers.
 //
 // Race detection (SIMT_TSAN): each GPU thread is a fiber of ThreadSanitizer. Switching orders nothing; a barrier with a
-// memory flag orders its scope, and only that. Threadgroups take turns with two sets of fibers and meet at the end of the
-// grid alone, so that writes of neighbouring threadgroups to one place are races too.
+// memory flag orders its scope, and only that. Threadgroups take turns with two sets of fibers and meet at the end of
+// the grid alone, so that writes of neighbouring threadgroups to one place are races too.
 #include "simt.h"
 #include <stdarg.h>
 #include <stdio.h>
@@ -55,13 +55,15 @@ asm(".text\n.globl " SIMT_SYMBOL "\n.p2align 2\n" SIMT_SYMBOL ":\n"
 #error "simt.cpp has a stack switch for x86-64 and arm64"
 #endif
 
-namespace simt {
+namespace simt
+{
 
 thread_state *current;
 const constant_values *constants;
 static const kernel *kernels;
 
-namespace {
+namespace
+{
 
 enum fiber_state { ready, at_simd_operation, at_simdgroup_barrier, at_threadgroup_barrier, finished };
 const char *const state_names[] = {"ready", "a simdgroup operation", "simdgroup_barrier", "threadgroup_barrier",
@@ -318,7 +320,8 @@ void prepare_machine(machine &machine, const kernel &k, unsigned threads)
     m->simdgroups.resize(threads / simd_width);
     m->group.arrived = 0;
     while (stacks.size() < threads) {
-        void *stack = mmap(nullptr, stack_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        void *stack =
+            mmap(nullptr, stack_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (stack == MAP_FAILED) abort();
         mprotect(stack, 4096, PROT_NONE);
         stacks.push_back((char *)stack);

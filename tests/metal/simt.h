@@ -8,7 +8,8 @@
 #include <stdint.h>
 #include <string>
 
-namespace simt {
+namespace simt
+{
 
 enum { simd_width = 32, max_buffers = 31, max_threadgroup_arguments = 8, max_constants = 32, max_threads = 1024 };
 
@@ -47,17 +48,17 @@ const kernel *first_kernel();
 const kernel *find_kernel(const char *name); // NULL if there is none
 
 struct launch {
-    extent threadgroups, threads;                          // per grid, per threadgroup
-    void *buffers[max_buffers];                            // NULL: not bound
-    size_t threadgroup_bytes[max_threadgroup_arguments];   // 0: not bound
+    extent threadgroups, threads;                        // per grid, per threadgroup
+    void *buffers[max_buffers];                          // NULL: not bound
+    size_t threadgroup_bytes[max_threadgroup_arguments]; // 0: not bound
     constant_values constants;
 };
 
 enum lane_order { ascending, descending, shuffled };
 struct schedule {
     lane_order order;
-    uint64_t seed;         // of the shuffled order
-    unsigned char poison;  // what threadgroup memory holds before the kernel writes it
+    uint64_t seed;        // of the shuffled order
+    unsigned char poison; // what threadgroup memory holds before the kernel writes it
 };
 
 // Runs every threadgroup of the grid. Empty string: done; else what was wrong, after which the output is undefined.

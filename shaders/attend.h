@@ -1,0 +1,480 @@
+// Attention straight from the codes. A threadgroup serves one KV head, up to `columns` query rows ("columns": the query
+// heads of the group, for one query after the other) and one split of the context. Each of its simdgroups walks over
+// its own tiles of 32 slots with a softmax of its own, and they meet only at the end. A key or value is decoded once
+// for all columns: that decides the speed.
+//
+// Within a tile
+//   keys     up to 4 lanes share a row, 16 bytes a load; adding them up leaves each lane with the score of one position
+//   softmax  one position a lane
+//   values   lanes lie across the row, weights come by broadcast from threadgroup memory
+//
+// Tiles are cut from slots, not positions, so a ring needs no wrap inside a tile: only the mask knows positions.
+#ifndef TQKV_ATTEND_H
+#define TQKV_ATTEND_H
+#include "codec.h"
+#include "rotate.h"
+#include "softmax.h"
+
+constant uint key_format [[function_constant(TQKV_FC_FORMAT)]];
+constant uint value_format [[function_constant(TQKV_FC_VALUE_FORMAT)]];
+constant bool rotate_queries [[function_constant(TQKV_FC_ROTATE_QUERIES)]];
+constant uint columns [[function_constant(TQKV_FC_COLUMNS)]];
+constant bool many_queries [[function_constant(TQKV_FC_MANY_QUERIES)]];
+constant bool softcap [[function_constant(TQKV_FC_SOFTCAP)]];
+constant bool same_slots [[function_constant(TQKV_FC_SAME_SLOTS)]];
+constant bool short_store [[function_constant(TQKV_FC_SHORT_STORE)]];
+
+// Loops over columns run to the constant maximum with this test inside, so that they unroll into registers and fall
+// away beyond `columns` when the pipeline is made.
+#define FOR_COLUMNS(c)                                                                                                 \
+    TQKV_UNROLL                                                                                                        \
+    for (int c = 0; c < C; c++)                                                                                        \
+        if (uint(c) < columns)
+
+// What a lane keeps of each column's output: 8 values of a row at a time, in D/256 pieces of the row where 32 lanes do
+// not span it.
+#define LANE_SUMS(D) ((D) <= 256 ? 8 : (D) / 32)
+
+// The codes and norms of one KV head.
+struct stream_rows {
+    device const uchar *codes;
+    device const float *norms;
+};
+
+template <int D>
+inline stream_rows open_stream(uint format, device const uchar *codes, device const float *norms, int capacity,
+                               uint kv_head)
+{
+    ulong first = ulong(kv_head) * ulong(capacity);
+    stream_rows rows;
+    rows.codes = codes + first * ulong(row_bytes<D>(format));
+    rows.norms = norms + first * ulong(uint(D) / norm_block<D>(format));
+    return rows;
+}
+
+// Factor of the codes of block `block` at a slot.
+template <int D>
+inline float stored_scale(uint format, stream_rows rows, uint slot, uint block, float block_scale)
+{
+    if (format == TQKV_F16) return 1.0f;
+    return code_scale<D>(format, rows.norms[ulong(slot) * ulong(uint(D) / norm_block<D>(format)) + block], block_scale);
+}
+
+// ---- Positions, counted from the oldest resident one, and slots ----
+
+inline int position_of_slot(constant tqkv__attend_args &args, uint slot)
+{
+    int position = int(slot) - args.key_oldest_slot;
+    return position < 0 ? position + args.key_capacity : position;
+}
+
+// The slot of row r of the tile at `base`. A tile always has 32 rows: where the store ends, base was moved back.
+inline uint slot_of_row(constant tqkv__attend_args &args, uint base, uint r)
+{
+    return short_store ? min(base + r, uint(args.key_capacity) - 1u) : base + r;
+}
+
+// The values' slot of the position that has this slot in the keys; some slot of the store if none has.
+inline uint value_slot_of(constant tqkv__attend_args &args, uint slot)
+{
+    if (same_slots) return slot;
+    int at = args.value_oldest_slot + min(position_of_slot(args, slot), args.kv_len - 1);
+    return uint(at < args.value_capacity ? at : at - args.value_capacity);
+}
+
+// The query row behind a column of a threadgroup; beyond the last one, the last one again, which is not written.
+struct query_row {
+    int query, head; // head of the group
+};
+
+inline query_row row_of_column(constant tqkv__attend_args &args, uint column)
+{
+    uint row = min(column, uint(args.n_queries) * uint(args.group) - 1u);
+    query_row result;
+    result.query = many_queries ? int(row / uint(args.group)) : 0;
+    result.head = many_queries ? int(row % uint(args.group)) : int(row);
+    return result;
+}
+
+// The newest position that a query sees; negative if it sees none.
+inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.kv_len - args.n_queries + query; }
+
+// Tiles [first, first + count), numbers wrapping at total, that hold all positions which a threadgroup's columns see.
+struct tile_range {
+    uint first, count, total;
+};
+
+inline tile_range tiles_seen(constant tqkv__attend_args &args, int first_query, int last_query)
+{
+    int newest = newest_seen(args, last_query), oldest = newest_seen(args, first_query) - args.window + 1;
+    if (args.window == 0 || oldest < 0) oldest = 0;
+    tile_range range;
+    uint capacity = uint(args.key_capacity);
+    range.total = (capacity + 31u) / 32u;
+    uint slot = uint(args.key_oldest_slot) + uint(oldest);
+    slot = slot < capacity ? slot : slot - capacity;
+    uint before_end = capacity - slot, n = newest < oldest ? 0u : uint(newest - oldest) + 1u;
+    range.first = slot / 32u;
+    range.count =
+        n <= before_end ? (slot % 32u + n + 31u) / 32u : range.total - range.first + (n - before_end + 31u) / 32u;
+    range.count = n == 0 ? 0u : min(range.count, range.total);
+    return range;
+}
+
+// ---- Queries ----
+
+// A column's query in threadgroup memory has 4 floats of padding behind the values of each 16 bytes of keys, so that
+// the lanes that share a row read different banks.
+template <int D, int W>
+inline uint padded(uint value)
+{
+    return value + value / uint(128 / W) * 4u;
+}
+
+template <int D, int W>
+inline void load_queries(constant tqkv__attend_args &args, device const float *q, uint kv_head, uint first_column,
+                         threadgroup float *queries, uint lane, uint simdgroup, uint n_simdgroups)
+{
+    for (uint c = simdgroup; c < columns; c += n_simdgroups) {
+        query_row row = row_of_column(args, first_column + c);
+        uint head = kv_head * uint(args.group) + uint(row.head);
+        uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
+        float x[TQKV_LANE_VALUES(D)];
+        load_row<D>(q + row_offset(at, D), lane, x);
+        if (rotate_queries) rotate_row<D>(x, lane);
+        for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
+            queries[c * padded<D, W>(D) + padded<D, W>(lane * uint(TQKV_LANE_VALUES(D)) + uint(i))] = x[i];
+    }
+}
+
+// ---- One tile ----
+
+// Lanes that share a row of keys, and rows that they share: lanes l*R .. l*R+R-1 have rows l, l + 32/R, l + 2*32/R ..
+#define KEY_LANES(D, W) ((D) / (128 / (W)) < 4 ? (D) / (128 / (W)) : 4)
+
+// The row of a tile whose score a lane ends with.
+template <int D, int W>
+inline uint row_of_lane(uint lane)
+{
+    const uint R = KEY_LANES(D, W);
+    return lane % R * (32u / R) + lane / R;
+}
+
+// dot[r][c] += q_c . k over the N values of each of the lane's R rows that its 16 bytes of this step hold.
+template <int D, int W, int R, int C>
+inline void multiply_keys(device const uchar *codes, thread const uint *slot, uint first,
+                          threadgroup const float *queries, thread const codebook &book, thread float (&dot)[R][C])
+{
+    const int N = 128 / W;
+    raw_codes<W, N> raw[R];
+    TQKV_UNROLL
+    for (int r = 0; r < R; r++)
+        load_codes<D, W, N>(key_format, codes + ulong(slot[r]) * ulong(row_bytes<D>(key_format)), first, raw[r]);
+    TQKV_UNROLL
+    for (int i = 0; i < N; i += 4) {
+        float x[R][4];
+        TQKV_UNROLL
+        for (int r = 0; r < R; r++) {
+            TQKV_UNROLL
+            for (int k = 0; k < 4; k++) x[r][k] = value_at<W, N>(key_format, raw[r], i + k, book);
+        }
+        FOR_COLUMNS(c)
+        {
+            uint at = uint(c) * padded<D, W>(D) + padded<D, W>(first) + uint(i);
+            float4 q = *(threadgroup const float4 *)(queries + at);
+            TQKV_UNROLL
+            for (int r = 0; r < R; r++)
+                dot[r][c] = fma(x[r][3], q.w, fma(x[r][2], q.z, fma(x[r][1], q.y, fma(x[r][0], q.x, dot[r][c]))));
+        }
+    }
+}
+
+// Adds the R lanes that share rows. Each step of the tree halves the rows a lane is left with, so that it ends with one
+// whole row in total[0] after fewer shuffles than one sum a row would take.
+template <int R, int C>
+inline void share_out_rows(uint part, thread float (&total)[R][C])
+{
+    TQKV_UNROLL
+    for (int distance = R / 2; distance > 0; distance /= 2) {
+        bool upper = (part & uint(distance)) != 0;
+        TQKV_UNROLL
+        for (int r = 0; r < distance; r++) {
+            FOR_COLUMNS(c)
+            {
+                float keep = upper ? total[r + distance][c] : total[r][c];
+                float give = upper ? total[r][c] : total[r + distance][c];
+                total[r][c] = keep + simd_shuffle_xor(give, ushort(distance));
+            }
+        }
+    }
+}
+
+// score[c] = q_c . k of the lane's row.
+template <int D, int W>
+inline void score_tile(constant tqkv__attend_args &args, stream_rows keys, uint base, threadgroup const float *queries,
+                       thread const codebook &book, uint lane, thread float *score)
+{
+    const int C = TQKV__MAX_COLUMNS(D), N = 128 / W, R = KEY_LANES(D, W), STEPS = D / (N * R);
+    const uint block_steps = uint(STEPS) / (uint(D) / norm_block<D>(key_format));
+    uint part = lane % uint(R), slot[R];
+    float dot[R][C], total[R][C];
+    TQKV_UNROLL
+    for (int r = 0; r < R; r++) {
+        slot[r] = slot_of_row(args, base, uint(r * (32 / R)) + lane / uint(R));
+        TQKV_UNROLL
+        for (int c = 0; c < C; c++) dot[r][c] = total[r][c] = 0.0f;
+    }
+    for (uint step = 0; step < uint(STEPS); step++) {
+        multiply_keys<D, W, R, C>(keys.codes, slot, (step * uint(R) + part) * uint(N), queries, book, dot);
+        if ((step + 1u) % block_steps != 0) continue;
+        TQKV_UNROLL
+        for (int r = 0; r < R; r++) { // the values of one norm end here
+            float scale = stored_scale<D>(key_format, keys, slot[r], step / block_steps, args.key_block_scale);
+            FOR_COLUMNS(c)
+            {
+                total[r][c] = fma(scale, dot[r][c], total[r][c]);
+                dot[r][c] = 0.0f;
+            }
+        }
+    }
+    share_out_rows<R, C>(part, total);
+    FOR_COLUMNS(c) score[c] = total[0][c];
+}
+
+inline float capped(constant tqkv__attend_args &args, float score)
+{
+    float s = score * args.scale;
+    return softcap ? args.softcap * precise::tanh(s / args.softcap) : s;
+}
+
+// Scores to weights of the online softmax. A masked position is -INFINITY and its weight 0 by selection, never by
+// arithmetic, so nothing that its slot holds gets further. The maximum is raised only when a score exceeds it by 8:
+// weights stay below e^8, and most tiles skip the rescaling.
+template <int D>
+inline void weigh_tile(constant tqkv__attend_args &args, int position, thread const int *newest, float value_scale,
+                       uint row, thread float *score, thread float *maximum, thread float *sum,
+                       thread float (&out)[TQKV__MAX_COLUMNS(D)][LANE_SUMS(D)], threadgroup float *weights)
+{
+    const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D);
+    bool raise = false;
+    FOR_COLUMNS(c)
+    {
+        bool seen = position <= newest[c] && (args.window == 0 || position > newest[c] - args.window);
+        score[c] = seen ? capped(args, score[c]) : -INFINITY;
+        raise = raise || score[c] > maximum[c] + 8.0f;
+    }
+    if (simd_any(raise)) {
+        FOR_COLUMNS(c)
+        {
+            float most = max(maximum[c], simd_max(score[c]));
+            float shrink = share_of(maximum[c], most);
+            maximum[c] = most;
+            sum[c] *= shrink;
+            TQKV_UNROLL
+            for (int i = 0; i < V; i++) out[c][i] *= shrink;
+        }
+    }
+    FOR_COLUMNS(c)
+    {
+        float weight = share_of(score[c], maximum[c]);
+        sum[c] += weight;
+        weights[row * uint(C) + uint(c)] = weight > 0.0f ? weight * value_scale : 0.0f;
+    }
+}
+
+// out[c] += weight * value, over the rows of a tile.
+template <int D, int W>
+inline void add_values(constant tqkv__attend_args &args, stream_rows values, uint base,
+                       threadgroup const float *weights, thread const codebook &book, uint lane,
+                       thread float (&out)[TQKV__MAX_COLUMNS(D)][LANE_SUMS(D)])
+{
+    const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D), L = D / V;
+    const uint block = norm_block<D>(value_format);
+    for (uint step = 0; step < uint(L); step++) {
+        uint row = step * uint(32 / L) + lane / uint(L), slot = value_slot_of(args, slot_of_row(args, base, row));
+        device const uchar *codes = values.codes + ulong(slot) * ulong(row_bytes<D>(value_format));
+        TQKV_UNROLL
+        for (int j = 0; j < V / 8; j++) {
+            uint first = (uint(j) * uint(L) + lane % uint(L)) * 8u;
+            raw_codes<W, 8> raw;
+            load_codes<D, W, 8>(value_format, codes, first, raw);
+            float x[8], scale = block == uint(D) ? 1.0f
+                                                 : stored_scale<D>(value_format, values, slot, first / block,
+                                                                   args.value_block_scale);
+            TQKV_UNROLL
+            for (int i = 0; i < 8; i++) x[i] = value_at<W, 8>(value_format, raw, i, book);
+            FOR_COLUMNS(c)
+            {
+                float weight = weights[row * uint(C) + uint(c)];
+                // A masked slot may hold halves or norms that are NaN, and 0 * NaN is no 0.
+                if ((W == 16 || block != uint(D)) && weight == 0.0f) continue;
+                weight = block == uint(D) ? weight : weight * scale;
+                TQKV_UNROLL
+                for (int i = 0; i < 8; i++) out[c][j * 8 + i] = fma(weight, x[i], out[c][j * 8 + i]);
+            }
+        }
+    }
+}
+
+// ---- The whole ----
+
+// Brings a simdgroup's maximum, sum and output to the common maximum of the threadgroup. state:
+// [simdgroups][C][2]
+template <int D>
+inline void combine_states(thread float *maximum, thread float *sum,
+                           thread float (&out)[TQKV__MAX_COLUMNS(D)][LANE_SUMS(D)], threadgroup float *state, uint lane,
+                           uint simdgroup, uint n_simdgroups)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    FOR_COLUMNS(c)
+    {
+        sum[c] = simd_sum(sum[c]);
+        if (lane == 0) {
+            state[(simdgroup * uint(C) + uint(c)) * 2u] = maximum[c];
+            state[(simdgroup * uint(C) + uint(c)) * 2u + 1u] = sum[c];
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    FOR_COLUMNS(c)
+    {
+        float most = -INFINITY, all = 0.0f;
+        for (uint s = 0; s < n_simdgroups; s++) most = max(most, state[(s * uint(C) + uint(c)) * 2u]);
+        for (uint s = 0; s < n_simdgroups; s++) {
+            float own = state[(s * uint(C) + uint(c)) * 2u];
+            all = fma(share_of(own, most), state[(s * uint(C) + uint(c)) * 2u + 1u], all);
+        }
+        float shrink = share_of(maximum[c], most);
+        TQKV_UNROLL
+        for (int i = 0; i < LANE_SUMS(D); i++) out[c][i] *= shrink;
+        maximum[c] = most;
+        sum[c] = all;
+    }
+}
+
+// Adds the lanes and then the simdgroups, one after the other for a fixed order. shared_out: [columns][D]
+template <int D>
+inline void combine_outputs(thread float (&out)[TQKV__MAX_COLUMNS(D)][LANE_SUMS(D)], threadgroup float *shared_out,
+                            uint lane, uint simdgroup, uint n_simdgroups)
+{
+    const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D), L = D / V;
+    FOR_COLUMNS(c)
+    {
+        TQKV_UNROLL
+        for (int i = 0; i < V; i++) {
+            TQKV_UNROLL
+            for (int distance = L; distance < 32; distance *= 2)
+                out[c][i] += simd_shuffle_xor(out[c][i], ushort(distance));
+        }
+    }
+    for (uint turn = 0; turn < n_simdgroups; turn++) {
+        if (simdgroup == turn && lane < uint(L)) {
+            FOR_COLUMNS(c)
+            {
+                TQKV_UNROLL
+                for (int i = 0; i < V; i++) {
+                    uint at = uint(c * D) + (uint(i / 8) * uint(L) + lane) * 8u + uint(i % 8);
+                    shared_out[at] = (turn == 0 ? 0.0f : shared_out[at]) + out[c][i];
+                }
+            }
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+}
+
+// partial_out: [n_splits][n_queries][n_heads][D], not divided by the sum; partial_state:
+// [n_splits][n_queries][n_heads][2], the maximum and the sum of the weights relative to it.
+template <int D>
+inline void store_partial(constant tqkv__attend_args &args, uint3 group, thread const float *maximum,
+                          thread const float *sum, threadgroup const float *shared_out, device float *partial_out,
+                          device float *partial_state, uint thread_index, uint n_threads)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    uint n_heads = uint(args.n_kv_heads) * uint(args.group), n_rows = uint(args.n_queries) * uint(args.group);
+    FOR_COLUMNS(c)
+    {
+        if (group.y * columns + uint(c) >= n_rows) continue;
+        query_row row = row_of_column(args, group.y * columns + uint(c));
+        uint head = group.x * uint(args.group) + uint(row.head);
+        ulong to = (ulong(group.z) * ulong(args.n_queries) + ulong(row.query)) * ulong(n_heads) + ulong(head);
+        for (uint i = thread_index; i < uint(D); i += n_threads)
+            partial_out[to * ulong(D) + i] = shared_out[uint(c * D) + i];
+        if (thread_index == 0) {
+            partial_state[to * 2u] = maximum[c];
+            partial_state[to * 2u + 1u] = sum[c];
+        }
+    }
+}
+
+// KW, VW: main_bits of the formats. group: (KV head, block of columns, split).
+template <int D, int KW, int VW>
+inline void attend(constant tqkv__attend_args &args, device const float *q, stream_rows keys, stream_rows values,
+                   device float *partial_out, device float *partial_state, threadgroup float *tables,
+                   threadgroup float *queries, threadgroup float *weights, threadgroup float *state, uint3 group,
+                   uint lane, uint simdgroup, uint n_simdgroups)
+{
+    const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D);
+    uint thread_index = simdgroup * 32u + lane, first_column = group.y * columns;
+    load_codebook(key_format, tables, thread_index, n_simdgroups * 32u);
+    load_codebook(value_format, tables + 256, thread_index, n_simdgroups * 32u);
+    load_queries<D, KW>(args, q, group.x, first_column, queries, lane, simdgroup, n_simdgroups);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    codebook key_book = open_codebook(key_format, tables, lane);
+    codebook value_book = open_codebook(value_format, tables + 256, lane);
+    threadgroup float *own_weights = weights + simdgroup * uint(32 * C);
+
+    float maximum[C], sum[C], out[C][V];
+    int newest[C];
+    TQKV_UNROLL
+    for (int c = 0; c < C; c++) {
+        newest[c] = newest_seen(args, many_queries ? row_of_column(args, first_column + uint(c)).query : 0);
+        maximum[c] = -INFINITY;
+        sum[c] = 0.0f;
+        TQKV_UNROLL
+        for (int i = 0; i < V; i++) out[c][i] = 0.0f;
+    }
+    tile_range range = tiles_seen(args, row_of_column(args, first_column).query,
+                                  row_of_column(args, first_column + columns - 1u).query);
+    uint first = uint(ulong(range.count) * ulong(group.z) / ulong(args.n_splits));
+    uint end = uint(ulong(range.count) * ulong(group.z + 1u) / ulong(args.n_splits));
+    uint row = row_of_lane<D, KW>(lane);
+
+    for (uint t = first + simdgroup; t < end; t += n_simdgroups) {
+        uint tile = range.first + t, start = (tile < range.total ? tile : tile - range.total) * 32u;
+        uint base = short_store ? 0u : min(start, uint(args.key_capacity) - 32u), slot = slot_of_row(args, base, row);
+        // Rows that the tile before has too, or that a short store lacks, count as positions no query sees.
+        bool own = base + row >= start && base + row < uint(args.key_capacity);
+        int position = own ? position_of_slot(args, slot) : 0x7fffffff;
+        float score[C], value_scale = 1.0f;
+        score_tile<D, KW>(args, keys, base, queries, key_book, lane, score);
+        if (norm_block<D>(value_format) == uint(D))
+            value_scale = stored_scale<D>(value_format, values, value_slot_of(args, slot), 0u, args.value_block_scale);
+        weigh_tile<D>(args, position, newest, value_scale, row, score, maximum, sum, out, own_weights);
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+        add_values<D, VW>(args, values, base, own_weights, value_book, lane, out);
+        simdgroup_barrier(mem_flags::mem_threadgroup); // before the next tile overwrites the weights
+    }
+    combine_states<D>(maximum, sum, out, state, lane, simdgroup, n_simdgroups);
+    // Behind its barrier all simdgroups have done with the queries: their memory takes the sums.
+    combine_outputs<D>(out, queries, lane, simdgroup, n_simdgroups);
+    store_partial<D>(args, group, maximum, sum, queries, partial_out, partial_state, thread_index, n_simdgroups * 32u);
+}
+
+// The one place where formats choose code: three widths of a stored value for keys times three for values.
+template <int D, int KW>
+inline void attend_with_keys(constant tqkv__attend_args &args, device const float *q, stream_rows keys,
+                             stream_rows values, device float *partial_out, device float *partial_state,
+                             threadgroup float *tables, threadgroup float *queries, threadgroup float *weights,
+                             threadgroup float *state, uint3 group, uint lane, uint simdgroup, uint n_simdgroups)
+{
+    if (main_bits(value_format) == 4)
+        attend<D, KW, 4>(args, q, keys, values, partial_out, partial_state, tables, queries, weights, state, group,
+                         lane, simdgroup, n_simdgroups);
+    if (main_bits(value_format) == 8)
+        attend<D, KW, 8>(args, q, keys, values, partial_out, partial_state, tables, queries, weights, state, group,
+                         lane, simdgroup, n_simdgroups);
+    if (main_bits(value_format) == 16)
+        attend<D, KW, 16>(args, q, keys, values, partial_out, partial_state, tables, queries, weights, state, group,
+                          lane, simdgroup, n_simdgroups);
+}
+
+#endif

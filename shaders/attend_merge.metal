@@ -1,0 +1,33 @@
+// attend_merge: the result of attention from the partial ones of all splits. One simdgroup a query row.
+#include "merge.h"
+
+constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
+constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
+
+// partial_out: [n_splits][n_rows][D], partial_state: [n_splits][n_rows][2], sinks: [n_heads], out: [n_rows][D]
+// clang-format off
+#define ATTEND_MERGE(D) \
+    kernel void tqkv_attend_merge_d##D( \
+        constant tqkv__merge_args &args [[buffer(0)]], \
+        device const float *partial_out [[buffer(1)]], \
+        device const float *partial_state [[buffer(2)]], \
+        device const float *sinks [[buffer(3)]], \
+        device float *out [[buffer(4)]], \
+        uint3 group [[threadgroup_position_in_grid]], \
+        uint lane [[thread_index_in_simdgroup]], \
+        uint simdgroup [[simdgroup_index_in_threadgroup]], \
+        uint n_simdgroups [[simdgroups_per_threadgroup]]) \
+    { \
+        uint row = group.x * n_simdgroups + simdgroup; \
+        if (row >= uint(args.n_rows)) return; \
+        float sink = has_sinks ? sinks[row % uint(args.n_heads)] : -INFINITY; \
+        merge_row<D>(args, partial_out, partial_state, row, sink, unrotate, lane, out); \
+    }
+// clang-format on
+
+ATTEND_MERGE(32)
+ATTEND_MERGE(64)
+ATTEND_MERGE(128)
+ATTEND_MERGE(256)
+ATTEND_MERGE(512)
+ATTEND_MERGE(1024)

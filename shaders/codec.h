@@ -1,0 +1,195 @@
+// The codec, once for all kernels: how a format lies in memory, how values become codes and codes become values.
+// `format` is a function constant wherever it is passed, so a pipeline keeps one side of every branch on it.
+#ifndef TQKV_CODEC_H
+#define TQKV_CODEC_H
+#include "common.h"
+
+// ---- The shape of a row: a field of 4, 8 or 16 bits a value, then for TQ5 and TQ6 a field of their upper bits ----
+
+inline uint main_bits(uint format)
+{
+    return format == TQKV_F16 ? 16u : (format == TQKV_TQ4 || format == TQKV_TQ5 || format == TQKV_TQ6) ? 4u : 8u;
+}
+
+inline uint upper_bits(uint format) { return format == TQKV_TQ5 ? 1u : format == TQKV_TQ6 ? 2u : 0u; }
+
+// log2 of the number of centroids; 0 without a codebook.
+inline uint codebook_bits(uint format)
+{
+    return format == TQKV_TQ4                                 ? 4u
+           : (format == TQKV_TQ5 || format == TQKV_TQ5_BYTES) ? 5u
+           : (format == TQKV_TQ6 || format == TQKV_TQ6_BYTES) ? 6u
+           : format == TQKV_TQ8                               ? 8u
+                                                              : 0u;
+}
+
+template <int D>
+inline uint row_bytes(uint format)
+{
+    return uint(D) * (main_bits(format) + upper_bits(format)) / 8u;
+}
+
+// Values that share one norm; D for F16, which has none.
+template <int D>
+inline uint norm_block(uint format)
+{
+    return format == TQKV_F16 ? uint(D) : format == TQKV_I8 ? uint(D <= 128 ? D : 128) : uint(D < 512 ? D : 256);
+}
+
+// Factor of a decoded code, from its block's norm.
+template <int D>
+inline float code_scale(uint format, float norm, float block_scale)
+{
+    return format == TQKV_I8 ? norm : D < 512 ? norm * TQKV__INV_SQRT(D) : norm / block_scale;
+}
+
+// ---- Values to codes ----
+
+// float(boundaries or centroids) of the format into threadgroup memory. The caller puts a barrier behind it.
+inline void copy_table(constant float *source, uint n, threadgroup float *table, uint thread_index, uint n_threads)
+{
+    for (uint i = thread_index; i < n; i += n_threads) table[i] = source[i];
+}
+
+inline void load_boundaries(uint format, threadgroup float *table, uint thread_index, uint n_threads)
+{
+    uint bits = codebook_bits(format);
+    if (bits == 0) return;
+    copy_table(bits == 4   ? tqkv__tables.boundaries_4
+               : bits == 5 ? tqkv__tables.boundaries_5
+               : bits == 6 ? tqkv__tables.boundaries_6
+                           : tqkv__tables.boundaries_8,
+               (1u << bits) - 1u, table, thread_index, n_threads);
+}
+
+// Number of boundaries strictly below v, by halving; 0 for NaN, which is below none.
+inline uint quantise(float v, uint bits, threadgroup const float *boundaries)
+{
+    uint code = 0;
+    for (uint step = 1u << (bits - 1u); step > 0; step /= 2)
+        if (boundaries[code + step - 1u] < v) code += step;
+    return code;
+}
+
+// Round half to even, clamped to +-127; NaN, which only overflow can make, becomes 127.
+inline uint quantise_grid(float v)
+{
+    float q = rint(v);
+    q = q < 127.0f ? q : 127.0f;
+    q = q > -127.0f ? q : -127.0f;
+    return uint(int(q)) & 255u;
+}
+
+// The IEEE half next to x, ties to even, clamped to +-65504. In integers: a GPU may round its own conversion otherwise
+// or flush small halves.
+inline uint half_bits(float x)
+{
+    uint word = as_type<uint>(x), sign = (word >> 16) & 0x8000u, magnitude = word & 0x7fffffffu;
+    if (magnitude >= 0x477fe000u) return sign | 0x7bffu;
+    bool subnormal = magnitude < 0x38800000u; // below 2^-14: a multiple of 2^-24
+    uint bits = subnormal ? (magnitude & 0x7fffffu) | 0x800000u : magnitude - 0x38000000u;
+    uint shift = subnormal ? min(126u - (magnitude >> 23), 25u) : 13u;
+    return sign | ((bits + (1u << (shift - 1u)) - 1u + ((bits >> shift) & 1u)) >> shift);
+}
+
+// One word of a field: `bits` bits, from bit `low` on, of each of the 32/bits codes.
+inline uint pack_word(threadgroup const uchar *codes, uint bits, uint low)
+{
+    uint word = 0;
+    for (uint i = 0; i < 32u / bits; i++) word |= ((uint(codes[i]) >> low) & ((1u << bits) - 1u)) << (i * bits);
+    return word;
+}
+
+// ---- Codes to values ----
+
+// N neighbouring codes of a row as they lie in memory. W is main_bits(format).
+template <int W, int N>
+struct raw_codes {
+    uint main[(W * N + 31) / 32];
+    uint upper[(2 * N + 31) / 32];
+};
+
+// BITS bits for each of N values from value `first` on, a multiple of N. Fewer than 32 bits come shifted to the bottom
+// of one word. `alignment` divides the row's size: only it tells that wide loads are allowed.
+template <int BITS, int N>
+inline void load_field(device const uint *field, uint first, uint alignment, thread uint *words)
+{
+    const int n = BITS * N / 32;
+    device const uint *at = field + first * uint(BITS) / 32u;
+    if (n == 0) {
+        words[0] = at[0] >> (first * uint(BITS) % 32u);
+    } else if (n % 4 == 0 && alignment % 16u == 0) {
+        TQKV_UNROLL
+        for (int i = 0; i < n / 4; i++) {
+            uint4 four = ((device const uint4 *)at)[i];
+            words[4 * i] = four.x;
+            words[4 * i + 1] = four.y;
+            words[4 * i + 2] = four.z;
+            words[4 * i + 3] = four.w;
+        }
+    } else if (n % 2 == 0 && alignment % 8u == 0) {
+        TQKV_UNROLL
+        for (int i = 0; i < n / 2; i++) {
+            uint2 two = ((device const uint2 *)at)[i];
+            words[2 * i] = two.x;
+            words[2 * i + 1] = two.y;
+        }
+    } else {
+        TQKV_UNROLL
+        for (int i = 0; i < n; i++) words[i] = at[i];
+    }
+}
+
+template <int D, int W, int N>
+inline void load_codes(uint format, device const uchar *row, uint first, thread raw_codes<W, N> &raw)
+{
+    uint alignment = row_bytes<D>(format);
+    load_field<W, N>((device const uint *)row, first, alignment, raw.main);
+    if (W == 4 && format == TQKV_TQ5) load_field<1, N>((device const uint *)(row + D / 2), first, alignment, raw.upper);
+    if (W == 4 && format == TQKV_TQ6) load_field<2, N>((device const uint *)(row + D / 2), first, alignment, raw.upper);
+}
+
+// A codebook as the lanes hold it. Up to 32 centroids lie one a lane in `own` and are looked up by a shuffle; more lie
+// in threadgroup memory. Constant memory would be the plain way, but it serves one address at a time: lanes that look
+// up different codes would wait for each other, in the innermost loop of attention.
+struct codebook {
+    float own;
+    threadgroup const float *table;
+};
+
+inline void load_codebook(uint format, threadgroup float *table, uint thread_index, uint n_threads)
+{
+    uint bits = codebook_bits(format);
+    if (bits == 0) return;
+    copy_table(bits == 4   ? tqkv__tables.codebook_4
+               : bits == 5 ? tqkv__tables.codebook_5
+               : bits == 6 ? tqkv__tables.codebook_6
+                           : tqkv__tables.codebook_8,
+               1u << bits, table, thread_index, n_threads);
+}
+
+// After load_codebook and a barrier.
+inline codebook open_codebook(uint format, threadgroup const float *table, uint lane)
+{
+    codebook book;
+    uint bits = codebook_bits(format);
+    book.own = bits == 4 || bits == 5 ? table[lane & ((1u << bits) - 1u)] : 0.0f;
+    book.table = table;
+    return book;
+}
+
+// Value i of the raw codes, before its scale. All lanes of the simdgroup must come here together: it may shuffle.
+template <int W, int N>
+inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book)
+{
+    uint word = raw.main[i * W / 32], shift = uint(i * W % 32);
+    if (W == 16) return float(as_type<half>(ushort((word >> shift) & 0xffffu)));
+    if (W == 8 && format == TQKV_I8) return float(int(word << (24u - (shift & 24u))) >> 24);
+    uint code = (word >> shift) & (W == 4 ? 15u : 255u);
+    if (W == 4 && format == TQKV_TQ5) code |= ((raw.upper[i / 32] >> uint(i % 32)) & 1u) << 4;
+    if (W == 4 && format == TQKV_TQ6) code |= ((raw.upper[i / 16] >> uint(i % 16 * 2)) & 3u) << 4;
+    uint bits = codebook_bits(format);
+    return bits <= 5 ? simd_shuffle(book.own, ushort(code & 31u)) : book.table[code & ((1u << bits) - 1u)];
+}
+
+#endif

@@ -1,0 +1,35 @@
+// decode: any run of positions to floats, in the stored basis or turned back. One simdgroup a row.
+#include "decode.h"
+
+constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
+constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
+
+// codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms], out: [n_tokens][n_kv_heads][D]
+// clang-format off
+#define DECODE(D) \
+    kernel void tqkv_decode_d##D( \
+        constant tqkv__rows_args &args [[buffer(0)]], \
+        device const uchar *codes [[buffer(1)]], \
+        device const float *norms [[buffer(2)]], \
+        device float *out [[buffer(3)]], \
+        threadgroup float *table [[threadgroup(0)]], \
+        uint3 group [[threadgroup_position_in_grid]], \
+        uint thread_index [[thread_index_in_threadgroup]], \
+        uint lane [[thread_index_in_simdgroup]], \
+        uint simdgroup [[simdgroup_index_in_threadgroup]], \
+        uint n_simdgroups [[simdgroups_per_threadgroup]]) \
+    { \
+        load_codebook(stream_format, table, thread_index, n_simdgroups * 32u); \
+        threadgroup_barrier(mem_flags::mem_threadgroup); \
+        codebook book = open_codebook(stream_format, table, lane); \
+        decode_row<D>(stream_format, unrotate, args, codes, norms, group.x * n_simdgroups + simdgroup, out, book, \
+                      lane); \
+    }
+// clang-format on
+
+DECODE(32)
+DECODE(64)
+DECODE(128)
+DECODE(256)
+DECODE(512)
+DECODE(1024)

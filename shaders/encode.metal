@@ -1,0 +1,36 @@
+// encode: rows of one stream into its store. One simdgroup a row [token][KV head], threadgroups along x.
+#include "encode.h"
+
+constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
+constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
+
+// source: [n_tokens][n_kv_heads][D], codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms]
+// clang-format off
+#define ENCODE(D) \
+    kernel void tqkv_encode_d##D( \
+        constant tqkv__rows_args &args [[buffer(0)]], \
+        device const float *source [[buffer(1)]], \
+        device uchar *codes [[buffer(2)]], \
+        device float *norms [[buffer(3)]], \
+        device atomic_uint *not_finite [[buffer(4)]], \
+        threadgroup float *boundaries [[threadgroup(0)]], \
+        threadgroup uchar *staging [[threadgroup(1)]], \
+        uint3 group [[threadgroup_position_in_grid]], \
+        uint thread_index [[thread_index_in_threadgroup]], \
+        uint lane [[thread_index_in_simdgroup]], \
+        uint simdgroup [[simdgroup_index_in_threadgroup]], \
+        uint n_simdgroups [[simdgroups_per_threadgroup]]) \
+    { \
+        load_boundaries(stream_format, boundaries, thread_index, n_simdgroups * 32u); \
+        threadgroup_barrier(mem_flags::mem_threadgroup); \
+        encode_row<D>(stream_format, rotated, args, source, group.x * n_simdgroups + simdgroup, codes, norms, \
+                      not_finite, boundaries, staging + simdgroup * D, lane); \
+    }
+// clang-format on
+
+ENCODE(32)
+ENCODE(64)
+ENCODE(128)
+ENCODE(256)
+ENCODE(512)
+ENCODE(1024)

@@ -1,0 +1,30 @@
+// probe: the scaled values of step 8 of encoding, for a look at how they fit the codebook. One simdgroup a row.
+#include "encode.h"
+
+constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
+constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
+
+// source, scaled: [n_tokens][n_kv_heads][D]
+// clang-format off
+#define PROBE(D) \
+    kernel void tqkv_probe_d##D( \
+        constant tqkv__rows_args &args [[buffer(0)]], \
+        device const float *source [[buffer(1)]], \
+        device float *scaled [[buffer(2)]], \
+        device atomic_uint *not_finite [[buffer(3)]], \
+        uint3 group [[threadgroup_position_in_grid]], \
+        uint lane [[thread_index_in_simdgroup]], \
+        uint simdgroup [[simdgroup_index_in_threadgroup]], \
+        uint n_simdgroups [[simdgroups_per_threadgroup]]) \
+    { \
+        probe_row<D>(stream_format, rotated, args, source, group.x * n_simdgroups + simdgroup, scaled, not_finite, \
+                     lane); \
+    }
+// clang-format on
+
+PROBE(32)
+PROBE(64)
+PROBE(128)
+PROBE(256)
+PROBE(512)
+PROBE(1024)

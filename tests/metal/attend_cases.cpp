@@ -1,0 +1,190 @@
+// attend and attend_merge against the double-precision reference, on the same codes.
+#include "shader_cases.h"
+#include "../attend_fixture.h"
+
+namespace
+{
+
+struct shader_attend_row {
+    attend_row problem;
+    gpu_split split;
+};
+
+void run_attend(const void *parameters)
+{
+    const shader_attend_row *row = (const shader_attend_row *)parameters;
+    attend_problem problem;
+    attend_set_up(&problem, &row->problem);
+    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, row->split));
+    attend_check(&problem, problem.out, "attend");
+    attend_tear_down(&problem);
+}
+
+shader_attend_row default_row(tqkv_format keys, tqkv_format values, int head_dim)
+{
+    shader_attend_row row = {attend_default_row(keys, values, head_dim), {0, 2, 1}};
+    return row;
+}
+
+void add(const shader_attend_row &row, const char *what) { test_add(run_attend, &row, sizeof row, "attend/%s", what); }
+
+void add_pairs()
+{
+    for (tqkv_format keys : test_formats)
+        for (tqkv_format values : test_formats) {
+            std::string pair = std::string("pair/") + tqkv_format_name(keys) + "_" + tqkv_format_name(values);
+            shader_attend_row row = default_row(keys, values, 64);
+            row.split = {2, 2, 1};
+            add(row, (pair + "/d64").c_str());
+            row = default_row(keys, values, 512);
+            row.problem.end = 34;
+            row.split = {2, 1, 2};
+            add(row, (pair + "/d512").c_str());
+        }
+}
+
+// Every head_dim with every width of key and value.
+void add_head_dims()
+{
+    const tqkv_format formats[] = {TQKV_F16, TQKV_TQ5, TQKV_I8, TQKV_TQ8, TQKV_TQ4, TQKV_TQ6};
+    for (int head_dim : test_head_dims)
+        for (int i = 0; i < 6; i++) {
+            shader_attend_row row = default_row(formats[i], formats[(i + 2) % 6], head_dim);
+            row.problem.n_queries = 2;
+            row.problem.window = i % 2 ? 11 : 0;
+            row.problem.block_scale = head_dim >= 512 ? 1.25f : 0.0f;
+            add(row, ("head_dim/d" + std::to_string(head_dim) + "/" + tqkv_format_name(formats[i])).c_str());
+        }
+}
+
+// Heads a KV head, queries, columns a threadgroup, simdgroups, splits.
+void add_shapes()
+{
+    const int shapes[][5] = {{1, 1, 1, 1, 1},  {1, 1, 0, 4, 1},  {2, 1, 2, 4, 3},  {3, 1, 2, 2, 2}, {8, 1, 8, 4, 2},
+                             {16, 1, 8, 1, 1}, {5, 3, 0, 2, 1},  {1, 17, 8, 2, 2}, {4, 9, 3, 4, 1}, {2, 40, 0, 1, 5},
+                             {2, 45, 8, 2, 1}, {1, 1, 1, 8, 40}, {2, 2, 1, 3, 7}};
+    for (const int *shape : shapes) {
+        shader_attend_row row = default_row(TQKV_I8, TQKV_TQ4, 128);
+        row.problem.end = 100;
+        row.problem.key_capacity = row.problem.value_capacity = 110;
+        if (shape[1] > 17) row.problem.end = 44; // more queries than positions: the first ones see nothing
+        row.problem.group = shape[0];
+        row.problem.n_queries = shape[1];
+        row.split = {shape[2], shape[3], shape[4]};
+        add(row,
+            ("shape/group" + std::to_string(shape[0]) + "_queries" + std::to_string(shape[1]) + "_columns" +
+             std::to_string(shape[2]) + "_simdgroups" + std::to_string(shape[3]) + "_splits" + std::to_string(shape[4]))
+                .c_str());
+    }
+}
+
+// capacity of keys and values, end, kv_len, window
+void add_residency(const char *name, int key_capacity, int value_capacity, bool ring, int64_t end, int kv_len,
+                   int window)
+{
+    shader_attend_row row = default_row(TQKV_TQ4, TQKV_F16, 64);
+    row.problem.key_capacity = key_capacity;
+    row.problem.value_capacity = value_capacity;
+    row.problem.key_ring = row.problem.value_ring = ring;
+    row.problem.end = end;
+    row.problem.kv_len = kv_len;
+    row.problem.window = window;
+    row.problem.n_queries = 3;
+    row.split = {0, 2, 2};
+    add(row, (std::string("resident/") + name).c_str());
+    row.problem.key_format = TQKV_F16;
+    row.problem.value_format = TQKV_I8;
+    row.problem.n_queries = 1;
+    row.split = {0, 1, 3};
+    add(row, (std::string("resident/") + name + "/one_query").c_str());
+}
+
+void add_all_residencies()
+{
+    add_residency("exactly_full", 64, 64, false, 64, 0, 0);
+    add_residency("one_position", 64, 64, false, 1, 0, 0);
+    add_residency("short_store", 7, 7, false, 5, 0, 0);
+    add_residency("short_ring_wrapped", 7, 7, true, 23, 0, 0);
+    add_residency("ring_full", 50, 50, true, 1050, 0, 0);
+    add_residency("ring_partly_filled", 50, 50, true, 1000000000037, 21, 0);
+    add_residency("ring_wraps_inside_tile", 96, 96, true, 1010, 96, 0);
+    add_residency("ring_wraps_short_last_tile", 70, 70, true, 155, 66, 0);
+    add_residency("newest_of_linear", 100, 100, false, 90, 33, 0);
+    add_residency("window", 100, 100, false, 90, 0, 13);
+    add_residency("window_ring", 70, 70, true, 1000, 0, 40);
+    add_residency("window_beyond_resident", 70, 70, true, 1000, 30, 64);
+    add_residency("window_of_one", 70, 70, true, 1000, 0, 1);
+    add_residency("different_capacities", 70, 45, true, 1000, 0, 0);
+    add_residency("different_capacities_window", 45, 70, true, 1000, 40, 17);
+    add_residency("short_keys_long_values", 20, 70, true, 1000, 0, 0);
+    shader_attend_row row = default_row(TQKV_I8, TQKV_TQ4, 64);
+    row.problem.key_ring = true;
+    row.problem.key_capacity = 40;
+    row.problem.value_capacity = 200;
+    row.problem.end = 150;
+    add(row, "resident/ring_keys_linear_values");
+}
+
+void add_options()
+{
+    shader_attend_row row = default_row(TQKV_I8, TQKV_TQ4, 64);
+    row.problem.softcap = 5.0f;
+    row.problem.query_size = 20.0f;
+    add(row, "option/softcap");
+    row = default_row(TQKV_TQ8, TQKV_TQ8, 64);
+    row.problem.scale = 0.3f;
+    add(row, "option/scale");
+    row.problem.query_size = 60.0f; // scores in the hundreds, rising along the tiles
+    row.problem.end = 200;
+    row.problem.key_capacity = row.problem.value_capacity = 200;
+    row.split = {0, 2, 2};
+    add(row, "option/large_scores");
+    for (int sinks = SINKS_SOME; sinks <= SINKS_MINUS_INFINITY; sinks++) {
+        row = default_row(TQKV_I8, TQKV_TQ4, 64);
+        row.problem.sinks = (attend_sinks)sinks;
+        row.problem.n_queries = 45; // some see nothing
+        row.split = {0, 2, 2};
+        add(row, ("option/sinks" + std::to_string(sinks)).c_str());
+    }
+    for (int bases = 1; bases < 4; bases++) {
+        row = default_row(TQKV_TQ4, TQKV_TQ5, 128);
+        row.problem.query_basis = bases & 1 ? TQKV_ROTATED : TQKV_ORIGINAL;
+        row.problem.output_basis = bases & 2 ? TQKV_ROTATED : TQKV_ORIGINAL;
+        add(row, ("option/bases" + std::to_string(bases)).c_str());
+    }
+    row = default_row(TQKV_F16, TQKV_TQ8, 128);
+    row.problem.values_unrotated = true;
+    add(row, "option/hybrid");
+    row = default_row(TQKV_TQ6, TQKV_TQ8, 128);
+    row.problem.keys_unrotated = true;
+    add(row, "option/unrotated_keys");
+}
+
+// A resident position that only some queries see holds NaN in norms or halves; the others must not notice.
+void add_poisons()
+{
+    const tqkv_format formats[] = {TQKV_F16, TQKV_TQ4, TQKV_I8};
+    for (tqkv_format keys : formats)
+        for (tqkv_format values : formats)
+            for (attend_poison poison : {POISON_NEWEST, POISON_OLDEST}) {
+                shader_attend_row row = default_row(keys, values, 256);
+                row.problem.n_queries = 3;
+                row.problem.window = poison == POISON_OLDEST ? 20 : 0;
+                row.problem.poison = poison;
+                add(row, (std::string("poison/") + tqkv_format_name(keys) + "_" + tqkv_format_name(values) +
+                          (poison == POISON_NEWEST ? "/newest" : "/oldest"))
+                             .c_str());
+            }
+}
+
+} // namespace
+
+void attend_shader_cases()
+{
+    add_pairs();
+    add_head_dims();
+    add_shapes();
+    add_all_residencies();
+    add_options();
+    add_poisons();
+}

@@ -1,0 +1,208 @@
+// encode, encode_kv, probe, decode, rotate, tables: the same bytes as tqkv.h's C.
+#include "shader_cases.h"
+#include "../data.h"
+#include <math.h>
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+namespace
+{
+
+struct codec_row {
+    tqkv_format format, value_format;
+    int head_dim, n_kv_heads, capacity, n_tokens;
+    int64_t position;
+    bool ring, unrotated;
+    float block_scale;
+    data_kind kind;
+};
+
+tqkv_store make_store(const codec_row *row, tqkv_format format)
+{
+    tqkv_store s = test_store(format, row->head_dim, row->n_kv_heads, row->capacity, row->ring);
+    s.unrotated = row->unrotated;
+    s.block_scale = row->block_scale;
+    return s;
+}
+
+std::vector<float> make_source(const codec_row *row, uint64_t seed)
+{
+    std::vector<float> source((size_t)row->n_tokens * (size_t)row->n_kv_heads * (size_t)row->head_dim);
+    data_rows(seed, row->kind, source.data(), row->n_tokens * row->n_kv_heads, row->head_dim);
+    return source;
+}
+
+void check_same_store(const tqkv_store &a, const tqkv_store &b)
+{
+    CHECK(!memcmp(a.codes, b.codes, a.codes_size), "codes differ");
+    CHECK(!a.norms_size || !memcmp(a.norms, b.norms, a.norms_size), "norms differ");
+}
+
+// The same bits, or NaN on both sides: norms that overflow make them, and their sign is the processor's choice.
+bool same_floats(const std::vector<float> &a, const std::vector<float> &b)
+{
+    for (size_t i = 0; i < a.size(); i++)
+        if (memcmp(&a[i], &b[i], sizeof a[i]) && !(isnan(a[i]) && isnan(b[i]))) return false;
+    return a.size() == b.size();
+}
+
+void check_decode(const tqkv_store &s, int64_t position, int n)
+{
+    size_t count = (size_t)n * (size_t)s.n_kv_heads * (size_t)s.head_dim;
+    for (tqkv_basis basis : {TQKV_ROTATED, TQKV_ORIGINAL}) {
+        std::vector<float> expected(count), got(count, NAN);
+        CHECK_RESULT(tqkv_decode(&s, position, n, basis, expected.data()), TQKV_OK);
+        CHECK_RUN(gpu_decode(&s, position, n, basis, got.data()));
+        CHECK(same_floats(expected, got), "decoded values differ, basis %d", (int)basis);
+    }
+}
+
+void check_probe(const tqkv_store &s, const std::vector<float> &source, int n_tokens)
+{
+    std::vector<float> expected(source.size()), got(source.size(), NAN);
+    CHECK_RESULT(tqkv_probe(&s, source.data(), n_tokens, expected.data()), TQKV_OK);
+    CHECK_RUN(gpu_probe(&s, source.data(), n_tokens, got.data(), nullptr));
+    CHECK(same_floats(expected, got), "probed values differ");
+}
+
+// Encoding, decoding and the probe against C. The stores start as 0xff bytes: what is not to be written stays so.
+void run_codec(const void *parameters)
+{
+    const codec_row *row = (const codec_row *)parameters;
+    std::vector<float> source = make_source(row, 3);
+    tqkv_store expected = make_store(row, row->format), got = make_store(row, row->format);
+    uint32_t flag = 1;
+    CHECK_RESULT(tqkv_encode(&expected, source.data(), row->n_tokens, row->position), TQKV_OK);
+    CHECK_RUN(gpu_encode(&got, source.data(), row->n_tokens, row->position, &flag));
+    CHECK(flag == 0, "finite rows raised the flag");
+    check_same_store(expected, got);
+    int stored = row->n_tokens < row->capacity ? row->n_tokens : row->capacity;
+    check_decode(expected, row->position + row->n_tokens - stored, stored);
+    check_probe(expected, source, row->n_tokens);
+    test_store_free(&expected);
+    test_store_free(&got);
+}
+
+// One dispatch for keys and values against two in C.
+void run_encode_kv(const void *parameters)
+{
+    const codec_row *row = (const codec_row *)parameters;
+    std::vector<float> k = make_source(row, 4), v = make_source(row, 5);
+    tqkv_store keys = make_store(row, row->format), values = make_store(row, row->value_format);
+    tqkv_store got_keys = make_store(row, row->format), got_values = make_store(row, row->value_format);
+    CHECK_RESULT(tqkv_encode(&keys, k.data(), row->n_tokens, row->position), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(&values, v.data(), row->n_tokens, row->position), TQKV_OK);
+    CHECK_RUN(gpu_encode_kv(&got_keys, &got_values, k.data(), v.data(), row->n_tokens, row->position, nullptr));
+    check_same_store(keys, got_keys);
+    check_same_store(values, got_values);
+    for (tqkv_store *s : {&keys, &values, &got_keys, &got_values}) test_store_free(s);
+}
+
+// A row with NaN or Inf is stored as a row of zeros is, but for norms of 0, and raises the flag; its neighbours do not
+// notice.
+void run_not_finite(const void *parameters)
+{
+    const codec_row *row = (const codec_row *)parameters;
+    std::vector<float> source = make_source(row, 6);
+    size_t d = (size_t)row->head_dim, bad_rows[] = {1, 4};
+    tqkv_store expected = make_store(row, row->format), got = make_store(row, row->format);
+    for (size_t bad : bad_rows) memset(&source[bad * d], 0, d * sizeof(float));
+    CHECK_RESULT(tqkv_encode(&expected, source.data(), row->n_tokens, row->position), TQKV_OK);
+    source[bad_rows[0] * d + d - 1] = NAN;
+    source[bad_rows[1] * d] = -INFINITY;
+    uint32_t flag = 0;
+    CHECK_RUN(gpu_encode(&got, source.data(), row->n_tokens, row->position, &flag));
+    CHECK(flag == 1, "flag is %u", flag);
+    check_same_store(expected, got);
+    test_store_free(&expected);
+    test_store_free(&got);
+}
+
+void run_rotate(const void *parameters)
+{
+    const codec_row *row = (const codec_row *)parameters;
+    std::vector<float> expected = make_source(row, 7), got = expected;
+    CHECK_RESULT(tqkv_rotate(expected.data(), row->n_tokens, row->head_dim), TQKV_OK);
+    CHECK_RUN(gpu_rotate(got.data(), row->n_tokens, row->head_dim, false));
+    CHECK(same_floats(expected, got), "rotated rows differ");
+    CHECK_RESULT(tqkv_unrotate(expected.data(), row->n_tokens, row->head_dim), TQKV_OK);
+    CHECK_RUN(gpu_rotate(got.data(), row->n_tokens, row->head_dim, true));
+    CHECK(same_floats(expected, got), "un-rotated rows differ");
+}
+
+void run_tables(const void *)
+{
+    tqkv__table_report report;
+    memset(&report, 0xa5, sizeof report);
+    CHECK_RUN(gpu_tables(&report));
+    CHECK(report.table_version == TQKV_TABLE_VERSION, "version %u", report.table_version);
+    CHECK(report.table_set_size == sizeof(tqkv__table_set), "size of the tables");
+    CHECK(report.rows_args_size == sizeof(tqkv__rows_args), "size of the rows' arguments");
+    CHECK(report.rotate_args_size == sizeof(tqkv__rotate_args), "size of rotate's arguments");
+    CHECK(report.attend_args_size == sizeof(tqkv__attend_args), "size of attend's arguments");
+    CHECK(report.merge_args_size == sizeof(tqkv__merge_args), "size of attend_merge's arguments");
+    CHECK(XXH3_64bits(&report.tables, sizeof report.tables) == TQKV_HASH_TABLES, "stale table");
+}
+
+codec_row default_row(tqkv_format format, int head_dim)
+{
+    codec_row row = {};
+    row.format = row.value_format = format;
+    row.head_dim = head_dim;
+    row.n_kv_heads = 3;
+    row.capacity = 9;
+    row.n_tokens = 7;
+    row.position = 1;
+    return row;
+}
+
+void add_codec_rows(tqkv_format format, int head_dim)
+{
+    const char *name = tqkv_format_name(format);
+    codec_row row = default_row(format, head_dim);
+    for (int kind = 0; kind < DATA_KINDS; kind++) {
+        row.kind = (data_kind)kind;
+        test_add(run_codec, &row, sizeof row, "encode/%s/d%d/%s", name, head_dim, data_kind_name(kind));
+    }
+    row.kind = DATA_STUDENT;
+    test_add(run_not_finite, &row, sizeof row, "encode/%s/d%d/not_finite", name, head_dim);
+    row.ring = true;
+    row.position = 1000000000007;
+    test_add(run_codec, &row, sizeof row, "encode/%s/d%d/ring_wrap", name, head_dim);
+    row.n_tokens = 23;
+    test_add(run_codec, &row, sizeof row, "encode/%s/d%d/longer_than_ring", name, head_dim);
+    row.n_tokens = 7;
+    if (head_dim >= 512) {
+        row.block_scale = 1.25f;
+        test_add(run_codec, &row, sizeof row, "encode/%s/d%d/block_scale", name, head_dim);
+        row.block_scale = 0.0f;
+    }
+    if (format == TQKV_F16 || format == TQKV_TQ4 || format == TQKV_I8) return;
+    row.unrotated = true;
+    test_add(run_codec, &row, sizeof row, "encode/%s/d%d/unrotated", name, head_dim);
+}
+
+} // namespace
+
+void codec_shader_cases()
+{
+    test_add(run_tables, nullptr, 0, "tables");
+    for (int head_dim : test_head_dims) {
+        codec_row row = default_row(TQKV_F16, head_dim);
+        test_add(run_rotate, &row, sizeof row, "rotate/d%d", head_dim);
+        for (tqkv_format format : test_formats) add_codec_rows(format, head_dim);
+    }
+    for (tqkv_format keys : test_formats)
+        for (tqkv_format values : test_formats) {
+            codec_row row = default_row(keys, 64);
+            row.value_format = values;
+            row.ring = true;
+            row.position = 5;
+            test_add(run_encode_kv, &row, sizeof row, "encode_kv/%s_%s/d64", tqkv_format_name(keys),
+                     tqkv_format_name(values));
+            row.head_dim = 512;
+            row.n_tokens = 2;
+            test_add(run_encode_kv, &row, sizeof row, "encode_kv/%s_%s/d512", tqkv_format_name(keys),
+                     tqkv_format_name(values));
+        }
+}
