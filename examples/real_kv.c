@@ -198,10 +198,25 @@ static void print_layer(const capture *all, int index)
     free(exact);
 }
 
-/* Columns: lower edge of a bin of 0.1, then the density of layer 0's probe values: rotated, unrotated. */
+/* The sixteen centroids of TQ4, read back through the public functions: a row whose norm makes the scale 1. */
+static void print_codebook(void)
+{
+    unsigned char codes[16];
+    float norm = sqrtf(32.0f), centroids[32];
+    tqkv_store store = {.format = TQKV_TQ4, .head_dim = 32, .n_kv_heads = 1, .capacity = 1, .codes = codes};
+    store.codes_size = sizeof codes;
+    store.norms = &norm;
+    store.norms_size = sizeof norm;
+    for (int i = 0; i < 16; i++) codes[i] = (unsigned char)(i | i << 4);
+    check(tqkv_decode(&store, 0, 1, TQKV_ROTATED, centroids), "decode");
+    for (int i = 0; i < 32; i += 2) printf("%g\n", (double)centroids[i]);
+}
+
+/* Three blocks of lines, two empty lines between: the densities of layer 0's probe values in bins of 0.2 (middle,
+ * rotated, unrotated), TQ4's centroids, TQ8's last boundary. */
 static void print_histogram(const capture *all)
 {
-    enum { BINS = 300 }; /* from -15 to 15; what lies outside goes to the last bin of its side */
+    enum { BINS = 100 }; /* from -10 to 10; what lies outside goes to the last bin of its side */
     const captured_layer *layer = &all->layers[0];
     size_t counts[2][BINS] = {{0}}, total = (size_t)(all->n_positions * layer->n_kv_heads * layer->head_dim);
     float *scaled = (float *)allocate(total, sizeof *scaled);
@@ -209,16 +224,17 @@ static void print_histogram(const capture *all)
         tqkv_store store = make_store(layer, all->n_positions, TQKV_TQ8, unrotated != 0);
         check(tqkv_probe(&store, layer->values, all->n_positions, scaled), "probe");
         for (size_t i = 0; i < total; i++) {
-            float place = floorf(scaled[i] * 10.0f) + BINS / 2;
+            float place = floorf(scaled[i] * 5.0f) + BINS / 2;
             counts[unrotated][place < 0 ? 0 : place >= BINS ? BINS - 1 : (int)place]++;
         }
         free_store(&store);
     }
-    printf("# last boundary of tq4 and tq8: %g %g\n# bin, density rotated, density unrotated\n",
-           (double)tqkv_last_boundary(TQKV_TQ4), (double)tqkv_last_boundary(TQKV_TQ8));
     for (int bin = 0; bin < BINS; bin++)
-        printf("%.1f %g %g\n", (bin - BINS / 2) / 10.0, 10.0 * (double)counts[0][bin] / (double)total,
-               10.0 * (double)counts[1][bin] / (double)total);
+        printf("%.2f %g %g\n", (bin - BINS / 2 + 0.5) / 5.0, 5.0 * (double)counts[0][bin] / (double)total,
+               5.0 * (double)counts[1][bin] / (double)total);
+    puts("\n");
+    print_codebook();
+    printf("\n\n%g\n", (double)tqkv_last_boundary(TQKV_TQ8));
     free(scaled);
 }
 

@@ -19,3 +19,32 @@ test-projects:
 TEST_TARGETS += test-examples test-projects
 DEB_TEST += cmake
 BREW_TEST += cmake
+
+# ---- Charts: docs/*.svg from what the examples and `make bench` print ----
+
+CHART_WINDOWS ?= 16
+BENCH_OUTPUT ?= $(BUILD)/bench.txt
+GNUPLOT = gnuplot -e "input='$<'; output='$@'" docs/charts/style.gp
+
+.PHONY: deps-charts
+deps-charts: ## install what `make charts` needs
+	@$(call install,$(if $(filter Darwin,$(SYSTEM)),gnuplot,gnuplot-nox))
+
+$(BUILD)/charts/quality.txt: $(BUILD)/tinylm
+	@mkdir -p $(@D)
+	$(BUILD)/tinylm score --all --windows $(CHART_WINDOWS) > $@
+
+$(BUILD)/charts/histogram.txt: $(BUILD)/real_kv
+	@mkdir -p $(@D)
+	$(BUILD)/real_kv --histogram > $@
+
+docs/%.svg: $(BUILD)/charts/%.txt docs/charts/%.gp docs/charts/style.gp
+	$(GNUPLOT) docs/charts/$*.gp
+
+docs/speed.svg: $(BENCH_OUTPUT) docs/charts/speed.gp docs/charts/style.gp
+	$(GNUPLOT) docs/charts/speed.gp
+
+.PHONY: charts
+charts: docs/quality.svg docs/histogram.svg ## draw docs/*.svg; takes minutes
+	@if grep -qs '^chart ' $(BENCH_OUTPUT); then $(MAKE) docs/speed.svg; \
+	else echo "docs/speed.svg left as it is: no 'chart' lines in $(BENCH_OUTPUT); run make bench > $(BENCH_OUTPUT) first"; fi

@@ -233,7 +233,7 @@ static void score_pair(scoring *job, const format_choice *keys, const format_cho
     double rate = n / (seconds() - start), bytes = session_bytes(&s, &bits);
     compare(logits, job->reference, job->text, n, means);
     if (logits == job->reference) job->reference_bits = means[0];
-    printf("%-6s %-6s %8.2f %9.0f %9.5f %+9.5f %10.6f %8.2f%% %9.0f\n", keys->name, values->name, bits, bytes / 1024,
+    printf("%-6s %-6s %8.2f %9.0f %9.5f %+9.5f %11.7f %8.2f%% %9.0f\n", keys->name, values->name, bits, bytes / 1024,
            means[0], means[0] - job->reference_bits, means[1], 100 * means[2], rate);
     fflush(stdout);
     session_destroy(&s);
@@ -248,7 +248,7 @@ static void command_score(model *m, const options *o)
     scoring job = {m, text.bytes, o->n_windows, floats(count), floats(count), 0};
     printf("# %d windows of %d bytes. KL: nats a byte, from the f32 cache. top-1: same likeliest byte.\n", o->n_windows,
            WINDOW_BYTES);
-    printf("%-6s %-6s %8s %9s %9s %9s %10s %9s %9s\n", "#keys", "values", "bits/v", "KiB", "bits/byte", "+f32", "KL",
+    printf("%-6s %-6s %8s %9s %9s %9s %11s %9s %9s\n", "#keys", "values", "bits/v", "KiB", "bits/byte", "+f32", "KL",
            "top-1", "bytes/s");
     score_pair(&job, find_format("f32"), find_format("f32"));
     if (o->all) {
