@@ -17,7 +17,7 @@ $(TEST_BUILD)/$(1)/%.o: tests/%.c $(TEST_HEADERS) tests/rules.mk $(6)
 	@$(2) $(3) $(TEST_FLAGS) -c $$< -o $$@
 
 $(TEST_BUILD)/$(1)/runner: $(TEST_SOURCES:tests/%.c=$(TEST_BUILD)/$(1)/%.o)
-	@$(2) $(filter-out -x c++,$(3)) $$^ -o $$@ $(LIBRARIES)
+	@$(2) $$(filter-out -x c++,$(3)) $$^ -o $$@ $(LIBRARIES)
 
 .PHONY: test-$(1)
 test-$(1): $(TEST_BUILD)/$(1)/runner
@@ -34,17 +34,17 @@ ifeq ($(SYSTEM),Darwin)
 $(eval $(call runner_variant,default,$(CC),-std=c99 -O2,,))
 $(eval $(call runner_variant,O0,$(CC),-std=c99 -O0,,$(EXACT_CASES)))
 $(eval $(call runner_variant,O3,$(CC),-std=c11 -O3 -ffp-contract=fast,,))
-$(eval $(call runner_variant,cxx,$(CC) -x c++,-std=c++11 -O2,,$(EXACT_CASES)))
+$(eval $(call runner_variant,cxx,$(CC),-x c++ -std=c++11 -O2,,$(EXACT_CASES)))
 $(eval $(call runner_variant,sanitize,$(CC),-std=c99 $(SANITIZE),,))
 else
 $(eval $(call runner_variant,gcc,gcc,-std=c99 -O2,,))
 $(eval $(call runner_variant,gcc-O0,gcc,-std=c99 -O0,,$(EXACT_CASES)))
 $(eval $(call runner_variant,gcc-O3,gcc,-std=c11 $(AGGRESSIVE),,))
-$(eval $(call runner_variant,gxx,g++ -x c++,-std=c++11 -O2,,$(EXACT_CASES)))
+$(eval $(call runner_variant,gxx,g++,-x c++ -std=c++11 -O2,,$(EXACT_CASES)))
 $(eval $(call runner_variant,clang,clang,-std=c99 -O2,,$(EXACT_CASES)))
 $(eval $(call runner_variant,clang-O0,clang,-std=c99 -O0,,$(EXACT_CASES)))
 $(eval $(call runner_variant,clang-O3,clang,-std=c11 $(AGGRESSIVE),,))
-$(eval $(call runner_variant,clangxx,clang++ -x c++,-std=c++11 -O2,,$(EXACT_CASES)))
+$(eval $(call runner_variant,clangxx,clang++,-x c++ -std=c++11 -O2,,$(EXACT_CASES)))
 $(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE),,))
 endif
 
@@ -101,7 +101,8 @@ coverage: ## share of the implementation's lines that the tests run
 		gcc -std=c99 -O1 --coverage $(TEST_FLAGS) -c tests/$$source.c -o $(COVERAGE)/$$source.o || exit 1; done
 	@gcc --coverage $(COVERAGE)/*.o -o $(COVERAGE)/runner $(LIBRARIES)
 	@$(COVERAGE)/runner
-	@lcov --quiet --capture --directory $(COVERAGE) --output-file $(COVERAGE)/all.info
-	@lcov --quiet --extract $(COVERAGE)/all.info '*/tqkv.h' --output-file $(COVERAGE)/tqkv.info
+	@{ lcov --quiet --capture --directory $(COVERAGE) --output-file $(COVERAGE)/all.info && \
+		lcov --quiet --extract $(COVERAGE)/all.info '*/tqkv.h' --output-file $(COVERAGE)/tqkv.info; } \
+		>$(COVERAGE)/lcov.log 2>&1 || { cat $(COVERAGE)/lcov.log; exit 1; }
 	@awk -F: '/^LF/ { found += $$2 } /^LH/ { hit += $$2 } \
 		END { printf "ratio coverage_lines %.4f\n", hit / found; exit hit < 0.95 * found }' $(COVERAGE)/tqkv.info

@@ -87,6 +87,12 @@ void test_store_free(tqkv_store *store)
     memset(store, 0, sizeof *store);
 }
 
+tqkv_format test_no_format(int number) { return (tqkv_format)number; }
+
+tqkv_basis test_no_basis(int number) { return (tqkv_basis)number; }
+
+tqkv_result test_no_result(int number) { return (tqkv_result)number; }
+
 static bool is_selected(const char *name, int n_filters, char **filters)
 {
     for (int i = 0; i < n_filters; i++)

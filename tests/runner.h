@@ -92,6 +92,11 @@ void *test_alloc_filled(size_t bytes, int byte);
 tqkv_store test_store(tqkv_format format, int head_dim, int n_kv_heads, int capacity, bool ring);
 void test_store_free(tqkv_store *store);
 
+/* Enumerators that do not exist; C++ refuses such constants. */
+tqkv_format test_no_format(int number);
+tqkv_basis test_no_basis(int number);
+tqkv_result test_no_result(int number);
+
 extern const tqkv_format test_formats[8];
 extern const int test_head_dims[6];
 

@@ -171,7 +171,7 @@ static void check_names(const void *parameters)
     for (int i = 0; i < 6; i++)
         CHECK(tqkv_format_from_name(unknown[i]) == TQKV_FORMAT_DEFAULT, "'%s' is a format", unknown[i]);
     CHECK(tqkv_format_from_name(NULL) == TQKV_FORMAT_DEFAULT, "NULL is a format");
-    CHECK(tqkv_format_name((tqkv_format)99) != NULL, "no text for an unknown format");
+    CHECK(tqkv_format_name(test_no_format(99)) != NULL, "no text for an unknown format");
 }
 
 static void check_result_strings(const void *parameters)
@@ -183,7 +183,7 @@ static void check_result_strings(const void *parameters)
         for (int j = 0; j < i; j++)
             CHECK(strcmp(text, tqkv_result_string((tqkv_result)j)), "results %d and %d share '%s'", i, j, text);
     }
-    CHECK(tqkv_result_string((tqkv_result)99) != NULL, "no text for an unknown result");
+    CHECK(tqkv_result_string(test_no_result(99)) != NULL, "no text for an unknown result");
 }
 
 /* ---- Rotation ---- */

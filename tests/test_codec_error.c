@@ -47,7 +47,7 @@ static double round_trip_error(const error_row *row)
     free(source);
     free(decoded);
     test_store_free(&store);
-    return total / ERROR_ROWS;
+    return total / (double)(int)ERROR_ROWS;
 }
 
 static void check_error(const void *parameters)

@@ -98,8 +98,10 @@ static void check_all_queries(const void *parameters)
         one.end = row.end - row.n_queries + 1 + i;
         CHECK_RESULT(tqkv_attend(&one, problem.q + (size_t)i * per_query, single), TQKV_OK);
         double error = 0.0;
-        for (size_t j = 0; j < per_query; j++)
-            error = fmax(error, fabs((double)single[j] - (double)problem.out[(size_t)i * per_query + j]));
+        for (size_t j = 0; j < per_query; j++) {
+            double difference = fabs((double)single[j] - (double)problem.out[(size_t)i * per_query + j]);
+            if (difference > error) error = difference;
+        }
         CHECK(error < 1e-5, "query %d alone differs by %.3g", i, error);
         for (int k = 0; k < i; k++)
             CHECK(memcmp(problem.out + (size_t)i * per_query, problem.out + (size_t)k * per_query,

@@ -177,7 +177,7 @@ CHANGE(good, (void)w)
 /* stores */
 CHANGE(null_store, w->store = NULL)
 CHANGE(default_format, w->keys.format = TQKV_FORMAT_DEFAULT)
-CHANGE(unknown_format, w->keys.format = (tqkv_format)9)
+CHANGE(unknown_format, w->keys.format = test_no_format(9))
 CHANGE(zero_head_dim, w->keys.head_dim = 0)
 CHANGE(odd_head_dim, w->keys.head_dim = 96)
 CHANGE(small_head_dim, w->keys.head_dim = 16)
@@ -227,7 +227,7 @@ CHANGE(out_in_codes, w->out = (float *)(void *)(w->m->key_codes + sizeof w->m->k
 CHANGE(out_in_norms, w->out = w->m->key_norms)
 CHANGE(negative_positions, w->n_positions = -1)
 CHANGE(more_than_the_ring, w->n_positions = CAPACITY + 1; w->keys.ring = true)
-CHANGE(unknown_basis, w->basis = (tqkv_basis)2)
+CHANGE(unknown_basis, w->basis = test_no_basis(2))
 CHANGE(negative_rows, w->n_rows = -1)
 CHANGE(zero_rotate_dim, w->head_dim = 0)
 CHANGE(odd_rotate_dim, w->head_dim = 65)
@@ -267,8 +267,8 @@ CHANGE(nan_sink, w->m->sinks[N_HEADS - 1] = (float)NAN)
 CHANGE(infinite_sink, w->m->sinks[N_HEADS - 1] = (float)INFINITY)
 CHANGE(nan_q, w->m->q[ROWS * D - 1] = (float)NAN)
 CHANGE(infinite_q, w->m->q[0] = -(float)INFINITY)
-CHANGE(query_basis, w->attention.query_basis = (tqkv_basis)5)
-CHANGE(output_basis, w->attention.output_basis = (tqkv_basis)-1)
+CHANGE(query_basis, w->attention.query_basis = test_no_basis(5))
+CHANGE(output_basis, w->attention.output_basis = test_no_basis(-1))
 CHANGE(alloc_alone, w->attention.allocator.free = NULL)
 CHANGE(free_alone, w->attention.allocator.alloc = NULL)
 CHANGE(out_is_q, w->out = w->m->q)
@@ -301,8 +301,8 @@ CHANGE(desc_negative_heads, w->desc.n_heads = -2)
 CHANGE(desc_capacity, w->desc.capacity = 0)
 CHANGE(desc_negative_capacity, w->desc.capacity = INT_MIN)
 CHANGE(desc_overflow, w->desc.capacity = INT_MAX; w->desc.n_kv_heads = w->desc.n_heads = INT_MAX)
-CHANGE(desc_key_format, w->desc.key_format = (tqkv_format)9)
-CHANGE(desc_value_format, w->desc.value_format = (tqkv_format)-1)
+CHANGE(desc_key_format, w->desc.key_format = test_no_format(9))
+CHANGE(desc_value_format, w->desc.value_format = test_no_format(-1))
 CHANGE(desc_window, w->desc.window = -1)
 CHANGE(desc_scale, w->desc.scale = (float)NAN)
 CHANGE(desc_softcap, w->desc.softcap = (float)NAN)
@@ -592,7 +592,7 @@ static void check_sizes_of_invalid(const void *parameters)
     CHECK(tqkv_codes_size(NULL) == 0 && tqkv_norms_size(NULL) == 0, "NULL has a size");
     CHECK(tqkv_row_bytes(TQKV_FORMAT_DEFAULT, 128) == 0, "the default format has a row");
     CHECK(tqkv_row_bytes(TQKV_I8, 100) == 0 && tqkv_norms_per_row(TQKV_I8, 100) == 0, "head_dim 100 has a row");
-    CHECK(tqkv_norms_per_row((tqkv_format)-3, 128) == 0, "an unknown format has norms");
+    CHECK(tqkv_norms_per_row(test_no_format(-3), 128) == 0, "an unknown format has norms");
     CHECK(tqkv_last_boundary(TQKV_FORMAT_DEFAULT) == 0.0f, "the default format has a boundary");
     free(m);
 }
