@@ -65,6 +65,55 @@ static void kv_len_partly_filled_ring(attend_row *row)
     row->kv_len = 20;
 }
 
+static void ring_at_the_last_position(attend_row *row) { place(row, true, 40, INT64_MAX); }
+
+/* ---- Contexts long enough to be cut into tasks ---- */
+
+static void long_context(attend_row *row)
+{
+    int length = row->head_dim > 64 ? 2100 : 5000;
+    place(row, false, length, length - 1);
+    row->n_queries = row->head_dim > 256 ? 1 : 2;
+    row->n_kv_heads = 1;
+}
+static void long_wrapped(attend_row *row)
+{
+    place(row, true, row->head_dim > 64 ? 2100 : 3500, 7001);
+    row->n_queries = 2;
+    row->n_kv_heads = 1;
+    row->softcap = 3.0f;
+    row->sinks = SINKS_SOME;
+}
+static void long_window(attend_row *row) /* whole tasks see nothing */
+{
+    long_context(row);
+    row->window = 70;
+}
+static void long_in_slices(attend_row *row)
+{
+    long_context(row);
+    row->way = WAY_SLICES;
+}
+static void long_in_parallel(attend_row *row)
+{
+    long_wrapped(row);
+    row->way = WAY_PARALLEL;
+}
+static void many_rows(attend_row *row) /* 65 queries of 16 heads */
+{
+    row->n_queries = 65;
+    row->group = 16;
+    row->n_kv_heads = 1;
+    row->end = row->head_dim > 128 ? 20 : 70;
+    row->key_capacity = row->value_capacity = 70;
+}
+static void many_rows_in_parallel(attend_row *row)
+{
+    many_rows(row);
+    row->way = WAY_PARALLEL;
+    row->window = 9;
+}
+
 /* ---- Which queries see what ---- */
 
 static void window_of_one(attend_row *row)
@@ -237,14 +286,6 @@ static void parallel(attend_row *row)
     row->end = 300;
     row->key_capacity = row->value_capacity = 310;
 }
-static void parallel_decode(attend_row *row)
-{ /* one query over a long context: only the context can be shared out */
-    parallel(row);
-    row->n_queries = 1;
-    row->n_kv_heads = 1;
-    row->end = 1500;
-    row->key_capacity = row->value_capacity = 1500;
-}
 static void parallel_everything(attend_row *row)
 {
     everything(row);
@@ -278,6 +319,14 @@ static const option options[] = {
     OPTION(kv_len_linear),
     OPTION(kv_len_ring),
     OPTION(kv_len_partly_filled_ring),
+    OPTION(ring_at_the_last_position),
+    OPTION(long_context),
+    OPTION(long_wrapped),
+    OPTION(long_window),
+    OPTION(long_in_slices),
+    OPTION(long_in_parallel),
+    OPTION(many_rows),
+    OPTION(many_rows_in_parallel),
     OPTION(window_of_one),
     OPTION(window_small),
     OPTION(window_on_ring),
@@ -314,7 +363,6 @@ static const option options[] = {
     OPTION(slices_rotated),
     OPTION(slices_of_few),
     OPTION(parallel),
-    OPTION(parallel_decode),
     OPTION(parallel_everything),
     OPTION(reversed),
 };

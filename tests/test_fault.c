@@ -182,8 +182,8 @@ void test_fault_cases(void)
     test_add(check_attend, &attend, sizeof attend, "fault/attend");
     test_add(check_partial, &attend, sizeof attend, "fault/attend_partial");
     attend.way = WAY_PARALLEL;
-    attend.end = 700;
-    attend.key_capacity = attend.value_capacity = 700;
+    attend.end = 2500;
+    attend.key_capacity = attend.value_capacity = 2500;
     test_add(check_attend, &attend, sizeof attend, "fault/attend/parallel");
     test_add(check_partial, &attend, sizeof attend, "fault/attend_partial/parallel");
     for (int i = 0; i < 4; i++) {
