@@ -96,9 +96,14 @@ static inline float half_to_float(const unsigned char *bytes)
     return bits & 0x8000 ? -value : value;
 }
 
-/* `count` halves as a new array of floats; NULL and `failed` when the file is too short or memory runs out. */
-static inline float *data_file_halves(data_file *file, size_t count)
+/* rows * row_size halves as a new array of floats; NULL and `failed` when the file is too short or memory runs out. */
+static inline float *data_file_halves(data_file *file, int rows, int row_size)
 {
+    size_t count = 0;
+    if ((size_t)rows <= file->size / 2 / (size_t)row_size)
+        count = (size_t)rows * (size_t)row_size;
+    else
+        file->failed = true;
     const unsigned char *bytes = data_file_take(file, count, 2);
     float *values = bytes && count <= SIZE_MAX / sizeof *values ? (float *)malloc(count * sizeof *values) : NULL;
     if (!values) file->failed = true;

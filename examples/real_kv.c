@@ -49,10 +49,10 @@ static void *allocate(size_t count, size_t size)
 
 static void load_layer(data_file *file, const capture *all, captured_layer *layer)
 {
-    size_t row = (size_t)layer->n_kv_heads * (size_t)layer->head_dim;
-    layer->keys = data_file_halves(file, (size_t)all->n_positions * row);
-    layer->values = data_file_halves(file, (size_t)all->n_positions * row);
-    layer->queries = data_file_halves(file, (size_t)all->n_queries * (size_t)layer->n_heads * (size_t)layer->head_dim);
+    int row = layer->n_kv_heads * layer->head_dim;
+    layer->keys = data_file_halves(file, all->n_positions, row);
+    layer->values = data_file_halves(file, all->n_positions, row);
+    layer->queries = data_file_halves(file, all->n_queries, layer->n_heads * layer->head_dim);
 }
 
 static void load(capture *all, const char *path)

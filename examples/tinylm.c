@@ -1,195 +1,23 @@
 /* A transformer on tqkv: a small byte-level language model whose keys and values live in tqkv caches only.
  *
- *   tinylm score [--windows N] [--all | --keys F --values F]    what each pair of formats costs, against floats
- *   tinylm generate PROMPT [options]                            text, as it comes
- *   tinylm save FILE PROMPT [options]                           the caches of a prompt, in a file
- *   tinylm resume FILE [options]                                goes on from there, in any later process
- *   tinylm speculate PROMPT [options]                           a cheap cache proposes, another verifies, truncate
- * undoes
+ *   tinylm                                                     a short table and a paragraph
+ *   tinylm score [--windows N] [--all | --keys F --values F]   what each pair of formats costs, against floats
+ *   tinylm generate PROMPT [options]                           text, as it comes
+ *   tinylm save FILE PROMPT [options]                          the caches of a prompt, in a file
+ *   tinylm resume FILE [options]                               goes on from there, in any later process
+ *   tinylm speculate PROMPT [options]                          tq4 proposes, --keys --values verify, truncate undoes
  *
- * Options: --keys F, --values F (f16 tq4 tq5 tq6 tq8 i8; f32, q8_0, q4_0: the plain cache it is compared with),
- * --bytes N, --temperature T, --seed N, --threads N, --model FILE. Read `attention` first: that is where tqkv comes in.
- */
+ * Options: --keys F, --values F (f16 i8 tq8 tq6 tq5 tq4; or f32, q8_0, q4_0: the plain cache it is compared with),
+ * --bytes N, --temperature T, --seed N, --threads N, --model FILE.
+ * How tqkv comes in is in tinylm_session.h; save and resume, and taking back rejected tokens, are here. */
 #define _POSIX_C_SOURCE 200809L
 #define TQKV_IMPLEMENTATION
 #include "../tqkv.h"
 #include "tinylm_logits.h"
-#include "tinylm_options.h"
+#include "tinylm_session.h"
 #include <errno.h>
 
-enum { BATCH = 128, WINDOW_BYTES = 1024, PROPOSALS = 6 };
-
-/* One conversation: the caches of every layer and the scratch of a forward pass. */
-typedef struct session {
-    model *m;
-    const format_choice *keys, *values;
-    int capacity, end;                    /* positions */
-    tqkv_cache *caches[MAX_LAYERS];       /* either these */
-    plain_cache plain[MAX_LAYERS];        /* or these */
-    float *x, *h, *q, *k, *v, *wide, *up; /* [BATCH][...] */
-} session;
-
-static void check(tqkv_result result, const char *what)
-{
-    if (result != TQKV_OK) stop(what, tqkv_result_string(result));
-}
-
-static float *floats(size_t count)
-{
-    float *memory = (float *)calloc(count ? count : 1, sizeof *memory);
-    if (!memory) stop("scratch", "out of memory");
-    return memory;
-}
-
-/* ---- the caches ---- */
-
-/* A layer with a sliding window needs a ring, not the whole context. It holds the window and a batch besides: while a
- * batch of queries is in flight, or rolled back after speculation, the window of the oldest query must still be there.
- */
-static tqkv_cache_desc layer_desc(session *s, const model_layer *shape)
-{
-    tqkv_cache_desc desc = {.head_dim = shape->head_dim, .n_kv_heads = shape->n_kv_heads, .n_heads = shape->n_heads};
-    desc.ring = shape->window > 0;
-    desc.capacity = desc.ring ? shape->window + BATCH : s->capacity;
-    desc.window = shape->window;
-    desc.softcap = shape->softcap;
-    desc.parallel = (tqkv_parallel){pool_run, &s->m->pool};
-    return desc;
-}
-
-static void session_scratch(session *s, model *m, int capacity)
-{
-    size_t widest = (size_t)m->hidden, model_width = (size_t)m->d_model;
-    for (int i = 0; i < m->n_layers; i++) {
-        size_t width = (size_t)m->layers[i].n_heads * (size_t)m->layers[i].head_dim;
-        widest = width > widest ? width : widest;
-    }
-    memset(s, 0, sizeof *s);
-    s->m = m;
-    s->capacity = capacity;
-    float **arrays[] = {&s->x, &s->h, &s->q, &s->k, &s->v, &s->wide, &s->up};
-    for (int i = 0; i < 7; i++) *arrays[i] = floats(BATCH * (i < 2 ? model_width : widest));
-}
-
-static void session_create(session *s, model *m, const format_choice *keys, const format_choice *values, int capacity)
-{
-    session_scratch(s, m, capacity);
-    s->keys = keys;
-    s->values = values;
-    if (capacity > MAX_CONTEXT) stop("context", "longer than 4096 bytes");
-    if (!keys->format != !values->format) stop("formats", "f32, q8_0 and q4_0 do not pair with a tqkv format");
-    for (int i = 0; i < m->n_layers; i++) {
-        const model_layer *shape = &m->layers[i];
-        if (keys->format) {
-            tqkv_cache_desc desc = layer_desc(s, shape);
-            desc.key_format = keys->format;
-            desc.value_format = values->format;
-            check(tqkv_cache_create(&desc, &s->caches[i]), "cache");
-        } else {
-            size_t row = (size_t)shape->n_kv_heads * (size_t)shape->head_dim;
-            float *k = floats((size_t)capacity * row), *v = floats((size_t)capacity * row);
-            s->plain[i] = (plain_cache){shape, k, v, keys->through, values->through};
-        }
-    }
-}
-
-static void session_destroy(session *s)
-{
-    for (int i = 0; i < MAX_LAYERS; i++) {
-        tqkv_cache_destroy(s->caches[i]);
-        free(s->plain[i].keys);
-        free(s->plain[i].values);
-    }
-    float *arrays[] = {s->x, s->h, s->q, s->k, s->v, s->wide, s->up};
-    for (int i = 0; i < 7; i++) free(arrays[i]);
-}
-
-/* Forgets the positions from `end` on. */
-static void session_truncate(session *s, int end)
-{
-    for (int i = 0; i < s->m->n_layers && s->keys->format; i++)
-        check(tqkv_cache_truncate(s->caches[i], end), "truncate");
-    s->end = end;
-}
-
-/* Bytes of all layers' caches; *bits, if given, is per stored value, norms included. A plain cache counts as its format
- * would, in as many positions. */
-static double session_bytes(session *s, double *bits)
-{
-    double bytes = 0, values = 0;
-    for (int i = 0; i < s->m->n_layers; i++) {
-        tqkv_cache_desc desc = layer_desc(s, &s->m->layers[i]);
-        double stream = (double)desc.capacity * desc.n_kv_heads * desc.head_dim;
-        values += 2 * stream;
-        bytes +=
-            s->keys->format ? (double)tqkv_cache_bytes(s->caches[i]) : stream * (s->keys->bits + s->values->bits) / 8;
-    }
-    if (bits) *bits = 8 * bytes / values;
-    return bytes;
-}
-
-/* ---- the forward pass ---- */
-
-/* Adds one layer's attention to s->x. Between the projections there are two calls: append, attend. */
-static void attention(session *s, int index, int n)
-{
-    model *m = s->m;
-    const model_layer *layer = &m->layers[index];
-    int d = layer->head_dim, n_heads = layer->n_heads, n_kv_heads = layer->n_kv_heads;
-    rms_norm(m, s->x, layer->norm_attention, n, m->d_model, s->h);
-    linear_apply(m, &layer->q, s->h, n, s->q);
-    linear_apply(m, &layer->k, s->h, n, s->k);
-    linear_apply(m, &layer->v, s->h, n, s->v);
-    if (layer->qk_norm) {
-        rms_norm(m, s->q, layer->q_norm, n * n_heads, d, s->q);
-        rms_norm(m, s->k, layer->k_norm, n * n_kv_heads, d, s->k);
-    }
-    rope(m, s->q, n, n_heads, d, s->end);
-    rope(m, s->k, n, n_kv_heads, d, s->end);
-    if (s->keys->format) {
-        check(tqkv_cache_append(s->caches[index], s->k, s->v, n), "append");
-        check(tqkv_cache_attend(s->caches[index], s->q, n, s->wide), "attend");
-    } else {
-        plain_cache_append(&s->plain[index], s->end, s->k, s->v, n);
-        plain_cache_attend(&s->plain[index], &m->pool, s->end, s->q, n, s->wide);
-    }
-    linear_apply(m, &layer->o, s->wide, n, s->h);
-    for (int i = 0; i < n * m->d_model; i++) s->x[i] += s->h[i];
-}
-
-static void mlp(session *s, int index, int n)
-{
-    model *m = s->m;
-    const model_layer *layer = &m->layers[index];
-    rms_norm(m, s->x, layer->norm_mlp, n, m->d_model, s->h);
-    linear_apply(m, &layer->gate, s->h, n, s->wide);
-    linear_apply(m, &layer->up, s->h, n, s->up);
-    silu_multiply(s->wide, s->up, n * m->hidden);
-    linear_apply(m, &layer->down, s->wide, n, s->h);
-    for (int i = 0; i < n * m->d_model; i++) s->x[i] += s->h[i];
-}
-
-/* Appends n bytes to the conversation, any number in one call; logits[n][VOCABULARY] is what the model expects after
- * each. Inside, BATCH positions go through all layers at a time: that is what the scratch and the rings are made for.
- */
-static void forward(session *s, const unsigned char *bytes, int n, float *logits)
-{
-    model *m = s->m;
-    if (n > s->capacity - s->end) stop("context", "full");
-    for (int done = 0, batch; done < n; done += batch) {
-        batch = n - done < BATCH ? n - done : BATCH;
-        for (int i = 0; i < batch; i++)
-            memcpy(s->x + i * m->d_model, m->embedding + bytes[done + i] * m->d_model,
-                   sizeof(float) * (size_t)m->d_model);
-        for (int layer = 0; layer < m->n_layers; layer++) {
-            attention(s, layer, batch);
-            mlp(s, layer, batch);
-        }
-        rms_norm(m, s->x, m->norm_out, batch, m->d_model, s->h);
-        linear_apply(m, &m->logits, s->h, batch, logits + done * VOCABULARY);
-        s->end += batch;
-    }
-}
+enum { WINDOW_BYTES = 1024, PROPOSALS = 6 };
 
 /* ---- score ---- */
 

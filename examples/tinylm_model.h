@@ -38,7 +38,8 @@ static linear load_linear(data_file *file, int n_in, int n_out, float *rows /* [
 {
     linear matrix = {n_in, n_out, NULL};
     size_t inputs = (size_t)n_in, outputs = (size_t)n_out;
-    if (!(matrix.panels = (float *)malloc(inputs * outputs * sizeof(float)))) file->failed = true;
+    if (outputs <= file->size / inputs) matrix.panels = (float *)malloc(inputs * outputs * sizeof(float));
+    if (!matrix.panels) file->failed = true;
     for (size_t row = 0; row < outputs; row++) {
         const unsigned char *scale = data_file_take(file, 1, 2), *low = data_file_take(file, inputs, 1),
                             *high = data_file_take(file, inputs / 4, 1);
@@ -55,16 +56,16 @@ static linear load_linear(data_file *file, int n_in, int n_out, float *rows /* [
 static void load_layer(data_file *file, const model *m, model_layer *layer)
 {
     int q_size = layer->n_heads * layer->head_dim, kv_size = layer->n_kv_heads * layer->head_dim;
-    layer->norm_attention = data_file_halves(file, (size_t)m->d_model);
+    layer->norm_attention = data_file_halves(file, 1, m->d_model);
     layer->q = load_linear(file, m->d_model, q_size, NULL);
     layer->k = load_linear(file, m->d_model, kv_size, NULL);
     layer->v = load_linear(file, m->d_model, kv_size, NULL);
     layer->o = load_linear(file, q_size, m->d_model, NULL);
     if (layer->qk_norm) {
-        layer->q_norm = data_file_halves(file, (size_t)layer->head_dim);
-        layer->k_norm = data_file_halves(file, (size_t)layer->head_dim);
+        layer->q_norm = data_file_halves(file, 1, layer->head_dim);
+        layer->k_norm = data_file_halves(file, 1, layer->head_dim);
     }
-    layer->norm_mlp = data_file_halves(file, (size_t)m->d_model);
+    layer->norm_mlp = data_file_halves(file, 1, m->d_model);
     layer->gate = load_linear(file, m->d_model, m->hidden, NULL);
     layer->up = load_linear(file, m->d_model, m->hidden, NULL);
     layer->down = load_linear(file, m->hidden, m->d_model, NULL);
@@ -118,7 +119,7 @@ static bool model_load(model *m, const char *path, int n_threads)
     if (!file.failed && (m->embedding = (float *)malloc(sizeof(float) * VOCABULARY * (size_t)m->d_model))) {
         m->logits = load_linear(&file, m->d_model, VOCABULARY, m->embedding);
         for (int i = 0; i < m->n_layers && !file.failed; i++) load_layer(&file, m, &m->layers[i]);
-        m->norm_out = data_file_halves(&file, (size_t)m->d_model);
+        m->norm_out = data_file_halves(&file, 1, m->d_model);
     }
     bool good = !file.failed && m->norm_out && file.at == file.size;
     free(file.bytes);
