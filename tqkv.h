@@ -1304,10 +1304,13 @@ static void tqkv__softmax_row(const tqkv__attention *a, int from, int to, float 
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
-/* The slots of a tile follow each other: it ends where either ring wraps. */
+/* The slots of a tile follow each other: it ends where either ring wraps, and where the position is a multiple of
+   TQKV__TILE, so that a query's sums are the same bits whether it comes alone or in a batch. (Otherwise the next layer's
+   keys differ in a last bit, now and then in a code, and prefill and decode drift apart.) */
 static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t end)
 {
-    int64_t n = end - position < TQKV__TILE ? end - position : TQKV__TILE;
+    const int64_t aligned = TQKV__TILE - position % TQKV__TILE;
+    int64_t n = end - position < aligned ? end - position : aligned;
     const int key_room = a->keys.capacity - tqkv__slot(&a->keys, position);
     const int value_room = a->values.capacity - tqkv__slot(&a->values, position);
     if (n > key_room) n = key_room;
