@@ -144,6 +144,8 @@ template <int D, int W, int N>
 inline void load_codes(uint format, device const uchar *row, uint first, thread raw_codes<W, N> &raw)
 {
     uint alignment = row_bytes<D>(format);
+    TQKV_UNROLL
+    for (int i = 0; i < (2 * N + 31) / 32; i++) raw.upper[i] = 0;
     load_field<W, N>((device const uint *)row, first, alignment, raw.main);
     if (W == 4 && format == TQKV_TQ5) load_field<1, N>((device const uint *)(row + D / 2), first, alignment, raw.upper);
     if (W == 4 && format == TQKV_TQ6) load_field<2, N>((device const uint *)(row + D / 2), first, alignment, raw.upper);

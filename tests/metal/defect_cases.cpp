@@ -1,3 +1,199 @@
+// Defects of earlier systems that a GPU can have, one case each. tests/metal/bugs.py plants them and sees them caught.
 #include "shader_cases.h"
-void defect_shader_cases() {}
-void machine_cases() {}
+#include "../attend_fixture.h"
+#include <sys/mman.h>
+
+namespace
+{
+
+// Two blocks of a row share nothing: one is 1000 times as large, so a norm that sums both would show in each.
+void run_block_norms(const void *)
+{
+    for (tqkv_format format : {TQKV_TQ5, TQKV_TQ6, TQKV_TQ8, TQKV_TQ5_BYTES, TQKV_TQ6_BYTES})
+        for (int head_dim : {512, 1024}) {
+            tqkv_store expected = test_store(format, head_dim, 1, 4, false);
+            tqkv_store got = test_store(format, head_dim, 1, 4, false);
+            expected.unrotated = got.unrotated = true; // rotation would even the blocks out
+            std::vector<float> source((size_t)(4 * head_dim));
+            data_rows(21, DATA_GAUSSIAN, source.data(), 4, head_dim);
+            for (size_t i = 0; i < source.size(); i++) source[i] *= i / 256 % 2 ? 1000.0f : 1.0f;
+            CHECK_RESULT(tqkv_encode(&expected, source.data(), 4, 0), TQKV_OK);
+            CHECK_RUN(gpu_encode(&got, source.data(), 4, 0, nullptr));
+            CHECK(!memcmp(expected.norms, got.norms, got.norms_size), "norms of %s d%d", tqkv_format_name(format),
+                  head_dim);
+            CHECK(got.norms[1] > 500.0f * got.norms[0], "norms %g and %g", (double)got.norms[0], (double)got.norms[1]);
+            test_store_free(&expected);
+            test_store_free(&got);
+        }
+}
+
+void check_attend(const attend_row &row, gpu_split split)
+{
+    attend_problem problem;
+    attend_set_up(&problem, &row);
+    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, split));
+    attend_check(&problem, problem.out, "attend");
+    attend_tear_down(&problem);
+}
+
+// Each simdgroup takes several tiles, so weights are written again while slow lanes may still read the old ones.
+void run_many_tiles(const void *)
+{
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+    row.end = 320;
+    row.key_capacity = row.value_capacity = 320;
+    check_attend(row, {0, 1, 1});
+}
+
+// Scores rise from tile to tile and simdgroup to simdgroup: maxima and sums of all four count at the end.
+void run_four_simdgroups(const void *)
+{
+    attend_row row = attend_default_row(TQKV_TQ8, TQKV_TQ6, 64);
+    row.end = 320;
+    row.key_capacity = row.value_capacity = 320;
+    row.query_size = 30.0f;
+    check_attend(row, {0, 4, 1});
+}
+
+void run_format_is_required(const void *)
+{
+    uint32_t bytes[1024] = {};
+    tqkv__rows_args args = {1, 1, 1, 0, 1.0f};
+    std::string wrong = gpu_dispatch("decode", 64)
+                            .constant(TQKV_FC_UNROTATE, 0)
+                            .input(0, &args, sizeof args)
+                            .input(1, bytes, sizeof bytes)
+                            .input(2, bytes, sizeof bytes)
+                            .output(3, bytes, sizeof bytes)
+                            .memory(0, TQKV__TABLE_BYTES)
+                            .run({1, 1, 1}, 1);
+    CHECK(wrong.find("function constant 0 is not set") != std::string::npos, "%s", wrong.c_str());
+}
+
+void run_softcap(const void *)
+{
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+    row.softcap = 2.0f;
+    row.query_size = 20.0f;
+    check_attend(row, {0, 2, 2});
+}
+
+void run_every_query(const void *)
+{
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+    row.n_queries = 7;
+    check_attend(row, {0, 2, 1});
+}
+
+void run_partly_filled_ring(const void *)
+{
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+    row.key_ring = row.value_ring = true;
+    row.end = 1000003;
+    row.kv_len = 17;
+    row.n_queries = 2;
+    check_attend(row, {0, 2, 2});
+}
+
+// Unused slots hold 0xff bytes throughout the fixture: NaN norms, NaN halves, large codes.
+void run_unused_slots(const void *)
+{
+    attend_row row = attend_default_row(TQKV_F16, TQKV_F16, 64);
+    row.end = 5;
+    check_attend(row, {0, 2, 2});
+    row.n_queries = 9; // the first ones see nothing, also beside others in one threadgroup: zeros, and no NaN
+    check_attend(row, {6, 2, 2});
+}
+
+// Rows behind the fourth GiB, of which only these pages exist.
+void run_beyond_4_gib(const void *)
+{
+    const int capacity = 4500000, n = 40;
+    tqkv_store far_store = {}, near_store = test_store(TQKV_TQ8, 1024, 1, n, false);
+    far_store.format = TQKV_TQ8;
+    far_store.head_dim = 1024;
+    far_store.n_kv_heads = 1;
+    far_store.capacity = capacity;
+    far_store.codes_size = tqkv_codes_size(&far_store);
+    far_store.norms_size = tqkv_norms_size(&far_store);
+    CHECK(far_store.codes_size > UINT32_MAX, "%zu bytes", far_store.codes_size);
+    void *codes =
+        mmap(nullptr, far_store.codes_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    REQUIRE(codes != MAP_FAILED, "no address space");
+    far_store.codes = codes;
+    far_store.norms = (float *)calloc(far_store.norms_size, 1);
+    std::vector<float> source((size_t)n * 1024), out(1024, NAN), near_out(1024, NAN);
+    data_rows(23, DATA_GAUSSIAN, source.data(), n, 1024);
+    CHECK_RESULT(tqkv_encode(&near_store, source.data(), n, 0), TQKV_OK);
+    std::vector<simt::schedule> all(1, gpu_schedules[0]);
+    all.swap(gpu_schedules); // several schedules would copy the store
+    CHECK_RUN(gpu_encode(&far_store, source.data(), n, capacity - n, nullptr));
+    all.swap(gpu_schedules);
+    CHECK(!memcmp((char *)codes + (size_t)(capacity - n) * 1024, near_store.codes, near_store.codes_size),
+          "codes differ");
+    tqkv_attention far_attention = {}, near_attention = {};
+    far_attention.keys = far_attention.values = &far_store;
+    far_attention.end = capacity;
+    far_attention.kv_len = n;
+    near_attention.keys = near_attention.values = &near_store;
+    near_attention.end = n;
+    CHECK_RUN(gpu_attend(&far_attention, source.data(), out.data(), {0, 1, 1}));
+    CHECK_RESULT(tqkv_attend(&near_attention, source.data(), near_out.data()), TQKV_OK);
+    std::vector<double> expected(near_out.begin(), near_out.end());
+    double error = reference_relative_error(out.data(), expected.data(), 1024);
+    CHECK(error <= 2 * ATTEND_TOLERANCE, "relative error %g", error); // both sides may be off by the tolerance
+    munmap(codes, far_store.codes_size);
+    free(far_store.norms);
+    test_store_free(&near_store);
+}
+
+// A key or value of TQ4 is decoded by shuffles. Serving 8 heads with one decoding takes little more of them than
+// serving one head; decoding anew for each head would take 8 times as many.
+void run_decoded_once(const void *)
+{
+    uint64_t operations[2];
+    for (int i = 0; i < 2; i++) {
+        attend_row row = attend_default_row(TQKV_TQ4, TQKV_TQ4, 128);
+        row.n_kv_heads = 1;
+        row.group = i ? 8 : 1;
+        row.end = 640;
+        row.key_capacity = row.value_capacity = 640;
+        uint64_t before = simt::simd_operations();
+        check_attend(row, {row.group, 1, 1});
+        operations[i] = simt::simd_operations() - before;
+    }
+    CHECK(operations[1] < 2 * operations[0], "%llu operations for 1 head, %llu for 8",
+          (unsigned long long)operations[0], (unsigned long long)operations[1]);
+}
+
+// Prefill is one dispatch: gpu_encode makes one whatever the number of tokens.
+void run_prefill_at_once(const void *)
+{
+    tqkv_store expected = test_store(TQKV_TQ5, 128, 2, 70, false), got = test_store(TQKV_TQ5, 128, 2, 70, false);
+    std::vector<float> source(65 * 2 * 128);
+    data_rows(24, DATA_STUDENT, source.data(), 65 * 2, 128);
+    CHECK_RESULT(tqkv_encode(&expected, source.data(), 65, 3), TQKV_OK);
+    CHECK_RUN(gpu_encode(&got, source.data(), 65, 3, nullptr));
+    CHECK(!memcmp(expected.codes, got.codes, got.codes_size), "codes differ");
+    CHECK(!memcmp(expected.norms, got.norms, got.norms_size), "norms differ");
+    CHECK(tqkv_row_bytes(TQKV_TQ5, 128) == 80, "%zu bytes a row", tqkv_row_bytes(TQKV_TQ5, 128));
+    test_store_free(&expected);
+    test_store_free(&got);
+}
+
+} // namespace
+
+void defect_shader_cases()
+{
+    test_add(run_block_norms, nullptr, 0, "defect/block_norms_of_d512");
+    test_add(run_many_tiles, nullptr, 0, "defect/barrier_before_next_tile");
+    test_add(run_four_simdgroups, nullptr, 0, "defect/state_of_four_simdgroups");
+    test_add(run_format_is_required, nullptr, 0, "defect/no_pipeline_without_format");
+    test_add(run_softcap, nullptr, 0, "defect/softcap_applied");
+    test_add(run_every_query, nullptr, 0, "defect/every_query_read");
+    test_add(run_partly_filled_ring, nullptr, 0, "defect/partly_filled_ring");
+    test_add(run_unused_slots, nullptr, 0, "defect/nan_in_unused_slots");
+    test_add(run_beyond_4_gib, nullptr, 0, "defect/offsets_beyond_4_gib");
+    test_add(run_decoded_once, nullptr, 0, "defect/decoded_once_for_the_group");
+    test_add(run_prefill_at_once, nullptr, 0, "defect/prefill_in_one_dispatch");
+}

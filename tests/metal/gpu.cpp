@@ -75,7 +75,8 @@ std::string gpu_dispatch::run(simt::extent threadgroups, unsigned n_simdgroups)
     std::vector<std::vector<char>> before, first;
     for (const bound &b : buffers) {
         launch.buffers[b.index] = b.size ? b.bytes : nothing;
-        before.emplace_back((char *)b.bytes, (char *)b.bytes + (b.written ? b.size : 0));
+        bool kept = b.written && gpu_schedules.size() > 1;
+        before.emplace_back((char *)b.bytes, (char *)b.bytes + (kept ? b.size : 0));
     }
     for (size_t i = 0; i < gpu_schedules.size(); i++) {
         for (size_t j = 0; i > 0 && j < buffers.size(); j++)

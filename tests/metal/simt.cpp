@@ -2,8 +2,9 @@
 // accesses and not the scheduler's. SIMT_ASAN and SIMT_TSAN tell the sanitizer's runtime about the fibers.
 //
 // Race detection (SIMT_TSAN): each GPU thread is a fiber of ThreadSanitizer. Switching orders nothing; a barrier with a
-// memory flag orders its scope, and only that. Threadgroups take turns with two sets of fibers and meet at the end of
-// the grid alone, so that writes of neighbouring threadgroups to one place are races too.
+// memory flag orders its scope, and only that. Threadgroups run on two sets of fibers and meet at the end of the grid
+// alone, so that writes of two threadgroups to one place are races too. The set is 0 or 1 by the parity of the bits of
+// the threadgroup's number: at every distance there are threadgroups on different sets.
 #include "simt.h"
 #include <stdarg.h>
 #include <stdio.h>
@@ -61,6 +62,7 @@ namespace simt
 thread_state *current;
 const constant_values *constants;
 static const kernel *kernels;
+static uint64_t lanes_exchanged;
 
 namespace
 {
@@ -108,7 +110,8 @@ struct machine {
 
 machine *m;
 const size_t stack_size = 256 * 1024;
-std::vector<char *> stacks; // kept from launch to launch: mapping them costs more than a small kernel
+// Kept from launch to launch: mapping a stack costs more than a small kernel. Two sets, for threadgroups in turn.
+std::vector<char *> stacks[2];
 #ifdef SIMT_TSAN
 std::vector<void *> tsan_fibers[2];
 char grid_start, grid_end;
@@ -234,7 +237,7 @@ void prepare_fiber(unsigned index, extent group, const launch &l, void *const *t
     t.threadgroup_arguments = threadgroup;
     f.state = ready;
     f.exchanges = 0;
-    f.stack = stacks[index];
+    f.stack = stacks[m->parity][index];
     void **sp = (void **)(f.stack + stack_size);
 #if defined(__x86_64__)
     *--sp = nullptr; // the return address of `start`: keeps the stack aligned as after a call
@@ -312,6 +315,15 @@ std::string check_launch(const kernel &k, const launch &l)
     return "";
 }
 
+char *new_stack()
+{
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *stack = mmap(nullptr, stack_size, PROT_READ | PROT_WRITE, flags, -1, 0);
+    if (stack == MAP_FAILED) abort();
+    mprotect(stack, 4096, PROT_NONE); // an overflow faults
+    return (char *)stack;
+}
+
 void prepare_machine(machine &machine, const kernel &k, unsigned threads)
 {
     m = &machine;
@@ -319,13 +331,8 @@ void prepare_machine(machine &machine, const kernel &k, unsigned threads)
     m->fibers.resize(threads);
     m->simdgroups.resize(threads / simd_width);
     m->group.arrived = 0;
-    while (stacks.size() < threads) {
-        void *stack =
-            mmap(nullptr, stack_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (stack == MAP_FAILED) abort();
-        mprotect(stack, 4096, PROT_NONE);
-        stacks.push_back((char *)stack);
-    }
+    for (auto &set : stacks)
+        while (set.size() < threads) set.push_back(new_stack());
 #ifdef SIMT_TSAN
     m->tsan_fiber = __tsan_get_current_fiber();
     for (auto &set : tsan_fibers)
@@ -350,12 +357,17 @@ const kernel *find_kernel(const char *name)
     return nullptr;
 }
 
+uint64_t simd_operations() { return lanes_exchanged / simd_width; }
+
 const slot *exchange(const void *value, size_t size, const char *operation, const char *file, int line)
 {
     fiber *f = m->running;
     simdgroup &s = m->simdgroups[f->t.simdgroup_index_in_threadgroup];
     unsigned parity = f->exchanges++ & 1;
-    memcpy(s.slots[parity][f->t.thread_index_in_simdgroup].bytes, value, size);
+    lanes_exchanged++;
+    volatile unsigned char *to =
+        s.slots[parity][f->t.thread_index_in_simdgroup].bytes; // memcpy would be seen by a sanitizer
+    for (size_t i = 0; i < size; i++) to[i] = ((const unsigned char *)value)[i];
     meet(s.point, simd_width, f->t.simdgroup_index_in_threadgroup * simd_width, at_simd_operation, operation, file,
          line);
     return s.slots[parity];
@@ -398,11 +410,12 @@ std::string run(const kernel &k, const launch &l, const schedule &s)
     machine machine = {};
     prepare_machine(machine, k, threads);
     constants = &l.constants;
-    uint64_t random = s.seed | 1;
+    uint64_t random = s.seed | 1, index = 0;
     std::vector<void *> memory; // fresh for each threadgroup and freed at the end: no threadgroup sees another's
     for (unsigned z = 0; z < l.threadgroups.z; z++)
         for (unsigned y = 0; y < l.threadgroups.y; y++)
-            for (unsigned x = 0; x < l.threadgroups.x && m->failure.empty(); x++, m->parity ^= 1) {
+            for (unsigned x = 0; x < l.threadgroups.x && m->failure.empty(); x++) {
+                m->parity = (unsigned)__builtin_parityll(index++);
                 void *threadgroup[max_threadgroup_arguments] = {};
                 for (unsigned i = 0; i < max_threadgroup_arguments; i++) {
                     if (!l.threadgroup_bytes[i]) continue;

@@ -63,6 +63,8 @@ struct schedule {
 
 // Runs every threadgroup of the grid. Empty string: done; else what was wrong, after which the output is undefined.
 std::string run(const kernel &k, const launch &l, const schedule &s);
+// Simdgroup operations since the program started, each counted once for its 32 lanes.
+uint64_t simd_operations();
 
 // Below: for the shim only.
 struct slot {

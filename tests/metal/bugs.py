@@ -1,0 +1,169 @@
+#!/usr/bin/env python3
+"""Plants known bugs in copies of the shipped shaders, one at a time, and checks that the tests catch each.
+
+usage: bugs.py BUILD_FOLDER [part of a name]...
+
+Takes the compilers and flags of each variant of the runner, and its prefix, from the environment: PLAIN, ASAN, TSAN
+(compile a shader), PLAIN_LINK .. (link), TSAN_RUN (run), TYPE_CHECK. Only the edited kernel is compiled anew; the rest of
+the runner comes from BUILD_FOLDER/<variant>.
+"""
+import glob
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+# name: (file, text, replacement, kernel, head_dims kept, variant, cases to run, what the report must say)
+BUGS = {
+    # What the runner must see by itself.
+    "missing_barrier": (
+        "shaders/encode.h", "    simdgroup_barrier(mem_flags::mem_threadgroup);\n", "", "encode", (128,),
+        "tsan", "encode/tq4/d128/gaussian", "data race"),
+    "missing_barrier_by_lane_order": (
+        "shaders/encode.h", "    simdgroup_barrier(mem_flags::mem_threadgroup);\n", "", "encode", (128,),
+        "plain", "encode/tq4/d128/gaussian", "differs under schedule"),
+    "barrier_without_memory": (
+        "shaders/encode.h", "simdgroup_barrier(mem_flags::mem_threadgroup)", "simdgroup_barrier(mem_flags::mem_none)",
+        "encode", (128,), "tsan", "encode/tq4/d128/gaussian", "data race"),
+    "divergent_simd_operation": (
+        "shaders/rotate.h", "simd_shuffle_xor(x[i], ushort(distance))",
+        "lane < 16 ? simd_shuffle_xor(x[i], ushort(distance)) : 0.0f", "rotate", (64,), "plain", "rotate/d64", "divergent"),
+    "divergent_barrier": (
+        "shaders/encode.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "if (lane < 16) threadgroup_barrier(mem_flags::mem_threadgroup);", "encode", (128,), "plain",
+        "encode/tq4/d128/gaussian", "divergent"),
+    "out_of_bounds_write": (
+        "shaders/common.h", "row[int(lane) * E + i] = x[i];", "row[int(lane) * E + i + 1] = x[i];", "decode", (64,),
+        "asan", "encode/tq4/d64/gaussian", "heap-buffer-overflow"),
+    "out_of_bounds_threadgroup_write": (
+        "shaders/encode.h", "staging[int(lane) * E + i] = uchar(code);", "staging[int(lane) * E + i + 1] = uchar(code);",
+        "encode", (128,), "asan", "encode/tq4/d128/gaussian", "heap-buffer-overflow"),
+    "uninitialised_threadgroup_memory": (
+        "shaders/codec.h", "(1u << bits) - 1u, table, thread_index", "(1u << bits) - 9u, table, thread_index",
+        "encode", (128,), "plain", "encode/tq4/d128/gaussian", "differs under schedule"),
+    "misaligned_load": (
+        "shaders/codec.h", "n % 4 == 0 && alignment % 16u == 0", "n % 4 == 0", "attend", (32,), "asan",
+        "attend/head_dim/d32/tq5", "misaligned address"),
+    "race_between_threadgroups": (
+        "shaders/attend.h", "(ulong(group.z) * ulong(args.n_queries) + ulong(row.query))", "ulong(row.query)", "attend",
+        (128,), "tsan", "attend/shape/group3_queries1_columns2_simdgroups2_splits2", "data race"),
+    "wrong_address_space": (
+        "shaders/codec.h", "inline uint quantise(float v, uint bits, threadgroup const float *boundaries)",
+        "inline uint quantise(float v, uint bits, device const float *boundaries)", "encode", (128,), "type", "",
+        "no matching function for call to 'quantise'"),
+    "write_to_constant": (
+        "shaders/encode.metal", "load_boundaries(", "args.n_tokens = 1; load_boundaries(", "encode", (128,), "type", "",
+        "const-qualified"),
+    "stale_table": (
+        "tqkv.h", "-2.0690172f", "-2.0690173f", "tables", (), "plain", "tables", "stale table"),
+    # Defects of earlier systems.
+    "norms_of_both_blocks": (
+        "shaders/encode.h", "const int lanes = D < 512 ? 32 : 256 / TQKV_LANE_VALUES(D);", "const int lanes = 32;",
+        "encode", (512, 1024), "plain", "defect/block_norms_of_d512", "norms of tq5 d512"),
+    "no_barrier_before_values": (
+        "shaders/attend.h",
+        "        simdgroup_barrier(mem_flags::mem_threadgroup);\n        add_values", "        add_values", "attend", (64,),
+        "tsan", "defect/barrier_before_next_tile", "data race"),
+    "no_barrier_before_next_tile": (
+        "shaders/attend.h", "        simdgroup_barrier(mem_flags::mem_threadgroup); // before", "        // before",
+        "attend", (64,), "tsan", "defect/barrier_before_next_tile", "data race"),
+    "state_overwritten": (
+        "shaders/attend.h", "state[(simdgroup * uint(C) + uint(c)) * 2u] = maximum[c];",
+        "state[uint(c) * 2u] = maximum[c];", "attend", (64,), "tsan", "defect/state_of_four_simdgroups", "data race"),
+    "query_memory_reused_too_early": (
+        "shaders/attend.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    FOR_COLUMNS(c)",
+        "    FOR_COLUMNS(c)", "attend", (64,), "tsan", "defect/state_of_four_simdgroups", "data race"),
+    "softcap_not_applied": (
+        "shaders/attend.h", "return softcap ?", "return false ?", "attend", (64,), "plain", "defect/softcap_applied",
+        "relative error"),
+    "only_the_first_query": (
+        "shaders/attend.h", "many_queries ? int(row / uint(args.group)) : 0", "0", "attend", (64,), "plain",
+        "defect/every_query_read", "relative error"),
+    "ring_without_wrap": (
+        "shaders/attend.h", "return position < 0 ? position + args.key_capacity : position;", "return position;", "attend",
+        (64,), "plain", "attend/resident/ring_wraps_inside_tile", "relative error"),
+    "finite_mask": (
+        "shaders/attend.h", "capped(args, score[c]) : -INFINITY", "capped(args, score[c]) : -65504.0f", "attend", (64,),
+        "plain", "defect/nan_in_unused_slots", "relative error"),
+    "weight_zero_times_nan": (
+        "shaders/attend.h", "if ((W == 16 || block != uint(D)) && weight == 0.0f) continue;", "", "attend", (64,), "plain",
+        "defect/nan_in_unused_slots", "relative error"),
+    "offset_of_32_bits": (
+        "shaders/attend.h", "values.codes + ulong(slot) * ulong(row_bytes<D>(value_format))",
+        "values.codes + slot * row_bytes<D>(value_format)", "attend", (1024,), "plain", "defect/offsets_beyond_4_gib",
+        "relative error"),
+    "wrong_last_tile": (
+        "shaders/attend.h", "base + row >= start &&", "", "attend", (64,), "plain", "attend/resident/", "relative error"),
+}
+
+
+def plant(bug, folder):
+    """Copies shaders and header, applies the edit, and keeps the head_dims that the cases need."""
+    file, text, replacement, kernel, head_dims = BUGS[bug][:5]
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree("shaders", folder + "/shaders")
+    shutil.copy("tqkv.h", folder + "/tqkv.h")
+    with open(f"{folder}/{file}", encoding="utf-8") as f:
+        source = f.read()
+    if source.count(text) != 1:
+        return f"'{text}' is {source.count(text)} times in {file}: bugs.py is out of date"
+    with open(f"{folder}/{file}", "w", encoding="utf-8") as f:
+        f.write(source.replace(text, replacement))
+    path = f"{folder}/shaders/{kernel}.metal"
+    with open(path, encoding="utf-8") as f:
+        source = f.read()
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(re.sub(r"(?m)^[A-Z_]+\((\d+)\)$", lambda m: m.group(0) if int(m.group(1)) in head_dims else "", source))
+    return ""
+
+
+def shell(command):
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, errors="replace", check=False)
+    return result.returncode, result.stdout + result.stderr
+
+
+def run_bug(bug, build):
+    """Empty string if the bug is caught, else what happened instead."""
+    kernel, variant, cases, expected = BUGS[bug][3], *BUGS[bug][5:]
+    folder = f"{build}/bugs/{bug}"
+    wrong = plant(bug, folder)
+    if wrong:
+        return wrong
+    mode = "clang" if variant == "type" else "cpu"
+    status, output = shell(f"python3 tests/metal/prep.py {mode} {folder}/source {folder}/shaders/*")
+    if status:
+        return output
+    source = f"-I{folder}/shaders {folder}/source/{kernel}.metal.cpp"
+    if variant == "type":
+        status, output = shell(f"{os.environ['TYPE_CHECK']} {source}")
+    else:
+        others = [o for o in glob.glob(f"{build}/{variant}/*.o") if os.path.basename(o) != f"{kernel}.metal.o"]
+        compiler, link, run = (os.environ.get(variant.upper() + part, "") for part in ("", "_LINK", "_RUN"))
+        status, output = shell(f"{compiler} {source} -c -o {folder}/kernel.o && "
+                               f"{link} {folder}/kernel.o {' '.join(others)} -o {folder}/driver -lm")
+        if status:
+            return output
+        one = "" if variant == "plain" else "--one-schedule"
+        status, output = shell(f"{run} {folder}/driver {one} {cases}")
+    if status == 0:
+        return "nothing was reported"
+    return "" if expected in output else f"'{expected}' was not reported, but:\n{output[:2000]}"
+
+
+def main():
+    build, filters = sys.argv[1], sys.argv[2:]
+    passed = failed = 0
+    for bug in BUGS:
+        if filters and not any(part in bug for part in filters):
+            continue
+        wrong = run_bug(bug, build)
+        print(f"FAIL {bug}: {wrong}" if wrong else f"caught {bug}: {BUGS[bug][7]} ({BUGS[bug][5]})", flush=True)
+        failed += bool(wrong)
+        passed += not wrong
+    print(f"{passed} passed, {failed} failed")
+    return failed != 0 or passed == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+# The Metal shaders without a Mac: type check, execution on the CPU, sanitizers, planted bugs, lint.
+
+METAL_BUILD := $(BUILD)/metal
+SHADER_KERNELS := $(sort $(wildcard shaders/*.metal))
+SHADER_SOURCES := $(SHADER_KERNELS) $(sort $(wildcard shaders/*.h))
+SHADER_NAMES := $(SHADER_KERNELS:shaders/%.metal=%)
+SHADER_TESTS := gpu driver codec_cases attend_cases defect_cases machine_cases
+SHADER_TEST_HEADERS := tqkv.h $(wildcard tests/*.h tests/metal/*.h)
+
+DEB_TEST += clang python3
+BREW_TEST += python3
+
+# A shader compiled through a shim, and the C++ of the tests. Products must stay rounded: see shaders/common.h.
+SHADER_FLAGS := -std=c++14 -g -ffp-contract=off -D__METAL_VERSION__=300 -Itests/metal -Wall -Wextra -Wno-unknown-pragmas \
+	-Werror
+SHADER_CPU := $(SHADER_FLAGS) -isystem tests/metal/shim/cpu
+SHADER_TEST_FLAGS := -std=c++14 -g -DTEST_OWN_MAIN -D_POSIX_C_SOURCE=200809L $(WARNINGS) -I. -Itests/metal $(CPPFLAGS)
+TYPE_CHECK := clang -x c++ $(SHADER_FLAGS) -isystem tests/metal/shim/clang -nostdinc -target aarch64-none-elf -Wconversion \
+	-Wdouble-promotion -fsyntax-only
+
+$(METAL_BUILD)/%/prepared: tests/metal/prep.py $(SHADER_SOURCES)
+	@python3 tests/metal/prep.py $* $(@D)/source $(SHADER_SOURCES)
+	@touch $@
+
+.PRECIOUS: $(METAL_BUILD)/%/prepared
+
+# $(1) name, $(2) compiler, $(3) flags, $(4) flags of simt.cpp in place of these, $(5) what runs the program, $(6) its options
+define shader_variant
+$(METAL_BUILD)/$(1)/%.metal.o: $(METAL_BUILD)/cpu/prepared tqkv.h tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
+	@mkdir -p $$(@D)
+	@$(2) $(3) $(SHADER_CPU) -Ishaders -c $(METAL_BUILD)/cpu/source/$$*.metal.cpp -o $$@
+
+$(METAL_BUILD)/$(1)/simt.o: tests/metal/simt.cpp tests/metal/simt.h
+	@mkdir -p $$(@D)
+	@$(2) -O2 $(4) $(SHADER_TEST_FLAGS) -c $$< -o $$@
+
+$(METAL_BUILD)/$(1)/%.o: tests/metal/%.cpp $(SHADER_TEST_HEADERS)
+	@mkdir -p $$(@D)
+	@$(2) $(3) $(SHADER_TEST_FLAGS) -c $$< -o $$@
+
+$(METAL_BUILD)/$(1)/%.o: tests/%.c $(SHADER_TEST_HEADERS)
+	@mkdir -p $$(@D)
+	@$(2) -x c++ $(3) $(SHADER_TEST_FLAGS) -c $$< -o $$@
+
+$(METAL_BUILD)/$(1)/driver: $(SHADER_NAMES:%=$(METAL_BUILD)/$(1)/%.metal.o) \
+		$(patsubst %,$(METAL_BUILD)/$(1)/%.o,simt runner test_tables $(SHADER_TESTS))
+	@$(2) $(3) $$^ -o $$@ -lm
+
+.PHONY: test-shaders-$(1)
+test-shaders-$(1): $(METAL_BUILD)/$(1)/driver
+	@echo "== shaders on the CPU: $(2) $(3)"
+	@$(5) $$< $(6)
+endef
+
+# setarch: ThreadSanitizer wants its address layout. Without the suppressions each lane's race is a report of its own.
+SHADER_ASAN := -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+SHADER_TSAN := -O1 -fsanitize=thread
+SHADER_TSAN_RUN := TSAN_OPTIONS=suppress_equal_addresses=0:suppress_equal_stacks=0:halt_on_error=1 \
+	$(if $(filter Linux,$(SYSTEM)),setarch -R)
+
+$(eval $(call shader_variant,plain,$(CXX),-O2,,,))
+$(eval $(call shader_variant,asan,clang++,$(SHADER_ASAN),-DSIMT_ASAN,,--one-schedule))
+$(eval $(call shader_variant,tsan,clang++,$(SHADER_TSAN),-DSIMT_TSAN,$(SHADER_TSAN_RUN),--one-schedule))
+
+.PHONY: check-shaders
+check-shaders: $(METAL_BUILD)/clang/prepared
+	@echo "== shaders: type check with address spaces"
+	@for name in $(SHADER_NAMES); do $(TYPE_CHECK) -Ishaders $(METAL_BUILD)/clang/source/$$name.metal.cpp || exit 1; done
+	@echo "$(words $(SHADER_NAMES)) passed, 0 failed"
+
+.PHONY: lint-shaders
+lint-shaders: ## find in the shaders what Metal forbids and C++ allows
+	@echo "== shaders: lint, and its own test"
+	@python3 tests/metal/lint.py $(SHADER_SOURCES)
+	@python3 tests/metal/lint.py --expect tests/metal/lint_bugs.metal
+
+.PHONY: test-shaders-bugs
+test-shaders-bugs: $(patsubst %,$(METAL_BUILD)/%/driver,plain asan tsan)
+	@echo "== shaders: planted bugs"
+	@PLAIN="$(CXX) -O1 $(SHADER_CPU)" PLAIN_LINK="$(CXX)" ASAN="clang++ $(SHADER_ASAN) $(SHADER_CPU)" \
+	ASAN_LINK="clang++ $(SHADER_ASAN)" TSAN="clang++ $(SHADER_TSAN) $(SHADER_CPU)" TSAN_LINK="clang++ $(SHADER_TSAN)" \
+	TSAN_RUN="$(SHADER_TSAN_RUN)" TYPE_CHECK="$(TYPE_CHECK)" python3 tests/metal/bugs.py $(METAL_BUILD) $(BUGS)
+
+.PHONY: test-shaders-quick test-shaders
+test-shaders-quick: check-shaders lint-shaders test-shaders-plain
+
+test-shaders: test-shaders-quick test-shaders-asan test-shaders-tsan test-shaders-bugs ## everything about the shaders
+
+TEST_TARGETS += test-shaders-quick
+
+include metallib/rules.mk
