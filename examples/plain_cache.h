@@ -1,13 +1,14 @@
 /* The cache tqkv is compared with: plain float arrays, attended over by plain loops. With a round trip set, keys and
  * values go through llama.cpp's q8_0 or q4_0 on their way in (written here from the formats' public description: blocks
- * of 32 values with one half as scale, no rotation); what comes back is stored as floats, so only the format's error
- * counts. */
+ * of 32 values with one half as scale), if asked rotated as llama.cpp does since pull request 21038: a Hadamard
+ * transform of the whole head for keys, of 64 values at a time for values. What comes back is stored as floats, so only
+ * the format's error counts. */
 #ifndef PLAIN_CACHE_H
 #define PLAIN_CACHE_H
 
 #include "tinylm_model.h"
 
-enum { MAX_CONTEXT = 4096, GGML_BLOCK = 32 };
+enum { MAX_CONTEXT = 4096, GGML_BLOCK = 32, VALUE_ROTATION = 64 };
 
 typedef void (*round_trip)(float *values, int count);
 
@@ -15,6 +16,7 @@ typedef struct plain_cache {
     const model_layer *shape;
     float *keys, *values; /* [capacity][n_kv_heads][head_dim] */
     round_trip through_keys, through_values;
+    bool rotate_keys, rotate_values;
 } plain_cache;
 
 /* The value a half keeps, for magnitudes from 2^-14 to 65504, where it has 11 bits: rounded to nearest, ties to even.
@@ -51,14 +53,35 @@ static void q4_0_round_trip(float *values, int count)
     }
 }
 
+/* The Hadamard transform of `size` values at a time, scaled to be its own inverse. */
+static void hadamard(float *values, int count, int size)
+{
+    for (float *row = values; row < values + count; row += size)
+        for (int half = 1; half < size; half *= 2)
+            for (int i = 0; i < size; i++) {
+                if (i & half) continue;
+                float low = row[i], high = row[i + half];
+                row[i] = (low + high) * sqrtf(0.5f);
+                row[i + half] = (low - high) * sqrtf(0.5f);
+            }
+}
+
+static void pass_through(float *values, int count, round_trip through, int rotation /* 0: none */)
+{
+    if (!through) return;
+    if (rotation) hadamard(values, count, rotation);
+    through(values, count);
+    if (rotation) hadamard(values, count, rotation);
+}
+
 static void plain_cache_append(plain_cache *cache, int64_t position, const float *k, const float *v, int n_tokens)
 {
-    int row = cache->shape->n_kv_heads * cache->shape->head_dim, count = n_tokens * row;
+    int d = cache->shape->head_dim, row = cache->shape->n_kv_heads * d, count = n_tokens * row;
     float *keys = cache->keys + position * row, *values = cache->values + position * row;
     memcpy(keys, k, (size_t)count * sizeof *k);
     memcpy(values, v, (size_t)count * sizeof *v);
-    if (cache->through_keys) cache->through_keys(keys, count);
-    if (cache->through_values) cache->through_values(values, count);
+    pass_through(keys, count, cache->through_keys, cache->rotate_keys ? d : 0);
+    pass_through(values, count, cache->through_values, cache->rotate_values ? VALUE_ROTATION : 0);
 }
 
 /* PANEL running sums, so that the compiler may use vector instructions without reordering anything. */

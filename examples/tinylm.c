@@ -7,10 +7,11 @@
  *   tinylm resume FILE [options]                               goes on from there, in any later process
  *   tinylm speculate PROMPT [options]                          tq4 proposes, --keys --values verify, truncate undoes
  *
- * Options: --keys F, --values F (f16 i8 tq8 tq6 tq5 tq4; or f32, q8_0, q4_0: the plain cache it is compared with),
- * --bytes N, --temperature T, --seed N, --threads N, --model FILE.
- * How tqkv comes in is in tinylm_session.h; save and resume, and taking back rejected tokens, are here. */
-#define _POSIX_C_SOURCE 200809L
+ * Options: --keys F, --values F, --bytes N, --temperature T, --seed N, --threads N, --model FILE. Formats: f16 i8 tq8
+ * tq6 tq5 tq4; or the plain cache it is compared with: f32, q8_0, q4_0, and q8_0r, q4_0r with llama.cpp's rotation. How
+ * tqkv comes in is in tinylm_session.h; save and resume, and taking back rejected tokens, are here. */
+#define _POSIX_C_SOURCE  200809L
+#define _DARWIN_C_SOURCE /* the number of processors, which POSIX does not give */
 #define TQKV_IMPLEMENTATION
 #include "../tqkv.h"
 #include "tinylm_logits.h"
@@ -22,9 +23,14 @@ enum { WINDOW_BYTES = 1024, PROPOSALS = 6 };
 /* ---- score ---- */
 
 /* What `tinylm score` prints; with --all every tqkv pair and every llama.cpp pair. */
-static const char *const score_pairs[][2] = {{"f16", "f16"}, {"i8", "i8"},     {"tq8", "tq8"},
-                                             {"tq6", "tq6"}, {"tq5", "tq5"},   {"i8", "tq4"},
-                                             {"tq4", "tq4"}, {"q8_0", "q8_0"}, {"q4_0", "q4_0"}};
+static const char *const score_pairs[][2] = {{"f16", "f16"},   {"i8", "i8"},       {"tq8", "tq8"},    {"tq6", "tq6"},
+                                             {"tq5", "tq5"},   {"i8", "tq4"},      {"tq4", "tq4"},    {"q8_0", "q8_0"},
+                                             {"q4_0", "q4_0"}, {"q8_0r", "q8_0r"}, {"q4_0r", "q4_0r"}};
+
+static bool pairs_up(const format_choice *keys, const format_choice *values)
+{
+    return !keys->format == !values->format && keys->rotated == values->rotated && keys->bits < 32 && values->bits < 32;
+}
 
 typedef struct scoring {
     model *m;
@@ -82,8 +88,7 @@ static void command_score(model *m, const options *o)
     if (o->all) {
         for (int k = 0; k < N_FORMATS; k++)
             for (int v = 0; v < N_FORMATS; v++)
-                if (!formats[k].format == !formats[v].format && formats[k].bits < 32 && formats[v].bits < 32)
-                    score_pair(&job, &formats[k], &formats[v]);
+                if (pairs_up(&formats[k], &formats[v])) score_pair(&job, &formats[k], &formats[v]);
     } else if (o->keys) {
         score_pair(&job, o->keys, o->values);
     } else {

@@ -11,19 +11,22 @@ typedef struct format_choice {
     const char *name;
     tqkv_format format; /* TQKV_FORMAT_DEFAULT: the plain cache, after this round trip */
     round_trip through;
-    double bits; /* a value, of the plain ones */
+    bool rotated; /* the round trip */
+    double bits;  /* a value, of the plain ones */
 } format_choice;
 
 static const format_choice formats[] = {
-    {"f16", TQKV_F16, NULL, 0},
-    {"i8", TQKV_I8, NULL, 0},
-    {"tq8", TQKV_TQ8, NULL, 0},
-    {"tq6", TQKV_TQ6, NULL, 0},
-    {"tq5", TQKV_TQ5, NULL, 0},
-    {"tq4", TQKV_TQ4, NULL, 0},
-    {"f32", TQKV_FORMAT_DEFAULT, NULL, 32},
-    {"q8_0", TQKV_FORMAT_DEFAULT, q8_0_round_trip, 8.5},
-    {"q4_0", TQKV_FORMAT_DEFAULT, q4_0_round_trip, 4.5},
+    {"f16", TQKV_F16, NULL, false, 0},
+    {"i8", TQKV_I8, NULL, false, 0},
+    {"tq8", TQKV_TQ8, NULL, false, 0},
+    {"tq6", TQKV_TQ6, NULL, false, 0},
+    {"tq5", TQKV_TQ5, NULL, false, 0},
+    {"tq4", TQKV_TQ4, NULL, false, 0},
+    {"f32", TQKV_FORMAT_DEFAULT, NULL, false, 32},
+    {"q8_0", TQKV_FORMAT_DEFAULT, q8_0_round_trip, false, 8.5},
+    {"q4_0", TQKV_FORMAT_DEFAULT, q4_0_round_trip, false, 4.5},
+    {"q8_0r", TQKV_FORMAT_DEFAULT, q8_0_round_trip, true, 8.5},
+    {"q4_0r", TQKV_FORMAT_DEFAULT, q4_0_round_trip, true, 4.5},
 };
 enum { N_FORMATS = sizeof formats / sizeof *formats };
 
@@ -58,7 +61,7 @@ static void usage(void)
          "tinylm save FILE PROMPT [options]\n"
          "tinylm resume FILE [options]\n"
          "tinylm speculate PROMPT [options]\n"
-         "options: --keys F --values F (f16 i8 tq8 tq6 tq5 tq4; or f32 q8_0 q4_0 for both)\n"
+         "options: --keys F --values F (f16 i8 tq8 tq6 tq5 tq4; or for both f32 q8_0 q4_0 q8_0r q4_0r)\n"
          "         --bytes N --temperature T --seed N --threads N --model FILE");
     exit(2);
 }

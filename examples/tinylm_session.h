@@ -64,7 +64,8 @@ static void session_create(session *s, model *m, const format_choice *keys, cons
     s->keys = keys;
     s->values = values;
     if (capacity > MAX_CONTEXT) stop("context", "longer than 4096 bytes");
-    if (!keys->format != !values->format) stop("formats", "f32, q8_0 and q4_0 do not pair with a tqkv format");
+    if (!keys->format != !values->format)
+        stop("formats", "the plain ones (f32, q8_0, q4_0, q8_0r, q4_0r) do not pair with tqkv's");
     for (int i = 0; i < m->n_layers; i++) {
         const model_layer *shape = &m->layers[i];
         if (keys->format) {
@@ -75,7 +76,7 @@ static void session_create(session *s, model *m, const format_choice *keys, cons
         } else {
             size_t row = (size_t)shape->n_kv_heads * (size_t)shape->head_dim;
             float *k = floats((size_t)capacity * row), *v = floats((size_t)capacity * row);
-            s->plain[i] = (plain_cache){shape, k, v, keys->through, values->through};
+            s->plain[i] = (plain_cache){shape, k, v, keys->through, values->through, keys->rotated, values->rotated};
         }
     }
 }

@@ -27,7 +27,7 @@ refused() {
     "$@" >"$work/out" 2>"$work/err"
     status=$?
     check "$name" test "$status" -eq 1 -a ! -s "$work/out"
-    check "$name: says why" grep -q "$words" "$work/err"
+    check "$name: says why" grep -Eq "$words" "$work/err"
 }
 
 # damage FROM TO OFFSET: a copy with the byte at OFFSET changed
@@ -56,7 +56,7 @@ done
 size=$(wc -c <"$work/prompt")
 for offset in 3 9 13 20 100 $((size / 2)) $((size - 1)); do
     damage "$work/prompt" "$work/damaged" "$offset"
-    refused "resume/damaged at $offset" "damaged\|no file of" "$bin/tinylm" resume "$work/damaged"
+    refused "resume/damaged at $offset" "damaged|no file of" "$bin/tinylm" resume "$work/damaged"
 done
 head -c $((size - 1)) "$work/prompt" >"$work/damaged"
 refused "resume/short" "damaged" "$bin/tinylm" resume "$work/damaged"
