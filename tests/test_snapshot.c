@@ -1,6 +1,9 @@
 /* Snapshots: what comes back, what is refused, and files that cross between machines. */
 #include "cache_fixture.h"
 
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
 /* The snapshot into a new cache, or NULL; the result goes to *result. */
 static tqkv_cache *load(const tqkv_cache_desc *desc, stream *s, tqkv_result *result)
 {
@@ -133,6 +136,62 @@ static void check_cut_short(const void *parameters)
     tqkv_cache_destroy(cache);
     size_t whole = s.size;
     for (s.size = 0; s.size < whole; s.size++) expect_corrupt(&s, &counter, "length", s.size);
+    stream_free(&s);
+}
+
+/* ---- Headers with a good hash that no cache wrote ---- */
+
+enum { HEADER_SIZE = 72 }; /* its hash follows */
+
+typedef struct header_row {
+    const char *name;
+    int offset, bytes; /* of the field, little-endian */
+    uint64_t value;
+} header_row;
+
+static const header_row header_rows[] = {
+    {"magic", 0, 1, 'T'},
+    {"version", 8, 4, 2},
+    {"table_version", 12, 4, 99},
+    {"head_dim", 16, 4, 48},
+    {"zero_head_dim", 16, 4, 0},
+    {"n_kv_heads", 20, 4, 0},
+    {"negative_kv_heads", 20, 4, 0xffffffff},
+    {"n_heads", 24, 4, 3},
+    {"zero_heads", 24, 4, 0},
+    {"capacity", 28, 4, 0},
+    {"capacity_below_resident", 28, 4, 2},
+    {"negative_capacity", 28, 4, 0x80000000},
+    {"default_key_format", 32, 4, 0},
+    {"unknown_key_format", 32, 4, 9},
+    {"huge_value_format", 36, 4, 0xfffffff0},
+    {"ring", 40, 4, 2},
+    {"negative_window", 44, 4, 0xffffffff},
+    {"nan_scale", 48, 4, 0x7fc00000},
+    {"zero_scale", 48, 4, 0},
+    {"infinite_softcap", 52, 4, 0x7f800000},
+    {"first_of_linear", 56, 8, 1},
+    {"first_beyond_end", 56, 8, 4},
+    {"negative_first", 56, 8, UINT64_MAX},
+    {"end_beyond_capacity", 64, 8, 7},
+    {"huge_end", 64, 8, INT64_MAX},
+    {"negative_end", 64, 8, UINT64_MAX},
+};
+
+static void check_header(const void *parameters)
+{
+    const header_row *row = (const header_row *)parameters;
+    cache_row shape = {TQKV_TQ4, TQKV_TQ5, 32, 6, false, 3, -1};
+    counting counter = {0, 0, 0, 0};
+    tqkv_cache_desc desc = cache_desc(&shape, NULL);
+    tqkv_cache *cache = cache_make(&shape, &desc);
+    REQUIRE(cache, "no cache");
+    stream s = stream_of_cache(cache);
+    tqkv_cache_destroy(cache);
+    for (int i = 0; i < row->bytes; i++) s.bytes[row->offset + i] = (unsigned char)(row->value >> (8 * i));
+    uint64_t hash = XXH3_64bits(s.bytes, HEADER_SIZE);
+    for (int i = 0; i < 8; i++) s.bytes[HEADER_SIZE + i] = (unsigned char)(hash >> (8 * i));
+    expect_corrupt(&s, &counter, row->name, 0);
     stream_free(&s);
 }
 
@@ -444,6 +503,8 @@ void test_snapshot_cases(void)
     }
     for (size_t i = 0; i < sizeof mismatch_rows / sizeof *mismatch_rows; i++)
         test_add(check_mismatch, &mismatch_rows[i], sizeof *mismatch_rows, "snapshot/desc/%s", mismatch_rows[i].name);
+    for (size_t i = 0; i < sizeof header_rows / sizeof *header_rows; i++)
+        test_add(check_header, &header_rows[i], sizeof *header_rows, "snapshot/header/%s", header_rows[i].name);
     test_add(check_ring_mismatch, NULL, 0, "snapshot/desc/ring");
     test_add(check_sinks_supplied, NULL, 0, "snapshot/sinks_supplied");
     test_add(check_content_alone, NULL, 0, "snapshot/content_alone");
