@@ -93,7 +93,7 @@ def rewrite(source, mode):
     elif mode == "cpu":
         source = FUNCTION_CONSTANT.sub(r'static const simt::function_constant<\1> \2 = {\3, "\2"};', source)
     else:
-        source = FUNCTION_CONSTANT.sub(r"static constexpr \1 \2 = \1(SIMT_CONSTANT(\3));", source)
+        source = FUNCTION_CONSTANT.sub(r"SIMT_FUNCTION_CONSTANT(\1, \2, \3);", source)
     source = ATTRIBUTE.sub(blank, source)
     return strip_words(without_comments(source)) if mode == "cuda" else source
 

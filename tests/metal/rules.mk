@@ -81,10 +81,27 @@ test-shaders-bugs: $(patsubst %,$(METAL_BUILD)/%/driver,plain asan tsan)
 	ASAN_LINK="clang++ $(SHADER_ASAN)" TSAN="clang++ $(SHADER_TSAN) $(SHADER_CPU)" TSAN_LINK="clang++ $(SHADER_TSAN)" \
 	TSAN_RUN="$(SHADER_TSAN_RUN)" TYPE_CHECK="$(TYPE_CHECK)" python3 tests/metal/bugs.py $(METAL_BUILD) $(BUGS)
 
+# nvcc compiles the shaders without a GPU, as the pipelines of I8 keys and TQ4 values, 4 query rows a threadgroup.
+NVCC ?= $(shell command -v nvcc 2>/dev/null)
+CUDA_FLAGS := -x cu -std=c++17 -arch=sm_90 -fmad=false -D__METAL_VERSION__=300 -Itests/cuda/shim -Ishaders
+CUDA_CONSTANTS := 8, 2, 1, 1, 1, 1, 4, 1, 1, 1, 0, 1
+
+.PHONY: check-shaders-cuda
+check-shaders-cuda: $(METAL_BUILD)/cuda/prepared
+	@echo "== shaders: compiled as CUDA"
+ifeq ($(NVCC),)
+	@echo "skipped: no nvcc"
+else
+	@echo '#define SIMT_CONSTANTS $(CUDA_CONSTANTS)' > $(METAL_BUILD)/cuda/pipeline.h
+	@for name in $(SHADER_NAMES); do $(NVCC) $(CUDA_FLAGS) -include $(METAL_BUILD)/cuda/pipeline.h -cubin \
+		$(METAL_BUILD)/cuda/source/$$name.metal.cu -o $(METAL_BUILD)/cuda/$$name.cubin || exit 1; done
+	@echo "$(words $(SHADER_NAMES)) passed, 0 failed"
+endif
+
 .PHONY: test-shaders-quick test-shaders
 test-shaders-quick: check-shaders lint-shaders test-shaders-plain
 
-test-shaders: test-shaders-quick test-shaders-asan test-shaders-tsan test-shaders-bugs ## everything about the shaders
+test-shaders: test-shaders-quick check-shaders-cuda test-shaders-asan test-shaders-tsan test-shaders-bugs ## everything about the shaders
 
 TEST_TARGETS += test-shaders-quick
 
