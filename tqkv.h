@@ -34,8 +34,10 @@
      >>rotate      the rotation by itself
      >>attention   attention over two stores, whole or in slices
      >>cache       a cache that owns its memory, save and load
+     >>isa         the instruction set in use
      >>shared      tables and argument structs, also read by the Metal shaders
-     >>common >>exact >>codec >>attend >>owner >>snapshot     the implementation, in this order
+     >>kernels     attention's inner loops, for each instruction set
+     >>common >>exact >>codec >>attend >>isa >>owner >>snapshot     the implementation, in this order
 
    BUILD OPTIONS (define before the include that has TQKV_IMPLEMENTATION)
 
@@ -49,10 +51,10 @@
 
    THREADS
 
-     No globals and no hidden state. Calls that only read the same object (attend, decode, save, the getters) may run at
-     once; a call that writes an object (encode into a store, append, truncate, destroy) needs it alone. Different
-     objects are independent. The hook tqkv_parallel runs tasks of one call on the caller's threads; results are
-     the same bits with or without it, whatever the number of threads.
+     No hidden state but the choice of an instruction set, made once. Calls that only read the same object (attend,
+   decode, save, the getters) may run at once; a call that writes an object (encode into a store, append, truncate,
+   destroy) needs it alone. Different objects are independent. The hook tqkv_parallel runs tasks of one call on the
+   caller's threads; results are the same bits with or without it, whatever the number of threads.
 
    MATHEMATICS
 
@@ -152,6 +154,15 @@ typedef struct tqkv_allocator {
     void (*free)(void *user, void *pointer, size_t size);
     void *user;
 } tqkv_allocator;
+
+/* >>isa
+   The instruction set in use: "avx512" (with VBMI), "avx2" (with FMA), "neon" or "scalar". The best one that the
+   processor has, unless the environment variable TQKV_ISA names another at the first call. Attention differs between
+   them in last bits, codes and norms do not. */
+TQKV_API const char *tqkv_isa_name(void);
+/* Uses that set from now on, in all threads: for tests. NULL: chooses anew. TQKV_INVALID_ARGUMENT for an unknown name,
+   TQKV_UNSUPPORTED where the processor lacks it. */
+TQKV_API tqkv_result tqkv_isa_force(const char *name);
 
 /* >>store
    One stream (keys or values) of one layer in the caller's memory:
@@ -438,17 +449,18 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
      0x58, 0x2f, 0x94, 0xe1, 0xb6, 0x3d, 0x0a, 0x7c, 0xc5, 0x61, 0xd8, 0x4f, 0xa3, 0x97, 0x1e, 0x85}};
 // clang-format on
 
-/* The Metal kernels: a pipeline is one kernel, named tqkv_<what>_d<head_dim>, with all function constants of its line. */
-#define TQKV_FC_FORMAT         0  /* uint: tqkv_format of the stream; encode_kv, attend: of the keys */
-#define TQKV_FC_VALUE_FORMAT   1  /* uint: encode_kv, attend */
-#define TQKV_FC_ROTATED        2  /* bool: the stream is stored rotated (false for F16 and unrotated); encode_kv: keys */
-#define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv */
-#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: turn rows from the rotated basis */
-#define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated and queries are not yet */
-#define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head that a threadgroup serves */
-#define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
-#define TQKV_FC_SOFTCAP        8  /* bool: attend */
-#define TQKV_FC_SAME_SLOTS     9  /* bool: attend: a position has the same slot in keys and values */
+/* The Metal kernels: a pipeline is one kernel, named tqkv_<what>_d<head_dim>, with all function constants of its line.
+ */
+#define TQKV_FC_FORMAT         0 /* uint: tqkv_format of the stream; encode_kv, attend: of the keys */
+#define TQKV_FC_VALUE_FORMAT   1 /* uint: encode_kv, attend */
+#define TQKV_FC_ROTATED        2 /* bool: the stream is stored rotated (false for F16 and unrotated); encode_kv: keys */
+#define TQKV_FC_VALUE_ROTATED  3 /* bool: encode_kv */
+#define TQKV_FC_UNROTATE       4 /* bool: decode, rotate, attend_merge: turn rows from the rotated basis */
+#define TQKV_FC_ROTATE_QUERIES 5 /* bool: attend: keys are rotated and queries are not yet */
+#define TQKV_FC_COLUMNS        6 /* uint: attend: query rows of one KV head that a threadgroup serves */
+#define TQKV_FC_MANY_QUERIES   7 /* bool: attend: n_queries > 1, so columns see different positions */
+#define TQKV_FC_SOFTCAP        8 /* bool: attend */
+#define TQKV_FC_SAME_SLOTS     9 /* bool: attend: a position has the same slot in keys and values */
 #define TQKV_FC_SHORT_STORE    10 /* bool: attend: the keys' capacity is below 32 */
 #define TQKV_FC_SINKS          11 /* bool: attend_merge */
 
@@ -457,15 +469,15 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
 
 /* Threadgroup memory, in bytes. Encode takes (0) and (1); decode (0); attend all four. */
-#define TQKV__TABLE_BYTES               1024                            /* (0) boundaries or codebook */
-#define TQKV__STAGING_BYTES(D, n)       ((n) * (D))                     /* (1) codes, n simdgroups */
-#define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)         /* (0) codebooks of keys and values */
-#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))  /* (1) padded queries, then the sums */
-#define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n) * 128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
-#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n) * 8 * TQKV__MAX_COLUMNS(D))   /* (3) maximum and sum, n simdgroups */
+#define TQKV__TABLE_BYTES               1024                             /* (0) boundaries or codebook */
+#define TQKV__STAGING_BYTES(D, n)       ((n) * (D))                      /* (1) codes, n simdgroups */
+#define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
+#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums */
+#define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
+#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /* (3) maximum and sum, n simdgroups */
 
-/* Rows of one stream. Token t of the call is at slot first_slot + t, less capacity if that is beyond the store: the host
-   resolves positions, and passes at most `capacity` tokens. */
+/* Rows of one stream. Token t of the call is at slot first_slot + t, less capacity if that is beyond the store: the
+   host resolves positions, and passes at most `capacity` tokens. */
 typedef struct tqkv__rows_args {
     int32_t n_tokens;
     int32_t n_kv_heads;
@@ -488,7 +500,7 @@ typedef struct tqkv__attend_args {
     int32_t n_splits; /* threadgroups that share one context: the grid's z */
     int32_t key_capacity, key_oldest_slot;
     int32_t value_capacity, value_oldest_slot;
-    float scale;      /* not 0 */
+    float scale; /* not 0 */
     float softcap;
     float key_block_scale, value_block_scale; /* not 0 */
 } tqkv__attend_args;
@@ -521,6 +533,411 @@ TQKV__ASSERT_SIZE(tqkv__table_report, 3016);
 #endif
 // <<shared
 
+/* >>kernels: attention's inner loops, written once. The implementation below includes this file again for each
+   instruction set, with TQKV__(name) for that set's version of name, TQKV__LANES for the floats of its vector, and
+   TQKV__TARGET for the attribute that lets the compiler use it. */
+#ifdef TQKV__LANES
+
+#define TQKV__VECTOR TQKV__(vector)
+
+/* e^x - 1 = power * tail + (power - 1) for x in [-87, 0]: x = n ln2 + r, power = 2^n, tail = e^r - 1 by Taylor's series
+   to r^7, which is beyond float's last bit for |r| <= ln2/2. */
+TQKV__TARGET static inline void TQKV__(exp_parts)(TQKV__VECTOR x, TQKV__VECTOR *power, TQKV__VECTOR *tail)
+{
+    const TQKV__VECTOR n = TQKV__(round)(TQKV__(mul)(x, TQKV__(set1)(1.44269504f)));
+    TQKV__VECTOR r = TQKV__(fma)(n, TQKV__(set1)(-0.693359375f), x); /* ln2 in two parts; n times the first is exact */
+    r = TQKV__(fma)(n, TQKV__(set1)(2.12194440e-4f), r);
+    TQKV__VECTOR p = TQKV__(fma)(TQKV__(set1)(1.0f / 5040), r, TQKV__(set1)(1.0f / 720));
+    p = TQKV__(fma)(p, r, TQKV__(set1)(1.0f / 120));
+    p = TQKV__(fma)(p, r, TQKV__(set1)(1.0f / 24));
+    p = TQKV__(fma)(p, r, TQKV__(set1)(1.0f / 6));
+    p = TQKV__(fma)(p, r, TQKV__(set1)(0.5f));
+    p = TQKV__(fma)(p, r, TQKV__(set1)(1.0f));
+    *tail = TQKV__(mul)(p, r);
+    *power = TQKV__(exp2)(n);
+}
+
+/* e^x for x <= 0; from -87 down it stays at e^-87, which is nothing beside the maximum's 1. */
+TQKV__TARGET static inline TQKV__VECTOR TQKV__(exp)(TQKV__VECTOR x)
+{
+    TQKV__VECTOR power, tail;
+    TQKV__(exp_parts)(TQKV__(max)(x, TQKV__(set1)(-87.0f)), &power, &tail);
+    return TQKV__(fma)(power, tail, power);
+}
+
+/* tanh(x) = -m/(2 + m) with m = e^(-2|x|) - 1, which keeps its precision near 0. */
+TQKV__TARGET static inline TQKV__VECTOR TQKV__(tanh)(TQKV__VECTOR x)
+{
+    TQKV__VECTOR power, tail;
+    const TQKV__VECTOR doubled = TQKV__(mul)(TQKV__(abs)(x), TQKV__(set1)(-2.0f));
+    TQKV__(exp_parts)(TQKV__(max)(doubled, TQKV__(set1)(-40.0f)), &power, &tail);
+    const TQKV__VECTOR m = TQKV__(fma)(power, tail, TQKV__(sub)(power, TQKV__(set1)(1.0f)));
+    return TQKV__(copysign)(TQKV__(div)(TQKV__(abs)(m), TQKV__(add)(TQKV__(set1)(2.0f), m)), x);
+}
+
+/* In three passes over the rows, each of them free of a dependency from one row to the next. */
+TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, int n_rows,
+                                              float *scores, float *max, float *sum, float *out)
+{
+    float shrink[TQKV__CHUNK_ROWS];
+    for (int row = 0; row < n_rows; row++) {
+        float *x = scores + row * TQKV__TILE;
+        TQKV__VECTOR largest = TQKV__(set1)(max[row]);
+        for (int j = 0; a->softcap > 0.0f && j < TQKV__TILE; j += TQKV__LANES) {
+            const TQKV__VECTOR ratio = TQKV__(mul)(TQKV__(load)(x + j), TQKV__(set1)(1.0f / a->softcap));
+            TQKV__(store)(x + j, TQKV__(mul)(TQKV__(tanh)(ratio), TQKV__(set1)(a->softcap)));
+        }
+        for (int j = 0; j < spans[row].from; j++) x[j] = -INFINITY;
+        for (int j = spans[row].to; j < TQKV__TILE; j++) x[j] = -INFINITY;
+        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) largest = TQKV__(max)(TQKV__(load)(x + j), largest);
+        const float peak = TQKV__(largest_lane)(largest);
+        shrink[row] = max[row] - peak;
+        max[row] = peak;
+    }
+    for (int row = 0; row < n_rows; row++) {
+        if (!(shrink[row] < 0.0f)) continue;
+        const TQKV__VECTOR factor = TQKV__(exp)(TQKV__(set1)(shrink[row]));
+        float *sums = out + (size_t)row * (size_t)a->head_dim;
+        for (int d = 0; d < a->head_dim; d += TQKV__LANES)
+            TQKV__(store)(sums + d, TQKV__(mul)(TQKV__(load)(sums + d), factor));
+        sum[row] *= TQKV__(first_lane)(factor);
+    }
+    for (int row = 0; row < n_rows; row++) {
+        float *x = scores + row * TQKV__TILE;
+        const TQKV__VECTOR peak = TQKV__(set1)(max[row]);
+        TQKV__VECTOR total = TQKV__(set1)(0.0f);
+        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES)
+            TQKV__(store)(x + j, TQKV__(exp)(TQKV__(sub)(TQKV__(load)(x + j), peak)));
+        for (int j = 0; j < spans[row].from; j++) x[j] = 0.0f;
+        for (int j = spans[row].to; j < TQKV__TILE; j++) x[j] = 0.0f;
+        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) total = TQKV__(add)(total, TQKV__(load)(x + j));
+        sum[row] += TQKV__(sum_lanes)(total);
+    }
+}
+
+/* Vector k of a run at p. Codes in nibbles: lane l holds the codes l * per_lane ... of a run of LANES * per_lane, so
+   that one shift moves the k-th code of every lane to bit 0; that is the order of tqkv__arrange. format and per_lane
+   are constants; TQKV_FORMAT_DEFAULT stands for floats. */
+TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane,
+                                                            const TQKV__VECTOR *table, const uint8_t *p, const int k)
+{
+    if (format == TQKV_TQ4) {
+        const TQKV__(codes) low = TQKV__(load_lower)(per_lane, p);
+        return TQKV__(lookup)(4, table, TQKV__(pick)(4, low, low, k));
+    }
+    if (format == TQKV_I8) return TQKV__(load_i8)(p + k * TQKV__LANES);
+    if (format == TQKV_F16) return TQKV__(load_f16)(p + 2 * k * TQKV__LANES);
+    return TQKV__(load)((const float *)(const void *)p + k * TQKV__LANES);
+}
+
+/* Bytes of a run of TQKV__(value). */
+static TQKV__INLINE int TQKV__(run_bytes)(const tqkv_format format, const int per_lane)
+{
+    return TQKV__LANES * per_lane * (format == TQKV_TQ4 ? 1 : format == TQKV_I8 ? 2 : format == TQKV_F16 ? 4 : 8) / 2;
+}
+
+/* A stretch of positions, one block of values that share a norm, and a few query rows. */
+typedef struct TQKV__(job) {
+    const float *codebook;
+    const uint8_t *codes; /* the block in the first position's row; rows are `stride` bytes apart */
+    size_t stride;
+    int n, dim, head_dim; /* positions; dimensions of the block, and of a row of in or out */
+    const float *in;      /* scoring: queries [rows][head_dim], from the block on; adding: weights [rows][TQKV__TILE] */
+    const float *factors; /* scoring: [n], what the products are multiplied by */
+    bool add;             /* scoring: to what is there */
+    float *out;           /* scoring: scores [rows][TQKV__TILE]; adding: outputs [rows][head_dim], from the block on */
+} TQKV__(job);
+
+/* out[row][j] (+)= factors[j] * in[row] . value[j]: four positions at a time, each value decoded once, in a register,
+   for all rows. The lanes are added up at the end, many at once. rows is a constant. */
+TQKV__TARGET static TQKV__INLINE void TQKV__(score)(const tqkv_format format, const int per_lane, const int rows,
+                                                    const TQKV__(job) * job)
+{
+    const int run_bytes = TQKV__(run_bytes)(format, per_lane), steps = job->dim / (TQKV__LANES * per_lane);
+    const int n = job->n, head_dim = job->head_dim;
+    const size_t stride = job->stride;
+    const uint8_t *p[4];
+    TQKV__ALIGNED float lanes[TQKV__ROWS * TQKV__TILE * TQKV__LANES];
+    TQKV__VECTOR table[64 / TQKV__LANES];
+    for (int i = 0; format == TQKV_TQ4 && i < 16 / TQKV__LANES; i++)
+        table[i] = TQKV__(load)(job->codebook + i * TQKV__LANES);
+    p[0] = job->codes;
+    for (int j = 0; j < n; j += 4, p[0] += 4 * stride) {
+        const float *q = job->in;
+        float *to = lanes + j * TQKV__LANES;
+        TQKV__VECTOR sums[4][4];
+        for (int i = 1; i < 4; i++) p[i] = p[i - 1] + (j + i < n ? stride : 0); /* the last again, for sums unused */
+        if (format != TQKV_FORMAT_DEFAULT) tqkv__prefetch(p[0], 4 * stride);
+        TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int i = 0; i < 4; i++) sums[r][i] =
+            TQKV__(set1)(0.0f);
+        for (int step = 0; step < steps; step++, q += TQKV__LANES * per_lane)
+            TQKV__UNROLL for (int k = 0; k < per_lane; k++)
+            {
+                TQKV__VECTOR x[4];
+                TQKV__UNROLL for (int i = 0; i < 4; i++) x[i] =
+                    TQKV__(value)(format, per_lane, table, p[i] + step * run_bytes, k);
+                TQKV__UNROLL for (int r = 0; r < rows; r++)
+                {
+                    const TQKV__VECTOR query = TQKV__(load)(q + r * head_dim + k * TQKV__LANES);
+                    TQKV__UNROLL for (int i = 0; i < 4; i++) sums[r][i] = TQKV__(fma)(query, x[i], sums[r][i]);
+                }
+            }
+        TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int i = 0; i < 4; i++)
+            TQKV__(store)(to + (r * TQKV__TILE + i) * TQKV__LANES, sums[r][i]);
+    }
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < n; j += TQKV__LANES) {
+            const TQKV__VECTOR sums = TQKV__(sum_each)(lanes + (r * TQKV__TILE + j) * TQKV__LANES);
+            const TQKV__VECTOR before = job->add ? TQKV__(load)(job->out + r * TQKV__TILE + j) : TQKV__(set1)(0.0f);
+            TQKV__(store)(job->out + r * TQKV__TILE + j, TQKV__(fma)(sums, TQKV__(load)(job->factors + j), before));
+        }
+}
+
+/* out[row] += sum_j in[row][j] * value[j]: the sums of a few vectors of all rows stay in registers over all positions.
+   rows is a constant. */
+TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate)(const tqkv_format format, const int per_lane, const int rows,
+                                                         const TQKV__(job) * job)
+{
+    const int run_bytes = TQKV__(run_bytes)(format, per_lane), steps = job->dim / (TQKV__LANES * per_lane);
+    const int width = rows * 8 <= 4 * TQKV__ROWS && per_lane == 8 ? 8 : 4; /* vectors; rows * width sums in registers */
+    const int n = job->n, head_dim = job->head_dim;
+    const size_t stride = job->stride;
+    const float *weights = job->in;
+    float *out = job->out;
+    TQKV__VECTOR table[64 / TQKV__LANES];
+    for (int i = 0; format == TQKV_TQ4 && i < 16 / TQKV__LANES; i++)
+        table[i] = TQKV__(load)(job->codebook + i * TQKV__LANES);
+    for (int step = 0; step < steps; step++)
+        TQKV__UNROLL for (int k = 0; k < per_lane; k += width, out += width * TQKV__LANES)
+        {
+            const uint8_t *p = job->codes + step * run_bytes;
+            TQKV__VECTOR sums[4][8];
+            TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int v = 0; v < width; v++) sums[r][v] =
+                TQKV__(load)(out + r * head_dim + v * TQKV__LANES);
+            for (int j = 0; j < n; j++, p += stride) {
+                TQKV__VECTOR weight[4];
+                if (format != TQKV_FORMAT_DEFAULT && k == 0) tqkv__prefetch(p, (size_t)run_bytes);
+                TQKV__UNROLL for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights[r * TQKV__TILE + j]);
+                TQKV__UNROLL for (int v = 0; v < width; v++)
+                {
+                    const TQKV__VECTOR x = TQKV__(value)(format, per_lane, table, p, k + v);
+                    TQKV__UNROLL for (int r = 0; r < rows; r++) sums[r][v] = TQKV__(fma)(weight[r], x, sums[r][v]);
+                }
+            }
+            TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int v = 0; v < width; v++)
+                TQKV__(store)(out + r * head_dim + v * TQKV__LANES, sums[r][v]);
+        }
+}
+
+/* The loops above for one format: as many rows at a time as registers allow. */
+#define TQKV__KERNEL(name, loop, format, per_lane)                                                                     \
+    TQKV__TARGET static void TQKV__(name)(const TQKV__(job) * job, int rows)                                           \
+    {                                                                                                                  \
+        if (rows == 1)                                                                                                 \
+            TQKV__(loop)(format, per_lane, 1, job);                                                                    \
+        else if (rows == 2)                                                                                            \
+            TQKV__(loop)(format, per_lane, 2, job);                                                                    \
+        else                                                                                                           \
+            TQKV__(loop)(format, per_lane, TQKV__ROWS, job);                                                           \
+    }
+TQKV__KERNEL(score_tq4_wide, score, TQKV_TQ4, 8)
+TQKV__KERNEL(score_tq4_narrow, score, TQKV_TQ4, 4)
+TQKV__KERNEL(score_i8_wide, score, TQKV_I8, 8)
+TQKV__KERNEL(score_i8_narrow, score, TQKV_I8, 4)
+TQKV__KERNEL(score_f16_wide, score, TQKV_F16, 8)
+TQKV__KERNEL(score_f16_narrow, score, TQKV_F16, 4)
+TQKV__KERNEL(score_floats_wide, score, TQKV_FORMAT_DEFAULT, 8)
+TQKV__KERNEL(score_floats_narrow, score, TQKV_FORMAT_DEFAULT, 4)
+TQKV__KERNEL(accumulate_tq4_wide, accumulate, TQKV_TQ4, 8)
+TQKV__KERNEL(accumulate_tq4_narrow, accumulate, TQKV_TQ4, 4)
+TQKV__KERNEL(accumulate_i8_wide, accumulate, TQKV_I8, 8)
+TQKV__KERNEL(accumulate_i8_narrow, accumulate, TQKV_I8, 4)
+TQKV__KERNEL(accumulate_f16_wide, accumulate, TQKV_F16, 8)
+TQKV__KERNEL(accumulate_f16_narrow, accumulate, TQKV_F16, 4)
+TQKV__KERNEL(accumulate_floats_wide, accumulate, TQKV_FORMAT_DEFAULT, 8)
+TQKV__KERNEL(accumulate_floats_narrow, accumulate, TQKV_FORMAT_DEFAULT, 4)
+#undef TQKV__KERNEL
+
+/* All rows, TQKV__ROWS, 2 or 1 at a time; in_step and out_step: floats from one row to the next. */
+TQKV__TARGET static void TQKV__(for_rows)(TQKV__(job) job, void (*kernel)(const TQKV__(job) *, int), int n_rows,
+                                          int in_step, int out_step)
+{
+    for (int left = n_rows; left > 0;) {
+        const int rows = left >= TQKV__ROWS ? TQKV__ROWS : left >= 2 ? 2 : 1;
+        kernel(&job, rows);
+        job.in += rows * in_step;
+        job.out += rows * out_step;
+        left -= rows;
+    }
+}
+
+/* Block b of `count` rows as floats; x: [count][block_dim], nibbles in the order of tqkv__arrange. */
+TQKV__TARGET static TQKV__INLINE void TQKV__(decode_table)(const int bits, const int per_lane, const bool packed,
+                                                           const tqkv__stream *s, const uint8_t *codes, int count,
+                                                           int b, float *x)
+{
+    TQKV__VECTOR table[64 / TQKV__LANES];
+    const int end = (b + 1) * s->block_dim;
+    for (int i = 0; i < (1 << bits) / TQKV__LANES; i++) table[i] = TQKV__(load)(s->info->codebook + i * TQKV__LANES);
+    for (int i = 0; i < count; i++, codes += s->row_bytes)
+        for (int d = b * s->block_dim; d < end; d += TQKV__LANES * per_lane) {
+            const uint8_t *upper = codes + s->head_dim / 2 + d * (bits - 4) / 8;
+            TQKV__(codes) low, high;
+            if (packed) low = TQKV__(load_lower)(per_lane, codes + d / 2);
+            if (packed) high = bits > 4 ? TQKV__(load_upper)(bits, per_lane, upper) : low;
+            TQKV__UNROLL for (int k = 0; k < per_lane; k++, x += TQKV__LANES)
+                TQKV__(store)(x, TQKV__(lookup)(bits, table,
+                                                packed ? TQKV__(pick)(bits, low, high, k)
+                                                       : TQKV__(load_bytes)(codes + d + k * TQKV__LANES)));
+        }
+}
+
+TQKV__TARGET static void TQKV__(decode)(const tqkv__stream *s, const uint8_t *codes, int count, int b, float *x)
+{
+    const int begin = b * s->block_dim, end = begin + s->block_dim;
+    const bool wide = s->head_dim >= 8 * TQKV__LANES;
+    switch (s->format) {
+    case TQKV_TQ4:
+        if (wide)
+            TQKV__(decode_table)(4, 8, true, s, codes, count, b, x);
+        else
+            TQKV__(decode_table)(4, 4, true, s, codes, count, b, x);
+        return;
+    case TQKV_TQ5:
+        if (wide)
+            TQKV__(decode_table)(5, 8, true, s, codes, count, b, x);
+        else
+            TQKV__(decode_table)(5, 4, true, s, codes, count, b, x);
+        return;
+    case TQKV_TQ6:
+        if (wide)
+            TQKV__(decode_table)(6, 8, true, s, codes, count, b, x);
+        else
+            TQKV__(decode_table)(6, 4, true, s, codes, count, b, x);
+        return;
+    case TQKV_TQ5_BYTES:
+        TQKV__(decode_table)(5, 1, false, s, codes, count, b, x);
+        return;
+    case TQKV_TQ6_BYTES:
+        TQKV__(decode_table)(6, 1, false, s, codes, count, b, x);
+        return;
+    case TQKV_TQ8:
+        for (int i = 0; i < count; i++, codes += s->row_bytes, x += s->block_dim)
+            TQKV__(decode_tq8)(s, codes + begin, s->block_dim, x);
+        return;
+    case TQKV_I8:
+        for (int i = 0; i < count; i++, codes += s->row_bytes)
+            for (int d = begin; d < end; d += TQKV__LANES, x += TQKV__LANES)
+                TQKV__(store)(x, TQKV__(load_i8)(codes + d));
+        return;
+    default: /* F16 */
+        for (int i = 0; i < count; i++, codes += s->row_bytes)
+            for (int d = begin; d < end; d += TQKV__LANES, x += TQKV__LANES)
+                TQKV__(store)(x, TQKV__(load_f16)(codes + 2 * d));
+        return;
+    }
+}
+
+/* The kernel for a format, wide where a run of eight vectors fits into the block, and with TQKV_FORMAT_DEFAULT that for
+   decoded floats; NULL for formats that have none. */
+typedef void (*TQKV__(kernel))(const TQKV__(job) * job, int rows);
+static TQKV__(kernel) TQKV__(find_kernel)(tqkv_format format, bool wide, bool scoring)
+{
+    static const TQKV__(kernel) kernels[4][2][2] = {
+        {{TQKV__(accumulate_tq4_narrow), TQKV__(accumulate_tq4_wide)},
+         {TQKV__(score_tq4_narrow), TQKV__(score_tq4_wide)}},
+        {{TQKV__(accumulate_i8_narrow), TQKV__(accumulate_i8_wide)}, {TQKV__(score_i8_narrow), TQKV__(score_i8_wide)}},
+        {{TQKV__(accumulate_f16_narrow), TQKV__(accumulate_f16_wide)},
+         {TQKV__(score_f16_narrow), TQKV__(score_f16_wide)}},
+        {{TQKV__(accumulate_floats_narrow), TQKV__(accumulate_floats_wide)},
+         {TQKV__(score_floats_narrow), TQKV__(score_floats_wide)}}};
+    const int row = format == TQKV_TQ4 ? 0 : format == TQKV_I8 ? 1 : format == TQKV_F16 ? 2 : 3;
+    return row == 3 && format != TQKV_FORMAT_DEFAULT ? NULL : kernels[row][scoring][wide];
+}
+
+/* What the codes of a tile are multiplied by, per block and position. factors: [n_blocks][TQKV__TILE], zero beyond n */
+TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, int n, float *factors)
+{
+    const int blocks = s->head_dim / s->block_dim;
+    const float factor = s->format == TQKV_I8 || !norms ? 1.0f : tqkv__factor(s, 1.0f);
+    int j = 0;
+    for (; blocks == 1 && norms && j + TQKV__LANES <= n; j += TQKV__LANES)
+        TQKV__(store)(factors + j, TQKV__(mul)(TQKV__(load)(norms + j), TQKV__(set1)(factor)));
+    for (; j < TQKV__TILE; j++)
+        for (int b = 0; b < blocks; b++)
+            factors[b * TQKV__TILE + j] = j >= n ? 0.0f : norms ? norms[j * blocks + b] * factor : 1.0f;
+}
+
+/* Runs a kernel over block b of a tile: straight from the codes for as few rows as registers hold, else, and for
+   formats without a kernel, from a buffer of decoded values, so that nothing is decoded twice. */
+TQKV__TARGET static void TQKV__(run)(const tqkv__stream *s, const uint8_t *codes, int b, int n, int n_rows,
+                                     bool scoring, const float *in, const float *factors, float *out)
+{
+    enum { stretch = 16 };
+    TQKV__ALIGNED float x[stretch * TQKV__BLOCK];
+    const bool wide = s->block_dim >= 8 * TQKV__LANES;
+    const TQKV__(kernel) fused = n_rows <= TQKV__ROWS ? TQKV__(find_kernel)(s->format, wide, scoring) : NULL;
+    const TQKV__(kernel) floats = TQKV__(find_kernel)(TQKV_FORMAT_DEFAULT, wide, scoring);
+    const int in_step = scoring ? s->head_dim : TQKV__TILE, out_step = scoring ? TQKV__TILE : s->head_dim;
+    TQKV__(job) job;
+    job.codebook = s->info->codebook;
+    job.dim = s->block_dim;
+    job.head_dim = s->head_dim;
+    job.add = b > 0;
+    job.in = in;
+    job.out = out;
+    job.factors = factors;
+    if (fused) {
+        job.codes = codes + (size_t)b * (s->row_bytes * (size_t)s->block_dim / (size_t)s->head_dim);
+        job.stride = s->row_bytes;
+        job.n = n;
+        TQKV__(for_rows)(job, fused, n_rows, in_step, out_step);
+        return;
+    }
+    for (int j = 0; j < n; j += stretch, codes += stretch * s->row_bytes) {
+        job.n = n - j < stretch ? n - j : stretch;
+        tqkv__prefetch(codes, (size_t)job.n * s->row_bytes);
+        TQKV__(decode)(s, codes, job.n, b, x);
+        job.codes = (const uint8_t *)(const void *)x;
+        job.stride = (size_t)s->block_dim * sizeof(float);
+        job.in = scoring ? in : in + j;
+        job.out = scoring ? out + j : out;
+        job.factors = factors + j;
+        TQKV__(for_rows)(job, floats, n_rows, in_step, out_step);
+    }
+}
+
+TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q,
+                                            int n_rows, float *scores)
+{
+    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
+    for (int b = 0; b < s->head_dim / s->block_dim; b++)
+        TQKV__(run)
+        (s, tqkv__codes_at(s, kv_head, slot), b, n, n_rows, true, q + b * s->block_dim, factors + b * TQKV__TILE,
+         scores);
+}
+
+TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights,
+                                            int n_rows, float *out)
+{
+    TQKV__ALIGNED float scaled[TQKV__CHUNK_ROWS * TQKV__TILE], factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
+    for (int b = 0; b < s->head_dim / s->block_dim; b++) {
+        for (int i = 0; i < n_rows * TQKV__TILE; i += TQKV__LANES)
+            TQKV__(store)
+            (scaled + i,
+             TQKV__(mul_nonzero)(TQKV__(load)(weights + i), TQKV__(load)(factors + b * TQKV__TILE + i % TQKV__TILE)));
+        TQKV__(run)(s, tqkv__codes_at(s, kv_head, slot), b, n, n_rows, false, scaled, NULL, out + b * s->block_dim);
+    }
+}
+
+static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME, TQKV__LANES, TQKV__(score_tile), TQKV__(softmax_tile),
+                                      TQKV__(value_tile)};
+
+#undef TQKV__VECTOR
+#endif /* TQKV__LANES */
+
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__IMPLEMENTED)
 #define TQKV__IMPLEMENTED
 
@@ -547,6 +964,13 @@ extern "C" {
 /* >>common: sizes, formats and what a valid store is */
 
 #define TQKV__NOINLINE __attribute__((noinline))
+#define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
+#define TQKV__INLINE   inline __attribute__((always_inline))
+#ifdef __clang__
+#define TQKV__UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define TQKV__UNROLL _Pragma("GCC unroll 8")
+#endif
 
 static bool tqkv__multiply(size_t a, size_t b, size_t *product)
 {
@@ -594,6 +1018,8 @@ static bool tqkv__head_dim_known(int head_dim)
     return head_dim >= 32 && head_dim <= TQKV_MAX_HEAD_DIM && (head_dim & (head_dim - 1)) == 0;
 }
 
+#define TQKV__BLOCK 256
+
 /* A store with its defaults resolved and its sizes derived. */
 typedef struct tqkv__stream {
     tqkv_format format;
@@ -603,9 +1029,11 @@ typedef struct tqkv__stream {
     float block_scale;
     size_t row_bytes;
     int norms_per_row, norm_dim; /* norm_dim: values that share a norm */
+    int block_dim;               /* values that attention decodes at a time: of one norm, at most TQKV__BLOCK */
     uint8_t *codes;
     float *norms;
     size_t codes_size, norms_size; /* bytes in use */
+    uint8_t planes[4][128];        /* TQ8: byte i of the upper 128 centroids, for look-ups of bytes */
 } tqkv__stream;
 
 /* Checks the shape of a store, not its buffers. */
@@ -629,6 +1057,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
     s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
     s->norm_dim = s->head_dim / (s->norms_per_row ? s->norms_per_row : 1);
+    s->block_dim = s->norm_dim < TQKV__BLOCK ? s->norm_dim : TQKV__BLOCK;
     if (!tqkv__array_size(s->n_kv_heads, s->capacity, 1, s->row_bytes, &s->codes_size) ||
         !tqkv__array_size(s->n_kv_heads, s->capacity, s->norms_per_row, sizeof(float), &s->norms_size))
         return TQKV_INVALID_ARGUMENT;
@@ -783,14 +1212,26 @@ static void tqkv__fp_restore(uint64_t mode)
 #endif
 }
 
+static uint32_t tqkv__bits(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static float tqkv__float(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
 /* By the bits, so that no compiler flag can assume the answer. */
 static bool tqkv__all_finite(const float *x, size_t n)
 {
     uint32_t bad = 0;
     for (size_t i = 0; i < n; i++) {
-        uint32_t bits;
-        memcpy(&bits, &x[i], sizeof bits);
-        bad |= (bits & 0x7f800000u) == 0x7f800000u;
+        bad |= (tqkv__bits(x[i]) & 0x7f800000u) == 0x7f800000u;
     }
     return !bad;
 }
@@ -987,6 +1428,13 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const float *
     tqkv__pack(s, codes, row);
 }
 
+/* What the centroids or integers that share a norm are multiplied by. */
+static float tqkv__factor(const tqkv__stream *s, float norm)
+{
+    if (s->format == TQKV_I8) return norm;
+    return s->head_dim < 512 ? norm * TQKV__INV_SQRT(s->head_dim) : norm / s->block_scale;
+}
+
 /* row, norms -> dst: [head_dim], in the basis of the stream. */
 static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t *row, const float *norms, float *dst)
 {
@@ -998,13 +1446,9 @@ static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t
     }
     tqkv__unpack(s, row, codes);
     for (int b = 0; b < s->norms_per_row; b++) {
-        const int begin = b * s->norm_dim, end = begin + s->norm_dim;
-        if (s->format == TQKV_I8) {
-            for (int i = begin; i < end; i++) dst[i] = (float)(int8_t)codes[i] * norms[b];
-            continue;
-        }
-        const float factor = s->head_dim < 512 ? norms[b] * TQKV__INV_SQRT(s->head_dim) : norms[b] / s->block_scale;
-        for (int i = begin; i < end; i++) dst[i] = s->info->codebook[codes[i]] * factor;
+        const float factor = tqkv__factor(s, norms[b]);
+        for (int i = b * s->norm_dim; i < (b + 1) * s->norm_dim; i++)
+            dst[i] = (s->format == TQKV_I8 ? (float)(int8_t)codes[i] : s->info->codebook[codes[i]]) * factor;
     }
 }
 
@@ -1114,9 +1558,13 @@ TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
 
 /* Positions scored, weighted and summed at a time: their scores stay in the L1 cache. */
 #define TQKV__TILE 64
-/* Query rows (queries x heads of a group) that share a decoded tile: enough to make decoding a hundredth of the work,
-   few enough for their sums to stay in the L2 cache. */
+/* Query rows (queries x heads of a group) that share a decoded tile: enough to make decoding a small part of the work,
+   few enough for their sums, 32 KiB, to stay near. */
 #define TQKV__CHUNK_ROWS 128
+static int tqkv__chunk_rows(int head_dim)
+{
+    return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
+}
 
 /* tqkv_attention with every default resolved. A row is one query of one head; rows of a KV head are ordered query
    first: row = query * group + (head within the group). */
@@ -1131,7 +1579,32 @@ typedef struct tqkv__attention {
     tqkv_parallel parallel;
     tqkv_allocator allocator;
     size_t n_rows, n_elements; /* n_queries * n_heads, and times head_dim */
+    const struct tqkv__isa *isa;
 } tqkv__attention;
+
+/* The positions of a tile that a row sees. */
+typedef struct tqkv__span {
+    int from, to;
+} tqkv__span;
+
+/* The inner functions of attention for one instruction set. */
+typedef struct tqkv__isa {
+    const char *name;
+    int lanes; /* floats of a vector */
+    /* scores[row][j] = q[row] . key[slot + j] for j < n; q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
+    void (*score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows, float *scores);
+    /* Turns the scores of each row's span into weights exp(score - max), the others into 0, and brings the row's
+       running sums to the new maximum; spans, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][head_dim]
+     */
+    void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, int n_rows, float *scores, float *max,
+                         float *sum, float *out);
+    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n; a weight of 0 adds nothing, not even a NaN norm of
+       a slot that this row does not see; weights: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
+    void (*value_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights, int n_rows,
+                       float *out);
+} tqkv__isa;
+
+static const tqkv__isa *tqkv__isa_for(int head_dim);
 
 static void *tqkv__malloc(void *user, size_t size)
 {
@@ -1189,6 +1662,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     r->sinks = a->sinks;
     r->rotate_queries = r->keys.rotated && a->query_basis == TQKV_ORIGINAL;
     r->unrotate_output = r->values.rotated && a->output_basis == TQKV_ORIGINAL;
+    r->isa = tqkv__isa_for(r->head_dim);
     r->parallel = a->parallel;
     if (!r->parallel.run) r->parallel.run = tqkv__run_serial;
     r->allocator = a->allocator;
@@ -1202,6 +1676,12 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
         r->n_rows > (size_t)INT_MAX)
         return TQKV_INVALID_ARGUMENT;
     return tqkv__sinks_valid(r->sinks, r->n_heads) ? TQKV_OK : TQKV_NOT_FINITE;
+}
+
+static void tqkv__fill_planes(tqkv__stream *s)
+{
+    for (int i = 0; s->format == TQKV_TQ8 && i < 128; i++)
+        for (int p = 0; p < 4; p++) s->planes[p][i] = (uint8_t)(tqkv__bits(s->info->codebook[128 + i]) >> (8 * p));
 }
 
 /* As tqkv__attention_shape, and opens the stores and finds the resident range. */
@@ -1219,6 +1699,8 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
         return TQKV_OUT_OF_RANGE;
     r->first = a->end - kv_len;
     r->end = a->end;
+    tqkv__fill_planes(&r->keys);
+    tqkv__fill_planes(&r->values);
     return TQKV_OK;
 }
 
@@ -1236,7 +1718,7 @@ static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, in
 typedef struct tqkv__job {
     const tqkv__attention *a;
     int64_t first, end;
-    int n_splits, n_chunks; /* a chunk: TQKV__CHUNK_ROWS rows of a KV head, or what is left */
+    int n_splits, n_chunks; /* a chunk: tqkv__chunk_rows rows of a KV head, or what is left */
     const float *q;         /* [n_kv_heads][n_queries * group][head_dim], in the keys' basis, times scale */
     float *out;             /* [n_splits][n_kv_heads][n_queries * group][head_dim], unnormalised */
     float *max, *sum;       /* [n_splits][n_kv_heads][n_queries * group] */
@@ -1244,9 +1726,8 @@ typedef struct tqkv__job {
     size_t memory_size;
 } tqkv__job;
 
-/* scores[row][j] = q[row] . key[slot + j]; q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
-static void tqkv__score_tile(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows,
-                             float *scores)
+static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows,
+                                    float *scores)
 {
     float key[TQKV_MAX_HEAD_DIM];
     for (int j = 0; j < n; j++) {
@@ -1262,10 +1743,8 @@ static void tqkv__score_tile(const tqkv__stream *s, int kv_head, int slot, int n
     }
 }
 
-/* out[row] += sum_j weights[row][j] * value[slot + j]; a weight of 0 adds nothing, not even the NaN of a slot that this
-   row does not see. weights: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
-static void tqkv__value_tile(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights, int n_rows,
-                             float *out)
+static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights,
+                                    int n_rows, float *out)
 {
     float value[TQKV_MAX_HEAD_DIM];
     for (int j = 0; j < n; j++) {
@@ -1279,10 +1758,8 @@ static void tqkv__value_tile(const tqkv__stream *s, int kv_head, int slot, int n
     }
 }
 
-/* Turns the scores [from, to) of one row into weights exp(score - max), the others into 0, and brings the row's running
-   sums to the new maximum. scores: [TQKV__TILE], out: [head_dim] */
-static void tqkv__softmax_row(const tqkv__attention *a, int from, int to, float *scores, float *max, float *sum,
-                              float *out)
+static void tqkv__softmax_row_scalar(const tqkv__attention *a, int from, int to, float *scores, float *max, float *sum,
+                                     float *out)
 {
     float largest = *max, total = 0.0f;
     for (int j = from; j < to; j++) {
@@ -1302,11 +1779,490 @@ static void tqkv__softmax_row(const tqkv__attention *a, int from, int to, float 
     *sum += total;
 }
 
+static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, int n_rows, float *scores,
+                                      float *max, float *sum, float *out)
+{
+    for (int row = 0; row < n_rows; row++)
+        tqkv__softmax_row_scalar(a, spans[row].from, spans[row].to, scores + row * TQKV__TILE, &max[row], &sum[row],
+                                 out + (size_t)row * (size_t)a->head_dim);
+}
+
+/* n codes, load by load: no permute reaches 256 centroids, and gathers are slower on most processors. */
+static inline void tqkv__decode_tq8_scalar(const tqkv__stream *s, const uint8_t *codes, int n, float *x)
+{
+    for (int i = 0; i < n; i++) x[i] = s->info->codebook[codes[i]];
+}
+
+/* How far ahead codes are asked for: farther than the hardware's own prefetcher, which stops at pages. */
+#define TQKV__AHEAD 16384
+
+static inline void tqkv__prefetch(const uint8_t *codes, size_t size)
+{
+    for (size_t i = 0; i < size; i += 64) __builtin_prefetch((const void *)((uintptr_t)codes + TQKV__AHEAD + i));
+}
+
+/* >>isa: what each instruction set brings to the kernels above */
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push /* GCC 12 sees its own _mm512_undefined_epi32() as an uninitialised variable */
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
+/* ---- AVX-512, with the byte permutes of VBMI ---- */
+
+#define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")))
+typedef __m512 tqkv__vector_avx512;
+typedef __m512i tqkv__codes_avx512;
+
+TQKV__TARGET static inline __m512 tqkv__load_avx512(const float *p) { return _mm512_loadu_ps(p); }
+TQKV__TARGET static inline void tqkv__store_avx512(float *p, __m512 x) { _mm512_storeu_ps(p, x); }
+TQKV__TARGET static inline __m512 tqkv__set1_avx512(float x) { return _mm512_set1_ps(x); }
+TQKV__TARGET static inline __m512 tqkv__add_avx512(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
+TQKV__TARGET static inline __m512 tqkv__sub_avx512(__m512 a, __m512 b) { return _mm512_sub_ps(a, b); }
+TQKV__TARGET static inline __m512 tqkv__mul_avx512(__m512 a, __m512 b) { return _mm512_mul_ps(a, b); }
+TQKV__TARGET static inline __m512 tqkv__div_avx512(__m512 a, __m512 b) { return _mm512_div_ps(a, b); }
+TQKV__TARGET static inline __m512 tqkv__fma_avx512(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+/* a > b ? a : b, so b where either is NaN; the same in every set */
+TQKV__TARGET static inline __m512 tqkv__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
+TQKV__TARGET static inline __m512 tqkv__abs_avx512(__m512 x) { return _mm512_abs_ps(x); }
+TQKV__TARGET static inline __m512 tqkv__copysign_avx512(__m512 magnitude, __m512 sign)
+{
+    return _mm512_or_ps(magnitude, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign)); /* magnitude >= 0 */
+}
+TQKV__TARGET static inline __m512 tqkv__round_avx512(__m512 x) { return _mm512_roundscale_ps(x, 8); }
+TQKV__TARGET static inline __m512 tqkv__exp2_avx512(__m512 n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
+TQKV__TARGET static inline float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
+TQKV__TARGET static inline float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
+TQKV__TARGET static inline float tqkv__sum_lanes_avx512(__m512 x) { return _mm512_reduce_add_ps(x); }
+
+/* The sums of each of four vectors within 128 bits, side by side: 16 bytes of the result belong to the same 16 of each.
+ */
+TQKV__TARGET static inline __m512 tqkv__sum_quads_avx512(const float *vectors)
+{
+    const __m512 a = _mm512_load_ps(vectors), b = _mm512_load_ps(vectors + 16);
+    const __m512 c = _mm512_load_ps(vectors + 32), d = _mm512_load_ps(vectors + 48);
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    return _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+}
+/* Lane i of the result is the sum of the lanes of vector i; vectors: [LANES][LANES], aligned. The same in every set. */
+TQKV__TARGET static inline __m512 tqkv__sum_each_avx512(const float *vectors)
+{
+    const __m512 a = tqkv__sum_quads_avx512(vectors), b = tqkv__sum_quads_avx512(vectors + 64);
+    const __m512 c = tqkv__sum_quads_avx512(vectors + 128), d = tqkv__sum_quads_avx512(vectors + 192);
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+}
+
+/* a * b, but 0 where a is 0 even beside an infinite or NaN b */
+TQKV__TARGET static inline __m512 tqkv__mul_nonzero_avx512(__m512 a, __m512 b)
+{
+    return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ), a, b);
+}
+
+static inline __m128i tqkv__load_64(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)(const void *)p); }
+static inline __m128i tqkv__load_128(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)(const void *)p); }
+
+TQKV__TARGET static inline __m256i tqkv__load_256_avx512(const uint8_t *p)
+{
+    return _mm256_loadu_si256((const __m256i *)(const void *)p);
+}
+TQKV__TARGET static TQKV__INLINE __m512i tqkv__load_lower_avx512(const int per_lane, const uint8_t *p)
+{
+    return per_lane == 8 ? _mm512_loadu_si512((const void *)p) : _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
+}
+/* The upper bits of a run, those of each lane's codes from bit 0 of the lane up. */
+TQKV__TARGET static TQKV__INLINE __m512i tqkv__load_upper_avx512(const int bits, const int per_lane, const uint8_t *p)
+{
+    if (bits == 6 && per_lane == 8) return _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
+    if (bits == 6 || per_lane == 8) return _mm512_cvtepu8_epi32(tqkv__load_128(p));
+    /* TQ5 with four codes a lane: a byte serves two lanes; its copy shifted by 28 puts the upper half into the odd one
+     */
+    const __m512i bytes = _mm512_cvtepu8_epi64(tqkv__load_64(p));
+    return _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));
+}
+/* The k-th code of each lane in the lowest bits; what lies above them is ignored by lookup. */
+TQKV__TARGET static TQKV__INLINE __m512i tqkv__pick_avx512(const int bits, __m512i low, __m512i high, const int k)
+{
+    const __m512i code = _mm512_srli_epi32(low, (unsigned)(4 * k));
+    const int up = 4 - k * (bits - 4); /* from bit k * (bits - 4) of high to bit 4 */
+    if (bits == 4) return code;
+    high = up > 0 ? _mm512_slli_epi32(high, (unsigned)up) : _mm512_srli_epi32(high, (unsigned)-up);
+    return _mm512_ternarylogic_epi32(code, high, _mm512_set1_epi32(bits == 5 ? 0x10 : 0x30), 0xd8);
+}
+TQKV__TARGET static TQKV__INLINE __m512 tqkv__lookup_avx512(const int bits, const __m512 *table, __m512i codes)
+{
+    if (bits == 4) return _mm512_permutexvar_ps(codes, table[0]);
+    const __m512 lower = _mm512_permutex2var_ps(table[0], codes, table[1]);
+    if (bits == 5) return lower;
+    return _mm512_mask_blend_ps(_mm512_test_epi32_mask(codes, _mm512_set1_epi32(0x20)), lower,
+                                _mm512_permutex2var_ps(table[2], codes, table[3]));
+}
+TQKV__TARGET static inline __m512i tqkv__load_bytes_avx512(const uint8_t *p)
+{
+    return _mm512_cvtepu8_epi32(tqkv__load_128(p));
+}
+TQKV__TARGET static inline __m512 tqkv__load_i8_avx512(const uint8_t *p)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(tqkv__load_128(p)));
+}
+TQKV__TARGET static inline __m512 tqkv__load_f16_avx512(const uint8_t *p)
+{
+    return _mm512_cvtph_ps(tqkv__load_256_avx512(p));
+}
+
+/* 256 centroids are too many for permutes of floats, so the bytes of the floats are looked up: the codebook's symmetry
+   leaves 128 magnitudes, and one byte of each is a table of two registers (s->planes). */
+TQKV__TARGET static void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, int n, float *x)
+{
+    /* dword 4i + j goes to dword i of the 128-bit lane j: interleaving twice then leaves codes 16i to 16i + 15 in the
+       i-th register */
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    __m512i first[4], second[4], bytes[4];
+    for (int p = 0; p < 4; p++) {
+        first[p] = _mm512_loadu_si512((const void *)s->planes[p]);
+        second[p] = _mm512_loadu_si512((const void *)(s->planes[p] + 64));
+    }
+    for (int d = 0; d < n; d += 64, x += 64) {
+        const __m512i code = _mm512_permutexvar_epi32(order, _mm512_loadu_si512((const void *)(codes + d)));
+        const __mmask64 negative = ~_mm512_movepi8_mask(code); /* the lower half of the codes */
+        const __m512i magnitude = _mm512_mask_sub_epi8(code, negative, _mm512_set1_epi8(127), code);
+        TQKV__UNROLL for (int p = 0; p < 4; p++) bytes[p] = _mm512_permutex2var_epi8(first[p], magnitude, second[p]);
+        bytes[3] = _mm512_mask_add_epi8(bytes[3], negative, bytes[3], _mm512_set1_epi8(-128)); /* the sign */
+        const __m512i low01 = _mm512_unpacklo_epi8(bytes[0], bytes[1]),
+                      high01 = _mm512_unpackhi_epi8(bytes[0], bytes[1]);
+        const __m512i low23 = _mm512_unpacklo_epi8(bytes[2], bytes[3]),
+                      high23 = _mm512_unpackhi_epi8(bytes[2], bytes[3]);
+        _mm512_storeu_si512((void *)x, _mm512_unpacklo_epi16(low01, low23));
+        _mm512_storeu_si512((void *)(x + 16), _mm512_unpackhi_epi16(low01, low23));
+        _mm512_storeu_si512((void *)(x + 32), _mm512_unpacklo_epi16(high01, high23));
+        _mm512_storeu_si512((void *)(x + 48), _mm512_unpackhi_epi16(high01, high23));
+    }
+}
+
+#define TQKV__(name)   tqkv__##name##_avx512
+#define TQKV__ISA_NAME "avx512"
+#define TQKV__LANES    16
+#define TQKV__ROWS     4
+#include "tqkv.h"
+#undef TQKV__ROWS
+#undef TQKV__LANES
+#undef TQKV__ISA_NAME
+#undef TQKV__
+#undef TQKV__TARGET
+
+/* ---- AVX2 with FMA ---- */
+
+#define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
+typedef __m256 tqkv__vector_avx2;
+typedef __m256i tqkv__codes_avx2;
+
+TQKV__TARGET static inline __m256 tqkv__load_avx2(const float *p) { return _mm256_loadu_ps(p); }
+TQKV__TARGET static inline void tqkv__store_avx2(float *p, __m256 x) { _mm256_storeu_ps(p, x); }
+TQKV__TARGET static inline __m256 tqkv__set1_avx2(float x) { return _mm256_set1_ps(x); }
+TQKV__TARGET static inline __m256 tqkv__add_avx2(__m256 a, __m256 b) { return _mm256_add_ps(a, b); }
+TQKV__TARGET static inline __m256 tqkv__sub_avx2(__m256 a, __m256 b) { return _mm256_sub_ps(a, b); }
+TQKV__TARGET static inline __m256 tqkv__mul_avx2(__m256 a, __m256 b) { return _mm256_mul_ps(a, b); }
+TQKV__TARGET static inline __m256 tqkv__div_avx2(__m256 a, __m256 b) { return _mm256_div_ps(a, b); }
+TQKV__TARGET static inline __m256 tqkv__fma_avx2(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
+TQKV__TARGET static inline __m256 tqkv__max_avx2(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
+TQKV__TARGET static inline __m256 tqkv__mul_nonzero_avx2(__m256 a, __m256 b)
+{
+    return _mm256_and_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_NEQ_UQ), _mm256_mul_ps(a, b));
+}
+TQKV__TARGET static inline __m256 tqkv__abs_avx2(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+TQKV__TARGET static inline __m256 tqkv__copysign_avx2(__m256 magnitude, __m256 sign)
+{
+    return _mm256_or_ps(magnitude, _mm256_and_ps(_mm256_set1_ps(-0.0f), sign));
+}
+TQKV__TARGET static inline __m256 tqkv__round_avx2(__m256 x) { return _mm256_round_ps(x, 8); }
+TQKV__TARGET static inline __m256 tqkv__exp2_avx2(__m256 n)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+TQKV__TARGET static inline float tqkv__first_lane_avx2(__m256 x) { return _mm256_cvtss_f32(x); }
+TQKV__TARGET static inline float tqkv__largest_lane_avx2(__m256 x)
+{
+    __m128 m = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+    return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+}
+TQKV__TARGET static inline float tqkv__sum_lanes_avx2(__m256 x)
+{
+    __m128 m = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    m = _mm_add_ps(m, _mm_movehl_ps(m, m));
+    return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
+}
+TQKV__TARGET static inline __m256 tqkv__sum_each_avx2(const float *v)
+{
+    const __m256 ab = _mm256_hadd_ps(_mm256_load_ps(v), _mm256_load_ps(v + 8));
+    const __m256 cd = _mm256_hadd_ps(_mm256_load_ps(v + 16), _mm256_load_ps(v + 24));
+    const __m256 ef = _mm256_hadd_ps(_mm256_load_ps(v + 32), _mm256_load_ps(v + 40));
+    const __m256 gh = _mm256_hadd_ps(_mm256_load_ps(v + 48), _mm256_load_ps(v + 56));
+    const __m256 abcd = _mm256_hadd_ps(ab, cd), efgh = _mm256_hadd_ps(ef, gh);
+    return _mm256_add_ps(_mm256_permute2f128_ps(abcd, efgh, 0x20), _mm256_permute2f128_ps(abcd, efgh, 0x31));
+}
+TQKV__TARGET static TQKV__INLINE __m256i tqkv__load_lower_avx2(const int per_lane, const uint8_t *p)
+{
+    return per_lane == 8 ? _mm256_loadu_si256((const __m256i *)(const void *)p)
+                         : _mm256_cvtepu16_epi32(tqkv__load_128(p));
+}
+TQKV__TARGET static TQKV__INLINE __m256i tqkv__load_upper_avx2(const int bits, const int per_lane, const uint8_t *p)
+{
+    if (bits == 6 && per_lane == 8) return _mm256_cvtepu16_epi32(tqkv__load_128(p));
+    if (bits == 6 || per_lane == 8) return _mm256_cvtepu8_epi32(tqkv__load_64(p));
+    int word; /* TQ5 with four codes a lane: a byte serves two lanes */
+    memcpy(&word, p, sizeof word);
+    const __m256i bytes = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(word));
+    return _mm256_or_si256(bytes, _mm256_slli_epi64(bytes, 28));
+}
+TQKV__TARGET static TQKV__INLINE __m256i tqkv__pick_avx2(const int bits, __m256i low, __m256i high, const int k)
+{
+    const __m256i code = _mm256_srli_epi32(low, 4 * k), upper = _mm256_set1_epi32(bits == 5 ? 0x10 : 0x30);
+    const int up = 4 - k * (bits - 4);
+    if (bits == 4) return code;
+    high = up > 0 ? _mm256_slli_epi32(high, up) : _mm256_srli_epi32(high, -up);
+    return _mm256_or_si256(_mm256_andnot_si256(upper, code), _mm256_and_si256(upper, high));
+}
+/* Permutes look at the lowest three bits; blends, which look at the sign bit, choose by those above. */
+TQKV__TARGET static TQKV__INLINE __m256 tqkv__lookup_4_avx2(const __m256 *table, __m256i codes)
+{
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table[0], codes), _mm256_permutevar8x32_ps(table[1], codes),
+                            _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
+}
+TQKV__TARGET static TQKV__INLINE __m256 tqkv__lookup_5_avx2(const __m256 *table, __m256i codes)
+{
+    return _mm256_blendv_ps(tqkv__lookup_4_avx2(table, codes), tqkv__lookup_4_avx2(table + 2, codes),
+                            _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
+}
+TQKV__TARGET static TQKV__INLINE __m256 tqkv__lookup_avx2(const int bits, const __m256 *table, __m256i codes)
+{
+    if (bits == 4) return tqkv__lookup_4_avx2(table, codes);
+    if (bits == 5) return tqkv__lookup_5_avx2(table, codes);
+    return _mm256_blendv_ps(tqkv__lookup_5_avx2(table, codes), tqkv__lookup_5_avx2(table + 4, codes),
+                            _mm256_castsi256_ps(_mm256_slli_epi32(codes, 26)));
+}
+TQKV__TARGET static inline __m256i tqkv__load_bytes_avx2(const uint8_t *p)
+{
+    return _mm256_cvtepu8_epi32(tqkv__load_64(p));
+}
+TQKV__TARGET static inline __m256 tqkv__load_i8_avx2(const uint8_t *p)
+{
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(tqkv__load_64(p)));
+}
+TQKV__TARGET static inline __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
+
+#define tqkv__decode_tq8_avx2 tqkv__decode_tq8_scalar
+
+#define TQKV__(name)   tqkv__##name##_avx2
+#define TQKV__ISA_NAME "avx2"
+#define TQKV__LANES    8
+#define TQKV__ROWS     2
+#include "tqkv.h"
+#undef TQKV__ROWS
+#undef TQKV__LANES
+#undef TQKV__ISA_NAME
+#undef TQKV__
+#undef TQKV__TARGET
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+
+#elif defined(__aarch64__) && !defined(__AARCH64EB__)
+#include <arm_neon.h>
+
+/* ---- NEON, which every AArch64 has ---- */
+
+#define TQKV__TARGET
+typedef float32x4_t tqkv__vector_neon;
+typedef uint32x4_t tqkv__codes_neon;
+
+static inline float32x4_t tqkv__load_neon(const float *p) { return vld1q_f32(p); }
+static inline void tqkv__store_neon(float *p, float32x4_t x) { vst1q_f32(p, x); }
+static inline float32x4_t tqkv__set1_neon(float x) { return vdupq_n_f32(x); }
+static inline float32x4_t tqkv__add_neon(float32x4_t a, float32x4_t b) { return vaddq_f32(a, b); }
+static inline float32x4_t tqkv__sub_neon(float32x4_t a, float32x4_t b) { return vsubq_f32(a, b); }
+static inline float32x4_t tqkv__mul_neon(float32x4_t a, float32x4_t b) { return vmulq_f32(a, b); }
+static inline float32x4_t tqkv__div_neon(float32x4_t a, float32x4_t b) { return vdivq_f32(a, b); }
+static inline float32x4_t tqkv__fma_neon(float32x4_t a, float32x4_t b, float32x4_t c) { return vfmaq_f32(c, a, b); }
+static inline float32x4_t tqkv__max_neon(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+static inline float32x4_t tqkv__abs_neon(float32x4_t x) { return vabsq_f32(x); }
+static inline float32x4_t tqkv__copysign_neon(float32x4_t magnitude, float32x4_t sign)
+{
+    return vbslq_f32(vdupq_n_u32(0x80000000u), sign, magnitude);
+}
+static inline float32x4_t tqkv__round_neon(float32x4_t x) { return vrndnq_f32(x); }
+static inline float32x4_t tqkv__exp2_neon(float32x4_t n)
+{
+    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23));
+}
+static inline float tqkv__first_lane_neon(float32x4_t x) { return vgetq_lane_f32(x, 0); }
+static inline float tqkv__largest_lane_neon(float32x4_t x) { return vmaxvq_f32(x); }
+static inline float tqkv__sum_lanes_neon(float32x4_t x) { return vaddvq_f32(x); }
+static inline float32x4_t tqkv__sum_each_neon(const float *v)
+{
+    return vpaddq_f32(vpaddq_f32(vld1q_f32(v), vld1q_f32(v + 4)), vpaddq_f32(vld1q_f32(v + 8), vld1q_f32(v + 12)));
+}
+static inline float32x4_t tqkv__mul_nonzero_neon(float32x4_t a, float32x4_t b)
+{
+    return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(vmulq_f32(a, b)), vceqzq_f32(a)));
+}
+static TQKV__INLINE uint32x4_t tqkv__load_lower_neon(const int per_lane, const uint8_t *p)
+{
+    (void)per_lane; /* 8: four lanes of it are the smallest head_dim */
+    return vreinterpretq_u32_u8(vld1q_u8(p));
+}
+static TQKV__INLINE uint32x4_t tqkv__load_upper_neon(const int bits, const int per_lane, const uint8_t *p)
+{
+    (void)per_lane;
+    uint64_t bytes = 0;
+    memcpy(&bytes, p, bits == 5 ? 4 : 8);
+    const uint16x8_t wide = bits == 5 ? vmovl_u8(vcreate_u8(bytes)) : vreinterpretq_u16_u64(vdupq_n_u64(bytes));
+    return vmovl_u16(vget_low_u16(wide));
+}
+static TQKV__INLINE uint32x4_t tqkv__pick_neon(const int bits, uint32x4_t low, uint32x4_t high, const int k)
+{
+    const uint32x4_t nibble = vandq_u32(vshlq_u32(low, vdupq_n_s32(-4 * k)), vdupq_n_u32(15));
+    if (bits == 4) return nibble;
+    high = vshlq_u32(high, vdupq_n_s32(4 - k * (bits - 4)));
+    return vorrq_u32(nibble, vandq_u32(high, vdupq_n_u32(bits == 5 ? 0x10 : 0x30)));
+}
+/* Table look-up is by bytes: code c is bytes 4c to 4c + 3, and 64 bytes are a table; an index beyond it changes
+ * nothing. */
+static TQKV__INLINE float32x4_t tqkv__lookup_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
+{
+    uint8x16_t index = vreinterpretq_u8_u32(vmlaq_n_u32(vdupq_n_u32(0x03020100u), codes, 0x04040404u));
+    uint8x16_t found = vdupq_n_u8(0);
+    TQKV__UNROLL for (int i = 0; i < (1 << bits) / 16; i++, table += 4)
+    {
+        const uint8x16x4_t part = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1]),
+                                    vreinterpretq_u8_f32(table[2]), vreinterpretq_u8_f32(table[3])}};
+        found = i == 0 ? vqtbl4q_u8(part, index) : vqtbx4q_u8(found, part, index);
+        index = vsubq_u8(index, vdupq_n_u8(64));
+    }
+    return vreinterpretq_f32_u8(found);
+}
+static inline uint32x4_t tqkv__load_bytes_neon(const uint8_t *p)
+{
+    uint64_t bytes = 0;
+    memcpy(&bytes, p, 4);
+    return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(bytes))));
+}
+static inline float32x4_t tqkv__load_i8_neon(const uint8_t *p)
+{
+    uint64_t bytes = 0;
+    memcpy(&bytes, p, 4);
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bytes)))));
+}
+static inline float32x4_t tqkv__load_f16_neon(const uint8_t *p)
+{
+    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
+}
+
+#define tqkv__decode_tq8_neon tqkv__decode_tq8_scalar
+
+#define TQKV__(name)   tqkv__##name##_neon
+#define TQKV__ISA_NAME "neon"
+#define TQKV__LANES    4
+#define TQKV__ROWS     4
+#include "tqkv.h"
+#undef TQKV__ROWS
+#undef TQKV__LANES
+#undef TQKV__ISA_NAME
+#undef TQKV__
+#undef TQKV__TARGET
+#endif
+
+static const tqkv__isa tqkv__isa_scalar = {"scalar", 1, tqkv__score_tile_scalar, tqkv__softmax_tile_scalar,
+                                           tqkv__value_tile_scalar};
+
+/* Best first; those that this processor has are chosen from. */
+static const tqkv__isa *const tqkv__isas[] = {
+#if defined(__x86_64__)
+    &tqkv__isa_avx512, &tqkv__isa_avx2,
+#elif defined(__aarch64__) && !defined(__AARCH64EB__)
+    &tqkv__isa_neon,
+#endif
+    &tqkv__isa_scalar};
+
+static bool tqkv__isa_present(const tqkv__isa *isa)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (isa == &tqkv__isa_avx512)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("fma");
+    if (isa == &tqkv__isa_avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+    return isa != NULL;
+}
+
+static const tqkv__isa *tqkv__isa_chosen; /* the library's one variable: set once, or by tqkv_isa_force */
+
+static const tqkv__isa *tqkv__isa_named(const char *name)
+{
+    for (size_t i = 0; i < sizeof tqkv__isas / sizeof tqkv__isas[0]; i++)
+        if (strcmp(name, tqkv__isas[i]->name) == 0) return tqkv__isas[i];
+    return NULL;
+}
+
+static const tqkv__isa *tqkv__isa_now(void)
+{
+    const tqkv__isa *isa = __atomic_load_n(&tqkv__isa_chosen, __ATOMIC_ACQUIRE);
+    if (isa) return isa;
+    const char *wanted = getenv("TQKV_ISA");
+    isa = wanted ? tqkv__isa_named(wanted) : NULL;
+    for (int i = 0; !isa || !tqkv__isa_present(isa); i++) isa = tqkv__isas[i];
+    __atomic_store_n(&tqkv__isa_chosen, isa, __ATOMIC_RELEASE);
+    return isa;
+}
+
+/* The chosen set, or the next narrower one that has four vectors in a row of head_dim. */
+static const tqkv__isa *tqkv__isa_for(int head_dim)
+{
+    const tqkv__isa *isa = tqkv__isa_now();
+    for (size_t i = 0; isa->lanes * 4 > head_dim || !tqkv__isa_present(isa); i++)
+        if (tqkv__isas[i]->lanes < isa->lanes) isa = tqkv__isas[i];
+    return isa;
+}
+
+TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
+
+TQKV_API tqkv_result tqkv_isa_force(const char *name)
+{
+    const tqkv__isa *isa = name ? tqkv__isa_named(name) : NULL;
+    if (name && !isa) return TQKV_INVALID_ARGUMENT;
+    if (name && !tqkv__isa_present(isa)) return TQKV_UNSUPPORTED;
+    __atomic_store_n(&tqkv__isa_chosen, isa, __ATOMIC_RELEASE);
+    return TQKV_OK;
+}
+
+/* The order in which an instruction set decodes a row: a run of lanes * per_lane values is a matrix [lanes][per_lane],
+   and vector k of the run is its column k. Queries are brought into it, outputs back. natural, arranged: [head_dim] */
+static void tqkv__arrange(const tqkv__isa *isa, const tqkv__stream *s, float *natural, float *arranged, bool back)
+{
+    const bool nibbles = s->format == TQKV_TQ4 || s->format == TQKV_TQ5 || s->format == TQKV_TQ6;
+    const int lanes = isa->lanes, per_lane = lanes == 1 || !nibbles ? 1 : s->head_dim >= 8 * lanes ? 8 : 4;
+    for (int run = 0; run < s->head_dim; run += lanes * per_lane)
+        for (int i = 0; i < lanes * per_lane; i++) {
+            float *a = &arranged[run + i % per_lane * lanes + i / per_lane], *n = &natural[run + i];
+            if (back)
+                *n = *a;
+            else
+                *a = *n;
+        }
+}
+
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
 /* The slots of a tile follow each other: it ends where either ring wraps, and where the position is a multiple of
-   TQKV__TILE, so that a query's sums are the same bits whether it comes alone or in a batch. (Otherwise the next layer's
-   keys differ in a last bit, now and then in a code, and prefill and decode drift apart.) */
+   TQKV__TILE, so that a query's sums are the same bits whether it comes alone or in a batch. (Otherwise the next
+   layer's keys differ in a last bit, now and then in a code, and prefill and decode drift apart.) */
 static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t end)
 {
     const int64_t aligned = TQKV__TILE - position % TQKV__TILE;
@@ -1317,25 +2273,55 @@ static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t
     return n > value_room ? value_room : (int)n;
 }
 
+/* Halves of bytes that no encoder wrote may be NaN or Inf. */
+static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
+{
+    bool finite = true;
+    for (size_t i = 0; i < n; i++) finite &= (halves[2 * i + 1] & 0x7c) != 0x7c;
+    return finite;
+}
+
+/* value_tile, also where rows of an F16 stream must not touch a NaN that only other rows see: then position by position
+   with the rows that have a weight for it. */
+static void tqkv__add_values(const tqkv__attention *a, int kv_head, int slot, int n, float *weights, int n_rows,
+                             float *out)
+{
+    const tqkv__stream *s = &a->values;
+    if (s->format != TQKV_F16 || a->n_queries == 1 ||
+        tqkv__halves_finite(tqkv__codes_at(s, kv_head, slot), (size_t)n * (size_t)s->head_dim)) {
+        a->isa->value_tile(s, kv_head, slot, n, weights, n_rows, out);
+        return;
+    }
+    for (int row = 0; row < n_rows; row++)
+        for (int j = 0; j < n; j++) {
+            float alone[TQKV__TILE] = {0};
+            alone[0] = weights[row * TQKV__TILE + j];
+            if (alone[0] == 0.0f) continue;
+            a->isa->value_tile(s, kv_head, slot + j, 1, alone, 1, out + (size_t)row * (size_t)s->head_dim);
+        }
+}
+
 /* Rows [first_row, first_row + n_rows) of one KV head over positions [first, end). q, out: [n_rows][head_dim], max,
    sum: [n_rows] */
 static void tqkv__attend_rows(const tqkv__attention *a, int kv_head, int first_row, int n_rows, int64_t first,
                               int64_t end, const float *q, float *out, float *max, float *sum)
 {
-    float scores[TQKV__CHUNK_ROWS * TQKV__TILE];
+    TQKV__ALIGNED float scores[TQKV__CHUNK_ROWS * TQKV__TILE];
+    tqkv__span spans[TQKV__CHUNK_ROWS];
     int64_t from, to, unused;
     tqkv__visible(a, first_row / a->group, first, end, &from, &unused);
     tqkv__visible(a, (first_row + n_rows - 1) / a->group, first, end, &unused, &to);
     for (int64_t position = from; position < to;) {
         const int n = tqkv__tile_length(a, position, to);
-        tqkv__score_tile(&a->keys, kv_head, tqkv__slot(&a->keys, position), n, q, n_rows, scores);
+        a->isa->score_tile(&a->keys, kv_head, tqkv__slot(&a->keys, position), n, q, n_rows, scores);
         for (int row = 0; row < n_rows; row++) {
             int64_t row_from, row_to;
             tqkv__visible(a, (first_row + row) / a->group, first, end, &row_from, &row_to);
-            tqkv__softmax_row(a, tqkv__clamp(row_from - position, 0, n), tqkv__clamp(row_to - position, 0, n),
-                              scores + row * TQKV__TILE, &max[row], &sum[row], out + (size_t)row * (size_t)a->head_dim);
+            spans[row].from = tqkv__clamp(row_from - position, 0, n);
+            spans[row].to = tqkv__clamp(row_to - position, 0, n);
         }
-        tqkv__value_tile(&a->values, kv_head, tqkv__slot(&a->values, position), n, scores, n_rows, out);
+        a->isa->softmax_tile(a, spans, n_rows, scores, max, sum, out);
+        tqkv__add_values(a, kv_head, tqkv__slot(&a->values, position), n, scores, n_rows, out);
         position += n;
     }
 }
@@ -1349,8 +2335,9 @@ static void tqkv__attend_task(void *context, int index)
     const int64_t length = job->end - job->first;
     const int64_t first = job->first + length * split / job->n_splits;
     const int64_t end = job->first + length * (split + 1) / job->n_splits;
-    const int rows = a->n_queries * a->group, first_row = chunk * TQKV__CHUNK_ROWS;
-    const int n_rows = rows - first_row < TQKV__CHUNK_ROWS ? rows - first_row : TQKV__CHUNK_ROWS;
+    const int chunk_rows = tqkv__chunk_rows(a->head_dim);
+    const int rows = a->n_queries * a->group, first_row = chunk * chunk_rows;
+    const int n_rows = rows - first_row < chunk_rows ? rows - first_row : chunk_rows;
     const size_t q_row = (size_t)kv_head * (size_t)rows + (size_t)first_row;
     const size_t out_row = (size_t)split * a->n_rows + q_row;
     float *out = job->out + out_row * (size_t)a->head_dim;
@@ -1361,16 +2348,18 @@ static void tqkv__attend_task(void *context, int index)
                       job->max + out_row, job->sum + out_row);
 }
 
-/* The queries by KV head, in the keys' basis, times scale. q: [n_queries][n_heads][head_dim] */
+/* The queries by KV head, in the keys' basis and the decoder's order, times scale. q: [n_queries][n_heads][head_dim] */
 static void tqkv__arrange_queries(const tqkv__attention *a, const float *q, float *arranged)
 {
+    float query[TQKV_MAX_HEAD_DIM];
     for (int h = 0; h < a->n_kv_heads; h++)
         for (int i = 0; i < a->n_queries; i++)
             for (int g = 0; g < a->group; g++, arranged += a->head_dim) {
                 const size_t row = (size_t)i * (size_t)a->n_heads + (size_t)h * (size_t)a->group + (size_t)g;
-                memcpy(arranged, q + row * (size_t)a->head_dim, (size_t)a->head_dim * sizeof(float));
-                if (a->rotate_queries) tqkv__rotate_row(arranged, a->head_dim);
-                tqkv__scale(arranged, a->head_dim, a->scale);
+                memcpy(query, q + row * (size_t)a->head_dim, (size_t)a->head_dim * sizeof(float));
+                if (a->rotate_queries) tqkv__rotate_row(query, a->head_dim);
+                tqkv__scale(query, a->head_dim, a->scale);
+                tqkv__arrange(a->isa, &a->keys, query, arranged, false);
             }
 }
 
@@ -1382,7 +2371,7 @@ static void tqkv__cut(const tqkv__attention *a, int64_t first, int64_t end, tqkv
     job->a = a;
     job->first = first;
     job->end = end;
-    job->n_chunks = (a->n_queries * a->group - 1) / TQKV__CHUNK_ROWS + 1;
+    job->n_chunks = (a->n_queries * a->group - 1) / tqkv__chunk_rows(a->head_dim) + 1;
     const int64_t tasks = (int64_t)a->n_kv_heads * job->n_chunks, wanted = (64 + tasks - 1) / tasks;
     const int64_t possible = (end - first) / 1024;
     job->n_splits = (int)(possible < 1 ? 1 : possible < wanted ? possible : wanted);
@@ -1393,16 +2382,16 @@ static tqkv_result tqkv__job_run(tqkv__job *job, const float *q)
     const tqkv__attention *a = job->a;
     const size_t splits = (size_t)job->n_splits, per_split = a->n_elements + 2 * a->n_rows;
     size_t floats;
-    if (!tqkv__multiply(splits, per_split, &floats) || floats > SIZE_MAX / sizeof(float) - a->n_elements)
+    if (!tqkv__multiply(splits, per_split, &floats) || floats > SIZE_MAX / sizeof(float) - a->n_elements - 16)
         return TQKV_INVALID_ARGUMENT;
-    job->memory_size = (floats + a->n_elements) * sizeof(float);
+    job->memory_size = (floats + a->n_elements + 16) * sizeof(float);
     job->memory = (float *)a->allocator.alloc(a->allocator.user, job->memory_size);
     if (!job->memory) return TQKV_OUT_OF_MEMORY;
-    job->out = job->memory;
+    job->q = job->memory + (64 - (uintptr_t)job->memory % 64) % 64 / sizeof(float);
+    job->out = (float *)job->q + a->n_elements;
     job->max = job->out + splits * a->n_elements;
     job->sum = job->max + splits * a->n_rows;
-    tqkv__arrange_queries(a, q, job->sum + splits * a->n_rows);
-    job->q = job->sum + splits * a->n_rows;
+    tqkv__arrange_queries(a, q, job->out - a->n_elements);
     a->parallel.run(a->parallel.user, job->n_splits * job->n_chunks * a->n_kv_heads, tqkv__attend_task, job);
     return TQKV_OK;
 }
@@ -1429,13 +2418,13 @@ static void tqkv__job_collect(tqkv__job *job, float *out, float *max, float *sum
         for (int i = 0; i < a->n_queries; i++)
             for (int g = 0; g < a->group; g++, row++) {
                 const size_t to = (size_t)i * (size_t)a->n_heads + (size_t)h * (size_t)a->group + (size_t)g;
-                float *sums = out + to * (size_t)a->head_dim;
-                memcpy(sums, job->out + row * (size_t)a->head_dim, (size_t)a->head_dim * sizeof(float));
+                float *sums = job->out + row * (size_t)a->head_dim;
                 max[to] = job->max[row];
                 sum[to] = job->sum[row];
                 for (size_t from = row + a->n_rows; from < (size_t)job->n_splits * a->n_rows; from += a->n_rows)
                     tqkv__merge_row(a->head_dim, sums, &max[to], &sum[to], job->out + from * (size_t)a->head_dim,
                                     job->max[from], job->sum[from]);
+                tqkv__arrange(a->isa, &a->values, out + to * (size_t)a->head_dim, sums, true);
             }
     a->allocator.free(a->allocator.user, job->memory, job->memory_size);
 }
@@ -1524,9 +2513,11 @@ TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *attention, float *o
     if (r != TQKV_OK) return r;
     if (!out || !max || !sum || !src_out || !src_max || !src_sum) return TQKV_INVALID_ARGUMENT;
     const size_t size = a.n_elements * sizeof(float), row_size = a.n_rows * sizeof(float);
-    if (tqkv__overlap(out, size, src_out, size) || tqkv__overlap(max, row_size, src_max, row_size) ||
-        tqkv__overlap(sum, row_size, src_sum, row_size))
-        return TQKV_INVALID_ARGUMENT;
+    const void *arrays[6] = {out, max, sum, src_out, src_max, src_sum};
+    const size_t sizes[6] = {size, row_size, row_size, size, row_size, row_size};
+    for (int i = 0; i < 3; i++) /* what is written, with everything after it */
+        for (int j = i + 1; j < 6; j++)
+            if (tqkv__overlap(arrays[i], sizes[i], arrays[j], sizes[j])) return TQKV_INVALID_ARGUMENT;
     for (size_t row = 0; row < a.n_rows; row++)
         tqkv__merge_row(a.head_dim, out + row * (size_t)a.head_dim, &max[row], &sum[row],
                         src_out + row * (size_t)a.head_dim, src_max[row], src_sum[row]);
@@ -1539,6 +2530,9 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
     tqkv_result r = tqkv__attention_shape(attention, &a);
     if (r != TQKV_OK) return r;
     if (!out || !max || !sum) return TQKV_INVALID_ARGUMENT;
+    const size_t size = a.n_elements * sizeof(float), row_size = a.n_rows * sizeof(float);
+    if (tqkv__overlap(out, size, max, row_size) || tqkv__overlap(out, size, sum, row_size))
+        return TQKV_INVALID_ARGUMENT;
     tqkv__finish(&a, out, max, sum);
     return TQKV_OK;
 }
@@ -1728,20 +2722,6 @@ static uint64_t tqkv__get(const uint8_t *bytes, int n)
 {
     uint64_t x = 0;
     for (int i = 0; i < n; i++) x |= (uint64_t)bytes[i] << (8 * i);
-    return x;
-}
-
-static uint32_t tqkv__bits(float x)
-{
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-static float tqkv__float(uint32_t bits)
-{
-    float x;
-    memcpy(&x, &bits, sizeof x);
     return x;
 }
 
