@@ -44,15 +44,19 @@ grep "^FAIL" "$work/inside"
 passed=$((passed + $(grep -c "^pass" "$work/inside")))
 failed=$((failed + $(grep -c "^FAIL" "$work/inside")))
 
-# Saved by one process, resumed by another: the same text as without the file in between.
-prompt="And the LORD said unto Moses, Speak unto the children of Israel, saying,"
-for pair in "i8 i8" "i8 tq4" "tq6 tq5" "f16 tq8"; do
-    set -- $pair
-    "$bin/tinylm" generate "$prompt" --keys "$1" --values "$2" >"$work/straight"
-    "$bin/tinylm" save "$work/prompt" "$prompt" --keys "$1" --values "$2" >"$work/out"
+# Saved by one process, resumed by another: the same text as without the file in between. The long prompt fills both rings.
+short="And the LORD said unto Moses, Speak unto the children of Israel, saying,"
+long=$(head -c 900 $data/heldout.txt)
+resume() {
+    "$bin/tinylm" generate "$3" --keys "$1" --values "$2" >"$work/straight"
+    "$bin/tinylm" save "$work/prompt" "$3" --keys "$1" --values "$2" >"$work/out"
     "$bin/tinylm" resume "$work/prompt" >"$work/resumed"
     check "resume/$1/$2" cmp "$work/straight" "$work/resumed"
-done
+}
+resume i8 i8 "$short"
+resume tq6 tq5 "$short"
+resume f16 tq8 "$long"
+resume i8 tq4 "$long"
 size=$(wc -c <"$work/prompt")
 for offset in 3 9 13 20 100 $((size / 2)) $((size - 1)); do
     damage "$work/prompt" "$work/damaged" "$offset"
