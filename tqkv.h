@@ -2261,8 +2261,9 @@ static void tqkv__arrange(const tqkv__isa *isa, const tqkv__stream *s, float *na
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
 /* The slots of a tile follow each other: it ends where either ring wraps, and where the position is a multiple of
-   TQKV__TILE, so that a query's sums are the same bits whether it comes alone or in a batch. (Otherwise the next
-   layer's keys differ in a last bit, now and then in a code, and prefill and decode drift apart.) */
+   TQKV__TILE; its scores stand at the position modulo TQKV__TILE: so that a query's sums are the same bits whether it
+   comes alone or in a batch. (Otherwise the next layer's keys differ in a last bit, now and then in a code, and prefill
+   and decode drift apart.) */
 static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t end)
 {
     const int64_t aligned = TQKV__TILE - position % TQKV__TILE;
@@ -2306,22 +2307,23 @@ static void tqkv__add_values(const tqkv__attention *a, int kv_head, int slot, in
 static void tqkv__attend_rows(const tqkv__attention *a, int kv_head, int first_row, int n_rows, int64_t first,
                               int64_t end, const float *q, float *out, float *max, float *sum)
 {
-    TQKV__ALIGNED float scores[TQKV__CHUNK_ROWS * TQKV__TILE];
+    TQKV__ALIGNED float
+        scores[(TQKV__CHUNK_ROWS + 1) * TQKV__TILE]; /* whole vectors are written, also of a tile's end */
     tqkv__span spans[TQKV__CHUNK_ROWS];
     int64_t from, to, unused;
     tqkv__visible(a, first_row / a->group, first, end, &from, &unused);
     tqkv__visible(a, (first_row + n_rows - 1) / a->group, first, end, &unused, &to);
     for (int64_t position = from; position < to;) {
-        const int n = tqkv__tile_length(a, position, to);
-        a->isa->score_tile(&a->keys, kv_head, tqkv__slot(&a->keys, position), n, q, n_rows, scores);
+        const int n = tqkv__tile_length(a, position, to), begin = (int)(position % TQKV__TILE);
+        a->isa->score_tile(&a->keys, kv_head, tqkv__slot(&a->keys, position), n, q, n_rows, scores + begin);
         for (int row = 0; row < n_rows; row++) {
             int64_t row_from, row_to;
             tqkv__visible(a, (first_row + row) / a->group, first, end, &row_from, &row_to);
-            spans[row].from = tqkv__clamp(row_from - position, 0, n);
-            spans[row].to = tqkv__clamp(row_to - position, 0, n);
+            spans[row].from = begin + tqkv__clamp(row_from - position, 0, n);
+            spans[row].to = begin + tqkv__clamp(row_to - position, 0, n);
         }
         a->isa->softmax_tile(a, spans, n_rows, scores, max, sum, out);
-        tqkv__add_values(a, kv_head, tqkv__slot(&a->values, position), n, scores, n_rows, out);
+        tqkv__add_values(a, kv_head, tqkv__slot(&a->values, position), n, scores + begin, n_rows, out);
         position += n;
     }
 }
