@@ -177,6 +177,39 @@ void add_poisons()
             }
 }
 
+// All parameters at once, drawn by a seed.
+void add_random(int seed)
+{
+    data_random random = {(uint64_t)seed};
+    const int head_dims[] = {32, 64, 64, 128, 128, 256, 512, 1024};
+    shader_attend_row row = default_row(test_formats[data_below(&random, 8)], test_formats[data_below(&random, 8)],
+                                        head_dims[data_below(&random, 8)]);
+    attend_row &p = row.problem;
+    p.n_kv_heads = 1 + data_below(&random, 3);
+    p.group = 1 + data_below(&random, 9);
+    p.n_queries = data_below(&random, 2) ? 1 : 1 + data_below(&random, 12);
+    p.key_ring = data_below(&random, 2) != 0;
+    p.value_ring = p.key_ring;
+    p.key_capacity = 1 + data_below(&random, 150);
+    p.value_capacity = data_below(&random, 3) ? p.key_capacity : 1 + data_below(&random, 150);
+    int capacity = p.key_capacity < p.value_capacity ? p.key_capacity : p.value_capacity;
+    p.end = p.key_ring ? 1 + data_below(&random, 400) : 1 + data_below(&random, capacity);
+    int resident = p.end < capacity ? (int)p.end : capacity;
+    p.kv_len = data_below(&random, 2) ? 0 : 1 + data_below(&random, resident);
+    p.window = data_below(&random, 2) ? 0 : 1 + data_below(&random, 100);
+    p.softcap = data_below(&random, 4) ? 0.0f : 3.0f;
+    p.scale = data_below(&random, 3) ? 0.0f : 0.05f;
+    p.block_scale = p.head_dim >= 512 && data_below(&random, 2) ? 1.25f : 0.0f;
+    p.query_size = data_below(&random, 4) ? 1.5f : 25.0f;
+    p.sinks = (attend_sinks)data_below(&random, 4);
+    p.query_basis = data_below(&random, 3) ? TQKV_ORIGINAL : TQKV_ROTATED;
+    p.output_basis = data_below(&random, 3) ? TQKV_ORIGINAL : TQKV_ROTATED;
+    row.split.columns = data_below(&random, 2) ? 0 : 1 + data_below(&random, TQKV__MAX_COLUMNS(p.head_dim));
+    row.split.n_simdgroups = 1 + data_below(&random, 4);
+    row.split.n_splits = 1 + data_below(&random, 5);
+    add(row, ("random/" + std::to_string(seed)).c_str());
+}
+
 } // namespace
 
 void attend_shader_cases()
@@ -187,4 +220,5 @@ void attend_shader_cases()
     add_all_residencies();
     add_options();
     add_poisons();
+    for (int seed = 0; seed < 150; seed++) add_random(seed);
 }

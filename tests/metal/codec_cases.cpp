@@ -1,9 +1,8 @@
 // encode, encode_kv, probe, decode, rotate, tables: the same bytes as tqkv.h's C.
 #include "shader_cases.h"
-#include "../data.h"
+#include "../golden.h"
+#include "../goldens.h"
 #include <math.h>
-#define XXH_INLINE_ALL
-#include <xxhash.h>
 
 namespace
 {
@@ -130,6 +129,23 @@ void run_rotate(const void *parameters)
     CHECK(same_floats(expected, got), "un-rotated rows differ");
 }
 
+// The hashes that C's codes and norms must have on every machine.
+void run_golden(const void *parameters)
+{
+    int index = *(const int *)parameters;
+    golden_case c;
+    REQUIRE(golden_find(index, &c), "no golden %d", index);
+    tqkv_store s = golden_store(&c);
+    std::vector<char> codes(s.codes_size, (char)0xa5), norms(s.norms_size, (char)0xa5);
+    std::vector<float> source((size_t)(GOLDEN_TOKENS * GOLDEN_HEADS * c.head_dim));
+    data_rows((uint64_t)c.head_dim, (data_kind)c.kind, source.data(), GOLDEN_TOKENS * GOLDEN_HEADS, c.head_dim);
+    s.codes = codes.data();
+    s.norms = (float *)(void *)norms.data();
+    CHECK_RUN(gpu_encode(&s, source.data(), GOLDEN_TOKENS, GOLDEN_POSITION, nullptr));
+    CHECK(XXH3_64bits(codes.data(), codes.size()) == goldens[index].codes, "codes");
+    CHECK(XXH3_64bits(norms.data(), norms.size()) == goldens[index].norms, "norms");
+}
+
 void run_tables(const void *)
 {
     tqkv__table_report report;
@@ -160,8 +176,8 @@ void add_codec_rows(tqkv_format format, int head_dim)
 {
     const char *name = tqkv_format_name(format);
     codec_row row = default_row(format, head_dim);
-    for (int kind = 0; kind < DATA_KINDS; kind++) {
-        row.kind = (data_kind)kind;
+    for (data_kind kind : {DATA_GAUSSIAN, DATA_EXTREMES}) { // the goldens have them all
+        row.kind = kind;
         test_add(run_codec, &row, sizeof row, "encode/%s/d%d/%s", name, head_dim, data_kind_name(kind));
     }
     row.kind = DATA_STUDENT;
@@ -187,6 +203,8 @@ void add_codec_rows(tqkv_format format, int head_dim)
 void codec_shader_cases()
 {
     test_add(run_tables, nullptr, 0, "tables");
+    for (int i = 0; i < (int)(sizeof goldens / sizeof *goldens); i++)
+        test_add(run_golden, &i, sizeof i, "golden/%s", goldens[i].name);
     for (int head_dim : test_head_dims) {
         codec_row row = default_row(TQKV_F16, head_dim);
         test_add(run_rotate, &row, sizeof row, "rotate/d%d", head_dim);
