@@ -3,7 +3,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef GPU_METAL
+#include "metal_gpu.h"
+#endif
+
 std::vector<simt::schedule> gpu_schedules;
+bool gpu_on_metal;
 
 namespace
 {
@@ -65,10 +70,45 @@ gpu_dispatch &gpu_dispatch::memory(int index, size_t bytes)
     return *this;
 }
 
+#ifdef GPU_METAL
+static std::string run_on_metal(metal_gpu_dispatch &dispatch, const simt::launch &launch)
+{
+    const simt::extent &groups = launch.threadgroups;
+    dispatch.threadgroups[0] = groups.x;
+    dispatch.threadgroups[1] = groups.y;
+    dispatch.threadgroups[2] = groups.z;
+    dispatch.threads = launch.threads.x;
+    for (int i = 0; i < METAL_GPU_MEMORIES; i++) dispatch.threadgroup_bytes[i] = launch.threadgroup_bytes[i];
+    for (int i = 0; i < METAL_GPU_CONSTANTS; i++) {
+        dispatch.constant_set[i] = launch.constants.set[i];
+        dispatch.constants[i] = (uint32_t)launch.constants.value[i];
+        dispatch.constant_is_bool[i] = i != TQKV_FC_FORMAT && i != TQKV_FC_VALUE_FORMAT && i != TQKV_FC_COLUMNS;
+    }
+    char error[500];
+    return metal_gpu_run(&dispatch, error, sizeof error) ? "" : error;
+}
+#endif
+
+std::string gpu_dispatch::run_once(const simt::schedule &s) const
+{
+#ifdef GPU_METAL
+    if (gpu_on_metal) {
+        metal_gpu_dispatch dispatch = {};
+        dispatch.kernel = name.c_str();
+        for (const bound &b : buffers) {
+            dispatch.buffers[b.index] = launch.buffers[b.index];
+            dispatch.buffer_sizes[b.index] = b.size;
+            dispatch.written[b.index] = b.written;
+        }
+        return run_on_metal(dispatch, launch);
+    }
+#endif
+    const simt::kernel *kernel = simt::find_kernel(name.c_str());
+    return kernel ? simt::run(*kernel, launch, s) : name + ": no such kernel";
+}
+
 std::string gpu_dispatch::run(simt::extent threadgroups, unsigned n_simdgroups)
 {
-    const simt::kernel *kernel = simt::find_kernel(name.c_str());
-    if (!kernel) return name + ": no such kernel";
     static char *const nothing = (char *)malloc(1); // stands for a buffer of no bytes, which must not be touched
     launch.threadgroups = threadgroups;
     launch.threads = {n_simdgroups * simt::simd_width, 1, 1};
@@ -81,7 +121,7 @@ std::string gpu_dispatch::run(simt::extent threadgroups, unsigned n_simdgroups)
     for (size_t i = 0; i < gpu_schedules.size(); i++) {
         for (size_t j = 0; i > 0 && j < buffers.size(); j++)
             if (!before[j].empty()) memcpy(buffers[j].bytes, before[j].data(), before[j].size());
-        std::string wrong = simt::run(*kernel, launch, gpu_schedules[i]);
+        std::string wrong = run_once(gpu_schedules[i]);
         if (!wrong.empty()) return wrong;
         for (size_t j = 0; j < buffers.size(); j++) {
             if (i == 0)

@@ -11,6 +11,9 @@
 // The schedules under which every dispatch runs: orders of the lanes, and what fresh threadgroup memory holds.
 extern std::vector<simt::schedule> gpu_schedules;
 
+// Dispatches go to a real Metal device instead, once; only in a driver built with GPU_METAL, on a Mac.
+extern bool gpu_on_metal;
+
 // One dispatch of tqkv_<family>_d<head_dim>, built up and then run.
 class gpu_dispatch
 {
@@ -24,6 +27,7 @@ class gpu_dispatch
     std::string run(simt::extent threadgroups, unsigned n_simdgroups);
 
   private:
+    std::string run_once(const simt::schedule &s) const;
     struct bound {
         int index;
         void *bytes;
