@@ -1,4 +1,4 @@
-/* The C tests: runner [--list] [--save FILE | --load FILE] [part of a name]... */
+/* The C tests: runner [--list | --isa NAME] [part of a name]..., or runner --save FILE | --load FILE */
 #include "runner.h"
 
 static void add_all_cases(void)
@@ -17,10 +17,29 @@ static void add_all_cases(void)
     test_fault_cases();
 }
 
+/* The cases with one instruction set; none where this processor (or this build) does not have it. */
+static int run_on_isa(const char *name, int n_filters, char **filters)
+{
+    if (tqkv_isa_force(name) != TQKV_OK) {
+        printf("no %s here\n", name);
+        return 0;
+    }
+    if (strcmp(tqkv_isa_name(), name)) {
+        printf("FAIL isa: %s in use, not %s\n0 passed, 1 failed\n", tqkv_isa_name(), name);
+        return 1;
+    }
+    printf("%s\n", name);
+    return test_run_selected(false, n_filters, filters);
+}
+
 int main(int argc, char **argv)
 {
     if (argc == 3 && !strcmp(argv[1], "--save")) return test_snapshot_save_file(argv[2]);
     if (argc == 3 && !strcmp(argv[1], "--load")) return test_snapshot_load_file(argv[2]);
+    if (argc > 2 && !strcmp(argv[1], "--isa")) {
+        add_all_cases();
+        return run_on_isa(argv[2], argc - 3, argv + 3);
+    }
     bool list = argc > 1 && !strcmp(argv[1], "--list");
     add_all_cases();
     return test_run_selected(list, argc - 1 - list, argv + 1 + list);

@@ -8,7 +8,7 @@ TEST_FLAGS := -D_POSIX_C_SOURCE=200809L $(WARNINGS) -I. $(CPPFLAGS)
 
 # The parts that must not depend on the compiler, and those quick enough for an emulator.
 EXACT_CASES := golden tables codec/
-EMULATED_CASES := golden tables codec/ snapshot attend/pair defect
+EMULATED_CASES := golden tables codec/ snapshot attend/pair attend/ring attend/group defect
 
 # $(1) name, $(2) compiler, $(3) flags, $(4) what runs the program, $(5) parts of case names; empty for all
 define runner_variant
@@ -47,6 +47,23 @@ $(eval $(call runner_variant,clang-O3,clang,-std=c11 $(AGGRESSIVE),,))
 $(eval $(call runner_variant,clangxx,clang++,-x c++ -std=c++11 -O2,,$(EXACT_CASES)))
 $(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE),,))
 endif
+
+# ---- Each instruction set that this processor has; the runs above use the best one ----
+
+ISAS := scalar avx2 avx512 neon
+ISA_CASES := attend/ captured/attend defect fault cache
+REFERENCE_BUILD := $(if $(filter Darwin,$(SYSTEM)),default,gcc)
+
+.PHONY: test-isa test-isa-sanitize
+test-isa: $(TEST_BUILD)/$(REFERENCE_BUILD)/runner
+	@echo "== runner on each instruction set"
+	@for isa in $(ISAS); do $< --isa $$isa $(ISA_CASES) || exit 1; done
+
+test-isa-sanitize: $(TEST_BUILD)/sanitize/runner
+	@echo "== runner on each instruction set, sanitized"
+	@for isa in $(ISAS); do $< --isa $$isa attend/pair attend/ring attend/linear defect || exit 1; done
+
+TEST_TARGETS += test-isa test-isa-sanitize
 
 # ---- 64-bit ARM under qemu, also the other way round: snapshots cross between the machines ----
 

@@ -597,6 +597,22 @@ static void check_sizes_of_invalid(const void *parameters)
     free(m);
 }
 
+/* Names of instruction sets: of another machine, of none, and the way back. */
+static void check_isa_names(const void *parameters)
+{
+    (void)parameters;
+    const char *used = tqkv_isa_name();
+    CHECK_RESULT(tqkv_isa_force("sse9"), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_isa_force(""), TQKV_INVALID_ARGUMENT);
+    CHECK(tqkv_isa_name() == used, "a refused name changed the set to %s", tqkv_isa_name());
+    CHECK_RESULT(tqkv_isa_force("scalar"), TQKV_OK);
+    CHECK(!strcmp(tqkv_isa_name(), "scalar"), "%s", tqkv_isa_name());
+    CHECK_RESULT(tqkv_isa_force(NULL), TQKV_OK);
+    CHECK(tqkv_isa_name() != NULL, "no set was chosen anew");
+    CHECK_RESULT(tqkv_isa_force(used), TQKV_OK);
+    CHECK(!strcmp(tqkv_isa_name(), used), "%s, not %s", tqkv_isa_name(), used);
+}
+
 static void add_rows(const input_row *rows, size_t n)
 {
     for (size_t i = 0; i < n; i++)
@@ -610,5 +626,6 @@ void test_input_cases(void)
     add_rows(attention_rows, sizeof attention_rows / sizeof *attention_rows);
     add_rows(cache_rows, sizeof cache_rows / sizeof *cache_rows);
     test_add(check_nothing_to_do, NULL, 0, "input/nothing_to_do");
+    test_add(check_isa_names, NULL, 0, "input/isa_names");
     test_add(check_sizes_of_invalid, NULL, 0, "input/sizes_of_invalid");
 }
