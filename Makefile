@@ -70,6 +70,7 @@ demo: $(DEMOS:%=$(BUILD)/%) ## build and run the examples
 
 include tests/rules.mk
 -include tests/metal/rules.mk
+-include bench/rules.mk
 
 # ---- Everything together ----
 

@@ -1,0 +1,515 @@
+/* How close tqkv comes to what this core can do, and to other ways of doing the same. `bench --help` names the options.
+ */
+#define TQKV_IMPLEMENTATION
+#include "stream.h"
+#include "peak.h"
+#include "peer.h"
+#include "timing.h"
+
+#define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
+
+typedef struct pair {
+    const char *name;
+    tqkv_format keys, values;
+} pair;
+
+static const pair pairs[] = {
+    {"f16", TQKV_F16, TQKV_F16},
+    {"i8", TQKV_I8, TQKV_I8},
+    {"tq8", TQKV_TQ8, TQKV_TQ8},
+    {"tq6", TQKV_TQ6, TQKV_TQ6},
+    {"tq5", TQKV_TQ5, TQKV_TQ5},
+    {"tq4", TQKV_TQ4, TQKV_TQ4},
+    {"tq6_bytes", TQKV_TQ6_BYTES, TQKV_TQ6_BYTES},
+    {"tq5_bytes", TQKV_TQ5_BYTES, TQKV_TQ5_BYTES},
+    {"default", TQKV_I8, TQKV_TQ4},
+};
+
+typedef struct options {
+    int head_dim, context, group, queries, rounds, quick, help; /* zero: all, or the default */
+    const char *isa, *format, *only, *chart;
+} options;
+
+typedef struct bench {
+    options options;
+    const peak *peak;
+    bool best;     /* the instruction set that the library takes by itself: its ratios have plain names */
+    float *memory; /* [PEAK_MEMORY_BYTES / 4] */
+    size_t read_at;
+    volatile float sink;
+    FILE *chart;
+    bench_stream keys[TQKV_I8 + 1], values[TQKV_I8 + 1]; /* by format */
+} bench;
+
+/* ---- What is timed ---- */
+
+static void run_fma(void *user)
+{
+    bench *b = (bench *)user;
+    b->sink += b->peak->fma();
+}
+
+static void run_read(void *user)
+{
+    bench *b = (bench *)user;
+    b->sink += b->peak->read(b->memory + b->read_at / sizeof(float));
+    b->read_at = (b->read_at + PEAK_READ_BYTES) % PEAK_MEMORY_BYTES;
+}
+
+typedef struct attend_work {
+    tqkv_attention attention;
+    const bench_stream *keys, *values;
+    int layer;
+    const float *q;
+    float *out;
+} attend_work;
+
+static void run_attend(void *user)
+{
+    attend_work *work = (attend_work *)user;
+    work->attention.keys = &work->keys->layers[work->layer];
+    work->attention.values = &work->values->layers[work->layer];
+    const int n_layers = work->keys->n_layers < work->values->n_layers ? work->keys->n_layers : work->values->n_layers;
+    work->layer = (work->layer + 1) % n_layers;
+    bench_check(tqkv_attend(&work->attention, work->q, work->out));
+}
+
+typedef struct encode_work {
+    tqkv_store store;
+    const float *source; /* [n_tokens][BENCH_KV_HEADS][head_dim] */
+    int n_tokens;
+} encode_work;
+
+static void run_encode(void *user)
+{
+    const encode_work *work = (const encode_work *)user;
+    bench_check(tqkv_encode(&work->store, work->source, work->n_tokens, 0));
+}
+
+typedef struct copy_work {
+    void *to;
+    const void *from;
+    size_t size;
+} copy_work;
+
+static void run_copy(void *user)
+{
+    const copy_work *work = (const copy_work *)user;
+    memcpy(work->to, work->from, work->size);
+}
+
+/* ---- Printing ---- */
+
+/* A line for machines: how many times as fast as, or what share of, `to`; the name ends in a forced instruction set. */
+static void print_ratio(const bench *b, const char *name, const char *to, double value)
+{
+    printf("ratio %s_%s%s%s %.4g\n", name, to, b->best ? "" : "_", b->best ? "" : b->peak->isa, value);
+}
+
+static void name_shape(const bench_shape *shape, const char *format, char *name, size_t size)
+{
+    const int n =
+        snprintf(name, size, "decode_%s_d%d_n%d_g%d", format, shape->head_dim, shape->n_positions, shape->group);
+    if (shape->n_queries > 1) snprintf(name + n, size - (size_t)n, "_q%d", shape->n_queries);
+}
+
+/* Multiply-adds that a shape needs: one for the score and one for the sum, per query head, visible position and
+   dimension. */
+static double multiply_adds(const bench_shape *shape)
+{
+    const double hidden = (shape->n_queries - 1) / 2.0; /* the average query does not see those after it */
+    return 2.0 * BENCH_KV_HEADS * shape->group * shape->n_queries * (shape->n_positions - hidden) * shape->head_dim;
+}
+
+/* What a round's measured peaks allow: the larger of the arithmetic's and the bytes' time; [n_rounds] */
+static void find_limits(const bench *b, const timing *t, double macs, double bytes, double *fma, double *limits)
+{
+    const timing_entry *fma_entry = timing_find(t, "fma"), *read_entry = timing_find(t, "read");
+    for (int i = 0; i < t->n_rounds; i++) {
+        const double read = bytes / PEAK_READ_BYTES * read_entry->cpu[i];
+        fma[i] = macs / peak_fma_count(b->peak) * fma_entry->cpu[i];
+        limits[i] = fma[i] > read ? fma[i] : read;
+    }
+}
+
+static void print_times(const timing *t, const timing_entry *entry)
+{
+    const int n = t->n_rounds;
+    printf("  %-28s %10.1f %10.1f %10.1f %10.1f", entry->name, 1e6 * timing_median(entry->cpu, n),
+           1e6 * timing_quantile(entry->cpu, n, 0), 1e6 * timing_quantile(entry->cpu, n, 1),
+           1e6 * timing_median(entry->wall, n));
+}
+
+static double stored_bytes(const bench *b, const pair *p)
+{
+    const tqkv_store *keys = b->keys[p->keys].layers, *values = b->values[p->values].layers;
+    return (double)(keys->codes_size + keys->norms_size + values->codes_size + values->norms_size);
+}
+
+/* Its line of the table, or with ratios its lines for machines. */
+static void print_pair(const bench *b, const timing *t, const bench_shape *shape, const pair *p, bool ratios)
+{
+    double fma[TIMING_MAX_ROUNDS], limits[TIMING_MAX_ROUNDS], of_limit[TIMING_MAX_ROUNDS], of_fma[TIMING_MAX_ROUNDS];
+    char name[96];
+    const timing_entry *entry = timing_find(t, p->name), *f16 = timing_find(t, "f16");
+    const int n = t->n_rounds;
+    find_limits(b, t, multiply_adds(shape), stored_bytes(b, p), fma, limits);
+    for (int i = 0; i < n; i++) {
+        of_limit[i] = limits[i] / entry->cpu[i];
+        of_fma[i] = fma[i] / entry->cpu[i];
+    }
+    if (!ratios) {
+        print_times(t, entry);
+        printf(" %9.1f %-5s %8.2f %8.2f\n", 1e6 * timing_median(limits, n),
+               timing_median(limits, n) > timing_median(fma, n) ? "bytes" : "fma", timing_median(of_limit, n),
+               timing_ratio(t, entry, f16));
+        return;
+    }
+    name_shape(shape, p->name, name, sizeof name);
+    print_ratio(b, name, "limit", timing_median(of_limit, n));
+    if (shape->n_queries > 1) print_ratio(b, name, "fma", timing_median(of_fma, n));
+    if (entry != f16) print_ratio(b, name, "f16", timing_ratio(t, entry, f16));
+}
+
+/* How many times as fast as each of ggml's ways, and as the best of those that read f16. */
+static void print_peers(const bench *b, const timing *t, const bench_shape *shape, const pair *p)
+{
+    char name[96];
+    const timing_entry *entry = timing_find(t, p->name);
+    double best = 0.0;
+    name_shape(shape, p->name, name, sizeof name);
+    for (int i = 0; i < t->n_entries; i++) {
+        if (strncmp(t->entries[i].name, "ggml", 4) != 0) continue;
+        const double ratio = timing_ratio(t, entry, &t->entries[i]);
+        if (strstr(t->entries[i].name, "f16") && (best == 0.0 || ratio < best)) best = ratio;
+        print_ratio(b, name, t->entries[i].name, ratio);
+    }
+    if (best > 0.0) print_ratio(b, name, "ggml_best_f16", best);
+}
+
+/* Lines for the chart of time by context: one token, head_dim 128, 16 query heads. */
+static void chart_shape(const bench *b, const timing *t, const bench_shape *shape)
+{
+    static const char *const lines[][2] = {{"f16", "tqkv_f16"},
+                                           {"i8", "tqkv_i8"},
+                                           {"default", "tqkv_i8_tq4"},
+                                           {"tq4", "tqkv_tq4"},
+                                           {"ggml_flash_f16_contiguous", "ggml_flash_f16"},
+                                           {"ggml_flash_q8_0_contiguous", "ggml_flash_q8_0"}};
+    if (!b->chart || !b->best || shape->head_dim != 128 || shape->group != 2 || shape->n_queries != 1) return;
+    for (int i = 0; i < COUNT(lines); i++) {
+        const timing_entry *entry = timing_find(t, lines[i][0]);
+        if (!entry) continue;
+        fprintf(b->chart, "chart %s %d %.1f\n", lines[i][1], shape->n_positions,
+                1e6 * timing_median(entry->cpu, t->n_rounds));
+    }
+}
+
+/* ---- Attention ---- */
+
+static bool wanted(const bench *b, const pair *p)
+{
+    const char *format = b->options.format;
+    return !format || strcmp(format, p->name) == 0 || p->keys == TQKV_F16; /* F16 is what others are compared with */
+}
+
+static timing_limits limits_of(const options *o)
+{
+    timing_limits limits = {.min_rounds = 3, .max_rounds = 15, .seconds = o->quick ? 0.3 : 2.0, .sample = 1e-3};
+    if (o->rounds > 0) limits.min_rounds = limits.max_rounds = o->rounds;
+    return limits;
+}
+
+static void print_shape(const bench *b, const timing *t, const bench_shape *shape)
+{
+    printf("\nattention: head_dim %d, %d positions, group %d, %d %s; %d rounds\n", shape->head_dim, shape->n_positions,
+           shape->group, shape->n_queries, shape->n_queries == 1 ? "query" : "queries", t->n_rounds);
+    printf("  %-28s %10s %10s %10s %10s %9s %-5s %8s %8s\n", "microseconds", "median", "least", "most", "wall", "limit",
+           "by", "share", "x f16");
+    for (int i = 0; i < COUNT(pairs); i++)
+        if (timing_find(t, pairs[i].name)) print_pair(b, t, shape, &pairs[i], false);
+    for (int i = 0; i < t->n_entries; i++) {
+        if (strncmp(t->entries[i].name, "ggml", 4) != 0) continue;
+        print_times(t, &t->entries[i]);
+        printf("\n");
+    }
+    for (int i = 0; i < COUNT(pairs); i++) {
+        if (!timing_find(t, pairs[i].name)) continue;
+        print_pair(b, t, shape, &pairs[i], true);
+        print_peers(b, t, shape, &pairs[i]);
+    }
+    chart_shape(b, t, shape);
+    fflush(stdout);
+}
+
+static void run_shape(bench *b, const bench_shape *shape)
+{
+    static timing t;
+    static attend_work works[COUNT(pairs)];
+    const timing_limits limits = limits_of(&b->options);
+    const int n_heads = BENCH_KV_HEADS * shape->group;
+    const size_t n = (size_t)shape->n_queries * (size_t)n_heads * (size_t)shape->head_dim;
+    float *q = (float *)bench_alloc(n * sizeof *q), *out = (float *)bench_alloc(n * sizeof *out);
+    bench_fill(q, n, 3);
+    t.n_entries = 0;
+    timing_add(&t, "fma", run_fma, b);
+    timing_add(&t, "read", run_read, b);
+    for (int i = 0; i < COUNT(pairs); i++) {
+        const tqkv_attention attention = {.n_heads = n_heads, .n_queries = shape->n_queries, .end = shape->n_positions};
+        if (!wanted(b, &pairs[i])) continue;
+        works[i] = (attend_work){attention, &b->keys[pairs[i].keys], &b->values[pairs[i].values], 0, q, out};
+        timing_add(&t, pairs[i].name, run_attend, &works[i]);
+    }
+#ifdef BENCH_GGML
+    peer *p = peer_open(shape, &b->keys[TQKV_F16], &b->values[TQKV_F16], q);
+    if (p) {
+        peer_add(p, &t);
+        run_attend(&works[0]);
+        peer_check(p, out);
+    }
+#endif
+    timing_run(&t, &limits);
+    print_shape(b, &t, shape);
+#ifdef BENCH_GGML
+    if (p) peer_close(p);
+#endif
+    free(q);
+    free(out);
+}
+
+/* Streams of each format in use, and nothing in the others. */
+static void open_streams(bench *b, int head_dim, int n_positions)
+{
+    const size_t n = (size_t)BENCH_SOURCE_TOKENS * BENCH_KV_HEADS * (size_t)head_dim;
+    float *source = (float *)bench_alloc(n * sizeof *source);
+    for (int i = 0; i < COUNT(pairs); i++) {
+        if (!wanted(b, &pairs[i])) continue;
+        bench_stream *keys = &b->keys[pairs[i].keys], *values = &b->values[pairs[i].values];
+        bench_fill(source, n, 1);
+        if (!keys->layers) bench_stream_open(keys, pairs[i].keys, head_dim, n_positions, source);
+        bench_fill(source, n, 2);
+        if (!values->layers) bench_stream_open(values, pairs[i].values, head_dim, n_positions, source);
+    }
+    free(source);
+}
+
+static void close_streams(bench *b)
+{
+    for (int i = 0; i <= TQKV_I8; i++) {
+        bench_stream_close(&b->keys[i]);
+        bench_stream_close(&b->values[i]);
+    }
+}
+
+static bool chosen(int option, int value) { return option == 0 || option == value; }
+
+/* All groups and numbers of queries; 128 queries and the contexts between, for the chart, at one shape only. */
+static void run_context(bench *b, int head_dim, int n_positions, bool chart_only)
+{
+    static const int groups[] = {2, 8}, queries[] = {1, 8, 128};
+    const options *o = &b->options;
+    open_streams(b, head_dim, n_positions);
+    for (int g = 0; g < COUNT(groups); g++)
+        for (int i = 0; i < COUNT(queries); i++) {
+            const bench_shape shape = {head_dim, n_positions, groups[g], queries[i]};
+            const bool first = groups[g] == 2 && queries[i] == 1;
+            if (!chosen(o->group, groups[g]) || !chosen(o->queries, queries[i])) continue;
+            if ((chart_only || o->quick) && !first) continue;
+            if (queries[i] == 128 && (head_dim != 128 || groups[g] != 2 || n_positions < 4096)) continue;
+            run_shape(b, &shape);
+        }
+    close_streams(b);
+}
+
+static void run_decode(bench *b)
+{
+    static const int head_dims[] = {64, 128, 256, 512}, contexts[] = {512, 1024, 2048, 4096, 8192, 16384, 32768};
+    const options *o = &b->options;
+    for (int i = 0; i < COUNT(head_dims); i++)
+        for (int j = 0; j < COUNT(contexts); j++) {
+            const int n = contexts[j];
+            const bool between = n != 512 && n != 4096 && n != 32768;
+            if (!chosen(o->head_dim, head_dims[i]) || !chosen(o->context, n)) continue;
+            if (o->quick && (head_dims[i] != 128 || n > 4096)) continue;
+            if (between && o->context != n && !(b->chart && b->best && head_dims[i] == 128)) continue;
+            run_context(b, head_dims[i], n, between && o->context != n);
+        }
+}
+
+/* ---- Encoding ---- */
+
+/* The source stays in the second-level cache, where a model's projections leave it. */
+enum { ENCODE_SOURCE_BYTES = 256 << 10 };
+
+static void print_encoder(const bench *b, const timing *t, const timing_entry *entry, int head_dim, bool ratios)
+{
+    const timing_entry *copy = timing_find(t, "memcpy");
+    const bool own = tqkv_format_from_name(entry->name) != TQKV_FORMAT_DEFAULT;
+    const double rate = ENCODE_SOURCE_BYTES / timing_median(entry->cpu, t->n_rounds) * 1e-9;
+    char name[64];
+    if (!ratios) {
+        print_times(t, entry);
+        printf(" %8.2f %8.2f\n", rate, timing_ratio(t, entry, copy));
+        return;
+    }
+    if (!own) return;
+    snprintf(name, sizeof name, "encode_%s_d%d", entry->name, head_dim);
+    print_ratio(b, name, "gb_per_s", rate);
+    print_ratio(b, name, "memcpy", timing_ratio(t, entry, copy));
+    for (int i = 0; i < t->n_entries; i++)
+        if (strncmp(t->entries[i].name, "ggml", 4) == 0)
+            print_ratio(b, name, t->entries[i].name, timing_ratio(t, entry, &t->entries[i]));
+}
+
+static void encode_open(encode_work *work, tqkv_format format, int head_dim, const float *source)
+{
+    const int n_tokens = ENCODE_SOURCE_BYTES / 4 / BENCH_KV_HEADS / head_dim;
+    work->store =
+        (tqkv_store){.format = format, .head_dim = head_dim, .n_kv_heads = BENCH_KV_HEADS, .capacity = n_tokens};
+    work->store.codes_size = tqkv_codes_size(&work->store);
+    work->store.norms_size = tqkv_norms_size(&work->store);
+    work->store.codes = bench_alloc(work->store.codes_size);
+    work->store.norms = (float *)bench_alloc(work->store.norms_size);
+    work->source = source;
+    work->n_tokens = n_tokens;
+}
+
+static void run_encoders(bench *b, int head_dim)
+{
+    static timing t;
+    static encode_work works[TQKV_I8 + 1];
+    const timing_limits limits = limits_of(&b->options);
+    float *source = (float *)bench_alloc(ENCODE_SOURCE_BYTES);
+    copy_work copy = {bench_alloc(ENCODE_SOURCE_BYTES), source, ENCODE_SOURCE_BYTES};
+    bench_fill(source, ENCODE_SOURCE_BYTES / sizeof *source, 4);
+    t.n_entries = 0;
+    timing_add(&t, "memcpy", run_copy, &copy);
+    for (int i = 0; i < COUNT(pairs); i++) {
+        if (pairs[i].keys != pairs[i].values || !wanted(b, &pairs[i])) continue;
+        encode_open(&works[pairs[i].keys], pairs[i].keys, head_dim, source);
+        timing_add(&t, pairs[i].name, run_encode, &works[pairs[i].keys]);
+    }
+#ifdef BENCH_GGML
+    peer_add_encoders(&t, source, ENCODE_SOURCE_BYTES / (int)sizeof *source);
+#endif
+    timing_run(&t, &limits);
+    printf("\nencode: head_dim %d, %d KiB of floats; %d rounds\n", head_dim, ENCODE_SOURCE_BYTES >> 10, t.n_rounds);
+    printf("  %-28s %10s %10s %10s %10s %8s %8s\n", "microseconds", "median", "least", "most", "wall", "GB/s",
+           "x memcpy");
+    for (int i = 0; i < t.n_entries; i++) print_encoder(b, &t, &t.entries[i], head_dim, false);
+    for (int i = 0; i < t.n_entries; i++) print_encoder(b, &t, &t.entries[i], head_dim, true);
+    fflush(stdout);
+    for (int i = 0; i <= TQKV_I8; i++) {
+        free(works[i].store.codes);
+        free(works[i].store.norms);
+        memset(&works[i], 0, sizeof works[i]);
+    }
+    free(source);
+    free(copy.to);
+}
+
+/* ---- The program ---- */
+
+static void print_peaks(bench *b)
+{
+    static timing t;
+    const timing_limits limits = {.min_rounds = 15, .max_rounds = 15, .sample = 1e-3};
+    t.n_entries = 0;
+    const timing_entry *fma = timing_add(&t, "fma", run_fma, b), *read = timing_add(&t, "read", run_read, b);
+    timing_run(&t, &limits);
+    printf("\ninstruction set %s%s\n", b->peak->isa, b->best ? "" : ", forced");
+    printf("peak: %.1f G float multiply-adds/s (%.1f to %.1f), DRAM read %.1f GB/s (%.1f to %.1f)\n",
+           1e-9 * peak_fma_count(b->peak) / timing_median(fma->cpu, t.n_rounds),
+           1e-9 * peak_fma_count(b->peak) / timing_quantile(fma->cpu, t.n_rounds, 1),
+           1e-9 * peak_fma_count(b->peak) / timing_quantile(fma->cpu, t.n_rounds, 0),
+           1e-9 * PEAK_READ_BYTES / timing_median(read->cpu, t.n_rounds),
+           1e-9 * PEAK_READ_BYTES / timing_quantile(read->cpu, t.n_rounds, 1),
+           1e-9 * PEAK_READ_BYTES / timing_quantile(read->cpu, t.n_rounds, 0));
+}
+
+static void run_isa(bench *b, const peak *p)
+{
+    static const int head_dims[] = {64, 128, 256, 512};
+    const options *o = &b->options;
+    bench_check(tqkv_isa_force(NULL));
+    b->best = strcmp(tqkv_isa_name(), p->isa) == 0;
+    bench_check(tqkv_isa_force(p->isa));
+    b->peak = p;
+    print_peaks(b);
+    for (int i = 0; i < COUNT(head_dims); i++) {
+        if (!chosen(o->head_dim, head_dims[i]) || (o->quick && head_dims[i] != 128)) continue;
+        if (!o->only || strcmp(o->only, "encode") == 0) run_encoders(b, head_dims[i]);
+    }
+    if (!o->only || strcmp(o->only, "decode") == 0) run_decode(b);
+}
+
+static void print_help(void)
+{
+    printf("Usage: bench [options]: every shape with each instruction set present but scalar, in about five minutes.\n"
+           "  --isa NAME       this instruction set alone: avx512, avx2, neon or scalar\n"
+           "  --format NAME    this format, and F16 to compare it with; `default` is I8 keys and TQ4 values\n"
+           "  --head-dim N     64, 128, 256 or 512\n"
+           "  --context N      512, 1024, 2048, 4096, 8192, 16384 or 32768 positions\n"
+           "  --group N        2 or 8 query heads a KV head\n"
+           "  --queries N      1, 8 or 128\n"
+           "  --only WHAT      encode or decode\n"
+           "  --rounds N       this many rounds, at most %d; else 3 to 15, as many as fit into two seconds\n"
+           "  --quick          one head_dim, short contexts, few rounds\n"
+           "  --chart FILE     writes the lines of the chart of time by context there\n"
+           "Times are processor time of the thread, medians over rounds in which all take turns; the limit is the "
+           "larger of\n"
+           "multiply-adds over the measured peak and stored bytes over the measured bandwidth, in the same round.\n",
+           TIMING_MAX_ROUNDS);
+}
+
+static bool parse_options(options *o, int argc, char **argv)
+{
+    const struct {
+        const char *name;
+        int *number;
+        const char **text;
+    } known[] = {{"--isa", NULL, &o->isa},     {"--format", NULL, &o->format},     {"--only", NULL, &o->only},
+                 {"--chart", NULL, &o->chart}, {"--head-dim", &o->head_dim, NULL}, {"--context", &o->context, NULL},
+                 {"--group", &o->group, NULL}, {"--queries", &o->queries, NULL},   {"--rounds", &o->rounds, NULL}};
+    for (int i = 1; i < argc; i++) {
+        int k = 0;
+        if (strcmp(argv[i], "--quick") == 0) o->quick = 1;
+        if (strcmp(argv[i], "--help") == 0) o->help = 1;
+        if (strcmp(argv[i], "--quick") == 0 || strcmp(argv[i], "--help") == 0) continue;
+        while (k < COUNT(known) && strcmp(argv[i], known[k].name) != 0) k++;
+        if (k == COUNT(known) || ++i == argc) return false;
+        if (known[k].text) *known[k].text = argv[i];
+        if (known[k].number && (*known[k].number = atoi(argv[i])) <= 0) return false;
+    }
+    const bool format_known = !o->format || strcmp(o->format, "default") == 0 || tqkv_format_from_name(o->format);
+    const bool isa_known = !o->isa || tqkv_isa_force(o->isa) == TQKV_OK;
+    const bool only_known = !o->only || strcmp(o->only, "encode") == 0 || strcmp(o->only, "decode") == 0;
+    return o->rounds <= TIMING_MAX_ROUNDS && format_known && isa_known && only_known;
+}
+
+int main(int argc, char **argv)
+{
+    static bench b;
+    if (!parse_options(&b.options, argc, argv)) {
+        fprintf(stderr, "bench: an option is unknown, or not one that this processor has; see bench --help\n");
+        return 1;
+    }
+    if (b.options.help) {
+        print_help();
+        return 0;
+    }
+    b.memory = (float *)bench_alloc(PEAK_MEMORY_BYTES + PEAK_AHEAD);
+    for (size_t i = 0; i < PEAK_MEMORY_BYTES / sizeof(float); i++) b.memory[i] = 1.0f;
+    if (b.options.chart && !(b.chart = fopen(b.options.chart, "w"))) {
+        perror(b.options.chart);
+        return 1;
+    }
+    for (int i = 0; i < COUNT(peaks); i++) {
+        const bool named = b.options.isa && strcmp(b.options.isa, peaks[i].isa) == 0;
+        const bool all = !b.options.isa && (strcmp(peaks[i].isa, "scalar") != 0 || COUNT(peaks) == 1);
+        if (named || (all && tqkv_isa_force(peaks[i].isa) == TQKV_OK)) run_isa(&b, &peaks[i]);
+    }
+    if (b.chart && fclose(b.chart) != 0) return 1;
+    free(b.memory);
+    return 0;
+}

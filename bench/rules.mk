@@ -1,0 +1,30 @@
+# `make bench`: this machine's limits and how close tqkv comes to them. With GGML_PREFIX=/where/ggml/is/installed also
+# the same work done by ggml: its headers in include/, its libraries in lib/.
+
+BENCH_FLAGS ?=
+BENCH_HEADERS := $(wildcard bench/*.h) bench/rules.mk tqkv.h
+BENCH_COMPILE = $(CC) $(STANDARD) -D_POSIX_C_SOURCE=200809L $(CPPFLAGS) $(CFLAGS) $(WARNINGS)
+GGML_LIBRARIES ?= -lggml -lggml-cpu -lggml-base
+
+$(BUILD)/bench: bench/bench.c $(BENCH_HEADERS)
+	@mkdir -p $(@D)
+	$(BENCH_COMPILE) $< -o $@ $(LIBRARIES)
+
+$(BUILD)/bench-ggml: bench/bench.c bench/ggml.c $(BENCH_HEADERS)
+	@mkdir -p $(@D)
+	$(BENCH_COMPILE) -DBENCH_GGML -isystem $(GGML_PREFIX)/include bench/bench.c bench/ggml.c -o $@ \
+		-L$(GGML_PREFIX)/lib -Wl,-rpath,$(GGML_PREFIX)/lib $(GGML_LIBRARIES) $(LIBRARIES)
+
+.PHONY: bench
+bench: $(BUILD)/$(if $(GGML_PREFIX),bench-ggml,bench) ## measure speed; GGML_PREFIX=... compares with ggml
+	@mkdir -p $(BUILD)/charts
+	@$< --chart $(BUILD)/charts/speed.txt $(BENCH_FLAGS)
+
+# That it builds and measures; no opinion on how fast.
+.PHONY: test-bench
+test-bench: $(BUILD)/bench
+	@echo "== bench"
+	@$< --quick --rounds 1 --format tq4 | awk '/^ratio [a-z0-9_]+ [0-9.e+-]+$$/ && $$3 > 0 { ratios++ } \
+		END { print (ratios > 0) + 0 " passed, " (ratios == 0) + 0 " failed"; exit ratios == 0 }'
+
+TEST_TARGETS += test-bench
