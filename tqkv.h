@@ -615,15 +615,287 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
     }
 }
 
+TQKV__TARGET static TQKV__INLINE void TQKV__(load_table)(const int bits, const float *codebook, TQKV__VECTOR *table)
+{
+    for (int i = 0; i < (1 << bits) / TQKV__LANES; i++) table[i] =
+        TQKV__(load)(codebook + i * TQKV__LANES);
+}
+
+/* What the codes of a tile are multiplied by, per block and position. factors: [n_blocks][TQKV__TILE], zero beyond n */
+TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, int n, float *factors)
+{
+    const int blocks = s->head_dim / s->block_dim;
+    const float factor = norms ? tqkv__factor(s, 1.0f) : 1.0f;
+    int j = 0;
+    for (; blocks == 1 && norms && j + TQKV__LANES <= n; j += TQKV__LANES)
+        TQKV__(store)(factors + j, TQKV__(mul)(TQKV__(load)(norms + j), TQKV__(set1)(factor)));
+    for (; j < TQKV__TILE; j++)
+        for (int b = 0; b < blocks; b++) {
+            const float norm = norms && j < n ? norms[j * s->norms_per_row + b * s->block_dim / s->norm_dim] : 1.0f;
+            factors[b * TQKV__TILE + j] = j < n ? norm * factor : 0.0f;
+        }
+}
+
+/* -- Scores. The lanes of a vector are positions, so that no lanes have to be added up: codes are transposed as they
+   are loaded, 32 bits of each position at a time. -- */
+
+#define TQKV__QUAD (4 * TQKV__LANES) /* positions scored at a time, in four vectors */
+
+/* One block of TQKV__QUAD keys, and a few query rows. */
+typedef struct TQKV__(keys) {
+    const float *codebook;
+    const uint8_t *lower, *upper;      /* the block in the first position's row; upper: the upper bits of TQ5, TQ6 */
+    size_t lower_stride, upper_stride; /* bytes from one position to the next */
+    int dim, head_dim;                 /* dimensions of the block and of a query row */
+    float *columns;                    /* [dim][TQKV__QUAD]: the block decoded, where many rows use it */
+    const float *q;                    /* [rows][head_dim], from the block on */
+    const float *factors;              /* [TQKV__QUAD] */
+    bool add;                          /* to the scores that are there */
+    float *scores;                     /* [rows][TQKV__TILE] */
+} TQKV__(keys);
+
+/* Values in 32 bits of codes. */
+static TQKV__INLINE int TQKV__(per_column)(const tqkv_format format)
+{
+    if (format == TQKV_TQ4 || format == TQKV_TQ5 || format == TQKV_TQ6) return 8;
+    return format == TQKV_FORMAT_DEFAULT ? 1 : format == TQKV_F16 ? 2 : 4;
+}
+
+static TQKV__INLINE int TQKV__(code_bits)(const tqkv_format format)
+{
+    return format == TQKV_TQ4 ? 4 : format == TQKV_TQ5 || format == TQKV_TQ5_BYTES ? 5 : 6;
+}
+
+/* The k-th value of each position's 32 bits. bit: where the upper bits of TQ5 and TQ6 stand in high. */
+TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(element)(const tqkv_format format, const TQKV__VECTOR *table,
+                                                              TQKV__(codes) low, const int k, TQKV__(codes) high,
+                                                              const int bit)
+{
+    const int bits = TQKV__(code_bits)(format);
+    if (format == TQKV_FORMAT_DEFAULT) return TQKV__(as_floats)(low);
+    if (format == TQKV_I8) return TQKV__(i8_at)(low, k);
+    if (format == TQKV_F16) return TQKV__(f16_at)(low, k);
+    if (TQKV__(per_column)(format) == 4) return TQKV__(lookup)(bits, table, TQKV__(pick)(4, low, 2 * k, low, 0));
+    return TQKV__(lookup)(bits, table, TQKV__(pick)(bits, low, k, high, bit));
+}
+
+/* scores[row] (+)= factors * (q[row] . key), each key decoded once, in a register, for all rows, or read from
+   keys->columns (TQKV_FORMAT_DEFAULT). format and rows are constants. */
+TQKV__TARGET static TQKV__INLINE void TQKV__(score)(const tqkv_format format, const int rows, const TQKV__(keys) * keys)
+{
+    const int per_column = TQKV__(per_column)(format), head_dim = keys->head_dim;
+    const bool decoded = format == TQKV_FORMAT_DEFAULT;
+    const size_t group = TQKV__LANES * keys->lower_stride;
+    const uint8_t *lower = keys->lower;
+    const float *q = keys->q, *columns = keys->columns;
+    TQKV__VECTOR table[64 / TQKV__LANES], sums[4][4];
+    if (format == TQKV_TQ4) TQKV__(load_table)(4, keys->codebook, table);
+    TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int g = 0; g < 4; g++) sums[r][g] =
+        TQKV__(set1)(0.0f);
+    for (int d = 0; d < keys->dim; d += 4 * per_column, lower += 16, q += 4 * per_column) {
+        TQKV__(codes) low[4][4];
+        TQKV__UNROLL for (int g = 0; !decoded && g < 4; g++)
+            TQKV__(transpose)(lower + (size_t)g * group, keys->lower_stride, low[g]);
+        TQKV__UNROLL for (int i = 0; i < 4; i++)
+            TQKV__UNROLL for (int k = 0; k < per_column; k++, columns += TQKV__QUAD)
+        {
+            TQKV__VECTOR x[4];
+            TQKV__UNROLL for (int g = 0; g < 4; g++) x[g] =
+                decoded ? TQKV__(load)(columns + g * TQKV__LANES)
+                        : TQKV__(element)(format, table, low[g][i], k, low[g][i], 0);
+            TQKV__UNROLL for (int r = 0; r < rows; r++)
+            {
+                const TQKV__VECTOR query = TQKV__(set1)(q[r * head_dim + i * per_column + k]);
+                TQKV__UNROLL for (int g = 0; g < 4; g++) sums[r][g] = TQKV__(fma)(query, x[g], sums[r][g]);
+            }
+        }
+    }
+    TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int g = 0; g < 4; g++)
+    {
+        float *to = keys->scores + r * TQKV__TILE + g * TQKV__LANES;
+        const TQKV__VECTOR before = keys->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
+        TQKV__(store)(to, TQKV__(fma)(sums[r][g], TQKV__(load)(keys->factors + g * TQKV__LANES), before));
+    }
+}
+
+/* Decodes the block into keys->columns. format is a constant. */
+TQKV__TARGET static TQKV__INLINE void TQKV__(fill_columns)(const tqkv_format format, const TQKV__(keys) * keys)
+{
+    const int per_column = TQKV__(per_column)(format), bits = TQKV__(code_bits)(format);
+    const bool split = format == TQKV_TQ5 || format == TQKV_TQ6;
+    TQKV__VECTOR table[64 / TQKV__LANES];
+    if (format >= TQKV_TQ4 && format <= TQKV_TQ6_BYTES) TQKV__(load_table)(bits, keys->codebook, table);
+    for (int j = 0; j < TQKV__QUAD; j += TQKV__LANES) {
+        const uint8_t *lower = keys->lower + (size_t)j * keys->lower_stride;
+        const uint8_t *upper = split ? keys->upper + (size_t)j * keys->upper_stride : NULL;
+        float *to = keys->columns + j;
+        for (int d = 0; d < keys->dim; d += 4 * per_column, lower += 16, upper += split ? 4 * (bits - 4) : 0) {
+            TQKV__(codes) low[4], high[2];
+            TQKV__(transpose)(lower, keys->lower_stride, low);
+            high[0] = split ? TQKV__(load_strided)(upper, keys->upper_stride) : low[0];
+            high[1] = bits == 6 && split ? TQKV__(load_strided)(upper + 4, keys->upper_stride) : high[0];
+            TQKV__UNROLL for (int i = 0; i < 4; i++) TQKV__UNROLL for (int k = 0; k < per_column; k++, to += TQKV__QUAD)
+                TQKV__(store)(to, TQKV__(element)(format, table, low[i], k, high[bits == 6 ? i / 2 : 0],
+                                                  bits == 6 ? (i % 2 * 8 + k) * 2 : i * 8 + k));
+        }
+    }
+}
+
+/* TQ8 by rows first: its table is too large to be looked up by column. */
+TQKV__TARGET static void TQKV__(fill_columns_tq8)(const tqkv__stream *s, const TQKV__(keys) * keys)
+{
+    TQKV__ALIGNED float rows[TQKV__LANES * TQKV__BLOCK];
+    for (int j = 0; j < TQKV__QUAD; j += TQKV__LANES) {
+        for (int i = 0; i < TQKV__LANES; i++)
+            TQKV__(decode_tq8)
+            (s, keys->lower + (size_t)(j + i) * keys->lower_stride, keys->dim, rows + i * TQKV__BLOCK);
+        for (int d = 0; d < keys->dim; d += 4) {
+            TQKV__(codes) columns[4];
+            TQKV__(transpose)((const uint8_t *)(const void *)(rows + d), TQKV__BLOCK * sizeof(float), columns);
+            TQKV__UNROLL for (int i = 0; i < 4; i++)
+                TQKV__(store)(keys->columns + (d + i) * TQKV__QUAD + j, TQKV__(as_floats)(columns[i]));
+        }
+    }
+}
+
+TQKV__TARGET static void TQKV__(fill_any_columns)(const tqkv__stream *s, const TQKV__(keys) * keys)
+{
+    switch (s->format) {
+    case TQKV_TQ4:
+        TQKV__(fill_columns)(TQKV_TQ4, keys);
+        return;
+    case TQKV_TQ5:
+        TQKV__(fill_columns)(TQKV_TQ5, keys);
+        return;
+    case TQKV_TQ6:
+        TQKV__(fill_columns)(TQKV_TQ6, keys);
+        return;
+    case TQKV_TQ8:
+        TQKV__(fill_columns_tq8)(s, keys);
+        return;
+    case TQKV_TQ5_BYTES:
+        TQKV__(fill_columns)(TQKV_TQ5_BYTES, keys);
+        return;
+    case TQKV_TQ6_BYTES:
+        TQKV__(fill_columns)(TQKV_TQ6_BYTES, keys);
+        return;
+    case TQKV_I8:
+        TQKV__(fill_columns)(TQKV_I8, keys);
+        return;
+    default:
+        TQKV__(fill_columns)(TQKV_F16, keys);
+        return;
+    }
+}
+
+/* A loop for one format: as many rows at a time as registers allow. */
+#define TQKV__KERNEL(name, type, loop, ...)                                                                            \
+    TQKV__TARGET static void TQKV__(name)(const TQKV__(type) * job, int rows)                                          \
+    {                                                                                                                  \
+        if (rows == 1)                                                                                                 \
+            TQKV__(loop)(__VA_ARGS__, 1, job);                                                                         \
+        else if (rows == 2)                                                                                            \
+            TQKV__(loop)(__VA_ARGS__, 2, job);                                                                         \
+        else                                                                                                           \
+            TQKV__(loop)(__VA_ARGS__, TQKV__ROWS, job);                                                                \
+    }
+TQKV__KERNEL(score_tq4, keys, score, TQKV_TQ4)
+TQKV__KERNEL(score_i8, keys, score, TQKV_I8)
+TQKV__KERNEL(score_f16, keys, score, TQKV_F16)
+TQKV__KERNEL(score_columns, keys, score, TQKV_FORMAT_DEFAULT)
+
+static TQKV__INLINE int TQKV__(take_rows)(int left) { return left >= TQKV__ROWS ? TQKV__ROWS : left >= 2 ? 2 : 1; }
+
+/* Straight from the codes for as few rows as registers hold, else, and for formats whose decoding takes longer, from
+   columns: nothing is decoded twice. */
+TQKV__TARGET static void TQKV__(score_quad)(const tqkv__stream *s, TQKV__(keys) * keys, int n_rows)
+{
+    const bool few = n_rows <= TQKV__ROWS;
+    void (*kernel)(const TQKV__(keys) *, int) = few && s->format == TQKV_TQ4   ? TQKV__(score_tq4)
+                                                : few && s->format == TQKV_I8  ? TQKV__(score_i8)
+                                                : few && s->format == TQKV_F16 ? TQKV__(score_f16)
+                                                                               : TQKV__(score_columns);
+    if (kernel == TQKV__(score_columns)) TQKV__(fill_any_columns)(s, keys);
+    for (int rows = 0; n_rows > 0; n_rows -= rows) {
+        rows = TQKV__(take_rows)(n_rows);
+        kernel(keys, rows);
+        keys->q += rows * keys->head_dim;
+        keys->scores += rows * TQKV__TILE;
+    }
+}
+
+/* n rows of the block, then zeros up to TQKV__QUAD: what lies beyond a tile's end may be beyond the store. */
+static void TQKV__(pad_keys)(TQKV__(keys) * keys, int n, size_t lower_size, size_t upper_size, uint8_t *lower,
+                             uint8_t *upper)
+{
+    memset(lower, 0, TQKV__QUAD * lower_size);
+    memset(upper, 0, TQKV__QUAD * upper_size);
+    for (int j = 0; j < n; j++) {
+        memcpy(lower + (size_t)j * lower_size, keys->lower + (size_t)j * keys->lower_stride, lower_size);
+        if (upper_size)
+            memcpy(upper + (size_t)j * upper_size, keys->upper + (size_t)j * keys->upper_stride, upper_size);
+    }
+    keys->lower = lower;
+    keys->upper = upper;
+    keys->lower_stride = lower_size;
+    keys->upper_stride = upper_size;
+}
+
+TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q,
+                                            int n_rows, float *scores)
+{
+    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / TQKV__BLOCK * TQKV__TILE];
+    TQKV__ALIGNED float columns[TQKV__BLOCK * TQKV__QUAD];
+    TQKV__ALIGNED uint8_t lower[TQKV__QUAD * TQKV__BLOCK * 2], upper[TQKV__QUAD * TQKV__BLOCK / 4];
+    const size_t dim = (size_t)s->block_dim,
+                 upper_bits = s->info->stored_bits < 8 ? (size_t)s->info->stored_bits - 4 : 0;
+    const size_t lower_size = upper_bits ? dim / 2 : dim * (size_t)s->info->stored_bits / 8,
+                 upper_size = dim * upper_bits / 8;
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
+    for (int j = 0; j < n; j += TQKV__QUAD) {
+        const uint8_t *codes = tqkv__codes_at(s, kv_head, slot + j);
+        const int count = n - j < TQKV__QUAD ? n - j : TQKV__QUAD;
+        tqkv__prefetch(codes, (size_t)count * s->row_bytes);
+        for (int b = 0; b < s->head_dim / s->block_dim; b++) {
+            TQKV__(keys) keys;
+            keys.codebook = s->info->codebook;
+            keys.columns = columns;
+            keys.lower = codes + (size_t)b * lower_size;
+            keys.upper = codes + s->head_dim / 2 + (size_t)b * upper_size;
+            keys.lower_stride = keys.upper_stride = s->row_bytes;
+            keys.dim = s->block_dim;
+            keys.head_dim = s->head_dim;
+            keys.q = q + b * s->block_dim;
+            keys.factors = factors + b * TQKV__TILE + j;
+            keys.add = b > 0;
+            keys.scores = scores + j;
+            if (count < TQKV__QUAD) TQKV__(pad_keys)(&keys, count, lower_size, upper_size, lower, upper);
+            TQKV__(score_quad)(s, &keys, n_rows);
+        }
+    }
+}
+
+/* -- Values. The lanes of a vector are dimensions. -- */
+
+/* A stretch of positions, one block of their values, and a few query rows. */
+typedef struct TQKV__(values) {
+    const float *codebook;
+    const uint8_t *codes; /* the block in the first position's row; rows are `stride` bytes apart */
+    size_t stride;
+    int n, dim, head_dim;
+    const float *weights; /* [rows][TQKV__TILE] */
+    float *out;           /* [rows][head_dim], from the block on */
+} TQKV__(values);
+
 /* Vector k of a run at p. Codes in nibbles: lane l holds the codes l * per_lane ... of a run of LANES * per_lane, so
-   that one shift moves the k-th code of every lane to bit 0; that is the order of tqkv__arrange. format and per_lane
+   that one shift moves the k-th code of every lane to bit 0; that is the order of tqkv__rearrange. format and per_lane
    are constants; TQKV_FORMAT_DEFAULT stands for floats. */
 TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane,
                                                             const TQKV__VECTOR *table, const uint8_t *p, const int k)
 {
     if (format == TQKV_TQ4) {
         const TQKV__(codes) low = TQKV__(load_lower)(per_lane, p);
-        return TQKV__(lookup)(4, table, TQKV__(pick)(4, low, low, k));
+        return TQKV__(lookup)(4, table, TQKV__(pick)(4, low, k, low, 0));
     }
     if (format == TQKV_I8) return TQKV__(load_i8)(p + k * TQKV__LANES);
     if (format == TQKV_F16) return TQKV__(load_f16)(p + 2 * k * TQKV__LANES);
@@ -636,81 +908,23 @@ static TQKV__INLINE int TQKV__(run_bytes)(const tqkv_format format, const int pe
     return TQKV__LANES * per_lane * (format == TQKV_TQ4 ? 1 : format == TQKV_I8 ? 2 : format == TQKV_F16 ? 4 : 8) / 2;
 }
 
-/* A stretch of positions, one block of values that share a norm, and a few query rows. */
-typedef struct TQKV__(job) {
-    const float *codebook;
-    const uint8_t *codes; /* the block in the first position's row; rows are `stride` bytes apart */
-    size_t stride;
-    int n, dim, head_dim; /* positions; dimensions of the block, and of a row of in or out */
-    const float *in;      /* scoring: queries [rows][head_dim], from the block on; adding: weights [rows][TQKV__TILE] */
-    const float *factors; /* scoring: [n], what the products are multiplied by */
-    bool add;             /* scoring: to what is there */
-    float *out;           /* scoring: scores [rows][TQKV__TILE]; adding: outputs [rows][head_dim], from the block on */
-} TQKV__(job);
-
-/* out[row][j] (+)= factors[j] * in[row] . value[j]: four positions at a time, each value decoded once, in a register,
-   for all rows. The lanes are added up at the end, many at once. rows is a constant. */
-TQKV__TARGET static TQKV__INLINE void TQKV__(score)(const tqkv_format format, const int per_lane, const int rows,
-                                                    const TQKV__(job) * job)
-{
-    const int run_bytes = TQKV__(run_bytes)(format, per_lane), steps = job->dim / (TQKV__LANES * per_lane);
-    const int n = job->n, head_dim = job->head_dim;
-    const size_t stride = job->stride;
-    const uint8_t *p[4];
-    TQKV__ALIGNED float lanes[TQKV__ROWS * TQKV__TILE * TQKV__LANES];
-    TQKV__VECTOR table[64 / TQKV__LANES];
-    for (int i = 0; format == TQKV_TQ4 && i < 16 / TQKV__LANES; i++)
-        table[i] = TQKV__(load)(job->codebook + i * TQKV__LANES);
-    p[0] = job->codes;
-    for (int j = 0; j < n; j += 4, p[0] += 4 * stride) {
-        const float *q = job->in;
-        float *to = lanes + j * TQKV__LANES;
-        TQKV__VECTOR sums[4][4];
-        for (int i = 1; i < 4; i++) p[i] = p[i - 1] + (j + i < n ? stride : 0); /* the last again, for sums unused */
-        if (format != TQKV_FORMAT_DEFAULT) tqkv__prefetch(p[0], 4 * stride);
-        TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int i = 0; i < 4; i++) sums[r][i] =
-            TQKV__(set1)(0.0f);
-        for (int step = 0; step < steps; step++, q += TQKV__LANES * per_lane)
-            TQKV__UNROLL for (int k = 0; k < per_lane; k++)
-            {
-                TQKV__VECTOR x[4];
-                TQKV__UNROLL for (int i = 0; i < 4; i++) x[i] =
-                    TQKV__(value)(format, per_lane, table, p[i] + step * run_bytes, k);
-                TQKV__UNROLL for (int r = 0; r < rows; r++)
-                {
-                    const TQKV__VECTOR query = TQKV__(load)(q + r * head_dim + k * TQKV__LANES);
-                    TQKV__UNROLL for (int i = 0; i < 4; i++) sums[r][i] = TQKV__(fma)(query, x[i], sums[r][i]);
-                }
-            }
-        TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int i = 0; i < 4; i++)
-            TQKV__(store)(to + (r * TQKV__TILE + i) * TQKV__LANES, sums[r][i]);
-    }
-    for (int r = 0; r < rows; r++)
-        for (int j = 0; j < n; j += TQKV__LANES) {
-            const TQKV__VECTOR sums = TQKV__(sum_each)(lanes + (r * TQKV__TILE + j) * TQKV__LANES);
-            const TQKV__VECTOR before = job->add ? TQKV__(load)(job->out + r * TQKV__TILE + j) : TQKV__(set1)(0.0f);
-            TQKV__(store)(job->out + r * TQKV__TILE + j, TQKV__(fma)(sums, TQKV__(load)(job->factors + j), before));
-        }
-}
-
-/* out[row] += sum_j in[row][j] * value[j]: the sums of a few vectors of all rows stay in registers over all positions.
-   rows is a constant. */
+/* out[row] += sum_j weights[row][j] * value[j]: the sums of a few vectors of all rows stay in registers over all
+   positions. rows is a constant. */
 TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate)(const tqkv_format format, const int per_lane, const int rows,
-                                                         const TQKV__(job) * job)
+                                                         const TQKV__(values) * values)
 {
-    const int run_bytes = TQKV__(run_bytes)(format, per_lane), steps = job->dim / (TQKV__LANES * per_lane);
+    const int run_bytes = TQKV__(run_bytes)(format, per_lane), steps = values->dim / (TQKV__LANES * per_lane);
     const int width = rows * 8 <= 4 * TQKV__ROWS && per_lane == 8 ? 8 : 4; /* vectors; rows * width sums in registers */
-    const int n = job->n, head_dim = job->head_dim;
-    const size_t stride = job->stride;
-    const float *weights = job->in;
-    float *out = job->out;
+    const int n = values->n, head_dim = values->head_dim;
+    const size_t stride = values->stride;
+    const float *weights = values->weights;
+    float *out = values->out;
     TQKV__VECTOR table[64 / TQKV__LANES];
-    for (int i = 0; format == TQKV_TQ4 && i < 16 / TQKV__LANES; i++)
-        table[i] = TQKV__(load)(job->codebook + i * TQKV__LANES);
+    if (format == TQKV_TQ4) TQKV__(load_table)(4, values->codebook, table);
     for (int step = 0; step < steps; step++)
         TQKV__UNROLL for (int k = 0; k < per_lane; k += width, out += width * TQKV__LANES)
         {
-            const uint8_t *p = job->codes + step * run_bytes;
+            const uint8_t *p = values->codes + step * run_bytes;
             TQKV__VECTOR sums[4][8];
             TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int v = 0; v < width; v++) sums[r][v] =
                 TQKV__(load)(out + r * head_dim + v * TQKV__LANES);
@@ -729,56 +943,24 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate)(const tqkv_format forma
         }
 }
 
-/* The loops above for one format: as many rows at a time as registers allow. */
-#define TQKV__KERNEL(name, loop, format, per_lane)                                                                     \
-    TQKV__TARGET static void TQKV__(name)(const TQKV__(job) * job, int rows)                                           \
-    {                                                                                                                  \
-        if (rows == 1)                                                                                                 \
-            TQKV__(loop)(format, per_lane, 1, job);                                                                    \
-        else if (rows == 2)                                                                                            \
-            TQKV__(loop)(format, per_lane, 2, job);                                                                    \
-        else                                                                                                           \
-            TQKV__(loop)(format, per_lane, TQKV__ROWS, job);                                                           \
-    }
-TQKV__KERNEL(score_tq4_wide, score, TQKV_TQ4, 8)
-TQKV__KERNEL(score_tq4_narrow, score, TQKV_TQ4, 4)
-TQKV__KERNEL(score_i8_wide, score, TQKV_I8, 8)
-TQKV__KERNEL(score_i8_narrow, score, TQKV_I8, 4)
-TQKV__KERNEL(score_f16_wide, score, TQKV_F16, 8)
-TQKV__KERNEL(score_f16_narrow, score, TQKV_F16, 4)
-TQKV__KERNEL(score_floats_wide, score, TQKV_FORMAT_DEFAULT, 8)
-TQKV__KERNEL(score_floats_narrow, score, TQKV_FORMAT_DEFAULT, 4)
-TQKV__KERNEL(accumulate_tq4_wide, accumulate, TQKV_TQ4, 8)
-TQKV__KERNEL(accumulate_tq4_narrow, accumulate, TQKV_TQ4, 4)
-TQKV__KERNEL(accumulate_i8_wide, accumulate, TQKV_I8, 8)
-TQKV__KERNEL(accumulate_i8_narrow, accumulate, TQKV_I8, 4)
-TQKV__KERNEL(accumulate_f16_wide, accumulate, TQKV_F16, 8)
-TQKV__KERNEL(accumulate_f16_narrow, accumulate, TQKV_F16, 4)
-TQKV__KERNEL(accumulate_floats_wide, accumulate, TQKV_FORMAT_DEFAULT, 8)
-TQKV__KERNEL(accumulate_floats_narrow, accumulate, TQKV_FORMAT_DEFAULT, 4)
+TQKV__KERNEL(accumulate_tq4_wide, values, accumulate, TQKV_TQ4, 8)
+TQKV__KERNEL(accumulate_tq4_narrow, values, accumulate, TQKV_TQ4, 4)
+TQKV__KERNEL(accumulate_i8_wide, values, accumulate, TQKV_I8, 8)
+TQKV__KERNEL(accumulate_i8_narrow, values, accumulate, TQKV_I8, 4)
+TQKV__KERNEL(accumulate_f16_wide, values, accumulate, TQKV_F16, 8)
+TQKV__KERNEL(accumulate_f16_narrow, values, accumulate, TQKV_F16, 4)
+TQKV__KERNEL(accumulate_rows_wide, values, accumulate, TQKV_FORMAT_DEFAULT, 8)
+TQKV__KERNEL(accumulate_rows_narrow, values, accumulate, TQKV_FORMAT_DEFAULT, 4)
 #undef TQKV__KERNEL
 
-/* All rows, TQKV__ROWS, 2 or 1 at a time; in_step and out_step: floats from one row to the next. */
-TQKV__TARGET static void TQKV__(for_rows)(TQKV__(job) job, void (*kernel)(const TQKV__(job) *, int), int n_rows,
-                                          int in_step, int out_step)
-{
-    for (int left = n_rows; left > 0;) {
-        const int rows = left >= TQKV__ROWS ? TQKV__ROWS : left >= 2 ? 2 : 1;
-        kernel(&job, rows);
-        job.in += rows * in_step;
-        job.out += rows * out_step;
-        left -= rows;
-    }
-}
-
-/* Block b of `count` rows as floats; x: [count][block_dim], nibbles in the order of tqkv__arrange. */
+/* Block b of `count` rows as floats; x: [count][block_dim], nibbles in the order of tqkv__rearrange. */
 TQKV__TARGET static TQKV__INLINE void TQKV__(decode_table)(const int bits, const int per_lane, const bool packed,
                                                            const tqkv__stream *s, const uint8_t *codes, int count,
                                                            int b, float *x)
 {
     TQKV__VECTOR table[64 / TQKV__LANES];
     const int end = (b + 1) * s->block_dim;
-    for (int i = 0; i < (1 << bits) / TQKV__LANES; i++) table[i] = TQKV__(load)(s->info->codebook + i * TQKV__LANES);
+    TQKV__(load_table)(bits, s->info->codebook, table);
     for (int i = 0; i < count; i++, codes += s->row_bytes)
         for (int d = b * s->block_dim; d < end; d += TQKV__LANES * per_lane) {
             const uint8_t *upper = codes + s->head_dim / 2 + d * (bits - 4) / 8;
@@ -787,7 +969,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(decode_table)(const int bits, const
             if (packed) high = bits > 4 ? TQKV__(load_upper)(bits, per_lane, upper) : low;
             TQKV__UNROLL for (int k = 0; k < per_lane; k++, x += TQKV__LANES)
                 TQKV__(store)(x, TQKV__(lookup)(bits, table,
-                                                packed ? TQKV__(pick)(bits, low, high, k)
+                                                packed ? TQKV__(pick)(bits, low, k, high, k * (bits - 4))
                                                        : TQKV__(load_bytes)(codes + d + k * TQKV__LANES)));
         }
 }
@@ -838,103 +1020,63 @@ TQKV__TARGET static void TQKV__(decode)(const tqkv__stream *s, const uint8_t *co
     }
 }
 
-/* The kernel for a format, wide where a run of eight vectors fits into the block, and with TQKV_FORMAT_DEFAULT that for
-   decoded floats; NULL for formats that have none. */
-typedef void (*TQKV__(kernel))(const TQKV__(job) * job, int rows);
-static TQKV__(kernel) TQKV__(find_kernel)(tqkv_format format, bool wide, bool scoring)
-{
-    static const TQKV__(kernel) kernels[4][2][2] = {
-        {{TQKV__(accumulate_tq4_narrow), TQKV__(accumulate_tq4_wide)},
-         {TQKV__(score_tq4_narrow), TQKV__(score_tq4_wide)}},
-        {{TQKV__(accumulate_i8_narrow), TQKV__(accumulate_i8_wide)}, {TQKV__(score_i8_narrow), TQKV__(score_i8_wide)}},
-        {{TQKV__(accumulate_f16_narrow), TQKV__(accumulate_f16_wide)},
-         {TQKV__(score_f16_narrow), TQKV__(score_f16_wide)}},
-        {{TQKV__(accumulate_floats_narrow), TQKV__(accumulate_floats_wide)},
-         {TQKV__(score_floats_narrow), TQKV__(score_floats_wide)}}};
-    const int row = format == TQKV_TQ4 ? 0 : format == TQKV_I8 ? 1 : format == TQKV_F16 ? 2 : 3;
-    return row == 3 && format != TQKV_FORMAT_DEFAULT ? NULL : kernels[row][scoring][wide];
-}
-
-/* What the codes of a tile are multiplied by, per block and position. factors: [n_blocks][TQKV__TILE], zero beyond n */
-TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, int n, float *factors)
-{
-    const int blocks = s->head_dim / s->block_dim;
-    const float factor = s->format == TQKV_I8 || !norms ? 1.0f : tqkv__factor(s, 1.0f);
-    int j = 0;
-    for (; blocks == 1 && norms && j + TQKV__LANES <= n; j += TQKV__LANES)
-        TQKV__(store)(factors + j, TQKV__(mul)(TQKV__(load)(norms + j), TQKV__(set1)(factor)));
-    for (; j < TQKV__TILE; j++)
-        for (int b = 0; b < blocks; b++)
-            factors[b * TQKV__TILE + j] = j >= n ? 0.0f : norms ? norms[j * blocks + b] * factor : 1.0f;
-}
-
-/* Runs a kernel over block b of a tile: straight from the codes for as few rows as registers hold, else, and for
-   formats without a kernel, from a buffer of decoded values, so that nothing is decoded twice. */
-TQKV__TARGET static void TQKV__(run)(const tqkv__stream *s, const uint8_t *codes, int b, int n, int n_rows,
-                                     bool scoring, const float *in, const float *factors, float *out)
+/* As TQKV__(score_quad): from the codes for few rows, else from decoded rows. */
+TQKV__TARGET static void TQKV__(add_values)(const tqkv__stream *s, const uint8_t *codes, int b, int n, int n_rows,
+                                            const float *weights, float *out)
 {
     enum { stretch = 16 };
     TQKV__ALIGNED float x[stretch * TQKV__BLOCK];
-    const bool wide = s->block_dim >= 8 * TQKV__LANES;
-    const TQKV__(kernel) fused = n_rows <= TQKV__ROWS ? TQKV__(find_kernel)(s->format, wide, scoring) : NULL;
-    const TQKV__(kernel) floats = TQKV__(find_kernel)(TQKV_FORMAT_DEFAULT, wide, scoring);
-    const int in_step = scoring ? s->head_dim : TQKV__TILE, out_step = scoring ? TQKV__TILE : s->head_dim;
-    TQKV__(job) job;
-    job.codebook = s->info->codebook;
-    job.dim = s->block_dim;
-    job.head_dim = s->head_dim;
-    job.add = b > 0;
-    job.in = in;
-    job.out = out;
-    job.factors = factors;
-    if (fused) {
-        job.codes = codes + (size_t)b * (s->row_bytes * (size_t)s->block_dim / (size_t)s->head_dim);
-        job.stride = s->row_bytes;
-        job.n = n;
-        TQKV__(for_rows)(job, fused, n_rows, in_step, out_step);
-        return;
+    const bool wide = s->block_dim >= 8 * TQKV__LANES, few = n_rows <= TQKV__ROWS;
+    void (*kernel)(const TQKV__(values) *, int) = NULL;
+    TQKV__(values) values;
+    if (few && s->format == TQKV_TQ4) kernel = wide ? TQKV__(accumulate_tq4_wide) : TQKV__(accumulate_tq4_narrow);
+    if (few && s->format == TQKV_I8) kernel = wide ? TQKV__(accumulate_i8_wide) : TQKV__(accumulate_i8_narrow);
+    if (few && s->format == TQKV_F16) kernel = wide ? TQKV__(accumulate_f16_wide) : TQKV__(accumulate_f16_narrow);
+    const int step = kernel ? n : stretch;
+    values.codebook = s->info->codebook;
+    values.dim = s->block_dim;
+    values.head_dim = s->head_dim;
+    values.stride = kernel ? s->row_bytes : (size_t)s->block_dim * sizeof(float);
+    for (int j = 0; j < n; j += step, codes += (size_t)step * s->row_bytes) {
+        values.n = n - j < step ? n - j : step;
+        values.codes = codes + (size_t)b * (s->row_bytes * (size_t)s->block_dim / (size_t)s->head_dim);
+        if (!kernel) {
+            tqkv__prefetch(codes, (size_t)values.n * s->row_bytes);
+            TQKV__(decode)(s, codes, values.n, b, x);
+            values.codes = (const uint8_t *)(const void *)x;
+        }
+        for (int row = 0, rows = 0; row < n_rows; row += rows) {
+            rows = TQKV__(take_rows)(n_rows - row);
+            values.weights = weights + row * TQKV__TILE + j;
+            values.out = out + (size_t)row * (size_t)s->head_dim;
+            if (kernel)
+                kernel(&values, rows);
+            else if (wide)
+                TQKV__(accumulate_rows_wide)(&values, rows);
+            else
+                TQKV__(accumulate_rows_narrow)(&values, rows);
+        }
     }
-    for (int j = 0; j < n; j += stretch, codes += stretch * s->row_bytes) {
-        job.n = n - j < stretch ? n - j : stretch;
-        tqkv__prefetch(codes, (size_t)job.n * s->row_bytes);
-        TQKV__(decode)(s, codes, job.n, b, x);
-        job.codes = (const uint8_t *)(const void *)x;
-        job.stride = (size_t)s->block_dim * sizeof(float);
-        job.in = scoring ? in : in + j;
-        job.out = scoring ? out + j : out;
-        job.factors = factors + j;
-        TQKV__(for_rows)(job, floats, n_rows, in_step, out_step);
-    }
-}
-
-TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q,
-                                            int n_rows, float *scores)
-{
-    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
-    for (int b = 0; b < s->head_dim / s->block_dim; b++)
-        TQKV__(run)
-        (s, tqkv__codes_at(s, kv_head, slot), b, n, n_rows, true, q + b * s->block_dim, factors + b * TQKV__TILE,
-         scores);
 }
 
 TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights,
                                             int n_rows, float *out)
 {
-    TQKV__ALIGNED float scaled[TQKV__CHUNK_ROWS * TQKV__TILE], factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__ALIGNED float scaled[TQKV__CHUNK_ROWS * TQKV__TILE], factors[TQKV_MAX_HEAD_DIM / TQKV__BLOCK * TQKV__TILE];
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
     for (int b = 0; b < s->head_dim / s->block_dim; b++) {
-        for (int i = 0; i < n_rows * TQKV__TILE; i += TQKV__LANES)
-            TQKV__(store)
-            (scaled + i,
-             TQKV__(mul_nonzero)(TQKV__(load)(weights + i), TQKV__(load)(factors + b * TQKV__TILE + i % TQKV__TILE)));
-        TQKV__(run)(s, tqkv__codes_at(s, kv_head, slot), b, n, n_rows, false, scaled, NULL, out + b * s->block_dim);
+        for (int i = 0; i < n_rows * TQKV__TILE; i += TQKV__LANES) {
+            const TQKV__VECTOR factor = TQKV__(load)(factors + b * TQKV__TILE + i % TQKV__TILE);
+            TQKV__(store)(scaled + i, TQKV__(mul_nonzero)(TQKV__(load)(weights + i), factor));
+        }
+        TQKV__(add_values)(s, tqkv__codes_at(s, kv_head, slot), b, n, n_rows, scaled, out + b * s->block_dim);
     }
 }
 
 static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME, TQKV__LANES, TQKV__(score_tile), TQKV__(softmax_tile),
                                       TQKV__(value_tile)};
 
+#undef TQKV__QUAD
 #undef TQKV__VECTOR
 #endif /* TQKV__LANES */
 
@@ -1018,7 +1160,7 @@ static bool tqkv__head_dim_known(int head_dim)
     return head_dim >= 32 && head_dim <= TQKV_MAX_HEAD_DIM && (head_dim & (head_dim - 1)) == 0;
 }
 
-#define TQKV__BLOCK 256
+#define TQKV__BLOCK 128
 
 /* A store with its defaults resolved and its sizes derived. */
 typedef struct tqkv__stream {
@@ -1057,7 +1199,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
     s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
     s->norm_dim = s->head_dim / (s->norms_per_row ? s->norms_per_row : 1);
-    s->block_dim = s->norm_dim < TQKV__BLOCK ? s->norm_dim : TQKV__BLOCK;
+    s->block_dim = s->head_dim < TQKV__BLOCK ? s->head_dim : TQKV__BLOCK;
     if (!tqkv__array_size(s->n_kv_heads, s->capacity, 1, s->row_bytes, &s->codes_size) ||
         !tqkv__array_size(s->n_kv_heads, s->capacity, s->norms_per_row, sizeof(float), &s->norms_size))
         return TQKV_INVALID_ARGUMENT;
@@ -1838,26 +1980,6 @@ TQKV__TARGET static inline float tqkv__first_lane_avx512(__m512 x) { return _mm5
 TQKV__TARGET static inline float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
 TQKV__TARGET static inline float tqkv__sum_lanes_avx512(__m512 x) { return _mm512_reduce_add_ps(x); }
 
-/* The sums of each of four vectors within 128 bits, side by side: 16 bytes of the result belong to the same 16 of each.
- */
-TQKV__TARGET static inline __m512 tqkv__sum_quads_avx512(const float *vectors)
-{
-    const __m512 a = _mm512_load_ps(vectors), b = _mm512_load_ps(vectors + 16);
-    const __m512 c = _mm512_load_ps(vectors + 32), d = _mm512_load_ps(vectors + 48);
-    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-    return _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-}
-/* Lane i of the result is the sum of the lanes of vector i; vectors: [LANES][LANES], aligned. The same in every set. */
-TQKV__TARGET static inline __m512 tqkv__sum_each_avx512(const float *vectors)
-{
-    const __m512 a = tqkv__sum_quads_avx512(vectors), b = tqkv__sum_quads_avx512(vectors + 64);
-    const __m512 c = tqkv__sum_quads_avx512(vectors + 128), d = tqkv__sum_quads_avx512(vectors + 192);
-    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-}
-
 /* a * b, but 0 where a is 0 even beside an infinite or NaN b */
 TQKV__TARGET static inline __m512 tqkv__mul_nonzero_avx512(__m512 a, __m512 b)
 {
@@ -1885,13 +2007,14 @@ TQKV__TARGET static TQKV__INLINE __m512i tqkv__load_upper_avx512(const int bits,
     const __m512i bytes = _mm512_cvtepu8_epi64(tqkv__load_64(p));
     return _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));
 }
-/* The k-th code of each lane in the lowest bits; what lies above them is ignored by lookup. */
-TQKV__TARGET static TQKV__INLINE __m512i tqkv__pick_avx512(const int bits, __m512i low, __m512i high, const int k)
+/* The k-th nibble of each lane in the lowest bits, above it the upper bits of the code from bit `bit` of high; what
+   lies above the code is ignored by lookup. */
+TQKV__TARGET static TQKV__INLINE __m512i tqkv__pick_avx512(const int bits, __m512i low, const int k, __m512i high,
+                                                           const int bit)
 {
     const __m512i code = _mm512_srli_epi32(low, (unsigned)(4 * k));
-    const int up = 4 - k * (bits - 4); /* from bit k * (bits - 4) of high to bit 4 */
     if (bits == 4) return code;
-    high = up > 0 ? _mm512_slli_epi32(high, (unsigned)up) : _mm512_srli_epi32(high, (unsigned)-up);
+    high = bit < 4 ? _mm512_slli_epi32(high, (unsigned)(4 - bit)) : _mm512_srli_epi32(high, (unsigned)(bit - 4));
     return _mm512_ternarylogic_epi32(code, high, _mm512_set1_epi32(bits == 5 ? 0x10 : 0x30), 0xd8);
 }
 TQKV__TARGET static TQKV__INLINE __m512 tqkv__lookup_avx512(const int bits, const __m512 *table, __m512i codes)
@@ -1913,6 +2036,41 @@ TQKV__TARGET static inline __m512 tqkv__load_i8_avx512(const uint8_t *p)
 TQKV__TARGET static inline __m512 tqkv__load_f16_avx512(const uint8_t *p)
 {
     return _mm512_cvtph_ps(tqkv__load_256_avx512(p));
+}
+
+/* 16 bytes of each of LANES positions -> four vectors with 32 bits of each */
+TQKV__TARGET static inline void tqkv__transpose_avx512(const uint8_t *p, size_t stride, __m512i *columns)
+{
+    __m512i rows[4]; /* positions i, i + 4, i + 8, i + 12 in the four 128-bit lanes */
+    TQKV__UNROLL for (int i = 0; i < 4; i++, p += stride)
+    {
+        rows[i] = _mm512_castsi128_si512(tqkv__load_128(p));
+        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(p + 4 * stride), 1);
+        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(p + 8 * stride), 2);
+        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(p + 12 * stride), 3);
+    }
+    const __m512i a = _mm512_unpacklo_epi32(rows[0], rows[1]), b = _mm512_unpackhi_epi32(rows[0], rows[1]);
+    const __m512i c = _mm512_unpacklo_epi32(rows[2], rows[3]), d = _mm512_unpackhi_epi32(rows[2], rows[3]);
+    columns[0] = _mm512_unpacklo_epi64(a, c);
+    columns[1] = _mm512_unpackhi_epi64(a, c);
+    columns[2] = _mm512_unpacklo_epi64(b, d);
+    columns[3] = _mm512_unpackhi_epi64(b, d);
+}
+/* 32 bits of each of LANES positions */
+TQKV__TARGET static inline __m512i tqkv__load_strided_avx512(const uint8_t *p, size_t stride)
+{
+    int words[16];
+    for (int i = 0; i < 16; i++) memcpy(&words[i], p + (size_t)i * stride, sizeof words[i]);
+    return _mm512_loadu_si512((const void *)words);
+}
+TQKV__TARGET static inline __m512 tqkv__as_floats_avx512(__m512i x) { return _mm512_castsi512_ps(x); }
+TQKV__TARGET static TQKV__INLINE __m512 tqkv__i8_at_avx512(__m512i x, const int k)
+{
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(x, (unsigned)(24 - 8 * k)), 24));
+}
+TQKV__TARGET static TQKV__INLINE __m512 tqkv__f16_at_avx512(__m512i x, const int k)
+{
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(x, (unsigned)(16 * k))));
 }
 
 /* 256 centroids are too many for permutes of floats, so the bytes of the floats are looked up: the codebook's symmetry
@@ -1997,15 +2155,6 @@ TQKV__TARGET static inline float tqkv__sum_lanes_avx2(__m256 x)
     m = _mm_add_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
-TQKV__TARGET static inline __m256 tqkv__sum_each_avx2(const float *v)
-{
-    const __m256 ab = _mm256_hadd_ps(_mm256_load_ps(v), _mm256_load_ps(v + 8));
-    const __m256 cd = _mm256_hadd_ps(_mm256_load_ps(v + 16), _mm256_load_ps(v + 24));
-    const __m256 ef = _mm256_hadd_ps(_mm256_load_ps(v + 32), _mm256_load_ps(v + 40));
-    const __m256 gh = _mm256_hadd_ps(_mm256_load_ps(v + 48), _mm256_load_ps(v + 56));
-    const __m256 abcd = _mm256_hadd_ps(ab, cd), efgh = _mm256_hadd_ps(ef, gh);
-    return _mm256_add_ps(_mm256_permute2f128_ps(abcd, efgh, 0x20), _mm256_permute2f128_ps(abcd, efgh, 0x31));
-}
 TQKV__TARGET static TQKV__INLINE __m256i tqkv__load_lower_avx2(const int per_lane, const uint8_t *p)
 {
     return per_lane == 8 ? _mm256_loadu_si256((const __m256i *)(const void *)p)
@@ -2020,13 +2169,42 @@ TQKV__TARGET static TQKV__INLINE __m256i tqkv__load_upper_avx2(const int bits, c
     const __m256i bytes = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(word));
     return _mm256_or_si256(bytes, _mm256_slli_epi64(bytes, 28));
 }
-TQKV__TARGET static TQKV__INLINE __m256i tqkv__pick_avx2(const int bits, __m256i low, __m256i high, const int k)
+TQKV__TARGET static TQKV__INLINE __m256i tqkv__pick_avx2(const int bits, __m256i low, const int k, __m256i high,
+                                                         const int bit)
 {
     const __m256i code = _mm256_srli_epi32(low, 4 * k), upper = _mm256_set1_epi32(bits == 5 ? 0x10 : 0x30);
-    const int up = 4 - k * (bits - 4);
     if (bits == 4) return code;
-    high = up > 0 ? _mm256_slli_epi32(high, up) : _mm256_srli_epi32(high, -up);
+    high = bit < 4 ? _mm256_slli_epi32(high, 4 - bit) : _mm256_srli_epi32(high, bit - 4);
     return _mm256_or_si256(_mm256_andnot_si256(upper, code), _mm256_and_si256(upper, high));
+}
+TQKV__TARGET static inline void tqkv__transpose_avx2(const uint8_t *p, size_t stride, __m256i *columns)
+{
+    __m256i rows[4];
+    TQKV__UNROLL for (int i = 0; i < 4; i++, p += stride) rows[i] =
+        _mm256_inserti128_si256(_mm256_castsi128_si256(tqkv__load_128(p)), tqkv__load_128(p + 4 * stride), 1);
+    const __m256i a = _mm256_unpacklo_epi32(rows[0], rows[1]), b = _mm256_unpackhi_epi32(rows[0], rows[1]);
+    const __m256i c = _mm256_unpacklo_epi32(rows[2], rows[3]), d = _mm256_unpackhi_epi32(rows[2], rows[3]);
+    columns[0] = _mm256_unpacklo_epi64(a, c);
+    columns[1] = _mm256_unpackhi_epi64(a, c);
+    columns[2] = _mm256_unpacklo_epi64(b, d);
+    columns[3] = _mm256_unpackhi_epi64(b, d);
+}
+TQKV__TARGET static inline __m256i tqkv__load_strided_avx2(const uint8_t *p, size_t stride)
+{
+    int words[8];
+    for (int i = 0; i < 8; i++) memcpy(&words[i], p + (size_t)i * stride, sizeof words[i]);
+    return _mm256_loadu_si256((const __m256i *)(const void *)words);
+}
+TQKV__TARGET static inline __m256 tqkv__as_floats_avx2(__m256i x) { return _mm256_castsi256_ps(x); }
+TQKV__TARGET static TQKV__INLINE __m256 tqkv__i8_at_avx2(__m256i x, const int k)
+{
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(x, 24 - 8 * k), 24));
+}
+TQKV__TARGET static TQKV__INLINE __m256 tqkv__f16_at_avx2(__m256i x, const int k)
+{
+    const __m256i half = k ? _mm256_srli_epi32(x, 16) : _mm256_and_si256(x, _mm256_set1_epi32(0xffff));
+    const __m256i packed = _mm256_packus_epi32(half, half); /* each 128-bit lane's four halves, twice */
+    return _mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 8)));
 }
 /* Permutes look at the lowest three bits; blends, which look at the sign bit, choose by those above. */
 TQKV__TARGET static TQKV__INLINE __m256 tqkv__lookup_4_avx2(const __m256 *table, __m256i codes)
@@ -2103,10 +2281,6 @@ static inline float32x4_t tqkv__exp2_neon(float32x4_t n)
 static inline float tqkv__first_lane_neon(float32x4_t x) { return vgetq_lane_f32(x, 0); }
 static inline float tqkv__largest_lane_neon(float32x4_t x) { return vmaxvq_f32(x); }
 static inline float tqkv__sum_lanes_neon(float32x4_t x) { return vaddvq_f32(x); }
-static inline float32x4_t tqkv__sum_each_neon(const float *v)
-{
-    return vpaddq_f32(vpaddq_f32(vld1q_f32(v), vld1q_f32(v + 4)), vpaddq_f32(vld1q_f32(v + 8), vld1q_f32(v + 12)));
-}
 static inline float32x4_t tqkv__mul_nonzero_neon(float32x4_t a, float32x4_t b)
 {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(vmulq_f32(a, b)), vceqzq_f32(a)));
@@ -2124,17 +2298,44 @@ static TQKV__INLINE uint32x4_t tqkv__load_upper_neon(const int bits, const int p
     const uint16x8_t wide = bits == 5 ? vmovl_u8(vcreate_u8(bytes)) : vreinterpretq_u16_u64(vdupq_n_u64(bytes));
     return vmovl_u16(vget_low_u16(wide));
 }
-static TQKV__INLINE uint32x4_t tqkv__pick_neon(const int bits, uint32x4_t low, uint32x4_t high, const int k)
+static TQKV__INLINE uint32x4_t tqkv__pick_neon(const int bits, uint32x4_t low, const int k, uint32x4_t high,
+                                               const int bit)
 {
-    const uint32x4_t nibble = vandq_u32(vshlq_u32(low, vdupq_n_s32(-4 * k)), vdupq_n_u32(15));
-    if (bits == 4) return nibble;
-    high = vshlq_u32(high, vdupq_n_s32(4 - k * (bits - 4)));
-    return vorrq_u32(nibble, vandq_u32(high, vdupq_n_u32(bits == 5 ? 0x10 : 0x30)));
+    const uint32x4_t code = vshlq_u32(low, vdupq_n_s32(-4 * k));
+    if (bits == 4) return code;
+    return vbslq_u32(vdupq_n_u32(bits == 5 ? 0x10 : 0x30), vshlq_u32(high, vdupq_n_s32(4 - bit)), code);
+}
+static inline void tqkv__transpose_neon(const uint8_t *p, size_t stride, uint32x4_t *columns)
+{
+    const uint32x4_t r0 = vreinterpretq_u32_u8(vld1q_u8(p)), r1 = vreinterpretq_u32_u8(vld1q_u8(p + stride));
+    const uint32x4_t r2 = vreinterpretq_u32_u8(vld1q_u8(p + 2 * stride)),
+                     r3 = vreinterpretq_u32_u8(vld1q_u8(p + 3 * stride));
+    const uint32x4_t a = vzip1q_u32(r0, r2), b = vzip2q_u32(r0, r2), c = vzip1q_u32(r1, r3), d = vzip2q_u32(r1, r3);
+    columns[0] = vzip1q_u32(a, c);
+    columns[1] = vzip2q_u32(a, c);
+    columns[2] = vzip1q_u32(b, d);
+    columns[3] = vzip2q_u32(b, d);
+}
+static inline uint32x4_t tqkv__load_strided_neon(const uint8_t *p, size_t stride)
+{
+    uint32_t words[4];
+    for (int i = 0; i < 4; i++) memcpy(&words[i], p + (size_t)i * stride, sizeof words[i]);
+    return vld1q_u32(words);
+}
+static inline float32x4_t tqkv__as_floats_neon(uint32x4_t x) { return vreinterpretq_f32_u32(x); }
+static TQKV__INLINE float32x4_t tqkv__i8_at_neon(uint32x4_t x, const int k)
+{
+    return vcvtq_f32_s32(vshrq_n_s32(vreinterpretq_s32_u32(vshlq_u32(x, vdupq_n_s32(24 - 8 * k))), 24));
+}
+static TQKV__INLINE float32x4_t tqkv__f16_at_neon(uint32x4_t x, const int k)
+{
+    return vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(vshlq_u32(x, vdupq_n_s32(-16 * k)))));
 }
 /* Table look-up is by bytes: code c is bytes 4c to 4c + 3, and 64 bytes are a table; an index beyond it changes
  * nothing. */
 static TQKV__INLINE float32x4_t tqkv__lookup_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
 {
+    codes = vandq_u32(codes, vdupq_n_u32((1u << bits) - 1));
     uint8x16_t index = vreinterpretq_u8_u32(vmlaq_n_u32(vdupq_n_u32(0x03020100u), codes, 0x04040404u));
     uint8x16_t found = vdupq_n_u8(0);
     TQKV__UNROLL for (int i = 0; i < (1 << bits) / 16; i++, table += 4)
@@ -2242,20 +2443,15 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name)
     return TQKV_OK;
 }
 
-/* The order in which an instruction set decodes a row: a run of lanes * per_lane values is a matrix [lanes][per_lane],
-   and vector k of the run is its column k. Queries are brought into it, outputs back. natural, arranged: [head_dim] */
-static void tqkv__arrange(const tqkv__isa *isa, const tqkv__stream *s, float *natural, float *arranged, bool back)
+/* Outputs come in the order in which an instruction set decodes nibbles: a run of lanes * per_lane values is a matrix
+   [lanes][per_lane], and vector k of the run is its column k. decoded, natural: [head_dim] */
+static void tqkv__rearrange(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
     const bool nibbles = s->format == TQKV_TQ4 || s->format == TQKV_TQ5 || s->format == TQKV_TQ6;
     const int lanes = isa->lanes, per_lane = lanes == 1 || !nibbles ? 1 : s->head_dim >= 8 * lanes ? 8 : 4;
     for (int run = 0; run < s->head_dim; run += lanes * per_lane)
-        for (int i = 0; i < lanes * per_lane; i++) {
-            float *a = &arranged[run + i % per_lane * lanes + i / per_lane], *n = &natural[run + i];
-            if (back)
-                *n = *a;
-            else
-                *a = *n;
-        }
+        for (int i = 0; i < lanes * per_lane; i++)
+            natural[run + i] = decoded[run + i % per_lane * lanes + i / per_lane];
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -2350,18 +2546,16 @@ static void tqkv__attend_task(void *context, int index)
                       job->max + out_row, job->sum + out_row);
 }
 
-/* The queries by KV head, in the keys' basis and the decoder's order, times scale. q: [n_queries][n_heads][head_dim] */
+/* The queries by KV head, in the keys' basis, times scale. q: [n_queries][n_heads][head_dim] */
 static void tqkv__arrange_queries(const tqkv__attention *a, const float *q, float *arranged)
 {
-    float query[TQKV_MAX_HEAD_DIM];
     for (int h = 0; h < a->n_kv_heads; h++)
         for (int i = 0; i < a->n_queries; i++)
             for (int g = 0; g < a->group; g++, arranged += a->head_dim) {
                 const size_t row = (size_t)i * (size_t)a->n_heads + (size_t)h * (size_t)a->group + (size_t)g;
-                memcpy(query, q + row * (size_t)a->head_dim, (size_t)a->head_dim * sizeof(float));
-                if (a->rotate_queries) tqkv__rotate_row(query, a->head_dim);
-                tqkv__scale(query, a->head_dim, a->scale);
-                tqkv__arrange(a->isa, &a->keys, query, arranged, false);
+                memcpy(arranged, q + row * (size_t)a->head_dim, (size_t)a->head_dim * sizeof(float));
+                if (a->rotate_queries) tqkv__rotate_row(arranged, a->head_dim);
+                tqkv__scale(arranged, a->head_dim, a->scale);
             }
 }
 
@@ -2426,7 +2620,7 @@ static void tqkv__job_collect(tqkv__job *job, float *out, float *max, float *sum
                 for (size_t from = row + a->n_rows; from < (size_t)job->n_splits * a->n_rows; from += a->n_rows)
                     tqkv__merge_row(a->head_dim, sums, &max[to], &sum[to], job->out + from * (size_t)a->head_dim,
                                     job->max[from], job->sum[from]);
-                tqkv__arrange(a->isa, &a->values, out + to * (size_t)a->head_dim, sums, true);
+                tqkv__rearrange(a->isa, &a->values, sums, out + to * (size_t)a->head_dim);
             }
     a->allocator.free(a->allocator.user, job->memory, job->memory_size);
 }
