@@ -76,6 +76,11 @@ refused "formats/unknown" "no format" "$bin/tinylm" generate x --keys tq3
 refused "formats/mixed" "do not pair" "$bin/tinylm" generate x --keys f32 --values tq4
 refused "prompt/empty" "empty" "$bin/tinylm" generate ""
 
+for threads in threads_pthread threads_openmp; do
+    "$bin/$threads" >"$work/$threads"
+    check "$threads" grep -q "the same bits" "$work/$threads"
+done
+
 "$bin/encode_attend" >"$work/encode_attend"
 check "encode_attend" grep -q "as expected" "$work/encode_attend"
 "$bin/real_kv" >"$work/real_kv"

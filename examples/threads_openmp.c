@@ -1,0 +1,18 @@
+/* Attention on several threads with OpenMP: the hook is one parallel loop. Compile with -fopenmp; without it the loop
+   runs on the calling thread. */
+#define _POSIX_C_SOURCE 200809L
+#define TQKV_IMPLEMENTATION
+#include "threads_demo.h"
+
+enum { THREADS = 4 };
+
+static void run(void *user, int count, tqkv_task task, void *context)
+{
+    (void)user;
+#ifdef _OPENMP
+#pragma omp parallel for schedule(dynamic) num_threads(THREADS)
+#endif
+    for (int i = 0; i < count; i++) task(context, i); /* any order, any thread: the result has the same bits */
+}
+
+int main(void) { return demo_compare((tqkv_parallel){run, NULL}, THREADS); }
