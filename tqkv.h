@@ -449,20 +449,19 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
      0x58, 0x2f, 0x94, 0xe1, 0xb6, 0x3d, 0x0a, 0x7c, 0xc5, 0x61, 0xd8, 0x4f, 0xa3, 0x97, 0x1e, 0x85}};
 // clang-format on
 
-/* The Metal kernels: a pipeline is one kernel, named tqkv_<what>_d<head_dim>, with all function constants of its line.
- */
-#define TQKV_FC_FORMAT         0 /* uint: tqkv_format of the stream; encode_kv, attend: of the keys */
-#define TQKV_FC_VALUE_FORMAT   1 /* uint: encode_kv, attend */
-#define TQKV_FC_ROTATED        2 /* bool: the stream is stored rotated (false for F16 and unrotated); encode_kv: keys */
-#define TQKV_FC_VALUE_ROTATED  3 /* bool: encode_kv */
+/* The Metal kernels, tqkv_<family>_d<head_dim>. A pipeline is a kernel with all function constants that name it. */
+#define TQKV_FC_FORMAT         0 /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: of the keys */
+#define TQKV_FC_VALUE_FORMAT   1 /* uint: encode_kv, attend: of the values */
+#define TQKV_FC_ROTATED        2 /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
+#define TQKV_FC_VALUE_ROTATED  3 /* bool: encode_kv: the values */
 #define TQKV_FC_UNROTATE       4 /* bool: decode, rotate, attend_merge: turn rows from the rotated basis */
 #define TQKV_FC_ROTATE_QUERIES 5 /* bool: attend: keys are rotated and queries are not yet */
 #define TQKV_FC_COLUMNS        6 /* uint: attend: query rows of one KV head that a threadgroup serves */
 #define TQKV_FC_MANY_QUERIES   7 /* bool: attend: n_queries > 1, so columns see different positions */
-#define TQKV_FC_SOFTCAP        8 /* bool: attend */
+#define TQKV_FC_SOFTCAP        8 /* bool: attend: scores are capped */
 #define TQKV_FC_SAME_SLOTS     9 /* bool: attend: a position has the same slot in keys and values */
 #define TQKV_FC_SHORT_STORE    10 /* bool: attend: the keys' capacity is below 32 */
-#define TQKV_FC_SINKS          11 /* bool: attend_merge */
+#define TQKV_FC_SINKS          11 /* bool: attend_merge: there are sinks */
 
 /* Most query rows a threadgroup of attend serves at this head_dim: 8 accumulators a lane and row up to D=256, so that
    the sums of all rows stay at 64 registers. */
@@ -477,17 +476,17 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /* (3) maximum and sum, n simdgroups */
 
 /* Rows of one stream. Token t of the call is at slot first_slot + t, less capacity if that is beyond the store: the
-   host resolves positions, and passes at most `capacity` tokens. */
+   host resolves positions, and passes at most `capacity` tokens and fewer than 2^32 rows. */
 typedef struct tqkv__rows_args {
-    int32_t n_tokens;
+    int32_t n_tokens; /* source or destination is [n_tokens][n_kv_heads][head_dim] */
     int32_t n_kv_heads;
-    int32_t capacity;
+    int32_t capacity;   /* positions of the store */
     int32_t first_slot; /* in [0, capacity) */
     float block_scale;  /* not 0 */
 } tqkv__rows_args;
 
 typedef struct tqkv__rotate_args {
-    int32_t n_rows;
+    int32_t n_rows; /* of head_dim values */
 } tqkv__rotate_args;
 
 /* attend, over kv_len resident positions counted from the oldest. Its slot is oldest_slot; slots wrap at capacity. */
@@ -495,13 +494,13 @@ typedef struct tqkv__attend_args {
     int32_t n_queries;
     int32_t n_kv_heads;
     int32_t group;    /* query heads a KV head */
-    int32_t kv_len;   /* 1 or more; query i is at position kv_len - n_queries + i */
-    int32_t window;   /* 0: none */
+    int32_t kv_len;   /* query i is at position kv_len - n_queries + i; before 0 it sees nothing */
+    int32_t window;   /* 0: none, or no smaller than kv_len */
     int32_t n_splits; /* threadgroups that share one context: the grid's z */
     int32_t key_capacity, key_oldest_slot;
     int32_t value_capacity, value_oldest_slot;
-    float scale; /* not 0 */
-    float softcap;
+    float scale;   /* not 0 */
+    float softcap; /* read if TQKV_FC_SOFTCAP */
     float key_block_scale, value_block_scale; /* not 0 */
 } tqkv__attend_args;
 

@@ -68,7 +68,7 @@ inline int position_of_slot(constant tqkv__attend_args &args, uint slot)
     return position < 0 ? position + args.key_capacity : position;
 }
 
-// The slot of row r of the tile at `base`. A tile always has 32 rows: where the store ends, base was moved back.
+// The slot of row r of the tile at `base`.
 inline uint slot_of_row(constant tqkv__attend_args &args, uint base, uint r)
 {
     return short_store ? min(base + r, uint(args.key_capacity) - 1u) : base + r;
@@ -99,26 +99,48 @@ inline query_row row_of_column(constant tqkv__attend_args &args, uint column)
 // The newest position that a query sees; negative if it sees none.
 inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.kv_len - args.n_queries + query; }
 
-// Tiles [first, first + count), numbers wrapping at total, that hold all positions which a threadgroup's columns see.
+// Tiles are numbered from the one with the oldest position that a threadgroup's columns see; a split has [begin, end).
 struct tile_range {
-    uint first, count, total;
+    uint begin, end;
+    uint first, total; // tile 0 is the first-th of the store's `total` tiles, behind the last of which comes the first
 };
 
-inline tile_range tiles_seen(constant tqkv__attend_args &args, int first_query, int last_query)
+inline tile_range tiles_of_split(constant tqkv__attend_args &args, uint first_column, uint split)
 {
-    int newest = newest_seen(args, last_query), oldest = newest_seen(args, first_query) - args.window + 1;
+    int newest = newest_seen(args, row_of_column(args, first_column + columns - 1u).query);
+    int oldest = newest_seen(args, row_of_column(args, first_column).query) - args.window + 1;
     if (args.window == 0 || oldest < 0) oldest = 0;
     tile_range range;
-    uint capacity = uint(args.key_capacity);
-    range.total = (capacity + 31u) / 32u;
-    uint slot = uint(args.key_oldest_slot) + uint(oldest);
+    uint capacity = uint(args.key_capacity), slot = uint(args.key_oldest_slot) + uint(oldest);
     slot = slot < capacity ? slot : slot - capacity;
     uint before_end = capacity - slot, n = newest < oldest ? 0u : uint(newest - oldest) + 1u;
     range.first = slot / 32u;
-    range.count =
-        n <= before_end ? (slot % 32u + n + 31u) / 32u : range.total - range.first + (n - before_end + 31u) / 32u;
-    range.count = n == 0 ? 0u : min(range.count, range.total);
+    range.total = (capacity + 31u) / 32u;
+    uint wrapped = range.total - range.first + (n - before_end + 31u) / 32u;
+    uint count = n <= before_end ? (slot % 32u + n + 31u) / 32u : min(wrapped, range.total);
+    count = n == 0 ? 0u : count;
+    range.begin = uint(ulong(count) * ulong(split) / ulong(args.n_splits));
+    range.end = uint(ulong(count) * ulong(split + 1u) / ulong(args.n_splits));
     return range;
+}
+
+struct tile_place {
+    uint base;    // slot of row 0
+    uint slot;    // of the lane's row
+    int position; // of the lane's row; beyond all queries if the row is not the tile's own
+};
+
+// A tile always has 32 rows to load. Where the store ends it is moved back over rows of the tile before, which are not
+// its own, and nor are those that a short store lacks.
+inline tile_place open_tile(constant tqkv__attend_args &args, tile_range range, uint number, uint row)
+{
+    uint nth = range.first + number, start = (nth < range.total ? nth : nth - range.total) * 32u;
+    tile_place result;
+    result.base = short_store ? 0u : min(start, uint(args.key_capacity) - 32u);
+    result.slot = slot_of_row(args, result.base, row);
+    bool own = result.base + row >= start && result.base + row < uint(args.key_capacity);
+    result.position = own ? position_of_slot(args, result.slot) : 0x7fffffff;
+    return result;
 }
 
 // ---- Queries ----
@@ -290,6 +312,7 @@ inline void add_values(constant tqkv__attend_args &args, stream_rows values, uin
 {
     const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D), L = D / V;
     const uint block = norm_block<D>(value_format);
+    TQKV_UNROLL_4
     for (uint step = 0; step < uint(L); step++) {
         uint row = step * uint(32 / L) + lane / uint(L), slot = value_slot_of(args, slot_of_row(args, base, row));
         device const uchar *codes = values.codes + ulong(slot) * ulong(row_bytes<D>(value_format));
@@ -432,25 +455,18 @@ inline void attend(constant tqkv__attend_args &args, device const float *q, stre
         TQKV_UNROLL
         for (int i = 0; i < V; i++) out[c][i] = 0.0f;
     }
-    tile_range range = tiles_seen(args, row_of_column(args, first_column).query,
-                                  row_of_column(args, first_column + columns - 1u).query);
-    uint first = uint(ulong(range.count) * ulong(group.z) / ulong(args.n_splits));
-    uint end = uint(ulong(range.count) * ulong(group.z + 1u) / ulong(args.n_splits));
+    tile_range range = tiles_of_split(args, first_column, group.z);
     uint row = row_of_lane<D, KW>(lane);
-
-    for (uint t = first + simdgroup; t < end; t += n_simdgroups) {
-        uint tile = range.first + t, start = (tile < range.total ? tile : tile - range.total) * 32u;
-        uint base = short_store ? 0u : min(start, uint(args.key_capacity) - 32u), slot = slot_of_row(args, base, row);
-        // Rows that the tile before has too, or that a short store lacks, count as positions no query sees.
-        bool own = base + row >= start && base + row < uint(args.key_capacity);
-        int position = own ? position_of_slot(args, slot) : 0x7fffffff;
+    for (uint t = range.begin + simdgroup; t < range.end; t += n_simdgroups) {
+        tile_place at = open_tile(args, range, t, row);
         float score[C], value_scale = 1.0f;
-        score_tile<D, KW>(args, keys, base, queries, key_book, lane, score);
+        score_tile<D, KW>(args, keys, at.base, queries, key_book, lane, score);
         if (norm_block<D>(value_format) == uint(D))
-            value_scale = stored_scale<D>(value_format, values, value_slot_of(args, slot), 0u, args.value_block_scale);
-        weigh_tile<D>(args, position, newest, value_scale, row, score, maximum, sum, out, own_weights);
+            value_scale =
+                stored_scale<D>(value_format, values, value_slot_of(args, at.slot), 0u, args.value_block_scale);
+        weigh_tile<D>(args, at.position, newest, value_scale, row, score, maximum, sum, out, own_weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        add_values<D, VW>(args, values, base, own_weights, value_book, lane, out);
+        add_values<D, VW>(args, values, at.base, own_weights, value_book, lane, out);
         simdgroup_barrier(mem_flags::mem_threadgroup); // before the next tile overwrites the weights
     }
     combine_states<D>(maximum, sum, out, state, lane, simdgroup, n_simdgroups);

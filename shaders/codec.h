@@ -187,11 +187,13 @@ inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thr
     uint word = raw.main[i * W / 32], shift = uint(i * W % 32);
     if (W == 16) return float(as_type<half>(ushort((word >> shift) & 0xffffu)));
     if (W == 8 && format == TQKV_I8) return float(int(word << (24u - (shift & 24u))) >> 24);
-    uint code = (word >> shift) & (W == 4 ? 15u : 255u);
-    if (W == 4 && format == TQKV_TQ5) code |= ((raw.upper[i / 32] >> uint(i % 32)) & 1u) << 4;
-    if (W == 4 && format == TQKV_TQ6) code |= ((raw.upper[i / 16] >> uint(i % 16 * 2)) & 3u) << 4;
+    uint code = word >> shift;
+    // All 32 lanes hold the 16 centroids of TQ4, twice: the next code's lowest bit may stay in the lane number.
+    if (W == 4 && format == TQKV_TQ4) return simd_shuffle(book.own, TQKV_LANE_NUMBER(code));
+    if (W == 4 && format == TQKV_TQ5) code = (code & 15u) | ((raw.upper[i / 32] >> uint(i % 32)) & 1u) << 4;
+    if (W == 4 && format == TQKV_TQ6) code = (code & 15u) | ((raw.upper[i / 16] >> uint(i % 16 * 2)) & 3u) << 4;
     uint bits = codebook_bits(format);
-    return bits <= 5 ? simd_shuffle(book.own, ushort(code & 31u)) : book.table[code & ((1u << bits) - 1u)];
+    return bits <= 5 ? simd_shuffle(book.own, TQKV_LANE_NUMBER(code)) : book.table[code & ((1u << bits) - 1u)];
 }
 
 #endif

@@ -14,6 +14,16 @@ using namespace metal;
 #ifndef TQKV_UNROLL
 #define TQKV_UNROLL _Pragma("clang loop unroll(full)")
 #endif
+// Loops long enough to fill the instruction cache: a few rounds at a time keep several loads on their way.
+#ifndef TQKV_UNROLL_4
+#define TQKV_UNROLL_4 _Pragma("clang loop unroll_count(4)")
+#endif
+
+// A lane number in the low bits of x. Metal leaves other numbers undefined; a shim for hardware that looks at five bits
+// only may save the operation.
+#ifndef TQKV_LANE_NUMBER
+#define TQKV_LANE_NUMBER(x) ushort((x)&31u)
+#endif
 
 // A simdgroup handles a row of D values; lane l owns the values l*E .. l*E+E-1.
 #define TQKV_LANE_VALUES(D) ((D) / 32)

@@ -94,7 +94,7 @@ BUGS = {
         "values.codes + slot * row_bytes<D>(value_format)", "attend", (1024,), "plain", "defect/offsets_beyond_4_gib",
         "relative error"),
     "wrong_last_tile": (
-        "shaders/attend.h", "base + row >= start &&", "", "attend", (64,), "plain", "attend/resident/", "relative error"),
+        "shaders/attend.h", "result.base + row >= start &&", "", "attend", (64,), "plain", "attend/resident/", "relative error"),
 }
 
 

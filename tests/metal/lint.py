@@ -40,7 +40,7 @@ PATTERNS = {
                      r"\b",
     "raw-constant-index": r"function_constant\(\s*\d",
     "table-in-shader": r"^constant\b(?![^=;]*\[\[)",
-    "shuffle-index-type": r"\bsimd_shuffle(?:_xor)?\((?:[^()]|\([^()]*\))*,(?!\s*ushort\()",
+    "shuffle-index-type": r"\bsimd_shuffle(?:_xor)?\((?:[^()]|\([^()]*\))*,(?!\s*(?:ushort|TQKV_LANE_NUMBER)\()",
 }
 FUNCTION = re.compile(r"(?m)^(?!inline\b|kernel\b|constant\b|template\b|struct\b|typedef\b|using\b|enum\b|namespace\b)"
                       r"[A-Za-z_][\w<>:, ]*[ *&]\w+\([^;]*?\)\s*\{")
