@@ -28,3 +28,16 @@ test-bench: $(BUILD)/bench
 		END { print (ratios > 0) + 0 " passed, " (ratios == 0) + 0 " failed"; exit ratios == 0 }'
 
 TEST_TARGETS += test-bench
+
+# ---- The inner loops on an Apple core, predicted: no such machine is needed ----
+
+ifneq ($(SYSTEM),Darwin)
+MCA_INCLUDE := $(BUILD)/mca/include
+$(MCA_INCLUDE)/xxhash.h: /usr/include/xxhash.h
+	@mkdir -p $(@D)
+	@cp /usr/include/xxhash.h /usr/include/xxh3.h $(@D)
+
+.PHONY: bench-mca
+bench-mca: $(MCA_INCLUDE)/xxhash.h ## predict the inner loops' speed on an Apple core; needs clang and llvm-mca
+	@sh bench/mca.sh $(MCA_INCLUDE) $(BUILD)/mca
+endif
