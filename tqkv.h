@@ -693,8 +693,8 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(score)(const tqkv_format format, co
         TQKV__(set1)(0.0f);
     for (int d = 0; d < keys->dim; d += 4 * per_column, lower += 16, q += 4 * per_column) {
         TQKV__(codes) low[4][4];
-        TQKV__UNROLL for (int g = 0; !decoded && g < 4; g++)
-            TQKV__(transpose)(lower + (size_t)g * group, keys->lower_stride, low[g]);
+        TQKV__UNROLL for (int g = 0; g < 4; g++)
+            if (!decoded) TQKV__(transpose)(lower + (size_t)g * group, keys->lower_stride, low[g]);
         TQKV__UNROLL for (int i = 0; i < 4; i++)
             TQKV__UNROLL for (int k = 0; k < per_column; k++, columns += TQKV__QUAD)
         {
@@ -1851,6 +1851,7 @@ static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, in
     const int64_t position = a->end - a->n_queries + query;
     *to = position + 1 < end ? position + 1 : end;
     *from = a->window && position - a->window + 1 > first ? position - a->window + 1 : first;
+    if (*from > end) *from = end;
     if (*to < *from) *to = *from;
 }
 
@@ -1973,7 +1974,10 @@ TQKV__TARGET static inline __m512 tqkv__copysign_avx512(__m512 magnitude, __m512
 {
     return _mm512_or_ps(magnitude, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign)); /* magnitude >= 0 */
 }
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wsign-conversion" /* without optimisation GCC's intrinsic is a macro with a cast of -1 */
 TQKV__TARGET static inline __m512 tqkv__round_avx512(__m512 x) { return _mm512_roundscale_ps(x, 8); }
+#pragma GCC diagnostic pop
 TQKV__TARGET static inline __m512 tqkv__exp2_avx512(__m512 n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
 TQKV__TARGET static inline float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
 TQKV__TARGET static inline float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
@@ -2562,13 +2566,14 @@ static void tqkv__arrange_queries(const tqkv__attention *a, const float *q, floa
    first, because they need no merging. */
 static void tqkv__cut(const tqkv__attention *a, int64_t first, int64_t end, tqkv__job *job)
 {
+    int64_t unused;
     memset(job, 0, sizeof *job);
     job->a = a;
-    job->first = first;
-    job->end = end;
+    tqkv__visible(a, 0, first, end, &job->first, &unused); /* what some query sees */
+    tqkv__visible(a, a->n_queries - 1, first, end, &unused, &job->end);
     job->n_chunks = (a->n_queries * a->group - 1) / tqkv__chunk_rows(a->head_dim) + 1;
     const int64_t tasks = (int64_t)a->n_kv_heads * job->n_chunks, wanted = (64 + tasks - 1) / tasks;
-    const int64_t possible = (end - first) / 1024;
+    const int64_t possible = (job->end - job->first) / 1024;
     job->n_splits = (int)(possible < 1 ? 1 : possible < wanted ? possible : wanted);
 }
 
