@@ -60,14 +60,15 @@ void add_head_dims()
 // Heads a KV head, queries, columns a threadgroup, simdgroups, splits.
 void add_shapes()
 {
-    const int shapes[][5] = {{1, 1, 1, 1, 1},  {1, 1, 0, 4, 1},  {2, 1, 2, 4, 3},  {3, 1, 2, 2, 2}, {8, 1, 8, 4, 2},
-                             {16, 1, 8, 1, 1}, {5, 3, 0, 2, 1},  {1, 17, 8, 2, 2}, {4, 9, 3, 4, 1}, {2, 40, 0, 1, 5},
-                             {2, 45, 8, 2, 1}, {1, 1, 1, 8, 40}, {2, 2, 1, 3, 7}};
+    const int shapes[][5] = {{1, 1, 1, 1, 1},  {1, 1, 0, 4, 1},  {2, 1, 2, 4, 3},  {3, 1, 2, 2, 2},  {8, 1, 8, 4, 2},
+                             {16, 1, 8, 1, 1}, {5, 3, 0, 2, 1},  {1, 17, 8, 2, 2}, {4, 9, 3, 4, 1},  {2, 40, 0, 1, 5},
+                             {2, 45, 8, 2, 1}, {1, 1, 1, 8, 40}, {2, 2, 1, 3, 7},  {2, 200, 0, 2, 1}};
     for (const int *shape : shapes) {
         shader_attend_row row = default_row(TQKV_I8, TQKV_TQ4, 128);
         row.problem.end = 100;
         row.problem.key_capacity = row.problem.value_capacity = 110;
         if (shape[1] > 17) row.problem.end = 44; // more queries than positions: the first ones see nothing
+        if (shape[1] > 100) row.problem.end = row.problem.key_capacity = row.problem.value_capacity = 230; // prefill
         row.problem.group = shape[0];
         row.problem.n_queries = shape[1];
         row.split = {shape[2], shape[3], shape[4]};

@@ -56,7 +56,7 @@ BUGS = {
         "shaders/encode.metal", "load_boundaries(", "args.n_tokens = 1; load_boundaries(", "encode", (128,), "type", "",
         "const-qualified"),
     "stale_table": (
-        "tqkv.h", "-2.0690172f", "-2.0690173f", "tables", (), "plain", "tables", "stale table"),
+        "tqkv.h", "-2.0690172f", "-2.0690173f", "tables", (), "plain", "tables", "stale table: codebook_4"),
     # Defects of earlier systems.
     "norms_of_both_blocks": (
         "shaders/encode.h", "const int lanes = D < 512 ? 32 : 256 / TQKV_LANE_VALUES(D);", "const int lanes = 32;",

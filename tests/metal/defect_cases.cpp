@@ -182,10 +182,31 @@ void run_prefill_at_once(const void *)
     test_store_free(&got);
 }
 
+// A row takes one simdgroup at any head_dim, in threadgroups of any size, and never head_dim threads.
+void run_one_simdgroup_a_row(const void *)
+{
+    const unsigned usual = gpu_row_simdgroups;
+    std::vector<float> source(5 * 1024);
+    data_rows(25, DATA_GAUSSIAN, source.data(), 5, 1024);
+    tqkv_store expected = test_store(TQKV_TQ6, 1024, 1, 5, false);
+    CHECK_RESULT(tqkv_encode(&expected, source.data(), 5, 0), TQKV_OK);
+    for (unsigned n : {1u, 3u, 8u}) {
+        tqkv_store got = test_store(TQKV_TQ6, 1024, 1, 5, false);
+        gpu_row_simdgroups = n;
+        CHECK_RUN(gpu_encode(&got, source.data(), 5, 0, nullptr));
+        CHECK(!memcmp(expected.codes, got.codes, got.codes_size), "codes differ, %u simdgroups", n);
+        CHECK(!memcmp(expected.norms, got.norms, got.norms_size), "norms differ, %u simdgroups", n);
+        test_store_free(&got);
+    }
+    gpu_row_simdgroups = usual;
+    test_store_free(&expected);
+}
+
 } // namespace
 
 void defect_shader_cases()
 {
+    test_add(run_one_simdgroup_a_row, nullptr, 0, "defect/one_simdgroup_a_row");
     test_add(run_block_norms, nullptr, 0, "defect/block_norms_of_d512");
     test_add(run_many_tiles, nullptr, 0, "defect/barrier_before_next_tile");
     test_add(run_four_simdgroups, nullptr, 0, "defect/state_of_four_simdgroups");

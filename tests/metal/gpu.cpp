@@ -9,11 +9,10 @@
 
 std::vector<simt::schedule> gpu_schedules;
 bool gpu_on_metal;
+unsigned gpu_row_simdgroups = 4;
 
 namespace
 {
-
-const unsigned row_simdgroups = 4; // simdgroups of a threadgroup in the kernels of one row a simdgroup
 
 bool is_rotated(const tqkv_store *s) { return s->format != TQKV_F16 && !s->unrotated; }
 float block_scale(const tqkv_store *s) { return s->block_scale == 0.0f ? 1.0f : s->block_scale; }
@@ -22,7 +21,7 @@ size_t row_floats(const tqkv_store *s, int n) { return (size_t)n * (size_t)s->n_
 
 simt::extent groups_of_rows(int64_t n_rows)
 {
-    return {(unsigned)((n_rows + row_simdgroups - 1) / row_simdgroups), 1, 1};
+    return {(unsigned)((n_rows + gpu_row_simdgroups - 1) / gpu_row_simdgroups), 1, 1};
 }
 
 // Of a run longer than a ring, the last `capacity` tokens; *skipped are left out.
@@ -148,8 +147,8 @@ std::string gpu_encode(const tqkv_store *s, const float *src, int n_tokens, int6
                             .output(3, s->norms, s->norms_size)
                             .output(4, &flag, sizeof flag)
                             .memory(0, TQKV__TABLE_BYTES)
-                            .memory(1, TQKV__STAGING_BYTES((size_t)s->head_dim, row_simdgroups))
-                            .run(groups_of_rows((int64_t)args.n_tokens * s->n_kv_heads), row_simdgroups);
+                            .memory(1, TQKV__STAGING_BYTES((size_t)s->head_dim, gpu_row_simdgroups))
+                            .run(groups_of_rows((int64_t)args.n_tokens * s->n_kv_heads), gpu_row_simdgroups);
     if (not_finite) *not_finite = flag;
     return wrong;
 }
@@ -180,8 +179,8 @@ std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, cons
             .output(7, values->norms, values->norms_size)
             .output(8, &flag, sizeof flag)
             .memory(0, TQKV__TABLE_BYTES)
-            .memory(1, TQKV__STAGING_BYTES((size_t)keys->head_dim, row_simdgroups))
-            .run(groups, row_simdgroups);
+            .memory(1, TQKV__STAGING_BYTES((size_t)keys->head_dim, gpu_row_simdgroups))
+            .run(groups, gpu_row_simdgroups);
     if (not_finite) *not_finite = flag;
     return wrong;
 }
@@ -197,7 +196,7 @@ std::string gpu_probe(const tqkv_store *s, const float *src, int n_tokens, float
                             .input(1, src, row_floats(s, n_tokens) * sizeof *src)
                             .output(2, scaled, row_floats(s, n_tokens) * sizeof *scaled)
                             .output(3, &flag, sizeof flag)
-                            .run(groups_of_rows((int64_t)n_tokens * s->n_kv_heads), row_simdgroups);
+                            .run(groups_of_rows((int64_t)n_tokens * s->n_kv_heads), gpu_row_simdgroups);
     if (not_finite) *not_finite = flag;
     return wrong;
 }
@@ -213,7 +212,7 @@ std::string gpu_decode(const tqkv_store *s, int64_t position, int n_positions, t
         .input(2, s->norms, s->norms_size)
         .output(3, dst, row_floats(s, n_positions) * sizeof *dst)
         .memory(0, TQKV__TABLE_BYTES)
-        .run(groups_of_rows((int64_t)n_positions * s->n_kv_heads), row_simdgroups);
+        .run(groups_of_rows((int64_t)n_positions * s->n_kv_heads), gpu_row_simdgroups);
 }
 
 std::string gpu_rotate(float *rows, int n_rows, int head_dim, bool unrotate)
@@ -223,7 +222,7 @@ std::string gpu_rotate(float *rows, int n_rows, int head_dim, bool unrotate)
         .constant(TQKV_FC_UNROTATE, unrotate)
         .input(0, &args, sizeof args)
         .output(1, rows, (size_t)n_rows * (size_t)head_dim * sizeof *rows)
-        .run(groups_of_rows(n_rows), row_simdgroups);
+        .run(groups_of_rows(n_rows), gpu_row_simdgroups);
 }
 
 // Defaults of tqkv_attention resolved, positions turned into slots.
@@ -298,7 +297,7 @@ std::string gpu_attend(const tqkv_attention *a, const float *q, float *out, gpu_
         .input(2, state.data(), state.size() * sizeof(float))
         .input(3, a->sinks, a->sinks ? (size_t)n_heads * sizeof(float) : 0)
         .output(4, out, (size_t)n_rows * d * sizeof(float))
-        .run(groups_of_rows(n_rows), row_simdgroups);
+        .run(groups_of_rows(n_rows), gpu_row_simdgroups);
 }
 
 std::string gpu_tables(tqkv__table_report *report)

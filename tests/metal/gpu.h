@@ -14,6 +14,9 @@ extern std::vector<simt::schedule> gpu_schedules;
 // Dispatches go to a real Metal device instead, once; only in a driver built with GPU_METAL, on a Mac.
 extern bool gpu_on_metal;
 
+// Simdgroups of a threadgroup in the kernels that take one row a simdgroup.
+extern unsigned gpu_row_simdgroups;
+
 // One dispatch of tqkv_<family>_d<head_dim>, built up and then run.
 class gpu_dispatch
 {

@@ -62,6 +62,15 @@ $(eval $(call shader_variant,plain,$(CXX),-O2,,,))
 $(eval $(call shader_variant,asan,clang++,$(SHADER_ASAN),-DSIMT_ASAN,,--one-schedule))
 $(eval $(call shader_variant,tsan,clang++,$(SHADER_TSAN),-DSIMT_TSAN,$(SHADER_TSAN_RUN),--one-schedule))
 
+ifneq ($(QEMU),)
+# The machine's stack switch on 64-bit ARM, and the shaders' sums there.
+$(eval $(call shader_variant,aarch64,aarch64-linux-gnu-g++,-O1 -static -isystem $(CROSS_INCLUDE),,$(QEMU),--one-schedule \
+	machine tables attend/pair golden/tq5/64))
+$(METAL_BUILD)/aarch64/codec_cases.o $(METAL_BUILD)/aarch64/test_tables.o: $(CROSS_INCLUDE)/xxhash.h
+SHADER_CROSS := test-shaders-aarch64
+DEB_TEST += g++-aarch64-linux-gnu
+endif
+
 .PHONY: check-shaders
 check-shaders: $(METAL_BUILD)/clang/prepared
 	@echo "== shaders: type check with address spaces"
@@ -101,7 +110,8 @@ endif
 .PHONY: test-shaders-quick test-shaders
 test-shaders-quick: check-shaders lint-shaders test-shaders-plain
 
-test-shaders: test-shaders-quick check-shaders-cuda test-shaders-asan test-shaders-tsan test-shaders-bugs ## everything about the shaders
+test-shaders: test-shaders-quick check-shaders-cuda test-shaders-asan test-shaders-tsan test-shaders-bugs \
+		$(SHADER_CROSS) ## everything about the shaders
 
 TEST_TARGETS += test-shaders-quick
 

@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <utility>
 #include <vector>
 
 #ifdef SIMT_ASAN
@@ -28,20 +29,19 @@ void __tsan_release(void *address);
 
 // Saves the callee-saved registers and the stack pointer in *save, and continues on stack `to`.
 extern "C" void simt_switch(void **save, void *to);
-#if defined(__x86_64__)
-static const size_t saved_words = 6;
-asm(".text\n.globl simt_switch\n.type simt_switch,@function\nsimt_switch:\n"
-    "  push %rbp\n  push %rbx\n  push %r12\n  push %r13\n  push %r14\n  push %r15\n"
-    "  mov %rsp,(%rdi)\n  mov %rsi,%rsp\n"
-    "  pop %r15\n  pop %r14\n  pop %r13\n  pop %r12\n  pop %rbx\n  pop %rbp\n  ret\n"
-    ".size simt_switch,.-simt_switch\n");
-#elif defined(__aarch64__)
-static const size_t saved_words = 20;
 #ifdef __APPLE__
 #define SIMT_SYMBOL "_simt_switch"
 #else
 #define SIMT_SYMBOL "simt_switch"
 #endif
+#if defined(__x86_64__)
+static const size_t saved_words = 6;
+asm(".text\n.globl " SIMT_SYMBOL "\n" SIMT_SYMBOL ":\n"
+    "  push %rbp\n  push %rbx\n  push %r12\n  push %r13\n  push %r14\n  push %r15\n"
+    "  mov %rsp,(%rdi)\n  mov %rsi,%rsp\n"
+    "  pop %r15\n  pop %r14\n  pop %r13\n  pop %r12\n  pop %rbx\n  pop %rbp\n  ret\n");
+#elif defined(__aarch64__)
+static const size_t saved_words = 20;
 asm(".text\n.globl " SIMT_SYMBOL "\n.p2align 2\n" SIMT_SYMBOL ":\n"
     "  sub sp, sp, #160\n"
     "  stp x19, x20, [sp, #0]\n  stp x21, x22, [sp, #16]\n  stp x23, x24, [sp, #32]\n  stp x25, x26, [sp, #48]\n"
