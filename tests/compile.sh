@@ -43,6 +43,9 @@ in_language() {
     compile="$compiler -x $language -std=$standard -O1 $WARNINGS $CPPFLAGS -I."
     tag=$compiler-$standard
     accepts "$tag/implementation" $compile -c tests/compile_impl.c -o "$folder/$tag-impl.o"
+    for level in -O0 -O3; do # intrinsics are macros in one and inlined in the other: other warnings
+        accepts "$tag/implementation$level" $compile $level -c tests/compile_impl.c -o "$folder/$tag-level.o"
+    done
     accepts "$tag/user" $compile -c tests/compile_user.c -o "$folder/$tag-user.o"
     accepts "$tag/link" "$compiler" "$folder/$tag-impl.o" "$folder/$tag-user.o" -o "$folder/$tag" -lm
     accepts "$tag/run" "$folder/$tag"
