@@ -215,7 +215,7 @@ static bool wanted(const bench *b, const pair *p)
 
 static timing_limits limits_of(const options *o)
 {
-    timing_limits limits = {.min_rounds = 3, .max_rounds = 15, .seconds = o->quick ? 0.3 : 2.0, .sample = 1e-3};
+    timing_limits limits = {.min_rounds = 3, .max_rounds = 15, .seconds = o->quick ? 0.3 : 1.0, .sample = 1e-3};
     if (o->rounds > 0) limits.min_rounds = limits.max_rounds = o->rounds;
     return limits;
 }
@@ -453,7 +453,7 @@ static void print_help(void)
            "  --group N        2 or 8 query heads a KV head\n"
            "  --queries N      1, 8 or 128\n"
            "  --only WHAT      encode or decode\n"
-           "  --rounds N       this many rounds, at most %d; else 3 to 15, as many as fit into two seconds\n"
+           "  --rounds N       this many rounds, at most %d; else 3 to 15, as many as fit into a second\n"
            "  --quick          one head_dim, short contexts, few rounds\n"
            "  --chart FILE     writes the lines of the chart of time by context there\n"
            "Times are processor time of the thread, medians over rounds in which all take turns; the limit is the "
