@@ -1,16 +1,16 @@
-// Runs the shaders: driver [--one-schedule | --metal LIBRARY] [--list] [part of a name]...
+// Runs the shaders: driver [--one-schedule | --flush | --metal LIBRARY] [--list] [part of a name]...
 #include "shader_cases.h"
 #ifdef GPU_METAL
 #include "metal_gpu.h"
 #endif
 
-// Sanitizers need one schedule only.
-static void choose_schedules(bool one)
+// Sanitizers need one schedule only; the flush of subnormals is another machine.
+static void choose_schedules(bool one, bool flush)
 {
-    gpu_schedules = {{simt::ascending, 1, 0xff}};
-    if (one) return;
-    gpu_schedules.push_back({simt::descending, 1, 0x00});
-    gpu_schedules.push_back({simt::shuffled, 12345, 0x7f});
+    gpu_schedules = {{simt::ascending, 1, 0xff, flush}};
+    if (one || flush) return;
+    gpu_schedules.push_back({simt::descending, 1, 0x00, false});
+    gpu_schedules.push_back({simt::shuffled, 12345, 0x7f, false});
 }
 
 static bool open_metal(const char *library)
@@ -28,10 +28,11 @@ int main(int argc, char **argv)
 {
     gpu_on_metal = argc > 2 && !strcmp(argv[1], "--metal");
     if (gpu_on_metal && !open_metal(argv[2])) return 1;
+    bool flush = argc > 1 && !strcmp(argv[1], "--flush");
     bool one = gpu_on_metal || (argc > 1 && !strcmp(argv[1], "--one-schedule"));
-    choose_schedules(one);
-    argc -= one + gpu_on_metal;
-    argv += one + gpu_on_metal;
+    choose_schedules(one, flush);
+    argc -= one + flush + gpu_on_metal;
+    argv += one + flush + gpu_on_metal;
     bool list = argc > 1 && !strcmp(argv[1], "--list");
     codec_shader_cases();
     attend_shader_cases();

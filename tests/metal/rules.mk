@@ -14,7 +14,7 @@ BREW_TEST += python3
 SHADER_FLAGS := -std=c++14 -g -ffp-contract=off -D__METAL_VERSION__=300 -Itests/metal -Wall -Wextra -Wno-unknown-pragmas \
 	-Werror
 SHADER_CPU := $(SHADER_FLAGS) -isystem tests/metal/shim/cpu
-SHADER_TEST_FLAGS := -std=c++14 -g -DTEST_OWN_MAIN -D_POSIX_C_SOURCE=200809L $(WARNINGS) -I. -Itests/metal $(CPPFLAGS)
+SHADER_TEST_FLAGS := -std=c++14 -g -D_POSIX_C_SOURCE=200809L $(WARNINGS) -I. -Itests/metal $(CPPFLAGS)
 TYPE_CHECK := clang -x c++ $(SHADER_FLAGS) -isystem tests/metal/shim/clang -nostdinc -target aarch64-none-elf -Wconversion \
 	-Wdouble-promotion -fsyntax-only
 
@@ -61,6 +61,11 @@ SHADER_TSAN_RUN := TSAN_OPTIONS=suppress_equal_addresses=0:suppress_equal_stacks
 $(eval $(call shader_variant,plain,$(CXX),-O2,,,))
 $(eval $(call shader_variant,asan,clang++,$(SHADER_ASAN),-DSIMT_ASAN,,--one-schedule))
 $(eval $(call shader_variant,tsan,clang++,$(SHADER_TSAN),-DSIMT_TSAN,$(SHADER_TSAN_RUN),--one-schedule))
+
+.PHONY: test-shaders-flush
+test-shaders-flush: $(METAL_BUILD)/plain/driver
+	@echo "== shaders on a machine that flushes subnormals"
+	@$< --flush
 
 ifneq ($(QEMU),)
 # The machine's stack switch on 64-bit ARM, and the shaders' sums there.
@@ -110,8 +115,8 @@ endif
 .PHONY: test-shaders-quick test-shaders
 test-shaders-quick: check-shaders lint-shaders test-shaders-plain
 
-test-shaders: test-shaders-quick check-shaders-cuda test-shaders-asan test-shaders-tsan test-shaders-bugs \
-		$(SHADER_CROSS) ## everything about the shaders
+test-shaders: test-shaders-quick check-shaders-cuda test-shaders-flush test-shaders-asan test-shaders-tsan \
+		test-shaders-bugs $(SHADER_CROSS) ## everything about the shaders
 
 TEST_TARGETS += test-shaders-quick
 

@@ -35,12 +35,24 @@ extern "C" void simt_switch(void **save, void *to);
 #define SIMT_SYMBOL "simt_switch"
 #endif
 #if defined(__x86_64__)
+#include <xmmintrin.h>
+static uint64_t float_mode() { return _mm_getcsr(); }
+static void set_float_mode(uint64_t mode) { _mm_setcsr((unsigned)mode); }
+static const uint64_t flushing_mode = 0x8040; // results and operands
 static const size_t saved_words = 6;
 asm(".text\n.globl " SIMT_SYMBOL "\n" SIMT_SYMBOL ":\n"
     "  push %rbp\n  push %rbx\n  push %r12\n  push %r13\n  push %r14\n  push %r15\n"
     "  mov %rsp,(%rdi)\n  mov %rsi,%rsp\n"
     "  pop %r15\n  pop %r14\n  pop %r13\n  pop %r12\n  pop %rbx\n  pop %rbp\n  ret\n");
 #elif defined(__aarch64__)
+static uint64_t float_mode()
+{
+    uint64_t mode;
+    asm volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+}
+static void set_float_mode(uint64_t mode) { asm volatile("msr fpcr, %0" : : "r"(mode)); }
+static const uint64_t flushing_mode = 1u << 24;
 static const size_t saved_words = 20;
 asm(".text\n.globl " SIMT_SYMBOL "\n.p2align 2\n" SIMT_SYMBOL ":\n"
     "  sub sp, sp, #160\n"
@@ -406,6 +418,8 @@ std::string run(const kernel &k, const launch &l, const schedule &s)
 {
     std::string wrong = check_launch(k, l);
     if (!wrong.empty()) return wrong;
+    const uint64_t mode = float_mode();
+    if (s.flush_subnormals) set_float_mode(mode | flushing_mode);
     unsigned threads = l.threads.x * l.threads.y * l.threads.z;
     machine machine = {};
     prepare_machine(machine, k, threads);
@@ -434,6 +448,7 @@ std::string run(const kernel &k, const launch &l, const schedule &s)
     __tsan_acquire(&grid_end);
 #endif
     for (void *p : memory) free(p);
+    set_float_mode(mode);
     return m->failure;
 }
 

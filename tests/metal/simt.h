@@ -57,8 +57,9 @@ struct launch {
 enum lane_order { ascending, descending, shuffled };
 struct schedule {
     lane_order order;
-    uint64_t seed;        // of the shuffled order
-    unsigned char poison; // what threadgroup memory holds before the kernel writes it
+    uint64_t seed;         // of the shuffled order
+    unsigned char poison;  // what threadgroup memory holds before the kernel writes it
+    bool flush_subnormals; // as a GPU may
 };
 
 // Runs every threadgroup of the grid. Empty string: done; else what was wrong, after which the output is undefined.
