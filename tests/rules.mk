@@ -118,6 +118,7 @@ coverage: ## share of the implementation's lines that the tests run
 		gcc -std=c99 -O1 --coverage $(TEST_FLAGS) -c tests/$$source.c -o $(COVERAGE)/$$source.o || exit 1; done
 	@gcc --coverage $(COVERAGE)/*.o -o $(COVERAGE)/runner $(LIBRARIES)
 	@$(COVERAGE)/runner
+	@for isa in $(ISAS); do $(COVERAGE)/runner --isa $$isa $(ISA_CASES) || exit 1; done
 	@{ lcov --quiet --capture --directory $(COVERAGE) --output-file $(COVERAGE)/all.info && \
 		lcov --quiet --extract $(COVERAGE)/all.info '*/tqkv.h' --output-file $(COVERAGE)/tqkv.info; } \
 		>$(COVERAGE)/lcov.log 2>&1 || { cat $(COVERAGE)/lcov.log; exit 1; }
