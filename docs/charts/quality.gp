@@ -5,7 +5,7 @@ set xlabel "bits a cached value, norms included (keys and values together)"
 set ylabel "KL divergence from the F32 cache, nats a byte"
 set logscale y
 set format y "%g"
-set xrange [3.5:12.5]
+set xrange [3.2:12.5]
 set yrange [1e-5:2e-2]
 set key outside right top title "keys in" left Left reverse
 pick(keys) = sprintf("< awk '$1 == \"%s\" && $2 !~ /q/ || $1 == \"%s\" && $2 ~ /^tq/' %s | sort -k3,3n", keys, keys, input)
