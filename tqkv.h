@@ -34,10 +34,12 @@
      >>rotate      the rotation by itself
      >>attention   attention over two stores, whole or in slices
      >>cache       a cache that owns its memory, save and load
+     >>metal       all of it on Apple's GPUs, with tqkv_metal.m
      >>isa         the instruction set in use
      >>shared      tables and argument structs, also read by the Metal shaders
+     >>plan        what tqkv_metal.m takes from the implementation
      >>kernels     attention's inner loops, for each instruction set
-     >>common >>exact >>codec >>attend >>isa >>owner >>snapshot     the implementation, in this order
+     >>common >>exact >>codec >>attend >>isa >>owner >>metal-plan >>snapshot     the implementation, in this order
 
    BUILD OPTIONS (define before the include that has TQKV_IMPLEMENTATION)
 
@@ -258,6 +260,7 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, con
 /* >>cache
    A cache that owns its memory: one layer's keys and values, and where they stand. */
 typedef struct tqkv_cache tqkv_cache;
+typedef struct tqkv_metal tqkv_metal; /* see >>metal */
 typedef struct tqkv_cache_desc {
     int head_dim, n_kv_heads, n_heads, capacity; /* n_heads: 0 = n_kv_heads */
     tqkv_format key_format, value_format;
@@ -267,6 +270,7 @@ typedef struct tqkv_cache_desc {
     const float *sinks; /* [n_heads] or NULL; copied */
     tqkv_parallel parallel;
     tqkv_allocator allocator; /* the cache and the scratch of its calls */
+    tqkv_metal *metal;        /* a context that holds the cache and runs append and attend; NULL = the processor */
 } tqkv_cache_desc;
 
 /* *out is NULL on failure. */
@@ -298,6 +302,116 @@ TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void
 /* desc supplies what a snapshot does not hold (parallel, allocator, sinks); other nonzero fields must match it, else
    TQKV_INVALID_ARGUMENT. A missing or changed byte: TQKV_CORRUPT. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
+
+/* >>metal
+   The same on Apple's GPUs, by tqkv_metal.m: a file to compile beside the one with TQKV_IMPLEMENTATION, with
+   -framework Metal -framework Foundation. Plain C; objects of Metal are passed as what they are in Objective-C and as
+   void * elsewhere. Needs a GPU of the family Apple7 (M1, A14) or later.
+
+   Recording. The calls that take an encoder record into the caller's id<MTLComputeCommandEncoder>. They commit nothing,
+   wait for nothing and allocate nothing, but for the first call of a kind, which builds its pipeline. Results are there
+   when the caller's command buffer has completed. A call that fails has recorded nothing.
+   In an encoder of dispatch type serial nothing else is to be done. In a concurrent one a call sees to the order of its
+   own dispatches; barriers between calls of which one reads or overwrites what another writes (stores, sources, outputs,
+   scratch, flags) are the caller's. Resources of hazard tracking mode untracked need their usual fences.
+
+   Threads. A context may be used by many threads at once, each with an encoder of its own. */
+#ifdef __OBJC__
+typedef __unsafe_unretained id tqkv_metal_object; /* not retained */
+#else
+typedef void *tqkv_metal_object;
+#endif
+
+typedef struct tqkv_metal_desc {
+    tqkv_metal_object device; /* id<MTLDevice>; NULL = the system's default. Retained. */
+    /* The compiled shaders, in one of these forms; all zero: those that tqkv_metal.m was built with
+       (TQKV_METALLIB_EMBED), else TQKV_INVALID_ARGUMENT. No folder is searched. */
+    const char *library_path;  /* of default.metallib, UTF-8 */
+    const void *library_bytes; /* its content; copied */
+    size_t library_size;
+    tqkv_metal_object library; /* id<MTLLibrary> of that device. Retained. */
+    char *error;               /* [error_size] or NULL: on failure what was wrong, in Metal's words where it has any */
+    size_t error_size;
+} tqkv_metal_desc;
+
+/* TQKV_UNSUPPORTED: no Metal device, or one without the family Apple7 or simdgroups of 32. TQKV_TABLE_MISMATCH: the
+   library was built from another version of this header; the text names the table. TQKV_METAL_ERROR: Metal refused.
+   Runs one small kernel and waits for it. *out is NULL on failure. */
+TQKV_API tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out);
+/* When no call is under way and what was recorded has completed. Caches and memory of the context go before it. */
+TQKV_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
+/* The text of the context's last failure, in any thread, cut to size - 1 bytes; "" if there was none. */
+TQKV_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
+
+/* Bytes from an offset of a buffer on. Offsets of codes are multiples of 16, others of 4. */
+typedef struct tqkv_metal_buffer {
+    tqkv_metal_object buffer; /* id<MTLBuffer> */
+    size_t offset;
+} tqkv_metal_buffer;
+
+/* A tqkv_store in buffers: of shape, its own pointers and sizes are not read. norms may be zero for F16. */
+typedef struct tqkv_metal_store {
+    tqkv_store shape;
+    tqkv_metal_buffer codes, norms;
+} tqkv_metal_store;
+
+/* As tqkv_encode, tqkv_probe, tqkv_decode, tqkv_rotate and tqkv_unrotate. A row of the source that holds NaN or Inf is
+   stored as zeros, and not_finite, a uint32_t that the caller has cleared, becomes 1; not_finite may be zero. */
+TQKV_API tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
+                                       tqkv_metal_buffer src, int n_tokens, int64_t position,
+                                       tqkv_metal_buffer not_finite);
+/* Keys and values of the same tokens in one dispatch; stores of the same head_dim and n_kv_heads. */
+TQKV_API tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *keys,
+                                          const tqkv_metal_store *values, tqkv_metal_buffer k, tqkv_metal_buffer v,
+                                          int n_tokens, int64_t position, tqkv_metal_buffer not_finite);
+TQKV_API tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_store *shape,
+                                      tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer scaled,
+                                      tqkv_metal_buffer not_finite);
+TQKV_API tqkv_result tqkv_metal_decode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
+                                       int64_t position, int n_positions, tqkv_basis basis, tqkv_metal_buffer dst);
+TQKV_API tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows, int n_rows,
+                                       int head_dim);
+TQKV_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows, int n_rows,
+                                         int head_dim);
+
+/* tqkv_attention with buffers; the fields mean the same. NaN and Inf in q or sinks are not found, and spread. */
+typedef struct tqkv_metal_attention {
+    const tqkv_metal_store *keys, *values;
+    int n_heads, n_queries;
+    int64_t end;
+    int kv_len, window;
+    float scale, softcap;
+    tqkv_metal_buffer sinks; /* float [n_heads]; zero = none */
+    tqkv_basis query_basis, output_basis;
+} tqkv_metal_attention;
+
+/* Bytes of scratch that attending takes at most, whatever part of the stores is resident: end and kv_len may be 0. */
+TQKV_API tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention *a, size_t *bytes);
+/* As tqkv_attend. scratch: at least as many bytes as the call above says, and not used by others at the same time. */
+TQKV_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
+                                       tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
+
+/* For programs without an encoder of their own: records by calling record(user, encoder), commits to the context's
+   queue and waits. A failure of record is returned and nothing is run. */
+typedef tqkv_result (*tqkv_metal_record)(void *user, tqkv_metal_object encoder);
+TQKV_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_record record, void *user);
+/* Memory that processor and GPU share: buffers of storage mode shared, addressed by their contents. */
+TQKV_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
+/* The buffer behind a pointer into such memory; TQKV_INVALID_ARGUMENT for any other. */
+TQKV_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffer *out);
+
+/* A cache whose desc has `metal` lies in shared memory. tqkv_cache_append and tqkv_cache_attend run on the GPU and
+   wait; everything else, and encode and attend on tqkv_cache_keys and _values, works on the processor as ever. After a
+   TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
+   The two below record into an encoder. An append counts at once, so that the attention after it can be recorded:
+   should the command buffer fail, truncate. The processor sees the codes when it has completed. */
+TQKV_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
+                                             tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                             tqkv_metal_buffer not_finite);
+TQKV_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
+                                             tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
+                                             tqkv_metal_buffer out);
+TQKV_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);
 
 #ifdef __cplusplus
 }
@@ -532,6 +646,65 @@ TQKV__ASSERT_SIZE(tqkv__table_report, 3016);
 #endif
 // <<shared
 
+// >>plan
+/* What tqkv_metal.m takes from the implementation: the checks of a call and the arguments of its kernels. Seen with
+   TQKV_SHARED. */
+#if defined(TQKV__SHARED) && !defined(__METAL_VERSION__) && !defined(TQKV__PLAN)
+#define TQKV__PLAN
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* encode, probe, decode. Sizes in bytes. */
+typedef struct tqkv__rows_plan {
+    tqkv__rows_args args;
+    int head_dim;
+    tqkv_format format;
+    bool turn;                     /* rotate the source, or un-rotate what is decoded */
+    size_t codes_size, norms_size; /* of the store */
+    size_t rows_size;              /* of the source, or of the destination */
+    size_t skipped_size;           /* of the source, in front: tokens that a ring would drop again */
+} tqkv__rows_plan;
+
+TQKV_API tqkv_result tqkv__plan_encode(const tqkv_store *shape, int n_tokens, int64_t position, tqkv__rows_plan *plan);
+TQKV_API tqkv_result tqkv__plan_probe(const tqkv_store *shape, int n_tokens, tqkv__rows_plan *plan);
+TQKV_API tqkv_result tqkv__plan_decode(const tqkv_store *shape, int64_t position, int n_positions, tqkv_basis basis,
+                                       tqkv__rows_plan *plan);
+TQKV_API tqkv_result tqkv__plan_rotate(int n_rows, int head_dim, size_t *rows_size);
+
+typedef struct tqkv__attend_plan {
+    tqkv__attend_args args; /* but for n_splits */
+    int head_dim, n_heads;
+    tqkv_format key_format, value_format;
+    bool rotate_queries, unrotate_output, same_slots;
+    int seen; /* positions that the queries see together, at most */
+    size_t key_codes_size, key_norms_size, value_codes_size, value_norms_size;
+    size_t n_rows, rows_size; /* n_queries * n_heads; bytes of q and of the output */
+} tqkv__attend_plan;
+
+/* Of a, the stores' buffers and the sinks are not read. whole: as if all of the stores were resident, whatever a->end
+   and a->kv_len. */
+TQKV_API tqkv_result tqkv__plan_attend(const tqkv_attention *a, bool whole, tqkv__attend_plan *plan);
+TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, int n_queries, bool whole, tqkv__attend_plan *plan);
+TQKV_API const float *tqkv__cache_sinks(const tqkv_cache *c); /* or NULL */
+TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
+
+/* The processor's tables, and XXH3-64, so that only one file needs xxhash.h. */
+TQKV_API uint64_t tqkv__hash(const void *bytes, size_t size);
+
+/* What a context gives a cache; struct tqkv_metal begins with it. */
+typedef struct tqkv__backend {
+    tqkv_allocator memory; /* of codes, norms and the cache itself */
+    tqkv_result (*append)(tqkv_metal *m, const tqkv_cache *c, const float *k, const float *v, int n_tokens);
+    tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const float *q, int n_queries, float *out);
+} tqkv__backend;
+
+#ifdef __cplusplus
+}
+#endif
+#endif
+// <<plan
+
 /* >>kernels: attention's inner loops, written once. The implementation below includes this file again for each
    instruction set, with TQKV__(name) for that set's version of name, TQKV__LANES for the floats of its vector, and
    TQKV__TARGET for the attribute that lets the compiler use it. */
@@ -623,16 +796,15 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(load_table)(const int bits, const f
 /* What the codes of a tile are multiplied by, per block and position. factors: [n_blocks][TQKV__TILE], zero beyond n */
 TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, int n, float *factors)
 {
-    const int blocks = s->head_dim / s->block_dim;
-    const float factor = norms ? tqkv__factor(s, 1.0f) : 1.0f;
-    int j = 0;
-    for (; blocks == 1 && norms && j + TQKV__LANES <= n; j += TQKV__LANES)
-        TQKV__(store)(factors + j, TQKV__(mul)(TQKV__(load)(norms + j), TQKV__(set1)(factor)));
-    for (; j < TQKV__TILE; j++)
-        for (int b = 0; b < blocks; b++) {
-            const float norm = norms && j < n ? norms[j * s->norms_per_row + b * s->block_dim / s->norm_dim] : 1.0f;
-            factors[b * TQKV__TILE + j] = j < n ? norm * factor : 0.0f;
-        }
+    const TQKV__VECTOR factor = TQKV__(set1)(norms ? tqkv__factor(s, 1.0f) : 1.0f);
+    const int blocks = s->head_dim / s->block_dim, per_row = s->norms_per_row;
+    for (int b = 0; b < blocks; b++, factors += TQKV__TILE) {
+        const float *norm = norms ? norms + b * s->block_dim / s->norm_dim : NULL;
+        const bool whole = norm && per_row == 1 && n == TQKV__TILE;
+        for (int j = 0; !whole && j < TQKV__TILE; j++) factors[j] = j >= n ? 0.0f : norm ? norm[j * per_row] : 1.0f;
+        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES)
+            TQKV__(store)(factors + j, TQKV__(mul)(TQKV__(load)(whole ? norm + j : factors + j), factor));
+    }
 }
 
 /* -- Scores. The lanes of a vector are positions, so that no lanes have to be added up: codes are transposed as they
@@ -644,6 +816,7 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 typedef struct TQKV__(keys) {
     const float *codebook;
     const uint8_t *lower, *upper;      /* the block in the first position's row; upper: the upper bits of TQ5, TQ6 */
+    const uint8_t *ahead;              /* what to prefetch meanwhile, as much as is read */
     size_t lower_stride, upper_stride; /* bytes from one position to the next */
     int dim, head_dim;                 /* dimensions of the block and of a query row */
     float *columns;                    /* [dim][TQKV__QUAD]: the block decoded, where many rows use it */
@@ -686,6 +859,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(score)(const tqkv_format format, co
     const bool decoded = format == TQKV_FORMAT_DEFAULT;
     const size_t group = TQKV__LANES * keys->lower_stride;
     const uint8_t *lower = keys->lower;
+    const uint8_t *ahead = keys->ahead;
     const float *q = keys->q, *columns = keys->columns;
     TQKV__VECTOR table[64 / TQKV__LANES], sums[4][4];
     if (format == TQKV_TQ4) TQKV__(load_table)(4, keys->codebook, table);
@@ -693,6 +867,8 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(score)(const tqkv_format format, co
         TQKV__(set1)(0.0f);
     for (int d = 0; d < keys->dim; d += 4 * per_column, lower += 16, q += 4 * per_column) {
         TQKV__(codes) low[4][4];
+        if (!decoded) tqkv__prefetch(ahead, TQKV__QUAD * 16);
+        ahead += TQKV__QUAD * 16;
         TQKV__UNROLL for (int g = 0; g < 4; g++)
             if (!decoded) TQKV__(transpose)(lower + (size_t)g * group, keys->lower_stride, low[g]);
         TQKV__UNROLL for (int i = 0; i < 4; i++)
@@ -814,7 +990,10 @@ TQKV__TARGET static void TQKV__(score_quad)(const tqkv__stream *s, TQKV__(keys) 
                                                 : few && s->format == TQKV_I8  ? TQKV__(score_i8)
                                                 : few && s->format == TQKV_F16 ? TQKV__(score_f16)
                                                                                : TQKV__(score_columns);
-    if (kernel == TQKV__(score_columns)) TQKV__(fill_any_columns)(s, keys);
+    if (kernel == TQKV__(score_columns)) {
+        tqkv__prefetch(keys->ahead, TQKV__QUAD * s->row_bytes / (size_t)(s->head_dim / s->block_dim));
+        TQKV__(fill_any_columns)(s, keys);
+    }
     for (int rows = 0; n_rows > 0; n_rows -= rows) {
         rows = TQKV__(take_rows)(n_rows);
         kernel(keys, rows);
@@ -854,7 +1033,6 @@ TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, 
     for (int j = 0; j < n; j += TQKV__QUAD) {
         const uint8_t *codes = tqkv__codes_at(s, kv_head, slot + j);
         const int count = n - j < TQKV__QUAD ? n - j : TQKV__QUAD;
-        tqkv__prefetch(codes, (size_t)count * s->row_bytes);
         for (int b = 0; b < s->head_dim / s->block_dim; b++) {
             TQKV__(keys) keys;
             keys.codebook = s->info->codebook;
@@ -862,6 +1040,7 @@ TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, 
             keys.lower = codes + (size_t)b * lower_size;
             keys.upper = codes + s->head_dim / 2 + (size_t)b * upper_size;
             keys.lower_stride = keys.upper_stride = s->row_bytes;
+            keys.ahead = codes + TQKV__TILE * s->row_bytes + (size_t)b * lower_size * TQKV__QUAD;
             keys.dim = s->block_dim;
             keys.head_dim = s->head_dim;
             keys.q = q + b * s->block_dim;
@@ -916,6 +1095,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate)(const tqkv_format forma
     const int width = rows * 8 <= 4 * TQKV__ROWS && per_lane == 8 ? 8 : 4; /* vectors; rows * width sums in registers */
     const int n = values->n, head_dim = values->head_dim;
     const size_t stride = values->stride;
+    const size_t next_tile = TQKV__TILE * values->stride;
     const float *weights = values->weights;
     float *out = values->out;
     TQKV__VECTOR table[64 / TQKV__LANES];
@@ -929,7 +1109,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate)(const tqkv_format forma
                 TQKV__(load)(out + r * head_dim + v * TQKV__LANES);
             for (int j = 0; j < n; j++, p += stride) {
                 TQKV__VECTOR weight[4];
-                if (format != TQKV_FORMAT_DEFAULT && k == 0) tqkv__prefetch(p, (size_t)run_bytes);
+                if (format != TQKV_FORMAT_DEFAULT && k == 0) tqkv__prefetch(p + next_tile, (size_t)run_bytes);
                 TQKV__UNROLL for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights[r * TQKV__TILE + j]);
                 TQKV__UNROLL for (int v = 0; v < width; v++)
                 {
@@ -1040,7 +1220,7 @@ TQKV__TARGET static void TQKV__(add_values)(const tqkv__stream *s, const uint8_t
         values.n = n - j < step ? n - j : step;
         values.codes = codes + (size_t)b * (s->row_bytes * (size_t)s->block_dim / (size_t)s->head_dim);
         if (!kernel) {
-            tqkv__prefetch(codes, (size_t)values.n * s->row_bytes);
+            tqkv__prefetch(codes + TQKV__TILE * s->row_bytes, (size_t)values.n * s->row_bytes);
             TQKV__(decode)(s, codes, values.n, b, x);
             values.codes = (const uint8_t *)(const void *)x;
         }
@@ -1072,8 +1252,358 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
     }
 }
 
-static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME, TQKV__LANES, TQKV__(score_tile), TQKV__(softmax_tile),
-                                      TQKV__(value_tile)};
+/* >>kernels: encoding. The bytes are those of the scalar functions of >>codec: the same sums in the same order. */
+
+/* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
+TQKV__TARGET static TQKV__INLINE void TQKV__(mix)(const int count, TQKV__VECTOR *x)
+{
+    TQKV__UNROLL for (int stage = 0; stage < 4; stage++)
+    {
+        if (1 << stage >= count) continue;
+        TQKV__UNROLL for (int i = 0; i < count / 2; i++)
+        {
+            const int low = (i >> stage << (stage + 1)) + (i & ((1 << stage) - 1)), high = low + (1 << stage);
+            const TQKV__VECTOR a = x[low], b = x[high];
+            x[low] = TQKV__(add)(a, b);
+            x[high] = TQKV__(sub)(a, b);
+        }
+    }
+}
+
+/* The stages up to count * LANES / 2, count vectors at a time in registers, after flipping signs; count is a constant.
+   in, out: [head_dim] */
+TQKV__TARGET static TQKV__INLINE void TQKV__(hadamard_runs)(const int count, const float *in, int head_dim, bool flip,
+                                                            float *out)
+{
+    const TQKV__VECTOR factor = TQKV__(set1)(count * TQKV__LANES == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
+    for (int run = 0; run < head_dim; run += count * TQKV__LANES, in += count * TQKV__LANES) {
+        TQKV__VECTOR x[16];
+        TQKV__UNROLL for (int i = 0; i < count; i++) x[i] = TQKV__(load)(in + i * TQKV__LANES);
+        TQKV__UNROLL for (int i = 0; flip && i < count; i++) x[i] = TQKV__(flip)(x[i], run + i * TQKV__LANES);
+        TQKV__UNROLL for (int stage = 0; stage < 4; stage++) if (1 << stage < TQKV__LANES)
+            TQKV__UNROLL for (int i = 0; i < count; i++) x[i] = TQKV__(butterfly)(stage, x[i]);
+        TQKV__(mix)(count, x);
+        TQKV__UNROLL for (int i = 0; i < count; i++)
+            TQKV__(store)(out + run + i * TQKV__LANES, TQKV__(mul)(x[i], factor));
+    }
+}
+
+/* The stages h to h * count / 2 in place; count is a constant. */
+TQKV__TARGET static TQKV__INLINE void TQKV__(hadamard_across)(const int count, int h, int head_dim, float *x)
+{
+    const TQKV__VECTOR factor = TQKV__(set1)(h * count == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
+    for (int run = 0; run < head_dim; run += h * count)
+        for (int j = run; j < run + h; j += TQKV__LANES) {
+            TQKV__VECTOR v[4];
+            TQKV__UNROLL for (int i = 0; i < count; i++) v[i] = TQKV__(load)(x + j + i * h);
+            TQKV__(mix)(count, v);
+            TQKV__UNROLL for (int i = 0; i < count; i++) TQKV__(store)(x + j + i * h, TQKV__(mul)(v[i], factor));
+        }
+}
+
+/* out = H(in)/sqrt(D), with signs flipped first if asked; in and out may be the same. */
+TQKV__TARGET static inline void TQKV__(hadamard)(const float *in, int head_dim, bool flip, float *out)
+{
+    int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;
+    if (h == 4 * TQKV__LANES)
+        TQKV__(hadamard_runs)(4, in, head_dim, flip, out);
+    else if (h == 8 * TQKV__LANES)
+        TQKV__(hadamard_runs)(8, in, head_dim, flip, out);
+    else
+        TQKV__(hadamard_runs)(TQKV__WIDTH, in, head_dim, flip, out);
+    for (; h * 4 <= head_dim; h *= 4) TQKV__(hadamard_across)(4, h, head_dim, out);
+    if (h < head_dim) TQKV__(hadamard_across)(2, h, head_dim, out);
+}
+
+TQKV__TARGET static void TQKV__(rotate)(float *x, int head_dim) { TQKV__(hadamard)(x, head_dim, true, x); }
+
+TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
+{
+    TQKV__(hadamard)(y, head_dim, false, y);
+    for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), d));
+}
+
+/* The sums of squares of LANES lanes of a row, each over its per_lane neighbours in order. A transpose brings the e-th
+   neighbours of all lanes into one vector. With per_lane < LANES it leaves bit j of a lane's number at bit
+   (j + log2(per_lane)) modulo log2(LANES) of its place. per_lane is a constant. */
+TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(lane_sums)(const int per_lane, const float *y)
+{
+    const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES;
+    const int stride = per_lane < TQKV__LANES ? TQKV__LANES : per_lane;
+    TQKV__VECTOR sum = TQKV__(set1)(0.0f);
+    for (int part = 0; part < per_lane; part += width) {
+        TQKV__VECTOR x[16];
+        TQKV__UNROLL for (int i = 0; i < width; i++) x[i] = TQKV__(load)(y + part + i * stride);
+        TQKV__UNROLL for (int stage = 0; stage < 4; stage++) if (1 << stage < width)
+            TQKV__UNROLL for (int i = 0; i < width / 2; i++)
+        {
+            const int low = (i >> stage << (stage + 1)) + (i & ((1 << stage) - 1)), high = low + (1 << stage);
+            const TQKV__VECTOR a = x[low], b = x[high];
+            x[low] = TQKV__(even)(stage, a, b);
+            x[high] = TQKV__(odd)(stage, a, b);
+        }
+        TQKV__UNROLL for (int i = 0; i < width; i++) sum = TQKV__(add)(sum, TQKV__(rounded)(TQKV__(mul)(x[i], x[i])));
+    }
+    return sum;
+}
+
+/* The 32 lanes' sums, added up by the xor-tree of tqkv__norms_tq where they share a norm; sums: [32]. head_dim is a
+   constant. */
+TQKV__TARGET static TQKV__INLINE void TQKV__(row_sums)(const int head_dim, const float *y, float *sums)
+{
+    const int per_lane = head_dim / 32, width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES;
+    const int vectors = 32 / TQKV__LANES, lanes_per_norm = head_dim < 512 ? 32 : 256 / per_lane;
+    TQKV__VECTOR x[32 / TQKV__LANES];
+    TQKV__UNROLL for (int i = 0; i < vectors; i++) x[i] = TQKV__(lane_sums)(per_lane, y + i * TQKV__LANES * per_lane);
+    TQKV__UNROLL for (int bit = 0; bit < 4; bit++) if (1 << bit < TQKV__LANES && 1 << bit < lanes_per_norm)
+    {
+        const int place = (1 << bit) * width, distance = place < TQKV__LANES ? place : place / TQKV__LANES;
+        TQKV__UNROLL for (int i = 0; i < vectors; i++) x[i] = TQKV__(add)(x[i], TQKV__(swap)(distance, x[i]));
+    }
+    TQKV__UNROLL for (int step = 1; step < 8; step++)
+    {
+        if ((step & (step - 1)) || step >= vectors || step * TQKV__LANES >= lanes_per_norm) continue;
+        TQKV__UNROLL for (int i = 0; i < vectors; i++) if (!(i & step)) x[i] = x[i | step] =
+            TQKV__(add)(x[i], x[i | step]);
+    }
+    TQKV__UNROLL for (int i = 0; i < vectors; i++) TQKV__(store)(sums + i * TQKV__LANES, x[i]);
+}
+
+/* The sums of squares of one row, one a norm; sums: [norms_per_row] */
+TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, float *sums)
+{
+    TQKV__ALIGNED float lanes[32];
+    switch (s->head_dim) {
+    case 32:
+        TQKV__(row_sums)(32, y, lanes);
+        break;
+    case 64:
+        TQKV__(row_sums)(64, y, lanes);
+        break;
+    case 128:
+        TQKV__(row_sums)(128, y, lanes);
+        break;
+    case 256:
+        TQKV__(row_sums)(256, y, lanes);
+        break;
+    case 512:
+        TQKV__(row_sums)(512, y, lanes);
+        break;
+    default:
+        TQKV__(row_sums)(1024, y, lanes);
+        break;
+    }
+    for (int b = 0; b < s->norms_per_row; b++) sums[b] = lanes[32 / s->norms_per_row * b];
+}
+
+/* Norms and scales of a few rows, many roots and quotients at once, as tqkv__norm_tq has them. Whole vectors are
+   written. values: [n_rows], norms, scales: [n_rows][norms_per_row] */
+TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms,
+                                          float *scales)
+{
+    const bool long_row = s->head_dim >= 512;
+    const TQKV__VECTOR part = TQKV__(set1)(long_row ? 1.0f / 256.0f : 1.0f); /* exact, as the quotient is */
+    const TQKV__VECTOR factor = TQKV__(set1)(long_row ? s->block_scale : TQKV__SQRT(s->head_dim));
+    const int n = n_rows * s->norms_per_row;
+    for (int i = 0; i < n_rows; i++) TQKV__(sums_tq)(s, values[i], norms + i * s->norms_per_row);
+    for (int i = n; i % TQKV__LANES; i++) norms[i] = 0.0f;
+    for (int i = 0; i < n; i += TQKV__LANES) {
+        const TQKV__VECTOR norm = TQKV__(sqrt)(TQKV__(mul)(TQKV__(load)(norms + i), part));
+        TQKV__(store)(norms + i, norm);
+        TQKV__(store)(scales + i, TQKV__(mul)(TQKV__(invert_above)(TQKV__MIN_NORM, norm), factor));
+    }
+}
+
+TQKV__TARGET static void TQKV__(norms_i8)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms,
+                                          float *scales)
+{
+    for (int i = 0; i < n_rows * s->norms_per_row; i++) {
+        const float *y = values[i / s->norms_per_row] + i % s->norms_per_row * s->norm_dim;
+        TQKV__VECTOR even = TQKV__(set1)(0.0f), odd = even;
+        for (const float *end = y + s->norm_dim; y < end; y += 2 * TQKV__LANES) {
+            even = TQKV__(max)(TQKV__(abs)(TQKV__(load)(y)), even);
+            odd = TQKV__(max)(TQKV__(abs)(TQKV__(load)(y + TQKV__LANES)), odd);
+        }
+        norms[i] = tqkv__norm_i8(TQKV__(largest_lane)(TQKV__(max)(even, odd)), &scales[i]);
+    }
+}
+
+/* Steps 1 to 3 of encoding a row into y; returns y, or src where nothing is rotated. src, y: [head_dim] */
+TQKV__TARGET static inline const float *TQKV__(turn)(const tqkv__stream *s, const float *src, float *y)
+{
+    if (!s->rotated) return src;
+    TQKV__(hadamard)(src, s->head_dim, true, y);
+    return y;
+}
+
+/* Steps 4 to 7 for a few rows */
+TQKV__TARGET static inline void TQKV__(norms)(const tqkv__stream *s, const float *const *values, int n_rows,
+                                              float *norms, float *scales)
+{
+    if (s->format == TQKV_I8)
+        TQKV__(norms_i8)(s, values, n_rows, norms, scales);
+    else
+        TQKV__(norms_tq)(s, values, n_rows, norms, scales);
+}
+
+TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, const float *src, float *scaled, float *norms)
+{
+    float row_norms[16], scales[16]; /* whole vectors */
+    if (s->format == TQKV_F16) {
+        memcpy(scaled, src, (size_t)s->head_dim * sizeof(float));
+        return;
+    }
+    const float *y = TQKV__(turn)(s, src, scaled);
+    TQKV__(norms)(s, &y, 1, row_norms, scales);
+    memcpy(norms, row_norms, (size_t)s->norms_per_row * sizeof(float));
+    for (int d = 0; d < s->head_dim; d += TQKV__LANES)
+        TQKV__(store)(scaled + d, TQKV__(mul)(TQKV__(load)(y + d), TQKV__(set1)(scales[d / s->norm_dim])));
+}
+
+/* As tqkv__quantise, by the cells of tqkv__quantiser. bits is a constant. */
+TQKV__TARGET static TQKV__INLINE TQKV__(codes)
+    TQKV__(quantise)(const int bits, const tqkv__quantiser *q, const TQKV__(codes) * below, const TQKV__VECTOR *bounds,
+                     TQKV__VECTOR v)
+{
+    TQKV__(codes) side;
+    const TQKV__VECTOR w = TQKV__(fold)(1 << (bits - 1), v, &side);
+    const TQKV__VECTOR cell = TQKV__(min)(TQKV__(mul)(w, TQKV__(set1)(q->slope)), TQKV__(set1)(q->top));
+    const TQKV__(codes) count = TQKV__(below)(bits, below, TQKV__(truncate)(cell));
+    return TQKV__(finish)(count, TQKV__(bound)(bits, bounds, count), w, side);
+}
+
+/* y: [head_dim], scales: [norms_per_row] -> row: [row_bytes]. bits and upper_bits are constants, 8 for I8; upper_bits:
+   those stored apart from the low nibble, or 4 for a byte a code. */
+TQKV__TARGET static TQKV__INLINE void TQKV__(code_row)(const int bits, const int upper_bits, const tqkv__stream *s,
+                                                       const tqkv__quantiser *q, const float *y, const float *scales,
+                                                       uint8_t *row)
+{
+    TQKV__(codes) below[4], four[4];
+    TQKV__VECTOR bounds[32 / TQKV__LANES];
+    uint8_t *upper = row + s->head_dim / 2;
+    if (bits < 8) TQKV__(load_below)(bits, q->below, below);
+    for (int i = 0; bits < 8 && i < 32 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
+    for (const float *end = y + s->head_dim; y < end; scales++)
+        for (const float *block_end = y + s->norm_dim; y < block_end; y += 4 * TQKV__LANES) {
+            TQKV__UNROLL for (int i = 0; i < 4; i++)
+            {
+                const TQKV__VECTOR v = TQKV__(mul)(TQKV__(load)(y + i * TQKV__LANES), TQKV__(set1)(*scales));
+                four[i] = bits < 8 ? TQKV__(quantise)(bits, q, below, bounds, v) : TQKV__(quantise_i8)(v);
+            }
+            const TQKV__(codes) codes = TQKV__(narrow)(four);
+            if (upper_bits == 4) {
+                memcpy(row, &codes, sizeof codes);
+                row += sizeof codes;
+                continue;
+            }
+            TQKV__(pack_lower)(codes, row);
+            row += 2 * TQKV__LANES;
+            if (upper_bits) TQKV__(pack_upper)(upper_bits, codes, upper);
+            upper += upper_bits * TQKV__LANES / 2;
+        }
+}
+
+/* TQ8 where no instruction looks up tables so large: cells by vectors, look-ups by loads. */
+TQKV__TARGET static inline void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n, float scale,
+                                                       uint8_t *codes)
+{
+    TQKV__ALIGNED float folded[4 * TQKV__LANES];
+    TQKV__ALIGNED int32_t cells[4 * TQKV__LANES], sides[4 * TQKV__LANES];
+    for (int d = 0; d < n; d += 4 * TQKV__LANES) {
+        for (int i = 0; i < 4 * TQKV__LANES; i += TQKV__LANES) {
+            TQKV__(codes) side;
+            const TQKV__VECTOR v = TQKV__(mul)(TQKV__(load)(y + d + i), TQKV__(set1)(scale));
+            const TQKV__VECTOR w = TQKV__(fold)(128, v, &side);
+            const TQKV__VECTOR cell = TQKV__(min)(TQKV__(mul)(w, TQKV__(set1)(q->slope)), TQKV__(set1)(q->top));
+            const TQKV__(codes) whole = TQKV__(truncate)(cell);
+            TQKV__(store)(folded + i, w);
+            memcpy(cells + i, &whole, sizeof whole);
+            memcpy(sides + i, &side, sizeof side);
+        }
+        TQKV__UNROLL for (int i = 0; i < 4 * TQKV__LANES; i++)
+        {
+            const int count = q->below[cells[i]];
+            codes[d + i] = (uint8_t)((count + (q->bounds[count] <= folded[i])) ^ sides[i]);
+        }
+    }
+}
+
+/* y: [head_dim], scales: [norms_per_row] -> row: [row_bytes] */
+TQKV__TARGET static void TQKV__(code)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
+                                      const float *scales, uint8_t *row)
+{
+    switch (s->format) {
+    case TQKV_TQ4:
+        TQKV__(code_row)(4, 0, s, q, y, scales, row);
+        return;
+    case TQKV_TQ5:
+        TQKV__(code_row)(5, 1, s, q, y, scales, row);
+        return;
+    case TQKV_TQ6:
+        TQKV__(code_row)(6, 2, s, q, y, scales, row);
+        return;
+    case TQKV_TQ5_BYTES:
+        TQKV__(code_row)(5, 4, s, q, y, scales, row);
+        return;
+    case TQKV_TQ6_BYTES:
+        TQKV__(code_row)(6, 4, s, q, y, scales, row);
+        return;
+    case TQKV_I8:
+        TQKV__(code_row)(8, 4, s, q, y, scales, row);
+        return;
+    default:
+        for (int b = 0; b < s->head_dim; b += s->norm_dim)
+            TQKV__(quantise_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
+    }
+}
+
+TQKV__TARGET static void TQKV__(halve)(const float *src, int head_dim, uint8_t *row)
+{
+    for (int d = 0; d < head_dim; d += 2 * TQKV__LANES, row += 4 * TQKV__LANES) {
+        TQKV__(store_f16)(row, TQKV__(load)(src + d));
+        TQKV__(store_f16)(row + 2 * TQKV__LANES, TQKV__(load)(src + d + TQKV__LANES));
+    }
+}
+
+/* Step by step for a few rows at a time: a row's steps wait for each other, rows do not. */
+TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows,
+                                             int n_rows)
+{
+    enum { buffer = 2048, most_norms = buffer / 32 };
+    TQKV__ALIGNED float rotated[buffer], norms[most_norms], scales[most_norms];
+    const float *values[most_norms];
+    const int batch = buffer / s->head_dim, norms_per_row = s->norms_per_row;
+    for (int i = 0; s->format == TQKV_F16 && i < n_rows; i++) TQKV__(halve)(rows[i].src, s->head_dim, rows[i].codes);
+    for (int first = 0; s->format != TQKV_F16 && first < n_rows; first += batch, rows += batch) {
+        const int n = n_rows - first < batch ? n_rows - first : batch;
+        for (int i = 0; i < n; i++) values[i] = TQKV__(turn)(s, rows[i].src, rotated + i * s->head_dim);
+        TQKV__(norms)(s, values, n, norms, scales);
+        for (int i = 0; i < n; i++) {
+            memcpy(rows[i].norms, norms + i * norms_per_row, (size_t)norms_per_row * sizeof(float));
+            TQKV__(code)(s, q, values[i], scales + i * norms_per_row, rows[i].codes);
+        }
+    }
+}
+
+/* As tqkv__all_finite, of whole rows: an exponent of ones is the largest there is. */
+TQKV__TARGET static bool TQKV__(rows_finite)(const float *x, size_t n)
+{
+    TQKV__(codes) largest[4];
+    uint32_t lanes[4 * TQKV__LANES], all = 0;
+    memset(largest, 0, sizeof largest);
+    for (size_t i = 0; i < n; i += 4 * TQKV__LANES)
+        TQKV__UNROLL for (int j = 0; j < 4; j++) largest[j] =
+            TQKV__(larger_bits)(largest[j], TQKV__(load)(x + i + j * TQKV__LANES));
+    memcpy(lanes, largest, sizeof lanes);
+    for (int i = 0; i < 4 * TQKV__LANES; i++) all = lanes[i] > all ? lanes[i] : all;
+    return all < 0x7f800000u;
+}
+
+static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(rotate), TQKV__(unrotate), TQKV__(scale_row),
+                                          TQKV__(encode_rows)};
+
+static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          &TQKV__(codec),
+                                      TQKV__(score_tile), TQKV__(softmax_tile), TQKV__(value_tile)};
 
 #undef TQKV__QUAD
 #undef TQKV__VECTOR
@@ -1110,7 +1640,7 @@ extern "C" {
 #ifdef __clang__
 #define TQKV__UNROLL _Pragma("clang loop unroll(full)")
 #else
-#define TQKV__UNROLL _Pragma("GCC unroll 8")
+#define TQKV__UNROLL _Pragma("GCC unroll 16")
 #endif
 
 static bool tqkv__multiply(size_t a, size_t b, size_t *product)
@@ -1418,12 +1948,28 @@ static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
     tqkv__flip_signs(y, head_dim);
 }
 
+/* The norm of a TQ row or block of which `sum` is the sum of squares; scale: what brings its values to variance 1. */
+static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
+{
+    const float norm = s->head_dim < 512 ? sqrtf(sum) : sqrtf(sum / 256.0f);
+    const float inverse = norm > TQKV__MIN_NORM ? 1.0f / norm : 0.0f;
+    *scale = inverse * (s->head_dim < 512 ? TQKV__SQRT(s->head_dim) : s->block_scale);
+    return norm;
+}
+
+/* Norm of an I8 block: the largest magnitude over 127; scale: one over the grid's step. */
+static float tqkv__norm_i8(float largest, float *scale)
+{
+    *scale = largest > TQKV__MIN_NORM ? 127.0f / largest : 0.0f;
+    return largest / 127.0f;
+}
+
 /* Norms of a TQ row: 32 lanes of head_dim/32 neighbours each add their squares in order, then an xor-tree adds the
    lanes that share a norm: the order in which a GPU's 32-lane group does it. */
-static void tqkv__norms_tq(const float *y, int head_dim, int norms_per_row, float *norms)
+static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
     float lanes[32], other[32];
-    const int per_lane = head_dim / 32, lanes_per_norm = 32 / norms_per_row;
+    const int per_lane = s->head_dim / 32, lanes_per_norm = 32 / s->norms_per_row;
     for (int l = 0; l < 32; l++) {
         lanes[l] = 0.0f;
         for (int e = l * per_lane; e < (l + 1) * per_lane; e++) lanes[l] += tqkv__rounded(y[e] * y[e]);
@@ -1432,20 +1978,16 @@ static void tqkv__norms_tq(const float *y, int head_dim, int norms_per_row, floa
         memcpy(other, lanes, sizeof other);
         for (int l = 0; l < 32; l++) lanes[l] += other[l ^ distance];
     }
-    for (int b = 0; b < norms_per_row; b++) {
-        float sum = lanes[b * lanes_per_norm];
-        norms[b] = head_dim < 512 ? sqrtf(sum) : sqrtf(sum / 256.0f);
-    }
+    for (int b = 0; b < s->norms_per_row; b++) norms[b] = tqkv__norm_tq(s, lanes[b * lanes_per_norm], &scales[b]);
 }
 
-/* Norm and grid step of an I8 row: the largest magnitude of each block over 127. */
-static void tqkv__norms_i8(const float *y, int norm_dim, int norms_per_row, float *norms, float *scales)
+/* Norms of an I8 row, one a block. */
+static void tqkv__norms_i8(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
-    for (int b = 0; b < norms_per_row; b++) {
+    for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim) {
         float largest = 0.0f;
-        for (int i = b * norm_dim; i < (b + 1) * norm_dim; i++) largest = fabsf(y[i]) > largest ? fabsf(y[i]) : largest;
-        norms[b] = largest / 127.0f;
-        scales[b] = largest > TQKV__MIN_NORM ? 127.0f / largest : 0.0f;
+        for (int i = 0; i < s->norm_dim; i++) largest = fabsf(y[i]) > largest ? fabsf(y[i]) : largest;
+        norms[b] = tqkv__norm_i8(largest, &scales[b]);
     }
 }
 
@@ -1457,15 +1999,10 @@ static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, const float *s
     memcpy(scaled, src, (size_t)s->head_dim * sizeof(float));
     if (s->format == TQKV_F16) return;
     if (s->rotated) tqkv__rotate_row(scaled, s->head_dim);
-    if (s->format == TQKV_I8) {
-        tqkv__norms_i8(scaled, s->norm_dim, s->norms_per_row, norms, scales);
-    } else {
-        tqkv__norms_tq(scaled, s->head_dim, s->norms_per_row, norms);
-        for (int b = 0; b < s->norms_per_row; b++) {
-            float inverse = norms[b] > TQKV__MIN_NORM ? 1.0f / norms[b] : 0.0f;
-            scales[b] = inverse * (s->head_dim < 512 ? TQKV__SQRT(s->head_dim) : s->block_scale);
-        }
-    }
+    if (s->format == TQKV_I8)
+        tqkv__norms_i8(s, scaled, norms, scales);
+    else
+        tqkv__norms_tq(s, scaled, norms, scales);
     for (int b = 0; b < s->norms_per_row; b++) tqkv__scale(scaled + b * s->norm_dim, s->norm_dim, scales[b]);
 }
 
@@ -1549,6 +2086,35 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
     }
 }
 
+/* Quantising without bisection. The boundaries are symmetric, so the positive ones are enough. They are sorted into
+   2^bits cells of equal width, too narrow for two of them. A value's cell is computed like a boundary's, and rounding
+   keeps order, so boundaries in the cells before it lie below the value and those in the cells behind it above,
+   whatever the rounding of the cell: one comparison is left, with the boundary of its own cell or else the next one. */
+typedef struct tqkv__quantiser {
+    float slope, top;       /* cell of a magnitude w = the whole part of min(w * slope, top) */
+    uint8_t below[256];     /* boundaries in the cells before this one */
+    float bounds[128];      /* the positive boundaries, then infinity */
+    uint8_t planes[4][128]; /* TQ8: byte i of bounds, for look-ups of bytes */
+} tqkv__quantiser;
+
+static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
+{
+    const int bits = s->info->code_bits, n = (1 << (bits - 1)) - 1;
+    const float *positive = s->info->boundaries + n + 1; /* boundaries[n] is 0 */
+    int cell = 0;
+    q->top = (float)((1 << bits) - 1);
+    q->slope = q->top / positive[n - 1];
+    for (int i = 0; i < n; i++) {
+        const float at = positive[i] * q->slope;
+        for (const int own = (int)(at < q->top ? at : q->top); cell <= own; cell++) q->below[cell] = (uint8_t)i;
+        q->bounds[i] = positive[i];
+    }
+    for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
+    for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
+    for (int p = 0; bits == 8 && p < 4; p++)
+        for (int i = 0; i < 128; i++) q->planes[p][i] = (uint8_t)(tqkv__bits(q->bounds[i]) >> (8 * p));
+}
+
 /* src: [head_dim] -> row: [row_bytes], norms: [norms_per_row] */
 static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const float *src, uint8_t *row, float *norms)
 {
@@ -1568,6 +2134,33 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const float *
                                         : (uint8_t)tqkv__quantise(s->info->boundaries, s->info->code_bits, scaled[i]);
     tqkv__pack(s, codes, row);
 }
+
+/* Where a row comes from and goes to: src: [head_dim], codes: [row_bytes], norms: [norms_per_row] */
+typedef struct tqkv__row {
+    const float *src;
+    uint8_t *codes;
+    float *norms;
+} tqkv__row;
+
+static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows)
+{
+    (void)q; /* bisection needs no tables */
+    for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, rows[i].src, rows[i].codes, rows[i].norms);
+}
+
+/* What an instruction set brings to encoding; every set gives the same bytes. */
+typedef struct tqkv__codec {
+    bool (*rows_finite)(const float *x, size_t n); /* n: a multiple of head_dim */
+    void (*rotate)(float *x, int head_dim);
+    void (*unrotate)(float *y, int head_dim);
+    void (*scale_row)(const tqkv__stream *s, const float *src, float *scaled, float *norms);
+    void (*encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows);
+} tqkv__codec;
+
+static const tqkv__codec tqkv__codec_scalar = {tqkv__all_finite, tqkv__rotate_row, tqkv__unrotate_row, tqkv__scale_row,
+                                               tqkv__encode_rows};
+
+static const tqkv__codec *tqkv__codec_for(int head_dim);
 
 /* What the centroids or integers that share a norm are multiplied by. */
 static float tqkv__factor(const tqkv__stream *s, float norm)
@@ -1593,6 +2186,12 @@ static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t
     }
 }
 
+static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t position)
+{
+    if (position < 0 || position > INT64_MAX - n) return TQKV_OUT_OF_RANGE;
+    return s->ring || position + n <= s->capacity ? TQKV_OK : TQKV_OUT_OF_RANGE;
+}
+
 /* The checks that encode and append share. */
 static tqkv_result tqkv__check_source(const tqkv__stream *s, const float *src, int n_tokens, int64_t position)
 {
@@ -1600,23 +2199,33 @@ static tqkv_result tqkv__check_source(const tqkv__stream *s, const float *src, i
     if (!src || n_tokens < 0 || !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), &bytes))
         return TQKV_INVALID_ARGUMENT;
     if (tqkv__stream_overlaps(s, src, bytes)) return TQKV_INVALID_ARGUMENT;
-    if (position < 0 || position > INT64_MAX - n_tokens) return TQKV_OUT_OF_RANGE;
-    if (!s->ring && position + n_tokens > s->capacity) return TQKV_OUT_OF_RANGE;
-    return tqkv__all_finite(src, bytes / sizeof(float)) ? TQKV_OK : TQKV_NOT_FINITE;
+    const tqkv_result r = tqkv__check_positions(s, n_tokens, position);
+    if (r != TQKV_OK) return r;
+    return tqkv__codec_for(s->head_dim)->rows_finite(src, bytes / sizeof(float)) ? TQKV_OK : TQKV_NOT_FINITE;
 }
 
 /* After tqkv__check_source. Of a run longer than a ring only the tokens that stay are written, each slot once. */
 static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int n_tokens, int64_t position)
 {
+    enum { batch = 64 };
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     const uint64_t mode = tqkv__fp_exact();
+    tqkv__quantiser q;
+    tqkv__row rows[batch];
+    int n = 0;
+    if (s->info->boundaries) tqkv__quantiser_open(s, &q);
     for (int t = n_tokens > s->capacity ? n_tokens - s->capacity : 0; t < n_tokens; t++) {
         const int slot = tqkv__slot(s, position + t);
         for (int h = 0; h < s->n_kv_heads; h++) {
             const size_t source_row = (size_t)t * (size_t)s->n_kv_heads + (size_t)h;
-            tqkv__encode_row(s, src + source_row * (size_t)s->head_dim, tqkv__codes_at(s, h, slot),
-                             tqkv__norms_at(s, h, slot));
+            rows[n].src = src + source_row * (size_t)s->head_dim;
+            rows[n].codes = tqkv__codes_at(s, h, slot);
+            rows[n].norms = tqkv__norms_at(s, h, slot);
+            if (++n == batch) codec->encode_rows(s, &q, rows, n);
+            n %= batch;
         }
     }
+    if (n) codec->encode_rows(s, &q, rows, n);
     tqkv__fp_restore(mode);
 }
 
@@ -1640,10 +2249,11 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const float *src, int n
         !tqkv__array_size(n_tokens, s.n_kv_heads, s.head_dim, sizeof(float), &bytes) ||
         tqkv__overlap(src, bytes, scaled, bytes))
         return TQKV_INVALID_ARGUMENT;
-    if (!tqkv__all_finite(src, bytes / sizeof(float))) return TQKV_NOT_FINITE;
+    const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
+    if (!codec->rows_finite(src, bytes / sizeof(float))) return TQKV_NOT_FINITE;
     const uint64_t mode = tqkv__fp_exact();
     for (size_t i = 0; i < bytes / sizeof(float); i += (size_t)s.head_dim)
-        tqkv__scale_row(&s, src + i, scaled + i, norms);
+        codec->scale_row(&s, src + i, scaled + i, norms);
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
@@ -1656,43 +2266,46 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
     tqkv_result r = tqkv__stream_open(store, &s);
     if (r != TQKV_OK) return r;
     if (!dst || n_positions < 0 || (basis != TQKV_ORIGINAL && basis != TQKV_ROTATED)) return TQKV_INVALID_ARGUMENT;
-    if (position < 0 || n_positions > s.capacity || position > INT64_MAX - n_positions) return TQKV_OUT_OF_RANGE;
-    if (!s.ring && position + n_positions > s.capacity) return TQKV_OUT_OF_RANGE;
+    if (n_positions > s.capacity) return TQKV_OUT_OF_RANGE;
+    if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
     if (!tqkv__array_size(n_positions, s.n_kv_heads, s.head_dim, sizeof(float), &bytes) ||
         tqkv__stream_overlaps(&s, dst, bytes))
         return TQKV_INVALID_ARGUMENT;
+    const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
     for (int p = 0; p < n_positions; p++) {
         const int slot = tqkv__slot(&s, position + p);
         for (int h = 0; h < s.n_kv_heads; h++, dst += s.head_dim) {
             tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), dst);
-            if (s.rotated && basis == TQKV_ORIGINAL) tqkv__unrotate_row(dst, s.head_dim);
+            if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(dst, s.head_dim);
         }
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
 
-static tqkv_result tqkv__rotate_rows(float *rows, int n_rows, int head_dim, void (*rotate)(float *, int))
+static tqkv_result tqkv__rotate_rows(float *rows, int n_rows, int head_dim, bool back)
 {
     size_t bytes;
     if (!tqkv__head_dim_known(head_dim)) return TQKV_UNSUPPORTED;
     if (!rows || n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &bytes))
         return TQKV_INVALID_ARGUMENT;
+    const tqkv__codec *codec = tqkv__codec_for(head_dim);
     const uint64_t mode = tqkv__fp_exact();
-    for (int i = 0; i < n_rows; i++) rotate(rows + (size_t)i * (size_t)head_dim, head_dim);
+    for (int i = 0; i < n_rows; i++)
+        (back ? codec->unrotate : codec->rotate)(rows + (size_t)i * (size_t)head_dim, head_dim);
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim)
 {
-    return tqkv__rotate_rows(rows, n_rows, head_dim, tqkv__rotate_row);
+    return tqkv__rotate_rows(rows, n_rows, head_dim, false);
 }
 
 TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
 {
-    return tqkv__rotate_rows(rows, n_rows, head_dim, tqkv__unrotate_row);
+    return tqkv__rotate_rows(rows, n_rows, head_dim, true);
 }
 
 /* >>attend: softmax(q.k) v in one pass over tiles of positions, each key and value decoded once for all its queries */
@@ -1732,6 +2345,7 @@ typedef struct tqkv__span {
 typedef struct tqkv__isa {
     const char *name;
     int lanes; /* floats of a vector */
+    const tqkv__codec *codec;
     /* scores[row][j] = q[row] . key[slot + j] for j < n; q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
     void (*score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows, float *scores);
     /* Turns the scores of each row's span into weights exp(score - max), the others into 0, and brings the row's
@@ -1825,13 +2439,9 @@ static void tqkv__fill_planes(tqkv__stream *s)
         for (int p = 0; p < 4; p++) s->planes[p][i] = (uint8_t)(tqkv__bits(s->info->codebook[128 + i]) >> (8 * p));
 }
 
-/* As tqkv__attention_shape, and opens the stores and finds the resident range. */
-static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
+/* Finds the resident range, after tqkv__attention_shape. */
+static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attention *r)
 {
-    tqkv_result result = tqkv__attention_shape(a, r);
-    if (result != TQKV_OK) return result;
-    if ((result = tqkv__stream_open(a->keys, &r->keys)) != TQKV_OK) return result;
-    if ((result = tqkv__stream_open(a->values, &r->values)) != TQKV_OK) return result;
     if (a->end < 0 || a->kv_len < 0) return TQKV_INVALID_ARGUMENT;
     const int capacity = r->keys.capacity < r->values.capacity ? r->keys.capacity : r->values.capacity;
     const int64_t kv_len = a->kv_len ? a->kv_len : a->end < capacity ? a->end : capacity;
@@ -1840,6 +2450,17 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
         return TQKV_OUT_OF_RANGE;
     r->first = a->end - kv_len;
     r->end = a->end;
+    return TQKV_OK;
+}
+
+/* As tqkv__attention_shape, and opens the stores and finds the resident range. */
+static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
+{
+    tqkv_result result = tqkv__attention_shape(a, r);
+    if (result != TQKV_OK) return result;
+    if ((result = tqkv__stream_open(a->keys, &r->keys)) != TQKV_OK) return result;
+    if ((result = tqkv__stream_open(a->values, &r->values)) != TQKV_OK) return result;
+    if ((result = tqkv__attention_range(a, r)) != TQKV_OK) return result;
     tqkv__fill_planes(&r->keys);
     tqkv__fill_planes(&r->values);
     return TQKV_OK;
@@ -1935,12 +2556,11 @@ static inline void tqkv__decode_tq8_scalar(const tqkv__stream *s, const uint8_t 
     for (int i = 0; i < n; i++) x[i] = s->info->codebook[codes[i]];
 }
 
-/* How far ahead codes are asked for: farther than the hardware's own prefetcher, which stops at pages. */
-#define TQKV__AHEAD 16384
-
+/* Asks for codes that will be read soon. The next tile's are asked for while this tile is computed: nearer they come too
+   late, farther they push what is in use out of the L1 cache (32k positions: 1.1 to 1.5 times slower at twice or half). */
 static inline void tqkv__prefetch(const uint8_t *codes, size_t size)
 {
-    for (size_t i = 0; i < size; i += 64) __builtin_prefetch((const void *)((uintptr_t)codes + TQKV__AHEAD + i));
+    for (size_t i = 0; i < size; i += 64) __builtin_prefetch((const void *)((uintptr_t)codes + i));
 }
 
 /* >>isa: what each instruction set brings to the kernels above */
@@ -2105,11 +2725,187 @@ TQKV__TARGET static void tqkv__decode_tq8_avx512(const tqkv__stream *s, const ui
     }
 }
 
+/* Encoding. An empty asm keeps a product from being fused with a following sum, as in tqkv__rounded. */
+TQKV__TARGET static inline __m512 tqkv__rounded_avx512(__m512 x)
+{
+    __asm__("" : "+v"(x));
+    return x;
+}
+TQKV__TARGET static inline __m512 tqkv__min_avx512(__m512 a, __m512 b) { return _mm512_min_ps(a, b); }
+TQKV__TARGET static inline __m512 tqkv__sqrt_avx512(__m512 x) { return _mm512_sqrt_ps(x); }
+/* x > least ? 1/x : 0 */
+TQKV__TARGET static inline __m512 tqkv__invert_above_avx512(float least, __m512 x)
+{
+    return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GT_OQ), _mm512_set1_ps(1.0f), x);
+}
+/* The table's signs of elements d to d + LANES - 1 applied to x */
+TQKV__TARGET static inline __m512 tqkv__flip_avx512(__m512 x, int d)
+{
+    uint16_t signs;
+    memcpy(&signs, tqkv__tables.signs + d % 512 / 8, sizeof signs);
+    return _mm512_mask_xor_ps(x, signs, x, _mm512_set1_ps(-0.0f));
+}
+/* Lane i of the result is lane i ^ distance of x; distance is a constant. */
+TQKV__TARGET static TQKV__INLINE __m512 tqkv__swap_avx512(const int distance, __m512 x)
+{
+    if (distance == 1) return _mm512_permute_ps(x, 0xb1);
+    if (distance == 2) return _mm512_permute_ps(x, 0x4e);
+    if (distance == 4) return _mm512_shuffle_f32x4(x, x, 0xb1);
+    return _mm512_shuffle_f32x4(x, x, 0x4e);
+}
+/* Lanes i and i ^ 2^stage become their sum and difference. One of the two is multiplied by -1, which is exact. */
+TQKV__TARGET static TQKV__INLINE __m512 tqkv__butterfly_avx512(const int stage, __m512 x)
+{
+    const __mmask16 upper[4] = {0xaaaa, 0xcccc, 0xf0f0, 0xff00};
+    const __m512 sign = _mm512_mask_blend_ps(upper[stage], _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
+    return _mm512_fmadd_ps(x, sign, tqkv__swap_avx512(1 << stage, x));
+}
+/* even: the lanes of a and b whose number has bit `stage` clear, those of b moved up by 2^stage; odd: the others, those
+   of a moved down. */
+TQKV__TARGET static TQKV__INLINE __m512 tqkv__even_avx512(const int stage, __m512 a, __m512 b)
+{
+    if (stage == 0) return _mm512_mask_moveldup_ps(a, 0xaaaa, b);
+    if (stage == 1) return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+    if (stage == 2) return _mm512_mask_shuffle_f32x4(a, 0xf0f0, b, b, 0xa0);
+    return _mm512_shuffle_f32x4(a, b, 0x44);
+}
+TQKV__TARGET static TQKV__INLINE __m512 tqkv__odd_avx512(const int stage, __m512 a, __m512 b)
+{
+    if (stage == 0) return _mm512_mask_movehdup_ps(b, 0x5555, a);
+    if (stage == 1) return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+    if (stage == 2) return _mm512_mask_shuffle_f32x4(b, 0x0f0f, a, a, 0xf5);
+    return _mm512_shuffle_f32x4(a, b, 0xee);
+}
+TQKV__TARGET static inline __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
+{
+    return _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(x)));
+}
+
+/* |v|, for positive v the float below it, so that "boundary <= result" counts ties down on both sides; NaN becomes far
+   negative. With 2^bits codes, c boundaries passed and half = 2^(bits-1), the code is half + c on the positive side and
+   half - 1 - c on the other: c ^ side. */
+TQKV__TARGET static TQKV__INLINE __m512 tqkv__fold_avx512(const int half, __m512 v, __m512i *side)
+{
+    v = _mm512_max_ps(v, _mm512_set1_ps(-100.0f));
+    const __mmask16 positive = _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_GT_OQ);
+    const __m512i size = _mm512_castps_si512(_mm512_abs_ps(v));
+    *side = _mm512_mask_blend_epi32(positive, _mm512_set1_epi32(half - 1), _mm512_set1_epi32(half));
+    return _mm512_castsi512_ps(_mm512_mask_sub_epi32(size, positive, size, _mm512_set1_epi32(1)));
+}
+TQKV__TARGET static inline __m512i tqkv__truncate_avx512(__m512 x) { return _mm512_cvttps_epi32(x); }
+TQKV__TARGET static TQKV__INLINE void tqkv__load_below_avx512(const int bits, const uint8_t *table, __m512i *below)
+{
+    (void)bits; /* 64 entries are one register */
+    below[0] = _mm512_loadu_si512((const void *)table);
+}
+/* By bytes: the upper three of each lane are 0, and so is the table's first. */
+TQKV__TARGET static TQKV__INLINE __m512i tqkv__below_avx512(const int bits, const __m512i *below, __m512i cells)
+{
+    (void)bits;
+    return _mm512_permutexvar_epi8(cells, below[0]);
+}
+TQKV__TARGET static TQKV__INLINE __m512 tqkv__bound_avx512(const int bits, const __m512 *bounds, __m512i index)
+{
+    return bits < 6 ? _mm512_permutexvar_ps(index, bounds[0]) : _mm512_permutex2var_ps(bounds[0], index, bounds[1]);
+}
+/* The code, of the count before the cell and the one boundary that may lie in it */
+TQKV__TARGET static inline __m512i tqkv__finish_avx512(__m512i count, __m512 bound, __m512 w, __m512i side)
+{
+    const __mmask16 above = _mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ);
+    return _mm512_xor_si512(_mm512_mask_sub_epi32(count, above, count, _mm512_set1_epi32(-1)), side);
+}
+TQKV__TARGET static inline __m512i tqkv__quantise_i8_avx512(__m512 v)
+{
+    v = _mm512_min_ps(v, _mm512_set1_ps(127.0f)); /* the second where either is NaN */
+    v = _mm512_max_ps(v, _mm512_set1_ps(-127.0f));
+    return _mm512_and_si512(_mm512_cvtps_epi32(v), _mm512_set1_epi32(255));
+}
+/* Four vectors of codes below 256 as bytes in one */
+TQKV__TARGET static inline __m512i tqkv__narrow_avx512(const __m512i *four)
+{
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    const __m512i mixed =
+        _mm512_packus_epi16(_mm512_packus_epi32(four[0], four[1]), _mm512_packus_epi32(four[2], four[3]));
+    return _mm512_permutexvar_epi32(order, mixed);
+}
+/* A vector of bytes: their low nibbles, and their bits from the fifth up, both as the formats have them. */
+TQKV__TARGET static inline void tqkv__pack_lower_avx512(__m512i codes, uint8_t *p)
+{
+    const __m512i nibbles = _mm512_and_si512(codes, _mm512_set1_epi8(15));
+    const __m512i pairs = _mm512_maddubs_epi16(nibbles, _mm512_set1_epi16(0x1001)); /* first + 16 * second */
+    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi16_epi8(pairs));
+}
+TQKV__TARGET static TQKV__INLINE void tqkv__pack_upper_avx512(const int upper_bits, __m512i codes, uint8_t *p)
+{
+    if (upper_bits == 1) {
+        const __mmask64 fifth = _mm512_test_epi8_mask(codes, _mm512_set1_epi8(16));
+        memcpy(p, &fifth, sizeof fifth);
+        return;
+    }
+    const __m512i upper = _mm512_and_si512(_mm512_srli_epi16(codes, 4), _mm512_set1_epi8(3));
+    const __m512i pairs = _mm512_maddubs_epi16(upper, _mm512_set1_epi16(0x0401));
+    const __m512i fours = _mm512_madd_epi16(pairs, _mm512_set1_epi32(0x00100001));
+    _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8(fours));
+}
+TQKV__TARGET static inline void tqkv__store_f16_avx512(uint8_t *p, __m512 x)
+{
+    x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(65504.0f)), _mm512_set1_ps(-65504.0f));
+    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+/* 64 values at a time, their counts as bytes: a byte look-up for the count before the cell, four for the bytes of the
+   boundary in it. Packing with saturation and interleaving with each other are inverse within 128 bits, so that
+   boundaries meet their values again; `order` brings bytes between the two into the order of the values. */
+TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, const float *y, int n, float scale,
+                                                   uint8_t *codes)
+{
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    const __m512 slope = _mm512_set1_ps(q->slope), top = _mm512_set1_ps(q->top);
+    __m512i below[4], plane[4], unused;
+    for (int i = 0; i < 4; i++) below[i] = _mm512_loadu_si512((const void *)(q->below + 64 * i));
+    for (int d = 0; d < n; d += 64, y += 64) {
+        __m512 w[4];
+        __m512i cell[4], bound[4];
+        __mmask64 positive = 0, above = 0;
+        TQKV__UNROLL for (int i = 0; i < 4; i++)
+        {
+            const __m512 v = _mm512_mul_ps(_mm512_loadu_ps(y + 16 * i), _mm512_set1_ps(scale));
+            w[i] = tqkv__fold_avx512(128, v, &unused);
+            cell[i] = _mm512_cvttps_epi32(_mm512_min_ps(_mm512_mul_ps(w[i], slope), top));
+            positive |= (__mmask64)_mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_GT_OQ) << (16 * i);
+        }
+        const __m512i cells =
+            _mm512_packus_epi16(_mm512_packus_epi32(cell[0], cell[1]), _mm512_packus_epi32(cell[2], cell[3]));
+        const __m512i count =
+            _mm512_mask_blend_epi8(_mm512_movepi8_mask(cells), _mm512_permutex2var_epi8(below[0], cells, below[1]),
+                                   _mm512_permutex2var_epi8(below[2], cells, below[3]));
+        TQKV__UNROLL for (int p = 0; p < 4; p++) plane[p] =
+            _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)q->planes[p]), count,
+                                     _mm512_loadu_si512((const void *)(q->planes[p] + 64)));
+        const __m512i low01 = _mm512_unpacklo_epi8(plane[0], plane[1]),
+                      high01 = _mm512_unpackhi_epi8(plane[0], plane[1]);
+        const __m512i low23 = _mm512_unpacklo_epi8(plane[2], plane[3]),
+                      high23 = _mm512_unpackhi_epi8(plane[2], plane[3]);
+        bound[0] = _mm512_unpacklo_epi16(low01, low23);
+        bound[1] = _mm512_unpackhi_epi16(low01, low23);
+        bound[2] = _mm512_unpacklo_epi16(high01, high23);
+        bound[3] = _mm512_unpackhi_epi16(high01, high23);
+        TQKV__UNROLL for (int i = 0; i < 4; i++) above |=
+            (__mmask64)_mm512_cmp_ps_mask(_mm512_castsi512_ps(bound[i]), w[i], _CMP_LE_OQ) << (16 * i);
+        __m512i code = _mm512_permutexvar_epi32(order, count);
+        code = _mm512_mask_sub_epi8(code, above, code, _mm512_set1_epi8(-1));
+        code = _mm512_xor_si512(code, _mm512_mask_blend_epi8(positive, _mm512_set1_epi8(127), _mm512_set1_epi8(-128)));
+        _mm512_storeu_si512((void *)(codes + d), code);
+    }
+}
+
 #define TQKV__(name)   tqkv__##name##_avx512
+#define TQKV__WIDTH    16 /* vectors that the rotation holds in registers */
 #define TQKV__ISA_NAME "avx512"
 #define TQKV__LANES    16
 #define TQKV__ROWS     4
 #include "tqkv.h"
+#undef TQKV__WIDTH
 #undef TQKV__ROWS
 #undef TQKV__LANES
 #undef TQKV__ISA_NAME
@@ -2239,11 +3035,133 @@ TQKV__TARGET static inline __m256 tqkv__load_f16_avx2(const uint8_t *p) { return
 
 #define tqkv__decode_tq8_avx2 tqkv__decode_tq8_scalar
 
+TQKV__TARGET static inline __m256 tqkv__rounded_avx2(__m256 x)
+{
+    __asm__("" : "+x"(x));
+    return x;
+}
+TQKV__TARGET static inline __m256 tqkv__min_avx2(__m256 a, __m256 b) { return _mm256_min_ps(a, b); }
+TQKV__TARGET static inline __m256 tqkv__sqrt_avx2(__m256 x) { return _mm256_sqrt_ps(x); }
+TQKV__TARGET static inline __m256 tqkv__invert_above_avx2(float least, __m256 x)
+{
+    return _mm256_and_ps(_mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GT_OQ), _mm256_div_ps(_mm256_set1_ps(1.0f), x));
+}
+TQKV__TARGET static inline __m256 tqkv__flip_avx2(__m256 x, int d)
+{
+    const __m256i signs = _mm256_set1_epi32(tqkv__tables.signs[d % 512 / 8]);
+    const __m256i moved = _mm256_sllv_epi32(signs, _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
+    return _mm256_xor_ps(x, _mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)));
+}
+TQKV__TARGET static TQKV__INLINE __m256 tqkv__swap_avx2(const int distance, __m256 x)
+{
+    if (distance == 1) return _mm256_permute_ps(x, 0xb1);
+    if (distance == 2) return _mm256_permute_ps(x, 0x4e);
+    return _mm256_permute2f128_ps(x, x, 0x01);
+}
+TQKV__TARGET static TQKV__INLINE __m256 tqkv__butterfly_avx2(const int stage, __m256 x)
+{
+    const __m256 plus = _mm256_set1_ps(1.0f), minus = _mm256_set1_ps(-1.0f);
+    const __m256 sign = stage == 0   ? _mm256_blend_ps(plus, minus, 0xaa)
+                        : stage == 1 ? _mm256_blend_ps(plus, minus, 0xcc)
+                                     : _mm256_blend_ps(plus, minus, 0xf0);
+    return _mm256_fmadd_ps(x, sign, tqkv__swap_avx2(1 << stage, x));
+}
+TQKV__TARGET static TQKV__INLINE __m256 tqkv__even_avx2(const int stage, __m256 a, __m256 b)
+{
+    if (stage == 0) return _mm256_blend_ps(a, _mm256_moveldup_ps(b), 0xaa);
+    if (stage == 1) return _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+    return _mm256_permute2f128_ps(a, b, 0x20);
+}
+TQKV__TARGET static TQKV__INLINE __m256 tqkv__odd_avx2(const int stage, __m256 a, __m256 b)
+{
+    if (stage == 0) return _mm256_blend_ps(_mm256_movehdup_ps(a), b, 0xaa);
+    if (stage == 1) return _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+    return _mm256_permute2f128_ps(a, b, 0x31);
+}
+TQKV__TARGET static inline __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
+{
+    return _mm256_max_epu32(largest, _mm256_castps_si256(tqkv__abs_avx2(x)));
+}
+TQKV__TARGET static TQKV__INLINE __m256 tqkv__fold_avx2(const int half, __m256 v, __m256i *side)
+{
+    v = _mm256_max_ps(v, _mm256_set1_ps(-100.0f));
+    const __m256i positive = _mm256_castps_si256(_mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_GT_OQ));
+    *side = _mm256_sub_epi32(_mm256_set1_epi32(half - 1), positive);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(tqkv__abs_avx2(v)), positive));
+}
+TQKV__TARGET static inline __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); }
+/* Shuffles of bytes see 16 entries, in either half of the register. */
+TQKV__TARGET static TQKV__INLINE void tqkv__load_below_avx2(const int bits, const uint8_t *table, __m256i *below)
+{
+    for (int i = 0; i < 1 << (bits - 4); i++) below[i] = _mm256_broadcastsi128_si256(tqkv__load_128(table + 16 * i));
+}
+TQKV__TARGET static TQKV__INLINE __m256i tqkv__below_32_avx2(const __m256i *below, __m256i cells)
+{
+    return _mm256_blendv_epi8(_mm256_shuffle_epi8(below[0], cells), _mm256_shuffle_epi8(below[1], cells),
+                              _mm256_slli_epi32(cells, 3));
+}
+TQKV__TARGET static TQKV__INLINE __m256i tqkv__below_avx2(const int bits, const __m256i *below, __m256i cells)
+{
+    if (bits == 4) return _mm256_shuffle_epi8(below[0], cells);
+    if (bits == 5) return tqkv__below_32_avx2(below, cells);
+    return _mm256_blendv_epi8(tqkv__below_32_avx2(below, cells), tqkv__below_32_avx2(below + 2, cells),
+                              _mm256_slli_epi32(cells, 2));
+}
+TQKV__TARGET static TQKV__INLINE __m256 tqkv__bound_avx2(const int bits, const __m256 *bounds, __m256i index)
+{
+    if (bits == 4) return _mm256_permutevar8x32_ps(bounds[0], index);
+    return bits == 5 ? tqkv__lookup_4_avx2(bounds, index) : tqkv__lookup_5_avx2(bounds, index);
+}
+TQKV__TARGET static inline __m256i tqkv__finish_avx2(__m256i count, __m256 bound, __m256 w, __m256i side)
+{
+    const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(bound, w, _CMP_LE_OQ));
+    return _mm256_xor_si256(_mm256_sub_epi32(count, above), side);
+}
+TQKV__TARGET static inline __m256i tqkv__quantise_i8_avx2(__m256 v)
+{
+    v = _mm256_max_ps(_mm256_min_ps(v, _mm256_set1_ps(127.0f)), _mm256_set1_ps(-127.0f));
+    return _mm256_and_si256(_mm256_cvtps_epi32(v), _mm256_set1_epi32(255));
+}
+TQKV__TARGET static inline __m256i tqkv__narrow_avx2(const __m256i *four)
+{
+    const __m256i mixed =
+        _mm256_packus_epi16(_mm256_packus_epi32(four[0], four[1]), _mm256_packus_epi32(four[2], four[3]));
+    return _mm256_permutevar8x32_epi32(mixed, _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0));
+}
+TQKV__TARGET static inline void tqkv__pack_lower_avx2(__m256i codes, uint8_t *p)
+{
+    const __m256i nibbles = _mm256_and_si256(codes, _mm256_set1_epi8(15));
+    const __m256i pairs = _mm256_maddubs_epi16(nibbles, _mm256_set1_epi16(0x1001));
+    _mm_storeu_si128((__m128i *)(void *)p,
+                     _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+}
+TQKV__TARGET static TQKV__INLINE void tqkv__pack_upper_avx2(const int upper_bits, __m256i codes, uint8_t *p)
+{
+    if (upper_bits == 1) {
+        const int fifth = _mm256_movemask_epi8(_mm256_slli_epi16(codes, 3));
+        memcpy(p, &fifth, sizeof fifth);
+        return;
+    }
+    const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(codes, 4), _mm256_set1_epi8(3));
+    const __m256i pairs = _mm256_maddubs_epi16(upper, _mm256_set1_epi16(0x0401));
+    const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi32(0x00100001));
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+    _mm_storel_epi64((__m128i *)(void *)p, _mm_packus_epi16(words, words));
+}
+TQKV__TARGET static inline void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
+{
+    x = _mm256_max_ps(_mm256_min_ps(x, _mm256_set1_ps(65504.0f)), _mm256_set1_ps(-65504.0f));
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+#define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
+
 #define TQKV__(name)   tqkv__##name##_avx2
+#define TQKV__WIDTH    8 /* vectors that the rotation holds in registers */
 #define TQKV__ISA_NAME "avx2"
 #define TQKV__LANES    8
 #define TQKV__ROWS     2
 #include "tqkv.h"
+#undef TQKV__WIDTH
 #undef TQKV__ROWS
 #undef TQKV__LANES
 #undef TQKV__ISA_NAME
@@ -2369,11 +3287,125 @@ static inline float32x4_t tqkv__load_f16_neon(const uint8_t *p)
 
 #define tqkv__decode_tq8_neon tqkv__decode_tq8_scalar
 
+static inline float32x4_t tqkv__rounded_neon(float32x4_t x)
+{
+    __asm__("" : "+w"(x));
+    return x;
+}
+static inline float32x4_t tqkv__min_neon(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+static inline float32x4_t tqkv__sqrt_neon(float32x4_t x) { return vsqrtq_f32(x); }
+static inline float32x4_t tqkv__invert_above_neon(float least, float32x4_t x)
+{
+    const uint32x4_t above = vcgtq_f32(x, vdupq_n_f32(least));
+    return vreinterpretq_f32_u32(vandq_u32(above, vreinterpretq_u32_f32(vdivq_f32(vdupq_n_f32(1.0f), x))));
+}
+static inline float32x4_t tqkv__flip_neon(float32x4_t x, int d)
+{
+    const int32_t places[4] = {31, 30, 29, 28};
+    const uint32x4_t signs = vdupq_n_u32((uint32_t)tqkv__tables.signs[d % 512 / 8] >> (d % 8));
+    const uint32x4_t moved = vandq_u32(vshlq_u32(signs, vld1q_s32(places)), vdupq_n_u32(0x80000000u));
+    return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(x), moved));
+}
+static TQKV__INLINE float32x4_t tqkv__swap_neon(const int distance, float32x4_t x)
+{
+    return distance == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2);
+}
+static TQKV__INLINE float32x4_t tqkv__butterfly_neon(const int stage, float32x4_t x)
+{
+    const float signs[2][4] = {{1.0f, -1.0f, 1.0f, -1.0f}, {1.0f, 1.0f, -1.0f, -1.0f}};
+    return vfmaq_f32(tqkv__swap_neon(1 << stage, x), x, vld1q_f32(signs[stage]));
+}
+static TQKV__INLINE float32x4_t tqkv__even_neon(const int stage, float32x4_t a, float32x4_t b)
+{
+    if (stage == 0) return vtrn1q_f32(a, b);
+    return vreinterpretq_f32_f64(vtrn1q_f64(vreinterpretq_f64_f32(a), vreinterpretq_f64_f32(b)));
+}
+static TQKV__INLINE float32x4_t tqkv__odd_neon(const int stage, float32x4_t a, float32x4_t b)
+{
+    if (stage == 0) return vtrn2q_f32(a, b);
+    return vreinterpretq_f32_f64(vtrn2q_f64(vreinterpretq_f64_f32(a), vreinterpretq_f64_f32(b)));
+}
+static inline uint32x4_t tqkv__larger_bits_neon(uint32x4_t largest, float32x4_t x)
+{
+    return vmaxq_u32(largest, vreinterpretq_u32_f32(vabsq_f32(x)));
+}
+static TQKV__INLINE float32x4_t tqkv__fold_neon(const int half, float32x4_t v, uint32x4_t *side)
+{
+    v = tqkv__max_neon(v, vdupq_n_f32(-100.0f));
+    const uint32x4_t positive = vcgtzq_f32(v);
+    *side = vsubq_u32(vdupq_n_u32((uint32_t)half - 1u), positive);
+    return vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(vabsq_f32(v)), positive));
+}
+static inline uint32x4_t tqkv__truncate_neon(float32x4_t x) { return vcvtq_u32_f32(x); }
+static TQKV__INLINE void tqkv__load_below_neon(const int bits, const uint8_t *table, uint32x4_t *below)
+{
+    for (int i = 0; i < 1 << (bits - 4); i++) below[i] = vreinterpretq_u32_u8(vld1q_u8(table + 16 * i));
+}
+/* By bytes: the upper three of each lane are 0, and so is the table's first. */
+static TQKV__INLINE uint32x4_t tqkv__below_neon(const int bits, const uint32x4_t *below, uint32x4_t cells)
+{
+    uint8x16x4_t t;
+    const uint8x16_t index = vreinterpretq_u8_u32(cells);
+    TQKV__UNROLL for (int i = 0; i < 4; i++) t.val[i] = vreinterpretq_u8_u32(below[i < 1 << (bits - 4) ? i : 0]);
+    const uint8x16x2_t half = {{t.val[0], t.val[1]}};
+    return vreinterpretq_u32_u8(bits == 4 ? vqtbl1q_u8(t.val[0], index)
+                                : bits == 5 ? vqtbl2q_u8(half, index)
+                                            : vqtbl4q_u8(t, index));
+}
+static TQKV__INLINE float32x4_t tqkv__bound_neon(const int bits, const float32x4_t *bounds, uint32x4_t index)
+{
+    return tqkv__lookup_neon(bits == 6 ? 5 : 4, bounds, index);
+}
+static inline uint32x4_t tqkv__finish_neon(uint32x4_t count, float32x4_t bound, float32x4_t w, uint32x4_t side)
+{
+    return veorq_u32(vsubq_u32(count, vcleq_f32(bound, w)), side);
+}
+static inline uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
+{
+    v = tqkv__max_neon(tqkv__min_neon(v, vdupq_n_f32(127.0f)), vdupq_n_f32(-127.0f));
+    return vreinterpretq_u32_s32(vcvtnq_s32_f32(v));
+}
+static inline uint32x4_t tqkv__narrow_neon(const uint32x4_t *four)
+{
+    const uint16x8_t low = vcombine_u16(vmovn_u32(four[0]), vmovn_u32(four[1]));
+    const uint16x8_t high = vcombine_u16(vmovn_u32(four[2]), vmovn_u32(four[3]));
+    return vreinterpretq_u32_u8(vcombine_u8(vmovn_u16(low), vmovn_u16(high)));
+}
+/* A vector of bytes: their low nibbles, and their bits from the fifth up, both as the formats have them. */
+static inline void tqkv__pack_lower_neon(uint32x4_t codes, uint8_t *p)
+{
+    const uint8x16_t x = vreinterpretq_u8_u32(codes);
+    vst1_u8(p, vget_low_u8(vsliq_n_u8(vuzp1q_u8(x, x), vuzp2q_u8(x, x), 4)));
+}
+static TQKV__INLINE void tqkv__pack_upper_neon(const int upper_bits, uint32x4_t codes, uint8_t *p)
+{
+    const int8_t places[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    const uint8x16_t upper = vshrq_n_u8(vreinterpretq_u8_u32(codes), 4);
+    if (upper_bits == 1) {
+        p[0] = vaddv_u8(vshl_u8(vget_low_u8(upper), vld1_s8(places)));
+        p[1] = vaddv_u8(vshl_u8(vget_high_u8(upper), vld1_s8(places)));
+        return;
+    }
+    const uint16x8_t words = vreinterpretq_u16_u8(upper);
+    const uint32x4_t pairs = vreinterpretq_u32_u16(vandq_u16(vorrq_u16(words, vshrq_n_u16(words, 6)), vdupq_n_u16(15)));
+    const uint16x4_t fours = vmovn_u32(vorrq_u32(pairs, vshrq_n_u32(pairs, 12)));
+    const uint32_t bytes = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(fours, fours))), 0);
+    memcpy(p, &bytes, sizeof bytes);
+}
+static inline void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
+{
+    x = tqkv__max_neon(tqkv__min_neon(x, vdupq_n_f32(65504.0f)), vdupq_n_f32(-65504.0f));
+    vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(x)));
+}
+#define tqkv__quantise_tq8_neon tqkv__quantise_loads_neon
+
 #define TQKV__(name)   tqkv__##name##_neon
+#define TQKV__WIDTH    16 /* vectors that the rotation holds in registers */
 #define TQKV__ISA_NAME "neon"
 #define TQKV__LANES    4
 #define TQKV__ROWS     4
 #include "tqkv.h"
+#undef TQKV__WIDTH
 #undef TQKV__ROWS
 #undef TQKV__LANES
 #undef TQKV__ISA_NAME
@@ -2381,7 +3413,11 @@ static inline float32x4_t tqkv__load_f16_neon(const uint8_t *p)
 #undef TQKV__TARGET
 #endif
 
-static const tqkv__isa tqkv__isa_scalar = {"scalar", 1, tqkv__score_tile_scalar, tqkv__softmax_tile_scalar,
+static const tqkv__isa tqkv__isa_scalar = {"scalar",
+                                           1,
+                                           &tqkv__codec_scalar,
+                                           tqkv__score_tile_scalar,
+                                           tqkv__softmax_tile_scalar,
                                            tqkv__value_tile_scalar};
 
 /* Best first; those that this processor has are chosen from. */
@@ -2434,6 +3470,8 @@ static const tqkv__isa *tqkv__isa_for(int head_dim)
         if (tqkv__isas[i]->lanes < isa->lanes) isa = tqkv__isas[i];
     return isa;
 }
+
+static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
 
@@ -2557,7 +3595,7 @@ static void tqkv__arrange_queries(const tqkv__attention *a, const float *q, floa
             for (int g = 0; g < a->group; g++, arranged += a->head_dim) {
                 const size_t row = (size_t)i * (size_t)a->n_heads + (size_t)h * (size_t)a->group + (size_t)g;
                 memcpy(arranged, q + row * (size_t)a->head_dim, (size_t)a->head_dim * sizeof(float));
-                if (a->rotate_queries) tqkv__rotate_row(arranged, a->head_dim);
+                if (a->rotate_queries) a->isa->codec->rotate(arranged, a->head_dim);
                 tqkv__scale(arranged, a->head_dim, a->scale);
             }
 }
@@ -2639,7 +3677,7 @@ static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, flo
         factor = keep / (sum * keep + expf(sink - largest));
     }
     tqkv__scale(out, a->head_dim, factor);
-    if (a->unrotate_output) tqkv__unrotate_row(out, a->head_dim);
+    if (a->unrotate_output) a->isa->codec->unrotate(out, a->head_dim);
 }
 
 static void tqkv__finish(const tqkv__attention *a, float *out, const float *max, const float *sum)
@@ -2662,7 +3700,7 @@ static tqkv_result tqkv__check_rows(const tqkv__attention *a, const float *q, co
             tqkv__overlap(outputs[i], sizes[i], outputs[(i + 1) % 3], sizes[(i + 1) % 3]))
             return TQKV_INVALID_ARGUMENT;
     }
-    return tqkv__all_finite(q, a->n_elements) ? TQKV_OK : TQKV_NOT_FINITE;
+    return a->isa->codec->rows_finite(q, a->n_elements) ? TQKV_OK : TQKV_NOT_FINITE;
 }
 
 /* After tqkv__attention_open: attends to all that is resident. */
@@ -2741,6 +3779,7 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
 
 struct tqkv_cache {
     tqkv_cache_desc desc; /* every default resolved; sinks point behind the struct */
+    tqkv_allocator memory;
     tqkv_store keys, values;
     int64_t first, end; /* resident positions [first, end) */
     size_t size;        /* of the one block that holds the struct, the sinks, the codes and the norms */
@@ -2754,6 +3793,8 @@ static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
     *end = *begin + size;
     return true;
 }
+
+static const tqkv__backend *tqkv__backend_of(const tqkv_metal *m) { return (const tqkv__backend *)(const void *)m; }
 
 /* Resolves the defaults of a desc and checks it, the two stores' shapes included. */
 static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *c)
@@ -2785,6 +3826,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->desc.scale = resolved.scale;
     c->desc.softcap = resolved.softcap;
     c->desc.allocator = resolved.allocator;
+    c->memory = desc->metal ? tqkv__backend_of(desc->metal)->memory : resolved.allocator;
     return TQKV_OK;
 }
 
@@ -2807,7 +3849,7 @@ TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache *
         !tqkv__reserve(&end, c.values.codes_size, &value_codes) ||
         !tqkv__reserve(&end, c.values.norms_size, &value_norms))
         return TQKV_INVALID_ARGUMENT;
-    char *block = (char *)c.desc.allocator.alloc(c.desc.allocator.user, end);
+    char *block = (char *)c.memory.alloc(c.memory.user, end);
     if (!block) return TQKV_OUT_OF_MEMORY;
     c.size = end;
     c.keys.codes = block + key_codes;
@@ -2826,8 +3868,8 @@ TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache *
 TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
 {
     if (!c) return;
-    const tqkv_allocator allocator = c->desc.allocator;
-    allocator.free(allocator.user, c, c->size);
+    const tqkv_allocator memory = c->memory;
+    memory.free(memory.user, c, c->size);
 }
 
 /* What of a cache stays resident when it has been appended up to `end`. */
@@ -2845,11 +3887,32 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const floa
     if ((r = tqkv__stream_open(&c->values, &values)) != TQKV_OK) return r;
     if ((r = tqkv__check_source(&keys, k, n_tokens, c->end)) != TQKV_OK) return r;
     if ((r = tqkv__check_source(&values, v, n_tokens, c->end)) != TQKV_OK) return r;
-    tqkv__encode_tokens(&keys, k, n_tokens, c->end);
-    tqkv__encode_tokens(&values, v, n_tokens, c->end);
+    if (c->desc.metal) {
+        r = tqkv__backend_of(c->desc.metal)->append(c->desc.metal, c, k, v, n_tokens);
+        if (r != TQKV_OK) return r;
+    } else {
+        tqkv__encode_tokens(&keys, k, n_tokens, c->end);
+        tqkv__encode_tokens(&values, v, n_tokens, c->end);
+    }
     c->end += n_tokens;
     c->first = tqkv__oldest(c, c->end);
     return TQKV_OK;
+}
+
+static void tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqkv_attention *attention)
+{
+    memset(attention, 0, sizeof *attention);
+    attention->keys = &c->keys;
+    attention->values = &c->values;
+    attention->n_heads = c->desc.n_heads;
+    attention->n_queries = n_queries;
+    attention->end = c->end;
+    attention->window = c->desc.window;
+    attention->scale = c->desc.scale;
+    attention->softcap = c->desc.softcap;
+    attention->sinks = c->desc.sinks;
+    attention->parallel = c->desc.parallel;
+    attention->allocator = c->desc.allocator;
 }
 
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const float *q, int n_queries, float *out)
@@ -2858,22 +3921,13 @@ TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const float *q, int n_quer
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV_INVALID_ARGUMENT;
     if (n_queries == 0) return TQKV_OK;
-    memset(&attention, 0, sizeof attention);
-    attention.keys = &c->keys;
-    attention.values = &c->values;
-    attention.n_heads = c->desc.n_heads;
-    attention.n_queries = n_queries;
-    attention.end = c->end;
-    attention.window = c->desc.window;
-    attention.scale = c->desc.scale;
-    attention.softcap = c->desc.softcap;
-    attention.sinks = c->desc.sinks;
-    attention.parallel = c->desc.parallel;
-    attention.allocator = c->desc.allocator;
-    const tqkv_result r = tqkv__attention_open(&attention, &a);
+    tqkv__cache_attention(c, n_queries, &attention);
+    tqkv_result r = tqkv__attention_open(&attention, &a);
     if (r != TQKV_OK) return r;
     a.first = c->first; /* after a truncation fewer than kv_len's default, even none */
-    return tqkv__attend(&a, q, out);
+    if (!c->desc.metal) return tqkv__attend(&a, q, out);
+    r = tqkv__check_rows(&a, q, out, NULL, NULL);
+    return r == TQKV_OK ? tqkv__backend_of(c->desc.metal)->attend(c->desc.metal, c, q, n_queries, out) : r;
 }
 
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c) { return c ? c->end : 0; }
@@ -2894,6 +3948,146 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c->keys : NULL; }
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? &c->values : NULL; }
+
+/* >>metal-plan: what tqkv_metal.m asks, see >>plan */
+
+static tqkv_result tqkv__plan_rows(const tqkv__stream *s, int n_tokens, int64_t position, tqkv__rows_plan *plan)
+{
+    memset(plan, 0, sizeof *plan);
+    if (n_tokens < 0 || n_tokens > INT_MAX / s->n_kv_heads ||
+        !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), &plan->rows_size))
+        return TQKV_INVALID_ARGUMENT;
+    plan->args.n_tokens = n_tokens;
+    plan->args.n_kv_heads = s->n_kv_heads;
+    plan->args.capacity = s->capacity;
+    plan->args.first_slot = n_tokens ? tqkv__slot(s, position) : 0;
+    plan->args.block_scale = s->block_scale;
+    plan->head_dim = s->head_dim;
+    plan->format = s->format;
+    plan->turn = s->rotated;
+    plan->codes_size = s->codes_size;
+    plan->norms_size = s->norms_size;
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv__plan_encode(const tqkv_store *shape, int n_tokens, int64_t position, tqkv__rows_plan *plan)
+{
+    tqkv__stream s;
+    size_t all;
+    tqkv_result r = tqkv__stream_shape(shape, &s);
+    if (r != TQKV_OK) return r;
+    if (n_tokens < 0 || !tqkv__array_size(n_tokens, s.n_kv_heads, s.head_dim, sizeof(float), &all))
+        return TQKV_INVALID_ARGUMENT;
+    if ((r = tqkv__check_positions(&s, n_tokens, position)) != TQKV_OK) return r;
+    const int skipped = n_tokens > s.capacity ? n_tokens - s.capacity : 0;
+    if ((r = tqkv__plan_rows(&s, n_tokens - skipped, position + skipped, plan)) != TQKV_OK) return r;
+    plan->skipped_size = all - plan->rows_size;
+    plan->rows_size = all;
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv__plan_probe(const tqkv_store *shape, int n_tokens, tqkv__rows_plan *plan)
+{
+    tqkv__stream s;
+    const tqkv_result r = tqkv__stream_shape(shape, &s);
+    return r == TQKV_OK ? tqkv__plan_rows(&s, n_tokens, 0, plan) : r;
+}
+
+TQKV_API tqkv_result tqkv__plan_decode(const tqkv_store *shape, int64_t position, int n_positions, tqkv_basis basis,
+                                       tqkv__rows_plan *plan)
+{
+    tqkv__stream s;
+    tqkv_result r = tqkv__stream_shape(shape, &s);
+    if (r != TQKV_OK) return r;
+    if (n_positions < 0 || (basis != TQKV_ORIGINAL && basis != TQKV_ROTATED)) return TQKV_INVALID_ARGUMENT;
+    if (n_positions > s.capacity) return TQKV_OUT_OF_RANGE;
+    if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
+    if ((r = tqkv__plan_rows(&s, n_positions, position, plan)) != TQKV_OK) return r;
+    plan->turn = s.rotated && basis == TQKV_ORIGINAL;
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv__plan_rotate(int n_rows, int head_dim, size_t *rows_size)
+{
+    if (!tqkv__head_dim_known(head_dim)) return TQKV_UNSUPPORTED;
+    return n_rows >= 0 && tqkv__array_size(n_rows, head_dim, 1, sizeof(float), rows_size) ? TQKV_OK
+                                                                                          : TQKV_INVALID_ARGUMENT;
+}
+
+static void tqkv__plan_attention(const tqkv__attention *a, tqkv__attend_plan *plan)
+{
+    memset(plan, 0, sizeof *plan);
+    tqkv__attend_args *args = &plan->args;
+    const int kv_len = (int)(a->end - a->first);
+    args->n_queries = a->n_queries;
+    args->n_kv_heads = a->n_kv_heads;
+    args->group = a->group;
+    args->kv_len = kv_len;
+    args->window = a->window < kv_len ? a->window : 0;
+    args->key_capacity = a->keys.capacity;
+    args->value_capacity = a->values.capacity;
+    args->key_oldest_slot = kv_len ? tqkv__slot(&a->keys, a->first) : 0;
+    args->value_oldest_slot = kv_len ? tqkv__slot(&a->values, a->first) : 0;
+    args->scale = a->scale;
+    args->softcap = a->softcap;
+    args->key_block_scale = a->keys.block_scale;
+    args->value_block_scale = a->values.block_scale;
+    plan->head_dim = a->head_dim;
+    plan->n_heads = a->n_heads;
+    plan->key_format = a->keys.format;
+    plan->value_format = a->values.format;
+    plan->rotate_queries = a->rotate_queries;
+    plan->unrotate_output = a->unrotate_output;
+    plan->same_slots =
+        args->key_capacity == args->value_capacity && args->key_oldest_slot == args->value_oldest_slot;
+    plan->seen = args->window && args->window - 1 < kv_len - a->n_queries ? args->window - 1 + a->n_queries : kv_len;
+    plan->key_codes_size = a->keys.codes_size;
+    plan->key_norms_size = a->keys.norms_size;
+    plan->value_codes_size = a->values.codes_size;
+    plan->value_norms_size = a->values.norms_size;
+    plan->n_rows = a->n_rows;
+    plan->rows_size = a->n_elements * sizeof(float);
+}
+
+static void tqkv__all_resident(tqkv__attention *a)
+{
+    a->first = 0;
+    a->end = a->keys.capacity < a->values.capacity ? a->keys.capacity : a->values.capacity;
+}
+
+TQKV_API tqkv_result tqkv__plan_attend(const tqkv_attention *attention, bool whole, tqkv__attend_plan *plan)
+{
+    tqkv__attention a;
+    tqkv_result r = tqkv__attention_shape(attention, &a);
+    if (r == TQKV_OK && whole) tqkv__all_resident(&a);
+    if (r == TQKV_OK && !whole) r = tqkv__attention_range(attention, &a);
+    if (r == TQKV_OK) tqkv__plan_attention(&a, plan);
+    return r;
+}
+
+TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, int n_queries, bool whole, tqkv__attend_plan *plan)
+{
+    tqkv_attention attention;
+    tqkv__attention a;
+    if (!c || n_queries <= 0) return TQKV_INVALID_ARGUMENT;
+    tqkv__cache_attention(c, n_queries, &attention);
+    const tqkv_result r = tqkv__attention_open(&attention, &a);
+    if (r != TQKV_OK) return r;
+    a.first = c->first;
+    if (whole) tqkv__all_resident(&a);
+    tqkv__plan_attention(&a, plan);
+    return TQKV_OK;
+}
+
+TQKV_API const float *tqkv__cache_sinks(const tqkv_cache *c) { return c->desc.sinks; }
+
+TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
+{
+    c->end += n_tokens;
+    c->first = tqkv__oldest(c, c->end);
+}
+
+TQKV_API uint64_t tqkv__hash(const void *bytes, size_t size) { return XXH3_64bits(bytes, size); }
 
 /* >>snapshot: a cache as bytes, all little-endian
 
@@ -3095,6 +4289,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     found.sinks = desc->sinks;
     found.parallel = desc->parallel;
     found.allocator = desc->allocator;
+    found.metal = desc->metal;
     if ((r = tqkv_cache_create(&found, &c)) != TQKV_OK) return r;
     c->first = first;
     c->end = end;
