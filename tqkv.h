@@ -810,18 +810,18 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 /* -- Scores. The lanes of a vector are positions, so that no lanes have to be added up: codes are transposed as they
    are loaded, 32 bits of each position at a time. -- */
 
-#define TQKV__QUAD (4 * TQKV__LANES) /* positions scored at a time, in four vectors */
+#define TQKV__STRIP (TQKV__GROUPS * TQKV__LANES) /* positions scored at a time, a vector for each group */
 
-/* One block of TQKV__QUAD keys, and a few query rows. */
+/* One block of TQKV__STRIP keys, and a few query rows. */
 typedef struct TQKV__(keys) {
     const float *codebook;
     const uint8_t *lower, *upper;      /* the block in the first position's row; upper: the upper bits of TQ5, TQ6 */
     const uint8_t *ahead;              /* what to prefetch meanwhile, as much as is read */
     size_t lower_stride, upper_stride; /* bytes from one position to the next */
     int dim, head_dim;                 /* dimensions of the block and of a query row */
-    float *columns;                    /* [dim][TQKV__QUAD]: the block decoded, where many rows use it */
+    float *columns;                    /* [dim][TQKV__STRIP]: the block decoded, where many rows use it */
     const float *q;                    /* [rows][head_dim], from the block on */
-    const float *factors;              /* [TQKV__QUAD] */
+    const float *factors;              /* [TQKV__STRIP] */
     bool add;                          /* to the scores that are there */
     float *scores;                     /* [rows][TQKV__TILE] */
 } TQKV__(keys);
@@ -861,31 +861,31 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(score)(const tqkv_format format, co
     const uint8_t *lower = keys->lower;
     const uint8_t *ahead = keys->ahead;
     const float *q = keys->q, *columns = keys->columns;
-    TQKV__VECTOR table[64 / TQKV__LANES], sums[4][4];
+    TQKV__VECTOR table[64 / TQKV__LANES], sums[TQKV__ROWS][TQKV__GROUPS];
     if (format == TQKV_TQ4) TQKV__(load_table)(4, keys->codebook, table);
-    TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int g = 0; g < 4; g++) sums[r][g] =
+    TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int g = 0; g < TQKV__GROUPS; g++) sums[r][g] =
         TQKV__(set1)(0.0f);
     for (int d = 0; d < keys->dim; d += 4 * per_column, lower += 16, q += 4 * per_column) {
-        TQKV__(codes) low[4][4];
-        if (!decoded) tqkv__prefetch(ahead, TQKV__QUAD * 16);
-        ahead += TQKV__QUAD * 16;
-        TQKV__UNROLL for (int g = 0; g < 4; g++)
+        TQKV__(codes) low[TQKV__GROUPS][4];
+        if (!decoded) tqkv__prefetch(ahead, TQKV__STRIP * 16);
+        ahead += TQKV__STRIP * 16;
+        TQKV__UNROLL for (int g = 0; g < TQKV__GROUPS; g++)
             if (!decoded) TQKV__(transpose)(lower + (size_t)g * group, keys->lower_stride, low[g]);
         TQKV__UNROLL for (int i = 0; i < 4; i++)
-            TQKV__UNROLL for (int k = 0; k < per_column; k++, columns += TQKV__QUAD)
+            TQKV__UNROLL for (int k = 0; k < per_column; k++, columns += TQKV__STRIP)
         {
-            TQKV__VECTOR x[4];
-            TQKV__UNROLL for (int g = 0; g < 4; g++) x[g] =
+            TQKV__VECTOR x[TQKV__GROUPS];
+            TQKV__UNROLL for (int g = 0; g < TQKV__GROUPS; g++) x[g] =
                 decoded ? TQKV__(load)(columns + g * TQKV__LANES)
                         : TQKV__(element)(format, table, low[g][i], k, low[g][i], 0);
             TQKV__UNROLL for (int r = 0; r < rows; r++)
             {
                 const TQKV__VECTOR query = TQKV__(set1)(q[r * head_dim + i * per_column + k]);
-                TQKV__UNROLL for (int g = 0; g < 4; g++) sums[r][g] = TQKV__(fma)(query, x[g], sums[r][g]);
+                TQKV__UNROLL for (int g = 0; g < TQKV__GROUPS; g++) sums[r][g] = TQKV__(fma)(query, x[g], sums[r][g]);
             }
         }
     }
-    TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int g = 0; g < 4; g++)
+    TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int g = 0; g < TQKV__GROUPS; g++)
     {
         float *to = keys->scores + r * TQKV__TILE + g * TQKV__LANES;
         const TQKV__VECTOR before = keys->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
@@ -900,7 +900,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(fill_columns)(const tqkv_format for
     const bool split = format == TQKV_TQ5 || format == TQKV_TQ6;
     TQKV__VECTOR table[64 / TQKV__LANES];
     if (format >= TQKV_TQ4 && format <= TQKV_TQ6_BYTES) TQKV__(load_table)(bits, keys->codebook, table);
-    for (int j = 0; j < TQKV__QUAD; j += TQKV__LANES) {
+    for (int j = 0; j < TQKV__STRIP; j += TQKV__LANES) {
         const uint8_t *lower = keys->lower + (size_t)j * keys->lower_stride;
         const uint8_t *upper = split ? keys->upper + (size_t)j * keys->upper_stride : NULL;
         float *to = keys->columns + j;
@@ -909,7 +909,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(fill_columns)(const tqkv_format for
             TQKV__(transpose)(lower, keys->lower_stride, low);
             high[0] = split ? TQKV__(load_strided)(upper, keys->upper_stride) : low[0];
             high[1] = bits == 6 && split ? TQKV__(load_strided)(upper + 4, keys->upper_stride) : high[0];
-            TQKV__UNROLL for (int i = 0; i < 4; i++) TQKV__UNROLL for (int k = 0; k < per_column; k++, to += TQKV__QUAD)
+            TQKV__UNROLL for (int i = 0; i < 4; i++) TQKV__UNROLL for (int k = 0; k < per_column; k++, to += TQKV__STRIP)
                 TQKV__(store)(to, TQKV__(element)(format, table, low[i], k, high[bits == 6 ? i / 2 : 0],
                                                   bits == 6 ? (i % 2 * 8 + k) * 2 : i * 8 + k));
         }
@@ -920,7 +920,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(fill_columns)(const tqkv_format for
 TQKV__TARGET static void TQKV__(fill_columns_tq8)(const tqkv__stream *s, const TQKV__(keys) * keys)
 {
     TQKV__ALIGNED float rows[TQKV__LANES * TQKV__BLOCK];
-    for (int j = 0; j < TQKV__QUAD; j += TQKV__LANES) {
+    for (int j = 0; j < TQKV__STRIP; j += TQKV__LANES) {
         for (int i = 0; i < TQKV__LANES; i++)
             TQKV__(decode_tq8)
             (s, keys->lower + (size_t)(j + i) * keys->lower_stride, keys->dim, rows + i * TQKV__BLOCK);
@@ -928,7 +928,7 @@ TQKV__TARGET static void TQKV__(fill_columns_tq8)(const tqkv__stream *s, const T
             TQKV__(codes) columns[4];
             TQKV__(transpose)((const uint8_t *)(const void *)(rows + d), TQKV__BLOCK * sizeof(float), columns);
             TQKV__UNROLL for (int i = 0; i < 4; i++)
-                TQKV__(store)(keys->columns + (d + i) * TQKV__QUAD + j, TQKV__(as_floats)(columns[i]));
+                TQKV__(store)(keys->columns + (d + i) * TQKV__STRIP + j, TQKV__(as_floats)(columns[i]));
         }
     }
 }
@@ -991,7 +991,7 @@ TQKV__TARGET static void TQKV__(score_quad)(const tqkv__stream *s, TQKV__(keys) 
                                                 : few && s->format == TQKV_F16 ? TQKV__(score_f16)
                                                                                : TQKV__(score_columns);
     if (kernel == TQKV__(score_columns)) {
-        tqkv__prefetch(keys->ahead, TQKV__QUAD * s->row_bytes / (size_t)(s->head_dim / s->block_dim));
+        tqkv__prefetch(keys->ahead, TQKV__STRIP * s->row_bytes / (size_t)(s->head_dim / s->block_dim));
         TQKV__(fill_any_columns)(s, keys);
     }
     for (int rows = 0; n_rows > 0; n_rows -= rows) {
@@ -1002,12 +1002,12 @@ TQKV__TARGET static void TQKV__(score_quad)(const tqkv__stream *s, TQKV__(keys) 
     }
 }
 
-/* n rows of the block, then zeros up to TQKV__QUAD: what lies beyond a tile's end may be beyond the store. */
+/* n rows of the block, then zeros up to TQKV__STRIP: what lies beyond a tile's end may be beyond the store. */
 static void TQKV__(pad_keys)(TQKV__(keys) * keys, int n, size_t lower_size, size_t upper_size, uint8_t *lower,
                              uint8_t *upper)
 {
-    memset(lower, 0, TQKV__QUAD * lower_size);
-    memset(upper, 0, TQKV__QUAD * upper_size);
+    memset(lower, 0, TQKV__STRIP * lower_size);
+    memset(upper, 0, TQKV__STRIP * upper_size);
     for (int j = 0; j < n; j++) {
         memcpy(lower + (size_t)j * lower_size, keys->lower + (size_t)j * keys->lower_stride, lower_size);
         if (upper_size)
@@ -1023,16 +1023,16 @@ TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, 
                                             int n_rows, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / TQKV__BLOCK * TQKV__TILE];
-    TQKV__ALIGNED float columns[TQKV__BLOCK * TQKV__QUAD];
-    TQKV__ALIGNED uint8_t lower[TQKV__QUAD * TQKV__BLOCK * 2], upper[TQKV__QUAD * TQKV__BLOCK / 4];
+    TQKV__ALIGNED float columns[TQKV__BLOCK * TQKV__STRIP];
+    TQKV__ALIGNED uint8_t lower[TQKV__STRIP * TQKV__BLOCK * 2], upper[TQKV__STRIP * TQKV__BLOCK / 4];
     const size_t dim = (size_t)s->block_dim,
                  upper_bits = s->info->stored_bits < 8 ? (size_t)s->info->stored_bits - 4 : 0;
     const size_t lower_size = upper_bits ? dim / 2 : dim * (size_t)s->info->stored_bits / 8,
                  upper_size = dim * upper_bits / 8;
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
-    for (int j = 0; j < n; j += TQKV__QUAD) {
+    for (int j = 0; j < n; j += TQKV__STRIP) {
         const uint8_t *codes = tqkv__codes_at(s, kv_head, slot + j);
-        const int count = n - j < TQKV__QUAD ? n - j : TQKV__QUAD;
+        const int count = n - j < TQKV__STRIP ? n - j : TQKV__STRIP;
         for (int b = 0; b < s->head_dim / s->block_dim; b++) {
             TQKV__(keys) keys;
             keys.codebook = s->info->codebook;
@@ -1040,14 +1040,14 @@ TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, 
             keys.lower = codes + (size_t)b * lower_size;
             keys.upper = codes + s->head_dim / 2 + (size_t)b * upper_size;
             keys.lower_stride = keys.upper_stride = s->row_bytes;
-            keys.ahead = codes + TQKV__TILE * s->row_bytes + (size_t)b * lower_size * TQKV__QUAD;
+            keys.ahead = codes + TQKV__TILE * s->row_bytes + (size_t)b * lower_size * TQKV__STRIP;
             keys.dim = s->block_dim;
             keys.head_dim = s->head_dim;
             keys.q = q + b * s->block_dim;
             keys.factors = factors + b * TQKV__TILE + j;
             keys.add = b > 0;
             keys.scores = scores + j;
-            if (count < TQKV__QUAD) TQKV__(pad_keys)(&keys, count, lower_size, upper_size, lower, upper);
+            if (count < TQKV__STRIP) TQKV__(pad_keys)(&keys, count, lower_size, upper_size, lower, upper);
             TQKV__(score_quad)(s, &keys, n_rows);
         }
     }
@@ -1092,7 +1092,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate)(const tqkv_format forma
                                                          const TQKV__(values) * values)
 {
     const int run_bytes = TQKV__(run_bytes)(format, per_lane), steps = values->dim / (TQKV__LANES * per_lane);
-    const int width = rows * 8 <= 4 * TQKV__ROWS && per_lane == 8 ? 8 : 4; /* vectors; rows * width sums in registers */
+    const int most = 4 * TQKV__GROUPS / rows, width = most < per_lane ? most : per_lane; /* rows * width sums */
     const int n = values->n, head_dim = values->head_dim;
     const size_t stride = values->stride;
     const size_t next_tile = TQKV__TILE * values->stride;
@@ -1104,11 +1104,11 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate)(const tqkv_format forma
         TQKV__UNROLL for (int k = 0; k < per_lane; k += width, out += width * TQKV__LANES)
         {
             const uint8_t *p = values->codes + step * run_bytes;
-            TQKV__VECTOR sums[4][8];
+            TQKV__VECTOR sums[TQKV__ROWS][8];
             TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int v = 0; v < width; v++) sums[r][v] =
                 TQKV__(load)(out + r * head_dim + v * TQKV__LANES);
             for (int j = 0; j < n; j++, p += stride) {
-                TQKV__VECTOR weight[4];
+                TQKV__VECTOR weight[TQKV__ROWS];
                 if (format != TQKV_FORMAT_DEFAULT && k == 0) tqkv__prefetch(p + next_tile, (size_t)run_bytes);
                 TQKV__UNROLL for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights[r * TQKV__TILE + j]);
                 TQKV__UNROLL for (int v = 0; v < width; v++)
@@ -1605,7 +1605,7 @@ static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(rotate), T
 static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          &TQKV__(codec),
                                       TQKV__(score_tile), TQKV__(softmax_tile), TQKV__(value_tile)};
 
-#undef TQKV__QUAD
+#undef TQKV__STRIP
 #undef TQKV__VECTOR
 #endif /* TQKV__LANES */
 
@@ -2903,10 +2903,12 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
 #define TQKV__WIDTH    16 /* vectors that the rotation holds in registers */
 #define TQKV__ISA_NAME "avx512"
 #define TQKV__LANES    16
-#define TQKV__ROWS     4
+#define TQKV__ROWS 4
+#define TQKV__GROUPS 4
 #include "tqkv.h"
 #undef TQKV__WIDTH
 #undef TQKV__ROWS
+#undef TQKV__GROUPS
 #undef TQKV__LANES
 #undef TQKV__ISA_NAME
 #undef TQKV__
@@ -3159,10 +3161,12 @@ TQKV__TARGET static inline void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
 #define TQKV__WIDTH    8 /* vectors that the rotation holds in registers */
 #define TQKV__ISA_NAME "avx2"
 #define TQKV__LANES    8
-#define TQKV__ROWS     2
+#define TQKV__ROWS 4
+#define TQKV__GROUPS 2
 #include "tqkv.h"
 #undef TQKV__WIDTH
 #undef TQKV__ROWS
+#undef TQKV__GROUPS
 #undef TQKV__LANES
 #undef TQKV__ISA_NAME
 #undef TQKV__
@@ -3403,10 +3407,12 @@ static inline void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
 #define TQKV__WIDTH    16 /* vectors that the rotation holds in registers */
 #define TQKV__ISA_NAME "neon"
 #define TQKV__LANES    4
-#define TQKV__ROWS     4
+#define TQKV__ROWS 4
+#define TQKV__GROUPS 4
 #include "tqkv.h"
 #undef TQKV__WIDTH
 #undef TQKV__ROWS
+#undef TQKV__GROUPS
 #undef TQKV__LANES
 #undef TQKV__ISA_NAME
 #undef TQKV__
