@@ -4,8 +4,8 @@
 usage: bugs.py BUILD_FOLDER [part of a name]...
 
 Takes the compilers and flags of each variant of the runner, and its prefix, from the environment: PLAIN, ASAN, TSAN
-(compile a shader), PLAIN_LINK .. (link), TSAN_RUN (run), TYPE_CHECK. Only the edited kernel is compiled anew; the rest of
-the runner comes from BUILD_FOLDER/<variant>.
+(compile a shader), PLAIN_LINK .. (link), TSAN_RUN (run), TYPE_CHECK. Only the edited kernel is compiled anew; the rest
+of the runner comes from BUILD_FOLDER/<variant>.
 """
 import glob
 import os
@@ -28,7 +28,8 @@ BUGS = {
         "encode", (128,), "tsan", "encode/tq4/d128/gaussian", "data race"),
     "divergent_simd_operation": (
         "shaders/rotate.h", "simd_shuffle_xor(x[i], ushort(distance))",
-        "lane < 16 ? simd_shuffle_xor(x[i], ushort(distance)) : 0.0f", "rotate", (64,), "plain", "rotate/d64", "divergent"),
+        "lane < 16 ? simd_shuffle_xor(x[i], ushort(distance)) : 0.0f", "rotate", (64,), "plain", "rotate/d64",
+        "divergent"),
     "divergent_barrier": (
         "shaders/encode.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);",
         "if (lane < 16) threadgroup_barrier(mem_flags::mem_threadgroup);", "encode", (128,), "plain",
@@ -37,8 +38,9 @@ BUGS = {
         "shaders/common.h", "row[int(lane) * E + i] = x[i];", "row[int(lane) * E + i + 1] = x[i];", "decode", (64,),
         "asan", "encode/tq4/d64/gaussian", "heap-buffer-overflow"),
     "out_of_bounds_threadgroup_write": (
-        "shaders/encode.h", "staging[int(lane) * E + i] = uchar(code);", "staging[int(lane) * E + i + 1] = uchar(code);",
-        "encode", (128,), "asan", "encode/tq4/d128/gaussian", "heap-buffer-overflow"),
+        "shaders/encode.h", "staging[int(lane) * E + i] = uchar(code);",
+        "staging[int(lane) * E + i + 1] = uchar(code);", "encode", (128,), "asan", "encode/tq4/d128/gaussian",
+        "heap-buffer-overflow"),
     "uninitialised_threadgroup_memory": (
         "shaders/codec.h", "(1u << bits) - 1u, table, thread_index", "(1u << bits) - 9u, table, thread_index",
         "encode", (128,), "plain", "encode/tq4/d128/gaussian", "differs under schedule"),
@@ -63,7 +65,8 @@ BUGS = {
         "encode", (512, 1024), "plain", "defect/block_norms_of_d512", "norms of tq5 d512"),
     "no_barrier_before_values": (
         "shaders/attend.h",
-        "        simdgroup_barrier(mem_flags::mem_threadgroup);\n        add_values", "        add_values", "attend", (64,),
+        "        simdgroup_barrier(mem_flags::mem_threadgroup);\n        add_values", "        add_values", "attend",
+        (64,),
         "tsan", "defect/barrier_before_next_tile", "data race"),
     "no_barrier_before_next_tile": (
         "shaders/attend.h", "        simdgroup_barrier(mem_flags::mem_threadgroup); // before", "        // before",
@@ -81,20 +84,23 @@ BUGS = {
         "shaders/attend.h", "many_queries ? int(row / uint(args.group)) : 0", "0", "attend", (64,), "plain",
         "defect/every_query_read", "relative error"),
     "ring_without_wrap": (
-        "shaders/attend.h", "return position < 0 ? position + args.key_capacity : position;", "return position;", "attend",
+        "shaders/attend.h", "return position < 0 ? position + args.key_capacity : position;", "return position;",
+        "attend",
         (64,), "plain", "attend/resident/ring_wraps_inside_tile", "relative error"),
     "finite_mask": (
         "shaders/attend.h", "capped(args, score[c]) : -INFINITY", "capped(args, score[c]) : -65504.0f", "attend", (64,),
         "plain", "defect/nan_in_unused_slots", "relative error"),
     "weight_zero_times_nan": (
-        "shaders/attend.h", "if ((W == 16 || block != uint(D)) && weight == 0.0f) continue;", "", "attend", (64,), "plain",
+        "shaders/attend.h", "if ((W == 16 || block != uint(D)) && weight == 0.0f) continue;", "", "attend", (64,),
+        "plain",
         "defect/nan_in_unused_slots", "relative error"),
     "offset_of_32_bits": (
         "shaders/attend.h", "values.codes + ulong(slot) * ulong(row_bytes<D>(value_format))",
         "values.codes + slot * row_bytes<D>(value_format)", "attend", (1024,), "plain", "defect/offsets_beyond_4_gib",
         "relative error"),
     "wrong_last_tile": (
-        "shaders/attend.h", "result.base + row >= start &&", "", "attend", (64,), "plain", "attend/resident/", "relative error"),
+        "shaders/attend.h", "result.base + row >= start &&", "", "attend", (64,), "plain", "attend/resident/",
+        "relative error"),
 }
 
 
