@@ -282,7 +282,7 @@ static void command_speculate(model *m, const options *o)
 static void command_demo(model *m, const options *given)
 {
     options o = *given;
-    o.n_windows = 3;
+    o.n_windows = 2;
     command_score(m, &o);
     o.prompt = "And it came to pass, that";
     o.keys = find_format("i8");
