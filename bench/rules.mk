@@ -1,5 +1,6 @@
 # `make bench`: this machine's limits and how close tqkv comes to them. With GGML_PREFIX=/where/ggml/is/installed also
-# the same work done by ggml: its headers in include/, its libraries in lib/.
+# the same work done by ggml: its headers in include/, its libraries in lib/. BENCH_FLAGS: see build/bench --help; a run
+# of all leaves the chart's data, too.
 
 BENCH_FLAGS ?=
 BENCH_HEADERS := $(wildcard bench/*.h) bench/rules.mk tqkv.h
@@ -18,7 +19,7 @@ $(BUILD)/bench-ggml: bench/bench.c bench/ggml.c $(BENCH_HEADERS)
 .PHONY: bench
 bench: $(BUILD)/$(if $(GGML_PREFIX),bench-ggml,bench) ## measure speed; GGML_PREFIX=... compares with ggml
 	@mkdir -p $(BUILD)/charts
-	@$< --chart $(BUILD)/charts/speed.txt $(BENCH_FLAGS)
+	@$< $(or $(BENCH_FLAGS),--chart $(BUILD)/charts/speed.txt)
 
 # That it builds and measures; no opinion on how fast.
 .PHONY: test-bench
