@@ -733,7 +733,7 @@ TQKV__TARGET static inline void TQKV__(exp_parts)(TQKV__VECTOR x, TQKV__VECTOR *
 TQKV__TARGET static inline TQKV__VECTOR TQKV__(exp)(TQKV__VECTOR x)
 {
     TQKV__VECTOR power, tail;
-    TQKV__(exp_parts)(TQKV__(max)(x, TQKV__(set1)(-87.0f)), &power, &tail);
+    TQKV__(exp_parts)(TQKV__(max)(TQKV__(set1)(-87.0f), x), &power, &tail); /* NaN stays */
     return TQKV__(fma)(power, tail, power);
 }
 
@@ -742,7 +742,7 @@ TQKV__TARGET static inline TQKV__VECTOR TQKV__(tanh)(TQKV__VECTOR x)
 {
     TQKV__VECTOR power, tail;
     const TQKV__VECTOR doubled = TQKV__(mul)(TQKV__(abs)(x), TQKV__(set1)(-2.0f));
-    TQKV__(exp_parts)(TQKV__(max)(doubled, TQKV__(set1)(-40.0f)), &power, &tail);
+    TQKV__(exp_parts)(TQKV__(max)(TQKV__(set1)(-40.0f), doubled), &power, &tail);
     const TQKV__VECTOR m = TQKV__(fma)(power, tail, TQKV__(sub)(power, TQKV__(set1)(1.0f)));
     return TQKV__(copysign)(TQKV__(div)(TQKV__(abs)(m), TQKV__(add)(TQKV__(set1)(2.0f), m)), x);
 }
