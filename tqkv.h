@@ -1279,7 +1279,9 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(hadamard_runs)(const int count, con
     for (int run = 0; run < head_dim; run += count * TQKV__LANES, in += count * TQKV__LANES) {
         TQKV__VECTOR x[16];
         TQKV__UNROLL for (int i = 0; i < count; i++) x[i] = TQKV__(load)(in + i * TQKV__LANES);
-        TQKV__UNROLL for (int i = 0; flip && i < count; i++) x[i] = TQKV__(flip)(x[i], run + i * TQKV__LANES);
+        if (flip) {
+            TQKV__UNROLL for (int i = 0; i < count; i++) x[i] = TQKV__(flip)(x[i], run + i * TQKV__LANES);
+        }
         TQKV__UNROLL for (int stage = 0; stage < 4; stage++) if (1 << stage < TQKV__LANES)
             TQKV__UNROLL for (int i = 0; i < count; i++) x[i] = TQKV__(butterfly)(stage, x[i]);
         TQKV__(mix)(count, x);
