@@ -2852,7 +2852,9 @@ TQKV__TARGET static TQKV__INLINE void tqkv__pack_upper_avx512(const int upper_bi
 TQKV__TARGET static inline void tqkv__store_f16_avx512(uint8_t *p, __m512 x)
 {
     x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(65504.0f)), _mm512_set1_ps(-65504.0f));
-    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    const __m256i halves = /* without a mask GCC's macro has a warning of its own */
+        _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_storeu_si256((__m256i *)(void *)p, halves);
 }
 
 /* 64 values at a time, their counts as bytes: a byte look-up for the count before the cell, four for the bytes of the
