@@ -51,7 +51,7 @@ endif
 # ---- Each instruction set that this processor has; the runs above use the best one ----
 
 ISAS := scalar avx2 avx512 neon
-ISA_CASES := attend/ captured/attend defect fault cache
+ISA_CASES := golden codec/ attend/ captured/attend defect fault cache
 REFERENCE_BUILD := $(if $(filter Darwin,$(SYSTEM)),default,gcc)
 
 .PHONY: test-isa test-isa-sanitize

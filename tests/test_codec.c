@@ -282,6 +282,35 @@ static void check_ties(const void *parameters)
     test_store_free(&store);
 }
 
+/* Floats at and around every positive boundary and every edge of 2^bits cells of equal width, with which fast encoders
+   start; also their negatives. A row of 1024 with a single 32 rotates into values of exactly +-1 with alternating
+   signs, so that the block scale is the value compared. */
+static void check_neighbours(const void *parameters)
+{
+    tqkv_format format = *(const tqkv_format *)parameters;
+    int bits = reference_bits(format), cells = 1 << bits;
+    const float *boundaries = test_boundaries(bits);
+    float source[1024] = {0}, rotated[1024];
+    tqkv_store store = test_store(format, 1024, 1, 1, false);
+    source[1] = 32.0f;
+    CHECK_RESULT(tqkv_probe(&store, source, 1, rotated), TQKV_OK);
+    CHECK(fabsf(rotated[0]) == 1.0f && rotated[1] == -rotated[0], "rotated to %.9g", (double)rotated[0]);
+    for (int point = 1; point < cells + cells / 2 - 1; point++)
+        for (int step = -2; step <= 2; step++) {
+            float v = point < cells ? boundaries[cells - 2] * (float)point / (float)(cells - 1)
+                                    : boundaries[point - cells / 2];
+            for (int i = 0; i < abs(step); i++) v = nextafterf(v, step < 0 ? 0.0f : INFINITY);
+            store.block_scale = v;
+            CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
+            for (int i = 0; i < 2; i++) {
+                int expected = 0, code = reference_code_at((const uint8_t *)store.codes, format, 1024, i);
+                while (expected < cells - 1 && boundaries[expected] < rotated[i] * v) expected++;
+                CHECK(code == expected, "%.9g has code %d, not %d", (double)(rotated[i] * v), code, expected);
+            }
+        }
+    test_store_free(&store);
+}
+
 /* Every finite half encodes to itself, and the midpoint of two neighbours to the even one. */
 static void check_halves(const void *parameters)
 {
@@ -438,6 +467,8 @@ static void add_format_cases(tqkv_format format, int head_dim)
     test_add(check_one_by_one, &row, sizeof row, "codec/one_by_one/%s/%d", name, head_dim);
     test_add(check_overflow, &row, sizeof row, "codec/overflow/%s/%d", name, head_dim);
     if (head_dim == 128 || head_dim == 512) add_environment_cases(&row);
+    if (reference_is_codebook(format) && head_dim == 1024)
+        test_add(check_neighbours, &format, sizeof format, "codec/neighbours/%s", name);
     if (reference_is_codebook(format) && head_dim >= 512) {
         row.block_scale = 1.25f;
         test_add(check_decode, &row, sizeof row, "codec/decode/%s/%d/block_scale", name, head_dim);
