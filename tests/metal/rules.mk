@@ -139,3 +139,5 @@ $(METAL_BUILD)/gpu/driver: $(METAL_BUILD)/plain/driver $(METAL_BUILD)/gpu/metal_
 test-shaders-gpu: $(METAL_BUILD)/gpu/driver $(METALLIB) ## the shader tests on this Mac's GPU
 	@$< --metal $(METALLIB)
 endif
+
+-include tests/metal/host/rules.mk

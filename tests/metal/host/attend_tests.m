@@ -1,0 +1,245 @@
+/* tqkv_metal_attend against the double-precision reference on the same codes, in a concurrent encoder. */
+#include "host.h"
+#include "tests/attend_fixture.h"
+
+static const tqkv_metal_buffer none = {nil, 0};
+
+typedef struct attend_buffers {
+    tqkv_metal_store keys, values;
+    tqkv_metal_attention attention;
+    tqkv_metal_buffer q, out, scratch;
+    size_t size, scratch_size; /* of q and out */
+} attend_buffers;
+
+static size_t scratch_for(const tqkv_metal_attention *a)
+{
+    size_t bytes = 0;
+    CHECK_RESULT(tqkv_metal_attend_scratch(test_host.metal, a, &bytes), TQKV_OK);
+    return bytes;
+}
+
+static void open_buffers(attend_buffers *b, const attend_problem *p)
+{
+    const tqkv_attention *from = &p->attention;
+    memset(b, 0, sizeof *b);
+    b->keys = host_store(&p->keys);
+    b->values = host_store(&p->values);
+    tqkv_metal_attention *a = &b->attention;
+    a->keys = &b->keys;
+    a->values = &b->values;
+    a->n_heads = from->n_heads;
+    a->n_queries = from->n_queries;
+    a->end = from->end;
+    a->kv_len = from->kv_len;
+    a->window = from->window;
+    a->scale = from->scale;
+    a->softcap = from->softcap;
+    a->query_basis = from->query_basis;
+    a->output_basis = from->output_basis;
+    if (p->sinks) a->sinks = host_buffer(p->sinks, (size_t)from->n_heads * sizeof(float));
+    b->size = p->n_rows * p->head_dim * sizeof(float);
+    b->q = host_buffer(p->q, b->size);
+    b->out = host_buffer(p->out, b->size);
+    b->scratch_size = scratch_for(a);
+    b->scratch = host_zeros(b->scratch_size);
+    memset(host_contents(b->scratch), 0xff, b->scratch_size);
+}
+
+static void close_buffers(attend_buffers *b)
+{
+    host_store_release(&b->keys);
+    host_store_release(&b->values);
+    host_release(b->q);
+    host_release(b->out);
+    host_release(b->scratch);
+    if (b->attention.sinks.buffer) host_release(b->attention.sinks);
+}
+
+static tqkv_result attend(const attend_buffers *b)
+{
+    host_work work = host_begin(true);
+    tqkv_result r = tqkv_metal_attend(test_host.metal, work.encoder, &b->attention, b->q, b->scratch, b->out);
+    host_end(&work);
+    return r;
+}
+
+static void run_attend(const void *parameters)
+{
+    attend_problem problem;
+    attend_buffers buffers;
+    attend_set_up(&problem, parameters);
+    open_buffers(&buffers, &problem);
+    CHECK_RESULT(attend(&buffers), TQKV_OK);
+    attend_check(&problem, host_contents(buffers.out), "attend");
+    close_buffers(&buffers);
+    attend_tear_down(&problem);
+}
+
+/* What is asked for before the first position suffices to the last one. */
+static void run_scratch_grows(const void *parameters)
+{
+    attend_problem problem;
+    attend_buffers b;
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 32);
+    (void)parameters;
+    row.end = row.key_capacity = row.value_capacity = 4000;
+    attend_set_up(&problem, &row);
+    open_buffers(&b, &problem);
+    const size_t most = b.scratch_size;
+    b.attention.end = 0;
+    CHECK(scratch_for(&b.attention) == most, "an empty cache asks for less");
+    for (b.attention.end = 0; b.attention.end <= 4000; b.attention.end += 800) CHECK_RESULT(attend(&b), TQKV_OK);
+    CHECK(most > problem.n_rows * 34 * sizeof(float), "4000 positions are not split");
+    close_buffers(&b);
+    attend_tear_down(&problem);
+}
+
+static void run_refusals(const void *parameters)
+{
+    attend_problem problem;
+    attend_buffers whole, b;
+    tqkv_metal *m = test_host.metal;
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+    (void)parameters;
+    row.sinks = SINKS_SOME;
+    attend_set_up(&problem, &row);
+    open_buffers(&whole, &problem);
+    b = whole, b.scratch.offset += 4;
+    CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "scratch: needs");
+    b = whole, b.scratch = none;
+    CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "scratch: no buffer");
+    b = whole, b.out = b.q;
+    CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "q and out overlap");
+    b = whole, b.out = b.scratch;
+    CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "overlap");
+    b = whole, b.attention.sinks.offset += 8;
+    CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "sinks: needs");
+    b = whole, b.q.offset += 2;
+    CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "q: offset");
+    b = whole, b.attention.end = row.key_capacity + 1;
+    CHECK_REFUSED(m, attend(&b), TQKV_OUT_OF_RANGE, "attend");
+    b = whole, b.attention.n_heads = 3;
+    CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "attend");
+    b = whole, b.attention.window = -1;
+    CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "attend");
+    b = whole, b.attention.n_queries = INT32_MAX;
+    CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "attend");
+    b = whole, b.attention.keys = NULL;
+    CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "attend");
+    CHECK_REFUSED(m, tqkv_metal_attend_scratch(m, NULL, &b.size), TQKV_INVALID_ARGUMENT, "attend_scratch");
+    CHECK_REFUSED(m, tqkv_metal_attend(m, nil, &whole.attention, whole.q, whole.scratch, whole.out),
+                  TQKV_INVALID_ARGUMENT, "no encoder");
+    CHECK(!memcmp(host_contents(whole.out), problem.out, whole.size), "a refused call has written");
+    CHECK_RESULT(attend(&whole), TQKV_OK);
+    attend_check(&problem, host_contents(whole.out), "after refusals");
+    close_buffers(&whole);
+    attend_tear_down(&problem);
+}
+
+static void add(attend_row row, const char *what) { test_add(run_attend, &row, sizeof row, "attend/%s", what); }
+
+static void add_named(attend_row row, const char *what, int number)
+{
+    test_add(run_attend, &row, sizeof row, "attend/%s/%d", what, number);
+}
+
+static void add_shapes(void)
+{
+    const int groups[] = {1, 3, 8, 9, 16}, queries[] = {1, 2, 5, 17};
+    for (int g = 0; g < 5; g++)
+        for (int q = 0; q < 4; q++) {
+            attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+            row.group = groups[g];
+            row.n_queries = queries[q];
+            test_add(run_attend, &row, sizeof row, "attend/group%d/queries%d", groups[g], queries[q]);
+        }
+}
+
+static void add_residencies(void)
+{
+    /* capacity, end, kv_len, window, ring */
+    const int rows[][5] = {{48, 0, 0, 0, 0},     {48, 1, 0, 0, 0},    {7, 5, 0, 0, 0},
+                           {7, 23, 0, 0, 1},     {50, 1050, 0, 0, 1}, {50, 1037, 21, 0, 1},
+                           {96, 1010, 0, 40, 1}, {100, 90, 33, 0, 0}, {100, 90, 0, 1, 0}};
+    for (int i = 0; i < 9; i++) {
+        attend_row row = attend_default_row(TQKV_TQ4, TQKV_F16, 64);
+        row.key_capacity = row.value_capacity = rows[i][0];
+        row.end = rows[i][1];
+        row.kv_len = rows[i][2];
+        row.window = rows[i][3];
+        row.key_ring = row.value_ring = rows[i][4] != 0;
+        row.n_queries = 1 + i % 3;
+        add_named(row, "resident", i);
+    }
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ5, 64);
+    row.key_ring = row.value_ring = true;
+    row.key_capacity = 70;
+    row.value_capacity = 45;
+    row.end = 1000;
+    add(row, "resident/different_capacities");
+}
+
+static void add_long(void)
+{
+    /* end, n_kv_heads, window: whole and split contexts */
+    const int rows[][3] = {{600, 1, 0}, {1500, 1, 0}, {2100, 2, 0}, {2100, 1, 700}, {4200, 1, 0}};
+    for (int i = 0; i < 5; i++) {
+        attend_row row = attend_default_row(i % 2 ? TQKV_I8 : TQKV_TQ6, i % 2 ? TQKV_TQ4 : TQKV_TQ8, 32);
+        row.end = rows[i][0];
+        row.key_capacity = row.value_capacity = rows[i][0] + 5;
+        row.n_kv_heads = rows[i][1];
+        row.window = rows[i][2];
+        row.sinks = SINKS_SOME;
+        add_named(row, "long", rows[i][0] + rows[i][2]);
+    }
+}
+
+static void add_options(void)
+{
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+    row.softcap = 5.0f;
+    row.query_size = 20.0f;
+    add(row, "softcap");
+    row = attend_default_row(TQKV_TQ8, TQKV_TQ8, 64);
+    row.scale = 0.3f;
+    add(row, "scale");
+    for (int sinks = SINKS_SOME; sinks <= SINKS_MINUS_INFINITY; sinks++) {
+        row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+        row.sinks = (attend_sinks)sinks;
+        row.n_queries = 45; /* some see nothing */
+        add_named(row, "sinks", sinks);
+    }
+    for (int bases = 1; bases < 4; bases++) {
+        row = attend_default_row(TQKV_TQ4, TQKV_TQ5, 128);
+        row.query_basis = bases & 1 ? TQKV_ROTATED : TQKV_ORIGINAL;
+        row.output_basis = bases & 2 ? TQKV_ROTATED : TQKV_ORIGINAL;
+        add_named(row, "bases", bases);
+    }
+    row = attend_default_row(TQKV_F16, TQKV_TQ8, 128);
+    row.values_unrotated = true;
+    add(row, "hybrid");
+    row = attend_default_row(TQKV_TQ6, TQKV_TQ8, 512);
+    row.block_scale = 1.25f;
+    add(row, "block_scale");
+}
+
+void attend_host_cases(void)
+{
+    for (int k = 0; k < 8; k++)
+        for (int v = 0; v < 8; v++) {
+            attend_row row = attend_default_row(test_formats[k], test_formats[v], 64);
+            test_add(run_attend, &row, sizeof row, "attend/pair/%s_%s", tqkv_format_name(test_formats[k]),
+                     tqkv_format_name(test_formats[v]));
+        }
+    for (int d = 0; d < 6; d++) {
+        attend_row row = attend_default_row(test_formats[d], TQKV_TQ4, test_head_dims[d]);
+        row.n_queries = 3;
+        add_named(row, "head_dim", test_head_dims[d]);
+    }
+    add_shapes();
+    add_residencies();
+    add_long();
+    add_options();
+    test_add(run_scratch_grows, NULL, 0, "attend/scratch");
+    test_add(run_refusals, NULL, 0, "refusals/attend");
+}

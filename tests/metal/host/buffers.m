@@ -1,0 +1,125 @@
+/* The fixture of host.h. */
+#include "host.h"
+#include "tests/data.h"
+
+host test_host;
+
+tqkv_metal *host_context(void)
+{
+    char error[400];
+    tqkv_metal *metal = NULL;
+    tqkv_metal_desc desc = {0};
+    desc.device = test_host.device;
+    desc.library_path = test_host.library;
+    desc.error = error;
+    desc.error_size = sizeof error;
+    tqkv_result r = tqkv_metal_create(&desc, &metal);
+    CHECK(r == TQKV_OK, "%s: %s", tqkv_result_string(r), error);
+    return metal;
+}
+
+bool host_open(void)
+{
+    test_host.device = MTLCreateSystemDefaultDevice();
+    if (!test_host.device) return false;
+    printf("device: %s\n", [[test_host.device name] UTF8String]);
+    test_host.queue = [test_host.device newCommandQueue];
+    char error[400];
+    tqkv_metal_desc desc = {0};
+    desc.device = test_host.device;
+    desc.library_path = test_host.library;
+    desc.error = error;
+    desc.error_size = sizeof error;
+    tqkv_result r = tqkv_metal_create(&desc, &test_host.metal);
+    if (r != TQKV_OK) fprintf(stderr, "%s: %s\n", tqkv_result_string(r), error);
+    return r == TQKV_OK;
+}
+
+void host_close(void)
+{
+    tqkv_metal_destroy(test_host.metal);
+    [test_host.queue release];
+    [test_host.device release];
+}
+
+tqkv_metal_buffer host_zeros(size_t size)
+{
+    tqkv_metal_buffer b;
+    b.buffer =
+        [test_host.device newBufferWithLength:HOST_OFFSET + (size ? size : 4) options:MTLResourceStorageModeShared];
+    b.offset = HOST_OFFSET;
+    memset([(id<MTLBuffer>)b.buffer contents], 0xa5, HOST_OFFSET);
+    memset(host_contents(b), 0, size);
+    return b;
+}
+
+tqkv_metal_buffer host_buffer(const void *bytes, size_t size)
+{
+    tqkv_metal_buffer b = host_zeros(size);
+    if (size) memcpy(host_contents(b), bytes, size);
+    return b;
+}
+
+void *host_contents(tqkv_metal_buffer b) { return (char *)[(id<MTLBuffer>)b.buffer contents] + b.offset; }
+
+/* What lies in front of the data must be as it was. */
+void host_release(tqkv_metal_buffer b)
+{
+    const unsigned char *front = [(id<MTLBuffer>)b.buffer contents];
+    for (size_t i = 0; i < HOST_OFFSET; i++) CHECK(front[i] == 0xa5, "byte %zu in front of the data was written", i);
+    [(id<MTLBuffer>)b.buffer release];
+}
+
+tqkv_metal_store host_store(const tqkv_store *s)
+{
+    tqkv_metal_store store = {0};
+    store.shape = *s;
+    store.shape.codes = NULL;
+    store.shape.norms = NULL;
+    store.codes = host_buffer(s->codes, s->codes_size);
+    if (s->norms_size) store.norms = host_buffer(s->norms, s->norms_size);
+    return store;
+}
+
+void host_store_read(const tqkv_metal_store *from, tqkv_store *s)
+{
+    memcpy(s->codes, host_contents(from->codes), s->codes_size);
+    if (s->norms_size) memcpy(s->norms, host_contents(from->norms), s->norms_size);
+}
+
+void host_store_release(tqkv_metal_store *s)
+{
+    host_release(s->codes);
+    if (s->norms.buffer) host_release(s->norms);
+}
+
+host_work host_begin(bool concurrent)
+{
+    host_work work;
+    work.pool = [[NSAutoreleasePool alloc] init];
+    work.commands = [test_host.queue commandBuffer];
+    work.encoder = [work.commands
+        computeCommandEncoderWithDispatchType:concurrent ? MTLDispatchTypeConcurrent : MTLDispatchTypeSerial];
+    return work;
+}
+
+void host_end(host_work *work)
+{
+    [work->encoder endEncoding];
+    [work->commands commit];
+    [work->commands waitUntilCompleted];
+    CHECK([work->commands status] == MTLCommandBufferStatusCompleted, "%s",
+          [[[work->commands error] localizedDescription] UTF8String]);
+    [work->pool release];
+}
+
+float *host_floats(uint64_t seed, size_t count)
+{
+    float *x = test_alloc(count * sizeof *x);
+    for (size_t done = 0; done < count; done += 32) {
+        float row[32];
+        data_rows(seed * 100000 + done, DATA_STUDENT, row, 1, 32);
+        memcpy(x + done, row, (count - done < 32 ? count - done : 32) * sizeof *x);
+    }
+    return x;
+}

@@ -1,0 +1,223 @@
+/* Caches in shared memory: what the GPU writes the processor reads, and the other way round. */
+#include "host.h"
+#include "tests/cache_fixture.h"
+
+typedef struct stream_memory {
+    unsigned char *bytes;
+    size_t size, at;
+} stream_memory;
+
+static size_t write_memory(void *user, const void *bytes, size_t n)
+{
+    stream_memory *s = user;
+    s->bytes = realloc(s->bytes, s->size + n);
+    memcpy(s->bytes + s->size, bytes, n);
+    s->size += n;
+    return n;
+}
+
+static size_t read_memory(void *user, void *bytes, size_t n)
+{
+    stream_memory *s = user;
+    if (n > s->size - s->at) n = s->size - s->at;
+    memcpy(bytes, s->bytes + s->at, n);
+    s->at += n;
+    return n;
+}
+
+static float *attend_cache(tqkv_cache *cache, const cache_row *row, int n_queries)
+{
+    const size_t count = (size_t)(n_queries * CACHE_HEADS * CACHE_GROUP * row->head_dim);
+    float *q = host_floats(31, count), *out = test_alloc(count * sizeof *out);
+    CHECK_RESULT(tqkv_cache_attend(cache, q, n_queries, out), TQKV_OK);
+    free(q);
+    return out;
+}
+
+static void check_close(const float *a, const float *b, size_t count, const char *what)
+{
+    double wrong = 0, all = 0;
+    for (size_t i = 0; i < count; i++) {
+        wrong += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
+        all += (double)b[i] * (double)b[i];
+    }
+    CHECK(wrong <= 4e-5 * 4e-5 * all, "%s: relative difference %g", what, sqrt(wrong / all)); /* 2e-5 of either */
+}
+
+/* The same attention on the same codes from two caches. */
+static void compare_caches(tqkv_cache *a, tqkv_cache *b, const cache_row *row, const char *what)
+{
+    for (int n_queries = 1; n_queries <= 3; n_queries += 2) {
+        float *x = attend_cache(a, row, n_queries), *y = attend_cache(b, row, n_queries);
+        check_close(x, y, (size_t)(n_queries * CACHE_HEADS * CACHE_GROUP * row->head_dim), what);
+        free(x);
+        free(y);
+    }
+}
+
+static tqkv_cache *reload(const tqkv_cache *cache, const tqkv_cache_desc *desc, stream_memory *s)
+{
+    tqkv_cache *loaded = NULL;
+    CHECK_RESULT(tqkv_cache_save(cache, write_memory, s), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_load(desc, read_memory, s, &loaded), TQKV_OK);
+    return loaded;
+}
+
+/* Built on both sides from the same rows: the same snapshot. Then each side loads the other's. */
+static void run_both_sides(const void *parameters)
+{
+    const cache_row *row = parameters;
+    counting counter = {0};
+    tqkv_cache_desc plain = cache_desc(row, &counter), metal = plain;
+    plain.sinks = metal.sinks = cache_sinks;
+    metal.metal = test_host.metal;
+    tqkv_cache *cpu = cache_make(row, &plain), *gpu = cache_make(row, &metal);
+    stream_memory from_cpu = {0}, from_gpu = {0};
+    REQUIRE(cpu && gpu, "no caches");
+    compare_caches(gpu, cpu, row, "built");
+    tqkv_cache *on_gpu = reload(cpu, &metal, &from_cpu), *on_cpu = reload(gpu, &plain, &from_gpu);
+    CHECK(from_cpu.size == from_gpu.size && !memcmp(from_cpu.bytes, from_gpu.bytes, from_cpu.size), "snapshots differ");
+    REQUIRE(on_gpu && on_cpu, "not loaded");
+    compare_caches(on_gpu, on_cpu, row, "loaded");
+    if (row->ring || row->truncate >= 0) {
+        cache_append_seed(on_gpu, 51, 3, row->head_dim);
+        cache_append_seed(on_cpu, 51, 3, row->head_dim);
+        compare_caches(on_gpu, on_cpu, row, "continued");
+    }
+    tqkv_cache_destroy(cpu);
+    tqkv_cache_destroy(gpu);
+    tqkv_cache_destroy(on_cpu);
+    tqkv_cache_destroy(on_gpu);
+    CHECK_NO_LEAK(&counter);
+    free(from_cpu.bytes);
+    free(from_gpu.bytes);
+}
+
+/* A cache on the GPU, its stores used by the processor's own calls. */
+static void run_one_memory(const void *parameters)
+{
+    const cache_row *row = parameters;
+    tqkv_cache_desc desc = cache_desc(row, NULL);
+    desc.metal = test_host.metal;
+    tqkv_cache *cache = cache_make(row, &desc);
+    REQUIRE(cache, "no cache");
+    const size_t count = (size_t)(CACHE_HEADS * CACHE_GROUP * row->head_dim);
+    tqkv_attention a = cache_attention(cache, &desc, 1, 0);
+    float *q = host_floats(31, count), *out = test_alloc(count * sizeof *out), *gpu = attend_cache(cache, row, 1);
+    CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
+    check_close(gpu, out, count, "the processor on the GPU's codes");
+    float *one = cache_data(77, 1, row->head_dim);
+    CHECK_RESULT(tqkv_encode(tqkv_cache_keys(cache), one, 1, tqkv_cache_end(cache) - 1), TQKV_OK);
+    free(gpu);
+    gpu = attend_cache(cache, row, 1);
+    CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
+    check_close(gpu, out, count, "the GPU on the processor's codes");
+    free(one);
+    free(q);
+    free(out);
+    free(gpu);
+    tqkv_cache_destroy(cache);
+}
+
+/* A step of decoding in the caller's encoder: append, barrier, attend. */
+static void record_step(tqkv_cache *cache, const float *k, const float *v, const float *q, int head_dim, float *out)
+{
+    const size_t kv = (size_t)(CACHE_HEADS * head_dim) * sizeof(float), rows = kv * CACHE_GROUP;
+    size_t scratch_size = 0;
+    CHECK_RESULT(tqkv_metal_cache_scratch(test_host.metal, cache, 1, &scratch_size), TQKV_OK);
+    tqkv_metal_buffer kb = host_buffer(k, kv), vb = host_buffer(v, kv), qb = host_buffer(q, rows),
+                      ob = host_zeros(rows);
+    tqkv_metal_buffer scratch = host_zeros(scratch_size), flag = host_zeros(4), codes;
+    CHECK_RESULT(tqkv_metal_find(test_host.metal, tqkv_cache_keys(cache)->codes, &codes), TQKV_OK);
+    host_work work = host_begin(true);
+    CHECK_RESULT(tqkv_metal_cache_append(test_host.metal, work.encoder, cache, kb, vb, 1, flag), TQKV_OK);
+    const id<MTLResource> written[] = {codes.buffer};
+    [work.encoder memoryBarrierWithResources:written count:1];
+    CHECK_RESULT(tqkv_metal_cache_attend(test_host.metal, work.encoder, cache, qb, 1, scratch, ob), TQKV_OK);
+    host_end(&work);
+    memcpy(out, host_contents(ob), rows);
+    host_release(kb);
+    host_release(vb);
+    host_release(qb);
+    host_release(ob);
+    host_release(scratch);
+    host_release(flag);
+}
+
+static void run_recorded(const void *parameters)
+{
+    const cache_row *row = parameters;
+    tqkv_cache_desc plain = cache_desc(row, NULL), metal = plain;
+    plain.sinks = metal.sinks = cache_sinks;
+    metal.metal = test_host.metal;
+    tqkv_cache *cpu = cache_make(row, &plain), *gpu = cache_make(row, &metal);
+    REQUIRE(cpu && gpu, "no caches");
+    const size_t count = (size_t)(CACHE_HEADS * CACHE_GROUP * row->head_dim);
+    float *a = test_alloc(count * sizeof *a), *b = test_alloc(count * sizeof *b);
+    for (int step = 0; step < 4; step++) {
+        float *k = cache_data((uint64_t)(60 + step), 1, row->head_dim),
+              *v = cache_data((uint64_t)(70 + step), 1, row->head_dim);
+        float *q = host_floats((uint64_t)(80 + step), count);
+        CHECK_RESULT(tqkv_cache_append(cpu, k, v, 1), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_attend(cpu, q, 1, a), TQKV_OK);
+        record_step(gpu, k, v, q, row->head_dim, b);
+        check_close(b, a, count, "step");
+        CHECK(tqkv_cache_end(cpu) == tqkv_cache_end(gpu), "ends differ");
+        free(k);
+        free(v);
+        free(q);
+    }
+    free(a);
+    free(b);
+    tqkv_cache_destroy(cpu);
+    tqkv_cache_destroy(gpu);
+}
+
+/* What the processor refuses is refused, and a cache of another memory is not taken. */
+static void run_refusals(const void *parameters)
+{
+    const cache_row row = {TQKV_I8, TQKV_TQ4, 64, 4, false, 3, -1};
+    (void)parameters;
+    tqkv_cache_desc plain = cache_desc(&row, NULL), metal = plain;
+    metal.metal = test_host.metal;
+    tqkv_cache *cpu = cache_make(&row, &plain), *gpu = cache_make(&row, &metal);
+    REQUIRE(cpu && gpu, "no caches");
+    float *rows = cache_data(1, 2, row.head_dim);
+    size_t bytes = 0;
+    tqkv_metal_buffer b = host_buffer(rows, (size_t)(2 * CACHE_HEADS * row.head_dim) * sizeof *rows);
+    CHECK_RESULT(tqkv_cache_append(gpu, rows, rows, 2), TQKV_OUT_OF_RANGE);
+    rows[3] = NAN;
+    CHECK_RESULT(tqkv_cache_append(gpu, rows, rows, 1), TQKV_NOT_FINITE);
+    CHECK_RESULT(tqkv_cache_append(gpu, rows, rows, 0), TQKV_OK);
+    host_work work = host_begin(false);
+    tqkv_metal *m = test_host.metal;
+    CHECK_REFUSED(m, tqkv_metal_cache_append(m, work.encoder, cpu, b, b, 1, b), TQKV_INVALID_ARGUMENT, "memory");
+    CHECK_REFUSED(m, tqkv_metal_cache_append(m, work.encoder, gpu, b, b, 2, b), TQKV_OUT_OF_RANGE, "encode_kv");
+    CHECK_REFUSED(m, tqkv_metal_cache_append(m, work.encoder, gpu, b, b, 1, b), TQKV_INVALID_ARGUMENT, "overlap");
+    CHECK_REFUSED(m, tqkv_metal_cache_attend(m, work.encoder, cpu, b, 1, b, b), TQKV_INVALID_ARGUMENT, "memory");
+    CHECK_REFUSED(m, tqkv_metal_cache_attend(m, work.encoder, gpu, b, 0, b, b), TQKV_INVALID_ARGUMENT, "attend");
+    CHECK_RESULT(tqkv_metal_cache_append(m, work.encoder, NULL, b, b, 1, b), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_cache_scratch(m, NULL, 1, &bytes), TQKV_INVALID_ARGUMENT);
+    host_end(&work);
+    CHECK(tqkv_cache_end(gpu) == 3, "a refused append counts");
+    host_release(b);
+    free(rows);
+    tqkv_cache_destroy(cpu);
+    tqkv_cache_destroy(gpu);
+}
+
+void cache_host_cases(void)
+{
+    const cache_row rows[] = {{TQKV_FORMAT_DEFAULT, TQKV_FORMAT_DEFAULT, 64, 40, false, 33, -1},
+                              {TQKV_TQ4, TQKV_TQ4, 128, 16, true, 50, -1},
+                              {TQKV_F16, TQKV_F16, 64, 16, true, 10, 6},
+                              {TQKV_TQ6, TQKV_TQ5, 256, 12, false, 9, 4},
+                              {TQKV_TQ8, TQKV_TQ6_BYTES, 512, 8, true, 8, -1},
+                              {TQKV_I8, TQKV_I8, 32, 64, true, 200, 150}};
+    const cache_row steps[] = {{TQKV_I8, TQKV_TQ4, 64, 30, false, 20, -1},
+                               {TQKV_TQ5, TQKV_TQ5_BYTES, 64, 9, true, 20, -1}};
+    for (int i = 0; i < 6; i++) test_add(run_both_sides, &rows[i], sizeof rows[i], "cache/both_sides/%d", i);
+    for (int i = 0; i < 2; i++) test_add(run_one_memory, &rows[i], sizeof rows[i], "cache/one_memory/%d", i);
+    for (int i = 0; i < 2; i++) test_add(run_recorded, &steps[i], sizeof steps[i], "cache/recorded/%d", i);
+    test_add(run_refusals, NULL, 0, "refusals/cache");
+}

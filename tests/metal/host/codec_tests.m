@@ -1,0 +1,259 @@
+/* encode, encode_kv, probe, decode, rotate: the same bytes as C writes, through the Metal API. */
+#include "host.h"
+#include "tests/data.h"
+#include <math.h>
+
+enum { HEADS = 3 };
+
+static const tqkv_metal_buffer none = {nil, 0};
+
+typedef struct codec_case {
+    tqkv_format format;
+    int head_dim, capacity;
+    bool ring, unrotated;
+    int n_tokens;
+    int64_t position;
+    float block_scale;
+} codec_case;
+
+static bool same_bytes(const tqkv_store *a, const tqkv_store *b)
+{
+    return !memcmp(a->codes, b->codes, a->codes_size) && (!a->norms_size || !memcmp(a->norms, b->norms, a->norms_size));
+}
+
+static tqkv_store make_store(const codec_case *c)
+{
+    tqkv_store s = test_store(c->format, c->head_dim, HEADS, c->capacity, c->ring);
+    s.unrotated = c->unrotated;
+    s.block_scale = c->block_scale;
+    return s;
+}
+
+static size_t source_count(const codec_case *c) { return (size_t)c->n_tokens * HEADS * (size_t)c->head_dim; }
+
+static void check_decode(const codec_case *c, const tqkv_store *expected, const tqkv_metal_store *gpu)
+{
+    const int n = c->n_tokens < c->capacity ? c->n_tokens : c->capacity;
+    const size_t size = (size_t)n * HEADS * (size_t)c->head_dim * sizeof(float);
+    float *values = test_alloc(size + 1);
+    for (int basis = TQKV_ORIGINAL; basis <= TQKV_ROTATED; basis++) {
+        const int64_t first = c->position + c->n_tokens - n;
+        tqkv_metal_buffer dst = host_buffer(values, size);
+        host_work work = host_begin(false);
+        CHECK_RESULT(tqkv_metal_decode(test_host.metal, work.encoder, gpu, first, n, (tqkv_basis)basis, dst), TQKV_OK);
+        host_end(&work);
+        CHECK_RESULT(tqkv_decode(expected, first, n, (tqkv_basis)basis, values), TQKV_OK);
+        const float *got = host_contents(dst);
+        int wrong = 0;
+        for (size_t i = 0; i < size / sizeof(float); i++) wrong += !(got[i] == values[i]);
+        CHECK(wrong == 0, "basis %d: %d values decoded otherwise", basis, wrong);
+        host_release(dst);
+    }
+    free(values);
+}
+
+static void run_codec(const void *parameters)
+{
+    const codec_case *c = parameters;
+    tqkv_store expected = make_store(c), got = make_store(c);
+    float *source = host_floats(5, source_count(c));
+    tqkv_metal_store gpu = host_store(&got);
+    tqkv_metal_buffer src = host_buffer(source, source_count(c) * sizeof *source), flag = host_zeros(4);
+    CHECK_RESULT(tqkv_encode(&expected, source, c->n_tokens, c->position), TQKV_OK);
+    host_work work = host_begin(false);
+    CHECK_RESULT(tqkv_metal_encode(test_host.metal, work.encoder, &gpu, src, c->n_tokens, c->position, flag), TQKV_OK);
+    host_end(&work);
+    host_store_read(&gpu, &got);
+    CHECK(same_bytes(&expected, &got), "codes or norms differ");
+    CHECK(*(uint32_t *)host_contents(flag) == 0, "the flag is raised");
+    check_decode(c, &expected, &gpu);
+    host_release(src);
+    host_release(flag);
+    host_store_release(&gpu);
+    test_store_free(&expected);
+    test_store_free(&got);
+    free(source);
+}
+
+static void run_probe(const void *parameters)
+{
+    const codec_case *c = parameters;
+    tqkv_store shape = make_store(c);
+    float *source = host_floats(6, source_count(c)), *expected = host_floats(7, source_count(c));
+    const size_t size = source_count(c) * sizeof(float);
+    tqkv_metal_buffer src = host_buffer(source, size), scaled = host_zeros(size);
+    host_work work = host_begin(false);
+    CHECK_RESULT(tqkv_metal_probe(test_host.metal, work.encoder, &shape, src, c->n_tokens, scaled, none), TQKV_OK);
+    host_end(&work);
+    CHECK_RESULT(tqkv_probe(&shape, source, c->n_tokens, expected), TQKV_OK);
+    CHECK(!memcmp(expected, host_contents(scaled), size), "probed values differ");
+    host_release(src);
+    host_release(scaled);
+    test_store_free(&shape);
+    free(source);
+    free(expected);
+}
+
+/* One dispatch for both streams, of different formats and capacities, writes what two calls in C write. */
+static void run_encode_kv(const void *parameters)
+{
+    const codec_case *c = parameters;
+    codec_case values_case = *c;
+    values_case.format = c->format == TQKV_I8 ? TQKV_F16 : (tqkv_format)(c->format + 1);
+    values_case.unrotated = c->format == TQKV_F16;
+    if (values_case.format == TQKV_TQ4) values_case.unrotated = false;
+    values_case.capacity = c->capacity + (c->ring ? 2 : 5);
+    tqkv_store k = make_store(c), v = make_store(&values_case), ke = make_store(c), ve = make_store(&values_case);
+    float *ks = host_floats(8, source_count(c)), *vs = host_floats(9, source_count(c));
+    const size_t size = source_count(c) * sizeof(float);
+    tqkv_metal_store kg = host_store(&k), vg = host_store(&v);
+    tqkv_metal_buffer kb = host_buffer(ks, size), vb = host_buffer(vs, size);
+    host_work work = host_begin(true);
+    CHECK_RESULT(tqkv_metal_encode_kv(test_host.metal, work.encoder, &kg, &vg, kb, vb, c->n_tokens, c->position, none),
+                 TQKV_OK);
+    host_end(&work);
+    CHECK_RESULT(tqkv_encode(&ke, ks, c->n_tokens, c->position), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(&ve, vs, c->n_tokens, c->position), TQKV_OK);
+    host_store_read(&kg, &k);
+    host_store_read(&vg, &v);
+    CHECK(same_bytes(&k, &ke), "keys differ");
+    CHECK(same_bytes(&v, &ve), "values differ");
+    host_release(kb);
+    host_release(vb);
+    host_store_release(&kg);
+    host_store_release(&vg);
+    test_store_free(&k);
+    test_store_free(&v);
+    test_store_free(&ke);
+    test_store_free(&ve);
+    free(ks);
+    free(vs);
+}
+
+static void run_rotate(const void *parameters)
+{
+    const int head_dim = *(const int *)parameters, n_rows = 7;
+    const size_t count = (size_t)(n_rows * head_dim);
+    float *expected = host_floats(10, count);
+    tqkv_metal_buffer rows = host_buffer(expected, count * sizeof(float));
+    host_work work = host_begin(false);
+    CHECK_RESULT(tqkv_metal_rotate(test_host.metal, work.encoder, rows, n_rows, head_dim), TQKV_OK);
+    host_end(&work);
+    CHECK_RESULT(tqkv_rotate(expected, n_rows, head_dim), TQKV_OK);
+    CHECK(!memcmp(expected, host_contents(rows), count * sizeof(float)), "rotated rows differ");
+    work = host_begin(false);
+    CHECK_RESULT(tqkv_metal_unrotate(test_host.metal, work.encoder, rows, n_rows, head_dim), TQKV_OK);
+    host_end(&work);
+    CHECK_RESULT(tqkv_unrotate(expected, n_rows, head_dim), TQKV_OK);
+    CHECK(!memcmp(expected, host_contents(rows), count * sizeof(float)), "un-rotated rows differ");
+    host_release(rows);
+    free(expected);
+}
+
+/* A row with NaN or Inf is stored as zeros and raises the flag; its neighbours are as they would be without it. */
+static void run_not_finite(const void *parameters)
+{
+    const float bad = *(const float *)parameters;
+    codec_case c = {TQKV_TQ4, 64, 8, false, false, 4, 0, 0.0f};
+    tqkv_store expected = make_store(&c), got = make_store(&c);
+    float *source = host_floats(11, source_count(&c));
+    memset(source + 5 * 64, 0, 64 * sizeof(float));
+    CHECK_RESULT(tqkv_encode(&expected, source, c.n_tokens, 0), TQKV_OK);
+    source[5 * 64 + 3] = bad;
+    tqkv_metal_store gpu = host_store(&got);
+    tqkv_metal_buffer src = host_buffer(source, source_count(&c) * sizeof(float)), flag = host_zeros(4);
+    host_work work = host_begin(false);
+    CHECK_RESULT(tqkv_metal_encode(test_host.metal, work.encoder, &gpu, src, c.n_tokens, 0, flag), TQKV_OK);
+    host_end(&work);
+    host_store_read(&gpu, &got);
+    CHECK(*(uint32_t *)host_contents(flag) == 1, "the flag is %u", *(uint32_t *)host_contents(flag));
+    CHECK(same_bytes(&expected, &got), "the row is not stored as zeros");
+    host_release(src);
+    host_release(flag);
+    host_store_release(&gpu);
+    test_store_free(&expected);
+    test_store_free(&got);
+    free(source);
+}
+
+static tqkv_result encode_call(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens, int64_t position)
+{
+    host_work work = host_begin(false);
+    const tqkv_result r = tqkv_metal_encode(test_host.metal, work.encoder, s, src, n_tokens, position, none);
+    host_end(&work);
+    return r;
+}
+
+/* Every wrong size, offset, position and overlap is refused with a text, and the store stays as it was. */
+static void run_refusals(const void *parameters)
+{
+    (void)parameters;
+    codec_case c = {TQKV_I8, 64, 8, false, false, 4, 0, 0.0f};
+    tqkv_store before = make_store(&c), after = make_store(&c);
+    tqkv_metal_store gpu = host_store(&before), s;
+    tqkv_metal *m = test_host.metal;
+    float *source = host_floats(12, source_count(&c));
+    tqkv_metal_buffer src = host_buffer(source, source_count(&c) * sizeof(float)), far = src, odd = src;
+    far.offset += 4;
+    odd.offset -= 2;
+    CHECK_REFUSED(m, encode_call(&gpu, far, 4, 0), TQKV_INVALID_ARGUMENT, "src: needs");
+    CHECK_REFUSED(m, encode_call(&gpu, odd, 4, 0), TQKV_INVALID_ARGUMENT, "src: offset");
+    far.offset = SIZE_MAX - 3;
+    CHECK_REFUSED(m, encode_call(&gpu, far, 4, 0), TQKV_INVALID_ARGUMENT, "src: needs");
+    CHECK_REFUSED(m, encode_call(&gpu, none, 4, 0), TQKV_INVALID_ARGUMENT, "src: no buffer");
+    CHECK_REFUSED(m, encode_call(&gpu, src, -1, 0), TQKV_INVALID_ARGUMENT, "encode");
+    CHECK_REFUSED(m, encode_call(&gpu, src, 4, 5), TQKV_OUT_OF_RANGE, "encode");
+    CHECK_REFUSED(m, encode_call(&gpu, src, 4, -1), TQKV_OUT_OF_RANGE, "encode");
+    CHECK_REFUSED(m, encode_call(&gpu, src, 4, INT64_MAX), TQKV_OUT_OF_RANGE, "encode");
+    CHECK_REFUSED(m, encode_call(NULL, src, 4, 0), TQKV_INVALID_ARGUMENT, "encode");
+    s = gpu, s.codes.offset += 16;
+    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_INVALID_ARGUMENT, "codes: needs");
+    s = gpu, s.codes.offset -= 4;
+    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_INVALID_ARGUMENT, "codes: offset");
+    s = gpu, s.norms = none;
+    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_INVALID_ARGUMENT, "norms: no buffer");
+    s = gpu, s.norms = gpu.codes;
+    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_INVALID_ARGUMENT, "codes and norms overlap");
+    CHECK_REFUSED(m, encode_call(&gpu, gpu.codes, 1, 0), TQKV_INVALID_ARGUMENT, "src and codes overlap");
+    s = gpu, s.shape.head_dim = 96;
+    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_UNSUPPORTED, "encode");
+    s = gpu, s.shape.format = TQKV_FORMAT_DEFAULT;
+    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_UNSUPPORTED, "encode");
+    CHECK_RESULT(tqkv_metal_encode(NULL, nil, &gpu, src, 4, 0, none), TQKV_INVALID_ARGUMENT);
+    CHECK_REFUSED(m, tqkv_metal_encode(m, nil, &gpu, src, 4, 0, none), TQKV_INVALID_ARGUMENT, "no encoder");
+    CHECK_RESULT(encode_call(&gpu, src, 0, 8), TQKV_OK);
+    host_store_read(&gpu, &after);
+    CHECK(same_bytes(&before, &after), "a refused call has written");
+    host_release(src);
+    host_store_release(&gpu);
+    test_store_free(&before);
+    test_store_free(&after);
+    free(source);
+}
+
+static void add(void (*run)(const void *), codec_case c, const char *what)
+{
+    test_add(run, &c, sizeof c, "%s/%s/d%d/n%d%s%s", what, tqkv_format_name(c.format), c.head_dim, c.n_tokens,
+             c.ring ? "/ring" : "", c.unrotated ? "/unrotated" : "");
+}
+
+void codec_host_cases(void)
+{
+    const float bad[] = {NAN, INFINITY, -INFINITY};
+    for (int f = 0; f < 8; f++) {
+        const tqkv_format format = test_formats[f];
+        const bool can_be_unrotated = format != TQKV_F16 && format != TQKV_TQ4 && format != TQKV_I8;
+        for (int d = 0; d < 6; d++)
+            add(run_codec, (codec_case){format, test_head_dims[d], 9, false, false, 5, 3, 0.0f}, "encode");
+        add(run_codec, (codec_case){format, 128, 7, true, false, 5, 1000000000005, 0.0f}, "encode");
+        add(run_codec, (codec_case){format, 64, 7, true, false, 19, 4, 0.0f}, "encode");
+        add(run_codec, (codec_case){format, 512, 3, false, false, 2, 1, 1.25f}, "encode");
+        if (can_be_unrotated) add(run_codec, (codec_case){format, 256, 4, false, true, 3, 0, 0.0f}, "encode");
+        add(run_probe, (codec_case){format, 128, 4, false, false, 6, 0, 0.0f}, "probe");
+        add(run_encode_kv, (codec_case){format, 64, 9, false, false, 4, 2, 0.0f}, "encode_kv");
+        add(run_encode_kv, (codec_case){format, 128, 5, true, false, 13, 99, 0.0f}, "encode_kv");
+    }
+    for (int d = 0; d < 6; d++) test_add(run_rotate, &test_head_dims[d], sizeof(int), "rotate/d%d", test_head_dims[d]);
+    for (int i = 0; i < 3; i++) test_add(run_not_finite, &bad[i], sizeof(float), "not_finite/%d", i);
+    test_add(run_refusals, NULL, 0, "refusals/encode");
+}

@@ -1,0 +1,332 @@
+/* Contexts: libraries of every kind, devices, threads, memory, and every failure that Metal can answer with. */
+#include "host.h"
+#include "tests/data.h"
+#include <math.h>
+#include <pthread.h>
+#ifdef STANDIN
+#include "tests/metal/standin/standin.h"
+#endif
+
+/* Creates a context, whose text must hold `words` if it fails. */
+static tqkv_metal *create(tqkv_metal_desc desc, tqkv_result expected, const char *words)
+{
+    char error[400] = "untouched";
+    tqkv_metal *m = NULL;
+    desc.error = error;
+    desc.error_size = sizeof error;
+    CHECK_RESULT(tqkv_metal_create(&desc, &m), expected);
+    CHECK((m != NULL) == (expected == TQKV_OK), "a context with result %d", (int)expected);
+    CHECK(strstr(error, words), "the text is \"%s\", without \"%s\"", error, words);
+    return m;
+}
+
+static NSData *library_bytes(void)
+{
+    NSData *data = [NSData dataWithContentsOfFile:[NSString stringWithUTF8String:test_host.library]];
+    CHECK(data, "no library");
+    return data;
+}
+
+/* The context works: it rotates a row there and back. */
+static tqkv_result record_rotations(void *user, tqkv_metal_object encoder)
+{
+    tqkv_metal *m = ((tqkv_metal **)user)[0];
+    float *rows = ((void **)user)[1];
+    tqkv_metal_buffer b;
+    tqkv_result r = tqkv_metal_find(m, rows, &b);
+    if (r == TQKV_OK) r = tqkv_metal_rotate(m, encoder, b, 2, 64);
+    return r == TQKV_OK ? tqkv_metal_unrotate(m, encoder, b, 2, 64) : r;
+}
+
+static void check_works(tqkv_metal *m)
+{
+    REQUIRE(m, "no context");
+    const tqkv_allocator memory = tqkv_metal_allocator(m);
+    float *source = host_floats(3, 128), *rows = memory.alloc(memory.user, 512);
+    memcpy(rows, source, 512);
+    void *user[] = {m, rows};
+    CHECK_RESULT(tqkv_metal_run(m, record_rotations, user), TQKV_OK);
+    double wrong = 0;
+    for (int i = 0; i < 128; i++) wrong += fabs((double)rows[i] - (double)source[i]);
+    CHECK(wrong < 1e-3 && wrong > 0, "rotated there and back: off by %g", wrong);
+    memory.free(memory.user, rows, 512);
+    free(source);
+}
+
+static void run_libraries(const void *parameters)
+{
+    (void)parameters;
+    @autoreleasepool {
+        NSError *error = nil;
+        NSData *data = library_bytes();
+        tqkv_metal_desc path = {0}, bytes = {0}, object = {0};
+        path.library_path = test_host.library;
+        bytes.library_bytes = [data bytes];
+        bytes.library_size = [data length];
+        object.device = test_host.device;
+        NSURL *url = [NSURL fileURLWithPath:[NSString stringWithUTF8String:test_host.library]];
+        id<MTLLibrary> library = [test_host.device newLibraryWithURL:url error:&error];
+        object.library = library;
+        const tqkv_metal_desc descs[] = {path, bytes, object};
+        for (int i = 0; i < 3; i++) {
+            tqkv_metal *m = create(descs[i], TQKV_OK, "");
+            check_works(m);
+            tqkv_metal_destroy(m);
+        }
+        path.library = object.library;
+        create(path, TQKV_INVALID_ARGUMENT, "more than one library");
+        [library release];
+    }
+    CHECK_RESULT(tqkv_metal_create(NULL, NULL), TQKV_INVALID_ARGUMENT);
+    tqkv_metal *m = test_host.metal;
+    CHECK_RESULT(tqkv_metal_create(NULL, &m), TQKV_INVALID_ARGUMENT);
+    CHECK(!m, "a context on failure");
+    tqkv_metal_destroy(NULL);
+}
+
+static void run_bad_libraries(const void *parameters)
+{
+    (void)parameters;
+    @autoreleasepool {
+        NSData *data = library_bytes();
+        tqkv_metal_desc desc = {0};
+        desc.library_path = "no/such/file.metallib";
+        create(desc, TQKV_METAL_ERROR, "no/such/file.metallib");
+        desc.library_path = "";
+        create(desc, TQKV_INVALID_ARGUMENT, "library_path");
+        desc.library_path = "tqkv.h"; /* a file, but no library */
+        create(desc, TQKV_METAL_ERROR, "tqkv.h");
+        desc.library_path = NULL;
+        desc.library_bytes = [data bytes];
+        const size_t sizes[] = {1, 8, 16, 100, [data length] / 2, [data length] - 1};
+        for (int i = 0; i < 6; i++) {
+            desc.library_size = sizes[i];
+            create(desc, TQKV_METAL_ERROR, "library in memory");
+        }
+    }
+}
+
+static void run_embedded(const void *parameters)
+{
+    (void)parameters;
+    tqkv_metal_desc desc = {0};
+    const bool is_embedded = test_host.embedded;
+    tqkv_metal *m = create(desc, is_embedded ? TQKV_OK : TQKV_INVALID_ARGUMENT, is_embedded ? "" : "no library");
+    if (m) check_works(m);
+    tqkv_metal_destroy(m);
+}
+
+static void run_memory(const void *parameters)
+{
+    (void)parameters;
+    tqkv_metal *m = host_context();
+    REQUIRE(m, "no context");
+    const tqkv_allocator memory = tqkv_metal_allocator(m);
+    char *a = memory.alloc(memory.user, 100), *b = memory.alloc(memory.user, 0), *left = memory.alloc(memory.user, 7);
+    tqkv_metal_buffer at, end;
+    REQUIRE(a && b && left, "no memory");
+    CHECK_RESULT(tqkv_metal_find(m, a, &at), TQKV_OK);
+    CHECK(at.offset == 0 && [(id<MTLBuffer>)at.buffer contents] == a, "another buffer");
+    CHECK_RESULT(tqkv_metal_find(m, a + 99, &end), TQKV_OK);
+    CHECK(end.offset == 99 && end.buffer == at.buffer, "another offset");
+    CHECK_REFUSED(m, tqkv_metal_find(m, a - 1, &at), TQKV_INVALID_ARGUMENT, "outside");
+    CHECK_REFUSED(m, tqkv_metal_find(m, a + 100, &at), TQKV_INVALID_ARGUMENT, "outside");
+    CHECK_RESULT(tqkv_metal_find(m, NULL, &at), TQKV_INVALID_ARGUMENT);
+    memory.free(memory.user, a, 100);
+    memory.free(memory.user, NULL, 0);
+    memory.free(memory.user, b, 0);
+    CHECK_RESULT(tqkv_metal_find(m, a, &at), TQKV_INVALID_ARGUMENT);
+    char text[8];
+    tqkv_metal_error(m, text, sizeof text);
+    CHECK(!strcmp(text, "a point"), "cut to \"%s\"", text);
+    CHECK(!tqkv_metal_allocator(NULL).alloc, "an allocator of nothing");
+    tqkv_metal_destroy(m); /* takes `left` with it */
+}
+
+/* -- Threads: one context, an encoder each -- */
+
+enum { THREADS = 6, ROUNDS = 4 };
+
+typedef struct worker {
+    tqkv_metal *metal;
+    int number, failures;
+    pthread_t thread;
+} worker;
+
+static int worker_round(const worker *w, int round)
+{
+    const int head_dim = test_head_dims[(w->number + round) % 4];
+    const tqkv_format format = test_formats[(w->number + 3 * round) % 8];
+    tqkv_cache_desc desc = {0};
+    tqkv_cache *caches[2] = {NULL, NULL};
+    desc.head_dim = head_dim;
+    desc.n_kv_heads = 2;
+    desc.capacity = 20;
+    desc.key_format = desc.value_format = format;
+    const size_t count = (size_t)(20 * 2 * head_dim);
+    float *x = host_floats((uint64_t)(w->number * 10 + round), count), out[2][2 * 1024];
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; i < 2 && r == TQKV_OK; i++) {
+        desc.metal = i ? w->metal : NULL;
+        r = tqkv_cache_create(&desc, &caches[i]);
+        if (r == TQKV_OK) r = tqkv_cache_append(caches[i], x, x, 20);
+        if (r == TQKV_OK) r = tqkv_cache_attend(caches[i], x, 1, out[i]);
+    }
+    double wrong = 0, all = 0;
+    for (int i = 0; i < 2 * head_dim && r == TQKV_OK; i++) {
+        wrong += ((double)out[0][i] - (double)out[1][i]) * ((double)out[0][i] - (double)out[1][i]);
+        all += (double)out[0][i] * (double)out[0][i];
+    }
+    tqkv_cache_destroy(caches[0]);
+    tqkv_cache_destroy(caches[1]);
+    free(x);
+    return r != TQKV_OK || !(wrong <= 4e-5 * 4e-5 * all);
+}
+
+static void *work_thread(void *parameter)
+{
+    worker *w = parameter;
+    @autoreleasepool {
+        for (int round = 0; round < ROUNDS; round++) w->failures += worker_round(w, round);
+    }
+    return NULL;
+}
+
+static void run_threads(const void *parameters)
+{
+    worker workers[THREADS];
+    (void)parameters;
+    tqkv_metal *m = host_context();
+    REQUIRE(m, "no context");
+    for (int i = 0; i < THREADS; i++) {
+        workers[i].metal = m;
+        workers[i].number = i;
+        workers[i].failures = 0;
+        CHECK(!pthread_create(&workers[i].thread, NULL, work_thread, &workers[i]), "no thread");
+    }
+    for (int i = 0; i < THREADS; i++) {
+        pthread_join(workers[i].thread, NULL);
+        CHECK(workers[i].failures == 0, "thread %d: %d rounds of %d went wrong", i, workers[i].failures, ROUNDS);
+    }
+    tqkv_metal_destroy(m);
+}
+
+#ifdef STANDIN
+
+/* -- What only the stand-in can do -- */
+
+static void run_stale(const void *parameters)
+{
+    char path[400];
+    const char *what = parameters;
+    tqkv_metal_desc desc = {0};
+    REQUIRE(test_host.stale, "needs --stale");
+    snprintf(path, sizeof path, "%s/%s.metallib", test_host.stale, what);
+    desc.library_path = path;
+    tqkv_metal_destroy(create(desc, TQKV_TABLE_MISMATCH, what));
+}
+
+static void run_devices(const void *parameters)
+{
+    (void)parameters;
+    tqkv_metal_desc desc = {0};
+    desc.library_path = test_host.library;
+    standin_set_device((standin_device){.missing = true});
+    create(desc, TQKV_UNSUPPORTED, "no Metal device");
+    standin_set_device((standin_device){.before_apple7 = true});
+    create(desc, TQKV_UNSUPPORTED, "Apple7");
+    standin_set_device((standin_device){.simd_width = 16});
+    create(desc, TQKV_UNSUPPORTED, "simdgroups of 16");
+    standin_set_device((standin_device){.max_threads = 16});
+    create(desc, TQKV_UNSUPPORTED, "tqkv_tables");
+    const unsigned small[] = {32, 64, 96};
+    for (int i = 0; i < 3; i++) {
+        worker w = {NULL, i, 0, 0};
+        standin_set_device((standin_device){.max_threads = small[i]});
+        w.metal = create(desc, TQKV_OK, "");
+        CHECK(worker_round(&w, 0) == 0, "wrong with %u threads at most", small[i]);
+        tqkv_metal_destroy(w.metal);
+    }
+    standin_set_device((standin_device){0});
+}
+
+/* Everything once, on a context of its own: the first result that is not TQKV_OK, and the texts of the failure. */
+static tqkv_result live_through(char *text, size_t size)
+{
+    tqkv_metal *m = NULL;
+    tqkv_cache *cache = NULL;
+    tqkv_metal_desc desc = {0};
+    tqkv_cache_desc cache_desc = {0};
+    desc.library_path = test_host.library;
+    desc.error = text;
+    desc.error_size = size;
+    tqkv_result r = tqkv_metal_create(&desc, &m);
+    if (r != TQKV_OK) return r;
+    float x[3 * 64], out[64];
+    data_rows(1, DATA_GAUSSIAN, x, 3, 64);
+    cache_desc.head_dim = 64;
+    cache_desc.n_kv_heads = 1;
+    cache_desc.capacity = 8;
+    cache_desc.metal = m;
+    r = tqkv_cache_create(&cache_desc, &cache);
+    if (r == TQKV_OK) r = tqkv_cache_append(cache, x, x, 3);
+    if (r != TQKV_OK) CHECK(tqkv_cache_end(cache) == 0, "a failed append counts");
+    if (r == TQKV_OK) r = tqkv_cache_attend(cache, x, 1, out);
+    tqkv_metal_error(m, text, size);
+    if (cache && r != TQKV_OK) { /* the context lives on: the same again succeeds */
+        standin_fail_at(0);
+        if (tqkv_cache_end(cache) == 0) CHECK_RESULT(tqkv_cache_append(cache, x, x, 3), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_attend(cache, x, 1, out), TQKV_OK);
+    }
+    tqkv_cache_destroy(cache);
+    tqkv_metal_destroy(m);
+    return r;
+}
+
+/* The n-th call that can fail does, for every n. */
+static void run_failures(const void *parameters)
+{
+    char text[400];
+    (void)parameters;
+    const int live = standin_live_objects();
+    int with_words = 0, n_calls;
+    @autoreleasepool {
+        standin_fail_at(0);
+        CHECK_RESULT(live_through(text, sizeof text), TQKV_OK);
+        n_calls = standin_calls();
+    }
+    CHECK(n_calls > 20, "only %d calls can fail", n_calls);
+    for (int n = 1; n <= n_calls; n++) {
+        text[0] = 0;
+        @autoreleasepool {
+            standin_fail_at(n);
+            const tqkv_result r = live_through(text, sizeof text);
+            CHECK(r == TQKV_METAL_ERROR || r == TQKV_OUT_OF_MEMORY || r == TQKV_UNSUPPORTED, "call %d failed: %s", n,
+                  tqkv_result_string(r));
+            with_words += strstr(text, STANDIN_WORDS) != NULL;
+        }
+        standin_fail_at(0);
+        CHECK(standin_live_objects() == live, "call %d failed: %d objects leaked", n, standin_live_objects() - live);
+    }
+    /* the library, then function and pipeline of tables, encode_kv, attend and attend_merge, and three completions */
+    CHECK(with_words == 1 + 2 * 4 + 3, "%d failures of %d came with Metal's words", with_words, n_calls);
+}
+
+#endif
+
+void context_host_cases(void)
+{
+    test_add(run_embedded, NULL, 0, "context/embedded");
+    test_add(run_libraries, NULL, 0, "context/libraries");
+    test_add(run_bad_libraries, NULL, 0, "context/bad_libraries");
+    test_add(run_memory, NULL, 0, "context/memory");
+    test_add(run_threads, NULL, 0, "context/threads");
+#ifdef STANDIN
+    const char *const stale[] = {"codebook_4",   "codebook_5",   "codebook_6",   "codebook_8", "boundaries_4",
+                                 "boundaries_5", "boundaries_6", "boundaries_8", "signs",      "version",
+                                 "rows_args",    "rotate_args",  "attend_args",  "merge_args"};
+    for (int i = 0; i < 14; i++) test_add(run_stale, stale[i], strlen(stale[i]) + 1, "context/stale/%s", stale[i]);
+    test_add(run_devices, NULL, 0, "context/devices");
+    test_add(run_failures, NULL, 0, "context/failures");
+#endif
+}

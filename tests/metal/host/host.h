@@ -1,0 +1,59 @@
+/* A context for the tests of tqkv_metal.m, command buffers, and buffers whose data starts behind an offset and ends
+   with the buffer, so that a sanitizer sees what lies beyond. */
+#ifndef TQKV_TESTS_HOST_H
+#define TQKV_TESTS_HOST_H
+#import <Foundation/Foundation.h>
+#import <Metal/Metal.h>
+#include "tests/runner.h"
+
+typedef struct host {
+    const char *library, *stale; /* path of the library, folder of stale ones (stand-in only) */
+    bool embedded;               /* tqkv_metal.m was built with TQKV_METALLIB_EMBED */
+    id<MTLDevice> device;
+    id<MTLCommandQueue> queue;
+    tqkv_metal *metal; /* over that device */
+} host;
+extern host test_host;
+
+bool host_open(void);
+void host_close(void);
+/* A context of its own; NULL and a failed test if that is not possible. */
+tqkv_metal *host_context(void);
+
+enum { HOST_OFFSET = 64 };
+tqkv_metal_buffer host_buffer(const void *bytes, size_t size);
+tqkv_metal_buffer host_zeros(size_t size);
+void host_release(tqkv_metal_buffer b);
+void *host_contents(tqkv_metal_buffer b);
+/* Copies of a store's buffers, and the copies' bytes back into the store. */
+tqkv_metal_store host_store(const tqkv_store *s);
+void host_store_read(const tqkv_metal_store *from, tqkv_store *s);
+void host_store_release(tqkv_metal_store *s);
+
+/* A command buffer with one encoder; between begin and end an autorelease pool is open. */
+typedef struct host_work {
+    id<MTLCommandBuffer> commands;
+    id<MTLComputeCommandEncoder> encoder;
+    NSAutoreleasePool *pool;
+} host_work;
+host_work host_begin(bool concurrent);
+void host_end(host_work *work);
+
+/* Floats of a fixed sequence; freed by the caller. */
+float *host_floats(uint64_t seed, size_t count);
+
+/* As CHECK_RESULT, and the context's text must hold `words`. */
+#define CHECK_REFUSED(metal, call, expected, words)                                                                    \
+    do {                                                                                                               \
+        char text_[400];                                                                                               \
+        CHECK_RESULT(call, expected);                                                                                  \
+        tqkv_metal_error(metal, text_, sizeof text_);                                                                  \
+        CHECK(strstr(text_, words), "the text is \"%s\"", text_);                                                      \
+    } while (0)
+
+void codec_host_cases(void);
+void attend_host_cases(void);
+void cache_host_cases(void);
+void context_host_cases(void);
+
+#endif

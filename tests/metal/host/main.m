@@ -1,0 +1,40 @@
+/* The tests of tqkv_metal.m: runner --library FILE [--stale FOLDER | --embedded] [--list] [part of a name]... */
+#include "host.h"
+#ifdef STANDIN
+#include "tests/metal/standin/standin.h"
+#endif
+
+int main(int argc, char **argv)
+{
+    if (argc < 3 || strcmp(argv[1], "--library")) return 2;
+    test_host.library = argv[2];
+    argc -= 2;
+    argv += 2;
+    if (argc > 2 && !strcmp(argv[1], "--stale")) {
+        test_host.stale = argv[2];
+        argc -= 2;
+        argv += 2;
+    }
+    if (argc > 1 && !strcmp(argv[1], "--embedded")) {
+        test_host.embedded = true;
+        argc--;
+        argv++;
+    }
+    NSAutoreleasePool *pool = [[NSAutoreleasePool alloc] init];
+    if (!host_open()) return 1;
+    const bool list = argc > 1 && !strcmp(argv[1], "--list");
+    codec_host_cases();
+    attend_host_cases();
+    cache_host_cases();
+    context_host_cases();
+    int status = test_run_selected(list, argc - 1 - list, argv + 1 + list);
+    host_close();
+    [pool release];
+#ifdef STANDIN
+    if (standin_live_objects()) {
+        printf("%d objects of Metal leaked\n", standin_live_objects());
+        status = 1;
+    }
+#endif
+    return status;
+}

@@ -1,0 +1,139 @@
+# tqkv_metal.m: on Linux against the stand-in, which runs the real shaders on the CPU, all under ASan and UBSan; on a Mac
+# against Metal. `make check-macos` type-checks it with Apple's headers from any machine.
+
+HOST_BUILD := $(METAL_BUILD)/host
+comma := ,
+HOST_TESTS := main buffers codec_tests attend_tests cache_tests context_tests
+HOST_HEADERS := tqkv.h tests/metal/host/host.h $(wildcard tests/*.h)
+HOST_WARNINGS := -Wall -Wextra -Werror
+HOST_EXAMPLES := metal_encode_attend
+
+DEB_TEST += clang lld gobjc libgnustep-base-dev gnustep-make
+
+ifeq ($(SYSTEM),Darwin)
+
+HOST_FLAGS := -g -O1 -fsanitize=address,undefined $(HOST_WARNINGS) -D_DARWIN_C_SOURCE -I. $(CPPFLAGS)
+HOST_LINK := $(HOST_FLAGS) -framework Metal -framework Foundation
+HOST_LIBRARY := $(METALLIB)
+HOST_RUN :=
+HOST_OBJECTS := tqkv_metal $(HOST_TESTS:%=tests/metal/host/%) tests/runner tests/test_tables
+
+else
+
+STANDIN := tests/metal/standin
+STANDIN_SANITIZE := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+HOST_GNUSTEP := -fobjc-runtime=gcc -DGNUSTEP -DGNUSTEP_BASE_LIBRARY=1 -DGNU_RUNTIME=1 -fexceptions -fobjc-exceptions \
+	-D_NATIVE_OBJC_EXCEPTIONS -fconstant-string-class=NSConstantString -isystem /usr/include/GNUstep \
+	-isystem $(HOST_BUILD)/gnustep -I$(STANDIN)
+HOST_FLAGS := $(STANDIN_SANITIZE) $(HOST_WARNINGS) -DSTANDIN -D_GNU_SOURCE -I. $(CPPFLAGS)
+HOST_LINK := $(STANDIN_SANITIZE) -lgnustep-base -lobjc -ldl -lm -pthread
+HOST_LIBRARY := $(HOST_BUILD)/standin.metallib
+HOST_RUN := LSAN_OPTIONS=suppressions=$(STANDIN)/leaks.txt:print_suppressions=0
+HOST_OBJECTS := tqkv_metal $(HOST_TESTS:%=tests/metal/host/%) tests/runner tests/test_tables $(STANDIN)/standin
+HOST_STALE := codebook_4 codebook_5 codebook_6 codebook_8 boundaries_4 boundaries_5 boundaries_6 boundaries_8 signs version \
+	rows_args rotate_args attend_args merge_args
+
+# clang with gcc's Objective-C runtime: its headers, and nothing else of gcc's.
+$(HOST_BUILD)/gnustep/objc:
+	@mkdir -p $(@D)
+	@ln -sfn $$(dirname $$(gcc -print-libgcc-file-name))/include/objc $@
+
+# The shaders as position-independent code, in the stand-in's kind of library.
+STANDIN_SHADER := clang++ -fPIC $(STANDIN_SANITIZE) $(SHADER_CPU)
+
+$(HOST_BUILD)/library/%.metal.o: $(METAL_BUILD)/cpu/prepared tqkv.h tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
+	@mkdir -p $(@D)
+	@$(STANDIN_SHADER) -Ishaders -c $(METAL_BUILD)/cpu/source/$*.metal.cpp -o $@
+
+$(HOST_BUILD)/library/simt.o: tests/metal/simt.cpp tests/metal/simt.h
+	@mkdir -p $(@D)
+	@clang++ -fPIC -O2 -DSIMT_ASAN $(SHADER_TEST_FLAGS) -c $< -o $@
+
+$(HOST_BUILD)/library/library.o: $(STANDIN)/library.cpp $(STANDIN)/standin.h tests/metal/simt.h
+	@mkdir -p $(@D)
+	@clang++ -fPIC -O1 $(SHADER_TEST_FLAGS) -I$(STANDIN) -c $< -o $@
+
+$(HOST_LIBRARY): $(SHADER_NAMES:%=$(HOST_BUILD)/library/%.metal.o) $(HOST_BUILD)/library/simt.o $(HOST_BUILD)/library/library.o
+	@clang++ -shared $(STANDIN_SANITIZE) $^ -o $@.so
+	@python3 $(STANDIN)/pack.py library $@.so $@
+
+# Libraries of another tqkv.h, each with its kernel `tables` alone.
+$(HOST_BUILD)/stale/%.metallib: $(METAL_BUILD)/cpu/prepared tqkv.h $(STANDIN)/pack.py $(HOST_BUILD)/library/simt.o \
+		$(HOST_BUILD)/library/library.o
+	@mkdir -p $(@D)/$*/shaders
+	@python3 $(STANDIN)/pack.py stale $* tqkv.h $(@D)/$*/tqkv.h
+	@$(STANDIN_SHADER) -I$(@D)/$*/shaders -c $(METAL_BUILD)/cpu/source/tables.metal.cpp -o $(@D)/$*.o
+	@clang++ -shared $(STANDIN_SANITIZE) $(@D)/$*.o $(HOST_BUILD)/library/simt.o $(HOST_BUILD)/library/library.o -o $@.so
+	@python3 $(STANDIN)/pack.py library $@.so $@
+
+endif
+
+# The examples hold the implementation, too.
+$(HOST_BUILD)/examples/%.o: examples/%.m $(HOST_HEADERS) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
+	@mkdir -p $(@D)
+	@clang -O1 $(HOST_WARNINGS) $(CPPFLAGS) $(HOST_GNUSTEP) -c $< -o $@
+
+$(HOST_BUILD)/%.o: %.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) \
+		$(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
+	@mkdir -p $(@D)
+	@clang $(HOST_FLAGS) $(HOST_GNUSTEP) -c $< -o $@
+
+# The implementation as in any program: its own sanitized builds are in tests/rules.mk.
+$(HOST_BUILD)/%.o: %.c $(HOST_HEADERS)
+	@mkdir -p $(@D)
+	@$(CC) -O1 -D_GNU_SOURCE -I. $(CPPFLAGS) -c $< -o $@
+
+$(HOST_BUILD)/runner: $(HOST_OBJECTS:%=$(HOST_BUILD)/%.o)
+	@clang++ $^ -o $@ $(HOST_LINK)
+
+# The context's library from the object file itself.
+$(HOST_BUILD)/embedded.o: tqkv_metal.m tqkv.h $(HOST_LIBRARY) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
+	@clang $(HOST_FLAGS) $(HOST_GNUSTEP) -DTQKV_METALLIB_EMBED='"$(HOST_LIBRARY)"' -c $< -o $@
+
+$(HOST_BUILD)/runner-embedded: $(HOST_BUILD)/embedded.o $(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
+	@clang++ $^ -o $@ $(HOST_LINK)
+
+$(HOST_BUILD)/metal_encode_attend: $(HOST_BUILD)/examples/metal_encode_attend.o $(HOST_BUILD)/tqkv_metal.o \
+		$(filter %/standin.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
+	@clang++ $^ -o $@ $(HOST_LINK)
+
+.PHONY: test-metal
+test-metal: $(HOST_BUILD)/runner $(HOST_BUILD)/runner-embedded $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY) \
+		$(HOST_STALE:%=$(HOST_BUILD)/stale/%.metallib) ## tqkv_metal.m: on Linux against a stand-in for Metal
+	@echo "== tqkv_metal.m: $(if $(HOST_GNUSTEP),stand-in$(comma) shaders on the CPU,Metal)"
+	@$(HOST_RUN) $< --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale
+	@$(HOST_RUN) $(HOST_BUILD)/runner-embedded --library $(HOST_LIBRARY) --embedded context/embedded
+	@$(HOST_RUN) $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY)
+
+# On a Mac it needs the GPU and Xcode, which `make test` does not.
+ifneq ($(SYSTEM),Darwin)
+TEST_TARGETS += test-metal
+endif
+
+# ---- Apple's headers ----
+
+# SDK: the folder of a MacOSX.sdk, or on a Mac a name that xcrun knows.
+MACOS_SDK = $(if $(wildcard $(SDK)/usr/include),$(SDK),$(shell xcrun --sdk $(SDK) --show-sdk-path 2>/dev/null))
+MACOS_BUILD := $(BUILD)/macos
+MACOS_CLANG = clang -target arm64-apple-macos13 -isysroot $(MACOS_SDK) -isystem $(MACOS_BUILD)/include $(HOST_WARNINGS) -I.
+MACOS_SOURCES := tqkv_metal.m $(HOST_EXAMPLES:%=examples/%.m)
+MACOS_LINK = $(if $(filter Darwin,$(SYSTEM)),,$(if $(shell command -v ld64.lld || command -v ld64.lld-14),-fuse-ld=lld,none))
+
+.PHONY: check-macos
+check-macos: ## tqkv_metal.m and its examples against Apple's headers: SDK=/path/to/MacOSX.sdk
+	@test -n "$(MACOS_SDK)" || { echo "check-macos needs SDK=/path/to/MacOSX.sdk"; exit 1; }
+	@echo "== Apple's headers, $$(sed -n 's/.*"DisplayName":"\([^"]*\)".*/\1/p' $(MACOS_SDK)/SDKSettings.json)"
+	@mkdir -p $(MACOS_BUILD)/include
+	@cp $(wildcard $(addsuffix /include/xxh*.h,/usr $(BREW_PREFIX))) $(MACOS_BUILD)/include
+	@for arc in -fno-objc-arc -fobjc-arc; do for source in $(MACOS_SOURCES); do \
+		$(MACOS_CLANG) $$arc -fsyntax-only $$source && $(MACOS_CLANG) $$arc -x objective-c++ -std=c++11 -stdlib=libc++ -fsyntax-only \
+		-include tqkv.h /dev/null || exit 1; done; done
+	@$(if $(filter none,$(MACOS_LINK)),echo "not linked: no lld", \
+		for arc in -fno-objc-arc -fobjc-arc; do \
+			for source in $(MACOS_SOURCES); do \
+				$(MACOS_CLANG) $$arc -O2 -c $$source -o $(MACOS_BUILD)/$$(basename $$source .m).o || exit 1; \
+			done; \
+			$(MACOS_CLANG) $(MACOS_LINK) $(MACOS_BUILD)/tqkv_metal.o $(MACOS_BUILD)/metal_encode_attend.o -framework Metal \
+				-framework Foundation -framework CoreFoundation -lobjc -o $(MACOS_BUILD)/metal_encode_attend || exit 1; \
+		done; file $(MACOS_BUILD)/metal_encode_attend)
+	@echo "$(words $(MACOS_SOURCES) $(MACOS_SOURCES)) passed, 0 failed"

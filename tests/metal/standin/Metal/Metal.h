@@ -1,0 +1,107 @@
+/* The part of Metal that tqkv_metal.m, its tests and examples use, for Linux: names and signatures as Apple documents
+   them, over GNUstep's Foundation. standin.m runs it on the CPU; standin.h steers it. */
+#ifndef STANDIN_METAL_H
+#define STANDIN_METAL_H
+#import <Foundation/Foundation.h>
+#include <dispatch/dispatch.h>
+
+typedef struct {
+    NSUInteger width, height, depth;
+} MTLSize;
+static inline MTLSize MTLSizeMake(NSUInteger width, NSUInteger height, NSUInteger depth)
+{
+    MTLSize size = {width, height, depth};
+    return size;
+}
+
+typedef enum : NSUInteger { MTLDataTypeUInt = 33, MTLDataTypeBool = 53 } MTLDataType;
+typedef enum : NSInteger { MTLGPUFamilyApple6 = 1006, MTLGPUFamilyApple7 = 1007 } MTLGPUFamily;
+typedef enum : NSUInteger { MTLDispatchTypeSerial, MTLDispatchTypeConcurrent } MTLDispatchType;
+typedef enum : NSUInteger {
+    MTLCommandBufferStatusNotEnqueued,
+    MTLCommandBufferStatusEnqueued,
+    MTLCommandBufferStatusCommitted,
+    MTLCommandBufferStatusScheduled,
+    MTLCommandBufferStatusCompleted,
+    MTLCommandBufferStatusError
+} MTLCommandBufferStatus;
+typedef NSUInteger MTLResourceOptions;
+enum {
+    MTLResourceStorageModeShared = 0,
+    MTLResourceStorageModePrivate = 2 << 4,
+    MTLResourceHazardTrackingModeUntracked = 1 << 8
+};
+
+@protocol MTLDevice
+, MTLCommandBuffer;
+
+@interface MTLFunctionConstantValues : NSObject <NSCopying> {
+  @public
+    BOOL set[32];
+    int64_t value[32];
+}
+- (void)setConstantValue:(const void *)value type:(MTLDataType)type atIndex:(NSUInteger)index;
+@end
+
+@protocol MTLResource <NSObject>
+@property(readonly) id<MTLDevice> device;
+@end
+
+@protocol MTLBuffer <MTLResource>
+@property(readonly) NSUInteger length;
+- (void *)contents;
+@end
+
+@protocol MTLFunction <NSObject>
+@property(readonly) NSString *name;
+@end
+
+@protocol MTLComputePipelineState <NSObject>
+@property(readonly) NSUInteger maxTotalThreadsPerThreadgroup;
+@property(readonly) NSUInteger threadExecutionWidth;
+@end
+
+@protocol MTLLibrary <NSObject>
+@property(readonly) id<MTLDevice> device;
+- (id<MTLFunction>)newFunctionWithName:(NSString *)name
+                        constantValues:(MTLFunctionConstantValues *)values
+                                 error:(NSError **)error;
+@end
+
+@protocol MTLComputeCommandEncoder <NSObject>
+- (void)setComputePipelineState:(id<MTLComputePipelineState>)state;
+- (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index;
+- (void)setBytes:(const void *)bytes length:(NSUInteger)length atIndex:(NSUInteger)index;
+- (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index;
+- (void)dispatchThreadgroups:(MTLSize)threadgroups threadsPerThreadgroup:(MTLSize)threads;
+- (void)memoryBarrierWithResources:(const id<MTLResource> *)resources count:(NSUInteger)count;
+- (void)endEncoding;
+@end
+
+@protocol MTLCommandBuffer <NSObject>
+@property(readonly) MTLCommandBufferStatus status;
+@property(readonly) NSError *error;
+- (id<MTLComputeCommandEncoder>)computeCommandEncoder;
+- (id<MTLComputeCommandEncoder>)computeCommandEncoderWithDispatchType:(MTLDispatchType)type;
+- (void)commit;
+- (void)waitUntilCompleted;
+@end
+
+@protocol MTLCommandQueue <NSObject>
+- (id<MTLCommandBuffer>)commandBuffer;
+@end
+
+@protocol MTLDevice <NSObject>
+@property(readonly) NSString *name;
+- (BOOL)supportsFamily:(MTLGPUFamily)family;
+- (id<MTLCommandQueue>)newCommandQueue;
+- (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options;
+- (id<MTLBuffer>)newBufferWithBytes:(const void *)bytes length:(NSUInteger)length options:(MTLResourceOptions)options;
+- (id<MTLLibrary>)newLibraryWithURL:(NSURL *)url error:(NSError **)error;
+- (id<MTLLibrary>)newLibraryWithData:(dispatch_data_t)data error:(NSError **)error;
+- (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError **)error;
+@end
+
+id<MTLDevice> MTLCreateSystemDefaultDevice(void); /* retained by the caller */
+
+#endif

@@ -1,0 +1,42 @@
+#!/usr/bin/env python3
+"""Makes the stand-in's libraries, and a tqkv.h whose shaders must be found stale.
+
+usage: pack.py library SHARED_OBJECT OUTPUT
+       pack.py stale WHAT TQKV_H OUTPUT     WHAT: a table of tqkv__table_set, `version`, or an argument struct
+"""
+import re
+import struct
+import sys
+
+TABLES = ["codebook_4", "codebook_5", "codebook_6", "codebook_8", "boundaries_4", "boundaries_5", "boundaries_6",
+          "boundaries_8", "signs"]
+
+
+def pack(shared_object, output):
+    with open(shared_object, "rb") as f:
+        content = f.read()
+    with open(output, "wb") as f:
+        f.write(b"STANDINL" + struct.pack("<Q", len(content)) + content)
+
+
+def stale(what, header, output):
+    with open(header, encoding="utf-8") as f:
+        text = f.read()
+    if what == "version":
+        changed = re.sub(r"(#define TQKV_TABLE_VERSION) \d+", r"\1 999", text)
+    elif what in TABLES:
+        start = text.index("TQKV_TABLE tqkv__table_set tqkv__tables = {")
+        lists = [m.end() for m in re.finditer(r"\n    \{", text[start:])]
+        at = start + lists[TABLES.index(what)]
+        changed = text[:at] + re.sub(r"\A[^,]+", "0x00" if what == "signs" else "-9.5f", text[at:])
+    else:
+        changed = re.sub(r"(\n} tqkv__%s;)" % what, r"\n    int32_t another;\1", text)
+        changed = re.sub(r"(TQKV__ASSERT_SIZE)\((type, bytes)\).*", r"\1(\2)", changed)
+    if changed == text:
+        raise SystemExit(f"nothing to change for {what}")
+    with open(output, "w", encoding="utf-8") as f:
+        f.write(changed)
+
+
+if __name__ == "__main__":
+    {"library": pack, "stale": stale}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,48 @@
+/* What tests ask of the stand-in beyond Metal. */
+#ifndef STANDIN_H
+#define STANDIN_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The device that there is from now on. */
+typedef struct standin_device {
+    bool missing, before_apple7;
+    unsigned simd_width, max_threads; /* 0 = 32, 1024 */
+} standin_device;
+void standin_set_device(standin_device device);
+
+/* Calls that Metal may answer with failure are counted from here on; the fail_at-th fails, counted from 1; 0: none. */
+void standin_fail_at(int fail_at);
+int standin_calls(void);
+/* The words of an injected failure. */
+#define STANDIN_WORDS "injected failure"
+
+int standin_live_objects(void);
+
+/* A library, as the stand-in loads it: these 8 bytes, the size of the rest (uint64_t, little-endian), and a shared
+   object with the shaders, simt.cpp and library.cpp. */
+#define STANDIN_MAGIC "STANDINL"
+
+/* The shared object's two functions: standin_find and standin_run. */
+enum { STANDIN_BUFFERS = 31, STANDIN_MEMORIES = 8, STANDIN_CONSTANTS = 32 };
+typedef struct standin_launch {
+    unsigned threadgroups[3], threads[3];
+    void *buffers[STANDIN_BUFFERS];
+    size_t threadgroup_bytes[STANDIN_MEMORIES];
+    bool set[STANDIN_CONSTANTS];
+    int64_t value[STANDIN_CONSTANTS];
+} standin_launch;
+/* Whether there is such a kernel; the function constants that it needs. */
+typedef bool (*standin_find_function)(const char *name, uint32_t *constants);
+/* Empty error: done. */
+typedef void (*standin_run_function)(const char *name, const standin_launch *launch, char *error, size_t error_size);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,560 @@
+/* Metal on the CPU, for Linux: dispatches run the real shaders by simt.h. It ends the program on misuse that Metal's
+   validation would report, and on some that it would not:
+     - bindings and threadgroup memory do not last beyond a dispatch, so that each call must set its own
+     - work runs no sooner than someone waits for it
+     - in a concurrent encoder, dispatches that no barrier orders run last one first */
+#import <Metal/Metal.h>
+#include "standin.h"
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static atomic_int live, calls, fail_at;
+static standin_device the_device;
+static pthread_mutex_t machine = PTHREAD_MUTEX_INITIALIZER; /* simt.h runs one launch at a time */
+
+void standin_set_device(standin_device device)
+{
+    if (!device.simd_width) device.simd_width = 32;
+    if (!device.max_threads) device.max_threads = 1024;
+    the_device = device;
+}
+
+void standin_fail_at(int n)
+{
+    calls = 0;
+    fail_at = n;
+}
+
+int standin_calls(void) { return calls; }
+int standin_live_objects(void) { return live; }
+
+static bool is_to_fail(void) { return ++calls == fail_at; }
+
+static void misuse(const char *format, ...) __attribute__((format(printf, 1, 2), noreturn));
+static void misuse(const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    fputs("Metal stand-in: misuse: ", stderr);
+    vfprintf(stderr, format, arguments);
+    fputc('\n', stderr);
+    va_end(arguments);
+    abort();
+}
+
+static void set_error(NSError **error, NSString *words)
+{
+    NSDictionary *info = [NSDictionary dictionaryWithObject:words forKey:NSLocalizedDescriptionKey];
+    if (error) *error = [NSError errorWithDomain:@"standin" code:1 userInfo:info];
+}
+
+/* Whether this call is to fail; then *error says so. */
+static bool fails(NSError **error)
+{
+    if (!is_to_fail()) return false;
+    set_error(error, [NSString stringWithUTF8String:STANDIN_WORDS]);
+    return true;
+}
+
+/* -- Objects, counted -- */
+
+@interface StandinObject : NSObject
+@end
+@implementation StandinObject
+- (id)init
+{
+    if ((self = [super init])) live++;
+    return self;
+}
+- (void)dealloc
+{
+    live--;
+    [super dealloc];
+}
+@end
+
+@interface StandinData : StandinObject <OS_dispatch_data> {
+  @public
+    NSData *bytes;
+}
+@end
+@implementation StandinData
+- (void)dealloc
+{
+    [bytes release];
+    [super dealloc];
+}
+@end
+
+dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue, void *destructor)
+{
+    if (queue || destructor) misuse("dispatch_data_create: only copies here");
+    StandinData *data = [[StandinData alloc] init];
+    data->bytes = [[NSData alloc] initWithBytes:bytes length:size];
+    return data;
+}
+
+@implementation MTLFunctionConstantValues
+- (void)setConstantValue:(const void *)from type:(MTLDataType)type atIndex:(NSUInteger)index
+{
+    if (index >= STANDIN_CONSTANTS || !from) misuse("function constant %lu", (unsigned long)index);
+    if (type == MTLDataTypeUInt)
+        value[index] = *(const uint32_t *)from;
+    else if (type == MTLDataTypeBool)
+        value[index] = *(const bool *)from;
+    else
+        misuse("type of function constant %lu", (unsigned long)index);
+    set[index] = YES;
+}
+- (id)copyWithZone:(NSZone *)zone
+{
+    MTLFunctionConstantValues *copy = [[MTLFunctionConstantValues allocWithZone:zone] init];
+    memcpy(copy->set, set, sizeof set);
+    memcpy(copy->value, value, sizeof value);
+    return copy;
+}
+@end
+
+@interface StandinBuffer : StandinObject <MTLBuffer> {
+  @public
+    char *bytes;
+    NSUInteger size;
+    id<MTLDevice> owner; /* not retained */
+    BOOL hidden;         /* from the processor: storage mode private */
+}
+@end
+@implementation StandinBuffer
+- (void)dealloc
+{
+    free(bytes);
+    [super dealloc];
+}
+- (void *)contents
+{
+    return hidden ? NULL : bytes;
+}
+- (NSUInteger)length
+{
+    return size;
+}
+- (id<MTLDevice>)device
+{
+    return owner;
+}
+@end
+
+@interface StandinLibrary : StandinObject <MTLLibrary> {
+  @public
+    void *handle;
+    standin_find_function find;
+    standin_run_function run;
+    id<MTLDevice> owner; /* not retained */
+}
+@end
+
+@interface StandinFunction : StandinObject <MTLFunction> {
+  @public
+    NSString *function_name;
+    MTLFunctionConstantValues *constants;
+    StandinLibrary *library;
+}
+@end
+@implementation StandinFunction
+- (void)dealloc
+{
+    [function_name release];
+    [constants release];
+    [library release];
+    [super dealloc];
+}
+- (NSString *)name
+{
+    return function_name;
+}
+@end
+
+@interface StandinPipeline : StandinObject <MTLComputePipelineState> {
+  @public
+    StandinFunction *function;
+}
+@end
+@implementation StandinPipeline
+- (void)dealloc
+{
+    [function release];
+    [super dealloc];
+}
+- (NSUInteger)maxTotalThreadsPerThreadgroup
+{
+    return the_device.max_threads;
+}
+- (NSUInteger)threadExecutionWidth
+{
+    return the_device.simd_width;
+}
+@end
+
+@implementation StandinLibrary
+- (void)dealloc
+{
+    if (handle) dlclose(handle);
+    [super dealloc];
+}
+- (id<MTLDevice>)device
+{
+    return owner;
+}
+- (id<MTLFunction>)newFunctionWithName:(NSString *)name
+                        constantValues:(MTLFunctionConstantValues *)values
+                                 error:(NSError **)error
+{
+    uint32_t needed = 0;
+    if (fails(error)) return nil;
+    if (!find([name UTF8String], &needed)) {
+        set_error(error, [NSString stringWithFormat:@"there is no function %@ in the library", name]);
+        return nil;
+    }
+    for (int i = 0; i < STANDIN_CONSTANTS; i++)
+        if ((needed >> i & 1) && !values->set[i]) {
+            set_error(error, [NSString stringWithFormat:@"%@ needs the function constant %d", name, i]);
+            return nil;
+        }
+    StandinFunction *function = [[StandinFunction alloc] init];
+    function->function_name = [name copy];
+    function->constants = [values copy];
+    function->library = [self retain];
+    return function;
+}
+@end
+
+/* -- Work -- */
+
+/* One dispatch, and what it keeps alive. Dispatches of the same group may run in any order. */
+@interface StandinDispatch : StandinObject {
+  @public
+    StandinPipeline *pipeline;
+    StandinBuffer *buffers[STANDIN_BUFFERS];
+    standin_launch launch;
+    unsigned group;
+}
+@end
+@implementation StandinDispatch
+- (void)dealloc
+{
+    [pipeline release];
+    for (int i = 0; i < STANDIN_BUFFERS; i++) [buffers[i] release];
+    [super dealloc];
+}
+- (void)run
+{
+    char error[600];
+    StandinFunction *function = pipeline->function;
+    for (int i = 0; i < STANDIN_CONSTANTS; i++) {
+        launch.set[i] = function->constants->set[i];
+        launch.value[i] = function->constants->value[i];
+    }
+    pthread_mutex_lock(&machine);
+    function->library->run([function->function_name UTF8String], &launch, error, sizeof error);
+    pthread_mutex_unlock(&machine);
+    if (error[0]) misuse("%s", error);
+}
+@end
+
+@interface StandinEncoder : StandinObject <MTLComputeCommandEncoder> {
+  @public
+    NSMutableArray *work;
+    StandinDispatch *next; /* what is set so far */
+    MTLDispatchType type;
+    unsigned group;
+    BOOL ended;
+}
+@end
+@implementation StandinEncoder
+- (void)dealloc
+{
+    if (!ended) misuse("an encoder was released before endEncoding");
+    [work release];
+    [next release];
+    [super dealloc];
+}
+- (StandinDispatch *)open
+{
+    if (ended) misuse("an encoder was used after endEncoding");
+    if (!next) next = [[StandinDispatch alloc] init];
+    return next;
+}
+- (void)setComputePipelineState:(id<MTLComputePipelineState>)state
+{
+    if (!state) misuse("no pipeline");
+    [[self open]->pipeline release];
+    next->pipeline = (StandinPipeline *)[state retain];
+}
+- (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index
+{
+    StandinBuffer *bound = (StandinBuffer *)buffer;
+    if (index >= STANDIN_BUFFERS) misuse("buffer index %lu", (unsigned long)index);
+    if (bound && offset >= bound->size) misuse("offset %lu at buffer %lu", (unsigned long)offset, (unsigned long)index);
+    [[self open]->buffers[index] release];
+    next->buffers[index] = [bound retain];
+    next->launch.buffers[index] = bound ? bound->bytes + offset : NULL;
+}
+- (void)setBytes:(const void *)bytes length:(NSUInteger)length atIndex:(NSUInteger)index
+{
+    if (!length || length > 4096) misuse("setBytes of %lu bytes", (unsigned long)length);
+    StandinBuffer *copy = [[StandinBuffer alloc] init];
+    copy->bytes = malloc(length);
+    copy->size = length;
+    memcpy(copy->bytes, bytes, length);
+    [self setBuffer:copy offset:0 atIndex:index];
+    [copy release];
+}
+- (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index
+{
+    if (!length || length % 16 || index >= STANDIN_MEMORIES)
+        misuse("%lu bytes of threadgroup memory %lu", (unsigned long)length, (unsigned long)index);
+    [self open]->launch.threadgroup_bytes[index] = length;
+}
+- (void)dispatchThreadgroups:(MTLSize)g threadsPerThreadgroup:(MTLSize)t
+{
+    StandinDispatch *dispatch = [self open];
+    if (!dispatch->pipeline) misuse("a dispatch without pipeline");
+    if (!g.width || !g.height || !g.depth || g.width > UINT32_MAX || g.height > UINT32_MAX || g.depth > UINT32_MAX)
+        misuse("a grid of %lu x %lu x %lu threadgroups", (unsigned long)g.width, (unsigned long)g.height,
+               (unsigned long)g.depth);
+    if (t.width * t.height * t.depth > the_device.max_threads)
+        misuse("%lu threads are more than the pipeline takes", (unsigned long)(t.width * t.height * t.depth));
+    const unsigned threadgroups[3] = {(unsigned)g.width, (unsigned)g.height, (unsigned)g.depth};
+    const unsigned threads[3] = {(unsigned)t.width, (unsigned)t.height, (unsigned)t.depth};
+    memcpy(dispatch->launch.threadgroups, threadgroups, sizeof threadgroups);
+    memcpy(dispatch->launch.threads, threads, sizeof threads);
+    dispatch->group = group;
+    if (type == MTLDispatchTypeSerial) group++;
+    [work addObject:dispatch];
+    [next release];
+    next = nil;
+}
+- (void)memoryBarrierWithResources:(const id<MTLResource> *)resources count:(NSUInteger)count
+{
+    [self open];
+    for (NSUInteger i = 0; i < count; i++)
+        if (!resources[i]) misuse("a barrier on no resource");
+    if (!count) misuse("a barrier on nothing");
+    group++;
+}
+- (void)endEncoding
+{
+    [self open];
+    ended = YES;
+}
+@end
+
+@interface StandinQueue : StandinObject <MTLCommandQueue> {
+  @public
+    NSMutableArray *committed; /* and not yet run */
+}
+@end
+
+@interface StandinCommands : StandinObject <MTLCommandBuffer> {
+  @public
+    StandinQueue *queue;
+    NSMutableArray *encoders;
+    MTLCommandBufferStatus state;
+    NSError *failure;
+    BOOL to_fail;
+}
+@end
+@implementation StandinCommands
+- (void)dealloc
+{
+    [queue release];
+    [encoders release];
+    [failure release];
+    [super dealloc];
+}
+- (id<MTLComputeCommandEncoder>)computeCommandEncoder
+{
+    return [self computeCommandEncoderWithDispatchType:MTLDispatchTypeSerial];
+}
+- (id<MTLComputeCommandEncoder>)computeCommandEncoderWithDispatchType:(MTLDispatchType)type
+{
+    for (StandinEncoder *other in encoders)
+        if (!other->ended) misuse("two encoders of a command buffer at once");
+    if (state != MTLCommandBufferStatusNotEnqueued) misuse("an encoder of a committed command buffer");
+    if (is_to_fail()) return nil;
+    StandinEncoder *encoder = [[[StandinEncoder alloc] init] autorelease];
+    encoder->work = [[NSMutableArray alloc] init];
+    encoder->type = type;
+    [encoders addObject:encoder];
+    return encoder;
+}
+- (void)commit
+{
+    if (state != MTLCommandBufferStatusNotEnqueued) misuse("a command buffer committed twice");
+    for (StandinEncoder *encoder in encoders)
+        if (!encoder->ended) misuse("commit before endEncoding");
+    to_fail = is_to_fail();
+    state = MTLCommandBufferStatusCommitted;
+    @synchronized(queue) {
+        [queue->committed addObject:self];
+    }
+}
+- (void)run
+{
+    for (StandinEncoder *encoder in encoders) {
+        NSArray *work = encoder->work;
+        for (NSUInteger first = 0, end; first < [work count] && !to_fail; first = end) {
+            const unsigned group = ((StandinDispatch *)[work objectAtIndex:first])->group;
+            for (end = first; end < [work count]; end++)
+                if (((StandinDispatch *)[work objectAtIndex:end])->group != group) break;
+            for (NSUInteger i = end; i-- > first;) [[work objectAtIndex:i] run];
+        }
+    }
+    NSError *error = nil;
+    if (to_fail) set_error(&error, [NSString stringWithUTF8String:STANDIN_WORDS]);
+    failure = [error retain];
+    state = to_fail ? MTLCommandBufferStatusError : MTLCommandBufferStatusCompleted;
+}
+- (void)waitUntilCompleted
+{
+    if (state == MTLCommandBufferStatusNotEnqueued) misuse("wait before commit");
+    @synchronized(queue) {
+        while (state == MTLCommandBufferStatusCommitted) {
+            [[queue->committed objectAtIndex:0] run];
+            [queue->committed removeObjectAtIndex:0];
+        }
+    }
+}
+- (MTLCommandBufferStatus)status
+{
+    return state;
+}
+- (NSError *)error
+{
+    return failure;
+}
+@end
+
+@implementation StandinQueue
+- (void)dealloc
+{
+    [committed release];
+    [super dealloc];
+}
+- (id<MTLCommandBuffer>)commandBuffer
+{
+    if (is_to_fail()) return nil;
+    StandinCommands *commands = [[[StandinCommands alloc] init] autorelease];
+    commands->queue = [self retain];
+    commands->encoders = [[NSMutableArray alloc] init];
+    return commands;
+}
+@end
+
+/* -- The device -- */
+
+/* The shared object inside a library, or NULL and why not. */
+static void *open_library(NSData *data, NSError **error)
+{
+    uint64_t size = 0;
+    const char *bytes = [data bytes];
+    if ([data length] < 16 || memcmp(bytes, STANDIN_MAGIC, 8) != 0) {
+        set_error(error, @"this is no library");
+        return NULL;
+    }
+    memcpy(&size, bytes + 8, sizeof size);
+    if (size != [data length] - 16) {
+        set_error(error, @"the library is truncated");
+        return NULL;
+    }
+    char path[] = "/tmp/standin-library-XXXXXX"; /* a new name each time: dlopen knows libraries by name */
+    const int file = mkstemp(path);
+    void *handle = write(file, bytes + 16, size) == (ssize_t)size ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
+    if (!handle) set_error(error, [NSString stringWithFormat:@"not loaded: %s", dlerror()]);
+    close(file);
+    unlink(path);
+    return handle;
+}
+
+@interface StandinDevice : StandinObject <MTLDevice>
+@end
+@implementation StandinDevice
+- (NSString *)name
+{
+    return @"the CPU, standing in for a GPU";
+}
+- (BOOL)supportsFamily:(MTLGPUFamily)family
+{
+    return family < MTLGPUFamilyApple7 || !the_device.before_apple7;
+}
+- (id<MTLCommandQueue>)newCommandQueue
+{
+    if (is_to_fail()) return nil;
+    StandinQueue *queue = [[StandinQueue alloc] init];
+    queue->committed = [[NSMutableArray alloc] init];
+    return queue;
+}
+- (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options
+{
+    if (!length) misuse("a buffer without length");
+    if (is_to_fail() || length > (NSUInteger)1 << 34) return nil;
+    StandinBuffer *buffer = [[StandinBuffer alloc] init];
+    buffer->bytes = malloc(length);
+    memset(buffer->bytes, 0xff, length); /* NaN to whoever reads before writing */
+    buffer->size = length;
+    buffer->owner = self;
+    buffer->hidden = (options & MTLResourceStorageModePrivate) != 0;
+    return buffer;
+}
+- (id<MTLBuffer>)newBufferWithBytes:(const void *)bytes length:(NSUInteger)length options:(MTLResourceOptions)options
+{
+    if (options & MTLResourceStorageModePrivate) misuse("newBufferWithBytes: into private storage");
+    StandinBuffer *buffer = (StandinBuffer *)[self newBufferWithLength:length options:options];
+    if (buffer) memcpy(buffer->bytes, bytes, length);
+    return buffer;
+}
+- (id<MTLLibrary>)newLibraryFrom:(NSData *)data error:(NSError **)error
+{
+    if (fails(error)) return nil;
+    StandinLibrary *library = [[StandinLibrary alloc] init];
+    library->handle = open_library(data, error);
+    library->owner = self;
+    if (library->handle) {
+        library->find = (standin_find_function)dlsym(library->handle, "standin_find");
+        library->run = (standin_run_function)dlsym(library->handle, "standin_run");
+        if (library->find && library->run) return library;
+        set_error(error, @"a shared object without shaders");
+    }
+    [library release];
+    return nil;
+}
+- (id<MTLLibrary>)newLibraryWithURL:(NSURL *)url error:(NSError **)error
+{
+    NSData *data = [NSData dataWithContentsOfFile:[url path]];
+    if (data) return [self newLibraryFrom:data error:error];
+    set_error(error, [NSString stringWithFormat:@"there is no file %@", [url path]]);
+    return nil;
+}
+- (id<MTLLibrary>)newLibraryWithData:(dispatch_data_t)data error:(NSError **)error
+{
+    return [self newLibraryFrom:((StandinData *)data)->bytes error:error];
+}
+- (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError **)error
+{
+    if (!function) misuse("a pipeline without function");
+    if (fails(error)) return nil;
+    StandinPipeline *pipeline = [[StandinPipeline alloc] init];
+    pipeline->function = (StandinFunction *)[function retain];
+    return pipeline;
+}
+@end
+
+id<MTLDevice> MTLCreateSystemDefaultDevice(void)
+{
+    if (!the_device.simd_width) standin_set_device(the_device);
+    return the_device.missing || is_to_fail() ? nil : [[StandinDevice alloc] init];
+}
