@@ -312,8 +312,8 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
    wait for nothing and allocate nothing, but for the first call of a kind, which builds its pipeline. Results are there
    when the caller's command buffer has completed. A call that fails has recorded nothing.
    In an encoder of dispatch type serial nothing else is to be done. In a concurrent one a call sees to the order of its
-   own dispatches; barriers between calls of which one reads or overwrites what another writes (stores, sources, outputs,
-   scratch, flags) are the caller's. Resources of hazard tracking mode untracked need their usual fences.
+   own dispatches; barriers between calls of which one reads or overwrites what another writes (stores, sources,
+   outputs, scratch, flags) are the caller's. Resources of hazard tracking mode untracked need their usual fences.
 
    Threads. A context may be used by many threads at once, each with an encoder of its own. */
 #ifdef __OBJC__
@@ -408,7 +408,7 @@ TQKV_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_me
 TQKV_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
                                              tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                              tqkv_metal_buffer not_finite);
-TQKV_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
+TQKV_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
                                              tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                              tqkv_metal_buffer out);
 TQKV_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);

@@ -6,8 +6,7 @@
    In the program one C or C++ file has TQKV_IMPLEMENTATION. -DTQKV_METALLIB_EMBED='"default.metallib"' puts the
    compiled shaders into the object.
 
-   In this order: errors, pipelines, checks of buffers, recording, the split of attention, shared memory, caches, the
-   context. */
+   In this order: errors, pipelines, commands, rows, attention, shared memory, caches, the context. */
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
 #include <dispatch/dispatch.h>
@@ -222,19 +221,51 @@ static tqkv_result tqkv__get_pipeline(tqkv_metal *m, const tqkv__kernel *kernel,
     return TQKV_OK;
 }
 
-/* -- Checks of buffers -- */
+/* -- Commands: a kernel with all that a dispatch of it takes, checked first and then recorded -- */
 
-enum { TQKV__CODE_ALIGNMENT = 16, TQKV__ALIGNMENT = 4 };
+enum { TQKV__ARGUMENTS = 8, TQKV__MEMORIES = 4, TQKV__CODE_ALIGNMENT = 16, TQKV__ALIGNMENT = 4 };
 
-/* A buffer argument of a kernel, at its index. size 0: the call has none. */
+/* A buffer argument. size 0: the call has none. */
 typedef struct tqkv__binding {
     const char *name;
     unsigned index;
     tqkv_metal_buffer at;
-    size_t size;
+    size_t size, alignment;
     bool written;
-    size_t alignment;
 } tqkv__binding;
+
+typedef struct tqkv__command {
+    tqkv__kernel kernel;
+    tqkv__binding bindings[TQKV__ARGUMENTS];
+    int n_bindings;
+    NSUInteger memory[TQKV__MEMORIES], memory_each[TQKV__MEMORIES]; /* bytes a threadgroup, and for each simdgroup */
+} tqkv__command;
+
+static tqkv__binding *tqkv__input(tqkv__command *c, const char *name, unsigned index, tqkv_metal_buffer at, size_t size)
+{
+    const tqkv__binding binding = {name, index, at, size, TQKV__ALIGNMENT, false};
+    c->bindings[c->n_bindings] = binding;
+    return &c->bindings[c->n_bindings++];
+}
+
+static tqkv__binding *tqkv__output(tqkv__command *c, const char *name, unsigned index, tqkv_metal_buffer at,
+                                   size_t size)
+{
+    tqkv__binding *binding = tqkv__input(c, name, index, at, size);
+    binding->written = true;
+    return binding;
+}
+
+static void tqkv__flag(tqkv__command *c, unsigned index, tqkv_metal_buffer at)
+{
+    tqkv__output(c, "not_finite", index, at, at.buffer ? sizeof(uint32_t) : 0);
+}
+
+static tqkv_metal_buffer tqkv__behind(tqkv_metal_buffer at, size_t bytes)
+{
+    at.offset += bytes;
+    return at;
+}
 
 static tqkv_result tqkv__check_binding(tqkv_metal *m, const tqkv__binding *b)
 {
@@ -259,118 +290,96 @@ static bool tqkv__bindings_overlap(const tqkv__binding *a, const tqkv__binding *
     return a->at.offset < b->at.offset ? b->at.offset - a->at.offset < a->size : a->at.offset - b->at.offset < b->size;
 }
 
-static tqkv_result tqkv__check_bindings(tqkv_metal *m, tqkv_metal_object encoder, const tqkv__binding *bindings, int n)
+static tqkv_result tqkv__check_command(tqkv_metal *m, tqkv_metal_object encoder, const tqkv__command *c)
 {
     if (!encoder) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "no encoder");
-    for (int i = 0; i < n; i++) {
-        const tqkv_result r = tqkv__check_binding(m, &bindings[i]);
+    for (int i = 0; i < c->n_bindings; i++) {
+        const tqkv_result r = tqkv__check_binding(m, &c->bindings[i]);
         if (r != TQKV_OK) return r;
         for (int j = 0; j < i; j++)
-            if (tqkv__bindings_overlap(&bindings[i], &bindings[j]))
-                return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s and %s overlap", bindings[j].name, bindings[i].name);
+            if (tqkv__bindings_overlap(&c->bindings[i], &c->bindings[j]))
+                return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s and %s overlap", c->bindings[j].name,
+                                  c->bindings[i].name);
     }
     return TQKV_OK;
 }
 
-static tqkv__binding tqkv__input(const char *name, unsigned index, tqkv_metal_buffer at, size_t size)
+static void tqkv__record(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv__pipeline *pipeline,
+                         const tqkv__command *c, MTLSize threadgroups, int n_simdgroups)
 {
-    const tqkv__binding binding = {name, index, at, size, false, TQKV__ALIGNMENT};
-    return binding;
-}
-
-static tqkv__binding tqkv__output(const char *name, unsigned index, tqkv_metal_buffer at, size_t size)
-{
-    const tqkv__binding binding = {name, index, at, size, true, TQKV__ALIGNMENT};
-    return binding;
-}
-
-static tqkv__binding tqkv__codes(const char *name, unsigned index, tqkv_metal_buffer at, size_t size, bool written)
-{
-    const tqkv__binding binding = {name, index, at, size, written, TQKV__CODE_ALIGNMENT};
-    return binding;
-}
-
-static tqkv__binding tqkv__flag(unsigned index, tqkv_metal_buffer at)
-{
-    return tqkv__output("not_finite", index, at, at.buffer ? sizeof(uint32_t) : 0);
-}
-
-static tqkv_metal_buffer tqkv__behind(tqkv_metal_buffer at, size_t bytes)
-{
-    at.offset += bytes;
-    return at;
-}
-
-/* -- Recording -- */
-
-static void tqkv__bind(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv__binding *bindings, int n)
-{
-    for (int i = 0; i < n; i++) {
-        const bool used = bindings[i].size != 0;
-        [encoder setBuffer:used ? (id<MTLBuffer>)bindings[i].at.buffer : m->unused
-                    offset:used ? bindings[i].at.offset : 0
-                   atIndex:bindings[i].index];
-    }
-}
-
-static void tqkv__dispatch(id<MTLComputeCommandEncoder> encoder, size_t x, size_t y, size_t z, int n_simdgroups)
-{
-    [encoder dispatchThreadgroups:MTLSizeMake(x, y, z)
-            threadsPerThreadgroup:MTLSizeMake((NSUInteger)n_simdgroups * TQKV__SIMD_WIDTH, 1, 1)];
-}
-
-/* Kernels of one row a simdgroup. 4 simdgroups a threadgroup: they share one copy of the boundaries (up to 1 KiB, a
-   quarter of the loads), and the rows of a single token, some tens, still spread over many cores. */
-static int tqkv__row_simdgroups(const tqkv__pipeline *pipeline)
-{
-    return pipeline->max_simdgroups < 4 ? pipeline->max_simdgroups : 4;
-}
-
-static void tqkv__dispatch_rows(id<MTLComputeCommandEncoder> encoder, const tqkv__pipeline *pipeline, size_t n_rows,
-                                size_t depth)
-{
-    const size_t n = (size_t)tqkv__row_simdgroups(pipeline);
-    tqkv__dispatch(encoder, (n_rows + n - 1) / n, 1, depth, (int)n);
-}
-
-static size_t tqkv__row_count(const tqkv__rows_plan *plan)
-{
-    return (size_t)plan->args.n_tokens * (size_t)plan->args.n_kv_heads;
-}
-
-static void tqkv__set_encode_memory(id<MTLComputeCommandEncoder> encoder, const tqkv__pipeline *pipeline, int head_dim)
-{
-    const NSUInteger n = (NSUInteger)tqkv__row_simdgroups(pipeline);
-    [encoder setThreadgroupMemoryLength:TQKV__TABLE_BYTES atIndex:0];
-    [encoder setThreadgroupMemoryLength:TQKV__STAGING_BYTES((NSUInteger)head_dim, n) atIndex:1];
-}
-
-static size_t tqkv__kept_size(const tqkv__rows_plan *plan) { return plan->rows_size - plan->skipped_size; }
-
-tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object object, const tqkv_metal_store *s, tqkv_metal_buffer src,
-                              int n_tokens, int64_t position, tqkv_metal_buffer not_finite)
-{
-    tqkv__rows_plan plan;
-    const tqkv__pipeline *pipeline;
-    id<MTLComputeCommandEncoder> encoder = object;
-    if (!m) return TQKV_INVALID_ARGUMENT;
-    tqkv_result r = tqkv__plan_encode(s ? &s->shape : NULL, n_tokens, position, &plan);
-    if (r != TQKV_OK) return tqkv__refuse(m, r, "encode");
-    src = tqkv__behind(src, plan.skipped_size);
-    const tqkv__binding bindings[] = {tqkv__input("src", 1, src, tqkv__kept_size(&plan)),
-                                      tqkv__codes("codes", 2, s->codes, plan.codes_size, true),
-                                      tqkv__output("norms", 3, s->norms, plan.norms_size), tqkv__flag(4, not_finite)};
-    if ((r = tqkv__check_bindings(m, object, bindings, 4)) != TQKV_OK || !n_tokens) return r;
-    tqkv__kernel kernel = tqkv__kernel_of(TQKV__ENCODE, plan.head_dim);
-    tqkv__set_constant(&kernel, TQKV_FC_FORMAT, plan.format);
-    tqkv__set_constant(&kernel, TQKV_FC_ROTATED, plan.turn);
-    if ((r = tqkv__get_pipeline(m, &kernel, &pipeline)) != TQKV_OK) return r;
+    const NSUInteger n = (NSUInteger)n_simdgroups;
     [encoder setComputePipelineState:pipeline->state];
-    [encoder setBytes:&plan.args length:sizeof plan.args atIndex:0];
-    tqkv__bind(m, encoder, bindings, 4);
-    tqkv__set_encode_memory(encoder, pipeline, plan.head_dim);
-    tqkv__dispatch_rows(encoder, pipeline, tqkv__row_count(&plan), 1);
+    for (int i = 0; i < c->n_bindings; i++) {
+        const tqkv__binding *b = &c->bindings[i];
+        [encoder setBuffer:b->size ? (id<MTLBuffer>)b->at.buffer : m->unused
+                    offset:b->size ? b->at.offset : 0
+                   atIndex:b->index];
+    }
+    for (NSUInteger i = 0; i < TQKV__MEMORIES; i++) {
+        const NSUInteger size = c->memory[i] + n * c->memory_each[i];
+        if (size) [encoder setThreadgroupMemoryLength:size atIndex:i];
+    }
+    [encoder dispatchThreadgroups:threadgroups threadsPerThreadgroup:MTLSizeMake(n * TQKV__SIMD_WIDTH, 1, 1)];
+}
+
+/* -- Rows: kernels of one row a simdgroup -- */
+
+/* 4 simdgroups a threadgroup: they share one copy of the boundaries (up to 1 KiB, a quarter of the loads), and the rows
+   of a single token, some tens, still spread over many cores. */
+static void tqkv__record_rows(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv__pipeline *pipeline,
+                              const tqkv__command *c, size_t n_rows, NSUInteger depth)
+{
+    const int n = pipeline->max_simdgroups < 4 ? pipeline->max_simdgroups : 4;
+    tqkv__record(m, encoder, pipeline, c, MTLSizeMake((n_rows + (size_t)n - 1) / (size_t)n, 1, depth), n);
+}
+
+/* Checks the command and records it for the rows of the plan, if there are any. */
+static tqkv_result tqkv__run_rows(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv__command *c,
+                                  const tqkv__rows_plan *plan)
+{
+    const tqkv__pipeline *pipeline;
+    tqkv_result r = tqkv__check_command(m, encoder, c);
+    if (r != TQKV_OK || !plan->args.n_tokens) return r;
+    if ((r = tqkv__get_pipeline(m, &c->kernel, &pipeline)) != TQKV_OK) return r;
+    [encoder setBytes:&plan->args length:sizeof plan->args atIndex:0];
+    tqkv__record_rows(m, encoder, pipeline, c, (size_t)plan->args.n_tokens * (size_t)plan->args.n_kv_heads, 1);
     return TQKV_OK;
+}
+
+static tqkv__command tqkv__rows_command(tqkv__family family, const tqkv__rows_plan *plan, int turn_constant)
+{
+    tqkv__command c;
+    memset(&c, 0, sizeof c);
+    c.kernel = tqkv__kernel_of(family, plan->head_dim);
+    tqkv__set_constant(&c.kernel, TQKV_FC_FORMAT, (int)plan->format);
+    tqkv__set_constant(&c.kernel, turn_constant, plan->turn);
+    return c;
+}
+
+/* src, codes and norms at three indices from `index` on, and the memory that encoding takes. */
+static void tqkv__encode_arguments(tqkv__command *c, unsigned index, const char *const names[3],
+                                   const tqkv__rows_plan *plan, tqkv_metal_buffer src, const tqkv_metal_store *s)
+{
+    src = tqkv__behind(src, plan->skipped_size);
+    tqkv__input(c, names[0], index, src, plan->rows_size - plan->skipped_size);
+    tqkv__output(c, names[1], index + 1, s->codes, plan->codes_size)->alignment = TQKV__CODE_ALIGNMENT;
+    tqkv__output(c, names[2], index + 2, s->norms, plan->norms_size);
+    c->memory[0] = TQKV__TABLE_BYTES;
+    c->memory_each[1] = TQKV__STAGING_BYTES((NSUInteger)plan->head_dim, 1);
+}
+
+tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
+                              tqkv_metal_buffer src, int n_tokens, int64_t position, tqkv_metal_buffer not_finite)
+{
+    static const char *const names[] = {"src", "codes", "norms"};
+    tqkv__rows_plan plan;
+    if (!m) return TQKV_INVALID_ARGUMENT;
+    const tqkv_result r = tqkv__plan_encode(s ? &s->shape : NULL, n_tokens, position, &plan);
+    if (r != TQKV_OK) return tqkv__refuse(m, r, "encode");
+    tqkv__command c = tqkv__rows_command(TQKV__ENCODE, &plan, TQKV_FC_ROTATED);
+    tqkv__encode_arguments(&c, 1, names, &plan, src, s);
+    tqkv__flag(&c, 4, not_finite);
+    return tqkv__run_rows(m, encoder, &c, &plan);
 }
 
 /* Both plans, and that one kernel can serve them. */
@@ -381,131 +390,99 @@ static tqkv_result tqkv__plan_kv(const tqkv_metal_store *keys, const tqkv_metal_
     tqkv_result r = tqkv__plan_encode(&keys->shape, n_tokens, position, key_plan);
     if (r == TQKV_OK) r = tqkv__plan_encode(&values->shape, n_tokens, position, value_plan);
     if (r != TQKV_OK) return r;
-    if (key_plan->head_dim != value_plan->head_dim || key_plan->args.n_kv_heads != value_plan->args.n_kv_heads)
-        return TQKV_INVALID_ARGUMENT;
-    return TQKV_OK;
-}
-
-static tqkv__kernel tqkv__encode_kv_kernel(const tqkv__rows_plan *keys, const tqkv__rows_plan *values)
-{
-    tqkv__kernel kernel = tqkv__kernel_of(TQKV__ENCODE_KV, keys->head_dim);
-    tqkv__set_constant(&kernel, TQKV_FC_FORMAT, keys->format);
-    tqkv__set_constant(&kernel, TQKV_FC_VALUE_FORMAT, values->format);
-    tqkv__set_constant(&kernel, TQKV_FC_ROTATED, keys->turn);
-    tqkv__set_constant(&kernel, TQKV_FC_VALUE_ROTATED, values->turn);
-    return kernel;
+    const bool alike =
+        key_plan->head_dim == value_plan->head_dim && key_plan->args.n_kv_heads == value_plan->args.n_kv_heads;
+    return alike ? TQKV_OK : TQKV_INVALID_ARGUMENT;
 }
 
 tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object object, const tqkv_metal_store *keys,
                                  const tqkv_metal_store *values, tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                  int64_t position, tqkv_metal_buffer not_finite)
 {
+    static const char *const key_names[] = {"k", "keys' codes", "keys' norms"}, *const value_names[] = {
+                                                                                    "v", "values' codes",
+                                                                                    "values' norms"};
     tqkv__rows_plan kp, vp;
     const tqkv__pipeline *pipeline;
     id<MTLComputeCommandEncoder> encoder = object;
     if (!m) return TQKV_INVALID_ARGUMENT;
     tqkv_result r = tqkv__plan_kv(keys, values, n_tokens, position, &kp, &vp);
     if (r != TQKV_OK) return tqkv__refuse(m, r, "encode_kv");
-    const tqkv__binding bindings[] = {tqkv__input("k", 1, tqkv__behind(k, kp.skipped_size), tqkv__kept_size(&kp)),
-                                      tqkv__codes("keys' codes", 2, keys->codes, kp.codes_size, true),
-                                      tqkv__output("keys' norms", 3, keys->norms, kp.norms_size),
-                                      tqkv__input("v", 5, tqkv__behind(v, vp.skipped_size), tqkv__kept_size(&vp)),
-                                      tqkv__codes("values' codes", 6, values->codes, vp.codes_size, true),
-                                      tqkv__output("values' norms", 7, values->norms, vp.norms_size),
-                                      tqkv__flag(8, not_finite)};
-    if ((r = tqkv__check_bindings(m, object, bindings, 7)) != TQKV_OK || !n_tokens) return r;
-    const tqkv__kernel kernel = tqkv__encode_kv_kernel(&kp, &vp);
-    if ((r = tqkv__get_pipeline(m, &kernel, &pipeline)) != TQKV_OK) return r;
-    const size_t key_rows = tqkv__row_count(&kp), value_rows = tqkv__row_count(&vp);
-    [encoder setComputePipelineState:pipeline->state];
+    tqkv__command c = tqkv__rows_command(TQKV__ENCODE_KV, &kp, TQKV_FC_ROTATED);
+    tqkv__set_constant(&c.kernel, TQKV_FC_VALUE_FORMAT, (int)vp.format);
+    tqkv__set_constant(&c.kernel, TQKV_FC_VALUE_ROTATED, vp.turn);
+    tqkv__encode_arguments(&c, 1, key_names, &kp, k, keys);
+    tqkv__encode_arguments(&c, 5, value_names, &vp, v, values);
+    tqkv__flag(&c, 8, not_finite);
+    if ((r = tqkv__check_command(m, encoder, &c)) != TQKV_OK || !n_tokens) return r;
+    if ((r = tqkv__get_pipeline(m, &c.kernel, &pipeline)) != TQKV_OK) return r;
     [encoder setBytes:&kp.args length:sizeof kp.args atIndex:0];
     [encoder setBytes:&vp.args length:sizeof vp.args atIndex:4];
-    tqkv__bind(m, encoder, bindings, 7);
-    tqkv__set_encode_memory(encoder, pipeline, kp.head_dim);
-    tqkv__dispatch_rows(encoder, pipeline, key_rows > value_rows ? key_rows : value_rows, 2);
+    const int most = kp.args.n_tokens > vp.args.n_tokens ? kp.args.n_tokens : vp.args.n_tokens; /* rings keep fewer */
+    tqkv__record_rows(m, encoder, pipeline, &c, (size_t)most * (size_t)kp.args.n_kv_heads, 2);
     return TQKV_OK;
 }
 
-tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object object, const tqkv_store *shape, tqkv_metal_buffer src,
+tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_store *shape, tqkv_metal_buffer src,
                              int n_tokens, tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite)
 {
     tqkv__rows_plan plan;
-    const tqkv__pipeline *pipeline;
-    id<MTLComputeCommandEncoder> encoder = object;
     if (!m) return TQKV_INVALID_ARGUMENT;
-    tqkv_result r = tqkv__plan_probe(shape, n_tokens, &plan);
+    const tqkv_result r = tqkv__plan_probe(shape, n_tokens, &plan);
     if (r != TQKV_OK) return tqkv__refuse(m, r, "probe");
-    const tqkv__binding bindings[] = {tqkv__input("src", 1, src, plan.rows_size),
-                                      tqkv__output("scaled", 2, scaled, plan.rows_size), tqkv__flag(3, not_finite)};
-    if ((r = tqkv__check_bindings(m, object, bindings, 3)) != TQKV_OK || !n_tokens) return r;
-    tqkv__kernel kernel = tqkv__kernel_of(TQKV__PROBE, plan.head_dim);
-    tqkv__set_constant(&kernel, TQKV_FC_FORMAT, plan.format);
-    tqkv__set_constant(&kernel, TQKV_FC_ROTATED, plan.turn);
-    if ((r = tqkv__get_pipeline(m, &kernel, &pipeline)) != TQKV_OK) return r;
-    [encoder setComputePipelineState:pipeline->state];
-    [encoder setBytes:&plan.args length:sizeof plan.args atIndex:0];
-    tqkv__bind(m, encoder, bindings, 3);
-    tqkv__dispatch_rows(encoder, pipeline, tqkv__row_count(&plan), 1);
-    return TQKV_OK;
+    tqkv__command c = tqkv__rows_command(TQKV__PROBE, &plan, TQKV_FC_ROTATED);
+    tqkv__input(&c, "src", 1, src, plan.rows_size);
+    tqkv__output(&c, "scaled", 2, scaled, plan.rows_size);
+    tqkv__flag(&c, 3, not_finite);
+    return tqkv__run_rows(m, encoder, &c, &plan);
 }
 
-tqkv_result tqkv_metal_decode(tqkv_metal *m, tqkv_metal_object object, const tqkv_metal_store *s, int64_t position,
+tqkv_result tqkv_metal_decode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s, int64_t position,
                               int n_positions, tqkv_basis basis, tqkv_metal_buffer dst)
 {
     tqkv__rows_plan plan;
-    const tqkv__pipeline *pipeline;
-    id<MTLComputeCommandEncoder> encoder = object;
     if (!m) return TQKV_INVALID_ARGUMENT;
-    tqkv_result r = tqkv__plan_decode(s ? &s->shape : NULL, position, n_positions, basis, &plan);
+    const tqkv_result r = tqkv__plan_decode(s ? &s->shape : NULL, position, n_positions, basis, &plan);
     if (r != TQKV_OK) return tqkv__refuse(m, r, "decode");
-    const tqkv__binding bindings[] = {tqkv__codes("codes", 1, s->codes, plan.codes_size, false),
-                                      tqkv__input("norms", 2, s->norms, plan.norms_size),
-                                      tqkv__output("dst", 3, dst, plan.rows_size)};
-    if ((r = tqkv__check_bindings(m, object, bindings, 3)) != TQKV_OK || !n_positions) return r;
-    tqkv__kernel kernel = tqkv__kernel_of(TQKV__DECODE, plan.head_dim);
-    tqkv__set_constant(&kernel, TQKV_FC_FORMAT, plan.format);
-    tqkv__set_constant(&kernel, TQKV_FC_UNROTATE, plan.turn);
-    if ((r = tqkv__get_pipeline(m, &kernel, &pipeline)) != TQKV_OK) return r;
-    [encoder setComputePipelineState:pipeline->state];
-    [encoder setBytes:&plan.args length:sizeof plan.args atIndex:0];
-    tqkv__bind(m, encoder, bindings, 3);
-    [encoder setThreadgroupMemoryLength:TQKV__TABLE_BYTES atIndex:0];
-    tqkv__dispatch_rows(encoder, pipeline, tqkv__row_count(&plan), 1);
-    return TQKV_OK;
+    tqkv__command c = tqkv__rows_command(TQKV__DECODE, &plan, TQKV_FC_UNROTATE);
+    tqkv__input(&c, "codes", 1, s->codes, plan.codes_size)->alignment = TQKV__CODE_ALIGNMENT;
+    tqkv__input(&c, "norms", 2, s->norms, plan.norms_size);
+    tqkv__output(&c, "dst", 3, dst, plan.rows_size);
+    c.memory[0] = TQKV__TABLE_BYTES;
+    return tqkv__run_rows(m, encoder, &c, &plan);
 }
 
-static tqkv_result tqkv__record_turn(tqkv_metal *m, tqkv_metal_object object, tqkv_metal_buffer rows, int n_rows,
-                                     int head_dim, bool unrotate)
+static tqkv_result tqkv__run_turn(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, tqkv_metal_buffer rows,
+                                  int n_rows, int head_dim, bool unrotate)
 {
     size_t size;
+    tqkv__command c;
     const tqkv__rotate_args args = {n_rows};
     const tqkv__pipeline *pipeline;
-    id<MTLComputeCommandEncoder> encoder = object;
     if (!m) return TQKV_INVALID_ARGUMENT;
     tqkv_result r = tqkv__plan_rotate(n_rows, head_dim, &size);
     if (r != TQKV_OK) return tqkv__refuse(m, r, unrotate ? "unrotate" : "rotate");
-    const tqkv__binding binding = tqkv__output("rows", 1, rows, size);
-    if ((r = tqkv__check_bindings(m, object, &binding, 1)) != TQKV_OK || !n_rows) return r;
-    tqkv__kernel kernel = tqkv__kernel_of(TQKV__ROTATE, head_dim);
-    tqkv__set_constant(&kernel, TQKV_FC_UNROTATE, unrotate);
-    if ((r = tqkv__get_pipeline(m, &kernel, &pipeline)) != TQKV_OK) return r;
-    [encoder setComputePipelineState:pipeline->state];
+    memset(&c, 0, sizeof c);
+    c.kernel = tqkv__kernel_of(TQKV__ROTATE, head_dim);
+    tqkv__set_constant(&c.kernel, TQKV_FC_UNROTATE, unrotate);
+    tqkv__output(&c, "rows", 1, rows, size);
+    if ((r = tqkv__check_command(m, encoder, &c)) != TQKV_OK || !n_rows) return r;
+    if ((r = tqkv__get_pipeline(m, &c.kernel, &pipeline)) != TQKV_OK) return r;
     [encoder setBytes:&args length:sizeof args atIndex:0];
-    tqkv__bind(m, encoder, &binding, 1);
-    tqkv__dispatch_rows(encoder, pipeline, (size_t)n_rows, 1);
+    tqkv__record_rows(m, encoder, pipeline, &c, (size_t)n_rows, 1);
     return TQKV_OK;
 }
 
 tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows, int n_rows,
                               int head_dim)
 {
-    return tqkv__record_turn(m, encoder, rows, n_rows, head_dim, false);
+    return tqkv__run_turn(m, encoder, rows, n_rows, head_dim, false);
 }
 
 tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows, int n_rows,
                                 int head_dim)
 {
-    return tqkv__record_turn(m, encoder, rows, n_rows, head_dim, true);
+    return tqkv__run_turn(m, encoder, rows, n_rows, head_dim, true);
 }
 
 /* -- Attention -- */
@@ -557,98 +534,96 @@ typedef struct tqkv__attend_buffers {
     tqkv_metal_buffer key_codes, key_norms, value_codes, value_norms, sinks, q, scratch, out;
 } tqkv__attend_buffers;
 
-static tqkv__kernel tqkv__attend_kernel(const tqkv__attend_plan *plan, int columns)
+static void tqkv__set_attend_kernel(tqkv__kernel *kernel, const tqkv__attend_plan *plan, int columns)
 {
-    tqkv__kernel kernel = tqkv__kernel_of(TQKV__ATTEND, plan->head_dim);
-    tqkv__set_constant(&kernel, TQKV_FC_FORMAT, plan->key_format);
-    tqkv__set_constant(&kernel, TQKV_FC_VALUE_FORMAT, plan->value_format);
-    tqkv__set_constant(&kernel, TQKV_FC_ROTATE_QUERIES, plan->rotate_queries);
-    tqkv__set_constant(&kernel, TQKV_FC_COLUMNS, columns);
-    tqkv__set_constant(&kernel, TQKV_FC_MANY_QUERIES, plan->args.n_queries > 1);
-    tqkv__set_constant(&kernel, TQKV_FC_SOFTCAP, plan->args.softcap > 0.0f);
-    tqkv__set_constant(&kernel, TQKV_FC_SAME_SLOTS, plan->same_slots);
-    tqkv__set_constant(&kernel, TQKV_FC_SHORT_STORE, plan->args.key_capacity < TQKV__SIMD_WIDTH);
-    return kernel;
+    *kernel = tqkv__kernel_of(TQKV__ATTEND, plan->head_dim);
+    tqkv__set_constant(kernel, TQKV_FC_FORMAT, (int)plan->key_format);
+    tqkv__set_constant(kernel, TQKV_FC_VALUE_FORMAT, (int)plan->value_format);
+    tqkv__set_constant(kernel, TQKV_FC_ROTATE_QUERIES, plan->rotate_queries);
+    tqkv__set_constant(kernel, TQKV_FC_COLUMNS, columns);
+    tqkv__set_constant(kernel, TQKV_FC_MANY_QUERIES, plan->args.n_queries > 1);
+    tqkv__set_constant(kernel, TQKV_FC_SOFTCAP, plan->args.softcap > 0.0f);
+    tqkv__set_constant(kernel, TQKV_FC_SAME_SLOTS, plan->same_slots);
+    tqkv__set_constant(kernel, TQKV_FC_SHORT_STORE, plan->args.key_capacity < TQKV__SIMD_WIDTH);
 }
 
-static tqkv__kernel tqkv__merge_kernel(const tqkv__attend_plan *plan, bool sinks)
+/* The kernel attend. The memory of queries is cut to the columns in use: it is the largest part, and decides how many
+   threadgroups a core holds. */
+static tqkv__command tqkv__attend_command(const tqkv__attend_plan *plan, const tqkv__attend_buffers *b, int columns,
+                                          size_t sums_size, size_t scratch_size)
 {
-    tqkv__kernel kernel = tqkv__kernel_of(TQKV__ATTEND_MERGE, plan->head_dim);
-    tqkv__set_constant(&kernel, TQKV_FC_UNROTATE, plan->unrotate_output);
-    tqkv__set_constant(&kernel, TQKV_FC_SINKS, sinks);
-    return kernel;
+    tqkv__command c;
+    const NSUInteger d = (NSUInteger)plan->head_dim;
+    memset(&c, 0, sizeof c);
+    tqkv__set_attend_kernel(&c.kernel, plan, columns);
+    tqkv__input(&c, "q", 1, b->q, plan->rows_size);
+    tqkv__input(&c, "keys' codes", 2, b->key_codes, plan->key_codes_size)->alignment = TQKV__CODE_ALIGNMENT;
+    tqkv__input(&c, "keys' norms", 3, b->key_norms, plan->key_norms_size);
+    tqkv__input(&c, "values' codes", 4, b->value_codes, plan->value_codes_size)->alignment = TQKV__CODE_ALIGNMENT;
+    tqkv__input(&c, "values' norms", 5, b->value_norms, plan->value_norms_size);
+    tqkv__output(&c, "scratch", 6, b->scratch, sums_size);
+    tqkv__output(&c, "scratch", 7, tqkv__behind(b->scratch, sums_size), scratch_size - sums_size);
+    c.memory[0] = TQKV__ATTEND_TABLE_BYTES;
+    c.memory[1] = TQKV__ATTEND_QUERY_BYTES(d) / TQKV__MAX_COLUMNS(d) * (NSUInteger)columns;
+    c.memory_each[2] = TQKV__ATTEND_WEIGHT_BYTES(d, 1);
+    c.memory_each[3] = TQKV__ATTEND_STATE_BYTES(d, 1);
+    return c;
 }
 
-/* The memory of queries is cut to the columns in use: it is the largest part, and decides how many threadgroups a core
-   holds. */
-static void tqkv__set_attend_memory(id<MTLComputeCommandEncoder> encoder, int head_dim, const tqkv__split *split)
+static tqkv__command tqkv__merge_command(const tqkv__attend_plan *plan, const tqkv__attend_buffers *b, size_t sums_size,
+                                         size_t scratch_size)
 {
-    const NSUInteger d = (NSUInteger)head_dim, n = (NSUInteger)split->n_simdgroups;
-    const NSUInteger queries = TQKV__ATTEND_QUERY_BYTES(d) / TQKV__MAX_COLUMNS(d) * (NSUInteger)split->columns;
-    [encoder setThreadgroupMemoryLength:TQKV__ATTEND_TABLE_BYTES atIndex:0];
-    [encoder setThreadgroupMemoryLength:queries atIndex:1];
-    [encoder setThreadgroupMemoryLength:TQKV__ATTEND_WEIGHT_BYTES(d, n) atIndex:2];
-    [encoder setThreadgroupMemoryLength:TQKV__ATTEND_STATE_BYTES(d, n) atIndex:3];
+    tqkv__command c;
+    const bool sinks = b->sinks.buffer != nil;
+    memset(&c, 0, sizeof c);
+    c.kernel = tqkv__kernel_of(TQKV__ATTEND_MERGE, plan->head_dim);
+    tqkv__set_constant(&c.kernel, TQKV_FC_UNROTATE, plan->unrotate_output);
+    tqkv__set_constant(&c.kernel, TQKV_FC_SINKS, sinks);
+    tqkv__input(&c, "scratch", 1, b->scratch, sums_size);
+    tqkv__input(&c, "scratch", 2, tqkv__behind(b->scratch, sums_size), scratch_size - sums_size);
+    tqkv__input(&c, "sinks", 3, b->sinks, sinks ? (size_t)plan->n_heads * sizeof(float) : 0);
+    tqkv__output(&c, "out", 4, b->out, plan->rows_size);
+    return c;
 }
 
-static void tqkv__record_partial(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv__pipeline *pipeline,
-                                 const tqkv__attend_plan *plan, const tqkv__split *split, const tqkv__binding *bindings)
+/* Each command's own buffers, and that the result goes nowhere where attention still reads. */
+static tqkv_result tqkv__check_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv__command *attend,
+                                      const tqkv__command *merge)
 {
-    tqkv__attend_args args = plan->args;
-    const size_t rows = (size_t)args.n_queries * (size_t)args.group, columns = (size_t)split->columns;
-    args.n_splits = split->n_splits;
-    [encoder setComputePipelineState:pipeline->state];
-    [encoder setBytes:&args length:sizeof args atIndex:0];
-    tqkv__bind(m, encoder, bindings, 7);
-    tqkv__set_attend_memory(encoder, plan->head_dim, split);
-    tqkv__dispatch(encoder, (size_t)args.n_kv_heads, (rows + columns - 1) / columns, (size_t)split->n_splits,
-                   split->n_simdgroups);
+    tqkv__command both = *attend;
+    both.bindings[6] = merge->bindings[3];
+    tqkv_result r = tqkv__check_command(m, encoder, attend);
+    if (r == TQKV_OK) r = tqkv__check_command(m, encoder, merge);
+    return r == TQKV_OK ? tqkv__check_command(m, encoder, &both) : r;
 }
 
-static void tqkv__record_merge(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv__pipeline *pipeline,
-                               const tqkv__attend_plan *plan, int n_splits, const tqkv__binding *bindings)
-{
-    const tqkv__merge_args args = {(int32_t)plan->n_rows, plan->n_heads, n_splits};
-    [encoder setComputePipelineState:pipeline->state];
-    [encoder setBytes:&args length:sizeof args atIndex:0];
-    tqkv__bind(m, encoder, bindings, 4);
-    tqkv__dispatch_rows(encoder, pipeline, plan->n_rows, 1);
-}
-
-static tqkv_result tqkv__record_attend(tqkv_metal *m, tqkv_metal_object object, const tqkv__attend_plan *plan,
-                                       const tqkv__attend_buffers *b)
+static tqkv_result tqkv__run_attend(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv__attend_plan *plan,
+                                    const tqkv__attend_buffers *b)
 {
     size_t sums_size, size;
-    const tqkv__pipeline *attend, *merge;
-    id<MTLComputeCommandEncoder> encoder = object;
+    const tqkv__pipeline *attend_pipeline, *merge_pipeline;
     tqkv__split split = tqkv__choose_split(plan, INT_MAX);
     if (!tqkv__scratch_size(plan, split.n_splits, &sums_size, &size))
         return tqkv__refuse(m, TQKV_INVALID_ARGUMENT, "attend");
-    const size_t sinks_size = b->sinks.buffer ? (size_t)plan->n_heads * sizeof(float) : 0;
-    tqkv__binding partial[] = {tqkv__input("q", 1, b->q, plan->rows_size),
-                               tqkv__codes("keys' codes", 2, b->key_codes, plan->key_codes_size, false),
-                               tqkv__input("keys' norms", 3, b->key_norms, plan->key_norms_size),
-                               tqkv__codes("values' codes", 4, b->value_codes, plan->value_codes_size, false),
-                               tqkv__input("values' norms", 5, b->value_norms, plan->value_norms_size),
-                               tqkv__output("scratch", 6, b->scratch, size),
-                               tqkv__output("out", 7, b->out, plan->rows_size),
-                               tqkv__input("sinks", 8, b->sinks, sinks_size)};
-    tqkv_result r = tqkv__check_bindings(m, object, partial, 8); /* all at once, for what overlaps */
+    const tqkv__command attend = tqkv__attend_command(plan, b, split.columns, sums_size, size),
+                        merge = tqkv__merge_command(plan, b, sums_size, size);
+    tqkv_result r = tqkv__check_attend(m, encoder, &attend, &merge);
     if (r != TQKV_OK) return r;
-    const tqkv_metal_buffer states = tqkv__behind(b->scratch, sums_size);
-    partial[6] = tqkv__output("scratch", 7, states, size - sums_size);
-    const tqkv__binding merged[] = {
-        tqkv__input("scratch", 1, b->scratch, sums_size), tqkv__input("scratch", 2, states, size - sums_size),
-        tqkv__input("sinks", 3, b->sinks, sinks_size), tqkv__output("out", 4, b->out, plan->rows_size)};
-    const tqkv__kernel attend_kernel = tqkv__attend_kernel(plan, split.columns);
-    const tqkv__kernel merge_kernel = tqkv__merge_kernel(plan, sinks_size != 0);
-    if ((r = tqkv__get_pipeline(m, &attend_kernel, &attend)) != TQKV_OK) return r;
-    if ((r = tqkv__get_pipeline(m, &merge_kernel, &merge)) != TQKV_OK) return r;
-    split = tqkv__choose_split(plan, attend->max_simdgroups);
-    tqkv__record_partial(m, encoder, attend, plan, &split, partial);
+    if ((r = tqkv__get_pipeline(m, &attend.kernel, &attend_pipeline)) != TQKV_OK) return r;
+    if ((r = tqkv__get_pipeline(m, &merge.kernel, &merge_pipeline)) != TQKV_OK) return r;
+    split = tqkv__choose_split(plan, attend_pipeline->max_simdgroups);
+    tqkv__attend_args args = plan->args;
+    args.n_splits = split.n_splits;
+    const tqkv__merge_args merge_args = {(int32_t)plan->n_rows, plan->n_heads, split.n_splits};
+    const size_t rows = (size_t)args.n_queries * (size_t)args.group, columns = (size_t)split.columns;
+    const MTLSize grid =
+        MTLSizeMake((NSUInteger)args.n_kv_heads, (rows + columns - 1) / columns, (NSUInteger)split.n_splits);
     const id<MTLResource> scratch[] = {b->scratch.buffer};
+    [encoder setBytes:&args length:sizeof args atIndex:0];
+    tqkv__record(m, encoder, attend_pipeline, &attend, grid, split.n_simdgroups);
     [encoder memoryBarrierWithResources:scratch count:1];
-    tqkv__record_merge(m, encoder, merge, plan, split.n_splits, merged);
+    [encoder setBytes:&merge_args length:sizeof merge_args atIndex:0];
+    tqkv__record_rows(m, encoder, merge_pipeline, &merge, plan->n_rows, 1);
     return TQKV_OK;
 }
 
@@ -696,7 +671,7 @@ tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tq
     if (r != TQKV_OK) return tqkv__refuse(m, r, "attend");
     const tqkv__attend_buffers buffers = {
         a->keys->codes, a->keys->norms, a->values->codes, a->values->norms, a->sinks, q, scratch, out};
-    return tqkv__record_attend(m, encoder, &plan, &buffers);
+    return tqkv__run_attend(m, encoder, &plan, &buffers);
 }
 
 /* -- Shared memory, and running without an encoder -- */
@@ -810,9 +785,8 @@ tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tq
     return r;
 }
 
-static tqkv_result tqkv__record_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
-                                             tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
-                                             tqkv_metal_buffer out)
+tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c, tqkv_metal_buffer q,
+                                    int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
 {
     tqkv__attend_plan plan;
     tqkv_metal_store keys, values;
@@ -822,13 +796,7 @@ static tqkv_result tqkv__record_cache_attend(tqkv_metal *m, tqkv_metal_object en
     tqkv__attend_buffers b = {keys.codes, keys.norms, values.codes, values.norms, {nil, 0}, q, scratch, out};
     const float *sinks = tqkv__cache_sinks(c); /* in the cache's own memory */
     if (sinks && (r = tqkv_metal_find(m, sinks, &b.sinks)) != TQKV_OK) return r;
-    return tqkv__record_attend(m, encoder, &plan, &b);
-}
-
-tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c, tqkv_metal_buffer q,
-                                    int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
-{
-    return tqkv__record_cache_attend(m, encoder, c, q, n_queries, scratch, out);
+    return tqkv__run_attend(m, encoder, &plan, &b);
 }
 
 tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes)
@@ -853,7 +821,7 @@ static tqkv_result tqkv__record_cache_call(void *user, tqkv_metal_object encoder
     const tqkv_metal_buffer none = {nil, 0};
     if (!call->out.buffer)
         return tqkv__record_append(call->m, encoder, call->c, call->in[0], call->in[1], call->n, none);
-    return tqkv__record_cache_attend(call->m, encoder, call->c, call->in[0], call->n, call->scratch, call->out);
+    return tqkv_metal_cache_attend(call->m, encoder, call->c, call->in[0], call->n, call->scratch, call->out);
 }
 
 static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const float *k, const float *v, int n_tokens)
@@ -918,7 +886,9 @@ static tqkv_result tqkv__load_bytes(tqkv_metal *m, const void *bytes, size_t siz
     NSError *error = nil;
     dispatch_data_t data = dispatch_data_create(bytes, size, NULL, DISPATCH_DATA_DESTRUCTOR_DEFAULT); /* a copy */
     m->library = [m->device newLibraryWithData:data error:&error];
-    TQKV__RELEASE(data);
+#if !(__has_feature(objc_arc) && OS_OBJECT_USE_OBJC)
+    dispatch_release(data); /* no object of Objective-C, or one without ARC */
+#endif
     return m->library ? TQKV_OK : tqkv__fail(m, TQKV_METAL_ERROR, "library in memory: %s", tqkv__words(error));
 }
 
@@ -1014,9 +984,10 @@ static tqkv_result tqkv__record_tables(void *user, tqkv_metal_object object)
 {
     const tqkv__tables_call *call = (const tqkv__tables_call *)user;
     id<MTLComputeCommandEncoder> encoder = object;
+    const MTLSize one = MTLSizeMake(1, 1, 1), threads = MTLSizeMake(TQKV__SIMD_WIDTH, 1, 1);
     [encoder setComputePipelineState:call->pipeline->state];
     [encoder setBuffer:call->report.buffer offset:0 atIndex:0];
-    tqkv__dispatch(encoder, 1, 1, 1, 1);
+    [encoder dispatchThreadgroups:one threadsPerThreadgroup:threads];
     return TQKV_OK;
 }
 
