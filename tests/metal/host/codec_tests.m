@@ -184,41 +184,57 @@ static tqkv_result encode_call(const tqkv_metal_store *s, tqkv_metal_buffer src,
     return r;
 }
 
-/* Every wrong size, offset, position and overlap is refused with a text, and the store stays as it was. */
+/* Wrong sources and positions. */
+static void refuse_sources(const tqkv_metal_store *gpu, tqkv_metal_buffer src)
+{
+    tqkv_metal *m = test_host.metal;
+    tqkv_metal_buffer far = src, odd = src;
+    far.offset += 4;
+    odd.offset -= 2;
+    CHECK_REFUSED(m, encode_call(gpu, far, 4, 0), TQKV_INVALID_ARGUMENT, "src: needs");
+    CHECK_REFUSED(m, encode_call(gpu, odd, 4, 0), TQKV_INVALID_ARGUMENT, "src: offset");
+    far.offset = SIZE_MAX - 3;
+    CHECK_REFUSED(m, encode_call(gpu, far, 4, 0), TQKV_INVALID_ARGUMENT, "src: needs");
+    CHECK_REFUSED(m, encode_call(gpu, none, 4, 0), TQKV_INVALID_ARGUMENT, "src: no buffer");
+    CHECK_REFUSED(m, encode_call(gpu, gpu->codes, 1, 0), TQKV_INVALID_ARGUMENT, "src and codes overlap");
+    CHECK_REFUSED(m, encode_call(gpu, src, -1, 0), TQKV_INVALID_ARGUMENT, "encode");
+    CHECK_REFUSED(m, encode_call(gpu, src, 4, 5), TQKV_OUT_OF_RANGE, "encode");
+    CHECK_REFUSED(m, encode_call(gpu, src, 4, -1), TQKV_OUT_OF_RANGE, "encode");
+    CHECK_REFUSED(m, encode_call(gpu, src, 4, INT64_MAX), TQKV_OUT_OF_RANGE, "encode");
+}
+
+/* Wrong stores. */
+static void refuse_stores(const tqkv_metal_store *gpu, tqkv_metal_buffer src)
+{
+    tqkv_metal *m = test_host.metal;
+    tqkv_metal_store s;
+    CHECK_REFUSED(m, encode_call(NULL, src, 4, 0), TQKV_INVALID_ARGUMENT, "encode");
+    s = *gpu, s.codes.offset += 16;
+    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_INVALID_ARGUMENT, "codes: needs");
+    s = *gpu, s.codes.offset -= 4;
+    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_INVALID_ARGUMENT, "codes: offset");
+    s = *gpu, s.norms = none;
+    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_INVALID_ARGUMENT, "norms: no buffer");
+    s = *gpu, s.norms = gpu->codes;
+    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_INVALID_ARGUMENT, "codes and norms overlap");
+    s = *gpu, s.shape.head_dim = 96;
+    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_UNSUPPORTED, "encode");
+    s = *gpu, s.shape.format = TQKV_FORMAT_DEFAULT;
+    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_UNSUPPORTED, "encode");
+}
+
+/* Every refusal has a text, and leaves the store as it was. */
 static void run_refusals(const void *parameters)
 {
     (void)parameters;
     codec_case c = {TQKV_I8, 64, 8, false, false, 4, 0, 0.0f};
     tqkv_store before = make_store(&c), after = make_store(&c);
-    tqkv_metal_store gpu = host_store(&before), s;
+    tqkv_metal_store gpu = host_store(&before);
     tqkv_metal *m = test_host.metal;
     float *source = host_floats(12, source_count(&c));
-    tqkv_metal_buffer src = host_buffer(source, source_count(&c) * sizeof(float)), far = src, odd = src;
-    far.offset += 4;
-    odd.offset -= 2;
-    CHECK_REFUSED(m, encode_call(&gpu, far, 4, 0), TQKV_INVALID_ARGUMENT, "src: needs");
-    CHECK_REFUSED(m, encode_call(&gpu, odd, 4, 0), TQKV_INVALID_ARGUMENT, "src: offset");
-    far.offset = SIZE_MAX - 3;
-    CHECK_REFUSED(m, encode_call(&gpu, far, 4, 0), TQKV_INVALID_ARGUMENT, "src: needs");
-    CHECK_REFUSED(m, encode_call(&gpu, none, 4, 0), TQKV_INVALID_ARGUMENT, "src: no buffer");
-    CHECK_REFUSED(m, encode_call(&gpu, src, -1, 0), TQKV_INVALID_ARGUMENT, "encode");
-    CHECK_REFUSED(m, encode_call(&gpu, src, 4, 5), TQKV_OUT_OF_RANGE, "encode");
-    CHECK_REFUSED(m, encode_call(&gpu, src, 4, -1), TQKV_OUT_OF_RANGE, "encode");
-    CHECK_REFUSED(m, encode_call(&gpu, src, 4, INT64_MAX), TQKV_OUT_OF_RANGE, "encode");
-    CHECK_REFUSED(m, encode_call(NULL, src, 4, 0), TQKV_INVALID_ARGUMENT, "encode");
-    s = gpu, s.codes.offset += 16;
-    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_INVALID_ARGUMENT, "codes: needs");
-    s = gpu, s.codes.offset -= 4;
-    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_INVALID_ARGUMENT, "codes: offset");
-    s = gpu, s.norms = none;
-    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_INVALID_ARGUMENT, "norms: no buffer");
-    s = gpu, s.norms = gpu.codes;
-    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_INVALID_ARGUMENT, "codes and norms overlap");
-    CHECK_REFUSED(m, encode_call(&gpu, gpu.codes, 1, 0), TQKV_INVALID_ARGUMENT, "src and codes overlap");
-    s = gpu, s.shape.head_dim = 96;
-    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_UNSUPPORTED, "encode");
-    s = gpu, s.shape.format = TQKV_FORMAT_DEFAULT;
-    CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_UNSUPPORTED, "encode");
+    tqkv_metal_buffer src = host_buffer(source, source_count(&c) * sizeof(float));
+    refuse_sources(&gpu, src);
+    refuse_stores(&gpu, src);
     CHECK_RESULT(tqkv_metal_encode(NULL, nil, &gpu, src, 4, 0, none), TQKV_INVALID_ARGUMENT);
     CHECK_REFUSED(m, tqkv_metal_encode(m, nil, &gpu, src, 4, 0, none), TQKV_INVALID_ARGUMENT, "no encoder");
     CHECK_RESULT(encode_call(&gpu, src, 0, 8), TQKV_OK);
@@ -229,6 +245,45 @@ static void run_refusals(const void *parameters)
     test_store_free(&before);
     test_store_free(&after);
     free(source);
+}
+
+/* The other calls' buffers: wrong where they are too small, missing or overlapping. */
+static void run_other_refusals(const void *parameters)
+{
+    (void)parameters;
+    codec_case c = {TQKV_TQ4, 64, 8, false, false, 4, 0, 0.0f};
+    tqkv_store store = make_store(&c), narrow_store = test_store(TQKV_TQ4, 32, HEADS, 8, false);
+    tqkv_metal_store gpu = host_store(&store), narrow = host_store(&narrow_store);
+    tqkv_metal *m = test_host.metal;
+    const size_t size = source_count(&c) * sizeof(float);
+    tqkv_metal_buffer a = host_zeros(size), b = host_zeros(size), far = b;
+    far.offset += 4;
+    host_work w = host_begin(false);
+    CHECK_REFUSED(m, tqkv_metal_decode(m, w.encoder, &gpu, 0, 4, TQKV_ORIGINAL, far), TQKV_INVALID_ARGUMENT,
+                  "dst: needs");
+    CHECK_REFUSED(m, tqkv_metal_decode(m, w.encoder, &gpu, 6, 4, TQKV_ORIGINAL, b), TQKV_OUT_OF_RANGE, "decode");
+    CHECK_REFUSED(m, tqkv_metal_decode(m, w.encoder, &gpu, 0, 1, TQKV_ORIGINAL, gpu.codes), TQKV_INVALID_ARGUMENT,
+                  "overlap");
+    CHECK_REFUSED(m, tqkv_metal_decode(m, w.encoder, &gpu, 0, 4, test_no_basis(2), b), TQKV_INVALID_ARGUMENT, "decode");
+    CHECK_REFUSED(m, tqkv_metal_probe(m, w.encoder, &store, a, 4, far, none), TQKV_INVALID_ARGUMENT, "scaled: needs");
+    CHECK_REFUSED(m, tqkv_metal_probe(m, w.encoder, &store, a, 4, a, none), TQKV_INVALID_ARGUMENT, "overlap");
+    CHECK_REFUSED(m, tqkv_metal_probe(m, w.encoder, NULL, a, 4, b, none), TQKV_INVALID_ARGUMENT, "probe");
+    CHECK_REFUSED(m, tqkv_metal_rotate(m, w.encoder, far, 12, 64), TQKV_INVALID_ARGUMENT, "rows: needs");
+    CHECK_REFUSED(m, tqkv_metal_rotate(m, w.encoder, a, 1, 48), TQKV_UNSUPPORTED, "rotate");
+    CHECK_REFUSED(m, tqkv_metal_unrotate(m, w.encoder, a, -1, 64), TQKV_INVALID_ARGUMENT, "unrotate");
+    CHECK_REFUSED(m, tqkv_metal_encode_kv(m, w.encoder, &gpu, &narrow, a, b, 2, 0, none), TQKV_INVALID_ARGUMENT, "kv");
+    CHECK_REFUSED(m, tqkv_metal_encode_kv(m, w.encoder, &gpu, &gpu, a, b, 2, 0, none), TQKV_INVALID_ARGUMENT,
+                  "overlap");
+    CHECK_REFUSED(m, tqkv_metal_encode_kv(m, w.encoder, &gpu, NULL, a, b, 2, 0, none), TQKV_INVALID_ARGUMENT, "kv");
+    CHECK_RESULT(tqkv_metal_rotate(NULL, w.encoder, a, 1, 64), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_rotate(m, w.encoder, a, 0, 64), TQKV_OK);
+    host_end(&w);
+    host_release(a);
+    host_release(b);
+    host_store_release(&gpu);
+    host_store_release(&narrow);
+    test_store_free(&store);
+    test_store_free(&narrow_store);
 }
 
 static void add(void (*run)(const void *), codec_case c, const char *what)
@@ -256,4 +311,5 @@ void codec_host_cases(void)
     for (int d = 0; d < 6; d++) test_add(run_rotate, &test_head_dims[d], sizeof(int), "rotate/d%d", test_head_dims[d]);
     for (int i = 0; i < 3; i++) test_add(run_not_finite, &bad[i], sizeof(float), "not_finite/%d", i);
     test_add(run_refusals, NULL, 0, "refusals/encode");
+    test_add(run_other_refusals, NULL, 0, "refusals/others");
 }

@@ -4,6 +4,7 @@
 #define TQKV_TESTS_HOST_H
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
+#define TQKV_SHARED
 #include "tests/runner.h"
 
 typedef struct host {
@@ -55,5 +56,6 @@ void codec_host_cases(void);
 void attend_host_cases(void);
 void cache_host_cases(void);
 void context_host_cases(void);
+void standin_host_cases(void);
 
 #endif

@@ -27,6 +27,7 @@ int main(int argc, char **argv)
     attend_host_cases();
     cache_host_cases();
     context_host_cases();
+    standin_host_cases();
     int status = test_run_selected(list, argc - 1 - list, argv + 1 + list);
     host_close();
     [pool release];

@@ -3,7 +3,7 @@
 
 HOST_BUILD := $(METAL_BUILD)/host
 comma := ,
-HOST_TESTS := main buffers codec_tests attend_tests cache_tests context_tests
+HOST_TESTS := main buffers codec_tests attend_tests cache_tests context_tests standin_tests
 HOST_HEADERS := tqkv.h tests/metal/host/host.h $(wildcard tests/*.h)
 HOST_WARNINGS := -Wall -Wextra -Werror
 HOST_EXAMPLES := metal_encode_attend
@@ -117,23 +117,36 @@ MACOS_SDK = $(if $(wildcard $(SDK)/usr/include),$(SDK),$(shell xcrun --sdk $(SDK
 MACOS_BUILD := $(BUILD)/macos
 MACOS_CLANG = clang -target arm64-apple-macos13 -isysroot $(MACOS_SDK) -isystem $(MACOS_BUILD)/include $(HOST_WARNINGS) -I.
 MACOS_SOURCES := tqkv_metal.m $(HOST_EXAMPLES:%=examples/%.m)
+MACOS_TESTS := $(HOST_TESTS:%=tests/metal/host/%.m)
 MACOS_LINK = $(if $(filter Darwin,$(SYSTEM)),,$(if $(shell command -v ld64.lld || command -v ld64.lld-14),-fuse-ld=lld,none))
+MACOS_LIBRARIES := -framework Metal -framework Foundation -framework CoreFoundation -lobjc
 
-.PHONY: check-macos
-check-macos: ## tqkv_metal.m and its examples against Apple's headers: SDK=/path/to/MacOSX.sdk
+.PHONY: check-macos check-macos-types check-macos-link
+check-macos: check-macos-types check-macos-link ## tqkv_metal.m with Apple's headers, for arm64: SDK=/path/to/MacOSX.sdk
+
+# With and without ARC; the tests without. tqkv.h also as Objective-C++.
+check-macos-types:
 	@test -n "$(MACOS_SDK)" || { echo "check-macos needs SDK=/path/to/MacOSX.sdk"; exit 1; }
-	@echo "== Apple's headers, $$(sed -n 's/.*"DisplayName":"\([^"]*\)".*/\1/p' $(MACOS_SDK)/SDKSettings.json)"
+	@echo "== Apple's headers, up to $$(grep -o '__MAC_[0-9_]* ' $(MACOS_SDK)/usr/include/AvailabilityVersions.h | tail -1)"
 	@mkdir -p $(MACOS_BUILD)/include
 	@cp $(wildcard $(addsuffix /include/xxh*.h,/usr $(BREW_PREFIX))) $(MACOS_BUILD)/include
-	@for arc in -fno-objc-arc -fobjc-arc; do for source in $(MACOS_SOURCES); do \
-		$(MACOS_CLANG) $$arc -fsyntax-only $$source && $(MACOS_CLANG) $$arc -x objective-c++ -std=c++11 -stdlib=libc++ -fsyntax-only \
-		-include tqkv.h /dev/null || exit 1; done; done
-	@$(if $(filter none,$(MACOS_LINK)),echo "not linked: no lld", \
-		for arc in -fno-objc-arc -fobjc-arc; do \
-			for source in $(MACOS_SOURCES); do \
-				$(MACOS_CLANG) $$arc -O2 -c $$source -o $(MACOS_BUILD)/$$(basename $$source .m).o || exit 1; \
-			done; \
-			$(MACOS_CLANG) $(MACOS_LINK) $(MACOS_BUILD)/tqkv_metal.o $(MACOS_BUILD)/metal_encode_attend.o -framework Metal \
-				-framework Foundation -framework CoreFoundation -lobjc -o $(MACOS_BUILD)/metal_encode_attend || exit 1; \
-		done; file $(MACOS_BUILD)/metal_encode_attend)
-	@echo "$(words $(MACOS_SOURCES) $(MACOS_SOURCES)) passed, 0 failed"
+	@for source in $(MACOS_TESTS); do $(MACOS_CLANG) -fsyntax-only $$source || exit 1; done
+	@for arc in -fno-objc-arc -fobjc-arc; do \
+		for source in $(MACOS_SOURCES); do $(MACOS_CLANG) $$arc -fsyntax-only $$source || exit 1; done; \
+		$(MACOS_CLANG) $$arc -x objective-c++ -std=c++11 -stdlib=libc++ -fsyntax-only -include tqkv.h /dev/null || exit 1; \
+	done
+	@echo "$(words $(MACOS_TESTS) $(MACOS_SOURCES) $(MACOS_SOURCES) both) passed, 0 failed"
+
+# The example as a Mach-O program, where there are a linker and the SDK's stubs of libraries.
+check-macos-link: check-macos-types
+ifneq ($(SYSTEM),Darwin)
+	@$(if $(filter none,$(MACOS_LINK)),echo "not linked: no lld")
+	@test -e $(MACOS_SDK)/usr/lib/libSystem.tbd || echo "not linked: the SDK has no libSystem.tbd"
+endif
+	@test "$(MACOS_LINK)" = none -o ! -e $(MACOS_SDK)/usr/lib/libSystem.tbd || for arc in -fno-objc-arc -fobjc-arc; do \
+		for source in $(MACOS_SOURCES); do \
+			$(MACOS_CLANG) $$arc -O1 -c $$source -o $(MACOS_BUILD)/$$(basename $$source .m).o || exit 1; \
+		done; \
+		$(MACOS_CLANG) $(MACOS_LINK) $(MACOS_BUILD)/tqkv_metal.o $(MACOS_BUILD)/metal_encode_attend.o $(MACOS_LIBRARIES) \
+			-o $(MACOS_BUILD)/metal_encode_attend && file $(MACOS_BUILD)/metal_encode_attend || exit 1; \
+	done
