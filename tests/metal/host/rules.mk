@@ -97,13 +97,18 @@ $(HOST_BUILD)/metal_encode_attend: $(HOST_BUILD)/examples/metal_encode_attend.o 
 		$(filter %/standin.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
 	@clang++ $^ -o $@ $(HOST_LINK)
 
+HOST_PROGRAMS := $(HOST_BUILD)/runner $(HOST_BUILD)/runner-embedded $(HOST_BUILD)/metal_encode_attend
+
 .PHONY: test-metal
-test-metal: $(HOST_BUILD)/runner $(HOST_BUILD)/runner-embedded $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY) \
-		$(HOST_STALE:%=$(HOST_BUILD)/stale/%.metallib) ## tqkv_metal.m: on Linux against a stand-in for Metal
+test-metal: $(HOST_PROGRAMS) $(HOST_LIBRARY) $(HOST_STALE:%=$(HOST_BUILD)/stale/%.metallib) ## tqkv_metal.m: on Linux with a stand-in for Metal
 	@echo "== tqkv_metal.m: $(if $(HOST_GNUSTEP),stand-in$(comma) shaders on the CPU,Metal)"
 	@$(HOST_RUN) $< --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale
 	@$(HOST_RUN) $(HOST_BUILD)/runner-embedded --library $(HOST_LIBRARY) --embedded context/embedded
 	@$(HOST_RUN) $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY)
+
+.PHONY: demo-metal
+demo-metal: $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY) ## build and run examples/metal_encode_attend.m
+	@$(HOST_RUN) $< $(HOST_LIBRARY)
 
 # On a Mac it needs the GPU and Xcode, which `make test` does not.
 ifneq ($(SYSTEM),Darwin)
