@@ -110,9 +110,42 @@ test-metal: $(HOST_PROGRAMS) $(HOST_LIBRARY) $(HOST_STALE:%=$(HOST_BUILD)/stale/
 demo-metal: $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY) ## build and run examples/metal_encode_attend.m
 	@$(HOST_RUN) $< $(HOST_LIBRARY)
 
-# On a Mac it needs the GPU and Xcode, which `make test` does not.
+# On a Mac these need the GPU and Xcode, which `make test` does not.
 ifneq ($(SYSTEM),Darwin)
-TEST_TARGETS += test-metal
+TEST_TARGETS += test-metal test-metal-threads
+
+# A context shared by threads under ThreadSanitizer. The shaders are left out of it: the machine switches stacks.
+HOST_TSAN := $(HOST_BUILD)/tsan
+TSAN_NAMES := $(filter-out tests/test_tables,$(HOST_OBJECTS))
+
+$(HOST_TSAN)/%.o: %.m $(HOST_HEADERS) $(HOST_BUILD)/gnustep/objc $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h)
+	@mkdir -p $(@D)
+	@clang -fsanitize=thread $(filter-out $(STANDIN_SANITIZE),$(HOST_FLAGS)) -g -O1 $(HOST_GNUSTEP) -c $< -o $@
+
+$(HOST_TSAN)/tests/runner.o: tests/runner.c $(HOST_HEADERS)
+	@mkdir -p $(@D)
+	@clang -fsanitize=thread -O1 -D_GNU_SOURCE -I. $(CPPFLAGS) -c $< -o $@
+
+$(HOST_TSAN)/library/%.metal.o: $(METAL_BUILD)/cpu/prepared tqkv.h tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
+	@mkdir -p $(@D)
+	@clang++ -fPIC -O1 $(SHADER_CPU) -Ishaders -c $(METAL_BUILD)/cpu/source/$*.metal.cpp -o $@
+
+$(HOST_TSAN)/library/simt.o: tests/metal/simt.cpp tests/metal/simt.h
+	@mkdir -p $(@D)
+	@clang++ -fPIC -O2 $(SHADER_TEST_FLAGS) -c $< -o $@
+
+$(HOST_TSAN)/standin.metallib: $(SHADER_NAMES:%=$(HOST_TSAN)/library/%.metal.o) $(HOST_TSAN)/library/simt.o \
+		$(HOST_BUILD)/library/library.o
+	@clang++ -shared $^ -o $@.so
+	@python3 $(STANDIN)/pack.py library $@.so $@
+
+$(HOST_TSAN)/runner: $(TSAN_NAMES:%=$(HOST_TSAN)/%.o) $(HOST_BUILD)/tests/test_tables.o
+	@clang++ -fsanitize=thread $^ -o $@ -lgnustep-base -lobjc -ldl -lm -pthread
+
+.PHONY: test-metal-threads
+test-metal-threads: $(HOST_TSAN)/runner $(HOST_TSAN)/standin.metallib
+	@echo "== tqkv_metal.m: threads under ThreadSanitizer"
+	@TSAN_OPTIONS=halt_on_error=1:detect_deadlocks=0 setarch -R $< --library $(HOST_TSAN)/standin.metallib context/threads cache/
 endif
 
 # ---- Apple's headers ----

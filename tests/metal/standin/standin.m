@@ -33,7 +33,13 @@ void standin_fail_at(int n)
 int standin_calls(void) { return calls; }
 int standin_live_objects(void) { return live; }
 
-static bool is_to_fail(void) { return ++calls == fail_at; }
+/* Relaxed, so that counting orders no threads that tests want to see race. */
+static int count(atomic_int *counter, int by)
+{
+    return atomic_fetch_add_explicit(counter, by, memory_order_relaxed) + by;
+}
+
+static bool is_to_fail(void) { return count(&calls, 1) == atomic_load_explicit(&fail_at, memory_order_relaxed); }
 
 static void misuse(const char *format, ...) __attribute__((format(printf, 1, 2), noreturn));
 static void misuse(const char *format, ...)
@@ -68,12 +74,12 @@ static bool fails(NSError **error)
 @implementation StandinObject
 - (id)init
 {
-    if ((self = [super init])) live++;
+    if ((self = [super init])) count(&live, 1);
     return self;
 }
 - (void)dealloc
 {
-    live--;
+    count(&live, -1);
     [super dealloc];
 }
 @end
@@ -421,8 +427,8 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 }
 - (void)waitUntilCompleted
 {
-    if (state == MTLCommandBufferStatusNotEnqueued) misuse("wait before commit");
-    @synchronized(queue) {
+    @synchronized(queue) { /* another thread may be at work on this command buffer */
+        if (state == MTLCommandBufferStatusNotEnqueued) misuse("wait before commit");
         while (state == MTLCommandBufferStatusCommitted) {
             [[queue->committed objectAtIndex:0] run];
             [queue->committed removeObjectAtIndex:0];
