@@ -317,7 +317,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
 
    Threads. A context may be used by many threads at once, each with an encoder of its own. */
 #ifdef __OBJC__
-typedef __unsafe_unretained id tqkv_metal_object; /* not retained */
+typedef __unsafe_unretained id tqkv_metal_object; /* not retained: the caller keeps it alive during a call */
 #else
 typedef void *tqkv_metal_object;
 #endif
@@ -564,16 +564,16 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 // clang-format on
 
 /* The Metal kernels, tqkv_<family>_d<head_dim>. A pipeline is a kernel with all function constants that name it. */
-#define TQKV_FC_FORMAT         0 /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: of the keys */
-#define TQKV_FC_VALUE_FORMAT   1 /* uint: encode_kv, attend: of the values */
-#define TQKV_FC_ROTATED        2 /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
-#define TQKV_FC_VALUE_ROTATED  3 /* bool: encode_kv: the values */
-#define TQKV_FC_UNROTATE       4 /* bool: decode, rotate, attend_merge: turn rows from the rotated basis */
-#define TQKV_FC_ROTATE_QUERIES 5 /* bool: attend: keys are rotated and queries are not yet */
-#define TQKV_FC_COLUMNS        6 /* uint: attend: query rows of one KV head that a threadgroup serves */
-#define TQKV_FC_MANY_QUERIES   7 /* bool: attend: n_queries > 1, so columns see different positions */
-#define TQKV_FC_SOFTCAP        8 /* bool: attend: scores are capped */
-#define TQKV_FC_SAME_SLOTS     9 /* bool: attend: a position has the same slot in keys and values */
+#define TQKV_FC_FORMAT         0  /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: of the keys */
+#define TQKV_FC_VALUE_FORMAT   1  /* uint: encode_kv, attend: of the values */
+#define TQKV_FC_ROTATED        2  /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
+#define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: the values */
+#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: turn rows from the rotated basis */
+#define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated and queries are not yet */
+#define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head that a threadgroup serves */
+#define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
+#define TQKV_FC_SOFTCAP        8  /* bool: attend: scores are capped */
+#define TQKV_FC_SAME_SLOTS     9  /* bool: attend: a position has the same slot in keys and values */
 #define TQKV_FC_SHORT_STORE    10 /* bool: attend: the keys' capacity is below 32 */
 #define TQKV_FC_SINKS          11 /* bool: attend_merge: there are sinks */
 
@@ -613,8 +613,8 @@ typedef struct tqkv__attend_args {
     int32_t n_splits; /* threadgroups that share one context: the grid's z */
     int32_t key_capacity, key_oldest_slot;
     int32_t value_capacity, value_oldest_slot;
-    float scale;   /* not 0 */
-    float softcap; /* read if TQKV_FC_SOFTCAP */
+    float scale;                              /* not 0 */
+    float softcap;                            /* read if TQKV_FC_SOFTCAP */
     float key_block_scale, value_block_scale; /* not 0 */
 } tqkv__attend_args;
 
@@ -789,8 +789,7 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
 
 TQKV__TARGET static TQKV__INLINE void TQKV__(load_table)(const int bits, const float *codebook, TQKV__VECTOR *table)
 {
-    for (int i = 0; i < (1 << bits) / TQKV__LANES; i++) table[i] =
-        TQKV__(load)(codebook + i * TQKV__LANES);
+    for (int i = 0; i < (1 << bits) / TQKV__LANES; i++) table[i] = TQKV__(load)(codebook + i * TQKV__LANES);
 }
 
 /* What the codes of a tile are multiplied by, per block and position. factors: [n_blocks][TQKV__TILE], zero beyond n */
@@ -863,33 +862,44 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(score)(const tqkv_format format, co
     const float *q = keys->q, *columns = keys->columns;
     TQKV__VECTOR table[64 / TQKV__LANES], sums[TQKV__ROWS][TQKV__GROUPS];
     if (format == TQKV_TQ4) TQKV__(load_table)(4, keys->codebook, table);
-    TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int g = 0; g < TQKV__GROUPS; g++) sums[r][g] =
-        TQKV__(set1)(0.0f);
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) {
+        TQKV__UNROLL
+        for (int g = 0; g < TQKV__GROUPS; g++) sums[r][g] = TQKV__(set1)(0.0f);
+    }
     for (int d = 0; d < keys->dim; d += 4 * per_column, lower += 16, q += 4 * per_column) {
         TQKV__(codes) low[TQKV__GROUPS][4];
         if (!decoded) tqkv__prefetch(ahead, TQKV__STRIP * 16);
         ahead += TQKV__STRIP * 16;
-        TQKV__UNROLL for (int g = 0; g < TQKV__GROUPS; g++)
+        TQKV__UNROLL
+        for (int g = 0; g < TQKV__GROUPS; g++)
             if (!decoded) TQKV__(transpose)(lower + (size_t)g * group, keys->lower_stride, low[g]);
-        TQKV__UNROLL for (int i = 0; i < 4; i++)
-            TQKV__UNROLL for (int k = 0; k < per_column; k++, columns += TQKV__STRIP)
-        {
-            TQKV__VECTOR x[TQKV__GROUPS];
-            TQKV__UNROLL for (int g = 0; g < TQKV__GROUPS; g++) x[g] =
-                decoded ? TQKV__(load)(columns + g * TQKV__LANES)
-                        : TQKV__(element)(format, table, low[g][i], k, low[g][i], 0);
-            TQKV__UNROLL for (int r = 0; r < rows; r++)
-            {
-                const TQKV__VECTOR query = TQKV__(set1)(q[r * head_dim + i * per_column + k]);
-                TQKV__UNROLL for (int g = 0; g < TQKV__GROUPS; g++) sums[r][g] = TQKV__(fma)(query, x[g], sums[r][g]);
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++) {
+            TQKV__UNROLL
+            for (int k = 0; k < per_column; k++, columns += TQKV__STRIP) {
+                TQKV__VECTOR x[TQKV__GROUPS];
+                TQKV__UNROLL
+                for (int g = 0; g < TQKV__GROUPS; g++)
+                    x[g] = decoded ? TQKV__(load)(columns + g * TQKV__LANES)
+                                   : TQKV__(element)(format, table, low[g][i], k, low[g][i], 0);
+                TQKV__UNROLL
+                for (int r = 0; r < rows; r++) {
+                    const TQKV__VECTOR query = TQKV__(set1)(q[r * head_dim + i * per_column + k]);
+                    TQKV__UNROLL
+                    for (int g = 0; g < TQKV__GROUPS; g++) sums[r][g] = TQKV__(fma)(query, x[g], sums[r][g]);
+                }
             }
         }
     }
-    TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int g = 0; g < TQKV__GROUPS; g++)
-    {
-        float *to = keys->scores + r * TQKV__TILE + g * TQKV__LANES;
-        const TQKV__VECTOR before = keys->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
-        TQKV__(store)(to, TQKV__(fma)(sums[r][g], TQKV__(load)(keys->factors + g * TQKV__LANES), before));
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) {
+        TQKV__UNROLL
+        for (int g = 0; g < TQKV__GROUPS; g++) {
+            float *to = keys->scores + r * TQKV__TILE + g * TQKV__LANES;
+            const TQKV__VECTOR before = keys->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
+            TQKV__(store)(to, TQKV__(fma)(sums[r][g], TQKV__(load)(keys->factors + g * TQKV__LANES), before));
+        }
     }
 }
 
@@ -909,9 +919,13 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(fill_columns)(const tqkv_format for
             TQKV__(transpose)(lower, keys->lower_stride, low);
             high[0] = split ? TQKV__(load_strided)(upper, keys->upper_stride) : low[0];
             high[1] = bits == 6 && split ? TQKV__(load_strided)(upper + 4, keys->upper_stride) : high[0];
-            TQKV__UNROLL for (int i = 0; i < 4; i++) TQKV__UNROLL for (int k = 0; k < per_column; k++, to += TQKV__STRIP)
-                TQKV__(store)(to, TQKV__(element)(format, table, low[i], k, high[bits == 6 ? i / 2 : 0],
-                                                  bits == 6 ? (i % 2 * 8 + k) * 2 : i * 8 + k));
+            TQKV__UNROLL
+            for (int i = 0; i < 4; i++) {
+                TQKV__UNROLL
+                for (int k = 0; k < per_column; k++, to += TQKV__STRIP) TQKV__(store)
+                (to, TQKV__(element)(format, table, low[i], k, high[bits == 6 ? i / 2 : 0],
+                                     bits == 6 ? (i % 2 * 8 + k) * 2 : i * 8 + k));
+            }
         }
     }
 }
@@ -921,13 +935,13 @@ TQKV__TARGET static void TQKV__(fill_columns_tq8)(const tqkv__stream *s, const T
 {
     TQKV__ALIGNED float rows[TQKV__LANES * TQKV__BLOCK];
     for (int j = 0; j < TQKV__STRIP; j += TQKV__LANES) {
-        for (int i = 0; i < TQKV__LANES; i++)
-            TQKV__(decode_tq8)
-            (s, keys->lower + (size_t)(j + i) * keys->lower_stride, keys->dim, rows + i * TQKV__BLOCK);
+        for (int i = 0; i < TQKV__LANES; i++) TQKV__(decode_tq8)
+        (s, keys->lower + (size_t)(j + i) * keys->lower_stride, keys->dim, rows + i * TQKV__BLOCK);
         for (int d = 0; d < keys->dim; d += 4) {
             TQKV__(codes) columns[4];
             TQKV__(transpose)((const uint8_t *)(const void *)(rows + d), TQKV__BLOCK * sizeof(float), columns);
-            TQKV__UNROLL for (int i = 0; i < 4; i++)
+            TQKV__UNROLL
+            for (int i = 0; i < 4; i++)
                 TQKV__(store)(keys->columns + (d + i) * TQKV__STRIP + j, TQKV__(as_floats)(columns[i]));
         }
     }
@@ -1100,26 +1114,35 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate)(const tqkv_format forma
     float *out = values->out;
     TQKV__VECTOR table[64 / TQKV__LANES];
     if (format == TQKV_TQ4) TQKV__(load_table)(4, values->codebook, table);
-    for (int step = 0; step < steps; step++)
-        TQKV__UNROLL for (int k = 0; k < per_lane; k += width, out += width * TQKV__LANES)
-        {
+    for (int step = 0; step < steps; step++) {
+        TQKV__UNROLL
+        for (int k = 0; k < per_lane; k += width, out += width * TQKV__LANES) {
             const uint8_t *p = values->codes + step * run_bytes;
             TQKV__VECTOR sums[TQKV__ROWS][8];
-            TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int v = 0; v < width; v++) sums[r][v] =
-                TQKV__(load)(out + r * head_dim + v * TQKV__LANES);
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) {
+                TQKV__UNROLL
+                for (int v = 0; v < width; v++) sums[r][v] = TQKV__(load)(out + r * head_dim + v * TQKV__LANES);
+            }
             for (int j = 0; j < n; j++, p += stride) {
                 TQKV__VECTOR weight[TQKV__ROWS];
                 if (format != TQKV_FORMAT_DEFAULT && k == 0) tqkv__prefetch(p + next_tile, (size_t)run_bytes);
-                TQKV__UNROLL for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights[r * TQKV__TILE + j]);
-                TQKV__UNROLL for (int v = 0; v < width; v++)
-                {
+                TQKV__UNROLL
+                for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights[r * TQKV__TILE + j]);
+                TQKV__UNROLL
+                for (int v = 0; v < width; v++) {
                     const TQKV__VECTOR x = TQKV__(value)(format, per_lane, table, p, k + v);
-                    TQKV__UNROLL for (int r = 0; r < rows; r++) sums[r][v] = TQKV__(fma)(weight[r], x, sums[r][v]);
+                    TQKV__UNROLL
+                    for (int r = 0; r < rows; r++) sums[r][v] = TQKV__(fma)(weight[r], x, sums[r][v]);
                 }
             }
-            TQKV__UNROLL for (int r = 0; r < rows; r++) TQKV__UNROLL for (int v = 0; v < width; v++)
-                TQKV__(store)(out + r * head_dim + v * TQKV__LANES, sums[r][v]);
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) {
+                TQKV__UNROLL
+                for (int v = 0; v < width; v++) TQKV__(store)(out + r * head_dim + v * TQKV__LANES, sums[r][v]);
+            }
         }
+    }
 }
 
 TQKV__KERNEL(accumulate_tq4_wide, values, accumulate, TQKV_TQ4, 8)
@@ -1146,10 +1169,11 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(decode_table)(const int bits, const
             TQKV__(codes) low, high;
             if (packed) low = TQKV__(load_lower)(per_lane, codes + d / 2);
             if (packed) high = bits > 4 ? TQKV__(load_upper)(bits, per_lane, upper) : low;
-            TQKV__UNROLL for (int k = 0; k < per_lane; k++, x += TQKV__LANES)
-                TQKV__(store)(x, TQKV__(lookup)(bits, table,
-                                                packed ? TQKV__(pick)(bits, low, k, high, k * (bits - 4))
-                                                       : TQKV__(load_bytes)(codes + d + k * TQKV__LANES)));
+            TQKV__UNROLL
+            for (int k = 0; k < per_lane; k++, x += TQKV__LANES) TQKV__(store)
+            (x, TQKV__(lookup)(bits, table,
+                               packed ? TQKV__(pick)(bits, low, k, high, k * (bits - 4))
+                                      : TQKV__(load_bytes)(codes + d + k * TQKV__LANES)));
         }
 }
 
@@ -1257,11 +1281,11 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
 TQKV__TARGET static TQKV__INLINE void TQKV__(mix)(const int count, TQKV__VECTOR *x)
 {
-    TQKV__UNROLL for (int stage = 0; stage < 4; stage++)
-    {
+    TQKV__UNROLL
+    for (int stage = 0; stage < 4; stage++) {
         if (1 << stage >= count) continue;
-        TQKV__UNROLL for (int i = 0; i < count / 2; i++)
-        {
+        TQKV__UNROLL
+        for (int i = 0; i < count / 2; i++) {
             const int low = (i >> stage << (stage + 1)) + (i & ((1 << stage) - 1)), high = low + (1 << stage);
             const TQKV__VECTOR a = x[low], b = x[high];
             x[low] = TQKV__(add)(a, b);
@@ -1278,15 +1302,21 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(hadamard_runs)(const int count, con
     const TQKV__VECTOR factor = TQKV__(set1)(count * TQKV__LANES == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
     for (int run = 0; run < head_dim; run += count * TQKV__LANES, in += count * TQKV__LANES) {
         TQKV__VECTOR x[16];
-        TQKV__UNROLL for (int i = 0; i < count; i++) x[i] = TQKV__(load)(in + i * TQKV__LANES);
+        TQKV__UNROLL
+        for (int i = 0; i < count; i++) x[i] = TQKV__(load)(in + i * TQKV__LANES);
         if (flip) {
-            TQKV__UNROLL for (int i = 0; i < count; i++) x[i] = TQKV__(flip)(x[i], run + i * TQKV__LANES);
+            TQKV__UNROLL
+            for (int i = 0; i < count; i++) x[i] = TQKV__(flip)(x[i], run + i * TQKV__LANES);
         }
-        TQKV__UNROLL for (int stage = 0; stage < 4; stage++) if (1 << stage < TQKV__LANES)
-            TQKV__UNROLL for (int i = 0; i < count; i++) x[i] = TQKV__(butterfly)(stage, x[i]);
+        TQKV__UNROLL
+        for (int stage = 0; stage < 4; stage++)
+            if (1 << stage < TQKV__LANES) {
+                TQKV__UNROLL
+                for (int i = 0; i < count; i++) x[i] = TQKV__(butterfly)(stage, x[i]);
+            }
         TQKV__(mix)(count, x);
-        TQKV__UNROLL for (int i = 0; i < count; i++)
-            TQKV__(store)(out + run + i * TQKV__LANES, TQKV__(mul)(x[i], factor));
+        TQKV__UNROLL
+        for (int i = 0; i < count; i++) TQKV__(store)(out + run + i * TQKV__LANES, TQKV__(mul)(x[i], factor));
     }
 }
 
@@ -1297,9 +1327,11 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(hadamard_across)(const int count, i
     for (int run = 0; run < head_dim; run += h * count)
         for (int j = run; j < run + h; j += TQKV__LANES) {
             TQKV__VECTOR v[4];
-            TQKV__UNROLL for (int i = 0; i < count; i++) v[i] = TQKV__(load)(x + j + i * h);
+            TQKV__UNROLL
+            for (int i = 0; i < count; i++) v[i] = TQKV__(load)(x + j + i * h);
             TQKV__(mix)(count, v);
-            TQKV__UNROLL for (int i = 0; i < count; i++) TQKV__(store)(x + j + i * h, TQKV__(mul)(v[i], factor));
+            TQKV__UNROLL
+            for (int i = 0; i < count; i++) TQKV__(store)(x + j + i * h, TQKV__(mul)(v[i], factor));
         }
 }
 
@@ -1335,16 +1367,21 @@ TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(lane_sums)(const int per_la
     TQKV__VECTOR sum = TQKV__(set1)(0.0f);
     for (int part = 0; part < per_lane; part += width) {
         TQKV__VECTOR x[16];
-        TQKV__UNROLL for (int i = 0; i < width; i++) x[i] = TQKV__(load)(y + part + i * stride);
-        TQKV__UNROLL for (int stage = 0; stage < 4; stage++) if (1 << stage < width)
-            TQKV__UNROLL for (int i = 0; i < width / 2; i++)
-        {
-            const int low = (i >> stage << (stage + 1)) + (i & ((1 << stage) - 1)), high = low + (1 << stage);
-            const TQKV__VECTOR a = x[low], b = x[high];
-            x[low] = TQKV__(even)(stage, a, b);
-            x[high] = TQKV__(odd)(stage, a, b);
-        }
-        TQKV__UNROLL for (int i = 0; i < width; i++) sum = TQKV__(add)(sum, TQKV__(rounded)(TQKV__(mul)(x[i], x[i])));
+        TQKV__UNROLL
+        for (int i = 0; i < width; i++) x[i] = TQKV__(load)(y + part + i * stride);
+        TQKV__UNROLL
+        for (int stage = 0; stage < 4; stage++)
+            if (1 << stage < width) {
+                TQKV__UNROLL
+                for (int i = 0; i < width / 2; i++) {
+                    const int low = (i >> stage << (stage + 1)) + (i & ((1 << stage) - 1)), high = low + (1 << stage);
+                    const TQKV__VECTOR a = x[low], b = x[high];
+                    x[low] = TQKV__(even)(stage, a, b);
+                    x[high] = TQKV__(odd)(stage, a, b);
+                }
+            }
+        TQKV__UNROLL
+        for (int i = 0; i < width; i++) sum = TQKV__(add)(sum, TQKV__(rounded)(TQKV__(mul)(x[i], x[i])));
     }
     return sum;
 }
@@ -1356,19 +1393,24 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(row_sums)(const int head_dim, const
     const int per_lane = head_dim / 32, width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES;
     const int vectors = 32 / TQKV__LANES, lanes_per_norm = head_dim < 512 ? 32 : 256 / per_lane;
     TQKV__VECTOR x[32 / TQKV__LANES];
-    TQKV__UNROLL for (int i = 0; i < vectors; i++) x[i] = TQKV__(lane_sums)(per_lane, y + i * TQKV__LANES * per_lane);
-    TQKV__UNROLL for (int bit = 0; bit < 4; bit++) if (1 << bit < TQKV__LANES && 1 << bit < lanes_per_norm)
-    {
-        const int place = (1 << bit) * width, distance = place < TQKV__LANES ? place : place / TQKV__LANES;
-        TQKV__UNROLL for (int i = 0; i < vectors; i++) x[i] = TQKV__(add)(x[i], TQKV__(swap)(distance, x[i]));
-    }
-    TQKV__UNROLL for (int step = 1; step < 8; step++)
-    {
+    TQKV__UNROLL
+    for (int i = 0; i < vectors; i++) x[i] = TQKV__(lane_sums)(per_lane, y + i * TQKV__LANES * per_lane);
+    TQKV__UNROLL
+    for (int bit = 0; bit < 4; bit++)
+        if (1 << bit < TQKV__LANES && 1 << bit < lanes_per_norm) {
+            const int place = (1 << bit) * width, distance = place < TQKV__LANES ? place : place / TQKV__LANES;
+            TQKV__UNROLL
+            for (int i = 0; i < vectors; i++) x[i] = TQKV__(add)(x[i], TQKV__(swap)(distance, x[i]));
+        }
+    TQKV__UNROLL
+    for (int step = 1; step < 8; step++) {
         if ((step & (step - 1)) || step >= vectors || step * TQKV__LANES >= lanes_per_norm) continue;
-        TQKV__UNROLL for (int i = 0; i < vectors; i++) if (!(i & step)) x[i] = x[i | step] =
-            TQKV__(add)(x[i], x[i | step]);
+        TQKV__UNROLL
+        for (int i = 0; i < vectors; i++)
+            if (!(i & step)) x[i] = x[i | step] = TQKV__(add)(x[i], x[i | step]);
     }
-    TQKV__UNROLL for (int i = 0; i < vectors; i++) TQKV__(store)(sums + i * TQKV__LANES, x[i]);
+    TQKV__UNROLL
+    for (int i = 0; i < vectors; i++) TQKV__(store)(sums + i * TQKV__LANES, x[i]);
 }
 
 /* The sums of squares of one row, one a norm; sums: [norms_per_row] */
@@ -1487,8 +1529,8 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(code_row)(const int bits, const int
     for (int i = 0; bits < 8 && i < 32 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
     for (const float *end = y + s->head_dim; y < end; scales++)
         for (const float *block_end = y + s->norm_dim; y < block_end; y += 4 * TQKV__LANES) {
-            TQKV__UNROLL for (int i = 0; i < 4; i++)
-            {
+            TQKV__UNROLL
+            for (int i = 0; i < 4; i++) {
                 const TQKV__VECTOR v = TQKV__(mul)(TQKV__(load)(y + i * TQKV__LANES), TQKV__(set1)(*scales));
                 four[i] = bits < 8 ? TQKV__(quantise)(bits, q, below, bounds, v) : TQKV__(quantise_i8)(v);
             }
@@ -1522,8 +1564,8 @@ TQKV__TARGET static inline void TQKV__(quantise_loads)(const tqkv__quantiser *q,
             memcpy(cells + i, &whole, sizeof whole);
             memcpy(sides + i, &side, sizeof side);
         }
-        TQKV__UNROLL for (int i = 0; i < 4 * TQKV__LANES; i++)
-        {
+        TQKV__UNROLL
+        for (int i = 0; i < 4 * TQKV__LANES; i++) {
             const int count = q->below[cells[i]];
             codes[d + i] = (uint8_t)((count + (q->bounds[count] <= folded[i])) ^ sides[i]);
         }
@@ -1593,9 +1635,10 @@ TQKV__TARGET static bool TQKV__(rows_finite)(const float *x, size_t n)
     TQKV__(codes) largest[4];
     uint32_t lanes[4 * TQKV__LANES], all = 0;
     memset(largest, 0, sizeof largest);
-    for (size_t i = 0; i < n; i += 4 * TQKV__LANES)
-        TQKV__UNROLL for (int j = 0; j < 4; j++) largest[j] =
-            TQKV__(larger_bits)(largest[j], TQKV__(load)(x + i + j * TQKV__LANES));
+    for (size_t i = 0; i < n; i += 4 * TQKV__LANES) {
+        TQKV__UNROLL
+        for (int j = 0; j < 4; j++) largest[j] = TQKV__(larger_bits)(largest[j], TQKV__(load)(x + i + j * TQKV__LANES));
+    }
     memcpy(lanes, largest, sizeof lanes);
     for (int i = 0; i < 4 * TQKV__LANES; i++) all = lanes[i] > all ? lanes[i] : all;
     return all < 0x7f800000u;
@@ -2558,8 +2601,9 @@ static inline void tqkv__decode_tq8_scalar(const tqkv__stream *s, const uint8_t 
     for (int i = 0; i < n; i++) x[i] = s->info->codebook[codes[i]];
 }
 
-/* Asks for codes that will be read soon. The next tile's are asked for while this tile is computed: nearer they come too
-   late, farther they push what is in use out of the L1 cache (32k positions: 1.1 to 1.5 times slower at twice or half). */
+/* Asks for codes that will be read soon. The next tile's are asked for while this tile is computed: nearer they come
+   too late, farther they push what is in use out of the L1 cache (32k positions: 1.1 to 1.5 times slower at twice or
+   half). */
 static inline void tqkv__prefetch(const uint8_t *codes, size_t size)
 {
     for (size_t i = 0; i < size; i += 64) __builtin_prefetch((const void *)((uintptr_t)codes + i));
@@ -2597,7 +2641,8 @@ TQKV__TARGET static inline __m512 tqkv__copysign_avx512(__m512 magnitude, __m512
     return _mm512_or_ps(magnitude, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign)); /* magnitude >= 0 */
 }
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wsign-conversion" /* without optimisation GCC's intrinsic is a macro with a cast of -1 */
+#pragma GCC diagnostic ignored                                                                                         \
+    "-Wsign-conversion" /* without optimisation GCC's intrinsic is a macro with a cast of -1 */
 TQKV__TARGET static inline __m512 tqkv__round_avx512(__m512 x) { return _mm512_roundscale_ps(x, 8); }
 #pragma GCC diagnostic pop
 TQKV__TARGET static inline __m512 tqkv__exp2_avx512(__m512 n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
@@ -2667,8 +2712,8 @@ TQKV__TARGET static inline __m512 tqkv__load_f16_avx512(const uint8_t *p)
 TQKV__TARGET static inline void tqkv__transpose_avx512(const uint8_t *p, size_t stride, __m512i *columns)
 {
     __m512i rows[4]; /* positions i, i + 4, i + 8, i + 12 in the four 128-bit lanes */
-    TQKV__UNROLL for (int i = 0; i < 4; i++, p += stride)
-    {
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++, p += stride) {
         rows[i] = _mm512_castsi128_si512(tqkv__load_128(p));
         rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(p + 4 * stride), 1);
         rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(p + 8 * stride), 2);
@@ -2714,7 +2759,8 @@ TQKV__TARGET static void tqkv__decode_tq8_avx512(const tqkv__stream *s, const ui
         const __m512i code = _mm512_permutexvar_epi32(order, _mm512_loadu_si512((const void *)(codes + d)));
         const __mmask64 negative = ~_mm512_movepi8_mask(code); /* the lower half of the codes */
         const __m512i magnitude = _mm512_mask_sub_epi8(code, negative, _mm512_set1_epi8(127), code);
-        TQKV__UNROLL for (int p = 0; p < 4; p++) bytes[p] = _mm512_permutex2var_epi8(first[p], magnitude, second[p]);
+        TQKV__UNROLL
+        for (int p = 0; p < 4; p++) bytes[p] = _mm512_permutex2var_epi8(first[p], magnitude, second[p]);
         bytes[3] = _mm512_mask_add_epi8(bytes[3], negative, bytes[3], _mm512_set1_epi8(-128)); /* the sign */
         const __m512i low01 = _mm512_unpacklo_epi8(bytes[0], bytes[1]),
                       high01 = _mm512_unpackhi_epi8(bytes[0], bytes[1]);
@@ -2871,8 +2917,8 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
         __m512 w[4];
         __m512i cell[4], bound[4];
         __mmask64 positive = 0, above = 0;
-        TQKV__UNROLL for (int i = 0; i < 4; i++)
-        {
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++) {
             const __m512 v = _mm512_mul_ps(_mm512_loadu_ps(y + 16 * i), _mm512_set1_ps(scale));
             w[i] = tqkv__fold_avx512(128, v, &unused);
             cell[i] = _mm512_cvttps_epi32(_mm512_min_ps(_mm512_mul_ps(w[i], slope), top));
@@ -2883,9 +2929,10 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
         const __m512i count =
             _mm512_mask_blend_epi8(_mm512_movepi8_mask(cells), _mm512_permutex2var_epi8(below[0], cells, below[1]),
                                    _mm512_permutex2var_epi8(below[2], cells, below[3]));
-        TQKV__UNROLL for (int p = 0; p < 4; p++) plane[p] =
-            _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)q->planes[p]), count,
-                                     _mm512_loadu_si512((const void *)(q->planes[p] + 64)));
+        TQKV__UNROLL
+        for (int p = 0; p < 4; p++)
+            plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)q->planes[p]), count,
+                                                _mm512_loadu_si512((const void *)(q->planes[p] + 64)));
         const __m512i low01 = _mm512_unpacklo_epi8(plane[0], plane[1]),
                       high01 = _mm512_unpackhi_epi8(plane[0], plane[1]);
         const __m512i low23 = _mm512_unpacklo_epi8(plane[2], plane[3]),
@@ -2894,8 +2941,9 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
         bound[1] = _mm512_unpackhi_epi16(low01, low23);
         bound[2] = _mm512_unpacklo_epi16(high01, high23);
         bound[3] = _mm512_unpackhi_epi16(high01, high23);
-        TQKV__UNROLL for (int i = 0; i < 4; i++) above |=
-            (__mmask64)_mm512_cmp_ps_mask(_mm512_castsi512_ps(bound[i]), w[i], _CMP_LE_OQ) << (16 * i);
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++)
+            above |= (__mmask64)_mm512_cmp_ps_mask(_mm512_castsi512_ps(bound[i]), w[i], _CMP_LE_OQ) << (16 * i);
         __m512i code = _mm512_permutexvar_epi32(order, count);
         code = _mm512_mask_sub_epi8(code, above, code, _mm512_set1_epi8(-1));
         code = _mm512_xor_si512(code, _mm512_mask_blend_epi8(positive, _mm512_set1_epi8(127), _mm512_set1_epi8(-128)));
@@ -2907,8 +2955,8 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
 #define TQKV__WIDTH    16 /* vectors that the rotation holds in registers */
 #define TQKV__ISA_NAME "avx512"
 #define TQKV__LANES    16
-#define TQKV__ROWS 4
-#define TQKV__GROUPS 4
+#define TQKV__ROWS     4
+#define TQKV__GROUPS   4
 #include "tqkv.h"
 #undef TQKV__WIDTH
 #undef TQKV__ROWS
@@ -2985,8 +3033,9 @@ TQKV__TARGET static TQKV__INLINE __m256i tqkv__pick_avx2(const int bits, __m256i
 TQKV__TARGET static inline void tqkv__transpose_avx2(const uint8_t *p, size_t stride, __m256i *columns)
 {
     __m256i rows[4];
-    TQKV__UNROLL for (int i = 0; i < 4; i++, p += stride) rows[i] =
-        _mm256_inserti128_si256(_mm256_castsi128_si256(tqkv__load_128(p)), tqkv__load_128(p + 4 * stride), 1);
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++, p += stride)
+        rows[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(tqkv__load_128(p)), tqkv__load_128(p + 4 * stride), 1);
     const __m256i a = _mm256_unpacklo_epi32(rows[0], rows[1]), b = _mm256_unpackhi_epi32(rows[0], rows[1]);
     const __m256i c = _mm256_unpacklo_epi32(rows[2], rows[3]), d = _mm256_unpackhi_epi32(rows[2], rows[3]);
     columns[0] = _mm256_unpacklo_epi64(a, c);
@@ -3165,8 +3214,8 @@ TQKV__TARGET static inline void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
 #define TQKV__WIDTH    8 /* vectors that the rotation holds in registers */
 #define TQKV__ISA_NAME "avx2"
 #define TQKV__LANES    8
-#define TQKV__ROWS 4
-#define TQKV__GROUPS 2
+#define TQKV__ROWS     4
+#define TQKV__GROUPS   2
 #include "tqkv.h"
 #undef TQKV__WIDTH
 #undef TQKV__ROWS
@@ -3267,8 +3316,8 @@ static TQKV__INLINE float32x4_t tqkv__lookup_neon(const int bits, const float32x
     codes = vandq_u32(codes, vdupq_n_u32((1u << bits) - 1));
     uint8x16_t index = vreinterpretq_u8_u32(vmlaq_n_u32(vdupq_n_u32(0x03020100u), codes, 0x04040404u));
     uint8x16_t found = vdupq_n_u8(0);
-    TQKV__UNROLL for (int i = 0; i < (1 << bits) / 16; i++, table += 4)
-    {
+    TQKV__UNROLL
+    for (int i = 0; i < (1 << bits) / 16; i++, table += 4) {
         const uint8x16x4_t part = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1]),
                                     vreinterpretq_u8_f32(table[2]), vreinterpretq_u8_f32(table[3])}};
         found = i == 0 ? vqtbl4q_u8(part, index) : vqtbx4q_u8(found, part, index);
@@ -3293,7 +3342,7 @@ static inline float32x4_t tqkv__load_f16_neon(const uint8_t *p)
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
 }
 
-#define tqkv__decode_tq8_neon tqkv__decode_tq8_scalar
+#define tqkv__decode_tq8_neon   tqkv__decode_tq8_scalar
 
 static inline float32x4_t tqkv__rounded_neon(float32x4_t x)
 {
@@ -3354,7 +3403,8 @@ static TQKV__INLINE uint32x4_t tqkv__below_neon(const int bits, const uint32x4_t
 {
     uint8x16x4_t t;
     const uint8x16_t index = vreinterpretq_u8_u32(cells);
-    TQKV__UNROLL for (int i = 0; i < 4; i++) t.val[i] = vreinterpretq_u8_u32(below[i < 1 << (bits - 4) ? i : 0]);
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) t.val[i] = vreinterpretq_u8_u32(below[i < 1 << (bits - 4) ? i : 0]);
     const uint8x16x2_t half = {{t.val[0], t.val[1]}};
     return vreinterpretq_u32_u8(bits == 4 ? vqtbl1q_u8(t.val[0], index)
                                 : bits == 5 ? vqtbl2q_u8(half, index)
@@ -3411,8 +3461,8 @@ static inline void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
 #define TQKV__WIDTH    16 /* vectors that the rotation holds in registers */
 #define TQKV__ISA_NAME "neon"
 #define TQKV__LANES    4
-#define TQKV__ROWS 4
-#define TQKV__GROUPS 4
+#define TQKV__ROWS     4
+#define TQKV__GROUPS   4
 #include "tqkv.h"
 #undef TQKV__WIDTH
 #undef TQKV__ROWS
@@ -3423,12 +3473,8 @@ static inline void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
 #undef TQKV__TARGET
 #endif
 
-static const tqkv__isa tqkv__isa_scalar = {"scalar",
-                                           1,
-                                           &tqkv__codec_scalar,
-                                           tqkv__score_tile_scalar,
-                                           tqkv__softmax_tile_scalar,
-                                           tqkv__value_tile_scalar};
+static const tqkv__isa tqkv__isa_scalar = {
+    "scalar", 1, &tqkv__codec_scalar, tqkv__score_tile_scalar, tqkv__softmax_tile_scalar, tqkv__value_tile_scalar};
 
 /* Best first; those that this processor has are chosen from. */
 static const tqkv__isa *const tqkv__isas[] = {
@@ -4048,8 +4094,7 @@ static void tqkv__plan_attention(const tqkv__attention *a, tqkv__attend_plan *pl
     plan->value_format = a->values.format;
     plan->rotate_queries = a->rotate_queries;
     plan->unrotate_output = a->unrotate_output;
-    plan->same_slots =
-        args->key_capacity == args->value_capacity && args->key_oldest_slot == args->value_oldest_slot;
+    plan->same_slots = args->key_capacity == args->value_capacity && args->key_oldest_slot == args->value_oldest_slot;
     plan->seen = args->window && args->window - 1 < kv_len - a->n_queries ? args->window - 1 + a->n_queries : kv_len;
     plan->key_codes_size = a->keys.codes_size;
     plan->key_norms_size = a->keys.norms_size;
