@@ -25,9 +25,11 @@
 #if __has_feature(objc_arc)
 #define TQKV__RETAIN(object)  (object)
 #define TQKV__RELEASE(object) ((object) = nil)
+#define TQKV__TO_THE_END      __attribute__((objc_precise_lifetime)) /* also where only C structs know it any more */
 #else
 #define TQKV__RETAIN(object)  [(object) retain]
 #define TQKV__RELEASE(object) ([(object) release], (object) = nil)
+#define TQKV__TO_THE_END
 #endif
 
 typedef enum tqkv__family {
@@ -829,8 +831,12 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
     const tqkv_store *keys = tqkv_cache_keys(c);
     const size_t size = (size_t)n_tokens * (size_t)keys->n_kv_heads * (size_t)keys->head_dim * sizeof(float);
     if (!n_tokens) return TQKV_OK;
-    id<MTLBuffer> kb = [m->device newBufferWithBytes:k length:size options:MTLResourceStorageModeShared];
-    id<MTLBuffer> vb = [m->device newBufferWithBytes:v length:size options:MTLResourceStorageModeShared];
+    TQKV__TO_THE_END id<MTLBuffer> kb = [m->device newBufferWithBytes:k
+                                                               length:size
+                                                              options:MTLResourceStorageModeShared];
+    TQKV__TO_THE_END id<MTLBuffer> vb = [m->device newBufferWithBytes:v
+                                                               length:size
+                                                              options:MTLResourceStorageModeShared];
     tqkv__cache_call call = {m, c, n_tokens, {{kb, 0}, {vb, 0}}, {nil, 0}, {nil, 0}};
     const tqkv_result r = kb && vb
                               ? tqkv_metal_run(m, tqkv__record_cache_call, &call)
@@ -847,9 +853,13 @@ static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const 
     tqkv_result r = tqkv__plan_cache_attend(c, n_queries, true, &plan);
     if (r == TQKV_OK) r = tqkv__most_scratch(m, &plan, &scratch_size);
     if (r != TQKV_OK) return r;
-    id<MTLBuffer> qb = [m->device newBufferWithBytes:q length:plan.rows_size options:MTLResourceStorageModeShared];
-    id<MTLBuffer> ob = [m->device newBufferWithLength:plan.rows_size options:MTLResourceStorageModeShared];
-    id<MTLBuffer> sb = [m->device newBufferWithLength:scratch_size options:MTLResourceStorageModePrivate];
+    TQKV__TO_THE_END id<MTLBuffer> qb = [m->device newBufferWithBytes:q
+                                                               length:plan.rows_size
+                                                              options:MTLResourceStorageModeShared];
+    TQKV__TO_THE_END id<MTLBuffer> ob = [m->device newBufferWithLength:plan.rows_size
+                                                               options:MTLResourceStorageModeShared];
+    TQKV__TO_THE_END id<MTLBuffer> sb = [m->device newBufferWithLength:scratch_size
+                                                               options:MTLResourceStorageModePrivate];
     tqkv__cache_call call = {m, c, n_queries, {{qb, 0}, {nil, 0}}, {sb, 0}, {ob, 0}};
     r = qb && ob && sb ? tqkv_metal_run(m, tqkv__record_cache_call, &call)
                        : tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no buffers for queries, output and scratch");
@@ -999,9 +1009,9 @@ static tqkv_result tqkv__check_tables(tqkv_metal *m)
     tqkv_result r = tqkv__get_pipeline(m, &kernel, &call.pipeline);
     if (r != TQKV_OK) return r;
     memset(&empty, 0, sizeof empty);
-    id<MTLBuffer> report = [m->device newBufferWithBytes:&empty
-                                                  length:sizeof empty
-                                                 options:MTLResourceStorageModeShared];
+    TQKV__TO_THE_END id<MTLBuffer> report = [m->device newBufferWithBytes:&empty
+                                                                   length:sizeof empty
+                                                                  options:MTLResourceStorageModeShared];
     if (!report) return tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no buffer for the tables");
     call.report.buffer = report;
     call.report.offset = 0;
