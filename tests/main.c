@@ -12,6 +12,7 @@ static void add_all_cases(void)
     test_attend_options_cases();
     test_defect_cases();
     test_cache_cases();
+    test_plan_cases();
     test_snapshot_cases();
     test_input_cases();
     test_fault_cases();

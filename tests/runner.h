@@ -72,6 +72,7 @@ void test_attend_cases(void);
 void test_attend_options_cases(void);
 void test_defect_cases(void);
 void test_cache_cases(void);
+void test_plan_cases(void);
 void test_snapshot_cases(void);
 void test_input_cases(void);
 void test_fault_cases(void);
