@@ -14,6 +14,7 @@ typedef struct codec_case {
     int n_tokens;
     int64_t position;
     float block_scale;
+    tqkv_format value_format; /* encode_kv */
 } codec_case;
 
 static bool same_bytes(const tqkv_store *a, const tqkv_store *b)
@@ -99,9 +100,8 @@ static void run_encode_kv(const void *parameters)
 {
     const codec_case *c = parameters;
     codec_case values_case = *c;
-    values_case.format = c->format == TQKV_I8 ? TQKV_F16 : (tqkv_format)(c->format + 1);
-    values_case.unrotated = c->format == TQKV_F16;
-    if (values_case.format == TQKV_TQ4) values_case.unrotated = false;
+    values_case.format = c->value_format;
+    values_case.unrotated = c->format == TQKV_F16 && c->value_format == TQKV_TQ8; /* the hybrid mode */
     values_case.capacity = c->capacity + (c->ring ? 2 : 5);
     tqkv_store k = make_store(c), v = make_store(&values_case), ke = make_store(c), ve = make_store(&values_case);
     float *ks = host_floats(8, source_count(c)), *vs = host_floats(9, source_count(c));
@@ -154,7 +154,7 @@ static void run_rotate(const void *parameters)
 static void run_not_finite(const void *parameters)
 {
     const float bad = *(const float *)parameters;
-    codec_case c = {TQKV_TQ4, 64, 8, false, false, 4, 0, 0.0f};
+    codec_case c = {TQKV_TQ4, 64, 8, false, false, 4, 0, 0.0f, TQKV_TQ4};
     tqkv_store expected = make_store(&c), got = make_store(&c);
     float *source = host_floats(11, source_count(&c));
     memset(source + 5 * 64, 0, 64 * sizeof(float));
@@ -227,7 +227,7 @@ static void refuse_stores(const tqkv_metal_store *gpu, tqkv_metal_buffer src)
 static void run_refusals(const void *parameters)
 {
     (void)parameters;
-    codec_case c = {TQKV_I8, 64, 8, false, false, 4, 0, 0.0f};
+    codec_case c = {TQKV_I8, 64, 8, false, false, 4, 0, 0.0f, TQKV_I8};
     tqkv_store before = make_store(&c), after = make_store(&c);
     tqkv_metal_store gpu = host_store(&before);
     tqkv_metal *m = test_host.metal;
@@ -251,7 +251,7 @@ static void run_refusals(const void *parameters)
 static void run_other_refusals(const void *parameters)
 {
     (void)parameters;
-    codec_case c = {TQKV_TQ4, 64, 8, false, false, 4, 0, 0.0f};
+    codec_case c = {TQKV_TQ4, 64, 8, false, false, 4, 0, 0.0f, TQKV_TQ4};
     tqkv_store store = make_store(&c), narrow_store = test_store(TQKV_TQ4, 32, HEADS, 8, false);
     tqkv_metal_store gpu = host_store(&store), narrow = host_store(&narrow_store);
     tqkv_metal *m = test_host.metal;
@@ -299,14 +299,19 @@ void codec_host_cases(void)
         const tqkv_format format = test_formats[f];
         const bool can_be_unrotated = format != TQKV_F16 && format != TQKV_TQ4 && format != TQKV_I8;
         for (int d = 0; d < 6; d++)
-            add(run_codec, (codec_case){format, test_head_dims[d], 9, false, false, 5, 3, 0.0f}, "encode");
-        add(run_codec, (codec_case){format, 128, 7, true, false, 5, 1000000000005, 0.0f}, "encode");
-        add(run_codec, (codec_case){format, 64, 7, true, false, 19, 4, 0.0f}, "encode");
-        add(run_codec, (codec_case){format, 512, 3, false, false, 2, 1, 1.25f}, "encode");
-        if (can_be_unrotated) add(run_codec, (codec_case){format, 256, 4, false, true, 3, 0, 0.0f}, "encode");
-        add(run_probe, (codec_case){format, 128, 4, false, false, 6, 0, 0.0f}, "probe");
-        add(run_encode_kv, (codec_case){format, 64, 9, false, false, 4, 2, 0.0f}, "encode_kv");
-        add(run_encode_kv, (codec_case){format, 128, 5, true, false, 13, 99, 0.0f}, "encode_kv");
+            add(run_codec, (codec_case){format, test_head_dims[d], 9, false, false, 5, 3, 0.0f, format}, "encode");
+        add(run_codec, (codec_case){format, 128, 7, true, false, 5, 1000000000005, 0.0f, format}, "encode");
+        add(run_codec, (codec_case){format, 64, 7, true, false, 19, 4, 0.0f, format}, "encode");
+        add(run_codec, (codec_case){format, 512, 3, false, false, 2, 1, 1.25f, format}, "encode");
+        if (can_be_unrotated) add(run_codec, (codec_case){format, 256, 4, false, true, 3, 0, 0.0f, format}, "encode");
+        add(run_probe, (codec_case){format, 128, 4, false, false, 6, 0, 0.0f, format}, "probe");
+        for (int v = 0; v < 8; v++) {
+            const tqkv_format values = test_formats[v];
+            codec_case c = {format, 64, 9, false, false, 4, 2, 0.0f, values};
+            if (v % 2) c = (codec_case){format, 32, 5, true, false, 13, 99, 0.0f, values};
+            test_add(run_encode_kv, &c, sizeof c, "encode_kv/%s_%s", tqkv_format_name(format),
+                     tqkv_format_name(values));
+        }
     }
     for (int d = 0; d < 6; d++) test_add(run_rotate, &test_head_dims[d], sizeof(int), "rotate/d%d", test_head_dims[d]);
     for (int i = 0; i < 3; i++) test_add(run_not_finite, &bad[i], sizeof(float), "not_finite/%d", i);
