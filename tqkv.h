@@ -316,6 +316,12 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
    outputs, scratch, flags) are the caller's. Resources of hazard tracking mode untracked need their usual fences.
 
    Threads. A context may be used by many threads at once, each with an encoder of its own. */
+#ifdef TQKV_STATIC
+#define TQKV_METAL_API extern /* they are in a file of their own */
+#else
+#define TQKV_METAL_API TQKV_API
+#endif
+
 #ifdef __OBJC__
 typedef __unsafe_unretained id tqkv_metal_object; /* not retained: the caller keeps it alive during a call */
 #else
@@ -337,11 +343,11 @@ typedef struct tqkv_metal_desc {
 /* TQKV_UNSUPPORTED: no Metal device, or one without the family Apple7 or simdgroups of 32. TQKV_TABLE_MISMATCH: the
    library was built from another version of this header; the text names the table. TQKV_METAL_ERROR: Metal refused.
    Runs one small kernel and waits for it. *out is NULL on failure. */
-TQKV_API tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out);
+TQKV_METAL_API tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out);
 /* When no call is under way and what was recorded has completed. Caches and memory of the context go before it. */
-TQKV_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
+TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
 /* The text of the context's last failure, in any thread, cut to size - 1 bytes; "" if there was none. */
-TQKV_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
+TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
 /* Bytes from an offset of a buffer on. Offsets of codes are multiples of 16, others of 4. */
 typedef struct tqkv_metal_buffer {
@@ -357,22 +363,24 @@ typedef struct tqkv_metal_store {
 
 /* As tqkv_encode, tqkv_probe, tqkv_decode, tqkv_rotate and tqkv_unrotate. A row of the source that holds NaN or Inf is
    stored as zeros, and not_finite, a uint32_t that the caller has cleared, becomes 1; not_finite may be zero. */
-TQKV_API tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
-                                       tqkv_metal_buffer src, int n_tokens, int64_t position,
-                                       tqkv_metal_buffer not_finite);
+TQKV_METAL_API tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
+                                             tqkv_metal_buffer src, int n_tokens, int64_t position,
+                                             tqkv_metal_buffer not_finite);
 /* Keys and values of the same tokens in one dispatch; stores of the same head_dim and n_kv_heads. */
-TQKV_API tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *keys,
-                                          const tqkv_metal_store *values, tqkv_metal_buffer k, tqkv_metal_buffer v,
-                                          int n_tokens, int64_t position, tqkv_metal_buffer not_finite);
-TQKV_API tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_store *shape,
-                                      tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer scaled,
-                                      tqkv_metal_buffer not_finite);
-TQKV_API tqkv_result tqkv_metal_decode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
-                                       int64_t position, int n_positions, tqkv_basis basis, tqkv_metal_buffer dst);
-TQKV_API tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows, int n_rows,
-                                       int head_dim);
-TQKV_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows, int n_rows,
-                                         int head_dim);
+TQKV_METAL_API tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *keys,
+                                                const tqkv_metal_store *values, tqkv_metal_buffer k,
+                                                tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                                tqkv_metal_buffer not_finite);
+TQKV_METAL_API tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_store *shape,
+                                            tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer scaled,
+                                            tqkv_metal_buffer not_finite);
+TQKV_METAL_API tqkv_result tqkv_metal_decode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
+                                             int64_t position, int n_positions, tqkv_basis basis,
+                                             tqkv_metal_buffer dst);
+TQKV_METAL_API tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
+                                             int n_rows, int head_dim);
+TQKV_METAL_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
+                                               int n_rows, int head_dim);
 
 /* tqkv_attention with buffers; the fields mean the same. NaN and Inf in q or sinks are not found, and spread. */
 typedef struct tqkv_metal_attention {
@@ -386,32 +394,32 @@ typedef struct tqkv_metal_attention {
 } tqkv_metal_attention;
 
 /* Bytes of scratch that attending takes at most, whatever part of the stores is resident: end and kv_len may be 0. */
-TQKV_API tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention *a, size_t *bytes);
+TQKV_METAL_API tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention *a, size_t *bytes);
 /* As tqkv_attend. scratch: at least as many bytes as the call above says, and not used by others at the same time. */
-TQKV_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
-                                       tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
+TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
+                                             tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
 
 /* For programs without an encoder of their own: records by calling record(user, encoder), commits to the context's
    queue and waits. A failure of record is returned and nothing is run. */
 typedef tqkv_result (*tqkv_metal_record)(void *user, tqkv_metal_object encoder);
-TQKV_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_record record, void *user);
+TQKV_METAL_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_record record, void *user);
 /* Memory that processor and GPU share: buffers of storage mode shared, addressed by their contents. */
-TQKV_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
+TQKV_METAL_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
 /* The buffer behind a pointer into such memory; TQKV_INVALID_ARGUMENT for any other. */
-TQKV_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffer *out);
+TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffer *out);
 
 /* A cache whose desc has `metal` lies in shared memory. tqkv_cache_append and tqkv_cache_attend run on the GPU and
    wait; everything else, and encode and attend on tqkv_cache_keys and _values, works on the processor as ever. After a
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
    The two below record into an encoder. An append counts at once, so that the attention after it can be recorded:
    should the command buffer fail, truncate. The processor sees the codes when it has completed. */
-TQKV_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
-                                             tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                             tqkv_metal_buffer not_finite);
-TQKV_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
-                                             tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
-                                             tqkv_metal_buffer out);
-TQKV_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);
+TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
+                                                   tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                                   tqkv_metal_buffer not_finite);
+TQKV_METAL_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
+                                                   tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
+                                                   tqkv_metal_buffer out);
+TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);
 
 #ifdef __cplusplus
 }
@@ -797,6 +805,8 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 {
     const TQKV__VECTOR factor = TQKV__(set1)(norms ? tqkv__factor(s, 1.0f) : 1.0f);
     const int blocks = s->head_dim / s->block_dim, per_row = s->norms_per_row;
+    const size_t tile = (size_t)(TQKV__TILE * per_row);
+    if (norms) tqkv__prefetch((const uint8_t *)(norms + tile), tile * sizeof(float));
     for (int b = 0; b < blocks; b++, factors += TQKV__TILE) {
         const float *norm = norms ? norms + b * s->block_dim / s->norm_dim : NULL;
         const bool whole = norm && per_row == 1 && n == TQKV__TILE;
@@ -3575,13 +3585,13 @@ static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
     return finite;
 }
 
-/* value_tile, also where rows of an F16 stream must not touch a NaN that only other rows see: then position by position
-   with the rows that have a weight for it. */
-static void tqkv__add_values(const tqkv__attention *a, int kv_head, int slot, int n, float *weights, int n_rows,
-                             float *out)
+/* value_tile, also where a row of an F16 stream must not touch a NaN that only other rows see (`whole` is false): then
+   position by position with the rows that have a weight for it. */
+static void tqkv__add_values(const tqkv__attention *a, int kv_head, int slot, int n, bool whole, float *weights,
+                             int n_rows, float *out)
 {
     const tqkv__stream *s = &a->values;
-    if (s->format != TQKV_F16 || a->n_queries == 1 ||
+    if (s->format != TQKV_F16 || whole ||
         tqkv__halves_finite(tqkv__codes_at(s, kv_head, slot), (size_t)n * (size_t)s->head_dim)) {
         a->isa->value_tile(s, kv_head, slot, n, weights, n_rows, out);
         return;
@@ -3608,15 +3618,17 @@ static void tqkv__attend_rows(const tqkv__attention *a, int kv_head, int first_r
     tqkv__visible(a, (first_row + n_rows - 1) / a->group, first, end, &unused, &to);
     for (int64_t position = from; position < to;) {
         const int n = tqkv__tile_length(a, position, to), begin = (int)(position % TQKV__TILE);
+        bool whole = true; /* every row sees all of the tile */
         a->isa->score_tile(&a->keys, kv_head, tqkv__slot(&a->keys, position), n, q, n_rows, scores + begin);
         for (int row = 0; row < n_rows; row++) {
             int64_t row_from, row_to;
             tqkv__visible(a, (first_row + row) / a->group, first, end, &row_from, &row_to);
             spans[row].from = begin + tqkv__clamp(row_from - position, 0, n);
             spans[row].to = begin + tqkv__clamp(row_to - position, 0, n);
+            whole = whole && spans[row].to - spans[row].from == n;
         }
         a->isa->softmax_tile(a, spans, n_rows, scores, max, sum, out);
-        tqkv__add_values(a, kv_head, tqkv__slot(&a->values, position), n, scores + begin, n_rows, out);
+        tqkv__add_values(a, kv_head, tqkv__slot(&a->values, position), n, whole, scores + begin, n_rows, out);
         position += n;
     }
 }
