@@ -924,7 +924,8 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(fill_columns)(const tqkv_format for
         const uint8_t *lower = keys->lower + (size_t)j * keys->lower_stride;
         const uint8_t *upper = split ? keys->upper + (size_t)j * keys->upper_stride : NULL;
         float *to = keys->columns + j;
-        for (int d = 0; d < keys->dim; d += 4 * per_column, lower += 16, upper += split ? 4 * (bits - 4) : 0) {
+        for (int d = 0; d < keys->dim;
+             d += 4 * per_column, lower += 16, upper = split ? upper + 4 * (bits - 4) : upper) {
             TQKV__(codes) low[4], high[2];
             TQKV__(transpose)(lower, keys->lower_stride, low);
             high[0] = split ? TQKV__(load_strided)(upper, keys->upper_stride) : low[0];
