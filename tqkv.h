@@ -10,8 +10,8 @@
          #define TQKV_IMPLEMENTATION
          #include "tqkv.h"
 
-     Everywhere else, the include alone. That one file needs xxhash.h (Debian libxxhash-dev, Homebrew xxhash), and the
-     program links with -lm.
+     Everywhere else, the include alone. Keep the name tqkv.h: the file includes itself. That one file needs xxhash.h
+     (Debian libxxhash-dev, Homebrew xxhash), and the program links with -lm.
 
    EXAMPLE
 
@@ -54,17 +54,17 @@
    THREADS
 
      No hidden state but the choice of an instruction set, made once. Calls that only read the same object (attend,
-   decode, save, the getters) may run at once; a call that writes an object (encode into a store, append, truncate,
-   destroy) needs it alone. Different objects are independent. The hook tqkv_parallel runs tasks of one call on the
-   caller's threads; results are the same bits with or without it, whatever the number of threads.
+     decode, save, the getters) may run at once; a call that writes an object (encode into a store, append, truncate,
+     destroy) needs it alone. Different objects are independent. The hook tqkv_parallel runs tasks of one call on the
+     caller's threads; results are the same bits with or without it, whatever the number of threads.
 
    MATHEMATICS
 
      Rotation: y = H(s*x)/sqrt(D), random signs s and the Walsh-Hadamard transform H, after which every coordinate of a
      vector is close to Gaussian. Quantiser: Lloyd-Max codebooks for N(0,1) (S. Lloyd, "Least squares quantization in
      PCM", 1982), or for I8 a uniform grid. The pairing is that of TurboQuant (A. Zandieh et al., 2025). Keys and
-   queries rotated alike keep their dot product; values leave attention rotated and are rotated back once a head.
-   Attention: softmax in one pass with a running maximum (M. Milakov and N. Gimelshein, 2018).
+     queries rotated alike keep their dot product; values leave attention rotated and are rotated back once a head.
+     Attention: softmax in one pass with a running maximum (M. Milakov and N. Gimelshein, 2018).
 */
 #ifndef TQKV_H
 #define TQKV_H
@@ -299,8 +299,9 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend on the content alone: not on machine, allocator or threads. On
    TQKV_IO what was written is no snapshot; write to a temporary file and rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc supplies what a snapshot does not hold (parallel, allocator, sinks); other nonzero fields must match it, else
-   TQKV_INVALID_ARGUMENT. A missing or changed byte: TQKV_CORRUPT. *out is NULL on failure. */
+/* desc supplies what a snapshot does not hold: parallel, allocator, and sinks, as many as the snapshot's n_heads. Other
+   nonzero fields must match it, else TQKV_INVALID_ARGUMENT. A missing or changed byte: TQKV_CORRUPT. *out is NULL
+   on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* >>metal
