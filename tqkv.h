@@ -656,50 +656,103 @@ TQKV__ASSERT_SIZE(tqkv__table_report, 3016);
 // <<shared
 
 // >>plan
-/* What tqkv_metal.m takes from the implementation: the checks of a call and the arguments of its kernels. Seen with
-   TQKV_SHARED. */
+/* What tqkv_metal.m takes from the implementation. A call of Metal is planned here, in plain C: kernel, function
+   constants, arguments, buffers, grid, and all checks but those of Metal's own objects. Seen with TQKV_SHARED. */
 #if defined(TQKV__SHARED) && !defined(__METAL_VERSION__) && !defined(TQKV__PLAN)
 #define TQKV__PLAN
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* encode, probe, decode. Sizes in bytes. */
-typedef struct tqkv__rows_plan {
-    tqkv__rows_args args;
-    int head_dim;
-    tqkv_format format;
-    bool turn;                     /* rotate the source, or un-rotate what is decoded */
-    size_t codes_size, norms_size; /* of the store */
-    size_t rows_size;              /* of the source, or of the destination */
-    size_t skipped_size;           /* of the source, in front: tokens that a ring would drop again */
-} tqkv__rows_plan;
+enum {
+    TQKV__SIMD_WIDTH = 32,
+    TQKV__CONSTANTS = 12,
+    TQKV__BINDINGS = 9,
+    TQKV__MEMORIES = 4,
+    TQKV__SECOND_ARGS = 4,  /* index of encode_kv's arguments of the values; the first of every kernel are at 0 */
+    TQKV__ONLY_CHECKED = -1 /* in place of an index */
+};
 
-TQKV_API tqkv_result tqkv__plan_encode(const tqkv_store *shape, int n_tokens, int64_t position, tqkv__rows_plan *plan);
-TQKV_API tqkv_result tqkv__plan_probe(const tqkv_store *shape, int n_tokens, tqkv__rows_plan *plan);
-TQKV_API tqkv_result tqkv__plan_decode(const tqkv_store *shape, int64_t position, int n_positions, tqkv_basis basis,
-                                       tqkv__rows_plan *plan);
-TQKV_API tqkv_result tqkv__plan_rotate(int n_rows, int head_dim, size_t *rows_size);
+typedef enum tqkv__family {
+    TQKV__TABLES,
+    TQKV__ENCODE,
+    TQKV__ENCODE_KV,
+    TQKV__PROBE,
+    TQKV__DECODE,
+    TQKV__ROTATE,
+    TQKV__ATTEND,
+    TQKV__ATTEND_MERGE
+} tqkv__family;
 
-typedef struct tqkv__attend_plan {
-    tqkv__attend_args args; /* but for n_splits */
-    int head_dim, n_heads;
-    tqkv_format key_format, value_format;
-    bool rotate_queries, unrotate_output, same_slots;
-    int seen; /* positions that the queries see together, at most */
-    size_t key_codes_size, key_norms_size, value_codes_size, value_norms_size;
-    size_t n_rows, rows_size; /* n_queries * n_heads; bytes of q and of the output */
-} tqkv__attend_plan;
+/* What names a pipeline. Bytes only, without gaps, so that two are compared as bytes. */
+typedef struct tqkv__kernel {
+    uint8_t family, head_dim;           /* head_dim / 32, 0 = none */
+    uint8_t constants[TQKV__CONSTANTS]; /* by TQKV_FC_*: value + 1, 0 = not set */
+} tqkv__kernel;
 
-/* Of a, the stores' buffers and the sinks are not read. whole: as if all of the stores were resident, whatever a->end
-   and a->kv_len. */
-TQKV_API tqkv_result tqkv__plan_attend(const tqkv_attention *a, bool whole, tqkv__attend_plan *plan);
-TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, int n_queries, bool whole, tqkv__attend_plan *plan);
-TQKV_API const float *tqkv__cache_sinks(const tqkv_cache *c); /* or NULL */
+/* A buffer argument. size 0: the call has none. */
+typedef struct tqkv__binding {
+    const char *name; /* in texts of failures */
+    int index;
+    tqkv_metal_buffer at;
+    size_t size, alignment;
+    bool written;
+} tqkv__binding;
+
+typedef union tqkv__args {
+    tqkv__rows_args rows;
+    tqkv__rotate_args rotate;
+    tqkv__attend_args attend;
+    tqkv__merge_args merge;
+} tqkv__args;
+
+/* A dispatch. */
+typedef struct tqkv__dispatch {
+    tqkv__kernel kernel;
+    tqkv__args args[2];
+    size_t args_size; /* of each */
+    int n_args, n_bindings;
+    tqkv__binding bindings[TQKV__BINDINGS];
+    size_t memory[TQKV__MEMORIES], memory_each[TQKV__MEMORIES]; /* bytes a threadgroup, and for each simdgroup */
+    size_t grid[3];            /* threadgroups; nothing is to be done if the first is 0 */
+    bool rows;                 /* grid[0] counts rows instead, of which each simdgroup takes one */
+    int n_simdgroups;          /* of a threadgroup, or as many as the pipeline allows */
+    tqkv_metal_object barrier; /* a buffer that the dispatch before this one writes, or NULL */
+} tqkv__dispatch;
+
+/* A binding in front of binding i that lies over it while one of the two is written, or NULL. */
+TQKV_API const tqkv__binding *tqkv__overlapping(const tqkv__dispatch *d, int i);
+
+/* The calls of >>metal. Of shapes and attentions the processor's pointers are not read. */
+TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens, int64_t position,
+                                       tqkv_metal_buffer not_finite, tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                          tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                          tqkv_metal_buffer not_finite, tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_probe(const tqkv_store *shape, tqkv_metal_buffer src, int n_tokens,
+                                      tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions, tqkv_basis basis,
+                                       tqkv_metal_buffer dst, tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                       tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *a, size_t *bytes);
+TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
+                                       tqkv_metal_buffer out, tqkv__dispatch d[2]);
+
+/* Of a cache, which lies at `memory`. rows_size: bytes of q and of the output. */
+TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
+                                             tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                             tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t *rows_size,
+                                            size_t *scratch_size);
+TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
+                                             int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                             tqkv__dispatch d[2]);
 TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 
-/* The processor's tables, and XXH3-64, so that only one file needs xxhash.h. */
-TQKV_API uint64_t tqkv__hash(const void *bytes, size_t size);
+/* What of the shaders' tables and sizes is not this header's; NULL if all is. */
+TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report);
 
 /* What a context gives a cache; struct tqkv_metal begins with it. */
 typedef struct tqkv__backend {
@@ -4019,81 +4072,249 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c->keys : NULL; }
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? &c->values : NULL; }
 
-/* >>metal-plan: what tqkv_metal.m asks, see >>plan */
+/* >>metal-plan: what tqkv_metal.m records, see >>plan */
 
-static tqkv_result tqkv__plan_rows(const tqkv__stream *s, int n_tokens, int64_t position, tqkv__rows_plan *plan)
+static bool tqkv__bindings_overlap(const tqkv__binding *a, const tqkv__binding *b)
 {
-    memset(plan, 0, sizeof *plan);
+    if (!a->size || !b->size || a->at.buffer != b->at.buffer || (!a->written && !b->written)) return false;
+    return a->at.offset < b->at.offset ? b->at.offset - a->at.offset < a->size : a->at.offset - b->at.offset < b->size;
+}
+
+TQKV_API const tqkv__binding *tqkv__overlapping(const tqkv__dispatch *d, int i)
+{
+    for (int j = 0; j < i; j++)
+        if (tqkv__bindings_overlap(&d->bindings[i], &d->bindings[j])) return &d->bindings[j];
+    return NULL;
+}
+
+static void tqkv__start(tqkv__dispatch *d, tqkv__family family, int head_dim)
+{
+    memset(d, 0, sizeof *d);
+    d->kernel.family = (uint8_t)family;
+    d->kernel.head_dim = (uint8_t)(head_dim / 32);
+    d->grid[1] = d->grid[2] = 1;
+}
+
+static void tqkv__set(tqkv__dispatch *d, int constant, int value)
+{
+    d->kernel.constants[constant] = (uint8_t)(value + 1);
+}
+
+static void tqkv__bind(tqkv__dispatch *d, const char *name, int index, tqkv_metal_buffer at, size_t size, bool written)
+{
+    const tqkv__binding binding = {name, index, at, size, 4, written};
+    d->bindings[d->n_bindings++] = binding;
+}
+
+/* Codes and norms, at index and index + 1. Kernels load 16 bytes of codes at a time. */
+static void tqkv__bind_store(tqkv__dispatch *d, const char *const names[2], int index, const tqkv_metal_store *store,
+                             const tqkv__stream *s, bool written)
+{
+    tqkv__bind(d, names[0], index, store->codes, s->codes_size, written);
+    d->bindings[d->n_bindings - 1].alignment = 16;
+    tqkv__bind(d, names[1], index + 1, store->norms, s->norms_size, written);
+}
+
+static void tqkv__bind_flag(tqkv__dispatch *d, int index, tqkv_metal_buffer at)
+{
+    tqkv__bind(d, "not_finite", index, at, at.buffer ? sizeof(uint32_t) : 0, true);
+}
+
+/* `bytes` further on. What would wrap stays behind the end of any buffer. */
+static tqkv_metal_buffer tqkv__behind(tqkv_metal_buffer at, size_t bytes)
+{
+    const size_t last = SIZE_MAX - 15;
+    at.offset = at.offset > last || bytes > last - at.offset ? last : at.offset + bytes;
+    return at;
+}
+
+/* One simdgroup a row. 4 simdgroups a threadgroup: they share one copy of the boundaries (up to 1 KiB, a quarter of the
+   loads), and the rows of a single token, some tens, still spread over many cores. */
+static void tqkv__dispatch_rows(tqkv__dispatch *d, size_t n_rows)
+{
+    d->rows = true;
+    d->n_simdgroups = 4;
+    if (n_rows > d->grid[0]) d->grid[0] = n_rows; /* two rings may keep different numbers */
+}
+
+/* The rows of tokens from `position` on, as the next arguments; *size: their bytes as floats. */
+static tqkv_result tqkv__add_rows(tqkv__dispatch *d, const tqkv__stream *s, int n_tokens, int64_t position,
+                                  size_t *size)
+{
     if (n_tokens < 0 || n_tokens > INT_MAX / s->n_kv_heads ||
-        !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), &plan->rows_size))
+        !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), size))
         return TQKV_INVALID_ARGUMENT;
-    plan->args.n_tokens = n_tokens;
-    plan->args.n_kv_heads = s->n_kv_heads;
-    plan->args.capacity = s->capacity;
-    plan->args.first_slot = n_tokens ? tqkv__slot(s, position) : 0;
-    plan->args.block_scale = s->block_scale;
-    plan->head_dim = s->head_dim;
-    plan->format = s->format;
-    plan->turn = s->rotated;
-    plan->codes_size = s->codes_size;
-    plan->norms_size = s->norms_size;
+    tqkv__rows_args *args = &d->args[d->n_args++].rows;
+    args->n_tokens = n_tokens;
+    args->n_kv_heads = s->n_kv_heads;
+    args->capacity = s->capacity;
+    args->first_slot = n_tokens ? tqkv__slot(s, position) : 0;
+    args->block_scale = s->block_scale;
+    d->args_size = sizeof *args;
+    tqkv__dispatch_rows(d, (size_t)n_tokens * (size_t)s->n_kv_heads);
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv__plan_encode(const tqkv_store *shape, int n_tokens, int64_t position, tqkv__rows_plan *plan)
+/* A stream of tokens to encode: source, codes and norms at the indices behind its arguments, at 0 or 4. */
+static tqkv_result tqkv__add_stream(tqkv__dispatch *d, const char *const names[3], const tqkv_metal_store *store,
+                                    const tqkv__stream *s, tqkv_metal_buffer src, int n_tokens, int64_t position)
 {
-    tqkv__stream s;
-    size_t all;
-    tqkv_result r = tqkv__stream_shape(shape, &s);
-    if (r != TQKV_OK) return r;
-    if (n_tokens < 0 || !tqkv__array_size(n_tokens, s.n_kv_heads, s.head_dim, sizeof(float), &all))
+    size_t all, kept;
+    const int index = d->n_args ? TQKV__SECOND_ARGS : 0;
+    if (n_tokens < 0 || !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), &all))
         return TQKV_INVALID_ARGUMENT;
-    if ((r = tqkv__check_positions(&s, n_tokens, position)) != TQKV_OK) return r;
-    const int skipped = n_tokens > s.capacity ? n_tokens - s.capacity : 0;
-    if ((r = tqkv__plan_rows(&s, n_tokens - skipped, position + skipped, plan)) != TQKV_OK) return r;
-    plan->skipped_size = all - plan->rows_size;
-    plan->rows_size = all;
+    tqkv_result r = tqkv__check_positions(s, n_tokens, position);
+    if (r != TQKV_OK) return r;
+    const int skipped = n_tokens > s->capacity ? n_tokens - s->capacity : 0; /* a ring would drop them again */
+    if ((r = tqkv__add_rows(d, s, n_tokens - skipped, position + skipped, &kept)) != TQKV_OK) return r;
+    tqkv__set(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
+    tqkv__set(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
+    tqkv__bind(d, names[0], index + 1, tqkv__behind(src, all - kept), kept, false);
+    tqkv__bind_store(d, names + 1, index + 2, store, s, true);
+    d->memory[0] = TQKV__TABLE_BYTES;
+    d->memory_each[1] = TQKV__STAGING_BYTES((size_t)s->head_dim, 1);
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv__plan_probe(const tqkv_store *shape, int n_tokens, tqkv__rows_plan *plan)
+TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, tqkv__dispatch *d)
 {
-    tqkv__stream s;
-    const tqkv_result r = tqkv__stream_shape(shape, &s);
-    return r == TQKV_OK ? tqkv__plan_rows(&s, n_tokens, 0, plan) : r;
+    tqkv__start(d, TQKV__TABLES, 0);
+    tqkv__bind(d, "report", 0, report, sizeof(tqkv__table_report), true);
+    d->grid[0] = 1;
+    d->n_simdgroups = 1;
 }
 
-TQKV_API tqkv_result tqkv__plan_decode(const tqkv_store *shape, int64_t position, int n_positions, tqkv_basis basis,
-                                       tqkv__rows_plan *plan)
+TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                       int64_t position, tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+{
+    static const char *const names[] = {"src", "codes", "norms"};
+    tqkv__stream s;
+    const tqkv_result r = tqkv__stream_shape(store ? &store->shape : NULL, &s);
+    if (r != TQKV_OK) return r;
+    tqkv__start(d, TQKV__ENCODE, s.head_dim);
+    tqkv__bind_flag(d, 4, not_finite);
+    return tqkv__add_stream(d, names, store, &s, src, n_tokens, position);
+}
+
+TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                          tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                          tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+{
+    static const char *const key_names[] = {"k", "keys' codes", "keys' norms"};
+    static const char *const value_names[] = {"v", "values' codes", "values' norms"};
+    tqkv__stream ks, vs;
+    tqkv_result r = tqkv__stream_shape(keys ? &keys->shape : NULL, &ks);
+    if (r == TQKV_OK) r = tqkv__stream_shape(values ? &values->shape : NULL, &vs);
+    if (r != TQKV_OK) return r;
+    if (ks.head_dim != vs.head_dim || ks.n_kv_heads != vs.n_kv_heads) return TQKV_INVALID_ARGUMENT;
+    tqkv__start(d, TQKV__ENCODE_KV, ks.head_dim);
+    tqkv__bind_flag(d, 8, not_finite);
+    d->grid[2] = 2;
+    r = tqkv__add_stream(d, key_names, keys, &ks, k, n_tokens, position);
+    return r == TQKV_OK ? tqkv__add_stream(d, value_names, values, &vs, v, n_tokens, position) : r;
+}
+
+TQKV_API tqkv_result tqkv__plan_probe(const tqkv_store *shape, tqkv_metal_buffer src, int n_tokens,
+                                      tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv__dispatch *d)
 {
     tqkv__stream s;
+    size_t size;
     tqkv_result r = tqkv__stream_shape(shape, &s);
     if (r != TQKV_OK) return r;
-    if (n_positions < 0 || (basis != TQKV_ORIGINAL && basis != TQKV_ROTATED)) return TQKV_INVALID_ARGUMENT;
+    tqkv__start(d, TQKV__PROBE, s.head_dim);
+    if ((r = tqkv__add_rows(d, &s, n_tokens, 0, &size)) != TQKV_OK) return r;
+    tqkv__set(d, TQKV_FC_FORMAT, (int)s.format);
+    tqkv__set(d, TQKV_FC_ROTATED, s.rotated);
+    tqkv__bind(d, "src", 1, src, size, false);
+    tqkv__bind(d, "scaled", 2, scaled, size, true);
+    tqkv__bind_flag(d, 3, not_finite);
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
+                                       tqkv_basis basis, tqkv_metal_buffer dst, tqkv__dispatch *d)
+{
+    static const char *const names[] = {"codes", "norms"};
+    tqkv__stream s;
+    size_t size;
+    tqkv_result r = tqkv__stream_shape(store ? &store->shape : NULL, &s);
+    if (r != TQKV_OK) return r;
+    if (n_positions < 0 || (unsigned)basis > 1u) return TQKV_INVALID_ARGUMENT;
     if (n_positions > s.capacity) return TQKV_OUT_OF_RANGE;
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
-    if ((r = tqkv__plan_rows(&s, n_positions, position, plan)) != TQKV_OK) return r;
-    plan->turn = s.rotated && basis == TQKV_ORIGINAL;
+    tqkv__start(d, TQKV__DECODE, s.head_dim);
+    if ((r = tqkv__add_rows(d, &s, n_positions, position, &size)) != TQKV_OK) return r;
+    tqkv__set(d, TQKV_FC_FORMAT, (int)s.format);
+    tqkv__set(d, TQKV_FC_UNROTATE, s.rotated && basis == TQKV_ORIGINAL);
+    tqkv__bind_store(d, names, 1, store, &s, false);
+    tqkv__bind(d, "dst", 3, dst, size, true);
+    d->memory[0] = TQKV__TABLE_BYTES;
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv__plan_rotate(int n_rows, int head_dim, size_t *rows_size)
+TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                       tqkv__dispatch *d)
 {
+    size_t size;
     if (!tqkv__head_dim_known(head_dim)) return TQKV_UNSUPPORTED;
-    return n_rows >= 0 && tqkv__array_size(n_rows, head_dim, 1, sizeof(float), rows_size) ? TQKV_OK
-                                                                                          : TQKV_INVALID_ARGUMENT;
+    if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size)) return TQKV_INVALID_ARGUMENT;
+    tqkv__start(d, TQKV__ROTATE, head_dim);
+    tqkv__set(d, TQKV_FC_UNROTATE, unrotate);
+    d->args[0].rotate.n_rows = n_rows;
+    d->args_size = sizeof d->args[0].rotate;
+    d->n_args = 1;
+    tqkv__bind(d, "rows", 1, rows, size, true);
+    tqkv__dispatch_rows(d, (size_t)n_rows);
+    return TQKV_OK;
 }
 
-static void tqkv__plan_attention(const tqkv__attention *a, tqkv__attend_plan *plan)
+/* How attention is cut. Metal does not say how many cores a GPU has (7 to 80), so that the shape alone decides, but for
+   the most simdgroups that the pipeline allows. Derived from sizes, not measured on Apple's hardware yet.
+
+   columns       Query rows of a KV head that a threadgroup serves. Each key and value is decoded once for all of them,
+                 so as many as registers hold; a rest is shared out evenly: 9 rows are 5 + 4, not 8 + 1, and take the
+                 same two passes over the cache.
+   n_simdgroups  4: each walks tiles of its own, so that more of them hide each other's loads; they share the tables and
+                 queries in threadgroup memory, which one simdgroup alone would have to fill for itself.
+   n_splits      Threadgroups along the context. Enough for 128 threadgroups, more than the largest GPU has cores, since
+                 below that cores idle. But at least 4 tiles of 32 positions a simdgroup: a split writes and reads 8
+                 bytes a value and row for the merge, at 8 rows 64 bytes a value, against 512 positions of half to two
+                 bytes a value. */
+typedef struct tqkv__split {
+    int columns, n_simdgroups, n_splits;
+    size_t blocks;                  /* of columns */
+    size_t sums_size, scratch_size; /* [n_splits][n_rows][head_dim], and with [n_splits][n_rows][2] behind it */
+} tqkv__split;
+
+static tqkv_result tqkv__choose_split(const tqkv__attention *a, tqkv__split *split)
 {
-    memset(plan, 0, sizeof *plan);
-    tqkv__attend_args *args = &plan->args;
+    const int64_t resident = a->end - a->first; /* of which a window may let the queries see fewer */
+    const int64_t seen = a->window && a->window - 1 < resident - a->n_queries ? a->window - 1 + a->n_queries : resident;
+    const int64_t rows = (int64_t)a->n_queries * a->group, most = TQKV__MAX_COLUMNS(a->head_dim);
+    const int64_t blocks = (rows + most - 1) / most, threadgroups = blocks * a->n_kv_heads;
+    const int64_t tiles = (seen + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
+    const int64_t wanted = (128 + threadgroups - 1) / threadgroups, allowed = tiles / (4 * 4);
+    const int64_t n_splits = wanted < allowed ? wanted : allowed;
+    split->columns = (int)((rows + blocks - 1) / blocks);
+    split->blocks = (size_t)((rows + split->columns - 1) / split->columns);
+    split->n_simdgroups = tiles > 4 ? 4 : tiles > 1 ? (int)tiles : 1;
+    split->n_splits = n_splits > 1 ? (int)n_splits : 1;
+    const size_t n = (size_t)split->n_splits, row = ((size_t)a->head_dim + 2) * sizeof(float);
+    if (a->n_rows > SIZE_MAX / row / n) return TQKV_INVALID_ARGUMENT;
+    split->sums_size = a->n_elements * sizeof(float) * n;
+    split->scratch_size = a->n_rows * row * n;
+    return TQKV_OK;
+}
+
+static void tqkv__attend_args_of(const tqkv__attention *a, int n_splits, tqkv__attend_args *args)
+{
     const int kv_len = (int)(a->end - a->first);
     args->n_queries = a->n_queries;
     args->n_kv_heads = a->n_kv_heads;
     args->group = a->group;
     args->kv_len = kv_len;
     args->window = a->window < kv_len ? a->window : 0;
+    args->n_splits = n_splits;
     args->key_capacity = a->keys.capacity;
     args->value_capacity = a->values.capacity;
     args->key_oldest_slot = kv_len ? tqkv__slot(&a->keys, a->first) : 0;
@@ -4102,53 +4323,197 @@ static void tqkv__plan_attention(const tqkv__attention *a, tqkv__attend_plan *pl
     args->softcap = a->softcap;
     args->key_block_scale = a->keys.block_scale;
     args->value_block_scale = a->values.block_scale;
-    plan->head_dim = a->head_dim;
-    plan->n_heads = a->n_heads;
-    plan->key_format = a->keys.format;
-    plan->value_format = a->values.format;
-    plan->rotate_queries = a->rotate_queries;
-    plan->unrotate_output = a->unrotate_output;
-    plan->same_slots = args->key_capacity == args->value_capacity && args->key_oldest_slot == args->value_oldest_slot;
-    plan->seen = args->window && args->window - 1 < kv_len - a->n_queries ? args->window - 1 + a->n_queries : kv_len;
-    plan->key_codes_size = a->keys.codes_size;
-    plan->key_norms_size = a->keys.norms_size;
-    plan->value_codes_size = a->values.codes_size;
-    plan->value_norms_size = a->values.norms_size;
-    plan->n_rows = a->n_rows;
-    plan->rows_size = a->n_elements * sizeof(float);
 }
 
-static void tqkv__all_resident(tqkv__attention *a)
+static void tqkv__set_attend(tqkv__dispatch *d, const tqkv__attention *a, int columns)
 {
-    a->first = 0;
-    a->end = a->keys.capacity < a->values.capacity ? a->keys.capacity : a->values.capacity;
+    const tqkv__attend_args *args = &d->args[0].attend;
+    tqkv__set(d, TQKV_FC_FORMAT, (int)a->keys.format);
+    tqkv__set(d, TQKV_FC_VALUE_FORMAT, (int)a->values.format);
+    tqkv__set(d, TQKV_FC_ROTATE_QUERIES, a->rotate_queries);
+    tqkv__set(d, TQKV_FC_COLUMNS, columns);
+    tqkv__set(d, TQKV_FC_MANY_QUERIES, a->n_queries > 1);
+    tqkv__set(d, TQKV_FC_SOFTCAP, a->softcap > 0.0f);
+    tqkv__set(d, TQKV_FC_SAME_SLOTS,
+              args->key_capacity == args->value_capacity && args->key_oldest_slot == args->value_oldest_slot);
+    tqkv__set(d, TQKV_FC_SHORT_STORE, args->key_capacity < TQKV__SIMD_WIDTH);
 }
 
-TQKV_API tqkv_result tqkv__plan_attend(const tqkv_attention *attention, bool whole, tqkv__attend_plan *plan)
+/* What attention reads and writes. */
+typedef struct tqkv__attend_buffers {
+    const tqkv_metal_store *keys, *values;
+    tqkv_metal_buffer sinks, q, scratch, out;
+} tqkv__attend_buffers;
+
+/* The memory of queries is cut to the columns in use: it is the largest part, and decides how many threadgroups a core
+   holds. */
+static void tqkv__add_attend(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                             const tqkv__split *split)
 {
-    tqkv__attention a;
-    tqkv_result r = tqkv__attention_shape(attention, &a);
-    if (r == TQKV_OK && whole) tqkv__all_resident(&a);
-    if (r == TQKV_OK && !whole) r = tqkv__attention_range(attention, &a);
-    if (r == TQKV_OK) tqkv__plan_attention(&a, plan);
-    return r;
+    static const char *const key_names[] = {"keys' codes", "keys' norms"};
+    static const char *const value_names[] = {"values' codes", "values' norms"};
+    const size_t head_dim = (size_t)a->head_dim, size = a->n_elements * sizeof(float);
+    tqkv__start(d, TQKV__ATTEND, a->head_dim);
+    tqkv__attend_args_of(a, split->n_splits, &d->args[0].attend);
+    d->args_size = sizeof d->args[0].attend;
+    d->n_args = 1;
+    tqkv__set_attend(d, a, split->columns);
+    tqkv__bind(d, "q", 1, b->q, size, false);
+    tqkv__bind_store(d, key_names, 2, b->keys, &a->keys, false);
+    tqkv__bind_store(d, value_names, 4, b->values, &a->values, false);
+    tqkv__bind(d, "sinks", TQKV__ONLY_CHECKED, b->sinks, b->sinks.buffer ? (size_t)a->n_heads * sizeof(float) : 0,
+               false);
+    tqkv__bind(d, "scratch", 6, b->scratch, split->sums_size, true);
+    tqkv__bind(d, "scratch", 7, tqkv__behind(b->scratch, split->sums_size), split->scratch_size - split->sums_size,
+               true);
+    tqkv__bind(d, "out", TQKV__ONLY_CHECKED, b->out, size, true);
+    d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
+    d->memory[1] = TQKV__ATTEND_QUERY_BYTES(head_dim) / TQKV__MAX_COLUMNS(head_dim) * (size_t)split->columns;
+    d->memory_each[2] = TQKV__ATTEND_WEIGHT_BYTES(head_dim, 1);
+    d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(head_dim, 1);
+    d->grid[0] = (size_t)a->n_kv_heads;
+    d->grid[1] = split->blocks;
+    d->grid[2] = (size_t)split->n_splits;
+    d->n_simdgroups = split->n_simdgroups;
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, int n_queries, bool whole, tqkv__attend_plan *plan)
+static void tqkv__add_merge(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                            const tqkv__split *split)
 {
-    tqkv_attention attention;
-    tqkv__attention a;
-    if (!c || n_queries <= 0) return TQKV_INVALID_ARGUMENT;
-    tqkv__cache_attention(c, n_queries, &attention);
-    const tqkv_result r = tqkv__attention_open(&attention, &a);
+    const tqkv__merge_args args = {(int32_t)a->n_rows, a->n_heads, split->n_splits};
+    const bool sinks = b->sinks.buffer != NULL;
+    tqkv__start(d, TQKV__ATTEND_MERGE, a->head_dim);
+    d->args[0].merge = args;
+    d->args_size = sizeof args;
+    d->n_args = 1;
+    tqkv__set(d, TQKV_FC_UNROTATE, a->unrotate_output);
+    tqkv__set(d, TQKV_FC_SINKS, sinks);
+    tqkv__bind(d, "scratch", 1, b->scratch, split->sums_size, false);
+    tqkv__bind(d, "scratch", 2, tqkv__behind(b->scratch, split->sums_size), split->scratch_size - split->sums_size,
+               false);
+    tqkv__bind(d, "sinks", 3, b->sinks, sinks ? (size_t)a->n_heads * sizeof(float) : 0, false);
+    tqkv__bind(d, "out", 4, b->out, a->n_elements * sizeof(float), true);
+    tqkv__dispatch_rows(d, a->n_rows);
+    d->barrier = b->scratch.buffer;
+}
+
+static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__attend_buffers *b, tqkv__dispatch d[2])
+{
+    tqkv__split split;
+    const tqkv_result r = tqkv__choose_split(a, &split);
     if (r != TQKV_OK) return r;
-    a.first = c->first;
-    if (whole) tqkv__all_resident(&a);
-    tqkv__plan_attention(&a, plan);
+    tqkv__add_attend(&d[0], a, b, &split);
+    tqkv__add_merge(&d[1], a, b, &split);
     return TQKV_OK;
 }
 
-TQKV_API const float *tqkv__cache_sinks(const tqkv_cache *c) { return c->desc.sinks; }
+/* The shape alone, as tqkv__attention_shape. */
+static tqkv_result tqkv__metal_shape(const tqkv_metal_attention *from, tqkv_attention *to, tqkv__attention *a)
+{
+    if (!from || !from->keys || !from->values) return TQKV_INVALID_ARGUMENT;
+    memset(to, 0, sizeof *to);
+    to->keys = &from->keys->shape;
+    to->values = &from->values->shape;
+    to->n_heads = from->n_heads;
+    to->n_queries = from->n_queries;
+    to->end = from->end;
+    to->kv_len = from->kv_len;
+    to->window = from->window;
+    to->scale = from->scale;
+    to->softcap = from->softcap;
+    to->query_basis = from->query_basis;
+    to->output_basis = from->output_basis;
+    return tqkv__attention_shape(to, a);
+}
+
+TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
+                                       tqkv_metal_buffer out, tqkv__dispatch d[2])
+{
+    tqkv_attention attention;
+    tqkv__attention a;
+    tqkv_result r = tqkv__metal_shape(from, &attention, &a);
+    if (r == TQKV_OK) r = tqkv__attention_range(&attention, &a);
+    if (r != TQKV_OK) return r;
+    const tqkv__attend_buffers b = {from->keys, from->values, from->sinks, q, scratch, out};
+    return tqkv__plan_attention(&a, &b, d);
+}
+
+/* n_splits does not fall as more positions are seen, so that whole stores need the most. */
+static tqkv_result tqkv__most_scratch(tqkv__attention *a, size_t *bytes)
+{
+    tqkv__split split;
+    a->first = 0;
+    a->end = a->keys.capacity < a->values.capacity ? a->keys.capacity : a->values.capacity;
+    const tqkv_result r = tqkv__choose_split(a, &split);
+    if (r == TQKV_OK) *bytes = split.scratch_size;
+    return r;
+}
+
+TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *from, size_t *bytes)
+{
+    tqkv_attention attention;
+    tqkv__attention a;
+    const tqkv_result r = tqkv__metal_shape(from, &attention, &a);
+    return r == TQKV_OK ? tqkv__most_scratch(&a, bytes) : r;
+}
+
+static tqkv_metal_buffer tqkv__part(const tqkv_cache *c, tqkv_metal_buffer memory, const void *part)
+{
+    memory.offset += (size_t)((const char *)part - (const char *)c);
+    return memory;
+}
+
+static tqkv_metal_store tqkv__store_at(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_store *s)
+{
+    tqkv_metal_store store;
+    store.shape = *s;
+    store.codes = tqkv__part(c, memory, s->codes);
+    store.norms = tqkv__part(c, memory, s->norms);
+    return store;
+}
+
+TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
+                                             tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                             tqkv__dispatch *d)
+{
+    const tqkv_metal_store keys = tqkv__store_at(c, memory, &c->keys), values = tqkv__store_at(c, memory, &c->values);
+    return tqkv__plan_encode_kv(&keys, &values, k, v, n_tokens, c->end, not_finite, d);
+}
+
+static tqkv_result tqkv__open_cache(const tqkv_cache *c, int n_queries, tqkv__attention *a)
+{
+    tqkv_attention attention;
+    if (!c || n_queries <= 0) return TQKV_INVALID_ARGUMENT;
+    tqkv__cache_attention(c, n_queries, &attention);
+    const tqkv_result r = tqkv__attention_open(&attention, a);
+    a->first = c->first;
+    return r;
+}
+
+TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t *rows_size, size_t *scratch_size)
+{
+    tqkv__attention a;
+    const tqkv_result r = tqkv__open_cache(c, n_queries, &a);
+    if (r != TQKV_OK) return r;
+    *rows_size = a.n_elements * sizeof(float);
+    return tqkv__most_scratch(&a, scratch_size);
+}
+
+TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
+                                             int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                             tqkv__dispatch d[2])
+{
+    tqkv__attention a;
+    const tqkv_result r = tqkv__open_cache(c, n_queries, &a);
+    if (r != TQKV_OK) return r;
+    const tqkv_metal_store keys = tqkv__store_at(c, memory, &c->keys), values = tqkv__store_at(c, memory, &c->values);
+    tqkv__attend_buffers b = {&keys, &values, memory, q, scratch, out};
+    if (a.sinks)
+        b.sinks = tqkv__part(c, memory, a.sinks);
+    else
+        b.sinks.buffer = NULL;
+    return tqkv__plan_attention(&a, &b, d);
+}
 
 TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
@@ -4156,7 +4521,34 @@ TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
     c->first = tqkv__oldest(c, c->end);
 }
 
-TQKV_API uint64_t tqkv__hash(const void *bytes, size_t size) { return XXH3_64bits(bytes, size); }
+/* Sizes first: they say where the tables lie. */
+TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report)
+{
+    const tqkv__table_set *t = &report->tables;
+    const struct {
+        const char *name;
+        uint64_t found, expected;
+    } checks[] = {
+        {"table version", report->table_version, TQKV_TABLE_VERSION},
+        {"size of tqkv__table_set", report->table_set_size, sizeof(tqkv__table_set)},
+        {"size of tqkv__rows_args", report->rows_args_size, sizeof(tqkv__rows_args)},
+        {"size of tqkv__rotate_args", report->rotate_args_size, sizeof(tqkv__rotate_args)},
+        {"size of tqkv__attend_args", report->attend_args_size, sizeof(tqkv__attend_args)},
+        {"size of tqkv__merge_args", report->merge_args_size, sizeof(tqkv__merge_args)},
+        {"table codebook_4", XXH3_64bits(t->codebook_4, sizeof t->codebook_4), TQKV_HASH_CODEBOOK_4},
+        {"table codebook_5", XXH3_64bits(t->codebook_5, sizeof t->codebook_5), TQKV_HASH_CODEBOOK_5},
+        {"table codebook_6", XXH3_64bits(t->codebook_6, sizeof t->codebook_6), TQKV_HASH_CODEBOOK_6},
+        {"table codebook_8", XXH3_64bits(t->codebook_8, sizeof t->codebook_8), TQKV_HASH_CODEBOOK_8},
+        {"table boundaries_4", XXH3_64bits(t->boundaries_4, sizeof t->boundaries_4), TQKV_HASH_BOUNDARIES_4},
+        {"table boundaries_5", XXH3_64bits(t->boundaries_5, sizeof t->boundaries_5), TQKV_HASH_BOUNDARIES_5},
+        {"table boundaries_6", XXH3_64bits(t->boundaries_6, sizeof t->boundaries_6), TQKV_HASH_BOUNDARIES_6},
+        {"table boundaries_8", XXH3_64bits(t->boundaries_8, sizeof t->boundaries_8), TQKV_HASH_BOUNDARIES_8},
+        {"table signs", XXH3_64bits(t->signs, sizeof t->signs), TQKV_HASH_SIGNS},
+    };
+    for (size_t i = 0; i < sizeof checks / sizeof *checks; i++)
+        if (checks[i].found != checks[i].expected) return checks[i].name;
+    return NULL;
+}
 
 /* >>snapshot: a cache as bytes, all little-endian
 

@@ -1,4 +1,4 @@
-/* What tqkv_metal.m takes from tqkv.h: plans of its kernels' arguments, and the door of caches to a context, here to
+/* What tqkv_metal.m takes from tqkv.h: the plans of its dispatches, and the door of caches to a context, here to
  * one that is no GPU. */
 #define TQKV_SHARED
 #include "cache_fixture.h"
@@ -6,64 +6,171 @@
 
 #include <limits.h>
 
-static tqkv_store plan_store(tqkv_format format, int head_dim, int capacity, bool ring)
+/* Buffers: nothing of them is touched. */
+static tqkv_metal_buffer at(int number, size_t offset)
 {
-    tqkv_store s;
+    static char things[8];
+    tqkv_metal_buffer b;
+    b.buffer = &things[number];
+    b.offset = offset;
+    return b;
+}
+
+static const tqkv_metal_buffer none = {NULL, 0};
+
+static tqkv_metal_store plan_store(tqkv_format format, int head_dim, int capacity, bool ring, int number)
+{
+    tqkv_metal_store s;
     memset(&s, 0, sizeof s);
-    s.format = format;
-    s.head_dim = head_dim;
-    s.n_kv_heads = 3;
-    s.capacity = capacity;
-    s.ring = ring;
+    s.shape.format = format;
+    s.shape.head_dim = head_dim;
+    s.shape.n_kv_heads = 3;
+    s.shape.capacity = capacity;
+    s.shape.ring = ring;
+    s.codes = at(number, 0);
+    s.norms = at(number + 1, 0);
     return s;
+}
+
+/* Of that name, the last of them. */
+static tqkv__binding binding(const tqkv__dispatch *d, const char *name)
+{
+    tqkv__binding found;
+    memset(&found, 0, sizeof found);
+    for (int i = 0; i < d->n_bindings; i++)
+        if (!strcmp(d->bindings[i].name, name)) found = d->bindings[i];
+    CHECK(found.name, "no %s", name);
+    return found;
+}
+
+/* -1: not set */
+static int constant(const tqkv__dispatch *d, int index) { return d->kernel.constants[index] - 1; }
+
+static const char *overlapping(const tqkv__dispatch *d)
+{
+    for (int i = 0; i < d->n_bindings; i++)
+        if (tqkv__overlapping(d, i)) return tqkv__overlapping(d, i)->name;
+    return "";
+}
+
+/* What Metal allows: 32 KiB of threadgroup memory in multiples of 16, 1024 threads, and an argument an index. */
+static void check_dispatch(const tqkv__dispatch *d)
+{
+    size_t memory = 0;
+    unsigned indices = 0;
+    for (int i = 0; i < d->n_args; i++) indices |= 1u << (i * TQKV__SECOND_ARGS);
+    for (int i = 0; i < d->n_bindings; i++) {
+        const int index = d->bindings[i].index;
+        if (index == TQKV__ONLY_CHECKED) continue;
+        CHECK(!(indices >> index & 1u), "index %d twice", index);
+        indices |= 1u << index;
+    }
+    CHECK((indices & (indices + 1)) == 0, "indices %x", indices); /* 0, 1, 2 ... without gaps */
+    for (int n = 1; n <= d->n_simdgroups; n++)
+        for (int i = 0; i < TQKV__MEMORIES; i++) {
+            const size_t size = d->memory[i] + (size_t)n * d->memory_each[i];
+            CHECK(size % 16 == 0, "%zu bytes of memory %d", size, i);
+            if (n == d->n_simdgroups) memory += size;
+        }
+    CHECK(memory <= 32768, "%zu bytes of threadgroup memory", memory);
+    CHECK(d->n_simdgroups > 0 && d->n_simdgroups <= 32 && d->grid[1] && d->grid[2], "no threads");
+    CHECK(!*overlapping(d), "%s lies under another", overlapping(d));
+}
+
+static void run_encode(const void *row)
+{
+    tqkv__dispatch d;
+    const tqkv_metal_store linear = plan_store(TQKV_TQ5, 64, 10, false, 0),
+                           ring = plan_store(TQKV_I8, 512, 10, true, 2);
+    const size_t token = 3 * 512 * sizeof(float);
+    (void)row;
+    CHECK_RESULT(tqkv__plan_encode(&ring, at(4, 8), 24, 7, at(5, 0), &d), TQKV_OK);
+    check_dispatch(&d);
+    CHECK(d.args[0].rows.n_tokens == 10 && d.args[0].rows.first_slot == 1, "%d tokens at %d", d.args[0].rows.n_tokens,
+          d.args[0].rows.first_slot);
+    CHECK(binding(&d, "src").at.offset == 8 + 14 * token && binding(&d, "src").size == 10 * token, "the source");
+    CHECK(binding(&d, "codes").size == 3 * 10 * 512 && binding(&d, "norms").size == 3 * 10 * 4 * sizeof(float),
+          "the store's sizes");
+    CHECK(d.kernel.family == TQKV__ENCODE && d.kernel.head_dim == 16 && constant(&d, TQKV_FC_ROTATED) == 1 &&
+              constant(&d, TQKV_FC_FORMAT) == TQKV_I8 && constant(&d, TQKV_FC_VALUE_FORMAT) == -1,
+          "the kernel");
+    CHECK(d.rows && d.grid[0] == 30 && d.args[0].rows.block_scale == 1.0f, "%zu rows", d.grid[0]);
+    CHECK_RESULT(tqkv__plan_encode(&ring, at(4, SIZE_MAX - 3), 24, 7, none, &d), TQKV_OK);
+    CHECK(binding(&d, "src").at.offset > SIZE_MAX - 16, "an offset that wraps");
+    CHECK_RESULT(tqkv__plan_encode(&linear, at(4, 0), 4, 6, none, &d), TQKV_OK);
+    CHECK(d.args[0].rows.first_slot == 6 && d.args[0].rows.capacity == 10 && !binding(&d, "not_finite").size, "linear");
+    CHECK_RESULT(tqkv__plan_encode(&linear, at(4, 0), 0, 10, none, &d), TQKV_OK);
+    CHECK(d.grid[0] == 0, "nothing to encode");
+    CHECK_RESULT(tqkv__plan_encode(&linear, at(0, 0), 4, 6, none, &d), TQKV_OK);
+    CHECK(!strcmp(overlapping(&d), "src"), "the source in the store: %s", overlapping(&d));
+    CHECK_RESULT(tqkv__plan_encode(&linear, none, 5, 6, none, &d), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv__plan_encode(&linear, none, -1, 0, none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_encode(NULL, none, 1, 0, none, &d), TQKV_INVALID_ARGUMENT);
+}
+
+static void run_encode_kv(const void *row)
+{
+    tqkv__dispatch d;
+    const tqkv_metal_store keys = plan_store(TQKV_F16, 64, 10, true, 0), values = plan_store(TQKV_TQ8, 64, 12, true, 2);
+    const tqkv_metal_store wide = plan_store(TQKV_TQ8, 128, 12, true, 2);
+    tqkv_metal_store fewer = values;
+    (void)row;
+    CHECK_RESULT(tqkv__plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 11, 3, at(6, 0), &d), TQKV_OK);
+    check_dispatch(&d);
+    CHECK(d.n_args == 2 && d.args[0].rows.n_tokens == 10 && d.args[1].rows.n_tokens == 11, "tokens of both");
+    CHECK(d.grid[0] == 33 && d.grid[2] == 2, "rows of the longer");
+    CHECK(constant(&d, TQKV_FC_FORMAT) == TQKV_F16 && constant(&d, TQKV_FC_VALUE_FORMAT) == TQKV_TQ8 &&
+              constant(&d, TQKV_FC_ROTATED) == 0 && constant(&d, TQKV_FC_VALUE_ROTATED) == 1,
+          "the kernel");
+    CHECK(binding(&d, "keys' norms").size == 0 && binding(&d, "values' norms").size == 3 * 12 * sizeof(float), "norms");
+    fewer.shape.n_kv_heads = 2;
+    CHECK_RESULT(tqkv__plan_encode_kv(&keys, &wide, none, none, 1, 0, none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_encode_kv(&keys, &fewer, none, none, 1, 0, none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_encode_kv(&keys, NULL, none, none, 1, 0, none, &d), TQKV_INVALID_ARGUMENT);
 }
 
 static void run_rows(const void *row)
 {
-    tqkv__rows_plan p;
-    tqkv_store linear = plan_store(TQKV_TQ5, 64, 10, false), ring = plan_store(TQKV_I8, 512, 10, true);
-    const size_t token = 3 * 512 * sizeof(float);
+    tqkv__dispatch d;
+    const tqkv_metal_store linear = plan_store(TQKV_TQ5, 64, 10, false, 0),
+                           ring = plan_store(TQKV_I8, 512, 10, true, 2);
     (void)row;
-    CHECK_RESULT(tqkv__plan_encode(&ring, 24, 7, &p), TQKV_OK);
-    CHECK(p.args.n_tokens == 10 && p.args.first_slot == 1, "%d tokens at %d", p.args.n_tokens, p.args.first_slot);
-    CHECK(p.rows_size == 24 * token && p.skipped_size == 14 * token, "sizes %zu, %zu", p.rows_size, p.skipped_size);
-    CHECK(p.codes_size == 3 * 10 * 512 && p.norms_size == 3 * 10 * 4 * sizeof(float), "the store's sizes");
-    CHECK(p.turn && p.args.block_scale == 1.0f && p.head_dim == 512 && p.format == TQKV_I8, "the kernel");
-    CHECK_RESULT(tqkv__plan_encode(&linear, 4, 6, &p), TQKV_OK);
-    CHECK(p.skipped_size == 0 && p.args.first_slot == 6 && p.args.capacity == 10, "a linear store");
-    CHECK_RESULT(tqkv__plan_encode(&linear, 0, 10, &p), TQKV_OK);
-    CHECK(p.args.n_tokens == 0 && p.rows_size == 0, "nothing to encode");
-    CHECK_RESULT(tqkv__plan_encode(&linear, 5, 6, &p), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv__plan_encode(&linear, -1, 0, &p), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv__plan_encode(NULL, 1, 0, &p), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv__plan_probe(&linear, INT_MAX, &p), TQKV_INVALID_ARGUMENT); /* rows beyond 2^31 */
-    CHECK_RESULT(tqkv__plan_probe(&linear, 7, &p), TQKV_OK);
-    CHECK(p.args.n_tokens == 7 && p.rows_size == 7 * 3 * 64 * sizeof(float), "a probe");
-    CHECK_RESULT(tqkv__plan_decode(&ring, 95, 10, TQKV_ORIGINAL, &p), TQKV_OK);
-    CHECK(p.turn && p.args.first_slot == 5, "decoded from slot %d", p.args.first_slot);
-    CHECK_RESULT(tqkv__plan_decode(&ring, 95, 10, TQKV_ROTATED, &p), TQKV_OK);
-    CHECK(!p.turn, "left rotated");
-    CHECK_RESULT(tqkv__plan_decode(&ring, 95, 11, TQKV_ROTATED, &p), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv__plan_decode(&linear, 8, 3, TQKV_ROTATED, &p), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv__plan_decode(&linear, 0, 1, test_no_basis(2), &p), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_probe(&linear.shape, none, INT_MAX, none, none, &d),
+                 TQKV_INVALID_ARGUMENT); /* rows > 2^31 */
+    CHECK_RESULT(tqkv__plan_probe(&linear.shape, at(4, 0), 7, at(5, 0), none, &d), TQKV_OK);
+    check_dispatch(&d);
+    CHECK(d.args[0].rows.n_tokens == 7 && binding(&d, "scaled").size == 7 * 3 * 64 * sizeof(float), "a probe");
+    CHECK_RESULT(tqkv__plan_decode(&ring, 95, 10, TQKV_ORIGINAL, at(4, 0), &d), TQKV_OK);
+    check_dispatch(&d);
+    CHECK(constant(&d, TQKV_FC_UNROTATE) == 1 && d.args[0].rows.first_slot == 5, "slot %d", d.args[0].rows.first_slot);
+    CHECK_RESULT(tqkv__plan_decode(&ring, 95, 10, TQKV_ROTATED, at(4, 0), &d), TQKV_OK);
+    CHECK(constant(&d, TQKV_FC_UNROTATE) == 0, "left rotated");
+    CHECK_RESULT(tqkv__plan_decode(&ring, 95, 11, TQKV_ROTATED, none, &d), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv__plan_decode(&linear, 8, 3, TQKV_ROTATED, none, &d), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv__plan_decode(&linear, 0, 1, test_no_basis(2), none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_rotate(at(4, 0), 5, 64, true, &d), TQKV_OK);
+    check_dispatch(&d);
+    CHECK(binding(&d, "rows").size == 5 * 64 * sizeof(float) && constant(&d, TQKV_FC_UNROTATE) == 1, "a rotation");
+    CHECK_RESULT(tqkv__plan_rotate(none, 5, 65, false, &d), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv__plan_rotate(none, -1, 64, false, &d), TQKV_INVALID_ARGUMENT);
+    tqkv__plan_tables(at(4, 0), &d);
+    check_dispatch(&d);
+    CHECK(d.grid[0] == 1 && !d.rows && d.kernel.head_dim == 0, "tables");
 }
 
-static void run_rotate(const void *row)
+static tqkv_result plan_attend(const tqkv_metal_attention *a, tqkv__dispatch d[2])
 {
-    size_t size = 0;
-    (void)row;
-    CHECK_RESULT(tqkv__plan_rotate(5, 64, &size), TQKV_OK);
-    CHECK(size == 5 * 64 * sizeof(float), "%zu bytes", size);
-    CHECK_RESULT(tqkv__plan_rotate(5, 65, &size), TQKV_UNSUPPORTED);
-    CHECK_RESULT(tqkv__plan_rotate(-1, 64, &size), TQKV_INVALID_ARGUMENT);
-    CHECK(tqkv__hash("", 0) == UINT64_C(0x2d06800538d394c2), "not XXH3-64");
+    const tqkv_result r = tqkv__plan_attend(a, at(4, 0), at(5, 0), at(6, 0), d);
+    for (int i = 0; i < 2 && r == TQKV_OK; i++) check_dispatch(&d[i]);
+    return r;
 }
 
 static void run_attend(const void *row)
 {
-    tqkv__attend_plan p;
-    tqkv_attention a;
-    tqkv_store keys = plan_store(TQKV_I8, 64, 100, true), values = plan_store(TQKV_F16, 64, 40, true);
+    tqkv__dispatch d[2];
+    tqkv_metal_attention a;
+    const tqkv_metal_store keys = plan_store(TQKV_I8, 64, 100, true, 0), values = plan_store(TQKV_F16, 64, 40, true, 2);
+    const tqkv__attend_args *args = &d[0].args[0].attend;
     (void)row;
     memset(&a, 0, sizeof a);
     a.keys = &keys;
@@ -71,47 +178,123 @@ static void run_attend(const void *row)
     a.n_heads = 6;
     a.n_queries = 4;
     a.end = 1030;
-    CHECK_RESULT(tqkv__plan_attend(&a, false, &p), TQKV_OK);
-    CHECK(p.args.kv_len == 40 && p.args.key_oldest_slot == 90 && p.args.value_oldest_slot == 30 && !p.same_slots,
-          "oldest slots %d, %d", p.args.key_oldest_slot, p.args.value_oldest_slot);
-    CHECK(p.rotate_queries && !p.unrotate_output && p.args.group == 2 && p.n_rows == 24, "the kernel");
-    CHECK(p.seen == 40 && p.args.window == 0, "%d seen", p.seen);
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(args->kv_len == 40 && args->key_oldest_slot == 90 && args->value_oldest_slot == 30, "oldest slots %d, %d",
+          args->key_oldest_slot, args->value_oldest_slot);
+    CHECK(constant(d, TQKV_FC_ROTATE_QUERIES) == 1 && constant(d, TQKV_FC_SAME_SLOTS) == 0 &&
+              constant(d, TQKV_FC_MANY_QUERIES) == 1 && constant(d, TQKV_FC_SOFTCAP) == 0,
+          "the kernel");
+    CHECK(constant(d + 1, TQKV_FC_UNROTATE) == 0 && constant(d + 1, TQKV_FC_SINKS) == 0, "the merge");
+    CHECK(args->group == 2 && d[1].grid[0] == 24 && d[1].args[0].merge.n_rows == 24, "rows");
+    CHECK(d[1].barrier == at(5, 0).buffer && !d[0].barrier, "a barrier between the two");
     a.window = 10;
-    CHECK_RESULT(tqkv__plan_attend(&a, false, &p), TQKV_OK);
-    CHECK(p.seen == 13 && p.args.window == 10, "%d seen through the window", p.seen);
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(args->window == 10, "window %d", args->window);
     a.window = 40; /* no smaller than what is resident: none */
-    CHECK_RESULT(tqkv__plan_attend(&a, false, &p), TQKV_OK);
-    CHECK(p.seen == 40 && p.args.window == 0, "%d seen", p.seen);
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(args->window == 0, "window %d", args->window);
     a.end = a.kv_len = 0;
-    CHECK_RESULT(tqkv__plan_attend(&a, false, &p), TQKV_OK);
-    CHECK(p.seen == 0 && p.args.kv_len == 0 && p.args.key_oldest_slot == 0, "an empty store");
-    CHECK_RESULT(tqkv__plan_attend(&a, true, &p), TQKV_OK);
-    CHECK(p.seen == 40 && p.args.kv_len == 40, "the whole store: %d", p.seen);
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(args->kv_len == 0 && args->key_oldest_slot == 0 && d[0].n_simdgroups == 1, "an empty store");
+    a.sinks = at(5, 8);
+    CHECK_RESULT(tqkv__plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), d), TQKV_OK);
+    CHECK(!strcmp(overlapping(d), "sinks"), "sinks in the scratch: %s", overlapping(d));
     a.kv_len = 1;
-    CHECK_RESULT(tqkv__plan_attend(&a, false, &p), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OUT_OF_RANGE);
     a.n_heads = 7;
-    CHECK_RESULT(tqkv__plan_attend(&a, false, &p), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
+}
+
+/* How contexts of every length are cut: all rows, all positions in view of the scratch that was asked for. */
+static void run_split(const void *row)
+{
+    const int head_dim = *(const int *)row, groups[] = {1, 3, 8, 16}, queries[] = {1, 2, 9, 64};
+    const int most_columns = TQKV__MAX_COLUMNS(head_dim);
+    for (int g = 0; g < 4; g++)
+        for (int q = 0; q < 4; q++) {
+            const int capacity = 40000, rows = groups[g] * queries[q];
+            const tqkv_metal_store keys = plan_store(TQKV_TQ4, head_dim, capacity, false, 0),
+                                   values = plan_store(TQKV_TQ8, head_dim, capacity, false, 2);
+            size_t scratch = 0;
+            int n_splits = 0;
+            tqkv_metal_attention a;
+            memset(&a, 0, sizeof a);
+            a.keys = &keys;
+            a.values = &values;
+            a.n_heads = 3 * groups[g];
+            a.n_queries = queries[q];
+            CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), TQKV_OK);
+            for (a.end = 0; a.end <= capacity; a.end += 2500) {
+                tqkv__dispatch d[2];
+                CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+                const int columns = constant(d, TQKV_FC_COLUMNS), splits = d[0].args[0].attend.n_splits;
+                const tqkv__binding state = binding(d, "scratch");
+                CHECK(columns <= TQKV__MAX_COLUMNS(head_dim) && columns * (int)d->grid[1] >= rows &&
+                          columns * ((int)d->grid[1] - 1) < rows,
+                      "%d rows as %zu blocks of %d", rows, d->grid[1], columns);
+                CHECK(state.at.offset + state.size <= scratch, "%zu bytes of scratch", state.at.offset + state.size);
+                CHECK(splits >= n_splits && splits == (int)d->grid[2] && splits == d[1].args[0].merge.n_splits,
+                      "%d splits", splits);
+                n_splits = splits;
+            }
+            CHECK((n_splits > 1) == (3 * ((rows + most_columns - 1) / most_columns) < 128), "%d splits in the end",
+                  n_splits);
+        }
 }
 
 static void run_cache_plan(const void *row)
 {
     const cache_row shape = {TQKV_I8, TQKV_TQ4, 64, 8, true, 20, 15};
-    tqkv__attend_plan p;
+    tqkv__dispatch d[2];
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
+    desc.sinks = cache_sinks;
     tqkv_cache *cache = cache_make(&shape, &desc);
+    const tqkv__attend_args *args = &d[0].args[0].attend;
+    size_t rows = 0, most = 0;
     (void)row;
     REQUIRE(cache, "no cache");
-    CHECK(!tqkv__cache_sinks(cache), "sinks");
-    CHECK_RESULT(tqkv__plan_cache_attend(cache, 1, false, &p), TQKV_OK);
-    CHECK(p.args.kv_len == 3 && p.args.key_oldest_slot == 4, "after a truncation: %d", p.args.kv_len);
-    CHECK_RESULT(tqkv__plan_cache_attend(cache, 1, true, &p), TQKV_OK);
-    CHECK(p.args.kv_len == 8, "whole: %d", p.args.kv_len);
+    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 256), at(1, 0), 1, at(2, 0), at(3, 0), d), TQKV_OK);
+    CHECK(args->kv_len == 3 && args->key_oldest_slot == 4, "after a truncation: %d", args->kv_len);
+    const char *codes = (const char *)tqkv_cache_values(cache)->codes;
+    CHECK(binding(d, "values' codes").at.offset == 256 + (size_t)(codes - (const char *)cache), "where the codes lie");
+    CHECK(binding(d, "sinks").size && binding(d, "sinks").at.buffer == at(0, 0).buffer, "sinks are in the cache");
+    check_dispatch(&d[0]);
+    check_dispatch(&d[1]);
     tqkv__cache_advance(cache, 7);
-    CHECK_RESULT(tqkv__plan_cache_attend(cache, 1, false, &p), TQKV_OK);
-    CHECK(tqkv_cache_end(cache) == 22 && p.args.kv_len == 8, "after an advance: %d", p.args.kv_len);
-    CHECK_RESULT(tqkv__plan_cache_attend(cache, 0, false, &p), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv__plan_cache_attend(NULL, 1, false, &p), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 0), none, 1, none, none, d), TQKV_OK);
+    CHECK(tqkv_cache_end(cache) == 22 && args->kv_len == 8, "after an advance: %d", args->kv_len);
+    CHECK_RESULT(tqkv__plan_cache_append(cache, at(0, 0), at(1, 0), at(2, 0), 3, none, d), TQKV_OK);
+    check_dispatch(d);
+    CHECK(d->args[0].rows.first_slot == 22 % 8 && d->kernel.family == TQKV__ENCODE_KV, "an append");
+    CHECK_RESULT(tqkv__plan_cache_sizes(cache, 2, &rows, &most), TQKV_OK);
+    CHECK(rows == 2 * CACHE_HEADS * CACHE_GROUP * 64 * sizeof(float) && most > rows, "%zu and %zu bytes", rows, most);
+    CHECK_RESULT(tqkv__plan_cache_sizes(cache, 0, &rows, &most), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_cache_sizes(NULL, 1, &rows, &most), TQKV_INVALID_ARGUMENT);
     tqkv_cache_destroy(cache);
+}
+
+/* A report as the shaders give it, and with one byte or size changed. */
+static void run_stale(const void *row)
+{
+    tqkv__table_report report;
+    (void)row;
+    memset(&report, 0, sizeof report);
+    CHECK(!strcmp(tqkv__stale_table(&report), "table version"), "an empty report");
+    report.table_version = TQKV_TABLE_VERSION;
+    report.table_set_size = sizeof(tqkv__table_set);
+    report.rows_args_size = sizeof(tqkv__rows_args);
+    report.rotate_args_size = sizeof(tqkv__rotate_args);
+    report.attend_args_size = sizeof(tqkv__attend_args);
+    report.merge_args_size = sizeof(tqkv__merge_args);
+    report.tables = tqkv__tables;
+    CHECK(!tqkv__stale_table(&report), "not stale: %s", tqkv__stale_table(&report));
+    for (size_t i = 0; i < sizeof report; i++) {
+        ((unsigned char *)&report)[i] ^= 1;
+        CHECK(tqkv__stale_table(&report), "byte %zu of %zu", i, sizeof report);
+        ((unsigned char *)&report)[i] ^= 1;
+    }
+    report.tables.signs[5] ^= 8;
+    CHECK(!strcmp(tqkv__stale_table(&report), "table signs"), "signs");
 }
 
 /* Begins as struct tqkv_metal does. */
@@ -175,9 +358,13 @@ static void run_backend(const void *row)
 
 void test_plan_cases(void)
 {
+    test_add(run_encode, NULL, 0, "plan/encode");
+    test_add(run_encode_kv, NULL, 0, "plan/encode_kv");
     test_add(run_rows, NULL, 0, "plan/rows");
-    test_add(run_rotate, NULL, 0, "plan/rotate");
     test_add(run_attend, NULL, 0, "plan/attend");
+    for (int i = 0; i < 6; i++)
+        test_add(run_split, &test_head_dims[i], sizeof(int), "plan/split/d%d", test_head_dims[i]);
     test_add(run_cache_plan, NULL, 0, "plan/cache");
+    test_add(run_stale, NULL, 0, "plan/stale");
     test_add(run_backend, NULL, 0, "plan/backend");
 }
