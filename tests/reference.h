@@ -179,7 +179,8 @@ static inline void reference_put_code(uint8_t *codes, tqkv_format format, int he
 
 static inline int reference_code_at(const uint8_t *codes, tqkv_format format, int head_dim, int j)
 {
-    if (format == TQKV_TQ8 || format == TQKV_TQ5_BYTES || format == TQKV_TQ6_BYTES) return codes[j];
+    if (format == TQKV_TQ8 || format == TQKV_TQ5_BYTES || format == TQKV_TQ6_BYTES)
+        return codes[j] & ((1 << reference_bits(format)) - 1);
     int code = codes[j / 2] >> (j % 2 ? 4 : 0) & 15;
     const uint8_t *upper = codes + head_dim / 2;
     if (format == TQKV_TQ5) code |= (upper[j / 8] >> (j % 8) & 1) << 4;
@@ -239,7 +240,7 @@ static inline void reference_encode_row(const tqkv_store *s, const float *source
         reference_grid_row(s, row, norms, scaled);
         for (int j = 0; j < d; j++) {
             float code = rintf(scaled[j]);
-            code = code > 127.0f ? 127.0f : code < -127.0f ? -127.0f : code;
+            code = code < -127.0f ? -127.0f : code <= 127.0f ? code : 127.0f; /* NaN by overflow: 127 */
             codes[j] = (uint8_t)(int)code;
         }
     } else {

@@ -9,6 +9,8 @@ const int test_head_dims[6] = {32, 64, 128, 256, 512, 1024};
 
 enum { MAX_FAILURES_PRINTED = 5 };
 
+bool test_failure_aborts = false;
+
 static struct {
     test_case *cases;
     size_t count, room;
@@ -62,6 +64,7 @@ void test_fail(const char *file, int line, const char *condition, const char *fo
     va_end(arguments);
     printf("\n");
     fflush(stdout);
+    if (test_failure_aborts) abort();
 }
 
 tqkv_store test_store(tqkv_format format, int head_dim, int n_kv_heads, int capacity, bool ring)

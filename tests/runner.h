@@ -35,6 +35,9 @@ void test_add(void (*run)(const void *row), const void *row, size_t row_size, co
 /* Marks the running case as failed and prints where and why. */
 void test_fail(const char *file, int line, const char *condition, const char *format, ...) TEST_PRINTF(4, 5);
 
+/* For the fuzzers: a failed check ends the program. */
+extern bool test_failure_aborts;
+
 #define CHECK(condition, ...)                                                                                          \
     do {                                                                                                               \
         if (!(condition)) test_fail(__FILE__, __LINE__, #condition, __VA_ARGS__);                                      \

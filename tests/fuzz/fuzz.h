@@ -1,0 +1,95 @@
+/* What the fuzzers share: bytes as parameters, rows of floats, and the choice of an instruction set. A failed CHECK
+ * ends the program, which is what a fuzzer notices. */
+#ifndef TQKV_TESTS_FUZZ_H
+#define TQKV_TESTS_FUZZ_H
+
+#include "tests/data.h"
+#include "tests/reference.h"
+#include "tests/runner.h"
+
+/* The entry point of libFuzzer and of AFL++; one input must neither keep memory nor change what the next one does. */
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size);
+
+typedef struct fuzz_input {
+    const uint8_t *at;
+    size_t left;
+} fuzz_input;
+
+/* Zeros follow the last byte. */
+static inline uint8_t fuzz_byte(fuzz_input *input)
+{
+    if (!input->left) return 0;
+    input->left--;
+    return *input->at++;
+}
+
+static inline uint64_t fuzz_bits(fuzz_input *input, int n_bytes)
+{
+    uint64_t bits = 0;
+    for (int i = 0; i < n_bytes; i++) bits |= (uint64_t)fuzz_byte(input) << (8 * i);
+    return bits;
+}
+
+static inline int fuzz_int(fuzz_input *input)
+{
+    uint32_t bits = (uint32_t)fuzz_bits(input, 4);
+    int value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline float fuzz_float(fuzz_input *input)
+{
+    uint32_t bits = (uint32_t)fuzz_bits(input, 4);
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* In [low, high], at most 256 values. */
+static inline int fuzz_range(fuzz_input *input, int low, int high) { return low + fuzz_byte(input) % (high - low + 1); }
+
+static inline bool fuzz_is_finite(float x) { return x - x == 0.0f; }
+
+/* n floats: data_rows' kinds, or bit patterns of the input, repeated until they are enough. */
+static inline void fuzz_rows(fuzz_input *input, float *rows, int n_rows, int head_dim)
+{
+    int kind = fuzz_range(input, 0, DATA_KINDS + 1);
+    size_t n = (size_t)n_rows * (size_t)head_dim, period = (size_t)fuzz_range(input, 1, 64);
+    if (kind < DATA_KINDS) {
+        data_rows(period, (data_kind)kind, rows, n_rows, head_dim);
+        return;
+    }
+    for (size_t i = 0; i < n; i++) {
+        rows[i] = i < period ? fuzz_float(input) : rows[i - period];
+        if (kind == DATA_KINDS && !fuzz_is_finite(rows[i])) rows[i] = 1.0f;
+    }
+}
+
+/* A pointer one past the last byte is as bad as any other: memory of the exact size lets the sanitizer see it. */
+static inline float *fuzz_new_floats(int a, int b, int c)
+{
+    return (float *)test_alloc_filled((size_t)a * (size_t)b * (size_t)c * sizeof(float), 0xff);
+}
+
+static inline bool fuzz_is_untouched(const void *bytes, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        if (((const unsigned char *)bytes)[i] != 0xff) return false;
+    return true;
+}
+
+/* One of the instruction sets that this processor has, unless TQKV_ISA in the environment has chosen. */
+static inline void fuzz_choose_isa(uint8_t choice)
+{
+    static const char *const names[4] = {"scalar", "avx2", "avx512", "neon"};
+    if (getenv("TQKV_ISA") || tqkv_isa_force(names[choice % 4]) != TQKV_OK) tqkv_isa_force(NULL);
+}
+
+static inline void fuzz_run_backwards(void *user, int count, tqkv_task task, void *context)
+{
+    (void)user;
+    for (int i = count; i-- > 0;) task(context, i);
+}
+
+#endif

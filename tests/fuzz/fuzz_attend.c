@@ -1,0 +1,203 @@
+/* make fuzz FUZZERS=attend SECONDS=60; AFL++: make fuzz-afl FUZZERS=attend. Attention over arbitrary code and norm
+   bytes, shapes and options. */
+#include "fuzz.h"
+
+enum { MAX_BYTES = 1 << 16, MAX_QUERIES = 6, MAX_GROUP = 5 };
+
+typedef struct problem {
+    tqkv_store keys, values;
+    tqkv_attention attention;
+    float sinks[3 * MAX_GROUP];
+    float *q, *out; /* [n_queries][n_heads][head_dim] */
+    size_t n_elements, n_rows;
+    bool is_tame; /* numbers of ordinary size: the result can be compared with double precision */
+} problem;
+
+/* Codes: the input's bytes, repeated and stirred. Norms: bit patterns of the input, or near 1 where tame. */
+static void fill_store(fuzz_input *input, tqkv_store *s, bool is_tame)
+{
+    data_random random = {fuzz_bits(input, 4)};
+    s->codes = test_alloc(s->codes_size);
+    uint8_t *codes = (uint8_t *)s->codes;
+    for (size_t i = 0; i < s->codes_size; i++) codes[i] = (uint8_t)data_bits(&random);
+    for (size_t i = 0; is_tame && s->format == TQKV_F16 && i < s->codes_size; i += 2)
+        codes[i + 1] = (uint8_t)((codes[i + 1] & 0x83) | 0x3c); /* 1 <= |x| < 2 */
+    if (!s->norms_size) return;
+    s->norms = (float *)test_alloc(s->norms_size);
+    size_t n = s->norms_size / sizeof(float), period = (size_t)fuzz_range(input, 1, 16);
+    float unit = s->format == TQKV_I8 ? 0.01f : s->head_dim < 512 ? sqrtf((float)s->head_dim) : 1.0f;
+    for (size_t i = 0; i < n; i++) {
+        s->norms[i] = i < period ? fuzz_float(input) : s->norms[i - period];
+        if (is_tame) s->norms[i] = unit * (0.5f + (float)data_below(&random, 1000) * 0.001f);
+    }
+}
+
+static tqkv_store read_store(fuzz_input *input, int head_dim, int n_kv_heads)
+{
+    tqkv_store s;
+    memset(&s, 0, sizeof s);
+    s.format = test_formats[fuzz_range(input, 0, 7)];
+    s.head_dim = head_dim;
+    s.n_kv_heads = n_kv_heads;
+    s.capacity = fuzz_range(input, 1, 200);
+    uint8_t flags = fuzz_byte(input);
+    s.ring = (flags & 1) != 0;
+    s.unrotated = (flags & 14) == 14;
+    s.block_scale = flags & 16 ? 0.75f : 0.0f;
+    s.codes_size = tqkv_codes_size(&s);
+    s.norms_size = tqkv_norms_size(&s);
+    return s;
+}
+
+static void read_options(fuzz_input *input, problem *p)
+{
+    tqkv_attention *a = &p->attention;
+    int smaller = p->keys.capacity < p->values.capacity ? p->keys.capacity : p->values.capacity;
+    uint8_t flags = fuzz_byte(input);
+    a->keys = &p->keys;
+    a->values = &p->values;
+    a->n_heads = fuzz_range(input, 0, MAX_GROUP) * p->keys.n_kv_heads;
+    a->n_queries = fuzz_range(input, 0, MAX_QUERIES);
+    a->end = flags & 1 ? (int64_t)fuzz_bits(input, 8) : fuzz_range(input, 0, smaller);
+    a->kv_len = flags & 2 ? fuzz_range(input, 0, smaller) : 0;
+    a->window = flags & 4 ? fuzz_range(input, 0, 255) : 0;
+    a->scale = flags & 8 ? (p->is_tame ? 0.03f : fuzz_float(input)) : 0.0f;
+    a->softcap = flags & 16 ? (p->is_tame ? 5.0f : fuzz_float(input)) : 0.0f;
+    a->query_basis = flags & 32 ? TQKV_ROTATED : TQKV_ORIGINAL;
+    a->output_basis = flags & 64 ? TQKV_ROTATED : TQKV_ORIGINAL;
+    if (flags & 128) a->sinks = p->sinks;
+    for (int i = 0; i < 3 * MAX_GROUP; i++)
+        p->sinks[i] = p->is_tame ? (float)i * 0.25f - 1.0f : flags & 128 ? fuzz_float(input) : 0.0f;
+}
+
+static bool set_up(fuzz_input *input, problem *p)
+{
+    memset(p, 0, sizeof *p);
+    p->is_tame = fuzz_byte(input) & 1;
+    int head_dim = test_head_dims[fuzz_range(input, 0, 5)], n_kv_heads = fuzz_range(input, 1, 3);
+    p->keys = read_store(input, head_dim, n_kv_heads);
+    p->values = read_store(input, head_dim, n_kv_heads);
+    if (!p->keys.codes_size || !p->values.codes_size) return false; /* F16, TQ4 and I8 are never unrotated */
+    if (p->keys.codes_size + p->values.codes_size > MAX_BYTES) return false;
+    read_options(input, p);
+    fill_store(input, &p->keys, p->is_tame);
+    fill_store(input, &p->values, p->is_tame);
+    p->n_rows = (size_t)(p->attention.n_heads ? p->attention.n_heads : n_kv_heads) *
+                (size_t)(p->attention.n_queries ? p->attention.n_queries : 1);
+    p->n_elements = p->n_rows * (size_t)head_dim;
+    p->q = fuzz_new_floats((int)p->n_rows, head_dim, 1);
+    p->out = fuzz_new_floats((int)p->n_rows, head_dim, 1);
+    if (p->is_tame)
+        data_rows(fuzz_byte(input), DATA_GAUSSIAN, p->q, (int)p->n_rows, head_dim);
+    else
+        fuzz_rows(input, p->q, (int)p->n_rows, head_dim);
+    return true;
+}
+
+static void tear_down(problem *p)
+{
+    test_store_free(&p->keys);
+    test_store_free(&p->values);
+    free(p->q);
+    free(p->out);
+}
+
+static bool is_seen(const tqkv_attention *a, int64_t position)
+{
+    reference_shape shape = reference_attention_shape(a);
+    for (int i = 0; i < shape.n_queries; i++)
+        if (reference_is_visible(a, i, position)) return true;
+    return false;
+}
+
+/* Other bytes in every slot that no query sees. */
+static void overwrite_unseen(const tqkv_attention *a, tqkv_store *s, bool *seen)
+{
+    reference_shape shape = reference_attention_shape(a);
+    size_t norms = (size_t)reference_norms_per_row(s->format, s->head_dim) * sizeof(float);
+    memset(seen, 0, (size_t)s->capacity * sizeof *seen);
+    for (int64_t at = shape.oldest; at < shape.end; at++)
+        if (is_seen(a, at)) seen[reference_slot(s, at)] = true;
+    for (int slot = 0; slot < s->capacity; slot++)
+        for (int head = 0; !seen[slot] && head < s->n_kv_heads; head++) {
+            memset((void *)(uintptr_t)reference_codes_at(s, head, slot), 0xff,
+                   reference_row_bytes(s->format, s->head_dim));
+            if (norms) memset((void *)(uintptr_t)reference_norms_at(s, head, slot), 0xff, norms);
+        }
+}
+
+/* The same bits from other threads' order, and whatever lies in slots that are not seen. */
+static void check_same_again(problem *p)
+{
+    bool *seen = (bool *)test_alloc(256 * sizeof *seen);
+    float *again = fuzz_new_floats((int)p->n_elements, 1, 1);
+    tqkv_attention other = p->attention;
+    other.parallel.run = fuzz_run_backwards;
+    CHECK_RESULT(tqkv_attend(&other, p->q, again), TQKV_OK);
+    CHECK(!memcmp(again, p->out, p->n_elements * sizeof *again), "other bits in another order of tasks");
+    overwrite_unseen(&p->attention, &p->keys, seen);
+    overwrite_unseen(&p->attention, &p->values, seen);
+    CHECK_RESULT(tqkv_attend(&p->attention, p->q, again), TQKV_OK);
+    CHECK(!memcmp(again, p->out, p->n_elements * sizeof *again), "slots that are not seen were read");
+    free(seen);
+    free(again);
+}
+
+static void check_numbers(const problem *p, const float *out, const double *expected)
+{
+    size_t d = (size_t)p->keys.head_dim;
+    for (size_t row = 0; row < p->n_rows; row++) {
+        double error = reference_relative_error(out + row * d, expected + row * d, d);
+        CHECK(error <= 2e-5, "row %d: relative error %.3g", (int)row, error);
+    }
+}
+
+/* Two slices, merged and finished. */
+static void attend_in_slices(const problem *p, int64_t cut, float *out)
+{
+    reference_shape shape = reference_attention_shape(&p->attention);
+    const tqkv_attention *a = &p->attention;
+    float *memory = fuzz_new_floats((int)(p->n_elements + 4 * p->n_rows), 1, 1);
+    float *max = memory, *sum = max + p->n_rows, *max2 = sum + p->n_rows, *sum2 = max2 + p->n_rows;
+    float *out2 = sum2 + p->n_rows;
+    int64_t middle = shape.oldest + cut % (shape.end - shape.oldest + 1);
+    CHECK_RESULT(tqkv_attend_partial(a, p->q, shape.oldest, (int)(middle - shape.oldest), out, max, sum), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_partial(a, p->q, middle, (int)(shape.end - middle), out2, max2, sum2), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_merge(a, out, max, sum, out2, max2, sum2), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_finish(a, out, max, sum), TQKV_OK);
+    free(memory);
+}
+
+static void check_result(problem *p, uint8_t cut)
+{
+    float *sliced = fuzz_new_floats((int)p->n_elements, 1, 1);
+    check_same_again(p);
+    attend_in_slices(p, cut, sliced);
+    if (p->is_tame) {
+        double *expected = (double *)test_alloc(p->n_elements * sizeof *expected);
+        reference_attend(&p->attention, p->q, expected);
+        check_numbers(p, p->out, expected);
+        check_numbers(p, sliced, expected);
+        free(expected);
+    }
+    free(sliced);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
+{
+    test_failure_aborts = true;
+    fuzz_input input = {bytes, size};
+    problem p;
+    fuzz_choose_isa(fuzz_byte(&input));
+    uint8_t cut = fuzz_byte(&input);
+    if (!set_up(&input, &p)) return 0;
+    tqkv_result result = tqkv_attend(&p.attention, p.q, p.out);
+    if (result == TQKV_OK)
+        check_result(&p, cut);
+    else
+        CHECK(fuzz_is_untouched(p.out, p.n_elements * sizeof *p.out), "%s, but written", tqkv_result_string(result));
+    if (p.is_tame && p.attention.end >= 0)
+        CHECK(result == TQKV_OK || result == TQKV_OUT_OF_RANGE, "%s", tqkv_result_string(result));
+    tear_down(&p);
+    return 0;
+}

@@ -1,0 +1,271 @@
+/* make fuzz FUZZERS=cache SECONDS=60; AFL++: make fuzz-afl FUZZERS=cache. Sequences of cache calls, checked against a
+   model that keeps every position ever appended and attends in double precision. */
+#include "fuzz.h"
+#include "tests/counting.h"
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+enum { MODEL_POSITIONS = 300, MAX_OPERATIONS = 40, MAX_QUERIES = 5, MAX_HEADS = 8 };
+
+/* Positions of the model count from `base` on; the cache's own are larger by it. */
+typedef struct model {
+    tqkv_cache_desc desc;
+    tqkv_cache *cache;
+    tqkv_store keys, values; /* linear, all positions */
+    int64_t base, first, end;
+    counting counter;
+    float sinks[MAX_HEADS];
+} model;
+
+static int n_heads(const model *m) { return m->desc.n_heads ? m->desc.n_heads : m->desc.n_kv_heads; }
+
+static void read_desc(fuzz_input *input, model *m)
+{
+    static const int dims[8] = {32, 64, 128, 256, 32, 64, 512, 1024};
+    static const float scales[4] = {0.0f, 0.02f, 0.1f, -0.05f}, caps[4] = {0.0f, 5.0f, 30.0f, 0.5f};
+    tqkv_cache_desc *desc = &m->desc;
+    uint8_t flags = fuzz_byte(input), numbers = fuzz_byte(input);
+    desc->head_dim = dims[numbers & 7];
+    desc->scale = scales[numbers >> 3 & 3];
+    desc->softcap = caps[numbers >> 5 & 3];
+    desc->n_kv_heads = fuzz_range(input, 1, 2);
+    desc->n_heads = fuzz_range(input, 0, 4) * desc->n_kv_heads;
+    desc->capacity = fuzz_range(input, 1, 150);
+    desc->key_format = test_no_format(fuzz_range(input, 0, 8));
+    desc->value_format = test_no_format(fuzz_range(input, 0, 8));
+    desc->ring = (flags & 1) != 0;
+    desc->window = flags & 2 ? fuzz_byte(input) : 0;
+    if (flags & 4) desc->parallel.run = fuzz_run_backwards;
+    if (flags & 8) desc->sinks = m->sinks;
+    for (int i = 0; i < MAX_HEADS; i++) m->sinks[i] = (float)(i * 7 % 5) - 2.0f;
+    desc->allocator = counting_allocator(&m->counter);
+}
+
+static bool set_up(fuzz_input *input, model *m)
+{
+    memset(m, 0, sizeof *m);
+    fuzz_choose_isa(fuzz_byte(input));
+    read_desc(input, m);
+    CHECK_RESULT(tqkv_cache_create(&m->desc, &m->cache), TQKV_OK);
+    tqkv_format keys = tqkv_cache_keys(m->cache)->format, values = tqkv_cache_values(m->cache)->format;
+    m->keys = test_store(keys, m->desc.head_dim, m->desc.n_kv_heads, MODEL_POSITIONS, false);
+    m->values = test_store(values, m->desc.head_dim, m->desc.n_kv_heads, MODEL_POSITIONS, false);
+    return true;
+}
+
+static void tear_down(model *m)
+{
+    tqkv_cache_destroy(m->cache);
+    CHECK_NO_LEAK(&m->counter);
+    test_store_free(&m->keys);
+    test_store_free(&m->values);
+}
+
+/* ---- The cache against the model ---- */
+
+static void check_row(const model *m, const tqkv_store *store, const tqkv_store *modelled, int head, int64_t at)
+{
+    tqkv_store s = *store; /* a ring may be longer than what it was filled with, never shorter */
+    size_t codes = reference_row_bytes(s.format, s.head_dim);
+    size_t norms = (size_t)reference_norms_per_row(s.format, s.head_dim) * sizeof(float);
+    CHECK(!memcmp(reference_codes_at(&s, head, m->base + at), reference_codes_at(modelled, head, at), codes),
+          "codes of position %d", (int)at);
+    if (norms)
+        CHECK(!memcmp(reference_norms_at(&s, head, m->base + at), reference_norms_at(modelled, head, at), norms),
+              "norms of position %d", (int)at);
+}
+
+static void check_state(const model *m)
+{
+    CHECK(tqkv_cache_end(m->cache) == m->base + m->end, "end");
+    CHECK(m->counter.live == 1, "%d blocks live", m->counter.live);
+    for (int64_t at = m->first; at < m->end; at++)
+        for (int head = 0; head < m->desc.n_kv_heads; head++) {
+            check_row(m, tqkv_cache_keys(m->cache), &m->keys, head, at);
+            check_row(m, tqkv_cache_values(m->cache), &m->values, head, at);
+        }
+}
+
+/* ---- Append ---- */
+
+static void model_append(model *m, tqkv_store *store, const float *rows, int n)
+{
+    float scaled[REFERENCE_MAX_DIM], norms[REFERENCE_MAX_DIM / 128];
+    size_t n_norms = (size_t)reference_norms_per_row(store->format, store->head_dim);
+    for (int i = 0; i < n * store->n_kv_heads; i++) {
+        int64_t at = m->end + i / store->n_kv_heads;
+        int head = i % store->n_kv_heads;
+        reference_encode_row(store, rows + (size_t)i * (size_t)store->head_dim,
+                             (uint8_t *)(uintptr_t)reference_codes_at(store, head, at), norms, scaled);
+        if (n_norms) memcpy((void *)(uintptr_t)reference_norms_at(store, head, at), norms, n_norms * sizeof *norms);
+    }
+}
+
+/* Keys of ordinary size, so that scores stay where float is accurate; values of any. */
+static void make_rows(fuzz_input *input, float *keys, float *values, int n_rows, int head_dim)
+{
+    static const data_kind key_kinds[4] = {DATA_GAUSSIAN, DATA_ZEROS, DATA_ONE_HOT, DATA_CONSTANT};
+    static const data_kind value_kinds[4] = {DATA_STUDENT, DATA_OUTLIERS, DATA_MAGNITUDES, DATA_ZEROS};
+    uint8_t kinds = fuzz_byte(input);
+    data_rows(kinds, key_kinds[kinds & 3], keys, n_rows, head_dim);
+    data_rows((uint64_t)kinds + 1, value_kinds[kinds >> 2 & 3], values, n_rows, head_dim);
+}
+
+static void append(fuzz_input *input, model *m)
+{
+    int d = m->desc.head_dim, heads = m->desc.n_kv_heads, n = fuzz_range(input, 0, m->desc.capacity + 3);
+    uint8_t bad = fuzz_byte(input);
+    if (m->end + n > MODEL_POSITIONS) n = (int)(MODEL_POSITIONS - m->end);
+    float *keys = fuzz_new_floats(n, heads, d), *values = fuzz_new_floats(n, heads, d);
+    make_rows(input, keys, values, n * heads, d);
+    bool is_bad = bad >= 224 && n;
+    if (is_bad) (bad & 1 ? keys : values)[(size_t)bad % (size_t)(n * heads * d)] = bad & 2 ? NAN : -INFINITY;
+    bool fits = m->desc.ring ? m->base + m->end <= INT64_MAX - n : m->end + n <= m->desc.capacity;
+    tqkv_result expected = !fits ? TQKV_OUT_OF_RANGE : is_bad ? TQKV_NOT_FINITE : TQKV_OK;
+    tqkv_result result = tqkv_cache_append(m->cache, keys, values, n);
+    CHECK(result == expected || result == TQKV_OUT_OF_MEMORY, "append: %s, not %s", tqkv_result_string(result),
+          tqkv_result_string(expected));
+    CHECK(result != TQKV_OUT_OF_MEMORY || m->counter.fail_at, "no allocation failed");
+    if (result == TQKV_OK) {
+        model_append(m, &m->keys, keys, n);
+        model_append(m, &m->values, values, n);
+        m->end += n;
+        if (m->end - m->first > m->desc.capacity) m->first = m->end - m->desc.capacity;
+    }
+    free(keys);
+    free(values);
+}
+
+/* ---- Attend ---- */
+
+static void check_answers(const model *m, int n_queries, const float *q, const float *out)
+{
+    size_t d = (size_t)m->desc.head_dim, rows = (size_t)n_queries * (size_t)n_heads(m);
+    double *expected = (double *)calloc(rows * d, sizeof *expected);
+    tqkv_attention a;
+    memset(&a, 0, sizeof a);
+    a.keys = &m->keys;
+    a.values = &m->values;
+    a.n_heads = n_heads(m);
+    a.n_queries = n_queries;
+    a.end = m->end;
+    a.kv_len = (int)(m->end - m->first);
+    a.window = m->desc.window;
+    a.scale = m->desc.scale;
+    a.softcap = m->desc.softcap;
+    a.sinks = m->desc.sinks;
+    if (!expected) exit(2);
+    if (a.kv_len && n_queries) reference_attend(&a, q, expected); /* 0 would mean all, and one */
+    for (size_t row = 0; row < rows; row++) {
+        double error = reference_relative_error(out + row * d, expected + row * d, d);
+        CHECK(error <= 2e-5, "row %d of %d: relative error %.3g", (int)row, (int)rows, error);
+    }
+    free(expected);
+}
+
+static void attend(fuzz_input *input, model *m)
+{
+    int n = fuzz_range(input, 0, MAX_QUERIES), d = m->desc.head_dim;
+    float *q = fuzz_new_floats(n, n_heads(m), d), *out = fuzz_new_floats(n, n_heads(m), d);
+    data_rows(fuzz_byte(input), DATA_GAUSSIAN, q, n * n_heads(m), d);
+    tqkv_result result = tqkv_cache_attend(m->cache, q, n, out);
+    CHECK(result == TQKV_OK || (result == TQKV_OUT_OF_MEMORY && m->counter.fail_at), "%s", tqkv_result_string(result));
+    if (result == TQKV_OK)
+        check_answers(m, n, q, out);
+    else
+        CHECK(fuzz_is_untouched(out, (size_t)n * (size_t)n_heads(m) * (size_t)d * sizeof *out), "written");
+    free(q);
+    free(out);
+}
+
+/* ---- Truncate, save and load ---- */
+
+static void truncate_to(model *m, int64_t end)
+{
+    bool fits = end == 0 || (end >= m->base + m->first && end <= m->base + m->end);
+    tqkv_result result = tqkv_cache_truncate(m->cache, end);
+    CHECK(result == (fits ? TQKV_OK : TQKV_OUT_OF_RANGE), "truncate: %s", tqkv_result_string(result));
+    if (!fits) return;
+    m->end = end == 0 ? 0 : end - m->base;
+    if (end == 0) m->first = m->base = 0;
+}
+
+/* Moves a ring's positions by rewriting its snapshot: what would take years of appending. */
+static void move_positions(model *m, stream *s, uint64_t bits)
+{
+    int64_t farthest = INT64_MAX - m->end, base = (int64_t)(bits & INT64_MAX);
+    uint64_t positions[2], hash;
+    if (!m->desc.ring || m->end == 0) return;
+    m->base = base <= farthest ? base : farthest;
+    positions[0] = (uint64_t)(m->base + m->first);
+    positions[1] = (uint64_t)(m->base + m->end);
+    for (int i = 0; i < 16; i++) s->bytes[56 + i] = (uint8_t)(positions[i / 8] >> (8 * (i % 8)));
+    hash = XXH3_64bits(s->bytes, 72);
+    for (int i = 0; i < 8; i++) s->bytes[72 + i] = (uint8_t)(hash >> (8 * i));
+}
+
+static void save_and_load(fuzz_input *input, model *m, bool move)
+{
+    tqkv_cache_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.allocator = m->desc.allocator;
+    desc.parallel = m->desc.parallel;
+    desc.sinks = m->desc.sinks;
+    desc.n_heads = m->desc.sinks ? n_heads(m) : 0;
+    stream s = stream_empty();
+    s.largest = fuzz_byte(input);
+    CHECK_RESULT(tqkv_cache_save(m->cache, stream_write, &s), TQKV_OK);
+    if (move) move_positions(m, &s, fuzz_bits(input, 8));
+    stream_rewind(&s);
+    tqkv_cache *loaded = NULL;
+    tqkv_result result = tqkv_cache_load(&desc, stream_read, &s, &loaded);
+    if (result == TQKV_OUT_OF_MEMORY && m->counter.fail_at) {
+        m->counter.fail_at = 0;
+        stream_rewind(&s);
+        result = tqkv_cache_load(&desc, stream_read, &s, &loaded);
+    }
+    CHECK_RESULT(result, TQKV_OK);
+    tqkv_cache_destroy(m->cache);
+    m->cache = loaded;
+    stream_free(&s);
+}
+
+static void operate(fuzz_input *input, model *m)
+{
+    uint8_t operation = fuzz_byte(input);
+    m->counter.calls = 0;
+    m->counter.fail_at = operation >= 192 ? 1 + operation % 3 : 0;
+    switch (operation % 8) {
+    case 0:
+    case 1:
+    case 2:
+        append(input, m);
+        break;
+    case 3:
+    case 4:
+        attend(input, m);
+        break;
+    case 5:
+        truncate_to(m, fuzz_byte(input) < 8 ? 0 : m->base + m->end - fuzz_range(input, 0, 12) + 2);
+        break;
+    case 6:
+        save_and_load(input, m, false);
+        break;
+    default:
+        save_and_load(input, m, true);
+        break;
+    }
+    check_state(m);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
+{
+    test_failure_aborts = true;
+    fuzz_input input = {bytes, size};
+    model m;
+    if (!set_up(&input, &m)) return 0;
+    for (int i = 0; i < MAX_OPERATIONS && input.left; i++) operate(&input, &m);
+    tear_down(&m);
+    return 0;
+}

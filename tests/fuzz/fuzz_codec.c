@@ -1,0 +1,156 @@
+/* make fuzz FUZZERS=codec SECONDS=60; AFL++: make fuzz-afl FUZZERS=codec. Arbitrary floats and shapes, encoded and
+   decoded: bytes as the reference has them. */
+#include "fuzz.h"
+
+enum { MAX_CODES = 1 << 15 };
+
+/* Any shape, mostly one that exists. */
+static tqkv_store read_shape(fuzz_input *input)
+{
+    tqkv_store s;
+    memset(&s, 0, sizeof s);
+    uint8_t odd = fuzz_byte(input);
+    s.format = test_no_format(odd & 1 ? fuzz_int(input) : fuzz_range(input, 1, 8));
+    s.head_dim = odd & 2 ? fuzz_int(input) : test_head_dims[fuzz_range(input, 0, 5)];
+    s.n_kv_heads = odd & 4 ? fuzz_int(input) : fuzz_range(input, 1, 3);
+    s.capacity = odd & 8 ? fuzz_int(input) : fuzz_range(input, 1, 70);
+    s.block_scale = odd & 16 ? fuzz_float(input) : 0.0f;
+    s.ring = (odd & 32) != 0;
+    s.unrotated = (odd & 64) != 0;
+    return s;
+}
+
+static void check_same_floats(const float *a, const float *b, int n, const char *what)
+{
+    for (int i = 0; i < n; i++)
+        CHECK(!memcmp(a + i, b + i, sizeof *a) || (a[i] != a[i] && b[i] != b[i]), "%s %d: %.9g, not %.9g", what, i,
+              (double)a[i], (double)b[i]);
+}
+
+typedef struct run {
+    tqkv_store store;
+    const float *source; /* [n_tokens][n_kv_heads][head_dim] */
+    int n_tokens;
+    int64_t position;
+} run;
+
+/* What lies in the slots of the tokens that stayed. */
+static void check_row(const run *r, int token, int head)
+{
+    uint8_t codes[2 * REFERENCE_MAX_DIM];
+    float norms[REFERENCE_MAX_DIM / 128], scaled[REFERENCE_MAX_DIM], probed[REFERENCE_MAX_DIM];
+    const tqkv_store *s = &r->store;
+    const float *source = r->source + ((size_t)token * (size_t)s->n_kv_heads + (size_t)head) * (size_t)s->head_dim;
+    int n_norms = reference_norms_per_row(s->format, s->head_dim);
+    size_t n_bytes = reference_row_bytes(s->format, s->head_dim);
+    tqkv_store one = *s;
+    one.n_kv_heads = 1;
+    reference_encode_row(s, source, codes, norms, scaled);
+    CHECK_RESULT(tqkv_probe(&one, source, 1, probed), TQKV_OK);
+    check_same_floats(probed, scaled, s->head_dim, "scaled value");
+    CHECK(!memcmp(codes, reference_codes_at(s, head, r->position + token), n_bytes), "codes of token %d, head %d",
+          token, head);
+    if (n_norms) check_same_floats(reference_norms_at(s, head, r->position + token), norms, n_norms, "norm");
+}
+
+/* A decoded row against double precision, where its numbers are of ordinary size. */
+static void check_decoded(const run *r, int token, const float *decoded, tqkv_basis basis)
+{
+    double row[REFERENCE_MAX_DIM];
+    const tqkv_store *s = &r->store;
+    for (int head = 0; head < s->n_kv_heads; head++, decoded += s->head_dim) {
+        double size = 0.0;
+        reference_decode(s, head, r->position + token, row);
+        if (basis == TQKV_ROTATED && reference_is_rotated(s)) reference_rotate_double(row, s->head_dim);
+        for (int i = 0; i < s->head_dim; i++) size += row[i] * row[i];
+        if (!(size > 1e-60 && size < 1e60)) continue;
+        double error = reference_relative_error(decoded, row, (size_t)s->head_dim);
+        CHECK(error <= 2e-6, "token %d, head %d: relative error %.3g", token, head, error);
+    }
+}
+
+static void check_stored(const run *r)
+{
+    const tqkv_store *s = &r->store;
+    int first = s->ring && r->n_tokens > s->capacity ? r->n_tokens - s->capacity : 0, n = r->n_tokens - first;
+    for (int t = first; t < r->n_tokens; t++)
+        for (int h = 0; h < s->n_kv_heads; h++) check_row(r, t, h);
+    float *decoded = fuzz_new_floats(n, s->n_kv_heads, s->head_dim);
+    for (int basis = 0; basis < 2; basis++) {
+        CHECK_RESULT(tqkv_decode(s, r->position + first, n, test_no_basis(basis), decoded), TQKV_OK);
+        for (int t = first; t < r->n_tokens; t++)
+            check_decoded(r, t, decoded + (size_t)(t - first) * (size_t)s->n_kv_heads * (size_t)s->head_dim,
+                          test_no_basis(basis));
+    }
+    free(decoded);
+}
+
+/* Turned and turned back: the same vector where neither under- nor overflow can have bitten. */
+static void check_rotation(float *rows, int n_rows, int head_dim)
+{
+    double size = 0.0, *before = (double *)test_alloc((size_t)n_rows * (size_t)head_dim * sizeof *before);
+    for (int i = 0; i < n_rows * head_dim; i++) {
+        before[i] = (double)rows[i];
+        size += before[i] * before[i];
+    }
+    CHECK_RESULT(tqkv_rotate(rows, n_rows, head_dim), TQKV_OK);
+    CHECK_RESULT(tqkv_unrotate(rows, n_rows, head_dim), TQKV_OK);
+    double error = reference_relative_error(rows, before, (size_t)(n_rows * head_dim));
+    CHECK(!(size > 1e-40 && size < 1e66) || error <= 2e-6, "relative error %.3g", error);
+    free(before);
+}
+
+static tqkv_result expected_result(const run *r, bool finite)
+{
+    const tqkv_store *s = &r->store;
+    if (r->position < 0 || r->position > INT64_MAX - r->n_tokens) return TQKV_OUT_OF_RANGE;
+    if (!s->ring && r->position + r->n_tokens > s->capacity) return TQKV_OUT_OF_RANGE;
+    return finite ? TQKV_OK : TQKV_NOT_FINITE;
+}
+
+static void check_run(fuzz_input *input, run *r)
+{
+    tqkv_store *s = &r->store;
+    int rows = r->n_tokens * s->n_kv_heads;
+    float *source = fuzz_new_floats(r->n_tokens, s->n_kv_heads, s->head_dim);
+    fuzz_rows(input, source, rows, s->head_dim);
+    r->source = source;
+    bool finite = true;
+    for (int i = 0; i < rows * s->head_dim; i++) finite &= fuzz_is_finite(source[i]);
+    s->codes = test_alloc_filled(s->codes_size, 0xff);
+    if (s->norms_size) s->norms = (float *)test_alloc_filled(s->norms_size, 0xff);
+    tqkv_result expected = expected_result(r, finite), result = tqkv_encode(s, source, r->n_tokens, r->position);
+    CHECK(result == expected, "%s, not %s", tqkv_result_string(result), tqkv_result_string(expected));
+    if (result != TQKV_OK)
+        CHECK(fuzz_is_untouched(s->codes, s->codes_size) && fuzz_is_untouched(s->norms, s->norms_size),
+              "%s, but written", tqkv_result_string(result));
+    else if (r->n_tokens)
+        check_stored(r);
+    if (finite) check_rotation(source, rows, s->head_dim);
+    free(source);
+    test_store_free(s);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
+{
+    test_failure_aborts = true;
+    fuzz_input input = {bytes, size};
+    fuzz_choose_isa(fuzz_byte(&input));
+    run r;
+    memset(&r, 0, sizeof r);
+    r.store = read_shape(&input);
+    r.store.codes_size = tqkv_codes_size(&r.store);
+    r.store.norms_size = tqkv_norms_size(&r.store);
+    if (r.store.codes_size == 0 || r.store.codes_size > MAX_CODES || r.store.norms_size > MAX_CODES) {
+        float row[REFERENCE_MAX_DIM] = {0};
+        CHECK(tqkv_encode(&r.store, row, 1, 0) != TQKV_OK, "a store without memory");
+        CHECK(tqkv_decode(&r.store, 0, 1, TQKV_ORIGINAL, row) != TQKV_OK, "a store without memory");
+        tqkv_rotate(row, 1, r.store.head_dim);
+        return 0;
+    }
+    r.n_tokens = fuzz_range(&input, 0, r.store.ring ? 2 * r.store.capacity + 1 : r.store.capacity);
+    uint8_t far = fuzz_byte(&input);
+    r.position = far < 128 ? far % (r.store.capacity + 1) : (int64_t)fuzz_bits(&input, 8);
+    check_run(&input, &r);
+    return 0;
+}

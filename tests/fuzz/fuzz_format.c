@@ -1,0 +1,45 @@
+/* make fuzz FUZZERS=format SECONDS=60; AFL++: make fuzz-afl FUZZERS=format. Names and numbers that mean a format. */
+#include "fuzz.h"
+
+static void check_name(const uint8_t *bytes, size_t size)
+{
+    char *name = (char *)test_alloc(size + 1);
+    if (size) memcpy(name, bytes, size);
+    name[size] = '\0';
+    tqkv_format format = tqkv_format_from_name(name);
+    bool is_known = false;
+    for (int i = 0; i < 8; i++) is_known |= !strcmp(name, tqkv_format_name(test_formats[i]));
+    CHECK(is_known == (format != TQKV_FORMAT_DEFAULT), "\"%s\" is format %d", name, (int)format);
+    CHECK(!is_known || !strcmp(tqkv_format_name(format), name), "\"%s\" is %s", name, tqkv_format_name(format));
+    tqkv_result result = tqkv_isa_force(name);
+    CHECK(result == TQKV_OK || result == TQKV_INVALID_ARGUMENT || result == TQKV_UNSUPPORTED, "\"%s\"", name);
+    CHECK(result != TQKV_OK || !strcmp(tqkv_isa_name(), name), "\"%s\" is %s", name, tqkv_isa_name());
+    tqkv_isa_force(NULL);
+    free(name);
+}
+
+static void check_number(int number, int head_dim)
+{
+    tqkv_format format = test_no_format(number);
+    bool is_known = number >= (int)TQKV_F16 && number <= (int)TQKV_I8;
+    bool is_dim = head_dim >= 32 && head_dim <= 1024 && !(head_dim & (head_dim - 1));
+    CHECK(tqkv_format_name(format) != NULL, "format %d has no name", number);
+    CHECK((tqkv_format_from_name(tqkv_format_name(format)) == format) == (is_known || number == 0), "format %d",
+          number);
+    CHECK((tqkv_row_bytes(format, head_dim) != 0) == (is_known && is_dim), "format %d of %d", number, head_dim);
+    int norms = tqkv_norms_per_row(format, head_dim);
+    CHECK((norms != 0) == (is_known && is_dim && format != TQKV_F16), "format %d of %d", number, head_dim);
+    CHECK((tqkv_last_boundary(format) > 0.0f) == is_known, "format %d", number);
+    CHECK(tqkv_result_string(test_no_result(number)) != NULL, "result %d has no text", number);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
+{
+    test_failure_aborts = true;
+    check_name(bytes, size);
+    fuzz_input input = {bytes, size};
+    int number = fuzz_int(&input), head_dim = fuzz_int(&input);
+    check_number(number, head_dim);
+    check_number(number % 12, 1 << (head_dim & 15));
+    return 0;
+}

@@ -1,0 +1,222 @@
+/* make fuzz FUZZERS=snapshot SECONDS=60; AFL++: make fuzz-afl FUZZERS=snapshot. Loading arbitrary bytes; checksums are
+   made right again where the input asks for it, so that the parser behind them is reached. */
+#include "fuzz.h"
+#include "tests/counting.h"
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+enum { HEADER = 72, MAX_FILE = 1 << 15, MAX_MEMORY = 1 << 18, MAX_SINKS = 64 };
+
+typedef struct control {
+    bool is_made, fix_header, fix_streams, with_sinks;
+    int n_edits;
+    size_t chunk;
+    int fail_alloc, fail_read;
+    size_t read_answer;
+    uint8_t match; /* which fields of the desc are given */
+} control;
+
+static control read_control(fuzz_input *input)
+{
+    control c;
+    uint8_t flags = fuzz_byte(input);
+    c.is_made = (flags & 1) != 0;
+    c.fix_header = (flags & 2) != 0;
+    c.fix_streams = (flags & 4) != 0;
+    c.with_sinks = (flags & 8) != 0;
+    c.n_edits = flags >> 4;
+    c.chunk = fuzz_byte(input);
+    c.fail_alloc = fuzz_byte(input) % 4;
+    uint8_t fail = fuzz_byte(input);
+    c.fail_read = fail & 127;
+    c.read_answer = fail & 128 ? SIZE_MAX : 0;
+    c.match = fuzz_byte(input);
+    return c;
+}
+
+static void put(uint8_t *bytes, int n, uint64_t value)
+{
+    for (int i = 0; i < n; i++) bytes[i] = (uint8_t)(value >> (8 * i));
+}
+
+static uint64_t get(const uint8_t *bytes, int n)
+{
+    uint64_t value = 0;
+    for (int i = 0; i < n; i++) value |= (uint64_t)bytes[i] << (8 * i);
+    return value;
+}
+
+/* The bytes of a stream as the header has it; more than MAX_FILE where they do not fit. */
+static size_t stream_size(const uint8_t *file, int format_at)
+{
+    uint64_t head_dim = get(file + 16, 4), heads = get(file + 20, 4), format = get(file + format_at, 4);
+    uint64_t resident = get(file + 64, 8) - get(file + 56, 8);
+    if (head_dim > 1024 || heads > MAX_FILE || resident > MAX_FILE || format < 1 || format > 8) return MAX_FILE + 1;
+    tqkv_format f = test_no_format((int)format);
+    uint64_t row = tqkv_row_bytes(f, (int)head_dim) + 4 * (uint64_t)tqkv_norms_per_row(f, (int)head_dim);
+    uint64_t rows = heads * resident;
+    return rows * row > MAX_FILE ? MAX_FILE + 1 : (size_t)(rows * row);
+}
+
+static void fix_checksums(const control *c, uint8_t *file, size_t size)
+{
+    if (size < HEADER + 8) return;
+    if (c->fix_header) put(file + HEADER, 8, XXH3_64bits(file, HEADER));
+    size_t at = HEADER + 8;
+    for (int format_at = 32; c->fix_streams && format_at <= 36; format_at += 4) {
+        size_t n = stream_size(file, format_at);
+        if (at + n + 8 > size) return;
+        put(file + at + n, 8, XXH3_64bits(file + at, n));
+        at += n + 8;
+    }
+}
+
+/* The file of a cache that could be: valid until it is edited. */
+static size_t make_file(fuzz_input *input, uint8_t *file)
+{
+    uint32_t heads = (uint32_t)fuzz_range(input, 1, 3), capacity = (uint32_t)fuzz_range(input, 1, 40);
+    bool ring = fuzz_byte(input) & 1;
+    uint64_t first = ring ? fuzz_bits(input, 8) >> 2 : 0, resident = fuzz_byte(input) % (capacity + 1);
+    static const float numbers[4] = {0.125f, 1.0f, 7.5f, 1e-3f};
+    memcpy(file, "tqkv\r\n\x1a\n", 8);
+    uint32_t fields[12] = {1, 1, (uint32_t)test_head_dims[fuzz_range(input, 0, 5)], heads};
+    fields[4] = heads * (uint32_t)fuzz_range(input, 1, 4);
+    fields[5] = capacity;
+    fields[6] = (uint32_t)fuzz_range(input, 1, 8);
+    fields[7] = (uint32_t)fuzz_range(input, 1, 8);
+    fields[8] = ring;
+    fields[9] = fuzz_byte(input);
+    memcpy(&fields[10], &numbers[fuzz_byte(input) % 4], 4);
+    memcpy(&fields[11], &numbers[fuzz_byte(input) % 4], 4);
+    for (int i = 0; i < 12; i++) put(file + 8 + 4 * i, 4, fields[i]);
+    put(file + 56, 8, first);
+    put(file + 64, 8, first + resident);
+    size_t size = HEADER + 8 + stream_size(file, 32) + 8 + stream_size(file, 36) + 8;
+    if (size > MAX_FILE) return 0;
+    data_random random = {fuzz_bits(input, 2)};
+    for (size_t i = HEADER; i < size; i++) file[i] = (uint8_t)data_bits(&random);
+    control all = {true, true, true, false, 0, 0, 0, 0, 0, 0};
+    fix_checksums(&all, file, size);
+    return size;
+}
+
+/* The file that the input describes, or is. */
+static size_t read_file(fuzz_input *input, const control *c, uint8_t *file)
+{
+    size_t size = c->is_made ? make_file(input, file) : input->left < MAX_FILE ? input->left : MAX_FILE;
+    if (!c->is_made && size) memcpy(file, input->at, size);
+    for (int i = 0; size && c->is_made && i < c->n_edits; i++) {
+        size_t at = (size_t)fuzz_bits(input, 2);
+        file[at & 1 ? at / 2 % size : at / 2 % HEADER] = fuzz_byte(input);
+    }
+    if (c->is_made && c->n_edits > 12) size = size * fuzz_byte(input) / 256;
+    fix_checksums(c, file, size);
+    return size;
+}
+
+static void *limited_alloc(void *user, size_t size) { return size > MAX_MEMORY ? NULL : counting_alloc(user, size); }
+
+static const float sinks[MAX_SINKS] = {0.5f, -1.0f, 2.0f, -3.0f};
+
+/* The fields that `match` asks for, as the file has them; a wrong one only where `match` asks for that too. */
+static tqkv_cache_desc make_desc(const control *c, const uint8_t *file, size_t size, counting *counter)
+{
+    tqkv_cache_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.allocator = counting_allocator(counter);
+    desc.allocator.alloc = limited_alloc;
+    if (size < HEADER) return desc;
+    if (c->match & 1) desc.head_dim = (int)get(file + 16, 2);
+    if (c->match & 2) desc.n_kv_heads = (int)get(file + 20, 2);
+    if (c->match & 4) desc.capacity = (int)get(file + 28, 2) + (c->match & 128 ? 1 : 0);
+    if (c->match & 8) desc.key_format = test_no_format((int)get(file + 32, 2));
+    if (c->match & 16) desc.value_format = test_no_format((int)get(file + 36, 2));
+    if (c->match & 32) desc.ring = get(file + 40, 1) & 1;
+    if (c->match & 64) memcpy(&desc.softcap, file + 52, 4);
+    if (c->with_sinks && get(file + 24, 4) <= MAX_SINKS) desc.sinks = sinks; /* as many as n_heads: the caller's word */
+    return desc;
+}
+
+static tqkv_result load(const tqkv_cache_desc *desc, stream *s, tqkv_cache **cache)
+{
+    *cache = (tqkv_cache *)(uintptr_t)1;
+    tqkv_result result = tqkv_cache_load(desc, stream_read, s, cache);
+    CHECK((result == TQKV_OK) == (*cache != NULL), "%s, but cache %p", tqkv_result_string(result), (void *)*cache);
+    return result;
+}
+
+/* What was loaded can be used, whatever its norms hold. */
+static void use_cache(tqkv_cache *cache)
+{
+    const tqkv_store *keys = tqkv_cache_keys(cache);
+    int d = keys->head_dim, kv_heads = keys->n_kv_heads;
+    if (kv_heads > 8) return;
+    float *rows = fuzz_new_floats(3, kv_heads, d), *q = fuzz_new_floats(2, MAX_SINKS * kv_heads, d);
+    float *out = fuzz_new_floats(2, MAX_SINKS * kv_heads, d);
+    data_rows(1, DATA_STUDENT, rows, 3 * kv_heads, d);
+    data_rows(2, DATA_GAUSSIAN, q, 2 * MAX_SINKS * kv_heads, d);
+    int64_t end = tqkv_cache_end(cache);
+    CHECK_RESULT(tqkv_cache_attend(cache, q, 2, out), TQKV_OK);
+    tqkv_result result = tqkv_cache_append(cache, rows, rows, 3);
+    CHECK(result == TQKV_OK || result == TQKV_OUT_OF_RANGE, "append: %s", tqkv_result_string(result));
+    CHECK(tqkv_cache_end(cache) == end + (result == TQKV_OK ? 3 : 0), "end after append");
+    CHECK_RESULT(tqkv_cache_attend(cache, q, 1, out), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_truncate(cache, tqkv_cache_end(cache)), TQKV_OK);
+    result = tqkv_cache_truncate(cache, end - 1);
+    CHECK(result == TQKV_OK || result == TQKV_OUT_OF_RANGE, "truncate: %s", tqkv_result_string(result));
+    CHECK_RESULT(tqkv_cache_attend(cache, q, 2, out), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_truncate(cache, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_attend(cache, q, 2, out), TQKV_OK);
+    free(rows);
+    free(q);
+    free(out);
+}
+
+/* The file has one form: saving gives the bytes that were read. */
+static void check_loaded(tqkv_cache *cache, const tqkv_cache_desc *desc, const stream *s, counting *counter)
+{
+    stream saved = stream_empty();
+    int n_heads = (int)get(s->bytes + 24, 4);
+    CHECK_RESULT(tqkv_cache_save(cache, stream_write, &saved), TQKV_OK);
+    CHECK(saved.size == s->at && !memcmp(saved.bytes, s->bytes, saved.size), "saved again, the bytes differ");
+    counter->fail_at = 0;
+    tqkv_cache *again;
+    CHECK_RESULT(load(desc, &saved, &again), TQKV_OK);
+    tqkv_cache_destroy(again);
+    if (n_heads <= MAX_SINKS) use_cache(cache);
+    stream_free(&saved);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
+{
+    test_failure_aborts = true;
+    fuzz_input input = {bytes, size};
+    control c = read_control(&input);
+    counting counter = {0, c.fail_alloc, 0, 0};
+    uint8_t *whole = (uint8_t *)test_alloc(MAX_FILE + HEADER);
+    stream s = stream_empty();
+    s.size = read_file(&input, &c, whole);
+    s.bytes = (uint8_t *)test_alloc(s.size); /* of the exact size: reading on would show */
+    if (s.size) memcpy(s.bytes, whole, s.size);
+    free(whole);
+    s.largest = c.chunk;
+    s.fail_at = c.fail_read;
+    s.answer = c.read_answer;
+    tqkv_cache_desc desc = make_desc(&c, s.bytes, s.size, &counter);
+    tqkv_cache *cache;
+    tqkv_result result = load(&desc, &s, &cache);
+    bool may_fail = s.calls >= c.fail_read && c.fail_read;
+    CHECK(result != TQKV_IO || (may_fail && c.read_answer), "no read failed");
+    CHECK(result != TQKV_INVALID_ARGUMENT || c.match, "the desc asks for nothing");
+    if (c.is_made && !c.n_edits && s.size && !may_fail)
+        CHECK(result == TQKV_OK || result == TQKV_OUT_OF_MEMORY || (c.match & 64) || (c.match & 132) == 132, "%s",
+              tqkv_result_string(result));
+    if (result == TQKV_OK) {
+        check_loaded(cache, &desc, &s, &counter);
+        tqkv_cache_destroy(cache);
+    }
+    CHECK_NO_LEAK(&counter);
+    stream_free(&s);
+    return 0;
+}

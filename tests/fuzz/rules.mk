@@ -1,0 +1,67 @@
+# The fuzzers: `make fuzz` looks for findings, `make test-fuzz` goes through the inputs that earlier runs have found.
+
+FUZZERS ?= snapshot cache codec attend format
+SECONDS ?= 60
+FUZZ_BUILD := $(BUILD)/fuzz
+FUZZ_FLAGS := -std=c99 -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all
+FUZZ_SANITIZERS := address,undefined
+FUZZ_LENGTH := 1024
+# The tables' tests hold the implementation; the runner, what a failed check does.
+FUZZ_SUPPORT := test_tables runner
+FUZZ_HEADERS := $(TEST_HEADERS) tests/fuzz/fuzz.h tests/fuzz/rules.mk
+
+# $(1) folder, $(2) compiler, $(3) flags of compiling, $(4) flags of linking, $(5) what has the main function
+define fuzz_variant
+$(1)/%.o: tests/fuzz/%.c $(FUZZ_HEADERS)
+	@mkdir -p $$(@D)
+	@$(2) $(FUZZ_FLAGS) $(3) $(TEST_FLAGS) -c $$< -o $$@
+
+$(FUZZ_SUPPORT:%=$(1)/%.o): $(1)/%.o: tests/%.c $(FUZZ_HEADERS)
+	@mkdir -p $$(@D)
+	@$(2) $(FUZZ_FLAGS) $(3) $(TEST_FLAGS) -c $$< -o $$@
+
+$(1)/fuzz_%: $(1)/fuzz_%.o $(FUZZ_SUPPORT:%=$(1)/%.o) $(5)
+	@$(2) $(FUZZ_FLAGS) $(4) $$^ -o $$@ -lm
+
+.SECONDARY: $(FUZZ_SUPPORT:%=$(1)/%.o) $(FUZZERS:%=$(1)/fuzz_%.o) $(5)
+endef
+
+$(eval $(call fuzz_variant,$(FUZZ_BUILD)/libfuzzer,clang,-fsanitize=fuzzer-no-link -fsanitize=$(FUZZ_SANITIZERS),\
+	-fsanitize=fuzzer -fsanitize=$(FUZZ_SANITIZERS) -static-libstdc++ -static-libgcc))
+$(eval $(call fuzz_variant,$(FUZZ_BUILD)/afl,afl-clang-fast,,-fsanitize=fuzzer))
+
+.PHONY: fuzz fuzz-afl
+fuzz: $(FUZZERS:%=$(FUZZ_BUILD)/libfuzzer/fuzz_%) ## look for new findings: FUZZERS="cache codec" SECONDS=60
+	@for fuzzer in $(FUZZERS); do \
+		echo "== fuzzer: $$fuzzer"; mkdir -p $(FUZZ_BUILD)/corpus/$$fuzzer; \
+		$(FUZZ_BUILD)/libfuzzer/fuzz_$$fuzzer -max_total_time=$(SECONDS) -max_len=$(FUZZ_LENGTH) \
+			-timeout=20 -print_final_stats=1 -artifact_prefix=$(FUZZ_BUILD)/$$fuzzer- \
+			$(FUZZ_BUILD)/corpus/$$fuzzer tests/fuzz/corpus/$$fuzzer || exit 1; \
+	done
+
+# AFL++ of Debian (package afl++); its driver calls the same entry point.
+fuzz-afl: $(FUZZERS:%=$(FUZZ_BUILD)/afl/fuzz_%)
+	@for fuzzer in $(FUZZERS); do \
+		AFL_SKIP_CPUFREQ=1 AFL_I_DONT_CARE_ABOUT_MISSING_CRASHES=1 AFL_NO_UI=1 afl-fuzz -V $(SECONDS) \
+			-i tests/fuzz/corpus/$$fuzzer -o $(FUZZ_BUILD)/afl/$$fuzzer -- $(FUZZ_BUILD)/afl/fuzz_$$fuzzer || exit 1; \
+	done
+
+# ---- The committed inputs, sanitized, with the runner's own objects ----
+
+$(TEST_BUILD)/sanitize/fuzz/%.o: tests/fuzz/%.c $(FUZZ_HEADERS)
+	@mkdir -p $(@D)
+	@$(FUZZ_CC) -std=c99 $(SANITIZE) $(TEST_FLAGS) -c $< -o $@
+
+$(TEST_BUILD)/sanitize/fuzz_%: $(TEST_BUILD)/sanitize/fuzz/fuzz_%.o $(TEST_BUILD)/sanitize/fuzz/replay.o \
+	$(FUZZ_SUPPORT:%=$(TEST_BUILD)/sanitize/%.o)
+	@$(FUZZ_CC) $(SANITIZE) $^ -o $@ -lm
+
+FUZZ_CC := $(if $(filter Darwin,$(SYSTEM)),$(CC),gcc)
+
+.SECONDARY: $(FUZZERS:%=$(TEST_BUILD)/sanitize/fuzz/fuzz_%.o) $(TEST_BUILD)/sanitize/fuzz/replay.o
+.PHONY: test-fuzz
+test-fuzz: $(FUZZERS:%=$(TEST_BUILD)/sanitize/fuzz_%)
+	@echo "== inputs of the fuzzers"
+	@for fuzzer in $(FUZZERS); do $(TEST_BUILD)/sanitize/fuzz_$$fuzzer tests/fuzz/corpus/$$fuzzer || exit 1; done
+
+TEST_TARGETS += test-fuzz
