@@ -112,6 +112,8 @@ static void run_refusals(const void *parameters)
     CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "q and out overlap");
     b = whole, b.out = b.scratch;
     CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "overlap");
+    b = whole, b.attention.sinks = b.scratch;
+    CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "sinks and scratch overlap");
     b = whole, b.attention.sinks.offset += 8;
     CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "sinks: needs");
     b = whole, b.q.offset += 2;

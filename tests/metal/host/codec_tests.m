@@ -95,8 +95,42 @@ static void run_probe(const void *parameters)
     free(expected);
 }
 
-/* One dispatch for both streams, of different formats and capacities, writes what two calls in C write. */
-static void run_encode_kv(const void *parameters)
+/* The Metal API over both stores against the same in C, up to 2e-5 of either. */
+static void check_attend(tqkv_store *const expected[2], const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                         int64_t end, int n)
+{
+    enum { GROUP = 2, QUERIES = 2 };
+    const int d = expected[0]->head_dim;
+    const size_t count = (size_t)(QUERIES * GROUP * HEADS * d), size = count * sizeof(float);
+    tqkv_attention c = {.keys = expected[0], .values = expected[1], .n_heads = GROUP * HEADS, .n_queries = QUERIES};
+    tqkv_metal_attention a = {.keys = keys, .values = values, .n_heads = GROUP * HEADS, .n_queries = QUERIES};
+    c.end = a.end = end;
+    c.kv_len = a.kv_len = n;
+    float *q = host_floats(12, count), *out = test_alloc(size);
+    size_t scratch_size = 0;
+    CHECK_RESULT(tqkv_metal_attend_scratch(test_host.metal, &a, &scratch_size), TQKV_OK);
+    tqkv_metal_buffer qb = host_buffer(q, size), ob = host_zeros(size), scratch = host_zeros(scratch_size);
+    host_work work = host_begin(true);
+    CHECK_RESULT(tqkv_metal_attend(test_host.metal, work.encoder, &a, qb, scratch, ob), TQKV_OK);
+    host_end(&work);
+    CHECK_RESULT(tqkv_attend(&c, q, out), TQKV_OK);
+    const float *got = host_contents(ob);
+    double wrong = 0, all = 0;
+    for (size_t i = 0; i < count; i++) {
+        wrong += ((double)got[i] - (double)out[i]) * ((double)got[i] - (double)out[i]);
+        all += (double)out[i] * (double)out[i];
+    }
+    CHECK(wrong <= 4e-5 * 4e-5 * all && all > 0, "attention: relative difference %g", sqrt(wrong / all));
+    host_release(qb);
+    host_release(ob);
+    host_release(scratch);
+    free(q);
+    free(out);
+}
+
+/* A pair of formats and capacities all the way: one dispatch for both streams writes what two calls in C write; then
+   both are decoded, and attended to, where the GPU has written them. */
+static void run_pair(const void *parameters)
 {
     const codec_case *c = parameters;
     codec_case values_case = *c;
@@ -118,14 +152,16 @@ static void run_encode_kv(const void *parameters)
     host_store_read(&vg, &v);
     CHECK(same_bytes(&k, &ke), "keys differ");
     CHECK(same_bytes(&v, &ve), "values differ");
+    check_decode(c, &ke, &kg);
+    check_decode(&values_case, &ve, &vg);
+    check_attend((tqkv_store *const[2]){&ke, &ve}, &kg, &vg, c->position + c->n_tokens,
+                 c->n_tokens < c->capacity ? c->n_tokens : c->capacity);
     host_release(kb);
     host_release(vb);
     host_store_release(&kg);
     host_store_release(&vg);
-    test_store_free(&k);
-    test_store_free(&v);
-    test_store_free(&ke);
-    test_store_free(&ve);
+    tqkv_store *const stores[] = {&k, &v, &ke, &ve};
+    for (int i = 0; i < 4; i++) test_store_free(stores[i]);
     free(ks);
     free(vs);
 }
@@ -309,8 +345,7 @@ void codec_host_cases(void)
             const tqkv_format values = test_formats[v];
             codec_case c = {format, 64, 9, false, false, 4, 2, 0.0f, values};
             if (v % 2) c = (codec_case){format, 32, 5, true, false, 13, 99, 0.0f, values};
-            test_add(run_encode_kv, &c, sizeof c, "encode_kv/%s_%s", tqkv_format_name(format),
-                     tqkv_format_name(values));
+            test_add(run_pair, &c, sizeof c, "pair/%s_%s", tqkv_format_name(format), tqkv_format_name(values));
         }
     }
     for (int d = 0; d < 6; d++) test_add(run_rotate, &test_head_dims[d], sizeof(int), "rotate/d%d", test_head_dims[d]);

@@ -251,6 +251,53 @@ static void run_stale(const void *parameters)
     tqkv_metal_destroy(create(desc, TQKV_TABLE_MISMATCH, what));
 }
 
+/* A library that lacks the kernels: each call says so, and records nothing. */
+static void run_missing_kernels(const void *parameters)
+{
+    (void)parameters;
+    char path[400];
+    tqkv_metal_desc desc = {0};
+    REQUIRE(test_host.stale, "needs --stale");
+    snprintf(path, sizeof path, "%s/tables_alone.metallib", test_host.stale);
+    desc.library_path = path;
+    desc.device = test_host.device;
+    tqkv_metal *m = create(desc, TQKV_OK, "");
+    REQUIRE(m, "no context");
+    const tqkv_metal_buffer rows = host_zeros(512);
+    ((float *)host_contents(rows))[5] = 1.0f;
+    host_work work = host_begin(false);
+    CHECK_REFUSED(m, tqkv_metal_rotate(m, work.encoder, rows, 2, 64), TQKV_METAL_ERROR, "tqkv_rotate_d64");
+    host_end(&work);
+    CHECK(((float *)host_contents(rows))[5] == 1.0f, "rotated");
+    host_release(rows);
+    tqkv_metal_destroy(m);
+}
+
+/* What is of one device is refused by the context of another. */
+static void run_other_device(const void *parameters)
+{
+    (void)parameters;
+    tqkv_metal *m = test_host.metal;
+    tqkv_metal_desc desc = {0};
+    NSError *error = nil;
+    id<MTLDevice> other = MTLCreateSystemDefaultDevice();
+    id<MTLBuffer> buffer = [other newBufferWithLength:512 options:MTLResourceStorageModeShared];
+    const tqkv_metal_buffer rows = {buffer, 0};
+    host_work work = host_begin(false);
+    CHECK_REFUSED(m, tqkv_metal_rotate(m, work.encoder, rows, 2, 64), TQKV_INVALID_ARGUMENT, "another device");
+    host_end(&work);
+    @autoreleasepool {
+        NSURL *url = [NSURL fileURLWithPath:[NSString stringWithUTF8String:test_host.library]];
+        id<MTLLibrary> library = [other newLibraryWithURL:url error:&error];
+        desc.device = test_host.device;
+        desc.library = library;
+        create(desc, TQKV_INVALID_ARGUMENT, "another device");
+        [library release];
+    }
+    [buffer release];
+    [other release];
+}
+
 static void run_devices(const void *parameters)
 {
     (void)parameters;
@@ -353,6 +400,8 @@ void context_host_cases(void)
                                  "boundaries_5", "boundaries_6", "boundaries_8", "signs",      "version",
                                  "rows_args",    "rotate_args",  "attend_args",  "merge_args"};
     for (int i = 0; i < 14; i++) test_add(run_stale, stale[i], strlen(stale[i]) + 1, "context/stale/%s", stale[i]);
+    test_add(run_missing_kernels, NULL, 0, "context/missing_kernels");
+    test_add(run_other_device, NULL, 0, "context/other_device");
     test_add(run_devices, NULL, 0, "context/devices");
     test_add(run_failures, NULL, 0, "context/failures");
 #endif

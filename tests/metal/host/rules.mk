@@ -30,7 +30,7 @@ HOST_LINK := $(STANDIN_SANITIZE) -lgnustep-base -lobjc -ldl -lm -pthread
 HOST_LIBRARY := $(HOST_BUILD)/standin.metallib
 HOST_RUN := LSAN_OPTIONS=suppressions=$(STANDIN)/leaks.txt:print_suppressions=0
 HOST_OBJECTS := tqkv_metal $(HOST_TESTS:%=tests/metal/host/%) tests/runner tests/test_tables $(STANDIN)/standin
-HOST_STALE := codebook_4 codebook_5 codebook_6 codebook_8 boundaries_4 boundaries_5 boundaries_6 boundaries_8 signs version \
+HOST_STALE := tables_alone codebook_4 codebook_5 codebook_6 codebook_8 boundaries_4 boundaries_5 boundaries_6 boundaries_8 signs version \
 	rows_args rotate_args attend_args merge_args
 
 # clang with gcc's Objective-C runtime: its headers, and nothing else of gcc's.
@@ -53,6 +53,13 @@ $(HOST_BUILD)/library/library.o: $(STANDIN)/library.cpp $(STANDIN)/standin.h tes
 	@mkdir -p $(@D)
 	@clang++ -fPIC -O1 $(SHADER_TEST_FLAGS) -I$(STANDIN) -c $< -o $@
 
+# Of this tqkv.h, with the kernel `tables` alone.
+$(HOST_BUILD)/stale/tables_alone.metallib: $(HOST_BUILD)/library/tables.metal.o $(HOST_BUILD)/library/simt.o \
+		$(HOST_BUILD)/library/library.o
+	@mkdir -p $(@D)
+	@clang++ -shared $(STANDIN_SANITIZE) $^ -o $@.so
+	@python3 $(STANDIN)/pack.py library $@.so $@
+
 $(HOST_LIBRARY): $(SHADER_NAMES:%=$(HOST_BUILD)/library/%.metal.o) $(HOST_BUILD)/library/simt.o $(HOST_BUILD)/library/library.o
 	@clang++ -shared $(STANDIN_SANITIZE) $^ -o $@.so
 	@python3 $(STANDIN)/pack.py library $@.so $@
@@ -65,6 +72,9 @@ $(HOST_BUILD)/stale/%.metallib: $(METAL_BUILD)/cpu/prepared tqkv.h $(STANDIN)/pa
 	@$(STANDIN_SHADER) -I$(@D)/$*/shaders -c $(METAL_BUILD)/cpu/source/tables.metal.cpp -o $(@D)/$*.o
 	@clang++ -shared $(STANDIN_SANITIZE) $(@D)/$*.o $(HOST_BUILD)/library/simt.o $(HOST_BUILD)/library/library.o -o $@.so
 	@python3 $(STANDIN)/pack.py library $@.so $@
+
+# Memory and locks can fail, too, beside every call of Metal.
+$(HOST_BUILD)/tqkv_metal.o: HOST_FLAGS += -Dcalloc=standin_calloc -Dpthread_mutex_init=standin_mutex_init
 
 endif
 

@@ -1,6 +1,7 @@
 /* What tests ask of the stand-in beyond Metal. */
 #ifndef STANDIN_H
 #define STANDIN_H
+#include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -19,6 +20,9 @@ void standin_set_device(standin_device device);
 /* Calls that Metal may answer with failure are counted from here on; the fail_at-th fails, counted from 1; 0: none. */
 void standin_fail_at(int fail_at);
 int standin_calls(void);
+/* Counted as well: tqkv_metal.m is compiled with these in place of calloc and pthread_mutex_init. */
+void *standin_calloc(size_t n, size_t size);
+int standin_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes);
 /* The words of an injected failure. */
 #define STANDIN_WORDS "injected failure"
 

@@ -67,6 +67,13 @@ static bool fails(NSError **error)
     return true;
 }
 
+void *standin_calloc(size_t n, size_t size) { return is_to_fail() ? NULL : calloc(n, size); }
+
+int standin_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes)
+{
+    return is_to_fail() ? -1 : pthread_mutex_init(mutex, attributes);
+}
+
 /* -- Objects, counted -- */
 
 @interface StandinObject : NSObject
@@ -106,6 +113,16 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 }
 
 @implementation MTLFunctionConstantValues
+- (id)init
+{
+    if ((self = [super init])) count(&live, 1);
+    return self;
+}
+- (void)dealloc
+{
+    count(&live, -1);
+    [super dealloc];
+}
 - (void)setConstantValue:(const void *)from type:(MTLDataType)type atIndex:(NSUInteger)index
 {
     if (index >= STANDIN_CONSTANTS || !from) misuse("function constant %lu", (unsigned long)index);
@@ -514,13 +531,6 @@ static void *open_library(NSData *data, NSError **error)
     buffer->size = length;
     buffer->owner = self;
     buffer->hidden = (options & MTLResourceStorageModePrivate) != 0;
-    return buffer;
-}
-- (id<MTLBuffer>)newBufferWithBytes:(const void *)bytes length:(NSUInteger)length options:(MTLResourceOptions)options
-{
-    if (options & MTLResourceStorageModePrivate) misuse("newBufferWithBytes: into private storage");
-    StandinBuffer *buffer = (StandinBuffer *)[self newBufferWithLength:length options:options];
-    if (buffer) memcpy(buffer->bytes, bytes, length);
     return buffer;
 }
 - (id<MTLLibrary>)newLibraryFrom:(NSData *)data error:(NSError **)error
