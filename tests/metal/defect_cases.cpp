@@ -67,7 +67,7 @@ void run_format_is_required(const void *)
                             .output(3, bytes, sizeof bytes)
                             .memory(0, TQKV__TABLE_BYTES)
                             .run({1, 1, 1}, 1);
-    const char *expected = gpu_on_metal ? "tqkv_decode_d64" : "function constant 0 is not set";
+    const char *expected = gpu_on_device ? "tqkv_decode_d64" : "function constant 0 is not set";
     CHECK(wrong.find(expected) != std::string::npos, "'%s'", wrong.c_str());
 }
 
@@ -216,7 +216,7 @@ void defect_shader_cases()
     test_add(run_partly_filled_ring, nullptr, 0, "defect/partly_filled_ring");
     test_add(run_unused_slots, nullptr, 0, "defect/nan_in_unused_slots");
     test_add(run_prefill_at_once, nullptr, 0, "defect/prefill_in_one_dispatch");
-    if (gpu_on_metal) return; // buffers are copied there, and operations not counted
+    if (gpu_on_device) return; // buffers are copied there, and operations not counted
     test_add(run_beyond_4_gib, nullptr, 0, "defect/offsets_beyond_4_gib");
     test_add(run_decoded_once, nullptr, 0, "defect/decoded_once_for_the_group");
 }

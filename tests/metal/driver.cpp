@@ -1,7 +1,10 @@
-// Runs the shaders: driver [--one-schedule | --flush | --metal LIBRARY] [--list] [part of a name]...
+// Runs the shaders: driver [--one-schedule | --flush | --device LIBRARY] [--list] [part of a name]...
 #include "shader_cases.h"
-#ifdef GPU_METAL
-#include "metal_gpu.h"
+#ifdef GPU_DEVICE
+#include "device.h"
+#endif
+#ifdef GPU_CUDA
+#include "../cuda/cuda_cases.h"
 #endif
 
 // Sanitizers need one schedule only; the flush of subnormals is another machine.
@@ -13,12 +16,12 @@ static void choose_schedules(bool one, bool flush)
     gpu_schedules.push_back({simt::shuffled, 12345, 0x7f, false});
 }
 
-static bool open_metal(const char *library)
+static bool open_device(const char *library)
 {
-    char error[500] = "this driver is built without Metal";
+    char error[500] = "this driver is built for the processor alone";
     bool opened = false;
-#ifdef GPU_METAL
-    opened = metal_gpu_open(library, error, sizeof error);
+#ifdef GPU_DEVICE
+    opened = device_open(library, error, sizeof error);
 #endif
     if (!opened) fprintf(stderr, "%s: %s\n", library, error);
     return opened;
@@ -26,17 +29,22 @@ static bool open_metal(const char *library)
 
 int main(int argc, char **argv)
 {
-    gpu_on_metal = argc > 2 && !strcmp(argv[1], "--metal");
-    if (gpu_on_metal && !open_metal(argv[2])) return 1;
+    gpu_on_device = argc > 2 && !strcmp(argv[1], "--device");
+    const char *library = gpu_on_device ? argv[2] : "";
+    if (gpu_on_device && !open_device(library)) return 1;
     bool flush = argc > 1 && !strcmp(argv[1], "--flush");
-    bool one = gpu_on_metal || (argc > 1 && !strcmp(argv[1], "--one-schedule"));
+    bool one = gpu_on_device || (argc > 1 && !strcmp(argv[1], "--one-schedule"));
     choose_schedules(one, flush);
-    argc -= one + flush + gpu_on_metal;
-    argv += one + flush + gpu_on_metal;
+    argc -= one + flush + gpu_on_device;
+    argv += one + flush + gpu_on_device;
     bool list = argc > 1 && !strcmp(argv[1], "--list");
     codec_shader_cases();
     attend_shader_cases();
     defect_shader_cases();
-    if (!gpu_on_metal) machine_cases();
+#ifdef GPU_CUDA
+    cuda_shader_cases(gpu_on_device && !strcmp(library, "list"));
+#else
+    if (!gpu_on_device) machine_cases();
+#endif
     return test_run_selected(list, argc - 1 - list, argv + 1 + list);
 }

@@ -3,12 +3,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef GPU_METAL
-#include "metal_gpu.h"
+#ifdef GPU_DEVICE
+#include "device.h"
 #endif
 
 std::vector<simt::schedule> gpu_schedules;
-bool gpu_on_metal;
+bool gpu_on_device;
 unsigned gpu_row_simdgroups = 4;
 
 namespace
@@ -69,37 +69,37 @@ gpu_dispatch &gpu_dispatch::memory(int index, size_t bytes)
     return *this;
 }
 
-#ifdef GPU_METAL
-static std::string run_on_metal(metal_gpu_dispatch &dispatch, const simt::launch &launch)
+#ifdef GPU_DEVICE
+static std::string run_on_device(device_dispatch &dispatch, const simt::launch &launch)
 {
     const simt::extent &groups = launch.threadgroups;
     dispatch.threadgroups[0] = groups.x;
     dispatch.threadgroups[1] = groups.y;
     dispatch.threadgroups[2] = groups.z;
     dispatch.threads = launch.threads.x;
-    for (int i = 0; i < METAL_GPU_MEMORIES; i++) dispatch.threadgroup_bytes[i] = launch.threadgroup_bytes[i];
-    for (int i = 0; i < METAL_GPU_CONSTANTS; i++) {
+    for (int i = 0; i < DEVICE_MEMORIES; i++) dispatch.threadgroup_bytes[i] = launch.threadgroup_bytes[i];
+    for (int i = 0; i < DEVICE_CONSTANTS; i++) {
         dispatch.constant_set[i] = launch.constants.set[i];
         dispatch.constants[i] = (uint32_t)launch.constants.value[i];
         dispatch.constant_is_bool[i] = i != TQKV_FC_FORMAT && i != TQKV_FC_VALUE_FORMAT && i != TQKV_FC_COLUMNS;
     }
     char error[500];
-    return metal_gpu_run(&dispatch, error, sizeof error) ? "" : error;
+    return device_run(&dispatch, error, sizeof error) ? "" : error;
 }
 #endif
 
 std::string gpu_dispatch::run_once(const simt::schedule &s) const
 {
-#ifdef GPU_METAL
-    if (gpu_on_metal) {
-        metal_gpu_dispatch dispatch = {};
+#ifdef GPU_DEVICE
+    if (gpu_on_device) {
+        device_dispatch dispatch = {};
         dispatch.kernel = name.c_str();
         for (const bound &b : buffers) {
             dispatch.buffers[b.index] = launch.buffers[b.index];
             dispatch.buffer_sizes[b.index] = b.size;
             dispatch.written[b.index] = b.written;
         }
-        return run_on_metal(dispatch, launch);
+        return run_on_device(dispatch, launch);
     }
 #endif
     const simt::kernel *kernel = simt::find_kernel(name.c_str());

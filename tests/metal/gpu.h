@@ -11,8 +11,8 @@
 // The schedules under which every dispatch runs: orders of the lanes, and what fresh threadgroup memory holds.
 extern std::vector<simt::schedule> gpu_schedules;
 
-// Dispatches go to a real Metal device instead, once; only in a driver built with GPU_METAL, on a Mac.
-extern bool gpu_on_metal;
+// Dispatches go to a real device instead, once; only in a driver built with GPU_DEVICE.
+extern bool gpu_on_device;
 
 // Simdgroups of a threadgroup in the kernels that take one row a simdgroup.
 extern unsigned gpu_row_simdgroups;

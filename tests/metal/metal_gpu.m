@@ -2,7 +2,7 @@
 // test, and each has its own function constants.
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
-#include "metal_gpu.h"
+#include "device.h"
 #include <stdio.h>
 #include <string.h>
 
@@ -16,7 +16,7 @@ static bool fail(char *error, size_t size, const char *what, NSError *reason)
     return false;
 }
 
-bool metal_gpu_open(const char *path, char *error, size_t error_size)
+bool device_open(const char *path, char *error, size_t error_size)
 {
     NSError *reason = nil;
     device = MTLCreateSystemDefaultDevice();
@@ -29,11 +29,11 @@ bool metal_gpu_open(const char *path, char *error, size_t error_size)
     return true;
 }
 
-static id<MTLComputePipelineState> make_pipeline(const metal_gpu_dispatch *d, char *error, size_t error_size)
+static id<MTLComputePipelineState> make_pipeline(const device_dispatch *d, char *error, size_t error_size)
 {
     NSError *reason = nil;
     MTLFunctionConstantValues *values = [[MTLFunctionConstantValues alloc] init];
-    for (NSUInteger i = 0; i < METAL_GPU_CONSTANTS; i++) {
+    for (NSUInteger i = 0; i < DEVICE_CONSTANTS; i++) {
         bool flag = d->constants[i] != 0;
         if (!d->constant_set[i]) continue;
         if (d->constant_is_bool[i])
@@ -54,9 +54,9 @@ static id<MTLComputePipelineState> make_pipeline(const metal_gpu_dispatch *d, ch
     return pipeline;
 }
 
-static void bind_arguments(const metal_gpu_dispatch *d, id<MTLComputeCommandEncoder> encoder, NSMutableDictionary *buffers)
+static void bind_arguments(const device_dispatch *d, id<MTLComputeCommandEncoder> encoder, NSMutableDictionary *buffers)
 {
-    for (NSUInteger i = 0; i < METAL_GPU_BUFFERS; i++) {
+    for (NSUInteger i = 0; i < DEVICE_BUFFERS; i++) {
         if (!d->buffers[i]) continue;
         NSUInteger size = d->buffer_sizes[i] ? d->buffer_sizes[i] : 4; // Metal has no empty buffers
         id<MTLBuffer> buffer = [device newBufferWithLength:size options:MTLResourceStorageModeShared];
@@ -64,11 +64,11 @@ static void bind_arguments(const metal_gpu_dispatch *d, id<MTLComputeCommandEnco
         [encoder setBuffer:buffer offset:0 atIndex:i];
         buffers[@(i)] = buffer;
     }
-    for (NSUInteger i = 0; i < METAL_GPU_MEMORIES; i++)
+    for (NSUInteger i = 0; i < DEVICE_MEMORIES; i++)
         if (d->threadgroup_bytes[i]) [encoder setThreadgroupMemoryLength:d->threadgroup_bytes[i] atIndex:i];
 }
 
-bool metal_gpu_run(const metal_gpu_dispatch *d, char *error, size_t error_size)
+bool device_run(const device_dispatch *d, char *error, size_t error_size)
 {
     @autoreleasepool {
         id<MTLComputePipelineState> pipeline = make_pipeline(d, error, error_size);
@@ -84,7 +84,7 @@ bool metal_gpu_run(const metal_gpu_dispatch *d, char *error, size_t error_size)
         [commands commit];
         [commands waitUntilCompleted];
         if (commands.status != MTLCommandBufferStatusCompleted) return fail(error, error_size, d->kernel, commands.error);
-        for (NSUInteger i = 0; i < METAL_GPU_BUFFERS; i++)
+        for (NSUInteger i = 0; i < DEVICE_BUFFERS; i++)
             if (d->written[i]) memcpy(d->buffers[i], buffers[@(i)].contents, d->buffer_sizes[i]);
         return true;
     }

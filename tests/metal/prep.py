@@ -3,7 +3,8 @@
 
 usage: prep.py clang|cpu|cuda OUTPUT_FOLDER SHADER...
 
-clang: for a type check with address spaces. cpu: for tests/metal/simt.cpp. cuda: for nvcc.
+clang: for a type check with address spaces. cpu: for tests/metal/simt.cpp. cuda: for nvcc; with SIMT_HEAD_DIM only the
+kernels of that head_dim.
 Each SHADER (.metal or .h) is written under its own name; a .metal gets a .cpp (or .cu) ending. Error messages keep the
 shader's name and line numbers. The words device, constant, threadgroup, thread and kernel are macros of the shim, except
 for CUDA, whose own attributes are spelled with two of them; there they are replaced here.
@@ -131,7 +132,11 @@ def launcher(name, arguments, mode, mask):
             values.append(f"simt_position<{kind}>(SIMT_POSITION({attribute}))")
         else:
             raise SystemExit(f"{name}: unknown attribute {attribute}")
-    return f"SIMT_KERNEL({name}, {masks['buffer']}u, {masks['threadgroup']}u, ({mask}), ({', '.join(values)}))\n"
+    call = f"SIMT_KERNEL({name}, {masks['buffer']}u, {masks['threadgroup']}u, ({mask}), ({', '.join(values)}))\n"
+    head_dim = re.search(r"_d(\d+)$", name)
+    if mode != "cuda" or not head_dim:
+        return call
+    return f"#if !defined(SIMT_HEAD_DIM) || SIMT_HEAD_DIM == {head_dim.group(1)}\n{call}#endif\n"
 
 
 def read(path):

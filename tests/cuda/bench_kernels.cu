@@ -1,0 +1,49 @@
+#include "bench_kernels.h"
+
+enum { FMA_BLOCKS = 132 * 16, FMA_THREADS = 256, FMA_CHAINS = 8, FMA_UNROLLED = 64 };
+
+// An integer hash that mixes all bits (Wellons' lowbias32 by its constants).
+static __device__ uint32_t mix(uint32_t x)
+{
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    x *= 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+static __global__ void fill(float *to, size_t n, uint32_t seed)
+{
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+        uint32_t a = mix((uint32_t)i ^ mix((uint32_t)(i >> 32) + seed)), b = mix(a + 0x9e3779b9u);
+        to[i] = sqrtf(-2.0f * logf(((float)a + 1.0f) * 2.3283062e-10f)) * cospif((float)b * 4.6566129e-10f);
+    }
+}
+
+void bench_fill(float *to, size_t n, uint32_t seed, cudaStream_t stream)
+{
+    fill<<<132 * 16, 256, 0, stream>>>(to, n, seed);
+}
+
+static __global__ void multiply_adds(int rounds, float *sink)
+{
+    float x[FMA_CHAINS], a = (float)threadIdx.x * 1e-3f, b = (float)blockIdx.x * 1e-3f;
+    for (int c = 0; c < FMA_CHAINS; c++) x[c] = (float)c;
+    for (int r = 0; r < rounds; r++) {
+#pragma unroll
+        for (int i = 0; i < FMA_UNROLLED; i++) {
+#pragma unroll
+            for (int c = 0; c < FMA_CHAINS; c++) x[c] = fmaf(x[c], a, b);
+        }
+    }
+    float sum = 0.0f;
+    for (int c = 0; c < FMA_CHAINS; c++) sum += x[c];
+    if (sum == 1.2345f) *sink = sum; // keeps the loop
+}
+
+double bench_multiply_adds(int rounds) { return (double)rounds * FMA_BLOCKS * FMA_THREADS * FMA_CHAINS * FMA_UNROLLED; }
+
+void bench_run_multiply_adds(int rounds, float *sink, cudaStream_t stream)
+{
+    multiply_adds<<<FMA_BLOCKS, FMA_THREADS, 0, stream>>>(rounds, sink);
+}

@@ -1,0 +1,14 @@
+// What the benchmark needs besides the shaders: data, and the two limits of the GPU.
+#ifndef TQKV_TESTS_CUDA_BENCH_KERNELS_H
+#define TQKV_TESTS_CUDA_BENCH_KERNELS_H
+#include <cuda_runtime.h>
+#include <stddef.h>
+#include <stdint.h>
+
+// n Gaussian floats, different for each seed.
+void bench_fill(float *to, size_t n, uint32_t seed, cudaStream_t stream);
+// bench_multiply_adds(1) multiply-adds in all per round.
+double bench_multiply_adds(int rounds);
+void bench_run_multiply_adds(int rounds, float *sink, cudaStream_t stream);
+
+#endif

@@ -1,0 +1,141 @@
+// Cases that only a real GPU has the speed for: longer contexts at random, a million positions, stores beyond 4 GiB.
+#include "cuda_cases.h"
+#include "../attend_fixture.h"
+#include "../metal/shader_cases.h"
+#include <math.h>
+
+namespace
+{
+
+struct long_row {
+    tqkv_format keys, values;
+    int head_dim, n_kv_heads, group, n_queries, positions, n_splits;
+};
+
+struct random_row {
+    attend_row problem;
+    gpu_split split;
+};
+
+void run_random(const void *parameters)
+{
+    const random_row *row = (const random_row *)parameters;
+    attend_problem problem;
+    attend_set_up(&problem, &row->problem);
+    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, row->split));
+    attend_check(&problem, problem.out, "attend");
+    attend_tear_down(&problem);
+}
+
+// What makes a pipeline comes from its number, so that few are needed: each pair of formats with each head_dim.
+random_row pipeline_row(int number)
+{
+    const tqkv_format pairs[8][2] = {{TQKV_TQ4, TQKV_TQ4}, {TQKV_I8, TQKV_TQ4},       {TQKV_F16, TQKV_F16},
+                                     {TQKV_TQ5, TQKV_TQ6}, {TQKV_TQ8, TQKV_I8},       {TQKV_TQ6, TQKV_TQ5},
+                                     {TQKV_F16, TQKV_TQ8}, {TQKV_TQ5_BYTES, TQKV_TQ4}};
+    random_row row = {attend_default_row(pairs[number % 8][0], pairs[number % 8][1], test_head_dims[number / 8 % 6]),
+                      {}};
+    row.split.columns = number % 3 ? 0 : 1 + number % 2;
+    row.problem.n_queries = number % 2 ? 1 : 2;
+    row.problem.softcap = number % 5 ? 0.0f : 3.0f;
+    row.problem.query_basis = number % 7 ? TQKV_ORIGINAL : TQKV_ROTATED;
+    return row;
+}
+
+void add_random(int seed, int n_pipelines, int shrink)
+{
+    data_random random = {(uint64_t)seed + 1000000};
+    random_row row = pipeline_row(seed % n_pipelines);
+    attend_row &p = row.problem;
+    p.n_kv_heads = 1 + data_below(&random, 4);
+    p.group = 1 + data_below(&random, 9);
+    if (p.n_queries > 1) p.n_queries = 2 + data_below(&random, data_below(&random, 4) ? 8 : 70);
+    p.key_ring = p.value_ring = data_below(&random, 2) != 0;
+    int work = p.head_dim * p.n_kv_heads * p.group * p.n_queries;
+    int most = (work > 100000 ? 200 : work > 10000 ? 1000 : 4000) / shrink;
+    p.key_capacity = p.value_capacity = 32 + data_below(&random, most);
+    p.end = p.key_ring ? 1 + data_below(&random, 3 * p.key_capacity) : 1 + data_below(&random, p.key_capacity);
+    int resident = p.end < p.key_capacity ? (int)p.end : p.key_capacity;
+    p.kv_len = data_below(&random, 2) ? 0 : 1 + data_below(&random, resident);
+    p.window = data_below(&random, 2) ? 0 : 1 + data_below(&random, p.key_capacity);
+    p.scale = data_below(&random, 3) ? 0.0f : 0.05f;
+    p.block_scale = p.head_dim >= 512 && data_below(&random, 2) ? 1.25f : 0.0f;
+    p.query_size = data_below(&random, 4) ? 1.5f : 25.0f;
+    p.sinks = (attend_sinks)data_below(&random, 4);
+    row.split.n_simdgroups = 1 + data_below(&random, 8);
+    row.split.n_splits = 1 + data_below(&random, 40);
+    test_add(run_random, &row, sizeof row, "random_gpu/%d", seed);
+}
+
+// Any bytes are legal codes; halves are made finite, norms sizes of real rows.
+void fill_at_random(const tqkv_store &s, uint64_t seed)
+{
+    data_random random = {seed};
+    uint64_t *words = (uint64_t *)s.codes;
+    const uint64_t below_two = UINT64_C(0xbfffbfffbfffbfff);
+    for (size_t i = 0; i < s.codes_size / sizeof *words; i++)
+        words[i] = data_bits(&random) & (s.format == TQKV_F16 ? below_two : UINT64_MAX);
+    const float typical = s.format == TQKV_I8 ? 0.02f : sqrtf((float)s.head_dim);
+    for (size_t i = 0; i < s.norms_size / sizeof(float); i++)
+        s.norms[i] = typical * (0.5f + (float)data_below(&random, 1024) / 1024.0f);
+}
+
+// Against C, which is itself within the tolerance of double precision (tests/test_attend.c).
+void run_long(const void *parameters)
+{
+    const long_row *row = (const long_row *)parameters;
+    tqkv_store keys = test_store(row->keys, row->head_dim, row->n_kv_heads, row->positions, false);
+    tqkv_store values = test_store(row->values, row->head_dim, row->n_kv_heads, row->positions, false);
+    fill_at_random(keys, 31);
+    fill_at_random(values, 32);
+    tqkv_attention a = {};
+    a.keys = &keys;
+    a.values = &values;
+    a.n_heads = row->n_kv_heads * row->group;
+    a.n_queries = row->n_queries;
+    a.end = row->positions;
+    size_t d = (size_t)row->head_dim, n_rows = (size_t)(a.n_heads * row->n_queries);
+    std::vector<float> q(n_rows * d), expected(n_rows * d), got(n_rows * d, NAN);
+    data_rows(33, DATA_GAUSSIAN, q.data(), (int)n_rows, row->head_dim);
+    CHECK_RUN(gpu_attend(&a, q.data(), got.data(), {0, 4, row->n_splits}));
+    CHECK_RESULT(tqkv_attend(&a, q.data(), expected.data()), TQKV_OK);
+    for (size_t i = 0; i < n_rows; i++) {
+        std::vector<double> reference(expected.begin() + (long)(i * d), expected.begin() + (long)((i + 1) * d));
+        double error = reference_relative_error(&got[i * d], reference.data(), d);
+        CHECK(error <= 2 * ATTEND_TOLERANCE, "row %zu: relative error %.3g", i, error);
+    }
+    test_store_free(&keys);
+    test_store_free(&values);
+}
+
+// A million positions in double precision, and ends of a ring of as many.
+void add_million(tqkv_format keys, tqkv_format values, int n_queries, bool ring, int shrink)
+{
+    const int positions = (1 << 20) / shrink;
+    random_row row = {attend_default_row(keys, values, 128), {0, 4, 66}};
+    row.problem.n_kv_heads = 1;
+    row.problem.n_queries = n_queries;
+    row.problem.key_capacity = row.problem.value_capacity = positions;
+    row.problem.key_ring = row.problem.value_ring = ring;
+    row.problem.end = positions + (ring ? 12345 : 0);
+    test_add(run_random, &row, sizeof row, "million/%s_%s/queries%d%s", tqkv_format_name(keys),
+             tqkv_format_name(values), n_queries, ring ? "/ring" : "");
+}
+
+} // namespace
+
+void cuda_shader_cases(bool listing)
+{
+    const int n_pipelines = 48, shrink = listing ? 64 : 1; // nothing runs: the sizes do not matter
+    for (int seed = 0; seed < (listing ? 2 * n_pipelines : 1500); seed++) add_random(seed, n_pipelines, shrink);
+    add_million(TQKV_TQ4, TQKV_TQ4, 1, false, shrink);
+    add_million(TQKV_I8, TQKV_TQ4, 1, true, shrink);
+    add_million(TQKV_TQ4, TQKV_TQ4, 3, true, shrink);
+    // 6, 8 and 4.5 GiB of codes a stream
+    const long_row rows[] = {{TQKV_F16, TQKV_F16, 128, 24, 2, 1, (1 << 20) / shrink, 8},
+                             {TQKV_I8, TQKV_TQ8, 1024, 1, 2, 1, (8 << 20) / shrink, 64},
+                             {TQKV_TQ4, TQKV_TQ4, 128, 8, 2, 1, (9 << 20) / shrink, 16}};
+    for (const long_row &row : rows)
+        test_add(run_long, &row, sizeof row, "long/%s_%s/d%d", tqkv_format_name(row.keys), tqkv_format_name(row.values),
+                 row.head_dim);
+}

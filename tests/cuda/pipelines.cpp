@@ -1,0 +1,40 @@
+#include "pipelines.h"
+#include <map>
+
+std::string cuda_pipeline_name(const char *kernel, const bool *set, const uint32_t *constants)
+{
+    const std::string prefix = "tqkv_";
+    std::string name = std::string(kernel).substr(prefix.size());
+    for (int i = 0; i < cuda_n_constants; i++)
+        name += (i ? "_" : "-") + (set[i] ? std::to_string(constants[i]) : std::string("x"));
+    return name;
+}
+
+const void *cuda_pipeline(const std::string &folder, const std::string &name, std::string *error)
+{
+    static std::map<std::string, cudaKernel_t> loaded;
+    auto found = loaded.find(name);
+    if (found != loaded.end()) return (const void *)found->second;
+    cudaLibrary_t library;
+    cudaKernel_t kernel;
+    const std::string path = folder + "/" + name + ".cubin", entry = "simt_run_tqkv_" + name.substr(0, name.find('-'));
+    cudaError_t result = cudaLibraryLoadFromFile(&library, path.c_str(), nullptr, nullptr, 0, nullptr, nullptr, 0);
+    if (result == cudaSuccess) result = cudaLibraryGetKernel(&kernel, library, entry.c_str());
+    if (result != cudaSuccess) {
+        *error = "tqkv_" + name + ": " + cudaGetErrorString(result);
+        cudaGetLastError(); // a pipeline that is not there is no lasting error
+        return nullptr;
+    }
+    loaded[name] = kernel;
+    return (const void *)kernel;
+}
+
+size_t cuda_lay_out(const size_t *sizes, int n, uint32_t *offsets)
+{
+    size_t end = 0;
+    for (int i = 0; i < n; i++) {
+        offsets[i] = (uint32_t)end;
+        end += (sizes[i] + 15) / 16 * 16;
+    }
+    return end;
+}

@@ -1,0 +1,48 @@
+#!/usr/bin/env python3
+"""Compiles the shaders' pipelines for an NVIDIA GPU, several at a time.
+
+usage: pipelines.py SOURCES OUTPUT LIST NVCC FLAG...
+
+SOURCES: the folder of prep.py's CUDA files. LIST: a file with a line "pipeline NAME" for each (pipelines.h says what a name
+is). Makes OUTPUT/NAME.cubin, where it is not there yet. One pipeline must not compile: a kernel whose format is not set.
+"""
+import concurrent.futures
+import os
+import re
+import subprocess
+import sys
+
+
+def compile_pipeline(name, sources, output, nvcc):
+    """Returns the compiler's complaint, empty if there is none."""
+    kernel, constants = name.split("-")
+    family, head_dim = re.match(r"(.*?)(?:_d(\d+))?$", kernel).groups()
+    cubin = os.path.join(output, name + ".cubin")
+    if os.path.exists(cubin):
+        return ""
+    pipeline = os.path.join(output, name + ".h")
+    with open(pipeline, "w", encoding="utf-8") as f:
+        f.write("#define SIMT_CONSTANTS " + constants.replace("x", "-1").replace("_", ", ") + "\n")
+        f.write(f"#define SIMT_HEAD_DIM {head_dim}\n" if head_dim else "")
+    result = subprocess.run(nvcc + ["-include", pipeline, "-cubin", os.path.join(sources, family + ".metal.cu"), "-o", cubin],
+                            capture_output=True, text=True, check=False)
+    os.remove(pipeline)
+    refused = constants.startswith("x_") and "a function constant is not set" in result.stderr
+    return "" if result.returncode == 0 or refused else f"{name}: {result.stderr}"
+
+
+def main():
+    sources, output, listed, nvcc = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:]
+    os.makedirs(output, exist_ok=True)
+    with open(listed, encoding="utf-8") as f:
+        names = [line.split()[1] for line in f if line.startswith("pipeline ")]
+    with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("JOBS", os.cpu_count()))) as pool:
+        complaints = [c for c in pool.map(lambda n: compile_pipeline(n, sources, output, nvcc), names) if c]
+    for complaint in complaints:
+        print(complaint)
+    print(f"{len(names) - len(complaints)} pipelines compiled, {len(complaints)} failed")
+    return bool(complaints) or not names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+# The shaders as CUDA on an NVIDIA GPU: the nearest thing to Apple's at hand. Their pipelines are compiled one by one, with
+# the function constants that the tests and the benchmark ask for.
+
+CUDA_BUILD := $(BUILD)/cuda
+CUDA_HOME ?= $(if $(NVCC),$(patsubst %/bin/nvcc,%,$(realpath $(NVCC))))
+CUDA_LINK := -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt -lm -pthread
+CUDA_TEST_FLAGS := -O2 $(SHADER_TEST_FLAGS) -DGPU_DEVICE -DGPU_CUDA -isystem $(CUDA_HOME)/include
+CUDA_TESTS := driver gpu codec_cases attend_cases defect_cases
+GPU_PRESENT := $(if $(NVCC),$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'))
+
+$(CUDA_BUILD)/prepared: tests/metal/prep.py $(SHADER_SOURCES) tqkv.h tests/cuda/shim/metal_stdlib
+	@rm -rf $(CUDA_BUILD)/pipelines
+	@python3 tests/metal/prep.py cuda $(@D)/source $(SHADER_SOURCES)
+	@touch $@
+
+$(CUDA_BUILD)/%.o: tests/metal/%.cpp $(SHADER_TEST_HEADERS) $(wildcard tests/cuda/*.h)
+	@mkdir -p $(@D)
+	@$(CXX) $(CUDA_TEST_FLAGS) -c $< -o $@
+
+$(CUDA_BUILD)/%.o: tests/cuda/%.cpp $(SHADER_TEST_HEADERS) $(wildcard tests/cuda/*.h)
+	@mkdir -p $(@D)
+	@$(CXX) $(CUDA_TEST_FLAGS) -c $< -o $@
+
+$(CUDA_BUILD)/%.o: tests/%.c $(SHADER_TEST_HEADERS)
+	@mkdir -p $(@D)
+	@$(CXX) -x c++ $(CUDA_TEST_FLAGS) -c $< -o $@
+
+$(CUDA_BUILD)/driver: $(CUDA_TESTS:%=$(CUDA_BUILD)/%.o) \
+		$(patsubst %,$(CUDA_BUILD)/%.o,simt runner test_tables device pipelines cuda_cases)
+	@$(CXX) $^ -o $@ $(CUDA_LINK)
+
+# $(1) is what lists the pipelines; what fails while nothing runs does not matter.
+compile_pipelines = $(1) | grep '^pipeline ' | sort -u >$(CUDA_BUILD)/wanted; \
+	python3 tests/cuda/pipelines.py $(CUDA_BUILD)/source $(CUDA_BUILD)/pipelines $(CUDA_BUILD)/wanted $(NVCC) $(CUDA_FLAGS)
+
+.PHONY: cuda-pipelines test-gpu
+cuda-pipelines: $(CUDA_BUILD)/driver $(CUDA_BUILD)/prepared
+	@$(call compile_pipelines,$< --device list)
+
+ifeq ($(filter-out 0,$(GPU_PRESENT)),)
+test-gpu: ## the shader tests on an NVIDIA GPU
+	@echo "skipped: no nvcc or no NVIDIA GPU"
+else
+test-gpu: cuda-pipelines
+	@echo "== shaders on an NVIDIA GPU"
+	@$(CUDA_BUILD)/driver --device $(CUDA_BUILD)/pipelines
+endif
+
+# ---- Speed ----
+
+$(CUDA_BUILD)/bench_kernels.o: tests/cuda/bench_kernels.cu tests/cuda/bench_kernels.h
+	@mkdir -p $(@D)
+	@$(NVCC) -std=c++17 -arch=sm_90 -O3 -c $< -o $@
+
+$(CUDA_BUILD)/bench: $(patsubst %,$(CUDA_BUILD)/%.o,bench bench_kernels pipelines runner test_tables)
+	@$(CXX) $^ -o $@ $(CUDA_LINK)
+
+.PHONY: bench-pipelines bench-gpu
+bench-pipelines: $(CUDA_BUILD)/bench $(CUDA_BUILD)/prepared
+	@$(call compile_pipelines,$< list --list)
+
+ifeq ($(filter-out 0,$(GPU_PRESENT)),)
+bench-gpu: ## time the shaders on an NVIDIA GPU, beside PyTorch where it is there
+	@echo "skipped: no nvcc or no NVIDIA GPU"
+else
+bench-gpu: bench-pipelines
+	@$(CUDA_BUILD)/bench $(CUDA_BUILD)/pipelines | tee $(CUDA_BUILD)/bench.txt
+	@python3 tests/cuda/torch_attention.py $(CUDA_BUILD)/bench.txt
+endif
