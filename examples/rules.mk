@@ -1,6 +1,6 @@
 # The examples' own targets: their tests, and the charts of docs/.
 
-DEMOS += tinylm threads_pthread threads_openmp
+DEMOS += tinylm threads_pthread threads_openmp snapshot_file
 
 # Without an OpenMP compiler the example still builds, and runs on one thread.
 $(BUILD)/threads_openmp: CFLAGS += $(shell echo 'int main(void) { return 0; }' | \
@@ -11,7 +11,7 @@ $(BUILD)/tinylm_test: examples/tests/tinylm_test.c $(wildcard examples/*.[ch]) t
 	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -I. $< -o $@ $(LIBRARIES)
 
 .PHONY: test-examples
-test-examples: $(addprefix $(BUILD)/,encode_attend real_kv tinylm tinylm_test threads_pthread threads_openmp)
+test-examples: $(addprefix $(BUILD)/,encode_attend real_kv tinylm tinylm_test threads_pthread threads_openmp snapshot_file)
 	@echo "== examples"
 	@sh examples/tests/test.sh $(BUILD)
 

@@ -15,7 +15,10 @@ enum { COUNTING_HEADER = 64 };
 static inline void *counting_alloc(void *user, size_t size)
 {
     counting *counter = (counting *)user;
-    if (++counter->calls == counter->fail_at) return NULL;
+    if (++counter->calls == counter->fail_at) {
+        test_faults++;
+        return NULL;
+    }
     unsigned char *block = (unsigned char *)test_alloc(size + COUNTING_HEADER);
     memcpy(block, &size, sizeof size);
     memset(block + COUNTING_HEADER, 0xa5, size); /* whoever reads it before writing gets nonsense */
@@ -57,14 +60,22 @@ typedef struct stream {
     size_t largest;     /* bytes moved by one call at most; 0 = all */
     int calls, fail_at; /* the fail_at-th call answers `answer`, counted from 1; 0 never */
     size_t answer;
+    bool one_more; /* the answer is one more than was asked for */
 } stream;
 
 static inline size_t stream_share(stream *s, size_t n) { return s->largest && n > s->largest ? s->largest : n; }
 
+static inline bool stream_fails(stream *s)
+{
+    if (++s->calls != s->fail_at) return false;
+    test_faults++;
+    return true;
+}
+
 static inline size_t stream_write(void *user, const void *bytes, size_t n)
 {
     stream *s = (stream *)user;
-    if (++s->calls == s->fail_at) return s->answer;
+    if (stream_fails(s)) return s->one_more ? n + 1 : s->answer;
     size_t share = stream_share(s, n);
     if (s->size + share > s->room) {
         s->room = 2 * (s->size + share);
@@ -79,7 +90,7 @@ static inline size_t stream_write(void *user, const void *bytes, size_t n)
 static inline size_t stream_read(void *user, void *bytes, size_t n)
 {
     stream *s = (stream *)user;
-    if (++s->calls == s->fail_at) return s->answer;
+    if (stream_fails(s)) return s->one_more ? n + 1 : s->answer;
     size_t share = stream_share(s, n);
     if (share > s->size - s->at) share = s->size - s->at;
     if (share) memcpy(bytes, s->bytes + s->at, share);

@@ -10,6 +10,7 @@ const int test_head_dims[6] = {32, 64, 128, 256, 512, 1024};
 enum { MAX_FAILURES_PRINTED = 5 };
 
 bool test_failure_aborts = false;
+int test_faults = 0;
 
 static struct {
     test_case *cases;
@@ -126,6 +127,7 @@ int test_run_selected(bool list, int n_filters, char **filters)
     memset(&table, 0, sizeof table);
     if (list) return 0;
     if (passed + failed == 0) failed = 1; /* a filter that selects nothing must not look like success */
+    if (test_faults) printf("%d faults injected\n", test_faults);
     printf("%d passed, %d failed\n", passed, failed);
     return failed != 0;
 }

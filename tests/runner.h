@@ -38,6 +38,9 @@ void test_fail(const char *file, int line, const char *condition, const char *fo
 /* For the fuzzers: a failed check ends the program. */
 extern bool test_failure_aborts;
 
+/* Failures that the tests have made happen: allocations, reads, writes, disks, processes killed. Printed at the end. */
+extern int test_faults;
+
 #define CHECK(condition, ...)                                                                                          \
     do {                                                                                                               \
         if (!(condition)) test_fail(__FILE__, __LINE__, #condition, __VA_ARGS__);                                      \
@@ -79,6 +82,7 @@ void test_plan_cases(void);
 void test_snapshot_cases(void);
 void test_input_cases(void);
 void test_fault_cases(void);
+void test_file_cases(void);
 
 /* The codec's tables, for the independent reference (test_tables.c, which holds the implementation). */
 const float *test_codebook(int bits);   /* [1 << bits] */

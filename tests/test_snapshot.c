@@ -244,20 +244,34 @@ static void check_slow_streams(const void *parameters)
     CHECK_NO_LEAK(&counter);
 }
 
+typedef struct failing_row {
+    cache_row shape;
+    size_t largest, answer; /* bytes moved by a call at most, 0 = all; what the failing call returns */
+    bool one_more;          /* than it was asked for, instead of the answer */
+} failing_row;
+
+static void set_failing(stream *s, const failing_row *row, int fail_at)
+{
+    s->largest = row->largest;
+    s->answer = row->answer;
+    s->one_more = row->one_more;
+    s->fail_at = fail_at;
+}
+
 /* The n-th write answers 0 or more than it was asked, for every n. */
 static void check_failing_writer(const void *parameters)
 {
-    size_t answer = *(const size_t *)parameters;
-    cache_row row = {TQKV_TQ4, TQKV_TQ6, 32, 6, true, 9, -1};
-    tqkv_cache_desc desc = cache_desc(&row, NULL);
-    tqkv_cache *cache = cache_make(&row, &desc);
+    const failing_row *row = (const failing_row *)parameters;
+    tqkv_cache_desc desc = cache_desc(&row->shape, NULL);
+    tqkv_cache *cache = cache_make(&row->shape, &desc);
     REQUIRE(cache, "no cache");
-    stream whole = stream_of_cache(cache);
+    stream whole = stream_empty();
+    set_failing(&whole, row, 0);
+    CHECK_RESULT(tqkv_cache_save(cache, stream_write, &whole), TQKV_OK);
     CHECK(whole.calls > 0, "nothing was written");
     for (int n = 1; n <= whole.calls; n++) {
         stream s = stream_empty();
-        s.fail_at = n;
-        s.answer = answer;
+        set_failing(&s, row, n);
         tqkv_result result = tqkv_cache_save(cache, stream_write, &s);
         CHECK(result == TQKV_IO, "write %d of %d: %s", n, whole.calls, tqkv_result_string(result));
         CHECK(s.calls == n, "%d writes after the failed one", s.calls - n);
@@ -272,29 +286,43 @@ static void check_failing_writer(const void *parameters)
 
 static void check_failing_reader(const void *parameters)
 {
-    size_t answer = *(const size_t *)parameters;
+    const failing_row *row = (const failing_row *)parameters;
     counting counter = {0, 0, 0, 0};
-    cache_row row = {TQKV_TQ4, TQKV_TQ6, 32, 6, true, 9, -1};
-    tqkv_cache_desc desc = cache_desc(&row, NULL), open = open_desc(&counter);
-    tqkv_cache *cache = cache_make(&row, &desc);
+    tqkv_cache_desc desc = cache_desc(&row->shape, NULL), open = open_desc(&counter);
+    tqkv_cache *cache = cache_make(&row->shape, &desc);
     REQUIRE(cache, "no cache");
     stream s = stream_of_cache(cache);
     tqkv_cache_destroy(cache);
-    tqkv_result result;
+    tqkv_result result, expected = row->one_more || row->answer ? TQKV_IO : TQKV_CORRUPT;
+    set_failing(&s, row, 0);
     cache = load(&open, &s, &result);
     CHECK_RESULT(result, TQKV_OK);
     tqkv_cache_destroy(cache);
     int calls = s.calls;
     for (int n = 1; n <= calls; n++) {
-        s.fail_at = n;
-        s.answer = answer;
+        set_failing(&s, row, n);
         cache = load(&open, &s, &result);
-        CHECK(result == (answer ? TQKV_IO : TQKV_CORRUPT), "read %d of %d: %s", n, calls, tqkv_result_string(result));
+        CHECK(result == expected, "read %d of %d: %s", n, calls, tqkv_result_string(result));
         CHECK(!cache, "read %d of %d: a cache came out", n, calls);
+        CHECK(s.calls == n, "%d reads after the failed one", s.calls - n);
         if (result == TQKV_OK) tqkv_cache_destroy(cache);
         CHECK_NO_LEAK(&counter);
     }
     stream_free(&s);
+}
+
+static void add_failing_cases(const cache_row *shape, int number)
+{
+    static const size_t largest[4] = {0, 1, 7, 100};
+    static const char *const names[3] = {"zero", "more", "one_more"};
+    for (int i = 0; i < 12; i++) {
+        failing_row row = {*shape, largest[i / 3], i % 3 == 1 ? SIZE_MAX : 0, i % 3 == 2};
+        int at_most = (int)row.largest;
+        test_add(check_failing_writer, &row, sizeof row, "snapshot/failing_writer/%s/%d/%d", names[i % 3], at_most,
+                 number);
+        test_add(check_failing_reader, &row, sizeof row, "snapshot/failing_reader/%s/%d/%d", names[i % 3], at_most,
+                 number);
+    }
 }
 
 /* ---- What the desc of a load must match ---- */
@@ -495,11 +523,7 @@ void test_snapshot_cases(void)
         test_add(check_cut_short, &small[i], sizeof *small, "snapshot/cut_short/%d", i);
         test_add(check_shifted, &small[i], sizeof *small, "snapshot/shifted/%d", i);
         test_add(check_slow_streams, &small[i], sizeof *small, "snapshot/slow_streams/%d", i);
-    }
-    static const size_t answers[2] = {0, SIZE_MAX};
-    for (int i = 0; i < 2; i++) {
-        test_add(check_failing_writer, &answers[i], sizeof *answers, "snapshot/failing_writer/%s", i ? "more" : "zero");
-        test_add(check_failing_reader, &answers[i], sizeof *answers, "snapshot/failing_reader/%s", i ? "more" : "zero");
+        add_failing_cases(&small[i], i);
     }
     for (size_t i = 0; i < sizeof mismatch_rows / sizeof *mismatch_rows; i++)
         test_add(check_mismatch, &mismatch_rows[i], sizeof *mismatch_rows, "snapshot/desc/%s", mismatch_rows[i].name);

@@ -81,6 +81,11 @@ for threads in threads_pthread threads_openmp; do
     check "$threads" grep -q "the same bits" "$work/$threads"
 done
 
+"$bin/snapshot_file" "$work/file" "$work/half" >"$work/snapshot_file"
+check "snapshot_file: half a file" grep -q "being written: the snapshot is damaged" "$work/snapshot_file"
+check "snapshot_file: the old file" grep -q "before it: no error, 5 positions" "$work/snapshot_file"
+check "snapshot_file: the new file" grep -q "again: no error, 8 positions" "$work/snapshot_file"
+
 "$bin/encode_attend" >"$work/encode_attend"
 check "encode_attend" grep -q "as expected" "$work/encode_attend"
 "$bin/real_kv" >"$work/real_kv"

@@ -1,0 +1,77 @@
+/* A cache in a file, so that a crash, a full disk or a power cut leaves either the old file or the new one: written
+   under a temporary name, brought to the disk, and renamed. POSIX. */
+#ifndef SNAPSHOT_FILE_H
+#define SNAPSHOT_FILE_H
+
+#include "tqkv.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { SNAPSHOT_PATH_SIZE = 4096 };
+
+static inline size_t snapshot_write(void *file, const void *bytes, size_t n)
+{
+    return fwrite(bytes, 1, n, (FILE *)file);
+}
+
+static inline size_t snapshot_read(void *file, void *bytes, size_t n) { return fread(bytes, 1, n, (FILE *)file); }
+
+/* The folder's entry has to reach the disk too, or a power cut may undo the rename. */
+static inline bool snapshot_sync_folder(const char *path)
+{
+    char folder[SNAPSHOT_PATH_SIZE] = ".";
+    const char *slash = strrchr(path, '/');
+    if (slash) snprintf(folder, sizeof folder, "%.*s", slash == path ? 1 : (int)(slash - path), path);
+    int file = open(folder, O_RDONLY);
+    bool ok = file >= 0 && fsync(file) == 0;
+    if (file >= 0) close(file);
+    return ok;
+}
+
+/* What fwrite has taken may still fail on its way to the disk: fflush, fsync and fclose each have to say yes. */
+static inline tqkv_result snapshot_save_to(const tqkv_cache *cache, const char *path)
+{
+    FILE *file = fopen(path, "wb");
+    if (!file) return TQKV_IO;
+    tqkv_result result = tqkv_cache_save(cache, snapshot_write, file);
+    if (result == TQKV_OK && (fflush(file) != 0 || fsync(fileno(file)) != 0)) result = TQKV_IO;
+    if (fclose(file) != 0 && result == TQKV_OK) result = TQKV_IO;
+    return result;
+}
+
+/* On failure `path` is what it was before, and nothing else is left. */
+static inline tqkv_result snapshot_save(const tqkv_cache *cache, const char *path)
+{
+    char temporary[SNAPSHOT_PATH_SIZE];
+    int length = snprintf(temporary, sizeof temporary, "%s.%ld.tmp", path, (long)getpid());
+    if (length < 0 || length >= (int)sizeof temporary) return TQKV_IO;
+    tqkv_result result = snapshot_save_to(cache, temporary);
+    if (result == TQKV_OK && rename(temporary, path) != 0) result = TQKV_IO;
+    if (result != TQKV_OK) {
+        remove(temporary);
+        return result;
+    }
+    return snapshot_sync_folder(path) ? TQKV_OK : TQKV_IO;
+}
+
+/* The checksums are the guard against half a file: one that was cut short is TQKV_CORRUPT. */
+static inline tqkv_result snapshot_load(const tqkv_cache_desc *desc, const char *path, tqkv_cache **out)
+{
+    *out = NULL;
+    FILE *file = fopen(path, "rb");
+    if (!file) return TQKV_IO;
+    tqkv_result result = tqkv_cache_load(desc, snapshot_read, file, out);
+    if (result == TQKV_OK && fgetc(file) != EOF) result = TQKV_CORRUPT; /* more than one snapshot */
+    if (result == TQKV_CORRUPT && ferror(file)) result = TQKV_IO;       /* the disk's fault, not the file's */
+    if (result != TQKV_OK) {
+        tqkv_cache_destroy(*out);
+        *out = NULL;
+    }
+    fclose(file);
+    return result;
+}
+
+#endif

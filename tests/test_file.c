@@ -1,0 +1,210 @@
+/* Snapshots in files: a process killed while it saves, a disk that is full, a file that grows too large. */
+#include "cache_fixture.h"
+#include "examples/snapshot_file.h"
+
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+
+enum { PATH_SIZE = 128 };
+
+/* One of this process alone, so that runners beside each other do not meet. */
+static void make_path(char *path, const char *name)
+{
+    const char *folder = getenv("TMPDIR");
+    if (!folder || strlen(folder) > PATH_SIZE / 2) folder = "/tmp";
+    snprintf(path, PATH_SIZE, "%s/tqkv-%ld-%s", folder, (long)getpid(), name);
+}
+
+static tqkv_cache *make_cache(int n_tokens)
+{
+    cache_row row = {TQKV_TQ4, TQKV_I8, 32, 20, true, n_tokens, -1};
+    tqkv_cache_desc desc = cache_desc(&row, NULL);
+    return cache_make(&row, &desc);
+}
+
+/* The file is the cache's snapshot, byte for byte. */
+static void check_file_holds(const char *path, const tqkv_cache *cache)
+{
+    tqkv_cache_desc any;
+    tqkv_cache *loaded = NULL;
+    memset(&any, 0, sizeof any);
+    CHECK_RESULT(snapshot_load(&any, path, &loaded), TQKV_OK);
+    REQUIRE(loaded, "%s holds no cache", path);
+    stream a = stream_of_cache(cache), b = stream_of_cache(loaded);
+    CHECK(stream_is_equal(&a, &b), "%s holds another cache", path);
+    stream_free(&a);
+    stream_free(&b);
+    tqkv_cache_destroy(loaded);
+}
+
+/* ---- Killed ---- */
+
+typedef struct deadly_file {
+    FILE *file;
+    size_t left; /* bytes until the end of the process */
+} deadly_file;
+
+static size_t deadly_write(void *user, const void *bytes, size_t n)
+{
+    deadly_file *deadly = (deadly_file *)user;
+    size_t share = n < deadly->left ? n : deadly->left, written = fwrite(bytes, 1, share, deadly->file);
+    deadly->left -= share;
+    if (deadly->left == 0) {
+        fflush(deadly->file);
+        kill(getpid(), SIGKILL);
+    }
+    return written;
+}
+
+/* A child writes to `path` and dies after n bytes; true when it did. */
+static bool die_while_saving(const tqkv_cache *cache, const char *path, size_t n)
+{
+    int status = 0;
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        deadly_file deadly = {fopen(path, "wb"), n};
+        if (deadly.file) tqkv_cache_save(cache, deadly_write, &deadly);
+        _exit(1);
+    }
+    if (child < 0 || waitpid(child, &status, 0) != child) return false;
+    return WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+}
+
+static void check_killed(const void *parameters)
+{
+    (void)parameters;
+    char path[PATH_SIZE], half[PATH_SIZE];
+    make_path(path, "whole");
+    make_path(half, "half");
+    tqkv_cache *old = make_cache(3), *cache = make_cache(25);
+    REQUIRE(old && cache, "no cache");
+    stream whole = stream_of_cache(cache);
+    CHECK_RESULT(snapshot_save(old, path), TQKV_OK);
+    for (size_t n = 1; n < whole.size; n += 1 + whole.size / 60) {
+        struct stat status;
+        tqkv_cache_desc any;
+        tqkv_cache *loaded = NULL;
+        memset(&any, 0, sizeof any);
+        REQUIRE(die_while_saving(cache, half, n), "the child lived");
+        test_faults++;
+        CHECK(stat(half, &status) == 0 && (size_t)status.st_size == n, "%d bytes, not %d", (int)status.st_size, (int)n);
+        tqkv_result result = snapshot_load(&any, half, &loaded);
+        CHECK(result == TQKV_CORRUPT && !loaded, "killed after %d bytes: %s", (int)n, tqkv_result_string(result));
+        check_file_holds(path, old);
+    }
+    CHECK_RESULT(snapshot_save(cache, path), TQKV_OK);
+    check_file_holds(path, cache);
+    remove(path);
+    remove(half);
+    stream_free(&whole);
+    tqkv_cache_destroy(old);
+    tqkv_cache_destroy(cache);
+}
+
+/* ---- No room ---- */
+
+/* Every size limit below the snapshot's own: the old file stays, and nothing else does. The limit holds for a child,
+   and makes write fail once SIGXFSZ is ignored. */
+static int save_with_limit(const tqkv_cache *cache, const char *path, size_t limit)
+{
+    int status = 0;
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        struct rlimit size = {(rlim_t)limit, (rlim_t)limit};
+        signal(SIGXFSZ, SIG_IGN);
+        _exit(setrlimit(RLIMIT_FSIZE, &size) ? 99 : (int)snapshot_save(cache, path));
+    }
+    return child < 0 || waitpid(child, &status, 0) != child || !WIFEXITED(status) ? 99 : WEXITSTATUS(status);
+}
+
+static void check_limited(const void *parameters)
+{
+    (void)parameters;
+    char path[PATH_SIZE];
+    make_path(path, "limited");
+    tqkv_cache *old = make_cache(3), *cache = make_cache(25);
+    REQUIRE(old && cache, "no cache");
+    stream whole = stream_of_cache(cache);
+    CHECK_RESULT(snapshot_save(old, path), TQKV_OK);
+    for (size_t limit = 0; limit < whole.size; limit += 1 + whole.size / 40) {
+        int result = save_with_limit(cache, path, limit);
+        test_faults++;
+        CHECK(result == (int)TQKV_IO, "at most %d bytes: result %d", (int)limit, result);
+        check_file_holds(path, old);
+    }
+    CHECK(save_with_limit(cache, path, whole.size) == (int)TQKV_OK, "a limit that is large enough");
+    check_file_holds(path, cache);
+    remove(path);
+    stream_free(&whole);
+    tqkv_cache_destroy(old);
+    tqkv_cache_destroy(cache);
+}
+
+/* A device that takes nothing, as a full disk does: noticed by fwrite or by fflush, in buffers of any size. */
+static void check_full(const void *parameters)
+{
+    (void)parameters;
+    tqkv_cache *cache = make_cache(25);
+    REQUIRE(cache, "no cache");
+    CHECK_RESULT(snapshot_save_to(cache, "/dev/full"), TQKV_IO);
+    FILE *full = fopen("/dev/full", "wb");
+    REQUIRE(full, "no /dev/full");
+    setvbuf(full, NULL, _IONBF, 0);
+    CHECK_RESULT(tqkv_cache_save(cache, snapshot_write, full), TQKV_IO);
+    fclose(full);
+    test_faults += 2;
+    tqkv_cache_destroy(cache);
+}
+
+static void check_paths(const void *parameters)
+{
+    (void)parameters;
+    char path[PATH_SIZE];
+    tqkv_cache_desc any;
+    tqkv_cache *loaded = (tqkv_cache *)(uintptr_t)1, *cache = make_cache(2);
+    REQUIRE(cache, "no cache");
+    memset(&any, 0, sizeof any);
+    make_path(path, "no/such/folder");
+    CHECK_RESULT(snapshot_save(cache, path), TQKV_IO);
+    CHECK_RESULT(snapshot_load(&any, path, &loaded), TQKV_IO);
+    CHECK(!loaded, "a cache from a file that does not exist");
+    CHECK_RESULT(snapshot_load(&any, "/dev/null", &loaded), TQKV_CORRUPT);
+    CHECK_RESULT(snapshot_load(&any, "/", &loaded), TQKV_IO);
+    tqkv_cache_destroy(cache);
+}
+
+/* A snapshot with something behind it is no snapshot file. */
+static void check_longer(const void *parameters)
+{
+    (void)parameters;
+    char path[PATH_SIZE];
+    tqkv_cache_desc any;
+    tqkv_cache *loaded = NULL, *cache = make_cache(2);
+    REQUIRE(cache, "no cache");
+    memset(&any, 0, sizeof any);
+    make_path(path, "longer");
+    CHECK_RESULT(snapshot_save(cache, path), TQKV_OK);
+    FILE *file = fopen(path, "ab");
+    REQUIRE(file, "%s", path);
+    fputc(0, file);
+    fclose(file);
+    CHECK_RESULT(snapshot_load(&any, path, &loaded), TQKV_CORRUPT);
+    CHECK(!loaded, "a cache came out");
+    remove(path);
+    tqkv_cache_destroy(cache);
+}
+
+void test_file_cases(void)
+{
+    test_add(check_killed, NULL, 0, "file/killed");
+    test_add(check_limited, NULL, 0, "file/limited");
+#ifdef __linux__
+    test_add(check_full, NULL, 0, "file/full");
+#endif
+    test_add(check_paths, NULL, 0, "file/paths");
+    test_add(check_longer, NULL, 0, "file/longer");
+}
