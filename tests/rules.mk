@@ -46,6 +46,7 @@ $(eval $(call runner_variant,clang-O0,clang,-std=c99 -O0,,$(EXACT_CASES)))
 $(eval $(call runner_variant,clang-O3,clang,-std=c11 $(AGGRESSIVE),,))
 $(eval $(call runner_variant,clangxx,clang++,-x c++ -std=c++11 -O2,,$(EXACT_CASES)))
 $(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE),,))
+$(eval $(call runner_variant,tsan,gcc,-std=c99 -O1 -g -fsanitize=thread,,threads/))
 endif
 
 # ---- Each instruction set that this processor has; the runs above use the best one ----
