@@ -322,6 +322,65 @@ static void run_devices(const void *parameters)
     standin_set_device((standin_device){0});
 }
 
+/* Attention takes two pipelines: where one cannot be built nothing is recorded, and the next call builds them. */
+static void run_half_recorded(const void *parameters)
+{
+    (void)parameters;
+    tqkv_metal *m = host_context();
+    tqkv_store s = test_store(TQKV_TQ4, 32, 1, 4, false);
+    const float q[32] = {1.0f};
+    size_t size = 0;
+    REQUIRE(m, "no context");
+    CHECK_RESULT(tqkv_encode(&s, q, 1, 0), TQKV_OK);
+    tqkv_metal_store gpu = host_store(&s);
+    const tqkv_metal_attention a = {.keys = &gpu, .values = &gpu, .end = 1};
+    CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &size), TQKV_OK);
+    const tqkv_metal_buffer qb = host_buffer(q, sizeof q), out = host_zeros(sizeof q), scratch = host_zeros(size);
+    host_work work = host_begin(false);
+    const int failing[] = {6, 3, 2,
+                           1}; /* each takes memory, a function, a pipeline; the first is built and kept at once */
+    for (int i = 0; i < 4; i++) {
+        standin_fail_at(failing[i]);
+        const tqkv_result r = tqkv_metal_attend(m, work.encoder, &a, qb, scratch, out);
+        CHECK(r == TQKV_METAL_ERROR || r == TQKV_OUT_OF_MEMORY, "call %d failed: %s", failing[i],
+              tqkv_result_string(r));
+        standin_fail_at(0);
+    }
+    host_end(&work);
+    for (size_t i = 0; i < size; i++) CHECK(!((char *)host_contents(scratch))[i], "byte %zu of scratch is written", i);
+    work = host_begin(false);
+    CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, qb, scratch, out), TQKV_OK);
+    host_end(&work);
+    CHECK(*(float *)host_contents(out) > 0.5f, "attended to the one position: %g",
+          (double)*(float *)host_contents(out));
+    host_release(qb);
+    host_release(out);
+    host_release(scratch);
+    host_store_release(&gpu);
+    test_store_free(&s);
+    tqkv_metal_destroy(m);
+}
+
+/* Calls that wait give back what they took: a second round leaves no more objects than the first. */
+static void run_given_back(const void *parameters)
+{
+    (void)parameters;
+    tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .capacity = 8, .ring = true};
+    tqkv_cache *cache = NULL;
+    float *x = host_floats(4, 64), out[64];
+    int live = 0;
+    desc.metal = test_host.metal;
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    for (int i = 0; i < 3; i++) {
+        CHECK_RESULT(tqkv_cache_append(cache, x, x, 1), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_attend(cache, x, 1, out), TQKV_OK);
+        CHECK(i == 0 || standin_live_objects() == live, "%d more objects", standin_live_objects() - live);
+        live = standin_live_objects();
+    }
+    tqkv_cache_destroy(cache);
+    free(x);
+}
+
 /* Everything once, on a context of its own: the first result that is not TQKV_OK, and the texts of the failure. */
 static tqkv_result live_through(char *text, size_t size)
 {
@@ -402,6 +461,8 @@ void context_host_cases(void)
     for (int i = 0; i < 14; i++) test_add(run_stale, stale[i], strlen(stale[i]) + 1, "context/stale/%s", stale[i]);
     test_add(run_missing_kernels, NULL, 0, "context/missing_kernels");
     test_add(run_other_device, NULL, 0, "context/other_device");
+    test_add(run_half_recorded, NULL, 0, "context/half_recorded");
+    test_add(run_given_back, NULL, 0, "context/given_back");
     test_add(run_devices, NULL, 0, "context/devices");
     test_add(run_failures, NULL, 0, "context/failures");
 #endif

@@ -74,7 +74,8 @@ $(HOST_BUILD)/stale/%.metallib: $(METAL_BUILD)/cpu/prepared tqkv.h $(STANDIN)/pa
 	@python3 $(STANDIN)/pack.py library $@.so $@
 
 # Memory and locks can fail, too, beside every call of Metal.
-$(HOST_BUILD)/tqkv_metal.o: HOST_FLAGS += -Dcalloc=standin_calloc -Dpthread_mutex_init=standin_mutex_init
+HOST_FAILING := -Dcalloc=standin_calloc -Dpthread_mutex_init=standin_mutex_init
+$(HOST_BUILD)/tqkv_metal.o: HOST_FLAGS += $(HOST_FAILING)
 
 endif
 
@@ -126,11 +127,14 @@ TEST_TARGETS += test-metal test-metal-threads
 
 # A context shared by threads under ThreadSanitizer. The shaders are left out of it: the machine switches stacks.
 HOST_TSAN := $(HOST_BUILD)/tsan
+HOST_TSAN_FLAGS := -fsanitize=thread $(filter-out $(STANDIN_SANITIZE),$(HOST_FLAGS)) -g -O1 $(HOST_GNUSTEP)
+HOST_TSAN_RUN := TSAN_OPTIONS=halt_on_error=1:detect_deadlocks=0 setarch -R
+HOST_TSAN_LINK := -lgnustep-base -lobjc -ldl -lm -pthread
 TSAN_NAMES := $(filter-out tests/test_tables,$(HOST_OBJECTS))
 
 $(HOST_TSAN)/%.o: %.m $(HOST_HEADERS) $(HOST_BUILD)/gnustep/objc $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h)
 	@mkdir -p $(@D)
-	@clang -fsanitize=thread $(filter-out $(STANDIN_SANITIZE),$(HOST_FLAGS)) -g -O1 $(HOST_GNUSTEP) -c $< -o $@
+	@clang $(HOST_TSAN_FLAGS) -c $< -o $@
 
 $(HOST_TSAN)/tests/runner.o: tests/runner.c $(HOST_HEADERS)
 	@mkdir -p $(@D)
@@ -150,12 +154,24 @@ $(HOST_TSAN)/standin.metallib: $(SHADER_NAMES:%=$(HOST_TSAN)/library/%.metal.o) 
 	@python3 $(STANDIN)/pack.py library $@.so $@
 
 $(HOST_TSAN)/runner: $(TSAN_NAMES:%=$(HOST_TSAN)/%.o) $(HOST_BUILD)/tests/test_tables.o
-	@clang++ -fsanitize=thread $^ -o $@ -lgnustep-base -lobjc -ldl -lm -pthread
+	@clang++ -fsanitize=thread $^ -o $@ $(HOST_TSAN_LINK)
+
+# Planted bugs, each in a copy of tqkv_metal.m. BUGS: parts of names.
+.PHONY: test-metal-bugs
+test-metal-bugs: test-metal $(HOST_TSAN)/runner $(HOST_TSAN)/standin.metallib ## bugs planted in tqkv_metal.m are found
+	@echo "== tqkv_metal.m: planted bugs"
+	@ASAN="clang $(HOST_FLAGS) $(HOST_GNUSTEP) $(HOST_FAILING)" ASAN_LINK="$(HOST_LINK)" \
+	ASAN_OBJECTS="$(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))" \
+	ASAN_RUN="$(HOST_RUN) RUNNER --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale" \
+	TSAN="clang $(HOST_TSAN_FLAGS)" TSAN_LINK="-fsanitize=thread $(HOST_TSAN_LINK)" \
+	TSAN_OBJECTS="$(filter-out %/tqkv_metal.o,$(TSAN_NAMES:%=$(HOST_TSAN)/%.o)) $(HOST_BUILD)/tests/test_tables.o" \
+	TSAN_RUN="$(HOST_TSAN_RUN) RUNNER --library $(HOST_TSAN)/standin.metallib" \
+	python3 tests/metal/host/bugs.py $(HOST_BUILD) $(BUGS)
 
 .PHONY: test-metal-threads
 test-metal-threads: $(HOST_TSAN)/runner $(HOST_TSAN)/standin.metallib
 	@echo "== tqkv_metal.m: threads under ThreadSanitizer"
-	@TSAN_OPTIONS=halt_on_error=1:detect_deadlocks=0 setarch -R $< --library $(HOST_TSAN)/standin.metallib context/threads cache/
+	@$(HOST_TSAN_RUN) $< --library $(HOST_TSAN)/standin.metallib context/threads cache/
 endif
 
 # ---- Apple's headers ----

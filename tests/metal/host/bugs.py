@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""Plants bugs in copies of tqkv_metal.m, one at a time, and checks that its tests catch each.
+
+usage: bugs.py BUILD_FOLDER [part of a name]...
+
+Takes from the environment, for each kind of build (ASAN, TSAN): the command that compiles (ASAN), the objects of the
+runner without tqkv_metal.o (ASAN_OBJECTS), what links them (ASAN_LINK), and what runs the tests (ASAN_RUN).
+"""
+import os
+import re
+import subprocess
+import sys
+
+LOCK = r"    pthread_mutex_(un)?lock\(&m->lock\);\n"
+
+# name: (function, regular expression in its body, replacement, kind, cases to run, what the report must say)
+BUGS = {
+    "insert_without_lock": ("tqkv__keep_pipeline", LOCK, "", "TSAN", "context/threads", "data race"),
+    "look_up_without_lock": ("tqkv__get_pipeline", LOCK, "", "TSAN", "context/threads", "data race"),
+    "error_without_lock": ("tqkv__fail", LOCK, "", "TSAN", "context/threads", "data race"),
+    "lend_without_lock": ("tqkv__lend", LOCK, "", "TSAN", "context/threads", "data race"),
+    "free_without_lock": ("tqkv__memory_free", LOCK, "", "TSAN", "context/threads", "data race"),
+    "find_without_lock": ("tqkv_metal_find", LOCK, "", "TSAN", "context/threads", "data race"),
+    "function_leaked": ("tqkv__build_pipeline", r"    TQKV__RELEASE\(function\);\n", "", "ASAN", "rotate/d64", "leaked"),
+    "values_leaked": ("tqkv__build_pipeline", r"    TQKV__RELEASE\(values\);\n", "", "ASAN", "rotate/d64", "leaked"),
+    "state_leaked_on_failure": (
+        "tqkv__build_pipeline", r"    TQKV__RELEASE\(p->state\);\n", "    p->state = nil;\n", "ASAN", "context/devices",
+        "leaked"),
+    "pipeline_leaked_on_failure": (
+        "tqkv__get_pipeline", r"    else\n        tqkv__free_pipeline\(made\);\n", "", "ASAN", "context/failures",
+        "LeakSanitizer"),
+    "library_not_retained": (
+        "tqkv__load_library", r"TQKV__RETAIN\(library\)", "library", "ASAN", "context/libraries", "AddressSanitizer"),
+    "block_leaked_on_failure": (
+        "tqkv__lend", r"        TQKV__RELEASE\(block->buffer\);\n        free\(block\);\n", "", "ASAN",
+        "context/failures", "LeakSanitizer"),
+    "block_not_given_back": (
+        "tqkv__cache_attend", r"    tqkv__memory_free\(m, block, 0\);\n", "", "ASAN", "context/given_back",
+        "FAIL context/given_back"),
+    "size_unchecked": (
+        "tqkv__check_binding", r"b->at\.offset > length \|\| b->size > length - b->at\.offset", "false", "ASAN",
+        "refusals/encode", "heap-buffer-overflow"),
+    "offset_unchecked": (
+        "tqkv__check_binding", r"b->at\.offset % b->alignment", "false", "ASAN", "refusals/encode",
+        "misaligned address"),
+    "overlap_unchecked": (
+        "tqkv__check_bindings", r"if \(other\)", "if (false)", "ASAN", "refusals/attend", "FAIL refusals/attend"),
+    "device_unchecked": (
+        "tqkv__check_binding", r"\[buffer device\] != m->device", "false", "ASAN", "context/other_device",
+        "FAIL context/other_device"),
+    "recorded_before_the_second_pipeline": (
+        "tqkv__record", r"!= TQKV_OK\) return r;\n    for .*",
+        "!= TQKV_OK) return r; else tqkv__record_dispatch(m, encoder, pipelines[i], &d[i]);", "ASAN", "context/half_recorded",
+        "FAIL context/half_recorded"),
+    "no_barrier": ("tqkv__record_dispatch", r"if \(d->barrier\)", "if (false)", "ASAN", "attend/long", "FAIL attend/long"),
+    "absent_buffer_unbound": (
+        "tqkv__bind_all", r"b->index == TQKV__ONLY_CHECKED", "b->index == TQKV__ONLY_CHECKED || !b->size", "ASAN",
+        "attend/pair/f16_f16", "misuse"),
+    "pipeline_limit_ignored": (
+        "tqkv__record_dispatch", r"d->n_simdgroups < p->max_simdgroups \? d->n_simdgroups : p->max_simdgroups",
+        "d->n_simdgroups", "ASAN", "context/devices", "misuse"),
+    "stale_tables_accepted": (
+        "tqkv__check_tables", r"if \(stale\)", "if (false)", "ASAN", "context/stale/signs", "FAIL context/stale/signs"),
+    "failure_of_the_gpu_ignored": (
+        "tqkv_metal_run", r"if \(\[commands status\] == MTLCommandBufferStatusCompleted\)", "if (true)", "ASAN",
+        "context/failures", "FAIL context/failures"),
+    "encoder_left_open": (
+        "tqkv_metal_run", r"        \[encoder endEncoding\];\n", "", "ASAN", "rotate/d64", "misuse"),
+    "append_that_failed_counts": (
+        "tqkv_metal_cache_append", r"if \(\(r = (.*)\) == TQKV_OK\) tqkv__cache_advance", r"r = \1; tqkv__cache_advance",
+        "ASAN", "refusals/cache", "FAIL refusals/cache"),
+}
+
+
+def plant(bug, path):
+    """Writes the copy; empty string, or why the bug no longer fits the file."""
+    function, pattern, replacement = BUGS[bug][:3]
+    with open("tqkv_metal.m", encoding="utf-8") as f:
+        source = f.read()
+    body = re.search(r"^[\w ]+[ *]%s\([^;{]*\)\n{\n.*?^}\n" % function, source, re.M | re.S)
+    if not body:
+        return f"there is no {function}: bugs.py is out of date"
+    changed, n = re.subn(pattern, replacement, body.group(0))
+    if not n:
+        return f"'{pattern}' is not in {function}: bugs.py is out of date"
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(source[:body.start()] + changed + source[body.end():])
+    return ""
+
+
+def shell(command):
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, errors="replace", check=False)
+    return result.returncode, result.stdout + result.stderr
+
+
+def run_bug(bug, build):
+    """Empty string if the bug is caught, else what happened instead."""
+    kind, cases, expected = BUGS[bug][3:]
+    folder = f"{build}/bugs/{bug}"
+    os.makedirs(folder, exist_ok=True)
+    wrong = plant(bug, f"{folder}/tqkv_metal.m")
+    if wrong:
+        return wrong
+    compiler, objects, link, run = (os.environ[kind + part] for part in ("", "_OBJECTS", "_LINK", "_RUN"))
+    status, output = shell(f"{compiler} -c {folder}/tqkv_metal.m -o {folder}/tqkv_metal.o && "
+                           f"clang++ {folder}/tqkv_metal.o {objects} -o {folder}/runner {link}")
+    if status:
+        return output
+    status, output = shell(run.replace("RUNNER", f"{folder}/runner") + " " + cases)
+    if status == 0:
+        return "nothing was reported"
+    return "" if expected in output else f"'{expected}' was not reported, but:\n{output[:2000]}"
+
+
+def main():
+    build, filters = sys.argv[1], sys.argv[2:]
+    passed = failed = 0
+    for bug in BUGS:
+        if filters and not any(part in bug for part in filters):
+            continue
+        wrong = run_bug(bug, build)
+        print(f"FAIL {bug}: {wrong}" if wrong else f"caught {bug}: {BUGS[bug][5]} ({BUGS[bug][3]})", flush=True)
+        failed += bool(wrong)
+        passed += not wrong
+    print(f"{passed} passed, {failed} failed")
+    return failed != 0 or passed == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
