@@ -141,3 +141,4 @@ test-shaders-gpu: $(METAL_BUILD)/gpu/driver $(METALLIB) ## the shader tests on t
 endif
 
 -include tests/metal/host/rules.mk
+-include tests/metal/model/rules.mk

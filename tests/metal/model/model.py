@@ -1,0 +1,307 @@
+#!/usr/bin/env python3
+"""A model of Apple's GPUs: what one decode step of attention and encoding would take, from counted operations and
+published figures. A prediction: nothing of it was measured on Apple's hardware.
+
+usage: model.py BUILD_FOLDER             tables, as they stand in BENCHMARKS.md, and lines `ratio NAME VALUE`
+       model.py BUILD_FOLDER --check     a few pipelines: what must hold of the counts
+Takes the command that compiles a shader to LLVM's code from the environment: MODEL_COMPILE.
+"""
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import chips
+import count
+
+FORMATS = {"F16": 1, "TQ4": 2, "TQ5": 3, "TQ6": 4, "TQ8": 5, "I8": 8}
+BITS = {"F16": 16, "TQ4": 4, "TQ5": 5, "TQ6": 6, "TQ8": 8, "I8": 8}
+GROUPS = (2, 4, 8)
+HEAD_DIM, KV_HEADS, POSITIONS = 128, 8, 32768
+THREADGROUPS, SIMDGROUPS = 128, 4  # as tqkv_metal.m cuts this shape: 16 splits of each KV head
+LOOKUPS = {"simd_shuffle": 0, "threadgroup table": 1, "constant table": 2, "arithmetic": 3, "quad_shuffle": 4,
+           "selections": 5, "threadgroup table of pairs": 6}
+ARRANGEMENTS = {"lanes across the dimension": 0, "a lane a position": 1, "four lanes a row": 2}
+VALUES = 2 * KV_HEADS * POSITIONS * HEAD_DIM  # keys and values
+
+
+class Machine:
+    """Builds a pipeline of a prepared shader, runs it, and gives its counts."""
+
+    def __init__(self, build):
+        self.build = build
+        self.objects = [f"{build}/model/run.o"] + [f"{build}/plain/{name}.o"
+                                                   for name in ("gpu", "simt", "attend_merge.metal")]
+
+    def source(self, shader):
+        """The prepared shader with kernels of this head_dim alone: others would take compiling."""
+        with open(f"{self.build}/model/source/{shader}.metal.cpp", encoding="utf-8") as f:
+            text = f.read()
+        text = re.sub(r"(?m)^[A-Z_]+\((?!%d\))\d+\)$" % HEAD_DIM, "", text)
+        return re.sub(r"(?m)^SIMT_KERNEL\(\w+_d(?!%d,)\d+,.*$" % HEAD_DIM, "", text)
+
+    def run(self, shader, kernel, constants, arguments):
+        name = f"{self.build}/model/{shader}_" + "_".join(str(a) for a in arguments)
+        values = ",".join(str(constants.get(i, -1)) for i in range(12))
+        code = subprocess.run(os.environ["MODEL_COMPILE"].split() +
+                              ["-iquote", f"{self.build}/model/source", f"-DMODEL_CONSTANTS={values}", "-", "-o", "-"],
+                              input=self.source(shader), check=True, stdout=subprocess.PIPE, text=True).stdout
+        classes, instrumented = count.instrument(code, kernel)
+        with open(name + ".ll", "w", encoding="utf-8") as f:
+            f.write(instrumented)
+        subprocess.run(["clang", "-O1", "-c", name + ".ll", "-o", name + ".o"], check=True)
+        subprocess.run(["clang++", name + ".o"] + self.objects + ["-o", name, "-lm"], check=True)
+        output = subprocess.run([name] + [str(a) for a in arguments], check=True, stdout=subprocess.PIPE, text=True)
+        return count.total(classes, output.stdout)
+
+    def attend(self, format_name, group, positions=POSITIONS * KV_HEADS // THREADGROUPS):
+        """Operations for 32 values of keys and values, of one threadgroup of the whole."""
+        number = FORMATS[format_name]
+        constants = {0: number, 1: number, 5: int(format_name != "F16"), 6: group, 7: 0, 8: 0, 9: 1, 10: 0}
+        counts = self.run("attend", f"tqkv_attend_d{HEAD_DIM}", constants, ["attend", number, number, group, positions])
+        return scaled(counts, 32.0 / (2 * positions * HEAD_DIM))
+
+    def encode(self, format_name, tokens=256):
+        number = FORMATS[format_name]
+        constants = {0: number, 2: int(format_name != "F16")}
+        counts = self.run("encode", f"tqkv_encode_d{HEAD_DIM}", constants, ["encode", number, tokens])
+        return scaled(counts, 32.0 / (tokens * HEAD_DIM))
+
+    def lookup(self, way, rounds=64):
+        """Operations to look 32 values up: those of the loop less its multiply-adds and its loads."""
+        counts = self.run("lookup", "tqkv_lookup", {0: LOOKUPS[way]}, ["lookup", LOOKUPS[way], rounds])
+        less = self.run("lookup", "tqkv_lookup", {0: LOOKUPS[way]}, ["lookup", LOOKUPS[way], 2 * rounds])
+        per_value = scaled(Counter({k: less[k] - counts[k] for k in less}), 1.0 / (rounds * 32 * SIMDGROUPS))
+        per_value["multiply-add"] -= 1
+        for name in ("device access", "device bytes"):
+            per_value.pop(name, None)
+        return per_value
+
+    def scores(self, way, rows=1024):
+        """Operations for 32 values of keys."""
+        few = self.run("scores", "tqkv_scores", {0: ARRANGEMENTS[way]}, ["scores", ARRANGEMENTS[way], rows])
+        many = self.run("scores", "tqkv_scores", {0: ARRANGEMENTS[way]}, ["scores", ARRANGEMENTS[way], 2 * rows])
+        return scaled(Counter({k: many[k] - few[k] for k in many}), 32.0 / (rows * HEAD_DIM))
+
+
+def scaled(counts, factor):
+    return Counter({name: n * factor for name, n in counts.items()})
+
+
+# ---- From counts to time ----
+
+def core_cycles(counts, banks):
+    """Cycles of a core for 32 values, by resource."""
+    cycles = {"issue": 0.0, "complex": 0.0}
+    for name, n in counts.items():
+        if name.endswith("bytes") or name.startswith("cycles of"):
+            continue
+        turns, units, _ = chips.OPERATIONS[name]
+        cycles["issue"] += n * turns / chips.SCHEDULERS
+        for unit, busy in units.items():
+            cycles[unit] += n * busy / chips.SCHEDULERS
+    cycles["threadgroup"] = counts[f"cycles of {banks} banks"]
+    cycles["data cache"] = counts["device bytes"] * 32 / chips.DATA_CACHE_BYTES
+    return cycles
+
+
+def stored_bytes(format_name):
+    """Of keys, values, and their norms."""
+    norms = 0 if format_name == "F16" else 4 * VALUES // HEAD_DIM
+    return VALUES * BITS[format_name] // 8 + norms
+
+
+def partial_bytes(group):
+    """The splits' sums, written and read again by the merge."""
+    splits = THREADGROUPS // KV_HEADS
+    return 2 * splits * KV_HEADS * group * (HEAD_DIM + 2) * 4
+
+
+def times(chip, counts, n_values, n_bytes, banks, simdgroups):
+    """Seconds by resource."""
+    cores, clock, bandwidth, _, _ = chips.CHIPS[chip]
+    seconds = {name: cycles * n_values / 32 / cores / (clock * 1e9)
+               for name, cycles in core_cycles(counts, banks).items()}
+    seconds["issue"] *= chips.stretch(simdgroups)
+    seconds["bandwidth"] = n_bytes / (bandwidth * 1e9)
+    return seconds
+
+
+def attend_times(chip, counts, format_name, group, banks=16):
+    simdgroups = THREADGROUPS * SIMDGROUPS / chips.CHIPS[chip][0]
+    return times(chip, counts, VALUES, stored_bytes(format_name) + partial_bytes(group), banks, simdgroups)
+
+
+def verdict(seconds):
+    """(time, limiting resource, share of the bandwidth)"""
+    limit = max(seconds, key=seconds.get)
+    return seconds[limit], limit, seconds["bandwidth"] / seconds[limit]
+
+
+# ---- Tables ----
+
+COLUMNS = ("multiply-add", "float", "integer", "selection", "shift", "product", "conversion", "lookup shuffle",
+           "quad shuffle", "shuffle", "64-bit sum", "64-bit product", "threadgroup access", "threadgroup bytes",
+           "device access", "device bytes", "constant look-up", "branch")
+
+
+def print_counts(title, rows):
+    """rows: {name: counts for 32 values}; printed a value, which is the same as an operation of a simdgroup each 32."""
+    names = [c for c in COLUMNS if any(counts[c] >= 0.005 for counts in rows.values())]
+    print(f"\n{title}\n\n| | " + " | ".join(names) + " |\n|---" * 1 + "|---" * len(names) + "|")
+    for row, counts in rows.items():
+        print(f"| {row} | " + " | ".join(f"{counts[n]:.2f}" if counts[n] >= 0.005 else "-" for n in names) + " |")
+
+
+def print_decode_once(counts):
+    """A key or value is decoded once for its group: what is not done for each query head does not grow with it."""
+    print("\nPer value of keys and values, and what each query head more adds (from group 2 to 8):\n")
+    names = ["lookup shuffle", "quad shuffle", "conversion", "shift", "device bytes", "multiply-add",
+             "threadgroup bytes", "integer", "float", "selection", "shuffle", "exponential"]
+    print("| format | " + " | ".join(names) + " |\n|---" + "|---" * len(names) + "|")
+    for name in FORMATS:
+        few, many = counts[name, 2], counts[name, 8]
+        cells = []
+        for n in names:
+            slope = (many[n] - few[n]) / 6
+            cells.append(f"{few[n] - 2 * slope:.2f} + {slope:.2f}" if few[n] >= 0.005 else "-")
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def cell(seconds):
+    time, limit, share = verdict(seconds)
+    return f"{time * 1e6:,.0f} {limit} {share:.2f}"
+
+
+def print_formats(counts, banks):
+    print(f"\nAttention at {POSITIONS} positions, {KV_HEADS} KV heads, head_dim {HEAD_DIM}; threadgroup memory of "
+          f"{banks} banks. Microseconds, limiting resource, share of the bandwidth:\n")
+    for group in GROUPS:
+        print(f"| group {group} | " + " | ".join(FORMATS) + " |\n|---" + "|---" * len(FORMATS) + "|")
+        for chip in chips.CHIPS:
+            cells = [cell(attend_times(chip, counts[name, group], name, group, banks)) for name in FORMATS]
+            print(f"| {chip} | " + " | ".join(cells) + " |")
+        print()
+
+
+def with_lookup(counts, old, new):
+    """Counts of attention with one way to look up in place of another."""
+    result = Counter(counts)
+    for name, n in new.items():
+        result[name] += n
+    for name, n in old.items():
+        result[name] -= n
+    return result
+
+
+def print_lookups(ways, counts, current, banks):
+    print(f"\nWays to look up a 4-bit code, threadgroup memory of {banks} banks. Cycles of a core for 32 values, then "
+          "TQ4 attention with each: limiting resource and share of the bandwidth:\n")
+    shown = ("M1", "M1 Max", "M2", "M4", "M4 Max")
+    heads = " | ".join(f"{c}, group {g}" for c in shown for g in (2, 8))
+    print(f"| way | issue | complex | threadgroup | {heads} |")
+    print("|---" * (4 + 2 * len(shown)) + "|")
+    for way, new in ways.items():
+        cycles = core_cycles(new, banks)
+        cells = []
+        for chip in shown:
+            for group in (2, 8):
+                merged = with_lookup(counts["TQ4", group], ways[current], new)
+                _, limit, share = verdict(attend_times(chip, merged, "TQ4", group, banks))
+                cells.append(f"{limit} {share:.2f}")
+        cells = [f"{cycles[unit]:.2f}" for unit in ("issue", "complex", "threadgroup")] + cells
+        print(f"| {way} | " + " | ".join(cells) + " |")
+
+
+def print_arrangements(machine):
+    print("\nWays to share the scores of four query heads among lanes, operations a value of keys; then cycles of a "
+          "core for 32 values, and the bytes of the lines of 128 that a load touches over the bytes it takes:\n")
+    names = ("multiply-add", "integer", "selection", "shift", "shuffle", "reduction", "threadgroup access",
+             "threadgroup bytes", "device access")
+    print("| way | " + " | ".join(names) + " | issue | threadgroup, 16 banks | 32 banks | lines |")
+    print("|---" * (len(names) + 5) + "|")
+    for way in ARRANGEMENTS:
+        counts = machine.scores(way)
+        lines = counts["lines bytes"] / counts["loaded bytes"]
+        cycles = [core_cycles(counts, banks) for banks in chips.THREADGROUP_BANKS]
+        cells = [f"{counts[n]:.2f}" if counts[n] >= 0.005 else "-" for n in names]
+        cells += [f"{x:.2f}" for x in (cycles[0]["issue"], cycles[0]["threadgroup"], cycles[1]["threadgroup"], lines)]
+        print(f"| {way} | " + " | ".join(cells) + " |")
+
+
+def print_encode(machine):
+    rows = {name: machine.encode(name) for name in FORMATS}
+    print_counts("Encoding, operations a value:", rows)
+    print("\nEncoding of a long prefill: GB/s of float32 input, limiting resource, share of the bandwidth:\n")
+    print("| | " + " | ".join(FORMATS) + " |\n|---" + "|---" * len(FORMATS) + "|")
+    for chip in chips.CHIPS:
+        cells = []
+        for name, counts in rows.items():
+            n_bytes = VALUES * 4 + stored_bytes(name)
+            time, limit, share = verdict(times(chip, counts, VALUES, n_bytes, 16, 24))
+            cells.append(f"{VALUES * 4 / time / 1e9:,.0f} {limit} {share:.2f}")
+        print(f"| {chip} | " + " | ".join(cells) + " |")
+
+
+def print_ratios(counts):
+    for chip in chips.CHIPS:
+        for group in GROUPS:
+            _, limit, share = verdict(attend_times(chip, counts["TQ4", group], "TQ4", group))
+            print(f"ratio apple_model_tq4_share_{chip.lower().replace(' ', '_')}_group{group} {share:.3f} {limit}")
+
+
+def current_lookup(counts):
+    """How the shaders look TQ4 up, by what they do."""
+    if counts["lookup shuffle"] > 0.9:
+        return "simd_shuffle"
+    if counts["quad shuffle"] > 0.9:
+        return "quad_shuffle"
+    return "threadgroup table"
+
+
+def report(machine):
+    ways = {way: machine.lookup(way) for way in LOOKUPS}
+    counts = {(name, group): machine.attend(name, group) for name in FORMATS for group in GROUPS}
+    print_counts("Attention at group 2, operations a value:", {n: counts[n, 2] for n in FORMATS})
+    print_decode_once(counts)
+    for banks in chips.THREADGROUP_BANKS:
+        print_formats(counts, banks)
+    print_counts("Ways to look a 4-bit code up, operations a value:", ways)
+    for banks in chips.THREADGROUP_BANKS:
+        print_lookups(ways, counts, current_lookup(counts["TQ4", 2]), banks)
+    print_arrangements(machine)
+    print_encode(machine)
+    print_ratios(counts)
+
+
+# ---- What must hold ----
+
+def check(machine):
+    """Decoded once for the whole group: from group 1 to 8, look-ups and stored bytes stay, multiply-adds follow."""
+    failed = passed = 0
+    for name in ("TQ4", "TQ8", "I8"):
+        one, eight = machine.attend(name, 1, 256), machine.attend(name, 8, 256)
+        decoding = {"TQ4": "shift", "TQ8": "shift", "I8": "conversion"}[name]
+        expected = [(f"{decoding} stay", eight[decoding] <= one[decoding] * 1.25 and one[decoding] > 0.5),
+                    ("look-ups stay", abs(eight["lookup shuffle"] - one["lookup shuffle"]) < 0.01),
+                    ("device bytes stay", eight["device bytes"] < one["device bytes"] * 1.25),
+                    ("a multiply-add a query head", 8 <= eight["multiply-add"] < 9 and 1 <= one["multiply-add"] < 1.3),
+                    ("nothing spilled", one["private access"] < 0.05 and eight["private access"] < 0.05)]
+        for what, holds in expected:
+            passed, failed = passed + holds, failed + (not holds)
+            if not holds:
+                print(f"FAIL model/{name}: {what}: {dict(one)} {dict(eight)}")
+    print(f"{passed} passed, {failed} failed")
+    return failed == 0
+
+
+def main():
+    machine = Machine(sys.argv[1])
+    if sys.argv[2:] == ["--check"]:
+        sys.exit(0 if check(machine) else 1)
+    report(machine)
+
+
+if __name__ == "__main__":
+    main()
