@@ -448,21 +448,22 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 
 /* float(1/sqrt(D)) and float(sqrt(D)): exact powers of two, times the root of 1/2 or 2 where log2(D) is odd. */
 #define TQKV__INV_SQRT(D)                                                                                              \
-    ((D) == 32    ? 0.17677669f                                                                                        \
+    ((D) == 32    ? 0.17677669227123260498046875f                                                                      \
      : (D) == 64  ? 0.125f                                                                                             \
-     : (D) == 128 ? 0.088388346f                                                                                       \
+     : (D) == 128 ? 0.088388346135616302490234375f                                                                     \
      : (D) == 256 ? 0.0625f                                                                                            \
-     : (D) == 512 ? 0.044194173f                                                                                       \
+     : (D) == 512 ? 0.0441941730678081512451171875f                                                                    \
                   : 0.03125f)
 #define TQKV__SQRT(D)                                                                                                  \
-    ((D) == 32    ? 5.656854f                                                                                          \
+    ((D) == 32    ? 5.656854152679443359375f                                                                           \
      : (D) == 64  ? 8.0f                                                                                               \
-     : (D) == 128 ? 11.313708f                                                                                         \
+     : (D) == 128 ? 11.31370830535888671875f                                                                           \
      : (D) == 256 ? 16.0f                                                                                              \
-     : (D) == 512 ? 22.627417f                                                                                         \
+     : (D) == 512 ? 22.6274166107177734375f                                                                            \
                   : 32.0f)
 
-#define TQKV__MIN_NORM 1e-10f /* a row with a smaller norm is stored as zeros */
+#define TQKV__MIN_NORM                                                                                                 \
+    1.00000001335143196001808973960578441619873046875e-10f /* a row with a smaller norm is stored as zeros */
 
 /* XXH3-64 of each member of tqkv__tables, as little-endian bytes, and of all of it. */
 #ifndef __METAL_VERSION__
@@ -590,7 +591,7 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
    the sums of all rows stay at 64 registers. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
 
-/* Threadgroup memory, in bytes. Encode takes (0) and (1); decode (0); attend all four. */
+/* Threadgroup memory, in bytes. Encode takes (0) and (1); decode (0); attend all four; merge (0). */
 #define TQKV__TABLE_BYTES               1024                             /* (0) boundaries or codebook */
 #define TQKV__STAGING_BYTES(D, n)       ((n) * (D))                      /* (1) codes, n simdgroups */
 #define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
@@ -1732,6 +1733,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <fenv.h>
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 #if defined(__SSE2__)
@@ -1970,12 +1972,24 @@ static inline float tqkv__rounded(float x)
    start with flush-to-zero set. The arithmetic in between has to be in functions that are not inlined, or the compiler
    may move it across. */
 static uint64_t tqkv__fp_exact(void)
+/* The same for results that are not added to: floats they are at once, but for registers of more bits (x87), in which
+   compilers keep them as long as they like. */
+#if defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 0
+#define TQKV__AS_FLOAT(x) (x)
+#else
+#define TQKV__AS_FLOAT(x) tqkv__rounded(x)
+#endif
+
 {
     uint64_t mode = 0;
 #if defined(__SSE2__)
-    mode = _mm_getcsr();
+    mode |= _mm_getcsr();
     _mm_setcsr(0x1f80); /* all exceptions masked */
 #elif defined(__aarch64__)
+#if !defined(__SSE2_MATH__) && !defined(__aarch64__) && defined(FE_TONEAREST)
+    mode = (uint64_t)fegetround() << 32;
+    fesetround(FE_TONEAREST);
+#endif
     __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
     __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
 #endif
@@ -1988,13 +2002,15 @@ static void tqkv__fp_restore(uint64_t mode)
     _mm_setcsr((unsigned)mode);
 #elif defined(__aarch64__)
     __asm__ volatile("msr fpcr, %0" : : "r"(mode));
-#else
-    (void)mode;
+#if !defined(__SSE2_MATH__) && !defined(__aarch64__) && defined(FE_TONEAREST)
+    fesetround((int)(mode >> 32));
+#endif
 #endif
 }
 
 static uint32_t tqkv__bits(float x)
 {
+    (void)mode;
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return bits;
@@ -2026,8 +2042,8 @@ static void tqkv__hadamard(float *x, int head_dim)
         for (int i = 0; i < head_dim; i += 2 * h)
             for (int j = i; j < i + h; j++) {
                 float a = x[j], b = x[j + h];
-                x[j] = a + b;
-                x[j + h] = a - b;
+                x[j] = TQKV__AS_FLOAT(a + b);
+                x[j + h] = TQKV__AS_FLOAT(a - b);
             }
 }
 
@@ -2039,7 +2055,7 @@ static void tqkv__flip_signs(float *x, int head_dim)
 
 static void tqkv__scale(float *x, int n, float factor)
 {
-    for (int i = 0; i < n; i++) x[i] *= factor;
+    for (int i = 0; i < n; i++) x[i] = TQKV__AS_FLOAT(x[i] * factor);
 }
 
 /* y = H(s*x)/sqrt(D) */
@@ -2061,17 +2077,17 @@ static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
 /* The norm of a TQ row or block of which `sum` is the sum of squares; scale: what brings its values to variance 1. */
 static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
 {
-    const float norm = s->head_dim < 512 ? sqrtf(sum) : sqrtf(sum / 256.0f);
-    const float inverse = norm > TQKV__MIN_NORM ? 1.0f / norm : 0.0f;
-    *scale = inverse * (s->head_dim < 512 ? TQKV__SQRT(s->head_dim) : s->block_scale);
+    const float norm = TQKV__AS_FLOAT(sqrtf(s->head_dim < 512 ? sum : TQKV__AS_FLOAT(sum / 256.0f)));
+    const float inverse = norm > TQKV__MIN_NORM ? TQKV__AS_FLOAT(1.0f / norm) : 0.0f;
+    *scale = TQKV__AS_FLOAT(inverse * (s->head_dim < 512 ? TQKV__SQRT(s->head_dim) : s->block_scale));
     return norm;
 }
 
 /* Norm of an I8 block: the largest magnitude over 127; scale: one over the grid's step. */
 static float tqkv__norm_i8(float largest, float *scale)
 {
-    *scale = largest > TQKV__MIN_NORM ? 127.0f / largest : 0.0f;
-    return largest / 127.0f;
+    *scale = largest > TQKV__MIN_NORM ? TQKV__AS_FLOAT(127.0f / largest) : 0.0f;
+    return TQKV__AS_FLOAT(largest / 127.0f);
 }
 
 /* Norms of a TQ row: 32 lanes of head_dim/32 neighbours each add their squares in order, then an xor-tree adds the
@@ -2082,11 +2098,12 @@ static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, 
     const int per_lane = s->head_dim / 32, lanes_per_norm = 32 / s->norms_per_row;
     for (int l = 0; l < 32; l++) {
         lanes[l] = 0.0f;
-        for (int e = l * per_lane; e < (l + 1) * per_lane; e++) lanes[l] += tqkv__rounded(y[e] * y[e]);
+        for (int e = l * per_lane; e < (l + 1) * per_lane; e++)
+            lanes[l] = TQKV__AS_FLOAT(lanes[l] + tqkv__rounded(y[e] * y[e]));
     }
     for (int distance = 1; distance < lanes_per_norm; distance *= 2) {
         memcpy(other, lanes, sizeof other);
-        for (int l = 0; l < 32; l++) lanes[l] += other[l ^ distance];
+        for (int l = 0; l < 32; l++) lanes[l] = TQKV__AS_FLOAT(lanes[l] + other[l ^ distance]);
     }
     for (int b = 0; b < s->norms_per_row; b++) norms[b] = tqkv__norm_tq(s, lanes[b * lanes_per_norm], &scales[b]);
 }
@@ -2131,7 +2148,7 @@ static uint8_t tqkv__quantise_i8(float v)
     const float magic = 12582912.0f;
     v = v < 127.0f ? v : 127.0f;
     v = v > -127.0f ? v : -127.0f;
-    return (uint8_t)(int8_t)(tqkv__rounded(v + magic) - magic);
+    return (uint8_t)(int8_t)(tqkv__rounded(TQKV__AS_FLOAT(v) + magic) - magic);
 }
 
 /* Round to nearest even; beyond 65504 clamped. Integers only, so that no rounding mode matters. */
@@ -4718,6 +4735,7 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, int64_
 static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
 {
     return (!wanted->head_dim || wanted->head_dim == found->head_dim) &&
+    if (fields[11] >> 31) return false; /* a negative softcap was saved as 0 */
            (!wanted->n_kv_heads || wanted->n_kv_heads == found->n_kv_heads) &&
            (!wanted->n_heads || wanted->n_heads == found->n_heads) &&
            (!wanted->capacity || wanted->capacity == found->capacity) &&

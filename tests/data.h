@@ -6,6 +6,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 typedef struct data_random {
     uint64_t state;
@@ -115,6 +116,17 @@ static inline void data_row(data_random *random, data_kind kind, float *row, int
             row[i] = data_gaussian(random) * scale;
             break;
         }
+    }
+}
+
+/* Floats become their little-endian bytes, in place, so that hashes are the same on every machine. */
+static inline void data_to_little_endian(void *floats, size_t n)
+{
+    uint8_t *bytes = (uint8_t *)floats;
+    for (size_t i = 0; i < n; i++, bytes += 4) {
+        uint32_t bits;
+        memcpy(&bits, bytes, sizeof bits);
+        for (int k = 0; k < 4; k++) bytes[k] = (uint8_t)(bits >> (8 * k));
     }
 }
 

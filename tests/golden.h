@@ -85,6 +85,7 @@ static inline int golden_make(const golden_case *c, golden *made)
         data_rows((uint64_t)c->head_dim, (data_kind)c->kind, source, GOLDEN_TOKENS * GOLDEN_HEADS, c->head_dim);
         ok = tqkv_encode(&store, source, GOLDEN_TOKENS, GOLDEN_POSITION) == TQKV_OK;
         made->codes = XXH3_64bits(store.codes, store.codes_size);
+        data_to_little_endian(store.norms, store.norms_size / sizeof(float));
         made->norms = XXH3_64bits(store.norms, store.norms_size);
     }
     free(source);

@@ -200,7 +200,7 @@ static inline void reference_scale_row(const tqkv_store *s, const float *row, fl
     for (int first = 0; first < d; first += block) {
         float sum = reference_sum_of_squares(row, d, first / per_lane);
         float norm = reference_root(d < 512 ? sum : reference_divide(sum, 256.0f));
-        float inverse = norm > 1e-10f ? reference_divide(1.0f, norm) : 0.0f;
+        float inverse = norm > (float)1e-10 ? reference_divide(1.0f, norm) : 0.0f;
         float scale = reference_multiply(inverse, d < 512 ? (float)sqrt((double)d) : reference_block_scale(s));
         norms[first / block] = norm;
         for (int j = first; j < first + block; j++) scaled[j] = reference_multiply(row[j], scale);
@@ -216,7 +216,7 @@ static inline void reference_grid_row(const tqkv_store *s, const float *row, flo
         for (int j = first; j < first + block; j++)
             if (fabsf(row[j]) > largest) largest = fabsf(row[j]);
         norms[first / block] = reference_divide(largest, 127.0f);
-        float inverse = largest > 1e-10f ? reference_divide(127.0f, largest) : 0.0f;
+        float inverse = largest > (float)1e-10 ? reference_divide(127.0f, largest) : 0.0f;
         for (int j = first; j < first + block; j++) scaled[j] = reference_multiply(row[j], inverse);
     }
 }
@@ -234,7 +234,8 @@ static inline void reference_encode_row(const tqkv_store *s, const float *source
         memcpy(scaled, row, (size_t)d * sizeof *row);
         for (int j = 0; j < d; j++) {
             uint16_t half = reference_half(row[j]);
-            memcpy(codes + 2 * j, &half, sizeof half);
+            codes[2 * j] = (uint8_t)half;
+            codes[2 * j + 1] = (uint8_t)(half >> 8);
         }
     } else if (s->format == TQKV_I8) {
         reference_grid_row(s, row, norms, scaled);

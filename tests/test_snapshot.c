@@ -170,6 +170,8 @@ static const header_row header_rows[] = {
     {"nan_scale", 48, 4, 0x7fc00000},
     {"zero_scale", 48, 4, 0},
     {"infinite_softcap", 52, 4, 0x7f800000},
+    {"negative_softcap", 52, 4, 0xc0000000},
+    {"minus_zero_softcap", 52, 4, 0x80000000},
     {"first_of_linear", 56, 8, 1},
     {"first_beyond_end", 56, 8, 4},
     {"negative_first", 56, 8, UINT64_MAX},
