@@ -3,7 +3,7 @@
 
 usage: bugs.py BUILD_FOLDER [part of a name]...
 
-Takes from the environment, for each kind of build (ASAN, TSAN): the command that compiles (ASAN), the objects of the
+Takes from the environment, for each kind of build (ASAN, ARC, TSAN): the command that compiles (ASAN), the objects of the
 runner without tqkv_metal.o (ASAN_OBJECTS), what links them (ASAN_LINK), and what runs the tests (ASAN_RUN).
 """
 import os
@@ -26,6 +26,10 @@ BUGS = {
     "state_leaked_on_failure": (
         "tqkv__build_pipeline", r"    TQKV__RELEASE\(p->state\);\n", "    p->state = nil;\n", "ASAN", "context/devices",
         "leaked"),
+    "state_kept_under_arc": (
+        "tqkv__free_pipeline", r"    TQKV__RELEASE\(p->state\);\n", "", "ARC", "rotate/d64", "leaked"),
+    "block_kept_under_arc": (
+        "tqkv__memory_free", r"    TQKV__RELEASE\(block->buffer\);\n", "", "ARC", "cache/one_memory", "leaked"),
     "pipeline_leaked_on_failure": (
         "tqkv__get_pipeline", r"    else\n        tqkv__free_pipeline\(made\);\n", "", "ASAN", "context/failures",
         "LeakSanitizer"),

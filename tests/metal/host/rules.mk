@@ -27,6 +27,7 @@ HOST_GNUSTEP := -fobjc-runtime=gcc -DGNUSTEP -DGNUSTEP_BASE_LIBRARY=1 -DGNU_RUNT
 	-isystem $(HOST_BUILD)/gnustep -I$(STANDIN)
 HOST_FLAGS := $(STANDIN_SANITIZE) $(HOST_WARNINGS) -DSTANDIN -D_GNU_SOURCE -I. $(CPPFLAGS)
 HOST_LINK := $(STANDIN_SANITIZE) -lgnustep-base -lobjc -ldl -lm -pthread
+HOST_FAILING := -Dcalloc=standin_calloc -Dpthread_mutex_init=standin_mutex_init
 HOST_LIBRARY := $(HOST_BUILD)/standin.metallib
 HOST_RUN := LSAN_OPTIONS=suppressions=$(STANDIN)/leaks.txt:print_suppressions=0
 HOST_OBJECTS := tqkv_metal $(HOST_TESTS:%=tests/metal/host/%) tests/runner tests/test_tables $(STANDIN)/standin
@@ -37,6 +38,26 @@ HOST_STALE := tables_alone codebook_4 codebook_5 codebook_6 codebook_8 boundarie
 $(HOST_BUILD)/gnustep/objc:
 	@mkdir -p $(@D)
 	@ln -sfn $$(dirname $$(gcc -print-libgcc-file-name))/include/objc $@
+
+# The same under ARC, see arc.m. One line of gcc's headers is not for ARC.
+HOST_ARC := -fobjc-arc $(patsubst -fobjc-runtime=%,-fobjc-runtime=gnustep-1.5,$(subst /gnustep,/arc,$(HOST_GNUSTEP)))
+
+$(HOST_BUILD)/arc/objc: $(HOST_BUILD)/gnustep/objc
+	@mkdir -p $@
+	@cp $</*.h $@
+	@sed -i 's/return object->class_pointer;/return *(Class *)(__bridge void *)object;/' $@/runtime.h
+
+$(HOST_BUILD)/arc/%.o: %.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) $(HOST_BUILD)/arc/objc
+	@mkdir -p $(@D)
+	@clang $(HOST_FLAGS) $(HOST_FAILING) $(HOST_ARC) -c $< -o $@
+
+$(HOST_BUILD)/runner-arc: $(HOST_BUILD)/arc/tqkv_metal.o $(HOST_BUILD)/$(STANDIN)/arc.o \
+		$(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
+	@clang++ $^ -o $@ $(HOST_LINK)
+
+$(HOST_BUILD)/metal_encode_attend-arc: $(HOST_BUILD)/arc/examples/metal_encode_attend.o $(HOST_BUILD)/arc/tqkv_metal.o \
+		$(HOST_BUILD)/$(STANDIN)/arc.o $(HOST_BUILD)/$(STANDIN)/standin.o
+	@clang++ $^ -o $@ $(HOST_LINK)
 
 # The shaders as position-independent code, in the stand-in's kind of library.
 STANDIN_SHADER := clang++ -fPIC $(STANDIN_SANITIZE) $(SHADER_CPU)
@@ -74,7 +95,6 @@ $(HOST_BUILD)/stale/%.metallib: $(METAL_BUILD)/cpu/prepared tqkv.h $(STANDIN)/pa
 	@python3 $(STANDIN)/pack.py library $@.so $@
 
 # Memory and locks can fail, too, beside every call of Metal.
-HOST_FAILING := -Dcalloc=standin_calloc -Dpthread_mutex_init=standin_mutex_init
 $(HOST_BUILD)/tqkv_metal.o: HOST_FLAGS += $(HOST_FAILING)
 
 endif
@@ -108,7 +128,8 @@ $(HOST_BUILD)/metal_encode_attend: $(HOST_BUILD)/examples/metal_encode_attend.o 
 		$(filter %/standin.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
 	@clang++ $^ -o $@ $(HOST_LINK)
 
-HOST_PROGRAMS := $(HOST_BUILD)/runner $(HOST_BUILD)/runner-embedded $(HOST_BUILD)/metal_encode_attend
+HOST_PROGRAMS := $(HOST_BUILD)/runner $(HOST_BUILD)/runner-embedded $(HOST_BUILD)/metal_encode_attend \
+	$(if $(HOST_GNUSTEP),$(HOST_BUILD)/runner-arc $(HOST_BUILD)/metal_encode_attend-arc)
 
 .PHONY: test-metal
 test-metal: $(HOST_PROGRAMS) $(HOST_LIBRARY) $(HOST_STALE:%=$(HOST_BUILD)/stale/%.metallib) ## tqkv_metal.m: on Linux with a stand-in for Metal
@@ -116,6 +137,11 @@ test-metal: $(HOST_PROGRAMS) $(HOST_LIBRARY) $(HOST_STALE:%=$(HOST_BUILD)/stale/
 	@$(HOST_RUN) $< --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale
 	@$(HOST_RUN) $(HOST_BUILD)/runner-embedded --library $(HOST_LIBRARY) --embedded context/embedded
 	@$(HOST_RUN) $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY)
+ifneq ($(HOST_GNUSTEP),)
+	@echo "== tqkv_metal.m: under ARC"
+	@$(HOST_RUN) $(HOST_BUILD)/runner-arc --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale
+	@$(HOST_RUN) $(HOST_BUILD)/metal_encode_attend-arc $(HOST_LIBRARY)
+endif
 
 .PHONY: demo-metal
 demo-metal: $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY) ## build and run examples/metal_encode_attend.m
@@ -160,9 +186,10 @@ $(HOST_TSAN)/runner: $(TSAN_NAMES:%=$(HOST_TSAN)/%.o) $(HOST_BUILD)/tests/test_t
 .PHONY: test-metal-bugs
 test-metal-bugs: test-metal $(HOST_TSAN)/runner $(HOST_TSAN)/standin.metallib ## bugs planted in tqkv_metal.m are found
 	@echo "== tqkv_metal.m: planted bugs"
-	@ASAN="clang $(HOST_FLAGS) $(HOST_GNUSTEP) $(HOST_FAILING)" ASAN_LINK="$(HOST_LINK)" \
-	ASAN_OBJECTS="$(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))" \
-	ASAN_RUN="$(HOST_RUN) RUNNER --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale" \
+	@export ASAN_LINK="$(HOST_LINK)" ASAN_OBJECTS="$(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))" \
+	ASAN_RUN="$(HOST_RUN) RUNNER --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale"; \
+	ASAN="clang $(HOST_FLAGS) $(HOST_FAILING) $(HOST_GNUSTEP)" ARC="clang $(HOST_FLAGS) $(HOST_FAILING) $(HOST_ARC)" \
+	ARC_LINK="$$ASAN_LINK" ARC_OBJECTS="$$ASAN_OBJECTS $(HOST_BUILD)/$(STANDIN)/arc.o" ARC_RUN="$$ASAN_RUN" \
 	TSAN="clang $(HOST_TSAN_FLAGS)" TSAN_LINK="-fsanitize=thread $(HOST_TSAN_LINK)" \
 	TSAN_OBJECTS="$(filter-out %/tqkv_metal.o,$(TSAN_NAMES:%=$(HOST_TSAN)/%.o)) $(HOST_BUILD)/tests/test_tables.o" \
 	TSAN_RUN="$(HOST_TSAN_RUN) RUNNER --library $(HOST_TSAN)/standin.metallib" \

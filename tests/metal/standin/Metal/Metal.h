@@ -101,6 +101,6 @@ enum {
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError **)error;
 @end
 
-id<MTLDevice> MTLCreateSystemDefaultDevice(void); /* retained by the caller */
+id<MTLDevice> MTLCreateSystemDefaultDevice(void) NS_RETURNS_RETAINED;
 
 #endif
