@@ -598,6 +598,10 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums */
 #define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
 #define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /* (3) maximum and sum, n simdgroups */
+#define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)            /* (0) a row and its sum, n simdgroups */
+
+/* Simdgroups that share out a row's splits in attend_merge: its threadgroup memory stays at 8 KiB. */
+#define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))
 
 /* Rows of one stream. Token t of the call is at slot first_slot + t, less capacity if that is beyond the store: the
    host resolves positions, and passes at most `capacity` tokens and fewer than 2^32 rows. */
@@ -1729,11 +1733,11 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          
 #error "tqkv.h: -ffast-math changes stored bytes; compile this file without it, or define TQKV_ALLOW_FAST_MATH"
 #endif
 
+#include <fenv.h>
 #include <limits.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <fenv.h>
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 #if defined(__SSE2__)
@@ -1968,10 +1972,6 @@ static inline float tqkv__rounded(float x)
     return x;
 }
 
-/* Round to nearest, denormals kept; returns the caller's mode for tqkv__fp_restore. Programs linked with -ffast-math
-   start with flush-to-zero set. The arithmetic in between has to be in functions that are not inlined, or the compiler
-   may move it across. */
-static uint64_t tqkv__fp_exact(void)
 /* The same for results that are not added to: floats they are at once, but for registers of more bits (x87), in which
    compilers keep them as long as they like. */
 #if defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 0
@@ -1980,16 +1980,20 @@ static uint64_t tqkv__fp_exact(void)
 #define TQKV__AS_FLOAT(x) tqkv__rounded(x)
 #endif
 
+/* Round to nearest, denormals kept; returns the caller's mode for tqkv__fp_restore. Programs linked with -ffast-math
+   start with flush-to-zero set. The arithmetic in between has to be in functions that are not inlined, or the compiler
+   may move it across. */
+static uint64_t tqkv__fp_exact(void)
 {
     uint64_t mode = 0;
-#if defined(__SSE2__)
-    mode |= _mm_getcsr();
-    _mm_setcsr(0x1f80); /* all exceptions masked */
-#elif defined(__aarch64__)
 #if !defined(__SSE2_MATH__) && !defined(__aarch64__) && defined(FE_TONEAREST)
     mode = (uint64_t)fegetround() << 32;
     fesetround(FE_TONEAREST);
 #endif
+#if defined(__SSE2__)
+    mode |= _mm_getcsr();
+    _mm_setcsr(0x1f80); /* all exceptions masked */
+#elif defined(__aarch64__)
     __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
     __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
 #endif
@@ -1998,19 +2002,19 @@ static uint64_t tqkv__fp_exact(void)
 
 static void tqkv__fp_restore(uint64_t mode)
 {
+#if !defined(__SSE2_MATH__) && !defined(__aarch64__) && defined(FE_TONEAREST)
+    fesetround((int)(mode >> 32));
+#endif
 #if defined(__SSE2__)
     _mm_setcsr((unsigned)mode);
 #elif defined(__aarch64__)
     __asm__ volatile("msr fpcr, %0" : : "r"(mode));
-#if !defined(__SSE2_MATH__) && !defined(__aarch64__) && defined(FE_TONEAREST)
-    fesetround((int)(mode >> 32));
 #endif
-#endif
+    (void)mode;
 }
 
 static uint32_t tqkv__bits(float x)
 {
-    (void)mode;
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return bits;
@@ -4410,7 +4414,10 @@ static void tqkv__add_merge(tqkv__dispatch *d, const tqkv__attention *a, const t
                false);
     tqkv__bind(d, "sinks", 3, b->sinks, sinks ? (size_t)a->n_heads * sizeof(float) : 0, false);
     tqkv__bind(d, "out", 4, b->out, a->n_elements * sizeof(float), true);
-    tqkv__dispatch_rows(d, a->n_rows);
+    d->memory_each[0] = TQKV__MERGE_BYTES((size_t)a->head_dim, 1);
+    d->grid[0] = a->n_rows;
+    d->n_simdgroups = TQKV__MERGE_SIMDGROUPS(a->head_dim);
+    if (d->n_simdgroups > split->n_splits) d->n_simdgroups = split->n_splits;
     d->barrier = b->scratch.buffer;
 }
 
@@ -4728,6 +4735,7 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, int64_
     d->softcap = tqkv__float(fields[11]);
     *first = (int64_t)tqkv__get(header + 56, 8);
     *end = (int64_t)tqkv__get(header + 64, 8);
+    if (fields[11] >> 31) return false; /* a negative softcap was saved as 0 */
     return d->scale != 0.0f && *first >= 0 && *first <= *end && *end - *first <= d->capacity &&
            (d->ring || *first == 0);
 }
@@ -4735,7 +4743,6 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, int64_
 static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
 {
     return (!wanted->head_dim || wanted->head_dim == found->head_dim) &&
-    if (fields[11] >> 31) return false; /* a negative softcap was saved as 0 */
            (!wanted->n_kv_heads || wanted->n_kv_heads == found->n_kv_heads) &&
            (!wanted->n_heads || wanted->n_heads == found->n_heads) &&
            (!wanted->capacity || wanted->capacity == found->capacity) &&

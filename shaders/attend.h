@@ -68,10 +68,10 @@ inline int position_of_slot(constant tqkv__attend_args &args, uint slot)
     return position < 0 ? position + args.key_capacity : position;
 }
 
-// The slot of row r of the tile at `base`.
-inline uint slot_of_row(constant tqkv__attend_args &args, uint base, uint r)
+// Where row r of a tile lies, counted from its row 0.
+inline uint row_in_tile(constant tqkv__attend_args &args, uint r)
 {
-    return short_store ? min(base + r, uint(args.key_capacity) - 1u) : base + r;
+    return short_store ? min(r, uint(args.key_capacity) - 1u) : r;
 }
 
 // The values' slot of the position that has this slot in the keys; some slot of the store if none has.
@@ -137,7 +137,7 @@ inline tile_place open_tile(constant tqkv__attend_args &args, tile_range range, 
     uint nth = range.first + number, start = (nth < range.total ? nth : nth - range.total) * 32u;
     tile_place result;
     result.base = short_store ? 0u : min(start, uint(args.key_capacity) - 32u);
-    result.slot = slot_of_row(args, result.base, row);
+    result.slot = result.base + row_in_tile(args, row);
     bool own = result.base + row >= start && result.base + row < uint(args.key_capacity);
     result.position = own ? position_of_slot(args, result.slot) : 0x7fffffff;
     return result;
@@ -174,6 +174,9 @@ inline void load_queries(constant tqkv__attend_args &args, device const float *q
 // Lanes that share a row of keys, and rows that they share: lanes l*R .. l*R+R-1 have rows l, l + 32/R, l + 2*32/R ..
 #define KEY_LANES(D, W) ((D) / (128 / (W)) < 4 ? (D) / (128 / (W)) : 4)
 
+// Steps of 16 bytes a row that a lane loads before it uses the first of them.
+#define KEY_BATCH(D, W) ((D) / (128 / (W)) / KEY_LANES(D, W) < 2 ? 1 : 2)
+
 // The row of a tile whose score a lane ends with.
 template <int D, int W>
 inline uint row_of_lane(uint lane)
@@ -182,16 +185,13 @@ inline uint row_of_lane(uint lane)
     return lane % R * (32u / R) + lane / R;
 }
 
-// dot[r][c] += q_c . k over the N values of each of the lane's R rows that its 16 bytes of this step hold.
+// dot[r][c] += q_c . k over the N values of each of the lane's R rows that its 16 bytes of this step hold, from value
+// `first` on.
 template <int D, int W, int R, int C>
-inline void multiply_keys(device const uchar *codes, thread const uint *slot, uint first,
-                          threadgroup const float *queries, thread const codebook &book, thread float (&dot)[R][C])
+inline void multiply_keys(thread const raw_codes<W, 128 / W> (&raw)[R], uint first, threadgroup const float *queries,
+                          thread const codebook &book, thread float (&dot)[R][C])
 {
     const int N = 128 / W;
-    raw_codes<W, N> raw[R];
-    TQKV_UNROLL
-    for (int r = 0; r < R; r++)
-        load_codes<D, W, N>(key_format, codes + ulong(slot[r]) * ulong(row_bytes<D>(key_format)), first, raw[r]);
     TQKV_UNROLL
     for (int i = 0; i < N; i += 4) {
         float x[R][4];
@@ -231,42 +231,112 @@ inline void share_out_rows(uint part, thread float (&total)[R][C])
     }
 }
 
-// score[c] = q_c . k of the lane's row.
+// dot becomes total += norm * dot where the values of one norm end, for rows of several norms.
+template <int D, int R, int C>
+inline void add_block(constant tqkv__attend_args &args, stream_rows keys, uint base, uint lane, uint block,
+                      thread float (&dot)[R][C], thread float (&total)[R][C])
+{
+    TQKV_UNROLL
+    for (int r = 0; r < R; r++) {
+        uint slot = base + row_in_tile(args, uint(r * (32 / R)) + lane / uint(R));
+        float scale = stored_scale<D>(key_format, keys, slot, block, args.key_block_scale);
+        FOR_COLUMNS(c)
+        {
+            total[r][c] = fma(scale, dot[r][c], total[r][c]);
+            dot[r][c] = 0.0f;
+        }
+    }
+}
+
+// score[c] = q_c . k of the lane's row, but for the norm of rows that have one.
 template <int D, int W>
 inline void score_tile(constant tqkv__attend_args &args, stream_rows keys, uint base, threadgroup const float *queries,
                        thread const codebook &book, uint lane, thread float *score)
 {
-    const int C = TQKV__MAX_COLUMNS(D), N = 128 / W, R = KEY_LANES(D, W), STEPS = D / (N * R);
+    const int C = TQKV__MAX_COLUMNS(D), N = 128 / W, R = KEY_LANES(D, W), STEPS = D / (N * R), B = KEY_BATCH(D, W);
+    const bool one_norm = norm_block<D>(key_format) == uint(D);
     const uint block_steps = uint(STEPS) / (uint(D) / norm_block<D>(key_format));
-    uint part = lane % uint(R), slot[R];
+    uint part = lane % uint(R);
+    device const uchar *tile = keys.codes + ulong(base) * ulong(row_bytes<D>(key_format));
     float dot[R][C], total[R][C];
     TQKV_UNROLL
     for (int r = 0; r < R; r++) {
-        slot[r] = slot_of_row(args, base, uint(r * (32 / R)) + lane / uint(R));
         TQKV_UNROLL
         for (int c = 0; c < C; c++) dot[r][c] = total[r][c] = 0.0f;
     }
-    for (uint step = 0; step < uint(STEPS); step++) {
-        multiply_keys<D, W, R, C>(keys.codes, slot, (step * uint(R) + part) * uint(N), queries, book, dot);
-        if ((step + 1u) % block_steps != 0) continue;
+    for (uint step = 0; step < uint(STEPS); step += uint(B)) {
+        raw_codes<W, N> raw[B][R];
         TQKV_UNROLL
-        for (int r = 0; r < R; r++) { // the values of one norm end here
-            float scale = stored_scale<D>(key_format, keys, slot[r], step / block_steps, args.key_block_scale);
-            FOR_COLUMNS(c)
-            {
-                total[r][c] = fma(scale, dot[r][c], total[r][c]);
-                dot[r][c] = 0.0f;
+        for (int b = 0; b < B; b++) {
+            TQKV_UNROLL
+            for (int r = 0; r < R; r++) {
+                uint row = row_in_tile(args, uint(r * (32 / R)) + lane / uint(R));
+                load_codes<D, W, N>(key_format, tile + row * row_bytes<D>(key_format),
+                                    ((step + uint(b)) * uint(R) + part) * uint(N), raw[b][r]);
             }
         }
+        TQKV_UNROLL
+        for (int b = 0; b < B; b++) {
+            uint now = step + uint(b);
+            multiply_keys<D, W, R, C>(raw[b], (now * uint(R) + part) * uint(N), queries, book, dot);
+            if (!one_norm && (now + 1u) % block_steps == 0)
+                add_block<D, R, C>(args, keys, base, lane, now / block_steps, dot, total);
+        }
     }
-    share_out_rows<R, C>(part, total);
-    FOR_COLUMNS(c) score[c] = total[0][c];
+    if (one_norm)
+        share_out_rows<R, C>(part, dot);
+    else
+        share_out_rows<R, C>(part, total);
+    FOR_COLUMNS(c) score[c] = one_norm ? dot[0][c] : total[0][c];
 }
 
 inline float capped(constant tqkv__attend_args &args, float score)
 {
     float s = score * args.scale;
     return softcap ? args.softcap * precise::tanh(s / args.softcap) : s;
+}
+
+// Weights of the rows of a tile: 2 columns beside each other if there are no more, or 4, then 4 more for all rows.
+template <int C>
+inline void store_weights(threadgroup float *weights, uint row, thread const float *weight)
+{
+    if (columns <= 2) {
+        float2 two;
+        two.x = weight[0];
+        two.y = weight[1];
+        *(threadgroup float2 *)(weights + row * 2u) = two;
+    } else {
+        TQKV_UNROLL
+        for (int c = 0; c + 3 < C; c += 4) {
+            if (uint(c) >= columns) continue;
+            float4 four;
+            four.x = weight[c];
+            four.y = weight[c + 1];
+            four.z = weight[c + 2];
+            four.w = weight[c + 3];
+            *(threadgroup float4 *)(weights + uint(c) * 32u + row * 4u) = four;
+        }
+    }
+}
+
+template <int C>
+inline void load_weights(threadgroup const float *weights, uint row, thread float *weight)
+{
+    if (columns <= 2) {
+        float2 two = *(threadgroup const float2 *)(weights + row * 2u);
+        weight[0] = two.x;
+        weight[1] = two.y;
+    } else {
+        TQKV_UNROLL
+        for (int c = 0; c + 3 < C; c += 4)
+            if (uint(c) < columns) {
+                float4 four = *(threadgroup const float4 *)(weights + uint(c) * 32u + row * 4u);
+                weight[c] = four.x;
+                weight[c + 1] = four.y;
+                weight[c + 2] = four.z;
+                weight[c + 3] = four.w;
+            }
+    }
 }
 
 // Scores to weights of the online softmax. A masked position is -INFINITY and its weight 0 by selection, never by
@@ -296,45 +366,91 @@ inline void weigh_tile(constant tqkv__attend_args &args, int position, thread co
             for (int i = 0; i < V; i++) out[c][i] *= shrink;
         }
     }
+    float weight[C];
+    TQKV_UNROLL
+    for (int c = 0; c < C; c++) weight[c] = 0.0f;
     FOR_COLUMNS(c)
     {
-        float weight = share_of(score[c], maximum[c]);
-        sum[c] += weight;
-        weights[row * uint(C) + uint(c)] = weight > 0.0f ? weight * value_scale : 0.0f;
+        float share = share_of(score[c], maximum[c]);
+        sum[c] += share;
+        weight[c] = share > 0.0f ? share * value_scale : 0.0f;
+    }
+    store_weights<C>(weights, row, weight);
+}
+
+// Values lie across the lanes: L lanes a row, 8 values each, in J pieces of the row. A step takes 32/L rows.
+#define VALUE_LANES(D)  ((D) / LANE_SUMS(D))
+#define VALUE_PIECES(D) (LANE_SUMS(D) / 8)
+
+// Steps whose codes are on their way at the same time: as many as 16 words a lane hold.
+#define VALUE_BATCH(D, W)                                                                                              \
+    (64 / (VALUE_PIECES(D) * (W)) < VALUE_LANES(D) ? 64 / (VALUE_PIECES(D) * (W)) : VALUE_LANES(D))
+
+template <int D>
+inline uint value_row_of_lane(uint step, uint lane)
+{
+    return step * uint(32 / VALUE_LANES(D)) + lane / uint(VALUE_LANES(D));
+}
+
+template <int D, int W>
+inline void load_value_step(constant tqkv__attend_args &args, stream_rows values, uint base, uint step, uint lane,
+                            thread raw_codes<W, 8> (&raw)[VALUE_PIECES(D)])
+{
+    const uint bytes = row_bytes<D>(value_format);
+    uint row = row_in_tile(args, value_row_of_lane<D>(step, lane));
+    device const uchar *codes = same_slots ? values.codes + ulong(base) * ulong(bytes) + row * bytes
+                                           : values.codes + ulong(value_slot_of(args, base + row)) * ulong(bytes);
+    TQKV_UNROLL
+    for (int j = 0; j < VALUE_PIECES(D); j++)
+        load_codes<D, W, 8>(value_format, codes, (uint(j * VALUE_LANES(D)) + lane % uint(VALUE_LANES(D))) * 8u, raw[j]);
+}
+
+// out[c] += weight * value, over the rows of one step.
+template <int D, int W>
+inline void add_value_step(constant tqkv__attend_args &args, stream_rows values, uint base, uint step, uint lane,
+                           thread const raw_codes<W, 8> (&raw)[VALUE_PIECES(D)], threadgroup const float *weights,
+                           thread const codebook &book, thread float (&out)[TQKV__MAX_COLUMNS(D)][LANE_SUMS(D)])
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    const uint block = norm_block<D>(value_format);
+    uint row = value_row_of_lane<D>(step, lane);
+    float weight[C];
+    load_weights<C>(weights, row, weight);
+    TQKV_UNROLL
+    for (int j = 0; j < VALUE_PIECES(D); j++) {
+        float x[8], scale = 1.0f;
+        if (block != uint(D)) {
+            uint first = (uint(j * VALUE_LANES(D)) + lane % uint(VALUE_LANES(D))) * 8u;
+            scale = stored_scale<D>(value_format, values, value_slot_of(args, base + row_in_tile(args, row)),
+                                    first / block, args.value_block_scale);
+        }
+        TQKV_UNROLL
+        for (int i = 0; i < 8; i++) x[i] = value_at<W, 8>(value_format, raw[j], i, book);
+        FOR_COLUMNS(c)
+        {
+            // A masked slot may hold halves or norms that are NaN, and 0 * NaN is no 0.
+            if ((W == 16 || block != uint(D)) && weight[c] == 0.0f) continue;
+            float factor = block == uint(D) ? weight[c] : weight[c] * scale;
+            TQKV_UNROLL
+            for (int i = 0; i < 8; i++) out[c][j * 8 + i] = fma(factor, x[i], out[c][j * 8 + i]);
+        }
     }
 }
 
-// out[c] += weight * value, over the rows of a tile.
+// The values of a tile; the codes of the first steps are there already, and those of later ones are asked for as soon as
+// there is room.
 template <int D, int W>
-inline void add_values(constant tqkv__attend_args &args, stream_rows values, uint base,
-                       threadgroup const float *weights, thread const codebook &book, uint lane,
+inline void add_values(constant tqkv__attend_args &args, stream_rows values, uint base, uint lane,
+                       thread raw_codes<W, 8> (&raw)[VALUE_BATCH(D, W)][VALUE_PIECES(D)],
+                       threadgroup const float *weights, thread const codebook &book,
                        thread float (&out)[TQKV__MAX_COLUMNS(D)][LANE_SUMS(D)])
 {
-    const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D), L = D / V;
-    const uint block = norm_block<D>(value_format);
-    TQKV_UNROLL_4
-    for (uint step = 0; step < uint(L); step++) {
-        uint row = step * uint(32 / L) + lane / uint(L), slot = value_slot_of(args, slot_of_row(args, base, row));
-        device const uchar *codes = values.codes + ulong(slot) * ulong(row_bytes<D>(value_format));
+    const int L = VALUE_LANES(D), B = VALUE_BATCH(D, W);
+    for (uint first = 0; first < uint(L); first += uint(B)) {
         TQKV_UNROLL
-        for (int j = 0; j < V / 8; j++) {
-            uint first = (uint(j) * uint(L) + lane % uint(L)) * 8u;
-            raw_codes<W, 8> raw;
-            load_codes<D, W, 8>(value_format, codes, first, raw);
-            float x[8], scale = block == uint(D) ? 1.0f
-                                                 : stored_scale<D>(value_format, values, slot, first / block,
-                                                                   args.value_block_scale);
-            TQKV_UNROLL
-            for (int i = 0; i < 8; i++) x[i] = value_at<W, 8>(value_format, raw, i, book);
-            FOR_COLUMNS(c)
-            {
-                float weight = weights[row * uint(C) + uint(c)];
-                // A masked slot may hold halves or norms that are NaN, and 0 * NaN is no 0.
-                if ((W == 16 || block != uint(D)) && weight == 0.0f) continue;
-                weight = block == uint(D) ? weight : weight * scale;
-                TQKV_UNROLL
-                for (int i = 0; i < 8; i++) out[c][j * 8 + i] = fma(weight, x[i], out[c][j * 8 + i]);
-            }
+        for (int b = 0; b < B; b++) {
+            add_value_step<D, W>(args, values, base, first + uint(b), lane, raw[b], weights, book, out);
+            if (first + uint(B) < uint(L)) load_value_step<D, W>(args, values, base, first + uint(B + b), lane, raw[b]);
         }
     }
 }
@@ -459,14 +575,21 @@ inline void attend(constant tqkv__attend_args &args, device const float *q, stre
     uint row = row_of_lane<D, KW>(lane);
     for (uint t = range.begin + simdgroup; t < range.end; t += n_simdgroups) {
         tile_place at = open_tile(args, range, t, row);
-        float score[C], value_scale = 1.0f;
-        score_tile<D, KW>(args, keys, at.base, queries, key_book, lane, score);
+        float score[C], key_scale = 1.0f, value_scale = 1.0f;
+        raw_codes<VW, 8> raw[VALUE_BATCH(D, VW)][VALUE_PIECES(D)];
+        if (norm_block<D>(key_format) == uint(D))
+            key_scale = stored_scale<D>(key_format, keys, at.slot, 0u, args.key_block_scale);
         if (norm_block<D>(value_format) == uint(D))
             value_scale =
                 stored_scale<D>(value_format, values, value_slot_of(args, at.slot), 0u, args.value_block_scale);
+        TQKV_UNROLL
+        for (int b = 0; b < VALUE_BATCH(D, VW); b++)
+            load_value_step<D, VW>(args, values, at.base, uint(b), lane, raw[b]);
+        score_tile<D, KW>(args, keys, at.base, queries, key_book, lane, score);
+        FOR_COLUMNS(c) score[c] *= key_scale;
         weigh_tile<D>(args, at.position, newest, value_scale, row, score, maximum, sum, out, own_weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        add_values<D, VW>(args, values, at.base, own_weights, value_book, lane, out);
+        add_values<D, VW>(args, values, at.base, lane, raw, own_weights, value_book, out);
         simdgroup_barrier(mem_flags::mem_threadgroup); // before the next tile overwrites the weights
     }
     combine_states<D>(maximum, sum, out, state, lane, simdgroup, n_simdgroups);

@@ -1,4 +1,4 @@
-// attend_merge: the result of attention from the partial ones of all splits. One simdgroup a query row.
+// attend_merge: the result of attention from the partial ones of all splits. One threadgroup a query row, along x.
 #include "merge.h"
 
 constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
@@ -13,15 +13,15 @@ constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
         device const float *partial_state [[buffer(2)]], \
         device const float *sinks [[buffer(3)]], \
         device float *out [[buffer(4)]], \
+        threadgroup float *shared [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint lane [[thread_index_in_simdgroup]], \
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        uint row = group.x * n_simdgroups + simdgroup; \
-        if (row >= uint(args.n_rows)) return; \
-        float sink = has_sinks ? sinks[row % uint(args.n_heads)] : -INFINITY; \
-        merge_row<D>(args, partial_out, partial_state, row, sink, unrotate, lane, out); \
+        float sink = has_sinks ? sinks[group.x % uint(args.n_heads)] : -INFINITY; \
+        merge_row<D>(args, partial_out, partial_state, group.x, sink, unrotate, lane, simdgroup, n_simdgroups, shared, \
+                     out); \
     }
 // clang-format on
 

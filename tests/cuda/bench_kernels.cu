@@ -25,6 +25,24 @@ void bench_fill(float *to, size_t n, uint32_t seed, cudaStream_t stream)
     fill<<<132 * 16, 256, 0, stream>>>(to, n, seed);
 }
 
+static __global__ void copy(uint4 *to, const uint4 *from, size_t n)
+{
+    size_t step = (size_t)gridDim.x * blockDim.x, i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+    for (; i + 3 * step < n; i += 4 * step) {
+        uint4 a = from[i], b = from[i + step], c = from[i + 2 * step], d = from[i + 3 * step];
+        to[i] = a;
+        to[i + step] = b;
+        to[i + 2 * step] = c;
+        to[i + 3 * step] = d;
+    }
+    for (; i < n; i += step) to[i] = from[i];
+}
+
+void bench_copy(char *to, const char *from, size_t n, cudaStream_t stream)
+{
+    copy<<<132 * 8, 512, 0, stream>>>((uint4 *)to, (const uint4 *)from, n / 16);
+}
+
 static __global__ void multiply_adds(int rounds, float *sink)
 {
     float x[FMA_CHAINS], a = (float)threadIdx.x * 1e-3f, b = (float)blockIdx.x * 1e-3f;

@@ -7,6 +7,7 @@
 
 // n Gaussian floats, different for each seed.
 void bench_fill(float *to, size_t n, uint32_t seed, cudaStream_t stream);
+void bench_copy(char *to, const char *from, size_t n, cudaStream_t stream); // n: a multiple of 16
 // bench_multiply_adds(1) multiply-adds in all per round.
 double bench_multiply_adds(int rounds);
 void bench_run_multiply_adds(int rounds, float *sink, cudaStream_t stream);

@@ -289,6 +289,8 @@ std::string gpu_attend(const tqkv_attention *a, const float *q, float *out, gpu_
     std::string wrong = dispatch_attend(a, args, q, split, partial_out, state);
     if (!wrong.empty()) return wrong;
     tqkv__merge_args merge = {n_rows, n_heads, split.n_splits};
+    const int most = TQKV__MERGE_SIMDGROUPS(a->keys->head_dim);
+    const unsigned n = (unsigned)(split.n_splits < most ? split.n_splits : most);
     return gpu_dispatch("attend_merge", a->keys->head_dim)
         .constant(TQKV_FC_UNROTATE, is_rotated(a->values) && a->output_basis == TQKV_ORIGINAL)
         .constant(TQKV_FC_SINKS, a->sinks != nullptr)
@@ -297,7 +299,8 @@ std::string gpu_attend(const tqkv_attention *a, const float *q, float *out, gpu_
         .input(2, state.data(), state.size() * sizeof(float))
         .input(3, a->sinks, a->sinks ? (size_t)n_heads * sizeof(float) : 0)
         .output(4, out, (size_t)n_rows * d * sizeof(float))
-        .run(groups_of_rows(n_rows), gpu_row_simdgroups);
+        .memory(0, TQKV__MERGE_BYTES(d, n))
+        .run({(unsigned)n_rows, 1, 1}, n);
 }
 
 std::string gpu_tables(tqkv__table_report *report)
