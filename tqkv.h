@@ -828,6 +828,7 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
         }
         for (int j = 0; j < spans[row].from; j++) x[j] = -INFINITY;
         for (int j = spans[row].to; j < TQKV__TILE; j++) x[j] = -INFINITY;
+        TQKV__UNROLL
         for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) largest = TQKV__(max)(TQKV__(load)(x + j), largest);
         const float peak = TQKV__(largest_lane)(largest);
         shrink[row] = max[row] - peak;
@@ -845,18 +846,20 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
         float *x = scores + row * TQKV__TILE;
         const TQKV__VECTOR peak = TQKV__(set1)(max[row]);
         TQKV__VECTOR total = TQKV__(set1)(0.0f);
-        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES)
-            TQKV__(store)(x + j, TQKV__(exp)(TQKV__(sub)(TQKV__(load)(x + j), peak)));
-        for (int j = 0; j < spans[row].from; j++) x[j] = 0.0f;
-        for (int j = spans[row].to; j < TQKV__TILE; j++) x[j] = 0.0f;
-        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) total = TQKV__(add)(total, TQKV__(load)(x + j));
+        TQKV__UNROLL
+        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) {
+            const TQKV__VECTOR weight = TQKV__(exp)(TQKV__(sub)(TQKV__(load)(x + j), peak));
+            TQKV__(store)(x + j, weight);
+            total = TQKV__(add)(total, weight);
+        }
+        if (spans[row].from > 0 || spans[row].to < TQKV__TILE) {
+            for (int j = 0; j < spans[row].from; j++) x[j] = 0.0f;
+            for (int j = spans[row].to; j < TQKV__TILE; j++) x[j] = 0.0f;
+            total = TQKV__(set1)(0.0f);
+            for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) total = TQKV__(add)(total, TQKV__(load)(x + j));
+        }
         sum[row] += TQKV__(sum_lanes)(total);
     }
-}
-
-TQKV__TARGET static TQKV__INLINE void TQKV__(load_table)(const int bits, const float *codebook, TQKV__VECTOR *table)
-{
-    for (int i = 0; i < (1 << bits) / TQKV__LANES; i++) table[i] = TQKV__(load)(codebook + i * TQKV__LANES);
 }
 
 /* What the codes of a tile are multiplied by, per block and position. factors: [n_blocks][TQKV__TILE], zero beyond n */
@@ -875,30 +878,32 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
     }
 }
 
-/* -- Scores. The lanes of a vector are positions, so that no lanes have to be added up: codes are transposed as they
-   are loaded, 32 bits of each position at a time. -- */
+/* -- Codes as floats. The lanes of a vector are dimensions, of keys as of values. -- */
 
-#define TQKV__STRIP (TQKV__GROUPS * TQKV__LANES) /* positions scored at a time, a vector for each group */
+/* One block of a stretch of positions, and the query rows that use it. rows and results are the queries and scores of
+   keys, or the weights and sums of values; those of one row stand row_stride and result_stride apart. */
+typedef struct TQKV__(block) {
+    const tqkv__stream *stream;
+    const uint8_t *codes; /* of the first position; the others are `stride` bytes apart */
+    size_t stride, upper; /* upper: bytes from the block's low nibbles to its upper bits */
+    int n, dim;           /* positions; values of the block */
+    const float *rows;
+    float *results;
+    int row_stride, result_stride;
+    const float *factors; /* [n], of keys */
+    bool add;             /* to the scores that are there */
+} TQKV__(block);
 
-/* One block of TQKV__STRIP keys, and a few query rows. */
-typedef struct TQKV__(keys) {
-    const float *codebook;
-    const uint8_t *lower, *upper;      /* the block in the first position's row; upper: the upper bits of TQ5, TQ6 */
-    const uint8_t *ahead;              /* what to prefetch meanwhile, as much as is read */
-    size_t lower_stride, upper_stride; /* bytes from one position to the next */
-    int dim, head_dim;                 /* dimensions of the block and of a query row */
-    float *columns;                    /* [dim][TQKV__STRIP]: the block decoded, where many rows use it */
-    const float *q;                    /* [rows][head_dim], from the block on */
-    const float *factors;              /* [TQKV__STRIP] */
-    bool add;                          /* to the scores that are there */
-    float *scores;                     /* [rows][TQKV__TILE] */
-} TQKV__(keys);
+/* Loops for one format. rows: 1, 2 or as many as registers hold, of which each loop knows the number */
+typedef struct TQKV__(loops) {
+    void (*decode)(const TQKV__(block) *, int n, float *x);
+    void (*score)(const TQKV__(block) *, int rows);
+    void (*accumulate)(const TQKV__(block) *, int rows);
+} TQKV__(loops);
 
-/* Values in 32 bits of codes. */
-static TQKV__INLINE int TQKV__(per_column)(const tqkv_format format)
+static TQKV__INLINE bool TQKV__(in_nibbles)(const tqkv_format format)
 {
-    if (format == TQKV_TQ4 || format == TQKV_TQ5 || format == TQKV_TQ6) return 8;
-    return format == TQKV_FORMAT_DEFAULT ? 1 : format == TQKV_F16 ? 2 : 4;
+    return format == TQKV_TQ4 || format == TQKV_TQ5 || format == TQKV_TQ6;
 }
 
 static TQKV__INLINE int TQKV__(code_bits)(const tqkv_format format)
@@ -906,302 +911,178 @@ static TQKV__INLINE int TQKV__(code_bits)(const tqkv_format format)
     return format == TQKV_TQ4 ? 4 : format == TQKV_TQ5 || format == TQKV_TQ5_BYTES ? 5 : 6;
 }
 
-/* The k-th value of each position's 32 bits. bit: where the upper bits of TQ5 and TQ6 stand in high. */
-TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(element)(const tqkv_format format, const TQKV__VECTOR *table,
-                                                              TQKV__(codes) low, const int k, TQKV__(codes) high,
-                                                              const int bit)
+/* Vectors in a run: as many as a vector of nibbles decodes to, or, where a row of those is shorter, half of them. */
+static TQKV__INLINE int TQKV__(per_lane)(const tqkv_format format, const bool wide)
 {
-    const int bits = TQKV__(code_bits)(format);
-    if (format == TQKV_FORMAT_DEFAULT) return TQKV__(as_floats)(low);
-    if (format == TQKV_I8) return TQKV__(i8_at)(low, k);
-    if (format == TQKV_F16) return TQKV__(f16_at)(low, k);
-    if (TQKV__(per_column)(format) == 4) return TQKV__(lookup)(bits, table, TQKV__(pick)(4, low, 2 * k, low, 0));
-    return TQKV__(lookup)(bits, table, TQKV__(pick)(bits, low, k, high, bit));
+    return wide && TQKV__(in_nibbles)(format) ? 8 : 4;
 }
 
-/* scores[row] (+)= factors * (q[row] . key), each key decoded once, in a register, for all rows, or read from
-   keys->columns (TQKV_FORMAT_DEFAULT). format and rows are constants. */
-TQKV__TARGET static TQKV__INLINE void TQKV__(score)(const tqkv_format format, const int rows, const TQKV__(keys) * keys)
-{
-    const int per_column = TQKV__(per_column)(format), head_dim = keys->head_dim;
-    const bool decoded = format == TQKV_FORMAT_DEFAULT;
-    const size_t group = TQKV__LANES * keys->lower_stride;
-    const uint8_t *lower = keys->lower;
-    const uint8_t *ahead = keys->ahead;
-    const float *q = keys->q, *columns = keys->columns;
-    TQKV__VECTOR table[64 / TQKV__LANES], sums[TQKV__ROWS][TQKV__GROUPS];
-    if (format == TQKV_TQ4) TQKV__(load_table)(4, keys->codebook, table);
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        TQKV__UNROLL
-        for (int g = 0; g < TQKV__GROUPS; g++) sums[r][g] = TQKV__(set1)(0.0f);
-    }
-    for (int d = 0; d < keys->dim; d += 4 * per_column, lower += 16, q += 4 * per_column) {
-        TQKV__(codes) low[TQKV__GROUPS][4];
-        if (!decoded) tqkv__prefetch(ahead, TQKV__STRIP * 16);
-        ahead += TQKV__STRIP * 16;
-        TQKV__UNROLL
-        for (int g = 0; g < TQKV__GROUPS; g++)
-            if (!decoded) TQKV__(transpose)(lower + (size_t)g * group, keys->lower_stride, low[g]);
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) {
-            TQKV__UNROLL
-            for (int k = 0; k < per_column; k++, columns += TQKV__STRIP) {
-                TQKV__VECTOR x[TQKV__GROUPS];
-                TQKV__UNROLL
-                for (int g = 0; g < TQKV__GROUPS; g++)
-                    x[g] = decoded ? TQKV__(load)(columns + g * TQKV__LANES)
-                                   : TQKV__(element)(format, table, low[g][i], k, low[g][i], 0);
-                TQKV__UNROLL
-                for (int r = 0; r < rows; r++) {
-                    const TQKV__VECTOR query = TQKV__(set1)(q[r * head_dim + i * per_column + k]);
-                    TQKV__UNROLL
-                    for (int g = 0; g < TQKV__GROUPS; g++) sums[r][g] = TQKV__(fma)(query, x[g], sums[r][g]);
-                }
-            }
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        TQKV__UNROLL
-        for (int g = 0; g < TQKV__GROUPS; g++) {
-            float *to = keys->scores + r * TQKV__TILE + g * TQKV__LANES;
-            const TQKV__VECTOR before = keys->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
-            TQKV__(store)(to, TQKV__(fma)(sums[r][g], TQKV__(load)(keys->factors + g * TQKV__LANES), before));
-        }
-    }
-}
-
-/* Decodes the block into keys->columns. format is a constant. */
-TQKV__TARGET static TQKV__INLINE void TQKV__(fill_columns)(const tqkv_format format, const TQKV__(keys) * keys)
-{
-    const int per_column = TQKV__(per_column)(format), bits = TQKV__(code_bits)(format);
-    const bool split = format == TQKV_TQ5 || format == TQKV_TQ6;
-    TQKV__VECTOR table[64 / TQKV__LANES];
-    if (format >= TQKV_TQ4 && format <= TQKV_TQ6_BYTES) TQKV__(load_table)(bits, keys->codebook, table);
-    for (int j = 0; j < TQKV__STRIP; j += TQKV__LANES) {
-        const uint8_t *lower = keys->lower + (size_t)j * keys->lower_stride;
-        const uint8_t *upper = split ? keys->upper + (size_t)j * keys->upper_stride : NULL;
-        float *to = keys->columns + j;
-        for (int d = 0; d < keys->dim;
-             d += 4 * per_column, lower += 16, upper = split ? upper + 4 * (bits - 4) : upper) {
-            TQKV__(codes) low[4], high[2];
-            TQKV__(transpose)(lower, keys->lower_stride, low);
-            high[0] = split ? TQKV__(load_strided)(upper, keys->upper_stride) : low[0];
-            high[1] = bits == 6 && split ? TQKV__(load_strided)(upper + 4, keys->upper_stride) : high[0];
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++) {
-                TQKV__UNROLL
-                for (int k = 0; k < per_column; k++, to += TQKV__STRIP) TQKV__(store)
-                (to, TQKV__(element)(format, table, low[i], k, high[bits == 6 ? i / 2 : 0],
-                                     bits == 6 ? (i % 2 * 8 + k) * 2 : i * 8 + k));
-            }
-        }
-    }
-}
-
-/* TQ8 by rows first: its table is too large to be looked up by column. */
-TQKV__TARGET static void TQKV__(fill_columns_tq8)(const tqkv__stream *s, const TQKV__(keys) * keys)
-{
-    TQKV__ALIGNED float rows[TQKV__LANES * TQKV__BLOCK];
-    for (int j = 0; j < TQKV__STRIP; j += TQKV__LANES) {
-        for (int i = 0; i < TQKV__LANES; i++) TQKV__(decode_tq8)
-        (s, keys->lower + (size_t)(j + i) * keys->lower_stride, keys->dim, rows + i * TQKV__BLOCK);
-        for (int d = 0; d < keys->dim; d += 4) {
-            TQKV__(codes) columns[4];
-            TQKV__(transpose)((const uint8_t *)(const void *)(rows + d), TQKV__BLOCK * sizeof(float), columns);
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++)
-                TQKV__(store)(keys->columns + (d + i) * TQKV__STRIP + j, TQKV__(as_floats)(columns[i]));
-        }
-    }
-}
-
-TQKV__TARGET static void TQKV__(fill_any_columns)(const tqkv__stream *s, const TQKV__(keys) * keys)
-{
-    switch (s->format) {
-    case TQKV_TQ4:
-        TQKV__(fill_columns)(TQKV_TQ4, keys);
-        return;
-    case TQKV_TQ5:
-        TQKV__(fill_columns)(TQKV_TQ5, keys);
-        return;
-    case TQKV_TQ6:
-        TQKV__(fill_columns)(TQKV_TQ6, keys);
-        return;
-    case TQKV_TQ8:
-        TQKV__(fill_columns_tq8)(s, keys);
-        return;
-    case TQKV_TQ5_BYTES:
-        TQKV__(fill_columns)(TQKV_TQ5_BYTES, keys);
-        return;
-    case TQKV_TQ6_BYTES:
-        TQKV__(fill_columns)(TQKV_TQ6_BYTES, keys);
-        return;
-    case TQKV_I8:
-        TQKV__(fill_columns)(TQKV_I8, keys);
-        return;
-    default:
-        TQKV__(fill_columns)(TQKV_F16, keys);
-        return;
-    }
-}
-
-/* A loop for one format: as many rows at a time as registers allow. */
-#define TQKV__KERNEL(name, type, loop, ...)                                                                            \
-    TQKV__TARGET static void TQKV__(name)(const TQKV__(type) * job, int rows)                                          \
-    {                                                                                                                  \
-        if (rows == 1)                                                                                                 \
-            TQKV__(loop)(__VA_ARGS__, 1, job);                                                                         \
-        else if (rows == 2)                                                                                            \
-            TQKV__(loop)(__VA_ARGS__, 2, job);                                                                         \
-        else                                                                                                           \
-            TQKV__(loop)(__VA_ARGS__, TQKV__ROWS, job);                                                                \
-    }
-TQKV__KERNEL(score_tq4, keys, score, TQKV_TQ4)
-TQKV__KERNEL(score_i8, keys, score, TQKV_I8)
-TQKV__KERNEL(score_f16, keys, score, TQKV_F16)
-TQKV__KERNEL(score_columns, keys, score, TQKV_FORMAT_DEFAULT)
-
-static TQKV__INLINE int TQKV__(take_rows)(int left) { return left >= TQKV__ROWS ? TQKV__ROWS : left >= 2 ? 2 : 1; }
-
-/* Straight from the codes for as few rows as registers hold, else, and for formats whose decoding takes longer, from
-   columns: nothing is decoded twice. */
-TQKV__TARGET static void TQKV__(score_quad)(const tqkv__stream *s, TQKV__(keys) * keys, int n_rows)
-{
-    const bool few = n_rows <= TQKV__ROWS;
-    void (*kernel)(const TQKV__(keys) *, int) = few && s->format == TQKV_TQ4   ? TQKV__(score_tq4)
-                                                : few && s->format == TQKV_I8  ? TQKV__(score_i8)
-                                                : few && s->format == TQKV_F16 ? TQKV__(score_f16)
-                                                                               : TQKV__(score_columns);
-    if (kernel == TQKV__(score_columns)) {
-        tqkv__prefetch(keys->ahead, TQKV__STRIP * s->row_bytes / (size_t)(s->head_dim / s->block_dim));
-        TQKV__(fill_any_columns)(s, keys);
-    }
-    for (int rows = 0; n_rows > 0; n_rows -= rows) {
-        rows = TQKV__(take_rows)(n_rows);
-        kernel(keys, rows);
-        keys->q += rows * keys->head_dim;
-        keys->scores += rows * TQKV__TILE;
-    }
-}
-
-/* n rows of the block, then zeros up to TQKV__STRIP: what lies beyond a tile's end may be beyond the store. */
-static void TQKV__(pad_keys)(TQKV__(keys) * keys, int n, size_t lower_size, size_t upper_size, uint8_t *lower,
-                             uint8_t *upper)
-{
-    memset(lower, 0, TQKV__STRIP * lower_size);
-    memset(upper, 0, TQKV__STRIP * upper_size);
-    for (int j = 0; j < n; j++) {
-        memcpy(lower + (size_t)j * lower_size, keys->lower + (size_t)j * keys->lower_stride, lower_size);
-        if (upper_size)
-            memcpy(upper + (size_t)j * upper_size, keys->upper + (size_t)j * keys->upper_stride, upper_size);
-    }
-    keys->lower = lower;
-    keys->upper = upper;
-    keys->lower_stride = lower_size;
-    keys->upper_stride = upper_size;
-}
-
-TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q,
-                                            int n_rows, float *scores)
-{
-    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / TQKV__BLOCK * TQKV__TILE];
-    TQKV__ALIGNED float columns[TQKV__BLOCK * TQKV__STRIP];
-    TQKV__ALIGNED uint8_t lower[TQKV__STRIP * TQKV__BLOCK * 2], upper[TQKV__STRIP * TQKV__BLOCK / 4];
-    const size_t dim = (size_t)s->block_dim,
-                 upper_bits = s->info->stored_bits < 8 ? (size_t)s->info->stored_bits - 4 : 0;
-    const size_t lower_size = upper_bits ? dim / 2 : dim * (size_t)s->info->stored_bits / 8,
-                 upper_size = dim * upper_bits / 8;
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
-    for (int j = 0; j < n; j += TQKV__STRIP) {
-        const uint8_t *codes = tqkv__codes_at(s, kv_head, slot + j);
-        const int count = n - j < TQKV__STRIP ? n - j : TQKV__STRIP;
-        for (int b = 0; b < s->head_dim / s->block_dim; b++) {
-            TQKV__(keys) keys;
-            keys.codebook = s->info->codebook;
-            keys.columns = columns;
-            keys.lower = codes + (size_t)b * lower_size;
-            keys.upper = codes + s->head_dim / 2 + (size_t)b * upper_size;
-            keys.lower_stride = keys.upper_stride = s->row_bytes;
-            keys.ahead = codes + TQKV__TILE * s->row_bytes + (size_t)b * lower_size * TQKV__STRIP;
-            keys.dim = s->block_dim;
-            keys.head_dim = s->head_dim;
-            keys.q = q + b * s->block_dim;
-            keys.factors = factors + b * TQKV__TILE + j;
-            keys.add = b > 0;
-            keys.scores = scores + j;
-            if (count < TQKV__STRIP) TQKV__(pad_keys)(&keys, count, lower_size, upper_size, lower, upper);
-            TQKV__(score_quad)(s, &keys, n_rows);
-        }
-    }
-}
-
-/* -- Values. The lanes of a vector are dimensions. -- */
-
-/* A stretch of positions, one block of their values, and a few query rows. */
-typedef struct TQKV__(values) {
-    const float *codebook;
-    const uint8_t *codes; /* the block in the first position's row; rows are `stride` bytes apart */
-    size_t stride;
-    int n, dim, head_dim;
-    const float *weights; /* [rows][TQKV__TILE] */
-    float *out;           /* [rows][head_dim], from the block on */
-} TQKV__(values);
-
-/* Vector k of a run at p. Codes in nibbles: lane l holds the codes l * per_lane ... of a run of LANES * per_lane, so
-   that one shift moves the k-th code of every lane to bit 0; that is the order of tqkv__rearrange. format and per_lane
-   are constants; TQKV_FORMAT_DEFAULT stands for floats. */
-TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane,
-                                                            const TQKV__VECTOR *table, const uint8_t *p, const int k)
-{
-    if (format == TQKV_TQ4) {
-        const TQKV__(codes) low = TQKV__(load_lower)(per_lane, p);
-        return TQKV__(lookup)(4, table, TQKV__(pick)(4, low, k, low, 0));
-    }
-    if (format == TQKV_I8) return TQKV__(load_i8)(p + k * TQKV__LANES);
-    if (format == TQKV_F16) return TQKV__(load_f16)(p + 2 * k * TQKV__LANES);
-    return TQKV__(load)((const float *)(const void *)p + k * TQKV__LANES);
-}
-
-/* Bytes of a run of TQKV__(value). */
+/* Bytes of a run, without upper bits; TQKV_FORMAT_DEFAULT stands for floats. */
 static TQKV__INLINE int TQKV__(run_bytes)(const tqkv_format format, const int per_lane)
 {
-    return TQKV__LANES * per_lane * (format == TQKV_TQ4 ? 1 : format == TQKV_I8 ? 2 : format == TQKV_F16 ? 4 : 8) / 2;
+    const int values = TQKV__LANES * per_lane;
+    if (TQKV__(in_nibbles)(format)) return values / 2;
+    return format == TQKV_FORMAT_DEFAULT ? 4 * values : format == TQKV_F16 ? 2 * values : values;
+}
+
+static TQKV__INLINE int TQKV__(upper_bytes)(const tqkv_format format, const int per_lane)
+{
+    return TQKV__(in_nibbles)(format) ? TQKV__LANES * per_lane * (TQKV__(code_bits)(format) - 4) / 8 : 0;
+}
+
+/* Rows of decoded floats are this far apart, with room between them so that equal columns of many rows do not share a few
+   cache sets. */
+#define TQKV__X_STRIDE (TQKV__BLOCK + 16)
+
+static TQKV__INLINE size_t TQKV__(stride)(const tqkv_format format, const TQKV__(block) * block)
+{
+    return format == TQKV_FORMAT_DEFAULT ? TQKV__X_STRIDE * sizeof(float) : block->stride;
+}
+
+/* format is a constant here and below, wherever it is a parameter; so are per_lane, rows and k. */
+TQKV__TARGET static TQKV__INLINE void TQKV__(load_table)(const tqkv_format format, const tqkv__stream *s,
+                                                         TQKV__VECTOR *table)
+{
+    if (format == TQKV_FORMAT_DEFAULT || format == TQKV_I8 || format == TQKV_F16) return;
+    for (int i = 0; i < (1 << TQKV__(code_bits)(format)) / TQKV__LANES; i++)
+        table[i] = TQKV__(load)(s->info->codebook + i * TQKV__LANES);
+}
+
+/* Vector k of the run at p, its upper bits at `upper`. Lane l of nibbles holds the codes l * per_lane ... of the run, so
+   that one shift moves the k-th code of every lane to bit 0: that is the order of tqkv__to_decoded. */
+TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
+                                                            const TQKV__VECTOR *table, const uint8_t *p,
+                                                            const uint8_t *upper)
+{
+    const int bits = TQKV__(code_bits)(format);
+    if (format == TQKV_FORMAT_DEFAULT) return TQKV__(load)((const float *)(const void *)p + k * TQKV__LANES);
+    if (format == TQKV_I8) return TQKV__(load_i8)(p + k * TQKV__LANES);
+    if (format == TQKV_F16) return TQKV__(load_f16)(p + 2 * k * TQKV__LANES);
+    if (!TQKV__(in_nibbles)(format)) return TQKV__(lookup)(bits, table, TQKV__(load_bytes)(p + k * TQKV__LANES));
+    const TQKV__(codes) low = TQKV__(load_lower)(per_lane, p);
+    const TQKV__(codes) high = bits > 4 ? TQKV__(load_upper)(bits, per_lane, upper) : low;
+    return TQKV__(lookup)(bits, table, TQKV__(pick)(bits, low, k, high, k * (bits - 4)));
+}
+
+/* The first n positions as floats. x: [n][TQKV__X_STRIDE] */
+TQKV__TARGET static TQKV__INLINE void TQKV__(decode)(const tqkv_format format, const int per_lane,
+                                                     const TQKV__(block) * block, int n, float *x)
+{
+    TQKV__VECTOR table[64 / TQKV__LANES];
+    TQKV__(load_table)(format, block->stream, table);
+    for (int j = 0; j < n; j++, x += TQKV__X_STRIDE) {
+        const uint8_t *p = block->codes + (size_t)j * block->stride, *upper = p + block->upper;
+        for (int d = 0; d < block->dim; d += TQKV__LANES * per_lane) {
+            TQKV__UNROLL
+            for (int k = 0; k < per_lane; k++)
+                TQKV__(store)(x + d + k * TQKV__LANES, TQKV__(value)(format, per_lane, k, table, p, upper));
+            p += TQKV__(run_bytes)(format, per_lane);
+            upper += TQKV__(upper_bytes)(format, per_lane);
+        }
+    }
+}
+
+/* sums[row][m] += the products of one run of four keys, at p, with the queries of a few rows, lane by lane */
+TQKV__TARGET static TQKV__INLINE void TQKV__(multiply)(const tqkv_format format, const int per_lane, const int rows,
+                                                       const TQKV__VECTOR *table, const uint8_t *const *p, size_t at,
+                                                       size_t upper, const float *queries, size_t row_stride,
+                                                       TQKV__VECTOR (*sums)[4])
+{
+    TQKV__UNROLL
+    for (int k = 0; k < per_lane; k++) {
+        TQKV__VECTOR query[TQKV__ROWS];
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(queries + (size_t)r * row_stride + k * TQKV__LANES);
+        TQKV__UNROLL
+        for (int m = 0; m < 4; m++) {
+            const TQKV__VECTOR x = TQKV__(value)(format, per_lane, k, table, p[m] + at, p[m] + upper);
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(fma)(query[r], x, sums[r][m]);
+        }
+    }
+}
+
+/* scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time: each is decoded once for all rows, and four
+   sums of lanes cost little more than one. Writes whole vectors. */
+TQKV__TARGET static TQKV__INLINE void TQKV__(score)(const tqkv_format format, const int per_lane, const int rows,
+                                                    const TQKV__(block) * block)
+{
+    TQKV__ALIGNED float fours[TQKV__ROWS][TQKV__LANES * TQKV__LANES / 4];
+    const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
+    const int n = block->n, runs = block->dim / (TQKV__LANES * per_lane);
+    const size_t stride = TQKV__(stride)(format, block), ahead = TQKV__TILE * stride,
+                 row_stride = (size_t)block->row_stride;
+    const uint8_t *codes = block->codes;
+    TQKV__VECTOR table[64 / TQKV__LANES];
+    TQKV__(load_table)(format, block->stream, table);
+    for (int first = 0; first < n; first += TQKV__LANES) {
+        for (int i = 0; i < TQKV__LANES; i += 4) {
+            TQKV__VECTOR sums[TQKV__ROWS][4];
+            const float *queries = block->rows;
+            const uint8_t *p[4];
+            size_t at = 0, upper = block->upper;
+            int run = runs;
+            TQKV__UNROLL
+            for (int m = 0; m < 4; m++) {
+                p[m] = codes;
+                /* Beyond the last its score is computed again; decoded rows are padded with it. */
+                codes += format == TQKV_FORMAT_DEFAULT || first + i + m + 1 < n ? stride : 0;
+                TQKV__UNROLL
+                for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(set1)(0.0f);
+            }
+            do {
+                TQKV__UNROLL
+                for (int m = 0; m < 4; m++)
+                    if (format != TQKV_FORMAT_DEFAULT) tqkv__prefetch(p[m] + at + ahead, (size_t)run_bytes);
+                TQKV__(multiply)(format, per_lane, rows, table, p, at, upper, queries, row_stride, sums);
+                at += (size_t)run_bytes;
+                upper += (size_t)upper_bytes;
+                queries += TQKV__LANES * per_lane;
+            } while (--run > 0);
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) TQKV__(store)(fours[r] + i / 4 * TQKV__LANES, TQKV__(sum_fours)(sums[r]));
+        }
+        const TQKV__VECTOR factors = TQKV__(load)(block->factors + first);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            float *to = block->results + r * block->result_stride + first;
+            const TQKV__VECTOR before = block->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
+            TQKV__(store)(to, TQKV__(fma)(TQKV__(sum_across)(fours[r]), factors, before));
+        }
+    }
 }
 
 /* out[row] += sum_j weights[row][j] * value[j]: the sums of a few vectors of all rows stay in registers over all
-   positions. rows is a constant. */
+   positions. */
 TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate)(const tqkv_format format, const int per_lane, const int rows,
-                                                         const TQKV__(values) * values)
+                                                         const TQKV__(block) * block)
 {
-    const int run_bytes = TQKV__(run_bytes)(format, per_lane), steps = values->dim / (TQKV__LANES * per_lane);
+    const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
     const int most = 4 * TQKV__GROUPS / rows, width = most < per_lane ? most : per_lane; /* rows * width sums */
-    const int n = values->n, head_dim = values->head_dim;
-    const size_t stride = values->stride;
-    const size_t next_tile = TQKV__TILE * values->stride;
-    const float *weights = values->weights;
-    float *out = values->out;
+    const int n = block->n, row_stride = block->row_stride, result_stride = block->result_stride;
+    const size_t stride = TQKV__(stride)(format, block), ahead = TQKV__TILE * stride;
+    const float *weights = block->rows;
+    float *out = block->results;
     TQKV__VECTOR table[64 / TQKV__LANES];
-    if (format == TQKV_TQ4) TQKV__(load_table)(4, values->codebook, table);
-    for (int step = 0; step < steps; step++) {
+    TQKV__(load_table)(format, block->stream, table);
+    for (int run = 0; run * TQKV__LANES * per_lane < block->dim; run++) {
         TQKV__UNROLL
         for (int k = 0; k < per_lane; k += width, out += width * TQKV__LANES) {
-            const uint8_t *p = values->codes + step * run_bytes;
+            const uint8_t *p = block->codes + run * run_bytes, *upper = block->codes + block->upper + run * upper_bytes;
             TQKV__VECTOR sums[TQKV__ROWS][8];
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) {
                 TQKV__UNROLL
-                for (int v = 0; v < width; v++) sums[r][v] = TQKV__(load)(out + r * head_dim + v * TQKV__LANES);
+                for (int v = 0; v < width; v++) sums[r][v] = TQKV__(load)(out + r * result_stride + v * TQKV__LANES);
             }
-            for (int j = 0; j < n; j++, p += stride) {
+            for (int j = 0; j < n; j++, p += stride, upper += stride) {
                 TQKV__VECTOR weight[TQKV__ROWS];
-                if (format != TQKV_FORMAT_DEFAULT && k == 0) tqkv__prefetch(p + next_tile, (size_t)run_bytes);
+                if (format != TQKV_FORMAT_DEFAULT && k == 0) tqkv__prefetch(p + ahead, (size_t)run_bytes);
                 TQKV__UNROLL
-                for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights[r * TQKV__TILE + j]);
+                for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights[r * row_stride + j]);
                 TQKV__UNROLL
                 for (int v = 0; v < width; v++) {
-                    const TQKV__VECTOR x = TQKV__(value)(format, per_lane, table, p, k + v);
+                    const TQKV__VECTOR x = TQKV__(value)(format, per_lane, k + v, table, p, upper);
                     TQKV__UNROLL
                     for (int r = 0; r < rows; r++) sums[r][v] = TQKV__(fma)(weight[r], x, sums[r][v]);
                 }
@@ -1209,140 +1090,178 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate)(const tqkv_format forma
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) {
                 TQKV__UNROLL
-                for (int v = 0; v < width; v++) TQKV__(store)(out + r * head_dim + v * TQKV__LANES, sums[r][v]);
+                for (int v = 0; v < width; v++) TQKV__(store)(out + r * result_stride + v * TQKV__LANES, sums[r][v]);
             }
         }
     }
 }
 
-TQKV__KERNEL(accumulate_tq4_wide, values, accumulate, TQKV_TQ4, 8)
-TQKV__KERNEL(accumulate_tq4_narrow, values, accumulate, TQKV_TQ4, 4)
-TQKV__KERNEL(accumulate_i8_wide, values, accumulate, TQKV_I8, 8)
-TQKV__KERNEL(accumulate_i8_narrow, values, accumulate, TQKV_I8, 4)
-TQKV__KERNEL(accumulate_f16_wide, values, accumulate, TQKV_F16, 8)
-TQKV__KERNEL(accumulate_f16_narrow, values, accumulate, TQKV_F16, 4)
-TQKV__KERNEL(accumulate_rows_wide, values, accumulate, TQKV_FORMAT_DEFAULT, 8)
-TQKV__KERNEL(accumulate_rows_narrow, values, accumulate, TQKV_FORMAT_DEFAULT, 4)
-#undef TQKV__KERNEL
+/* The three loops for one format, as many rows at a time as registers allow. */
+#define TQKV__DECODE(name, format, wide)                                                                               \
+    TQKV__TARGET static void TQKV__(decode_##name)(const TQKV__(block) * block, int n, float *x)                       \
+    {                                                                                                                  \
+        TQKV__(decode)(format, TQKV__(per_lane)(format, wide), block, n, x);                                           \
+    }
+#define TQKV__ROW_LOOP(loop, name, format, wide, most)                                                                 \
+    TQKV__TARGET static void TQKV__(loop##_##name)(const TQKV__(block) * block, int rows)                              \
+    {                                                                                                                  \
+        if (rows == 1)                                                                                                 \
+            TQKV__(loop)(format, TQKV__(per_lane)(format, wide), 1, block);                                            \
+        else if (rows == 2)                                                                                            \
+            TQKV__(loop)(format, TQKV__(per_lane)(format, wide), 2, block);                                            \
+        else if ((most) > 2)                                                                                           \
+            TQKV__(loop)(format, TQKV__(per_lane)(format, wide), most, block);                                         \
+    }
+#define TQKV__LOOPS(name, format, wide)                                                                                \
+    TQKV__DECODE(name, format, wide)                                                                                   \
+    TQKV__ROW_LOOP(score, name, format, wide, TQKV__SCORE_ROWS)                                                        \
+    TQKV__ROW_LOOP(accumulate, name, format, wide, TQKV__ROWS)
+#define TQKV__NAMES(name) TQKV__(decode_##name), TQKV__(score_##name), TQKV__(accumulate_##name)
+TQKV__LOOPS(tq4, TQKV_TQ4, true)
+TQKV__LOOPS(tq5, TQKV_TQ5, true)
+TQKV__LOOPS(tq6, TQKV_TQ6, true)
+TQKV__LOOPS(i8, TQKV_I8, true)
+TQKV__LOOPS(f16, TQKV_F16, true)
+TQKV__DECODE(tq5_bytes, TQKV_TQ5_BYTES, true)
+TQKV__DECODE(tq6_bytes, TQKV_TQ6_BYTES, true)
+TQKV__ROW_LOOP(score, floats, TQKV_FORMAT_DEFAULT, true, TQKV__DECODED_SCORE_ROWS)
+TQKV__ROW_LOOP(accumulate, floats, TQKV_FORMAT_DEFAULT, true, TQKV__ROWS)
+#if TQKV__LANES > 4 /* the shortest rows are half a vector of nibbles */
+TQKV__LOOPS(tq4_narrow, TQKV_TQ4, false)
+TQKV__LOOPS(tq5_narrow, TQKV_TQ5, false)
+TQKV__LOOPS(tq6_narrow, TQKV_TQ6, false)
+#define TQKV__NARROW(name) TQKV__NAMES(name##_narrow)
+#else
+#define TQKV__NARROW(name) TQKV__NAMES(name)
+#endif
 
-/* Block b of `count` rows as floats; x: [count][block_dim], nibbles in the order of tqkv__rearrange. */
-TQKV__TARGET static TQKV__INLINE void TQKV__(decode_table)(const int bits, const int per_lane, const bool packed,
-                                                           const tqkv__stream *s, const uint8_t *codes, int count,
-                                                           int b, float *x)
+TQKV__TARGET static void TQKV__(decode_tq8_rows)(const TQKV__(block) * block, int n, float *x)
 {
-    TQKV__VECTOR table[64 / TQKV__LANES];
-    const int end = (b + 1) * s->block_dim;
-    TQKV__(load_table)(bits, s->info->codebook, table);
-    for (int i = 0; i < count; i++, codes += s->row_bytes)
-        for (int d = b * s->block_dim; d < end; d += TQKV__LANES * per_lane) {
-            const uint8_t *upper = codes + s->head_dim / 2 + d * (bits - 4) / 8;
-            TQKV__(codes) low, high;
-            if (packed) low = TQKV__(load_lower)(per_lane, codes + d / 2);
-            if (packed) high = bits > 4 ? TQKV__(load_upper)(bits, per_lane, upper) : low;
-            TQKV__UNROLL
-            for (int k = 0; k < per_lane; k++, x += TQKV__LANES) TQKV__(store)
-            (x, TQKV__(lookup)(bits, table,
-                               packed ? TQKV__(pick)(bits, low, k, high, k * (bits - 4))
-                                      : TQKV__(load_bytes)(codes + d + k * TQKV__LANES)));
-        }
+    TQKV__(decode_tq8)(block->stream, block->codes, block->stride, n, block->dim, x, TQKV__X_STRIDE);
 }
 
-TQKV__TARGET static void TQKV__(decode)(const tqkv__stream *s, const uint8_t *codes, int count, int b, float *x)
+/* By tqkv_format, and by whether a row is at least a vector of nibbles. TQ8's table, and those of formats that are there
+   for old caches, are not looked up in the loops: without loops of its own a format is decoded first. */
+static const TQKV__(loops) TQKV__(loops_by_format)[][2] = {
+    {{NULL, TQKV__(score_floats), TQKV__(accumulate_floats)}, {NULL, TQKV__(score_floats), TQKV__(accumulate_floats)}},
+    {{TQKV__NAMES(f16)}, {TQKV__NAMES(f16)}},
+    {{TQKV__NARROW(tq4)}, {TQKV__NAMES(tq4)}},
+    {{TQKV__NARROW(tq5)}, {TQKV__NAMES(tq5)}},
+    {{TQKV__NARROW(tq6)}, {TQKV__NAMES(tq6)}},
+    {{TQKV__(decode_tq8_rows), NULL, NULL}, {TQKV__(decode_tq8_rows), NULL, NULL}},
+    {{TQKV__(decode_tq5_bytes), NULL, NULL}, {TQKV__(decode_tq5_bytes), NULL, NULL}},
+    {{TQKV__(decode_tq6_bytes), NULL, NULL}, {TQKV__(decode_tq6_bytes), NULL, NULL}},
+    {{TQKV__NAMES(i8)}, {TQKV__NAMES(i8)}}};
+#undef TQKV__DECODE
+#undef TQKV__ROW_LOOP
+#undef TQKV__LOOPS
+#undef TQKV__NAMES
+#undef TQKV__NARROW
+
+/* All rows of a block, at most `most` at a time. */
+static void TQKV__(run_rows)(TQKV__(block) * block, int n_rows, int most, void (*loop)(const TQKV__(block) *, int rows))
 {
-    const int begin = b * s->block_dim, end = begin + s->block_dim;
-    const bool wide = s->head_dim >= 8 * TQKV__LANES;
-    switch (s->format) {
-    case TQKV_TQ4:
-        if (wide)
-            TQKV__(decode_table)(4, 8, true, s, codes, count, b, x);
+    const float *rows = block->rows;
+    float *results = block->results;
+    for (int left = n_rows, now = 0; left > 0; left -= now) {
+        now = left >= most ? most : left >= 2 ? 2 : 1;
+        loop(block, now);
+        block->rows += now * block->row_stride;
+        block->results += now * block->result_stride;
+    }
+    block->rows = rows;
+    block->results = results;
+}
+
+/* From decoded positions, a few at a time so that they stay in the L1 cache: nothing is decoded twice. */
+TQKV__TARGET static void TQKV__(run_decoded)(TQKV__(block) * block, int n_rows, bool keys)
+{
+    TQKV__ALIGNED float x[32 * TQKV__X_STRIDE];
+    const int stretch = block->dim <= 128 ? 32 : 16;
+    const TQKV__(loops) *loops = TQKV__(loops_by_format)[block->stream->format];
+    const int n = block->n;
+    for (int j = 0; j < n; j += stretch) {
+        const uint8_t *codes = block->codes;
+        block->n = n - j < stretch ? n - j : stretch;
+        tqkv__prefetch(codes + TQKV__TILE * block->stride, (size_t)block->n * block->stride);
+        loops[block->dim >= 8 * TQKV__LANES].decode(block, block->n, x);
+        for (int i = block->n; i % TQKV__LANES; i++)
+            memcpy(x + i * TQKV__X_STRIDE, x + (i - 1) * TQKV__X_STRIDE, (size_t)block->dim * sizeof(float));
+        block->codes = (const uint8_t *)(const void *)x;
+        if (keys)
+            TQKV__(run_rows)(block, n_rows, TQKV__DECODED_SCORE_ROWS, TQKV__(score_floats));
         else
-            TQKV__(decode_table)(4, 4, true, s, codes, count, b, x);
-        return;
-    case TQKV_TQ5:
-        if (wide)
-            TQKV__(decode_table)(5, 8, true, s, codes, count, b, x);
-        else
-            TQKV__(decode_table)(5, 4, true, s, codes, count, b, x);
-        return;
-    case TQKV_TQ6:
-        if (wide)
-            TQKV__(decode_table)(6, 8, true, s, codes, count, b, x);
-        else
-            TQKV__(decode_table)(6, 4, true, s, codes, count, b, x);
-        return;
-    case TQKV_TQ5_BYTES:
-        TQKV__(decode_table)(5, 1, false, s, codes, count, b, x);
-        return;
-    case TQKV_TQ6_BYTES:
-        TQKV__(decode_table)(6, 1, false, s, codes, count, b, x);
-        return;
-    case TQKV_TQ8:
-        for (int i = 0; i < count; i++, codes += s->row_bytes, x += s->block_dim)
-            TQKV__(decode_tq8)(s, codes + begin, s->block_dim, x);
-        return;
-    case TQKV_I8:
-        for (int i = 0; i < count; i++, codes += s->row_bytes)
-            for (int d = begin; d < end; d += TQKV__LANES, x += TQKV__LANES)
-                TQKV__(store)(x, TQKV__(load_i8)(codes + d));
-        return;
-    default: /* F16 */
-        for (int i = 0; i < count; i++, codes += s->row_bytes)
-            for (int d = begin; d < end; d += TQKV__LANES, x += TQKV__LANES)
-                TQKV__(store)(x, TQKV__(load_f16)(codes + 2 * d));
-        return;
+            TQKV__(run_rows)(block, n_rows, TQKV__ROWS, TQKV__(accumulate_floats));
+        block->codes = codes + (size_t)stretch * block->stride;
+        block->rows += keys ? 0 : stretch;
+        block->results += keys ? stretch : 0;
+        block->factors += keys ? stretch : 0;
     }
 }
 
-/* As TQKV__(score_quad): from the codes for few rows, else from decoded rows. */
-TQKV__TARGET static void TQKV__(add_values)(const tqkv__stream *s, const uint8_t *codes, int b, int n, int n_rows,
-                                            const float *weights, float *out)
+/* Straight from the codes for few rows; with 32 wide registers any number of rows of values, because four rows of
+   multiply-adds leave enough room beside them for the look-ups of up to 5 bits. */
+TQKV__TARGET static void TQKV__(run)(TQKV__(block) * block, int n_rows, bool keys)
 {
-    enum { stretch = 16 };
-    TQKV__ALIGNED float x[stretch * TQKV__BLOCK];
-    const bool wide = s->block_dim >= 8 * TQKV__LANES, few = n_rows <= TQKV__ROWS;
-    void (*kernel)(const TQKV__(values) *, int) = NULL;
-    TQKV__(values) values;
-    if (few && s->format == TQKV_TQ4) kernel = wide ? TQKV__(accumulate_tq4_wide) : TQKV__(accumulate_tq4_narrow);
-    if (few && s->format == TQKV_I8) kernel = wide ? TQKV__(accumulate_i8_wide) : TQKV__(accumulate_i8_narrow);
-    if (few && s->format == TQKV_F16) kernel = wide ? TQKV__(accumulate_f16_wide) : TQKV__(accumulate_f16_narrow);
-    const int step = kernel ? n : stretch;
-    values.codebook = s->info->codebook;
-    values.dim = s->block_dim;
-    values.head_dim = s->head_dim;
-    values.stride = kernel ? s->row_bytes : (size_t)s->block_dim * sizeof(float);
-    for (int j = 0; j < n; j += step, codes += (size_t)step * s->row_bytes) {
-        values.n = n - j < step ? n - j : step;
-        values.codes = codes + (size_t)b * (s->row_bytes * (size_t)s->block_dim / (size_t)s->head_dim);
-        if (!kernel) {
-            tqkv__prefetch(codes + TQKV__TILE * s->row_bytes, (size_t)values.n * s->row_bytes);
-            TQKV__(decode)(s, codes, values.n, b, x);
-            values.codes = (const uint8_t *)(const void *)x;
-        }
-        for (int row = 0, rows = 0; row < n_rows; row += rows) {
-            rows = TQKV__(take_rows)(n_rows - row);
-            values.weights = weights + row * TQKV__TILE + j;
-            values.out = out + (size_t)row * (size_t)s->head_dim;
-            if (kernel)
-                kernel(&values, rows);
-            else if (wide)
-                TQKV__(accumulate_rows_wide)(&values, rows);
-            else
-                TQKV__(accumulate_rows_narrow)(&values, rows);
-        }
+    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[block->stream->format][block->dim >= 8 * TQKV__LANES];
+    const bool any = !keys && TQKV__LANES == 16 && block->stream->format != TQKV_TQ6;
+    if (!loops->score || (n_rows > 4 && !any))
+        TQKV__(run_decoded)(block, n_rows, keys);
+    else if (keys)
+        TQKV__(run_rows)(block, n_rows, TQKV__SCORE_ROWS, loops->score);
+    else
+        TQKV__(run_rows)(block, n_rows, TQKV__ROWS, loops->accumulate);
+}
+
+/* Block b of n positions from slot on. */
+static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, int slot, int n, int b, TQKV__(block) * block)
+{
+    const size_t upper_bits = s->info->stored_bits < 8 ? (size_t)s->info->stored_bits - 4 : 0;
+    const size_t bits = upper_bits ? 4 : (size_t)s->info->stored_bits, before = (size_t)(b * s->block_dim);
+    block->stream = s;
+    block->codes = tqkv__codes_at(s, kv_head, slot) + before * bits / 8;
+    block->upper = (size_t)s->head_dim / 2 + before * upper_bits / 8 - before * bits / 8;
+    block->stride = s->row_bytes;
+    block->n = n;
+    block->dim = s->block_dim;
+    block->factors = NULL;
+    block->add = b > 0;
+}
+
+TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q,
+                                            int n_rows, float *scores)
+{
+    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
+    for (int b = 0; b < s->head_dim / s->block_dim; b++) {
+        TQKV__(block) block;
+        TQKV__(open_block)(s, kv_head, slot, n, b, &block);
+        block.rows = q + b * s->block_dim;
+        block.row_stride = s->head_dim;
+        block.results = scores;
+        block.result_stride = TQKV__TILE;
+        block.factors = factors + b * TQKV__TILE;
+        TQKV__(run)(&block, n_rows, true);
     }
 }
 
 TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights,
                                             int n_rows, float *out)
 {
-    TQKV__ALIGNED float scaled[TQKV__CHUNK_ROWS * TQKV__TILE], factors[TQKV_MAX_HEAD_DIM / TQKV__BLOCK * TQKV__TILE];
+    TQKV__ALIGNED float scaled[TQKV__CHUNK_ROWS * TQKV__TILE], factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
     for (int b = 0; b < s->head_dim / s->block_dim; b++) {
+        TQKV__(block) block;
         for (int i = 0; i < n_rows * TQKV__TILE; i += TQKV__LANES) {
             const TQKV__VECTOR factor = TQKV__(load)(factors + b * TQKV__TILE + i % TQKV__TILE);
             TQKV__(store)(scaled + i, TQKV__(mul_nonzero)(TQKV__(load)(weights + i), factor));
         }
-        TQKV__(add_values)(s, tqkv__codes_at(s, kv_head, slot), b, n, n_rows, scaled, out + b * s->block_dim);
+        TQKV__(open_block)(s, kv_head, slot, n, b, &block);
+        block.rows = scaled;
+        block.row_stride = TQKV__TILE;
+        block.results = out + b * s->block_dim;
+        block.result_stride = s->head_dim;
+        TQKV__(run)(&block, n_rows, false);
     }
 }
 
@@ -1720,7 +1639,6 @@ static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(rotate), T
 static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          &TQKV__(codec),
                                       TQKV__(score_tile), TQKV__(softmax_tile), TQKV__(value_tile)};
 
-#undef TQKV__STRIP
 #undef TQKV__VECTOR
 #endif /* TQKV__LANES */
 
@@ -1805,7 +1723,7 @@ static bool tqkv__head_dim_known(int head_dim)
     return head_dim >= 32 && head_dim <= TQKV_MAX_HEAD_DIM && (head_dim & (head_dim - 1)) == 0;
 }
 
-#define TQKV__BLOCK 128
+#define TQKV__BLOCK 256
 
 /* A store with its defaults resolved and its sizes derived. */
 typedef struct tqkv__stream {
@@ -1844,7 +1762,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
     s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
     s->norm_dim = s->head_dim / (s->norms_per_row ? s->norms_per_row : 1);
-    s->block_dim = s->head_dim < TQKV__BLOCK ? s->head_dim : TQKV__BLOCK;
+    s->block_dim = s->norm_dim < TQKV__BLOCK ? s->norm_dim : TQKV__BLOCK;
     if (!tqkv__array_size(s->n_kv_heads, s->capacity, 1, s->row_bytes, &s->codes_size) ||
         !tqkv__array_size(s->n_kv_heads, s->capacity, s->norms_per_row, sizeof(float), &s->norms_size))
         return TQKV_INVALID_ARGUMENT;
@@ -2444,8 +2362,8 @@ TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
 /* Positions scored, weighted and summed at a time: their scores stay in the L1 cache. */
 #define TQKV__TILE 64
 /* Query rows (queries x heads of a group) that share a decoded tile: enough to make decoding a small part of the work,
-   few enough for their sums, 32 KiB, to stay near. */
-#define TQKV__CHUNK_ROWS 128
+   few enough for their sums, at most 32 KiB, to stay near. */
+#define TQKV__CHUNK_ROWS 64
 static int tqkv__chunk_rows(int head_dim)
 {
     return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
@@ -2681,10 +2599,13 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
                                  out + (size_t)row * (size_t)a->head_dim);
 }
 
-/* n codes, load by load: no permute reaches 256 centroids, and gathers are slower on most processors. */
-static inline void tqkv__decode_tq8_scalar(const tqkv__stream *s, const uint8_t *codes, int n, float *x)
+/* n rows of TQ8, load by load: no permute reaches 256 centroids, and gathers are slower on most processors. x: [n][x_stride]
+ */
+static inline void tqkv__decode_tq8_scalar(const tqkv__stream *s, const uint8_t *codes, size_t stride, int n, int dim,
+                                           float *x, int x_stride)
 {
-    for (int i = 0; i < n; i++) x[i] = s->info->codebook[codes[i]];
+    for (int j = 0; j < n; j++, codes += stride, x += x_stride)
+        for (int d = 0; d < dim; d++) x[d] = s->info->codebook[codes[d]];
 }
 
 /* Asks for codes that will be read soon. The next tile's are asked for while this tile is computed: nearer they come
@@ -2794,44 +2715,27 @@ TQKV__TARGET static inline __m512 tqkv__load_f16_avx512(const uint8_t *p)
     return _mm512_cvtph_ps(tqkv__load_256_avx512(p));
 }
 
-/* 16 bytes of each of LANES positions -> four vectors with 32 bits of each */
-TQKV__TARGET static inline void tqkv__transpose_avx512(const uint8_t *p, size_t stride, __m512i *columns)
+/* Lane 4i + m: the sum of lanes 4i to 4i + 3 of x[m] */
+TQKV__TARGET static inline __m512 tqkv__sum_fours_avx512(const __m512 *x)
 {
-    __m512i rows[4]; /* positions i, i + 4, i + 8, i + 12 in the four 128-bit lanes */
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++, p += stride) {
-        rows[i] = _mm512_castsi128_si512(tqkv__load_128(p));
-        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(p + 4 * stride), 1);
-        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(p + 8 * stride), 2);
-        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(p + 12 * stride), 3);
-    }
-    const __m512i a = _mm512_unpacklo_epi32(rows[0], rows[1]), b = _mm512_unpackhi_epi32(rows[0], rows[1]);
-    const __m512i c = _mm512_unpacklo_epi32(rows[2], rows[3]), d = _mm512_unpackhi_epi32(rows[2], rows[3]);
-    columns[0] = _mm512_unpacklo_epi64(a, c);
-    columns[1] = _mm512_unpackhi_epi64(a, c);
-    columns[2] = _mm512_unpacklo_epi64(b, d);
-    columns[3] = _mm512_unpackhi_epi64(b, d);
+    const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+    const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+    return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
 }
-/* 32 bits of each of LANES positions */
-TQKV__TARGET static inline __m512i tqkv__load_strided_avx512(const uint8_t *p, size_t stride)
+/* x: four such vectors. Lane 4i + m: the sum of the lanes 4j + m of the i-th */
+TQKV__TARGET static inline __m512 tqkv__sum_across_avx512(const float *x)
 {
-    int words[16];
-    for (int i = 0; i < 16; i++) memcpy(&words[i], p + (size_t)i * stride, sizeof words[i]);
-    return _mm512_loadu_si512((const void *)words);
-}
-TQKV__TARGET static inline __m512 tqkv__as_floats_avx512(__m512i x) { return _mm512_castsi512_ps(x); }
-TQKV__TARGET static TQKV__INLINE __m512 tqkv__i8_at_avx512(__m512i x, const int k)
-{
-    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(x, (unsigned)(24 - 8 * k)), 24));
-}
-TQKV__TARGET static TQKV__INLINE __m512 tqkv__f16_at_avx512(__m512i x, const int k)
-{
-    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(x, (unsigned)(16 * k))));
+    const __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + 16), c = _mm512_load_ps(x + 32),
+                 d = _mm512_load_ps(x + 48);
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
 }
 
 /* 256 centroids are too many for permutes of floats, so the bytes of the floats are looked up: the codebook's symmetry
    leaves 128 magnitudes, and one byte of each is a table of two registers (s->planes). */
-TQKV__TARGET static void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, int n, float *x)
+TQKV__TARGET static void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, size_t stride, int n,
+                                                 int dim, float *x, int x_stride)
 {
     /* dword 4i + j goes to dword i of the 128-bit lane j: interleaving twice then leaves codes 16i to 16i + 15 in the
        i-th register */
@@ -2841,22 +2745,23 @@ TQKV__TARGET static void tqkv__decode_tq8_avx512(const tqkv__stream *s, const ui
         first[p] = _mm512_loadu_si512((const void *)s->planes[p]);
         second[p] = _mm512_loadu_si512((const void *)(s->planes[p] + 64));
     }
-    for (int d = 0; d < n; d += 64, x += 64) {
-        const __m512i code = _mm512_permutexvar_epi32(order, _mm512_loadu_si512((const void *)(codes + d)));
-        const __mmask64 negative = ~_mm512_movepi8_mask(code); /* the lower half of the codes */
-        const __m512i magnitude = _mm512_mask_sub_epi8(code, negative, _mm512_set1_epi8(127), code);
-        TQKV__UNROLL
-        for (int p = 0; p < 4; p++) bytes[p] = _mm512_permutex2var_epi8(first[p], magnitude, second[p]);
-        bytes[3] = _mm512_mask_add_epi8(bytes[3], negative, bytes[3], _mm512_set1_epi8(-128)); /* the sign */
-        const __m512i low01 = _mm512_unpacklo_epi8(bytes[0], bytes[1]),
-                      high01 = _mm512_unpackhi_epi8(bytes[0], bytes[1]);
-        const __m512i low23 = _mm512_unpacklo_epi8(bytes[2], bytes[3]),
-                      high23 = _mm512_unpackhi_epi8(bytes[2], bytes[3]);
-        _mm512_storeu_si512((void *)x, _mm512_unpacklo_epi16(low01, low23));
-        _mm512_storeu_si512((void *)(x + 16), _mm512_unpackhi_epi16(low01, low23));
-        _mm512_storeu_si512((void *)(x + 32), _mm512_unpacklo_epi16(high01, high23));
-        _mm512_storeu_si512((void *)(x + 48), _mm512_unpackhi_epi16(high01, high23));
-    }
+    for (int j = 0; j < n; j++, codes += stride, x += x_stride)
+        for (int d = 0; d < dim; d += 64) {
+            const __m512i code = _mm512_permutexvar_epi32(order, _mm512_loadu_si512((const void *)(codes + d)));
+            const __mmask64 negative = ~_mm512_movepi8_mask(code); /* the lower half of the codes */
+            const __m512i magnitude = _mm512_mask_sub_epi8(code, negative, _mm512_set1_epi8(127), code);
+            TQKV__UNROLL
+            for (int p = 0; p < 4; p++) bytes[p] = _mm512_permutex2var_epi8(first[p], magnitude, second[p]);
+            bytes[3] = _mm512_mask_add_epi8(bytes[3], negative, bytes[3], _mm512_set1_epi8(-128)); /* the sign */
+            const __m512i low01 = _mm512_unpacklo_epi8(bytes[0], bytes[1]),
+                          high01 = _mm512_unpackhi_epi8(bytes[0], bytes[1]);
+            const __m512i low23 = _mm512_unpacklo_epi8(bytes[2], bytes[3]),
+                          high23 = _mm512_unpackhi_epi8(bytes[2], bytes[3]);
+            _mm512_storeu_si512((void *)(x + d), _mm512_unpacklo_epi16(low01, low23));
+            _mm512_storeu_si512((void *)(x + d + 16), _mm512_unpackhi_epi16(low01, low23));
+            _mm512_storeu_si512((void *)(x + d + 32), _mm512_unpacklo_epi16(high01, high23));
+            _mm512_storeu_si512((void *)(x + d + 48), _mm512_unpackhi_epi16(high01, high23));
+        }
 }
 
 /* Encoding. An empty asm keeps a product from being fused with a following sum, as in tqkv__rounded. */
@@ -3037,14 +2942,18 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
     }
 }
 
-#define TQKV__(name)   tqkv__##name##_avx512
-#define TQKV__WIDTH    16 /* vectors that the rotation holds in registers */
-#define TQKV__ISA_NAME "avx512"
-#define TQKV__LANES    16
-#define TQKV__ROWS     4
-#define TQKV__GROUPS   4
+#define TQKV__(name)             tqkv__##name##_avx512
+#define TQKV__WIDTH              16 /* vectors that the rotation holds in registers */
+#define TQKV__ISA_NAME           "avx512"
+#define TQKV__LANES              16
+#define TQKV__ROWS               4 /* queries whose sums registers hold: of values, */
+#define TQKV__SCORE_ROWS         4 /* of keys, and of decoded keys */
+#define TQKV__DECODED_SCORE_ROWS 4
+#define TQKV__GROUPS             4
 #include "tqkv.h"
 #undef TQKV__WIDTH
+#undef TQKV__SCORE_ROWS
+#undef TQKV__DECODED_SCORE_ROWS
 #undef TQKV__ROWS
 #undef TQKV__GROUPS
 #undef TQKV__LANES
@@ -3116,35 +3025,16 @@ TQKV__TARGET static TQKV__INLINE __m256i tqkv__pick_avx2(const int bits, __m256i
     high = bit < 4 ? _mm256_slli_epi32(high, 4 - bit) : _mm256_srli_epi32(high, bit - 4);
     return _mm256_or_si256(_mm256_andnot_si256(upper, code), _mm256_and_si256(upper, high));
 }
-TQKV__TARGET static inline void tqkv__transpose_avx2(const uint8_t *p, size_t stride, __m256i *columns)
+TQKV__TARGET static inline __m256 tqkv__sum_fours_avx2(const __m256 *x)
 {
-    __m256i rows[4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++, p += stride)
-        rows[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(tqkv__load_128(p)), tqkv__load_128(p + 4 * stride), 1);
-    const __m256i a = _mm256_unpacklo_epi32(rows[0], rows[1]), b = _mm256_unpackhi_epi32(rows[0], rows[1]);
-    const __m256i c = _mm256_unpacklo_epi32(rows[2], rows[3]), d = _mm256_unpackhi_epi32(rows[2], rows[3]);
-    columns[0] = _mm256_unpacklo_epi64(a, c);
-    columns[1] = _mm256_unpackhi_epi64(a, c);
-    columns[2] = _mm256_unpacklo_epi64(b, d);
-    columns[3] = _mm256_unpackhi_epi64(b, d);
+    const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
+    const __m256 b = _mm256_add_ps(_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3]));
+    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
 }
-TQKV__TARGET static inline __m256i tqkv__load_strided_avx2(const uint8_t *p, size_t stride)
+TQKV__TARGET static inline __m256 tqkv__sum_across_avx2(const float *x)
 {
-    int words[8];
-    for (int i = 0; i < 8; i++) memcpy(&words[i], p + (size_t)i * stride, sizeof words[i]);
-    return _mm256_loadu_si256((const __m256i *)(const void *)words);
-}
-TQKV__TARGET static inline __m256 tqkv__as_floats_avx2(__m256i x) { return _mm256_castsi256_ps(x); }
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__i8_at_avx2(__m256i x, const int k)
-{
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(x, 24 - 8 * k), 24));
-}
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__f16_at_avx2(__m256i x, const int k)
-{
-    const __m256i half = k ? _mm256_srli_epi32(x, 16) : _mm256_and_si256(x, _mm256_set1_epi32(0xffff));
-    const __m256i packed = _mm256_packus_epi32(half, half); /* each 128-bit lane's four halves, twice */
-    return _mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 8)));
+    const __m256 a = _mm256_load_ps(x), b = _mm256_load_ps(x + 8);
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 /* Permutes look at the lowest three bits; blends, which look at the sign bit, choose by those above. */
 TQKV__TARGET static TQKV__INLINE __m256 tqkv__lookup_4_avx2(const __m256 *table, __m256i codes)
@@ -3296,14 +3186,18 @@ TQKV__TARGET static inline void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
 }
 #define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
 
-#define TQKV__(name)   tqkv__##name##_avx2
-#define TQKV__WIDTH    8 /* vectors that the rotation holds in registers */
-#define TQKV__ISA_NAME "avx2"
-#define TQKV__LANES    8
-#define TQKV__ROWS     4
-#define TQKV__GROUPS   2
+#define TQKV__(name)             tqkv__##name##_avx2
+#define TQKV__WIDTH              8 /* vectors that the rotation holds in registers */
+#define TQKV__ISA_NAME           "avx2"
+#define TQKV__LANES              8
+#define TQKV__ROWS               4 /* queries whose sums registers hold: of values, */
+#define TQKV__SCORE_ROWS         2 /* of keys, and of decoded keys */
+#define TQKV__DECODED_SCORE_ROWS 3
+#define TQKV__GROUPS             2
 #include "tqkv.h"
 #undef TQKV__WIDTH
+#undef TQKV__SCORE_ROWS
+#undef TQKV__DECODED_SCORE_ROWS
 #undef TQKV__ROWS
 #undef TQKV__GROUPS
 #undef TQKV__LANES
@@ -3369,32 +3263,11 @@ static TQKV__INLINE uint32x4_t tqkv__pick_neon(const int bits, uint32x4_t low, c
     if (bits == 4) return code;
     return vbslq_u32(vdupq_n_u32(bits == 5 ? 0x10 : 0x30), vshlq_u32(high, vdupq_n_s32(4 - bit)), code);
 }
-static inline void tqkv__transpose_neon(const uint8_t *p, size_t stride, uint32x4_t *columns)
+static inline float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
 {
-    const uint32x4_t r0 = vreinterpretq_u32_u8(vld1q_u8(p)), r1 = vreinterpretq_u32_u8(vld1q_u8(p + stride));
-    const uint32x4_t r2 = vreinterpretq_u32_u8(vld1q_u8(p + 2 * stride)),
-                     r3 = vreinterpretq_u32_u8(vld1q_u8(p + 3 * stride));
-    const uint32x4_t a = vzip1q_u32(r0, r2), b = vzip2q_u32(r0, r2), c = vzip1q_u32(r1, r3), d = vzip2q_u32(r1, r3);
-    columns[0] = vzip1q_u32(a, c);
-    columns[1] = vzip2q_u32(a, c);
-    columns[2] = vzip1q_u32(b, d);
-    columns[3] = vzip2q_u32(b, d);
+    return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3]));
 }
-static inline uint32x4_t tqkv__load_strided_neon(const uint8_t *p, size_t stride)
-{
-    uint32_t words[4];
-    for (int i = 0; i < 4; i++) memcpy(&words[i], p + (size_t)i * stride, sizeof words[i]);
-    return vld1q_u32(words);
-}
-static inline float32x4_t tqkv__as_floats_neon(uint32x4_t x) { return vreinterpretq_f32_u32(x); }
-static TQKV__INLINE float32x4_t tqkv__i8_at_neon(uint32x4_t x, const int k)
-{
-    return vcvtq_f32_s32(vshrq_n_s32(vreinterpretq_s32_u32(vshlq_u32(x, vdupq_n_s32(24 - 8 * k))), 24));
-}
-static TQKV__INLINE float32x4_t tqkv__f16_at_neon(uint32x4_t x, const int k)
-{
-    return vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(vshlq_u32(x, vdupq_n_s32(-16 * k)))));
-}
+static inline float32x4_t tqkv__sum_across_neon(const float *x) { return vld1q_f32(x); }
 /* Table look-up is by bytes: code c is bytes 4c to 4c + 3, and 64 bytes are a table; an index beyond it changes
  * nothing. */
 static TQKV__INLINE float32x4_t tqkv__lookup_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
@@ -3543,14 +3416,18 @@ static inline void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
 }
 #define tqkv__quantise_tq8_neon tqkv__quantise_loads_neon
 
-#define TQKV__(name)   tqkv__##name##_neon
-#define TQKV__WIDTH    16 /* vectors that the rotation holds in registers */
-#define TQKV__ISA_NAME "neon"
-#define TQKV__LANES    4
-#define TQKV__ROWS     4
-#define TQKV__GROUPS   4
+#define TQKV__(name)             tqkv__##name##_neon
+#define TQKV__WIDTH              16 /* vectors that the rotation holds in registers */
+#define TQKV__ISA_NAME           "neon"
+#define TQKV__LANES              4
+#define TQKV__ROWS               4 /* queries whose sums registers hold: of values, */
+#define TQKV__SCORE_ROWS         4 /* of keys, and of decoded keys */
+#define TQKV__DECODED_SCORE_ROWS 4
+#define TQKV__GROUPS             4
 #include "tqkv.h"
 #undef TQKV__WIDTH
+#undef TQKV__SCORE_ROWS
+#undef TQKV__DECODED_SCORE_ROWS
 #undef TQKV__ROWS
 #undef TQKV__GROUPS
 #undef TQKV__LANES
@@ -3626,15 +3503,29 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name)
     return TQKV_OK;
 }
 
-/* Outputs come in the order in which an instruction set decodes nibbles: a run of lanes * per_lane values is a matrix
-   [lanes][per_lane], and vector k of the run is its column k. decoded, natural: [head_dim] */
-static void tqkv__rearrange(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
+/* Instruction sets decode nibbles in an order of their own: a run of lanes * per_lane values is a matrix
+   [lanes][per_lane], and vector k of the run is its column k. Queries are brought into that order and sums of values back
+   from it. decoded, natural: [head_dim] */
+static int tqkv__per_lane(const tqkv__isa *isa, const tqkv__stream *s)
 {
     const bool nibbles = s->format == TQKV_TQ4 || s->format == TQKV_TQ5 || s->format == TQKV_TQ6;
-    const int lanes = isa->lanes, per_lane = lanes == 1 || !nibbles ? 1 : s->head_dim >= 8 * lanes ? 8 : 4;
-    for (int run = 0; run < s->head_dim; run += lanes * per_lane)
-        for (int i = 0; i < lanes * per_lane; i++)
-            natural[run + i] = decoded[run + i % per_lane * lanes + i / per_lane];
+    return isa->lanes == 1 || !nibbles ? 1 : s->head_dim >= 8 * isa->lanes ? 8 : 4;
+}
+
+static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
+{
+    const int lanes = isa->lanes, per_lane = tqkv__per_lane(isa, s);
+    for (const float *end = natural + s->head_dim; natural < end; natural += lanes * per_lane)
+        for (int k = 0; k < per_lane; k++)
+            for (int lane = 0; lane < lanes; lane++) *decoded++ = natural[lane * per_lane + k];
+}
+
+static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
+{
+    const int lanes = isa->lanes, per_lane = tqkv__per_lane(isa, s);
+    for (const float *end = decoded + s->head_dim; decoded < end; decoded += lanes * per_lane)
+        for (int lane = 0; lane < lanes; lane++)
+            for (int k = 0; k < per_lane; k++) *natural++ = decoded[k * lanes + lane];
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -3661,13 +3552,23 @@ static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
     return finite;
 }
 
-/* value_tile, also where a row of an F16 stream must not touch a NaN that only other rows see (`whole` is false): then
-   position by position with the rows that have a weight for it. */
-static void tqkv__add_values(const tqkv__attention *a, int kv_head, int slot, int n, bool whole, float *weights,
-                             int n_rows, float *out)
+/* A tile on its way: n positions from `position` on, whose scores, then weights, begin at scores[row][begin]. */
+typedef struct tqkv__tile {
+    int64_t position;
+    int n, begin;
+    bool whole; /* every row sees all of it */
+    TQKV__ALIGNED float
+        scores[(TQKV__CHUNK_ROWS + 1) * TQKV__TILE]; /* whole vectors are written, also of a tile's end */
+} tqkv__tile;
+
+/* value_tile, also where a row of an F16 stream must not touch a NaN that only other rows see: then position by position
+   with the rows that have a weight for it. */
+static void tqkv__add_values(const tqkv__attention *a, int kv_head, const tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__stream *s = &a->values;
-    if (s->format != TQKV_F16 || whole ||
+    const int slot = tqkv__slot(s, tile->position), n = tile->n;
+    const float *weights = tile->scores + tile->begin;
+    if (s->format != TQKV_F16 || tile->whole ||
         tqkv__halves_finite(tqkv__codes_at(s, kv_head, slot), (size_t)n * (size_t)s->head_dim)) {
         a->isa->value_tile(s, kv_head, slot, n, weights, n_rows, out);
         return;
@@ -3682,31 +3583,36 @@ static void tqkv__add_values(const tqkv__attention *a, int kv_head, int slot, in
 }
 
 /* Rows [first_row, first_row + n_rows) of one KV head over positions [first, end). q, out: [n_rows][head_dim], max,
-   sum: [n_rows] */
+   sum: [n_rows]. The values of a tile are added after the next tile has been scored: neither step needs the other's
+   result, so that the processor finishes one while it begins the other. */
 static void tqkv__attend_rows(const tqkv__attention *a, int kv_head, int first_row, int n_rows, int64_t first,
                               int64_t end, const float *q, float *out, float *max, float *sum)
 {
-    TQKV__ALIGNED float
-        scores[(TQKV__CHUNK_ROWS + 1) * TQKV__TILE]; /* whole vectors are written, also of a tile's end */
+    tqkv__tile tiles[2], *tile = &tiles[0], *before = NULL;
     tqkv__span spans[TQKV__CHUNK_ROWS];
     int64_t from, to, unused;
     tqkv__visible(a, first_row / a->group, first, end, &from, &unused);
     tqkv__visible(a, (first_row + n_rows - 1) / a->group, first, end, &unused, &to);
-    for (int64_t position = from; position < to;) {
+    for (int64_t position = from; position < to; position += before->n) {
         const int n = tqkv__tile_length(a, position, to), begin = (int)(position % TQKV__TILE);
-        bool whole = true; /* every row sees all of the tile */
-        a->isa->score_tile(&a->keys, kv_head, tqkv__slot(&a->keys, position), n, q, n_rows, scores + begin);
+        tile->position = position;
+        tile->n = n;
+        tile->begin = begin;
+        tile->whole = true;
+        a->isa->score_tile(&a->keys, kv_head, tqkv__slot(&a->keys, position), n, q, n_rows, tile->scores + begin);
+        if (before) tqkv__add_values(a, kv_head, before, n_rows, out);
         for (int row = 0; row < n_rows; row++) {
             int64_t row_from, row_to;
             tqkv__visible(a, (first_row + row) / a->group, first, end, &row_from, &row_to);
             spans[row].from = begin + tqkv__clamp(row_from - position, 0, n);
             spans[row].to = begin + tqkv__clamp(row_to - position, 0, n);
-            whole = whole && spans[row].to - spans[row].from == n;
+            tile->whole = tile->whole && spans[row].to - spans[row].from == n;
         }
-        a->isa->softmax_tile(a, spans, n_rows, scores, max, sum, out);
-        tqkv__add_values(a, kv_head, tqkv__slot(&a->values, position), n, whole, scores + begin, n_rows, out);
-        position += n;
+        a->isa->softmax_tile(a, spans, n_rows, tile->scores, max, sum, out);
+        before = tile;
+        tile = &tiles[tile == &tiles[0]];
     }
+    if (before) tqkv__add_values(a, kv_head, before, n_rows, out);
 }
 
 static void tqkv__attend_task(void *context, int index)
@@ -3731,16 +3637,18 @@ static void tqkv__attend_task(void *context, int index)
                       job->max + out_row, job->sum + out_row);
 }
 
-/* The queries by KV head, in the keys' basis, times scale. q: [n_queries][n_heads][head_dim] */
+/* The queries by KV head, in the keys' basis and order, times scale. q: [n_queries][n_heads][head_dim] */
 static void tqkv__arrange_queries(const tqkv__attention *a, const float *q, float *arranged)
 {
+    TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
     for (int h = 0; h < a->n_kv_heads; h++)
         for (int i = 0; i < a->n_queries; i++)
             for (int g = 0; g < a->group; g++, arranged += a->head_dim) {
                 const size_t row = (size_t)i * (size_t)a->n_heads + (size_t)h * (size_t)a->group + (size_t)g;
-                memcpy(arranged, q + row * (size_t)a->head_dim, (size_t)a->head_dim * sizeof(float));
-                if (a->rotate_queries) a->isa->codec->rotate(arranged, a->head_dim);
-                tqkv__scale(arranged, a->head_dim, a->scale);
+                memcpy(natural, q + row * (size_t)a->head_dim, (size_t)a->head_dim * sizeof(float));
+                if (a->rotate_queries) a->isa->codec->rotate(natural, a->head_dim);
+                tqkv__scale(natural, a->head_dim, a->scale);
+                tqkv__to_decoded(a->isa, &a->keys, natural, arranged);
             }
 }
 
@@ -3806,7 +3714,7 @@ static void tqkv__job_collect(tqkv__job *job, float *out, float *max, float *sum
                 for (size_t from = row + a->n_rows; from < (size_t)job->n_splits * a->n_rows; from += a->n_rows)
                     tqkv__merge_row(a->head_dim, sums, &max[to], &sum[to], job->out + from * (size_t)a->head_dim,
                                     job->max[from], job->sum[from]);
-                tqkv__rearrange(a->isa, &a->values, sums, out + to * (size_t)a->head_dim);
+                tqkv__to_natural(a->isa, &a->values, sums, out + to * (size_t)a->head_dim);
             }
     a->allocator.free(a->allocator.user, job->memory, job->memory_size);
 }

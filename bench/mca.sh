@@ -4,7 +4,7 @@
 include=$1
 work=$2
 core=apple-m1
-kernels="score_tq4 score_i8 score_f16 accumulate_tq4_wide accumulate_i8_wide accumulate_f16_wide"
+kernels="score_tq4 score_tq6 score_i8 score_f16 accumulate_tq4 accumulate_tq6 accumulate_i8 accumulate_f16"
 mca=
 for name in llvm-mca llvm-mca-19 llvm-mca-18 llvm-mca-17 llvm-mca-16 llvm-mca-15 llvm-mca-14; do
     if command -v $name >/dev/null; then mca=$name && break; fi
