@@ -3,6 +3,8 @@
 #include "tests/data.h"
 #include <math.h>
 #include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
 #ifdef STANDIN
 #include "tests/metal/standin/standin.h"
 #endif
@@ -151,6 +153,8 @@ typedef struct worker {
     tqkv_metal *metal;
     int number, failures;
     pthread_t thread;
+    void *(*work)(void *);
+    atomic_int *missing; /* threads that have not begun */
 } worker;
 
 static int worker_round(const worker *w, int round)
@@ -217,17 +221,48 @@ static void *record_thread(void *parameter)
     return NULL;
 }
 
+/* Takes memory and gives it back while others look for theirs. */
+static void *memory_thread(void *parameter)
+{
+    worker *w = parameter;
+    const tqkv_allocator memory = tqkv_metal_allocator(w->metal);
+    for (int round = 0; round < 50; round++) {
+        char *own = memory.alloc(memory.user, 1000);
+        for (int i = 0; own && i < 20; i++) {
+            tqkv_metal_buffer found = {nil, 0};
+            w->failures += tqkv_metal_find(w->metal, own + 50 * i, &found) != TQKV_OK;
+            w->failures += found.offset != 50 * (size_t)i || !found.buffer;
+            if (i % 4 == 0) sched_yield();
+        }
+        w->failures += !own;
+        memory.free(memory.user, own, 1000);
+    }
+    return NULL;
+}
+
+/* Relaxed, so that it orders nothing that is to race. */
+static void *begin_together(void *parameter)
+{
+    worker *w = parameter;
+    atomic_fetch_sub_explicit(w->missing, 1, memory_order_relaxed);
+    while (atomic_load_explicit(w->missing, memory_order_relaxed) > 0) sched_yield();
+    return w->work(w);
+}
+
 static void run_threads(const void *parameters)
 {
+    static void *(*const works[])(void *) = {work_thread, record_thread, memory_thread};
     worker workers[THREADS];
-    void *(*const thread)(void *) = *(const bool *)parameters ? record_thread : work_thread;
+    atomic_int missing = THREADS;
     tqkv_metal *m = host_context();
     REQUIRE(m, "no context");
     for (int i = 0; i < THREADS; i++) {
         workers[i].metal = m;
         workers[i].number = i;
         workers[i].failures = 0;
-        CHECK(!pthread_create(&workers[i].thread, NULL, thread, &workers[i]), "no thread");
+        workers[i].work = works[*(const int *)parameters];
+        workers[i].missing = &missing;
+        CHECK(!pthread_create(&workers[i].thread, NULL, begin_together, &workers[i]), "no thread");
     }
     for (int i = 0; i < THREADS; i++) {
         pthread_join(workers[i].thread, NULL);
@@ -313,7 +348,7 @@ static void run_devices(const void *parameters)
     create(desc, TQKV_UNSUPPORTED, "tqkv_tables");
     const unsigned small[] = {32, 64, 96};
     for (int i = 0; i < 3; i++) {
-        worker w = {NULL, i, 0, 0};
+        worker w = {.number = i};
         standin_set_device((standin_device){.max_threads = small[i]});
         w.metal = create(desc, TQKV_OK, "");
         CHECK(worker_round(&w, 0) == 0, "wrong with %u threads at most", small[i]);
@@ -381,6 +416,52 @@ static void run_given_back(const void *parameters)
     free(x);
 }
 
+/* Each call once. s: two stores of one head, b: source, destination, scratch. */
+static void record_all(id<MTLComputeCommandEncoder> e, const tqkv_metal_store s[2], const tqkv_metal_buffer b[3],
+                       tqkv_cache *cache)
+{
+    tqkv_metal *m = test_host.metal;
+    const tqkv_metal_buffer none = {nil, 0};
+    const tqkv_metal_attention a = {.keys = &s[0], .values = &s[1], .end = 2};
+    size_t bytes;
+    CHECK_RESULT(tqkv_metal_encode(m, e, s, b[0], 1, 0, none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_encode_kv(m, e, &s[0], &s[1], b[0], b[0], 1, 1, none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_probe(m, e, &s->shape, b[0], 1, b[1], none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_decode(m, e, s, 0, 1, TQKV_ORIGINAL, b[1]), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_rotate(m, e, b[1], 1, 64), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_unrotate(m, e, b[1], 1, 64), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &bytes), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend(m, e, &a, b[0], b[2], b[1]), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_cache_append(m, e, cache, b[0], b[0], 1, none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_cache_scratch(m, cache, 1, &bytes), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_cache_attend(m, e, cache, b[0], 1, b[2], b[1]), TQKV_OK);
+}
+
+/* Recorded a second time, no call makes a pipeline, takes memory or asks Metal for anything that it may refuse. */
+static void run_recorded_again(const void *parameters)
+{
+    (void)parameters;
+    tqkv_store stores[2] = {test_store(TQKV_TQ4, 64, 1, 4, false), test_store(TQKV_TQ5, 64, 1, 4, false)};
+    tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .capacity = 8, .metal = test_host.metal};
+    tqkv_cache *cache = NULL;
+    const tqkv_metal_store s[2] = {host_store(&stores[0]), host_store(&stores[1])};
+    const tqkv_metal_buffer b[3] = {host_zeros(256), host_zeros(256), host_zeros(4096)};
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    for (int round = 0; round < 2; round++) {
+        host_work work = host_begin(false);
+        standin_fail_at(0);
+        record_all(work.encoder, s, b, cache);
+        CHECK(round == 0 || standin_calls() == 0, "%d calls that can fail", standin_calls());
+        host_end(&work);
+    }
+    for (int i = 0; i < 3; i++) host_release(b[i]);
+    for (int i = 0; i < 2; i++) {
+        host_store_release((tqkv_metal_store[]){s[i]});
+        test_store_free(&stores[i]);
+    }
+    tqkv_cache_destroy(cache);
+}
+
 /* Everything once, on a context of its own: the first result that is not TQKV_OK, and the texts of the failure. */
 static tqkv_result live_through(char *text, size_t size)
 {
@@ -425,6 +506,7 @@ static void run_failures(const void *parameters)
         standin_fail_at(0);
         CHECK_RESULT(live_through(text, sizeof text), TQKV_OK);
         n_calls = standin_calls();
+        printf("%d calls are made to fail, one at a time\n", n_calls);
     }
     CHECK(n_calls > 20, "only %d calls can fail", n_calls);
     for (int n = 1; n <= n_calls; n++) {
@@ -451,9 +533,8 @@ void context_host_cases(void)
     test_add(run_libraries, NULL, 0, "context/libraries");
     test_add(run_bad_libraries, NULL, 0, "context/bad_libraries");
     test_add(run_memory, NULL, 0, "context/memory");
-    const bool only_record[] = {false, true};
-    test_add(run_threads, &only_record[0], sizeof(bool), "context/threads/caches");
-    test_add(run_threads, &only_record[1], sizeof(bool), "context/threads/recording");
+    const char *const threads[] = {"caches", "recording", "memory"};
+    for (int i = 0; i < 3; i++) test_add(run_threads, &i, sizeof i, "context/threads/%s", threads[i]);
 #ifdef STANDIN
     const char *const stale[] = {"codebook_4",   "codebook_5",   "codebook_6",   "codebook_8", "boundaries_4",
                                  "boundaries_5", "boundaries_6", "boundaries_8", "signs",      "version",
@@ -463,6 +544,7 @@ void context_host_cases(void)
     test_add(run_other_device, NULL, 0, "context/other_device");
     test_add(run_half_recorded, NULL, 0, "context/half_recorded");
     test_add(run_given_back, NULL, 0, "context/given_back");
+    test_add(run_recorded_again, NULL, 0, "context/recorded_again");
     test_add(run_devices, NULL, 0, "context/devices");
     test_add(run_failures, NULL, 0, "context/failures");
 #endif

@@ -233,7 +233,8 @@ check-macos-types:
 	done
 	@echo "$(words $(MACOS_TESTS) $(MACOS_SOURCES) $(MACOS_SOURCES) both) passed, 0 failed"
 
-# The example as a Mach-O program, where there are a linker and the SDK's stubs of libraries.
+# The example as a Mach-O program, where there are a linker and the SDK's stubs of libraries. Some file stands in for a
+# compiled library, to be built in.
 check-macos-link: check-macos-types
 ifneq ($(SYSTEM),Darwin)
 	@$(if $(filter none,$(MACOS_LINK)),echo "not linked: no lld")
@@ -241,8 +242,10 @@ ifneq ($(SYSTEM),Darwin)
 endif
 	@test "$(MACOS_LINK)" = none -o ! -e $(MACOS_SDK)/usr/lib/libSystem.tbd || for arc in -fno-objc-arc -fobjc-arc; do \
 		for source in $(MACOS_SOURCES); do \
-			$(MACOS_CLANG) $$arc -O1 -c $$source -o $(MACOS_BUILD)/$$(basename $$source .m).o || exit 1; \
+			$(MACOS_CLANG) $$arc -O1 -DTQKV_METALLIB_EMBED='"LICENSE"' -c $$source \
+				-o $(MACOS_BUILD)/$$(basename $$source .m).o || exit 1; \
 		done; \
 		$(MACOS_CLANG) $(MACOS_LINK) $(MACOS_BUILD)/tqkv_metal.o $(MACOS_BUILD)/metal_encode_attend.o $(MACOS_LIBRARIES) \
-			-o $(MACOS_BUILD)/metal_encode_attend && file $(MACOS_BUILD)/metal_encode_attend || exit 1; \
+			-o $(MACOS_BUILD)/metal_encode_attend && file $(MACOS_BUILD)/metal_encode_attend && \
+			grep -qa "$$(head -1 LICENSE)" $(MACOS_BUILD)/metal_encode_attend || exit 1; \
 	done
