@@ -1195,7 +1195,7 @@ TQKV__TARGET static void TQKV__(run_decoded)(TQKV__(block) * block, int n_rows, 
         block->codes = codes + (size_t)stretch * block->stride;
         block->rows += keys ? 0 : stretch;
         block->results += keys ? stretch : 0;
-        block->factors += keys ? stretch : 0;
+        if (keys) block->factors += stretch; /* values have none: NULL */
     }
 }
 
@@ -1220,7 +1220,7 @@ static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, int slot, int
     const size_t bits = upper_bits ? 4 : (size_t)s->info->stored_bits, before = (size_t)(b * s->block_dim);
     block->stream = s;
     block->codes = tqkv__codes_at(s, kv_head, slot) + before * bits / 8;
-    block->upper = (size_t)s->head_dim / 2 + before * upper_bits / 8 - before * bits / 8;
+    block->upper = upper_bits ? (size_t)s->head_dim / 2 + before * upper_bits / 8 - before * bits / 8 : 0;
     block->stride = s->row_bytes;
     block->n = n;
     block->dim = s->block_dim;

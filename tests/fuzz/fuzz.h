@@ -51,13 +51,37 @@ static inline int fuzz_range(fuzz_input *input, int low, int high) { return low 
 
 static inline bool fuzz_is_finite(float x) { return x - x == 0.0f; }
 
-/* n floats: data_rows' kinds, or bit patterns of the input, repeated until they are enough. */
+/* As data_row, made of one random number a value: a fuzzer's time is for the library. */
+static inline float fuzz_gaussian(data_random *random)
+{
+    uint64_t bits = data_bits(random);
+    int sum = (int)(bits & 0xffff) + (int)(bits >> 16 & 0xffff) + (int)(bits >> 32 & 0xffff) + (int)(bits >> 48);
+    return (float)(sum - 2 * 65535) * (1.0f / 37837.0f); /* variance 1 */
+}
+
+/* rows: [n_rows][head_dim]. The seed and the kind decide every bit. */
+static inline void fuzz_data(uint64_t seed, data_kind kind, float *rows, int n_rows, int head_dim)
+{
+    data_random random = {seed * UINT64_C(0x2545f4914f6cdd1d) + (uint64_t)kind};
+    for (int r = 0; r < n_rows; r++) {
+        float scale = data_row_scale(&random, kind), constant = fuzz_gaussian(&random);
+        int hot = data_below(&random, head_dim);
+        for (int i = 0; i < head_dim; i++, rows++) {
+            float x = kind == DATA_CONSTANT || kind == DATA_ONE_HOT ? constant : fuzz_gaussian(&random) * scale;
+            if (kind == DATA_STUDENT) x *= x * x;
+            if (kind == DATA_OUTLIERS) x *= data_outlier_factor(i);
+            *rows = kind == DATA_ZEROS || (kind == DATA_ONE_HOT && i != hot) ? 0.0f : x;
+        }
+    }
+}
+
+/* n floats: fuzz_data's kinds, or bit patterns of the input, repeated until they are enough. */
 static inline void fuzz_rows(fuzz_input *input, float *rows, int n_rows, int head_dim)
 {
     int kind = fuzz_range(input, 0, DATA_KINDS + 1);
     size_t n = (size_t)n_rows * (size_t)head_dim, period = (size_t)fuzz_range(input, 1, 64);
     if (kind < DATA_KINDS) {
-        data_rows(period, (data_kind)kind, rows, n_rows, head_dim);
+        fuzz_data(period, (data_kind)kind, rows, n_rows, head_dim);
         return;
     }
     for (size_t i = 0; i < n; i++) {

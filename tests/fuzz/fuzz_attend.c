@@ -88,7 +88,7 @@ static bool set_up(fuzz_input *input, problem *p)
     p->q = fuzz_new_floats((int)p->n_rows, head_dim, 1);
     p->out = fuzz_new_floats((int)p->n_rows, head_dim, 1);
     if (p->is_tame)
-        data_rows(fuzz_byte(input), DATA_GAUSSIAN, p->q, (int)p->n_rows, head_dim);
+        fuzz_data(fuzz_byte(input), DATA_GAUSSIAN, p->q, (int)p->n_rows, head_dim);
     else
         fuzz_rows(input, p->q, (int)p->n_rows, head_dim);
     return true;

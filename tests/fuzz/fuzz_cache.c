@@ -6,13 +6,14 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-enum { MODEL_POSITIONS = 300, MAX_OPERATIONS = 40, MAX_QUERIES = 5, MAX_HEADS = 8 };
+enum { MAX_OPERATIONS = 40, MAX_QUERIES = 5, MAX_HEADS = 8 };
 
 /* Positions of the model count from `base` on; the cache's own are larger by it. */
 typedef struct model {
     tqkv_cache_desc desc;
     tqkv_cache *cache;
     tqkv_store keys, values; /* linear, all positions */
+    int positions;           /* that the model can hold */
     int64_t base, first, end;
     counting counter;
     float sinks[MAX_HEADS];
@@ -31,7 +32,7 @@ static void read_desc(fuzz_input *input, model *m)
     desc->softcap = caps[numbers >> 5 & 3];
     desc->n_kv_heads = fuzz_range(input, 1, 2);
     desc->n_heads = fuzz_range(input, 0, 4) * desc->n_kv_heads;
-    desc->capacity = fuzz_range(input, 1, 150);
+    desc->capacity = fuzz_range(input, 1, desc->head_dim <= 64 ? 150 : 9600 / desc->head_dim);
     desc->key_format = test_no_format(fuzz_range(input, 0, 8));
     desc->value_format = test_no_format(fuzz_range(input, 0, 8));
     desc->ring = (flags & 1) != 0;
@@ -49,8 +50,9 @@ static bool set_up(fuzz_input *input, model *m)
     read_desc(input, m);
     CHECK_RESULT(tqkv_cache_create(&m->desc, &m->cache), TQKV_OK);
     tqkv_format keys = tqkv_cache_keys(m->cache)->format, values = tqkv_cache_values(m->cache)->format;
-    m->keys = test_store(keys, m->desc.head_dim, m->desc.n_kv_heads, MODEL_POSITIONS, false);
-    m->values = test_store(values, m->desc.head_dim, m->desc.n_kv_heads, MODEL_POSITIONS, false);
+    m->positions = 2 * m->desc.capacity + 10;
+    m->keys = test_store(keys, m->desc.head_dim, m->desc.n_kv_heads, m->positions, false);
+    m->values = test_store(values, m->desc.head_dim, m->desc.n_kv_heads, m->positions, false);
     return true;
 }
 
@@ -108,15 +110,15 @@ static void make_rows(fuzz_input *input, float *keys, float *values, int n_rows,
     static const data_kind key_kinds[4] = {DATA_GAUSSIAN, DATA_ZEROS, DATA_ONE_HOT, DATA_CONSTANT};
     static const data_kind value_kinds[4] = {DATA_STUDENT, DATA_OUTLIERS, DATA_MAGNITUDES, DATA_ZEROS};
     uint8_t kinds = fuzz_byte(input);
-    data_rows(kinds, key_kinds[kinds & 3], keys, n_rows, head_dim);
-    data_rows((uint64_t)kinds + 1, value_kinds[kinds >> 2 & 3], values, n_rows, head_dim);
+    fuzz_data(kinds, key_kinds[kinds & 3], keys, n_rows, head_dim);
+    fuzz_data((uint64_t)kinds + 1, value_kinds[kinds >> 2 & 3], values, n_rows, head_dim);
 }
 
 static void append(fuzz_input *input, model *m)
 {
     int d = m->desc.head_dim, heads = m->desc.n_kv_heads, n = fuzz_range(input, 0, m->desc.capacity + 3);
     uint8_t bad = fuzz_byte(input);
-    if (m->end + n > MODEL_POSITIONS) n = (int)(MODEL_POSITIONS - m->end);
+    if (m->end + n > m->positions) n = (int)(m->positions - m->end);
     float *keys = fuzz_new_floats(n, heads, d), *values = fuzz_new_floats(n, heads, d);
     make_rows(input, keys, values, n * heads, d);
     bool is_bad = bad >= 224 && n;
@@ -168,7 +170,7 @@ static void attend(fuzz_input *input, model *m)
 {
     int n = fuzz_range(input, 0, MAX_QUERIES), d = m->desc.head_dim;
     float *q = fuzz_new_floats(n, n_heads(m), d), *out = fuzz_new_floats(n, n_heads(m), d);
-    data_rows(fuzz_byte(input), DATA_GAUSSIAN, q, n * n_heads(m), d);
+    fuzz_data(fuzz_byte(input), DATA_GAUSSIAN, q, n * n_heads(m), d);
     tqkv_result result = tqkv_cache_attend(m->cache, q, n, out);
     CHECK(result == TQKV_OK || (result == TQKV_OUT_OF_MEMORY && m->counter.fail_at), "%s", tqkv_result_string(result));
     if (result == TQKV_OK)

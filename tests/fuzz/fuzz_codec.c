@@ -2,7 +2,7 @@
    decoded: bytes as the reference has them. */
 #include "fuzz.h"
 
-enum { MAX_CODES = 1 << 15 };
+enum { MAX_CODES = 1 << 14 };
 
 /* Any shape, mostly one that exists. */
 static tqkv_store read_shape(fuzz_input *input)

@@ -154,8 +154,8 @@ static void use_cache(tqkv_cache *cache)
     if (kv_heads > 8) return;
     float *rows = fuzz_new_floats(3, kv_heads, d), *q = fuzz_new_floats(2, MAX_SINKS * kv_heads, d);
     float *out = fuzz_new_floats(2, MAX_SINKS * kv_heads, d);
-    data_rows(1, DATA_STUDENT, rows, 3 * kv_heads, d);
-    data_rows(2, DATA_GAUSSIAN, q, 2 * MAX_SINKS * kv_heads, d);
+    fuzz_data(1, DATA_STUDENT, rows, 3 * kv_heads, d);
+    fuzz_data(2, DATA_GAUSSIAN, q, 2 * MAX_SINKS * kv_heads, d);
     int64_t end = tqkv_cache_end(cache);
     CHECK_RESULT(tqkv_cache_attend(cache, q, 2, out), TQKV_OK);
     tqkv_result result = tqkv_cache_append(cache, rows, rows, 3);
