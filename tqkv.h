@@ -591,14 +591,17 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
    the sums of all rows stay at 64 registers. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
 
-/* Threadgroup memory, in bytes. Encode takes (0) and (1); decode (0); attend all four; merge (0). */
-#define TQKV__TABLE_BYTES               1024                             /* (0) boundaries or codebook */
-#define TQKV__STAGING_BYTES(D, n)       ((n) * (D))                      /* (1) codes, n simdgroups */
+/* Threadgroup memory, in bytes. Attend takes all four. */
+#define TQKV__CELL_BYTES                3072                             /* (0) of encode: cells of the codebook */
+#define TQKV__TABLE_BYTES               1024                             /* (0) of decode: a codebook */
 #define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
 #define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums */
 #define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
 #define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /* (3) maximum and sum, n simdgroups */
 #define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)            /* (0) a row and its sum, n simdgroups */
+
+/* Rows that a simdgroup of encode, encode_kv and probe takes: 4 passes of as many as lie beside each other. */
+#define TQKV__ENCODE_ROWS(D) (4 * ((D) == 32 ? 16 : 1024 / (D)))
 
 /* Simdgroups that share out a row's splits in attend_merge: its threadgroup memory stays at 8 KiB. */
 #define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))
@@ -720,7 +723,7 @@ typedef struct tqkv__dispatch {
     tqkv__binding bindings[TQKV__BINDINGS];
     size_t memory[TQKV__MEMORIES], memory_each[TQKV__MEMORIES]; /* bytes a threadgroup, and for each simdgroup */
     size_t grid[3];            /* threadgroups; nothing is to be done if the first is 0 */
-    bool rows;                 /* grid[0] counts rows instead, of which each simdgroup takes one */
+    bool rows;                 /* grid[0] counts simdgroups instead, each for a row or several */
     int n_simdgroups;          /* of a threadgroup, or as many as the pipeline allows */
     tqkv_metal_object barrier; /* a buffer that the dispatch before this one writes, or NULL */
 } tqkv__dispatch;
@@ -4057,13 +4060,13 @@ static tqkv_metal_buffer tqkv__behind(tqkv_metal_buffer at, size_t bytes)
     return at;
 }
 
-/* One simdgroup a row. 4 simdgroups a threadgroup: they share one copy of the boundaries (up to 1 KiB, a quarter of the
-   loads), and the rows of a single token, some tens, still spread over many cores. */
-static void tqkv__dispatch_rows(tqkv__dispatch *d, size_t n_rows)
+/* `each` rows a simdgroup. 4 simdgroups a threadgroup: they share one table (the codebook's cells, up to 3 KiB). */
+static void tqkv__dispatch_rows(tqkv__dispatch *d, size_t n_rows, size_t each)
 {
+    const size_t n = n_rows / each + (n_rows % each != 0);
     d->rows = true;
     d->n_simdgroups = 4;
-    if (n_rows > d->grid[0]) d->grid[0] = n_rows; /* two rings may keep different numbers */
+    if (n > d->grid[0]) d->grid[0] = n; /* two rings may keep different numbers */
 }
 
 /* The rows of tokens from `position` on, as the next arguments; *size: their bytes as floats. */
@@ -4080,7 +4083,8 @@ static tqkv_result tqkv__add_rows(tqkv__dispatch *d, const tqkv__stream *s, int 
     args->first_slot = n_tokens ? tqkv__slot(s, position) : 0;
     args->block_scale = s->block_scale;
     d->args_size = sizeof *args;
-    tqkv__dispatch_rows(d, (size_t)n_tokens * (size_t)s->n_kv_heads);
+    tqkv__dispatch_rows(d, (size_t)n_tokens * (size_t)s->n_kv_heads,
+                        d->kernel.family == TQKV__DECODE ? 1 : (size_t)TQKV__ENCODE_ROWS(s->head_dim));
     return TQKV_OK;
 }
 
@@ -4100,8 +4104,7 @@ static tqkv_result tqkv__add_stream(tqkv__dispatch *d, const char *const names[3
     tqkv__set(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
     tqkv__bind(d, names[0], index + 1, tqkv__behind(src, all - kept), kept, false);
     tqkv__bind_store(d, names + 1, index + 2, store, s, true);
-    d->memory[0] = TQKV__TABLE_BYTES;
-    d->memory_each[1] = TQKV__STAGING_BYTES((size_t)s->head_dim, 1);
+    d->memory[0] = TQKV__CELL_BYTES;
     return TQKV_OK;
 }
 
@@ -4193,7 +4196,7 @@ TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int h
     d->args_size = sizeof d->args[0].rotate;
     d->n_args = 1;
     tqkv__bind(d, "rows", 1, rows, size, true);
-    tqkv__dispatch_rows(d, (size_t)n_rows);
+    tqkv__dispatch_rows(d, (size_t)n_rows, 1);
     return TQKV_OK;
 }
 

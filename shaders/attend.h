@@ -31,6 +31,9 @@ constant bool short_store [[function_constant(TQKV_FC_SHORT_STORE)]];
     for (int c = 0; c < C; c++)                                                                                        \
         if (uint(c) < columns)
 
+// Below every score: where the running maximum starts. Finite, so that a masked score less it is -INFINITY and no NaN.
+#define NOTHING_SEEN (-3.0e38f)
+
 // What a lane keeps of each column's output: 8 values of a row at a time, in D/256 pieces of the row where 32 lanes do
 // not span it.
 #define LANE_SUMS(D) ((D) <= 256 ? 8 : (D) / 32)
@@ -248,16 +251,35 @@ inline void add_block(constant tqkv__attend_args &args, stream_rows keys, uint b
     }
 }
 
-// score[c] = q_c . k of the lane's row, but for the norm of rows that have one.
+// Codes of the steps from `step` on of the tile at slot `base`.
 template <int D, int W>
-inline void score_tile(constant tqkv__attend_args &args, stream_rows keys, uint base, threadgroup const float *queries,
-                       thread const codebook &book, uint lane, thread float *score)
+inline void load_key_batch(constant tqkv__attend_args &args, stream_rows keys, uint base, uint step, uint lane,
+                           thread raw_codes<W, 128 / W> (&raw)[KEY_BATCH(D, W)][KEY_LANES(D, W)])
+{
+    const int N = 128 / W, R = KEY_LANES(D, W);
+    device const uchar *tile = keys.codes + ulong(base) * ulong(row_bytes<D>(key_format));
+    TQKV_UNROLL
+    for (int b = 0; b < KEY_BATCH(D, W); b++) {
+        TQKV_UNROLL
+        for (int r = 0; r < R; r++) {
+            uint row = row_in_tile(args, uint(r * (32 / R)) + lane / uint(R));
+            load_codes<D, W, N>(key_format, tile + row * row_bytes<D>(key_format),
+                                ((step + uint(b)) * uint(R) + lane % uint(R)) * uint(N), raw[b][r]);
+        }
+    }
+}
+
+// score[c] = q_c . k of the lane's row, but for the norm of rows that have one. The first codes are there already; when
+// all are used, the first ones of the tile at `next_base` are asked for.
+template <int D, int W>
+inline void score_tile(constant tqkv__attend_args &args, stream_rows keys, uint base, uint next_base,
+                       threadgroup const float *queries, thread const codebook &book, uint lane,
+                       thread raw_codes<W, 128 / W> (&raw)[KEY_BATCH(D, W)][KEY_LANES(D, W)], thread float *score)
 {
     const int C = TQKV__MAX_COLUMNS(D), N = 128 / W, R = KEY_LANES(D, W), STEPS = D / (N * R), B = KEY_BATCH(D, W);
     const bool one_norm = norm_block<D>(key_format) == uint(D);
     const uint block_steps = uint(STEPS) / (uint(D) / norm_block<D>(key_format));
     uint part = lane % uint(R);
-    device const uchar *tile = keys.codes + ulong(base) * ulong(row_bytes<D>(key_format));
     float dot[R][C], total[R][C];
     TQKV_UNROLL
     for (int r = 0; r < R; r++) {
@@ -265,16 +287,6 @@ inline void score_tile(constant tqkv__attend_args &args, stream_rows keys, uint 
         for (int c = 0; c < C; c++) dot[r][c] = total[r][c] = 0.0f;
     }
     for (uint step = 0; step < uint(STEPS); step += uint(B)) {
-        raw_codes<W, N> raw[B][R];
-        TQKV_UNROLL
-        for (int b = 0; b < B; b++) {
-            TQKV_UNROLL
-            for (int r = 0; r < R; r++) {
-                uint row = row_in_tile(args, uint(r * (32 / R)) + lane / uint(R));
-                load_codes<D, W, N>(key_format, tile + row * row_bytes<D>(key_format),
-                                    ((step + uint(b)) * uint(R) + part) * uint(N), raw[b][r]);
-            }
-        }
         TQKV_UNROLL
         for (int b = 0; b < B; b++) {
             uint now = step + uint(b);
@@ -282,6 +294,8 @@ inline void score_tile(constant tqkv__attend_args &args, stream_rows keys, uint 
             if (!one_norm && (now + 1u) % block_steps == 0)
                 add_block<D, R, C>(args, keys, base, lane, now / block_steps, dot, total);
         }
+        bool last = step + uint(B) >= uint(STEPS);
+        load_key_batch<D, W>(args, keys, last ? next_base : base, last ? 0u : step + uint(B), lane, raw);
     }
     if (one_norm)
         share_out_rows<R, C>(part, dot);
@@ -290,10 +304,11 @@ inline void score_tile(constant tqkv__attend_args &args, stream_rows keys, uint 
     FOR_COLUMNS(c) score[c] = one_norm ? dot[0][c] : total[0][c];
 }
 
-inline float capped(constant tqkv__attend_args &args, float score)
+// A dot product as a score in powers of two: 2^score is e^(scale * dot).
+inline float score_of(constant tqkv__attend_args &args, float dot, float factor)
 {
-    float s = score * args.scale;
-    return softcap ? args.softcap * precise::tanh(s / args.softcap) : s;
+    if (!softcap) return dot * factor;
+    return args.softcap * TQKV_LOG2E * precise::tanh(dot * factor / (args.softcap * TQKV_LOG2E));
 }
 
 // Weights of the rows of a tile: 2 columns beside each other if there are no more, or 4, then 4 more for all rows.
@@ -339,28 +354,29 @@ inline void load_weights(threadgroup const float *weights, uint row, thread floa
     }
 }
 
-// Scores to weights of the online softmax. A masked position is -INFINITY and its weight 0 by selection, never by
-// arithmetic, so nothing that its slot holds gets further. The maximum is raised only when a score exceeds it by 8:
-// weights stay below e^8, and most tiles skip the rescaling.
+// Dot products to weights of the online softmax. A masked position scores -INFINITY by selection, never by arithmetic, so
+// nothing that its slot holds gets further. `base` is subtracted from all scores: the maximum when it was last raised,
+// which happens only when a score exceeds it by 11. Weights stay below 2^11, and most tiles skip the rescaling.
 template <int D>
-inline void weigh_tile(constant tqkv__attend_args &args, int position, thread const int *newest, float value_scale,
-                       uint row, thread float *score, thread float *maximum, thread float *sum,
+inline void weigh_tile(constant tqkv__attend_args &args, int position, thread const int *newest, float key_scale,
+                       float value_scale, uint row, thread float *score, thread float *base, thread float *sum,
                        thread float (&out)[TQKV__MAX_COLUMNS(D)][LANE_SUMS(D)], threadgroup float *weights)
 {
     const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D);
-    bool raise = false;
+    float factor = key_scale * (args.scale * TQKV_LOG2E);
+    bool raise = false, seen[C];
     FOR_COLUMNS(c)
     {
-        bool seen = position <= newest[c] && (args.window == 0 || position > newest[c] - args.window);
-        score[c] = seen ? capped(args, score[c]) : -INFINITY;
-        raise = raise || score[c] > maximum[c] + 8.0f;
+        seen[c] = position <= newest[c] && (args.window == 0 || position > newest[c] - args.window);
+        score[c] = seen[c] ? score_of(args, score[c], factor) : -INFINITY;
+        raise = raise || score[c] > base[c] + 11.0f;
     }
     if (simd_any(raise)) {
         FOR_COLUMNS(c)
         {
-            float most = max(maximum[c], simd_max(score[c]));
-            float shrink = share_of(maximum[c], most);
-            maximum[c] = most;
+            float most = max(base[c], simd_max(score[c]));
+            float shrink = fast::exp2(base[c] - most);
+            base[c] = most;
             sum[c] *= shrink;
             TQKV_UNROLL
             for (int i = 0; i < V; i++) out[c][i] *= shrink;
@@ -371,9 +387,9 @@ inline void weigh_tile(constant tqkv__attend_args &args, int position, thread co
     for (int c = 0; c < C; c++) weight[c] = 0.0f;
     FOR_COLUMNS(c)
     {
-        float share = share_of(score[c], maximum[c]);
+        float share = fast::exp2(score[c] - base[c]);
         sum[c] += share;
-        weight[c] = share > 0.0f ? share * value_scale : 0.0f;
+        weight[c] = share * (seen[c] ? value_scale : 0.0f); // a masked norm may be NaN
     }
     store_weights<C>(weights, row, weight);
 }
@@ -521,7 +537,7 @@ inline void combine_outputs(thread float (&out)[TQKV__MAX_COLUMNS(D)][LANE_SUMS(
 }
 
 // partial_out: [n_splits][n_queries][n_heads][D], not divided by the sum; partial_state:
-// [n_splits][n_queries][n_heads][2], the maximum and the sum of the weights relative to it.
+// [n_splits][n_queries][n_heads][2], the maximum (in powers of two) and the sum of the weights relative to it.
 template <int D>
 inline void store_partial(constant tqkv__attend_args &args, uint3 group, thread const float *maximum,
                           thread const float *sum, threadgroup const float *shared_out, device float *partial_out,
@@ -561,22 +577,26 @@ inline void attend(constant tqkv__attend_args &args, device const float *q, stre
     codebook value_book = open_codebook(value_format, tables + 256, lane);
     threadgroup float *own_weights = weights + simdgroup * uint(32 * C);
 
-    float maximum[C], sum[C], out[C][V];
+    float base[C], sum[C], out[C][V];
     int newest[C];
     TQKV_UNROLL
     for (int c = 0; c < C; c++) {
         newest[c] = newest_seen(args, many_queries ? row_of_column(args, first_column + uint(c)).query : 0);
-        maximum[c] = -INFINITY;
+        base[c] = NOTHING_SEEN;
         sum[c] = 0.0f;
         TQKV_UNROLL
         for (int i = 0; i < V; i++) out[c][i] = 0.0f;
     }
     tile_range range = tiles_of_split(args, first_column, group.z);
     uint row = row_of_lane<D, KW>(lane);
+    raw_codes<KW, 128 / KW> key_codes[KEY_BATCH(D, KW)][KEY_LANES(D, KW)];
+    tile_place next = open_tile(args, range, min(range.begin + simdgroup, range.end), row);
+    load_key_batch<D, KW>(args, keys, next.base, 0u, lane, key_codes);
     for (uint t = range.begin + simdgroup; t < range.end; t += n_simdgroups) {
-        tile_place at = open_tile(args, range, t, row);
+        tile_place at = next;
+        next = open_tile(args, range, min(t + n_simdgroups, range.end), row);
         float score[C], key_scale = 1.0f, value_scale = 1.0f;
-        raw_codes<VW, 8> raw[VALUE_BATCH(D, VW)][VALUE_PIECES(D)];
+        raw_codes<VW, 8> value_codes[VALUE_BATCH(D, VW)][VALUE_PIECES(D)];
         if (norm_block<D>(key_format) == uint(D))
             key_scale = stored_scale<D>(key_format, keys, at.slot, 0u, args.key_block_scale);
         if (norm_block<D>(value_format) == uint(D))
@@ -584,14 +604,16 @@ inline void attend(constant tqkv__attend_args &args, device const float *q, stre
                 stored_scale<D>(value_format, values, value_slot_of(args, at.slot), 0u, args.value_block_scale);
         TQKV_UNROLL
         for (int b = 0; b < VALUE_BATCH(D, VW); b++)
-            load_value_step<D, VW>(args, values, at.base, uint(b), lane, raw[b]);
-        score_tile<D, KW>(args, keys, at.base, queries, key_book, lane, score);
-        FOR_COLUMNS(c) score[c] *= key_scale;
-        weigh_tile<D>(args, at.position, newest, value_scale, row, score, maximum, sum, out, own_weights);
+            load_value_step<D, VW>(args, values, at.base, uint(b), lane, value_codes[b]);
+        score_tile<D, KW>(args, keys, at.base, next.base, queries, key_book, lane, key_codes, score);
+        weigh_tile<D>(args, at.position, newest, key_scale, value_scale, row, score, base, sum, out, own_weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        add_values<D, VW>(args, values, at.base, lane, raw, own_weights, value_book, out);
+        add_values<D, VW>(args, values, at.base, lane, value_codes, own_weights, value_book, out);
         simdgroup_barrier(mem_flags::mem_threadgroup); // before the next tile overwrites the weights
     }
+    float maximum[C];
+    TQKV_UNROLL
+    for (int c = 0; c < C; c++) maximum[c] = base[c] == NOTHING_SEEN ? -INFINITY : base[c];
     combine_states<D>(maximum, sum, out, state, lane, simdgroup, n_simdgroups);
     // Behind its barrier all simdgroups have done with the queries: their memory takes the sums.
     combine_outputs<D>(out, queries, lane, simdgroup, n_simdgroups);

@@ -19,7 +19,7 @@ constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        float sink = has_sinks ? sinks[group.x % uint(args.n_heads)] : -INFINITY; \
+        float sink = has_sinks ? sinks[group.x % uint(args.n_heads)] * TQKV_LOG2E : -INFINITY; \
         merge_row<D>(args, partial_out, partial_state, group.x, sink, unrotate, lane, simdgroup, n_simdgroups, shared, \
                      out); \
     }

@@ -51,24 +51,44 @@ inline void copy_table(constant float *source, uint n, threadgroup float *table,
     for (uint i = thread_index; i < n; i += n_threads) table[i] = source[i];
 }
 
-inline void load_boundaries(uint format, threadgroup float *table, uint thread_index, uint n_threads)
+// The codebook's range in cells of equal width, so narrow that none holds two boundaries: cell i is around
+// (i - n)/density, for i = 0 .. 2n. Boundaries are well off the cells' edges.
+inline uint cells_aside(uint bits) { return bits == 4 ? 10u : bits == 5 ? 24u : bits == 6 ? 55u : 190u; }
+inline float cell_density(uint bits) { return bits == 4 ? 4.0f : bits == 5 ? 8.0f : bits == 6 ? 16.0f : 39.0f; }
+
+// The cell of v. Adding 1.5 * 2^23 leaves the nearest whole number in the lowest bits. NaN: cell 0.
+inline uint cell_of(float v, uint bits)
 {
-    uint bits = codebook_bits(format);
-    if (bits == 0) return;
-    copy_table(bits == 4   ? tqkv__tables.boundaries_4
-               : bits == 5 ? tqkv__tables.boundaries_5
-               : bits == 6 ? tqkv__tables.boundaries_6
-                           : tqkv__tables.boundaries_8,
-               (1u << bits) - 1u, table, thread_index, n_threads);
+    float n = 2.0f * float(cells_aside(bits));
+    float inside = saturate(fma(v, cell_density(bits) / n, 0.5f));
+    return as_type<uint>(fma(inside, n, 12582912.0f)) - 0x4b400000u;
 }
 
-// Number of boundaries strictly below v, by halving; 0 for NaN, which is below none.
-inline uint quantise(float v, uint bits, threadgroup const float *boundaries)
+// Each cell: the bits of its boundary, or of the next one up, and the number of boundaries below that one. The caller
+// puts a barrier behind it.
+inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index, uint n_threads)
 {
-    uint code = 0;
-    for (uint step = 1u << (bits - 1u); step > 0; step /= 2)
-        if (boundaries[code + step - 1u] < v) code += step;
-    return code;
+    uint bits = codebook_bits(format), n = (1u << bits) - 1u;
+    if (bits == 0) return;
+    constant float *boundaries = bits == 4   ? tqkv__tables.boundaries_4
+                                 : bits == 5 ? tqkv__tables.boundaries_5
+                                 : bits == 6 ? tqkv__tables.boundaries_6
+                                             : tqkv__tables.boundaries_8;
+    for (uint i = thread_index; i <= n; i += n_threads) {
+        uint first = i == 0 ? 0u : cell_of(boundaries[i - 1u], bits) + 1u;
+        uint last = i == n ? 2u * cells_aside(bits) : cell_of(boundaries[i], bits);
+        uint2 cell;
+        cell.x = as_type<uint>(i == n ? INFINITY : boundaries[i]);
+        cell.y = i;
+        for (uint c = first; c <= last; c++) cells[c] = cell;
+    }
+}
+
+// Number of boundaries strictly below v; 0 for NaN, which is above none.
+inline uint quantise(float v, uint bits, threadgroup const uint2 *cells)
+{
+    uint2 cell = cells[cell_of(v, bits)];
+    return cell.y + (as_type<float>(cell.x) < v ? 1u : 0u);
 }
 
 // Round half to even, clamped to +-127; NaN, which only overflow can make, becomes 127.
@@ -90,14 +110,6 @@ inline uint half_bits(float x)
     uint bits = subnormal ? (magnitude & 0x7fffffu) | 0x800000u : magnitude - 0x38000000u;
     uint shift = subnormal ? min(126u - (magnitude >> 23), 25u) : 13u;
     return sign | ((bits + (1u << (shift - 1u)) - 1u + ((bits >> shift) & 1u)) >> shift);
-}
-
-// One word of a field: `bits` bits, from bit `low` on, of each of the 32/bits codes.
-inline uint pack_word(threadgroup const uchar *codes, uint bits, uint low)
-{
-    uint word = 0;
-    for (uint i = 0; i < 32u / bits; i++) word |= ((uint(codes[i]) >> low) & ((1u << bits) - 1u)) << (i * bits);
-    return word;
 }
 
 // ---- Codes to values ----

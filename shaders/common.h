@@ -25,7 +25,11 @@ using namespace metal;
 #define TQKV_LANE_NUMBER(x) ushort((x)&31u)
 #endif
 
-// A simdgroup handles a row of D values; lane l owns the values l*E .. l*E+E-1.
+// How a row of D values lies over lanes: L lanes own C neighbouring values each, and again further on in the row, until
+// it is used up. Lane l of these has the values (j*L + l)*C .. +C-1, for j = 0, 1 .., at x[j*C].
+#define TQKV_PIECES(D, L, C) ((D) / ((L) * (C)))
+
+// A simdgroup that handles one row: lane l owns the values l*E .. l*E+E-1.
 #define TQKV_LANE_VALUES(D) ((D) / 32)
 
 // Rows are counted from the start of a buffer that may be beyond 4 GiB.
@@ -45,12 +49,29 @@ inline ulong store_row(constant tqkv__rows_args &args, uint row)
     return ulong(head) * ulong(args.capacity) + ulong(slot_of(args, token));
 }
 
+// N neighbouring floats; the caller's buffers promise no more than a float's alignment.
+template <int N>
+inline void load_floats(device const float *from, thread float *x)
+{
+    if (N % 4 == 0) {
+        TQKV_UNROLL
+        for (int i = 0; i < N / 4; i++) {
+            packed_float4 four = ((device const packed_float4 *)from)[i];
+            x[4 * i] = four.x;
+            x[4 * i + 1] = four.y;
+            x[4 * i + 2] = four.z;
+            x[4 * i + 3] = four.w;
+        }
+    } else {
+        TQKV_UNROLL
+        for (int i = 0; i < N; i++) x[i] = from[i];
+    }
+}
+
 template <int D>
 inline void load_row(device const float *row, uint lane, thread float *x)
 {
-    const int E = TQKV_LANE_VALUES(D);
-    TQKV_UNROLL
-    for (int i = 0; i < E; i++) x[i] = row[int(lane) * E + i];
+    load_floats<TQKV_LANE_VALUES(D)>(row + lane * uint(TQKV_LANE_VALUES(D)), x);
 }
 
 template <int D>

@@ -29,7 +29,7 @@ inline void decode_row(uint format, bool unrotate, constant tqkv__rows_args &arg
     if (format != TQKV_F16) {
         uint block = norm_block<D>(format);
         float norm = norms[from * ulong(uint(D) / block) + lane * uint(TQKV_LANE_VALUES(D)) / block];
-        scale_lane<D>(x, code_scale<D>(format, norm, args.block_scale));
+        scale_values<TQKV_LANE_VALUES(D)>(x, code_scale<D>(format, norm, args.block_scale));
     }
     if (unrotate) unrotate_row<D>(x, lane);
     store_row_values<D>(x, lane, out + row_offset(row, D));

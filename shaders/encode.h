@@ -1,5 +1,5 @@
-// Encoding of one row by one simdgroup. The order of every rounded operation is fixed: codes and norms are the same
-// bytes as those of tqkv_encode.
+// Encoding: 32/L rows at a time by one simdgroup. The order of every rounded operation is fixed: codes and norms are the
+// same bytes as those of tqkv_encode, whose 32 lanes of D/32 values each are the "parts" below.
 #ifndef TQKV_ENCODE_H
 #define TQKV_ENCODE_H
 #include "codec.h"
@@ -7,124 +7,271 @@
 
 inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 
-// A row with a NaN or Inf becomes a row of zeros; true for such a row.
+// 32 values a lane (16 at head_dim 32): most stages of the transform then stay in the lane. Pieces of 16 bytes and more.
+#define ENCODE_LANES(D)  ((D) == 32 ? 2 : (D) / 32)
+#define ENCODE_PIECE(D)  ((D) <= 128 ? 4 : (D) / 32)
+#define ENCODE_VALUES(D) ((D) / ENCODE_LANES(D))
+#define ENCODE_PIECES(D) TQKV_PIECES(D, ENCODE_LANES(D), ENCODE_PIECE(D))
+
+// A row with a NaN or Inf becomes a row of zeros; true for such a row. Times 0, only these are not 0.
 template <int D>
 inline bool clear_if_not_finite(thread float *x)
 {
-    bool bad = false;
+    float zero = 0.0f;
     TQKV_UNROLL
-    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) bad = bad || !is_finite(x[i]);
-    bool any = simd_any(bad);
+    for (int i = 0; i < ENCODE_VALUES(D); i++) zero = fma(x[i], 0.0f, zero);
+    uint bad = zero == 0.0f ? 0u : 1u;
     TQKV_UNROLL
-    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) x[i] = any ? 0.0f : x[i];
-    return any;
+    for (int distance = 1; distance < ENCODE_LANES(D); distance *= 2) bad |= simd_shuffle_xor(bad, ushort(distance));
+    TQKV_UNROLL
+    for (int i = 0; i < ENCODE_VALUES(D); i++) x[i] = bad != 0 ? 0.0f : x[i];
+    return bad != 0;
 }
 
-// Norm of the lane's block: the lane's squares in order, then lanes in pairs of distance 1, 2, 4 .. within the block.
-// The tree meets only lanes of its own block, so no lane has to sit out and none sums a neighbour's block.
-template <int D>
-inline float block_norm(thread const float *x)
-{
-    const int lanes = D < 512 ? 32 : 256 / TQKV_LANE_VALUES(D);
-    float sum = 0.0f;
-    TQKV_UNROLL
-    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) sum = sum + x[i] * x[i];
-    TQKV_UNROLL
-    for (int distance = 1; distance < lanes; distance *= 2) sum = sum + simd_shuffle_xor(sum, ushort(distance));
-    return precise::sqrt(D < 512 ? sum : sum / 256.0f);
-}
+// A block of values that share a norm lies in that many pieces of that many lanes.
+#define BLOCK_PIECES(D, BLOCK)                                                                                         \
+    ((BLOCK) > ENCODE_LANES(D) * ENCODE_PIECE(D) ? (BLOCK) / (ENCODE_LANES(D) * ENCODE_PIECE(D)) : 1)
+#define BLOCK_LANES(D, BLOCK) ((BLOCK) / (ENCODE_PIECE(D) * BLOCK_PIECES(D, BLOCK)))
+#define NORM_BLOCK(D)         ((D) < 512 ? (D) : 256)
+#define MAXIMUM_BLOCK(D)      ((D) <= 128 ? (D) : 128)
 
+// Sum of squares: within each part in order, then parts in pairs of distance 1, 2, 4 .. within the norm's block, which
+// no lane's sum leaves. x: of one piece.
 template <int D>
-inline float block_maximum(thread const float *x)
+inline float piece_squares(thread const float *x)
 {
-    const int lanes = (D <= 128 ? D : 128) / TQKV_LANE_VALUES(D);
-    float most = 0.0f;
+    const int E = TQKV_LANE_VALUES(D), PARTS = ENCODE_PIECE(D) / E, LANES = BLOCK_LANES(D, NORM_BLOCK(D));
+    float sum[PARTS];
     TQKV_UNROLL
-    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) most = fabs(x[i]) > most ? fabs(x[i]) : most;
-    TQKV_UNROLL
-    for (int distance = 1; distance < lanes; distance *= 2) {
-        float other = simd_shuffle_xor(most, ushort(distance));
-        most = other > most ? other : most;
+    for (int p = 0; p < PARTS; p++) {
+        sum[p] = x[p * E] * x[p * E];
+        TQKV_UNROLL
+        for (int i = 1; i < E; i++) sum[p] = sum[p] + x[p * E + i] * x[p * E + i];
     }
-    return most;
-}
-
-// Scales the lane's values to the codebook's or the grid's units and returns the norm of their block.
-template <int D>
-inline float normalise(uint format, float block_scale, thread float *x)
-{
-    if (format == TQKV_F16) return 0.0f;
-    float norm, scale;
-    if (format == TQKV_I8) {
-        float most = block_maximum<D>(x);
-        norm = most / 127.0f;
-        scale = most > TQKV__MIN_NORM ? 127.0f / most : 0.0f;
-    } else {
-        norm = block_norm<D>(x);
-        float inverse = norm > TQKV__MIN_NORM ? 1.0f / norm : 0.0f;
-        scale = inverse * (D < 512 ? TQKV__SQRT(D) : block_scale);
+    TQKV_UNROLL
+    for (int distance = 1; distance < PARTS; distance *= 2) {
+        TQKV_UNROLL
+        for (int p = 0; p + distance < PARTS; p += 2 * distance) sum[p] = sum[p] + sum[p + distance];
     }
-    scale_lane<D>(x, scale);
-    return norm;
+    TQKV_UNROLL
+    for (int distance = 1; distance < LANES; distance *= 2)
+        sum[0] = sum[0] + simd_shuffle_xor(sum[0], ushort(distance));
+    return sum[0];
 }
 
-// Codes of the lane's values into the row: F16 straight, the others by way of `staging`, one byte a code, from which
-// each lane takes the codes of whole words.
+// norm[j]: of the block that begins at piece j.
 template <int D>
-inline void store_codes(uint format, thread const float *x, uint lane, threadgroup const float *boundaries,
-                        threadgroup uchar *staging, device uchar *row)
+inline void block_norms(thread const float *x, thread float *norm)
 {
-    const int E = TQKV_LANE_VALUES(D);
+    const int J = ENCODE_PIECES(D), P = BLOCK_PIECES(D, NORM_BLOCK(D));
+    TQKV_UNROLL
+    for (int j = 0; j < J; j++) norm[j] = piece_squares<D>(x + j * ENCODE_PIECE(D));
+    TQKV_UNROLL
+    for (int distance = 1; distance < P; distance *= 2) {
+        TQKV_UNROLL
+        for (int j = 0; j + distance < J; j += 2 * distance) norm[j] = norm[j] + norm[j + distance];
+    }
+    TQKV_UNROLL
+    for (int j = 0; j < J; j += P) norm[j] = precise::sqrt(D < 512 ? norm[j] : norm[j] / 256.0f);
+}
+
+template <int D>
+inline void block_maxima(thread const float *x, thread float *most)
+{
+    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D), P = BLOCK_PIECES(D, MAXIMUM_BLOCK(D));
+    TQKV_UNROLL
+    for (int j = 0; j < J; j += P) {
+        most[j] = 0.0f;
+        TQKV_UNROLL
+        for (int i = 0; i < P * C; i++) most[j] = fmax(most[j], fabs(x[j * C + i]));
+        TQKV_UNROLL
+        for (int distance = 1; distance < BLOCK_LANES(D, MAXIMUM_BLOCK(D)); distance *= 2)
+            most[j] = fmax(most[j], simd_shuffle_xor(most[j], ushort(distance)));
+    }
+}
+
+// Scales the lane's values to the codebook's or the grid's units; norm[j]: of the block that piece j is in.
+template <int D>
+inline void normalise(uint format, float block_scale, thread float *x, thread float *norm)
+{
+    const int C = ENCODE_PIECE(D), P = BLOCK_PIECES(D, NORM_BLOCK(D)), M = BLOCK_PIECES(D, MAXIMUM_BLOCK(D));
+    if (format == TQKV_F16) return;
+    float scale = 0.0f;
+    if (format == TQKV_I8)
+        block_maxima<D>(x, norm);
+    else
+        block_norms<D>(x, norm);
+    TQKV_UNROLL
+    for (int j = 0; j < ENCODE_PIECES(D); j++) {
+        if (format == TQKV_I8 && j % M == 0) {
+            scale = norm[j] > TQKV__MIN_NORM ? 127.0f / norm[j] : 0.0f;
+            norm[j] = norm[j] / 127.0f;
+        }
+        if (format != TQKV_I8 && j % P == 0) {
+            float inverse = norm[j] > TQKV__MIN_NORM ? 1.0f / norm[j] : 0.0f;
+            scale = inverse * (D < 512 ? TQKV__SQRT(D) : block_scale);
+        }
+        scale_values<C>(x + j * C, scale);
+    }
+}
+
+// The lowest BITS bits, 8 or more, of words.
+template <int BITS>
+inline void store_bits(device uchar *to, thread const uint *words)
+{
+    if (BITS == 8) *to = uchar(words[0]);
+    if (BITS == 16) *(device ushort *)to = ushort(words[0]);
+    TQKV_UNROLL
+    for (int i = 0; i < BITS / 32; i++) ((device uint *)to)[i] = words[i];
+}
+
+// BITS bits, from bit `low` on, of each of a piece's codes, into the field at `to`. Codes that fit leave nothing to mask.
+template <int D, int BITS>
+inline void store_field(thread const uint *codes, uint low, bool fit, uint first, bool own, uint lane,
+                        device uchar *field)
+{
+    const int C = ENCODE_PIECE(D), N = C * BITS;
+    uint words[(N + 31) / 32];
+    TQKV_UNROLL
+    for (int i = 0; i < (N + 31) / 32; i++) words[i] = 0;
+    TQKV_UNROLL
+    for (int i = 0; i < C; i++)
+        words[i * BITS / 32] += (fit ? codes[i] : (codes[i] >> low) & ((1u << BITS) - 1u)) << (i * BITS % 32);
+    if (N < 8) { // half a byte: the other half is the next lane's
+        words[0] |= simd_shuffle_xor(words[0], ushort(1)) << (N % 8);
+        own = own && (lane & 1u) == 0;
+    }
+    if (own) store_bits<(N < 8 ? 8 : N)>(field + first * uint(BITS) / 8u, words);
+}
+
+// Codes of a piece into the row, the piece's first value being `first`. own: the lane's row is there; all lanes come here
+// together.
+template <int D>
+inline void store_piece(uint format, thread const float *x, uint first, bool own, uint lane,
+                        threadgroup const uint2 *cells, device uchar *row)
+{
+    const int C = ENCODE_PIECE(D);
+    uint codes[C];
     if (format == TQKV_F16) {
-        for (int i = 0; i < E; i++) ((device ushort *)row)[int(lane) * E + i] = ushort(half_bits(x[i]));
+        uint words[C / 2];
+        TQKV_UNROLL
+        for (int i = 0; i < C / 2; i++) words[i] = half_bits(x[2 * i]) | half_bits(x[2 * i + 1]) << 16;
+        if (own) store_bits<16 * C>(row + first * 2u, words);
         return;
     }
-    for (int i = 0; i < E; i++) {
-        uint code = format == TQKV_I8 ? quantise_grid(x[i]) : quantise(x[i], codebook_bits(format), boundaries);
-        staging[int(lane) * E + i] = uchar(code);
+    TQKV_UNROLL
+    for (int i = 0; i < C; i++)
+        codes[i] = format == TQKV_I8 ? quantise_grid(x[i]) : quantise(x[i], codebook_bits(format), cells);
+    if (main_bits(format) == 4)
+        store_field<D, 4>(codes, 0u, format == TQKV_TQ4, first, own, lane, row);
+    else
+        store_field<D, 8>(codes, 0u, true, first, own, lane, row);
+    if (format == TQKV_TQ5) store_field<D, 1>(codes, 4u, false, first, own, lane, row + D / 2);
+    if (format == TQKV_TQ6) store_field<D, 2>(codes, 4u, false, first, own, lane, row + D / 2);
+}
+
+// Where a lane is: its number among the lanes of its row, and the row, of token and head, if there is such a row.
+struct encode_place {
+    uint lane, row, token, head;
+    bool own;
+};
+
+// The lane's row of the first pass, `first_row` being the simdgroup's first.
+template <int D>
+inline encode_place first_place(constant tqkv__rows_args &args, uint first_row, uint lane)
+{
+    encode_place at;
+    at.lane = lane % uint(ENCODE_LANES(D));
+    at.row = first_row + lane / uint(ENCODE_LANES(D));
+    at.token = at.row / uint(args.n_kv_heads);
+    at.head = at.row % uint(args.n_kv_heads);
+    at.own = at.token < uint(args.n_tokens);
+    return at;
+}
+
+// The lane's row of the next pass: without another division.
+template <int D>
+inline void next_place(constant tqkv__rows_args &args, uint step_tokens, uint step_heads, thread encode_place &at)
+{
+    at.row += uint(32 / ENCODE_LANES(D));
+    at.token += step_tokens;
+    at.head += step_heads;
+    bool wrap = at.head >= uint(args.n_kv_heads);
+    at.token += wrap ? 1u : 0u;
+    at.head -= wrap ? uint(args.n_kv_heads) : 0u;
+    at.own = at.token < uint(args.n_tokens);
+}
+
+template <int D>
+inline void load_values(device const float *row, uint lane, thread float *x)
+{
+    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D);
+    TQKV_UNROLL
+    for (int j = 0; j < ENCODE_PIECES(D); j++) load_floats<C>(row + (uint(j * L) + lane) * uint(C), x + j * C);
+}
+
+// Everything before the codes: loads the lane's part of its row, raises the flag, rotates and scales. Every value of a
+// rotated row is a sum of all, so a NaN or Inf shows in any of them; then the row is looked at again.
+template <int D>
+inline void prepare_row(uint format, bool rotated, float block_scale, device const float *row, uint lane, uint signs,
+                        device atomic_uint *not_finite, thread float *x, thread float *norm)
+{
+    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D);
+    load_values<D>(row, lane, x);
+    if (rotated) rotate_values<D, L, C>(x, lane, signs);
+    if (!rotated || simd_any(!is_finite(x[0]))) {
+        if (rotated) load_values<D>(row, lane, x);
+        if (clear_if_not_finite<D>(x) && lane == 0) atomic_store_explicit(not_finite, 1u, memory_order_relaxed);
+        if (rotated) rotate_values<D, L, C>(x, lane, signs);
     }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    uint bits = main_bits(format), upper = upper_bits(format), words = uint(D) * bits / 32u;
-    for (uint i = lane; i < words; i += 32u) ((device uint *)row)[i] = pack_word(staging + i * (32u / bits), bits, 0u);
-    if (upper == 0) return;
-    for (uint i = lane; i < uint(D) * upper / 32u; i += 32u)
-        ((device uint *)row)[words + i] = pack_word(staging + i * (32u / upper), upper, 4u);
+    normalise<D>(format, block_scale, x, norm);
 }
 
-// Everything before the codes: loads row `row` of the source, raises the flag, rotates and scales. Returns the norm.
+// One simdgroup of a threadgroup that shares the cells encodes TQKV__ENCODE_ROWS(D) rows from `first_row` on, or as many
+// as there are. Lanes without a row go along with the last one.
 template <int D>
-inline float prepare_row(uint format, bool rotated, float block_scale, device const float *source, uint row, uint lane,
-                         device atomic_uint *not_finite, thread float *x)
+inline void encode_rows(uint format, bool rotated, constant tqkv__rows_args &args, device const float *source,
+                        uint first_row, device uchar *codes, device float *norms, device atomic_uint *not_finite,
+                        threadgroup const uint2 *cells, uint lane)
 {
-    load_row<D>(source + row_offset(row, D), lane, x);
-    if (clear_if_not_finite<D>(x) && lane == 0) atomic_store_explicit(not_finite, 1u, memory_order_relaxed);
-    if (rotated) rotate_row<D>(x, lane);
-    return normalise<D>(format, block_scale, x);
-}
-
-// One simdgroup of a threadgroup that shares the boundaries encodes row `row`, if there is one.
-template <int D>
-inline void encode_row(uint format, bool rotated, constant tqkv__rows_args &args, device const float *source, uint row,
-                       device uchar *codes, device float *norms, device atomic_uint *not_finite,
-                       threadgroup const float *boundaries, threadgroup uchar *staging, uint lane)
-{
-    if (row >= uint(args.n_tokens) * uint(args.n_kv_heads)) return;
-    float x[TQKV_LANE_VALUES(D)];
-    float norm = prepare_row<D>(format, rotated, args.block_scale, source, row, lane, not_finite, x);
-    ulong to = store_row(args, row);
-    store_codes<D>(format, x, lane, boundaries, staging, codes + to * ulong(row_bytes<D>(format)));
-    uint block = norm_block<D>(format), first = lane * uint(TQKV_LANE_VALUES(D));
-    if (format != TQKV_F16 && first % block == 0) norms[to * ulong(uint(D) / block) + first / block] = norm;
+    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D), STEP = 32 / L;
+    const uint block = norm_block<D>(format), n_heads = uint(args.n_kv_heads), n_rows = uint(args.n_tokens) * n_heads;
+    uint step_tokens = uint(STEP) / n_heads, step_heads = uint(STEP) % n_heads;
+    encode_place at = first_place<D>(args, first_row, lane);
+    uint signs = rotated ? lane_signs<D, L, C>(at.lane) : 0u;
+    for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(STEP)) {
+        float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
+        prepare_row<D>(format, rotated, args.block_scale, source + row_offset(min(at.row, n_rows - 1u), D), at.lane,
+                       signs, not_finite, x, norm);
+        ulong to = ulong(at.head) * ulong(args.capacity) + ulong(slot_of(args, at.token));
+        TQKV_UNROLL
+        for (int j = 0; j < ENCODE_PIECES(D); j++) {
+            uint first = (uint(j * L) + at.lane) * uint(C);
+            store_piece<D>(format, x + j * C, first, at.own, lane, cells, codes + to * ulong(row_bytes<D>(format)));
+            if (at.own && format != TQKV_F16 && first % block == 0)
+                norms[to * ulong(uint(D) / block) + first / block] = norm[j];
+        }
+        next_place<D>(args, step_tokens, step_heads, at);
+    }
 }
 
 template <int D>
-inline void probe_row(uint format, bool rotated, constant tqkv__rows_args &args, device const float *source, uint row,
-                      device float *scaled, device atomic_uint *not_finite, uint lane)
+inline void probe_rows(uint format, bool rotated, constant tqkv__rows_args &args, device const float *source,
+                       uint first_row, device float *scaled, device atomic_uint *not_finite, uint lane)
 {
-    if (row >= uint(args.n_tokens) * uint(args.n_kv_heads)) return;
-    float x[TQKV_LANE_VALUES(D)];
-    prepare_row<D>(format, rotated, args.block_scale, source, row, lane, not_finite, x);
-    store_row_values<D>(x, lane, scaled + row_offset(row, D));
+    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D), STEP = 32 / L;
+    const uint n_rows = uint(args.n_tokens) * uint(args.n_kv_heads);
+    uint lane_of_row = lane % uint(L), signs = rotated ? lane_signs<D, L, C>(lane_of_row) : 0u;
+    for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(STEP)) {
+        float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
+        uint own = row + lane / uint(L);
+        prepare_row<D>(format, rotated, args.block_scale, source + row_offset(min(own, n_rows - 1u), D), lane_of_row,
+                       signs, not_finite, x, norm);
+        TQKV_UNROLL
+        for (int i = 0; i < ENCODE_VALUES(D); i++)
+            if (own < n_rows)
+                scaled[row_offset(own, D) + (uint(i / C * L) + lane_of_row) * uint(C) + uint(i % C)] = x[i];
+    }
 }
 
 #endif

@@ -1,4 +1,4 @@
-// encode: rows of one stream into its store. One simdgroup a row [token][KV head], threadgroups along x.
+// encode: rows [token][KV head] of one stream into its store. Threadgroups along x, TQKV__ENCODE_ROWS(D) a simdgroup.
 #include "encode.h"
 
 constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
@@ -13,18 +13,18 @@ constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
         device uchar *codes [[buffer(2)]], \
         device float *norms [[buffer(3)]], \
         device atomic_uint *not_finite [[buffer(4)]], \
-        threadgroup float *boundaries [[threadgroup(0)]], \
-        threadgroup uchar *staging [[threadgroup(1)]], \
+        threadgroup uint2 *cells [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        load_boundaries(stream_format, boundaries, thread_index, n_simdgroups * 32u); \
+        load_cells(stream_format, cells, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        encode_row<D>(stream_format, rotated, args, source, group.x * n_simdgroups + simdgroup, codes, norms, \
-                      not_finite, boundaries, staging + simdgroup * D, lane); \
+        encode_rows<D>(stream_format, rotated, args, source, \
+                       (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), codes, norms, not_finite, \
+                       cells, lane); \
     }
 // clang-format on
 

@@ -20,24 +20,22 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         device uchar *value_codes [[buffer(6)]], \
         device float *value_norms [[buffer(7)]], \
         device atomic_uint *not_finite [[buffer(8)]], \
-        threadgroup float *boundaries [[threadgroup(0)]], \
-        threadgroup uchar *staging [[threadgroup(1)]], \
+        threadgroup uint2 *cells [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        uint row = group.x * n_simdgroups + simdgroup; \
-        threadgroup uchar *own_staging = staging + simdgroup * D; \
-        load_boundaries(group.z == 0 ? key_format : value_format, boundaries, thread_index, n_simdgroups * 32u); \
+        uint row = (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)); \
+        load_cells(group.z == 0 ? key_format : value_format, cells, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         if (group.z == 0) \
-            encode_row<D>(key_format, key_rotated, key_args, keys, row, key_codes, key_norms, not_finite, boundaries, \
-                          own_staging, lane); \
+            encode_rows<D>(key_format, key_rotated, key_args, keys, row, key_codes, key_norms, not_finite, cells, \
+                           lane); \
         else \
-            encode_row<D>(value_format, value_rotated, value_args, values, row, value_codes, value_norms, not_finite, \
-                          boundaries, own_staging, lane); \
+            encode_rows<D>(value_format, value_rotated, value_args, values, row, value_codes, value_norms, not_finite, \
+                           cells, lane); \
     }
 // clang-format on
 

@@ -43,7 +43,7 @@ inline void add_splits(constant tqkv__merge_args &args, device const float *part
     }
 }
 
-// sink: -INFINITY for none. It joins the denominator alone. shared: [n_simdgroups][D + 4], the sums and their weight.
+// sink: in powers of two, -INFINITY for none. It joins the denominator alone. shared: [n_simdgroups][D + 4], the sums and their weight.
 template <int D>
 inline void merge_row(constant tqkv__merge_args &args, device const float *partial_out,
                       device const float *partial_state, uint row, float sink, bool unrotate, uint lane, uint simdgroup,

@@ -1,4 +1,5 @@
-// probe: the scaled values of step 8 of encoding, for a look at how they fit the codebook. One simdgroup a row.
+// probe: the scaled values of step 8 of encoding, for a look at how they fit the codebook. TQKV__ENCODE_ROWS(D) rows a
+// simdgroup.
 #include "encode.h"
 
 constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
@@ -17,8 +18,8 @@ constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        probe_row<D>(stream_format, rotated, args, source, group.x * n_simdgroups + simdgroup, scaled, not_finite, \
-                     lane); \
+        probe_rows<D>(stream_format, rotated, args, source, \
+                      (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), scaled, not_finite, lane); \
     }
 // clang-format on
 

@@ -1,68 +1,95 @@
-// The rotation y = H(s*x)/sqrt(D) of a row spread over a simdgroup: random signs s, then the Walsh-Hadamard transform
-// H.
+// The rotation y = H(s*x)/sqrt(D) of a row spread over L lanes, C values each at a time (common.h): random signs s, then
+// the Walsh-Hadamard transform H.
 #ifndef TQKV_ROTATE_H
 #define TQKV_ROTATE_H
 #include "common.h"
 
-// Stages of distance 1, 2, 4 .. D/2 in this order: (a, b) -> (a+b, a-b). Distances below E stay in the lane.
-template <int D>
+// (a, b) -> (a+b, a-b) between the values of a lane that are `distance` apart in x.
+template <int N>
+inline void butterflies(thread float *x, int distance)
+{
+    TQKV_UNROLL
+    for (int i = 0; i < N; i++) {
+        if (i & distance) continue;
+        float a = x[i], b = x[i + distance];
+        x[i] = a + b;
+        x[i + distance] = a - b;
+    }
+}
+
+// Stages of distance 1, 2, 4 .. D/2 in this order: within a piece, across lanes, across pieces. lane: of the row.
+template <int D, int L, int C>
 inline void hadamard(thread float *x, uint lane)
 {
-    const int E = TQKV_LANE_VALUES(D);
+    const int N = D / L;
     TQKV_UNROLL
-    for (int distance = 1; distance < E; distance *= 2) {
+    for (int distance = 1; distance < C; distance *= 2) butterflies<N>(x, distance);
+    TQKV_UNROLL
+    for (uint distance = 1; distance < uint(L); distance *= 2) {
+        float sign = (lane & distance) ? -1.0f : 1.0f; // other - x or x + other, rounded once
         TQKV_UNROLL
-        for (int i = 0; i < E; i++) {
-            if (i & distance) continue;
-            float a = x[i], b = x[i + distance];
-            x[i] = a + b;
-            x[i + distance] = a - b;
-        }
+        for (int i = 0; i < N; i++) x[i] = fma(x[i], sign, simd_shuffle_xor(x[i], ushort(distance)));
     }
     TQKV_UNROLL
-    for (uint distance = 1; distance < 32; distance *= 2) {
-        TQKV_UNROLL
-        for (int i = 0; i < E; i++) {
-            float other = simd_shuffle_xor(x[i], ushort(distance));
-            x[i] = (lane & distance) ? other - x[i] : x[i] + other;
-        }
-    }
+    for (int distance = C; distance < N; distance *= 2) butterflies<N>(x, distance);
 }
 
-template <int D>
-inline void flip_signs(thread float *x, uint lane)
+// Bit i: x[i] changes its sign.
+template <int D, int L, int C>
+inline uint lane_signs(uint lane)
 {
-    const int E = TQKV_LANE_VALUES(D);
+    uint signs = 0;
     TQKV_UNROLL
-    for (int i = 0; i < E; i++) {
-        uint j = (lane * uint(E) + uint(i)) & 511u;
-        uint negative = (uint(tqkv__tables.signs[j >> 3]) >> (j & 7u)) & 1u;
-        x[i] = as_type<float>(as_type<uint>(x[i]) ^ (negative << 31));
+    for (int i = 0; i < D / L; i++) {
+        uint at = (uint(i / C * L) + lane) * uint(C) + uint(i % C);
+        signs |= ((uint(tqkv__tables.signs[(at & 511u) >> 3]) >> (at & 7u)) & 1u) << i;
     }
+    return signs;
 }
 
-template <int D>
-inline void scale_lane(thread float *x, float factor)
+template <int N>
+inline void flip_signs(thread float *x, uint signs)
 {
     TQKV_UNROLL
-    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) x[i] = x[i] * factor;
+    for (int i = 0; i < N; i++) x[i] = as_type<float>(as_type<uint>(x[i]) ^ ((signs << (31 - i)) & 0x80000000u));
 }
 
-template <int D>
-inline void rotate_row(thread float *x, uint lane)
+template <int N>
+inline void scale_values(thread float *x, float factor)
 {
-    flip_signs<D>(x, lane);
-    hadamard<D>(x, lane);
-    scale_lane<D>(x, TQKV__INV_SQRT(D));
+    TQKV_UNROLL
+    for (int i = 0; i < N; i++) x[i] = x[i] * factor;
+}
+
+// signs: of lane_signs, which is worth keeping when a lane turns many rows.
+template <int D, int L, int C>
+inline void rotate_values(thread float *x, uint lane, uint signs)
+{
+    flip_signs<D / L>(x, signs);
+    hadamard<D, L, C>(x, lane);
+    scale_values<D / L>(x, TQKV__INV_SQRT(D));
 }
 
 // H is its own inverse after the 1/sqrt(D): x = s * H(y)/sqrt(D).
+template <int D, int L, int C>
+inline void unrotate_values(thread float *x, uint lane, uint signs)
+{
+    hadamard<D, L, C>(x, lane);
+    scale_values<D / L>(x, TQKV__INV_SQRT(D));
+    flip_signs<D / L>(x, signs);
+}
+
+// A row of the whole simdgroup.
+template <int D>
+inline void rotate_row(thread float *x, uint lane)
+{
+    rotate_values<D, 32, TQKV_LANE_VALUES(D)>(x, lane, lane_signs<D, 32, TQKV_LANE_VALUES(D)>(lane));
+}
+
 template <int D>
 inline void unrotate_row(thread float *x, uint lane)
 {
-    hadamard<D>(x, lane);
-    scale_lane<D>(x, TQKV__INV_SQRT(D));
-    flip_signs<D>(x, lane);
+    unrotate_values<D, 32, TQKV_LANE_VALUES(D)>(x, lane, lane_signs<D, 32, TQKV_LANE_VALUES(D)>(lane));
 }
 
 #endif

@@ -212,7 +212,6 @@ void free_stream(stream_data &s)
 
 struct encoder {
     dispatch d;
-    tqkv__rows_args *args;
     uint32_t *flag;
 };
 
@@ -223,21 +222,19 @@ encoder make_encoder(const stream_data &s, const float *source, int n_tokens, in
     encoder e = {};
     e.d = make_dispatch("encode", head_dim,
                         {{TQKV_FC_FORMAT, s.shape.format}, {TQKV_FC_ROTATED, s.shape.format != TQKV_F16}},
-                        {TQKV__TABLE_BYTES, (size_t)TQKV__STAGING_BYTES(head_dim, n)});
-    e.args = device_copy(tqkv__rows_args{n_tokens, N_KV_HEADS, s.shape.capacity, first, 1.0f});
+                        {TQKV__CELL_BYTES});
+    const tqkv__rows_args args = {n_tokens, N_KV_HEADS, s.shape.capacity, first, 1.0f};
+    cuda_set_value(&e.d.arguments, 0, &args, sizeof args);
     e.flag = device_copy((uint32_t)0);
-    void *buffers[] = {e.args, (void *)source, s.codes, s.norms, e.flag};
+    void *buffers[] = {nullptr, (void *)source, s.codes, s.norms, e.flag};
     memcpy(e.d.arguments.buffers, buffers, sizeof buffers);
     e.d.threads = 32 * n;
-    e.d.grid = dim3((unsigned)(((int64_t)n_tokens * N_KV_HEADS + n - 1) / n));
+    const int64_t rows = (int64_t)n * TQKV__ENCODE_ROWS(head_dim);
+    e.d.grid = dim3((unsigned)(((int64_t)n_tokens * N_KV_HEADS + rows - 1) / rows));
     return e;
 }
 
-void free_encoder(encoder &e)
-{
-    CUDA(cudaFree(e.args));
-    CUDA(cudaFree(e.flag));
-}
+void free_encoder(encoder &e) { CUDA(cudaFree(e.flag)); }
 
 // Gaussian rows through the library's own encoder, a piece at a time.
 void fill_stream(const stream_data &s, uint32_t seed)
@@ -350,9 +347,10 @@ void bind_attention(attention *a)
 {
     tqkv__merge_args merge = {a->n_rows, N_KV_HEADS * a->shape.group, a->args.n_splits};
     const int rows = a->shape.n_queries * a->shape.group;
-    void *attend_buffers[] = {device_copy(a->args), a->q, nullptr, nullptr, nullptr, nullptr, a->partial_out,
-                              a->partial_state};
-    void *merge_buffers[] = {device_copy(merge), a->partial_out, a->partial_state, a->q, a->out};
+    void *attend_buffers[] = {nullptr, a->q, nullptr, nullptr, nullptr, nullptr, a->partial_out, a->partial_state};
+    void *merge_buffers[] = {nullptr, a->partial_out, a->partial_state, a->q, a->out};
+    cuda_set_value(&a->attend.arguments, 0, &a->args, sizeof a->args);
+    cuda_set_value(&a->merge.arguments, 0, &merge, sizeof merge);
     memcpy(a->attend.arguments.buffers, attend_buffers, sizeof attend_buffers);
     memcpy(a->merge.arguments.buffers, merge_buffers, sizeof merge_buffers);
     a->attend.threads = (unsigned)(32 * a->n_simdgroups);
@@ -366,9 +364,7 @@ void bind_attention(attention *a)
 
 void free_attention(attention *a)
 {
-    for (void *pointer : {a->attend.arguments.buffers[0], a->merge.arguments.buffers[0], (void *)a->q, (void *)a->out,
-                          (void *)a->partial_out, (void *)a->partial_state})
-        CUDA(cudaFree(pointer));
+    for (float *pointer : {a->q, a->out, a->partial_out, a->partial_state}) CUDA(cudaFree(pointer));
 }
 
 void attend(const attention &a, const stream_data &keys, const stream_data &values)
@@ -530,13 +526,14 @@ void bench_decode(tqkv_format format, int head_dim, int positions)
                                {TQKV__TABLE_BYTES});
     if (opt.list) return;
     float *out = device_array<float>(elements);
-    void *buffers[] = {device_copy(tqkv__rows_args{positions, N_KV_HEADS, positions, 0, 1.0f}), s.codes, s.norms, out};
+    const tqkv__rows_args args = {positions, N_KV_HEADS, positions, 0, 1.0f};
+    void *buffers[] = {nullptr, s.codes, s.norms, out};
+    cuda_set_value(&d.arguments, 0, &args, sizeof args);
     memcpy(d.arguments.buffers, buffers, sizeof buffers);
     d.threads = 32 * n;
     d.grid = dim3((unsigned)(((int64_t)positions * N_KV_HEADS + n - 1) / n));
     report(name, time_calls(1, [&](int) { launch(d); }));
     report_ratio(name + "/copy", (stored_bytes(s) + (double)elements * 4) / copy_bandwidth * 1e6 / times[name]);
-    CUDA(cudaFree(buffers[0]));
     CUDA(cudaFree(out));
     free_stream(s);
 }

@@ -34,6 +34,7 @@ static cudaError_t copy_in(const device_dispatch *d, simt_arguments *arguments)
 {
     for (int i = 0; i < DEVICE_BUFFERS; i++) {
         if (!d->buffers[i]) continue;
+        cuda_set_value(arguments, i, d->buffers[i], d->buffer_sizes[i]);
         cudaError_t result = cudaMalloc(&arguments->buffers[i], d->buffer_sizes[i] ? d->buffer_sizes[i] : 1);
         if (result == cudaSuccess)
             result = cudaMemcpy(arguments->buffers[i], d->buffers[i], d->buffer_sizes[i], cudaMemcpyHostToDevice);

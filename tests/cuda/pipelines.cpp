@@ -1,5 +1,6 @@
 #include "pipelines.h"
 #include <map>
+#include <string.h>
 
 std::string cuda_pipeline_name(const char *kernel, const bool *set, const uint32_t *constants)
 {
@@ -27,6 +28,12 @@ const void *cuda_pipeline(const std::string &folder, const std::string &name, st
     }
     loaded[name] = kernel;
     return (const void *)kernel;
+}
+
+void cuda_set_value(simt_arguments *arguments, int index, const void *bytes, size_t size)
+{
+    if (index % 4 == 0 && index < 8 && size <= sizeof arguments->values[0])
+        memcpy(arguments->values[index / 4], bytes, size);
 }
 
 size_t cuda_lay_out(const size_t *sizes, int n, uint32_t *offsets)

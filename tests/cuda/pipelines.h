@@ -10,6 +10,7 @@
 struct simt_arguments {
     void *buffers[16];
     uint32_t threadgroup_offsets[8];
+    uint64_t values[2][8];
 };
 
 enum { cuda_n_constants = 12 };
@@ -19,6 +20,9 @@ std::string cuda_pipeline_name(const char *kernel, const bool *set, const uint32
 
 // The kernel out of folder/name.cubin, loaded once; NULL and a text in *error if there is none.
 const void *cuda_pipeline(const std::string &folder, const std::string &name, std::string *error);
+
+// The bytes of buffer 0 or 4, where that is an argument struct.
+void cuda_set_value(simt_arguments *arguments, int index, const void *bytes, size_t size);
 
 // Where each threadgroup argument starts in shared memory, from their sizes; returns the whole size.
 size_t cuda_lay_out(const size_t *sizes, int n, uint32_t *offsets);

@@ -13,6 +13,14 @@ import subprocess
 import sys
 
 
+def registers(kernel, constants):
+    """A limit where the compiler would use a few registers more than lets another threadgroup run beside the others."""
+    columns = constants.split("_")[6]
+    if not kernel.startswith("attend_d") or not columns.isdigit() or int(columns) > 4:
+        return []
+    return ["-maxrregcount=" + ("128" if int(columns) <= 2 else "168")]
+
+
 def compile_pipeline(name, sources, output, nvcc):
     """Returns the compiler's complaint, empty if there is none."""
     kernel, constants = name.split("-")
@@ -24,7 +32,8 @@ def compile_pipeline(name, sources, output, nvcc):
     with open(pipeline, "w", encoding="utf-8") as f:
         f.write("#define SIMT_CONSTANTS " + constants.replace("x", "-1").replace("_", ", ") + "\n")
         f.write(f"#define SIMT_HEAD_DIM {head_dim}\n" if head_dim else "")
-    result = subprocess.run(nvcc + ["-include", pipeline, "-cubin", os.path.join(sources, family + ".metal.cu"), "-o", cubin],
+    command = nvcc + registers(kernel, constants)
+    result = subprocess.run(command + ["-include", pipeline, "-cubin", os.path.join(sources, family + ".metal.cu"), "-o", cubin],
                             capture_output=True, text=True, check=False)
     os.remove(pipeline)
     refused = constants.startswith("x_") and "a function constant is not set" in result.stderr

@@ -24,6 +24,13 @@ simt::extent groups_of_rows(int64_t n_rows)
     return {(unsigned)((n_rows + gpu_row_simdgroups - 1) / gpu_row_simdgroups), 1, 1};
 }
 
+// For kernels that take several rows a simdgroup.
+simt::extent groups_of_passes(int64_t n_rows, int head_dim)
+{
+    const int rows = TQKV__ENCODE_ROWS(head_dim);
+    return groups_of_rows((n_rows + rows - 1) / rows);
+}
+
 // Of a run longer than a ring, the last `capacity` tokens; *skipped are left out.
 tqkv__rows_args rows_args(const tqkv_store *s, int n_tokens, int64_t position, int *skipped)
 {
@@ -138,17 +145,17 @@ std::string gpu_encode(const tqkv_store *s, const float *src, int n_tokens, int6
     uint32_t flag = 0;
     int skipped;
     tqkv__rows_args args = rows_args(s, n_tokens, position, &skipped);
-    std::string wrong = gpu_dispatch("encode", s->head_dim)
-                            .constant(TQKV_FC_FORMAT, s->format)
-                            .constant(TQKV_FC_ROTATED, is_rotated(s))
-                            .input(0, &args, sizeof args)
-                            .input(1, src + row_floats(s, skipped), row_floats(s, args.n_tokens) * sizeof *src)
-                            .output(2, s->codes, s->codes_size)
-                            .output(3, s->norms, s->norms_size)
-                            .output(4, &flag, sizeof flag)
-                            .memory(0, TQKV__TABLE_BYTES)
-                            .memory(1, TQKV__STAGING_BYTES((size_t)s->head_dim, gpu_row_simdgroups))
-                            .run(groups_of_rows((int64_t)args.n_tokens * s->n_kv_heads), gpu_row_simdgroups);
+    std::string wrong =
+        gpu_dispatch("encode", s->head_dim)
+            .constant(TQKV_FC_FORMAT, s->format)
+            .constant(TQKV_FC_ROTATED, is_rotated(s))
+            .input(0, &args, sizeof args)
+            .input(1, src + row_floats(s, skipped), row_floats(s, args.n_tokens) * sizeof *src)
+            .output(2, s->codes, s->codes_size)
+            .output(3, s->norms, s->norms_size)
+            .output(4, &flag, sizeof flag)
+            .memory(0, TQKV__CELL_BYTES)
+            .run(groups_of_passes((int64_t)args.n_tokens * s->n_kv_heads, s->head_dim), gpu_row_simdgroups);
     if (not_finite) *not_finite = flag;
     return wrong;
 }
@@ -161,7 +168,7 @@ std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, cons
     tqkv__rows_args key_args = rows_args(keys, n_tokens, position, &keys_skipped);
     tqkv__rows_args value_args = rows_args(values, n_tokens, position, &values_skipped);
     int most = key_args.n_tokens > value_args.n_tokens ? key_args.n_tokens : value_args.n_tokens;
-    simt::extent groups = groups_of_rows((int64_t)most * keys->n_kv_heads);
+    simt::extent groups = groups_of_passes((int64_t)most * keys->n_kv_heads, keys->head_dim);
     groups.z = 2;
     std::string wrong =
         gpu_dispatch("encode_kv", keys->head_dim)
@@ -178,8 +185,7 @@ std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, cons
             .output(6, values->codes, values->codes_size)
             .output(7, values->norms, values->norms_size)
             .output(8, &flag, sizeof flag)
-            .memory(0, TQKV__TABLE_BYTES)
-            .memory(1, TQKV__STAGING_BYTES((size_t)keys->head_dim, gpu_row_simdgroups))
+            .memory(0, TQKV__CELL_BYTES)
             .run(groups, gpu_row_simdgroups);
     if (not_finite) *not_finite = flag;
     return wrong;
@@ -196,7 +202,7 @@ std::string gpu_probe(const tqkv_store *s, const float *src, int n_tokens, float
                             .input(1, src, row_floats(s, n_tokens) * sizeof *src)
                             .output(2, scaled, row_floats(s, n_tokens) * sizeof *scaled)
                             .output(3, &flag, sizeof flag)
-                            .run(groups_of_rows((int64_t)n_tokens * s->n_kv_heads), gpu_row_simdgroups);
+                            .run(groups_of_passes((int64_t)n_tokens * s->n_kv_heads, s->head_dim), gpu_row_simdgroups);
     if (not_finite) *not_finite = flag;
     return wrong;
 }

@@ -59,8 +59,7 @@ void run_memory_limits(const void *)
         int attend = TQKV__ATTEND_TABLE_BYTES + TQKV__ATTEND_QUERY_BYTES(d) + TQKV__ATTEND_WEIGHT_BYTES(d, n) +
                      TQKV__ATTEND_STATE_BYTES(d, n);
         CHECK(attend <= 32768, "attend at D=%d takes %d bytes", d, attend);
-        int encode = TQKV__TABLE_BYTES + TQKV__STAGING_BYTES(d, n);
-        CHECK(encode <= 32768, "encode at D=%d takes %d bytes", d, encode);
+        CHECK(TQKV__MERGE_BYTES(d, TQKV__MERGE_SIMDGROUPS(d)) <= 32768, "attend_merge at D=%d", d);
     }
 }
 

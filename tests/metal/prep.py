@@ -126,7 +126,8 @@ def launcher(name, arguments, mode, mask):
         kind = strip_words(kind) if mode == "cuda" else kind
         if attribute in masks:
             masks[attribute] |= 1 << int(index)
-            access = f"SIMT_{attribute.upper()}({index})"
+            by_value = mode == "cuda" and kind.endswith("&")
+            access = f"SIMT_CONSTANT({index})" if by_value else f"SIMT_{attribute.upper()}({index})"
             values.append(f"*({kind[:-1]}*){access}" if kind.endswith("&") else f"({kind}){access}")
         elif attribute in POSITIONS:
             values.append(f"simt_position<{kind}>(SIMT_POSITION({attribute}))")
