@@ -181,7 +181,7 @@ typedef struct tqkv_store {
                        to four digits. Never a default. */
     float block_scale; /* head_dim >= 512, TQ formats: multiplies the values before quantising, divided out again when
                           decoding; 0 = 1 */
-    void *codes;
+    void *codes;       /* any alignment; read fastest from a multiple of 64 */
     size_t codes_size; /* bytes */
     float *norms;      /* may be NULL for F16 */
     size_t norms_size; /* bytes */
@@ -592,7 +592,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
-#define TQKV__CELL_BYTES                3072                             /* (0) of encode: cells of the codebook */
+#define TQKV__CELL_BYTES                3120                             /* (0) of encode: cells of the codebook */
+#define TQKV__SIGN_BYTES(D)             (4 * (D))                        /* (1) of encode, (0) of probe: signs */
 #define TQKV__TABLE_BYTES               1024                             /* (0) of decode: a codebook */
 #define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
 #define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums */
@@ -3840,7 +3841,7 @@ struct tqkv_cache {
     size_t size;        /* of the one block that holds the struct, the sinks, the codes and the norms */
 };
 
-/* Each part of the block starts on a cache line of its own. */
+/* Each part of the block starts on a cache line of its own: codes that straddle two take a tenth longer to attend to. */
 static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
 {
     if (*end > SIZE_MAX - 63 || size > SIZE_MAX - 63 - *end) return false;
@@ -3902,18 +3903,19 @@ TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache *
     if (!tqkv__reserve(&end, sinks_size, &sinks) || !tqkv__reserve(&end, c.keys.codes_size, &key_codes) ||
         !tqkv__reserve(&end, c.keys.norms_size, &key_norms) ||
         !tqkv__reserve(&end, c.values.codes_size, &value_codes) ||
-        !tqkv__reserve(&end, c.values.norms_size, &value_norms))
+        !tqkv__reserve(&end, c.values.norms_size, &value_norms) || end > SIZE_MAX - 63)
         return TQKV_INVALID_ARGUMENT;
-    char *block = (char *)c.memory.alloc(c.memory.user, end);
+    c.size = end + 63;
+    char *block = (char *)c.memory.alloc(c.memory.user, c.size);
     if (!block) return TQKV_OUT_OF_MEMORY;
-    c.size = end;
-    c.keys.codes = block + key_codes;
-    c.keys.norms = (float *)(void *)(block + key_norms);
-    c.values.codes = block + value_codes;
-    c.values.norms = (float *)(void *)(block + value_norms);
+    char *lines = block + (64 - (uintptr_t)block % 64) % 64;
+    c.keys.codes = lines + key_codes;
+    c.keys.norms = (float *)(void *)(lines + key_norms);
+    c.values.codes = lines + value_codes;
+    c.values.norms = (float *)(void *)(lines + value_norms);
     if (sinks_size) {
-        memcpy(block + sinks, desc->sinks, sinks_size);
-        c.desc.sinks = (const float *)(const void *)(block + sinks);
+        memcpy(lines + sinks, desc->sinks, sinks_size);
+        c.desc.sinks = (const float *)(const void *)(lines + sinks);
     }
     memcpy(block, &c, sizeof c);
     *out = (tqkv_cache *)(void *)block;
@@ -4105,6 +4107,7 @@ static tqkv_result tqkv__add_stream(tqkv__dispatch *d, const char *const names[3
     tqkv__bind(d, names[0], index + 1, tqkv__behind(src, all - kept), kept, false);
     tqkv__bind_store(d, names + 1, index + 2, store, s, true);
     d->memory[0] = TQKV__CELL_BYTES;
+    d->memory[1] = TQKV__SIGN_BYTES((size_t)s->head_dim);
     return TQKV_OK;
 }
 
@@ -4157,6 +4160,7 @@ TQKV_API tqkv_result tqkv__plan_probe(const tqkv_store *shape, tqkv_metal_buffer
     if ((r = tqkv__add_rows(d, &s, n_tokens, 0, &size)) != TQKV_OK) return r;
     tqkv__set(d, TQKV_FC_FORMAT, (int)s.format);
     tqkv__set(d, TQKV_FC_ROTATED, s.rotated);
+    d->memory[0] = TQKV__SIGN_BYTES((size_t)s.head_dim);
     tqkv__bind(d, "src", 1, src, size, false);
     tqkv__bind(d, "scaled", 2, scaled, size, true);
     tqkv__bind_flag(d, 3, not_finite);
