@@ -3451,6 +3451,7 @@ static const tqkv__isa *const tqkv__isas[] = {
     &tqkv__isa_neon,
 #endif
     &tqkv__isa_scalar};
+#define TQKV__ISAS (sizeof tqkv__isas / sizeof tqkv__isas[0])
 
 static bool tqkv__isa_present(const tqkv__isa *isa)
 {
@@ -3469,7 +3470,7 @@ static const tqkv__isa *tqkv__isa_chosen; /* the library's one variable: set onc
 
 static const tqkv__isa *tqkv__isa_named(const char *name)
 {
-    for (size_t i = 0; i < sizeof tqkv__isas / sizeof tqkv__isas[0]; i++)
+    for (size_t i = 0; i < TQKV__ISAS; i++)
         if (strcmp(name, tqkv__isas[i]->name) == 0) return tqkv__isas[i];
     return NULL;
 }
@@ -3480,7 +3481,7 @@ static const tqkv__isa *tqkv__isa_now(void)
     if (isa) return isa;
     const char *wanted = getenv("TQKV_ISA");
     isa = wanted ? tqkv__isa_named(wanted) : NULL;
-    for (int i = 0; !isa || !tqkv__isa_present(isa); i++) isa = tqkv__isas[i];
+    for (size_t i = 0; i < TQKV__ISAS && (!isa || !tqkv__isa_present(isa)); i++) isa = tqkv__isas[i];
     __atomic_store_n(&tqkv__isa_chosen, isa, __ATOMIC_RELEASE);
     return isa;
 }
@@ -3489,7 +3490,7 @@ static const tqkv__isa *tqkv__isa_now(void)
 static const tqkv__isa *tqkv__isa_for(int head_dim)
 {
     const tqkv__isa *isa = tqkv__isa_now();
-    for (size_t i = 0; isa->lanes * 4 > head_dim || !tqkv__isa_present(isa); i++)
+    for (size_t i = 0; i < TQKV__ISAS && (isa->lanes * 4 > head_dim || !tqkv__isa_present(isa)); i++)
         if (tqkv__isas[i]->lanes < isa->lanes) isa = tqkv__isas[i];
     return isa;
 }
