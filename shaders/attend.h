@@ -526,9 +526,16 @@ inline void combine_outputs(thread float (&out)[TQKV__MAX_COLUMNS(D)][LANE_SUMS(
             FOR_COLUMNS(c)
             {
                 TQKV_UNROLL
-                for (int i = 0; i < V; i++) {
-                    uint at = uint(c * D) + (uint(i / 8) * uint(L) + lane) * 8u + uint(i % 8);
-                    shared_out[at] = (turn == 0 ? 0.0f : shared_out[at]) + out[c][i];
+                for (int i = 0; i < V; i += 4) {
+                    threadgroup float4 *at =
+                        (threadgroup float4 *)(shared_out +
+                                               (uint(c * D) + (uint(i / 8 * L) + lane) * 8u + uint(i % 8)));
+                    float4 all = *at; // of the queries in the first turn
+                    all.x = (turn == 0 ? 0.0f : all.x) + out[c][i];
+                    all.y = (turn == 0 ? 0.0f : all.y) + out[c][i + 1];
+                    all.z = (turn == 0 ? 0.0f : all.z) + out[c][i + 2];
+                    all.w = (turn == 0 ? 0.0f : all.w) + out[c][i + 3];
+                    *at = all;
                 }
             }
         }
@@ -569,6 +576,11 @@ inline void attend(constant tqkv__attend_args &args, device const float *q, stre
 {
     const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D);
     uint thread_index = simdgroup * 32u + lane, first_column = group.y * columns;
+    tile_range range = tiles_of_split(args, first_column, group.z);
+    uint row = row_of_lane<D, KW>(lane);
+    raw_codes<KW, 128 / KW> key_codes[KEY_BATCH(D, KW)][KEY_LANES(D, KW)];
+    tile_place next = open_tile(args, range, min(range.begin + simdgroup, range.end), row);
+    load_key_batch<D, KW>(args, keys, next.base, 0u, lane, key_codes);
     load_codebook(key_format, tables, thread_index, n_simdgroups * 32u);
     load_codebook(value_format, tables + 256, thread_index, n_simdgroups * 32u);
     load_queries<D, KW>(args, q, group.x, first_column, queries, lane, simdgroup, n_simdgroups);
@@ -587,11 +599,6 @@ inline void attend(constant tqkv__attend_args &args, device const float *q, stre
         TQKV_UNROLL
         for (int i = 0; i < V; i++) out[c][i] = 0.0f;
     }
-    tile_range range = tiles_of_split(args, first_column, group.z);
-    uint row = row_of_lane<D, KW>(lane);
-    raw_codes<KW, 128 / KW> key_codes[KEY_BATCH(D, KW)][KEY_LANES(D, KW)];
-    tile_place next = open_tile(args, range, min(range.begin + simdgroup, range.end), row);
-    load_key_batch<D, KW>(args, keys, next.base, 0u, lane, key_codes);
     for (uint t = range.begin + simdgroup; t < range.end; t += n_simdgroups) {
         tile_place at = next;
         next = open_tile(args, range, min(t + n_simdgroups, range.end), row);

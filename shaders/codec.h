@@ -51,17 +51,23 @@ inline void copy_table(constant float *source, uint n, threadgroup float *table,
     for (uint i = thread_index; i < n; i += n_threads) table[i] = source[i];
 }
 
-// The codebook's range in cells of equal width, so narrow that none holds two boundaries: cell i is around
-// (i - n)/density, for i = 0 .. 2n. Boundaries are well off the cells' edges.
-inline uint cells_aside(uint bits) { return bits == 4 ? 10u : bits == 5 ? 24u : bits == 6 ? 55u : 190u; }
-inline float cell_density(uint bits) { return bits == 4 ? 4.0f : bits == 5 ? 8.0f : bits == 6 ? 16.0f : 39.0f; }
+// The codebook's range in cells of equal width, so narrow that none holds two boundaries: 2n+1 of them, around
+// (i - n)/density. Boundaries are well off the cells' edges.
+inline uint cells_aside(uint bits) { return bits == 4 ? 10u : bits == 5 ? 25u : bits == 6 ? 57u : 194u; }
+inline float cell_density(uint bits) { return bits == 4 ? 4.0f : bits == 5 ? 8.5f : bits == 6 ? 16.5f : 39.75f; }
 
-// The cell of v. Adding 1.5 * 2^23 leaves the nearest whole number in the lowest bits. NaN: cell 0.
+// Where the cell of v lies, in bytes. 1.5 * 2^20 leaves eighths in the lowest bits, of which a cell takes eight: so no
+// shift is needed. NaN: cell 0.
 inline uint cell_of(float v, uint bits)
 {
     float n = 2.0f * float(cells_aside(bits));
     float inside = saturate(fma(v, cell_density(bits) / n, 0.5f));
-    return as_type<uint>(fma(inside, n, 12582912.0f)) - 0x4b400000u;
+    return as_type<uint>(fma(inside, n, 1572864.5f)) & 0xff8u;
+}
+
+inline threadgroup uint2 *cell_at(threadgroup uint2 *cells, uint byte)
+{
+    return (threadgroup uint2 *)((threadgroup uchar *)cells + byte);
 }
 
 // Each cell: the bits of its boundary, or of the next one up, and the number of boundaries below that one. The caller
@@ -75,19 +81,19 @@ inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index,
                                  : bits == 6 ? tqkv__tables.boundaries_6
                                              : tqkv__tables.boundaries_8;
     for (uint i = thread_index; i <= n; i += n_threads) {
-        uint first = i == 0 ? 0u : cell_of(boundaries[i - 1u], bits) + 1u;
-        uint last = i == n ? 2u * cells_aside(bits) : cell_of(boundaries[i], bits);
+        uint first = i == 0 ? 0u : cell_of(boundaries[i - 1u], bits) + 8u;
+        uint last = i == n ? 16u * cells_aside(bits) : cell_of(boundaries[i], bits);
         uint2 cell;
         cell.x = as_type<uint>(i == n ? INFINITY : boundaries[i]);
         cell.y = i;
-        for (uint c = first; c <= last; c++) cells[c] = cell;
+        for (uint c = first; c <= last; c += 8u) *cell_at(cells, c) = cell;
     }
 }
 
 // Number of boundaries strictly below v; 0 for NaN, which is above none.
-inline uint quantise(float v, uint bits, threadgroup const uint2 *cells)
+inline uint quantise(float v, uint bits, threadgroup uint2 *cells)
 {
-    uint2 cell = cells[cell_of(v, bits)];
+    uint2 cell = *cell_at(cells, cell_of(v, bits));
     return cell.y + (as_type<float>(cell.x) < v ? 1u : 0u);
 }
 
@@ -192,6 +198,9 @@ inline codebook open_codebook(uint format, threadgroup const float *table, uint 
     return book;
 }
 
+// Bit `from` of word at bit 0, or if negative bit 0 at bit -from.
+inline uint moved(uint word, int from) { return from >= 0 ? word >> from : word << -from; }
+
 // Value i of the raw codes, before its scale. All lanes of the simdgroup must come here together: it may shuffle.
 template <int W, int N>
 inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book)
@@ -202,8 +211,8 @@ inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thr
     uint code = word >> shift;
     // All 32 lanes hold the 16 centroids of TQ4, twice: the next code's lowest bit may stay in the lane number.
     if (W == 4 && format == TQKV_TQ4) return simd_shuffle(book.own, TQKV_LANE_NUMBER(code));
-    if (W == 4 && format == TQKV_TQ5) code = (code & 15u) | ((raw.upper[i / 32] >> uint(i % 32)) & 1u) << 4;
-    if (W == 4 && format == TQKV_TQ6) code = (code & 15u) | ((raw.upper[i / 16] >> uint(i % 16 * 2)) & 3u) << 4;
+    if (W == 4 && format == TQKV_TQ5) code = (code & 15u) | (moved(raw.upper[i / 32], i % 32 - 4) & 16u);
+    if (W == 4 && format == TQKV_TQ6) code = (code & 15u) | (moved(raw.upper[i / 16], i % 16 * 2 - 4) & 48u);
     uint bits = codebook_bits(format);
     return bits <= 5 ? simd_shuffle(book.own, TQKV_LANE_NUMBER(code)) : book.table[code & ((1u << bits) - 1u)];
 }

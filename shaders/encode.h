@@ -147,8 +147,8 @@ inline void store_field(thread const uint *codes, uint low, bool fit, uint first
 // Codes of a piece into the row, the piece's first value being `first`. own: the lane's row is there; all lanes come here
 // together.
 template <int D>
-inline void store_piece(uint format, thread const float *x, uint first, bool own, uint lane,
-                        threadgroup const uint2 *cells, device uchar *row)
+inline void store_piece(uint format, thread const float *x, uint first, bool own, uint lane, threadgroup uint2 *cells,
+                        device uchar *row)
 {
     const int C = ENCODE_PIECE(D);
     uint codes[C];
@@ -202,6 +202,33 @@ inline void next_place(constant tqkv__rows_args &args, uint step_tokens, uint st
     at.own = at.token < uint(args.n_tokens);
 }
 
+// +-1 of each value of a row. The caller puts a barrier behind it.
+template <int D>
+inline void load_signs(threadgroup float *signs, uint thread_index, uint n_threads)
+{
+    for (uint i = thread_index; i < uint(D); i += n_threads)
+        signs[i] = (tqkv__tables.signs[(i & 511u) >> 3] >> (i & 7u)) & 1u ? -1.0f : 1.0f;
+}
+
+// rotate_values with signs from threadgroup memory: products with them are exact, and half of them are part of the
+// transform's first stage.
+template <int D>
+inline void turn_values(thread float *x, uint lane, threadgroup const float *signs)
+{
+    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D);
+    TQKV_UNROLL
+    for (int i = 0; i < ENCODE_VALUES(D); i += 4) {
+        float4 sign = *(threadgroup const float4 *)(signs + ((uint(i / C * L) + lane) * uint(C) + uint(i % C)));
+        float a = x[i] * sign.x, b = x[i + 2] * sign.z;
+        x[i] = fma(x[i + 1], sign.y, a);
+        x[i + 1] = fma(x[i + 1], -sign.y, a);
+        x[i + 2] = fma(x[i + 3], sign.w, b);
+        x[i + 3] = fma(x[i + 3], -sign.w, b);
+    }
+    hadamard_from<D, L, C>(x, lane, 2);
+    scale_values<ENCODE_VALUES(D)>(x, TQKV__INV_SQRT(D));
+}
+
 template <int D>
 inline void load_values(device const float *row, uint lane, thread float *x)
 {
@@ -213,16 +240,16 @@ inline void load_values(device const float *row, uint lane, thread float *x)
 // Everything before the codes: loads the lane's part of its row, raises the flag, rotates and scales. Every value of a
 // rotated row is a sum of all, so a NaN or Inf shows in any of them; then the row is looked at again.
 template <int D>
-inline void prepare_row(uint format, bool rotated, float block_scale, device const float *row, uint lane, uint signs,
-                        device atomic_uint *not_finite, thread float *x, thread float *norm)
+inline void prepare_row(uint format, bool rotated, float block_scale, device const float *row, uint lane,
+                        threadgroup const float *signs, device atomic_uint *not_finite, thread float *x,
+                        thread float *norm)
 {
-    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D);
     load_values<D>(row, lane, x);
-    if (rotated) rotate_values<D, L, C>(x, lane, signs);
+    if (rotated) turn_values<D>(x, lane, signs);
     if (!rotated || simd_any(!is_finite(x[0]))) {
         if (rotated) load_values<D>(row, lane, x);
         if (clear_if_not_finite<D>(x) && lane == 0) atomic_store_explicit(not_finite, 1u, memory_order_relaxed);
-        if (rotated) rotate_values<D, L, C>(x, lane, signs);
+        if (rotated) turn_values<D>(x, lane, signs);
     }
     normalise<D>(format, block_scale, x, norm);
 }
@@ -232,13 +259,12 @@ inline void prepare_row(uint format, bool rotated, float block_scale, device con
 template <int D>
 inline void encode_rows(uint format, bool rotated, constant tqkv__rows_args &args, device const float *source,
                         uint first_row, device uchar *codes, device float *norms, device atomic_uint *not_finite,
-                        threadgroup const uint2 *cells, uint lane)
+                        threadgroup uint2 *cells, threadgroup const float *signs, uint lane)
 {
     const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D), STEP = 32 / L;
     const uint block = norm_block<D>(format), n_heads = uint(args.n_kv_heads), n_rows = uint(args.n_tokens) * n_heads;
     uint step_tokens = uint(STEP) / n_heads, step_heads = uint(STEP) % n_heads;
     encode_place at = first_place<D>(args, first_row, lane);
-    uint signs = rotated ? lane_signs<D, L, C>(at.lane) : 0u;
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(STEP)) {
         float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
         prepare_row<D>(format, rotated, args.block_scale, source + row_offset(min(at.row, n_rows - 1u), D), at.lane,
@@ -257,11 +283,12 @@ inline void encode_rows(uint format, bool rotated, constant tqkv__rows_args &arg
 
 template <int D>
 inline void probe_rows(uint format, bool rotated, constant tqkv__rows_args &args, device const float *source,
-                       uint first_row, device float *scaled, device atomic_uint *not_finite, uint lane)
+                       uint first_row, device float *scaled, device atomic_uint *not_finite,
+                       threadgroup const float *signs, uint lane)
 {
     const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D), STEP = 32 / L;
     const uint n_rows = uint(args.n_tokens) * uint(args.n_kv_heads);
-    uint lane_of_row = lane % uint(L), signs = rotated ? lane_signs<D, L, C>(lane_of_row) : 0u;
+    uint lane_of_row = lane % uint(L);
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(STEP)) {
         float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
         uint own = row + lane / uint(L);

@@ -14,6 +14,7 @@ constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
         device float *norms [[buffer(3)]], \
         device atomic_uint *not_finite [[buffer(4)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
+        threadgroup float *signs [[threadgroup(1)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -21,10 +22,11 @@ constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
         load_cells(stream_format, cells, thread_index, n_simdgroups * 32u); \
+        load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         encode_rows<D>(stream_format, rotated, args, source, \
                        (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), codes, norms, not_finite, \
-                       cells, lane); \
+                       cells, signs, lane); \
     }
 // clang-format on
 

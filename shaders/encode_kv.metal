@@ -21,6 +21,7 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         device float *value_norms [[buffer(7)]], \
         device atomic_uint *not_finite [[buffer(8)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
+        threadgroup float *signs [[threadgroup(1)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -29,13 +30,14 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
     { \
         uint row = (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)); \
         load_cells(group.z == 0 ? key_format : value_format, cells, thread_index, n_simdgroups * 32u); \
+        load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         if (group.z == 0) \
             encode_rows<D>(key_format, key_rotated, key_args, keys, row, key_codes, key_norms, not_finite, cells, \
-                           lane); \
+                           signs, lane); \
         else \
             encode_rows<D>(value_format, value_rotated, value_args, values, row, value_codes, value_norms, not_finite, \
-                           cells, lane); \
+                           cells, signs, lane); \
     }
 // clang-format on
 

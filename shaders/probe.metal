@@ -13,13 +13,18 @@ constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
         device const float *source [[buffer(1)]], \
         device float *scaled [[buffer(2)]], \
         device atomic_uint *not_finite [[buffer(3)]], \
+        threadgroup float *signs [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
+        uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
+        load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
+        threadgroup_barrier(mem_flags::mem_threadgroup); \
         probe_rows<D>(stream_format, rotated, args, source, \
-                      (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), scaled, not_finite, lane); \
+                      (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), scaled, not_finite, \
+                      signs, lane); \
     }
 // clang-format on
 

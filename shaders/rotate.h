@@ -17,13 +17,14 @@ inline void butterflies(thread float *x, int distance)
     }
 }
 
-// Stages of distance 1, 2, 4 .. D/2 in this order: within a piece, across lanes, across pieces. lane: of the row.
+// Stages of distance 1, 2, 4 .. D/2 in this order, from `start` on, which lies within a piece: there, across lanes, across
+// pieces. lane: of the row.
 template <int D, int L, int C>
-inline void hadamard(thread float *x, uint lane)
+inline void hadamard_from(thread float *x, uint lane, int start)
 {
     const int N = D / L;
     TQKV_UNROLL
-    for (int distance = 1; distance < C; distance *= 2) butterflies<N>(x, distance);
+    for (int distance = start; distance < C; distance *= 2) butterflies<N>(x, distance);
     TQKV_UNROLL
     for (uint distance = 1; distance < uint(L); distance *= 2) {
         float sign = (lane & distance) ? -1.0f : 1.0f; // other - x or x + other, rounded once
@@ -32,6 +33,12 @@ inline void hadamard(thread float *x, uint lane)
     }
     TQKV_UNROLL
     for (int distance = C; distance < N; distance *= 2) butterflies<N>(x, distance);
+}
+
+template <int D, int L, int C>
+inline void hadamard(thread float *x, uint lane)
+{
+    hadamard_from<D, L, C>(x, lane, 1);
 }
 
 // Bit i: x[i] changes its sign.

@@ -164,7 +164,7 @@ void report_ratio(const std::string &name, double ratio)
 
 void measure_limits()
 {
-    const size_t n = (size_t)2 << 30;
+    const size_t n = (size_t)4 << 30;
     char *a = device_array<char>(n), *b = device_array<char>(n);
     CUDA(cudaMemset(a, 1, n));
     CUDA(cudaMemset(b, 1, n));
@@ -222,7 +222,7 @@ encoder make_encoder(const stream_data &s, const float *source, int n_tokens, in
     encoder e = {};
     e.d = make_dispatch("encode", head_dim,
                         {{TQKV_FC_FORMAT, s.shape.format}, {TQKV_FC_ROTATED, s.shape.format != TQKV_F16}},
-                        {TQKV__CELL_BYTES});
+                        {TQKV__CELL_BYTES, (size_t)TQKV__SIGN_BYTES(head_dim)});
     const tqkv__rows_args args = {n_tokens, N_KV_HEADS, s.shape.capacity, first, 1.0f};
     cuda_set_value(&e.d.arguments, 0, &args, sizeof args);
     e.flag = device_copy((uint32_t)0);

@@ -155,6 +155,7 @@ std::string gpu_encode(const tqkv_store *s, const float *src, int n_tokens, int6
             .output(3, s->norms, s->norms_size)
             .output(4, &flag, sizeof flag)
             .memory(0, TQKV__CELL_BYTES)
+            .memory(1, TQKV__SIGN_BYTES((size_t)s->head_dim))
             .run(groups_of_passes((int64_t)args.n_tokens * s->n_kv_heads, s->head_dim), gpu_row_simdgroups);
     if (not_finite) *not_finite = flag;
     return wrong;
@@ -186,6 +187,7 @@ std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, cons
             .output(7, values->norms, values->norms_size)
             .output(8, &flag, sizeof flag)
             .memory(0, TQKV__CELL_BYTES)
+            .memory(1, TQKV__SIGN_BYTES((size_t)keys->head_dim))
             .run(groups, gpu_row_simdgroups);
     if (not_finite) *not_finite = flag;
     return wrong;
@@ -202,6 +204,7 @@ std::string gpu_probe(const tqkv_store *s, const float *src, int n_tokens, float
                             .input(1, src, row_floats(s, n_tokens) * sizeof *src)
                             .output(2, scaled, row_floats(s, n_tokens) * sizeof *scaled)
                             .output(3, &flag, sizeof flag)
+                            .memory(0, TQKV__SIGN_BYTES((size_t)s->head_dim))
                             .run(groups_of_passes((int64_t)n_tokens * s->n_kv_heads, s->head_dim), gpu_row_simdgroups);
     if (not_finite) *not_finite = flag;
     return wrong;
