@@ -113,7 +113,7 @@ static void run_encode_kv(const void *row)
     tqkv__dispatch d;
     const tqkv_metal_store keys = plan_store(TQKV_F16, 64, 10, true, 0), values = plan_store(TQKV_TQ8, 64, 12, true, 2);
     const tqkv_metal_store wide = plan_store(TQKV_TQ8, 128, 12, true, 2);
-    tqkv_metal_store fewer = values;
+    tqkv_metal_store fewer = values, longer = keys;
     (void)row;
     CHECK_RESULT(tqkv__plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 11, 3, at(6, 0), &d), TQKV_OK);
     check_dispatch(&d);
@@ -123,6 +123,12 @@ static void run_encode_kv(const void *row)
               constant(&d, TQKV_FC_ROTATED) == 0 && constant(&d, TQKV_FC_VALUE_ROTATED) == 1,
           "the kernel");
     CHECK(binding(&d, "keys' norms").size == 0 && binding(&d, "values' norms").size == 3 * 12 * sizeof(float), "norms");
+    longer.shape.capacity = 500;
+    CHECK_RESULT(tqkv__plan_encode_kv(&longer, &values, at(4, 0), at(5, 0), 400, 3, at(6, 0), &d), TQKV_OK);
+    const size_t one = d.grid[0];
+    CHECK_RESULT(tqkv__plan_encode_kv(&values, &longer, at(4, 0), at(5, 0), 400, 3, at(6, 0), &d), TQKV_OK);
+    CHECK(d.args[0].rows.n_tokens == 12 && d.args[1].rows.n_tokens == 400, "tokens of both");
+    CHECK(one == d.grid[0] && one * TQKV__ENCODE_ROWS(64) >= 1200, "%zu, %zu simdgroups", one, d.grid[0]);
     fewer.shape.n_kv_heads = 2;
     CHECK_RESULT(tqkv__plan_encode_kv(&keys, &wide, none, none, 1, 0, none, &d), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv__plan_encode_kv(&keys, &fewer, none, none, 1, 0, none, &d), TQKV_INVALID_ARGUMENT);
@@ -230,7 +236,7 @@ static void run_split(const void *row)
                 const int columns = constant(d, TQKV_FC_COLUMNS), splits = d[0].args[0].attend.n_splits;
                 const tqkv__binding state = binding(d, "scratch");
                 CHECK(columns <= TQKV__MAX_COLUMNS(head_dim) && columns * (int)d->grid[1] >= rows &&
-                          columns * ((int)d->grid[1] - 1) < rows,
+                          columns * (int)d->grid[1] - rows < (int)d->grid[1],
                       "%d rows as %zu blocks of %d", rows, d->grid[1], columns);
                 CHECK(state.at.offset + state.size <= scratch, "%zu bytes of scratch", state.at.offset + state.size);
                 CHECK(splits >= n_splits && splits == (int)d->grid[2] && splits == d[1].args[0].merge.n_splits,
@@ -240,6 +246,38 @@ static void run_split(const void *row)
             CHECK((n_splits > 1) == (3 * ((rows + most_columns - 1) / most_columns) < 128), "%d splits in the end",
                   n_splits);
         }
+}
+
+/* A window is cut by what the queries see together, and needs no more scratch for a store that is larger. */
+static void run_window(const void *row)
+{
+    tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 990, true, 0), values = plan_store(TQKV_TQ8, 64, 990, true, 2);
+    size_t small = 0, large = 0;
+    tqkv__dispatch d[2];
+    tqkv_metal_attention a;
+    (void)row;
+    memset(&a, 0, sizeof a);
+    a.keys = &keys;
+    a.values = &values;
+    a.n_queries = 64;
+    a.end = 5000;
+    a.window = 989; /* with the queries more than the 990 positions that there are */
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(d[0].grid[2] == 1, "%zu splits of 990 positions", d[0].grid[2]);
+    CHECK_RESULT(tqkv__plan_scratch(&a, &small), TQKV_OK);
+    values.shape.capacity = 9000;
+    CHECK_RESULT(tqkv__plan_scratch(&a, &large), TQKV_OK);
+    CHECK(small == large, "%zu and %zu bytes", small, large);
+    keys.shape.capacity = 9000;
+    a.window = 961;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(d[0].grid[2] == 2, "%zu splits of 1024 positions", d[0].grid[2]);
+    a.window = 960;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(d[0].grid[2] == 2, "%zu splits of 1023 positions", d[0].grid[2]);
+    a.window = 928;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(d[0].grid[2] == 1, "%zu splits of 991 positions", d[0].grid[2]);
 }
 
 static void run_cache_plan(const void *row)
@@ -364,6 +402,7 @@ void test_plan_cases(void)
     test_add(run_attend, NULL, 0, "plan/attend");
     for (int i = 0; i < 6; i++)
         test_add(run_split, &test_head_dims[i], sizeof(int), "plan/split/d%d", test_head_dims[i]);
+    test_add(run_window, NULL, 0, "plan/window");
     test_add(run_cache_plan, NULL, 0, "plan/cache");
     test_add(run_stale, NULL, 0, "plan/stale");
     test_add(run_backend, NULL, 0, "plan/backend");
