@@ -436,7 +436,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 #if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED) || defined(__METAL_VERSION__)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
-#define TQKV_TABLE_VERSION 1 /* of codebooks, boundaries, signs and argument structs together */
+#define TQKV_TABLE_VERSION 1 /* of tables, argument structs and what kernels make of them, together */
 
 #ifndef TQKV_TABLE
 #ifdef __METAL_VERSION__
@@ -607,6 +607,20 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 /* Simdgroups that share out a row's splits in attend_merge: its threadgroup memory stays at 8 KiB. */
 #define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))
 
+/* All of these as one number, modulo 2^32, so that a library with other ideas of a dispatch is not taken. */
+#define TQKV__DISPATCH_AT(D)                                                                                           \
+    (TQKV__MAX_COLUMNS(D) +                                                                                            \
+     31u * (TQKV__ENCODE_ROWS(D) +                                                                                     \
+            31u * (TQKV__MERGE_SIMDGROUPS(D) +                                                                         \
+                   31u * (TQKV__SIGN_BYTES(D) +                                                                        \
+                          31u * (TQKV__ATTEND_QUERY_BYTES(D) +                                                         \
+                                 31u * (TQKV__ATTEND_WEIGHT_BYTES(D, 1) +                                              \
+                                        31u * (TQKV__ATTEND_STATE_BYTES(D, 1) + 31u * TQKV__MERGE_BYTES(D, 1))))))))
+#define TQKV__DISPATCH                                                                                                 \
+    (TQKV__CELL_BYTES + 37u * TQKV__TABLE_BYTES + 41u * TQKV__DISPATCH_AT(32) + 43u * TQKV__DISPATCH_AT(64) +          \
+     47u * TQKV__DISPATCH_AT(128) + 53u * TQKV__DISPATCH_AT(256) + 59u * TQKV__DISPATCH_AT(512) +                      \
+     61u * TQKV__DISPATCH_AT(1024))
+
 /* Rows of one stream. Token t of the call is at slot first_slot + t, less capacity if that is beyond the store: the
    host resolves positions, and passes at most `capacity` tokens and fewer than 2^32 rows. */
 typedef struct tqkv__rows_args {
@@ -647,6 +661,7 @@ typedef struct tqkv__table_report {
     uint32_t table_version;
     uint32_t table_set_size, rows_args_size, rotate_args_size, attend_args_size, merge_args_size;
     tqkv__table_set tables;
+    uint32_t dispatch;
 } tqkv__table_report;
 
 #ifdef __cplusplus
@@ -659,7 +674,7 @@ TQKV__ASSERT_SIZE(tqkv__rows_args, 20);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
 TQKV__ASSERT_SIZE(tqkv__attend_args, 56);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 12);
-TQKV__ASSERT_SIZE(tqkv__table_report, 3016);
+TQKV__ASSERT_SIZE(tqkv__table_report, 3020);
 
 #endif
 // <<shared
@@ -4484,6 +4499,7 @@ TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report)
         {"table boundaries_6", XXH3_64bits(t->boundaries_6, sizeof t->boundaries_6), TQKV_HASH_BOUNDARIES_6},
         {"table boundaries_8", XXH3_64bits(t->boundaries_8, sizeof t->boundaries_8), TQKV_HASH_BOUNDARIES_8},
         {"table signs", XXH3_64bits(t->signs, sizeof t->signs), TQKV_HASH_SIGNS},
+        {"dispatch of its kernels", report->dispatch, TQKV__DISPATCH},
     };
     for (size_t i = 0; i < sizeof checks / sizeof *checks; i++)
         if (checks[i].found != checks[i].expected) return checks[i].name;

@@ -13,6 +13,7 @@ kernel void tqkv_tables(device tqkv__table_report *report [[buffer(0)]],
         report->rotate_args_size = uint(sizeof(tqkv__rotate_args));
         report->attend_args_size = uint(sizeof(tqkv__attend_args));
         report->merge_args_size = uint(sizeof(tqkv__merge_args));
+        report->dispatch = TQKV__DISPATCH;
     }
     device uchar *to = (device uchar *)&report->tables;
     constant uchar *from = (constant uchar *)&tqkv__tables;

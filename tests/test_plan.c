@@ -325,6 +325,7 @@ static void run_stale(const void *row)
     report.attend_args_size = sizeof(tqkv__attend_args);
     report.merge_args_size = sizeof(tqkv__merge_args);
     report.tables = tqkv__tables;
+    report.dispatch = TQKV__DISPATCH;
     CHECK(!tqkv__stale_table(&report), "not stale: %s", tqkv__stale_table(&report));
     for (size_t i = 0; i < sizeof report; i++) {
         ((unsigned char *)&report)[i] ^= 1;

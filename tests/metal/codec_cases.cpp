@@ -183,6 +183,7 @@ void run_tables(const void *)
     memset(&report, 0xa5, sizeof report);
     CHECK_RUN(gpu_tables(&report));
     CHECK(report.table_version == TQKV_TABLE_VERSION, "version %u", report.table_version);
+    CHECK(report.dispatch == TQKV__DISPATCH, "dispatch %u", report.dispatch);
     CHECK(report.table_set_size == sizeof(tqkv__table_set), "size of the tables");
     CHECK(report.rows_args_size == sizeof(tqkv__rows_args), "size of the rows' arguments");
     CHECK(report.rotate_args_size == sizeof(tqkv__rotate_args), "size of rotate's arguments");

@@ -538,8 +538,8 @@ void context_host_cases(void)
 #ifdef STANDIN
     const char *const stale[] = {"codebook_4",   "codebook_5",   "codebook_6",   "codebook_8", "boundaries_4",
                                  "boundaries_5", "boundaries_6", "boundaries_8", "signs",      "version",
-                                 "rows_args",    "rotate_args",  "attend_args",  "merge_args"};
-    for (int i = 0; i < 14; i++) test_add(run_stale, stale[i], strlen(stale[i]) + 1, "context/stale/%s", stale[i]);
+                                 "rows_args",    "rotate_args",  "attend_args",  "merge_args", "dispatch"};
+    for (int i = 0; i < 15; i++) test_add(run_stale, stale[i], strlen(stale[i]) + 1, "context/stale/%s", stale[i]);
     test_add(run_missing_kernels, NULL, 0, "context/missing_kernels");
     test_add(run_other_device, NULL, 0, "context/other_device");
     test_add(run_half_recorded, NULL, 0, "context/half_recorded");

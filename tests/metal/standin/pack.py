@@ -2,7 +2,7 @@
 """Makes the stand-in's libraries, and a tqkv.h whose shaders must be found stale.
 
 usage: pack.py library SHARED_OBJECT OUTPUT
-       pack.py stale WHAT TQKV_H OUTPUT     WHAT: a table of tqkv__table_set, `version`, or an argument struct
+       pack.py stale WHAT TQKV_H OUTPUT     WHAT: a table of tqkv__table_set, `version`, `dispatch`, an argument struct
 """
 import re
 import struct
@@ -24,6 +24,8 @@ def stale(what, header, output):
         text = f.read()
     if what == "version":
         changed = re.sub(r"(#define TQKV_TABLE_VERSION) \d+", r"\1 999", text)
+    elif what == "dispatch":
+        changed = re.sub(r"(#define TQKV__MAX_COLUMNS\(D\)) ", r"\1 2 * ", text)
     elif what in TABLES:
         start = text.index("TQKV_TABLE tqkv__table_set tqkv__tables = {")
         lists = [m.end() for m in re.finditer(r"\n    \{", text[start:])]
