@@ -73,6 +73,7 @@ demo: $(DEMOS:%=$(BUILD)/%) ## build and run the examples
 
 include tests/rules.mk
 -include tests/fuzz/rules.mk
+-include tests/lint.mk
 -include tests/metal/rules.mk
 -include tests/cuda/rules.mk
 -include bench/rules.mk

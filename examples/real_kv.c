@@ -224,14 +224,14 @@ static void print_histogram(const capture *all)
         tqkv_store store = make_store(layer, all->n_positions, TQKV_TQ8, unrotated != 0);
         check(tqkv_probe(&store, layer->values, all->n_positions, scaled), "probe");
         for (size_t i = 0; i < total; i++) {
-            float place = floorf(scaled[i] * 5.0f) + BINS / 2;
+            float place = floorf(scaled[i] * 5.0f) + (float)(BINS / 2);
             counts[unrotated][place < 0 ? 0 : place >= BINS ? BINS - 1 : (int)place]++;
         }
         free_store(&store);
     }
     for (int bin = 0; bin < BINS; bin++)
-        printf("%.2f %g %g\n", (bin - BINS / 2 + 0.5) / 5.0, 5.0 * (double)counts[0][bin] / (double)total,
-               5.0 * (double)counts[1][bin] / (double)total);
+        printf("%.2f %g %g\n", ((double)bin - (double)(BINS / 2) + 0.5) / 5.0,
+               5.0 * (double)counts[0][bin] / (double)total, 5.0 * (double)counts[1][bin] / (double)total);
     puts("\n");
     print_codebook();
     printf("\n\n%g\n", (double)tqkv_last_boundary(TQKV_TQ8));

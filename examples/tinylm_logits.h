@@ -45,7 +45,8 @@ static void compare(const float *got, const float *reference, const unsigned cha
     means[0] = means[1] = means[2] = 0;
     for (int i = 0; i < n; i++, got += VOCABULARY, reference += VOCABULARY) {
         means[0] -= got[text[i + 1]] / log(2) / n;
-        for (int b = 0; b < VOCABULARY; b++) means[1] += exp(reference[b]) * ((double)reference[b] - got[b]) / n;
+        for (int b = 0; b < VOCABULARY; b++)
+            means[1] += exp((double)reference[b]) * ((double)reference[b] - got[b]) / n;
         means[2] += (largest(got) == largest(reference)) / (double)n;
     }
 }

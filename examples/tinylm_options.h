@@ -90,7 +90,7 @@ static void parse_option(options *o, const char *name, const char *value)
     } else if (strcmp(name, "--seed") == 0) {
         o->seed = (uint64_t)number(name, value, 0, 1 << 30);
     } else if (strcmp(name, "--temperature") == 0) {
-        o->temperature = (float)atof(value);
+        o->temperature = (float)strtod(value, NULL);
     } else if (strcmp(name, "--model") == 0) {
         o->model_path = value;
     } else if (strcmp(name, "--text") == 0) {

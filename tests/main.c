@@ -27,7 +27,7 @@ static int run_on_isa(const char *name, int n_filters, char **filters)
         printf("no %s here\n", name);
         return 0;
     }
-    if (strcmp(tqkv_isa_name(), name)) {
+    if (strcmp(tqkv_isa_name(), name) != 0) {
         printf("FAIL isa: %s in use, not %s\n0 passed, 1 failed\n", tqkv_isa_name(), name);
         return 1;
     }

@@ -29,7 +29,12 @@ void *test_alloc(size_t bytes)
     return memory;
 }
 
-void *test_alloc_filled(size_t bytes, int byte) { return memset(test_alloc(bytes), byte, bytes); }
+void *test_alloc_filled(size_t bytes, int byte)
+{
+    void *memory = test_alloc(bytes);
+    memset(memory, byte, bytes);
+    return memory;
+}
 
 void test_add(void (*run)(const void *row), const void *row, size_t row_size, const char *name, ...)
 {

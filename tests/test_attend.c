@@ -77,6 +77,7 @@ static void attend_in_parallel(attend_problem *problem, bool reversed)
     CHECK_RESULT(tqkv_attend(&problem->attention, problem->q, problem->out), TQKV_OK);
     CHECK(!memcmp(serial, problem->out, bytes), "parallel and serial results differ");
     CHECK(pool.calls > 0, "the hook was not called");
+    problem->attention.parallel.user = NULL; /* the pool ends here */
     free(serial);
 }
 

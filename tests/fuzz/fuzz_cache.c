@@ -193,6 +193,13 @@ static void truncate_to(model *m, int64_t end)
     if (end == 0) m->first = m->base = 0;
 }
 
+/* To 0, or to somewhere around the end, a little beyond it too. */
+static void truncate_near_end(fuzz_input *input, model *m)
+{
+    int64_t end = m->base + m->end - fuzz_range(input, 0, 12);
+    truncate_to(m, fuzz_byte(input) < 8 ? 0 : end <= INT64_MAX - 2 ? end + 2 : end);
+}
+
 /* Moves a ring's positions by rewriting its snapshot: what would take years of appending. */
 static void move_positions(model *m, stream *s, uint64_t bits)
 {
@@ -249,7 +256,7 @@ static void operate(fuzz_input *input, model *m)
         attend(input, m);
         break;
     case 5:
-        truncate_to(m, fuzz_byte(input) < 8 ? 0 : m->base + m->end - fuzz_range(input, 0, 12) + 2);
+        truncate_near_end(input, m);
         break;
     case 6:
         save_and_load(input, m, false);

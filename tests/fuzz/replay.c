@@ -13,8 +13,11 @@ static void replay_file(const char *path)
     size_t size = 0, room = 1 << 16;
     uint8_t *bytes = (uint8_t *)test_alloc(room);
     for (size_t n = 1; file && n; size += n) {
-        if (size == room) bytes = (uint8_t *)realloc(bytes, room *= 2);
-        if (!bytes) exit(2);
+        if (size == room) {
+            uint8_t *larger = (uint8_t *)realloc(bytes, room *= 2);
+            if (!larger) exit(2);
+            bytes = larger;
+        }
         n = fread(bytes + size, 1, room - size, file);
     }
     if (file && !ferror(file)) {
