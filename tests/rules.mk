@@ -121,15 +121,18 @@ $(TEST_BUILD)/make_goldens: tests/make_goldens.c tests/golden.h tests/data.h tqk
 	$(CC) $(STANDARD) -O2 $(TEST_FLAGS) $< -o $@ $(LIBRARIES)
 
 COVERAGE := $(TEST_BUILD)/coverage
-coverage: ## share of the implementation's lines that the tests run
+LCOV_BRANCHES := --rc lcov_branch_coverage=1
+coverage: ## share of the implementation's lines and branches that the tests run
 	@rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
 	@for source in $(TEST_SOURCES:tests/%.c=%); do \
 		gcc -std=c99 -O1 --coverage $(TEST_FLAGS) -c tests/$$source.c -o $(COVERAGE)/$$source.o || exit 1; done
 	@gcc --coverage $(COVERAGE)/*.o -o $(COVERAGE)/runner $(LIBRARIES)
 	@$(COVERAGE)/runner
 	@for isa in $(ISAS); do $(COVERAGE)/runner --isa $$isa $(ISA_CASES) || exit 1; done
-	@{ lcov --quiet --capture --directory $(COVERAGE) --output-file $(COVERAGE)/all.info && \
-		lcov --quiet --extract $(COVERAGE)/all.info '*/tqkv.h' --output-file $(COVERAGE)/tqkv.info; } \
+	@{ lcov --quiet $(LCOV_BRANCHES) --capture --directory $(COVERAGE) --output-file $(COVERAGE)/all.info && \
+		lcov --quiet $(LCOV_BRANCHES) --extract $(COVERAGE)/all.info '*/tqkv.h' --output-file $(COVERAGE)/tqkv.info; } \
 		>$(COVERAGE)/lcov.log 2>&1 || { cat $(COVERAGE)/lcov.log; exit 1; }
-	@awk -F: '/^LF/ { found += $$2 } /^LH/ { hit += $$2 } \
-		END { printf "ratio coverage_lines %.4f\n", hit / found; exit hit < 0.95 * found }' $(COVERAGE)/tqkv.info
+	@awk -F: '/^LF/ { lines += $$2 } /^LH/ { lines_hit += $$2 } /^BRF/ { branches += $$2 } /^BRH/ { branches_hit += $$2 } \
+		END { printf "ratio coverage_lines %.4f\nratio coverage_branches %.4f\n", lines_hit / lines, \
+			branches_hit / branches; \
+			exit lines_hit < 0.95 * lines || branches_hit < 0.90 * branches }' $(COVERAGE)/tqkv.info

@@ -97,9 +97,11 @@ static void check_own_caches(const void *parameters)
     cache_thread alone[THREADS], together[THREADS];
     fill_threads(alone);
     fill_threads(together);
-    for (int i = 0; i < THREADS; i++) live_with_cache(&alone[i]);
-    if (!getenv("TQKV_ISA")) tqkv_isa_force(NULL); /* the instruction set is chosen by whoever comes first */
+    const char *isa = tqkv_isa_name();
+    tqkv_isa_force(NULL); /* chosen anew by whichever thread comes first */
     run_threads(live_with_cache, together, sizeof *together);
+    for (int i = 0; i < THREADS; i++) live_with_cache(&alone[i]);
+    CHECK_RESULT(tqkv_isa_force(isa), TQKV_OK);
     for (int i = 0; i < THREADS; i++) {
         CHECK(!alone[i].failures && !together[i].failures, "%d calls failed", together[i].failures);
         CHECK(!memcmp(alone[i].out, together[i].out, sizeof alone[i].out), "thread %d: other bits", i);
