@@ -234,18 +234,27 @@ inline void share_out_rows(uint part, thread float (&total)[R][C])
     }
 }
 
-// dot becomes total += norm * dot where the values of one norm end, for rows of several norms.
-template <int D, int R, int C>
-inline void add_block(constant tqkv__attend_args &args, stream_rows keys, uint base, uint lane, uint block,
-                      thread float (&dot)[R][C], thread float (&total)[R][C])
+// The norms of block `block` of the lane's rows in the tile at slot `base`; for rows of several norms.
+template <int D, int R>
+inline void load_key_scales(constant tqkv__attend_args &args, stream_rows keys, uint base, uint block, uint lane,
+                            thread float (&scale)[R])
 {
     TQKV_UNROLL
     for (int r = 0; r < R; r++) {
         uint slot = base + row_in_tile(args, uint(r * (32 / R)) + lane / uint(R));
-        float scale = stored_scale<D>(key_format, keys, slot, block, args.key_block_scale);
+        scale[r] = stored_scale<D>(key_format, keys, slot, block, args.key_block_scale);
+    }
+}
+
+// dot becomes total += norm * dot where the values of one norm end.
+template <int R, int C>
+inline void add_block(thread const float (&scale)[R], thread float (&dot)[R][C], thread float (&total)[R][C])
+{
+    TQKV_UNROLL
+    for (int r = 0; r < R; r++) {
         FOR_COLUMNS(c)
         {
-            total[r][c] = fma(scale, dot[r][c], total[r][c]);
+            total[r][c] = fma(scale[r], dot[r][c], total[r][c]);
             dot[r][c] = 0.0f;
         }
     }
@@ -269,12 +278,13 @@ inline void load_key_batch(constant tqkv__attend_args &args, stream_rows keys, u
     }
 }
 
-// score[c] = q_c . k of the lane's row, but for the norm of rows that have one. The first codes are there already; when
-// all are used, the first ones of the tile at `next_base` are asked for.
+// score[c] = q_c . k of the lane's row, but for the norm of rows that have one. The first codes and
+// norms are there already; when all are used, the first ones of the tile at `next_base` are asked for.
 template <int D, int W>
 inline void score_tile(constant tqkv__attend_args &args, stream_rows keys, uint base, uint next_base,
                        threadgroup const float *queries, thread const codebook &book, uint lane,
-                       thread raw_codes<W, 128 / W> (&raw)[KEY_BATCH(D, W)][KEY_LANES(D, W)], thread float *score)
+                       thread raw_codes<W, 128 / W> (&raw)[KEY_BATCH(D, W)][KEY_LANES(D, W)],
+                       thread float (&scale)[KEY_LANES(D, W)], thread float *score)
 {
     const int C = TQKV__MAX_COLUMNS(D), N = 128 / W, R = KEY_LANES(D, W), STEPS = D / (N * R), B = KEY_BATCH(D, W);
     const bool one_norm = norm_block<D>(key_format) == uint(D);
@@ -291,8 +301,10 @@ inline void score_tile(constant tqkv__attend_args &args, stream_rows keys, uint 
         for (int b = 0; b < B; b++) {
             uint now = step + uint(b);
             multiply_keys<D, W, R, C>(raw[b], (now * uint(R) + part) * uint(N), queries, book, dot);
-            if (!one_norm && (now + 1u) % block_steps == 0)
-                add_block<D, R, C>(args, keys, base, lane, now / block_steps, dot, total);
+            if (one_norm || (now + 1u) % block_steps != 0) continue;
+            add_block<R, C>(scale, dot, total);
+            bool end = now + 1u == uint(STEPS);
+            load_key_scales<D, R>(args, keys, end ? next_base : base, end ? 0u : (now + 1u) / block_steps, lane, scale);
         }
         bool last = step + uint(B) >= uint(STEPS);
         load_key_batch<D, W>(args, keys, last ? next_base : base, last ? 0u : step + uint(B), lane, raw);
@@ -408,45 +420,52 @@ inline uint value_row_of_lane(uint step, uint lane)
     return step * uint(32 / VALUE_LANES(D)) + lane / uint(VALUE_LANES(D));
 }
 
+// A step's codes, and its norms where a row has several.
+template <int D, int W>
+struct value_step {
+    raw_codes<W, 8> raw[VALUE_PIECES(D)];
+    float scale[VALUE_PIECES(D)];
+};
+
 template <int D, int W>
 inline void load_value_step(constant tqkv__attend_args &args, stream_rows values, uint base, uint step, uint lane,
-                            thread raw_codes<W, 8> (&raw)[VALUE_PIECES(D)])
+                            thread value_step<D, W> &now)
 {
+    const uint block = norm_block<D>(value_format);
     const uint bytes = row_bytes<D>(value_format);
     uint row = row_in_tile(args, value_row_of_lane<D>(step, lane));
     device const uchar *codes = same_slots ? values.codes + ulong(base) * ulong(bytes) + row * bytes
                                            : values.codes + ulong(value_slot_of(args, base + row)) * ulong(bytes);
     TQKV_UNROLL
-    for (int j = 0; j < VALUE_PIECES(D); j++)
-        load_codes<D, W, 8>(value_format, codes, (uint(j * VALUE_LANES(D)) + lane % uint(VALUE_LANES(D))) * 8u, raw[j]);
+    for (int j = 0; j < VALUE_PIECES(D); j++) {
+        uint first = (uint(j * VALUE_LANES(D)) + lane % uint(VALUE_LANES(D))) * 8u;
+        load_codes<D, W, 8>(value_format, codes, first, now.raw[j]);
+        now.scale[j] = 1.0f;
+        if (block != uint(D))
+            now.scale[j] = stored_scale<D>(value_format, values, value_slot_of(args, base + row), first / block,
+                                           args.value_block_scale);
+    }
 }
 
 // out[c] += weight * value, over the rows of one step.
 template <int D, int W>
-inline void add_value_step(constant tqkv__attend_args &args, stream_rows values, uint base, uint step, uint lane,
-                           thread const raw_codes<W, 8> (&raw)[VALUE_PIECES(D)], threadgroup const float *weights,
+inline void add_value_step(uint step, uint lane, thread const value_step<D, W> &now, threadgroup const float *weights,
                            thread const codebook &book, thread float (&out)[TQKV__MAX_COLUMNS(D)][LANE_SUMS(D)])
 {
     const int C = TQKV__MAX_COLUMNS(D);
-    const uint block = norm_block<D>(value_format);
-    uint row = value_row_of_lane<D>(step, lane);
+    const bool one_norm = norm_block<D>(value_format) == uint(D);
     float weight[C];
-    load_weights<C>(weights, row, weight);
+    load_weights<C>(weights, value_row_of_lane<D>(step, lane), weight);
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
-        float x[8], scale = 1.0f;
-        if (block != uint(D)) {
-            uint first = (uint(j * VALUE_LANES(D)) + lane % uint(VALUE_LANES(D))) * 8u;
-            scale = stored_scale<D>(value_format, values, value_slot_of(args, base + row_in_tile(args, row)),
-                                    first / block, args.value_block_scale);
-        }
+        float x[8];
         TQKV_UNROLL
-        for (int i = 0; i < 8; i++) x[i] = value_at<W, 8>(value_format, raw[j], i, book);
+        for (int i = 0; i < 8; i++) x[i] = value_at<W, 8>(value_format, now.raw[j], i, book);
         FOR_COLUMNS(c)
         {
             // A masked slot may hold halves or norms that are NaN, and 0 * NaN is no 0.
-            if ((W == 16 || block != uint(D)) && weight[c] == 0.0f) continue;
-            float factor = block == uint(D) ? weight[c] : weight[c] * scale;
+            if ((W == 16 || !one_norm) && weight[c] == 0.0f) continue;
+            float factor = one_norm ? weight[c] : weight[c] * now.scale[j];
             TQKV_UNROLL
             for (int i = 0; i < 8; i++) out[c][j * 8 + i] = fma(factor, x[i], out[c][j * 8 + i]);
         }
@@ -457,16 +476,16 @@ inline void add_value_step(constant tqkv__attend_args &args, stream_rows values,
 // there is room.
 template <int D, int W>
 inline void add_values(constant tqkv__attend_args &args, stream_rows values, uint base, uint lane,
-                       thread raw_codes<W, 8> (&raw)[VALUE_BATCH(D, W)][VALUE_PIECES(D)],
-                       threadgroup const float *weights, thread const codebook &book,
-                       thread float (&out)[TQKV__MAX_COLUMNS(D)][LANE_SUMS(D)])
+                       thread value_step<D, W> (&steps)[VALUE_BATCH(D, W)], threadgroup const float *weights,
+                       thread const codebook &book, thread float (&out)[TQKV__MAX_COLUMNS(D)][LANE_SUMS(D)])
 {
     const int L = VALUE_LANES(D), B = VALUE_BATCH(D, W);
     for (uint first = 0; first < uint(L); first += uint(B)) {
         TQKV_UNROLL
         for (int b = 0; b < B; b++) {
-            add_value_step<D, W>(args, values, base, first + uint(b), lane, raw[b], weights, book, out);
-            if (first + uint(B) < uint(L)) load_value_step<D, W>(args, values, base, first + uint(B + b), lane, raw[b]);
+            add_value_step<D, W>(first + uint(b), lane, steps[b], weights, book, out);
+            if (first + uint(B) < uint(L))
+                load_value_step<D, W>(args, values, base, first + uint(B + b), lane, steps[b]);
         }
     }
 }
@@ -581,6 +600,8 @@ inline void attend(constant tqkv__attend_args &args, device const float *q, stre
     raw_codes<KW, 128 / KW> key_codes[KEY_BATCH(D, KW)][KEY_LANES(D, KW)];
     tile_place next = open_tile(args, range, min(range.begin + simdgroup, range.end), row);
     load_key_batch<D, KW>(args, keys, next.base, 0u, lane, key_codes);
+    float key_scales[KEY_LANES(D, KW)];
+    if (norm_block<D>(key_format) != uint(D)) load_key_scales<D>(args, keys, next.base, 0u, lane, key_scales);
     load_codebook(key_format, tables, thread_index, n_simdgroups * 32u);
     load_codebook(value_format, tables + 256, thread_index, n_simdgroups * 32u);
     load_queries<D, KW>(args, q, group.x, first_column, queries, lane, simdgroup, n_simdgroups);
@@ -603,7 +624,7 @@ inline void attend(constant tqkv__attend_args &args, device const float *q, stre
         tile_place at = next;
         next = open_tile(args, range, min(t + n_simdgroups, range.end), row);
         float score[C], key_scale = 1.0f, value_scale = 1.0f;
-        raw_codes<VW, 8> value_codes[VALUE_BATCH(D, VW)][VALUE_PIECES(D)];
+        value_step<D, VW> steps[VALUE_BATCH(D, VW)];
         if (norm_block<D>(key_format) == uint(D))
             key_scale = stored_scale<D>(key_format, keys, at.slot, 0u, args.key_block_scale);
         if (norm_block<D>(value_format) == uint(D))
@@ -611,11 +632,11 @@ inline void attend(constant tqkv__attend_args &args, device const float *q, stre
                 stored_scale<D>(value_format, values, value_slot_of(args, at.slot), 0u, args.value_block_scale);
         TQKV_UNROLL
         for (int b = 0; b < VALUE_BATCH(D, VW); b++)
-            load_value_step<D, VW>(args, values, at.base, uint(b), lane, value_codes[b]);
-        score_tile<D, KW>(args, keys, at.base, next.base, queries, key_book, lane, key_codes, score);
+            load_value_step<D, VW>(args, values, at.base, uint(b), lane, steps[b]);
+        score_tile<D, KW>(args, keys, at.base, next.base, queries, key_book, lane, key_codes, key_scales, score);
         weigh_tile<D>(args, at.position, newest, key_scale, value_scale, row, score, base, sum, out, own_weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        add_values<D, VW>(args, values, at.base, lane, value_codes, own_weights, value_book, out);
+        add_values<D, VW>(args, values, at.base, lane, steps, own_weights, value_book, out);
         simdgroup_barrier(mem_flags::mem_threadgroup); // before the next tile overwrites the weights
     }
     float maximum[C];

@@ -1,6 +1,7 @@
-// Times the shaders on an NVIDIA GPU: bench FOLDER [--list] [--quick] [part of a name]...
+// Times the shaders on an NVIDIA GPU: bench FOLDER [--list] [--quick] [--check] [part of a name]...
 //
-// FOLDER holds the pipelines; --list prints the names of those that are wanted. Every call is in a graph of several, over
+// FOLDER holds the pipelines; --list prints the names of those that are wanted. --check: attention is
+// compared with the processor and not timed, for compute-sanitizer. Every call is in a graph of several, over
 // copies of the data that together exceed the L2 several times; a time is the median of replays over the calls in one.
 // Prints `time NAME microseconds` and `ratio NAME/OF value` lines: OF is limit, f16 (the same kernel on halves) or, for
 // encoding, copy.
@@ -27,7 +28,7 @@ enum { N_KV_HEADS = 8, CHECKED_HEAD = 3, REPLAYS = 9, SEVERAL_CACHES = 400 << 20
 
 struct options {
     std::string folder;
-    bool list, quick;
+    bool list, quick, check;
     int n_simdgroups, threadgroups; // 0: chosen
     std::vector<std::string> filters;
 };
@@ -282,7 +283,7 @@ void choose_split(attention *a)
     const int rows = a->shape.n_queries * a->shape.group, most = TQKV__MAX_COLUMNS(a->shape.head_dim);
     const int blocks = (rows + most - 1) / most;
     a->columns = (rows + blocks - 1) / blocks;
-    a->n_simdgroups = opt.n_simdgroups ? opt.n_simdgroups : 4;
+    a->n_simdgroups = opt.n_simdgroups ? opt.n_simdgroups : a->columns <= 2 ? 8 : 4;
 }
 
 void choose_splits(attention *a)
@@ -471,7 +472,7 @@ void bench_attention(tqkv_format key_format, tqkv_format value_format, int head_
     if (shapes.empty()) return;
     std::vector<stream_data> keys, values;
     double bytes = 0.0;
-    while (bytes < SEVERAL_CACHES && keys.size() < (opt.list ? 1 : 64)) {
+    while (bytes < SEVERAL_CACHES && keys.size() < (opt.list || opt.check ? 1 : 64)) {
         keys.push_back(make_stream(key_format, head_dim, positions));
         values.push_back(make_stream(value_format, head_dim, positions));
         fill_stream(keys.back(), 1 + (uint32_t)keys.size());
@@ -483,7 +484,7 @@ void bench_attention(tqkv_format key_format, tqkv_format value_format, int head_
         if (opt.list) continue;
         bind_attention(&a);
         check_attention(a, keys[0], values[0]);
-        report_attention(a, keys, values);
+        if (!opt.check) report_attention(a, keys, values);
         free_attention(&a);
     }
     if (opt.list) return;
@@ -497,7 +498,7 @@ void bench_encode(tqkv_format format, int head_dim, int n_tokens)
 {
     const std::string name = std::string("encode/") + tqkv_format_name(format) + "/d" + std::to_string(head_dim) + "/" +
                              std::to_string(n_tokens);
-    if (!is_wanted(name)) return;
+    if (opt.check || !is_wanted(name)) return;
     const size_t n = (size_t)n_tokens * N_KV_HEADS * (size_t)head_dim;
     float *source = device_array<float>(n);
     stream_data s = make_stream(format, head_dim, n_tokens);
@@ -517,7 +518,7 @@ void bench_decode(tqkv_format format, int head_dim, int positions)
 {
     const std::string name = std::string("decode/") + tqkv_format_name(format) + "/d" + std::to_string(head_dim) + "/" +
                              std::to_string(positions);
-    if (!is_wanted(name)) return;
+    if (opt.check || !is_wanted(name)) return;
     const int n = 4;
     const size_t elements = (size_t)positions * N_KV_HEADS * (size_t)head_dim;
     stream_data s = make_stream(format, head_dim, positions);
@@ -569,6 +570,8 @@ void read_options(int argc, char **argv)
             opt.list = true;
         else if (argument == "--quick")
             opt.quick = true;
+        else if (argument == "--check")
+            opt.check = true;
         else if (argument == "--simdgroups" && i + 1 < argc)
             opt.n_simdgroups = atoi(argv[++i]);
         else if (argument == "--threadgroups" && i + 1 < argc)
@@ -585,7 +588,7 @@ int main(int argc, char **argv)
     read_options(argc, argv);
     if (!opt.list) {
         CUDA(cudaStreamCreate(&stream));
-        measure_limits();
+        if (!opt.check) measure_limits();
     }
     bench_all();
     return n_wrong != 0;

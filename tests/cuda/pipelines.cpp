@@ -1,6 +1,7 @@
 #include "pipelines.h"
 #include <map>
 #include <string.h>
+#include <unistd.h>
 
 std::string cuda_pipeline_name(const char *kernel, const bool *set, const uint32_t *constants)
 {
@@ -19,11 +20,14 @@ const void *cuda_pipeline(const std::string &folder, const std::string &name, st
     cudaLibrary_t library;
     cudaKernel_t kernel;
     const std::string path = folder + "/" + name + ".cubin", entry = "simt_run_tqkv_" + name.substr(0, name.find('-'));
+    if (access(path.c_str(), R_OK) != 0) { // a failed call would be an error to compute-sanitizer
+        *error = "tqkv_" + name + ": no such pipeline";
+        return nullptr;
+    }
     cudaError_t result = cudaLibraryLoadFromFile(&library, path.c_str(), nullptr, nullptr, 0, nullptr, nullptr, 0);
     if (result == cudaSuccess) result = cudaLibraryGetKernel(&kernel, library, entry.c_str());
     if (result != cudaSuccess) {
         *error = "tqkv_" + name + ": " + cudaGetErrorString(result);
-        cudaGetLastError(); // a pipeline that is not there is no lasting error
         return nullptr;
     }
     loaded[name] = kernel;

@@ -16,7 +16,7 @@ import sys
 def registers(kernel, constants):
     """A limit where the compiler would use a few registers more than lets another threadgroup run beside the others."""
     columns = constants.split("_")[6]
-    if not kernel.startswith("attend_d") or not columns.isdigit() or int(columns) > 4:
+    if kernel not in ("attend_d32", "attend_d64", "attend_d128") or int(columns) > 4:
         return []
     return ["-maxrregcount=" + ("128" if int(columns) <= 2 else "168")]
 
