@@ -28,7 +28,7 @@ endif
 TEST_TARGETS :=
 
 SOURCES_FORMATTED := $(wildcard *.h *.m tests/*.c tests/*.h examples/*.c examples/*.h bench/*.c bench/*.h shaders/*.h \
-	shaders/*.metal tests/fuzz/*.[ch] tests/metal/*.c tests/metal/*.h tests/metal/*.cpp tests/metal/model/*.cpp \
+	shaders/*.metal tests/fuzz/*.[ch] tests/large/*.c tests/metal/*.c tests/metal/*.h tests/metal/*.cpp tests/metal/model/*.cpp \
 	tests/metal/model/variants/*.metal tests/metal/host/*.[hm] \
 	tests/cuda/*.cpp tests/cuda/*.cu tests/cuda/*.h \
 	tests/metal/standin/*.h tests/metal/standin/*.m tests/metal/standin/*.cpp tests/metal/standin/*/*.h examples/*.m)

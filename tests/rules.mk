@@ -101,6 +101,28 @@ TEST_TARGETS += test-snapshot-crossing
 endif
 endif
 
+# ---- More than 2^31 values: 7 GiB of memory and minutes, so not a part of `make test` ----
+
+$(TEST_BUILD)/large: tests/large/large.c $(TEST_BUILD)/$(REFERENCE_BUILD)/test_tables.o \
+	$(TEST_BUILD)/$(REFERENCE_BUILD)/runner.o
+	@$(CC) $(STANDARD) -O2 $(TEST_FLAGS) $^ -o $@ $(LIBRARIES)
+
+.PHONY: test-large
+test-large: $(TEST_BUILD)/large ## attention over more than 2^31 values; needs 7 GiB
+	@echo "== more than 2^31 values"
+	@$<
+
+# ---- Reads of uninitialised memory: the exact arithmetic and the files, on the portable code ----
+
+.PHONY: test-valgrind
+test-valgrind: $(TEST_BUILD)/$(REFERENCE_BUILD)/runner
+	@echo "== runner under valgrind"
+	@valgrind --quiet --error-exitcode=3 --leak-check=full $< --isa scalar $(VALGRIND_CASES)
+	@valgrind --quiet --error-exitcode=3 --leak-check=full $< --isa avx2 $(VALGRIND_CASES)
+
+VALGRIND_CASES := fault/attend fault/cache snapshot/round_trip/1 snapshot/slow_streams snapshot/header attend/pair/tq \
+	codec/one_by_one golden/tq5/64
+
 # ---- The header in every language standard, and what it must refuse ----
 
 .PHONY: test-compile
