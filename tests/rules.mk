@@ -120,8 +120,8 @@ test-valgrind: $(TEST_BUILD)/$(REFERENCE_BUILD)/runner
 	@valgrind --quiet --error-exitcode=3 --leak-check=full $< --isa scalar $(VALGRIND_CASES)
 	@valgrind --quiet --error-exitcode=3 --leak-check=full $< --isa avx2 $(VALGRIND_CASES)
 
-VALGRIND_CASES := fault/attend fault/cache snapshot/round_trip/1 snapshot/slow_streams snapshot/header attend/pair/tq \
-	codec/one_by_one golden/tq5/64
+VALGRIND_CASES := fault/cache fault/attend_partial snapshot/round_trip/1/ snapshot/slow_streams snapshot/header attend/pair/tq5 \
+	attend/pair/tq8 codec/one_by_one
 
 # ---- The header in every language standard, and what it must refuse ----
 
