@@ -17,6 +17,7 @@ static void add_all_cases(void)
     test_input_cases();
     test_fault_cases();
     test_file_cases();
+    test_isa_cases();
     test_threads_cases();
 }
 

@@ -83,6 +83,7 @@ void test_snapshot_cases(void);
 void test_input_cases(void);
 void test_fault_cases(void);
 void test_file_cases(void);
+void test_isa_cases(void);
 void test_threads_cases(void);
 
 /* The codec's tables, for the independent reference (test_tables.c, which holds the implementation). */

@@ -67,3 +67,19 @@ test-fuzz: $(FUZZERS:%=$(TEST_BUILD)/sanitize/fuzz_%)
 	@for fuzzer in $(FUZZERS); do $(TEST_BUILD)/sanitize/fuzz_$$fuzzer tests/fuzz/corpus/$$fuzzer || exit 1; done
 
 TEST_TARGETS += test-fuzz
+
+# ---- What the inputs reach: lines and branches of tqkv.h, of the committed inputs and of those that `make fuzz` has kept ----
+
+$(eval $(call fuzz_variant,$(FUZZ_BUILD)/coverage,clang,-fprofile-instr-generate -fcoverage-mapping,\
+	-fprofile-instr-generate,$(FUZZ_BUILD)/coverage/replay.o))
+
+.PHONY: fuzz-coverage
+fuzz-coverage: $(FUZZERS:%=$(FUZZ_BUILD)/coverage/fuzz_%)
+	@cd $(FUZZ_BUILD)/coverage && for fuzzer in $(FUZZERS); do \
+		LLVM_PROFILE_FILE=$$fuzzer.raw ./fuzz_$$fuzzer $(abspath tests/fuzz/corpus)/$$fuzzer \
+			$(wildcard $(abspath $(FUZZ_BUILD)/corpus))/$$fuzzer/. >/dev/null && \
+		llvm-profdata merge $$fuzzer.raw -o $$fuzzer.profile && \
+		llvm-cov export --summary-only ./fuzz_$$fuzzer -instr-profile $$fuzzer.profile -format lcov $(abspath tqkv.h) | \
+			awk -F: -v name=$$fuzzer '/^SF/ { ours = /tqkv.h$$/ } ours && /^LF/ { lines = $$2 } ours && /^LH/ { hit = $$2 } \
+				END { printf "ratio fuzz_coverage_%s %.4f\n", name, hit / lines }' || exit 1; \
+	done

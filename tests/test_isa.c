@@ -1,0 +1,45 @@
+/* The choice of an instruction set: by name, by the environment, and back to the best one. */
+#include "runner.h"
+
+static void check_force(const void *parameters)
+{
+    (void)parameters;
+    const char *before = tqkv_isa_name();
+    CHECK_RESULT(tqkv_isa_force("sse9"), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_isa_force(""), TQKV_INVALID_ARGUMENT);
+    CHECK(!strcmp(tqkv_isa_name(), before), "a refused name changed %s to %s", before, tqkv_isa_name());
+    CHECK_RESULT(tqkv_isa_force("scalar"), TQKV_OK);
+    CHECK(!strcmp(tqkv_isa_name(), "scalar"), "%s", tqkv_isa_name());
+    CHECK_RESULT(tqkv_isa_force(before), TQKV_OK);
+    CHECK(!strcmp(tqkv_isa_name(), before), "%s, not %s", tqkv_isa_name(), before);
+}
+
+/* A name in the environment counts when the set is chosen; one that means nothing is as none. */
+static void check_environment(const void *parameters)
+{
+    (void)parameters;
+    const char *before = tqkv_isa_name(), *set = getenv("TQKV_ISA");
+    char kept[32];
+    snprintf(kept, sizeof kept, "%s", set ? set : "");
+    unsetenv("TQKV_ISA");
+    tqkv_isa_force(NULL);
+    const char *best = tqkv_isa_name();
+    setenv("TQKV_ISA", "scalar", 1);
+    CHECK(!strcmp(tqkv_isa_name(), best), "the environment changed a choice that was made");
+    tqkv_isa_force(NULL);
+    CHECK(!strcmp(tqkv_isa_name(), "scalar"), "TQKV_ISA=scalar chose %s", tqkv_isa_name());
+    setenv("TQKV_ISA", "nonsense", 1);
+    tqkv_isa_force(NULL);
+    CHECK(!strcmp(tqkv_isa_name(), best), "TQKV_ISA=nonsense chose %s, not %s", tqkv_isa_name(), best);
+    if (set)
+        setenv("TQKV_ISA", kept, 1);
+    else
+        unsetenv("TQKV_ISA");
+    CHECK_RESULT(tqkv_isa_force(before), TQKV_OK);
+}
+
+void test_isa_cases(void)
+{
+    test_add(check_force, NULL, 0, "isa/force");
+    test_add(check_environment, NULL, 0, "isa/environment");
+}
