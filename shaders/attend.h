@@ -411,8 +411,8 @@ inline void weigh_tile(constant tqkv__attend_args &args, int position, thread co
 #define VALUE_PIECES(D) (LANE_SUMS(D) / 8)
 
 // Steps whose codes are on their way at the same time: as many as 16 words a lane hold.
-#define VALUE_BATCH(D, W)                                                                                              \
-    (64 / (VALUE_PIECES(D) * (W)) < VALUE_LANES(D) ? 64 / (VALUE_PIECES(D) * (W)) : VALUE_LANES(D))
+#define VALUE_ROOM(D, W)  (64 / (VALUE_PIECES(D) * (W)))
+#define VALUE_BATCH(D, W) (VALUE_ROOM(D, W) < VALUE_LANES(D) ? VALUE_ROOM(D, W) : VALUE_LANES(D))
 
 template <int D>
 inline uint value_row_of_lane(uint step, uint lane)

@@ -15,8 +15,8 @@ inline float merged_maximum(constant tqkv__merge_args &args, device const float 
     return simd_max(most);
 }
 
-// Rows of that many splits are on their way at a time: up to 64 values a lane.
-#define MERGE_BATCH(D) ((D) <= 128 ? 16 : 2048 / (D))
+// Rows of that many splits are on their way at a time. More save no time, and their code takes longer to fetch.
+#define MERGE_BATCH(D) ((D) <= 512 ? 4 : 2)
 
 // Rows of every n_simdgroups-th split from `first` on; beyond the last split, its row again.
 template <int D>

@@ -13,12 +13,12 @@ import subprocess
 import sys
 
 
-def registers(kernel, constants):
-    """A limit where the compiler would use a few registers more than lets another threadgroup run beside the others."""
+def registers(family, head_dim, constants):
+    """A limit where the compiler would use more registers than lets another threadgroup run beside the others."""
     columns = constants.split("_")[6]
-    if kernel not in ("attend_d32", "attend_d64", "attend_d128") or int(columns) > 4:
+    if family != "attend" or int(head_dim) > 512 or int(columns) > 4:
         return []
-    return ["-maxrregcount=" + ("128" if int(columns) <= 2 else "168")]
+    return ["-maxrregcount=" + ("128" if int(columns) <= 2 and int(head_dim) <= 256 else "168")]
 
 
 def compile_pipeline(name, sources, output, nvcc):
@@ -32,7 +32,7 @@ def compile_pipeline(name, sources, output, nvcc):
     with open(pipeline, "w", encoding="utf-8") as f:
         f.write("#define SIMT_CONSTANTS " + constants.replace("x", "-1").replace("_", ", ") + "\n")
         f.write(f"#define SIMT_HEAD_DIM {head_dim}\n" if head_dim else "")
-    command = nvcc + registers(kernel, constants)
+    command = nvcc + registers(family, head_dim, constants)
     result = subprocess.run(command + ["-include", pipeline, "-cubin", os.path.join(sources, family + ".metal.cu"), "-o", cubin],
                             capture_output=True, text=True, check=False)
     os.remove(pipeline)

@@ -88,10 +88,6 @@ def main():
     shapes = sorted({tuple(int(x) for x in m.groups()) for m in map(pattern.match, times) if m})
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     print(f"torch {torch.__version__} {torch.cuda.get_device_name()}")
-    source = torch.ones(1 << 30, device="cuda")
-    target = torch.empty_like(source)
-    print(f"limit torch_copy {8 * source.numel() / time_calls([lambda: target.copy_(source)] * 8) * 1e6:.4g} bytes/s")
-    del source, target
     for head_dim, group, n_queries, positions in shapes:
         best = best_time(head_dim, group, n_queries, positions, torch.float16, backends)
         suffix = f"d{head_dim}/g{group}/q{n_queries}/{positions}"
