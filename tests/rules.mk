@@ -8,7 +8,7 @@ TEST_FLAGS := -D_POSIX_C_SOURCE=200809L $(WARNINGS) -I. $(CPPFLAGS)
 
 # The parts that must not depend on the compiler, and those quick enough for an emulator.
 EXACT_CASES := golden tables codec/
-EMULATED_CASES := golden tables codec/ snapshot attend/pair attend/ring attend/group defect
+EMULATED_CASES := golden tables codec/ snapshot attend/exact attend/pair attend/ring attend/group defect
 
 # $(1) name, $(2) compiler, $(3) flags, $(4) what runs the program, $(5) parts of case names; empty for all
 define runner_variant

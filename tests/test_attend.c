@@ -212,6 +212,83 @@ static void check_partial_parts(const void *parameters)
     attend_tear_down(&problem);
 }
 
+/* ---- One position, exactly ---- */
+
+typedef struct exact_row {
+    tqkv_format format;
+    int head_dim, group;
+} exact_row;
+
+/* One position of one head, attended to by a query of each head, in the basis of the codes. */
+static void open_position(const exact_row *row, tqkv_store *s, tqkv_attention *a)
+{
+    memset(s, 0, sizeof *s);
+    memset(a, 0, sizeof *a);
+    s->format = row->format;
+    s->head_dim = row->head_dim;
+    s->n_kv_heads = s->capacity = 1;
+    s->codes_size = reference_row_bytes(row->format, row->head_dim);
+    s->norms_size = (size_t)reference_norms_per_row(row->format, row->head_dim) * sizeof(float);
+    s->codes = test_alloc(s->codes_size);
+    s->norms = (float *)test_alloc(s->norms_size);
+    a->keys = a->values = s;
+    a->n_heads = row->group;
+    a->end = 1;
+    a->scale = 1.0f;
+    a->query_basis = a->output_basis = TQKV_ROTATED;
+}
+
+/* Any bytes are codes; the norms differ by block. */
+static void fill_position(tqkv_store *s, data_random *random)
+{
+    uint8_t *codes = (uint8_t *)s->codes;
+    for (size_t i = 0; i < s->codes_size; i++) codes[i] = (uint8_t)data_bits(random);
+    for (size_t i = 0; i < s->norms_size / sizeof(float); i++) s->norms[i] = 0.7f + (float)data_below(random, 1000);
+}
+
+/* A query of a single 1 has as its score the element of the key that it meets, and a single value has the weight 1: what
+   comes out is what decoding gives, to the last bit, however codes are looked up and in whatever order. Decoding is
+   portable C. */
+static void check_exact(const void *parameters)
+{
+    const exact_row *row = (const exact_row *)parameters;
+    const int d = row->head_dim, group = row->group;
+    const size_t size = sizeof(float) * (size_t)(group * d);
+    data_random random = {(uint64_t)(d + group)};
+    tqkv_store store;
+    tqkv_attention attention;
+    open_position(row, &store, &attention);
+    float *q = (float *)test_alloc(size), *out = (float *)test_alloc(size), *decoded = (float *)test_alloc(size);
+    for (int first = 0; first < d; first += group) {
+        float max[8], sum[8];
+        fill_position(&store, &random);
+        CHECK_RESULT(tqkv_decode(&store, 0, 1, TQKV_ROTATED, decoded), TQKV_OK);
+        memset(q, 0, size);
+        for (int g = 0; g < group; g++) q[g * d + (first + g) % d] = 1.0f;
+        CHECK_RESULT(tqkv_attend_partial(&attention, q, 0, 1, out, max, sum), TQKV_OK);
+        for (int g = 0; g < group; g++) {
+            CHECK(max[g] == decoded[(first + g) % d], "element %d of the key", (first + g) % d);
+            for (int i = 0; i < d; i++) CHECK(out[g * d + i] == decoded[i], "element %d of the value", i);
+        }
+    }
+    free(store.codes);
+    free(store.norms);
+    free(q);
+    free(out);
+    free(decoded);
+}
+
+static void add_exact(void)
+{
+    for (int f = 0; f < 8; f++)
+        for (int i = 0; i < 6 * 5; i++) {
+            const exact_row row = {test_formats[f], test_head_dims[i % 6], 1 + i / 6};
+            if (row.format == TQKV_F16) continue; /* any bytes may be NaN */
+            test_add(check_exact, &row, sizeof row, "attend/exact/%s/%d/%d", tqkv_format_name(row.format), row.head_dim,
+                     row.group);
+        }
+}
+
 /* ---- Every pair of formats, with everything else varied along ---- */
 
 static void add_pair(int index)
@@ -266,6 +343,7 @@ void test_attend_cases(void)
     for (int i = 0; i < 64; i++) add_pair(i);
     add_query_counts();
     add_groups();
+    add_exact();
     for (int d = 0; d < 6; d++)
         test_add(check_partial_parts, &test_head_dims[d], sizeof(int), "attend/partial_parts/%d", test_head_dims[d]);
 }
