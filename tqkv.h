@@ -833,6 +833,26 @@ TQKV__TARGET static inline TQKV__VECTOR TQKV__(tanh)(TQKV__VECTOR x)
     return TQKV__(copysign)(TQKV__(div)(TQKV__(abs)(m), TQKV__(add)(TQKV__(set1)(2.0f), m)), x);
 }
 
+/* Turns a row's scores into weights, which are 0 outside its span; returns their sum. x: [TQKV__TILE] */
+TQKV__TARGET static inline float TQKV__(weigh)(float *x, tqkv__span span, float max)
+{
+    const TQKV__VECTOR peak = TQKV__(set1)(max);
+    TQKV__VECTOR total = TQKV__(set1)(0.0f);
+    TQKV__UNROLL
+    for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) {
+        const TQKV__VECTOR weight = TQKV__(exp)(TQKV__(sub)(TQKV__(load)(x + j), peak));
+        TQKV__(store)(x + j, weight);
+        total = TQKV__(add)(total, weight);
+    }
+    if (span.from > 0 || span.to < TQKV__TILE) {
+        for (int j = 0; j < span.from; j++) x[j] = 0.0f;
+        for (int j = span.to; j < TQKV__TILE; j++) x[j] = 0.0f;
+        total = TQKV__(set1)(0.0f);
+        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) total = TQKV__(add)(total, TQKV__(load)(x + j));
+    }
+    return TQKV__(sum_lanes)(total);
+}
+
 /* In three passes over the rows, each of them free of a dependency from one row to the next. */
 TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, int n_rows,
                                               float *scores, float *max, float *sum, float *out)
@@ -861,24 +881,7 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
             TQKV__(store)(sums + d, TQKV__(mul)(TQKV__(load)(sums + d), factor));
         sum[row] *= TQKV__(first_lane)(factor);
     }
-    for (int row = 0; row < n_rows; row++) {
-        float *x = scores + row * TQKV__TILE;
-        const TQKV__VECTOR peak = TQKV__(set1)(max[row]);
-        TQKV__VECTOR total = TQKV__(set1)(0.0f);
-        TQKV__UNROLL
-        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) {
-            const TQKV__VECTOR weight = TQKV__(exp)(TQKV__(sub)(TQKV__(load)(x + j), peak));
-            TQKV__(store)(x + j, weight);
-            total = TQKV__(add)(total, weight);
-        }
-        if (spans[row].from > 0 || spans[row].to < TQKV__TILE) {
-            for (int j = 0; j < spans[row].from; j++) x[j] = 0.0f;
-            for (int j = spans[row].to; j < TQKV__TILE; j++) x[j] = 0.0f;
-            total = TQKV__(set1)(0.0f);
-            for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) total = TQKV__(add)(total, TQKV__(load)(x + j));
-        }
-        sum[row] += TQKV__(sum_lanes)(total);
-    }
+    for (int row = 0; row < n_rows; row++) sum[row] += TQKV__(weigh)(scores + row * TQKV__TILE, spans[row], max[row]);
 }
 
 /* What the codes of a tile are multiplied by, per block and position. factors: [n_blocks][TQKV__TILE], zero beyond n */
@@ -927,7 +930,7 @@ static TQKV__INLINE bool TQKV__(in_nibbles)(const tqkv_format format)
 
 static TQKV__INLINE int TQKV__(code_bits)(const tqkv_format format)
 {
-    return format == TQKV_TQ4 ? 4 : format == TQKV_TQ5 || format == TQKV_TQ5_BYTES ? 5 : 6;
+    return format == TQKV_TQ4 ? 4 : format == TQKV_TQ8 ? 8 : format == TQKV_TQ5 || format == TQKV_TQ5_BYTES ? 5 : 6;
 }
 
 /* Vectors in a run; of nibbles where a row is shorter, half of them. */
@@ -968,7 +971,7 @@ static TQKV__INLINE size_t TQKV__(stride)(const tqkv_format format, const TQKV__
 TQKV__TARGET static TQKV__INLINE void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream *s,
                                                             TQKV__VECTOR *table)
 {
-    if (TQKV__(looked_up)(format)) TQKV__(load_table)(TQKV__(code_bits)(format), s, table);
+    if (TQKV__(looked_up)(format)) TQKV__(load_table)(TQKV__(code_bits)(format), TQKV__(in_nibbles)(format), s, table);
 }
 
 /* Vector k of the run at p, its upper bits at `upper`. Nibbles come in the order of tqkv__to_decoded, the rest in their
@@ -998,7 +1001,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(values)(const tqkv_format format, c
 TQKV__TARGET static TQKV__INLINE void TQKV__(decode)(const tqkv_format format, const int per_lane,
                                                      const TQKV__(block) * block, int n, float *x)
 {
-    TQKV__VECTOR table[64 / TQKV__LANES];
+    TQKV__VECTOR table[8];
     TQKV__(load_codebook)(format, block->stream, table);
     for (int j = 0; j < n; j++, x += TQKV__X_STRIDE) {
         const uint8_t *p = block->codes + (size_t)j * block->stride, *upper = p + block->upper;
@@ -1016,7 +1019,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(decode)(const tqkv_format format, c
 /* Are the vectors of a run decoded together? They share work, which a compiler sees when nothing comes between them. */
 static TQKV__INLINE bool TQKV__(together)(const tqkv_format format)
 {
-    return TQKV__RUN_TOGETHER && TQKV__(looked_up)(format);
+    return TQKV__(looked_up)(format) && (TQKV__RUN_TOGETHER || !TQKV__(in_nibbles)(format));
 }
 
 /* Makes the compiler read a table again each time. With 16 registers something has to be in memory, and better a table
@@ -1062,6 +1065,19 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(multiply)(const tqkv_format format,
     }
 }
 
+/* A vector of scores of each row, (+)= factors * what the fours add up to. */
+TQKV__TARGET static TQKV__INLINE void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, int first,
+                                                           float (*fours)[TQKV__LANES * TQKV__LANES / 4])
+{
+    const TQKV__VECTOR factors = TQKV__(load)(block->factors + first);
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) {
+        float *to = block->results + r * block->result_stride + first;
+        const TQKV__VECTOR before = block->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
+        TQKV__(store)(to, TQKV__(fma)(TQKV__(sum_across)(fours[r]), factors, before));
+    }
+}
+
 /* scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time: each is decoded once for all rows, and four
    sums of lanes cost little more than one. Writes whole vectors. */
 TQKV__TARGET static TQKV__INLINE void TQKV__(score)(const tqkv_format format, const int per_lane, const int rows,
@@ -1073,7 +1089,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(score)(const tqkv_format format, co
     const size_t stride = TQKV__(stride)(format, block), ahead = TQKV__TILE * stride,
                  row_stride = (size_t)block->row_stride;
     const uint8_t *codes = block->codes;
-    TQKV__VECTOR table[64 / TQKV__LANES];
+    TQKV__VECTOR table[8];
     TQKV__(load_codebook)(format, block->stream, table);
     for (int first = 0; first < n; first += TQKV__LANES) {
         for (int i = 0; i < TQKV__LANES; i += 4) {
@@ -1102,13 +1118,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(score)(const tqkv_format format, co
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) TQKV__(store)(fours[r] + i / 4 * TQKV__LANES, TQKV__(sum_fours)(sums[r]));
         }
-        const TQKV__VECTOR factors = TQKV__(load)(block->factors + first);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            float *to = block->results + r * block->result_stride + first;
-            const TQKV__VECTOR before = block->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
-            TQKV__(store)(to, TQKV__(fma)(TQKV__(sum_across)(fours[r]), factors, before));
-        }
+        TQKV__(store_scores)(rows, block, first, fours);
     }
 }
 
@@ -1150,7 +1160,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate)(const tqkv_format forma
     const size_t stride = TQKV__(stride)(format, block), ahead = TQKV__TILE * stride;
     const float *weights = block->rows;
     float *out = block->results;
-    TQKV__VECTOR table[64 / TQKV__LANES];
+    TQKV__VECTOR table[8];
     TQKV__(load_codebook)(format, block->stream, table);
     for (int run = 0; run * TQKV__LANES * per_lane < block->dim; run++) {
         TQKV__UNROLL
@@ -1201,8 +1211,20 @@ TQKV__LOOPS(tq5, TQKV_TQ5, true)
 TQKV__LOOPS(tq6, TQKV_TQ6, true)
 TQKV__LOOPS(i8, TQKV_I8, true)
 TQKV__LOOPS(f16, TQKV_F16, true)
+#if TQKV__LANES > 8 /* enough registers for TQ8's table beside the sums; AVX2 and NEON decode codes in bytes first */
+TQKV__LOOPS(tq8, TQKV_TQ8, true)
+TQKV__LOOPS(tq5_bytes, TQKV_TQ5_BYTES, true)
+TQKV__LOOPS(tq6_bytes, TQKV_TQ6_BYTES, true)
+#define TQKV__BYTES(name) TQKV__NAMES(name)
+#else
+TQKV__TARGET static void TQKV__(decode_tq8)(const TQKV__(block) * block, int n, float *x)
+{
+    TQKV__(load_tq8)(block->stream, block->codes, block->stride, n, block->dim, x, TQKV__X_STRIDE);
+}
 TQKV__DECODE(tq5_bytes, TQKV_TQ5_BYTES, true)
 TQKV__DECODE(tq6_bytes, TQKV_TQ6_BYTES, true)
+#define TQKV__BYTES(name) TQKV__(decode_##name), NULL, NULL
+#endif
 TQKV__ROW_LOOP(score, floats, TQKV_FORMAT_DEFAULT, true, TQKV__DECODED_SCORE_ROWS)
 TQKV__ROW_LOOP(accumulate, floats, TQKV_FORMAT_DEFAULT, true, TQKV__ROWS)
 #if TQKV__LANES * TQKV__NIBBLE_RUN > 32 /* the shortest rows are half a run of nibbles */
@@ -1214,28 +1236,24 @@ TQKV__LOOPS(tq6_narrow, TQKV_TQ6, false)
 #define TQKV__NARROW(name) TQKV__NAMES(name)
 #endif
 
-TQKV__TARGET static void TQKV__(decode_tq8_rows)(const TQKV__(block) * block, int n, float *x)
-{
-    TQKV__(decode_tq8)(block->stream, block->codes, block->stride, n, block->dim, x, TQKV__X_STRIDE);
-}
-
-/* By tqkv_format, and by whether a row is at least a run of nibbles. TQ8's table, and those of formats that are there
-   for old caches, are not looked up in the loops: without loops of its own a format is decoded first. */
+/* By tqkv_format, and by whether a row is at least a run of nibbles. Without loops of its own a format is decoded first.
+ */
 static const TQKV__(loops) TQKV__(loops_by_format)[][2] = {
     {{NULL, TQKV__(score_floats), TQKV__(accumulate_floats)}, {NULL, TQKV__(score_floats), TQKV__(accumulate_floats)}},
     {{TQKV__NAMES(f16)}, {TQKV__NAMES(f16)}},
     {{TQKV__NARROW(tq4)}, {TQKV__NAMES(tq4)}},
     {{TQKV__NARROW(tq5)}, {TQKV__NAMES(tq5)}},
     {{TQKV__NARROW(tq6)}, {TQKV__NAMES(tq6)}},
-    {{TQKV__(decode_tq8_rows), NULL, NULL}, {TQKV__(decode_tq8_rows), NULL, NULL}},
-    {{TQKV__(decode_tq5_bytes), NULL, NULL}, {TQKV__(decode_tq5_bytes), NULL, NULL}},
-    {{TQKV__(decode_tq6_bytes), NULL, NULL}, {TQKV__(decode_tq6_bytes), NULL, NULL}},
+    {{TQKV__BYTES(tq8)}, {TQKV__BYTES(tq8)}},
+    {{TQKV__BYTES(tq5_bytes)}, {TQKV__BYTES(tq5_bytes)}},
+    {{TQKV__BYTES(tq6_bytes)}, {TQKV__BYTES(tq6_bytes)}},
     {{TQKV__NAMES(i8)}, {TQKV__NAMES(i8)}}};
 #undef TQKV__DECODE
 #undef TQKV__ROW_LOOP
 #undef TQKV__LOOPS
 #undef TQKV__NAMES
 #undef TQKV__NARROW
+#undef TQKV__BYTES
 
 /* All rows of a block, at most `most` at a time. */
 static void TQKV__(run_rows)(TQKV__(block) * block, int n_rows, int most, void (*loop)(const TQKV__(block) *, int rows))
@@ -1285,7 +1303,7 @@ TQKV__TARGET static void TQKV__(run)(TQKV__(block) * block, int n_rows, bool key
 {
     const tqkv_format format = block->stream->format;
     const TQKV__(loops) *loops = &TQKV__(loops_by_format)[format][block->dim >= TQKV__NIBBLE_RUN * TQKV__LANES];
-    const bool any = !keys && TQKV__LANES == 16 && format != TQKV_TQ6;
+    const bool any = !keys && TQKV__LANES == 16 && format != TQKV_TQ6 && !TQKV__(together)(format);
     const int most = TQKV__(looked_up)(format) && (keys || format != TQKV_TQ4) ? TQKV__SCORE_ROWS : 4;
     if (!loops->score || (n_rows > most && !any))
         TQKV__(run_decoded)(block, n_rows, keys);
@@ -2565,13 +2583,14 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     return tqkv__sinks_valid(r->sinks, r->n_heads) ? TQKV_OK : TQKV_NOT_FINITE;
 }
 
-/* Codebooks are symmetric: centroid n - 1 - c is centroid c with the other sign. Beyond 16 centroids, where tables cost
-   most, look-ups need the lower half alone: of a code c of the upper half they take ~c, and flip the sign. */
+/* The bytes of the centroids, again and again where they are few, of TQ8 those of the lower half: codebooks are symmetric,
+   centroid n - 1 - c is centroid c with the other sign, so that look-ups can do with half a table: of a code c of the
+   upper half they take ~c, and flip the sign. */
 static void tqkv__fill_planes(tqkv__stream *s)
 {
-    const int bits = s->info->codebook ? s->info->code_bits : 0, n = bits == 4 ? 16 : bits ? 1 << (bits - 1) : 0;
-    for (int i = 0; i < n; i++)
-        for (int p = 0; p < 4; p++) s->planes[p][i] = (uint8_t)(tqkv__bits(s->info->codebook[i]) >> (8 * p));
+    for (int i = 0; s->info->codebook && i < 128; i++)
+        for (int p = 0; p < 4; p++)
+            s->planes[p][i] = (uint8_t)(tqkv__bits(s->info->codebook[i % (1 << s->info->code_bits)]) >> (8 * p));
 }
 
 /* Finds the resident range, after tqkv__attention_shape. */
@@ -2781,9 +2800,16 @@ TQKV__TARGET static TQKV__INLINE __m512 tqkv__lookup_avx512(const int bits, cons
     return _mm512_mask_blend_ps(_mm512_test_epi32_mask(codes, _mm512_set1_epi32(0x20)), lower,
                                 _mm512_permutex2var_ps(table[2], codes, table[3]));
 }
-TQKV__TARGET static TQKV__INLINE void tqkv__load_table_avx512(const int bits, const tqkv__stream *s, __m512 *table)
+/* Of codes in bytes the bytes of the centroids are looked up: a register for each, of TQ8, of which symmetry leaves 128
+   centroids, two. */
+TQKV__TARGET static TQKV__INLINE void tqkv__load_table_avx512(const int bits, const bool nibbles, const tqkv__stream *s,
+                                                              __m512 *table)
 {
-    for (int i = 0; i < 1 << (bits - 4); i++) table[i] = _mm512_loadu_ps(s->info->codebook + 16 * i);
+    for (int i = 0; nibbles && i < 1 << (bits - 4); i++) table[i] = _mm512_loadu_ps(s->info->codebook + 16 * i);
+    for (int p = 0; !nibbles && p < 4; p++) {
+        table[p] = _mm512_loadu_ps((const void *)s->planes[p]);
+        if (bits == 8) table[4 + p] = _mm512_loadu_ps((const void *)(s->planes[p] + 64));
+    }
 }
 TQKV__TARGET static TQKV__INLINE __m512 tqkv__look_up_nibbles_avx512(const int bits, const int per_lane, const int k,
                                                                      const __m512 *table, const uint8_t *p,
@@ -2793,10 +2819,26 @@ TQKV__TARGET static TQKV__INLINE __m512 tqkv__look_up_nibbles_avx512(const int b
     const __m512i high = bits > 4 ? tqkv__load_upper_avx512(bits, per_lane, upper) : low;
     return tqkv__lookup_avx512(bits, table, tqkv__pick_avx512(bits, low, k, high, k * (bits - 4)));
 }
+/* The bytes of 64 centroids, then put together. TQ8's table is of the lower half: of a code c of the upper half it takes ~c
+   and flips the sign. */
 TQKV__TARGET static TQKV__INLINE __m512 tqkv__look_up_bytes_avx512(const int bits, const int k, const __m512 *table,
                                                                    const uint8_t *p)
 {
-    return tqkv__lookup_avx512(bits, table, _mm512_cvtepu8_epi32(tqkv__load_128(p + 16 * k)));
+    /* dword 4i + j goes to dword i of the 128-bit lane j: interleaving twice then leaves codes 16k to 16k + 15 in the
+       k-th vector */
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    __m512i codes = _mm512_permutexvar_epi32(order, _mm512_loadu_si512((const void *)p)), bytes[4];
+    const __mmask64 upper = _mm512_movepi8_mask(codes);
+    if (bits == 8) codes = _mm512_mask_sub_epi8(codes, upper, _mm512_set1_epi8(-1), codes);
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        const __m512i first = _mm512_castps_si512(table[i]), second = _mm512_castps_si512(table[bits == 8 ? 4 + i : i]);
+        bytes[i] = bits == 8 ? _mm512_permutex2var_epi8(first, codes, second) : _mm512_permutexvar_epi8(codes, first);
+    }
+    if (bits == 8) bytes[3] = _mm512_mask_add_epi8(bytes[3], upper, bytes[3], _mm512_set1_epi8(-128));
+    const __m512i low = k < 2 ? _mm512_unpacklo_epi8(bytes[0], bytes[1]) : _mm512_unpackhi_epi8(bytes[0], bytes[1]);
+    const __m512i high = k < 2 ? _mm512_unpacklo_epi8(bytes[2], bytes[3]) : _mm512_unpackhi_epi8(bytes[2], bytes[3]);
+    return _mm512_castsi512_ps(k % 2 ? _mm512_unpackhi_epi16(low, high) : _mm512_unpacklo_epi16(low, high));
 }
 TQKV__TARGET static inline __m512 tqkv__load_i8_avx512(const uint8_t *p)
 {
@@ -2822,38 +2864,6 @@ TQKV__TARGET static inline __m512 tqkv__sum_across_avx512(const float *x)
     const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
     const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
     return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-}
-
-/* 256 centroids are too many for permutes of floats, so the bytes of the floats are looked up: the codebook's symmetry
-   leaves 128 magnitudes, and one byte of each is a table of two registers (s->planes). */
-TQKV__TARGET static void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, size_t stride, int n,
-                                                 int dim, float *x, int x_stride)
-{
-    /* dword 4i + j goes to dword i of the 128-bit lane j: interleaving twice then leaves codes 16i to 16i + 15 in the
-       i-th register */
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    __m512i first[4], second[4], bytes[4];
-    for (int p = 0; p < 4; p++) {
-        first[p] = _mm512_loadu_si512((const void *)s->planes[p]);
-        second[p] = _mm512_loadu_si512((const void *)(s->planes[p] + 64));
-    }
-    for (int j = 0; j < n; j++, codes += stride, x += x_stride)
-        for (int d = 0; d < dim; d += 64) {
-            const __m512i code = _mm512_permutexvar_epi32(order, _mm512_loadu_si512((const void *)(codes + d)));
-            const __mmask64 positive = _mm512_movepi8_mask(code);
-            const __m512i lower = _mm512_mask_sub_epi8(code, positive, _mm512_set1_epi8(-1), code); /* ~code */
-            TQKV__UNROLL
-            for (int p = 0; p < 4; p++) bytes[p] = _mm512_permutex2var_epi8(first[p], lower, second[p]);
-            bytes[3] = _mm512_mask_add_epi8(bytes[3], positive, bytes[3], _mm512_set1_epi8(-128)); /* the sign */
-            const __m512i low01 = _mm512_unpacklo_epi8(bytes[0], bytes[1]),
-                          high01 = _mm512_unpackhi_epi8(bytes[0], bytes[1]);
-            const __m512i low23 = _mm512_unpacklo_epi8(bytes[2], bytes[3]),
-                          high23 = _mm512_unpackhi_epi8(bytes[2], bytes[3]);
-            _mm512_storeu_si512((void *)(x + d), _mm512_unpacklo_epi16(low01, low23));
-            _mm512_storeu_si512((void *)(x + d + 16), _mm512_unpackhi_epi16(low01, low23));
-            _mm512_storeu_si512((void *)(x + d + 32), _mm512_unpacklo_epi16(high01, high23));
-            _mm512_storeu_si512((void *)(x + d + 48), _mm512_unpackhi_epi16(high01, high23));
-        }
 }
 
 /* Encoding. An empty asm keeps a product from being fused with a following sum, as in tqkv__rounded. */
@@ -3144,8 +3154,10 @@ TQKV__TARGET static TQKV__INLINE __m256 tqkv__look_up_avx2(const int bits, const
     const __m256i high = k < 2 ? _mm256_unpacklo_epi8(bytes[2], bytes[3]) : _mm256_unpackhi_epi8(bytes[2], bytes[3]);
     return _mm256_castsi256_ps(k % 2 ? _mm256_unpackhi_epi16(low, high) : _mm256_unpacklo_epi16(low, high));
 }
-TQKV__TARGET static TQKV__INLINE void tqkv__load_table_avx2(const int bits, const tqkv__stream *s, __m256 *table)
+TQKV__TARGET static TQKV__INLINE void tqkv__load_table_avx2(const int bits, const bool nibbles, const tqkv__stream *s,
+                                                            __m256 *table)
 {
+    (void)nibbles; /* the bytes of centroids, always */
     for (int p = 0; p < 4; p++) {
         const __m128i first = tqkv__load_128(s->planes[p]), second = tqkv__load_128(s->planes[p] + 16);
         table[p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(first));
@@ -3202,8 +3214,8 @@ TQKV__TARGET static inline __m256 tqkv__load_f16_avx2(const uint8_t *p) { return
 /* n rows of TQ8. x: [n][x_stride]. Codes come eight at a time, centroids one by one, four to a store: 1.5 times as fast as
    storing each, and faster than shuffles of bytes, of which 128 centroids take 32 for 32 codes. Gathers are slower on
    most processors. */
-TQKV__TARGET static void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *codes, size_t stride, int n,
-                                               int dim, float *x, int x_stride)
+TQKV__TARGET static void tqkv__load_tq8_avx2(const tqkv__stream *s, const uint8_t *codes, size_t stride, int n, int dim,
+                                             float *x, int x_stride)
 {
     const float *codebook = s->info->codebook;
     for (int j = 0; j < n; j++, codes += stride, x += x_stride)
@@ -3442,8 +3454,10 @@ static TQKV__INLINE float32x4_t tqkv__look_up_neon(const int bits, const int k, 
     const uint16x8_t high = vreinterpretq_u16_u8(k < 2 ? vzip1q_u8(bytes[2], bytes[3]) : vzip2q_u8(bytes[2], bytes[3]));
     return vreinterpretq_f32_u16(k % 2 ? vzip2q_u16(low, high) : vzip1q_u16(low, high));
 }
-static TQKV__INLINE void tqkv__load_table_neon(const int bits, const tqkv__stream *s, float32x4_t *table)
+static TQKV__INLINE void tqkv__load_table_neon(const int bits, const bool nibbles, const tqkv__stream *s,
+                                               float32x4_t *table)
 {
+    (void)nibbles; /* the bytes of centroids, always */
     for (int i = 0; i < (bits == 6 ? 8 : 4); i++)
         table[i] = vreinterpretq_f32_u8(vld1q_u8(s->planes[i % 4] + 16 * (i / 4)));
 }
@@ -3495,8 +3509,8 @@ static inline float32x4_t tqkv__load_f16_neon(const uint8_t *p)
 }
 
 /* Centroids are loaded one by one, but codes come and centroids go several at a time. */
-static void tqkv__decode_tq8_neon(const tqkv__stream *s, const uint8_t *codes, size_t stride, int n, int dim, float *x,
-                                  int x_stride)
+static void tqkv__load_tq8_neon(const tqkv__stream *s, const uint8_t *codes, size_t stride, int n, int dim, float *x,
+                                int x_stride)
 {
     const float *codebook = s->info->codebook;
     for (int j = 0; j < n; j++, codes += stride, x += x_stride)
@@ -3572,7 +3586,7 @@ static TQKV__INLINE uint32x4_t tqkv__below_neon(const int bits, const uint32x4_t
     TQKV__UNROLL
     for (int i = 0; i < 4; i++) t.val[i] = vreinterpretq_u8_u32(below[i < 1 << (bits - 4) ? i : 0]);
     const uint8x16x2_t half = {{t.val[0], t.val[1]}};
-    return vreinterpretq_u32_u8(bits == 4 ? vqtbl1q_u8(t.val[0], index)
+    return vreinterpretq_u32_u8(bits == 4   ? vqtbl1q_u8(t.val[0], index)
                                 : bits == 5 ? vqtbl2q_u8(half, index)
                                             : vqtbl4q_u8(t, index));
 }
