@@ -18,14 +18,14 @@ import sys
 BUGS = {
     # What the runner must see by itself.
     "missing_barrier": (
-        "shaders/encode.h", "    simdgroup_barrier(mem_flags::mem_threadgroup);\n", "", "encode", (128,),
+        "shaders/encode.metal", "        threadgroup_barrier(mem_flags::mem_threadgroup); \\\n", "", "encode", (128,),
         "tsan", "encode/tq4/d128/gaussian", "data race"),
     "missing_barrier_by_lane_order": (
-        "shaders/encode.h", "    simdgroup_barrier(mem_flags::mem_threadgroup);\n", "", "encode", (128,),
+        "shaders/encode.metal", "        threadgroup_barrier(mem_flags::mem_threadgroup); \\\n", "", "encode", (128,),
         "plain", "encode/tq4/d128/gaussian", "differs under schedule"),
     "barrier_without_memory": (
-        "shaders/encode.h", "simdgroup_barrier(mem_flags::mem_threadgroup)", "simdgroup_barrier(mem_flags::mem_none)",
-        "encode", (128,), "tsan", "encode/tq4/d128/gaussian", "data race"),
+        "shaders/encode.metal", "threadgroup_barrier(mem_flags::mem_threadgroup)",
+        "threadgroup_barrier(mem_flags::mem_none)", "encode", (128,), "tsan", "encode/tq4/d128/gaussian", "data race"),
     "divergent_simd_operation": (
         "shaders/rotate.h", "simd_shuffle_xor(x[i], ushort(distance))",
         "lane < 16 ? simd_shuffle_xor(x[i], ushort(distance)) : 0.0f", "rotate", (64,), "plain", "rotate/d64",
@@ -38,12 +38,10 @@ BUGS = {
         "shaders/common.h", "row[int(lane) * E + i] = x[i];", "row[int(lane) * E + i + 1] = x[i];", "decode", (64,),
         "asan", "encode/tq4/d64/gaussian", "heap-buffer-overflow"),
     "out_of_bounds_threadgroup_write": (
-        "shaders/encode.h", "staging[int(lane) * E + i] = uchar(code);",
-        "staging[int(lane) * E + i + 1] = uchar(code);", "encode", (128,), "asan", "encode/tq4/d128/gaussian",
-        "heap-buffer-overflow"),
+        "shaders/encode.h", "signs[i] = (tqkv__tables", "signs[i + 1u] = (tqkv__tables", "encode", (128,), "asan",
+        "encode/tq4/d128/gaussian", "heap-buffer-overflow"),
     "uninitialised_threadgroup_memory": (
-        "shaders/codec.h", "(1u << bits) - 1u, table, thread_index", "(1u << bits) - 9u, table, thread_index",
-        "encode", (128,), "plain", "encode/tq4/d128/gaussian", "differs under schedule"),
+        "shaders/codec.h", "i = thread_index; i <= n;", "i = thread_index; i < n - 6u;", "encode", (128,), "plain", "encode/tq4/d128/gaussian", "differs under schedule"),
     "misaligned_load": (
         "shaders/codec.h", "n % 4 == 0 && alignment % 16u == 0", "n % 4 == 0", "attend", (32,), "asan",
         "attend/head_dim/d32/tq5", "misaligned address"),
@@ -51,18 +49,17 @@ BUGS = {
         "shaders/attend.h", "(ulong(group.z) * ulong(args.n_queries) + ulong(row.query))", "ulong(row.query)", "attend",
         (128,), "tsan", "attend/shape/group3_queries1_columns2_simdgroups2_splits2", "data race"),
     "wrong_address_space": (
-        "shaders/codec.h", "inline uint quantise(float v, uint bits, threadgroup const float *boundaries)",
-        "inline uint quantise(float v, uint bits, device const float *boundaries)", "encode", (128,), "type", "",
+        "shaders/codec.h", "inline uint quantise(float v, uint bits, threadgroup uint2 *cells)",
+        "inline uint quantise(float v, uint bits, device uint2 *cells)", "encode", (128,), "type", "",
         "no matching function for call to 'quantise'"),
     "write_to_constant": (
-        "shaders/encode.metal", "load_boundaries(", "args.n_tokens = 1; load_boundaries(", "encode", (128,), "type", "",
+        "shaders/encode.metal", "load_cells(", "args.n_tokens = 1; load_cells(", "encode", (128,), "type", "",
         "const-qualified"),
     "stale_table": (
         "tqkv.h", "-2.0690172f", "-2.0690173f", "tables", (), "plain", "tables", "stale table: codebook_4"),
     # Defects of earlier systems.
     "norms_of_both_blocks": (
-        "shaders/encode.h", "const int lanes = D < 512 ? 32 : 256 / TQKV_LANE_VALUES(D);", "const int lanes = 32;",
-        "encode", (512, 1024), "plain", "defect/block_norms_of_d512", "norms of tq5 d512"),
+        "shaders/encode.h", "((D) < 512 ? (D) : 256)", "(D)", "encode", (512, 1024), "plain", "defect/block_norms_of_d512", "norms of tq5 d512"),
     "no_barrier_before_values": (
         "shaders/attend.h",
         "        simdgroup_barrier(mem_flags::mem_threadgroup);\n        add_values", "        add_values", "attend",
@@ -71,6 +68,9 @@ BUGS = {
     "no_barrier_before_next_tile": (
         "shaders/attend.h", "        simdgroup_barrier(mem_flags::mem_threadgroup); // before", "        // before",
         "attend", (64,), "tsan", "defect/barrier_before_next_tile", "data race"),
+    "merge_without_barrier": (
+        "shaders/merge.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if", "    if", "attend_merge",
+        (128,), "tsan", "attend/shape/group2_queries1_columns2_simdgroups4_splits3", "data race"),
     "state_overwritten": (
         "shaders/attend.h", "state[(simdgroup * uint(C) + uint(c)) * 2u] = maximum[c];",
         "state[uint(c) * 2u] = maximum[c];", "attend", (64,), "tsan", "defect/state_of_four_simdgroups", "data race"),
@@ -78,7 +78,7 @@ BUGS = {
         "shaders/attend.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    FOR_COLUMNS(c)",
         "    FOR_COLUMNS(c)", "attend", (64,), "tsan", "defect/state_of_four_simdgroups", "data race"),
     "softcap_not_applied": (
-        "shaders/attend.h", "return softcap ?", "return false ?", "attend", (64,), "plain", "defect/softcap_applied",
+        "shaders/attend.h", "if (!softcap) return", "return", "attend", (64,), "plain", "defect/softcap_applied",
         "relative error"),
     "only_the_first_query": (
         "shaders/attend.h", "many_queries ? int(row / uint(args.group)) : 0", "0", "attend", (64,), "plain",
@@ -88,15 +88,15 @@ BUGS = {
         "attend",
         (64,), "plain", "attend/resident/ring_wraps_inside_tile", "relative error"),
     "finite_mask": (
-        "shaders/attend.h", "capped(args, score[c]) : -INFINITY", "capped(args, score[c]) : -65504.0f", "attend", (64,),
+        "shaders/attend.h", "score[c], factor) : -INFINITY", "score[c], factor) : -9.0f", "attend", (64,),
         "plain", "defect/nan_in_unused_slots", "relative error"),
     "weight_zero_times_nan": (
-        "shaders/attend.h", "if ((W == 16 || block != uint(D)) && weight == 0.0f) continue;", "", "attend", (64,),
+        "shaders/attend.h", "if ((W == 16 || !one_norm) && weight[c] == 0.0f) continue;", "", "attend", (64,),
         "plain",
         "defect/nan_in_unused_slots", "relative error"),
     "offset_of_32_bits": (
-        "shaders/attend.h", "values.codes + ulong(slot) * ulong(row_bytes<D>(value_format))",
-        "values.codes + slot * row_bytes<D>(value_format)", "attend", (1024,), "plain", "defect/offsets_beyond_4_gib",
+        "shaders/attend.h", "values.codes + ulong(base) * ulong(bytes) + row * bytes",
+        "values.codes + base * bytes + row * bytes", "attend", (1024,), "plain", "defect/offsets_beyond_4_gib",
         "relative error"),
     "wrong_last_tile": (
         "shaders/attend.h", "result.base + row >= start &&", "", "attend", (64,), "plain", "attend/resident/",
