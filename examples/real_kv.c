@@ -216,7 +216,7 @@ static void print_codebook(void)
  * rotated, unrotated), TQ4's centroids, TQ8's last boundary. */
 static void print_histogram(const capture *all)
 {
-    enum { BINS = 100 }; /* from -10 to 10; what lies outside goes to the last bin of its side */
+    enum { BINS = 100, MIDDLE = BINS / 2 }; /* from -10 to 10; what lies outside goes to the last bin of its side */
     const captured_layer *layer = &all->layers[0];
     size_t counts[2][BINS] = {{0}}, total = (size_t)(all->n_positions * layer->n_kv_heads * layer->head_dim);
     float *scaled = (float *)allocate(total, sizeof *scaled);
@@ -224,14 +224,14 @@ static void print_histogram(const capture *all)
         tqkv_store store = make_store(layer, all->n_positions, TQKV_TQ8, unrotated != 0);
         check(tqkv_probe(&store, layer->values, all->n_positions, scaled), "probe");
         for (size_t i = 0; i < total; i++) {
-            float place = floorf(scaled[i] * 5.0f) + (float)(BINS / 2);
+            float place = floorf(scaled[i] * 5.0f) + (float)MIDDLE;
             counts[unrotated][place < 0 ? 0 : place >= BINS ? BINS - 1 : (int)place]++;
         }
         free_store(&store);
     }
     for (int bin = 0; bin < BINS; bin++)
-        printf("%.2f %g %g\n", ((double)bin - (double)(BINS / 2) + 0.5) / 5.0,
-               5.0 * (double)counts[0][bin] / (double)total, 5.0 * (double)counts[1][bin] / (double)total);
+        printf("%.2f %g %g\n", ((double)bin - (double)MIDDLE + 0.5) / 5.0, 5.0 * (double)counts[0][bin] / (double)total,
+               5.0 * (double)counts[1][bin] / (double)total);
     puts("\n");
     print_codebook();
     printf("\n\n%g\n", (double)tqkv_last_boundary(TQKV_TQ8));
