@@ -169,13 +169,15 @@ inline void load_codes(uint format, device const uchar *row, uint first, thread 
     if (W == 4 && format == TQKV_TQ6) load_field<2, N>((device const uint *)(row + D / 2), first, alignment, raw.upper);
 }
 
-// A codebook as the lanes hold it. Up to 32 centroids lie one a lane in `own` and are looked up by a shuffle; more lie
-// in threadgroup memory. Constant memory would be the plain way, but it serves one address at a time: lanes that look
-// up different codes would wait for each other, in the innermost loop of attention.
+// A codebook lies in threadgroup memory. Constant memory would be the plain way, but it serves one address at a time:
+// lanes that look up different codes would wait for each other, in the innermost loop of attention. Where a shuffle by
+// any lane number is cheap, up to 32 centroids lie one a lane in `own`, too.
 struct codebook {
     float own;
     threadgroup const float *table;
 };
+
+inline bool is_shuffled(uint bits) { return TQKV_CHEAP_SHUFFLE && bits <= 5u; }
 
 inline void load_codebook(uint format, threadgroup float *table, uint thread_index, uint n_threads)
 {
@@ -193,7 +195,7 @@ inline codebook open_codebook(uint format, threadgroup const float *table, uint 
 {
     codebook book;
     uint bits = codebook_bits(format);
-    book.own = bits == 4 || bits == 5 ? table[lane & ((1u << bits) - 1u)] : 0.0f;
+    book.own = bits != 0 && is_shuffled(bits) ? table[lane & ((1u << bits) - 1u)] : 0.0f;
     book.table = table;
     return book;
 }
@@ -209,12 +211,12 @@ inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thr
     if (W == 16) return float(as_type<half>(ushort((word >> shift) & 0xffffu)));
     if (W == 8 && format == TQKV_I8) return float(int(word << (24u - (shift & 24u))) >> 24);
     uint code = word >> shift;
-    // All 32 lanes hold the 16 centroids of TQ4, twice: the next code's lowest bit may stay in the lane number.
-    if (W == 4 && format == TQKV_TQ4) return simd_shuffle(book.own, TQKV_LANE_NUMBER(code));
     if (W == 4 && format == TQKV_TQ5) code = (code & 15u) | (moved(raw.upper[i / 32], i % 32 - 4) & 16u);
     if (W == 4 && format == TQKV_TQ6) code = (code & 15u) | (moved(raw.upper[i / 16], i % 16 * 2 - 4) & 48u);
     uint bits = codebook_bits(format);
-    return bits <= 5 ? simd_shuffle(book.own, TQKV_LANE_NUMBER(code)) : book.table[code & ((1u << bits) - 1u)];
+    // The lanes hold the 16 centroids of TQ4 twice: the next code's lowest bit may stay in the lane number.
+    if (is_shuffled(bits)) return simd_shuffle(book.own, TQKV_LANE_NUMBER(code));
+    return book.table[code & ((1u << bits) - 1u)];
 }
 
 #endif

@@ -25,6 +25,13 @@ using namespace metal;
 #define TQKV_LANE_NUMBER(x) ushort((x)&31u)
 #endif
 
+// Whether a simd_shuffle whose lane number differs from lane to lane costs no more than a read of threadgroup memory. On
+// Apple's GPUs such a shuffle was measured at 32 cycles, one by a fixed distance at 2 (github.com/philipturner/
+// metal-benchmarks, commit dc2adc6). A shim for hardware with a full crossbar sets it.
+#ifndef TQKV_CHEAP_SHUFFLE
+#define TQKV_CHEAP_SHUFFLE false
+#endif
+
 // How a row of D values lies over lanes: L lanes own C neighbouring values each, and again further on in the row, until
 // it is used up. Lane l of these has the values (j*L + l)*C .. +C-1, for j = 0, 1 .., at x[j*C].
 #define TQKV_PIECES(D, L, C) ((D) / ((L) * (C)))

@@ -23,6 +23,9 @@ BUGS = {
     "missing_barrier_by_lane_order": (
         "shaders/encode.metal", "        threadgroup_barrier(mem_flags::mem_threadgroup); \\\n", "", "encode", (128,),
         "plain", "encode/tq4/d128/gaussian", "differs under schedule"),
+    "codebook_without_barrier": (
+        "shaders/decode.metal", "        threadgroup_barrier(mem_flags::mem_threadgroup); \\\n", "", "decode", (64,),
+        "tsan", "encode/tq4/d64/gaussian", "data race"),
     "barrier_without_memory": (
         "shaders/encode.metal", "threadgroup_barrier(mem_flags::mem_threadgroup)",
         "threadgroup_barrier(mem_flags::mem_none)", "encode", (128,), "tsan", "encode/tq4/d128/gaussian", "data race"),

@@ -53,7 +53,8 @@ test-shaders-$(1): $(METAL_BUILD)/$(1)/driver
 endef
 
 # setarch: ThreadSanitizer wants its address layout. Without the suppressions each lane's race is a report of its own.
-SHADER_ASAN := -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+# One of them runs the shaders as for hardware with cheap shuffles.
+SHADER_ASAN := -O1 -DTQKV_CHEAP_SHUFFLE=true -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 SHADER_TSAN := -O1 -fsanitize=thread
 SHADER_TSAN_RUN := TSAN_OPTIONS=suppress_equal_addresses=0:suppress_equal_stacks=0:halt_on_error=1 \
 	$(if $(filter Linux,$(SYSTEM)),setarch -R)

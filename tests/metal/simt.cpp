@@ -74,7 +74,7 @@ namespace simt
 thread_state *current;
 const constant_values *constants;
 static const kernel *kernels;
-static uint64_t lanes_exchanged;
+static uint64_t n_widened_halves;
 
 namespace
 {
@@ -369,14 +369,14 @@ const kernel *find_kernel(const char *name)
     return nullptr;
 }
 
-uint64_t simd_operations() { return lanes_exchanged / simd_width; }
+uint64_t widened_halves() { return n_widened_halves; }
+void count_half() { n_widened_halves++; }
 
 const slot *exchange(const void *value, size_t size, const char *operation, const char *file, int line)
 {
     fiber *f = m->running;
     simdgroup &s = m->simdgroups[f->t.simdgroup_index_in_threadgroup];
     unsigned parity = f->exchanges++ & 1;
-    lanes_exchanged++;
     volatile unsigned char *to =
         s.slots[parity][f->t.thread_index_in_simdgroup].bytes; // memcpy would be seen by a sanitizer
     for (size_t i = 0; i < size; i++) to[i] = ((const unsigned char *)value)[i];

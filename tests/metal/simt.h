@@ -64,8 +64,8 @@ struct schedule {
 
 // Runs every threadgroup of the grid. Empty string: done; else what was wrong, after which the output is undefined.
 std::string run(const kernel &k, const launch &l, const schedule &s);
-// Simdgroup operations since the program started, each counted once for its 32 lanes.
-uint64_t simd_operations();
+// Halves that lanes have widened since the program started.
+uint64_t widened_halves();
 
 // Below: for the shim only.
 struct slot {
@@ -77,6 +77,7 @@ extern const constant_values *constants;
 const slot *exchange(const void *value, size_t size, const char *operation, const char *file, int line);
 enum barrier_scope { simdgroup_scope, threadgroup_scope };
 void barrier(barrier_scope scope, bool orders_memory, const char *file, int line);
+void count_half();
 [[noreturn]] void unset_constant(const char *name, int index);
 [[noreturn]] void bad_lane(const char *operation, unsigned lane, const char *file, int line);
 

@@ -17,8 +17,9 @@ CALLS = {
     "model_shuffle": "lookup shuffle", "model_quad_shuffle": "quad shuffle", "model_shuffle_xor": "shuffle",
     "model_sum": "reduction", "model_max": "reduction", "model_any": "vote",
     "model_threadgroup_barrier": "barrier", "model_simdgroup_barrier": "barrier",
-    "model_exp": "exponential", "model_tanh": "exponential", "model_rint": "conversion", "model_sqrt": "square root",
+    "model_exp2": "exponential", "model_tanh": "exponential", "model_rint": "conversion", "model_sqrt": "square root",
     "model_store_atomic": "device access",
+    "model_saturate": None,  # part of the operation before it
     "model_half": None, "model_address": None, "model_check_constants": None,
     "llvm.fma.f32": "multiply-add", "llvm.fabs.f32": None,
     "llvm.umin.i32": "selection", "llvm.umax.i32": "selection", "llvm.smin.i32": "selection",

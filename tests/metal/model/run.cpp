@@ -131,7 +131,8 @@ float model_half(unsigned short bits)
 float model_rint(float x) { return rintf(x); }
 float model_sqrt(float x) { return sqrtf(x); }
 float model_tanh(float x) { return tanhf(x); }
-float model_exp(float x) { return expf(x); }
+float model_exp2(float x) { return exp2f(x); }
+float model_saturate(float x) { return x > 0.0f ? std::min(x, 1.0f) : 0.0f; }
 uint32_t model_shuffle(uint32_t value, uint32_t lane, const char *file, int line)
 {
     if (lane >= simt::simd_width) simt::bad_lane("simd_shuffle", lane, file, line);
