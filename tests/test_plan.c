@@ -218,7 +218,7 @@ static void run_split(const void *row)
     const int most_columns = TQKV__MAX_COLUMNS(head_dim);
     for (int g = 0; g < 4; g++)
         for (int q = 0; q < 4; q++) {
-            const int capacity = 40000, rows = groups[g] * queries[q];
+            const int capacity = 90000, rows = groups[g] * queries[q];
             const tqkv_metal_store keys = plan_store(TQKV_TQ4, head_dim, capacity, false, 0),
                                    values = plan_store(TQKV_TQ8, head_dim, capacity, false, 2);
             size_t scratch = 0;
@@ -241,10 +241,11 @@ static void run_split(const void *row)
                 CHECK(state.at.offset + state.size <= scratch, "%zu bytes of scratch", state.at.offset + state.size);
                 CHECK(splits >= n_splits && splits == (int)d->grid[2] && splits == d[1].args[0].merge.n_splits,
                       "%d splits", splits);
+                CHECK(splits == 1 || a.end >= 512 * splits, "%d splits of %d positions", splits, (int)a.end);
                 n_splits = splits;
             }
-            CHECK((n_splits > 1) == (3 * ((rows + most_columns - 1) / most_columns) < 128), "%d splits in the end",
-                  n_splits);
+            const int blocks = 3 * ((rows + most_columns - 1) / most_columns);
+            CHECK(n_splits == (255 + blocks) / blocks, "%d splits in the end", n_splits);
         }
 }
 
