@@ -1541,7 +1541,7 @@ TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *co
     for (int i = 0; i < n_rows; i++) TQKV__(sums_tq)(s, values[i], norms + i * s->norms_per_row);
     for (int i = n; i % TQKV__LANES; i++) norms[i] = 0.0f;
     for (int i = 0; i < n; i += TQKV__LANES) {
-        const TQKV__VECTOR norm = TQKV__(sqrt)(TQKV__(mul)(TQKV__(load)(norms + i), part));
+        const TQKV__VECTOR norm = TQKV__(abs)(TQKV__(sqrt)(TQKV__(mul)(TQKV__(load)(norms + i), part)));
         TQKV__(store)(norms + i, norm);
         TQKV__(store)(scales + i, TQKV__(mul)(TQKV__(invert_above)(TQKV__MIN_NORM, norm), factor));
     }
@@ -2096,10 +2096,11 @@ static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
     tqkv__flip_signs(y, head_dim);
 }
 
-/* The norm of a TQ row or block of which `sum` is the sum of squares; scale: what brings its values to variance 1. */
+/* The norm of a TQ row or block of which `sum` is the sum of squares; scale: what brings its values to variance 1. The sum
+   of a row whose rotation overflows is NaN, to which machines give different signs: the norm's is clear. */
 static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
 {
-    const float norm = TQKV__AS_FLOAT(sqrtf(s->head_dim < 512 ? sum : TQKV__AS_FLOAT(sum / 256.0f)));
+    const float norm = fabsf(TQKV__AS_FLOAT(sqrtf(s->head_dim < 512 ? sum : TQKV__AS_FLOAT(sum / 256.0f))));
     const float inverse = norm > TQKV__MIN_NORM ? TQKV__AS_FLOAT(1.0f / norm) : 0.0f;
     *scale = TQKV__AS_FLOAT(inverse * (s->head_dim < 512 ? TQKV__SQRT(s->head_dim) : s->block_scale));
     return norm;

@@ -73,7 +73,10 @@ inline void block_norms(thread const float *x, thread float *norm)
         for (int j = 0; j + distance < J; j += 2 * distance) norm[j] = norm[j] + norm[j + distance];
     }
     TQKV_UNROLL
-    for (int j = 0; j < J; j += P) norm[j] = precise::sqrt(D < 512 ? norm[j] : norm[j] / 256.0f);
+    for (int j = 0; j < J; j += P) {
+        norm[j] = precise::sqrt(D < 512 ? norm[j] : norm[j] / 256.0f);
+        if ((as_type<uint>(norm[j]) & 0x7fffffffu) > 0x7f800000u) norm[j] = as_type<float>(0x7fc00000u); // one of all NaNs
+    }
 }
 
 template <int D>
