@@ -51,7 +51,7 @@ OPERATIONS = {
     "product": (2, {"complex": 4}, "MB IMUL32 4"),
     "64-bit product": (4, {"complex": 8}, "MB IMUL(32x32=64) 8.01"),
     "conversion": (2, {"complex": 4}, "MB CONVERT(F->I32), RINT32 4"),
-    "exponential": (2, {"complex": 4}, "MB EXPE_32 4.00"),
+    "exponential": (2, {"complex": 4}, "MB EXP2_32 4.00"),
     "square root": (7.5, {"complex": 15}, "MB Precise SQRT32 15.03"),
     "division": (15, {"complex": 30.65}, "MB Precise DIV32 30.65"),
     "integer division": (15, {"complex": 30.65}, "no figure: as a precise division"),
@@ -79,6 +79,9 @@ DATA_CACHE_BYTES = 64  # a core and cycle, MB "On-Core Data BW/Cycle"
 # Cycles of a multiply-add with 4 independent ones in flight, by simdgroups of a core: MB, FFMA FP32, "ILP 4"; "ALU
 # utilization maxes out at 24 simds/core".
 OCCUPANCY = ((4, 2.75), (8, 1.60), (24, 1.02))
+
+
+THREADGROUP_MEMORY = 60 * 1024  # of a core: MB "Shared Memory ~60 KB"
 
 
 def stretch(simdgroups):
