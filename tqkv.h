@@ -4452,7 +4452,7 @@ TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int h
                  bytes a value and row for the merge, at 8 rows 64 bytes a value, against 512 positions of half to two
                  bytes a value. Where that leaves twice as many positions, 256 threadgroups: 40 cores want 24
                  simdgroups each to be busy, and share out 256 threadgroups more evenly than 128. By `make model` that
-                 saves up to a fifth there, and costs 8 cores a twentieth at most. */
+                 saves up to a quarter there, and costs 8 cores about a twentieth at a group of 8. */
 typedef struct tqkv__split {
     int columns, n_simdgroups, n_splits;
     size_t blocks;                  /* of columns */
