@@ -1155,7 +1155,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate)(const tqkv_format forma
                                                          const TQKV__(block) * block)
 {
     const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
-    const int most = 4 * TQKV__GROUPS / rows, width = most < per_lane ? most : per_lane; /* rows * width sums */
+    const int most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane; /* rows * width sums */
     const int n = block->n, row_stride = block->row_stride, result_stride = block->result_stride;
     const size_t stride = TQKV__(stride)(format, block), ahead = TQKV__TILE * stride;
     const float *weights = block->rows;
@@ -3055,13 +3055,13 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
 #define TQKV__ROWS               4 /* queries whose sums registers hold: of values, */
 #define TQKV__SCORE_ROWS         4 /* of keys, and of decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 4
-#define TQKV__GROUPS             4
+#define TQKV__SUMS               16 /* vectors of sums of values in registers */
 #include "tqkv.h"
 #undef TQKV__WIDTH
 #undef TQKV__SCORE_ROWS
 #undef TQKV__DECODED_SCORE_ROWS
 #undef TQKV__ROWS
-#undef TQKV__GROUPS
+#undef TQKV__SUMS
 #undef TQKV__LANES
 #undef TQKV__NIBBLE_ORDER
 #undef TQKV__NIBBLE_RUN
@@ -3364,13 +3364,13 @@ TQKV__TARGET static inline void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
 #define TQKV__ROWS               4 /* queries whose sums registers hold: of values, */
 #define TQKV__SCORE_ROWS         2 /* of keys, and of decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 3
-#define TQKV__GROUPS             2
+#define TQKV__SUMS               8 /* vectors of sums of values in registers */
 #include "tqkv.h"
 #undef TQKV__WIDTH
 #undef TQKV__SCORE_ROWS
 #undef TQKV__DECODED_SCORE_ROWS
 #undef TQKV__ROWS
-#undef TQKV__GROUPS
+#undef TQKV__SUMS
 #undef TQKV__LANES
 #undef TQKV__NIBBLE_ORDER
 #undef TQKV__NIBBLE_RUN
@@ -3648,13 +3648,13 @@ static inline void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
 #define TQKV__ROWS               4 /* queries whose sums registers hold: of values, */
 #define TQKV__SCORE_ROWS         4 /* of keys, and of decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 4
-#define TQKV__GROUPS             4
+#define TQKV__SUMS               16 /* vectors of sums of values in registers */
 #include "tqkv.h"
 #undef TQKV__WIDTH
 #undef TQKV__SCORE_ROWS
 #undef TQKV__DECODED_SCORE_ROWS
 #undef TQKV__ROWS
-#undef TQKV__GROUPS
+#undef TQKV__SUMS
 #undef TQKV__LANES
 #undef TQKV__NIBBLE_ORDER
 #undef TQKV__NIBBLE_RUN
@@ -4889,7 +4889,7 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, int64_
     d->softcap = tqkv__float(fields[11]);
     *first = (int64_t)tqkv__get(header + 56, 8);
     *end = (int64_t)tqkv__get(header + 64, 8);
-    if (fields[11] >> 31) return false; /* a negative softcap was saved as 0 */
+    if (fields[11] >> 31) return false; /* no cache has a negative softcap */
     return d->scale != 0.0f && *first >= 0 && *first <= *end && *end - *first <= d->capacity &&
            (d->ring || *first == 0);
 }

@@ -11,8 +11,9 @@ import glob
 import os
 import re
 import shutil
-import subprocess
 import sys
+
+from planted import run_all, shell
 
 # name: (file, text, replacement, kernel, head_dims kept, variant, cases to run, what the report must say)
 BUGS = {
@@ -127,11 +128,6 @@ def plant(bug, folder):
     return ""
 
 
-def shell(command):
-    result = subprocess.run(command, shell=True, capture_output=True, text=True, errors="replace", check=False)
-    return result.returncode, result.stdout + result.stderr
-
-
 def run_bug(bug, build):
     """Empty string if the bug is caught, else what happened instead."""
     kernel, variant, cases, expected = BUGS[bug][3], *BUGS[bug][5:]
@@ -160,19 +156,5 @@ def run_bug(bug, build):
     return "" if expected in output else f"'{expected}' was not reported, but:\n{output[:2000]}"
 
 
-def main():
-    build, filters = sys.argv[1], sys.argv[2:]
-    passed = failed = 0
-    for bug in BUGS:
-        if filters and not any(part in bug for part in filters):
-            continue
-        wrong = run_bug(bug, build)
-        print(f"FAIL {bug}: {wrong}" if wrong else f"caught {bug}: {BUGS[bug][7]} ({BUGS[bug][5]})", flush=True)
-        failed += bool(wrong)
-        passed += not wrong
-    print(f"{passed} passed, {failed} failed")
-    return failed != 0 or passed == 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_all(BUGS, run_bug, lambda bug: f"{BUGS[bug][7]} ({BUGS[bug][5]})"))

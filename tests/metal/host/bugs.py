@@ -8,8 +8,10 @@ the runner without tqkv_metal.o (ASAN_OBJECTS), what links them (ASAN_LINK), and
 """
 import os
 import re
-import subprocess
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from planted import run_all, shell  # noqa: E402
 
 LOCK = r"    pthread_mutex_(un)?lock\(&m->lock\);\n"
 
@@ -94,11 +96,6 @@ def plant(bug, path):
     return ""
 
 
-def shell(command):
-    result = subprocess.run(command, shell=True, capture_output=True, text=True, errors="replace", check=False)
-    return result.returncode, result.stdout + result.stderr
-
-
 def run_bug(bug, build):
     """Empty string if the bug is caught, else what happened instead."""
     kind, cases, expected = BUGS[bug][3:]
@@ -118,19 +115,5 @@ def run_bug(bug, build):
     return "" if re.search(expected, output) else f"'{expected}' was not reported, but:\n{output[:2000]}"
 
 
-def main():
-    build, filters = sys.argv[1], sys.argv[2:]
-    passed = failed = 0
-    for bug in BUGS:
-        if filters and not any(part in bug for part in filters):
-            continue
-        wrong = run_bug(bug, build)
-        print(f"FAIL {bug}: {wrong}" if wrong else f"caught {bug}: {BUGS[bug][5]} ({BUGS[bug][3]})", flush=True)
-        failed += bool(wrong)
-        passed += not wrong
-    print(f"{passed} passed, {failed} failed")
-    return failed != 0 or passed == 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_all(BUGS, run_bug, lambda bug: f"{BUGS[bug][5]} ({BUGS[bug][3]})"))
