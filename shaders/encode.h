@@ -75,7 +75,8 @@ inline void block_norms(thread const float *x, thread float *norm)
     TQKV_UNROLL
     for (int j = 0; j < J; j += P) {
         norm[j] = precise::sqrt(D < 512 ? norm[j] : norm[j] / 256.0f);
-        if ((as_type<uint>(norm[j]) & 0x7fffffffu) > 0x7f800000u) norm[j] = as_type<float>(0x7fc00000u); // one of all NaNs
+        // Where the rotation overflows; which of all NaNs it is differs from machine to machine.
+        if ((as_type<uint>(norm[j]) & 0x7fffffffu) > 0x7f800000u) norm[j] = as_type<float>(0x7fc00000u);
     }
 }
 
