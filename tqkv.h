@@ -791,6 +791,858 @@ typedef struct tqkv__backend {
 #endif
 // <<plan
 
+#if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__IMPLEMENTED)
+#define TQKV__IMPLEMENTED
+
+#if !defined(TQKV_ALLOW_FAST_MATH) &&                                                                                  \
+    (defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) ||                        \
+     (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__))
+#error "tqkv.h: -ffast-math changes stored bytes; compile this file without it, or define TQKV_ALLOW_FAST_MATH"
+#endif
+
+#include <fenv.h>
+#include <limits.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* >>common: sizes, formats and what a valid store is */
+
+#define TQKV__NOINLINE __attribute__((noinline))
+#define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
+#define TQKV__INLINE   inline __attribute__((always_inline))
+#ifdef __clang__
+#define TQKV__UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define TQKV__UNROLL _Pragma("GCC unroll 16")
+#endif
+
+static bool tqkv__multiply(size_t a, size_t b, size_t *product)
+{
+    if (b != 0 && a > SIZE_MAX / b) return false;
+    *product = a * b;
+    return true;
+}
+
+/* a*b*c elements of `size` bytes; false on overflow. */
+static bool tqkv__array_size(int a, int b, int c, size_t size, size_t *bytes)
+{
+    return tqkv__multiply((size_t)a, (size_t)b, bytes) && tqkv__multiply(*bytes, (size_t)c, bytes) &&
+           tqkv__multiply(*bytes, size, bytes);
+}
+
+static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_size)
+{
+    uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
+    return a && b && a_size && b_size && (x < y ? y - x < a_size : x - y < b_size);
+}
+
+typedef struct tqkv__format_info {
+    const char *name;
+    int code_bits, stored_bits; /* of the index, and of a value in memory */
+    const float *codebook;      /* [1 << code_bits]; NULL for F16 and I8 */
+    const float *boundaries;    /* [(1 << code_bits) - 1] */
+} tqkv__format_info;
+
+static const tqkv__format_info tqkv__formats[] = {
+    {"default", 0, 0, NULL, NULL},
+    {"f16", 16, 16, NULL, NULL},
+    {"tq4", 4, 4, tqkv__tables.codebook_4, tqkv__tables.boundaries_4},
+    {"tq5", 5, 5, tqkv__tables.codebook_5, tqkv__tables.boundaries_5},
+    {"tq6", 6, 6, tqkv__tables.codebook_6, tqkv__tables.boundaries_6},
+    {"tq8", 8, 8, tqkv__tables.codebook_8, tqkv__tables.boundaries_8},
+    {"tq5_bytes", 5, 8, tqkv__tables.codebook_5, tqkv__tables.boundaries_5},
+    {"tq6_bytes", 6, 8, tqkv__tables.codebook_6, tqkv__tables.boundaries_6},
+    {"i8", 8, 8, NULL, NULL},
+};
+
+static bool tqkv__format_known(tqkv_format f) { return (int)f >= (int)TQKV_F16 && (int)f <= (int)TQKV_I8; }
+
+static bool tqkv__head_dim_known(int head_dim)
+{
+    return head_dim >= 32 && head_dim <= TQKV_MAX_HEAD_DIM && (head_dim & (head_dim - 1)) == 0;
+}
+
+#define TQKV__BLOCK 256
+
+/* A store with its defaults resolved and its sizes derived. */
+typedef struct tqkv__stream {
+    tqkv_format format;
+    const tqkv__format_info *info;
+    int head_dim, n_kv_heads, capacity;
+    bool ring, rotated;
+    float block_scale;
+    size_t row_bytes;
+    int norms_per_row, norm_dim; /* norm_dim: values that share a norm */
+    int block_dim;               /* values that attention decodes at a time: of one norm, at most TQKV__BLOCK */
+    uint8_t *codes;
+    float *norms;
+    size_t codes_size, norms_size; /* bytes in use */
+    uint8_t planes[4][128];        /* byte i of the centroids, for look-ups of bytes; see tqkv__fill_planes */
+} tqkv__stream;
+
+/* Checks the shape of a store, not its buffers. */
+static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
+{
+    memset(s, 0, sizeof *s);
+    if (!store) return TQKV_INVALID_ARGUMENT;
+    if (!tqkv__format_known(store->format) || !tqkv__head_dim_known(store->head_dim)) return TQKV_UNSUPPORTED;
+    if (store->unrotated && (store->format == TQKV_F16 || store->format == TQKV_TQ4 || store->format == TQKV_I8))
+        return TQKV_UNSUPPORTED;
+    if (store->n_kv_heads <= 0 || store->capacity <= 0) return TQKV_INVALID_ARGUMENT;
+    if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f)) return TQKV_INVALID_ARGUMENT;
+    s->format = store->format;
+    s->info = &tqkv__formats[store->format];
+    s->head_dim = store->head_dim;
+    s->n_kv_heads = store->n_kv_heads;
+    s->capacity = store->capacity;
+    s->ring = store->ring;
+    s->rotated = store->format != TQKV_F16 && !store->unrotated;
+    s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
+    s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
+    s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
+    s->norm_dim = s->head_dim / (s->norms_per_row ? s->norms_per_row : 1);
+    s->block_dim = s->norm_dim < TQKV__BLOCK ? s->norm_dim : TQKV__BLOCK;
+    if (!tqkv__array_size(s->n_kv_heads, s->capacity, 1, s->row_bytes, &s->codes_size) ||
+        !tqkv__array_size(s->n_kv_heads, s->capacity, s->norms_per_row, sizeof(float), &s->norms_size))
+        return TQKV_INVALID_ARGUMENT;
+    return TQKV_OK;
+}
+
+static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
+{
+    tqkv_result r = tqkv__stream_shape(store, s);
+    if (r != TQKV_OK) return r;
+    if (!store->codes || store->codes_size < s->codes_size) return TQKV_INVALID_ARGUMENT;
+    if (s->norms_size && (!store->norms || store->norms_size < s->norms_size)) return TQKV_INVALID_ARGUMENT;
+    if ((uintptr_t)store->norms % sizeof(float)) return TQKV_INVALID_ARGUMENT;
+    if (tqkv__overlap(store->codes, s->codes_size, store->norms, s->norms_size)) return TQKV_INVALID_ARGUMENT;
+    s->codes = (uint8_t *)store->codes;
+    s->norms = store->norms;
+    return TQKV_OK;
+}
+
+static bool tqkv__stream_overlaps(const tqkv__stream *s, const void *p, size_t size)
+{
+    return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size);
+}
+
+static int tqkv__slot(const tqkv__stream *s, int64_t position)
+{
+    return (int)(s->ring ? position % s->capacity : position);
+}
+
+static uint8_t *tqkv__codes_at(const tqkv__stream *s, int kv_head, int slot)
+{
+    return s->codes + ((size_t)kv_head * (size_t)s->capacity + (size_t)slot) * s->row_bytes;
+}
+
+static float *tqkv__norms_at(const tqkv__stream *s, int kv_head, int slot)
+{
+    if (!s->norms_per_row) return NULL;
+    return s->norms + ((size_t)kv_head * (size_t)s->capacity + (size_t)slot) * (size_t)s->norms_per_row;
+}
+
+TQKV_API const char *tqkv_result_string(tqkv_result r)
+{
+    switch (r) {
+    case TQKV_OK:
+        return "no error";
+    case TQKV_INVALID_ARGUMENT:
+        return "an argument is invalid";
+    case TQKV_UNSUPPORTED:
+        return "this head_dim, format or option is not supported";
+    case TQKV_OUT_OF_RANGE:
+        return "a position lies outside the store";
+    case TQKV_OUT_OF_MEMORY:
+        return "out of memory";
+    case TQKV_NOT_FINITE:
+        return "the source holds NaN or infinity";
+    case TQKV_CORRUPT:
+        return "the snapshot is damaged or not a snapshot";
+    case TQKV_IO:
+        return "reading or writing failed";
+    case TQKV_TABLE_MISMATCH:
+        return "the metallib was built from another version of tqkv.h";
+    case TQKV_METAL_ERROR:
+        return "Metal reported an error";
+    }
+    return "unknown result";
+}
+
+TQKV_API const char *tqkv_format_name(tqkv_format f)
+{
+    return f == TQKV_FORMAT_DEFAULT || tqkv__format_known(f) ? tqkv__formats[f].name : "?";
+}
+
+TQKV_API tqkv_format tqkv_format_from_name(const char *name)
+{
+    for (int f = TQKV_F16; name && f <= (int)TQKV_I8; f++)
+        if (strcmp(name, tqkv__formats[f].name) == 0) return (tqkv_format)f;
+    return TQKV_FORMAT_DEFAULT;
+}
+
+TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim)
+{
+    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim)) return 0;
+    return (size_t)head_dim * (size_t)tqkv__formats[f].stored_bits / 8;
+}
+
+TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim)
+{
+    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || f == TQKV_F16) return 0;
+    if (f == TQKV_I8) return head_dim > 128 ? head_dim / 128 : 1;
+    return head_dim >= 512 ? head_dim / 256 : 1;
+}
+
+TQKV_API float tqkv_last_boundary(tqkv_format f)
+{
+    if (!tqkv__format_known(f)) return 0.0f;
+    const tqkv__format_info *info = &tqkv__formats[f];
+    return f == TQKV_F16 ? 65504.0f : f == TQKV_I8 ? 127.0f : info->boundaries[(1 << info->code_bits) - 2];
+}
+
+TQKV_API size_t tqkv_codes_size(const tqkv_store *store)
+{
+    tqkv__stream s;
+    return tqkv__stream_shape(store, &s) == TQKV_OK ? s.codes_size : 0;
+}
+
+TQKV_API size_t tqkv_norms_size(const tqkv_store *store)
+{
+    tqkv__stream s;
+    return tqkv__stream_shape(store, &s) == TQKV_OK ? s.norms_size : 0;
+}
+
+/* >>exact: arithmetic whose bits do not depend on compiler, flags or the caller's floating-point mode */
+
+/* x, rounded to float here and now. Compilers may fuse a product with a following sum, by default (GCC, AArch64) or by
+   flag, and pragmas do not stop all of them; an empty asm that may have changed the value does. */
+static inline float tqkv__rounded(float x)
+{
+#if defined(__SSE2_MATH__)
+    __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(x));
+#else
+    __asm__("" : "+m"(x));
+#endif
+    return x;
+}
+
+/* The same for results that are not added to: floats they are at once, but for registers of more bits (x87), in which
+   compilers keep them as long as they like. */
+#if defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 0
+#define TQKV__AS_FLOAT(x) (x)
+#else
+#define TQKV__AS_FLOAT(x) tqkv__rounded(x)
+#endif
+
+/* Round to nearest, denormals kept; returns the caller's mode for tqkv__fp_restore. Programs linked with -ffast-math
+   start with flush-to-zero set. The arithmetic in between has to be in functions that are not inlined, or the compiler
+   may move it across. */
+static uint64_t tqkv__fp_exact(void)
+{
+    uint64_t mode = 0;
+#if !defined(__SSE2_MATH__) && !defined(__aarch64__) && defined(FE_TONEAREST)
+    mode = (uint64_t)fegetround() << 32;
+    fesetround(FE_TONEAREST);
+#endif
+#if defined(__SSE2__)
+    mode |= _mm_getcsr();
+    _mm_setcsr(0x1f80); /* all exceptions masked */
+#elif defined(__aarch64__)
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
+#endif
+    return mode;
+}
+
+static void tqkv__fp_restore(uint64_t mode)
+{
+#if !defined(__SSE2_MATH__) && !defined(__aarch64__) && defined(FE_TONEAREST)
+    fesetround((int)(mode >> 32));
+#endif
+#if defined(__SSE2__)
+    _mm_setcsr((unsigned)mode);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode));
+#endif
+    (void)mode;
+}
+
+static uint32_t tqkv__bits(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static float tqkv__float(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* By the bits, so that no compiler flag can assume the answer. */
+static bool tqkv__all_finite(const float *x, size_t n)
+{
+    uint32_t bad = 0;
+    for (size_t i = 0; i < n; i++) {
+        bad |= (tqkv__bits(x[i]) & 0x7f800000u) == 0x7f800000u;
+    }
+    return !bad;
+}
+
+/* >>codec: rotation, norms, quantising, packing, and back */
+
+/* Walsh-Hadamard transform in natural order, unnormalised; x: [head_dim]. */
+static void tqkv__hadamard(float *x, int head_dim)
+{
+    for (int h = 1; h < head_dim; h *= 2)
+        for (int i = 0; i < head_dim; i += 2 * h)
+            for (int j = i; j < i + h; j++) {
+                float a = x[j], b = x[j + h];
+                x[j] = TQKV__AS_FLOAT(a + b);
+                x[j + h] = TQKV__AS_FLOAT(a - b);
+            }
+}
+
+static void tqkv__flip_signs(float *x, int head_dim)
+{
+    for (int j = 0; j < head_dim; j++)
+        if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
+}
+
+static void tqkv__scale(float *x, int n, float factor)
+{
+    for (int i = 0; i < n; i++) x[i] = TQKV__AS_FLOAT(x[i] * factor);
+}
+
+/* y = H(s*x)/sqrt(D) */
+static TQKV__NOINLINE void tqkv__rotate_row(float *x, int head_dim)
+{
+    tqkv__flip_signs(x, head_dim);
+    tqkv__hadamard(x, head_dim);
+    tqkv__scale(x, head_dim, TQKV__INV_SQRT(head_dim));
+}
+
+/* x = s*H(y)/sqrt(D) */
+static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
+{
+    tqkv__hadamard(y, head_dim);
+    tqkv__scale(y, head_dim, TQKV__INV_SQRT(head_dim));
+    tqkv__flip_signs(y, head_dim);
+}
+
+/* The norm of a TQ row or block of which `sum` is the sum of squares; scale: what brings its values to variance 1. The sum
+   of a row whose rotation overflows is NaN, to which machines give different signs: the norm's is clear. */
+static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
+{
+    const float norm = fabsf(TQKV__AS_FLOAT(sqrtf(s->head_dim < 512 ? sum : TQKV__AS_FLOAT(sum / 256.0f))));
+    const float inverse = norm > TQKV__MIN_NORM ? TQKV__AS_FLOAT(1.0f / norm) : 0.0f;
+    *scale = TQKV__AS_FLOAT(inverse * (s->head_dim < 512 ? TQKV__SQRT(s->head_dim) : s->block_scale));
+    return norm;
+}
+
+/* Norm of an I8 block: the largest magnitude over 127; scale: one over the grid's step. */
+static float tqkv__norm_i8(float largest, float *scale)
+{
+    *scale = largest > TQKV__MIN_NORM ? TQKV__AS_FLOAT(127.0f / largest) : 0.0f;
+    return TQKV__AS_FLOAT(largest / 127.0f);
+}
+
+/* Norms of a TQ row: 32 lanes of head_dim/32 neighbours each add their squares in order, then an xor-tree adds the
+   lanes that share a norm: the order in which a GPU's 32-lane group does it. */
+static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, float *scales)
+{
+    float lanes[32], other[32];
+    const int per_lane = s->head_dim / 32, lanes_per_norm = 32 / s->norms_per_row;
+    for (int l = 0; l < 32; l++) {
+        lanes[l] = 0.0f;
+        for (int e = l * per_lane; e < (l + 1) * per_lane; e++)
+            lanes[l] = TQKV__AS_FLOAT(lanes[l] + tqkv__rounded(y[e] * y[e]));
+    }
+    for (int distance = 1; distance < lanes_per_norm; distance *= 2) {
+        memcpy(other, lanes, sizeof other);
+        for (int l = 0; l < 32; l++) lanes[l] = TQKV__AS_FLOAT(lanes[l] + other[l ^ distance]);
+    }
+    for (int b = 0; b < s->norms_per_row; b++) norms[b] = tqkv__norm_tq(s, lanes[b * lanes_per_norm], &scales[b]);
+}
+
+/* Norms of an I8 row, one a block. */
+static void tqkv__norms_i8(const tqkv__stream *s, const float *y, float *norms, float *scales)
+{
+    for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim) {
+        float largest = 0.0f;
+        for (int i = 0; i < s->norm_dim; i++) largest = fabsf(y[i]) > largest ? fabsf(y[i]) : largest;
+        norms[b] = tqkv__norm_i8(largest, &scales[b]);
+    }
+}
+
+/* Steps 1 to 8 of encoding a row, up to the comparison with the boundaries. src, scaled: [head_dim], norms:
+   [norms_per_row]. F16: the source as it is. */
+static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, const float *src, float *scaled, float *norms)
+{
+    float scales[TQKV_MAX_HEAD_DIM / 128];
+    memcpy(scaled, src, (size_t)s->head_dim * sizeof(float));
+    if (s->format == TQKV_F16) return;
+    if (s->rotated) tqkv__rotate_row(scaled, s->head_dim);
+    if (s->format == TQKV_I8)
+        tqkv__norms_i8(s, scaled, norms, scales);
+    else
+        tqkv__norms_tq(s, scaled, norms, scales);
+    for (int b = 0; b < s->norms_per_row; b++) tqkv__scale(scaled + b * s->norm_dim, s->norm_dim, scales[b]);
+}
+
+/* Number of boundaries strictly below v, by bisection; boundaries: [(1 << bits) - 1]. NaN is below none: 0. */
+static unsigned tqkv__quantise(const float *boundaries, int bits, float v)
+{
+    unsigned code = 0;
+    for (unsigned half = 1u << (bits - 1); half; half >>= 1)
+        if (boundaries[code + half - 1] < v) code += half;
+    return code;
+}
+
+/* round-half-even(v), clamped to +-127; NaN to 127. Adding 1.5*2^23 leaves no bits below the unit. */
+static uint8_t tqkv__quantise_i8(float v)
+{
+    const float magic = 12582912.0f;
+    v = v < 127.0f ? v : 127.0f;
+    v = v > -127.0f ? v : -127.0f;
+    return (uint8_t)(int8_t)(tqkv__rounded(TQKV__AS_FLOAT(v) + magic) - magic);
+}
+
+/* Round to nearest even; beyond 65504 clamped. Integers only, so that no rounding mode matters. */
+static uint16_t tqkv__half_from_float(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    const uint32_t sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+    uint32_t half;
+    if (magnitude >= 0x477ff000u) { /* 65520: would round to infinity */
+        half = 0x7bffu;
+    } else if (magnitude >= 0x38800000u) { /* 2^-14: a normal half */
+        half = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    } else { /* a multiple of 2^-24 */
+        const uint32_t shift = 126u - (magnitude >> 23), mantissa = (magnitude & 0x7fffffu) | 0x800000u;
+        half = shift > 24u ? 0u : (mantissa + (1u << (shift - 1)) - 1u + ((mantissa >> shift) & 1u)) >> shift;
+    }
+    return (uint16_t)(sign | half);
+}
+
+static float tqkv__float_from_half(uint16_t half)
+{
+    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, magnitude = half & 0x7fffu;
+    uint32_t bits = sign | ((magnitude << 13) + (magnitude < 0x7c00u ? 0x38000000u : 0x70000000u));
+    float x;
+    if (magnitude < 0x400u) { /* a multiple of 2^-24 */
+        x = (float)magnitude * (1.0f / 16777216.0f);
+        return sign ? -x : x;
+    }
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* codes: [head_dim] -> row: [row_bytes]. Low nibbles first, then the upper bits, 8/upper_bits codes a byte. */
+static void tqkv__pack(const tqkv__stream *s, const uint8_t *codes, uint8_t *row)
+{
+    const int upper_bits = s->info->stored_bits - 4;
+    if (upper_bits == 4) {
+        memcpy(row, codes, (size_t)s->head_dim);
+        return;
+    }
+    memset(row, 0, s->row_bytes);
+    for (int i = 0; i < s->head_dim; i++) {
+        row[i / 2] |= (uint8_t)((codes[i] & 15) << (i % 2 * 4));
+        if (upper_bits)
+            row[(s->head_dim / 2) + (i * upper_bits / 8)] |= (uint8_t)((codes[i] >> 4) << (i * upper_bits % 8));
+    }
+}
+
+/* row: [row_bytes] -> codes: [head_dim]. Every byte is legal: what lies above a code's bits is ignored. */
+static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *codes)
+{
+    const int upper_bits = s->info->stored_bits - 4, mask = (1 << s->info->code_bits) - 1;
+    const uint8_t *upper = row + s->head_dim / 2;
+    for (int i = 0; i < s->head_dim; i++) {
+        int code = row[upper_bits == 4 ? i : i / 2];
+        if (upper_bits < 4) {
+            code = (code >> (i % 2 * 4)) & 15;
+            if (upper_bits) code |= upper[i * upper_bits / 8] >> (i * upper_bits % 8) << 4;
+        }
+        codes[i] = (uint8_t)(code & mask);
+    }
+}
+
+/* Quantising without bisection. The boundaries are symmetric, so the positive ones are enough. They are sorted into
+   2^bits cells of equal width, too narrow for two of them. A value's cell is computed like a boundary's, and rounding
+   keeps order, so boundaries in the cells before it lie below the value and those in the cells behind it above,
+   whatever the rounding of the cell: one comparison is left, with the boundary of its own cell or else the next one. */
+typedef struct tqkv__quantiser {
+    float slope, top;       /* cell of a magnitude w = the whole part of min(w * slope, top) */
+    uint8_t below[256];     /* boundaries in the cells before this one */
+    float bounds[128];      /* the positive boundaries, then infinity */
+    uint8_t planes[4][128]; /* TQ8: byte i of bounds, for look-ups of bytes */
+} tqkv__quantiser;
+
+static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
+{
+    const int bits = s->info->code_bits, n = (1 << (bits - 1)) - 1;
+    const float *positive = s->info->boundaries + n + 1; /* boundaries[n] is 0 */
+    int cell = 0;
+    q->top = (float)((1 << bits) - 1);
+    q->slope = q->top / positive[n - 1];
+    for (int i = 0; i < n; i++) {
+        const float at = positive[i] * q->slope;
+        for (const int own = (int)(at < q->top ? at : q->top); cell <= own; cell++) q->below[cell] = (uint8_t)i;
+        q->bounds[i] = positive[i];
+    }
+    for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
+    for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
+    for (int p = 0; bits == 8 && p < 4; p++)
+        for (int i = 0; i < 128; i++) q->planes[p][i] = (uint8_t)(tqkv__bits(q->bounds[i]) >> (8 * p));
+}
+
+/* src: [head_dim] -> row: [row_bytes], norms: [norms_per_row] */
+static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const float *src, uint8_t *row, float *norms)
+{
+    float scaled[TQKV_MAX_HEAD_DIM];
+    uint8_t codes[TQKV_MAX_HEAD_DIM];
+    tqkv__scale_row(s, src, scaled, norms);
+    if (s->format == TQKV_F16) {
+        for (int i = 0; i < s->head_dim; i++) {
+            uint16_t half = tqkv__half_from_float(scaled[i]);
+            row[2 * i] = (uint8_t)(half & 255);
+            row[2 * i + 1] = (uint8_t)(half >> 8);
+        }
+        return;
+    }
+    for (int i = 0; i < s->head_dim; i++)
+        codes[i] = s->format == TQKV_I8 ? tqkv__quantise_i8(scaled[i])
+                                        : (uint8_t)tqkv__quantise(s->info->boundaries, s->info->code_bits, scaled[i]);
+    tqkv__pack(s, codes, row);
+}
+
+/* Where a row comes from and goes to: src: [head_dim], codes: [row_bytes], norms: [norms_per_row] */
+typedef struct tqkv__row {
+    const float *src;
+    uint8_t *codes;
+    float *norms;
+} tqkv__row;
+
+static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows)
+{
+    (void)q; /* bisection needs no tables */
+    for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, rows[i].src, rows[i].codes, rows[i].norms);
+}
+
+/* What an instruction set brings to encoding; every set gives the same bytes. */
+typedef struct tqkv__codec {
+    bool (*rows_finite)(const float *x, size_t n); /* n: a multiple of head_dim */
+    void (*rotate)(float *x, int head_dim);
+    void (*unrotate)(float *y, int head_dim);
+    void (*scale_row)(const tqkv__stream *s, const float *src, float *scaled, float *norms);
+    void (*encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows);
+} tqkv__codec;
+
+static const tqkv__codec tqkv__codec_scalar = {tqkv__all_finite, tqkv__rotate_row, tqkv__unrotate_row, tqkv__scale_row,
+                                               tqkv__encode_rows};
+
+static const tqkv__codec *tqkv__codec_for(int head_dim);
+
+/* What the centroids or integers that share a norm are multiplied by. */
+static float tqkv__factor(const tqkv__stream *s, float norm)
+{
+    if (s->format == TQKV_I8) return norm;
+    return s->head_dim < 512 ? norm * TQKV__INV_SQRT(s->head_dim) : norm / s->block_scale;
+}
+
+/* row, norms -> dst: [head_dim], in the basis of the stream. */
+static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t *row, const float *norms, float *dst)
+{
+    uint8_t codes[TQKV_MAX_HEAD_DIM];
+    if (s->format == TQKV_F16) {
+        for (int i = 0; i < s->head_dim; i++)
+            dst[i] = tqkv__float_from_half((uint16_t)(row[2 * i] | row[2 * i + 1] << 8));
+        return;
+    }
+    tqkv__unpack(s, row, codes);
+    for (int b = 0; b < s->norms_per_row; b++) {
+        const float factor = tqkv__factor(s, norms[b]);
+        for (int i = b * s->norm_dim; i < (b + 1) * s->norm_dim; i++)
+            dst[i] = (s->format == TQKV_I8 ? (float)(int8_t)codes[i] : s->info->codebook[codes[i]]) * factor;
+    }
+}
+
+static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t position)
+{
+    if (position < 0 || position > INT64_MAX - n) return TQKV_OUT_OF_RANGE;
+    return s->ring || position + n <= s->capacity ? TQKV_OK : TQKV_OUT_OF_RANGE;
+}
+
+/* The checks that encode and append share. */
+static tqkv_result tqkv__check_source(const tqkv__stream *s, const float *src, int n_tokens, int64_t position)
+{
+    size_t bytes;
+    if (!src || n_tokens < 0 || !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), &bytes))
+        return TQKV_INVALID_ARGUMENT;
+    if (tqkv__stream_overlaps(s, src, bytes)) return TQKV_INVALID_ARGUMENT;
+    const tqkv_result r = tqkv__check_positions(s, n_tokens, position);
+    if (r != TQKV_OK) return r;
+    return tqkv__codec_for(s->head_dim)->rows_finite(src, bytes / sizeof(float)) ? TQKV_OK : TQKV_NOT_FINITE;
+}
+
+/* After tqkv__check_source. Of a run longer than a ring only the tokens that stay are written, each slot once. */
+static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int n_tokens, int64_t position)
+{
+    enum { batch = 64 };
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    const uint64_t mode = tqkv__fp_exact();
+    tqkv__quantiser q;
+    tqkv__row rows[batch];
+    int n = 0;
+    if (s->info->boundaries) tqkv__quantiser_open(s, &q);
+    for (int t = n_tokens > s->capacity ? n_tokens - s->capacity : 0; t < n_tokens; t++) {
+        const int slot = tqkv__slot(s, position + t);
+        for (int h = 0; h < s->n_kv_heads; h++) {
+            const size_t source_row = (size_t)t * (size_t)s->n_kv_heads + (size_t)h;
+            rows[n].src = src + source_row * (size_t)s->head_dim;
+            rows[n].codes = tqkv__codes_at(s, h, slot);
+            rows[n].norms = tqkv__norms_at(s, h, slot);
+            if (++n == batch) codec->encode_rows(s, &q, rows, n);
+            n %= batch;
+        }
+    }
+    if (n) codec->encode_rows(s, &q, rows, n);
+    tqkv__fp_restore(mode);
+}
+
+TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const float *src, int n_tokens, int64_t position)
+{
+    tqkv__stream s;
+    tqkv_result r = tqkv__stream_open(store, &s);
+    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, position);
+    if (r == TQKV_OK) tqkv__encode_tokens(&s, src, n_tokens, position);
+    return r;
+}
+
+TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const float *src, int n_tokens, float *scaled)
+{
+    tqkv__stream s;
+    size_t bytes;
+    float norms[TQKV_MAX_HEAD_DIM / 128];
+    tqkv_result r = tqkv__stream_shape(store, &s);
+    if (r != TQKV_OK) return r;
+    if (!src || !scaled || n_tokens < 0 ||
+        !tqkv__array_size(n_tokens, s.n_kv_heads, s.head_dim, sizeof(float), &bytes) ||
+        tqkv__overlap(src, bytes, scaled, bytes))
+        return TQKV_INVALID_ARGUMENT;
+    const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
+    if (!codec->rows_finite(src, bytes / sizeof(float))) return TQKV_NOT_FINITE;
+    const uint64_t mode = tqkv__fp_exact();
+    for (size_t i = 0; i < bytes / sizeof(float); i += (size_t)s.head_dim)
+        codec->scale_row(&s, src + i, scaled + i, norms);
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int n_positions, tqkv_basis basis,
+                                 float *dst)
+{
+    tqkv__stream s;
+    size_t bytes;
+    tqkv_result r = tqkv__stream_open(store, &s);
+    if (r != TQKV_OK) return r;
+    if (!dst || n_positions < 0 || (basis != TQKV_ORIGINAL && basis != TQKV_ROTATED)) return TQKV_INVALID_ARGUMENT;
+    if (n_positions > s.capacity) return TQKV_OUT_OF_RANGE;
+    if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
+    if (!tqkv__array_size(n_positions, s.n_kv_heads, s.head_dim, sizeof(float), &bytes) ||
+        tqkv__stream_overlaps(&s, dst, bytes))
+        return TQKV_INVALID_ARGUMENT;
+    const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
+    const uint64_t mode = tqkv__fp_exact();
+    for (int p = 0; p < n_positions; p++) {
+        const int slot = tqkv__slot(&s, position + p);
+        for (int h = 0; h < s.n_kv_heads; h++, dst += s.head_dim) {
+            tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), dst);
+            if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(dst, s.head_dim);
+        }
+    }
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
+static tqkv_result tqkv__rotate_rows(float *rows, int n_rows, int head_dim, bool back)
+{
+    size_t bytes;
+    if (!tqkv__head_dim_known(head_dim)) return TQKV_UNSUPPORTED;
+    if (!rows || n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &bytes))
+        return TQKV_INVALID_ARGUMENT;
+    const tqkv__codec *codec = tqkv__codec_for(head_dim);
+    const uint64_t mode = tqkv__fp_exact();
+    for (int i = 0; i < n_rows; i++)
+        (back ? codec->unrotate : codec->rotate)(rows + (size_t)i * (size_t)head_dim, head_dim);
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim)
+{
+    return tqkv__rotate_rows(rows, n_rows, head_dim, false);
+}
+
+TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
+{
+    return tqkv__rotate_rows(rows, n_rows, head_dim, true);
+}
+
+/* >>attend: softmax(q.k) v in one pass over tiles of positions, each key and value decoded once for all its queries */
+
+/* Positions scored, weighted and summed at a time: their scores stay in the L1 cache. */
+#define TQKV__TILE 64
+/* Query rows (queries x heads of a group) that share a decoded tile: enough to make decoding a small part of the work,
+   few enough for their sums, at most 32 KiB, to stay near. */
+#define TQKV__CHUNK_ROWS 64
+static int tqkv__chunk_rows(int head_dim)
+{
+    return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
+}
+
+/* tqkv_attention with every default resolved. A row is one query of one head; rows of a KV head are ordered query
+   first: row = query * group + (head within the group). */
+typedef struct tqkv__attention {
+    tqkv__stream keys, values;
+    int n_heads, n_kv_heads, group, n_queries, head_dim;
+    int64_t first, end; /* resident positions [first, end) */
+    int window;         /* 0 = none */
+    float scale, softcap;
+    const float *sinks;
+    bool rotate_queries, unrotate_output;
+    tqkv_parallel parallel;
+    tqkv_allocator allocator;
+    size_t n_rows, n_elements; /* n_queries * n_heads, and times head_dim */
+    const struct tqkv__isa *isa;
+} tqkv__attention;
+
+/* The positions of a tile that a row sees. */
+typedef struct tqkv__span {
+    int from, to;
+} tqkv__span;
+
+/* The inner functions of attention for one instruction set. */
+typedef struct tqkv__isa {
+    const char *name;
+    int lanes;           /* floats of a vector */
+    int nibble_order[2]; /* see tqkv__to_decoded */
+    const tqkv__codec *codec;
+    /* scores[row][j] = q[row] . key[slot + j] for j < n; q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
+    void (*score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows, float *scores);
+    /* Turns the scores of each row's span into weights exp(score - max), the others into 0, and brings the row's
+       running sums to the new maximum; spans, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][head_dim]
+     */
+    void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, int n_rows, float *scores, float *max,
+                         float *sum, float *out);
+    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n; a weight of 0 adds nothing, not even a NaN norm of
+       a slot that this row does not see; weights: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
+    void (*value_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights, int n_rows,
+                       float *out);
+} tqkv__isa;
+
+static const tqkv__isa *tqkv__isa_for(int head_dim);
+
+static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows,
+                                    float *scores)
+{
+    float key[TQKV_MAX_HEAD_DIM];
+    for (int j = 0; j < n; j++) {
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, slot + j), tqkv__norms_at(s, kv_head, slot + j), key);
+        for (int row = 0; row < n_rows; row++) {
+            const float *query = q + (size_t)row * (size_t)s->head_dim;
+            float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0}; /* eight chains: shorter, and each adds a smaller error */
+            for (int d = 0; d < s->head_dim; d += 8)
+                for (int i = 0; i < 8; i++) sums[i] += query[d + i] * key[d + i];
+            scores[row * TQKV__TILE + j] =
+                ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+        }
+    }
+}
+
+static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights,
+                                    int n_rows, float *out)
+{
+    float value[TQKV_MAX_HEAD_DIM];
+    for (int j = 0; j < n; j++) {
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, slot + j), tqkv__norms_at(s, kv_head, slot + j), value);
+        for (int row = 0; row < n_rows; row++) {
+            const float weight = weights[row * TQKV__TILE + j];
+            float *sum = out + (size_t)row * (size_t)s->head_dim;
+            if (weight == 0.0f) continue;
+            for (int d = 0; d < s->head_dim; d++) sum[d] += weight * value[d];
+        }
+    }
+}
+
+static void tqkv__softmax_row_scalar(const tqkv__attention *a, int from, int to, float *scores, float *max, float *sum,
+                                     float *out)
+{
+    float largest = *max, total = 0.0f;
+    for (int j = from; j < to; j++) {
+        if (a->softcap > 0.0f) scores[j] = a->softcap * tanhf(scores[j] / a->softcap);
+        if (scores[j] > largest) largest = scores[j];
+    }
+    if (largest > *max) {
+        const float shrink = expf(*max - largest); /* 0 for the first tile, where max is -INFINITY */
+        for (int d = 0; d < a->head_dim; d++) out[d] *= shrink;
+        *sum *= shrink;
+        *max = largest;
+    }
+    for (int j = 0; j < TQKV__TILE; j++) {
+        scores[j] = j >= from && j < to ? expf(scores[j] - largest) : 0.0f;
+        total += scores[j];
+    }
+    *sum += total;
+}
+
+static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, int n_rows, float *scores,
+                                      float *max, float *sum, float *out)
+{
+    for (int row = 0; row < n_rows; row++)
+        tqkv__softmax_row_scalar(a, spans[row].from, spans[row].to, scores + row * TQKV__TILE, &max[row], &sum[row],
+                                 out + (size_t)row * (size_t)a->head_dim);
+}
+
+/* Asks for codes that will be read soon. The next tile's are asked for while this tile is computed: nearer they come
+   too late, farther they push what is in use out of the L1 cache (32k positions: 1.1 to 1.5 times slower at twice or
+   half). */
+static inline void tqkv__prefetch(const uint8_t *codes, size_t size)
+{
+    for (size_t i = 0; i < size; i += 64) __builtin_prefetch((const void *)((uintptr_t)codes + i));
+}
+
+static const tqkv__isa tqkv__isa_scalar = {"scalar",
+                                           1,
+                                           {1, 1},
+                                           &tqkv__codec_scalar,
+                                           tqkv__score_tile_scalar,
+                                           tqkv__softmax_tile_scalar,
+                                           tqkv__value_tile_scalar};
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* TQKV_IMPLEMENTATION, to be continued */
+
 /* >>kernels: attention's inner loops, written once. The implementation below includes this file again for each
    instruction set, with TQKV__(name) for that set's version of name, TQKV__LANES for the floats of its vector, and
    TQKV__TARGET for the attribute that lets the compiler use it. */
@@ -1742,976 +2594,12 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          
 #undef TQKV__VECTOR
 #endif /* TQKV__LANES */
 
-#if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__IMPLEMENTED)
-#define TQKV__IMPLEMENTED
-
-#if !defined(TQKV_ALLOW_FAST_MATH) &&                                                                                  \
-    (defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) ||                        \
-     (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__))
-#error "tqkv.h: -ffast-math changes stored bytes; compile this file without it, or define TQKV_ALLOW_FAST_MATH"
-#endif
-
-#include <fenv.h>
-#include <limits.h>
-#include <math.h>
-#include <stdlib.h>
-#include <string.h>
-#define XXH_INLINE_ALL
-#include <xxhash.h>
-#if defined(__SSE2__)
-#include <xmmintrin.h>
-#endif
+#if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
+#define TQKV__SETS
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-/* >>common: sizes, formats and what a valid store is */
-
-#define TQKV__NOINLINE __attribute__((noinline))
-#define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
-#define TQKV__INLINE   inline __attribute__((always_inline))
-#ifdef __clang__
-#define TQKV__UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define TQKV__UNROLL _Pragma("GCC unroll 16")
-#endif
-
-static bool tqkv__multiply(size_t a, size_t b, size_t *product)
-{
-    if (b != 0 && a > SIZE_MAX / b) return false;
-    *product = a * b;
-    return true;
-}
-
-/* a*b*c elements of `size` bytes; false on overflow. */
-static bool tqkv__array_size(int a, int b, int c, size_t size, size_t *bytes)
-{
-    return tqkv__multiply((size_t)a, (size_t)b, bytes) && tqkv__multiply(*bytes, (size_t)c, bytes) &&
-           tqkv__multiply(*bytes, size, bytes);
-}
-
-static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_size)
-{
-    uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
-    return a && b && a_size && b_size && (x < y ? y - x < a_size : x - y < b_size);
-}
-
-typedef struct tqkv__format_info {
-    const char *name;
-    int code_bits, stored_bits; /* of the index, and of a value in memory */
-    const float *codebook;      /* [1 << code_bits]; NULL for F16 and I8 */
-    const float *boundaries;    /* [(1 << code_bits) - 1] */
-} tqkv__format_info;
-
-static const tqkv__format_info tqkv__formats[] = {
-    {"default", 0, 0, NULL, NULL},
-    {"f16", 16, 16, NULL, NULL},
-    {"tq4", 4, 4, tqkv__tables.codebook_4, tqkv__tables.boundaries_4},
-    {"tq5", 5, 5, tqkv__tables.codebook_5, tqkv__tables.boundaries_5},
-    {"tq6", 6, 6, tqkv__tables.codebook_6, tqkv__tables.boundaries_6},
-    {"tq8", 8, 8, tqkv__tables.codebook_8, tqkv__tables.boundaries_8},
-    {"tq5_bytes", 5, 8, tqkv__tables.codebook_5, tqkv__tables.boundaries_5},
-    {"tq6_bytes", 6, 8, tqkv__tables.codebook_6, tqkv__tables.boundaries_6},
-    {"i8", 8, 8, NULL, NULL},
-};
-
-static bool tqkv__format_known(tqkv_format f) { return (int)f >= (int)TQKV_F16 && (int)f <= (int)TQKV_I8; }
-
-static bool tqkv__head_dim_known(int head_dim)
-{
-    return head_dim >= 32 && head_dim <= TQKV_MAX_HEAD_DIM && (head_dim & (head_dim - 1)) == 0;
-}
-
-#define TQKV__BLOCK 256
-
-/* A store with its defaults resolved and its sizes derived. */
-typedef struct tqkv__stream {
-    tqkv_format format;
-    const tqkv__format_info *info;
-    int head_dim, n_kv_heads, capacity;
-    bool ring, rotated;
-    float block_scale;
-    size_t row_bytes;
-    int norms_per_row, norm_dim; /* norm_dim: values that share a norm */
-    int block_dim;               /* values that attention decodes at a time: of one norm, at most TQKV__BLOCK */
-    uint8_t *codes;
-    float *norms;
-    size_t codes_size, norms_size; /* bytes in use */
-    uint8_t planes[4][128];        /* byte i of the centroids, for look-ups of bytes; see tqkv__fill_planes */
-} tqkv__stream;
-
-/* Checks the shape of a store, not its buffers. */
-static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
-{
-    memset(s, 0, sizeof *s);
-    if (!store) return TQKV_INVALID_ARGUMENT;
-    if (!tqkv__format_known(store->format) || !tqkv__head_dim_known(store->head_dim)) return TQKV_UNSUPPORTED;
-    if (store->unrotated && (store->format == TQKV_F16 || store->format == TQKV_TQ4 || store->format == TQKV_I8))
-        return TQKV_UNSUPPORTED;
-    if (store->n_kv_heads <= 0 || store->capacity <= 0) return TQKV_INVALID_ARGUMENT;
-    if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f)) return TQKV_INVALID_ARGUMENT;
-    s->format = store->format;
-    s->info = &tqkv__formats[store->format];
-    s->head_dim = store->head_dim;
-    s->n_kv_heads = store->n_kv_heads;
-    s->capacity = store->capacity;
-    s->ring = store->ring;
-    s->rotated = store->format != TQKV_F16 && !store->unrotated;
-    s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
-    s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
-    s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
-    s->norm_dim = s->head_dim / (s->norms_per_row ? s->norms_per_row : 1);
-    s->block_dim = s->norm_dim < TQKV__BLOCK ? s->norm_dim : TQKV__BLOCK;
-    if (!tqkv__array_size(s->n_kv_heads, s->capacity, 1, s->row_bytes, &s->codes_size) ||
-        !tqkv__array_size(s->n_kv_heads, s->capacity, s->norms_per_row, sizeof(float), &s->norms_size))
-        return TQKV_INVALID_ARGUMENT;
-    return TQKV_OK;
-}
-
-static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
-{
-    tqkv_result r = tqkv__stream_shape(store, s);
-    if (r != TQKV_OK) return r;
-    if (!store->codes || store->codes_size < s->codes_size) return TQKV_INVALID_ARGUMENT;
-    if (s->norms_size && (!store->norms || store->norms_size < s->norms_size)) return TQKV_INVALID_ARGUMENT;
-    if ((uintptr_t)store->norms % sizeof(float)) return TQKV_INVALID_ARGUMENT;
-    if (tqkv__overlap(store->codes, s->codes_size, store->norms, s->norms_size)) return TQKV_INVALID_ARGUMENT;
-    s->codes = (uint8_t *)store->codes;
-    s->norms = store->norms;
-    return TQKV_OK;
-}
-
-static bool tqkv__stream_overlaps(const tqkv__stream *s, const void *p, size_t size)
-{
-    return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size);
-}
-
-static int tqkv__slot(const tqkv__stream *s, int64_t position)
-{
-    return (int)(s->ring ? position % s->capacity : position);
-}
-
-static uint8_t *tqkv__codes_at(const tqkv__stream *s, int kv_head, int slot)
-{
-    return s->codes + ((size_t)kv_head * (size_t)s->capacity + (size_t)slot) * s->row_bytes;
-}
-
-static float *tqkv__norms_at(const tqkv__stream *s, int kv_head, int slot)
-{
-    if (!s->norms_per_row) return NULL;
-    return s->norms + ((size_t)kv_head * (size_t)s->capacity + (size_t)slot) * (size_t)s->norms_per_row;
-}
-
-TQKV_API const char *tqkv_result_string(tqkv_result r)
-{
-    switch (r) {
-    case TQKV_OK:
-        return "no error";
-    case TQKV_INVALID_ARGUMENT:
-        return "an argument is invalid";
-    case TQKV_UNSUPPORTED:
-        return "this head_dim, format or option is not supported";
-    case TQKV_OUT_OF_RANGE:
-        return "a position lies outside the store";
-    case TQKV_OUT_OF_MEMORY:
-        return "out of memory";
-    case TQKV_NOT_FINITE:
-        return "the source holds NaN or infinity";
-    case TQKV_CORRUPT:
-        return "the snapshot is damaged or not a snapshot";
-    case TQKV_IO:
-        return "reading or writing failed";
-    case TQKV_TABLE_MISMATCH:
-        return "the metallib was built from another version of tqkv.h";
-    case TQKV_METAL_ERROR:
-        return "Metal reported an error";
-    }
-    return "unknown result";
-}
-
-TQKV_API const char *tqkv_format_name(tqkv_format f)
-{
-    return f == TQKV_FORMAT_DEFAULT || tqkv__format_known(f) ? tqkv__formats[f].name : "?";
-}
-
-TQKV_API tqkv_format tqkv_format_from_name(const char *name)
-{
-    for (int f = TQKV_F16; name && f <= (int)TQKV_I8; f++)
-        if (strcmp(name, tqkv__formats[f].name) == 0) return (tqkv_format)f;
-    return TQKV_FORMAT_DEFAULT;
-}
-
-TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim)
-{
-    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim)) return 0;
-    return (size_t)head_dim * (size_t)tqkv__formats[f].stored_bits / 8;
-}
-
-TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim)
-{
-    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || f == TQKV_F16) return 0;
-    if (f == TQKV_I8) return head_dim > 128 ? head_dim / 128 : 1;
-    return head_dim >= 512 ? head_dim / 256 : 1;
-}
-
-TQKV_API float tqkv_last_boundary(tqkv_format f)
-{
-    if (!tqkv__format_known(f)) return 0.0f;
-    const tqkv__format_info *info = &tqkv__formats[f];
-    return f == TQKV_F16 ? 65504.0f : f == TQKV_I8 ? 127.0f : info->boundaries[(1 << info->code_bits) - 2];
-}
-
-TQKV_API size_t tqkv_codes_size(const tqkv_store *store)
-{
-    tqkv__stream s;
-    return tqkv__stream_shape(store, &s) == TQKV_OK ? s.codes_size : 0;
-}
-
-TQKV_API size_t tqkv_norms_size(const tqkv_store *store)
-{
-    tqkv__stream s;
-    return tqkv__stream_shape(store, &s) == TQKV_OK ? s.norms_size : 0;
-}
-
-/* >>exact: arithmetic whose bits do not depend on compiler, flags or the caller's floating-point mode */
-
-/* x, rounded to float here and now. Compilers may fuse a product with a following sum, by default (GCC, AArch64) or by
-   flag, and pragmas do not stop all of them; an empty asm that may have changed the value does. */
-static inline float tqkv__rounded(float x)
-{
-#if defined(__SSE2_MATH__)
-    __asm__("" : "+x"(x));
-#elif defined(__aarch64__)
-    __asm__("" : "+w"(x));
-#else
-    __asm__("" : "+m"(x));
-#endif
-    return x;
-}
-
-/* The same for results that are not added to: floats they are at once, but for registers of more bits (x87), in which
-   compilers keep them as long as they like. */
-#if defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 0
-#define TQKV__AS_FLOAT(x) (x)
-#else
-#define TQKV__AS_FLOAT(x) tqkv__rounded(x)
-#endif
-
-/* Round to nearest, denormals kept; returns the caller's mode for tqkv__fp_restore. Programs linked with -ffast-math
-   start with flush-to-zero set. The arithmetic in between has to be in functions that are not inlined, or the compiler
-   may move it across. */
-static uint64_t tqkv__fp_exact(void)
-{
-    uint64_t mode = 0;
-#if !defined(__SSE2_MATH__) && !defined(__aarch64__) && defined(FE_TONEAREST)
-    mode = (uint64_t)fegetround() << 32;
-    fesetround(FE_TONEAREST);
-#endif
-#if defined(__SSE2__)
-    mode |= _mm_getcsr();
-    _mm_setcsr(0x1f80); /* all exceptions masked */
-#elif defined(__aarch64__)
-    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
-    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
-#endif
-    return mode;
-}
-
-static void tqkv__fp_restore(uint64_t mode)
-{
-#if !defined(__SSE2_MATH__) && !defined(__aarch64__) && defined(FE_TONEAREST)
-    fesetround((int)(mode >> 32));
-#endif
-#if defined(__SSE2__)
-    _mm_setcsr((unsigned)mode);
-#elif defined(__aarch64__)
-    __asm__ volatile("msr fpcr, %0" : : "r"(mode));
-#endif
-    (void)mode;
-}
-
-static uint32_t tqkv__bits(float x)
-{
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-static float tqkv__float(uint32_t bits)
-{
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-/* By the bits, so that no compiler flag can assume the answer. */
-static bool tqkv__all_finite(const float *x, size_t n)
-{
-    uint32_t bad = 0;
-    for (size_t i = 0; i < n; i++) {
-        bad |= (tqkv__bits(x[i]) & 0x7f800000u) == 0x7f800000u;
-    }
-    return !bad;
-}
-
-/* >>codec: rotation, norms, quantising, packing, and back */
-
-/* Walsh-Hadamard transform in natural order, unnormalised; x: [head_dim]. */
-static void tqkv__hadamard(float *x, int head_dim)
-{
-    for (int h = 1; h < head_dim; h *= 2)
-        for (int i = 0; i < head_dim; i += 2 * h)
-            for (int j = i; j < i + h; j++) {
-                float a = x[j], b = x[j + h];
-                x[j] = TQKV__AS_FLOAT(a + b);
-                x[j + h] = TQKV__AS_FLOAT(a - b);
-            }
-}
-
-static void tqkv__flip_signs(float *x, int head_dim)
-{
-    for (int j = 0; j < head_dim; j++)
-        if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
-}
-
-static void tqkv__scale(float *x, int n, float factor)
-{
-    for (int i = 0; i < n; i++) x[i] = TQKV__AS_FLOAT(x[i] * factor);
-}
-
-/* y = H(s*x)/sqrt(D) */
-static TQKV__NOINLINE void tqkv__rotate_row(float *x, int head_dim)
-{
-    tqkv__flip_signs(x, head_dim);
-    tqkv__hadamard(x, head_dim);
-    tqkv__scale(x, head_dim, TQKV__INV_SQRT(head_dim));
-}
-
-/* x = s*H(y)/sqrt(D) */
-static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
-{
-    tqkv__hadamard(y, head_dim);
-    tqkv__scale(y, head_dim, TQKV__INV_SQRT(head_dim));
-    tqkv__flip_signs(y, head_dim);
-}
-
-/* The norm of a TQ row or block of which `sum` is the sum of squares; scale: what brings its values to variance 1. The sum
-   of a row whose rotation overflows is NaN, to which machines give different signs: the norm's is clear. */
-static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
-{
-    const float norm = fabsf(TQKV__AS_FLOAT(sqrtf(s->head_dim < 512 ? sum : TQKV__AS_FLOAT(sum / 256.0f))));
-    const float inverse = norm > TQKV__MIN_NORM ? TQKV__AS_FLOAT(1.0f / norm) : 0.0f;
-    *scale = TQKV__AS_FLOAT(inverse * (s->head_dim < 512 ? TQKV__SQRT(s->head_dim) : s->block_scale));
-    return norm;
-}
-
-/* Norm of an I8 block: the largest magnitude over 127; scale: one over the grid's step. */
-static float tqkv__norm_i8(float largest, float *scale)
-{
-    *scale = largest > TQKV__MIN_NORM ? TQKV__AS_FLOAT(127.0f / largest) : 0.0f;
-    return TQKV__AS_FLOAT(largest / 127.0f);
-}
-
-/* Norms of a TQ row: 32 lanes of head_dim/32 neighbours each add their squares in order, then an xor-tree adds the
-   lanes that share a norm: the order in which a GPU's 32-lane group does it. */
-static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, float *scales)
-{
-    float lanes[32], other[32];
-    const int per_lane = s->head_dim / 32, lanes_per_norm = 32 / s->norms_per_row;
-    for (int l = 0; l < 32; l++) {
-        lanes[l] = 0.0f;
-        for (int e = l * per_lane; e < (l + 1) * per_lane; e++)
-            lanes[l] = TQKV__AS_FLOAT(lanes[l] + tqkv__rounded(y[e] * y[e]));
-    }
-    for (int distance = 1; distance < lanes_per_norm; distance *= 2) {
-        memcpy(other, lanes, sizeof other);
-        for (int l = 0; l < 32; l++) lanes[l] = TQKV__AS_FLOAT(lanes[l] + other[l ^ distance]);
-    }
-    for (int b = 0; b < s->norms_per_row; b++) norms[b] = tqkv__norm_tq(s, lanes[b * lanes_per_norm], &scales[b]);
-}
-
-/* Norms of an I8 row, one a block. */
-static void tqkv__norms_i8(const tqkv__stream *s, const float *y, float *norms, float *scales)
-{
-    for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim) {
-        float largest = 0.0f;
-        for (int i = 0; i < s->norm_dim; i++) largest = fabsf(y[i]) > largest ? fabsf(y[i]) : largest;
-        norms[b] = tqkv__norm_i8(largest, &scales[b]);
-    }
-}
-
-/* Steps 1 to 8 of encoding a row, up to the comparison with the boundaries. src, scaled: [head_dim], norms:
-   [norms_per_row]. F16: the source as it is. */
-static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, const float *src, float *scaled, float *norms)
-{
-    float scales[TQKV_MAX_HEAD_DIM / 128];
-    memcpy(scaled, src, (size_t)s->head_dim * sizeof(float));
-    if (s->format == TQKV_F16) return;
-    if (s->rotated) tqkv__rotate_row(scaled, s->head_dim);
-    if (s->format == TQKV_I8)
-        tqkv__norms_i8(s, scaled, norms, scales);
-    else
-        tqkv__norms_tq(s, scaled, norms, scales);
-    for (int b = 0; b < s->norms_per_row; b++) tqkv__scale(scaled + b * s->norm_dim, s->norm_dim, scales[b]);
-}
-
-/* Number of boundaries strictly below v, by bisection; boundaries: [(1 << bits) - 1]. NaN is below none: 0. */
-static unsigned tqkv__quantise(const float *boundaries, int bits, float v)
-{
-    unsigned code = 0;
-    for (unsigned half = 1u << (bits - 1); half; half >>= 1)
-        if (boundaries[code + half - 1] < v) code += half;
-    return code;
-}
-
-/* round-half-even(v), clamped to +-127; NaN to 127. Adding 1.5*2^23 leaves no bits below the unit. */
-static uint8_t tqkv__quantise_i8(float v)
-{
-    const float magic = 12582912.0f;
-    v = v < 127.0f ? v : 127.0f;
-    v = v > -127.0f ? v : -127.0f;
-    return (uint8_t)(int8_t)(tqkv__rounded(TQKV__AS_FLOAT(v) + magic) - magic);
-}
-
-/* Round to nearest even; beyond 65504 clamped. Integers only, so that no rounding mode matters. */
-static uint16_t tqkv__half_from_float(float x)
-{
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    const uint32_t sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
-    uint32_t half;
-    if (magnitude >= 0x477ff000u) { /* 65520: would round to infinity */
-        half = 0x7bffu;
-    } else if (magnitude >= 0x38800000u) { /* 2^-14: a normal half */
-        half = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    } else { /* a multiple of 2^-24 */
-        const uint32_t shift = 126u - (magnitude >> 23), mantissa = (magnitude & 0x7fffffu) | 0x800000u;
-        half = shift > 24u ? 0u : (mantissa + (1u << (shift - 1)) - 1u + ((mantissa >> shift) & 1u)) >> shift;
-    }
-    return (uint16_t)(sign | half);
-}
-
-static float tqkv__float_from_half(uint16_t half)
-{
-    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, magnitude = half & 0x7fffu;
-    uint32_t bits = sign | ((magnitude << 13) + (magnitude < 0x7c00u ? 0x38000000u : 0x70000000u));
-    float x;
-    if (magnitude < 0x400u) { /* a multiple of 2^-24 */
-        x = (float)magnitude * (1.0f / 16777216.0f);
-        return sign ? -x : x;
-    }
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-/* codes: [head_dim] -> row: [row_bytes]. Low nibbles first, then the upper bits, 8/upper_bits codes a byte. */
-static void tqkv__pack(const tqkv__stream *s, const uint8_t *codes, uint8_t *row)
-{
-    const int upper_bits = s->info->stored_bits - 4;
-    if (upper_bits == 4) {
-        memcpy(row, codes, (size_t)s->head_dim);
-        return;
-    }
-    memset(row, 0, s->row_bytes);
-    for (int i = 0; i < s->head_dim; i++) {
-        row[i / 2] |= (uint8_t)((codes[i] & 15) << (i % 2 * 4));
-        if (upper_bits)
-            row[(s->head_dim / 2) + (i * upper_bits / 8)] |= (uint8_t)((codes[i] >> 4) << (i * upper_bits % 8));
-    }
-}
-
-/* row: [row_bytes] -> codes: [head_dim]. Every byte is legal: what lies above a code's bits is ignored. */
-static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *codes)
-{
-    const int upper_bits = s->info->stored_bits - 4, mask = (1 << s->info->code_bits) - 1;
-    const uint8_t *upper = row + s->head_dim / 2;
-    for (int i = 0; i < s->head_dim; i++) {
-        int code = row[upper_bits == 4 ? i : i / 2];
-        if (upper_bits < 4) {
-            code = (code >> (i % 2 * 4)) & 15;
-            if (upper_bits) code |= upper[i * upper_bits / 8] >> (i * upper_bits % 8) << 4;
-        }
-        codes[i] = (uint8_t)(code & mask);
-    }
-}
-
-/* Quantising without bisection. The boundaries are symmetric, so the positive ones are enough. They are sorted into
-   2^bits cells of equal width, too narrow for two of them. A value's cell is computed like a boundary's, and rounding
-   keeps order, so boundaries in the cells before it lie below the value and those in the cells behind it above,
-   whatever the rounding of the cell: one comparison is left, with the boundary of its own cell or else the next one. */
-typedef struct tqkv__quantiser {
-    float slope, top;       /* cell of a magnitude w = the whole part of min(w * slope, top) */
-    uint8_t below[256];     /* boundaries in the cells before this one */
-    float bounds[128];      /* the positive boundaries, then infinity */
-    uint8_t planes[4][128]; /* TQ8: byte i of bounds, for look-ups of bytes */
-} tqkv__quantiser;
-
-static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
-{
-    const int bits = s->info->code_bits, n = (1 << (bits - 1)) - 1;
-    const float *positive = s->info->boundaries + n + 1; /* boundaries[n] is 0 */
-    int cell = 0;
-    q->top = (float)((1 << bits) - 1);
-    q->slope = q->top / positive[n - 1];
-    for (int i = 0; i < n; i++) {
-        const float at = positive[i] * q->slope;
-        for (const int own = (int)(at < q->top ? at : q->top); cell <= own; cell++) q->below[cell] = (uint8_t)i;
-        q->bounds[i] = positive[i];
-    }
-    for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
-    for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
-    for (int p = 0; bits == 8 && p < 4; p++)
-        for (int i = 0; i < 128; i++) q->planes[p][i] = (uint8_t)(tqkv__bits(q->bounds[i]) >> (8 * p));
-}
-
-/* src: [head_dim] -> row: [row_bytes], norms: [norms_per_row] */
-static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const float *src, uint8_t *row, float *norms)
-{
-    float scaled[TQKV_MAX_HEAD_DIM];
-    uint8_t codes[TQKV_MAX_HEAD_DIM];
-    tqkv__scale_row(s, src, scaled, norms);
-    if (s->format == TQKV_F16) {
-        for (int i = 0; i < s->head_dim; i++) {
-            uint16_t half = tqkv__half_from_float(scaled[i]);
-            row[2 * i] = (uint8_t)(half & 255);
-            row[2 * i + 1] = (uint8_t)(half >> 8);
-        }
-        return;
-    }
-    for (int i = 0; i < s->head_dim; i++)
-        codes[i] = s->format == TQKV_I8 ? tqkv__quantise_i8(scaled[i])
-                                        : (uint8_t)tqkv__quantise(s->info->boundaries, s->info->code_bits, scaled[i]);
-    tqkv__pack(s, codes, row);
-}
-
-/* Where a row comes from and goes to: src: [head_dim], codes: [row_bytes], norms: [norms_per_row] */
-typedef struct tqkv__row {
-    const float *src;
-    uint8_t *codes;
-    float *norms;
-} tqkv__row;
-
-static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows)
-{
-    (void)q; /* bisection needs no tables */
-    for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, rows[i].src, rows[i].codes, rows[i].norms);
-}
-
-/* What an instruction set brings to encoding; every set gives the same bytes. */
-typedef struct tqkv__codec {
-    bool (*rows_finite)(const float *x, size_t n); /* n: a multiple of head_dim */
-    void (*rotate)(float *x, int head_dim);
-    void (*unrotate)(float *y, int head_dim);
-    void (*scale_row)(const tqkv__stream *s, const float *src, float *scaled, float *norms);
-    void (*encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows);
-} tqkv__codec;
-
-static const tqkv__codec tqkv__codec_scalar = {tqkv__all_finite, tqkv__rotate_row, tqkv__unrotate_row, tqkv__scale_row,
-                                               tqkv__encode_rows};
-
-static const tqkv__codec *tqkv__codec_for(int head_dim);
-
-/* What the centroids or integers that share a norm are multiplied by. */
-static float tqkv__factor(const tqkv__stream *s, float norm)
-{
-    if (s->format == TQKV_I8) return norm;
-    return s->head_dim < 512 ? norm * TQKV__INV_SQRT(s->head_dim) : norm / s->block_scale;
-}
-
-/* row, norms -> dst: [head_dim], in the basis of the stream. */
-static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t *row, const float *norms, float *dst)
-{
-    uint8_t codes[TQKV_MAX_HEAD_DIM];
-    if (s->format == TQKV_F16) {
-        for (int i = 0; i < s->head_dim; i++)
-            dst[i] = tqkv__float_from_half((uint16_t)(row[2 * i] | row[2 * i + 1] << 8));
-        return;
-    }
-    tqkv__unpack(s, row, codes);
-    for (int b = 0; b < s->norms_per_row; b++) {
-        const float factor = tqkv__factor(s, norms[b]);
-        for (int i = b * s->norm_dim; i < (b + 1) * s->norm_dim; i++)
-            dst[i] = (s->format == TQKV_I8 ? (float)(int8_t)codes[i] : s->info->codebook[codes[i]]) * factor;
-    }
-}
-
-static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t position)
-{
-    if (position < 0 || position > INT64_MAX - n) return TQKV_OUT_OF_RANGE;
-    return s->ring || position + n <= s->capacity ? TQKV_OK : TQKV_OUT_OF_RANGE;
-}
-
-/* The checks that encode and append share. */
-static tqkv_result tqkv__check_source(const tqkv__stream *s, const float *src, int n_tokens, int64_t position)
-{
-    size_t bytes;
-    if (!src || n_tokens < 0 || !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), &bytes))
-        return TQKV_INVALID_ARGUMENT;
-    if (tqkv__stream_overlaps(s, src, bytes)) return TQKV_INVALID_ARGUMENT;
-    const tqkv_result r = tqkv__check_positions(s, n_tokens, position);
-    if (r != TQKV_OK) return r;
-    return tqkv__codec_for(s->head_dim)->rows_finite(src, bytes / sizeof(float)) ? TQKV_OK : TQKV_NOT_FINITE;
-}
-
-/* After tqkv__check_source. Of a run longer than a ring only the tokens that stay are written, each slot once. */
-static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int n_tokens, int64_t position)
-{
-    enum { batch = 64 };
-    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    const uint64_t mode = tqkv__fp_exact();
-    tqkv__quantiser q;
-    tqkv__row rows[batch];
-    int n = 0;
-    if (s->info->boundaries) tqkv__quantiser_open(s, &q);
-    for (int t = n_tokens > s->capacity ? n_tokens - s->capacity : 0; t < n_tokens; t++) {
-        const int slot = tqkv__slot(s, position + t);
-        for (int h = 0; h < s->n_kv_heads; h++) {
-            const size_t source_row = (size_t)t * (size_t)s->n_kv_heads + (size_t)h;
-            rows[n].src = src + source_row * (size_t)s->head_dim;
-            rows[n].codes = tqkv__codes_at(s, h, slot);
-            rows[n].norms = tqkv__norms_at(s, h, slot);
-            if (++n == batch) codec->encode_rows(s, &q, rows, n);
-            n %= batch;
-        }
-    }
-    if (n) codec->encode_rows(s, &q, rows, n);
-    tqkv__fp_restore(mode);
-}
-
-TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const float *src, int n_tokens, int64_t position)
-{
-    tqkv__stream s;
-    tqkv_result r = tqkv__stream_open(store, &s);
-    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, position);
-    if (r == TQKV_OK) tqkv__encode_tokens(&s, src, n_tokens, position);
-    return r;
-}
-
-TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const float *src, int n_tokens, float *scaled)
-{
-    tqkv__stream s;
-    size_t bytes;
-    float norms[TQKV_MAX_HEAD_DIM / 128];
-    tqkv_result r = tqkv__stream_shape(store, &s);
-    if (r != TQKV_OK) return r;
-    if (!src || !scaled || n_tokens < 0 ||
-        !tqkv__array_size(n_tokens, s.n_kv_heads, s.head_dim, sizeof(float), &bytes) ||
-        tqkv__overlap(src, bytes, scaled, bytes))
-        return TQKV_INVALID_ARGUMENT;
-    const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
-    if (!codec->rows_finite(src, bytes / sizeof(float))) return TQKV_NOT_FINITE;
-    const uint64_t mode = tqkv__fp_exact();
-    for (size_t i = 0; i < bytes / sizeof(float); i += (size_t)s.head_dim)
-        codec->scale_row(&s, src + i, scaled + i, norms);
-    tqkv__fp_restore(mode);
-    return TQKV_OK;
-}
-
-TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int n_positions, tqkv_basis basis,
-                                 float *dst)
-{
-    tqkv__stream s;
-    size_t bytes;
-    tqkv_result r = tqkv__stream_open(store, &s);
-    if (r != TQKV_OK) return r;
-    if (!dst || n_positions < 0 || (basis != TQKV_ORIGINAL && basis != TQKV_ROTATED)) return TQKV_INVALID_ARGUMENT;
-    if (n_positions > s.capacity) return TQKV_OUT_OF_RANGE;
-    if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
-    if (!tqkv__array_size(n_positions, s.n_kv_heads, s.head_dim, sizeof(float), &bytes) ||
-        tqkv__stream_overlaps(&s, dst, bytes))
-        return TQKV_INVALID_ARGUMENT;
-    const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
-    const uint64_t mode = tqkv__fp_exact();
-    for (int p = 0; p < n_positions; p++) {
-        const int slot = tqkv__slot(&s, position + p);
-        for (int h = 0; h < s.n_kv_heads; h++, dst += s.head_dim) {
-            tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), dst);
-            if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(dst, s.head_dim);
-        }
-    }
-    tqkv__fp_restore(mode);
-    return TQKV_OK;
-}
-
-static tqkv_result tqkv__rotate_rows(float *rows, int n_rows, int head_dim, bool back)
-{
-    size_t bytes;
-    if (!tqkv__head_dim_known(head_dim)) return TQKV_UNSUPPORTED;
-    if (!rows || n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &bytes))
-        return TQKV_INVALID_ARGUMENT;
-    const tqkv__codec *codec = tqkv__codec_for(head_dim);
-    const uint64_t mode = tqkv__fp_exact();
-    for (int i = 0; i < n_rows; i++)
-        (back ? codec->unrotate : codec->rotate)(rows + (size_t)i * (size_t)head_dim, head_dim);
-    tqkv__fp_restore(mode);
-    return TQKV_OK;
-}
-
-TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim)
-{
-    return tqkv__rotate_rows(rows, n_rows, head_dim, false);
-}
-
-TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
-{
-    return tqkv__rotate_rows(rows, n_rows, head_dim, true);
-}
-
-/* >>attend: softmax(q.k) v in one pass over tiles of positions, each key and value decoded once for all its queries */
-
-/* Positions scored, weighted and summed at a time: their scores stay in the L1 cache. */
-#define TQKV__TILE 64
-/* Query rows (queries x heads of a group) that share a decoded tile: enough to make decoding a small part of the work,
-   few enough for their sums, at most 32 KiB, to stay near. */
-#define TQKV__CHUNK_ROWS 64
-static int tqkv__chunk_rows(int head_dim)
-{
-    return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
-}
-
-/* tqkv_attention with every default resolved. A row is one query of one head; rows of a KV head are ordered query
-   first: row = query * group + (head within the group). */
-typedef struct tqkv__attention {
-    tqkv__stream keys, values;
-    int n_heads, n_kv_heads, group, n_queries, head_dim;
-    int64_t first, end; /* resident positions [first, end) */
-    int window;         /* 0 = none */
-    float scale, softcap;
-    const float *sinks;
-    bool rotate_queries, unrotate_output;
-    tqkv_parallel parallel;
-    tqkv_allocator allocator;
-    size_t n_rows, n_elements; /* n_queries * n_heads, and times head_dim */
-    const struct tqkv__isa *isa;
-} tqkv__attention;
-
-/* The positions of a tile that a row sees. */
-typedef struct tqkv__span {
-    int from, to;
-} tqkv__span;
-
-/* The inner functions of attention for one instruction set. */
-typedef struct tqkv__isa {
-    const char *name;
-    int lanes;           /* floats of a vector */
-    int nibble_order[2]; /* see tqkv__to_decoded */
-    const tqkv__codec *codec;
-    /* scores[row][j] = q[row] . key[slot + j] for j < n; q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
-    void (*score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows, float *scores);
-    /* Turns the scores of each row's span into weights exp(score - max), the others into 0, and brings the row's
-       running sums to the new maximum; spans, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][head_dim]
-     */
-    void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, int n_rows, float *scores, float *max,
-                         float *sum, float *out);
-    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n; a weight of 0 adds nothing, not even a NaN norm of
-       a slot that this row does not see; weights: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
-    void (*value_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights, int n_rows,
-                       float *out);
-} tqkv__isa;
-
-static const tqkv__isa *tqkv__isa_for(int head_dim);
-
-static void *tqkv__malloc(void *user, size_t size)
-{
-    (void)user;
-    return malloc(size);
-}
-
-static void tqkv__mfree(void *user, void *pointer, size_t size)
-{
-    (void)user;
-    (void)size;
-    free(pointer);
-}
-
-static bool tqkv__resolve_allocator(tqkv_allocator *allocator)
-{
-    if (!allocator->alloc != !allocator->free) return false;
-    if (allocator->alloc) return true;
-    allocator->alloc = tqkv__malloc;
-    allocator->free = tqkv__mfree;
-    return true;
-}
-
-static void tqkv__run_serial(void *user, int count, tqkv_task task, void *context)
-{
-    (void)user;
-    for (int i = 0; i < count; i++) task(context, i);
-}
-
-static bool tqkv__sinks_valid(const float *sinks, int n_heads)
-{
-    for (int h = 0; sinks && h < n_heads; h++) {
-        const float negated = -sinks[h]; /* -INFINITY is no sink; NaN and +INFINITY are refused */
-        if (!tqkv__all_finite(&sinks[h], 1) && !(negated > 0.0f)) return false;
-    }
-    return true;
-}
-
-/* Resolves and checks everything but the stores' buffers and the resident range. */
-static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attention *r)
-{
-    tqkv_result result;
-    memset(r, 0, sizeof *r);
-    if (!a) return TQKV_INVALID_ARGUMENT;
-    if ((result = tqkv__stream_shape(a->keys, &r->keys)) != TQKV_OK) return result;
-    if ((result = tqkv__stream_shape(a->values, &r->values)) != TQKV_OK) return result;
-    r->head_dim = r->keys.head_dim;
-    r->n_kv_heads = r->keys.n_kv_heads;
-    r->n_heads = a->n_heads ? a->n_heads : r->n_kv_heads;
-    r->n_queries = a->n_queries ? a->n_queries : 1;
-    r->group = r->n_heads / r->n_kv_heads;
-    r->window = a->window;
-    r->scale = a->scale != 0.0f ? a->scale : TQKV__INV_SQRT(r->head_dim);
-    r->softcap = a->softcap > 0.0f ? a->softcap : 0.0f;
-    r->sinks = a->sinks;
-    r->rotate_queries = r->keys.rotated && a->query_basis == TQKV_ORIGINAL;
-    r->unrotate_output = r->values.rotated && a->output_basis == TQKV_ORIGINAL;
-    r->isa = tqkv__isa_for(r->head_dim);
-    r->parallel = a->parallel;
-    if (!r->parallel.run) r->parallel.run = tqkv__run_serial;
-    r->allocator = a->allocator;
-    if (r->values.head_dim != r->head_dim || r->values.n_kv_heads != r->n_kv_heads || r->n_heads < 0 ||
-        r->n_queries < 0 || r->n_heads % r->n_kv_heads != 0 || r->window < 0 || !tqkv__all_finite(&a->scale, 1) ||
-        !tqkv__all_finite(&a->softcap, 1) || (unsigned)a->query_basis > 1u || (unsigned)a->output_basis > 1u ||
-        !tqkv__resolve_allocator(&r->allocator))
-        return TQKV_INVALID_ARGUMENT;
-    if (!tqkv__array_size(r->n_queries, r->n_heads, 1, 1, &r->n_rows) ||
-        !tqkv__multiply(r->n_rows, (size_t)r->head_dim, &r->n_elements) || r->n_elements > SIZE_MAX / 64 ||
-        r->n_rows > (size_t)INT_MAX)
-        return TQKV_INVALID_ARGUMENT;
-    return tqkv__sinks_valid(r->sinks, r->n_heads) ? TQKV_OK : TQKV_NOT_FINITE;
-}
-
-/* The bytes of the centroids, again and again where they are few, of TQ8 those of the lower half: codebooks are symmetric,
-   centroid n - 1 - c is centroid c with the other sign, so that look-ups can do with half a table: of a code c of the
-   upper half they take ~c, and flip the sign. */
-static void tqkv__fill_planes(tqkv__stream *s)
-{
-    for (int i = 0; s->info->codebook && i < 128; i++)
-        for (int p = 0; p < 4; p++)
-            s->planes[p][i] = (uint8_t)(tqkv__bits(s->info->codebook[i % (1 << s->info->code_bits)]) >> (8 * p));
-}
-
-/* Finds the resident range, after tqkv__attention_shape. */
-static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attention *r)
-{
-    if (a->end < 0 || a->kv_len < 0) return TQKV_INVALID_ARGUMENT;
-    const int capacity = r->keys.capacity < r->values.capacity ? r->keys.capacity : r->values.capacity;
-    const int64_t kv_len = a->kv_len ? a->kv_len : a->end < capacity ? a->end : capacity;
-    if (kv_len > capacity || kv_len > a->end) return TQKV_OUT_OF_RANGE;
-    if ((!r->keys.ring && a->end > r->keys.capacity) || (!r->values.ring && a->end > r->values.capacity))
-        return TQKV_OUT_OF_RANGE;
-    r->first = a->end - kv_len;
-    r->end = a->end;
-    return TQKV_OK;
-}
-
-/* As tqkv__attention_shape, and opens the stores and finds the resident range. */
-static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
-{
-    tqkv_result result = tqkv__attention_shape(a, r);
-    if (result != TQKV_OK) return result;
-    if ((result = tqkv__stream_open(a->keys, &r->keys)) != TQKV_OK) return result;
-    if ((result = tqkv__stream_open(a->values, &r->values)) != TQKV_OK) return result;
-    if ((result = tqkv__attention_range(a, r)) != TQKV_OK) return result;
-    tqkv__fill_planes(&r->keys);
-    tqkv__fill_planes(&r->values);
-    return TQKV_OK;
-}
-
-/* The positions that a query sees: [*from, *to), within [first, end) of the call. */
-static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, int64_t end, int64_t *from, int64_t *to)
-{
-    const int64_t position = a->end - a->n_queries + query;
-    *to = position + 1 < end ? position + 1 : end;
-    *from = a->window && position - a->window + 1 > first ? position - a->window + 1 : first;
-    if (*from > end) *from = end;
-    if (*to < *from) *to = *from;
-}
-
-/* One call: [first, end) is cut into splits and the rows into chunks; every (split, chunk, KV head) is a task. How
-   they are cut depends on the shape alone, so that the result does not depend on the number of threads. */
-typedef struct tqkv__job {
-    const tqkv__attention *a;
-    int64_t first, end;
-    int n_splits, n_chunks; /* a chunk: tqkv__chunk_rows rows of a KV head, or what is left */
-    const float *q;         /* [n_kv_heads][n_queries * group][head_dim], in the keys' basis, times scale */
-    float *out;             /* [n_splits][n_kv_heads][n_queries * group][head_dim], unnormalised */
-    float *max, *sum;       /* [n_splits][n_kv_heads][n_queries * group] */
-    float *memory;
-    size_t memory_size;
-} tqkv__job;
-
-static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows,
-                                    float *scores)
-{
-    float key[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, slot + j), tqkv__norms_at(s, kv_head, slot + j), key);
-        for (int row = 0; row < n_rows; row++) {
-            const float *query = q + (size_t)row * (size_t)s->head_dim;
-            float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0}; /* eight chains: shorter, and each adds a smaller error */
-            for (int d = 0; d < s->head_dim; d += 8)
-                for (int i = 0; i < 8; i++) sums[i] += query[d + i] * key[d + i];
-            scores[row * TQKV__TILE + j] =
-                ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-        }
-    }
-}
-
-static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights,
-                                    int n_rows, float *out)
-{
-    float value[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, slot + j), tqkv__norms_at(s, kv_head, slot + j), value);
-        for (int row = 0; row < n_rows; row++) {
-            const float weight = weights[row * TQKV__TILE + j];
-            float *sum = out + (size_t)row * (size_t)s->head_dim;
-            if (weight == 0.0f) continue;
-            for (int d = 0; d < s->head_dim; d++) sum[d] += weight * value[d];
-        }
-    }
-}
-
-static void tqkv__softmax_row_scalar(const tqkv__attention *a, int from, int to, float *scores, float *max, float *sum,
-                                     float *out)
-{
-    float largest = *max, total = 0.0f;
-    for (int j = from; j < to; j++) {
-        if (a->softcap > 0.0f) scores[j] = a->softcap * tanhf(scores[j] / a->softcap);
-        if (scores[j] > largest) largest = scores[j];
-    }
-    if (largest > *max) {
-        const float shrink = expf(*max - largest); /* 0 for the first tile, where max is -INFINITY */
-        for (int d = 0; d < a->head_dim; d++) out[d] *= shrink;
-        *sum *= shrink;
-        *max = largest;
-    }
-    for (int j = 0; j < TQKV__TILE; j++) {
-        scores[j] = j >= from && j < to ? expf(scores[j] - largest) : 0.0f;
-        total += scores[j];
-    }
-    *sum += total;
-}
-
-static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, int n_rows, float *scores,
-                                      float *max, float *sum, float *out)
-{
-    for (int row = 0; row < n_rows; row++)
-        tqkv__softmax_row_scalar(a, spans[row].from, spans[row].to, scores + row * TQKV__TILE, &max[row], &sum[row],
-                                 out + (size_t)row * (size_t)a->head_dim);
-}
-
-/* Asks for codes that will be read soon. The next tile's are asked for while this tile is computed: nearer they come
-   too late, farther they push what is in use out of the L1 cache (32k positions: 1.1 to 1.5 times slower at twice or
-   half). */
-static inline void tqkv__prefetch(const uint8_t *codes, size_t size)
-{
-    for (size_t i = 0; i < size; i += 64) __builtin_prefetch((const void *)((uintptr_t)codes + i));
-}
 
 /* >>isa: what each instruction set brings to the kernels above */
 
@@ -3587,7 +3475,7 @@ static TQKV__INLINE uint32x4_t tqkv__below_neon(const int bits, const uint32x4_t
     TQKV__UNROLL
     for (int i = 0; i < 4; i++) t.val[i] = vreinterpretq_u8_u32(below[i < 1 << (bits - 4) ? i : 0]);
     const uint8x16x2_t half = {{t.val[0], t.val[1]}};
-    return vreinterpretq_u32_u8(bits == 4   ? vqtbl1q_u8(t.val[0], index)
+    return vreinterpretq_u32_u8(bits == 4 ? vqtbl1q_u8(t.val[0], index)
                                 : bits == 5 ? vqtbl2q_u8(half, index)
                                             : vqtbl4q_u8(t, index));
 }
@@ -3664,13 +3552,7 @@ static inline void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
 #undef TQKV__TARGET
 #endif
 
-static const tqkv__isa tqkv__isa_scalar = {"scalar",
-                                           1,
-                                           {1, 1},
-                                           &tqkv__codec_scalar,
-                                           tqkv__score_tile_scalar,
-                                           tqkv__softmax_tile_scalar,
-                                           tqkv__value_tile_scalar};
+/* >>sets: which of them is in use */
 
 /* Best first; those that this processor has are chosen from. */
 static const tqkv__isa *const tqkv__isas[] = {
@@ -3736,6 +3618,140 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name)
     __atomic_store_n(&tqkv__isa_chosen, isa, __ATOMIC_RELEASE);
     return TQKV_OK;
 }
+
+/* >>driver: tqkv_attend and its slices: checks, tasks, and what becomes of their results */
+
+static void *tqkv__malloc(void *user, size_t size)
+{
+    (void)user;
+    return malloc(size);
+}
+
+static void tqkv__mfree(void *user, void *pointer, size_t size)
+{
+    (void)user;
+    (void)size;
+    free(pointer);
+}
+
+static bool tqkv__resolve_allocator(tqkv_allocator *allocator)
+{
+    if (!allocator->alloc != !allocator->free) return false;
+    if (allocator->alloc) return true;
+    allocator->alloc = tqkv__malloc;
+    allocator->free = tqkv__mfree;
+    return true;
+}
+
+static void tqkv__run_serial(void *user, int count, tqkv_task task, void *context)
+{
+    (void)user;
+    for (int i = 0; i < count; i++) task(context, i);
+}
+
+static bool tqkv__sinks_valid(const float *sinks, int n_heads)
+{
+    for (int h = 0; sinks && h < n_heads; h++) {
+        const float negated = -sinks[h]; /* -INFINITY is no sink; NaN and +INFINITY are refused */
+        if (!tqkv__all_finite(&sinks[h], 1) && !(negated > 0.0f)) return false;
+    }
+    return true;
+}
+
+/* Resolves and checks everything but the stores' buffers and the resident range. */
+static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attention *r)
+{
+    tqkv_result result;
+    memset(r, 0, sizeof *r);
+    if (!a) return TQKV_INVALID_ARGUMENT;
+    if ((result = tqkv__stream_shape(a->keys, &r->keys)) != TQKV_OK) return result;
+    if ((result = tqkv__stream_shape(a->values, &r->values)) != TQKV_OK) return result;
+    r->head_dim = r->keys.head_dim;
+    r->n_kv_heads = r->keys.n_kv_heads;
+    r->n_heads = a->n_heads ? a->n_heads : r->n_kv_heads;
+    r->n_queries = a->n_queries ? a->n_queries : 1;
+    r->group = r->n_heads / r->n_kv_heads;
+    r->window = a->window;
+    r->scale = a->scale != 0.0f ? a->scale : TQKV__INV_SQRT(r->head_dim);
+    r->softcap = a->softcap > 0.0f ? a->softcap : 0.0f;
+    r->sinks = a->sinks;
+    r->rotate_queries = r->keys.rotated && a->query_basis == TQKV_ORIGINAL;
+    r->unrotate_output = r->values.rotated && a->output_basis == TQKV_ORIGINAL;
+    r->isa = tqkv__isa_for(r->head_dim);
+    r->parallel = a->parallel;
+    if (!r->parallel.run) r->parallel.run = tqkv__run_serial;
+    r->allocator = a->allocator;
+    if (r->values.head_dim != r->head_dim || r->values.n_kv_heads != r->n_kv_heads || r->n_heads < 0 ||
+        r->n_queries < 0 || r->n_heads % r->n_kv_heads != 0 || r->window < 0 || !tqkv__all_finite(&a->scale, 1) ||
+        !tqkv__all_finite(&a->softcap, 1) || (unsigned)a->query_basis > 1u || (unsigned)a->output_basis > 1u ||
+        !tqkv__resolve_allocator(&r->allocator))
+        return TQKV_INVALID_ARGUMENT;
+    if (!tqkv__array_size(r->n_queries, r->n_heads, 1, 1, &r->n_rows) ||
+        !tqkv__multiply(r->n_rows, (size_t)r->head_dim, &r->n_elements) || r->n_elements > SIZE_MAX / 64 ||
+        r->n_rows > (size_t)INT_MAX)
+        return TQKV_INVALID_ARGUMENT;
+    return tqkv__sinks_valid(r->sinks, r->n_heads) ? TQKV_OK : TQKV_NOT_FINITE;
+}
+
+/* The bytes of the centroids, again and again where they are few, of TQ8 those of the lower half: codebooks are symmetric,
+   centroid n - 1 - c is centroid c with the other sign, so that look-ups can do with half a table: of a code c of the
+   upper half they take ~c, and flip the sign. */
+static void tqkv__fill_planes(tqkv__stream *s)
+{
+    for (int i = 0; s->info->codebook && i < 128; i++)
+        for (int p = 0; p < 4; p++)
+            s->planes[p][i] = (uint8_t)(tqkv__bits(s->info->codebook[i % (1 << s->info->code_bits)]) >> (8 * p));
+}
+
+/* Finds the resident range, after tqkv__attention_shape. */
+static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attention *r)
+{
+    if (a->end < 0 || a->kv_len < 0) return TQKV_INVALID_ARGUMENT;
+    const int capacity = r->keys.capacity < r->values.capacity ? r->keys.capacity : r->values.capacity;
+    const int64_t kv_len = a->kv_len ? a->kv_len : a->end < capacity ? a->end : capacity;
+    if (kv_len > capacity || kv_len > a->end) return TQKV_OUT_OF_RANGE;
+    if ((!r->keys.ring && a->end > r->keys.capacity) || (!r->values.ring && a->end > r->values.capacity))
+        return TQKV_OUT_OF_RANGE;
+    r->first = a->end - kv_len;
+    r->end = a->end;
+    return TQKV_OK;
+}
+
+/* As tqkv__attention_shape, and opens the stores and finds the resident range. */
+static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
+{
+    tqkv_result result = tqkv__attention_shape(a, r);
+    if (result != TQKV_OK) return result;
+    if ((result = tqkv__stream_open(a->keys, &r->keys)) != TQKV_OK) return result;
+    if ((result = tqkv__stream_open(a->values, &r->values)) != TQKV_OK) return result;
+    if ((result = tqkv__attention_range(a, r)) != TQKV_OK) return result;
+    tqkv__fill_planes(&r->keys);
+    tqkv__fill_planes(&r->values);
+    return TQKV_OK;
+}
+
+/* The positions that a query sees: [*from, *to), within [first, end) of the call. */
+static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, int64_t end, int64_t *from, int64_t *to)
+{
+    const int64_t position = a->end - a->n_queries + query;
+    *to = position + 1 < end ? position + 1 : end;
+    *from = a->window && position - a->window + 1 > first ? position - a->window + 1 : first;
+    if (*from > end) *from = end;
+    if (*to < *from) *to = *from;
+}
+
+/* One call: [first, end) is cut into splits and the rows into chunks; every (split, chunk, KV head) is a task. How
+   they are cut depends on the shape alone, so that the result does not depend on the number of threads. */
+typedef struct tqkv__job {
+    const tqkv__attention *a;
+    int64_t first, end;
+    int n_splits, n_chunks; /* a chunk: tqkv__chunk_rows rows of a KV head, or what is left */
+    const float *q;         /* [n_kv_heads][n_queries * group][head_dim], in the keys' basis, times scale */
+    float *out;             /* [n_splits][n_kv_heads][n_queries * group][head_dim], unnormalised */
+    float *max, *sum;       /* [n_splits][n_kv_heads][n_queries * group] */
+    float *memory;
+    size_t memory_size;
+} tqkv__job;
 
 /* Instruction sets decode nibbles in an order of their own: every rows * columns values are a matrix [rows][columns] that
    comes transposed, of half the columns where a row of a store is shorter. Queries are brought into that order and sums
