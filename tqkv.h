@@ -462,8 +462,54 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
      : (D) == 512 ? 22.6274166107177734375f                                                                            \
                   : 32.0f)
 
-#define TQKV__MIN_NORM                                                                                                 \
-    1.00000001335143196001808973960578441619873046875e-10f /* a row with a smaller norm is stored as zeros */
+/* A row of no greater norm is stored as zeros: 1e-10 as a float. */
+#define TQKV__MIN_NORM 1.00000001335143196001808973960578441619873046875e-10f
+
+/* One row a format, in the order of tqkv_format. C, the kernels and the shaders derive all else from these rows.
+
+   kind       HALF: IEEE halves, no norms, never rotated. BOOK: indices into a codebook. GRID: integers times a norm.
+   main       bits of a code in the first field of a stored row
+   upper      bits of a code in the second field, directly behind the first; these are the code's highest bits
+   book       bits of the codebook; main + upper may be more, then the bits above are zero
+   plain      1: a store may leave out the rotation (`unrotated`)                                                    */
+// clang-format off
+#define TQKV__FORMATS(row, x)                                                  \
+    /*     format          name         kind        main upper book plain */   \
+    row(x, TQKV_F16,       "f16",       TQKV__HALF, 16,  0,    0,   0)         \
+    row(x, TQKV_TQ4,       "tq4",       TQKV__BOOK,  4,  0,    4,   0)         \
+    row(x, TQKV_TQ5,       "tq5",       TQKV__BOOK,  4,  1,    5,   1)         \
+    row(x, TQKV_TQ6,       "tq6",       TQKV__BOOK,  4,  2,    6,   1)         \
+    row(x, TQKV_TQ8,       "tq8",       TQKV__BOOK,  8,  0,    8,   1)         \
+    row(x, TQKV_TQ5_BYTES, "tq5_bytes", TQKV__BOOK,  8,  0,    5,   1)         \
+    row(x, TQKV_TQ6_BYTES, "tq6_bytes", TQKV__BOOK,  8,  0,    6,   1)         \
+    row(x, TQKV_I8,        "i8",        TQKV__GRID,  8,  0,    0,   0)
+// clang-format on
+
+enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
+
+/* A column of the row of format f; 0 for no format. With a constant f the compiler leaves a constant. */
+#define TQKV__KIND(f)                                                   (TQKV__FORMATS(TQKV__KIND_OF, f) 0)
+#define TQKV__MAIN_BITS(f)                                              (TQKV__FORMATS(TQKV__MAIN_OF, f) 0)
+#define TQKV__UPPER_BITS(f)                                             (TQKV__FORMATS(TQKV__UPPER_OF, f) 0)
+#define TQKV__BOOK_BITS(f)                                              (TQKV__FORMATS(TQKV__BOOK_OF, f) 0)
+#define TQKV__PLAIN(f)                                                  (TQKV__FORMATS(TQKV__PLAIN_OF, f) 0)
+#define TQKV__KIND_OF(f, format, name, kind, main, upper, book, plain)  (f) == format ? kind:
+#define TQKV__MAIN_OF(f, format, name, kind, main, upper, book, plain)  (f) == format ? main:
+#define TQKV__UPPER_OF(f, format, name, kind, main, upper, book, plain) (f) == format ? upper:
+#define TQKV__BOOK_OF(f, format, name, kind, main, upper, book, plain)  (f) == format ? book:
+#define TQKV__PLAIN_OF(f, format, name, kind, main, upper, book, plain) (f) == format ? plain:
+
+/* Values that share a norm, in a row of D values of that kind. */
+#define TQKV__NORM_BLOCK(kind, D)                                                                                      \
+    ((kind) == TQKV__GRID && (D) > 128 ? 128 : (kind) == TQKV__BOOK && (D) >= 512 ? 256 : (D))
+
+/* One row a codebook: its bits. Its tables and hashes carry them in their names. */
+#define TQKV__BOOKS(row, x) row(x, 4) row(x, 5) row(x, 6) row(x, 8)
+/* The codebook of that many bits and its boundaries; those of TQ8 for any other number. */
+#define TQKV__CODEBOOK(bits)              (TQKV__BOOKS(TQKV__CODEBOOK_OF, bits) tqkv__tables.codebook_8)
+#define TQKV__BOUNDARIES(bits)            (TQKV__BOOKS(TQKV__BOUNDARIES_OF, bits) tqkv__tables.boundaries_8)
+#define TQKV__CODEBOOK_OF(bits, number)   (bits) == number ? tqkv__tables.codebook_##number:
+#define TQKV__BOUNDARIES_OF(bits, number) (bits) == number ? tqkv__tables.boundaries_##number:
 
 /* XXH3-64 of each member of tqkv__tables, as little-endian bytes, and of all of it. */
 #ifndef __METAL_VERSION__
@@ -846,26 +892,7 @@ static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_
     return a && b && a_size && b_size && (x < y ? y - x < a_size : x - y < b_size);
 }
 
-typedef struct tqkv__format_info {
-    const char *name;
-    int code_bits, stored_bits; /* of the index, and of a value in memory */
-    const float *codebook;      /* [1 << code_bits]; NULL for F16 and I8 */
-    const float *boundaries;    /* [(1 << code_bits) - 1] */
-} tqkv__format_info;
-
-static const tqkv__format_info tqkv__formats[] = {
-    {"default", 0, 0, NULL, NULL},
-    {"f16", 16, 16, NULL, NULL},
-    {"tq4", 4, 4, tqkv__tables.codebook_4, tqkv__tables.boundaries_4},
-    {"tq5", 5, 5, tqkv__tables.codebook_5, tqkv__tables.boundaries_5},
-    {"tq6", 6, 6, tqkv__tables.codebook_6, tqkv__tables.boundaries_6},
-    {"tq8", 8, 8, tqkv__tables.codebook_8, tqkv__tables.boundaries_8},
-    {"tq5_bytes", 5, 8, tqkv__tables.codebook_5, tqkv__tables.boundaries_5},
-    {"tq6_bytes", 6, 8, tqkv__tables.codebook_6, tqkv__tables.boundaries_6},
-    {"i8", 8, 8, NULL, NULL},
-};
-
-static bool tqkv__format_known(tqkv_format f) { return (int)f >= (int)TQKV_F16 && (int)f <= (int)TQKV_I8; }
+static bool tqkv__format_known(tqkv_format f) { return TQKV__KIND(f) != 0; }
 
 static bool tqkv__head_dim_known(int head_dim)
 {
@@ -877,7 +904,8 @@ static bool tqkv__head_dim_known(int head_dim)
 /* A store with its defaults resolved and its sizes derived. */
 typedef struct tqkv__stream {
     tqkv_format format;
-    const tqkv__format_info *info;
+    int kind, main_bits, upper_bits, book_bits; /* the format's row in TQKV__FORMATS */
+    const float *codebook, *boundaries;         /* [1 << book_bits], [(1 << book_bits) - 1]; of BOOK only */
     int head_dim, n_kv_heads, capacity;
     bool ring, rotated;
     float block_scale;
@@ -896,21 +924,25 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     memset(s, 0, sizeof *s);
     if (!store) return TQKV_INVALID_ARGUMENT;
     if (!tqkv__format_known(store->format) || !tqkv__head_dim_known(store->head_dim)) return TQKV_UNSUPPORTED;
-    if (store->unrotated && (store->format == TQKV_F16 || store->format == TQKV_TQ4 || store->format == TQKV_I8))
-        return TQKV_UNSUPPORTED;
+    if (store->unrotated && !TQKV__PLAIN(store->format)) return TQKV_UNSUPPORTED;
     if (store->n_kv_heads <= 0 || store->capacity <= 0) return TQKV_INVALID_ARGUMENT;
     if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f)) return TQKV_INVALID_ARGUMENT;
     s->format = store->format;
-    s->info = &tqkv__formats[store->format];
+    s->kind = TQKV__KIND(s->format);
+    s->main_bits = TQKV__MAIN_BITS(s->format);
+    s->upper_bits = TQKV__UPPER_BITS(s->format);
+    s->book_bits = TQKV__BOOK_BITS(s->format);
+    s->codebook = TQKV__CODEBOOK(s->book_bits);
+    s->boundaries = TQKV__BOUNDARIES(s->book_bits);
     s->head_dim = store->head_dim;
     s->n_kv_heads = store->n_kv_heads;
     s->capacity = store->capacity;
     s->ring = store->ring;
-    s->rotated = store->format != TQKV_F16 && !store->unrotated;
+    s->rotated = s->kind != TQKV__HALF && !store->unrotated;
     s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
     s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
     s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
-    s->norm_dim = s->head_dim / (s->norms_per_row ? s->norms_per_row : 1);
+    s->norm_dim = TQKV__NORM_BLOCK(s->kind, s->head_dim);
     s->block_dim = s->norm_dim < TQKV__BLOCK ? s->norm_dim : TQKV__BLOCK;
     if (!tqkv__array_size(s->n_kv_heads, s->capacity, 1, s->row_bytes, &s->codes_size) ||
         !tqkv__array_size(s->n_kv_heads, s->capacity, s->norms_per_row, sizeof(float), &s->norms_size))
@@ -981,34 +1013,33 @@ TQKV_API const char *tqkv_result_string(tqkv_result r)
 
 TQKV_API const char *tqkv_format_name(tqkv_format f)
 {
-    return f == TQKV_FORMAT_DEFAULT || tqkv__format_known(f) ? tqkv__formats[f].name : "?";
+#define TQKV__NAME_OF(f, format, name, kind, main, upper, book, plain) (f) == format ? name:
+    return TQKV__FORMATS(TQKV__NAME_OF, f) f == TQKV_FORMAT_DEFAULT ? "default" : "?";
 }
 
 TQKV_API tqkv_format tqkv_format_from_name(const char *name)
 {
-    for (int f = TQKV_F16; name && f <= (int)TQKV_I8; f++)
-        if (strcmp(name, tqkv__formats[f].name) == 0) return (tqkv_format)f;
+    for (int f = TQKV_F16; name && tqkv__format_known((tqkv_format)f); f++)
+        if (strcmp(name, tqkv_format_name((tqkv_format)f)) == 0) return (tqkv_format)f;
     return TQKV_FORMAT_DEFAULT;
 }
 
 TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim)
 {
     if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim)) return 0;
-    return (size_t)head_dim * (size_t)tqkv__formats[f].stored_bits / 8;
+    return (size_t)head_dim * (size_t)(TQKV__MAIN_BITS(f) + TQKV__UPPER_BITS(f)) / 8;
 }
 
 TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim)
 {
-    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || f == TQKV_F16) return 0;
-    if (f == TQKV_I8) return head_dim > 128 ? head_dim / 128 : 1;
-    return head_dim >= 512 ? head_dim / 256 : 1;
+    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || TQKV__KIND(f) == TQKV__HALF) return 0;
+    return head_dim / TQKV__NORM_BLOCK(TQKV__KIND(f), head_dim);
 }
 
 TQKV_API float tqkv_last_boundary(tqkv_format f)
 {
-    if (!tqkv__format_known(f)) return 0.0f;
-    const tqkv__format_info *info = &tqkv__formats[f];
-    return f == TQKV_F16 ? 65504.0f : f == TQKV_I8 ? 127.0f : info->boundaries[(1 << info->code_bits) - 2];
+    if (TQKV__KIND(f) == TQKV__BOOK) return TQKV__BOUNDARIES(TQKV__BOOK_BITS(f))[(1 << TQKV__BOOK_BITS(f)) - 2];
+    return TQKV__KIND(f) == TQKV__HALF ? 65504.0f : TQKV__KIND(f) == TQKV__GRID ? 127.0f : 0.0f;
 }
 
 TQKV_API size_t tqkv_codes_size(const tqkv_store *store)
@@ -1149,9 +1180,10 @@ static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
    of a row whose rotation overflows is NaN, to which machines give different signs: the norm's is clear. */
 static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
 {
-    const float norm = fabsf(TQKV__AS_FLOAT(sqrtf(s->head_dim < 512 ? sum : TQKV__AS_FLOAT(sum / 256.0f))));
+    const bool one = s->norms_per_row == 1;
+    const float norm = fabsf(TQKV__AS_FLOAT(sqrtf(one ? sum : TQKV__AS_FLOAT(sum / 256.0f))));
     const float inverse = norm > TQKV__MIN_NORM ? TQKV__AS_FLOAT(1.0f / norm) : 0.0f;
-    *scale = TQKV__AS_FLOAT(inverse * (s->head_dim < 512 ? TQKV__SQRT(s->head_dim) : s->block_scale));
+    *scale = TQKV__AS_FLOAT(inverse * (one ? TQKV__SQRT(s->head_dim) : s->block_scale));
     return norm;
 }
 
@@ -1196,9 +1228,9 @@ static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, const float *s
 {
     float scales[TQKV_MAX_HEAD_DIM / 128];
     memcpy(scaled, src, (size_t)s->head_dim * sizeof(float));
-    if (s->format == TQKV_F16) return;
+    if (s->kind == TQKV__HALF) return;
     if (s->rotated) tqkv__rotate_row(scaled, s->head_dim);
-    if (s->format == TQKV_I8)
+    if (s->kind == TQKV__GRID)
         tqkv__norms_i8(s, scaled, norms, scales);
     else
         tqkv__norms_tq(s, scaled, norms, scales);
@@ -1254,34 +1286,28 @@ static float tqkv__float_from_half(uint16_t half)
     return x;
 }
 
-/* codes: [head_dim] -> row: [row_bytes]. Low nibbles first, then the upper bits, 8/upper_bits codes a byte. */
+/* codes: [head_dim] -> row: [row_bytes]: the field of main bits, then that of upper bits */
 static void tqkv__pack(const tqkv__stream *s, const uint8_t *codes, uint8_t *row)
 {
-    const int upper_bits = s->info->stored_bits - 4;
-    if (upper_bits == 4) {
-        memcpy(row, codes, (size_t)s->head_dim);
-        return;
-    }
+    const int main_bits = s->main_bits, upper_bits = s->upper_bits, mask = (1 << main_bits) - 1;
+    uint8_t *upper = row + s->head_dim * main_bits / 8;
     memset(row, 0, s->row_bytes);
     for (int i = 0; i < s->head_dim; i++) {
-        row[i / 2] |= (uint8_t)((codes[i] & 15) << (i % 2 * 4));
-        if (upper_bits)
-            row[(s->head_dim / 2) + (i * upper_bits / 8)] |= (uint8_t)((codes[i] >> 4) << (i * upper_bits % 8));
+        row[i * main_bits / 8] |= (uint8_t)((codes[i] & mask) << (i * main_bits % 8));
+        if (upper_bits) upper[i * upper_bits / 8] |= (uint8_t)(codes[i] >> main_bits << (i * upper_bits % 8));
     }
 }
 
 /* row: [row_bytes] -> codes: [head_dim]. Every byte is legal: what lies above a code's bits is ignored. */
 static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *codes)
 {
-    const int upper_bits = s->info->stored_bits - 4, mask = (1 << s->info->code_bits) - 1;
-    const uint8_t *upper = row + s->head_dim / 2;
+    const int main_bits = s->main_bits, upper_bits = s->upper_bits;
+    const int main_mask = (1 << main_bits) - 1, code_mask = s->book_bits ? (1 << s->book_bits) - 1 : main_mask;
+    const uint8_t *upper = row + s->head_dim * main_bits / 8;
     for (int i = 0; i < s->head_dim; i++) {
-        int code = row[upper_bits == 4 ? i : i / 2];
-        if (upper_bits < 4) {
-            code = (code >> (i % 2 * 4)) & 15;
-            if (upper_bits) code |= upper[i * upper_bits / 8] >> (i * upper_bits % 8) << 4;
-        }
-        codes[i] = (uint8_t)(code & mask);
+        int code = (row[i * main_bits / 8] >> (i * main_bits % 8)) & main_mask;
+        if (upper_bits) code |= upper[i * upper_bits / 8] >> (i * upper_bits % 8) << main_bits;
+        codes[i] = (uint8_t)(code & code_mask);
     }
 }
 
@@ -1298,8 +1324,8 @@ typedef struct tqkv__quantiser {
 
 static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
 {
-    const int bits = s->info->code_bits, n = (1 << (bits - 1)) - 1;
-    const float *positive = s->info->boundaries + n + 1; /* boundaries[n] is 0 */
+    const int bits = s->book_bits, n = (1 << (bits - 1)) - 1;
+    const float *positive = s->boundaries + n + 1; /* boundaries[n] is 0 */
     int cell = 0;
     q->top = (float)((1 << bits) - 1);
     q->slope = q->top / positive[n - 1];
@@ -1320,7 +1346,7 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const float *
     float scaled[TQKV_MAX_HEAD_DIM];
     uint8_t codes[TQKV_MAX_HEAD_DIM];
     tqkv__scale_row(s, src, scaled, norms);
-    if (s->format == TQKV_F16) {
+    if (s->kind == TQKV__HALF) {
         for (int i = 0; i < s->head_dim; i++) {
             uint16_t half = tqkv__half_from_float(scaled[i]);
             row[2 * i] = (uint8_t)(half & 255);
@@ -1329,8 +1355,8 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const float *
         return;
     }
     for (int i = 0; i < s->head_dim; i++)
-        codes[i] = s->format == TQKV_I8 ? tqkv__quantise_i8(scaled[i])
-                                        : (uint8_t)tqkv__quantise(s->info->boundaries, s->info->code_bits, scaled[i]);
+        codes[i] = s->kind == TQKV__GRID ? tqkv__quantise_i8(scaled[i])
+                                         : (uint8_t)tqkv__quantise(s->boundaries, s->book_bits, scaled[i]);
     tqkv__pack(s, codes, row);
 }
 
@@ -1364,15 +1390,15 @@ static const tqkv__codec *tqkv__codec_for(int head_dim);
 /* What the centroids or integers that share a norm are multiplied by. */
 static float tqkv__factor(const tqkv__stream *s, float norm)
 {
-    if (s->format == TQKV_I8) return norm;
-    return s->head_dim < 512 ? norm * TQKV__INV_SQRT(s->head_dim) : norm / s->block_scale;
+    if (s->kind == TQKV__GRID) return norm;
+    return s->norms_per_row == 1 ? norm * TQKV__INV_SQRT(s->head_dim) : norm / s->block_scale;
 }
 
 /* row, norms -> dst: [head_dim], in the basis of the stream. */
 static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t *row, const float *norms, float *dst)
 {
     uint8_t codes[TQKV_MAX_HEAD_DIM];
-    if (s->format == TQKV_F16) {
+    if (s->kind == TQKV__HALF) {
         for (int i = 0; i < s->head_dim; i++)
             dst[i] = tqkv__float_from_half((uint16_t)(row[2 * i] | row[2 * i + 1] << 8));
         return;
@@ -1381,7 +1407,7 @@ static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t
     for (int b = 0; b < s->norms_per_row; b++) {
         const float factor = tqkv__factor(s, norms[b]);
         for (int i = b * s->norm_dim; i < (b + 1) * s->norm_dim; i++)
-            dst[i] = (s->format == TQKV_I8 ? (float)(int8_t)codes[i] : s->info->codebook[codes[i]]) * factor;
+            dst[i] = (s->kind == TQKV__GRID ? (float)(int8_t)codes[i] : s->codebook[codes[i]]) * factor;
     }
 }
 
@@ -1412,7 +1438,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int n_t
     tqkv__quantiser q;
     tqkv__row rows[batch];
     int n = 0;
-    if (s->info->boundaries) tqkv__quantiser_open(s, &q);
+    if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
     for (int t = n_tokens > s->capacity ? n_tokens - s->capacity : 0; t < n_tokens; t++) {
         const int slot = tqkv__slot(s, position + t);
         for (int h = 0; h < s->n_kv_heads; h++) {
@@ -1650,11 +1676,20 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
 
 #define TQKV__VECTOR TQKV__(vector)
 
+TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(load)(const float *p)
+{
+    TQKV__VECTOR x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+TQKV__TARGET static TQKV__INLINE void TQKV__(store)(float *p, TQKV__VECTOR x) { memcpy(p, &x, sizeof x); }
+
 /* e^x - 1 = power * tail + (power - 1) for x in [-87, 0]: x = n ln2 + r, power = 2^n, tail = e^r - 1 by Taylor's series
    to r^7, which is beyond float's last bit for |r| <= ln2/2. */
 TQKV__TARGET static inline void TQKV__(exp_parts)(TQKV__VECTOR x, TQKV__VECTOR *power, TQKV__VECTOR *tail)
 {
-    const TQKV__VECTOR n = TQKV__(round)(TQKV__(mul)(x, TQKV__(set1)(1.44269504f)));
+    const TQKV__VECTOR n = TQKV__(round)(x * TQKV__(set1)(1.44269504f));
     TQKV__VECTOR r = TQKV__(fma)(n, TQKV__(set1)(-0.693359375f), x); /* ln2 in two parts; n times the first is exact */
     r = TQKV__(fma)(n, TQKV__(set1)(2.12194440e-4f), r);
     TQKV__VECTOR p = TQKV__(fma)(TQKV__(set1)(1.0f / 5040), r, TQKV__(set1)(1.0f / 720));
@@ -1663,7 +1698,7 @@ TQKV__TARGET static inline void TQKV__(exp_parts)(TQKV__VECTOR x, TQKV__VECTOR *
     p = TQKV__(fma)(p, r, TQKV__(set1)(1.0f / 6));
     p = TQKV__(fma)(p, r, TQKV__(set1)(0.5f));
     p = TQKV__(fma)(p, r, TQKV__(set1)(1.0f));
-    *tail = TQKV__(mul)(p, r);
+    *tail = p * r;
     *power = TQKV__(exp2)(n);
 }
 
@@ -1679,10 +1714,10 @@ TQKV__TARGET static inline TQKV__VECTOR TQKV__(exp)(TQKV__VECTOR x)
 TQKV__TARGET static inline TQKV__VECTOR TQKV__(tanh)(TQKV__VECTOR x)
 {
     TQKV__VECTOR power, tail;
-    const TQKV__VECTOR doubled = TQKV__(mul)(TQKV__(abs)(x), TQKV__(set1)(-2.0f));
+    const TQKV__VECTOR doubled = TQKV__(abs)(x) * TQKV__(set1)(-2.0f);
     TQKV__(exp_parts)(TQKV__(max)(TQKV__(set1)(-40.0f), doubled), &power, &tail);
-    const TQKV__VECTOR m = TQKV__(fma)(power, tail, TQKV__(sub)(power, TQKV__(set1)(1.0f)));
-    return TQKV__(copysign)(TQKV__(div)(TQKV__(abs)(m), TQKV__(add)(TQKV__(set1)(2.0f), m)), x);
+    const TQKV__VECTOR m = TQKV__(fma)(power, tail, power - TQKV__(set1)(1.0f));
+    return TQKV__(copysign)(TQKV__(abs)(m) / (TQKV__(set1)(2.0f) + m), x);
 }
 
 /* Turns a row's scores into weights, which are 0 outside its span; returns their sum. x: [TQKV__TILE] */
@@ -1692,15 +1727,15 @@ TQKV__TARGET static inline float TQKV__(weigh)(float *x, tqkv__span span, float 
     TQKV__VECTOR total = TQKV__(set1)(0.0f);
     TQKV__UNROLL
     for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) {
-        const TQKV__VECTOR weight = TQKV__(exp)(TQKV__(sub)(TQKV__(load)(x + j), peak));
+        const TQKV__VECTOR weight = TQKV__(exp)(TQKV__(load)(x + j) - peak);
         TQKV__(store)(x + j, weight);
-        total = TQKV__(add)(total, weight);
+        total += weight;
     }
     if (span.from > 0 || span.to < TQKV__TILE) {
         for (int j = 0; j < span.from; j++) x[j] = 0.0f;
         for (int j = span.to; j < TQKV__TILE; j++) x[j] = 0.0f;
         total = TQKV__(set1)(0.0f);
-        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) total = TQKV__(add)(total, TQKV__(load)(x + j));
+        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) total += TQKV__(load)(x + j);
     }
     return TQKV__(sum_lanes)(total);
 }
@@ -1714,8 +1749,8 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
         float *x = scores + row * TQKV__TILE;
         TQKV__VECTOR largest = TQKV__(set1)(max[row]);
         for (int j = 0; a->softcap > 0.0f && j < TQKV__TILE; j += TQKV__LANES) {
-            const TQKV__VECTOR ratio = TQKV__(mul)(TQKV__(load)(x + j), TQKV__(set1)(1.0f / a->softcap));
-            TQKV__(store)(x + j, TQKV__(mul)(TQKV__(tanh)(ratio), TQKV__(set1)(a->softcap)));
+            const TQKV__VECTOR ratio = TQKV__(load)(x + j) * TQKV__(set1)(1.0f / a->softcap);
+            TQKV__(store)(x + j, TQKV__(tanh)(ratio) * TQKV__(set1)(a->softcap));
         }
         for (int j = 0; j < spans[row].from; j++) x[j] = -INFINITY;
         for (int j = spans[row].to; j < TQKV__TILE; j++) x[j] = -INFINITY;
@@ -1729,8 +1764,7 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
         if (!(shrink[row] < 0.0f)) continue;
         const TQKV__VECTOR factor = TQKV__(exp)(TQKV__(set1)(shrink[row]));
         float *sums = out + (size_t)row * (size_t)a->head_dim;
-        for (int d = 0; d < a->head_dim; d += TQKV__LANES)
-            TQKV__(store)(sums + d, TQKV__(mul)(TQKV__(load)(sums + d), factor));
+        for (int d = 0; d < a->head_dim; d += TQKV__LANES) TQKV__(store)(sums + d, TQKV__(load)(sums + d) * factor);
         sum[row] *= TQKV__(first_lane)(factor);
     }
     for (int row = 0; row < n_rows; row++) sum[row] += TQKV__(weigh)(scores + row * TQKV__TILE, spans[row], max[row]);
@@ -1748,7 +1782,7 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
         const bool whole = norm && per_row == 1 && n == TQKV__TILE;
         for (int j = 0; !whole && j < TQKV__TILE; j++) factors[j] = j >= n ? 0.0f : norm ? norm[j * per_row] : 1.0f;
         for (int j = 0; j < TQKV__TILE; j += TQKV__LANES)
-            TQKV__(store)(factors + j, TQKV__(mul)(TQKV__(load)(whole ? norm + j : factors + j), factor));
+            TQKV__(store)(factors + j, TQKV__(load)(whole ? norm + j : factors + j) * factor);
     }
 }
 
@@ -1775,39 +1809,31 @@ typedef struct TQKV__(loops) {
     void (*accumulate)(const TQKV__(block) *, int rows);
 } TQKV__(loops);
 
-static TQKV__INLINE bool TQKV__(in_nibbles)(const tqkv_format format)
-{
-    return format == TQKV_TQ4 || format == TQKV_TQ5 || format == TQKV_TQ6;
-}
+/* Decoded rows: no format. */
+#define TQKV__FLOATS TQKV_FORMAT_DEFAULT
+/* Codes of less than a byte, which come in the order of tqkv__to_decoded; in a row that is no whole run, by half runs. */
+#define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) == 4)
+#define TQKV__NARROW(format, dim)                                                                                      \
+    (TQKV__PACKED(format) && TQKV__NIBBLE_RUN * TQKV__LANES > 32 && (dim) < TQKV__NIBBLE_RUN * TQKV__LANES)
+/* Has the format loops straight from the codes? On AVX2 and NEON a codebook for bytes leaves no registers for sums. */
+#define TQKV__DIRECT(format) (TQKV__LANES > 8 || TQKV__MAIN_BITS(format) != 8 || TQKV__KIND(format) != TQKV__BOOK)
 
-static TQKV__INLINE int TQKV__(code_bits)(const tqkv_format format)
-{
-    return format == TQKV_TQ4 ? 4 : format == TQKV_TQ8 ? 8 : format == TQKV_TQ5 || format == TQKV_TQ5_BYTES ? 5 : 6;
-}
-
-/* Vectors in a run; of nibbles where a row is shorter, half of them. */
+/* Vectors in a run; of packed codes where a row is shorter, half of them. */
 static TQKV__INLINE int TQKV__(per_lane)(const tqkv_format format, const bool wide)
 {
-    if (!TQKV__(in_nibbles)(format)) return 4;
+    if (!TQKV__PACKED(format)) return 4;
     return wide ? TQKV__NIBBLE_RUN : TQKV__NIBBLE_RUN / 2;
 }
 
-static TQKV__INLINE bool TQKV__(looked_up)(const tqkv_format format)
-{
-    return format != TQKV_FORMAT_DEFAULT && format != TQKV_I8 && format != TQKV_F16;
-}
-
-/* Bytes of a run, without upper bits; TQKV_FORMAT_DEFAULT stands for floats. */
+/* Bytes of a run in the field of main bits, and in that of upper bits. */
 static TQKV__INLINE int TQKV__(run_bytes)(const tqkv_format format, const int per_lane)
 {
-    const int values = TQKV__LANES * per_lane;
-    if (TQKV__(in_nibbles)(format)) return values / 2;
-    return format == TQKV_FORMAT_DEFAULT ? 4 * values : format == TQKV_F16 ? 2 * values : values;
+    return TQKV__LANES * per_lane * (format == TQKV__FLOATS ? 32 : TQKV__MAIN_BITS(format)) / 8;
 }
 
 static TQKV__INLINE int TQKV__(upper_bytes)(const tqkv_format format, const int per_lane)
 {
-    return TQKV__(in_nibbles)(format) ? TQKV__LANES * per_lane * (TQKV__(code_bits)(format) - 4) / 8 : 0;
+    return TQKV__LANES * per_lane * TQKV__UPPER_BITS(format) / 8;
 }
 
 /* Rows of decoded floats are this far apart, with room between them so that equal columns of many rows do not share a few
@@ -1816,14 +1842,14 @@ static TQKV__INLINE int TQKV__(upper_bytes)(const tqkv_format format, const int 
 
 static TQKV__INLINE size_t TQKV__(stride)(const tqkv_format format, const TQKV__(block) * block)
 {
-    return format == TQKV_FORMAT_DEFAULT ? TQKV__X_STRIDE * sizeof(float) : block->stride;
+    return format == TQKV__FLOATS ? TQKV__X_STRIDE * sizeof(float) : block->stride;
 }
 
 /* format is a constant here and below, wherever it is a parameter; so are per_lane, rows and k. */
 TQKV__TARGET static TQKV__INLINE void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream *s,
                                                             TQKV__VECTOR *table)
 {
-    if (TQKV__(looked_up)(format)) TQKV__(load_table)(TQKV__(code_bits)(format), TQKV__(in_nibbles)(format), s, table);
+    if (TQKV__KIND(format) == TQKV__BOOK) TQKV__(load_table)(TQKV__BOOK_BITS(format), TQKV__PACKED(format), s, table);
 }
 
 /* Vector k of the run at p, its upper bits at `upper`. Nibbles come in the order of tqkv__to_decoded, the rest in their
@@ -1832,12 +1858,12 @@ TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(value)(const tqkv_format fo
                                                             const TQKV__VECTOR *table, const uint8_t *p,
                                                             const uint8_t *upper)
 {
-    const int bits = TQKV__(code_bits)(format);
-    if (format == TQKV_FORMAT_DEFAULT) return TQKV__(load)((const float *)(const void *)p + k * TQKV__LANES);
-    if (format == TQKV_I8) return TQKV__(load_i8)(p + k * TQKV__LANES);
-    if (format == TQKV_F16) return TQKV__(load_f16)(p + 2 * k * TQKV__LANES);
-    return TQKV__(in_nibbles)(format) ? TQKV__(look_up_nibbles)(bits, per_lane, k, table, p, upper)
-                                      : TQKV__(look_up_bytes)(bits, k, table, p);
+    const int bits = TQKV__BOOK_BITS(format);
+    if (format == TQKV__FLOATS) return TQKV__(load)((const float *)(const void *)p + k * TQKV__LANES);
+    if (TQKV__KIND(format) == TQKV__GRID) return TQKV__(load_i8)(p + k * TQKV__LANES);
+    if (TQKV__KIND(format) == TQKV__HALF) return TQKV__(load_f16)(p + 2 * k * TQKV__LANES);
+    return TQKV__PACKED(format) ? TQKV__(look_up_nibbles)(bits, per_lane, k, table, p, upper)
+                                : TQKV__(look_up_bytes)(bits, k, table, p);
 }
 
 /* Vectors k to k + count - 1 of it: x: [count] */
@@ -1871,7 +1897,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(decode)(const tqkv_format format, c
 /* Are the vectors of a run decoded together? They share work, which a compiler sees when nothing comes between them. */
 static TQKV__INLINE bool TQKV__(together)(const tqkv_format format)
 {
-    return TQKV__(looked_up)(format) && (TQKV__RUN_TOGETHER || !TQKV__(in_nibbles)(format));
+    return TQKV__KIND(format) == TQKV__BOOK && (TQKV__RUN_TOGETHER || !TQKV__PACKED(format));
 }
 
 /* Makes the compiler read a table again each time. With 16 registers something has to be in memory, and better a table
@@ -1954,14 +1980,14 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(score)(const tqkv_format format, co
             for (int m = 0; m < 4; m++) {
                 p[m] = codes;
                 /* Beyond the last its score is computed again; decoded rows are padded with it. */
-                codes += format == TQKV_FORMAT_DEFAULT || first + i + m + 1 < n ? stride : 0;
+                codes += format == TQKV__FLOATS || first + i + m + 1 < n ? stride : 0;
                 TQKV__UNROLL
                 for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(set1)(0.0f);
             }
             do {
                 TQKV__UNROLL
                 for (int m = 0; m < 4; m++)
-                    if (format != TQKV_FORMAT_DEFAULT) tqkv__prefetch(p[m] + at + ahead, (size_t)run_bytes);
+                    if (format != TQKV__FLOATS) tqkv__prefetch(p[m] + at + ahead, (size_t)run_bytes);
                 TQKV__(multiply)(format, per_lane, rows, table, p, at, upper, queries, row_stride, sums);
                 at += (size_t)run_bytes;
                 upper += (size_t)upper_bytes;
@@ -2025,7 +2051,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate)(const tqkv_format forma
                 for (int v = 0; v < width; v++) sums[r][v] = TQKV__(load)(out + r * result_stride + v * TQKV__LANES);
             }
             for (int j = 0; j < n; j++, p += stride, upper += stride) {
-                if (format != TQKV_FORMAT_DEFAULT && k == 0) tqkv__prefetch(p + ahead, (size_t)run_bytes);
+                if (format != TQKV__FLOATS && k == 0) tqkv__prefetch(p + ahead, (size_t)run_bytes);
                 TQKV__(add_weighted)(format, per_lane, rows, k, width, table, p, upper, weights + j, row_stride, sums);
             }
             TQKV__UNROLL
@@ -2037,75 +2063,87 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate)(const tqkv_format forma
     }
 }
 
-/* The three loops for one format, as many rows at a time as registers allow. */
-#define TQKV__DECODE(name, format, wide)                                                                               \
-    TQKV__TARGET static void TQKV__(decode_##name)(const TQKV__(block) * block, int n, float *x)                       \
-    {                                                                                                                  \
-        TQKV__(decode)(format, TQKV__(per_lane)(format, wide), block, n, x);                                           \
-    }
-#define TQKV__ROW_LOOP(loop, name, format, wide, most)                                                                 \
-    TQKV__TARGET static void TQKV__(loop##_##name)(const TQKV__(block) * block, int rows)                              \
-    {                                                                                                                  \
-        if (rows == 1)                                                                                                 \
-            TQKV__(loop)(format, TQKV__(per_lane)(format, wide), 1, block);                                            \
-        else if (rows == 2)                                                                                            \
-            TQKV__(loop)(format, TQKV__(per_lane)(format, wide), 2, block);                                            \
-        else if ((most) > 2)                                                                                           \
-            TQKV__(loop)(format, TQKV__(per_lane)(format, wide), most, block);                                         \
-    }
-#define TQKV__LOOPS(name, format, wide)                                                                                \
-    TQKV__DECODE(name, format, wide)                                                                                   \
-    TQKV__ROW_LOOP(score, name, format, wide, TQKV__SCORE_ROWS)                                                        \
-    TQKV__ROW_LOOP(accumulate, name, format, wide, TQKV__ROWS)
-#define TQKV__NAMES(name) TQKV__(decode_##name), TQKV__(score_##name), TQKV__(accumulate_##name)
-TQKV__LOOPS(tq4, TQKV_TQ4, true)
-TQKV__LOOPS(tq5, TQKV_TQ5, true)
-TQKV__LOOPS(tq6, TQKV_TQ6, true)
-TQKV__LOOPS(i8, TQKV_I8, true)
-TQKV__LOOPS(f16, TQKV_F16, true)
-#if TQKV__LANES > 8 /* enough registers for TQ8's table beside the sums; AVX2 and NEON decode codes in bytes first */
-TQKV__LOOPS(tq8, TQKV_TQ8, true)
-TQKV__LOOPS(tq5_bytes, TQKV_TQ5_BYTES, true)
-TQKV__LOOPS(tq6_bytes, TQKV_TQ6_BYTES, true)
-#define TQKV__BYTES(name) TQKV__NAMES(name)
-#else
-TQKV__TARGET static void TQKV__(decode_tq8)(const TQKV__(block) * block, int n, float *x)
+/* As decode, for a codebook that no instruction looks up: eight codes a load, a vector of centroids a store. */
+TQKV__TARGET static TQKV__INLINE void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float *x)
 {
-    TQKV__(load_tq8)(block->stream, block->codes, block->stride, n, block->dim, x, TQKV__X_STRIDE);
+    const float *codebook = block->stream->codebook;
+    for (int j = 0; j < n; j++, x += TQKV__X_STRIDE) {
+        const uint8_t *codes = block->codes + (size_t)j * block->stride;
+        for (int d = 0; d < block->dim; d += TQKV__LANES) {
+            TQKV__VECTOR centroids;
+            uint64_t eight = 0;
+            TQKV__UNROLL
+            for (int i = 0; i < TQKV__LANES; i++, eight >>= 8) {
+                if (i % 8 == 0) memcpy(&eight, codes + d + i, TQKV__LANES < 8 ? TQKV__LANES : 8);
+                centroids[i] = codebook[eight & 255];
+            }
+            TQKV__(store)(x + d, centroids);
+        }
+    }
 }
-TQKV__DECODE(tq5_bytes, TQKV_TQ5_BYTES, true)
-TQKV__DECODE(tq6_bytes, TQKV_TQ6_BYTES, true)
-#define TQKV__BYTES(name) TQKV__(decode_##name), NULL, NULL
-#endif
-TQKV__ROW_LOOP(score, floats, TQKV_FORMAT_DEFAULT, true, TQKV__DECODED_SCORE_ROWS)
-TQKV__ROW_LOOP(accumulate, floats, TQKV_FORMAT_DEFAULT, true, TQKV__ROWS)
-#if TQKV__LANES * TQKV__NIBBLE_RUN > 32 /* the shortest rows are half a run of nibbles */
-TQKV__LOOPS(tq4_narrow, TQKV_TQ4, false)
-TQKV__LOOPS(tq5_narrow, TQKV_TQ5, false)
-TQKV__LOOPS(tq6_narrow, TQKV_TQ6, false)
-#define TQKV__NARROW(name) TQKV__NAMES(name##_narrow)
-#else
-#define TQKV__NARROW(name) TQKV__NAMES(name)
-#endif
 
-/* By tqkv_format, and by whether a row is at least a run of nibbles. Without loops of its own a format is decoded first.
- */
-static const TQKV__(loops) TQKV__(loops_by_format)[][2] = {
-    {{NULL, TQKV__(score_floats), TQKV__(accumulate_floats)}, {NULL, TQKV__(score_floats), TQKV__(accumulate_floats)}},
-    {{TQKV__NAMES(f16)}, {TQKV__NAMES(f16)}},
-    {{TQKV__NARROW(tq4)}, {TQKV__NAMES(tq4)}},
-    {{TQKV__NARROW(tq5)}, {TQKV__NAMES(tq5)}},
-    {{TQKV__NARROW(tq6)}, {TQKV__NAMES(tq6)}},
-    {{TQKV__BYTES(tq8)}, {TQKV__BYTES(tq8)}},
-    {{TQKV__BYTES(tq5_bytes)}, {TQKV__BYTES(tq5_bytes)}},
-    {{TQKV__BYTES(tq6_bytes)}, {TQKV__BYTES(tq6_bytes)}},
-    {{TQKV__NAMES(i8)}, {TQKV__NAMES(i8)}}};
-#undef TQKV__DECODE
-#undef TQKV__ROW_LOOP
-#undef TQKV__LOOPS
-#undef TQKV__NAMES
-#undef TQKV__NARROW
-#undef TQKV__BYTES
+/* A loop that knows how many rows it has, 1, 2 or `most`, and whether a row holds a whole run. */
+#define TQKV__BY_ROWS(loop, per_lane, most)                                                                            \
+    (rows == 1    ? TQKV__(loop)(format, per_lane, 1, block)                                                           \
+     : rows == 2  ? TQKV__(loop)(format, per_lane, 2, block)                                                           \
+     : (most) > 2 ? TQKV__(loop)(format, per_lane, most, block)                                                        \
+                  : (void)0)
+
+TQKV__TARGET static TQKV__INLINE void TQKV__(score_rows)(const tqkv_format format, const TQKV__(block) * block,
+                                                         int rows)
+{
+    const int most = format == TQKV__FLOATS ? TQKV__DECODED_SCORE_ROWS : TQKV__SCORE_ROWS;
+    if (!TQKV__DIRECT(format)) return;
+    if (TQKV__NARROW(format, block->dim))
+        TQKV__BY_ROWS(score, TQKV__(per_lane)(format, false), most);
+    else
+        TQKV__BY_ROWS(score, TQKV__(per_lane)(format, true), most);
+}
+
+TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate_rows)(const tqkv_format format, const TQKV__(block) * block,
+                                                              int rows)
+{
+    if (!TQKV__DIRECT(format)) return;
+    if (TQKV__NARROW(format, block->dim))
+        TQKV__BY_ROWS(accumulate, TQKV__(per_lane)(format, false), TQKV__ROWS);
+    else
+        TQKV__BY_ROWS(accumulate, TQKV__(per_lane)(format, true), TQKV__ROWS);
+}
+
+TQKV__TARGET static TQKV__INLINE void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n,
+                                                          float *x)
+{
+    if (TQKV__BOOK_BITS(format) == 8 && !TQKV__DIRECT(format))
+        TQKV__(decode_by_loads)(block, n, x);
+    else if (TQKV__NARROW(format, block->dim))
+        TQKV__(decode)(format, TQKV__(per_lane)(format, false), block, n, x);
+    else
+        TQKV__(decode)(format, TQKV__(per_lane)(format, true), block, n, x);
+}
+
+#define TQKV__ROW_LOOPS(unused, format, ...)                                                                           \
+    TQKV__TARGET static void TQKV__(score_##format)(const TQKV__(block) * block, int rows)                             \
+    {                                                                                                                  \
+        TQKV__(score_rows)(format, block, rows);                                                                       \
+    }                                                                                                                  \
+    TQKV__TARGET static void TQKV__(accumulate_##format)(const TQKV__(block) * block, int rows)                        \
+    {                                                                                                                  \
+        TQKV__(accumulate_rows)(format, block, rows);                                                                  \
+    }
+#define TQKV__DECODE_LOOP(unused, format, ...)                                                                         \
+    TQKV__TARGET static void TQKV__(decode_##format)(const TQKV__(block) * block, int n, float *x)                     \
+    {                                                                                                                  \
+        TQKV__(decode_rows)(format, block, n, x);                                                                      \
+    }
+TQKV__FORMATS(TQKV__DECODE_LOOP, )
+TQKV__FORMATS(TQKV__ROW_LOOPS, )
+TQKV__ROW_LOOPS(, TQKV__FLOATS, )
+
+/* By tqkv_format. */
+#define TQKV__LOOPS_OF(unused, format, ...)                                                                            \
+    {TQKV__(decode_##format), TQKV__(score_##format), TQKV__(accumulate_##format)},
+static const TQKV__(loops) TQKV__(loops_by_format)[] = {
+    {NULL, TQKV__(score_TQKV__FLOATS), TQKV__(accumulate_TQKV__FLOATS)}, TQKV__FORMATS(TQKV__LOOPS_OF, )};
 
 /* All rows of a block, at most `most` at a time. */
 static void TQKV__(run_rows)(TQKV__(block) * block, int n_rows, int most, void (*loop)(const TQKV__(block) *, int rows))
@@ -2127,20 +2165,20 @@ TQKV__TARGET static void TQKV__(run_decoded)(TQKV__(block) * block, int n_rows, 
 {
     TQKV__ALIGNED float x[32 * TQKV__X_STRIDE];
     const int stretch = block->dim <= 128 ? 32 : 16;
-    const TQKV__(loops) *loops = TQKV__(loops_by_format)[block->stream->format];
+    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[block->stream->format];
     const int n = block->n;
     for (int j = 0; j < n; j += stretch) {
         const uint8_t *codes = block->codes;
         block->n = n - j < stretch ? n - j : stretch;
         tqkv__prefetch(codes + TQKV__TILE * block->stride, (size_t)block->n * block->stride);
-        loops[block->dim >= TQKV__NIBBLE_RUN * TQKV__LANES].decode(block, block->n, x);
+        loops->decode(block, block->n, x);
         for (int i = block->n; i % TQKV__LANES; i++)
             memcpy(x + i * TQKV__X_STRIDE, x + (i - 1) * TQKV__X_STRIDE, (size_t)block->dim * sizeof(float));
         block->codes = (const uint8_t *)(const void *)x;
         if (keys)
-            TQKV__(run_rows)(block, n_rows, TQKV__DECODED_SCORE_ROWS, TQKV__(score_floats));
+            TQKV__(run_rows)(block, n_rows, TQKV__DECODED_SCORE_ROWS, TQKV__(score_TQKV__FLOATS));
         else
-            TQKV__(run_rows)(block, n_rows, TQKV__ROWS, TQKV__(accumulate_floats));
+            TQKV__(run_rows)(block, n_rows, TQKV__ROWS, TQKV__(accumulate_TQKV__FLOATS));
         block->codes = codes + (size_t)stretch * block->stride;
         block->rows += keys ? 0 : stretch;
         block->results += keys ? stretch : 0;
@@ -2153,11 +2191,11 @@ TQKV__TARGET static void TQKV__(run_decoded)(TQKV__(block) * block, int n_rows, 
    look-ups of up to 5 bits. */
 TQKV__TARGET static void TQKV__(run)(TQKV__(block) * block, int n_rows, bool keys)
 {
-    const tqkv_format format = block->stream->format;
-    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[format][block->dim >= TQKV__NIBBLE_RUN * TQKV__LANES];
-    const bool any = !keys && TQKV__LANES == 16 && format != TQKV_TQ6 && !TQKV__(together)(format);
-    const int most = TQKV__(looked_up)(format) && (keys || format != TQKV_TQ4) ? TQKV__SCORE_ROWS : 4;
-    if (!loops->score || (n_rows > most && !any))
+    const tqkv__stream *s = block->stream;
+    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[s->format];
+    const bool any = !keys && TQKV__LANES == 16 && s->book_bits < 6;
+    const int most = s->kind == TQKV__BOOK && (keys || s->book_bits > 4) ? TQKV__SCORE_ROWS : 4;
+    if (!TQKV__DIRECT(s->format) || (n_rows > most && !any))
         TQKV__(run_decoded)(block, n_rows, keys);
     else if (keys)
         TQKV__(run_rows)(block, n_rows, TQKV__SCORE_ROWS, loops->score);
@@ -2168,11 +2206,11 @@ TQKV__TARGET static void TQKV__(run)(TQKV__(block) * block, int n_rows, bool key
 /* Block b of n positions from slot on. */
 static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, int slot, int n, int b, TQKV__(block) * block)
 {
-    const size_t upper_bits = s->info->stored_bits < 8 ? (size_t)s->info->stored_bits - 4 : 0;
-    const size_t bits = upper_bits ? 4 : (size_t)s->info->stored_bits, before = (size_t)(b * s->block_dim);
+    const size_t before = (size_t)(b * s->block_dim), main = before * (size_t)s->main_bits / 8;
+    const size_t main_field = (size_t)(s->head_dim * s->main_bits) / 8, upper = before * (size_t)s->upper_bits / 8;
     block->stream = s;
-    block->codes = tqkv__codes_at(s, kv_head, slot) + before * bits / 8;
-    block->upper = upper_bits ? (size_t)s->head_dim / 2 + before * upper_bits / 8 - before * bits / 8 : 0;
+    block->codes = tqkv__codes_at(s, kv_head, slot) + main;
+    block->upper = s->upper_bits ? main_field + upper - main : 0;
     block->stride = s->row_bytes;
     block->n = n;
     block->dim = s->block_dim;
@@ -2229,8 +2267,8 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(mix)(const int count, TQKV__VECTOR 
         for (int i = 0; i < count / 2; i++) {
             const int low = (i >> stage << (stage + 1)) + (i & ((1 << stage) - 1)), high = low + (1 << stage);
             const TQKV__VECTOR a = x[low], b = x[high];
-            x[low] = TQKV__(add)(a, b);
-            x[high] = TQKV__(sub)(a, b);
+            x[low] = a + b;
+            x[high] = a - b;
         }
     }
 }
@@ -2257,7 +2295,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(hadamard_runs)(const int count, con
             }
         TQKV__(mix)(count, x);
         TQKV__UNROLL
-        for (int i = 0; i < count; i++) TQKV__(store)(out + run + i * TQKV__LANES, TQKV__(mul)(x[i], factor));
+        for (int i = 0; i < count; i++) TQKV__(store)(out + run + i * TQKV__LANES, x[i] * factor);
     }
 }
 
@@ -2272,7 +2310,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(hadamard_across)(const int count, i
             for (int i = 0; i < count; i++) v[i] = TQKV__(load)(x + j + i * h);
             TQKV__(mix)(count, v);
             TQKV__UNROLL
-            for (int i = 0; i < count; i++) TQKV__(store)(x + j + i * h, TQKV__(mul)(v[i], factor));
+            for (int i = 0; i < count; i++) TQKV__(store)(x + j + i * h, v[i] * factor);
         }
 }
 
@@ -2322,7 +2360,7 @@ TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(lane_sums)(const int per_la
                 }
             }
         TQKV__UNROLL
-        for (int i = 0; i < width; i++) sum = TQKV__(add)(sum, TQKV__(rounded)(TQKV__(mul)(x[i], x[i])));
+        for (int i = 0; i < width; i++) sum += TQKV__(rounded)(x[i] * x[i]);
     }
     return sum;
 }
@@ -2332,7 +2370,7 @@ TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(lane_sums)(const int per_la
 TQKV__TARGET static TQKV__INLINE void TQKV__(row_sums)(const int head_dim, const float *y, float *sums)
 {
     const int per_lane = head_dim / 32, width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES;
-    const int vectors = 32 / TQKV__LANES, lanes_per_norm = head_dim < 512 ? 32 : 256 / per_lane;
+    const int vectors = 32 / TQKV__LANES, lanes_per_norm = TQKV__NORM_BLOCK(TQKV__BOOK, head_dim) / per_lane;
     TQKV__VECTOR x[32 / TQKV__LANES];
     TQKV__UNROLL
     for (int i = 0; i < vectors; i++) x[i] = TQKV__(lane_sums)(per_lane, y + i * TQKV__LANES * per_lane);
@@ -2341,14 +2379,14 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(row_sums)(const int head_dim, const
         if (1 << bit < TQKV__LANES && 1 << bit < lanes_per_norm) {
             const int place = (1 << bit) * width, distance = place < TQKV__LANES ? place : place / TQKV__LANES;
             TQKV__UNROLL
-            for (int i = 0; i < vectors; i++) x[i] = TQKV__(add)(x[i], TQKV__(swap)(distance, x[i]));
+            for (int i = 0; i < vectors; i++) x[i] += TQKV__(swap)(distance, x[i]);
         }
     TQKV__UNROLL
     for (int step = 1; step < 8; step++) {
         if ((step & (step - 1)) || step >= vectors || step * TQKV__LANES >= lanes_per_norm) continue;
         TQKV__UNROLL
         for (int i = 0; i < vectors; i++)
-            if (!(i & step)) x[i] = x[i | step] = TQKV__(add)(x[i], x[i | step]);
+            if (!(i & step)) x[i] = x[i | step] = x[i] + x[i | step];
     }
     TQKV__UNROLL
     for (int i = 0; i < vectors; i++) TQKV__(store)(sums + i * TQKV__LANES, x[i]);
@@ -2386,16 +2424,16 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
 TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms,
                                           float *scales)
 {
-    const bool long_row = s->head_dim >= 512;
-    const TQKV__VECTOR part = TQKV__(set1)(long_row ? 1.0f / 256.0f : 1.0f); /* exact, as the quotient is */
-    const TQKV__VECTOR factor = TQKV__(set1)(long_row ? s->block_scale : TQKV__SQRT(s->head_dim));
+    const bool several = s->norms_per_row > 1;
+    const TQKV__VECTOR part = TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f); /* exact, as the quotient is */
+    const TQKV__VECTOR factor = TQKV__(set1)(several ? s->block_scale : TQKV__SQRT(s->head_dim));
     const int n = n_rows * s->norms_per_row;
     for (int i = 0; i < n_rows; i++) TQKV__(sums_tq)(s, values[i], norms + i * s->norms_per_row);
     for (int i = n; i % TQKV__LANES; i++) norms[i] = 0.0f;
     for (int i = 0; i < n; i += TQKV__LANES) {
-        const TQKV__VECTOR norm = TQKV__(abs)(TQKV__(sqrt)(TQKV__(mul)(TQKV__(load)(norms + i), part)));
+        const TQKV__VECTOR norm = TQKV__(abs)(TQKV__(sqrt)(TQKV__(load)(norms + i) * part));
         TQKV__(store)(norms + i, norm);
-        TQKV__(store)(scales + i, TQKV__(mul)(TQKV__(invert_above)(TQKV__MIN_NORM, norm), factor));
+        TQKV__(store)(scales + i, TQKV__(invert_above)(TQKV__MIN_NORM, norm) * factor);
     }
 }
 
@@ -2425,7 +2463,7 @@ TQKV__TARGET static inline const float *TQKV__(turn)(const tqkv__stream *s, cons
 TQKV__TARGET static inline void TQKV__(norms)(const tqkv__stream *s, const float *const *values, int n_rows,
                                               float *norms, float *scales)
 {
-    if (s->format == TQKV_I8)
+    if (s->kind == TQKV__GRID)
         TQKV__(norms_i8)(s, values, n_rows, norms, scales);
     else
         TQKV__(norms_tq)(s, values, n_rows, norms, scales);
@@ -2434,7 +2472,7 @@ TQKV__TARGET static inline void TQKV__(norms)(const tqkv__stream *s, const float
 TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, const float *src, float *scaled, float *norms)
 {
     float row_norms[16], scales[16]; /* whole vectors */
-    if (s->format == TQKV_F16) {
+    if (s->kind == TQKV__HALF) {
         memcpy(scaled, src, (size_t)s->head_dim * sizeof(float));
         return;
     }
@@ -2442,7 +2480,7 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, const float *s
     TQKV__(norms)(s, &y, 1, row_norms, scales);
     memcpy(norms, row_norms, (size_t)s->norms_per_row * sizeof(float));
     for (int d = 0; d < s->head_dim; d += TQKV__LANES)
-        TQKV__(store)(scaled + d, TQKV__(mul)(TQKV__(load)(y + d), TQKV__(set1)(scales[d / s->norm_dim])));
+        TQKV__(store)(scaled + d, TQKV__(load)(y + d) * TQKV__(set1)(scales[d / s->norm_dim]));
 }
 
 /* As tqkv__quantise, by the cells of tqkv__quantiser. bits is a constant. */
@@ -2452,40 +2490,9 @@ TQKV__TARGET static TQKV__INLINE TQKV__(codes)
 {
     TQKV__(codes) side;
     const TQKV__VECTOR w = TQKV__(fold)(1 << (bits - 1), v, &side);
-    const TQKV__VECTOR cell = TQKV__(min)(TQKV__(mul)(w, TQKV__(set1)(q->slope)), TQKV__(set1)(q->top));
+    const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
     const TQKV__(codes) count = TQKV__(below)(bits, below, TQKV__(truncate)(cell));
     return TQKV__(finish)(count, TQKV__(bound)(bits, bounds, count), w, side);
-}
-
-/* y: [head_dim], scales: [norms_per_row] -> row: [row_bytes]. bits and upper_bits are constants, 8 for I8; upper_bits:
-   those stored apart from the low nibble, or 4 for a byte a code. */
-TQKV__TARGET static TQKV__INLINE void TQKV__(code_row)(const int bits, const int upper_bits, const tqkv__stream *s,
-                                                       const tqkv__quantiser *q, const float *y, const float *scales,
-                                                       uint8_t *row)
-{
-    TQKV__(codes) below[4], four[4];
-    TQKV__VECTOR bounds[32 / TQKV__LANES];
-    uint8_t *upper = row + s->head_dim / 2;
-    if (bits < 8) TQKV__(load_below)(bits, q->below, below);
-    for (int i = 0; bits < 8 && i < 32 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
-    for (const float *end = y + s->head_dim; y < end; scales++)
-        for (const float *block_end = y + s->norm_dim; y < block_end; y += 4 * TQKV__LANES) {
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++) {
-                const TQKV__VECTOR v = TQKV__(mul)(TQKV__(load)(y + i * TQKV__LANES), TQKV__(set1)(*scales));
-                four[i] = bits < 8 ? TQKV__(quantise)(bits, q, below, bounds, v) : TQKV__(quantise_i8)(v);
-            }
-            const TQKV__(codes) codes = TQKV__(narrow)(four);
-            if (upper_bits == 4) {
-                memcpy(row, &codes, sizeof codes);
-                row += sizeof codes;
-                continue;
-            }
-            TQKV__(pack_lower)(codes, row);
-            row += 2 * TQKV__LANES;
-            if (upper_bits) TQKV__(pack_upper)(upper_bits, codes, upper);
-            upper += upper_bits * TQKV__LANES / 2;
-        }
 }
 
 /* TQ8 where no instruction looks up tables so large: cells by vectors, look-ups by loads. */
@@ -2497,9 +2504,9 @@ TQKV__TARGET static inline void TQKV__(quantise_loads)(const tqkv__quantiser *q,
     for (int d = 0; d < n; d += 4 * TQKV__LANES) {
         for (int i = 0; i < 4 * TQKV__LANES; i += TQKV__LANES) {
             TQKV__(codes) side;
-            const TQKV__VECTOR v = TQKV__(mul)(TQKV__(load)(y + d + i), TQKV__(set1)(scale));
+            const TQKV__VECTOR v = TQKV__(load)(y + d + i) * TQKV__(set1)(scale);
             const TQKV__VECTOR w = TQKV__(fold)(128, v, &side);
-            const TQKV__VECTOR cell = TQKV__(min)(TQKV__(mul)(w, TQKV__(set1)(q->slope)), TQKV__(set1)(q->top));
+            const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
             const TQKV__(codes) whole = TQKV__(truncate)(cell);
             TQKV__(store)(folded + i, w);
             memcpy(cells + i, &whole, sizeof whole);
@@ -2513,36 +2520,55 @@ TQKV__TARGET static inline void TQKV__(quantise_loads)(const tqkv__quantiser *q,
     }
 }
 
-/* y: [head_dim], scales: [norms_per_row] -> row: [row_bytes] */
-TQKV__TARGET static void TQKV__(code)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
-                                      const float *scales, uint8_t *row)
+/* y: [head_dim], scales: [norms_per_row] -> row: [row_bytes]. format is a constant. */
+TQKV__TARGET static TQKV__INLINE void TQKV__(quantise_as)(const tqkv_format format, const tqkv__stream *s,
+                                                          const tqkv__quantiser *q, const float *y, const float *scales,
+                                                          uint8_t *row)
 {
+    const int bits = TQKV__BOOK_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    TQKV__(codes) below[4], four[4];
+    TQKV__VECTOR bounds[32 / TQKV__LANES];
+    uint8_t *upper = row + s->head_dim / 2;
+    for (int b = 0; bits == 8 && b < s->head_dim; b += s->norm_dim)
+        TQKV__(quantise_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
+    if (bits == 8 || TQKV__KIND(format) == TQKV__HALF) return;
+    if (bits) TQKV__(load_below)(bits, q->below, below);
+    for (int i = 0; bits && i < 32 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
+    for (const float *end = y + s->head_dim; y < end; scales++)
+        for (const float *block_end = y + s->norm_dim; y < block_end; y += 4 * TQKV__LANES) {
+            TQKV__UNROLL
+            for (int i = 0; i < 4; i++) {
+                const TQKV__VECTOR v = TQKV__(load)(y + i * TQKV__LANES) * TQKV__(set1)(*scales);
+                four[i] = bits ? TQKV__(quantise)(bits, q, below, bounds, v) : TQKV__(quantise_i8)(v);
+            }
+            const TQKV__(codes) codes = TQKV__(narrow)(four);
+            if (!TQKV__PACKED(format)) {
+                memcpy(row, &codes, sizeof codes);
+                row += sizeof codes;
+                continue;
+            }
+            TQKV__(pack_lower)(codes, row);
+            row += 2 * TQKV__LANES;
+            if (upper_bits) TQKV__(pack_upper)(upper_bits, codes, upper);
+            upper += upper_bits * TQKV__LANES / 2;
+        }
+}
+
+TQKV__TARGET static void TQKV__(quantise_row)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
+                                              const float *scales, uint8_t *row)
+{
+#define TQKV__QUANTISE_CASE(unused, format, ...)                                                                       \
+    case format:                                                                                                       \
+        TQKV__(quantise_as)(format, s, q, y, scales, row);                                                             \
+        return;
     switch (s->format) {
-    case TQKV_TQ4:
-        TQKV__(code_row)(4, 0, s, q, y, scales, row);
-        return;
-    case TQKV_TQ5:
-        TQKV__(code_row)(5, 1, s, q, y, scales, row);
-        return;
-    case TQKV_TQ6:
-        TQKV__(code_row)(6, 2, s, q, y, scales, row);
-        return;
-    case TQKV_TQ5_BYTES:
-        TQKV__(code_row)(5, 4, s, q, y, scales, row);
-        return;
-    case TQKV_TQ6_BYTES:
-        TQKV__(code_row)(6, 4, s, q, y, scales, row);
-        return;
-    case TQKV_I8:
-        TQKV__(code_row)(8, 4, s, q, y, scales, row);
-        return;
+        TQKV__FORMATS(TQKV__QUANTISE_CASE, )
     default:
-        for (int b = 0; b < s->head_dim; b += s->norm_dim)
-            TQKV__(quantise_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
+        return;
     }
 }
 
-TQKV__TARGET static void TQKV__(halve)(const float *src, int head_dim, uint8_t *row)
+TQKV__TARGET static void TQKV__(store_f16_row)(const float *src, int head_dim, uint8_t *row)
 {
     for (int d = 0; d < head_dim; d += 2 * TQKV__LANES, row += 4 * TQKV__LANES) {
         TQKV__(store_f16)(row, TQKV__(load)(src + d));
@@ -2558,14 +2584,17 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     TQKV__ALIGNED float rotated[buffer], norms[most_norms], scales[most_norms];
     const float *values[most_norms];
     const int batch = buffer / s->head_dim, norms_per_row = s->norms_per_row;
-    for (int i = 0; s->format == TQKV_F16 && i < n_rows; i++) TQKV__(halve)(rows[i].src, s->head_dim, rows[i].codes);
-    for (int first = 0; s->format != TQKV_F16 && first < n_rows; first += batch, rows += batch) {
+    if (s->kind == TQKV__HALF) {
+        for (int i = 0; i < n_rows; i++) TQKV__(store_f16_row)(rows[i].src, s->head_dim, rows[i].codes);
+        return;
+    }
+    for (int first = 0; first < n_rows; first += batch, rows += batch) {
         const int n = n_rows - first < batch ? n_rows - first : batch;
         for (int i = 0; i < n; i++) values[i] = TQKV__(turn)(s, rows[i].src, rotated + i * s->head_dim);
         TQKV__(norms)(s, values, n, norms, scales);
         for (int i = 0; i < n; i++) {
             memcpy(rows[i].norms, norms + i * norms_per_row, (size_t)norms_per_row * sizeof(float));
-            TQKV__(code)(s, q, values[i], scales + i * norms_per_row, rows[i].codes);
+            TQKV__(quantise_row)(s, q, values[i], scales + i * norms_per_row, rows[i].codes);
         }
     }
 }
@@ -2591,7 +2620,30 @@ static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(rotate), T
 static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          {TQKV__NIBBLE_ORDER}, &TQKV__(codec),
                                       TQKV__(score_tile), TQKV__(softmax_tile), TQKV__(value_tile)};
 
+/* What is of one set only. */
 #undef TQKV__VECTOR
+#undef TQKV__FLOATS
+#undef TQKV__PACKED
+#undef TQKV__DIRECT
+#undef TQKV__NARROW
+#undef TQKV__BY_ROWS
+#undef TQKV__ROW_LOOPS
+#undef TQKV__DECODE_LOOP
+#undef TQKV__LOOPS_OF
+#undef TQKV__QUANTISE_CASE
+#undef TQKV__X_STRIDE
+#undef TQKV__WIDTH
+#undef TQKV__SCORE_ROWS
+#undef TQKV__DECODED_SCORE_ROWS
+#undef TQKV__ROWS
+#undef TQKV__SUMS
+#undef TQKV__LANES
+#undef TQKV__NIBBLE_ORDER
+#undef TQKV__NIBBLE_RUN
+#undef TQKV__RUN_TOGETHER
+#undef TQKV__ISA_NAME
+#undef TQKV__
+#undef TQKV__TARGET
 #endif /* TQKV__LANES */
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
@@ -2617,13 +2669,7 @@ extern "C" {
 typedef __m512 tqkv__vector_avx512;
 typedef __m512i tqkv__codes_avx512;
 
-TQKV__TARGET static inline __m512 tqkv__load_avx512(const float *p) { return _mm512_loadu_ps(p); }
-TQKV__TARGET static inline void tqkv__store_avx512(float *p, __m512 x) { _mm512_storeu_ps(p, x); }
 TQKV__TARGET static inline __m512 tqkv__set1_avx512(float x) { return _mm512_set1_ps(x); }
-TQKV__TARGET static inline __m512 tqkv__add_avx512(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
-TQKV__TARGET static inline __m512 tqkv__sub_avx512(__m512 a, __m512 b) { return _mm512_sub_ps(a, b); }
-TQKV__TARGET static inline __m512 tqkv__mul_avx512(__m512 a, __m512 b) { return _mm512_mul_ps(a, b); }
-TQKV__TARGET static inline __m512 tqkv__div_avx512(__m512 a, __m512 b) { return _mm512_div_ps(a, b); }
 TQKV__TARGET static inline __m512 tqkv__fma_avx512(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
 /* a > b ? a : b, so b where either is NaN; the same in every set */
 TQKV__TARGET static inline __m512 tqkv__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
@@ -2694,7 +2740,7 @@ TQKV__TARGET static TQKV__INLINE __m512 tqkv__lookup_avx512(const int bits, cons
 TQKV__TARGET static TQKV__INLINE void tqkv__load_table_avx512(const int bits, const bool nibbles, const tqkv__stream *s,
                                                               __m512 *table)
 {
-    for (int i = 0; nibbles && i < 1 << (bits - 4); i++) table[i] = _mm512_loadu_ps(s->info->codebook + 16 * i);
+    for (int i = 0; nibbles && i < 1 << (bits - 4); i++) table[i] = _mm512_loadu_ps(s->codebook + 16 * i);
     for (int p = 0; !nibbles && p < 4; p++) {
         table[p] = _mm512_loadu_ps((const void *)s->planes[p]);
         if (bits == 8) table[4 + p] = _mm512_loadu_ps((const void *)(s->planes[p] + 64));
@@ -2945,18 +2991,6 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
 #define TQKV__DECODED_SCORE_ROWS 4
 #define TQKV__SUMS               16 /* vectors of sums of values in registers */
 #include "tqkv.h"
-#undef TQKV__WIDTH
-#undef TQKV__SCORE_ROWS
-#undef TQKV__DECODED_SCORE_ROWS
-#undef TQKV__ROWS
-#undef TQKV__SUMS
-#undef TQKV__LANES
-#undef TQKV__NIBBLE_ORDER
-#undef TQKV__NIBBLE_RUN
-#undef TQKV__RUN_TOGETHER
-#undef TQKV__ISA_NAME
-#undef TQKV__
-#undef TQKV__TARGET
 
 /* ---- AVX2 with FMA ---- */
 
@@ -2964,13 +2998,7 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
 typedef __m256 tqkv__vector_avx2;
 typedef __m256i tqkv__codes_avx2;
 
-TQKV__TARGET static inline __m256 tqkv__load_avx2(const float *p) { return _mm256_loadu_ps(p); }
-TQKV__TARGET static inline void tqkv__store_avx2(float *p, __m256 x) { _mm256_storeu_ps(p, x); }
 TQKV__TARGET static inline __m256 tqkv__set1_avx2(float x) { return _mm256_set1_ps(x); }
-TQKV__TARGET static inline __m256 tqkv__add_avx2(__m256 a, __m256 b) { return _mm256_add_ps(a, b); }
-TQKV__TARGET static inline __m256 tqkv__sub_avx2(__m256 a, __m256 b) { return _mm256_sub_ps(a, b); }
-TQKV__TARGET static inline __m256 tqkv__mul_avx2(__m256 a, __m256 b) { return _mm256_mul_ps(a, b); }
-TQKV__TARGET static inline __m256 tqkv__div_avx2(__m256 a, __m256 b) { return _mm256_div_ps(a, b); }
 TQKV__TARGET static inline __m256 tqkv__fma_avx2(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
 TQKV__TARGET static inline __m256 tqkv__max_avx2(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
 TQKV__TARGET static inline __m256 tqkv__mul_nonzero_avx2(__m256 a, __m256 b)
@@ -3099,28 +3127,6 @@ TQKV__TARGET static inline __m256 tqkv__load_i8_avx2(const uint8_t *p)
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(tqkv__load_64(p)));
 }
 TQKV__TARGET static inline __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
-
-/* n rows of TQ8. x: [n][x_stride]. Codes come eight at a time, centroids one by one, four to a store: 1.5 times as fast as
-   storing each, and faster than shuffles of bytes, of which 128 centroids take 32 for 32 codes. Gathers are slower on
-   most processors. */
-TQKV__TARGET static void tqkv__load_tq8_avx2(const tqkv__stream *s, const uint8_t *codes, size_t stride, int n, int dim,
-                                             float *x, int x_stride)
-{
-    const float *codebook = s->info->codebook;
-    for (int j = 0; j < n; j++, codes += stride, x += x_stride)
-        for (int d = 0; d < dim; d += 8) {
-            uint64_t eight;
-            memcpy(&eight, codes + d, sizeof eight);
-            TQKV__UNROLL
-            for (int i = 0; i < 8; i += 4, eight >>= 32) {
-                __m128 four = _mm_load_ss(codebook + (eight & 255));
-                four = _mm_insert_ps(four, _mm_load_ss(codebook + (eight >> 8 & 255)), 0x10);
-                four = _mm_insert_ps(four, _mm_load_ss(codebook + (eight >> 16 & 255)), 0x20);
-                four = _mm_insert_ps(four, _mm_load_ss(codebook + (eight >> 24 & 255)), 0x30);
-                _mm_storeu_ps(x + d + i, four);
-            }
-        }
-}
 
 TQKV__TARGET static inline __m256 tqkv__rounded_avx2(__m256 x)
 {
@@ -3254,18 +3260,6 @@ TQKV__TARGET static inline void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
 #define TQKV__DECODED_SCORE_ROWS 3
 #define TQKV__SUMS               8 /* vectors of sums of values in registers */
 #include "tqkv.h"
-#undef TQKV__WIDTH
-#undef TQKV__SCORE_ROWS
-#undef TQKV__DECODED_SCORE_ROWS
-#undef TQKV__ROWS
-#undef TQKV__SUMS
-#undef TQKV__LANES
-#undef TQKV__NIBBLE_ORDER
-#undef TQKV__NIBBLE_RUN
-#undef TQKV__RUN_TOGETHER
-#undef TQKV__ISA_NAME
-#undef TQKV__
-#undef TQKV__TARGET
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
 #endif
@@ -3279,13 +3273,7 @@ TQKV__TARGET static inline void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
 typedef float32x4_t tqkv__vector_neon;
 typedef uint32x4_t tqkv__codes_neon;
 
-static inline float32x4_t tqkv__load_neon(const float *p) { return vld1q_f32(p); }
-static inline void tqkv__store_neon(float *p, float32x4_t x) { vst1q_f32(p, x); }
 static inline float32x4_t tqkv__set1_neon(float x) { return vdupq_n_f32(x); }
-static inline float32x4_t tqkv__add_neon(float32x4_t a, float32x4_t b) { return vaddq_f32(a, b); }
-static inline float32x4_t tqkv__sub_neon(float32x4_t a, float32x4_t b) { return vsubq_f32(a, b); }
-static inline float32x4_t tqkv__mul_neon(float32x4_t a, float32x4_t b) { return vmulq_f32(a, b); }
-static inline float32x4_t tqkv__div_neon(float32x4_t a, float32x4_t b) { return vdivq_f32(a, b); }
 static inline float32x4_t tqkv__fma_neon(float32x4_t a, float32x4_t b, float32x4_t c) { return vfmaq_f32(c, a, b); }
 static inline float32x4_t tqkv__max_neon(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 static inline float32x4_t tqkv__abs_neon(float32x4_t x) { return vabsq_f32(x); }
@@ -3395,22 +3383,6 @@ static inline float32x4_t tqkv__load_i8_neon(const uint8_t *p)
 static inline float32x4_t tqkv__load_f16_neon(const uint8_t *p)
 {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
-}
-
-/* Centroids are loaded one by one, but codes come and centroids go several at a time. */
-static void tqkv__load_tq8_neon(const tqkv__stream *s, const uint8_t *codes, size_t stride, int n, int dim, float *x,
-                                int x_stride)
-{
-    const float *codebook = s->info->codebook;
-    for (int j = 0; j < n; j++, codes += stride, x += x_stride)
-        for (int d = 0; d < dim; d += 8) {
-            uint64_t eight;
-            float centroids[8];
-            memcpy(&eight, codes + d, sizeof eight);
-            TQKV__UNROLL
-            for (int i = 0; i < 8; i++) centroids[i] = codebook[eight >> (8 * i) & 255];
-            memcpy(x + d, centroids, sizeof centroids);
-        }
 }
 
 static inline float32x4_t tqkv__rounded_neon(float32x4_t x)
@@ -3538,18 +3510,6 @@ static inline void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
 #define TQKV__DECODED_SCORE_ROWS 4
 #define TQKV__SUMS               16 /* vectors of sums of values in registers */
 #include "tqkv.h"
-#undef TQKV__WIDTH
-#undef TQKV__SCORE_ROWS
-#undef TQKV__DECODED_SCORE_ROWS
-#undef TQKV__ROWS
-#undef TQKV__SUMS
-#undef TQKV__LANES
-#undef TQKV__NIBBLE_ORDER
-#undef TQKV__NIBBLE_RUN
-#undef TQKV__RUN_TOGETHER
-#undef TQKV__ISA_NAME
-#undef TQKV__
-#undef TQKV__TARGET
 #endif
 
 /* >>sets: which of them is in use */
@@ -3698,9 +3658,9 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
    upper half they take ~c, and flip the sign. */
 static void tqkv__fill_planes(tqkv__stream *s)
 {
-    for (int i = 0; s->info->codebook && i < 128; i++)
+    for (int i = 0; s->kind == TQKV__BOOK && i < 128; i++)
         for (int p = 0; p < 4; p++)
-            s->planes[p][i] = (uint8_t)(tqkv__bits(s->info->codebook[i % (1 << s->info->code_bits)]) >> (8 * p));
+            s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i % (1 << s->book_bits)]) >> (8 * p));
 }
 
 /* Finds the resident range, after tqkv__attention_shape. */
@@ -3758,7 +3718,7 @@ typedef struct tqkv__job {
    of values back from it. */
 static void tqkv__order(const tqkv__isa *isa, const tqkv__stream *s, int *rows, int *columns)
 {
-    const bool nibbles = s->format == TQKV_TQ4 || s->format == TQKV_TQ5 || s->format == TQKV_TQ6;
+    const bool nibbles = s->main_bits == 4;
     *rows = nibbles ? isa->nibble_order[0] : 1;
     *columns = nibbles ? isa->nibble_order[1] : 1;
     if (*rows * *columns > s->head_dim) *columns /= 2;
@@ -3823,7 +3783,7 @@ static void tqkv__add_values(const tqkv__attention *a, int kv_head, const tqkv__
     const tqkv__stream *s = &a->values;
     const int slot = tqkv__slot(s, tile->position), n = tile->n;
     const float *weights = tile->scores + tile->begin;
-    if (s->format != TQKV_F16 || tile->whole ||
+    if (s->kind != TQKV__HALF || tile->whole ||
         tqkv__halves_finite(tqkv__codes_at(s, kv_head, slot), (size_t)n * (size_t)s->head_dim)) {
         a->isa->value_tile(s, kv_head, slot, n, weights, n_rows, out);
         return;
