@@ -4,24 +4,16 @@
 #define TQKV_CODEC_H
 #include "common.h"
 
-// ---- The shape of a row: a field of 4, 8 or 16 bits a value, then for TQ5 and TQ6 a field of their upper bits ----
+// ---- The shape of a row: a field of main bits a value, then a field of upper bits a value (TQKV__FORMATS) ----
 
-inline uint main_bits(uint format)
-{
-    return format == TQKV_F16 ? 16u : (format == TQKV_TQ4 || format == TQKV_TQ5 || format == TQKV_TQ6) ? 4u : 8u;
-}
-
-inline uint upper_bits(uint format) { return format == TQKV_TQ5 ? 1u : format == TQKV_TQ6 ? 2u : 0u; }
+inline uint main_bits(uint format) { return uint(TQKV__MAIN_BITS(format)); }
+inline uint upper_bits(uint format) { return uint(TQKV__UPPER_BITS(format)); }
 
 // log2 of the number of centroids; 0 without a codebook.
-inline uint codebook_bits(uint format)
-{
-    return format == TQKV_TQ4                                 ? 4u
-           : (format == TQKV_TQ5 || format == TQKV_TQ5_BYTES) ? 5u
-           : (format == TQKV_TQ6 || format == TQKV_TQ6_BYTES) ? 6u
-           : format == TQKV_TQ8                               ? 8u
-                                                              : 0u;
-}
+inline uint codebook_bits(uint format) { return uint(TQKV__BOOK_BITS(format)); }
+
+inline bool is_half(uint format) { return TQKV__KIND(format) == TQKV__HALF; }
+inline bool is_grid(uint format) { return TQKV__KIND(format) == TQKV__GRID; }
 
 template <int D>
 inline uint row_bytes(uint format)
@@ -29,18 +21,18 @@ inline uint row_bytes(uint format)
     return uint(D) * (main_bits(format) + upper_bits(format)) / 8u;
 }
 
-// Values that share one norm; D for F16, which has none.
+// Values that share one norm; D for halves, which have none.
 template <int D>
 inline uint norm_block(uint format)
 {
-    return format == TQKV_F16 ? uint(D) : format == TQKV_I8 ? uint(D <= 128 ? D : 128) : uint(D < 512 ? D : 256);
+    return uint(TQKV__NORM_BLOCK(TQKV__KIND(format), D));
 }
 
 // Factor of a decoded code, from its block's norm.
 template <int D>
 inline float code_scale(uint format, float norm, float block_scale)
 {
-    return format == TQKV_I8 ? norm : D < 512 ? norm * TQKV__INV_SQRT(D) : norm / block_scale;
+    return is_grid(format) ? norm : norm_block<D>(format) == uint(D) ? norm * TQKV__INV_SQRT(D) : norm / block_scale;
 }
 
 // ---- Values to codes ----
@@ -76,10 +68,7 @@ inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index,
 {
     uint bits = codebook_bits(format), n = (1u << bits) - 1u;
     if (bits == 0) return;
-    constant float *boundaries = bits == 4   ? tqkv__tables.boundaries_4
-                                 : bits == 5 ? tqkv__tables.boundaries_5
-                                 : bits == 6 ? tqkv__tables.boundaries_6
-                                             : tqkv__tables.boundaries_8;
+    constant float *boundaries = TQKV__BOUNDARIES(bits);
     for (uint i = thread_index; i <= n; i += n_threads) {
         uint first = i == 0 ? 0u : cell_of(boundaries[i - 1u], bits) + 8u;
         uint last = i == n ? 16u * cells_aside(bits) : cell_of(boundaries[i], bits);
@@ -183,11 +172,7 @@ inline void load_codebook(uint format, threadgroup float *table, uint thread_ind
 {
     uint bits = codebook_bits(format);
     if (bits == 0) return;
-    copy_table(bits == 4   ? tqkv__tables.codebook_4
-               : bits == 5 ? tqkv__tables.codebook_5
-               : bits == 6 ? tqkv__tables.codebook_6
-                           : tqkv__tables.codebook_8,
-               1u << bits, table, thread_index, n_threads);
+    copy_table(TQKV__CODEBOOK(bits), 1u << bits, table, thread_index, n_threads);
 }
 
 // After load_codebook and a barrier.
