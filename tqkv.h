@@ -383,15 +383,11 @@ TQKV_METAL_API tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object en
 TQKV_METAL_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
                                                int n_rows, int head_dim);
 
-/* tqkv_attention with buffers; the fields mean the same. NaN and Inf in q or sinks are not found, and spread. */
+/* tqkv_attention with buffers. NaN and Inf in q or sinks are not found, and spread. */
 typedef struct tqkv_metal_attention {
+    tqkv_attention attention; /* of which keys, values, sinks, parallel and allocator are not read */
     const tqkv_metal_store *keys, *values;
-    int n_heads, n_queries;
-    int64_t end;
-    int kv_len, window;
-    float scale, softcap;
     tqkv_metal_buffer sinks; /* float [n_heads]; zero = none */
-    tqkv_basis query_basis, output_basis;
 } tqkv_metal_attention;
 
 /* Bytes of scratch that attending takes at most, whatever part of the stores is resident: end and kv_len may be 0. */
@@ -487,9 +483,9 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 
 enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 
-/* A column of the row of format f; 0 for no format. With a constant f the compiler leaves a constant. */
+/* A column of the row of format f; for no format 8 main bits, else 0. With a constant f the compiler leaves a constant. */
 #define TQKV__KIND(f)                                                   (TQKV__FORMATS(TQKV__KIND_OF, f) 0)
-#define TQKV__MAIN_BITS(f)                                              (TQKV__FORMATS(TQKV__MAIN_OF, f) 0)
+#define TQKV__MAIN_BITS(f)                                              (TQKV__FORMATS(TQKV__MAIN_OF, f) 8)
 #define TQKV__UPPER_BITS(f)                                             (TQKV__FORMATS(TQKV__UPPER_OF, f) 0)
 #define TQKV__BOOK_BITS(f)                                              (TQKV__FORMATS(TQKV__BOOK_OF, f) 0)
 #define TQKV__PLAIN(f)                                                  (TQKV__FORMATS(TQKV__PLAIN_OF, f) 0)
@@ -653,19 +649,14 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 /* Simdgroups that share out a row's splits in attend_merge: its threadgroup memory stays at 8 KiB. */
 #define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))
 
-/* All of these as one number, modulo 2^32, so that a library with other ideas of a dispatch is not taken. */
-#define TQKV__DISPATCH_AT(D)                                                                                           \
-    (TQKV__MAX_COLUMNS(D) +                                                                                            \
-     31u * (TQKV__ENCODE_ROWS(D) +                                                                                     \
-            31u * (TQKV__MERGE_SIMDGROUPS(D) +                                                                         \
-                   31u * (TQKV__SIGN_BYTES(D) +                                                                        \
-                          31u * (TQKV__ATTEND_QUERY_BYTES(D) +                                                         \
-                                 31u * (TQKV__ATTEND_WEIGHT_BYTES(D, 1) +                                              \
-                                        31u * (TQKV__ATTEND_STATE_BYTES(D, 1) + 31u * TQKV__MERGE_BYTES(D, 1))))))))
-#define TQKV__DISPATCH                                                                                                 \
-    (TQKV__CELL_BYTES + 37u * TQKV__TABLE_BYTES + 41u * TQKV__DISPATCH_AT(32) + 43u * TQKV__DISPATCH_AT(64) +          \
-     47u * TQKV__DISPATCH_AT(128) + 53u * TQKV__DISPATCH_AT(256) + 59u * TQKV__DISPATCH_AT(512) +                      \
-     61u * TQKV__DISPATCH_AT(1024))
+/* The sizes above for kernels of head_dim D. A library whose own differ is refused. */
+#define TQKV__KERNEL_SIZES(D)                                                                                          \
+    TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
+        TQKV__SIGN_BYTES(D), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_WEIGHT_BYTES(D, 1),                             \
+        TQKV__ATTEND_STATE_BYTES(D, 1), TQKV__MERGE_BYTES(D, 1)
+enum { TQKV__KERNEL_DIMS = 6, TQKV__N_KERNEL_SIZES = 10 };
+/* head_dim number i of the kernels */
+#define TQKV__KERNEL_DIM(i) (32 << (i))
 
 /* Rows of one stream. Token t of the call is at slot first_slot + t, less capacity if that is beyond the store: the
    host resolves positions, and passes at most `capacity` tokens and fewer than 2^32 rows. */
@@ -702,12 +693,16 @@ typedef struct tqkv__merge_args {
     int32_t n_splits;
 } tqkv__merge_args;
 
-/* What the kernel `tables` writes: the shaders' own idea of everything above. */
+/* The structs that C and the shaders share. */
+#define TQKV__SHARED_STRUCTS(row) row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args)
+enum { TQKV__N_SHARED_STRUCTS = 5 };
+
+/* What the kernel `tables` writes: what the shaders were compiled with. */
 typedef struct tqkv__table_report {
     uint32_t table_version;
-    uint32_t table_set_size, rows_args_size, rotate_args_size, attend_args_size, merge_args_size;
+    uint32_t struct_sizes[TQKV__N_SHARED_STRUCTS];
     tqkv__table_set tables;
-    uint32_t dispatch;
+    int32_t kernel_sizes[TQKV__KERNEL_DIMS][TQKV__N_KERNEL_SIZES];
 } tqkv__table_report;
 
 #ifdef __cplusplus
@@ -720,7 +715,7 @@ TQKV__ASSERT_SIZE(tqkv__rows_args, 20);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
 TQKV__ASSERT_SIZE(tqkv__attend_args, 56);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 12);
-TQKV__ASSERT_SIZE(tqkv__table_report, 3020);
+TQKV__ASSERT_SIZE(tqkv__table_report, 3256);
 
 #endif
 // <<shared
@@ -872,7 +867,7 @@ extern "C" {
 #define TQKV__UNROLL _Pragma("GCC unroll 16")
 #endif
 
-static bool tqkv__multiply(size_t a, size_t b, size_t *product)
+static bool tqkv__size_multiply(size_t a, size_t b, size_t *product)
 {
     if (b != 0 && a > SIZE_MAX / b) return false;
     *product = a * b;
@@ -882,8 +877,8 @@ static bool tqkv__multiply(size_t a, size_t b, size_t *product)
 /* a*b*c elements of `size` bytes; false on overflow. */
 static bool tqkv__array_size(int a, int b, int c, size_t size, size_t *bytes)
 {
-    return tqkv__multiply((size_t)a, (size_t)b, bytes) && tqkv__multiply(*bytes, (size_t)c, bytes) &&
-           tqkv__multiply(*bytes, size, bytes);
+    return tqkv__size_multiply((size_t)a, (size_t)b, bytes) && tqkv__size_multiply(*bytes, (size_t)c, bytes) &&
+           tqkv__size_multiply(*bytes, size, bytes);
 }
 
 static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_size)
@@ -1548,15 +1543,11 @@ static int tqkv__chunk_rows(int head_dim)
 /* tqkv_attention with every default resolved. A row is one query of one head; rows of a KV head are ordered query
    first: row = query * group + (head within the group). */
 typedef struct tqkv__attention {
+    tqkv_attention call; /* with defaults resolved */
     tqkv__stream keys, values;
-    int n_heads, n_kv_heads, group, n_queries, head_dim;
-    int64_t first, end; /* resident positions [first, end) */
-    int window;         /* 0 = none */
-    float scale, softcap;
-    const float *sinks;
+    int n_kv_heads, group, head_dim;
+    int64_t first; /* resident positions [first, call.end) */
     bool rotate_queries, unrotate_output;
-    tqkv_parallel parallel;
-    tqkv_allocator allocator;
     size_t n_rows, n_elements; /* n_queries * n_heads, and times head_dim */
     const struct tqkv__isa *isa;
 } tqkv__attention;
@@ -1624,7 +1615,7 @@ static void tqkv__softmax_row_scalar(const tqkv__attention *a, int from, int to,
 {
     float largest = *max, total = 0.0f;
     for (int j = from; j < to; j++) {
-        if (a->softcap > 0.0f) scores[j] = a->softcap * tanhf(scores[j] / a->softcap);
+        if (a->call.softcap > 0.0f) scores[j] = a->call.softcap * tanhf(scores[j] / a->call.softcap);
         if (scores[j] > largest) largest = scores[j];
     }
     if (largest > *max) {
@@ -1748,9 +1739,9 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
     for (int row = 0; row < n_rows; row++) {
         float *x = scores + row * TQKV__TILE;
         TQKV__VECTOR largest = TQKV__(set1)(max[row]);
-        for (int j = 0; a->softcap > 0.0f && j < TQKV__TILE; j += TQKV__LANES) {
-            const TQKV__VECTOR ratio = TQKV__(load)(x + j) * TQKV__(set1)(1.0f / a->softcap);
-            TQKV__(store)(x + j, TQKV__(tanh)(ratio) * TQKV__(set1)(a->softcap));
+        for (int j = 0; a->call.softcap > 0.0f && j < TQKV__TILE; j += TQKV__LANES) {
+            const TQKV__VECTOR ratio = TQKV__(load)(x + j) * TQKV__(set1)(1.0f / a->call.softcap);
+            TQKV__(store)(x + j, TQKV__(tanh)(ratio) * TQKV__(set1)(a->call.softcap));
         }
         for (int j = 0; j < spans[row].from; j++) x[j] = -INFINITY;
         for (int j = spans[row].to; j < TQKV__TILE; j++) x[j] = -INFINITY;
@@ -1862,8 +1853,8 @@ TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(value)(const tqkv_format fo
     if (format == TQKV__FLOATS) return TQKV__(load)((const float *)(const void *)p + k * TQKV__LANES);
     if (TQKV__KIND(format) == TQKV__GRID) return TQKV__(load_i8)(p + k * TQKV__LANES);
     if (TQKV__KIND(format) == TQKV__HALF) return TQKV__(load_f16)(p + 2 * k * TQKV__LANES);
-    return TQKV__PACKED(format) ? TQKV__(look_up_nibbles)(bits, per_lane, k, table, p, upper)
-                                : TQKV__(look_up_bytes)(bits, k, table, p);
+    return TQKV__PACKED(format) ? TQKV__(centroids_of_nibbles)(bits, per_lane, k, table, p, upper)
+                                : TQKV__(centroids_of_bytes)(bits, k, table, p);
 }
 
 /* Vectors k to k + count - 1 of it: x: [count] */
@@ -1895,30 +1886,30 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(decode)(const tqkv_format format, c
 }
 
 /* Are the vectors of a run decoded together? They share work, which a compiler sees when nothing comes between them. */
-static TQKV__INLINE bool TQKV__(together)(const tqkv_format format)
+static TQKV__INLINE bool TQKV__(whole_runs)(const tqkv_format format)
 {
     return TQKV__KIND(format) == TQKV__BOOK && (TQKV__RUN_TOGETHER || !TQKV__PACKED(format));
 }
 
 /* Makes the compiler read a table again each time. With 16 registers something has to be in memory, and better a table
    than a sum: nothing waits for a table. One row's sums leave room for both. */
-TQKV__TARGET static TQKV__INLINE const TQKV__VECTOR *TQKV__(reread)(const int rows, const TQKV__VECTOR *table)
+TQKV__TARGET static TQKV__INLINE const TQKV__VECTOR *TQKV__(reload)(const int rows, const TQKV__VECTOR *table)
 {
     if (TQKV__LANES == 8 && rows > 1) __asm__ volatile("" : "+r"(table)::"memory");
     return table;
 }
 
 /* sums[row][m] += the products of one run of four keys, at p, with the queries of a few rows, lane by lane */
-TQKV__TARGET static TQKV__INLINE void TQKV__(multiply)(const tqkv_format format, const int per_lane, const int rows,
-                                                       const TQKV__VECTOR *table, const uint8_t *const *p, size_t at,
-                                                       size_t upper, const float *queries, size_t row_stride,
-                                                       TQKV__VECTOR (*sums)[4])
+TQKV__TARGET static TQKV__INLINE void TQKV__(dot_run)(const tqkv_format format, const int per_lane, const int rows,
+                                                      const TQKV__VECTOR *table, const uint8_t *const *p, size_t at,
+                                                      size_t upper, const float *queries, size_t row_stride,
+                                                      TQKV__VECTOR (*sums)[4])
 {
     TQKV__VECTOR x[8], query[TQKV__ROWS];
-    if (TQKV__(together)(format)) {
+    if (TQKV__(whole_runs)(format)) {
         TQKV__UNROLL
         for (int m = 0; m < 4; m++) {
-            TQKV__(values)(format, per_lane, 0, per_lane, TQKV__(reread)(rows, table), p[m] + at, p[m] + upper, x);
+            TQKV__(values)(format, per_lane, 0, per_lane, TQKV__(reload)(rows, table), p[m] + at, p[m] + upper, x);
             TQKV__UNROLL
             for (int k = 0; k < per_lane; k++) {
                 TQKV__UNROLL
@@ -1988,7 +1979,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(score)(const tqkv_format format, co
                 TQKV__UNROLL
                 for (int m = 0; m < 4; m++)
                     if (format != TQKV__FLOATS) tqkv__prefetch(p[m] + at + ahead, (size_t)run_bytes);
-                TQKV__(multiply)(format, per_lane, rows, table, p, at, upper, queries, row_stride, sums);
+                TQKV__(dot_run)(format, per_lane, rows, table, p, at, upper, queries, row_stride, sums);
                 at += (size_t)run_bytes;
                 upper += (size_t)upper_bytes;
                 queries += TQKV__LANES * per_lane;
@@ -2007,8 +1998,8 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(add_weighted)(const tqkv_format for
                                                            int row_stride, TQKV__VECTOR (*sums)[8])
 {
     TQKV__VECTOR weight[TQKV__ROWS], x[8];
-    if (TQKV__(together)(format)) {
-        TQKV__(values)(format, per_lane, k, width, TQKV__(reread)(rows, table), p, upper, x);
+    if (TQKV__(whole_runs)(format)) {
+        TQKV__(values)(format, per_lane, k, width, TQKV__(reload)(rows, table), p, upper, x);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
             weight[r] = TQKV__(set1)(weights[r * row_stride]);
@@ -2146,7 +2137,7 @@ static const TQKV__(loops) TQKV__(loops_by_format)[] = {
     {NULL, TQKV__(score_TQKV__FLOATS), TQKV__(accumulate_TQKV__FLOATS)}, TQKV__FORMATS(TQKV__LOOPS_OF, )};
 
 /* All rows of a block, at most `most` at a time. */
-static void TQKV__(run_rows)(TQKV__(block) * block, int n_rows, int most, void (*loop)(const TQKV__(block) *, int rows))
+static void TQKV__(by_rows)(TQKV__(block) * block, int n_rows, int most, void (*loop)(const TQKV__(block) *, int rows))
 {
     const float *rows = block->rows;
     float *results = block->results;
@@ -2161,7 +2152,7 @@ static void TQKV__(run_rows)(TQKV__(block) * block, int n_rows, int most, void (
 }
 
 /* From decoded positions, a few at a time so that they stay in the L1 cache: nothing is decoded twice. */
-TQKV__TARGET static void TQKV__(run_decoded)(TQKV__(block) * block, int n_rows, bool keys)
+TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(block) * block, int n_rows, bool keys)
 {
     TQKV__ALIGNED float x[32 * TQKV__X_STRIDE];
     const int stretch = block->dim <= 128 ? 32 : 16;
@@ -2176,9 +2167,9 @@ TQKV__TARGET static void TQKV__(run_decoded)(TQKV__(block) * block, int n_rows, 
             memcpy(x + i * TQKV__X_STRIDE, x + (i - 1) * TQKV__X_STRIDE, (size_t)block->dim * sizeof(float));
         block->codes = (const uint8_t *)(const void *)x;
         if (keys)
-            TQKV__(run_rows)(block, n_rows, TQKV__DECODED_SCORE_ROWS, TQKV__(score_TQKV__FLOATS));
+            TQKV__(by_rows)(block, n_rows, TQKV__DECODED_SCORE_ROWS, TQKV__(score_TQKV__FLOATS));
         else
-            TQKV__(run_rows)(block, n_rows, TQKV__ROWS, TQKV__(accumulate_TQKV__FLOATS));
+            TQKV__(by_rows)(block, n_rows, TQKV__ROWS, TQKV__(accumulate_TQKV__FLOATS));
         block->codes = codes + (size_t)stretch * block->stride;
         block->rows += keys ? 0 : stretch;
         block->results += keys ? stretch : 0;
@@ -2189,18 +2180,18 @@ TQKV__TARGET static void TQKV__(run_decoded)(TQKV__(block) * block, int n_rows, 
 /* Straight from the codes for few rows: of formats that are looked up, as long as nothing is looked up twice. With 32 wide
    registers any number of rows of values, because four rows of multiply-adds leave enough room beside them for the
    look-ups of up to 5 bits. */
-TQKV__TARGET static void TQKV__(run)(TQKV__(block) * block, int n_rows, bool keys)
+TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows, bool keys)
 {
     const tqkv__stream *s = block->stream;
     const TQKV__(loops) *loops = &TQKV__(loops_by_format)[s->format];
     const bool any = !keys && TQKV__LANES == 16 && s->book_bits < 6;
     const int most = s->kind == TQKV__BOOK && (keys || s->book_bits > 4) ? TQKV__SCORE_ROWS : 4;
     if (!TQKV__DIRECT(s->format) || (n_rows > most && !any))
-        TQKV__(run_decoded)(block, n_rows, keys);
+        TQKV__(attend_decoded)(block, n_rows, keys);
     else if (keys)
-        TQKV__(run_rows)(block, n_rows, TQKV__SCORE_ROWS, loops->score);
+        TQKV__(by_rows)(block, n_rows, TQKV__SCORE_ROWS, loops->score);
     else
-        TQKV__(run_rows)(block, n_rows, TQKV__ROWS, loops->accumulate);
+        TQKV__(by_rows)(block, n_rows, TQKV__ROWS, loops->accumulate);
 }
 
 /* Block b of n positions from slot on. */
@@ -2231,7 +2222,7 @@ TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, 
         block.results = scores;
         block.result_stride = TQKV__TILE;
         block.factors = factors + b * TQKV__TILE;
-        TQKV__(run)(&block, n_rows, true);
+        TQKV__(attend_block)(&block, n_rows, true);
     }
 }
 
@@ -2251,7 +2242,7 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
         block.row_stride = TQKV__TILE;
         block.results = out + b * s->block_dim;
         block.result_stride = s->head_dim;
-        TQKV__(run)(&block, n_rows, false);
+        TQKV__(attend_block)(&block, n_rows, false);
     }
 }
 
@@ -2452,7 +2443,7 @@ TQKV__TARGET static void TQKV__(norms_i8)(const tqkv__stream *s, const float *co
 }
 
 /* Steps 1 to 3 of encoding a row into y; returns y, or src where nothing is rotated. src, y: [head_dim] */
-TQKV__TARGET static inline const float *TQKV__(turn)(const tqkv__stream *s, const float *src, float *y)
+TQKV__TARGET static inline const float *TQKV__(rotate_into)(const tqkv__stream *s, const float *src, float *y)
 {
     if (!s->rotated) return src;
     TQKV__(hadamard)(src, s->head_dim, true, y);
@@ -2476,7 +2467,7 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, const float *s
         memcpy(scaled, src, (size_t)s->head_dim * sizeof(float));
         return;
     }
-    const float *y = TQKV__(turn)(s, src, scaled);
+    const float *y = TQKV__(rotate_into)(s, src, scaled);
     TQKV__(norms)(s, &y, 1, row_norms, scales);
     memcpy(norms, row_norms, (size_t)s->norms_per_row * sizeof(float));
     for (int d = 0; d < s->head_dim; d += TQKV__LANES)
@@ -2590,7 +2581,7 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     }
     for (int first = 0; first < n_rows; first += batch, rows += batch) {
         const int n = n_rows - first < batch ? n_rows - first : batch;
-        for (int i = 0; i < n; i++) values[i] = TQKV__(turn)(s, rows[i].src, rotated + i * s->head_dim);
+        for (int i = 0; i < n; i++) values[i] = TQKV__(rotate_into)(s, rows[i].src, rotated + i * s->head_dim);
         TQKV__(norms)(s, values, n, norms, scales);
         for (int i = 0; i < n; i++) {
             memcpy(rows[i].norms, norms + i * norms_per_row, (size_t)norms_per_row * sizeof(float));
@@ -2727,7 +2718,7 @@ TQKV__TARGET static TQKV__INLINE __m512i tqkv__pick_avx512(const int bits, __m51
     high = bit < 4 ? _mm512_slli_epi32(high, (unsigned)(4 - bit)) : _mm512_srli_epi32(high, (unsigned)(bit - 4));
     return _mm512_ternarylogic_epi32(code, high, _mm512_set1_epi32(bits == 5 ? 0x10 : 0x30), 0xd8);
 }
-TQKV__TARGET static TQKV__INLINE __m512 tqkv__lookup_avx512(const int bits, const __m512 *table, __m512i codes)
+TQKV__TARGET static TQKV__INLINE __m512 tqkv__permute_table_avx512(const int bits, const __m512 *table, __m512i codes)
 {
     if (bits == 4) return _mm512_permutexvar_ps(codes, table[0]);
     const __m512 lower = _mm512_permutex2var_ps(table[0], codes, table[1]);
@@ -2746,18 +2737,18 @@ TQKV__TARGET static TQKV__INLINE void tqkv__load_table_avx512(const int bits, co
         if (bits == 8) table[4 + p] = _mm512_loadu_ps((const void *)(s->planes[p] + 64));
     }
 }
-TQKV__TARGET static TQKV__INLINE __m512 tqkv__look_up_nibbles_avx512(const int bits, const int per_lane, const int k,
-                                                                     const __m512 *table, const uint8_t *p,
-                                                                     const uint8_t *upper)
+TQKV__TARGET static TQKV__INLINE __m512 tqkv__centroids_of_nibbles_avx512(const int bits, const int per_lane,
+                                                                          const int k, const __m512 *table,
+                                                                          const uint8_t *p, const uint8_t *upper)
 {
     const __m512i low = tqkv__load_lower_avx512(per_lane, p);
     const __m512i high = bits > 4 ? tqkv__load_upper_avx512(bits, per_lane, upper) : low;
-    return tqkv__lookup_avx512(bits, table, tqkv__pick_avx512(bits, low, k, high, k * (bits - 4)));
+    return tqkv__permute_table_avx512(bits, table, tqkv__pick_avx512(bits, low, k, high, k * (bits - 4)));
 }
 /* The bytes of 64 centroids, then put together. TQ8's table is of the lower half: of a code c of the upper half it takes ~c
    and flips the sign. */
-TQKV__TARGET static TQKV__INLINE __m512 tqkv__look_up_bytes_avx512(const int bits, const int k, const __m512 *table,
-                                                                   const uint8_t *p)
+TQKV__TARGET static TQKV__INLINE __m512 tqkv__centroids_of_bytes_avx512(const int bits, const int k,
+                                                                        const __m512 *table, const uint8_t *p)
 {
     /* dword 4i + j goes to dword i of the 128-bit lane j: interleaving twice then leaves codes 16k to 16k + 15 in the
        k-th vector */
@@ -3040,14 +3031,14 @@ TQKV__TARGET static inline __m256 tqkv__sum_across_avx2(const float *x)
     return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 /* Permutes look at the lowest three bits; blends, which look at the sign bit, choose by those above. */
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__lookup_4_avx2(const __m256 *table, __m256i codes)
+TQKV__TARGET static TQKV__INLINE __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
 {
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table[0], codes), _mm256_permutevar8x32_ps(table[1], codes),
                             _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
 }
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__lookup_5_avx2(const __m256 *table, __m256i codes)
+TQKV__TARGET static TQKV__INLINE __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
 {
-    return _mm256_blendv_ps(tqkv__lookup_4_avx2(table, codes), tqkv__lookup_4_avx2(table + 2, codes),
+    return _mm256_blendv_ps(tqkv__permute_16_avx2(table, codes), tqkv__permute_16_avx2(table + 2, codes),
                             _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
 }
 /* The bytes of 32 centroids, looked up 32 codes at a time, and put together: unpacking twice leaves four vectors, of
@@ -3055,8 +3046,8 @@ TQKV__TARGET static TQKV__INLINE __m256 tqkv__lookup_5_avx2(const __m256 *table,
    place among 16, second: its sign bit says that it is among the second 16 of the half. Of those the table has the
    differences from the first: a shuffle gives 0 where the index is negative, and an exclusive or is cheaper than a
    blend. */
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__look_up_avx2(const int bits, const int k, const __m256 *table,
-                                                           __m256i index, __m256i upper, __m256i second)
+TQKV__TARGET static TQKV__INLINE __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, const __m256 *table,
+                                                                       __m256i index, __m256i upper, __m256i second)
 {
     const __m256i sign = _mm256_set1_epi8(-128), beyond = _mm256_or_si256(index, _mm256_andnot_si256(second, sign));
     __m256i bytes[4];
@@ -3087,14 +3078,14 @@ TQKV__TARGET static inline __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i pla
     return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, places), places);
 }
 /* A run is 32 nibbles: 16 bytes, whose low nibbles go to the lower half of a vector and the high ones to the upper. */
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__look_up_nibbles_avx2(const int bits, const int per_lane, const int k,
-                                                                   const __m256 *table, const uint8_t *p,
-                                                                   const uint8_t *upper)
+TQKV__TARGET static TQKV__INLINE __m256 tqkv__centroids_of_nibbles_avx2(const int bits, const int per_lane, const int k,
+                                                                        const __m256 *table, const uint8_t *p,
+                                                                        const uint8_t *upper)
 {
     (void)per_lane; /* 4 */
     const __m256i shifts = _mm256_set_epi64x(4, 4, 0, 0), fifteen = _mm256_set1_epi8(15);
     const __m256i codes = _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_128(p)), shifts);
-    if (bits == 4) return tqkv__look_up_avx2(4, k, table, _mm256_and_si256(codes, fifteen), codes, codes);
+    if (bits == 4) return tqkv__centroids_of_planes_avx2(4, k, table, _mm256_and_si256(codes, fifteen), codes, codes);
     __m256i half, second;
     if (bits == 5) { /* bits 2i and 2i + 1 of four bytes */
         int word;
@@ -3110,17 +3101,19 @@ TQKV__TARGET static TQKV__INLINE __m256 tqkv__look_up_nibbles_avx2(const int bit
         half = tqkv__has_bit_avx2(bytes, _mm256_add_epi8(fifth, fifth));
         second = _mm256_xor_si256(tqkv__has_bit_avx2(bytes, fifth), half);
     }
-    return tqkv__look_up_avx2(bits, k, table, _mm256_and_si256(_mm256_xor_si256(codes, half), fifteen), half, second);
+    return tqkv__centroids_of_planes_avx2(bits, k, table, _mm256_and_si256(_mm256_xor_si256(codes, half), fifteen),
+                                          half, second);
 }
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__look_up_bytes_avx2(const int bits, const int k, const __m256 *table,
-                                                                 const uint8_t *p)
+TQKV__TARGET static TQKV__INLINE __m256 tqkv__centroids_of_bytes_avx2(const int bits, const int k, const __m256 *table,
+                                                                      const uint8_t *p)
 {
     const __m256i order = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0); /* makes the four vectors whole */
     const __m256i bytes = _mm256_loadu_si256((const __m256i *)(const void *)p);
     const __m256i codes = _mm256_permutevar8x32_epi32(bytes, order);
     const __m256i half = _mm256_cmpgt_epi8(_mm256_setzero_si256(), _mm256_slli_epi16(codes, 8 - bits));
     const __m256i index = _mm256_and_si256(_mm256_xor_si256(codes, half), _mm256_set1_epi8(15));
-    return tqkv__look_up_avx2(bits, k, table, index, half, _mm256_xor_si256(_mm256_slli_epi16(codes, 3), half));
+    return tqkv__centroids_of_planes_avx2(bits, k, table, index, half,
+                                          _mm256_xor_si256(_mm256_slli_epi16(codes, 3), half));
 }
 TQKV__TARGET static inline __m256 tqkv__load_i8_avx2(const uint8_t *p)
 {
@@ -3203,7 +3196,7 @@ TQKV__TARGET static TQKV__INLINE __m256i tqkv__below_avx2(const int bits, const 
 TQKV__TARGET static TQKV__INLINE __m256 tqkv__bound_avx2(const int bits, const __m256 *bounds, __m256i index)
 {
     if (bits == 4) return _mm256_permutevar8x32_ps(bounds[0], index);
-    return bits == 5 ? tqkv__lookup_4_avx2(bounds, index) : tqkv__lookup_5_avx2(bounds, index);
+    return bits == 5 ? tqkv__permute_16_avx2(bounds, index) : tqkv__permute_32_avx2(bounds, index);
 }
 TQKV__TARGET static inline __m256i tqkv__finish_avx2(__m256i count, __m256 bound, __m256 w, __m256i side)
 {
@@ -3300,7 +3293,7 @@ static inline float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
 static inline float32x4_t tqkv__sum_across_neon(const float *x) { return vld1q_f32(x); }
 /* Table look-up is by bytes: code c is bytes 4c to 4c + 3, and 64 bytes are a table; an index beyond it changes
  * nothing. */
-static TQKV__INLINE float32x4_t tqkv__lookup_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
+static TQKV__INLINE float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
 {
     codes = vandq_u32(codes, vdupq_n_u32((1u << bits) - 1));
     uint8x16_t index = vreinterpretq_u8_u32(vmlaq_n_u32(vdupq_n_u32(0x03020100u), codes, 0x04040404u));
@@ -3316,8 +3309,8 @@ static TQKV__INLINE float32x4_t tqkv__lookup_neon(const int bits, const float32x
 }
 /* The bytes of 16 centroids, looked up 16 codes at a time, and put together: the k-th of four vectors. upper: all ones
    where a code lies in the upper half, index: its place in the half */
-static TQKV__INLINE float32x4_t tqkv__look_up_neon(const int bits, const int k, const float32x4_t *table,
-                                                   uint8x16_t index, uint8x16_t upper)
+static TQKV__INLINE float32x4_t tqkv__centroids_of_planes_neon(const int bits, const int k, const float32x4_t *table,
+                                                               uint8x16_t index, uint8x16_t upper)
 {
     uint8x16_t bytes[4];
     TQKV__UNROLL
@@ -3339,21 +3332,21 @@ static TQKV__INLINE void tqkv__load_table_neon(const int bits, const bool nibble
         table[i] = vreinterpretq_f32_u8(vld1q_u8(s->planes[i % 4] + 16 * (i / 4)));
 }
 /* codes: [16], what lies above their bits is ignored */
-static TQKV__INLINE float32x4_t tqkv__look_up_codes_neon(const int bits, const int k, const float32x4_t *table,
-                                                         uint8x16_t codes)
+static TQKV__INLINE float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, const float32x4_t *table,
+                                                              uint8x16_t codes)
 {
     const uint8x16_t upper = vtstq_u8(codes, vdupq_n_u8((uint8_t)(1 << (bits - 1))));
     const uint8x16_t index = vandq_u8(veorq_u8(codes, upper), vdupq_n_u8((uint8_t)((1 << (bits - 1)) - 1)));
-    return tqkv__look_up_neon(bits, k, table, index, upper);
+    return tqkv__centroids_of_planes_neon(bits, k, table, index, upper);
 }
 /* A run is 32 nibbles: of the low ones the first four vectors, of the high ones the others. */
-static TQKV__INLINE float32x4_t tqkv__look_up_nibbles_neon(const int bits, const int per_lane, const int k,
-                                                           const float32x4_t *table, const uint8_t *p,
-                                                           const uint8_t *upper)
+static TQKV__INLINE float32x4_t tqkv__centroids_of_nibbles_neon(const int bits, const int per_lane, const int k,
+                                                                const float32x4_t *table, const uint8_t *p,
+                                                                const uint8_t *upper)
 {
     (void)per_lane; /* 8 */
     const uint8x16_t both = vld1q_u8(p), codes = k < 4 ? vandq_u8(both, vdupq_n_u8(15)) : vshrq_n_u8(both, 4);
-    if (bits == 4) return tqkv__look_up_neon(4, k % 4, table, codes, codes);
+    if (bits == 4) return tqkv__centroids_of_planes_neon(4, k % 4, table, codes, codes);
     if (bits == 5) { /* bits 2i and 2i + 1 of four bytes */
         uint32_t word;
         memcpy(&word, upper, sizeof word);
@@ -3362,17 +3355,17 @@ static TQKV__INLINE float32x4_t tqkv__look_up_nibbles_neon(const int bits, const
         const uint8x16_t bytes = vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(word)), order);
         const uint8x16_t half = vtstq_u8(bytes, vreinterpretq_u8_u32(vdupq_n_u32(k < 4 ? 0x40100401u : 0x80200802u)));
         const uint8x16_t index = vandq_u8(veorq_u8(codes, half), vdupq_n_u8(15));
-        return tqkv__look_up_neon(5, k % 4, table, index, half);
+        return tqkv__centroids_of_planes_neon(5, k % 4, table, index, half);
     }
     /* bits 4i to 4i + 3 of eight bytes, moved to the lower half of 16 */
     const uint16x8_t wide = vmovl_u8(vld1_u8(upper));
     const uint8x16_t bytes = vreinterpretq_u8_u16(vorrq_u16(wide, vshlq_n_u16(wide, 4)));
-    return tqkv__look_up_codes_neon(6, k % 4, table, vsliq_n_u8(codes, k < 4 ? bytes : vshrq_n_u8(bytes, 2), 4));
+    return tqkv__centroids_of_codes_neon(6, k % 4, table, vsliq_n_u8(codes, k < 4 ? bytes : vshrq_n_u8(bytes, 2), 4));
 }
-static TQKV__INLINE float32x4_t tqkv__look_up_bytes_neon(const int bits, const int k, const float32x4_t *table,
-                                                         const uint8_t *p)
+static TQKV__INLINE float32x4_t tqkv__centroids_of_bytes_neon(const int bits, const int k, const float32x4_t *table,
+                                                              const uint8_t *p)
 {
-    return tqkv__look_up_codes_neon(bits, k, table, vld1q_u8(p));
+    return tqkv__centroids_of_codes_neon(bits, k, table, vld1q_u8(p));
 }
 static inline float32x4_t tqkv__load_i8_neon(const uint8_t *p)
 {
@@ -3453,7 +3446,7 @@ static TQKV__INLINE uint32x4_t tqkv__below_neon(const int bits, const uint32x4_t
 }
 static TQKV__INLINE float32x4_t tqkv__bound_neon(const int bits, const float32x4_t *bounds, uint32x4_t index)
 {
-    return tqkv__lookup_neon(bits == 6 ? 5 : 4, bounds, index);
+    return tqkv__permute_table_neon(bits == 6 ? 5 : 4, bounds, index);
 }
 static inline uint32x4_t tqkv__finish_neon(uint32x4_t count, float32x4_t bound, float32x4_t w, uint32x4_t side)
 {
@@ -3622,35 +3615,33 @@ static bool tqkv__sinks_valid(const float *sinks, int n_heads)
 static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attention *r)
 {
     tqkv_result result;
+    tqkv_attention *call = &r->call;
     memset(r, 0, sizeof *r);
     if (!a) return TQKV_INVALID_ARGUMENT;
     if ((result = tqkv__stream_shape(a->keys, &r->keys)) != TQKV_OK) return result;
     if ((result = tqkv__stream_shape(a->values, &r->values)) != TQKV_OK) return result;
+    *call = *a;
     r->head_dim = r->keys.head_dim;
     r->n_kv_heads = r->keys.n_kv_heads;
-    r->n_heads = a->n_heads ? a->n_heads : r->n_kv_heads;
-    r->n_queries = a->n_queries ? a->n_queries : 1;
-    r->group = r->n_heads / r->n_kv_heads;
-    r->window = a->window;
-    r->scale = a->scale != 0.0f ? a->scale : TQKV__INV_SQRT(r->head_dim);
-    r->softcap = a->softcap > 0.0f ? a->softcap : 0.0f;
-    r->sinks = a->sinks;
+    if (!call->n_heads) call->n_heads = r->n_kv_heads;
+    if (!call->n_queries) call->n_queries = 1;
+    if (call->scale == 0.0f) call->scale = TQKV__INV_SQRT(r->head_dim);
+    if (!(call->softcap > 0.0f)) call->softcap = 0.0f;
+    if (!call->parallel.run) call->parallel.run = tqkv__run_serial;
+    r->group = call->n_heads / r->n_kv_heads;
     r->rotate_queries = r->keys.rotated && a->query_basis == TQKV_ORIGINAL;
     r->unrotate_output = r->values.rotated && a->output_basis == TQKV_ORIGINAL;
     r->isa = tqkv__isa_for(r->head_dim);
-    r->parallel = a->parallel;
-    if (!r->parallel.run) r->parallel.run = tqkv__run_serial;
-    r->allocator = a->allocator;
-    if (r->values.head_dim != r->head_dim || r->values.n_kv_heads != r->n_kv_heads || r->n_heads < 0 ||
-        r->n_queries < 0 || r->n_heads % r->n_kv_heads != 0 || r->window < 0 || !tqkv__all_finite(&a->scale, 1) ||
-        !tqkv__all_finite(&a->softcap, 1) || (unsigned)a->query_basis > 1u || (unsigned)a->output_basis > 1u ||
-        !tqkv__resolve_allocator(&r->allocator))
+    if (r->values.head_dim != r->head_dim || r->values.n_kv_heads != r->n_kv_heads || call->n_heads < 0 ||
+        call->n_queries < 0 || call->n_heads % r->n_kv_heads != 0 || call->window < 0 ||
+        !tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1) || (unsigned)a->query_basis > 1u ||
+        (unsigned)a->output_basis > 1u || !tqkv__resolve_allocator(&call->allocator))
         return TQKV_INVALID_ARGUMENT;
-    if (!tqkv__array_size(r->n_queries, r->n_heads, 1, 1, &r->n_rows) ||
-        !tqkv__multiply(r->n_rows, (size_t)r->head_dim, &r->n_elements) || r->n_elements > SIZE_MAX / 64 ||
+    if (!tqkv__array_size(call->n_queries, call->n_heads, 1, 1, &r->n_rows) ||
+        !tqkv__size_multiply(r->n_rows, (size_t)r->head_dim, &r->n_elements) || r->n_elements > SIZE_MAX / 64 ||
         r->n_rows > (size_t)INT_MAX)
         return TQKV_INVALID_ARGUMENT;
-    return tqkv__sinks_valid(r->sinks, r->n_heads) ? TQKV_OK : TQKV_NOT_FINITE;
+    return tqkv__sinks_valid(call->sinks, call->n_heads) ? TQKV_OK : TQKV_NOT_FINITE;
 }
 
 /* The bytes of the centroids, again and again where they are few, of TQ8 those of the lower half: codebooks are symmetric,
@@ -3673,7 +3664,6 @@ static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attentio
     if ((!r->keys.ring && a->end > r->keys.capacity) || (!r->values.ring && a->end > r->values.capacity))
         return TQKV_OUT_OF_RANGE;
     r->first = a->end - kv_len;
-    r->end = a->end;
     return TQKV_OK;
 }
 
@@ -3693,9 +3683,9 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
 /* The positions that a query sees: [*from, *to), within [first, end) of the call. */
 static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, int64_t end, int64_t *from, int64_t *to)
 {
-    const int64_t position = a->end - a->n_queries + query;
+    const int64_t position = a->call.end - a->call.n_queries + query;
     *to = position + 1 < end ? position + 1 : end;
-    *from = a->window && position - a->window + 1 > first ? position - a->window + 1 : first;
+    *from = a->call.window && position - a->call.window + 1 > first ? position - a->call.window + 1 : first;
     if (*from > end) *from = end;
     if (*to < *from) *to = *from;
 }
@@ -3840,7 +3830,7 @@ static void tqkv__attend_task(void *context, int index)
     const int64_t first = job->first + length * split / job->n_splits;
     const int64_t end = job->first + length * (split + 1) / job->n_splits;
     const int chunk_rows = tqkv__chunk_rows(a->head_dim);
-    const int rows = a->n_queries * a->group, first_row = chunk * chunk_rows;
+    const int rows = a->call.n_queries * a->group, first_row = chunk * chunk_rows;
     const int n_rows = rows - first_row < chunk_rows ? rows - first_row : chunk_rows;
     const size_t q_row = (size_t)kv_head * (size_t)rows + (size_t)first_row;
     const size_t out_row = (size_t)split * a->n_rows + q_row;
@@ -3857,12 +3847,12 @@ static void tqkv__arrange_queries(const tqkv__attention *a, const float *q, floa
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
     for (int h = 0; h < a->n_kv_heads; h++)
-        for (int i = 0; i < a->n_queries; i++)
+        for (int i = 0; i < a->call.n_queries; i++)
             for (int g = 0; g < a->group; g++, arranged += a->head_dim) {
-                const size_t row = (size_t)i * (size_t)a->n_heads + (size_t)h * (size_t)a->group + (size_t)g;
+                const size_t row = (size_t)i * (size_t)a->call.n_heads + (size_t)h * (size_t)a->group + (size_t)g;
                 memcpy(natural, q + row * (size_t)a->head_dim, (size_t)a->head_dim * sizeof(float));
                 if (a->rotate_queries) a->isa->codec->rotate(natural, a->head_dim);
-                tqkv__scale(natural, a->head_dim, a->scale);
+                tqkv__scale(natural, a->head_dim, a->call.scale);
                 tqkv__to_decoded(a->isa, &a->keys, natural, arranged);
             }
 }
@@ -3875,8 +3865,8 @@ static void tqkv__cut(const tqkv__attention *a, int64_t first, int64_t end, tqkv
     memset(job, 0, sizeof *job);
     job->a = a;
     tqkv__visible(a, 0, first, end, &job->first, &unused); /* what some query sees */
-    tqkv__visible(a, a->n_queries - 1, first, end, &unused, &job->end);
-    job->n_chunks = (a->n_queries * a->group - 1) / tqkv__chunk_rows(a->head_dim) + 1;
+    tqkv__visible(a, a->call.n_queries - 1, first, end, &unused, &job->end);
+    job->n_chunks = (a->call.n_queries * a->group - 1) / tqkv__chunk_rows(a->head_dim) + 1;
     const int64_t tasks = (int64_t)a->n_kv_heads * job->n_chunks, wanted = (64 + tasks - 1) / tasks;
     const int64_t possible = (job->end - job->first) / 1024;
     job->n_splits = (int)(possible < 1 ? 1 : possible < wanted ? possible : wanted);
@@ -3887,17 +3877,17 @@ static tqkv_result tqkv__job_run(tqkv__job *job, const float *q)
     const tqkv__attention *a = job->a;
     const size_t splits = (size_t)job->n_splits, per_split = a->n_elements + 2 * a->n_rows;
     size_t floats;
-    if (!tqkv__multiply(splits, per_split, &floats) || floats > SIZE_MAX / sizeof(float) - a->n_elements - 16)
+    if (!tqkv__size_multiply(splits, per_split, &floats) || floats > SIZE_MAX / sizeof(float) - a->n_elements - 16)
         return TQKV_INVALID_ARGUMENT;
     job->memory_size = (floats + a->n_elements + 16) * sizeof(float);
-    job->memory = (float *)a->allocator.alloc(a->allocator.user, job->memory_size);
+    job->memory = (float *)a->call.allocator.alloc(a->call.allocator.user, job->memory_size);
     if (!job->memory) return TQKV_OUT_OF_MEMORY;
     job->q = job->memory + (64 - (uintptr_t)job->memory % 64) % 64 / sizeof(float);
     job->out = (float *)job->q + a->n_elements;
     job->max = job->out + splits * a->n_elements;
     job->sum = job->max + splits * a->n_rows;
     tqkv__arrange_queries(a, q, job->out - a->n_elements);
-    a->parallel.run(a->parallel.user, job->n_splits * job->n_chunks * a->n_kv_heads, tqkv__attend_task, job);
+    a->call.parallel.run(a->call.parallel.user, job->n_splits * job->n_chunks * a->n_kv_heads, tqkv__attend_task, job);
     return TQKV_OK;
 }
 
@@ -3920,9 +3910,9 @@ static void tqkv__job_collect(tqkv__job *job, float *out, float *max, float *sum
     const tqkv__attention *a = job->a;
     size_t row = 0; /* in the job's order */
     for (int h = 0; h < a->n_kv_heads; h++)
-        for (int i = 0; i < a->n_queries; i++)
+        for (int i = 0; i < a->call.n_queries; i++)
             for (int g = 0; g < a->group; g++, row++) {
-                const size_t to = (size_t)i * (size_t)a->n_heads + (size_t)h * (size_t)a->group + (size_t)g;
+                const size_t to = (size_t)i * (size_t)a->call.n_heads + (size_t)h * (size_t)a->group + (size_t)g;
                 float *sums = job->out + row * (size_t)a->head_dim;
                 max[to] = job->max[row];
                 sum[to] = job->sum[row];
@@ -3931,7 +3921,7 @@ static void tqkv__job_collect(tqkv__job *job, float *out, float *max, float *sum
                                     job->max[from], job->sum[from]);
                 tqkv__to_natural(a->isa, &a->values, sums, out + to * (size_t)a->head_dim);
             }
-    a->allocator.free(a->allocator.user, job->memory, job->memory_size);
+    a->call.allocator.free(a->call.allocator.user, job->memory, job->memory_size);
 }
 
 /* out = sum / (total + exp(sink - max)), un-rotated; zeros where nothing was visible. out: [head_dim] */
@@ -3939,7 +3929,7 @@ static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, flo
 {
     float factor = 0.0f;
     if (sum != 0.0f) {
-        const float sink = a->sinks ? a->sinks[head] : -INFINITY;
+        const float sink = a->call.sinks ? a->call.sinks[head] : -INFINITY;
         const float largest = sink > max ? sink : max, keep = expf(max - largest);
         factor = keep / (sum * keep + expf(sink - largest));
     }
@@ -3950,7 +3940,7 @@ static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, flo
 static void tqkv__finish(const tqkv__attention *a, float *out, const float *max, const float *sum)
 {
     for (size_t row = 0; row < a->n_rows; row++)
-        tqkv__finish_row(a, (int)(row % (size_t)a->n_heads), out + row * (size_t)a->head_dim, max[row], sum[row]);
+        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out + row * (size_t)a->head_dim, max[row], sum[row]);
 }
 
 /* What attending checks of its arrays; max and sum may be NULL. */
@@ -3976,15 +3966,15 @@ static tqkv_result tqkv__attend(const tqkv__attention *a, const float *q, float 
     tqkv__job job;
     tqkv_result r = tqkv__check_rows(a, q, out, NULL, NULL);
     if (r != TQKV_OK) return r;
-    float *ends = (float *)a->allocator.alloc(a->allocator.user, 2 * a->n_rows * sizeof(float));
+    float *ends = (float *)a->call.allocator.alloc(a->call.allocator.user, 2 * a->n_rows * sizeof(float));
     if (!ends) return TQKV_OUT_OF_MEMORY;
-    tqkv__cut(a, a->first, a->end, &job);
+    tqkv__cut(a, a->first, a->call.end, &job);
     r = tqkv__job_run(&job, q);
     if (r == TQKV_OK) {
         tqkv__job_collect(&job, out, ends, ends + a->n_rows);
         tqkv__finish(a, out, ends, ends + a->n_rows);
     }
-    a->allocator.free(a->allocator.user, ends, 2 * a->n_rows * sizeof(float));
+    a->call.allocator.free(a->call.allocator.user, ends, 2 * a->n_rows * sizeof(float));
     return r;
 }
 
@@ -4003,7 +3993,7 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
     tqkv_result r = tqkv__attention_open(attention, &a);
     if (r != TQKV_OK) return r;
     if (count < 0 || !max || !sum) return TQKV_INVALID_ARGUMENT;
-    if (first < a.first || first > a.end || count > a.end - first) return TQKV_OUT_OF_RANGE;
+    if (first < a.first || first > a.call.end || count > a.call.end - first) return TQKV_OUT_OF_RANGE;
     if ((r = tqkv__check_rows(&a, q, out, max, sum)) != TQKV_OK) return r;
     tqkv__cut(&a, first, first + count, &job);
     if ((r = tqkv__job_run(&job, q)) == TQKV_OK) tqkv__job_collect(&job, out, max, sum);
@@ -4045,11 +4035,12 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
 /* >>owner: a cache that owns its memory */
 
 struct tqkv_cache {
-    tqkv_cache_desc desc; /* every default resolved; sinks point behind the struct */
-    tqkv_allocator memory;
+    tqkv_attention attention; /* of one query over all that was appended; every default resolved, sinks in the block */
     tqkv_store keys, values;
-    int64_t first, end; /* resident positions [first, end) */
-    size_t size;        /* of the one block that holds the struct, the sinks, the codes and the norms */
+    int64_t first; /* resident positions [first, attention.end) */
+    tqkv_metal *metal;
+    tqkv_allocator memory;
+    size_t size; /* of the one block that holds the struct, the sinks, the codes and the norms */
 };
 
 /* Each part of the block starts on a cache line of its own: codes that straddle two take a tenth longer to attend to. */
@@ -4066,34 +4057,29 @@ static const tqkv__backend *tqkv__backend_of(const tqkv_metal *m) { return (cons
 /* Resolves the defaults of a desc and checks it, the two stores' shapes included. */
 static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
-    tqkv_attention attention;
     tqkv__attention resolved;
     memset(c, 0, sizeof *c);
-    memset(&attention, 0, sizeof attention);
-    c->desc = *desc;
     c->keys.format = desc->key_format ? desc->key_format : TQKV_I8;
+    c->keys.head_dim = desc->head_dim;
+    c->keys.n_kv_heads = desc->n_kv_heads;
+    c->keys.capacity = desc->capacity;
+    c->keys.ring = desc->ring;
+    c->values = c->keys;
     c->values.format = desc->value_format ? desc->value_format : TQKV_TQ4;
-    c->keys.head_dim = c->values.head_dim = desc->head_dim;
-    c->keys.n_kv_heads = c->values.n_kv_heads = desc->n_kv_heads;
-    c->keys.capacity = c->values.capacity = desc->capacity;
-    c->keys.ring = c->values.ring = desc->ring;
-    attention.keys = &c->keys;
-    attention.values = &c->values;
-    attention.n_heads = desc->n_heads;
-    attention.window = desc->window;
-    attention.scale = desc->scale;
-    attention.softcap = desc->softcap;
-    attention.sinks = desc->sinks;
-    attention.allocator = desc->allocator;
-    const tqkv_result r = tqkv__attention_shape(&attention, &resolved);
+    c->attention.keys = &c->keys;
+    c->attention.values = &c->values;
+    c->attention.n_heads = desc->n_heads;
+    c->attention.window = desc->window;
+    c->attention.scale = desc->scale;
+    c->attention.softcap = desc->softcap;
+    c->attention.sinks = desc->sinks;
+    c->attention.parallel = desc->parallel;
+    c->attention.allocator = desc->allocator;
+    const tqkv_result r = tqkv__attention_shape(&c->attention, &resolved);
     if (r != TQKV_OK) return r;
-    c->desc.n_heads = resolved.n_heads;
-    c->desc.key_format = c->keys.format;
-    c->desc.value_format = c->values.format;
-    c->desc.scale = resolved.scale;
-    c->desc.softcap = resolved.softcap;
-    c->desc.allocator = resolved.allocator;
-    c->memory = desc->metal ? tqkv__backend_of(desc->metal)->memory : resolved.allocator;
+    c->attention = resolved.call;
+    c->metal = desc->metal;
+    c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
     return TQKV_OK;
 }
 
@@ -4110,7 +4096,7 @@ TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache *
     c.keys.norms_size = tqkv_norms_size(&c.keys);
     c.values.codes_size = tqkv_codes_size(&c.values);
     c.values.norms_size = tqkv_norms_size(&c.values);
-    const size_t sinks_size = desc->sinks ? (size_t)c.desc.n_heads * sizeof(float) : 0;
+    const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
     if (!tqkv__reserve(&end, sinks_size, &sinks) || !tqkv__reserve(&end, c.keys.codes_size, &key_codes) ||
         !tqkv__reserve(&end, c.keys.norms_size, &key_norms) ||
         !tqkv__reserve(&end, c.values.codes_size, &value_codes) ||
@@ -4126,10 +4112,12 @@ TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache *
     c.values.norms = (float *)(void *)(lines + value_norms);
     if (sinks_size) {
         memcpy(lines + sinks, desc->sinks, sinks_size);
-        c.desc.sinks = (const float *)(const void *)(lines + sinks);
+        c.attention.sinks = (const float *)(const void *)(lines + sinks);
     }
-    memcpy(block, &c, sizeof c);
     *out = (tqkv_cache *)(void *)block;
+    c.attention.keys = &(*out)->keys;
+    c.attention.values = &(*out)->values;
+    memcpy(block, &c, sizeof c);
     return TQKV_OK;
 }
 
@@ -4143,7 +4131,7 @@ TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
 /* What of a cache stays resident when it has been appended up to `end`. */
 static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 {
-    return end - c->first > c->desc.capacity ? end - c->desc.capacity : c->first;
+    return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
 }
 
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const float *v, int n_tokens)
@@ -4153,52 +4141,42 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const floa
     if (!c) return TQKV_INVALID_ARGUMENT;
     if ((r = tqkv__stream_open(&c->keys, &keys)) != TQKV_OK) return r;
     if ((r = tqkv__stream_open(&c->values, &values)) != TQKV_OK) return r;
-    if ((r = tqkv__check_source(&keys, k, n_tokens, c->end)) != TQKV_OK) return r;
-    if ((r = tqkv__check_source(&values, v, n_tokens, c->end)) != TQKV_OK) return r;
-    if (c->desc.metal) {
-        r = tqkv__backend_of(c->desc.metal)->append(c->desc.metal, c, k, v, n_tokens);
+    if ((r = tqkv__check_source(&keys, k, n_tokens, c->attention.end)) != TQKV_OK) return r;
+    if ((r = tqkv__check_source(&values, v, n_tokens, c->attention.end)) != TQKV_OK) return r;
+    if (c->metal) {
+        r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens);
         if (r != TQKV_OK) return r;
     } else {
-        tqkv__encode_tokens(&keys, k, n_tokens, c->end);
-        tqkv__encode_tokens(&values, v, n_tokens, c->end);
+        tqkv__encode_tokens(&keys, k, n_tokens, c->attention.end);
+        tqkv__encode_tokens(&values, v, n_tokens, c->attention.end);
     }
-    c->end += n_tokens;
-    c->first = tqkv__oldest(c, c->end);
+    c->attention.end += n_tokens;
+    c->first = tqkv__oldest(c, c->attention.end);
     return TQKV_OK;
 }
 
-static void tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqkv_attention *attention)
+static tqkv_result tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqkv__attention *a)
 {
-    memset(attention, 0, sizeof *attention);
-    attention->keys = &c->keys;
-    attention->values = &c->values;
-    attention->n_heads = c->desc.n_heads;
-    attention->n_queries = n_queries;
-    attention->end = c->end;
-    attention->window = c->desc.window;
-    attention->scale = c->desc.scale;
-    attention->softcap = c->desc.softcap;
-    attention->sinks = c->desc.sinks;
-    attention->parallel = c->desc.parallel;
-    attention->allocator = c->desc.allocator;
+    tqkv_attention attention = c->attention;
+    attention.n_queries = n_queries;
+    const tqkv_result r = tqkv__attention_open(&attention, a);
+    a->first = c->first; /* after a truncation fewer than kv_len's default, even none */
+    return r;
 }
 
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const float *q, int n_queries, float *out)
 {
-    tqkv_attention attention;
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV_INVALID_ARGUMENT;
     if (n_queries == 0) return TQKV_OK;
-    tqkv__cache_attention(c, n_queries, &attention);
-    tqkv_result r = tqkv__attention_open(&attention, &a);
+    tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
     if (r != TQKV_OK) return r;
-    a.first = c->first; /* after a truncation fewer than kv_len's default, even none */
-    if (!c->desc.metal) return tqkv__attend(&a, q, out);
+    if (!c->metal) return tqkv__attend(&a, q, out);
     r = tqkv__check_rows(&a, q, out, NULL, NULL);
-    return r == TQKV_OK ? tqkv__backend_of(c->desc.metal)->attend(c->desc.metal, c, q, n_queries, out) : r;
+    return r == TQKV_OK ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out) : r;
 }
 
-TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c) { return c ? c->end : 0; }
+TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c) { return c ? c->attention.end : 0; }
 
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
 {
@@ -4208,9 +4186,9 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 {
     if (!c) return TQKV_INVALID_ARGUMENT;
-    if (end < 0 || end > c->end || (end < c->first && end != 0)) return TQKV_OUT_OF_RANGE;
+    if (end < 0 || end > c->attention.end || (end < c->first && end != 0)) return TQKV_OUT_OF_RANGE;
     if (end == 0) c->first = 0;
-    c->end = end;
+    c->attention.end = end;
     return TQKV_OK;
 }
 
@@ -4232,7 +4210,7 @@ TQKV_API const tqkv__binding *tqkv__overlapping(const tqkv__dispatch *d, int i)
     return NULL;
 }
 
-static void tqkv__start(tqkv__dispatch *d, tqkv__family family, int head_dim)
+static void tqkv__plan_begin(tqkv__dispatch *d, tqkv__family family, int head_dim)
 {
     memset(d, 0, sizeof *d);
     d->kernel.family = (uint8_t)family;
@@ -4240,33 +4218,34 @@ static void tqkv__start(tqkv__dispatch *d, tqkv__family family, int head_dim)
     d->grid[1] = d->grid[2] = 1;
 }
 
-static void tqkv__set(tqkv__dispatch *d, int constant, int value)
+static void tqkv__plan_constant(tqkv__dispatch *d, int constant, int value)
 {
     d->kernel.constants[constant] = (uint8_t)(value + 1);
 }
 
-static void tqkv__bind(tqkv__dispatch *d, const char *name, int index, tqkv_metal_buffer at, size_t size, bool written)
+static void tqkv__plan_bind(tqkv__dispatch *d, const char *name, int index, tqkv_metal_buffer at, size_t size,
+                            bool written)
 {
     const tqkv__binding binding = {name, index, at, size, 4, written};
     d->bindings[d->n_bindings++] = binding;
 }
 
 /* Codes and norms, at index and index + 1. Kernels load 16 bytes of codes at a time. */
-static void tqkv__bind_store(tqkv__dispatch *d, const char *const names[2], int index, const tqkv_metal_store *store,
-                             const tqkv__stream *s, bool written)
+static void tqkv__plan_bind_store(tqkv__dispatch *d, const char *const names[2], int index,
+                                  const tqkv_metal_store *store, const tqkv__stream *s, bool written)
 {
-    tqkv__bind(d, names[0], index, store->codes, s->codes_size, written);
+    tqkv__plan_bind(d, names[0], index, store->codes, s->codes_size, written);
     d->bindings[d->n_bindings - 1].alignment = 16;
-    tqkv__bind(d, names[1], index + 1, store->norms, s->norms_size, written);
+    tqkv__plan_bind(d, names[1], index + 1, store->norms, s->norms_size, written);
 }
 
-static void tqkv__bind_flag(tqkv__dispatch *d, int index, tqkv_metal_buffer at)
+static void tqkv__plan_bind_flag(tqkv__dispatch *d, int index, tqkv_metal_buffer at)
 {
-    tqkv__bind(d, "not_finite", index, at, at.buffer ? sizeof(uint32_t) : 0, true);
+    tqkv__plan_bind(d, "not_finite", index, at, at.buffer ? sizeof(uint32_t) : 0, true);
 }
 
 /* `bytes` further on. What would wrap stays behind the end of any buffer. */
-static tqkv_metal_buffer tqkv__behind(tqkv_metal_buffer at, size_t bytes)
+static tqkv_metal_buffer tqkv__buffer_after(tqkv_metal_buffer at, size_t bytes)
 {
     const size_t last = SIZE_MAX - 15;
     at.offset = at.offset > last || bytes > last - at.offset ? last : at.offset + bytes;
@@ -4274,7 +4253,7 @@ static tqkv_metal_buffer tqkv__behind(tqkv_metal_buffer at, size_t bytes)
 }
 
 /* `each` rows a simdgroup. 4 simdgroups a threadgroup: they share one table (the codebook's cells, up to 3 KiB). */
-static void tqkv__dispatch_rows(tqkv__dispatch *d, size_t n_rows, size_t each)
+static void tqkv__plan_simdgroups(tqkv__dispatch *d, size_t n_rows, size_t each)
 {
     const size_t n = n_rows / each + (n_rows % each != 0);
     d->rows = true;
@@ -4283,8 +4262,8 @@ static void tqkv__dispatch_rows(tqkv__dispatch *d, size_t n_rows, size_t each)
 }
 
 /* The rows of tokens from `position` on, as the next arguments; *size: their bytes as floats. */
-static tqkv_result tqkv__add_rows(tqkv__dispatch *d, const tqkv__stream *s, int n_tokens, int64_t position,
-                                  size_t *size)
+static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int n_tokens, int64_t position,
+                                   size_t *size)
 {
     if (n_tokens < 0 || n_tokens > INT_MAX / s->n_kv_heads ||
         !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), size))
@@ -4296,14 +4275,14 @@ static tqkv_result tqkv__add_rows(tqkv__dispatch *d, const tqkv__stream *s, int 
     args->first_slot = n_tokens ? tqkv__slot(s, position) : 0;
     args->block_scale = s->block_scale;
     d->args_size = sizeof *args;
-    tqkv__dispatch_rows(d, (size_t)n_tokens * (size_t)s->n_kv_heads,
-                        d->kernel.family == TQKV__DECODE ? 1 : (size_t)TQKV__ENCODE_ROWS(s->head_dim));
+    tqkv__plan_simdgroups(d, (size_t)n_tokens * (size_t)s->n_kv_heads,
+                          d->kernel.family == TQKV__DECODE ? 1 : (size_t)TQKV__ENCODE_ROWS(s->head_dim));
     return TQKV_OK;
 }
 
 /* A stream of tokens to encode: source, codes and norms at the indices behind its arguments, at 0 or 4. */
-static tqkv_result tqkv__add_stream(tqkv__dispatch *d, const char *const names[3], const tqkv_metal_store *store,
-                                    const tqkv__stream *s, tqkv_metal_buffer src, int n_tokens, int64_t position)
+static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const char *const names[3], const tqkv_metal_store *store,
+                                     const tqkv__stream *s, tqkv_metal_buffer src, int n_tokens, int64_t position)
 {
     size_t all, kept;
     const int index = d->n_args ? TQKV__SECOND_ARGS : 0;
@@ -4312,11 +4291,11 @@ static tqkv_result tqkv__add_stream(tqkv__dispatch *d, const char *const names[3
     tqkv_result r = tqkv__check_positions(s, n_tokens, position);
     if (r != TQKV_OK) return r;
     const int skipped = n_tokens > s->capacity ? n_tokens - s->capacity : 0; /* a ring would drop them again */
-    if ((r = tqkv__add_rows(d, s, n_tokens - skipped, position + skipped, &kept)) != TQKV_OK) return r;
-    tqkv__set(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
-    tqkv__set(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
-    tqkv__bind(d, names[0], index + 1, tqkv__behind(src, all - kept), kept, false);
-    tqkv__bind_store(d, names + 1, index + 2, store, s, true);
+    if ((r = tqkv__plan_rows(d, s, n_tokens - skipped, position + skipped, &kept)) != TQKV_OK) return r;
+    tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
+    tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
+    tqkv__plan_bind(d, names[0], index + 1, tqkv__buffer_after(src, all - kept), kept, false);
+    tqkv__plan_bind_store(d, names + 1, index + 2, store, s, true);
     d->memory[0] = TQKV__CELL_BYTES;
     d->memory[1] = TQKV__SIGN_BYTES((size_t)s->head_dim);
     return TQKV_OK;
@@ -4324,8 +4303,8 @@ static tqkv_result tqkv__add_stream(tqkv__dispatch *d, const char *const names[3
 
 TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, tqkv__dispatch *d)
 {
-    tqkv__start(d, TQKV__TABLES, 0);
-    tqkv__bind(d, "report", 0, report, sizeof(tqkv__table_report), true);
+    tqkv__plan_begin(d, TQKV__TABLES, 0);
+    tqkv__plan_bind(d, "report", 0, report, sizeof(tqkv__table_report), true);
     d->grid[0] = 1;
     d->n_simdgroups = 1;
 }
@@ -4337,9 +4316,9 @@ TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *store, tqkv_metal
     tqkv__stream s;
     const tqkv_result r = tqkv__stream_shape(store ? &store->shape : NULL, &s);
     if (r != TQKV_OK) return r;
-    tqkv__start(d, TQKV__ENCODE, s.head_dim);
-    tqkv__bind_flag(d, 4, not_finite);
-    return tqkv__add_stream(d, names, store, &s, src, n_tokens, position);
+    tqkv__plan_begin(d, TQKV__ENCODE, s.head_dim);
+    tqkv__plan_bind_flag(d, 4, not_finite);
+    return tqkv__plan_stream(d, names, store, &s, src, n_tokens, position);
 }
 
 TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
@@ -4353,11 +4332,11 @@ TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tq
     if (r == TQKV_OK) r = tqkv__stream_shape(values ? &values->shape : NULL, &vs);
     if (r != TQKV_OK) return r;
     if (ks.head_dim != vs.head_dim || ks.n_kv_heads != vs.n_kv_heads) return TQKV_INVALID_ARGUMENT;
-    tqkv__start(d, TQKV__ENCODE_KV, ks.head_dim);
-    tqkv__bind_flag(d, 8, not_finite);
+    tqkv__plan_begin(d, TQKV__ENCODE_KV, ks.head_dim);
+    tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
-    r = tqkv__add_stream(d, key_names, keys, &ks, k, n_tokens, position);
-    return r == TQKV_OK ? tqkv__add_stream(d, value_names, values, &vs, v, n_tokens, position) : r;
+    r = tqkv__plan_stream(d, key_names, keys, &ks, k, n_tokens, position);
+    return r == TQKV_OK ? tqkv__plan_stream(d, value_names, values, &vs, v, n_tokens, position) : r;
 }
 
 TQKV_API tqkv_result tqkv__plan_probe(const tqkv_store *shape, tqkv_metal_buffer src, int n_tokens,
@@ -4367,14 +4346,14 @@ TQKV_API tqkv_result tqkv__plan_probe(const tqkv_store *shape, tqkv_metal_buffer
     size_t size;
     tqkv_result r = tqkv__stream_shape(shape, &s);
     if (r != TQKV_OK) return r;
-    tqkv__start(d, TQKV__PROBE, s.head_dim);
-    if ((r = tqkv__add_rows(d, &s, n_tokens, 0, &size)) != TQKV_OK) return r;
-    tqkv__set(d, TQKV_FC_FORMAT, (int)s.format);
-    tqkv__set(d, TQKV_FC_ROTATED, s.rotated);
+    tqkv__plan_begin(d, TQKV__PROBE, s.head_dim);
+    if ((r = tqkv__plan_rows(d, &s, n_tokens, 0, &size)) != TQKV_OK) return r;
+    tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated);
     d->memory[0] = TQKV__SIGN_BYTES((size_t)s.head_dim);
-    tqkv__bind(d, "src", 1, src, size, false);
-    tqkv__bind(d, "scaled", 2, scaled, size, true);
-    tqkv__bind_flag(d, 3, not_finite);
+    tqkv__plan_bind(d, "src", 1, src, size, false);
+    tqkv__plan_bind(d, "scaled", 2, scaled, size, true);
+    tqkv__plan_bind_flag(d, 3, not_finite);
     return TQKV_OK;
 }
 
@@ -4389,12 +4368,12 @@ TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *store, int64_t po
     if (n_positions < 0 || (unsigned)basis > 1u) return TQKV_INVALID_ARGUMENT;
     if (n_positions > s.capacity) return TQKV_OUT_OF_RANGE;
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
-    tqkv__start(d, TQKV__DECODE, s.head_dim);
-    if ((r = tqkv__add_rows(d, &s, n_positions, position, &size)) != TQKV_OK) return r;
-    tqkv__set(d, TQKV_FC_FORMAT, (int)s.format);
-    tqkv__set(d, TQKV_FC_UNROTATE, s.rotated && basis == TQKV_ORIGINAL);
-    tqkv__bind_store(d, names, 1, store, &s, false);
-    tqkv__bind(d, "dst", 3, dst, size, true);
+    tqkv__plan_begin(d, TQKV__DECODE, s.head_dim);
+    if ((r = tqkv__plan_rows(d, &s, n_positions, position, &size)) != TQKV_OK) return r;
+    tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
+    tqkv__plan_constant(d, TQKV_FC_UNROTATE, s.rotated && basis == TQKV_ORIGINAL);
+    tqkv__plan_bind_store(d, names, 1, store, &s, false);
+    tqkv__plan_bind(d, "dst", 3, dst, size, true);
     d->memory[0] = TQKV__TABLE_BYTES;
     return TQKV_OK;
 }
@@ -4405,13 +4384,13 @@ TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int h
     size_t size;
     if (!tqkv__head_dim_known(head_dim)) return TQKV_UNSUPPORTED;
     if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size)) return TQKV_INVALID_ARGUMENT;
-    tqkv__start(d, TQKV__ROTATE, head_dim);
-    tqkv__set(d, TQKV_FC_UNROTATE, unrotate);
+    tqkv__plan_begin(d, TQKV__ROTATE, head_dim);
+    tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
     d->args[0].rotate.n_rows = n_rows;
     d->args_size = sizeof d->args[0].rotate;
     d->n_args = 1;
-    tqkv__bind(d, "rows", 1, rows, size, true);
-    tqkv__dispatch_rows(d, (size_t)n_rows, 1);
+    tqkv__plan_bind(d, "rows", 1, rows, size, true);
+    tqkv__plan_simdgroups(d, (size_t)n_rows, 1);
     return TQKV_OK;
 }
 
@@ -4437,9 +4416,11 @@ typedef struct tqkv__split {
 
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, tqkv__split *split)
 {
-    const int64_t resident = a->end - a->first; /* of which a window may let the queries see fewer */
-    const int64_t seen = a->window && a->window - 1 < resident - a->n_queries ? a->window - 1 + a->n_queries : resident;
-    const int64_t rows = (int64_t)a->n_queries * a->group, most = TQKV__MAX_COLUMNS(a->head_dim);
+    const int64_t resident = a->call.end - a->first; /* of which a window may let the queries see fewer */
+    const int64_t seen = a->call.window && a->call.window - 1 < resident - a->call.n_queries
+                             ? a->call.window - 1 + a->call.n_queries
+                             : resident;
+    const int64_t rows = (int64_t)a->call.n_queries * a->group, most = TQKV__MAX_COLUMNS(a->head_dim);
     const int64_t blocks = (rows + most - 1) / most, threadgroups = blocks * a->n_kv_heads;
     const int64_t tiles = (seen + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
     const int64_t enough = (128 + threadgroups - 1) / threadgroups, better = (256 + threadgroups - 1) / threadgroups;
@@ -4456,37 +4437,37 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, tqkv__split *spl
     return TQKV_OK;
 }
 
-static void tqkv__attend_args_of(const tqkv__attention *a, int n_splits, tqkv__attend_args *args)
+static void tqkv__plan_attend_args(const tqkv__attention *a, int n_splits, tqkv__attend_args *args)
 {
-    const int kv_len = (int)(a->end - a->first);
-    args->n_queries = a->n_queries;
+    const int kv_len = (int)(a->call.end - a->first);
+    args->n_queries = a->call.n_queries;
     args->n_kv_heads = a->n_kv_heads;
     args->group = a->group;
     args->kv_len = kv_len;
-    args->window = a->window < kv_len ? a->window : 0;
+    args->window = a->call.window < kv_len ? a->call.window : 0;
     args->n_splits = n_splits;
     args->key_capacity = a->keys.capacity;
     args->value_capacity = a->values.capacity;
     args->key_oldest_slot = kv_len ? tqkv__slot(&a->keys, a->first) : 0;
     args->value_oldest_slot = kv_len ? tqkv__slot(&a->values, a->first) : 0;
-    args->scale = a->scale;
-    args->softcap = a->softcap;
+    args->scale = a->call.scale;
+    args->softcap = a->call.softcap;
     args->key_block_scale = a->keys.block_scale;
     args->value_block_scale = a->values.block_scale;
 }
 
-static void tqkv__set_attend(tqkv__dispatch *d, const tqkv__attention *a, int columns)
+static void tqkv__plan_attend_constants(tqkv__dispatch *d, const tqkv__attention *a, int columns)
 {
     const tqkv__attend_args *args = &d->args[0].attend;
-    tqkv__set(d, TQKV_FC_FORMAT, (int)a->keys.format);
-    tqkv__set(d, TQKV_FC_VALUE_FORMAT, (int)a->values.format);
-    tqkv__set(d, TQKV_FC_ROTATE_QUERIES, a->rotate_queries);
-    tqkv__set(d, TQKV_FC_COLUMNS, columns);
-    tqkv__set(d, TQKV_FC_MANY_QUERIES, a->n_queries > 1);
-    tqkv__set(d, TQKV_FC_SOFTCAP, a->softcap > 0.0f);
-    tqkv__set(d, TQKV_FC_SAME_SLOTS,
-              args->key_capacity == args->value_capacity && args->key_oldest_slot == args->value_oldest_slot);
-    tqkv__set(d, TQKV_FC_SHORT_STORE, args->key_capacity < TQKV__SIMD_WIDTH);
+    tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)a->keys.format);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_FORMAT, (int)a->values.format);
+    tqkv__plan_constant(d, TQKV_FC_ROTATE_QUERIES, a->rotate_queries);
+    tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
+    tqkv__plan_constant(d, TQKV_FC_MANY_QUERIES, a->call.n_queries > 1);
+    tqkv__plan_constant(d, TQKV_FC_SOFTCAP, a->call.softcap > 0.0f);
+    tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS,
+                        args->key_capacity == args->value_capacity && args->key_oldest_slot == args->value_oldest_slot);
+    tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, args->key_capacity < TQKV__SIMD_WIDTH);
 }
 
 /* What attention reads and writes. */
@@ -4497,26 +4478,26 @@ typedef struct tqkv__attend_buffers {
 
 /* The memory of queries is cut to the columns in use: it is the largest part, and decides how many threadgroups a core
    holds. */
-static void tqkv__add_attend(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
-                             const tqkv__split *split)
+static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                     const tqkv__split *split)
 {
     static const char *const key_names[] = {"keys' codes", "keys' norms"};
     static const char *const value_names[] = {"values' codes", "values' norms"};
     const size_t head_dim = (size_t)a->head_dim, size = a->n_elements * sizeof(float);
-    tqkv__start(d, TQKV__ATTEND, a->head_dim);
-    tqkv__attend_args_of(a, split->n_splits, &d->args[0].attend);
+    tqkv__plan_begin(d, TQKV__ATTEND, a->head_dim);
+    tqkv__plan_attend_args(a, split->n_splits, &d->args[0].attend);
     d->args_size = sizeof d->args[0].attend;
     d->n_args = 1;
-    tqkv__set_attend(d, a, split->columns);
-    tqkv__bind(d, "q", 1, b->q, size, false);
-    tqkv__bind_store(d, key_names, 2, b->keys, &a->keys, false);
-    tqkv__bind_store(d, value_names, 4, b->values, &a->values, false);
-    tqkv__bind(d, "sinks", TQKV__ONLY_CHECKED, b->sinks, b->sinks.buffer ? (size_t)a->n_heads * sizeof(float) : 0,
-               false);
-    tqkv__bind(d, "scratch", 6, b->scratch, split->sums_size, true);
-    tqkv__bind(d, "scratch", 7, tqkv__behind(b->scratch, split->sums_size), split->scratch_size - split->sums_size,
-               true);
-    tqkv__bind(d, "out", TQKV__ONLY_CHECKED, b->out, size, true);
+    tqkv__plan_attend_constants(d, a, split->columns);
+    tqkv__plan_bind(d, "q", 1, b->q, size, false);
+    tqkv__plan_bind_store(d, key_names, 2, b->keys, &a->keys, false);
+    tqkv__plan_bind_store(d, value_names, 4, b->values, &a->values, false);
+    tqkv__plan_bind(d, "sinks", TQKV__ONLY_CHECKED, b->sinks,
+                    b->sinks.buffer ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
+    tqkv__plan_bind(d, "scratch", 6, b->scratch, split->sums_size, true);
+    tqkv__plan_bind(d, "scratch", 7, tqkv__buffer_after(b->scratch, split->sums_size),
+                    split->scratch_size - split->sums_size, true);
+    tqkv__plan_bind(d, "out", TQKV__ONLY_CHECKED, b->out, size, true);
     d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
     d->memory[1] = TQKV__ATTEND_QUERY_BYTES(head_dim) / TQKV__MAX_COLUMNS(head_dim) * (size_t)split->columns;
     d->memory_each[2] = TQKV__ATTEND_WEIGHT_BYTES(head_dim, 1);
@@ -4527,22 +4508,22 @@ static void tqkv__add_attend(tqkv__dispatch *d, const tqkv__attention *a, const 
     d->n_simdgroups = split->n_simdgroups;
 }
 
-static void tqkv__add_merge(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
-                            const tqkv__split *split)
+static void tqkv__plan_attend_merge(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                    const tqkv__split *split)
 {
-    const tqkv__merge_args args = {(int32_t)a->n_rows, a->n_heads, split->n_splits};
+    const tqkv__merge_args args = {(int32_t)a->n_rows, a->call.n_heads, split->n_splits};
     const bool sinks = b->sinks.buffer != NULL;
-    tqkv__start(d, TQKV__ATTEND_MERGE, a->head_dim);
+    tqkv__plan_begin(d, TQKV__ATTEND_MERGE, a->head_dim);
     d->args[0].merge = args;
     d->args_size = sizeof args;
     d->n_args = 1;
-    tqkv__set(d, TQKV_FC_UNROTATE, a->unrotate_output);
-    tqkv__set(d, TQKV_FC_SINKS, sinks);
-    tqkv__bind(d, "scratch", 1, b->scratch, split->sums_size, false);
-    tqkv__bind(d, "scratch", 2, tqkv__behind(b->scratch, split->sums_size), split->scratch_size - split->sums_size,
-               false);
-    tqkv__bind(d, "sinks", 3, b->sinks, sinks ? (size_t)a->n_heads * sizeof(float) : 0, false);
-    tqkv__bind(d, "out", 4, b->out, a->n_elements * sizeof(float), true);
+    tqkv__plan_constant(d, TQKV_FC_UNROTATE, a->unrotate_output);
+    tqkv__plan_constant(d, TQKV_FC_SINKS, sinks);
+    tqkv__plan_bind(d, "scratch", 1, b->scratch, split->sums_size, false);
+    tqkv__plan_bind(d, "scratch", 2, tqkv__buffer_after(b->scratch, split->sums_size),
+                    split->scratch_size - split->sums_size, false);
+    tqkv__plan_bind(d, "sinks", 3, b->sinks, sinks ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
+    tqkv__plan_bind(d, "out", 4, b->out, a->n_elements * sizeof(float), true);
     d->memory_each[0] = TQKV__MERGE_BYTES((size_t)a->head_dim, 1);
     d->grid[0] = a->n_rows;
     d->n_simdgroups = TQKV__MERGE_SIMDGROUPS(a->head_dim);
@@ -4555,27 +4536,21 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     tqkv__split split;
     const tqkv_result r = tqkv__choose_split(a, &split);
     if (r != TQKV_OK) return r;
-    tqkv__add_attend(&d[0], a, b, &split);
-    tqkv__add_merge(&d[1], a, b, &split);
+    tqkv__plan_attend_splits(&d[0], a, b, &split);
+    tqkv__plan_attend_merge(&d[1], a, b, &split);
     return TQKV_OK;
 }
 
 /* The shape alone, as tqkv__attention_shape. */
-static tqkv_result tqkv__metal_shape(const tqkv_metal_attention *from, tqkv_attention *to, tqkv__attention *a)
+static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv_attention *to, tqkv__attention *a)
 {
     if (!from || !from->keys || !from->values) return TQKV_INVALID_ARGUMENT;
-    memset(to, 0, sizeof *to);
+    *to = from->attention;
     to->keys = &from->keys->shape;
     to->values = &from->values->shape;
-    to->n_heads = from->n_heads;
-    to->n_queries = from->n_queries;
-    to->end = from->end;
-    to->kv_len = from->kv_len;
-    to->window = from->window;
-    to->scale = from->scale;
-    to->softcap = from->softcap;
-    to->query_basis = from->query_basis;
-    to->output_basis = from->output_basis;
+    to->sinks = NULL;
+    memset(&to->parallel, 0, sizeof to->parallel);
+    memset(&to->allocator, 0, sizeof to->allocator);
     return tqkv__attention_shape(to, a);
 }
 
@@ -4584,7 +4559,7 @@ TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *from, tqkv_me
 {
     tqkv_attention attention;
     tqkv__attention a;
-    tqkv_result r = tqkv__metal_shape(from, &attention, &a);
+    tqkv_result r = tqkv__plan_shape(from, &attention, &a);
     if (r == TQKV_OK) r = tqkv__attention_range(&attention, &a);
     if (r != TQKV_OK) return r;
     const tqkv__attend_buffers b = {from->keys, from->values, from->sinks, q, scratch, out};
@@ -4592,11 +4567,11 @@ TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *from, tqkv_me
 }
 
 /* n_splits does not fall as more positions are seen, so that whole stores need the most. */
-static tqkv_result tqkv__most_scratch(tqkv__attention *a, size_t *bytes)
+static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t *bytes)
 {
     tqkv__split split;
     a->first = 0;
-    a->end = a->keys.capacity < a->values.capacity ? a->keys.capacity : a->values.capacity;
+    a->call.end = a->keys.capacity < a->values.capacity ? a->keys.capacity : a->values.capacity;
     const tqkv_result r = tqkv__choose_split(a, &split);
     if (r == TQKV_OK) *bytes = split.scratch_size;
     return r;
@@ -4606,22 +4581,22 @@ TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *from, size_t
 {
     tqkv_attention attention;
     tqkv__attention a;
-    const tqkv_result r = tqkv__metal_shape(from, &attention, &a);
-    return r == TQKV_OK ? tqkv__most_scratch(&a, bytes) : r;
+    const tqkv_result r = tqkv__plan_shape(from, &attention, &a);
+    return r == TQKV_OK ? tqkv__plan_most_scratch(&a, bytes) : r;
 }
 
-static tqkv_metal_buffer tqkv__part(const tqkv_cache *c, tqkv_metal_buffer memory, const void *part)
+static tqkv_metal_buffer tqkv__buffer_of_part(const tqkv_cache *c, tqkv_metal_buffer memory, const void *part)
 {
     memory.offset += (size_t)((const char *)part - (const char *)c);
     return memory;
 }
 
-static tqkv_metal_store tqkv__store_at(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_store *s)
+static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_store *s)
 {
     tqkv_metal_store store;
     store.shape = *s;
-    store.codes = tqkv__part(c, memory, s->codes);
-    store.norms = tqkv__part(c, memory, s->norms);
+    store.codes = tqkv__buffer_of_part(c, memory, s->codes);
+    store.norms = tqkv__buffer_of_part(c, memory, s->norms);
     return store;
 }
 
@@ -4629,27 +4604,19 @@ TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buf
                                              tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                              tqkv__dispatch *d)
 {
-    const tqkv_metal_store keys = tqkv__store_at(c, memory, &c->keys), values = tqkv__store_at(c, memory, &c->values);
-    return tqkv__plan_encode_kv(&keys, &values, k, v, n_tokens, c->end, not_finite, d);
-}
-
-static tqkv_result tqkv__open_cache(const tqkv_cache *c, int n_queries, tqkv__attention *a)
-{
-    tqkv_attention attention;
-    if (!c || n_queries <= 0) return TQKV_INVALID_ARGUMENT;
-    tqkv__cache_attention(c, n_queries, &attention);
-    const tqkv_result r = tqkv__attention_open(&attention, a);
-    a->first = c->first;
-    return r;
+    const tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
+                           values = tqkv__store_in_buffer(c, memory, &c->values);
+    return tqkv__plan_encode_kv(&keys, &values, k, v, n_tokens, c->attention.end, not_finite, d);
 }
 
 TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t *rows_size, size_t *scratch_size)
 {
     tqkv__attention a;
-    const tqkv_result r = tqkv__open_cache(c, n_queries, &a);
+    if (!c || n_queries <= 0) return TQKV_INVALID_ARGUMENT;
+    const tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
     if (r != TQKV_OK) return r;
     *rows_size = a.n_elements * sizeof(float);
-    return tqkv__most_scratch(&a, scratch_size);
+    return tqkv__plan_most_scratch(&a, scratch_size);
 }
 
 TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
@@ -4657,12 +4624,14 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
                                              tqkv__dispatch d[2])
 {
     tqkv__attention a;
-    const tqkv_result r = tqkv__open_cache(c, n_queries, &a);
+    if (!c || n_queries <= 0) return TQKV_INVALID_ARGUMENT;
+    const tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
     if (r != TQKV_OK) return r;
-    const tqkv_metal_store keys = tqkv__store_at(c, memory, &c->keys), values = tqkv__store_at(c, memory, &c->values);
+    const tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
+                           values = tqkv__store_in_buffer(c, memory, &c->values);
     tqkv__attend_buffers b = {&keys, &values, memory, q, scratch, out};
-    if (a.sinks)
-        b.sinks = tqkv__part(c, memory, a.sinks);
+    if (a.call.sinks)
+        b.sinks = tqkv__buffer_of_part(c, memory, a.call.sinks);
     else
         b.sinks.buffer = NULL;
     return tqkv__plan_attention(&a, &b, d);
@@ -4670,37 +4639,31 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
 
 TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
-    c->end += n_tokens;
-    c->first = tqkv__oldest(c, c->end);
+    c->attention.end += n_tokens;
+    c->first = tqkv__oldest(c, c->attention.end);
 }
 
 /* Sizes first: they say where the tables lie. */
 TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report)
 {
-    const tqkv__table_set *t = &report->tables;
-    const struct {
-        const char *name;
-        uint64_t found, expected;
-    } checks[] = {
-        {"table version", report->table_version, TQKV_TABLE_VERSION},
-        {"size of tqkv__table_set", report->table_set_size, sizeof(tqkv__table_set)},
-        {"size of tqkv__rows_args", report->rows_args_size, sizeof(tqkv__rows_args)},
-        {"size of tqkv__rotate_args", report->rotate_args_size, sizeof(tqkv__rotate_args)},
-        {"size of tqkv__attend_args", report->attend_args_size, sizeof(tqkv__attend_args)},
-        {"size of tqkv__merge_args", report->merge_args_size, sizeof(tqkv__merge_args)},
-        {"table codebook_4", XXH3_64bits(t->codebook_4, sizeof t->codebook_4), TQKV_HASH_CODEBOOK_4},
-        {"table codebook_5", XXH3_64bits(t->codebook_5, sizeof t->codebook_5), TQKV_HASH_CODEBOOK_5},
-        {"table codebook_6", XXH3_64bits(t->codebook_6, sizeof t->codebook_6), TQKV_HASH_CODEBOOK_6},
-        {"table codebook_8", XXH3_64bits(t->codebook_8, sizeof t->codebook_8), TQKV_HASH_CODEBOOK_8},
-        {"table boundaries_4", XXH3_64bits(t->boundaries_4, sizeof t->boundaries_4), TQKV_HASH_BOUNDARIES_4},
-        {"table boundaries_5", XXH3_64bits(t->boundaries_5, sizeof t->boundaries_5), TQKV_HASH_BOUNDARIES_5},
-        {"table boundaries_6", XXH3_64bits(t->boundaries_6, sizeof t->boundaries_6), TQKV_HASH_BOUNDARIES_6},
-        {"table boundaries_8", XXH3_64bits(t->boundaries_8, sizeof t->boundaries_8), TQKV_HASH_BOUNDARIES_8},
-        {"table signs", XXH3_64bits(t->signs, sizeof t->signs), TQKV_HASH_SIGNS},
-        {"dispatch of its kernels", report->dispatch, TQKV__DISPATCH},
-    };
-    for (size_t i = 0; i < sizeof checks / sizeof *checks; i++)
-        if (checks[i].found != checks[i].expected) return checks[i].name;
+#define TQKV__STRUCT_NAME(name) "size of tqkv__" #name,
+#define TQKV__STRUCT_SIZE(name) sizeof(tqkv__##name),
+#define TQKV__HASH_OF(member)   XXH3_64bits(report->tables.member, sizeof report->tables.member)
+#define TQKV__CHECK_BOOK(report, bits)                                                                                 \
+    if (TQKV__HASH_OF(codebook_##bits) != TQKV_HASH_CODEBOOK_##bits) return "table codebook_" #bits;                   \
+    if (TQKV__HASH_OF(boundaries_##bits) != TQKV_HASH_BOUNDARIES_##bits) return "table boundaries_" #bits;
+    static const char *const names[] = {TQKV__SHARED_STRUCTS(TQKV__STRUCT_NAME)};
+    static const size_t sizes[] = {TQKV__SHARED_STRUCTS(TQKV__STRUCT_SIZE)};
+    if (report->table_version != TQKV_TABLE_VERSION) return "table version";
+    for (int i = 0; i < TQKV__N_SHARED_STRUCTS; i++)
+        if (report->struct_sizes[i] != sizes[i]) return names[i];
+    TQKV__BOOKS(TQKV__CHECK_BOOK, report)
+    if (TQKV__HASH_OF(signs) != TQKV_HASH_SIGNS) return "table signs";
+    for (int i = 0; i < TQKV__KERNEL_DIMS; i++) {
+        const int head_dim = TQKV__KERNEL_DIM(i);
+        const int32_t expected[TQKV__N_KERNEL_SIZES] = {TQKV__KERNEL_SIZES(head_dim)};
+        if (memcmp(report->kernel_sizes[i], expected, sizeof expected) != 0) return "dispatch of its kernels";
+    }
     return NULL;
 }
 
@@ -4809,8 +4772,8 @@ static tqkv_result tqkv__move_streams(tqkv__pipe *pipe, const tqkv_cache *c)
     tqkv_result r;
     if ((r = tqkv__stream_open(&c->keys, &keys)) != TQKV_OK) return r;
     if ((r = tqkv__stream_open(&c->values, &values)) != TQKV_OK) return r;
-    if ((r = tqkv__move_stream(pipe, &keys, c->first, c->end)) != TQKV_OK) return r;
-    return tqkv__move_stream(pipe, &values, c->first, c->end);
+    if ((r = tqkv__move_stream(pipe, &keys, c->first, c->attention.end)) != TQKV_OK) return r;
+    return tqkv__move_stream(pipe, &values, c->first, c->attention.end);
 }
 
 static void tqkv__pipe_open(tqkv__pipe *pipe, tqkv_write write, tqkv_read read, void *user)
@@ -4829,15 +4792,16 @@ TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void
     tqkv__pipe pipe;
     uint8_t header[TQKV__HEADER_SIZE];
     if (!c || !write) return TQKV_INVALID_ARGUMENT;
-    const tqkv_cache_desc *d = &c->desc;
-    const uint32_t fields[12] = {TQKV__SNAPSHOT_VERSION,  TQKV_TABLE_VERSION,        (uint32_t)d->head_dim,
-                                 (uint32_t)d->n_kv_heads, (uint32_t)d->n_heads,      (uint32_t)d->capacity,
-                                 (uint32_t)d->key_format, (uint32_t)d->value_format, d->ring ? 1u : 0u,
-                                 (uint32_t)d->window,     tqkv__bits(d->scale),      tqkv__bits(d->softcap)};
+    const tqkv_store *keys = &c->keys;
+    const tqkv_attention *a = &c->attention;
+    const uint32_t fields[12] = {TQKV__SNAPSHOT_VERSION,     TQKV_TABLE_VERSION,         (uint32_t)keys->head_dim,
+                                 (uint32_t)keys->n_kv_heads, (uint32_t)a->n_heads,       (uint32_t)keys->capacity,
+                                 (uint32_t)keys->format,     (uint32_t)c->values.format, keys->ring ? 1u : 0u,
+                                 (uint32_t)a->window,        tqkv__bits(a->scale),       tqkv__bits(a->softcap)};
     memcpy(header, tqkv__magic, 8);
     for (int i = 0; i < 12; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
     tqkv__put(header + 56, 8, (uint64_t)c->first);
-    tqkv__put(header + 64, 8, (uint64_t)c->end);
+    tqkv__put(header + 64, 8, (uint64_t)c->attention.end);
     tqkv__pipe_open(&pipe, write, NULL, user);
     tqkv_result r = tqkv__move(&pipe, header, sizeof header);
     if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
@@ -4908,7 +4872,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     found.metal = desc->metal;
     if ((r = tqkv_cache_create(&found, &c)) != TQKV_OK) return r;
     c->first = first;
-    c->end = end;
+    c->attention.end = end;
     if ((r = tqkv__move_streams(&pipe, c)) != TQKV_OK) {
         tqkv_cache_destroy(c);
         return r;

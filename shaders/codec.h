@@ -194,7 +194,7 @@ inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thr
 {
     uint word = raw.main[i * W / 32], shift = uint(i * W % 32);
     if (W == 16) return float(as_type<half>(ushort((word >> shift) & 0xffffu)));
-    if (W == 8 && format == TQKV_I8) return float(int(word << (24u - (shift & 24u))) >> 24);
+    if (W == 8 && is_grid(format)) return float(int(word << (24u - (shift & 24u))) >> 24);
     uint code = word >> shift;
     if (W == 4 && format == TQKV_TQ5) code = (code & 15u) | (moved(raw.upper[i / 32], i % 32 - 4) & 16u);
     if (W == 4 && format == TQKV_TQ6) code = (code & 15u) | (moved(raw.upper[i / 16], i % 16 * 2 - 4) & 48u);

@@ -26,7 +26,7 @@ inline void decode_row(uint format, bool unrotate, constant tqkv__rows_args &arg
     if (main_bits(format) == 4) decode_values<D, 4>(format, stored, lane, book, x);
     if (main_bits(format) == 8) decode_values<D, 8>(format, stored, lane, book, x);
     if (main_bits(format) == 16) decode_values<D, 16>(format, stored, lane, book, x);
-    if (format != TQKV_F16) {
+    if (!is_half(format)) {
         uint block = norm_block<D>(format);
         float norm = norms[from * ulong(uint(D) / block) + lane * uint(TQKV_LANE_VALUES(D)) / block];
         scale_values<TQKV_LANE_VALUES(D)>(x, code_scale<D>(format, norm, args.block_scale));

@@ -100,19 +100,19 @@ template <int D>
 inline void normalise(uint format, float block_scale, thread float *x, thread float *norm)
 {
     const int C = ENCODE_PIECE(D), P = BLOCK_PIECES(D, NORM_BLOCK(D)), M = BLOCK_PIECES(D, MAXIMUM_BLOCK(D));
-    if (format == TQKV_F16) return;
+    if (is_half(format)) return;
     float scale = 0.0f;
-    if (format == TQKV_I8)
+    if (is_grid(format))
         block_maxima<D>(x, norm);
     else
         block_norms<D>(x, norm);
     TQKV_UNROLL
     for (int j = 0; j < ENCODE_PIECES(D); j++) {
-        if (format == TQKV_I8 && j % M == 0) {
+        if (is_grid(format) && j % M == 0) {
             scale = norm[j] > TQKV__MIN_NORM ? 127.0f / norm[j] : 0.0f;
             norm[j] = norm[j] / 127.0f;
         }
-        if (format != TQKV_I8 && j % P == 0) {
+        if (!is_grid(format) && j % P == 0) {
             float inverse = norm[j] > TQKV__MIN_NORM ? 1.0f / norm[j] : 0.0f;
             scale = inverse * (D < 512 ? TQKV__SQRT(D) : block_scale);
         }
@@ -157,7 +157,7 @@ inline void store_piece(uint format, thread const float *x, uint first, bool own
 {
     const int C = ENCODE_PIECE(D);
     uint codes[C];
-    if (format == TQKV_F16) {
+    if (is_half(format)) {
         uint words[C / 2];
         TQKV_UNROLL
         for (int i = 0; i < C / 2; i++) words[i] = half_bits(x[2 * i]) | half_bits(x[2 * i + 1]) << 16;
@@ -166,7 +166,7 @@ inline void store_piece(uint format, thread const float *x, uint first, bool own
     }
     TQKV_UNROLL
     for (int i = 0; i < C; i++)
-        codes[i] = format == TQKV_I8 ? quantise_grid(x[i]) : quantise(x[i], codebook_bits(format), cells);
+        codes[i] = is_grid(format) ? quantise_grid(x[i]) : quantise(x[i], codebook_bits(format), cells);
     if (main_bits(format) == 4)
         store_field<D, 4>(codes, 0u, format == TQKV_TQ4, first, own, lane, row);
     else
@@ -279,7 +279,7 @@ inline void encode_rows(uint format, bool rotated, constant tqkv__rows_args &arg
         for (int j = 0; j < ENCODE_PIECES(D); j++) {
             uint first = (uint(j * L) + at.lane) * uint(C);
             store_piece<D>(format, x + j * C, first, at.own, lane, cells, codes + to * ulong(row_bytes<D>(format)));
-            if (at.own && format != TQKV_F16 && first % block == 0)
+            if (at.own && !is_half(format) && first % block == 0)
                 norms[to * ulong(uint(D) / block) + first / block] = norm[j];
         }
         next_place<D>(args, step_tokens, step_heads, at);

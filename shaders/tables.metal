@@ -2,18 +2,23 @@
 // A library built from another version of tqkv.h is found here and not by wrong numbers. One threadgroup.
 #include "common.h"
 
+// clang-format off
+#define STRUCT_SIZE(name) uint(sizeof(tqkv__##name)),
+// clang-format on
+
 kernel void tqkv_tables(device tqkv__table_report *report [[buffer(0)]],
                         uint thread_index [[thread_index_in_threadgroup]],
                         uint n_simdgroups [[simdgroups_per_threadgroup]])
 {
     if (thread_index == 0) {
+        const uint sizes[] = {TQKV__SHARED_STRUCTS(STRUCT_SIZE)};
         report->table_version = TQKV_TABLE_VERSION;
-        report->table_set_size = uint(sizeof(tqkv__table_set));
-        report->rows_args_size = uint(sizeof(tqkv__rows_args));
-        report->rotate_args_size = uint(sizeof(tqkv__rotate_args));
-        report->attend_args_size = uint(sizeof(tqkv__attend_args));
-        report->merge_args_size = uint(sizeof(tqkv__merge_args));
-        report->dispatch = TQKV__DISPATCH;
+        for (int i = 0; i < TQKV__N_SHARED_STRUCTS; i++) report->struct_sizes[i] = sizes[i];
+    }
+    if (thread_index < uint(TQKV__KERNEL_DIMS)) {
+        const int head_dim = TQKV__KERNEL_DIM(int(thread_index));
+        const int sizes[] = {TQKV__KERNEL_SIZES(head_dim)};
+        for (int i = 0; i < TQKV__N_KERNEL_SIZES; i++) report->kernel_sizes[thread_index][i] = sizes[i];
     }
     device uchar *to = (device uchar *)&report->tables;
     constant uchar *from = (constant uchar *)&tqkv__tables;

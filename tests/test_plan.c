@@ -181,9 +181,9 @@ static void run_attend(const void *row)
     memset(&a, 0, sizeof a);
     a.keys = &keys;
     a.values = &values;
-    a.n_heads = 6;
-    a.n_queries = 4;
-    a.end = 1030;
+    a.attention.n_heads = 6;
+    a.attention.n_queries = 4;
+    a.attention.end = 1030;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
     CHECK(args->kv_len == 40 && args->key_oldest_slot == 90 && args->value_oldest_slot == 30, "oldest slots %d, %d",
           args->key_oldest_slot, args->value_oldest_slot);
@@ -193,21 +193,21 @@ static void run_attend(const void *row)
     CHECK(constant(d + 1, TQKV_FC_UNROTATE) == 0 && constant(d + 1, TQKV_FC_SINKS) == 0, "the merge");
     CHECK(args->group == 2 && d[1].grid[0] == 24 && d[1].args[0].merge.n_rows == 24, "rows");
     CHECK(d[1].barrier == at(5, 0).buffer && !d[0].barrier, "a barrier between the two");
-    a.window = 10;
+    a.attention.window = 10;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
     CHECK(args->window == 10, "window %d", args->window);
-    a.window = 40; /* no smaller than what is resident: none */
+    a.attention.window = 40; /* no smaller than what is resident: none */
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
     CHECK(args->window == 0, "window %d", args->window);
-    a.end = a.kv_len = 0;
+    a.attention.end = a.attention.kv_len = 0;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
     CHECK(args->kv_len == 0 && args->key_oldest_slot == 0 && d[0].n_simdgroups == 1, "an empty store");
     a.sinks = at(5, 8);
     CHECK_RESULT(tqkv__plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), d), TQKV_OK);
     CHECK(!strcmp(overlapping(d), "sinks"), "sinks in the scratch: %s", overlapping(d));
-    a.kv_len = 1;
+    a.attention.kv_len = 1;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OUT_OF_RANGE);
-    a.n_heads = 7;
+    a.attention.n_heads = 7;
     CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
 }
 
@@ -227,10 +227,10 @@ static void run_split(const void *row)
             memset(&a, 0, sizeof a);
             a.keys = &keys;
             a.values = &values;
-            a.n_heads = 3 * groups[g];
-            a.n_queries = queries[q];
+            a.attention.n_heads = 3 * groups[g];
+            a.attention.n_queries = queries[q];
             CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), TQKV_OK);
-            for (a.end = 0; a.end <= capacity; a.end += 2500) {
+            for (a.attention.end = 0; a.attention.end <= capacity; a.attention.end += 2500) {
                 tqkv__dispatch d[2];
                 CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
                 const int columns = constant(d, TQKV_FC_COLUMNS), splits = d[0].args[0].attend.n_splits;
@@ -241,7 +241,8 @@ static void run_split(const void *row)
                 CHECK(state.at.offset + state.size <= scratch, "%zu bytes of scratch", state.at.offset + state.size);
                 CHECK(splits >= n_splits && splits == (int)d->grid[2] && splits == d[1].args[0].merge.n_splits,
                       "%d splits", splits);
-                CHECK(splits == 1 || a.end >= 512 * splits, "%d splits of %d positions", splits, (int)a.end);
+                CHECK(splits == 1 || a.attention.end >= 512 * splits, "%d splits of %d positions", splits,
+                      (int)a.attention.end);
                 n_splits = splits;
             }
             const int blocks = 3 * ((rows + most_columns - 1) / most_columns);
@@ -260,9 +261,9 @@ static void run_window(const void *row)
     memset(&a, 0, sizeof a);
     a.keys = &keys;
     a.values = &values;
-    a.n_queries = 64;
-    a.end = 5000;
-    a.window = 989; /* with the queries more than the 990 positions that there are */
+    a.attention.n_queries = 64;
+    a.attention.end = 5000;
+    a.attention.window = 989; /* with the queries more than the 990 positions that there are */
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
     CHECK(d[0].grid[2] == 1, "%zu splits of 990 positions", d[0].grid[2]);
     CHECK_RESULT(tqkv__plan_scratch(&a, &small), TQKV_OK);
@@ -270,13 +271,13 @@ static void run_window(const void *row)
     CHECK_RESULT(tqkv__plan_scratch(&a, &large), TQKV_OK);
     CHECK(small == large, "%zu and %zu bytes", small, large);
     keys.shape.capacity = 9000;
-    a.window = 961;
+    a.attention.window = 961;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
     CHECK(d[0].grid[2] == 2, "%zu splits of 1024 positions", d[0].grid[2]);
-    a.window = 960;
+    a.attention.window = 960;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
     CHECK(d[0].grid[2] == 2, "%zu splits of 1023 positions", d[0].grid[2]);
-    a.window = 928;
+    a.attention.window = 928;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
     CHECK(d[0].grid[2] == 1, "%zu splits of 991 positions", d[0].grid[2]);
 }
@@ -320,13 +321,14 @@ static void run_stale(const void *row)
     memset(&report, 0, sizeof report);
     CHECK(!strcmp(tqkv__stale_table(&report), "table version"), "an empty report");
     report.table_version = TQKV_TABLE_VERSION;
-    report.table_set_size = sizeof(tqkv__table_set);
-    report.rows_args_size = sizeof(tqkv__rows_args);
-    report.rotate_args_size = sizeof(tqkv__rotate_args);
-    report.attend_args_size = sizeof(tqkv__attend_args);
-    report.merge_args_size = sizeof(tqkv__merge_args);
+    const uint32_t sizes[] = {sizeof(tqkv__table_set), sizeof(tqkv__rows_args), sizeof(tqkv__rotate_args),
+                              sizeof(tqkv__attend_args), sizeof(tqkv__merge_args)};
+    memcpy(report.struct_sizes, sizes, sizeof sizes);
     report.tables = tqkv__tables;
-    report.dispatch = TQKV__DISPATCH;
+    for (int i = 0; i < TQKV__KERNEL_DIMS; i++) {
+        const int32_t kernel_sizes[] = {TQKV__KERNEL_SIZES(TQKV__KERNEL_DIM(i))};
+        memcpy(report.kernel_sizes[i], kernel_sizes, sizeof kernel_sizes);
+    }
     CHECK(!tqkv__stale_table(&report), "not stale: %s", tqkv__stale_table(&report));
     for (size_t i = 0; i < sizeof report; i++) {
         ((unsigned char *)&report)[i] ^= 1;

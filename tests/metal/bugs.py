@@ -60,7 +60,7 @@ BUGS = {
         "shaders/encode.metal", "load_cells(", "args.n_tokens = 1; load_cells(", "encode", (128,), "type", "",
         "const-qualified"),
     "stale_table": (
-        "tqkv.h", "-2.0690172f", "-2.0690173f", "tables", (), "plain", "tables", "stale table: codebook_4"),
+        "tqkv.h", "-2.0690172f", "-2.0690173f", "tables", (), "plain", "tables", "stale: table codebook_4"),
     # Defects of earlier systems.
     "norms_of_both_blocks": (
         "shaders/encode.h", "((D) < 512 ? (D) : 256)", "(D)", "encode", (512, 1024), "plain", "defect/block_norms_of_d512", "norms of tq5 d512"),

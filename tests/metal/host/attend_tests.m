@@ -27,15 +27,7 @@ static void open_buffers(attend_buffers *b, const attend_problem *p)
     tqkv_metal_attention *a = &b->attention;
     a->keys = &b->keys;
     a->values = &b->values;
-    a->n_heads = from->n_heads;
-    a->n_queries = from->n_queries;
-    a->end = from->end;
-    a->kv_len = from->kv_len;
-    a->window = from->window;
-    a->scale = from->scale;
-    a->softcap = from->softcap;
-    a->query_basis = from->query_basis;
-    a->output_basis = from->output_basis;
+    a->attention = *from;
     if (p->sinks) a->sinks = host_buffer(p->sinks, (size_t)from->n_heads * sizeof(float));
     b->size = p->n_rows * p->head_dim * sizeof(float);
     b->q = host_buffer(p->q, b->size);
@@ -86,9 +78,10 @@ static void run_scratch_grows(const void *parameters)
     attend_set_up(&problem, &row);
     open_buffers(&b, &problem);
     const size_t most = b.scratch_size;
-    b.attention.end = 0;
+    b.attention.attention.end = 0;
     CHECK(scratch_for(&b.attention) == most, "an empty cache asks for less");
-    for (b.attention.end = 0; b.attention.end <= 4000; b.attention.end += 800) CHECK_RESULT(attend(&b), TQKV_OK);
+    for (b.attention.attention.end = 0; b.attention.attention.end <= 4000; b.attention.attention.end += 800)
+        CHECK_RESULT(attend(&b), TQKV_OK);
     CHECK(most > problem.n_rows * 34 * sizeof(float), "4000 positions are not split");
     close_buffers(&b);
     attend_tear_down(&problem);
@@ -118,13 +111,13 @@ static void run_refusals(const void *parameters)
     CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "sinks: needs");
     b = whole, b.q.offset += 2;
     CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "q: offset");
-    b = whole, b.attention.end = row.key_capacity + 1;
+    b = whole, b.attention.attention.end = row.key_capacity + 1;
     CHECK_REFUSED(m, attend(&b), TQKV_OUT_OF_RANGE, "attend");
-    b = whole, b.attention.n_heads = 3;
+    b = whole, b.attention.attention.n_heads = 3;
     CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "attend");
-    b = whole, b.attention.window = -1;
+    b = whole, b.attention.attention.window = -1;
     CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "attend");
-    b = whole, b.attention.n_queries = INT32_MAX;
+    b = whole, b.attention.attention.n_queries = INT32_MAX;
     CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "attend");
     b = whole, b.attention.keys = NULL;
     CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "attend");

@@ -103,9 +103,9 @@ static void check_attend(tqkv_store *const expected[2], const tqkv_metal_store *
     const int d = expected[0]->head_dim;
     const size_t count = (size_t)(QUERIES * GROUP * HEADS * d), size = count * sizeof(float);
     tqkv_attention c = {.keys = expected[0], .values = expected[1], .n_heads = GROUP * HEADS, .n_queries = QUERIES};
-    tqkv_metal_attention a = {.keys = keys, .values = values, .n_heads = GROUP * HEADS, .n_queries = QUERIES};
-    c.end = a.end = end;
-    c.kv_len = a.kv_len = n;
+    c.end = end;
+    c.kv_len = n;
+    tqkv_metal_attention a = {.attention = c, .keys = keys, .values = values};
     float *q = host_floats(12, count), *out = test_alloc(size);
     size_t scratch_size = 0;
     CHECK_RESULT(tqkv_metal_attend_scratch(test_host.metal, &a, &scratch_size), TQKV_OK);

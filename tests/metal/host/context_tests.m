@@ -368,7 +368,7 @@ static void run_half_recorded(const void *parameters)
     REQUIRE(m, "no context");
     CHECK_RESULT(tqkv_encode(&s, q, 1, 0), TQKV_OK);
     tqkv_metal_store gpu = host_store(&s);
-    const tqkv_metal_attention a = {.keys = &gpu, .values = &gpu, .end = 1};
+    const tqkv_metal_attention a = {.keys = &gpu, .values = &gpu, .attention.end = 1};
     CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &size), TQKV_OK);
     const tqkv_metal_buffer qb = host_buffer(q, sizeof q), out = host_zeros(sizeof q), scratch = host_zeros(size);
     host_work work = host_begin(false);
@@ -422,7 +422,7 @@ static void record_all(id<MTLComputeCommandEncoder> e, const tqkv_metal_store s[
 {
     tqkv_metal *m = test_host.metal;
     const tqkv_metal_buffer none = {nil, 0};
-    const tqkv_metal_attention a = {.keys = &s[0], .values = &s[1], .end = 2};
+    const tqkv_metal_attention a = {.keys = &s[0], .values = &s[1], .attention.end = 2};
     size_t bytes;
     CHECK_RESULT(tqkv_metal_encode(m, e, s, b[0], 1, 0, none), TQKV_OK);
     CHECK_RESULT(tqkv_metal_encode_kv(m, e, &s[0], &s[1], b[0], b[0], 1, 1, none), TQKV_OK);
