@@ -852,15 +852,12 @@ typedef struct tqkv__backend {
 #include <xmmintrin.h>
 #endif
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* >>common: sizes, formats and what a valid store is */
 
 #define TQKV__NOINLINE __attribute__((noinline))
 #define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
 #define TQKV__INLINE   inline __attribute__((always_inline))
+#define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a piece of a loop, in the instruction set at hand */
 #ifdef __clang__
 #define TQKV__UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -981,29 +978,17 @@ static float *tqkv__norms_at(const tqkv__stream *s, int kv_head, int slot)
 
 TQKV_API const char *tqkv_result_string(tqkv_result r)
 {
-    switch (r) {
-    case TQKV_OK:
-        return "no error";
-    case TQKV_INVALID_ARGUMENT:
-        return "an argument is invalid";
-    case TQKV_UNSUPPORTED:
-        return "this head_dim, format or option is not supported";
-    case TQKV_OUT_OF_RANGE:
-        return "a position lies outside the store";
-    case TQKV_OUT_OF_MEMORY:
-        return "out of memory";
-    case TQKV_NOT_FINITE:
-        return "the source holds NaN or infinity";
-    case TQKV_CORRUPT:
-        return "the snapshot is damaged or not a snapshot";
-    case TQKV_IO:
-        return "reading or writing failed";
-    case TQKV_TABLE_MISMATCH:
-        return "the metallib was built from another version of tqkv.h";
-    case TQKV_METAL_ERROR:
-        return "Metal reported an error";
-    }
-    return "unknown result";
+    static const char *const strings[] = {"no error",
+                                          "an argument is invalid",
+                                          "this head_dim, format or option is not supported",
+                                          "a position lies outside the store",
+                                          "out of memory",
+                                          "the source holds NaN or infinity",
+                                          "the snapshot is damaged or not a snapshot",
+                                          "reading or writing failed",
+                                          "the metallib was built from another version of tqkv.h",
+                                          "Metal reported an error"};
+    return (unsigned)r < sizeof strings / sizeof *strings ? strings[r] : "unknown result";
 }
 
 TQKV_API const char *tqkv_format_name(tqkv_format f)
@@ -1655,9 +1640,28 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
                                            tqkv__softmax_tile_scalar,
                                            tqkv__value_tile_scalar};
 
-#ifdef __cplusplus
-}
-#endif
+/* For the kernels, of the set that includes them. */
+
+/* Decoded rows: no format. */
+#define TQKV__FLOATS TQKV_FORMAT_DEFAULT
+/* Codes of less than a byte, which come in the order of tqkv__to_decoded; in a row that is no whole run, by half runs. */
+#define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) == 4)
+#define TQKV__NARROW(format, dim)                                                                                      \
+    (TQKV__PACKED(format) && TQKV__NIBBLE_RUN * TQKV__LANES > 32 && (dim) < TQKV__NIBBLE_RUN * TQKV__LANES)
+/* Has the format loops straight from the codes? On AVX2 and NEON a codebook for bytes leaves no registers for sums. */
+#define TQKV__DIRECT(format) (TQKV__LANES > 8 || TQKV__MAIN_BITS(format) != 8 || TQKV__KIND(format) != TQKV__BOOK)
+
+/* Rows of decoded floats are this far apart, with room between them so that equal columns of many rows do not share a few
+   cache sets. */
+#define TQKV__X_STRIDE (TQKV__BLOCK + 16)
+
+/* A loop that knows how many rows it has, 1, 2 or `most`, and whether a row holds a whole run. */
+#define TQKV__BY_ROWS(loop, per_lane, most)                                                                            \
+    (rows == 1    ? TQKV__(loop)(format, per_lane, 1, block)                                                           \
+     : rows == 2  ? TQKV__(loop)(format, per_lane, 2, block)                                                           \
+     : (most) > 2 ? TQKV__(loop)(format, per_lane, most, block)                                                        \
+                  : (void)0)
+
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
 /* >>kernels: attention's inner loops, written once. The implementation below includes this file again for each
@@ -1667,18 +1671,18 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
 
 #define TQKV__VECTOR TQKV__(vector)
 
-TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(load)(const float *p)
+TQKV__OP TQKV__VECTOR TQKV__(load)(const float *p)
 {
     TQKV__VECTOR x;
     memcpy(&x, p, sizeof x);
     return x;
 }
 
-TQKV__TARGET static TQKV__INLINE void TQKV__(store)(float *p, TQKV__VECTOR x) { memcpy(p, &x, sizeof x); }
+TQKV__OP void TQKV__(store)(float *p, TQKV__VECTOR x) { memcpy(p, &x, sizeof x); }
 
 /* e^x - 1 = power * tail + (power - 1) for x in [-87, 0]: x = n ln2 + r, power = 2^n, tail = e^r - 1 by Taylor's series
    to r^7, which is beyond float's last bit for |r| <= ln2/2. */
-TQKV__TARGET static inline void TQKV__(exp_parts)(TQKV__VECTOR x, TQKV__VECTOR *power, TQKV__VECTOR *tail)
+TQKV__OP void TQKV__(exp_parts)(TQKV__VECTOR x, TQKV__VECTOR *power, TQKV__VECTOR *tail)
 {
     const TQKV__VECTOR n = TQKV__(round)(x * TQKV__(set1)(1.44269504f));
     TQKV__VECTOR r = TQKV__(fma)(n, TQKV__(set1)(-0.693359375f), x); /* ln2 in two parts; n times the first is exact */
@@ -1694,7 +1698,7 @@ TQKV__TARGET static inline void TQKV__(exp_parts)(TQKV__VECTOR x, TQKV__VECTOR *
 }
 
 /* e^x for x <= 0; from -87 down it stays at e^-87, which is nothing beside the maximum's 1. */
-TQKV__TARGET static inline TQKV__VECTOR TQKV__(exp)(TQKV__VECTOR x)
+TQKV__OP TQKV__VECTOR TQKV__(exp)(TQKV__VECTOR x)
 {
     TQKV__VECTOR power, tail;
     TQKV__(exp_parts)(TQKV__(max)(TQKV__(set1)(-87.0f), x), &power, &tail); /* NaN stays */
@@ -1702,7 +1706,7 @@ TQKV__TARGET static inline TQKV__VECTOR TQKV__(exp)(TQKV__VECTOR x)
 }
 
 /* tanh(x) = -m/(2 + m) with m = e^(-2|x|) - 1, which keeps its precision near 0. */
-TQKV__TARGET static inline TQKV__VECTOR TQKV__(tanh)(TQKV__VECTOR x)
+TQKV__TARGET static TQKV__VECTOR TQKV__(tanh)(TQKV__VECTOR x)
 {
     TQKV__VECTOR power, tail;
     const TQKV__VECTOR doubled = TQKV__(abs)(x) * TQKV__(set1)(-2.0f);
@@ -1712,7 +1716,7 @@ TQKV__TARGET static inline TQKV__VECTOR TQKV__(tanh)(TQKV__VECTOR x)
 }
 
 /* Turns a row's scores into weights, which are 0 outside its span; returns their sum. x: [TQKV__TILE] */
-TQKV__TARGET static inline float TQKV__(weigh)(float *x, tqkv__span span, float max)
+TQKV__TARGET static float TQKV__(weigh)(float *x, tqkv__span span, float max)
 {
     const TQKV__VECTOR peak = TQKV__(set1)(max);
     TQKV__VECTOR total = TQKV__(set1)(0.0f);
@@ -1800,54 +1804,39 @@ typedef struct TQKV__(loops) {
     void (*accumulate)(const TQKV__(block) *, int rows);
 } TQKV__(loops);
 
-/* Decoded rows: no format. */
-#define TQKV__FLOATS TQKV_FORMAT_DEFAULT
-/* Codes of less than a byte, which come in the order of tqkv__to_decoded; in a row that is no whole run, by half runs. */
-#define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) == 4)
-#define TQKV__NARROW(format, dim)                                                                                      \
-    (TQKV__PACKED(format) && TQKV__NIBBLE_RUN * TQKV__LANES > 32 && (dim) < TQKV__NIBBLE_RUN * TQKV__LANES)
-/* Has the format loops straight from the codes? On AVX2 and NEON a codebook for bytes leaves no registers for sums. */
-#define TQKV__DIRECT(format) (TQKV__LANES > 8 || TQKV__MAIN_BITS(format) != 8 || TQKV__KIND(format) != TQKV__BOOK)
-
 /* Vectors in a run; of packed codes where a row is shorter, half of them. */
-static TQKV__INLINE int TQKV__(per_lane)(const tqkv_format format, const bool wide)
+TQKV__OP int TQKV__(per_lane)(const tqkv_format format, const bool wide)
 {
     if (!TQKV__PACKED(format)) return 4;
     return wide ? TQKV__NIBBLE_RUN : TQKV__NIBBLE_RUN / 2;
 }
 
 /* Bytes of a run in the field of main bits, and in that of upper bits. */
-static TQKV__INLINE int TQKV__(run_bytes)(const tqkv_format format, const int per_lane)
+TQKV__OP int TQKV__(run_bytes)(const tqkv_format format, const int per_lane)
 {
     return TQKV__LANES * per_lane * (format == TQKV__FLOATS ? 32 : TQKV__MAIN_BITS(format)) / 8;
 }
 
-static TQKV__INLINE int TQKV__(upper_bytes)(const tqkv_format format, const int per_lane)
+TQKV__OP int TQKV__(upper_bytes)(const tqkv_format format, const int per_lane)
 {
     return TQKV__LANES * per_lane * TQKV__UPPER_BITS(format) / 8;
 }
 
-/* Rows of decoded floats are this far apart, with room between them so that equal columns of many rows do not share a few
-   cache sets. */
-#define TQKV__X_STRIDE (TQKV__BLOCK + 16)
-
-static TQKV__INLINE size_t TQKV__(stride)(const tqkv_format format, const TQKV__(block) * block)
+TQKV__OP size_t TQKV__(stride)(const tqkv_format format, const TQKV__(block) * block)
 {
     return format == TQKV__FLOATS ? TQKV__X_STRIDE * sizeof(float) : block->stride;
 }
 
 /* format is a constant here and below, wherever it is a parameter; so are per_lane, rows and k. */
-TQKV__TARGET static TQKV__INLINE void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream *s,
-                                                            TQKV__VECTOR *table)
+TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream *s, TQKV__VECTOR *table)
 {
     if (TQKV__KIND(format) == TQKV__BOOK) TQKV__(load_table)(TQKV__BOOK_BITS(format), TQKV__PACKED(format), s, table);
 }
 
 /* Vector k of the run at p, its upper bits at `upper`. Nibbles come in the order of tqkv__to_decoded, the rest in their
    own. */
-TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
-                                                            const TQKV__VECTOR *table, const uint8_t *p,
-                                                            const uint8_t *upper)
+TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
+                                    const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper)
 {
     const int bits = TQKV__BOOK_BITS(format);
     if (format == TQKV__FLOATS) return TQKV__(load)((const float *)(const void *)p + k * TQKV__LANES);
@@ -1858,17 +1847,15 @@ TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(value)(const tqkv_format fo
 }
 
 /* Vectors k to k + count - 1 of it: x: [count] */
-TQKV__TARGET static TQKV__INLINE void TQKV__(values)(const tqkv_format format, const int per_lane, const int k,
-                                                     const int count, const TQKV__VECTOR *table, const uint8_t *p,
-                                                     const uint8_t *upper, TQKV__VECTOR *x)
+TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const int k, const int count,
+                             const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, TQKV__VECTOR *x)
 {
     TQKV__UNROLL
     for (int i = 0; i < count; i++) x[i] = TQKV__(value)(format, per_lane, k + i, table, p, upper);
 }
 
 /* The first n positions as floats. x: [n][TQKV__X_STRIDE] */
-TQKV__TARGET static TQKV__INLINE void TQKV__(decode)(const tqkv_format format, const int per_lane,
-                                                     const TQKV__(block) * block, int n, float *x)
+TQKV__OP void TQKV__(decode)(const tqkv_format format, const int per_lane, const TQKV__(block) * block, int n, float *x)
 {
     TQKV__VECTOR table[8];
     TQKV__(load_codebook)(format, block->stream, table);
@@ -1886,24 +1873,23 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(decode)(const tqkv_format format, c
 }
 
 /* Are the vectors of a run decoded together? They share work, which a compiler sees when nothing comes between them. */
-static TQKV__INLINE bool TQKV__(whole_runs)(const tqkv_format format)
+TQKV__OP bool TQKV__(whole_runs)(const tqkv_format format)
 {
     return TQKV__KIND(format) == TQKV__BOOK && (TQKV__RUN_TOGETHER || !TQKV__PACKED(format));
 }
 
 /* Makes the compiler read a table again each time. With 16 registers something has to be in memory, and better a table
    than a sum: nothing waits for a table. One row's sums leave room for both. */
-TQKV__TARGET static TQKV__INLINE const TQKV__VECTOR *TQKV__(reload)(const int rows, const TQKV__VECTOR *table)
+TQKV__OP const TQKV__VECTOR *TQKV__(reload)(const int rows, const TQKV__VECTOR *table)
 {
     if (TQKV__LANES == 8 && rows > 1) __asm__ volatile("" : "+r"(table)::"memory");
     return table;
 }
 
 /* sums[row][m] += the products of one run of four keys, at p, with the queries of a few rows, lane by lane */
-TQKV__TARGET static TQKV__INLINE void TQKV__(dot_run)(const tqkv_format format, const int per_lane, const int rows,
-                                                      const TQKV__VECTOR *table, const uint8_t *const *p, size_t at,
-                                                      size_t upper, const float *queries, size_t row_stride,
-                                                      TQKV__VECTOR (*sums)[4])
+TQKV__OP void TQKV__(dot_run)(const tqkv_format format, const int per_lane, const int rows, const TQKV__VECTOR *table,
+                              const uint8_t *const *p, size_t at, size_t upper, const float *queries, size_t row_stride,
+                              TQKV__VECTOR (*sums)[4])
 {
     TQKV__VECTOR x[8], query[TQKV__ROWS];
     if (TQKV__(whole_runs)(format)) {
@@ -1935,8 +1921,8 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(dot_run)(const tqkv_format format, 
 }
 
 /* A vector of scores of each row, (+)= factors * what the fours add up to. */
-TQKV__TARGET static TQKV__INLINE void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, int first,
-                                                           float (*fours)[TQKV__LANES * TQKV__LANES / 4])
+TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, int first,
+                                   float (*fours)[TQKV__LANES * TQKV__LANES / 4])
 {
     const TQKV__VECTOR factors = TQKV__(load)(block->factors + first);
     TQKV__UNROLL
@@ -1949,8 +1935,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(store_scores)(const int rows, const
 
 /* scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time: each is decoded once for all rows, and four
    sums of lanes cost little more than one. Writes whole vectors. */
-TQKV__TARGET static TQKV__INLINE void TQKV__(score)(const tqkv_format format, const int per_lane, const int rows,
-                                                    const TQKV__(block) * block)
+TQKV__OP void TQKV__(score)(const tqkv_format format, const int per_lane, const int rows, const TQKV__(block) * block)
 {
     TQKV__ALIGNED float fours[TQKV__ROWS][TQKV__LANES * TQKV__LANES / 4];
     const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
@@ -1992,10 +1977,9 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(score)(const tqkv_format format, co
 }
 
 /* sums[row][v] += weights[row] * vector k + v of the run at p; weights of rows are row_stride apart */
-TQKV__TARGET static TQKV__INLINE void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows,
-                                                           const int k, const int width, const TQKV__VECTOR *table,
-                                                           const uint8_t *p, const uint8_t *upper, const float *weights,
-                                                           int row_stride, TQKV__VECTOR (*sums)[8])
+TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows, const int k,
+                                   const int width, const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper,
+                                   const float *weights, int row_stride, TQKV__VECTOR (*sums)[8])
 {
     TQKV__VECTOR weight[TQKV__ROWS], x[8];
     if (TQKV__(whole_runs)(format)) {
@@ -2020,8 +2004,8 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(add_weighted)(const tqkv_format for
 
 /* out[row] += sum_j weights[row][j] * value[j]: the sums of a few vectors of all rows stay in registers over all
    positions. */
-TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate)(const tqkv_format format, const int per_lane, const int rows,
-                                                         const TQKV__(block) * block)
+TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int per_lane, const int rows,
+                                 const TQKV__(block) * block)
 {
     const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
     const int most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane; /* rows * width sums */
@@ -2055,7 +2039,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate)(const tqkv_format forma
 }
 
 /* As decode, for a codebook that no instruction looks up: eight codes a load, a vector of centroids a store. */
-TQKV__TARGET static TQKV__INLINE void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float *x)
+TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float *x)
 {
     const float *codebook = block->stream->codebook;
     for (int j = 0; j < n; j++, x += TQKV__X_STRIDE) {
@@ -2073,15 +2057,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(decode_by_loads)(const TQKV__(block
     }
 }
 
-/* A loop that knows how many rows it has, 1, 2 or `most`, and whether a row holds a whole run. */
-#define TQKV__BY_ROWS(loop, per_lane, most)                                                                            \
-    (rows == 1    ? TQKV__(loop)(format, per_lane, 1, block)                                                           \
-     : rows == 2  ? TQKV__(loop)(format, per_lane, 2, block)                                                           \
-     : (most) > 2 ? TQKV__(loop)(format, per_lane, most, block)                                                        \
-                  : (void)0)
-
-TQKV__TARGET static TQKV__INLINE void TQKV__(score_rows)(const tqkv_format format, const TQKV__(block) * block,
-                                                         int rows)
+TQKV__OP void TQKV__(score_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
 {
     const int most = format == TQKV__FLOATS ? TQKV__DECODED_SCORE_ROWS : TQKV__SCORE_ROWS;
     if (!TQKV__DIRECT(format)) return;
@@ -2091,8 +2067,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(score_rows)(const tqkv_format forma
         TQKV__BY_ROWS(score, TQKV__(per_lane)(format, true), most);
 }
 
-TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate_rows)(const tqkv_format format, const TQKV__(block) * block,
-                                                              int rows)
+TQKV__OP void TQKV__(accumulate_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
 {
     if (!TQKV__DIRECT(format)) return;
     if (TQKV__NARROW(format, block->dim))
@@ -2101,8 +2076,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(accumulate_rows)(const tqkv_format 
         TQKV__BY_ROWS(accumulate, TQKV__(per_lane)(format, true), TQKV__ROWS);
 }
 
-TQKV__TARGET static TQKV__INLINE void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n,
-                                                          float *x)
+TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
 {
     if (TQKV__BOOK_BITS(format) == 8 && !TQKV__DIRECT(format))
         TQKV__(decode_by_loads)(block, n, x);
@@ -2249,7 +2223,7 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
 /* >>kernels: encoding. The bytes are those of the scalar functions of >>codec: the same sums in the same order. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
-TQKV__TARGET static TQKV__INLINE void TQKV__(mix)(const int count, TQKV__VECTOR *x)
+TQKV__OP void TQKV__(mix)(const int count, TQKV__VECTOR *x)
 {
     TQKV__UNROLL
     for (int stage = 0; stage < 4; stage++) {
@@ -2266,8 +2240,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(mix)(const int count, TQKV__VECTOR 
 
 /* The stages up to count * LANES / 2, count vectors at a time in registers, after flipping signs; count is a constant.
    in, out: [head_dim] */
-TQKV__TARGET static TQKV__INLINE void TQKV__(hadamard_runs)(const int count, const float *in, int head_dim, bool flip,
-                                                            float *out)
+TQKV__OP void TQKV__(hadamard_runs)(const int count, const float *in, int head_dim, bool flip, float *out)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(count * TQKV__LANES == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
     for (int run = 0; run < head_dim; run += count * TQKV__LANES, in += count * TQKV__LANES) {
@@ -2291,7 +2264,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(hadamard_runs)(const int count, con
 }
 
 /* The stages h to h * count / 2 in place; count is a constant. */
-TQKV__TARGET static TQKV__INLINE void TQKV__(hadamard_across)(const int count, int h, int head_dim, float *x)
+TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, float *x)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(h * count == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
     for (int run = 0; run < head_dim; run += h * count)
@@ -2306,7 +2279,7 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(hadamard_across)(const int count, i
 }
 
 /* out = H(in)/sqrt(D), with signs flipped first if asked; in and out may be the same. */
-TQKV__TARGET static inline void TQKV__(hadamard)(const float *in, int head_dim, bool flip, float *out)
+TQKV__TARGET static void TQKV__(hadamard)(const float *in, int head_dim, bool flip, float *out)
 {
     int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;
     if (h == 4 * TQKV__LANES)
@@ -2330,7 +2303,7 @@ TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
 /* The sums of squares of LANES lanes of a row, each over its per_lane neighbours in order. A transpose brings the e-th
    neighbours of all lanes into one vector. With per_lane < LANES it leaves bit j of a lane's number at bit
    (j + log2(per_lane)) modulo log2(LANES) of its place. per_lane is a constant. */
-TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(lane_sums)(const int per_lane, const float *y)
+TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int per_lane, const float *y)
 {
     const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES;
     const int stride = per_lane < TQKV__LANES ? TQKV__LANES : per_lane;
@@ -2358,7 +2331,7 @@ TQKV__TARGET static TQKV__INLINE TQKV__VECTOR TQKV__(lane_sums)(const int per_la
 
 /* The 32 lanes' sums, added up by the xor-tree of tqkv__norms_tq where they share a norm; sums: [32]. head_dim is a
    constant. */
-TQKV__TARGET static TQKV__INLINE void TQKV__(row_sums)(const int head_dim, const float *y, float *sums)
+TQKV__OP void TQKV__(row_sums)(const int head_dim, const float *y, float *sums)
 {
     const int per_lane = head_dim / 32, width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES;
     const int vectors = 32 / TQKV__LANES, lanes_per_norm = TQKV__NORM_BLOCK(TQKV__BOOK, head_dim) / per_lane;
@@ -2387,27 +2360,13 @@ TQKV__TARGET static TQKV__INLINE void TQKV__(row_sums)(const int head_dim, const
 TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, float *sums)
 {
     TQKV__ALIGNED float lanes[32];
-    switch (s->head_dim) {
-    case 32:
-        TQKV__(row_sums)(32, y, lanes);
-        break;
-    case 64:
-        TQKV__(row_sums)(64, y, lanes);
-        break;
-    case 128:
-        TQKV__(row_sums)(128, y, lanes);
-        break;
-    case 256:
-        TQKV__(row_sums)(256, y, lanes);
-        break;
-    case 512:
-        TQKV__(row_sums)(512, y, lanes);
-        break;
-    default:
-        TQKV__(row_sums)(1024, y, lanes);
-        break;
-    }
-    for (int b = 0; b < s->norms_per_row; b++) sums[b] = lanes[32 / s->norms_per_row * b];
+#define TQKV__ROW_SUMS(D)                                                                                              \
+    if (s->head_dim == (D)) TQKV__(row_sums)(D, y, lanes);
+    TQKV__ROW_SUMS(32)
+    TQKV__ROW_SUMS(64)
+    TQKV__ROW_SUMS(128) TQKV__ROW_SUMS(256) TQKV__ROW_SUMS(512) TQKV__ROW_SUMS(1024)
+#undef TQKV__ROW_SUMS
+        for (int b = 0; b < s->norms_per_row; b++) sums[b] = lanes[32 / s->norms_per_row * b];
 }
 
 /* Norms and scales of a few rows, many roots and quotients at once, as tqkv__norm_tq has them. Whole vectors are
@@ -2443,7 +2402,7 @@ TQKV__TARGET static void TQKV__(norms_i8)(const tqkv__stream *s, const float *co
 }
 
 /* Steps 1 to 3 of encoding a row into y; returns y, or src where nothing is rotated. src, y: [head_dim] */
-TQKV__TARGET static inline const float *TQKV__(rotate_into)(const tqkv__stream *s, const float *src, float *y)
+TQKV__OP const float *TQKV__(rotate_into)(const tqkv__stream *s, const float *src, float *y)
 {
     if (!s->rotated) return src;
     TQKV__(hadamard)(src, s->head_dim, true, y);
@@ -2451,8 +2410,7 @@ TQKV__TARGET static inline const float *TQKV__(rotate_into)(const tqkv__stream *
 }
 
 /* Steps 4 to 7 for a few rows */
-TQKV__TARGET static inline void TQKV__(norms)(const tqkv__stream *s, const float *const *values, int n_rows,
-                                              float *norms, float *scales)
+TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms, float *scales)
 {
     if (s->kind == TQKV__GRID)
         TQKV__(norms_i8)(s, values, n_rows, norms, scales);
@@ -2475,9 +2433,8 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, const float *s
 }
 
 /* As tqkv__quantise, by the cells of tqkv__quantiser. bits is a constant. */
-TQKV__TARGET static TQKV__INLINE TQKV__(codes)
-    TQKV__(quantise)(const int bits, const tqkv__quantiser *q, const TQKV__(codes) * below, const TQKV__VECTOR *bounds,
-                     TQKV__VECTOR v)
+TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q, const TQKV__(codes) * below,
+                                        const TQKV__VECTOR *bounds, TQKV__VECTOR v)
 {
     TQKV__(codes) side;
     const TQKV__VECTOR w = TQKV__(fold)(1 << (bits - 1), v, &side);
@@ -2487,8 +2444,7 @@ TQKV__TARGET static TQKV__INLINE TQKV__(codes)
 }
 
 /* TQ8 where no instruction looks up tables so large: cells by vectors, look-ups by loads. */
-TQKV__TARGET static inline void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n, float scale,
-                                                       uint8_t *codes)
+TQKV__OP void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
     TQKV__ALIGNED float folded[4 * TQKV__LANES];
     TQKV__ALIGNED int32_t cells[4 * TQKV__LANES], sides[4 * TQKV__LANES];
@@ -2512,9 +2468,8 @@ TQKV__TARGET static inline void TQKV__(quantise_loads)(const tqkv__quantiser *q,
 }
 
 /* y: [head_dim], scales: [norms_per_row] -> row: [row_bytes]. format is a constant. */
-TQKV__TARGET static TQKV__INLINE void TQKV__(quantise_as)(const tqkv_format format, const tqkv__stream *s,
-                                                          const tqkv__quantiser *q, const float *y, const float *scales,
-                                                          uint8_t *row)
+TQKV__OP void TQKV__(quantise_as)(const tqkv_format format, const tqkv__stream *s, const tqkv__quantiser *q,
+                                  const float *y, const float *scales, uint8_t *row)
 {
     const int bits = TQKV__BOOK_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
     TQKV__(codes) below[4], four[4];
@@ -2613,16 +2568,10 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          
 
 /* What is of one set only. */
 #undef TQKV__VECTOR
-#undef TQKV__FLOATS
-#undef TQKV__PACKED
-#undef TQKV__DIRECT
-#undef TQKV__NARROW
-#undef TQKV__BY_ROWS
 #undef TQKV__ROW_LOOPS
 #undef TQKV__DECODE_LOOP
 #undef TQKV__LOOPS_OF
 #undef TQKV__QUANTISE_CASE
-#undef TQKV__X_STRIDE
 #undef TQKV__WIDTH
 #undef TQKV__SCORE_ROWS
 #undef TQKV__DECODED_SCORE_ROWS
@@ -2640,10 +2589,6 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
 #define TQKV__SETS
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* >>isa: what each instruction set brings to the kernels above */
 
 #if defined(__x86_64__)
@@ -2660,27 +2605,27 @@ extern "C" {
 typedef __m512 tqkv__vector_avx512;
 typedef __m512i tqkv__codes_avx512;
 
-TQKV__TARGET static inline __m512 tqkv__set1_avx512(float x) { return _mm512_set1_ps(x); }
-TQKV__TARGET static inline __m512 tqkv__fma_avx512(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+TQKV__OP __m512 tqkv__set1_avx512(float x) { return _mm512_set1_ps(x); }
+TQKV__OP __m512 tqkv__fma_avx512(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
 /* a > b ? a : b, so b where either is NaN; the same in every set */
-TQKV__TARGET static inline __m512 tqkv__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
-TQKV__TARGET static inline __m512 tqkv__abs_avx512(__m512 x) { return _mm512_abs_ps(x); }
-TQKV__TARGET static inline __m512 tqkv__copysign_avx512(__m512 magnitude, __m512 sign)
+TQKV__OP __m512 tqkv__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
+TQKV__OP __m512 tqkv__abs_avx512(__m512 x) { return _mm512_abs_ps(x); }
+TQKV__OP __m512 tqkv__copysign_avx512(__m512 magnitude, __m512 sign)
 {
     return _mm512_or_ps(magnitude, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign)); /* magnitude >= 0 */
 }
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored                                                                                         \
     "-Wsign-conversion" /* without optimisation GCC's intrinsic is a macro with a cast of -1 */
-TQKV__TARGET static inline __m512 tqkv__round_avx512(__m512 x) { return _mm512_roundscale_ps(x, 8); }
+TQKV__OP __m512 tqkv__round_avx512(__m512 x) { return _mm512_roundscale_ps(x, 8); }
 #pragma GCC diagnostic pop
-TQKV__TARGET static inline __m512 tqkv__exp2_avx512(__m512 n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
-TQKV__TARGET static inline float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
-TQKV__TARGET static inline float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
-TQKV__TARGET static inline float tqkv__sum_lanes_avx512(__m512 x) { return _mm512_reduce_add_ps(x); }
+TQKV__OP __m512 tqkv__exp2_avx512(__m512 n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
+TQKV__OP float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
+TQKV__OP float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
+TQKV__OP float tqkv__sum_lanes_avx512(__m512 x) { return _mm512_reduce_add_ps(x); }
 
 /* a * b, but 0 where a is 0 even beside an infinite or NaN b */
-TQKV__TARGET static inline __m512 tqkv__mul_nonzero_avx512(__m512 a, __m512 b)
+TQKV__OP __m512 tqkv__mul_nonzero_avx512(__m512 a, __m512 b)
 {
     return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ), a, b);
 }
@@ -2688,18 +2633,18 @@ TQKV__TARGET static inline __m512 tqkv__mul_nonzero_avx512(__m512 a, __m512 b)
 static inline __m128i tqkv__load_64(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)(const void *)p); }
 static inline __m128i tqkv__load_128(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)(const void *)p); }
 
-TQKV__TARGET static inline __m256i tqkv__load_256_avx512(const uint8_t *p)
+TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
 {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
 /* Nibbles: lane l holds the codes l * per_lane ... of a run, so that one shift moves the k-th code of every lane to bit
    0. */
-TQKV__TARGET static TQKV__INLINE __m512i tqkv__load_lower_avx512(const int per_lane, const uint8_t *p)
+TQKV__OP __m512i tqkv__load_lower_avx512(const int per_lane, const uint8_t *p)
 {
     return per_lane == 8 ? _mm512_loadu_si512((const void *)p) : _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
 }
 /* The upper bits of a run, those of each lane's codes from bit 0 of the lane up. */
-TQKV__TARGET static TQKV__INLINE __m512i tqkv__load_upper_avx512(const int bits, const int per_lane, const uint8_t *p)
+TQKV__OP __m512i tqkv__load_upper_avx512(const int bits, const int per_lane, const uint8_t *p)
 {
     if (bits == 6 && per_lane == 8) return _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
     if (bits == 6 || per_lane == 8) return _mm512_cvtepu8_epi32(tqkv__load_128(p));
@@ -2710,15 +2655,14 @@ TQKV__TARGET static TQKV__INLINE __m512i tqkv__load_upper_avx512(const int bits,
 }
 /* The k-th nibble of each lane in the lowest bits, above it the upper bits of the code from bit `bit` of high; what
    lies above the code is ignored by lookup. */
-TQKV__TARGET static TQKV__INLINE __m512i tqkv__pick_avx512(const int bits, __m512i low, const int k, __m512i high,
-                                                           const int bit)
+TQKV__OP __m512i tqkv__pick_avx512(const int bits, __m512i low, const int k, __m512i high, const int bit)
 {
     const __m512i code = _mm512_srli_epi32(low, (unsigned)(4 * k));
     if (bits == 4) return code;
     high = bit < 4 ? _mm512_slli_epi32(high, (unsigned)(4 - bit)) : _mm512_srli_epi32(high, (unsigned)(bit - 4));
     return _mm512_ternarylogic_epi32(code, high, _mm512_set1_epi32(bits == 5 ? 0x10 : 0x30), 0xd8);
 }
-TQKV__TARGET static TQKV__INLINE __m512 tqkv__permute_table_avx512(const int bits, const __m512 *table, __m512i codes)
+TQKV__OP __m512 tqkv__permute_table_avx512(const int bits, const __m512 *table, __m512i codes)
 {
     if (bits == 4) return _mm512_permutexvar_ps(codes, table[0]);
     const __m512 lower = _mm512_permutex2var_ps(table[0], codes, table[1]);
@@ -2728,8 +2672,7 @@ TQKV__TARGET static TQKV__INLINE __m512 tqkv__permute_table_avx512(const int bit
 }
 /* Of codes in bytes the bytes of the centroids are looked up: a register for each, of TQ8, of which symmetry leaves 128
    centroids, two. */
-TQKV__TARGET static TQKV__INLINE void tqkv__load_table_avx512(const int bits, const bool nibbles, const tqkv__stream *s,
-                                                              __m512 *table)
+TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const tqkv__stream *s, __m512 *table)
 {
     for (int i = 0; nibbles && i < 1 << (bits - 4); i++) table[i] = _mm512_loadu_ps(s->codebook + 16 * i);
     for (int p = 0; !nibbles && p < 4; p++) {
@@ -2737,9 +2680,8 @@ TQKV__TARGET static TQKV__INLINE void tqkv__load_table_avx512(const int bits, co
         if (bits == 8) table[4 + p] = _mm512_loadu_ps((const void *)(s->planes[p] + 64));
     }
 }
-TQKV__TARGET static TQKV__INLINE __m512 tqkv__centroids_of_nibbles_avx512(const int bits, const int per_lane,
-                                                                          const int k, const __m512 *table,
-                                                                          const uint8_t *p, const uint8_t *upper)
+TQKV__OP __m512 tqkv__centroids_of_nibbles_avx512(const int bits, const int per_lane, const int k, const __m512 *table,
+                                                  const uint8_t *p, const uint8_t *upper)
 {
     const __m512i low = tqkv__load_lower_avx512(per_lane, p);
     const __m512i high = bits > 4 ? tqkv__load_upper_avx512(bits, per_lane, upper) : low;
@@ -2747,8 +2689,7 @@ TQKV__TARGET static TQKV__INLINE __m512 tqkv__centroids_of_nibbles_avx512(const 
 }
 /* The bytes of 64 centroids, then put together. TQ8's table is of the lower half: of a code c of the upper half it takes ~c
    and flips the sign. */
-TQKV__TARGET static TQKV__INLINE __m512 tqkv__centroids_of_bytes_avx512(const int bits, const int k,
-                                                                        const __m512 *table, const uint8_t *p)
+TQKV__OP __m512 tqkv__centroids_of_bytes_avx512(const int bits, const int k, const __m512 *table, const uint8_t *p)
 {
     /* dword 4i + j goes to dword i of the 128-bit lane j: interleaving twice then leaves codes 16k to 16k + 15 in the
        k-th vector */
@@ -2766,24 +2707,21 @@ TQKV__TARGET static TQKV__INLINE __m512 tqkv__centroids_of_bytes_avx512(const in
     const __m512i high = k < 2 ? _mm512_unpacklo_epi8(bytes[2], bytes[3]) : _mm512_unpackhi_epi8(bytes[2], bytes[3]);
     return _mm512_castsi512_ps(k % 2 ? _mm512_unpackhi_epi16(low, high) : _mm512_unpacklo_epi16(low, high));
 }
-TQKV__TARGET static inline __m512 tqkv__load_i8_avx512(const uint8_t *p)
+TQKV__OP __m512 tqkv__load_i8_avx512(const uint8_t *p)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(tqkv__load_128(p)));
 }
-TQKV__TARGET static inline __m512 tqkv__load_f16_avx512(const uint8_t *p)
-{
-    return _mm512_cvtph_ps(tqkv__load_256_avx512(p));
-}
+TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
 
 /* Lane 4i + m: the sum of lanes 4i to 4i + 3 of x[m] */
-TQKV__TARGET static inline __m512 tqkv__sum_fours_avx512(const __m512 *x)
+TQKV__OP __m512 tqkv__sum_fours_avx512(const __m512 *x)
 {
     const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
     const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
     return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
 }
 /* x: four such vectors. Lane 4i + m: the sum of the lanes 4j + m of the i-th */
-TQKV__TARGET static inline __m512 tqkv__sum_across_avx512(const float *x)
+TQKV__OP __m512 tqkv__sum_across_avx512(const float *x)
 {
     const __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + 16), c = _mm512_load_ps(x + 32),
                  d = _mm512_load_ps(x + 48);
@@ -2793,27 +2731,27 @@ TQKV__TARGET static inline __m512 tqkv__sum_across_avx512(const float *x)
 }
 
 /* Encoding. An empty asm keeps a product from being fused with a following sum, as in tqkv__rounded. */
-TQKV__TARGET static inline __m512 tqkv__rounded_avx512(__m512 x)
+TQKV__OP __m512 tqkv__rounded_avx512(__m512 x)
 {
     __asm__("" : "+v"(x));
     return x;
 }
-TQKV__TARGET static inline __m512 tqkv__min_avx512(__m512 a, __m512 b) { return _mm512_min_ps(a, b); }
-TQKV__TARGET static inline __m512 tqkv__sqrt_avx512(__m512 x) { return _mm512_sqrt_ps(x); }
+TQKV__OP __m512 tqkv__min_avx512(__m512 a, __m512 b) { return _mm512_min_ps(a, b); }
+TQKV__OP __m512 tqkv__sqrt_avx512(__m512 x) { return _mm512_sqrt_ps(x); }
 /* x > least ? 1/x : 0 */
-TQKV__TARGET static inline __m512 tqkv__invert_above_avx512(float least, __m512 x)
+TQKV__OP __m512 tqkv__invert_above_avx512(float least, __m512 x)
 {
     return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GT_OQ), _mm512_set1_ps(1.0f), x);
 }
 /* The table's signs of elements d to d + LANES - 1 applied to x */
-TQKV__TARGET static inline __m512 tqkv__flip_avx512(__m512 x, int d)
+TQKV__OP __m512 tqkv__flip_avx512(__m512 x, int d)
 {
     uint16_t signs;
     memcpy(&signs, tqkv__tables.signs + d % 512 / 8, sizeof signs);
     return _mm512_mask_xor_ps(x, signs, x, _mm512_set1_ps(-0.0f));
 }
 /* Lane i of the result is lane i ^ distance of x; distance is a constant. */
-TQKV__TARGET static TQKV__INLINE __m512 tqkv__swap_avx512(const int distance, __m512 x)
+TQKV__OP __m512 tqkv__swap_avx512(const int distance, __m512 x)
 {
     if (distance == 1) return _mm512_permute_ps(x, 0xb1);
     if (distance == 2) return _mm512_permute_ps(x, 0x4e);
@@ -2821,7 +2759,7 @@ TQKV__TARGET static TQKV__INLINE __m512 tqkv__swap_avx512(const int distance, __
     return _mm512_shuffle_f32x4(x, x, 0x4e);
 }
 /* Lanes i and i ^ 2^stage become their sum and difference. One of the two is multiplied by -1, which is exact. */
-TQKV__TARGET static TQKV__INLINE __m512 tqkv__butterfly_avx512(const int stage, __m512 x)
+TQKV__OP __m512 tqkv__butterfly_avx512(const int stage, __m512 x)
 {
     const __mmask16 upper[4] = {0xaaaa, 0xcccc, 0xf0f0, 0xff00};
     const __m512 sign = _mm512_mask_blend_ps(upper[stage], _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
@@ -2829,21 +2767,21 @@ TQKV__TARGET static TQKV__INLINE __m512 tqkv__butterfly_avx512(const int stage, 
 }
 /* even: the lanes of a and b whose number has bit `stage` clear, those of b moved up by 2^stage; odd: the others, those
    of a moved down. */
-TQKV__TARGET static TQKV__INLINE __m512 tqkv__even_avx512(const int stage, __m512 a, __m512 b)
+TQKV__OP __m512 tqkv__even_avx512(const int stage, __m512 a, __m512 b)
 {
     if (stage == 0) return _mm512_mask_moveldup_ps(a, 0xaaaa, b);
     if (stage == 1) return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
     if (stage == 2) return _mm512_mask_shuffle_f32x4(a, 0xf0f0, b, b, 0xa0);
     return _mm512_shuffle_f32x4(a, b, 0x44);
 }
-TQKV__TARGET static TQKV__INLINE __m512 tqkv__odd_avx512(const int stage, __m512 a, __m512 b)
+TQKV__OP __m512 tqkv__odd_avx512(const int stage, __m512 a, __m512 b)
 {
     if (stage == 0) return _mm512_mask_movehdup_ps(b, 0x5555, a);
     if (stage == 1) return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
     if (stage == 2) return _mm512_mask_shuffle_f32x4(b, 0x0f0f, a, a, 0xf5);
     return _mm512_shuffle_f32x4(a, b, 0xee);
 }
-TQKV__TARGET static inline __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
+TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
 {
     return _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(x)));
 }
@@ -2851,7 +2789,7 @@ TQKV__TARGET static inline __m512i tqkv__larger_bits_avx512(__m512i largest, __m
 /* |v|, for positive v the float below it, so that "boundary <= result" counts ties down on both sides; NaN becomes far
    negative. With 2^bits codes, c boundaries passed and half = 2^(bits-1), the code is half + c on the positive side and
    half - 1 - c on the other: c ^ side. */
-TQKV__TARGET static TQKV__INLINE __m512 tqkv__fold_avx512(const int half, __m512 v, __m512i *side)
+TQKV__OP __m512 tqkv__fold_avx512(const int half, __m512 v, __m512i *side)
 {
     v = _mm512_max_ps(v, _mm512_set1_ps(-100.0f));
     const __mmask16 positive = _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_GT_OQ);
@@ -2859,36 +2797,36 @@ TQKV__TARGET static TQKV__INLINE __m512 tqkv__fold_avx512(const int half, __m512
     *side = _mm512_mask_blend_epi32(positive, _mm512_set1_epi32(half - 1), _mm512_set1_epi32(half));
     return _mm512_castsi512_ps(_mm512_mask_sub_epi32(size, positive, size, _mm512_set1_epi32(1)));
 }
-TQKV__TARGET static inline __m512i tqkv__truncate_avx512(__m512 x) { return _mm512_cvttps_epi32(x); }
-TQKV__TARGET static TQKV__INLINE void tqkv__load_below_avx512(const int bits, const uint8_t *table, __m512i *below)
+TQKV__OP __m512i tqkv__truncate_avx512(__m512 x) { return _mm512_cvttps_epi32(x); }
+TQKV__OP void tqkv__load_below_avx512(const int bits, const uint8_t *table, __m512i *below)
 {
     (void)bits; /* 64 entries are one register */
     below[0] = _mm512_loadu_si512((const void *)table);
 }
 /* By bytes: the upper three of each lane are 0, and so is the table's first. */
-TQKV__TARGET static TQKV__INLINE __m512i tqkv__below_avx512(const int bits, const __m512i *below, __m512i cells)
+TQKV__OP __m512i tqkv__below_avx512(const int bits, const __m512i *below, __m512i cells)
 {
     (void)bits;
     return _mm512_permutexvar_epi8(cells, below[0]);
 }
-TQKV__TARGET static TQKV__INLINE __m512 tqkv__bound_avx512(const int bits, const __m512 *bounds, __m512i index)
+TQKV__OP __m512 tqkv__bound_avx512(const int bits, const __m512 *bounds, __m512i index)
 {
     return bits < 6 ? _mm512_permutexvar_ps(index, bounds[0]) : _mm512_permutex2var_ps(bounds[0], index, bounds[1]);
 }
 /* The code, of the count before the cell and the one boundary that may lie in it */
-TQKV__TARGET static inline __m512i tqkv__finish_avx512(__m512i count, __m512 bound, __m512 w, __m512i side)
+TQKV__OP __m512i tqkv__finish_avx512(__m512i count, __m512 bound, __m512 w, __m512i side)
 {
     const __mmask16 above = _mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ);
     return _mm512_xor_si512(_mm512_mask_sub_epi32(count, above, count, _mm512_set1_epi32(-1)), side);
 }
-TQKV__TARGET static inline __m512i tqkv__quantise_i8_avx512(__m512 v)
+TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
 {
     v = _mm512_min_ps(v, _mm512_set1_ps(127.0f)); /* the second where either is NaN */
     v = _mm512_max_ps(v, _mm512_set1_ps(-127.0f));
     return _mm512_and_si512(_mm512_cvtps_epi32(v), _mm512_set1_epi32(255));
 }
 /* Four vectors of codes below 256 as bytes in one */
-TQKV__TARGET static inline __m512i tqkv__narrow_avx512(const __m512i *four)
+TQKV__OP __m512i tqkv__narrow_avx512(const __m512i *four)
 {
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     const __m512i mixed =
@@ -2896,13 +2834,13 @@ TQKV__TARGET static inline __m512i tqkv__narrow_avx512(const __m512i *four)
     return _mm512_permutexvar_epi32(order, mixed);
 }
 /* A vector of bytes: their low nibbles, and their bits from the fifth up, both as the formats have them. */
-TQKV__TARGET static inline void tqkv__pack_lower_avx512(__m512i codes, uint8_t *p)
+TQKV__OP void tqkv__pack_lower_avx512(__m512i codes, uint8_t *p)
 {
     const __m512i nibbles = _mm512_and_si512(codes, _mm512_set1_epi8(15));
     const __m512i pairs = _mm512_maddubs_epi16(nibbles, _mm512_set1_epi16(0x1001)); /* first + 16 * second */
     _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi16_epi8(pairs));
 }
-TQKV__TARGET static TQKV__INLINE void tqkv__pack_upper_avx512(const int upper_bits, __m512i codes, uint8_t *p)
+TQKV__OP void tqkv__pack_upper_avx512(const int upper_bits, __m512i codes, uint8_t *p)
 {
     if (upper_bits == 1) {
         const __mmask64 fifth = _mm512_test_epi8_mask(codes, _mm512_set1_epi8(16));
@@ -2914,7 +2852,7 @@ TQKV__TARGET static TQKV__INLINE void tqkv__pack_upper_avx512(const int upper_bi
     const __m512i fours = _mm512_madd_epi16(pairs, _mm512_set1_epi32(0x00100001));
     _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8(fours));
 }
-TQKV__TARGET static inline void tqkv__store_f16_avx512(uint8_t *p, __m512 x)
+TQKV__OP void tqkv__store_f16_avx512(uint8_t *p, __m512 x)
 {
     x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(65504.0f)), _mm512_set1_ps(-65504.0f));
     const __m256i halves = /* without a mask GCC's macro has a warning of its own */
@@ -2989,54 +2927,54 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
 typedef __m256 tqkv__vector_avx2;
 typedef __m256i tqkv__codes_avx2;
 
-TQKV__TARGET static inline __m256 tqkv__set1_avx2(float x) { return _mm256_set1_ps(x); }
-TQKV__TARGET static inline __m256 tqkv__fma_avx2(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
-TQKV__TARGET static inline __m256 tqkv__max_avx2(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
-TQKV__TARGET static inline __m256 tqkv__mul_nonzero_avx2(__m256 a, __m256 b)
+TQKV__OP __m256 tqkv__set1_avx2(float x) { return _mm256_set1_ps(x); }
+TQKV__OP __m256 tqkv__fma_avx2(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
+TQKV__OP __m256 tqkv__max_avx2(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
+TQKV__OP __m256 tqkv__mul_nonzero_avx2(__m256 a, __m256 b)
 {
     return _mm256_and_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_NEQ_UQ), _mm256_mul_ps(a, b));
 }
-TQKV__TARGET static inline __m256 tqkv__abs_avx2(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
-TQKV__TARGET static inline __m256 tqkv__copysign_avx2(__m256 magnitude, __m256 sign)
+TQKV__OP __m256 tqkv__abs_avx2(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+TQKV__OP __m256 tqkv__copysign_avx2(__m256 magnitude, __m256 sign)
 {
     return _mm256_or_ps(magnitude, _mm256_and_ps(_mm256_set1_ps(-0.0f), sign));
 }
-TQKV__TARGET static inline __m256 tqkv__round_avx2(__m256 x) { return _mm256_round_ps(x, 8); }
-TQKV__TARGET static inline __m256 tqkv__exp2_avx2(__m256 n)
+TQKV__OP __m256 tqkv__round_avx2(__m256 x) { return _mm256_round_ps(x, 8); }
+TQKV__OP __m256 tqkv__exp2_avx2(__m256 n)
 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
-TQKV__TARGET static inline float tqkv__first_lane_avx2(__m256 x) { return _mm256_cvtss_f32(x); }
-TQKV__TARGET static inline float tqkv__largest_lane_avx2(__m256 x)
+TQKV__OP float tqkv__first_lane_avx2(__m256 x) { return _mm256_cvtss_f32(x); }
+TQKV__OP float tqkv__largest_lane_avx2(__m256 x)
 {
     __m128 m = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     m = _mm_max_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
 }
-TQKV__TARGET static inline float tqkv__sum_lanes_avx2(__m256 x)
+TQKV__OP float tqkv__sum_lanes_avx2(__m256 x)
 {
     __m128 m = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     m = _mm_add_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
-TQKV__TARGET static inline __m256 tqkv__sum_fours_avx2(const __m256 *x)
+TQKV__OP __m256 tqkv__sum_fours_avx2(const __m256 *x)
 {
     const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
     const __m256 b = _mm256_add_ps(_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3]));
     return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
 }
-TQKV__TARGET static inline __m256 tqkv__sum_across_avx2(const float *x)
+TQKV__OP __m256 tqkv__sum_across_avx2(const float *x)
 {
     const __m256 a = _mm256_load_ps(x), b = _mm256_load_ps(x + 8);
     return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 /* Permutes look at the lowest three bits; blends, which look at the sign bit, choose by those above. */
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
+TQKV__OP __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
 {
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table[0], codes), _mm256_permutevar8x32_ps(table[1], codes),
                             _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
 }
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
+TQKV__OP __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
 {
     return _mm256_blendv_ps(tqkv__permute_16_avx2(table, codes), tqkv__permute_16_avx2(table + 2, codes),
                             _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
@@ -3046,8 +2984,8 @@ TQKV__TARGET static TQKV__INLINE __m256 tqkv__permute_32_avx2(const __m256 *tabl
    place among 16, second: its sign bit says that it is among the second 16 of the half. Of those the table has the
    differences from the first: a shuffle gives 0 where the index is negative, and an exclusive or is cheaper than a
    blend. */
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, const __m256 *table,
-                                                                       __m256i index, __m256i upper, __m256i second)
+TQKV__OP __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, const __m256 *table, __m256i index,
+                                               __m256i upper, __m256i second)
 {
     const __m256i sign = _mm256_set1_epi8(-128), beyond = _mm256_or_si256(index, _mm256_andnot_si256(second, sign));
     __m256i bytes[4];
@@ -3062,8 +3000,7 @@ TQKV__TARGET static TQKV__INLINE __m256 tqkv__centroids_of_planes_avx2(const int
     const __m256i high = k < 2 ? _mm256_unpacklo_epi8(bytes[2], bytes[3]) : _mm256_unpackhi_epi8(bytes[2], bytes[3]);
     return _mm256_castsi256_ps(k % 2 ? _mm256_unpackhi_epi16(low, high) : _mm256_unpacklo_epi16(low, high));
 }
-TQKV__TARGET static TQKV__INLINE void tqkv__load_table_avx2(const int bits, const bool nibbles, const tqkv__stream *s,
-                                                            __m256 *table)
+TQKV__OP void tqkv__load_table_avx2(const int bits, const bool nibbles, const tqkv__stream *s, __m256 *table)
 {
     (void)nibbles; /* the bytes of centroids, always */
     for (int p = 0; p < 4; p++) {
@@ -3073,14 +3010,13 @@ TQKV__TARGET static TQKV__INLINE void tqkv__load_table_avx2(const int bits, cons
     }
 }
 /* All ones in the bytes that have the bit of `places` */
-TQKV__TARGET static inline __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i places)
+TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i places)
 {
     return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, places), places);
 }
 /* A run is 32 nibbles: 16 bytes, whose low nibbles go to the lower half of a vector and the high ones to the upper. */
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__centroids_of_nibbles_avx2(const int bits, const int per_lane, const int k,
-                                                                        const __m256 *table, const uint8_t *p,
-                                                                        const uint8_t *upper)
+TQKV__OP __m256 tqkv__centroids_of_nibbles_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
+                                                const uint8_t *p, const uint8_t *upper)
 {
     (void)per_lane; /* 4 */
     const __m256i shifts = _mm256_set_epi64x(4, 4, 0, 0), fifteen = _mm256_set1_epi8(15);
@@ -3104,8 +3040,7 @@ TQKV__TARGET static TQKV__INLINE __m256 tqkv__centroids_of_nibbles_avx2(const in
     return tqkv__centroids_of_planes_avx2(bits, k, table, _mm256_and_si256(_mm256_xor_si256(codes, half), fifteen),
                                           half, second);
 }
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__centroids_of_bytes_avx2(const int bits, const int k, const __m256 *table,
-                                                                      const uint8_t *p)
+TQKV__OP __m256 tqkv__centroids_of_bytes_avx2(const int bits, const int k, const __m256 *table, const uint8_t *p)
 {
     const __m256i order = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0); /* makes the four vectors whole */
     const __m256i bytes = _mm256_loadu_si256((const __m256i *)(const void *)p);
@@ -3115,36 +3050,36 @@ TQKV__TARGET static TQKV__INLINE __m256 tqkv__centroids_of_bytes_avx2(const int 
     return tqkv__centroids_of_planes_avx2(bits, k, table, index, half,
                                           _mm256_xor_si256(_mm256_slli_epi16(codes, 3), half));
 }
-TQKV__TARGET static inline __m256 tqkv__load_i8_avx2(const uint8_t *p)
+TQKV__OP __m256 tqkv__load_i8_avx2(const uint8_t *p)
 {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(tqkv__load_64(p)));
 }
-TQKV__TARGET static inline __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
+TQKV__OP __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
 
-TQKV__TARGET static inline __m256 tqkv__rounded_avx2(__m256 x)
+TQKV__OP __m256 tqkv__rounded_avx2(__m256 x)
 {
     __asm__("" : "+x"(x));
     return x;
 }
-TQKV__TARGET static inline __m256 tqkv__min_avx2(__m256 a, __m256 b) { return _mm256_min_ps(a, b); }
-TQKV__TARGET static inline __m256 tqkv__sqrt_avx2(__m256 x) { return _mm256_sqrt_ps(x); }
-TQKV__TARGET static inline __m256 tqkv__invert_above_avx2(float least, __m256 x)
+TQKV__OP __m256 tqkv__min_avx2(__m256 a, __m256 b) { return _mm256_min_ps(a, b); }
+TQKV__OP __m256 tqkv__sqrt_avx2(__m256 x) { return _mm256_sqrt_ps(x); }
+TQKV__OP __m256 tqkv__invert_above_avx2(float least, __m256 x)
 {
     return _mm256_and_ps(_mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GT_OQ), _mm256_div_ps(_mm256_set1_ps(1.0f), x));
 }
-TQKV__TARGET static inline __m256 tqkv__flip_avx2(__m256 x, int d)
+TQKV__OP __m256 tqkv__flip_avx2(__m256 x, int d)
 {
     const __m256i signs = _mm256_set1_epi32(tqkv__tables.signs[d % 512 / 8]);
     const __m256i moved = _mm256_sllv_epi32(signs, _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
     return _mm256_xor_ps(x, _mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)));
 }
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__swap_avx2(const int distance, __m256 x)
+TQKV__OP __m256 tqkv__swap_avx2(const int distance, __m256 x)
 {
     if (distance == 1) return _mm256_permute_ps(x, 0xb1);
     if (distance == 2) return _mm256_permute_ps(x, 0x4e);
     return _mm256_permute2f128_ps(x, x, 0x01);
 }
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__butterfly_avx2(const int stage, __m256 x)
+TQKV__OP __m256 tqkv__butterfly_avx2(const int stage, __m256 x)
 {
     const __m256 plus = _mm256_set1_ps(1.0f), minus = _mm256_set1_ps(-1.0f);
     const __m256 sign = stage == 0   ? _mm256_blend_ps(plus, minus, 0xaa)
@@ -3152,76 +3087,76 @@ TQKV__TARGET static TQKV__INLINE __m256 tqkv__butterfly_avx2(const int stage, __
                                      : _mm256_blend_ps(plus, minus, 0xf0);
     return _mm256_fmadd_ps(x, sign, tqkv__swap_avx2(1 << stage, x));
 }
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__even_avx2(const int stage, __m256 a, __m256 b)
+TQKV__OP __m256 tqkv__even_avx2(const int stage, __m256 a, __m256 b)
 {
     if (stage == 0) return _mm256_blend_ps(a, _mm256_moveldup_ps(b), 0xaa);
     if (stage == 1) return _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
     return _mm256_permute2f128_ps(a, b, 0x20);
 }
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__odd_avx2(const int stage, __m256 a, __m256 b)
+TQKV__OP __m256 tqkv__odd_avx2(const int stage, __m256 a, __m256 b)
 {
     if (stage == 0) return _mm256_blend_ps(_mm256_movehdup_ps(a), b, 0xaa);
     if (stage == 1) return _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
     return _mm256_permute2f128_ps(a, b, 0x31);
 }
-TQKV__TARGET static inline __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
+TQKV__OP __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
 {
     return _mm256_max_epu32(largest, _mm256_castps_si256(tqkv__abs_avx2(x)));
 }
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__fold_avx2(const int half, __m256 v, __m256i *side)
+TQKV__OP __m256 tqkv__fold_avx2(const int half, __m256 v, __m256i *side)
 {
     v = _mm256_max_ps(v, _mm256_set1_ps(-100.0f));
     const __m256i positive = _mm256_castps_si256(_mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_GT_OQ));
     *side = _mm256_sub_epi32(_mm256_set1_epi32(half - 1), positive);
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(tqkv__abs_avx2(v)), positive));
 }
-TQKV__TARGET static inline __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); }
+TQKV__OP __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); }
 /* Shuffles of bytes see 16 entries, in either half of the register. */
-TQKV__TARGET static TQKV__INLINE void tqkv__load_below_avx2(const int bits, const uint8_t *table, __m256i *below)
+TQKV__OP void tqkv__load_below_avx2(const int bits, const uint8_t *table, __m256i *below)
 {
     for (int i = 0; i < 1 << (bits - 4); i++) below[i] = _mm256_broadcastsi128_si256(tqkv__load_128(table + 16 * i));
 }
-TQKV__TARGET static TQKV__INLINE __m256i tqkv__below_32_avx2(const __m256i *below, __m256i cells)
+TQKV__OP __m256i tqkv__below_32_avx2(const __m256i *below, __m256i cells)
 {
     return _mm256_blendv_epi8(_mm256_shuffle_epi8(below[0], cells), _mm256_shuffle_epi8(below[1], cells),
                               _mm256_slli_epi32(cells, 3));
 }
-TQKV__TARGET static TQKV__INLINE __m256i tqkv__below_avx2(const int bits, const __m256i *below, __m256i cells)
+TQKV__OP __m256i tqkv__below_avx2(const int bits, const __m256i *below, __m256i cells)
 {
     if (bits == 4) return _mm256_shuffle_epi8(below[0], cells);
     if (bits == 5) return tqkv__below_32_avx2(below, cells);
     return _mm256_blendv_epi8(tqkv__below_32_avx2(below, cells), tqkv__below_32_avx2(below + 2, cells),
                               _mm256_slli_epi32(cells, 2));
 }
-TQKV__TARGET static TQKV__INLINE __m256 tqkv__bound_avx2(const int bits, const __m256 *bounds, __m256i index)
+TQKV__OP __m256 tqkv__bound_avx2(const int bits, const __m256 *bounds, __m256i index)
 {
     if (bits == 4) return _mm256_permutevar8x32_ps(bounds[0], index);
     return bits == 5 ? tqkv__permute_16_avx2(bounds, index) : tqkv__permute_32_avx2(bounds, index);
 }
-TQKV__TARGET static inline __m256i tqkv__finish_avx2(__m256i count, __m256 bound, __m256 w, __m256i side)
+TQKV__OP __m256i tqkv__finish_avx2(__m256i count, __m256 bound, __m256 w, __m256i side)
 {
     const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(bound, w, _CMP_LE_OQ));
     return _mm256_xor_si256(_mm256_sub_epi32(count, above), side);
 }
-TQKV__TARGET static inline __m256i tqkv__quantise_i8_avx2(__m256 v)
+TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
 {
     v = _mm256_max_ps(_mm256_min_ps(v, _mm256_set1_ps(127.0f)), _mm256_set1_ps(-127.0f));
     return _mm256_and_si256(_mm256_cvtps_epi32(v), _mm256_set1_epi32(255));
 }
-TQKV__TARGET static inline __m256i tqkv__narrow_avx2(const __m256i *four)
+TQKV__OP __m256i tqkv__narrow_avx2(const __m256i *four)
 {
     const __m256i mixed =
         _mm256_packus_epi16(_mm256_packus_epi32(four[0], four[1]), _mm256_packus_epi32(four[2], four[3]));
     return _mm256_permutevar8x32_epi32(mixed, _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0));
 }
-TQKV__TARGET static inline void tqkv__pack_lower_avx2(__m256i codes, uint8_t *p)
+TQKV__OP void tqkv__pack_lower_avx2(__m256i codes, uint8_t *p)
 {
     const __m256i nibbles = _mm256_and_si256(codes, _mm256_set1_epi8(15));
     const __m256i pairs = _mm256_maddubs_epi16(nibbles, _mm256_set1_epi16(0x1001));
     _mm_storeu_si128((__m128i *)(void *)p,
                      _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
 }
-TQKV__TARGET static TQKV__INLINE void tqkv__pack_upper_avx2(const int upper_bits, __m256i codes, uint8_t *p)
+TQKV__OP void tqkv__pack_upper_avx2(const int upper_bits, __m256i codes, uint8_t *p)
 {
     if (upper_bits == 1) {
         const int fifth = _mm256_movemask_epi8(_mm256_slli_epi16(codes, 3));
@@ -3234,7 +3169,7 @@ TQKV__TARGET static TQKV__INLINE void tqkv__pack_upper_avx2(const int upper_bits
     const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
     _mm_storel_epi64((__m128i *)(void *)p, _mm_packus_epi16(words, words));
 }
-TQKV__TARGET static inline void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
+TQKV__OP void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
 {
     x = _mm256_max_ps(_mm256_min_ps(x, _mm256_set1_ps(65504.0f)), _mm256_set1_ps(-65504.0f));
     _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -3266,34 +3201,34 @@ TQKV__TARGET static inline void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
 typedef float32x4_t tqkv__vector_neon;
 typedef uint32x4_t tqkv__codes_neon;
 
-static inline float32x4_t tqkv__set1_neon(float x) { return vdupq_n_f32(x); }
-static inline float32x4_t tqkv__fma_neon(float32x4_t a, float32x4_t b, float32x4_t c) { return vfmaq_f32(c, a, b); }
-static inline float32x4_t tqkv__max_neon(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
-static inline float32x4_t tqkv__abs_neon(float32x4_t x) { return vabsq_f32(x); }
-static inline float32x4_t tqkv__copysign_neon(float32x4_t magnitude, float32x4_t sign)
+TQKV__OP float32x4_t tqkv__set1_neon(float x) { return vdupq_n_f32(x); }
+TQKV__OP float32x4_t tqkv__fma_neon(float32x4_t a, float32x4_t b, float32x4_t c) { return vfmaq_f32(c, a, b); }
+TQKV__OP float32x4_t tqkv__max_neon(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+TQKV__OP float32x4_t tqkv__abs_neon(float32x4_t x) { return vabsq_f32(x); }
+TQKV__OP float32x4_t tqkv__copysign_neon(float32x4_t magnitude, float32x4_t sign)
 {
     return vbslq_f32(vdupq_n_u32(0x80000000u), sign, magnitude);
 }
-static inline float32x4_t tqkv__round_neon(float32x4_t x) { return vrndnq_f32(x); }
-static inline float32x4_t tqkv__exp2_neon(float32x4_t n)
+TQKV__OP float32x4_t tqkv__round_neon(float32x4_t x) { return vrndnq_f32(x); }
+TQKV__OP float32x4_t tqkv__exp2_neon(float32x4_t n)
 {
     return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23));
 }
-static inline float tqkv__first_lane_neon(float32x4_t x) { return vgetq_lane_f32(x, 0); }
-static inline float tqkv__largest_lane_neon(float32x4_t x) { return vmaxvq_f32(x); }
-static inline float tqkv__sum_lanes_neon(float32x4_t x) { return vaddvq_f32(x); }
-static inline float32x4_t tqkv__mul_nonzero_neon(float32x4_t a, float32x4_t b)
+TQKV__OP float tqkv__first_lane_neon(float32x4_t x) { return vgetq_lane_f32(x, 0); }
+TQKV__OP float tqkv__largest_lane_neon(float32x4_t x) { return vmaxvq_f32(x); }
+TQKV__OP float tqkv__sum_lanes_neon(float32x4_t x) { return vaddvq_f32(x); }
+TQKV__OP float32x4_t tqkv__mul_nonzero_neon(float32x4_t a, float32x4_t b)
 {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(vmulq_f32(a, b)), vceqzq_f32(a)));
 }
-static inline float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
+TQKV__OP float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
 {
     return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3]));
 }
-static inline float32x4_t tqkv__sum_across_neon(const float *x) { return vld1q_f32(x); }
+TQKV__OP float32x4_t tqkv__sum_across_neon(const float *x) { return vld1q_f32(x); }
 /* Table look-up is by bytes: code c is bytes 4c to 4c + 3, and 64 bytes are a table; an index beyond it changes
  * nothing. */
-static TQKV__INLINE float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
+TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
 {
     codes = vandq_u32(codes, vdupq_n_u32((1u << bits) - 1));
     uint8x16_t index = vreinterpretq_u8_u32(vmlaq_n_u32(vdupq_n_u32(0x03020100u), codes, 0x04040404u));
@@ -3309,8 +3244,8 @@ static TQKV__INLINE float32x4_t tqkv__permute_table_neon(const int bits, const f
 }
 /* The bytes of 16 centroids, looked up 16 codes at a time, and put together: the k-th of four vectors. upper: all ones
    where a code lies in the upper half, index: its place in the half */
-static TQKV__INLINE float32x4_t tqkv__centroids_of_planes_neon(const int bits, const int k, const float32x4_t *table,
-                                                               uint8x16_t index, uint8x16_t upper)
+TQKV__OP float32x4_t tqkv__centroids_of_planes_neon(const int bits, const int k, const float32x4_t *table,
+                                                    uint8x16_t index, uint8x16_t upper)
 {
     uint8x16_t bytes[4];
     TQKV__UNROLL
@@ -3324,25 +3259,23 @@ static TQKV__INLINE float32x4_t tqkv__centroids_of_planes_neon(const int bits, c
     const uint16x8_t high = vreinterpretq_u16_u8(k < 2 ? vzip1q_u8(bytes[2], bytes[3]) : vzip2q_u8(bytes[2], bytes[3]));
     return vreinterpretq_f32_u16(k % 2 ? vzip2q_u16(low, high) : vzip1q_u16(low, high));
 }
-static TQKV__INLINE void tqkv__load_table_neon(const int bits, const bool nibbles, const tqkv__stream *s,
-                                               float32x4_t *table)
+TQKV__OP void tqkv__load_table_neon(const int bits, const bool nibbles, const tqkv__stream *s, float32x4_t *table)
 {
     (void)nibbles; /* the bytes of centroids, always */
     for (int i = 0; i < (bits == 6 ? 8 : 4); i++)
         table[i] = vreinterpretq_f32_u8(vld1q_u8(s->planes[i % 4] + 16 * (i / 4)));
 }
 /* codes: [16], what lies above their bits is ignored */
-static TQKV__INLINE float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, const float32x4_t *table,
-                                                              uint8x16_t codes)
+TQKV__OP float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, const float32x4_t *table,
+                                                   uint8x16_t codes)
 {
     const uint8x16_t upper = vtstq_u8(codes, vdupq_n_u8((uint8_t)(1 << (bits - 1))));
     const uint8x16_t index = vandq_u8(veorq_u8(codes, upper), vdupq_n_u8((uint8_t)((1 << (bits - 1)) - 1)));
     return tqkv__centroids_of_planes_neon(bits, k, table, index, upper);
 }
 /* A run is 32 nibbles: of the low ones the first four vectors, of the high ones the others. */
-static TQKV__INLINE float32x4_t tqkv__centroids_of_nibbles_neon(const int bits, const int per_lane, const int k,
-                                                                const float32x4_t *table, const uint8_t *p,
-                                                                const uint8_t *upper)
+TQKV__OP float32x4_t tqkv__centroids_of_nibbles_neon(const int bits, const int per_lane, const int k,
+                                                     const float32x4_t *table, const uint8_t *p, const uint8_t *upper)
 {
     (void)per_lane; /* 8 */
     const uint8x16_t both = vld1q_u8(p), codes = k < 4 ? vandq_u8(both, vdupq_n_u8(15)) : vshrq_n_u8(both, 4);
@@ -3362,78 +3295,75 @@ static TQKV__INLINE float32x4_t tqkv__centroids_of_nibbles_neon(const int bits, 
     const uint8x16_t bytes = vreinterpretq_u8_u16(vorrq_u16(wide, vshlq_n_u16(wide, 4)));
     return tqkv__centroids_of_codes_neon(6, k % 4, table, vsliq_n_u8(codes, k < 4 ? bytes : vshrq_n_u8(bytes, 2), 4));
 }
-static TQKV__INLINE float32x4_t tqkv__centroids_of_bytes_neon(const int bits, const int k, const float32x4_t *table,
-                                                              const uint8_t *p)
+TQKV__OP float32x4_t tqkv__centroids_of_bytes_neon(const int bits, const int k, const float32x4_t *table,
+                                                   const uint8_t *p)
 {
     return tqkv__centroids_of_codes_neon(bits, k, table, vld1q_u8(p));
 }
-static inline float32x4_t tqkv__load_i8_neon(const uint8_t *p)
+TQKV__OP float32x4_t tqkv__load_i8_neon(const uint8_t *p)
 {
     uint64_t bytes = 0;
     memcpy(&bytes, p, 4);
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bytes)))));
 }
-static inline float32x4_t tqkv__load_f16_neon(const uint8_t *p)
-{
-    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
-}
+TQKV__OP float32x4_t tqkv__load_f16_neon(const uint8_t *p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
 
-static inline float32x4_t tqkv__rounded_neon(float32x4_t x)
+TQKV__OP float32x4_t tqkv__rounded_neon(float32x4_t x)
 {
     __asm__("" : "+w"(x));
     return x;
 }
-static inline float32x4_t tqkv__min_neon(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
-static inline float32x4_t tqkv__sqrt_neon(float32x4_t x) { return vsqrtq_f32(x); }
-static inline float32x4_t tqkv__invert_above_neon(float least, float32x4_t x)
+TQKV__OP float32x4_t tqkv__min_neon(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+TQKV__OP float32x4_t tqkv__sqrt_neon(float32x4_t x) { return vsqrtq_f32(x); }
+TQKV__OP float32x4_t tqkv__invert_above_neon(float least, float32x4_t x)
 {
     const uint32x4_t above = vcgtq_f32(x, vdupq_n_f32(least));
     return vreinterpretq_f32_u32(vandq_u32(above, vreinterpretq_u32_f32(vdivq_f32(vdupq_n_f32(1.0f), x))));
 }
-static inline float32x4_t tqkv__flip_neon(float32x4_t x, int d)
+TQKV__OP float32x4_t tqkv__flip_neon(float32x4_t x, int d)
 {
     const int32_t places[4] = {31, 30, 29, 28};
     const uint32x4_t signs = vdupq_n_u32((uint32_t)tqkv__tables.signs[d % 512 / 8] >> (d % 8));
     const uint32x4_t moved = vandq_u32(vshlq_u32(signs, vld1q_s32(places)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(x), moved));
 }
-static TQKV__INLINE float32x4_t tqkv__swap_neon(const int distance, float32x4_t x)
+TQKV__OP float32x4_t tqkv__swap_neon(const int distance, float32x4_t x)
 {
     return distance == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2);
 }
-static TQKV__INLINE float32x4_t tqkv__butterfly_neon(const int stage, float32x4_t x)
+TQKV__OP float32x4_t tqkv__butterfly_neon(const int stage, float32x4_t x)
 {
     const float signs[2][4] = {{1.0f, -1.0f, 1.0f, -1.0f}, {1.0f, 1.0f, -1.0f, -1.0f}};
     return vfmaq_f32(tqkv__swap_neon(1 << stage, x), x, vld1q_f32(signs[stage]));
 }
-static TQKV__INLINE float32x4_t tqkv__even_neon(const int stage, float32x4_t a, float32x4_t b)
+TQKV__OP float32x4_t tqkv__even_neon(const int stage, float32x4_t a, float32x4_t b)
 {
     if (stage == 0) return vtrn1q_f32(a, b);
     return vreinterpretq_f32_f64(vtrn1q_f64(vreinterpretq_f64_f32(a), vreinterpretq_f64_f32(b)));
 }
-static TQKV__INLINE float32x4_t tqkv__odd_neon(const int stage, float32x4_t a, float32x4_t b)
+TQKV__OP float32x4_t tqkv__odd_neon(const int stage, float32x4_t a, float32x4_t b)
 {
     if (stage == 0) return vtrn2q_f32(a, b);
     return vreinterpretq_f32_f64(vtrn2q_f64(vreinterpretq_f64_f32(a), vreinterpretq_f64_f32(b)));
 }
-static inline uint32x4_t tqkv__larger_bits_neon(uint32x4_t largest, float32x4_t x)
+TQKV__OP uint32x4_t tqkv__larger_bits_neon(uint32x4_t largest, float32x4_t x)
 {
     return vmaxq_u32(largest, vreinterpretq_u32_f32(vabsq_f32(x)));
 }
-static TQKV__INLINE float32x4_t tqkv__fold_neon(const int half, float32x4_t v, uint32x4_t *side)
+TQKV__OP float32x4_t tqkv__fold_neon(const int half, float32x4_t v, uint32x4_t *side)
 {
     v = tqkv__max_neon(v, vdupq_n_f32(-100.0f));
     const uint32x4_t positive = vcgtzq_f32(v);
     *side = vsubq_u32(vdupq_n_u32((uint32_t)half - 1u), positive);
     return vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(vabsq_f32(v)), positive));
 }
-static inline uint32x4_t tqkv__truncate_neon(float32x4_t x) { return vcvtq_u32_f32(x); }
-static TQKV__INLINE void tqkv__load_below_neon(const int bits, const uint8_t *table, uint32x4_t *below)
+TQKV__OP uint32x4_t tqkv__truncate_neon(float32x4_t x) { return vcvtq_u32_f32(x); }
+TQKV__OP void tqkv__load_below_neon(const int bits, const uint8_t *table, uint32x4_t *below)
 {
     for (int i = 0; i < 1 << (bits - 4); i++) below[i] = vreinterpretq_u32_u8(vld1q_u8(table + 16 * i));
 }
 /* By bytes: the upper three of each lane are 0, and so is the table's first. */
-static TQKV__INLINE uint32x4_t tqkv__below_neon(const int bits, const uint32x4_t *below, uint32x4_t cells)
+TQKV__OP uint32x4_t tqkv__below_neon(const int bits, const uint32x4_t *below, uint32x4_t cells)
 {
     uint8x16x4_t t;
     const uint8x16_t index = vreinterpretq_u8_u32(cells);
@@ -3444,32 +3374,32 @@ static TQKV__INLINE uint32x4_t tqkv__below_neon(const int bits, const uint32x4_t
                                 : bits == 5 ? vqtbl2q_u8(half, index)
                                             : vqtbl4q_u8(t, index));
 }
-static TQKV__INLINE float32x4_t tqkv__bound_neon(const int bits, const float32x4_t *bounds, uint32x4_t index)
+TQKV__OP float32x4_t tqkv__bound_neon(const int bits, const float32x4_t *bounds, uint32x4_t index)
 {
     return tqkv__permute_table_neon(bits == 6 ? 5 : 4, bounds, index);
 }
-static inline uint32x4_t tqkv__finish_neon(uint32x4_t count, float32x4_t bound, float32x4_t w, uint32x4_t side)
+TQKV__OP uint32x4_t tqkv__finish_neon(uint32x4_t count, float32x4_t bound, float32x4_t w, uint32x4_t side)
 {
     return veorq_u32(vsubq_u32(count, vcleq_f32(bound, w)), side);
 }
-static inline uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
+TQKV__OP uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
 {
     v = tqkv__max_neon(tqkv__min_neon(v, vdupq_n_f32(127.0f)), vdupq_n_f32(-127.0f));
     return vreinterpretq_u32_s32(vcvtnq_s32_f32(v));
 }
-static inline uint32x4_t tqkv__narrow_neon(const uint32x4_t *four)
+TQKV__OP uint32x4_t tqkv__narrow_neon(const uint32x4_t *four)
 {
     const uint16x8_t low = vcombine_u16(vmovn_u32(four[0]), vmovn_u32(four[1]));
     const uint16x8_t high = vcombine_u16(vmovn_u32(four[2]), vmovn_u32(four[3]));
     return vreinterpretq_u32_u8(vcombine_u8(vmovn_u16(low), vmovn_u16(high)));
 }
 /* A vector of bytes: their low nibbles, and their bits from the fifth up, both as the formats have them. */
-static inline void tqkv__pack_lower_neon(uint32x4_t codes, uint8_t *p)
+TQKV__OP void tqkv__pack_lower_neon(uint32x4_t codes, uint8_t *p)
 {
     const uint8x16_t x = vreinterpretq_u8_u32(codes);
     vst1_u8(p, vget_low_u8(vsliq_n_u8(vuzp1q_u8(x, x), vuzp2q_u8(x, x), 4)));
 }
-static TQKV__INLINE void tqkv__pack_upper_neon(const int upper_bits, uint32x4_t codes, uint8_t *p)
+TQKV__OP void tqkv__pack_upper_neon(const int upper_bits, uint32x4_t codes, uint8_t *p)
 {
     const int8_t places[8] = {0, 1, 2, 3, 4, 5, 6, 7};
     const uint8x16_t upper = vshrq_n_u8(vreinterpretq_u8_u32(codes), 4);
@@ -3484,7 +3414,7 @@ static TQKV__INLINE void tqkv__pack_upper_neon(const int upper_bits, uint32x4_t 
     const uint32_t bytes = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(fours, fours))), 0);
     memcpy(p, &bytes, sizeof bytes);
 }
-static inline void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
+TQKV__OP void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
 {
     x = tqkv__max_neon(tqkv__min_neon(x, vdupq_n_f32(65504.0f)), vdupq_n_f32(-65504.0f));
     vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(x)));
@@ -4881,9 +4811,6 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     return TQKV_OK;
 }
 
-#ifdef __cplusplus
-}
-#endif
 #endif /* TQKV_IMPLEMENTATION */
 
 /* MIT License
