@@ -45,6 +45,8 @@
 
      TQKV_STATIC            every function is static: private to the including file
      TQKV_API               linkage of the public functions, by default `extern`
+     TQKV_EXPLAIN(text)     what to do with the reason of a refused call, a string that names the argument: for instance
+                            fprintf(stderr, "tqkv: %s\n", text). By default nothing.
      TQKV_ALLOW_FAST_MATH   compile in spite of -ffast-math and its parts. Codes and norms may then differ from other
                             builds and backends, and NaN or Inf in attention is undefined.
 
@@ -251,9 +253,16 @@ TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const float *q, float 
    [head_dim], the sum of exp(score - max) * value, in the values' basis. Nothing visible: -INFINITY, 0 and zeros. */
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const float *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
-/* Merges the slice src into dst; same shapes. Of a->keys and a->values only the shapes are read, here and in finish. */
+/* Merges the slice src into dst. Both must be over values in the same basis, which this call cannot see: of rotated
+   (TQ, I8) and not rotated values (F16, unrotated) it makes wrong sums. tqkv_attend_merge_slice merges those.
+   Of a->keys and a->values only the shapes are read, here and in the two calls below. */
 TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, float *max, float *sum,
                                        const float *src_out, const float *src_max, const float *src_sum);
+/* As tqkv_attend_merge, of a slice that was attended with `slice`, over stores of other formats: brings its sums into
+   the basis of a->values. n_heads, n_queries and head_dim are the same in both. */
+TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *a, float *out, float *max, float *sum,
+                                             const tqkv_attention *slice, const float *src_out, const float *src_max,
+                                             const float *src_sum);
 /* Adds the sinks, divides and un-rotates: out becomes what tqkv_attend would have written. */
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
 
@@ -854,6 +863,12 @@ typedef struct tqkv__backend {
 
 /* >>common: sizes, formats and what a valid store is */
 
+#ifndef TQKV_EXPLAIN
+#define TQKV_EXPLAIN(text) ((void)0)
+#endif
+/* The result of a refused call, after words for TQKV_EXPLAIN. */
+#define TQKV__REFUSE(result, text) (TQKV_EXPLAIN(text), TQKV_##result)
+
 #define TQKV__NOINLINE __attribute__((noinline))
 #define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
 #define TQKV__INLINE   inline __attribute__((always_inline))
@@ -886,6 +901,7 @@ static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_
 
 static bool tqkv__format_known(tqkv_format f) { return TQKV__KIND(f) != 0; }
 
+#define TQKV__HEAD_DIMS "head_dim: not 32, 64, 128, 256, 512 or 1024; pad rows with zeros and set scale"
 static bool tqkv__head_dim_known(int head_dim)
 {
     return head_dim >= 32 && head_dim <= TQKV_MAX_HEAD_DIM && (head_dim & (head_dim - 1)) == 0;
@@ -914,11 +930,15 @@ typedef struct tqkv__stream {
 static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
 {
     memset(s, 0, sizeof *s);
-    if (!store) return TQKV_INVALID_ARGUMENT;
-    if (!tqkv__format_known(store->format) || !tqkv__head_dim_known(store->head_dim)) return TQKV_UNSUPPORTED;
-    if (store->unrotated && !TQKV__PLAIN(store->format)) return TQKV_UNSUPPORTED;
-    if (store->n_kv_heads <= 0 || store->capacity <= 0) return TQKV_INVALID_ARGUMENT;
-    if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f)) return TQKV_INVALID_ARGUMENT;
+    if (!store) return TQKV__REFUSE(INVALID_ARGUMENT, "a store is NULL");
+    if (!tqkv__format_known(store->format)) return TQKV__REFUSE(UNSUPPORTED, "format: not a stored format");
+    if (!tqkv__head_dim_known(store->head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
+    if (store->unrotated && !TQKV__PLAIN(store->format))
+        return TQKV__REFUSE(UNSUPPORTED, "unrotated: only TQ5, TQ6, TQ8 and their _BYTES forms can be");
+    if (store->n_kv_heads <= 0) return TQKV__REFUSE(INVALID_ARGUMENT, "n_kv_heads is not positive");
+    if (store->capacity <= 0) return TQKV__REFUSE(INVALID_ARGUMENT, "capacity is not positive");
+    if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f))
+        return TQKV__REFUSE(INVALID_ARGUMENT, "block_scale is negative, NaN or infinite");
     s->format = store->format;
     s->kind = TQKV__KIND(s->format);
     s->main_bits = TQKV__MAIN_BITS(s->format);
@@ -938,7 +958,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->block_dim = s->norm_dim < TQKV__BLOCK ? s->norm_dim : TQKV__BLOCK;
     if (!tqkv__array_size(s->n_kv_heads, s->capacity, 1, s->row_bytes, &s->codes_size) ||
         !tqkv__array_size(s->n_kv_heads, s->capacity, s->norms_per_row, sizeof(float), &s->norms_size))
-        return TQKV_INVALID_ARGUMENT;
+        return TQKV__REFUSE(INVALID_ARGUMENT, "the store's size does not fit a size_t");
     return TQKV_OK;
 }
 
@@ -946,10 +966,13 @@ static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
 {
     tqkv_result r = tqkv__stream_shape(store, s);
     if (r != TQKV_OK) return r;
-    if (!store->codes || store->codes_size < s->codes_size) return TQKV_INVALID_ARGUMENT;
-    if (s->norms_size && (!store->norms || store->norms_size < s->norms_size)) return TQKV_INVALID_ARGUMENT;
-    if ((uintptr_t)store->norms % sizeof(float)) return TQKV_INVALID_ARGUMENT;
-    if (tqkv__overlap(store->codes, s->codes_size, store->norms, s->norms_size)) return TQKV_INVALID_ARGUMENT;
+    if (!store->codes || store->codes_size < s->codes_size)
+        return TQKV__REFUSE(INVALID_ARGUMENT, "codes: NULL or smaller than tqkv_codes_size");
+    if (s->norms_size && (!store->norms || store->norms_size < s->norms_size))
+        return TQKV__REFUSE(INVALID_ARGUMENT, "norms: NULL or smaller than tqkv_norms_size");
+    if ((uintptr_t)store->norms % sizeof(float)) return TQKV__REFUSE(INVALID_ARGUMENT, "norms: not aligned as floats");
+    if (tqkv__overlap(store->codes, s->codes_size, store->norms, s->norms_size))
+        return TQKV__REFUSE(INVALID_ARGUMENT, "codes and norms overlap");
     s->codes = (uint8_t *)store->codes;
     s->norms = store->norms;
     return TQKV_OK;
@@ -1391,22 +1414,33 @@ static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t
     }
 }
 
+static bool tqkv__basis_known(tqkv_basis basis) { return basis == TQKV_ORIGINAL || basis == TQKV_ROTATED; }
+
 static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t position)
 {
-    if (position < 0 || position > INT64_MAX - n) return TQKV_OUT_OF_RANGE;
-    return s->ring || position + n <= s->capacity ? TQKV_OK : TQKV_OUT_OF_RANGE;
+    if (position < 0 || position > INT64_MAX - n) return TQKV__REFUSE(OUT_OF_RANGE, "position: negative or too large");
+    if (s->ring || position + n <= s->capacity) return TQKV_OK;
+    return TQKV__REFUSE(OUT_OF_RANGE, "positions beyond the capacity of a linear store");
+}
+
+/* Rows [n][n_kv_heads][head_dim] of floats at p; *bytes: their size. */
+static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n, size_t *bytes)
+{
+    if (!p) return TQKV__REFUSE(INVALID_ARGUMENT, "the rows are NULL");
+    if (n < 0) return TQKV__REFUSE(INVALID_ARGUMENT, "the number of tokens or positions is negative");
+    if (tqkv__array_size(n, s->n_kv_heads, s->head_dim, sizeof(float), bytes)) return TQKV_OK;
+    return TQKV__REFUSE(INVALID_ARGUMENT, "the size of the rows does not fit a size_t");
 }
 
 /* The checks that encode and append share. */
 static tqkv_result tqkv__check_source(const tqkv__stream *s, const float *src, int n_tokens, int64_t position)
 {
     size_t bytes;
-    if (!src || n_tokens < 0 || !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), &bytes))
-        return TQKV_INVALID_ARGUMENT;
-    if (tqkv__stream_overlaps(s, src, bytes)) return TQKV_INVALID_ARGUMENT;
-    const tqkv_result r = tqkv__check_positions(s, n_tokens, position);
-    if (r != TQKV_OK) return r;
-    return tqkv__codec_for(s->head_dim)->rows_finite(src, bytes / sizeof(float)) ? TQKV_OK : TQKV_NOT_FINITE;
+    tqkv_result r = tqkv__check_rows(s, src, n_tokens, &bytes);
+    if (r != TQKV_OK || (r = tqkv__check_positions(s, n_tokens, position)) != TQKV_OK) return r;
+    if (tqkv__stream_overlaps(s, src, bytes)) return TQKV__REFUSE(INVALID_ARGUMENT, "src overlaps the store");
+    if (tqkv__codec_for(s->head_dim)->rows_finite(src, bytes / sizeof(float))) return TQKV_OK;
+    return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
 }
 
 /* After tqkv__check_source. Of a run longer than a ring only the tokens that stay are written, each slot once. */
@@ -1450,12 +1484,11 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const float *src, int n
     float norms[TQKV_MAX_HEAD_DIM / 128];
     tqkv_result r = tqkv__stream_shape(store, &s);
     if (r != TQKV_OK) return r;
-    if (!src || !scaled || n_tokens < 0 ||
-        !tqkv__array_size(n_tokens, s.n_kv_heads, s.head_dim, sizeof(float), &bytes) ||
-        tqkv__overlap(src, bytes, scaled, bytes))
-        return TQKV_INVALID_ARGUMENT;
+    if ((r = tqkv__check_rows(&s, src, n_tokens, &bytes)) != TQKV_OK) return r;
+    if (!scaled || tqkv__overlap(src, bytes, scaled, bytes))
+        return TQKV__REFUSE(INVALID_ARGUMENT, "scaled: NULL or overlaps src");
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
-    if (!codec->rows_finite(src, bytes / sizeof(float))) return TQKV_NOT_FINITE;
+    if (!codec->rows_finite(src, bytes / sizeof(float))) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
     const uint64_t mode = tqkv__fp_exact();
     for (size_t i = 0; i < bytes / sizeof(float); i += (size_t)s.head_dim)
         codec->scale_row(&s, src + i, scaled + i, norms);
@@ -1470,12 +1503,11 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
     size_t bytes;
     tqkv_result r = tqkv__stream_open(store, &s);
     if (r != TQKV_OK) return r;
-    if (!dst || n_positions < 0 || (basis != TQKV_ORIGINAL && basis != TQKV_ROTATED)) return TQKV_INVALID_ARGUMENT;
-    if (n_positions > s.capacity) return TQKV_OUT_OF_RANGE;
+    if ((r = tqkv__check_rows(&s, dst, n_positions, &bytes)) != TQKV_OK) return r;
+    if (!tqkv__basis_known(basis)) return TQKV__REFUSE(INVALID_ARGUMENT, "basis: no tqkv_basis");
+    if (n_positions > s.capacity) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
-    if (!tqkv__array_size(n_positions, s.n_kv_heads, s.head_dim, sizeof(float), &bytes) ||
-        tqkv__stream_overlaps(&s, dst, bytes))
-        return TQKV_INVALID_ARGUMENT;
+    if (tqkv__stream_overlaps(&s, dst, bytes)) return TQKV__REFUSE(INVALID_ARGUMENT, "dst overlaps the store");
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
     for (int p = 0; p < n_positions; p++) {
@@ -1492,9 +1524,9 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
 static tqkv_result tqkv__rotate_rows(float *rows, int n_rows, int head_dim, bool back)
 {
     size_t bytes;
-    if (!tqkv__head_dim_known(head_dim)) return TQKV_UNSUPPORTED;
+    if (!tqkv__head_dim_known(head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
     if (!rows || n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &bytes))
-        return TQKV_INVALID_ARGUMENT;
+        return TQKV__REFUSE(INVALID_ARGUMENT, "rows: NULL, a negative number of them, or too many");
     const tqkv__codec *codec = tqkv__codec_for(head_dim);
     const uint64_t mode = tqkv__fp_exact();
     for (int i = 0; i < n_rows; i++)
@@ -2364,7 +2396,9 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
     if (s->head_dim == (D)) TQKV__(row_sums)(D, y, lanes);
     TQKV__ROW_SUMS(32)
     TQKV__ROW_SUMS(64)
-    TQKV__ROW_SUMS(128) TQKV__ROW_SUMS(256) TQKV__ROW_SUMS(512) TQKV__ROW_SUMS(1024)
+    TQKV__ROW_SUMS(128)
+    TQKV__ROW_SUMS(256)
+    TQKV__ROW_SUMS(512) TQKV__ROW_SUMS(1024)
 #undef TQKV__ROW_SUMS
         for (int b = 0; b < s->norms_per_row; b++) sums[b] = lanes[32 / s->norms_per_row * b];
 }
@@ -2592,6 +2626,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          
 /* >>isa: what each instruction set brings to the kernels above */
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic push /* GCC 12 sees its own _mm512_undefined_epi32() as an uninitialised variable */
@@ -3450,12 +3485,15 @@ static const tqkv__isa *const tqkv__isas[] = {
 static bool tqkv__isa_present(const tqkv__isa *isa)
 {
 #if defined(__x86_64__)
+    unsigned eax, ebx, ecx = 0, edx;
     __builtin_cpu_init();
     if (isa == &tqkv__isa_avx512)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("fma");
-    if (isa == &tqkv__isa_avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+               __builtin_cpu_supports("avx512vbmi") && tqkv__isa_present(&tqkv__isa_avx2);
+    if (isa == &tqkv__isa_avx2)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && /* clang 14 does not know f16c */
+               __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
 #endif
     return isa != NULL;
 }
@@ -3496,8 +3534,8 @@ TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
 TQKV_API tqkv_result tqkv_isa_force(const char *name)
 {
     const tqkv__isa *isa = name ? tqkv__isa_named(name) : NULL;
-    if (name && !isa) return TQKV_INVALID_ARGUMENT;
-    if (name && !tqkv__isa_present(isa)) return TQKV_UNSUPPORTED;
+    if (name && !isa) return TQKV__REFUSE(INVALID_ARGUMENT, "name: no instruction set");
+    if (name && !tqkv__isa_present(isa)) return TQKV__REFUSE(UNSUPPORTED, "the processor lacks this instruction set");
     __atomic_store_n(&tqkv__isa_chosen, isa, __ATOMIC_RELEASE);
     return TQKV_OK;
 }
@@ -3547,7 +3585,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     tqkv_result result;
     tqkv_attention *call = &r->call;
     memset(r, 0, sizeof *r);
-    if (!a) return TQKV_INVALID_ARGUMENT;
+    if (!a) return TQKV__REFUSE(INVALID_ARGUMENT, "the attention is NULL");
     if ((result = tqkv__stream_shape(a->keys, &r->keys)) != TQKV_OK) return result;
     if ((result = tqkv__stream_shape(a->values, &r->values)) != TQKV_OK) return result;
     *call = *a;
@@ -3562,16 +3600,24 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     r->rotate_queries = r->keys.rotated && a->query_basis == TQKV_ORIGINAL;
     r->unrotate_output = r->values.rotated && a->output_basis == TQKV_ORIGINAL;
     r->isa = tqkv__isa_for(r->head_dim);
-    if (r->values.head_dim != r->head_dim || r->values.n_kv_heads != r->n_kv_heads || call->n_heads < 0 ||
-        call->n_queries < 0 || call->n_heads % r->n_kv_heads != 0 || call->window < 0 ||
-        !tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1) || (unsigned)a->query_basis > 1u ||
-        (unsigned)a->output_basis > 1u || !tqkv__resolve_allocator(&call->allocator))
-        return TQKV_INVALID_ARGUMENT;
+    if (r->values.head_dim != r->head_dim || r->values.n_kv_heads != r->n_kv_heads)
+        return TQKV__REFUSE(INVALID_ARGUMENT, "keys and values differ in head_dim or n_kv_heads");
+    if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
+        return TQKV__REFUSE(INVALID_ARGUMENT, "n_heads is not a multiple of n_kv_heads");
+    if (call->n_queries < 0 || call->window < 0)
+        return TQKV__REFUSE(INVALID_ARGUMENT, "n_queries or window is negative");
+    if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
+        return TQKV__REFUSE(INVALID_ARGUMENT, "scale or softcap is NaN or infinite");
+    if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
+        return TQKV__REFUSE(INVALID_ARGUMENT, "query_basis or output_basis: no tqkv_basis");
+    if (!tqkv__resolve_allocator(&call->allocator))
+        return TQKV__REFUSE(INVALID_ARGUMENT, "allocator: one of alloc and free is missing");
     if (!tqkv__array_size(call->n_queries, call->n_heads, 1, 1, &r->n_rows) ||
         !tqkv__size_multiply(r->n_rows, (size_t)r->head_dim, &r->n_elements) || r->n_elements > SIZE_MAX / 64 ||
         r->n_rows > (size_t)INT_MAX)
-        return TQKV_INVALID_ARGUMENT;
-    return tqkv__sinks_valid(call->sinks, call->n_heads) ? TQKV_OK : TQKV_NOT_FINITE;
+        return TQKV__REFUSE(INVALID_ARGUMENT, "n_queries * n_heads * head_dim is too large");
+    if (tqkv__sinks_valid(call->sinks, call->n_heads)) return TQKV_OK;
+    return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
 /* The bytes of the centroids, again and again where they are few, of TQ8 those of the lower half: codebooks are symmetric,
@@ -3587,12 +3633,12 @@ static void tqkv__fill_planes(tqkv__stream *s)
 /* Finds the resident range, after tqkv__attention_shape. */
 static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attention *r)
 {
-    if (a->end < 0 || a->kv_len < 0) return TQKV_INVALID_ARGUMENT;
+    if (a->end < 0 || a->kv_len < 0) return TQKV__REFUSE(INVALID_ARGUMENT, "end or kv_len is negative");
     const int capacity = r->keys.capacity < r->values.capacity ? r->keys.capacity : r->values.capacity;
     const int64_t kv_len = a->kv_len ? a->kv_len : a->end < capacity ? a->end : capacity;
-    if (kv_len > capacity || kv_len > a->end) return TQKV_OUT_OF_RANGE;
+    if (kv_len > capacity || kv_len > a->end) return TQKV__REFUSE(OUT_OF_RANGE, "kv_len is above capacity or end");
     if ((!r->keys.ring && a->end > r->keys.capacity) || (!r->values.ring && a->end > r->values.capacity))
-        return TQKV_OUT_OF_RANGE;
+        return TQKV__REFUSE(OUT_OF_RANGE, "end lies beyond the capacity of a linear store");
     r->first = a->end - kv_len;
     return TQKV_OK;
 }
@@ -3873,28 +3919,66 @@ static void tqkv__finish(const tqkv__attention *a, float *out, const float *max,
         tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out + row * (size_t)a->head_dim, max[row], sum[row]);
 }
 
-/* What attending checks of its arrays; max and sum may be NULL. */
-static tqkv_result tqkv__check_rows(const tqkv__attention *a, const float *q, const float *out, const float *max,
-                                    const float *sum)
+/* Arrays of one call; what is written may overlap nothing. */
+typedef struct tqkv__arrays {
+    const void *at[8];
+    size_t size[8];
+    int n;
+} tqkv__arrays;
+
+static void tqkv__add_array(tqkv__arrays *arrays, const void *at, size_t size)
 {
-    const size_t size = a->n_elements * sizeof(float), row_size = a->n_rows * sizeof(float);
-    const float *outputs[3] = {out, max, sum};
-    const size_t sizes[3] = {size, row_size, row_size};
-    if (!q || !out) return TQKV_INVALID_ARGUMENT;
-    for (int i = 0; i < 3; i++) {
-        if (tqkv__overlap(q, size, outputs[i], sizes[i]) || tqkv__stream_overlaps(&a->keys, outputs[i], sizes[i]) ||
-            tqkv__stream_overlaps(&a->values, outputs[i], sizes[i]) ||
-            tqkv__overlap(outputs[i], sizes[i], outputs[(i + 1) % 3], sizes[(i + 1) % 3]))
-            return TQKV_INVALID_ARGUMENT;
-    }
-    return a->isa->codec->rows_finite(q, a->n_elements) ? TQKV_OK : TQKV_NOT_FINITE;
+    arrays->at[arrays->n] = at;
+    arrays->size[arrays->n++] = size;
+}
+
+/* out, max and sum of a slice: [n_queries][n_heads][head_dim] and [n_queries][n_heads] */
+static void tqkv__add_slice(tqkv__arrays *arrays, const tqkv__attention *a, const void *out, const void *max,
+                            const void *sum)
+{
+    tqkv__add_array(arrays, out, a->n_elements * sizeof(float));
+    tqkv__add_array(arrays, max, a->n_rows * sizeof(float));
+    tqkv__add_array(arrays, sum, a->n_rows * sizeof(float));
+}
+
+/* The first n_written are written. */
+static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
+{
+    for (int i = 0; i < arrays->n; i++)
+        if (!arrays->at[i]) return TQKV__REFUSE(INVALID_ARGUMENT, "an array is NULL: q, out, max or sum");
+    for (int i = 0; i < n_written; i++)
+        for (int j = i + 1; j < arrays->n; j++)
+            if (tqkv__overlap(arrays->at[i], arrays->size[i], arrays->at[j], arrays->size[j]))
+                return TQKV__REFUSE(INVALID_ARGUMENT, "an output overlaps another array or the sinks");
+    return TQKV_OK;
+}
+
+/* As tqkv__check_arrays, of q, the stores and the sinks behind the outputs. */
+static tqkv_result tqkv__check_attend(const tqkv__attention *a, const float *q, tqkv__arrays *arrays)
+{
+    const int n_written = arrays->n;
+    tqkv__add_array(arrays, q, a->n_elements * sizeof(float));
+    if (a->call.sinks) tqkv__add_array(arrays, a->call.sinks, (size_t)a->call.n_heads * sizeof(float));
+    for (int i = 0; i < n_written; i++)
+        if (tqkv__stream_overlaps(&a->keys, arrays->at[i], arrays->size[i]) ||
+            tqkv__stream_overlaps(&a->values, arrays->at[i], arrays->size[i]))
+            return TQKV__REFUSE(INVALID_ARGUMENT, "an output overlaps a store");
+    const tqkv_result r = tqkv__check_arrays(arrays, n_written);
+    if (r != TQKV_OK || a->isa->codec->rows_finite(q, a->n_elements)) return r;
+    return TQKV__REFUSE(NOT_FINITE, "q holds NaN or infinity");
+}
+
+static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const float *q, const float *out)
+{
+    tqkv__arrays arrays = {{out}, {a->n_elements * sizeof(float)}, 1};
+    return tqkv__check_attend(a, q, &arrays);
 }
 
 /* After tqkv__attention_open: attends to all that is resident. */
 static tqkv_result tqkv__attend(const tqkv__attention *a, const float *q, float *out)
 {
     tqkv__job job;
-    tqkv_result r = tqkv__check_rows(a, q, out, NULL, NULL);
+    tqkv_result r = tqkv__check_q_out(a, q, out);
     if (r != TQKV_OK) return r;
     float *ends = (float *)a->call.allocator.alloc(a->call.allocator.user, 2 * a->n_rows * sizeof(float));
     if (!ends) return TQKV_OUT_OF_MEMORY;
@@ -3919,47 +4003,61 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
                                          float *out, float *max, float *sum)
 {
     tqkv__attention a;
+    tqkv__arrays arrays = {{NULL}, {0}, 0};
     tqkv__job job;
     tqkv_result r = tqkv__attention_open(attention, &a);
     if (r != TQKV_OK) return r;
-    if (count < 0 || !max || !sum) return TQKV_INVALID_ARGUMENT;
-    if (first < a.first || first > a.call.end || count > a.call.end - first) return TQKV_OUT_OF_RANGE;
-    if ((r = tqkv__check_rows(&a, q, out, max, sum)) != TQKV_OK) return r;
+    if (count < 0) return TQKV__REFUSE(INVALID_ARGUMENT, "count is negative");
+    if (first < a.first || first > a.call.end || count > a.call.end - first)
+        return TQKV__REFUSE(OUT_OF_RANGE, "the slice reaches beyond the resident positions");
+    tqkv__add_slice(&arrays, &a, out, max, sum);
+    if ((r = tqkv__check_attend(&a, q, &arrays)) != TQKV_OK) return r;
     tqkv__cut(&a, first, first + count, &job);
     if ((r = tqkv__job_run(&job, q)) == TQKV_OK) tqkv__job_collect(&job, out, max, sum);
     return r;
 }
 
+TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, float *out, float *max, float *sum,
+                                             const tqkv_attention *slice, const float *src_out, const float *src_max,
+                                             const float *src_sum)
+{
+    tqkv__attention a, from;
+    tqkv__arrays arrays = {{NULL}, {0}, 0};
+    tqkv_result r = tqkv__attention_shape(attention, &a);
+    if (r == TQKV_OK) r = tqkv__attention_shape(slice, &from);
+    if (r != TQKV_OK) return r;
+    if (from.head_dim != a.head_dim || from.call.n_heads != a.call.n_heads || from.call.n_queries != a.call.n_queries)
+        return TQKV__REFUSE(INVALID_ARGUMENT, "the slices differ in head_dim, n_heads or n_queries");
+    tqkv__add_slice(&arrays, &a, out, max, sum);
+    tqkv__add_slice(&arrays, &a, src_out, src_max, src_sum);
+    if ((r = tqkv__check_arrays(&arrays, 3)) != TQKV_OK) return r;
+    const size_t head_dim = (size_t)a.head_dim;
+    for (size_t row = 0; row < a.n_rows; row++) {
+        float source[TQKV_MAX_HEAD_DIM]; /* in the basis of a's values */
+        memcpy(source, src_out + row * head_dim, head_dim * sizeof(float));
+        if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.head_dim);
+        if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.head_dim);
+        tqkv__merge_row(a.head_dim, out + row * head_dim, &max[row], &sum[row], source, src_max[row], src_sum[row]);
+    }
+    return TQKV_OK;
+}
+
 TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *attention, float *out, float *max, float *sum,
                                        const float *src_out, const float *src_max, const float *src_sum)
 {
-    tqkv__attention a;
-    tqkv_result r = tqkv__attention_shape(attention, &a);
-    if (r != TQKV_OK) return r;
-    if (!out || !max || !sum || !src_out || !src_max || !src_sum) return TQKV_INVALID_ARGUMENT;
-    const size_t size = a.n_elements * sizeof(float), row_size = a.n_rows * sizeof(float);
-    const void *arrays[6] = {out, max, sum, src_out, src_max, src_sum};
-    const size_t sizes[6] = {size, row_size, row_size, size, row_size, row_size};
-    for (int i = 0; i < 3; i++) /* what is written, with everything after it */
-        for (int j = i + 1; j < 6; j++)
-            if (tqkv__overlap(arrays[i], sizes[i], arrays[j], sizes[j])) return TQKV_INVALID_ARGUMENT;
-    for (size_t row = 0; row < a.n_rows; row++)
-        tqkv__merge_row(a.head_dim, out + row * (size_t)a.head_dim, &max[row], &sum[row],
-                        src_out + row * (size_t)a.head_dim, src_max[row], src_sum[row]);
-    return TQKV_OK;
+    return tqkv_attend_merge_slice(attention, out, max, sum, attention, src_out, src_max, src_sum);
 }
 
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *out, const float *max, const float *sum)
 {
     tqkv__attention a;
+    tqkv__arrays arrays = {{NULL}, {0}, 0};
     tqkv_result r = tqkv__attention_shape(attention, &a);
     if (r != TQKV_OK) return r;
-    if (!out || !max || !sum) return TQKV_INVALID_ARGUMENT;
-    const size_t size = a.n_elements * sizeof(float), row_size = a.n_rows * sizeof(float);
-    if (tqkv__overlap(out, size, max, row_size) || tqkv__overlap(out, size, sum, row_size))
-        return TQKV_INVALID_ARGUMENT;
-    tqkv__finish(&a, out, max, sum);
-    return TQKV_OK;
+    tqkv__add_slice(&arrays, &a, out, max, sum);
+    if (a.call.sinks) tqkv__add_array(&arrays, a.call.sinks, (size_t)a.call.n_heads * sizeof(float));
+    if ((r = tqkv__check_arrays(&arrays, 1)) == TQKV_OK) tqkv__finish(&a, out, max, sum);
+    return r;
 }
 
 /* >>owner: a cache that owns its memory */
@@ -4019,7 +4117,7 @@ TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache *
     size_t sinks, key_codes, key_norms, value_codes, value_norms, end = sizeof c;
     if (!out) return TQKV_INVALID_ARGUMENT;
     *out = NULL;
-    if (!desc) return TQKV_INVALID_ARGUMENT;
+    if (!desc) return TQKV__REFUSE(INVALID_ARGUMENT, "desc is NULL");
     const tqkv_result r = tqkv__cache_resolve(desc, &c);
     if (r != TQKV_OK) return r;
     c.keys.codes_size = tqkv_codes_size(&c.keys);
@@ -4031,7 +4129,7 @@ TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache *
         !tqkv__reserve(&end, c.keys.norms_size, &key_norms) ||
         !tqkv__reserve(&end, c.values.codes_size, &value_codes) ||
         !tqkv__reserve(&end, c.values.norms_size, &value_norms) || end > SIZE_MAX - 63)
-        return TQKV_INVALID_ARGUMENT;
+        return TQKV__REFUSE(INVALID_ARGUMENT, "the size of the cache does not fit a size_t");
     c.size = end + 63;
     char *block = (char *)c.memory.alloc(c.memory.user, c.size);
     if (!block) return TQKV_OUT_OF_MEMORY;
@@ -4068,7 +4166,7 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const floa
 {
     tqkv__stream keys, values;
     tqkv_result r;
-    if (!c) return TQKV_INVALID_ARGUMENT;
+    if (!c) return TQKV__REFUSE(INVALID_ARGUMENT, "the cache is NULL");
     if ((r = tqkv__stream_open(&c->keys, &keys)) != TQKV_OK) return r;
     if ((r = tqkv__stream_open(&c->values, &values)) != TQKV_OK) return r;
     if ((r = tqkv__check_source(&keys, k, n_tokens, c->attention.end)) != TQKV_OK) return r;
@@ -4097,12 +4195,12 @@ static tqkv_result tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqk
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const float *q, int n_queries, float *out)
 {
     tqkv__attention a;
-    if (!c || n_queries < 0) return TQKV_INVALID_ARGUMENT;
+    if (!c || n_queries < 0) return TQKV__REFUSE(INVALID_ARGUMENT, "the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
     tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);
-    r = tqkv__check_rows(&a, q, out, NULL, NULL);
+    r = tqkv__check_q_out(&a, q, out);
     return r == TQKV_OK ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out) : r;
 }
 
@@ -4115,8 +4213,9 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
 
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 {
-    if (!c) return TQKV_INVALID_ARGUMENT;
-    if (end < 0 || end > c->attention.end || (end < c->first && end != 0)) return TQKV_OUT_OF_RANGE;
+    if (!c) return TQKV__REFUSE(INVALID_ARGUMENT, "the cache is NULL");
+    if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
+        return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
     if (end == 0) c->first = 0;
     c->attention.end = end;
     return TQKV_OK;
@@ -4261,7 +4360,8 @@ TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tq
     tqkv_result r = tqkv__stream_shape(keys ? &keys->shape : NULL, &ks);
     if (r == TQKV_OK) r = tqkv__stream_shape(values ? &values->shape : NULL, &vs);
     if (r != TQKV_OK) return r;
-    if (ks.head_dim != vs.head_dim || ks.n_kv_heads != vs.n_kv_heads) return TQKV_INVALID_ARGUMENT;
+    if (ks.head_dim != vs.head_dim || ks.n_kv_heads != vs.n_kv_heads)
+        return TQKV__REFUSE(INVALID_ARGUMENT, "keys and values differ in head_dim or n_kv_heads");
     tqkv__plan_begin(d, TQKV__ENCODE_KV, ks.head_dim);
     tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
@@ -4295,8 +4395,9 @@ TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *store, int64_t po
     size_t size;
     tqkv_result r = tqkv__stream_shape(store ? &store->shape : NULL, &s);
     if (r != TQKV_OK) return r;
-    if (n_positions < 0 || (unsigned)basis > 1u) return TQKV_INVALID_ARGUMENT;
-    if (n_positions > s.capacity) return TQKV_OUT_OF_RANGE;
+    if (n_positions < 0 || !tqkv__basis_known(basis))
+        return TQKV__REFUSE(INVALID_ARGUMENT, "n_positions is negative, or basis no tqkv_basis");
+    if (n_positions > s.capacity) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
     tqkv__plan_begin(d, TQKV__DECODE, s.head_dim);
     if ((r = tqkv__plan_rows(d, &s, n_positions, position, &size)) != TQKV_OK) return r;
@@ -4312,8 +4413,9 @@ TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int h
                                        tqkv__dispatch *d)
 {
     size_t size;
-    if (!tqkv__head_dim_known(head_dim)) return TQKV_UNSUPPORTED;
-    if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size)) return TQKV_INVALID_ARGUMENT;
+    if (!tqkv__head_dim_known(head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
+    if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size))
+        return TQKV__REFUSE(INVALID_ARGUMENT, "n_rows is negative or too large");
     tqkv__plan_begin(d, TQKV__ROTATE, head_dim);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
     d->args[0].rotate.n_rows = n_rows;
@@ -4474,7 +4576,8 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 /* The shape alone, as tqkv__attention_shape. */
 static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv_attention *to, tqkv__attention *a)
 {
-    if (!from || !from->keys || !from->values) return TQKV_INVALID_ARGUMENT;
+    if (!from || !from->keys || !from->values)
+        return TQKV__REFUSE(INVALID_ARGUMENT, "the attention, its keys or its values are NULL");
     *to = from->attention;
     to->keys = &from->keys->shape;
     to->values = &from->values->shape;
@@ -4721,7 +4824,7 @@ TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void
 {
     tqkv__pipe pipe;
     uint8_t header[TQKV__HEADER_SIZE];
-    if (!c || !write) return TQKV_INVALID_ARGUMENT;
+    if (!c || !write) return TQKV__REFUSE(INVALID_ARGUMENT, "the cache or write is NULL");
     const tqkv_store *keys = &c->keys;
     const tqkv_attention *a = &c->attention;
     const uint32_t fields[12] = {TQKV__SNAPSHOT_VERSION,     TQKV_TABLE_VERSION,         (uint32_t)keys->head_dim,
@@ -4786,7 +4889,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     int64_t first, end;
     if (!out) return TQKV_INVALID_ARGUMENT;
     *out = NULL;
-    if (!desc || !read) return TQKV_INVALID_ARGUMENT;
+    if (!desc || !read) return TQKV__REFUSE(INVALID_ARGUMENT, "desc or read is NULL");
     tqkv__pipe_open(&pipe, NULL, read, user);
     tqkv_result r = tqkv__move(&pipe, header, sizeof header);
     if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
@@ -4795,7 +4898,8 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     if (memcmp(header, tqkv__magic, 8) != 0 || !tqkv__parse_header(header, &found, &first, &end) ||
         tqkv__cache_resolve(&found, &checked) != TQKV_OK)
         return TQKV_CORRUPT;
-    if (!tqkv__desc_matches(desc, &found)) return TQKV_INVALID_ARGUMENT;
+    if (!tqkv__desc_matches(desc, &found))
+        return TQKV__REFUSE(INVALID_ARGUMENT, "a field of desc differs from the snapshot's");
     found.sinks = desc->sinks;
     found.parallel = desc->parallel;
     found.allocator = desc->allocator;
