@@ -2398,9 +2398,10 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
     TQKV__ROW_SUMS(64)
     TQKV__ROW_SUMS(128)
     TQKV__ROW_SUMS(256)
-    TQKV__ROW_SUMS(512) TQKV__ROW_SUMS(1024)
+    TQKV__ROW_SUMS(512)
+    TQKV__ROW_SUMS(1024)
 #undef TQKV__ROW_SUMS
-        for (int b = 0; b < s->norms_per_row; b++) sums[b] = lanes[32 / s->norms_per_row * b];
+    for (int b = 0; b < s->norms_per_row; b++) sums[b] = lanes[32 / s->norms_per_row * b];
 }
 
 /* Norms and scales of a few rows, many roots and quotients at once, as tqkv__norm_tq has them. Whole vectors are
@@ -4880,9 +4881,66 @@ static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_d
            (wanted->softcap == 0.0f || wanted->softcap == found->softcap);
 }
 
+/* A reader that holds the first `filled` bytes, of which `taken` have been passed on. */
+typedef struct tqkv__read_ahead {
+    tqkv_read read;
+    void *user;
+    tqkv_allocator memory;
+    uint8_t *bytes;
+    size_t size, filled, taken;
+} tqkv__read_ahead;
+
+static size_t tqkv__read_held(void *user, void *bytes, size_t n)
+{
+    tqkv__read_ahead *a = (tqkv__read_ahead *)user;
+    const size_t held = a->filled - a->taken;
+    if (!held) return a->read(a->user, bytes, n);
+    n = n < held ? n : held;
+    memcpy(bytes, a->bytes + a->taken, n);
+    a->taken += n;
+    return n;
+}
+
+static void tqkv__drop_held(tqkv__read_ahead *a)
+{
+    if (a->bytes) a->memory.free(a->memory.user, a->bytes, a->size);
+}
+
+/* Holds the first `wanted` bytes. Memory grows with what has arrived: at most twice of it, and 64 KiB. */
+static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
+{
+    while (a->filled < wanted) {
+        if (a->filled == a->size) {
+            const size_t size = a->size ? 2 * a->size : 65536;
+            uint8_t *bytes = (uint8_t *)a->memory.alloc(a->memory.user, size);
+            if (!bytes) return TQKV_OUT_OF_MEMORY;
+            if (a->filled) memcpy(bytes, a->bytes, a->filled);
+            tqkv__drop_held(a);
+            a->bytes = bytes;
+            a->size = size;
+        }
+        const size_t end = a->size < wanted ? a->size : wanted, room = end - a->filled; /* no byte behind a snapshot */
+        const size_t n = a->read(a->user, a->bytes + a->filled, room);
+        if (n == 0 || n > room) return n ? TQKV_IO : TQKV_CORRUPT;
+        a->filled += n;
+    }
+    return TQKV_OK;
+}
+
+/* A cache of a megabyte is made at once. Before a larger one is, a sixteenth of its size has to have arrived, or all that
+   the header announces: a short file cannot ask for much. */
+static size_t tqkv__wanted_ahead(const tqkv_cache *c, int64_t resident)
+{
+    const size_t keys = tqkv_codes_size(&c->keys) + tqkv_norms_size(&c->keys);
+    const size_t values = tqkv_codes_size(&c->values) + tqkv_norms_size(&c->values), all = keys + values;
+    const size_t row = all / (size_t)c->keys.capacity, announced = row * (size_t)resident;
+    return all <= 1048576 ? 0 : announced < all / 16 ? announced + 16 : all / 16;
+}
+
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out)
 {
     tqkv__pipe pipe;
+    tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
     uint8_t header[TQKV__HEADER_SIZE];
     tqkv_cache_desc found;
     tqkv_cache *c, checked;
@@ -4890,7 +4948,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     if (!out) return TQKV_INVALID_ARGUMENT;
     *out = NULL;
     if (!desc || !read) return TQKV__REFUSE(INVALID_ARGUMENT, "desc or read is NULL");
-    tqkv__pipe_open(&pipe, NULL, read, user);
+    tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
     tqkv_result r = tqkv__move(&pipe, header, sizeof header);
     if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
     if (r != TQKV_OK) return r;
@@ -4904,15 +4962,23 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     found.parallel = desc->parallel;
     found.allocator = desc->allocator;
     found.metal = desc->metal;
-    if ((r = tqkv_cache_create(&found, &c)) != TQKV_OK) return r;
-    c->first = first;
-    c->attention.end = end;
-    if ((r = tqkv__move_streams(&pipe, c)) != TQKV_OK) {
-        tqkv_cache_destroy(c);
+    if (!tqkv__resolve_allocator(&found.allocator)) return TQKV_INVALID_ARGUMENT;
+    ahead.memory = found.allocator;
+    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, end - first));
+    if (r == TQKV_OK) r = tqkv_cache_create(&found, &c);
+    if (r != TQKV_OK) {
+        tqkv__drop_held(&ahead);
         return r;
     }
-    *out = c;
-    return TQKV_OK;
+    c->first = first;
+    c->attention.end = end;
+    r = tqkv__move_streams(&pipe, c);
+    tqkv__drop_held(&ahead);
+    if (r == TQKV_OK)
+        *out = c;
+    else
+        tqkv_cache_destroy(c);
+    return r;
 }
 
 #endif /* TQKV_IMPLEMENTATION */
