@@ -28,18 +28,31 @@
 
    CONTENTS (search for the tag)
 
-     >>result      result codes
-     >>formats     formats and their sizes
-     >>store       one stream in the caller's memory: encode, decode, probe
-     >>rotate      the rotation by itself
-     >>attention   attention over two stores, whole or in slices
-     >>cache       a cache that owns its memory, save and load
-     >>metal       all of it on Apple's GPUs, with tqkv_metal.m
-     >>isa         the instruction set in use
-     >>shared      tables and argument structs, also read by the Metal shaders
-     >>plan        what tqkv_metal.m takes from the implementation
-     >>kernels     attention's inner loops, for each instruction set
-     >>common >>exact >>codec >>attend >>isa >>owner >>metal-plan >>snapshot     the implementation, in this order
+     declarations
+     >>formats        formats and their sizes
+     >>result         result codes
+     >>isa            the instruction set in use
+     >>store          one stream in the caller's memory: encode, decode, probe
+     >>rotate         the rotation alone
+     >>attention      attention over two stores, whole or in slices
+     >>cache          a cache that owns its memory, save and load
+     >>metal          all of it on Apple's GPUs, with tqkv_metal.m
+
+     implementation
+     >>shared         one row a format, tables, argument structs; also compiled as Metal
+     >>plan           what tqkv_metal.m takes from >>metal-plan
+     >>common         sizes, names, what a valid store is
+     >>exact          arithmetic whose bits depend on nothing but its operands
+     >>codec          rotation, norms, quantising, packing, and back: the specification
+     >>attend         types of attention, and attention in plain C
+     >>attend-kernels, >>encode-kernels     loops, compiled once for each instruction set
+     >>avx512, >>avx2, >>neon               what a set brings to them
+     >>sets           which set is in use
+     >>driver         tqkv_attend: checks, tasks, results
+     >>owner          tqkv_cache
+     >>metal-plan     each Metal call as a plan of dispatches
+     >>snapshot       save and load
+     >>licence
 
    BUILD OPTIONS (define before the include that has TQKV_IMPLEMENTATION)
 
@@ -120,8 +133,7 @@ typedef enum tqkv_format {
 extern "C" {
 #endif
 
-/* "f16", "tq4", "tq5", "tq6", "tq8", "tq5_bytes", "tq6_bytes", "i8"; "default" for TQKV_FORMAT_DEFAULT, "?" for no
- * format. */
+/* "f16", "tq4", "tq5", "tq6", "tq8", "tq5_bytes", "tq6_bytes", "i8"; TQKV_FORMAT_DEFAULT: "default"; none of them: "?" */
 TQKV_API const char *tqkv_format_name(tqkv_format f);
 /* The format of that name; TQKV_FORMAT_DEFAULT for NULL and for a name that is none of them. */
 TQKV_API tqkv_format tqkv_format_from_name(const char *name);
@@ -433,8 +445,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 #endif /* __METAL_VERSION__ */
 #endif /* TQKV_H */
 
-/* ---- The implementation starts here: stop reading if you only want the API.
- * ------------------------------------------ */
+/* ---- The implementation starts here: stop reading if you only want the API. ---- */
 
 // >>shared
 /* One source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible without the implementation. */
@@ -868,6 +879,7 @@ typedef struct tqkv__backend {
 #endif
 /* The result of a refused call, after words for TQKV_EXPLAIN. */
 #define TQKV__REFUSE(result, text) (TQKV_EXPLAIN(text), TQKV_##result)
+#define TQKV__INVALID(text)        TQKV__REFUSE(INVALID_ARGUMENT, text)
 
 #define TQKV__NOINLINE __attribute__((noinline))
 #define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
@@ -930,15 +942,15 @@ typedef struct tqkv__stream {
 static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
 {
     memset(s, 0, sizeof *s);
-    if (!store) return TQKV__REFUSE(INVALID_ARGUMENT, "a store is NULL");
+    if (!store) return TQKV__INVALID("a store is NULL");
     if (!tqkv__format_known(store->format)) return TQKV__REFUSE(UNSUPPORTED, "format: not a stored format");
     if (!tqkv__head_dim_known(store->head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
     if (store->unrotated && !TQKV__PLAIN(store->format))
         return TQKV__REFUSE(UNSUPPORTED, "unrotated: only TQ5, TQ6, TQ8 and their _BYTES forms can be");
-    if (store->n_kv_heads <= 0) return TQKV__REFUSE(INVALID_ARGUMENT, "n_kv_heads is not positive");
-    if (store->capacity <= 0) return TQKV__REFUSE(INVALID_ARGUMENT, "capacity is not positive");
+    if (store->n_kv_heads <= 0) return TQKV__INVALID("n_kv_heads is not positive");
+    if (store->capacity <= 0) return TQKV__INVALID("capacity is not positive");
     if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f))
-        return TQKV__REFUSE(INVALID_ARGUMENT, "block_scale is negative, NaN or infinite");
+        return TQKV__INVALID("block_scale: negative, NaN or infinite");
     s->format = store->format;
     s->kind = TQKV__KIND(s->format);
     s->main_bits = TQKV__MAIN_BITS(s->format);
@@ -958,7 +970,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->block_dim = s->norm_dim < TQKV__BLOCK ? s->norm_dim : TQKV__BLOCK;
     if (!tqkv__array_size(s->n_kv_heads, s->capacity, 1, s->row_bytes, &s->codes_size) ||
         !tqkv__array_size(s->n_kv_heads, s->capacity, s->norms_per_row, sizeof(float), &s->norms_size))
-        return TQKV__REFUSE(INVALID_ARGUMENT, "the store's size does not fit a size_t");
+        return TQKV__INVALID("a store of more than SIZE_MAX bytes");
     return TQKV_OK;
 }
 
@@ -966,13 +978,12 @@ static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
 {
     tqkv_result r = tqkv__stream_shape(store, s);
     if (r != TQKV_OK) return r;
-    if (!store->codes || store->codes_size < s->codes_size)
-        return TQKV__REFUSE(INVALID_ARGUMENT, "codes: NULL or smaller than tqkv_codes_size");
+    if (!store->codes || store->codes_size < s->codes_size) return TQKV__INVALID("codes: NULL or too small");
     if (s->norms_size && (!store->norms || store->norms_size < s->norms_size))
-        return TQKV__REFUSE(INVALID_ARGUMENT, "norms: NULL or smaller than tqkv_norms_size");
-    if ((uintptr_t)store->norms % sizeof(float)) return TQKV__REFUSE(INVALID_ARGUMENT, "norms: not aligned as floats");
+        return TQKV__INVALID("norms: NULL or too small");
+    if ((uintptr_t)store->norms % sizeof(float)) return TQKV__INVALID("norms: not aligned as floats");
     if (tqkv__overlap(store->codes, s->codes_size, store->norms, s->norms_size))
-        return TQKV__REFUSE(INVALID_ARGUMENT, "codes and norms overlap");
+        return TQKV__INVALID("codes and norms overlap");
     s->codes = (uint8_t *)store->codes;
     s->norms = store->norms;
     return TQKV_OK;
@@ -1314,6 +1325,9 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
     }
 }
 
+/* Beyond every boundary. The larger of a value and -TQKV__FAR has the value's code, and is no NaN. */
+#define TQKV__FAR 100.0f
+
 /* Quantising without bisection. The boundaries are symmetric, so the positive ones are enough. They are sorted into
    2^bits cells of equal width, too narrow for two of them. A value's cell is computed like a boundary's, and rounding
    keeps order, so boundaries in the cells before it lie below the value and those in the cells behind it above,
@@ -1420,16 +1434,16 @@ static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t p
 {
     if (position < 0 || position > INT64_MAX - n) return TQKV__REFUSE(OUT_OF_RANGE, "position: negative or too large");
     if (s->ring || position + n <= s->capacity) return TQKV_OK;
-    return TQKV__REFUSE(OUT_OF_RANGE, "positions beyond the capacity of a linear store");
+    return TQKV__REFUSE(OUT_OF_RANGE, "positions beyond a linear store");
 }
 
 /* Rows [n][n_kv_heads][head_dim] of floats at p; *bytes: their size. */
 static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n, size_t *bytes)
 {
-    if (!p) return TQKV__REFUSE(INVALID_ARGUMENT, "the rows are NULL");
-    if (n < 0) return TQKV__REFUSE(INVALID_ARGUMENT, "the number of tokens or positions is negative");
+    if (!p) return TQKV__INVALID("the rows are NULL");
+    if (n < 0) return TQKV__INVALID("the number of tokens or positions is negative");
     if (tqkv__array_size(n, s->n_kv_heads, s->head_dim, sizeof(float), bytes)) return TQKV_OK;
-    return TQKV__REFUSE(INVALID_ARGUMENT, "the size of the rows does not fit a size_t");
+    return TQKV__INVALID("rows of more than SIZE_MAX bytes");
 }
 
 /* The checks that encode and append share. */
@@ -1438,7 +1452,7 @@ static tqkv_result tqkv__check_source(const tqkv__stream *s, const float *src, i
     size_t bytes;
     tqkv_result r = tqkv__check_rows(s, src, n_tokens, &bytes);
     if (r != TQKV_OK || (r = tqkv__check_positions(s, n_tokens, position)) != TQKV_OK) return r;
-    if (tqkv__stream_overlaps(s, src, bytes)) return TQKV__REFUSE(INVALID_ARGUMENT, "src overlaps the store");
+    if (tqkv__stream_overlaps(s, src, bytes)) return TQKV__INVALID("src overlaps the store");
     if (tqkv__codec_for(s->head_dim)->rows_finite(src, bytes / sizeof(float))) return TQKV_OK;
     return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
 }
@@ -1485,8 +1499,7 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const float *src, int n
     tqkv_result r = tqkv__stream_shape(store, &s);
     if (r != TQKV_OK) return r;
     if ((r = tqkv__check_rows(&s, src, n_tokens, &bytes)) != TQKV_OK) return r;
-    if (!scaled || tqkv__overlap(src, bytes, scaled, bytes))
-        return TQKV__REFUSE(INVALID_ARGUMENT, "scaled: NULL or overlaps src");
+    if (!scaled || tqkv__overlap(src, bytes, scaled, bytes)) return TQKV__INVALID("scaled: NULL or overlaps src");
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     if (!codec->rows_finite(src, bytes / sizeof(float))) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
     const uint64_t mode = tqkv__fp_exact();
@@ -1504,10 +1517,10 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
     tqkv_result r = tqkv__stream_open(store, &s);
     if (r != TQKV_OK) return r;
     if ((r = tqkv__check_rows(&s, dst, n_positions, &bytes)) != TQKV_OK) return r;
-    if (!tqkv__basis_known(basis)) return TQKV__REFUSE(INVALID_ARGUMENT, "basis: no tqkv_basis");
+    if (!tqkv__basis_known(basis)) return TQKV__INVALID("basis: no tqkv_basis");
     if (n_positions > s.capacity) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
-    if (tqkv__stream_overlaps(&s, dst, bytes)) return TQKV__REFUSE(INVALID_ARGUMENT, "dst overlaps the store");
+    if (tqkv__stream_overlaps(&s, dst, bytes)) return TQKV__INVALID("dst overlaps the store");
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
     for (int p = 0; p < n_positions; p++) {
@@ -1526,7 +1539,7 @@ static tqkv_result tqkv__rotate_rows(float *rows, int n_rows, int head_dim, bool
     size_t bytes;
     if (!tqkv__head_dim_known(head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
     if (!rows || n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &bytes))
-        return TQKV__REFUSE(INVALID_ARGUMENT, "rows: NULL, a negative number of them, or too many");
+        return TQKV__INVALID("rows: NULL, or n_rows negative or too large");
     const tqkv__codec *codec = tqkv__codec_for(head_dim);
     const uint64_t mode = tqkv__fp_exact();
     for (int i = 0; i < n_rows; i++)
@@ -1582,9 +1595,8 @@ typedef struct tqkv__isa {
     const tqkv__codec *codec;
     /* scores[row][j] = q[row] . key[slot + j] for j < n; q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
     void (*score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows, float *scores);
-    /* Turns the scores of each row's span into weights exp(score - max), the others into 0, and brings the row's
-       running sums to the new maximum; spans, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][head_dim]
-     */
+    /* Turns the scores of each row's span into weights exp(score - max), the others into 0, and scales the row's sums to
+       the new maximum; spans, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
     void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, int n_rows, float *scores, float *max,
                          float *sum, float *out);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n; a weight of 0 adds nothing, not even a NaN norm of
@@ -1696,7 +1708,7 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
-/* >>kernels: attention's inner loops, written once. The implementation below includes this file again for each
+/* >>attend-kernels: attention's inner loops, written once. The implementation below includes this file again for each
    instruction set, with TQKV__(name) for that set's version of name, TQKV__LANES for the floats of its vector, and
    TQKV__TARGET for the attribute that lets the compiler use it. */
 #ifdef TQKV__LANES
@@ -2252,7 +2264,7 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
     }
 }
 
-/* >>kernels: encoding. The bytes are those of the scalar functions of >>codec: the same sums in the same order. */
+/* >>encode-kernels: encoding by vectors. The bytes are those of the scalar functions of >>codec: the same sums in the same order. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
 TQKV__OP void TQKV__(mix)(const int count, TQKV__VECTOR *x)
@@ -2624,8 +2636,6 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
 #define TQKV__SETS
 
-/* >>isa: what each instruction set brings to the kernels above */
-
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -2635,7 +2645,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
-/* ---- AVX-512, with the byte permutes of VBMI ---- */
+/* >>avx512: with the byte permutes of VBMI. The functions of a set have the same names in all sets, but for the suffix. */
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")))
 typedef __m512 tqkv__vector_avx512;
@@ -2684,8 +2694,7 @@ TQKV__OP __m512i tqkv__load_upper_avx512(const int bits, const int per_lane, con
 {
     if (bits == 6 && per_lane == 8) return _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
     if (bits == 6 || per_lane == 8) return _mm512_cvtepu8_epi32(tqkv__load_128(p));
-    /* TQ5 with four codes a lane: a byte serves two lanes; its copy shifted by 28 puts the upper half into the odd one
-     */
+    /* TQ5 with four codes a lane: a byte serves two lanes, and the copy shifted by 28 puts its upper half into the second. */
     const __m512i bytes = _mm512_cvtepu8_epi64(tqkv__load_64(p));
     return _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));
 }
@@ -2827,7 +2836,7 @@ TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
    half - 1 - c on the other: c ^ side. */
 TQKV__OP __m512 tqkv__fold_avx512(const int half, __m512 v, __m512i *side)
 {
-    v = _mm512_max_ps(v, _mm512_set1_ps(-100.0f));
+    v = _mm512_max_ps(v, _mm512_set1_ps(-TQKV__FAR));
     const __mmask16 positive = _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_GT_OQ);
     const __m512i size = _mm512_castps_si512(_mm512_abs_ps(v));
     *side = _mm512_mask_blend_epi32(positive, _mm512_set1_epi32(half - 1), _mm512_set1_epi32(half));
@@ -2957,7 +2966,7 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
 #define TQKV__SUMS               16 /* vectors of sums of values in registers */
 #include "tqkv.h"
 
-/* ---- AVX2 with FMA ---- */
+/* >>avx2: with FMA and F16C */
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 typedef __m256 tqkv__vector_avx2;
@@ -3141,7 +3150,7 @@ TQKV__OP __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
 }
 TQKV__OP __m256 tqkv__fold_avx2(const int half, __m256 v, __m256i *side)
 {
-    v = _mm256_max_ps(v, _mm256_set1_ps(-100.0f));
+    v = _mm256_max_ps(v, _mm256_set1_ps(-TQKV__FAR));
     const __m256i positive = _mm256_castps_si256(_mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_GT_OQ));
     *side = _mm256_sub_epi32(_mm256_set1_epi32(half - 1), positive);
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(tqkv__abs_avx2(v)), positive));
@@ -3231,7 +3240,7 @@ TQKV__OP void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
 #elif defined(__aarch64__) && !defined(__AARCH64EB__)
 #include <arm_neon.h>
 
-/* ---- NEON, which every AArch64 has ---- */
+/* >>neon: which every AArch64 has */
 
 #define TQKV__TARGET
 typedef float32x4_t tqkv__vector_neon;
@@ -3262,8 +3271,7 @@ TQKV__OP float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
     return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3]));
 }
 TQKV__OP float32x4_t tqkv__sum_across_neon(const float *x) { return vld1q_f32(x); }
-/* Table look-up is by bytes: code c is bytes 4c to 4c + 3, and 64 bytes are a table; an index beyond it changes
- * nothing. */
+/* By bytes: entry i is bytes 4i to 4i + 3, and 64 bytes are a table. An index beyond it changes nothing. */
 TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
 {
     codes = vandq_u32(codes, vdupq_n_u32((1u << bits) - 1));
@@ -3388,7 +3396,7 @@ TQKV__OP uint32x4_t tqkv__larger_bits_neon(uint32x4_t largest, float32x4_t x)
 }
 TQKV__OP float32x4_t tqkv__fold_neon(const int half, float32x4_t v, uint32x4_t *side)
 {
-    v = tqkv__max_neon(v, vdupq_n_f32(-100.0f));
+    v = tqkv__max_neon(v, vdupq_n_f32(-TQKV__FAR));
     const uint32x4_t positive = vcgtzq_f32(v);
     *side = vsubq_u32(vdupq_n_u32((uint32_t)half - 1u), positive);
     return vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(vabsq_f32(v)), positive));
@@ -3471,7 +3479,7 @@ TQKV__OP void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
 #include "tqkv.h"
 #endif
 
-/* >>sets: which of them is in use */
+/* >>sets: which instruction set is in use */
 
 /* Best first; those that this processor has are chosen from. */
 static const tqkv__isa *const tqkv__isas[] = {
@@ -3535,7 +3543,7 @@ TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
 TQKV_API tqkv_result tqkv_isa_force(const char *name)
 {
     const tqkv__isa *isa = name ? tqkv__isa_named(name) : NULL;
-    if (name && !isa) return TQKV__REFUSE(INVALID_ARGUMENT, "name: no instruction set");
+    if (name && !isa) return TQKV__INVALID("name: no instruction set");
     if (name && !tqkv__isa_present(isa)) return TQKV__REFUSE(UNSUPPORTED, "the processor lacks this instruction set");
     __atomic_store_n(&tqkv__isa_chosen, isa, __ATOMIC_RELEASE);
     return TQKV_OK;
@@ -3586,7 +3594,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     tqkv_result result;
     tqkv_attention *call = &r->call;
     memset(r, 0, sizeof *r);
-    if (!a) return TQKV__REFUSE(INVALID_ARGUMENT, "the attention is NULL");
+    if (!a) return TQKV__INVALID("the attention is NULL");
     if ((result = tqkv__stream_shape(a->keys, &r->keys)) != TQKV_OK) return result;
     if ((result = tqkv__stream_shape(a->values, &r->values)) != TQKV_OK) return result;
     *call = *a;
@@ -3602,21 +3610,19 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     r->unrotate_output = r->values.rotated && a->output_basis == TQKV_ORIGINAL;
     r->isa = tqkv__isa_for(r->head_dim);
     if (r->values.head_dim != r->head_dim || r->values.n_kv_heads != r->n_kv_heads)
-        return TQKV__REFUSE(INVALID_ARGUMENT, "keys and values differ in head_dim or n_kv_heads");
+        return TQKV__INVALID("keys and values differ in head_dim or n_kv_heads");
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
-        return TQKV__REFUSE(INVALID_ARGUMENT, "n_heads is not a multiple of n_kv_heads");
-    if (call->n_queries < 0 || call->window < 0)
-        return TQKV__REFUSE(INVALID_ARGUMENT, "n_queries or window is negative");
+        return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
+    if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
     if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
-        return TQKV__REFUSE(INVALID_ARGUMENT, "scale or softcap is NaN or infinite");
+        return TQKV__INVALID("scale or softcap is NaN or infinite");
     if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
-        return TQKV__REFUSE(INVALID_ARGUMENT, "query_basis or output_basis: no tqkv_basis");
-    if (!tqkv__resolve_allocator(&call->allocator))
-        return TQKV__REFUSE(INVALID_ARGUMENT, "allocator: one of alloc and free is missing");
+        return TQKV__INVALID("query_basis or output_basis: no tqkv_basis");
+    if (!tqkv__resolve_allocator(&call->allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     if (!tqkv__array_size(call->n_queries, call->n_heads, 1, 1, &r->n_rows) ||
         !tqkv__size_multiply(r->n_rows, (size_t)r->head_dim, &r->n_elements) || r->n_elements > SIZE_MAX / 64 ||
         r->n_rows > (size_t)INT_MAX)
-        return TQKV__REFUSE(INVALID_ARGUMENT, "n_queries * n_heads * head_dim is too large");
+        return TQKV__INVALID("n_queries * n_heads * head_dim is too large");
     if (tqkv__sinks_valid(call->sinks, call->n_heads)) return TQKV_OK;
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
@@ -3634,12 +3640,12 @@ static void tqkv__fill_planes(tqkv__stream *s)
 /* Finds the resident range, after tqkv__attention_shape. */
 static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attention *r)
 {
-    if (a->end < 0 || a->kv_len < 0) return TQKV__REFUSE(INVALID_ARGUMENT, "end or kv_len is negative");
+    if (a->end < 0 || a->kv_len < 0) return TQKV__INVALID("end or kv_len is negative");
     const int capacity = r->keys.capacity < r->values.capacity ? r->keys.capacity : r->values.capacity;
     const int64_t kv_len = a->kv_len ? a->kv_len : a->end < capacity ? a->end : capacity;
     if (kv_len > capacity || kv_len > a->end) return TQKV__REFUSE(OUT_OF_RANGE, "kv_len is above capacity or end");
     if ((!r->keys.ring && a->end > r->keys.capacity) || (!r->values.ring && a->end > r->values.capacity))
-        return TQKV__REFUSE(OUT_OF_RANGE, "end lies beyond the capacity of a linear store");
+        return TQKV__REFUSE(OUT_OF_RANGE, "end: beyond a linear store");
     r->first = a->end - kv_len;
     return TQKV_OK;
 }
@@ -3946,11 +3952,11 @@ static void tqkv__add_slice(tqkv__arrays *arrays, const tqkv__attention *a, cons
 static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
 {
     for (int i = 0; i < arrays->n; i++)
-        if (!arrays->at[i]) return TQKV__REFUSE(INVALID_ARGUMENT, "an array is NULL: q, out, max or sum");
+        if (!arrays->at[i]) return TQKV__INVALID("an array is NULL: q, out, max or sum");
     for (int i = 0; i < n_written; i++)
         for (int j = i + 1; j < arrays->n; j++)
             if (tqkv__overlap(arrays->at[i], arrays->size[i], arrays->at[j], arrays->size[j]))
-                return TQKV__REFUSE(INVALID_ARGUMENT, "an output overlaps another array or the sinks");
+                return TQKV__INVALID("an output overlaps another array or the sinks");
     return TQKV_OK;
 }
 
@@ -3963,7 +3969,7 @@ static tqkv_result tqkv__check_attend(const tqkv__attention *a, const float *q, 
     for (int i = 0; i < n_written; i++)
         if (tqkv__stream_overlaps(&a->keys, arrays->at[i], arrays->size[i]) ||
             tqkv__stream_overlaps(&a->values, arrays->at[i], arrays->size[i]))
-            return TQKV__REFUSE(INVALID_ARGUMENT, "an output overlaps a store");
+            return TQKV__INVALID("an output overlaps a store");
     const tqkv_result r = tqkv__check_arrays(arrays, n_written);
     if (r != TQKV_OK || a->isa->codec->rows_finite(q, a->n_elements)) return r;
     return TQKV__REFUSE(NOT_FINITE, "q holds NaN or infinity");
@@ -4008,9 +4014,9 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
     tqkv__job job;
     tqkv_result r = tqkv__attention_open(attention, &a);
     if (r != TQKV_OK) return r;
-    if (count < 0) return TQKV__REFUSE(INVALID_ARGUMENT, "count is negative");
+    if (count < 0) return TQKV__INVALID("count is negative");
     if (first < a.first || first > a.call.end || count > a.call.end - first)
-        return TQKV__REFUSE(OUT_OF_RANGE, "the slice reaches beyond the resident positions");
+        return TQKV__REFUSE(OUT_OF_RANGE, "the slice leaves the resident positions");
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if ((r = tqkv__check_attend(&a, q, &arrays)) != TQKV_OK) return r;
     tqkv__cut(&a, first, first + count, &job);
@@ -4028,7 +4034,7 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
     if (r == TQKV_OK) r = tqkv__attention_shape(slice, &from);
     if (r != TQKV_OK) return r;
     if (from.head_dim != a.head_dim || from.call.n_heads != a.call.n_heads || from.call.n_queries != a.call.n_queries)
-        return TQKV__REFUSE(INVALID_ARGUMENT, "the slices differ in head_dim, n_heads or n_queries");
+        return TQKV__INVALID("the slices differ in head_dim, n_heads or n_queries");
     tqkv__add_slice(&arrays, &a, out, max, sum);
     tqkv__add_slice(&arrays, &a, src_out, src_max, src_sum);
     if ((r = tqkv__check_arrays(&arrays, 3)) != TQKV_OK) return r;
@@ -4061,7 +4067,7 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
     return r;
 }
 
-/* >>owner: a cache that owns its memory */
+/* >>owner: the cache of >>cache */
 
 struct tqkv_cache {
     tqkv_attention attention; /* of one query over all that was appended; every default resolved, sinks in the block */
@@ -4118,7 +4124,7 @@ TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache *
     size_t sinks, key_codes, key_norms, value_codes, value_norms, end = sizeof c;
     if (!out) return TQKV_INVALID_ARGUMENT;
     *out = NULL;
-    if (!desc) return TQKV__REFUSE(INVALID_ARGUMENT, "desc is NULL");
+    if (!desc) return TQKV__INVALID("desc is NULL");
     const tqkv_result r = tqkv__cache_resolve(desc, &c);
     if (r != TQKV_OK) return r;
     c.keys.codes_size = tqkv_codes_size(&c.keys);
@@ -4130,7 +4136,7 @@ TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache *
         !tqkv__reserve(&end, c.keys.norms_size, &key_norms) ||
         !tqkv__reserve(&end, c.values.codes_size, &value_codes) ||
         !tqkv__reserve(&end, c.values.norms_size, &value_norms) || end > SIZE_MAX - 63)
-        return TQKV__REFUSE(INVALID_ARGUMENT, "the size of the cache does not fit a size_t");
+        return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
     c.size = end + 63;
     char *block = (char *)c.memory.alloc(c.memory.user, c.size);
     if (!block) return TQKV_OUT_OF_MEMORY;
@@ -4167,7 +4173,7 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const floa
 {
     tqkv__stream keys, values;
     tqkv_result r;
-    if (!c) return TQKV__REFUSE(INVALID_ARGUMENT, "the cache is NULL");
+    if (!c) return TQKV__INVALID("the cache is NULL");
     if ((r = tqkv__stream_open(&c->keys, &keys)) != TQKV_OK) return r;
     if ((r = tqkv__stream_open(&c->values, &values)) != TQKV_OK) return r;
     if ((r = tqkv__check_source(&keys, k, n_tokens, c->attention.end)) != TQKV_OK) return r;
@@ -4196,7 +4202,7 @@ static tqkv_result tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqk
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const float *q, int n_queries, float *out)
 {
     tqkv__attention a;
-    if (!c || n_queries < 0) return TQKV__REFUSE(INVALID_ARGUMENT, "the cache is NULL or n_queries negative");
+    if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
     tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
     if (r != TQKV_OK) return r;
@@ -4214,7 +4220,7 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
 
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 {
-    if (!c) return TQKV__REFUSE(INVALID_ARGUMENT, "the cache is NULL");
+    if (!c) return TQKV__INVALID("the cache is NULL");
     if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
         return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
     if (end == 0) c->first = 0;
@@ -4362,7 +4368,7 @@ TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tq
     if (r == TQKV_OK) r = tqkv__stream_shape(values ? &values->shape : NULL, &vs);
     if (r != TQKV_OK) return r;
     if (ks.head_dim != vs.head_dim || ks.n_kv_heads != vs.n_kv_heads)
-        return TQKV__REFUSE(INVALID_ARGUMENT, "keys and values differ in head_dim or n_kv_heads");
+        return TQKV__INVALID("keys and values differ in head_dim or n_kv_heads");
     tqkv__plan_begin(d, TQKV__ENCODE_KV, ks.head_dim);
     tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
@@ -4397,7 +4403,7 @@ TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *store, int64_t po
     tqkv_result r = tqkv__stream_shape(store ? &store->shape : NULL, &s);
     if (r != TQKV_OK) return r;
     if (n_positions < 0 || !tqkv__basis_known(basis))
-        return TQKV__REFUSE(INVALID_ARGUMENT, "n_positions is negative, or basis no tqkv_basis");
+        return TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
     if (n_positions > s.capacity) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
     tqkv__plan_begin(d, TQKV__DECODE, s.head_dim);
@@ -4416,7 +4422,7 @@ TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int h
     size_t size;
     if (!tqkv__head_dim_known(head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
     if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size))
-        return TQKV__REFUSE(INVALID_ARGUMENT, "n_rows is negative or too large");
+        return TQKV__INVALID("n_rows is negative or too large");
     tqkv__plan_begin(d, TQKV__ROTATE, head_dim);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
     d->args[0].rotate.n_rows = n_rows;
@@ -4449,16 +4455,17 @@ typedef struct tqkv__split {
 
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, tqkv__split *split)
 {
-    const int64_t resident = a->call.end - a->first; /* of which a window may let the queries see fewer */
+    const int64_t resident = a->call.end - a->first; /* of which a window may let the queries see splits_128er */
     const int64_t seen = a->call.window && a->call.window - 1 < resident - a->call.n_queries
                              ? a->call.window - 1 + a->call.n_queries
                              : resident;
     const int64_t rows = (int64_t)a->call.n_queries * a->group, most = TQKV__MAX_COLUMNS(a->head_dim);
     const int64_t blocks = (rows + most - 1) / most, threadgroups = blocks * a->n_kv_heads;
     const int64_t tiles = (seen + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
-    const int64_t enough = (128 + threadgroups - 1) / threadgroups, better = (256 + threadgroups - 1) / threadgroups;
-    const int64_t allowed = tiles / (4 * 4), few = enough < allowed ? enough : allowed;
-    const int64_t many = better < allowed / 2 ? better : allowed / 2, n_splits = few > many ? few : many;
+    const int64_t for_128 = (128 + threadgroups - 1) / threadgroups, for_256 = (256 + threadgroups - 1) / threadgroups;
+    const int64_t by_length = tiles / (4 * 4), splits_128 = for_128 < by_length ? for_128 : by_length;
+    const int64_t splits_256 = for_256 < by_length / 2 ? for_256 : by_length / 2,
+                  n_splits = splits_128 > splits_256 ? splits_128 : splits_256;
     split->columns = (int)((rows + blocks - 1) / blocks);
     split->blocks = (size_t)((rows + split->columns - 1) / split->columns);
     split->n_simdgroups = tiles > 4 ? 4 : tiles > 1 ? (int)tiles : 1;
@@ -4577,8 +4584,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 /* The shape alone, as tqkv__attention_shape. */
 static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv_attention *to, tqkv__attention *a)
 {
-    if (!from || !from->keys || !from->values)
-        return TQKV__REFUSE(INVALID_ARGUMENT, "the attention, its keys or its values are NULL");
+    if (!from || !from->keys || !from->values) return TQKV__INVALID("the attention, its keys or its values are NULL");
     *to = from->attention;
     to->keys = &from->keys->shape;
     to->values = &from->values->shape;
@@ -4825,7 +4831,7 @@ TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void
 {
     tqkv__pipe pipe;
     uint8_t header[TQKV__HEADER_SIZE];
-    if (!c || !write) return TQKV__REFUSE(INVALID_ARGUMENT, "the cache or write is NULL");
+    if (!c || !write) return TQKV__INVALID("the cache or write is NULL");
     const tqkv_store *keys = &c->keys;
     const tqkv_attention *a = &c->attention;
     const uint32_t fields[12] = {TQKV__SNAPSHOT_VERSION,     TQKV_TABLE_VERSION,         (uint32_t)keys->head_dim,
@@ -4947,7 +4953,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     int64_t first, end;
     if (!out) return TQKV_INVALID_ARGUMENT;
     *out = NULL;
-    if (!desc || !read) return TQKV__REFUSE(INVALID_ARGUMENT, "desc or read is NULL");
+    if (!desc || !read) return TQKV__INVALID("desc or read is NULL");
     tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
     tqkv_result r = tqkv__move(&pipe, header, sizeof header);
     if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
@@ -4956,8 +4962,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     if (memcmp(header, tqkv__magic, 8) != 0 || !tqkv__parse_header(header, &found, &first, &end) ||
         tqkv__cache_resolve(&found, &checked) != TQKV_OK)
         return TQKV_CORRUPT;
-    if (!tqkv__desc_matches(desc, &found))
-        return TQKV__REFUSE(INVALID_ARGUMENT, "a field of desc differs from the snapshot's");
+    if (!tqkv__desc_matches(desc, &found)) return TQKV__INVALID("a field of desc is not the snapshot's");
     found.sinks = desc->sinks;
     found.parallel = desc->parallel;
     found.allocator = desc->allocator;
@@ -4983,7 +4988,9 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
 
 #endif /* TQKV_IMPLEMENTATION */
 
-/* MIT License
+/* >>licence
+
+   MIT License
 
    Copyright (c) 2026 the tqkv authors
 
