@@ -4455,7 +4455,7 @@ typedef struct tqkv__split {
 
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, tqkv__split *split)
 {
-    const int64_t resident = a->call.end - a->first; /* of which a window may let the queries see splits_128er */
+    const int64_t resident = a->call.end - a->first; /* of which a window may let the queries see fewer */
     const int64_t seen = a->call.window && a->call.window - 1 < resident - a->call.n_queries
                              ? a->call.window - 1 + a->call.n_queries
                              : resident;
