@@ -14,6 +14,7 @@ $(BUILD)/tinylm_test: examples/tests/tinylm_test.c $(wildcard examples/*.[ch]) t
 test-examples: $(addprefix $(BUILD)/,encode_attend real_kv tinylm tinylm_test threads_pthread threads_openmp snapshot_file)
 	@echo "== examples"
 	@sh examples/tests/test.sh $(BUILD)
+	@CC="$(CC)" CFLAGS="$(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -Wno-unknown-pragmas" sh examples/tests/snippets.sh $(BUILD)/snippets
 
 .PHONY: test-projects
 test-projects:

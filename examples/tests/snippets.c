@@ -1,0 +1,189 @@
+/* Runs the C code of README.md and docs/integrating.md, which snippets.sh cuts out, and checks what it computes. */
+#include "explain.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "plain_engine.h"
+
+#include "engine.h"
+
+#include "padding.h"
+#include "speculation.h"
+#include "threads.h"
+#include "view.h"
+#include "window.h"
+
+#include "mixed_bases.h"
+#include "shared_prompt.h"
+
+static int passed, failed;
+
+static void check(const char *name, bool good)
+{
+    good ? passed++ : failed++;
+    if (!good) printf("FAIL snippets/%s\n", name);
+}
+
+static void fill(float *values, int count)
+{
+    for (int i = 0; i < count; i++) values[i] = 4.0f * ((float)rand() / (float)RAND_MAX - 0.5f);
+}
+
+static void test_readme(void)
+{
+    int n = 3;
+    static float k[3 * 8 * 128], v[3 * 8 * 128], q[32 * 128], out[32 * 128];
+    fill(k, 3 * 8 * 128);
+    for (int i = 0; i < 3 * 8 * 128; i++) v[i] = 1.0f; /* any average of ones is one */
+    fill(q, 32 * 128);
+#include "readme.h"
+    double mean = 0;
+    for (int i = 0; i < 32 * 128; i++) mean += out[i] / (32.0 * 128.0);
+    check("readme/positions", tqkv_cache_end(cache) == 3);
+    check("readme/output", fabs(mean - 1.0) < 0.05);
+    tqkv_cache_destroy(cache);
+}
+
+enum { LAYERS = 2, HEADS = 8, KV_HEADS = 2, DIM = 64, TOKENS = 300, ROW = KV_HEADS * DIM, WIDE = HEADS * DIM };
+
+static float k[TOKENS * ROW], v[TOKENS * ROW], q[TOKENS * WIDE]; /* [token][head][dim] */
+static float expected[TOKENS * WIDE], out[TOKENS * WIDE], scratch[TOKENS * HEADS * (DIM + 4)];
+
+/* |a - b| / |a| */
+static double difference(const float *a, const float *b, int count)
+{
+    double wrong = 0, all = 0;
+    for (int i = 0; i < count; i++) {
+        wrong += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
+        all += (double)a[i] * a[i];
+    }
+    return sqrt(wrong / all);
+}
+
+static tqkv_cache *make_cache(tqkv_format format, int capacity, int window, tqkv_parallel parallel)
+{
+    tqkv_cache_desc desc = {.head_dim = DIM, .n_kv_heads = KV_HEADS, .n_heads = HEADS, .capacity = capacity};
+    desc.key_format = desc.value_format = format;
+    desc.ring = window > 0;
+    desc.window = window;
+    desc.parallel = parallel;
+    tqkv_cache *cache = NULL;
+    check("create", tqkv_cache_create(&desc, &cache) == TQKV_OK);
+    return cache;
+}
+
+/* A cache of tokens [first, last), with room for some more. */
+static tqkv_cache *cache_of(tqkv_format format, int first, int last)
+{
+    tqkv_cache *cache = make_cache(format, last - first + 8, 0, (tqkv_parallel){0});
+    check("append", tqkv_cache_append(cache, k + first * ROW, v + first * ROW, last - first) == TQKV_OK);
+    return cache;
+}
+
+/* The plain engine token by token, whose outputs are `expected`, and the one with tqkv. */
+static void test_engine(void)
+{
+    plain_engine plain = {HEADS, KV_HEADS, DIM, TOKENS, NULL, NULL, NULL};
+    plain.keys = (float *)calloc(LAYERS * TOKENS * ROW, sizeof(float));
+    plain.values = (float *)calloc(LAYERS * TOKENS * ROW, sizeof(float));
+    plain.scores = (float *)calloc(TOKENS, sizeof(float));
+    engine e = {LAYERS, HEADS, KV_HEADS, DIM, TOKENS, {NULL}};
+    bool good = engine_open(&e) == TQKV_OK;
+    for (int t = 0; t < TOKENS; t++) {
+        for (int layer = LAYERS - 1; layer >= 0; layer--) { /* the other layer's keys are these, scaled */
+            float keys[ROW], values[ROW];
+            for (int i = 0; i < ROW; i++) keys[i] = k[t * ROW + i] * (float)(1 - 2 * layer);
+            for (int i = 0; i < ROW; i++) values[i] = v[t * ROW + i] * (float)(1 - 2 * layer);
+            plain_attention(&plain, layer, t, q + t * WIDE, keys, values, expected + t * WIDE);
+            good &= attention(&e, layer, q + t * WIDE, keys, values, out + t * WIDE) == TQKV_OK;
+        }
+    }
+    check("engine/output", good && difference(expected, out, TOKENS * WIDE) < 0.2); /* 4-bit values, 10% each */
+    check("engine/full", attention(&e, 0, q, k, v, out) == TQKV_OUT_OF_RANGE);
+    check("speculation", keep_accepted(&e, 5, 2) == TQKV_OK && tqkv_cache_end(e.layers[1]) == TOKENS - 3);
+    engine_close(&e);
+    free(plain.keys);
+    free(plain.values);
+    free(plain.scores);
+}
+
+static void test_padding(void)
+{
+    static float k48[TOKENS * KV_HEADS * 48], v48[TOKENS * KV_HEADS * 48], q48[HEADS * 48], result[HEADS * 48];
+    static float wide[TOKENS * ROW], exact[HEADS * 48], keys[TOKENS * KV_HEADS * 48], values[TOKENS * KV_HEADS * 48],
+        scores[TOKENS];
+    plain_engine plain = {HEADS, KV_HEADS, 48, TOKENS, keys, values, scores};
+    tqkv_cache_desc desc = {.n_kv_heads = KV_HEADS, .n_heads = HEADS, .capacity = TOKENS};
+    desc.key_format = desc.value_format = TQKV_F16;
+    tqkv_cache *cache = NULL;
+    fill(k48, TOKENS * KV_HEADS * 48);
+    fill(v48, TOKENS * KV_HEADS * 48);
+    fill(q48, HEADS * 48);
+    bool good = create_48(desc, &cache) == TQKV_OK;
+    for (int t = 0; t < TOKENS; t++) {
+        static float key[ROW], value[ROW];
+        const float *key48 = k48 + t * KV_HEADS * 48, *value48 = v48 + t * KV_HEADS * 48;
+        resize_rows(key48, KV_HEADS, 48, key, DIM);
+        resize_rows(value48, KV_HEADS, 48, value, DIM);
+        good &= tqkv_cache_append(cache, key, value, 1) == TQKV_OK;
+        plain_attention(&plain, 0, t, q48, key48, value48, exact);
+    }
+    resize_rows(q48, HEADS, 48, wide, DIM);
+    check("padding/attend", tqkv_cache_attend(cache, wide, 1, out) == TQKV_OK);
+    resize_rows(out, HEADS, DIM, result, 48);
+    check("padding/output", good && difference(exact, result, HEADS * 48) < 1e-3);
+    tqkv_cache_destroy(cache);
+}
+
+static void test_threads_and_window(void)
+{
+    static float other[TOKENS * WIDE];
+    tqkv_parallel parallel = {run_openmp, NULL};
+    tqkv_cache *ring = make_cache(TQKV_TQ6, 80, 50, parallel), *whole = make_cache(TQKV_TQ6, TOKENS, 0, parallel);
+    check("window/prefill", prefill(ring, 50, HEADS, q, k, v, TOKENS, out) == TQKV_OK);
+    check("window/append", tqkv_cache_append(whole, k, v, TOKENS) == TQKV_OK);
+    tqkv_attention a = view(whole, HEADS, TOKENS);
+    a.window = 50;
+    check("window/attend", tqkv_attend(&a, q, expected) == TQKV_OK);
+    check("window/output", difference(expected, out, TOKENS * WIDE) < 2e-5);
+    a.parallel = parallel;
+    check("threads/attend", tqkv_attend(&a, q, other) == TQKV_OK);
+    check("threads/same bits", memcmp(expected, other, sizeof other) == 0);
+    tqkv_cache_destroy(ring);
+    tqkv_cache_destroy(whole);
+}
+
+/* The first 200 tokens in one cache and the rest in another, against one cache of all. */
+static void test_slices(void)
+{
+    tqkv_cache *whole = cache_of(TQKV_TQ4, 0, TOKENS), *prompt = cache_of(TQKV_TQ4, 0, 200),
+               *own = cache_of(TQKV_TQ4, 200, TOKENS), *exact = cache_of(TQKV_F16, 0, TOKENS),
+               *recent = cache_of(TQKV_F16, 200, TOKENS), *old = cache_of(TQKV_TQ8, 0, 200);
+    for (int n = 1; n <= 5; n += 4) {
+        check("slices/whole", tqkv_cache_attend(whole, q, n, expected) == TQKV_OK);
+        check("shared_prompt/attend", attend_shared(prompt, own, HEADS, n, q, out, scratch) == TQKV_OK);
+        check("shared_prompt/output", difference(expected, out, n * WIDE) < 2e-5);
+    }
+    check("slices/exact", tqkv_cache_attend(exact, q, 1, expected) == TQKV_OK);
+    check("mixed_bases/attend", attend_mixed(old, recent, HEADS, q, out, scratch) == TQKV_OK);
+    check("mixed_bases/output", difference(expected, out, WIDE) < 0.02);
+    bool refused = attend_shared(old, recent, HEADS, 1, q, out, scratch) != TQKV_OK;
+    check("mixed_bases/trap", refused || difference(expected, out, WIDE) > 0.2);
+    tqkv_cache *caches[] = {whole, prompt, own, exact, recent, old};
+    for (int i = 0; i < 6; i++) tqkv_cache_destroy(caches[i]);
+}
+
+int main(void)
+{
+    fill(k, TOKENS * ROW);
+    fill(v, TOKENS * ROW);
+    fill(q, TOKENS * WIDE);
+    test_readme();
+    test_engine();
+    test_padding();
+    test_threads_and_window();
+    test_slices();
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed > 0;
+}

@@ -1,0 +1,23 @@
+#!/bin/sh
+# Compiles and runs the C code of README.md and docs/integrating.md. Usage: snippets.sh FOLDER, from the top folder, with
+# CC and CFLAGS set. A block that starts with "```c NAME" becomes FOLDER/NAME.h; examples/tests/snippets.c includes it.
+out=$1
+rm -rf "$out"
+mkdir -p "$out"
+
+awk -v out="$out" '
+    FNR == 1 { file = "" }
+    /^```c$/ { print "FAIL " FILENAME ":" FNR ": a block of C without a name"; bad = 1 }
+    /^```c / { file = out "/" $2 ".h"; print "#line " FNR + 1 " \"" FILENAME "\"" > file; next }
+    /^```/ { file = "" }
+    file { print > file }
+    END { exit bad }' README.md docs/integrating.md || exit 1
+
+for block in "$out"/*.h; do
+    grep -q "#include \"$(basename "$block")\"" examples/tests/snippets.c && continue
+    echo "FAIL $(basename "$block" .h): not included by examples/tests/snippets.c"
+    exit 1
+done
+
+# shellcheck disable=SC2086
+$CC $CFLAGS -I. -I"$out" examples/tests/snippets.c -o "$out/snippets" -lm && "$out/snippets"
