@@ -77,8 +77,7 @@ static inline void attend_fill_store(tqkv_store *s, const tqkv_attention *a, uin
 {
     int64_t first = s->ring && a->end > s->capacity ? a->end - s->capacity : 0;
     int count = (int)(a->end - first);
-    float *source = (float *)test_alloc(sizeof(float) * (size_t)(count * s->n_kv_heads * s->head_dim));
-    data_rows(seed, kind, source, count * s->n_kv_heads, s->head_dim);
+    float *source = test_rows(seed, kind, count * s->n_kv_heads, s->head_dim);
     CHECK_RESULT(tqkv_encode(s, source, count, first), TQKV_OK);
     for (int64_t p = first; p < a->end; p++)
         if (!attend_is_seen(a, p)) attend_poison_position(s, p, true);
@@ -125,10 +124,9 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     problem->head_dim = (size_t)row->head_dim;
     problem->n_rows = (size_t)row->n_queries * (size_t)a->n_heads;
     size_t count = problem->n_rows * problem->head_dim;
-    problem->q = (float *)test_alloc(count * sizeof(float));
+    problem->q = test_rows(13, DATA_GAUSSIAN, (int)problem->n_rows, row->head_dim);
     problem->out = (float *)test_alloc_filled(count * sizeof(float), 0xff);
     problem->expected = (double *)test_alloc(count * sizeof(double));
-    data_rows(13, DATA_GAUSSIAN, problem->q, (int)problem->n_rows, row->head_dim);
     for (size_t i = 0; i < count; i++) problem->q[i] *= row->query_size;
     problem->poisoned = -1;
     if (row->poison != POISON_NONE) {

@@ -37,9 +37,7 @@ static inline tqkv_cache_desc cache_desc(const cache_row *row, counting *counter
 /* [n][CACHE_HEADS][head_dim], freed by the caller; the same seed continues the same sequence of rows. */
 static inline float *cache_data(uint64_t seed, int n, int head_dim)
 {
-    float *rows = (float *)test_alloc(sizeof(float) * (size_t)(n * CACHE_HEADS * head_dim) + 1);
-    data_rows(seed, DATA_STUDENT, rows, n * CACHE_HEADS, head_dim);
-    return rows;
+    return test_rows(seed, DATA_STUDENT, n * CACHE_HEADS, head_dim);
 }
 
 static inline void cache_append_seed(tqkv_cache *cache, uint64_t seed, int n, int head_dim)

@@ -36,6 +36,13 @@ void *test_alloc_filled(size_t bytes, int byte)
     return memory;
 }
 
+float *test_rows(uint64_t seed, data_kind kind, int n_rows, int head_dim)
+{
+    float *rows = (float *)test_alloc(sizeof(float) * (size_t)n_rows * (size_t)head_dim);
+    data_rows(seed, kind, rows, n_rows, head_dim);
+    return rows;
+}
+
 void test_add(void (*run)(const void *row), const void *row, size_t row_size, const char *name, ...)
 {
     if (table.count == table.room) {

@@ -2,6 +2,7 @@
 #ifndef TQKV_TESTS_RUNNER_H
 #define TQKV_TESTS_RUNNER_H
 
+#include "data.h"
 #include "tqkv.h"
 
 #include <stdbool.h>
@@ -98,6 +99,9 @@ int test_snapshot_load_file(const char *path);
 /* malloc and calloc that end the program rather than return NULL. */
 void *test_alloc(size_t bytes);
 void *test_alloc_filled(size_t bytes, int byte);
+
+/* New [n_rows][head_dim] with the values of data_rows. */
+float *test_rows(uint64_t seed, data_kind kind, int n_rows, int head_dim);
 
 /* A store whose buffers are of the exact size and filled with 0xff, so that norms and halves are NaN. */
 tqkv_store test_store(tqkv_format format, int head_dim, int n_kv_heads, int capacity, bool ring);

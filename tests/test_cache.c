@@ -6,10 +6,9 @@ static void check_attend(tqkv_cache *cache, const tqkv_cache_desc *desc, int n_q
 {
     tqkv_attention a = cache_attention(cache, desc, n_queries, kv_len);
     size_t count = (size_t)(n_queries * desc->n_heads * desc->head_dim);
-    float *q = (float *)test_alloc(count * sizeof(float)), *out = (float *)test_alloc(count * sizeof(float));
+    float *q = test_rows(31, DATA_GAUSSIAN, n_queries * desc->n_heads, desc->head_dim);
+    float *out = (float *)test_alloc_filled(count * sizeof(float), 0xff);
     double *expected = (double *)test_alloc(count * sizeof(double));
-    data_rows(31, DATA_GAUSSIAN, q, n_queries * desc->n_heads, desc->head_dim);
-    memset(out, 0xff, count * sizeof(float));
     CHECK_RESULT(tqkv_cache_attend(cache, q, n_queries, out), TQKV_OK);
     reference_attend(&a, q, expected);
     double error = reference_relative_error(out, expected, count);
@@ -17,6 +16,12 @@ static void check_attend(tqkv_cache *cache, const tqkv_cache_desc *desc, int n_q
     free(q);
     free(out);
     free(expected);
+}
+
+static bool is_same_row(const tqkv_store *a, const tqkv_store *b, int head, int position)
+{
+    return !memcmp(reference_codes_at(a, head, position), reference_codes_at(b, head, position),
+                   reference_row_bytes(a->format, a->head_dim));
 }
 
 /* Appending in pieces gives the bytes of encoding into stores of the caller. */
@@ -44,12 +49,8 @@ static void check_equals_stores(const void *parameters)
         int resident = end < row->capacity ? end : row->capacity;
         for (int p = end - resident; p < end; p++)
             for (int h = 0; h < CACHE_HEADS; h++) {
-                CHECK(!memcmp(reference_codes_at(tqkv_cache_keys(cache), h, p), reference_codes_at(&keys, h, p),
-                              reference_row_bytes(row->key_format, row->head_dim)),
-                      "key codes of position %d", p);
-                CHECK(!memcmp(reference_codes_at(tqkv_cache_values(cache), h, p), reference_codes_at(&values, h, p),
-                              reference_row_bytes(row->value_format, row->head_dim)),
-                      "value codes of position %d", p);
+                CHECK(is_same_row(tqkv_cache_keys(cache), &keys, h, p), "key codes of position %d", p);
+                CHECK(is_same_row(tqkv_cache_values(cache), &values, h, p), "value codes of position %d", p);
             }
         check_attend(cache, &desc, 1 + i % 2, resident);
     }

@@ -63,8 +63,7 @@ static void check_encode(const void *parameters)
     store.unrotated = shape.unrotated;
     store.block_scale = shape.block_scale;
     int d = c->head_dim;
-    float *source = (float *)test_alloc(sizeof(float) * GOLDEN_TOKENS * GOLDEN_HEADS * (size_t)d);
-    data_rows(77 + (uint64_t)d, (data_kind)c->kind, source, GOLDEN_TOKENS * GOLDEN_HEADS, d);
+    float *source = test_rows(77 + (uint64_t)d, (data_kind)c->kind, GOLDEN_TOKENS * GOLDEN_HEADS, d);
     CHECK_RESULT(tqkv_encode(&store, source, GOLDEN_TOKENS, GOLDEN_POSITION), TQKV_OK);
     for (int token = 0; token < GOLDEN_TOKENS; token++)
         for (int head = 0; head < GOLDEN_HEADS; head++)
@@ -191,10 +190,8 @@ static void check_result_strings(const void *parameters)
 static void check_rotate(const void *parameters)
 {
     int d = *(const int *)parameters, n_rows = 6;
-    float *rows = (float *)test_alloc((size_t)(n_rows * d) * sizeof(float)), expected[REFERENCE_MAX_DIM];
-    float *source = (float *)test_alloc((size_t)(n_rows * d) * sizeof(float));
-    data_rows(3, DATA_STUDENT, source, n_rows, d);
-    memcpy(rows, source, (size_t)(n_rows * d) * sizeof(float));
+    float *source = test_rows(3, DATA_STUDENT, n_rows, d), *rows = test_rows(3, DATA_STUDENT, n_rows, d);
+    float expected[REFERENCE_MAX_DIM];
     CHECK_RESULT(tqkv_rotate(rows, n_rows, d), TQKV_OK);
     for (int r = 0; r < n_rows; r++) {
         memcpy(expected, source + r * d, (size_t)d * sizeof(float));
@@ -214,6 +211,12 @@ static void check_rotate(const void *parameters)
 
 /* ---- Positions and slots ---- */
 
+static void check_same_bytes(const tqkv_store *a, const tqkv_store *b)
+{
+    CHECK(!memcmp(a->codes, b->codes, a->codes_size), "codes differ");
+    CHECK(!a->norms_size || !memcmp(a->norms, b->norms, a->norms_size), "norms differ");
+}
+
 /* All tokens in one call give the bytes of one call per token. */
 static void check_one_by_one(const void *parameters)
 {
@@ -222,13 +225,11 @@ static void check_one_by_one(const void *parameters)
     int d = row->head_dim;
     tqkv_store whole = test_store(row->format, d, HEADS, CAPACITY, true);
     tqkv_store single = test_store(row->format, d, HEADS, CAPACITY, true);
-    float *source = (float *)test_alloc(sizeof(float) * (size_t)(TOKENS * HEADS * d));
-    data_rows(9, DATA_STUDENT, source, TOKENS * HEADS, d);
+    float *source = test_rows(9, DATA_STUDENT, TOKENS * HEADS, d);
     int64_t start = ((int64_t)1 << 40) + 3;
     CHECK_RESULT(tqkv_encode(&whole, source, TOKENS, start), TQKV_OK);
     for (int i = 0; i < TOKENS; i++) CHECK_RESULT(tqkv_encode(&single, source + i * HEADS * d, 1, start + i), TQKV_OK);
-    CHECK(!memcmp(whole.codes, single.codes, whole.codes_size), "codes differ");
-    CHECK(!whole.norms_size || !memcmp(whole.norms, single.norms, whole.norms_size), "norms differ");
+    check_same_bytes(&whole, &single);
     for (int i = TOKENS - CAPACITY; i < TOKENS; i++) { /* the newest are resident, each in its own slot */
         float scaled[REFERENCE_MAX_DIM], norms[8];
         uint8_t codes[2 * REFERENCE_MAX_DIM];
@@ -311,14 +312,14 @@ static void check_neighbours(const void *parameters)
     test_store_free(&store);
 }
 
-/* Every finite half encodes to itself, and the midpoint of two neighbours to the even one. */
-/* halves: [n], as a store's bytes have them */
+/* The first n halves of an F16 store. */
 static void read_halves(const tqkv_store *store, uint16_t *halves, int n)
 {
     const uint8_t *bytes = (const uint8_t *)store->codes;
     for (int i = 0; i < n; i++) halves[i] = (uint16_t)(bytes[2 * i] | bytes[2 * i + 1] << 8);
 }
 
+/* Every finite half encodes to itself, and the midpoint of two neighbours to the even one. */
 static void check_halves(const void *parameters)
 {
     int first = *(const int *)parameters, d = 1024;
@@ -446,12 +447,10 @@ static void check_environment(const void *parameters)
     int d = row->format.head_dim;
     tqkv_store usual = test_store(row->format.format, d, 1, TOKENS, false);
     tqkv_store other = test_store(row->format.format, d, 1, TOKENS, false);
-    float *source = (float *)test_alloc(sizeof(float) * (size_t)(TOKENS * d));
-    data_rows(5, DATA_EXTREMES, source, TOKENS, d);
+    float *source = test_rows(5, DATA_EXTREMES, TOKENS, d);
     CHECK_RESULT(tqkv_encode(&usual, source, TOKENS, 0), TQKV_OK);
     encode_in(row, &other, source, TOKENS);
-    CHECK(!memcmp(usual.codes, other.codes, usual.codes_size), "codes differ");
-    CHECK(!usual.norms_size || !memcmp(usual.norms, other.norms, usual.norms_size), "norms differ");
+    check_same_bytes(&usual, &other);
     free(source);
     test_store_free(&usual);
     test_store_free(&other);

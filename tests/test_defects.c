@@ -100,12 +100,8 @@ static void check_all_queries(const void *parameters)
     for (int i = 0; i < row.n_queries; i++) {
         one.end = row.end - row.n_queries + 1 + i;
         CHECK_RESULT(tqkv_attend(&one, problem.q + (size_t)i * per_query, single), TQKV_OK);
-        double error = 0.0;
-        for (size_t j = 0; j < per_query; j++) {
-            double difference = fabs((double)single[j] - (double)problem.out[(size_t)i * per_query + j]);
-            if (difference > error) error = difference;
-        }
-        CHECK(error == 0.0, "query %d alone differs by %.3g", i, error);
+        for (size_t j = 0; j < per_query; j++)
+            CHECK(single[j] == problem.out[(size_t)i * per_query + j], "query %d alone: element %d differs", i, (int)j);
         for (int k = 0; k < i; k++)
             CHECK(memcmp(problem.out + (size_t)i * per_query, problem.out + (size_t)k * per_query,
                          per_query * sizeof(float)),
@@ -212,9 +208,8 @@ static void check_probe_size(const void *parameters)
         store.head_dim = head_dim;
         store.n_kv_heads = 2;
         store.capacity = 1; /* fewer than are probed: nothing is stored */
-        float *source = (float *)test_alloc(count * sizeof(float));
+        float *source = test_rows(1, DATA_GAUSSIAN, 6, head_dim);
         float *scaled = (float *)test_alloc_filled((count + 1) * sizeof(float), 0xff);
-        data_rows(1, DATA_GAUSSIAN, source, 6, head_dim);
         CHECK_RESULT(tqkv_probe(&store, source, 3, scaled), TQKV_OK);
         for (size_t i = 0; i < count; i++)
             CHECK(isfinite(scaled[i]), "element %d of %d was not written", (int)i, (int)count);
@@ -240,10 +235,9 @@ static void check_i8_beats_tq8(const void *parameters)
 {
     int d = *(const int *)parameters;
     enum { ROWS = 64 };
-    float *source = (float *)test_alloc(sizeof(float) * (size_t)(ROWS * d));
+    float *source = test_rows(6, DATA_GAUSSIAN, ROWS, d);
     float *decoded = (float *)test_alloc(sizeof(float) * (size_t)(ROWS * d));
     double errors[2];
-    data_rows(6, DATA_GAUSSIAN, source, ROWS, d);
     for (int i = 0; i < 2; i++) {
         tqkv_store store = test_store(i ? TQKV_TQ8 : TQKV_I8, d, 1, ROWS, false);
         CHECK_RESULT(tqkv_encode(&store, source, ROWS, 0), TQKV_OK);
