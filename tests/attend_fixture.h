@@ -1,5 +1,5 @@
-/* One attention problem: stores whose unreadable slots hold NaN, queries, sinks, and the comparison with the
- * double-precision reference. */
+/* One attention problem: stores, queries and sinks, and the comparison with the double-precision reference. Slots that
+ * no query may read hold NaN. */
 #ifndef TQKV_TESTS_ATTEND_FIXTURE_H
 #define TQKV_TESTS_ATTEND_FIXTURE_H
 
@@ -23,7 +23,7 @@ typedef struct attend_row {
     attend_sinks sinks;
     tqkv_basis query_basis, output_basis;
     attend_way way;
-    attend_poison poison; /* a resident position that only some queries see holds NaN; the others must not notice */
+    attend_poison poison; /* NaN in a resident position that only some queries see: the others must not change */
 } attend_row;
 
 typedef struct attend_problem {
@@ -60,7 +60,7 @@ static inline bool attend_is_seen(const tqkv_attention *a, int64_t position)
     return false;
 }
 
-/* 0xff in one position of all heads: NaN norms, NaN halves. With `codes_too` also codes that no encoder writes. */
+/* Fills one position of all heads with 0xff: its norms and halves become NaN. With `codes_too` the codes too. */
 static inline void attend_poison_position(tqkv_store *s, int64_t position, bool codes_too)
 {
     for (int head = 0; head < s->n_kv_heads; head++) {
@@ -72,7 +72,8 @@ static inline void attend_poison_position(tqkv_store *s, int64_t position, bool 
     }
 }
 
-/* Encodes what the store can hold of [0, end), then plants NaN in every slot that no query may read. */
+/* Encodes the newest positions before `end` that the store can hold. Then fills those that no query
+ * sees with NaN. */
 static inline void attend_fill_store(tqkv_store *s, const tqkv_attention *a, uint64_t seed, data_kind kind)
 {
     int64_t first = s->ring && a->end > s->capacity ? a->end - s->capacity : 0;
@@ -149,7 +150,7 @@ static inline void attend_tear_down(attend_problem *problem)
     free(problem->expected);
 }
 
-/* Every row of `out` that sees no poisoned position must be within the tolerance. */
+/* Checks every row of `out` that sees no poisoned position against the tolerance. */
 static inline void attend_check(const attend_problem *problem, const float *out, const char *what)
 {
     size_t d = problem->head_dim, n_heads = (size_t)problem->attention.n_heads;

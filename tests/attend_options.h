@@ -1,5 +1,6 @@
-/* The options of test_attend_options.c, one a line: its name and what it sets in the row. Included once for the functions
-   and once for the table. The number of a line decides which formats an option is tested with: add lines at the end. */
+/* The options of test_attend_options.c, one a line: its name and what it sets in the row. Included once for the
+   functions and once for the table. The number of a line decides which formats an option is tested with: add lines at
+   the end. */
 
 /* ---- Where positions lie ---- */
 

@@ -1,4 +1,4 @@
-/* The table of cases, and the running of those that are selected. */
+/* The table of cases, and the loop that runs the selected ones. */
 #include "runner.h"
 
 #include <stdarg.h>

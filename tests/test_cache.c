@@ -1,7 +1,8 @@
-/* The owning cache: the same bytes and results as its two stores, and what it forgets. */
+/* The cache: the bytes and results of two stores, and what truncation and rings drop. */
 #include "cache_fixture.h"
 
-/* The cache's answer to random queries, against double on its own stores. kv_len: positions that must be resident. */
+/* Compares the cache's answer to random queries with the reference over its stores. kv_len: positions that must be
+   resident. */
 static void check_attend(tqkv_cache *cache, const tqkv_cache_desc *desc, int n_queries, int kv_len)
 {
     tqkv_attention a = cache_attention(cache, desc, n_queries, kv_len);
@@ -24,7 +25,7 @@ static bool is_same_row(const tqkv_store *a, const tqkv_store *b, int head, int 
                    reference_row_bytes(a->format, a->head_dim));
 }
 
-/* Appending in pieces gives the bytes of encoding into stores of the caller. */
+/* Appending in pieces gives the same bytes as encoding into stores. */
 static void check_equals_stores(const void *parameters)
 {
     const cache_row *row = (const cache_row *)parameters;
@@ -67,7 +68,7 @@ static void check_options(const void *parameters)
     (void)parameters;
     cache_row row = {TQKV_TQ6, TQKV_TQ8, 64, 16, true, 23, -1};
     float sinks[4];
-    tqkv_cache_desc desc = cache_desc(&row, NULL); /* also: malloc and free by default */
+    tqkv_cache_desc desc = cache_desc(&row, NULL); /* malloc and free */
     memcpy(sinks, cache_sinks, sizeof sinks);
     desc.window = 9;
     desc.scale = 0.3f;
@@ -121,7 +122,7 @@ static void check_empty(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
-/* All or nothing: a linear cache refuses tokens that do not fit, and still takes those that do. */
+/* A linear cache refuses a run of tokens that does not fit as a whole, and then still takes a shorter one. */
 static void check_full(const void *parameters)
 {
     (void)parameters;
@@ -143,7 +144,7 @@ static void check_full(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
-/* NaN in the values must leave the keys alone too. */
+/* NaN in the values must leave the keys unchanged too. */
 static void check_not_finite(const void *parameters)
 {
     (void)parameters;
@@ -189,7 +190,7 @@ static void check_truncate_linear(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
-/* A ring does not get back what was overwritten: after 33 of capacity 10 and truncate to 27, [23, 27) is left. */
+/* Truncation cannot restore overwritten positions: after 33 tokens in a ring of 10, truncating to 27 leaves [23, 27). */
 static void check_truncate_ring(const void *parameters)
 {
     const cache_row *row = (const cache_row *)parameters;
@@ -207,7 +208,7 @@ static void check_truncate_ring(const void *parameters)
     check_attend(cache, &desc, 2, 2);
     cache_append_seed(cache, 71, 25, row->head_dim); /* full again */
     check_attend(cache, &desc, 2, 10);
-    CHECK_RESULT(tqkv_cache_truncate(cache, 40), TQKV_OK); /* the oldest of a full ring: nothing is left */
+    CHECK_RESULT(tqkv_cache_truncate(cache, 40), TQKV_OK); /* the oldest position of a full ring: none is left */
     float q[4 * 128], out[4 * 128];
     data_rows(1, DATA_GAUSSIAN, q, 4, row->head_dim);
     CHECK_RESULT(tqkv_cache_attend(cache, q, 1, out), TQKV_OK);
@@ -218,7 +219,7 @@ static void check_truncate_ring(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
-/* A run longer than the ring, on top of a truncated one. */
+/* A run longer than the ring, appended after a truncation. */
 static void check_long_run(const void *parameters)
 {
     (void)parameters;

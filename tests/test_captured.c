@@ -1,4 +1,4 @@
-/* Keys, values and queries of a trained model (examples/data): real outliers, sinks of attention and scales. */
+/* Keys, values and queries of a trained model (examples/data), with its outliers, attention sinks and scales. */
 #include "attend_fixture.h"
 #include "examples/data_file.h"
 
@@ -68,7 +68,7 @@ typedef struct captured_row {
     int layer;
     tqkv_format keys, values;
     bool unrotated;
-    double low, high; /* relMSE of keys and of values */
+    double low, high; /* bounds of the relMSE of keys and of values */
 } captured_row;
 
 /* Mean over rows of |x - x'|^2 / |x|^2. rows: [n_positions][n_kv_heads][head_dim] */
@@ -105,7 +105,7 @@ static void check_error(const void *parameters)
     captured_free(&layer);
 }
 
-/* Layer 0's values have heavy tails: without the rotation TQ8 loses most of its accuracy on them. */
+/* The values of layer 0 have heavy tails: TQ8 without the rotation must be much less accurate on them. */
 static void check_unrotated(const void *parameters)
 {
     (void)parameters;
@@ -117,7 +117,7 @@ static void check_unrotated(const void *parameters)
     captured_free(&layer);
 }
 
-/* ---- Attention, as the layer does it: its window, its softcap, its queries ---- */
+/* ---- Attention with the layer's own window, softcap and queries ---- */
 
 static void check_attend(const void *parameters)
 {
@@ -156,7 +156,7 @@ static void check_attend(const void *parameters)
     captured_free(&layer);
 }
 
-/* After the rotation real rows are close to Gaussian ones: the same errors as there, give or take a tenth. */
+/* Rotated rows of a model are close to Gaussian: their errors lie within 10% of those of Gaussian rows. */
 void test_captured_cases(void)
 {
     static const captured_row errors[5] = {{0, TQKV_TQ4, TQKV_TQ4, false, 0.9 * 9.4e-3, 1.1 * 9.4e-3},

@@ -1,4 +1,4 @@
-/* Encoding, decoding and probing against the reference: byte for byte where the specification says so. */
+/* Encoding, decoding and probing against the reference, byte for byte where the specification fixes the bytes. */
 #include "data.h"
 #include "golden.h"
 #include "reference.h"
@@ -37,7 +37,7 @@ static void check_row(const tqkv_store *store, const float *source, int token, i
               (double)probed[i], (double)scaled[i]);
 }
 
-/* Everything outside the written positions must still be 0xff. */
+/* All bytes outside the written positions must still be 0xff. */
 static void check_untouched(const tqkv_store *store, int64_t first, int64_t end)
 {
     size_t row_bytes = reference_row_bytes(store->format, store->head_dim);
@@ -92,14 +92,14 @@ typedef struct format_row {
     float block_scale;
 } format_row;
 
-/* Any bits are codes of some row: upper bits of the _BYTES formats excepted, random bytes reach every centroid. */
+/* Random codes, which reach every centroid. Codes of the _BYTES formats stay below the size of their codebook. */
 static void fill_random(tqkv_store *store)
 {
     data_random random = {(uint64_t)store->head_dim};
     uint8_t *codes = (uint8_t *)store->codes;
     int limit = store->format == TQKV_TQ5_BYTES ? 32 : store->format == TQKV_TQ6_BYTES ? 64 : 256;
     for (size_t i = 0; i < store->codes_size; i++) codes[i] = (uint8_t)data_below(&random, limit);
-    if (store->format == TQKV_I8) /* encode never makes -128 */
+    if (store->format == TQKV_I8) /* encoding never gives -128 */
         for (size_t i = 0; i < store->codes_size; i++) codes[i] = codes[i] == 128 ? 129 : codes[i];
     if (store->format == TQKV_F16) /* moderate finite halves */
         for (size_t i = 1; i < store->codes_size; i += 2) codes[i] = (uint8_t)(codes[i] & 0xcf);
@@ -217,7 +217,7 @@ static void check_same_bytes(const tqkv_store *a, const tqkv_store *b)
     CHECK(!a->norms_size || !memcmp(a->norms, b->norms, a->norms_size), "norms differ");
 }
 
-/* All tokens in one call give the bytes of one call per token. */
+/* One call for all tokens gives the bytes of one call a token. */
 static void check_one_by_one(const void *parameters)
 {
     const format_row *row = (const format_row *)parameters;
@@ -242,7 +242,7 @@ static void check_one_by_one(const void *parameters)
     test_store_free(&single);
 }
 
-/* Decoding a ring across its seam gives each position's own row. */
+/* Decoding across the end of a ring gives each position its own row. */
 static void check_decode_ring(const void *parameters)
 {
     (void)parameters;
@@ -262,8 +262,8 @@ static void check_decode_ring(const void *parameters)
 
 /* ---- Single values ---- */
 
-/* Ties go down: values that equal a boundary exactly. Rows of +-1 have an RMS of exactly 1, so that the block scale
- * alone decides the value compared. */
+/* A value equal to a boundary gets the lower code. A row of +-1 has an RMS of exactly 1, so the block scale is the
+ * value that is compared. */
 static void check_ties(const void *parameters)
 {
     tqkv_format format = *(const tqkv_format *)parameters;
@@ -283,9 +283,9 @@ static void check_ties(const void *parameters)
     test_store_free(&store);
 }
 
-/* Floats at and around every positive boundary and every edge of 2^bits cells of equal width, with which fast encoders
-   start; also their negatives. A row of 1024 with a single 32 rotates into values of exactly +-1 with alternating
-   signs, so that the block scale is the value compared. */
+/* Floats at and around every positive boundary, and around every edge of the 2^bits cells of equal width that fast
+   encoders start with; also their negatives. A row of 1024 with a single 32 rotates to values of exactly +-1 with
+   alternating signs, so the block scale is the value that is compared. */
 static void check_neighbours(const void *parameters)
 {
     tqkv_format format = *(const tqkv_format *)parameters;
@@ -319,7 +319,7 @@ static void read_halves(const tqkv_store *store, uint16_t *halves, int n)
     for (int i = 0; i < n; i++) halves[i] = (uint16_t)(bytes[2 * i] | bytes[2 * i + 1] << 8);
 }
 
-/* Every finite half encodes to itself, and the midpoint of two neighbours to the even one. */
+/* Every finite half encodes to itself. The midpoint of two neighbours encodes to the even one. */
 static void check_halves(const void *parameters)
 {
     int first = *(const int *)parameters, d = 1024;
@@ -369,7 +369,7 @@ static void check_half_limits(const void *parameters)
     test_store_free(&store);
 }
 
-/* Finite input whose rotation overflows: OK or refused, never undefined, and decode does not read out of bounds. */
+/* Finite input whose rotation overflows: encode and decode return OK, and codes stay inside the codebook. */
 static void check_overflow(const void *parameters)
 {
     const format_row *row = (const format_row *)parameters;
@@ -385,7 +385,7 @@ static void check_overflow(const void *parameters)
             int code = reference_code_at((const uint8_t *)store.codes, row->format, d, j);
             CHECK(code < 1 << reference_bits(row->format), "element %d has code %d", j, code);
         }
-    /* Infinities of both signs have met: machines have NaNs of either sign, stored norms only one. */
+    /* inf - inf is a NaN whose sign depends on the processor. Stored norms have one NaN only. */
     for (size_t i = 0; reference_is_codebook(row->format) && i < store.norms_size / sizeof(float); i++) {
         uint32_t bits;
         memcpy(&bits, &store.norms[i], sizeof bits);

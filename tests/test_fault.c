@@ -1,4 +1,4 @@
-/* The n-th allocation fails, for every n: TQKV_OUT_OF_MEMORY, nothing written, nothing leaked. */
+/* Allocation n fails, for every n: the call gives TQKV_OUT_OF_MEMORY, writes nothing and leaks nothing. */
 #include "attend_fixture.h"
 #include "cache_fixture.h"
 #include "counting.h"

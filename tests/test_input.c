@@ -1,4 +1,4 @@
-/* Bad input: every call with every bad argument gives its result code and changes nothing. */
+/* Bad input: every call reports every bad argument and changes nothing. input_changes.h has the bad arguments. */
 #include "counting.h"
 #include "data.h"
 #include "runner.h"
@@ -8,7 +8,7 @@
 
 enum { D = 64, HEADS = 2, N_HEADS = 4, CAPACITY = 8, TOKENS = 3, QUERIES = 2, ROWS = QUERIES * N_HEADS, SPARE = 16 };
 
-/* All memory that the calls see, in one block, so that one comparison shows any change. */
+/* All memory that the calls see, in one block: one comparison shows any change. */
 typedef struct memory {
     unsigned char key_codes[2 * HEADS * CAPACITY * D], value_codes[2 * HEADS * CAPACITY * D];
     float key_norms[HEADS * CAPACITY * 8], value_norms[HEADS * CAPACITY * 8];
@@ -16,7 +16,7 @@ typedef struct memory {
     float out[ROWS * D + SPARE], max[ROWS], sum[ROWS], other_out[ROWS * D], other_max[ROWS], other_sum[ROWS];
 } memory;
 
-/* The arguments of all calls, good until one of them is broken. */
+/* The arguments of all calls. They are valid until a change is applied. */
 typedef struct world {
     memory *m;
     tqkv_store keys, values;
@@ -26,7 +26,7 @@ typedef struct world {
     tqkv_cache_desc desc;
     const tqkv_cache_desc *d;
     tqkv_cache *cache, *made;
-    tqkv_cache **result; /* where create and load put the cache */
+    tqkv_cache **result; /* create and load put the cache here */
     float *src, *src2, *q, *out, *max, *sum;
     const float *other_out, *other_max, *other_sum;
     int n_tokens, n_positions, n_rows, head_dim, count, n_queries;
@@ -38,7 +38,7 @@ typedef struct world {
     tqkv_write write;
 } world;
 
-/* ---- A good world ---- */
+/* ---- Valid arguments ---- */
 
 static tqkv_store make_store(tqkv_format format, void *codes, float *norms)
 {
@@ -323,7 +323,7 @@ static void check_sizes_of_invalid(const void *parameters)
     free(m);
 }
 
-/* Names of instruction sets: of another machine, of none, and the way back. */
+/* Unknown names of instruction sets are refused; known ones can be set, and set back. */
 static void check_isa_names(const void *parameters)
 {
     (void)parameters;

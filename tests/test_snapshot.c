@@ -1,10 +1,10 @@
-/* Snapshots: what comes back, what is refused, and files that cross between machines. */
+/* Snapshots: round trips, damaged bytes, failing streams, and files that cross between machines. */
 #include "cache_fixture.h"
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-/* The snapshot into a new cache, or NULL; the result goes to *result. */
+/* Loads the snapshot into a new cache; NULL on failure. Sets *result. */
 static tqkv_cache *load(const tqkv_cache_desc *desc, stream *s, tqkv_result *result)
 {
     tqkv_cache *cache = (tqkv_cache *)(uintptr_t)1; /* must become NULL on failure */
@@ -13,7 +13,7 @@ static tqkv_cache *load(const tqkv_cache_desc *desc, stream *s, tqkv_result *res
     return cache;
 }
 
-/* A desc with nothing to match: the snapshot decides all. */
+/* A desc that accepts every snapshot. */
 static tqkv_cache_desc open_desc(counting *counter)
 {
     tqkv_cache_desc desc;
@@ -22,7 +22,7 @@ static tqkv_cache_desc open_desc(counting *counter)
     return desc;
 }
 
-/* The snapshot of a cache that is destroyed again. Without one, which is reported, it is empty. */
+/* The snapshot of a new cache. Empty, and a failed check, if the cache cannot be made. */
 static stream make_snapshot(const cache_row *row, const tqkv_cache_desc *desc)
 {
     tqkv_cache *cache = cache_make(row, desc);
@@ -44,7 +44,7 @@ static void check_same_answers(tqkv_cache *a, tqkv_cache *b, int head_dim)
     free(from_b);
 }
 
-/* Save, load, save: the same bytes, and a cache that goes on as the first one would. */
+/* Save, load, save gives the same bytes, and the loaded cache continues as the first one does. */
 static void check_round_trip(const void *parameters)
 {
     const cache_row *row = (const cache_row *)parameters;
@@ -78,7 +78,7 @@ static void check_round_trip(const void *parameters)
     CHECK_NO_LEAK(&counter);
 }
 
-/* The bytes depend on the content alone, not on what once lay in forgotten slots. */
+/* The bytes depend on the resident positions alone, not on what truncated slots hold. */
 static void check_content_alone(const void *parameters)
 {
     (void)parameters;
@@ -101,7 +101,7 @@ static void check_content_alone(const void *parameters)
     tqkv_cache_destroy(truncated);
 }
 
-/* ---- Damage: every byte, every length ---- */
+/* ---- Damage: every byte changed, every length cut ---- */
 
 static void expect_corrupt(stream *s, counting *counter, const char *what, size_t at)
 {
@@ -144,7 +144,7 @@ static void check_cut_short(const void *parameters)
     stream_free(&s);
 }
 
-/* ---- Headers with a good hash that no cache wrote ---- */
+/* ---- Invalid headers with a valid hash ---- */
 
 enum { HEADER_SIZE = 72 }; /* its hash follows */
 
@@ -200,7 +200,7 @@ static void check_header(const void *parameters)
     stream_free(&s);
 }
 
-/* Bytes put in or left out in the middle. */
+/* One byte moved from the middle to the end. */
 static void check_shifted(const void *parameters)
 {
     const cache_row *row = (const cache_row *)parameters;
@@ -224,7 +224,7 @@ static void check_shifted(const void *parameters)
 
 /* ---- Readers and writers ---- */
 
-/* One byte a call is enough, in both directions. */
+/* Streams that move one byte a call. */
 static void check_slow_streams(const void *parameters)
 {
     const cache_row *row = (const cache_row *)parameters;
@@ -249,8 +249,8 @@ static void check_slow_streams(const void *parameters)
 
 typedef struct failing_row {
     cache_row shape;
-    size_t largest, answer; /* bytes moved by a call at most, 0 = all; what the failing call returns */
-    bool one_more;          /* than it was asked for, instead of the answer */
+    size_t largest, answer; /* most bytes that a call moves, 0: all; what the failing call returns */
+    bool one_more;          /* the failing call returns the size asked for plus one */
 } failing_row;
 
 static void set_failing(stream *s, const failing_row *row, int fail_at)
@@ -261,7 +261,7 @@ static void set_failing(stream *s, const failing_row *row, int fail_at)
     s->fail_at = fail_at;
 }
 
-/* The n-th write answers 0 or more than it was asked, for every n. */
+/* Write n returns 0 or more than the size asked for, for every n. */
 static void check_failing_writer(const void *parameters)
 {
     const failing_row *row = (const failing_row *)parameters;
@@ -326,7 +326,7 @@ static void add_failing_cases(const cache_row *shape, int number)
     }
 }
 
-/* ---- What the desc of a load must match ---- */
+/* ---- The fields of a load's desc that must match the snapshot ---- */
 
 typedef struct mismatch_row {
     const char *name;
@@ -426,7 +426,7 @@ static cache_row crossing_row(int index)
     return row;
 }
 
-/* The bytes of 16 snapshots in a row; encoding is exact, so every machine makes the same ones. */
+/* The bytes of 16 snapshots one after the other. Encoding is exact: every machine writes the same ones. */
 static stream crossing_bytes(void)
 {
     stream s = stream_empty();

@@ -1,4 +1,4 @@
-/* What the header promises to threads; `make test-tsan` runs this under ThreadSanitizer. */
+/* The thread rules of tqkv.h, and examples/thread_pool.h as a hook. `make test-tsan` runs this with ThreadSanitizer. */
 #include "attend_fixture.h"
 #include "cache_fixture.h"
 #include "examples/thread_pool.h"
@@ -29,7 +29,7 @@ static void run_threads(int n_threads, void *(*body)(void *context), void *conte
     alarm(0);
 }
 
-/* ---- A hook that gives every task a thread of its own, a few at a time ---- */
+/* ---- A hook that gives every task its own thread, a few at a time ---- */
 
 typedef struct hook_task {
     tqkv_task task;
@@ -69,7 +69,7 @@ typedef struct cache_thread {
     int failures; /* CHECK is not for threads */
 } cache_thread;
 
-/* Everything that a cache does, with one of this thread's own. */
+/* All calls of a cache, on a cache that no other thread uses. */
 static void *live_with_cache(void *context)
 {
     cache_thread *t = (cache_thread *)context;
@@ -112,7 +112,7 @@ static void check_own_caches(const void *parameters)
     fill_threads(alone);
     fill_threads(together);
     const char *isa = tqkv_isa_name();
-    tqkv_isa_force(NULL); /* chosen anew by whichever thread comes first */
+    tqkv_isa_force(NULL); /* the first thread chooses again */
     run_threads(THREADS, live_with_cache, together, sizeof *together);
     for (int i = 0; i < THREADS; i++) live_with_cache(&alone[i]);
     CHECK_RESULT(tqkv_isa_force(isa), TQKV_OK);
