@@ -1,6 +1,6 @@
-/* Reads the little-endian files of examples/data. Every read is checked against the file's end: a short or damaged file
- * sets `failed`, reads after that give zeros, and the caller looks once when it is done. data/README.md has the
- * formats. */
+/* Reads the little-endian files of examples/data; data/README.md has the formats. Every read is checked against the end
+ * of the file. A short or damaged file sets `failed`; later reads give zeros. The caller checks `failed` once, at the
+ * end. */
 #ifndef DATA_FILE_H
 #define DATA_FILE_H
 
@@ -17,8 +17,8 @@ typedef struct data_file {
     bool failed;
 } data_file;
 
-/* The whole of a file in memory; false when it cannot be read or has more than 1 GiB, so that int indexes its values.
- * Free `bytes` afterwards. */
+/* Reads a whole file into memory. False if it cannot be read, or has 1 GiB or more: int must index its values. The
+ * caller frees `bytes`. */
 static inline bool data_file_open(data_file *file, const char *path)
 {
     memset(file, 0, sizeof *file);
@@ -37,7 +37,7 @@ static inline bool data_file_open(data_file *file, const char *path)
     return file->bytes != NULL;
 }
 
-/* The next `count` items of `item_size` bytes; NULL past the end. Division, so that no product can overflow. */
+/* The next `count` items of `item_size` bytes; NULL past the end. Divides, because a product could overflow. */
 static inline const unsigned char *data_file_take(data_file *file, size_t count, size_t item_size)
 {
     if (file->failed || count > (file->size - file->at) / item_size) {
@@ -63,7 +63,7 @@ static inline float data_file_f32(data_file *file)
     return value;
 }
 
-/* A count that must lie in [low, high]; anything else fails the file and gives `low`. */
+/* A count in [low, high]. Any other value sets `failed` and gives `low`. */
 static inline int data_file_count(data_file *file, uint32_t low, uint32_t high)
 {
     uint32_t value = data_file_u32(file);
@@ -74,13 +74,14 @@ static inline int data_file_count(data_file *file, uint32_t low, uint32_t high)
     return (int)value;
 }
 
-/* Magic, version 1; then, checked by the caller's data_file_size, the file's own idea of its size. */
+/* Checks the magic and version 1. */
 static inline void data_file_magic(data_file *file, const char *magic)
 {
     const unsigned char *b = data_file_take(file, 8, 1);
     if (!b || memcmp(b, magic, 8) != 0 || data_file_u32(file) != 1) file->failed = true;
 }
 
+/* Checks the size that the file gives for itself. */
 static inline void data_file_size(data_file *file)
 {
     uint64_t low = data_file_u32(file), high = data_file_u32(file);
@@ -96,7 +97,7 @@ static inline float half_to_float(const unsigned char *bytes)
     return bits & 0x8000 ? -value : value;
 }
 
-/* rows * row_size halves as a new array of floats; NULL and `failed` when the file is too short or memory runs out. */
+/* rows * row_size halves as a new array of floats. NULL and `failed` if the file is too short or memory runs out. */
 static inline float *data_file_halves(data_file *file, int rows, int row_size)
 {
     size_t count = 0;

@@ -1,4 +1,5 @@
-/* The smallest useful program: a cache for one layer, a prompt appended, one token attended over it, and a check. */
+/* The smallest useful program: creates a cache for one layer, appends a prompt, attends for one token and checks the
+   output. */
 #define TQKV_IMPLEMENTATION
 #include "../tqkv.h"
 
@@ -11,7 +12,7 @@ enum { HEAD_DIM = 128, KV_HEADS = 2, HEADS = 8, PROMPT = 1000 };
 static float keys[PROMPT * KV_HEADS * HEAD_DIM], values[PROMPT * KV_HEADS * HEAD_DIM]; /* [token][kv head][dim] */
 static float query[HEADS * HEAD_DIM], output[HEADS * HEAD_DIM];                        /* [head][dim] */
 
-/* Stands in for a model's projections: sums of uniform numbers, close to a Gaussian. */
+/* Random numbers in place of a model's projections: sums of uniform numbers, close to a Gaussian. */
 static void fill(float *out, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
@@ -20,7 +21,7 @@ static void fill(float *out, size_t count)
     }
 }
 
-/* Squared error of one head's output against attention in double over the numbers that were appended, relative. */
+/* The relative squared error of one head's output. Exact: attention in double over the floats that were appended. */
 static double head_error(int head)
 {
     const float *q = query + head * HEAD_DIM, *out = output + head * HEAD_DIM;
@@ -48,7 +49,7 @@ int main(void)
     fill(values, sizeof values / sizeof *values);
     fill(query, sizeof query / sizeof *query);
 
-    /* Keys in eight bits, values in four: the default formats, written out. Fields left zero mean their defaults. */
+    /* Keys of 8 bits and values of 4 are the defaults, set here to show how. Zero fields take their defaults. */
     tqkv_cache_desc desc = {.head_dim = HEAD_DIM, .n_kv_heads = KV_HEADS, .n_heads = HEADS, .capacity = 4096};
     desc.key_format = TQKV_I8;
     desc.value_format = TQKV_TQ4;

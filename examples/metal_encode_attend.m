@@ -1,5 +1,5 @@
-/* A step of decoding on an Apple GPU, in the caller's own command buffer: the new token's key and value are encoded
-   into a cache in shared memory, then its query attends over all of it. Run with the path of default.metallib. */
+/* A step of decoding on an Apple GPU, in the caller's own command buffer. It encodes the key and value of the new token
+   into a cache in shared memory, then attends with its query. Run with the path of default.metallib. */
 #define TQKV_IMPLEMENTATION
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
@@ -8,13 +8,13 @@
 
 enum { HEAD_DIM = 128, KV_HEADS = 2, HEADS = 8, PROMPT = 600, ROW = KV_HEADS * HEAD_DIM, QUERY = HEADS * HEAD_DIM };
 
-/* Memory of processor and GPU. */
+/* Memory that processor and GPU share. */
 typedef struct shared {
     float *floats;
     tqkv_metal_buffer buffer;
 } shared;
 
-/* Random floats, where a model would put its projections. The context frees what is still there in the end. */
+/* Random floats in place of a model's projections. tqkv_metal_destroy frees what is still allocated. */
 static shared make(tqkv_metal *metal, size_t count)
 {
     const tqkv_allocator memory = tqkv_metal_allocator(metal);
@@ -24,7 +24,7 @@ static shared make(tqkv_metal *metal, size_t count)
     return s;
 }
 
-/* How far out is from what the processor makes of the same cache, relative. */
+/* The relative difference between `out` and the output of the processor for the same cache. */
 static double difference(const tqkv_cache *cache, const float *q, const float *out)
 {
     static float expected[QUERY];
@@ -39,20 +39,21 @@ static double difference(const tqkv_cache *cache, const float *q, const float *o
     return sqrt(wrong / all);
 }
 
-/* The new token. A serial encoder (the default) orders the two calls; a concurrent one needs a barrier between them. */
+/* Appends and attends for the new token. A serial encoder, the default, orders the two calls; a concurrent encoder
+   needs a barrier between them. */
 static double decode_step(tqkv_metal *metal, id<MTLCommandQueue> queue, tqkv_cache *cache)
 {
     size_t scratch_size;
     if (tqkv_metal_cache_scratch(metal, cache, 1, &scratch_size) != TQKV_OK) return INFINITY;
     const shared k = make(metal, ROW), v = make(metal, ROW), q = make(metal, QUERY), out = make(metal, QUERY),
                  scratch = make(metal, scratch_size / sizeof(float));
-    const tqkv_metal_buffer no_flag = {nil, 0}; /* or a word that NaN or infinity in k or v would set */
+    const tqkv_metal_buffer no_flag = {nil, 0}; /* or a word that NaN or infinity in k or v sets */
     id<MTLCommandBuffer> commands = [queue commandBuffer];
     id<MTLComputeCommandEncoder> encoder = [commands computeCommandEncoder];
     tqkv_result r = tqkv_metal_cache_append(metal, encoder, cache, k.buffer, v.buffer, 1, no_flag);
     if (r == TQKV_OK) r = tqkv_metal_cache_attend(metal, encoder, cache, q.buffer, 1, scratch.buffer, out.buffer);
     [encoder endEncoding];
-    [commands commit]; /* a program would record the rest of the model before, and commit once a token */
+    [commands commit]; /* a model records all its layers before, and commits once a token */
     [commands waitUntilCompleted];
     if (r != TQKV_OK || [commands status] != MTLCommandBufferStatusCompleted) return INFINITY;
     return difference(cache, q.floats, out.floats);
@@ -71,7 +72,7 @@ int main(int argc, char **argv)
         desc.error = error, desc.error_size = sizeof error;
         tqkv_result r = tqkv_metal_create(&desc, &metal);
         tqkv_cache_desc shape = {.head_dim = HEAD_DIM, .n_kv_heads = KV_HEADS, .n_heads = HEADS, .capacity = 1024};
-        shape.metal = metal; /* the cache lies in shared memory; append without an encoder runs on the GPU and waits */
+        shape.metal = metal; /* the cache lies in shared memory; tqkv_cache_append runs on the GPU and waits */
         if (r == TQKV_OK) r = tqkv_cache_create(&shape, &cache);
         if (r == TQKV_OK)
             r = tqkv_cache_append(cache, make(metal, PROMPT * ROW).floats, make(metal, PROMPT * ROW).floats, PROMPT);

@@ -1,8 +1,8 @@
-/* The cache tqkv is compared with: plain float arrays, attended over by plain loops. With a round trip set, keys and
- * values go through llama.cpp's q8_0 or q4_0 on their way in (written here from the formats' public description: blocks
- * of 32 values with one half as scale), if asked rotated as llama.cpp does since pull request 21038: a Hadamard
- * transform of the whole head for keys, of 64 values at a time for values. What comes back is stored as floats, so only
- * the format's error counts. */
+/* The cache that tqkv is compared with: float arrays and plain loops. A round trip passes keys and values through
+ * llama.cpp's q8_0 or q4_0 before they are stored as floats, so only the error of the format counts. The formats are
+ * written from their public description: blocks of 32 values with one half as scale. An optional rotation does what
+ * llama.cpp does since pull request 21038: a Hadamard transform of the whole head for keys, of 64 values at a time for
+ * values. */
 #ifndef PLAIN_CACHE_H
 #define PLAIN_CACHE_H
 
@@ -19,8 +19,8 @@ typedef struct plain_cache {
     bool rotate_keys, rotate_values;
 } plain_cache;
 
-/* The value a half keeps, for magnitudes from 2^-14 to 65504, where it has 11 bits: rounded to nearest, ties to even.
- */
+/* The value rounded to a half, to nearest with ties to even. A half has 11 bits from 2^-14 to 65504, and steps of 2^-24
+ * below. */
 static float through_half(float value)
 {
     if (!(fabsf(value) >= 6.103515625e-5f)) return rintf(value * 16777216.0f) / 16777216.0f;
@@ -40,7 +40,7 @@ static void q8_0_round_trip(float *values, int count)
     }
 }
 
-/* q4_0: the element of largest magnitude becomes code 0, that is -8 scales; codes 0..15; 18 bytes for 32 values. */
+/* q4_0: codes 0..15 stand for -8..7 scales; the element of largest magnitude gets code 0; 18 bytes for 32 values. */
 static void q4_0_round_trip(float *values, int count)
 {
     for (float *block = values; block < values + count; block += GGML_BLOCK) {
@@ -53,7 +53,7 @@ static void q4_0_round_trip(float *values, int count)
     }
 }
 
-/* The Hadamard transform of `size` values at a time, scaled to be its own inverse. */
+/* The Hadamard transform of `size` values at a time, scaled so that it is its own inverse. */
 static void hadamard(float *values, int count, int size)
 {
     for (float *row = values; row < values + count; row += size)
@@ -84,7 +84,7 @@ static void plain_cache_append(plain_cache *cache, int64_t position, const float
     pass_through(values, count, cache->through_values, cache->rotate_values ? VALUE_ROTATION : 0);
 }
 
-/* PANEL running sums, so that the compiler may use vector instructions without reordering anything. */
+/* PANEL running sums: the compiler can use vector instructions without reordering a sum. */
 static float dot_product(const float *restrict a, const float *restrict b, int size)
 {
     float sums[PANEL] = {0}, sum = 0;
@@ -107,7 +107,7 @@ typedef struct plain_job {
     int64_t first; /* position of query 0 */
 } plain_job;
 
-/* One query of one head: softmax over the visible positions, then the weighted sum of their values. */
+/* Attention of one query of one head over its visible positions. */
 static void plain_task(void *context, int index)
 {
     const plain_job *job = (const plain_job *)context;
@@ -128,7 +128,7 @@ static void plain_task(void *context, int index)
         add_scaled(out, job->cache->values + j * row + offset, scores[j - begin] / sum, d);
 }
 
-/* q, out: [n_queries][n_heads][head_dim]; query 0 sits at position `first`. */
+/* q, out: [n_queries][n_heads][head_dim]; query 0 stands at position `first`. */
 static void plain_cache_attend(plain_cache *cache, thread_pool *pool, int64_t first, const float *q, int n_queries,
                                float *out)
 {

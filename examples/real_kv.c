@@ -1,5 +1,5 @@
-/* Keys, values and queries of a trained model (data/real_kv.bin) through each pair of formats: what a format costs on
- * numbers that are not Gaussian. Shows the caller's own stores: encode, decode, probe, attend.
+/* The error of each pair of formats on keys, values and queries of a trained model (data/real_kv.bin), which are not
+ * Gaussian. Shows how to use stores without a cache: encode, decode, probe, attend.
  *   real_kv [FILE]              a table for each layer
  *   real_kv --histogram [FILE]  probe values of layer 0's values, rotated and not, as columns for a chart
  * Errors are relMSE: the mean over rows of |x - x'|^2 / |x|^2. */
@@ -112,7 +112,7 @@ static double relative_error(const float *exact, const float *got, int n_rows, i
     return mean;
 }
 
-/* Encodes, decodes and probes one stream; the share is of probe values beyond the format's last boundary. */
+/* The relMSE of one stream. *beyond: the share of its probe values outside the last boundary of the format. */
 static double stream_error(const tqkv_store *store, const float *source, double *beyond)
 {
     int n_rows = store->capacity * store->n_kv_heads;
@@ -120,7 +120,8 @@ static double stream_error(const tqkv_store *store, const float *source, double 
     float *scratch = (float *)allocate(count, sizeof *scratch), last = tqkv_last_boundary(store->format);
     check(tqkv_encode(store, source, store->capacity, 0), "encode");
     check(tqkv_probe(store, source, store->capacity, scratch), "probe");
-    for (size_t i = 0; i < count; i++) n_beyond += fabsf(scratch[i]) > last * 1.000001f; /* I8: 127 but for rounding */
+    for (size_t i = 0; i < count; i++)
+        n_beyond += fabsf(scratch[i]) > last * 1.000001f; /* the factor allows for rounding in I8 */
     *beyond = (double)n_beyond / (double)count;
     check(tqkv_decode(store, 0, store->capacity, TQKV_ORIGINAL, scratch), "decode");
     double error = relative_error(source, scratch, n_rows, store->head_dim);
@@ -128,7 +129,7 @@ static double stream_error(const tqkv_store *store, const float *source, double 
     return error;
 }
 
-/* One query of one head over the unquantised data, in double. */
+/* Attention of one query of one head over the original floats, in double. */
 static void exact_head(const capture *all, const captured_layer *layer, int query, int head, float *out)
 {
     int d = layer->head_dim, row = layer->n_kv_heads * d, end = all->n_positions - all->n_queries + query + 1;
@@ -198,7 +199,7 @@ static void print_layer(const capture *all, int index)
     free(exact);
 }
 
-/* The sixteen centroids of TQ4, read back through the public functions: a row whose norm makes the scale 1. */
+/* The sixteen centroids of TQ4, decoded by the public functions from a row whose norm makes the scale 1. */
 static void print_codebook(void)
 {
     unsigned char codes[16];
@@ -212,11 +213,11 @@ static void print_codebook(void)
     for (int i = 0; i < 32; i += 2) printf("%g\n", (double)centroids[i]);
 }
 
-/* Three blocks of lines, two empty lines between: the densities of layer 0's probe values in bins of 0.2 (middle,
- * rotated, unrotated), TQ4's centroids, TQ8's last boundary. */
+/* Three blocks of lines with two empty lines between them: the density of the probe values of layer 0 in bins of 0.2
+ * (columns: middle, rotated, unrotated), the centroids of TQ4, the last boundary of TQ8. */
 static void print_histogram(const capture *all)
 {
-    enum { BINS = 100, MIDDLE = BINS / 2 }; /* from -10 to 10; what lies outside goes to the last bin of its side */
+    enum { BINS = 100, MIDDLE = BINS / 2 }; /* from -10 to 10; values outside go to the first or last bin */
     const captured_layer *layer = &all->layers[0];
     size_t counts[2][BINS] = {{0}}, total = (size_t)(all->n_positions * layer->n_kv_heads * layer->head_dim);
     float *scaled = (float *)allocate(total, sizeof *scaled);

@@ -1,4 +1,4 @@
-/* Saves a cache to a file, is killed while saving it again, and finds the first file whole. */
+/* Saves a cache to a file. A second process is killed while it saves another cache; the first file is still whole. */
 #define _POSIX_C_SOURCE 200809L
 #define TQKV_IMPLEMENTATION
 #include "snapshot_file.h"
@@ -21,7 +21,7 @@ static tqkv_cache *make_cache(int n_tokens)
     return cache;
 }
 
-/* Writes as snapshot_write does, and dies at the end of the first 1000 bytes. */
+/* Writes as snapshot_write does, and kills the process when more than 1000 bytes are written. */
 static size_t write_and_die(void *file, const void *bytes, size_t n)
 {
     size_t written = fwrite(bytes, 1, n, (FILE *)file);
@@ -32,7 +32,7 @@ static size_t write_and_die(void *file, const void *bytes, size_t n)
     return written;
 }
 
-/* What a crash leaves behind: half a snapshot under the temporary name. */
+/* Leaves what a crash leaves: half a snapshot under the temporary name. */
 static void save_and_die(const tqkv_cache *cache, const char *path)
 {
     FILE *file = fopen(path, "wb");

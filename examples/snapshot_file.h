@@ -1,5 +1,5 @@
-/* A cache in a file, so that a crash, a full disk or a power cut leaves either the old file or the new one: written
-   under a temporary name, brought to the disk, and renamed. POSIX. */
+/* Saves a cache to a file under a temporary name, syncs it to the disk and renames it. A crash, a full disk or a power
+   cut leaves either the old file or the new one. POSIX. */
 #ifndef SNAPSHOT_FILE_H
 #define SNAPSHOT_FILE_H
 
@@ -19,7 +19,7 @@ static inline size_t snapshot_write(void *file, const void *bytes, size_t n)
 
 static inline size_t snapshot_read(void *file, void *bytes, size_t n) { return fread(bytes, 1, n, (FILE *)file); }
 
-/* The folder's entry has to reach the disk too, or a power cut may undo the rename. */
+/* Syncs the folder of `path`: without that, a power cut can undo the rename. */
 static inline bool snapshot_sync_folder(const char *path)
 {
     char folder[SNAPSHOT_PATH_SIZE] = ".";
@@ -31,7 +31,7 @@ static inline bool snapshot_sync_folder(const char *path)
     return ok;
 }
 
-/* What fwrite has taken may still fail on its way to the disk: fflush, fsync and fclose each have to say yes. */
+/* Bytes that fwrite accepted may still fail to reach the disk: fflush, fsync and fclose must all succeed. */
 static inline tqkv_result snapshot_save_to(const tqkv_cache *cache, const char *path)
 {
     FILE *file = fopen(path, "wb");
@@ -42,7 +42,8 @@ static inline tqkv_result snapshot_save_to(const tqkv_cache *cache, const char *
     return result;
 }
 
-/* On failure `path` is what it was before, and nothing else is left. */
+/* On failure the file at `path` is unchanged and the temporary file is removed. If only the sync of the folder fails,
+   the new file is in place. */
 static inline tqkv_result snapshot_save(const tqkv_cache *cache, const char *path)
 {
     char temporary[SNAPSHOT_PATH_SIZE];
@@ -57,15 +58,15 @@ static inline tqkv_result snapshot_save(const tqkv_cache *cache, const char *pat
     return snapshot_sync_folder(path) ? TQKV_OK : TQKV_IO;
 }
 
-/* The checksums are the guard against half a file: one that was cut short is TQKV_CORRUPT. */
+/* The checksums of the snapshot detect a file that was cut short: TQKV_CORRUPT. */
 static inline tqkv_result snapshot_load(const tqkv_cache_desc *desc, const char *path, tqkv_cache **out)
 {
     *out = NULL;
     FILE *file = fopen(path, "rb");
     if (!file) return TQKV_IO;
     tqkv_result result = tqkv_cache_load(desc, snapshot_read, file, out);
-    if (result == TQKV_OK && fgetc(file) != EOF) result = TQKV_CORRUPT; /* more than one snapshot */
-    if (result == TQKV_CORRUPT && ferror(file)) result = TQKV_IO;       /* the disk's fault, not the file's */
+    if (result == TQKV_OK && fgetc(file) != EOF) result = TQKV_CORRUPT; /* bytes after the snapshot */
+    if (result == TQKV_CORRUPT && ferror(file)) result = TQKV_IO;       /* the read failed */
     if (result != TQKV_OK) {
         tqkv_cache_destroy(*out);
         *out = NULL;

@@ -1,4 +1,4 @@
-/* What both thread examples do with their hook: one long context attended with and without it. */
+/* Both thread examples attend over one long context, with and without their hook. */
 #ifndef THREADS_DEMO_H
 #define THREADS_DEMO_H
 
@@ -18,7 +18,7 @@ static double demo_seconds(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Best of ten, in seconds; out: [DEMO_HEADS][DEMO_HEAD_DIM]. Negative: failed. */
+/* The fastest of ten calls, in seconds; negative on failure. out: [DEMO_HEADS][DEMO_HEAD_DIM] */
 static double demo_attend(tqkv_parallel parallel, const float *rows, const float *q, float *out)
 {
     tqkv_cache_desc desc = {.head_dim = DEMO_HEAD_DIM, .n_kv_heads = DEMO_KV_HEADS, .n_heads = DEMO_HEADS};
@@ -39,7 +39,7 @@ static double demo_attend(tqkv_parallel parallel, const float *rows, const float
     return result == TQKV_OK ? best : -1.0;
 }
 
-/* 0 where the hook gives the bits of a single thread, as a program's exit status. */
+/* The exit status: 0 if the results with and without the hook have the same bits. */
 static int demo_compare(tqkv_parallel parallel, int n_threads)
 {
     static float q[DEMO_HEADS * DEMO_HEAD_DIM], alone[DEMO_HEADS * DEMO_HEAD_DIM], together[DEMO_HEADS * DEMO_HEAD_DIM];

@@ -1,5 +1,6 @@
 /* Attention on several threads with OpenMP: the hook is one parallel loop. Compile with -fopenmp; without it the loop
-   runs on the calling thread. */
+   runs on the calling thread. Several threads may call the hook at once: OpenMP gives each its own team of THREADS.
+   Inside another parallel region the loop runs on the calling thread, unless OMP_MAX_ACTIVE_LEVELS is above 1. */
 #define _POSIX_C_SOURCE 200809L
 #define TQKV_IMPLEMENTATION
 #include "threads_demo.h"
@@ -12,7 +13,7 @@ static void run(void *user, int count, tqkv_task task, void *context)
 #ifdef _OPENMP
 #pragma omp parallel for schedule(dynamic) num_threads(THREADS)
 #endif
-    for (int i = 0; i < count; i++) task(context, i); /* any order, any thread: the result has the same bits */
+    for (int i = 0; i < count; i++) task(context, i); /* the bits of the result do not depend on order or thread */
 }
 
 int main(void) { return demo_compare((tqkv_parallel){run, NULL}, THREADS); }

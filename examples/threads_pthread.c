@@ -1,4 +1,4 @@
-/* Attention on several threads with pthreads: the hook hands the tasks of one call to a pool (thread_pool.h). */
+/* Attention on several threads with pthreads: the hook gives the tasks of a call to a pool (thread_pool.h). */
 #define _POSIX_C_SOURCE 200809L
 #define TQKV_IMPLEMENTATION
 #include "threads_demo.h"

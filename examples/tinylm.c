@@ -1,15 +1,16 @@
-/* A transformer on tqkv: a small byte-level language model whose keys and values live in tqkv caches only.
+/* A transformer on tqkv: a small byte-level language model that keeps all its keys and values in tqkv caches.
  *
  *   tinylm                                                     a short table and a paragraph
- *   tinylm score [--windows N] [--all | --keys F --values F]   what each pair of formats costs, against floats
- *   tinylm generate PROMPT [options]                           text, as it comes
+ *   tinylm score [--windows N] [--all | --keys F --values F]   the error of each pair of formats, against floats
+ *   tinylm generate PROMPT [options]                           text, byte by byte
  *   tinylm save FILE PROMPT [options]                          the caches of a prompt, in a file
- *   tinylm resume FILE [options]                               goes on from there, in any later process
+ *   tinylm resume FILE [options]                               continues from there, in another process
  *   tinylm speculate PROMPT [options]                          tq4 proposes, --keys --values verify, truncate undoes
  *
  * Options: --keys F, --values F, --bytes N, --temperature T, --seed N, --threads N, --model FILE. Formats: f16 i8 tq8
- * tq6 tq5 tq4; or the plain cache it is compared with: f32, q8_0, q4_0, and q8_0r, q4_0r with llama.cpp's rotation. How
- * tqkv comes in is in tinylm_session.h; save and resume, and taking back rejected tokens, are here. */
+ * tq6 tq5 tq4; or the plain cache for comparison: f32, q8_0, q4_0, and q8_0r, q4_0r with llama.cpp's rotation.
+ * tinylm_session.h has the calls of tqkv in a forward pass. This file has save, resume and the removal of rejected
+ * tokens. */
 #define _POSIX_C_SOURCE  200809L
 #define _DARWIN_C_SOURCE /* the number of processors, which POSIX does not give */
 #define TQKV_IMPLEMENTATION
@@ -22,7 +23,7 @@ enum { WINDOW_BYTES = 1024, PROPOSALS = 6 };
 
 /* ---- score ---- */
 
-/* What `tinylm score` prints; with --all every tqkv pair and every llama.cpp pair. */
+/* The pairs that `tinylm score` prints. With --all it prints every tqkv pair and every llama.cpp pair. */
 static const char *const score_pairs[][2] = {{"f16", "f16"},   {"i8", "i8"},       {"tq8", "tq8"},    {"tq6", "tq6"},
                                              {"tq5", "tq5"},   {"i8", "tq4"},      {"tq4", "tq4"},    {"q8_0", "q8_0"},
                                              {"q4_0", "q4_0"}, {"q8_0r", "q8_0r"}, {"q4_0r", "q4_0r"}};
@@ -40,7 +41,7 @@ typedef struct scoring {
     double reference_bits;
 } scoring;
 
-/* Every window starts from an empty cache and goes in with one call. */
+/* Every window starts from an empty cache and is one call of forward. */
 static void score_windows(const scoring *job, session *s, float *logits, const char *label)
 {
     for (int w = 0; w < job->n_windows; w++) {
@@ -53,7 +54,7 @@ static void score_windows(const scoring *job, session *s, float *logits, const c
     progress(label, job->n_windows, job->n_windows);
 }
 
-/* A line of the table. The first pair of a job is the reference of all later ones. */
+/* Prints a line of the table. The first pair of a job is the reference for the later ones. */
 static void score_pair(scoring *job, const format_choice *keys, const format_choice *values)
 {
     session s;
@@ -102,7 +103,7 @@ static void command_score(model *m, const options *o)
 
 /* ---- generate ---- */
 
-/* A conversation is its text and the caches of all of it but the last byte. */
+/* A text, and the caches of all its bytes except the last. */
 typedef struct conversation {
     session s;
     unsigned char text[MAX_CONTEXT];
@@ -126,7 +127,7 @@ static void conversation_start(conversation *c, model *m, const options *o)
     prefill(&c->s, c->text, c->length - 1);
 }
 
-/* Writes the text so far, then one byte at a time. */
+/* Prints the text so far, then each new byte. */
 static void conversation_continue(conversation *c, const options *o)
 {
     float logits[VOCABULARY];
@@ -157,7 +158,7 @@ static size_t read_file(void *user, void *bytes, size_t n) { return fread(bytes,
 
 static const char prompt_magic[8] = {'T', 'Q', 'K', 'V', 'T', 'E', 'X', 'T'};
 
-/* FNV-1a: the caches carry checksums of their own, the text before them needs one too. */
+/* FNV-1a, for the text. The snapshots after it have their own checksums. */
 static uint32_t text_checksum(const unsigned char *text, int length)
 {
     uint32_t hash = 2166136261u;
@@ -213,7 +214,7 @@ static void command_resume(model *m, const options *o)
     session_scratch(&c.s, m, MAX_CONTEXT);
     c.s.keys = c.s.values = &formats[0]; /* any tqkv format: the caches know their own */
     for (int i = 0; i < m->n_layers; i++) {
-        /* Fields left zero, here the formats, are the file's; the others have to be this model's. */
+        /* Zero fields, here the formats, take the values of the file. The others must match it. */
         tqkv_cache_desc desc = layer_desc(&c.s, &m->layers[i]);
         check(tqkv_cache_load(&desc, read_file, file, &c.s.caches[i]), o->file);
         if (tqkv_cache_end(c.s.caches[i]) != c.length - 1) stop(o->file, "text and caches do not belong together");
@@ -227,7 +228,8 @@ static void command_resume(model *m, const options *o)
 
 /* ---- speculate ---- */
 
-/* Brings a cache up to the text: drops what is no longer in it, appends what is missing. Logits of the last byte. */
+/* Makes the cache of a session match the text: drops bytes that are no longer in it, appends missing ones. Gives the
+ * logits after the last byte. */
 static void catch_up(conversation *c, session *s, float *logits /* [PROPOSALS + 1][VOCABULARY] */)
 {
     int from = s->end < c->length - 1 ? s->end : c->length - 1;
@@ -236,8 +238,8 @@ static void catch_up(conversation *c, session *s, float *logits /* [PROPOSALS + 
     memmove(logits, logits + (c->length - from - 1) * VOCABULARY, VOCABULARY * sizeof *logits);
 }
 
-/* One round: the draft proposes bytes one by one, the conversation's own cache judges them all in one call. Of the
- * proposals those up to the first wrong one stay, then comes the byte that should have been there. */
+/* One round: the draft proposes bytes one by one, and one call on the conversation's own cache verifies them all. The
+ * proposals before the first wrong one stay; the verified byte replaces that one. Returns how many stay. */
 static int speculate_round(conversation *c, session *draft)
 {
     float logits[(PROPOSALS + 1) * VOCABULARY];

@@ -1,5 +1,4 @@
-/* What is done with a model's logits: the likeliest byte, a random one, probabilities, and how far two models differ.
- */
+/* Functions of a model's logits: the likeliest byte, a random byte, probabilities, and the difference of two models. */
 #ifndef TINYLM_LOGITS_H
 #define TINYLM_LOGITS_H
 
@@ -39,7 +38,7 @@ static unsigned char choose(const float *logits, float temperature, uint64_t *se
     return (unsigned char)i;
 }
 
-/* Means over all bytes: bits of the byte that came, KL divergence from the reference, agreement on the likeliest. */
+/* Means over all bytes: bits of the actual byte, KL divergence from the reference, agreement on the likeliest byte. */
 static void compare(const float *got, const float *reference, const unsigned char *text, int n, double means[3])
 {
     means[0] = means[1] = means[2] = 0;

@@ -1,4 +1,4 @@
-/* The weights of the small model in data/tinylm.bin and the few operations a transformer needs beside attention. */
+/* The weights of the small model in data/tinylm.bin, and the operations of a transformer except attention. */
 #ifndef TINYLM_MODEL_H
 #define TINYLM_MODEL_H
 
@@ -7,7 +7,7 @@
 
 enum { PANEL = 16, MAX_LAYERS = 8, VOCABULARY = 256 };
 
-/* out = W in, stored for speed as [n_out/PANEL][n_in][PANEL]: PANEL outputs side by side fill the vector registers. */
+/* out = W in. W is stored as [n_out/PANEL][n_in][PANEL]: PANEL outputs side by side fill the vector registers. */
 typedef struct linear {
     int n_in, n_out;
     float *panels;
@@ -32,8 +32,8 @@ typedef struct model {
     thread_pool pool;
 } model;
 
-/* One matrix of the file, ten bits a weight: for each row a half, the scale, then n_in bytes with the low bits of the
- * codes, then n_in/4 with the upper two; a code is the weight over the scale, plus 512. `rows` gets it unpacked. */
+/* Reads one matrix with ten bits a weight. A row is a half, the scale; n_in bytes, the low 8 bits of the codes; n_in/4
+ * bytes, the upper 2 bits. weight = scale * (code - 512). `rows`, if given, receives the plain matrix too. */
 static linear load_linear(data_file *file, int n_in, int n_out, float *rows /* [n_out][n_in] */)
 {
     linear matrix = {n_in, n_out, NULL};
@@ -108,7 +108,7 @@ static void model_free(model *m)
     pool_stop(&m->pool);
 }
 
-/* False when the file is missing, short, or has other sizes than it says. */
+/* False if the file is missing, short or damaged. */
 static bool model_load(model *m, const char *path, int n_threads)
 {
     data_file file;
@@ -127,8 +127,7 @@ static bool model_load(model *m, const char *path, int n_threads)
     return good;
 }
 
-/* Four tokens at once read each weight once for all of them; the inner loop is one or more vector instructions a line.
- */
+/* Reads each weight once for four tokens. Each line of the inner loop becomes one or more vector instructions. */
 static void linear_4(const float *restrict w, const float *restrict in, int n_in, float *restrict out, int n_out)
 {
     float a0[PANEL] = {0}, a1[PANEL] = {0}, a2[PANEL] = {0}, a3[PANEL] = {0};
@@ -174,7 +173,7 @@ static void linear_task(void *context, int panel)
         linear_1(w, job->in + token * n_in, n_in, job->out + token * n_out + panel * PANEL);
 }
 
-/* out[n_tokens][n_out] = in[n_tokens][n_in] W^T. A few tokens are not worth waking other threads for. */
+/* out[n_tokens][n_out] = in[n_tokens][n_in] W^T. Few tokens run on the calling thread: waking others costs more. */
 static void linear_apply(model *m, const linear *matrix, const float *in, int n_tokens, float *out)
 {
     linear_job job = {matrix, in, out, n_tokens};
@@ -185,7 +184,7 @@ static void linear_apply(model *m, const linear *matrix, const float *in, int n_
         for (int panel = 0; panel < n_panels; panel++) linear_task(&job, panel);
 }
 
-/* out[row] = in[row] / rms(in[row]) * gain, for rows of `size`; in place is fine. */
+/* out[row] = in[row] / rms(in[row]) * gain, for rows of `size`. out may be in. */
 static void rms_norm(const model *m, const float *in, const float *gain, int n_rows, int size, float *out)
 {
     for (int row = 0; row < n_rows; row++, in += size, out += size) {
@@ -196,8 +195,7 @@ static void rms_norm(const model *m, const float *in, const float *gain, int n_r
     }
 }
 
-/* Rotary embedding: element i of a head's first half turns with element i of its second half by position *
- * base^(-2i/D). */
+/* Rotary embedding: rotates element i of each half of a head by the angle position * base^(-2i/D). */
 static void rope(const model *m, float *heads /* [n_tokens][n_heads][head_dim] */, int n_tokens, int n_heads,
                  int head_dim, int64_t position)
 {
@@ -216,7 +214,7 @@ static void rope(const model *m, float *heads /* [n_tokens][n_heads][head_dim] *
     }
 }
 
-/* gate = silu(gate) * up, the model's activation. */
+/* gate = silu(gate) * up */
 static void silu_multiply(float *gate, const float *up, int count)
 {
     for (int i = 0; i < count; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];

@@ -9,10 +9,10 @@
 
 typedef struct format_choice {
     const char *name;
-    tqkv_format format; /* TQKV_FORMAT_DEFAULT: the plain cache, after this round trip */
-    round_trip through;
-    bool rotated; /* the round trip */
-    double bits;  /* a value, of the plain ones */
+    tqkv_format format; /* TQKV_FORMAT_DEFAULT: the plain cache */
+    round_trip through; /* of the plain cache; NULL: none */
+    bool rotated;       /* rotate for the round trip */
+    double bits;        /* bits a value, of the plain cache */
 } format_choice;
 
 static const format_choice formats[] = {
@@ -151,7 +151,7 @@ static inline double seconds(void)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-/* A bar on the terminal, if stderr is one; gone when done. */
+/* A progress bar, if stderr is a terminal. It is erased at the end. */
 static inline void progress(const char *label, int done, int all)
 {
     if (!isatty(STDERR_FILENO)) return;

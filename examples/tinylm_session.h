@@ -1,5 +1,5 @@
-/* How tqkv goes into a transformer: a cache for each layer, and a forward pass that appends to it and attends over it.
- * The same pass also runs on plain arrays (plain_cache.h), for comparison. Read layer_desc and attention first. */
+/* tqkv in a transformer: a cache for each layer, and a forward pass that appends to it and attends over it. The same
+ * pass also runs on plain arrays (plain_cache.h), for comparison. Read layer_desc and attention first. */
 #ifndef TINYLM_SESSION_H
 #define TINYLM_SESSION_H
 
@@ -12,8 +12,8 @@ typedef struct session {
     model *m;
     const format_choice *keys, *values;
     int capacity, end;                    /* positions */
-    tqkv_cache *caches[MAX_LAYERS];       /* either these */
-    plain_cache plain[MAX_LAYERS];        /* or these */
+    tqkv_cache *caches[MAX_LAYERS];       /* if the formats are tqkv's */
+    plain_cache plain[MAX_LAYERS];        /* if not */
     float *x, *h, *q, *k, *v, *wide, *up; /* [BATCH][...] */
 } session;
 
@@ -31,8 +31,8 @@ static float *floats(size_t count)
 
 /* ---- the caches ---- */
 
-/* A layer with a sliding window needs a ring, not the whole context. It holds the window and a batch besides: while a
- * batch of queries is in flight, or rolled back after speculation, the window of its oldest query must be there. */
+/* A layer with a sliding window needs a ring, not the whole context. The ring holds the window and one batch: the
+ * window of the oldest query in a batch must be resident, also after a rollback of the batch. */
 static tqkv_cache_desc layer_desc(session *s, const model_layer *shape)
 {
     tqkv_cache_desc desc = {.head_dim = shape->head_dim, .n_kv_heads = shape->n_kv_heads, .n_heads = shape->n_heads};
@@ -92,7 +92,7 @@ static void session_destroy(session *s)
     for (int i = 0; i < 7; i++) free(arrays[i]);
 }
 
-/* Forgets the positions from `end` on. */
+/* Removes the positions from `end` on. */
 static void session_truncate(session *s, int end)
 {
     for (int i = 0; i < s->m->n_layers && s->keys->format; i++)
@@ -100,8 +100,8 @@ static void session_truncate(session *s, int end)
     s->end = end;
 }
 
-/* Bytes of all layers' caches; *bits, if given, is per stored value, norms included. A plain cache counts as its format
- * would, in as many positions. */
+/* Bytes of the caches of all layers. *bits, if given: bits a stored value, with norms. A plain cache counts with the
+ * bits of its format and the capacity of the tqkv cache. */
 static double session_bytes(session *s, double *bits)
 {
     double bytes = 0, values = 0;
@@ -118,7 +118,7 @@ static double session_bytes(session *s, double *bits)
 
 /* ---- the forward pass ---- */
 
-/* Adds one layer's attention to s->x. Between the projections there are two calls: append, attend. */
+/* Adds one layer's attention to s->x. tqkv takes two calls between the projections: append, attend. */
 static void attention(session *s, int index, int n)
 {
     model *m = s->m;
@@ -157,8 +157,8 @@ static void mlp(session *s, int index, int n)
     for (int i = 0; i < n * m->d_model; i++) s->x[i] += s->h[i];
 }
 
-/* Appends n bytes to the conversation, any number in one call; logits[n][VOCABULARY] is what the model expects after
- * each. Inside, BATCH positions go through all layers at a time: scratch and rings are made for that many. */
+/* Appends n bytes to the conversation and gives the logits after each: logits[n][VOCABULARY]. BATCH positions at a time
+ * go through all layers: scratch and rings have room for that many. */
 static void forward(session *s, const unsigned char *bytes, int n, float *logits)
 {
     model *m = s->m;

@@ -1,5 +1,5 @@
-/* One attention problem: stores whose unreadable slots hold NaN, queries, sinks, and the comparison with the
- * double-precision reference. */
+/* One attention problem: stores, queries and sinks, and the comparison with the double-precision reference. Slots that
+ * no query may read hold NaN. */
 #ifndef TQKV_TESTS_ATTEND_FIXTURE_H
 #define TQKV_TESTS_ATTEND_FIXTURE_H
 
@@ -23,7 +23,7 @@ typedef struct attend_row {
     attend_sinks sinks;
     tqkv_basis query_basis, output_basis;
     attend_way way;
-    attend_poison poison; /* a resident position that only some queries see holds NaN; the others must not notice */
+    attend_poison poison; /* NaN in a resident position that only some queries see: the others must not change */
 } attend_row;
 
 typedef struct attend_problem {
@@ -60,7 +60,7 @@ static inline bool attend_is_seen(const tqkv_attention *a, int64_t position)
     return false;
 }
 
-/* 0xff in one position of all heads: NaN norms, NaN halves. With `codes_too` also codes that no encoder writes. */
+/* Fills one position of all heads with 0xff: its norms and halves become NaN. With `codes_too` the codes too. */
 static inline void attend_poison_position(tqkv_store *s, int64_t position, bool codes_too)
 {
     for (int head = 0; head < s->n_kv_heads; head++) {
@@ -72,13 +72,13 @@ static inline void attend_poison_position(tqkv_store *s, int64_t position, bool 
     }
 }
 
-/* Encodes what the store can hold of [0, end), then plants NaN in every slot that no query may read. */
+/* Encodes the newest positions before `end` that the store can hold. Then fills those that no query
+ * sees with NaN. */
 static inline void attend_fill_store(tqkv_store *s, const tqkv_attention *a, uint64_t seed, data_kind kind)
 {
     int64_t first = s->ring && a->end > s->capacity ? a->end - s->capacity : 0;
     int count = (int)(a->end - first);
-    float *source = (float *)test_alloc(sizeof(float) * (size_t)(count * s->n_kv_heads * s->head_dim));
-    data_rows(seed, kind, source, count * s->n_kv_heads, s->head_dim);
+    float *source = test_rows(seed, kind, count * s->n_kv_heads, s->head_dim);
     CHECK_RESULT(tqkv_encode(s, source, count, first), TQKV_OK);
     for (int64_t p = first; p < a->end; p++)
         if (!attend_is_seen(a, p)) attend_poison_position(s, p, true);
@@ -125,10 +125,9 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     problem->head_dim = (size_t)row->head_dim;
     problem->n_rows = (size_t)row->n_queries * (size_t)a->n_heads;
     size_t count = problem->n_rows * problem->head_dim;
-    problem->q = (float *)test_alloc(count * sizeof(float));
+    problem->q = test_rows(13, DATA_GAUSSIAN, (int)problem->n_rows, row->head_dim);
     problem->out = (float *)test_alloc_filled(count * sizeof(float), 0xff);
     problem->expected = (double *)test_alloc(count * sizeof(double));
-    data_rows(13, DATA_GAUSSIAN, problem->q, (int)problem->n_rows, row->head_dim);
     for (size_t i = 0; i < count; i++) problem->q[i] *= row->query_size;
     problem->poisoned = -1;
     if (row->poison != POISON_NONE) {
@@ -151,7 +150,7 @@ static inline void attend_tear_down(attend_problem *problem)
     free(problem->expected);
 }
 
-/* Every row of `out` that sees no poisoned position must be within the tolerance. */
+/* Checks every row of `out` that sees no poisoned position against the tolerance. */
 static inline void attend_check(const attend_problem *problem, const float *out, const char *what)
 {
     size_t d = problem->head_dim, n_heads = (size_t)problem->attention.n_heads;

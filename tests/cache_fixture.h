@@ -1,4 +1,4 @@
-/* A filled cache with a counting allocator. */
+/* Caches filled with test data, and the attention they compute. */
 #ifndef TQKV_TESTS_CACHE_FIXTURE_H
 #define TQKV_TESTS_CACHE_FIXTURE_H
 
@@ -13,8 +13,8 @@ typedef struct cache_row {
     tqkv_format key_format, value_format;
     int head_dim, capacity;
     bool ring;
-    int n_tokens; /* appended */
-    int truncate; /* then truncated to this end; -1 not */
+    int n_tokens; /* to append */
+    int truncate; /* the end to truncate to after that; -1: none */
 } cache_row;
 
 static const float cache_sinks[CACHE_HEADS * CACHE_GROUP] = {0.5f, -1.0f, 2.0f, 0.0f};
@@ -34,12 +34,10 @@ static inline tqkv_cache_desc cache_desc(const cache_row *row, counting *counter
     return desc;
 }
 
-/* [n][CACHE_HEADS][head_dim], freed by the caller; the same seed continues the same sequence of rows. */
+/* [n][CACHE_HEADS][head_dim], freed by the caller. A larger n gives the same rows first. */
 static inline float *cache_data(uint64_t seed, int n, int head_dim)
 {
-    float *rows = (float *)test_alloc(sizeof(float) * (size_t)(n * CACHE_HEADS * head_dim) + 1);
-    data_rows(seed, DATA_STUDENT, rows, n * CACHE_HEADS, head_dim);
-    return rows;
+    return test_rows(seed, DATA_STUDENT, n * CACHE_HEADS, head_dim);
 }
 
 static inline void cache_append_seed(tqkv_cache *cache, uint64_t seed, int n, int head_dim)
@@ -50,7 +48,7 @@ static inline void cache_append_seed(tqkv_cache *cache, uint64_t seed, int n, in
     free(values);
 }
 
-/* NULL when the cache cannot be made, which is reported. */
+/* NULL and a failed check if the cache cannot be made. */
 static inline tqkv_cache *cache_make(const cache_row *row, const tqkv_cache_desc *desc)
 {
     tqkv_cache *cache = NULL;
@@ -61,7 +59,7 @@ static inline tqkv_cache *cache_make(const cache_row *row, const tqkv_cache_desc
     return cache;
 }
 
-/* The attention that a cache with this desc computes. */
+/* The attention that a cache with this desc computes over its own stores. */
 static inline tqkv_attention cache_attention(const tqkv_cache *cache, const tqkv_cache_desc *desc, int n_queries,
                                              int kv_len)
 {

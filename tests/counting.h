@@ -1,13 +1,13 @@
-/* An allocator that counts and fails on demand, and streams in memory that do the same. */
+/* An allocator and a stream in memory. Both count their calls and fail at the call that a test names. */
 #ifndef TQKV_TESTS_COUNTING_H
 #define TQKV_TESTS_COUNTING_H
 
 #include "runner.h"
 
 typedef struct counting {
-    int calls, fail_at; /* the fail_at-th call returns NULL, counted from 1; 0 never */
+    int calls, fail_at; /* call number fail_at returns NULL, counted from 1; 0: none */
     int live;           /* blocks not yet freed */
-    int wrong_sizes;    /* frees with another size than was asked for */
+    int wrong_sizes;    /* frees with a size that is not the block's */
 } counting;
 
 enum { COUNTING_HEADER = 64 };
@@ -21,7 +21,7 @@ static inline void *counting_alloc(void *user, size_t size)
     }
     unsigned char *block = (unsigned char *)test_alloc(size + COUNTING_HEADER);
     memcpy(block, &size, sizeof size);
-    memset(block + COUNTING_HEADER, 0xa5, size); /* whoever reads it before writing gets nonsense */
+    memset(block + COUNTING_HEADER, 0xa5, size); /* shows reads of memory that was not written */
     counter->live++;
     return block + COUNTING_HEADER;
 }
@@ -45,7 +45,7 @@ static inline tqkv_allocator counting_allocator(counting *counter)
     return allocator;
 }
 
-/* Nothing may be left, and every block was freed with its own size. */
+/* Every block was freed, with its own size. */
 #define CHECK_NO_LEAK(counter)                                                                                         \
     do {                                                                                                               \
         CHECK((counter)->live == 0, "%d blocks leaked", (counter)->live);                                              \
@@ -57,10 +57,10 @@ static inline tqkv_allocator counting_allocator(counting *counter)
 typedef struct stream {
     unsigned char *bytes;
     size_t size, room, at;
-    size_t largest;     /* bytes moved by one call at most; 0 = all */
-    int calls, fail_at; /* the fail_at-th call answers `answer`, counted from 1; 0 never */
+    size_t largest;     /* most bytes that one call moves; 0: all */
+    int calls, fail_at; /* call number fail_at returns `answer`, counted from 1; 0: none */
     size_t answer;
-    bool one_more; /* the answer is one more than was asked for */
+    bool one_more; /* the answer is the size asked for plus one */
 } stream;
 
 static inline size_t stream_share(stream *s, size_t n) { return s->largest && n > s->largest ? s->largest : n; }
@@ -117,7 +117,7 @@ static inline void stream_free(stream *s)
     *s = stream_empty();
 }
 
-/* The snapshot of a cache, freed by the caller. */
+/* The snapshot of a cache. The caller frees it. */
 static inline stream stream_of_cache(const tqkv_cache *cache)
 {
     stream s = stream_empty();

@@ -1,5 +1,5 @@
-/* Deterministic test data, the same bits on every compiler and machine: integers, and single float operations that no
- * compiler can contract (a product is never added to, and only sqrt is called from libm). */
+/* Test data with the same bits on every compiler and machine. It uses integers and single float operations that no
+ * compiler can contract: no product is added to anything, and sqrt is the only function of libm. */
 #ifndef TQKV_TESTS_DATA_H
 #define TQKV_TESTS_DATA_H
 
@@ -22,7 +22,7 @@ static inline uint64_t data_bits(data_random *random)
     return z ^ (z >> 31);
 }
 
-/* In [0, limit); the tiny bias does not matter here. */
+/* In [0, limit), with a bias below limit / 2^31. */
 static inline int data_below(data_random *random, int limit)
 {
     return (int)((data_bits(random) >> 33) % (uint64_t)limit);
@@ -63,7 +63,7 @@ typedef enum data_kind {
     DATA_EXTREMES,   /* rows scaled to where squares or sums under- and overflow */
     DATA_ZEROS,      /* zeros of both signs */
     DATA_ONE_HOT,
-    DATA_CONSTANT, /* rows of one value: the sign table's own pattern after rotation */
+    DATA_CONSTANT, /* all values of a row are equal: rotation gives the transform of the signs */
     DATA_KINDS
 } data_kind;
 
@@ -130,7 +130,7 @@ static inline void data_to_little_endian(void *floats, size_t n)
     }
 }
 
-/* rows: [n_rows][head_dim]. The seed and the kind decide every bit. */
+/* Fills rows: [n_rows][head_dim]. Seed and kind decide every bit. */
 static inline void data_rows(uint64_t seed, data_kind kind, float *rows, int n_rows, int head_dim)
 {
     data_random random = {seed * UINT64_C(0x2545f4914f6cdd1d) + (uint64_t)kind};

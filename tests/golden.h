@@ -1,4 +1,4 @@
-/* The golden cases: which rows are encoded how, and the hash of what came out. */
+/* The golden cases: the rows, how they are encoded, and the hashes of codes and norms. */
 #ifndef TQKV_TESTS_GOLDEN_H
 #define TQKV_TESTS_GOLDEN_H
 
@@ -33,7 +33,7 @@ static inline int golden_is_offered(const golden_case *c)
     return 1;
 }
 
-/* The index-th case into *found; 0 past the last. */
+/* Sets *found to case number `index`. 0 past the last case. */
 static inline int golden_find(int index, golden_case *found)
 {
     golden_case c;
@@ -71,7 +71,7 @@ static inline tqkv_store golden_store(const golden_case *c)
     return store;
 }
 
-/* Encodes the case's rows into a store whose other bytes are 0xa5, and hashes all of it; 0 on failure. */
+/* Encodes the rows of the case into a store filled with 0xa5 and hashes the whole store. 0 on failure. */
 static inline int golden_make(const golden_case *c, golden *made)
 {
     tqkv_store store = golden_store(c);

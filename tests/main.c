@@ -21,7 +21,7 @@ static void add_all_cases(void)
     test_threads_cases();
 }
 
-/* The cases with one instruction set; none where this processor (or this build) does not have it. */
+/* Runs the cases with one instruction set, or none if this processor or this build lacks it. */
 static int run_on_isa(const char *name, int n_filters, char **filters)
 {
     if (tqkv_isa_force(name) != TQKV_OK) {

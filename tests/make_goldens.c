@@ -1,4 +1,4 @@
-/* Prints tests/goldens.h: make goldens */
+/* Prints tests/goldens.h; `make goldens` runs it. */
 #define TQKV_IMPLEMENTATION
 #include "golden.h"
 

@@ -1,5 +1,5 @@
-/* An independent implementation of the codec and of attention, written for clarity only: the codec in exact float
- * steps, attention in double and in the original basis throughout. */
+/* An independent implementation of the codec and of attention, written for clarity. The codec uses exact float steps.
+ * Attention uses double, in the original basis. */
 #ifndef TQKV_TESTS_REFERENCE_H
 #define TQKV_TESTS_REFERENCE_H
 
@@ -62,7 +62,7 @@ static inline int reference_norms_per_row(tqkv_format format, int head_dim)
     return format == TQKV_F16 ? 0 : head_dim / reference_block(format, head_dim);
 }
 
-/* ---- Exact float steps: every result passes through memory, so that nothing is contracted or kept wider ---- */
+/* ---- Exact float steps: volatile stops the compiler from contracting them or keeping more bits ---- */
 
 static inline float reference_multiply(float a, float b)
 {
@@ -111,7 +111,7 @@ static inline void reference_rotate_row(float *row, int head_dim)
     for (int i = 0; i < head_dim; i++) row[i] = reference_multiply(row[i], (float)(1.0 / sqrt((double)head_dim)));
 }
 
-/* Sum of squares of the block that holds `lane`, in the order of 32 lanes and an xor-tree. row: [head_dim] */
+/* Sum of squares of the block that contains `lane`, added in the order of 32 lanes and an xor-tree. row: [head_dim] */
 static inline float reference_sum_of_squares(const float *row, int head_dim, int lane)
 {
     int per_lane = head_dim / REFERENCE_LANES;
@@ -150,7 +150,7 @@ static inline uint16_t reference_half(float value)
     int exponent;
     frexp(size, &exponent);
     exponent = exponent - 1 < -14 ? -14 : exponent - 1;
-    int units = (int)rint(ldexp(size, 10 - exponent)); /* 1024 units are the leading one of a normal number */
+    int units = (int)rint(ldexp(size, 10 - exponent)); /* a normal number has 1024 units or more */
     return (uint16_t)(sign + ((exponent + 14) << 10) + units);
 }
 
@@ -221,7 +221,7 @@ static inline void reference_grid_row(const tqkv_store *s, const float *row, flo
     }
 }
 
-/* One row as the store would hold it. source, scaled: [head_dim]; codes: [row_bytes]; norms: [norms_per_row] */
+/* One row as the store holds it. source, scaled: [head_dim]; codes: [row_bytes]; norms: [norms_per_row] */
 static inline void reference_encode_row(const tqkv_store *s, const float *source, uint8_t *codes, float *norms,
                                         float *scaled)
 {
@@ -390,7 +390,7 @@ static inline void reference_attend_row(const tqkv_attention *a, int head, int q
     free(scores);
 }
 
-/* q: [n_queries][n_heads][head_dim], out the same in double, both in the bases that the attention names */
+/* q, out: [n_queries][n_heads][head_dim], in the bases that the attention names */
 static inline void reference_attend(const tqkv_attention *a, const float *q, double *out)
 {
     reference_shape shape = reference_attention_shape(a);

@@ -1,4 +1,4 @@
-/* The table of cases, and the running of those that are selected. */
+/* The table of cases, and the loop that runs the selected ones. */
 #include "runner.h"
 
 #include <stdarg.h>
@@ -34,6 +34,13 @@ void *test_alloc_filled(size_t bytes, int byte)
     void *memory = test_alloc(bytes);
     memset(memory, byte, bytes);
     return memory;
+}
+
+float *test_rows(uint64_t seed, data_kind kind, int n_rows, int head_dim)
+{
+    float *rows = (float *)test_alloc(sizeof(float) * (size_t)n_rows * (size_t)head_dim);
+    data_rows(seed, kind, rows, n_rows, head_dim);
+    return rows;
 }
 
 void test_add(void (*run)(const void *row), const void *row, size_t row_size, const char *name, ...)

@@ -2,6 +2,7 @@
 #ifndef TQKV_TESTS_RUNNER_H
 #define TQKV_TESTS_RUNNER_H
 
+#include "data.h"
 #include "tqkv.h"
 
 #include <stdbool.h>
@@ -29,16 +30,17 @@ typedef struct test_case {
 #define TEST_PRINTF(format_index, first_index)
 #endif
 
-/* Adds one case. The row (its parameters) is copied; NULL and 0 for none. */
+/* Adds one case. Copies the row, its parameters; NULL and 0: no row. */
 void test_add(void (*run)(const void *row), const void *row, size_t row_size, const char *name, ...) TEST_PRINTF(4, 5);
 
 /* Marks the running case as failed and prints where and why. */
 void test_fail(const char *file, int line, const char *condition, const char *format, ...) TEST_PRINTF(4, 5);
 
-/* For the fuzzers: a failed check ends the program. */
+/* If true, a failed check aborts the program: for the fuzzers. */
 extern bool test_failure_aborts;
 
-/* Failures that the tests have made happen: allocations, reads, writes, disks, processes killed. Printed at the end. */
+/* Faults that tests have injected: failed allocations, reads and writes, full disks, killed processes. Printed at the
+ * end. */
 extern int test_faults;
 
 #define CHECK(condition, ...)                                                                                          \
@@ -46,7 +48,7 @@ extern int test_faults;
         if (!(condition)) test_fail(__FILE__, __LINE__, #condition, __VA_ARGS__);                                      \
     } while (0)
 
-/* As CHECK, and leaves the calling (void) function. */
+/* As CHECK. On failure it also returns from the calling function, which must be void. */
 #define REQUIRE(condition, ...)                                                                                        \
     do {                                                                                                               \
         if (!(condition)) {                                                                                            \
@@ -64,8 +66,8 @@ extern int test_faults;
                       tqkv_result_string(expected));                                                                   \
     } while (0)
 
-/* Runs (or lists) the cases whose names hold one of the filters, all without filters; prints 'N passed, N failed',
- * frees the table and returns the exit status. */
+/* Runs or lists the cases whose names contain one of the filters, or all cases without filters. Prints 'N passed, N
+ * failed', frees the table and returns the exit status. */
 int test_run_selected(bool list, int n_filters, char **filters);
 
 /* Each file of tests adds its cases here (main.c). */
@@ -86,24 +88,27 @@ void test_file_cases(void);
 void test_isa_cases(void);
 void test_threads_cases(void);
 
-/* The codec's tables, for the independent reference (test_tables.c, which holds the implementation). */
+/* The codec's tables for the independent reference, defined in test_tables.c. */
 const float *test_codebook(int bits);   /* [1 << bits] */
 const float *test_boundaries(int bits); /* [(1 << bits) - 1] */
 const uint8_t *test_signs(void);        /* [64] */
 
-/* Writes the snapshot of a fixed cache to a file, or loads such a file and checks it; 0 when all is well. */
+/* Writes the snapshots of fixed caches to a file, or loads such a file and checks it. 0 if nothing failed. */
 int test_snapshot_save_file(const char *path);
 int test_snapshot_load_file(const char *path);
 
-/* malloc and calloc that end the program rather than return NULL. */
+/* malloc that ends the program instead of returning NULL; the second fills the memory with a byte. */
 void *test_alloc(size_t bytes);
 void *test_alloc_filled(size_t bytes, int byte);
 
-/* A store whose buffers are of the exact size and filled with 0xff, so that norms and halves are NaN. */
+/* New [n_rows][head_dim] with the values of data_rows. */
+float *test_rows(uint64_t seed, data_kind kind, int n_rows, int head_dim);
+
+/* A store with buffers of the exact size, filled with 0xff: norms and halves are NaN. */
 tqkv_store test_store(tqkv_format format, int head_dim, int n_kv_heads, int capacity, bool ring);
 void test_store_free(tqkv_store *store);
 
-/* Enumerators that do not exist; C++ refuses such constants. */
+/* Values that no enumerator has. C++ refuses them as constants. */
 tqkv_format test_no_format(int number);
 tqkv_basis test_no_basis(int number);
 tqkv_result test_no_result(int number);

@@ -64,7 +64,7 @@ static void run_reversed(void *user, int count, tqkv_task task, void *context)
     for (int i = count - 1; i >= 0; i--) task(context, i);
 }
 
-/* The hook's result must be the serial one, bit for bit. */
+/* The result with the hook must have the bits of the serial one. */
 static void attend_in_parallel(attend_problem *problem, bool reversed)
 {
     size_t bytes = problem->n_rows * problem->head_dim * sizeof(float);
@@ -77,7 +77,7 @@ static void attend_in_parallel(attend_problem *problem, bool reversed)
     CHECK_RESULT(tqkv_attend(&problem->attention, problem->q, problem->out), TQKV_OK);
     CHECK(!memcmp(serial, problem->out, bytes), "parallel and serial results differ");
     CHECK(pool.calls > 0, "the hook was not called");
-    problem->attention.parallel.user = NULL; /* the pool ends here */
+    problem->attention.parallel.user = NULL; /* the pool goes out of scope */
     free(serial);
 }
 
@@ -105,7 +105,7 @@ static void free_slice(slice *s)
     free(s->sum);
 }
 
-/* Cuts [oldest, end) at random places, two of them equal so that one slice is empty. cuts: [SLICES + 1] */
+/* Cuts [oldest, end) at random places. Two of them are equal, which makes an empty slice. cuts: [SLICES + 1] */
 static void cut(const attend_problem *problem, data_random *random, int64_t *cuts)
 {
     reference_shape shape = reference_attention_shape(&problem->attention);
@@ -130,7 +130,7 @@ static void check_empty_slice(const attend_problem *problem, const slice *s)
         CHECK(s->out[i] == 0.0f, "empty slice: out %g", (double)s->out[i]);
 }
 
-/* Slices merged two by two in a random order. */
+/* Attends slice by slice, then merges pairs of slices in a random order. */
 static void attend_in_slices(attend_problem *problem, uint64_t seed)
 {
     const tqkv_attention *a = &problem->attention;
@@ -182,7 +182,7 @@ void test_check_attend(const void *parameters)
     attend_tear_down(&problem);
 }
 
-/* What partial promises of its parts: max is the largest score, out/sum the average over the slice. */
+/* The parts that tqkv_attend_partial gives: max is the largest score, sum is the sum of exp(score - max). */
 static void check_partial_parts(const void *parameters)
 {
     int d = *(const int *)parameters;
@@ -202,7 +202,7 @@ static void check_partial_parts(const void *parameters)
             largest = scores[p] > largest ? scores[p] : largest;
         }
         for (int p = 0; p < 20; p++) sum += exp(scores[p] - largest);
-        /* A backend may hold an older running maximum, so only max and sum together mean something. */
+        /* sum is relative to max: compare their product sum * exp(max). */
         double held = (double)s.sum[i] * exp((double)s.max[i]), expected = sum * exp(largest);
         CHECK(fabs(held - expected) <= ATTEND_TOLERANCE * expected, "row %d: sum * exp(max) is %g, not %g", (int)i,
               held, expected);
@@ -219,7 +219,7 @@ typedef struct exact_row {
     int head_dim, group;
 } exact_row;
 
-/* One position of one head, attended to by a query of each head, in the basis of the codes. */
+/* A store of one position and one KV head, with a query for each of `group` heads, in the basis of the codes. */
 static void open_position(const exact_row *row, tqkv_store *s, tqkv_attention *a)
 {
     memset(s, 0, sizeof *s);
@@ -246,9 +246,8 @@ static void fill_position(tqkv_store *s, data_random *random)
     for (size_t i = 0; i < s->norms_size / sizeof(float); i++) s->norms[i] = 0.7f + (float)data_below(random, 1000);
 }
 
-/* A query of a single 1 has as its score the element of the key that it meets, and a single value has the weight 1: what
-   comes out is what decoding gives, to the last bit, however codes are looked up and in whatever order. Decoding is
-   portable C. */
+/* A query with a single 1 gives one element of the key as its score. A single position gives its value the weight 1. So
+   attention must return the decoded bits exactly, in whatever way and order it looks codes up. Decoding is plain C. */
 static void check_exact(const void *parameters)
 {
     const exact_row *row = (const exact_row *)parameters;
@@ -283,13 +282,13 @@ static void add_exact(void)
     for (int f = 0; f < 8; f++)
         for (int i = 0; i < 6 * 5; i++) {
             const exact_row row = {test_formats[f], test_head_dims[i % 6], 1 + i / 6};
-            if (row.format == TQKV_F16) continue; /* any bytes may be NaN */
+            if (row.format == TQKV_F16) continue; /* random bytes may be NaN */
             test_add(check_exact, &row, sizeof row, "attend/exact/%s/%d/%d", tqkv_format_name(row.format), row.head_dim,
                      row.group);
         }
 }
 
-/* ---- Every pair of formats, with everything else varied along ---- */
+/* ---- Every pair of formats; the other parameters vary with it ---- */
 
 static void add_pair(int index)
 {

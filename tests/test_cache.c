@@ -1,15 +1,15 @@
-/* The owning cache: the same bytes and results as its two stores, and what it forgets. */
+/* The cache: the bytes and results of two stores, and what truncation and rings drop. */
 #include "cache_fixture.h"
 
-/* The cache's answer to random queries, against double on its own stores. kv_len: positions that must be resident. */
+/* Compares the cache's answer to random queries with the reference over its stores. kv_len: positions that must be
+   resident. */
 static void check_attend(tqkv_cache *cache, const tqkv_cache_desc *desc, int n_queries, int kv_len)
 {
     tqkv_attention a = cache_attention(cache, desc, n_queries, kv_len);
     size_t count = (size_t)(n_queries * desc->n_heads * desc->head_dim);
-    float *q = (float *)test_alloc(count * sizeof(float)), *out = (float *)test_alloc(count * sizeof(float));
+    float *q = test_rows(31, DATA_GAUSSIAN, n_queries * desc->n_heads, desc->head_dim);
+    float *out = (float *)test_alloc_filled(count * sizeof(float), 0xff);
     double *expected = (double *)test_alloc(count * sizeof(double));
-    data_rows(31, DATA_GAUSSIAN, q, n_queries * desc->n_heads, desc->head_dim);
-    memset(out, 0xff, count * sizeof(float));
     CHECK_RESULT(tqkv_cache_attend(cache, q, n_queries, out), TQKV_OK);
     reference_attend(&a, q, expected);
     double error = reference_relative_error(out, expected, count);
@@ -19,7 +19,13 @@ static void check_attend(tqkv_cache *cache, const tqkv_cache_desc *desc, int n_q
     free(expected);
 }
 
-/* Appending in pieces gives the bytes of encoding into stores of the caller. */
+static bool is_same_row(const tqkv_store *a, const tqkv_store *b, int head, int position)
+{
+    return !memcmp(reference_codes_at(a, head, position), reference_codes_at(b, head, position),
+                   reference_row_bytes(a->format, a->head_dim));
+}
+
+/* Appending in pieces gives the same bytes as encoding into stores. */
 static void check_equals_stores(const void *parameters)
 {
     const cache_row *row = (const cache_row *)parameters;
@@ -44,12 +50,8 @@ static void check_equals_stores(const void *parameters)
         int resident = end < row->capacity ? end : row->capacity;
         for (int p = end - resident; p < end; p++)
             for (int h = 0; h < CACHE_HEADS; h++) {
-                CHECK(!memcmp(reference_codes_at(tqkv_cache_keys(cache), h, p), reference_codes_at(&keys, h, p),
-                              reference_row_bytes(row->key_format, row->head_dim)),
-                      "key codes of position %d", p);
-                CHECK(!memcmp(reference_codes_at(tqkv_cache_values(cache), h, p), reference_codes_at(&values, h, p),
-                              reference_row_bytes(row->value_format, row->head_dim)),
-                      "value codes of position %d", p);
+                CHECK(is_same_row(tqkv_cache_keys(cache), &keys, h, p), "key codes of position %d", p);
+                CHECK(is_same_row(tqkv_cache_values(cache), &values, h, p), "value codes of position %d", p);
             }
         check_attend(cache, &desc, 1 + i % 2, resident);
     }
@@ -66,7 +68,7 @@ static void check_options(const void *parameters)
     (void)parameters;
     cache_row row = {TQKV_TQ6, TQKV_TQ8, 64, 16, true, 23, -1};
     float sinks[4];
-    tqkv_cache_desc desc = cache_desc(&row, NULL); /* also: malloc and free by default */
+    tqkv_cache_desc desc = cache_desc(&row, NULL); /* malloc and free */
     memcpy(sinks, cache_sinks, sizeof sinks);
     desc.window = 9;
     desc.scale = 0.3f;
@@ -120,7 +122,7 @@ static void check_empty(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
-/* All or nothing: a linear cache refuses tokens that do not fit, and still takes those that do. */
+/* A linear cache refuses a run of tokens that does not fit as a whole, and then still takes a shorter one. */
 static void check_full(const void *parameters)
 {
     (void)parameters;
@@ -142,7 +144,7 @@ static void check_full(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
-/* NaN in the values must leave the keys alone too. */
+/* NaN in the values must leave the keys unchanged too. */
 static void check_not_finite(const void *parameters)
 {
     (void)parameters;
@@ -188,7 +190,7 @@ static void check_truncate_linear(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
-/* A ring does not get back what was overwritten: after 33 of capacity 10 and truncate to 27, [23, 27) is left. */
+/* Truncation cannot restore overwritten positions: 33 tokens in a ring of 10, truncated to 27, leave [23, 27). */
 static void check_truncate_ring(const void *parameters)
 {
     const cache_row *row = (const cache_row *)parameters;
@@ -206,7 +208,7 @@ static void check_truncate_ring(const void *parameters)
     check_attend(cache, &desc, 2, 2);
     cache_append_seed(cache, 71, 25, row->head_dim); /* full again */
     check_attend(cache, &desc, 2, 10);
-    CHECK_RESULT(tqkv_cache_truncate(cache, 40), TQKV_OK); /* the oldest of a full ring: nothing is left */
+    CHECK_RESULT(tqkv_cache_truncate(cache, 40), TQKV_OK); /* the oldest position of a full ring: none is left */
     float q[4 * 128], out[4 * 128];
     data_rows(1, DATA_GAUSSIAN, q, 4, row->head_dim);
     CHECK_RESULT(tqkv_cache_attend(cache, q, 1, out), TQKV_OK);
@@ -217,7 +219,7 @@ static void check_truncate_ring(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
-/* A run longer than the ring, on top of a truncated one. */
+/* A run longer than the ring, appended after a truncation. */
 static void check_long_run(const void *parameters)
 {
     (void)parameters;

@@ -1,5 +1,6 @@
-/* Keys, values and queries of a trained model (examples/data): real outliers, sinks of attention and scales. */
+/* Keys, values and queries of a trained model (examples/data), with its outliers, attention sinks and scales. */
 #include "attend_fixture.h"
+#include "examples/data_file.h"
 
 enum { CAPTURED_LAYERS = 4, CAPTURED_QUERIES = 16, CAPTURED_END = 2048 };
 
@@ -9,69 +10,26 @@ typedef struct captured {
     float *keys, *values, *queries; /* [n_positions][n_kv_heads][head_dim] twice, [n_queries][n_heads][head_dim] */
 } captured;
 
-/* A little-endian file, layout in examples/data/README.md. */
-typedef struct captured_file {
-    FILE *stream;
-    bool failed;
-} captured_file;
-
-static uint32_t read_u32(captured_file *file)
+static void read_layer(data_file *file, captured *layer)
 {
-    unsigned char b[4] = {0};
-    if (fread(b, 1, 4, file->stream) != 4) file->failed = true;
-    return (uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24;
+    layer->keys = data_file_halves(file, layer->n_positions, layer->n_kv_heads * layer->head_dim);
+    layer->values = data_file_halves(file, layer->n_positions, layer->n_kv_heads * layer->head_dim);
+    layer->queries = data_file_halves(file, layer->n_queries, layer->n_heads * layer->head_dim);
 }
 
-static float read_f32(captured_file *file)
+static void read_shapes(data_file *file, captured layers[CAPTURED_LAYERS])
 {
-    uint32_t bits = read_u32(file);
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static int read_count(captured_file *file, int limit)
-{
-    uint32_t count = read_u32(file);
-    if (count > (uint32_t)limit) file->failed = true;
-    return file->failed ? 1 : (int)count;
-}
-
-/* [n_rows][row_size] halves as floats, freed by the caller */
-static float *read_halves(captured_file *file, int n_rows, int row_size)
-{
-    size_t count = (size_t)n_rows * (size_t)row_size;
-    float *values = (float *)test_alloc_filled(count * sizeof(float), 0);
-    unsigned char b[2];
-    for (size_t i = 0; i < count && !file->failed; i++) {
-        if (fread(b, 1, 2, file->stream) != 2) file->failed = true;
-        values[i] = (float)reference_half_value((uint16_t)(b[0] | b[1] << 8));
-    }
-    return values;
-}
-
-static void read_layer(captured_file *file, captured *layer)
-{
-    layer->keys = read_halves(file, layer->n_positions, layer->n_kv_heads * layer->head_dim);
-    layer->values = read_halves(file, layer->n_positions, layer->n_kv_heads * layer->head_dim);
-    layer->queries = read_halves(file, layer->n_queries, layer->n_heads * layer->head_dim);
-}
-
-static void read_shapes(captured_file *file, captured layers[CAPTURED_LAYERS])
-{
-    char magic[8] = "";
-    if (fread(magic, 1, 8, file->stream) != 8 || memcmp(magic, "TQKVREAL", 8) != 0) file->failed = true;
-    if (read_u32(file) != 1 || read_u32(file) != CAPTURED_LAYERS) file->failed = true;
-    int n_positions = read_count(file, 1 << 16), n_queries = read_count(file, 1 << 16);
-    read_u32(file); /* the file's size, 64 bits */
-    read_u32(file);
+    data_file_magic(file, "TQKVREAL");
+    data_file_count(file, CAPTURED_LAYERS, CAPTURED_LAYERS);
+    int n_positions = data_file_count(file, 1, 1 << 16), n_queries = data_file_count(file, 1, 1 << 16);
+    data_file_size(file);
     for (int i = 0; i < CAPTURED_LAYERS; i++) {
         captured *layer = &layers[i];
-        layer->head_dim = read_count(file, 1024);
-        layer->n_heads = read_count(file, 64);
-        layer->n_kv_heads = read_count(file, 64);
-        layer->window = read_count(file, 1 << 16);
-        layer->softcap = read_f32(file);
+        layer->head_dim = data_file_count(file, 32, 1024);
+        layer->n_heads = data_file_count(file, 1, 64);
+        layer->n_kv_heads = data_file_count(file, 1, 64);
+        layer->window = data_file_count(file, 0, 1 << 16);
+        layer->softcap = data_file_f32(file);
         layer->n_positions = n_positions;
         layer->n_queries = n_queries;
     }
@@ -84,19 +42,21 @@ static void captured_free(captured *layer)
     free(layer->queries);
 }
 
-/* One layer of the file; false (and a failed case) when the file is not what data/README.md says. */
+/* One layer of the file. False, and a failed case, where the file is not as examples/data/README.md says. */
 static bool captured_load(int index, captured *layer)
 {
-    captured_file file = {fopen("examples/data/real_kv.bin", "rb"), false};
+    data_file file;
     captured layers[CAPTURED_LAYERS];
-    CHECK(file.stream, "examples/data/real_kv.bin cannot be read");
-    if (!file.stream) return false;
+    memset(layers, 0, sizeof layers);
+    const bool opened = data_file_open(&file, "examples/data/real_kv.bin");
+    CHECK(opened, "examples/data/real_kv.bin cannot be read");
+    if (!opened) return false;
     read_shapes(&file, layers);
     for (int i = 0; i <= index && !file.failed; i++) {
         read_layer(&file, &layers[i]);
-        if (i < index) captured_free(&layers[i]);
+        if (i < index || file.failed) captured_free(&layers[i]);
     }
-    fclose(file.stream);
+    free(file.bytes);
     *layer = layers[index];
     CHECK(!file.failed, "examples/data/real_kv.bin is damaged");
     return !file.failed;
@@ -108,7 +68,7 @@ typedef struct captured_row {
     int layer;
     tqkv_format keys, values;
     bool unrotated;
-    double low, high; /* relMSE of keys and of values */
+    double low, high; /* bounds of the relMSE of keys and of values */
 } captured_row;
 
 /* Mean over rows of |x - x'|^2 / |x|^2. rows: [n_positions][n_kv_heads][head_dim] */
@@ -145,7 +105,7 @@ static void check_error(const void *parameters)
     captured_free(&layer);
 }
 
-/* Layer 0's values have heavy tails: without the rotation TQ8 loses most of its accuracy on them. */
+/* The values of layer 0 have heavy tails: TQ8 without the rotation must be much less accurate on them. */
 static void check_unrotated(const void *parameters)
 {
     (void)parameters;
@@ -157,7 +117,7 @@ static void check_unrotated(const void *parameters)
     captured_free(&layer);
 }
 
-/* ---- Attention, as the layer does it: its window, its softcap, its queries ---- */
+/* ---- Attention with the layer's own window, softcap and queries ---- */
 
 static void check_attend(const void *parameters)
 {
@@ -196,7 +156,7 @@ static void check_attend(const void *parameters)
     captured_free(&layer);
 }
 
-/* After the rotation real rows are close to Gaussian ones: the same errors as there, give or take a tenth. */
+/* Rotated rows of a model are close to Gaussian: their errors lie within 10% of those of Gaussian rows. */
 void test_captured_cases(void)
 {
     static const captured_row errors[5] = {{0, TQKV_TQ4, TQKV_TQ4, false, 0.9 * 9.4e-3, 1.1 * 9.4e-3},

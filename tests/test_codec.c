@@ -1,4 +1,4 @@
-/* Encoding, decoding and probing against the reference: byte for byte where the specification says so. */
+/* Encoding, decoding and probing against the reference, byte for byte where the specification fixes the bytes. */
 #include "data.h"
 #include "golden.h"
 #include "reference.h"
@@ -37,7 +37,7 @@ static void check_row(const tqkv_store *store, const float *source, int token, i
               (double)probed[i], (double)scaled[i]);
 }
 
-/* Everything outside the written positions must still be 0xff. */
+/* All bytes outside the written positions must still be 0xff. */
 static void check_untouched(const tqkv_store *store, int64_t first, int64_t end)
 {
     size_t row_bytes = reference_row_bytes(store->format, store->head_dim);
@@ -63,8 +63,7 @@ static void check_encode(const void *parameters)
     store.unrotated = shape.unrotated;
     store.block_scale = shape.block_scale;
     int d = c->head_dim;
-    float *source = (float *)test_alloc(sizeof(float) * GOLDEN_TOKENS * GOLDEN_HEADS * (size_t)d);
-    data_rows(77 + (uint64_t)d, (data_kind)c->kind, source, GOLDEN_TOKENS * GOLDEN_HEADS, d);
+    float *source = test_rows(77 + (uint64_t)d, (data_kind)c->kind, GOLDEN_TOKENS * GOLDEN_HEADS, d);
     CHECK_RESULT(tqkv_encode(&store, source, GOLDEN_TOKENS, GOLDEN_POSITION), TQKV_OK);
     for (int token = 0; token < GOLDEN_TOKENS; token++)
         for (int head = 0; head < GOLDEN_HEADS; head++)
@@ -93,14 +92,14 @@ typedef struct format_row {
     float block_scale;
 } format_row;
 
-/* Any bits are codes of some row: upper bits of the _BYTES formats excepted, random bytes reach every centroid. */
+/* Random codes, which reach every centroid. Codes of the _BYTES formats stay below the size of their codebook. */
 static void fill_random(tqkv_store *store)
 {
     data_random random = {(uint64_t)store->head_dim};
     uint8_t *codes = (uint8_t *)store->codes;
     int limit = store->format == TQKV_TQ5_BYTES ? 32 : store->format == TQKV_TQ6_BYTES ? 64 : 256;
     for (size_t i = 0; i < store->codes_size; i++) codes[i] = (uint8_t)data_below(&random, limit);
-    if (store->format == TQKV_I8) /* encode never makes -128 */
+    if (store->format == TQKV_I8) /* encoding never gives -128 */
         for (size_t i = 0; i < store->codes_size; i++) codes[i] = codes[i] == 128 ? 129 : codes[i];
     if (store->format == TQKV_F16) /* moderate finite halves */
         for (size_t i = 1; i < store->codes_size; i += 2) codes[i] = (uint8_t)(codes[i] & 0xcf);
@@ -191,10 +190,8 @@ static void check_result_strings(const void *parameters)
 static void check_rotate(const void *parameters)
 {
     int d = *(const int *)parameters, n_rows = 6;
-    float *rows = (float *)test_alloc((size_t)(n_rows * d) * sizeof(float)), expected[REFERENCE_MAX_DIM];
-    float *source = (float *)test_alloc((size_t)(n_rows * d) * sizeof(float));
-    data_rows(3, DATA_STUDENT, source, n_rows, d);
-    memcpy(rows, source, (size_t)(n_rows * d) * sizeof(float));
+    float *source = test_rows(3, DATA_STUDENT, n_rows, d), *rows = test_rows(3, DATA_STUDENT, n_rows, d);
+    float expected[REFERENCE_MAX_DIM];
     CHECK_RESULT(tqkv_rotate(rows, n_rows, d), TQKV_OK);
     for (int r = 0; r < n_rows; r++) {
         memcpy(expected, source + r * d, (size_t)d * sizeof(float));
@@ -214,7 +211,13 @@ static void check_rotate(const void *parameters)
 
 /* ---- Positions and slots ---- */
 
-/* All tokens in one call give the bytes of one call per token. */
+static void check_same_bytes(const tqkv_store *a, const tqkv_store *b)
+{
+    CHECK(!memcmp(a->codes, b->codes, a->codes_size), "codes differ");
+    CHECK(!a->norms_size || !memcmp(a->norms, b->norms, a->norms_size), "norms differ");
+}
+
+/* One call for all tokens gives the bytes of one call a token. */
 static void check_one_by_one(const void *parameters)
 {
     const format_row *row = (const format_row *)parameters;
@@ -222,13 +225,11 @@ static void check_one_by_one(const void *parameters)
     int d = row->head_dim;
     tqkv_store whole = test_store(row->format, d, HEADS, CAPACITY, true);
     tqkv_store single = test_store(row->format, d, HEADS, CAPACITY, true);
-    float *source = (float *)test_alloc(sizeof(float) * (size_t)(TOKENS * HEADS * d));
-    data_rows(9, DATA_STUDENT, source, TOKENS * HEADS, d);
+    float *source = test_rows(9, DATA_STUDENT, TOKENS * HEADS, d);
     int64_t start = ((int64_t)1 << 40) + 3;
     CHECK_RESULT(tqkv_encode(&whole, source, TOKENS, start), TQKV_OK);
     for (int i = 0; i < TOKENS; i++) CHECK_RESULT(tqkv_encode(&single, source + i * HEADS * d, 1, start + i), TQKV_OK);
-    CHECK(!memcmp(whole.codes, single.codes, whole.codes_size), "codes differ");
-    CHECK(!whole.norms_size || !memcmp(whole.norms, single.norms, whole.norms_size), "norms differ");
+    check_same_bytes(&whole, &single);
     for (int i = TOKENS - CAPACITY; i < TOKENS; i++) { /* the newest are resident, each in its own slot */
         float scaled[REFERENCE_MAX_DIM], norms[8];
         uint8_t codes[2 * REFERENCE_MAX_DIM];
@@ -241,7 +242,7 @@ static void check_one_by_one(const void *parameters)
     test_store_free(&single);
 }
 
-/* Decoding a ring across its seam gives each position's own row. */
+/* Decoding across the end of a ring gives each position its own row. */
 static void check_decode_ring(const void *parameters)
 {
     (void)parameters;
@@ -261,8 +262,8 @@ static void check_decode_ring(const void *parameters)
 
 /* ---- Single values ---- */
 
-/* Ties go down: values that equal a boundary exactly. Rows of +-1 have an RMS of exactly 1, so that the block scale
- * alone decides the value compared. */
+/* A value equal to a boundary gets the lower code. A row of +-1 has an RMS of exactly 1, so the block scale is the
+ * value that is compared. */
 static void check_ties(const void *parameters)
 {
     tqkv_format format = *(const tqkv_format *)parameters;
@@ -282,9 +283,9 @@ static void check_ties(const void *parameters)
     test_store_free(&store);
 }
 
-/* Floats at and around every positive boundary and every edge of 2^bits cells of equal width, with which fast encoders
-   start; also their negatives. A row of 1024 with a single 32 rotates into values of exactly +-1 with alternating
-   signs, so that the block scale is the value compared. */
+/* Floats at and around every positive boundary, and around every edge of the 2^bits cells of equal width that fast
+   encoders start with; also their negatives. A row of 1024 with a single 32 rotates to values of exactly +-1 with
+   alternating signs, so the block scale is the value that is compared. */
 static void check_neighbours(const void *parameters)
 {
     tqkv_format format = *(const tqkv_format *)parameters;
@@ -311,14 +312,14 @@ static void check_neighbours(const void *parameters)
     test_store_free(&store);
 }
 
-/* Every finite half encodes to itself, and the midpoint of two neighbours to the even one. */
-/* halves: [n], as a store's bytes have them */
+/* The first n halves of an F16 store. */
 static void read_halves(const tqkv_store *store, uint16_t *halves, int n)
 {
     const uint8_t *bytes = (const uint8_t *)store->codes;
     for (int i = 0; i < n; i++) halves[i] = (uint16_t)(bytes[2 * i] | bytes[2 * i + 1] << 8);
 }
 
+/* Every finite half encodes to itself. The midpoint of two neighbours encodes to the even one. */
 static void check_halves(const void *parameters)
 {
     int first = *(const int *)parameters, d = 1024;
@@ -368,7 +369,7 @@ static void check_half_limits(const void *parameters)
     test_store_free(&store);
 }
 
-/* Finite input whose rotation overflows: OK or refused, never undefined, and decode does not read out of bounds. */
+/* Finite input whose rotation overflows: encode and decode return OK, and codes stay inside the codebook. */
 static void check_overflow(const void *parameters)
 {
     const format_row *row = (const format_row *)parameters;
@@ -384,7 +385,7 @@ static void check_overflow(const void *parameters)
             int code = reference_code_at((const uint8_t *)store.codes, row->format, d, j);
             CHECK(code < 1 << reference_bits(row->format), "element %d has code %d", j, code);
         }
-    /* Infinities of both signs have met: machines have NaNs of either sign, stored norms only one. */
+    /* inf - inf is a NaN whose sign depends on the processor. Stored norms have one NaN only. */
     for (size_t i = 0; reference_is_codebook(row->format) && i < store.norms_size / sizeof(float); i++) {
         uint32_t bits;
         memcpy(&bits, &store.norms[i], sizeof bits);
@@ -446,12 +447,10 @@ static void check_environment(const void *parameters)
     int d = row->format.head_dim;
     tqkv_store usual = test_store(row->format.format, d, 1, TOKENS, false);
     tqkv_store other = test_store(row->format.format, d, 1, TOKENS, false);
-    float *source = (float *)test_alloc(sizeof(float) * (size_t)(TOKENS * d));
-    data_rows(5, DATA_EXTREMES, source, TOKENS, d);
+    float *source = test_rows(5, DATA_EXTREMES, TOKENS, d);
     CHECK_RESULT(tqkv_encode(&usual, source, TOKENS, 0), TQKV_OK);
     encode_in(row, &other, source, TOKENS);
-    CHECK(!memcmp(usual.codes, other.codes, usual.codes_size), "codes differ");
-    CHECK(!usual.norms_size || !memcmp(usual.norms, other.norms, usual.norms_size), "norms differ");
+    check_same_bytes(&usual, &other);
     free(source);
     test_store_free(&usual);
     test_store_free(&other);

@@ -1,4 +1,4 @@
-/* Mean error of a round trip, against the numbers the formats are known to reach. */
+/* The mean error of encoding and decoding, against the known error of each format. */
 #include "data.h"
 #include "reference.h"
 #include "runner.h"
@@ -11,7 +11,7 @@ typedef struct error_row {
     int head_dim;
     data_kind kind;
     bool unrotated;
-    double expected, tolerance; /* relMSE, and by what share it may be off */
+    double expected, tolerance; /* relMSE, and its relative tolerance */
 } error_row;
 
 /* The sum over rows of |x - x^|^2 / |x|^2. source, decoded: [n_rows][head_dim] */
@@ -58,8 +58,8 @@ static void check_error(const void *parameters)
           error, 100.0 * row->tolerance, row->expected);
 }
 
-/* The last printed digit of the expected values is itself worth up to 0.5%, which the 1% includes. The outlier rows
- * depend on which channels are large: "near" is 15%. */
+/* The expected values are rounded by up to 0.5%, which the tolerance of 1% includes. The error of outlier rows depends
+ * on which channels are large, so their tolerance is 15%. */
 static const error_row error_rows[] = {
     {"gaussian/tq4/128", TQKV_TQ4, 128, DATA_GAUSSIAN, false, 9.32e-3, 0.01},
     {"gaussian/tq5/128", TQKV_TQ5, 128, DATA_GAUSSIAN, false, 2.45e-3, 0.01},

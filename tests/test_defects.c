@@ -1,4 +1,4 @@
-/* Defects that earlier systems had. Each is a case here by name, where it concerns the C side. */
+/* Defects known from other systems, one case each. tests/metal/defect_cases.cpp has those of shaders. */
 #define _DEFAULT_SOURCE /* for MAP_ANONYMOUS */
 #define _DARWIN_C_SOURCE
 #include "attend_fixture.h"
@@ -8,7 +8,7 @@
 #include <sys/mman.h>
 #endif
 
-/* Both norms of a 512 row became the sum over all lanes: here the two blocks have very different sizes. */
+/* Defect: all norms of a row are the sum over the whole row. The blocks here differ in size by powers of two. */
 static void check_block_norms(const void *parameters)
 {
     tqkv_format format = *(const tqkv_format *)parameters;
@@ -17,7 +17,7 @@ static void check_block_norms(const void *parameters)
         float source[REFERENCE_MAX_DIM];
         data_rows(1, DATA_GAUSSIAN, source, 1, d);
         for (int i = 0; i < d; i++) source[i] *= (float)(1 << i / 256);
-        store.unrotated = format != TQKV_TQ4; /* without the rotation each block keeps its own size */
+        store.unrotated = format != TQKV_TQ4; /* without the rotation each block keeps its size */
         CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
         for (int block = 0; block < d / 256 && store.unrotated; block++) {
             double sum = 0.0;
@@ -35,11 +35,11 @@ static void check_block_norms(const void *parameters)
     }
 }
 
-/* 5- and 6-bit codes were decoded with the 8-bit table: every centroid comes from the format's own. */
+/* Defect: 5- and 6-bit codes are decoded with the 8-bit codebook. */
 static void check_own_codebook(const void *parameters)
 {
     tqkv_format format = *(const tqkv_format *)parameters;
-    int bits = reference_bits(format), d = 1024; /* norm 1 and block_scale 1: decoding gives the centroids themselves */
+    int bits = reference_bits(format), d = 1024; /* norm 1 and block_scale 1: decoding gives centroids */
     tqkv_store store = test_store(format, d, 1, 1, false);
     uint8_t *codes = (uint8_t *)store.codes;
     float decoded[1024];
@@ -55,7 +55,7 @@ static void check_own_codebook(const void *parameters)
     test_store_free(&store);
 }
 
-/* softcap stood in the parameters and was never applied: with it, scores of +-1000 weigh like +-1. */
+/* Defect: softcap is a parameter that is never applied. With a softcap of 1, scores of +-1000 weigh like +-1. */
 static void check_softcap_applied(const void *parameters)
 {
     (void)parameters;
@@ -80,7 +80,7 @@ static void check_softcap_applied(const void *parameters)
     attend_tear_down(&problem);
 }
 
-/* Only the first query was read, and outputs overlapped: each query alone gives its row of the whole. */
+/* Defects: only the first query is read; outputs overlap. Each query alone must give the bits of its row in a batch. */
 static void check_all_queries(const void *parameters)
 {
     int d = *(const int *)parameters;
@@ -90,7 +90,7 @@ static void check_all_queries(const void *parameters)
     row.group = 3;
     row.end = 140;
     row.key_capacity = row.value_capacity = 140;
-    row.window = 90; /* alone and in the batch the first visible position differs; the bits must not */
+    row.window = 90; /* the first visible position of a query differs from that of its batch */
     attend_set_up(&problem, &row);
     size_t per_query = (size_t)problem.attention.n_heads * problem.head_dim;
     float *single = (float *)test_alloc(per_query * sizeof(float));
@@ -100,12 +100,8 @@ static void check_all_queries(const void *parameters)
     for (int i = 0; i < row.n_queries; i++) {
         one.end = row.end - row.n_queries + 1 + i;
         CHECK_RESULT(tqkv_attend(&one, problem.q + (size_t)i * per_query, single), TQKV_OK);
-        double error = 0.0;
-        for (size_t j = 0; j < per_query; j++) {
-            double difference = fabs((double)single[j] - (double)problem.out[(size_t)i * per_query + j]);
-            if (difference > error) error = difference;
-        }
-        CHECK(error == 0.0, "query %d alone differs by %.3g", i, error);
+        for (size_t j = 0; j < per_query; j++)
+            CHECK(single[j] == problem.out[(size_t)i * per_query + j], "query %d alone: element %d differs", i, (int)j);
         for (int k = 0; k < i; k++)
             CHECK(memcmp(problem.out + (size_t)i * per_query, problem.out + (size_t)k * per_query,
                          per_query * sizeof(float)),
@@ -115,7 +111,7 @@ static void check_all_queries(const void *parameters)
     attend_tear_down(&problem);
 }
 
-/* A finite "minus infinity" of -65504 for masked positions: visible scores far below it must still win. */
+/* Defect: -65504 stands for minus infinity in masked positions. Visible scores far below it must still count. */
 static void check_masked_is_not_finite(const void *parameters)
 {
     int d = *(const int *)parameters;
@@ -139,7 +135,7 @@ static void check_masked_is_not_finite(const void *parameters)
     attend_tear_down(&problem);
 }
 
-/* Sizes that overflow must be refused, not wrapped into small buffers. */
+/* Defect: sizes wrap at 2^64. A size that does not fit must be refused. */
 static void check_size_overflow(const void *parameters)
 {
     tqkv_format format = *(const tqkv_format *)parameters;
@@ -157,14 +153,14 @@ static void check_size_overflow(const void *parameters)
     store.norms_size = sizeof source;
     CHECK(tqkv_codes_size(&store) == 0, "codes of 2^72 bytes have size %zu", tqkv_codes_size(&store));
     CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_INVALID_ARGUMENT);
-    store.n_kv_heads = 1 << 24; /* 2^24 * 2^30 * 2^9..11 is 2^64 or nearly, modulo which it would be small */
+    store.n_kv_heads = 1 << 24; /* 2^24 * 2^30 rows of 2^9 to 2^11 bytes: 2^63 to 2^65 bytes */
     store.capacity = 1 << 30;
     size_t size = tqkv_codes_size(&store);
     CHECK(size == 0 || (double)size == ldexp((double)reference_row_bytes(format, 1024), 54), "size %zu", size);
     CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_INVALID_ARGUMENT);
 }
 
-/* 32-bit indices wrapped at 2^32: a store of 5 GiB of untouched address space, used at its far end. */
+/* Defect: 32-bit indices wrap at 2^32. Uses the end of a store of 5 GiB; the rest is address space without memory. */
 static void check_far_rows(const void *parameters)
 {
     (void)parameters;
@@ -199,7 +195,7 @@ static void check_far_rows(const void *parameters)
 #endif
 }
 
-/* The probe's buffer was documented smaller than what was written: it is n_tokens * n_kv_heads * head_dim exactly. */
+/* Defect: a probe writes more than its documentation says. It must write n_tokens * n_kv_heads * head_dim floats. */
 static void check_probe_size(const void *parameters)
 {
     tqkv_format format = *(const tqkv_format *)parameters;
@@ -211,10 +207,9 @@ static void check_probe_size(const void *parameters)
         store.format = format;
         store.head_dim = head_dim;
         store.n_kv_heads = 2;
-        store.capacity = 1; /* fewer than are probed: nothing is stored */
-        float *source = (float *)test_alloc(count * sizeof(float));
+        store.capacity = 1; /* fewer than the probed tokens: a probe stores nothing */
+        float *source = test_rows(1, DATA_GAUSSIAN, 6, head_dim);
         float *scaled = (float *)test_alloc_filled((count + 1) * sizeof(float), 0xff);
-        data_rows(1, DATA_GAUSSIAN, source, 6, head_dim);
         CHECK_RESULT(tqkv_probe(&store, source, 3, scaled), TQKV_OK);
         for (size_t i = 0; i < count; i++)
             CHECK(isfinite(scaled[i]), "element %d of %d was not written", (int)i, (int)count);
@@ -224,7 +219,7 @@ static void check_probe_size(const void *parameters)
     }
 }
 
-/* 5 and 6 bits took the memory of 8. */
+/* Defect: codes of 5 and 6 bits take 8 bits of memory. */
 static void check_packed(const void *parameters)
 {
     (void)parameters;
@@ -235,15 +230,14 @@ static void check_packed(const void *parameters)
     }
 }
 
-/* I8 must be the more accurate one of the two 8-bit formats. */
+/* I8 must be more accurate than TQ8, the other format of 8 bits. */
 static void check_i8_beats_tq8(const void *parameters)
 {
     int d = *(const int *)parameters;
     enum { ROWS = 64 };
-    float *source = (float *)test_alloc(sizeof(float) * (size_t)(ROWS * d));
+    float *source = test_rows(6, DATA_GAUSSIAN, ROWS, d);
     float *decoded = (float *)test_alloc(sizeof(float) * (size_t)(ROWS * d));
     double errors[2];
-    data_rows(6, DATA_GAUSSIAN, source, ROWS, d);
     for (int i = 0; i < 2; i++) {
         tqkv_store store = test_store(i ? TQKV_TQ8 : TQKV_I8, d, 1, ROWS, false);
         CHECK_RESULT(tqkv_encode(&store, source, ROWS, 0), TQKV_OK);
@@ -258,7 +252,7 @@ static void check_i8_beats_tq8(const void *parameters)
     free(decoded);
 }
 
-/* Codes of 5 and 6 bits in a byte come from files: upper bits that should be zero must not reach beyond the table. */
+/* Defect: upper bits of a damaged code index memory behind the codebook, in formats with 5 or 6 bits in a byte. */
 static void check_upper_bits(const void *parameters)
 {
     tqkv_format format = *(const tqkv_format *)parameters;

@@ -1,4 +1,4 @@
-/* The n-th allocation fails, for every n: TQKV_OUT_OF_MEMORY, nothing written, nothing leaked. */
+/* Allocation n fails, for every n: the call gives TQKV_OUT_OF_MEMORY, writes nothing and leaks nothing. */
 #include "attend_fixture.h"
 #include "cache_fixture.h"
 #include "counting.h"
@@ -11,6 +11,12 @@ static void run_in_order(void *user, int count, tqkv_task task, void *context)
     for (int i = 0; i < count; i++) task(context, i);
 }
 
+static void fail_at(counting *counter, int allocation)
+{
+    counter->calls = 0;
+    counter->fail_at = allocation;
+}
+
 static bool is_still_filled(const void *bytes, size_t n)
 {
     for (size_t i = 0; i < n; i++)
@@ -20,56 +26,37 @@ static bool is_still_filled(const void *bytes, size_t n)
 
 /* ---- Attention ---- */
 
+typedef struct fault_row {
+    attend_row attend;
+    bool partial; /* tqkv_attend_partial and tqkv_attend_finish, not tqkv_attend */
+} fault_row;
+
 static void check_attend(const void *parameters)
 {
-    const attend_row *row = (const attend_row *)parameters;
+    const fault_row *row = (const fault_row *)parameters;
     attend_problem problem;
     counting counter = {0, 0, 0, 0};
-    attend_set_up(&problem, row);
+    attend_set_up(&problem, &row->attend);
     problem.attention.allocator = counting_allocator(&counter);
-    if (row->way == WAY_PARALLEL) problem.attention.parallel.run = run_in_order;
-    size_t bytes = problem.n_rows * problem.head_dim * sizeof(float);
-    tqkv_result result = TQKV_OUT_OF_MEMORY;
-    for (int n = 1; result != TQKV_OK && n < MAX_ALLOCATIONS; n++) {
-        counter.calls = 0;
-        counter.fail_at = n;
-        result = tqkv_attend(&problem.attention, problem.q, problem.out);
-        CHECK_NO_LEAK(&counter);
-        if (result == TQKV_OK) break;
-        CHECK(result == TQKV_OUT_OF_MEMORY, "allocation %d fails: %s", n, tqkv_result_string(result));
-        CHECK(is_still_filled(problem.out, bytes), "allocation %d fails: the output was written", n);
-    }
-    CHECK_RESULT(result, TQKV_OK);
-    attend_check(&problem, problem.out, "out");
-    attend_tear_down(&problem);
-}
-
-static void check_partial(const void *parameters)
-{
-    const attend_row *row = (const attend_row *)parameters;
-    attend_problem problem;
-    counting counter = {0, 0, 0, 0};
-    attend_set_up(&problem, row);
-    problem.attention.allocator = counting_allocator(&counter);
-    if (row->way == WAY_PARALLEL) problem.attention.parallel.run = run_in_order;
-    size_t bytes = problem.n_rows * problem.head_dim * sizeof(float);
-    float *max = (float *)test_alloc_filled(problem.n_rows * sizeof(float), 0xff);
-    float *sum = (float *)test_alloc_filled(problem.n_rows * sizeof(float), 0xff);
+    if (row->attend.way == WAY_PARALLEL) problem.attention.parallel.run = run_in_order;
+    const tqkv_attention *a = &problem.attention;
+    const size_t row_floats = problem.n_rows * sizeof(float), bytes = row_floats * problem.head_dim;
+    float *max = (float *)test_alloc_filled(row_floats, 0xff), *sum = (float *)test_alloc_filled(row_floats, 0xff);
     tqkv_result result = TQKV_OUT_OF_MEMORY;
     for (int n = 1; n < MAX_ALLOCATIONS; n++) {
-        counter.calls = 0;
-        counter.fail_at = n;
-        result = tqkv_attend_partial(&problem.attention, problem.q, 0, (int)row->end, problem.out, max, sum);
+        fail_at(&counter, n);
+        result = row->partial ? tqkv_attend_partial(a, problem.q, 0, (int)row->attend.end, problem.out, max, sum)
+                              : tqkv_attend(a, problem.q, problem.out);
         CHECK_NO_LEAK(&counter);
         if (result == TQKV_OK) break;
         CHECK(result == TQKV_OUT_OF_MEMORY, "allocation %d fails: %s", n, tqkv_result_string(result));
-        CHECK(is_still_filled(problem.out, bytes) && is_still_filled(max, problem.n_rows * sizeof(float)) &&
-                  is_still_filled(sum, problem.n_rows * sizeof(float)),
+        CHECK(is_still_filled(problem.out, bytes) && is_still_filled(max, row_floats) &&
+                  is_still_filled(sum, row_floats),
               "allocation %d fails: an output was written", n);
     }
     CHECK_RESULT(result, TQKV_OK);
     counter.fail_at = 0;
-    CHECK_RESULT(tqkv_attend_finish(&problem.attention, problem.out, max, sum), TQKV_OK);
+    if (row->partial) CHECK_RESULT(tqkv_attend_finish(a, problem.out, max, sum), TQKV_OK);
     CHECK_NO_LEAK(&counter);
     attend_check(&problem, problem.out, "out");
     free(max);
@@ -79,21 +66,19 @@ static void check_partial(const void *parameters)
 
 /* ---- The cache ---- */
 
-static void check_create(const void *parameters)
+/* Creates the cache of the desc, or loads it from a snapshot if there is one. */
+static void check_new_cache(tqkv_cache_desc *desc, counting *counter, stream *snapshot)
 {
-    const cache_row *row = (const cache_row *)parameters;
-    counting counter = {0, 0, 0, 0};
-    tqkv_cache_desc desc = cache_desc(row, &counter);
-    desc.sinks = cache_sinks;
     tqkv_result result = TQKV_OUT_OF_MEMORY;
     int failures = 0;
+    desc->sinks = cache_sinks;
     for (int n = 1; n < MAX_ALLOCATIONS; n++) {
         tqkv_cache *cache = (tqkv_cache *)(uintptr_t)1;
-        counter.calls = 0;
-        counter.fail_at = n;
-        result = tqkv_cache_create(&desc, &cache);
+        if (snapshot) stream_rewind(snapshot);
+        fail_at(counter, n);
+        result = snapshot ? tqkv_cache_load(desc, stream_read, snapshot, &cache) : tqkv_cache_create(desc, &cache);
         if (result == TQKV_OK) tqkv_cache_destroy(cache);
-        CHECK_NO_LEAK(&counter);
+        CHECK_NO_LEAK(counter);
         if (result == TQKV_OK) break;
         failures++;
         CHECK(result == TQKV_OUT_OF_MEMORY, "allocation %d fails: %s", n, tqkv_result_string(result));
@@ -103,46 +88,11 @@ static void check_create(const void *parameters)
     CHECK(failures > 0, "a cache without an allocation");
 }
 
-static void check_cache_calls(const void *parameters)
+static void check_create(const void *parameters)
 {
-    const cache_row *row = (const cache_row *)parameters;
     counting counter = {0, 0, 0, 0};
-    tqkv_cache_desc desc = cache_desc(row, &counter);
-    tqkv_cache *cache = cache_make(row, &desc);
-    REQUIRE(cache, "no cache");
-    int live = counter.live, d = row->head_dim;
-    stream before = stream_of_cache(cache);
-    float *rows = cache_data(5, 2, d);
-    size_t bytes = sizeof(float) * (size_t)(2 * CACHE_HEADS * CACHE_GROUP * d);
-    float *q = (float *)test_alloc(bytes), *out = (float *)test_alloc_filled(bytes, 0xff);
-    data_rows(6, DATA_GAUSSIAN, q, 2 * CACHE_HEADS * CACHE_GROUP, d);
-    tqkv_result result = TQKV_OUT_OF_MEMORY;
-    for (int n = 1; n < MAX_ALLOCATIONS && result != TQKV_OK; n++) {
-        counter.calls = 0;
-        counter.fail_at = n;
-        result = tqkv_cache_attend(cache, q, 2, out);
-        CHECK(counter.live == live, "attend leaks %d blocks", counter.live - live);
-        CHECK(result == TQKV_OK || is_still_filled(out, bytes), "allocation %d fails: the output was written", n);
-    }
-    CHECK_RESULT(result, TQKV_OK);
-    result = TQKV_OUT_OF_MEMORY;
-    for (int n = 1; n < MAX_ALLOCATIONS && result != TQKV_OK; n++) {
-        counter.calls = 0;
-        counter.fail_at = n;
-        result = tqkv_cache_append(cache, rows, rows, 2);
-        CHECK(counter.live == live, "append leaks %d blocks", counter.live - live);
-        counter.fail_at = 0;
-        stream after = stream_of_cache(cache);
-        CHECK(result == TQKV_OK || stream_is_equal(&before, &after), "allocation %d fails: the cache changed", n);
-        stream_free(&after);
-    }
-    CHECK_RESULT(result, TQKV_OK);
-    stream_free(&before);
-    free(rows);
-    free(q);
-    free(out);
-    tqkv_cache_destroy(cache);
-    CHECK_NO_LEAK(&counter);
+    tqkv_cache_desc desc = cache_desc((const cache_row *)parameters, &counter);
+    check_new_cache(&desc, &counter, NULL);
 }
 
 static void check_load(const void *parameters)
@@ -155,37 +105,58 @@ static void check_load(const void *parameters)
     REQUIRE(cache, "no cache");
     stream s = stream_of_cache(cache);
     tqkv_cache_destroy(cache);
-    tqkv_result result = TQKV_OUT_OF_MEMORY;
-    int failures = 0;
-    for (int n = 1; n < MAX_ALLOCATIONS; n++) {
-        cache = (tqkv_cache *)(uintptr_t)1;
-        stream_rewind(&s);
-        counter.calls = 0;
-        counter.fail_at = n;
-        result = tqkv_cache_load(&desc, stream_read, &s, &cache);
-        if (result == TQKV_OK) tqkv_cache_destroy(cache);
-        CHECK_NO_LEAK(&counter);
-        if (result == TQKV_OK) break;
-        failures++;
-        CHECK(result == TQKV_OUT_OF_MEMORY, "allocation %d fails: %s", n, tqkv_result_string(result));
-        CHECK(!cache, "allocation %d fails: a cache came out", n);
-    }
-    CHECK_RESULT(result, TQKV_OK);
-    CHECK(failures > 0, "a cache without an allocation");
+    check_new_cache(&desc, &counter, &s);
     stream_free(&s);
+}
+
+static void check_cache_calls(const void *parameters)
+{
+    const cache_row *row = (const cache_row *)parameters;
+    counting counter = {0, 0, 0, 0};
+    tqkv_cache_desc desc = cache_desc(row, &counter);
+    tqkv_cache *cache = cache_make(row, &desc);
+    REQUIRE(cache, "no cache");
+    const int live = counter.live, n_rows = 2 * CACHE_HEADS * CACHE_GROUP;
+    const size_t bytes = sizeof(float) * (size_t)(n_rows * row->head_dim);
+    stream before = stream_of_cache(cache);
+    float *rows = cache_data(5, 2, row->head_dim), *q = test_rows(6, DATA_GAUSSIAN, n_rows, row->head_dim);
+    float *out = (float *)test_alloc_filled(bytes, 0xff);
+    for (int append = 0; append < 2; append++) {
+        tqkv_result result = TQKV_OUT_OF_MEMORY;
+        for (int n = 1; n < MAX_ALLOCATIONS && result != TQKV_OK; n++) {
+            fail_at(&counter, n);
+            result = append ? tqkv_cache_append(cache, rows, rows, 2) : tqkv_cache_attend(cache, q, 2, out);
+            CHECK(counter.live == live, "%s leaks %d blocks", append ? "append" : "attend", counter.live - live);
+            if (result == TQKV_OK) break;
+            counter.fail_at = 0;
+            stream after = stream_of_cache(cache);
+            CHECK(stream_is_equal(&before, &after), "allocation %d fails: the cache changed", n);
+            CHECK(append || is_still_filled(out, bytes), "allocation %d fails: the output was written", n);
+            stream_free(&after);
+        }
+        CHECK_RESULT(result, TQKV_OK);
+    }
+    counter.fail_at = 0;
+    stream_free(&before);
+    free(rows);
+    free(q);
+    free(out);
+    tqkv_cache_destroy(cache);
+    CHECK_NO_LEAK(&counter);
 }
 
 void test_fault_cases(void)
 {
-    attend_row attend = attend_default_row(TQKV_I8, TQKV_TQ4, 128);
-    attend.n_queries = 3;
-    test_add(check_attend, &attend, sizeof attend, "fault/attend");
-    test_add(check_partial, &attend, sizeof attend, "fault/attend_partial");
-    attend.way = WAY_PARALLEL;
-    attend.end = 2500;
-    attend.key_capacity = attend.value_capacity = 2500;
-    test_add(check_attend, &attend, sizeof attend, "fault/attend/parallel");
-    test_add(check_partial, &attend, sizeof attend, "fault/attend_partial/parallel");
+    for (int i = 0; i < 4; i++) {
+        fault_row row = {attend_default_row(TQKV_I8, TQKV_TQ4, 128), i % 2 != 0};
+        row.attend.n_queries = 3;
+        if (i >= 2) {
+            row.attend.way = WAY_PARALLEL;
+            row.attend.end = row.attend.key_capacity = row.attend.value_capacity = 2500;
+        }
+        test_add(check_attend, &row, sizeof row, "fault/attend%s%s", row.partial ? "_partial" : "",
+                 i >= 2 ? "/parallel" : "");
+    }
     for (int i = 0; i < 4; i++) {
         cache_row row = {test_formats[2 * i], test_formats[7 - 2 * i], 64, 8, i % 2 != 0, 6, -1};
         const char *name = tqkv_format_name(row.key_format);

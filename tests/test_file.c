@@ -1,4 +1,4 @@
-/* Snapshots in files: a process killed while it saves, a disk that is full, a file that grows too large. */
+/* Snapshots in files: a process killed while it saves, a full disk, a limit on the size of files. */
 #include "cache_fixture.h"
 #include "examples/snapshot_file.h"
 
@@ -9,7 +9,7 @@
 
 enum { PATH_SIZE = 128 };
 
-/* One of this process alone, so that runners beside each other do not meet. */
+/* The process id makes the path unique: runners may run at once. */
 static void make_path(char *path, const char *name)
 {
     const char *folder = getenv("TMPDIR");
@@ -24,7 +24,7 @@ static tqkv_cache *make_cache(int n_tokens)
     return cache_make(&row, &desc);
 }
 
-/* The file is the cache's snapshot, byte for byte. */
+/* Checks that the file is the snapshot of the cache, byte for byte. */
 static void check_file_holds(const char *path, const tqkv_cache *cache)
 {
     tqkv_cache_desc any;
@@ -58,7 +58,7 @@ static size_t deadly_write(void *user, const void *bytes, size_t n)
     return written;
 }
 
-/* A child writes to `path` and dies after n bytes; true when it did. */
+/* A child process writes n bytes of the snapshot to `path` and kills itself; true if it did. */
 static bool die_while_saving(const tqkv_cache *cache, const char *path, size_t n)
 {
     int status = 0;
@@ -106,8 +106,7 @@ static void check_killed(const void *parameters)
 
 /* ---- No room ---- */
 
-/* Every size limit below the snapshot's own: the old file stays, and nothing else does. The limit holds for a child,
-   and makes write fail once SIGXFSZ is ignored. */
+/* Saves in a child process whose files cannot grow beyond `limit` bytes: write fails, because SIGXFSZ is ignored. */
 static int save_with_limit(const tqkv_cache *cache, const char *path, size_t limit)
 {
     int status = 0;
@@ -144,7 +143,7 @@ static void check_limited(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
-/* A device that takes nothing, as a full disk does: noticed by fwrite or by fflush, in buffers of any size. */
+/* /dev/full refuses every write, as a full disk does. Without a buffer fwrite reports it, with one fflush. */
 static void check_full(const void *parameters)
 {
     (void)parameters;
@@ -177,7 +176,7 @@ static void check_paths(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
-/* A snapshot with something behind it is no snapshot file. */
+/* A file with a byte after its snapshot is corrupt. */
 static void check_longer(const void *parameters)
 {
     (void)parameters;

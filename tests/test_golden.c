@@ -1,4 +1,4 @@
-/* Codes and norms are the bytes of goldens.h in every build. */
+/* In every build codes and norms hash to the values of goldens.h. */
 #include "golden.h"
 #include "goldens.h"
 #include "runner.h"

@@ -1,4 +1,4 @@
-/* The choice of an instruction set: by name, by the environment, and back to the best one. */
+/* The choice of an instruction set by name and by the environment. */
 #include "runner.h"
 
 static void check_force(const void *parameters)
@@ -14,7 +14,7 @@ static void check_force(const void *parameters)
     CHECK(!strcmp(tqkv_isa_name(), before), "%s, not %s", tqkv_isa_name(), before);
 }
 
-/* A name in the environment counts when the set is chosen; one that means nothing is as none. */
+/* TQKV_ISA counts when the set is chosen. An unknown name there is ignored. */
 static void check_environment(const void *parameters)
 {
     (void)parameters;

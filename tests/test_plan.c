@@ -1,12 +1,12 @@
-/* What tqkv_metal.m takes from tqkv.h: the plans of its dispatches, and the door of caches to a context, here to
- * one that is no GPU. */
+/* What tqkv_metal.m takes from tqkv.h: the plans of its dispatches, and the calls that a cache makes to its context.
+ * The context here is a fake without a GPU. */
 #define TQKV_SHARED
 #include "cache_fixture.h"
 #include "runner.h"
 
 #include <limits.h>
 
-/* Buffers: nothing of them is touched. */
+/* A buffer that is never read or written. */
 static tqkv_metal_buffer at(int number, size_t offset)
 {
     static char things[8];
@@ -32,7 +32,7 @@ static tqkv_metal_store plan_store(tqkv_format format, int head_dim, int capacit
     return s;
 }
 
-/* Of that name, the last of them. */
+/* The last binding of that name. */
 static tqkv__binding binding(const tqkv__dispatch *d, const char *name)
 {
     tqkv__binding found;
@@ -53,7 +53,7 @@ static const char *overlapping(const tqkv__dispatch *d)
     return "";
 }
 
-/* What Metal allows: 32 KiB of threadgroup memory in multiples of 16, 1024 threads, and an argument an index. */
+/* The limits of Metal: 32 KiB of threadgroup memory in multiples of 16, 1024 threads, one argument an index. */
 static void check_dispatch(const tqkv__dispatch *d)
 {
     size_t memory = 0;
@@ -77,7 +77,7 @@ static void check_dispatch(const tqkv__dispatch *d)
     CHECK(!*overlapping(d), "%s lies under another", overlapping(d));
 }
 
-static void run_encode(const void *row)
+static void check_encode(const void *row)
 {
     tqkv__dispatch d;
     const tqkv_metal_store linear = plan_store(TQKV_TQ5, 64, 10, false, 0),
@@ -108,7 +108,7 @@ static void run_encode(const void *row)
     CHECK_RESULT(tqkv__plan_encode(NULL, none, 1, 0, none, &d), TQKV_INVALID_ARGUMENT);
 }
 
-static void run_encode_kv(const void *row)
+static void check_encode_kv(const void *row)
 {
     tqkv__dispatch d;
     const tqkv_metal_store keys = plan_store(TQKV_F16, 64, 10, true, 0), values = plan_store(TQKV_TQ8, 64, 12, true, 2);
@@ -135,7 +135,7 @@ static void run_encode_kv(const void *row)
     CHECK_RESULT(tqkv__plan_encode_kv(&keys, NULL, none, none, 1, 0, none, &d), TQKV_INVALID_ARGUMENT);
 }
 
-static void run_rows(const void *row)
+static void check_rows(const void *row)
 {
     tqkv__dispatch d;
     const tqkv_metal_store linear = plan_store(TQKV_TQ5, 64, 10, false, 0),
@@ -171,7 +171,7 @@ static tqkv_result plan_attend(const tqkv_metal_attention *a, tqkv__dispatch d[2
     return r;
 }
 
-static void run_attend(const void *row)
+static void check_attend(const void *row)
 {
     tqkv__dispatch d[2];
     tqkv_metal_attention a;
@@ -196,7 +196,7 @@ static void run_attend(const void *row)
     a.attention.window = 10;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
     CHECK(args->window == 10, "window %d", args->window);
-    a.attention.window = 40; /* no smaller than what is resident: none */
+    a.attention.window = 40; /* all resident positions: the same as no window */
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
     CHECK(args->window == 0, "window %d", args->window);
     a.attention.end = a.attention.kv_len = 0;
@@ -211,8 +211,8 @@ static void run_attend(const void *row)
     CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
 }
 
-/* How contexts of every length are cut: all rows, all positions in view of the scratch that was asked for. */
-static void run_split(const void *row)
+/* Contexts of all lengths: the blocks hold all rows, and the splits fit into the scratch of tqkv__plan_scratch. */
+static void check_split(const void *row)
 {
     const int head_dim = *(const int *)row, groups[] = {1, 3, 8, 16}, queries[] = {1, 2, 9, 64};
     const int most_columns = TQKV__MAX_COLUMNS(head_dim);
@@ -250,8 +250,9 @@ static void run_split(const void *row)
         }
 }
 
-/* A window is cut by what the queries see together, and needs no more scratch for a store that is larger. */
-static void run_window(const void *row)
+/* The splits of a window depend on the positions that the queries see together, and its scratch does not grow with the
+   store. */
+static void check_window(const void *row)
 {
     tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 990, true, 0), values = plan_store(TQKV_TQ8, 64, 990, true, 2);
     size_t small = 0, large = 0;
@@ -263,7 +264,7 @@ static void run_window(const void *row)
     a.values = &values;
     a.attention.n_queries = 64;
     a.attention.end = 5000;
-    a.attention.window = 989; /* with the queries more than the 990 positions that there are */
+    a.attention.window = 989; /* the queries together see 1052 positions; the store has 990 */
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
     CHECK(d[0].grid[2] == 1, "%zu splits of 990 positions", d[0].grid[2]);
     CHECK_RESULT(tqkv__plan_scratch(&a, &small), TQKV_OK);
@@ -282,7 +283,7 @@ static void run_window(const void *row)
     CHECK(d[0].grid[2] == 1, "%zu splits of 991 positions", d[0].grid[2]);
 }
 
-static void run_cache_plan(const void *row)
+static void check_cache_plan(const void *row)
 {
     const cache_row shape = {TQKV_I8, TQKV_TQ4, 64, 8, true, 20, 15};
     tqkv__dispatch d[2];
@@ -313,8 +314,8 @@ static void run_cache_plan(const void *row)
     tqkv_cache_destroy(cache);
 }
 
-/* A report as the shaders give it, and with one byte or size changed. */
-static void run_stale(const void *row)
+/* A report as the shaders give it, then with each byte changed in turn. */
+static void check_stale(const void *row)
 {
     tqkv__table_report report;
     (void)row;
@@ -339,7 +340,7 @@ static void run_stale(const void *row)
     CHECK(!strcmp(tqkv__stale_table(&report), "table signs"), "signs");
 }
 
-/* Begins as struct tqkv_metal does. */
+/* Starts with the same member as struct tqkv_metal. */
 typedef struct fake {
     tqkv__backend backend;
     counting memory;
@@ -365,8 +366,8 @@ static tqkv_result fake_attend(tqkv_metal *m, const tqkv_cache *c, const float *
     return fake_of(m)->answer;
 }
 
-/* A cache of a context has its memory, asks it to append and attend, and stays as it was when it fails. */
-static void run_backend(const void *row)
+/* A cache with a context allocates from it, lets it append and attend, and does not change when it fails. */
+static void check_backend(const void *row)
 {
     const cache_row shape = {TQKV_I8, TQKV_TQ4, 64, 8, false, 0, -1};
     fake context;
@@ -400,14 +401,14 @@ static void run_backend(const void *row)
 
 void test_plan_cases(void)
 {
-    test_add(run_encode, NULL, 0, "plan/encode");
-    test_add(run_encode_kv, NULL, 0, "plan/encode_kv");
-    test_add(run_rows, NULL, 0, "plan/rows");
-    test_add(run_attend, NULL, 0, "plan/attend");
+    test_add(check_encode, NULL, 0, "plan/encode");
+    test_add(check_encode_kv, NULL, 0, "plan/encode_kv");
+    test_add(check_rows, NULL, 0, "plan/rows");
+    test_add(check_attend, NULL, 0, "plan/attend");
     for (int i = 0; i < 6; i++)
-        test_add(run_split, &test_head_dims[i], sizeof(int), "plan/split/d%d", test_head_dims[i]);
-    test_add(run_window, NULL, 0, "plan/window");
-    test_add(run_cache_plan, NULL, 0, "plan/cache");
-    test_add(run_stale, NULL, 0, "plan/stale");
-    test_add(run_backend, NULL, 0, "plan/backend");
+        test_add(check_split, &test_head_dims[i], sizeof(int), "plan/split/d%d", test_head_dims[i]);
+    test_add(check_window, NULL, 0, "plan/window");
+    test_add(check_cache_plan, NULL, 0, "plan/cache");
+    test_add(check_stale, NULL, 0, "plan/stale");
+    test_add(check_backend, NULL, 0, "plan/backend");
 }

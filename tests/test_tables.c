@@ -1,4 +1,4 @@
-/* The tables: hashes, signs, symmetry, midpoints. This file also holds the implementation under test. */
+/* The tables: hashes, signs, symmetry, midpoints. The implementation under test is compiled here. */
 #define TQKV_IMPLEMENTATION
 #include "data.h"
 #include "runner.h"
@@ -124,7 +124,7 @@ static void check_boundaries(const void *parameters)
           (double)boundaries[count / 2]);
 }
 
-/* The decimals (seven places) are midpoints to 1e-7; as floats each number adds half an ulp of its own magnitude. */
+/* The decimals with seven places are midpoints to 1e-7. Conversion to float adds half an ulp of each number. */
 static void check_midpoints(const void *parameters)
 {
     int bits = *(const int *)parameters, count = (1 << bits) - 1;

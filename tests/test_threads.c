@@ -1,21 +1,35 @@
-/* What the header promises to threads; `make test-tsan` runs this under ThreadSanitizer. */
+/* The thread rules of tqkv.h, and examples/thread_pool.h as a hook. `make test-tsan` runs this with ThreadSanitizer. */
 #include "attend_fixture.h"
 #include "cache_fixture.h"
+#include "examples/thread_pool.h"
 
-#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
 
 enum { THREADS = 6, ROUNDS = 4, QUERIES = 3, DIM = 64, OUT = QUERIES * CACHE_HEADS * CACHE_GROUP * DIM };
+enum { HELPERS = 3, DEADLOCK_SECONDS = 60 };
 
-/* Starts THREADS threads with their own contexts, element_size apart, and waits for them. */
-static void run_threads(void *(*body)(void *context), void *contexts, size_t element_size)
+static void report_deadlock(int signal_number)
 {
-    pthread_t threads[THREADS];
-    for (int i = 0; i < THREADS; i++)
-        if (pthread_create(&threads[i], NULL, body, (char *)contexts + (size_t)i * element_size)) exit(2);
-    for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
+    static const char text[] = "FAIL threads: a case does not end\n";
+    (void)signal_number;
+    _exit(write(STDOUT_FILENO, text, sizeof text - 1) < 0 ? 2 : 1);
 }
 
-/* ---- A hook that gives every task a thread of its own, a few at a time ---- */
+/* Starts n_threads <= THREADS with their own contexts, element_size apart, and waits for them. */
+static void run_threads(int n_threads, void *(*body)(void *context), void *contexts, size_t element_size)
+{
+    pthread_t threads[THREADS];
+    signal(SIGALRM, report_deadlock);
+    alarm(DEADLOCK_SECONDS);
+    for (int i = 0; i < n_threads; i++)
+        if (pthread_create(&threads[i], NULL, body, (char *)contexts + (size_t)i * element_size)) exit(2);
+    for (int i = 0; i < n_threads; i++) pthread_join(threads[i], NULL);
+    alarm(0);
+}
+
+/* ---- A hook that gives every task its own thread, a few at a time ---- */
 
 typedef struct hook_task {
     tqkv_task task;
@@ -55,7 +69,7 @@ typedef struct cache_thread {
     int failures; /* CHECK is not for threads */
 } cache_thread;
 
-/* Everything that a cache does, with one of this thread's own. */
+/* All calls of a cache, on a cache that no other thread uses. */
 static void *live_with_cache(void *context)
 {
     cache_thread *t = (cache_thread *)context;
@@ -98,8 +112,8 @@ static void check_own_caches(const void *parameters)
     fill_threads(alone);
     fill_threads(together);
     const char *isa = tqkv_isa_name();
-    tqkv_isa_force(NULL); /* chosen anew by whichever thread comes first */
-    run_threads(live_with_cache, together, sizeof *together);
+    tqkv_isa_force(NULL); /* the first thread chooses again */
+    run_threads(THREADS, live_with_cache, together, sizeof *together);
     for (int i = 0; i < THREADS; i++) live_with_cache(&alone[i]);
     CHECK_RESULT(tqkv_isa_force(isa), TQKV_OK);
     for (int i = 0; i < THREADS; i++) {
@@ -133,14 +147,40 @@ static void *read_cache(void *context)
     return NULL;
 }
 
-/* parameters: tasks at once of the cache's hook; 0 = no hook */
+typedef struct reading_row {
+    const char *name;
+    int at_once; /* tasks at once of run_on_threads; 0: another hook, or none */
+    bool pool;   /* the hook is examples/thread_pool.h */
+    bool nested; /* the readers are tasks of that pool, not threads of their own */
+} reading_row;
+
+static const reading_row reading_rows[] = {
+    {"hook_0", 0, false, false}, {"hook_3", 3, false, false}, {"pool", 0, true, false}, {"pool_nested", 0, true, true}};
+
+typedef struct reading_pool {
+    thread_pool *pool;
+    reading_thread *readers;
+} reading_pool;
+
+static void read_cache_task(void *context, int index) { read_cache(&((reading_thread *)context)[index]); }
+
+static void *read_cache_in_pool(void *context)
+{
+    reading_pool *readers = (reading_pool *)context;
+    pool_run(readers->pool, THREADS, read_cache_task, readers->readers);
+    return NULL;
+}
+
 static void check_one_cache(const void *parameters)
 {
-    int at_once = *(const int *)parameters;
+    const reading_row *reading = (const reading_row *)parameters;
+    int at_once = reading->at_once;
+    thread_pool pool;
+    pool_start(&pool, HELPERS);
     cache_row row = {TQKV_I8, TQKV_TQ4, DIM, 3000, true, 3100, -1};
     tqkv_cache_desc desc = cache_desc(&row, NULL);
-    if (at_once) desc.parallel.run = run_on_threads;
-    desc.parallel.user = &at_once;
+    if (at_once) desc.parallel.run = run_on_threads, desc.parallel.user = &at_once;
+    if (reading->pool) desc.parallel.run = pool_run, desc.parallel.user = &pool;
     tqkv_cache *cache = cache_make(&row, &desc);
     REQUIRE(cache, "no cache");
     static reading_thread threads[THREADS], alone;
@@ -153,7 +193,11 @@ static void check_one_cache(const void *parameters)
     alone.q = q;
     alone.snapshot = &snapshot;
     for (int i = 0; i < THREADS; i++) threads[i] = alone;
-    run_threads(read_cache, threads, sizeof *threads);
+    reading_pool in_pool = {&pool, threads};
+    if (reading->nested)
+        run_threads(1, read_cache_in_pool, &in_pool, sizeof in_pool);
+    else
+        run_threads(THREADS, read_cache, threads, sizeof *threads);
     read_cache(&alone);
     for (int i = 0; i < THREADS; i++) {
         CHECK(!threads[i].failures, "%d calls failed", threads[i].failures);
@@ -163,6 +207,88 @@ static void check_one_cache(const void *parameters)
     stream_free(&snapshot);
     free(q);
     tqkv_cache_destroy(cache);
+    pool_stop(&pool);
+}
+
+/* ---- examples/thread_pool.h: each task runs once and has ended when its run returns ---- */
+
+enum { MOST_TASKS = 1000, RUNS = 200 };
+
+typedef struct pool_row {
+    const char *name;
+    int n_helpers, n_callers, count;
+    int depth; /* 1: plain tasks; above: each task runs `count` tasks of depth - 1 on the same pool */
+} pool_row;
+
+static const pool_row pool_rows[] = {{"no_task", HELPERS, 1, 0, 1},
+                                     {"one_task", HELPERS, 1, 1, 1},
+                                     {"many_tasks", HELPERS, 1, MOST_TASKS, 1},
+                                     {"two_callers", HELPERS, 2, 9, 1},
+                                     {"callers", HELPERS, THREADS, 9, 1},
+                                     {"nested", HELPERS, 1, 5, 2},
+                                     {"nested_twice", HELPERS, 1, 4, 3},
+                                     {"nested_callers", HELPERS, THREADS, 4, 2},
+                                     {"no_helper", 0, 2, 4, 2}};
+
+typedef struct pool_caller {
+    const pool_row *row;
+    thread_pool *pool;
+    int failures;
+} pool_caller;
+
+typedef struct counted_job {
+    thread_pool *pool;
+    int count, depth, runs[MOST_TASKS];
+} counted_job;
+
+static int run_counted_job(thread_pool *pool, int count, int depth);
+
+static void counted_task(void *context, int index)
+{
+    counted_job *job = (counted_job *)context;
+    const int failures = job->depth > 1 ? run_counted_job(job->pool, job->count, job->depth - 1) : 0;
+    sched_yield(); /* other callers come in while this task runs */
+    job->runs[index] += 1 + failures;
+}
+
+/* The number of tasks that did not run exactly once, or whose own tasks did not. */
+static int run_counted_job(thread_pool *pool, int count, int depth)
+{
+    counted_job job;
+    memset(&job, 0, sizeof job);
+    job.pool = pool;
+    job.count = count;
+    job.depth = depth;
+    pool_run(pool, count, counted_task, &job);
+    int failures = 0;
+    for (int i = 0; i < MOST_TASKS; i++) failures += job.runs[i] != (i < count);
+    return failures;
+}
+
+static void *call_pool(void *context)
+{
+    pool_caller *caller = (pool_caller *)context;
+    for (int i = 0; i < RUNS; i++) {
+        caller->failures += run_counted_job(caller->pool, caller->row->count, caller->row->depth);
+        caller->failures += run_counted_job(caller->pool, 2, 1); /* the job before has left nothing behind */
+    }
+    return NULL;
+}
+
+static void check_pool(const void *parameters)
+{
+    const pool_row *row = (const pool_row *)parameters;
+    thread_pool pool;
+    pool_caller callers[THREADS];
+    pool_start(&pool, row->n_helpers);
+    for (int i = 0; i < THREADS; i++) {
+        const pool_caller caller = {row, &pool, 0};
+        callers[i] = caller;
+    }
+    run_threads(row->n_callers, call_pool, callers, sizeof *callers);
+    pool_stop(&pool);
+    for (int i = 0; i < row->n_callers; i++)
+        CHECK(!callers[i].failures, "caller %d: %d tasks not run once", i, callers[i].failures);
 }
 
 /* ---- The hook: the same bits on any number of threads ---- */
@@ -188,10 +314,11 @@ static void check_hook(const void *parameters)
 
 void test_threads_cases(void)
 {
-    static const int hooks[2] = {0, 3};
     test_add(check_own_caches, NULL, 0, "threads/own_caches");
-    for (int i = 0; i < 2; i++)
-        test_add(check_one_cache, &hooks[i], sizeof *hooks, "threads/one_cache/hook_%d", hooks[i]);
+    for (size_t i = 0; i < sizeof reading_rows / sizeof *reading_rows; i++)
+        test_add(check_one_cache, &reading_rows[i], sizeof *reading_rows, "threads/one_cache/%s", reading_rows[i].name);
+    for (size_t i = 0; i < sizeof pool_rows / sizeof *pool_rows; i++)
+        test_add(check_pool, &pool_rows[i], sizeof *pool_rows, "threads/pool/%s", pool_rows[i].name);
     for (int i = 0; i < 8; i++) {
         attend_row row = attend_default_row(test_formats[i], test_formats[(i + 5) % 8], 64);
         row.end = i % 2 ? 2500 : 300;

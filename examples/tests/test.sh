@@ -1,5 +1,5 @@
 #!/bin/sh
-# Checks of the examples as programs, after those of tinylm_test. Usage: test.sh FOLDER-OF-PROGRAMS, from the top folder.
+# Runs tinylm_test and the examples as programs. Usage: test.sh FOLDER-OF-PROGRAMS, from the top folder.
 bin=$1
 work=$bin/examples
 data=examples/data
@@ -30,7 +30,7 @@ refused() {
     check "$name: says why" grep -Eq "$words" "$work/err"
 }
 
-# damage FROM TO OFFSET: a copy with the byte at OFFSET changed
+# damage FROM TO OFFSET: copies a file and changes the byte at OFFSET
 damage() {
     cp "$1" "$2"
     old=$(od -An -tu1 -j "$3" -N 1 "$1" | tr -d ' ')
@@ -44,7 +44,7 @@ grep "^FAIL" "$work/inside"
 passed=$((passed + $(grep -c "^pass" "$work/inside")))
 failed=$((failed + $(grep -c "^FAIL" "$work/inside")))
 
-# Saved by one process, resumed by another: the same text as without the file in between. The long prompt fills both rings.
+# Save and resume gives the same text as one process without a file. The long prompt fills both rings.
 short="And the LORD said unto Moses, Speak unto the children of Israel, saying,"
 long=$(head -c 900 $data/heldout.txt)
 resume() {
@@ -89,7 +89,7 @@ check "snapshot_file: the new file" grep -q "again: no error, 8 positions" "$wor
 "$bin/encode_attend" >"$work/encode_attend"
 check "encode_attend" grep -q "as expected" "$work/encode_attend"
 "$bin/real_kv" >"$work/real_kv"
-# Expected: tq4 9e-3, i8 3.2e-5 to 4.2e-5, tq8 6.3e-5, and the unrotated values of layer 0 far worse.
+# Expected: tq4 9e-3, i8 3.2e-5 to 4.2e-5, tq8 6.3e-5, and a much larger error for the unrotated values of layer 0.
 check "real_kv" awk '
     /^layer/ { layer = $2 + 0 }
     $1 == "tq4" && $2 == "tq4" { n++; bad += $6 < 8e-3 || $6 > 1e-2 || $7 < 8e-3 || $7 > 1e-2 || $8 > 4e-2 }

@@ -1,5 +1,5 @@
-/* Checks of tinylm from the inside: batches against single bytes, formats against floats, truncation, and the scores.
- * One line a check, `pass NAME` or `FAIL NAME`; test.sh counts them. Run from the top folder. */
+/* Unit tests of tinylm: batches against single bytes, formats against floats, truncation, and the scores. Each check
+ * prints `pass NAME` or `FAIL NAME`; test.sh counts the lines. Run from the top folder. */
 #define main tinylm_main
 #include "../tinylm.c"
 #undef main
@@ -24,7 +24,8 @@ static double largest_difference(const float *a, const float *b, int count)
     return most;
 }
 
-/* Long enough that both rings wrap: windows 256 and 512 with BATCH more. */
+/* One call for all bytes against one call a byte. N is long enough for both rings to wrap: windows of 256 and 512, and
+ * BATCH. */
 static void test_batches(model *m, const unsigned char *text, const char *keys, const char *values)
 {
     enum { N = 700 };
@@ -43,7 +44,7 @@ static void test_batches(model *m, const unsigned char *text, const char *keys, 
     session_destroy(&single);
 }
 
-/* A conversation that took a wrong turn and was truncated goes on like one that did not. */
+/* A conversation that is truncated after wrong bytes continues like one without them. */
 static void test_truncate(model *m, const unsigned char *text)
 {
     enum { PREFIX = 600, WRONG = 100, AFTER = 50 };
@@ -86,7 +87,7 @@ static void test_same_text(model *m)
     report(memcmp(floating.text, quantised.text, (size_t)floating.length) == 0, "generate/f32-i8", "200 bytes");
 }
 
-/* Verified in batches with rollback, the text is what the verifying cache would have written alone. */
+/* Speculation gives the text that the verifying cache generates alone. */
 static void test_speculation(model *m, const char *keys, const char *values)
 {
     static conversation plain, guessed;
@@ -107,7 +108,7 @@ static void test_speculation(model *m, const char *keys, const char *values)
     session_destroy(&guessed.s);
 }
 
-/* Bits a byte and KL divergence of a pair over all sixteen windows; the reference is scored first. */
+/* Bits a byte of the reference, which comes first, or the KL divergence of a format, over all windows. */
 static void test_score(scoring *job, const char *format, double low, double high)
 {
     session s;
@@ -122,7 +123,7 @@ static void test_score(scoring *job, const char *format, double low, double high
     session_destroy(&s);
 }
 
-/* The limits: what an independent implementation of model and formats measured on the same windows. */
+/* The limits come from an independent implementation of model and formats, on the same windows. */
 static void test_scores(model *m, const unsigned char *text)
 {
     enum { WINDOWS = 16 };

@@ -1,0 +1,97 @@
+/* The options of test_attend_options.c, one a line: its name and what it sets in the row. Included once for the
+   functions and once for the table. The number of a line decides which formats an option is tested with: add lines at
+   the end. */
+
+/* ---- Where positions lie ---- */
+
+OPTION(linear_partly, place(row, false, 64, 37))
+OPTION(linear_exactly, place(row, false, 64, 64))
+OPTION(linear_nearly, place(row, false, 64, 63))
+OPTION(ring_partly, place(row, true, 64, 37))
+OPTION(ring_exactly, place(row, true, 64, 64))
+OPTION(ring_wrapped, place(row, true, 48, 75))
+OPTION(ring_by_one, place(row, true, 48, 49))
+OPTION(ring_often, place(row, true, 33, 33 * 7 + 5))
+OPTION(ring_far, place(row, true, 40, ((int64_t)1 << 40) + 5))
+OPTION(ring_of_one, place(row, true, 1, 12); row->n_queries = 2)
+OPTION(one_position, place(row, false, 5, 1))
+OPTION(different_capacities, place(row, true, 48, 75); row->value_capacity = 61; row->kv_len = 45)
+OPTION(smaller_values, place(row, true, 48, 75); row->value_capacity = 29) /* kv_len 0: the positions that both hold */
+OPTION(ring_and_linear, place(row, true, 48, 75); row->value_ring = false; row->value_capacity = 75)
+OPTION(kv_len_linear, place(row, false, 64, 60); row->kv_len = 21)
+OPTION(kv_len_ring, place(row, true, 40, 100); row->kv_len = 17)
+/* The first resident position is not 0, in a ring that never wrapped. */
+OPTION(kv_len_partly_filled_ring, place(row, true, 64, 50); row->kv_len = 20)
+OPTION(ring_at_the_last_position, place(row, true, 40, INT64_MAX))
+
+/* ---- Contexts long enough to be cut into tasks ---- */
+
+OPTION(long_context, int length = row->head_dim > 64 ? 2100 : 5000; place(row, false, length, length - 1);
+       row->n_queries = row->head_dim > 256 ? 1 : 2; row->n_kv_heads = 1)
+OPTION(long_wrapped, place(row, true, row->head_dim > 64 ? 2100 : 3500, 7001); row->n_queries = 2; row->n_kv_heads = 1;
+       row->softcap = 3.0f; row->sinks = SINKS_SOME)
+OPTION(long_window, long_context(row); row->window = 70) /* some tasks see nothing */
+OPTION(long_in_slices, long_context(row); row->way = WAY_SLICES)
+OPTION(long_in_parallel, long_wrapped(row); row->way = WAY_PARALLEL)
+OPTION(many_rows, row->n_queries = 65; row->group = 16; row->n_kv_heads = 1; row->end = row->head_dim > 128 ? 20 : 70;
+       row->key_capacity = row->value_capacity = 70)
+OPTION(many_rows_in_parallel, many_rows(row); row->way = WAY_PARALLEL; row->window = 9)
+
+/* ---- Windows, and queries before position 0 ---- */
+
+OPTION(window_of_one, row->window = 1; row->n_queries = 4)
+OPTION(window_small, row->window = 7; row->n_queries = 11)
+OPTION(window_on_ring, place(row, true, 48, 75); row->window = 13)
+OPTION(window_larger, row->window = 1000; row->n_queries = 5)
+OPTION(window_and_kv_len, row->kv_len = 6; row->window = 4; row->n_queries = 20) /* the first queries see nothing */
+/* The first queries stand at negative positions. */
+OPTION(queries_before_start, place(row, false, 8, 5); row->n_queries = 12)
+OPTION(queries_before_start_with_sinks, queries_before_start(row); row->sinks = SINKS_SOME)
+OPTION(many_queries, row->n_queries = 65; row->group = 1; row->end = 80; row->key_capacity = row->value_capacity = 80)
+
+/* ---- NaN in positions that only some queries see ---- */
+
+OPTION(poison_newest, row->n_queries = 6; row->poison = POISON_NEWEST)
+OPTION(poison_oldest, row->n_queries = 6; row->window = 10; row->poison = POISON_OLDEST)
+OPTION(poison_newest_f16, poison_newest(row); row->key_format = row->value_format = TQKV_F16)
+OPTION(poison_oldest_f16, poison_oldest(row); row->key_format = row->value_format = TQKV_F16)
+OPTION(poison_newest_ring, place(row, true, 33, 90); poison_newest(row))
+OPTION(poison_newest_slices, poison_newest(row); row->way = WAY_SLICES)
+
+/* ---- Scores ---- */
+
+OPTION(with_scale, row->scale = 0.03f)
+OPTION(negative_scale, row->scale = -0.05f)
+OPTION(large_scores, row->query_size = 12.0f)
+OPTION(softcap, row->softcap = 2.0f; row->query_size = 4.0f)
+OPTION(softcap_large, row->softcap = 50.0f)
+OPTION(sinks, row->sinks = SINKS_SOME)
+OPTION(sinks_dominating, row->sinks = SINKS_DOMINATING)
+OPTION(sinks_minus_infinity, row->sinks = SINKS_MINUS_INFINITY)
+OPTION(everything, place(row, true, 48, 120); row->window = 31; row->softcap = 4.0f; row->sinks = SINKS_SOME;
+       row->n_queries = 9; row->group = 3)
+
+/* ---- Bases and variants of the codec ---- */
+
+OPTION(query_rotated, row->query_basis = TQKV_ROTATED)
+OPTION(output_rotated, row->output_basis = TQKV_ROTATED)
+OPTION(both_rotated, row->query_basis = row->output_basis = TQKV_ROTATED; row->n_queries = 2)
+/* F16 is not rotated: the bases change nothing. */
+OPTION(rotated_f16, both_rotated(row); row->key_format = row->value_format = TQKV_F16)
+OPTION(hybrid, row->key_format = TQKV_F16; row->value_format = TQKV_TQ6_BYTES; row->values_unrotated = true)
+OPTION(unrotated_keys, row->key_format = TQKV_TQ8; row->keys_unrotated = true;
+       row->query_basis = row->output_basis = TQKV_ROTATED)
+OPTION(block_scale, row->key_format = TQKV_TQ8; row->value_format = TQKV_TQ4; row->block_scale = 1.5f)
+
+/* ---- Slices and threads ---- */
+
+OPTION(slices, row->way = WAY_SLICES; row->n_queries = 3)
+OPTION(slices_of_everything, everything(row); row->way = WAY_SLICES)
+OPTION(slices_with_dominating_sinks, row->sinks = SINKS_DOMINATING; row->way = WAY_SLICES)
+OPTION(slices_rotated, both_rotated(row); row->way = WAY_SLICES)
+/* Fewer positions than slices, and queries that see nothing. */
+OPTION(slices_of_few, queries_before_start(row); row->way = WAY_SLICES)
+OPTION(parallel, row->way = WAY_PARALLEL; row->n_queries = 5; row->n_kv_heads = 3; row->end = 300;
+       row->key_capacity = row->value_capacity = 310)
+OPTION(parallel_everything, everything(row); row->way = WAY_PARALLEL)
+OPTION(reversed, everything(row); row->way = WAY_REVERSED)
