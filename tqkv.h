@@ -4122,7 +4122,7 @@ TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache *
 {
     tqkv_cache c;
     size_t sinks, key_codes, key_norms, value_codes, value_norms, end = sizeof c;
-    if (!out) return TQKV_INVALID_ARGUMENT;
+    if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc) return TQKV__INVALID("desc is NULL");
     const tqkv_result r = tqkv__cache_resolve(desc, &c);
@@ -4951,7 +4951,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     tqkv_cache_desc found;
     tqkv_cache *c, checked;
     int64_t first, end;
-    if (!out) return TQKV_INVALID_ARGUMENT;
+    if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc || !read) return TQKV__INVALID("desc or read is NULL");
     tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
@@ -4967,7 +4967,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     found.parallel = desc->parallel;
     found.allocator = desc->allocator;
     found.metal = desc->metal;
-    if (!tqkv__resolve_allocator(&found.allocator)) return TQKV_INVALID_ARGUMENT;
+    if (!tqkv__resolve_allocator(&found.allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     ahead.memory = found.allocator;
     r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, end - first));
     if (r == TQKV_OK) r = tqkv_cache_create(&found, &c);

@@ -11,6 +11,9 @@ enum { MAX_FAILURES_PRINTED = 5 };
 
 bool test_failure_aborts = false;
 int test_faults = 0;
+__thread const char *test_explained;
+
+void test_explain(const char *text) { test_explained = text; }
 
 static struct {
     test_case *cases;

@@ -39,6 +39,10 @@ void test_fail(const char *file, int line, const char *condition, const char *fo
 /* If true, a failed check aborts the program: for the fuzzers. */
 extern bool test_failure_aborts;
 
+/* The runner's TQKV_EXPLAIN: keeps the last text of this thread in test_explained. */
+extern __thread const char *test_explained;
+void test_explain(const char *text);
+
 /* Faults that tests have injected: failed allocations, reads and writes, full disks, killed processes. Printed at the
  * end. */
 extern int test_faults;

@@ -182,6 +182,69 @@ void test_check_attend(const void *parameters)
     attend_tear_down(&problem);
 }
 
+/* ---- Slices over stores of different formats: a prompt in one pair, what follows in another ---- */
+
+typedef struct bases_row {
+    tqkv_format first, second; /* of the values; the keys are I8 */
+    bool second_unrotated;
+    int head_dim;
+} bases_row;
+
+static void check_merge_bases(const void *parameters)
+{
+    const bases_row *row = (const bases_row *)parameters;
+    attend_row shape = attend_default_row(TQKV_I8, TQKV_F16, row->head_dim); /* the answer: all values as halves */
+    shape.n_queries = 3;
+    shape.sinks = SINKS_SOME;
+    attend_problem problem;
+    attend_set_up(&problem, &shape);
+    const int cut = 21, end = (int)shape.end, n_kv_heads = shape.n_kv_heads;
+    float *rows = (float *)test_alloc((size_t)(end * n_kv_heads * row->head_dim) * sizeof(float));
+    CHECK_RESULT(tqkv_decode(&problem.values, 0, end, TQKV_ORIGINAL, rows), TQKV_OK);
+    tqkv_store values[2];
+    tqkv_attention a[2];
+    slice slices[2];
+    for (int i = 0; i < 2; i++) {
+        values[i] = test_store(i ? row->second : row->first, row->head_dim, n_kv_heads, end, false);
+        values[i].unrotated = i && row->second_unrotated;
+        CHECK_RESULT(tqkv_encode(&values[i], rows, end, 0), TQKV_OK);
+        a[i] = problem.attention;
+        a[i].values = &values[i];
+        slices[i] = make_slice(&problem);
+        CHECK_RESULT(tqkv_attend_partial(&a[i], problem.q, i ? cut : 0, i ? end - cut : cut, slices[i].out,
+                                         slices[i].max, slices[i].sum),
+                     TQKV_OK);
+    }
+    CHECK_RESULT(tqkv_attend_merge_slice(&a[0], slices[0].out, slices[0].max, slices[0].sum, &a[1], slices[1].out,
+                                         slices[1].max, slices[1].sum),
+                 TQKV_OK);
+    CHECK_RESULT(tqkv_attend_finish(&a[0], slices[0].out, slices[0].max, slices[0].sum), TQKV_OK);
+    const double limit = row->second_unrotated ? 0.5 : 0.02; /* of a sum in the wrong basis: more than 1 */
+    for (size_t i = 0; i < problem.n_rows; i++) {
+        const double error =
+            reference_relative_error(slices[0].out + i * (size_t)row->head_dim,
+                                     problem.expected + i * (size_t)row->head_dim, (size_t)row->head_dim);
+        CHECK(error < limit, "row %d: relative error %.3g", (int)i, error);
+    }
+    for (int i = 0; i < 2; i++) {
+        free_slice(&slices[i]);
+        test_store_free(&values[i]);
+    }
+    free(rows);
+    attend_tear_down(&problem);
+}
+
+static void add_merge_bases(void)
+{
+    static const bases_row rows[] = {{TQKV_F16, TQKV_I8, false, 64},  {TQKV_I8, TQKV_F16, false, 128},
+                                     {TQKV_TQ8, TQKV_TQ8, true, 256}, {TQKV_I8, TQKV_TQ8, false, 32},
+                                     {TQKV_F16, TQKV_TQ8, true, 512}, {TQKV_TQ8, TQKV_F16, false, 1024}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        test_add(check_merge_bases, &rows[i], sizeof *rows, "attend/merge_bases/%s-%s%s/%d",
+                 tqkv_format_name(rows[i].first), tqkv_format_name(rows[i].second),
+                 rows[i].second_unrotated ? "_unrotated" : "", rows[i].head_dim);
+}
+
 /* The parts that tqkv_attend_partial gives: max is the largest score, sum is the sum of exp(score - max). */
 static void check_partial_parts(const void *parameters)
 {
@@ -339,6 +402,7 @@ static void add_groups(void)
 
 void test_attend_cases(void)
 {
+    add_merge_bases();
     for (int i = 0; i < 64; i++) add_pair(i);
     add_query_counts();
     add_groups();

@@ -269,8 +269,13 @@ static void check_row(const void *parameters)
     row->change->apply(&w);
     memcpy(before, m, sizeof *m);
     w.made = (tqkv_cache *)(uintptr_t)1; /* create and load must replace it, also when they fail */
+    test_explained = NULL;
     tqkv_result result = row->call->run(&w);
     CHECK_RESULT(result, row->change->expected);
+    const bool refused =
+        result != TQKV_OK && result != TQKV_OUT_OF_MEMORY && result != TQKV_CORRUPT && result != TQKV_IO;
+    CHECK((test_explained != NULL) == refused, "%s: \"%s\"", tqkv_result_string(result),
+          test_explained ? test_explained : "");
     if (result != TQKV_OK) check_unchanged(&w, before);
     const bool makes = (row->call->set & (CREATE | LOAD)) != 0;
     if (makes && w.result) CHECK((w.made != NULL) == (result == TQKV_OK), "the cache is %p", (void *)w.made);

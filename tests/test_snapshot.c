@@ -483,8 +483,72 @@ int test_snapshot_load_file(const char *path)
     return failed != 0;
 }
 
+/* ---- What a load asks for before the bytes have arrived ---- */
+
+typedef struct bounded {
+    size_t live, most; /* bytes */
+} bounded;
+
+static void *bounded_alloc(void *user, size_t size)
+{
+    bounded *b = (bounded *)user;
+    b->live += size;
+    if (b->live > b->most) b->most = b->live;
+    return malloc(size);
+}
+
+static void bounded_free(void *user, void *pointer, size_t size)
+{
+    ((bounded *)user)->live -= size;
+    free(pointer);
+}
+
+/* A cache of `capacity` positions of which `resident` are filled, and its snapshot, whole and cut short. A short file asks
+   for little memory whatever capacity it states; a whole one is read to its last byte and no further. */
+static void check_held_back(const void *parameters)
+{
+    const int *row = (const int *)parameters, capacity = row[0], resident = row[1], head_dim = 128;
+    cache_row shape = {TQKV_I8, TQKV_TQ4, head_dim, capacity, false, resident, -1};
+    tqkv_cache_desc desc = cache_desc(&shape, NULL), open;
+    stream s = make_snapshot(&shape, &desc);
+    REQUIRE(s.bytes, "no snapshot");
+    const size_t whole = s.size;
+    stream_write(&s, "behind", 6);
+    bounded b = {0, 0};
+    memset(&open, 0, sizeof open);
+    open.allocator.alloc = bounded_alloc;
+    open.allocator.free = bounded_free;
+    open.allocator.user = &b;
+    tqkv_result result;
+    for (int i = 0; i <= 40; i++) {
+        s.size = i == 40 ? whole - 1 : whole * (size_t)i / 40;
+        b.most = 0;
+        tqkv_cache *cache = load(&open, &s, &result);
+        CHECK(result == TQKV_CORRUPT && !cache, "%d of %d bytes: %s", (int)s.size, (int)whole,
+              tqkv_result_string(result));
+        CHECK(b.most <= 20 * s.size + (1 << 20) + 65536, "%d of %d bytes: %d asked for", (int)s.size, (int)whole,
+              (int)b.most);
+        CHECK(b.live == 0, "%d bytes leaked", (int)b.live);
+    }
+    s.size = whole + 6;
+    tqkv_cache *cache = load(&open, &s, &result);
+    CHECK_RESULT(result, TQKV_OK);
+    REQUIRE(cache, "no cache");
+    CHECK(s.at == whole, "%d of %d bytes were read", (int)s.at, (int)whole);
+    stream again = stream_of_cache(cache);
+    CHECK(again.size == whole && !memcmp(again.bytes, s.bytes, whole), "saving after loading gives other bytes");
+    tqkv_cache_destroy(cache);
+    CHECK(b.live == 0, "%d bytes leaked", (int)b.live);
+    stream_free(&s);
+    stream_free(&again);
+}
+
 void test_snapshot_cases(void)
 {
+    static const int held_back[][2] = {{200, 150}, {9000, 0}, {9000, 100}, {9000, 9000}, {300000, 40}};
+    for (int i = 0; i < 5; i++)
+        test_add(check_held_back, held_back[i], sizeof *held_back, "snapshot/held_back/%d_of_%d", held_back[i][1],
+                 held_back[i][0]);
     for (int i = 0; i < 24; i++) {
         static const int shapes[4][3] = {{0, 0, -1}, {1, 23, -1}, {0, 7, -1}, {1, 23, 19}}; /* ring, tokens, truncate */
         const int *shape = shapes[i % 4];

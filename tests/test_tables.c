@@ -1,5 +1,7 @@
 /* The tables: hashes, signs, symmetry, midpoints. The implementation under test is compiled here. */
+void test_explain(const char *text);
 #define TQKV_IMPLEMENTATION
+#define TQKV_EXPLAIN(text) test_explain(text)
 #include "data.h"
 #include "runner.h"
 
@@ -150,8 +152,69 @@ static void check_last_boundary(const void *parameters)
     CHECK(tqkv_last_boundary(TQKV_F16) == 65504.0f, "f16 %g", (double)tqkv_last_boundary(TQKV_F16));
 }
 
+/* ---- The rows of formats and codebooks ---- */
+
+/* A tqkv_format without a row is an error here: -Wswitch. */
+static int row_of(tqkv_format f)
+{
+    int row = 0, found = -1;
+#define ROW(unused, format, ...)                                                                                       \
+    case format:                                                                                                       \
+        found = (int)format;                                                                                           \
+        break;
+    switch (f) {
+        TQKV__FORMATS(ROW, )
+    case TQKV_FORMAT_DEFAULT:
+        return 0;
+    }
+#undef ROW
+#define ROW(unused, format, ...)                                                                                       \
+    row++;                                                                                                             \
+    if ((int)format == found) return row;
+    TQKV__FORMATS(ROW, )
+#undef ROW
+    return -1;
+}
+
+/* Rows stand in the order of tqkv_format, and say what makes sense. The loops of the sets rely on both. */
+static void check_rows(const void *parameters)
+{
+    (void)parameters;
+    int n = 0;
+    for (tqkv_format f = TQKV_F16; TQKV__KIND(f); f = (tqkv_format)((int)f + 1), n++) {
+        const int main_bits = TQKV__MAIN_BITS(f), upper = TQKV__UPPER_BITS(f), book = TQKV__BOOK_BITS(f);
+        CHECK(row_of(f) == (int)f, "%s: row %d for format %d", tqkv_format_name(f), row_of(f), (int)f);
+        CHECK(tqkv_format_from_name(tqkv_format_name(f)) == f, "%s", tqkv_format_name(f));
+        CHECK((TQKV__KIND(f) == TQKV__BOOK) == (book != 0) && book <= main_bits + upper, "%s: a codebook of %d bits",
+              tqkv_format_name(f), book);
+#define KNOWN(bits, number) +((bits) == (number))
+        CHECK(!book || (0 TQKV__BOOKS(KNOWN, book)) == 1, "%s: no codebook of %d bits", tqkv_format_name(f), book);
+#undef KNOWN
+        CHECK(tqkv_row_bytes(f, 128) == (size_t)(16 * (main_bits + upper)), "%s: bytes of a row", tqkv_format_name(f));
+    }
+    CHECK(n == (int)(sizeof test_formats / sizeof *test_formats), "%d formats, the tests know another number", n);
+}
+
+/* The constants of each head_dim, and that the tests know each of them. */
+static void check_head_dims(const void *parameters)
+{
+    (void)parameters;
+    int n = 0;
+    for (int d = 0; d <= TQKV_MAX_HEAD_DIM; d++) {
+        if (!tqkv_row_bytes(TQKV_F16, d)) continue;
+        CHECK(n < 6 && test_head_dims[n] == d, "head_dim %d is not in test_head_dims", d);
+        CHECK(TQKV__SQRT(d) == (float)sqrt((double)d), "root of %d: %.9g", d, (double)TQKV__SQRT(d));
+        CHECK(TQKV__INV_SQRT(d) == (float)(1.0 / sqrt((double)d)), "1/root of %d", d);
+        CHECK(n < TQKV__KERNEL_DIMS && TQKV__KERNEL_DIM(n) == d, "no kernel for head_dim %d", d);
+        n++;
+    }
+    CHECK(n == 6, "%d values of head_dim", n);
+}
+
 void test_tables_cases(void)
 {
+    test_add(check_rows, NULL, 0, "tables/rows");
+    test_add(check_head_dims, NULL, 0, "tables/head_dims");
     static const int all_bits[4] = {4, 5, 6, 8};
     add_hashes();
     add_signs();
