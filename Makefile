@@ -71,6 +71,26 @@ $(BUILD)/%: examples/%.c tqkv.h $(wildcard examples/*.h)
 demo: $(DEMOS:%=$(BUILD)/%) ## build and run the examples
 	@for demo in $(DEMOS); do echo "== $$demo"; ./$(BUILD)/$$demo || exit 1; done
 
+# ---- Installation; CMakeLists.txt installs the same files ----
+
+PREFIX ?= /usr/local
+TREE = $(DESTDIR)$(PREFIX)
+# The tests use pkg-config on what was installed; tests/compile.sh uses the compilers for musl and Windows.
+DEB_TEST += pkg-config musl-tools gcc-mingw-w64-x86-64-win32
+BREW_TEST += pkgconf
+
+.PHONY: install uninstall
+install: ## install tqkv.h, tqkv.pc and tqkv_metal.m: PREFIX=/usr/local DESTDIR=
+	install -d "$(TREE)/include" "$(TREE)/share/pkgconfig" "$(TREE)/share/tqkv"
+	install -m 644 tqkv.h "$(TREE)/include"
+	install -m 644 tqkv_metal.m $(wildcard metallib/default.metallib) "$(TREE)/share/tqkv"
+	version=$$(sed -n 's/^#define TQKV_VERSION_[A-Z]* //p' tqkv.h | paste -s -d . -) && \
+		sed "s/@PROJECT_VERSION@/$$version/" tqkv.pc.in >"$(TREE)/share/pkgconfig/tqkv.pc"
+
+uninstall: ## remove what `make install` installed
+	rm -f "$(TREE)/include/tqkv.h" "$(TREE)/share/pkgconfig/tqkv.pc"
+	rm -rf "$(TREE)/share/tqkv"
+
 include tests/rules.mk
 -include tests/fuzz/rules.mk
 -include tests/lint.mk

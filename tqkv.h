@@ -447,7 +447,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 
 /* ---- The implementation starts here: stop reading if you only want the API. ---- */
 
-// >>shared
+/* >>shared */
 /* One source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible without the implementation. */
 #if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED) || defined(__METAL_VERSION__)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
@@ -738,9 +738,9 @@ TQKV__ASSERT_SIZE(tqkv__merge_args, 12);
 TQKV__ASSERT_SIZE(tqkv__table_report, 3256);
 
 #endif
-// <<shared
+/* <<shared */
 
-// >>plan
+/* >>plan */
 /* What tqkv_metal.m takes from the implementation. A call of Metal is planned here, in plain C: kernel, function
    constants, arguments, buffers, grid, and all checks but those of Metal's own objects. Seen with TQKV_SHARED. */
 #if defined(TQKV__SHARED) && !defined(__METAL_VERSION__) && !defined(TQKV__PLAN)
@@ -850,11 +850,14 @@ typedef struct tqkv__backend {
 }
 #endif
 #endif
-// <<plan
+/* <<plan */
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__IMPLEMENTED)
 #define TQKV__IMPLEMENTED
 
+#if defined(_MSC_VER) && !defined(__clang__)
+#error "tqkv.h: MSVC cannot compile the implementation; compile this file with clang-cl, or use MinGW"
+#endif
 #if !defined(TQKV_ALLOW_FAST_MATH) &&                                                                                  \
     (defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) ||                        \
      (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__))
@@ -866,8 +869,31 @@ typedef struct tqkv__backend {
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+
+#ifdef __has_include
+#if !__has_include("xxhash.h")
+#error "tqkv.h: xxhash.h 0.8.0 or later is missing: Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h"
+#endif
+#endif
+#ifndef XXH_INLINE_ALL
 #define XXH_INLINE_ALL
-#include <xxhash.h>
+#endif
+/* No forced inlining in xxHash 0.8.1 (Debian 12), because gcc 12 -Og rejects it. Without it gcc -O2 hashes snapshots as
+   fast, and gcc -O2 -mavx2 at 18 instead of 28 GB/s. xxhash.h evaluates this macro after it defines its version. */
+#if !defined(XXH_NO_INLINE_HINTS) && defined(__GNUC__) && !defined(__clang__) && !defined(__NO_INLINE__) &&            \
+    !defined(__OPTIMIZE_SIZE__)
+#define XXH_NO_INLINE_HINTS (XXH_VERSION_NUMBER == 801)
+#endif
+#include "xxhash.h"
+#if defined(XXH_VERSION_NUMBER) && XXH_VERSION_NUMBER < 800
+#define TQKV__STRING(x) #x
+#define TQKV__EXPAND(x) TQKV__STRING(x)
+#define TQKV__XXH_FOUND                                                                                                \
+    TQKV__EXPAND(XXH_VERSION_MAJOR) "." TQKV__EXPAND(XXH_VERSION_MINOR) "." TQKV__EXPAND(XXH_VERSION_RELEASE)
+#pragma message("tqkv.h: found xxhash.h " TQKV__XXH_FOUND)
+#error "tqkv.h: xxhash.h is too old, 0.8.0 is needed: Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h"
+#endif
+
 #if defined(__SSE2__)
 #include <xmmintrin.h>
 #endif
@@ -1289,7 +1315,7 @@ static uint16_t tqkv__half_from_float(float x)
 
 static float tqkv__float_from_half(uint16_t half)
 {
-    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, magnitude = half & 0x7fffu;
+    const uint32_t sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
     uint32_t bits = sign | ((magnitude << 13) + (magnitude < 0x7c00u ? 0x38000000u : 0x70000000u));
     float x;
     if (magnitude < 0x400u) { /* a multiple of 2^-24 */

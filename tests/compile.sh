@@ -52,21 +52,71 @@ in_language() {
     accepts "$tag/static" $compile -DTQKV_STATIC tests/compile_impl.c -o "$folder/$tag-static" -lm
     accepts "$tag/static-run" "$folder/$tag-static"
     for flag in -ffast-math -ffinite-math-only; do
-        refuses "$tag/refuses$flag" 'error:.*fast-math' $compile $flag -c tests/compile_impl.c -o "$folder/refused.o"
-        accepts "$tag/allows$flag" $compile $flag -DTQKV_ALLOW_FAST_MATH -c tests/compile_impl.c -o "$folder/allowed.o"
+        refuses "$tag/refuses$flag" 'error:.*fast-math' $compile $flag -fsyntax-only tests/compile_impl.c
+        accepts "$tag/allows$flag" $compile $flag -DTQKV_ALLOW_FAST_MATH -fsyntax-only tests/compile_impl.c
     done
 }
 
 for compiler in gcc clang; do
     in_language $compiler c99
     in_language $compiler c11
+    compile="$compiler -std=c99 -O1 $WARNINGS $CPPFLAGS -I. -c tests/compile_impl.c -o $folder/other.o"
+    accepts "$compiler-c99/fast-math" $compile -ffast-math -DTQKV_ALLOW_FAST_MATH
+    # The declarations alone. clang reports the bool of stdbool.h as an extension.
+    accepts "$compiler-c89/user" $compiler -std=c89 $WARNINGS -Wno-c99-extensions -I. -fsyntax-only tests/compile_user.c
 done
+accepts gcc-c99/Og gcc -std=c99 -Og $WARNINGS $CPPFLAGS -I. -c tests/compile_impl.c -o "$folder/other.o"
 in_language g++ c++11
 in_language clang++ c++11
 # Private means private: a second program may hold its own static copy beside the extern one.
 nm "$folder/gcc-c99-static" | grep -q ' T tqkv_' && status=1 || status=0
 echo "TQKV_STATIC leaves public symbols" >"$folder/log"
 report static-symbols $status
+
+# xxhash.h: one beside tqkv.h comes first, the user's options of it stay, and an old one is named.
+xxhash=$(echo '#include <xxhash.h>' | gcc $CPPFLAGS -M -x c - | tr ' ' '\n' | grep '/xxhash\.h$')
+mkdir -p "$folder/beside" "$folder/old"
+cp tqkv.h "$folder/beside"
+{ cat "$xxhash" && echo '#define BESIDE'; } >"$folder/beside/xxhash.h"
+cat >"$folder/beside.c" <<'END'
+#define TQKV_IMPLEMENTATION
+#include "beside/tqkv.h"
+#ifndef BESIDE
+#error "another xxhash.h"
+#endif
+END
+cat >"$folder/old/xxhash.h" <<'END'
+#define XXH_VERSION_MAJOR 0
+#define XXH_VERSION_MINOR 7
+#define XXH_VERSION_RELEASE 4
+#define XXH_VERSION_NUMBER 704
+END
+check="gcc -std=c99 -fsyntax-only -I."
+accepts xxhash/beside gcc -std=c99 -fsyntax-only "$folder/beside.c"
+accepts xxhash/options $check $WARNINGS $CPPFLAGS -DXXH_INLINE_ALL -DXXH_NO_INLINE_HINTS=0 tests/compile_impl.c
+refuses xxhash/old 'error:.*too old.*0\.8\.0.*libxxhash-dev.*Homebrew xxhash' $check -I"$folder/old" tests/compile_impl.c
+refuses xxhash/old-version 'found xxhash.h 0\.7\.4' $check -I"$folder/old" tests/compile_impl.c
+
+refuses msvc 'error:.*MSVC.*clang-cl.*MinGW' $check $CPPFLAGS -D_MSC_VER=1930 tests/compile_impl.c
+
+# Another libc and another system. Their compilers do not find the xxhash.h of this one.
+if [ "$(uname -s)" = Linux ]; then
+    accepts g++-c++11/useless-cast g++ -x c++ -std=c++11 $WARNINGS -Wuseless-cast -I. -fsyntax-only tests/compile_impl.c
+
+    mkdir -p "$folder/xxhash"
+    cp "$xxhash" "$folder/xxhash"
+    options="-std=c99 -O1 $WARNINGS -isystem $folder/xxhash -I. tests/compile_impl.c tests/compile_user.c"
+    accepts musl/link musl-gcc $options -lm -o "$folder/musl"
+    accepts musl/run "$folder/musl"
+    accepts mingw/link x86_64-w64-mingw32-gcc $options -o "$folder/mingw.exe"
+    if command -v wine >/dev/null; then accepts mingw/run wine "$folder/mingw.exe"; fi
+
+    refuses xxhash/missing 'error:.*0\.8\.0.*missing.*libxxhash-dev.*Homebrew xxhash.*beside tqkv\.h' \
+        x86_64-w64-mingw32-gcc -std=c99 -fsyntax-only -I. tests/compile_impl.c
+    # clang-cl also defines _MSC_VER; these are MinGW's headers, which it can preprocess but not parse.
+    accepts clang-cl clang --target=x86_64-pc-windows-msvc -isystem /usr/x86_64-w64-mingw32/include \
+        -isystem "$folder/xxhash" -I. -E tests/compile_impl.c -o "$folder/clang-cl.i"
+fi
 
 echo "$passed passed, $failed failed"
 test "$failed" -eq 0
