@@ -1,6 +1,5 @@
-// Encoding: a simdgroup takes 32/L rows at a time, with L lanes a row. The order of every rounded operation is fixed,
-// so codes and norms are the same bytes as those of tqkv_encode. A "part" below is D/32 values: tqkv_encode sums these
-// first.
+// Encoding: a simdgroup takes 32/L rows at a time, with L lanes a row. The order of every rounded operation is that of
+// tqkv_encode, so codes and norms are the same bytes. A "part" below is D/32 values, which tqkv_encode sums first.
 #ifndef TQKV_ENCODE_H
 #define TQKV_ENCODE_H
 #include "codec.h"
@@ -8,9 +7,9 @@
 
 inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 
-// A lane takes 16 values, 32 from head_dim 256 on: most stages of the transform then stay in the lane. A lane's piece
-// has at least 16 bytes. On a H200, 2^20 rows to TQ4 took at head_dim 128 188 microseconds with 16 values and 198 with
-// 32, at head_dim 256 427 and 389.
+// A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. A lane's
+// piece has at least 16 bytes. Measured on an H200, 2^20 rows to TQ4, with 16 and with 32 values: 188 and 198
+// microseconds at head_dim 128, 427 and 389 at head_dim 256.
 #define ENCODE_LANES(D)  ((D) <= 128 ? (D) / 16 : (D) / 32)
 #define ENCODE_PIECE(D)  ((D) <= 128 ? 4 : (D) / 32)
 #define ENCODE_VALUES(D) ((D) / ENCODE_LANES(D))
