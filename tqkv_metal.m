@@ -3,11 +3,11 @@
      clang -O2 -c tqkv_metal.m        with or without -fobjc-arc
      ... -framework Metal -framework Foundation
 
-   In the program one C or C++ file has TQKV_IMPLEMENTATION. -DTQKV_METALLIB_EMBED='"default.metallib"' puts the
+   One C or C++ file of the program defines TQKV_IMPLEMENTATION. -DTQKV_METALLIB_EMBED='"default.metallib"' puts the
    compiled shaders into the object.
 
-   What a call binds and dispatches is planned in tqkv.h (>>plan, >>metal-plan); here it is checked against Metal's
-   objects and recorded. In this order: errors, pipelines, recording, shared memory, calls, caches, the context. */
+   tqkv.h plans what a call binds and dispatches (>>plan, >>metal-plan). This file checks a plan against Metal's objects
+   and records it. Contents: errors, pipelines, recording, calls, shared memory, caches, the context. */
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
 #include <dispatch/dispatch.h>
@@ -22,7 +22,7 @@
 #endif
 #include "tqkv.h"
 
-/* Every object that is kept is in a strong variable, retained once and released once: under ARC by assignment. */
+/* Each object that the context keeps is retained once and released once. Under ARC assignments to variables do both. */
 #if __has_feature(objc_arc)
 #define TQKV__RETAIN(object)  (object)
 #define TQKV__RELEASE(object) ((object) = nil)
@@ -38,7 +38,7 @@ typedef struct tqkv__pipeline {
     struct tqkv__pipeline *next;
 } tqkv__pipeline;
 
-/* A block of memory that the context has lent. */
+/* A block of shared memory that the context has lent. */
 typedef struct tqkv__memory {
     id<MTLBuffer> buffer;
     char *begin;
@@ -51,8 +51,8 @@ struct tqkv_metal {
     id<MTLDevice> device;
     id<MTLCommandQueue> queue;
     id<MTLLibrary> library;
-    id<MTLBuffer> unused; /* bound where a kernel has an argument that the call has not */
-    pthread_mutex_t lock; /* of what follows */
+    id<MTLBuffer> unused; /* bound to kernel arguments that a call lacks */
+    pthread_mutex_t lock; /* of all fields below */
     tqkv__pipeline *pipelines;
     tqkv__memory *memory;
     char error[400];
@@ -73,10 +73,10 @@ static tqkv_result tqkv__fail(tqkv_metal *m, tqkv_result result, const char *for
     return result;
 }
 
-static const char *tqkv__words(NSError *error)
+static const char *tqkv__error_text(NSError *error)
 {
-    const char *words = [[error localizedDescription] UTF8String];
-    return words ? words : "Metal gave no reason";
+    const char *text = [[error localizedDescription] UTF8String];
+    return text ? text : "Metal gave no reason";
 }
 
 void tqkv_metal_error(tqkv_metal *m, char *text, size_t size)
@@ -89,7 +89,7 @@ void tqkv_metal_error(tqkv_metal *m, char *text, size_t size)
     pthread_mutex_unlock(&m->lock);
 }
 
-/* -- Pipelines: built when first asked for, and kept as long as the context -- */
+/* -- Pipelines: built on first use, kept as long as the context -- */
 
 static NSString *tqkv__function_name(const tqkv__kernel *kernel)
 {
@@ -124,10 +124,10 @@ static tqkv_result tqkv__build_pipeline(tqkv_metal *m, tqkv__pipeline *p)
     tqkv__set_values(&p->kernel, values);
     id<MTLFunction> function = [m->library newFunctionWithName:name constantValues:values error:&error];
     TQKV__RELEASE(values);
-    if (!function) return tqkv__fail(m, TQKV_METAL_ERROR, "%s: %s", [name UTF8String], tqkv__words(error));
+    if (!function) return tqkv__fail(m, TQKV_METAL_ERROR, "%s: %s", [name UTF8String], tqkv__error_text(error));
     p->state = [m->device newComputePipelineStateWithFunction:function error:&error];
     TQKV__RELEASE(function);
-    if (!p->state) return tqkv__fail(m, TQKV_METAL_ERROR, "%s: %s", [name UTF8String], tqkv__words(error));
+    if (!p->state) return tqkv__fail(m, TQKV_METAL_ERROR, "%s: %s", [name UTF8String], tqkv__error_text(error));
     p->max_simdgroups = (int)([p->state maxTotalThreadsPerThreadgroup] / TQKV__SIMD_WIDTH);
     if ([p->state threadExecutionWidth] == TQKV__SIMD_WIDTH && p->max_simdgroups > 0) return TQKV_OK;
     const int width = (int)[p->state threadExecutionWidth];
@@ -135,7 +135,7 @@ static tqkv_result tqkv__build_pipeline(tqkv_metal *m, tqkv__pipeline *p)
     return tqkv__fail(m, TQKV_UNSUPPORTED, "%s: simdgroups of %d threads, not 32", [name UTF8String], width);
 }
 
-/* Under the lock. A program has a handful of pipelines: a format pair, a head_dim, a few column counts. */
+/* The caller holds the lock. A list is enough: a program has one pipeline a format pair, head_dim and column count. */
 static const tqkv__pipeline *tqkv__find_pipeline(const tqkv_metal *m, const tqkv__kernel *kernel)
 {
     const tqkv__pipeline *p = m->pipelines;
@@ -149,7 +149,7 @@ static void tqkv__free_pipeline(tqkv__pipeline *p)
     free(p);
 }
 
-/* Keeps `made`, unless another thread has been first: then that one's pipeline is the one. */
+/* Keeps `made` and returns it. If another thread kept the same pipeline first: frees `made` and returns the other. */
 static const tqkv__pipeline *tqkv__keep_pipeline(tqkv_metal *m, tqkv__pipeline *made)
 {
     pthread_mutex_lock(&m->lock);
@@ -163,7 +163,7 @@ static const tqkv__pipeline *tqkv__keep_pipeline(tqkv_metal *m, tqkv__pipeline *
     return p ? p : made;
 }
 
-/* Building takes up to a second, so it is done outside the lock. */
+/* Building takes up to a second, so it happens outside the lock. */
 static tqkv_result tqkv__get_pipeline(tqkv_metal *m, const tqkv__kernel *kernel, const tqkv__pipeline **out)
 {
     tqkv_result r;
@@ -184,7 +184,7 @@ static tqkv_result tqkv__get_pipeline(tqkv_metal *m, const tqkv__kernel *kernel,
     return r;
 }
 
-/* -- Recording what tqkv.h has planned -- */
+/* -- Recording of plans -- */
 
 static tqkv_result tqkv__check_binding(tqkv_metal *m, const tqkv__binding *b)
 {
@@ -246,7 +246,7 @@ static void tqkv__record_dispatch(tqkv_metal *m, id<MTLComputeCommandEncoder> en
             threadsPerThreadgroup:MTLSizeMake(n * TQKV__SIMD_WIDTH, 1, 1)];
 }
 
-/* Records one or two dispatches, or nothing. `planned` is what the checks of tqkv.h said. */
+/* Records one or two dispatches, or nothing. planned: the result of tqkv.h's checks. */
 static tqkv_result tqkv__record(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const char *call,
                                 tqkv_result planned, const tqkv__dispatch *d, int n)
 {
@@ -278,29 +278,29 @@ tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_record record, void *user)
         [commands commit];
         [commands waitUntilCompleted];
         if ([commands status] == MTLCommandBufferStatusCompleted) return TQKV_OK;
-        return tqkv__fail(m, TQKV_METAL_ERROR, "the command buffer failed: %s", tqkv__words([commands error]));
+        return tqkv__fail(m, TQKV_METAL_ERROR, "the command buffer failed: %s", tqkv__error_text([commands error]));
     }
 }
 
-/* A recorded call with a command buffer of its own. */
-typedef struct tqkv__alone {
+/* A call that runs in its own command buffer. */
+typedef struct tqkv__call {
     tqkv_metal *m;
-    const char *call;
+    const char *name;
     tqkv_result planned;
     const tqkv__dispatch *d;
     int n;
-} tqkv__alone;
+} tqkv__call;
 
-static tqkv_result tqkv__record_alone(void *user, tqkv_metal_object encoder)
+static tqkv_result tqkv__record_call(void *user, tqkv_metal_object encoder)
 {
-    const tqkv__alone *a = (const tqkv__alone *)user;
-    return tqkv__record(a->m, encoder, a->call, a->planned, a->d, a->n);
+    const tqkv__call *c = (const tqkv__call *)user;
+    return tqkv__record(c->m, encoder, c->name, c->planned, c->d, c->n);
 }
 
-static tqkv_result tqkv__run(tqkv_metal *m, const char *call, tqkv_result planned, const tqkv__dispatch *d, int n)
+static tqkv_result tqkv__run(tqkv_metal *m, const char *name, tqkv_result planned, const tqkv__dispatch *d, int n)
 {
-    tqkv__alone alone = {m, call, planned, d, n};
-    return tqkv_metal_run(m, tqkv__record_alone, &alone);
+    tqkv__call call = {m, name, planned, d, n};
+    return tqkv_metal_run(m, tqkv__record_call, &call);
 }
 
 /* -- The calls -- */
@@ -411,7 +411,7 @@ static void tqkv__memory_free(void *user, void *pointer, size_t size)
     free(block);
 }
 
-/* For one call; given back by tqkv__memory_free. */
+/* Memory for one call; tqkv__memory_free takes it back. */
 static void *tqkv__borrow(tqkv_metal *m, size_t size, tqkv_metal_buffer *out)
 {
     const tqkv__memory *block = tqkv__lend(m, size);
@@ -436,7 +436,7 @@ tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffe
     const uintptr_t address = (uintptr_t)pointer;
     pthread_mutex_lock(&m->lock);
     const tqkv__memory *block = m->memory;
-    while (block && address - (uintptr_t)block->begin >= block->size) block = block->next; /* unsigned: also below it */
+    while (block && address - (uintptr_t)block->begin >= block->size) block = block->next; /* unsigned: below it, too */
     if (block) {
         out->buffer = block->buffer;
         out->offset = address - (uintptr_t)block->begin;
@@ -445,7 +445,7 @@ tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffe
     return block ? TQKV_OK : tqkv__fail(m, TQKV_INVALID_ARGUMENT, "a pointer outside the context's memory");
 }
 
-/* -- Caches: each lies in one block of that memory -- */
+/* -- Caches: each is one block of shared memory -- */
 
 tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c, tqkv_metal_buffer k,
                                     tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite)
@@ -478,7 +478,7 @@ tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_q
     return r == TQKV_OK ? r : tqkv__fail(m, r, "cache_scratch: %s", tqkv_result_string(r));
 }
 
-/* The blocking calls of a cache: its floats are copied to a block, and the result from it. */
+/* The blocking calls of a cache copy their floats into a block of shared memory, and the result out of it. */
 static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const float *k, const float *v, int n_tokens)
 {
     tqkv__dispatch d;
@@ -522,7 +522,7 @@ static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const 
 /* -- The context -- */
 
 #ifdef TQKV_METALLIB_EMBED
-/* The size, then the library 16 bytes on. Labels that start with L make no symbols a linker could move apart. */
+/* The size, and 16 bytes on the library. Labels that start with L make no symbols, where a linker could split them. */
 __asm__(
 #ifdef __APPLE__
     ".pushsection __TEXT,__const\n"
@@ -546,18 +546,18 @@ static tqkv_result tqkv__load_bytes(tqkv_metal *m, const void *bytes, size_t siz
     dispatch_data_t data = dispatch_data_create(bytes, size, NULL, DISPATCH_DATA_DESTRUCTOR_DEFAULT); /* a copy */
     m->library = [m->device newLibraryWithData:data error:&error];
 #if !(__has_feature(objc_arc) && OS_OBJECT_USE_OBJC)
-    dispatch_release(data); /* no object of Objective-C, or one without ARC */
+    dispatch_release(data); /* not an object of Objective-C, or one without ARC */
 #endif
-    return m->library ? TQKV_OK : tqkv__fail(m, TQKV_METAL_ERROR, "library in memory: %s", tqkv__words(error));
+    return m->library ? TQKV_OK : tqkv__fail(m, TQKV_METAL_ERROR, "library in memory: %s", tqkv__error_text(error));
 }
 
 static tqkv_result tqkv__load_path(tqkv_metal *m, const char *path)
 {
     NSError *error = nil;
     NSString *name = [NSString stringWithUTF8String:path];
-    if (!name || !path[0]) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "library_path is no path in UTF-8");
+    if (!name || !path[0]) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "library_path is empty or not UTF-8");
     m->library = [m->device newLibraryWithURL:[NSURL fileURLWithPath:name] error:&error];
-    return m->library ? TQKV_OK : tqkv__fail(m, TQKV_METAL_ERROR, "%s: %s", path, tqkv__words(error));
+    return m->library ? TQKV_OK : tqkv__fail(m, TQKV_METAL_ERROR, "%s: %s", path, tqkv__error_text(error));
 }
 
 static tqkv_result tqkv__load_library(tqkv_metal *m, const tqkv_metal_desc *desc)
@@ -590,13 +590,13 @@ static tqkv_result tqkv__open_device(tqkv_metal *m, const tqkv_metal_desc *desc)
                           [[m->device name] UTF8String]);
     m->queue = [m->device newCommandQueue];
     if (!m->queue) return tqkv__fail(m, TQKV_METAL_ERROR, "Metal gave no command queue");
-    /* Untracked: as a stand-in for arguments that do not exist it must not order those who share it. */
+    /* Untracked: Metal must not order dispatches because they share this buffer. */
     m->unused = [m->device newBufferWithLength:16
                                        options:MTLResourceStorageModePrivate | MTLResourceHazardTrackingModeUntracked];
     return m->unused ? TQKV_OK : tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no buffer of 16 bytes");
 }
 
-/* The shaders' tables against this header's. */
+/* Compares the shaders' tables with those of tqkv.h. */
 static tqkv_result tqkv__check_tables(tqkv_metal *m)
 {
     tqkv__dispatch d;
@@ -607,7 +607,7 @@ static tqkv_result tqkv__check_tables(tqkv_metal *m)
     tqkv__plan_tables(buffer, &d);
     tqkv_result r = tqkv__run(m, "tables", TQKV_OK, &d, 1);
     const char *stale = r == TQKV_OK ? tqkv__stale_table(report) : NULL;
-    if (stale) r = tqkv__fail(m, TQKV_TABLE_MISMATCH, "the library's %s is not that of tqkv.h", stale);
+    if (stale) r = tqkv__fail(m, TQKV_TABLE_MISMATCH, "the library's %s differs from that of tqkv.h", stale);
     tqkv__memory_free(m, report, 0);
     return r;
 }

@@ -1,8 +1,8 @@
-// attend: partial attention of each split of the context; attend_merge makes the result of them. Threadgroups: x KV
-// heads, y blocks of query rows, z splits.
+// attend: partial attention of each split of the context; attend_merge makes one result of the splits. Threadgroups:
+// x KV heads, y blocks of query rows, z splits.
 #include "attend.h"
 
-// q: [n_queries][n_heads][D]; codes: [n_kv_heads][capacity][row_bytes]; norms: [n_kv_heads][capacity][norms]
+// codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a row]
 // clang-format off
 #define ATTEND(D) \
     kernel void tqkv_attend_d##D( \
@@ -17,23 +17,29 @@
         threadgroup float *tables [[threadgroup(0)]], \
         threadgroup float *queries [[threadgroup(1)]], \
         threadgroup float *weights [[threadgroup(2)]], \
-        threadgroup float *state [[threadgroup(3)]], \
+        threadgroup float *states [[threadgroup(3)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint lane [[thread_index_in_simdgroup]], \
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        stream_rows keys = open_stream<D>(key_format, key_codes, key_norms, args.key_capacity, group.x); \
-        stream_rows values = open_stream<D>(value_format, value_codes, value_norms, args.value_capacity, group.x); \
-        if (main_bits(key_format) == 4) \
-            attend_with_keys<D, 4>(args, q, keys, values, partial_out, partial_state, tables, queries, weights, state, \
-                                   group, lane, simdgroup, n_simdgroups); \
-        if (main_bits(key_format) == 8) \
-            attend_with_keys<D, 8>(args, q, keys, values, partial_out, partial_state, tables, queries, weights, state, \
-                                   group, lane, simdgroup, n_simdgroups); \
-        if (main_bits(key_format) == 16) \
-            attend_with_keys<D, 16>(args, q, keys, values, partial_out, partial_state, tables, queries, weights, \
-                                    state, group, lane, simdgroup, n_simdgroups); \
+        attend_task task; \
+        task.q = q; \
+        task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_capacity, group.x); \
+        task.values = stream_of_head<D>(value_format, value_codes, value_norms, args.value_capacity, group.x); \
+        task.partial_out = partial_out; \
+        task.partial_state = partial_state; \
+        task.tables = tables; \
+        task.queries = queries; \
+        task.weights = weights; \
+        task.states = states; \
+        task.kv_head = group.x; \
+        task.first_column = group.y * columns; \
+        task.split = group.z; \
+        task.lane = lane; \
+        task.simdgroup = simdgroup; \
+        task.n_simdgroups = n_simdgroups; \
+        attend_with_formats<D>(args, task); \
     }
 // clang-format on
 

@@ -1,4 +1,4 @@
-// attend_merge: the result of attention from the partial ones of all splits. One threadgroup a query row, along x.
+// attend_merge: one result of attention from those of all splits. One threadgroup a query row, along x.
 #include "merge.h"
 
 constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
@@ -19,9 +19,18 @@ constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        float sink = has_sinks ? sinks[group.x % uint(args.n_heads)] * TQKV_LOG2E : -INFINITY; \
-        merge_row<D>(args, partial_out, partial_state, group.x, sink, unrotate, lane, simdgroup, n_simdgroups, shared, \
-                     out); \
+        merge_task task; \
+        task.partial_out = partial_out; \
+        task.partial_state = partial_state; \
+        task.out = out; \
+        task.shared = shared; \
+        task.row = group.x; \
+        task.sink = has_sinks ? sinks[group.x % uint(args.n_heads)] * TQKV_LOG2E : -INFINITY; \
+        task.unrotate = unrotate; \
+        task.lane = lane; \
+        task.simdgroup = simdgroup; \
+        task.n_simdgroups = n_simdgroups; \
+        merge_row<D>(args, task); \
     }
 // clang-format on
 

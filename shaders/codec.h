@@ -12,8 +12,11 @@ inline uint upper_bits(uint format) { return uint(TQKV__UPPER_BITS(format)); }
 // log2 of the number of centroids; 0 without a codebook.
 inline uint codebook_bits(uint format) { return uint(TQKV__BOOK_BITS(format)); }
 
-inline bool is_half(uint format) { return TQKV__KIND(format) == TQKV__HALF; }
-inline bool is_grid(uint format) { return TQKV__KIND(format) == TQKV__GRID; }
+// F16 stores values, not codes: it has no norms.
+inline bool has_norms(uint format) { return TQKV__KIND(format) != TQKV__HALF; }
+
+// Codes are numbers of centroids; without a codebook they are integers of 8 bits.
+inline bool has_codebook(uint format) { return TQKV__KIND(format) == TQKV__BOOK; }
 
 template <int D>
 inline uint row_bytes(uint format)
@@ -32,27 +35,35 @@ inline uint norm_block(uint format)
 template <int D>
 inline float code_scale(uint format, float norm, float block_scale)
 {
-    return is_grid(format) ? norm : norm_block<D>(format) == uint(D) ? norm * TQKV__INV_SQRT(D) : norm / block_scale;
+    if (!has_codebook(format)) return norm;
+    return norm_block<D>(format) == uint(D) ? norm * TQKV__INV_SQRT(D) : norm / block_scale;
+}
+
+// The first byte of a row's upper bits, behind its main bits.
+template <int D>
+inline uint upper_offset(uint format)
+{
+    return uint(D) * main_bits(format) / 8u;
 }
 
 // ---- Values to codes ----
 
-// float(boundaries or centroids) of the format into threadgroup memory. The caller puts a barrier behind it.
+// A barrier must follow.
 inline void copy_table(constant float *source, uint n, threadgroup float *table, uint thread_index, uint n_threads)
 {
     for (uint i = thread_index; i < n; i += n_threads) table[i] = source[i];
 }
 
-// The codebook's range in cells of equal width, so narrow that none holds two boundaries: 2n+1 of them, around
-// (i - n)/density. Boundaries are well off the cells' edges.
-inline uint cells_aside(uint bits) { return bits == 4 ? 10u : bits == 5 ? 25u : bits == 6 ? 57u : 194u; }
+// Cells of equal width divide the codebook's range. They are so narrow that none holds two boundaries. There are 2n+1
+// cells: cell i is centred on (i - n)/density. No boundary is near the edge of a cell.
+inline uint cells_per_side(uint bits) { return bits == 4 ? 10u : bits == 5 ? 25u : bits == 6 ? 57u : 194u; }
 inline float cell_density(uint bits) { return bits == 4 ? 4.0f : bits == 5 ? 8.5f : bits == 6 ? 16.5f : 39.75f; }
 
-// Where the cell of v lies, in bytes. 1.5 * 2^20 leaves eighths in the lowest bits, of which a cell takes eight: so no
-// shift is needed. NaN: cell 0.
+// Offset of the cell of v, in bytes; of cell 0 for NaN. A float near 1.5 * 2^20 has units of 1/8 in its lowest bits. A
+// cell has 8 bytes, so these bits are the offset and need no shift.
 inline uint cell_of(float v, uint bits)
 {
-    float n = 2.0f * float(cells_aside(bits));
+    float n = 2.0f * float(cells_per_side(bits));
     float inside = saturate(fma(v, cell_density(bits) / n, 0.5f));
     return as_type<uint>(fma(inside, n, 1572864.5f)) & 0xff8u;
 }
@@ -62,8 +73,8 @@ inline threadgroup uint2 *cell_at(threadgroup uint2 *cells, uint byte)
     return (threadgroup uint2 *)((threadgroup uchar *)cells + byte);
 }
 
-// Each cell: the bits of its boundary, or of the next one up, and the number of boundaries below that one. The caller
-// puts a barrier behind it.
+// x of a cell: the bits of its boundary, or of the next boundary above it. y: the number of boundaries below that one.
+// A barrier must follow.
 inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index, uint n_threads)
 {
     uint bits = codebook_bits(format), n = (1u << bits) - 1u;
@@ -71,7 +82,7 @@ inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index,
     constant float *boundaries = TQKV__BOUNDARIES(bits);
     for (uint i = thread_index; i <= n; i += n_threads) {
         uint first = i == 0 ? 0u : cell_of(boundaries[i - 1u], bits) + 8u;
-        uint last = i == n ? 16u * cells_aside(bits) : cell_of(boundaries[i], bits);
+        uint last = i == n ? 16u * cells_per_side(bits) : cell_of(boundaries[i], bits);
         uint2 cell;
         cell.x = as_type<uint>(i == n ? INFINITY : boundaries[i]);
         cell.y = i;
@@ -79,14 +90,14 @@ inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index,
     }
 }
 
-// Number of boundaries strictly below v; 0 for NaN, which is above none.
+// Number of boundaries strictly below v; 0 for NaN.
 inline uint quantise(float v, uint bits, threadgroup uint2 *cells)
 {
     uint2 cell = *cell_at(cells, cell_of(v, bits));
     return cell.y + (as_type<float>(cell.x) < v ? 1u : 0u);
 }
 
-// Round half to even, clamped to +-127; NaN, which only overflow can make, becomes 127.
+// Round half to even, clamped to +-127. NaN, which only an overflow makes, becomes 127.
 inline uint quantise_grid(float v)
 {
     float q = rint(v);
@@ -95,8 +106,8 @@ inline uint quantise_grid(float v)
     return uint(int(q)) & 255u;
 }
 
-// The IEEE half next to x, ties to even, clamped to +-65504. In integers: a GPU may round its own conversion otherwise
-// or flush small halves.
+// The nearest IEEE half, ties to even, clamped to +-65504. In integers, because a GPU's own conversion may round
+// differently or flush small halves.
 inline uint half_bits(float x)
 {
     uint word = as_type<uint>(x), sign = (word >> 16) & 0x8000u, magnitude = word & 0x7fffffffu;
@@ -109,15 +120,15 @@ inline uint half_bits(float x)
 
 // ---- Codes to values ----
 
-// N neighbouring codes of a row as they lie in memory. W is main_bits(format).
+// N neighbouring codes of a row as they are in memory. W is main_bits(format).
 template <int W, int N>
 struct raw_codes {
     uint main[(W * N + 31) / 32];
     uint upper[(2 * N + 31) / 32];
 };
 
-// BITS bits for each of N values from value `first` on, a multiple of N. Fewer than 32 bits come shifted to the bottom
-// of one word. `alignment` divides the row's size: only it tells that wide loads are allowed.
+// Loads BITS bits for each of N values, from value `first` on, a multiple of N. Fewer than 32 bits are shifted to the
+// bottom of one word. Rows begin at multiples of `alignment` bytes: it decides how wide a load may be.
 template <int BITS, int N>
 inline void load_field(device const uint *field, uint first, uint alignment, thread uint *words)
 {
@@ -154,15 +165,16 @@ inline void load_codes(uint format, device const uchar *row, uint first, thread 
     TQKV_UNROLL
     for (int i = 0; i < (2 * N + 31) / 32; i++) raw.upper[i] = 0;
     load_field<W, N>((device const uint *)row, first, alignment, raw.main);
-    if (W == 4 && format == TQKV_TQ5) load_field<1, N>((device const uint *)(row + D / 2), first, alignment, raw.upper);
-    if (W == 4 && format == TQKV_TQ6) load_field<2, N>((device const uint *)(row + D / 2), first, alignment, raw.upper);
+    device const uint *upper = (device const uint *)(row + upper_offset<D>(format));
+    if (W < 8 && upper_bits(format) == 1) load_field<1, N>(upper, first, alignment, raw.upper);
+    if (W < 8 && upper_bits(format) == 2) load_field<2, N>(upper, first, alignment, raw.upper);
 }
 
-// A codebook lies in threadgroup memory. Constant memory would be the plain way, but it serves one address at a time:
-// lanes that look up different codes would wait for each other, in the innermost loop of attention. Where a shuffle by
-// any lane number is cheap, up to 32 centroids lie one a lane in `own`, too.
+// A codebook in threadgroup memory. Constant memory serves one address at a time: in the innermost loop of attention,
+// lanes that look up different codes would wait for each other. Where shuffles are cheap, each lane also holds one of
+// up to 32 centroids.
 struct codebook {
-    float own;
+    float centroid; // of this lane
     threadgroup const float *table;
 };
 
@@ -175,32 +187,35 @@ inline void load_codebook(uint format, threadgroup float *table, uint thread_ind
     copy_table(TQKV__CODEBOOK(bits), 1u << bits, table, thread_index, n_threads);
 }
 
-// After load_codebook and a barrier.
+// Call it after load_codebook and a barrier.
 inline codebook open_codebook(uint format, threadgroup const float *table, uint lane)
 {
     codebook book;
     uint bits = codebook_bits(format);
-    book.own = bits != 0 && is_shuffled(bits) ? table[lane & ((1u << bits) - 1u)] : 0.0f;
+    book.centroid = bits != 0 && is_shuffled(bits) ? table[lane & ((1u << bits) - 1u)] : 0.0f;
     book.table = table;
     return book;
 }
 
-// Bit `from` of word at bit 0, or if negative bit 0 at bit -from.
-inline uint moved(uint word, int from) { return from >= 0 ? word >> from : word << -from; }
+// Bit `from` of word at bit 0; if negative, bit 0 at bit -from.
+inline uint shift_down(uint word, int from) { return from >= 0 ? word >> from : word << -from; }
 
 // Value i of the raw codes, before its scale. All lanes of the simdgroup must come here together: it may shuffle.
 template <int W, int N>
 inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book)
 {
+    const uint main_mask = (1u << W) - 1u;
     uint word = raw.main[i * W / 32], shift = uint(i * W % 32);
     if (W == 16) return float(as_type<half>(ushort((word >> shift) & 0xffffu)));
-    if (W == 8 && is_grid(format)) return float(int(word << (24u - (shift & 24u))) >> 24);
+    if (W == 8 && !has_codebook(format)) return float(int(word << (24u - (shift & 24u))) >> 24);
     uint code = word >> shift;
-    if (W == 4 && format == TQKV_TQ5) code = (code & 15u) | (moved(raw.upper[i / 32], i % 32 - 4) & 16u);
-    if (W == 4 && format == TQKV_TQ6) code = (code & 15u) | (moved(raw.upper[i / 16], i % 16 * 2 - 4) & 48u);
+    if (W < 8 && upper_bits(format) == 1)
+        code = (code & main_mask) | (shift_down(raw.upper[i / 32], i % 32 - W) & (1u << W));
+    if (W < 8 && upper_bits(format) == 2)
+        code = (code & main_mask) | (shift_down(raw.upper[i / 16], i % 16 * 2 - W) & (3u << W));
     uint bits = codebook_bits(format);
-    // The lanes hold the 16 centroids of TQ4 twice: the next code's lowest bit may stay in the lane number.
-    if (is_shuffled(bits)) return simd_shuffle(book.own, TQKV_LANE_NUMBER(code));
+    // The lanes repeat a codebook of fewer than 32 centroids: bits above the code may stay in the lane number.
+    if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
     return book.table[code & ((1u << bits) - 1u)];
 }
 

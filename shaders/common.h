@@ -1,62 +1,57 @@
-// What every shader starts with. Metal 3.0; also compiled as C++ and CUDA by tests/metal, hence a few habits: every
-// helper is inline, every pointer names its address space, and kernels are plain functions over templates.
+// Every shader begins with this file. The language is Metal 3.0. tests/metal also compiles the shaders as C++ and CUDA,
+// so every helper is inline, every pointer names its address space, and kernels are plain functions over templates.
 #ifndef TQKV_COMMON_H
 #define TQKV_COMMON_H
 #include <metal_stdlib>
 using namespace metal;
 #include "../tqkv.h"
 
-// Codes and norms are the same bytes everywhere only if products are rounded before they are added. The compiler fuses
-// them by default, also with -fno-fast-math. Where a fused multiply-add is wanted, it is written fma.
+// Codes and norms are the same bytes on every machine only if a product is rounded before it is added. By default the
+// compiler fuses the two, also with -fno-fast-math. Where a fused multiply-add is wanted, the code says fma.
 #pragma METAL fp contract(off)
 
-// Loops over registers: left rolled, their arrays would live in memory.
+// For loops over arrays in registers. A loop that stays rolled puts its array into memory.
 #ifndef TQKV_UNROLL
 #define TQKV_UNROLL _Pragma("clang loop unroll(full)")
 #endif
-// Loops long enough to fill the instruction cache: a few rounds at a time keep several loads on their way.
-#ifndef TQKV_UNROLL_4
-#define TQKV_UNROLL_4 _Pragma("clang loop unroll_count(4)")
-#endif
 
-// A lane number in the low bits of x. Metal leaves other numbers undefined; a shim for hardware that looks at five bits
-// only may save the operation.
+// The lane number in the low bits of x. In Metal a lane number above 31 is undefined. A shim for hardware that reads
+// only five bits may leave the operation out.
 #ifndef TQKV_LANE_NUMBER
 #define TQKV_LANE_NUMBER(x) ushort((x)&31u)
 #endif
 
-// Whether a simd_shuffle whose lane number differs from lane to lane costs no more than a read of threadgroup memory. On
-// Apple's GPUs such a shuffle was measured at 32 cycles, one by a fixed distance at 2 (github.com/philipturner/
+// True where a simd_shuffle costs no more than a read of threadgroup memory even if each lane asks for another lane. On
+// Apple's GPUs such a shuffle takes 32 cycles, and one by a fixed distance 2 (measured by github.com/philipturner/
 // metal-benchmarks, commit dc2adc6). A shim for hardware with a full crossbar sets it.
 #ifndef TQKV_CHEAP_SHUFFLE
 #define TQKV_CHEAP_SHUFFLE false
 #endif
 
-// How a row of D values lies over lanes: L lanes own C neighbouring values each, and again further on in the row, until
-// it is used up. Lane l of these has the values (j*L + l)*C .. +C-1, for j = 0, 1 .., at x[j*C].
+// Layout of a row of D values over L lanes. A piece of the row is L*C values: each lane owns C neighbouring ones. Lane
+// l has the values (j*L + l)*C .. +C-1 of the row at x[j*C], for each piece j.
 #define TQKV_PIECES(D, L, C) ((D) / ((L) * (C)))
 
-// A simdgroup that handles one row: lane l owns the values l*E .. l*E+E-1.
+// Layout of a row over a simdgroup: lane l owns the E values l*E .. l*E+E-1.
 #define TQKV_LANE_VALUES(D) ((D) / 32)
 
-// Rows are counted from the start of a buffer that may be beyond 4 GiB.
+// Start of a row. In 64 bits: a buffer may be larger than 4 GiB.
 inline ulong row_offset(uint row, uint values) { return ulong(row) * ulong(values); }
 
-// Slot of token t: at most one turn around the ring.
+// Slot of token t of the call. Slots wrap at most once.
 inline uint slot_of(constant tqkv__rows_args &args, uint token)
 {
     uint slot = uint(args.first_slot) + token;
     return slot < uint(args.capacity) ? slot : slot - uint(args.capacity);
 }
 
-// Where row r, of token r / n_kv_heads and head r % n_kv_heads, lies in a store [n_kv_heads][capacity].
-inline ulong store_row(constant tqkv__rows_args &args, uint row)
+// Row of a token and head in a store, [n_kv_heads][capacity].
+inline ulong row_in_store(constant tqkv__rows_args &args, uint token, uint head)
 {
-    uint token = row / uint(args.n_kv_heads), head = row % uint(args.n_kv_heads);
     return ulong(head) * ulong(args.capacity) + ulong(slot_of(args, token));
 }
 
-// N neighbouring floats; the caller's buffers promise no more than a float's alignment.
+// N neighbouring floats. The caller's buffers have the alignment of a float.
 template <int N>
 inline void load_floats(device const float *from, thread float *x)
 {
@@ -82,7 +77,7 @@ inline void load_row(device const float *row, uint lane, thread float *x)
 }
 
 template <int D>
-inline void store_row_values(thread const float *x, uint lane, device float *row)
+inline void store_row(thread const float *x, uint lane, device float *row)
 {
     const int E = TQKV_LANE_VALUES(D);
     TQKV_UNROLL

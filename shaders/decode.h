@@ -1,4 +1,4 @@
-// Decoding of one row by one simdgroup.
+// One simdgroup decodes one row.
 #ifndef TQKV_DECODE_H
 #define TQKV_DECODE_H
 #include "codec.h"
@@ -14,25 +14,35 @@ inline void decode_values(uint format, device const uchar *row, uint lane, threa
     for (int i = 0; i < E; i++) x[i] = value_at<W, E>(format, raw, i, book);
 }
 
-// Row `row` of [n_tokens][n_kv_heads] out of the store, in the original basis if `unrotate`.
+// What is decoded, and where to.
+struct decode_task {
+    uint format;
+    bool unrotate;             // from the rotated basis to the original one
+    device const uchar *codes; // [n_kv_heads][capacity][row_bytes]
+    device const float *norms; // [n_kv_heads][capacity][norms of a row]
+    device float *out;         // [n_tokens][n_kv_heads][D]
+    codebook book;
+};
+
+// Row `row` of the output.
 template <int D>
-inline void decode_row(uint format, bool unrotate, constant tqkv__rows_args &args, device const uchar *codes,
-                       device const float *norms, uint row, device float *out, thread const codebook &book, uint lane)
+inline void decode_row(constant tqkv__rows_args &args, thread const decode_task &task, uint row, uint lane)
 {
-    if (row >= uint(args.n_tokens) * uint(args.n_kv_heads)) return;
-    ulong from = store_row(args, row);
-    device const uchar *stored = codes + from * ulong(row_bytes<D>(format));
+    uint n_heads = uint(args.n_kv_heads), format = task.format;
+    if (row >= uint(args.n_tokens) * n_heads) return;
+    ulong from = row_in_store(args, row / n_heads, row % n_heads);
+    device const uchar *stored = task.codes + from * ulong(row_bytes<D>(format));
     float x[TQKV_LANE_VALUES(D)];
-    if (main_bits(format) == 4) decode_values<D, 4>(format, stored, lane, book, x);
-    if (main_bits(format) == 8) decode_values<D, 8>(format, stored, lane, book, x);
-    if (main_bits(format) == 16) decode_values<D, 16>(format, stored, lane, book, x);
-    if (!is_half(format)) {
+    if (main_bits(format) == 4) decode_values<D, 4>(format, stored, lane, task.book, x);
+    if (main_bits(format) == 8) decode_values<D, 8>(format, stored, lane, task.book, x);
+    if (main_bits(format) == 16) decode_values<D, 16>(format, stored, lane, task.book, x);
+    if (has_norms(format)) {
         uint block = norm_block<D>(format);
-        float norm = norms[from * ulong(uint(D) / block) + lane * uint(TQKV_LANE_VALUES(D)) / block];
+        float norm = task.norms[from * ulong(uint(D) / block) + lane * uint(TQKV_LANE_VALUES(D)) / block];
         scale_values<TQKV_LANE_VALUES(D)>(x, code_scale<D>(format, norm, args.block_scale));
     }
-    if (unrotate) unrotate_row<D>(x, lane);
-    store_row_values<D>(x, lane, out + row_offset(row, D));
+    if (task.unrotate) unrotate_row<D>(x, lane);
+    store_row<D>(x, lane, task.out + row_offset(row, D));
 }
 
 #endif

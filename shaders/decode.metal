@@ -1,10 +1,9 @@
-// decode: any run of positions to floats, in the stored basis or turned back. One simdgroup a row.
+// decode: a range of positions to floats, in the stored basis or in the original one. One simdgroup a row.
 #include "decode.h"
 
 constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
 constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
 
-// codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms], out: [n_tokens][n_kv_heads][D]
 // clang-format off
 #define DECODE(D) \
     kernel void tqkv_decode_d##D( \
@@ -21,9 +20,8 @@ constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
     { \
         load_codebook(stream_format, table, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        codebook book = open_codebook(stream_format, table, lane); \
-        decode_row<D>(stream_format, unrotate, args, codes, norms, group.x * n_simdgroups + simdgroup, out, book, \
-                      lane); \
+        decode_task task = {stream_format, unrotate, codes, norms, out, open_codebook(stream_format, table, lane)}; \
+        decode_row<D>(args, task, group.x * n_simdgroups + simdgroup, lane); \
     }
 // clang-format on
 

@@ -1,5 +1,5 @@
-// Encoding: 32/L rows at a time by one simdgroup. The order of every rounded operation is fixed: codes and norms are the
-// same bytes as those of tqkv_encode, whose 32 lanes of D/32 values each are the "parts" below.
+// Encoding: a simdgroup takes 32/L rows at a time, with L lanes a row. The order of every rounded operation is that of
+// tqkv_encode, so codes and norms are the same bytes. A "part" below is D/32 values, which tqkv_encode sums first.
 #ifndef TQKV_ENCODE_H
 #define TQKV_ENCODE_H
 #include "codec.h"
@@ -7,37 +7,40 @@
 
 inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 
-// 16 values a lane, so that most stages of the transform stay in the lane; 32 from head_dim 256 on. Pieces of 16 bytes and
-// more. Measured on a H200 at head_dim 128: 188 microseconds for 2^20 rows to TQ4, 198 with 32 values; at 256 427 and 389.
+// A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. A lane's
+// piece has at least 16 bytes. Measured on an H200, 2^20 rows to TQ4, with 16 and with 32 values: 188 and 198
+// microseconds at head_dim 128, 427 and 389 at head_dim 256.
 #define ENCODE_LANES(D)  ((D) <= 128 ? (D) / 16 : (D) / 32)
 #define ENCODE_PIECE(D)  ((D) <= 128 ? 4 : (D) / 32)
 #define ENCODE_VALUES(D) ((D) / ENCODE_LANES(D))
 #define ENCODE_PIECES(D) TQKV_PIECES(D, ENCODE_LANES(D), ENCODE_PIECE(D))
 
-// A row with a NaN or Inf becomes a row of zeros; true for such a row. Times 0, only these are not 0.
+// A row with a NaN or Inf becomes a row of zeros; true for such a row. Only NaN and Inf times 0 are not 0.
 template <int D>
 inline bool clear_if_not_finite(thread float *x)
 {
     float zero = 0.0f;
     TQKV_UNROLL
     for (int i = 0; i < ENCODE_VALUES(D); i++) zero = fma(x[i], 0.0f, zero);
-    uint bad = zero == 0.0f ? 0u : 1u;
+    uint not_finite = zero == 0.0f ? 0u : 1u;
     TQKV_UNROLL
-    for (int distance = 1; distance < ENCODE_LANES(D); distance *= 2) bad |= simd_shuffle_xor(bad, ushort(distance));
+    for (int distance = 1; distance < ENCODE_LANES(D); distance *= 2)
+        not_finite |= simd_shuffle_xor(not_finite, ushort(distance));
     TQKV_UNROLL
-    for (int i = 0; i < ENCODE_VALUES(D); i++) x[i] = bad != 0 ? 0.0f : x[i];
-    return bad != 0;
+    for (int i = 0; i < ENCODE_VALUES(D); i++) x[i] = not_finite != 0 ? 0.0f : x[i];
+    return not_finite != 0;
 }
 
-// A block of values that share a norm lies in that many pieces of that many lanes.
+// A block of values that share a norm spans this many pieces of this many lanes. NORM_BLOCK: the block of formats with
+// a codebook, whose norm is a root of squares. MAXIMUM_BLOCK: that of the 8-bit grid, whose norm is a maximum.
 #define BLOCK_PIECES(D, BLOCK)                                                                                         \
     ((BLOCK) > ENCODE_LANES(D) * ENCODE_PIECE(D) ? (BLOCK) / (ENCODE_LANES(D) * ENCODE_PIECE(D)) : 1)
 #define BLOCK_LANES(D, BLOCK) ((BLOCK) / (ENCODE_PIECE(D) * BLOCK_PIECES(D, BLOCK)))
 #define NORM_BLOCK(D)         ((D) < 512 ? (D) : 256)
 #define MAXIMUM_BLOCK(D)      ((D) <= 128 ? (D) : 128)
 
-// Sum of squares: within each part in order, then parts in pairs of distance 1, 2, 4 .. within the norm's block, which
-// no lane's sum leaves. x: of one piece.
+// Sum of squares of one piece, x, over the lanes of the block: within each part in order, then parts in pairs of
+// distance 1, 2, 4 ..
 template <int D>
 inline float piece_squares(thread const float *x)
 {
@@ -60,7 +63,7 @@ inline float piece_squares(thread const float *x)
     return sum[0];
 }
 
-// norm[j]: of the block that begins at piece j.
+// norm[j] of the block that begins at piece j: its length, or if the row has several blocks its root mean square.
 template <int D>
 inline void block_norms(thread const float *x, thread float *norm)
 {
@@ -74,53 +77,57 @@ inline void block_norms(thread const float *x, thread float *norm)
     }
     TQKV_UNROLL
     for (int j = 0; j < J; j += P) {
-        norm[j] = precise::sqrt(D < 512 ? norm[j] : norm[j] / 256.0f);
-        // Where the rotation overflows; which of all NaNs it is differs from machine to machine.
+        norm[j] = precise::sqrt(NORM_BLOCK(D) == D ? norm[j] : norm[j] / float(NORM_BLOCK(D)));
+        // The rotation may overflow to NaN. Which of all NaNs differs between machines: store always the same.
         if ((as_type<uint>(norm[j]) & 0x7fffffffu) > 0x7f800000u) norm[j] = as_type<float>(0x7fc00000u);
     }
 }
 
+// largest[j]: the maximum magnitude in the block that begins at piece j.
 template <int D>
-inline void block_maxima(thread const float *x, thread float *most)
+inline void block_maxima(thread const float *x, thread float *largest)
 {
     const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D), P = BLOCK_PIECES(D, MAXIMUM_BLOCK(D));
     TQKV_UNROLL
     for (int j = 0; j < J; j += P) {
-        most[j] = 0.0f;
+        largest[j] = 0.0f;
         TQKV_UNROLL
-        for (int i = 0; i < P * C; i++) most[j] = fmax(most[j], fabs(x[j * C + i]));
+        for (int i = 0; i < P * C; i++) largest[j] = fmax(largest[j], fabs(x[j * C + i]));
         TQKV_UNROLL
         for (int distance = 1; distance < BLOCK_LANES(D, MAXIMUM_BLOCK(D)); distance *= 2)
-            most[j] = fmax(most[j], simd_shuffle_xor(most[j], ushort(distance)));
+            largest[j] = fmax(largest[j], simd_shuffle_xor(largest[j], ushort(distance)));
     }
 }
 
-// Scales the lane's values to the codebook's or the grid's units; norm[j]: of the block that piece j is in.
+// Scales the lane's values to units of the codebook or of the grid. norm[j] is of the block that begins at piece j; 0
+// for a format without norms.
 template <int D>
 inline void normalise(uint format, float block_scale, thread float *x, thread float *norm)
 {
     const int C = ENCODE_PIECE(D), P = BLOCK_PIECES(D, NORM_BLOCK(D)), M = BLOCK_PIECES(D, MAXIMUM_BLOCK(D));
-    if (is_half(format)) return;
     float scale = 0.0f;
-    if (is_grid(format))
-        block_maxima<D>(x, norm);
-    else
+    TQKV_UNROLL
+    for (int j = 0; j < ENCODE_PIECES(D); j++) norm[j] = 0.0f;
+    if (!has_norms(format)) return;
+    if (has_codebook(format))
         block_norms<D>(x, norm);
+    else
+        block_maxima<D>(x, norm);
     TQKV_UNROLL
     for (int j = 0; j < ENCODE_PIECES(D); j++) {
-        if (is_grid(format) && j % M == 0) {
+        if (!has_codebook(format) && j % M == 0) {
             scale = norm[j] > TQKV__MIN_NORM ? 127.0f / norm[j] : 0.0f;
             norm[j] = norm[j] / 127.0f;
         }
-        if (!is_grid(format) && j % P == 0) {
+        if (has_codebook(format) && j % P == 0) {
             float inverse = norm[j] > TQKV__MIN_NORM ? 1.0f / norm[j] : 0.0f;
-            scale = inverse * (D < 512 ? TQKV__SQRT(D) : block_scale);
+            scale = inverse * (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale);
         }
         scale_values<C>(x + j * C, scale);
     }
 }
 
-// The lowest BITS bits, 8 or more, of words.
+// Stores the lowest BITS bits of words; 8, 16 or a multiple of 32.
 template <int BITS>
 inline void store_bits(device uchar *to, thread const uint *words)
 {
@@ -130,58 +137,13 @@ inline void store_bits(device uchar *to, thread const uint *words)
     for (int i = 0; i < BITS / 32; i++) ((device uint *)to)[i] = words[i];
 }
 
-// BITS bits, from bit `low` on, of each of a piece's codes, into the field at `to`. Codes that fit leave nothing to mask.
-template <int D, int BITS>
-inline void store_field(thread const uint *codes, uint low, bool fit, uint first, bool own, uint lane,
-                        device uchar *field)
-{
-    const int C = ENCODE_PIECE(D), N = C * BITS;
-    uint words[(N + 31) / 32];
-    TQKV_UNROLL
-    for (int i = 0; i < (N + 31) / 32; i++) words[i] = 0;
-    TQKV_UNROLL
-    for (int i = 0; i < C; i++)
-        words[i * BITS / 32] += (fit ? codes[i] : (codes[i] >> low) & ((1u << BITS) - 1u)) << (i * BITS % 32);
-    if (N < 8) { // half a byte: the other half is the next lane's
-        words[0] |= simd_shuffle_xor(words[0], ushort(1)) << (N % 8);
-        own = own && (lane & 1u) == 0;
-    }
-    if (own) store_bits<(N < 8 ? 8 : N)>(field + first * uint(BITS) / 8u, words);
-}
-
-// Codes of a piece into the row, the piece's first value being `first`. own: the lane's row is there; all lanes come here
-// together.
-template <int D>
-inline void store_piece(uint format, thread const float *x, uint first, bool own, uint lane, threadgroup uint2 *cells,
-                        device uchar *row)
-{
-    const int C = ENCODE_PIECE(D);
-    uint codes[C];
-    if (is_half(format)) {
-        uint words[C / 2];
-        TQKV_UNROLL
-        for (int i = 0; i < C / 2; i++) words[i] = half_bits(x[2 * i]) | half_bits(x[2 * i + 1]) << 16;
-        if (own) store_bits<16 * C>(row + first * 2u, words);
-        return;
-    }
-    TQKV_UNROLL
-    for (int i = 0; i < C; i++)
-        codes[i] = is_grid(format) ? quantise_grid(x[i]) : quantise(x[i], codebook_bits(format), cells);
-    if (main_bits(format) == 4)
-        store_field<D, 4>(codes, 0u, format == TQKV_TQ4, first, own, lane, row);
-    else
-        store_field<D, 8>(codes, 0u, true, first, own, lane, row);
-    if (format == TQKV_TQ5) store_field<D, 1>(codes, 4u, false, first, own, lane, row + D / 2);
-    if (format == TQKV_TQ6) store_field<D, 2>(codes, 4u, false, first, own, lane, row + D / 2);
-}
-
-// Where a lane is: its number among the lanes of its row, and the row, of token and head, if there is such a row.
+// The row that a lane encodes, and the lane's number among the lanes of the row.
 struct encode_place {
     uint lane, row, token, head;
-    bool own;
+    bool exists; // the row
 };
 
-// The lane's row of the first pass, `first_row` being the simdgroup's first.
+// The lane's row of the first pass. first_row: the simdgroup's first.
 template <int D>
 inline encode_place first_place(constant tqkv__rows_args &args, uint first_row, uint lane)
 {
@@ -190,11 +152,11 @@ inline encode_place first_place(constant tqkv__rows_args &args, uint first_row, 
     at.row = first_row + lane / uint(ENCODE_LANES(D));
     at.token = at.row / uint(args.n_kv_heads);
     at.head = at.row % uint(args.n_kv_heads);
-    at.own = at.token < uint(args.n_tokens);
+    at.exists = at.token < uint(args.n_tokens);
     return at;
 }
 
-// The lane's row of the next pass: without another division.
+// The lane's row of the next pass, without another division.
 template <int D>
 inline void next_place(constant tqkv__rows_args &args, uint step_tokens, uint step_heads, thread encode_place &at)
 {
@@ -204,10 +166,56 @@ inline void next_place(constant tqkv__rows_args &args, uint step_tokens, uint st
     bool wrap = at.head >= uint(args.n_kv_heads);
     at.token += wrap ? 1u : 0u;
     at.head -= wrap ? uint(args.n_kv_heads) : 0u;
-    at.own = at.token < uint(args.n_tokens);
+    at.exists = at.token < uint(args.n_tokens);
 }
 
-// +-1 of each value of a row. The caller puts a barrier behind it.
+// Packs BITS bits, from bit `low` on, of each code of a piece into the field of the row. first: the piece's first
+// value. whole: the codes have no other bits, so nothing is masked.
+template <int D, int BITS>
+inline void store_field(thread const uint *codes, uint low, bool whole, uint first, thread const encode_place &at,
+                        device uchar *field)
+{
+    const int C = ENCODE_PIECE(D), N = C * BITS;
+    bool stores = at.exists;
+    uint words[(N + 31) / 32];
+    TQKV_UNROLL
+    for (int i = 0; i < (N + 31) / 32; i++) words[i] = 0;
+    TQKV_UNROLL
+    for (int i = 0; i < C; i++)
+        words[i * BITS / 32] += (whole ? codes[i] : (codes[i] >> low) & ((1u << BITS) - 1u)) << (i * BITS % 32);
+    if (N < 8) { // half a byte: the next lane has the other half
+        words[0] |= simd_shuffle_xor(words[0], ushort(1)) << (N % 8);
+        stores = stores && (at.lane & 1u) == 0;
+    }
+    if (stores) store_bits<(N < 8 ? 8 : N)>(field + first * uint(BITS) / 8u, words);
+}
+
+// The codes of a piece of values. All lanes come here together; those whose row does not exist store nothing.
+template <int D>
+inline void store_piece(uint format, thread const float *x, uint first, thread const encode_place &at,
+                        threadgroup uint2 *cells, device uchar *row)
+{
+    const int C = ENCODE_PIECE(D);
+    if (main_bits(format) == 16) {
+        uint words[C / 2];
+        TQKV_UNROLL
+        for (int i = 0; i < C / 2; i++) words[i] = half_bits(x[2 * i]) | half_bits(x[2 * i + 1]) << 16;
+        if (at.exists) store_bits<16 * C>(row + first * 2u, words);
+        return;
+    }
+    uint codes[C];
+    TQKV_UNROLL
+    for (int i = 0; i < C; i++)
+        codes[i] = has_codebook(format) ? quantise(x[i], codebook_bits(format), cells) : quantise_grid(x[i]);
+    bool whole = upper_bits(format) == 0;
+    if (main_bits(format) == 4) store_field<D, 4>(codes, 0u, whole, first, at, row);
+    if (main_bits(format) == 8) store_field<D, 8>(codes, 0u, whole, first, at, row);
+    device uchar *upper = row + upper_offset<D>(format);
+    if (upper_bits(format) == 1) store_field<D, 1>(codes, main_bits(format), false, first, at, upper);
+    if (upper_bits(format) == 2) store_field<D, 2>(codes, main_bits(format), false, first, at, upper);
+}
+
+// The sign of each value of a row, +-1. A barrier must follow.
 template <int D>
 inline void load_signs(threadgroup float *signs, uint thread_index, uint n_threads)
 {
@@ -215,10 +223,10 @@ inline void load_signs(threadgroup float *signs, uint thread_index, uint n_threa
         signs[i] = (tqkv__tables.signs[(i & 511u) >> 3] >> (i & 7u)) & 1u ? -1.0f : 1.0f;
 }
 
-// rotate_values with signs from threadgroup memory: products with them are exact, and half of them are part of the
-// transform's first stage.
+// rotate_values with signs from threadgroup memory. A product with a sign is exact, and half of the products are part
+// of the first stage of the transform.
 template <int D>
-inline void turn_values(thread float *x, uint lane, threadgroup const float *signs)
+inline void rotate_with_signs(thread float *x, uint lane, threadgroup const float *signs)
 {
     const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D);
     TQKV_UNROLL
@@ -242,63 +250,77 @@ inline void load_values(device const float *row, uint lane, thread float *x)
     for (int j = 0; j < ENCODE_PIECES(D); j++) load_floats<C>(row + (uint(j * L) + lane) * uint(C), x + j * C);
 }
 
-// Everything before the codes: loads the lane's part of its row, raises the flag, rotates and scales. Every value of a
-// rotated row is a sum of all, so a NaN or Inf shows in any of them; then the row is looked at again.
+// The rows of one stream, and what prepares them.
+struct encode_source {
+    uint format;
+    bool rotated;
+    device const float *rows;       // [n_tokens][n_kv_heads][D]
+    threadgroup const float *signs; // [D]
+    device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf
+};
+
+// Where the codes go, and the cells to find them.
+struct encode_target {
+    device uchar *codes; // [n_kv_heads][capacity][row_bytes]
+    device float *norms; // [n_kv_heads][capacity][norms of a row]
+    threadgroup uint2 *cells;
+};
+
+// All steps before the codes: loads the lane's part of its row, raises the flag, rotates and scales. Every value of a
+// rotated row is a sum over the row, so one value shows that there may be a NaN or Inf. Then the row is checked itself.
 template <int D>
-inline void prepare_row(uint format, bool rotated, float block_scale, device const float *row, uint lane,
-                        threadgroup const float *signs, device atomic_uint *not_finite, thread float *x,
+inline void prepare_row(thread const encode_source &source, float block_scale, uint row, uint lane, thread float *x,
                         thread float *norm)
 {
-    load_values<D>(row, lane, x);
-    if (rotated) turn_values<D>(x, lane, signs);
-    if (!rotated || simd_any(!is_finite(x[0]))) {
-        if (rotated) load_values<D>(row, lane, x);
-        if (clear_if_not_finite<D>(x) && lane == 0) atomic_store_explicit(not_finite, 1u, memory_order_relaxed);
-        if (rotated) turn_values<D>(x, lane, signs);
+    device const float *from = source.rows + row_offset(row, D);
+    load_values<D>(from, lane, x);
+    if (source.rotated) rotate_with_signs<D>(x, lane, source.signs);
+    if (!source.rotated || simd_any(!is_finite(x[0]))) {
+        if (source.rotated) load_values<D>(from, lane, x);
+        if (clear_if_not_finite<D>(x) && lane == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
+        if (source.rotated) rotate_with_signs<D>(x, lane, source.signs);
     }
-    normalise<D>(format, block_scale, x, norm);
+    normalise<D>(source.format, block_scale, x, norm);
 }
 
-// One simdgroup of a threadgroup that shares the cells encodes TQKV__ENCODE_ROWS(D) rows from `first_row` on, or as many
-// as there are. Lanes without a row go along with the last one.
+// A simdgroup encodes up to TQKV__ENCODE_ROWS(D) rows from `first_row` on. Lanes without a row repeat the last one and
+// store nothing.
 template <int D>
-inline void encode_rows(uint format, bool rotated, constant tqkv__rows_args &args, device const float *source,
-                        uint first_row, device uchar *codes, device float *norms, device atomic_uint *not_finite,
-                        threadgroup uint2 *cells, threadgroup const float *signs, uint lane)
+inline void encode_rows(constant tqkv__rows_args &args, thread const encode_source &source,
+                        thread const encode_target &target, uint first_row, uint lane)
 {
-    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D), STEP = 32 / L;
-    const uint block = norm_block<D>(format), n_heads = uint(args.n_kv_heads), n_rows = uint(args.n_tokens) * n_heads;
-    uint step_tokens = uint(STEP) / n_heads, step_heads = uint(STEP) % n_heads;
+    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D), ROWS = 32 / L;
+    const uint format = source.format, block = norm_block<D>(format);
+    uint n_heads = uint(args.n_kv_heads), n_rows = uint(args.n_tokens) * n_heads;
+    uint step_tokens = uint(ROWS) / n_heads, step_heads = uint(ROWS) % n_heads;
     encode_place at = first_place<D>(args, first_row, lane);
-    for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(STEP)) {
+    for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
         float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
-        prepare_row<D>(format, rotated, args.block_scale, source + row_offset(min(at.row, n_rows - 1u), D), at.lane,
-                       signs, not_finite, x, norm);
-        ulong to = ulong(at.head) * ulong(args.capacity) + ulong(slot_of(args, at.token));
+        prepare_row<D>(source, args.block_scale, min(at.row, n_rows - 1u), at.lane, x, norm);
+        ulong to = row_in_store(args, at.token, at.head);
+        device uchar *codes = target.codes + to * ulong(row_bytes<D>(format));
         TQKV_UNROLL
         for (int j = 0; j < ENCODE_PIECES(D); j++) {
             uint first = (uint(j * L) + at.lane) * uint(C);
-            store_piece<D>(format, x + j * C, first, at.own, lane, cells, codes + to * ulong(row_bytes<D>(format)));
-            if (at.own && !is_half(format) && first % block == 0)
-                norms[to * ulong(uint(D) / block) + first / block] = norm[j];
+            store_piece<D>(format, x + j * C, first, at, target.cells, codes);
+            if (at.exists && has_norms(format) && first % block == 0)
+                target.norms[to * ulong(uint(D) / block) + first / block] = norm[j];
         }
         next_place<D>(args, step_tokens, step_heads, at);
     }
 }
 
+// The same rows as values that encode_rows would make codes of. scaled: [n_tokens][n_kv_heads][D]
 template <int D>
-inline void probe_rows(uint format, bool rotated, constant tqkv__rows_args &args, device const float *source,
-                       uint first_row, device float *scaled, device atomic_uint *not_finite,
-                       threadgroup const float *signs, uint lane)
+inline void probe_rows(constant tqkv__rows_args &args, thread const encode_source &source, uint first_row, uint lane,
+                       device float *scaled)
 {
-    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D), STEP = 32 / L;
-    const uint n_rows = uint(args.n_tokens) * uint(args.n_kv_heads);
-    uint lane_of_row = lane % uint(L);
-    for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(STEP)) {
+    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D), ROWS = 32 / L;
+    uint n_rows = uint(args.n_tokens) * uint(args.n_kv_heads), lane_of_row = lane % uint(L);
+    for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
         float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
         uint own = row + lane / uint(L);
-        prepare_row<D>(format, rotated, args.block_scale, source + row_offset(min(own, n_rows - 1u), D), lane_of_row,
-                       signs, not_finite, x, norm);
+        prepare_row<D>(source, args.block_scale, min(own, n_rows - 1u), lane_of_row, x, norm);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++)
             if (own < n_rows)

@@ -1,15 +1,14 @@
-// encode: rows [token][KV head] of one stream into its store. Threadgroups along x, TQKV__ENCODE_ROWS(D) a simdgroup.
+// encode: rows of one stream into its store. Threadgroups along x, TQKV__ENCODE_ROWS(D) rows a simdgroup.
 #include "encode.h"
 
 constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
 constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
 
-// source: [n_tokens][n_kv_heads][D], codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms]
 // clang-format off
 #define ENCODE(D) \
     kernel void tqkv_encode_d##D( \
         constant tqkv__rows_args &args [[buffer(0)]], \
-        device const float *source [[buffer(1)]], \
+        device const float *rows [[buffer(1)]], \
         device uchar *codes [[buffer(2)]], \
         device float *norms [[buffer(3)]], \
         device atomic_uint *not_finite [[buffer(4)]], \
@@ -24,9 +23,9 @@ constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
         load_cells(stream_format, cells, thread_index, n_simdgroups * 32u); \
         load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        encode_rows<D>(stream_format, rotated, args, source, \
-                       (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), codes, norms, not_finite, \
-                       cells, signs, lane); \
+        encode_source source = {stream_format, rotated, rows, signs, not_finite}; \
+        encode_target target = {codes, norms, cells}; \
+        encode_rows<D>(args, source, target, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane); \
     }
 // clang-format on
 

@@ -1,5 +1,5 @@
-// encode_kv: keys and values of the same tokens, each with its own format, in one dispatch: threadgroups along x for
-// the rows as in encode, z = 0 for keys and 1 for values.
+// encode_kv: keys and values of the same tokens in one dispatch, each with its own format. Threadgroups along x for the
+// rows as in encode; z = 0 for keys and 1 for values.
 #include "encode.h"
 
 constant uint key_format [[function_constant(TQKV_FC_FORMAT)]];
@@ -32,12 +32,15 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         load_cells(group.z == 0 ? key_format : value_format, cells, thread_index, n_simdgroups * 32u); \
         load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        if (group.z == 0) \
-            encode_rows<D>(key_format, key_rotated, key_args, keys, row, key_codes, key_norms, not_finite, cells, \
-                           signs, lane); \
-        else \
-            encode_rows<D>(value_format, value_rotated, value_args, values, row, value_codes, value_norms, not_finite, \
-                           cells, signs, lane); \
+        if (group.z == 0) { \
+            encode_source source = {key_format, key_rotated, keys, signs, not_finite}; \
+            encode_target target = {key_codes, key_norms, cells}; \
+            encode_rows<D>(key_args, source, target, row, lane); \
+        } else { \
+            encode_source source = {value_format, value_rotated, values, signs, not_finite}; \
+            encode_target target = {value_codes, value_norms, cells}; \
+            encode_rows<D>(value_args, source, target, row, lane); \
+        } \
     }
 // clang-format on
 

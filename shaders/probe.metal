@@ -1,16 +1,15 @@
-// probe: the scaled values of step 8 of encoding, for a look at how they fit the codebook. TQKV__ENCODE_ROWS(D) rows a
-// simdgroup.
+// probe: the rotated and scaled values that encode compares with the codebook. Threadgroups along x,
+// TQKV__ENCODE_ROWS(D) rows a simdgroup.
 #include "encode.h"
 
 constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
 constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
 
-// source, scaled: [n_tokens][n_kv_heads][D]
 // clang-format off
 #define PROBE(D) \
     kernel void tqkv_probe_d##D( \
         constant tqkv__rows_args &args [[buffer(0)]], \
-        device const float *source [[buffer(1)]], \
+        device const float *rows [[buffer(1)]], \
         device float *scaled [[buffer(2)]], \
         device atomic_uint *not_finite [[buffer(3)]], \
         threadgroup float *signs [[threadgroup(0)]], \
@@ -22,9 +21,8 @@ constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
     { \
         load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        probe_rows<D>(stream_format, rotated, args, source, \
-                      (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), scaled, not_finite, \
-                      signs, lane); \
+        encode_source source = {stream_format, rotated, rows, signs, not_finite}; \
+        probe_rows<D>(args, source, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane, scaled); \
     }
 // clang-format on
 

@@ -1,5 +1,5 @@
-// The rotation y = H(s*x)/sqrt(D) of a row spread over L lanes, C values each at a time (common.h): random signs s, then
-// the Walsh-Hadamard transform H.
+// The rotation y = H(s*x)/sqrt(D) of a row: random signs s, then the Walsh-Hadamard transform H. common.h has the
+// layout of the row over L lanes in pieces of C values a lane.
 #ifndef TQKV_ROTATE_H
 #define TQKV_ROTATE_H
 #include "common.h"
@@ -17,8 +17,8 @@ inline void butterflies(thread float *x, int distance)
     }
 }
 
-// Stages of distance 1, 2, 4 .. D/2 in this order, from `start` on, which lies within a piece: there, across lanes, across
-// pieces. lane: of the row.
+// The stages of distance start, 2*start .. D/2 in this order: first within a lane's piece, where `start` lies, then
+// across lanes, then across pieces. lane: among the row's lanes.
 template <int D, int L, int C>
 inline void hadamard_from(thread float *x, uint lane, int start)
 {
@@ -27,7 +27,7 @@ inline void hadamard_from(thread float *x, uint lane, int start)
     for (int distance = start; distance < C; distance *= 2) butterflies<N>(x, distance);
     TQKV_UNROLL
     for (uint distance = 1; distance < uint(L); distance *= 2) {
-        float sign = (lane & distance) ? -1.0f : 1.0f; // other - x or x + other, rounded once
+        float sign = (lane & distance) ? -1.0f : 1.0f; // other - x or other + x, rounded once
         TQKV_UNROLL
         for (int i = 0; i < N; i++) x[i] = fma(x[i], sign, simd_shuffle_xor(x[i], ushort(distance)));
     }
@@ -41,7 +41,7 @@ inline void hadamard(thread float *x, uint lane)
     hadamard_from<D, L, C>(x, lane, 1);
 }
 
-// Bit i: x[i] changes its sign.
+// Bit i is set if x[i] changes its sign.
 template <int D, int L, int C>
 inline uint lane_signs(uint lane)
 {
@@ -68,7 +68,7 @@ inline void scale_values(thread float *x, float factor)
     for (int i = 0; i < N; i++) x[i] = x[i] * factor;
 }
 
-// signs: of lane_signs, which is worth keeping when a lane turns many rows.
+// signs: lane_signs of the lane.
 template <int D, int L, int C>
 inline void rotate_values(thread float *x, uint lane, uint signs)
 {
@@ -77,7 +77,7 @@ inline void rotate_values(thread float *x, uint lane, uint signs)
     scale_values<D / L>(x, TQKV__INV_SQRT(D));
 }
 
-// H is its own inverse after the 1/sqrt(D): x = s * H(y)/sqrt(D).
+// The inverse: x = s * H(y)/sqrt(D).
 template <int D, int L, int C>
 inline void unrotate_values(thread float *x, uint lane, uint signs)
 {
@@ -86,7 +86,7 @@ inline void unrotate_values(thread float *x, uint lane, uint signs)
     flip_signs<D / L>(x, signs);
 }
 
-// A row of the whole simdgroup.
+// A row over the whole simdgroup.
 template <int D>
 inline void rotate_row(thread float *x, uint lane)
 {

@@ -1,18 +1,18 @@
-// rotate: rows of queries or outputs in place, into the rotated basis or back. One simdgroup a row.
+// rotate: turns rows of queries or outputs into the rotated basis or back, in place. One simdgroup a row.
 #include "rotate.h"
 
 constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
 
 template <int D>
-inline void turn_row(device float *at, uint lane)
+inline void rotate_in_place(device float *row, uint lane)
 {
     float x[TQKV_LANE_VALUES(D)];
-    load_row<D>(at, lane, x);
+    load_row<D>(row, lane, x);
     if (unrotate)
         unrotate_row<D>(x, lane);
     else
         rotate_row<D>(x, lane);
-    store_row_values<D>(x, lane, at);
+    store_row<D>(x, lane, row);
 }
 
 // rows: [n_rows][D]
@@ -27,7 +27,7 @@ inline void turn_row(device float *at, uint lane)
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
         uint row = group.x * n_simdgroups + simdgroup; \
-        if (row < uint(args.n_rows)) turn_row<D>(rows + row_offset(row, D), lane); \
+        if (row < uint(args.n_rows)) rotate_in_place<D>(rows + row_offset(row, D), lane); \
     }
 // clang-format on
 

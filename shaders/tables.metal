@@ -1,5 +1,5 @@
-// tables: the shaders' codebooks, boundaries, signs, version and argument sizes, for the host to compare with its own.
-// A library built from another version of tqkv.h is found here and not by wrong numbers. One threadgroup.
+// tables: reports the shaders' codebooks, boundaries, signs, version and argument sizes. The host compares them with
+// its own, and so refuses a library that was built from another version of tqkv.h. One threadgroup.
 #include "common.h"
 
 // clang-format off

@@ -50,8 +50,8 @@ BUGS = {
         "shaders/codec.h", "n % 4 == 0 && alignment % 16u == 0", "n % 4 == 0", "attend", (32,), "asan",
         "attend/head_dim/d32/tq5", "misaligned address"),
     "race_between_threadgroups": (
-        "shaders/attend.h", "(ulong(group.z) * ulong(args.n_queries) + ulong(row.query))", "ulong(row.query)", "attend",
-        (128,), "tsan", "attend/shape/group3_queries1_columns2_simdgroups2_splits2", "data race"),
+        "shaders/attend.h", "(ulong(task.split) * ulong(args.n_queries) + ulong(row.query))", "ulong(row.query)",
+        "attend", (128,), "tsan", "attend/shape/group3_queries1_columns2_simdgroups2_splits2", "data race"),
     "wrong_address_space": (
         "shaders/codec.h", "inline uint quantise(float v, uint bits, threadgroup uint2 *cells)",
         "inline uint quantise(float v, uint bits, device uint2 *cells)", "encode", (128,), "type", "",
@@ -76,8 +76,9 @@ BUGS = {
         "shaders/merge.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if", "    if", "attend_merge",
         (128,), "tsan", "attend/shape/group2_queries1_columns2_simdgroups4_splits3", "data race"),
     "state_overwritten": (
-        "shaders/attend.h", "state[(simdgroup * uint(C) + uint(c)) * 2u] = maximum[c];",
-        "state[uint(c) * 2u] = maximum[c];", "attend", (64,), "tsan", "defect/state_of_four_simdgroups", "data race"),
+        "shaders/attend.h", "states[(task.simdgroup * uint(C) + uint(c)) * 2u] = state.maximum[c];",
+        "states[uint(c) * 2u] = state.maximum[c];", "attend", (64,), "tsan", "defect/state_of_four_simdgroups",
+        "data race"),
     "query_memory_reused_too_early": (
         "shaders/attend.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    FOR_COLUMNS(c)",
         "    FOR_COLUMNS(c)", "attend", (64,), "tsan", "defect/state_of_four_simdgroups", "data race"),
@@ -85,25 +86,25 @@ BUGS = {
         "shaders/attend.h", "if (!softcap) return", "return", "attend", (64,), "plain", "defect/softcap_applied",
         "relative error"),
     "only_the_first_query": (
-        "shaders/attend.h", "many_queries ? int(row / uint(args.group)) : 0", "0", "attend", (64,), "plain",
+        "shaders/tiles.h", "many_queries ? int(row / uint(args.group)) : 0", "0", "attend", (64,), "plain",
         "defect/every_query_read", "relative error"),
     "ring_without_wrap": (
-        "shaders/attend.h", "return position < 0 ? position + args.key_capacity : position;", "return position;",
+        "shaders/tiles.h", "return position < 0 ? position + args.key_capacity : position;", "return position;",
         "attend",
         (64,), "plain", "attend/resident/ring_wraps_inside_tile", "relative error"),
     "finite_mask": (
         "shaders/attend.h", "score[c], factor) : -INFINITY", "score[c], factor) : -9.0f", "attend", (64,),
         "plain", "defect/nan_in_unused_slots", "relative error"),
     "weight_zero_times_nan": (
-        "shaders/attend.h", "if ((W == 16 || !one_norm) && weight[c] == 0.0f) continue;", "", "attend", (64,),
-        "plain",
+        "shaders/attend.h", "if ((W == 16 || !one_norm<D>(value_format)) && weight[c] == 0.0f) continue;", "",
+        "attend", (64,), "plain",
         "defect/nan_in_unused_slots", "relative error"),
     "offset_of_32_bits": (
         "shaders/attend.h", "values.codes + ulong(base) * ulong(bytes) + row * bytes",
         "values.codes + base * bytes + row * bytes", "attend", (1024,), "plain", "defect/offsets_beyond_4_gib",
         "relative error"),
     "wrong_last_tile": (
-        "shaders/attend.h", "result.base + row >= start &&", "", "attend", (64,), "plain", "attend/resident/",
+        "shaders/tiles.h", "result.base + row >= start &&", "", "attend", (64,), "plain", "attend/resident/",
         "relative error"),
 }
 
