@@ -1,11 +1,11 @@
 // Times the shaders on an NVIDIA GPU: bench FOLDER [--list] [--quick] [--check] [--simdgroups N] [--threadgroups N]
 // [part of a name]...
 //
-// FOLDER holds the pipelines. --list prints the names of the pipelines that the benchmark needs. --check compares attention
-// with the CPU and times nothing, for compute-sanitizer. One measurement is a graph of several calls, over copies of the data
-// that together exceed the L2 several times. A time is the median over replays of the graph, divided by the number of calls.
-// Prints lines `time NAME microseconds` and `ratio NAME/OF value`. OF is limit, f16 (the same kernel on halves) or, for
-// encoding and decoding, copy.
+// FOLDER holds the pipelines. --list prints the names of the pipelines that the benchmark needs. --check compares
+// attention with the CPU and times nothing, for compute-sanitizer. One measurement is a graph of several calls, over
+// copies of the data that together exceed the L2 several times. A time is the median over replays of the graph, divided
+// by the number of calls. Prints lines `time NAME microseconds` and `ratio NAME/OF value`. OF is limit, f16 (the same
+// kernel on halves) or, for encoding and decoding, copy.
 #include "bench_kernels.h"
 #include "pipelines.h"
 #include "../metal/gpu.h"
@@ -247,7 +247,8 @@ void plan_attention(const attention &a, const tqkv_store &keys, const tqkv_store
     gpu_set_scratch(d, a.sums, a.state);
 }
 
-// tqkv.h plans for Apple's GPUs, where it does not know the number of cores. Here the threadgroups fill all multiprocessors once.
+// The plan of tqkv.h is for Apple's GPUs, whose number of cores it does not know. Here the number of splits fills all
+// multiprocessors of this GPU once.
 gpu_split choose_split(attention a, const tqkv_store &keys, const tqkv_store &values)
 {
     tqkv__dispatch d[2];

@@ -70,7 +70,7 @@ void add_pairs()
         }
 }
 
-// Every head_dim with every width of key and value.
+// Every head_dim with every width of keys and of values.
 void add_head_dims()
 {
     const tqkv_format formats[] = {TQKV_F16, TQKV_TQ5, TQKV_I8, TQKV_TQ8, TQKV_TQ4, TQKV_TQ6};
@@ -162,7 +162,7 @@ void add_options()
     row = default_row(TQKV_TQ8, TQKV_TQ8, 64);
     row.problem.scale = 0.3f;
     add(row, "option/scale");
-    row.problem.query_size = 60.0f; // scores in the hundreds, rising along the tiles
+    row.problem.query_size = 60.0f; // scores in the hundreds, which grow from tile to tile
     row.problem.end = 200;
     row.problem.key_capacity = row.problem.value_capacity = 200;
     row.split = {GPU_MOST, 2, 2};
@@ -188,7 +188,7 @@ void add_options()
     add(row, "option/unrotated_keys");
 }
 
-// A resident position that only some queries see holds NaN in norms or halves; the others must not notice.
+// A resident position that only some queries see holds NaN in norms or halves. It must not change the other queries.
 void add_poisons()
 {
     const tqkv_format formats[] = {TQKV_F16, TQKV_TQ4, TQKV_I8};
@@ -230,7 +230,7 @@ void add_planned()
     test_add(run_planned, &row, sizeof row, "attend/planned/splits5");
 }
 
-// All parameters at once, drawn by a seed.
+// All parameters at random, from a seed.
 void add_random(int seed)
 {
     data_random random = {(uint64_t)seed};

@@ -1,18 +1,20 @@
-// Defects of earlier systems that a GPU can have, one case each. tests/metal/bugs.py plants them and sees them caught.
+// Defects that earlier systems had and a GPU can have, one case each. tests/metal/bugs.py plants them: the cases must
+// fail then.
 #include "shader_cases.h"
 #include <sys/mman.h>
 
 namespace
 {
 
-// Two blocks of a row share nothing: one is 1000 times as large, so a norm that sums both would show in each.
+// The two blocks of a row have separate norms. One block is 1000 times as large: a norm over both would be wrong for
+// each.
 void run_block_norms(const void *)
 {
     for (tqkv_format format : {TQKV_TQ5, TQKV_TQ6, TQKV_TQ8, TQKV_TQ5_BYTES, TQKV_TQ6_BYTES})
         for (int head_dim : {512, 1024}) {
             tqkv_store expected = test_store(format, head_dim, 1, 4, false);
             tqkv_store got = test_store(format, head_dim, 1, 4, false);
-            expected.unrotated = got.unrotated = true; // rotation would even the blocks out
+            expected.unrotated = got.unrotated = true; // the rotation would make the blocks equally large
             std::vector<float> source((size_t)(4 * head_dim));
             data_rows(21, DATA_GAUSSIAN, source.data(), 4, head_dim);
             for (size_t i = 0; i < source.size(); i++) source[i] *= i / 256 % 2 ? 1000.0f : 1.0f;
@@ -26,7 +28,7 @@ void run_block_norms(const void *)
         }
 }
 
-// Each simdgroup takes several tiles, so weights are written again while slow lanes may still read the old ones.
+// Each simdgroup takes several tiles: it writes new weights while slow lanes may still read the old ones.
 void run_many_tiles(const void *)
 {
     attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
@@ -35,7 +37,8 @@ void run_many_tiles(const void *)
     check_attend(row, {as_planned, {GPU_MOST, 1, 1}});
 }
 
-// Scores rise from tile to tile and simdgroup to simdgroup: maxima and sums of all four count at the end.
+// Scores grow from tile to tile and from simdgroup to simdgroup. The result needs the maxima and sums of all four
+// simdgroups.
 void run_four_simdgroups(const void *)
 {
     attend_row row = attend_default_row(TQKV_TQ8, TQKV_TQ6, 64);
@@ -84,17 +87,17 @@ void run_partly_filled_ring(const void *)
     check_attend(row, {as_planned, {GPU_MOST, 2, 2}});
 }
 
-// Unused slots hold 0xff bytes throughout the fixture: NaN norms, NaN halves, large codes.
+// The fixture fills unused slots with 0xff bytes: NaN norms, NaN halves, large codes.
 void run_unused_slots(const void *)
 {
     attend_row row = attend_default_row(TQKV_F16, TQKV_F16, 64);
     row.end = 5;
     check_attend(row, {as_planned, {GPU_MOST, 2, 2}});
-    row.n_queries = 9; // the first ones see nothing, also beside others in one threadgroup: zeros, and no NaN
+    row.n_queries = 9; // the first ones see nothing and give zeros, also beside other queries in one threadgroup
     check_attend(row, {as_planned, {6, 2, 2}});
 }
 
-// Rows behind the fourth GiB, of which only these pages exist.
+// Rows beyond the fourth GiB of a store. Only the pages of these rows exist.
 void run_beyond_4_gib(const void *)
 {
     const int capacity = 4500000, n = 40;
@@ -115,7 +118,7 @@ void run_beyond_4_gib(const void *)
     data_rows(23, DATA_GAUSSIAN, source.data(), n, 1024);
     CHECK_RESULT(tqkv_encode(&near_store, source.data(), n, 0), TQKV_OK);
     std::vector<simt::schedule> all(1, gpu_schedules[0]);
-    all.swap(gpu_schedules); // several schedules would copy the store
+    all.swap(gpu_schedules); // with several schedules, gpu_encode copies the store
     CHECK_RUN(gpu_encode(&far_store, source.data(), n, capacity - n, nullptr));
     all.swap(gpu_schedules);
     CHECK(!memcmp((char *)codes + (size_t)(capacity - n) * 1024, near_store.codes, near_store.codes_size),
@@ -131,15 +134,15 @@ void run_beyond_4_gib(const void *)
     for (gpu_split split : {as_planned, gpu_split{GPU_MOST, 1, 1}}) {
         CHECK_RUN(gpu_attend(&far_attention, source.data(), out.data(), split));
         double error = reference_relative_error(out.data(), expected.data(), 1024);
-        CHECK(error <= 2 * ATTEND_TOLERANCE, "relative error %g", error); // both sides may be off by the tolerance
+        CHECK(error <= 2 * ATTEND_TOLERANCE, "relative error %g", error); // each side may differ by the tolerance
     }
     munmap(codes, far_store.codes_size);
     free(far_store.norms);
     test_store_free(&near_store);
 }
 
-// Serving 8 heads takes as many decodings as serving one: each key and value once. Halves are the ones that the machine
-// counts, and all formats are decoded in the same places.
+// For 8 heads a key or value is decoded once, as for one head. The machine counts only halves; all formats are decoded
+// in the same places.
 void run_decoded_once(const void *)
 {
     for (int group : {1, 8}) {
@@ -158,7 +161,7 @@ void run_decoded_once(const void *)
     }
 }
 
-// Prefill is one dispatch: gpu_encode makes one whatever the number of tokens.
+// Prefill is one dispatch: gpu_encode makes one for any number of tokens.
 void run_prefill_at_once(const void *)
 {
     tqkv_store expected = test_store(TQKV_TQ5, 128, 2, 70, false), got = test_store(TQKV_TQ5, 128, 2, 70, false);
@@ -173,7 +176,7 @@ void run_prefill_at_once(const void *)
     test_store_free(&got);
 }
 
-// A row takes one simdgroup at any head_dim, in threadgroups of any size, and never head_dim threads.
+// A simdgroup serves a row at any head_dim, in threadgroups of any size. A row never takes head_dim threads.
 void run_one_simdgroup_a_row(const void *)
 {
     std::vector<float> source(5 * 1024);
@@ -208,7 +211,7 @@ void defect_shader_cases()
     test_add(run_partly_filled_ring, nullptr, 0, "defect/partly_filled_ring");
     test_add(run_unused_slots, nullptr, 0, "defect/nan_in_unused_slots");
     test_add(run_prefill_at_once, nullptr, 0, "defect/prefill_in_one_dispatch");
-    if (gpu_on_device) return; // buffers are copied there, and operations not counted
+    if (gpu_on_device) return; // a device copies the buffers and does not count operations
     test_add(run_beyond_4_gib, nullptr, 0, "defect/offsets_beyond_4_gib");
     test_add(run_decoded_once, nullptr, 0, "defect/decoded_once_for_the_group");
 }

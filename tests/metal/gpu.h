@@ -1,5 +1,5 @@
-// The library's GPU calls on the machine of simt.h or on a real device. tqkv__plan_* of tqkv.h plans every dispatch, as it does
-// for tqkv_metal.m; the code here only runs what was planned. A Metal buffer is a pointer to plain memory here.
+// The library's GPU calls on the machine of simt.h or on a real device. tqkv__plan_* of tqkv.h plans every dispatch, as
+// it does for tqkv_metal.m; the code here only runs what was planned. A Metal buffer is a pointer to plain memory here.
 #ifndef TQKV_TESTS_GPU_H
 #define TQKV_TESTS_GPU_H
 #define TQKV_SHARED
@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-// Every dispatch runs under each of these schedules, and must write the same bytes under all. A schedule is an order of the
-// lanes and the bytes that fresh threadgroup memory holds.
+// Every dispatch runs under each of these schedules, and must write the same bytes under all. A schedule is an order of
+// the lanes and the bytes that fresh threadgroup memory holds.
 extern std::vector<simt::schedule> gpu_schedules;
 
 // Runs every dispatch once, on a real device. Only in a driver built with GPU_DEVICE.
@@ -55,7 +55,8 @@ struct gpu_split {
 };
 enum { GPU_MOST = -1 }; // columns: the most that a threadgroup can take
 
-// Divides a planned attention in another way. The two buffers of scratch change their sizes: gpu_set_scratch must follow.
+// Divides a planned attention in another way. The two buffers of scratch change their sizes: gpu_set_scratch must
+// follow.
 void gpu_force(tqkv__dispatch d[2], gpu_split split);
 tqkv__binding *gpu_find(tqkv__dispatch *d, int index);                // NULL if the index is not bound
 void gpu_set_scratch(tqkv__dispatch d[2], float *sums, float *state); // bindings 6 and 7 of attend
