@@ -24,6 +24,8 @@ $(METAL_BUILD)/%/prepared: tests/metal/prep.py $(SHADER_SOURCES)
 
 .PRECIOUS: $(METAL_BUILD)/%/prepared
 
+# The implementation, in test_tables.c, is not sanitized here: it compiles for minutes then, and tests/rules.mk has its own
+# sanitized builds.
 # $(1) name, $(2) compiler, $(3) flags, $(4) flags of simt.cpp instead, $(5) runs the driver, $(6) its options
 define shader_variant
 $(METAL_BUILD)/$(1)/%.metal.o: $(METAL_BUILD)/cpu/prepared tqkv.h tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
@@ -41,6 +43,10 @@ $(METAL_BUILD)/$(1)/%.o: tests/metal/%.cpp $(SHADER_TEST_HEADERS)
 $(METAL_BUILD)/$(1)/%.o: tests/%.c $(SHADER_TEST_HEADERS)
 	@mkdir -p $$(@D)
 	@$(2) -x c++ $(3) $(SHADER_TEST_FLAGS) -c $$< -o $$@
+
+$(METAL_BUILD)/$(1)/test_tables.o: tests/test_tables.c $(SHADER_TEST_HEADERS)
+	@mkdir -p $$(@D)
+	@$(2) -x c++ $(filter-out -fsanitize=%,$(3)) $(SHADER_TEST_FLAGS) -c $$< -o $$@
 
 $(METAL_BUILD)/$(1)/driver: $(SHADER_NAMES:%=$(METAL_BUILD)/$(1)/%.metal.o) \
 		$(patsubst %,$(METAL_BUILD)/$(1)/%.o,simt runner test_tables $(SHADER_TESTS))
