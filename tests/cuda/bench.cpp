@@ -1,14 +1,14 @@
-// Times the shaders on an NVIDIA GPU: bench FOLDER [--list] [--quick] [--check] [part of a name]...
+// Times the shaders on an NVIDIA GPU: bench FOLDER [--list] [--quick] [--check] [--simdgroups N] [--threadgroups N]
+// [part of a name]...
 //
-// FOLDER holds the pipelines; --list prints the names of those that are wanted. --check: attention is
-// compared with the processor and not timed, for compute-sanitizer. Every call is in a graph of several, over
-// copies of the data that together exceed the L2 several times; a time is the median of replays over the calls in one.
-// Prints `time NAME microseconds` and `ratio NAME/OF value` lines: OF is limit, f16 (the same kernel on halves) or, for
-// encoding, copy.
-#define TQKV_SHARED
-#include "tqkv.h"
+// FOLDER holds the pipelines. --list prints the names of the pipelines that the benchmark needs. --check compares
+// attention with the CPU and times nothing, for compute-sanitizer. One measurement is a graph of several calls, over
+// copies of the data that together exceed the L2 several times. A time is the median over replays of the graph, divided
+// by the number of calls. Prints lines `time NAME microseconds` and `ratio NAME/OF value`. OF is limit, f16 (the same
+// kernel on halves) or, for encoding and decoding, copy.
 #include "bench_kernels.h"
 #include "pipelines.h"
+#include "../metal/gpu.h"
 #include <algorithm>
 #include <functional>
 #include <map>
@@ -29,11 +29,11 @@ enum { N_KV_HEADS = 8, CHECKED_HEAD = 3, REPLAYS = 9, SEVERAL_CACHES = 400 << 20
 struct options {
     std::string folder;
     bool list, quick, check;
-    int n_simdgroups, threadgroups; // 0: chosen
+    int n_simdgroups, threadgroups; // 0: choose_split chooses
     std::vector<std::string> filters;
 };
 options opt;
-std::map<std::string, double> times;      // by name, microseconds
+std::map<std::string, double> times;      // microseconds by name
 double copy_bandwidth, multiply_add_rate; // per second
 cudaStream_t stream;
 int n_wrong;
@@ -54,45 +54,34 @@ bool is_wanted(const std::string &name)
 
 // ---- Kernels of the library ----
 
-struct dispatch {
-    const void *kernel;
-    std::string name;
-    dim3 grid;
-    unsigned threads;
-    size_t shared;
-    simt_arguments arguments;
-};
-
-// constants: index and value, in pairs
-dispatch make_dispatch(const char *family, int head_dim, const std::vector<std::pair<int, int>> &constants,
-                       const std::vector<size_t> &memory)
+void check_plan(tqkv_result r)
 {
-    dispatch d = {};
-    bool set[cuda_n_constants] = {};
-    uint32_t values[cuda_n_constants] = {};
-    for (const auto &c : constants) {
-        set[c.first] = true;
-        values[c.first] = (uint32_t)c.second;
-    }
-    d.name = cuda_pipeline_name((std::string("tqkv_") + family + "_d" + std::to_string(head_dim)).c_str(), set, values);
-    d.shared = cuda_lay_out(memory.data(), (int)memory.size(), d.arguments.threadgroup_offsets);
-    if (opt.list) {
-        printf("pipeline %s\n", d.name.c_str());
-        return d;
-    }
-    std::string error;
-    d.kernel = cuda_pipeline(opt.folder, d.name, &error);
-    if (!d.kernel) {
-        fprintf(stderr, "%s\n", error.c_str());
-        exit(1);
-    }
-    return d;
+    if (r == TQKV_OK) return;
+    fprintf(stderr, "bench.cpp: %s\n", tqkv_result_string(r));
+    exit(1);
 }
 
-void launch(const dispatch &d)
+// NULL with --list, which prints the name.
+const void *find_pipeline(const device_dispatch &d)
 {
-    void *parameters[] = {(void *)&d.arguments};
-    CUDA(cudaLaunchKernel(d.kernel, d.grid, dim3(d.threads), parameters, d.shared, stream));
+    const std::string name = cuda_pipeline_name(d);
+    if (opt.list) {
+        printf("pipeline %s\n", name.c_str());
+        return nullptr;
+    }
+    std::string error;
+    const void *kernel = cuda_pipeline(opt.folder, name, &error);
+    if (kernel) return kernel;
+    fprintf(stderr, "%s\n", error.c_str());
+    exit(1);
+}
+
+// The buffers of the plan are pointers to the device's memory.
+void launch(const tqkv__dispatch &planned)
+{
+    const gpu_dispatch d = gpu_planned(planned);
+    const void *kernel = find_pipeline(d);
+    if (!opt.list) CUDA(cuda_launch(kernel, d, d.buffers, stream));
 }
 
 template <class T>
@@ -103,17 +92,9 @@ T *device_array(size_t n)
     return (T *)pointer;
 }
 
-template <class T>
-T *device_copy(const T &value)
-{
-    T *pointer = device_array<T>(1);
-    if (!opt.list) CUDA(cudaMemcpy(pointer, &value, sizeof value, cudaMemcpyHostToDevice));
-    return pointer;
-}
-
 // ---- Time ----
 
-// Median of what `work` takes on the stream, in microseconds.
+// The median time of `work` on the stream, in microseconds.
 double time_stream(const std::function<void()> &work)
 {
     std::vector<double> found;
@@ -127,7 +108,7 @@ double time_stream(const std::function<void()> &work)
         CUDA(cudaEventSynchronize(end));
         float milliseconds;
         CUDA(cudaEventElapsedTime(&milliseconds, begin, end));
-        if (i >= 2) found.push_back(milliseconds * 1e3); // the first ones warm up
+        if (i >= 2) found.push_back(milliseconds * 1e3); // the first two warm up
     }
     CUDA(cudaEventDestroy(begin));
     CUDA(cudaEventDestroy(end));
@@ -135,7 +116,7 @@ double time_stream(const std::function<void()> &work)
     return found[found.size() / 2];
 }
 
-// Microseconds of one call; call(i) is for copy i of the data.
+// Microseconds of one call. call(i) uses copy i of the data.
 double time_calls(int n_copies, const std::function<void(int)> &call)
 {
     const int n_calls = (std::max(n_copies, 8) + n_copies - 1) / n_copies * n_copies;
@@ -170,7 +151,7 @@ void measure_limits()
     char *a = device_array<char>(n), *b = device_array<char>(n);
     CUDA(cudaMemset(a, 1, n));
     CUDA(cudaMemset(b, 1, n));
-    // The better of the driver's copy, which is slower in a graph, and a plain kernel.
+    // The faster of two: the driver's copy, outside a graph because a graph slows it down, and a plain kernel.
     double copy = time_stream([&] { CUDA(cudaMemcpyAsync(b, a, n, cudaMemcpyDeviceToDevice, stream)); });
     copy = std::min(copy, time_stream([&] { bench_copy(b, a, n, stream); }));
     const int rounds = 200;
@@ -184,75 +165,50 @@ void measure_limits()
 
 // ---- Streams ----
 
-struct stream_data {
-    tqkv_store shape; // without buffers
-    char *codes;
-    float *norms;
-};
-
-stream_data make_stream(tqkv_format format, int head_dim, int positions)
+// Codes and norms are on the device.
+tqkv_store make_stream(tqkv_format format, int head_dim, int positions)
 {
-    stream_data s = {};
-    s.shape.format = format;
-    s.shape.head_dim = head_dim;
-    s.shape.n_kv_heads = N_KV_HEADS;
-    s.shape.capacity = positions;
-    s.shape.codes_size = tqkv_codes_size(&s.shape);
-    s.shape.norms_size = tqkv_norms_size(&s.shape);
-    s.codes = device_array<char>(s.shape.codes_size);
-    s.norms = device_array<float>(s.shape.norms_size / sizeof(float));
+    tqkv_store s = {};
+    s.format = format;
+    s.head_dim = head_dim;
+    s.n_kv_heads = N_KV_HEADS;
+    s.capacity = positions;
+    s.codes_size = tqkv_codes_size(&s);
+    s.norms_size = tqkv_norms_size(&s);
+    s.codes = device_array<char>(s.codes_size);
+    s.norms = device_array<float>(s.norms_size / sizeof(float));
     return s;
 }
 
-double stored_bytes(const stream_data &s) { return (double)(s.shape.codes_size + s.shape.norms_size); }
+double stored_bytes(const tqkv_store &s) { return (double)(s.codes_size + s.norms_size); }
 
-void free_stream(stream_data &s)
+void free_stream(const tqkv_store &s)
 {
     CUDA(cudaFree(s.codes));
     CUDA(cudaFree(s.norms));
 }
 
-struct encoder {
-    dispatch d;
-    uint32_t *flag;
-};
-
-// Encodes n_tokens from slot `first` on.
-encoder make_encoder(const stream_data &s, const float *source, int n_tokens, int first)
+void encode(const tqkv_store &s, const float *source, int n_tokens, int position)
 {
-    const int n = 4, head_dim = s.shape.head_dim;
-    encoder e = {};
-    e.d = make_dispatch("encode", head_dim,
-                        {{TQKV_FC_FORMAT, s.shape.format}, {TQKV_FC_ROTATED, s.shape.format != TQKV_F16}},
-                        {TQKV__CELL_BYTES, (size_t)TQKV__SIGN_BYTES(head_dim)});
-    const tqkv__rows_args args = {n_tokens, N_KV_HEADS, s.shape.capacity, first, 1.0f};
-    cuda_set_value(&e.d.arguments, 0, &args, sizeof args);
-    e.flag = device_copy((uint32_t)0);
-    void *buffers[] = {nullptr, (void *)source, s.codes, s.norms, e.flag};
-    memcpy(e.d.arguments.buffers, buffers, sizeof buffers);
-    e.d.threads = 32 * n;
-    const int64_t rows = (int64_t)n * TQKV__ENCODE_ROWS(head_dim);
-    e.d.grid = dim3((unsigned)(((int64_t)n_tokens * N_KV_HEADS + rows - 1) / rows));
-    return e;
+    const tqkv_metal_store store = gpu_store(&s);
+    tqkv__dispatch d;
+    check_plan(tqkv__plan_encode(&store, gpu_buffer(source), n_tokens, position, gpu_buffer(nullptr), &d));
+    launch(d);
 }
 
-void free_encoder(encoder &e) { CUDA(cudaFree(e.flag)); }
-
-// Gaussian rows through the library's own encoder, a piece at a time.
-void fill_stream(const stream_data &s, uint32_t seed)
+// Gaussian rows, encoded by the shaders, one piece after the other.
+void fill_stream(const tqkv_store &s, uint32_t seed)
 {
-    const int piece = std::min(s.shape.capacity, 1 << 15);
-    const size_t row = (size_t)N_KV_HEADS * (size_t)s.shape.head_dim;
-    float *source = device_array<float>(row * (size_t)piece);
-    for (int first = 0; first < s.shape.capacity; first += piece) {
-        encoder e = make_encoder(s, source, piece, first);
-        if (opt.list) break;
-        bench_fill(source, row * (size_t)piece, seed + (uint32_t)first, stream);
-        launch(e.d);
-        CUDA(cudaStreamSynchronize(stream));
-        free_encoder(e);
+    const int piece = std::min(s.capacity, 1 << 15);
+    const size_t n = (size_t)piece * N_KV_HEADS * (size_t)s.head_dim;
+    float *source = device_array<float>(n);
+    for (int first = 0; first < (opt.list ? 1 : s.capacity); first += piece) {
+        if (!opt.list) bench_fill(source, n, seed + (uint32_t)first, stream);
+        encode(s, source, piece, first);
     }
-    if (!opt.list) CUDA(cudaFree(source));
+    if (opt.list) return;
+    CUDA(cudaStreamSynchronize(stream));
+    CUDA(cudaFree(source));
 }
 
 // ---- Attention ----
@@ -272,130 +228,96 @@ std::string shape_name(const attend_shape &s)
 
 struct attention {
     attend_shape shape;
-    tqkv__attend_args args;
-    int columns, n_simdgroups, n_rows;
-    dispatch attend, merge;
-    float *q, *out, *partial_out, *partial_state;
+    gpu_split split;
+    int n_rows;
+    float *q, *out, *sums, *state;
 };
 
-// As tqkv_metal.m cuts the work, but for one full wave of this GPU's multiprocessors.
-void choose_split(attention *a)
+void plan_attention(const attention &a, const tqkv_store &keys, const tqkv_store &values, tqkv__dispatch d[2])
 {
-    const int rows = a->shape.n_queries * a->shape.group, most = TQKV__MAX_COLUMNS(a->shape.head_dim);
-    const int blocks = (rows + most - 1) / most;
-    a->columns = (rows + blocks - 1) / blocks;
-    a->n_simdgroups = opt.n_simdgroups ? opt.n_simdgroups : a->columns <= 2 && a->shape.head_dim <= 128 ? 8 : 4;
+    tqkv_attention call = {};
+    call.keys = &keys;
+    call.values = &values;
+    call.n_heads = a.shape.group * N_KV_HEADS;
+    call.n_queries = a.shape.n_queries;
+    call.end = a.shape.positions;
+    const gpu_attention planned(call);
+    check_plan(tqkv__plan_attend(&planned.metal, gpu_buffer(a.q), gpu_buffer(nullptr), gpu_buffer(a.out), d));
+    gpu_force(d, a.split);
+    gpu_set_scratch(d, a.sums, a.state);
 }
 
-void choose_splits(attention *a)
+// The plan of tqkv.h is for Apple's GPUs, whose number of cores it does not know. Here the number of splits fills all
+// multiprocessors of this GPU once.
+gpu_split choose_split(attention a, const tqkv_store &keys, const tqkv_store &values)
 {
-    const int rows = a->shape.n_queries * a->shape.group, blocks = (rows + a->columns - 1) / a->columns;
-    int per_processor = 1, processors = 132, tiles = (a->shape.positions + 31) / 32;
+    tqkv__dispatch d[2];
+    plan_attention(a, keys, values, d);
+    const int columns = d[0].kernel.constants[TQKV_FC_COLUMNS] - 1;
+    const int n_simdgroups = opt.n_simdgroups ? opt.n_simdgroups : columns <= 2 && a.shape.head_dim <= 128 ? 8 : 4;
+    a.split = {columns, n_simdgroups, 0};
+    plan_attention(a, keys, values, d);
+    const gpu_dispatch planned = gpu_planned(d[0]);
+    int per_processor = 1, processors = 132;
     if (!opt.list) {
         CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0));
-        CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, a->attend.kernel, 32 * a->n_simdgroups,
-                                                           a->attend.shared));
+        CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, find_pipeline(planned), (int)planned.threads,
+                                                           cuda_shared_bytes(planned)));
     }
     const int wave = opt.threadgroups ? opt.threadgroups : processors * per_processor;
-    const int wanted = std::max(1, wave / (blocks * N_KV_HEADS)), allowed = std::max(1, tiles / (2 * a->n_simdgroups));
-    a->args.n_splits = std::min(wanted, allowed);
+    const int tiles = (a.shape.positions + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
+    const int wanted = wave / (int)(d[0].grid[0] * d[0].grid[1]), allowed = tiles / (2 * n_simdgroups);
+    return {columns, n_simdgroups, std::max(1, std::min(wanted, allowed))};
 }
 
-attention make_attention(const attend_shape &shape)
+attention make_attention(const attend_shape &shape, const tqkv_store &keys, const tqkv_store &values)
 {
     attention a = {};
+    tqkv__dispatch d[2];
     a.shape = shape;
-    choose_split(&a);
-    const int d = shape.head_dim;
-    a.attend = make_dispatch("attend", d,
-                             {{TQKV_FC_FORMAT, shape.keys},
-                              {TQKV_FC_VALUE_FORMAT, shape.values},
-                              {TQKV_FC_ROTATE_QUERIES, shape.keys != TQKV_F16},
-                              {TQKV_FC_COLUMNS, a.columns},
-                              {TQKV_FC_MANY_QUERIES, shape.n_queries > 1},
-                              {TQKV_FC_SOFTCAP, 0},
-                              {TQKV_FC_SAME_SLOTS, 1},
-                              {TQKV_FC_SHORT_STORE, 0}},
-                             {TQKV__ATTEND_TABLE_BYTES, (size_t)TQKV__ATTEND_QUERY_BYTES(d),
-                              (size_t)TQKV__ATTEND_WEIGHT_BYTES(d, a.n_simdgroups),
-                              (size_t)TQKV__ATTEND_STATE_BYTES(d, a.n_simdgroups)});
-    a.merge = make_dispatch("attend_merge", d, {{TQKV_FC_UNROTATE, shape.values != TQKV_F16}, {TQKV_FC_SINKS, 0}}, {});
-    tqkv__attend_args args = {shape.n_queries,
-                              N_KV_HEADS,
-                              shape.group,
-                              shape.positions,
-                              0,
-                              1,
-                              shape.positions,
-                              0,
-                              shape.positions,
-                              0,
-                              TQKV__INV_SQRT(d),
-                              0.0f,
-                              1.0f,
-                              1.0f};
-    a.args = args;
-    choose_splits(&a);
+    a.split = choose_split(a, keys, values);
     a.n_rows = shape.n_queries * shape.group * N_KV_HEADS;
-    const size_t rows = (size_t)a.n_rows, n_splits = (size_t)a.args.n_splits;
-    a.q = device_array<float>(rows * (size_t)d);
-    a.out = device_array<float>(rows * (size_t)d);
-    a.partial_out = device_array<float>(rows * (size_t)d * n_splits);
-    a.partial_state = device_array<float>(rows * 2 * n_splits);
+    plan_attention(a, keys, values, d);
+    const size_t n = (size_t)a.n_rows * (size_t)shape.head_dim;
+    a.q = device_array<float>(n);
+    a.out = device_array<float>(n);
+    a.sums = device_array<float>(gpu_find(&d[0], 6)->size / sizeof(float));
+    a.state = device_array<float>(gpu_find(&d[0], 7)->size / sizeof(float));
+    if (!opt.list) bench_fill(a.q, n, 77, stream);
     return a;
 }
 
-void bind_attention(attention *a)
+void free_attention(const attention &a)
 {
-    tqkv__merge_args merge = {a->n_rows, N_KV_HEADS * a->shape.group, a->args.n_splits};
-    const int rows = a->shape.n_queries * a->shape.group;
-    void *attend_buffers[] = {nullptr, a->q, nullptr, nullptr, nullptr, nullptr, a->partial_out, a->partial_state};
-    void *merge_buffers[] = {nullptr, a->partial_out, a->partial_state, a->q, a->out};
-    cuda_set_value(&a->attend.arguments, 0, &a->args, sizeof a->args);
-    cuda_set_value(&a->merge.arguments, 0, &merge, sizeof merge);
-    memcpy(a->attend.arguments.buffers, attend_buffers, sizeof attend_buffers);
-    memcpy(a->merge.arguments.buffers, merge_buffers, sizeof merge_buffers);
-    a->attend.threads = (unsigned)(32 * a->n_simdgroups);
-    a->attend.grid = dim3(N_KV_HEADS, (unsigned)((rows + a->columns - 1) / a->columns), (unsigned)a->args.n_splits);
-    const int n = std::min(a->args.n_splits, TQKV__MERGE_SIMDGROUPS(a->shape.head_dim));
-    a->merge.threads = (unsigned)(32 * n);
-    a->merge.shared = (size_t)TQKV__MERGE_BYTES(a->shape.head_dim, n);
-    a->merge.grid = dim3((unsigned)a->n_rows);
-    bench_fill(a->q, (size_t)a->n_rows * (size_t)a->shape.head_dim, 77, stream);
+    for (float *pointer : {a.q, a.out, a.sums, a.state}) CUDA(cudaFree(pointer));
 }
 
-void free_attention(attention *a)
+void attend(const attention &a, const tqkv_store &keys, const tqkv_store &values)
 {
-    for (float *pointer : {a->q, a->out, a->partial_out, a->partial_state}) CUDA(cudaFree(pointer));
+    tqkv__dispatch d[2];
+    plan_attention(a, keys, values, d);
+    launch(d[0]);
+    launch(d[1]);
 }
 
-void attend(const attention &a, const stream_data &keys, const stream_data &values)
+// The rows of one KV head, copied to the host.
+tqkv_store head_on_host(const tqkv_store &s, std::vector<char> &codes, std::vector<float> &norms)
 {
-    dispatch d = a.attend;
-    void *buffers[] = {keys.codes, keys.norms, values.codes, values.norms};
-    memcpy(d.arguments.buffers + 2, buffers, sizeof buffers);
-    launch(d);
-    launch(a.merge);
-}
-
-// The rows of one KV head on the host.
-tqkv_store head_on_host(const stream_data &s, std::vector<char> &codes, std::vector<float> &norms)
-{
-    tqkv_store store = s.shape;
-    codes.resize(s.shape.codes_size / N_KV_HEADS);
-    norms.resize(s.shape.norms_size / sizeof(float) / N_KV_HEADS);
-    CUDA(cudaMemcpy(codes.data(), s.codes + codes.size() * CHECKED_HEAD, codes.size(), cudaMemcpyDeviceToHost));
-    CUDA(cudaMemcpy(norms.data(), s.norms + norms.size() * CHECKED_HEAD, norms.size() * sizeof(float),
-                    cudaMemcpyDeviceToHost));
+    tqkv_store store = s;
+    codes.resize(s.codes_size / N_KV_HEADS);
+    norms.resize(s.norms_size / sizeof(float) / N_KV_HEADS);
     store.n_kv_heads = 1;
     store.codes = codes.data();
     store.codes_size = codes.size();
     store.norms = norms.data();
     store.norms_size = norms.size() * sizeof(float);
+    CUDA(cudaMemcpy(store.codes, (const char *)s.codes + codes.size() * CHECKED_HEAD, store.codes_size,
+                    cudaMemcpyDeviceToHost));
+    CUDA(cudaMemcpy(store.norms, s.norms + norms.size() * CHECKED_HEAD, store.norms_size, cudaMemcpyDeviceToHost));
     return store;
 }
 
-// [n_queries][n_heads][D] on the device to [n_queries][group][D] of the checked head.
+// From [n_queries][n_heads][D] on the device, [n_queries][group][D] of the checked head.
 std::vector<float> rows_of_head(const attention &a, const float *from)
 {
     const size_t d = (size_t)a.shape.head_dim, group = (size_t)a.shape.group;
@@ -408,8 +330,8 @@ std::vector<float> rows_of_head(const attention &a, const float *from)
     return rows;
 }
 
-// What was timed must also be right: one KV head against C, both within 2e-5 of double precision.
-void check_attention(const attention &a, const stream_data &keys, const stream_data &values)
+// Compares one KV head with C. Each side may differ from double precision by 2e-5.
+void check_attention(const attention &a, const tqkv_store &keys, const tqkv_store &values)
 {
     std::vector<char> key_codes, value_codes;
     std::vector<float> key_norms, value_norms;
@@ -440,14 +362,14 @@ void check_attention(const attention &a, const stream_data &keys, const stream_d
     n_wrong++;
 }
 
-double attend_limit(const attention &a, const stream_data &keys, const stream_data &values)
+double attend_limit(const attention &a, const tqkv_store &keys, const tqkv_store &values)
 {
     const double multiply_adds = 2.0 * a.n_rows * (double)a.shape.positions * a.shape.head_dim;
     return 1e6 *
            std::max((stored_bytes(keys) + stored_bytes(values)) / copy_bandwidth, multiply_adds / multiply_add_rate);
 }
 
-void report_attention(const attention &a, const std::vector<stream_data> &keys, const std::vector<stream_data> &values)
+void report_attention(const attention &a, const std::vector<tqkv_store> &keys, const std::vector<tqkv_store> &values)
 {
     const std::string name = shape_name(a.shape);
     double found = time_calls((int)keys.size(), [&](int i) { attend(a, keys[(size_t)i], values[(size_t)i]); });
@@ -458,7 +380,8 @@ void report_attention(const attention &a, const std::vector<stream_data> &keys, 
     attend_shape halves = a.shape;
     halves.keys = halves.values = TQKV_F16;
     if (times.count(shape_name(halves))) report_ratio(name + "/f16", times[shape_name(halves)] / found);
-    printf("cut %s columns %d simdgroups %d splits %d\n", name.c_str(), a.columns, a.n_simdgroups, a.args.n_splits);
+    printf("cut %s columns %d simdgroups %d splits %d\n", name.c_str(), a.split.columns, a.split.n_simdgroups,
+           a.split.n_splits);
 }
 
 // All groups and numbers of queries over the same data.
@@ -471,7 +394,7 @@ void bench_attention(tqkv_format key_format, tqkv_format value_format, int head_
         if (is_wanted(shape_name(s))) shapes.push_back(s);
     }
     if (shapes.empty()) return;
-    std::vector<stream_data> keys, values;
+    std::vector<tqkv_store> keys, values;
     double bytes = 0.0;
     while (bytes < SEVERAL_CACHES && keys.size() < (opt.list || opt.check ? 1 : 64)) {
         keys.push_back(make_stream(key_format, head_dim, positions));
@@ -481,16 +404,18 @@ void bench_attention(tqkv_format key_format, tqkv_format value_format, int head_
         bytes += stored_bytes(keys.back()) + stored_bytes(values.back());
     }
     for (const attend_shape &s : shapes) {
-        attention a = make_attention(s);
-        if (opt.list) continue;
-        bind_attention(&a);
+        const attention a = make_attention(s, keys[0], values[0]);
+        if (opt.list) {
+            attend(a, keys[0], values[0]);
+            continue;
+        }
         check_attention(a, keys[0], values[0]);
         if (!opt.check) report_attention(a, keys, values);
-        free_attention(&a);
+        free_attention(a);
     }
     if (opt.list) return;
-    for (stream_data &s : keys) free_stream(s);
-    for (stream_data &s : values) free_stream(s);
+    for (const tqkv_store &s : keys) free_stream(s);
+    for (const tqkv_store &s : values) free_stream(s);
 }
 
 // ---- Encoding and decoding ----
@@ -502,15 +427,14 @@ void bench_encode(tqkv_format format, int head_dim, int n_tokens)
     if (opt.check || !is_wanted(name)) return;
     const size_t n = (size_t)n_tokens * N_KV_HEADS * (size_t)head_dim;
     float *source = device_array<float>(n);
-    stream_data s = make_stream(format, head_dim, n_tokens);
-    encoder e = make_encoder(s, source, n_tokens, 0);
-    if (opt.list) return;
+    const tqkv_store s = make_stream(format, head_dim, n_tokens);
+    if (opt.list) return encode(s, source, n_tokens, 0);
     bench_fill(source, n, 5, stream);
-    report(name, time_calls(1, [&](int) { launch(e.d); })); // source and store exceed the L2 by themselves
+    // One copy: source and store are larger than the L2.
+    report(name, time_calls(1, [&](int) { encode(s, source, n_tokens, 0); }));
     const double input = (double)(n * sizeof(float)), all = input + stored_bytes(s);
     report_ratio(name + "/copy_of_input", input / copy_bandwidth * 1e6 / times[name]);
     report_ratio(name + "/copy", all / copy_bandwidth * 1e6 / times[name]);
-    free_encoder(e);
     free_stream(s);
     CUDA(cudaFree(source));
 }
@@ -520,20 +444,14 @@ void bench_decode(tqkv_format format, int head_dim, int positions)
     const std::string name = std::string("decode/") + tqkv_format_name(format) + "/d" + std::to_string(head_dim) + "/" +
                              std::to_string(positions);
     if (opt.check || !is_wanted(name)) return;
-    const int n = 4;
     const size_t elements = (size_t)positions * N_KV_HEADS * (size_t)head_dim;
-    stream_data s = make_stream(format, head_dim, positions);
-    fill_stream(s, 3);
-    dispatch d = make_dispatch("decode", head_dim, {{TQKV_FC_FORMAT, format}, {TQKV_FC_UNROTATE, format != TQKV_F16}},
-                               {TQKV__TABLE_BYTES});
-    if (opt.list) return;
+    const tqkv_store s = make_stream(format, head_dim, positions);
     float *out = device_array<float>(elements);
-    const tqkv__rows_args args = {positions, N_KV_HEADS, positions, 0, 1.0f};
-    void *buffers[] = {nullptr, s.codes, s.norms, out};
-    cuda_set_value(&d.arguments, 0, &args, sizeof args);
-    memcpy(d.arguments.buffers, buffers, sizeof buffers);
-    d.threads = 32 * n;
-    d.grid = dim3((unsigned)(((int64_t)positions * N_KV_HEADS + n - 1) / n));
+    fill_stream(s, 3);
+    const tqkv_metal_store store = gpu_store(&s);
+    tqkv__dispatch d;
+    check_plan(tqkv__plan_decode(&store, 0, positions, TQKV_ORIGINAL, gpu_buffer(out), &d));
+    if (opt.list) return launch(d);
     report(name, time_calls(1, [&](int) { launch(d); }));
     report_ratio(name + "/copy", (stored_bytes(s) + (double)elements * 4) / copy_bandwidth * 1e6 / times[name]);
     CUDA(cudaFree(out));

@@ -2,7 +2,7 @@
 
 enum { FMA_BLOCKS = 132 * 16, FMA_THREADS = 256, FMA_CHAINS = 8, FMA_UNROLLED = 64 };
 
-// An integer hash that mixes all bits (Wellons' lowbias32 by its constants).
+// An integer hash that mixes all bits: lowbias32 of Christopher Wellons.
 static __device__ uint32_t mix(uint32_t x)
 {
     x ^= x >> 16;
@@ -56,7 +56,7 @@ static __global__ void multiply_adds(int rounds, float *sink)
     }
     float sum = 0.0f;
     for (int c = 0; c < FMA_CHAINS; c++) sum += x[c];
-    if (sum == 1.2345f) *sink = sum; // keeps the loop
+    if (sum == 1.2345f) *sink = sum; // the compiler must not remove the loop
 }
 
 double bench_multiply_adds(int rounds) { return (double)rounds * FMA_BLOCKS * FMA_THREADS * FMA_CHAINS * FMA_UNROLLED; }

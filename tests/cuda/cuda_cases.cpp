@@ -1,6 +1,6 @@
-// Cases that only a real GPU has the speed for: longer contexts at random, a million positions, stores beyond 4 GiB.
+// Cases that need the speed of a real GPU: random problems over longer contexts, a million positions, stores of more than
+// 4 GiB.
 #include "cuda_cases.h"
-#include "../attend_fixture.h"
 #include "../metal/shader_cases.h"
 #include <math.h>
 
@@ -20,14 +20,17 @@ struct random_row {
 void run_random(const void *parameters)
 {
     const random_row *row = (const random_row *)parameters;
-    attend_problem problem;
-    attend_set_up(&problem, &row->problem);
-    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, row->split));
-    attend_check(&problem, problem.out, "attend");
-    attend_tear_down(&problem);
+    check_attend(row->problem, {row->split});
 }
 
-// What makes a pipeline comes from its number, so that few are needed: each pair of formats with each head_dim.
+void run_million(const void *parameters)
+{
+    const random_row *row = (const random_row *)parameters;
+    check_attend(row->problem, {as_planned, row->split});
+}
+
+// The number decides all function constants. So the random problems need few pipelines: one for each pair of formats and
+// head_dim.
 random_row pipeline_row(int number)
 {
     const tqkv_format pairs[8][2] = {{TQKV_TQ4, TQKV_TQ4}, {TQKV_I8, TQKV_TQ4},       {TQKV_F16, TQKV_F16},
@@ -35,7 +38,7 @@ random_row pipeline_row(int number)
                                      {TQKV_F16, TQKV_TQ8}, {TQKV_TQ5_BYTES, TQKV_TQ4}};
     random_row row = {attend_default_row(pairs[number % 8][0], pairs[number % 8][1], test_head_dims[number / 8 % 6]),
                       {}};
-    row.split.columns = number % 3 ? 0 : 1 + number % 2;
+    row.split.columns = number % 3 ? GPU_MOST : 1 + number % 2;
     row.problem.n_queries = number % 2 ? 1 : 2;
     row.problem.softcap = number % 5 ? 0.0f : 3.0f;
     row.problem.query_basis = number % 7 ? TQKV_ORIGINAL : TQKV_ROTATED;
@@ -67,7 +70,7 @@ void add_random(int seed, int n_pipelines, int shrink)
     test_add(run_random, &row, sizeof row, "random_gpu/%d", seed);
 }
 
-// Any bytes are legal codes; halves are made finite, norms sizes of real rows.
+// All bytes are legal codes. Halves are finite, and norms have the size of real ones.
 void fill_at_random(const tqkv_store &s, uint64_t seed)
 {
     data_random random = {seed};
@@ -80,7 +83,7 @@ void fill_at_random(const tqkv_store &s, uint64_t seed)
         s.norms[i] = typical * (0.5f + (float)data_below(&random, 1024) / 1024.0f);
 }
 
-// Against C, which is itself within the tolerance of double precision (tests/test_attend.c).
+// Against C, which tests/test_attend.c compares with double precision under the same tolerance.
 void run_long(const void *parameters)
 {
     const long_row *row = (const long_row *)parameters;
@@ -95,30 +98,33 @@ void run_long(const void *parameters)
     a.n_queries = row->n_queries;
     a.end = row->positions;
     size_t d = (size_t)row->head_dim, n_rows = (size_t)(a.n_heads * row->n_queries);
-    std::vector<float> q(n_rows * d), expected(n_rows * d), got(n_rows * d, NAN);
+    std::vector<float> q(n_rows * d), expected(n_rows * d);
     data_rows(33, DATA_GAUSSIAN, q.data(), (int)n_rows, row->head_dim);
-    CHECK_RUN(gpu_attend(&a, q.data(), got.data(), {0, 4, row->n_splits}));
     CHECK_RESULT(tqkv_attend(&a, q.data(), expected.data()), TQKV_OK);
-    for (size_t i = 0; i < n_rows; i++) {
-        std::vector<double> reference(expected.begin() + (long)(i * d), expected.begin() + (long)((i + 1) * d));
-        double error = reference_relative_error(&got[i * d], reference.data(), d);
-        CHECK(error <= 2 * ATTEND_TOLERANCE, "row %zu: relative error %.3g", i, error);
+    const std::vector<double> reference(expected.begin(), expected.end());
+    for (gpu_split split : {as_planned, gpu_split{GPU_MOST, 4, row->n_splits}}) {
+        std::vector<float> got(n_rows * d, NAN);
+        CHECK_RUN(gpu_attend(&a, q.data(), got.data(), split));
+        for (size_t i = 0; i < n_rows; i++) {
+            double error = reference_relative_error(&got[i * d], &reference[i * d], d);
+            CHECK(error <= 2 * ATTEND_TOLERANCE, "row %zu: relative error %.3g", i, error);
+        }
     }
     test_store_free(&keys);
     test_store_free(&values);
 }
 
-// A million positions in double precision, and ends of a ring of as many.
+// A million positions in double precision, in a linear store or in a ring that has wrapped.
 void add_million(tqkv_format keys, tqkv_format values, int n_queries, bool ring, int shrink)
 {
     const int positions = (1 << 20) / shrink;
-    random_row row = {attend_default_row(keys, values, 128), {0, 4, 66}};
+    random_row row = {attend_default_row(keys, values, 128), {GPU_MOST, 4, 66}};
     row.problem.n_kv_heads = 1;
     row.problem.n_queries = n_queries;
     row.problem.key_capacity = row.problem.value_capacity = positions;
     row.problem.key_ring = row.problem.value_ring = ring;
     row.problem.end = positions + (ring ? 12345 : 0);
-    test_add(run_random, &row, sizeof row, "million/%s_%s/queries%d%s", tqkv_format_name(keys),
+    test_add(run_million, &row, sizeof row, "million/%s_%s/queries%d%s", tqkv_format_name(keys),
              tqkv_format_name(values), n_queries, ring ? "/ring" : "");
 }
 
@@ -126,7 +132,7 @@ void add_million(tqkv_format keys, tqkv_format values, int n_queries, bool ring,
 
 void cuda_shader_cases(bool listing)
 {
-    const int n_pipelines = 48, shrink = listing ? 64 : 1; // nothing runs: the sizes do not matter
+    const int n_pipelines = 48, shrink = listing ? 64 : 1; // listing runs nothing, so sizes do not matter
     for (int seed = 0; seed < (listing ? 2 * n_pipelines : 1500); seed++) add_random(seed, n_pipelines, shrink);
     add_million(TQKV_TQ4, TQKV_TQ4, 1, false, shrink);
     add_million(TQKV_I8, TQKV_TQ4, 1, true, shrink);

@@ -1,14 +1,24 @@
+#define TQKV_SHARED
+#include "tqkv.h"
 #include "pipelines.h"
 #include <map>
 #include <string.h>
 #include <unistd.h>
 
-std::string cuda_pipeline_name(const char *kernel, const bool *set, const uint32_t *constants)
+// As in the shim.
+struct simt_arguments {
+    void *buffers[DEVICE_BUFFERS];
+    uint32_t threadgroup_offsets[8];
+    uint64_t values[2][8];
+};
+static_assert(sizeof(tqkv__args) <= sizeof simt_arguments::values[0], "argument structs travel with the launch");
+
+std::string cuda_pipeline_name(const device_dispatch &d)
 {
     const std::string prefix = "tqkv_";
-    std::string name = std::string(kernel).substr(prefix.size());
-    for (int i = 0; i < cuda_n_constants; i++)
-        name += (i ? "_" : "-") + (set[i] ? std::to_string(constants[i]) : std::string("x"));
+    std::string name = std::string(d.kernel).substr(prefix.size());
+    for (int i = 0; i < TQKV__CONSTANTS; i++)
+        name += (i ? "_" : "-") + (d.constant_set[i] ? std::to_string(d.constants[i]) : std::string("x"));
     return name;
 }
 
@@ -20,7 +30,7 @@ const void *cuda_pipeline(const std::string &folder, const std::string &name, st
     cudaLibrary_t library;
     cudaKernel_t kernel;
     const std::string path = folder + "/" + name + ".cubin", entry = "simt_run_tqkv_" + name.substr(0, name.find('-'));
-    if (access(path.c_str(), R_OK) != 0) { // a failed call would be an error to compute-sanitizer
+    if (access(path.c_str(), R_OK) != 0) { // compute-sanitizer reports a failed call as an error
         *error = "tqkv_" + name + ": no such pipeline";
         return nullptr;
     }
@@ -34,18 +44,30 @@ const void *cuda_pipeline(const std::string &folder, const std::string &name, st
     return (const void *)kernel;
 }
 
-void cuda_set_value(simt_arguments *arguments, int index, const void *bytes, size_t size)
+static size_t aligned(size_t size) { return (size + 15) / 16 * 16; }
+
+size_t cuda_shared_bytes(const device_dispatch &d)
 {
-    if (index % 4 == 0 && index < 8 && size <= sizeof arguments->values[0])
-        memcpy(arguments->values[index / 4], bytes, size);
+    size_t size = 0;
+    for (size_t bytes : d.threadgroup_bytes) size += aligned(bytes);
+    return size;
 }
 
-size_t cuda_lay_out(const size_t *sizes, int n, uint32_t *offsets)
+cudaError_t cuda_launch(const void *kernel, const device_dispatch &d, void *const *buffers, cudaStream_t stream)
 {
-    size_t end = 0;
-    for (int i = 0; i < n; i++) {
-        offsets[i] = (uint32_t)end;
-        end += (sizes[i] + 15) / 16 * 16;
+    simt_arguments arguments = {};
+    size_t offset = 0;
+    for (int i = 0; i < DEVICE_MEMORIES; i++) {
+        arguments.threadgroup_offsets[i] = (uint32_t)offset;
+        offset += aligned(d.threadgroup_bytes[i]);
     }
-    return end;
+    for (int i = 0; i < DEVICE_BUFFERS; i++) {
+        if (d.by_value[i])
+            memcpy(arguments.values[i / TQKV__SECOND_ARGS], d.buffers[i], d.buffer_sizes[i]);
+        else
+            arguments.buffers[i] = d.buffer_sizes[i] ? buffers[i] : nullptr;
+    }
+    void *parameters[] = {&arguments};
+    return cudaLaunchKernel(kernel, dim3(d.threadgroups[0], d.threadgroups[1], d.threadgroups[2]), dim3(d.threads),
+                            parameters, cuda_shared_bytes(d), stream);
 }

@@ -3,8 +3,9 @@
 
 usage: pipelines.py SOURCES OUTPUT LIST NVCC FLAG...
 
-SOURCES: the folder of prep.py's CUDA files. LIST: a file with a line "pipeline NAME" for each (pipelines.h says what a name
-is). Makes OUTPUT/NAME.cubin, where it is not there yet. One pipeline must not compile: a kernel whose format is not set.
+SOURCES is the folder of the CUDA files that prep.py writes. LIST is a file with a line "pipeline NAME" for each pipeline;
+pipelines.h explains the names. Makes each OUTPUT/NAME.cubin that does not exist. A kernel whose format is not set must not
+compile.
 """
 import concurrent.futures
 import os
@@ -14,7 +15,7 @@ import sys
 
 
 def registers(family, head_dim, constants):
-    """A limit where the compiler would use more registers than lets another threadgroup run beside the others."""
+    """Flags that limit the registers, where this lets one more threadgroup run on a multiprocessor."""
     columns = constants.split("_")[6]
     if family != "attend" or int(head_dim) > 512 or int(columns) > 4:
         return []
@@ -22,7 +23,7 @@ def registers(family, head_dim, constants):
 
 
 def compile_pipeline(name, sources, output, nvcc):
-    """Returns the compiler's complaint, empty if there is none."""
+    """Returns the compiler's message, or an empty string on success."""
     kernel, constants = name.split("-")
     family, head_dim = re.match(r"(.*?)(?:_d(\d+))?$", kernel).groups()
     cubin = os.path.join(output, name + ".cubin")

@@ -1,5 +1,5 @@
-# The shaders as CUDA on an NVIDIA GPU: the nearest thing to Apple's at hand. Their pipelines are compiled one by one, with
-# the function constants that the tests and the benchmark ask for.
+# The shaders as CUDA, on an NVIDIA GPU. Each pipeline is one compilation, with the function constants that the tests and the
+# benchmark need.
 
 CUDA_BUILD := $(BUILD)/cuda
 CUDA_HOME ?= $(if $(NVCC),$(patsubst %/bin/nvcc,%,$(realpath $(NVCC))))
@@ -29,7 +29,7 @@ $(CUDA_BUILD)/driver: $(CUDA_TESTS:%=$(CUDA_BUILD)/%.o) \
 		$(patsubst %,$(CUDA_BUILD)/%.o,simt runner test_tables device pipelines cuda_cases)
 	@$(CXX) $^ -o $@ $(CUDA_LINK)
 
-# $(1) is what lists the pipelines; what fails while nothing runs does not matter.
+# $(1) lists the pipelines and runs none, so its tests fail; their failures do not matter.
 compile_pipelines = $(1) | grep '^pipeline ' | sort -u >$(CUDA_BUILD)/wanted; \
 	python3 tests/cuda/pipelines.py $(CUDA_BUILD)/source $(CUDA_BUILD)/pipelines $(CUDA_BUILD)/wanted $(NVCC) $(CUDA_FLAGS)
 
@@ -52,7 +52,7 @@ $(CUDA_BUILD)/bench_kernels.o: tests/cuda/bench_kernels.cu tests/cuda/bench_kern
 	@mkdir -p $(@D)
 	@$(NVCC) -std=c++17 -arch=sm_90 -O3 -c $< -o $@
 
-$(CUDA_BUILD)/bench: $(patsubst %,$(CUDA_BUILD)/%.o,bench bench_kernels pipelines runner test_tables)
+$(CUDA_BUILD)/bench: $(patsubst %,$(CUDA_BUILD)/%.o,bench bench_kernels pipelines device gpu simt runner test_tables)
 	@$(CXX) $^ -o $@ $(CUDA_LINK)
 
 .PHONY: bench-pipelines bench-gpu
@@ -60,7 +60,7 @@ bench-pipelines: $(CUDA_BUILD)/bench $(CUDA_BUILD)/prepared
 	@$(call compile_pipelines,$< list --list)
 
 ifeq ($(filter-out 0,$(GPU_PRESENT)),)
-bench-gpu: ## time the shaders on an NVIDIA GPU, beside PyTorch where it is there
+bench-gpu: ## time the shaders on an NVIDIA GPU, and PyTorch if it is installed
 	@echo "skipped: no nvcc or no NVIDIA GPU"
 else
 bench-gpu: bench-pipelines

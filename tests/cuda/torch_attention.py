@@ -3,9 +3,9 @@
 
 usage: torch_attention.py RESULTS
 
-RESULTS: what bench printed. Prints `time torch/... microseconds` for the best backend that takes the shape, and
-`ratio NAME/torch VALUE`: how many times as fast as it each of the library's times is. As there, a graph of several calls over
-copies of the data that exceed the L2; medians.
+RESULTS is the output of bench. Prints `time torch/... microseconds` for the fastest backend that accepts the shape, and
+`ratio NAME/torch VALUE`: PyTorch's time divided by the library's. The method is that of bench: a graph of several calls over
+copies of the data that together exceed the L2, and medians.
 """
 import re
 import statistics
@@ -64,7 +64,7 @@ def lower_right(n_queries, positions):
 
 
 def best_time(head_dim, group, n_queries, positions, dtype, backends):
-    """(microseconds, backend) of the fastest that runs; None if none does."""
+    """(microseconds, backend, masked) of the fastest backend, or None if no backend runs the shape."""
     size = 2 * N_KV_HEADS * positions * head_dim * torch.finfo(dtype).bits // 8
     shape = (1, N_KV_HEADS, positions, head_dim)
     caches = [(torch.randn(shape, device="cuda", dtype=dtype), torch.randn(shape, device="cuda", dtype=dtype))
@@ -75,7 +75,7 @@ def best_time(head_dim, group, n_queries, positions, dtype, backends):
         for causal in {id(m): m for m in (lower_right(n_queries, positions), None)}.values():
             try:
                 found.append((time_calls(attention_calls(q, caches, backend, causal)), backend.name, causal is not None))
-            except Exception:  # not every backend takes every shape
+            except Exception:  # not every backend accepts every shape
                 torch.cuda.synchronize()
     return min(found) if found else None
 
@@ -92,7 +92,7 @@ def main():
         best = best_time(head_dim, group, n_queries, positions, torch.float16, backends)
         suffix = f"d{head_dim}/g{group}/q{n_queries}/{positions}"
         if best is None:
-            print(f"torch/{suffix}: no backend takes it")
+            print(f"torch/{suffix}: no backend accepts it")
             continue
         print(f"time torch/f16/{suffix} {best[0]:.2f} {best[1]}{' masked' if best[2] else ''}", flush=True)
         for name, microseconds in times.items():
@@ -102,7 +102,7 @@ def main():
 
 
 def time_full_precision(times):
-    """Many queries against floats: the precision that the library keeps."""
+    """Many queries in float32, the precision of the library's sums."""
     for name in times:
         match = re.match(r"attend/f16/d(\d+)/g(\d+)/q(\d+)/(\d+)$", name)
         if match and int(match.group(3)) > 8:

@@ -1,6 +1,22 @@
-// attend and attend_merge against the double-precision reference, on the same codes.
+// attend and attend_merge against the double-precision reference, on the same codes. Every case runs twice: as tqkv.h
+// plans it, and divided as the case says.
 #include "shader_cases.h"
-#include "../attend_fixture.h"
+#include <algorithm>
+#include <math.h>
+
+void check_attend(const attend_row &row, const std::vector<gpu_split> &splits)
+{
+    attend_problem problem;
+    attend_set_up(&problem, &row);
+    for (const gpu_split &split : splits) {
+        std::string what = "columns " + std::to_string(split.columns) + ", simdgroups " +
+                           std::to_string(split.n_simdgroups) + ", splits " + std::to_string(split.n_splits);
+        std::fill_n(problem.out, problem.n_rows * problem.head_dim, NAN);
+        CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, split));
+        attend_check(&problem, problem.out, what.c_str());
+    }
+    attend_tear_down(&problem);
+}
 
 namespace
 {
@@ -13,16 +29,27 @@ struct shader_attend_row {
 void run_attend(const void *parameters)
 {
     const shader_attend_row *row = (const shader_attend_row *)parameters;
+    check_attend(row->problem, {as_planned, row->split});
+}
+
+// A context long enough for tqkv.h to split it.
+void run_planned(const void *parameters)
+{
+    const attend_row *row = (const attend_row *)parameters;
     attend_problem problem;
-    attend_set_up(&problem, &row->problem);
-    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, row->split));
-    attend_check(&problem, problem.out, "attend");
+    attend_set_up(&problem, row);
+    const gpu_attention attention(problem.attention);
+    const tqkv_metal_buffer none = gpu_buffer(nullptr);
+    tqkv__dispatch d[2];
+    CHECK_RESULT(tqkv__plan_attend(&attention.metal, none, none, none, d), TQKV_OK);
+    CHECK(d[0].args[0].attend.n_splits > 1, "the plan does not split this context");
     attend_tear_down(&problem);
+    check_attend(*row, {as_planned});
 }
 
 shader_attend_row default_row(tqkv_format keys, tqkv_format values, int head_dim)
 {
-    shader_attend_row row = {attend_default_row(keys, values, head_dim), {0, 2, 1}};
+    shader_attend_row row = {attend_default_row(keys, values, head_dim), {GPU_MOST, 2, 1}};
     return row;
 }
 
@@ -43,7 +70,7 @@ void add_pairs()
         }
 }
 
-// Every head_dim with every width of key and value.
+// Every head_dim with every width of keys and of values.
 void add_head_dims()
 {
     const tqkv_format formats[] = {TQKV_F16, TQKV_TQ5, TQKV_I8, TQKV_TQ8, TQKV_TQ4, TQKV_TQ6};
@@ -57,12 +84,12 @@ void add_head_dims()
         }
 }
 
-// Heads a KV head, queries, columns a threadgroup, simdgroups, splits.
+// Query heads of a KV head, queries, columns, simdgroups, splits.
 void add_shapes()
 {
-    const int shapes[][5] = {{1, 1, 1, 1, 1},  {1, 1, 0, 4, 1},  {2, 1, 2, 4, 3},  {3, 1, 2, 2, 2},  {8, 1, 8, 4, 2},
-                             {16, 1, 8, 1, 1}, {5, 3, 0, 2, 1},  {1, 17, 8, 2, 2}, {4, 9, 3, 4, 1},  {2, 40, 0, 1, 5},
-                             {2, 45, 8, 2, 1}, {1, 1, 1, 8, 40}, {2, 2, 1, 3, 7},  {2, 200, 0, 2, 1}};
+    const int shapes[][5] = {{1, 1, 1, 1, 1},  {1, 1, 8, 4, 1},  {2, 1, 2, 4, 3},  {3, 1, 2, 2, 2},  {8, 1, 8, 4, 2},
+                             {16, 1, 8, 1, 1}, {5, 3, 8, 2, 1},  {1, 17, 8, 2, 2}, {4, 9, 3, 4, 1},  {2, 40, 8, 1, 5},
+                             {2, 45, 8, 2, 1}, {1, 1, 1, 8, 40}, {2, 2, 1, 3, 7},  {2, 200, 8, 2, 1}};
     for (const int *shape : shapes) {
         shader_attend_row row = default_row(TQKV_I8, TQKV_TQ4, 128);
         row.problem.end = 100;
@@ -91,12 +118,12 @@ void add_residency(const char *name, int key_capacity, int value_capacity, bool 
     row.problem.kv_len = kv_len;
     row.problem.window = window;
     row.problem.n_queries = 3;
-    row.split = {0, 2, 2};
+    row.split = {GPU_MOST, 2, 2};
     add(row, (std::string("resident/") + name).c_str());
     row.problem.key_format = TQKV_F16;
     row.problem.value_format = TQKV_I8;
     row.problem.n_queries = 1;
-    row.split = {0, 1, 3};
+    row.split = {GPU_MOST, 1, 3};
     add(row, (std::string("resident/") + name + "/one_query").c_str());
 }
 
@@ -135,16 +162,16 @@ void add_options()
     row = default_row(TQKV_TQ8, TQKV_TQ8, 64);
     row.problem.scale = 0.3f;
     add(row, "option/scale");
-    row.problem.query_size = 60.0f; // scores in the hundreds, rising along the tiles
+    row.problem.query_size = 60.0f; // scores in the hundreds, which grow from tile to tile
     row.problem.end = 200;
     row.problem.key_capacity = row.problem.value_capacity = 200;
-    row.split = {0, 2, 2};
+    row.split = {GPU_MOST, 2, 2};
     add(row, "option/large_scores");
     for (int sinks = SINKS_SOME; sinks <= SINKS_MINUS_INFINITY; sinks++) {
         row = default_row(TQKV_I8, TQKV_TQ4, 64);
         row.problem.sinks = (attend_sinks)sinks;
         row.problem.n_queries = 45; // some see nothing
-        row.split = {0, 2, 2};
+        row.split = {GPU_MOST, 2, 2};
         add(row, ("option/sinks" + std::to_string(sinks)).c_str());
     }
     for (int bases = 1; bases < 4; bases++) {
@@ -161,7 +188,7 @@ void add_options()
     add(row, "option/unrotated_keys");
 }
 
-// A resident position that only some queries see holds NaN in norms or halves; the others must not notice.
+// A resident position that only some queries see holds NaN in norms or halves. It must not change the other queries.
 void add_poisons()
 {
     const tqkv_format formats[] = {TQKV_F16, TQKV_TQ4, TQKV_I8};
@@ -178,7 +205,32 @@ void add_poisons()
             }
 }
 
-// All parameters at once, drawn by a seed.
+// The group of 9 makes two blocks, of 5 and of 4 columns.
+void add_planned()
+{
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+    row.key_capacity = row.value_capacity = 1100;
+    row.end = 1090;
+    test_add(run_planned, &row, sizeof row, "attend/planned/splits2");
+    row.group = 9;
+    row.n_queries = 3;
+    row.sinks = SINKS_SOME;
+    test_add(run_planned, &row, sizeof row, "attend/planned/splits2/group9_queries3");
+    row.key_ring = row.value_ring = true;
+    row.group = 2;
+    row.end = 12345;
+    test_add(run_planned, &row, sizeof row, "attend/planned/splits2/ring");
+    row.window = 1030;
+    row.n_queries = 2;
+    test_add(run_planned, &row, sizeof row, "attend/planned/splits2/window");
+    row = attend_default_row(TQKV_TQ4, TQKV_TQ5, 512); // more splits than attend_merge has simdgroups
+    row.n_kv_heads = row.group = 1;
+    row.key_capacity = row.value_capacity = 2600;
+    row.end = 2600;
+    test_add(run_planned, &row, sizeof row, "attend/planned/splits5");
+}
+
+// All parameters at random, from a seed.
 void add_random(int seed)
 {
     data_random random = {(uint64_t)seed};
@@ -205,7 +257,7 @@ void add_random(int seed)
     p.sinks = (attend_sinks)data_below(&random, 4);
     p.query_basis = data_below(&random, 3) ? TQKV_ORIGINAL : TQKV_ROTATED;
     p.output_basis = data_below(&random, 3) ? TQKV_ORIGINAL : TQKV_ROTATED;
-    row.split.columns = data_below(&random, 2) ? 0 : 1 + data_below(&random, TQKV__MAX_COLUMNS(p.head_dim));
+    row.split.columns = data_below(&random, 2) ? GPU_MOST : 1 + data_below(&random, TQKV__MAX_COLUMNS(p.head_dim));
     row.split.n_simdgroups = 1 + data_below(&random, 4);
     row.split.n_splits = 1 + data_below(&random, 5);
     add(row, ("random/" + std::to_string(seed)).c_str());
@@ -221,5 +273,6 @@ void attend_shader_cases()
     add_all_residencies();
     add_options();
     add_poisons();
+    add_planned();
     for (int seed = 0; seed < 150; seed++) add_random(seed);
 }

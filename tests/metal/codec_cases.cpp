@@ -1,4 +1,4 @@
-// encode, encode_kv, probe, decode, rotate, tables: the same bytes as tqkv.h's C.
+// encode, encode_kv, probe, decode, rotate and tables write the same bytes as the C code of tqkv.h.
 #include "shader_cases.h"
 #include "../golden.h"
 #include "../goldens.h"
@@ -31,12 +31,12 @@ std::vector<float> make_source(const codec_row *row, uint64_t seed)
     return source;
 }
 
-// Where the machine flushes subnormals, squares below 1.2e-38 are lost. Up to 1024 of them move the norm of a row by
-// more than its rounding only if it is below 1.5e-14, and all that is stored of such a row is zeros and that norm.
+// A machine that flushes subnormals loses squares below 1.2e-38. Up to 1024 lost squares change the norm of a row by
+// more than its rounding only if the norm is below 1.5e-14. Such a row is stored as zeros and that norm.
 const float flushed_norm = 1.5e-14f;
 
-// The same bits, or, where any NaN will do, NaN on both sides (values of rows that overflow: their sign is the processor's
-// choice), or, where subnormals are flushed, values of rows whose norm was too small to keep.
+// True if the bits are equal. With any_nan, two NaNs are equal: rows that overflow give NaN, and the processor chooses
+// its sign. Where subnormals are flushed, two values of rows with a norm below flushed_norm are equal.
 bool same_floats(const float *a, const float *b, size_t n, bool any_nan)
 {
     for (size_t i = 0; i < n; i++) {
@@ -76,7 +76,8 @@ void check_probe(const tqkv_store &s, const std::vector<float> &source, int n_to
     CHECK(same_floats(expected, got), "probed values differ");
 }
 
-// Encoding, decoding and the probe against C. The stores start as 0xff bytes: what is not to be written stays so.
+// Encoding, decoding and the probe against C. All bytes of the stores are 0xff at first: slots outside the run must
+// stay so.
 void run_codec(const void *parameters)
 {
     const codec_row *row = (const codec_row *)parameters;
@@ -94,7 +95,7 @@ void run_codec(const void *parameters)
     test_store_free(&got);
 }
 
-// One dispatch for keys and values against two in C.
+// One dispatch for keys and values against two calls in C.
 void run_encode_kv(const void *parameters)
 {
     const codec_row *row = (const codec_row *)parameters;
@@ -109,8 +110,8 @@ void run_encode_kv(const void *parameters)
     for (tqkv_store *s : {&keys, &values, &got_keys, &got_values}) test_store_free(s);
 }
 
-// A row with NaN or Inf is stored as a row of zeros is, but for norms of 0, and raises the flag; its neighbours do not
-// notice.
+// A row with NaN or Inf is stored like a row of zeros, with norms of 0, and raises the flag. The rows beside it do not
+// change.
 void run_not_finite(const void *parameters)
 {
     const codec_row *row = (const codec_row *)parameters;
@@ -141,7 +142,7 @@ void run_rotate(const void *parameters)
     CHECK(same_floats(expected, got), "un-rotated rows differ");
 }
 
-// The hashes that C's codes and norms must have on every machine.
+// Codes and norms must have the hashes of the C tests.
 void run_golden(const void *parameters)
 {
     int index = *(const int *)parameters;
@@ -184,7 +185,7 @@ void add_codec_rows(tqkv_format format, int head_dim)
 {
     const char *name = tqkv_format_name(format);
     codec_row row = default_row(format, head_dim);
-    for (data_kind kind : {DATA_GAUSSIAN, DATA_EXTREMES}) { // the goldens have them all
+    for (data_kind kind : {DATA_GAUSSIAN, DATA_EXTREMES}) { // the goldens have all kinds
         row.kind = kind;
         test_add(run_codec, &row, sizeof row, "encode/%s/d%d/%s", name, head_dim, data_kind_name(kind));
     }

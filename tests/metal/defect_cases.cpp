@@ -1,19 +1,20 @@
-// Defects of earlier systems that a GPU can have, one case each. tests/metal/bugs.py plants them and sees them caught.
+// Defects that earlier systems had and a GPU can have, one case each. tests/metal/bugs.py plants them: the cases must
+// fail then.
 #include "shader_cases.h"
-#include "../attend_fixture.h"
 #include <sys/mman.h>
 
 namespace
 {
 
-// Two blocks of a row share nothing: one is 1000 times as large, so a norm that sums both would show in each.
+// The two blocks of a row have separate norms. One block is 1000 times as large: a norm over both would be wrong for
+// each.
 void run_block_norms(const void *)
 {
     for (tqkv_format format : {TQKV_TQ5, TQKV_TQ6, TQKV_TQ8, TQKV_TQ5_BYTES, TQKV_TQ6_BYTES})
         for (int head_dim : {512, 1024}) {
             tqkv_store expected = test_store(format, head_dim, 1, 4, false);
             tqkv_store got = test_store(format, head_dim, 1, 4, false);
-            expected.unrotated = got.unrotated = true; // rotation would even the blocks out
+            expected.unrotated = got.unrotated = true; // the rotation would make the blocks equally large
             std::vector<float> source((size_t)(4 * head_dim));
             data_rows(21, DATA_GAUSSIAN, source.data(), 4, head_dim);
             for (size_t i = 0; i < source.size(); i++) source[i] *= i / 256 % 2 ? 1000.0f : 1.0f;
@@ -27,48 +28,38 @@ void run_block_norms(const void *)
         }
 }
 
-void check_attend(const attend_row &row, gpu_split split)
-{
-    attend_problem problem;
-    attend_set_up(&problem, &row);
-    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, split));
-    attend_check(&problem, problem.out, "attend");
-    attend_tear_down(&problem);
-}
-
-// Each simdgroup takes several tiles, so weights are written again while slow lanes may still read the old ones.
+// Each simdgroup takes several tiles: it writes new weights while slow lanes may still read the old ones.
 void run_many_tiles(const void *)
 {
     attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
     row.end = 320;
     row.key_capacity = row.value_capacity = 320;
-    check_attend(row, {0, 1, 1});
+    check_attend(row, {as_planned, {GPU_MOST, 1, 1}});
 }
 
-// Scores rise from tile to tile and simdgroup to simdgroup: maxima and sums of all four count at the end.
+// Scores grow from tile to tile and from simdgroup to simdgroup. The result needs the maxima and sums of all four
+// simdgroups.
 void run_four_simdgroups(const void *)
 {
     attend_row row = attend_default_row(TQKV_TQ8, TQKV_TQ6, 64);
     row.end = 320;
     row.key_capacity = row.value_capacity = 320;
     row.query_size = 30.0f;
-    check_attend(row, {0, 4, 1});
+    check_attend(row, {as_planned, {GPU_MOST, 4, 1}});
 }
 
 void run_format_is_required(const void *)
 {
-    uint32_t bytes[1024] = {};
-    tqkv__rows_args args = {1, 1, 1, 0, 1.0f};
-    std::string wrong = gpu_dispatch("decode", 64)
-                            .constant(TQKV_FC_UNROTATE, 0)
-                            .input(0, &args, sizeof args)
-                            .input(1, bytes, sizeof bytes)
-                            .input(2, bytes, sizeof bytes)
-                            .output(3, bytes, sizeof bytes)
-                            .memory(0, TQKV__TABLE_BYTES)
-                            .run({1, 1, 1}, 1);
+    tqkv_store s = test_store(TQKV_TQ4, 64, 1, 1, false);
+    const tqkv_metal_store store = gpu_store(&s);
+    float row[64] = {};
+    tqkv__dispatch d;
+    CHECK_RESULT(tqkv__plan_decode(&store, 0, 1, TQKV_ROTATED, gpu_buffer(row), &d), TQKV_OK);
+    d.kernel.constants[TQKV_FC_FORMAT] = 0;
+    const std::string wrong = gpu_run(d);
     const char *expected = gpu_on_device ? "tqkv_decode_d64" : "function constant 0 is not set";
     CHECK(wrong.find(expected) != std::string::npos, "'%s'", wrong.c_str());
+    test_store_free(&s);
 }
 
 void run_softcap(const void *)
@@ -76,14 +67,14 @@ void run_softcap(const void *)
     attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
     row.softcap = 2.0f;
     row.query_size = 20.0f;
-    check_attend(row, {0, 2, 2});
+    check_attend(row, {as_planned, {GPU_MOST, 2, 2}});
 }
 
 void run_every_query(const void *)
 {
     attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
     row.n_queries = 7;
-    check_attend(row, {0, 2, 1});
+    check_attend(row, {as_planned, {GPU_MOST, 2, 1}});
 }
 
 void run_partly_filled_ring(const void *)
@@ -93,20 +84,20 @@ void run_partly_filled_ring(const void *)
     row.end = 1000003;
     row.kv_len = 17;
     row.n_queries = 2;
-    check_attend(row, {0, 2, 2});
+    check_attend(row, {as_planned, {GPU_MOST, 2, 2}});
 }
 
-// Unused slots hold 0xff bytes throughout the fixture: NaN norms, NaN halves, large codes.
+// The fixture fills unused slots with 0xff bytes: NaN norms, NaN halves, large codes.
 void run_unused_slots(const void *)
 {
     attend_row row = attend_default_row(TQKV_F16, TQKV_F16, 64);
     row.end = 5;
-    check_attend(row, {0, 2, 2});
-    row.n_queries = 9; // the first ones see nothing, also beside others in one threadgroup: zeros, and no NaN
-    check_attend(row, {6, 2, 2});
+    check_attend(row, {as_planned, {GPU_MOST, 2, 2}});
+    row.n_queries = 9; // the first ones see nothing and give zeros, also beside other queries in one threadgroup
+    check_attend(row, {as_planned, {6, 2, 2}});
 }
 
-// Rows behind the fourth GiB, of which only these pages exist.
+// Rows beyond the fourth GiB of a store. Only the pages of these rows exist.
 void run_beyond_4_gib(const void *)
 {
     const int capacity = 4500000, n = 40;
@@ -127,7 +118,7 @@ void run_beyond_4_gib(const void *)
     data_rows(23, DATA_GAUSSIAN, source.data(), n, 1024);
     CHECK_RESULT(tqkv_encode(&near_store, source.data(), n, 0), TQKV_OK);
     std::vector<simt::schedule> all(1, gpu_schedules[0]);
-    all.swap(gpu_schedules); // several schedules would copy the store
+    all.swap(gpu_schedules); // with several schedules, gpu_encode copies the store
     CHECK_RUN(gpu_encode(&far_store, source.data(), n, capacity - n, nullptr));
     all.swap(gpu_schedules);
     CHECK(!memcmp((char *)codes + (size_t)(capacity - n) * 1024, near_store.codes, near_store.codes_size),
@@ -138,18 +129,20 @@ void run_beyond_4_gib(const void *)
     far_attention.kv_len = n;
     near_attention.keys = near_attention.values = &near_store;
     near_attention.end = n;
-    CHECK_RUN(gpu_attend(&far_attention, source.data(), out.data(), {0, 1, 1}));
     CHECK_RESULT(tqkv_attend(&near_attention, source.data(), near_out.data()), TQKV_OK);
     std::vector<double> expected(near_out.begin(), near_out.end());
-    double error = reference_relative_error(out.data(), expected.data(), 1024);
-    CHECK(error <= 2 * ATTEND_TOLERANCE, "relative error %g", error); // both sides may be off by the tolerance
+    for (gpu_split split : {as_planned, gpu_split{GPU_MOST, 1, 1}}) {
+        CHECK_RUN(gpu_attend(&far_attention, source.data(), out.data(), split));
+        double error = reference_relative_error(out.data(), expected.data(), 1024);
+        CHECK(error <= 2 * ATTEND_TOLERANCE, "relative error %g", error); // each side may differ by the tolerance
+    }
     munmap(codes, far_store.codes_size);
     free(far_store.norms);
     test_store_free(&near_store);
 }
 
-// Serving 8 heads takes as many decodings as serving one: each key and value once. Halves are the ones that the machine
-// counts, and all formats are decoded in the same places.
+// For 8 heads a key or value is decoded once, as for one head. The machine counts only halves; all formats are decoded
+// in the same places.
 void run_decoded_once(const void *)
 {
     for (int group : {1, 8}) {
@@ -159,14 +152,16 @@ void run_decoded_once(const void *)
         row.end = 640;
         row.key_capacity = row.value_capacity = 640;
         uint64_t before = simt::widened_halves();
-        check_attend(row, {row.group, 1, 1});
-        uint64_t widened = simt::widened_halves() - before, stored = 2 * 640 * 128 * gpu_schedules.size();
+        const std::vector<gpu_split> splits = {as_planned, {group, 1, 1}};
+        check_attend(row, splits);
+        uint64_t widened = simt::widened_halves() - before;
+        uint64_t stored = 2 * 640 * 128 * gpu_schedules.size() * splits.size();
         CHECK(widened == stored, "%llu halves decoded of %llu, group %d", (unsigned long long)widened,
               (unsigned long long)stored, group);
     }
 }
 
-// Prefill is one dispatch: gpu_encode makes one whatever the number of tokens.
+// Prefill is one dispatch: gpu_encode makes one for any number of tokens.
 void run_prefill_at_once(const void *)
 {
     tqkv_store expected = test_store(TQKV_TQ5, 128, 2, 70, false), got = test_store(TQKV_TQ5, 128, 2, 70, false);
@@ -181,23 +176,24 @@ void run_prefill_at_once(const void *)
     test_store_free(&got);
 }
 
-// A row takes one simdgroup at any head_dim, in threadgroups of any size, and never head_dim threads.
+// A simdgroup serves a row at any head_dim, in threadgroups of any size. A row never takes head_dim threads.
 void run_one_simdgroup_a_row(const void *)
 {
-    const unsigned usual = gpu_row_simdgroups;
     std::vector<float> source(5 * 1024);
     data_rows(25, DATA_GAUSSIAN, source.data(), 5, 1024);
     tqkv_store expected = test_store(TQKV_TQ6, 1024, 1, 5, false);
     CHECK_RESULT(tqkv_encode(&expected, source.data(), 5, 0), TQKV_OK);
-    for (unsigned n : {1u, 3u, 8u}) {
+    for (int n : {1, 3, 8}) {
         tqkv_store got = test_store(TQKV_TQ6, 1024, 1, 5, false);
-        gpu_row_simdgroups = n;
-        CHECK_RUN(gpu_encode(&got, source.data(), 5, 0, nullptr));
-        CHECK(!memcmp(expected.codes, got.codes, got.codes_size), "codes differ, %u simdgroups", n);
-        CHECK(!memcmp(expected.norms, got.norms, got.norms_size), "norms differ, %u simdgroups", n);
+        const tqkv_metal_store store = gpu_store(&got);
+        tqkv__dispatch d;
+        CHECK_RESULT(tqkv__plan_encode(&store, gpu_buffer(source.data()), 5, 0, gpu_buffer(nullptr), &d), TQKV_OK);
+        d.n_simdgroups = n;
+        CHECK_RUN(gpu_run(d));
+        CHECK(!memcmp(expected.codes, got.codes, got.codes_size), "codes differ, %d simdgroups", n);
+        CHECK(!memcmp(expected.norms, got.norms, got.norms_size), "norms differ, %d simdgroups", n);
         test_store_free(&got);
     }
-    gpu_row_simdgroups = usual;
     test_store_free(&expected);
 }
 
@@ -215,7 +211,7 @@ void defect_shader_cases()
     test_add(run_partly_filled_ring, nullptr, 0, "defect/partly_filled_ring");
     test_add(run_unused_slots, nullptr, 0, "defect/nan_in_unused_slots");
     test_add(run_prefill_at_once, nullptr, 0, "defect/prefill_in_one_dispatch");
-    if (gpu_on_device) return; // buffers are copied there, and operations not counted
+    if (gpu_on_device) return; // a device copies the buffers and does not count operations
     test_add(run_beyond_4_gib, nullptr, 0, "defect/offsets_beyond_4_gib");
     test_add(run_decoded_once, nullptr, 0, "defect/decoded_once_for_the_group");
 }

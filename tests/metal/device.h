@@ -1,5 +1,5 @@
-/* One dispatch on a real device, for the shader tests: what simt::run is on the CPU. metal_gpu.m on a Mac, tests/cuda on an
-   NVIDIA GPU. */
+/* One dispatch, as the shader tests hand it to a real device: metal_gpu.m on a Mac, tests/cuda on an NVIDIA GPU. On the CPU
+   gpu.cpp hands it to simt::run. */
 #ifndef TQKV_TESTS_DEVICE_H
 #define TQKV_TESTS_DEVICE_H
 #include <stdbool.h>
@@ -10,22 +10,25 @@
 extern "C" {
 #endif
 
-enum { DEVICE_BUFFERS = 16, DEVICE_MEMORIES = 4, DEVICE_CONSTANTS = 32 };
+enum { DEVICE_NAME_SIZE = 32, DEVICE_BUFFERS = 16, DEVICE_MEMORIES = 4, DEVICE_CONSTANTS = 32 };
 
 typedef struct device_dispatch {
-    const char *kernel;
-    unsigned threadgroups[3], threads;
-    void *buffers[DEVICE_BUFFERS]; /* NULL: not bound. Copied to the device, and back if written. */
+    char kernel[DEVICE_NAME_SIZE];
+    unsigned threadgroups[3], threads; /* threads: of a threadgroup */
+    void *buffers[DEVICE_BUFFERS];     /* NULL: not bound */
     size_t buffer_sizes[DEVICE_BUFFERS];
     bool written[DEVICE_BUFFERS];
+    bool by_value[DEVICE_BUFFERS]; /* an argument struct: Metal's setBytes */
     size_t threadgroup_bytes[DEVICE_MEMORIES];
     bool constant_set[DEVICE_CONSTANTS], constant_is_bool[DEVICE_CONSTANTS];
     uint32_t constants[DEVICE_CONSTANTS];
 } device_dispatch;
 
-/* Opens the default device and the library at the path (for CUDA the folder of pipelines, or "list", which runs nothing
-   and prints a line "pipeline NAME" for each that is asked for). False and a text in error if that fails. */
+/* Opens the default device and the library at the path. For CUDA the path is the folder of pipelines, or "list": then
+   nothing runs, and a line "pipeline NAME" appears for each pipeline that the dispatches need. False and a text in error
+   on failure. */
 bool device_open(const char *library, char *error, size_t error_size);
+/* Copies the buffers to the device, runs the dispatch, and copies back those that it writes. */
 bool device_run(const device_dispatch *dispatch, char *error, size_t error_size);
 
 #ifdef __cplusplus

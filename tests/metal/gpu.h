@@ -1,53 +1,69 @@
-// The library's calls made on the machine of simt.h: what a Metal host does to dispatch each kernel, on stores in plain
-// memory. Every call runs the kernel under all schedules asked for and compares what it wrote.
+// The library's GPU calls on the machine of simt.h or on a real device. tqkv__plan_* of tqkv.h plans every dispatch, as
+// it does for tqkv_metal.m; the code here only runs what was planned. A Metal buffer is a pointer to plain memory here.
 #ifndef TQKV_TESTS_GPU_H
 #define TQKV_TESTS_GPU_H
 #define TQKV_SHARED
 #include "tqkv.h"
+#include "device.h"
 #include "simt.h"
 #include <string>
 #include <vector>
 
-// The schedules under which every dispatch runs: orders of the lanes, and what fresh threadgroup memory holds.
+// Every dispatch runs under each of these schedules, and must write the same bytes under all. A schedule is an order of
+// the lanes and the bytes that fresh threadgroup memory holds.
 extern std::vector<simt::schedule> gpu_schedules;
 
-// Dispatches go to a real device instead, once; only in a driver built with GPU_DEVICE.
+// Runs every dispatch once, on a real device. Only in a driver built with GPU_DEVICE.
 extern bool gpu_on_device;
 
-// Simdgroups of a threadgroup in the kernels that take one row a simdgroup.
-extern unsigned gpu_row_simdgroups;
+// ---- Dispatches ----
 
-// One dispatch of tqkv_<family>_d<head_dim>, built up and then run.
-class gpu_dispatch
-{
-  public:
+// One dispatch of tqkv_<family>_d<head_dim>, or of tqkv_<family> where head_dim is 0.
+struct gpu_dispatch : device_dispatch {
     gpu_dispatch(const char *family, int head_dim);
-    gpu_dispatch &constant(int index, int64_t value);
+    gpu_dispatch &constant(int index, int value);
     gpu_dispatch &input(int index, const void *bytes, size_t size);
     gpu_dispatch &output(int index, void *bytes, size_t size);
     gpu_dispatch &memory(int index, size_t bytes); // threadgroup memory
+    gpu_dispatch &grid(simt::extent groups, unsigned n_simdgroups);
     // Empty string, or what the machine or the comparison of schedules found wrong.
-    std::string run(simt::extent threadgroups, unsigned n_simdgroups);
-
-  private:
-    std::string run_once(const simt::schedule &s) const;
-    struct bound {
-        int index;
-        void *bytes;
-        size_t size;
-        bool written;
-    };
-    std::string name;
-    simt::launch launch;
-    std::vector<bound> buffers;
+    std::string run() const;
+    std::string run(simt::extent groups, unsigned n_simdgroups) { return grid(groups, n_simdgroups).run(); }
 };
 
-// How attention is cut: columns 0 is the most a threadgroup can take.
+// A planned dispatch, as tqkv_metal.m would record it. Refers to `planned` for its argument structs.
+gpu_dispatch gpu_planned(const tqkv__dispatch &planned);
+std::string gpu_run(const tqkv__dispatch &planned);
+
+// ---- Arguments of tqkv__plan_* ----
+
+tqkv_metal_buffer gpu_buffer(const void *bytes);
+tqkv_metal_store gpu_store(const tqkv_store *s);
+
+// The arguments of tqkv__plan_attend for an attention on the CPU.
+struct gpu_attention {
+    explicit gpu_attention(const tqkv_attention &a);
+    gpu_attention(const gpu_attention &) = delete;
+    gpu_attention &operator=(const gpu_attention &) = delete;
+    const tqkv_metal_store keys, values;
+    tqkv_metal_attention metal;
+};
+
+// How attention is divided; 0 leaves what tqkv.h planned.
 struct gpu_split {
     int columns, n_simdgroups, n_splits;
 };
+enum { GPU_MOST = -1 }; // columns: the most that a threadgroup can take
 
-// Each returns an empty string or what went wrong. not_finite, if given, receives the flag word.
+// Divides a planned attention in another way. The two buffers of scratch change their sizes: gpu_set_scratch must
+// follow.
+void gpu_force(tqkv__dispatch d[2], gpu_split split);
+tqkv__binding *gpu_find(tqkv__dispatch *d, int index);                // NULL if the index is not bound
+void gpu_set_scratch(tqkv__dispatch d[2], float *sums, float *state); // bindings 6 and 7 of attend
+
+// ---- Calls ----
+
+// Each returns an empty string, or what went wrong. not_finite may be NULL; otherwise it receives the flag.
 std::string gpu_encode(const tqkv_store *s, const float *src, int n_tokens, int64_t position, uint32_t *not_finite);
 std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, const float *k, const float *v,
                           int n_tokens, int64_t position, uint32_t *not_finite);

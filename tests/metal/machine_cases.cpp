@@ -1,4 +1,4 @@
-// The machine of simt.h itself: what it refuses, and which kernels there are.
+// The machine of simt.h itself: the launches that it refuses, and the kernels that exist.
 #include "shader_cases.h"
 
 namespace
@@ -20,8 +20,8 @@ void run_entry_points(const void *)
     CHECK(found == expected, "%d kernels, not %d", found, expected);
 }
 
-// A dispatch of rotate that only lacks what `change` takes away.
-std::string rotate_but(void (*change)(simt::launch &))
+// Runs a valid dispatch of rotate after one change.
+std::string rotate_after(void (*change)(simt::launch &))
 {
     float rows[2 * 64] = {};
     tqkv__rotate_args args = {2};
@@ -42,16 +42,16 @@ void check_refusal(const std::string &message, const char *expected)
 
 void run_refusals(const void *)
 {
-    CHECK(rotate_but([](simt::launch &) {}).empty(), "a right dispatch is refused");
-    check_refusal(rotate_but([](simt::launch &l) { l.buffers[1] = nullptr; }), "buffer 1 is not bound");
-    check_refusal(rotate_but([](simt::launch &l) { l.threads.x = 33; }), "not a multiple of 32");
-    check_refusal(rotate_but([](simt::launch &l) { l.threads.x = 1056; }), "not a multiple of 32 up to 1024");
-    check_refusal(rotate_but([](simt::launch &l) { l.threadgroup_bytes[0] = 40; }), "not a multiple of 16");
-    check_refusal(rotate_but([](simt::launch &l) { l.threadgroup_bytes[0] = 32784; }), "more than 32 KiB");
-    check_refusal(rotate_but([](simt::launch &l) { l.constants.set[TQKV_FC_UNROTATE] = false; }), "is not set");
+    CHECK(rotate_after([](simt::launch &) {}).empty(), "a valid dispatch is refused");
+    check_refusal(rotate_after([](simt::launch &l) { l.buffers[1] = nullptr; }), "buffer 1 is not bound");
+    check_refusal(rotate_after([](simt::launch &l) { l.threads.x = 33; }), "not a multiple of 32");
+    check_refusal(rotate_after([](simt::launch &l) { l.threads.x = 1056; }), "not a multiple of 32 up to 1024");
+    check_refusal(rotate_after([](simt::launch &l) { l.threadgroup_bytes[0] = 40; }), "not a multiple of 16");
+    check_refusal(rotate_after([](simt::launch &l) { l.threadgroup_bytes[0] = 32784; }), "more than 32 KiB");
+    check_refusal(rotate_after([](simt::launch &l) { l.constants.set[TQKV_FC_UNROTATE] = false; }), "is not set");
 }
 
-// The largest dispatches that the host may make stay within Metal's limits.
+// Attention with 8 simdgroups, more than tqkv.h plans, stays within Metal's 32 KiB of threadgroup memory.
 void run_memory_limits(const void *)
 {
     for (int d : test_head_dims) {

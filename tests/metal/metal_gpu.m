@@ -1,5 +1,4 @@
-// The shader tests' dispatches on a Mac's GPU. Compiled with ARC. A pipeline is made anew for each dispatch: this is a
-// test, and each has its own function constants.
+// device.h on a Mac's GPU. Compiled with ARC. Every dispatch makes a new pipeline: each has its own function constants.
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
 #include "device.h"
@@ -58,6 +57,10 @@ static void bind_arguments(const device_dispatch *d, id<MTLComputeCommandEncoder
 {
     for (NSUInteger i = 0; i < DEVICE_BUFFERS; i++) {
         if (!d->buffers[i]) continue;
+        if (d->by_value[i]) {
+            [encoder setBytes:d->buffers[i] length:d->buffer_sizes[i] atIndex:i];
+            continue;
+        }
         NSUInteger size = d->buffer_sizes[i] ? d->buffer_sizes[i] : 4; // Metal has no empty buffers
         id<MTLBuffer> buffer = [device newBufferWithLength:size options:MTLResourceStorageModeShared];
         memcpy(buffer.contents, d->buffers[i], d->buffer_sizes[i]);
@@ -83,7 +86,8 @@ bool device_run(const device_dispatch *d, char *error, size_t error_size)
         [encoder endEncoding];
         [commands commit];
         [commands waitUntilCompleted];
-        if (commands.status != MTLCommandBufferStatusCompleted) return fail(error, error_size, d->kernel, commands.error);
+        if (commands.status != MTLCommandBufferStatusCompleted)
+            return fail(error, error_size, d->kernel, commands.error);
         for (NSUInteger i = 0; i < DEVICE_BUFFERS; i++)
             if (d->written[i]) memcpy(d->buffers[i], buffers[@(i)].contents, d->buffer_sizes[i]);
         return true;

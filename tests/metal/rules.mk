@@ -10,7 +10,7 @@ SHADER_TEST_HEADERS := tqkv.h $(wildcard tests/*.h tests/metal/*.h)
 DEB_TEST += clang python3
 BREW_TEST += python3
 
-# A shader compiled through a shim, and the C++ of the tests. Products must stay rounded: see shaders/common.h.
+# Flags of a shader, compiled through a shim, and of the C++ of the tests. Products must stay rounded: see shaders/common.h.
 SHADER_FLAGS := -std=c++14 -g -ffp-contract=off -D__METAL_VERSION__=300 -Itests/metal -Wall -Wextra -Wno-unknown-pragmas \
 	-Werror
 SHADER_CPU := $(SHADER_FLAGS) -isystem tests/metal/shim/cpu
@@ -24,7 +24,9 @@ $(METAL_BUILD)/%/prepared: tests/metal/prep.py $(SHADER_SOURCES)
 
 .PRECIOUS: $(METAL_BUILD)/%/prepared
 
-# $(1) name, $(2) compiler, $(3) flags, $(4) flags of simt.cpp in place of these, $(5) what runs the program, $(6) its options
+# The implementation, in test_tables.c, is not sanitized here: it compiles for minutes then, and tests/rules.mk has its own
+# sanitized builds.
+# $(1) name, $(2) compiler, $(3) flags, $(4) flags of simt.cpp instead, $(5) runs the driver, $(6) its options
 define shader_variant
 $(METAL_BUILD)/$(1)/%.metal.o: $(METAL_BUILD)/cpu/prepared tqkv.h tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
 	@mkdir -p $$(@D)
@@ -42,6 +44,10 @@ $(METAL_BUILD)/$(1)/%.o: tests/%.c $(SHADER_TEST_HEADERS)
 	@mkdir -p $$(@D)
 	@$(2) -x c++ $(3) $(SHADER_TEST_FLAGS) -c $$< -o $$@
 
+$(METAL_BUILD)/$(1)/test_tables.o: tests/test_tables.c $(SHADER_TEST_HEADERS)
+	@mkdir -p $$(@D)
+	@$(2) -x c++ $(filter-out -fsanitize=%,$(3)) $(SHADER_TEST_FLAGS) -c $$< -o $$@
+
 $(METAL_BUILD)/$(1)/driver: $(SHADER_NAMES:%=$(METAL_BUILD)/$(1)/%.metal.o) \
 		$(patsubst %,$(METAL_BUILD)/$(1)/%.o,simt runner test_tables $(SHADER_TESTS))
 	@$(2) $(3) $$^ -o $$@ -lm
@@ -52,8 +58,8 @@ test-shaders-$(1): $(METAL_BUILD)/$(1)/driver
 	@$(5) $$< $(6)
 endef
 
-# setarch: ThreadSanitizer wants its address layout. Without the suppressions each lane's race is a report of its own.
-# One of them runs the shaders as for hardware with cheap shuffles.
+# setarch: ThreadSanitizer needs its own address layout. suppress_equal_*: at 0, it reports the race of every lane.
+# The ASan variant runs the shaders as for hardware with cheap shuffles.
 SHADER_ASAN := -O1 -DTQKV_CHEAP_SHUFFLE=true -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 SHADER_TSAN := -O1 -fsanitize=thread
 SHADER_TSAN_RUN := TSAN_OPTIONS=suppress_equal_addresses=0:suppress_equal_stacks=0:halt_on_error=1 \
@@ -69,7 +75,7 @@ test-shaders-flush: $(METAL_BUILD)/plain/driver
 	@$< --flush
 
 ifneq ($(QEMU),)
-# The machine's stack switch on 64-bit ARM, and the shaders' sums there.
+# The stack switch of the machine on 64-bit ARM, and the sums of the shaders there.
 $(eval $(call shader_variant,aarch64,aarch64-linux-gnu-g++,-O1 -static -isystem $(CROSS_INCLUDE),,$(QEMU),--one-schedule \
 	machine tables attend/pair golden/tq5/64))
 $(METAL_BUILD)/aarch64/codec_cases.o $(METAL_BUILD)/aarch64/test_tables.o: $(CROSS_INCLUDE)/xxhash.h
@@ -84,7 +90,7 @@ check-shaders: $(METAL_BUILD)/clang/prepared
 	@echo "$(words $(SHADER_NAMES)) passed, 0 failed"
 
 .PHONY: lint-shaders
-lint-shaders: ## find in the shaders what Metal forbids and C++ allows
+lint-shaders: ## find code in the shaders that Metal forbids and C++ allows
 	@echo "== shaders: lint, and its own test"
 	@python3 tests/metal/lint.py $(SHADER_SOURCES)
 	@python3 tests/metal/lint.py --expect tests/metal/lint_bugs.metal
@@ -96,7 +102,7 @@ test-shaders-bugs: $(patsubst %,$(METAL_BUILD)/%/driver,plain asan tsan)
 	ASAN_LINK="clang++ $(SHADER_ASAN)" TSAN="clang++ $(SHADER_TSAN) $(SHADER_CPU)" TSAN_LINK="clang++ $(SHADER_TSAN)" \
 	TSAN_RUN="$(SHADER_TSAN_RUN)" TYPE_CHECK="$(TYPE_CHECK)" python3 tests/metal/bugs.py $(METAL_BUILD) $(BUGS)
 
-# nvcc compiles the shaders without a GPU, as the pipelines of I8 keys and TQ4 values, 4 query rows a threadgroup.
+# nvcc compiles the shaders without a GPU: the pipelines for I8 keys, TQ4 values and 4 columns.
 NVCC ?= $(shell command -v nvcc 2>/dev/null)
 CUDA_FLAGS := -x cu -std=c++17 -arch=sm_90 -fmad=false -D__METAL_VERSION__=300 -Itests/cuda/shim -Ishaders
 CUDA_CONSTANTS := 8, 2, 1, 1, 1, 1, 4, 1, 1, 1, 0, 1

@@ -1,6 +1,7 @@
 // The groups of cases of the shader tests, for the table in tests/runner.c.
 #ifndef TQKV_TESTS_SHADER_CASES_H
 #define TQKV_TESTS_SHADER_CASES_H
+#include "../attend_fixture.h"
 #include "../runner.h"
 #include "gpu.h"
 
@@ -9,7 +10,11 @@ void attend_shader_cases();
 void defect_shader_cases();
 void machine_cases();
 
-// The dispatch must be free of complaints.
+// Runs the attention divided in each of these ways, and compares every output with the double-precision reference.
+void check_attend(const attend_row &row, const std::vector<gpu_split> &splits);
+const gpu_split as_planned = {0, 0, 0};
+
+// The call must report nothing.
 #define CHECK_RUN(call)                                                                                                \
     do {                                                                                                               \
         std::string check_run_ = (call);                                                                               \

@@ -1,10 +1,11 @@
-// The machine of simt.h. Compiled without instrumentation in every build, so that a sanitizer sees the shaders' memory
-// accesses and not the scheduler's. SIMT_ASAN and SIMT_TSAN tell the sanitizer's runtime about the fibers.
+// The machine of simt.h. Every build compiles it without instrumentation: a sanitizer then sees the memory accesses of
+// the shaders and not those of the scheduler. SIMT_ASAN and SIMT_TSAN tell the sanitizer's runtime about the fibers.
 //
-// Race detection (SIMT_TSAN): each GPU thread is a fiber of ThreadSanitizer. Switching orders nothing; a barrier with a
-// memory flag orders its scope, and only that. Threadgroups run on two sets of fibers and meet at the end of the grid
-// alone, so that writes of two threadgroups to one place are races too. The set is 0 or 1 by the parity of the bits of
-// the threadgroup's number: at every distance there are threadgroups on different sets.
+// Race detection (SIMT_TSAN): each GPU thread is a fiber of ThreadSanitizer. A switch of fibers orders nothing. A
+// barrier with a memory flag orders its own scope only. Threadgroups run on two sets of fibers, which meet only at the
+// end of the grid: writes of two threadgroups to one place are then races too. The parity of the bits of the
+// threadgroup's number selects the set: for every distance, some pairs of threadgroups at that distance are on
+// different sets.
 #include "simt.h"
 #include <stdarg.h>
 #include <stdio.h>
@@ -94,7 +95,7 @@ struct fiber {
     void *asan_stack, *tsan_fiber;
 };
 
-// Where the lanes of one simdgroup, or all threads, are to meet.
+// The point where the lanes of one simdgroup, or all threads of a threadgroup, wait for each other.
 struct meeting {
     unsigned arrived;
     const char *operation, *file;
@@ -102,7 +103,7 @@ struct meeting {
 };
 
 struct simdgroup {
-    slot slots[2][simd_width]; // two, so that a fast lane does not overwrite what a slow one has yet to read
+    slot slots[2][simd_width]; // two: a fast lane must not overwrite what a slow lane still reads
     meeting point;
 };
 
@@ -122,7 +123,7 @@ struct machine {
 
 machine *m;
 const size_t stack_size = 256 * 1024;
-// Kept from launch to launch: mapping a stack costs more than a small kernel. Two sets, for threadgroups in turn.
+// One for each set of fibers. They stay from launch to launch: mapping a stack costs more than a small kernel.
 std::vector<char *> stacks[2];
 #ifdef SIMT_TSAN
 std::vector<void *> tsan_fibers[2];
@@ -172,7 +173,7 @@ void resume(fiber *f)
 #endif
 }
 
-// Leaves the running fiber for good: the launch is over.
+// Ends the launch. Does not return to the running fiber.
 [[noreturn]] void fail(const std::string &message)
 {
     if (m->failure.empty()) m->failure = message;
@@ -198,7 +199,8 @@ void start()
     abort();
 }
 
-// The running lane arrives at a meeting of `expected` threads; the last one wakes those from `first` on.
+// The running lane arrives at a meeting of `expected` threads. The last one to arrive wakes all, which are those from
+// `first` on.
 void meet(meeting &point, unsigned expected, unsigned first, fiber_state waiting, const char *operation,
           const char *file, int line)
 {
@@ -252,7 +254,7 @@ void prepare_fiber(unsigned index, extent group, const launch &l, void *const *t
     f.stack = stacks[m->parity][index];
     void **sp = (void **)(f.stack + stack_size);
 #if defined(__x86_64__)
-    *--sp = nullptr; // the return address of `start`: keeps the stack aligned as after a call
+    *--sp = nullptr; // the return address of `start`: aligns the stack as after a call
     *--sp = (void *)start;
     for (size_t i = 0; i < saved_words; i++) *--sp = nullptr;
 #else
@@ -281,7 +283,7 @@ std::string describe_waiting()
                 waiting, list.c_str());
 }
 
-// Runs the prepared fibers until all have finished, in rounds, each in the order of the schedule.
+// Runs the prepared fibers in rounds until all have finished. Each round takes them in the order of the schedule.
 void run_threadgroup(lane_order order, uint64_t &random)
 {
     unsigned n = (unsigned)m->fibers.size(), done = 0;
@@ -377,8 +379,7 @@ const slot *exchange(const void *value, size_t size, const char *operation, cons
     fiber *f = m->running;
     simdgroup &s = m->simdgroups[f->t.simdgroup_index_in_threadgroup];
     unsigned parity = f->exchanges++ & 1;
-    volatile unsigned char *to =
-        s.slots[parity][f->t.thread_index_in_simdgroup].bytes; // memcpy would be seen by a sanitizer
+    volatile unsigned char *to = s.slots[parity][f->t.thread_index_in_simdgroup].bytes; // a sanitizer would see memcpy
     for (size_t i = 0; i < size; i++) to[i] = ((const unsigned char *)value)[i];
     meet(s.point, simd_width, f->t.simdgroup_index_in_threadgroup * simd_width, at_simd_operation, operation, file,
          line);
@@ -392,7 +393,7 @@ void barrier(barrier_scope scope, bool orders_memory, const char *file, int line
     meeting &point = scope == simdgroup_scope ? m->simdgroups[group].point : m->group;
     (void)orders_memory;
 #ifdef SIMT_TSAN
-    char *order = (char *)&point + m->parity; // one a set of fibers: a barrier orders its own threadgroup only
+    char *order = (char *)&point + m->parity; // one for each set of fibers: a barrier orders its own threadgroup only
     if (orders_memory) __tsan_release(order);
 #endif
     if (scope == simdgroup_scope)
@@ -425,7 +426,7 @@ std::string run(const kernel &k, const launch &l, const schedule &s)
     prepare_machine(machine, k, threads);
     constants = &l.constants;
     uint64_t random = s.seed | 1, index = 0;
-    std::vector<void *> memory; // fresh for each threadgroup and freed at the end: no threadgroup sees another's
+    std::vector<void *> memory; // new for each threadgroup and freed at the end: no threadgroup sees that of another
     for (unsigned z = 0; z < l.threadgroups.z; z++)
         for (unsigned y = 0; y < l.threadgroups.y; y++)
             for (unsigned x = 0; x < l.threadgroups.x && m->failure.empty(); x++) {

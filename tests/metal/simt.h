@@ -1,7 +1,7 @@
-// A SIMT machine on one CPU thread: each GPU thread of a threadgroup is a fiber with a stack of its own, and simdgroup
-// operations and barriers are meeting points that record their source line. It runs the shaders as the shim compiles
-// them and reports what a GPU would do silently: operations that not all lanes reach, unbound buffers, unset function
-// constants. Sanitizers see ordinary memory: see simt.cpp for what each of them adds.
+// A SIMT machine on one CPU thread. Each GPU thread of a threadgroup is a fiber with its own stack. Fibers wait for
+// each other at simdgroup operations and barriers, which record their source line. The machine runs the shaders as the
+// shim compiles them. It reports errors that a GPU does not: operations that some lanes do not reach, unbound buffers,
+// unset function constants. Sanitizers see ordinary memory: simt.cpp says what each of them adds.
 #ifndef SIMT_H
 #define SIMT_H
 #include <stddef.h>
@@ -23,7 +23,7 @@ struct constant_values {
     int64_t value[max_constants];
 };
 
-// What a kernel sees of its place, and its arguments.
+// The arguments of a kernel, and the thread's place in the grid.
 struct thread_state {
     extent threadgroup_position_in_grid, thread_position_in_threadgroup, threads_per_threadgroup, threadgroups_per_grid;
     unsigned thread_index_in_threadgroup, thread_index_in_simdgroup;
@@ -32,7 +32,7 @@ struct thread_state {
     void *const *threadgroup_arguments;
 };
 
-// A kernel registers itself at start-up; the masks have one bit for each index that its arguments name.
+// A kernel registers itself at start-up. Each mask has one bit per index that the kernel's arguments name.
 struct kernel {
     const char *name;
     uint32_t buffers, threadgroup, constants;
@@ -58,13 +58,13 @@ enum lane_order { ascending, descending, shuffled };
 struct schedule {
     lane_order order;
     uint64_t seed;         // of the shuffled order
-    unsigned char poison;  // what threadgroup memory holds before the kernel writes it
-    bool flush_subnormals; // as a GPU may
+    unsigned char poison;  // every byte of threadgroup memory before the kernel writes it
+    bool flush_subnormals; // a GPU may do so
 };
 
-// Runs every threadgroup of the grid. Empty string: done; else what was wrong, after which the output is undefined.
+// Runs every threadgroup of the grid. Returns an empty string, or what was wrong; the output is undefined then.
 std::string run(const kernel &k, const launch &l, const schedule &s);
-// Halves that lanes have widened since the program started.
+// The number of halves that lanes have converted to floats since the program started.
 uint64_t widened_halves();
 
 // Below: for the shim only.
@@ -81,7 +81,7 @@ void count_half();
 [[noreturn]] void unset_constant(const char *name, int index);
 [[noreturn]] void bad_lane(const char *operation, unsigned lane, const char *file, int line);
 
-// A function constant: reads the value given at launch.
+// A function constant. It reads the value of the launch.
 template <class T>
 struct function_constant {
     int index;
