@@ -77,8 +77,8 @@ static inline size_t stream_write(void *user, const void *bytes, size_t n)
     stream *s = (stream *)user;
     if (stream_fails(s)) return s->one_more ? n + 1 : s->answer;
     size_t share = stream_share(s, n);
-    if (s->size + share > s->room) {
-        s->room = 2 * (s->size + share);
+    if (!s->bytes || s->size + share > s->room) {
+        s->room = 2 * (s->size + share) + 1;
         s->bytes = (unsigned char *)realloc(s->bytes, s->room);
         if (!s->bytes) exit(2);
     }

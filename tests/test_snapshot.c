@@ -26,7 +26,7 @@ static tqkv_cache_desc open_desc(counting *counter)
 static stream make_snapshot(const cache_row *row, const tqkv_cache_desc *desc)
 {
     tqkv_cache *cache = cache_make(row, desc);
-    stream s = cache ? stream_of_cache(cache) : stream_empty();
+    stream s = stream_of_cache(cache);
     tqkv_cache_destroy(cache);
     return s;
 }
