@@ -396,7 +396,7 @@ void bench_attention(tqkv_format key_format, tqkv_format value_format, int head_
     if (shapes.empty()) return;
     std::vector<tqkv_store> keys, values;
     double bytes = 0.0;
-    while (bytes < SEVERAL_CACHES && keys.size() < (opt.list || opt.check ? 1 : 64)) {
+    while (bytes < (double)SEVERAL_CACHES && keys.size() < (opt.list || opt.check ? 1 : 64)) {
         keys.push_back(make_stream(key_format, head_dim, positions));
         values.push_back(make_stream(value_format, head_dim, positions));
         fill_stream(keys.back(), 1 + (uint32_t)keys.size());
