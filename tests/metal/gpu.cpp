@@ -145,16 +145,8 @@ gpu_attention::gpu_attention(const tqkv_attention &a) : keys(gpu_store(a.keys)),
 {
     metal.keys = &keys;
     metal.values = &values;
-    metal.n_heads = a.n_heads;
-    metal.n_queries = a.n_queries;
-    metal.end = a.end;
-    metal.kv_len = a.kv_len;
-    metal.window = a.window;
-    metal.scale = a.scale;
-    metal.softcap = a.softcap;
+    metal.attention = a;
     metal.sinks = gpu_buffer(a.sinks);
-    metal.query_basis = a.query_basis;
-    metal.output_basis = a.output_basis;
 }
 
 tqkv__binding *gpu_find(tqkv__dispatch *d, int index)

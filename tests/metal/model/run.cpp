@@ -5,7 +5,6 @@
 //   run lookup WAY ROUNDS                                  variants/lookup.metal
 //   run scores WAY ROWS                                    variants/scores.metal
 #define TQKV_IMPLEMENTATION
-#define TQKV_STATIC
 #include "../gpu.h"
 #include <algorithm>
 #include <map>
