@@ -190,7 +190,7 @@ static void check_truncate_linear(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
-/* Truncation cannot restore overwritten positions: after 33 tokens in a ring of 10, truncating to 27 leaves [23, 27). */
+/* Truncation cannot restore overwritten positions: 33 tokens in a ring of 10, truncated to 27, leave [23, 27). */
 static void check_truncate_ring(const void *parameters)
 {
     const cache_row *row = (const cache_row *)parameters;
