@@ -11,7 +11,7 @@
          #include "tqkv.h"
 
      Everywhere else, the include alone. Keep the name tqkv.h: the file includes itself. That one file needs xxhash.h
-     (Debian libxxhash-dev, Homebrew xxhash), and the program links with -lm.
+     0.8.0 or later (Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h), and the program links with -lm.
 
    EXAMPLE
 
@@ -230,7 +230,10 @@ TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim);
 TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim);
 
 /* >>attention
-   Runs task(context, i) for i in [0, count), in any order, on any threads, and returns when all are done. */
+   Runs task(context, i) once for each i in [0, count), in any order, on any threads, and returns when all have ended.
+   Threads that share a cache or a store call `run` at once: it must allow that. tqkv never calls `run` from a task of its
+   own; a pool whose other tasks call tqkv must allow `run` inside a task. Neither `run` nor a task may throw or longjmp
+   through tqkv: the scratch of the call would leak, and its tasks might go on. */
 typedef void (*tqkv_task)(void *context, int index);
 typedef struct tqkv_parallel {
     void (*run)(void *user, int count, tqkv_task task, void *context);

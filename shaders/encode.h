@@ -36,8 +36,8 @@ inline bool clear_if_not_finite(thread float *x)
 #define BLOCK_PIECES(D, BLOCK)                                                                                         \
     ((BLOCK) > ENCODE_LANES(D) * ENCODE_PIECE(D) ? (BLOCK) / (ENCODE_LANES(D) * ENCODE_PIECE(D)) : 1)
 #define BLOCK_LANES(D, BLOCK) ((BLOCK) / (ENCODE_PIECE(D) * BLOCK_PIECES(D, BLOCK)))
-#define NORM_BLOCK(D)         ((D) < 512 ? (D) : 256)
-#define MAXIMUM_BLOCK(D)      ((D) <= 128 ? (D) : 128)
+#define NORM_BLOCK(D)         TQKV__NORM_BLOCK(TQKV__BOOK, D)
+#define MAXIMUM_BLOCK(D)      TQKV__NORM_BLOCK(TQKV__GRID, D)
 
 // Sum of squares of one piece, x, over the lanes of the block: within each part in order, then parts in pairs of
 // distance 1, 2, 4 ..

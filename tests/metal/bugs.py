@@ -63,7 +63,7 @@ BUGS = {
         "tqkv.h", "-2.0690172f", "-2.0690173f", "tables", (), "plain", "tables", "stale: table codebook_4"),
     # Defects of earlier systems.
     "norms_of_both_blocks": (
-        "shaders/encode.h", "((D) < 512 ? (D) : 256)", "(D)", "encode", (512, 1024), "plain", "defect/block_norms_of_d512", "norms of tq5 d512"),
+        "shaders/encode.h", "TQKV__NORM_BLOCK(TQKV__BOOK, D)", "(D)", "encode", (512, 1024), "plain", "defect/block_norms_of_d512", "norms of tq5 d512"),
     "no_barrier_before_values": (
         "shaders/attend.h",
         "        simdgroup_barrier(mem_flags::mem_threadgroup);\n        add_values", "        add_values", "attend",
