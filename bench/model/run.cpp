@@ -1,12 +1,12 @@
-// Runs one counted kernel on the machine of simt.h and prints how often its blocks ran and what its accesses cost. Its
-// results must be right, else nothing is printed.
+// Runs one counted kernel on the machine of simt.h and prints how often its blocks ran and what its accesses cost. If a
+// result is wrong, it prints no counts.
 //   run attend KEY_FORMAT VALUE_FORMAT GROUP POSITIONS     one KV head of head_dim 128, one threadgroup of 4 simdgroups
 //   run encode FORMAT TOKENS
 //   run lookup WAY ROUNDS                                  variants/lookup.metal
 //   run scores WAY ROWS                                    variants/scores.metal
 #define TQKV_IMPLEMENTATION
 #define TQKV_STATIC
-#include "../gpu.h"
+#include "gpu.h"
 #include <algorithm>
 #include <map>
 #include <math.h>
@@ -25,18 +25,18 @@ struct lane_counts {
 };
 std::map<unsigned, lane_counts> blocks; // by simdgroup; [lane][block]
 
-// An access of a simdgroup that is still missing lanes.
+// An access of a simdgroup that some lanes have not reached yet.
 struct access {
     unsigned arrived;
     uint64_t address[simt::simd_width];
 };
-// By simdgroup, place in the code, and how often a lane has been there.
+// Key: simdgroup, place in the code, how often a lane has reached it.
 std::map<std::pair<unsigned, std::pair<unsigned, uint64_t>>, access> accesses;
 std::map<unsigned, lane_counts> visits;
-// By number of banks: cycles of all threadgroup accesses of a simdgroup.
+// Cycles of all threadgroup accesses of a simdgroup, by number of banks.
 const unsigned bank_counts[] = {16, 32};
 double cycles_of_banks[2];
-double bytes_loaded, bytes_of_lines; // by device loads, and of the lines of 128 bytes that these touch
+double bytes_loaded, bytes_of_lines; // of device loads; of the 128-byte lines that they touch
 
 uint64_t &count(lane_counts &counts, unsigned index)
 {
@@ -45,7 +45,7 @@ uint64_t &count(lane_counts &counts, unsigned index)
     return of[index];
 }
 
-// A bank serves one word a cycle, to all lanes that want it; and a cycle brings one word a bank at most.
+// In each cycle a bank serves one word to all lanes that ask for it, and delivers at most one word.
 double access_cycles(const access &a, unsigned bytes, unsigned banks)
 {
     std::vector<uint64_t> words;
@@ -91,8 +91,8 @@ extern "C" {
 
 void model_visit(unsigned block) { count(blocks[simt::current->simdgroup_index_in_threadgroup], block)++; }
 
-// An access of `bytes` bytes a lane. Lanes that do not come here leave it incomplete: such accesses are rare and their
-// cycles are left out.
+// An access of `bytes` bytes a lane. It stays incomplete if a lane does not get here: such accesses are rare, and their
+// cycles are not counted.
 void model_touch(bool is_device, unsigned place, unsigned bytes, uint64_t address)
 {
     unsigned simdgroup = simt::current->simdgroup_index_in_threadgroup;
@@ -205,7 +205,7 @@ std::vector<float> gaussian(size_t n)
 
 struct owned_store {
     tqkv_store store = {};
-    std::vector<float> codes, norms; // codes as floats for their alignment
+    std::vector<float> codes, norms; // codes are floats for alignment
 
     owned_store(tqkv_format format, int n_positions)
     {
@@ -247,7 +247,7 @@ void run_attend(tqkv_format key_format, tqkv_format value_format, int group, int
         difference += pow((double)out[i] - (double)expected[i], 2);
         size += pow((double)expected[i], 2);
     }
-    // Both may be 2e-5 away from the truth.
+    // Each may be off by 2e-5.
     if (!(sqrt(difference / size) <= 4e-5)) fail("attend: relative error " + std::to_string(sqrt(difference / size)));
 }
 
@@ -298,7 +298,8 @@ void run_scores(int way, int n_rows)
 {
     const size_t n_words = (size_t)n_rows * 16;
     std::vector<uint32_t> memory(n_words + 32);
-    uint32_t *codes = (uint32_t *)(((uintptr_t)memory.data() + 127) / 128 * 128); // rows lie in lines as on a GPU
+    uint32_t *codes =
+        (uint32_t *)(((uintptr_t)memory.data() + 127) / 128 * 128); // rows are aligned to lines as on a GPU
     std::vector<float> queries = gaussian(4 * head_dim), scores((size_t)n_rows * 4);
     for (uint32_t &word : memory) word = (uint32_t)generator();
     tqkv__rotate_args args = {n_rows};
@@ -323,7 +324,7 @@ void run_scores(int way, int n_rows)
         }
 }
 
-// A simdgroup goes where any of its lanes goes.
+// A simdgroup runs a block if any of its lanes does.
 void print_counts()
 {
     std::vector<uint64_t> total;

@@ -1,4 +1,4 @@
-"""Published figures of Apple's GPUs, each with the place where it was read. None was measured by this project."""
+"""Published figures of Apple's GPUs, each with its source. This project measured none of them."""
 
 SOURCES = {
     "MB": "github.com/philipturner/metal-benchmarks, README.md of commit dc2adc6 (M1 Max, A14 and A15 measured)",

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""A model of Apple's GPUs: what one decode step of attention and encoding would take, from counted operations and
-published figures. A prediction: nothing of it was measured on Apple's hardware.
+"""A model of Apple's GPUs: predicts the time of a decode step of attention and of encoding from counted operations and
+published figures. Nothing was measured on Apple's hardware.
 
 usage: model.py BUILD_FOLDER             tables, as they stand in BENCHMARKS.md, and lines `ratio NAME VALUE`
        model.py BUILD_FOLDER --check     a few pipelines: what must hold of the counts
@@ -38,7 +38,7 @@ class Machine:
                                                    for name in ("gpu", "simt", "attend_merge.metal")]
 
     def source(self, shader):
-        """The prepared shader with kernels of this head_dim alone: others would take compiling."""
+        """The prepared shader with the kernels of this head_dim alone, to save compile time."""
         with open(f"{self.build}/model/source/{shader}.metal.cpp", encoding="utf-8") as f:
             text = f.read()
         text = re.sub(r"(?m)^[A-Z_]+\((?!%d\))\d+\)$" % HEAD_DIM, "", text)
@@ -72,7 +72,7 @@ class Machine:
         return scaled(counts, 32.0 / (tokens * HEAD_DIM))
 
     def lookup(self, way, rounds=64):
-        """Operations to look 32 values up: those of the loop less its multiply-adds and its loads."""
+        """Operations to look up 32 values: those of the loop without its multiply-adds and loads."""
         counts = self.run("lookup", "tqkv_lookup", {0: LOOKUPS[way]}, ["lookup", LOOKUPS[way], rounds])
         less = self.run("lookup", "tqkv_lookup", {0: LOOKUPS[way]}, ["lookup", LOOKUPS[way], 2 * rounds])
         per_value = scaled(Counter({k: less[k] - counts[k] for k in less}), 1.0 / (rounds * 32 * SIMDGROUPS))
@@ -137,7 +137,7 @@ def times(chip, counts, n_values, n_bytes, banks, simdgroups):
 
 
 def attend_times(chip, counts, format_name, group, banks=16):
-    """A core takes whole threadgroups, as many at a time as its threadgroup memory holds."""
+    """A core runs whole threadgroups, as many at a time as its threadgroup memory holds."""
     share = THREADGROUPS / chips.CHIPS[chip][0]
     resident = min(share, chips.THREADGROUP_MEMORY // threadgroup_bytes(group))
     seconds = times(chip, counts, VALUES, stored_bytes(format_name) + partial_bytes(group), banks,
@@ -167,7 +167,7 @@ def print_counts(title, rows):
 
 
 def print_decode_once(counts):
-    """A key or value is decoded once for its group: what is not done for each query head does not grow with it."""
+    """A key or value is decoded once for its group: only work for each query head grows with the group."""
     print("\nPer value of keys and values, and what each query head more adds (from group 2 to 8):\n")
     names = ["threadgroup access", "threadgroup bytes", "lookup shuffle", "conversion", "shift", "integer",
              "device bytes", "multiply-add"]
@@ -183,7 +183,7 @@ def print_decode_once(counts):
 
 
 def print_cycles(counts):
-    """What the formats take of a core, and what a chip's bandwidth leaves them."""
+    """Cycles that the formats need of a core, and cycles that a chip's bandwidth leaves them."""
     print("\nCycles of a core for 32 values of keys and values at group 2, 4, 8, before waiting:\n")
     print("| | issue | complex | threadgroup, 16 banks | 32 banks | data cache |\n|---|---|---|---|---|---|")
     for name in FORMATS:
@@ -223,7 +223,7 @@ def print_formats(counts):
 
 
 def with_lookup(counts, old, new):
-    """Counts of attention with one way to look up in place of another."""
+    """Counts of attention with another way to look up."""
     result = Counter(counts)
     for name, n in new.items():
         result[name] += n
@@ -287,7 +287,7 @@ def print_ratios(counts):
 
 
 def current_lookup(counts):
-    """How the shaders look TQ4 up, by what they do."""
+    """How the shaders look up TQ4, by their operations."""
     return "simd_shuffle" if counts["lookup shuffle"] > 0.9 else "threadgroup table"
 
 

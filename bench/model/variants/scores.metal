@@ -1,4 +1,4 @@
-// Ways to share the scores of a tile of 32 keys among lanes, to be counted beside each other; no part of the library.
+// Ways to share the scores of a tile of 32 keys among lanes, to compare their counts; not part of the library.
 // 4-bit codes of head_dim 128, looked up in threadgroup memory, against four query heads.
 #include <metal_stdlib>
 using namespace metal;
@@ -35,7 +35,7 @@ inline void lanes_across(device const uchar *tile, threadgroup const float *quer
     }
 }
 
-// A lane a position: no sums, but its row to itself.
+// One position a lane: no sums across lanes, but each lane reads a row of its own.
 inline void lane_per_position(device const uchar *tile, threadgroup const float *queries,
                               threadgroup const float *table, uint lane, device float *scores)
 {
@@ -59,7 +59,7 @@ inline void lane_per_position(device const uchar *tile, threadgroup const float 
     for (int c = 0; c < 4; c++) scores[lane * 4u + uint(c)] = dot[c];
 }
 
-// Four lanes a row, four rows a lane; the sums are shared out so that each lane ends with one position.
+// Four lanes a row, four rows a lane. The reduction leaves each lane with one position.
 inline void four_lanes_a_row(device const uchar *tile, threadgroup const float *queries, threadgroup const float *table,
                              uint lane, device float *scores)
 {

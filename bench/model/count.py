@@ -1,4 +1,4 @@
-"""Operations of a shader: LLVM's code of one pipeline, sorted into classes, and instrumented to count its blocks.
+"""Counts the operations of a shader: sorts LLVM's code of one pipeline into classes and makes it count its blocks.
 
 What Apple's compiler makes of a shader is not known here. LLVM's optimised code, from which it too starts, is the
 nearest thing. Rules say what of it costs nothing on a GPU: conversions between registers' halves, moves, comparisons
@@ -102,7 +102,7 @@ def single_use(instruction, opcodes):
 
 
 def is_threadgroup_index(i):
-    """Indices are widened to 64 bits in LLVM's code; threadgroup memory has short addresses."""
+    """LLVM widens indices to 64 bits; addresses of threadgroup memory are shorter."""
     return bool(i.uses) and all(u.opcode == "getelementptr" and "addrspace(3)" in u.text for u in i.uses)
 
 
@@ -143,9 +143,9 @@ def variable_indices(i):
 
 
 def address_class(i, function):
-    """An address is a base and an index of 32 bits or a constant, so that one of them costs nothing in an access.
+    """An access takes a base and an index of 32 bits or a constant: one of these costs nothing.
 
-    So device_load and threadgroup_load in dougallj/applegpu, docs.html."""
+    See device_load and threadgroup_load in dougallj/applegpu, docs.html."""
     variable = [function.defined.get(v) for v in variable_indices(i)]
     if not variable:
         return {}
@@ -250,7 +250,7 @@ def instrument(text, kernel):
 
 
 def total(classes, output):
-    """Operations of a run, each counted once for its simdgroup, from what the counted program printed."""
+    """Operations of a run, each counted once a simdgroup, from the output of the counted program."""
     counts = Counter()
     for line in output.split("\n"):
         words = line.split()

@@ -1,5 +1,5 @@
-// Ways to decode a 4-bit code by its codebook, to be counted beside each other; no part of the library. A lane adds up
-// 32 values, each times a weight, so that one multiply-add a value is not the look-up's.
+// Ways to look up a 4-bit code in its codebook, to compare their counts; not part of the library. A lane adds up 32 values,
+// each times a weight: one multiply-add a value does not belong to the look-up.
 #include <metal_stdlib>
 using namespace metal;
 #include "tqkv.h"
@@ -7,7 +7,7 @@ using namespace metal;
 
 constant uint way [[function_constant(TQKV_FC_FORMAT)]];
 
-// Its own centroid in each lane, twice 16: the other lane's by a shuffle whose lane number is the code.
+// Each lane holds a centroid, the 16 of them twice. A shuffle fetches the one whose lane number is the code.
 inline float by_shuffle(uint word, int i, float own) { return simd_shuffle(own, ushort((word >> (4 * i)) & 31u)); }
 
 inline float by_threadgroup(uint word, int i, threadgroup const float *table) { return table[(word >> (4 * i)) & 15u]; }
@@ -33,8 +33,8 @@ inline float by_arithmetic(uint word, int i)
     return u * fma(p, v, 0.2565585f);
 }
 
-// Magnitudes of code 8 to 11 and 12 to 15 lie in a quad's lanes. A negative code, below 8, is mirrored beforehand, all
-// codes of a word at once: 7 - code has the low three bits turned.
+// The lanes of a quad hold the magnitudes of codes 8 to 11 and 12 to 15. Codes below 8 are negative; they are mirrored
+// first, all codes of a word at once: 7 - code inverts the low three bits.
 inline uint mirrored(uint word)
 {
     uint negative = ~word & 0x88888888u;
@@ -49,7 +49,7 @@ inline float by_quad(uint word, int i, float near, float far)
     return (word & (8u << (4 * i))) ? magnitude : -magnitude;
 }
 
-// Three levels of selections over the magnitudes, by the bits of the code, and its sign.
+// Three levels of selections among the magnitudes by the bits of the code, then the sign.
 inline float by_selection(uint word, int i, thread const float *magnitudes)
 {
     bool first = word & (1u << (4 * i)), second = word & (2u << (4 * i)), third = word & (4u << (4 * i));
