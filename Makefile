@@ -27,15 +27,27 @@ endif
 # What `make test` runs; included files add to it.
 TEST_TARGETS :=
 
-SOURCES_FORMATTED := $(wildcard *.h *.m tests/*.c tests/*.h examples/*.c examples/*.h bench/*.c bench/*.h shaders/*.h \
-	shaders/*.metal tests/fuzz/*.[ch] tests/large/*.c tests/metal/*.c tests/metal/*.h tests/metal/*.cpp tests/metal/model/*.cpp \
-	tests/metal/model/variants/*.metal tests/metal/host/*.[hm] \
-	tests/cuda/*.cpp tests/cuda/*.cu tests/cuda/*.h \
-	tests/metal/standin/*.h tests/metal/standin/*.m tests/metal/standin/*.cpp tests/metal/standin/*/*.h examples/*.m)
+# lint_bugs.metal: its lines are as lint.py is to find them.
+SOURCES_FORMATTED := $(filter-out tests/metal/lint_bugs.metal,$(sort $(shell find *.h *.m shaders tests examples bench \
+	-name '*.[chm]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.metal' -o -name metal_stdlib)))
+# Other versions lay some lines out differently.
+CLANG_FORMAT ?= clang-format
+FORMAT_VERSION := 14
+is_format_version = $(CLANG_FORMAT) --version | grep -q 'version $(FORMAT_VERSION)\.'
 
+# Lists the targets with a comment `## TEXT`. The start of a name decides the group.
 .PHONY: help
-help: ## this list
-	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-14s %s\n", $$1, $$2 }'
+help:
+	@awk '/^[a-z0-9-]+:.* ## / && !seen[$$1]++ { \
+			text = $$0; sub(/.* ## /, "", text); sub(/:.*/, ""); \
+			group = /^(bench|model)/ ? "Measure it" : /^(deps-|format|goldens|charts|clean|fuzz-)/ ? "Work on it" : \
+				/^(test|coverage|fuzz|lint|check)/ ? "Test it" : "Use it"; \
+			targets[group] = targets[group] sprintf("  %-17s %s\n", $$0, text) \
+		} \
+		END { \
+			n = split("Use it/Test it/Measure it/Work on it", groups, "/"); \
+			for (i = 1; i <= n; i++) printf "%s%s\n%s", (i > 1 ? "\n" : ""), groups[i], targets[groups[i]] \
+		}' $(MAKEFILE_LIST)
 
 # ---- Packages: nothing happens, and no network is needed, where all of them are present ----
 
@@ -97,17 +109,24 @@ include tests/rules.mk
 -include tests/metal/rules.mk
 -include tests/cuda/rules.mk
 -include bench/rules.mk
+-include bench/model/rules.mk
 
 # ---- Everything together ----
 
+TEST_TARGETS += format-check
+
 .PHONY: test clean format format-check
-test: $(TEST_TARGETS) ## run all tests: no GPU, no network
+test: $(TEST_TARGETS) ## run all tests: no GPU, no network, under 10 minutes on two cores
+
+format: ## lay out the sources
+	@$(is_format_version) || { echo "make format needs clang-format $(FORMAT_VERSION): CLANG_FORMAT=clang-format-$(FORMAT_VERSION)"; exit 1; }
+	$(CLANG_FORMAT) -i $(SOURCES_FORMATTED)
+
+format-check: ## fail where `make format` would change something
+	@echo "== format of $(words $(SOURCES_FORMATTED)) sources"
+	@if ! $(is_format_version); then echo "skipped: no clang-format $(FORMAT_VERSION)"; \
+	elif $(CLANG_FORMAT) --dry-run -Werror $(SOURCES_FORMATTED); then echo "1 passed, 0 failed"; \
+	else echo "0 passed, 1 failed"; exit 1; fi
 
 clean: ## remove what was built
 	rm -rf $(BUILD)
-
-format: ## lay out the sources
-	clang-format -i $(SOURCES_FORMATTED)
-
-format-check: ## fail where `make format` would change something
-	clang-format --dry-run -Werror $(SOURCES_FORMATTED)

@@ -1,5 +1,4 @@
-/* How close tqkv comes to what this core can do, and to other ways of doing the same. `bench --help` names the options.
- */
+/* Measures tqkv against this core's limits and against ggml. `bench --help` names the options. */
 #define TQKV_IMPLEMENTATION
 #include "stream.h"
 #include "peak.h"
@@ -26,14 +25,14 @@ static const pair pairs[] = {
 };
 
 typedef struct options {
-    int head_dim, context, group, queries, rounds, quick, help; /* zero: all, or the default */
+    int head_dim, context, group, queries, rounds, quick, help; /* 0: all, or the default */
     const char *isa, *format, *only, *chart;
 } options;
 
 typedef struct bench {
     options options;
     const peak *peak;
-    bool best;     /* the instruction set that the library takes by itself: its ratios have plain names */
+    bool best;     /* the library's own choice of instruction set: no suffix in the ratios' names */
     float *memory; /* [PEAK_MEMORY_BYTES / 4] */
     size_t read_at;
     volatile float sink;
@@ -100,7 +99,7 @@ static void run_copy(void *user)
 
 /* ---- Printing ---- */
 
-/* A line for machines: how many times as fast as, or what share of, `to`; the name ends in a forced instruction set. */
+/* Prints a line for programs: the speed relative to `to`. The name ends in the instruction set if one is forced. */
 static void print_ratio(const bench *b, const char *name, const char *to, double value)
 {
     printf("ratio %s_%s%s%s %.4g\n", name, to, b->best ? "" : "_", b->best ? "" : b->peak->isa, value);
@@ -117,11 +116,11 @@ static void name_shape(const bench_shape *shape, const char *format, char *name,
    dimension. */
 static double multiply_adds(const bench_shape *shape)
 {
-    const double hidden = (shape->n_queries - 1) / 2.0; /* the average query does not see those after it */
+    const double hidden = (shape->n_queries - 1) / 2.0; /* positions that the average query does not see */
     return 2.0 * BENCH_KV_HEADS * shape->group * shape->n_queries * (shape->n_positions - hidden) * shape->head_dim;
 }
 
-/* What a round's measured peaks allow: the larger of the arithmetic's and the bytes' time; [n_rounds] */
+/* limits: [n_rounds], the least time by a round's measured peaks: the larger of arithmetic time and memory time. */
 static void find_limits(const bench *b, const timing *t, double macs, double bytes, double *fma, double *limits)
 {
     const timing_entry *fma_entry = timing_find(t, "fma"), *read_entry = timing_find(t, "read");
@@ -146,7 +145,7 @@ static double stored_bytes(const bench *b, const pair *p)
     return (double)(keys->codes_size + keys->norms_size + values->codes_size + values->norms_size);
 }
 
-/* Its line of the table, or with ratios its lines for machines. */
+/* Prints the line of the table, or with ratios the lines for programs. */
 static void print_pair(const bench *b, const timing *t, const bench_shape *shape, const pair *p, bool ratios)
 {
     double fma[TIMING_MAX_ROUNDS], limits[TIMING_MAX_ROUNDS], of_limit[TIMING_MAX_ROUNDS], of_fma[TIMING_MAX_ROUNDS];
@@ -171,7 +170,7 @@ static void print_pair(const bench *b, const timing *t, const bench_shape *shape
     if (entry != f16) print_ratio(b, name, "f16", timing_ratio(t, entry, f16));
 }
 
-/* How many times as fast as each of ggml's ways, and as the best of those that read f16. */
+/* Prints the speed relative to each of ggml's ways, and to the best of those that read f16. */
 static void print_peers(const bench *b, const timing *t, const bench_shape *shape, const pair *p)
 {
     char name[96];
@@ -210,7 +209,7 @@ static void chart_shape(const bench *b, const timing *t, const bench_shape *shap
 static bool wanted(const bench *b, const pair *p)
 {
     const char *format = b->options.format;
-    return !format || strcmp(format, p->name) == 0 || p->keys == TQKV_F16; /* F16 is what others are compared with */
+    return !format || strcmp(format, p->name) == 0 || p->keys == TQKV_F16; /* the others are compared with F16 */
 }
 
 static timing_limits limits_of(const options *o)
@@ -277,7 +276,7 @@ static void run_shape(bench *b, const bench_shape *shape)
     free(out);
 }
 
-/* Streams of each format in use, and nothing in the others. */
+/* Opens a stream for each format in use; the others stay empty. */
 static void open_streams(bench *b, int head_dim, int n_positions)
 {
     const size_t n = (size_t)BENCH_SOURCE_TOKENS * BENCH_KV_HEADS * (size_t)head_dim;
@@ -303,7 +302,7 @@ static void close_streams(bench *b)
 
 static bool chosen(int option, int value) { return option == 0 || option == value; }
 
-/* All groups and numbers of queries; 128 queries and the contexts between, for the chart, at one shape only. */
+/* Runs all groups and numbers of queries. 128 queries, and the chart's contexts, run at one shape only. */
 static void run_context(bench *b, int head_dim, int n_positions, bool chart_only)
 {
     static const int groups[] = {2, 8}, queries[] = {1, 8, 128};
@@ -338,7 +337,7 @@ static void run_decode(bench *b)
 
 /* ---- Encoding ---- */
 
-/* The source stays in the second-level cache, where a model's projections leave it. */
+/* The source stays in the L2 cache, where a model's projections leave it. */
 enum { ENCODE_SOURCE_BYTES = 256 << 10 };
 
 static void print_encoder(const bench *b, const timing *t, const timing_entry *entry, int head_dim, bool ratios)

@@ -1,5 +1,5 @@
-/* ggml's ways of attention and of conversion, one thread, for bench.c. ggml has none of tqkv's formats: the nearest are
-   f16, q8_0 (8.5 bits a value) and q4_0 (4.5). */
+/* ggml's attention and conversion on one thread, for bench.c. ggml has none of tqkv's formats; the nearest are f16, q8_0
+   (8.5 bits a value) and q4_0 (4.5). */
 #include "peer.h"
 
 #include <ggml.h>
@@ -8,10 +8,10 @@
 
 enum { PEER_MAX_WAYS = 8 };
 
-/* Beyond this, ggml takes seconds a call: its times there are linear in the context and the query heads. */
+/* Beyond this, ggml takes seconds a call, and its time is linear in the context and the query heads. */
 #define PEER_MAX_MULTIPLY_ADDS (1.1 * 2147483648.0)
 
-/* One way through the shape: a graph that is pointed at another layer before each run. */
+/* One way to compute the shape: a graph that reads another layer in each run. */
 typedef struct peer_way {
     peer *owner;
     enum ggml_type type;
@@ -64,7 +64,7 @@ static void peer_run(void *user)
     }
 }
 
-/* A tensor [ne2][ne1][ne0] in memory that is given later; strided: [ne1][ne2][ne0]. */
+/* A tensor [ne2][ne1][ne0] whose memory is set later; strided: [ne1][ne2][ne0]. */
 static struct ggml_tensor *peer_tensor(peer *p, enum ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2,
                                        bool strided)
 {
@@ -78,7 +78,7 @@ static struct ggml_tensor *peer_tensor(peer *p, enum ggml_type type, int64_t ne0
     return tensor;
 }
 
-/* Without flash the values have to be [heads][head_dim][positions]; strided: [head_dim][heads][positions]. */
+/* Without flash attention, values are [heads][head_dim][positions]; strided: [head_dim][heads][positions]. */
 static void peer_graph(peer_way *way)
 {
     peer *p = way->owner;
@@ -103,7 +103,7 @@ static void peer_graph(peer_way *way)
     way->plan.work_data = (uint8_t *)way->work;
 }
 
-/* Gaussian numbers in blocks of the type, keys and values of each layer; the same for both layouts. */
+/* Gaussian numbers in blocks of the type: keys and values of each layer, the same in both layouts. */
 static uint8_t *peer_quantise(enum ggml_type type, size_t layer_bytes, int n_layers)
 {
     const size_t size = 2 * (size_t)n_layers * layer_bytes;
@@ -181,11 +181,11 @@ void peer_add(peer *p, timing *t)
 
 void peer_check(peer *p, const float *out)
 {
-    peer_way *way = &p->ways[1]; /* flash_f16_contiguous: its layout is that of tqkv's F16 stores */
+    peer_way *way = &p->ways[1]; /* flash_f16_contiguous: the layout of tqkv's F16 stores */
     const size_t n = (size_t)ggml_nelements(way->out);
     const float *found = (const float *)way->out->data; /* [n_queries][n_heads][head_dim] */
     double wrong = 0.0, all = 0.0;
-    if (p->shape.n_positions > 512) return; /* it adds up in halves, whose errors grow with the context */
+    if (p->shape.n_positions > 512) return; /* it accumulates in halves: the error grows with the context */
     way->layer = 0;
     peer_run(way);
     for (size_t i = 0; i < n; i++) {

@@ -1,5 +1,5 @@
-# Cuts the innermost loops that multiply and add out of a function in clang's assembly for AArch64, each into a file of
-# its own: awk -v function_name=NAME -v prefix=PATH -f mca.awk FILE.s; prints their paths.
+# Finds the innermost loops with multiply-adds of a function in clang's assembly for AArch64, writes each to a file and
+# prints the paths: awk -v function_name=NAME -v prefix=PATH -f mca.awk FILE.s
 $0 ~ "^" function_name ":" { inside = 1 }
 /^\.Lfunc_end/ { inside = 0 }
 !inside { next }
@@ -8,7 +8,7 @@ $0 ~ "^" function_name ":" { inside = 1 }
 /^\t/ {
     line[n++] = $0
     fused += $1 == "fmla"
-    # A branch back to the label in front of it, with no other label between, closes an innermost loop.
+    # A branch back to a label, with no other label between the two, ends an innermost loop.
     if ($1 ~ /^(b\..*|b|cbz|cbnz|tbz|tbnz)$/ && $NF == label && fused > 0) {
         path = prefix "_" fused ".s"
         while (path in written) { sub(/\.s$/, "x.s", path) }

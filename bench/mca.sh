@@ -1,5 +1,5 @@
 #!/bin/sh
-# Predicts how fast attention's inner loops run on an Apple core: clang's NEON code through llvm-mca's model of one.
+# Predicts the speed of attention's inner loops on an Apple core: llvm-mca's model of the core reads clang's NEON code.
 # Usage: mca.sh INCLUDE-FOLDER WORK-FOLDER, from the top folder. INCLUDE-FOLDER holds xxhash.h.
 include=$1
 work=$2

@@ -1,4 +1,4 @@
-/* What one core can do at most with an instruction set: float multiply-adds from registers, bytes read from DRAM. */
+/* The limits of one core with an instruction set: float multiply-adds from registers, bytes read from DRAM. */
 #ifndef BENCH_PEAK_H
 #define BENCH_PEAK_H
 
@@ -17,14 +17,14 @@
 #define PEAK_UNROLL _Pragma("GCC unroll 16")
 #endif
 
-/* Twelve independent chains hide a latency of four cycles at three a cycle, and fit into AVX2's sixteen registers. */
+/* Twelve independent chains hide a latency of four cycles at three operations a cycle and fit AVX2's 16 registers. */
 enum { PEAK_CHAINS = 12, PEAK_STEPS = 10000 };
 
-/* Read in four streams with prefetch: the fastest of the ways tried; in one stream, 10 to 30% slower. */
+/* Four streams with prefetch are the fastest way tried; one stream is 10 to 30% slower. */
 enum { PEAK_STREAMS = 4, PEAK_AHEAD = 4096, PEAK_READ_BYTES = 64 << 20, PEAK_MEMORY_BYTES = 256 << 20 };
 
-/* fma_NAME: PEAK_STEPS times PEAK_CHAINS vector multiply-adds; the chains start apart, or the compiler makes them one.
-   read_NAME: the sum of PEAK_READ_BYTES. */
+/* fma_NAME: PEAK_STEPS times PEAK_CHAINS vector multiply-adds. Chains start with different values, or the compiler merges
+   them. read_NAME: the sum of PEAK_READ_BYTES. */
 #define PEAK_LOOPS(name, target, vector, lanes, set1, fma, add, load)                                                  \
     target static float peak_fma_##name(void)                                                                          \
     {                                                                                                                  \

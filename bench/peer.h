@@ -1,4 +1,4 @@
-/* The same work done by ggml; bench/ggml.c, built only where GGML_PREFIX says where ggml is. */
+/* The same work by ggml: bench/ggml.c, built only with GGML_PREFIX, the folder where ggml is installed. */
 #ifndef BENCH_PEER_H
 #define BENCH_PEER_H
 
@@ -7,12 +7,11 @@
 
 typedef struct peer peer;
 
-/* Makes the entries of ggml's ways through this shape. keys, values: F16 streams of the same shape, which ggml reads in
-   place; q: [n_queries][n_heads][head_dim]; NULL where ggml would need minutes. */
+/* Makes entries for ggml's ways to compute this shape. keys, values: F16 streams of that shape, which ggml reads in place.
+   q: [n_queries][n_heads][head_dim]. Returns NULL if ggml would need minutes. */
 peer *peer_open(const bench_shape *shape, const bench_stream *keys, const bench_stream *values, const float *q);
 void peer_add(peer *p, timing *t);
-/* Exits where ggml's flash attention over f16 disagrees with out: [n_queries][n_heads][head_dim], short contexts only.
- */
+/* Exits if ggml's flash attention over f16 disagrees with out: [n_queries][n_heads][head_dim]. Short contexts only. */
 void peer_check(peer *p, const float *out);
 void peer_close(peer *p);
 

@@ -1,6 +1,6 @@
-# `make bench`: this machine's limits and how close tqkv comes to them. With GGML_PREFIX=/where/ggml/is/installed also
-# the same work done by ggml: its headers in include/, its libraries in lib/. BENCH_FLAGS: see build/bench --help; a run
-# of all leaves the chart's data, too.
+# `make bench` measures this machine's limits and how close tqkv comes to them; with GGML_PREFIX=FOLDER also ggml, whose
+# headers are in FOLDER/include and libraries in FOLDER/lib. BENCH_FLAGS: see build/bench --help. A full run also writes
+# the chart's data.
 
 BENCH_FLAGS ?=
 BENCH_HEADERS := $(wildcard bench/*.h) bench/rules.mk tqkv.h
@@ -21,7 +21,7 @@ bench: $(BUILD)/$(if $(GGML_PREFIX),bench-ggml,bench) ## measure speed; GGML_PRE
 	@mkdir -p $(BUILD)/charts
 	@$< $(or $(BENCH_FLAGS),--chart $(BUILD)/charts/speed.txt)
 
-# That it builds and measures; no opinion on how fast.
+# Checks that the benchmark builds and measures, not the speed.
 .PHONY: test-bench
 test-bench: $(BUILD)/bench
 	@echo "== bench"
@@ -30,7 +30,7 @@ test-bench: $(BUILD)/bench
 
 TEST_TARGETS += test-bench
 
-# ---- The inner loops on an Apple core, predicted: no such machine is needed ----
+# ---- A prediction for the inner loops on an Apple core, made on any Linux machine ----
 
 ifneq ($(SYSTEM),Darwin)
 MCA_INCLUDE := $(BUILD)/mca/include

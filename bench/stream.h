@@ -1,5 +1,4 @@
-/* Keys or values of several layers, as a model has them: attention that goes round finds none in a processor's cache.
- */
+/* Keys or values of several layers, as in a model: attention that cycles through the layers finds none in a CPU cache. */
 #ifndef BENCH_STREAM_H
 #define BENCH_STREAM_H
 
@@ -44,7 +43,7 @@ static inline void bench_check(tqkv_result result)
     exit(1);
 }
 
-/* Near Gaussian, deviation 1: a sum of twelve uniform numbers; x: [n] */
+/* x: [n], near Gaussian with deviation 1: each a sum of twelve uniform numbers. */
 static inline void bench_fill(float *x, size_t n, uint64_t seed)
 {
     for (size_t i = 0; i < n; i++) {
@@ -57,14 +56,14 @@ static inline void bench_fill(float *x, size_t n, uint64_t seed)
     }
 }
 
-/* Repeats the first `done` of `size` bytes to their end. */
+/* Fills `size` bytes with copies of the first `done`. */
 static inline void bench_tile(void *memory, size_t done, size_t size)
 {
     for (; done > 0 && done < size; done *= 2)
         memcpy((char *)memory + done, memory, done < size - done ? done : size - done);
 }
 
-/* Layers of one stream so that keys and values of the format together fill BENCH_COLD_BYTES. */
+/* Number of layers at which keys and values of the format fill BENCH_COLD_BYTES. */
 static inline int bench_layers(size_t stream_bytes) { return (int)((BENCH_COLD_BYTES - 1) / (2 * stream_bytes)) + 1; }
 
 static inline void bench_stream_open(bench_stream *stream, tqkv_format format, int head_dim, int n_positions,

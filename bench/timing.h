@@ -1,4 +1,4 @@
-/* Times several pieces of work in turns, so that a change of the machine's speed meets all of them alike. */
+/* Times several pieces of work in turns: a change of the machine's speed affects all of them alike. */
 #ifndef BENCH_TIMING_H
 #define BENCH_TIMING_H
 
@@ -10,8 +10,8 @@
 
 enum { TIMING_MAX_ROUNDS = 99, TIMING_MAX_ENTRIES = 32, TIMING_NAME = 32 };
 
-/* Seconds of processor time of this thread are what ratios are made of: other programs on the same cores do not count,
-   except by the caches and the bandwidth that they take. Wall time shows how many there were. */
+/* Ratios use this thread's processor time. It leaves out other programs on the same cores, but not their use of caches and
+   bandwidth. Wall time shows how busy the machine was. */
 typedef struct timing_entry {
     char name[TIMING_NAME];
     void (*run)(void *user);
@@ -28,8 +28,8 @@ typedef struct timing {
 
 typedef struct timing_limits {
     int min_rounds, max_rounds;
-    double seconds; /* no further round after this, once there are min_rounds */
-    double sample;  /* a sample repeats short calls to last about this long */
+    double seconds; /* no further round after this time, if min_rounds are done */
+    double sample;  /* a sample repeats short calls for about this long */
 } timing_limits;
 
 static inline double timing_clock(clockid_t clock)
@@ -74,7 +74,7 @@ static inline void timing_run(timing *t, const timing_limits *limits)
     for (t->n_rounds = 0; t->n_rounds < limits->max_rounds; t->n_rounds++) {
         if (t->n_rounds >= limits->min_rounds && timing_clock(CLOCK_MONOTONIC) - begin > limits->seconds) break;
         for (int i = 0; i < t->n_entries;
-             i++) { /* each round starts with another, so that nobody has a fixed neighbour */
+             i++) { /* each round starts with another: no entry always follows the same one */
             timing_entry *entry = &t->entries[(i + t->n_rounds) % t->n_entries];
             timing_sample(entry, &entry->cpu[t->n_rounds], &entry->wall[t->n_rounds]);
         }
@@ -94,7 +94,7 @@ static inline int timing_compare(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* The value below which `share` of x lies: 0 the least, 0.5 the median, 1 the largest; x: [n] */
+/* The `share` quantile of x: [n]; 0 is the least, 0.5 the median, 1 the largest. */
 static inline double timing_quantile(const double *x, int n, double share)
 {
     double sorted[TIMING_MAX_ROUNDS];
@@ -107,7 +107,7 @@ static inline double timing_quantile(const double *x, int n, double share)
 
 static inline double timing_median(const double *x, int n) { return timing_quantile(x, n, 0.5); }
 
-/* How many times the time of `entry` the time of `other` is: the median of the rounds' own ratios. */
+/* The time of `other` divided by that of `entry`: the median over the rounds. */
 static inline double timing_ratio(const timing *t, const timing_entry *entry, const timing_entry *other)
 {
     double ratios[TIMING_MAX_ROUNDS];

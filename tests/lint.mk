@@ -1,6 +1,6 @@
 # Static analysis: `make lint`. What is left out is explained in .clang-tidy and here.
 
-DEB_LINT := build-essential clang clang-tidy cppcheck shellcheck valgrind libxxhash-dev
+DEB_LINT := build-essential clang clang-format clang-tidy cppcheck shellcheck valgrind libxxhash-dev
 LINT_FLAGS := -std=c99 -D_POSIX_C_SOURCE=200809L -I. $(CPPFLAGS)
 LINT_TESTS := $(filter-out tests/compile_%.c,$(wildcard tests/*.c tests/fuzz/*.c))
 LINT_EXAMPLES := $(wildcard examples/*.c)

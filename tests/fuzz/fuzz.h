@@ -1,5 +1,5 @@
-/* What the fuzzers share: bytes as parameters, rows of floats, and the choice of an instruction set. A failed CHECK
- * ends the program, which is what a fuzzer notices. */
+/* Shared by the fuzzers: parameters from bytes, rows of floats, the choice of an instruction set. A failed CHECK ends
+ * the program; the fuzzer records that as a crash. */
 #ifndef TQKV_TESTS_FUZZ_H
 #define TQKV_TESTS_FUZZ_H
 
@@ -7,7 +7,7 @@
 #include "tests/reference.h"
 #include "tests/runner.h"
 
-/* The entry point of libFuzzer and of AFL++; one input must neither keep memory nor change what the next one does. */
+/* Entry point of libFuzzer and AFL++. An input must free its memory and must not change how the next one runs. */
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size);
 
 typedef struct fuzz_input {
@@ -15,7 +15,7 @@ typedef struct fuzz_input {
     size_t left;
 } fuzz_input;
 
-/* Zeros follow the last byte. */
+/* The input's next byte; 0 after the last one. */
 static inline uint8_t fuzz_byte(fuzz_input *input)
 {
     if (!input->left) return 0;
@@ -46,12 +46,12 @@ static inline float fuzz_float(fuzz_input *input)
     return value;
 }
 
-/* In [low, high], at most 256 values. */
+/* A value in [low, high]; the range has at most 256 values. */
 static inline int fuzz_range(fuzz_input *input, int low, int high) { return low + fuzz_byte(input) % (high - low + 1); }
 
 static inline bool fuzz_is_finite(float x) { return x - x == 0.0f; }
 
-/* As data_row, made of one random number a value: a fuzzer's time is for the library. */
+/* A cheaper data_row value: one random number each, so that the time goes to the library. */
 static inline float fuzz_gaussian(data_random *random)
 {
     uint64_t bits = data_bits(random);
@@ -75,7 +75,7 @@ static inline void fuzz_data(uint64_t seed, data_kind kind, float *rows, int n_r
     }
 }
 
-/* n floats: fuzz_data's kinds, or bit patterns of the input, repeated until they are enough. */
+/* rows: [n_rows][head_dim], of one of fuzz_data's kinds or of the input's bit patterns, repeated to fill the rows. */
 static inline void fuzz_rows(fuzz_input *input, float *rows, int n_rows, int head_dim)
 {
     int kind = fuzz_range(input, 0, DATA_KINDS + 1);
@@ -90,7 +90,7 @@ static inline void fuzz_rows(fuzz_input *input, float *rows, int n_rows, int hea
     }
 }
 
-/* A pointer one past the last byte is as bad as any other: memory of the exact size lets the sanitizer see it. */
+/* Memory of the exact size: the sanitizer reports an access one past the end. */
 static inline float *fuzz_new_floats(int a, int b, int c)
 {
     return (float *)test_alloc_filled((size_t)a * (size_t)b * (size_t)c * sizeof(float), 0xff);
@@ -103,7 +103,7 @@ static inline bool fuzz_is_untouched(const void *bytes, size_t n)
     return true;
 }
 
-/* One of the instruction sets that this processor has, unless TQKV_ISA in the environment has chosen. */
+/* Forces the chosen instruction set if this processor has it; TQKV_ISA in the environment takes precedence. */
 static inline void fuzz_choose_isa(uint8_t choice)
 {
     static const char *const names[4] = {"scalar", "avx2", "avx512", "neon"};

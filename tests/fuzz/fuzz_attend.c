@@ -10,10 +10,10 @@ typedef struct problem {
     float sinks[3 * MAX_GROUP];
     float *q, *out; /* [n_queries][n_heads][head_dim] */
     size_t n_elements, n_rows;
-    bool is_tame; /* numbers of ordinary size: the result can be compared with double precision */
+    bool is_tame; /* all numbers have ordinary size, so double precision can check the result */
 } problem;
 
-/* Codes: the input's bytes, repeated and stirred. Norms: bit patterns of the input, or near 1 where tame. */
+/* Codes: the input's bytes, repeated and mixed. Norms: the input's bit patterns; if tame, values near 1. */
 static void fill_store(fuzz_input *input, tqkv_store *s, bool is_tame)
 {
     data_random random = {fuzz_bits(input, 4)};
@@ -110,7 +110,7 @@ static bool is_seen(const tqkv_attention *a, int64_t position)
     return false;
 }
 
-/* Other bytes in every slot that no query sees. */
+/* Overwrites every slot that no query sees. */
 static void overwrite_unseen(const tqkv_attention *a, tqkv_store *s, bool *seen)
 {
     reference_shape shape = reference_attention_shape(a);
@@ -126,7 +126,7 @@ static void overwrite_unseen(const tqkv_attention *a, tqkv_store *s, bool *seen)
         }
 }
 
-/* The same bits from other threads' order, and whatever lies in slots that are not seen. */
+/* Neither the order of tasks nor the content of unseen slots changes a bit of the result. */
 static void check_same_again(problem *p)
 {
     bool *seen = (bool *)test_alloc(256 * sizeof *seen);
@@ -152,7 +152,7 @@ static void check_numbers(const problem *p, const float *out, const double *expe
     }
 }
 
-/* Two slices, merged and finished. */
+/* Attends over two slices, merges and finishes them. */
 static void attend_in_slices(const problem *p, int64_t cut, float *out)
 {
     reference_shape shape = reference_attention_shape(&p->attention);

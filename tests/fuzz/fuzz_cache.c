@@ -8,12 +8,12 @@
 
 enum { MAX_OPERATIONS = 40, MAX_QUERIES = 5, MAX_HEADS = 8 };
 
-/* Positions of the model count from `base` on; the cache's own are larger by it. */
+/* Position p of the model is position base + p of the cache. */
 typedef struct model {
     tqkv_cache_desc desc;
     tqkv_cache *cache;
     tqkv_store keys, values; /* linear, all positions */
-    int positions;           /* that the model can hold */
+    int positions;           /* capacity of the model */
     int64_t base, first, end;
     counting counter;
     float sinks[MAX_HEADS];
@@ -68,7 +68,7 @@ static void tear_down(model *m)
 
 static void check_row(const model *m, const tqkv_store *store, const tqkv_store *modelled, int head, int64_t at)
 {
-    tqkv_store s = *store; /* a ring may be longer than what it was filled with, never shorter */
+    tqkv_store s = *store; /* the ring may have more slots than positions */
     size_t codes = reference_row_bytes(s.format, s.head_dim);
     size_t norms = (size_t)reference_norms_per_row(s.format, s.head_dim) * sizeof(float);
     CHECK(!memcmp(reference_codes_at(&s, head, m->base + at), reference_codes_at(modelled, head, at), codes),
@@ -104,7 +104,7 @@ static void model_append(model *m, tqkv_store *store, const float *rows, int n)
     }
 }
 
-/* Keys of ordinary size, so that scores stay where float is accurate; values of any. */
+/* Keys have ordinary size: float is accurate for their scores. Values have any size. */
 static void make_rows(fuzz_input *input, float *keys, float *values, int n_rows, int head_dim)
 {
     static const data_kind key_kinds[4] = {DATA_GAUSSIAN, DATA_ZEROS, DATA_ONE_HOT, DATA_CONSTANT};
@@ -158,7 +158,7 @@ static void check_answers(const model *m, int n_queries, const float *q, const f
     a.softcap = m->desc.softcap;
     a.sinks = m->desc.sinks;
     if (!expected) exit(2);
-    if (a.kv_len && n_queries) reference_attend(&a, q, expected); /* 0 would mean all, and one */
+    if (a.kv_len && n_queries) reference_attend(&a, q, expected); /* 0 would mean the default */
     for (size_t row = 0; row < rows; row++) {
         double error = reference_relative_error(out + row * d, expected + row * d, d);
         CHECK(error <= 2e-5, "row %d of %d: relative error %.3g", (int)row, (int)rows, error);
@@ -193,14 +193,14 @@ static void truncate_to(model *m, int64_t end)
     if (end == 0) m->first = m->base = 0;
 }
 
-/* To 0, or to somewhere around the end, a little beyond it too. */
+/* Truncates to 0, or to a position near the end, sometimes just beyond it. */
 static void truncate_near_end(fuzz_input *input, model *m)
 {
     int64_t end = m->base + m->end - fuzz_range(input, 0, 12);
     truncate_to(m, fuzz_byte(input) < 8 ? 0 : end <= INT64_MAX - 2 ? end + 2 : end);
 }
 
-/* Moves a ring's positions by rewriting its snapshot: what would take years of appending. */
+/* Moves a ring's positions by rewriting its snapshot; appending up to them would take years. */
 static void move_positions(model *m, stream *s, uint64_t bits)
 {
     int64_t farthest = INT64_MAX - m->end, base = (int64_t)(bits & INT64_MAX);

@@ -1,10 +1,10 @@
-/* make fuzz FUZZERS=codec SECONDS=60; AFL++: make fuzz-afl FUZZERS=codec. Arbitrary floats and shapes, encoded and
-   decoded: bytes as the reference has them. */
+/* make fuzz FUZZERS=codec SECONDS=60; AFL++: make fuzz-afl FUZZERS=codec. Encodes and decodes
+   arbitrary floats in arbitrary shapes; the bytes must be those of the reference. */
 #include "fuzz.h"
 
 enum { MAX_CODES = 1 << 14 };
 
-/* Any shape, mostly one that exists. */
+/* Any shape; most are valid. */
 static tqkv_store read_shape(fuzz_input *input)
 {
     tqkv_store s;
@@ -34,7 +34,7 @@ typedef struct run {
     int64_t position;
 } run;
 
-/* What lies in the slots of the tokens that stayed. */
+/* Compares the slots of the tokens that were not overwritten with the reference. */
 static void check_row(const run *r, int token, int head)
 {
     uint8_t codes[2 * REFERENCE_MAX_DIM];
@@ -53,7 +53,7 @@ static void check_row(const run *r, int token, int head)
     if (n_norms) check_same_floats(reference_norms_at(s, head, r->position + token), norms, n_norms, "norm");
 }
 
-/* A decoded row against double precision, where its numbers are of ordinary size. */
+/* Checks a decoded row against double precision if its numbers have ordinary size. */
 static void check_decoded(const run *r, int token, const float *decoded, tqkv_basis basis)
 {
     double row[REFERENCE_MAX_DIM];
@@ -85,7 +85,7 @@ static void check_stored(const run *r)
     free(decoded);
 }
 
-/* Turned and turned back: the same vector where neither under- nor overflow can have bitten. */
+/* Rotating and rotating back gives the same vector, unless a step can underflow or overflow. */
 static void check_rotation(float *rows, int n_rows, int head_dim)
 {
     double size = 0.0, *before = (double *)test_alloc((size_t)n_rows * (size_t)head_dim * sizeof *before);

@@ -1,4 +1,5 @@
-/* make fuzz FUZZERS=format SECONDS=60; AFL++: make fuzz-afl FUZZERS=format. Names and numbers that mean a format. */
+/* make fuzz FUZZERS=format SECONDS=60; AFL++: make fuzz-afl FUZZERS=format. Names and numbers of formats
+   and instruction sets. */
 #include "fuzz.h"
 
 static void check_name(const uint8_t *bytes, size_t size)

@@ -1,5 +1,5 @@
-/* make fuzz FUZZERS=snapshot SECONDS=60; AFL++: make fuzz-afl FUZZERS=snapshot. Loading arbitrary bytes; checksums are
-   made right again where the input asks for it, so that the parser behind them is reached. */
+/* make fuzz FUZZERS=snapshot SECONDS=60; AFL++: make fuzz-afl FUZZERS=snapshot. Loads arbitrary bytes. If the input
+   asks for it, the checksums are corrected first, to reach the parser behind them. */
 #include "fuzz.h"
 #include "tests/counting.h"
 
@@ -14,7 +14,7 @@ typedef struct control {
     size_t chunk;
     int fail_alloc, fail_read;
     size_t read_answer;
-    uint8_t match; /* which fields of the desc are given */
+    uint8_t match; /* which fields of the desc are set */
 } control;
 
 static control read_control(fuzz_input *input)
@@ -47,7 +47,7 @@ static uint64_t get(const uint8_t *bytes, int n)
     return value;
 }
 
-/* The bytes of a stream as the header has it; more than MAX_FILE where they do not fit. */
+/* The size of a stream by the header's fields; more than MAX_FILE if it does not fit. */
 static size_t stream_size(const uint8_t *file, int format_at)
 {
     uint64_t head_dim = get(file + 16, 4), heads = get(file + 20, 4), format = get(file + format_at, 4);
@@ -72,7 +72,7 @@ static void fix_checksums(const control *c, uint8_t *file, size_t size)
     }
 }
 
-/* The file of a cache that could be: valid until it is edited. */
+/* Builds the file of a possible cache: valid until it is edited. */
 static size_t make_file(fuzz_input *input, uint8_t *file)
 {
     uint32_t heads = (uint32_t)fuzz_range(input, 1, 3), capacity = (uint32_t)fuzz_range(input, 1, 40);
@@ -101,7 +101,7 @@ static size_t make_file(fuzz_input *input, uint8_t *file)
     return size;
 }
 
-/* The file that the input describes, or is. */
+/* The file: built from the input, or the input itself. */
 static size_t read_file(fuzz_input *input, const control *c, uint8_t *file)
 {
     size_t size = c->is_made ? make_file(input, file) : input->left < MAX_FILE ? input->left : MAX_FILE;
@@ -119,7 +119,7 @@ static void *limited_alloc(void *user, size_t size) { return size > MAX_MEMORY ?
 
 static const float sinks[MAX_SINKS] = {0.5f, -1.0f, 2.0f, -3.0f};
 
-/* The fields that `match` asks for, as the file has them; a wrong one only where `match` asks for that too. */
+/* Sets the fields that `match` names to the file's values, or one of them to a wrong value if `match` says so. */
 static tqkv_cache_desc make_desc(const control *c, const uint8_t *file, size_t size, counting *counter)
 {
     tqkv_cache_desc desc;
@@ -146,14 +146,14 @@ static tqkv_result load(const tqkv_cache_desc *desc, stream *s, tqkv_cache **cac
     return result;
 }
 
-/* Scratch for many heads may be more than limited_alloc gives. */
+/* Scratch for many heads may exceed what limited_alloc grants. */
 static void attend(tqkv_cache *cache, const float *q, int n_queries, float *out)
 {
     tqkv_result result = tqkv_cache_attend(cache, q, n_queries, out);
     CHECK(result == TQKV_OK || result == TQKV_OUT_OF_MEMORY, "attend: %s", tqkv_result_string(result));
 }
 
-/* What was loaded can be used, whatever its norms hold. */
+/* A loaded cache can be used, whatever its norms are. */
 static void use_cache(tqkv_cache *cache)
 {
     const tqkv_store *keys = tqkv_cache_keys(cache);
@@ -180,7 +180,7 @@ static void use_cache(tqkv_cache *cache)
     free(out);
 }
 
-/* The file has one form: saving gives the bytes that were read. */
+/* The file format is canonical: saving writes the bytes that were read. */
 static void check_loaded(tqkv_cache *cache, const tqkv_cache_desc *desc, const stream *s, counting *counter)
 {
     stream saved = stream_empty();
@@ -204,7 +204,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
     uint8_t *whole = (uint8_t *)test_alloc(MAX_FILE + HEADER);
     stream s = stream_empty();
     s.size = read_file(&input, &c, whole);
-    s.bytes = (uint8_t *)test_alloc(s.size); /* of the exact size: reading on would show */
+    s.bytes = (uint8_t *)test_alloc(s.size); /* of the exact size: the sanitizer reports a read beyond it */
     if (s.size) memcpy(s.bytes, whole, s.size);
     free(whole);
     s.largest = c.chunk;

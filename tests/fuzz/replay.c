@@ -1,5 +1,5 @@
-/* Runs a fuzzer's entry point on files and on all files of folders: PROGRAM PATH... Prints 'N passed, N failed'; a
-   finding ends it. */
+/* Runs a fuzzer's entry point on each file, and on each file of each folder: PROGRAM PATH... Prints 'N passed, N failed'.
+   A finding ends the program. */
 #include "fuzz.h"
 
 #include <dirent.h>
@@ -21,7 +21,7 @@ static void replay_file(const char *path)
         n = fread(bytes + size, 1, room - size, file);
     }
     if (file && !ferror(file)) {
-        uint8_t *exact = (uint8_t *)test_alloc(size); /* a byte too far is seen by a sanitizer */
+        uint8_t *exact = (uint8_t *)test_alloc(size); /* of the exact size: the sanitizer reports a read beyond it */
         if (size) memcpy(exact, bytes, size);
         LLVMFuzzerTestOneInput(exact, size);
         free(exact);

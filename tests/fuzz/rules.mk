@@ -1,4 +1,4 @@
-# The fuzzers: `make fuzz` looks for findings, `make test-fuzz` goes through the inputs that earlier runs have found.
+# The fuzzers: `make fuzz` looks for findings, `make test-fuzz` replays the committed inputs.
 
 FUZZERS ?= snapshot cache codec attend format
 SECONDS ?= 60
@@ -6,11 +6,11 @@ FUZZ_BUILD := $(BUILD)/fuzz
 FUZZ_FLAGS := -std=c99 -O2 -g -fno-omit-frame-pointer -fno-sanitize-recover=all
 FUZZ_SANITIZERS := address,undefined
 FUZZ_LENGTH := 1024
-# The tables' tests hold the implementation; the runner, what a failed check does.
+# test_tables.c contains the implementation; runner.c handles failed checks.
 FUZZ_SUPPORT := test_tables runner
 FUZZ_HEADERS := $(TEST_HEADERS) tests/fuzz/fuzz.h tests/fuzz/rules.mk
 
-# $(1) folder, $(2) compiler, $(3) flags of compiling, $(4) flags of linking, $(5) what has the main function
+# $(1) folder, $(2) compiler, $(3) compile flags, $(4) link flags, $(5) object with the main function
 define fuzz_variant
 $(1)/%.o: tests/fuzz/%.c $(FUZZ_HEADERS)
 	@mkdir -p $$(@D)
@@ -26,14 +26,14 @@ $(1)/fuzz_%: $(1)/fuzz_%.o $(FUZZ_SUPPORT:%=$(1)/%.o) $(5)
 .SECONDARY: $(FUZZ_SUPPORT:%=$(1)/%.o) $(FUZZERS:%=$(1)/fuzz_%.o) $(5)
 endef
 
-# Without trace-cmp: comparisons in the loops over values would take two thirds of the time.
+# Without trace-cmp: instrumented comparisons in loops over values would take two thirds of the time.
 $(eval $(call fuzz_variant,$(FUZZ_BUILD)/libfuzzer,clang,\
 	-fsanitize=fuzzer-no-link -fno-sanitize-coverage=trace-cmp -fsanitize=$(FUZZ_SANITIZERS),\
 	-fsanitize=fuzzer -fsanitize=$(FUZZ_SANITIZERS) -static-libstdc++ -static-libgcc))
 $(eval $(call fuzz_variant,$(FUZZ_BUILD)/afl,afl-clang-fast,,-fsanitize=fuzzer))
 
 .PHONY: fuzz fuzz-afl
-fuzz: $(FUZZERS:%=$(FUZZ_BUILD)/libfuzzer/fuzz_%) ## look for new findings: FUZZERS="cache codec" SECONDS=60
+fuzz: $(FUZZERS:%=$(FUZZ_BUILD)/libfuzzer/fuzz_%) ## fuzz for a while: FUZZERS="cache codec" SECONDS=60
 	@for fuzzer in $(FUZZERS); do \
 		echo "== fuzzer: $$fuzzer"; mkdir -p $(FUZZ_BUILD)/corpus/$$fuzzer; \
 		$(FUZZ_BUILD)/libfuzzer/fuzz_$$fuzzer -max_total_time=$(SECONDS) -max_len=$(FUZZ_LENGTH) \
@@ -41,14 +41,14 @@ fuzz: $(FUZZERS:%=$(FUZZ_BUILD)/libfuzzer/fuzz_%) ## look for new findings: FUZZ
 			$(FUZZ_BUILD)/corpus/$$fuzzer tests/fuzz/corpus/$$fuzzer || exit 1; \
 	done
 
-# AFL++ of Debian (package afl++); its driver calls the same entry point.
+# AFL++ (Debian: afl++) calls the same entry point.
 fuzz-afl: $(FUZZERS:%=$(FUZZ_BUILD)/afl/fuzz_%)
 	@for fuzzer in $(FUZZERS); do \
 		AFL_SKIP_CPUFREQ=1 AFL_I_DONT_CARE_ABOUT_MISSING_CRASHES=1 AFL_NO_UI=1 afl-fuzz -V $(SECONDS) \
 			-i tests/fuzz/corpus/$$fuzzer -o $(FUZZ_BUILD)/afl/$$fuzzer -- $(FUZZ_BUILD)/afl/fuzz_$$fuzzer || exit 1; \
 	done
 
-# ---- The committed inputs, sanitized, with the runner's own objects ----
+# ---- The committed inputs under sanitizers, with the objects of the sanitized runner ----
 
 $(TEST_BUILD)/sanitize/fuzz/%.o: tests/fuzz/%.c $(FUZZ_HEADERS)
 	@mkdir -p $(@D)
@@ -68,18 +68,22 @@ test-fuzz: $(FUZZERS:%=$(TEST_BUILD)/sanitize/fuzz_%)
 
 TEST_TARGETS += test-fuzz
 
-# ---- What the inputs reach: lines and branches of tqkv.h, of the committed inputs and of those that `make fuzz` has kept ----
+# ---- Lines of tqkv.h that the inputs reach: the committed ones and those that `make fuzz` has kept ----
 
 $(eval $(call fuzz_variant,$(FUZZ_BUILD)/coverage,clang,-fprofile-instr-generate -fcoverage-mapping,\
 	-fprofile-instr-generate,$(FUZZ_BUILD)/coverage/replay.o))
 
-.PHONY: fuzz-coverage
-fuzz-coverage: $(FUZZERS:%=$(FUZZ_BUILD)/coverage/fuzz_%)
+.PHONY: fuzz-coverage fuzz-minimise
+fuzz-coverage: $(FUZZERS:%=$(FUZZ_BUILD)/coverage/fuzz_%) ## share of tqkv.h's lines that each fuzzer's inputs reach
 	@cd $(FUZZ_BUILD)/coverage && for fuzzer in $(FUZZERS); do \
-		LLVM_PROFILE_FILE=$$fuzzer.raw ./fuzz_$$fuzzer $(abspath tests/fuzz/corpus)/$$fuzzer \
-			$(wildcard $(abspath $(FUZZ_BUILD)/corpus))/$$fuzzer/. >/dev/null && \
+		found=$(abspath $(FUZZ_BUILD))/corpus/$$fuzzer; test -d $$found || found=; \
+		LLVM_PROFILE_FILE=$$fuzzer.raw ./fuzz_$$fuzzer $(abspath tests/fuzz/corpus)/$$fuzzer $$found >/dev/null && \
 		llvm-profdata merge $$fuzzer.raw -o $$fuzzer.profile && \
 		llvm-cov export --summary-only ./fuzz_$$fuzzer -instr-profile $$fuzzer.profile -format lcov $(abspath tqkv.h) | \
-			awk -F: -v name=$$fuzzer '/^SF/ { ours = /tqkv.h$$/ } ours && /^LF/ { lines = $$2 } ours && /^LH/ { hit = $$2 } \
-				END { printf "ratio fuzz_coverage_%s %.4f\n", name, hit / lines }' || exit 1; \
+			awk -F: -v name=$$fuzzer '/^LF/ { lines = $$2 } /^LH/ { hit = $$2 } \
+				END { printf "ratio fuzz_coverage_%s %.4f (%d lines)\n", name, hit / lines, hit }' || exit 1; \
 	done
+
+# Takes a tenth of a second an input.
+fuzz-minimise: $(FUZZERS:%=$(FUZZ_BUILD)/coverage/fuzz_%) ## keep about 20 inputs a fuzzer that reach the same lines
+	@python3 tests/fuzz/minimise.py $(FUZZ_BUILD) $(FUZZERS)

@@ -67,7 +67,7 @@ static void run_attend(const void *parameters)
     attend_tear_down(&problem);
 }
 
-/* What is asked for before the first position suffices to the last one. */
+/* Scratch sized before the first position suffices up to the last one. */
 static void run_scratch_grows(const void *parameters)
 {
     attend_problem problem;
@@ -201,7 +201,7 @@ static void add_options(void)
     for (int sinks = SINKS_SOME; sinks <= SINKS_MINUS_INFINITY; sinks++) {
         row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
         row.sinks = (attend_sinks)sinks;
-        row.n_queries = 45; /* some see nothing */
+        row.n_queries = 45; /* some see no position */
         add_named(row, "sinks", sinks);
     }
     for (int bases = 1; bases < 4; bases++) {

@@ -62,7 +62,7 @@ tqkv_metal_buffer host_buffer(const void *bytes, size_t size)
 
 void *host_contents(tqkv_metal_buffer b) { return (char *)[(id<MTLBuffer>)b.buffer contents] + b.offset; }
 
-/* What lies in front of the data must be as it was. */
+/* The bytes in front of the data must be unchanged. */
 void host_release(tqkv_metal_buffer b)
 {
     const unsigned char *front = [(id<MTLBuffer>)b.buffer contents];

@@ -1,4 +1,4 @@
-/* Caches in shared memory: what the GPU writes the processor reads, and the other way round. */
+/* Caches in shared memory: the processor reads what the GPU writes, and the reverse. */
 #include "host.h"
 #include "tests/cache_fixture.h"
 
@@ -44,7 +44,7 @@ static void check_close(const float *a, const float *b, size_t count, const char
     CHECK(wrong <= 4e-5 * 4e-5 * all, "%s: relative difference %g", what, sqrt(wrong / all)); /* 2e-5 of either */
 }
 
-/* The same attention on the same codes from two caches. */
+/* Two caches with the same codes give the same attention. */
 static void compare_caches(tqkv_cache *a, tqkv_cache *b, const cache_row *row, const char *what)
 {
     for (int n_queries = 1; n_queries <= 3; n_queries += 2) {
@@ -63,7 +63,7 @@ static tqkv_cache *reload(const tqkv_cache *cache, const tqkv_cache_desc *desc, 
     return loaded;
 }
 
-/* Built on both sides from the same rows: the same snapshot. Then each side loads the other's. */
+/* Both sides append the same rows and save the same snapshot. Then each loads the other's. */
 static void run_both_sides(const void *parameters)
 {
     const cache_row *row = parameters;
@@ -93,7 +93,7 @@ static void run_both_sides(const void *parameters)
     free(from_gpu.bytes);
 }
 
-/* A cache on the GPU, its stores used by the processor's own calls. */
+/* The processor's calls use the stores of a cache on the GPU. */
 static void run_one_memory(const void *parameters)
 {
     const cache_row *row = parameters;
@@ -173,7 +173,7 @@ static void run_recorded(const void *parameters)
     tqkv_cache_destroy(gpu);
 }
 
-/* What the processor refuses is refused, and a cache of another memory is not taken. */
+/* Refuses what the processor refuses, and a cache whose memory is not the context's. */
 static void run_refusals(const void *parameters)
 {
     const cache_row row = {TQKV_I8, TQKV_TQ4, 64, 4, false, 3, -1};

@@ -95,7 +95,7 @@ static void run_probe(const void *parameters)
     free(expected);
 }
 
-/* The Metal API over both stores against the same in C, up to 2e-5 of either. */
+/* Attention by the Metal API agrees with attention in C; each has an error of at most 2e-5. */
 static void check_attend(tqkv_store *const expected[2], const tqkv_metal_store *keys, const tqkv_metal_store *values,
                          int64_t end, int n)
 {
@@ -128,8 +128,8 @@ static void check_attend(tqkv_store *const expected[2], const tqkv_metal_store *
     free(out);
 }
 
-/* A pair of formats and capacities all the way: one dispatch for both streams writes what two calls in C write; then
-   both are decoded, and attended to, where the GPU has written them. */
+/* One pair of formats and capacities: one dispatch for both streams writes the bytes of two calls in C. Then both
+   streams are decoded and attended over, in the buffers that the GPU wrote. */
 static void run_pair(const void *parameters)
 {
     const codec_case *c = parameters;
@@ -186,7 +186,7 @@ static void run_rotate(const void *parameters)
     free(expected);
 }
 
-/* A row with NaN or Inf is stored as zeros and raises the flag; its neighbours are as they would be without it. */
+/* A row with NaN or Inf is stored as zeros and raises the flag; the rows beside it are unaffected. */
 static void run_not_finite(const void *parameters)
 {
     const float bad = *(const float *)parameters;
@@ -259,7 +259,7 @@ static void refuse_stores(const tqkv_metal_store *gpu, tqkv_metal_buffer src)
     CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_UNSUPPORTED, "encode");
 }
 
-/* Every refusal has a text, and leaves the store as it was. */
+/* Every refusal has a text and leaves the store unchanged. */
 static void run_refusals(const void *parameters)
 {
     (void)parameters;
@@ -283,7 +283,7 @@ static void run_refusals(const void *parameters)
     free(source);
 }
 
-/* The other calls' buffers: wrong where they are too small, missing or overlapping. */
+/* The buffers of the other calls: too small, missing or overlapping. */
 static void run_other_refusals(const void *parameters)
 {
     (void)parameters;

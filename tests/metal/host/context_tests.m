@@ -1,4 +1,4 @@
-/* Contexts: libraries of every kind, devices, threads, memory, and every failure that Metal can answer with. */
+/* Contexts: every kind of library, devices, threads, memory, and every failure that Metal can report. */
 #include "host.h"
 #include "tests/data.h"
 #include <math.h>
@@ -9,7 +9,7 @@
 #include "tests/metal/standin/standin.h"
 #endif
 
-/* Creates a context, whose text must hold `words` if it fails. */
+/* Creates a context. If that fails, its text must contain `words`. */
 static tqkv_metal *create(tqkv_metal_desc desc, tqkv_result expected, const char *words)
 {
     char error[400] = "untouched";
@@ -29,7 +29,7 @@ static NSData *library_bytes(void)
     return data;
 }
 
-/* The context works: it rotates a row there and back. */
+/* Checks that the context works: it rotates a row and rotates it back. */
 static tqkv_result record_rotations(void *user, tqkv_metal_object encoder)
 {
     tqkv_metal *m = ((tqkv_metal **)user)[0];
@@ -96,7 +96,7 @@ static void run_bad_libraries(const void *parameters)
         create(desc, TQKV_METAL_ERROR, "no/such/file.metallib");
         desc.library_path = "";
         create(desc, TQKV_INVALID_ARGUMENT, "library_path");
-        desc.library_path = "tqkv.h"; /* a file, but no library */
+        desc.library_path = "tqkv.h"; /* a file that is not a library */
         create(desc, TQKV_METAL_ERROR, "tqkv.h");
         desc.library_path = NULL;
         desc.library_bytes = [data bytes];
@@ -142,10 +142,10 @@ static void run_memory(const void *parameters)
     tqkv_metal_error(m, text, sizeof text);
     CHECK(!strcmp(text, "a point"), "cut to \"%s\"", text);
     CHECK(!tqkv_metal_allocator(NULL).alloc, "an allocator of nothing");
-    tqkv_metal_destroy(m); /* takes `left` with it */
+    tqkv_metal_destroy(m); /* frees `left` too */
 }
 
-/* -- Threads: one context, an encoder each -- */
+/* -- Threads: one context, one encoder a thread -- */
 
 enum { THREADS = 6, ROUNDS = 4 };
 
@@ -154,7 +154,7 @@ typedef struct worker {
     int number, failures;
     pthread_t thread;
     void *(*work)(void *);
-    atomic_int *missing; /* threads that have not begun */
+    atomic_int *missing; /* threads that have not started */
 } worker;
 
 static int worker_round(const worker *w, int round)
@@ -196,7 +196,7 @@ static void *work_thread(void *parameter)
     return NULL;
 }
 
-/* Records calls of every head_dim, so that all threads ask for the same new pipelines, and waits only in the end. */
+/* Records calls of every head_dim and waits at the end: all threads ask for the same new pipelines. */
 static void *record_thread(void *parameter)
 {
     worker *w = parameter;
@@ -221,7 +221,7 @@ static void *record_thread(void *parameter)
     return NULL;
 }
 
-/* Takes memory and gives it back while others look for theirs. */
+/* Allocates and frees memory while other threads look theirs up. */
 static void *memory_thread(void *parameter)
 {
     worker *w = parameter;
@@ -240,7 +240,7 @@ static void *memory_thread(void *parameter)
     return NULL;
 }
 
-/* Relaxed, so that it orders nothing that is to race. */
+/* Relaxed: it must not order the accesses that the test wants to race. */
 static void *begin_together(void *parameter)
 {
     worker *w = parameter;
@@ -286,7 +286,7 @@ static void run_stale(const void *parameters)
     tqkv_metal_destroy(create(desc, TQKV_TABLE_MISMATCH, what));
 }
 
-/* A library that lacks the kernels: each call says so, and records nothing. */
+/* With a library that lacks the kernels, each call says so and records nothing. */
 static void run_missing_kernels(const void *parameters)
 {
     (void)parameters;
@@ -308,7 +308,7 @@ static void run_missing_kernels(const void *parameters)
     tqkv_metal_destroy(m);
 }
 
-/* What is of one device is refused by the context of another. */
+/* A context refuses the objects of another device. */
 static void run_other_device(const void *parameters)
 {
     (void)parameters;
@@ -357,7 +357,7 @@ static void run_devices(const void *parameters)
     standin_set_device((standin_device){0});
 }
 
-/* Attention takes two pipelines: where one cannot be built nothing is recorded, and the next call builds them. */
+/* Attention needs two pipelines. If one cannot be built, nothing is recorded; the next call builds both. */
 static void run_half_recorded(const void *parameters)
 {
     (void)parameters;
@@ -396,7 +396,7 @@ static void run_half_recorded(const void *parameters)
     tqkv_metal_destroy(m);
 }
 
-/* Calls that wait give back what they took: a second round leaves no more objects than the first. */
+/* Calls that wait release what they used: a second round leaves no more objects than the first. */
 static void run_given_back(const void *parameters)
 {
     (void)parameters;
@@ -416,7 +416,7 @@ static void run_given_back(const void *parameters)
     free(x);
 }
 
-/* Each call once. s: two stores of one head, b: source, destination, scratch. */
+/* Makes each call once. s: two stores of one head, b: source, destination, scratch. */
 static void record_all(id<MTLComputeCommandEncoder> e, const tqkv_metal_store s[2], const tqkv_metal_buffer b[3],
                        tqkv_cache *cache)
 {
@@ -437,7 +437,7 @@ static void record_all(id<MTLComputeCommandEncoder> e, const tqkv_metal_store s[
     CHECK_RESULT(tqkv_metal_cache_attend(m, e, cache, b[0], 1, b[2], b[1]), TQKV_OK);
 }
 
-/* Recorded a second time, no call makes a pipeline, takes memory or asks Metal for anything that it may refuse. */
+/* Recorded a second time, no call builds a pipeline, allocates memory or makes a Metal call that may fail. */
 static void run_recorded_again(const void *parameters)
 {
     (void)parameters;
@@ -462,7 +462,7 @@ static void run_recorded_again(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
-/* Everything once, on a context of its own: the first result that is not TQKV_OK, and the texts of the failure. */
+/* Makes every call once on a new context. Gives the first result other than TQKV_OK and the failure's texts. */
 static tqkv_result live_through(char *text, size_t size)
 {
     tqkv_metal *m = NULL;
@@ -485,7 +485,7 @@ static tqkv_result live_through(char *text, size_t size)
     if (r != TQKV_OK) CHECK(tqkv_cache_end(cache) == 0, "a failed append counts");
     if (r == TQKV_OK) r = tqkv_cache_attend(cache, x, 1, out);
     tqkv_metal_error(m, text, size);
-    if (cache && r != TQKV_OK) { /* the context lives on: the same again succeeds */
+    if (cache && r != TQKV_OK) { /* the context stays usable: the same call succeeds now */
         standin_fail_at(0);
         if (tqkv_cache_end(cache) == 0) CHECK_RESULT(tqkv_cache_append(cache, x, x, 3), TQKV_OK);
         CHECK_RESULT(tqkv_cache_attend(cache, x, 1, out), TQKV_OK);
@@ -495,7 +495,7 @@ static tqkv_result live_through(char *text, size_t size)
     return r;
 }
 
-/* The n-th call that can fail does, for every n. */
+/* The n-th call that can fail fails, for every n. */
 static void run_failures(const void *parameters)
 {
     char text[400];

@@ -1,5 +1,5 @@
-/* A context for the tests of tqkv_metal.m, command buffers, and buffers whose data starts behind an offset and ends
-   with the buffer, so that a sanitizer sees what lies beyond. */
+/* For the tests of tqkv_metal.m: a context, command buffers, and buffers whose data starts at an offset and ends at the
+   end of the buffer, where a sanitizer reports accesses beyond it. */
 #ifndef TQKV_TESTS_HOST_H
 #define TQKV_TESTS_HOST_H
 #import <Foundation/Foundation.h>
@@ -18,7 +18,7 @@ extern host test_host;
 
 bool host_open(void);
 void host_close(void);
-/* A context of its own; NULL and a failed test if that is not possible. */
+/* A new context; NULL and a failed test if there is none. */
 tqkv_metal *host_context(void);
 
 enum { HOST_OFFSET = 64 };
@@ -26,7 +26,7 @@ tqkv_metal_buffer host_buffer(const void *bytes, size_t size);
 tqkv_metal_buffer host_zeros(size_t size);
 void host_release(tqkv_metal_buffer b);
 void *host_contents(tqkv_metal_buffer b);
-/* Copies of a store's buffers, and the copies' bytes back into the store. */
+/* Copies a store's buffers into Metal buffers; copies their bytes back into the store. */
 tqkv_metal_store host_store(const tqkv_store *s);
 void host_store_read(const tqkv_metal_store *from, tqkv_store *s);
 void host_store_release(tqkv_metal_store *s);
@@ -43,7 +43,7 @@ void host_end(host_work *work);
 /* Floats of a fixed sequence; freed by the caller. */
 float *host_floats(uint64_t seed, size_t count);
 
-/* As CHECK_RESULT, and the context's text must hold `words`. */
+/* CHECK_RESULT; the context's text must also contain `words`. */
 #define CHECK_REFUSED(metal, call, expected, words)                                                                    \
     do {                                                                                                               \
         char text_[400];                                                                                               \

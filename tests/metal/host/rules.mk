@@ -1,5 +1,5 @@
-# tqkv_metal.m: on Linux against the stand-in, which runs the real shaders on the CPU, all under ASan and UBSan; on a Mac
-# against Metal. `make check-macos` type-checks it with Apple's headers from any machine.
+# Tests of tqkv_metal.m. On Linux a stand-in for Metal runs the real shaders on the CPU, all under ASan and UBSan. On a Mac
+# they use Metal. `make check-macos` type-checks the file with Apple's headers on any machine.
 
 HOST_BUILD := $(METAL_BUILD)/host
 comma := ,
@@ -34,12 +34,12 @@ HOST_OBJECTS := tqkv_metal $(HOST_TESTS:%=tests/metal/host/%) tests/runner tests
 HOST_STALE := tables_alone codebook_4 codebook_5 codebook_6 codebook_8 boundaries_4 boundaries_5 boundaries_6 boundaries_8 signs version dispatch \
 	rows_args rotate_args attend_args merge_args
 
-# clang with gcc's Objective-C runtime: its headers, and nothing else of gcc's.
+# clang uses gcc's Objective-C runtime: link its headers, and no other header of gcc, into the include path.
 $(HOST_BUILD)/gnustep/objc:
 	@mkdir -p $(@D)
 	@ln -sfn $$(dirname $$(gcc -print-libgcc-file-name))/include/objc $@
 
-# The same under ARC, see arc.m. One line of gcc's headers is not for ARC.
+# The same under ARC, see arc.m. One line of gcc's headers does not compile under ARC.
 HOST_ARC := -fobjc-arc $(patsubst -fobjc-runtime=%,-fobjc-runtime=gnustep-1.5,$(subst /gnustep,/arc,$(HOST_GNUSTEP)))
 
 $(HOST_BUILD)/arc/objc: $(HOST_BUILD)/gnustep/objc
@@ -47,7 +47,7 @@ $(HOST_BUILD)/arc/objc: $(HOST_BUILD)/gnustep/objc
 	@cp $</*.h $@
 	@sed -i 's/return object->class_pointer;/return *(Class *)(__bridge void *)object;/' $@/runtime.h
 
-# Without sanitizers, as below: the implementation takes minutes with them.
+# Without sanitizers: the implementation would take minutes to compile.
 $(HOST_BUILD)/arc/examples/%.o: examples/%.m $(HOST_HEADERS) $(HOST_BUILD)/arc/objc
 	@mkdir -p $(@D)
 	@clang -O1 $(HOST_WARNINGS) $(CPPFLAGS) $(HOST_ARC) -c $< -o $@
@@ -64,7 +64,7 @@ $(HOST_BUILD)/metal_encode_attend-arc: $(HOST_BUILD)/arc/examples/metal_encode_a
 		$(HOST_BUILD)/$(STANDIN)/arc.o $(HOST_BUILD)/$(STANDIN)/standin.o
 	@clang++ $^ -o $@ $(HOST_LINK)
 
-# The shaders as position-independent code, in the stand-in's kind of library.
+# The shaders as position-independent code for the stand-in's library.
 STANDIN_SHADER := clang++ -fPIC $(STANDIN_SANITIZE) $(SHADER_CPU)
 
 $(HOST_BUILD)/library/%.metal.o: $(METAL_BUILD)/cpu/prepared tqkv.h tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
@@ -79,7 +79,7 @@ $(HOST_BUILD)/library/library.o: $(STANDIN)/library.cpp $(STANDIN)/standin.h tes
 	@mkdir -p $(@D)
 	@clang++ -fPIC -O1 $(SHADER_TEST_FLAGS) -I$(STANDIN) -c $< -o $@
 
-# Of this tqkv.h, with the kernel `tables` alone.
+# A library of this tqkv.h with the kernel `tables` alone.
 $(HOST_BUILD)/stale/tables_alone.metallib: $(HOST_BUILD)/library/tables.metal.o $(HOST_BUILD)/library/simt.o \
 		$(HOST_BUILD)/library/library.o
 	@mkdir -p $(@D)
@@ -90,7 +90,7 @@ $(HOST_LIBRARY): $(SHADER_NAMES:%=$(HOST_BUILD)/library/%.metal.o) $(HOST_BUILD)
 	@clang++ -shared $(STANDIN_SANITIZE) $^ -o $@.so
 	@python3 $(STANDIN)/pack.py library $@.so $@
 
-# Libraries of another tqkv.h, each with its kernel `tables` alone.
+# Libraries of a changed tqkv.h, each with the kernel `tables` alone.
 $(HOST_BUILD)/stale/%.metallib: $(METAL_BUILD)/cpu/prepared tqkv.h $(STANDIN)/pack.py $(HOST_BUILD)/library/simt.o \
 		$(HOST_BUILD)/library/library.o
 	@mkdir -p $(@D)/$*/shaders
@@ -99,12 +99,12 @@ $(HOST_BUILD)/stale/%.metallib: $(METAL_BUILD)/cpu/prepared tqkv.h $(STANDIN)/pa
 	@clang++ -shared $(STANDIN_SANITIZE) $(@D)/$*.o $(HOST_BUILD)/library/simt.o $(HOST_BUILD)/library/library.o -o $@.so
 	@python3 $(STANDIN)/pack.py library $@.so $@
 
-# Memory and locks can fail, too, beside every call of Metal.
+# Allocations and locks can fail too, not only calls of Metal.
 $(HOST_BUILD)/tqkv_metal.o: HOST_FLAGS += $(HOST_FAILING)
 
 endif
 
-# The examples hold the implementation, too.
+# The examples contain the implementation.
 $(HOST_BUILD)/examples/%.o: examples/%.m $(HOST_HEADERS) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
 	@mkdir -p $(@D)
 	@clang -O1 $(HOST_WARNINGS) $(CPPFLAGS) $(HOST_GNUSTEP) -c $< -o $@
@@ -114,7 +114,7 @@ $(HOST_BUILD)/%.o: %.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/
 	@mkdir -p $(@D)
 	@clang $(HOST_FLAGS) $(HOST_GNUSTEP) -c $< -o $@
 
-# The implementation as in any program: its own sanitized builds are in tests/rules.mk.
+# The implementation without sanitizers: tests/rules.mk has its sanitized builds.
 $(HOST_BUILD)/%.o: %.c $(HOST_HEADERS)
 	@mkdir -p $(@D)
 	@$(CC) -O1 -D_GNU_SOURCE -I. $(CPPFLAGS) -c $< -o $@
@@ -122,7 +122,7 @@ $(HOST_BUILD)/%.o: %.c $(HOST_HEADERS)
 $(HOST_BUILD)/runner: $(HOST_OBJECTS:%=$(HOST_BUILD)/%.o)
 	@clang++ $^ -o $@ $(HOST_LINK)
 
-# The context's library from the object file itself.
+# The library is embedded in the object file.
 $(HOST_BUILD)/embedded.o: tqkv_metal.m tqkv.h $(HOST_LIBRARY) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
 	@clang $(HOST_FLAGS) $(HOST_GNUSTEP) -DTQKV_METALLIB_EMBED='"$(HOST_LIBRARY)"' -c $< -o $@
 
@@ -137,7 +137,7 @@ HOST_PROGRAMS := $(HOST_BUILD)/runner $(HOST_BUILD)/runner-embedded $(HOST_BUILD
 	$(if $(HOST_GNUSTEP),$(HOST_BUILD)/runner-arc $(HOST_BUILD)/metal_encode_attend-arc)
 
 .PHONY: test-metal
-test-metal: $(HOST_PROGRAMS) $(HOST_LIBRARY) $(HOST_STALE:%=$(HOST_BUILD)/stale/%.metallib) ## tqkv_metal.m: on Linux with a stand-in for Metal
+test-metal: $(HOST_PROGRAMS) $(HOST_LIBRARY) $(HOST_STALE:%=$(HOST_BUILD)/stale/%.metallib)
 	@echo "== tqkv_metal.m: $(if $(HOST_GNUSTEP),stand-in$(comma) shaders on the CPU,Metal)"
 	@$(HOST_RUN) $< --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale
 	@$(HOST_RUN) $(HOST_BUILD)/runner-embedded --library $(HOST_LIBRARY) --embedded context/embedded
@@ -152,11 +152,11 @@ endif
 demo-metal: $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY) ## build and run examples/metal_encode_attend.m
 	@$(HOST_RUN) $< $(HOST_LIBRARY)
 
-# On a Mac these need the GPU and Xcode, which `make test` does not.
+# Not part of `make test` on a Mac, where they need the GPU and Xcode.
 ifneq ($(SYSTEM),Darwin)
 TEST_TARGETS += test-metal test-metal-threads
 
-# A context shared by threads under ThreadSanitizer. The shaders are left out of it: the machine switches stacks.
+# Threads share a context under ThreadSanitizer. The shaders are not instrumented: their machine switches stacks.
 HOST_TSAN := $(HOST_BUILD)/tsan
 HOST_TSAN_FLAGS := -fsanitize=thread $(filter-out $(STANDIN_SANITIZE),$(HOST_FLAGS)) -g -O1 $(HOST_GNUSTEP)
 HOST_TSAN_RUN := TSAN_OPTIONS=halt_on_error=1:detect_deadlocks=0 setarch -R
@@ -187,9 +187,9 @@ $(HOST_TSAN)/standin.metallib: $(SHADER_NAMES:%=$(HOST_TSAN)/library/%.metal.o) 
 $(HOST_TSAN)/runner: $(TSAN_NAMES:%=$(HOST_TSAN)/%.o) $(HOST_BUILD)/tests/test_tables.o
 	@clang++ -fsanitize=thread $^ -o $@ $(HOST_TSAN_LINK)
 
-# Planted bugs, each in a copy of tqkv_metal.m. BUGS: parts of names.
+# Plants bugs, one at a time, in copies of tqkv_metal.m. BUGS: parts of names.
 .PHONY: test-metal-bugs
-test-metal-bugs: test-metal $(HOST_TSAN)/runner $(HOST_TSAN)/standin.metallib ## bugs planted in tqkv_metal.m are found
+test-metal-bugs: test-metal $(HOST_TSAN)/runner $(HOST_TSAN)/standin.metallib
 	@echo "== tqkv_metal.m: planted bugs"
 	@export ASAN_LINK="$(HOST_LINK)" ASAN_OBJECTS="$(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))" \
 	ASAN_RUN="$(HOST_RUN) RUNNER --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale"; \
@@ -208,7 +208,7 @@ endif
 
 # ---- Apple's headers ----
 
-# SDK: the folder of a MacOSX.sdk, or on a Mac a name that xcrun knows.
+# SDK: the folder of a MacOSX.sdk; on a Mac also a name known to xcrun.
 MACOS_SDK = $(if $(wildcard $(SDK)/usr/include),$(SDK),$(shell xcrun --sdk $(SDK) --show-sdk-path 2>/dev/null))
 MACOS_BUILD := $(BUILD)/macos
 MACOS_CLANG = clang -target arm64-apple-macos13 -isysroot $(MACOS_SDK) -isystem $(MACOS_BUILD)/include $(HOST_WARNINGS) -I.
@@ -218,9 +218,9 @@ MACOS_LINK = $(if $(filter Darwin,$(SYSTEM)),,$(if $(shell command -v ld64.lld |
 MACOS_LIBRARIES := -framework Metal -framework Foundation -framework CoreFoundation -lobjc
 
 .PHONY: check-macos check-macos-types check-macos-link
-check-macos: check-macos-types check-macos-link ## tqkv_metal.m with Apple's headers, for arm64: SDK=/path/to/MacOSX.sdk
+check-macos: check-macos-types check-macos-link ## type-check tqkv_metal.m with Apple's headers: SDK=/path/to/MacOSX.sdk
 
-# With and without ARC; the tests without. tqkv.h also as Objective-C++.
+# Checks the sources with and without ARC, the tests without, and tqkv.h as Objective-C++.
 check-macos-types:
 	@test -n "$(MACOS_SDK)" || { echo "check-macos needs SDK=/path/to/MacOSX.sdk"; exit 1; }
 	@echo "== Apple's headers, up to $$(grep -o '__MAC_[0-9_]* ' $(MACOS_SDK)/usr/include/AvailabilityVersions.h | tail -1)"
@@ -233,8 +233,8 @@ check-macos-types:
 	done
 	@echo "$(words $(MACOS_TESTS) $(MACOS_SOURCES) $(MACOS_SOURCES) both) passed, 0 failed"
 
-# The example as a Mach-O program, where there are a linker and the SDK's stubs of libraries. Some file stands in for a
-# compiled library, to be built in.
+# Links the example as a Mach-O program if there are a linker and the SDK's library stubs. An arbitrary file takes the place
+# of the embedded library.
 check-macos-link: check-macos-types
 ifneq ($(SYSTEM),Darwin)
 	@$(if $(filter none,$(MACOS_LINK)),echo "not linked: no lld")

@@ -1,4 +1,4 @@
-/* The stand-in itself: that it finds what it is there to find. */
+/* The stand-in itself: it reports each misuse. */
 #include "host.h"
 #ifdef STANDIN
 #include "tests/metal/standin/standin.h"
@@ -6,7 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-/* A pipeline of tqkv_rotate_d64, not released: the process ends. */
+/* A pipeline of tqkv_rotate_d64. Nobody releases it: the process ends. */
 static id<MTLComputePipelineState> rotate_pipeline(void)
 {
     const bool unrotate = false;
@@ -19,7 +19,7 @@ static id<MTLComputePipelineState> rotate_pipeline(void)
     return [test_host.device newComputePipelineStateWithFunction:function error:&error];
 }
 
-/* Each misuse, of an encoder with that pipeline. */
+/* The misuses, each with an encoder that has that pipeline. */
 static void dispatch(host_work *w, NSUInteger threads)
 {
     [w->encoder dispatchThreadgroups:MTLSizeMake(1, 1, 1) threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
@@ -97,7 +97,7 @@ typedef struct misuse_case {
     void (*misuse)(host_work *w);
 } misuse_case;
 
-/* In a child process, whose end and last words are looked at. */
+/* Runs a misuse in a child process and checks its exit and its message. */
 static void run_misuse(const void *parameters)
 {
     const misuse_case *c = parameters;
@@ -125,7 +125,7 @@ static void run_misuse(const void *parameters)
     CHECK(strstr(words, c->words), "it said \"%s\"", words);
 }
 
-/* Encodes and decodes in one concurrent encoder: right only with a barrier between the two. */
+/* Encodes and decodes in one concurrent encoder: correct only with a barrier between the two. */
 static void run_missing_barrier(const void *parameters)
 {
     const bool barrier = *(const bool *)parameters;

@@ -1,5 +1,6 @@
-/* What code under ARC calls, over gcc's runtime, which has no ARC: so tqkv_metal.m runs on Linux as it is compiled in a
-   program with -fobjc-arc. clang has ARC for GNUstep's runtime alone; what its objects ask of that one is here, too. */
+/* The functions that code under ARC calls, on top of gcc's runtime, which has none: tqkv_metal.m built with -fobjc-arc
+   runs on Linux. clang supports ARC for GNUstep's runtime alone; the functions of that runtime that its objects call are
+   here too. */
 #import <Foundation/Foundation.h>
 #include <dlfcn.h>
 #include <objc/message.h>
@@ -22,7 +23,7 @@ void objc_storeStrong(id *at, id object)
     [before release];
 }
 
-/* A method, in the form in which GNUstep's runtime finds it. */
+/* A method in the layout of GNUstep's runtime. */
 typedef struct objc_slot {
     Class owner, cached_for;
     const char *types;
@@ -39,7 +40,7 @@ objc_slot *objc_msg_lookup_sender(id *receiver, SEL selector, id sender)
     return &slot;
 }
 
-/* An object file's module: for a file without classes GNUstep's form is that of gcc, but for version and size. */
+/* The module of an object file. For a file without classes, GNUstep's layout differs from gcc's in version and size. */
 typedef struct objc_module {
     unsigned long version, size;
     const char *name;

@@ -1,4 +1,4 @@
-// The door from the stand-in to the shaders, in the shared object with them.
+// The functions by which the stand-in runs the shaders; part of their shared object.
 #include "standin.h"
 #include "simt.h"
 #include <stdio.h>

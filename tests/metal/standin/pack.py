@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the stand-in's libraries, and a tqkv.h whose shaders must be found stale.
+"""Makes the stand-in's libraries, and versions of tqkv.h whose shaders must be refused as stale.
 
 usage: pack.py library SHARED_OBJECT OUTPUT
        pack.py stale WHAT TQKV_H OUTPUT     WHAT: a table of tqkv__table_set, `version`, `dispatch`, an argument struct

@@ -1,4 +1,4 @@
-/* What tests ask of the stand-in beyond Metal. */
+/* What the stand-in offers to tests beyond Metal's API. */
 #ifndef STANDIN_H
 #define STANDIN_H
 #include <pthread.h>
@@ -10,20 +10,20 @@
 extern "C" {
 #endif
 
-/* The device that there is from now on. */
+/* Sets the device that programs find from now on. */
 typedef struct standin_device {
     bool missing, before_apple7;
     unsigned simd_width, max_threads; /* 0 = 32, 1024 */
 } standin_device;
 void standin_set_device(standin_device device);
 
-/* Calls that Metal may answer with failure are counted from here on; the fail_at-th fails, counted from 1; 0: none. */
+/* Starts to count the calls that may fail in Metal; call number fail_at fails, from 1 on; 0: none. */
 void standin_fail_at(int fail_at);
 int standin_calls(void);
-/* Counted as well: tqkv_metal.m is compiled with these in place of calloc and pthread_mutex_init. */
+/* Counted too: tqkv_metal.m is compiled with these in place of calloc and pthread_mutex_init. */
 void *standin_calloc(size_t n, size_t size);
 int standin_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes);
-/* The words of an injected failure. */
+/* The text of an injected failure. */
 #define STANDIN_WORDS "injected failure"
 
 int standin_live_objects(void);
@@ -41,9 +41,9 @@ typedef struct standin_launch {
     bool set[STANDIN_CONSTANTS];
     int64_t value[STANDIN_CONSTANTS];
 } standin_launch;
-/* Whether there is such a kernel; the function constants that it needs. */
+/* Whether the kernel exists, and the function constants that it needs. */
 typedef bool (*standin_find_function)(const char *name, uint32_t *constants);
-/* Empty error: done. */
+/* An empty error means success. */
 typedef void (*standin_run_function)(const char *name, const standin_launch *launch, char *error, size_t error_size);
 
 #ifdef __cplusplus

@@ -1,8 +1,8 @@
-/* Metal on the CPU, for Linux: dispatches run the real shaders by simt.h. It ends the program on misuse that Metal's
-   validation would report, and on some that it would not:
-     - bindings and threadgroup memory do not last beyond a dispatch, so that each call must set its own
-     - work runs no sooner than someone waits for it
-     - in a concurrent encoder, dispatches that no barrier orders run last one first */
+/* Metal on the CPU, for Linux: simt.h runs the real shaders. Misuse that Metal's validation would report ends the program.
+   The stand-in is stricter than Metal:
+     - bindings and threadgroup memory end with the dispatch: each call must set its own
+     - work runs only when someone waits for it
+     - in a concurrent encoder, dispatches without a barrier between them run in reverse order */
 #import <Metal/Metal.h>
 #include "standin.h"
 #include <dlfcn.h>
@@ -33,7 +33,7 @@ void standin_fail_at(int n)
 int standin_calls(void) { return calls; }
 int standin_live_objects(void) { return live; }
 
-/* Relaxed, so that counting orders no threads that tests want to see race. */
+/* Relaxed: counting must not order threads that a test wants to race. */
 static int count(atomic_int *counter, int by)
 {
     return atomic_fetch_add_explicit(counter, by, memory_order_relaxed) + by;
@@ -59,7 +59,7 @@ static void set_error(NSError **error, NSString *words)
     if (error) *error = [NSError errorWithDomain:@"standin" code:1 userInfo:info];
 }
 
-/* Whether this call is to fail; then *error says so. */
+/* Whether this call must fail; if so, sets *error. */
 static bool fails(NSError **error)
 {
     if (!is_to_fail()) return false;
@@ -257,7 +257,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 
 /* -- Work -- */
 
-/* One dispatch, and what it keeps alive. Dispatches of the same group may run in any order. */
+/* One dispatch and the objects that it retains. Dispatches of the same group may run in any order. */
 @interface StandinDispatch : StandinObject {
   @public
     StandinPipeline *pipeline;
@@ -291,7 +291,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 @interface StandinEncoder : StandinObject <MTLComputeCommandEncoder> {
   @public
     NSMutableArray *work;
-    StandinDispatch *next; /* what is set so far */
+    StandinDispatch *next; /* what the encoder has set so far */
     MTLDispatchType type;
     unsigned group;
     BOOL ended;
@@ -378,7 +378,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 
 @interface StandinQueue : StandinObject <MTLCommandQueue> {
   @public
-    NSMutableArray *committed; /* and not yet run */
+    NSMutableArray *committed; /* not yet run */
 }
 @end
 
@@ -444,7 +444,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 }
 - (void)waitUntilCompleted
 {
-    @synchronized(queue) { /* another thread may be at work on this command buffer */
+    @synchronized(queue) { /* another thread may use this command buffer */
         if (state == MTLCommandBufferStatusNotEnqueued) misuse("wait before commit");
         while (state == MTLCommandBufferStatusCommitted) {
             [[queue->committed objectAtIndex:0] run];
@@ -480,7 +480,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 
 /* -- The device -- */
 
-/* The shared object inside a library, or NULL and why not. */
+/* The shared object inside a library, or NULL and the reason. */
 static void *open_library(NSData *data, NSError **error)
 {
     uint64_t size = 0;
@@ -494,7 +494,7 @@ static void *open_library(NSData *data, NSError **error)
         set_error(error, @"the library is truncated");
         return NULL;
     }
-    char path[] = "/tmp/standin-library-XXXXXX"; /* a new name each time: dlopen knows libraries by name */
+    char path[] = "/tmp/standin-library-XXXXXX"; /* a new name each time: dlopen identifies libraries by name */
     const int file = mkstemp(path);
     void *handle = write(file, bytes + 16, size) == (ssize_t)size ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
     if (!handle) set_error(error, [NSString stringWithFormat:@"not loaded: %s", dlerror()]);

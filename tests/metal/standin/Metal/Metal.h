@@ -1,5 +1,5 @@
-/* The part of Metal that tqkv_metal.m, its tests and examples use, for Linux: names and signatures as Apple documents
-   them, over GNUstep's Foundation. standin.m runs it on the CPU; standin.h steers it. */
+/* The part of Metal that tqkv_metal.m, its tests and its example use, for Linux: names and signatures from Apple's
+   documentation, on GNUstep's Foundation. standin.m runs it on the CPU; standin.h controls it. */
 #ifndef STANDIN_METAL_H
 #define STANDIN_METAL_H
 #import <Foundation/Foundation.h>

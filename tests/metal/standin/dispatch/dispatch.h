@@ -1,4 +1,4 @@
-/* dispatch_data_t alone, as an object with a copy of the bytes. */
+/* Only dispatch_data_t: an object with a copy of the bytes. */
 #ifndef STANDIN_DISPATCH_H
 #define STANDIN_DISPATCH_H
 #import <Foundation/Foundation.h>

@@ -1,0 +1,339 @@
+#!/usr/bin/env python3
+"""A model of Apple's GPUs: predicts the time of a decode step of attention and of encoding from counted operations and
+published figures. Nothing was measured on Apple's hardware.
+
+usage: model.py BUILD_FOLDER             tables, as they stand in BENCHMARKS.md, and lines `ratio NAME VALUE`
+       model.py BUILD_FOLDER --check     a few pipelines: what must hold of the counts
+Takes the command that compiles a shader to LLVM's code from the environment: MODEL_COMPILE.
+"""
+import math
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import chips
+import count
+
+FORMATS = {"F16": 1, "TQ4": 2, "TQ5": 3, "TQ6": 4, "TQ8": 5, "I8": 8}
+BITS = {"F16": 16, "TQ4": 4, "TQ5": 5, "TQ6": 6, "TQ8": 8, "I8": 8}
+GROUPS = (2, 4, 8)
+HEAD_DIM, KV_HEADS, POSITIONS = 128, 8, 32768
+THREADGROUPS, SIMDGROUPS = 256, 4  # as tqkv_metal.m cuts this shape: 32 splits of each KV head
+LOOKUPS = {"simd_shuffle": 0, "threadgroup table": 1, "constant table": 2, "arithmetic": 3, "quad_shuffle": 4,
+           "selections": 5, "threadgroup table of pairs": 6}
+ARRANGEMENTS = {"lanes across the dimension": 0, "a lane a position": 1, "four lanes a row": 2}
+SHOWN = ("M1", "M2 Pro", "M4", "M4 Max")  # where a table has not all chips
+LETTERS = {"bandwidth": "B", "threadgroup": "T", "issue": "I", "complex": "C", "data cache": "D"}
+VALUES = 2 * KV_HEADS * POSITIONS * HEAD_DIM  # keys and values
+
+
+class Machine:
+    """Builds a pipeline of a prepared shader, runs it, and gives its counts."""
+
+    def __init__(self, build):
+        self.build = build
+        self.objects = [f"{build}/model/run.o"] + [f"{build}/plain/{name}.o"
+                                                   for name in ("gpu", "simt", "attend_merge.metal")]
+
+    def source(self, shader):
+        """The prepared shader with the kernels of this head_dim alone, to save compile time."""
+        with open(f"{self.build}/model/source/{shader}.metal.cpp", encoding="utf-8") as f:
+            text = f.read()
+        text = re.sub(r"(?m)^[A-Z_]+\((?!%d\))\d+\)$" % HEAD_DIM, "", text)
+        return re.sub(r"(?m)^SIMT_KERNEL\(\w+_d(?!%d,)\d+,.*$" % HEAD_DIM, "", text)
+
+    def run(self, shader, kernel, constants, arguments):
+        name = f"{self.build}/model/{shader}_" + "_".join(str(a) for a in arguments)
+        values = ",".join(str(constants.get(i, -1)) for i in range(12))
+        code = subprocess.run(os.environ["MODEL_COMPILE"].split() +
+                              ["-iquote", f"{self.build}/model/source", f"-DMODEL_CONSTANTS={values}", "-", "-o", "-"],
+                              input=self.source(shader), check=True, stdout=subprocess.PIPE, text=True).stdout
+        classes, instrumented = count.instrument(code, kernel)
+        with open(name + ".ll", "w", encoding="utf-8") as f:
+            f.write(instrumented)
+        subprocess.run(["clang", "-O1", "-c", name + ".ll", "-o", name + ".o"], check=True)
+        subprocess.run(["clang++", name + ".o"] + self.objects + ["-o", name, "-lm"], check=True)
+        output = subprocess.run([name] + [str(a) for a in arguments], check=True, stdout=subprocess.PIPE, text=True)
+        return count.total(classes, output.stdout)
+
+    def attend(self, format_name, group, positions=POSITIONS * KV_HEADS // THREADGROUPS):
+        """Operations for 32 values of keys and values, of one threadgroup of the whole."""
+        number = FORMATS[format_name]
+        constants = {0: number, 1: number, 5: int(format_name != "F16"), 6: group, 7: 0, 8: 0, 9: 1, 10: 0}
+        counts = self.run("attend", f"tqkv_attend_d{HEAD_DIM}", constants, ["attend", number, number, group, positions])
+        return scaled(counts, 32.0 / (2 * positions * HEAD_DIM))
+
+    def encode(self, format_name, tokens=256):
+        number = FORMATS[format_name]
+        constants = {0: number, 2: int(format_name != "F16")}
+        counts = self.run("encode", f"tqkv_encode_d{HEAD_DIM}", constants, ["encode", number, tokens])
+        return scaled(counts, 32.0 / (tokens * HEAD_DIM))
+
+    def lookup(self, way, rounds=64):
+        """Operations to look up 32 values: those of the loop without its multiply-adds and loads."""
+        counts = self.run("lookup", "tqkv_lookup", {0: LOOKUPS[way]}, ["lookup", LOOKUPS[way], rounds])
+        less = self.run("lookup", "tqkv_lookup", {0: LOOKUPS[way]}, ["lookup", LOOKUPS[way], 2 * rounds])
+        per_value = scaled(Counter({k: less[k] - counts[k] for k in less}), 1.0 / (rounds * 32 * SIMDGROUPS))
+        per_value["multiply-add"] -= 1
+        for name in ("device access", "device bytes"):
+            per_value.pop(name, None)
+        return per_value
+
+    def scores(self, way, rows=1024):
+        """Operations for 32 values of keys."""
+        few = self.run("scores", "tqkv_scores", {0: ARRANGEMENTS[way]}, ["scores", ARRANGEMENTS[way], rows])
+        many = self.run("scores", "tqkv_scores", {0: ARRANGEMENTS[way]}, ["scores", ARRANGEMENTS[way], 2 * rows])
+        return scaled(Counter({k: many[k] - few[k] for k in many}), 32.0 / (rows * HEAD_DIM))
+
+
+def scaled(counts, factor):
+    return Counter({name: n * factor for name, n in counts.items()})
+
+
+# ---- From counts to time ----
+
+def core_cycles(counts, banks):
+    """Cycles of a core for 32 values, by resource."""
+    cycles = {"issue": 0.0, "complex": 0.0}
+    for name, n in counts.items():
+        if name.endswith("bytes") or name.startswith("cycles of"):
+            continue
+        turns, units, _ = chips.OPERATIONS[name]
+        cycles["issue"] += n * turns / chips.SCHEDULERS
+        for unit, busy in units.items():
+            cycles[unit] += n * busy / chips.SCHEDULERS
+    cycles["threadgroup"] = counts[f"cycles of {banks} banks"]
+    cycles["data cache"] = counts["device bytes"] * 32 / chips.DATA_CACHE_BYTES
+    return cycles
+
+
+def stored_bytes(format_name):
+    """Of keys, values, and their norms."""
+    norms = 0 if format_name == "F16" else 4 * VALUES // HEAD_DIM
+    return VALUES * BITS[format_name] // 8 + norms
+
+
+def partial_bytes(group):
+    """The splits' sums, written and read again by the merge."""
+    splits = THREADGROUPS // KV_HEADS
+    return 2 * splits * KV_HEADS * group * (HEAD_DIM + 2) * 4
+
+
+def threadgroup_bytes(group):
+    """Of attention, as tqkv.h gives them: tables, queries, weights, states."""
+    return 2048 + 6 * HEAD_DIM * group + SIMDGROUPS * (128 + 8) * 8
+
+
+def times(chip, counts, n_values, n_bytes, banks, simdgroups):
+    """Seconds by resource."""
+    cores, clock, bandwidth, _, _ = chips.CHIPS[chip]
+    seconds = {name: cycles * n_values / 32 / cores / (clock * 1e9)
+               for name, cycles in core_cycles(counts, banks).items()}
+    seconds["issue"] *= chips.stretch(simdgroups)
+    seconds["bandwidth"] = n_bytes / (bandwidth * 1e9)
+    return seconds
+
+
+def attend_times(chip, counts, format_name, group, banks=16):
+    """A core runs whole threadgroups, as many at a time as its threadgroup memory holds."""
+    share = THREADGROUPS / chips.CHIPS[chip][0]
+    resident = min(share, chips.THREADGROUP_MEMORY // threadgroup_bytes(group))
+    seconds = times(chip, counts, VALUES, stored_bytes(format_name) + partial_bytes(group), banks,
+                    resident * SIMDGROUPS)
+    return {name: t if name == "bandwidth" else t * math.ceil(share) / share for name, t in seconds.items()}
+
+
+def verdict(seconds):
+    """(time, limiting resource, share of the bandwidth)"""
+    limit = max(seconds, key=seconds.get)
+    return seconds[limit], limit, seconds["bandwidth"] / seconds[limit]
+
+
+# ---- Tables ----
+
+COLUMNS = ("multiply-add", "float", "integer", "selection", "shift", "product", "conversion", "lookup shuffle",
+           "quad shuffle", "shuffle", "64-bit sum", "64-bit product", "threadgroup access", "threadgroup bytes",
+           "device access", "device bytes", "constant look-up", "branch")
+
+
+def print_counts(title, rows):
+    """rows: {name: counts for 32 values}; printed a value, which is the same as an operation of a simdgroup each 32."""
+    names = [c for c in COLUMNS if any(counts[c] >= 0.005 for counts in rows.values())]
+    print(f"\n{title}\n\n| | " + " | ".join(names) + " |\n|---" * 1 + "|---" * len(names) + "|")
+    for row, counts in rows.items():
+        print(f"| {row} | " + " | ".join(f"{counts[n]:.2f}" if counts[n] >= 0.005 else "-" for n in names) + " |")
+
+
+def print_decode_once(counts):
+    """A key or value is decoded once for its group: only work for each query head grows with the group."""
+    print("\nPer value of keys and values, and what each query head more adds (from group 2 to 8):\n")
+    names = ["threadgroup access", "threadgroup bytes", "lookup shuffle", "conversion", "shift", "integer",
+             "device bytes", "multiply-add"]
+    names = [n for n in names if any(counts[f, 2][n] >= 0.005 for f in FORMATS)]
+    print("| format | " + " | ".join(names) + " |\n|---" + "|---" * len(names) + "|")
+    for name in FORMATS:
+        few, many = counts[name, 2], counts[name, 8]
+        cells = []
+        for n in names:
+            slope = (many[n] - few[n]) / 6
+            cells.append(f"{few[n] - 2 * slope:.2f} + {slope:.2f}" if few[n] >= 0.005 else "-")
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def print_cycles(counts):
+    """Cycles that the formats need of a core, and cycles that a chip's bandwidth leaves them."""
+    print("\nCycles of a core for 32 values of keys and values at group 2, 4, 8, before waiting:\n")
+    print("| | issue | complex | threadgroup, 16 banks | 32 banks | data cache |\n|---|---|---|---|---|---|")
+    for name in FORMATS:
+        cells = []
+        for unit, banks in (("issue", 16), ("complex", 16), ("threadgroup", 16), ("threadgroup", 32),
+                            ("data cache", 16)):
+            cells.append(", ".join(f"{core_cycles(counts[name, g], banks)[unit]:.2f}" for g in GROUPS))
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    print("\nCycles of a core in which the memory brings 32 values:\n")
+    print("| | " + " | ".join(FORMATS) + " |\n|---" + "|---" * len(FORMATS) + "|")
+    for chip, (cores, clock, bandwidth, _, _) in chips.CHIPS.items():
+        cells = [f"{32 * stored_bytes(n) / VALUES / bandwidth * cores * clock:.2f}" for n in FORMATS]
+        print(f"| {chip} | " + " | ".join(cells) + " |")
+
+
+def cell(seconds):
+    time, limit, share = verdict(seconds)
+    return f"{time * 1e6:,.0f} {LETTERS[limit]} {share:.2f}"
+
+
+def attend_cell(chip, counts, name, group):
+    """With 16 banks and, if that is another figure, with 32."""
+    cells = [cell(attend_times(chip, counts[name, group], name, group, banks)) for banks in chips.THREADGROUP_BANKS]
+    return cells[0] if cells[0] == cells[1] else " to ".join(cells)
+
+
+def print_formats(counts):
+    print(f"\nAttention at {POSITIONS} positions, {KV_HEADS} KV heads, head_dim {HEAD_DIM}: microseconds, what limits, "
+          "share of the bandwidth; if two, with 16 and 32 banks:\n")
+    for names, shown in ((("TQ4", "I8", "F16"), list(chips.CHIPS)), (("TQ8", "TQ6", "TQ5"), SHOWN)):
+        heads = [f"{n}, {g}" for n in names for g in GROUPS]
+        print("| format, group | " + " | ".join(heads) + " |\n|---" + "|---" * len(heads) + "|")
+        for chip in shown:
+            cells = [attend_cell(chip, counts, n, g) for n in names for g in GROUPS]
+            print(f"| {chip} | " + " | ".join(cells) + " |")
+        print()
+
+
+def with_lookup(counts, old, new):
+    """Counts of attention with another way to look up."""
+    result = Counter(counts)
+    for name, n in new.items():
+        result[name] += n
+    for name, n in old.items():
+        result[name] -= n
+    return result
+
+
+def print_lookups(ways, counts, current):
+    print("\nWays to look up a 4-bit code: cycles of a core for 32 values, then TQ4 attention with each:\n")
+    shown = ("M1", "M4 Max")
+    heads = " | ".join(f"{c}, group {g}" for c in shown for g in (2, 8))
+    print(f"| way | issue | complex | threadgroup, 16 banks | 32 banks | {heads} |")
+    print("|---" * (5 + 2 * len(shown)) + "|")
+    for way, new in ways.items():
+        cycles = [core_cycles(new, banks) for banks in chips.THREADGROUP_BANKS]
+        merged = {("TQ4", g): with_lookup(counts["TQ4", g], ways[current], new) for g in (2, 8)}
+        cells = [f"{cycles[0][unit]:.2f}" for unit in ("issue", "complex", "threadgroup")]
+        cells += [f"{cycles[1]['threadgroup']:.2f}"]
+        cells += [attend_cell(chip, merged, "TQ4", g) for chip in shown for g in (2, 8)]
+        print(f"| {way} | " + " | ".join(cells) + " |")
+
+
+def print_arrangements(machine):
+    print("\nWays to share the scores of four query heads among lanes, operations a value of keys; then cycles of a "
+          "core for 32 values, and the bytes of the lines of 128 that a load touches over the bytes it takes:\n")
+    names = ("multiply-add", "shuffle", "reduction", "threadgroup access", "threadgroup bytes", "device access")
+    print("| way | " + " | ".join(names) + " | issue | threadgroup, 16 banks | 32 banks | lines |")
+    print("|---" * (len(names) + 5) + "|")
+    for way in ARRANGEMENTS:
+        counts = machine.scores(way)
+        lines = counts["lines bytes"] / counts["loaded bytes"]
+        cycles = [core_cycles(counts, banks) for banks in chips.THREADGROUP_BANKS]
+        cells = [f"{counts[n]:.2f}" if counts[n] >= 0.005 else "-" for n in names]
+        cells += [f"{x:.2f}" for x in (cycles[0]["issue"], cycles[0]["threadgroup"], cycles[1]["threadgroup"], lines)]
+        print(f"| {way} | " + " | ".join(cells) + " |")
+
+
+def print_encode(machine):
+    rows = {name: machine.encode(name) for name in FORMATS}
+    print_counts("Encoding, operations a value:", rows)
+    print("\nEncoding of a long prefill: GB/s of float32 input, what limits, share of the bandwidth; then the share of "
+          "the time that issuing takes:\n")
+    print("| | " + " | ".join(FORMATS) + " |\n|---" + "|---" * len(FORMATS) + "|")
+    for chip in SHOWN:
+        cells = []
+        for name, counts in rows.items():
+            seconds = times(chip, counts, VALUES, VALUES * 4 + stored_bytes(name), 16, 24)
+            time, limit, share = verdict(seconds)
+            cells.append(f"{VALUES * 4 / time / 1e9:,.0f} {LETTERS[limit]} {share:.2f}, {seconds['issue'] / time:.2f}")
+        print(f"| {chip} | " + " | ".join(cells) + " |")
+
+
+def print_ratios(counts):
+    for chip in chips.CHIPS:
+        for group in GROUPS:
+            for banks in chips.THREADGROUP_BANKS:
+                _, limit, share = verdict(attend_times(chip, counts["TQ4", group], "TQ4", group, banks))
+                name = f"{chip.lower().replace(' ', '_')}_group{group}_banks{banks}"
+                print(f"ratio apple_model_tq4_share_{name} {share:.3f} {limit}")
+
+
+def current_lookup(counts):
+    """How the shaders look up TQ4, by their operations."""
+    return "simd_shuffle" if counts["lookup shuffle"] > 0.9 else "threadgroup table"
+
+
+def report(machine):
+    ways = {way: machine.lookup(way) for way in LOOKUPS}
+    counts = {(name, group): machine.attend(name, group) for name in FORMATS for group in GROUPS}
+    print_formats(counts)
+    print_cycles(counts)
+    print_counts("Attention at group 2, operations a value:", {n: counts[n, 2] for n in FORMATS})
+    print_decode_once(counts)
+    print_counts("Ways to look a 4-bit code up, operations a value:", ways)
+    print_lookups(ways, counts, current_lookup(counts["TQ4", 2]))
+    print_arrangements(machine)
+    print_encode(machine)
+    print_ratios(counts)
+
+
+# ---- What must hold ----
+
+def check(machine):
+    """Decoded once for the whole group: from group 1 to 8, look-ups and stored bytes stay, multiply-adds follow."""
+    failed = passed = 0
+    for name in ("TQ4", "TQ8", "I8"):
+        one, eight = machine.attend(name, 1, 256), machine.attend(name, 8, 256)
+        decoding = {"TQ4": "shift", "TQ8": "shift", "I8": "conversion"}[name]
+        expected = [(f"{decoding} stay", eight[decoding] <= one[decoding] * 1.25 and one[decoding] > 0.5),
+                    ("look-ups stay", eight["threadgroup access"] - one["threadgroup access"] < 0.7),
+                    ("look-ups are in threadgroup memory", one["lookup shuffle"] == eight["lookup shuffle"] == 0 and
+                     one["threadgroup access"] > (1 if name != "I8" else 0)),
+                    ("device bytes stay", eight["device bytes"] < one["device bytes"] * 1.25),
+                    ("a multiply-add a query head", 8 <= eight["multiply-add"] < 9 and 1 <= one["multiply-add"] < 1.3),
+                    ("nothing spilled", one["private access"] < 0.05 and eight["private access"] < 0.05)]
+        for what, holds in expected:
+            passed, failed = passed + holds, failed + (not holds)
+            if not holds:
+                print(f"FAIL model/{name}: {what}: {dict(one)} {dict(eight)}")
+    print(f"{passed} passed, {failed} failed")
+    return failed == 0
+
+
+def main():
+    machine = Machine(sys.argv[1])
+    if sys.argv[2:] == ["--check"]:
+        sys.exit(0 if check(machine) else 1)
+    report(machine)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,361 @@
+// Runs one counted kernel on the machine of simt.h and prints how often its blocks ran and what its accesses cost. If a
+// result is wrong, it prints no counts.
+//   run attend KEY_FORMAT VALUE_FORMAT GROUP POSITIONS     one KV head of head_dim 128, one threadgroup of 4 simdgroups
+//   run encode FORMAT TOKENS
+//   run lookup WAY ROUNDS                                  variants/lookup.metal
+//   run scores WAY ROWS                                    variants/scores.metal
+#define TQKV_IMPLEMENTATION
+#include "gpu.h"
+#include <algorithm>
+#include <map>
+#include <math.h>
+#include <random>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+namespace
+{
+
+enum { head_dim = 128, n_simdgroups = 4 };
+
+struct lane_counts {
+    std::vector<uint64_t> of[simt::simd_width];
+};
+std::map<unsigned, lane_counts> blocks; // by simdgroup; [lane][block]
+
+// An access of a simdgroup that some lanes have not reached yet.
+struct access {
+    unsigned arrived;
+    uint64_t address[simt::simd_width];
+};
+// Key: simdgroup, place in the code, how often a lane has reached it.
+std::map<std::pair<unsigned, std::pair<unsigned, uint64_t>>, access> accesses;
+std::map<unsigned, lane_counts> visits;
+// Cycles of all threadgroup accesses of a simdgroup, by number of banks.
+const unsigned bank_counts[] = {16, 32};
+double cycles_of_banks[2];
+double bytes_loaded, bytes_of_lines; // of device loads; of the 128-byte lines that they touch
+
+uint64_t &count(lane_counts &counts, unsigned index)
+{
+    std::vector<uint64_t> &of = counts.of[simt::current->thread_index_in_simdgroup];
+    if (of.size() <= index) of.resize(index + 1);
+    return of[index];
+}
+
+// In each cycle a bank serves one word to all lanes that ask for it, and delivers at most one word.
+double access_cycles(const access &a, unsigned bytes, unsigned banks)
+{
+    std::vector<uint64_t> words;
+    unsigned n_words = (bytes + 3) / 4;
+    for (uint64_t address : a.address)
+        for (unsigned i = 0; i < n_words; i++) words.push_back(address / 4 + i);
+    std::sort(words.begin(), words.end());
+    words.erase(std::unique(words.begin(), words.end()), words.end());
+    std::vector<unsigned> load(banks);
+    for (uint64_t word : words) load[word % banks]++;
+    double delivered = (double)(simt::simd_width * bytes) / (4.0 * banks);
+    return std::max(delivered, (double)*std::max_element(load.begin(), load.end()));
+}
+
+double access_lines(const access &a, unsigned bytes)
+{
+    std::vector<uint64_t> lines;
+    for (uint64_t address : a.address)
+        for (uint64_t line = address / 128; line <= (address + bytes - 1) / 128; line++) lines.push_back(line);
+    std::sort(lines.begin(), lines.end());
+    return (double)(std::unique(lines.begin(), lines.end()) - lines.begin());
+}
+
+float posted(const simt::slot *slots, unsigned lane)
+{
+    float value;
+    memcpy(&value, slots[lane].bytes, sizeof value);
+    return value;
+}
+
+uint32_t posted_bits(const simt::slot *slots, unsigned lane)
+{
+    uint32_t value;
+    memcpy(&value, slots[lane].bytes, sizeof value);
+    return value;
+}
+
+} // namespace
+
+// ---- What the counted kernel calls ----
+
+extern "C" {
+
+void model_visit(unsigned block) { count(blocks[simt::current->simdgroup_index_in_threadgroup], block)++; }
+
+// An access of `bytes` bytes a lane. It stays incomplete if a lane does not get here: such accesses are rare, and their
+// cycles are not counted.
+void model_touch(bool is_device, unsigned place, unsigned bytes, uint64_t address)
+{
+    unsigned simdgroup = simt::current->simdgroup_index_in_threadgroup;
+    uint64_t nth = count(visits[simdgroup], place)++;
+    auto key = std::make_pair(simdgroup, std::make_pair(place, nth));
+    access &a = accesses[key];
+    a.address[a.arrived++] = address;
+    if (a.arrived < simt::simd_width) return;
+    if (is_device) {
+        bytes_loaded += simt::simd_width * bytes;
+        bytes_of_lines += 128 * access_lines(a, bytes);
+    } else {
+        for (int i = 0; i < 2; i++) cycles_of_banks[i] += access_cycles(a, bytes, bank_counts[i]);
+    }
+    accesses.erase(key);
+}
+
+void model_check_constants(const long *values, unsigned mask, const char *kernel_name)
+{
+    for (int i = 0; i < simt::max_constants; i++)
+        if ((mask >> i & 1) && simt::constants->value[i] != values[i]) {
+            fprintf(stderr, "%s: function constant %d is %ld, compiled as %ld\n", kernel_name, i,
+                    (long)simt::constants->value[i], values[i]);
+            exit(1);
+        }
+}
+
+unsigned long model_address(const void *pointer) { return (unsigned long)pointer; }
+float model_half(unsigned short bits)
+{
+    int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    float magnitude =
+        exponent ? ldexpf((float)(fraction + 1024), exponent - 25) : ldexpf((float)fraction, -24); // no Inf here
+    return bits & 0x8000 ? -magnitude : magnitude;
+}
+float model_rint(float x) { return rintf(x); }
+float model_sqrt(float x) { return sqrtf(x); }
+float model_tanh(float x) { return tanhf(x); }
+float model_exp2(float x) { return exp2f(x); }
+float model_saturate(float x) { return x > 0.0f ? std::min(x, 1.0f) : 0.0f; }
+uint32_t model_shuffle(uint32_t value, uint32_t lane, const char *file, int line)
+{
+    if (lane >= simt::simd_width) simt::bad_lane("simd_shuffle", lane, file, line);
+    return posted_bits(simt::exchange(&value, sizeof value, "simd_shuffle", file, line), lane);
+}
+uint32_t model_quad_shuffle(uint32_t value, uint32_t lane, const char *file, int line)
+{
+    if (lane >= 4) simt::bad_lane("quad_shuffle", lane, file, line);
+    unsigned quad = simt::current->thread_index_in_simdgroup & ~3u;
+    return posted_bits(simt::exchange(&value, sizeof value, "quad_shuffle", file, line), quad + lane);
+}
+uint32_t model_shuffle_xor(uint32_t value, uint32_t mask, const char *file, int line)
+{
+    unsigned lane = simt::current->thread_index_in_simdgroup ^ mask;
+    return posted_bits(simt::exchange(&value, sizeof value, "simd_shuffle_xor", file, line), lane);
+}
+float model_sum(float value, const char *file, int line)
+{
+    const simt::slot *slots = simt::exchange(&value, sizeof value, "simd_sum", file, line);
+    float sum = 0.0f;
+    for (unsigned i = 0; i < simt::simd_width; i++) sum += posted(slots, i);
+    return sum;
+}
+float model_max(float value, const char *file, int line)
+{
+    const simt::slot *slots = simt::exchange(&value, sizeof value, "simd_max", file, line);
+    float most = posted(slots, 0);
+    for (unsigned i = 1; i < simt::simd_width; i++) most = std::max(most, posted(slots, i));
+    return most;
+}
+bool model_any(bool value, const char *file, int line)
+{
+    const simt::slot *slots = simt::exchange(&value, sizeof value, "simd_any", file, line);
+    bool any = false;
+    for (unsigned i = 0; i < simt::simd_width; i++) any = any || slots[i].bytes[0];
+    return any;
+}
+void model_threadgroup_barrier(bool orders_memory, const char *file, int line)
+{
+    simt::barrier(simt::threadgroup_scope, orders_memory, file, line);
+}
+void model_simdgroup_barrier(bool orders_memory, const char *file, int line)
+{
+    simt::barrier(simt::simdgroup_scope, orders_memory, file, line);
+}
+void model_store_atomic(uint32_t *object, uint32_t value) { *object = value; }
+
+} // extern "C"
+
+// ---- The problems ----
+
+namespace
+{
+
+std::mt19937 generator(1);
+
+std::vector<float> gaussian(size_t n)
+{
+    std::normal_distribution<float> normal;
+    std::vector<float> values(n);
+    for (float &value : values) value = normal(generator);
+    return values;
+}
+
+[[noreturn]] void fail(const std::string &message)
+{
+    fprintf(stderr, "%s\n", message.c_str());
+    exit(1);
+}
+
+struct owned_store {
+    tqkv_store store = {};
+    std::vector<float> codes, norms; // codes are floats for alignment
+
+    owned_store(tqkv_format format, int n_positions)
+    {
+        store.format = format;
+        store.head_dim = head_dim;
+        store.n_kv_heads = 1;
+        store.capacity = n_positions;
+        store.codes_size = tqkv_codes_size(&store);
+        store.norms_size = tqkv_norms_size(&store);
+        codes.resize(store.codes_size / sizeof(float));
+        norms.resize(store.norms_size / sizeof(float) + 1);
+        store.codes = codes.data();
+        store.norms = norms.data();
+    }
+    void encode(const std::vector<float> &rows)
+    {
+        if (tqkv_encode(&store, rows.data(), store.capacity, 0) != TQKV_OK) fail("tqkv_encode");
+    }
+};
+
+void run_attend(tqkv_format key_format, tqkv_format value_format, int group, int n_positions)
+{
+    owned_store keys(key_format, n_positions), values(value_format, n_positions);
+    size_t n = (size_t)n_positions * head_dim;
+    keys.encode(gaussian(n));
+    values.encode(gaussian(n));
+    std::vector<float> q = gaussian((size_t)group * head_dim), out(q.size()), expected(q.size());
+    tqkv_attention a = {};
+    a.keys = &keys.store;
+    a.values = &values.store;
+    a.n_heads = group;
+    a.end = n_positions;
+    std::string wrong =
+        gpu_attend(&a, q.data(), out.data(), {std::min(group, TQKV__MAX_COLUMNS(head_dim)), n_simdgroups, 1});
+    if (!wrong.empty()) fail(wrong);
+    if (tqkv_attend(&a, q.data(), expected.data()) != TQKV_OK) fail("tqkv_attend");
+    double difference = 0, size = 0;
+    for (size_t i = 0; i < q.size(); i++) {
+        difference += pow((double)out[i] - (double)expected[i], 2);
+        size += pow((double)expected[i], 2);
+    }
+    // Each may be off by 2e-5.
+    if (!(sqrt(difference / size) <= 4e-5)) fail("attend: relative error " + std::to_string(sqrt(difference / size)));
+}
+
+void run_encode(tqkv_format format, int n_tokens)
+{
+    owned_store counted(format, n_tokens), expected(format, n_tokens);
+    std::vector<float> rows = gaussian((size_t)n_tokens * head_dim);
+    expected.encode(rows);
+    std::string wrong = gpu_encode(&counted.store, rows.data(), n_tokens, 0, nullptr);
+    if (!wrong.empty()) fail(wrong);
+    if (memcmp(counted.store.codes, expected.store.codes, counted.store.codes_size) ||
+        memcmp(counted.store.norms, expected.store.norms, counted.store.norms_size))
+        fail("encode: other bytes");
+}
+
+// variants/lookup.metal: random codes and the sums of their weighted centroids.
+void run_lookup(int way, int n_rounds)
+{
+    const int n_threads = n_simdgroups * simt::simd_width;
+    std::vector<uint32_t> codes((size_t)(n_rounds * n_threads * 4));
+    std::vector<float> weights = gaussian(8), sums((size_t)n_threads);
+    for (uint32_t &word : codes) word = (uint32_t)generator();
+    tqkv__rotate_args args = {n_rounds};
+    std::string wrong = gpu_dispatch("lookup", 0)
+                            .constant(TQKV_FC_FORMAT, way)
+                            .input(0, &args, sizeof args)
+                            .input(1, codes.data(), codes.size() * sizeof(uint32_t))
+                            .input(2, weights.data(), weights.size() * sizeof(float))
+                            .output(3, sums.data(), sums.size() * sizeof(float))
+                            .memory(0, 2 * TQKV__TABLE_BYTES)
+                            .run({1, 1, 1}, n_simdgroups);
+    if (!wrong.empty()) fail(wrong);
+    for (int t = 0; t < n_threads; t++) {
+        double expected = 0, size = 0;
+        for (int i = 0; i < n_rounds * 32; i++) {
+            uint32_t code = codes[(size_t)((i / 32 * n_threads + t) * 4 + i % 32 / 8)] >> (i % 8 * 4) & 15;
+            double product = (double)tqkv__tables.codebook_4[code] * (double)weights[(size_t)(i % 8)];
+            expected += product;
+            size += product * product;
+        }
+        double off = fabs((double)sums[(size_t)t] - expected) / sqrt(size);
+        if (!(off < 2e-5)) fail("lookup " + std::to_string(way) + ": off by " + std::to_string(off));
+    }
+}
+
+// variants/scores.metal: random codes, with four queries.
+void run_scores(int way, int n_rows)
+{
+    const size_t n_words = (size_t)n_rows * 16;
+    std::vector<uint32_t> memory(n_words + 32);
+    uint32_t *codes =
+        (uint32_t *)(((uintptr_t)memory.data() + 127) / 128 * 128); // rows are aligned to lines as on a GPU
+    std::vector<float> queries = gaussian(4 * head_dim), scores((size_t)n_rows * 4);
+    for (uint32_t &word : memory) word = (uint32_t)generator();
+    tqkv__rotate_args args = {n_rows};
+    std::string wrong = gpu_dispatch("scores", 0)
+                            .constant(TQKV_FC_FORMAT, way)
+                            .input(0, &args, sizeof args)
+                            .input(1, codes, n_words * sizeof(uint32_t))
+                            .input(2, queries.data(), queries.size() * sizeof(float))
+                            .output(3, scores.data(), scores.size() * sizeof(float))
+                            .memory(0, TQKV__TABLE_BYTES)
+                            .memory(1, queries.size() * sizeof(float))
+                            .run({1, 1, 1}, n_simdgroups);
+    if (!wrong.empty()) fail(wrong);
+    for (size_t row = 0; row < (size_t)n_rows; row++)
+        for (size_t c = 0; c < 4; c++) {
+            double expected = 0;
+            for (size_t i = 0; i < head_dim; i++)
+                expected += (double)tqkv__tables.codebook_4[codes[row * 16 + i / 8] >> (i % 8 * 4) & 15] *
+                            (double)queries[c * head_dim + i];
+            // Sums of 128 products of size 1 are about 11.
+            if (!(fabs((double)scores[row * 4 + c] - expected) < 2e-4)) fail("scores " + std::to_string(way));
+        }
+}
+
+// A simdgroup runs a block if any of its lanes does.
+void print_counts()
+{
+    std::vector<uint64_t> total;
+    for (const auto &entry : blocks) {
+        std::vector<uint64_t> most;
+        for (const std::vector<uint64_t> &of : entry.second.of) {
+            if (most.size() < of.size()) most.resize(of.size());
+            for (size_t i = 0; i < of.size(); i++) most[i] = std::max(most[i], of[i]);
+        }
+        if (total.size() < most.size()) total.resize(most.size());
+        for (size_t i = 0; i < most.size(); i++) total[i] += most[i];
+    }
+    for (size_t i = 0; i < total.size(); i++) printf("block %zu %llu\n", i, (unsigned long long)total[i]);
+    for (int i = 0; i < 2; i++) printf("banks %u %.0f\n", bank_counts[i], cycles_of_banks[i]);
+    printf("loaded %.0f\nlines %.0f\n", bytes_loaded, bytes_of_lines);
+}
+
+} // namespace
+
+int main(int argc, char **argv)
+{
+    gpu_schedules = {{simt::ascending, 1, 0xff, false}};
+    if (argc == 6 && !strcmp(argv[1], "attend"))
+        run_attend((tqkv_format)atoi(argv[2]), (tqkv_format)atoi(argv[3]), atoi(argv[4]), atoi(argv[5]));
+    else if (argc == 4 && !strcmp(argv[1], "encode"))
+        run_encode((tqkv_format)atoi(argv[2]), atoi(argv[3]));
+    else if (argc == 4 && !strcmp(argv[1], "lookup"))
+        run_lookup(atoi(argv[2]), atoi(argv[3]));
+    else if (argc == 4 && !strcmp(argv[1], "scores"))
+        run_scores(atoi(argv[2]), atoi(argv[3]));
+    else
+        fail("usage: see the first lines of run.cpp");
+    print_counts();
+    return 0;
+}
