@@ -1,7 +1,7 @@
 # The runner, built in many ways: `make test-gcc` and so on, each printing 'N passed, N failed'.
 
 TEST_SOURCES := $(sort $(filter-out tests/make_goldens.c tests/compile_%.c,$(wildcard tests/*.c)))
-TEST_HEADERS := tqkv.h $(wildcard tests/*.h)
+TEST_HEADERS := tqkv.h $(wildcard tests/*.h) examples/thread_pool.h examples/data_file.h examples/snapshot_file.h
 TEST_BUILD := $(BUILD)/tests
 # popen and pthreads are POSIX
 TEST_FLAGS := -D_POSIX_C_SOURCE=200809L $(WARNINGS) -I. $(CPPFLAGS)
