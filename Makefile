@@ -27,10 +27,10 @@ endif
 # What `make test` runs; included files add to it.
 TEST_TARGETS :=
 
-# lint_bugs.metal: its lines are as lint.py is to find them.
+# Without lint_bugs.metal: lint.py expects findings on its lines as they are.
 SOURCES_FORMATTED := $(filter-out tests/metal/lint_bugs.metal,$(sort $(shell find *.h *.m shaders tests examples bench \
 	-name '*.[chm]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.metal' -o -name metal_stdlib)))
-# Other versions lay some lines out differently.
+# Other versions of clang-format lay some lines out differently.
 CLANG_FORMAT ?= clang-format
 FORMAT_VERSION := 14
 is_format_version = $(CLANG_FORMAT) --version | grep -q 'version $(FORMAT_VERSION)\.'
@@ -49,7 +49,7 @@ help:
 			for (i = 1; i <= n; i++) printf "%s%s\n%s", (i > 1 ? "\n" : ""), groups[i], targets[groups[i]] \
 		}' $(MAKEFILE_LIST)
 
-# ---- Packages: nothing happens, and no network is needed, where all of them are present ----
+# ---- Packages: installs what is missing; needs no network if nothing is ----
 
 ifeq ($(SYSTEM),Darwin)
 install = for package in $(1); do brew list --versions $$package >/dev/null || brew install $$package || exit 1; done

@@ -1,4 +1,4 @@
-# Static analysis: `make lint`. What is left out is explained in .clang-tidy and here.
+# Static analysis: `make lint`. This file and .clang-tidy give the reason for each check that is left out.
 
 DEB_LINT := build-essential clang clang-format clang-tidy cppcheck shellcheck valgrind libxxhash-dev
 LINT_FLAGS := -std=c99 -D_POSIX_C_SOURCE=200809L -I. $(CPPFLAGS)
@@ -9,10 +9,10 @@ LINT_EXAMPLES := $(wildcard examples/*.c)
 deps-lint: ## install what `make lint` needs
 	@$(call install,$(DEB_LINT))
 
-lint: lint-gcc lint-analyzer lint-tidy lint-cppcheck lint-shell ## static analysis by gcc, clang, clang-tidy and cppcheck
+lint: lint-gcc lint-analyzer lint-tidy lint-cppcheck lint-shell ## static analysis: gcc, clang, clang-tidy, cppcheck, shellcheck
 	@echo "lint: clean"
 
-# gcc's analyzer, on the implementation and on each test.
+# gcc's analyzer on the implementation and on each test.
 lint-gcc: $(LINT_TESTS:%=$(BUILD)/lint/%.analyzed) $(BUILD)/lint/tqkv.h.analyzed
 
 $(BUILD)/lint/%.c.analyzed: %.c $(TEST_HEADERS)
@@ -24,7 +24,7 @@ $(BUILD)/lint/tqkv.h.analyzed: tqkv.h
 	gcc -O1 -fanalyzer -x c -DTQKV_IMPLEMENTATION -DTQKV_STATIC $(LINT_FLAGS) $(WARNINGS) -Wno-unused-function -c $< \
 		-o /dev/null && touch $@
 
-# clang's analyzer, all of its default checkers but those that .clang-tidy leaves out too, for the same reasons.
+# clang's analyzer: its default checkers without those that .clang-tidy leaves out, for the same reasons.
 lint-analyzer: tqkv.h
 	clang --analyze --analyzer-output text -Xclang -analyzer-disable-checker -Xclang core.uninitialized \
 		-Xclang -analyzer-disable-checker -Xclang core.UndefinedBinaryOperatorResult -Xclang -analyzer-werror \
@@ -35,13 +35,13 @@ lint-tidy:
 	clang-tidy --quiet $(LINT_TESTS) -- $(LINT_FLAGS)
 	clang-tidy --quiet $(LINT_EXAMPLES) -- -std=c99 -I. $(CPPFLAGS)
 
-# style is left out: it asks for const where a callback's type has none, and for smaller scopes. ctunullpointer follows
-# NULL past tqkv__stream_shape, which has refused it.
+# Without style: it asks for const where a callback's type has none, and for smaller scopes. Without ctunullpointer: it
+# follows NULL past tqkv__stream_shape, which refuses NULL.
 lint-cppcheck:
 	cppcheck --std=c99 --quiet --error-exitcode=1 --suppress=ctunullpointer --enable=warning,performance,portability \
 		--template='{file}:{line}: {id}: {message}' -I. $(CPPFLAGS) -D_POSIX_C_SOURCE=200809L -DTQKV_IMPLEMENTATION \
 		-D__x86_64__ -D__SSE2__ -D__LP64__ $(LINT_TESTS) $(LINT_EXAMPLES)
 
-# SC2086: options in one variable are meant to be split. SC2016: $1 in single quotes is awk's.
+# SC2086: options in one variable must be split. SC2016: $1 in single quotes belongs to awk.
 lint-shell:
 	shellcheck -e SC2086,SC2016 $(wildcard tests/*.sh examples/tests/*.sh .ci/run)

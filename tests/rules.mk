@@ -1,16 +1,17 @@
-# The runner, built in many ways: `make test-gcc` and so on, each printing 'N passed, N failed'.
+# Builds the runner in many ways: `make test-gcc` and so on. Each prints 'N passed, N failed'.
 
 TEST_SOURCES := $(sort $(filter-out tests/make_goldens.c tests/compile_%.c,$(wildcard tests/*.c)))
 TEST_HEADERS := tqkv.h $(wildcard tests/*.h) examples/thread_pool.h examples/data_file.h examples/snapshot_file.h
 TEST_BUILD := $(BUILD)/tests
-# popen and pthreads are POSIX
+# For popen and pthreads.
 TEST_FLAGS := -D_POSIX_C_SOURCE=200809L $(WARNINGS) -I. $(CPPFLAGS)
 
-# The parts that must not depend on the compiler, and those quick enough for an emulator.
+# Cases whose results must not depend on the compiler; cases that are quick enough for an emulator.
 EXACT_CASES := golden tables codec/
 EMULATED_CASES := golden tables codec/ snapshot attend/exact attend/pair attend/ring attend/group defect
 
-# $(1) name, $(2) compiler, $(3) flags, $(4) what runs the program, $(5) parts of case names; empty for all
+# $(1) name, $(2) compiler, $(3) flags, $(4) command that runs the program, $(5) parts of case names; empty for all,
+# $(6) further prerequisites of an object
 define runner_variant
 $(TEST_BUILD)/$(1)/%.o: tests/%.c $(TEST_HEADERS) tests/rules.mk $(6)
 	@mkdir -p $$(@D)
@@ -49,7 +50,7 @@ $(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE),,))
 $(eval $(call runner_variant,tsan,gcc,-std=c99 -O1 -g -fsanitize=thread,,threads/))
 endif
 
-# ---- Each instruction set that this processor has; the runs above use the best one ----
+# ---- Each instruction set of this processor; the runs above use the best one ----
 
 ISAS := scalar avx2 avx512 neon
 ISA_CASES := golden codec/ attend/ captured/attend defect fault cache
@@ -66,8 +67,8 @@ test-isa-sanitize: $(TEST_BUILD)/sanitize/runner
 
 TEST_TARGETS += test-isa test-isa-sanitize
 
-# ---- Other machines under qemu: 64-bit ARM; x86 of 32 bits without SSE, whose registers are wider than a float;
-# ---- s390x, where the first byte is the highest one. Snapshots cross between all of them. ----
+# ---- Other machines under qemu: 64-bit ARM; 32-bit x86 without SSE, whose registers are wider than a float; s390x,
+# ---- which is big-endian. Snapshots cross between all of them. ----
 
 ifneq ($(filter x86_64,$(MACHINE)),)
 ifneq ($(SYSTEM),Darwin)
@@ -79,7 +80,7 @@ CROSS_INCLUDE := $(TEST_BUILD)/include
 CROSS_MACHINES := aarch64 i386 s390x
 DEB_TEST += gcc-i686-linux-gnu libc6-dev-i386-cross gcc-s390x-linux-gnu libc6-dev-s390x-cross
 
-# xxhash.h alone: the rest of /usr/include belongs to the other machine.
+# xxhash.h alone: the rest of /usr/include is for this machine.
 $(CROSS_INCLUDE)/xxhash.h: /usr/include/xxhash.h
 	@mkdir -p $(@D)
 	@cp /usr/include/xxhash.h /usr/include/xxh3.h $(@D)
@@ -101,18 +102,18 @@ TEST_TARGETS += test-snapshot-crossing
 endif
 endif
 
-# ---- More than 2^31 values: 7 GiB of memory and minutes, so not a part of `make test` ----
+# ---- More than 2^31 values. Not part of `make test`: takes minutes and 5.1 GiB (peak resident size) ----
 
 $(TEST_BUILD)/large: tests/large/large.c $(TEST_BUILD)/$(REFERENCE_BUILD)/test_tables.o \
 	$(TEST_BUILD)/$(REFERENCE_BUILD)/runner.o
 	@$(CC) $(STANDARD) -O2 $(TEST_FLAGS) $^ -o $@ $(LIBRARIES)
 
 .PHONY: test-large
-test-large: $(TEST_BUILD)/large ## attention over more than 2^31 values; needs 7 GiB
+test-large: $(TEST_BUILD)/large ## attention over more than 2^31 values; needs 5.1 GiB
 	@echo "== more than 2^31 values"
 	@$<
 
-# ---- Reads of uninitialised memory: the exact arithmetic and the files, on the portable code ----
+# ---- Reads of uninitialised memory, in the portable code and with AVX2 ----
 
 .PHONY: test-valgrind
 test-valgrind: $(TEST_BUILD)/$(REFERENCE_BUILD)/runner
@@ -123,7 +124,7 @@ test-valgrind: $(TEST_BUILD)/$(REFERENCE_BUILD)/runner
 VALGRIND_CASES := fault/cache fault/attend_partial snapshot/round_trip/1/ snapshot/slow_streams snapshot/header attend/pair/tq5 \
 	attend/pair/tq8 codec/one_by_one
 
-# ---- The header in every language standard, and what it must refuse ----
+# ---- The header in each language standard, and what it must refuse ----
 
 .PHONY: test-compile
 test-compile:
@@ -134,7 +135,7 @@ TEST_TARGETS += test-compile
 # ---- Goldens and coverage ----
 
 .PHONY: goldens coverage
-goldens: $(TEST_BUILD)/make_goldens ## make tests/goldens.h anew (after a deliberate change of the codes only)
+goldens: $(TEST_BUILD)/make_goldens ## regenerate tests/goldens.h, after a deliberate change of the codes only
 	$< > $(TEST_BUILD)/goldens.h
 	mv $(TEST_BUILD)/goldens.h tests/goldens.h
 
@@ -144,7 +145,7 @@ $(TEST_BUILD)/make_goldens: tests/make_goldens.c tests/golden.h tests/data.h tqk
 
 COVERAGE := $(TEST_BUILD)/coverage
 LCOV_BRANCHES := --rc lcov_branch_coverage=1
-coverage: ## share of the implementation's lines and branches that the tests run
+coverage: ## share of tqkv.h's lines and branches that the tests run
 	@rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
 	@for source in $(TEST_SOURCES:tests/%.c=%); do \
 		gcc -std=c99 -O1 --coverage $(TEST_FLAGS) -c tests/$$source.c -o $(COVERAGE)/$$source.o || exit 1; done
