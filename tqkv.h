@@ -68,7 +68,7 @@
 
    THREADS
 
-     No hidden state but the choice of an instruction set, made once. Calls that only read the same object (attend,
+     The calls take at most 48 KiB of stack. No hidden state but the choice of an instruction set, made once. Calls that only read the same object (attend,
      decode, save, the getters) may run at once; a call that writes an object (encode into a store, append, truncate,
      destroy) needs it alone. Different objects are independent. The hook tqkv_parallel runs tasks of one call on the
      caller's threads; results are the same bits with or without it, whatever the number of threads.
@@ -301,8 +301,8 @@ typedef struct tqkv_cache_desc {
 TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out);
 TQKV_API void tqkv_cache_destroy(tqkv_cache *c); /* NULL is fine */
 
-/* k, v: [n_tokens][n_kv_heads][head_dim], at positions end, end + 1 ... All or nothing: TQKV_OUT_OF_RANGE when a linear
-   cache is full. To prefill a ring, append and attend in pieces of at most capacity - window + 1 tokens, so that no
+/* k, v: [n_tokens][n_kv_heads][head_dim], at positions end, end + 1 ... Many tokens are encoded by tasks of `parallel`, to
+   the same bytes. All or nothing: TQKV_OUT_OF_RANGE when a linear cache is full. To prefill a ring, append and attend in pieces of at most capacity - window + 1 tokens, so that no
    position is dropped that a query of the same piece still sees. */
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const float *v, int n_tokens);
 /* The newest n_queries positions attend; q, out: [n_queries][n_heads][head_dim]. */
@@ -1475,19 +1475,29 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV__INVALID("rows of more than SIZE_MAX bytes");
 }
 
-/* The checks that encode and append share. */
+/* The checks that encode and append share, but for NaN and infinity. */
 static tqkv_result tqkv__check_source(const tqkv__stream *s, const float *src, int n_tokens, int64_t position)
 {
     size_t bytes;
     tqkv_result r = tqkv__check_rows(s, src, n_tokens, &bytes);
     if (r != TQKV_OK || (r = tqkv__check_positions(s, n_tokens, position)) != TQKV_OK) return r;
-    if (tqkv__stream_overlaps(s, src, bytes)) return TQKV__INVALID("src overlaps the store");
-    if (tqkv__codec_for(s->head_dim)->rows_finite(src, bytes / sizeof(float))) return TQKV_OK;
-    return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+    return tqkv__stream_overlaps(s, src, bytes) ? TQKV__INVALID("src overlaps the store") : TQKV_OK;
 }
 
-/* After tqkv__check_source. Of a run longer than a ring only the tokens that stay are written, each slot once. */
-static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int n_tokens, int64_t position)
+static bool tqkv__rows_finite(const tqkv__stream *s, const float *src, int n_tokens)
+{
+    return tqkv__codec_for(s->head_dim)
+        ->rows_finite(src, (size_t)n_tokens * (size_t)s->n_kv_heads * (size_t)s->head_dim);
+}
+
+/* Of a run longer than a ring only the last tokens are written, so that each slot is written once. */
+static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
+{
+    return n_tokens > s->capacity ? n_tokens - s->capacity : 0;
+}
+
+/* After tqkv__check_source: tokens [from, to) of src, the first of which is for `position`. */
+static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int from, int to, int64_t position)
 {
     enum { batch = 64 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
@@ -1496,7 +1506,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int n_t
     tqkv__row rows[batch];
     int n = 0;
     if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
-    for (int t = n_tokens > s->capacity ? n_tokens - s->capacity : 0; t < n_tokens; t++) {
+    for (int t = from; t < to; t++) {
         const int slot = tqkv__slot(s, position + t);
         for (int h = 0; h < s->n_kv_heads; h++) {
             const size_t source_row = (size_t)t * (size_t)s->n_kv_heads + (size_t)h;
@@ -1516,7 +1526,9 @@ TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const float *src, int 
     tqkv__stream s;
     tqkv_result r = tqkv__stream_open(store, &s);
     if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, position);
-    if (r == TQKV_OK) tqkv__encode_tokens(&s, src, n_tokens, position);
+    if (r == TQKV_OK && !tqkv__rows_finite(&s, src, n_tokens))
+        r = TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+    if (r == TQKV_OK) tqkv__encode_tokens(&s, src, tqkv__first_kept(&s, n_tokens), n_tokens, position);
     return r;
 }
 
@@ -4320,6 +4332,42 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
 }
 
+/* What the tasks of an append share: each takes a part of the tokens of keys or of values, and first looks for NaN and
+   infinity in it, then, in a second run, encodes it. */
+enum { TQKV__APPEND_TASKS = 16 };
+typedef struct tqkv__append_job {
+    const tqkv__stream *streams[2];
+    const float *src[2];
+    int n_tokens, n_tasks; /* n_tasks: of each stream */
+    int64_t position;
+    bool encode;
+    bool bad[2 * TQKV__APPEND_TASKS];
+} tqkv__append_job;
+
+/* A task for each 64 KiB of floats, which take some ten microseconds. */
+static int tqkv__append_tasks(const tqkv_cache *c, int n_tokens)
+{
+    const int64_t n = (int64_t)n_tokens * c->keys.n_kv_heads * c->keys.head_dim / 16384;
+    if (c->attention.parallel.run == tqkv__run_serial || n <= 1) return 1;
+    return n < TQKV__APPEND_TASKS ? (int)n : TQKV__APPEND_TASKS;
+}
+
+static void tqkv__append_task(void *context, int index)
+{
+    tqkv__append_job *job = (tqkv__append_job *)context;
+    const int stream = index / job->n_tasks, part = index % job->n_tasks;
+    const tqkv__stream *s = job->streams[stream];
+    const float *src = job->src[stream];
+    const int first = job->encode ? tqkv__first_kept(s, job->n_tokens) : 0;
+    const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
+    const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
+    if (job->encode)
+        tqkv__encode_tokens(s, src, from, to, job->position);
+    else
+        job->bad[index] =
+            !tqkv__rows_finite(s, src + (size_t)from * (size_t)s->n_kv_heads * (size_t)s->head_dim, to - from);
+}
+
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const float *v, int n_tokens)
 {
     tqkv__stream keys, values;
@@ -4329,13 +4377,19 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const floa
     if ((r = tqkv__stream_open(&c->values, &values)) != TQKV_OK) return r;
     if ((r = tqkv__check_source(&keys, k, n_tokens, c->attention.end)) != TQKV_OK) return r;
     if ((r = tqkv__check_source(&values, v, n_tokens, c->attention.end)) != TQKV_OK) return r;
-    if (c->metal) {
+    tqkv__append_job job = {{&keys, &values}, {k, v}, n_tokens, tqkv__append_tasks(c, n_tokens),
+                            c->attention.end, false,  {false}};
+    const tqkv_parallel serial = {tqkv__run_serial, NULL},
+                        *parallel = job.n_tasks > 1 ? &c->attention.parallel : &serial;
+    parallel->run(parallel->user, 2 * job.n_tasks, tqkv__append_task, &job);
+    for (int i = 0; i < 2 * job.n_tasks; i++)
+        if (job.bad[i]) return TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
+    job.encode = true;
+    if (c->metal)
         r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens);
-        if (r != TQKV_OK) return r;
-    } else {
-        tqkv__encode_tokens(&keys, k, n_tokens, c->attention.end);
-        tqkv__encode_tokens(&values, v, n_tokens, c->attention.end);
-    }
+    else
+        parallel->run(parallel->user, 2 * job.n_tasks, tqkv__append_task, &job);
+    if (r != TQKV_OK) return r;
     c->attention.end += n_tokens;
     c->first = tqkv__oldest(c, c->attention.end);
     return TQKV_OK;

@@ -1,4 +1,4 @@
-/* make test-large: attention over more than 2^31 values and more than 2^32 bytes, in under 8 GiB; positions beyond
+/* make test-large: attention over more than 2^31 values and more than 2^32 bytes, in 5.1 GiB; positions beyond
    2^31, 2^32 and 2^62. */
 #include "tests/data.h"
 #include "tests/reference.h"

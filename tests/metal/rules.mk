@@ -90,7 +90,7 @@ check-shaders: $(METAL_BUILD)/clang/prepared
 	@echo "$(words $(SHADER_NAMES)) passed, 0 failed"
 
 .PHONY: lint-shaders
-lint-shaders: ## find code in the shaders that Metal forbids and C++ allows
+lint-shaders:
 	@echo "== shaders: lint, and its own test"
 	@python3 tests/metal/lint.py $(SHADER_SOURCES)
 	@python3 tests/metal/lint.py --expect tests/metal/lint_bugs.metal
@@ -123,7 +123,8 @@ endif
 test-shaders-quick: check-shaders lint-shaders test-shaders-plain
 
 test-shaders: test-shaders-quick check-shaders-cuda test-shaders-flush test-shaders-asan test-shaders-tsan \
-		test-shaders-bugs $(SHADER_CROSS) ## everything about the shaders
+		test-shaders-bugs $(SHADER_CROSS)
+test-shaders: ## everything about the shaders
 
 TEST_TARGETS += test-shaders-quick
 
@@ -148,4 +149,3 @@ test-shaders-gpu: $(METAL_BUILD)/gpu/driver $(METALLIB) ## the shader tests on t
 endif
 
 -include tests/metal/host/rules.mk
--include tests/metal/model/rules.mk
