@@ -10,6 +10,7 @@ static void add_all_cases(void)
     test_captured_cases();
     test_attend_cases();
     test_attend_options_cases();
+    test_length_cases();
     test_defect_cases();
     test_cache_cases();
     test_plan_cases();

@@ -82,6 +82,7 @@ void test_codec_error_cases(void);
 void test_captured_cases(void);
 void test_attend_cases(void);
 void test_attend_options_cases(void);
+void test_length_cases(void);
 void test_defect_cases(void);
 void test_cache_cases(void);
 void test_plan_cases(void);

@@ -211,8 +211,22 @@ static void check_head_dims(const void *parameters)
     CHECK(n == 6, "%d values of head_dim", n);
 }
 
+#ifdef TEST_ISAS
+/* Each instruction set of tqkv.h is among those that the tests run with. */
+static void check_isas(const void *parameters)
+{
+    (void)parameters;
+    for (size_t i = 0; i < TQKV__ISAS; i++)
+        CHECK(strstr(" " TEST_ISAS " ", tqkv__isas[i]->name), "%s is not in ISAS of tests/rules.mk",
+              tqkv__isas[i]->name);
+}
+#endif
+
 void test_tables_cases(void)
 {
+#ifdef TEST_ISAS
+    test_add(check_isas, NULL, 0, "isa/known");
+#endif
     test_add(check_rows, NULL, 0, "tables/rows");
     test_add(check_head_dims, NULL, 0, "tables/head_dims");
     static const int all_bits[4] = {4, 5, 6, 8};

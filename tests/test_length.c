@@ -1,0 +1,291 @@
+/* What holds at any length and in any company: attention's error, its bits, its floating-point exceptions; the stack that
+ * calls take; a prefill in parallel. */
+#include "attend_fixture.h"
+#include "cache_fixture.h"
+
+#include <fenv.h>
+#include <pthread.h>
+
+/* ---- The error at a length where one float sum would lose five digits ---- */
+
+typedef struct length_row {
+    tqkv_format keys, values;
+    int n_positions;
+} length_row;
+
+static void check_length(const void *parameters)
+{
+    const length_row *row = (const length_row *)parameters;
+    const int n = row->n_positions, d = 32;
+    tqkv_store keys = test_store(row->keys, d, 1, n, false), values = test_store(row->values, d, 1, n, false);
+    float *rows = test_rows(31, DATA_GAUSSIAN, n, d), *q = test_rows(32, DATA_GAUSSIAN, 1, d), out[32];
+    double expected[32];
+    CHECK_RESULT(tqkv_encode(&keys, rows, n, 0), TQKV_OK);
+    for (int i = 0; i < n * d; i++) rows[i] += 1.0f; /* a mean: errors of the same sign */
+    CHECK_RESULT(tqkv_encode(&values, rows, n, 0), TQKV_OK);
+    tqkv_attention a;
+    memset(&a, 0, sizeof a);
+    a.keys = &keys;
+    a.values = &values;
+    a.n_heads = a.n_queries = 1;
+    a.end = n;
+    CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
+    reference_attend(&a, q, expected);
+    const double error = reference_relative_error(out, expected, 32);
+    CHECK(error <= 2e-6, "relative error %.3g at %d positions", error, n); /* as at 1000; one long sum: 1e-5 */
+    test_store_free(&keys);
+    test_store_free(&values);
+    free(rows);
+    free(q);
+}
+
+/* ---- A query's bits: alone, beside others, by any hook ---- */
+
+static void run_backwards(void *user, int count, tqkv_task task, void *context)
+{
+    ++*(int *)user;
+    for (int i = count - 1; i >= 0; i--) task(context, i);
+}
+
+static void check_alone(const attend_problem *problem, int query)
+{
+    tqkv_attention a = problem->attention;
+    const size_t values = (size_t)a.n_heads * problem->head_dim;
+    const int64_t resident = reference_attention_shape(&a).oldest;
+    float *alone = (float *)test_alloc(values * sizeof(float));
+    a.end = a.end - a.n_queries + query + 1;
+    a.n_queries = 1;
+    a.kv_len = (int)(a.end - resident);
+    if (a.kv_len > 0) {
+        CHECK_RESULT(tqkv_attend(&a, problem->q + (size_t)query * values, alone), TQKV_OK);
+        CHECK(!memcmp(alone, problem->out + (size_t)query * values, values * sizeof(float)),
+              "query %d of %d has other bits alone", query, problem->attention.n_queries);
+    }
+    free(alone);
+}
+
+static void check_bits(const void *parameters)
+{
+    const int index = *(const int *)parameters;
+    data_random random = {(uint64_t)index};
+    attend_row row = attend_default_row(test_formats[index / 8], test_formats[index % 8], 32 << data_below(&random, 3));
+    row.key_capacity = row.value_capacity = 1500 + data_below(&random, 4000);
+    row.key_ring = row.value_ring = index % 3 == 0;
+    row.end = row.key_ring ? row.key_capacity + data_below(&random, 9000) : 1400 + row.key_capacity - 1500;
+    row.n_queries = 2 + data_below(&random, 30);
+    row.group = 1 + data_below(&random, 4);
+    row.window = index % 4 == 1 ? 1 + data_below(&random, 3000) : 0;
+    row.softcap = index % 5 == 2 ? 3.0f : 0.0f;
+    row.sinks = index % 2 ? SINKS_SOME : SINKS_NONE;
+    attend_problem problem;
+    attend_set_up(&problem, &row);
+    const size_t bytes = problem.n_rows * problem.head_dim * sizeof(float);
+    float *hooked = (float *)test_alloc(bytes);
+    int calls = 0;
+    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
+    attend_check(&problem, problem.out, "out");
+    for (int i = 0; i < 5; i++) check_alone(&problem, i == 0 ? 0 : data_below(&random, row.n_queries));
+    problem.attention.parallel.run = run_backwards;
+    problem.attention.parallel.user = &calls;
+    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, hooked), TQKV_OK);
+    CHECK(calls > 0 && !memcmp(hooked, problem.out, bytes), "other bits by the hook");
+    for (int i = 0; i < 3; i++) check_alone(&problem, data_below(&random, row.n_queries));
+    free(hooked);
+    problem.attention.parallel.user = NULL;
+    attend_tear_down(&problem);
+}
+
+/* ---- No arithmetic on slots that are not seen ---- */
+
+static void check_exceptions(const void *parameters)
+{
+    const int index = *(const int *)parameters;
+    attend_row row = attend_default_row(test_formats[index % 8], test_formats[(index + 3) % 8], 64);
+    row.key_ring = row.value_ring = index % 2 != 0;
+    row.key_capacity = row.value_capacity = 700;
+    row.end = index % 2 ? 1000 : 650;
+    row.n_queries = 90;
+    row.window = 70; /* the rows of a tile see different parts of it, some nothing */
+    row.softcap = index % 3 ? 0.0f : index % 2 ? 1e-39f : 2.0f;
+    row.sinks = SINKS_MINUS_INFINITY;
+    attend_problem problem;
+    attend_set_up(&problem, &row);
+    feclearexcept(FE_ALL_EXCEPT);
+    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
+    CHECK(!fetestexcept(FE_INVALID | FE_DIVBYZERO), "attention raised %s",
+          fetestexcept(FE_INVALID) ? "FE_INVALID" : "FE_DIVBYZERO");
+    for (size_t i = 0; i < problem.n_rows * problem.head_dim; i++)
+        CHECK(problem.out[i] - problem.out[i] == 0.0f, "out[%d] is not finite", (int)i);
+    attend_tear_down(&problem);
+}
+
+/* A key 1000 below the best one does not show, whatever its value. */
+static void check_far_below(const void *parameters)
+{
+    (void)parameters;
+    const int d = 32;
+    tqkv_store keys = test_store(TQKV_F16, d, 1, 2, false), values = test_store(TQKV_I8, d, 1, 2, false);
+    float rows[64] = {0}, q[32] = {0}, out[32];
+    rows[0] = 1000.0f;
+    q[0] = 1.0f;
+    CHECK_RESULT(tqkv_encode(&keys, rows, 2, 0), TQKV_OK);
+    for (int i = 0; i < d; i++) {
+        rows[i] = 1.0f;
+        rows[d + i] = 1e37f;
+    }
+    CHECK_RESULT(tqkv_encode(&values, rows, 2, 0), TQKV_OK);
+    tqkv_attention a;
+    memset(&a, 0, sizeof a);
+    a.keys = &keys;
+    a.values = &values;
+    a.end = 2;
+    a.scale = 1.0f;
+    CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
+    for (int i = 0; i < d; i++) CHECK(out[i] > 0.9f && out[i] < 1.1f, "out[%d] is %g", i, (double)out[i]);
+    test_store_free(&keys);
+    test_store_free(&values);
+}
+
+/* ---- Stack: at most 48 KiB, in a thread that has 64 ---- */
+
+#if defined(__OPTIMIZE__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && defined(__linux__)
+enum { STACK = 65536, STACK_LIMIT = 49152 };
+
+typedef struct stack_row {
+    tqkv_format keys, values;
+    int head_dim;
+} stack_row;
+
+typedef struct stack_thread {
+    const stack_row *row;
+    stream snapshot;
+    float *rows, *q, *out;
+} stack_thread;
+
+/* Every call with a frame of any size. 24 queries of 2 heads: more rows than registers hold. */
+static void *call_all(void *argument)
+{
+    stack_thread *t = (stack_thread *)argument;
+    tqkv_cache_desc desc;
+    tqkv_cache *cache = NULL, *loaded = NULL;
+    memset(&desc, 0, sizeof desc);
+    desc.head_dim = t->row->head_dim;
+    desc.n_kv_heads = CACHE_HEADS;
+    desc.n_heads = 2 * CACHE_HEADS;
+    desc.capacity = 100;
+    desc.key_format = t->row->keys;
+    desc.value_format = t->row->values;
+    desc.softcap = 5.0f;
+    bool good = tqkv_cache_create(&desc, &cache) == TQKV_OK;
+    good = good && tqkv_cache_append(cache, t->rows, t->rows, 90) == TQKV_OK;
+    good = good && tqkv_cache_attend(cache, t->q, 24, t->out) == TQKV_OK;
+    good = good && tqkv_cache_save(cache, stream_write, &t->snapshot) == TQKV_OK;
+    good = good && tqkv_cache_load(&desc, stream_read, &t->snapshot, &loaded) == TQKV_OK;
+    good = good && tqkv_decode(tqkv_cache_keys(cache), 0, 24, TQKV_ORIGINAL, t->out) == TQKV_OK;
+    good = good && tqkv_probe(tqkv_cache_keys(cache), t->rows, 24, t->out) == TQKV_OK;
+    tqkv_cache_destroy(cache);
+    tqkv_cache_destroy(loaded);
+    return good ? t : NULL;
+}
+
+static void check_stack(const void *parameters)
+{
+    stack_thread t;
+    memset(&t, 0, sizeof t);
+    t.row = (const stack_row *)parameters;
+    t.snapshot = stream_empty();
+    t.rows = test_rows(1, DATA_GAUSSIAN, 90 * CACHE_HEADS, t.row->head_dim);
+    t.q = test_rows(2, DATA_GAUSSIAN, 24 * 2 * CACHE_HEADS, t.row->head_dim);
+    t.out = (float *)test_alloc(sizeof(float) * (size_t)(24 * 2 * CACHE_HEADS * t.row->head_dim));
+    unsigned char *stack = NULL;
+    pthread_attr_t attributes;
+    pthread_t thread;
+    void *result = NULL;
+    if (posix_memalign((void **)&stack, 4096, STACK) != 0) exit(2);
+    memset(stack, 0xa5, STACK);
+    pthread_attr_init(&attributes);
+    CHECK(pthread_attr_setstack(&attributes, stack, STACK) == 0, "the stack was refused");
+    if (pthread_create(&thread, &attributes, call_all, &t) != 0) exit(2);
+    pthread_join(thread, &result);
+    CHECK(result == &t, "a call failed");
+    int untouched = 0;
+    while (untouched < STACK && stack[untouched] == 0xa5) untouched++;
+    CHECK(STACK - untouched <= STACK_LIMIT, "%d bytes of stack", STACK - untouched);
+    pthread_attr_destroy(&attributes);
+    free(stack);
+    stream_free(&t.snapshot);
+    free(t.rows);
+    free(t.q);
+    free(t.out);
+}
+
+static void add_stack(void)
+{
+    for (int i = 0; i < 16; i++) {
+        const stack_row row = {test_formats[i % 8], test_formats[(i + 1 + i / 8) % 8], test_head_dims[(i + i / 8) % 6]};
+        test_add(check_stack, &row, sizeof row, "attend/stack/%s-%s/%d", tqkv_format_name(row.keys),
+                 tqkv_format_name(row.values), row.head_dim);
+    }
+}
+#else
+static void add_stack(void) {}
+#endif
+
+/* ---- A prefill by the tasks of a hook: the bytes of a serial one, all or nothing ---- */
+
+static void check_parallel_append(const void *parameters)
+{
+    const cache_row *row = (const cache_row *)parameters;
+    tqkv_cache_desc desc = cache_desc(row, NULL);
+    int calls = 0;
+    tqkv_cache *serial = NULL, *hooked = NULL;
+    CHECK_RESULT(tqkv_cache_create(&desc, &serial), TQKV_OK);
+    desc.parallel.run = run_backwards;
+    desc.parallel.user = &calls;
+    CHECK_RESULT(tqkv_cache_create(&desc, &hooked), TQKV_OK);
+    REQUIRE(serial && hooked, "no cache");
+    float *k = cache_data(5, row->n_tokens, row->head_dim), *v = cache_data(6, row->n_tokens, row->head_dim);
+    const size_t last = (size_t)(row->n_tokens * CACHE_HEADS * row->head_dim) - 1;
+    for (int i = 0; i < 2; i++) { /* twice: rings wrap */
+        if (!row->ring && i) break;
+        CHECK_RESULT(tqkv_cache_append(serial, k, v, row->n_tokens), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_append(hooked, k, v, row->n_tokens), TQKV_OK);
+    }
+    CHECK(calls > 0, "the hook was not called");
+    stream a = stream_of_cache(serial), b = stream_of_cache(hooked);
+    CHECK(stream_is_equal(&a, &b), "other bytes by the hook");
+    CHECK_RESULT(tqkv_cache_truncate(hooked, 0), TQKV_OK);
+    v[last] = (float)NAN;
+    CHECK_RESULT(tqkv_cache_append(hooked, k, v, row->n_tokens), TQKV_NOT_FINITE);
+    CHECK(tqkv_cache_end(hooked) == 0, "end is %d", (int)tqkv_cache_end(hooked));
+    stream_free(&a);
+    stream_free(&b);
+    free(k);
+    free(v);
+    tqkv_cache_destroy(serial);
+    tqkv_cache_destroy(hooked);
+}
+
+void test_length_cases(void)
+{
+    static const length_row lengths[] = {{TQKV_I8, TQKV_F16, (1 << 18) + 77}, {TQKV_TQ4, TQKV_TQ4, 1 << 17}};
+    for (int i = 0; i < 2; i++)
+        test_add(check_length, &lengths[i], sizeof *lengths, "attend/length/%s-%s/%d",
+                 tqkv_format_name(lengths[i].keys), tqkv_format_name(lengths[i].values), lengths[i].n_positions);
+    for (int i = 0; i < 64; i++)
+        test_add(check_bits, &i, sizeof i, "attend/bits/%s-%s", tqkv_format_name(test_formats[i / 8]),
+                 tqkv_format_name(test_formats[i % 8]));
+    for (int i = 0; i < 16; i++) test_add(check_exceptions, &i, sizeof i, "attend/exceptions/%d", i);
+    test_add(check_far_below, NULL, 0, "attend/far_below");
+    add_stack();
+    for (int i = 0; i < 8; i++) {
+        const cache_row row = {test_formats[i],
+                               test_formats[(3 * i + 1) % 8],
+                               test_head_dims[i % 6],
+                               i % 2 ? 700 : 2100,
+                               i % 2 != 0,
+                               2100,
+                               -1};
+        test_add(check_parallel_append, &row, sizeof row, "cache/parallel_append/%s/%d", i % 2 ? "ring" : "linear", i);
+    }
+}
