@@ -146,6 +146,54 @@ static void check_far_below(const void *parameters)
     test_store_free(&values);
 }
 
+/* ---- Scratch: at most 10 MiB, whatever the numbers of queries and positions ---- */
+
+typedef struct scratch_row {
+    int head_dim, n_kv_heads, group, n_queries, n_positions;
+    bool hook;
+} scratch_row;
+
+static void *largest_alloc(void *user, size_t size)
+{
+    if (size > *(size_t *)user) *(size_t *)user = size;
+    return malloc(size);
+}
+
+static void largest_free(void *user, void *pointer, size_t size)
+{
+    (void)user;
+    (void)size;
+    free(pointer);
+}
+
+static void check_scratch(const void *parameters)
+{
+    const scratch_row *row = (const scratch_row *)parameters;
+    const size_t n = (size_t)row->n_queries * (size_t)(row->n_kv_heads * row->group * row->head_dim);
+    tqkv_store store = test_store(TQKV_TQ4, row->head_dim, row->n_kv_heads, row->n_positions, false);
+    float *q = (float *)test_alloc_filled(n * sizeof(float), 0), *out = (float *)test_alloc(n * sizeof(float));
+    size_t largest = 0;
+    int calls = 0;
+    memset(store.codes, 0, store.codes_size);
+    memset(store.norms, 0, store.norms_size);
+    tqkv_attention a;
+    memset(&a, 0, sizeof a);
+    a.keys = a.values = &store;
+    a.n_heads = row->n_kv_heads * row->group;
+    a.n_queries = row->n_queries;
+    a.end = row->n_positions;
+    a.allocator.alloc = largest_alloc;
+    a.allocator.free = largest_free;
+    a.allocator.user = &largest;
+    a.parallel.run = row->hook ? run_backwards : NULL;
+    a.parallel.user = &calls;
+    CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
+    CHECK(largest <= 10u << 20, "%d bytes of scratch", (int)largest);
+    test_store_free(&store);
+    free(q);
+    free(out);
+}
+
 /* ---- Stack: at most 48 KiB, in a thread that has 64 ---- */
 
 #if defined(__OPTIMIZE__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && defined(__linux__)
@@ -277,6 +325,13 @@ void test_length_cases(void)
                  tqkv_format_name(test_formats[i % 8]));
     for (int i = 0; i < 16; i++) test_add(check_exceptions, &i, sizeof i, "attend/exceptions/%d", i);
     test_add(check_far_below, NULL, 0, "attend/far_below");
+    static const scratch_row scratch[] = {{128, 8, 4, 512, 100, true},  {64, 1, 1, 1, 1 << 17, true},
+                                          {128, 4, 4, 3, 40000, true},  {1024, 31, 1, 8, 4100, true},
+                                          {32, 8, 32, 512, 100, false}, {128, 31, 8, 8, 4100, true},
+                                          {512, 2, 8, 100, 5000, false}};
+    for (size_t i = 0; i < sizeof scratch / sizeof *scratch; i++)
+        test_add(check_scratch, &scratch[i], sizeof *scratch, "attend/scratch/%dx%dx%d/%d", scratch[i].n_queries,
+                 scratch[i].n_kv_heads * scratch[i].group, scratch[i].head_dim, scratch[i].n_positions);
     add_stack();
     for (int i = 0; i < 8; i++) {
         const cache_row row = {test_formats[i],
