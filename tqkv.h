@@ -867,6 +867,12 @@ typedef struct tqkv__backend {
 #error "tqkv.h: -ffast-math changes stored bytes; compile this file without it, or define TQKV_ALLOW_FAST_MATH"
 #endif
 
+/* Parts of fast math that clang announces by no macro (-fassociative-math, -freciprocal-math, -funsafe-math-optimizations)
+   would change norms. */
+#if defined(__clang__) && defined(__x86_64__) && !defined(TQKV_ALLOW_FAST_MATH)
+#pragma float_control(precise, on, push)
+#endif
+
 #include <fenv.h>
 #include <limits.h>
 #include <math.h>
@@ -5191,6 +5197,9 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     return r;
 }
 
+#if defined(__clang__) && defined(__x86_64__) && !defined(TQKV_ALLOW_FAST_MATH)
+#pragma float_control(pop)
+#endif
 #endif /* TQKV_IMPLEMENTATION */
 
 /* >>licence
