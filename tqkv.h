@@ -58,28 +58,29 @@
 
      TQKV_STATIC            every function is static: private to the including file
      TQKV_API               linkage of the public functions, by default `extern`
-     TQKV_EXPLAIN(text)     what to do with the reason of a refused call, a string that names the argument: for instance
-                            fprintf(stderr, "tqkv: %s\n", text). By default nothing.
-     TQKV_ALLOW_FAST_MATH   compile in spite of -ffast-math and its parts. Codes and norms may then differ from other
-                            builds and backends, and NaN or Inf in attention is undefined.
+     TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
+                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing.
+     TQKV_ALLOW_FAST_MATH   compiles despite -ffast-math or a part of it. Codes and norms may then differ from other
+                            builds and backends. NaN or Inf in attention is undefined.
 
-     Codes and norms are the same bytes on every backend, compiler and optimisation level, whatever the caller's
-     floating-point control word says: encoding sets round-to-nearest without flush-to-zero and restores it.
+     Codes and norms are the same bytes on every backend, compiler and optimisation level. The caller's floating-point
+     mode has no effect: encoding sets round-to-nearest without flush-to-zero, then restores the mode.
 
    THREADS
 
-     The calls take at most 48 KiB of stack. No hidden state but the choice of an instruction set, made once. Calls that only read the same object (attend,
-     decode, save, the getters) may run at once; a call that writes an object (encode into a store, append, truncate,
-     destroy) needs it alone. Different objects are independent. The hook tqkv_parallel runs tasks of one call on the
-     caller's threads; results are the same bits with or without it, whatever the number of threads.
+     Calls that only read an object (attend, decode, save, the getters) may run at once. A call that writes an object
+     (encode into a store, append, truncate, destroy) needs exclusive access to it. Different objects are independent.
+     The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
+     on the caller's threads; the number of threads does not change any bit of the results. A call takes at most 48 KiB
+     of stack.
 
    MATHEMATICS
 
-     Rotation: y = H(s*x)/sqrt(D), random signs s and the Walsh-Hadamard transform H, after which every coordinate of a
-     vector is close to Gaussian. Quantiser: Lloyd-Max codebooks for N(0,1) (S. Lloyd, "Least squares quantization in
-     PCM", 1982), or for I8 a uniform grid. The pairing is that of TurboQuant (A. Zandieh et al., 2025). Keys and
-     queries rotated alike keep their dot product; values leave attention rotated and are rotated back once a head.
-     Attention: softmax in one pass with a running maximum (M. Milakov and N. Gimelshein, 2018).
+     Rotation: y = H(s*x)/sqrt(D), with random signs s and the Walsh-Hadamard transform H. It makes each coordinate of a
+     vector close to Gaussian. Quantiser: Lloyd-Max codebooks for N(0,1) (S. Lloyd, "Least squares quantization in PCM",
+     1982), or a uniform grid for I8. TurboQuant (A. Zandieh et al., 2025) pairs the two in this way. Rotated keys and
+     rotated queries keep their dot product. Attention sums rotated values and rotates the result back once a head.
+     Attention: one-pass softmax with a running maximum (M. Milakov and N. Gimelshein, 2018).
 */
 #ifndef TQKV_H
 #define TQKV_H
@@ -89,8 +90,8 @@
 #define TQKV_VERSION_PATCH 0
 
 /* >>formats
-   Bits count the stored code; the norm (float32) adds 32 bits a row, or 32 bits per 256 values from head_dim 512 on,
-   or for I8 32 bits per 128 values.
+   Bits count the stored code alone. Norms (float32) add 32 bits a row; from head_dim 512 on, 32 bits per 256 values;
+   for I8, 32 bits per 128 values.
 
      format      bits  code of a value               row of D values, in bytes
      F16           16  IEEE half, not rotated        2*D, little-endian; beyond +-65504 clamped to it
@@ -133,20 +134,20 @@ typedef enum tqkv_format {
 extern "C" {
 #endif
 
-/* "f16", "tq4", "tq5", "tq6", "tq8", "tq5_bytes", "tq6_bytes", "i8"; TQKV_FORMAT_DEFAULT: "default"; none of them: "?" */
+/* "f16", "tq4", "tq5", "tq6", "tq8", "tq5_bytes", "tq6_bytes", "i8"; "default" for TQKV_FORMAT_DEFAULT, else "?" */
 TQKV_API const char *tqkv_format_name(tqkv_format f);
-/* The format of that name; TQKV_FORMAT_DEFAULT for NULL and for a name that is none of them. */
+/* The format of that name; TQKV_FORMAT_DEFAULT for NULL and for an unknown name. */
 TQKV_API tqkv_format tqkv_format_from_name(const char *name);
 /* Bytes of the codes of one row (one position of one head); 0 for an unsupported format or head_dim. */
 TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim);
 /* Norms of one row; 0 for F16 and for an unsupported format or head_dim. */
 TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim);
 /* The scaled value (tqkv_probe) beyond which a format saturates: the last boundary of its codebook, 127 for I8, 65504
-   for F16; 0 for no format. */
+   for F16; 0 for an unknown format. */
 TQKV_API float tqkv_last_boundary(tqkv_format f);
 
 /* >>result
-   Unless its comment says otherwise, a call that does not return TQKV_OK has written nothing. */
+   A call that does not return TQKV_OK has written nothing, unless its comment says otherwise. */
 typedef enum tqkv_result {
     TQKV_OK = 0,
     TQKV_INVALID_ARGUMENT, /* null pointer, negative count, n_heads not a multiple of n_kv_heads, buffer too small or
@@ -158,13 +159,13 @@ typedef enum tqkv_result {
     TQKV_CORRUPT,        /* snapshot: bad magic, version, size or checksum, or missing bytes */
     TQKV_IO,             /* the caller's read or write function failed */
     TQKV_TABLE_MISMATCH, /* metallib and header disagree */
-    TQKV_METAL_ERROR     /* Metal refused; the context's error text has its words */
+    TQKV_METAL_ERROR     /* Metal failed; the context's error text has its message */
 } tqkv_result;
 /* One sentence in English, never NULL. */
 TQKV_API const char *tqkv_result_string(tqkv_result r);
 
-/* Memory for caches and scratch. All zero: malloc and free. alloc returns memory aligned as malloc's, or NULL; free
-   gets the size that was asked for. */
+/* Memory for caches and scratch. All zero: malloc and free. alloc returns NULL or memory aligned like malloc's; free
+   receives the size that alloc received. */
 typedef struct tqkv_allocator {
     void *(*alloc)(void *user, size_t size);
     void (*free)(void *user, void *pointer, size_t size);
@@ -172,12 +173,12 @@ typedef struct tqkv_allocator {
 } tqkv_allocator;
 
 /* >>isa
-   The instruction set in use: "avx512" (with VBMI), "avx2" (with FMA), "neon" or "scalar". The best one that the
-   processor has, unless the environment variable TQKV_ISA names another at the first call. Attention differs between
-   them in last bits, codes and norms do not. */
+   The instruction set in use: "avx512" (with VBMI), "avx2" (with FMA), "neon" or "scalar". The first call chooses the
+   best set of the processor, or the one named by the environment variable TQKV_ISA. Codes and norms are the same in all
+   sets; attention differs in the last bits. */
 TQKV_API const char *tqkv_isa_name(void);
-/* Uses that set from now on, in all threads: for tests. NULL: chooses anew. TQKV_INVALID_ARGUMENT for an unknown name,
-   TQKV_UNSUPPORTED where the processor lacks it. */
+/* For tests: uses that set from now on, in all threads. NULL: chooses again. TQKV_INVALID_ARGUMENT for an unknown name,
+   TQKV_UNSUPPORTED if the processor lacks the set. */
 TQKV_API tqkv_result tqkv_isa_force(const char *name);
 
 /* >>store
@@ -190,35 +191,33 @@ typedef struct tqkv_store {
     int n_kv_heads;
     int capacity; /* positions */
     bool ring;
-    bool unrotated; /* TQ5, TQ6, TQ8 and their _BYTES forms without the rotation, for caches written so elsewhere. Real
-                       values have heavy tails, which the rotation is there to spread: without it the error grows by up
-                       to four digits. Never a default. */
-    float block_scale; /* head_dim >= 512, TQ formats: multiplies the values before quantising, divided out again when
-                          decoding; 0 = 1 */
-    void *codes;       /* any alignment; read fastest from a multiple of 64 */
+    bool unrotated; /* for caches written without the rotation; TQ5, TQ6, TQ8 and their _BYTES forms only. The rotation
+                       spreads the heavy tails of real values: without it the error grows by up to four digits. */
+    float block_scale; /* TQ formats, head_dim >= 512: encoding multiplies the values by it, decoding divides; 0 = 1 */
+    void *codes;       /* any alignment; a multiple of 64 reads fastest */
     size_t codes_size; /* bytes */
     float *norms;      /* may be NULL for F16 */
     size_t norms_size; /* bytes */
 } tqkv_store;
 
-/* Bytes needed for codes and norms; codes 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
+/* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
 TQKV_API size_t tqkv_codes_size(const tqkv_store *s);
 TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps the last `capacity`
-   tokens of a longer run. TQKV_NOT_FINITE if any value of src is NaN or Inf, also of tokens that a ring would drop.
-   Finite values so large (near 1e19) that a row's squared length overflows are encoded with an infinite norm. */
+   tokens of a longer run. TQKV_NOT_FINITE if any value of src is NaN or Inf, even in tokens that a ring drops. A row
+   whose squared length overflows (values near 1e19) gets an infinite norm. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const float *src, int n_tokens, int64_t position);
 
-/* What encode would compare with the boundaries: rotated, divided by the norm, and scaled to unit variance; for I8 in
-   steps of the grid, for F16 the source. src, scaled: [n_tokens][n_kv_heads][head_dim]. Writes no store (codes and
-   norms may be NULL): for looking at how well activations fit the codebook. */
+/* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries. They are
+   rotated, divided by the norm, and scaled to unit variance; I8: in steps of the grid; F16: the source. src, scaled:
+   [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const float *src, int n_tokens, float *scaled);
 
-/* The basis a vector is given in. Streams that are not rotated (F16, unrotated) stay in the original one throughout. */
+/* The basis of a vector. Streams without rotation (F16, unrotated) stay in the original basis. */
 typedef enum tqkv_basis {
     TQKV_ORIGINAL = 0,
-    TQKV_ROTATED /* after the rotation: as the codes are stored */
+    TQKV_ROTATED /* after the rotation: the basis of the codes */
 } tqkv_basis;
 
 /* Decodes [position, position + n_positions), at most `capacity` of them; dst: [n_positions][n_kv_heads][head_dim]. */
@@ -230,10 +229,10 @@ TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim);
 TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim);
 
 /* >>attention
-   Runs task(context, i) once for each i in [0, count), in any order, on any threads, and returns when all have ended.
-   Threads that share a cache or a store call `run` at once: it must allow that. tqkv never calls `run` from a task of its
-   own; a pool whose other tasks call tqkv must allow `run` inside a task. Neither `run` nor a task may throw or longjmp
-   through tqkv: the scratch of the call would leak, and its tasks might go on. */
+   Runs task(context, i) once for each i in [0, count), in any order, on any threads; returns after all have ended.
+   Threads that share a cache or a store may call `run` at once; it must allow that. tqkv never calls `run` from its own
+   tasks; a pool whose other tasks call tqkv must allow `run` inside a task. Neither `run` nor a task may throw or
+   longjmp through tqkv: the call's scratch would leak, and its tasks might go on. */
 typedef void (*tqkv_task)(void *context, int index);
 typedef struct tqkv_parallel {
     void (*run)(void *user, int count, tqkv_task task, void *context);
@@ -241,20 +240,20 @@ typedef struct tqkv_parallel {
 } tqkv_parallel;
 
 /* out = sum_j softmax_j( cap( scale * q.k_j ) ) v_j,   cap(x) = softcap > 0 ? softcap * tanh(x/softcap) : x
-   Query head h reads KV head h / (n_heads/n_kv_heads). Query i stands at position end - n_queries + i and sees the
-   resident positions up to its own, with a window only the newest `window` of those. A query that sees nothing gives
-   zeros. Slots that no query sees are never read. */
+   Query head h reads KV head h / (n_heads/n_kv_heads). Query i stands at position end - n_queries + i. It sees the
+   resident positions up to its own; a window limits them to the newest `window`. A query that sees nothing gives zeros.
+   Attention reads no slot that no query sees. */
 typedef struct tqkv_attention {
     const tqkv_store *keys, *values; /* same head_dim and n_kv_heads */
     int n_heads;                     /* query heads; 0 = n_kv_heads */
     int n_queries;                   /* 0 = 1 */
     int64_t end;                     /* positions appended so far */
-    int kv_len;                      /* newest positions resident; 0 = min(end, capacity) */
+    int kv_len;                      /* resident positions, the newest; 0 = min(end, capacity) */
     int window;                      /* 0 = no window */
     float scale;                     /* 0 = 1/sqrt(head_dim) */
     float softcap;                   /* 0 = off */
-    const float *sinks;       /* [n_heads] or NULL: adds exp(sink) to the softmax's denominator; -INFINITY: none */
-    tqkv_basis query_basis;   /* TQKV_ROTATED: the caller rotated q already */
+    const float *sinks;       /* [n_heads] or NULL: adds exp(sink) to the softmax's denominator; -INFINITY: no sink */
+    tqkv_basis query_basis;   /* TQKV_ROTATED: q is rotated already */
     tqkv_basis output_basis;  /* TQKV_ROTATED: leave the output rotated */
     tqkv_parallel parallel;   /* zero = the calling thread alone */
     tqkv_allocator allocator; /* scratch; zero = malloc, free */
@@ -263,26 +262,27 @@ typedef struct tqkv_attention {
 /* q, out: [n_queries][n_heads][head_dim]. TQKV_NOT_FINITE if q or a sink is NaN or Inf. */
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const float *q, float *out);
 
-/* One slice [first, first + count) of the resident positions, without sinks, so that slices on several devices can be
-   merged. max, sum: [n_queries][n_heads], the largest score and the sum of exp(score - max); out: [n_queries][n_heads]
-   [head_dim], the sum of exp(score - max) * value, in the values' basis. Nothing visible: -INFINITY, 0 and zeros. */
+/* Attends one slice [first, first + count) of the resident positions, without sinks; slices of several devices can be
+   merged. max, sum: [n_queries][n_heads]: the largest score, and the sum of exp(score - max). out:
+   [n_queries][n_heads][head_dim]: the sum of exp(score - max) * value, in the values' basis. If a query sees nothing:
+   -INFINITY, 0 and zeros. */
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const float *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
-/* Merges the slice src into dst. Both must be over values in the same basis, which this call cannot see: of rotated
-   (TQ, I8) and not rotated values (F16, unrotated) it makes wrong sums. tqkv_attend_merge_slice merges those.
-   Of a->keys and a->values only the shapes are read, here and in the two calls below. */
+/* Merges the slice src into dst. Both slices must have values in the same basis, which this call cannot check: its sums
+   are wrong if one is rotated (TQ, I8) and the other not (F16, unrotated). For those use tqkv_attend_merge_slice. This
+   call and the two below read only the shapes of a->keys and a->values. */
 TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, float *max, float *sum,
                                        const float *src_out, const float *src_max, const float *src_sum);
-/* As tqkv_attend_merge, of a slice that was attended with `slice`, over stores of other formats: brings its sums into
-   the basis of a->values. n_heads, n_queries and head_dim are the same in both. */
+/* As tqkv_attend_merge, for a slice attended with `slice`, over stores of other formats: converts its sums to the basis
+   of a->values. n_heads, n_queries and head_dim are the same in both. */
 TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *a, float *out, float *max, float *sum,
                                              const tqkv_attention *slice, const float *src_out, const float *src_max,
                                              const float *src_sum);
-/* Adds the sinks, divides and un-rotates: out becomes what tqkv_attend would have written. */
+/* Adds the sinks, divides and rotates back: out becomes the output of tqkv_attend. */
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
 
 /* >>cache
-   A cache that owns its memory: one layer's keys and values, and where they stand. */
+   A cache that owns its memory: one layer's keys and values, and their positions. */
 typedef struct tqkv_cache tqkv_cache;
 typedef struct tqkv_metal tqkv_metal; /* see >>metal */
 typedef struct tqkv_cache_desc {
@@ -293,7 +293,7 @@ typedef struct tqkv_cache_desc {
     float scale, softcap;
     const float *sinks; /* [n_heads] or NULL; copied */
     tqkv_parallel parallel;
-    tqkv_allocator allocator; /* the cache and the scratch of its calls */
+    tqkv_allocator allocator; /* for the cache and its scratch */
     tqkv_metal *metal;        /* a context that holds the cache and runs append and attend; NULL = the processor */
 } tqkv_cache_desc;
 
@@ -301,48 +301,48 @@ typedef struct tqkv_cache_desc {
 TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out);
 TQKV_API void tqkv_cache_destroy(tqkv_cache *c); /* NULL is fine */
 
-/* k, v: [n_tokens][n_kv_heads][head_dim], at positions end, end + 1 ... Many tokens are encoded by tasks of `parallel`, to
-   the same bytes. All or nothing: TQKV_OUT_OF_RANGE when a linear cache is full. To prefill a ring, append and attend in pieces of at most capacity - window + 1 tokens, so that no
-   position is dropped that a query of the same piece still sees. */
+/* k, v: [n_tokens][n_kv_heads][head_dim], at positions end, end + 1 ... Tasks of `parallel` encode long runs, to the
+   same bytes. All or nothing: TQKV_OUT_OF_RANGE if a linear cache would overflow. To prefill a ring, append and attend
+   in pieces of at most capacity - window + 1 tokens: then every query still finds its whole window. */
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const float *v, int n_tokens);
 /* The newest n_queries positions attend; q, out: [n_queries][n_heads][head_dim]. */
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const float *q, int n_queries, float *out);
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c);  /* positions appended; 0 for NULL */
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms, both streams; 0 for NULL */
-/* Forgets the positions from `end` on. A ring does not get back what newer positions had overwritten: TQKV_OUT_OF_RANGE
-   for an end before its oldest resident position, except 0, which empties the cache. */
+/* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
+   the oldest resident position. 0 is always valid and empties the cache. */
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c); /* the stores behind it; NULL for NULL */
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c);
 
-/* Both return the bytes moved, fewer at the end of a file or on failure; what is missing is asked for again until a
-   call moves nothing. */
+/* Both return the bytes moved: fewer at the end of a file or on failure. tqkv asks again for the rest until a call
+   moves nothing. */
 typedef size_t (*tqkv_write)(void *user, const void *bytes, size_t n);
 typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 
-/* Writes the resident positions. The bytes depend on the content alone: not on machine, allocator or threads. On
-   TQKV_IO what was written is no snapshot; write to a temporary file and rename it. */
+/* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
+   TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc supplies what a snapshot does not hold: parallel, allocator, and sinks, as many as the snapshot's n_heads. Other
-   nonzero fields must match it, else TQKV_INVALID_ARGUMENT. A missing or changed byte: TQKV_CORRUPT. *out is NULL
-   on failure. */
+/* desc supplies what a snapshot does not hold: parallel, allocator, and sinks (n_heads of the snapshot). Its other
+   nonzero fields must match the snapshot, else TQKV_INVALID_ARGUMENT. TQKV_CORRUPT for a missing or changed byte. *out
+   is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* >>metal
-   The same on Apple's GPUs, by tqkv_metal.m: a file to compile beside the one with TQKV_IMPLEMENTATION, with
-   -framework Metal -framework Foundation. Plain C; objects of Metal are passed as what they are in Objective-C and as
-   void * elsewhere. Needs a GPU of the family Apple7 (M1, A14) or later.
+   The same calls on Apple's GPUs. Compile tqkv_metal.m beside the file with TQKV_IMPLEMENTATION, and link with
+   -framework Metal -framework Foundation. The interface is plain C: a Metal object has its own type in Objective-C, and
+   is a void * elsewhere. Needs a GPU of family Apple7 (M1, A14) or later.
 
-   Recording. The calls that take an encoder record into the caller's id<MTLComputeCommandEncoder>. They commit nothing,
-   wait for nothing and allocate nothing, but for the first call of a kind, which builds its pipeline. Results are there
-   when the caller's command buffer has completed. A call that fails has recorded nothing.
-   In an encoder of dispatch type serial nothing else is to be done. In a concurrent one a call sees to the order of its
-   own dispatches; barriers between calls of which one reads or overwrites what another writes (stores, sources,
-   outputs, scratch, flags) are the caller's. Resources of hazard tracking mode untracked need their usual fences.
+   Recording. Calls with an encoder record into the caller's id<MTLComputeCommandEncoder>. They do not commit, wait or
+   allocate; only the first call of a kind builds its pipeline. Results are ready when the caller's command buffer has
+   completed. A failed call has recorded nothing.
+   A serial encoder needs nothing else. In a concurrent encoder each call orders its own dispatches. The caller adds
+   barriers between two calls if one reads or overwrites what the other writes (stores, sources, outputs, scratch,
+   flags). Untracked resources need their usual fences.
 
-   Threads. A context may be used by many threads at once, each with an encoder of its own. */
+   Threads. Many threads may use one context at once, each with its own encoder. */
 #ifdef TQKV_STATIC
-#define TQKV_METAL_API extern /* they are in a file of their own */
+#define TQKV_METAL_API extern /* defined in their own file */
 #else
 #define TQKV_METAL_API TQKV_API
 #endif
@@ -355,39 +355,40 @@ typedef void *tqkv_metal_object;
 
 typedef struct tqkv_metal_desc {
     tqkv_metal_object device; /* id<MTLDevice>; NULL = the system's default. Retained. */
-    /* The compiled shaders, in one of these forms; all zero: those that tqkv_metal.m was built with
-       (TQKV_METALLIB_EMBED), else TQKV_INVALID_ARGUMENT. No folder is searched. */
+    /* The compiled shaders, in one of these forms. All zero: the one embedded in tqkv_metal.m (TQKV_METALLIB_EMBED),
+       else TQKV_INVALID_ARGUMENT. No folder is searched. */
     const char *library_path;  /* of default.metallib, UTF-8 */
     const void *library_bytes; /* its content; copied */
     size_t library_size;
     tqkv_metal_object library; /* id<MTLLibrary> of that device. Retained. */
-    char *error;               /* [error_size] or NULL: on failure what was wrong, in Metal's words where it has any */
+    char *error;               /* [error_size] or NULL: on failure the reason, in Metal's words if it has any */
     size_t error_size;
 } tqkv_metal_desc;
 
-/* TQKV_UNSUPPORTED: no Metal device, or one without the family Apple7 or simdgroups of 32. TQKV_TABLE_MISMATCH: the
-   library was built from another version of this header; the text names the table. TQKV_METAL_ERROR: Metal refused.
-   Runs one small kernel and waits for it. *out is NULL on failure. */
+/* Runs one small kernel and waits for it. TQKV_UNSUPPORTED: no Metal device, or one without family Apple7 or simdgroups
+   of 32. TQKV_TABLE_MISMATCH: the library was built from another version of this header; the text names the table.
+   TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. */
 TQKV_METAL_API tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out);
-/* When no call is under way and what was recorded has completed. Caches and memory of the context go before it. */
+/* Only after all calls have returned and all recorded work has completed. Destroy the context's caches and memory
+   first. */
 TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
-/* The text of the context's last failure, in any thread, cut to size - 1 bytes; "" if there was none. */
+/* The text of the context's last failure in any thread, cut to size - 1 bytes; "" if there is none. */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
-/* Bytes from an offset of a buffer on. Offsets of codes are multiples of 16, others of 4. */
+/* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4. */
 typedef struct tqkv_metal_buffer {
     tqkv_metal_object buffer; /* id<MTLBuffer> */
     size_t offset;
 } tqkv_metal_buffer;
 
-/* A tqkv_store in buffers: of shape, its own pointers and sizes are not read. norms may be zero for F16. */
+/* A tqkv_store in buffers. The pointers and sizes in shape are not read. norms may be zero for F16. */
 typedef struct tqkv_metal_store {
     tqkv_store shape;
     tqkv_metal_buffer codes, norms;
 } tqkv_metal_store;
 
-/* As tqkv_encode, tqkv_probe, tqkv_decode, tqkv_rotate and tqkv_unrotate. A row of the source that holds NaN or Inf is
-   stored as zeros, and not_finite, a uint32_t that the caller has cleared, becomes 1; not_finite may be zero. */
+/* As tqkv_encode, tqkv_probe, tqkv_decode, tqkv_rotate and tqkv_unrotate. A source row with NaN or Inf is stored as
+   zeros and sets not_finite, a uint32_t cleared by the caller, to 1. not_finite may be zero. */
 TQKV_METAL_API tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
                                              tqkv_metal_buffer src, int n_tokens, int64_t position,
                                              tqkv_metal_buffer not_finite);
@@ -407,33 +408,33 @@ TQKV_METAL_API tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object en
 TQKV_METAL_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
                                                int n_rows, int head_dim);
 
-/* tqkv_attention with buffers. NaN and Inf in q or sinks are not found, and spread. */
+/* tqkv_attention with buffers. NaN and Inf in q or sinks are not detected; they spread. */
 typedef struct tqkv_metal_attention {
-    tqkv_attention attention; /* of which keys, values, sinks, parallel and allocator are not read */
+    tqkv_attention attention; /* its keys, values, sinks, parallel and allocator are not read */
     const tqkv_metal_store *keys, *values;
     tqkv_metal_buffer sinks; /* float [n_heads]; zero = none */
 } tqkv_metal_attention;
 
-/* Bytes of scratch that attending takes at most, whatever part of the stores is resident: end and kv_len may be 0. */
+/* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention *a, size_t *bytes);
-/* As tqkv_attend. scratch: at least as many bytes as the call above says, and not used by others at the same time. */
+/* As tqkv_attend. scratch: at least the bytes of the call above, for this call alone. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                                              tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
 
-/* For programs without an encoder of their own: records by calling record(user, encoder), commits to the context's
-   queue and waits. A failure of record is returned and nothing is run. */
+/* For programs without an encoder: calls record(user, encoder), commits to the context's queue and waits. If record
+   fails, nothing runs and its result is returned. */
 typedef tqkv_result (*tqkv_metal_record)(void *user, tqkv_metal_object encoder);
 TQKV_METAL_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_record record, void *user);
-/* Memory that processor and GPU share: buffers of storage mode shared, addressed by their contents. */
+/* Memory shared by processor and GPU: buffers of storage mode shared, addressed by their contents. */
 TQKV_METAL_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
 /* The buffer behind a pointer into such memory; TQKV_INVALID_ARGUMENT for any other. */
 TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffer *out);
 
 /* A cache whose desc has `metal` lies in shared memory. tqkv_cache_append and tqkv_cache_attend run on the GPU and
-   wait; everything else, and encode and attend on tqkv_cache_keys and _values, works on the processor as ever. After a
+   wait; all other calls, and encode and attend on tqkv_cache_keys and _values, run on the processor. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
-   The two below record into an encoder. An append counts at once, so that the attention after it can be recorded:
-   should the command buffer fail, truncate. The processor sees the codes when it has completed. */
+   The two calls below record into an encoder. An append counts at once, and attention can be recorded after it;
+   truncate if the command buffer fails. The processor sees the codes after the buffer has completed. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
                                                    tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                    tqkv_metal_buffer not_finite);
@@ -455,7 +456,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 #if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED) || defined(__METAL_VERSION__)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
-#define TQKV_TABLE_VERSION 1 /* of tables, argument structs and what kernels make of them, together */
+#define TQKV_TABLE_VERSION 1 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
 #ifdef __METAL_VERSION__
@@ -465,7 +466,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 #endif
 #endif
 
-/* float(1/sqrt(D)) and float(sqrt(D)): exact powers of two, times the root of 1/2 or 2 where log2(D) is odd. */
+/* 1/sqrt(D) and sqrt(D), rounded to float: powers of two, times sqrt(1/2) or sqrt(2) where log2(D) is odd. */
 #define TQKV__INV_SQRT(D)                                                                                              \
     ((D) == 32    ? 0.17677669227123260498046875f                                                                      \
      : (D) == 64  ? 0.125f                                                                                             \
@@ -481,16 +482,16 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
      : (D) == 512 ? 22.6274166107177734375f                                                                            \
                   : 32.0f)
 
-/* A row of no greater norm is stored as zeros: 1e-10 as a float. */
+/* 1e-10 as a float. A row whose norm is not above this is stored as zeros. */
 #define TQKV__MIN_NORM 1.00000001335143196001808973960578441619873046875e-10f
 
-/* One row a format, in the order of tqkv_format. C, the kernels and the shaders derive all else from these rows.
+/* One row a format, in the order of tqkv_format. C, the kernels and the shaders derive everything else from these rows.
 
    kind       HALF: IEEE halves, no norms, never rotated. BOOK: indices into a codebook. GRID: integers times a norm.
    main       bits of a code in the first field of a stored row
-   upper      bits of a code in the second field, directly behind the first; these are the code's highest bits
-   book       bits of the codebook; main + upper may be more, then the bits above are zero
-   plain      1: a store may leave out the rotation (`unrotated`)                                                    */
+   upper      the highest bits of a code, in the second field, directly behind the first
+   book       bits of the codebook; if main + upper is larger, the bits above are zero
+   plain      1: a store may omit the rotation (`unrotated`)                                                         */
 // clang-format off
 #define TQKV__FORMATS(row, x)                                                  \
     /*     format          name         kind        main upper book plain */   \
@@ -506,7 +507,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 
 enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 
-/* A column of the row of format f; for no format 8 main bits, else 0. With a constant f the compiler leaves a constant. */
+/* One column of the row of f; without a row 8 main bits, else 0. A constant f gives a constant. */
 #define TQKV__KIND(f)                                                   (TQKV__FORMATS(TQKV__KIND_OF, f) 0)
 #define TQKV__MAIN_BITS(f)                                              (TQKV__FORMATS(TQKV__MAIN_OF, f) 8)
 #define TQKV__UPPER_BITS(f)                                             (TQKV__FORMATS(TQKV__UPPER_OF, f) 0)
@@ -518,19 +519,19 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 #define TQKV__BOOK_OF(f, format, name, kind, main, upper, book, plain)  (f) == format ? book:
 #define TQKV__PLAIN_OF(f, format, name, kind, main, upper, book, plain) (f) == format ? plain:
 
-/* Values that share a norm, in a row of D values of that kind. */
+/* Values that share a norm, in a row of D values. */
 #define TQKV__NORM_BLOCK(kind, D)                                                                                      \
     ((kind) == TQKV__GRID && (D) > 128 ? 128 : (kind) == TQKV__BOOK && (D) >= 512 ? 256 : (D))
 
-/* One row a codebook: its bits. Its tables and hashes carry them in their names. */
+/* One row a codebook: its bits, which are also part of the names of its tables and hashes. */
 #define TQKV__BOOKS(row, x) row(x, 4) row(x, 5) row(x, 6) row(x, 8)
-/* The codebook of that many bits and its boundaries; those of TQ8 for any other number. */
+/* The codebook with that many bits, and its boundaries; TQ8's for any other number. */
 #define TQKV__CODEBOOK(bits)              (TQKV__BOOKS(TQKV__CODEBOOK_OF, bits) tqkv__tables.codebook_8)
 #define TQKV__BOUNDARIES(bits)            (TQKV__BOOKS(TQKV__BOUNDARIES_OF, bits) tqkv__tables.boundaries_8)
 #define TQKV__CODEBOOK_OF(bits, number)   (bits) == number ? tqkv__tables.codebook_##number:
 #define TQKV__BOUNDARIES_OF(bits, number) (bits) == number ? tqkv__tables.boundaries_##number:
 
-/* XXH3-64 of each member of tqkv__tables, as little-endian bytes, and of all of it. */
+/* XXH3-64 of each member of tqkv__tables, as little-endian bytes, and of the whole. */
 #ifndef __METAL_VERSION__
 #define TQKV_HASH_CODEBOOK_4   0x018b5b08c996d16aULL
 #define TQKV_HASH_CODEBOOK_5   0xdbe08401820ec7a9ULL
@@ -550,8 +551,8 @@ typedef struct tqkv__table_set {
     uint8_t signs[64]; /* bit j = (signs[j>>3] >> (j&7)) & 1: 1 flips element j modulo 512 */
 } tqkv__table_set;
 
-/* Lloyd-Max quantisers of N(0,1). The boundaries are stated by themselves: float midpoints of the centroids differ from
-   them in the last place. */
+/* Lloyd-Max quantisers of N(0,1). The boundaries are listed because float midpoints of the centroids differ from them
+   in the last place. */
 // clang-format off
 TQKV_TABLE tqkv__table_set tqkv__tables = {
     {-2.7325896f, -2.0690172f, -1.6180464f, -1.2562312f, -0.9423405f, -0.6567591f, -0.3880483f, -0.1283950f, 0.1283950f, 0.3880483f,
@@ -638,22 +639,22 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
      0x58, 0x2f, 0x94, 0xe1, 0xb6, 0x3d, 0x0a, 0x7c, 0xc5, 0x61, 0xd8, 0x4f, 0xa3, 0x97, 0x1e, 0x85}};
 // clang-format on
 
-/* The Metal kernels, tqkv_<family>_d<head_dim>. A pipeline is a kernel with all function constants that name it. */
-#define TQKV_FC_FORMAT         0  /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: of the keys */
-#define TQKV_FC_VALUE_FORMAT   1  /* uint: encode_kv, attend: of the values */
+/* The Metal kernels, tqkv_<family>_d<head_dim>. A kernel and its function constants make a pipeline. */
+#define TQKV_FC_FORMAT         0  /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
+#define TQKV_FC_VALUE_FORMAT   1  /* uint: encode_kv, attend: that of the values */
 #define TQKV_FC_ROTATED        2  /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
 #define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: the values */
-#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: turn rows from the rotated basis */
-#define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated and queries are not yet */
-#define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head that a threadgroup serves */
+#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back */
+#define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated, queries are not */
+#define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head in a threadgroup */
 #define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
 #define TQKV_FC_SOFTCAP        8  /* bool: attend: scores are capped */
 #define TQKV_FC_SAME_SLOTS     9  /* bool: attend: a position has the same slot in keys and values */
 #define TQKV_FC_SHORT_STORE    10 /* bool: attend: the keys' capacity is below 32 */
 #define TQKV_FC_SINKS          11 /* bool: attend_merge: there are sinks */
 
-/* Most query rows a threadgroup of attend serves at this head_dim: 8 accumulators a lane and row up to D=256, so that
-   the sums of all rows stay at 64 registers. */
+/* Most query rows of a threadgroup of attend: 8 accumulators a lane and row up to D=256. The sums of all rows take 64
+   registers. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
@@ -666,13 +667,13 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /* (3) maximum and sum, n simdgroups */
 #define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)            /* (0) a row and its sum, n simdgroups */
 
-/* Rows that a simdgroup of encode, encode_kv and probe takes: 4 passes of as many as lie beside each other. */
+/* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side. */
 #define TQKV__ENCODE_ROWS(D) (4 * ((D) == 32 ? 16 : 1024 / (D)))
 
-/* Simdgroups that share out a row's splits in attend_merge: its threadgroup memory stays at 8 KiB. */
+/* Simdgroups that share a row's splits in attend_merge: 8 KiB of threadgroup memory. */
 #define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))
 
-/* The sizes above for kernels of head_dim D. A library whose own differ is refused. */
+/* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D)                                                                                          \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
         TQKV__SIGN_BYTES(D), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_WEIGHT_BYTES(D, 1),                             \
@@ -681,8 +682,8 @@ enum { TQKV__KERNEL_DIMS = 6, TQKV__N_KERNEL_SIZES = 10 };
 /* head_dim number i of the kernels */
 #define TQKV__KERNEL_DIM(i) (32 << (i))
 
-/* Rows of one stream. Token t of the call is at slot first_slot + t, less capacity if that is beyond the store: the
-   host resolves positions, and passes at most `capacity` tokens and fewer than 2^32 rows. */
+/* Rows of one stream. Token t is at slot first_slot + t, minus capacity if that is beyond the store. The host resolves
+   positions; it passes at most `capacity` tokens and fewer than 2^32 rows. */
 typedef struct tqkv__rows_args {
     int32_t n_tokens; /* source or destination is [n_tokens][n_kv_heads][head_dim] */
     int32_t n_kv_heads;
@@ -695,13 +696,13 @@ typedef struct tqkv__rotate_args {
     int32_t n_rows; /* of head_dim values */
 } tqkv__rotate_args;
 
-/* attend, over kv_len resident positions counted from the oldest. Its slot is oldest_slot; slots wrap at capacity. */
+/* attend, over kv_len resident positions counted from the oldest, which is at oldest_slot; slots wrap at capacity. */
 typedef struct tqkv__attend_args {
     int32_t n_queries;
     int32_t n_kv_heads;
     int32_t group;    /* query heads a KV head */
     int32_t kv_len;   /* query i is at position kv_len - n_queries + i; before 0 it sees nothing */
-    int32_t window;   /* 0: none, or no smaller than kv_len */
+    int32_t window;   /* 0: none, or at least kv_len */
     int32_t n_splits; /* threadgroups that share one context: the grid's z */
     int32_t key_capacity, key_oldest_slot;
     int32_t value_capacity, value_oldest_slot;
@@ -720,7 +721,7 @@ typedef struct tqkv__merge_args {
 #define TQKV__SHARED_STRUCTS(row) row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args)
 enum { TQKV__N_SHARED_STRUCTS = 5 };
 
-/* What the kernel `tables` writes: what the shaders were compiled with. */
+/* Output of the kernel `tables`: the tables and sizes that the shaders were compiled with. */
 typedef struct tqkv__table_report {
     uint32_t table_version;
     uint32_t struct_sizes[TQKV__N_SHARED_STRUCTS];
@@ -744,8 +745,9 @@ TQKV__ASSERT_SIZE(tqkv__table_report, 3256);
 /* <<shared */
 
 /* >>plan */
-/* What tqkv_metal.m takes from the implementation. A call of Metal is planned here, in plain C: kernel, function
-   constants, arguments, buffers, grid, and all checks but those of Metal's own objects. Seen with TQKV_SHARED. */
+/* The interface between tqkv_metal.m and the implementation. The plan of a Metal call is made here, in plain C: kernel,
+   function constants, arguments, buffers, grid, and all checks except those of Metal's own objects. TQKV_SHARED makes
+   it visible. */
 #if defined(TQKV__SHARED) && !defined(__METAL_VERSION__) && !defined(TQKV__PLAN)
 #define TQKV__PLAN
 #ifdef __cplusplus
@@ -757,7 +759,7 @@ enum {
     TQKV__CONSTANTS = 12,
     TQKV__BINDINGS = 9,
     TQKV__MEMORIES = 4,
-    TQKV__SECOND_ARGS = 4,  /* index of encode_kv's arguments of the values; the first of every kernel are at 0 */
+    TQKV__SECOND_ARGS = 4,  /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
     TQKV__ONLY_CHECKED = -1 /* in place of an index */
 };
 
@@ -772,7 +774,7 @@ typedef enum tqkv__family {
     TQKV__ATTEND_MERGE
 } tqkv__family;
 
-/* What names a pipeline. Bytes only, without gaps, so that two are compared as bytes. */
+/* Identifies a pipeline. Only bytes, without padding: two kernels can be compared with memcmp. */
 typedef struct tqkv__kernel {
     uint8_t family, head_dim;           /* head_dim / 32, 0 = none */
     uint8_t constants[TQKV__CONSTANTS]; /* by TQKV_FC_*: value + 1, 0 = not set */
@@ -780,7 +782,7 @@ typedef struct tqkv__kernel {
 
 /* A buffer argument. size 0: the call has none. */
 typedef struct tqkv__binding {
-    const char *name; /* in texts of failures */
+    const char *name; /* for error texts */
     int index;
     tqkv_metal_buffer at;
     size_t size, alignment;
@@ -794,24 +796,23 @@ typedef union tqkv__args {
     tqkv__merge_args merge;
 } tqkv__args;
 
-/* A dispatch. */
 typedef struct tqkv__dispatch {
     tqkv__kernel kernel;
     tqkv__args args[2];
     size_t args_size; /* of each */
     int n_args, n_bindings;
     tqkv__binding bindings[TQKV__BINDINGS];
-    size_t memory[TQKV__MEMORIES], memory_each[TQKV__MEMORIES]; /* bytes a threadgroup, and for each simdgroup */
-    size_t grid[3];            /* threadgroups; nothing is to be done if the first is 0 */
-    bool rows;                 /* grid[0] counts simdgroups instead, each for a row or several */
-    int n_simdgroups;          /* of a threadgroup, or as many as the pipeline allows */
-    tqkv_metal_object barrier; /* a buffer that the dispatch before this one writes, or NULL */
+    size_t memory[TQKV__MEMORIES], memory_each[TQKV__MEMORIES]; /* bytes per threadgroup, and per simdgroup */
+    size_t grid[3];                                             /* threadgroups; nothing to do if the first is 0 */
+    bool rows;                 /* grid[0] counts simdgroups instead, each for one or several rows */
+    int n_simdgroups;          /* per threadgroup, or as many as the pipeline allows */
+    tqkv_metal_object barrier; /* a buffer that the previous dispatch writes, or NULL */
 } tqkv__dispatch;
 
-/* A binding in front of binding i that lies over it while one of the two is written, or NULL. */
+/* A binding before binding i that overlaps it while one of the two is written, or NULL. */
 TQKV_API const tqkv__binding *tqkv__overlapping(const tqkv__dispatch *d, int i);
 
-/* The calls of >>metal. Of shapes and attentions the processor's pointers are not read. */
+/* The calls of >>metal. The processor's pointers in shapes and attentions are not read. */
 TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, tqkv__dispatch *d);
 TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens, int64_t position,
                                        tqkv_metal_buffer not_finite, tqkv__dispatch *d);
@@ -828,7 +829,7 @@ TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *a, size_t *b
 TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
                                        tqkv_metal_buffer out, tqkv__dispatch d[2]);
 
-/* Of a cache, which lies at `memory`. rows_size: bytes of q and of the output. */
+/* For a cache that lies at `memory`. rows_size: bytes of q and of the output. */
 TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
                                              tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                              tqkv__dispatch *d);
@@ -839,10 +840,10 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
                                              tqkv__dispatch d[2]);
 TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 
-/* What of the shaders' tables and sizes is not this header's; NULL if all is. */
+/* The first difference between the shaders' tables and sizes and this header's; NULL if there is none. */
 TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report);
 
-/* What a context gives a cache; struct tqkv_metal begins with it. */
+/* The part of a context that a cache uses; struct tqkv_metal begins with it. */
 typedef struct tqkv__backend {
     tqkv_allocator memory; /* of codes, norms and the cache itself */
     tqkv_result (*append)(tqkv_metal *m, const tqkv_cache *c, const float *k, const float *v, int n_tokens);
@@ -881,8 +882,8 @@ typedef struct tqkv__backend {
 #ifndef XXH_INLINE_ALL
 #define XXH_INLINE_ALL
 #endif
-/* No forced inlining in xxHash 0.8.1 (Debian 12), because gcc 12 -Og rejects it. Without it gcc -O2 hashes snapshots as
-   fast, and gcc -O2 -mavx2 at 18 instead of 28 GB/s. xxhash.h evaluates this macro after it defines its version. */
+/* gcc 12 -Og rejects the forced inlining of xxHash 0.8.1 (Debian 12). Without it gcc -O2 hashes snapshots at the same
+   speed, and gcc -O2 -mavx2 at 18 instead of 28 GB/s. xxhash.h evaluates this macro after it defines its version. */
 #if !defined(XXH_NO_INLINE_HINTS) && defined(__GNUC__) && !defined(__clang__) && !defined(__NO_INLINE__) &&            \
     !defined(__OPTIMIZE_SIZE__)
 #define XXH_NO_INLINE_HINTS (XXH_VERSION_NUMBER == 801)
@@ -901,19 +902,19 @@ typedef struct tqkv__backend {
 #include <xmmintrin.h>
 #endif
 
-/* >>common: sizes, formats and what a valid store is */
+/* >>common: sizes, formats and the checks of a store */
 
 #ifndef TQKV_EXPLAIN
 #define TQKV_EXPLAIN(text) ((void)0)
 #endif
-/* The result of a refused call, after words for TQKV_EXPLAIN. */
+/* Passes text to TQKV_EXPLAIN and evaluates to the result. */
 #define TQKV__REFUSE(result, text) (TQKV_EXPLAIN(text), TQKV_##result)
 #define TQKV__INVALID(text)        TQKV__REFUSE(INVALID_ARGUMENT, text)
 
 #define TQKV__NOINLINE __attribute__((noinline))
 #define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
 #define TQKV__INLINE   inline __attribute__((always_inline))
-#define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a piece of a loop, in the instruction set at hand */
+#define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a part of a loop, in the current instruction set */
 #ifdef __clang__
 #define TQKV__UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -954,17 +955,17 @@ static bool tqkv__head_dim_known(int head_dim)
 typedef struct tqkv__stream {
     tqkv_format format;
     int kind, main_bits, upper_bits, book_bits; /* the format's row in TQKV__FORMATS */
-    const float *codebook, *boundaries;         /* [1 << book_bits], [(1 << book_bits) - 1]; of BOOK only */
+    const float *codebook, *boundaries;         /* [1 << book_bits], [(1 << book_bits) - 1]; BOOK only */
     int head_dim, n_kv_heads, capacity;
     bool ring, rotated;
     float block_scale;
     size_t row_bytes;
-    int norms_per_row, norm_dim; /* norm_dim: values that share a norm */
-    int block_dim;               /* values that attention decodes at a time: of one norm, at most TQKV__BLOCK */
+    int norms_per_row, norm_dim; /* values that share a norm */
+    int block_dim;               /* values that attention decodes at a time, all of one norm, at most TQKV__BLOCK */
     uint8_t *codes;
     float *norms;
     size_t codes_size, norms_size; /* bytes in use */
-    uint8_t planes[4][128];        /* byte i of the centroids, for look-ups of bytes; see tqkv__fill_planes */
+    uint8_t planes[4][128];        /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
 } tqkv__stream;
 
 /* Checks the shape of a store, not its buffers. */
@@ -1097,10 +1098,10 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *store)
     return tqkv__stream_shape(store, &s) == TQKV_OK ? s.norms_size : 0;
 }
 
-/* >>exact: arithmetic whose bits do not depend on compiler, flags or the caller's floating-point mode */
+/* >>exact: arithmetic that gives the same bits for every compiler, flag and floating-point mode of the caller */
 
-/* x, rounded to float here and now. Compilers may fuse a product with a following sum, by default (GCC, AArch64) or by
-   flag, and pragmas do not stop all of them; an empty asm that may have changed the value does. */
+/* Rounds x to float at this point. Compilers may fuse a product with a following sum, by default (GCC, AArch64) or by a
+   flag, and not all of them obey pragmas. An empty asm that may change the value prevents it. */
 static inline float tqkv__rounded(float x)
 {
 #if defined(__SSE2_MATH__)
@@ -1113,17 +1114,17 @@ static inline float tqkv__rounded(float x)
     return x;
 }
 
-/* The same for results that are not added to: floats they are at once, but for registers of more bits (x87), in which
-   compilers keep them as long as they like. */
+/* The same for results that no sum follows. They are floats already, except in wider registers (x87), where compilers
+   may keep the extra bits. */
 #if defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 0
 #define TQKV__AS_FLOAT(x) (x)
 #else
 #define TQKV__AS_FLOAT(x) tqkv__rounded(x)
 #endif
 
-/* Round to nearest, denormals kept; returns the caller's mode for tqkv__fp_restore. Programs linked with -ffast-math
-   start with flush-to-zero set. The arithmetic in between has to be in functions that are not inlined, or the compiler
-   may move it across. */
+/* Sets round-to-nearest and keeps denormals; returns the caller's mode for tqkv__fp_restore. Programs linked with
+   -ffast-math start with flush-to-zero. The arithmetic must be in functions that are not inlined, or the compiler may
+   move it out of this mode. */
 static uint64_t tqkv__fp_exact(void)
 {
     uint64_t mode = 0;
@@ -1168,7 +1169,7 @@ static float tqkv__float(uint32_t bits)
     return x;
 }
 
-/* By the bits, so that no compiler flag can assume the answer. */
+/* Tests bits, because -ffinite-math-only would remove a test of values. */
 static bool tqkv__all_finite(const float *x, size_t n)
 {
     uint32_t bad = 0;
@@ -1219,8 +1220,8 @@ static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
     tqkv__flip_signs(y, head_dim);
 }
 
-/* The norm of a TQ row or block of which `sum` is the sum of squares; scale: what brings its values to variance 1. The sum
-   of a row whose rotation overflows is NaN, to which machines give different signs: the norm's is clear. */
+/* Norm of a TQ row or block from the sum of its squares; scale: the factor that brings its values to variance 1. If the
+   rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf clears the norm's. */
 static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
 {
     const bool one = s->norms_per_row == 1;
@@ -1230,15 +1231,15 @@ static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
     return norm;
 }
 
-/* Norm of an I8 block: the largest magnitude over 127; scale: one over the grid's step. */
+/* Norm of an I8 block: the largest magnitude / 127; scale: 1 / step of the grid. */
 static float tqkv__norm_i8(float largest, float *scale)
 {
     *scale = largest > TQKV__MIN_NORM ? TQKV__AS_FLOAT(127.0f / largest) : 0.0f;
     return TQKV__AS_FLOAT(largest / 127.0f);
 }
 
-/* Norms of a TQ row: 32 lanes of head_dim/32 neighbours each add their squares in order, then an xor-tree adds the
-   lanes that share a norm: the order in which a GPU's 32-lane group does it. */
+/* Norms of a TQ row, summed in the order of a GPU's group of 32 lanes: each lane adds the squares of its head_dim/32
+   neighbours in order, then an xor-tree adds the lanes that share a norm. */
 static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
     float lanes[32], other[32];
@@ -1255,7 +1256,6 @@ static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, 
     for (int b = 0; b < s->norms_per_row; b++) norms[b] = tqkv__norm_tq(s, lanes[b * lanes_per_norm], &scales[b]);
 }
 
-/* Norms of an I8 row, one a block. */
 static void tqkv__norms_i8(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
     for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim) {
@@ -1265,8 +1265,8 @@ static void tqkv__norms_i8(const tqkv__stream *s, const float *y, float *norms, 
     }
 }
 
-/* Steps 1 to 8 of encoding a row, up to the comparison with the boundaries. src, scaled: [head_dim], norms:
-   [norms_per_row]. F16: the source as it is. */
+/* Rotates a row, finds its norms and scales it: all of encoding before the comparison with the boundaries. F16: copies
+   the source. src, scaled: [head_dim], norms: [norms_per_row]. */
 static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, const float *src, float *scaled, float *norms)
 {
     float scales[TQKV_MAX_HEAD_DIM / 128];
@@ -1280,7 +1280,7 @@ static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, const float *s
     for (int b = 0; b < s->norms_per_row; b++) tqkv__scale(scaled + b * s->norm_dim, s->norm_dim, scales[b]);
 }
 
-/* Number of boundaries strictly below v, by bisection; boundaries: [(1 << bits) - 1]. NaN is below none: 0. */
+/* Number of boundaries below v, by bisection; boundaries: [(1 << bits) - 1]. NaN gives 0. */
 static unsigned tqkv__quantise(const float *boundaries, int bits, float v)
 {
     unsigned code = 0;
@@ -1289,7 +1289,7 @@ static unsigned tqkv__quantise(const float *boundaries, int bits, float v)
     return code;
 }
 
-/* round-half-even(v), clamped to +-127; NaN to 127. Adding 1.5*2^23 leaves no bits below the unit. */
+/* round-half-even(v), clamped to +-127; NaN gives 127. The sum with 1.5*2^23 has no bits below 1. */
 static uint8_t tqkv__quantise_i8(float v)
 {
     const float magic = 12582912.0f;
@@ -1298,7 +1298,7 @@ static uint8_t tqkv__quantise_i8(float v)
     return (uint8_t)(int8_t)(tqkv__rounded(TQKV__AS_FLOAT(v) + magic) - magic);
 }
 
-/* Round to nearest even; beyond 65504 clamped. Integers only, so that no rounding mode matters. */
+/* Rounds to nearest even, and clamps beyond 65504. Integer arithmetic does not depend on the rounding mode. */
 static uint16_t tqkv__half_from_float(float x)
 {
     uint32_t bits;
@@ -1329,7 +1329,7 @@ static float tqkv__float_from_half(uint16_t half)
     return x;
 }
 
-/* codes: [head_dim] -> row: [row_bytes]: the field of main bits, then that of upper bits */
+/* codes: [head_dim] -> row: [row_bytes]: the field of main bits, then the field of upper bits */
 static void tqkv__pack(const tqkv__stream *s, const uint8_t *codes, uint8_t *row)
 {
     const int main_bits = s->main_bits, upper_bits = s->upper_bits, mask = (1 << main_bits) - 1;
@@ -1341,7 +1341,7 @@ static void tqkv__pack(const tqkv__stream *s, const uint8_t *codes, uint8_t *row
     }
 }
 
-/* row: [row_bytes] -> codes: [head_dim]. Every byte is legal: what lies above a code's bits is ignored. */
+/* row: [row_bytes] -> codes: [head_dim]. Every byte is valid: bits above a code are ignored. */
 static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *codes)
 {
     const int main_bits = s->main_bits, upper_bits = s->upper_bits;
@@ -1354,18 +1354,18 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
     }
 }
 
-/* Beyond every boundary. The larger of a value and -TQKV__FAR has the value's code, and is no NaN. */
+/* Beyond every boundary. max(v, -TQKV__FAR) has the code of v and is never NaN. */
 #define TQKV__FAR 100.0f
 
-/* Quantising without bisection. The boundaries are symmetric, so the positive ones are enough. They are sorted into
-   2^bits cells of equal width, too narrow for two of them. A value's cell is computed like a boundary's, and rounding
-   keeps order, so boundaries in the cells before it lie below the value and those in the cells behind it above,
-   whatever the rounding of the cell: one comparison is left, with the boundary of its own cell or else the next one. */
+/* Quantising without bisection. The boundaries are symmetric; the positive ones suffice. 2^bits cells of equal width
+   hold at most one boundary each. The same arithmetic finds the cell of a value and of a boundary, and rounding keeps
+   order: boundaries in earlier cells are below the value, boundaries in later cells are above it. One comparison
+   remains, with the boundary in the value's own cell or, if it has none, the next one. */
 typedef struct tqkv__quantiser {
-    float slope, top;       /* cell of a magnitude w = the whole part of min(w * slope, top) */
+    float slope, top;       /* cell of a magnitude w: the whole part of min(w * slope, top) */
     uint8_t below[256];     /* boundaries in the cells before this one */
     float bounds[128];      /* the positive boundaries, then infinity */
-    uint8_t planes[4][128]; /* TQ8: byte i of bounds, for look-ups of bytes */
+    uint8_t planes[4][128]; /* TQ8: byte p of each bound in planes[p], for byte look-ups */
 } tqkv__quantiser;
 
 static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
@@ -1406,7 +1406,7 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const float *
     tqkv__pack(s, codes, row);
 }
 
-/* Where a row comes from and goes to: src: [head_dim], codes: [row_bytes], norms: [norms_per_row] */
+/* Source and destination of a row. src: [head_dim], codes: [row_bytes], norms: [norms_per_row] */
 typedef struct tqkv__row {
     const float *src;
     uint8_t *codes;
@@ -1419,7 +1419,7 @@ static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, c
     for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, rows[i].src, rows[i].codes, rows[i].norms);
 }
 
-/* What an instruction set brings to encoding; every set gives the same bytes. */
+/* The encoding functions of an instruction set; every set gives the same bytes. */
 typedef struct tqkv__codec {
     bool (*rows_finite)(const float *x, size_t n); /* n: a multiple of head_dim */
     void (*rotate)(float *x, int head_dim);
@@ -1433,7 +1433,7 @@ static const tqkv__codec tqkv__codec_scalar = {tqkv__all_finite, tqkv__rotate_ro
 
 static const tqkv__codec *tqkv__codec_for(int head_dim);
 
-/* What the centroids or integers that share a norm are multiplied by. */
+/* The factor of the centroids or integers that share a norm. */
 static float tqkv__factor(const tqkv__stream *s, float norm)
 {
     if (s->kind == TQKV__GRID) return norm;
@@ -1466,7 +1466,7 @@ static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t p
     return TQKV__REFUSE(OUT_OF_RANGE, "positions beyond a linear store");
 }
 
-/* Rows [n][n_kv_heads][head_dim] of floats at p; *bytes: their size. */
+/* Checks p: floats [n][n_kv_heads][head_dim]; *bytes: their size. */
 static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n, size_t *bytes)
 {
     if (!p) return TQKV__INVALID("the rows are NULL");
@@ -1475,7 +1475,7 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV__INVALID("rows of more than SIZE_MAX bytes");
 }
 
-/* The checks that encode and append share, but for NaN and infinity. */
+/* The checks that encode and append share, except for NaN and infinity. */
 static tqkv_result tqkv__check_source(const tqkv__stream *s, const float *src, int n_tokens, int64_t position)
 {
     size_t bytes;
@@ -1490,13 +1490,13 @@ static bool tqkv__rows_finite(const tqkv__stream *s, const float *src, int n_tok
         ->rows_finite(src, (size_t)n_tokens * (size_t)s->n_kv_heads * (size_t)s->head_dim);
 }
 
-/* Of a run longer than a ring only the last tokens are written, so that each slot is written once. */
+/* The first token to write. Of a run longer than a ring only the last tokens are kept: each slot is written once. */
 static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
 {
     return n_tokens > s->capacity ? n_tokens - s->capacity : 0;
 }
 
-/* After tqkv__check_source: tokens [from, to) of src, the first of which is for `position`. */
+/* Encodes tokens [from, to) of src after tqkv__check_source; src[0] is for `position`. */
 static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int from, int to, int64_t position)
 {
     enum { batch = 64 };
@@ -1599,22 +1599,22 @@ TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
     return tqkv__rotate_rows(rows, n_rows, head_dim, true);
 }
 
-/* >>attend: softmax(q.k) v in one pass over tiles of positions, each key and value decoded once for all its queries */
+/* >>attend: softmax(q.k) v in one pass over tiles of positions; a decoded key or value serves all its queries */
 
-/* Positions scored, weighted and summed at a time: their scores stay in the L1 cache. */
+/* Positions in a tile, which attention scores, weights and sums together. Their scores stay in the L1 cache. */
 #define TQKV__TILE 64
-/* Query rows (queries x heads of a group) that share a decoded tile: enough to make decoding a small part of the work,
-   few enough for their sums, at most 32 KiB, to stay near. */
+/* Query rows (queries x heads of a group) that share a decoded tile. Many rows make decoding a small part of the work;
+   the limit keeps their sums, at most 32 KiB, in a near cache. */
 #define TQKV__CHUNK_ROWS 64
 static int tqkv__chunk_rows(int head_dim)
 {
     return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
 }
 
-/* tqkv_attention with every default resolved. A row is one query of one head; rows of a KV head are ordered query
-   first: row = query * group + (head within the group). */
+/* A checked tqkv_attention. A row is one query of one head. Rows of a KV head are ordered query first: row = query *
+   group + (head within the group). */
 typedef struct tqkv__attention {
-    tqkv_attention call; /* with defaults resolved */
+    tqkv_attention call; /* defaults resolved */
     tqkv__stream keys, values;
     int n_kv_heads, group, head_dim;
     int64_t first; /* resident positions [first, call.end) */
@@ -1628,20 +1628,20 @@ typedef struct tqkv__span {
     int from, to;
 } tqkv__span;
 
-/* The inner functions of attention for one instruction set. */
+/* The functions of attention in one instruction set. */
 typedef struct tqkv__isa {
     const char *name;
-    int lanes;           /* floats of a vector */
+    int lanes;           /* floats in a vector */
     int nibble_order[2]; /* see tqkv__to_decoded */
     const tqkv__codec *codec;
     /* scores[row][j] = q[row] . key[slot + j] for j < n; q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
     void (*score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows, float *scores);
-    /* Turns the scores of each row's span into weights exp(score - max), the others into 0, and scales the row's sums to
-       the new maximum; spans, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
+    /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to
+       the new maximum. spans, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
     void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, int n_rows, float *scores, float *max,
                          float *sum, float *out);
-    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n; a weight of 0 adds nothing, not even a NaN norm of
-       a slot that this row does not see; weights: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
+    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
+       in a slot that this row does not see. weights: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
     void (*value_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights, int n_rows,
                        float *out);
 } tqkv__isa;
@@ -1656,7 +1656,7 @@ static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, int slot
         tqkv__decode_row(s, tqkv__codes_at(s, kv_head, slot + j), tqkv__norms_at(s, kv_head, slot + j), key);
         for (int row = 0; row < n_rows; row++) {
             const float *query = q + (size_t)row * (size_t)s->head_dim;
-            float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0}; /* eight chains: shorter, and each adds a smaller error */
+            float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0}; /* eight chains: less latency, smaller errors */
             for (int d = 0; d < s->head_dim; d += 8)
                 for (int i = 0; i < 8; i++) sums[i] += query[d + i] * key[d + i];
             scores[row * TQKV__TILE + j] =
@@ -1685,7 +1685,7 @@ static void tqkv__softmax_row_scalar(const tqkv__attention *a, int from, int to,
 {
     float largest = *max, total = 0.0f;
     for (int j = 0; from == to && j < TQKV__TILE; j++) scores[j] = 0.0f;
-    if (from == to) return; /* the maximum may be -infinity still */
+    if (from == to) return; /* the maximum may still be -infinity */
     for (int j = from; j < to; j++) {
         if (a->call.softcap > 0.0f) scores[j] = a->call.softcap * tanhf(scores[j] / a->call.softcap);
         if (scores[j] > largest) largest = scores[j];
@@ -1711,9 +1711,9 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
                                  out + (size_t)row * (size_t)a->head_dim);
 }
 
-/* Asks for codes that will be read soon, into the L2 cache. The next tile's are asked for while this tile is computed:
-   nearer they come too late, farther they push out what is in use (32k positions: 1.1 to 1.5 times slower at twice or
-   half). Into the L1 (Zen 4, D=128, 32k) F16 is 1.9 times and I8 1.6 times slower: few lines can be on their way to it. */
+/* Prefetches codes of the next tile into the L2 cache. Nearer codes come too late; farther ones evict data in use (32k
+   positions: 1.1 to 1.5 times slower at twice or half the distance). Prefetch into the L1 is slower (Zen 4, D=128, 32k:
+   F16 1.9 times, I8 1.6 times), because few lines can be in flight. */
 static inline void tqkv__prefetch(const uint8_t *codes, size_t size)
 {
     for (size_t i = 0; i < size; i += 64) __builtin_prefetch((const void *)((uintptr_t)codes + i), 0, 2);
@@ -1727,22 +1727,22 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
                                            tqkv__softmax_tile_scalar,
                                            tqkv__value_tile_scalar};
 
-/* For the kernels, of the set that includes them. */
+/* For the kernels below, with the macros of the set that includes them. */
 
-/* Decoded rows: no format. */
+/* The format of decoded rows. */
 #define TQKV__FLOATS TQKV_FORMAT_DEFAULT
-/* Codes of less than a byte, which come in the order of tqkv__to_decoded; in a row that is no whole run, by half runs. */
+/* Codes with 4 main bits, decoded in the order of tqkv__to_decoded. A row shorter than a run (NARROW) uses half
+   runs. */
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) == 4)
 #define TQKV__NARROW(format, dim)                                                                                      \
     (TQKV__PACKED(format) && TQKV__NIBBLE_RUN * TQKV__LANES > 32 && (dim) < TQKV__NIBBLE_RUN * TQKV__LANES)
-/* Has the format loops straight from the codes? On AVX2 and NEON a codebook for bytes leaves no registers for sums. */
+/* Formats with loops straight from the codes. On AVX2 and NEON a codebook for bytes leaves no registers for sums. */
 #define TQKV__DIRECT(format) (TQKV__LANES > 8 || TQKV__MAIN_BITS(format) != 8 || TQKV__KIND(format) != TQKV__BOOK)
 
-/* Rows of decoded floats are this far apart, with room between them so that equal columns of many rows do not share a few
-   cache sets. */
+/* Distance between decoded rows. The gap keeps equal columns of many rows out of the same cache sets. */
 #define TQKV__X_STRIDE(dim) ((dim) + 16)
 
-/* A loop that knows how many rows it has, 1, 2 or `most`, and whether a row holds a whole run. */
+/* Calls the loop for 1, 2 or `most` rows, each a constant. */
 #define TQKV__BY_ROWS(loop, per_lane, most)                                                                            \
     (rows == 1    ? TQKV__(loop)(format, per_lane, 1, block)                                                           \
      : rows == 2  ? TQKV__(loop)(format, per_lane, 2, block)                                                           \
