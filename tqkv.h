@@ -1751,9 +1751,9 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
-/* >>attend-kernels: attention's inner loops, written once. The implementation below includes this file again for each
-   instruction set, with TQKV__(name) for that set's version of name, TQKV__LANES for the floats of its vector, and
-   TQKV__TARGET for the attribute that lets the compiler use it. */
+/* >>attend-kernels: attention's inner loops, written once. The implementation includes this file again for each
+   instruction set. TQKV__(name) is that set's version of name, TQKV__LANES the number of floats in its vector, and
+   TQKV__TARGET the attribute that enables it in the compiler. */
 #ifdef TQKV__LANES
 
 #define TQKV__VECTOR TQKV__(vector)
@@ -1767,8 +1767,8 @@ TQKV__OP TQKV__VECTOR TQKV__(load)(const float *p)
 
 TQKV__OP void TQKV__(store)(float *p, TQKV__VECTOR x) { memcpy(p, &x, sizeof x); }
 
-/* e^x - 1 = power * tail + (power - 1) for x in [-87, 0]: x = n ln2 + r, power = 2^n, tail = e^r - 1 by Taylor's series
-   to r^7, which is beyond float's last bit for |r| <= ln2/2. */
+/* Parts of e^x - 1 = power * tail + (power - 1) for x in [-87, 0]: x = n ln2 + r, power = 2^n, tail = e^r - 1 by
+   Taylor's series to r^7. The rest of the series is below float's last bit for |r| <= ln2/2. */
 TQKV__OP void TQKV__(exp_parts)(TQKV__VECTOR x, TQKV__VECTOR *power, TQKV__VECTOR *tail)
 {
     const TQKV__VECTOR n = TQKV__(round)(x * TQKV__(set1)(1.44269504f));
@@ -1788,7 +1788,7 @@ TQKV__OP void TQKV__(exp_parts)(TQKV__VECTOR x, TQKV__VECTOR *power, TQKV__VECTO
 TQKV__OP TQKV__VECTOR TQKV__(exp)(TQKV__VECTOR x)
 {
     TQKV__VECTOR power, tail;
-    TQKV__(exp_parts)(TQKV__(max)(TQKV__(set1)(-87.0f), x), &power, &tail); /* NaN stays */
+    TQKV__(exp_parts)(TQKV__(max)(TQKV__(set1)(-87.0f), x), &power, &tail); /* NaN stays NaN */
     return TQKV__(zero_below)(TQKV__(set1)(-87.0f), x, TQKV__(fma)(power, tail, power));
 }
 
@@ -1802,7 +1802,7 @@ TQKV__TARGET static TQKV__VECTOR TQKV__(tanh)(TQKV__VECTOR x)
     return TQKV__(copysign)(TQKV__(abs)(m) / (TQKV__(set1)(2.0f) + m), x);
 }
 
-/* Turns a row's scores into weights and returns their sum; -infinity becomes 0. x: [TQKV__TILE] */
+/* Turns a row's scores into weights and returns their sum; -infinity gives 0. x: [TQKV__TILE] */
 TQKV__TARGET static float TQKV__(weigh)(float *x, float max)
 {
     const TQKV__VECTOR peak = TQKV__(set1)(max);
@@ -1816,15 +1816,15 @@ TQKV__TARGET static float TQKV__(weigh)(float *x, float max)
     return TQKV__(sum_lanes)(total);
 }
 
-/* The scores outside the span, some of which were never computed, become `value`. */
+/* Sets the scores outside the span to `value`; some of them were never computed. */
 TQKV__OP void TQKV__(mask)(float *x, tqkv__span span, float value)
 {
     for (int j = 0; j < span.from; j++) x[j] = value;
     for (int j = span.to; j < TQKV__TILE; j++) x[j] = value;
 }
 
-/* In three passes over the rows, each of them free of a dependency from one row to the next. A row that sees nothing of
-   the tile takes no part in arithmetic: its maximum may be -infinity. */
+/* Three passes over the rows: no pass carries a dependency from row to row. A row that sees nothing of the tile takes
+   no part in arithmetic, because its maximum may be -infinity. */
 TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, int n_rows,
                                               float *scores, float *max, float *sum, float *out)
 {
@@ -1859,7 +1859,7 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
         if (spans[row].to > spans[row].from) sum[row] += TQKV__(weigh)(scores + row * TQKV__TILE, max[row]);
 }
 
-/* What the codes of a tile are multiplied by, per block and position. factors: [n_blocks][TQKV__TILE], zero beyond n */
+/* The factors of a tile's codes, per block and position. factors: [n_blocks][TQKV__TILE], zero beyond n */
 TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, int n, float *factors)
 {
     const bool one = s->norms_per_row <= 1 || s->kind == TQKV__GRID; /* norm * factor; else norm / block_scale */
@@ -1880,8 +1880,8 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 
 /* -- Codes as floats. The lanes of a vector are dimensions, of keys as of values. -- */
 
-/* One block of a stretch of positions, and the query rows that use it. rows and results are the queries and scores of
-   keys, or the weights and sums of values; those of one row stand row_stride and result_stride apart. */
+/* One block of a run of positions, and the query rows that use it. rows and results: queries and scores for keys,
+   weights and sums for values; their rows are row_stride and result_stride apart. */
 typedef struct TQKV__(block) {
     const tqkv__stream *stream;
     const uint8_t *codes; /* of the first position; the others are `stride` bytes apart */
@@ -1890,25 +1890,25 @@ typedef struct TQKV__(block) {
     const float *rows;
     float *results;
     int row_stride, result_stride;
-    const float *factors; /* [n], of keys */
-    bool add;             /* to the scores that are there */
+    const float *factors; /* [n], keys only */
+    bool add;             /* add to the scores in results */
 } TQKV__(block);
 
-/* Loops for one format. rows: 1, 2 or as many as registers hold, of which each loop knows the number */
+/* Loops for one format. rows: 1, 2, or the most that registers hold. */
 typedef struct TQKV__(loops) {
     void (*decode)(const TQKV__(block) *, int n, float *x);
     void (*score)(const TQKV__(block) *, int rows);
     void (*accumulate)(const TQKV__(block) *, int rows);
 } TQKV__(loops);
 
-/* Vectors in a run; of packed codes where a row is shorter, half of them. */
+/* Vectors in a run; half of them for packed codes in a row shorter than a run. */
 TQKV__OP int TQKV__(per_lane)(const tqkv_format format, const bool wide)
 {
     if (!TQKV__PACKED(format)) return 4;
     return wide ? TQKV__NIBBLE_RUN : TQKV__NIBBLE_RUN / 2;
 }
 
-/* Bytes of a run in the field of main bits, and in that of upper bits. */
+/* Bytes of a run in the field of main bits, and in the field of upper bits. */
 TQKV__OP int TQKV__(run_bytes)(const tqkv_format format, const int per_lane)
 {
     return TQKV__LANES * per_lane * (format == TQKV__FLOATS ? 32 : TQKV__MAIN_BITS(format)) / 8;
@@ -1924,14 +1924,13 @@ TQKV__OP size_t TQKV__(stride)(const tqkv_format format, const TQKV__(block) * b
     return format == TQKV__FLOATS ? (size_t)TQKV__X_STRIDE(block->dim) * sizeof(float) : block->stride;
 }
 
-/* format is a constant here and below, wherever it is a parameter; so are per_lane, rows and k. */
+/* The parameters format, per_lane, rows and k are constants here and below. */
 TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream *s, TQKV__VECTOR *table)
 {
     if (TQKV__KIND(format) == TQKV__BOOK) TQKV__(load_table)(TQKV__BOOK_BITS(format), TQKV__PACKED(format), s, table);
 }
 
-/* Vector k of the run at p, its upper bits at `upper`. Nibbles come in the order of tqkv__to_decoded, the rest in their
-   own. */
+/* Vector k of the run at p, with its upper bits at `upper`. Packed codes come in the order of tqkv__to_decoded. */
 TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
                                     const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper)
 {
@@ -1943,7 +1942,7 @@ TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane
                                 : TQKV__(centroids_of_bytes)(bits, k, table, p);
 }
 
-/* Vectors k to k + count - 1 of it: x: [count] */
+/* Vectors k to k + count - 1 of the run; x: [count] */
 TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const int k, const int count,
                              const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, TQKV__VECTOR *x)
 {
@@ -1969,21 +1968,22 @@ TQKV__OP void TQKV__(decode)(const tqkv_format format, const int per_lane, const
     }
 }
 
-/* Are the vectors of a run decoded together? They share work, which a compiler sees when nothing comes between them. */
+/* Does the loop decode all vectors of a run together? They share work, which the compiler finds only in adjacent
+   code. */
 TQKV__OP bool TQKV__(whole_runs)(const tqkv_format format)
 {
     return TQKV__KIND(format) == TQKV__BOOK && (TQKV__RUN_TOGETHER || !TQKV__PACKED(format));
 }
 
-/* Makes the compiler read a table again each time. With 16 registers something has to be in memory, and better a table
-   than a sum: nothing waits for a table. One row's sums leave room for both. */
+/* Makes the compiler read the table from memory each time. 16 registers cannot hold tables and sums; tables are the
+   better ones to spill, because nothing waits for them. The sums of one row leave room for both. */
 TQKV__OP const TQKV__VECTOR *TQKV__(reload)(const int rows, const TQKV__VECTOR *table)
 {
     if (TQKV__LANES == 8 && rows > 1) __asm__ volatile("" : "+r"(table)::"memory");
     return table;
 }
 
-/* sums[row][m] += the products of one run of four keys, at p, with the queries of a few rows, lane by lane */
+/* sums[row][m] += products, lane by lane, of a run of key m of four at p with the queries of `rows` rows */
 TQKV__OP void TQKV__(dot_run)(const tqkv_format format, const int per_lane, const int rows, const TQKV__VECTOR *table,
                               const uint8_t *const *p, size_t at, size_t upper, const float *queries, size_t row_stride,
                               TQKV__VECTOR (*sums)[4])
@@ -2017,7 +2017,7 @@ TQKV__OP void TQKV__(dot_run)(const tqkv_format format, const int per_lane, cons
     }
 }
 
-/* A vector of scores of each row, (+)= factors * what the fours add up to. */
+/* Writes a vector of scores for each row: (+)= factors * sum_across(fours). */
 TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, int first,
                                    float (*fours)[TQKV__LANES * TQKV__LANES / 4])
 {
@@ -2030,8 +2030,8 @@ TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, 
     }
 }
 
-/* scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time: each is decoded once for all rows, and four
-   sums of lanes cost little more than one. Writes whole vectors. */
+/* scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
+   Summing the lanes of four vectors costs little more than of one. Writes whole vectors. */
 TQKV__OP void TQKV__(score)(const tqkv_format format, const int per_lane, const int rows, const TQKV__(block) * block)
 {
     TQKV__ALIGNED float fours[TQKV__ROWS][TQKV__LANES * TQKV__LANES / 4];
@@ -2052,7 +2052,7 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const int per_lane, const 
             TQKV__UNROLL
             for (int m = 0; m < 4; m++) {
                 p[m] = codes;
-                /* Beyond the last its score is computed again; decoded rows are padded with it. */
+                /* Past the end: the last key again; decoded rows are padded with copies of it. */
                 codes += format == TQKV__FLOATS || first + i + m + 1 < n ? stride : 0;
                 TQKV__UNROLL
                 for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(set1)(0.0f);
@@ -2099,7 +2099,7 @@ TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane,
     }
 }
 
-/* out[row] += sum_j weights[row][j] * value[j]: the sums of a few vectors of all rows stay in registers over all
+/* out[row] += sum_j weights[row][j] * value[j]. The sums of a few vectors of all rows stay in registers over all
    positions. */
 TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int per_lane, const int rows,
                                  const TQKV__(block) * block)
@@ -2135,7 +2135,8 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int per_lane, c
     }
 }
 
-/* As decode, for a codebook that no instruction looks up: eight codes a load, a vector of centroids a store. */
+/* As decode, for a codebook too large for table instructions: a load of eight codes, a store of a vector of
+   centroids. */
 TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float *x)
 {
     const float *codebook = block->stream->codebook;
@@ -2201,13 +2202,13 @@ TQKV__FORMATS(TQKV__DECODE_LOOP, )
 TQKV__FORMATS(TQKV__ROW_LOOPS, )
 TQKV__ROW_LOOPS(, TQKV__FLOATS, )
 
-/* By tqkv_format. */
+/* Indexed by tqkv_format. */
 #define TQKV__LOOPS_OF(unused, format, ...)                                                                            \
     {TQKV__(decode_##format), TQKV__(score_##format), TQKV__(accumulate_##format)},
 static const TQKV__(loops) TQKV__(loops_by_format)[] = {
     {NULL, TQKV__(score_TQKV__FLOATS), TQKV__(accumulate_TQKV__FLOATS)}, TQKV__FORMATS(TQKV__LOOPS_OF, )};
 
-/* All rows of a block, at most `most` at a time. */
+/* Runs the loop over all rows of a block, at most `most` at a time. */
 static void TQKV__(by_rows)(TQKV__(block) * block, int n_rows, int most, void (*loop)(const TQKV__(block) *, int rows))
 {
     const float *rows = block->rows;
@@ -2222,10 +2223,10 @@ static void TQKV__(by_rows)(TQKV__(block) * block, int n_rows, int most, void (*
     block->results = results;
 }
 
-/* From decoded positions, a few at a time so that they stay in the L1 cache: nothing is decoded twice. */
+/* Attends from decoded positions. Few at a time stay in the L1 cache, and each is decoded once. */
 TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(block) * block, int n_rows, bool keys)
 {
-    TQKV__ALIGNED float x[32 * TQKV__X_STRIDE(128)]; /* on the stack: 18 KiB */
+    TQKV__ALIGNED float x[32 * TQKV__X_STRIDE(128)]; /* 18 KiB of stack */
     const int stretch = block->dim <= 128 ? 32 : 16;
     const TQKV__(loops) *loops = &TQKV__(loops_by_format)[block->stream->format];
     const int n = block->n;
@@ -2245,13 +2246,13 @@ TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(block) * block, int n_row
         block->codes = codes + (size_t)stretch * block->stride;
         block->rows += keys ? 0 : stretch;
         block->results += keys ? stretch : 0;
-        if (keys) block->factors += stretch; /* values have none: NULL */
+        if (keys) block->factors += stretch; /* NULL for values */
     }
 }
 
-/* Straight from the codes for few rows: of formats that are looked up, as long as nothing is looked up twice. With 32 wide
-   registers any number of rows of values, because four rows of multiply-adds leave enough room beside them for the
-   look-ups of up to 5 bits. */
+/* Few rows work straight from the codes; formats with a codebook only while no code is looked up twice. With 32 wide
+   registers any number of rows of values does, up to 5 bits: four rows of multiply-adds leave registers for the
+   look-ups. */
 TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows, bool keys)
 {
     const tqkv__stream *s = block->stream;
@@ -2266,7 +2267,7 @@ TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows,
         TQKV__(by_rows)(block, n_rows, TQKV__ROWS, loops->accumulate);
 }
 
-/* Block b of n positions from slot on. */
+/* Opens block b of n positions from slot on. */
 static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, int slot, int n, int b, TQKV__(block) * block)
 {
     const size_t before = (size_t)(b * s->block_dim), main = before * (size_t)s->main_bits / 8;
@@ -2318,7 +2319,7 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
     }
 }
 
-/* >>encode-kernels: encoding by vectors. The bytes are those of the scalar functions of >>codec: the same sums in the same order. */
+/* >>encode-kernels: encoding by vectors. The sums and their order are those of >>codec, and so are the bytes. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
 TQKV__OP void TQKV__(mix)(const int count, TQKV__VECTOR *x)
@@ -2336,8 +2337,8 @@ TQKV__OP void TQKV__(mix)(const int count, TQKV__VECTOR *x)
     }
 }
 
-/* The stages up to count * LANES / 2, count vectors at a time in registers, after flipping signs; count is a constant.
-   in, out: [head_dim] */
+/* Flips signs if asked, then runs the stages up to count * LANES / 2 on count vectors in registers; count is a
+   constant. in, out: [head_dim] */
 TQKV__OP void TQKV__(hadamard_runs)(const int count, const float *in, int head_dim, bool flip, float *out)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(count * TQKV__LANES == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
@@ -2361,7 +2362,7 @@ TQKV__OP void TQKV__(hadamard_runs)(const int count, const float *in, int head_d
     }
 }
 
-/* The stages h to h * count / 2 in place; count is a constant. */
+/* Stages h to h * count / 2, in place; count is a constant. */
 TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, float *x)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(h * count == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
@@ -2376,7 +2377,7 @@ TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, floa
         }
 }
 
-/* out = H(in)/sqrt(D), with signs flipped first if asked; in and out may be the same. */
+/* out = H(in)/sqrt(D), after flipping signs if asked; in and out may be the same. */
 TQKV__TARGET static void TQKV__(hadamard)(const float *in, int head_dim, bool flip, float *out)
 {
     int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;
@@ -2398,9 +2399,9 @@ TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
     for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), d));
 }
 
-/* The sums of squares of LANES lanes of a row, each over its per_lane neighbours in order. A transpose brings the e-th
-   neighbours of all lanes into one vector. With per_lane < LANES it leaves bit j of a lane's number at bit
-   (j + log2(per_lane)) modulo log2(LANES) of its place. per_lane is a constant. */
+/* Sums of squares of LANES lanes, each over its per_lane neighbours in order. A transpose brings the e-th neighbours of
+   all lanes into one vector. If per_lane < LANES, bit j of a lane's number moves to bit (j + log2(per_lane)) modulo
+   log2(LANES) of its place. per_lane is a constant. */
 TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int per_lane, const float *y)
 {
     const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES;
@@ -2427,7 +2428,7 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int per_lane, const float *y)
     return sum;
 }
 
-/* The 32 lanes' sums, added up by the xor-tree of tqkv__norms_tq where they share a norm; sums: [32]. head_dim is a
+/* Sums of the 32 lanes; the xor-tree of tqkv__norms_tq adds those that share a norm. sums: [32]. head_dim is a
    constant. */
 TQKV__OP void TQKV__(row_sums)(const int head_dim, const float *y, float *sums)
 {
@@ -2454,7 +2455,7 @@ TQKV__OP void TQKV__(row_sums)(const int head_dim, const float *y, float *sums)
     for (int i = 0; i < vectors; i++) TQKV__(store)(sums + i * TQKV__LANES, x[i]);
 }
 
-/* The sums of squares of one row, one a norm; sums: [norms_per_row] */
+/* Sums of squares of one row, one for each norm; sums: [norms_per_row] */
 TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, float *sums)
 {
     TQKV__ALIGNED float lanes[32];
@@ -2470,13 +2471,14 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
     for (int b = 0; b < s->norms_per_row; b++) sums[b] = lanes[32 / s->norms_per_row * b];
 }
 
-/* Norms and scales of a few rows, many roots and quotients at once, as tqkv__norm_tq has them. Whole vectors are
-   written. values: [n_rows], norms, scales: [n_rows][norms_per_row] */
+/* As tqkv__norm_tq for a few rows: one vector holds many roots and quotients. Writes whole vectors. values: [n_rows],
+   norms, scales: [n_rows][norms_per_row] */
 TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms,
                                           float *scales)
 {
     const bool several = s->norms_per_row > 1;
-    const TQKV__VECTOR part = TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f); /* exact, as the quotient is */
+    const TQKV__VECTOR part =
+        TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f); /* 1/256 is exact: same result as the division */
     const TQKV__VECTOR factor = TQKV__(set1)(several ? s->block_scale : TQKV__SQRT(s->head_dim));
     const int n = n_rows * s->norms_per_row;
     for (int i = 0; i < n_rows; i++) TQKV__(sums_tq)(s, values[i], norms + i * s->norms_per_row);
@@ -2502,7 +2504,7 @@ TQKV__TARGET static void TQKV__(norms_i8)(const tqkv__stream *s, const float *co
     }
 }
 
-/* Steps 1 to 3 of encoding a row into y; returns y, or src where nothing is rotated. src, y: [head_dim] */
+/* Rotates src into y and returns y; returns src for a stream without rotation. src, y: [head_dim] */
 TQKV__OP const float *TQKV__(rotate_into)(const tqkv__stream *s, const float *src, float *y)
 {
     if (!s->rotated) return src;
@@ -2510,7 +2512,7 @@ TQKV__OP const float *TQKV__(rotate_into)(const tqkv__stream *s, const float *sr
     return y;
 }
 
-/* Steps 4 to 7 for a few rows */
+/* Norms and scales of a few rows, as tqkv__scale_row. */
 TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms, float *scales)
 {
     if (s->kind == TQKV__GRID)
@@ -2533,7 +2535,7 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, const float *s
         TQKV__(store)(scaled + d, TQKV__(load)(y + d) * TQKV__(set1)(scales[d / s->norm_dim]));
 }
 
-/* As tqkv__quantise, by the cells of tqkv__quantiser. bits is a constant. */
+/* As tqkv__quantise, with the cells of tqkv__quantiser. bits is a constant. */
 TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q, const TQKV__(codes) * below,
                                         const TQKV__VECTOR *bounds, TQKV__VECTOR v)
 {
@@ -2544,7 +2546,7 @@ TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q
     return TQKV__(finish)(count, TQKV__(bound)(bits, bounds, count), w, side);
 }
 
-/* TQ8 where no instruction looks up tables so large: cells by vectors, look-ups by loads. */
+/* Quantises TQ8 where tables are too large for instructions: cells by vectors, look-ups by loads. */
 TQKV__OP void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
     TQKV__ALIGNED float folded[4 * TQKV__LANES];
@@ -2623,7 +2625,7 @@ TQKV__TARGET static void TQKV__(store_f16_row)(const float *src, int head_dim, u
     }
 }
 
-/* Step by step for a few rows at a time: a row's steps wait for each other, rows do not. */
+/* Takes a few rows through each step: steps of one row depend on each other, rows do not. */
 TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows,
                                              int n_rows)
 {
@@ -2646,7 +2648,7 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     }
 }
 
-/* As tqkv__all_finite, of whole rows: an exponent of ones is the largest there is. */
+/* As tqkv__all_finite for whole rows: the largest magnitude shows an exponent of all ones. */
 TQKV__TARGET static bool TQKV__(rows_finite)(const float *x, size_t n)
 {
     TQKV__(codes) largest[4];
@@ -2667,7 +2669,7 @@ static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(rotate), T
 static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          {TQKV__NIBBLE_ORDER}, &TQKV__(codec),
                                       TQKV__(score_tile), TQKV__(softmax_tile), TQKV__(value_tile)};
 
-/* What is of one set only. */
+/* These macros belong to one set. */
 #undef TQKV__VECTOR
 #undef TQKV__ROW_LOOPS
 #undef TQKV__DECODE_LOOP
@@ -2699,7 +2701,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
-/* >>avx512: with the byte permutes of VBMI. The functions of a set have the same names in all sets, but for the suffix. */
+/* >>avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")))
 typedef __m512 tqkv__vector_avx512;
@@ -2707,7 +2709,7 @@ typedef __m512i tqkv__codes_avx512;
 
 TQKV__OP __m512 tqkv__set1_avx512(float x) { return _mm512_set1_ps(x); }
 TQKV__OP __m512 tqkv__fma_avx512(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
-/* a > b ? a : b, so b where either is NaN; the same in every set */
+/* a > b ? a : b; gives b if either is NaN, in every set */
 TQKV__OP __m512 tqkv__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
 TQKV__OP __m512 tqkv__abs_avx512(__m512 x) { return _mm512_abs_ps(x); }
 TQKV__OP __m512 tqkv__copysign_avx512(__m512 magnitude, __m512 sign)
@@ -2724,12 +2726,12 @@ TQKV__OP float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
 TQKV__OP float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
 TQKV__OP float tqkv__sum_lanes_avx512(__m512 x) { return _mm512_reduce_add_ps(x); }
 
-/* value, but 0 where x < least */
+/* value where x >= least or x is NaN, else 0 */
 TQKV__OP __m512 tqkv__zero_below_avx512(__m512 least, __m512 x, __m512 value)
 {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), value);
 }
-/* a * b, but 0 where a is 0 even beside an infinite or NaN b */
+/* a * b; 0 where a is 0, even if b is infinite or NaN */
 TQKV__OP __m512 tqkv__mul_nonzero_avx512(__m512 a, __m512 b)
 {
     return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ), a, b);
@@ -2742,23 +2744,22 @@ TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
 {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
-/* Nibbles: lane l holds the codes l * per_lane ... of a run, so that one shift moves the k-th code of every lane to bit
-   0. */
+/* Nibbles: lane l holds the codes l * per_lane ... of a run. One shift moves the k-th code of every lane to bit 0. */
 TQKV__OP __m512i tqkv__load_lower_avx512(const int per_lane, const uint8_t *p)
 {
     return per_lane == 8 ? _mm512_loadu_si512((const void *)p) : _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
 }
-/* The upper bits of a run, those of each lane's codes from bit 0 of the lane up. */
+/* Upper bits of a run: those of each lane's codes, from bit 0 of the lane up. */
 TQKV__OP __m512i tqkv__load_upper_avx512(const int bits, const int per_lane, const uint8_t *p)
 {
     if (bits == 6 && per_lane == 8) return _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
     if (bits == 6 || per_lane == 8) return _mm512_cvtepu8_epi32(tqkv__load_128(p));
-    /* TQ5 with four codes a lane: a byte serves two lanes, and the copy shifted by 28 puts its upper half into the second. */
+    /* TQ5 with four codes a lane: a byte serves two lanes. A copy shifted by 28 puts its upper half into the second. */
     const __m512i bytes = _mm512_cvtepu8_epi64(tqkv__load_64(p));
     return _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));
 }
-/* The k-th nibble of each lane in the lowest bits, above it the upper bits of the code from bit `bit` of high; what
-   lies above the code is ignored by lookup. */
+/* The k-th nibble of each lane in the lowest bits, and above it the code's upper bits, which start at bit `bit` of
+   high. Look-ups ignore the bits above the code. */
 TQKV__OP __m512i tqkv__pick_avx512(const int bits, __m512i low, const int k, __m512i high, const int bit)
 {
     const __m512i code = _mm512_srli_epi32(low, (unsigned)(4 * k));
@@ -2774,8 +2775,8 @@ TQKV__OP __m512 tqkv__permute_table_avx512(const int bits, const __m512 *table, 
     return _mm512_mask_blend_ps(_mm512_test_epi32_mask(codes, _mm512_set1_epi32(0x20)), lower,
                                 _mm512_permutex2var_ps(table[2], codes, table[3]));
 }
-/* Of codes in bytes the bytes of the centroids are looked up: a register for each, of TQ8, of which symmetry leaves 128
-   centroids, two. */
+/* Byte codes look up the bytes of centroids: one register for each byte; two for TQ8, whose symmetry leaves 128
+   centroids. */
 TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const tqkv__stream *s, __m512 *table)
 {
     for (int i = 0; nibbles && i < 1 << (bits - 4); i++) table[i] = _mm512_loadu_ps(s->codebook + 16 * i);
@@ -2791,12 +2792,12 @@ TQKV__OP __m512 tqkv__centroids_of_nibbles_avx512(const int bits, const int per_
     const __m512i high = bits > 4 ? tqkv__load_upper_avx512(bits, per_lane, upper) : low;
     return tqkv__permute_table_avx512(bits, table, tqkv__pick_avx512(bits, low, k, high, k * (bits - 4)));
 }
-/* The bytes of 64 centroids, then put together. TQ8's table is of the lower half: of a code c of the upper half it takes ~c
-   and flips the sign. */
+/* Looks up the four bytes of 64 centroids and joins them. TQ8's table holds the lower half: a code c of the upper half
+   looks up ~c and flips the sign. */
 TQKV__OP __m512 tqkv__centroids_of_bytes_avx512(const int bits, const int k, const __m512 *table, const uint8_t *p)
 {
-    /* dword 4i + j goes to dword i of the 128-bit lane j: interleaving twice then leaves codes 16k to 16k + 15 in the
-       k-th vector */
+    /* dword 4i + j goes to dword i of the 128-bit lane j: interleaving twice then leaves codes 16k to 16k + 15 in
+       vector k */
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     __m512i codes = _mm512_permutexvar_epi32(order, _mm512_loadu_si512((const void *)p)), bytes[4];
     const __mmask64 upper = _mm512_movepi8_mask(codes);
@@ -2834,7 +2835,7 @@ TQKV__OP __m512 tqkv__sum_across_avx512(const float *x)
     return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
 }
 
-/* Encoding. An empty asm keeps a product from being fused with a following sum, as in tqkv__rounded. */
+/* Encoding. An empty asm prevents the fusion of a product with a following sum, as in tqkv__rounded. */
 TQKV__OP __m512 tqkv__rounded_avx512(__m512 x)
 {
     __asm__("" : "+v"(x));
@@ -2847,7 +2848,7 @@ TQKV__OP __m512 tqkv__invert_above_avx512(float least, __m512 x)
 {
     return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GT_OQ), _mm512_set1_ps(1.0f), x);
 }
-/* The table's signs of elements d to d + LANES - 1 applied to x */
+/* Applies the table's signs of elements d to d + LANES - 1 to x. */
 TQKV__OP __m512 tqkv__flip_avx512(__m512 x, int d)
 {
     uint16_t signs;
@@ -2862,15 +2863,15 @@ TQKV__OP __m512 tqkv__swap_avx512(const int distance, __m512 x)
     if (distance == 4) return _mm512_shuffle_f32x4(x, x, 0xb1);
     return _mm512_shuffle_f32x4(x, x, 0x4e);
 }
-/* Lanes i and i ^ 2^stage become their sum and difference. One of the two is multiplied by -1, which is exact. */
+/* Lanes i and i ^ 2^stage become their sum and difference. The product with 1 or -1 is exact. */
 TQKV__OP __m512 tqkv__butterfly_avx512(const int stage, __m512 x)
 {
     const __mmask16 upper[4] = {0xaaaa, 0xcccc, 0xf0f0, 0xff00};
     const __m512 sign = _mm512_mask_blend_ps(upper[stage], _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
     return _mm512_fmadd_ps(x, sign, tqkv__swap_avx512(1 << stage, x));
 }
-/* even: the lanes of a and b whose number has bit `stage` clear, those of b moved up by 2^stage; odd: the others, those
-   of a moved down. */
+/* even: lanes of a and b whose number has bit `stage` clear, those of b moved up by 2^stage. odd: the other lanes,
+   those of a moved down. */
 TQKV__OP __m512 tqkv__even_avx512(const int stage, __m512 a, __m512 b)
 {
     if (stage == 0) return _mm512_mask_moveldup_ps(a, 0xaaaa, b);
@@ -2890,9 +2891,9 @@ TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
     return _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(x)));
 }
 
-/* |v|, for positive v the float below it, so that "boundary <= result" counts ties down on both sides; NaN becomes far
-   negative. With 2^bits codes, c boundaries passed and half = 2^(bits-1), the code is half + c on the positive side and
-   half - 1 - c on the other: c ^ side. */
+/* v|; for positive v the next float below, so that "boundary <= result" counts ties down on both sides. NaN becomes
+   -TQKV__FAR. With half = 2^(bits-1) and c boundaries passed, the code is half + c on the positive side and half - 1 -
+   c on the negative: c ^ side. */
 TQKV__OP __m512 tqkv__fold_avx512(const int half, __m512 v, __m512i *side)
 {
     v = _mm512_max_ps(v, _mm512_set1_ps(-TQKV__FAR));
@@ -2907,7 +2908,7 @@ TQKV__OP void tqkv__load_below_avx512(const int bits, const uint8_t *table, __m5
     (void)bits; /* 64 entries are one register */
     below[0] = _mm512_loadu_si512((const void *)table);
 }
-/* By bytes: the upper three of each lane are 0, and so is the table's first. */
+/* Looks up bytes: the upper three of each lane are 0 and find the table's first entry, which is 0. */
 TQKV__OP __m512i tqkv__below_avx512(const int bits, const __m512i *below, __m512i cells)
 {
     (void)bits;
@@ -2917,7 +2918,7 @@ TQKV__OP __m512 tqkv__bound_avx512(const int bits, const __m512 *bounds, __m512i
 {
     return bits < 6 ? _mm512_permutexvar_ps(index, bounds[0]) : _mm512_permutex2var_ps(bounds[0], index, bounds[1]);
 }
-/* The code, of the count before the cell and the one boundary that may lie in it */
+/* The code, from the count before the cell and the one boundary that may lie in it */
 TQKV__OP __m512i tqkv__finish_avx512(__m512i count, __m512 bound, __m512 w, __m512i side)
 {
     const __mmask16 above = _mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ);
@@ -2925,11 +2926,11 @@ TQKV__OP __m512i tqkv__finish_avx512(__m512i count, __m512 bound, __m512 w, __m5
 }
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
 {
-    v = _mm512_min_ps(v, _mm512_set1_ps(127.0f)); /* the second where either is NaN */
+    v = _mm512_min_ps(v, _mm512_set1_ps(127.0f)); /* gives the second operand if either is NaN */
     v = _mm512_max_ps(v, _mm512_set1_ps(-127.0f));
     return _mm512_and_si512(_mm512_cvtps_epi32(v), _mm512_set1_epi32(255));
 }
-/* Four vectors of codes below 256 as bytes in one */
+/* Joins four vectors of codes below 256 into one vector of bytes. */
 TQKV__OP __m512i tqkv__narrow_avx512(const __m512i *four)
 {
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
@@ -2937,7 +2938,7 @@ TQKV__OP __m512i tqkv__narrow_avx512(const __m512i *four)
         _mm512_packus_epi16(_mm512_packus_epi32(four[0], four[1]), _mm512_packus_epi32(four[2], four[3]));
     return _mm512_permutexvar_epi32(order, mixed);
 }
-/* A vector of bytes: their low nibbles, and their bits from the fifth up, both as the formats have them. */
+/* Store the low nibbles, and the bits from the fifth up, of a vector of bytes, packed as the formats require. */
 TQKV__OP void tqkv__pack_lower_avx512(__m512i codes, uint8_t *p)
 {
     const __m512i nibbles = _mm512_and_si512(codes, _mm512_set1_epi8(15));
@@ -2959,14 +2960,14 @@ TQKV__OP void tqkv__pack_upper_avx512(const int upper_bits, __m512i codes, uint8
 TQKV__OP void tqkv__store_f16_avx512(uint8_t *p, __m512 x)
 {
     x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(65504.0f)), _mm512_set1_ps(-65504.0f));
-    const __m256i halves = /* without a mask GCC's macro has a warning of its own */
+    const __m256i halves = /* without a mask GCC's macro gives a warning */
         _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm256_storeu_si256((__m256i *)(void *)p, halves);
 }
 
-/* 64 values at a time, their counts as bytes: a byte look-up for the count before the cell, four for the bytes of the
-   boundary in it. Packing with saturation and interleaving with each other are inverse within 128 bits, so that
-   boundaries meet their values again; `order` brings bytes between the two into the order of the values. */
+/* 64 values at a time. One byte look-up finds the count before the cell, four find the bytes of the boundary in it.
+   Packing and interleaving are inverse within 128 bits: each boundary meets its value again. Between the two, `order`
+   brings bytes into the order of the values. */
 TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, const float *y, int n, float scale,
                                                    uint8_t *codes)
 {
@@ -3013,14 +3014,14 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
 }
 
 #define TQKV__(name)             tqkv__##name##_avx512
-#define TQKV__WIDTH              16 /* vectors that the rotation holds in registers */
+#define TQKV__WIDTH              16 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "avx512"
 #define TQKV__LANES              16
 #define TQKV__NIBBLE_ORDER       16, 8
-#define TQKV__NIBBLE_RUN         8 /* vectors of a run of nibbles */
+#define TQKV__NIBBLE_RUN         8 /* vectors in a run of nibbles */
 #define TQKV__RUN_TOGETHER       0 /* do the vectors of a run share work? */
-#define TQKV__ROWS               4 /* queries whose sums registers hold: of values, */
-#define TQKV__SCORE_ROWS         4 /* of keys, and of decoded keys */
+#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
+#define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 4
 #define TQKV__SUMS               16 /* vectors of sums of values in registers */
 #include "tqkv.h"
@@ -3076,7 +3077,7 @@ TQKV__OP __m256 tqkv__sum_across_avx2(const float *x)
     const __m256 a = _mm256_load_ps(x), b = _mm256_load_ps(x + 8);
     return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
-/* Permutes look at the lowest three bits; blends, which look at the sign bit, choose by those above. */
+/* Permutes use the lowest three bits. Blends use the sign bit, to which the shifts bring the bits above. */
 TQKV__OP __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
 {
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table[0], codes), _mm256_permutevar8x32_ps(table[1], codes),
@@ -3087,11 +3088,10 @@ TQKV__OP __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
     return _mm256_blendv_ps(tqkv__permute_16_avx2(table, codes), tqkv__permute_16_avx2(table + 2, codes),
                             _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
 }
-/* The bytes of 32 centroids, looked up 32 codes at a time, and put together: unpacking twice leaves four vectors, of
-   which the k-th has codes 4k to 4k + 3 of either half. upper: all ones where a code lies in the upper half, index: its
-   place among 16, second: its sign bit says that it is among the second 16 of the half. Of those the table has the
-   differences from the first: a shuffle gives 0 where the index is negative, and an exclusive or is cheaper than a
-   blend. */
+/* Looks up the four bytes of 32 centroids, for 32 codes at a time, and joins them. Vector k of four has codes 4k to 4k
+   + 3 of either half. upper: all ones for a code in the upper half. index: its place among 16. second: the sign bit
+   marks the second 16 of the half. The table stores these as xor with the first 16: a shuffle gives 0 for a negative
+   index, and xor is cheaper than a blend. */
 TQKV__OP __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, const __m256 *table, __m256i index,
                                                __m256i upper, __m256i second)
 {
@@ -3110,7 +3110,7 @@ TQKV__OP __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, cons
 }
 TQKV__OP void tqkv__load_table_avx2(const int bits, const bool nibbles, const tqkv__stream *s, __m256 *table)
 {
-    (void)nibbles; /* the bytes of centroids, always */
+    (void)nibbles; /* always the bytes of centroids */
     for (int p = 0; p < 4; p++) {
         const __m128i first = tqkv__load_128(s->planes[p]), second = tqkv__load_128(s->planes[p] + 16);
         table[p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(first));
@@ -3122,7 +3122,7 @@ TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i places)
 {
     return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, places), places);
 }
-/* A run is 32 nibbles: 16 bytes, whose low nibbles go to the lower half of a vector and the high ones to the upper. */
+/* A run is 16 bytes: the low nibbles go to the lower half of a vector, the high ones to the upper half. */
 TQKV__OP __m256 tqkv__centroids_of_nibbles_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
                                                 const uint8_t *p, const uint8_t *upper)
 {
@@ -3150,7 +3150,8 @@ TQKV__OP __m256 tqkv__centroids_of_nibbles_avx2(const int bits, const int per_la
 }
 TQKV__OP __m256 tqkv__centroids_of_bytes_avx2(const int bits, const int k, const __m256 *table, const uint8_t *p)
 {
-    const __m256i order = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0); /* makes the four vectors whole */
+    const __m256i order =
+        _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0); /* puts the codes of each of the four vectors in place */
     const __m256i bytes = _mm256_loadu_si256((const __m256i *)(const void *)p);
     const __m256i codes = _mm256_permutevar8x32_epi32(bytes, order);
     const __m256i half = _mm256_cmpgt_epi8(_mm256_setzero_si256(), _mm256_slli_epi16(codes, 8 - bits));
@@ -3219,7 +3220,7 @@ TQKV__OP __m256 tqkv__fold_avx2(const int half, __m256 v, __m256i *side)
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(tqkv__abs_avx2(v)), positive));
 }
 TQKV__OP __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); }
-/* Shuffles of bytes see 16 entries, in either half of the register. */
+/* Byte shuffles see 16 entries, the same in either half of the register. */
 TQKV__OP void tqkv__load_below_avx2(const int bits, const uint8_t *table, __m256i *below)
 {
     for (int i = 0; i < 1 << (bits - 4); i++) below[i] = _mm256_broadcastsi128_si256(tqkv__load_128(table + 16 * i));
@@ -3285,14 +3286,14 @@ TQKV__OP void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
 #define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
 
 #define TQKV__(name)             tqkv__##name##_avx2
-#define TQKV__WIDTH              8 /* vectors that the rotation holds in registers */
+#define TQKV__WIDTH              8 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "avx2"
 #define TQKV__LANES              8
 #define TQKV__NIBBLE_ORDER       4, 2
 #define TQKV__NIBBLE_RUN         4
 #define TQKV__RUN_TOGETHER       1
-#define TQKV__ROWS               4 /* queries whose sums registers hold: of values, */
-#define TQKV__SCORE_ROWS         2 /* of keys, and of decoded keys */
+#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
+#define TQKV__SCORE_ROWS         2 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 3
 #define TQKV__SUMS               8 /* vectors of sums of values in registers */
 #include "tqkv.h"
@@ -3303,7 +3304,7 @@ TQKV__OP void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
 #elif defined(__aarch64__) && !defined(__AARCH64EB__)
 #include <arm_neon.h>
 
-/* >>neon: which every AArch64 has */
+/* >>neon: part of every AArch64 */
 
 #define TQKV__TARGET
 typedef float32x4_t tqkv__vector_neon;
@@ -3338,7 +3339,8 @@ TQKV__OP float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
     return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3]));
 }
 TQKV__OP float32x4_t tqkv__sum_across_neon(const float *x) { return vld1q_f32(x); }
-/* By bytes: entry i is bytes 4i to 4i + 3, and 64 bytes are a table. An index beyond it changes nothing. */
+/* Looks up bytes: entry i is bytes 4i to 4i + 3, a table is 64 bytes. vqtbx keeps the byte of an index outside the
+   table. */
 TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
 {
     codes = vandq_u32(codes, vdupq_n_u32((1u << bits) - 1));
@@ -3353,8 +3355,8 @@ TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t 
     }
     return vreinterpretq_f32_u8(found);
 }
-/* The bytes of 16 centroids, looked up 16 codes at a time, and put together: the k-th of four vectors. upper: all ones
-   where a code lies in the upper half, index: its place in the half */
+/* Looks up the four bytes of 16 centroids, for 16 codes at a time, and joins them into vector k of four. upper: all
+   ones for a code in the upper half. index: its place in the half. */
 TQKV__OP float32x4_t tqkv__centroids_of_planes_neon(const int bits, const int k, const float32x4_t *table,
                                                     uint8x16_t index, uint8x16_t upper)
 {
@@ -3372,11 +3374,11 @@ TQKV__OP float32x4_t tqkv__centroids_of_planes_neon(const int bits, const int k,
 }
 TQKV__OP void tqkv__load_table_neon(const int bits, const bool nibbles, const tqkv__stream *s, float32x4_t *table)
 {
-    (void)nibbles; /* the bytes of centroids, always */
+    (void)nibbles; /* always the bytes of centroids */
     for (int i = 0; i < (bits == 6 ? 8 : 4); i++)
         table[i] = vreinterpretq_f32_u8(vld1q_u8(s->planes[i % 4] + 16 * (i / 4)));
 }
-/* codes: [16], what lies above their bits is ignored */
+/* codes: [16]; bits above the code are ignored */
 TQKV__OP float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, const float32x4_t *table,
                                                    uint8x16_t codes)
 {
@@ -3384,7 +3386,7 @@ TQKV__OP float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, 
     const uint8x16_t index = vandq_u8(veorq_u8(codes, upper), vdupq_n_u8((uint8_t)((1 << (bits - 1)) - 1)));
     return tqkv__centroids_of_planes_neon(bits, k, table, index, upper);
 }
-/* A run is 32 nibbles: of the low ones the first four vectors, of the high ones the others. */
+/* A run is 32 nibbles: the low ones give the first four vectors, the high ones the other four. */
 TQKV__OP float32x4_t tqkv__centroids_of_nibbles_neon(const int bits, const int per_lane, const int k,
                                                      const float32x4_t *table, const uint8_t *p, const uint8_t *upper)
 {
@@ -3401,7 +3403,7 @@ TQKV__OP float32x4_t tqkv__centroids_of_nibbles_neon(const int bits, const int p
         const uint8x16_t index = vandq_u8(veorq_u8(codes, half), vdupq_n_u8(15));
         return tqkv__centroids_of_planes_neon(5, k % 4, table, index, half);
     }
-    /* bits 4i to 4i + 3 of eight bytes, moved to the lower half of 16 */
+    /* bits 4i to 4i + 3 of eight bytes, spread to the lower halves of 16 */
     const uint16x8_t wide = vmovl_u8(vld1_u8(upper));
     const uint8x16_t bytes = vreinterpretq_u8_u16(vorrq_u16(wide, vshlq_n_u16(wide, 4)));
     return tqkv__centroids_of_codes_neon(6, k % 4, table, vsliq_n_u8(codes, k < 4 ? bytes : vshrq_n_u8(bytes, 2), 4));
@@ -3473,7 +3475,7 @@ TQKV__OP void tqkv__load_below_neon(const int bits, const uint8_t *table, uint32
 {
     for (int i = 0; i < 1 << (bits - 4); i++) below[i] = vreinterpretq_u32_u8(vld1q_u8(table + 16 * i));
 }
-/* By bytes: the upper three of each lane are 0, and so is the table's first. */
+/* Looks up bytes: the upper three of each lane are 0 and find the table's first entry, which is 0. */
 TQKV__OP uint32x4_t tqkv__below_neon(const int bits, const uint32x4_t *below, uint32x4_t cells)
 {
     uint8x16x4_t t;
@@ -3504,7 +3506,7 @@ TQKV__OP uint32x4_t tqkv__narrow_neon(const uint32x4_t *four)
     const uint16x8_t high = vcombine_u16(vmovn_u32(four[2]), vmovn_u32(four[3]));
     return vreinterpretq_u32_u8(vcombine_u8(vmovn_u16(low), vmovn_u16(high)));
 }
-/* A vector of bytes: their low nibbles, and their bits from the fifth up, both as the formats have them. */
+/* Store the low nibbles, and the bits from the fifth up, of a vector of bytes, packed as the formats require. */
 TQKV__OP void tqkv__pack_lower_neon(uint32x4_t codes, uint8_t *p)
 {
     const uint8x16_t x = vreinterpretq_u8_u32(codes);
@@ -3533,14 +3535,14 @@ TQKV__OP void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
 #define tqkv__quantise_tq8_neon tqkv__quantise_loads_neon
 
 #define TQKV__(name)             tqkv__##name##_neon
-#define TQKV__WIDTH              16 /* vectors that the rotation holds in registers */
+#define TQKV__WIDTH              16 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "neon"
 #define TQKV__LANES              4
 #define TQKV__NIBBLE_ORDER       16, 2
 #define TQKV__NIBBLE_RUN         8
 #define TQKV__RUN_TOGETHER       1
-#define TQKV__ROWS               4 /* queries whose sums registers hold: of values, */
-#define TQKV__SCORE_ROWS         4 /* of keys, and of decoded keys */
+#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
+#define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 4
 #define TQKV__SUMS               16 /* vectors of sums of values in registers */
 #include "tqkv.h"
@@ -3548,7 +3550,7 @@ TQKV__OP void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
 
 /* >>sets: which instruction set is in use */
 
-/* Best first; those that this processor has are chosen from. */
+/* Best first; the choice is among those that the processor has. */
 static const tqkv__isa *const tqkv__isas[] = {
 #if defined(__x86_64__)
     &tqkv__isa_avx512, &tqkv__isa_avx2,
@@ -3574,7 +3576,7 @@ static bool tqkv__isa_present(const tqkv__isa *isa)
     return isa != NULL;
 }
 
-static const tqkv__isa *tqkv__isa_chosen; /* the library's one variable: set once, or by tqkv_isa_force */
+static const tqkv__isa *tqkv__isa_chosen; /* the library's only variable: set once, or by tqkv_isa_force */
 
 static const tqkv__isa *tqkv__isa_named(const char *name)
 {
@@ -3594,7 +3596,7 @@ static const tqkv__isa *tqkv__isa_now(void)
     return isa;
 }
 
-/* The chosen set, or the next narrower one that has four vectors in a row of head_dim. */
+/* The chosen set, or the next narrower one with at least four vectors in a row of head_dim. */
 static const tqkv__isa *tqkv__isa_for(int head_dim)
 {
     const tqkv__isa *isa = tqkv__isa_now();
