@@ -3618,7 +3618,7 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name)
     return TQKV_OK;
 }
 
-/* >>driver: tqkv_attend and its slices: checks, tasks, and what becomes of their results */
+/* >>driver: tqkv_attend and its slices: checks, tasks, results */
 
 static void *tqkv__malloc(void *user, size_t size)
 {
@@ -3657,7 +3657,7 @@ static bool tqkv__sinks_valid(const float *sinks, int n_heads)
     return true;
 }
 
-/* Resolves and checks everything but the stores' buffers and the resident range. */
+/* Resolves and checks everything except the stores' buffers and the resident range. */
 static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attention *r)
 {
     tqkv_result result;
@@ -3696,9 +3696,8 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-/* The bytes of the centroids, again and again where they are few, of TQ8 those of the lower half: codebooks are symmetric,
-   centroid n - 1 - c is centroid c with the other sign, so that look-ups can do with half a table: of a code c of the
-   upper half they take ~c, and flip the sign. */
+/* The bytes of the centroids, repeated where they are few. Codebooks are symmetric: centroid n - 1 - c is -centroid c.
+   For TQ8 the lower half is enough: look-ups take ~c for a code c of the upper half, and flip the sign. */
 static void tqkv__fill_planes(tqkv__stream *s)
 {
     for (int i = 0; s->kind == TQKV__BOOK && i < 128; i++)
@@ -3706,7 +3705,7 @@ static void tqkv__fill_planes(tqkv__stream *s)
             s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i % (1 << s->book_bits)]) >> (8 * p));
 }
 
-/* Finds the resident range, after tqkv__attention_shape. */
+/* Finds the resident range; follows tqkv__attention_shape. */
 static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attention *r)
 {
     if (a->end < 0 || a->kv_len < 0) return TQKV__INVALID("end or kv_len is negative");
@@ -3719,7 +3718,7 @@ static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attentio
     return TQKV_OK;
 }
 
-/* As tqkv__attention_shape, and opens the stores and finds the resident range. */
+/* Runs tqkv__attention_shape, opens the stores and finds the resident range. */
 static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
 {
     tqkv_result result = tqkv__attention_shape(a, r);
@@ -3732,7 +3731,7 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
     return TQKV_OK;
 }
 
-/* The positions that a query sees: [*from, *to), within [first, end) of the call. */
+/* The positions that a query sees: [*from, *to), within [first, end). */
 static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, int64_t end, int64_t *from, int64_t *to)
 {
     const int64_t position = a->call.end - a->call.n_queries + query;
@@ -3742,8 +3741,8 @@ static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, in
     if (*to < *from) *to = *from;
 }
 
-/* Instruction sets decode nibbles in an order of their own: every rows * columns values are a matrix [rows][columns] that
-   comes transposed, of half the columns where a row of a store is shorter. Queries are brought into that order and sums
+/* Instruction sets decode nibbles in their own order: each run of rows * columns values is a matrix [rows][columns]
+   that comes transposed. A head_dim shorter than the run halves the columns. Queries are permuted into that order, sums
    of values back from it. */
 static void tqkv__order(const tqkv__isa *isa, const tqkv__stream *s, int *rows, int *columns)
 {
@@ -3774,10 +3773,9 @@ static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const 
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
-/* The slots of a tile follow each other: it ends where either ring wraps, and where the position is a multiple of
-   TQKV__TILE; its scores stand at the position modulo TQKV__TILE: so that a query's sums are the same bits whether it
-   comes alone or in a batch. (Otherwise the next layer's keys differ in a last bit, now and then in a code, and prefill
-   and decode drift apart.) */
+/* A tile is contiguous in both stores: it ends where a ring wraps, and at positions that are a multiple of TQKV__TILE.
+   Its scores stand at the position modulo TQKV__TILE. A query's sums are then the same bits alone or in a batch.
+   Otherwise prefill and decode drift apart: a last bit changes the next layer's keys, and now and then a code. */
 static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t end)
 {
     const int64_t aligned = TQKV__TILE - position % TQKV__TILE;
@@ -3788,7 +3786,7 @@ static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t
     return n > value_room ? value_room : (int)n;
 }
 
-/* Halves of bytes that no encoder wrote may be NaN or Inf. */
+/* Only bytes that no encoder wrote can be NaN or Inf. */
 static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
 {
     bool finite = true;
@@ -3796,17 +3794,16 @@ static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
     return finite;
 }
 
-/* A tile on its way: n positions from `position` on, whose scores, then weights, begin at scores[row][begin]. */
+/* A tile in progress: n positions from `position` on. Its scores, later weights, begin at scores[row][begin]. */
 typedef struct tqkv__tile {
     int64_t position;
     int n, begin;
-    bool whole; /* every row sees all of it */
-    TQKV__ALIGNED float
-        scores[(TQKV__CHUNK_ROWS + 1) * TQKV__TILE]; /* whole vectors are written, also of a tile's end */
+    bool whole;                                                      /* every row sees all of it */
+    TQKV__ALIGNED float scores[(TQKV__CHUNK_ROWS + 1) * TQKV__TILE]; /* room for whole vectors at a tile's end */
 } tqkv__tile;
 
-/* value_tile, also where a row of an F16 stream must not touch a NaN that only other rows see: then position by position
-   with the rows that have a weight for it. */
+/* value_tile for any F16 tile. If the tile holds NaN or Inf that some rows do not see, each position is added alone,
+   and only to rows that give it a weight. */
 static void tqkv__add_values(const tqkv__attention *a, int kv_head, const tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__stream *s = &a->values;
@@ -3826,18 +3823,18 @@ static void tqkv__add_values(const tqkv__attention *a, int kv_head, const tqkv__
         }
 }
 
-/* Query rows that share decoded tiles: some of one KV head. */
+/* Query rows of one KV head that share decoded tiles. */
 typedef struct tqkv__item {
     int kv_head, first_row, n_rows;
 } tqkv__item;
 
-/* Attention of some rows over some positions, unnormalised. out: [n_rows][head_dim], max, sum: [n_rows] */
+/* Unnormalised attention of some rows. out: [n_rows][head_dim], max, sum: [n_rows] */
 typedef struct tqkv__sums {
     float *out, *max, *sum;
 } tqkv__sums;
 
-/* The rows of an item over positions [first, end), added to sums. q: [n_rows][head_dim]. The values of a tile are added after the next tile has been scored: neither step needs the other's
-   result, so that the processor finishes one while it begins the other. */
+/* Adds positions [first, end) to the sums of an item's rows; q: [n_rows][head_dim]. A tile's values are added after the
+   next tile's scores. These steps are independent, and the processor overlaps them. */
 static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, int64_t first, int64_t end,
                               const float *q, tqkv__tile tiles[2], const tqkv__sums *sums)
 {
@@ -3881,7 +3878,7 @@ static void tqkv__merge_row(int head_dim, float *out, float *max, float *sum, co
     *max = largest;
 }
 
-/* Where sums of row `row` on are. */
+/* The sums from row `row` on. */
 static tqkv__sums tqkv__sums_from(const tqkv__sums *sums, size_t row, int head_dim)
 {
     const tqkv__sums from = {sums->out + row * (size_t)head_dim, sums->max + row, sums->sum + row};
@@ -3902,28 +3899,28 @@ static void tqkv__merge_sums(const tqkv__sums *into, const tqkv__sums *from, siz
                         from->out + i * (size_t)head_dim, from->max[i], from->sum[i]);
 }
 
-/* The context is cut at the multiples of this, by position. Each stretch has a softmax and float sums of its own, and
-   their results are merged in the order of the positions. So the error does not grow with the context as that of one
-   long sum does, and a query's bits depend on nothing but its positions: not on the queries beside it, nor on the tasks.
-   A merge costs as much as half a position. */
+/* The context is cut into stretches at the positions that are multiples of this. Each stretch has its own softmax and
+   float sums; they are merged in the order of the positions. The error does not grow with the context as in one long
+   sum. A query's bits depend only on its positions, not on other queries or on tasks. A merge costs as much as half a
+   position. */
 #define TQKV__STRETCH 2048
 
-/* What tasks share. A unit of work is an item over all stretches ("walk"), or, where these are too few to keep many cores
-   busy, an item over one of the stretches of a wave ("spread"). Task t of n takes the units t, t + n ... in a slot of
-   scratch of its own. Both ways do the same additions in the same order. */
+/* State that tasks share. A unit of work is an item over all stretches. If these are too few for many cores, a unit is
+   an item over one stretch of a wave ("spread"). Task t of n takes units t, t + n ... with its own scratch. Both ways
+   do the same additions in the same order. */
 enum { TQKV__TASKS = 32, TQKV__WAVE_FLOATS = 1 << 20 };
 typedef struct tqkv__job {
     const tqkv__attention *a;
     const float *q;
-    int64_t first, end;           /* positions of the call that some query sees */
-    int64_t stretch, n_stretches; /* the first of them, and how many */
+    int64_t first, end;           /* positions that some query sees */
+    int64_t stretch, n_stretches; /* the first stretch, and their number */
     int rows_each, n_chunks, n_items, n_tasks;
     bool spread;
-    int64_t wave, n_wave; /* spread: the first stretch of this wave, and how many */
+    int64_t wave, n_wave; /* spread: the first stretch of this wave, and the number of stretches in a wave */
     float *slots;         /* [n_tasks][slot_floats]: tiles, queries, sums of all stretches, sums of one */
     size_t slot_floats;
-    tqkv__sums partial; /* spread: [1 + n_wave][n_rows]; the first: all waves before */
-    tqkv__sums out;     /* of the caller; max NULL: finish the rows */
+    tqkv__sums partial; /* spread: [1 + n_wave][n_rows]; [0]: the sum of all earlier waves */
+    tqkv__sums out;     /* the caller's; max NULL: finish the rows */
 } tqkv__job;
 
 static tqkv__item tqkv__item_of(const tqkv__job *job, int index)
@@ -3934,14 +3931,14 @@ static tqkv__item tqkv__item_of(const tqkv__job *job, int index)
     return item;
 }
 
-/* The row of the caller's arrays that is row i of an item. */
+/* The caller's row that is row i of an item. */
 static size_t tqkv__caller_row(const tqkv__attention *a, const tqkv__item *item, int i)
 {
     const int row = item->first_row + i;
     return (size_t)(row / a->group) * (size_t)a->call.n_heads + (size_t)(item->kv_head * a->group + row % a->group);
 }
 
-/* The queries of an item in the keys' basis and order, times scale; arranged: [n_rows][head_dim] */
+/* Brings an item's queries into the keys' basis and order, times scale; arranged: [n_rows][head_dim] */
 static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const float *q, float *arranged)
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
@@ -3955,7 +3952,7 @@ static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *it
 
 static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum);
 
-/* An item's sums go to the caller, finished if the call is not a partial one. */
+/* Writes an item's sums to the caller; finishes them unless the call is partial. */
 static void tqkv__deliver(const tqkv__job *job, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = job->a;
@@ -3972,11 +3969,11 @@ static void tqkv__deliver(const tqkv__job *job, const tqkv__item *item, const tq
     }
 }
 
-/* The rows of an item over stretch number `stretch`. */
+/* Attends an item's rows over one stretch. */
 static void tqkv__attend_stretch(const tqkv__job *job, const tqkv__item *item, int64_t stretch, const float *q,
                                  tqkv__tile tiles[2], const tqkv__sums *sums)
 {
-    const int64_t first = stretch * TQKV__STRETCH; /* its end may lie beyond the last position */
+    const int64_t first = stretch * TQKV__STRETCH; /* may lie before job->first */
     const int64_t end = job->end - first > TQKV__STRETCH ? first + TQKV__STRETCH : job->end;
     tqkv__clear_sums(sums, (size_t)item->n_rows, job->a->head_dim);
     tqkv__attend_rows(job->a, item, first > job->first ? first : job->first, end, q, tiles, sums);
@@ -3995,7 +3992,7 @@ static void tqkv__attend_task(void *context, int index)
     for (int64_t unit = index; unit < n_units; unit += job->n_tasks) {
         const tqkv__item item = tqkv__item_of(job, (int)(unit % job->n_items));
         tqkv__arrange_queries(job->a, &item, job->q, q);
-        if (job->spread) { /* rows of a KV head stand together, as in the caller's order of KV heads */
+        if (job->spread) { /* rows are ordered by KV head; item.first_row counts within it */
             const size_t row = (size_t)item.kv_head * (size_t)(job->a->call.n_queries * job->a->group) +
                                (size_t)item.first_row + (size_t)(1 + unit / job->n_items) * job->a->n_rows;
             const tqkv__sums to = tqkv__sums_from(&job->partial, row, job->a->head_dim);
@@ -4011,7 +4008,7 @@ static void tqkv__attend_task(void *context, int index)
     }
 }
 
-/* Finds the stretches, the items and how to share them out. */
+/* Finds the stretches and items, and divides them among tasks and waves. */
 static void tqkv__cut(const tqkv__attention *a, int64_t first, int64_t end, tqkv__job *job)
 {
     int64_t unused;
@@ -4033,7 +4030,7 @@ static void tqkv__cut(const tqkv__attention *a, int64_t first, int64_t end, tqkv
     job->n_tasks = a->call.parallel.run == tqkv__run_serial ? 1 : units < TQKV__TASKS ? (int)units : TQKV__TASKS;
 }
 
-/* Runs the waves of a spread job and adds each to the sums before, in the order of the stretches. */
+/* Runs the waves of a spread job and merges their stretches in order. */
 static void tqkv__run_waves(tqkv__job *job)
 {
     const tqkv__attention *a = job->a;
@@ -4055,7 +4052,7 @@ static void tqkv__run_waves(tqkv__job *job)
     }
 }
 
-/* After all checks: attends over [first, end). max and sum NULL: finished rows. */
+/* Attends over [first, end) after all checks. max and sum NULL: finishes the rows. */
 static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, int64_t end, const float *q, float *out,
                                       float *max, float *sum)
 {
@@ -4086,7 +4083,7 @@ static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, i
     return TQKV_OK;
 }
 
-/* out = sum / (total + exp(sink - max)), un-rotated; zeros where nothing was visible. out: [head_dim] */
+/* out = sum / (total + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [head_dim] */
 static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
 {
     float factor = 0.0f;
@@ -4105,7 +4102,7 @@ static void tqkv__finish(const tqkv__attention *a, float *out, const float *max,
         tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out + row * (size_t)a->head_dim, max[row], sum[row]);
 }
 
-/* Arrays of one call; what is written may overlap nothing. */
+/* The arrays of one call. No written array may overlap another one. */
 typedef struct tqkv__arrays {
     const void *at[8];
     size_t size[8];
@@ -4118,7 +4115,7 @@ static void tqkv__add_array(tqkv__arrays *arrays, const void *at, size_t size)
     arrays->size[arrays->n++] = size;
 }
 
-/* out, max and sum of a slice: [n_queries][n_heads][head_dim] and [n_queries][n_heads] */
+/* Adds out [n_queries][n_heads][head_dim], and max and sum [n_queries][n_heads]. */
 static void tqkv__add_slice(tqkv__arrays *arrays, const tqkv__attention *a, const void *out, const void *max,
                             const void *sum)
 {
@@ -4127,7 +4124,7 @@ static void tqkv__add_slice(tqkv__arrays *arrays, const tqkv__attention *a, cons
     tqkv__add_array(arrays, sum, a->n_rows * sizeof(float));
 }
 
-/* The first n_written are written. */
+/* Checks the arrays; the first n_written are outputs. */
 static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
 {
     for (int i = 0; i < arrays->n; i++)
@@ -4139,7 +4136,7 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
     return TQKV_OK;
 }
 
-/* As tqkv__check_arrays, of q, the stores and the sinks behind the outputs. */
+/* Checks the outputs in arrays against q, the stores and the sinks, and q for NaN and infinity. */
 static tqkv_result tqkv__check_attend(const tqkv__attention *a, const float *q, tqkv__arrays *arrays)
 {
     const int n_written = arrays->n;
@@ -4160,7 +4157,7 @@ static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const float *q, c
     return tqkv__check_attend(a, q, &arrays);
 }
 
-/* After tqkv__attention_open: attends to all that is resident. */
+/* Attends over all resident positions after tqkv__attention_open. */
 static tqkv_result tqkv__attend(const tqkv__attention *a, const float *q, float *out)
 {
     const tqkv_result r = tqkv__check_q_out(a, q, out);
@@ -4205,7 +4202,7 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
     if ((r = tqkv__check_arrays(&arrays, 3)) != TQKV_OK) return r;
     const size_t head_dim = (size_t)a.head_dim;
     for (size_t row = 0; row < a.n_rows; row++) {
-        float source[TQKV_MAX_HEAD_DIM]; /* in the basis of a's values */
+        float source[TQKV_MAX_HEAD_DIM]; /* basis of a's values */
         memcpy(source, src_out + row * head_dim, head_dim * sizeof(float));
         if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.head_dim);
         if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.head_dim);
@@ -4232,18 +4229,18 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
     return r;
 }
 
-/* >>owner: the cache of >>cache */
+/* >>owner: tqkv_cache */
 
 struct tqkv_cache {
-    tqkv_attention attention; /* of one query over all that was appended; every default resolved, sinks in the block */
+    tqkv_attention attention; /* one query over all appended positions; defaults resolved, sinks in the block */
     tqkv_store keys, values;
     int64_t first; /* resident positions [first, attention.end) */
     tqkv_metal *metal;
     tqkv_allocator memory;
-    size_t size; /* of the one block that holds the struct, the sinks, the codes and the norms */
+    size_t size; /* of the block with the struct, the sinks, the codes and the norms */
 };
 
-/* Each part of the block starts on a cache line of its own: codes that straddle two take a tenth longer to attend to. */
+/* Starts each part of the block on a cache line: attention to codes that straddle two takes a tenth longer. */
 static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
 {
     if (*end > SIZE_MAX - 63 || size > SIZE_MAX - 63 - *end) return false;
@@ -4254,7 +4251,7 @@ static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
 
 static const tqkv__backend *tqkv__backend_of(const tqkv_metal *m) { return (const tqkv__backend *)(const void *)m; }
 
-/* Resolves the defaults of a desc and checks it, the two stores' shapes included. */
+/* Resolves the defaults of a desc; checks it and the shapes of both stores. */
 static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
     tqkv__attention resolved;
@@ -4328,14 +4325,14 @@ TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
     memory.free(memory.user, c, c->size);
 }
 
-/* What of a cache stays resident when it has been appended up to `end`. */
+/* The oldest resident position of a cache appended up to `end`. */
 static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 {
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
 }
 
-/* What the tasks of an append share: each takes a part of the tokens of keys or of values, and first looks for NaN and
-   infinity in it, then, in a second run, encodes it. */
+/* State of the tasks of an append. Each task takes some of the tokens of keys or values. A first run tests for NaN and
+   infinity, a second run encodes. */
 enum { TQKV__APPEND_TASKS = 16 };
 typedef struct tqkv__append_job {
     const tqkv__stream *streams[2];
@@ -4346,7 +4343,7 @@ typedef struct tqkv__append_job {
     bool bad[2 * TQKV__APPEND_TASKS];
 } tqkv__append_job;
 
-/* A task for each 64 KiB of floats, which take some ten microseconds. */
+/* Tasks for one stream: one for each 64 KiB of floats, which take about ten microseconds. */
 static int tqkv__append_tasks(const tqkv_cache *c, int n_tokens)
 {
     const int64_t n = (int64_t)n_tokens * c->keys.n_kv_heads * c->keys.head_dim / 16384;
@@ -4402,7 +4399,7 @@ static tqkv_result tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqk
     tqkv_attention attention = c->attention;
     attention.n_queries = n_queries;
     const tqkv_result r = tqkv__attention_open(&attention, a);
-    a->first = c->first; /* after a truncation fewer than kv_len's default, even none */
+    a->first = c->first; /* after a truncation fewer positions than kv_len's default, or none */
     return r;
 }
 
@@ -4438,7 +4435,7 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c->keys : NULL; }
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? &c->values : NULL; }
 
-/* >>metal-plan: what tqkv_metal.m records, see >>plan */
+/* >>metal-plan: the plans of >>plan, which tqkv_metal.m records */
 
 static bool tqkv__bindings_overlap(const tqkv__binding *a, const tqkv__binding *b)
 {
@@ -4473,7 +4470,7 @@ static void tqkv__plan_bind(tqkv__dispatch *d, const char *name, int index, tqkv
     d->bindings[d->n_bindings++] = binding;
 }
 
-/* Codes and norms, at index and index + 1. Kernels load 16 bytes of codes at a time. */
+/* Binds codes and norms at index and index + 1. Kernels load 16 bytes of codes at a time. */
 static void tqkv__plan_bind_store(tqkv__dispatch *d, const char *const names[2], int index,
                                   const tqkv_metal_store *store, const tqkv__stream *s, bool written)
 {
@@ -4487,7 +4484,7 @@ static void tqkv__plan_bind_flag(tqkv__dispatch *d, int index, tqkv_metal_buffer
     tqkv__plan_bind(d, "not_finite", index, at, at.buffer ? sizeof(uint32_t) : 0, true);
 }
 
-/* `bytes` further on. What would wrap stays behind the end of any buffer. */
+/* The buffer `bytes` further on. An offset that would wrap becomes one beyond the end of any buffer. */
 static tqkv_metal_buffer tqkv__buffer_after(tqkv_metal_buffer at, size_t bytes)
 {
     const size_t last = SIZE_MAX - 15;
@@ -4495,16 +4492,16 @@ static tqkv_metal_buffer tqkv__buffer_after(tqkv_metal_buffer at, size_t bytes)
     return at;
 }
 
-/* `each` rows a simdgroup. 4 simdgroups a threadgroup: they share one table (the codebook's cells, up to 3 KiB). */
+/* Plans `each` rows a simdgroup, and 4 simdgroups a threadgroup, which share the codebook's cells (up to 3 KiB). */
 static void tqkv__plan_simdgroups(tqkv__dispatch *d, size_t n_rows, size_t each)
 {
     const size_t n = n_rows / each + (n_rows % each != 0);
     d->rows = true;
     d->n_simdgroups = 4;
-    if (n > d->grid[0]) d->grid[0] = n; /* two rings may keep different numbers */
+    if (n > d->grid[0]) d->grid[0] = n; /* two rings may keep different numbers of rows */
 }
 
-/* The rows of tokens from `position` on, as the next arguments; *size: their bytes as floats. */
+/* Adds arguments for the rows of tokens from `position` on; *size: their bytes as floats. */
 static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int n_tokens, int64_t position,
                                    size_t *size)
 {
@@ -4523,7 +4520,7 @@ static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int
     return TQKV_OK;
 }
 
-/* A stream of tokens to encode: source, codes and norms at the indices behind its arguments, at 0 or 4. */
+/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms. */
 static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const char *const names[3], const tqkv_metal_store *store,
                                      const tqkv__stream *s, tqkv_metal_buffer src, int n_tokens, int64_t position)
 {
@@ -4533,7 +4530,7 @@ static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const char *const names[
         return TQKV_INVALID_ARGUMENT;
     tqkv_result r = tqkv__check_positions(s, n_tokens, position);
     if (r != TQKV_OK) return r;
-    const int skipped = n_tokens > s->capacity ? n_tokens - s->capacity : 0; /* a ring would drop them again */
+    const int skipped = n_tokens > s->capacity ? n_tokens - s->capacity : 0; /* a ring would drop them */
     if ((r = tqkv__plan_rows(d, s, n_tokens - skipped, position + skipped, &kept)) != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
@@ -4640,29 +4637,27 @@ TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int h
     return TQKV_OK;
 }
 
-/* How attention is cut. Metal does not say how many cores a GPU has (7 to 80), so that the shape alone decides, but for
-   the most simdgroups that the pipeline allows. Derived from sizes, not measured on Apple's hardware yet.
+/* The split of attention over threadgroups. Metal does not report a GPU's number of cores (7 to 80): only the shape
+   decides. These numbers come from sizes and `make model`, not from measurements on Apple's hardware.
 
-   columns       Query rows of a KV head that a threadgroup serves. Each key and value is decoded once for all of them,
-                 so as many as registers hold; a rest is shared out evenly: 9 rows are 5 + 4, not 8 + 1, and take the
-                 same two passes over the cache.
-   n_simdgroups  4: each walks tiles of its own, so that more of them hide each other's loads; they share the tables and
-                 queries in threadgroup memory, which one simdgroup alone would have to fill for itself.
-   n_splits      Threadgroups along the context. Enough for 128 threadgroups, more than the largest GPU has cores, since
-                 below that cores idle. But at least 4 tiles of 32 positions a simdgroup: a split writes and reads 8
-                 bytes a value and row for the merge, at 8 rows 64 bytes a value, against 512 positions of half to two
-                 bytes a value. Where that leaves twice as many positions, 256 threadgroups: 40 cores want 24
-                 simdgroups each to be busy, and share out 256 threadgroups more evenly than 128. By `make model` that
-                 saves up to a quarter there, and costs 8 cores about a twentieth at a group of 8. */
+   columns       Query rows of a KV head in a threadgroup, as many as registers hold: each key and value is decoded once
+                 for all of them. Rows are divided evenly: 9 rows are 5 + 4, not 8 + 1, for the same two passes.
+   n_simdgroups  4, or as many as the pipeline allows. Each walks its own tiles, and together they hide the latency of
+                 loads. They share tables and queries in threadgroup memory.
+   n_splits      Threadgroups along the context. Below 128 threadgroups some cores of the largest GPU idle. Each
+                 simdgroup gets at least 4 tiles of 32 positions: the merge moves 8 bytes a value and row, 64 bytes a
+                 value at 8 rows, against 512 positions of half to two bytes a value. If 8 tiles remain, 256 threadgroups:
+                 40 cores need 24 simdgroups each, and divide 256 threadgroups more evenly than 128. By `make model` this
+                 saves up to a quarter there; it costs 8 cores about a twentieth at a group of 8. */
 typedef struct tqkv__split {
     int columns, n_simdgroups, n_splits;
     size_t blocks;                  /* of columns */
-    size_t sums_size, scratch_size; /* [n_splits][n_rows][head_dim], and with [n_splits][n_rows][2] behind it */
+    size_t sums_size, scratch_size; /* [n_splits][n_rows][head_dim]; scratch: also [n_splits][n_rows][2] */
 } tqkv__split;
 
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, tqkv__split *split)
 {
-    const int64_t resident = a->call.end - a->first; /* of which a window may let the queries see fewer */
+    const int64_t resident = a->call.end - a->first; /* the queries see fewer if there is a window */
     const int64_t seen = a->call.window && a->call.window - 1 < resident - a->call.n_queries
                              ? a->call.window - 1 + a->call.n_queries
                              : resident;
@@ -4717,14 +4712,14 @@ static void tqkv__plan_attend_constants(tqkv__dispatch *d, const tqkv__attention
     tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, args->key_capacity < TQKV__SIMD_WIDTH);
 }
 
-/* What attention reads and writes. */
+/* The buffers of attention. */
 typedef struct tqkv__attend_buffers {
     const tqkv_metal_store *keys, *values;
     tqkv_metal_buffer sinks, q, scratch, out;
 } tqkv__attend_buffers;
 
-/* The memory of queries is cut to the columns in use: it is the largest part, and decides how many threadgroups a core
-   holds. */
+/* The memory of queries, its largest part, holds only the columns in use, because its size limits how many threadgroups
+   fit on a core. */
 static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                      const tqkv__split *split)
 {
@@ -4788,7 +4783,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     return TQKV_OK;
 }
 
-/* The shape alone, as tqkv__attention_shape. */
+/* tqkv__attention_shape of `from` */
 static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv_attention *to, tqkv__attention *a)
 {
     if (!from || !from->keys || !from->values) return TQKV__INVALID("the attention, its keys or its values are NULL");
@@ -4813,7 +4808,7 @@ TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *from, tqkv_me
     return tqkv__plan_attention(&a, &b, d);
 }
 
-/* n_splits does not fall as more positions are seen, so that whole stores need the most. */
+/* Whole stores need the most scratch: n_splits never falls as more positions are seen. */
 static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t *bytes)
 {
     tqkv__split split;
@@ -4890,7 +4885,7 @@ TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
     c->first = tqkv__oldest(c, c->attention.end);
 }
 
-/* Sizes first: they say where the tables lie. */
+/* Compares the sizes first, because the places of the tables depend on them. */
 TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report)
 {
 #define TQKV__STRUCT_NAME(name) "size of tqkv__" #name,
@@ -4944,7 +4939,7 @@ static uint64_t tqkv__get(const uint8_t *bytes, int n)
     return x;
 }
 
-/* One end of a snapshot: `write` or `read` is set, and every byte that passes is hashed. */
+/* A snapshot being written or read: one of `write` and `read` is set. Hashes every byte. */
 typedef struct tqkv__pipe {
     tqkv_write write;
     tqkv_read read;
@@ -4966,7 +4961,7 @@ static tqkv_result tqkv__move(tqkv__pipe *pipe, uint8_t *bytes, size_t n)
     return TQKV_OK;
 }
 
-/* Writes the hash of what passed since the last one, or compares it with the next eight bytes. */
+/* Writes the hash of the bytes since the last hash, or compares it with the next eight bytes. */
 static tqkv_result tqkv__move_hash(tqkv__pipe *pipe)
 {
     uint8_t expected[8], bytes[8];
@@ -4994,7 +4989,7 @@ static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, float *x, size_t n)
     return TQKV_OK;
 }
 
-/* The resident positions of one stream, oldest first whatever the slot, then the hash. */
+/* Moves the resident positions of one stream, oldest first, then the hash. */
 static tqkv_result tqkv__move_stream(tqkv__pipe *pipe, const tqkv__stream *s, int64_t first, int64_t end)
 {
     tqkv_result r;
@@ -5055,7 +5050,7 @@ TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void
     return r == TQKV_OK ? tqkv__move_streams(&pipe, c) : r;
 }
 
-/* The desc and the resident range that a header describes; false where no cache can have written it. */
+/* The desc and the resident range of a header; false if no cache can have written it. */
 static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, int64_t *first, int64_t *end)
 {
     uint32_t fields[12];
@@ -5094,7 +5089,7 @@ static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_d
            (wanted->softcap == 0.0f || wanted->softcap == found->softcap);
 }
 
-/* A reader that holds the first `filled` bytes, of which `taken` have been passed on. */
+/* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
 typedef struct tqkv__read_ahead {
     tqkv_read read;
     void *user;
@@ -5119,7 +5114,7 @@ static void tqkv__drop_held(tqkv__read_ahead *a)
     if (a->bytes) a->memory.free(a->memory.user, a->bytes, a->size);
 }
 
-/* Holds the first `wanted` bytes. Memory grows with what has arrived: at most twice of it, and 64 KiB. */
+/* Reads until `wanted` bytes are held. The buffer is at most 64 KiB or twice the bytes that have arrived. */
 static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
 {
     while (a->filled < wanted) {
@@ -5132,7 +5127,8 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
             a->bytes = bytes;
             a->size = size;
         }
-        const size_t end = a->size < wanted ? a->size : wanted, room = end - a->filled; /* no byte behind a snapshot */
+        const size_t end = a->size < wanted ? a->size : wanted,
+                     room = end - a->filled; /* never reads past the snapshot */
         const size_t n = a->read(a->user, a->bytes + a->filled, room);
         if (n == 0 || n > room) return n ? TQKV_IO : TQKV_CORRUPT;
         a->filled += n;
@@ -5140,8 +5136,8 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
     return TQKV_OK;
 }
 
-/* A cache of a megabyte is made at once. Before a larger one is, a sixteenth of its size has to have arrived, or all that
-   the header announces: a short file cannot ask for much. */
+/* Bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all that the
+   header announces if that is less. A short file cannot make load allocate much. */
 static size_t tqkv__wanted_ahead(const tqkv_cache *c, int64_t resident)
 {
     const size_t keys = tqkv_codes_size(&c->keys) + tqkv_norms_size(&c->keys);
