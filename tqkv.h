@@ -142,8 +142,7 @@ TQKV_API tqkv_format tqkv_format_from_name(const char *name);
 TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim);
 /* Norms of one row; 0 for F16 and for an unsupported format or head_dim. */
 TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim);
-/* The scaled value (tqkv_probe) beyond which a format saturates: the last boundary of its codebook, 127 for I8, 65504
-   for F16; 0 for an unknown format. */
+/* The scaled value (tqkv_probe) where a format saturates: its last boundary, 127 for I8, 65504 for F16, else 0. */
 TQKV_API float tqkv_last_boundary(tqkv_format f);
 
 /* >>result
@@ -205,8 +204,8 @@ TQKV_API size_t tqkv_codes_size(const tqkv_store *s);
 TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps the last `capacity`
-   tokens of a longer run. TQKV_NOT_FINITE if any value of src is NaN or Inf, even in tokens that a ring drops. A row
-   whose squared length overflows (values near 1e19) gets an infinite norm. */
+   of more tokens. TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that a ring drops. Values near 1e19, whose
+   squared length overflows, give an infinite norm. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const float *src, int n_tokens, int64_t position);
 
 /* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries. They are
@@ -264,8 +263,8 @@ TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const float *q, float 
 
 /* Attends one slice [first, first + count) of the resident positions, without sinks; slices of several devices can be
    merged. max, sum: [n_queries][n_heads]: the largest score, and the sum of exp(score - max). out:
-   [n_queries][n_heads][head_dim]: the sum of exp(score - max) * value, in the values' basis. If a query sees nothing:
-   -INFINITY, 0 and zeros. */
+   [n_queries][n_heads][head_dim]: the sum of exp(score - max) * value, in the values' basis. A query without positions:
+   -INFINITY, 0, zeros. */
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const float *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
 /* Merges the slice src into dst. Both slices must have values in the same basis, which this call cannot check: its sums
@@ -315,17 +314,17 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c); /* the stores behind it; NULL for NULL */
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c);
 
-/* Both return the bytes moved: fewer at the end of a file or on failure. tqkv asks again for the rest until a call
-   moves nothing. */
+/* Both return the bytes moved, fewer at the end of a file or on failure; tqkv asks for the rest until a call moves
+   0. */
 typedef size_t (*tqkv_write)(void *user, const void *bytes, size_t n);
 typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc supplies what a snapshot does not hold: parallel, allocator, and sinks (n_heads of the snapshot). Its other
-   nonzero fields must match the snapshot, else TQKV_INVALID_ARGUMENT. TQKV_CORRUPT for a missing or changed byte. *out
-   is NULL on failure. */
+/* desc supplies parallel, allocator, and sinks for the snapshot's n_heads, which a snapshot does not hold. Its other
+   nonzero fields must match, else TQKV_INVALID_ARGUMENT. TQKV_CORRUPT: a missing or changed byte. *out is NULL on
+   failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* >>metal
@@ -369,8 +368,7 @@ typedef struct tqkv_metal_desc {
    of 32. TQKV_TABLE_MISMATCH: the library was built from another version of this header; the text names the table.
    TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. */
 TQKV_METAL_API tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out);
-/* Only after all calls have returned and all recorded work has completed. Destroy the context's caches and memory
-   first. */
+/* Call it after all calls have returned, recorded work has completed, and the context's caches and memory are gone. */
 TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
 /* The text of the context's last failure in any thread, cut to size - 1 bytes; "" if there is none. */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
@@ -551,8 +549,7 @@ typedef struct tqkv__table_set {
     uint8_t signs[64]; /* bit j = (signs[j>>3] >> (j&7)) & 1: 1 flips element j modulo 512 */
 } tqkv__table_set;
 
-/* Lloyd-Max quantisers of N(0,1). The boundaries are listed because float midpoints of the centroids differ from them
-   in the last place. */
+/* Lloyd-Max quantisers of N(0,1). Float midpoints of the centroids differ from these boundaries in the last place. */
 // clang-format off
 TQKV_TABLE tqkv__table_set tqkv__tables = {
     {-2.7325896f, -2.0690172f, -1.6180464f, -1.2562312f, -0.9423405f, -0.6567591f, -0.3880483f, -0.1283950f, 0.1283950f, 0.3880483f,
@@ -653,8 +650,7 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV_FC_SHORT_STORE    10 /* bool: attend: the keys' capacity is below 32 */
 #define TQKV_FC_SINKS          11 /* bool: attend_merge: there are sinks */
 
-/* Most query rows of a threadgroup of attend: 8 accumulators a lane and row up to D=256. The sums of all rows take 64
-   registers. */
+/* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
@@ -745,9 +741,8 @@ TQKV__ASSERT_SIZE(tqkv__table_report, 3256);
 /* <<shared */
 
 /* >>plan */
-/* The interface between tqkv_metal.m and the implementation. The plan of a Metal call is made here, in plain C: kernel,
-   function constants, arguments, buffers, grid, and all checks except those of Metal's own objects. TQKV_SHARED makes
-   it visible. */
+/* The interface between tqkv_metal.m and the implementation, visible with TQKV_SHARED. It plans a Metal call in plain
+   C: kernel, function constants, arguments, buffers, grid, and all checks except those of Metal's own objects. */
 #if defined(TQKV__SHARED) && !defined(__METAL_VERSION__) && !defined(TQKV__PLAN)
 #define TQKV__PLAN
 #ifdef __cplusplus
@@ -1114,8 +1109,7 @@ static inline float tqkv__rounded(float x)
     return x;
 }
 
-/* The same for results that no sum follows. They are floats already, except in wider registers (x87), where compilers
-   may keep the extra bits. */
+/* The same for results that no sum follows: floats already, except in wider registers (x87). */
 #if defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 0
 #define TQKV__AS_FLOAT(x) (x)
 #else
@@ -1123,8 +1117,7 @@ static inline float tqkv__rounded(float x)
 #endif
 
 /* Sets round-to-nearest and keeps denormals; returns the caller's mode for tqkv__fp_restore. Programs linked with
-   -ffast-math start with flush-to-zero. The arithmetic must be in functions that are not inlined, or the compiler may
-   move it out of this mode. */
+   -ffast-math start with flush-to-zero. Functions that are not inlined keep the arithmetic inside this mode. */
 static uint64_t tqkv__fp_exact(void)
 {
     uint64_t mode = 0;
@@ -1611,8 +1604,7 @@ static int tqkv__chunk_rows(int head_dim)
     return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
 }
 
-/* A checked tqkv_attention. A row is one query of one head. Rows of a KV head are ordered query first: row = query *
-   group + (head within the group). */
+/* A checked tqkv_attention. A row is one query of one head: row = query * group + (head within the group). */
 typedef struct tqkv__attention {
     tqkv_attention call; /* defaults resolved */
     tqkv__stream keys, values;
@@ -1731,8 +1723,7 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
 
 /* The format of decoded rows. */
 #define TQKV__FLOATS TQKV_FORMAT_DEFAULT
-/* Codes with 4 main bits, decoded in the order of tqkv__to_decoded. A row shorter than a run (NARROW) uses half
-   runs. */
+/* Codes with 4 main bits, in the order of tqkv__to_decoded. A row shorter than a run (NARROW) uses half runs. */
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) == 4)
 #define TQKV__NARROW(format, dim)                                                                                      \
     (TQKV__PACKED(format) && TQKV__NIBBLE_RUN * TQKV__LANES > 32 && (dim) < TQKV__NIBBLE_RUN * TQKV__LANES)
@@ -1823,8 +1814,8 @@ TQKV__OP void TQKV__(mask)(float *x, tqkv__span span, float value)
     for (int j = span.to; j < TQKV__TILE; j++) x[j] = value;
 }
 
-/* Three passes over the rows: no pass carries a dependency from row to row. A row that sees nothing of the tile takes
-   no part in arithmetic, because its maximum may be -infinity. */
+/* Three passes over the rows, without dependencies from row to row. Rows that see nothing skip the arithmetic, because
+   their maximum may be -infinity. */
 TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, int n_rows,
                                               float *scores, float *max, float *sum, float *out)
 {
@@ -1968,8 +1959,7 @@ TQKV__OP void TQKV__(decode)(const tqkv_format format, const int per_lane, const
     }
 }
 
-/* Does the loop decode all vectors of a run together? They share work, which the compiler finds only in adjacent
-   code. */
+/* Does the loop decode a run's vectors together? They share work, which the compiler finds only in adjacent code. */
 TQKV__OP bool TQKV__(whole_runs)(const tqkv_format format)
 {
     return TQKV__KIND(format) == TQKV__BOOK && (TQKV__RUN_TOGETHER || !TQKV__PACKED(format));
@@ -2099,8 +2089,7 @@ TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane,
     }
 }
 
-/* out[row] += sum_j weights[row][j] * value[j]. The sums of a few vectors of all rows stay in registers over all
-   positions. */
+/* out[row] += sum_j weights[row][j] * value[j]; registers hold the sums of a few vectors over all positions. */
 TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int per_lane, const int rows,
                                  const TQKV__(block) * block)
 {
@@ -2135,8 +2124,7 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int per_lane, c
     }
 }
 
-/* As decode, for a codebook too large for table instructions: a load of eight codes, a store of a vector of
-   centroids. */
+/* As decode, for a codebook too large for table instructions: loads eight codes, stores a vector of centroids. */
 TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float *x)
 {
     const float *codebook = block->stream->codebook;
@@ -2250,9 +2238,8 @@ TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(block) * block, int n_row
     }
 }
 
-/* Few rows work straight from the codes; formats with a codebook only while no code is looked up twice. With 32 wide
-   registers any number of rows of values does, up to 5 bits: four rows of multiply-adds leave registers for the
-   look-ups. */
+/* Few rows work straight from the codes; with a codebook only while no code is looked up twice. 32 wide registers hold
+   four rows of multiply-adds and the look-ups of up to 5 bits: there any number of rows of values works so. */
 TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows, bool keys)
 {
     const tqkv__stream *s = block->stream;
@@ -2428,8 +2415,7 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int per_lane, const float *y)
     return sum;
 }
 
-/* Sums of the 32 lanes; the xor-tree of tqkv__norms_tq adds those that share a norm. sums: [32]. head_dim is a
-   constant. */
+/* Sums of the 32 lanes, and by the xor-tree of tqkv__norms_tq of those that share a norm. head_dim is a constant. */
 TQKV__OP void TQKV__(row_sums)(const int head_dim, const float *y, float *sums)
 {
     const int per_lane = head_dim / 32, width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES;
@@ -2471,8 +2457,7 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
     for (int b = 0; b < s->norms_per_row; b++) sums[b] = lanes[32 / s->norms_per_row * b];
 }
 
-/* As tqkv__norm_tq for a few rows: one vector holds many roots and quotients. Writes whole vectors. values: [n_rows],
-   norms, scales: [n_rows][norms_per_row] */
+/* As tqkv__norm_tq for a few rows, in whole vectors. values: [n_rows], norms, scales: [n_rows][norms_per_row] */
 TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms,
                                           float *scales)
 {
@@ -2775,8 +2760,7 @@ TQKV__OP __m512 tqkv__permute_table_avx512(const int bits, const __m512 *table, 
     return _mm512_mask_blend_ps(_mm512_test_epi32_mask(codes, _mm512_set1_epi32(0x20)), lower,
                                 _mm512_permutex2var_ps(table[2], codes, table[3]));
 }
-/* Byte codes look up the bytes of centroids: one register for each byte; two for TQ8, whose symmetry leaves 128
-   centroids. */
+/* Byte codes look up each byte of a centroid in one register; in two for TQ8, which has 128 by symmetry. */
 TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const tqkv__stream *s, __m512 *table)
 {
     for (int i = 0; nibbles && i < 1 << (bits - 4); i++) table[i] = _mm512_loadu_ps(s->codebook + 16 * i);
@@ -2796,8 +2780,7 @@ TQKV__OP __m512 tqkv__centroids_of_nibbles_avx512(const int bits, const int per_
    looks up ~c and flips the sign. */
 TQKV__OP __m512 tqkv__centroids_of_bytes_avx512(const int bits, const int k, const __m512 *table, const uint8_t *p)
 {
-    /* dword 4i + j goes to dword i of the 128-bit lane j: interleaving twice then leaves codes 16k to 16k + 15 in
-       vector k */
+    /* dword 4i + j goes to dword i of 128-bit lane j; two unpacks then leave codes 16k to 16k + 15 in vector k */
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     __m512i codes = _mm512_permutexvar_epi32(order, _mm512_loadu_si512((const void *)p)), bytes[4];
     const __mmask64 upper = _mm512_movepi8_mask(codes);
@@ -2870,8 +2853,7 @@ TQKV__OP __m512 tqkv__butterfly_avx512(const int stage, __m512 x)
     const __m512 sign = _mm512_mask_blend_ps(upper[stage], _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
     return _mm512_fmadd_ps(x, sign, tqkv__swap_avx512(1 << stage, x));
 }
-/* even: lanes of a and b whose number has bit `stage` clear, those of b moved up by 2^stage. odd: the other lanes,
-   those of a moved down. */
+/* even: lanes of a and b with bit `stage` clear, those of b moved up by 2^stage. odd: the others, a's moved down. */
 TQKV__OP __m512 tqkv__even_avx512(const int stage, __m512 a, __m512 b)
 {
     if (stage == 0) return _mm512_mask_moveldup_ps(a, 0xaaaa, b);
@@ -2891,9 +2873,9 @@ TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
     return _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(x)));
 }
 
-/* v|; for positive v the next float below, so that "boundary <= result" counts ties down on both sides. NaN becomes
-   -TQKV__FAR. With half = 2^(bits-1) and c boundaries passed, the code is half + c on the positive side and half - 1 -
-   c on the negative: c ^ side. */
+/* The magnitude of v; for positive v the next float below: "boundary <= result" then counts ties down on both sides.
+   NaN becomes -TQKV__FAR, its magnitude TQKV__FAR. With half = 2^(bits-1) and c boundaries passed, the code is half + c
+   on the positive side and half - 1 - c on the negative: c ^ side. */
 TQKV__OP __m512 tqkv__fold_avx512(const int half, __m512 v, __m512i *side)
 {
     v = _mm512_max_ps(v, _mm512_set1_ps(-TQKV__FAR));
@@ -3339,8 +3321,7 @@ TQKV__OP float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
     return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3]));
 }
 TQKV__OP float32x4_t tqkv__sum_across_neon(const float *x) { return vld1q_f32(x); }
-/* Looks up bytes: entry i is bytes 4i to 4i + 3, a table is 64 bytes. vqtbx keeps the byte of an index outside the
-   table. */
+/* Looks up bytes: entry i is bytes 4i to 4i + 3 of 64 in a table. vqtbx keeps the byte of an index beyond. */
 TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
 {
     codes = vandq_u32(codes, vdupq_n_u32((1u << bits) - 1));
@@ -3741,9 +3722,8 @@ static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, in
     if (*to < *from) *to = *from;
 }
 
-/* Instruction sets decode nibbles in their own order: each run of rows * columns values is a matrix [rows][columns]
-   that comes transposed. A head_dim shorter than the run halves the columns. Queries are permuted into that order, sums
-   of values back from it. */
+/* Instruction sets decode nibbles in their own order: each rows * columns values, a matrix [rows][columns], come
+   transposed. A head_dim below that halves the columns. Queries take that order; sums of values are put back. */
 static void tqkv__order(const tqkv__isa *isa, const tqkv__stream *s, int *rows, int *columns)
 {
     const bool nibbles = s->main_bits == 4;
@@ -3802,8 +3782,8 @@ typedef struct tqkv__tile {
     TQKV__ALIGNED float scores[(TQKV__CHUNK_ROWS + 1) * TQKV__TILE]; /* room for whole vectors at a tile's end */
 } tqkv__tile;
 
-/* value_tile for any F16 tile. If the tile holds NaN or Inf that some rows do not see, each position is added alone,
-   and only to rows that give it a weight. */
+/* value_tile, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each position is added
+   alone, and only to rows that give it a weight. */
 static void tqkv__add_values(const tqkv__attention *a, int kv_head, const tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__stream *s = &a->values;
@@ -3899,10 +3879,9 @@ static void tqkv__merge_sums(const tqkv__sums *into, const tqkv__sums *from, siz
                         from->out + i * (size_t)head_dim, from->max[i], from->sum[i]);
 }
 
-/* The context is cut into stretches at the positions that are multiples of this. Each stretch has its own softmax and
-   float sums; they are merged in the order of the positions. The error does not grow with the context as in one long
-   sum. A query's bits depend only on its positions, not on other queries or on tasks. A merge costs as much as half a
-   position. */
+/* The context is cut into stretches at multiples of this position. Each has its own softmax and float sums, merged in
+   the order of the positions: the error does not grow with the context as in one long sum. A query's bits depend only
+   on its positions, not on other queries or on tasks. A merge costs as much as half a position. */
 #define TQKV__STRETCH 2048
 
 /* State that tasks share. A unit of work is an item over all stretches. If these are too few for many cores, a unit is
@@ -3973,7 +3952,7 @@ static void tqkv__deliver(const tqkv__job *job, const tqkv__item *item, const tq
 static void tqkv__attend_stretch(const tqkv__job *job, const tqkv__item *item, int64_t stretch, const float *q,
                                  tqkv__tile tiles[2], const tqkv__sums *sums)
 {
-    const int64_t first = stretch * TQKV__STRETCH; /* may lie before job->first */
+    const int64_t first = stretch * TQKV__STRETCH; /* the last stretch may end early */
     const int64_t end = job->end - first > TQKV__STRETCH ? first + TQKV__STRETCH : job->end;
     tqkv__clear_sums(sums, (size_t)item->n_rows, job->a->head_dim);
     tqkv__attend_rows(job->a, item, first > job->first ? first : job->first, end, q, tiles, sums);
@@ -4331,8 +4310,8 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
 }
 
-/* State of the tasks of an append. Each task takes some of the tokens of keys or values. A first run tests for NaN and
-   infinity, a second run encodes. */
+/* State of an append's tasks, for some tokens of keys or values each. One run tests for NaN and Inf, the next
+   encodes. */
 enum { TQKV__APPEND_TASKS = 16 };
 typedef struct tqkv__append_job {
     const tqkv__stream *streams[2];
@@ -4644,11 +4623,11 @@ TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int h
                  for all of them. Rows are divided evenly: 9 rows are 5 + 4, not 8 + 1, for the same two passes.
    n_simdgroups  4, or as many as the pipeline allows. Each walks its own tiles, and together they hide the latency of
                  loads. They share tables and queries in threadgroup memory.
-   n_splits      Threadgroups along the context. Below 128 threadgroups some cores of the largest GPU idle. Each
-                 simdgroup gets at least 4 tiles of 32 positions: the merge moves 8 bytes a value and row, 64 bytes a
-                 value at 8 rows, against 512 positions of half to two bytes a value. If 8 tiles remain, 256 threadgroups:
-                 40 cores need 24 simdgroups each, and divide 256 threadgroups more evenly than 128. By `make model` this
-                 saves up to a quarter there; it costs 8 cores about a twentieth at a group of 8. */
+   n_splits      Threadgroups along the context. Below 128 threadgroups some cores of the largest GPU may idle. Each
+                 simdgroup gets at least 4 tiles of 32 positions: the merge moves 8 bytes a value and row, 64 at 8 rows,
+                 against 512 positions of half to two bytes a value. If 8 tiles remain, 256 threadgroups: 40 cores need
+                 24 simdgroups each, and divide 256 threadgroups more evenly than 128. By `make model` this saves up to
+                 a quarter there; it costs 8 cores about a twentieth at a group of 8. */
 typedef struct tqkv__split {
     int columns, n_simdgroups, n_splits;
     size_t blocks;                  /* of columns */
@@ -4718,8 +4697,7 @@ typedef struct tqkv__attend_buffers {
     tqkv_metal_buffer sinks, q, scratch, out;
 } tqkv__attend_buffers;
 
-/* The memory of queries, its largest part, holds only the columns in use, because its size limits how many threadgroups
-   fit on a core. */
+/* The memory of queries, the largest part, holds only the columns in use: it limits the threadgroups on a core. */
 static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                      const tqkv__split *split)
 {
