@@ -203,8 +203,8 @@ typedef struct tqkv_store {
 TQKV_API size_t tqkv_codes_size(const tqkv_store *s);
 TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 
-/* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps the last `capacity`
-   of more tokens. TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that a ring drops. Values near 1e19, whose
+/* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
+   `capacity` tokens. TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that a ring drops. Values near 1e19, whose
    squared length overflows, give an infinite norm. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const float *src, int n_tokens, int64_t position);
 
@@ -239,8 +239,8 @@ typedef struct tqkv_parallel {
 } tqkv_parallel;
 
 /* out = sum_j softmax_j( cap( scale * q.k_j ) ) v_j,   cap(x) = softcap > 0 ? softcap * tanh(x/softcap) : x
-   Query head h reads KV head h / (n_heads/n_kv_heads). Query i stands at position end - n_queries + i. It sees the
-   resident positions up to its own; a window limits them to the newest `window`. A query that sees nothing gives zeros.
+   Query head h reads KV head h / (n_heads/n_kv_heads). Query i is at position end - n_queries + i. It sees the resident
+   positions up to its own; a window limits them to the newest `window`. A query that sees nothing gives zeros.
    Attention reads no slot that no query sees. */
 typedef struct tqkv_attention {
     const tqkv_store *keys, *values; /* same head_dim and n_kv_heads */
@@ -1973,7 +1973,7 @@ TQKV__OP const TQKV__VECTOR *TQKV__(reload)(const int rows, const TQKV__VECTOR *
     return table;
 }
 
-/* sums[row][m] += products, lane by lane, of a run of key m of four at p with the queries of `rows` rows */
+/* sums[row][m] += products, lane by lane, of query `row` and one run of key m, at p[m]; m < 4 */
 TQKV__OP void TQKV__(dot_run)(const tqkv_format format, const int per_lane, const int rows, const TQKV__VECTOR *table,
                               const uint8_t *const *p, size_t at, size_t upper, const float *queries, size_t row_stride,
                               TQKV__VECTOR (*sums)[4])
@@ -2190,7 +2190,6 @@ TQKV__FORMATS(TQKV__DECODE_LOOP, )
 TQKV__FORMATS(TQKV__ROW_LOOPS, )
 TQKV__ROW_LOOPS(, TQKV__FLOATS, )
 
-/* Indexed by tqkv_format. */
 #define TQKV__LOOPS_OF(unused, format, ...)                                                                            \
     {TQKV__(decode_##format), TQKV__(score_##format), TQKV__(accumulate_##format)},
 static const TQKV__(loops) TQKV__(loops_by_format)[] = {
@@ -2324,8 +2323,8 @@ TQKV__OP void TQKV__(mix)(const int count, TQKV__VECTOR *x)
     }
 }
 
-/* Flips signs if asked, then runs the stages up to count * LANES / 2 on count vectors in registers; count is a
-   constant. in, out: [head_dim] */
+/* Flips signs if asked, then runs the stages up to count * LANES / 2 on count vectors in registers. in, out:
+   [head_dim] */
 TQKV__OP void TQKV__(hadamard_runs)(const int count, const float *in, int head_dim, bool flip, float *out)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(count * TQKV__LANES == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
@@ -2743,8 +2742,8 @@ TQKV__OP __m512i tqkv__load_upper_avx512(const int bits, const int per_lane, con
     const __m512i bytes = _mm512_cvtepu8_epi64(tqkv__load_64(p));
     return _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));
 }
-/* The k-th nibble of each lane in the lowest bits, and above it the code's upper bits, which start at bit `bit` of
-   high. Look-ups ignore the bits above the code. */
+/* The k-th nibble of each lane, below the code's upper bits from bit `bit` of high on. Look-ups ignore the bits
+   above. */
 TQKV__OP __m512i tqkv__pick_avx512(const int bits, __m512i low, const int k, __m512i high, const int bit)
 {
     const __m512i code = _mm512_srli_epi32(low, (unsigned)(4 * k));
@@ -2760,7 +2759,7 @@ TQKV__OP __m512 tqkv__permute_table_avx512(const int bits, const __m512 *table, 
     return _mm512_mask_blend_ps(_mm512_test_epi32_mask(codes, _mm512_set1_epi32(0x20)), lower,
                                 _mm512_permutex2var_ps(table[2], codes, table[3]));
 }
-/* Byte codes look up each byte of a centroid in one register; in two for TQ8, which has 128 by symmetry. */
+/* Byte codes look up each byte of a centroid in one register; TQ8 in two for 128 centroids, the half it needs. */
 TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const tqkv__stream *s, __m512 *table)
 {
     for (int i = 0; nibbles && i < 1 << (bits - 4); i++) table[i] = _mm512_loadu_ps(s->codebook + 16 * i);
@@ -2776,8 +2775,8 @@ TQKV__OP __m512 tqkv__centroids_of_nibbles_avx512(const int bits, const int per_
     const __m512i high = bits > 4 ? tqkv__load_upper_avx512(bits, per_lane, upper) : low;
     return tqkv__permute_table_avx512(bits, table, tqkv__pick_avx512(bits, low, k, high, k * (bits - 4)));
 }
-/* Looks up the four bytes of 64 centroids and joins them. TQ8's table holds the lower half: a code c of the upper half
-   looks up ~c and flips the sign. */
+/* Looks up the four bytes of 64 centroids and joins them. TQ8: a code c of the upper half takes ~c and flips the
+   sign. */
 TQKV__OP __m512 tqkv__centroids_of_bytes_avx512(const int bits, const int k, const __m512 *table, const uint8_t *p)
 {
     /* dword 4i + j goes to dword i of 128-bit lane j; two unpacks then leave codes 16k to 16k + 15 in vector k */
@@ -2948,8 +2947,7 @@ TQKV__OP void tqkv__store_f16_avx512(uint8_t *p, __m512 x)
 }
 
 /* 64 values at a time. One byte look-up finds the count before the cell, four find the bytes of the boundary in it.
-   Packing and interleaving are inverse within 128 bits: each boundary meets its value again. Between the two, `order`
-   brings bytes into the order of the values. */
+   Packing and interleaving are inverse within 128 bits: boundaries meet their values. `order` sorts the counts. */
 TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, const float *y, int n, float scale,
                                                    uint8_t *codes)
 {
@@ -3070,10 +3068,9 @@ TQKV__OP __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
     return _mm256_blendv_ps(tqkv__permute_16_avx2(table, codes), tqkv__permute_16_avx2(table + 2, codes),
                             _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
 }
-/* Looks up the four bytes of 32 centroids, for 32 codes at a time, and joins them. Vector k of four has codes 4k to 4k
-   + 3 of either half. upper: all ones for a code in the upper half. index: its place among 16. second: the sign bit
-   marks the second 16 of the half. The table stores these as xor with the first 16: a shuffle gives 0 for a negative
-   index, and xor is cheaper than a blend. */
+/* Looks up the four bytes of 32 centroids and joins them: vector k of four has codes 4k to 4k + 3 of either half.
+   upper: all ones for a code in the upper half. index: its place among 16. second: the sign bit marks the second 16 of
+   the half. The table has these as xor with the first: a negative index gives 0, and xor is cheaper than a blend. */
 TQKV__OP __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, const __m256 *table, __m256i index,
                                                __m256i upper, __m256i second)
 {
@@ -3699,7 +3696,6 @@ static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attentio
     return TQKV_OK;
 }
 
-/* Runs tqkv__attention_shape, opens the stores and finds the resident range. */
 static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
 {
     tqkv_result result = tqkv__attention_shape(a, r);
@@ -3754,7 +3750,7 @@ static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
 /* A tile is contiguous in both stores: it ends where a ring wraps, and at positions that are a multiple of TQKV__TILE.
-   Its scores stand at the position modulo TQKV__TILE. A query's sums are then the same bits alone or in a batch.
+   Its scores are at the position modulo TQKV__TILE. A query's sums are then the same bits alone or in a batch.
    Otherwise prefill and decode drift apart: a last bit changes the next layer's keys, and now and then a code. */
 static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t end)
 {
@@ -3858,7 +3854,6 @@ static void tqkv__merge_row(int head_dim, float *out, float *max, float *sum, co
     *max = largest;
 }
 
-/* The sums from row `row` on. */
 static tqkv__sums tqkv__sums_from(const tqkv__sums *sums, size_t row, int head_dim)
 {
     const tqkv__sums from = {sums->out + row * (size_t)head_dim, sums->max + row, sums->sum + row};
@@ -3884,9 +3879,9 @@ static void tqkv__merge_sums(const tqkv__sums *into, const tqkv__sums *from, siz
    on its positions, not on other queries or on tasks. A merge costs as much as half a position. */
 #define TQKV__STRETCH 2048
 
-/* State that tasks share. A unit of work is an item over all stretches. If these are too few for many cores, a unit is
-   an item over one stretch of a wave ("spread"). Task t of n takes units t, t + n ... with its own scratch. Both ways
-   do the same additions in the same order. */
+/* Shared by tasks. A unit of work is an item over all stretches or, if these are too few for many cores ("spread"),
+   over one stretch of a wave. Task t of n takes units t, t + n ... Both ways do the same additions in the same
+   order. */
 enum { TQKV__TASKS = 32, TQKV__WAVE_FLOATS = 1 << 20 };
 typedef struct tqkv__job {
     const tqkv__attention *a;
@@ -3896,7 +3891,7 @@ typedef struct tqkv__job {
     int rows_each, n_chunks, n_items, n_tasks;
     bool spread;
     int64_t wave, n_wave; /* spread: the first stretch of this wave, and the number of stretches in a wave */
-    float *slots;         /* [n_tasks][slot_floats]: tiles, queries, sums of all stretches, sums of one */
+    float *slots; /* [n_tasks][slot_floats]: scratch of each task: tiles, queries, sums of all stretches, sums of one */
     size_t slot_floats;
     tqkv__sums partial; /* spread: [1 + n_wave][n_rows]; [0]: the sum of all earlier waves */
     tqkv__sums out;     /* the caller's; max NULL: finish the rows */
@@ -3948,7 +3943,6 @@ static void tqkv__deliver(const tqkv__job *job, const tqkv__item *item, const tq
     }
 }
 
-/* Attends an item's rows over one stretch. */
 static void tqkv__attend_stretch(const tqkv__job *job, const tqkv__item *item, int64_t stretch, const float *q,
                                  tqkv__tile tiles[2], const tqkv__sums *sums)
 {
@@ -4062,7 +4056,7 @@ static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, i
     return TQKV_OK;
 }
 
-/* out = sum / (total + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [head_dim] */
+/* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [head_dim] */
 static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
 {
     float factor = 0.0f;
@@ -4208,7 +4202,7 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
     return r;
 }
 
-/* >>owner: tqkv_cache */
+/* >>owner: tqkv_cache, see >>cache */
 
 struct tqkv_cache {
     tqkv_attention attention; /* one query over all appended positions; defaults resolved, sinks in the block */
@@ -4691,7 +4685,6 @@ static void tqkv__plan_attend_constants(tqkv__dispatch *d, const tqkv__attention
     tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, args->key_capacity < TQKV__SIMD_WIDTH);
 }
 
-/* The buffers of attention. */
 typedef struct tqkv__attend_buffers {
     const tqkv_metal_store *keys, *values;
     tqkv_metal_buffer sinks, q, scratch, out;
