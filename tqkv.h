@@ -258,13 +258,12 @@ typedef struct tqkv_attention {
     tqkv_allocator allocator; /* scratch; zero = malloc, free */
 } tqkv_attention;
 
-/* q, out: [n_queries][n_heads][head_dim]. TQKV_NOT_FINITE if q or a sink is NaN or Inf. */
+/* q, out: [n_queries][n_heads][head_dim]. TQKV_NOT_FINITE if q holds NaN or Inf, or a sink is NaN or +Inf. */
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const float *q, float *out);
 
-/* Attends one slice [first, first + count) of the resident positions, without sinks; slices of several devices can be
-   merged. max, sum: [n_queries][n_heads]: the largest score, and the sum of exp(score - max). out:
-   [n_queries][n_heads][head_dim]: the sum of exp(score - max) * value, in the values' basis. A query without positions:
-   -INFINITY, 0, zeros. */
+/* Attends one slice [first, first + count) of the resident positions, without sinks, for tqkv_attend_merge. max, sum:
+   [n_queries][n_heads]: the largest score, and the sum of exp(score - max). out: [n_queries][n_heads][head_dim]: the
+   sum of exp(score - max) * value, in the values' basis. A query without positions: -INFINITY, 0, zeros. */
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const float *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
 /* Merges the slice src into dst. Both slices must have values in the same basis, which this call cannot check: its sums
@@ -314,15 +313,14 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c); /* the stores behind it; NULL for NULL */
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c);
 
-/* Both return the bytes moved, fewer at the end of a file or on failure; tqkv asks for the rest until a call moves
-   0. */
+/* Both return the bytes moved, fewer at the end of a file or on failure; tqkv calls again until all or 0 bytes move. */
 typedef size_t (*tqkv_write)(void *user, const void *bytes, size_t n);
 typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc supplies parallel, allocator, and sinks for the snapshot's n_heads, which a snapshot does not hold. Its other
+/* desc supplies what a snapshot lacks: parallel, allocator, metal, and sinks for the snapshot's n_heads. Its other
    nonzero fields must match, else TQKV_INVALID_ARGUMENT. TQKV_CORRUPT: a missing or changed byte. *out is NULL on
    failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
