@@ -58,28 +58,29 @@
 
      TQKV_STATIC            every function is static: private to the including file
      TQKV_API               linkage of the public functions, by default `extern`
-     TQKV_EXPLAIN(text)     what to do with the reason of a refused call, a string that names the argument: for instance
-                            fprintf(stderr, "tqkv: %s\n", text). By default nothing.
-     TQKV_ALLOW_FAST_MATH   compile in spite of -ffast-math and its parts. Codes and norms may then differ from other
-                            builds and backends, and NaN or Inf in attention is undefined.
+     TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
+                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing.
+     TQKV_ALLOW_FAST_MATH   compiles despite -ffast-math or a part of it. Codes and norms may then differ from other
+                            builds and backends. NaN or Inf in attention is undefined.
 
-     Codes and norms are the same bytes on every backend, compiler and optimisation level, whatever the caller's
-     floating-point control word says: encoding sets round-to-nearest without flush-to-zero and restores it.
+     Codes and norms are the same bytes on every backend, compiler and optimisation level. The caller's floating-point
+     mode has no effect: encoding sets round-to-nearest without flush-to-zero, then restores the mode.
 
    THREADS
 
-     The calls take at most 48 KiB of stack. No hidden state but the choice of an instruction set, made once. Calls that only read the same object (attend,
-     decode, save, the getters) may run at once; a call that writes an object (encode into a store, append, truncate,
-     destroy) needs it alone. Different objects are independent. The hook tqkv_parallel runs tasks of one call on the
-     caller's threads; results are the same bits with or without it, whatever the number of threads.
+     Calls that only read an object (attend, decode, save, the getters) may run at once. A call that writes an object
+     (encode into a store, append, truncate, destroy) needs exclusive access to it. Different objects are independent.
+     The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
+     on the caller's threads; the number of threads does not change any bit of the results. A call takes at most 48 KiB
+     of stack.
 
    MATHEMATICS
 
-     Rotation: y = H(s*x)/sqrt(D), random signs s and the Walsh-Hadamard transform H, after which every coordinate of a
-     vector is close to Gaussian. Quantiser: Lloyd-Max codebooks for N(0,1) (S. Lloyd, "Least squares quantization in
-     PCM", 1982), or for I8 a uniform grid. The pairing is that of TurboQuant (A. Zandieh et al., 2025). Keys and
-     queries rotated alike keep their dot product; values leave attention rotated and are rotated back once a head.
-     Attention: softmax in one pass with a running maximum (M. Milakov and N. Gimelshein, 2018).
+     Rotation: y = H(s*x)/sqrt(D), with random signs s and the Walsh-Hadamard transform H. It makes each coordinate of a
+     vector close to Gaussian. Quantiser: Lloyd-Max codebooks for N(0,1) (S. Lloyd, "Least squares quantization in PCM",
+     1982), or a uniform grid for I8. TurboQuant (A. Zandieh et al., 2025) pairs the two in this way. Rotated keys and
+     rotated queries keep their dot product. Attention sums rotated values and rotates the result back once a head.
+     Attention: one-pass softmax with a running maximum (M. Milakov and N. Gimelshein, 2018).
 */
 #ifndef TQKV_H
 #define TQKV_H
@@ -89,8 +90,8 @@
 #define TQKV_VERSION_PATCH 0
 
 /* >>formats
-   Bits count the stored code; the norm (float32) adds 32 bits a row, or 32 bits per 256 values from head_dim 512 on,
-   or for I8 32 bits per 128 values.
+   Bits count the stored code alone. Norms (float32) add 32 bits a row; from head_dim 512 on, 32 bits per 256 values;
+   for I8, 32 bits per 128 values.
 
      format      bits  code of a value               row of D values, in bytes
      F16           16  IEEE half, not rotated        2*D, little-endian; beyond +-65504 clamped to it
@@ -133,20 +134,19 @@ typedef enum tqkv_format {
 extern "C" {
 #endif
 
-/* "f16", "tq4", "tq5", "tq6", "tq8", "tq5_bytes", "tq6_bytes", "i8"; TQKV_FORMAT_DEFAULT: "default"; none of them: "?" */
+/* "f16", "tq4", "tq5", "tq6", "tq8", "tq5_bytes", "tq6_bytes", "i8"; "default" for TQKV_FORMAT_DEFAULT, else "?" */
 TQKV_API const char *tqkv_format_name(tqkv_format f);
-/* The format of that name; TQKV_FORMAT_DEFAULT for NULL and for a name that is none of them. */
+/* The format of that name; TQKV_FORMAT_DEFAULT for NULL and for an unknown name. */
 TQKV_API tqkv_format tqkv_format_from_name(const char *name);
 /* Bytes of the codes of one row (one position of one head); 0 for an unsupported format or head_dim. */
 TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim);
 /* Norms of one row; 0 for F16 and for an unsupported format or head_dim. */
 TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim);
-/* The scaled value (tqkv_probe) beyond which a format saturates: the last boundary of its codebook, 127 for I8, 65504
-   for F16; 0 for no format. */
+/* The scaled value (tqkv_probe) where a format saturates: its last boundary, 127 for I8, 65504 for F16, else 0. */
 TQKV_API float tqkv_last_boundary(tqkv_format f);
 
 /* >>result
-   Unless its comment says otherwise, a call that does not return TQKV_OK has written nothing. */
+   A call that does not return TQKV_OK has written nothing, unless its comment says otherwise. */
 typedef enum tqkv_result {
     TQKV_OK = 0,
     TQKV_INVALID_ARGUMENT, /* null pointer, negative count, n_heads not a multiple of n_kv_heads, buffer too small or
@@ -158,13 +158,13 @@ typedef enum tqkv_result {
     TQKV_CORRUPT,        /* snapshot: bad magic, version, size or checksum, or missing bytes */
     TQKV_IO,             /* the caller's read or write function failed */
     TQKV_TABLE_MISMATCH, /* metallib and header disagree */
-    TQKV_METAL_ERROR     /* Metal refused; the context's error text has its words */
+    TQKV_METAL_ERROR     /* Metal failed; the context's error text has its message */
 } tqkv_result;
 /* One sentence in English, never NULL. */
 TQKV_API const char *tqkv_result_string(tqkv_result r);
 
-/* Memory for caches and scratch. All zero: malloc and free. alloc returns memory aligned as malloc's, or NULL; free
-   gets the size that was asked for. */
+/* Memory for caches and scratch. All zero: malloc and free. alloc returns NULL or memory aligned like malloc's; free
+   receives the size that alloc received. */
 typedef struct tqkv_allocator {
     void *(*alloc)(void *user, size_t size);
     void (*free)(void *user, void *pointer, size_t size);
@@ -172,12 +172,12 @@ typedef struct tqkv_allocator {
 } tqkv_allocator;
 
 /* >>isa
-   The instruction set in use: "avx512" (with VBMI), "avx2" (with FMA), "neon" or "scalar". The best one that the
-   processor has, unless the environment variable TQKV_ISA names another at the first call. Attention differs between
-   them in last bits, codes and norms do not. */
+   The instruction set in use: "avx512" (with VBMI), "avx2" (with FMA), "neon" or "scalar". The first call chooses the
+   best set of the processor, or the one named by the environment variable TQKV_ISA. Codes and norms are the same in all
+   sets; attention differs in the last bits. */
 TQKV_API const char *tqkv_isa_name(void);
-/* Uses that set from now on, in all threads: for tests. NULL: chooses anew. TQKV_INVALID_ARGUMENT for an unknown name,
-   TQKV_UNSUPPORTED where the processor lacks it. */
+/* For tests: uses that set from now on, in all threads. NULL: chooses again. TQKV_INVALID_ARGUMENT for an unknown name,
+   TQKV_UNSUPPORTED if the processor lacks the set. */
 TQKV_API tqkv_result tqkv_isa_force(const char *name);
 
 /* >>store
@@ -190,35 +190,33 @@ typedef struct tqkv_store {
     int n_kv_heads;
     int capacity; /* positions */
     bool ring;
-    bool unrotated; /* TQ5, TQ6, TQ8 and their _BYTES forms without the rotation, for caches written so elsewhere. Real
-                       values have heavy tails, which the rotation is there to spread: without it the error grows by up
-                       to four digits. Never a default. */
-    float block_scale; /* head_dim >= 512, TQ formats: multiplies the values before quantising, divided out again when
-                          decoding; 0 = 1 */
-    void *codes;       /* any alignment; read fastest from a multiple of 64 */
+    bool unrotated; /* for caches written without the rotation; TQ5, TQ6, TQ8 and their _BYTES forms only. The rotation
+                       spreads the heavy tails of real values: without it the error grows by up to four digits. */
+    float block_scale; /* TQ formats, head_dim >= 512: encoding multiplies the values by it, decoding divides; 0 = 1 */
+    void *codes;       /* any alignment; a multiple of 64 reads fastest */
     size_t codes_size; /* bytes */
     float *norms;      /* may be NULL for F16 */
     size_t norms_size; /* bytes */
 } tqkv_store;
 
-/* Bytes needed for codes and norms; codes 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
+/* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
 TQKV_API size_t tqkv_codes_size(const tqkv_store *s);
 TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 
-/* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps the last `capacity`
-   tokens of a longer run. TQKV_NOT_FINITE if any value of src is NaN or Inf, also of tokens that a ring would drop.
-   Finite values so large (near 1e19) that a row's squared length overflows are encoded with an infinite norm. */
+/* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
+   `capacity` tokens. TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that a ring drops. Values near 1e19, whose
+   squared length overflows, give an infinite norm. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const float *src, int n_tokens, int64_t position);
 
-/* What encode would compare with the boundaries: rotated, divided by the norm, and scaled to unit variance; for I8 in
-   steps of the grid, for F16 the source. src, scaled: [n_tokens][n_kv_heads][head_dim]. Writes no store (codes and
-   norms may be NULL): for looking at how well activations fit the codebook. */
+/* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries. They are
+   rotated, divided by the norm, and scaled to unit variance; I8: in steps of the grid; F16: the source. src, scaled:
+   [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const float *src, int n_tokens, float *scaled);
 
-/* The basis a vector is given in. Streams that are not rotated (F16, unrotated) stay in the original one throughout. */
+/* The basis of a vector. Streams without rotation (F16, unrotated) stay in the original basis. */
 typedef enum tqkv_basis {
     TQKV_ORIGINAL = 0,
-    TQKV_ROTATED /* after the rotation: as the codes are stored */
+    TQKV_ROTATED /* after the rotation: the basis of the codes */
 } tqkv_basis;
 
 /* Decodes [position, position + n_positions), at most `capacity` of them; dst: [n_positions][n_kv_heads][head_dim]. */
@@ -230,10 +228,10 @@ TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim);
 TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim);
 
 /* >>attention
-   Runs task(context, i) once for each i in [0, count), in any order, on any threads, and returns when all have ended.
-   Threads that share a cache or a store call `run` at once: it must allow that. tqkv never calls `run` from a task of its
-   own; a pool whose other tasks call tqkv must allow `run` inside a task. Neither `run` nor a task may throw or longjmp
-   through tqkv: the scratch of the call would leak, and its tasks might go on. */
+   Runs task(context, i) once for each i in [0, count), in any order, on any threads; returns after all have ended.
+   Threads that share a cache or a store may call `run` at once; it must allow that. tqkv never calls `run` from its own
+   tasks; a pool whose other tasks call tqkv must allow `run` inside a task. Neither `run` nor a task may throw or
+   longjmp through tqkv: the call's scratch would leak, and its tasks might go on. */
 typedef void (*tqkv_task)(void *context, int index);
 typedef struct tqkv_parallel {
     void (*run)(void *user, int count, tqkv_task task, void *context);
@@ -241,48 +239,48 @@ typedef struct tqkv_parallel {
 } tqkv_parallel;
 
 /* out = sum_j softmax_j( cap( scale * q.k_j ) ) v_j,   cap(x) = softcap > 0 ? softcap * tanh(x/softcap) : x
-   Query head h reads KV head h / (n_heads/n_kv_heads). Query i stands at position end - n_queries + i and sees the
-   resident positions up to its own, with a window only the newest `window` of those. A query that sees nothing gives
-   zeros. Slots that no query sees are never read. */
+   Query head h reads KV head h / (n_heads/n_kv_heads). Query i is at position end - n_queries + i. It sees the resident
+   positions up to its own; a window limits them to the newest `window`. A query that sees nothing gives zeros.
+   Attention reads no slot that no query sees. */
 typedef struct tqkv_attention {
     const tqkv_store *keys, *values; /* same head_dim and n_kv_heads */
     int n_heads;                     /* query heads; 0 = n_kv_heads */
     int n_queries;                   /* 0 = 1 */
     int64_t end;                     /* positions appended so far */
-    int kv_len;                      /* newest positions resident; 0 = min(end, capacity) */
+    int kv_len;                      /* resident positions, the newest; 0 = min(end, capacity) */
     int window;                      /* 0 = no window */
     float scale;                     /* 0 = 1/sqrt(head_dim) */
     float softcap;                   /* 0 = off */
-    const float *sinks;       /* [n_heads] or NULL: adds exp(sink) to the softmax's denominator; -INFINITY: none */
-    tqkv_basis query_basis;   /* TQKV_ROTATED: the caller rotated q already */
+    const float *sinks;       /* [n_heads] or NULL: adds exp(sink) to the softmax's denominator; -INFINITY: no sink */
+    tqkv_basis query_basis;   /* TQKV_ROTATED: q is rotated already */
     tqkv_basis output_basis;  /* TQKV_ROTATED: leave the output rotated */
     tqkv_parallel parallel;   /* zero = the calling thread alone */
     tqkv_allocator allocator; /* scratch; zero = malloc, free */
 } tqkv_attention;
 
-/* q, out: [n_queries][n_heads][head_dim]. TQKV_NOT_FINITE if q or a sink is NaN or Inf. */
+/* q, out: [n_queries][n_heads][head_dim]. TQKV_NOT_FINITE if q holds NaN or Inf, or a sink is NaN or +Inf. */
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const float *q, float *out);
 
-/* One slice [first, first + count) of the resident positions, without sinks, so that slices on several devices can be
-   merged. max, sum: [n_queries][n_heads], the largest score and the sum of exp(score - max); out: [n_queries][n_heads]
-   [head_dim], the sum of exp(score - max) * value, in the values' basis. Nothing visible: -INFINITY, 0 and zeros. */
+/* Attends one slice [first, first + count) of the resident positions, without sinks, for tqkv_attend_merge. max, sum:
+   [n_queries][n_heads]: the largest score, and the sum of exp(score - max). out: [n_queries][n_heads][head_dim]: the
+   sum of exp(score - max) * value, in the values' basis. A query without positions: -INFINITY, 0, zeros. */
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const float *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
-/* Merges the slice src into dst. Both must be over values in the same basis, which this call cannot see: of rotated
-   (TQ, I8) and not rotated values (F16, unrotated) it makes wrong sums. tqkv_attend_merge_slice merges those.
-   Of a->keys and a->values only the shapes are read, here and in the two calls below. */
+/* Merges the slice src into dst. Both slices must have values in the same basis, which this call cannot check: its sums
+   are wrong if one is rotated (TQ, I8) and the other not (F16, unrotated). For those use tqkv_attend_merge_slice. This
+   call and the two below read only the shapes of a->keys and a->values. */
 TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, float *max, float *sum,
                                        const float *src_out, const float *src_max, const float *src_sum);
-/* As tqkv_attend_merge, of a slice that was attended with `slice`, over stores of other formats: brings its sums into
-   the basis of a->values. n_heads, n_queries and head_dim are the same in both. */
+/* As tqkv_attend_merge, for a slice attended with `slice`, over stores of other formats: converts its sums to the basis
+   of a->values. n_heads, n_queries and head_dim are the same in both. */
 TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *a, float *out, float *max, float *sum,
                                              const tqkv_attention *slice, const float *src_out, const float *src_max,
                                              const float *src_sum);
-/* Adds the sinks, divides and un-rotates: out becomes what tqkv_attend would have written. */
+/* Adds the sinks, divides and rotates back: out becomes the output of tqkv_attend. */
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
 
 /* >>cache
-   A cache that owns its memory: one layer's keys and values, and where they stand. */
+   A cache that owns its memory: one layer's keys and values, and their positions. */
 typedef struct tqkv_cache tqkv_cache;
 typedef struct tqkv_metal tqkv_metal; /* see >>metal */
 typedef struct tqkv_cache_desc {
@@ -293,7 +291,7 @@ typedef struct tqkv_cache_desc {
     float scale, softcap;
     const float *sinks; /* [n_heads] or NULL; copied */
     tqkv_parallel parallel;
-    tqkv_allocator allocator; /* the cache and the scratch of its calls */
+    tqkv_allocator allocator; /* for the cache and its scratch */
     tqkv_metal *metal;        /* a context that holds the cache and runs append and attend; NULL = the processor */
 } tqkv_cache_desc;
 
@@ -301,48 +299,47 @@ typedef struct tqkv_cache_desc {
 TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out);
 TQKV_API void tqkv_cache_destroy(tqkv_cache *c); /* NULL is fine */
 
-/* k, v: [n_tokens][n_kv_heads][head_dim], at positions end, end + 1 ... Many tokens are encoded by tasks of `parallel`, to
-   the same bytes. All or nothing: TQKV_OUT_OF_RANGE when a linear cache is full. To prefill a ring, append and attend in pieces of at most capacity - window + 1 tokens, so that no
-   position is dropped that a query of the same piece still sees. */
+/* k, v: [n_tokens][n_kv_heads][head_dim], at positions end, end + 1 ... Tasks of `parallel` encode long runs, to the
+   same bytes. All or nothing: TQKV_OUT_OF_RANGE if a linear cache would overflow. To prefill a ring, append and attend
+   in pieces of at most capacity - window + 1 tokens: then every query still finds its whole window. */
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const float *v, int n_tokens);
 /* The newest n_queries positions attend; q, out: [n_queries][n_heads][head_dim]. */
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const float *q, int n_queries, float *out);
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c);  /* positions appended; 0 for NULL */
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms, both streams; 0 for NULL */
-/* Forgets the positions from `end` on. A ring does not get back what newer positions had overwritten: TQKV_OUT_OF_RANGE
-   for an end before its oldest resident position, except 0, which empties the cache. */
+/* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
+   the oldest resident position. 0 is always valid and empties the cache. */
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c); /* the stores behind it; NULL for NULL */
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c);
 
-/* Both return the bytes moved, fewer at the end of a file or on failure; what is missing is asked for again until a
-   call moves nothing. */
+/* Both return the bytes moved, fewer at the end of a file or on failure; tqkv calls again until all or 0 bytes move. */
 typedef size_t (*tqkv_write)(void *user, const void *bytes, size_t n);
 typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 
-/* Writes the resident positions. The bytes depend on the content alone: not on machine, allocator or threads. On
-   TQKV_IO what was written is no snapshot; write to a temporary file and rename it. */
+/* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
+   TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc supplies what a snapshot does not hold: parallel, allocator, and sinks, as many as the snapshot's n_heads. Other
-   nonzero fields must match it, else TQKV_INVALID_ARGUMENT. A missing or changed byte: TQKV_CORRUPT. *out is NULL
-   on failure. */
+/* desc supplies what a snapshot lacks: parallel, allocator, metal, and sinks for the snapshot's n_heads. Its other
+   nonzero fields must match, else TQKV_INVALID_ARGUMENT. TQKV_CORRUPT: a missing or changed byte. *out is NULL on
+   failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* >>metal
-   The same on Apple's GPUs, by tqkv_metal.m: a file to compile beside the one with TQKV_IMPLEMENTATION, with
-   -framework Metal -framework Foundation. Plain C; objects of Metal are passed as what they are in Objective-C and as
-   void * elsewhere. Needs a GPU of the family Apple7 (M1, A14) or later.
+   The same calls on Apple's GPUs. Compile tqkv_metal.m beside the file with TQKV_IMPLEMENTATION, and link with
+   -framework Metal -framework Foundation. The interface is plain C: a Metal object has its own type in Objective-C, and
+   is a void * elsewhere. Needs a GPU of family Apple7 (M1, A14) or later.
 
-   Recording. The calls that take an encoder record into the caller's id<MTLComputeCommandEncoder>. They commit nothing,
-   wait for nothing and allocate nothing, but for the first call of a kind, which builds its pipeline. Results are there
-   when the caller's command buffer has completed. A call that fails has recorded nothing.
-   In an encoder of dispatch type serial nothing else is to be done. In a concurrent one a call sees to the order of its
-   own dispatches; barriers between calls of which one reads or overwrites what another writes (stores, sources,
-   outputs, scratch, flags) are the caller's. Resources of hazard tracking mode untracked need their usual fences.
+   Recording. Calls with an encoder record into the caller's id<MTLComputeCommandEncoder>. They do not commit, wait or
+   allocate; only the first call of a kind builds its pipeline. Results are ready when the caller's command buffer has
+   completed. A failed call has recorded nothing.
+   A serial encoder needs nothing else. In a concurrent encoder each call orders its own dispatches. The caller adds
+   barriers between two calls if one reads or overwrites what the other writes (stores, sources, outputs, scratch,
+   flags). Untracked resources need their usual fences.
 
-   Threads. A context may be used by many threads at once, each with an encoder of its own. */
+   Threads. Many threads may use one context at once, each with its own encoder. */
 #ifdef TQKV_STATIC
-#define TQKV_METAL_API extern /* they are in a file of their own */
+#define TQKV_METAL_API extern /* defined in their own file */
 #else
 #define TQKV_METAL_API TQKV_API
 #endif
@@ -355,39 +352,39 @@ typedef void *tqkv_metal_object;
 
 typedef struct tqkv_metal_desc {
     tqkv_metal_object device; /* id<MTLDevice>; NULL = the system's default. Retained. */
-    /* The compiled shaders, in one of these forms; all zero: those that tqkv_metal.m was built with
-       (TQKV_METALLIB_EMBED), else TQKV_INVALID_ARGUMENT. No folder is searched. */
+    /* The compiled shaders, in one of these forms. All zero: the one embedded in tqkv_metal.m (TQKV_METALLIB_EMBED),
+       else TQKV_INVALID_ARGUMENT. No folder is searched. */
     const char *library_path;  /* of default.metallib, UTF-8 */
     const void *library_bytes; /* its content; copied */
     size_t library_size;
     tqkv_metal_object library; /* id<MTLLibrary> of that device. Retained. */
-    char *error;               /* [error_size] or NULL: on failure what was wrong, in Metal's words where it has any */
+    char *error;               /* [error_size] or NULL: on failure the reason, in Metal's words if it has any */
     size_t error_size;
 } tqkv_metal_desc;
 
-/* TQKV_UNSUPPORTED: no Metal device, or one without the family Apple7 or simdgroups of 32. TQKV_TABLE_MISMATCH: the
-   library was built from another version of this header; the text names the table. TQKV_METAL_ERROR: Metal refused.
-   Runs one small kernel and waits for it. *out is NULL on failure. */
+/* Runs one small kernel and waits for it. TQKV_UNSUPPORTED: no Metal device, or one without family Apple7 or simdgroups
+   of 32. TQKV_TABLE_MISMATCH: the library was built from another version of this header; the text names the table.
+   TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. */
 TQKV_METAL_API tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out);
-/* When no call is under way and what was recorded has completed. Caches and memory of the context go before it. */
+/* Call it after all calls have returned, recorded work has completed, and the context's caches and memory are gone. */
 TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
-/* The text of the context's last failure, in any thread, cut to size - 1 bytes; "" if there was none. */
+/* The text of the context's last failure in any thread, cut to size - 1 bytes; "" if there is none. */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
-/* Bytes from an offset of a buffer on. Offsets of codes are multiples of 16, others of 4. */
+/* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4. */
 typedef struct tqkv_metal_buffer {
     tqkv_metal_object buffer; /* id<MTLBuffer> */
     size_t offset;
 } tqkv_metal_buffer;
 
-/* A tqkv_store in buffers: of shape, its own pointers and sizes are not read. norms may be zero for F16. */
+/* A tqkv_store in buffers. The pointers and sizes in shape are not read. norms may be zero for F16. */
 typedef struct tqkv_metal_store {
     tqkv_store shape;
     tqkv_metal_buffer codes, norms;
 } tqkv_metal_store;
 
-/* As tqkv_encode, tqkv_probe, tqkv_decode, tqkv_rotate and tqkv_unrotate. A row of the source that holds NaN or Inf is
-   stored as zeros, and not_finite, a uint32_t that the caller has cleared, becomes 1; not_finite may be zero. */
+/* As tqkv_encode, tqkv_probe, tqkv_decode, tqkv_rotate and tqkv_unrotate. A source row with NaN or Inf is stored as
+   zeros and sets not_finite, a uint32_t cleared by the caller, to 1. not_finite may be zero. */
 TQKV_METAL_API tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
                                              tqkv_metal_buffer src, int n_tokens, int64_t position,
                                              tqkv_metal_buffer not_finite);
@@ -407,33 +404,33 @@ TQKV_METAL_API tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object en
 TQKV_METAL_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
                                                int n_rows, int head_dim);
 
-/* tqkv_attention with buffers. NaN and Inf in q or sinks are not found, and spread. */
+/* tqkv_attention with buffers. NaN and Inf in q or sinks are not detected; they spread. */
 typedef struct tqkv_metal_attention {
-    tqkv_attention attention; /* of which keys, values, sinks, parallel and allocator are not read */
+    tqkv_attention attention; /* its keys, values, sinks, parallel and allocator are not read */
     const tqkv_metal_store *keys, *values;
     tqkv_metal_buffer sinks; /* float [n_heads]; zero = none */
 } tqkv_metal_attention;
 
-/* Bytes of scratch that attending takes at most, whatever part of the stores is resident: end and kv_len may be 0. */
+/* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention *a, size_t *bytes);
-/* As tqkv_attend. scratch: at least as many bytes as the call above says, and not used by others at the same time. */
+/* As tqkv_attend. scratch: at least the bytes of the call above, for this call alone. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                                              tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
 
-/* For programs without an encoder of their own: records by calling record(user, encoder), commits to the context's
-   queue and waits. A failure of record is returned and nothing is run. */
+/* For programs without an encoder: calls record(user, encoder), commits to the context's queue and waits. If record
+   fails, nothing runs and its result is returned. */
 typedef tqkv_result (*tqkv_metal_record)(void *user, tqkv_metal_object encoder);
 TQKV_METAL_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_record record, void *user);
-/* Memory that processor and GPU share: buffers of storage mode shared, addressed by their contents. */
+/* Memory shared by processor and GPU: buffers of storage mode shared, addressed by their contents. */
 TQKV_METAL_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
 /* The buffer behind a pointer into such memory; TQKV_INVALID_ARGUMENT for any other. */
 TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffer *out);
 
 /* A cache whose desc has `metal` lies in shared memory. tqkv_cache_append and tqkv_cache_attend run on the GPU and
-   wait; everything else, and encode and attend on tqkv_cache_keys and _values, works on the processor as ever. After a
+   wait; all other calls, and encode and attend on tqkv_cache_keys and _values, run on the processor. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
-   The two below record into an encoder. An append counts at once, so that the attention after it can be recorded:
-   should the command buffer fail, truncate. The processor sees the codes when it has completed. */
+   The two calls below record into an encoder. An append counts at once, and attention can be recorded after it;
+   truncate if the command buffer fails. The processor sees the codes after the buffer has completed. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
                                                    tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                    tqkv_metal_buffer not_finite);
@@ -455,7 +452,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 #if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED) || defined(__METAL_VERSION__)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
-#define TQKV_TABLE_VERSION 1 /* of tables, argument structs and what kernels make of them, together */
+#define TQKV_TABLE_VERSION 1 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
 #ifdef __METAL_VERSION__
@@ -465,7 +462,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 #endif
 #endif
 
-/* float(1/sqrt(D)) and float(sqrt(D)): exact powers of two, times the root of 1/2 or 2 where log2(D) is odd. */
+/* 1/sqrt(D) and sqrt(D), rounded to float: powers of two, times sqrt(1/2) or sqrt(2) where log2(D) is odd. */
 #define TQKV__INV_SQRT(D)                                                                                              \
     ((D) == 32    ? 0.17677669227123260498046875f                                                                      \
      : (D) == 64  ? 0.125f                                                                                             \
@@ -481,16 +478,16 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
      : (D) == 512 ? 22.6274166107177734375f                                                                            \
                   : 32.0f)
 
-/* A row of no greater norm is stored as zeros: 1e-10 as a float. */
+/* 1e-10 as a float. A row whose norm is not above this is stored as zeros. */
 #define TQKV__MIN_NORM 1.00000001335143196001808973960578441619873046875e-10f
 
-/* One row a format, in the order of tqkv_format. C, the kernels and the shaders derive all else from these rows.
+/* One row a format, in the order of tqkv_format. C, the kernels and the shaders derive everything else from these rows.
 
    kind       HALF: IEEE halves, no norms, never rotated. BOOK: indices into a codebook. GRID: integers times a norm.
    main       bits of a code in the first field of a stored row
-   upper      bits of a code in the second field, directly behind the first; these are the code's highest bits
-   book       bits of the codebook; main + upper may be more, then the bits above are zero
-   plain      1: a store may leave out the rotation (`unrotated`)                                                    */
+   upper      the highest bits of a code, in the second field, directly behind the first
+   book       bits of the codebook; if main + upper is larger, the bits above are zero
+   plain      1: a store may omit the rotation (`unrotated`)                                                         */
 // clang-format off
 #define TQKV__FORMATS(row, x)                                                  \
     /*     format          name         kind        main upper book plain */   \
@@ -506,7 +503,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 
 enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 
-/* A column of the row of format f; for no format 8 main bits, else 0. With a constant f the compiler leaves a constant. */
+/* One column of the row of f; without a row 8 main bits, else 0. A constant f gives a constant. */
 #define TQKV__KIND(f)                                                   (TQKV__FORMATS(TQKV__KIND_OF, f) 0)
 #define TQKV__MAIN_BITS(f)                                              (TQKV__FORMATS(TQKV__MAIN_OF, f) 8)
 #define TQKV__UPPER_BITS(f)                                             (TQKV__FORMATS(TQKV__UPPER_OF, f) 0)
@@ -518,19 +515,19 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 #define TQKV__BOOK_OF(f, format, name, kind, main, upper, book, plain)  (f) == format ? book:
 #define TQKV__PLAIN_OF(f, format, name, kind, main, upper, book, plain) (f) == format ? plain:
 
-/* Values that share a norm, in a row of D values of that kind. */
+/* Values that share a norm, in a row of D values. */
 #define TQKV__NORM_BLOCK(kind, D)                                                                                      \
     ((kind) == TQKV__GRID && (D) > 128 ? 128 : (kind) == TQKV__BOOK && (D) >= 512 ? 256 : (D))
 
-/* One row a codebook: its bits. Its tables and hashes carry them in their names. */
+/* One row a codebook: its bits, which are also part of the names of its tables and hashes. */
 #define TQKV__BOOKS(row, x) row(x, 4) row(x, 5) row(x, 6) row(x, 8)
-/* The codebook of that many bits and its boundaries; those of TQ8 for any other number. */
+/* The codebook with that many bits, and its boundaries; TQ8's for any other number. */
 #define TQKV__CODEBOOK(bits)              (TQKV__BOOKS(TQKV__CODEBOOK_OF, bits) tqkv__tables.codebook_8)
 #define TQKV__BOUNDARIES(bits)            (TQKV__BOOKS(TQKV__BOUNDARIES_OF, bits) tqkv__tables.boundaries_8)
 #define TQKV__CODEBOOK_OF(bits, number)   (bits) == number ? tqkv__tables.codebook_##number:
 #define TQKV__BOUNDARIES_OF(bits, number) (bits) == number ? tqkv__tables.boundaries_##number:
 
-/* XXH3-64 of each member of tqkv__tables, as little-endian bytes, and of all of it. */
+/* XXH3-64 of each member of tqkv__tables, as little-endian bytes, and of the whole. */
 #ifndef __METAL_VERSION__
 #define TQKV_HASH_CODEBOOK_4   0x018b5b08c996d16aULL
 #define TQKV_HASH_CODEBOOK_5   0xdbe08401820ec7a9ULL
@@ -550,8 +547,7 @@ typedef struct tqkv__table_set {
     uint8_t signs[64]; /* bit j = (signs[j>>3] >> (j&7)) & 1: 1 flips element j modulo 512 */
 } tqkv__table_set;
 
-/* Lloyd-Max quantisers of N(0,1). The boundaries are stated by themselves: float midpoints of the centroids differ from
-   them in the last place. */
+/* Lloyd-Max quantisers of N(0,1). Float midpoints of the centroids differ from these boundaries in the last place. */
 // clang-format off
 TQKV_TABLE tqkv__table_set tqkv__tables = {
     {-2.7325896f, -2.0690172f, -1.6180464f, -1.2562312f, -0.9423405f, -0.6567591f, -0.3880483f, -0.1283950f, 0.1283950f, 0.3880483f,
@@ -638,22 +634,21 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
      0x58, 0x2f, 0x94, 0xe1, 0xb6, 0x3d, 0x0a, 0x7c, 0xc5, 0x61, 0xd8, 0x4f, 0xa3, 0x97, 0x1e, 0x85}};
 // clang-format on
 
-/* The Metal kernels, tqkv_<family>_d<head_dim>. A pipeline is a kernel with all function constants that name it. */
-#define TQKV_FC_FORMAT         0  /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: of the keys */
-#define TQKV_FC_VALUE_FORMAT   1  /* uint: encode_kv, attend: of the values */
+/* The Metal kernels, tqkv_<family>_d<head_dim>. A kernel and its function constants make a pipeline. */
+#define TQKV_FC_FORMAT         0  /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
+#define TQKV_FC_VALUE_FORMAT   1  /* uint: encode_kv, attend: that of the values */
 #define TQKV_FC_ROTATED        2  /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
 #define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: the values */
-#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: turn rows from the rotated basis */
-#define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated and queries are not yet */
-#define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head that a threadgroup serves */
+#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back */
+#define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated, queries are not */
+#define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head in a threadgroup */
 #define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
 #define TQKV_FC_SOFTCAP        8  /* bool: attend: scores are capped */
 #define TQKV_FC_SAME_SLOTS     9  /* bool: attend: a position has the same slot in keys and values */
 #define TQKV_FC_SHORT_STORE    10 /* bool: attend: the keys' capacity is below 32 */
 #define TQKV_FC_SINKS          11 /* bool: attend_merge: there are sinks */
 
-/* Most query rows a threadgroup of attend serves at this head_dim: 8 accumulators a lane and row up to D=256, so that
-   the sums of all rows stay at 64 registers. */
+/* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
@@ -666,13 +661,13 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /* (3) maximum and sum, n simdgroups */
 #define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)            /* (0) a row and its sum, n simdgroups */
 
-/* Rows that a simdgroup of encode, encode_kv and probe takes: 4 passes of as many as lie beside each other. */
+/* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side. */
 #define TQKV__ENCODE_ROWS(D) (4 * ((D) == 32 ? 16 : 1024 / (D)))
 
-/* Simdgroups that share out a row's splits in attend_merge: its threadgroup memory stays at 8 KiB. */
+/* Simdgroups that share a row's splits in attend_merge: 8 KiB of threadgroup memory. */
 #define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))
 
-/* The sizes above for kernels of head_dim D. A library whose own differ is refused. */
+/* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D)                                                                                          \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
         TQKV__SIGN_BYTES(D), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_WEIGHT_BYTES(D, 1),                             \
@@ -681,8 +676,8 @@ enum { TQKV__KERNEL_DIMS = 6, TQKV__N_KERNEL_SIZES = 10 };
 /* head_dim number i of the kernels */
 #define TQKV__KERNEL_DIM(i) (32 << (i))
 
-/* Rows of one stream. Token t of the call is at slot first_slot + t, less capacity if that is beyond the store: the
-   host resolves positions, and passes at most `capacity` tokens and fewer than 2^32 rows. */
+/* Rows of one stream. Token t is at slot first_slot + t, minus capacity if that is beyond the store. The host resolves
+   positions; it passes at most `capacity` tokens and fewer than 2^32 rows. */
 typedef struct tqkv__rows_args {
     int32_t n_tokens; /* source or destination is [n_tokens][n_kv_heads][head_dim] */
     int32_t n_kv_heads;
@@ -695,13 +690,13 @@ typedef struct tqkv__rotate_args {
     int32_t n_rows; /* of head_dim values */
 } tqkv__rotate_args;
 
-/* attend, over kv_len resident positions counted from the oldest. Its slot is oldest_slot; slots wrap at capacity. */
+/* attend, over kv_len resident positions counted from the oldest, which is at oldest_slot; slots wrap at capacity. */
 typedef struct tqkv__attend_args {
     int32_t n_queries;
     int32_t n_kv_heads;
     int32_t group;    /* query heads a KV head */
     int32_t kv_len;   /* query i is at position kv_len - n_queries + i; before 0 it sees nothing */
-    int32_t window;   /* 0: none, or no smaller than kv_len */
+    int32_t window;   /* 0: none, or at least kv_len */
     int32_t n_splits; /* threadgroups that share one context: the grid's z */
     int32_t key_capacity, key_oldest_slot;
     int32_t value_capacity, value_oldest_slot;
@@ -720,7 +715,7 @@ typedef struct tqkv__merge_args {
 #define TQKV__SHARED_STRUCTS(row) row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args)
 enum { TQKV__N_SHARED_STRUCTS = 5 };
 
-/* What the kernel `tables` writes: what the shaders were compiled with. */
+/* Output of the kernel `tables`: the tables and sizes that the shaders were compiled with. */
 typedef struct tqkv__table_report {
     uint32_t table_version;
     uint32_t struct_sizes[TQKV__N_SHARED_STRUCTS];
@@ -744,8 +739,8 @@ TQKV__ASSERT_SIZE(tqkv__table_report, 3256);
 /* <<shared */
 
 /* >>plan */
-/* What tqkv_metal.m takes from the implementation. A call of Metal is planned here, in plain C: kernel, function
-   constants, arguments, buffers, grid, and all checks but those of Metal's own objects. Seen with TQKV_SHARED. */
+/* The interface between tqkv_metal.m and the implementation, visible with TQKV_SHARED. It plans a Metal call in plain
+   C: kernel, function constants, arguments, buffers, grid, and all checks except those of Metal's own objects. */
 #if defined(TQKV__SHARED) && !defined(__METAL_VERSION__) && !defined(TQKV__PLAN)
 #define TQKV__PLAN
 #ifdef __cplusplus
@@ -757,7 +752,7 @@ enum {
     TQKV__CONSTANTS = 12,
     TQKV__BINDINGS = 9,
     TQKV__MEMORIES = 4,
-    TQKV__SECOND_ARGS = 4,  /* index of encode_kv's arguments of the values; the first of every kernel are at 0 */
+    TQKV__SECOND_ARGS = 4,  /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
     TQKV__ONLY_CHECKED = -1 /* in place of an index */
 };
 
@@ -772,7 +767,7 @@ typedef enum tqkv__family {
     TQKV__ATTEND_MERGE
 } tqkv__family;
 
-/* What names a pipeline. Bytes only, without gaps, so that two are compared as bytes. */
+/* Identifies a pipeline. Only bytes, without padding: two kernels can be compared with memcmp. */
 typedef struct tqkv__kernel {
     uint8_t family, head_dim;           /* head_dim / 32, 0 = none */
     uint8_t constants[TQKV__CONSTANTS]; /* by TQKV_FC_*: value + 1, 0 = not set */
@@ -780,7 +775,7 @@ typedef struct tqkv__kernel {
 
 /* A buffer argument. size 0: the call has none. */
 typedef struct tqkv__binding {
-    const char *name; /* in texts of failures */
+    const char *name; /* for error texts */
     int index;
     tqkv_metal_buffer at;
     size_t size, alignment;
@@ -794,24 +789,23 @@ typedef union tqkv__args {
     tqkv__merge_args merge;
 } tqkv__args;
 
-/* A dispatch. */
 typedef struct tqkv__dispatch {
     tqkv__kernel kernel;
     tqkv__args args[2];
     size_t args_size; /* of each */
     int n_args, n_bindings;
     tqkv__binding bindings[TQKV__BINDINGS];
-    size_t memory[TQKV__MEMORIES], memory_each[TQKV__MEMORIES]; /* bytes a threadgroup, and for each simdgroup */
-    size_t grid[3];            /* threadgroups; nothing is to be done if the first is 0 */
-    bool rows;                 /* grid[0] counts simdgroups instead, each for a row or several */
-    int n_simdgroups;          /* of a threadgroup, or as many as the pipeline allows */
-    tqkv_metal_object barrier; /* a buffer that the dispatch before this one writes, or NULL */
+    size_t memory[TQKV__MEMORIES], memory_each[TQKV__MEMORIES]; /* bytes per threadgroup, and per simdgroup */
+    size_t grid[3];                                             /* threadgroups; nothing to do if the first is 0 */
+    bool rows;                 /* grid[0] counts simdgroups instead, each for one or several rows */
+    int n_simdgroups;          /* per threadgroup, or as many as the pipeline allows */
+    tqkv_metal_object barrier; /* a buffer that the previous dispatch writes, or NULL */
 } tqkv__dispatch;
 
-/* A binding in front of binding i that lies over it while one of the two is written, or NULL. */
+/* A binding before binding i that overlaps it while one of the two is written, or NULL. */
 TQKV_API const tqkv__binding *tqkv__overlapping(const tqkv__dispatch *d, int i);
 
-/* The calls of >>metal. Of shapes and attentions the processor's pointers are not read. */
+/* The calls of >>metal. The processor's pointers in shapes and attentions are not read. */
 TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, tqkv__dispatch *d);
 TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens, int64_t position,
                                        tqkv_metal_buffer not_finite, tqkv__dispatch *d);
@@ -828,7 +822,7 @@ TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *a, size_t *b
 TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
                                        tqkv_metal_buffer out, tqkv__dispatch d[2]);
 
-/* Of a cache, which lies at `memory`. rows_size: bytes of q and of the output. */
+/* For a cache that lies at `memory`. rows_size: bytes of q and of the output. */
 TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
                                              tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                              tqkv__dispatch *d);
@@ -839,10 +833,10 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
                                              tqkv__dispatch d[2]);
 TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 
-/* What of the shaders' tables and sizes is not this header's; NULL if all is. */
+/* The first difference between the shaders' tables and sizes and this header's; NULL if there is none. */
 TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report);
 
-/* What a context gives a cache; struct tqkv_metal begins with it. */
+/* The part of a context that a cache uses; struct tqkv_metal begins with it. */
 typedef struct tqkv__backend {
     tqkv_allocator memory; /* of codes, norms and the cache itself */
     tqkv_result (*append)(tqkv_metal *m, const tqkv_cache *c, const float *k, const float *v, int n_tokens);
@@ -887,8 +881,8 @@ typedef struct tqkv__backend {
 #ifndef XXH_INLINE_ALL
 #define XXH_INLINE_ALL
 #endif
-/* No forced inlining in xxHash 0.8.1 (Debian 12), because gcc 12 -Og rejects it. Without it gcc -O2 hashes snapshots as
-   fast, and gcc -O2 -mavx2 at 18 instead of 28 GB/s. xxhash.h evaluates this macro after it defines its version. */
+/* gcc 12 -Og rejects the forced inlining of xxHash 0.8.1 (Debian 12). Without it gcc -O2 hashes snapshots at the same
+   speed, and gcc -O2 -mavx2 at 18 instead of 28 GB/s. xxhash.h evaluates this macro after it defines its version. */
 #if !defined(XXH_NO_INLINE_HINTS) && defined(__GNUC__) && !defined(__clang__) && !defined(__NO_INLINE__) &&            \
     !defined(__OPTIMIZE_SIZE__)
 #define XXH_NO_INLINE_HINTS (XXH_VERSION_NUMBER == 801)
@@ -907,19 +901,19 @@ typedef struct tqkv__backend {
 #include <xmmintrin.h>
 #endif
 
-/* >>common: sizes, formats and what a valid store is */
+/* >>common: sizes, formats and the checks of a store */
 
 #ifndef TQKV_EXPLAIN
 #define TQKV_EXPLAIN(text) ((void)0)
 #endif
-/* The result of a refused call, after words for TQKV_EXPLAIN. */
+/* Passes text to TQKV_EXPLAIN and evaluates to the result. */
 #define TQKV__REFUSE(result, text) (TQKV_EXPLAIN(text), TQKV_##result)
 #define TQKV__INVALID(text)        TQKV__REFUSE(INVALID_ARGUMENT, text)
 
 #define TQKV__NOINLINE __attribute__((noinline))
 #define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
 #define TQKV__INLINE   inline __attribute__((always_inline))
-#define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a piece of a loop, in the instruction set at hand */
+#define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a part of a loop, in the current instruction set */
 #ifdef __clang__
 #define TQKV__UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -960,17 +954,17 @@ static bool tqkv__head_dim_known(int head_dim)
 typedef struct tqkv__stream {
     tqkv_format format;
     int kind, main_bits, upper_bits, book_bits; /* the format's row in TQKV__FORMATS */
-    const float *codebook, *boundaries;         /* [1 << book_bits], [(1 << book_bits) - 1]; of BOOK only */
+    const float *codebook, *boundaries;         /* [1 << book_bits], [(1 << book_bits) - 1]; BOOK only */
     int head_dim, n_kv_heads, capacity;
     bool ring, rotated;
     float block_scale;
     size_t row_bytes;
-    int norms_per_row, norm_dim; /* norm_dim: values that share a norm */
-    int block_dim;               /* values that attention decodes at a time: of one norm, at most TQKV__BLOCK */
+    int norms_per_row, norm_dim; /* values that share a norm */
+    int block_dim;               /* values that attention decodes at a time, all of one norm, at most TQKV__BLOCK */
     uint8_t *codes;
     float *norms;
     size_t codes_size, norms_size; /* bytes in use */
-    uint8_t planes[4][128];        /* byte i of the centroids, for look-ups of bytes; see tqkv__fill_planes */
+    uint8_t planes[4][128];        /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
 } tqkv__stream;
 
 /* Checks the shape of a store, not its buffers. */
@@ -1103,10 +1097,10 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *store)
     return tqkv__stream_shape(store, &s) == TQKV_OK ? s.norms_size : 0;
 }
 
-/* >>exact: arithmetic whose bits do not depend on compiler, flags or the caller's floating-point mode */
+/* >>exact: arithmetic that gives the same bits for every compiler, flag and floating-point mode of the caller */
 
-/* x, rounded to float here and now. Compilers may fuse a product with a following sum, by default (GCC, AArch64) or by
-   flag, and pragmas do not stop all of them; an empty asm that may have changed the value does. */
+/* Rounds x to float at this point. Compilers may fuse a product with a following sum, by default (GCC, AArch64) or by a
+   flag, and not all of them obey pragmas. An empty asm that may change the value prevents it. */
 static inline float tqkv__rounded(float x)
 {
 #if defined(__SSE2_MATH__)
@@ -1119,17 +1113,15 @@ static inline float tqkv__rounded(float x)
     return x;
 }
 
-/* The same for results that are not added to: floats they are at once, but for registers of more bits (x87), in which
-   compilers keep them as long as they like. */
+/* The same for results that no sum follows: floats already, except in wider registers (x87). */
 #if defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 0
 #define TQKV__AS_FLOAT(x) (x)
 #else
 #define TQKV__AS_FLOAT(x) tqkv__rounded(x)
 #endif
 
-/* Round to nearest, denormals kept; returns the caller's mode for tqkv__fp_restore. Programs linked with -ffast-math
-   start with flush-to-zero set. The arithmetic in between has to be in functions that are not inlined, or the compiler
-   may move it across. */
+/* Sets round-to-nearest and keeps denormals; returns the caller's mode for tqkv__fp_restore. Programs linked with
+   -ffast-math start with flush-to-zero. Functions that are not inlined keep the arithmetic inside this mode. */
 static uint64_t tqkv__fp_exact(void)
 {
     uint64_t mode = 0;
@@ -1174,7 +1166,7 @@ static float tqkv__float(uint32_t bits)
     return x;
 }
 
-/* By the bits, so that no compiler flag can assume the answer. */
+/* Tests bits, because -ffinite-math-only would remove a test of values. */
 static bool tqkv__all_finite(const float *x, size_t n)
 {
     uint32_t bad = 0;
@@ -1225,8 +1217,8 @@ static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
     tqkv__flip_signs(y, head_dim);
 }
 
-/* The norm of a TQ row or block of which `sum` is the sum of squares; scale: what brings its values to variance 1. The sum
-   of a row whose rotation overflows is NaN, to which machines give different signs: the norm's is clear. */
+/* Norm of a TQ row or block from the sum of its squares; scale: the factor that brings its values to variance 1. If the
+   rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf clears the norm's. */
 static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
 {
     const bool one = s->norms_per_row == 1;
@@ -1236,15 +1228,15 @@ static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
     return norm;
 }
 
-/* Norm of an I8 block: the largest magnitude over 127; scale: one over the grid's step. */
+/* Norm of an I8 block: the largest magnitude / 127; scale: 1 / step of the grid. */
 static float tqkv__norm_i8(float largest, float *scale)
 {
     *scale = largest > TQKV__MIN_NORM ? TQKV__AS_FLOAT(127.0f / largest) : 0.0f;
     return TQKV__AS_FLOAT(largest / 127.0f);
 }
 
-/* Norms of a TQ row: 32 lanes of head_dim/32 neighbours each add their squares in order, then an xor-tree adds the
-   lanes that share a norm: the order in which a GPU's 32-lane group does it. */
+/* Norms of a TQ row, summed in the order of a GPU's group of 32 lanes: each lane adds the squares of its head_dim/32
+   neighbours in order, then an xor-tree adds the lanes that share a norm. */
 static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
     float lanes[32], other[32];
@@ -1261,7 +1253,6 @@ static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, 
     for (int b = 0; b < s->norms_per_row; b++) norms[b] = tqkv__norm_tq(s, lanes[b * lanes_per_norm], &scales[b]);
 }
 
-/* Norms of an I8 row, one a block. */
 static void tqkv__norms_i8(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
     for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim) {
@@ -1271,8 +1262,8 @@ static void tqkv__norms_i8(const tqkv__stream *s, const float *y, float *norms, 
     }
 }
 
-/* Steps 1 to 8 of encoding a row, up to the comparison with the boundaries. src, scaled: [head_dim], norms:
-   [norms_per_row]. F16: the source as it is. */
+/* Rotates a row, finds its norms and scales it: all of encoding before the comparison with the boundaries. F16: copies
+   the source. src, scaled: [head_dim], norms: [norms_per_row]. */
 static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, const float *src, float *scaled, float *norms)
 {
     float scales[TQKV_MAX_HEAD_DIM / 128];
@@ -1286,7 +1277,7 @@ static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, const float *s
     for (int b = 0; b < s->norms_per_row; b++) tqkv__scale(scaled + b * s->norm_dim, s->norm_dim, scales[b]);
 }
 
-/* Number of boundaries strictly below v, by bisection; boundaries: [(1 << bits) - 1]. NaN is below none: 0. */
+/* Number of boundaries below v, by bisection; boundaries: [(1 << bits) - 1]. NaN gives 0. */
 static unsigned tqkv__quantise(const float *boundaries, int bits, float v)
 {
     unsigned code = 0;
@@ -1295,7 +1286,7 @@ static unsigned tqkv__quantise(const float *boundaries, int bits, float v)
     return code;
 }
 
-/* round-half-even(v), clamped to +-127; NaN to 127. Adding 1.5*2^23 leaves no bits below the unit. */
+/* round-half-even(v), clamped to +-127; NaN gives 127. The sum with 1.5*2^23 has no bits below 1. */
 static uint8_t tqkv__quantise_i8(float v)
 {
     const float magic = 12582912.0f;
@@ -1304,7 +1295,7 @@ static uint8_t tqkv__quantise_i8(float v)
     return (uint8_t)(int8_t)(tqkv__rounded(TQKV__AS_FLOAT(v) + magic) - magic);
 }
 
-/* Round to nearest even; beyond 65504 clamped. Integers only, so that no rounding mode matters. */
+/* Rounds to nearest even, and clamps beyond 65504. Integer arithmetic does not depend on the rounding mode. */
 static uint16_t tqkv__half_from_float(float x)
 {
     uint32_t bits;
@@ -1335,7 +1326,7 @@ static float tqkv__float_from_half(uint16_t half)
     return x;
 }
 
-/* codes: [head_dim] -> row: [row_bytes]: the field of main bits, then that of upper bits */
+/* codes: [head_dim] -> row: [row_bytes]: the field of main bits, then the field of upper bits */
 static void tqkv__pack(const tqkv__stream *s, const uint8_t *codes, uint8_t *row)
 {
     const int main_bits = s->main_bits, upper_bits = s->upper_bits, mask = (1 << main_bits) - 1;
@@ -1347,7 +1338,7 @@ static void tqkv__pack(const tqkv__stream *s, const uint8_t *codes, uint8_t *row
     }
 }
 
-/* row: [row_bytes] -> codes: [head_dim]. Every byte is legal: what lies above a code's bits is ignored. */
+/* row: [row_bytes] -> codes: [head_dim]. Every byte is valid: bits above a code are ignored. */
 static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *codes)
 {
     const int main_bits = s->main_bits, upper_bits = s->upper_bits;
@@ -1360,18 +1351,18 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
     }
 }
 
-/* Beyond every boundary. The larger of a value and -TQKV__FAR has the value's code, and is no NaN. */
+/* Beyond every boundary. max(v, -TQKV__FAR) has the code of v and is never NaN. */
 #define TQKV__FAR 100.0f
 
-/* Quantising without bisection. The boundaries are symmetric, so the positive ones are enough. They are sorted into
-   2^bits cells of equal width, too narrow for two of them. A value's cell is computed like a boundary's, and rounding
-   keeps order, so boundaries in the cells before it lie below the value and those in the cells behind it above,
-   whatever the rounding of the cell: one comparison is left, with the boundary of its own cell or else the next one. */
+/* Quantising without bisection. The boundaries are symmetric; the positive ones suffice. 2^bits cells of equal width
+   hold at most one boundary each. The same arithmetic finds the cell of a value and of a boundary, and rounding keeps
+   order: boundaries in earlier cells are below the value, boundaries in later cells are above it. One comparison
+   remains, with the boundary in the value's own cell or, if it has none, the next one. */
 typedef struct tqkv__quantiser {
-    float slope, top;       /* cell of a magnitude w = the whole part of min(w * slope, top) */
+    float slope, top;       /* cell of a magnitude w: the whole part of min(w * slope, top) */
     uint8_t below[256];     /* boundaries in the cells before this one */
     float bounds[128];      /* the positive boundaries, then infinity */
-    uint8_t planes[4][128]; /* TQ8: byte i of bounds, for look-ups of bytes */
+    uint8_t planes[4][128]; /* TQ8: byte p of each bound in planes[p], for byte look-ups */
 } tqkv__quantiser;
 
 static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
@@ -1412,7 +1403,7 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const float *
     tqkv__pack(s, codes, row);
 }
 
-/* Where a row comes from and goes to: src: [head_dim], codes: [row_bytes], norms: [norms_per_row] */
+/* Source and destination of a row. src: [head_dim], codes: [row_bytes], norms: [norms_per_row] */
 typedef struct tqkv__row {
     const float *src;
     uint8_t *codes;
@@ -1425,7 +1416,7 @@ static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, c
     for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, rows[i].src, rows[i].codes, rows[i].norms);
 }
 
-/* What an instruction set brings to encoding; every set gives the same bytes. */
+/* The encoding functions of an instruction set; every set gives the same bytes. */
 typedef struct tqkv__codec {
     bool (*rows_finite)(const float *x, size_t n); /* n: a multiple of head_dim */
     void (*rotate)(float *x, int head_dim);
@@ -1439,7 +1430,7 @@ static const tqkv__codec tqkv__codec_scalar = {tqkv__all_finite, tqkv__rotate_ro
 
 static const tqkv__codec *tqkv__codec_for(int head_dim);
 
-/* What the centroids or integers that share a norm are multiplied by. */
+/* The factor of the centroids or integers that share a norm. */
 static float tqkv__factor(const tqkv__stream *s, float norm)
 {
     if (s->kind == TQKV__GRID) return norm;
@@ -1472,7 +1463,7 @@ static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t p
     return TQKV__REFUSE(OUT_OF_RANGE, "positions beyond a linear store");
 }
 
-/* Rows [n][n_kv_heads][head_dim] of floats at p; *bytes: their size. */
+/* Checks p: floats [n][n_kv_heads][head_dim]; *bytes: their size. */
 static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n, size_t *bytes)
 {
     if (!p) return TQKV__INVALID("the rows are NULL");
@@ -1481,7 +1472,7 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV__INVALID("rows of more than SIZE_MAX bytes");
 }
 
-/* The checks that encode and append share, but for NaN and infinity. */
+/* The checks that encode and append share, except for NaN and infinity. */
 static tqkv_result tqkv__check_source(const tqkv__stream *s, const float *src, int n_tokens, int64_t position)
 {
     size_t bytes;
@@ -1496,13 +1487,13 @@ static bool tqkv__rows_finite(const tqkv__stream *s, const float *src, int n_tok
         ->rows_finite(src, (size_t)n_tokens * (size_t)s->n_kv_heads * (size_t)s->head_dim);
 }
 
-/* Of a run longer than a ring only the last tokens are written, so that each slot is written once. */
+/* The first token to write. Of a run longer than a ring only the last tokens are kept: each slot is written once. */
 static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
 {
     return n_tokens > s->capacity ? n_tokens - s->capacity : 0;
 }
 
-/* After tqkv__check_source: tokens [from, to) of src, the first of which is for `position`. */
+/* Encodes tokens [from, to) of src after tqkv__check_source; src[0] is for `position`. */
 static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int from, int to, int64_t position)
 {
     enum { batch = 64 };
@@ -1605,22 +1596,21 @@ TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
     return tqkv__rotate_rows(rows, n_rows, head_dim, true);
 }
 
-/* >>attend: softmax(q.k) v in one pass over tiles of positions, each key and value decoded once for all its queries */
+/* >>attend: softmax(q.k) v in one pass over tiles of positions; a decoded key or value serves all its queries */
 
-/* Positions scored, weighted and summed at a time: their scores stay in the L1 cache. */
+/* Positions in a tile, which attention scores, weights and sums together. Their scores stay in the L1 cache. */
 #define TQKV__TILE 64
-/* Query rows (queries x heads of a group) that share a decoded tile: enough to make decoding a small part of the work,
-   few enough for their sums, at most 32 KiB, to stay near. */
+/* Query rows (queries x heads of a group) that share a decoded tile. Many rows make decoding a small part of the work;
+   the limit keeps their sums, at most 32 KiB, in a near cache. */
 #define TQKV__CHUNK_ROWS 64
 static int tqkv__chunk_rows(int head_dim)
 {
     return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
 }
 
-/* tqkv_attention with every default resolved. A row is one query of one head; rows of a KV head are ordered query
-   first: row = query * group + (head within the group). */
+/* A checked tqkv_attention. A row is one query of one head: row = query * group + (head within the group). */
 typedef struct tqkv__attention {
-    tqkv_attention call; /* with defaults resolved */
+    tqkv_attention call; /* defaults resolved */
     tqkv__stream keys, values;
     int n_kv_heads, group, head_dim;
     int64_t first; /* resident positions [first, call.end) */
@@ -1634,20 +1624,20 @@ typedef struct tqkv__span {
     int from, to;
 } tqkv__span;
 
-/* The inner functions of attention for one instruction set. */
+/* The functions of attention in one instruction set. */
 typedef struct tqkv__isa {
     const char *name;
-    int lanes;           /* floats of a vector */
+    int lanes;           /* floats in a vector */
     int nibble_order[2]; /* see tqkv__to_decoded */
     const tqkv__codec *codec;
     /* scores[row][j] = q[row] . key[slot + j] for j < n; q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
     void (*score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows, float *scores);
-    /* Turns the scores of each row's span into weights exp(score - max), the others into 0, and scales the row's sums to
-       the new maximum; spans, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
+    /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to
+       the new maximum. spans, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
     void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, int n_rows, float *scores, float *max,
                          float *sum, float *out);
-    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n; a weight of 0 adds nothing, not even a NaN norm of
-       a slot that this row does not see; weights: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
+    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
+       in a slot that this row does not see. weights: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
     void (*value_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights, int n_rows,
                        float *out);
 } tqkv__isa;
@@ -1662,7 +1652,7 @@ static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, int slot
         tqkv__decode_row(s, tqkv__codes_at(s, kv_head, slot + j), tqkv__norms_at(s, kv_head, slot + j), key);
         for (int row = 0; row < n_rows; row++) {
             const float *query = q + (size_t)row * (size_t)s->head_dim;
-            float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0}; /* eight chains: shorter, and each adds a smaller error */
+            float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0}; /* eight chains: less latency, smaller errors */
             for (int d = 0; d < s->head_dim; d += 8)
                 for (int i = 0; i < 8; i++) sums[i] += query[d + i] * key[d + i];
             scores[row * TQKV__TILE + j] =
@@ -1691,7 +1681,7 @@ static void tqkv__softmax_row_scalar(const tqkv__attention *a, int from, int to,
 {
     float largest = *max, total = 0.0f;
     for (int j = 0; from == to && j < TQKV__TILE; j++) scores[j] = 0.0f;
-    if (from == to) return; /* the maximum may be -infinity still */
+    if (from == to) return; /* the maximum may still be -infinity */
     for (int j = from; j < to; j++) {
         if (a->call.softcap > 0.0f) scores[j] = a->call.softcap * tanhf(scores[j] / a->call.softcap);
         if (scores[j] > largest) largest = scores[j];
@@ -1717,9 +1707,9 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
                                  out + (size_t)row * (size_t)a->head_dim);
 }
 
-/* Asks for codes that will be read soon, into the L2 cache. The next tile's are asked for while this tile is computed:
-   nearer they come too late, farther they push out what is in use (32k positions: 1.1 to 1.5 times slower at twice or
-   half). Into the L1 (Zen 4, D=128, 32k) F16 is 1.9 times and I8 1.6 times slower: few lines can be on their way to it. */
+/* Prefetches codes of the next tile into the L2 cache. Nearer codes come too late; farther ones evict data in use (32k
+   positions: 1.1 to 1.5 times slower at twice or half the distance). Prefetch into the L1 is slower (Zen 4, D=128, 32k:
+   F16 1.9 times, I8 1.6 times), because few lines can be in flight. */
 static inline void tqkv__prefetch(const uint8_t *codes, size_t size)
 {
     for (size_t i = 0; i < size; i += 64) __builtin_prefetch((const void *)((uintptr_t)codes + i), 0, 2);
@@ -1733,22 +1723,21 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
                                            tqkv__softmax_tile_scalar,
                                            tqkv__value_tile_scalar};
 
-/* For the kernels, of the set that includes them. */
+/* For the kernels below, with the macros of the set that includes them. */
 
-/* Decoded rows: no format. */
+/* The format of decoded rows. */
 #define TQKV__FLOATS TQKV_FORMAT_DEFAULT
-/* Codes of less than a byte, which come in the order of tqkv__to_decoded; in a row that is no whole run, by half runs. */
+/* Codes with 4 main bits, in the order of tqkv__to_decoded. A row shorter than a run (NARROW) uses half runs. */
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) == 4)
 #define TQKV__NARROW(format, dim)                                                                                      \
     (TQKV__PACKED(format) && TQKV__NIBBLE_RUN * TQKV__LANES > 32 && (dim) < TQKV__NIBBLE_RUN * TQKV__LANES)
-/* Has the format loops straight from the codes? On AVX2 and NEON a codebook for bytes leaves no registers for sums. */
+/* Formats with loops straight from the codes. On AVX2 and NEON a codebook for bytes leaves no registers for sums. */
 #define TQKV__DIRECT(format) (TQKV__LANES > 8 || TQKV__MAIN_BITS(format) != 8 || TQKV__KIND(format) != TQKV__BOOK)
 
-/* Rows of decoded floats are this far apart, with room between them so that equal columns of many rows do not share a few
-   cache sets. */
+/* Distance between decoded rows. The gap keeps equal columns of many rows out of the same cache sets. */
 #define TQKV__X_STRIDE(dim) ((dim) + 16)
 
-/* A loop that knows how many rows it has, 1, 2 or `most`, and whether a row holds a whole run. */
+/* Calls the loop for 1, 2 or `most` rows, each a constant. */
 #define TQKV__BY_ROWS(loop, per_lane, most)                                                                            \
     (rows == 1    ? TQKV__(loop)(format, per_lane, 1, block)                                                           \
      : rows == 2  ? TQKV__(loop)(format, per_lane, 2, block)                                                           \
@@ -1757,9 +1746,9 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
-/* >>attend-kernels: attention's inner loops, written once. The implementation below includes this file again for each
-   instruction set, with TQKV__(name) for that set's version of name, TQKV__LANES for the floats of its vector, and
-   TQKV__TARGET for the attribute that lets the compiler use it. */
+/* >>attend-kernels: attention's inner loops, written once. The implementation includes this file again for each
+   instruction set. TQKV__(name) is that set's version of name, TQKV__LANES the number of floats in its vector, and
+   TQKV__TARGET the attribute that enables it in the compiler. */
 #ifdef TQKV__LANES
 
 #define TQKV__VECTOR TQKV__(vector)
@@ -1773,8 +1762,8 @@ TQKV__OP TQKV__VECTOR TQKV__(load)(const float *p)
 
 TQKV__OP void TQKV__(store)(float *p, TQKV__VECTOR x) { memcpy(p, &x, sizeof x); }
 
-/* e^x - 1 = power * tail + (power - 1) for x in [-87, 0]: x = n ln2 + r, power = 2^n, tail = e^r - 1 by Taylor's series
-   to r^7, which is beyond float's last bit for |r| <= ln2/2. */
+/* Parts of e^x - 1 = power * tail + (power - 1) for x in [-87, 0]: x = n ln2 + r, power = 2^n, tail = e^r - 1 by
+   Taylor's series to r^7. The rest of the series is below float's last bit for |r| <= ln2/2. */
 TQKV__OP void TQKV__(exp_parts)(TQKV__VECTOR x, TQKV__VECTOR *power, TQKV__VECTOR *tail)
 {
     const TQKV__VECTOR n = TQKV__(round)(x * TQKV__(set1)(1.44269504f));
@@ -1794,7 +1783,7 @@ TQKV__OP void TQKV__(exp_parts)(TQKV__VECTOR x, TQKV__VECTOR *power, TQKV__VECTO
 TQKV__OP TQKV__VECTOR TQKV__(exp)(TQKV__VECTOR x)
 {
     TQKV__VECTOR power, tail;
-    TQKV__(exp_parts)(TQKV__(max)(TQKV__(set1)(-87.0f), x), &power, &tail); /* NaN stays */
+    TQKV__(exp_parts)(TQKV__(max)(TQKV__(set1)(-87.0f), x), &power, &tail); /* NaN stays NaN */
     return TQKV__(zero_below)(TQKV__(set1)(-87.0f), x, TQKV__(fma)(power, tail, power));
 }
 
@@ -1808,7 +1797,7 @@ TQKV__TARGET static TQKV__VECTOR TQKV__(tanh)(TQKV__VECTOR x)
     return TQKV__(copysign)(TQKV__(abs)(m) / (TQKV__(set1)(2.0f) + m), x);
 }
 
-/* Turns a row's scores into weights and returns their sum; -infinity becomes 0. x: [TQKV__TILE] */
+/* Turns a row's scores into weights and returns their sum; -infinity gives 0. x: [TQKV__TILE] */
 TQKV__TARGET static float TQKV__(weigh)(float *x, float max)
 {
     const TQKV__VECTOR peak = TQKV__(set1)(max);
@@ -1822,15 +1811,15 @@ TQKV__TARGET static float TQKV__(weigh)(float *x, float max)
     return TQKV__(sum_lanes)(total);
 }
 
-/* The scores outside the span, some of which were never computed, become `value`. */
+/* Sets the scores outside the span to `value`; some of them were never computed. */
 TQKV__OP void TQKV__(mask)(float *x, tqkv__span span, float value)
 {
     for (int j = 0; j < span.from; j++) x[j] = value;
     for (int j = span.to; j < TQKV__TILE; j++) x[j] = value;
 }
 
-/* In three passes over the rows, each of them free of a dependency from one row to the next. A row that sees nothing of
-   the tile takes no part in arithmetic: its maximum may be -infinity. */
+/* Three passes over the rows, without dependencies from row to row. Rows that see nothing skip the arithmetic, because
+   their maximum may be -infinity. */
 TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, int n_rows,
                                               float *scores, float *max, float *sum, float *out)
 {
@@ -1865,7 +1854,7 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
         if (spans[row].to > spans[row].from) sum[row] += TQKV__(weigh)(scores + row * TQKV__TILE, max[row]);
 }
 
-/* What the codes of a tile are multiplied by, per block and position. factors: [n_blocks][TQKV__TILE], zero beyond n */
+/* The factors of a tile's codes, per block and position. factors: [n_blocks][TQKV__TILE], zero beyond n */
 TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, int n, float *factors)
 {
     const bool one = s->norms_per_row <= 1 || s->kind == TQKV__GRID; /* norm * factor; else norm / block_scale */
@@ -1886,8 +1875,8 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 
 /* -- Codes as floats. The lanes of a vector are dimensions, of keys as of values. -- */
 
-/* One block of a stretch of positions, and the query rows that use it. rows and results are the queries and scores of
-   keys, or the weights and sums of values; those of one row stand row_stride and result_stride apart. */
+/* One block of a run of positions, and the query rows that use it. rows and results: queries and scores for keys,
+   weights and sums for values; their rows are row_stride and result_stride apart. */
 typedef struct TQKV__(block) {
     const tqkv__stream *stream;
     const uint8_t *codes; /* of the first position; the others are `stride` bytes apart */
@@ -1896,25 +1885,25 @@ typedef struct TQKV__(block) {
     const float *rows;
     float *results;
     int row_stride, result_stride;
-    const float *factors; /* [n], of keys */
-    bool add;             /* to the scores that are there */
+    const float *factors; /* [n], keys only */
+    bool add;             /* add to the scores in results */
 } TQKV__(block);
 
-/* Loops for one format. rows: 1, 2 or as many as registers hold, of which each loop knows the number */
+/* Loops for one format. rows: 1, 2, or the most that registers hold. */
 typedef struct TQKV__(loops) {
     void (*decode)(const TQKV__(block) *, int n, float *x);
     void (*score)(const TQKV__(block) *, int rows);
     void (*accumulate)(const TQKV__(block) *, int rows);
 } TQKV__(loops);
 
-/* Vectors in a run; of packed codes where a row is shorter, half of them. */
+/* Vectors in a run; half of them for packed codes in a row shorter than a run. */
 TQKV__OP int TQKV__(per_lane)(const tqkv_format format, const bool wide)
 {
     if (!TQKV__PACKED(format)) return 4;
     return wide ? TQKV__NIBBLE_RUN : TQKV__NIBBLE_RUN / 2;
 }
 
-/* Bytes of a run in the field of main bits, and in that of upper bits. */
+/* Bytes of a run in the field of main bits, and in the field of upper bits. */
 TQKV__OP int TQKV__(run_bytes)(const tqkv_format format, const int per_lane)
 {
     return TQKV__LANES * per_lane * (format == TQKV__FLOATS ? 32 : TQKV__MAIN_BITS(format)) / 8;
@@ -1930,14 +1919,13 @@ TQKV__OP size_t TQKV__(stride)(const tqkv_format format, const TQKV__(block) * b
     return format == TQKV__FLOATS ? (size_t)TQKV__X_STRIDE(block->dim) * sizeof(float) : block->stride;
 }
 
-/* format is a constant here and below, wherever it is a parameter; so are per_lane, rows and k. */
+/* The parameters format, per_lane, rows and k are constants here and below. */
 TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream *s, TQKV__VECTOR *table)
 {
     if (TQKV__KIND(format) == TQKV__BOOK) TQKV__(load_table)(TQKV__BOOK_BITS(format), TQKV__PACKED(format), s, table);
 }
 
-/* Vector k of the run at p, its upper bits at `upper`. Nibbles come in the order of tqkv__to_decoded, the rest in their
-   own. */
+/* Vector k of the run at p, with its upper bits at `upper`. Packed codes come in the order of tqkv__to_decoded. */
 TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
                                     const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper)
 {
@@ -1949,7 +1937,7 @@ TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane
                                 : TQKV__(centroids_of_bytes)(bits, k, table, p);
 }
 
-/* Vectors k to k + count - 1 of it: x: [count] */
+/* Vectors k to k + count - 1 of the run; x: [count] */
 TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const int k, const int count,
                              const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, TQKV__VECTOR *x)
 {
@@ -1975,21 +1963,21 @@ TQKV__OP void TQKV__(decode)(const tqkv_format format, const int per_lane, const
     }
 }
 
-/* Are the vectors of a run decoded together? They share work, which a compiler sees when nothing comes between them. */
+/* Does the loop decode a run's vectors together? They share work, which the compiler finds only in adjacent code. */
 TQKV__OP bool TQKV__(whole_runs)(const tqkv_format format)
 {
     return TQKV__KIND(format) == TQKV__BOOK && (TQKV__RUN_TOGETHER || !TQKV__PACKED(format));
 }
 
-/* Makes the compiler read a table again each time. With 16 registers something has to be in memory, and better a table
-   than a sum: nothing waits for a table. One row's sums leave room for both. */
+/* Makes the compiler read the table from memory each time. 16 registers cannot hold tables and sums; tables are the
+   better ones to spill, because nothing waits for them. The sums of one row leave room for both. */
 TQKV__OP const TQKV__VECTOR *TQKV__(reload)(const int rows, const TQKV__VECTOR *table)
 {
     if (TQKV__LANES == 8 && rows > 1) __asm__ volatile("" : "+r"(table)::"memory");
     return table;
 }
 
-/* sums[row][m] += the products of one run of four keys, at p, with the queries of a few rows, lane by lane */
+/* sums[row][m] += products, lane by lane, of query `row` and one run of key m, at p[m]; m < 4 */
 TQKV__OP void TQKV__(dot_run)(const tqkv_format format, const int per_lane, const int rows, const TQKV__VECTOR *table,
                               const uint8_t *const *p, size_t at, size_t upper, const float *queries, size_t row_stride,
                               TQKV__VECTOR (*sums)[4])
@@ -2023,7 +2011,7 @@ TQKV__OP void TQKV__(dot_run)(const tqkv_format format, const int per_lane, cons
     }
 }
 
-/* A vector of scores of each row, (+)= factors * what the fours add up to. */
+/* Writes a vector of scores for each row: (+)= factors * sum_across(fours). */
 TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, int first,
                                    float (*fours)[TQKV__LANES * TQKV__LANES / 4])
 {
@@ -2036,8 +2024,8 @@ TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, 
     }
 }
 
-/* scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time: each is decoded once for all rows, and four
-   sums of lanes cost little more than one. Writes whole vectors. */
+/* scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
+   Summing the lanes of four vectors costs little more than of one. Writes whole vectors. */
 TQKV__OP void TQKV__(score)(const tqkv_format format, const int per_lane, const int rows, const TQKV__(block) * block)
 {
     TQKV__ALIGNED float fours[TQKV__ROWS][TQKV__LANES * TQKV__LANES / 4];
@@ -2058,7 +2046,7 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const int per_lane, const 
             TQKV__UNROLL
             for (int m = 0; m < 4; m++) {
                 p[m] = codes;
-                /* Beyond the last its score is computed again; decoded rows are padded with it. */
+                /* Past the end: the last key again; decoded rows are padded with copies of it. */
                 codes += format == TQKV__FLOATS || first + i + m + 1 < n ? stride : 0;
                 TQKV__UNROLL
                 for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(set1)(0.0f);
@@ -2105,8 +2093,7 @@ TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane,
     }
 }
 
-/* out[row] += sum_j weights[row][j] * value[j]: the sums of a few vectors of all rows stay in registers over all
-   positions. */
+/* out[row] += sum_j weights[row][j] * value[j]; registers hold the sums of a few vectors over all positions. */
 TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int per_lane, const int rows,
                                  const TQKV__(block) * block)
 {
@@ -2141,7 +2128,7 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int per_lane, c
     }
 }
 
-/* As decode, for a codebook that no instruction looks up: eight codes a load, a vector of centroids a store. */
+/* As decode, for a codebook too large for table instructions: loads eight codes, stores a vector of centroids. */
 TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float *x)
 {
     const float *codebook = block->stream->codebook;
@@ -2207,13 +2194,12 @@ TQKV__FORMATS(TQKV__DECODE_LOOP, )
 TQKV__FORMATS(TQKV__ROW_LOOPS, )
 TQKV__ROW_LOOPS(, TQKV__FLOATS, )
 
-/* By tqkv_format. */
 #define TQKV__LOOPS_OF(unused, format, ...)                                                                            \
     {TQKV__(decode_##format), TQKV__(score_##format), TQKV__(accumulate_##format)},
 static const TQKV__(loops) TQKV__(loops_by_format)[] = {
     {NULL, TQKV__(score_TQKV__FLOATS), TQKV__(accumulate_TQKV__FLOATS)}, TQKV__FORMATS(TQKV__LOOPS_OF, )};
 
-/* All rows of a block, at most `most` at a time. */
+/* Runs the loop over all rows of a block, at most `most` at a time. */
 static void TQKV__(by_rows)(TQKV__(block) * block, int n_rows, int most, void (*loop)(const TQKV__(block) *, int rows))
 {
     const float *rows = block->rows;
@@ -2228,10 +2214,10 @@ static void TQKV__(by_rows)(TQKV__(block) * block, int n_rows, int most, void (*
     block->results = results;
 }
 
-/* From decoded positions, a few at a time so that they stay in the L1 cache: nothing is decoded twice. */
+/* Attends from decoded positions. Few at a time stay in the L1 cache, and each is decoded once. */
 TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(block) * block, int n_rows, bool keys)
 {
-    TQKV__ALIGNED float x[32 * TQKV__X_STRIDE(128)]; /* on the stack: 18 KiB */
+    TQKV__ALIGNED float x[32 * TQKV__X_STRIDE(128)]; /* 18 KiB of stack */
     const int stretch = block->dim <= 128 ? 32 : 16;
     const TQKV__(loops) *loops = &TQKV__(loops_by_format)[block->stream->format];
     const int n = block->n;
@@ -2251,13 +2237,12 @@ TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(block) * block, int n_row
         block->codes = codes + (size_t)stretch * block->stride;
         block->rows += keys ? 0 : stretch;
         block->results += keys ? stretch : 0;
-        if (keys) block->factors += stretch; /* values have none: NULL */
+        if (keys) block->factors += stretch; /* NULL for values */
     }
 }
 
-/* Straight from the codes for few rows: of formats that are looked up, as long as nothing is looked up twice. With 32 wide
-   registers any number of rows of values, because four rows of multiply-adds leave enough room beside them for the
-   look-ups of up to 5 bits. */
+/* Few rows work straight from the codes; with a codebook only while no code is looked up twice. 32 wide registers hold
+   four rows of multiply-adds and the look-ups of up to 5 bits: there any number of rows of values works so. */
 TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows, bool keys)
 {
     const tqkv__stream *s = block->stream;
@@ -2272,7 +2257,7 @@ TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows,
         TQKV__(by_rows)(block, n_rows, TQKV__ROWS, loops->accumulate);
 }
 
-/* Block b of n positions from slot on. */
+/* Opens block b of n positions from slot on. */
 static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, int slot, int n, int b, TQKV__(block) * block)
 {
     const size_t before = (size_t)(b * s->block_dim), main = before * (size_t)s->main_bits / 8;
@@ -2324,7 +2309,7 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
     }
 }
 
-/* >>encode-kernels: encoding by vectors. The bytes are those of the scalar functions of >>codec: the same sums in the same order. */
+/* >>encode-kernels: encoding by vectors. The sums and their order are those of >>codec, and so are the bytes. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
 TQKV__OP void TQKV__(mix)(const int count, TQKV__VECTOR *x)
@@ -2342,8 +2327,8 @@ TQKV__OP void TQKV__(mix)(const int count, TQKV__VECTOR *x)
     }
 }
 
-/* The stages up to count * LANES / 2, count vectors at a time in registers, after flipping signs; count is a constant.
-   in, out: [head_dim] */
+/* Flips signs if asked, then runs the stages up to count * LANES / 2 on count vectors in registers. in, out:
+   [head_dim] */
 TQKV__OP void TQKV__(hadamard_runs)(const int count, const float *in, int head_dim, bool flip, float *out)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(count * TQKV__LANES == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
@@ -2367,7 +2352,7 @@ TQKV__OP void TQKV__(hadamard_runs)(const int count, const float *in, int head_d
     }
 }
 
-/* The stages h to h * count / 2 in place; count is a constant. */
+/* Stages h to h * count / 2, in place; count is a constant. */
 TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, float *x)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(h * count == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
@@ -2382,7 +2367,7 @@ TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, floa
         }
 }
 
-/* out = H(in)/sqrt(D), with signs flipped first if asked; in and out may be the same. */
+/* out = H(in)/sqrt(D), after flipping signs if asked; in and out may be the same. */
 TQKV__TARGET static void TQKV__(hadamard)(const float *in, int head_dim, bool flip, float *out)
 {
     int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;
@@ -2404,9 +2389,9 @@ TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
     for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), d));
 }
 
-/* The sums of squares of LANES lanes of a row, each over its per_lane neighbours in order. A transpose brings the e-th
-   neighbours of all lanes into one vector. With per_lane < LANES it leaves bit j of a lane's number at bit
-   (j + log2(per_lane)) modulo log2(LANES) of its place. per_lane is a constant. */
+/* Sums of squares of LANES lanes, each over its per_lane neighbours in order. A transpose brings the e-th neighbours of
+   all lanes into one vector. If per_lane < LANES, bit j of a lane's number moves to bit (j + log2(per_lane)) modulo
+   log2(LANES) of its place. per_lane is a constant. */
 TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int per_lane, const float *y)
 {
     const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES;
@@ -2433,8 +2418,7 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int per_lane, const float *y)
     return sum;
 }
 
-/* The 32 lanes' sums, added up by the xor-tree of tqkv__norms_tq where they share a norm; sums: [32]. head_dim is a
-   constant. */
+/* Sums of the 32 lanes, and by the xor-tree of tqkv__norms_tq of those that share a norm. head_dim is a constant. */
 TQKV__OP void TQKV__(row_sums)(const int head_dim, const float *y, float *sums)
 {
     const int per_lane = head_dim / 32, width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES;
@@ -2460,7 +2444,7 @@ TQKV__OP void TQKV__(row_sums)(const int head_dim, const float *y, float *sums)
     for (int i = 0; i < vectors; i++) TQKV__(store)(sums + i * TQKV__LANES, x[i]);
 }
 
-/* The sums of squares of one row, one a norm; sums: [norms_per_row] */
+/* Sums of squares of one row, one for each norm; sums: [norms_per_row] */
 TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, float *sums)
 {
     TQKV__ALIGNED float lanes[32];
@@ -2476,13 +2460,13 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
     for (int b = 0; b < s->norms_per_row; b++) sums[b] = lanes[32 / s->norms_per_row * b];
 }
 
-/* Norms and scales of a few rows, many roots and quotients at once, as tqkv__norm_tq has them. Whole vectors are
-   written. values: [n_rows], norms, scales: [n_rows][norms_per_row] */
+/* As tqkv__norm_tq for a few rows, in whole vectors. values: [n_rows], norms, scales: [n_rows][norms_per_row] */
 TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms,
                                           float *scales)
 {
     const bool several = s->norms_per_row > 1;
-    const TQKV__VECTOR part = TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f); /* exact, as the quotient is */
+    const TQKV__VECTOR part =
+        TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f); /* 1/256 is exact: same result as the division */
     const TQKV__VECTOR factor = TQKV__(set1)(several ? s->block_scale : TQKV__SQRT(s->head_dim));
     const int n = n_rows * s->norms_per_row;
     for (int i = 0; i < n_rows; i++) TQKV__(sums_tq)(s, values[i], norms + i * s->norms_per_row);
@@ -2508,7 +2492,7 @@ TQKV__TARGET static void TQKV__(norms_i8)(const tqkv__stream *s, const float *co
     }
 }
 
-/* Steps 1 to 3 of encoding a row into y; returns y, or src where nothing is rotated. src, y: [head_dim] */
+/* Rotates src into y and returns y; returns src for a stream without rotation. src, y: [head_dim] */
 TQKV__OP const float *TQKV__(rotate_into)(const tqkv__stream *s, const float *src, float *y)
 {
     if (!s->rotated) return src;
@@ -2516,7 +2500,7 @@ TQKV__OP const float *TQKV__(rotate_into)(const tqkv__stream *s, const float *sr
     return y;
 }
 
-/* Steps 4 to 7 for a few rows */
+/* Norms and scales of a few rows, as tqkv__scale_row. */
 TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms, float *scales)
 {
     if (s->kind == TQKV__GRID)
@@ -2539,7 +2523,7 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, const float *s
         TQKV__(store)(scaled + d, TQKV__(load)(y + d) * TQKV__(set1)(scales[d / s->norm_dim]));
 }
 
-/* As tqkv__quantise, by the cells of tqkv__quantiser. bits is a constant. */
+/* As tqkv__quantise, with the cells of tqkv__quantiser. bits is a constant. */
 TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q, const TQKV__(codes) * below,
                                         const TQKV__VECTOR *bounds, TQKV__VECTOR v)
 {
@@ -2550,7 +2534,7 @@ TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q
     return TQKV__(finish)(count, TQKV__(bound)(bits, bounds, count), w, side);
 }
 
-/* TQ8 where no instruction looks up tables so large: cells by vectors, look-ups by loads. */
+/* Quantises TQ8 where tables are too large for instructions: cells by vectors, look-ups by loads. */
 TQKV__OP void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
     TQKV__ALIGNED float folded[4 * TQKV__LANES];
@@ -2629,7 +2613,7 @@ TQKV__TARGET static void TQKV__(store_f16_row)(const float *src, int head_dim, u
     }
 }
 
-/* Step by step for a few rows at a time: a row's steps wait for each other, rows do not. */
+/* Takes a few rows through each step: steps of one row depend on each other, rows do not. */
 TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows,
                                              int n_rows)
 {
@@ -2652,7 +2636,7 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     }
 }
 
-/* As tqkv__all_finite, of whole rows: an exponent of ones is the largest there is. */
+/* As tqkv__all_finite for whole rows: the largest magnitude shows an exponent of all ones. */
 TQKV__TARGET static bool TQKV__(rows_finite)(const float *x, size_t n)
 {
     TQKV__(codes) largest[4];
@@ -2673,7 +2657,7 @@ static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(rotate), T
 static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          {TQKV__NIBBLE_ORDER}, &TQKV__(codec),
                                       TQKV__(score_tile), TQKV__(softmax_tile), TQKV__(value_tile)};
 
-/* What is of one set only. */
+/* These macros belong to one set. */
 #undef TQKV__VECTOR
 #undef TQKV__ROW_LOOPS
 #undef TQKV__DECODE_LOOP
@@ -2705,7 +2689,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
-/* >>avx512: with the byte permutes of VBMI. The functions of a set have the same names in all sets, but for the suffix. */
+/* >>avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")))
 typedef __m512 tqkv__vector_avx512;
@@ -2713,7 +2697,7 @@ typedef __m512i tqkv__codes_avx512;
 
 TQKV__OP __m512 tqkv__set1_avx512(float x) { return _mm512_set1_ps(x); }
 TQKV__OP __m512 tqkv__fma_avx512(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
-/* a > b ? a : b, so b where either is NaN; the same in every set */
+/* a > b ? a : b; gives b if either is NaN, in every set */
 TQKV__OP __m512 tqkv__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
 TQKV__OP __m512 tqkv__abs_avx512(__m512 x) { return _mm512_abs_ps(x); }
 TQKV__OP __m512 tqkv__copysign_avx512(__m512 magnitude, __m512 sign)
@@ -2730,12 +2714,12 @@ TQKV__OP float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
 TQKV__OP float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
 TQKV__OP float tqkv__sum_lanes_avx512(__m512 x) { return _mm512_reduce_add_ps(x); }
 
-/* value, but 0 where x < least */
+/* value where x >= least or x is NaN, else 0 */
 TQKV__OP __m512 tqkv__zero_below_avx512(__m512 least, __m512 x, __m512 value)
 {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), value);
 }
-/* a * b, but 0 where a is 0 even beside an infinite or NaN b */
+/* a * b; 0 where a is 0, even if b is infinite or NaN */
 TQKV__OP __m512 tqkv__mul_nonzero_avx512(__m512 a, __m512 b)
 {
     return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ), a, b);
@@ -2748,23 +2732,22 @@ TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
 {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
-/* Nibbles: lane l holds the codes l * per_lane ... of a run, so that one shift moves the k-th code of every lane to bit
-   0. */
+/* Nibbles: lane l holds the codes l * per_lane ... of a run. One shift moves the k-th code of every lane to bit 0. */
 TQKV__OP __m512i tqkv__load_lower_avx512(const int per_lane, const uint8_t *p)
 {
     return per_lane == 8 ? _mm512_loadu_si512((const void *)p) : _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
 }
-/* The upper bits of a run, those of each lane's codes from bit 0 of the lane up. */
+/* Upper bits of a run: those of each lane's codes, from bit 0 of the lane up. */
 TQKV__OP __m512i tqkv__load_upper_avx512(const int bits, const int per_lane, const uint8_t *p)
 {
     if (bits == 6 && per_lane == 8) return _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
     if (bits == 6 || per_lane == 8) return _mm512_cvtepu8_epi32(tqkv__load_128(p));
-    /* TQ5 with four codes a lane: a byte serves two lanes, and the copy shifted by 28 puts its upper half into the second. */
+    /* TQ5 with four codes a lane: a byte serves two lanes. A copy shifted by 28 puts its upper half into the second. */
     const __m512i bytes = _mm512_cvtepu8_epi64(tqkv__load_64(p));
     return _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));
 }
-/* The k-th nibble of each lane in the lowest bits, above it the upper bits of the code from bit `bit` of high; what
-   lies above the code is ignored by lookup. */
+/* The k-th nibble of each lane, below the code's upper bits from bit `bit` of high on. Look-ups ignore the bits
+   above. */
 TQKV__OP __m512i tqkv__pick_avx512(const int bits, __m512i low, const int k, __m512i high, const int bit)
 {
     const __m512i code = _mm512_srli_epi32(low, (unsigned)(4 * k));
@@ -2780,8 +2763,7 @@ TQKV__OP __m512 tqkv__permute_table_avx512(const int bits, const __m512 *table, 
     return _mm512_mask_blend_ps(_mm512_test_epi32_mask(codes, _mm512_set1_epi32(0x20)), lower,
                                 _mm512_permutex2var_ps(table[2], codes, table[3]));
 }
-/* Of codes in bytes the bytes of the centroids are looked up: a register for each, of TQ8, of which symmetry leaves 128
-   centroids, two. */
+/* Byte codes look up each byte of a centroid in one register; TQ8 in two for 128 centroids, the half it needs. */
 TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const tqkv__stream *s, __m512 *table)
 {
     for (int i = 0; nibbles && i < 1 << (bits - 4); i++) table[i] = _mm512_loadu_ps(s->codebook + 16 * i);
@@ -2797,12 +2779,11 @@ TQKV__OP __m512 tqkv__centroids_of_nibbles_avx512(const int bits, const int per_
     const __m512i high = bits > 4 ? tqkv__load_upper_avx512(bits, per_lane, upper) : low;
     return tqkv__permute_table_avx512(bits, table, tqkv__pick_avx512(bits, low, k, high, k * (bits - 4)));
 }
-/* The bytes of 64 centroids, then put together. TQ8's table is of the lower half: of a code c of the upper half it takes ~c
-   and flips the sign. */
+/* Looks up the four bytes of 64 centroids and joins them. TQ8: a code c of the upper half takes ~c and flips the
+   sign. */
 TQKV__OP __m512 tqkv__centroids_of_bytes_avx512(const int bits, const int k, const __m512 *table, const uint8_t *p)
 {
-    /* dword 4i + j goes to dword i of the 128-bit lane j: interleaving twice then leaves codes 16k to 16k + 15 in the
-       k-th vector */
+    /* dword 4i + j goes to dword i of 128-bit lane j; two unpacks then leave codes 16k to 16k + 15 in vector k */
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     __m512i codes = _mm512_permutexvar_epi32(order, _mm512_loadu_si512((const void *)p)), bytes[4];
     const __mmask64 upper = _mm512_movepi8_mask(codes);
@@ -2840,7 +2821,7 @@ TQKV__OP __m512 tqkv__sum_across_avx512(const float *x)
     return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
 }
 
-/* Encoding. An empty asm keeps a product from being fused with a following sum, as in tqkv__rounded. */
+/* Encoding. An empty asm prevents the fusion of a product with a following sum, as in tqkv__rounded. */
 TQKV__OP __m512 tqkv__rounded_avx512(__m512 x)
 {
     __asm__("" : "+v"(x));
@@ -2853,7 +2834,7 @@ TQKV__OP __m512 tqkv__invert_above_avx512(float least, __m512 x)
 {
     return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GT_OQ), _mm512_set1_ps(1.0f), x);
 }
-/* The table's signs of elements d to d + LANES - 1 applied to x */
+/* Applies the table's signs of elements d to d + LANES - 1 to x. */
 TQKV__OP __m512 tqkv__flip_avx512(__m512 x, int d)
 {
     uint16_t signs;
@@ -2868,15 +2849,14 @@ TQKV__OP __m512 tqkv__swap_avx512(const int distance, __m512 x)
     if (distance == 4) return _mm512_shuffle_f32x4(x, x, 0xb1);
     return _mm512_shuffle_f32x4(x, x, 0x4e);
 }
-/* Lanes i and i ^ 2^stage become their sum and difference. One of the two is multiplied by -1, which is exact. */
+/* Lanes i and i ^ 2^stage become their sum and difference. The product with 1 or -1 is exact. */
 TQKV__OP __m512 tqkv__butterfly_avx512(const int stage, __m512 x)
 {
     const __mmask16 upper[4] = {0xaaaa, 0xcccc, 0xf0f0, 0xff00};
     const __m512 sign = _mm512_mask_blend_ps(upper[stage], _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
     return _mm512_fmadd_ps(x, sign, tqkv__swap_avx512(1 << stage, x));
 }
-/* even: the lanes of a and b whose number has bit `stage` clear, those of b moved up by 2^stage; odd: the others, those
-   of a moved down. */
+/* even: lanes of a and b with bit `stage` clear, those of b moved up by 2^stage. odd: the others, a's moved down. */
 TQKV__OP __m512 tqkv__even_avx512(const int stage, __m512 a, __m512 b)
 {
     if (stage == 0) return _mm512_mask_moveldup_ps(a, 0xaaaa, b);
@@ -2896,9 +2876,9 @@ TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
     return _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(x)));
 }
 
-/* |v|, for positive v the float below it, so that "boundary <= result" counts ties down on both sides; NaN becomes far
-   negative. With 2^bits codes, c boundaries passed and half = 2^(bits-1), the code is half + c on the positive side and
-   half - 1 - c on the other: c ^ side. */
+/* The magnitude of v; for positive v the next float below: "boundary <= result" then counts ties down on both sides.
+   NaN becomes -TQKV__FAR, its magnitude TQKV__FAR. With half = 2^(bits-1) and c boundaries passed, the code is half + c
+   on the positive side and half - 1 - c on the negative: c ^ side. */
 TQKV__OP __m512 tqkv__fold_avx512(const int half, __m512 v, __m512i *side)
 {
     v = _mm512_max_ps(v, _mm512_set1_ps(-TQKV__FAR));
@@ -2913,7 +2893,7 @@ TQKV__OP void tqkv__load_below_avx512(const int bits, const uint8_t *table, __m5
     (void)bits; /* 64 entries are one register */
     below[0] = _mm512_loadu_si512((const void *)table);
 }
-/* By bytes: the upper three of each lane are 0, and so is the table's first. */
+/* Looks up bytes: the upper three of each lane are 0 and find the table's first entry, which is 0. */
 TQKV__OP __m512i tqkv__below_avx512(const int bits, const __m512i *below, __m512i cells)
 {
     (void)bits;
@@ -2923,7 +2903,7 @@ TQKV__OP __m512 tqkv__bound_avx512(const int bits, const __m512 *bounds, __m512i
 {
     return bits < 6 ? _mm512_permutexvar_ps(index, bounds[0]) : _mm512_permutex2var_ps(bounds[0], index, bounds[1]);
 }
-/* The code, of the count before the cell and the one boundary that may lie in it */
+/* The code, from the count before the cell and the one boundary that may lie in it */
 TQKV__OP __m512i tqkv__finish_avx512(__m512i count, __m512 bound, __m512 w, __m512i side)
 {
     const __mmask16 above = _mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ);
@@ -2931,11 +2911,11 @@ TQKV__OP __m512i tqkv__finish_avx512(__m512i count, __m512 bound, __m512 w, __m5
 }
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
 {
-    v = _mm512_min_ps(v, _mm512_set1_ps(127.0f)); /* the second where either is NaN */
+    v = _mm512_min_ps(v, _mm512_set1_ps(127.0f)); /* gives the second operand if either is NaN */
     v = _mm512_max_ps(v, _mm512_set1_ps(-127.0f));
     return _mm512_and_si512(_mm512_cvtps_epi32(v), _mm512_set1_epi32(255));
 }
-/* Four vectors of codes below 256 as bytes in one */
+/* Joins four vectors of codes below 256 into one vector of bytes. */
 TQKV__OP __m512i tqkv__narrow_avx512(const __m512i *four)
 {
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
@@ -2943,7 +2923,7 @@ TQKV__OP __m512i tqkv__narrow_avx512(const __m512i *four)
         _mm512_packus_epi16(_mm512_packus_epi32(four[0], four[1]), _mm512_packus_epi32(four[2], four[3]));
     return _mm512_permutexvar_epi32(order, mixed);
 }
-/* A vector of bytes: their low nibbles, and their bits from the fifth up, both as the formats have them. */
+/* Store the low nibbles, and the bits from the fifth up, of a vector of bytes, packed as the formats require. */
 TQKV__OP void tqkv__pack_lower_avx512(__m512i codes, uint8_t *p)
 {
     const __m512i nibbles = _mm512_and_si512(codes, _mm512_set1_epi8(15));
@@ -2965,14 +2945,13 @@ TQKV__OP void tqkv__pack_upper_avx512(const int upper_bits, __m512i codes, uint8
 TQKV__OP void tqkv__store_f16_avx512(uint8_t *p, __m512 x)
 {
     x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(65504.0f)), _mm512_set1_ps(-65504.0f));
-    const __m256i halves = /* without a mask GCC's macro has a warning of its own */
+    const __m256i halves = /* without a mask GCC's macro gives a warning */
         _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm256_storeu_si256((__m256i *)(void *)p, halves);
 }
 
-/* 64 values at a time, their counts as bytes: a byte look-up for the count before the cell, four for the bytes of the
-   boundary in it. Packing with saturation and interleaving with each other are inverse within 128 bits, so that
-   boundaries meet their values again; `order` brings bytes between the two into the order of the values. */
+/* 64 values at a time. One byte look-up finds the count before the cell, four find the bytes of the boundary in it.
+   Packing and interleaving are inverse within 128 bits: boundaries meet their values. `order` sorts the counts. */
 TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, const float *y, int n, float scale,
                                                    uint8_t *codes)
 {
@@ -3019,14 +2998,14 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
 }
 
 #define TQKV__(name)             tqkv__##name##_avx512
-#define TQKV__WIDTH              16 /* vectors that the rotation holds in registers */
+#define TQKV__WIDTH              16 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "avx512"
 #define TQKV__LANES              16
 #define TQKV__NIBBLE_ORDER       16, 8
-#define TQKV__NIBBLE_RUN         8 /* vectors of a run of nibbles */
+#define TQKV__NIBBLE_RUN         8 /* vectors in a run of nibbles */
 #define TQKV__RUN_TOGETHER       0 /* do the vectors of a run share work? */
-#define TQKV__ROWS               4 /* queries whose sums registers hold: of values, */
-#define TQKV__SCORE_ROWS         4 /* of keys, and of decoded keys */
+#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
+#define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 4
 #define TQKV__SUMS               16 /* vectors of sums of values in registers */
 #include "tqkv.h"
@@ -3082,7 +3061,7 @@ TQKV__OP __m256 tqkv__sum_across_avx2(const float *x)
     const __m256 a = _mm256_load_ps(x), b = _mm256_load_ps(x + 8);
     return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
-/* Permutes look at the lowest three bits; blends, which look at the sign bit, choose by those above. */
+/* Permutes use the lowest three bits. Blends use the sign bit, to which the shifts bring the bits above. */
 TQKV__OP __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
 {
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table[0], codes), _mm256_permutevar8x32_ps(table[1], codes),
@@ -3093,11 +3072,9 @@ TQKV__OP __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
     return _mm256_blendv_ps(tqkv__permute_16_avx2(table, codes), tqkv__permute_16_avx2(table + 2, codes),
                             _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
 }
-/* The bytes of 32 centroids, looked up 32 codes at a time, and put together: unpacking twice leaves four vectors, of
-   which the k-th has codes 4k to 4k + 3 of either half. upper: all ones where a code lies in the upper half, index: its
-   place among 16, second: its sign bit says that it is among the second 16 of the half. Of those the table has the
-   differences from the first: a shuffle gives 0 where the index is negative, and an exclusive or is cheaper than a
-   blend. */
+/* Looks up the four bytes of 32 centroids and joins them: vector k of four has codes 4k to 4k + 3 of either half.
+   upper: all ones for a code in the upper half. index: its place among 16. second: the sign bit marks the second 16 of
+   the half. The table has these as xor with the first: a negative index gives 0, and xor is cheaper than a blend. */
 TQKV__OP __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, const __m256 *table, __m256i index,
                                                __m256i upper, __m256i second)
 {
@@ -3116,7 +3093,7 @@ TQKV__OP __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, cons
 }
 TQKV__OP void tqkv__load_table_avx2(const int bits, const bool nibbles, const tqkv__stream *s, __m256 *table)
 {
-    (void)nibbles; /* the bytes of centroids, always */
+    (void)nibbles; /* always the bytes of centroids */
     for (int p = 0; p < 4; p++) {
         const __m128i first = tqkv__load_128(s->planes[p]), second = tqkv__load_128(s->planes[p] + 16);
         table[p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(first));
@@ -3128,7 +3105,7 @@ TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i places)
 {
     return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, places), places);
 }
-/* A run is 32 nibbles: 16 bytes, whose low nibbles go to the lower half of a vector and the high ones to the upper. */
+/* A run is 16 bytes: the low nibbles go to the lower half of a vector, the high ones to the upper half. */
 TQKV__OP __m256 tqkv__centroids_of_nibbles_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
                                                 const uint8_t *p, const uint8_t *upper)
 {
@@ -3156,7 +3133,8 @@ TQKV__OP __m256 tqkv__centroids_of_nibbles_avx2(const int bits, const int per_la
 }
 TQKV__OP __m256 tqkv__centroids_of_bytes_avx2(const int bits, const int k, const __m256 *table, const uint8_t *p)
 {
-    const __m256i order = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0); /* makes the four vectors whole */
+    const __m256i order =
+        _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0); /* puts the codes of each of the four vectors in place */
     const __m256i bytes = _mm256_loadu_si256((const __m256i *)(const void *)p);
     const __m256i codes = _mm256_permutevar8x32_epi32(bytes, order);
     const __m256i half = _mm256_cmpgt_epi8(_mm256_setzero_si256(), _mm256_slli_epi16(codes, 8 - bits));
@@ -3225,7 +3203,7 @@ TQKV__OP __m256 tqkv__fold_avx2(const int half, __m256 v, __m256i *side)
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(tqkv__abs_avx2(v)), positive));
 }
 TQKV__OP __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); }
-/* Shuffles of bytes see 16 entries, in either half of the register. */
+/* Byte shuffles see 16 entries, the same in either half of the register. */
 TQKV__OP void tqkv__load_below_avx2(const int bits, const uint8_t *table, __m256i *below)
 {
     for (int i = 0; i < 1 << (bits - 4); i++) below[i] = _mm256_broadcastsi128_si256(tqkv__load_128(table + 16 * i));
@@ -3291,14 +3269,14 @@ TQKV__OP void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
 #define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
 
 #define TQKV__(name)             tqkv__##name##_avx2
-#define TQKV__WIDTH              8 /* vectors that the rotation holds in registers */
+#define TQKV__WIDTH              8 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "avx2"
 #define TQKV__LANES              8
 #define TQKV__NIBBLE_ORDER       4, 2
 #define TQKV__NIBBLE_RUN         4
 #define TQKV__RUN_TOGETHER       1
-#define TQKV__ROWS               4 /* queries whose sums registers hold: of values, */
-#define TQKV__SCORE_ROWS         2 /* of keys, and of decoded keys */
+#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
+#define TQKV__SCORE_ROWS         2 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 3
 #define TQKV__SUMS               8 /* vectors of sums of values in registers */
 #include "tqkv.h"
@@ -3309,7 +3287,7 @@ TQKV__OP void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
 #elif defined(__aarch64__) && !defined(__AARCH64EB__)
 #include <arm_neon.h>
 
-/* >>neon: which every AArch64 has */
+/* >>neon: part of every AArch64 */
 
 #define TQKV__TARGET
 typedef float32x4_t tqkv__vector_neon;
@@ -3344,7 +3322,7 @@ TQKV__OP float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
     return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3]));
 }
 TQKV__OP float32x4_t tqkv__sum_across_neon(const float *x) { return vld1q_f32(x); }
-/* By bytes: entry i is bytes 4i to 4i + 3, and 64 bytes are a table. An index beyond it changes nothing. */
+/* Looks up bytes: entry i is bytes 4i to 4i + 3 of 64 in a table. vqtbx keeps the byte of an index beyond. */
 TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
 {
     codes = vandq_u32(codes, vdupq_n_u32((1u << bits) - 1));
@@ -3359,8 +3337,8 @@ TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t 
     }
     return vreinterpretq_f32_u8(found);
 }
-/* The bytes of 16 centroids, looked up 16 codes at a time, and put together: the k-th of four vectors. upper: all ones
-   where a code lies in the upper half, index: its place in the half */
+/* Looks up the four bytes of 16 centroids, for 16 codes at a time, and joins them into vector k of four. upper: all
+   ones for a code in the upper half. index: its place in the half. */
 TQKV__OP float32x4_t tqkv__centroids_of_planes_neon(const int bits, const int k, const float32x4_t *table,
                                                     uint8x16_t index, uint8x16_t upper)
 {
@@ -3378,11 +3356,11 @@ TQKV__OP float32x4_t tqkv__centroids_of_planes_neon(const int bits, const int k,
 }
 TQKV__OP void tqkv__load_table_neon(const int bits, const bool nibbles, const tqkv__stream *s, float32x4_t *table)
 {
-    (void)nibbles; /* the bytes of centroids, always */
+    (void)nibbles; /* always the bytes of centroids */
     for (int i = 0; i < (bits == 6 ? 8 : 4); i++)
         table[i] = vreinterpretq_f32_u8(vld1q_u8(s->planes[i % 4] + 16 * (i / 4)));
 }
-/* codes: [16], what lies above their bits is ignored */
+/* codes: [16]; bits above the code are ignored */
 TQKV__OP float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, const float32x4_t *table,
                                                    uint8x16_t codes)
 {
@@ -3390,7 +3368,7 @@ TQKV__OP float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, 
     const uint8x16_t index = vandq_u8(veorq_u8(codes, upper), vdupq_n_u8((uint8_t)((1 << (bits - 1)) - 1)));
     return tqkv__centroids_of_planes_neon(bits, k, table, index, upper);
 }
-/* A run is 32 nibbles: of the low ones the first four vectors, of the high ones the others. */
+/* A run is 32 nibbles: the low ones give the first four vectors, the high ones the other four. */
 TQKV__OP float32x4_t tqkv__centroids_of_nibbles_neon(const int bits, const int per_lane, const int k,
                                                      const float32x4_t *table, const uint8_t *p, const uint8_t *upper)
 {
@@ -3407,7 +3385,7 @@ TQKV__OP float32x4_t tqkv__centroids_of_nibbles_neon(const int bits, const int p
         const uint8x16_t index = vandq_u8(veorq_u8(codes, half), vdupq_n_u8(15));
         return tqkv__centroids_of_planes_neon(5, k % 4, table, index, half);
     }
-    /* bits 4i to 4i + 3 of eight bytes, moved to the lower half of 16 */
+    /* bits 4i to 4i + 3 of eight bytes, spread to the lower halves of 16 */
     const uint16x8_t wide = vmovl_u8(vld1_u8(upper));
     const uint8x16_t bytes = vreinterpretq_u8_u16(vorrq_u16(wide, vshlq_n_u16(wide, 4)));
     return tqkv__centroids_of_codes_neon(6, k % 4, table, vsliq_n_u8(codes, k < 4 ? bytes : vshrq_n_u8(bytes, 2), 4));
@@ -3479,7 +3457,7 @@ TQKV__OP void tqkv__load_below_neon(const int bits, const uint8_t *table, uint32
 {
     for (int i = 0; i < 1 << (bits - 4); i++) below[i] = vreinterpretq_u32_u8(vld1q_u8(table + 16 * i));
 }
-/* By bytes: the upper three of each lane are 0, and so is the table's first. */
+/* Looks up bytes: the upper three of each lane are 0 and find the table's first entry, which is 0. */
 TQKV__OP uint32x4_t tqkv__below_neon(const int bits, const uint32x4_t *below, uint32x4_t cells)
 {
     uint8x16x4_t t;
@@ -3510,7 +3488,7 @@ TQKV__OP uint32x4_t tqkv__narrow_neon(const uint32x4_t *four)
     const uint16x8_t high = vcombine_u16(vmovn_u32(four[2]), vmovn_u32(four[3]));
     return vreinterpretq_u32_u8(vcombine_u8(vmovn_u16(low), vmovn_u16(high)));
 }
-/* A vector of bytes: their low nibbles, and their bits from the fifth up, both as the formats have them. */
+/* Store the low nibbles, and the bits from the fifth up, of a vector of bytes, packed as the formats require. */
 TQKV__OP void tqkv__pack_lower_neon(uint32x4_t codes, uint8_t *p)
 {
     const uint8x16_t x = vreinterpretq_u8_u32(codes);
@@ -3539,14 +3517,14 @@ TQKV__OP void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
 #define tqkv__quantise_tq8_neon tqkv__quantise_loads_neon
 
 #define TQKV__(name)             tqkv__##name##_neon
-#define TQKV__WIDTH              16 /* vectors that the rotation holds in registers */
+#define TQKV__WIDTH              16 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "neon"
 #define TQKV__LANES              4
 #define TQKV__NIBBLE_ORDER       16, 2
 #define TQKV__NIBBLE_RUN         8
 #define TQKV__RUN_TOGETHER       1
-#define TQKV__ROWS               4 /* queries whose sums registers hold: of values, */
-#define TQKV__SCORE_ROWS         4 /* of keys, and of decoded keys */
+#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
+#define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 4
 #define TQKV__SUMS               16 /* vectors of sums of values in registers */
 #include "tqkv.h"
@@ -3554,7 +3532,7 @@ TQKV__OP void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
 
 /* >>sets: which instruction set is in use */
 
-/* Best first; those that this processor has are chosen from. */
+/* Best first; the choice is among those that the processor has. */
 static const tqkv__isa *const tqkv__isas[] = {
 #if defined(__x86_64__)
     &tqkv__isa_avx512, &tqkv__isa_avx2,
@@ -3580,7 +3558,7 @@ static bool tqkv__isa_present(const tqkv__isa *isa)
     return isa != NULL;
 }
 
-static const tqkv__isa *tqkv__isa_chosen; /* the library's one variable: set once, or by tqkv_isa_force */
+static const tqkv__isa *tqkv__isa_chosen; /* the library's only variable: set once, or by tqkv_isa_force */
 
 static const tqkv__isa *tqkv__isa_named(const char *name)
 {
@@ -3600,7 +3578,7 @@ static const tqkv__isa *tqkv__isa_now(void)
     return isa;
 }
 
-/* The chosen set, or the next narrower one that has four vectors in a row of head_dim. */
+/* The chosen set, or the next narrower one with at least four vectors in a row of head_dim. */
 static const tqkv__isa *tqkv__isa_for(int head_dim)
 {
     const tqkv__isa *isa = tqkv__isa_now();
@@ -3622,7 +3600,7 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name)
     return TQKV_OK;
 }
 
-/* >>driver: tqkv_attend and its slices: checks, tasks, and what becomes of their results */
+/* >>driver: tqkv_attend and its slices: checks, tasks, results */
 
 static void *tqkv__malloc(void *user, size_t size)
 {
@@ -3661,7 +3639,7 @@ static bool tqkv__sinks_valid(const float *sinks, int n_heads)
     return true;
 }
 
-/* Resolves and checks everything but the stores' buffers and the resident range. */
+/* Resolves and checks everything except the stores' buffers and the resident range. */
 static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attention *r)
 {
     tqkv_result result;
@@ -3700,9 +3678,8 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-/* The bytes of the centroids, again and again where they are few, of TQ8 those of the lower half: codebooks are symmetric,
-   centroid n - 1 - c is centroid c with the other sign, so that look-ups can do with half a table: of a code c of the
-   upper half they take ~c, and flip the sign. */
+/* The bytes of the centroids, repeated where they are few. Codebooks are symmetric: centroid n - 1 - c is -centroid c.
+   For TQ8 the lower half is enough: look-ups take ~c for a code c of the upper half, and flip the sign. */
 static void tqkv__fill_planes(tqkv__stream *s)
 {
     for (int i = 0; s->kind == TQKV__BOOK && i < 128; i++)
@@ -3710,7 +3687,7 @@ static void tqkv__fill_planes(tqkv__stream *s)
             s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i % (1 << s->book_bits)]) >> (8 * p));
 }
 
-/* Finds the resident range, after tqkv__attention_shape. */
+/* Finds the resident range; follows tqkv__attention_shape. */
 static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attention *r)
 {
     if (a->end < 0 || a->kv_len < 0) return TQKV__INVALID("end or kv_len is negative");
@@ -3723,7 +3700,6 @@ static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attentio
     return TQKV_OK;
 }
 
-/* As tqkv__attention_shape, and opens the stores and finds the resident range. */
 static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
 {
     tqkv_result result = tqkv__attention_shape(a, r);
@@ -3736,7 +3712,7 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
     return TQKV_OK;
 }
 
-/* The positions that a query sees: [*from, *to), within [first, end) of the call. */
+/* The positions that a query sees: [*from, *to), within [first, end). */
 static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, int64_t end, int64_t *from, int64_t *to)
 {
     const int64_t position = a->call.end - a->call.n_queries + query;
@@ -3746,9 +3722,8 @@ static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, in
     if (*to < *from) *to = *from;
 }
 
-/* Instruction sets decode nibbles in an order of their own: every rows * columns values are a matrix [rows][columns] that
-   comes transposed, of half the columns where a row of a store is shorter. Queries are brought into that order and sums
-   of values back from it. */
+/* Instruction sets decode nibbles in their own order: each rows * columns values, a matrix [rows][columns], come
+   transposed. A head_dim below that halves the columns. Queries take that order; sums of values are put back. */
 static void tqkv__order(const tqkv__isa *isa, const tqkv__stream *s, int *rows, int *columns)
 {
     const bool nibbles = s->main_bits == 4;
@@ -3778,10 +3753,9 @@ static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const 
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
-/* The slots of a tile follow each other: it ends where either ring wraps, and where the position is a multiple of
-   TQKV__TILE; its scores stand at the position modulo TQKV__TILE: so that a query's sums are the same bits whether it
-   comes alone or in a batch. (Otherwise the next layer's keys differ in a last bit, now and then in a code, and prefill
-   and decode drift apart.) */
+/* A tile is contiguous in both stores: it ends where a ring wraps, and at positions that are a multiple of TQKV__TILE.
+   Its scores are at the position modulo TQKV__TILE. A query's sums are then the same bits alone or in a batch.
+   Otherwise prefill and decode drift apart: a last bit changes the next layer's keys, and now and then a code. */
 static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t end)
 {
     const int64_t aligned = TQKV__TILE - position % TQKV__TILE;
@@ -3792,7 +3766,7 @@ static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t
     return n > value_room ? value_room : (int)n;
 }
 
-/* Halves of bytes that no encoder wrote may be NaN or Inf. */
+/* Only bytes that no encoder wrote can be NaN or Inf. */
 static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
 {
     bool finite = true;
@@ -3800,17 +3774,16 @@ static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
     return finite;
 }
 
-/* A tile on its way: n positions from `position` on, whose scores, then weights, begin at scores[row][begin]. */
+/* A tile in progress: n positions from `position` on. Its scores, later weights, begin at scores[row][begin]. */
 typedef struct tqkv__tile {
     int64_t position;
     int n, begin;
-    bool whole; /* every row sees all of it */
-    TQKV__ALIGNED float
-        scores[(TQKV__CHUNK_ROWS + 1) * TQKV__TILE]; /* whole vectors are written, also of a tile's end */
+    bool whole;                                                      /* every row sees all of it */
+    TQKV__ALIGNED float scores[(TQKV__CHUNK_ROWS + 1) * TQKV__TILE]; /* room for whole vectors at a tile's end */
 } tqkv__tile;
 
-/* value_tile, also where a row of an F16 stream must not touch a NaN that only other rows see: then position by position
-   with the rows that have a weight for it. */
+/* value_tile, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each position is added
+   alone, and only to rows that give it a weight. */
 static void tqkv__add_values(const tqkv__attention *a, int kv_head, const tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__stream *s = &a->values;
@@ -3830,18 +3803,18 @@ static void tqkv__add_values(const tqkv__attention *a, int kv_head, const tqkv__
         }
 }
 
-/* Query rows that share decoded tiles: some of one KV head. */
+/* Query rows of one KV head that share decoded tiles. */
 typedef struct tqkv__item {
     int kv_head, first_row, n_rows;
 } tqkv__item;
 
-/* Attention of some rows over some positions, unnormalised. out: [n_rows][head_dim], max, sum: [n_rows] */
+/* Unnormalised attention of some rows. out: [n_rows][head_dim], max, sum: [n_rows] */
 typedef struct tqkv__sums {
     float *out, *max, *sum;
 } tqkv__sums;
 
-/* The rows of an item over positions [first, end), added to sums. q: [n_rows][head_dim]. The values of a tile are added after the next tile has been scored: neither step needs the other's
-   result, so that the processor finishes one while it begins the other. */
+/* Adds positions [first, end) to the sums of an item's rows; q: [n_rows][head_dim]. A tile's values are added after the
+   next tile's scores. These steps are independent, and the processor overlaps them. */
 static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, int64_t first, int64_t end,
                               const float *q, tqkv__tile tiles[2], const tqkv__sums *sums)
 {
@@ -3885,7 +3858,6 @@ static void tqkv__merge_row(int head_dim, float *out, float *max, float *sum, co
     *max = largest;
 }
 
-/* Where sums of row `row` on are. */
 static tqkv__sums tqkv__sums_from(const tqkv__sums *sums, size_t row, int head_dim)
 {
     const tqkv__sums from = {sums->out + row * (size_t)head_dim, sums->max + row, sums->sum + row};
@@ -3906,28 +3878,27 @@ static void tqkv__merge_sums(const tqkv__sums *into, const tqkv__sums *from, siz
                         from->out + i * (size_t)head_dim, from->max[i], from->sum[i]);
 }
 
-/* The context is cut at the multiples of this, by position. Each stretch has a softmax and float sums of its own, and
-   their results are merged in the order of the positions. So the error does not grow with the context as that of one
-   long sum does, and a query's bits depend on nothing but its positions: not on the queries beside it, nor on the tasks.
-   A merge costs as much as half a position. */
+/* The context is cut into stretches at multiples of this position. Each has its own softmax and float sums, merged in
+   the order of the positions: the error does not grow with the context as in one long sum. A query's bits depend only
+   on its positions, not on other queries or on tasks. A merge costs as much as half a position. */
 #define TQKV__STRETCH 2048
 
-/* What tasks share. A unit of work is an item over all stretches ("walk"), or, where these are too few to keep many cores
-   busy, an item over one of the stretches of a wave ("spread"). Task t of n takes the units t, t + n ... in a slot of
-   scratch of its own. Both ways do the same additions in the same order. */
+/* Shared by tasks. A unit of work is an item over all stretches or, if these are too few for many cores ("spread"),
+   over one stretch of a wave. Task t of n takes units t, t + n ... Both ways do the same additions in the same
+   order. */
 enum { TQKV__TASKS = 32, TQKV__WAVE_FLOATS = 1 << 20 };
 typedef struct tqkv__job {
     const tqkv__attention *a;
     const float *q;
-    int64_t first, end;           /* positions of the call that some query sees */
-    int64_t stretch, n_stretches; /* the first of them, and how many */
+    int64_t first, end;           /* positions that some query sees */
+    int64_t stretch, n_stretches; /* the first stretch, and their number */
     int rows_each, n_chunks, n_items, n_tasks;
     bool spread;
-    int64_t wave, n_wave; /* spread: the first stretch of this wave, and how many */
-    float *slots;         /* [n_tasks][slot_floats]: tiles, queries, sums of all stretches, sums of one */
+    int64_t wave, n_wave; /* spread: the first stretch of this wave, and the number of stretches in a wave */
+    float *slots; /* [n_tasks][slot_floats]: scratch of each task: tiles, queries, sums of all stretches, sums of one */
     size_t slot_floats;
-    tqkv__sums partial; /* spread: [1 + n_wave][n_rows]; the first: all waves before */
-    tqkv__sums out;     /* of the caller; max NULL: finish the rows */
+    tqkv__sums partial; /* spread: [1 + n_wave][n_rows]; [0]: the sum of all earlier waves */
+    tqkv__sums out;     /* the caller's; max NULL: finish the rows */
 } tqkv__job;
 
 static tqkv__item tqkv__item_of(const tqkv__job *job, int index)
@@ -3938,14 +3909,14 @@ static tqkv__item tqkv__item_of(const tqkv__job *job, int index)
     return item;
 }
 
-/* The row of the caller's arrays that is row i of an item. */
+/* The caller's row that is row i of an item. */
 static size_t tqkv__caller_row(const tqkv__attention *a, const tqkv__item *item, int i)
 {
     const int row = item->first_row + i;
     return (size_t)(row / a->group) * (size_t)a->call.n_heads + (size_t)(item->kv_head * a->group + row % a->group);
 }
 
-/* The queries of an item in the keys' basis and order, times scale; arranged: [n_rows][head_dim] */
+/* Brings an item's queries into the keys' basis and order, times scale; arranged: [n_rows][head_dim] */
 static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const float *q, float *arranged)
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
@@ -3959,7 +3930,7 @@ static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *it
 
 static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum);
 
-/* An item's sums go to the caller, finished if the call is not a partial one. */
+/* Writes an item's sums to the caller; finishes them unless the call is partial. */
 static void tqkv__deliver(const tqkv__job *job, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = job->a;
@@ -3976,11 +3947,10 @@ static void tqkv__deliver(const tqkv__job *job, const tqkv__item *item, const tq
     }
 }
 
-/* The rows of an item over stretch number `stretch`. */
 static void tqkv__attend_stretch(const tqkv__job *job, const tqkv__item *item, int64_t stretch, const float *q,
                                  tqkv__tile tiles[2], const tqkv__sums *sums)
 {
-    const int64_t first = stretch * TQKV__STRETCH; /* its end may lie beyond the last position */
+    const int64_t first = stretch * TQKV__STRETCH; /* the last stretch may end early */
     const int64_t end = job->end - first > TQKV__STRETCH ? first + TQKV__STRETCH : job->end;
     tqkv__clear_sums(sums, (size_t)item->n_rows, job->a->head_dim);
     tqkv__attend_rows(job->a, item, first > job->first ? first : job->first, end, q, tiles, sums);
@@ -3999,7 +3969,7 @@ static void tqkv__attend_task(void *context, int index)
     for (int64_t unit = index; unit < n_units; unit += job->n_tasks) {
         const tqkv__item item = tqkv__item_of(job, (int)(unit % job->n_items));
         tqkv__arrange_queries(job->a, &item, job->q, q);
-        if (job->spread) { /* rows of a KV head stand together, as in the caller's order of KV heads */
+        if (job->spread) { /* rows are ordered by KV head; item.first_row counts within it */
             const size_t row = (size_t)item.kv_head * (size_t)(job->a->call.n_queries * job->a->group) +
                                (size_t)item.first_row + (size_t)(1 + unit / job->n_items) * job->a->n_rows;
             const tqkv__sums to = tqkv__sums_from(&job->partial, row, job->a->head_dim);
@@ -4015,7 +3985,7 @@ static void tqkv__attend_task(void *context, int index)
     }
 }
 
-/* Finds the stretches, the items and how to share them out. */
+/* Finds the stretches and items, and divides them among tasks and waves. */
 static void tqkv__cut(const tqkv__attention *a, int64_t first, int64_t end, tqkv__job *job)
 {
     int64_t unused;
@@ -4037,7 +4007,7 @@ static void tqkv__cut(const tqkv__attention *a, int64_t first, int64_t end, tqkv
     job->n_tasks = a->call.parallel.run == tqkv__run_serial ? 1 : units < TQKV__TASKS ? (int)units : TQKV__TASKS;
 }
 
-/* Runs the waves of a spread job and adds each to the sums before, in the order of the stretches. */
+/* Runs the waves of a spread job and merges their stretches in order. */
 static void tqkv__run_waves(tqkv__job *job)
 {
     const tqkv__attention *a = job->a;
@@ -4059,7 +4029,7 @@ static void tqkv__run_waves(tqkv__job *job)
     }
 }
 
-/* After all checks: attends over [first, end). max and sum NULL: finished rows. */
+/* Attends over [first, end) after all checks. max and sum NULL: finishes the rows. */
 static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, int64_t end, const float *q, float *out,
                                       float *max, float *sum)
 {
@@ -4090,7 +4060,7 @@ static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, i
     return TQKV_OK;
 }
 
-/* out = sum / (total + exp(sink - max)), un-rotated; zeros where nothing was visible. out: [head_dim] */
+/* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [head_dim] */
 static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
 {
     float factor = 0.0f;
@@ -4109,7 +4079,7 @@ static void tqkv__finish(const tqkv__attention *a, float *out, const float *max,
         tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out + row * (size_t)a->head_dim, max[row], sum[row]);
 }
 
-/* Arrays of one call; what is written may overlap nothing. */
+/* The arrays of one call. No written array may overlap another one. */
 typedef struct tqkv__arrays {
     const void *at[8];
     size_t size[8];
@@ -4122,7 +4092,7 @@ static void tqkv__add_array(tqkv__arrays *arrays, const void *at, size_t size)
     arrays->size[arrays->n++] = size;
 }
 
-/* out, max and sum of a slice: [n_queries][n_heads][head_dim] and [n_queries][n_heads] */
+/* Adds out [n_queries][n_heads][head_dim], and max and sum [n_queries][n_heads]. */
 static void tqkv__add_slice(tqkv__arrays *arrays, const tqkv__attention *a, const void *out, const void *max,
                             const void *sum)
 {
@@ -4131,7 +4101,7 @@ static void tqkv__add_slice(tqkv__arrays *arrays, const tqkv__attention *a, cons
     tqkv__add_array(arrays, sum, a->n_rows * sizeof(float));
 }
 
-/* The first n_written are written. */
+/* Checks the arrays; the first n_written are outputs. */
 static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
 {
     for (int i = 0; i < arrays->n; i++)
@@ -4143,7 +4113,7 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
     return TQKV_OK;
 }
 
-/* As tqkv__check_arrays, of q, the stores and the sinks behind the outputs. */
+/* Checks the outputs in arrays against q, the stores and the sinks, and q for NaN and infinity. */
 static tqkv_result tqkv__check_attend(const tqkv__attention *a, const float *q, tqkv__arrays *arrays)
 {
     const int n_written = arrays->n;
@@ -4164,7 +4134,7 @@ static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const float *q, c
     return tqkv__check_attend(a, q, &arrays);
 }
 
-/* After tqkv__attention_open: attends to all that is resident. */
+/* Attends over all resident positions after tqkv__attention_open. */
 static tqkv_result tqkv__attend(const tqkv__attention *a, const float *q, float *out)
 {
     const tqkv_result r = tqkv__check_q_out(a, q, out);
@@ -4209,7 +4179,7 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
     if ((r = tqkv__check_arrays(&arrays, 3)) != TQKV_OK) return r;
     const size_t head_dim = (size_t)a.head_dim;
     for (size_t row = 0; row < a.n_rows; row++) {
-        float source[TQKV_MAX_HEAD_DIM]; /* in the basis of a's values */
+        float source[TQKV_MAX_HEAD_DIM]; /* basis of a's values */
         memcpy(source, src_out + row * head_dim, head_dim * sizeof(float));
         if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.head_dim);
         if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.head_dim);
@@ -4236,18 +4206,18 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
     return r;
 }
 
-/* >>owner: the cache of >>cache */
+/* >>owner: tqkv_cache, see >>cache */
 
 struct tqkv_cache {
-    tqkv_attention attention; /* of one query over all that was appended; every default resolved, sinks in the block */
+    tqkv_attention attention; /* one query over all appended positions; defaults resolved, sinks in the block */
     tqkv_store keys, values;
     int64_t first; /* resident positions [first, attention.end) */
     tqkv_metal *metal;
     tqkv_allocator memory;
-    size_t size; /* of the one block that holds the struct, the sinks, the codes and the norms */
+    size_t size; /* of the block with the struct, the sinks, the codes and the norms */
 };
 
-/* Each part of the block starts on a cache line of its own: codes that straddle two take a tenth longer to attend to. */
+/* Starts each part of the block on a cache line: attention to codes that straddle two takes a tenth longer. */
 static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
 {
     if (*end > SIZE_MAX - 63 || size > SIZE_MAX - 63 - *end) return false;
@@ -4258,7 +4228,7 @@ static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
 
 static const tqkv__backend *tqkv__backend_of(const tqkv_metal *m) { return (const tqkv__backend *)(const void *)m; }
 
-/* Resolves the defaults of a desc and checks it, the two stores' shapes included. */
+/* Resolves the defaults of a desc; checks it and the shapes of both stores. */
 static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
     tqkv__attention resolved;
@@ -4332,14 +4302,14 @@ TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
     memory.free(memory.user, c, c->size);
 }
 
-/* What of a cache stays resident when it has been appended up to `end`. */
+/* The oldest resident position of a cache appended up to `end`. */
 static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 {
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
 }
 
-/* What the tasks of an append share: each takes a part of the tokens of keys or of values, and first looks for NaN and
-   infinity in it, then, in a second run, encodes it. */
+/* State of an append's tasks, for some tokens of keys or values each. One run tests for NaN and Inf, the next
+   encodes. */
 enum { TQKV__APPEND_TASKS = 16 };
 typedef struct tqkv__append_job {
     const tqkv__stream *streams[2];
@@ -4350,7 +4320,7 @@ typedef struct tqkv__append_job {
     bool bad[2 * TQKV__APPEND_TASKS];
 } tqkv__append_job;
 
-/* A task for each 64 KiB of floats, which take some ten microseconds. */
+/* Tasks for one stream: one for each 64 KiB of floats, which take about ten microseconds. */
 static int tqkv__append_tasks(const tqkv_cache *c, int n_tokens)
 {
     const int64_t n = (int64_t)n_tokens * c->keys.n_kv_heads * c->keys.head_dim / 16384;
@@ -4406,7 +4376,7 @@ static tqkv_result tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqk
     tqkv_attention attention = c->attention;
     attention.n_queries = n_queries;
     const tqkv_result r = tqkv__attention_open(&attention, a);
-    a->first = c->first; /* after a truncation fewer than kv_len's default, even none */
+    a->first = c->first; /* after a truncation fewer positions than kv_len's default, or none */
     return r;
 }
 
@@ -4442,7 +4412,7 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c->keys : NULL; }
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? &c->values : NULL; }
 
-/* >>metal-plan: what tqkv_metal.m records, see >>plan */
+/* >>metal-plan: the plans of >>plan, which tqkv_metal.m records */
 
 static bool tqkv__bindings_overlap(const tqkv__binding *a, const tqkv__binding *b)
 {
@@ -4477,7 +4447,7 @@ static void tqkv__plan_bind(tqkv__dispatch *d, const char *name, int index, tqkv
     d->bindings[d->n_bindings++] = binding;
 }
 
-/* Codes and norms, at index and index + 1. Kernels load 16 bytes of codes at a time. */
+/* Binds codes and norms at index and index + 1. Kernels load 16 bytes of codes at a time. */
 static void tqkv__plan_bind_store(tqkv__dispatch *d, const char *const names[2], int index,
                                   const tqkv_metal_store *store, const tqkv__stream *s, bool written)
 {
@@ -4491,7 +4461,7 @@ static void tqkv__plan_bind_flag(tqkv__dispatch *d, int index, tqkv_metal_buffer
     tqkv__plan_bind(d, "not_finite", index, at, at.buffer ? sizeof(uint32_t) : 0, true);
 }
 
-/* `bytes` further on. What would wrap stays behind the end of any buffer. */
+/* The buffer `bytes` further on. An offset that would wrap becomes one beyond the end of any buffer. */
 static tqkv_metal_buffer tqkv__buffer_after(tqkv_metal_buffer at, size_t bytes)
 {
     const size_t last = SIZE_MAX - 15;
@@ -4499,16 +4469,16 @@ static tqkv_metal_buffer tqkv__buffer_after(tqkv_metal_buffer at, size_t bytes)
     return at;
 }
 
-/* `each` rows a simdgroup. 4 simdgroups a threadgroup: they share one table (the codebook's cells, up to 3 KiB). */
+/* Plans `each` rows a simdgroup, and 4 simdgroups a threadgroup, which share the codebook's cells (up to 3 KiB). */
 static void tqkv__plan_simdgroups(tqkv__dispatch *d, size_t n_rows, size_t each)
 {
     const size_t n = n_rows / each + (n_rows % each != 0);
     d->rows = true;
     d->n_simdgroups = 4;
-    if (n > d->grid[0]) d->grid[0] = n; /* two rings may keep different numbers */
+    if (n > d->grid[0]) d->grid[0] = n; /* two rings may keep different numbers of rows */
 }
 
-/* The rows of tokens from `position` on, as the next arguments; *size: their bytes as floats. */
+/* Adds arguments for the rows of tokens from `position` on; *size: their bytes as floats. */
 static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int n_tokens, int64_t position,
                                    size_t *size)
 {
@@ -4527,7 +4497,7 @@ static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int
     return TQKV_OK;
 }
 
-/* A stream of tokens to encode: source, codes and norms at the indices behind its arguments, at 0 or 4. */
+/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms. */
 static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const char *const names[3], const tqkv_metal_store *store,
                                      const tqkv__stream *s, tqkv_metal_buffer src, int n_tokens, int64_t position)
 {
@@ -4537,7 +4507,7 @@ static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const char *const names[
         return TQKV_INVALID_ARGUMENT;
     tqkv_result r = tqkv__check_positions(s, n_tokens, position);
     if (r != TQKV_OK) return r;
-    const int skipped = n_tokens > s->capacity ? n_tokens - s->capacity : 0; /* a ring would drop them again */
+    const int skipped = n_tokens > s->capacity ? n_tokens - s->capacity : 0; /* a ring would drop them */
     if ((r = tqkv__plan_rows(d, s, n_tokens - skipped, position + skipped, &kept)) != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
@@ -4644,29 +4614,27 @@ TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int h
     return TQKV_OK;
 }
 
-/* How attention is cut. Metal does not say how many cores a GPU has (7 to 80), so that the shape alone decides, but for
-   the most simdgroups that the pipeline allows. Derived from sizes, not measured on Apple's hardware yet.
+/* The split of attention over threadgroups. Metal does not report a GPU's number of cores (7 to 80): only the shape
+   decides. These numbers come from sizes and `make model`, not from measurements on Apple's hardware.
 
-   columns       Query rows of a KV head that a threadgroup serves. Each key and value is decoded once for all of them,
-                 so as many as registers hold; a rest is shared out evenly: 9 rows are 5 + 4, not 8 + 1, and take the
-                 same two passes over the cache.
-   n_simdgroups  4: each walks tiles of its own, so that more of them hide each other's loads; they share the tables and
-                 queries in threadgroup memory, which one simdgroup alone would have to fill for itself.
-   n_splits      Threadgroups along the context. Enough for 128 threadgroups, more than the largest GPU has cores, since
-                 below that cores idle. But at least 4 tiles of 32 positions a simdgroup: a split writes and reads 8
-                 bytes a value and row for the merge, at 8 rows 64 bytes a value, against 512 positions of half to two
-                 bytes a value. Where that leaves twice as many positions, 256 threadgroups: 40 cores want 24
-                 simdgroups each to be busy, and share out 256 threadgroups more evenly than 128. By `make model` that
-                 saves up to a quarter there, and costs 8 cores about a twentieth at a group of 8. */
+   columns       Query rows of a KV head in a threadgroup, as many as registers hold: each key and value is decoded once
+                 for all of them. Rows are divided evenly: 9 rows are 5 + 4, not 8 + 1, for the same two passes.
+   n_simdgroups  4, or as many as the pipeline allows. Each walks its own tiles, and together they hide the latency of
+                 loads. They share tables and queries in threadgroup memory.
+   n_splits      Threadgroups along the context. Below 128 threadgroups some cores of the largest GPU may idle. Each
+                 simdgroup gets at least 4 tiles of 32 positions: the merge moves 8 bytes a value and row, 64 at 8 rows,
+                 against 512 positions of half to two bytes a value. If 8 tiles remain, 256 threadgroups: 40 cores need
+                 24 simdgroups each, and divide 256 threadgroups more evenly than 128. By `make model` this saves up to
+                 a quarter there; it costs 8 cores about a twentieth at a group of 8. */
 typedef struct tqkv__split {
     int columns, n_simdgroups, n_splits;
     size_t blocks;                  /* of columns */
-    size_t sums_size, scratch_size; /* [n_splits][n_rows][head_dim], and with [n_splits][n_rows][2] behind it */
+    size_t sums_size, scratch_size; /* [n_splits][n_rows][head_dim]; scratch: also [n_splits][n_rows][2] */
 } tqkv__split;
 
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, tqkv__split *split)
 {
-    const int64_t resident = a->call.end - a->first; /* of which a window may let the queries see fewer */
+    const int64_t resident = a->call.end - a->first; /* the queries see fewer if there is a window */
     const int64_t seen = a->call.window && a->call.window - 1 < resident - a->call.n_queries
                              ? a->call.window - 1 + a->call.n_queries
                              : resident;
@@ -4721,14 +4689,12 @@ static void tqkv__plan_attend_constants(tqkv__dispatch *d, const tqkv__attention
     tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, args->key_capacity < TQKV__SIMD_WIDTH);
 }
 
-/* What attention reads and writes. */
 typedef struct tqkv__attend_buffers {
     const tqkv_metal_store *keys, *values;
     tqkv_metal_buffer sinks, q, scratch, out;
 } tqkv__attend_buffers;
 
-/* The memory of queries is cut to the columns in use: it is the largest part, and decides how many threadgroups a core
-   holds. */
+/* The memory of queries, the largest part, holds only the columns in use: it limits the threadgroups on a core. */
 static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                      const tqkv__split *split)
 {
@@ -4792,7 +4758,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     return TQKV_OK;
 }
 
-/* The shape alone, as tqkv__attention_shape. */
+/* tqkv__attention_shape of `from` */
 static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv_attention *to, tqkv__attention *a)
 {
     if (!from || !from->keys || !from->values) return TQKV__INVALID("the attention, its keys or its values are NULL");
@@ -4817,7 +4783,7 @@ TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *from, tqkv_me
     return tqkv__plan_attention(&a, &b, d);
 }
 
-/* n_splits does not fall as more positions are seen, so that whole stores need the most. */
+/* Whole stores need the most scratch: n_splits never falls as more positions are seen. */
 static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t *bytes)
 {
     tqkv__split split;
@@ -4894,7 +4860,7 @@ TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
     c->first = tqkv__oldest(c, c->attention.end);
 }
 
-/* Sizes first: they say where the tables lie. */
+/* Compares the sizes first, because the places of the tables depend on them. */
 TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report)
 {
 #define TQKV__STRUCT_NAME(name) "size of tqkv__" #name,
@@ -4948,7 +4914,7 @@ static uint64_t tqkv__get(const uint8_t *bytes, int n)
     return x;
 }
 
-/* One end of a snapshot: `write` or `read` is set, and every byte that passes is hashed. */
+/* A snapshot being written or read: one of `write` and `read` is set. Hashes every byte. */
 typedef struct tqkv__pipe {
     tqkv_write write;
     tqkv_read read;
@@ -4970,7 +4936,7 @@ static tqkv_result tqkv__move(tqkv__pipe *pipe, uint8_t *bytes, size_t n)
     return TQKV_OK;
 }
 
-/* Writes the hash of what passed since the last one, or compares it with the next eight bytes. */
+/* Writes the hash of the bytes since the last hash, or compares it with the next eight bytes. */
 static tqkv_result tqkv__move_hash(tqkv__pipe *pipe)
 {
     uint8_t expected[8], bytes[8];
@@ -4998,7 +4964,7 @@ static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, float *x, size_t n)
     return TQKV_OK;
 }
 
-/* The resident positions of one stream, oldest first whatever the slot, then the hash. */
+/* Moves the resident positions of one stream, oldest first, then the hash. */
 static tqkv_result tqkv__move_stream(tqkv__pipe *pipe, const tqkv__stream *s, int64_t first, int64_t end)
 {
     tqkv_result r;
@@ -5059,7 +5025,7 @@ TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void
     return r == TQKV_OK ? tqkv__move_streams(&pipe, c) : r;
 }
 
-/* The desc and the resident range that a header describes; false where no cache can have written it. */
+/* The desc and the resident range of a header; false if no cache can have written it. */
 static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, int64_t *first, int64_t *end)
 {
     uint32_t fields[12];
@@ -5098,7 +5064,7 @@ static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_d
            (wanted->softcap == 0.0f || wanted->softcap == found->softcap);
 }
 
-/* A reader that holds the first `filled` bytes, of which `taken` have been passed on. */
+/* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
 typedef struct tqkv__read_ahead {
     tqkv_read read;
     void *user;
@@ -5123,7 +5089,7 @@ static void tqkv__drop_held(tqkv__read_ahead *a)
     if (a->bytes) a->memory.free(a->memory.user, a->bytes, a->size);
 }
 
-/* Holds the first `wanted` bytes. Memory grows with what has arrived: at most twice of it, and 64 KiB. */
+/* Reads until `wanted` bytes are held. The buffer is at most 64 KiB or twice the bytes that have arrived. */
 static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
 {
     while (a->filled < wanted) {
@@ -5136,7 +5102,8 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
             a->bytes = bytes;
             a->size = size;
         }
-        const size_t end = a->size < wanted ? a->size : wanted, room = end - a->filled; /* no byte behind a snapshot */
+        const size_t end = a->size < wanted ? a->size : wanted,
+                     room = end - a->filled; /* never reads past the snapshot */
         const size_t n = a->read(a->user, a->bytes + a->filled, room);
         if (n == 0 || n > room) return n ? TQKV_IO : TQKV_CORRUPT;
         a->filled += n;
@@ -5144,8 +5111,8 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
     return TQKV_OK;
 }
 
-/* A cache of a megabyte is made at once. Before a larger one is, a sixteenth of its size has to have arrived, or all that
-   the header announces: a short file cannot ask for much. */
+/* Bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all that the
+   header announces if that is less. A short file cannot make load allocate much. */
 static size_t tqkv__wanted_ahead(const tqkv_cache *c, int64_t resident)
 {
     const size_t keys = tqkv_codes_size(&c->keys) + tqkv_norms_size(&c->keys);
