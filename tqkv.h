@@ -985,8 +985,8 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->main_bits = TQKV__MAIN_BITS(s->format);
     s->upper_bits = TQKV__UPPER_BITS(s->format);
     s->book_bits = TQKV__BOOK_BITS(s->format);
-    s->codebook = TQKV__CODEBOOK(s->book_bits);
-    s->boundaries = TQKV__BOUNDARIES(s->book_bits);
+    s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
+    s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
     s->head_dim = store->head_dim;
     s->n_kv_heads = store->n_kv_heads;
     s->capacity = store->capacity;
@@ -4484,7 +4484,7 @@ static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int
 {
     if (n_tokens < 0 || n_tokens > INT_MAX / s->n_kv_heads ||
         !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), size))
-        return TQKV_INVALID_ARGUMENT;
+        return TQKV__INVALID("the number of tokens or positions is negative or too large");
     tqkv__rows_args *args = &d->args[d->n_args++].rows;
     args->n_tokens = n_tokens;
     args->n_kv_heads = s->n_kv_heads;
@@ -4504,10 +4504,10 @@ static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const char *const names[
     size_t all, kept;
     const int index = d->n_args ? TQKV__SECOND_ARGS : 0;
     if (n_tokens < 0 || !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), &all))
-        return TQKV_INVALID_ARGUMENT;
+        return TQKV__INVALID("n_tokens is negative or too large");
     tqkv_result r = tqkv__check_positions(s, n_tokens, position);
     if (r != TQKV_OK) return r;
-    const int skipped = n_tokens > s->capacity ? n_tokens - s->capacity : 0; /* a ring would drop them */
+    const int skipped = tqkv__first_kept(s, n_tokens);
     if ((r = tqkv__plan_rows(d, s, n_tokens - skipped, position + skipped, &kept)) != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
@@ -4650,7 +4650,7 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, tqkv__split *spl
     split->n_simdgroups = tiles > 4 ? 4 : tiles > 1 ? (int)tiles : 1;
     split->n_splits = n_splits > 1 ? (int)n_splits : 1;
     const size_t n = (size_t)split->n_splits, row = ((size_t)a->head_dim + 2) * sizeof(float);
-    if (a->n_rows > SIZE_MAX / row / n) return TQKV_INVALID_ARGUMENT;
+    if (a->n_rows > SIZE_MAX / row / n) return TQKV__INVALID("scratch of more than SIZE_MAX bytes");
     split->sums_size = a->n_elements * sizeof(float) * n;
     split->scratch_size = a->n_rows * row * n;
     return TQKV_OK;
@@ -4829,7 +4829,7 @@ TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buf
 TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t *rows_size, size_t *scratch_size)
 {
     tqkv__attention a;
-    if (!c || n_queries <= 0) return TQKV_INVALID_ARGUMENT;
+    if (!c || n_queries <= 0) return TQKV__INVALID("the cache is NULL or n_queries not positive");
     const tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
     if (r != TQKV_OK) return r;
     *rows_size = a.n_elements * sizeof(float);
@@ -4841,7 +4841,7 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
                                              tqkv__dispatch d[2])
 {
     tqkv__attention a;
-    if (!c || n_queries <= 0) return TQKV_INVALID_ARGUMENT;
+    if (!c || n_queries <= 0) return TQKV__INVALID("the cache is NULL or n_queries not positive");
     const tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
     if (r != TQKV_OK) return r;
     const tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
