@@ -4,7 +4,8 @@
 include=$1
 work=$2
 core=apple-m1
-kernels="score_tq4 score_tq6 score_i8 score_f16 accumulate_tq4 accumulate_tq6 accumulate_i8 accumulate_f16"
+kernels="score_TQKV_TQ4 score_TQKV_TQ6 score_TQKV_I8 score_TQKV_F16 accumulate_TQKV_TQ4 accumulate_TQKV_TQ6 accumulate_TQKV_I8
+    accumulate_TQKV_F16"
 mca=
 for name in llvm-mca llvm-mca-19 llvm-mca-18 llvm-mca-17 llvm-mca-16 llvm-mca-15 llvm-mca-14; do
     if command -v $name >/dev/null; then mca=$name && break; fi
