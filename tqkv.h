@@ -1637,9 +1637,9 @@ typedef struct tqkv__isa {
     void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, int n_rows, float *scores, float *max,
                          float *sum, float *out);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
-       in a slot that this row does not see. weights: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
+       in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
     void (*value_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights, int n_rows,
-                       float *out);
+                       float *scaled, float *out);
 } tqkv__isa;
 
 static const tqkv__isa *tqkv__isa_for(int head_dim);
@@ -1662,8 +1662,9 @@ static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, int slot
 }
 
 static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights,
-                                    int n_rows, float *out)
+                                    int n_rows, float *scaled, float *out)
 {
+    (void)scaled; /* for vectors */
     float value[TQKV_MAX_HEAD_DIM];
     for (int j = 0; j < n; j++) {
         tqkv__decode_row(s, tqkv__codes_at(s, kv_head, slot + j), tqkv__norms_at(s, kv_head, slot + j), value);
@@ -2290,9 +2291,9 @@ TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, 
 }
 
 TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights,
-                                            int n_rows, float *out)
+                                            int n_rows, float *scaled, float *out)
 {
-    TQKV__ALIGNED float scaled[TQKV__CHUNK_ROWS * TQKV__TILE], factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
     for (int b = 0; b < s->head_dim / s->block_dim; b++) {
         TQKV__(block) block;
@@ -3780,18 +3781,19 @@ typedef struct tqkv__tile {
     int n, begin;
     bool whole;                                                      /* every row sees all of it */
     TQKV__ALIGNED float scores[(TQKV__CHUNK_ROWS + 1) * TQKV__TILE]; /* room for whole vectors at a tile's end */
+    TQKV__ALIGNED float scaled[TQKV__CHUNK_ROWS * TQKV__TILE];       /* for value_tile */
 } tqkv__tile;
 
 /* value_tile, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each position is added
    alone, and only to rows that give it a weight. */
-static void tqkv__add_values(const tqkv__attention *a, int kv_head, const tqkv__tile *tile, int n_rows, float *out)
+static void tqkv__add_values(const tqkv__attention *a, int kv_head, tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__stream *s = &a->values;
     const int slot = tqkv__slot(s, tile->position), n = tile->n;
     const float *weights = tile->scores + tile->begin;
     if (s->kind != TQKV__HALF || tile->whole ||
         tqkv__halves_finite(tqkv__codes_at(s, kv_head, slot), (size_t)n * (size_t)s->head_dim)) {
-        a->isa->value_tile(s, kv_head, slot, n, weights, n_rows, out);
+        a->isa->value_tile(s, kv_head, slot, n, weights, n_rows, tile->scaled, out);
         return;
     }
     for (int row = 0; row < n_rows; row++)
@@ -3799,7 +3801,8 @@ static void tqkv__add_values(const tqkv__attention *a, int kv_head, const tqkv__
             float alone[TQKV__TILE] = {0};
             alone[0] = weights[row * TQKV__TILE + j];
             if (alone[0] == 0.0f) continue;
-            a->isa->value_tile(s, kv_head, slot + j, 1, alone, 1, out + (size_t)row * (size_t)s->head_dim);
+            a->isa->value_tile(s, kv_head, slot + j, 1, alone, 1, tile->scaled,
+                               out + (size_t)row * (size_t)s->head_dim);
         }
 }
 
@@ -4037,7 +4040,7 @@ static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, i
     tqkv__cut(a, first, end, &job);
     const tqkv_allocator *allocator = &a->call.allocator;
     const size_t elements = (size_t)job.rows_each * (size_t)a->head_dim, rows = (size_t)job.rows_each;
-    const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + 3 * elements + 4 * rows;
+    const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + (job.spread ? 1 : 3) * elements + 4 * rows;
     job.slot_floats = (slot + 15) / 16 * 16; /* whole cache lines */
     const size_t partial_rows = job.spread ? (size_t)(1 + job.n_wave) * a->n_rows : 0;
     const size_t partial_floats = partial_rows * ((size_t)a->head_dim + 2);
