@@ -3579,11 +3579,12 @@ static const tqkv__isa *tqkv__isa_now(void)
     return isa;
 }
 
-/* The chosen set, or the next narrower one with at least four vectors in a row of head_dim. */
+/* The chosen set, or the next narrower one that has four vectors in a row of head_dim. A processor that has a set has the
+   narrower ones; asking it again would take microseconds in a virtual machine. */
 static const tqkv__isa *tqkv__isa_for(int head_dim)
 {
     const tqkv__isa *isa = tqkv__isa_now();
-    for (size_t i = 0; i < TQKV__ISAS && (isa->lanes * 4 > head_dim || !tqkv__isa_present(isa)); i++)
+    for (size_t i = 0; i < TQKV__ISAS && isa->lanes * 4 > head_dim; i++)
         if (tqkv__isas[i]->lanes < isa->lanes) isa = tqkv__isas[i];
     return isa;
 }
