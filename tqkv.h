@@ -101,7 +101,9 @@
      TQ8            8  index into 256 centroids      D
      TQ5_BYTES   5->8  as TQ5                        D, upper bits zero (the layout of existing caches)
      TQ6_BYTES   6->8  as TQ6                        D, upper bits zero
-     I8             8  signed byte, uniform grid     D; more accurate than TQ8 at the same size                       */
+     I8             8  signed byte, uniform grid     D; more accurate than TQ8 at the same size
+     TQ3            3  index into 8 centroids        D/4 low bit pairs, then D/8 of third bits
+     TQ2            2  index into 4 centroids        D/4; element 4i in the lowest pair of bits of byte i             */
 typedef enum tqkv_format {
     TQKV_FORMAT_DEFAULT = 0, /* keys: I8, values: TQ4 */
     TQKV_F16 = 1,
@@ -111,7 +113,9 @@ typedef enum tqkv_format {
     TQKV_TQ8,
     TQKV_TQ5_BYTES,
     TQKV_TQ6_BYTES,
-    TQKV_I8
+    TQKV_I8,
+    TQKV_TQ3,
+    TQKV_TQ2
 } tqkv_format;
 
 #define TQKV_MAX_HEAD_DIM 1024
@@ -134,7 +138,8 @@ typedef enum tqkv_format {
 extern "C" {
 #endif
 
-/* "f16", "tq4", "tq5", "tq6", "tq8", "tq5_bytes", "tq6_bytes", "i8"; "default" for TQKV_FORMAT_DEFAULT, else "?" */
+/* "f16", "tq4", "tq5", "tq6", "tq8", "tq5_bytes", "tq6_bytes", "i8", "tq3", "tq2"; "default" for TQKV_FORMAT_DEFAULT,
+   else "?" */
 TQKV_API const char *tqkv_format_name(tqkv_format f);
 /* The format of that name; TQKV_FORMAT_DEFAULT for NULL and for an unknown name. */
 TQKV_API tqkv_format tqkv_format_from_name(const char *name);
@@ -197,6 +202,10 @@ typedef struct tqkv_store {
     size_t codes_size; /* bytes */
     float *norms;      /* may be NULL for F16 */
     size_t norms_size; /* bytes */
+    /* [n_kv_heads][head_dim], finite, or NULL. Encoding subtracts it from each row; decoding and attention add it back,
+       exactly. For keys with a large constant part, which models with a bias in the key projection have. The same for
+       all positions: set it before the first row is encoded, and keep it as long as the store. */
+    const float *center;
 } tqkv_store;
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -381,6 +390,7 @@ typedef struct tqkv_metal_buffer {
 typedef struct tqkv_metal_store {
     tqkv_store shape;
     tqkv_metal_buffer codes, norms;
+    tqkv_metal_buffer center; /* as tqkv_store's; zero = none. Its values are not checked. */
 } tqkv_metal_store;
 
 /* As tqkv_encode, tqkv_probe, tqkv_decode, tqkv_rotate and tqkv_unrotate. A source row with NaN or Inf is stored as
@@ -452,7 +462,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 #if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED) || defined(__METAL_VERSION__)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
-#define TQKV_TABLE_VERSION 1 /* changes with the tables, the argument structs, or their meaning in the kernels */
+#define TQKV_TABLE_VERSION 2 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
 #ifdef __METAL_VERSION__
@@ -479,7 +489,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
                   : 32.0f)
 
 /* 1e-10 as a float. A row whose norm is not above this is stored as zeros. */
-#define TQKV__MIN_NORM 1.00000001335143196001808973960578441619873046875e-10f
+#define TQKV__MIN_NORM  1.00000001335143196001808973960578441619873046875e-10f
+#define TQKV__NEXT_NORM 1.00000008274037092e-10f /* the next float: the least norm that is above */
 
 /* One row a format, in the order of tqkv_format. C, the kernels and the shaders derive everything else from these rows.
 
@@ -498,7 +509,9 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
     row(x, TQKV_TQ8,       "tq8",       TQKV__BOOK,  8,  0,    8,   1)         \
     row(x, TQKV_TQ5_BYTES, "tq5_bytes", TQKV__BOOK,  8,  0,    5,   1)         \
     row(x, TQKV_TQ6_BYTES, "tq6_bytes", TQKV__BOOK,  8,  0,    6,   1)         \
-    row(x, TQKV_I8,        "i8",        TQKV__GRID,  8,  0,    0,   0)
+    row(x, TQKV_I8,        "i8",        TQKV__GRID,  8,  0,    0,   0)         \
+    row(x, TQKV_TQ3,       "tq3",       TQKV__BOOK,  2,  1,    3,   0)         \
+    row(x, TQKV_TQ2,       "tq2",       TQKV__BOOK,  2,  0,    2,   0)
 // clang-format on
 
 enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
@@ -520,7 +533,7 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
     ((kind) == TQKV__GRID && (D) > 128 ? 128 : (kind) == TQKV__BOOK && (D) >= 512 ? 256 : (D))
 
 /* One row a codebook: its bits, which are also part of the names of its tables and hashes. */
-#define TQKV__BOOKS(row, x) row(x, 4) row(x, 5) row(x, 6) row(x, 8)
+#define TQKV__BOOKS(row, x) row(x, 2) row(x, 3) row(x, 4) row(x, 5) row(x, 6) row(x, 8)
 /* The codebook with that many bits, and its boundaries; TQ8's for any other number. */
 #define TQKV__CODEBOOK(bits)              (TQKV__BOOKS(TQKV__CODEBOOK_OF, bits) tqkv__tables.codebook_8)
 #define TQKV__BOUNDARIES(bits)            (TQKV__BOOKS(TQKV__BOUNDARIES_OF, bits) tqkv__tables.boundaries_8)
@@ -529,27 +542,34 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 
 /* XXH3-64 of each member of tqkv__tables, as little-endian bytes, and of the whole. */
 #ifndef __METAL_VERSION__
+#define TQKV_HASH_CODEBOOK_2   0x35aca42a30059343ULL
+#define TQKV_HASH_CODEBOOK_3   0xad2a3efb9eb356d2ULL
 #define TQKV_HASH_CODEBOOK_4   0x018b5b08c996d16aULL
 #define TQKV_HASH_CODEBOOK_5   0xdbe08401820ec7a9ULL
 #define TQKV_HASH_CODEBOOK_6   0x0eed21c443a21ee3ULL
 #define TQKV_HASH_CODEBOOK_8   0x2d46504f3e168010ULL
+#define TQKV_HASH_BOUNDARIES_2 0xee23279c43f8234dULL
+#define TQKV_HASH_BOUNDARIES_3 0x6cfbfd534da15352ULL
 #define TQKV_HASH_BOUNDARIES_4 0xe3245fbbe3c67d93ULL
 #define TQKV_HASH_BOUNDARIES_5 0x6438d6a6c202da58ULL
 #define TQKV_HASH_BOUNDARIES_6 0x8f97397fcd5e721bULL
 #define TQKV_HASH_BOUNDARIES_8 0x4736f09377a5486cULL
 #define TQKV_HASH_SIGNS        0xd21b1578e1051b52ULL
-#define TQKV_HASH_TABLES       0x60fe3880690630c2ULL
+#define TQKV_HASH_TABLES       0x06c4e83c75e40647ULL
 #endif
 
 typedef struct tqkv__table_set {
-    float codebook_4[16], codebook_5[32], codebook_6[64], codebook_8[256]; /* centroids, increasing */
-    float boundaries_4[15], boundaries_5[31], boundaries_6[63], boundaries_8[255];
+    float codebook_2[4], codebook_3[8], codebook_4[16], codebook_5[32], codebook_6[64],
+        codebook_8[256]; /* increasing */
+    float boundaries_2[3], boundaries_3[7], boundaries_4[15], boundaries_5[31], boundaries_6[63], boundaries_8[255];
     uint8_t signs[64]; /* bit j = (signs[j>>3] >> (j&7)) & 1: 1 flips element j modulo 512 */
 } tqkv__table_set;
 
 /* Lloyd-Max quantisers of N(0,1). Float midpoints of the centroids differ from these boundaries in the last place. */
 // clang-format off
 TQKV_TABLE tqkv__table_set tqkv__tables = {
+    {-1.5104176f, -0.4527800f, 0.4527800f, 1.5104176f},
+    {-2.1519457f, -1.3439093f, -0.7560053f, -0.2450942f, 0.2450942f, 0.7560053f, 1.3439093f, 2.1519457f},
     {-2.7325896f, -2.0690172f, -1.6180464f, -1.2562312f, -0.9423405f, -0.6567591f, -0.3880483f, -0.1283950f, 0.1283950f, 0.3880483f,
      0.6567591f, 0.9423405f, 1.2562312f, 1.6180464f, 2.0690172f, 2.7325896f},
     {-3.2606790f, -2.6910589f, -2.3176743f, -2.0286608f, -1.7871646f, -1.5761599f, -1.3862739f, -1.2117410f, -1.0487242f, -0.8945114f,
@@ -589,6 +609,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
      2.8933131f, 2.9300362f, 2.9676040f, 3.0061011f, 3.0456229f, 3.0862780f, 3.1281899f, 3.1715011f, 3.2163758f, 3.2630056f,
      3.3116156f, 3.3624729f, 3.4158977f, 3.4722785f, 3.5320936f, 3.5959415f, 3.6645851f, 3.7390194f, 3.8205780f, 3.9111092f,
      4.0132856f, 4.1311907f, 4.2715508f, 4.4467193f, 4.6836997f, 5.0652659f},
+    {-0.9815988f, 0.0000000f, 0.9815988f},
+    {-1.7479275f, -1.0499573f, -0.5005497f, 0.0000000f, 0.5005497f, 1.0499573f, 1.7479275f},
     {-2.4008034f, -1.8435318f, -1.4371388f, -1.0992859f, -0.7995498f, -0.5224037f, -0.2582217f, 0.0000000f, 0.2582217f, 0.5224037f,
      0.7995498f, 1.0992859f, 1.4371388f, 1.8435318f, 2.4008034f},
     {-2.9758689f, -2.5043666f, -2.1731675f, -1.9079127f, -1.6816622f, -1.4812169f, -1.2990074f, -1.1302326f, -0.9716178f, -0.8207999f,
@@ -647,6 +669,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV_FC_SAME_SLOTS     9  /* bool: attend: a position has the same slot in keys and values */
 #define TQKV_FC_SHORT_STORE    10 /* bool: attend: the keys' capacity is below 32 */
 #define TQKV_FC_SINKS          11 /* bool: attend_merge: there are sinks */
+#define TQKV_FC_CENTER         12 /* bool: encode, probe, decode: rows have a centre; encode_kv, attend: keys have one */
+#define TQKV_FC_VALUE_CENTER   13 /* bool: encode_kv, attend_merge: values have a centre */
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
@@ -728,12 +752,12 @@ typedef struct tqkv__table_report {
 #else
 #define TQKV__ASSERT_SIZE(type, bytes) typedef char type##_has_its_size[sizeof(type) == (bytes) ? 1 : -1]
 #endif
-TQKV__ASSERT_SIZE(tqkv__table_set, 2992);
+TQKV__ASSERT_SIZE(tqkv__table_set, 3080);
 TQKV__ASSERT_SIZE(tqkv__rows_args, 20);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
 TQKV__ASSERT_SIZE(tqkv__attend_args, 56);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 12);
-TQKV__ASSERT_SIZE(tqkv__table_report, 3256);
+TQKV__ASSERT_SIZE(tqkv__table_report, 3344);
 
 #endif
 /* <<shared */
@@ -749,8 +773,8 @@ extern "C" {
 
 enum {
     TQKV__SIMD_WIDTH = 32,
-    TQKV__CONSTANTS = 12,
-    TQKV__BINDINGS = 9,
+    TQKV__CONSTANTS = 14,
+    TQKV__BINDINGS = 12,
     TQKV__MEMORIES = 4,
     TQKV__SECOND_ARGS = 4,  /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
     TQKV__ONLY_CHECKED = -1 /* in place of an index */
@@ -964,6 +988,7 @@ typedef struct tqkv__stream {
     uint8_t *codes;
     float *norms;
     size_t codes_size, norms_size; /* bytes in use */
+    const float *center;           /* [n_kv_heads][head_dim] or NULL */
     uint8_t planes[4][128];        /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
 } tqkv__stream;
 
@@ -1003,9 +1028,28 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     return TQKV_OK;
 }
 
+static bool tqkv__all_finite(const float *x, size_t n);
+
+/* Follows tqkv__stream_shape in calls that add or subtract the centre. */
+static tqkv_result tqkv__stream_center(const tqkv_store *store, tqkv__stream *s)
+{
+    if ((uintptr_t)store->center % sizeof(float)) return TQKV__INVALID("center: not aligned as floats");
+    if (store->center && !tqkv__all_finite(store->center, (size_t)s->n_kv_heads * (size_t)s->head_dim))
+        return TQKV__REFUSE(NOT_FINITE, "center holds NaN or infinity");
+    s->center = store->center;
+    return TQKV_OK;
+}
+
+/* The centre of a head, [head_dim], or NULL */
+static const float *tqkv__center_of(const tqkv__stream *s, int kv_head)
+{
+    return s->center ? s->center + (size_t)kv_head * (size_t)s->head_dim : NULL;
+}
+
 static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
 {
     tqkv_result r = tqkv__stream_shape(store, s);
+    if (r == TQKV_OK) r = tqkv__stream_center(store, s);
     if (r != TQKV_OK) return r;
     if (!store->codes || store->codes_size < s->codes_size) return TQKV__INVALID("codes: NULL or too small");
     if (s->norms_size && (!store->norms || store->norms_size < s->norms_size))
@@ -1056,8 +1100,9 @@ TQKV_API const char *tqkv_result_string(tqkv_result r)
 
 TQKV_API const char *tqkv_format_name(tqkv_format f)
 {
-#define TQKV__NAME_OF(f, format, name, kind, main, upper, book, plain) (f) == format ? name:
-    return TQKV__FORMATS(TQKV__NAME_OF, f) f == TQKV_FORMAT_DEFAULT ? "default" : "?";
+#define TQKV__NAME_OF(unused, format, name, ...) name,
+    static const char *const names[] = {"default", TQKV__FORMATS(TQKV__NAME_OF, )};
+    return (unsigned)f < sizeof names / sizeof *names ? names[f] : "?";
 }
 
 TQKV_API tqkv_format tqkv_format_from_name(const char *name)
@@ -1235,9 +1280,9 @@ static float tqkv__norm_i8(float largest, float *scale)
     return TQKV__AS_FLOAT(largest / 127.0f);
 }
 
-/* Norms of a TQ row, summed in the order of a GPU's group of 32 lanes: each lane adds the squares of its head_dim/32
-   neighbours in order, then an xor-tree adds the lanes that share a norm. */
-static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, float *scales)
+/* Sums of squares of a TQ row, one for each norm, in the order of a GPU's group of 32 lanes: each lane adds the squares
+   of its head_dim/32 neighbours in order, then an xor-tree adds the lanes that share a norm. */
+static void tqkv__sums_tq(const tqkv__stream *s, const float *y, float *sums)
 {
     float lanes[32], other[32];
     const int per_lane = s->head_dim / 32, lanes_per_norm = 32 / s->norms_per_row;
@@ -1250,7 +1295,28 @@ static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, 
         memcpy(other, lanes, sizeof other);
         for (int l = 0; l < 32; l++) lanes[l] = TQKV__AS_FLOAT(lanes[l] + other[l ^ distance]);
     }
-    for (int b = 0; b < s->norms_per_row; b++) norms[b] = tqkv__norm_tq(s, lanes[b * lanes_per_norm], &scales[b]);
+    for (int b = 0; b < s->norms_per_row; b++) sums[b] = lanes[b * lanes_per_norm];
+}
+
+static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, float *scales)
+{
+    tqkv__sums_tq(s, y, norms);
+    for (int b = 0; b < s->norms_per_row; b++) norms[b] = tqkv__norm_tq(s, norms[b], &scales[b]);
+}
+
+/* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
+   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes. Blocks: norm * block_scale / RMS of c. */
+static void tqkv__correct_norms(const tqkv__stream *s, const float *centroids, float *norms)
+{
+    float sums[TQKV_MAX_HEAD_DIM / 256];
+    const bool one = s->norms_per_row == 1;
+    const float root = one ? TQKV__SQRT(s->head_dim) : s->block_scale;
+    tqkv__sums_tq(s, centroids, sums);
+    for (int b = 0; b < s->norms_per_row; b++) {
+        const float length = TQKV__AS_FLOAT(sqrtf(one ? sums[b] : TQKV__AS_FLOAT(sums[b] / 256.0f)));
+        const float factor = TQKV__AS_FLOAT(root / length);
+        norms[b] = norms[b] <= TQKV__MIN_NORM ? 0.0f : TQKV__AS_FLOAT(norms[b] * factor);
+    }
 }
 
 static void tqkv__norms_i8(const tqkv__stream *s, const float *y, float *norms, float *scales)
@@ -1262,19 +1328,25 @@ static void tqkv__norms_i8(const tqkv__stream *s, const float *y, float *norms, 
     }
 }
 
-/* Rotates a row, finds its norms and scales it: all of encoding before the comparison with the boundaries. F16: copies
-   the source. src, scaled: [head_dim], norms: [norms_per_row]. */
-static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, const float *src, float *scaled, float *norms)
+/* Copies a row, less its centre if there is one. src, center, row: [head_dim] */
+static void tqkv__center_row(int head_dim, const float *src, const float *center, float *row)
+{
+    memcpy(row, src, (size_t)head_dim * sizeof(float));
+    for (int i = 0; center && i < head_dim; i++) row[i] = TQKV__AS_FLOAT(src[i] - center[i]);
+}
+
+/* Rotates a centred row, finds its norms and scales it, in place: all of encoding before the comparison with the
+   boundaries. Leaves F16 as it is. row: [head_dim], norms: [norms_per_row]. */
+static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, float *row, float *norms)
 {
     float scales[TQKV_MAX_HEAD_DIM / 128];
-    memcpy(scaled, src, (size_t)s->head_dim * sizeof(float));
     if (s->kind == TQKV__HALF) return;
-    if (s->rotated) tqkv__rotate_row(scaled, s->head_dim);
+    if (s->rotated) tqkv__rotate_row(row, s->head_dim);
     if (s->kind == TQKV__GRID)
-        tqkv__norms_i8(s, scaled, norms, scales);
+        tqkv__norms_i8(s, row, norms, scales);
     else
-        tqkv__norms_tq(s, scaled, norms, scales);
-    for (int b = 0; b < s->norms_per_row; b++) tqkv__scale(scaled + b * s->norm_dim, s->norm_dim, scales[b]);
+        tqkv__norms_tq(s, row, norms, scales);
+    for (int b = 0; b < s->norms_per_row; b++) tqkv__scale(row + b * s->norm_dim, s->norm_dim, scales[b]);
 }
 
 /* Number of boundaries below v, by bisection; boundaries: [(1 << bits) - 1]. NaN gives 0. */
@@ -1351,6 +1423,15 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
     }
 }
 
+/* The bytes of the centroids, repeated where they are few. Codebooks are symmetric: centroid n - 1 - c is -centroid c.
+   For TQ8 the lower half is enough: look-ups take ~c for a code c of the upper half, and flip the sign. */
+static void tqkv__fill_planes(tqkv__stream *s)
+{
+    for (int i = 0; s->kind == TQKV__BOOK && i < 128; i++)
+        for (int p = 0; p < 4; p++)
+            s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i % (1 << s->book_bits)]) >> (8 * p));
+}
+
 /* Beyond every boundary. max(v, -TQKV__FAR) has the code of v and is never NaN. */
 #define TQKV__FAR 100.0f
 
@@ -1359,9 +1440,11 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
    order: boundaries in earlier cells are below the value, boundaries in later cells are above it. One comparison
    remains, with the boundary in the value's own cell or, if it has none, the next one. */
 typedef struct tqkv__quantiser {
+    int bits;
     float slope, top;       /* cell of a magnitude w: the whole part of min(w * slope, top) */
     uint8_t below[256];     /* boundaries in the cells before this one */
     float bounds[128];      /* the positive boundaries, then infinity */
+    float squares[32];      /* of the positive centroids, up to 6 bits */
     uint8_t planes[4][128]; /* TQ8: byte p of each bound in planes[p], for byte look-ups */
 } tqkv__quantiser;
 
@@ -1370,6 +1453,7 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     const int bits = s->book_bits, n = (1 << (bits - 1)) - 1;
     const float *positive = s->boundaries + n + 1; /* boundaries[n] is 0 */
     int cell = 0;
+    q->bits = bits;
     q->top = (float)((1 << bits) - 1);
     q->slope = q->top / positive[n - 1];
     for (int i = 0; i < n; i++) {
@@ -1379,41 +1463,47 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     }
     for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
     for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
+    for (int i = 0; i < 32; i++) {
+        const float centroid = i <= n ? s->codebook[n + 1 + i] : 0.0f;
+        q->squares[i] = TQKV__AS_FLOAT(centroid * centroid);
+    }
     for (int p = 0; bits == 8 && p < 4; p++)
         for (int i = 0; i < 128; i++) q->planes[p][i] = (uint8_t)(tqkv__bits(q->bounds[i]) >> (8 * p));
 }
 
-/* src: [head_dim] -> row: [row_bytes], norms: [norms_per_row] */
-static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const float *src, uint8_t *row, float *norms)
-{
-    float scaled[TQKV_MAX_HEAD_DIM];
-    uint8_t codes[TQKV_MAX_HEAD_DIM];
-    tqkv__scale_row(s, src, scaled, norms);
-    if (s->kind == TQKV__HALF) {
-        for (int i = 0; i < s->head_dim; i++) {
-            uint16_t half = tqkv__half_from_float(scaled[i]);
-            row[2 * i] = (uint8_t)(half & 255);
-            row[2 * i + 1] = (uint8_t)(half >> 8);
-        }
-        return;
-    }
-    for (int i = 0; i < s->head_dim; i++)
-        codes[i] = s->kind == TQKV__GRID ? tqkv__quantise_i8(scaled[i])
-                                         : (uint8_t)tqkv__quantise(s->boundaries, s->book_bits, scaled[i]);
-    tqkv__pack(s, codes, row);
-}
-
-/* Source and destination of a row. src: [head_dim], codes: [row_bytes], norms: [norms_per_row] */
+/* Source and destination of a row. src, center (or NULL): [head_dim], codes: [row_bytes], norms: [norms_per_row] */
 typedef struct tqkv__row {
-    const float *src;
+    const float *src, *center;
     uint8_t *codes;
     float *norms;
 } tqkv__row;
 
+static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__row *row)
+{
+    float x[TQKV_MAX_HEAD_DIM];
+    uint8_t codes[TQKV_MAX_HEAD_DIM];
+    tqkv__center_row(s->head_dim, row->src, row->center, x);
+    tqkv__scale_row(s, x, row->norms);
+    for (int i = 0; i < s->head_dim; i++) {
+        const uint16_t half = s->kind == TQKV__HALF ? tqkv__half_from_float(x[i]) : 0;
+        if (s->kind == TQKV__HALF) {
+            row->codes[2 * i] = (uint8_t)(half & 255);
+            row->codes[2 * i + 1] = (uint8_t)(half >> 8);
+        } else if (s->kind == TQKV__GRID) {
+            codes[i] = tqkv__quantise_i8(x[i]);
+        } else {
+            codes[i] = (uint8_t)tqkv__quantise(s->boundaries, s->book_bits, x[i]);
+            x[i] = s->codebook[codes[i]];
+        }
+    }
+    if (s->kind == TQKV__BOOK) tqkv__correct_norms(s, x, row->norms);
+    if (s->kind != TQKV__HALF) tqkv__pack(s, codes, row->codes);
+}
+
 static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows)
 {
     (void)q; /* bisection needs no tables */
-    for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, rows[i].src, rows[i].codes, rows[i].norms);
+    for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, &rows[i]);
 }
 
 /* The encoding functions of an instruction set; every set gives the same bytes. */
@@ -1421,7 +1511,7 @@ typedef struct tqkv__codec {
     bool (*rows_finite)(const float *x, size_t n); /* n: a multiple of head_dim */
     void (*rotate)(float *x, int head_dim);
     void (*unrotate)(float *y, int head_dim);
-    void (*scale_row)(const tqkv__stream *s, const float *src, float *scaled, float *norms);
+    void (*scale_row)(const tqkv__stream *s, float *row, float *norms);
     void (*encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows);
 } tqkv__codec;
 
@@ -1454,6 +1544,16 @@ static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t
     }
 }
 
+/* dst += weight * centre of the head, rotated if asked; dst: [head_dim] */
+static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool rotated, float weight, float *dst)
+{
+    float center[TQKV_MAX_HEAD_DIM];
+    if (!s->center) return;
+    memcpy(center, tqkv__center_of(s, kv_head), (size_t)s->head_dim * sizeof(float));
+    if (rotated) tqkv__codec_for(s->head_dim)->rotate(center, s->head_dim);
+    for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + tqkv__rounded(weight * center[d]));
+}
+
 static bool tqkv__basis_known(tqkv_basis basis) { return basis == TQKV_ORIGINAL || basis == TQKV_ROTATED; }
 
 static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t position)
@@ -1472,13 +1572,17 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV__INVALID("rows of more than SIZE_MAX bytes");
 }
 
-/* The checks that encode and append share, except for NaN and infinity. */
-static tqkv_result tqkv__check_source(const tqkv__stream *s, const float *src, int n_tokens, int64_t position)
+/* Opens a store to encode into. The checks that encode and append share, except for NaN and infinity. */
+static tqkv_result tqkv__encode_open(const tqkv_store *store, const float *src, int n_tokens, int64_t position,
+                                     tqkv__stream *s)
 {
     size_t bytes;
-    tqkv_result r = tqkv__check_rows(s, src, n_tokens, &bytes);
-    if (r != TQKV_OK || (r = tqkv__check_positions(s, n_tokens, position)) != TQKV_OK) return r;
-    return tqkv__stream_overlaps(s, src, bytes) ? TQKV__INVALID("src overlaps the store") : TQKV_OK;
+    tqkv_result r = tqkv__stream_open(store, s);
+    if (r != TQKV_OK || (r = tqkv__check_rows(s, src, n_tokens, &bytes)) != TQKV_OK) return r;
+    if ((r = tqkv__check_positions(s, n_tokens, position)) != TQKV_OK) return r;
+    if (tqkv__stream_overlaps(s, src, bytes)) return TQKV__INVALID("src overlaps the store");
+    if (s->book_bits == 8) tqkv__fill_planes(s); /* encoding decodes it */
+    return TQKV_OK;
 }
 
 static bool tqkv__rows_finite(const tqkv__stream *s, const float *src, int n_tokens)
@@ -1493,7 +1597,7 @@ static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
     return n_tokens > s->capacity ? n_tokens - s->capacity : 0;
 }
 
-/* Encodes tokens [from, to) of src after tqkv__check_source; src[0] is for `position`. */
+/* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. */
 static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int from, int to, int64_t position)
 {
     enum { batch = 64 };
@@ -1508,6 +1612,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int fro
         for (int h = 0; h < s->n_kv_heads; h++) {
             const size_t source_row = (size_t)t * (size_t)s->n_kv_heads + (size_t)h;
             rows[n].src = src + source_row * (size_t)s->head_dim;
+            rows[n].center = tqkv__center_of(s, h);
             rows[n].codes = tqkv__codes_at(s, h, slot);
             rows[n].norms = tqkv__norms_at(s, h, slot);
             if (++n == batch) codec->encode_rows(s, &q, rows, n);
@@ -1521,8 +1626,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int fro
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const float *src, int n_tokens, int64_t position)
 {
     tqkv__stream s;
-    tqkv_result r = tqkv__stream_open(store, &s);
-    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, position);
+    tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s);
     if (r == TQKV_OK && !tqkv__rows_finite(&s, src, n_tokens))
         r = TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
     if (r == TQKV_OK) tqkv__encode_tokens(&s, src, tqkv__first_kept(&s, n_tokens), n_tokens, position);
@@ -1535,14 +1639,18 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const float *src, int n
     size_t bytes;
     float norms[TQKV_MAX_HEAD_DIM / 128];
     tqkv_result r = tqkv__stream_shape(store, &s);
+    if (r == TQKV_OK) r = tqkv__stream_center(store, &s);
     if (r != TQKV_OK) return r;
     if ((r = tqkv__check_rows(&s, src, n_tokens, &bytes)) != TQKV_OK) return r;
     if (!scaled || tqkv__overlap(src, bytes, scaled, bytes)) return TQKV__INVALID("scaled: NULL or overlaps src");
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     if (!codec->rows_finite(src, bytes / sizeof(float))) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
     const uint64_t mode = tqkv__fp_exact();
-    for (size_t i = 0; i < bytes / sizeof(float); i += (size_t)s.head_dim)
-        codec->scale_row(&s, src + i, scaled + i, norms);
+    for (int i = 0; i < n_tokens; i++)
+        for (int h = 0; h < s.n_kv_heads; h++, src += s.head_dim, scaled += s.head_dim) {
+            tqkv__center_row(s.head_dim, src, tqkv__center_of(&s, h), scaled);
+            codec->scale_row(&s, scaled, norms);
+        }
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
@@ -1566,6 +1674,7 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
         for (int h = 0; h < s.n_kv_heads; h++, dst += s.head_dim) {
             tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), dst);
             if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(dst, s.head_dim);
+            tqkv__add_center(&s, h, s.rotated && basis == TQKV_ROTATED, 1.0f, dst);
         }
     }
     tqkv__fp_restore(mode);
@@ -1735,8 +1844,8 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
 
 /* The format of decoded rows. */
 #define TQKV__FLOATS TQKV_FORMAT_DEFAULT
-/* Codes with 4 main bits, in the order of tqkv__to_decoded. A row shorter than a run (NARROW) uses half runs. */
-#define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) == 4)
+/* Codes of 2 or 4 main bits, in the order of tqkv__to_decoded. A row shorter than a run (NARROW) uses half runs. */
+#define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
 #define TQKV__NARROW(format, dim)                                                                                      \
     (TQKV__PACKED(format) && TQKV__NIBBLE_RUN * TQKV__LANES > 32 && (dim) < TQKV__NIBBLE_RUN * TQKV__LANES)
 /* Formats with loops straight from the codes. On AVX2 and NEON a codebook for bytes leaves no registers for sums. */
@@ -2399,10 +2508,40 @@ TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
     for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), d));
 }
 
+/* Byte e of lane i of codes: a code. Lane i of x[e]: the square of its centroid. bits is a constant, and at least those
+   of the codebook. Codebooks are symmetric: codes below the middle find their mirror images above it. */
+TQKV__OP void TQKV__(squares)(const int bits, const tqkv__quantiser *q, TQKV__(codes) codes, TQKV__VECTOR *x)
+{
+    TQKV__VECTOR table[32 / TQKV__LANES];
+    TQKV__(codes) half, low;
+    memset(&half, 1 << (q->bits - 1), sizeof half);
+    memset(&low, (1 << (q->bits - 1)) - 1, sizeof low);
+    const TQKV__(codes) upper = codes & half, index = (codes & low) ^ low ^ (upper - (upper >> (q->bits - 1)));
+    TQKV__UNROLL
+    for (int i = 0; i < 32 / TQKV__LANES; i++) table[i] = TQKV__(load)(q->squares + i * TQKV__LANES);
+    TQKV__UNROLL
+    for (int e = 0; e < 4; e++) x[e] = TQKV__(bound)(bits, table, index >> (8 * e));
+}
+
+/* Adds to each lane's sum the squares of one float or, with a codebook, of the centroids of four codes. short_lanes:
+   lanes have one or two codes, and the first steps of the tree are taken here. */
+TQKV__OP TQKV__VECTOR TQKV__(add_squares)(const int bits, const bool short_lanes, const tqkv__quantiser *q,
+                                          TQKV__VECTOR sum, TQKV__VECTOR x)
+{
+    TQKV__VECTOR four[4] = {x, x, x, x};
+    TQKV__(codes) codes;
+    if (bits == 0) return sum + TQKV__(rounded)(x * x);
+    memcpy(&codes, &x, sizeof codes);
+    TQKV__(squares)(bits, q, codes, four);
+    if (short_lanes) return (four[0] + four[1]) + (four[2] + four[3]);
+    return (((sum + four[0]) + four[1]) + four[2]) + four[3];
+}
+
 /* Sums of squares of LANES lanes, each over its per_lane neighbours in order. A transpose brings the e-th neighbours of
    all lanes into one vector. If per_lane < LANES, bit j of a lane's number moves to bit (j + log2(per_lane)) modulo
    log2(LANES) of its place. per_lane is a constant. */
-TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int per_lane, const float *y)
+TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int bits, const bool short_lanes, const int per_lane,
+                                        const tqkv__quantiser *q, const uint8_t *y)
 {
     const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES;
     const int stride = per_lane < TQKV__LANES ? TQKV__LANES : per_lane;
@@ -2410,7 +2549,7 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int per_lane, const float *y)
     for (int part = 0; part < per_lane; part += width) {
         TQKV__VECTOR x[16];
         TQKV__UNROLL
-        for (int i = 0; i < width; i++) x[i] = TQKV__(load)(y + part + i * stride);
+        for (int i = 0; i < width; i++) memcpy(&x[i], y + 4 * (part + i * stride), sizeof x[i]);
         TQKV__UNROLL
         for (int stage = 0; stage < 4; stage++)
             if (1 << stage < width) {
@@ -2422,20 +2561,25 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int per_lane, const float *y)
                     x[high] = TQKV__(odd)(stage, a, b);
                 }
             }
-        TQKV__UNROLL
-        for (int i = 0; i < width; i++) sum += TQKV__(rounded)(x[i] * x[i]);
+        for (int i = 0; i < width; i++) sum = TQKV__(add_squares)(bits, short_lanes, q, sum, x[i]);
     }
     return sum;
 }
 
-/* Sums of the 32 lanes, and by the xor-tree of tqkv__norms_tq of those that share a norm. head_dim is a constant. */
-TQKV__OP void TQKV__(row_sums)(const int head_dim, const float *y, float *sums)
+/* Lanes in the sums of a row: 32 or, with four codes to a word, at most one a word. */
+#define TQKV__SUM_LANES(bits, head_dim) ((bits) && (head_dim) < 128 ? (head_dim) / 4 : 32)
+
+/* Sums of the lanes, then by the xor-tree of tqkv__sums_tq of those that share a norm. y: the row's floats or, if bits
+   is not 0, its codes, four to a word. sums: one a norm. bits and head_dim are constants. */
+TQKV__OP void TQKV__(row_sums)(const int bits, const int head_dim, const tqkv__quantiser *q, const uint8_t *y,
+                               float *sums)
 {
-    const int per_lane = head_dim / 32, width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES;
-    const int vectors = 32 / TQKV__LANES, lanes_per_norm = TQKV__NORM_BLOCK(TQKV__BOOK, head_dim) / per_lane;
+    const int n_lanes = TQKV__SUM_LANES(bits, head_dim), per_lane = head_dim / n_lanes / (bits ? 4 : 1);
+    const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES, vectors = n_lanes / TQKV__LANES;
+    const int lanes_per_norm = n_lanes * TQKV__NORM_BLOCK(TQKV__BOOK, head_dim) / head_dim;
     TQKV__VECTOR x[32 / TQKV__LANES];
-    TQKV__UNROLL
-    for (int i = 0; i < vectors; i++) x[i] = TQKV__(lane_sums)(per_lane, y + i * TQKV__LANES * per_lane);
+    for (int i = 0; i < vectors; i++)
+        x[i] = TQKV__(lane_sums)(bits, head_dim < 128, per_lane, q, y + 4 * i * TQKV__LANES * per_lane);
     TQKV__UNROLL
     for (int bit = 0; bit < 4; bit++)
         if (1 << bit < TQKV__LANES && 1 << bit < lanes_per_norm) {
@@ -2450,16 +2594,18 @@ TQKV__OP void TQKV__(row_sums)(const int head_dim, const float *y, float *sums)
         for (int i = 0; i < vectors; i++)
             if (!(i & step)) x[i] = x[i | step] = x[i] + x[i | step];
     }
-    TQKV__UNROLL
-    for (int i = 0; i < vectors; i++) TQKV__(store)(sums + i * TQKV__LANES, x[i]);
+    for (int i = 0; i < n_lanes; i += lanes_per_norm) { /* the place of lane i, after the transpose */
+        const int place = i % TQKV__LANES * width;
+        *sums++ = x[i / TQKV__LANES][place % TQKV__LANES + place / TQKV__LANES];
+    }
 }
 
-/* Sums of squares of one row, one for each norm; sums: [norms_per_row] */
-TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, float *sums)
+/* Sums of squares of one row, one for each norm; sums: [norms_per_row]. bits is a constant. */
+TQKV__OP void TQKV__(norm_sums)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, const uint8_t *y,
+                                float *sums)
 {
-    TQKV__ALIGNED float lanes[32];
 #define TQKV__ROW_SUMS(D)                                                                                              \
-    if (s->head_dim == (D)) TQKV__(row_sums)(D, y, lanes);
+    if (s->head_dim == (D)) TQKV__(row_sums)(bits, D, q, y, sums);
     TQKV__ROW_SUMS(32)
     TQKV__ROW_SUMS(64)
     TQKV__ROW_SUMS(128)
@@ -2467,7 +2613,32 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
     TQKV__ROW_SUMS(512)
     TQKV__ROW_SUMS(1024)
 #undef TQKV__ROW_SUMS
-    for (int b = 0; b < s->norms_per_row; b++) sums[b] = lanes[32 / s->norms_per_row * b];
+}
+
+TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, float *sums)
+{
+    TQKV__(norm_sums)(0, s, NULL, (const uint8_t *)(const void *)y, sums);
+}
+
+/* As sums_tq, of the centroids of codes: [head_dim]. TQ8's are too many for squares to look up: decodes the row. */
+TQKV__TARGET static void TQKV__(centroid_sums)(const tqkv__stream *s, const tqkv__quantiser *q, const uint8_t *codes,
+                                               float *sums)
+{
+    if (s->book_bits == 8) {
+        TQKV__ALIGNED float x[TQKV__X_STRIDE(TQKV_MAX_HEAD_DIM)];
+        TQKV__(block) row;
+        memset(&row, 0, sizeof row);
+        row.stream = s;
+        row.codes = codes;
+        row.dim = s->head_dim;
+        TQKV__(decode_TQKV_TQ8)(&row, 1, x);
+        TQKV__(sums_tq)(s, x, sums);
+    } else if (s->book_bits == 6)
+        TQKV__(norm_sums)(6, s, q, codes, sums);
+    else if (s->book_bits == 5)
+        TQKV__(norm_sums)(5, s, q, codes, sums);
+    else /* fewer centroids are in the same registers */
+        TQKV__(norm_sums)(4, s, q, codes, sums);
 }
 
 /* As tqkv__norm_tq for a few rows, in whole vectors. values: [n_rows], norms, scales: [n_rows][norms_per_row] */
@@ -2488,6 +2659,19 @@ TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *co
     }
 }
 
+/* As tqkv__correct_norms for a few rows; sums: of the squares of their centroids. norms, sums: [n], room for whole
+   vectors */
+TQKV__TARGET static void TQKV__(correct_norms)(const tqkv__stream *s, int n, const float *sums, float *norms)
+{
+    const bool several = s->norms_per_row > 1;
+    const TQKV__VECTOR part = TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f);
+    const TQKV__VECTOR root = TQKV__(set1)(several ? s->block_scale : TQKV__SQRT(s->head_dim));
+    for (int i = 0; i < n; i += TQKV__LANES) {
+        const TQKV__VECTOR norm = TQKV__(load)(norms + i), length = TQKV__(sqrt)(TQKV__(load)(sums + i) * part);
+        TQKV__(store)(norms + i, TQKV__(zero_below)(TQKV__(set1)(TQKV__NEXT_NORM), norm, norm * (root / length)));
+    }
+}
+
 TQKV__TARGET static void TQKV__(norms_i8)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms,
                                           float *scales)
 {
@@ -2502,14 +2686,6 @@ TQKV__TARGET static void TQKV__(norms_i8)(const tqkv__stream *s, const float *co
     }
 }
 
-/* Rotates src into y and returns y; returns src for a stream without rotation. src, y: [head_dim] */
-TQKV__OP const float *TQKV__(rotate_into)(const tqkv__stream *s, const float *src, float *y)
-{
-    if (!s->rotated) return src;
-    TQKV__(hadamard)(src, s->head_dim, true, y);
-    return y;
-}
-
 /* Norms and scales of a few rows, as tqkv__scale_row. */
 TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms, float *scales)
 {
@@ -2519,18 +2695,16 @@ TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *const *values, i
         TQKV__(norms_tq)(s, values, n_rows, norms, scales);
 }
 
-TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, const float *src, float *scaled, float *norms)
+TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, float *norms)
 {
     float row_norms[16], scales[16]; /* whole vectors */
-    if (s->kind == TQKV__HALF) {
-        memcpy(scaled, src, (size_t)s->head_dim * sizeof(float));
-        return;
-    }
-    const float *y = TQKV__(rotate_into)(s, src, scaled);
+    const float *y = row;
+    if (s->kind == TQKV__HALF) return;
+    if (s->rotated) TQKV__(rotate)(row, s->head_dim);
     TQKV__(norms)(s, &y, 1, row_norms, scales);
     memcpy(norms, row_norms, (size_t)s->norms_per_row * sizeof(float));
     for (int d = 0; d < s->head_dim; d += TQKV__LANES)
-        TQKV__(store)(scaled + d, TQKV__(load)(y + d) * TQKV__(set1)(scales[d / s->norm_dim]));
+        TQKV__(store)(row + d, TQKV__(load)(row + d) * TQKV__(set1)(scales[d / s->norm_dim]));
 }
 
 /* As tqkv__quantise, with the cells of tqkv__quantiser. bits is a constant. */
@@ -2568,19 +2742,23 @@ TQKV__OP void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, i
     }
 }
 
-/* y: [head_dim], scales: [norms_per_row] -> row: [row_bytes]. format is a constant. */
-TQKV__OP void TQKV__(quantise_as)(const tqkv_format format, const tqkv__stream *s, const tqkv__quantiser *q,
-                                  const float *y, const float *scales, uint8_t *row)
+/* y: [head_dim], scales: [norms_per_row] -> row: [row_bytes]. format is a constant. Returns the codes as bytes,
+   [head_dim]: the row itself or, if it is packed, `bytes`. */
+TQKV__OP const uint8_t *TQKV__(quantise_as)(const tqkv_format format, const tqkv__stream *s, const tqkv__quantiser *q,
+                                            const float *y, const float *scales, uint8_t *row, uint8_t *bytes)
 {
-    const int bits = TQKV__BOOK_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    const int bits = TQKV__BOOK_BITS(format), main_bits = TQKV__MAIN_BITS(format),
+              upper_bits = TQKV__UPPER_BITS(format);
     TQKV__(codes) below[4], four[4];
     TQKV__VECTOR bounds[32 / TQKV__LANES];
-    uint8_t *upper = row + s->head_dim / 2;
+    uint8_t *main = row, *upper = row + s->head_dim * main_bits / 8;
     for (int b = 0; bits == 8 && b < s->head_dim; b += s->norm_dim)
         TQKV__(quantise_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
-    if (bits == 8 || TQKV__KIND(format) == TQKV__HALF) return;
+    if (bits == 8 || TQKV__KIND(format) == TQKV__HALF) return row;
+    if (!TQKV__PACKED(format)) bytes = row;
     if (bits) TQKV__(load_below)(bits, q->below, below);
     for (int i = 0; bits && i < 32 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
+    uint8_t *at = bytes;
     for (const float *end = y + s->head_dim; y < end; scales++)
         for (const float *block_end = y + s->norm_dim; y < block_end; y += 4 * TQKV__LANES) {
             TQKV__UNROLL
@@ -2589,29 +2767,27 @@ TQKV__OP void TQKV__(quantise_as)(const tqkv_format format, const tqkv__stream *
                 four[i] = bits ? TQKV__(quantise)(bits, q, below, bounds, v) : TQKV__(quantise_i8)(v);
             }
             const TQKV__(codes) codes = TQKV__(narrow)(four);
-            if (!TQKV__PACKED(format)) {
-                memcpy(row, &codes, sizeof codes);
-                row += sizeof codes;
-                continue;
-            }
-            TQKV__(pack_lower)(codes, row);
-            row += 2 * TQKV__LANES;
-            if (upper_bits) TQKV__(pack_upper)(upper_bits, codes, upper);
+            memcpy(at, &codes, sizeof codes);
+            at += sizeof codes;
+            if (!TQKV__PACKED(format)) continue;
+            TQKV__(pack)(main_bits, 0, codes, main);
+            main += main_bits * TQKV__LANES / 2;
+            if (upper_bits) TQKV__(pack)(upper_bits, main_bits, codes, upper);
             upper += upper_bits * TQKV__LANES / 2;
         }
+    return bytes;
 }
 
-TQKV__TARGET static void TQKV__(quantise_row)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
-                                              const float *scales, uint8_t *row)
+TQKV__TARGET static const uint8_t *TQKV__(quantise_row)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
+                                                        const float *scales, uint8_t *row, uint8_t *bytes)
 {
 #define TQKV__QUANTISE_CASE(unused, format, ...)                                                                       \
     case format:                                                                                                       \
-        TQKV__(quantise_as)(format, s, q, y, scales, row);                                                             \
-        return;
+        return TQKV__(quantise_as)(format, s, q, y, scales, row, bytes);
     switch (s->format) {
         TQKV__FORMATS(TQKV__QUANTISE_CASE, )
     default:
-        return;
+        return row;
     }
 }
 
@@ -2623,26 +2799,44 @@ TQKV__TARGET static void TQKV__(store_f16_row)(const float *src, int head_dim, u
     }
 }
 
+/* The row less its centre; row: [head_dim] */
+TQKV__OP const float *TQKV__(centered)(const tqkv__stream *s, const tqkv__row *source, float *row)
+{
+    if (!source->center) return source->src;
+    for (int d = 0; d < s->head_dim; d += TQKV__LANES)
+        TQKV__(store)(row + d, TQKV__(load)(source->src + d) - TQKV__(load)(source->center + d));
+    return row;
+}
+
 /* Takes a few rows through each step: steps of one row depend on each other, rows do not. */
 TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows,
                                              int n_rows)
 {
     enum { buffer = 4096, most_norms = buffer / 32 }; /* 16 KiB: a third of an L1 cache */
-    TQKV__ALIGNED float rotated[buffer], norms[most_norms], scales[most_norms];
+    TQKV__ALIGNED float rotated[buffer], norms[most_norms], scales[most_norms], sums[most_norms];
+    TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM];
     const float *values[most_norms];
     const int batch = buffer / s->head_dim, norms_per_row = s->norms_per_row;
-    if (s->kind == TQKV__HALF) {
-        for (int i = 0; i < n_rows; i++) TQKV__(store_f16_row)(rows[i].src, s->head_dim, rows[i].codes);
-        return;
-    }
     for (int first = 0; first < n_rows; first += batch, rows += batch) {
         const int n = n_rows - first < batch ? n_rows - first : batch;
-        for (int i = 0; i < n; i++) values[i] = TQKV__(rotate_into)(s, rows[i].src, rotated + i * s->head_dim);
+        for (int i = 0; i < n; i++) {
+            float *row = rotated + i * s->head_dim;
+            values[i] = TQKV__(centered)(s, &rows[i], row);
+            if (s->rotated) TQKV__(hadamard)(values[i], s->head_dim, true, row);
+            if (s->rotated) values[i] = row;
+            if (s->kind == TQKV__HALF) TQKV__(store_f16_row)(values[i], s->head_dim, rows[i].codes);
+        }
+        if (s->kind == TQKV__HALF) continue;
         TQKV__(norms)(s, values, n, norms, scales);
         for (int i = 0; i < n; i++) {
-            memcpy(rows[i].norms, norms + i * norms_per_row, (size_t)norms_per_row * sizeof(float));
-            TQKV__(quantise_row)(s, q, values[i], scales + i * norms_per_row, rows[i].codes);
+            const uint8_t *codes =
+                TQKV__(quantise_row)(s, q, values[i], scales + i * norms_per_row, rows[i].codes, bytes);
+            if (s->kind == TQKV__BOOK) TQKV__(centroid_sums)(s, q, codes, sums + i * norms_per_row);
         }
+        for (int i = n * norms_per_row; i % TQKV__LANES; i++) sums[i] = 1.0f;
+        if (s->kind == TQKV__BOOK) TQKV__(correct_norms)(s, n * norms_per_row, sums, norms);
+        for (int i = 0; i < n; i++)
+            memcpy(rows[i].norms, norms + i * norms_per_row, (size_t)norms_per_row * sizeof(float));
     }
 }
 
@@ -2742,10 +2936,31 @@ TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
 {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
-/* Nibbles: lane l holds the codes l * per_lane ... of a run. One shift moves the k-th code of every lane to bit 0. */
+/* Main bits: lane l holds the codes l * per_lane ... of a run. One shift moves the k-th code of every lane to bit 0. */
 TQKV__OP __m512i tqkv__load_lower_avx512(const int per_lane, const uint8_t *p)
 {
     return per_lane == 8 ? _mm512_loadu_si512((const void *)p) : _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
+}
+TQKV__OP __m512i tqkv__load_pairs_avx512(const int per_lane, const uint8_t *p)
+{
+    return per_lane == 8 ? _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p)) : _mm512_cvtepu8_epi32(tqkv__load_128(p));
+}
+/* TQ3 as nibbles of the same order. Bytes take windows of 8 bits from the fields of two lanes, in a word of 64 bits: two
+   codes' low pairs in bits 0 to 3, their third bits in bits 4 and 5. One look-up puts these six bits in order. */
+TQKV__OP __m512i tqkv__nibbles_of_tq3_avx512(const int per_lane, const uint8_t *p, const uint8_t *upper)
+{
+    const __m512i main =
+        per_lane == 8 ? _mm512_cvtepu32_epi64(tqkv__load_256_avx512(p)) : _mm512_cvtepu16_epi64(tqkv__load_128(p));
+    const __m512i third =
+        per_lane == 8 ? _mm512_cvtepu16_epi64(tqkv__load_128(upper)) : _mm512_cvtepu8_epi64(tqkv__load_64(upper));
+    const __m512i main_at = _mm512_set1_epi64(per_lane == 8 ? 0x1c1814100c080400 : 0x00000c0800000400);
+    const __m512i third_at = _mm512_set1_epi64(per_lane == 8 ? 0x0a08060402003e3c : 0x0000020000003e3c);
+    const __m512i six = _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), _mm512_multishift_epi64_epi8(main_at, main),
+                                                  _mm512_multishift_epi64_epi8(third_at, third), 0xca);
+    const __m512i upper_five =
+        _mm512_set_epi32(0x74747474, 0x64646464, 0x54545454, 0x44444444, 0x70707070, 0x60606060, 0x50505050, 0x40404040,
+                         0x34343434, 0x24242424, 0x14141414, 0x04040404, 0x30303030, 0x20202020, 0x10101010, 0);
+    return _mm512_permutexvar_epi8(six, _mm512_or_si512(upper_five, _mm512_set1_epi32(0x03020100)));
 }
 /* Upper bits of a run: those of each lane's codes, from bit 0 of the lane up. */
 TQKV__OP __m512i tqkv__load_upper_avx512(const int bits, const int per_lane, const uint8_t *p)
@@ -2767,7 +2982,7 @@ TQKV__OP __m512i tqkv__pick_avx512(const int bits, __m512i low, const int k, __m
 }
 TQKV__OP __m512 tqkv__permute_table_avx512(const int bits, const __m512 *table, __m512i codes)
 {
-    if (bits == 4) return _mm512_permutexvar_ps(codes, table[0]);
+    if (bits <= 4) return _mm512_permutexvar_ps(codes, table[0]);
     const __m512 lower = _mm512_permutex2var_ps(table[0], codes, table[1]);
     if (bits == 5) return lower;
     return _mm512_mask_blend_ps(_mm512_test_epi32_mask(codes, _mm512_set1_epi32(0x20)), lower,
@@ -2776,7 +2991,9 @@ TQKV__OP __m512 tqkv__permute_table_avx512(const int bits, const __m512 *table, 
 /* Byte codes look up each byte of a centroid in one register; TQ8 in two for 128 centroids, the half it needs. */
 TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const tqkv__stream *s, __m512 *table)
 {
-    for (int i = 0; nibbles && i < 1 << (bits - 4); i++) table[i] = _mm512_loadu_ps(s->codebook + 16 * i);
+    if (bits == 2) table[0] = _mm512_broadcast_f32x4(_mm_loadu_ps(s->codebook));
+    if (bits == 3) table[0] = _mm512_broadcast_f32x8(_mm256_loadu_ps(s->codebook));
+    for (int i = 0; nibbles && bits > 3 && i < 1 << (bits - 4); i++) table[i] = _mm512_loadu_ps(s->codebook + 16 * i);
     for (int p = 0; !nibbles && p < 4; p++) {
         table[p] = _mm512_loadu_ps((const void *)s->planes[p]);
         if (bits == 8) table[4 + p] = _mm512_loadu_ps((const void *)(s->planes[p] + 64));
@@ -2785,7 +3002,10 @@ TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const 
 TQKV__OP __m512 tqkv__centroids_of_nibbles_avx512(const int bits, const int per_lane, const int k, const __m512 *table,
                                                   const uint8_t *p, const uint8_t *upper)
 {
-    const __m512i low = tqkv__load_lower_avx512(per_lane, p);
+    const __m512i low = bits == 2   ? tqkv__load_pairs_avx512(per_lane, p)
+                        : bits == 3 ? tqkv__nibbles_of_tq3_avx512(per_lane, p, upper)
+                                    : tqkv__load_lower_avx512(per_lane, p);
+    if (bits < 4) return _mm512_permutexvar_ps(_mm512_srli_epi32(low, (unsigned)(bits == 2 ? 2 * k : 4 * k)), table[0]);
     const __m512i high = bits > 4 ? tqkv__load_upper_avx512(bits, per_lane, upper) : low;
     return tqkv__permute_table_avx512(bits, table, tqkv__pick_avx512(bits, low, k, high, k * (bits - 4)));
 }
@@ -2933,22 +3153,22 @@ TQKV__OP __m512i tqkv__narrow_avx512(const __m512i *four)
         _mm512_packus_epi16(_mm512_packus_epi32(four[0], four[1]), _mm512_packus_epi32(four[2], four[3]));
     return _mm512_permutexvar_epi32(order, mixed);
 }
-/* Store the low nibbles, and the bits from the fifth up, of a vector of bytes, packed as the formats require. */
-TQKV__OP void tqkv__pack_lower_avx512(__m512i codes, uint8_t *p)
+/* Stores the `bits` bits from bit `low` on of each byte, packed: 1, 2 or 4 bits. */
+TQKV__OP void tqkv__pack_avx512(const int bits, const int low, __m512i codes, uint8_t *p)
 {
-    const __m512i nibbles = _mm512_and_si512(codes, _mm512_set1_epi8(15));
-    const __m512i pairs = _mm512_maddubs_epi16(nibbles, _mm512_set1_epi16(0x1001)); /* first + 16 * second */
-    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi16_epi8(pairs));
-}
-TQKV__OP void tqkv__pack_upper_avx512(const int upper_bits, __m512i codes, uint8_t *p)
-{
-    if (upper_bits == 1) {
-        const __mmask64 fifth = _mm512_test_epi8_mask(codes, _mm512_set1_epi8(16));
-        memcpy(p, &fifth, sizeof fifth);
+    if (bits == 1) {
+        const __mmask64 set = _mm512_test_epi8_mask(codes, _mm512_set1_epi8((char)(1 << low)));
+        memcpy(p, &set, sizeof set);
         return;
     }
-    const __m512i upper = _mm512_and_si512(_mm512_srli_epi16(codes, 4), _mm512_set1_epi8(3));
-    const __m512i pairs = _mm512_maddubs_epi16(upper, _mm512_set1_epi16(0x0401));
+    const __m512i field =
+        _mm512_and_si512(_mm512_srl_epi16(codes, _mm_cvtsi32_si128(low)), _mm512_set1_epi8((char)((1 << bits) - 1)));
+    if (bits == 4) {
+        const __m512i joined = _mm512_maddubs_epi16(field, _mm512_set1_epi16(0x1001)); /* first + 16 * second */
+        _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi16_epi8(joined));
+        return;
+    }
+    const __m512i pairs = _mm512_maddubs_epi16(field, _mm512_set1_epi16(0x0401));
     const __m512i fours = _mm512_madd_epi16(pairs, _mm512_set1_epi32(0x00100001));
     _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8(fours));
 }
@@ -3115,21 +3335,39 @@ TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i places)
 {
     return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, places), places);
 }
+/* The pairs of bits of eight bytes, in the order of nibbles: the even ones, then the odd ones, each in the lowest bits of
+   a byte with others above it. */
+TQKV__OP __m256i tqkv__spread_pairs_avx2(const uint8_t *p)
+{
+    const __m128i words = _mm_cvtepu8_epi16(tqkv__load_64(p)), spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
+    return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
+}
 /* A run is 16 bytes: the low nibbles go to the lower half of a vector, the high ones to the upper half. */
 TQKV__OP __m256 tqkv__centroids_of_nibbles_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
                                                 const uint8_t *p, const uint8_t *upper)
 {
     (void)per_lane; /* 4 */
-    const __m256i shifts = _mm256_set_epi64x(4, 4, 0, 0), fifteen = _mm256_set1_epi8(15);
-    const __m256i codes = _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_128(p)), shifts);
+    const __m256i fifteen = _mm256_set1_epi8(15);
+    const __m256i codes =
+        bits < 4 ? tqkv__spread_pairs_avx2(p)
+                 : _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_128(p)), _mm256_set_epi64x(4, 4, 0, 0));
+    if (bits == 2) {
+        const __m256i index = _mm256_and_si256(codes, _mm256_set1_epi8(3));
+        return tqkv__centroids_of_planes_avx2(2, k, table, index, index, index);
+    }
     if (bits == 4) return tqkv__centroids_of_planes_avx2(4, k, table, _mm256_and_si256(codes, fifteen), codes, codes);
     __m256i half, second;
-    if (bits == 5) { /* bits 2i and 2i + 1 of four bytes */
+    if (bits == 3 || bits == 5) { /* bits 2i and 2i + 1 of four bytes */
         int word;
         memcpy(&word, upper, sizeof word);
         const __m256i order = _mm256_broadcastsi128_si256(_mm_set_epi32(0x03030303, 0x02020202, 0x01010101, 0));
         const __m256i places = _mm256_set_m128i(_mm_set1_epi32((int)0x80200802), _mm_set1_epi32(0x40100401));
         second = half = tqkv__has_bit_avx2(_mm256_shuffle_epi8(_mm256_set1_epi32(word), order), places);
+        if (bits == 3) {
+            const __m256i pair = _mm256_and_si256(codes, _mm256_set1_epi8(3));
+            const __m256i index = _mm256_or_si256(pair, _mm256_and_si256(half, _mm256_set1_epi8(4)));
+            return tqkv__centroids_of_planes_avx2(3, k, table, index, index, index);
+        }
     } else { /* bits 4i to 4i + 3 of eight bytes */
         const __m256i order =
             _mm256_broadcastsi128_si256(_mm_set_epi32(0x07070606, 0x05050404, 0x03030202, 0x01010000));
@@ -3216,7 +3454,8 @@ TQKV__OP __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); 
 /* Byte shuffles see 16 entries, the same in either half of the register. */
 TQKV__OP void tqkv__load_below_avx2(const int bits, const uint8_t *table, __m256i *below)
 {
-    for (int i = 0; i < 1 << (bits - 4); i++) below[i] = _mm256_broadcastsi128_si256(tqkv__load_128(table + 16 * i));
+    for (int i = 0; i < (bits < 4 ? 1 : 1 << (bits - 4)); i++)
+        below[i] = _mm256_broadcastsi128_si256(tqkv__load_128(table + 16 * i));
 }
 TQKV__OP __m256i tqkv__below_32_avx2(const __m256i *below, __m256i cells)
 {
@@ -3225,14 +3464,14 @@ TQKV__OP __m256i tqkv__below_32_avx2(const __m256i *below, __m256i cells)
 }
 TQKV__OP __m256i tqkv__below_avx2(const int bits, const __m256i *below, __m256i cells)
 {
-    if (bits == 4) return _mm256_shuffle_epi8(below[0], cells);
+    if (bits <= 4) return _mm256_shuffle_epi8(below[0], cells);
     if (bits == 5) return tqkv__below_32_avx2(below, cells);
     return _mm256_blendv_epi8(tqkv__below_32_avx2(below, cells), tqkv__below_32_avx2(below + 2, cells),
                               _mm256_slli_epi32(cells, 2));
 }
 TQKV__OP __m256 tqkv__bound_avx2(const int bits, const __m256 *bounds, __m256i index)
 {
-    if (bits == 4) return _mm256_permutevar8x32_ps(bounds[0], index);
+    if (bits <= 4) return _mm256_permutevar8x32_ps(bounds[0], index);
     return bits == 5 ? tqkv__permute_16_avx2(bounds, index) : tqkv__permute_32_avx2(bounds, index);
 }
 TQKV__OP __m256i tqkv__finish_avx2(__m256i count, __m256 bound, __m256 w, __m256i side)
@@ -3251,22 +3490,21 @@ TQKV__OP __m256i tqkv__narrow_avx2(const __m256i *four)
         _mm256_packus_epi16(_mm256_packus_epi32(four[0], four[1]), _mm256_packus_epi32(four[2], four[3]));
     return _mm256_permutevar8x32_epi32(mixed, _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0));
 }
-TQKV__OP void tqkv__pack_lower_avx2(__m256i codes, uint8_t *p)
+TQKV__OP void tqkv__pack_avx2(const int bits, const int low, __m256i codes, uint8_t *p)
 {
-    const __m256i nibbles = _mm256_and_si256(codes, _mm256_set1_epi8(15));
-    const __m256i pairs = _mm256_maddubs_epi16(nibbles, _mm256_set1_epi16(0x1001));
-    _mm_storeu_si128((__m128i *)(void *)p,
-                     _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
-}
-TQKV__OP void tqkv__pack_upper_avx2(const int upper_bits, __m256i codes, uint8_t *p)
-{
-    if (upper_bits == 1) {
-        const int fifth = _mm256_movemask_epi8(_mm256_slli_epi16(codes, 3));
-        memcpy(p, &fifth, sizeof fifth);
+    if (bits == 1) {
+        const int set = _mm256_movemask_epi8(_mm256_slli_epi16(codes, 7 - low));
+        memcpy(p, &set, sizeof set);
         return;
     }
-    const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(codes, 4), _mm256_set1_epi8(3));
-    const __m256i pairs = _mm256_maddubs_epi16(upper, _mm256_set1_epi16(0x0401));
+    const __m256i field = _mm256_and_si256(_mm256_srli_epi16(codes, low), _mm256_set1_epi8((char)((1 << bits) - 1)));
+    if (bits == 4) {
+        const __m256i joined = _mm256_maddubs_epi16(field, _mm256_set1_epi16(0x1001));
+        _mm_storeu_si128((__m128i *)(void *)p,
+                         _mm_packus_epi16(_mm256_castsi256_si128(joined), _mm256_extracti128_si256(joined, 1)));
+        return;
+    }
+    const __m256i pairs = _mm256_maddubs_epi16(field, _mm256_set1_epi16(0x0401));
     const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi32(0x00100001));
     const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
     _mm_storel_epi64((__m128i *)(void *)p, _mm_packus_epi16(words, words));
@@ -3378,20 +3616,31 @@ TQKV__OP float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, 
     const uint8x16_t index = vandq_u8(veorq_u8(codes, upper), vdupq_n_u8((uint8_t)((1 << (bits - 1)) - 1)));
     return tqkv__centroids_of_planes_neon(bits, k, table, index, upper);
 }
-/* A run is 32 nibbles: the low ones give the first four vectors, the high ones the other four. */
+/* The pairs of bits of eight bytes: those of even codes in the lowest bits of a byte, those of odd codes above. */
+TQKV__OP uint8x16_t tqkv__spread_pairs_neon(const uint8_t *p)
+{
+    const uint16x8_t words = vmovl_u8(vld1_u8(p));
+    return vreinterpretq_u8_u16(vsliq_n_u16(words, words, 4));
+}
+/* A run is 32 codes: the low nibbles give the first four vectors, the high ones the other four. */
 TQKV__OP float32x4_t tqkv__centroids_of_nibbles_neon(const int bits, const int per_lane, const int k,
                                                      const float32x4_t *table, const uint8_t *p, const uint8_t *upper)
 {
     (void)per_lane; /* 8 */
-    const uint8x16_t both = vld1q_u8(p), codes = k < 4 ? vandq_u8(both, vdupq_n_u8(15)) : vshrq_n_u8(both, 4);
-    if (bits == 4) return tqkv__centroids_of_planes_neon(4, k % 4, table, codes, codes);
-    if (bits == 5) { /* bits 2i and 2i + 1 of four bytes */
+    const uint8x16_t both = bits < 4 ? tqkv__spread_pairs_neon(p) : vld1q_u8(p);
+    const uint8x16_t shifted = k < 4 ? both : vshrq_n_u8(both, bits < 4 ? 2 : 4);
+    const uint8x16_t codes = vandq_u8(shifted, vdupq_n_u8(bits < 4 ? 3 : 15));
+    if (bits == 2 || bits == 4) return tqkv__centroids_of_planes_neon(bits, k % 4, table, codes, codes);
+    if (bits == 3 || bits == 5) { /* bits 2i and 2i + 1 of four bytes */
         uint32_t word;
         memcpy(&word, upper, sizeof word);
         const uint32_t places[4] = {0, 0x01010101u, 0x02020202u, 0x03030303u};
         const uint8x16_t order = vreinterpretq_u8_u32(vld1q_u32(places));
         const uint8x16_t bytes = vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(word)), order);
         const uint8x16_t half = vtstq_u8(bytes, vreinterpretq_u8_u32(vdupq_n_u32(k < 4 ? 0x40100401u : 0x80200802u)));
+        if (bits == 3)
+            return tqkv__centroids_of_planes_neon(3, k % 4, table, vorrq_u8(codes, vandq_u8(half, vdupq_n_u8(4))),
+                                                  half);
         const uint8x16_t index = vandq_u8(veorq_u8(codes, half), vdupq_n_u8(15));
         return tqkv__centroids_of_planes_neon(5, k % 4, table, index, half);
     }
@@ -3465,7 +3714,8 @@ TQKV__OP float32x4_t tqkv__fold_neon(const int half, float32x4_t v, uint32x4_t *
 TQKV__OP uint32x4_t tqkv__truncate_neon(float32x4_t x) { return vcvtq_u32_f32(x); }
 TQKV__OP void tqkv__load_below_neon(const int bits, const uint8_t *table, uint32x4_t *below)
 {
-    for (int i = 0; i < 1 << (bits - 4); i++) below[i] = vreinterpretq_u32_u8(vld1q_u8(table + 16 * i));
+    for (int i = 0; i < (bits < 4 ? 1 : 1 << (bits - 4)); i++)
+        below[i] = vreinterpretq_u32_u8(vld1q_u8(table + 16 * i));
 }
 /* Looks up bytes: the upper three of each lane are 0 and find the table's first entry, which is 0. */
 TQKV__OP uint32x4_t tqkv__below_neon(const int bits, const uint32x4_t *below, uint32x4_t cells)
@@ -3473,9 +3723,9 @@ TQKV__OP uint32x4_t tqkv__below_neon(const int bits, const uint32x4_t *below, ui
     uint8x16x4_t t;
     const uint8x16_t index = vreinterpretq_u8_u32(cells);
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) t.val[i] = vreinterpretq_u8_u32(below[i < 1 << (bits - 4) ? i : 0]);
+    for (int i = 0; i < 4; i++) t.val[i] = vreinterpretq_u8_u32(below[bits > 4 && i < 1 << (bits - 4) ? i : 0]);
     const uint8x16x2_t half = {{t.val[0], t.val[1]}};
-    return vreinterpretq_u32_u8(bits == 4 ? vqtbl1q_u8(t.val[0], index)
+    return vreinterpretq_u32_u8(bits <= 4 ? vqtbl1q_u8(t.val[0], index)
                                 : bits == 5 ? vqtbl2q_u8(half, index)
                                             : vqtbl4q_u8(t, index));
 }
@@ -3498,22 +3748,22 @@ TQKV__OP uint32x4_t tqkv__narrow_neon(const uint32x4_t *four)
     const uint16x8_t high = vcombine_u16(vmovn_u32(four[2]), vmovn_u32(four[3]));
     return vreinterpretq_u32_u8(vcombine_u8(vmovn_u16(low), vmovn_u16(high)));
 }
-/* Store the low nibbles, and the bits from the fifth up, of a vector of bytes, packed as the formats require. */
-TQKV__OP void tqkv__pack_lower_neon(uint32x4_t codes, uint8_t *p)
-{
-    const uint8x16_t x = vreinterpretq_u8_u32(codes);
-    vst1_u8(p, vget_low_u8(vsliq_n_u8(vuzp1q_u8(x, x), vuzp2q_u8(x, x), 4)));
-}
-TQKV__OP void tqkv__pack_upper_neon(const int upper_bits, uint32x4_t codes, uint8_t *p)
+/* Stores the `bits` bits from bit `low` on of each byte, packed: 1, 2 or 4 bits. */
+TQKV__OP void tqkv__pack_neon(const int bits, const int low, uint32x4_t codes, uint8_t *p)
 {
     const int8_t places[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-    const uint8x16_t upper = vshrq_n_u8(vreinterpretq_u8_u32(codes), 4);
-    if (upper_bits == 1) {
-        p[0] = vaddv_u8(vshl_u8(vget_low_u8(upper), vld1_s8(places)));
-        p[1] = vaddv_u8(vshl_u8(vget_high_u8(upper), vld1_s8(places)));
+    const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << bits) - 1));
+    const uint8x16_t field = vandq_u8(vshlq_u8(vreinterpretq_u8_u32(codes), vdupq_n_s8((int8_t)-low)), mask);
+    if (bits == 4) {
+        vst1_u8(p, vget_low_u8(vsliq_n_u8(vuzp1q_u8(field, field), vuzp2q_u8(field, field), 4)));
         return;
     }
-    const uint16x8_t words = vreinterpretq_u16_u8(upper);
+    if (bits == 1) {
+        p[0] = vaddv_u8(vshl_u8(vget_low_u8(field), vld1_s8(places)));
+        p[1] = vaddv_u8(vshl_u8(vget_high_u8(field), vld1_s8(places)));
+        return;
+    }
+    const uint16x8_t words = vreinterpretq_u16_u8(field);
     const uint32x4_t pairs = vreinterpretq_u32_u16(vandq_u16(vorrq_u16(words, vshrq_n_u16(words, 6)), vdupq_n_u16(15)));
     const uint16x4_t fours = vmovn_u32(vorrq_u32(pairs, vshrq_n_u32(pairs, 12)));
     const uint32_t bytes = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(fours, fours))), 0);
@@ -3689,15 +3939,6 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-/* The bytes of the centroids, repeated where they are few. Codebooks are symmetric: centroid n - 1 - c is -centroid c.
-   For TQ8 the lower half is enough: look-ups take ~c for a code c of the upper half, and flip the sign. */
-static void tqkv__fill_planes(tqkv__stream *s)
-{
-    for (int i = 0; s->kind == TQKV__BOOK && i < 128; i++)
-        for (int p = 0; p < 4; p++)
-            s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i % (1 << s->book_bits)]) >> (8 * p));
-}
-
 /* Finds the resident range; follows tqkv__attention_shape. */
 static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attention *r)
 {
@@ -3733,13 +3974,13 @@ static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, in
     if (*to < *from) *to = *from;
 }
 
-/* Instruction sets decode nibbles in their own order: each rows * columns values, a matrix [rows][columns], come
+/* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
    transposed. A head_dim below that halves the columns. Queries take that order; sums of values are put back. */
 static void tqkv__order(const tqkv__isa *isa, const tqkv__stream *s, int *rows, int *columns)
 {
-    const bool nibbles = s->main_bits == 4;
-    *rows = nibbles ? isa->nibble_order[0] : 1;
-    *columns = nibbles ? isa->nibble_order[1] : 1;
+    const bool packed = s->main_bits < 8;
+    *rows = packed ? isa->nibble_order[0] : 1;
+    *columns = packed ? isa->nibble_order[1] : 1;
     if (*rows * *columns > s->head_dim) *columns /= 2;
 }
 
@@ -4362,10 +4603,8 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const floa
     tqkv__stream keys, values;
     tqkv_result r;
     if (!c) return TQKV__INVALID("the cache is NULL");
-    if ((r = tqkv__stream_open(&c->keys, &keys)) != TQKV_OK) return r;
-    if ((r = tqkv__stream_open(&c->values, &values)) != TQKV_OK) return r;
-    if ((r = tqkv__check_source(&keys, k, n_tokens, c->attention.end)) != TQKV_OK) return r;
-    if ((r = tqkv__check_source(&values, v, n_tokens, c->attention.end)) != TQKV_OK) return r;
+    if ((r = tqkv__encode_open(&c->keys, k, n_tokens, c->attention.end, &keys)) != TQKV_OK) return r;
+    if ((r = tqkv__encode_open(&c->values, v, n_tokens, c->attention.end, &values)) != TQKV_OK) return r;
     tqkv__append_job job = {{&keys, &values}, {k, v}, n_tokens, tqkv__append_tasks(c, n_tokens),
                             c->attention.end, false,  {false}};
     const tqkv_parallel serial = {tqkv__run_serial, NULL},

@@ -13,7 +13,7 @@ int main(void)
         random = random * 1664525u + 1013904223u;
         x[i] = (float)(int32_t)random * (1.0f / 1073741824.0f); /* exact: the same under all flags */
     }
-    for (int f = TQKV_F16; f <= (int)TQKV_I8; f++)
+    for (int f = TQKV_F16; f <= (int)TQKV_TQ2; f++)
         for (int d = 32; d <= TQKV_MAX_HEAD_DIM; d *= 2) {
             tqkv_store s;
             memset(&s, 0, sizeof s);

@@ -28,7 +28,8 @@ typedef struct golden_case {
 static inline int golden_is_offered(const golden_case *c)
 {
     int codebook = c->format != TQKV_F16 && c->format != TQKV_I8;
-    if (c->option == GOLDEN_UNROTATED) return codebook && c->format != TQKV_TQ4;
+    if (c->option == GOLDEN_UNROTATED)
+        return codebook && c->format != TQKV_TQ4 && c->format != TQKV_TQ3 && c->format != TQKV_TQ2;
     if (c->option == GOLDEN_BLOCK_SCALE) return codebook && c->head_dim >= 512;
     return 1;
 }
@@ -38,7 +39,7 @@ static inline int golden_find(int index, golden_case *found)
 {
     golden_case c;
     for (c.option = 0; c.option < GOLDEN_OPTIONS; c.option++)
-        for (c.format = TQKV_F16; c.format <= TQKV_I8; c.format++)
+        for (c.format = TQKV_F16; c.format <= TQKV_TQ2; c.format++)
             for (c.head_dim = 32; c.head_dim <= 1024; c.head_dim *= 2)
                 for (c.kind = 0; c.kind < DATA_KINDS; c.kind++) {
                     if (!golden_is_offered(&c)) continue;

@@ -14,6 +14,10 @@ enum { REFERENCE_MAX_DIM = 1024, REFERENCE_LANES = 32 };
 static inline int reference_bits(tqkv_format format)
 {
     switch (format) {
+    case TQKV_TQ2:
+        return 2;
+    case TQKV_TQ3:
+        return 3;
     case TQKV_TQ4:
         return 4;
     case TQKV_TQ5:
@@ -29,6 +33,12 @@ static inline int reference_bits(tqkv_format format)
 
 static inline bool reference_is_codebook(tqkv_format format) { return format != TQKV_F16 && format != TQKV_I8; }
 
+/* May a store of this format omit the rotation? */
+static inline bool reference_can_be_unrotated(tqkv_format format)
+{
+    return reference_is_codebook(format) && reference_bits(format) > 4;
+}
+
 static inline bool reference_is_rotated(const tqkv_store *store)
 {
     return store->format != TQKV_F16 && !store->unrotated;
@@ -40,6 +50,10 @@ static inline size_t reference_row_bytes(tqkv_format format, int head_dim)
     switch (format) {
     case TQKV_F16:
         return 2 * d;
+    case TQKV_TQ2:
+        return d / 4;
+    case TQKV_TQ3:
+        return d / 4 + d / 8;
     case TQKV_TQ4:
         return d / 2;
     case TQKV_TQ5:
@@ -171,6 +185,12 @@ static inline void reference_put_code(uint8_t *codes, tqkv_format format, int he
         codes[j] = (uint8_t)code;
         return;
     }
+    if (format == TQKV_TQ2 || format == TQKV_TQ3) {
+        uint8_t *third = codes + head_dim / 4;
+        codes[j / 4] = (uint8_t)(codes[j / 4] | (code & 3) << (2 * (j % 4)));
+        if (format == TQKV_TQ3) third[j / 8] = (uint8_t)(third[j / 8] | (code >> 2) << (j % 8));
+        return;
+    }
     codes[j / 2] = (uint8_t)(codes[j / 2] | (code & 15) << (j % 2 ? 4 : 0));
     uint8_t *upper = codes + head_dim / 2;
     if (format == TQKV_TQ5) upper[j / 8] = (uint8_t)(upper[j / 8] | (code >> 4) << (j % 8));
@@ -181,6 +201,10 @@ static inline int reference_code_at(const uint8_t *codes, tqkv_format format, in
 {
     if (format == TQKV_TQ8 || format == TQKV_TQ5_BYTES || format == TQKV_TQ6_BYTES)
         return codes[j] & ((1 << reference_bits(format)) - 1);
+    if (format == TQKV_TQ2 || format == TQKV_TQ3) {
+        const int pair = codes[j / 4] >> (2 * (j % 4)) & 3;
+        return format == TQKV_TQ2 ? pair : pair | (codes[head_dim / 4 + j / 8] >> (j % 8) & 1) << 2;
+    }
     int code = codes[j / 2] >> (j % 2 ? 4 : 0) & 15;
     const uint8_t *upper = codes + head_dim / 2;
     if (format == TQKV_TQ5) code |= (upper[j / 8] >> (j % 8) & 1) << 4;
@@ -207,6 +231,19 @@ static inline void reference_scale_row(const tqkv_store *s, const float *row, fl
     }
 }
 
+/* Step 9 of a codebook format: the decoded row is as long as the source. centroids: [head_dim] */
+static inline void reference_correct_norms(const tqkv_store *s, const float *centroids, float *norms)
+{
+    int d = s->head_dim, per_lane = d / REFERENCE_LANES, block = reference_block(s->format, d);
+    for (int first = 0; first < d; first += block) {
+        float sum = reference_sum_of_squares(centroids, d, first / per_lane);
+        float length = reference_root(d < 512 ? sum : reference_divide(sum, 256.0f));
+        float factor = reference_divide(d < 512 ? (float)sqrt((double)d) : reference_block_scale(s), length);
+        float *norm = &norms[first / block];
+        *norm = *norm <= (float)1e-10 ? 0.0f : reference_multiply(*norm, factor);
+    }
+}
+
 /* The uniform grid of I8. row: [head_dim], rotated; scaled: [head_dim] in grid units */
 static inline void reference_grid_row(const tqkv_store *s, const float *row, float *norms, float *scaled)
 {
@@ -221,13 +258,21 @@ static inline void reference_grid_row(const tqkv_store *s, const float *row, flo
     }
 }
 
-/* One row as the store holds it. source, scaled: [head_dim]; codes: [row_bytes]; norms: [norms_per_row] */
-static inline void reference_encode_row(const tqkv_store *s, const float *source, uint8_t *codes, float *norms,
-                                        float *scaled)
+/* The centre of a head, [head_dim], or NULL */
+static inline const float *reference_center(const tqkv_store *s, int kv_head)
+{
+    return s->center ? s->center + (size_t)kv_head * (size_t)s->head_dim : NULL;
+}
+
+/* One row of a head as the store holds it. source, scaled: [head_dim]; codes: [row_bytes]; norms: [norms_per_row] */
+static inline void reference_encode_row(const tqkv_store *s, int kv_head, const float *source, uint8_t *codes,
+                                        float *norms, float *scaled)
 {
     float row[REFERENCE_MAX_DIM];
+    const float *center = reference_center(s, kv_head);
     int d = s->head_dim;
     memcpy(row, source, (size_t)d * sizeof *row);
+    for (int j = 0; center && j < d; j++) row[j] = reference_add(row[j], -center[j]);
     memset(codes, 0, reference_row_bytes(s->format, d));
     if (reference_is_rotated(s)) reference_rotate_row(row, d);
     if (s->format == TQKV_F16) {
@@ -245,9 +290,14 @@ static inline void reference_encode_row(const tqkv_store *s, const float *source
             codes[j] = (uint8_t)(int)code;
         }
     } else {
+        const int bits = reference_bits(s->format);
         reference_scale_row(s, row, norms, scaled);
-        for (int j = 0; j < d; j++)
-            reference_put_code(codes, s->format, d, j, reference_code(reference_bits(s->format), scaled[j]));
+        for (int j = 0; j < d; j++) {
+            const int code = reference_code(bits, scaled[j]);
+            reference_put_code(codes, s->format, d, j, code);
+            row[j] = test_codebook(bits)[code];
+        }
+        reference_correct_norms(s, row, norms);
     }
 }
 
@@ -299,9 +349,12 @@ static inline const float *reference_norms_at(const tqkv_store *s, int kv_head, 
 static inline void reference_decode(const tqkv_store *s, int kv_head, int64_t position, double *row)
 {
     const uint8_t *codes = reference_codes_at(s, kv_head, position);
+    const float *center = reference_center(s, kv_head);
     int d = s->head_dim, block = reference_block(s->format, d);
     if (s->format == TQKV_F16) {
-        for (int j = 0; j < d; j++) row[j] = reference_half_value((uint16_t)(codes[2 * j] | codes[2 * j + 1] << 8));
+        for (int j = 0; j < d; j++)
+            row[j] =
+                reference_half_value((uint16_t)(codes[2 * j] | codes[2 * j + 1] << 8)) + (center ? center[j] : 0.0);
         return;
     }
     const float *norms = reference_norms_at(s, kv_head, position);
@@ -314,6 +367,7 @@ static inline void reference_decode(const tqkv_store *s, int kv_head, int64_t po
                      (d < 512 ? norm / sqrt((double)d) : norm / (double)reference_block_scale(s));
     }
     if (reference_is_rotated(s)) reference_unrotate_double(row, d);
+    for (int j = 0; center && j < d; j++) row[j] += (double)center[j];
 }
 
 /* ---- Attention, in double ---- */

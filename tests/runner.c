@@ -3,8 +3,8 @@
 
 #include <stdarg.h>
 
-const tqkv_format test_formats[8] = {TQKV_F16, TQKV_TQ4,       TQKV_TQ5,       TQKV_TQ6,
-                                     TQKV_TQ8, TQKV_TQ5_BYTES, TQKV_TQ6_BYTES, TQKV_I8};
+const tqkv_format test_formats[TEST_FORMATS] = {TQKV_F16,       TQKV_TQ4,       TQKV_TQ5, TQKV_TQ6, TQKV_TQ8,
+                                                TQKV_TQ5_BYTES, TQKV_TQ6_BYTES, TQKV_I8,  TQKV_TQ3, TQKV_TQ2};
 const int test_head_dims[6] = {32, 64, 128, 256, 512, 1024};
 
 enum { MAX_FAILURES_PRINTED = 5 };

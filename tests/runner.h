@@ -118,7 +118,8 @@ tqkv_format test_no_format(int number);
 tqkv_basis test_no_basis(int number);
 tqkv_result test_no_result(int number);
 
-extern const tqkv_format test_formats[8];
+enum { TEST_FORMATS = 10 };
+extern const tqkv_format test_formats[TEST_FORMATS];
 extern const int test_head_dims[6];
 
 #endif

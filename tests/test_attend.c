@@ -342,7 +342,7 @@ static void check_exact(const void *parameters)
 
 static void add_exact(void)
 {
-    for (int f = 0; f < 8; f++)
+    for (int f = 0; f < TEST_FORMATS; f++)
         for (int i = 0; i < 6 * 5; i++) {
             const exact_row row = {test_formats[f], test_head_dims[i % 6], 1 + i / 6};
             if (row.format == TQKV_F16) continue; /* random bytes may be NaN */
@@ -358,8 +358,8 @@ static void add_pair(int index)
     static const int queries[7] = {1, 2, 3, 5, 17, 33, 65};
     static const int lengths[9] = {1, 7, 31, 32, 64, 65, 100, 129, 200};
     static const int windows[5] = {0, 0, 1, 9, 40};
-    tqkv_format keys = test_formats[index / 8], values = test_formats[index % 8];
-    attend_row row = attend_default_row(keys, values, test_head_dims[(index + index / 8) % 6]);
+    tqkv_format keys = test_formats[index / TEST_FORMATS], values = test_formats[index % TEST_FORMATS];
+    attend_row row = attend_default_row(keys, values, test_head_dims[(index + index / TEST_FORMATS) % 6]);
     row.n_queries = queries[index % 7];
     row.group = 1 + index % 16;
     row.n_kv_heads = row.group * row.n_queries * row.head_dim > 65536 ? 1 : 1 + index % 3;
@@ -392,8 +392,8 @@ static void add_groups(void)
 {
     for (int group = 1; group <= 16; group++)
         for (int d = 0; d < 6; d++) {
-            attend_row row =
-                attend_default_row(test_formats[(group + d) % 8], test_formats[(group + 3 * d) % 8], test_head_dims[d]);
+            attend_row row = attend_default_row(test_formats[(group + d) % TEST_FORMATS],
+                                                test_formats[(group + 3 * d) % TEST_FORMATS], test_head_dims[d]);
             row.group = group;
             row.n_queries = 1 + (group + d) % 3;
             test_add(test_check_attend, &row, sizeof row, "attend/group/%d/%d", group, row.head_dim);
@@ -403,7 +403,7 @@ static void add_groups(void)
 void test_attend_cases(void)
 {
     add_merge_bases();
-    for (int i = 0; i < 64; i++) add_pair(i);
+    for (int i = 0; i < TEST_FORMATS * TEST_FORMATS; i++) add_pair(i);
     add_query_counts();
     add_groups();
     add_exact();

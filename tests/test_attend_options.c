@@ -33,7 +33,8 @@ void test_attend_options_cases(void)
     for (int i = 0; i < n_options; i++)
         for (int d = 0; d < 6; d++) {
             int pair = 5 * i + 11 * d;
-            attend_row row = attend_default_row(test_formats[pair % 8], test_formats[pair / 8 % 8], test_head_dims[d]);
+            attend_row row = attend_default_row(test_formats[pair % TEST_FORMATS],
+                                                test_formats[pair / TEST_FORMATS % TEST_FORMATS], test_head_dims[d]);
             options[i].apply(&row);
             test_add(test_check_attend, &row, sizeof row, "attend/%s/%d", options[i].name, row.head_dim);
         }

@@ -235,9 +235,9 @@ static void check_long_run(const void *parameters)
 
 void test_cache_cases(void)
 {
-    for (int i = 0; i < 16; i++) {
-        cache_row row = {test_formats[i % 8],
-                         test_formats[(3 * i + i / 8) % 8],
+    for (int i = 0; i < 2 * TEST_FORMATS; i++) {
+        cache_row row = {test_formats[i % TEST_FORMATS],
+                         test_formats[(3 * i + i / TEST_FORMATS) % TEST_FORMATS],
                          test_head_dims[i % 6],
                          i % 2 ? 6 : 14,
                          i % 2 != 0,
@@ -247,8 +247,8 @@ void test_cache_cases(void)
                  tqkv_format_name(row.key_format), tqkv_format_name(row.value_format), row.head_dim,
                  row.ring ? "ring" : "linear");
     }
-    for (int i = 0; i < 8; i++) {
-        cache_row row = {test_formats[i], test_formats[(i + 3) % 8], 64, 10, true, 33, -1};
+    for (int i = 0; i < TEST_FORMATS; i++) {
+        cache_row row = {test_formats[i], test_formats[(i + 3) % TEST_FORMATS], 64, 10, true, 33, -1};
         test_add(check_truncate_ring, &row, sizeof row, "cache/truncate_ring/%s", tqkv_format_name(row.key_format));
     }
     test_add(check_options, NULL, 0, "cache/options");

@@ -21,7 +21,7 @@ static void check_row(const tqkv_store *store, const float *source, int token, i
     int64_t position = GOLDEN_POSITION + token;
     tqkv_store one_head = *store;
     one_head.n_kv_heads = 1;
-    reference_encode_row(store, source, codes, norms, scaled);
+    reference_encode_row(store, head, source, codes, norms, scaled);
     const uint8_t *stored = reference_codes_at(store, head, position);
     for (size_t i = 0; i < reference_row_bytes(store->format, store->head_dim); i++)
         CHECK(stored[i] == codes[i], "token %d head %d byte %d is %d, not %d", token, head, (int)i, stored[i],
@@ -159,8 +159,9 @@ static void check_sizes(const void *parameters)
 static void check_names(const void *parameters)
 {
     (void)parameters;
-    static const char *const names[8] = {"f16", "tq4", "tq5", "tq6", "tq8", "tq5_bytes", "tq6_bytes", "i8"};
-    for (int i = 0; i < 8; i++) {
+    static const char *const names[TEST_FORMATS] = {"f16",       "tq4",       "tq5", "tq6", "tq8",
+                                                    "tq5_bytes", "tq6_bytes", "i8",  "tq3", "tq2"};
+    for (int i = 0; i < TEST_FORMATS; i++) {
         const char *name = tqkv_format_name(test_formats[i]);
         CHECK(!strcmp(name, names[i]), "format %d is named %s, not %s", (int)test_formats[i], name, names[i]);
         CHECK(tqkv_format_from_name(names[i]) == test_formats[i], "%s is format %d", names[i],
@@ -233,7 +234,7 @@ static void check_one_by_one(const void *parameters)
     for (int i = TOKENS - CAPACITY; i < TOKENS; i++) { /* the newest are resident, each in its own slot */
         float scaled[REFERENCE_MAX_DIM], norms[8];
         uint8_t codes[2 * REFERENCE_MAX_DIM];
-        reference_encode_row(&whole, source + (i * HEADS + 1) * d, codes, norms, scaled);
+        reference_encode_row(&whole, 1, source + (i * HEADS + 1) * d, codes, norms, scaled);
         CHECK(!memcmp(reference_codes_at(&whole, 1, start + i), codes, reference_row_bytes(row->format, d)),
               "token %d is not in its slot", i);
     }
@@ -369,6 +370,62 @@ static void check_half_limits(const void *parameters)
     test_store_free(&store);
 }
 
+/* ---- The length of a decoded row ---- */
+
+static double length_of(const double *row, int head_dim)
+{
+    double sum = 0.0;
+    for (int i = 0; i < head_dim; i++) sum += row[i] * row[i];
+    return sqrt(sum);
+}
+
+/* The stored norm makes a decoded row as long as its source, whatever its codes. */
+static void check_length(const void *parameters)
+{
+    const format_row *row = (const format_row *)parameters;
+    static const data_kind kinds[4] = {DATA_GAUSSIAN, DATA_STUDENT, DATA_OUTLIERS, DATA_MAGNITUDES};
+    enum { ROWS = 8 };
+    int d = row->head_dim;
+    tqkv_store store = test_store(row->format, d, 1, ROWS, false);
+    store.unrotated = row->unrotated;
+    store.block_scale = row->block_scale;
+    for (int kind = 0; kind < 4; kind++) {
+        float *source = test_rows(3, kinds[kind], ROWS, d);
+        CHECK_RESULT(tqkv_encode(&store, source, ROWS, 0), TQKV_OK);
+        for (int i = 0; i < ROWS; i++) {
+            double wanted[REFERENCE_MAX_DIM], decoded[REFERENCE_MAX_DIM];
+            for (int j = 0; j < d; j++) wanted[j] = (double)source[i * d + j];
+            reference_decode(&store, 0, i, decoded);
+            double before = length_of(wanted, d), after = length_of(decoded, d);
+            CHECK(fabs(after - before) < 1e-6 * before, "row %d of kind %d: length %.9g, not %.9g", i, kind, after,
+                  before);
+        }
+        free(source);
+    }
+    test_store_free(&store);
+}
+
+/* A row that is not longer than 1e-10 is stored with norm 0 and decodes to zeros. */
+static void check_short(const void *parameters)
+{
+    const format_row *row = (const format_row *)parameters;
+    int d = row->head_dim;
+    float source[REFERENCE_MAX_DIM] = {0}, decoded[REFERENCE_MAX_DIM];
+    tqkv_store store = test_store(row->format, d, 1, 2, false);
+    source[d / 3] = 0.999e-10f;
+    for (int i = 0; i < 2; i++) {
+        CHECK_RESULT(tqkv_encode(&store, source, 1, i), TQKV_OK);
+        CHECK_RESULT(tqkv_decode(&store, i, 1, TQKV_ORIGINAL, decoded), TQKV_OK);
+        const bool zero = i == 0 || d >= 512; /* there the norm is the RMS of 256 values */
+        for (int b = 0; b < reference_norms_per_row(row->format, d); b++)
+            CHECK((reference_norms_at(&store, 0, i)[b] == 0.0f) == zero, "row %d: norm %g", i,
+                  (double)reference_norms_at(&store, 0, i)[b]);
+        for (int j = 0; zero && j < d; j++) CHECK(decoded[j] == 0.0f, "element %d is %g", j, (double)decoded[j]);
+        source[d / 3] = 1.01e-10f;
+    }
+    test_store_free(&store);
+}
+
 /* Finite input whose rotation overflows: encode and decode return OK, and codes stay inside the codebook. */
 static void check_overflow(const void *parameters)
 {
@@ -479,6 +536,10 @@ static void add_format_cases(tqkv_format format, int head_dim)
     test_add(check_one_by_one, &row, sizeof row, "codec/one_by_one/%s/%d", name, head_dim);
     test_add(check_overflow, &row, sizeof row, "codec/overflow/%s/%d", name, head_dim);
     if (head_dim == 128 || head_dim == 512) add_environment_cases(&row);
+    if (reference_is_codebook(format)) {
+        test_add(check_length, &row, sizeof row, "codec/length/%s/%d", name, head_dim);
+        test_add(check_short, &row, sizeof row, "codec/short/%s/%d", name, head_dim);
+    }
     if (reference_is_codebook(format) && head_dim == 1024)
         test_add(check_neighbours, &format, sizeof format, "codec/neighbours/%s", name);
     if (reference_is_codebook(format) && head_dim >= 512) {
@@ -486,7 +547,7 @@ static void add_format_cases(tqkv_format format, int head_dim)
         test_add(check_decode, &row, sizeof row, "codec/decode/%s/%d/block_scale", name, head_dim);
         row.block_scale = 0.0f;
     }
-    if (reference_is_codebook(format) && format != TQKV_TQ4) {
+    if (reference_can_be_unrotated(format)) {
         row.unrotated = true;
         test_add(check_decode, &row, sizeof row, "codec/decode/%s/%d/unrotated", name, head_dim);
         if (head_dim == 512) test_add(check_ties, &format, sizeof format, "codec/ties/%s", name);
@@ -496,7 +557,7 @@ static void add_format_cases(tqkv_format format, int head_dim)
 void test_codec_cases(void)
 {
     add_encode_cases();
-    for (int f = 0; f < 8; f++)
+    for (int f = 0; f < TEST_FORMATS; f++)
         for (int d = 0; d < 6; d++) add_format_cases(test_formats[f], test_head_dims[d]);
     for (int d = 0; d < 6; d++)
         test_add(check_rotate, &test_head_dims[d], sizeof(int), "codec/rotate/%d", test_head_dims[d]);

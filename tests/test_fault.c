@@ -157,8 +157,8 @@ void test_fault_cases(void)
         test_add(check_attend, &row, sizeof row, "fault/attend%s%s", row.partial ? "_partial" : "",
                  i >= 2 ? "/parallel" : "");
     }
-    for (int i = 0; i < 4; i++) {
-        cache_row row = {test_formats[2 * i], test_formats[7 - 2 * i], 64, 8, i % 2 != 0, 6, -1};
+    for (int i = 0; i < TEST_FORMATS / 2; i++) {
+        cache_row row = {test_formats[2 * i], test_formats[TEST_FORMATS - 1 - 2 * i], 64, 8, i % 2 != 0, 6, -1};
         const char *name = tqkv_format_name(row.key_format);
         test_add(check_create, &row, sizeof row, "fault/cache_create/%s", name);
         test_add(check_cache_calls, &row, sizeof row, "fault/cache_calls/%s", name);

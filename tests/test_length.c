@@ -68,7 +68,8 @@ static void check_bits(const void *parameters)
 {
     const int index = *(const int *)parameters;
     data_random random = {(uint64_t)index};
-    attend_row row = attend_default_row(test_formats[index / 8], test_formats[index % 8], 32 << data_below(&random, 3));
+    attend_row row = attend_default_row(test_formats[index / TEST_FORMATS], test_formats[index % TEST_FORMATS],
+                                        32 << data_below(&random, 3));
     row.key_capacity = row.value_capacity = 1500 + data_below(&random, 2500);
     row.key_ring = row.value_ring = index % 3 == 0;
     row.end = row.key_ring ? row.key_capacity + data_below(&random, 5000) : 1400 + row.key_capacity - 1500;
@@ -100,7 +101,8 @@ static void check_bits(const void *parameters)
 static void check_exceptions(const void *parameters)
 {
     const int index = *(const int *)parameters;
-    attend_row row = attend_default_row(test_formats[index % 8], test_formats[(index + 3) % 8], 64);
+    attend_row row =
+        attend_default_row(test_formats[index % TEST_FORMATS], test_formats[(index + 3) % TEST_FORMATS], 64);
     row.key_ring = row.value_ring = index % 2 != 0;
     row.key_capacity = row.value_capacity = 700;
     row.end = index % 2 ? 1000 : 650;
@@ -271,7 +273,8 @@ static void check_stack(const void *parameters)
 static void add_stack(void)
 {
     for (int i = 0; i < 16; i++) {
-        const stack_row row = {test_formats[i % 8], test_formats[(i + 1 + i / 8) % 8], test_head_dims[(i + i / 8) % 6]};
+        const stack_row row = {test_formats[i % TEST_FORMATS], test_formats[(i + 1 + i / TEST_FORMATS) % TEST_FORMATS],
+                               test_head_dims[(i + i / TEST_FORMATS) % 6]};
         test_add(check_stack, &row, sizeof row, "attend/stack/%s-%s/%d", tqkv_format_name(row.keys),
                  tqkv_format_name(row.values), row.head_dim);
     }
@@ -321,9 +324,9 @@ void test_length_cases(void)
     for (int i = 0; i < 2; i++)
         test_add(check_length, &lengths[i], sizeof *lengths, "attend/length/%s-%s/%d",
                  tqkv_format_name(lengths[i].keys), tqkv_format_name(lengths[i].values), lengths[i].n_positions);
-    for (int i = 0; i < 64; i++)
-        test_add(check_bits, &i, sizeof i, "attend/bits/%s-%s", tqkv_format_name(test_formats[i / 8]),
-                 tqkv_format_name(test_formats[i % 8]));
+    for (int i = 0; i < TEST_FORMATS * TEST_FORMATS; i++)
+        test_add(check_bits, &i, sizeof i, "attend/bits/%s-%s", tqkv_format_name(test_formats[i / TEST_FORMATS]),
+                 tqkv_format_name(test_formats[i % TEST_FORMATS]));
     for (int i = 0; i < 16; i++) test_add(check_exceptions, &i, sizeof i, "attend/exceptions/%d", i);
     test_add(check_far_below, NULL, 0, "attend/far_below");
     static const scratch_row scratch[] = {{128, 8, 4, 512, 100, true},  {64, 1, 1, 1, 1 << 17, true},
@@ -334,9 +337,9 @@ void test_length_cases(void)
         test_add(check_scratch, &scratch[i], sizeof *scratch, "attend/scratch/%dx%dx%d/%d", scratch[i].n_queries,
                  scratch[i].n_kv_heads * scratch[i].group, scratch[i].head_dim, scratch[i].n_positions);
     add_stack();
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < TEST_FORMATS; i++) {
         const cache_row row = {test_formats[i],
-                               test_formats[(3 * i + 1) % 8],
+                               test_formats[(3 * i + 1) % TEST_FORMATS],
                                test_head_dims[i % 6],
                                i % 2 ? 700 : 2100,
                                i % 2 != 0,

@@ -414,8 +414,8 @@ static void check_sinks_supplied(const void *parameters)
 
 static cache_row crossing_row(int index)
 {
-    cache_row row = {test_formats[index % 8],
-                     test_formats[(index + 3) % 8],
+    cache_row row = {test_formats[index % TEST_FORMATS],
+                     test_formats[(index + 3) % TEST_FORMATS],
                      test_head_dims[index % 6],
                      9,
                      index % 2 != 0,
@@ -550,8 +550,8 @@ void test_snapshot_cases(void)
     for (int i = 0; i < 24; i++) {
         static const int shapes[4][3] = {{0, 0, -1}, {1, 23, -1}, {0, 7, -1}, {1, 23, 19}}; /* ring, tokens, truncate */
         const int *shape = shapes[i % 4];
-        cache_row row = {test_formats[i % 8],
-                         test_formats[(i + i / 8) % 8],
+        cache_row row = {test_formats[i % TEST_FORMATS],
+                         test_formats[(i + i / TEST_FORMATS) % TEST_FORMATS],
                          test_head_dims[i % 6],
                          9,
                          shape[0] != 0,

@@ -12,7 +12,9 @@ void test_explain(const char *text);
 
 const float *test_codebook(int bits)
 {
-    return bits == 4   ? tqkv__tables.codebook_4
+    return bits == 2   ? tqkv__tables.codebook_2
+           : bits == 3 ? tqkv__tables.codebook_3
+           : bits == 4 ? tqkv__tables.codebook_4
            : bits == 5 ? tqkv__tables.codebook_5
            : bits == 6 ? tqkv__tables.codebook_6
                        : tqkv__tables.codebook_8;
@@ -20,7 +22,9 @@ const float *test_codebook(int bits)
 
 const float *test_boundaries(int bits)
 {
-    return bits == 4   ? tqkv__tables.boundaries_4
+    return bits == 2   ? tqkv__tables.boundaries_2
+           : bits == 3 ? tqkv__tables.boundaries_3
+           : bits == 4 ? tqkv__tables.boundaries_4
            : bits == 5 ? tqkv__tables.boundaries_5
            : bits == 6 ? tqkv__tables.boundaries_6
                        : tqkv__tables.boundaries_8;
@@ -55,10 +59,14 @@ static void add_hash(const char *name, const void *bytes, size_t size, uint64_t 
 static void add_hashes(void)
 {
     const tqkv__table_set *t = &tqkv__tables;
+    add_hash("codebook_2", t->codebook_2, sizeof t->codebook_2, TQKV_HASH_CODEBOOK_2);
+    add_hash("codebook_3", t->codebook_3, sizeof t->codebook_3, TQKV_HASH_CODEBOOK_3);
     add_hash("codebook_4", t->codebook_4, sizeof t->codebook_4, TQKV_HASH_CODEBOOK_4);
     add_hash("codebook_5", t->codebook_5, sizeof t->codebook_5, TQKV_HASH_CODEBOOK_5);
     add_hash("codebook_6", t->codebook_6, sizeof t->codebook_6, TQKV_HASH_CODEBOOK_6);
     add_hash("codebook_8", t->codebook_8, sizeof t->codebook_8, TQKV_HASH_CODEBOOK_8);
+    add_hash("boundaries_2", t->boundaries_2, sizeof t->boundaries_2, TQKV_HASH_BOUNDARIES_2);
+    add_hash("boundaries_3", t->boundaries_3, sizeof t->boundaries_3, TQKV_HASH_BOUNDARIES_3);
     add_hash("boundaries_4", t->boundaries_4, sizeof t->boundaries_4, TQKV_HASH_BOUNDARIES_4);
     add_hash("boundaries_5", t->boundaries_5, sizeof t->boundaries_5, TQKV_HASH_BOUNDARIES_5);
     add_hash("boundaries_6", t->boundaries_6, sizeof t->boundaries_6, TQKV_HASH_BOUNDARIES_6);
@@ -184,7 +192,7 @@ static void check_rows(const void *parameters)
     for (tqkv_format f = TQKV_F16; TQKV__KIND(f); f = (tqkv_format)((int)f + 1), n++) {
         const int main_bits = TQKV__MAIN_BITS(f), upper = TQKV__UPPER_BITS(f), book = TQKV__BOOK_BITS(f);
         CHECK(row_of(f) == (int)f, "%s: row %d for format %d", tqkv_format_name(f), row_of(f), (int)f);
-        CHECK(tqkv_format_from_name(tqkv_format_name(f)) == f, "%s", tqkv_format_name(f));
+        CHECK(tqkv_format_from_name(tqkv_format_name(f)) == f, "format %d", (int)f);
         CHECK((TQKV__KIND(f) == TQKV__BOOK) == (book != 0) && book <= main_bits + upper, "%s: a codebook of %d bits",
               tqkv_format_name(f), book);
 #define KNOWN(bits, number) +((bits) == (number))
@@ -229,10 +237,10 @@ void test_tables_cases(void)
 #endif
     test_add(check_rows, NULL, 0, "tables/rows");
     test_add(check_head_dims, NULL, 0, "tables/head_dims");
-    static const int all_bits[4] = {4, 5, 6, 8};
+    static const int all_bits[6] = {2, 3, 4, 5, 6, 8};
     add_hashes();
     add_signs();
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 6; i++) {
         test_add(check_codebook, &all_bits[i], sizeof *all_bits, "tables/codebook/%d", all_bits[i]);
         test_add(check_boundaries, &all_bits[i], sizeof *all_bits, "tables/boundaries/%d", all_bits[i]);
         test_add(check_midpoints, &all_bits[i], sizeof *all_bits, "tables/midpoints/%d", all_bits[i]);

@@ -319,8 +319,8 @@ void test_threads_cases(void)
         test_add(check_one_cache, &reading_rows[i], sizeof *reading_rows, "threads/one_cache/%s", reading_rows[i].name);
     for (size_t i = 0; i < sizeof pool_rows / sizeof *pool_rows; i++)
         test_add(check_pool, &pool_rows[i], sizeof *pool_rows, "threads/pool/%s", pool_rows[i].name);
-    for (int i = 0; i < 8; i++) {
-        attend_row row = attend_default_row(test_formats[i], test_formats[(i + 5) % 8], 64);
+    for (int i = 0; i < TEST_FORMATS; i++) {
+        attend_row row = attend_default_row(test_formats[i], test_formats[(i + 5) % TEST_FORMATS], 64);
         row.end = i % 2 ? 2500 : 300;
         row.key_capacity = row.value_capacity = (int)row.end;
         row.n_queries = i % 2 ? 1 : 40;

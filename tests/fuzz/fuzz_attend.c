@@ -36,7 +36,7 @@ static tqkv_store read_store(fuzz_input *input, int head_dim, int n_kv_heads)
 {
     tqkv_store s;
     memset(&s, 0, sizeof s);
-    s.format = test_formats[fuzz_range(input, 0, 7)];
+    s.format = test_formats[fuzz_range(input, 0, TEST_FORMATS - 1)];
     s.head_dim = head_dim;
     s.n_kv_heads = n_kv_heads;
     s.capacity = fuzz_range(input, 1, 200);

@@ -98,7 +98,7 @@ static void model_append(model *m, tqkv_store *store, const float *rows, int n)
     for (int i = 0; i < n * store->n_kv_heads; i++) {
         int64_t at = m->end + i / store->n_kv_heads;
         int head = i % store->n_kv_heads;
-        reference_encode_row(store, rows + (size_t)i * (size_t)store->head_dim,
+        reference_encode_row(store, head, rows + (size_t)i * (size_t)store->head_dim,
                              (uint8_t *)(uintptr_t)reference_codes_at(store, head, at), norms, scaled);
         if (n_norms) memcpy((void *)(uintptr_t)reference_norms_at(store, head, at), norms, n_norms * sizeof *norms);
     }

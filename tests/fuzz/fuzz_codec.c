@@ -45,7 +45,7 @@ static void check_row(const run *r, int token, int head)
     size_t n_bytes = reference_row_bytes(s->format, s->head_dim);
     tqkv_store one = *s;
     one.n_kv_heads = 1;
-    reference_encode_row(s, source, codes, norms, scaled);
+    reference_encode_row(s, head, source, codes, norms, scaled);
     CHECK_RESULT(tqkv_probe(&one, source, 1, probed), TQKV_OK);
     check_same_floats(probed, scaled, s->head_dim, "scaled value");
     CHECK(!memcmp(codes, reference_codes_at(s, head, r->position + token), n_bytes), "codes of token %d, head %d",

@@ -9,7 +9,7 @@ static void check_name(const uint8_t *bytes, size_t size)
     name[size] = '\0';
     tqkv_format format = tqkv_format_from_name(name);
     bool is_known = false;
-    for (int i = 0; i < 8; i++) is_known |= !strcmp(name, tqkv_format_name(test_formats[i]));
+    for (int i = 0; i < TEST_FORMATS; i++) is_known |= !strcmp(name, tqkv_format_name(test_formats[i]));
     CHECK(is_known == (format != TQKV_FORMAT_DEFAULT), "\"%s\" is format %d", name, (int)format);
     CHECK(!is_known || !strcmp(tqkv_format_name(format), name), "\"%s\" is %s", name, tqkv_format_name(format));
     tqkv_result result = tqkv_isa_force(name);
@@ -22,7 +22,7 @@ static void check_name(const uint8_t *bytes, size_t size)
 static void check_number(int number, int head_dim)
 {
     tqkv_format format = test_no_format(number);
-    bool is_known = number >= (int)TQKV_F16 && number <= (int)TQKV_I8;
+    bool is_known = number >= (int)TQKV_F16 && number <= (int)TQKV_TQ2;
     bool is_dim = head_dim >= 32 && head_dim <= 1024 && !(head_dim & (head_dim - 1));
     CHECK(tqkv_format_name(format) != NULL, "format %d has no name", number);
     CHECK((tqkv_format_from_name(tqkv_format_name(format)) == format) == (is_known || number == 0), "format %d",

@@ -235,8 +235,9 @@ void add_random(int seed)
 {
     data_random random = {(uint64_t)seed};
     const int head_dims[] = {32, 64, 64, 128, 128, 256, 512, 1024};
-    shader_attend_row row = default_row(test_formats[data_below(&random, 8)], test_formats[data_below(&random, 8)],
-                                        head_dims[data_below(&random, 8)]);
+    shader_attend_row row =
+        default_row(test_formats[data_below(&random, TEST_FORMATS)], test_formats[data_below(&random, TEST_FORMATS)],
+                    head_dims[data_below(&random, 8)]);
     attend_row &p = row.problem;
     p.n_kv_heads = 1 + data_below(&random, 3);
     p.group = 1 + data_below(&random, 9);

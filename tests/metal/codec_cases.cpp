@@ -202,7 +202,7 @@ void add_codec_rows(tqkv_format format, int head_dim)
         test_add(run_codec, &row, sizeof row, "encode/%s/d%d/block_scale", name, head_dim);
         row.block_scale = 0.0f;
     }
-    if (format == TQKV_F16 || format == TQKV_TQ4 || format == TQKV_I8) return;
+    if (!reference_can_be_unrotated(format)) return;
     row.unrotated = true;
     test_add(run_codec, &row, sizeof row, "encode/%s/d%d/unrotated", name, head_dim);
 }

@@ -220,8 +220,8 @@ static void add_options(void)
 
 void attend_host_cases(void)
 {
-    for (int k = 0; k < 8; k++)
-        for (int v = 0; v < 8; v++) {
+    for (int k = 0; k < TEST_FORMATS; k++)
+        for (int v = 0; v < TEST_FORMATS; v++) {
             attend_row row = attend_default_row(test_formats[k], test_formats[v], 64);
             test_add(run_attend, &row, sizeof row, "attend/pair/%s_%s", tqkv_format_name(test_formats[k]),
                      tqkv_format_name(test_formats[v]));

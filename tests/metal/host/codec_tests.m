@@ -331,9 +331,9 @@ static void add(void (*run)(const void *), codec_case c, const char *what)
 void codec_host_cases(void)
 {
     const float bad[] = {NAN, INFINITY, -INFINITY};
-    for (int f = 0; f < 8; f++) {
+    for (int f = 0; f < TEST_FORMATS; f++) {
         const tqkv_format format = test_formats[f];
-        const bool can_be_unrotated = format != TQKV_F16 && format != TQKV_TQ4 && format != TQKV_I8;
+        const bool can_be_unrotated = reference_can_be_unrotated(format);
         for (int d = 0; d < 6; d++)
             add(run_codec, (codec_case){format, test_head_dims[d], 9, false, false, 5, 3, 0.0f, format}, "encode");
         add(run_codec, (codec_case){format, 128, 7, true, false, 5, 1000000000005, 0.0f, format}, "encode");
@@ -341,7 +341,7 @@ void codec_host_cases(void)
         add(run_codec, (codec_case){format, 512, 3, false, false, 2, 1, 1.25f, format}, "encode");
         if (can_be_unrotated) add(run_codec, (codec_case){format, 256, 4, false, true, 3, 0, 0.0f, format}, "encode");
         add(run_probe, (codec_case){format, 128, 4, false, false, 6, 0, 0.0f, format}, "probe");
-        for (int v = 0; v < 8; v++) {
+        for (int v = 0; v < TEST_FORMATS; v++) {
             const tqkv_format values = test_formats[v];
             codec_case c = {format, 64, 9, false, false, 4, 2, 0.0f, values};
             if (v % 2) c = (codec_case){format, 32, 5, true, false, 13, 99, 0.0f, values};

@@ -160,7 +160,7 @@ typedef struct worker {
 static int worker_round(const worker *w, int round)
 {
     const int head_dim = test_head_dims[(w->number + round) % 4];
-    const tqkv_format format = test_formats[(w->number + 3 * round) % 8];
+    const tqkv_format format = test_formats[(w->number + 3 * round) % TEST_FORMATS];
     tqkv_cache_desc desc = {0};
     tqkv_cache *caches[2] = {NULL, NULL};
     desc.head_dim = head_dim;
