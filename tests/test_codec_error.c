@@ -58,20 +58,25 @@ static void check_error(const void *parameters)
           error, 100.0 * row->tolerance, row->expected);
 }
 
-/* The expected values are rounded by up to 0.5%, which the tolerance of 1% includes. The error of outlier rows depends
- * on which channels are large, so their tolerance is 15%. */
+/* The expected values are those of the formats before step 9, rounded by up to 0.5%; TQ3 and TQ2: of the quantiser (J. Max,
+ * "Quantizing for minimum distortion", 1960). Step 9 takes up to 2% of them, and adds 3% at 2 bits. The error of outlier
+ * rows depends on which channels are large, so their tolerance is 15%. */
 static const error_row error_rows[] = {
-    {"gaussian/tq4/128", TQKV_TQ4, 128, DATA_GAUSSIAN, false, 9.32e-3, 0.01},
-    {"gaussian/tq5/128", TQKV_TQ5, 128, DATA_GAUSSIAN, false, 2.45e-3, 0.01},
-    {"gaussian/tq6/128", TQKV_TQ6, 128, DATA_GAUSSIAN, false, 6.33e-4, 0.01},
+    {"gaussian/tq4/128", TQKV_TQ4, 128, DATA_GAUSSIAN, false, 9.32e-3, 0.025},
+    {"gaussian/tq5/128", TQKV_TQ5, 128, DATA_GAUSSIAN, false, 2.45e-3, 0.025},
+    {"gaussian/tq6/128", TQKV_TQ6, 128, DATA_GAUSSIAN, false, 6.33e-4, 0.025},
     {"gaussian/tq8/128", TQKV_TQ8, 128, DATA_GAUSSIAN, false, 6.26e-5, 0.01},
-    {"gaussian/tq5_bytes/128", TQKV_TQ5_BYTES, 128, DATA_GAUSSIAN, false, 2.45e-3, 0.01},
-    {"gaussian/tq6_bytes/128", TQKV_TQ6_BYTES, 128, DATA_GAUSSIAN, false, 6.33e-4, 0.01},
+    {"gaussian/tq5_bytes/128", TQKV_TQ5_BYTES, 128, DATA_GAUSSIAN, false, 2.45e-3, 0.025},
+    {"gaussian/tq6_bytes/128", TQKV_TQ6_BYTES, 128, DATA_GAUSSIAN, false, 6.33e-4, 0.025},
     {"gaussian/i8/128", TQKV_I8, 128, DATA_GAUSSIAN, false, 4.18e-5, 0.01},
     {"gaussian/tq8/128/unrotated", TQKV_TQ8, 128, DATA_GAUSSIAN, true, 6.26e-5, 0.01},
-    {"gaussian/tq4/256", TQKV_TQ4, 256, DATA_GAUSSIAN, false, 9.44e-3, 0.01},
-    {"gaussian/tq5/256", TQKV_TQ5, 256, DATA_GAUSSIAN, false, 2.49e-3, 0.01},
-    {"gaussian/tq6/256", TQKV_TQ6, 256, DATA_GAUSSIAN, false, 6.43e-4, 0.01},
+    {"gaussian/tq3/128", TQKV_TQ3, 128, DATA_GAUSSIAN, false, 3.454e-2, 0.025},
+    {"gaussian/tq2/128", TQKV_TQ2, 128, DATA_GAUSSIAN, false, 1.175e-1, 0.035},
+    {"gaussian/tq3/256", TQKV_TQ3, 256, DATA_GAUSSIAN, false, 3.454e-2, 0.025},
+    {"gaussian/tq2/256", TQKV_TQ2, 256, DATA_GAUSSIAN, false, 1.175e-1, 0.035},
+    {"gaussian/tq4/256", TQKV_TQ4, 256, DATA_GAUSSIAN, false, 9.44e-3, 0.025},
+    {"gaussian/tq5/256", TQKV_TQ5, 256, DATA_GAUSSIAN, false, 2.49e-3, 0.025},
+    {"gaussian/tq6/256", TQKV_TQ6, 256, DATA_GAUSSIAN, false, 6.43e-4, 0.025},
     {"gaussian/tq8/256", TQKV_TQ8, 256, DATA_GAUSSIAN, false, 6.27e-5, 0.01},
     {"gaussian/i8/256", TQKV_I8, 256, DATA_GAUSSIAN, false, 4.2e-5, 0.01},
     {"gaussian/tq8/256/unrotated", TQKV_TQ8, 256, DATA_GAUSSIAN, true, 6.27e-5, 0.01},
@@ -80,7 +85,7 @@ static const error_row error_rows[] = {
     {"outliers/tq6/256", TQKV_TQ6, 256, DATA_OUTLIERS, false, 5.52e-4, 0.15},
     {"outliers/tq8/256", TQKV_TQ8, 256, DATA_OUTLIERS, false, 6.18e-5, 0.15},
     {"outliers/i8/256", TQKV_I8, 256, DATA_OUTLIERS, false, 2.3e-5, 0.15},
-    {"outliers/tq8/256/unrotated", TQKV_TQ8, 256, DATA_OUTLIERS, true, 0.248, 0.15},
+    {"outliers/tq8/256/unrotated", TQKV_TQ8, 256, DATA_OUTLIERS, true, 0.138, 0.15},
 };
 
 void test_codec_error_cases(void)
