@@ -1440,12 +1440,14 @@ static void tqkv__fill_planes(tqkv__stream *s)
    order: boundaries in earlier cells are below the value, boundaries in later cells are above it. One comparison
    remains, with the boundary in the value's own cell or, if it has none, the next one. */
 typedef struct tqkv__quantiser {
-    int bits;
-    float slope, top;       /* cell of a magnitude w: the whole part of min(w * slope, top) */
-    uint8_t below[256];     /* boundaries in the cells before this one */
-    float bounds[128];      /* the positive boundaries, then infinity */
-    float squares[32];      /* of the positive centroids, up to 6 bits */
-    uint8_t planes[4][128]; /* TQ8: byte p of each bound in planes[p], for byte look-ups */
+    uint32_t half, low;        /* of codes, four to a word: the highest bit, and the bits below it */
+    int shift;                 /* from that bit to the lowest */
+    float slope, top;          /* cell of a magnitude w: the whole part of min(w * slope, top) */
+    uint8_t below[256];        /* boundaries in the cells before this one */
+    float bounds[128];         /* the positive boundaries, then infinity */
+    float squares[32];         /* of the positive centroids, up to 6 bits */
+    float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
+    uint8_t planes[4][128];    /* TQ8: byte p of each bound in planes[p], for byte look-ups */
 } tqkv__quantiser;
 
 static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
@@ -1453,7 +1455,9 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     const int bits = s->book_bits, n = (1 << (bits - 1)) - 1;
     const float *positive = s->boundaries + n + 1; /* boundaries[n] is 0 */
     int cell = 0;
-    q->bits = bits;
+    q->shift = bits - 1;
+    q->half = 0x01010101u << q->shift;
+    q->low = q->half - 0x01010101u;
     q->top = (float)((1 << bits) - 1);
     q->slope = q->top / positive[n - 1];
     for (int i = 0; i < n; i++) {
@@ -1467,6 +1471,8 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
         const float centroid = i <= n ? s->codebook[n + 1 + i] : 0.0f;
         q->squares[i] = TQKV__AS_FLOAT(centroid * centroid);
     }
+    for (int i = 0; i < 16; i++)
+        q->squares_by_code[i] = q->squares[i % (2 * n + 2) > n ? i % (2 * n + 2) - n - 1 : n - i % (2 * n + 2)];
     for (int p = 0; bits == 8 && p < 4; p++)
         for (int i = 0; i < 128; i++) q->planes[p][i] = (uint8_t)(tqkv__bits(q->bounds[i]) >> (8 * p));
 }
@@ -1869,6 +1875,7 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
 #ifdef TQKV__LANES
 
 #define TQKV__VECTOR TQKV__(vector)
+typedef uint32_t TQKV__(words) __attribute__((vector_size(4 * TQKV__LANES)));
 
 TQKV__OP TQKV__VECTOR TQKV__(load)(const float *p)
 {
@@ -2508,19 +2515,25 @@ TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
     for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), d));
 }
 
-/* Byte e of lane i of codes: a code. Lane i of x[e]: the square of its centroid. bits is a constant, and at least those
-   of the codebook. Codebooks are symmetric: codes below the middle find their mirror images above it. */
-TQKV__OP void TQKV__(squares)(const int bits, const tqkv__quantiser *q, TQKV__(codes) codes, TQKV__VECTOR *x)
+/* Byte e of word i: a code. Lane i of x[e]: the square of its centroid. bits is a constant, and at least those of the
+   codebook. Codebooks are symmetric: codes below the middle find their mirror images above it. */
+TQKV__OP void TQKV__(squares)(const int bits, const tqkv__quantiser *q, TQKV__VECTOR words, TQKV__VECTOR *x)
 {
+    TQKV__(words) codes;
     TQKV__VECTOR table[32 / TQKV__LANES];
-    TQKV__(codes) half, low;
-    memset(&half, 1 << (q->bits - 1), sizeof half);
-    memset(&low, (1 << (q->bits - 1)) - 1, sizeof low);
-    const TQKV__(codes) upper = codes & half, index = (codes & low) ^ low ^ (upper - (upper >> (q->bits - 1)));
+    memcpy(&codes, &words, sizeof codes);
+    const TQKV__(words) upper = codes & q->half, index = (codes & q->low) ^ q->low ^ (upper - (upper >> q->shift));
+    const bool all = bits == 4 && TQKV__LANES == 16; /* 16 centroids in a register */
     TQKV__UNROLL
-    for (int i = 0; i < 32 / TQKV__LANES; i++) table[i] = TQKV__(load)(q->squares + i * TQKV__LANES);
+    for (int i = 0; i < 32 / TQKV__LANES; i++)
+        table[i] = TQKV__(load)((all ? q->squares_by_code : q->squares) + (all ? 0 : i * TQKV__LANES));
     TQKV__UNROLL
-    for (int e = 0; e < 4; e++) x[e] = TQKV__(bound)(bits, table, index >> (8 * e));
+    for (int e = 0; e < 4; e++) {
+        const TQKV__(words) at = (all ? codes : index) >> (8 * e);
+        TQKV__(codes) entry;
+        memcpy(&entry, &at, sizeof entry);
+        x[e] = TQKV__(bound)(bits, table, entry);
+    }
 }
 
 /* Adds to each lane's sum the squares of one float or, with a codebook, of the centroids of four codes. short_lanes:
@@ -2529,10 +2542,8 @@ TQKV__OP TQKV__VECTOR TQKV__(add_squares)(const int bits, const bool short_lanes
                                           TQKV__VECTOR sum, TQKV__VECTOR x)
 {
     TQKV__VECTOR four[4] = {x, x, x, x};
-    TQKV__(codes) codes;
     if (bits == 0) return sum + TQKV__(rounded)(x * x);
-    memcpy(&codes, &x, sizeof codes);
-    TQKV__(squares)(bits, q, codes, four);
+    TQKV__(squares)(bits, q, x, four);
     if (short_lanes) return (four[0] + four[1]) + (four[2] + four[3]);
     return (((sum + four[0]) + four[1]) + four[2]) + four[3];
 }
@@ -2561,9 +2572,47 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int bits, const bool short_lanes, 
                     x[high] = TQKV__(odd)(stage, a, b);
                 }
             }
+        TQKV__UNROLL
         for (int i = 0; i < width; i++) sum = TQKV__(add_squares)(bits, short_lanes, q, sum, x[i]);
     }
     return sum;
+}
+
+/* The bit of a lane's place that holds bit `bit` of its number, after the transpose of 1 << rotated vectors. */
+#define TQKV__LOG2(n)             ((n) == 1 ? 0 : (n) == 2 ? 1 : (n) == 4 ? 2 : (n) == 8 ? 3 : 4)
+#define TQKV__PLACE(bit, rotated) (((bit) + (rotated)) % TQKV__LOG2(TQKV__LANES))
+
+/* The xor-tree of tqkv__sums_tq over the lanes of `vectors` vectors, up to the lanes of one norm. Where two vectors are
+   left, the first of them takes the sums of both: half of its lanes are free. The parameters are constants. */
+TQKV__OP void TQKV__(add_lanes)(const int rotated, const int vectors, const int lanes_per_norm, TQKV__VECTOR *x)
+{
+    int left = vectors;
+    TQKV__UNROLL
+    for (int bit = 0; bit < 4; bit++) {
+        if (1 << bit >= TQKV__LANES || 1 << bit >= lanes_per_norm) continue;
+        const int place = TQKV__PLACE(bit, rotated);
+        TQKV__UNROLL
+        for (int i = 0; i < left; i++) {
+            if (left == 1)
+                x[0] += TQKV__(swap)(1 << place, x[0]);
+            else if (i % 2 == 0) {
+                const TQKV__VECTOR a = x[i], b = x[i + 1];
+                x[i / 2] = TQKV__(even)(place, a, b) + TQKV__(odd)(place, a, b);
+            }
+        }
+        left = left > 1 ? left / 2 : 1;
+    }
+    TQKV__UNROLL
+    for (int bit = 0; bit < 3; bit++) { /* of the vectors' numbers */
+        if (1 << bit >= vectors || TQKV__LANES << bit >= lanes_per_norm) continue;
+        TQKV__UNROLL
+        for (int i = 0; i < left; i++) {
+            if (1 << bit < TQKV__LANES)
+                x[i] += TQKV__(swap)(1 << TQKV__PLACE(bit, rotated), x[i]);
+            else if (i % 2 == 0)
+                x[i] += x[i + 1];
+        }
+    }
 }
 
 /* Lanes in the sums of a row: 32 or, with four codes to a word, at most one a word. */
@@ -2578,25 +2627,24 @@ TQKV__OP void TQKV__(row_sums)(const int bits, const int head_dim, const tqkv__q
     const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES, vectors = n_lanes / TQKV__LANES;
     const int lanes_per_norm = n_lanes * TQKV__NORM_BLOCK(TQKV__BOOK, head_dim) / head_dim;
     TQKV__VECTOR x[32 / TQKV__LANES];
-    for (int i = 0; i < vectors; i++)
-        x[i] = TQKV__(lane_sums)(bits, head_dim < 128, per_lane, q, y + 4 * i * TQKV__LANES * per_lane);
-    TQKV__UNROLL
-    for (int bit = 0; bit < 4; bit++)
-        if (1 << bit < TQKV__LANES && 1 << bit < lanes_per_norm) {
-            const int place = (1 << bit) * width, distance = place < TQKV__LANES ? place : place / TQKV__LANES;
-            TQKV__UNROLL
-            for (int i = 0; i < vectors; i++) x[i] += TQKV__(swap)(distance, x[i]);
-        }
-    TQKV__UNROLL
-    for (int step = 1; step < 8; step++) {
-        if ((step & (step - 1)) || step >= vectors || step * TQKV__LANES >= lanes_per_norm) continue;
+    if (bits == 0 || per_lane <= 2) {
         TQKV__UNROLL
         for (int i = 0; i < vectors; i++)
-            if (!(i & step)) x[i] = x[i | step] = x[i] + x[i | step];
-    }
-    for (int i = 0; i < n_lanes; i += lanes_per_norm) { /* the place of lane i, after the transpose */
-        const int place = i % TQKV__LANES * width;
-        *sums++ = x[i / TQKV__LANES][place % TQKV__LANES + place / TQKV__LANES];
+            x[i] = TQKV__(lane_sums)(bits, head_dim < 128, per_lane, q, y + 4 * i * TQKV__LANES * per_lane);
+    } else /* shorter code */
+        for (int i = 0; i < vectors; i++)
+            x[i] = TQKV__(lane_sums)(bits, head_dim < 128, per_lane, q, y + 4 * i * TQKV__LANES * per_lane);
+    TQKV__(add_lanes)(TQKV__LOG2(width), vectors, lanes_per_norm, x);
+    for (int lane = 0; lane < n_lanes; lane += lanes_per_norm) {
+        int place = 0, vector = lane / TQKV__LANES;
+        TQKV__UNROLL
+        for (int bit = 0; 1 << bit < TQKV__LANES; bit++) {
+            const int from =
+                1 << bit < vectors ? lane / TQKV__LANES : lane; /* merged, a vector's number is in its place */
+            place |= (from >> bit & 1) << TQKV__PLACE(bit, TQKV__LOG2(width));
+            vector >>= 1 << bit < vectors;
+        }
+        *sums++ = x[vector][place];
     }
 }
 

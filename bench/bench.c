@@ -19,10 +19,14 @@ static const pair pairs[] = {
     {"tq6", TQKV_TQ6, TQKV_TQ6},
     {"tq5", TQKV_TQ5, TQKV_TQ5},
     {"tq4", TQKV_TQ4, TQKV_TQ4},
+    {"tq3", TQKV_TQ3, TQKV_TQ3},
+    {"tq2", TQKV_TQ2, TQKV_TQ2},
     {"tq6_bytes", TQKV_TQ6_BYTES, TQKV_TQ6_BYTES},
     {"tq5_bytes", TQKV_TQ5_BYTES, TQKV_TQ5_BYTES},
     {"default", TQKV_I8, TQKV_TQ4},
 };
+
+enum { FORMATS = TQKV_TQ2 + 1 };
 
 typedef struct options {
     int head_dim, context, group, queries, rounds, quick, help; /* 0: all, or the default */
@@ -37,7 +41,7 @@ typedef struct bench {
     size_t read_at;
     volatile float sink;
     FILE *chart;
-    bench_stream keys[TQKV_I8 + 1], values[TQKV_I8 + 1]; /* by format */
+    bench_stream keys[FORMATS], values[FORMATS]; /* by format */
 } bench;
 
 /* ---- What is timed ---- */
@@ -294,7 +298,7 @@ static void open_streams(bench *b, int head_dim, int n_positions)
 
 static void close_streams(bench *b)
 {
-    for (int i = 0; i <= TQKV_I8; i++) {
+    for (int i = 0; i < FORMATS; i++) {
         bench_stream_close(&b->keys[i]);
         bench_stream_close(&b->values[i]);
     }
@@ -376,7 +380,7 @@ static void encode_open(encode_work *work, tqkv_format format, int head_dim, con
 static void run_encoders(bench *b, int head_dim)
 {
     static timing t;
-    static encode_work works[TQKV_I8 + 1];
+    static encode_work works[FORMATS];
     const timing_limits limits = limits_of(&b->options);
     float *source = (float *)bench_alloc(ENCODE_SOURCE_BYTES);
     copy_work copy = {bench_alloc(ENCODE_SOURCE_BYTES), source, ENCODE_SOURCE_BYTES};
@@ -398,7 +402,7 @@ static void run_encoders(bench *b, int head_dim)
     for (int i = 0; i < t.n_entries; i++) print_encoder(b, &t, &t.entries[i], head_dim, false);
     for (int i = 0; i < t.n_entries; i++) print_encoder(b, &t, &t.entries[i], head_dim, true);
     fflush(stdout);
-    for (int i = 0; i <= TQKV_I8; i++) {
+    for (int i = 0; i < FORMATS; i++) {
         free(works[i].store.codes);
         free(works[i].store.norms);
         memset(&works[i], 0, sizeof works[i]);
