@@ -231,6 +231,21 @@ typedef enum tqkv_basis {
 /* Decodes [position, position + n_positions), at most `capacity` of them; dst: [n_positions][n_kv_heads][head_dim]. */
 TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, float *dst);
 
+/* The mean of the rows of each head, a centre for such rows; mean: [n_kv_heads][head_dim], zeros for no tokens. Sums in
+   double. Of shape only head_dim and n_kv_heads count; src as for tqkv_encode. */
+TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const float *src, int n_tokens, float *mean);
+
+/* How well a store of this format and centre keeps the rows of one head. */
+typedef struct tqkv_quality {
+    double mean_share; /* |mean of the rows|^2 / mean |row|^2 of the source: what a centre would take away */
+    double error;    /* mean |x - x'|^2 / mean |x - mean of the rows|^2, x' decoded: noise against what differs between
+                          positions. INFINITY if nothing differs but there is noise */
+    double kurtosis; /* of the values that tqkv_probe shows: fourth moment over squared second; 3: Gaussian */
+    double beyond;   /* share of these values beyond the last boundary */
+} tqkv_quality;
+/* Encodes and decodes the rows, without a store; out: [n_kv_heads], zeros for no tokens. codes and norms may be NULL. */
+TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const float *src, int n_tokens, tqkv_quality *out);
+
 /* >>rotate
    y = H(s*x)/sqrt(D) and its inverse x = s*H(y)/sqrt(D), in place; rows: [n_rows][head_dim]. */
 TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim);
@@ -316,6 +331,9 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const floa
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const float *q, int n_queries, float *out);
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c);  /* positions appended; 0 for NULL */
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms, both streams; 0 for NULL */
+/* Centres of the keys and the values, as tqkv_store's: [n_kv_heads][head_dim], copied; NULL: none. Only while end is 0,
+   else TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. */
+TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values);
 /* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
    the oldest resident position. 0 is always valid and empties the cache. */
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
@@ -1040,6 +1058,12 @@ static tqkv_result tqkv__stream_center(const tqkv_store *store, tqkv__stream *s)
     return TQKV_OK;
 }
 
+/* In bytes. A stream of `capacity` such rows has a size, so this does not overflow. */
+static size_t tqkv__center_size(const tqkv__stream *s)
+{
+    return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
+}
+
 /* The centre of a head, [head_dim], or NULL */
 static const float *tqkv__center_of(const tqkv__stream *s, int kv_head)
 {
@@ -1059,12 +1083,16 @@ static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
         return TQKV__INVALID("codes and norms overlap");
     s->codes = (uint8_t *)store->codes;
     s->norms = store->norms;
+    if (tqkv__overlap(s->codes, s->codes_size, s->center, tqkv__center_size(s)) ||
+        tqkv__overlap(s->norms, s->norms_size, s->center, tqkv__center_size(s)))
+        return TQKV__INVALID("center overlaps codes or norms");
     return TQKV_OK;
 }
 
 static bool tqkv__stream_overlaps(const tqkv__stream *s, const void *p, size_t size)
 {
-    return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size);
+    return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size) ||
+           tqkv__overlap(s->center, tqkv__center_size(s), p, size);
 }
 
 static int tqkv__slot(const tqkv__stream *s, int64_t position)
@@ -1239,6 +1267,21 @@ static void tqkv__flip_signs(float *x, int head_dim)
 {
     for (int j = 0; j < head_dim; j++)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
+}
+
+/* y = H(s*x)/sqrt(D) in double, for sums of far larger terms. */
+static void tqkv__rotate_double(double *x, int head_dim)
+{
+    for (int j = 0; j < head_dim; j++)
+        if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
+    for (int h = 1; h < head_dim; h *= 2)
+        for (int i = 0; i < head_dim; i++) {
+            if (i & h) continue;
+            const double a = x[i], b = x[i | h];
+            x[i] = a + b;
+            x[i | h] = a - b;
+        }
+    for (int j = 0; j < head_dim; j++) x[j] /= sqrt((double)head_dim);
 }
 
 static void tqkv__scale(float *x, int n, float factor)
@@ -1648,7 +1691,9 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const float *src, int n
     if (r == TQKV_OK) r = tqkv__stream_center(store, &s);
     if (r != TQKV_OK) return r;
     if ((r = tqkv__check_rows(&s, src, n_tokens, &bytes)) != TQKV_OK) return r;
-    if (!scaled || tqkv__overlap(src, bytes, scaled, bytes)) return TQKV__INVALID("scaled: NULL or overlaps src");
+    if (!scaled || tqkv__overlap(src, bytes, scaled, bytes) ||
+        tqkv__overlap(s.center, tqkv__center_size(&s), scaled, bytes))
+        return TQKV__INVALID("scaled: NULL, or overlaps src or the centre");
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     if (!codec->rows_finite(src, bytes / sizeof(float))) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
     const uint64_t mode = tqkv__fp_exact();
@@ -1682,6 +1727,102 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
             if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(dst, s.head_dim);
             tqkv__add_center(&s, h, s.rotated && basis == TQKV_ROTATED, 1.0f, dst);
         }
+    }
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const float *src, int n_tokens, float *mean)
+{
+    tqkv__stream s;
+    size_t bytes;
+    tqkv_result r = tqkv__stream_shape(shape, &s);
+    if (r != TQKV_OK || (r = tqkv__check_rows(&s, src, n_tokens, &bytes)) != TQKV_OK) return r;
+    if (!mean || tqkv__overlap(src, bytes, mean, tqkv__center_size(&s)))
+        return TQKV__INVALID("mean: NULL or overlaps src");
+    if (!tqkv__rows_finite(&s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+    const size_t head_dim = (size_t)s.head_dim, token = head_dim * (size_t)s.n_kv_heads;
+    for (size_t h = 0; h < (size_t)s.n_kv_heads; h++) {
+        double sums[TQKV_MAX_HEAD_DIM] = {0};
+        for (size_t t = 0; t < (size_t)n_tokens; t++)
+            for (size_t d = 0; d < head_dim; d++) sums[d] += (double)src[t * token + h * head_dim + d];
+        for (size_t d = 0; d < head_dim; d++) mean[h * head_dim + d] = n_tokens ? (float)(sums[d] / n_tokens) : 0.0f;
+    }
+    return TQKV_OK;
+}
+
+/* Sums over the rows of a head, for tqkv_quality. */
+typedef struct tqkv__moments {
+    double row[TQKV_MAX_HEAD_DIM]; /* of the rows */
+    double squares, noise;         /* |x|^2, |x - x'|^2 */
+    double second, fourth, beyond; /* of the scaled values */
+} tqkv__moments;
+
+/* Adds a row; row: with an encoded copy of it. */
+static void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__row *row, tqkv__moments *m)
+{
+    float x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
+    const float last = tqkv_last_boundary(s->format);
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    tqkv__center_row(s->head_dim, row->src, row->center, x);
+    codec->scale_row(s, x, norms);
+    for (int d = 0; d < s->head_dim; d++) {
+        const double square = (double)x[d] * (double)x[d];
+        m->second += square;
+        m->fourth += square * square;
+        m->beyond += fabsf(x[d]) > last;
+    }
+    tqkv__decode_row(s, row->codes, row->norms, x);
+    if (s->rotated) codec->unrotate(x, s->head_dim);
+    tqkv__add_center(s, kv_head, false, 1.0f, x);
+    for (int d = 0; d < s->head_dim; d++) {
+        const double value = (double)row->src[d], noise = value - (double)x[d];
+        m->row[d] += value;
+        m->squares += value * value;
+        m->noise += noise * noise;
+    }
+}
+
+static void tqkv__quality_of(const tqkv__stream *s, const tqkv__moments *m, int n_tokens, tqkv_quality *out)
+{
+    double mean = 0.0;
+    const double n = n_tokens, values = n * s->head_dim;
+    memset(out, 0, sizeof *out);
+    for (int d = 0; d < s->head_dim; d++) mean += m->row[d] / n * (m->row[d] / n);
+    const double differs = m->squares - n * mean;
+    if (m->squares > 0.0) out->mean_share = n * mean / m->squares;
+    if (m->noise > 0.0) out->error = differs > 0.0 ? m->noise / differs : (double)INFINITY;
+    if (m->second > 0.0) out->kurtosis = values * m->fourth / (m->second * m->second);
+    out->beyond = m->beyond / values;
+}
+
+TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const float *src, int n_tokens, tqkv_quality *out)
+{
+    tqkv__stream s;
+    tqkv__quantiser q;
+    tqkv__moments m;
+    uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
+    float norms[TQKV_MAX_HEAD_DIM / 128];
+    size_t bytes;
+    tqkv_result r = tqkv__stream_shape(shape, &s);
+    if (r == TQKV_OK) r = tqkv__stream_center(shape, &s);
+    if (r != TQKV_OK || (r = tqkv__check_rows(&s, src, n_tokens, &bytes)) != TQKV_OK) return r;
+    if (!out || tqkv__overlap(src, bytes, out, (size_t)s.n_kv_heads * sizeof *out))
+        return TQKV__INVALID("out: NULL or overlaps src");
+    if (!tqkv__rows_finite(&s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+    const size_t head_dim = (size_t)s.head_dim, token = head_dim * (size_t)s.n_kv_heads;
+    const uint64_t mode = tqkv__fp_exact();
+    if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &q);
+    if (s.book_bits == 8) tqkv__fill_planes(&s);
+    for (int h = 0; h < s.n_kv_heads; h++) {
+        memset(&m, 0, sizeof m);
+        for (int t = 0; t < n_tokens; t++) {
+            const tqkv__row row = {src + (size_t)t * token + (size_t)h * head_dim, tqkv__center_of(&s, h), codes,
+                                   norms};
+            tqkv__codec_for(s.head_dim)->encode_rows(&s, &q, &row, 1);
+            tqkv__add_moments(&s, h, &row, &m);
+        }
+        tqkv__quality_of(&s, &m, n_tokens ? n_tokens : 1, &out[h]);
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
@@ -1748,9 +1889,9 @@ typedef struct tqkv__isa {
     /* scores[row][j] = q[row] . key[slot + j] for j < n; q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
     void (*score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows, float *scores);
     /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to
-       the new maximum. spans, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
-    void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, int n_rows, float *scores, float *max,
-                         float *sum, float *out);
+       the new maximum. offsets are added to the scores before a softcap. spans, offsets, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
+    void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, const float *offsets, int n_rows,
+                         float *scores, float *max, float *sum, float *out);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
        in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
     void (*value_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights, int n_rows,
@@ -1792,14 +1933,14 @@ static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, int slot
     }
 }
 
-static void tqkv__softmax_row_scalar(const tqkv__attention *a, int from, int to, float *scores, float *max, float *sum,
-                                     float *out)
+static void tqkv__softmax_row_scalar(const tqkv__attention *a, int from, int to, float offset, float *scores,
+                                     float *max, float *sum, float *out)
 {
     float largest = *max, total = 0.0f;
     for (int j = 0; from == to && j < TQKV__TILE; j++) scores[j] = 0.0f;
     if (from == to) return; /* the maximum may still be -infinity */
     for (int j = from; j < to; j++) {
-        if (a->call.softcap > 0.0f) scores[j] = a->call.softcap * tanhf(scores[j] / a->call.softcap);
+        if (a->call.softcap > 0.0f) scores[j] = a->call.softcap * tanhf((scores[j] + offset) / a->call.softcap);
         if (scores[j] > largest) largest = scores[j];
     }
     if (largest > *max) {
@@ -1815,12 +1956,12 @@ static void tqkv__softmax_row_scalar(const tqkv__attention *a, int from, int to,
     *sum += total;
 }
 
-static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, int n_rows, float *scores,
-                                      float *max, float *sum, float *out)
+static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, const float *offsets,
+                                      int n_rows, float *scores, float *max, float *sum, float *out)
 {
     for (int row = 0; row < n_rows; row++)
-        tqkv__softmax_row_scalar(a, spans[row].from, spans[row].to, scores + row * TQKV__TILE, &max[row], &sum[row],
-                                 out + (size_t)row * (size_t)a->head_dim);
+        tqkv__softmax_row_scalar(a, spans[row].from, spans[row].to, offsets[row], scores + row * TQKV__TILE, &max[row],
+                                 &sum[row], out + (size_t)row * (size_t)a->head_dim);
 }
 
 /* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
@@ -1944,8 +2085,8 @@ TQKV__OP void TQKV__(mask)(float *x, tqkv__span span, float value)
 
 /* Three passes over the rows, without dependencies from row to row. Rows that see nothing skip the arithmetic, because
    their maximum may be -infinity. */
-TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, int n_rows,
-                                              float *scores, float *max, float *sum, float *out)
+TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, const float *offsets,
+                                              int n_rows, float *scores, float *max, float *sum, float *out)
 {
     float shrink[TQKV__CHUNK_ROWS];
     const float softcap = a->call.softcap;
@@ -1957,7 +2098,7 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
         shrink[row] = 0.0f;
         if (!seen) continue;
         for (int j = 0; softcap > 0.0f && j < TQKV__TILE; j += TQKV__LANES) {
-            const TQKV__VECTOR ratio = TQKV__(load)(x + j) / TQKV__(set1)(softcap);
+            const TQKV__VECTOR ratio = (TQKV__(load)(x + j) + TQKV__(set1)(offsets[row])) / TQKV__(set1)(softcap);
             TQKV__(store)(x + j, TQKV__(tanh)(ratio) * TQKV__(set1)(softcap));
         }
         if (softcap > 0.0f) TQKV__(mask)(x, spans[row], -INFINITY);
@@ -4115,10 +4256,10 @@ typedef struct tqkv__sums {
     float *out, *max, *sum;
 } tqkv__sums;
 
-/* Adds positions [first, end) to the sums of an item's rows; q: [n_rows][head_dim]. A tile's values are added after the
+/* Adds positions [first, end) to the sums of an item's rows; q: [n_rows][head_dim], offsets: [n_rows]. A tile's values are added after the
    next tile's scores. These steps are independent, and the processor overlaps them. */
 static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, int64_t first, int64_t end,
-                              const float *q, tqkv__tile tiles[2], const tqkv__sums *sums)
+                              const float *q, const float *offsets, tqkv__tile tiles[2], const tqkv__sums *sums)
 {
     const int kv_head = item->kv_head, first_row = item->first_row, n_rows = item->n_rows;
     tqkv__tile *tile = &tiles[0], *before = NULL;
@@ -4141,7 +4282,7 @@ static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, 
             spans[row].to = begin + tqkv__clamp(row_to - position, 0, n);
             tile->whole = tile->whole && spans[row].to - spans[row].from == n;
         }
-        a->isa->softmax_tile(a, spans, n_rows, tile->scores, sums->max, sums->sum, sums->out);
+        a->isa->softmax_tile(a, spans, offsets, n_rows, tile->scores, sums->max, sums->sum, sums->out);
         before = tile;
         tile = &tiles[tile == &tiles[0]];
     }
@@ -4230,32 +4371,75 @@ static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *it
     }
 }
 
+/* scale * q.c, for the centre c of the keys: what is missing in all scores of a row. In double: it may be a thousand
+   times as large as what differs between scores. q: [head_dim], the caller's */
+static TQKV__NOINLINE double tqkv__center_score(const tqkv__attention *a, int kv_head, const float *q)
+{
+    double c[TQKV_MAX_HEAD_DIM], sum = 0.0;
+    const float *center = tqkv__center_of(&a->keys, kv_head);
+    const bool rotated = a->keys.rotated && !a->rotate_queries; /* the caller has rotated q */
+    if (!center) return 0.0;
+    for (int d = 0; d < a->head_dim; d++) c[d] = (double)center[d];
+    if (rotated) tqkv__rotate_double(c, a->head_dim);
+    for (int d = 0; d < a->head_dim; d++) sum += c[d] * (double)q[d];
+    return sum * (double)a->call.scale;
+}
+
+/* The parts of an item's scores that come from a centre; offsets: [n_rows], read if there is a softcap */
+static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item, const float *q, float *offsets)
+{
+    for (int i = 0; i < item->n_rows; i++) {
+        const float *row = q + tqkv__caller_row(a, item, i) * (size_t)a->head_dim;
+        offsets[i] = a->call.softcap > 0.0f ? (float)tqkv__center_score(a, item->kv_head, row) : 0.0f;
+    }
+}
+
+/* Adds the centres to the sums of a row. The keys' belongs to the maximum, where a float has lost the last bits of the
+   sum; they go into the weights. value_center: [head_dim], in the values' basis, or NULL */
+static void tqkv__add_centers(const tqkv__attention *a, double score, const float *value_center, float *out, float *max,
+                              float *sum)
+{
+    if (*sum == 0.0f) return;
+    const double exact = (double)*max + score;
+    const float rounded = (float)exact, factor = (float)exp(exact - (double)rounded);
+    for (int d = 0; d < a->head_dim; d++)
+        out[d] = out[d] * factor + (value_center ? *sum * factor * value_center[d] : 0.0f);
+    *max = rounded;
+    *sum *= factor;
+}
+
 static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum);
 
 /* Writes an item's sums to the caller; finishes them unless the call is partial. */
 static void tqkv__deliver(const tqkv__job *job, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = job->a;
+    float center[TQKV_MAX_HEAD_DIM]; /* of the values */
+    const bool scored = a->keys.center && a->call.softcap == 0.0f && (job->out.max || a->call.sinks);
+    memset(center, 0, sizeof center);
+    tqkv__add_center(&a->values, item->kv_head, a->values.rotated, 1.0f, center);
     for (int i = 0; i < item->n_rows; i++) {
-        const size_t row = tqkv__caller_row(a, item, i);
-        float *out = job->out.out + row * (size_t)a->head_dim;
+        const size_t row = tqkv__caller_row(a, item, i), at = row * (size_t)a->head_dim;
+        float *out = job->out.out + at, max = sums->max[i], sum = sums->sum[i];
+        const double score = scored ? tqkv__center_score(a, item->kv_head, job->q + at) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->head_dim, out);
+        if (scored || a->values.center) tqkv__add_centers(a, score, a->values.center ? center : NULL, out, &max, &sum);
         if (!job->out.max) {
-            tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out, sums->max[i], sums->sum[i]);
+            tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out, max, sum);
             continue;
         }
-        job->out.max[row] = sums->max[i];
-        job->out.sum[row] = sums->sum[i];
+        job->out.max[row] = max;
+        job->out.sum[row] = sum;
     }
 }
 
 static void tqkv__attend_stretch(const tqkv__job *job, const tqkv__item *item, int64_t stretch, const float *q,
-                                 tqkv__tile tiles[2], const tqkv__sums *sums)
+                                 const float *offsets, tqkv__tile tiles[2], const tqkv__sums *sums)
 {
     const int64_t first = stretch * TQKV__STRETCH; /* the last stretch may end early */
     const int64_t end = job->end - first > TQKV__STRETCH ? first + TQKV__STRETCH : job->end;
     tqkv__clear_sums(sums, (size_t)item->n_rows, job->a->head_dim);
-    tqkv__attend_rows(job->a, item, first > job->first ? first : job->first, end, q, tiles, sums);
+    tqkv__attend_rows(job->a, item, first > job->first ? first : job->first, end, q, offsets, tiles, sums);
 }
 
 static void tqkv__attend_task(void *context, int index)
@@ -4267,20 +4451,22 @@ static void tqkv__attend_task(void *context, int index)
     float *q = slot + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + elements;
     const tqkv__sums all = {next, next + 2 * elements, next + 2 * elements + rows};
     const tqkv__sums one = {next + elements, all.sum + rows, all.sum + 2 * rows};
+    float offsets[TQKV__CHUNK_ROWS];
     const int64_t n_units = job->spread ? job->n_items * job->n_wave : job->n_items;
     for (int64_t unit = index; unit < n_units; unit += job->n_tasks) {
         const tqkv__item item = tqkv__item_of(job, (int)(unit % job->n_items));
         tqkv__arrange_queries(job->a, &item, job->q, q);
+        tqkv__find_offsets(job->a, &item, job->q, offsets);
         if (job->spread) { /* rows are ordered by KV head; item.first_row counts within it */
             const size_t row = (size_t)item.kv_head * (size_t)(job->a->call.n_queries * job->a->group) +
                                (size_t)item.first_row + (size_t)(1 + unit / job->n_items) * job->a->n_rows;
             const tqkv__sums to = tqkv__sums_from(&job->partial, row, job->a->head_dim);
-            tqkv__attend_stretch(job, &item, job->wave + unit / job->n_items, q, tiles, &to);
+            tqkv__attend_stretch(job, &item, job->wave + unit / job->n_items, q, offsets, tiles, &to);
             continue;
         }
-        tqkv__attend_stretch(job, &item, job->stretch, q, tiles, &all);
+        tqkv__attend_stretch(job, &item, job->stretch, q, offsets, tiles, &all);
         for (int64_t i = 1; i < job->n_stretches; i++) {
-            tqkv__attend_stretch(job, &item, job->stretch + i, q, tiles, &one);
+            tqkv__attend_stretch(job, &item, job->stretch + i, q, offsets, tiles, &one);
             tqkv__merge_sums(&all, &one, (size_t)item.n_rows, job->a->head_dim);
         }
         tqkv__deliver(job, &item, &all);
@@ -4513,7 +4699,8 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
 struct tqkv_cache {
     tqkv_attention attention; /* one query over all appended positions; defaults resolved, sinks in the block */
     tqkv_store keys, values;
-    int64_t first; /* resident positions [first, attention.end) */
+    float *centers; /* [2][n_kv_heads][head_dim]: room for those of keys and values */
+    int64_t first;  /* resident positions [first, attention.end) */
     tqkv_metal *metal;
     tqkv_allocator memory;
     size_t size; /* of the block with the struct, the sinks, the codes and the norms */
@@ -4562,7 +4749,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out)
 {
     tqkv_cache c;
-    size_t sinks, key_codes, key_norms, value_codes, value_norms, end = sizeof c;
+    size_t sinks, centers, centers_size, key_codes, key_norms, value_codes, value_norms, end = sizeof c;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc) return TQKV__INVALID("desc is NULL");
@@ -4573,8 +4760,9 @@ TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache *
     c.values.codes_size = tqkv_codes_size(&c.values);
     c.values.norms_size = tqkv_norms_size(&c.values);
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
-    if (!tqkv__reserve(&end, sinks_size, &sinks) || !tqkv__reserve(&end, c.keys.codes_size, &key_codes) ||
-        !tqkv__reserve(&end, c.keys.norms_size, &key_norms) ||
+    if (!tqkv__array_size(2, c.keys.n_kv_heads, c.keys.head_dim, sizeof(float), &centers_size) ||
+        !tqkv__reserve(&end, sinks_size, &sinks) || !tqkv__reserve(&end, centers_size, &centers) ||
+        !tqkv__reserve(&end, c.keys.codes_size, &key_codes) || !tqkv__reserve(&end, c.keys.norms_size, &key_norms) ||
         !tqkv__reserve(&end, c.values.codes_size, &value_codes) ||
         !tqkv__reserve(&end, c.values.norms_size, &value_norms) || end > SIZE_MAX - 63)
         return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
@@ -4582,6 +4770,7 @@ TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache *
     char *block = (char *)c.memory.alloc(c.memory.user, c.size);
     if (!block) return TQKV_OUT_OF_MEMORY;
     char *lines = block + (64 - (uintptr_t)block % 64) % 64;
+    c.centers = (float *)(void *)(lines + centers);
     c.keys.codes = lines + key_codes;
     c.keys.norms = (float *)(void *)(lines + key_norms);
     c.values.codes = lines + value_codes;
@@ -4690,6 +4879,32 @@ TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const float *q, int n_quer
     if (!c->metal) return tqkv__attend(&a, q, out);
     r = tqkv__check_q_out(&a, q, out);
     return r == TQKV_OK ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out) : r;
+}
+
+/* Takes center as that of keys (part 0) or values (part 1); NULL: none. */
+static void tqkv__cache_center(tqkv_cache *c, int part, const float *center)
+{
+    tqkv_store *s = part ? &c->values : &c->keys;
+    const size_t n = (size_t)s->n_kv_heads * (size_t)s->head_dim;
+    float *own = c->centers + (size_t)part * n;
+    s->center = center ? own : NULL;
+    if (center && center != own) memcpy(own, center, n * sizeof(float));
+}
+
+TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
+{
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    if (c->attention.end != 0) return TQKV__INVALID("a centre: the cache holds positions encoded without it");
+    const size_t n = (size_t)c->keys.n_kv_heads * (size_t)c->keys.head_dim;
+    if ((uintptr_t)keys % sizeof(float) || (uintptr_t)values % sizeof(float))
+        return TQKV__INVALID("a centre is not aligned as floats");
+    if ((keys && !tqkv__all_finite(keys, n)) || (values && !tqkv__all_finite(values, n)))
+        return TQKV__REFUSE(NOT_FINITE, "a centre holds NaN or infinity");
+    if (tqkv__overlap(c, c->size, keys, n * sizeof(float)) || tqkv__overlap(c, c->size, values, n * sizeof(float)))
+        return TQKV__INVALID("a centre lies in the cache");
+    tqkv__cache_center(c, 0, keys);
+    tqkv__cache_center(c, 1, values);
+    return TQKV_OK;
 }
 
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c) { return c ? c->attention.end : 0; }
@@ -5195,11 +5410,14 @@ TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report)
          24      4  n_heads                                    72      8  XXH3-64 of the 72 bytes before
          28      4  capacity
          32      4  key format                            then, keys first, values second:
-         36      4  value format                                       codes [n_kv_heads][resident][row_bytes]
-         40      4  ring                                               norms [n_kv_heads][resident][norms_per_row]
-                                                                    8  XXH3-64 of these codes and norms */
+         36      4  value format                                       centre [n_kv_heads][head_dim], if there is one
+         40      4  bit 0: ring; bits 1 and 2: keys                    codes [n_kv_heads][resident][row_bytes]
+                    and values have a centre                           norms [n_kv_heads][resident][norms_per_row]
+                                                                    8  XXH3-64 of this centre, codes and norms
 
-#define TQKV__SNAPSHOT_VERSION 1
+   Version 1, always with table version 1, has no centres and neither TQ3 nor TQ2. */
+
+#define TQKV__SNAPSHOT_VERSION 2
 #define TQKV__HEADER_SIZE      72 /* without its hash */
 
 static void tqkv__put(uint8_t *bytes, int n, uint64_t x)
@@ -5267,8 +5485,13 @@ static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, float *x, size_t n)
 /* Moves the resident positions of one stream, oldest first, then the hash. */
 static tqkv_result tqkv__move_stream(tqkv__pipe *pipe, const tqkv__stream *s, int64_t first, int64_t end)
 {
-    tqkv_result r;
-    for (int norms = 0; norms < 2; norms++)
+    tqkv_result r = TQKV_OK;
+    if (s->center) { /* of a cache: in its own memory */
+        const size_t n = (size_t)s->n_kv_heads * (size_t)s->head_dim;
+        r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n);
+        if (r == TQKV_OK && !tqkv__all_finite(s->center, n)) r = TQKV_CORRUPT;
+    }
+    for (int norms = 0; r == TQKV_OK && norms < 2; norms++)
         for (int h = 0; h < s->n_kv_heads; h++)
             for (int64_t position = first; position < end;) {
                 const int slot = tqkv__slot(s, position);
@@ -5280,7 +5503,7 @@ static tqkv_result tqkv__move_stream(tqkv__pipe *pipe, const tqkv__stream *s, in
                 if (r != TQKV_OK) return r;
                 position += n;
             }
-    return tqkv__move_hash(pipe);
+    return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
 }
 
 static tqkv_result tqkv__move_streams(tqkv__pipe *pipe, const tqkv_cache *c)
@@ -5311,9 +5534,10 @@ TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void
     if (!c || !write) return TQKV__INVALID("the cache or write is NULL");
     const tqkv_store *keys = &c->keys;
     const tqkv_attention *a = &c->attention;
+    const uint32_t flags = (keys->ring ? 1u : 0u) | (keys->center ? 2u : 0u) | (c->values.center ? 4u : 0u);
     const uint32_t fields[12] = {TQKV__SNAPSHOT_VERSION,     TQKV_TABLE_VERSION,         (uint32_t)keys->head_dim,
                                  (uint32_t)keys->n_kv_heads, (uint32_t)a->n_heads,       (uint32_t)keys->capacity,
-                                 (uint32_t)keys->format,     (uint32_t)c->values.format, keys->ring ? 1u : 0u,
+                                 (uint32_t)keys->format,     (uint32_t)c->values.format, flags,
                                  (uint32_t)a->window,        tqkv__bits(a->scale),       tqkv__bits(a->softcap)};
     memcpy(header, tqkv__magic, 8);
     for (int i = 0; i < 12; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
@@ -5325,22 +5549,26 @@ TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void
     return r == TQKV_OK ? tqkv__move_streams(&pipe, c) : r;
 }
 
-/* The desc and the resident range of a header; false if no cache can have written it. */
-static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, int64_t *first, int64_t *end)
+/* The desc, the centres' flags and the resident range of a header; false if no cache can have written it. */
+static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32_t *centers, int64_t *first,
+                               int64_t *end)
 {
     uint32_t fields[12];
     for (int i = 0; i < 12; i++) fields[i] = (uint32_t)tqkv__get(header + 8 + 4 * i, 4);
-    if (fields[0] != TQKV__SNAPSHOT_VERSION || fields[1] != TQKV_TABLE_VERSION) return false;
+    const bool old = fields[0] == 1 && fields[1] == 1;
+    if (!old && (fields[0] != TQKV__SNAPSHOT_VERSION || fields[1] != TQKV_TABLE_VERSION)) return false;
+    if (old && (fields[6] > TQKV_I8 || fields[7] > TQKV_I8 || fields[8] > 1)) return false;
     for (int i = 2; i < 10; i++)
         if (fields[i] > (uint32_t)INT_MAX) return false;
-    if (fields[8] > 1 || fields[4] == 0 || fields[6] == 0 || fields[7] == 0) return false;
+    if (fields[8] > 7 || fields[4] == 0 || fields[6] == 0 || fields[7] == 0) return false;
     d->head_dim = (int)fields[2];
     d->n_kv_heads = (int)fields[3];
     d->n_heads = (int)fields[4];
     d->capacity = (int)fields[5];
     d->key_format = (tqkv_format)fields[6];
     d->value_format = (tqkv_format)fields[7];
-    d->ring = fields[8] == 1;
+    d->ring = fields[8] & 1;
+    *centers = fields[8] >> 1;
     d->window = (int)fields[9];
     d->scale = tqkv__float(fields[10]);
     d->softcap = tqkv__float(fields[11]);
@@ -5428,6 +5656,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     uint8_t header[TQKV__HEADER_SIZE];
     tqkv_cache_desc found;
     tqkv_cache *c, checked;
+    uint32_t centers;
     int64_t first, end;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
@@ -5437,7 +5666,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
     if (r != TQKV_OK) return r;
     memset(&found, 0, sizeof found);
-    if (memcmp(header, tqkv__magic, 8) != 0 || !tqkv__parse_header(header, &found, &first, &end) ||
+    if (memcmp(header, tqkv__magic, 8) != 0 || !tqkv__parse_header(header, &found, &centers, &first, &end) ||
         tqkv__cache_resolve(&found, &checked) != TQKV_OK)
         return TQKV_CORRUPT;
     if (!tqkv__desc_matches(desc, &found)) return TQKV__INVALID("a field of desc is not the snapshot's");
@@ -5453,6 +5682,9 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
         tqkv__drop_held(&ahead);
         return r;
     }
+    memset(c->centers, 0, 2 * (size_t)c->keys.n_kv_heads * (size_t)c->keys.head_dim * sizeof(float));
+    if (centers & 1) tqkv__cache_center(c, 0, c->centers);
+    if (centers & 2) tqkv__cache_center(c, 1, c->centers); /* zeros, until it is read */
     c->first = first;
     c->attention.end = end;
     r = tqkv__move_streams(&pipe, c);

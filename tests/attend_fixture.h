@@ -20,6 +20,7 @@ typedef struct attend_row {
     int kv_len, window, key_capacity, value_capacity;
     bool key_ring, value_ring, keys_unrotated, values_unrotated;
     float block_scale, scale, softcap, query_size;
+    float key_center, value_center; /* size of the stores' centres, in rows' standard deviations; 0: none */
     attend_sinks sinks;
     tqkv_basis query_basis, output_basis;
     attend_way way;
@@ -30,10 +31,11 @@ typedef struct attend_row {
 typedef struct attend_problem {
     tqkv_attention attention;
     tqkv_store keys, values;
-    float *q, *sinks, *out;  /* [n_queries][n_heads][head_dim], [n_heads], as q */
-    double *expected;        /* as q */
-    size_t n_rows, head_dim; /* n_rows = n_queries * n_heads */
-    int64_t poisoned;        /* position, or -1 */
+    float *q, *sinks, *out;           /* [n_queries][n_heads][head_dim], [n_heads], as q */
+    float *key_center, *value_center; /* [n_kv_heads][head_dim] or NULL */
+    double *expected;                 /* as q */
+    size_t n_rows, head_dim;          /* n_rows = n_queries * n_heads */
+    int64_t poisoned;                 /* position, or -1 */
 } attend_problem;
 
 /* 40 positions of a linear store, one query of two heads. */
@@ -80,6 +82,8 @@ static inline void attend_fill_store(tqkv_store *s, const tqkv_attention *a, uin
     int64_t first = s->ring && a->end > s->capacity ? a->end - s->capacity : 0;
     int count = (int)(a->end - first);
     float *source = test_rows(seed, kind, count * s->n_kv_heads, s->head_dim);
+    const int token = s->n_kv_heads * s->head_dim;
+    for (int i = 0; s->center && i < count * token; i++) source[i] += s->center[i % token];
     CHECK_RESULT(tqkv_encode(s, source, count, first), TQKV_OK);
     for (int64_t p = first; p < a->end; p++)
         if (!attend_is_seen(a, p)) attend_poison_position(s, p, true);
@@ -98,6 +102,15 @@ static inline float *attend_make_sinks(const attend_row *row)
     return sinks;
 }
 
+/* [n_kv_heads][head_dim], or NULL for size 0 */
+static inline float *attend_make_center(const attend_row *row, uint64_t seed, float size)
+{
+    if (size == 0.0f) return NULL;
+    float *center = test_rows(seed, DATA_GAUSSIAN, row->n_kv_heads, row->head_dim);
+    for (int i = 0; i < row->n_kv_heads * row->head_dim; i++) center[i] *= size;
+    return center;
+}
+
 static inline void attend_set_up(attend_problem *problem, const attend_row *row)
 {
     memset(problem, 0, sizeof *problem);
@@ -107,6 +120,8 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     problem->keys.unrotated = row->keys_unrotated;
     problem->values.unrotated = row->values_unrotated;
     problem->keys.block_scale = problem->values.block_scale = row->block_scale;
+    problem->keys.center = problem->key_center = attend_make_center(row, 14, row->key_center);
+    problem->values.center = problem->value_center = attend_make_center(row, 15, row->value_center);
     problem->sinks = attend_make_sinks(row);
     tqkv_attention *a = &problem->attention;
     a->keys = &problem->keys;
@@ -147,6 +162,8 @@ static inline void attend_tear_down(attend_problem *problem)
     test_store_free(&problem->values);
     free(problem->q);
     free(problem->sinks);
+    free(problem->key_center);
+    free(problem->value_center);
     free(problem->out);
     free(problem->expected);
 }

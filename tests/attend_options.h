@@ -95,3 +95,16 @@ OPTION(parallel, row->way = WAY_PARALLEL; row->n_queries = 5; row->n_kv_heads = 
        row->key_capacity = row->value_capacity = 310)
 OPTION(parallel_everything, everything(row); row->way = WAY_PARALLEL)
 OPTION(reversed, everything(row); row->way = WAY_REVERSED)
+
+/* ---- Centres ---- */
+
+OPTION(centers, row->key_center = row->value_center = 3.0f; row->n_queries = 2)
+OPTION(centers_of_keys, row->key_center = 1000.0f; row->n_queries = 2)
+OPTION(centers_of_values, row->value_center = 1000.0f; row->sinks = SINKS_DOMINATING)
+OPTION(centers_with_sinks, centers(row); row->key_center = 0.5f; row->sinks = SINKS_SOME)
+OPTION(centers_under_softcap, centers(row); row->softcap = 4.0f)
+OPTION(centers_in_slices, row->key_center = row->value_center = 1000.0f; row->way = WAY_SLICES)
+OPTION(centers_rotated, both_rotated(row); centers_with_sinks(row); row->way = WAY_SLICES)
+OPTION(centers_rotated_softcap, both_rotated(row); centers_under_softcap(row))
+OPTION(centers_of_f16, centers_with_sinks(row); row->key_format = row->value_format = TQKV_F16; row->way = WAY_SLICES)
+OPTION(centers_of_everything, everything(row); row->key_center = row->value_center = 2.0f; row->way = WAY_PARALLEL)

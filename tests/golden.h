@@ -19,7 +19,13 @@ typedef struct golden {
     uint64_t codes, norms; /* XXH3-64 of the store's whole buffers */
 } golden;
 
-typedef enum golden_option { GOLDEN_PLAIN, GOLDEN_UNROTATED, GOLDEN_BLOCK_SCALE, GOLDEN_OPTIONS } golden_option;
+typedef enum golden_option {
+    GOLDEN_PLAIN,
+    GOLDEN_UNROTATED,
+    GOLDEN_BLOCK_SCALE,
+    GOLDEN_CENTER,
+    GOLDEN_OPTIONS
+} golden_option;
 
 typedef struct golden_case {
     int format, head_dim, kind, option;
@@ -31,7 +37,14 @@ static inline int golden_is_offered(const golden_case *c)
     if (c->option == GOLDEN_UNROTATED)
         return codebook && c->format != TQKV_TQ4 && c->format != TQKV_TQ3 && c->format != TQKV_TQ2;
     if (c->option == GOLDEN_BLOCK_SCALE) return codebook && c->head_dim >= 512;
+    if (c->option == GOLDEN_CENTER) return (c->head_dim == 64 || c->head_dim == 512) && c->kind <= DATA_OUTLIERS;
     return 1;
+}
+
+/* The centre of the cases that have one; center: [GOLDEN_HEADS][head_dim] */
+static inline void golden_center(const golden_case *c, float *center)
+{
+    data_rows(77, DATA_GAUSSIAN, center, GOLDEN_HEADS, c->head_dim);
 }
 
 /* Sets *found to case number `index`. 0 past the last case. */
@@ -52,7 +65,7 @@ static inline int golden_find(int index, golden_case *found)
 
 static inline void golden_name(const golden_case *c, char name[GOLDEN_NAME_SIZE])
 {
-    static const char *const suffix[GOLDEN_OPTIONS] = {"", "/unrotated", "/block_scale"};
+    static const char *const suffix[GOLDEN_OPTIONS] = {"", "/unrotated", "/block_scale", "/center"};
     snprintf(name, GOLDEN_NAME_SIZE, "%s/%d/%s%s", tqkv_format_name((tqkv_format)c->format), c->head_dim,
              data_kind_name(c->kind), suffix[c->option]);
 }
@@ -76,11 +89,14 @@ static inline tqkv_store golden_store(const golden_case *c)
 static inline int golden_make(const golden_case *c, golden *made)
 {
     tqkv_store store = golden_store(c);
+    float center[GOLDEN_HEADS * TQKV_MAX_HEAD_DIM];
     float *source = (float *)malloc(sizeof(float) * GOLDEN_TOKENS * GOLDEN_HEADS * (size_t)c->head_dim);
     store.codes = malloc(store.codes_size + 1);
     store.norms = (float *)malloc(store.norms_size + 1);
     int ok = 0;
     if (source && store.codes && store.norms) {
+        golden_center(c, center);
+        if (c->option == GOLDEN_CENTER) store.center = center;
         memset(store.codes, 0xa5, store.codes_size);
         memset(store.norms, 0xa5, store.norms_size);
         data_rows((uint64_t)c->head_dim, (data_kind)c->kind, source, GOLDEN_TOKENS * GOLDEN_HEADS, c->head_dim);

@@ -18,9 +18,9 @@ CHANGE(negative_capacity, STORE, INVALID_ARGUMENT, w->keys.capacity = -8)
 CHANGE(huge_capacity, BUFFERS, INVALID_ARGUMENT, w->keys.capacity = INT_MAX)
 CHANGE(huge_store, STORE, INVALID_ARGUMENT, w->keys.capacity = w->keys.n_kv_heads = INT_MAX)
 CHANGE(null_codes, BUFFERS, INVALID_ARGUMENT, w->keys.codes = NULL)
-CHANGE(null_codes, PROBE | MERGE | FINISH, OK, w->keys.codes = NULL)
+CHANGE(null_codes, PROBE | MEASURE | MEAN | MERGE | FINISH, OK, w->keys.codes = NULL)
 CHANGE(null_norms, BUFFERS, INVALID_ARGUMENT, w->keys.norms = NULL)
-CHANGE(null_norms, PROBE, OK, w->keys.norms = NULL)
+CHANGE(null_norms, PROBE | MEASURE | MEAN, OK, w->keys.norms = NULL)
 CHANGE(small_codes, BUFFERS, INVALID_ARGUMENT, w->keys.codes_size--)
 CHANGE(small_norms, BUFFERS, INVALID_ARGUMENT, w->keys.norms_size--)
 CHANGE(no_codes_size, BUFFERS, INVALID_ARGUMENT, w->keys.codes_size = 0)
@@ -33,6 +33,17 @@ CHANGE(unrotated_f16, STORE, UNSUPPORTED, w->keys.format = TQKV_F16; w->keys.unr
 CHANGE(negative_block_scale, STORE, INVALID_ARGUMENT, w->keys.block_scale = -1.0f)
 CHANGE(nan_block_scale, STORE, INVALID_ARGUMENT, w->keys.block_scale = (float)NAN)
 CHANGE(infinite_block_scale, STORE, INVALID_ARGUMENT, w->keys.block_scale = (float)INFINITY)
+CHANGE(centered, CODEC | RESIDENT, OK, w->keys.center = w->m->center)
+CHANGE(nan_center, CENTER, NOT_FINITE, w->keys.center = w->m->center; w->m->center[0] = (float)NAN)
+CHANGE(infinite_center, CENTER, NOT_FINITE, w->keys.center = w->m->center;
+       w->m->center[HEADS * D - 1] = (float)INFINITY)
+CHANGE(misaligned_center, CENTER, INVALID_ARGUMENT, w->keys.center = (const float *)((uintptr_t)w->m->center + 2))
+CHANGE(center_in_codes, BUFFERS, INVALID_ARGUMENT, memset(w->m->key_codes, 0, sizeof w->m->key_codes);
+       w->keys.center = (const float *)(const void *)w->m->key_codes)
+CHANGE(center_in_norms, BUFFERS, INVALID_ARGUMENT, memset(w->m->key_norms, 0, sizeof w->m->key_norms);
+       w->keys.center = w->m->key_norms)
+CHANGE(center_is_out, RESIDENT | DECODE | PROBE, INVALID_ARGUMENT, memset(w->m->out, 0, sizeof w->m->out);
+       w->keys.center = w->m->out)
 /* sources and positions */
 CHANGE(null_src, SOURCE | ROTATIONS | APPEND, INVALID_ARGUMENT, w->src = NULL)
 CHANGE(null_src2, APPEND, INVALID_ARGUMENT, w->src2 = NULL)
@@ -52,8 +63,9 @@ CHANGE(last_of_src2_is_nan, APPEND, NOT_FINITE, w->m->src2[TOKENS * HEADS * D - 
 CHANGE(nan_that_a_ring_drops, ENCODE, NOT_FINITE, w->m->src[0] = (float)NAN; w->keys.ring = true; w->keys.capacity = 1)
 CHANGE(src_in_codes, ENCODE, INVALID_ARGUMENT, w->src = (float *)(void *)w->m->key_codes)
 CHANGE(src_in_norms, ENCODE, INVALID_ARGUMENT, w->src = w->m->key_norms + 1)
-CHANGE(src_is_out, PROBE, INVALID_ARGUMENT, w->src = w->m->out + SPARE)
-CHANGE(null_out, ATTENTION | PROBE | DECODE | CACHE_ATTEND, INVALID_ARGUMENT, w->out = NULL)
+CHANGE(src_after_out, MEASURE, INVALID_ARGUMENT, w->src = w->m->out + 1)
+CHANGE(src_is_out, PROBE | MEAN, INVALID_ARGUMENT, w->src = w->m->out + SPARE)
+CHANGE(null_out, ATTENTION | (CODEC - ENCODE) | CACHE_ATTEND, INVALID_ARGUMENT, w->out = NULL)
 CHANGE(out_in_codes, RESIDENT | DECODE, INVALID_ARGUMENT,
        w->out = (float *)(void *)(w->m->key_codes + sizeof w->m->key_codes / 4))
 CHANGE(out_in_norms, RESIDENT | DECODE, INVALID_ARGUMENT, w->out = w->m->key_norms)

@@ -13,7 +13,8 @@ typedef struct memory {
     unsigned char key_codes[2 * HEADS * CAPACITY * D], value_codes[2 * HEADS * CAPACITY * D];
     float key_norms[HEADS * CAPACITY * 8], value_norms[HEADS * CAPACITY * 8];
     float src[TOKENS * HEADS * D], src2[TOKENS * HEADS * D], q[ROWS * D], sinks[N_HEADS];
-    float out[ROWS * D + SPARE], max[ROWS], sum[ROWS], other_out[ROWS * D], other_max[ROWS], other_sum[ROWS];
+    float out[ROWS * D + SPARE], center[HEADS * D], max[ROWS], sum[ROWS], other_out[ROWS * D], other_max[ROWS],
+        other_sum[ROWS];
 } memory;
 
 /* The arguments of all calls. They are valid until a change is applied. */
@@ -91,6 +92,7 @@ static void fill_memory(memory *m)
     data_rows(2, DATA_GAUSSIAN, m->src2, TOKENS * HEADS, D);
     data_rows(3, DATA_GAUSSIAN, m->q, ROWS, D);
     data_rows(4, DATA_GAUSSIAN, m->other_out, ROWS, D);
+    data_rows(5, DATA_GAUSSIAN, m->center, HEADS, D);
     for (int i = 0; i < ROWS; i++) {
         m->max[i] = m->other_max[i] = 0.5f;
         m->sum[i] = m->other_sum[i] = 2.0f;
@@ -141,6 +143,11 @@ static void free_world(world *w)
 
 static tqkv_result encode(world *w) { return tqkv_encode(w->store, w->src, w->n_tokens, w->position); }
 static tqkv_result probe(world *w) { return tqkv_probe(w->store, w->src, w->n_tokens, w->out); }
+static tqkv_result measure(world *w)
+{
+    return tqkv_measure(w->store, w->src, w->n_tokens, (tqkv_quality *)(void *)w->out);
+}
+static tqkv_result mean(world *w) { return tqkv_mean(w->store, w->src, w->n_tokens, w->out); }
 static tqkv_result decode(world *w) { return tqkv_decode(w->store, w->position, w->n_positions, w->basis, w->out); }
 static tqkv_result rotate(world *w) { return tqkv_rotate(w->src, w->n_rows, w->head_dim); }
 static tqkv_result unrotate(world *w) { return tqkv_unrotate(w->src, w->n_rows, w->head_dim); }
@@ -185,14 +192,17 @@ enum {
     CUT_BACK = 1 << 12,
     SAVE = 1 << 13,
     LOAD = 1 << 14,
-    ALL = 2 * LOAD - 1,
-    CODEC = ENCODE | PROBE | DECODE,
+    MEASURE = 1 << 15,
+    MEAN = 1 << 16,
+    ALL = 2 * MEAN - 1,
+    CODEC = ENCODE | PROBE | DECODE | MEASURE | MEAN,
     ROTATIONS = ROTATE | UNROTATE,
     RESIDENT = ATTEND | PARTIAL,           /* these read stored positions */
     ATTENTION = RESIDENT | MERGE | FINISH, /* these take a tqkv_attention */
     STORE = CODEC | RESIDENT,              /* these read the shape of a store */
     BUFFERS = ENCODE | DECODE | RESIDENT,  /* these read or write its codes */
-    SOURCE = ENCODE | PROBE                /* these read src */
+    CENTER = (CODEC - MEAN) | RESIDENT,    /* these read the centre */
+    SOURCE = CODEC - DECODE                /* these read src */
 };
 
 typedef struct input_call {
@@ -204,6 +214,8 @@ typedef struct input_call {
 static const input_call calls[] = {{ENCODE, "encode", encode},
                                    {PROBE, "probe", probe},
                                    {DECODE, "decode", decode},
+                                   {MEASURE, "measure", measure},
+                                   {MEAN, "mean", mean},
                                    {ROTATE, "rotate", rotate},
                                    {UNROTATE, "unrotate", unrotate},
                                    {ATTEND, "attend", attend},
@@ -312,7 +324,7 @@ static void check_sizes_of_invalid(const void *parameters)
     (void)parameters;
     memory *m = (memory *)test_alloc(sizeof *m);
     for (int i = 0; i < N_CHANGES; i++) {
-        if (changes[i].calls != STORE) continue; /* the shape itself is wrong */
+        if (changes[i].calls != STORE || changes[i].expected == TQKV_OK) continue; /* the shape itself is wrong */
         world w;
         make_world(&w, m);
         changes[i].apply(&w);

@@ -228,12 +228,15 @@ static void *call_all(void *argument)
     desc.value_format = t->row->values;
     desc.softcap = 5.0f;
     bool good = tqkv_cache_create(&desc, &cache) == TQKV_OK;
+    good = good && tqkv_cache_set_center(cache, t->rows, t->q) == TQKV_OK;
     good = good && tqkv_cache_append(cache, t->rows, t->rows, 90) == TQKV_OK;
     good = good && tqkv_cache_attend(cache, t->q, 24, t->out) == TQKV_OK;
     good = good && tqkv_cache_save(cache, stream_write, &t->snapshot) == TQKV_OK;
     good = good && tqkv_cache_load(&desc, stream_read, &t->snapshot, &loaded) == TQKV_OK;
     good = good && tqkv_decode(tqkv_cache_keys(cache), 0, 24, TQKV_ORIGINAL, t->out) == TQKV_OK;
     good = good && tqkv_probe(tqkv_cache_keys(cache), t->rows, 24, t->out) == TQKV_OK;
+    good = good && tqkv_measure(tqkv_cache_keys(cache), t->rows, 24, (tqkv_quality *)(void *)t->out) == TQKV_OK;
+    good = good && tqkv_mean(tqkv_cache_keys(cache), t->rows, 24, t->out) == TQKV_OK;
     tqkv_cache_destroy(cache);
     tqkv_cache_destroy(loaded);
     return good ? t : NULL;

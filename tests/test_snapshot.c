@@ -156,8 +156,10 @@ typedef struct header_row {
 
 static const header_row header_rows[] = {
     {"magic", 0, 1, 'T'},
-    {"version", 8, 4, 2},
+    {"version", 8, 4, 3},
+    {"version_1_of_tables_2", 8, 4, 1},
     {"table_version", 12, 4, 99},
+    {"table_version_1", 12, 4, 1},
     {"head_dim", 16, 4, 48},
     {"zero_head_dim", 16, 4, 0},
     {"n_kv_heads", 20, 4, 0},
@@ -168,9 +170,9 @@ static const header_row header_rows[] = {
     {"capacity_below_resident", 28, 4, 2},
     {"negative_capacity", 28, 4, 0x80000000},
     {"default_key_format", 32, 4, 0},
-    {"unknown_key_format", 32, 4, 9},
+    {"unknown_key_format", 32, 4, TEST_FORMATS + 1},
     {"huge_value_format", 36, 4, 0xfffffff0},
-    {"ring", 40, 4, 2},
+    {"flags", 40, 4, 8},
     {"negative_window", 44, 4, 0xffffffff},
     {"nan_scale", 48, 4, 0x7fc00000},
     {"zero_scale", 48, 4, 0},
@@ -185,6 +187,13 @@ static const header_row header_rows[] = {
     {"negative_end", 64, 8, UINT64_MAX},
 };
 
+static void put_header(stream *s, int offset, int bytes, uint64_t value)
+{
+    for (int i = 0; i < bytes; i++) s->bytes[offset + i] = (unsigned char)(value >> (8 * i));
+    const uint64_t hash = XXH3_64bits(s->bytes, HEADER_SIZE);
+    for (int i = 0; i < 8; i++) s->bytes[HEADER_SIZE + i] = (unsigned char)(hash >> (8 * i));
+}
+
 static void check_header(const void *parameters)
 {
     const header_row *row = (const header_row *)parameters;
@@ -193,9 +202,7 @@ static void check_header(const void *parameters)
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
     stream s = make_snapshot(&shape, &desc);
     REQUIRE(s.bytes, "no snapshot");
-    for (int i = 0; i < row->bytes; i++) s.bytes[row->offset + i] = (unsigned char)(row->value >> (8 * i));
-    uint64_t hash = XXH3_64bits(s.bytes, HEADER_SIZE);
-    for (int i = 0; i < 8; i++) s.bytes[HEADER_SIZE + i] = (unsigned char)(hash >> (8 * i));
+    put_header(&s, row->offset, row->bytes, row->value);
     expect_corrupt(&s, &counter, row->name, 0);
     stream_free(&s);
 }

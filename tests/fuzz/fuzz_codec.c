@@ -45,6 +45,7 @@ static void check_row(const run *r, int token, int head)
     size_t n_bytes = reference_row_bytes(s->format, s->head_dim);
     tqkv_store one = *s;
     one.n_kv_heads = 1;
+    one.center = reference_center(s, head);
     reference_encode_row(s, head, source, codes, norms, scaled);
     CHECK_RESULT(tqkv_probe(&one, source, 1, probed), TQKV_OK);
     check_same_floats(probed, scaled, s->head_dim, "scaled value");

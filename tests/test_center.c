@@ -1,0 +1,280 @@
+/* Centres: the mean, the measure, caches and snapshots that have one. attend_options.h and golden.h have centres in
+   attention and encoding. */
+#include "cache_fixture.h"
+#include "counting.h"
+#include "data.h"
+#include "reference.h"
+#include "runner.h"
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <math.h>
+
+enum { D = 64, HEADS = 2, TOKENS = 40 };
+
+/* Rows of HEADS heads, each with a constant part of `size` standard deviations. */
+static float *biased_rows(int n_tokens, int head_dim, float size)
+{
+    float *rows = test_rows(5, DATA_GAUSSIAN, n_tokens * HEADS, head_dim);
+    float *bias = test_rows(6, DATA_GAUSSIAN, HEADS, head_dim);
+    for (int i = 0; i < n_tokens * HEADS * head_dim; i++) rows[i] += size * bias[i % (HEADS * head_dim)];
+    free(bias);
+    return rows;
+}
+
+static void check_mean(const void *parameters)
+{
+    const int head_dim = *(const int *)parameters;
+    tqkv_store shape = test_store(TQKV_TQ4, head_dim, HEADS, 1, false);
+    float *rows = biased_rows(TOKENS, head_dim, 30.0f), mean[HEADS * REFERENCE_MAX_DIM];
+    CHECK_RESULT(tqkv_mean(&shape, rows, TOKENS, mean), TQKV_OK);
+    for (int i = 0; i < HEADS * head_dim; i++) {
+        double sum = 0.0;
+        for (int t = 0; t < TOKENS; t++) sum += (double)rows[t * HEADS * head_dim + i];
+        CHECK(mean[i] == (float)(sum / TOKENS), "element %d is %.9g, not %.9g", i, (double)mean[i], sum / TOKENS);
+    }
+    CHECK_RESULT(tqkv_mean(&shape, rows, 0, mean), TQKV_OK);
+    CHECK(mean[0] == 0.0f && mean[HEADS * head_dim - 1] == 0.0f, "the mean of nothing is %g", (double)mean[0]);
+    free(rows);
+    test_store_free(&shape);
+}
+
+typedef struct measure_row {
+    tqkv_format format;
+    int head_dim;
+    float bias;
+    bool centered;
+} measure_row;
+
+/* The measure of one head by plain sums over what encode, decode and probe give. */
+static tqkv_quality plain_quality(const tqkv_store *store, const float *rows, const float *scaled, int head)
+{
+    const int d = store->head_dim;
+    const float last = tqkv_last_boundary(store->format);
+    double squares = 0.0, noise = 0.0, mean = 0.0, differs = 0.0, second = 0.0, fourth = 0.0, beyond = 0.0;
+    for (int i = 0; i < d; i++) {
+        double sum = 0.0;
+        for (int t = 0; t < TOKENS; t++) sum += (double)rows[(t * HEADS + head) * d + i];
+        mean += sum / TOKENS * (sum / TOKENS);
+        for (int t = 0; t < TOKENS; t++) {
+            const double x = (double)rows[(t * HEADS + head) * d + i], v = (double)scaled[(t * HEADS + head) * d + i];
+            squares += x * x;
+            differs += (x - sum / TOKENS) * (x - sum / TOKENS);
+            second += v * v;
+            fourth += v * v * v * v;
+            beyond += fabs(v) > (double)last;
+        }
+    }
+    for (int t = 0; t < TOKENS; t++) {
+        double decoded[REFERENCE_MAX_DIM];
+        reference_decode(store, head, t, decoded);
+        for (int i = 0; i < d; i++) noise += pow(decoded[i] - (double)rows[(t * HEADS + head) * d + i], 2.0);
+    }
+    const double values = TOKENS * d;
+    const tqkv_quality q = {mean * TOKENS / squares, noise / differs, values * fourth / (second * second),
+                            beyond / values};
+    return q;
+}
+
+static void check_close(double got, double wanted, const char *what)
+{
+    CHECK(fabs(got - wanted) <= 1e-3 * fabs(wanted), "%s is %.6g, not %.6g", what, got, wanted);
+}
+
+static void check_measure(const void *parameters)
+{
+    const measure_row *row = (const measure_row *)parameters;
+    const int d = row->head_dim;
+    tqkv_store store = test_store(row->format, d, HEADS, TOKENS, false);
+    float *rows = biased_rows(TOKENS, d, row->bias), center[HEADS * REFERENCE_MAX_DIM];
+    float *scaled = (float *)test_alloc(sizeof(float) * (size_t)(TOKENS * HEADS * d));
+    CHECK_RESULT(tqkv_mean(&store, rows, TOKENS, center), TQKV_OK);
+    store.center = row->centered ? center : NULL;
+    CHECK_RESULT(tqkv_encode(&store, rows, TOKENS, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_probe(&store, rows, TOKENS, scaled), TQKV_OK);
+    tqkv_store shape = store;
+    tqkv_quality out[HEADS];
+    shape.codes = NULL;
+    shape.norms = NULL;
+    CHECK_RESULT(tqkv_measure(&shape, rows, TOKENS, out), TQKV_OK);
+    for (int head = 0; head < HEADS; head++) {
+        const tqkv_quality wanted = plain_quality(&store, rows, scaled, head);
+        check_close(out[head].mean_share, wanted.mean_share, "mean_share");
+        check_close(out[head].error, wanted.error, "error");
+        check_close(out[head].kurtosis, wanted.kurtosis, "kurtosis");
+        CHECK(out[head].beyond == wanted.beyond, "beyond is %g, not %g", out[head].beyond, wanted.beyond);
+    }
+    CHECK_RESULT(tqkv_measure(&shape, rows, 0, out), TQKV_OK);
+    CHECK(out[0].mean_share == 0.0 && out[0].error == 0.0 && out[0].kurtosis == 0.0 && out[0].beyond == 0.0,
+          "the measure of nothing is not zeros");
+    free(rows);
+    free(scaled);
+    test_store_free(&store);
+}
+
+/* Rows that are all equal, and rows of zeros: no division by zero. */
+static void check_measure_edges(const void *parameters)
+{
+    (void)parameters;
+    float rows[3 * D] = {0};
+    tqkv_store shape = test_store(TQKV_TQ2, D, 1, 1, false);
+    tqkv_quality out;
+    CHECK_RESULT(tqkv_measure(&shape, rows, 3, &out), TQKV_OK);
+    CHECK(out.mean_share == 0.0 && out.error == 0.0 && out.kurtosis == 0.0, "zeros measure %g %g %g", out.mean_share,
+          out.error, out.kurtosis);
+    for (int i = 0; i < 3 * D; i++) rows[i] = 0.125f * (float)(i % D);
+    CHECK_RESULT(tqkv_measure(&shape, rows, 3, &out), TQKV_OK);
+    CHECK(out.mean_share == 1.0 && isinf(out.error), "equal rows measure %g %g", out.mean_share, out.error);
+    test_store_free(&shape);
+}
+
+/* A bias a hundred times as large as the rest: with a centre the error is that of rows without a bias. */
+static void check_gain(const void *parameters)
+{
+    const tqkv_format format = *(const tqkv_format *)parameters;
+    tqkv_store shape = test_store(format, D, HEADS, 1, false);
+    float *plain = biased_rows(TOKENS, D, 0.0f), *biased = biased_rows(TOKENS, D, 100.0f), center[HEADS * D];
+    tqkv_quality before[HEADS], without[HEADS], with[HEADS];
+    CHECK_RESULT(tqkv_mean(&shape, biased, TOKENS, center), TQKV_OK);
+    CHECK_RESULT(tqkv_measure(&shape, plain, TOKENS, before), TQKV_OK);
+    CHECK_RESULT(tqkv_measure(&shape, biased, TOKENS, without), TQKV_OK);
+    shape.center = center;
+    CHECK_RESULT(tqkv_measure(&shape, biased, TOKENS, with), TQKV_OK);
+    for (int h = 0; h < HEADS; h++) {
+        CHECK(with[h].error < 1.1 * before[h].error, "with a centre %g, without a bias %g", with[h].error,
+              before[h].error);
+        CHECK(without[h].mean_share > 0.999, "mean_share is %g", without[h].mean_share);
+        if (format != TQKV_F16)
+            CHECK(without[h].error > 100.0 * with[h].error, "no centre: %g, centre: %g", without[h].error,
+                  with[h].error);
+    }
+    free(plain);
+    free(biased);
+    test_store_free(&shape);
+}
+
+/* A cache with centres equals attention over stores with centres, and so does the cache loaded from its snapshot. */
+static void check_cache(const void *parameters)
+{
+    const cache_row *row = (const cache_row *)parameters;
+    const int d = row->head_dim, n = CACHE_HEADS * CACHE_GROUP * 2 * d;
+    tqkv_cache_desc desc = cache_desc(row, NULL);
+    float *centers = test_rows(7, DATA_GAUSSIAN, 2 * CACHE_HEADS, d), *values = centers + CACHE_HEADS * d;
+    float *q = test_rows(8, DATA_GAUSSIAN, n / d, d), *own = (float *)test_alloc(2 * sizeof(float) * (size_t)n);
+    double *wanted = (double *)test_alloc(sizeof(double) * (size_t)n);
+    cache_row empty = *row;
+    empty.n_tokens = 0;
+    tqkv_cache *cache = cache_make(&empty, &desc), *loaded = NULL;
+    REQUIRE(cache, "no cache");
+    const size_t bytes = tqkv_cache_bytes(cache);
+    CHECK_RESULT(tqkv_cache_set_center(cache, centers, values), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_set_center(cache, row->ring ? NULL : centers, values), TQKV_OK);
+    CHECK(tqkv_cache_bytes(cache) == bytes, "centres are counted");
+    CHECK(tqkv_cache_keys(cache)->center != centers, "the centre is not a copy");
+    cache_append_seed(cache, 3, row->n_tokens, d);
+    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, NULL), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_cache_attend(cache, q, 2, own), TQKV_OK);
+    tqkv_attention a = cache_attention(cache, &desc, 2, 0);
+    CHECK((a.keys->center == NULL) == row->ring && a.values->center, "a centre is missing");
+    reference_attend(&a, q, wanted);
+    const double error = reference_relative_error(own, wanted, (size_t)n);
+    CHECK(error <= 2e-5, "relative error %.3g", error);
+    stream s = stream_of_cache(cache);
+    CHECK_RESULT(tqkv_cache_load(&desc, stream_read, &s, &loaded), TQKV_OK);
+    if (loaded) {
+        stream again = stream_of_cache(loaded);
+        CHECK(stream_is_equal(&s, &again), "another snapshot after loading");
+        CHECK_RESULT(tqkv_cache_attend(loaded, q, 2, own + n), TQKV_OK);
+        CHECK(!memcmp(own, own + n, sizeof(float) * (size_t)n), "the loaded cache answers differently");
+        stream_free(&again);
+    }
+    CHECK_RESULT(tqkv_cache_truncate(cache, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, NULL), TQKV_OK);
+    CHECK(!tqkv_cache_keys(cache)->center && !tqkv_cache_values(cache)->center, "a centre is left");
+    stream_free(&s);
+    tqkv_cache_destroy(cache);
+    tqkv_cache_destroy(loaded);
+    free(centers);
+    free(q);
+    free(own);
+    free(wanted);
+}
+
+/* Refused centres leave the cache's as they are. */
+static void check_refused(const void *parameters)
+{
+    (void)parameters;
+    static const float bad[3] = {(float)NAN, (float)INFINITY, -(float)INFINITY};
+    const cache_row row = {TQKV_TQ3, TQKV_TQ2, D, 8, false, 0, -1};
+    tqkv_cache_desc desc = cache_desc(&row, NULL);
+    tqkv_cache *cache = cache_make(&row, &desc);
+    REQUIRE(cache, "no cache");
+    float *center = test_rows(7, DATA_GAUSSIAN, CACHE_HEADS, D);
+    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, center), TQKV_OK);
+    const float kept = center[0];
+    for (int i = 0; i < 3; i++)
+        for (int at = 0; at < CACHE_HEADS * D; at += CACHE_HEADS * D - 1) {
+            const float good = center[at];
+            center[at] = bad[i];
+            CHECK_RESULT(tqkv_cache_set_center(cache, center, NULL), TQKV_NOT_FINITE);
+            CHECK_RESULT(tqkv_cache_set_center(cache, NULL, center), TQKV_NOT_FINITE);
+            center[at] = good;
+        }
+    CHECK_RESULT(tqkv_cache_set_center(NULL, center, center), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_cache_set_center(cache, (const float *)((uintptr_t)center + 1), NULL), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_cache_set_center(cache, tqkv_cache_values(cache)->center, NULL), TQKV_INVALID_ARGUMENT);
+    CHECK(!tqkv_cache_keys(cache)->center && tqkv_cache_values(cache)->center[0] == kept, "a refused centre was taken");
+    free(center);
+    tqkv_cache_destroy(cache);
+}
+
+/* Snapshots of version 1 still load. They have the layout of version 2 without centres. */
+static void check_version_1(const void *parameters)
+{
+    (void)parameters;
+    enum { HEADER = 72 };
+    const cache_row row = {TQKV_TQ5, TQKV_I8, D, 8, false, 6, -1};
+    tqkv_cache_desc desc = cache_desc(&row, NULL);
+    tqkv_cache *cache = cache_make(&row, &desc), *loaded = NULL;
+    REQUIRE(cache, "no cache");
+    stream s = stream_of_cache(cache), first = stream_of_cache(cache);
+    first.bytes[8] = first.bytes[12] = 1; /* versions of the snapshot and of the tables */
+    const uint64_t hash = XXH3_64bits(first.bytes, HEADER);
+    for (int i = 0; i < 8; i++) first.bytes[HEADER + i] = (unsigned char)(hash >> (8 * i));
+    CHECK_RESULT(tqkv_cache_load(&desc, stream_read, &first, &loaded), TQKV_OK);
+    if (loaded) {
+        stream again = stream_of_cache(loaded);
+        CHECK(stream_is_equal(&s, &again), "other content");
+        stream_free(&again);
+    }
+    tqkv_cache_destroy(loaded);
+    tqkv_cache_destroy(cache);
+    stream_free(&s);
+    stream_free(&first);
+}
+
+void test_center_cases(void)
+{
+    for (int d = 0; d < 6; d++)
+        test_add(check_mean, &test_head_dims[d], sizeof(int), "center/mean/%d", test_head_dims[d]);
+    for (int f = 0; f < TEST_FORMATS; f++) {
+        const char *name = tqkv_format_name(test_formats[f]);
+        for (int i = 0; i < 4; i++) {
+            const measure_row row = {test_formats[f], test_head_dims[(f + i) % 6], i % 2 ? 20.0f : 0.0f, i >= 2};
+            test_add(check_measure, &row, sizeof row, "center/measure/%s/%d/%d", name, row.head_dim, i);
+        }
+        test_add(check_gain, &test_formats[f], sizeof *test_formats, "center/gain/%s", name);
+        const cache_row cache = {test_formats[f],
+                                 test_formats[(f + 7) % TEST_FORMATS],
+                                 test_head_dims[f % 6],
+                                 12,
+                                 f % 2 != 0,
+                                 f % 2 ? 30 : 11,
+                                 -1};
+        test_add(check_cache, &cache, sizeof cache, "center/cache/%s", name);
+    }
+    test_add(check_measure_edges, NULL, 0, "center/measure_edges");
+    test_add(check_refused, NULL, 0, "center/refused");
+    test_add(check_version_1, NULL, 0, "center/version_1");
+}
