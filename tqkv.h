@@ -2691,7 +2691,7 @@ TQKV__OP TQKV__VECTOR TQKV__(add_squares)(const int bits, const bool short_lanes
 
 /* Sums of squares of LANES lanes, each over its per_lane neighbours in order. A transpose brings the e-th neighbours of
    all lanes into one vector. If per_lane < LANES, bit j of a lane's number moves to bit (j + log2(per_lane)) modulo
-   log2(LANES) of its place. per_lane is a constant. */
+   log2(LANES) of its place. y: floats or, if bits is not 0, words of codes. bits and per_lane are constants. */
 TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int bits, const bool short_lanes, const int per_lane,
                                         const tqkv__quantiser *q, const uint8_t *y)
 {
@@ -2719,116 +2719,117 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int bits, const bool short_lanes, 
     return sum;
 }
 
-/* The bit of a lane's place that holds bit `bit` of its number, after the transpose of 1 << rotated vectors. */
-#define TQKV__LOG2(n)             ((n) == 1 ? 0 : (n) == 2 ? 1 : (n) == 4 ? 2 : (n) == 8 ? 3 : 4)
-#define TQKV__PLACE(bit, rotated) (((bit) + (rotated)) % TQKV__LOG2(TQKV__LANES))
-
-/* The xor-tree of tqkv__sums_tq over the lanes of `vectors` vectors, up to the lanes of one norm. Where two vectors are
-   left, the first of them takes the sums of both: half of its lanes are free. The parameters are constants. */
-TQKV__OP void TQKV__(add_lanes)(const int rotated, const int vectors, const int lanes_per_norm, TQKV__VECTOR *x)
+/* Adds lanes by the xor-tree of tqkv__sums_tq up to those that share a norm. x: the sums of n_lanes lanes of per_lane
+   words each; sums: one a norm. The parameters are constants. */
+TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int n_norms, TQKV__VECTOR *x, float *sums)
 {
-    int left = vectors;
-    TQKV__UNROLL
-    for (int bit = 0; bit < 4; bit++) {
-        if (1 << bit >= TQKV__LANES || 1 << bit >= lanes_per_norm) continue;
-        const int place = TQKV__PLACE(bit, rotated);
-        TQKV__UNROLL
-        for (int i = 0; i < left; i++) {
-            if (left == 1)
-                x[0] += TQKV__(swap)(1 << place, x[0]);
-            else if (i % 2 == 0) {
-                const TQKV__VECTOR a = x[i], b = x[i + 1];
-                x[i / 2] = TQKV__(even)(place, a, b) + TQKV__(odd)(place, a, b);
-            }
-        }
-        left = left > 1 ? left / 2 : 1;
-    }
-    TQKV__UNROLL
-    for (int bit = 0; bit < 3; bit++) { /* of the vectors' numbers */
-        if (1 << bit >= vectors || TQKV__LANES << bit >= lanes_per_norm) continue;
-        TQKV__UNROLL
-        for (int i = 0; i < left; i++) {
-            if (1 << bit < TQKV__LANES)
-                x[i] += TQKV__(swap)(1 << TQKV__PLACE(bit, rotated), x[i]);
-            else if (i % 2 == 0)
-                x[i] += x[i + 1];
-        }
-    }
-}
-
-/* Lanes in the sums of a row: 32 or, with four codes to a word, at most one a word. */
-#define TQKV__SUM_LANES(bits, head_dim) ((bits) && (head_dim) < 128 ? (head_dim) / 4 : 32)
-
-/* Sums of the lanes, then by the xor-tree of tqkv__sums_tq of those that share a norm. y: the row's floats or, if bits
-   is not 0, its codes, four to a word. sums: one a norm. bits and head_dim are constants. */
-TQKV__OP void TQKV__(row_sums)(const int bits, const int head_dim, const tqkv__quantiser *q, const uint8_t *y,
-                               float *sums)
-{
-    const int n_lanes = TQKV__SUM_LANES(bits, head_dim), per_lane = head_dim / n_lanes / (bits ? 4 : 1);
     const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES, vectors = n_lanes / TQKV__LANES;
-    const int lanes_per_norm = n_lanes * TQKV__NORM_BLOCK(TQKV__BOOK, head_dim) / head_dim;
-    TQKV__VECTOR x[32 / TQKV__LANES];
-    if (bits == 0 || per_lane <= 2) {
-        TQKV__UNROLL
-        for (int i = 0; i < vectors; i++)
-            x[i] = TQKV__(lane_sums)(bits, head_dim < 128, per_lane, q, y + 4 * i * TQKV__LANES * per_lane);
-    } else /* shorter code */
-        for (int i = 0; i < vectors; i++)
-            x[i] = TQKV__(lane_sums)(bits, head_dim < 128, per_lane, q, y + 4 * i * TQKV__LANES * per_lane);
-    TQKV__(add_lanes)(TQKV__LOG2(width), vectors, lanes_per_norm, x);
-    for (int lane = 0; lane < n_lanes; lane += lanes_per_norm) {
-        int place = 0, vector = lane / TQKV__LANES;
-        TQKV__UNROLL
-        for (int bit = 0; 1 << bit < TQKV__LANES; bit++) {
-            const int from =
-                1 << bit < vectors ? lane / TQKV__LANES : lane; /* merged, a vector's number is in its place */
-            place |= (from >> bit & 1) << TQKV__PLACE(bit, TQKV__LOG2(width));
-            vector >>= 1 << bit < vectors;
+    TQKV__ALIGNED float lanes[32];
+    TQKV__UNROLL
+    for (int bit = 0; bit < 4; bit++)
+        if (1 << bit < TQKV__LANES && 1 << bit < n_lanes / n_norms) {
+            const int place = (1 << bit) * width, distance = place < TQKV__LANES ? place : place / TQKV__LANES;
+            TQKV__UNROLL
+            for (int i = 0; i < vectors; i++) x[i] += TQKV__(swap)(distance, x[i]);
         }
-        *sums++ = x[vector][place];
+    TQKV__UNROLL
+    for (int step = 1; step < 8; step++) {
+        if ((step & (step - 1)) || step >= vectors || step * TQKV__LANES >= n_lanes / n_norms) continue;
+        TQKV__UNROLL
+        for (int i = 0; i < vectors; i++)
+            if (!(i & step)) x[i] = x[i | step] = x[i] + x[i | step];
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < vectors; i++) TQKV__(store)(lanes + i * TQKV__LANES, x[i]);
+    TQKV__UNROLL
+    for (int b = 0; b < n_norms; b++) {
+        const int lane = n_lanes / n_norms * b, place = lane % TQKV__LANES * width;
+        sums[b] = lanes[lane / TQKV__LANES * TQKV__LANES + place % TQKV__LANES + place / TQKV__LANES];
     }
 }
 
-/* Sums of squares of one row, one for each norm; sums: [norms_per_row]. bits is a constant. */
-TQKV__OP void TQKV__(norm_sums)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, const uint8_t *y,
-                                float *sums)
-{
-#define TQKV__ROW_SUMS(D)                                                                                              \
-    if (s->head_dim == (D)) TQKV__(row_sums)(bits, D, q, y, sums);
-    TQKV__ROW_SUMS(32)
-    TQKV__ROW_SUMS(64)
-    TQKV__ROW_SUMS(128)
-    TQKV__ROW_SUMS(256)
-    TQKV__ROW_SUMS(512)
-    TQKV__ROW_SUMS(1024)
-#undef TQKV__ROW_SUMS
-}
+/* Calls step(head_dim, norms of a row of BOOK) with the constants of s. */
+#define TQKV__BY_HEAD_DIM(step)                                                                                        \
+    switch (s->head_dim) {                                                                                             \
+        step(32, 1) step(64, 1) step(128, 1) step(256, 1) step(512, 2) step(1024, 4)                                   \
+    }
 
+/* Sums of squares of one row, one for each norm; sums: [norms_per_row] */
 TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, float *sums)
 {
-    TQKV__(norm_sums)(0, s, NULL, (const uint8_t *)(const void *)y, sums);
+    const uint8_t *bytes = (const uint8_t *)(const void *)y;
+    TQKV__VECTOR x[32 / TQKV__LANES];
+#define TQKV__SUM_FLOATS(D, n)                                                                                         \
+    case D:                                                                                                            \
+        TQKV__UNROLL                                                                                                   \
+        for (int i = 0; i < 32 / TQKV__LANES; i++)                                                                     \
+            x[i] = TQKV__(lane_sums)(0, false, D / 32, NULL, bytes + i * TQKV__LANES * (D / 8));                       \
+        TQKV__(add_lanes)(32, D / 32, n, x, sums);                                                                     \
+        break;
+    TQKV__BY_HEAD_DIM(TQKV__SUM_FLOATS)
+#undef TQKV__SUM_FLOATS
+}
+
+/* Four codes to a word: lanes of one word up to D=128, fewer than 32 below. */
+#define TQKV__WORD_LANES(D) ((D) < 128 ? (D) / 4 : 32)
+#define TQKV__LANE_WORDS(D) ((D) / 4 / TQKV__WORD_LANES(D))
+
+/* The sums of the lanes of a row's codes; bits is a constant. lanes: [TQKV__WORD_LANES] */
+TQKV__OP void TQKV__(lanes_of_codes)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q,
+                                     const uint8_t *codes, float *lanes)
+{
+    const int words = TQKV__LANE_WORDS(s->head_dim);
+    for (int i = 0; i < TQKV__WORD_LANES(s->head_dim); i += TQKV__LANES, codes += 4 * TQKV__LANES * words) {
+        const bool short_lanes = s->head_dim < 128;
+        TQKV__VECTOR sum;
+        if (words == 1)
+            sum =
+                short_lanes ? TQKV__(lane_sums)(bits, true, 1, q, codes) : TQKV__(lane_sums)(bits, false, 1, q, codes);
+        else if (words == 2)
+            sum = TQKV__(lane_sums)(bits, false, 2, q, codes);
+        else if (words == 4)
+            sum = TQKV__(lane_sums)(bits, false, 4, q, codes);
+        else
+            sum = TQKV__(lane_sums)(bits, false, 8, q, codes);
+        TQKV__(store)(lanes + i, sum);
+    }
 }
 
 /* As sums_tq, of the centroids of codes: [head_dim]. TQ8's are too many for squares to look up: decodes the row. */
-TQKV__TARGET static void TQKV__(centroid_sums)(const tqkv__stream *s, const tqkv__quantiser *q, const uint8_t *codes,
-                                               float *sums)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream *s, const tqkv__quantiser *q,
+                                                              const uint8_t *codes, float *sums)
 {
+    TQKV__ALIGNED float lanes[32];
+    TQKV__VECTOR x[32 / TQKV__LANES];
     if (s->book_bits == 8) {
-        TQKV__ALIGNED float x[TQKV__X_STRIDE(TQKV_MAX_HEAD_DIM)];
+        TQKV__ALIGNED float decoded[TQKV__X_STRIDE(TQKV_MAX_HEAD_DIM)];
         TQKV__(block) row;
         memset(&row, 0, sizeof row);
         row.stream = s;
         row.codes = codes;
         row.dim = s->head_dim;
-        TQKV__(decode_TQKV_TQ8)(&row, 1, x);
-        TQKV__(sums_tq)(s, x, sums);
-    } else if (s->book_bits == 6)
-        TQKV__(norm_sums)(6, s, q, codes, sums);
+        TQKV__(decode_TQKV_TQ8)(&row, 1, decoded);
+        TQKV__(sums_tq)(s, decoded, sums);
+        return;
+    }
+    if (s->book_bits == 6)
+        TQKV__(lanes_of_codes)(6, s, q, codes, lanes);
     else if (s->book_bits == 5)
-        TQKV__(norm_sums)(5, s, q, codes, sums);
+        TQKV__(lanes_of_codes)(5, s, q, codes, lanes);
     else /* fewer centroids are in the same registers */
-        TQKV__(norm_sums)(4, s, q, codes, sums);
+        TQKV__(lanes_of_codes)(4, s, q, codes, lanes);
+#define TQKV__SUM_LANES(D, n)                                                                                          \
+    case D:                                                                                                            \
+        TQKV__UNROLL                                                                                                   \
+        for (int i = 0; i < TQKV__WORD_LANES(D) / TQKV__LANES; i++) x[i] = TQKV__(load)(lanes + i * TQKV__LANES);      \
+        TQKV__(add_lanes)(TQKV__WORD_LANES(D), TQKV__LANE_WORDS(D), n, x, sums);                                       \
+        break;
+    TQKV__BY_HEAD_DIM(TQKV__SUM_LANES)
+#undef TQKV__SUM_LANES
 }
+#undef TQKV__BY_HEAD_DIM
+#undef TQKV__WORD_LANES
+#undef TQKV__LANE_WORDS
 
 /* As tqkv__norm_tq for a few rows, in whole vectors. values: [n_rows], norms, scales: [n_rows][norms_per_row] */
 TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms,

@@ -17,6 +17,9 @@ typedef struct problem {
 static void fill_store(fuzz_input *input, tqkv_store *s, bool is_tame)
 {
     data_random random = {fuzz_bits(input, 4)};
+    float *center = (float *)(uintptr_t)s->center;
+    if (center && is_tame) fuzz_data(fuzz_byte(input), DATA_STUDENT, center, s->n_kv_heads, s->head_dim);
+    if (center && !is_tame) fuzz_rows(input, center, s->n_kv_heads, s->head_dim);
     s->codes = test_alloc(s->codes_size);
     uint8_t *codes = (uint8_t *)s->codes;
     for (size_t i = 0; i < s->codes_size; i++) codes[i] = (uint8_t)data_bits(&random);
@@ -44,6 +47,7 @@ static tqkv_store read_store(fuzz_input *input, int head_dim, int n_kv_heads)
     s.ring = (flags & 1) != 0;
     s.unrotated = (flags & 14) == 14;
     s.block_scale = flags & 16 ? 0.75f : 0.0f;
+    if (flags & 32) s.center = fuzz_new_floats(1, n_kv_heads, head_dim);
     s.codes_size = tqkv_codes_size(&s);
     s.norms_size = tqkv_norms_size(&s);
     return s;
@@ -77,8 +81,11 @@ static bool set_up(fuzz_input *input, problem *p)
     int head_dim = test_head_dims[fuzz_range(input, 0, 5)], n_kv_heads = fuzz_range(input, 1, 3);
     p->keys = read_store(input, head_dim, n_kv_heads);
     p->values = read_store(input, head_dim, n_kv_heads);
-    if (!p->keys.codes_size || !p->values.codes_size) return false; /* F16, TQ4 and I8 are never unrotated */
-    if (p->keys.codes_size + p->values.codes_size > MAX_BYTES) return false;
+    if (!p->keys.codes_size || !p->values.codes_size || p->keys.codes_size + p->values.codes_size > MAX_BYTES) {
+        free((void *)(uintptr_t)p->keys.center); /* some formats are never unrotated */
+        free((void *)(uintptr_t)p->values.center);
+        return false;
+    }
     read_options(input, p);
     fill_store(input, &p->keys, p->is_tame);
     fill_store(input, &p->values, p->is_tame);
@@ -96,6 +103,8 @@ static bool set_up(fuzz_input *input, problem *p)
 
 static void tear_down(problem *p)
 {
+    free((void *)(uintptr_t)p->keys.center);
+    free((void *)(uintptr_t)p->values.center);
     test_store_free(&p->keys);
     test_store_free(&p->values);
     free(p->q);

@@ -17,6 +17,7 @@ typedef struct model {
     int64_t base, first, end;
     counting counter;
     float sinks[MAX_HEADS];
+    float *centers[2]; /* of keys and values, or NULL */
 } model;
 
 static int n_heads(const model *m) { return m->desc.n_heads ? m->desc.n_heads : m->desc.n_kv_heads; }
@@ -33,14 +34,16 @@ static void read_desc(fuzz_input *input, model *m)
     desc->n_kv_heads = fuzz_range(input, 1, 2);
     desc->n_heads = fuzz_range(input, 0, 4) * desc->n_kv_heads;
     desc->capacity = fuzz_range(input, 1, desc->head_dim <= 64 ? 150 : 9600 / desc->head_dim);
-    desc->key_format = test_no_format(fuzz_range(input, 0, 8));
-    desc->value_format = test_no_format(fuzz_range(input, 0, 8));
+    desc->key_format = test_no_format(fuzz_range(input, 0, TEST_FORMATS));
+    desc->value_format = test_no_format(fuzz_range(input, 0, TEST_FORMATS));
     desc->ring = (flags & 1) != 0;
     desc->window = flags & 2 ? fuzz_byte(input) : 0;
     if (flags & 4) desc->parallel.run = fuzz_run_backwards;
     if (flags & 8) desc->sinks = m->sinks;
     for (int i = 0; i < MAX_HEADS; i++) m->sinks[i] = (float)(i * 7 % 5) - 2.0f;
     desc->allocator = counting_allocator(&m->counter);
+    m->centers[0] = flags & 16 ? test_rows(1, DATA_GAUSSIAN, desc->n_kv_heads, desc->head_dim) : NULL;
+    m->centers[1] = flags & 32 ? test_rows(2, DATA_STUDENT, desc->n_kv_heads, desc->head_dim) : NULL;
 }
 
 static bool set_up(fuzz_input *input, model *m)
@@ -53,6 +56,9 @@ static bool set_up(fuzz_input *input, model *m)
     m->positions = 2 * m->desc.capacity + 10;
     m->keys = test_store(keys, m->desc.head_dim, m->desc.n_kv_heads, m->positions, false);
     m->values = test_store(values, m->desc.head_dim, m->desc.n_kv_heads, m->positions, false);
+    m->keys.center = m->centers[0];
+    m->values.center = m->centers[1];
+    CHECK_RESULT(tqkv_cache_set_center(m->cache, m->centers[0], m->centers[1]), TQKV_OK);
     return true;
 }
 
@@ -60,6 +66,8 @@ static void tear_down(model *m)
 {
     tqkv_cache_destroy(m->cache);
     CHECK_NO_LEAK(&m->counter);
+    free(m->centers[0]);
+    free(m->centers[1]);
     test_store_free(&m->keys);
     test_store_free(&m->values);
 }
@@ -185,6 +193,7 @@ static void attend(fuzz_input *input, model *m)
 
 static void truncate_to(model *m, int64_t end)
 {
+    if (m->end) CHECK_RESULT(tqkv_cache_set_center(m->cache, NULL, NULL), TQKV_INVALID_ARGUMENT);
     bool fits = end == 0 || (end >= m->base + m->first && end <= m->base + m->end);
     tqkv_result result = tqkv_cache_truncate(m->cache, end);
     CHECK(result == (fits ? TQKV_OK : TQKV_OUT_OF_RANGE), "truncate: %s", tqkv_result_string(result));

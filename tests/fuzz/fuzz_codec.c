@@ -10,13 +10,14 @@ static tqkv_store read_shape(fuzz_input *input)
     tqkv_store s;
     memset(&s, 0, sizeof s);
     uint8_t odd = fuzz_byte(input);
-    s.format = test_no_format(odd & 1 ? fuzz_int(input) : fuzz_range(input, 1, 8));
+    s.format = test_no_format(odd & 1 ? fuzz_int(input) : fuzz_range(input, 1, TEST_FORMATS));
     s.head_dim = odd & 2 ? fuzz_int(input) : test_head_dims[fuzz_range(input, 0, 5)];
     s.n_kv_heads = odd & 4 ? fuzz_int(input) : fuzz_range(input, 1, 3);
     s.capacity = odd & 8 ? fuzz_int(input) : fuzz_range(input, 1, 70);
     s.block_scale = odd & 16 ? fuzz_float(input) : 0.0f;
     s.ring = (odd & 32) != 0;
     s.unrotated = (odd & 64) != 0;
+    if (odd & 128) s.center = (const float *)&s; /* any: check_run reads one */
     return s;
 }
 
@@ -29,6 +30,7 @@ static void check_same_floats(const float *a, const float *b, int n, const char 
 
 typedef struct run {
     tqkv_store store;
+    bool center_is_finite;
     const float *source; /* [n_tokens][n_kv_heads][head_dim] */
     int n_tokens;
     int64_t position;
@@ -65,8 +67,10 @@ static void check_decoded(const run *r, int token, const float *decoded, tqkv_ba
         if (basis == TQKV_ROTATED && reference_is_rotated(s)) reference_rotate_double(row, s->head_dim);
         for (int i = 0; i < s->head_dim; i++) size += row[i] * row[i];
         if (!(size > 1e-60 && size < 1e60)) continue;
-        double error = reference_relative_error(decoded, row, (size_t)s->head_dim);
-        CHECK(error <= 2e-6, "token %d, head %d: relative error %.3g", token, head, error);
+        double error = reference_relative_error(decoded, row, (size_t)s->head_dim), center = 0.0;
+        for (int i = 0; s->center && i < s->head_dim; i++) center += pow((double)reference_center(s, head)[i], 2.0);
+        CHECK(error <= 2e-6 * (1.0 + sqrt(center / size)), "token %d, head %d: relative error %.3g", token, head,
+              error);
     }
 }
 
@@ -104,6 +108,7 @@ static void check_rotation(float *rows, int n_rows, int head_dim)
 static tqkv_result expected_result(const run *r, bool finite)
 {
     const tqkv_store *s = &r->store;
+    if (!r->center_is_finite) return TQKV_NOT_FINITE;
     if (r->position < 0 || r->position > INT64_MAX - r->n_tokens) return TQKV_OUT_OF_RANGE;
     if (!s->ring && r->position + r->n_tokens > s->capacity) return TQKV_OUT_OF_RANGE;
     return finite ? TQKV_OK : TQKV_NOT_FINITE;
@@ -116,6 +121,11 @@ static void check_run(fuzz_input *input, run *r)
     float *source = fuzz_new_floats(r->n_tokens, s->n_kv_heads, s->head_dim);
     fuzz_rows(input, source, rows, s->head_dim);
     r->source = source;
+    r->center_is_finite = true;
+    float *center = s->center ? fuzz_new_floats(1, s->n_kv_heads, s->head_dim) : NULL;
+    if (center) fuzz_rows(input, center, s->n_kv_heads, s->head_dim);
+    for (int i = 0; center && i < s->n_kv_heads * s->head_dim; i++) r->center_is_finite &= fuzz_is_finite(center[i]);
+    s->center = center;
     bool finite = true;
     for (int i = 0; i < rows * s->head_dim; i++) finite &= fuzz_is_finite(source[i]);
     s->codes = test_alloc_filled(s->codes_size, 0xff);
@@ -129,6 +139,7 @@ static void check_run(fuzz_input *input, run *r)
         check_stored(r);
     if (finite) check_rotation(source, rows, s->head_dim);
     free(source);
+    free(center);
     test_store_free(s);
 }
 
@@ -144,6 +155,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
     r.store.norms_size = tqkv_norms_size(&r.store);
     if (r.store.codes_size == 0 || r.store.codes_size > MAX_CODES || r.store.norms_size > MAX_CODES) {
         float row[REFERENCE_MAX_DIM] = {0};
+        r.store.center = NULL;
         CHECK(tqkv_encode(&r.store, row, 1, 0) != TQKV_OK, "a store without memory");
         CHECK(tqkv_decode(&r.store, 0, 1, TQKV_ORIGINAL, row) != TQKV_OK, "a store without memory");
         tqkv_rotate(row, 1, r.store.head_dim);
