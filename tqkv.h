@@ -1995,8 +1995,8 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
 #define TQKV__NARROW(format, dim)                                                                                      \
     (TQKV__PACKED(format) && TQKV__NIBBLE_RUN * TQKV__LANES > 32 && (dim) < TQKV__NIBBLE_RUN * TQKV__LANES)
-/* Formats with loops straight from the codes. On AVX2 and NEON a codebook for bytes leaves no registers for sums. */
-#define TQKV__DIRECT(format) (TQKV__LANES > 8 || TQKV__MAIN_BITS(format) != 8 || TQKV__KIND(format) != TQKV__BOOK)
+/* Formats with loops straight from the codes. On NEON a codebook for bytes leaves no registers for sums. */
+#define TQKV__DIRECT(format) (TQKV__LANES > 4 || TQKV__MAIN_BITS(format) != 8 || TQKV__KIND(format) != TQKV__BOOK)
 
 /* Distance between decoded rows. The gap keeps equal columns of many rows out of the same cache sets. */
 #define TQKV__X_STRIDE(dim) ((dim) + 16)
@@ -2908,27 +2908,36 @@ TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q
     return TQKV__(finish)(count, TQKV__(bound)(bits, bounds, count), w, side);
 }
 
-/* Quantises TQ8 where tables are too large for instructions: cells by vectors, look-ups by loads. */
+/* Quantises TQ8 where tables are too large for instructions: vectors find the cells of a block, loads the counts and
+   bounds, vectors compare. One loop a step: a vector load that follows its parts' stores at once would wait for them. */
 TQKV__OP void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
-    TQKV__ALIGNED float folded[4 * TQKV__LANES];
-    TQKV__ALIGNED int32_t cells[4 * TQKV__LANES], sides[4 * TQKV__LANES];
-    for (int d = 0; d < n; d += 4 * TQKV__LANES) {
-        for (int i = 0; i < 4 * TQKV__LANES; i += TQKV__LANES) {
-            TQKV__(codes) side;
-            const TQKV__VECTOR v = TQKV__(load)(y + d + i) * TQKV__(set1)(scale);
-            const TQKV__VECTOR w = TQKV__(fold)(128, v, &side);
-            const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
-            const TQKV__(codes) whole = TQKV__(truncate)(cell);
-            TQKV__(store)(folded + i, w);
-            memcpy(cells + i, &whole, sizeof whole);
-            memcpy(sides + i, &side, sizeof side);
-        }
+    TQKV__ALIGNED float bounds[256]; /* as many as share a norm at most */
+    TQKV__ALIGNED int32_t cells[256];
+    TQKV__(codes) side, four[4];
+    for (int d = 0; d < n; d += TQKV__LANES) {
+        const TQKV__VECTOR w = TQKV__(fold)(128, TQKV__(load)(y + d) * TQKV__(set1)(scale), &side);
+        const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
+        four[0] = TQKV__(truncate)(cell);
+        memcpy(cells + d, &four[0], sizeof four[0]);
+    }
+    for (int d = 0; d < n; d += 8) {
         TQKV__UNROLL
-        for (int i = 0; i < 4 * TQKV__LANES; i++) {
-            const int count = q->below[cells[i]];
-            codes[d + i] = (uint8_t)((count + (q->bounds[count] <= folded[i])) ^ sides[i]);
+        for (int i = 0; i < 8; i++) {
+            cells[d + i] = q->below[cells[d + i]];
+            bounds[d + i] = q->bounds[cells[d + i]];
         }
+    }
+    for (int d = 0; d < n; d += 4 * TQKV__LANES) {
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++) {
+            const int at = d + i * TQKV__LANES;
+            const TQKV__VECTOR w = TQKV__(fold)(128, TQKV__(load)(y + at) * TQKV__(set1)(scale), &side);
+            memcpy(&four[i], cells + at, sizeof four[i]);
+            four[i] = TQKV__(finish)(four[i], TQKV__(load)(bounds + at), w, side);
+        }
+        const TQKV__(codes) narrow = TQKV__(narrow)(four);
+        memcpy(codes + d, &narrow, sizeof narrow);
     }
 }
 
@@ -3494,22 +3503,26 @@ TQKV__OP __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
 }
 /* Looks up the four bytes of 32 centroids and joins them: vector k of four has codes 4k to 4k + 3 of either half.
    upper: all ones for a code in the upper half. index: its place among 16. second: the sign bit marks the second 16 of
-   the half. The table has these as xor with the first: a negative index gives 0, and xor is cheaper than a blend. */
+   the half. The table has these as xor with the first: a negative index gives 0, and xor is cheaper than a blend. Both
+   unpacks of two bytes come before the next look-up and save registers, whichever of them this vector needs. */
 TQKV__OP __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, const __m256 *table, __m256i index,
                                                __m256i upper, __m256i second)
 {
     const __m256i sign = _mm256_set1_epi8(-128), beyond = _mm256_or_si256(index, _mm256_andnot_si256(second, sign));
-    __m256i bytes[4];
+    __m256i bytes[4], words[2];
     TQKV__UNROLL
     for (int p = 0; p < 4; p++) {
         bytes[p] = _mm256_shuffle_epi8(_mm256_castps_si256(table[p]), index);
         if (bits == 6)
             bytes[p] = _mm256_xor_si256(bytes[p], _mm256_shuffle_epi8(_mm256_castps_si256(table[4 + p]), beyond));
+        if (bits > 4 && p == 3) bytes[3] = _mm256_xor_si256(bytes[3], _mm256_and_si256(upper, sign));
+        if (p % 2 == 0) continue;
+        const __m256i lower = _mm256_unpacklo_epi8(bytes[p - 1], bytes[p]);
+        const __m256i higher = _mm256_unpackhi_epi8(bytes[p - 1], bytes[p]);
+        words[p / 2] = k < 2 ? lower : higher;
     }
-    if (bits > 4) bytes[3] = _mm256_xor_si256(bytes[3], _mm256_and_si256(upper, sign));
-    const __m256i low = k < 2 ? _mm256_unpacklo_epi8(bytes[0], bytes[1]) : _mm256_unpackhi_epi8(bytes[0], bytes[1]);
-    const __m256i high = k < 2 ? _mm256_unpacklo_epi8(bytes[2], bytes[3]) : _mm256_unpackhi_epi8(bytes[2], bytes[3]);
-    return _mm256_castsi256_ps(k % 2 ? _mm256_unpackhi_epi16(low, high) : _mm256_unpacklo_epi16(low, high));
+    return _mm256_castsi256_ps(k % 2 ? _mm256_unpackhi_epi16(words[0], words[1])
+                                     : _mm256_unpacklo_epi16(words[0], words[1]));
 }
 TQKV__OP void tqkv__load_table_avx2(const int bits, const bool nibbles, const tqkv__stream *s, __m256 *table)
 {
@@ -3569,8 +3582,25 @@ TQKV__OP __m256 tqkv__centroids_of_nibbles_avx2(const int bits, const int per_la
     return tqkv__centroids_of_planes_avx2(bits, k, table, _mm256_and_si256(_mm256_xor_si256(codes, half), fifteen),
                                           half, second);
 }
+/* Eight centroids of TQ8, whose magnitudes would take 32 shuffles. The asm keeps the codes in a register of which x86
+   reads the two lowest bytes (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
+TQKV__OP __m256 tqkv__centroids_by_loads_avx2(const uint8_t *p)
+{
+    const float *centroids = tqkv__tables.codebook_8;
+    __m128 pairs[4];
+    uint64_t codes;
+    memcpy(&codes, p, sizeof codes);
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++, codes >>= 16) {
+        __asm__("" : "+Q"(codes));
+        const __m128 low = _mm_load_ss(centroids + (codes & 255)), high = _mm_load_ss(centroids + (codes >> 8 & 255));
+        pairs[i] = _mm_unpacklo_ps(low, high);
+    }
+    return _mm256_set_m128(_mm_movelh_ps(pairs[2], pairs[3]), _mm_movelh_ps(pairs[0], pairs[1]));
+}
 TQKV__OP __m256 tqkv__centroids_of_bytes_avx2(const int bits, const int k, const __m256 *table, const uint8_t *p)
 {
+    if (bits == 8) return tqkv__centroids_by_loads_avx2(p + 8 * k);
     const __m256i order =
         _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0); /* puts the codes of each of the four vectors in place */
     const __m256i bytes = _mm256_loadu_si256((const __m256i *)(const void *)p);
