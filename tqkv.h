@@ -241,7 +241,10 @@ typedef struct tqkv_parallel {
 /* out = sum_j softmax_j( cap( scale * q.k_j ) ) v_j,   cap(x) = softcap > 0 ? softcap * tanh(x/softcap) : x
    Query head h reads KV head h / (n_heads/n_kv_heads). Query i is at position end - n_queries + i. It sees the resident
    positions up to its own; a window limits them to the newest `window`. A query that sees nothing gives zeros.
-   Attention reads no slot that no query sees. */
+   Attention reads no slot that no query sees.
+   On the processor the relative L2 error against double precision on the same codes is at most 2e-5 at any length, for
+   scores with a standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to
+   2^-24 |s|, and exp turns that into a share of its weight. */
 typedef struct tqkv_attention {
     const tqkv_store *keys, *values; /* same head_dim and n_kv_heads */
     int n_heads;                     /* query heads; 0 = n_kv_heads */
