@@ -107,7 +107,7 @@ endif
 endif
 
 # ---- Not part of `make test`: more than 2^31 values, in minutes and 5.1 GiB (peak resident size); random contexts to 2^20
-# ---- positions and 2.2 GiB, some of 65536 under qemu ----
+# ---- positions in 0.8 GiB, some of 65536 under qemu ----
 
 LARGE_FLAGS := -O2 $(TEST_FLAGS)
 $(TEST_BUILD)/large $(TEST_BUILD)/long: $(TEST_BUILD)/%: tests/large/%.c tests/attend_fixture.h \

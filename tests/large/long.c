@@ -183,6 +183,12 @@ static long_row random_row(int index)
     if (rows < 1) rows = 1;
     row.group = smaller(smaller(draw_size(&random, 6), 64 / row.n_kv_heads), rows);
     row.n_queries = smaller(smaller(draw_size(&random, 9), 512), rows / row.group);
+    if (index % 10 == 7) { /* one head, whose queries may be many within the bound */
+        row.head_dim = 32;
+        row.n_positions = 32768 + data_below(&random, 32768);
+        row.n_kv_heads = row.group = 1;
+        row.n_queries = 100 + data_below(&random, 413);
+    }
     row.end = row.n_positions + (index % 5 == 4 ? data_below(&random, 2 * row.n_positions) : 0);
     row.window = index % 6 == 2 ? 1 + data_below(&random, row.n_positions) : 0;
     row.mean = (float)data_below(&random, 5);
