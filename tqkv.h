@@ -265,7 +265,10 @@ typedef struct tqkv_parallel {
 /* out = sum_j softmax_j( cap( scale * q.k_j ) ) v_j,   cap(x) = softcap > 0 ? softcap * tanh(x/softcap) : x
    Query head h reads KV head h / (n_heads/n_kv_heads). Query i is at position end - n_queries + i. It sees the resident
    positions up to its own; a window limits them to the newest `window`. A query that sees nothing gives zeros.
-   Attention reads no slot that no query sees. */
+   Attention reads no slot that no query sees.
+   On the processor the relative L2 error against double precision on the same codes is at most 2e-5 at any length, for
+   scores with a standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to
+   2^-24 |s|, and exp turns that into a share of its weight. */
 typedef struct tqkv_attention {
     const tqkv_store *keys, *values; /* same head_dim and n_kv_heads */
     int n_heads;                     /* query heads; 0 = n_kv_heads */
@@ -904,8 +907,10 @@ typedef struct tqkv__backend {
 #endif
 
 /* Parts of fast math that clang announces by no macro (-fassociative-math, -freciprocal-math, -funsafe-math-optimizations)
-   would change norms. */
-#if defined(__clang__) && defined(__x86_64__) && !defined(TQKV_ALLOW_FAST_MATH)
+   would change norms. On arm64 clang 14 does not know the pragma, and reorders no sum that counts; clang 16 would. */
+#if defined(__clang__) && !defined(TQKV_ALLOW_FAST_MATH) &&                                                            \
+    (defined(__x86_64__) || (defined(__aarch64__) && __clang_major__ > 14))
+#define TQKV__PRECISE
 #pragma float_control(precise, on, push)
 #endif
 
@@ -1316,11 +1321,13 @@ static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
     return norm;
 }
 
-/* Norm of an I8 block: the largest magnitude / 127; scale: 1 / step of the grid. */
+/* Norm of an I8 block: the largest magnitude / 127; scale: 1 / step of the grid. With -freciprocal-math, which clang
+   announces by no macro, the compiler would multiply by 1/127 if it knew the divisor or could hoist it. */
 static float tqkv__norm_i8(float largest, float *scale)
 {
+    const volatile float steps = 127.0f;
     *scale = largest > TQKV__MIN_NORM ? TQKV__AS_FLOAT(127.0f / largest) : 0.0f;
-    return TQKV__AS_FLOAT(largest / 127.0f);
+    return TQKV__AS_FLOAT(largest / steps);
 }
 
 /* Sums of squares of a TQ row, one for each norm, in the order of a GPU's group of 32 lanes: each lane adds the squares
@@ -3816,6 +3823,9 @@ TQKV__OP float32x4_t tqkv__centroids_of_planes_neon(const int bits, const int k,
         const uint8x16x2_t pair = {
             {vreinterpretq_u8_f32(table[p]), vreinterpretq_u8_f32(table[bits == 6 ? 4 + p : p])}};
         bytes[p] = bits == 6 ? vqtbl2q_u8(pair, index) : vqtbl1q_u8(pair.val[0], index);
+#ifdef __clang__ /* clang 16 and 19 crash where they may join two look-ups of two registers into one of four */
+        if (bits == 6 && p % 2) __asm__("" : "+w"(bytes[p]));
+#endif
     }
     if (bits > 4) bytes[3] = veorq_u8(bytes[3], vandq_u8(upper, vdupq_n_u8(128)));
     const uint16x8_t low = vreinterpretq_u16_u8(k < 2 ? vzip1q_u8(bytes[0], bytes[1]) : vzip2q_u8(bytes[0], bytes[1]));
@@ -5727,7 +5737,8 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     return r;
 }
 
-#if defined(__clang__) && defined(__x86_64__) && !defined(TQKV_ALLOW_FAST_MATH)
+#ifdef TQKV__PRECISE
+#undef TQKV__PRECISE
 #pragma float_control(pop)
 #endif
 #endif /* TQKV_IMPLEMENTATION */

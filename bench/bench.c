@@ -1,9 +1,11 @@
-/* Measures tqkv against this core's limits and against ggml. `bench --help` names the options. */
+/* Measures tqkv against this core's limits and against peers. `bench --help` names the options. */
 #define TQKV_IMPLEMENTATION
 #include "stream.h"
 #include "peak.h"
 #include "peer.h"
 #include "timing.h"
+
+#include <dlfcn.h>
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 
@@ -30,7 +32,7 @@ enum { FORMATS = TQKV_TQ2 + 1 };
 
 typedef struct options {
     int head_dim, context, group, queries, rounds, quick, help; /* 0: all, or the default */
-    const char *isa, *format, *only, *chart;
+    const char *isa, *format, *only, *chart, *peers[2];         /* peers: shared objects */
 } options;
 
 typedef struct bench {
@@ -41,6 +43,7 @@ typedef struct bench {
     size_t read_at;
     volatile float sink;
     FILE *chart;
+    const peer_library *peers[2];                /* or NULL */
     bench_stream keys[FORMATS], values[FORMATS]; /* by format */
 } bench;
 
@@ -174,7 +177,9 @@ static void print_pair(const bench *b, const timing *t, const bench_shape *shape
     if (entry != f16) print_ratio(b, name, "f16", timing_ratio(t, entry, f16));
 }
 
-/* Prints the speed relative to each of ggml's ways, and to the best of those that read f16. */
+static bool is_peer(const timing_entry *entry) { return strstr(entry->name, "ggml_") != NULL; }
+
+/* Prints the speed relative to each of the peers' ways, and to the best of those that read f16. */
 static void print_peers(const bench *b, const timing *t, const bench_shape *shape, const pair *p)
 {
     char name[96];
@@ -182,12 +187,12 @@ static void print_peers(const bench *b, const timing *t, const bench_shape *shap
     double best = 0.0;
     name_shape(shape, p->name, name, sizeof name);
     for (int i = 0; i < t->n_entries; i++) {
-        if (strncmp(t->entries[i].name, "ggml", 4) != 0) continue;
+        if (!is_peer(&t->entries[i])) continue;
         const double ratio = timing_ratio(t, entry, &t->entries[i]);
         if (strstr(t->entries[i].name, "f16") && (best == 0.0 || ratio < best)) best = ratio;
         print_ratio(b, name, t->entries[i].name, ratio);
     }
-    if (best > 0.0) print_ratio(b, name, "ggml_best_f16", best);
+    if (best > 0.0) print_ratio(b, name, "peers_best_f16", best);
 }
 
 /* Lines for the chart of time by context: one token, head_dim 128, 16 query heads. */
@@ -232,7 +237,7 @@ static void print_shape(const bench *b, const timing *t, const bench_shape *shap
     for (int i = 0; i < COUNT(pairs); i++)
         if (timing_find(t, pairs[i].name)) print_pair(b, t, shape, &pairs[i], false);
     for (int i = 0; i < t->n_entries; i++) {
-        if (strncmp(t->entries[i].name, "ggml", 4) != 0) continue;
+        if (!is_peer(&t->entries[i])) continue;
         print_times(t, &t->entries[i]);
         printf("\n");
     }
@@ -263,19 +268,18 @@ static void run_shape(bench *b, const bench_shape *shape)
         works[i] = (attend_work){attention, &b->keys[pairs[i].keys], &b->values[pairs[i].values], 0, q, out};
         timing_add(&t, pairs[i].name, run_attend, &works[i]);
     }
-#ifdef BENCH_GGML
-    peer *p = peer_open(shape, &b->keys[TQKV_F16], &b->values[TQKV_F16], q);
-    if (p) {
-        peer_add(p, &t);
-        run_attend(&works[0]);
-        peer_check(p, out);
+    peer *peers[COUNT(b->peers)] = {NULL};
+    run_attend(&works[0]); /* F16 */
+    for (int i = 0; i < COUNT(b->peers); i++) {
+        if (b->peers[i]) peers[i] = b->peers[i]->open(shape, &b->keys[TQKV_F16], &b->values[TQKV_F16], q);
+        if (!peers[i]) continue;
+        b->peers[i]->add(peers[i], &t);
+        b->peers[i]->check(peers[i], out);
     }
-#endif
     timing_run(&t, &limits);
     print_shape(b, &t, shape);
-#ifdef BENCH_GGML
-    if (p) peer_close(p);
-#endif
+    for (int i = 0; i < COUNT(b->peers); i++)
+        if (peers[i]) b->peers[i]->close(peers[i]);
     free(q);
     free(out);
 }
@@ -360,8 +364,7 @@ static void print_encoder(const bench *b, const timing *t, const timing_entry *e
     print_ratio(b, name, "gb_per_s", rate);
     print_ratio(b, name, "memcpy", timing_ratio(t, entry, copy));
     for (int i = 0; i < t->n_entries; i++)
-        if (strncmp(t->entries[i].name, "ggml", 4) == 0)
-            print_ratio(b, name, t->entries[i].name, timing_ratio(t, entry, &t->entries[i]));
+        if (is_peer(&t->entries[i])) print_ratio(b, name, t->entries[i].name, timing_ratio(t, entry, &t->entries[i]));
 }
 
 static void encode_open(encode_work *work, tqkv_format format, int head_dim, const float *source)
@@ -392,9 +395,9 @@ static void run_encoders(bench *b, int head_dim)
         encode_open(&works[pairs[i].keys], pairs[i].keys, head_dim, source);
         timing_add(&t, pairs[i].name, run_encode, &works[pairs[i].keys]);
     }
-#ifdef BENCH_GGML
-    peer_add_encoders(&t, source, ENCODE_SOURCE_BYTES / (int)sizeof *source);
-#endif
+    for (int i = 0; i < COUNT(b->peers); i++)
+        if (b->peers[i])
+            b->peers[i]->add_encoders(&t, source, ENCODE_SOURCE_BYTES / (int)sizeof *source / head_dim, head_dim);
     timing_run(&t, &limits);
     printf("\nencode: head_dim %d, %d KiB of floats; %d rounds\n", head_dim, ENCODE_SOURCE_BYTES >> 10, t.n_rounds);
     printf("  %-28s %10s %10s %10s %10s %8s %8s\n", "microseconds", "median", "least", "most", "wall", "GB/s",
@@ -458,6 +461,7 @@ static void print_help(void)
            "  --only WHAT      encode or decode\n"
            "  --rounds N       this many rounds, at most %d; else 3 to 15, as many as fit into a second\n"
            "  --quick          one head_dim, short contexts, few rounds\n"
+           "  --ggml FILE, --ik FILE  peers: bench/ggml.c as a shared object, see bench/rules.mk\n"
            "  --chart FILE     writes the lines of the chart of time by context there\n"
            "Times are processor time of the thread, medians over rounds in which all take turns; the limit is the "
            "larger of\n"
@@ -471,9 +475,10 @@ static bool parse_options(options *o, int argc, char **argv)
         const char *name;
         int *number;
         const char **text;
-    } known[] = {{"--isa", NULL, &o->isa},     {"--format", NULL, &o->format},     {"--only", NULL, &o->only},
-                 {"--chart", NULL, &o->chart}, {"--head-dim", &o->head_dim, NULL}, {"--context", &o->context, NULL},
-                 {"--group", &o->group, NULL}, {"--queries", &o->queries, NULL},   {"--rounds", &o->rounds, NULL}};
+    } known[] = {{"--ggml", NULL, &o->peers[0]},     {"--ik", NULL, &o->peers[1]},     {"--isa", NULL, &o->isa},
+                 {"--format", NULL, &o->format},     {"--only", NULL, &o->only},       {"--chart", NULL, &o->chart},
+                 {"--head-dim", &o->head_dim, NULL}, {"--context", &o->context, NULL}, {"--group", &o->group, NULL},
+                 {"--queries", &o->queries, NULL},   {"--rounds", &o->rounds, NULL}};
     for (int i = 1; i < argc; i++) {
         int k = 0;
         if (strcmp(argv[i], "--quick") == 0) o->quick = 1;
@@ -490,6 +495,16 @@ static bool parse_options(options *o, int argc, char **argv)
     return o->rounds <= TIMING_MAX_ROUNDS && format_known && isa_known && only_known;
 }
 
+/* Each peer's symbols stay its own: both libraries have the same names. */
+static const peer_library *load_peer(const char *file)
+{
+    void *library = dlopen(file, RTLD_NOW | RTLD_LOCAL);
+    const peer_library *exports = library ? (const peer_library *)dlsym(library, "peer_exports") : NULL;
+    if (exports) return exports;
+    fprintf(stderr, "bench: %s\n", dlerror());
+    exit(1);
+}
+
 int main(int argc, char **argv)
 {
     static bench b;
@@ -501,6 +516,8 @@ int main(int argc, char **argv)
         print_help();
         return 0;
     }
+    for (int i = 0; i < COUNT(b.peers); i++)
+        if (b.options.peers[i]) b.peers[i] = load_peer(b.options.peers[i]);
     b.memory = (float *)bench_alloc(PEAK_MEMORY_BYTES + PEAK_AHEAD);
     for (size_t i = 0; i < PEAK_MEMORY_BYTES / sizeof(float); i++) b.memory[i] = 1.0f;
     if (b.options.chart && !(b.chart = fopen(b.options.chart, "w"))) {

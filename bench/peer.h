@@ -1,4 +1,5 @@
-/* The same work by ggml: bench/ggml.c, built only with GGML_PREFIX, the folder where ggml is installed. */
+/* The same work by a peer: ggml, or its fork in ik_llama.cpp. Each is a shared object, bench/ggml.c linked with that
+   library: both have the same symbols, and bench loads them side by side. */
 #ifndef BENCH_PEER_H
 #define BENCH_PEER_H
 
@@ -7,15 +8,18 @@
 
 typedef struct peer peer;
 
-/* Makes entries for ggml's ways to compute this shape. keys, values: F16 streams of that shape, which ggml reads in place.
-   q: [n_queries][n_heads][head_dim]. Returns NULL if ggml would need minutes. */
-peer *peer_open(const bench_shape *shape, const bench_stream *keys, const bench_stream *values, const float *q);
-void peer_add(peer *p, timing *t);
-/* Exits if ggml's flash attention over f16 disagrees with out: [n_queries][n_heads][head_dim]. Short contexts only. */
-void peer_check(peer *p, const float *out);
-void peer_close(peer *p);
-
-/* Adds ggml's conversions of source: [n] to f16, q8_0 and q4_0. */
-void peer_add_encoders(timing *t, const float *source, int n);
+/* What a shared object exports as peer_exports. The names of all entries hold "ggml_". */
+typedef struct peer_library {
+    /* Prepares the peer's ways to compute this shape. keys, values: F16 streams of that shape, which it reads in place.
+       q: [n_queries][n_heads][head_dim]. Returns NULL if the peer would need minutes. */
+    peer *(*open)(const bench_shape *shape, const bench_stream *keys, const bench_stream *values, const float *q);
+    void (*add)(peer *p, timing *t);
+    /* Exits if the peer's flash attention over f16 disagrees with out: [n_queries][n_heads][head_dim]. Short contexts
+       only. */
+    void (*check)(peer *p, const float *out);
+    void (*close)(peer *p);
+    /* Adds conversions of source: [n_rows][head_dim] to the peer's formats. */
+    void (*add_encoders)(timing *t, const float *source, int n_rows, int head_dim);
+} peer_library;
 
 #endif

@@ -1,25 +1,30 @@
-# `make bench` measures this machine's limits and how close tqkv comes to them; with GGML_PREFIX=FOLDER also ggml, whose
-# headers are in FOLDER/include and libraries in FOLDER/lib. BENCH_FLAGS: see build/bench --help. A full run also writes
-# the chart's data.
+# `make bench` measures this machine's limits and how close tqkv comes to them. With GGML_PREFIX=FOLDER also ggml, and with
+# IK_PREFIX=FOLDER the ggml of ik_llama.cpp: headers are in FOLDER/include and libraries in FOLDER/lib. BENCH_FLAGS: see
+# build/bench --help. A full run also writes the chart's data.
 
 BENCH_FLAGS ?=
 BENCH_HEADERS := $(wildcard bench/*.h) bench/rules.mk tqkv.h
 BENCH_COMPILE = $(CC) $(STANDARD) -D_POSIX_C_SOURCE=200809L $(CPPFLAGS) $(CFLAGS) $(WARNINGS)
-GGML_LIBRARIES ?= -lggml -lggml-cpu -lggml-base
+BENCH_PEERS := $(if $(GGML_PREFIX),$(BUILD)/peer-ggml.so) $(if $(IK_PREFIX),$(BUILD)/peer-ik.so)
 
 $(BUILD)/bench: bench/bench.c $(BENCH_HEADERS)
 	@mkdir -p $(@D)
-	$(BENCH_COMPILE) $< -o $@ $(LIBRARIES)
+	$(BENCH_COMPILE) $< -o $@ $(LIBRARIES) -ldl
 
-$(BUILD)/bench-ggml: bench/bench.c bench/ggml.c $(BENCH_HEADERS)
+$(BUILD)/peer-ggml.so: PREFIX_OF_PEER = $(GGML_PREFIX)
+$(BUILD)/peer-ggml.so: PEER_FLAGS = -lggml -lggml-cpu -lggml-base
+$(BUILD)/peer-ik.so: PREFIX_OF_PEER = $(IK_PREFIX)
+$(BUILD)/peer-ik.so: PEER_FLAGS = -DPEER_IK -lggml
+$(BUILD)/peer-%.so: bench/ggml.c $(BENCH_HEADERS)
 	@mkdir -p $(@D)
-	$(BENCH_COMPILE) -DBENCH_GGML -isystem $(GGML_PREFIX)/include bench/bench.c bench/ggml.c -o $@ \
-		-L$(GGML_PREFIX)/lib -Wl,-rpath,$(GGML_PREFIX)/lib $(GGML_LIBRARIES) $(LIBRARIES)
+	$(BENCH_COMPILE) -fPIC -shared -isystem $(PREFIX_OF_PEER)/include $< -o $@ \
+		-L$(PREFIX_OF_PEER)/lib -Wl,-rpath,$(PREFIX_OF_PEER)/lib $(PEER_FLAGS) $(LIBRARIES)
 
 .PHONY: bench
-bench: $(BUILD)/$(if $(GGML_PREFIX),bench-ggml,bench) ## measure speed; GGML_PREFIX=... compares with ggml
+bench: $(BUILD)/bench $(BENCH_PEERS) ## measure speed; GGML_PREFIX=... and IK_PREFIX=... compare with peers
 	@mkdir -p $(BUILD)/charts
-	@$< $(or $(BENCH_FLAGS),--chart $(BUILD)/charts/speed.txt)
+	@$< $(if $(GGML_PREFIX),--ggml $(BUILD)/peer-ggml.so) $(if $(IK_PREFIX),--ik $(BUILD)/peer-ik.so) \
+		$(or $(BENCH_FLAGS),--chart $(BUILD)/charts/speed.txt)
 
 # Checks that the benchmark builds and measures, not the speed.
 .PHONY: test-bench

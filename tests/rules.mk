@@ -106,16 +106,30 @@ TEST_TARGETS += test-snapshot-crossing
 endif
 endif
 
-# ---- More than 2^31 values. Not part of `make test`: takes minutes and 5.1 GiB (peak resident size) ----
+# ---- Not part of `make test`: more than 2^31 values, in minutes and 5.1 GiB (peak resident size); random contexts to 2^20
+# ---- positions in 0.8 GiB, some of 65536 under qemu ----
 
-$(TEST_BUILD)/large: tests/large/large.c $(TEST_BUILD)/$(REFERENCE_BUILD)/test_tables.o \
-	$(TEST_BUILD)/$(REFERENCE_BUILD)/runner.o
-	@$(CC) $(STANDARD) -O2 $(TEST_FLAGS) $^ -o $@ $(LIBRARIES)
+LARGE_FLAGS := -O2 $(TEST_FLAGS)
+$(TEST_BUILD)/large $(TEST_BUILD)/long: $(TEST_BUILD)/%: tests/large/%.c tests/attend_fixture.h \
+	$(TEST_BUILD)/$(REFERENCE_BUILD)/test_tables.o $(TEST_BUILD)/$(REFERENCE_BUILD)/runner.o
+	@$(CC) $(STANDARD) $(LARGE_FLAGS) $(filter %.c %.o,$^) -o $@ $(LIBRARIES)
 
-.PHONY: test-large
+.PHONY: test-large test-long test-long-aarch64
 test-large: $(TEST_BUILD)/large ## attention over more than 2^31 values; needs 5.1 GiB
 	@echo "== more than 2^31 values"
 	@$<
+
+test-long: $(TEST_BUILD)/long ## error and bits of attention at random lengths to 2^20; LONG_FLAGS="--seed N" or names
+	@echo "== random lengths"
+	@$< $(LONG_FLAGS)
+
+$(TEST_BUILD)/long-aarch64: tests/large/long.c tests/attend_fixture.h $(TEST_BUILD)/aarch64/test_tables.o \
+	$(TEST_BUILD)/aarch64/runner.o
+	@aarch64-linux-gnu-gcc $(STANDARD) -isystem $(CROSS_INCLUDE) $(LARGE_FLAGS) $(filter %.c %.o,$^) -o $@ $(LIBRARIES)
+
+test-long-aarch64: $(TEST_BUILD)/long-aarch64
+	@echo "== 65536 positions under qemu"
+	@$(QEMU) $< long/small
 
 # ---- Reads of uninitialised memory, in the portable code and with AVX2 ----
 

@@ -149,6 +149,84 @@ static void check_far_below(const void *parameters)
     test_store_free(&values);
 }
 
+/* ---- Large scores: a float's last bits become a share of the weights ---- */
+
+typedef struct scores_row {
+    tqkv_format keys;
+    int head_dim;
+    double sigma; /* standard deviation of the scores */
+} scores_row;
+
+/* Every other key gets the same product with q, four standard deviations: these scores tie but for their errors, which
+   is the worst case. One key far above the others takes all weight, and no error shows. keys: [n][d] */
+static void make_ties(const float *q, int n, int d, float *keys)
+{
+    double length = 0.0;
+    for (int i = 0; i < d; i++) length += (double)q[i] * (double)q[i];
+    for (int j = 0; j < n; j += 2) {
+        double product = 0.0;
+        for (int i = 0; i < d; i++) product += (double)q[i] * (double)keys[j * d + i];
+        const double missing = (4.0 * sqrt(length) - product) / length;
+        for (int i = 0; i < d; i++) keys[j * d + i] += (float)(missing * (double)q[i]);
+    }
+}
+
+static void check_score_error(const void *parameters)
+{
+    enum { N = 200 };
+    const scores_row *row = (const scores_row *)parameters;
+    const int d = row->head_dim;
+    tqkv_store keys = test_store(row->keys, d, 1, N, false), values = test_store(TQKV_F16, d, 1, N, false);
+    float out[REFERENCE_MAX_DIM];
+    double expected[REFERENCE_MAX_DIM];
+    tqkv_attention a;
+    memset(&a, 0, sizeof a);
+    a.keys = &keys;
+    a.values = &values;
+    a.end = N;
+    a.scale = (float)(row->sigma / sqrt((double)d)); /* of queries and keys with variance 1 */
+    for (uint64_t seed = 0; seed < 4; seed++) {
+        float *rows = test_rows(40 + seed, DATA_GAUSSIAN, N, d), *q = test_rows(50 + seed, DATA_GAUSSIAN, 1, d);
+        CHECK_RESULT(tqkv_encode(&values, rows, N, 0), TQKV_OK);
+        make_ties(q, N, d, rows);
+        CHECK_RESULT(tqkv_encode(&keys, rows, N, 0), TQKV_OK);
+        CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
+        reference_attend(&a, q, expected);
+        const double error = reference_relative_error(out, expected, (size_t)d);
+        /* A score of 5 sigma is rounded by at most 5 * 2^-24 sigma; this is seven such roundings. */
+        CHECK(error <= 2e-6 * row->sigma, "relative error %.3g", error);
+        free(rows);
+        free(q);
+    }
+    test_store_free(&keys);
+    test_store_free(&values);
+}
+
+/* Sinks above all scores: the output goes to 0, never to NaN. Other heads have no sink. */
+static void check_sinks_above(const void *parameters)
+{
+    const float sink = *(const float *)parameters;
+    for (int i = 0; i < 8; i++) {
+        attend_row row = attend_default_row(test_formats[i], test_formats[(i + 3) % 8], 32 << i % 3);
+        row.n_queries = 1 + 4 * i;
+        row.scale = i % 2 ? -20.0f : 0.0f; /* far below 0, too */
+        row.sinks = SINKS_MINUS_INFINITY;
+        row.bits_alone = true;
+        attend_problem problem;
+        attend_set_up(&problem, &row);
+        for (int h = 1; h < 4; h += 2) problem.sinks[h] = sink;
+        feclearexcept(FE_ALL_EXCEPT);
+        CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
+        CHECK(!fetestexcept(FE_INVALID | FE_DIVBYZERO), "an exception");
+        for (size_t j = 0; j < problem.n_rows * problem.head_dim; j++) {
+            const bool has_sink = j / problem.head_dim % 2 != 0;
+            const float x = problem.out[j];
+            CHECK(has_sink ? x == 0.0f : x - x == 0.0f, "out[%d] is %g", (int)j, (double)x);
+        }
+        attend_tear_down(&problem);
+    }
+}
+
 /* ---- Scratch: at most 10 MiB, whatever the numbers of queries and positions ---- */
 
 typedef struct scratch_row {
@@ -332,6 +410,16 @@ void test_length_cases(void)
                  tqkv_format_name(test_formats[i % TEST_FORMATS]));
     for (int i = 0; i < 16; i++) test_add(check_exceptions, &i, sizeof i, "attend/exceptions/%d", i);
     test_add(check_far_below, NULL, 0, "attend/far_below");
+    for (int i = 0; i < 18; i++) {
+        static const tqkv_format formats[] = {TQKV_F16, TQKV_I8, TQKV_TQ8}; /* coarser ones do not keep ties */
+        static const double sigmas[] = {10.0, 100.0, 1000.0};
+        const scores_row row = {formats[i % 3], test_head_dims[(i + i / 6) % 6], sigmas[i / 6]};
+        test_add(check_score_error, &row, sizeof row, "attend/score_error/%g/%s/%d", row.sigma,
+                 tqkv_format_name(row.keys), row.head_dim);
+    }
+    static const float sinks[] = {1e4f, 3e38f};
+    for (int i = 0; i < 2; i++)
+        test_add(check_sinks_above, &sinks[i], sizeof *sinks, "attend/sinks_above/%g", (double)sinks[i]);
     static const scratch_row scratch[] = {{128, 8, 4, 512, 100, true},  {64, 1, 1, 1, 1 << 17, true},
                                           {128, 4, 4, 3, 40000, true},  {1024, 31, 1, 8, 4100, true},
                                           {32, 8, 32, 512, 100, false}, {128, 31, 8, 8, 4100, true},

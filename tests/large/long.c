@@ -1,0 +1,375 @@
+/* make test-long: what `make test` shows at a few lengths, at random ones. Attention's error over contexts to 2^20
+   positions, against double precision for four rows of each case, and the bits of queries in company, on each
+   instruction set of the machine. Options: --list, --seed N, parts of case names. */
+#include "tests/attend_fixture.h"
+
+enum {
+    CASES = 200,                  /* of random lengths */
+    SMALL_CASES = 24,             /* of 65536 positions, small enough for an emulator */
+    COMPANIES = 400,              /* problems, each compared in COMPARISONS ways on each instruction set */
+    COMPARISONS = 14,             /* see check_company */
+    LONGEST = 1 << 20,            /* positions */
+    MOST_VALUES = 1 << 25,        /* of keys in a case; bounds the memory and the time to fill it */
+    MOST_MULTIPLY_ADDS = 1 << 30, /* of scores in a case; bounds the time of plain C */
+    SAMPLED_ROWS = 4,
+    ISAS = 4
+};
+
+static const char *const isas[ISAS] = {"avx512", "avx2", "neon", "scalar"};
+static double worst[ISAS];      /* relative L2 */
+static long comparisons[ISAS];  /* of bits */
+static uint64_t first_seed = 1; /* option --seed */
+
+/* ---- The error ---- */
+
+typedef struct long_row {
+    tqkv_format keys, values;
+    int head_dim, n_kv_heads, group, n_queries, n_positions, window;
+    int64_t end;         /* beyond n_positions: a ring */
+    float mean;          /* of the values */
+    float sigma;         /* standard deviation of the scores */
+    float sink, softcap; /* 0: none */
+    uint64_t seed;
+} long_row;
+
+/* Sum of four uniform numbers, scaled to variance 1: near Gaussian, and fast. */
+static float draw(data_random *random)
+{
+    const uint64_t bits = data_bits(random);
+    const int32_t sum = (int32_t)(bits & 0xffff) + (int32_t)(bits >> 16 & 0xffff) + (int32_t)(bits >> 32 & 0xffff) +
+                        (int32_t)(bits >> 48);
+    return (float)(sum - 2 * 65535) * (1.0f / 37837.2f);
+}
+
+static tqkv_store fill(const long_row *row, tqkv_format format, float sigma, float mean, data_random *random)
+{
+    enum { TOKENS = 256 };
+    tqkv_store store =
+        test_store(format, row->head_dim, row->n_kv_heads, row->n_positions, row->end > row->n_positions);
+    const size_t values = (size_t)row->n_kv_heads * (size_t)row->head_dim;
+    float *source = (float *)test_alloc(TOKENS * values * sizeof(float));
+    for (int64_t p = row->end - row->n_positions; p < row->end; p += TOKENS) {
+        const int count = row->end - p < TOKENS ? (int)(row->end - p) : TOKENS;
+        for (size_t i = 0; i < (size_t)count * values; i++) source[i] = mean + sigma * draw(random);
+        CHECK_RESULT(tqkv_encode(&store, source, count, p), TQKV_OK);
+    }
+    free(source);
+    return store;
+}
+
+/* One row in double precision. It stays in the stores' own basis until the end, which saves most of the time.
+   q, out: [head_dim] */
+static void expect_row(const tqkv_attention *a, int head, int query, const float *q, double *out)
+{
+    const reference_shape shape = reference_attention_shape(a);
+    const int d = shape.head_dim, kv_head = head / shape.group;
+    tqkv_store keys = *a->keys, values = *a->values;
+    double rotated[REFERENCE_MAX_DIM], row[REFERENCE_MAX_DIM];
+    for (int i = 0; i < d; i++) rotated[i] = (double)q[i];
+    if (reference_is_rotated(&keys)) reference_rotate_double(rotated, d);
+    keys.unrotated = values.unrotated = true; /* reference_decode leaves rows as they are stored */
+    double *scores = (double *)test_alloc((size_t)(shape.end - shape.oldest) * sizeof *scores);
+    double largest = a->sinks ? (double)a->sinks[head] : -INFINITY, sum = 0.0;
+    for (int64_t p = shape.oldest; p < shape.end; p++) {
+        if (!reference_is_visible(a, query, p)) continue;
+        reference_decode(&keys, kv_head, p, row);
+        const double score = scores[p - shape.oldest] = reference_score(a, rotated, row, shape.scale);
+        if (score > largest) largest = score;
+    }
+    memset(out, 0, (size_t)d * sizeof *out);
+    for (int64_t p = shape.oldest; p < shape.end; p++) {
+        if (!reference_is_visible(a, query, p)) continue;
+        const double weight = exp(scores[p - shape.oldest] - largest);
+        reference_decode(&values, kv_head, p, row);
+        for (int i = 0; i < d; i++) out[i] += weight * row[i];
+        sum += weight;
+    }
+    if (a->sinks) sum += exp((double)a->sinks[head] - largest);
+    for (int i = 0; i < d; i++) out[i] /= sum;
+    if (reference_is_rotated(a->values)) reference_unrotate_double(out, d);
+    free(scores);
+}
+
+/* The largest error of the sampled rows; rows: indices of [n_queries][n_heads] */
+static double error_of(const tqkv_attention *a, const size_t *rows, const double *expected, const float *out)
+{
+    const size_t d = (size_t)a->keys->head_dim;
+    double largest = 0.0;
+    for (size_t i = 0; i < SAMPLED_ROWS; i++) {
+        const double error = reference_relative_error(out + rows[i] * d, expected + i * d, d);
+        if (!(error <= largest)) largest = error;
+    }
+    return largest;
+}
+
+/* Attends with each instruction set and prints a line. */
+static void attend_on_all(const tqkv_attention *a, const float *q, size_t n_elements, const size_t *rows,
+                          const double *expected)
+{
+    float *out = (float *)test_alloc(n_elements * sizeof *out);
+    for (int i = 0; i < ISAS; i++) {
+        if (tqkv_isa_force(isas[i]) != TQKV_OK) continue;
+        memset(out, 0xff, n_elements * sizeof *out);
+        CHECK_RESULT(tqkv_attend(a, q, out), TQKV_OK);
+        const double error = error_of(a, rows, expected, out);
+        CHECK(error <= ATTEND_TOLERANCE, "%s: relative error %.3g", isas[i], error);
+        if (!(error <= worst[i])) worst[i] = error;
+        printf("  %s %.2g", isas[i], error);
+    }
+    CHECK_RESULT(tqkv_isa_force(NULL), TQKV_OK);
+    printf("\n");
+    free(out);
+}
+
+static void check_error(const void *parameters)
+{
+    const long_row *row = (const long_row *)parameters;
+    data_random random = {row->seed};
+    tqkv_store keys = fill(row, row->keys, row->sigma, 0.0f, &random);
+    tqkv_store values = fill(row, row->values, 1.0f, row->mean, &random);
+    const int n_heads = row->n_kv_heads * row->group, d = row->head_dim;
+    const size_t n_rows = (size_t)row->n_queries * (size_t)n_heads, n_elements = n_rows * (size_t)d;
+    float *q = (float *)test_alloc(n_elements * sizeof *q), sinks[64];
+    double *expected = (double *)test_alloc((size_t)(SAMPLED_ROWS * d) * sizeof *expected);
+    for (size_t i = 0; i < n_elements; i++) q[i] = draw(&random);
+    for (int i = 0; i < 64; i++) sinks[i] = row->sink;
+    tqkv_attention a;
+    memset(&a, 0, sizeof a);
+    a.keys = &keys;
+    a.values = &values;
+    a.n_heads = n_heads;
+    a.n_queries = row->n_queries;
+    a.end = row->end;
+    a.window = row->window;
+    a.softcap = row->softcap;
+    a.sinks = row->sink != 0.0f ? sinks : NULL;
+    size_t rows[SAMPLED_ROWS] = {0, n_rows - 1}; /* the first, the last, and any */
+    for (int i = 2; i < SAMPLED_ROWS; i++) rows[i] = (size_t)data_below(&random, (int)n_rows);
+    for (int i = 0; i < SAMPLED_ROWS; i++)
+        expect_row(&a, (int)rows[i] % n_heads, (int)rows[i] / n_heads, q + rows[i] * (size_t)d, expected + i * d);
+    printf("%s-%s %d/%d heads of %d, %d queries, %d positions to %lld, window %d, mean %g, scores %g, sink %g, cap %g:",
+           tqkv_format_name(row->keys), tqkv_format_name(row->values), n_heads, row->n_kv_heads, d, row->n_queries,
+           row->n_positions, (long long)row->end, row->window, (double)row->mean, (double)row->sigma, (double)row->sink,
+           (double)row->softcap);
+    attend_on_all(&a, q, n_elements, rows, expected);
+    test_store_free(&keys);
+    test_store_free(&values);
+    free(q);
+    free(expected);
+}
+
+static int smaller(int64_t a, int64_t b) { return (int)(a < b ? a : b); }
+
+/* 2^(0 to bits), each power as likely as the others, plus something below it. */
+static int draw_size(data_random *random, int bits)
+{
+    const int power = 1 << data_below(random, bits);
+    return power + data_below(random, power + 1);
+}
+
+static long_row random_row(int index)
+{
+    data_random random = {(first_seed << 32) + (uint64_t)index};
+    long_row row;
+    memset(&row, 0, sizeof row);
+    row.seed = data_bits(&random);
+    row.keys = test_formats[index / 8 % TEST_FORMATS];
+    row.values = test_formats[index % TEST_FORMATS];
+    row.head_dim = 32 << data_below(&random, 4);
+    row.n_positions = smaller(32768 * (int64_t)draw_size(&random, 5) + data_below(&random, 32768), LONGEST);
+    const int64_t values = (int64_t)row.n_positions * row.head_dim;
+    row.n_kv_heads = values > MOST_VALUES ? 1 : smaller(draw_size(&random, 6), MOST_VALUES / values);
+    int64_t rows = MOST_MULTIPLY_ADDS / (values * row.n_kv_heads); /* queries x group */
+    if (rows < 1) rows = 1;
+    row.group = smaller(smaller(draw_size(&random, 6), 64 / row.n_kv_heads), rows);
+    row.n_queries = smaller(smaller(draw_size(&random, 9), 512), rows / row.group);
+    if (index % 10 == 7) { /* one head, whose queries may be many within the bound */
+        row.head_dim = 32;
+        row.n_positions = 32768 + data_below(&random, 32768);
+        row.n_kv_heads = row.group = 1;
+        row.n_queries = 100 + data_below(&random, 413);
+    }
+    row.end = row.n_positions + (index % 5 == 4 ? data_below(&random, 2 * row.n_positions) : 0);
+    row.window = index % 6 == 2 ? 1 + data_below(&random, row.n_positions) : 0;
+    row.mean = (float)data_below(&random, 5);
+    row.sigma = index % 3 == 0 ? 1.0f : index % 3 == 1 ? 3.0f : 10.0f;
+    row.sink = index % 4 == 1 ? 2.0f : 0.0f;
+    row.softcap = index % 8 == 3 ? 20.0f : 0.0f;
+    return row;
+}
+
+static long_row small_row(int index)
+{
+    long_row row = random_row(index);
+    row.keys = test_formats[index % TEST_FORMATS];
+    row.values = test_formats[(index + 1 + index / 8) % TEST_FORMATS];
+    row.head_dim = 32 << index % 2;
+    row.n_positions = 65536;
+    row.n_kv_heads = row.group = 1 + index / 2 % 2;
+    row.n_queries = 1 + index % 3;
+    row.end = row.n_positions + (index % 5 == 4 ? 77777 : 0);
+    row.window = index % 6 == 2 ? 40000 : 0;
+    return row;
+}
+
+/* ---- Bits in company ---- */
+
+static void run_shuffled(void *user, int count, tqkv_task task, void *context)
+{
+    data_random *random = (data_random *)user;
+    int *order = (int *)test_alloc(sizeof(int) * (size_t)count);
+    for (int i = 0; i < count; i++) {
+        const int j = data_below(random, i + 1);
+        order[i] = order[j];
+        order[j] = i;
+    }
+    for (int i = 0; i < count; i++) task(context, order[i]);
+    free(order);
+}
+
+/* The queries [first, first + count) of a problem without the others, by a hook or not. */
+static tqkv_attention part_of(const attend_problem *problem, int first, int count, data_random *random, bool hook)
+{
+    tqkv_attention a = problem->attention;
+    const int64_t oldest = reference_attention_shape(&a).oldest;
+    a.end += first + count - a.n_queries;
+    a.n_queries = count;
+    a.kv_len = (int)(a.end - oldest);
+    a.parallel.run = hook ? run_shuffled : NULL;
+    a.parallel.user = random;
+    return a;
+}
+
+static attend_row company_row(int index, data_random *random)
+{
+    attend_row row = attend_default_row(test_formats[index / 8 % 8], test_formats[index % TEST_FORMATS],
+                                        32 << data_below(random, 4));
+    row.n_queries = 1 + smaller(draw_size(random, 9), 512);
+    row.n_kv_heads = 1 + data_below(random, 3);
+    row.group = 1 + data_below(random, 4);
+    row.key_capacity = row.value_capacity = row.n_queries + 1 + data_below(random, 6000);
+    row.key_ring = row.value_ring = data_below(random, 3) == 0;
+    row.end = row.key_capacity + (row.key_ring ? data_below(random, 9000) : 0);
+    row.window = data_below(random, 4) == 0 ? 1 + data_below(random, 3000) : 0;
+    row.softcap = data_below(random, 5) == 0 ? 3.0f : 0.0f;
+    row.sinks = data_below(random, 2) ? SINKS_SOME : SINKS_NONE;
+    row.bits_alone = true;
+    return row;
+}
+
+/* Some neighbouring queries without the others. */
+static void compare_part(const attend_problem *problem, int first, int count, bool hook, data_random *random,
+                         float *out)
+{
+    const size_t values = (size_t)problem->attention.n_heads * problem->head_dim;
+    const tqkv_attention a = part_of(problem, first, count, random, hook);
+    CHECK_RESULT(tqkv_attend(&a, problem->q + (size_t)first * values, out), TQKV_OK);
+    CHECK(!memcmp(out, problem->out + (size_t)first * values, (size_t)count * values * sizeof *out),
+          "%s: queries %d to %d of %d have other bits alone", tqkv_isa_name(), first, first + count - 1,
+          problem->attention.n_queries);
+}
+
+/* A slice of all queries and of one alone, by any hook. out, max, sum: room for all rows, twice */
+static void compare_slice(const attend_problem *problem, data_random *random, float *out, float *max, float *sum)
+{
+    const int n = problem->attention.n_queries, query = data_below(random, n);
+    const size_t heads = (size_t)problem->attention.n_heads, values = heads * problem->head_dim, at = (size_t)query;
+    const tqkv_attention all = part_of(problem, 0, n, random, data_below(random, 2) == 0);
+    const tqkv_attention one = part_of(problem, query, 1, random, data_below(random, 2) == 0);
+    const int64_t oldest = reference_attention_shape(&one).oldest;
+    const int64_t first = oldest + data_below(random, (int)(one.end - oldest) + 1);
+    const int count = data_below(random, (int)(one.end - first) + 1);
+    float *const out_all = out + values, *const max_all = max + heads, *const sum_all = sum + heads;
+    const float *q = problem->q;
+    CHECK_RESULT(tqkv_attend_partial(&all, q, first, count, out_all, max_all, sum_all), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_partial(&one, q + at * values, first, count, out, max, sum), TQKV_OK);
+    CHECK(!memcmp(out, out_all + at * values, values * sizeof *out) &&
+              !memcmp(max, max_all + at * heads, heads * sizeof *max) &&
+              !memcmp(sum, sum_all + at * heads, heads * sizeof *sum),
+          "%s: a slice of query %d of %d has other bits alone", tqkv_isa_name(), query, n);
+}
+
+/* COMPARISONS of one problem on the set in use: 1 by a hook, 7 of single queries, 4 of several, 2 of slices. */
+static void compare_all(attend_problem *problem, data_random *random)
+{
+    const int n = problem->attention.n_queries;
+    const size_t elements = problem->n_rows * problem->head_dim;
+    float *out = (float *)test_alloc(2 * elements * sizeof *out);
+    float *max = (float *)test_alloc(4 * problem->n_rows * sizeof *max), *sum = max + 2 * problem->n_rows;
+    CHECK_RESULT(tqkv_attend(&problem->attention, problem->q, problem->out), TQKV_OK);
+    compare_part(problem, 0, n, true, random, out);
+    for (int i = 0; i < 7; i++) compare_part(problem, data_below(random, n), 1, i % 2 != 0, random, out);
+    for (int i = 0; i < 4; i++) {
+        const int first = data_below(random, n);
+        compare_part(problem, first, 1 + data_below(random, n - first), i % 2 != 0, random, out);
+    }
+    for (int i = 0; i < 2; i++) compare_slice(problem, random, out, max, sum);
+    free(out);
+    free(max);
+}
+
+static void check_company(const void *parameters)
+{
+    const int index = *(const int *)parameters;
+    data_random random = {(first_seed << 32) + (uint64_t)index};
+    const attend_row row = company_row(index, &random);
+    attend_problem problem;
+    attend_set_up(&problem, &row);
+    for (int i = 0; i < ISAS; i++) {
+        if (tqkv_isa_force(isas[i]) != TQKV_OK) continue;
+        compare_all(&problem, &random);
+        comparisons[i] += COMPARISONS;
+    }
+    CHECK_RESULT(tqkv_isa_force(NULL), TQKV_OK);
+    attend_tear_down(&problem);
+}
+
+/* ---- The program ---- */
+
+/* The table of docs/robustness.md: one long float sum had errors of up to 1.4e-3 here. */
+static void add_lengths(void)
+{
+    static const long_row rows[] = {
+        {TQKV_I8, TQKV_F16, 128, 8, 4, 128, 32768, 0, 32768, 1.0f, 3.0f, 0.0f, 0.0f, 1},
+        {TQKV_I8, TQKV_F16, 32, 1, 8, 512, 131072, 0, 131072, 1.0f, 3.0f, 0.0f, 0.0f, 1},
+        {TQKV_I8, TQKV_F16, 32, 1, 8, 512, 1048576, 0, 1048576, 1.0f, 3.0f, 0.0f, 0.0f, 1},
+        {TQKV_I8, TQKV_F16, 32, 64, 1, 1, 131072, 0, 131072, 1.0f, 3.0f, 0.0f, 0.0f, 1},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        test_add(check_error, &rows[i], sizeof *rows, "long/many/%d", (int)i);
+    for (int power = 10; power <= 20; power += 2) {
+        const long_row row = {TQKV_I8, TQKV_F16, 64, 1, 8, 1, 1 << power, 0, 1 << power, 1.0f, 3.0f, 0.0f, 0.0f, 1};
+        test_add(check_error, &row, sizeof row, "long/lengths/%d", row.n_positions);
+    }
+}
+
+static void add_random(void)
+{
+    for (int i = 0; i < CASES; i++) {
+        const long_row row = random_row(i);
+        test_add(check_error, &row, sizeof row, "long/random/%03d", i);
+    }
+    for (int i = 0; i < SMALL_CASES; i++) {
+        const long_row row = small_row(i);
+        test_add(check_error, &row, sizeof row, "long/small/%02d", i);
+    }
+    for (int i = 0; i < COMPANIES; i++) test_add(check_company, &i, sizeof i, "long/company/%03d", i);
+}
+
+int main(int argc, char **argv)
+{
+    const bool list = argc > 1 && strcmp(argv[1], "--list") == 0;
+    int at = list ? 2 : 1;
+    if (at + 1 < argc && strcmp(argv[at], "--seed") == 0) {
+        first_seed = strtoull(argv[at + 1], NULL, 10);
+        at += 2;
+    }
+    printf("seed %llu\n", (unsigned long long)first_seed);
+    add_lengths();
+    add_random();
+    const int status = test_run_selected(list, argc - at, argv + at);
+    for (int i = 0; i < ISAS; i++)
+        if (worst[i] > 0.0 || comparisons[i] > 0)
+            printf("%s: largest relative L2 %.3g, %ld comparisons of bits\n", isas[i], worst[i], comparisons[i]);
+    return status;
+}
