@@ -698,23 +698,38 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV__SIGN_BYTES(D)             (4 * (D))                        /* (1) of encode, (0) of probe: signs */
 #define TQKV__TABLE_BYTES               1024                             /* (0) of decode: a codebook */
 #define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
-#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums */
+#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums or: */
+#define TQKV__ATTEND_SUM_BYTES(D)       (4 * (D)*TQKV__MAX_COLUMNS(D))   /*     the sums, of several stretches */
 #define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
-#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /* (3) maximum and sum, n simdgroups */
+#define TQKV__ATTEND_KEPT_BYTES(D)      (16 * TQKV__MAX_COLUMNS(D))      /* (3) maximum and sum: kept twice, and */
+#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /*     of n simdgroups */
 #define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)            /* (0) a row and its sum, n simdgroups */
+
+/* Floats of a padded query in attend. */
+#define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
+
+/* Attention cuts the context at fixed slots of the keys into stretches with sums of their own: the first n_short have
+   `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot 0,
+   are a section. The stretches of a section are added in order, then the sections. */
+#define TQKV__STRETCH_GROWTH 4u
+#define TQKV__SECTION        16u
+#define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
+    ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
+                                   : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
 
 /* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side. */
 #define TQKV__ENCODE_ROWS(D) (4 * ((D) == 32 ? 16 : 1024 / (D)))
 
-/* Simdgroups that share a row's splits in attend_merge: 8 KiB of threadgroup memory. */
+/* Simdgroups that share a row's sections in attend_merge: 8 KiB of threadgroup memory. */
 #define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))
 
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D)                                                                                          \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
-        TQKV__SIGN_BYTES(D), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_WEIGHT_BYTES(D, 1),                             \
-        TQKV__ATTEND_STATE_BYTES(D, 1), TQKV__MERGE_BYTES(D, 1)
-enum { TQKV__KERNEL_DIMS = 6, TQKV__N_KERNEL_SIZES = 10 };
+        TQKV__SIGN_BYTES(D), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D), TQKV__ATTEND_WEIGHT_BYTES(D, 1),  \
+        TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1), TQKV__MERGE_BYTES(D, 1),                           \
+        (int)TQKV__STRETCH_GROWTH, (int)TQKV__SECTION
+enum { TQKV__KERNEL_DIMS = 6, TQKV__N_KERNEL_SIZES = 14 };
 /* head_dim number i of the kernels */
 #define TQKV__KERNEL_DIM(i) (32 << (i))
 
@@ -736,10 +751,12 @@ typedef struct tqkv__rotate_args {
 typedef struct tqkv__attend_args {
     int32_t n_queries;
     int32_t n_kv_heads;
-    int32_t group;    /* query heads a KV head */
-    int32_t kv_len;   /* query i is at position kv_len - n_queries + i; before 0 it sees nothing */
-    int32_t window;   /* 0: none, or at least kv_len */
-    int32_t n_splits; /* threadgroups that share one context: the grid's z */
+    int32_t group;                  /* query heads a KV head */
+    int32_t kv_len;                 /* query i is at position kv_len - n_queries + i; before 0 it sees nothing */
+    int32_t window;                 /* 0: none, or at least kv_len */
+    int32_t first_stretch;          /* that a query sees */
+    int32_t stretch_tiles, n_short; /* TQKV__STRETCH_OF_TILE */
+    int32_t sections_each;          /* of a threadgroup; 0: threadgroup z has only stretch first_stretch + z */
     int32_t key_capacity, key_oldest_slot;
     int32_t value_capacity, value_oldest_slot;
     float scale;                              /* not 0 */
@@ -750,7 +767,9 @@ typedef struct tqkv__attend_args {
 typedef struct tqkv__merge_args {
     int32_t n_rows;  /* n_queries * n_heads */
     int32_t n_heads; /* row r is of head r modulo n_heads */
-    int32_t n_splits;
+    int32_t n_partials;
+    int32_t section; /* partial results of a section: TQKV__SECTION or, if they are sections, 1 */
+    int32_t before;  /* those of the first section that are left out */
 } tqkv__merge_args;
 
 /* The structs that C and the shaders share. */
@@ -773,9 +792,9 @@ typedef struct tqkv__table_report {
 TQKV__ASSERT_SIZE(tqkv__table_set, 3080);
 TQKV__ASSERT_SIZE(tqkv__rows_args, 20);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 56);
-TQKV__ASSERT_SIZE(tqkv__merge_args, 12);
-TQKV__ASSERT_SIZE(tqkv__table_report, 3344);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 68);
+TQKV__ASSERT_SIZE(tqkv__merge_args, 20);
+TQKV__ASSERT_SIZE(tqkv__table_report, 3440);
 
 #endif
 /* <<shared */
@@ -5160,49 +5179,79 @@ TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int h
     return TQKV_OK;
 }
 
-/* The split of attention over threadgroups. Metal does not report a GPU's number of cores (7 to 80): only the shape
-   decides. These numbers come from sizes and `make model`, not from measurements on Apple's hardware.
+/* How the threadgroups share attention. Metal does not report a GPU's number of cores (7 to 80): only the shape decides.
+   These numbers come from sizes and `make model`, not from measurements on Apple's hardware.
 
    columns       Query rows of a KV head in a threadgroup, as many as registers hold: each key and value is decoded once
                  for all of them. Rows are divided evenly: 9 rows are 5 + 4, not 8 + 1, for the same two passes.
    n_simdgroups  4, or as many as the pipeline allows. Each walks its own tiles, and together they hide the latency of
                  loads. They share tables and queries in threadgroup memory.
-   n_splits      Threadgroups along the context. Below 128 threadgroups some cores of the largest GPU may idle. Each
-                 simdgroup gets at least 4 tiles of 32 positions: the merge moves 8 bytes a value and row, 64 at 8 rows,
-                 against 512 positions of half to two bytes a value. If 8 tiles remain, 256 threadgroups: 40 cores need
-                 24 simdgroups each, and divide 256 threadgroups more evenly than 128. By `make model` this saves up to
-                 a quarter there; it costs 8 cores about a twentieth at a group of 8. */
+   stretches     512 slots up to slot 65536, 2048 beyond. A simdgroup's float sums run over a quarter of that, so they
+                 do not lose digits at any length. The bounds depend on slots alone: what stands beside a query changes
+                 no bit of its result. 512 slots are 4 tiles a simdgroup: fewer would not hide latency, more would leave
+                 the cores of a large GPU idle at 8192 positions and 8 KV heads (128 threadgroups). Beyond, threadgroups
+                 abound, and longer stretches save queries loaded and sums merged: a stretch's sums are 8 bytes a value
+                 and row, read and written, against 512 or 2048 positions of half to two bytes a value. A window sees
+                 few stretches wherever it stands, so there all are short.
+   splits        Threadgroups along the context, each with
+                 one stretch   until the stretches' sums take 32 MiB of scratch,
+                 one section   beyond that, 16 stretches added up as it goes, or
+                 everything    if heads and rows make 256 threadgroups already. Section and total stand in scratch.
+                 All three do the same additions in the same order. */
+enum { TQKV__STRETCH_TILES = 16, TQKV__SHORT_STRETCHES = 128, TQKV__MOST_SUMS = 32 << 20, TQKV__FULL = 256 };
+
 typedef struct tqkv__split {
-    int columns, n_simdgroups, n_splits;
+    int columns, n_simdgroups, n_splits, first_stretch, n_short, sections_each, n_partials;
     size_t blocks;                  /* of columns */
-    size_t sums_size, scratch_size; /* [n_splits][n_rows][head_dim]; scratch: also [n_splits][n_rows][2] */
+    size_t sums_size, scratch_size; /* [n_partials][n_rows][head_dim]; scratch: also [n_partials][n_rows][2] */
 } tqkv__split;
 
-static tqkv_result tqkv__choose_split(const tqkv__attention *a, tqkv__split *split)
+static int tqkv__stretch_of(int64_t tile, int n_short)
+{
+    const int64_t length = TQKV__STRETCH_TILES, n = n_short;
+    return (int)TQKV__STRETCH_OF_TILE(tile, length, n);
+}
+
+/* Slots of the keys that some query sees, as tiles [*first, *end). A ring that wraps: all. */
+static void tqkv__tiles_seen(const tqkv__attention *a, int64_t *first, int64_t *end)
 {
     const int64_t resident = a->call.end - a->first; /* the queries see fewer if there is a window */
     const int64_t seen = a->call.window && a->call.window - 1 < resident - a->call.n_queries
                              ? a->call.window - 1 + a->call.n_queries
                              : resident;
+    const int64_t slot = seen > 0 ? tqkv__slot(&a->keys, a->call.end - seen) : 0;
+    const bool wraps = seen > a->keys.capacity - slot;
+    *first = wraps ? 0 : slot / TQKV__SIMD_WIDTH;
+    *end = ((wraps ? a->keys.capacity : slot + seen) + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
+}
+
+/* Divides query rows and the tiles [first, end) of the keys. */
+static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, tqkv__split *split)
+{
     const int64_t rows = (int64_t)a->call.n_queries * a->group, most = TQKV__MAX_COLUMNS(a->head_dim);
-    const int64_t blocks = (rows + most - 1) / most, threadgroups = blocks * a->n_kv_heads;
-    const int64_t tiles = (seen + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
-    const int64_t for_128 = (128 + threadgroups - 1) / threadgroups, for_256 = (256 + threadgroups - 1) / threadgroups;
-    const int64_t by_length = tiles / (4 * 4), splits_128 = for_128 < by_length ? for_128 : by_length;
-    const int64_t splits_256 = for_256 < by_length / 2 ? for_256 : by_length / 2,
-                  n_splits = splits_128 > splits_256 ? splits_128 : splits_256;
+    const int64_t blocks = (rows + most - 1) / most, section = (int64_t)TQKV__SECTION;
+    const size_t row = ((size_t)a->head_dim + 2) * sizeof(float);
+    split->n_short = a->call.window ? INT_MAX : TQKV__SHORT_STRETCHES;
+    split->first_stretch = tqkv__stretch_of(first, split->n_short);
+    const int last = tqkv__stretch_of(end > first ? end - 1 : first, split->n_short);
+    const int n_stretches = last - split->first_stretch + 1;
+    const int n_sections = (int)(last / section - split->first_stretch / section) + 1;
+    const bool full = blocks * a->n_kv_heads >= TQKV__FULL;
+    const bool stretches = !full && a->n_rows <= TQKV__MOST_SUMS / row / (size_t)n_stretches;
+    split->n_splits = full ? 1 : stretches ? n_stretches : n_sections;
+    split->sections_each = full ? n_sections : stretches ? 0 : 1;
+    split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
     split->columns = (int)((rows + blocks - 1) / blocks);
     split->blocks = (size_t)((rows + split->columns - 1) / split->columns);
-    split->n_simdgroups = tiles > 4 ? 4 : tiles > 1 ? (int)tiles : 1;
-    split->n_splits = n_splits > 1 ? (int)n_splits : 1;
-    const size_t n = (size_t)split->n_splits, row = ((size_t)a->head_dim + 2) * sizeof(float);
+    split->n_simdgroups = end > 4 ? 4 : end > 1 ? (int)end : 1;
+    const size_t n = (size_t)split->n_partials;
     if (a->n_rows > SIZE_MAX / row / n) return TQKV__INVALID("scratch of more than SIZE_MAX bytes");
     split->sums_size = a->n_elements * sizeof(float) * n;
     split->scratch_size = a->n_rows * row * n;
     return TQKV_OK;
 }
 
-static void tqkv__plan_attend_args(const tqkv__attention *a, int n_splits, tqkv__attend_args *args)
+static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__split *split, tqkv__attend_args *args)
 {
     const int kv_len = (int)(a->call.end - a->first);
     args->n_queries = a->call.n_queries;
@@ -5210,7 +5259,10 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, int n_splits, tqkv_
     args->group = a->group;
     args->kv_len = kv_len;
     args->window = a->call.window < kv_len ? a->call.window : 0;
-    args->n_splits = n_splits;
+    args->first_stretch = split->first_stretch;
+    args->stretch_tiles = TQKV__STRETCH_TILES;
+    args->n_short = split->n_short;
+    args->sections_each = split->sections_each;
     args->key_capacity = a->keys.capacity;
     args->value_capacity = a->values.capacity;
     args->key_oldest_slot = kv_len ? tqkv__slot(&a->keys, a->first) : 0;
@@ -5240,7 +5292,8 @@ typedef struct tqkv__attend_buffers {
     tqkv_metal_buffer sinks, q, scratch, out;
 } tqkv__attend_buffers;
 
-/* The memory of queries, the largest part, holds only the columns in use: it limits the threadgroups on a core. */
+/* The memory of queries and sums, the largest part, holds only the columns in use: it limits the threadgroups on a
+   core. */
 static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                      const tqkv__split *split)
 {
@@ -5248,7 +5301,7 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
     static const char *const value_names[] = {"values' codes", "values' norms"};
     const size_t head_dim = (size_t)a->head_dim, size = a->n_elements * sizeof(float);
     tqkv__plan_begin(d, TQKV__ATTEND, a->head_dim);
-    tqkv__plan_attend_args(a, split->n_splits, &d->args[0].attend);
+    tqkv__plan_attend_args(a, split, &d->args[0].attend);
     d->args_size = sizeof d->args[0].attend;
     d->n_args = 1;
     tqkv__plan_attend_constants(d, a, split->columns);
@@ -5262,7 +5315,10 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
                     split->scratch_size - split->sums_size, true);
     tqkv__plan_bind(d, "out", TQKV__ONLY_CHECKED, b->out, size, true);
     d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
-    d->memory[1] = TQKV__ATTEND_QUERY_BYTES(head_dim) / TQKV__MAX_COLUMNS(head_dim) * (size_t)split->columns;
+    d->memory[1] =
+        (TQKV__ATTEND_QUERY_BYTES(head_dim) + (split->sections_each ? TQKV__ATTEND_SUM_BYTES(head_dim) : 0)) /
+        TQKV__MAX_COLUMNS(head_dim) * (size_t)split->columns;
+    d->memory[3] = TQKV__ATTEND_KEPT_BYTES(head_dim);
     d->memory_each[2] = TQKV__ATTEND_WEIGHT_BYTES(head_dim, 1);
     d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(head_dim, 1);
     d->grid[0] = (size_t)a->n_kv_heads;
@@ -5274,7 +5330,10 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
 static void tqkv__plan_attend_merge(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                     const tqkv__split *split)
 {
-    const tqkv__merge_args args = {(int32_t)a->n_rows, a->call.n_heads, split->n_splits};
+    const int length = split->sections_each ? 1 : (int)TQKV__SECTION, before = split->first_stretch % length;
+    const int n_results = split->sections_each > 1 ? 1 : split->n_partials,
+              n_sections = (before + n_results - 1) / length + 1;
+    const tqkv__merge_args args = {(int32_t)a->n_rows, a->call.n_heads, n_results, length, before};
     const bool sinks = b->sinks.buffer != NULL;
     tqkv__plan_begin(d, TQKV__ATTEND_MERGE, a->head_dim);
     d->args[0].merge = args;
@@ -5290,14 +5349,16 @@ static void tqkv__plan_attend_merge(tqkv__dispatch *d, const tqkv__attention *a,
     d->memory_each[0] = TQKV__MERGE_BYTES((size_t)a->head_dim, 1);
     d->grid[0] = a->n_rows;
     d->n_simdgroups = TQKV__MERGE_SIMDGROUPS(a->head_dim);
-    if (d->n_simdgroups > split->n_splits) d->n_simdgroups = split->n_splits;
+    if (d->n_simdgroups > n_sections) d->n_simdgroups = n_sections;
     d->barrier = b->scratch.buffer;
 }
 
 static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__attend_buffers *b, tqkv__dispatch d[2])
 {
     tqkv__split split;
-    const tqkv_result r = tqkv__choose_split(a, &split);
+    int64_t first, end;
+    tqkv__tiles_seen(a, &first, &end);
+    const tqkv_result r = tqkv__choose_split(a, first, end, &split);
     if (r != TQKV_OK) return r;
     tqkv__plan_attend_splits(&d[0], a, b, &split);
     tqkv__plan_attend_merge(&d[1], a, b, &split);
@@ -5329,15 +5390,20 @@ TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *from, tqkv_me
     return tqkv__plan_attention(&a, &b, d);
 }
 
-/* Whole stores need the most scratch: n_splits never falls as more positions are seen. */
+/* The most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot of a
+   section. If the whole store takes sections, a part of it may take stretches, up to their limit. */
 static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t *bytes)
 {
     tqkv__split split;
-    a->first = 0;
-    a->call.end = a->keys.capacity < a->values.capacity ? a->keys.capacity : a->values.capacity;
-    const tqkv_result r = tqkv__choose_split(a, &split);
-    if (r == TQKV_OK) *bytes = split.scratch_size;
-    return r;
+    const int64_t section = (int64_t)TQKV__SECTION * TQKV__STRETCH_TILES, width = TQKV__SIMD_WIDTH;
+    const int64_t seen = (int64_t)a->call.window - 1 + a->call.n_queries, all = (a->keys.capacity + width - 1) / width;
+    const bool part = a->call.window && !a->keys.ring && seen / width + 2 < all;
+    const tqkv_result r = part ? tqkv__choose_split(a, section - 1, section + (seen + width - 2) / width, &split)
+                               : tqkv__choose_split(a, 0, all, &split);
+    if (r != TQKV_OK) return r;
+    *bytes = split.scratch_size;
+    if (split.sections_each == 1 && *bytes < TQKV__MOST_SUMS) *bytes = TQKV__MOST_SUMS;
+    return TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *from, size_t *bytes)

@@ -1,7 +1,7 @@
-// Attention straight from the codes. A threadgroup serves one KV head, one split of the context, and up to `columns`
-// query rows. A column is one query head of the group for one query; the heads of a query come first. Each simdgroup
-// takes its own tiles of 32 slots and keeps its own softmax. The simdgroups combine their results at the end. A key or
-// value is decoded once for all columns: that decides the speed.
+// Attention straight from the codes. A threadgroup serves one KV head, one or several stretches of the context, and up to
+// `columns` query rows. A column is one query head of the group for one query; the heads of a query come first. Each
+// simdgroup takes its own tiles of 32 slots and keeps its own softmax. The simdgroups combine their results at the end of
+// a stretch. A key or value is decoded once for all columns: that decides the speed.
 //
 // Within a tile
 //   keys     up to 4 lanes share a row and load 16 bytes at a time; a reduction leaves each lane the score of one row
@@ -45,11 +45,13 @@ struct stream_rows {
 struct attend_task {
     device const float *q;       // [n_queries][n_heads][D]
     stream_rows keys, values;    // of the KV head
-    device float *partial_out;   // [n_splits][n_queries][n_heads][D]: sum of weight * value
-    device float *partial_state; // [n_splits][n_queries][n_heads][2]: maximum (in powers of two), sum of the weights
+    device float *partial_out;   // [n_partials][n_queries][n_heads][D]: sum of weight * value
+    device float *partial_state; // [n_partials][n_queries][n_heads][2]: maximum (in powers of two), sum of the weights
     threadgroup float *tables;   // [2][256]: codebooks of keys and values
-    threadgroup float *queries;  // [columns][padded D]; at the end [columns][D], the outputs
+    threadgroup float *queries;  // [columns][padded D]
+    threadgroup float *sums;     // [columns][D]: of a stretch. After the only stretch they take the queries' memory
     threadgroup float *weights;  // [n_simdgroups][32][C]
+    threadgroup float *kept;     // [2][C][2]: maximum and sum of the section so far, and of all earlier sections
     threadgroup float *states;   // [n_simdgroups][C][2]: maximum and sum
     uint kv_head, first_column, split;
     uint lane, simdgroup, n_simdgroups;
@@ -328,7 +330,7 @@ inline void load_weights(threadgroup const float *weights, uint row, thread floa
 
 // Dot products to weights of the online softmax. A masked position scores -INFINITY by selection, never by arithmetic:
 // nothing that its slot holds can spread. The maximum is raised only when a score exceeds it by 11. Weights stay below
-// 2^11, and most tiles skip the rescaling.
+// 2^11, and most tiles skip the rescaling. Each column decides for itself: its bits do not depend on the others.
 template <int D>
 inline void weigh_tile(constant tqkv__attend_args &args, tile_place at, float key_scale, float value_scale,
                        thread float *score, thread column_state<D> &state, threadgroup float *weights)
@@ -346,8 +348,9 @@ inline void weigh_tile(constant tqkv__attend_args &args, tile_place at, float ke
     if (simd_any(raise)) {
         FOR_COLUMNS(c)
         {
-            float largest = max(state.maximum[c], simd_max(score[c]));
-            float shrink = fast::exp2(state.maximum[c] - largest);
+            float largest = simd_max(score[c]);
+            largest = largest > state.maximum[c] + 11.0f ? largest : state.maximum[c];
+            float shrink = share_of(state.maximum[c], largest);
             state.maximum[c] = largest;
             state.sum[c] *= shrink;
             TQKV_UNROLL
@@ -483,10 +486,9 @@ inline void combine_states(thread const attend_task &task, thread column_state<D
     }
 }
 
-// Adds the lanes, then the simdgroups one after another: a fixed order. shared_out: [columns][D]
+// Adds the lanes, then the simdgroups one after another: a fixed order. The result is in task.sums.
 template <int D>
-inline void combine_outputs(thread const attend_task &task, thread column_state<D> &state,
-                            threadgroup float *shared_out)
+inline void combine_outputs(thread const attend_task &task, thread column_state<D> &state)
 {
     const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D), L = D / V;
     FOR_COLUMNS(c)
@@ -505,8 +507,8 @@ inline void combine_outputs(thread const attend_task &task, thread column_state<
                 TQKV_UNROLL
                 for (int i = 0; i < V; i += 4) {
                     uint at = uint(c * D) + (uint(i / 8 * L) + task.lane) * 8u + uint(i % 8);
-                    threadgroup float4 *to = (threadgroup float4 *)(shared_out + at);
-                    float4 sum = *to; // the first simdgroup finds queries here
+                    threadgroup float4 *to = (threadgroup float4 *)(task.sums + at);
+                    float4 sum = *to; // the first simdgroup finds something else here
                     sum.x = (s == 0 ? 0.0f : sum.x) + state.out[c][i];
                     sum.y = (s == 0 ? 0.0f : sum.y) + state.out[c][i + 1];
                     sum.z = (s == 0 ? 0.0f : sum.z) + state.out[c][i + 2];
@@ -519,37 +521,74 @@ inline void combine_outputs(thread const attend_task &task, thread column_state<
     }
 }
 
-// shared_out: [columns][D]
+// The row of a query row in a partial result.
+inline ulong partial_row(constant tqkv__attend_args &args, thread const attend_task &task, uint partial, query_row row)
+{
+    uint n_heads = uint(args.n_kv_heads) * uint(args.group), head = task.kv_head * uint(args.group) + uint(row.head);
+    return (ulong(partial) * ulong(args.n_queries) + ulong(row.query)) * ulong(n_heads) + ulong(head);
+}
+
+// Adds state and task.sums, or copies them, to a partial result and back: both have the total then. kept: [C][2]
 template <int D>
-inline void store_partial(constant tqkv__attend_args &args, thread const attend_task &task,
-                          thread const column_state<D> &state, threadgroup const float *shared_out)
+inline void add_to_partial(constant tqkv__attend_args &args, thread const attend_task &task, uint partial, bool copy,
+                           threadgroup float *kept, thread column_state<D> &state)
 {
     const int C = TQKV__MAX_COLUMNS(D);
     uint thread_index = task.simdgroup * 32u + task.lane;
-    uint n_heads = uint(args.n_kv_heads) * uint(args.group), n_rows = uint(args.n_queries) * uint(args.group);
+    query_row row = row_of_column(args, task.first_column);
     FOR_COLUMNS(c)
     {
-        if (task.first_column + uint(c) >= n_rows) continue;
-        query_row row = row_of_column(args, task.first_column + uint(c));
-        uint head = task.kv_head * uint(args.group) + uint(row.head);
-        ulong to = (ulong(task.split) * ulong(args.n_queries) + ulong(row.query)) * ulong(n_heads) + ulong(head);
+        if (row.query == args.n_queries) continue;
+        shares both = shares_of(copy ? -INFINITY : kept[c * 2], state.maximum[c]);
+        state.sum[c] = fma(both.added, state.sum[c], copy ? 0.0f : both.kept * kept[c * 2 + 1]);
+        state.maximum[c] = both.largest;
+        device float *out = task.partial_out + partial_row(args, task, partial, row) * ulong(D);
+        threadgroup float *sums = task.sums + c * D;
         for (uint i = thread_index; i < uint(D); i += task.n_simdgroups * 32u)
-            task.partial_out[to * ulong(D) + i] = shared_out[uint(c * D) + i];
-        if (thread_index == 0) {
-            task.partial_state[to * 2u] = state.maximum[c];
-            task.partial_state[to * 2u + 1u] = state.sum[c];
-        }
+            out[i] = sums[i] = fma(both.added, sums[i], copy ? 0.0f : both.kept * out[i]);
+        row = next_row(args, row);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (thread_index != 0) return;
+    FOR_COLUMNS(c)
+    {
+        kept[c * 2] = state.maximum[c];
+        kept[c * 2 + 1] = state.sum[c];
+    }
+}
+
+template <int D>
+inline void store_state(constant tqkv__attend_args &args, thread const attend_task &task, uint partial,
+                        thread const column_state<D> &state)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    if (task.simdgroup != 0 || task.lane != 0) return;
+    query_row row = row_of_column(args, task.first_column);
+    FOR_COLUMNS(c)
+    {
+        if (row.query == args.n_queries) continue;
+        ulong to = partial_row(args, task, partial, row) * 2u;
+        task.partial_state[to] = state.maximum[c];
+        task.partial_state[to + 1u] = state.sum[c];
+        row = next_row(args, row);
     }
 }
 
 // ---- The kernel ----
 
 template <int D>
-inline void start_columns(constant tqkv__attend_args &args, uint first_column, thread column_state<D> &state)
+inline void find_newest(constant tqkv__attend_args &args, uint first_column, thread column_state<D> &state)
+{
+    TQKV_UNROLL
+    for (int c = 0; c < TQKV__MAX_COLUMNS(D); c++)
+        state.newest[c] = newest_seen(args, many_queries ? row_of_column(args, first_column + uint(c)).query : 0);
+}
+
+template <int D>
+inline void clear_sums(thread column_state<D> &state)
 {
     TQKV_UNROLL
     for (int c = 0; c < TQKV__MAX_COLUMNS(D); c++) {
-        state.newest[c] = newest_seen(args, many_queries ? row_of_column(args, first_column + uint(c)).query : 0);
         state.maximum[c] = NOTHING_SEEN;
         state.sum[c] = 0.0f;
         TQKV_UNROLL
@@ -557,28 +596,25 @@ inline void start_columns(constant tqkv__attend_args &args, uint first_column, t
     }
 }
 
-// The simdgroup's tiles: every n_simdgroups-th of the split.
-template <int D, int KW, int VW>
-inline void attend_tiles(constant tqkv__attend_args &args, thread const attend_task &task,
-                         thread column_state<D> &state)
-{
-    uint thread_index = task.simdgroup * 32u + task.lane, row = row_of_lane<D, KW>(task.lane);
-    tile_range range = tiles_of_split(args, task.first_column, task.split);
-    tile_place next = open_tile(args, range, min(range.begin + task.simdgroup, range.end), row);
+// What a simdgroup carries from tile to tile.
+template <int D, int KW>
+struct tile_walk {
+    uint tile;       // its next one
+    tile_place next; // the place of that tile
     key_steps<D, KW> keys;
-    load_key_codes<D, KW>(args, task, next.base, 0u, keys);
-    if (!one_norm<D>(key_format)) load_key_scales<D, KW>(args, task, next.base, 0u, keys);
-    load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
-    load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
-    load_queries<D, KW>(args, task);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    codebook key_book = open_codebook(key_format, task.tables, task.lane);
-    codebook value_book = open_codebook(value_format, task.tables + 256, task.lane);
+};
+
+// The simdgroup's tiles before tile `end`.
+template <int D, int KW, int VW>
+inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task &task, tile_range seen, uint end,
+                      thread const codebook &key_book, thread const codebook &value_book, thread tile_walk<D, KW> &walk,
+                      thread column_state<D> &state)
+{
     threadgroup float *weights = task.weights + task.simdgroup * uint(32 * TQKV__MAX_COLUMNS(D));
-    start_columns<D>(args, task.first_column, state);
-    for (uint t = range.begin + task.simdgroup; t < range.end; t += task.n_simdgroups) {
-        tile_place at = next;
-        next = open_tile(args, range, min(t + task.n_simdgroups, range.end), row);
+    while (walk.tile < end) {
+        tile_place at = walk.next;
+        walk.tile = next_tile(seen, walk.tile, task.simdgroup, task.n_simdgroups);
+        walk.next = open_tile(args, walk.tile, at.row);
         float score[TQKV__MAX_COLUMNS(D)];
         float key_scale = row_scale<D>(key_format, task.keys, at.slot, args.key_block_scale);
         float value_scale =
@@ -586,7 +622,7 @@ inline void attend_tiles(constant tqkv__attend_args &args, thread const attend_t
         value_step<D, VW> values[VALUE_BATCH(D, VW)];
         TQKV_UNROLL
         for (int b = 0; b < VALUE_BATCH(D, VW); b++) load_value_step<D, VW>(args, task, at.base, uint(b), values[b]);
-        score_tile<D, KW>(args, task, at.base, next.base, key_book, keys, score);
+        score_tile<D, KW>(args, task, at.base, walk.next.base, key_book, walk.keys, score);
         weigh_tile<D>(args, at, key_scale, value_scale, score, state, weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
         add_values<D, VW>(args, task, at.base, value_book, values, weights, state);
@@ -594,15 +630,51 @@ inline void attend_tiles(constant tqkv__attend_args &args, thread const attend_t
     }
 }
 
+// Adds a stretch to the partial result of its section, and at the end of a section that to the result of all. So every
+// way to share the stretches among threadgroups does the same additions in the same order. Returns the partial result
+// that has the total.
+template <int D>
+inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
+                         uint stretch, thread column_state<D> &state)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    bool several = args.sections_each > 1, last = stretch + 1u == own.end || (stretch + 1u) % TQKV__SECTION == 0;
+    uint partial = several ? 1u : task.split;
+    add_to_partial<D>(args, task, partial, stretch == own.begin || stretch % TQKV__SECTION == 0, task.kept, state);
+    if (!several || !last) return partial;
+    add_to_partial<D>(args, task, 0u, stretch / TQKV__SECTION == own.begin / TQKV__SECTION, task.kept + 2 * C, state);
+    return 0u;
+}
+
 template <int D, int KW, int VW>
 inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
 {
+    uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
+    tile_range seen = tiles_seen(args, task.first_column);
+    stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     column_state<D> state;
-    attend_tiles<D, KW, VW>(args, task, state);
-    combine_states<D>(task, state);
-    // After its barrier no simdgroup reads queries: their memory takes the outputs.
-    combine_outputs<D>(task, state, task.queries);
-    store_partial<D>(args, task, state, task.queries);
+    tile_walk<D, KW> walk;
+    walk.tile =
+        own_tile(seen, max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
+    walk.next = open_tile(args, walk.tile, row_of_lane<D, KW>(task.lane));
+    load_key_codes<D, KW>(args, task, walk.next.base, 0u, walk.keys);
+    if (!one_norm<D>(key_format)) load_key_scales<D, KW>(args, task, walk.next.base, 0u, walk.keys);
+    load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
+    load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
+    load_queries<D, KW>(args, task);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    codebook key_book = open_codebook(key_format, task.tables, task.lane);
+    codebook value_book = open_codebook(value_format, task.tables + 256, task.lane);
+    find_newest<D>(args, task.first_column, state);
+    for (uint stretch = own.begin; stretch < own.end; stretch++) {
+        clear_sums<D>(state);
+        uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
+        add_tiles<D, KW, VW>(args, task, seen, end, key_book, value_book, walk, state);
+        combine_states<D>(task, state);
+        combine_outputs<D>(task, state); // after a barrier: task.sums may be the queries' memory
+        partial = keep_stretch<D>(args, task, own, stretch, state);
+    }
+    store_state<D>(args, task, partial, state);
 }
 
 // The widths of keys and values choose the code here and nowhere else.

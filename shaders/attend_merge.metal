@@ -1,10 +1,10 @@
-// attend_merge: one result of attention from those of all splits. One threadgroup a query row, along x.
+// attend_merge: one result of attention from partial ones. One threadgroup a query row, along x.
 #include "merge.h"
 
 constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
 constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
 
-// partial_out: [n_splits][n_rows][D], partial_state: [n_splits][n_rows][2], sinks: [n_heads], out: [n_rows][D]
+// partial_out: [n_partials][n_rows][D], partial_state: [n_partials][n_rows][2], sinks: [n_heads], out: [n_rows][D]
 // clang-format off
 #define ATTEND_MERGE(D) \
     kernel void tqkv_attend_merge_d##D( \

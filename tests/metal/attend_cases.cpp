@@ -10,7 +10,8 @@ void check_attend(const attend_row &row, const std::vector<gpu_split> &splits)
     attend_set_up(&problem, &row);
     for (const gpu_split &split : splits) {
         std::string what = "columns " + std::to_string(split.columns) + ", simdgroups " +
-                           std::to_string(split.n_simdgroups) + ", splits " + std::to_string(split.n_splits);
+                           std::to_string(split.n_simdgroups) + ", stretches " + std::to_string(split.n_stretches) +
+                           ", share " + std::to_string(split.share);
         std::fill_n(problem.out, problem.n_rows * problem.head_dim, NAN);
         CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, split));
         attend_check(&problem, problem.out, what.c_str());
@@ -42,7 +43,7 @@ void run_planned(const void *parameters)
     const tqkv_metal_buffer none = gpu_buffer(nullptr);
     tqkv__dispatch d[2];
     CHECK_RESULT(tqkv__plan_attend(&attention.metal, none, none, none, d), TQKV_OK);
-    CHECK(d[0].args[0].attend.n_splits > 1, "the plan does not split this context");
+    CHECK(d[1].args[0].merge.n_partials > 1, "the plan does not split this context");
     attend_tear_down(&problem);
     check_attend(*row, {as_planned});
 }
@@ -84,12 +85,15 @@ void add_head_dims()
         }
 }
 
-// Query heads of a KV head, queries, columns, simdgroups, splits.
+// Query heads of a KV head, queries, columns, simdgroups, stretches, what a threadgroup adds up.
 void add_shapes()
 {
-    const int shapes[][5] = {{1, 1, 1, 1, 1},  {1, 1, 8, 4, 1},  {2, 1, 2, 4, 3},  {3, 1, 2, 2, 2},  {8, 1, 8, 4, 2},
-                             {16, 1, 8, 1, 1}, {5, 3, 8, 2, 1},  {1, 17, 8, 2, 2}, {4, 9, 3, 4, 1},  {2, 40, 8, 1, 5},
-                             {2, 45, 8, 2, 1}, {1, 1, 1, 8, 40}, {2, 2, 1, 3, 7},  {2, 200, 8, 2, 1}};
+    const int shapes[][6] = {
+        {1, 1, 1, 1, 1, GPU_EACH},      {1, 1, 8, 4, 1, GPU_EVERYTHING},   {2, 1, 2, 4, 3, GPU_EACH},
+        {3, 1, 2, 2, 2, GPU_EACH},      {8, 1, 8, 4, 2, GPU_SECTIONS},     {16, 1, 8, 1, 4, GPU_EVERYTHING},
+        {5, 3, 8, 2, 40, GPU_SECTIONS}, {1, 17, 8, 2, 2, GPU_EACH},        {4, 9, 3, 4, 40, GPU_EVERYTHING},
+        {2, 40, 8, 1, 5, GPU_EACH},     {2, 45, 8, 2, 40, GPU_EVERYTHING}, {1, 1, 1, 8, 40, GPU_EACH},
+        {2, 2, 1, 3, 7, GPU_EACH},      {2, 200, 8, 2, 40, GPU_EVERYTHING}};
     for (const int *shape : shapes) {
         shader_attend_row row = default_row(TQKV_I8, TQKV_TQ4, 128);
         row.problem.end = 100;
@@ -98,11 +102,11 @@ void add_shapes()
         if (shape[1] > 100) row.problem.end = row.problem.key_capacity = row.problem.value_capacity = 230; // prefill
         row.problem.group = shape[0];
         row.problem.n_queries = shape[1];
-        row.split = {shape[2], shape[3], shape[4]};
-        add(row,
-            ("shape/group" + std::to_string(shape[0]) + "_queries" + std::to_string(shape[1]) + "_columns" +
-             std::to_string(shape[2]) + "_simdgroups" + std::to_string(shape[3]) + "_splits" + std::to_string(shape[4]))
-                .c_str());
+        row.split = {shape[2], shape[3], shape[4], shape[5]};
+        add(row, ("shape/group" + std::to_string(shape[0]) + "_queries" + std::to_string(shape[1]) + "_columns" +
+                  std::to_string(shape[2]) + "_simdgroups" + std::to_string(shape[3]) + "_stretches" +
+                  std::to_string(shape[4]) + "_share" + std::to_string(shape[5]))
+                     .c_str());
     }
 }
 
@@ -260,7 +264,8 @@ void add_random(int seed)
     p.output_basis = data_below(&random, 3) ? TQKV_ORIGINAL : TQKV_ROTATED;
     row.split.columns = data_below(&random, 2) ? GPU_MOST : 1 + data_below(&random, TQKV__MAX_COLUMNS(p.head_dim));
     row.split.n_simdgroups = 1 + data_below(&random, 4);
-    row.split.n_splits = 1 + data_below(&random, 5);
+    row.split.n_stretches = 1 + data_below(&random, 5);
+    row.split.share = GPU_EACH + data_below(&random, 3);
     add(row, ("random/" + std::to_string(seed)).c_str());
 }
 
