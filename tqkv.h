@@ -711,8 +711,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 /* Attention cuts the context at fixed slots of the keys into stretches with sums of their own: the first n_short have
    `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot 0,
    are a section. The stretches of a section are added in order, then the sections. */
-#define TQKV__STRETCH_GROWTH 4u
-#define TQKV__SECTION        16u
+#define TQKV__STRETCH_GROWTH 4
+#define TQKV__SECTION        16
 #define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
@@ -727,8 +727,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV__KERNEL_SIZES(D)                                                                                          \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
         TQKV__SIGN_BYTES(D), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D), TQKV__ATTEND_WEIGHT_BYTES(D, 1),  \
-        TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1), TQKV__MERGE_BYTES(D, 1),                           \
-        (int)TQKV__STRETCH_GROWTH, (int)TQKV__SECTION
+        TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1), TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH,     \
+        TQKV__SECTION
 enum { TQKV__KERNEL_DIMS = 6, TQKV__N_KERNEL_SIZES = 14 };
 /* head_dim number i of the kernels */
 #define TQKV__KERNEL_DIM(i) (32 << (i))
@@ -5229,7 +5229,7 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t *first, int64_t *
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, tqkv__split *split)
 {
     const int64_t rows = (int64_t)a->call.n_queries * a->group, most = TQKV__MAX_COLUMNS(a->head_dim);
-    const int64_t blocks = (rows + most - 1) / most, section = (int64_t)TQKV__SECTION;
+    const int64_t blocks = (rows + most - 1) / most, section = TQKV__SECTION;
     const size_t row = ((size_t)a->head_dim + 2) * sizeof(float);
     split->n_short = a->call.window ? INT_MAX : TQKV__SHORT_STRETCHES;
     split->first_stretch = tqkv__stretch_of(first, split->n_short);
@@ -5330,7 +5330,7 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
 static void tqkv__plan_attend_merge(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                     const tqkv__split *split)
 {
-    const int length = split->sections_each ? 1 : (int)TQKV__SECTION, before = split->first_stretch % length;
+    const int length = split->sections_each ? 1 : TQKV__SECTION, before = split->first_stretch % length;
     const int n_results = split->sections_each > 1 ? 1 : split->n_partials,
               n_sections = (before + n_results - 1) / length + 1;
     const tqkv__merge_args args = {(int32_t)a->n_rows, a->call.n_heads, n_results, length, before};

@@ -596,24 +596,30 @@ inline void clear_sums(thread column_state<D> &state)
     }
 }
 
+inline uint step_over(uint tile, uint gap_begin, uint after_gap)
+{
+    return tile < gap_begin ? tile : max(tile, after_gap);
+}
+
 // What a simdgroup carries from tile to tile.
 template <int D, int KW>
 struct tile_walk {
-    uint tile;       // its next one
-    tile_place next; // the place of that tile
+    uint tile;                 // its next one
+    uint gap_begin, after_gap; // from gap_begin on it goes on with tile after_gap
+    tile_place next;           // the place of that tile
     key_steps<D, KW> keys;
 };
 
 // The simdgroup's tiles before tile `end`.
 template <int D, int KW, int VW>
-inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task &task, tile_range seen, uint end,
+inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task &task, uint end,
                       thread const codebook &key_book, thread const codebook &value_book, thread tile_walk<D, KW> &walk,
                       thread column_state<D> &state)
 {
     threadgroup float *weights = task.weights + task.simdgroup * uint(32 * TQKV__MAX_COLUMNS(D));
     while (walk.tile < end) {
         tile_place at = walk.next;
-        walk.tile = next_tile(seen, walk.tile, task.simdgroup, task.n_simdgroups);
+        walk.tile = step_over(walk.tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
         walk.next = open_tile(args, walk.tile, at.row);
         float score[TQKV__MAX_COLUMNS(D)];
         float key_scale = row_scale<D>(key_format, task.keys, at.slot, args.key_block_scale);
@@ -654,8 +660,10 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     column_state<D> state;
     tile_walk<D, KW> walk;
-    walk.tile =
-        own_tile(seen, max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
+    walk.gap_begin = seen.gap_begin;
+    walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
+    walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
+    walk.tile = step_over(walk.tile, walk.gap_begin, walk.after_gap);
     walk.next = open_tile(args, walk.tile, row_of_lane<D, KW>(task.lane));
     load_key_codes<D, KW>(args, task, walk.next.base, 0u, walk.keys);
     if (!one_norm<D>(key_format)) load_key_scales<D, KW>(args, task, walk.next.base, 0u, walk.keys);
@@ -669,7 +677,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
         clear_sums<D>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_tiles<D, KW, VW>(args, task, seen, end, key_book, value_book, walk, state);
+        add_tiles<D, KW, VW>(args, task, end, key_book, value_book, walk, state);
         combine_states<D>(task, state);
         combine_outputs<D>(task, state); // after a barrier: task.sums may be the queries' memory
         partial = keep_stretch<D>(args, task, own, stretch, state);

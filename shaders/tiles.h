@@ -75,24 +75,15 @@ inline tile_range tiles_seen(constant tqkv__attend_args &args, uint first_column
     seen.begin = wraps ? 0u : slot / 32u;
     seen.end = n == 0 ? seen.begin : ((wraps ? capacity : slot + n) + 31u) / 32u;
     seen.gap_begin = wraps ? (n - before_end + 31u) / 32u : 0u;
-    seen.gap_end = wraps ? slot / 32u : 0u;
+    seen.gap_end = wraps ? max(slot / 32u, seen.gap_begin) : 0u;
     return seen;
 }
 
 // The first tile from `tile` on that is the simdgroup's. The number of a tile decides that alone, so a row's sums do not
 // depend on what the threadgroup's other columns see.
-inline uint own_tile(tile_range seen, uint tile, uint simdgroup, uint n_simdgroups)
+inline uint own_tile(uint tile, uint simdgroup, uint n_simdgroups)
 {
-    tile += (simdgroup + n_simdgroups - tile % n_simdgroups) % n_simdgroups;
-    if (tile < seen.gap_begin || tile >= seen.gap_end) return tile;
-    return seen.gap_end + (simdgroup + n_simdgroups - seen.gap_end % n_simdgroups) % n_simdgroups;
-}
-
-// The simdgroup's tile after `tile`.
-inline uint next_tile(tile_range seen, uint tile, uint simdgroup, uint n_simdgroups)
-{
-    tile += n_simdgroups;
-    return tile < seen.gap_begin || tile >= seen.gap_end ? tile : own_tile(seen, tile, simdgroup, n_simdgroups);
+    return tile + (simdgroup + n_simdgroups - tile % n_simdgroups) % n_simdgroups;
 }
 
 inline uint stretch_of_tile(constant tqkv__attend_args &args, uint tile)
@@ -103,7 +94,7 @@ inline uint stretch_of_tile(constant tqkv__attend_args &args, uint tile)
 inline uint first_tile_of_stretch(constant tqkv__attend_args &args, uint stretch)
 {
     uint n_short = min(stretch, uint(args.n_short));
-    return (n_short + (stretch - n_short) * uint(TQKV__STRETCH_GROWTH)) * uint(args.stretch_tiles);
+    return (n_short + (stretch - n_short) * TQKV__STRETCH_GROWTH) * uint(args.stretch_tiles);
 }
 
 // The stretches that a threadgroup sums up, [begin, end): at least one, perhaps without a tile that it sees.

@@ -110,6 +110,20 @@ void add_shapes()
     }
 }
 
+// 50 stretches in 4 sections. attend_merge has as many simdgroups as attend here, and takes the sections in two rounds.
+void add_sections()
+{
+    shader_attend_row row = default_row(TQKV_I8, TQKV_TQ4, 32);
+    row.problem.n_kv_heads = 1;
+    row.problem.n_queries = 2;
+    row.problem.end = 4800;
+    row.problem.key_capacity = row.problem.value_capacity = 4800;
+    for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING}) {
+        row.split = {0, 2, 150, share};
+        add(row, ("sections/simdgroups2_share" + std::to_string(share)).c_str());
+    }
+}
+
 // capacity of keys and values, end, kv_len, window
 void add_residency(const char *name, int key_capacity, int value_capacity, bool ring, int64_t end, int kv_len,
                    int window)
@@ -234,6 +248,83 @@ void add_planned()
     test_add(run_planned, &row, sizeof row, "attend/planned/splits5");
 }
 
+// Query number `query` of the problem in a call of its own, divided in another way, must give the bits in problem.out.
+void check_alone(const attend_problem &problem, int query, gpu_split split)
+{
+    tqkv_attention a = problem.attention;
+    const size_t values = (size_t)a.n_heads * problem.head_dim;
+    const int64_t resident = reference_attention_shape(&a).oldest;
+    std::vector<float> alone(values, NAN);
+    a.end = a.end - a.n_queries + query + 1;
+    a.n_queries = 1;
+    a.kv_len = (int)(a.end - resident);
+    if (a.kv_len <= 0) return;
+    CHECK_RUN(gpu_attend(&a, problem.q + (size_t)query * values, alone.data(), split));
+    CHECK(!memcmp(alone.data(), problem.out + (size_t)query * values, values * sizeof(float)),
+          "query %d of %d has other bits alone", query, problem.attention.n_queries);
+}
+
+// A query's bits do not depend on the queries beside it, nor on what a threadgroup adds up. Short stretches: else only
+// long contexts have several.
+void run_company(const void *parameters)
+{
+    const int seed = *(const int *)parameters;
+    data_random random = {(uint64_t)seed + 500};
+    attend_row row = attend_default_row(test_formats[data_below(&random, 8)], test_formats[data_below(&random, 8)],
+                                        32 << data_below(&random, 3));
+    const bool planned = seed % 4 == 3;
+    row.n_kv_heads = 1;
+    row.key_capacity = row.value_capacity = (planned ? 700 : 150) + data_below(&random, 600);
+    row.key_ring = row.value_ring = seed % 3 == 0;
+    row.end = row.key_ring ? row.key_capacity + data_below(&random, 2000) : row.key_capacity - data_below(&random, 99);
+    row.n_queries = 2 + data_below(&random, 6);
+    row.group = 1 + data_below(&random, 4);
+    row.window = seed % 5 < 2 ? 1 + data_below(&random, 500) : 0;
+    row.query_size = 10.0f; // maxima are raised often
+    row.sinks = seed % 2 ? SINKS_SOME : SINKS_NONE;
+    row.bits_alone = true;
+    attend_problem problem;
+    attend_set_up(&problem, &row);
+    const gpu_split ways[] = {{0, 4, 40, GPU_EACH}, {0, 4, 40, GPU_SECTIONS}, {0, 4, 40, GPU_EVERYTHING}};
+    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, planned ? as_planned : ways[seed % 3]));
+    for (int query : {0, data_below(&random, row.n_queries), row.n_queries - 1})
+        check_alone(problem, query, planned ? as_planned : ways[data_below(&random, 3)]);
+    attend_tear_down(&problem);
+}
+
+struct length_row {
+    int positions, share;
+};
+
+// Values with a mean, where one float sum over the context loses digits. 4096 rows repeat.
+void run_length(const void *parameters)
+{
+    const length_row *row = (const length_row *)parameters;
+    const int d = 32, n = 4096;
+    tqkv_store keys = test_store(TQKV_I8, d, 1, row->positions, false);
+    tqkv_store values = test_store(TQKV_F16, d, 1, row->positions, false);
+    std::vector<float> rows((size_t)(n * d)), q(d), out(d, NAN);
+    std::vector<double> expected(d);
+    data_rows(31, DATA_GAUSSIAN, rows.data(), n, d);
+    for (int first = 0; first < row->positions; first += n)
+        CHECK_RESULT(tqkv_encode(&keys, rows.data(), n, first), TQKV_OK);
+    for (float &x : rows) x += 1.0f;
+    for (int first = 0; first < row->positions; first += n)
+        CHECK_RESULT(tqkv_encode(&values, rows.data(), n, first), TQKV_OK);
+    data_rows(32, DATA_GAUSSIAN, q.data(), 1, d);
+    for (float &x : q) x *= 3.0f;
+    tqkv_attention a = {};
+    a.keys = &keys;
+    a.values = &values;
+    a.end = row->positions;
+    reference_attend(&a, q.data(), expected.data());
+    CHECK_RUN(gpu_attend(&a, q.data(), out.data(), {0, 0, 0, row->share}));
+    const double error = reference_relative_error(out.data(), expected.data(), d);
+    CHECK(error <= 2e-6, "relative error %.3g", error); // as over 1000 positions
+    test_store_free(&keys);
+    test_store_free(&values);
+}
+
 // All parameters at random, from a seed.
 void add_random(int seed)
 {
@@ -276,9 +367,15 @@ void attend_shader_cases()
     add_pairs();
     add_head_dims();
     add_shapes();
+    add_sections();
     add_all_residencies();
     add_options();
     add_poisons();
     add_planned();
+    for (int seed = 0; seed < 40; seed++) test_add(run_company, &seed, sizeof seed, "attend/company/%d", seed);
+    for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING}) {
+        const length_row row = {1 << 20, share};
+        test_add(run_length, &row, sizeof row, "attend/length/%d/share%d", row.positions, share);
+    }
     for (int seed = 0; seed < 150; seed++) add_random(seed);
 }

@@ -166,9 +166,8 @@ static void force_stretches(tqkv__dispatch d[2], gpu_split split, int head_dim)
         args.stretch_tiles = std::max(1, (tiles + split.n_stretches - 1) / split.n_stretches);
         args.n_short = TQKV__SECTION; // so that more than 16 have both lengths
     }
-    const int n_stretches =
-        TQKV__STRETCH_OF_TILE((unsigned)tiles - 1u, (unsigned)args.stretch_tiles, (unsigned)args.n_short) + 1;
-    const int length = (int)TQKV__SECTION, n_sections = (n_stretches + length - 1) / length;
+    const int n_stretches = TQKV__STRETCH_OF_TILE(tiles - 1, args.stretch_tiles, args.n_short) + 1;
+    const int length = TQKV__SECTION, n_sections = (n_stretches + length - 1) / length;
     const bool each = split.share == GPU_EACH || !split.share;
     const int n_partials = each ? n_stretches : split.share == GPU_SECTIONS ? n_sections : 2;
     args.first_stretch = merge.before = 0;
@@ -176,7 +175,8 @@ static void force_stretches(tqkv__dispatch d[2], gpu_split split, int head_dim)
     merge.section = each ? length : 1;
     merge.n_partials = args.sections_each > 1 ? 1 : n_partials;
     d[0].grid[2] = (size_t)(args.sections_each > 1 ? 1 : n_partials);
-    d[1].n_simdgroups = std::min(n_sections, TQKV__MERGE_SIMDGROUPS(head_dim));
+    const int most = split.n_simdgroups ? split.n_simdgroups : TQKV__MERGE_SIMDGROUPS(head_dim);
+    d[1].n_simdgroups = std::min(n_sections, std::min(most, TQKV__MERGE_SIMDGROUPS(head_dim)));
     const size_t columns = (size_t)d[0].kernel.constants[TQKV_FC_COLUMNS] - 1;
     d[0].memory[1] = columns * (size_t)head_dim * (each ? 6 : 10);
     const size_t rows = (size_t)merge.n_rows * (size_t)n_partials * sizeof(float);
