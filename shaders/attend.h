@@ -491,6 +491,7 @@ template <int D>
 inline void combine_outputs(thread const attend_task &task, thread column_state<D> &state)
 {
     const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D), L = D / V;
+    threadgroup float *sums = task.sums;
     FOR_COLUMNS(c)
     {
         TQKV_UNROLL
@@ -507,7 +508,7 @@ inline void combine_outputs(thread const attend_task &task, thread column_state<
                 TQKV_UNROLL
                 for (int i = 0; i < V; i += 4) {
                     uint at = uint(c * D) + (uint(i / 8 * L) + task.lane) * 8u + uint(i % 8);
-                    threadgroup float4 *to = (threadgroup float4 *)(task.sums + at);
+                    threadgroup float4 *to = (threadgroup float4 *)(sums + at);
                     float4 sum = *to; // the first simdgroup finds something else here
                     sum.x = (s == 0 ? 0.0f : sum.x) + state.out[c][i];
                     sum.y = (s == 0 ? 0.0f : sum.y) + state.out[c][i + 1];

@@ -1,5 +1,6 @@
 #include "gpu.h"
 #include <algorithm>
+#include <limits.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -164,7 +165,7 @@ static void force_stretches(tqkv__dispatch d[2], gpu_split split, int head_dim)
     const int tiles = (args.key_capacity + 31) / 32;
     if (split.n_stretches) {
         args.stretch_tiles = std::max(1, (tiles + split.n_stretches - 1) / split.n_stretches);
-        args.n_short = TQKV__SECTION; // so that more than 16 have both lengths
+        args.n_short = split.share ? TQKV__SECTION : INT_MAX;
     }
     const int n_stretches = TQKV__STRETCH_OF_TILE(tiles - 1, args.stretch_tiles, args.n_short) + 1;
     const int length = TQKV__SECTION, n_sections = (n_stretches + length - 1) / length;
