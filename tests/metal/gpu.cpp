@@ -140,7 +140,7 @@ std::string gpu_run(const tqkv__dispatch &planned)
 
 tqkv_metal_buffer gpu_buffer(const void *bytes) { return {const_cast<void *>(bytes), 0}; }
 
-tqkv_metal_store gpu_store(const tqkv_store *s) { return {*s, gpu_buffer(s->codes), gpu_buffer(s->norms)}; }
+tqkv_metal_store gpu_store(const tqkv_store *s) { return {*s, gpu_buffer(s->codes), gpu_buffer(s->norms), gpu_buffer(s->center)}; }
 
 gpu_attention::gpu_attention(const tqkv_attention &a) : keys(gpu_store(a.keys)), values(gpu_store(a.values)), metal()
 {
