@@ -8,7 +8,7 @@
 //   softmax  one row a lane
 //   values   the lanes lie across the row; the weights come from threadgroup memory
 //
-// Letters: D head_dim, W main bits of a stored value, KW and VW these of keys and values, C most columns, N values that
+// Letters: D head_dim, W code width of a stored value, KW and VW these of keys and values, C most columns, N values that
 // a lane loads at a time, R lanes that share a row of keys, V output values of a column that a lane keeps.
 #ifndef TQKV_ATTEND_H
 #define TQKV_ATTEND_H
@@ -21,6 +21,8 @@ constant uint key_format [[function_constant(TQKV_FC_FORMAT)]];
 constant uint value_format [[function_constant(TQKV_FC_VALUE_FORMAT)]];
 constant bool rotate_queries [[function_constant(TQKV_FC_ROTATE_QUERIES)]];
 constant bool softcap [[function_constant(TQKV_FC_SOFTCAP)]];
+constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
+constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
 
 // A loop over columns runs to the constant maximum and tests inside. It unrolls into registers, and the iterations
 // beyond `columns` disappear when the pipeline is built.
@@ -43,16 +45,20 @@ struct stream_rows {
 
 // What a threadgroup works on, and the place of this thread in it. n_heads is n_kv_heads * group.
 struct attend_task {
-    device const float *q;       // [n_queries][n_heads][D]
-    stream_rows keys, values;    // of the KV head
-    device float *partial_out;   // [n_partials][n_queries][n_heads][D]: sum of weight * value
-    device float *partial_state; // [n_partials][n_queries][n_heads][2]: maximum (in powers of two), sum of the weights
-    threadgroup float *tables;   // [2][256]: codebooks of keys and values
-    threadgroup float *queries;  // [columns][padded D]
-    threadgroup float *sums;     // [columns][D]: of a stretch. After the only stretch they take the queries' memory
-    threadgroup float *weights;  // [n_simdgroups][32][C]
-    threadgroup float *kept;     // [2][C][2]: maximum and sum of the section so far, and of all earlier sections
-    threadgroup float *states;   // [n_simdgroups][C][2]: maximum and sum
+    device const float *q;     // [n_queries][n_heads][D]
+    stream_rows keys, values;  // of the KV head
+    device float *partial_out; // [n_partials][n_queries][n_heads][D]: sum of weight * value
+    device float
+        *partial_state;         // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in
+                                // powers of two), sum of the weights
+    device const float *center; // [n_kv_heads][D]: of the keys
+    threadgroup float *tables;  // [2][256]: codebooks of keys and values
+    threadgroup float *queries; // [columns][padded D]
+    threadgroup float *sums;    // [columns][D]: of a stretch. After the only stretch they take the queries' memory
+    threadgroup float *weights; // [n_simdgroups][32][C]
+    threadgroup float *kept;    // [2][C][2]: maximum and sum of the section so far, and of all earlier sections. Before
+                                // them [C]: the centre's score in powers of two
+    threadgroup float *states;  // [n_simdgroups][C][2]: maximum and sum
     uint kv_head, first_column, split;
     uint lane, simdgroup, n_simdgroups;
 };
@@ -60,6 +66,7 @@ struct attend_task {
 // What a lane keeps of each column.
 template <int D>
 struct column_state {
+    float shift[TQKV__MAX_COLUMNS(D)];             // of scores, under softcap: the centre's score
     int newest[TQKV__MAX_COLUMNS(D)];              // position that the column's query sees; negative: none
     float maximum[TQKV__MAX_COLUMNS(D)];           // subtracted from scores: weigh_tile says how it is raised
     float sum[TQKV__MAX_COLUMNS(D)];               // of the weights
@@ -134,6 +141,18 @@ inline uint padded(uint value)
     return value + value / uint(KEY_VALUES(D, W)) * 4u;
 }
 
+// The score of the keys' centre: all scores of the query lack it. Every lane has the result. x: the lane's part of the query
+template <int D>
+inline float score_of_center(constant tqkv__attend_args &args, thread const attend_task &task, thread const float *x)
+{
+    float center[TQKV_LANE_VALUES(D)], dot = 0.0f;
+    load_row<D>(task.center + row_offset(task.kv_head, D), task.lane, center);
+    if (rotate_center) rotate_row<D>(center, task.lane);
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) dot = fma(x[i], center[i], dot);
+    return simd_sum(dot) * (args.scale * TQKV_LOG2E);
+}
+
 template <int D, int W>
 inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task)
 {
@@ -143,6 +162,8 @@ inline void load_queries(constant tqkv__attend_args &args, thread const attend_t
         uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
         float x[TQKV_LANE_VALUES(D)];
         load_row<D>(task.q + row_offset(at, D), task.lane, x);
+        float shift = key_centered ? score_of_center<D>(args, task, x) : 0.0f;
+        if (key_centered && task.lane == 0) task.kept[c] = shift;
         if (rotate_queries) rotate_row<D>(x, task.lane);
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
             task.queries[c * padded<D, W>(D) + padded<D, W>(task.lane * uint(TQKV_LANE_VALUES(D)) + uint(i))] = x[i];
@@ -279,10 +300,11 @@ inline void score_tile(constant tqkv__attend_args &args, thread const attend_tas
 // ---- Softmax of one tile ----
 
 // A dot product as a score in powers of two: 2^score is e^(scale * dot).
-inline float score_of(constant tqkv__attend_args &args, float dot, float factor)
+inline float score_of(constant tqkv__attend_args &args, float dot, float factor, float shift)
 {
     if (!softcap) return dot * factor;
-    return args.softcap * TQKV_LOG2E * precise::tanh(dot * factor / (args.softcap * TQKV_LOG2E));
+    float score = key_centered ? fma(dot, factor, shift) : dot * factor;
+    return args.softcap * TQKV_LOG2E * precise::tanh(score / (args.softcap * TQKV_LOG2E));
 }
 
 // Weights of a tile in threadgroup memory: [32][2] for 1 or 2 columns, else [C/4][32][4].
@@ -342,7 +364,7 @@ inline void weigh_tile(constant tqkv__attend_args &args, tile_place at, float ke
     {
         int newest = state.newest[c];
         seen[c] = at.position <= newest && (args.window == 0 || at.position > newest - args.window);
-        score[c] = seen[c] ? score_of(args, score[c], factor) : -INFINITY;
+        score[c] = seen[c] ? score_of(args, score[c], factor, state.shift[c]) : -INFINITY;
         raise = raise || score[c] > state.maximum[c] + 11.0f;
     }
     if (simd_any(raise)) {
@@ -558,6 +580,21 @@ inline void add_to_partial(constant tqkv__attend_args &args, thread const attend
     }
 }
 
+// The scores of the centre, where attend_merge finds them.
+template <int D>
+inline void store_shifts(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    if (task.simdgroup != 0 || task.lane != 0 || task.split != 0) return;
+    query_row row = row_of_column(args, task.first_column);
+    FOR_COLUMNS(c)
+    {
+        if (row.query == args.n_queries) continue;
+        task.partial_state[partial_row(args, task, 0u, row) * 2u] = task.kept[c];
+        row = next_row(args, row);
+    }
+}
+
 template <int D>
 inline void store_state(constant tqkv__attend_args &args, thread const attend_task &task, uint partial,
                         thread const column_state<D> &state)
@@ -568,7 +605,7 @@ inline void store_state(constant tqkv__attend_args &args, thread const attend_ta
     FOR_COLUMNS(c)
     {
         if (row.query == args.n_queries) continue;
-        ulong to = partial_row(args, task, partial, row) * 2u;
+        ulong to = partial_row(args, task, partial + 1u, row) * 2u; // the first are the shifts
         task.partial_state[to] = state.maximum[c];
         task.partial_state[to + 1u] = state.sum[c];
         row = next_row(args, row);
@@ -675,6 +712,11 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     codebook key_book = open_codebook(key_format, task.tables, task.lane);
     codebook value_book = open_codebook(value_format, task.tables + 256, task.lane);
     find_newest<D>(args, task.first_column, state);
+    if (key_centered) {
+        const int C = TQKV__MAX_COLUMNS(D);
+        FOR_COLUMNS(c) state.shift[c] = task.kept[c];
+        store_shifts<D>(args, task);
+    }
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
         clear_sums<D>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
@@ -690,17 +732,17 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
 template <int D, int KW>
 inline void attend_with_keys(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    if (main_bits(value_format) == 4) attend<D, KW, 4>(args, task);
-    if (main_bits(value_format) == 8) attend<D, KW, 8>(args, task);
-    if (main_bits(value_format) == 16) attend<D, KW, 16>(args, task);
+    if (code_width(value_format) == 4) attend<D, KW, 4>(args, task);
+    if (code_width(value_format) == 8) attend<D, KW, 8>(args, task);
+    if (code_width(value_format) == 16) attend<D, KW, 16>(args, task);
 }
 
 template <int D>
 inline void attend_with_formats(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    if (main_bits(key_format) == 4) attend_with_keys<D, 4>(args, task);
-    if (main_bits(key_format) == 8) attend_with_keys<D, 8>(args, task);
-    if (main_bits(key_format) == 16) attend_with_keys<D, 16>(args, task);
+    if (code_width(key_format) == 4) attend_with_keys<D, 4>(args, task);
+    if (code_width(key_format) == 8) attend_with_keys<D, 8>(args, task);
+    if (code_width(key_format) == 16) attend_with_keys<D, 16>(args, task);
 }
 
 #endif

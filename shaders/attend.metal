@@ -14,6 +14,7 @@
         device const float *value_norms [[buffer(5)]], \
         device float *partial_out [[buffer(6)]], \
         device float *partial_state [[buffer(7)]], \
+        device const float *key_center [[buffer(8)]], \
         threadgroup float *tables [[threadgroup(0)]], \
         threadgroup float *queries [[threadgroup(1)]], \
         threadgroup float *weights [[threadgroup(2)]], \
@@ -29,6 +30,7 @@
         task.values = stream_of_head<D>(value_format, value_codes, value_norms, args.value_capacity, group.x); \
         task.partial_out = partial_out; \
         task.partial_state = partial_state; \
+        task.center = key_center; \
         task.tables = tables; \
         task.queries = queries; \
         task.sums = queries + (args.sections_each == 0 ? 0 : TQKV__QUERY_FLOATS(D) * int(columns)); \

@@ -8,12 +8,16 @@
 // What a threadgroup works on, and the place of this thread in it.
 struct merge_task {
     device const float *partial_out;   // [n_partials][n_rows][D]
-    device const float *partial_state; // [n_partials][n_rows][2]: maximum (in powers of two), sum of the weights
+    device const float *partial_state; // [1 + n_partials][n_rows][2]: shift of all scores, unused; then maximum (in
+                                       // powers of two), sum of the weights
     device float *out;                 // [n_rows][D]
     threadgroup float *shared;         // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
     uint row;
     float sink; // in powers of two; -INFINITY: none. It is added to the denominator only
     bool unrotate;
+    bool shifted;               // the keys have a centre, which adds partial_state of the row to all scores
+    bool centered, rotated;     // the values have a centre, and it is rotated before it is added
+    device const float *center; // [n_kv_heads][D]
     uint lane, simdgroup, n_simdgroups;
 };
 
@@ -58,8 +62,8 @@ inline void add_partials(constant tqkv__merge_args &args, thread const merge_tas
         for (int i = 0; i < B; i++) {
             ulong at = row_offset(min(first + uint(i), end - 1u), uint(args.n_rows)) + task.row;
             load_row<D>(task.partial_out + at * ulong(D), task.lane, out[i]);
-            state[i][0] = task.partial_state[at * 2u];
-            state[i][1] = task.partial_state[at * 2u + 1u];
+            state[i][0] = task.partial_state[(at + uint(args.n_rows)) * 2u];
+            state[i][1] = task.partial_state[(at + uint(args.n_rows)) * 2u + 1u];
         }
         TQKV_UNROLL
         for (int i = 0; i < B; i++)
@@ -108,11 +112,16 @@ inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &
     for (uint first = 0; first < n_sections; first += task.n_simdgroups)
         add_sections<D>(args, task, first, n_sections, total);
     if (task.simdgroup != 0) return;
+    if (task.shifted) total.maximum += task.partial_state[ulong(task.row) * 2u];
     shares both = shares_of(total.maximum, task.sink);
     float sum = both.kept * total.sum + (task.sink == -INFINITY ? 0.0f : both.added);
     TQKV_UNROLL
     for (int i = 0; i < E; i++) total.out[i] = sum == 0.0f ? 0.0f : both.kept * total.out[i] / sum;
     if (task.unrotate) unrotate_values<D, 32, E>(total.out, task.lane, signs);
+    float weight = sum == 0.0f ? 0.0f : both.kept * total.sum / sum;
+    if (task.centered)
+        add_center<D>(task.center, task.row % uint(args.n_heads) / uint(args.group), task.rotated, weight, task.lane,
+                      total.out);
     store_row<D>(total.out, task.lane, task.out + row_offset(task.row, D));
 }
 

@@ -141,9 +141,8 @@ static void check_rows(const void *row)
     const tqkv_metal_store linear = plan_store(TQKV_TQ5, 64, 10, false, 0),
                            ring = plan_store(TQKV_I8, 512, 10, true, 2);
     (void)row;
-    CHECK_RESULT(tqkv__plan_probe(&linear.shape, none, INT_MAX, none, none, &d),
-                 TQKV_INVALID_ARGUMENT); /* rows > 2^31 */
-    CHECK_RESULT(tqkv__plan_probe(&linear.shape, at(4, 0), 7, at(5, 0), none, &d), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_probe(&linear, none, INT_MAX, none, none, &d), TQKV_INVALID_ARGUMENT); /* rows > 2^31 */
+    CHECK_RESULT(tqkv__plan_probe(&linear, at(4, 0), 7, at(5, 0), none, &d), TQKV_OK);
     check_dispatch(&d);
     CHECK(d.args[0].rows.n_tokens == 7 && binding(&d, "scaled").size == 7 * 3 * 64 * sizeof(float), "a probe");
     CHECK_RESULT(tqkv__plan_decode(&ring, 95, 10, TQKV_ORIGINAL, at(4, 0), &d), TQKV_OK);
@@ -225,7 +224,8 @@ static void check_stretches(const tqkv__dispatch d[2], int64_t end, size_t scrat
     CHECK(args->first_stretch == 0 && args->stretch_tiles == 16 && args->n_short == 128, "the stretches");
     CHECK((int64_t)d->grid[2] == (full ? 1 : each ? n : sections), "%zu splits, %d stretches", d->grid[2], (int)n);
     CHECK(args->sections_each == (full ? sections : each ? 0 : 1), "%d sections each", args->sections_each);
-    CHECK(state.at.offset + state.size == n_rows * row * (full && sections > 1 ? 2 : d->grid[2]), "partial results");
+    CHECK(state.at.offset + state.size == n_rows * (row * (full && sections > 1 ? 2 : d->grid[2]) + 2 * sizeof(float)),
+          "partial results");
     CHECK(merge->n_partials == (int)d->grid[2] && merge->section == (each ? 16 : 1) && merge->before == 0, "the merge");
 }
 

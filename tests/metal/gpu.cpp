@@ -140,7 +140,10 @@ std::string gpu_run(const tqkv__dispatch &planned)
 
 tqkv_metal_buffer gpu_buffer(const void *bytes) { return {const_cast<void *>(bytes), 0}; }
 
-tqkv_metal_store gpu_store(const tqkv_store *s) { return {*s, gpu_buffer(s->codes), gpu_buffer(s->norms), gpu_buffer(s->center)}; }
+tqkv_metal_store gpu_store(const tqkv_store *s)
+{
+    return {*s, gpu_buffer(s->codes), gpu_buffer(s->norms), gpu_buffer(s->center)};
+}
 
 gpu_attention::gpu_attention(const tqkv_attention &a) : keys(gpu_store(a.keys)), values(gpu_store(a.values)), metal()
 {
@@ -182,7 +185,7 @@ static void force_stretches(tqkv__dispatch d[2], gpu_split split, int head_dim)
     d[0].memory[1] = columns * (size_t)head_dim * (each ? 6 : 10);
     const size_t rows = (size_t)merge.n_rows * (size_t)n_partials * sizeof(float);
     gpu_find(&d[0], 6)->size = gpu_find(&d[1], 1)->size = rows * (size_t)head_dim;
-    gpu_find(&d[0], 7)->size = gpu_find(&d[1], 2)->size = rows * 2;
+    gpu_find(&d[0], 7)->size = gpu_find(&d[1], 2)->size = rows * 2 + (size_t)merge.n_rows * 2 * sizeof(float);
 }
 
 void gpu_force(tqkv__dispatch d[2], gpu_split split)
@@ -236,8 +239,9 @@ std::string gpu_probe(const tqkv_store *s, const float *src, int n_tokens, float
 {
     tqkv__dispatch d;
     if (not_finite) *not_finite = 0;
-    return run_planned(tqkv__plan_probe(s, gpu_buffer(src), n_tokens, gpu_buffer(scaled), gpu_buffer(not_finite), &d),
-                       d);
+    const tqkv_metal_store store = gpu_store(s);
+    return run_planned(
+        tqkv__plan_probe(&store, gpu_buffer(src), n_tokens, gpu_buffer(scaled), gpu_buffer(not_finite), &d), d);
 }
 
 std::string gpu_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, float *dst)
