@@ -33,9 +33,9 @@ void run_million(const void *parameters)
 // head_dim.
 random_row pipeline_row(int number)
 {
-    const tqkv_format pairs[8][2] = {{TQKV_TQ4, TQKV_TQ4}, {TQKV_I8, TQKV_TQ4},       {TQKV_F16, TQKV_F16},
-                                     {TQKV_TQ5, TQKV_TQ6}, {TQKV_TQ8, TQKV_I8},       {TQKV_TQ6, TQKV_TQ5},
-                                     {TQKV_F16, TQKV_TQ8}, {TQKV_TQ5_BYTES, TQKV_TQ4}};
+    const tqkv_format pairs[8][2] = {{TQKV_TQ4, TQKV_TQ4}, {TQKV_I8, TQKV_TQ4}, {TQKV_F16, TQKV_F16},
+                                     {TQKV_TQ5, TQKV_TQ6}, {TQKV_TQ8, TQKV_I8}, {TQKV_TQ6, TQKV_TQ5},
+                                     {TQKV_F16, TQKV_TQ8}, {TQKV_TQ3, TQKV_TQ2}};
     random_row row = {attend_default_row(pairs[number % 8][0], pairs[number % 8][1], test_head_dims[number / 8 % 6]),
                       {}};
     row.split.columns = number % 3 ? GPU_MOST : 1 + number % 2;

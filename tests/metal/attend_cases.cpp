@@ -149,10 +149,10 @@ void add_pairs()
 // Every head_dim with every width of keys and of values.
 void add_head_dims()
 {
-    const tqkv_format formats[] = {TQKV_F16, TQKV_TQ5, TQKV_I8, TQKV_TQ8, TQKV_TQ4, TQKV_TQ6};
+    const tqkv_format formats[] = {TQKV_F16, TQKV_TQ5, TQKV_I8, TQKV_TQ8, TQKV_TQ4, TQKV_TQ6, TQKV_TQ3, TQKV_TQ2};
     for (int head_dim : test_head_dims)
-        for (int i = 0; i < 6; i++) {
-            shader_attend_row row = default_row(formats[i], formats[(i + 2) % 6], head_dim);
+        for (int i = 0; i < 8; i++) {
+            shader_attend_row row = default_row(formats[i], formats[(i + 2) % 8], head_dim);
             row.problem.n_queries = 2;
             row.problem.window = i % 2 ? 11 : 0;
             row.problem.block_scale = head_dim >= 512 ? 1.25f : 0.0f;
@@ -281,6 +281,27 @@ void add_options()
     add(row, "option/unrotated_keys");
 }
 
+// Sizes of the centres, softcap, sinks, both bases.
+void add_centers()
+{
+    const float options[][5] = {{3.0f, 3.0f, 0.0f, 0, 0},    {1000.0f, 1000.0f, 0.0f, 0, 0}, {0.5f, 2.0f, 0.0f, 1, 0},
+                                {0.5f, 0.0f, 0.0f, 1, 1},    {1.0f, 0.0f, 4.0f, 0, 0},       {1.0f, 3.0f, 4.0f, 1, 1},
+                                {0.0f, 1000.0f, 0.0f, 2, 0}, {3.0f, 3.0f, 0.0f, 3, 1}};
+    const tqkv_format formats[][2] = {{TQKV_I8, TQKV_TQ4}, {TQKV_F16, TQKV_F16}, {TQKV_TQ3, TQKV_TQ2}};
+    for (int i = 0; i < 24; i++) {
+        const float *option = options[i % 8];
+        shader_attend_row row = default_row(formats[i / 8][0], formats[i / 8][1], i / 8 == 1 ? 64 : 128);
+        row.problem.n_queries = 1 + i % 3;
+        row.problem.key_center = option[0];
+        row.problem.value_center = option[1];
+        row.problem.softcap = option[2];
+        row.problem.sinks = (attend_sinks)(int)option[3];
+        row.problem.query_basis = row.problem.output_basis = option[4] > 0.0f ? TQKV_ROTATED : TQKV_ORIGINAL;
+        row.split = {GPU_MOST, 2, 3, GPU_EACH + i % 3};
+        add(row, ("center/" + std::to_string(i)).c_str());
+    }
+}
+
 // A resident position that only some queries see holds NaN in norms or halves. It must not change the other queries.
 void add_poisons()
 {
@@ -329,8 +350,8 @@ void run_company(const void *parameters)
 {
     const int seed = *(const int *)parameters;
     data_random random = {(uint64_t)seed + 500};
-    attend_row row = attend_default_row(test_formats[data_below(&random, 8)], test_formats[data_below(&random, 8)],
-                                        32 << data_below(&random, 3));
+    attend_row row = attend_default_row(test_formats[data_below(&random, TEST_FORMATS)],
+                                        test_formats[data_below(&random, TEST_FORMATS)], 32 << data_below(&random, 3));
     const bool planned = seed % 4 == 3;
     row.n_kv_heads = 1;
     row.key_capacity = row.value_capacity = (planned ? 700 : 150) + data_below(&random, 600);
@@ -341,6 +362,7 @@ void run_company(const void *parameters)
     row.window = seed % 5 < 2 ? 1 + data_below(&random, 500) : 0;
     row.query_size = 10.0f; // maxima are raised often
     row.sinks = seed % 2 ? SINKS_SOME : SINKS_NONE;
+    row.key_center = row.value_center = seed % 7 ? 0.0f : 0.5f;
     row.bits_alone = true;
     attend_problem problem;
     attend_set_up(&problem, &row);
@@ -380,6 +402,8 @@ void add_random(int seed)
     p.sinks = (attend_sinks)data_below(&random, 4);
     p.query_basis = data_below(&random, 3) ? TQKV_ORIGINAL : TQKV_ROTATED;
     p.output_basis = data_below(&random, 3) ? TQKV_ORIGINAL : TQKV_ROTATED;
+    p.key_center = data_below(&random, 4) ? 0.0f : 0.5f;
+    p.value_center = data_below(&random, 4) ? 0.0f : 4.0f;
     row.split.columns = data_below(&random, 2) ? GPU_MOST : 1 + data_below(&random, TQKV__MAX_COLUMNS(p.head_dim));
     row.split.n_simdgroups = 1 + data_below(&random, 4);
     row.split.n_stretches = 1 + data_below(&random, 5);
@@ -397,6 +421,7 @@ void attend_shader_cases()
     add_sections();
     add_all_residencies();
     add_options();
+    add_centers();
     add_poisons();
     add_planned();
     for (int seed = 0; seed < 40; seed++) test_add(run_company, &seed, sizeof seed, "attend/company/%d", seed);
