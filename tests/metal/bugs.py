@@ -62,6 +62,24 @@ BUGS = {
         "const-qualified"),
     "stale_table": (
         "tqkv.h", "-2.0690172f", "-2.0690173f", "tables", (), "plain", "tables", "stale: table codebook_4"),
+    "norms_not_corrected": (
+        "shaders/encode.h", "if (has_codebook(format)) correct_norms<D>(args.block_scale, x, norm);", "", "encode", (64,),
+        "plain", "encode/tq4/d64/gaussian", "norms differ"),
+    "center_not_subtracted": (
+        "shaders/encode.h", "x[i] = x[i] - center[i];", "x[i] = x[i] - 0.0f * center[i];", "encode", (64,), "plain",
+        "encode/tq2/d64/center", "codes differ"),
+    "center_of_a_cleared_row": (
+        "shaders/encode.h", "if (source.centered && !cleared)", "if (source.centered)", "encode", (64,), "plain",
+        "encode/tq4/d64/center_not_finite", "codes differ"),
+    "center_without_sinks": (
+        "shaders/merge.h", "if (task.shifted) total.maximum += ", "if (task.shifted) total.maximum += 0.0f * ",
+        "attend_merge", (64, 128), "plain", "attend/center", "relative error"),
+    "center_of_values_beside_sinks": (
+        "shaders/merge.h", "sum == 0.0f ? 0.0f : both.kept * total.sum / sum", "1.0f", "attend_merge", (64, 128), "plain",
+        "attend/center", "relative error"),
+    "center_under_softcap": (
+        "shaders/attend.h", "key_centered ? fma(dot, factor, shift) : dot * factor", "dot * factor + 0.0f * shift", "attend",
+        (64, 128), "plain", "attend/center", "relative error"),
     # Defects of earlier systems.
     "norms_of_both_blocks": (
         "shaders/encode.h", "TQKV__NORM_BLOCK(TQKV__BOOK, D)", "(D)", "encode", (512, 1024), "plain", "defect/block_norms_of_d512", "norms of tq5 d512"),
