@@ -210,6 +210,43 @@ static void check_attend(const void *row)
     CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
 }
 
+/* The centres of keys and values, at most one of them in attend: the keys' changes nothing without sinks or a softcap. */
+static void check_center(const void *row)
+{
+    tqkv__dispatch d[2];
+    tqkv_metal_store keys = plan_store(TQKV_I8, 64, 10, false, 0), values = plan_store(TQKV_F16, 64, 10, false, 2);
+    const size_t size = 3 * 64 * sizeof(float);
+    tqkv_metal_attention a;
+    (void)row;
+    memset(&a, 0, sizeof a);
+    a.keys = &keys;
+    a.values = &values;
+    a.attention.end = 10;
+    keys.center = at(7, 0);
+    values.center = at(7, size);
+    CHECK_RESULT(tqkv__plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 4, 3, none, d), TQKV_OK);
+    check_dispatch(d);
+    CHECK(binding(d, "keys' center").size == size && binding(d, "values' center").at.offset == size &&
+              constant(d, TQKV_FC_CENTER) == 1 && constant(d, TQKV_FC_VALUE_CENTER) == 1,
+          "encode_kv");
+    CHECK_RESULT(tqkv__plan_decode(&keys, 0, 10, TQKV_ROTATED, at(4, 0), d), TQKV_OK);
+    check_dispatch(d);
+    CHECK(constant(d, TQKV_FC_CENTER) == 1 && constant(d, TQKV_FC_ROTATED) == 1, "decode");
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(constant(d, TQKV_FC_CENTER) == 0 && !binding(d, "keys' center").size, "attend without need");
+    CHECK(constant(d + 1, TQKV_FC_VALUE_CENTER) == 1 && binding(d + 1, "values' center").size == size, "the merge");
+    a.sinks = at(4, 4096);
+    a.attention.query_basis = TQKV_ROTATED;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(constant(d, TQKV_FC_CENTER) == 1 && binding(d, "keys' center").size == size, "attend with sinks");
+    CHECK(constant(d, TQKV_FC_ROTATED) == 1 && constant(d + 1, TQKV_FC_CENTER) == 1, "a rotated query");
+    a.attention.softcap = 3.0f;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(constant(d, TQKV_FC_CENTER) == 1 && constant(d + 1, TQKV_FC_CENTER) == 0, "attend with softcap");
+    CHECK_RESULT(tqkv__plan_attend(&a, at(4, 0), at(5, 0), at(7, size), d), TQKV_OK);
+    CHECK(!strcmp(overlapping(d), "values' center"), "the output in the centre: %s", overlapping(d));
+}
+
 /* Stretches of 512 positions up to 65536 and of 2048 beyond, all threadgroups together at least once. */
 static void check_stretches(const tqkv__dispatch d[2], int64_t end, size_t scratch)
 {
@@ -413,6 +450,7 @@ void test_plan_cases(void)
     test_add(check_encode_kv, NULL, 0, "plan/encode_kv");
     test_add(check_rows, NULL, 0, "plan/rows");
     test_add(check_attend, NULL, 0, "plan/attend");
+    test_add(check_center, NULL, 0, "plan/center");
     for (int i = 0; i < 6; i++)
         test_add(check_split, &test_head_dims[i], sizeof(int), "plan/split/d%d", test_head_dims[i]);
     test_add(check_window, NULL, 0, "plan/window");
