@@ -678,10 +678,11 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 // clang-format on
 
 /* The Metal kernels, tqkv_<family>_d<head_dim>. A kernel and its function constants make a pipeline. */
-#define TQKV_FC_FORMAT         0  /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
-#define TQKV_FC_VALUE_FORMAT   1  /* uint: encode_kv, attend: that of the values */
-#define TQKV_FC_ROTATED        2  /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
-#define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: the values */
+#define TQKV_FC_FORMAT       0    /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
+#define TQKV_FC_VALUE_FORMAT 1    /* uint: encode_kv, attend: that of the values */
+#define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
+                                  /* decode, attend: rotate the centre before it is used */
+#define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
 #define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back */
 #define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated, queries are not */
 #define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head in a threadgroup */
@@ -690,34 +691,51 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV_FC_SAME_SLOTS     9  /* bool: attend: a position has the same slot in keys and values */
 #define TQKV_FC_SHORT_STORE    10 /* bool: attend: the keys' capacity is below 32 */
 #define TQKV_FC_SINKS          11 /* bool: attend_merge: there are sinks */
-#define TQKV_FC_CENTER         12 /* bool: encode, probe, decode: rows have a centre; encode_kv, attend: keys have one */
-#define TQKV_FC_VALUE_CENTER   13 /* bool: encode_kv, attend_merge: values have a centre */
+#define TQKV_FC_CENTER         12 /* bool: encode, probe, decode: rows have a centre; encode_kv: keys have one */
+                                  /* attend, attend_merge: keys have one, and it changes the result */
+#define TQKV_FC_VALUE_CENTER 13   /* bool: encode_kv, attend_merge: values have a centre */
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
-#define TQKV__CELL_BYTES                3120                             /* (0) of encode: cells of the codebook */
-#define TQKV__SIGN_BYTES(D)             (4 * (D))                        /* (1) of encode, (0) of probe: signs */
-#define TQKV__TABLE_BYTES               1024                             /* (0) of decode: a codebook */
+#define TQKV__CELL_BYTES    3120                                         /* (0) of encode: cells of the codebook */
+#define TQKV__SIGN_BYTES(D) (4 * (D))                                    /* (1) of encode, (0) of probe: signs */
+#define TQKV__TABLE_BYTES   1024                                         /* (0) of decode: a codebook */
+                                                                         /* (2) of encode: squares of its centroids */
 #define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
-#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums */
+#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums or: */
+#define TQKV__ATTEND_SUM_BYTES(D)       (4 * (D)*TQKV__MAX_COLUMNS(D))   /*     the sums, of several stretches */
 #define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
-#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /* (3) maximum and sum, n simdgroups */
+#define TQKV__ATTEND_KEPT_BYTES(D)      (16 * TQKV__MAX_COLUMNS(D))      /* (3) maximum and sum: kept twice, and */
+#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /*     of n simdgroups */
 #define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)            /* (0) a row and its sum, n simdgroups */
+
+/* Floats of a padded query in attend. */
+#define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
+
+/* Attention cuts the context at fixed slots of the keys into stretches with sums of their own: the first n_short have
+   `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot 0,
+   are a section. The stretches of a section are added in order, then the sections. */
+#define TQKV__STRETCH_GROWTH 4
+#define TQKV__SECTION        16
+#define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
+    ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
+                                   : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
 
 /* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side. */
 #define TQKV__ENCODE_ROWS(D) (4 * ((D) == 32 ? 16 : 1024 / (D)))
 
-/* Simdgroups that share a row's splits in attend_merge: 8 KiB of threadgroup memory. */
+/* Simdgroups that share a row's sections in attend_merge: 8 KiB of threadgroup memory. */
 #define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))
 
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D)                                                                                          \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
-        TQKV__SIGN_BYTES(D), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_WEIGHT_BYTES(D, 1),                             \
-        TQKV__ATTEND_STATE_BYTES(D, 1), TQKV__MERGE_BYTES(D, 1)
-enum { TQKV__KERNEL_DIMS = 6, TQKV__N_KERNEL_SIZES = 10 };
+        TQKV__SIGN_BYTES(D), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D), TQKV__ATTEND_WEIGHT_BYTES(D, 1),  \
+        TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1), TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH,     \
+        TQKV__SECTION
+enum { TQKV__KERNEL_DIMS = 6, TQKV__N_KERNEL_SIZES = 14 };
 /* head_dim number i of the kernels */
 #define TQKV__KERNEL_DIM(i) (32 << (i))
 
@@ -739,10 +757,12 @@ typedef struct tqkv__rotate_args {
 typedef struct tqkv__attend_args {
     int32_t n_queries;
     int32_t n_kv_heads;
-    int32_t group;    /* query heads a KV head */
-    int32_t kv_len;   /* query i is at position kv_len - n_queries + i; before 0 it sees nothing */
-    int32_t window;   /* 0: none, or at least kv_len */
-    int32_t n_splits; /* threadgroups that share one context: the grid's z */
+    int32_t group;                  /* query heads a KV head */
+    int32_t kv_len;                 /* query i is at position kv_len - n_queries + i; before 0 it sees nothing */
+    int32_t window;                 /* 0: none, or at least kv_len */
+    int32_t first_stretch;          /* that a query sees */
+    int32_t stretch_tiles, n_short; /* TQKV__STRETCH_OF_TILE */
+    int32_t sections_each;          /* of a threadgroup; 0: threadgroup z has only stretch first_stretch + z */
     int32_t key_capacity, key_oldest_slot;
     int32_t value_capacity, value_oldest_slot;
     float scale;                              /* not 0 */
@@ -753,7 +773,10 @@ typedef struct tqkv__attend_args {
 typedef struct tqkv__merge_args {
     int32_t n_rows;  /* n_queries * n_heads */
     int32_t n_heads; /* row r is of head r modulo n_heads */
-    int32_t n_splits;
+    int32_t group;   /* query heads a KV head */
+    int32_t n_partials;
+    int32_t section; /* partial results of a section: TQKV__SECTION or, if they are sections, 1 */
+    int32_t before;  /* those of the first section that are left out */
 } tqkv__merge_args;
 
 /* The structs that C and the shaders share. */
@@ -776,9 +799,9 @@ typedef struct tqkv__table_report {
 TQKV__ASSERT_SIZE(tqkv__table_set, 3080);
 TQKV__ASSERT_SIZE(tqkv__rows_args, 20);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 56);
-TQKV__ASSERT_SIZE(tqkv__merge_args, 12);
-TQKV__ASSERT_SIZE(tqkv__table_report, 3344);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 68);
+TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
+TQKV__ASSERT_SIZE(tqkv__table_report, 3440);
 
 #endif
 /* <<shared */
@@ -857,7 +880,7 @@ TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *s, tqkv_metal_buf
 TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                           tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
                                           tqkv_metal_buffer not_finite, tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_probe(const tqkv_store *shape, tqkv_metal_buffer src, int n_tokens,
+TQKV_API tqkv_result tqkv__plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
                                       tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv__dispatch *d);
 TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions, tqkv_basis basis,
                                        tqkv_metal_buffer dst, tqkv__dispatch *d);
@@ -5012,6 +5035,16 @@ static void tqkv__plan_bind_store(tqkv__dispatch *d, const char *const names[2],
     tqkv__plan_bind(d, names[1], index + 1, store->norms, s->norms_size, written);
 }
 
+/* Binds the centre at index, if the call uses it. Returns whether it does. */
+static bool tqkv__plan_bind_center(tqkv__dispatch *d, const char *name, int index, const tqkv_metal_store *store,
+                                   const tqkv__stream *s, bool used)
+{
+    const size_t size = (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
+    used = used && store->center.buffer;
+    tqkv__plan_bind(d, name, index, store->center, used ? size : 0, false);
+    return used;
+}
+
 static void tqkv__plan_bind_flag(tqkv__dispatch *d, int index, tqkv_metal_buffer at)
 {
     tqkv__plan_bind(d, "not_finite", index, at, at.buffer ? sizeof(uint32_t) : 0, true);
@@ -5053,11 +5086,20 @@ static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int
     return TQKV_OK;
 }
 
-/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms. */
-static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const char *const names[3], const tqkv_metal_store *store,
-                                     const tqkv__stream *s, tqkv_metal_buffer src, int n_tokens, int64_t position)
+/* What an encode call takes of one stream. */
+typedef struct tqkv__encode_stream {
+    const char *names[4]; /* source, codes, norms, centre */
+    const tqkv_metal_store *store;
+    const tqkv__stream *stream;
+    tqkv_metal_buffer src;
+    int center; /* the centre's index */
+} tqkv__encode_stream;
+
+/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; the centre where it says. */
+static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const tqkv__encode_stream *e, int n_tokens, int64_t position)
 {
     size_t all, kept;
+    const tqkv__stream *s = e->stream;
     const int index = d->n_args ? TQKV__SECOND_ARGS : 0;
     if (n_tokens < 0 || !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), &all))
         return TQKV__INVALID("n_tokens is negative or too large");
@@ -5067,10 +5109,13 @@ static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const char *const names[
     if ((r = tqkv__plan_rows(d, s, n_tokens - skipped, position + skipped, &kept)) != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
-    tqkv__plan_bind(d, names[0], index + 1, tqkv__buffer_after(src, all - kept), kept, false);
-    tqkv__plan_bind_store(d, names + 1, index + 2, store, s, true);
+    tqkv__plan_bind(d, e->names[0], index + 1, tqkv__buffer_after(e->src, all - kept), kept, false);
+    tqkv__plan_bind_store(d, e->names + 1, index + 2, e->store, s, true);
+    tqkv__plan_constant(d, index ? TQKV_FC_VALUE_CENTER : TQKV_FC_CENTER,
+                        tqkv__plan_bind_center(d, e->names[3], e->center, e->store, s, true));
     d->memory[0] = TQKV__CELL_BYTES;
     d->memory[1] = TQKV__SIGN_BYTES((size_t)s->head_dim);
+    d->memory[2] = TQKV__TABLE_BYTES;
     return TQKV_OK;
 }
 
@@ -5085,22 +5130,22 @@ TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, tqkv__dispatch *d)
 TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
                                        int64_t position, tqkv_metal_buffer not_finite, tqkv__dispatch *d)
 {
-    static const char *const names[] = {"src", "codes", "norms"};
     tqkv__stream s;
+    const tqkv__encode_stream e = {{"src", "codes", "norms", "center"}, store, &s, src, 5};
     const tqkv_result r = tqkv__stream_shape(store ? &store->shape : NULL, &s);
     if (r != TQKV_OK) return r;
     tqkv__plan_begin(d, TQKV__ENCODE, s.head_dim);
     tqkv__plan_bind_flag(d, 4, not_finite);
-    return tqkv__plan_stream(d, names, store, &s, src, n_tokens, position);
+    return tqkv__plan_stream(d, &e, n_tokens, position);
 }
 
 TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                           tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
                                           tqkv_metal_buffer not_finite, tqkv__dispatch *d)
 {
-    static const char *const key_names[] = {"k", "keys' codes", "keys' norms"};
-    static const char *const value_names[] = {"v", "values' codes", "values' norms"};
     tqkv__stream ks, vs;
+    const tqkv__encode_stream key = {{"k", "keys' codes", "keys' norms", "keys' center"}, keys, &ks, k, 9};
+    const tqkv__encode_stream value = {{"v", "values' codes", "values' norms", "values' center"}, values, &vs, v, 10};
     tqkv_result r = tqkv__stream_shape(keys ? &keys->shape : NULL, &ks);
     if (r == TQKV_OK) r = tqkv__stream_shape(values ? &values->shape : NULL, &vs);
     if (r != TQKV_OK) return r;
@@ -5109,16 +5154,16 @@ TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tq
     tqkv__plan_begin(d, TQKV__ENCODE_KV, ks.head_dim);
     tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
-    r = tqkv__plan_stream(d, key_names, keys, &ks, k, n_tokens, position);
-    return r == TQKV_OK ? tqkv__plan_stream(d, value_names, values, &vs, v, n_tokens, position) : r;
+    r = tqkv__plan_stream(d, &key, n_tokens, position);
+    return r == TQKV_OK ? tqkv__plan_stream(d, &value, n_tokens, position) : r;
 }
 
-TQKV_API tqkv_result tqkv__plan_probe(const tqkv_store *shape, tqkv_metal_buffer src, int n_tokens,
+TQKV_API tqkv_result tqkv__plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
                                       tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv__dispatch *d)
 {
     tqkv__stream s;
     size_t size;
-    tqkv_result r = tqkv__stream_shape(shape, &s);
+    tqkv_result r = tqkv__stream_shape(store ? &store->shape : NULL, &s);
     if (r != TQKV_OK) return r;
     tqkv__plan_begin(d, TQKV__PROBE, s.head_dim);
     if ((r = tqkv__plan_rows(d, &s, n_tokens, 0, &size)) != TQKV_OK) return r;
@@ -5128,6 +5173,7 @@ TQKV_API tqkv_result tqkv__plan_probe(const tqkv_store *shape, tqkv_metal_buffer
     tqkv__plan_bind(d, "src", 1, src, size, false);
     tqkv__plan_bind(d, "scaled", 2, scaled, size, true);
     tqkv__plan_bind_flag(d, 3, not_finite);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
     return TQKV_OK;
 }
 
@@ -5149,6 +5195,8 @@ TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *store, int64_t po
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, s.rotated && basis == TQKV_ORIGINAL);
     tqkv__plan_bind_store(d, names, 1, store, &s, false);
     tqkv__plan_bind(d, "dst", 3, dst, size, true);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated && basis == TQKV_ROTATED);
     d->memory[0] = TQKV__TABLE_BYTES;
     return TQKV_OK;
 }
@@ -5170,49 +5218,79 @@ TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int h
     return TQKV_OK;
 }
 
-/* The split of attention over threadgroups. Metal does not report a GPU's number of cores (7 to 80): only the shape
-   decides. These numbers come from sizes and `make model`, not from measurements on Apple's hardware.
+/* How the threadgroups share attention. Metal does not report a GPU's number of cores (7 to 80): only the shape decides.
+   These numbers come from sizes and `make model`, not from measurements on Apple's hardware.
 
    columns       Query rows of a KV head in a threadgroup, as many as registers hold: each key and value is decoded once
                  for all of them. Rows are divided evenly: 9 rows are 5 + 4, not 8 + 1, for the same two passes.
    n_simdgroups  4, or as many as the pipeline allows. Each walks its own tiles, and together they hide the latency of
                  loads. They share tables and queries in threadgroup memory.
-   n_splits      Threadgroups along the context. Below 128 threadgroups some cores of the largest GPU may idle. Each
-                 simdgroup gets at least 4 tiles of 32 positions: the merge moves 8 bytes a value and row, 64 at 8 rows,
-                 against 512 positions of half to two bytes a value. If 8 tiles remain, 256 threadgroups: 40 cores need
-                 24 simdgroups each, and divide 256 threadgroups more evenly than 128. By `make model` this saves up to
-                 a quarter there; it costs 8 cores about a twentieth at a group of 8. */
+   stretches     512 slots up to slot 65536, 2048 beyond. A simdgroup's float sums run over a quarter of that, so they
+                 do not lose digits at any length. The bounds depend on slots alone: what stands beside a query changes
+                 no bit of its result. 512 slots are 4 tiles a simdgroup: fewer would not hide latency, more would leave
+                 the cores of a large GPU idle at 8192 positions and 8 KV heads (128 threadgroups). Beyond, threadgroups
+                 abound, and longer stretches save queries loaded and sums merged: a stretch's sums are 8 bytes a value
+                 and row, read and written, against 512 or 2048 positions of half to two bytes a value. A window sees
+                 few stretches wherever it stands, so there all are short.
+   splits        Threadgroups along the context, each with
+                 one stretch   until the stretches' sums take 32 MiB of scratch,
+                 one section   beyond that, 16 stretches added up as it goes, or
+                 everything    if heads and rows make 256 threadgroups already. Section and total stand in scratch.
+                 All three do the same additions in the same order. */
+enum { TQKV__STRETCH_TILES = 16, TQKV__SHORT_STRETCHES = 128, TQKV__MOST_SUMS = 32 << 20, TQKV__FULL = 256 };
+
 typedef struct tqkv__split {
-    int columns, n_simdgroups, n_splits;
+    int columns, n_simdgroups, n_splits, first_stretch, n_short, sections_each, n_partials;
     size_t blocks;                  /* of columns */
-    size_t sums_size, scratch_size; /* [n_splits][n_rows][head_dim]; scratch: also [n_splits][n_rows][2] */
+    size_t sums_size, scratch_size; /* [n_partials][n_rows][head_dim]; scratch: also [1 + n_partials][n_rows][2] */
 } tqkv__split;
 
-static tqkv_result tqkv__choose_split(const tqkv__attention *a, tqkv__split *split)
+static int tqkv__stretch_of(int64_t tile, int n_short)
+{
+    const int64_t length = TQKV__STRETCH_TILES, n = n_short;
+    return (int)TQKV__STRETCH_OF_TILE(tile, length, n);
+}
+
+/* Slots of the keys that some query sees, as tiles [*first, *end). A ring that wraps: all. */
+static void tqkv__tiles_seen(const tqkv__attention *a, int64_t *first, int64_t *end)
 {
     const int64_t resident = a->call.end - a->first; /* the queries see fewer if there is a window */
     const int64_t seen = a->call.window && a->call.window - 1 < resident - a->call.n_queries
                              ? a->call.window - 1 + a->call.n_queries
                              : resident;
+    const int64_t slot = seen > 0 ? tqkv__slot(&a->keys, a->call.end - seen) : 0;
+    const bool wraps = seen > a->keys.capacity - slot;
+    *first = wraps ? 0 : slot / TQKV__SIMD_WIDTH;
+    *end = ((wraps ? a->keys.capacity : slot + seen) + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
+}
+
+/* Divides query rows and the tiles [first, end) of the keys. */
+static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, tqkv__split *split)
+{
     const int64_t rows = (int64_t)a->call.n_queries * a->group, most = TQKV__MAX_COLUMNS(a->head_dim);
-    const int64_t blocks = (rows + most - 1) / most, threadgroups = blocks * a->n_kv_heads;
-    const int64_t tiles = (seen + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
-    const int64_t for_128 = (128 + threadgroups - 1) / threadgroups, for_256 = (256 + threadgroups - 1) / threadgroups;
-    const int64_t by_length = tiles / (4 * 4), splits_128 = for_128 < by_length ? for_128 : by_length;
-    const int64_t splits_256 = for_256 < by_length / 2 ? for_256 : by_length / 2,
-                  n_splits = splits_128 > splits_256 ? splits_128 : splits_256;
+    const int64_t blocks = (rows + most - 1) / most, section = TQKV__SECTION;
+    const size_t row = ((size_t)a->head_dim + 2) * sizeof(float);
+    split->n_short = a->call.window ? INT_MAX : TQKV__SHORT_STRETCHES;
+    split->first_stretch = tqkv__stretch_of(first, split->n_short);
+    const int last = tqkv__stretch_of(end > first ? end - 1 : first, split->n_short);
+    const int n_stretches = last - split->first_stretch + 1;
+    const int n_sections = (int)(last / section - split->first_stretch / section) + 1;
+    const bool full = blocks * a->n_kv_heads >= TQKV__FULL;
+    const bool stretches = !full && a->n_rows <= TQKV__MOST_SUMS / row / (size_t)n_stretches;
+    split->n_splits = full ? 1 : stretches ? n_stretches : n_sections;
+    split->sections_each = full ? n_sections : stretches ? 0 : 1;
+    split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
     split->columns = (int)((rows + blocks - 1) / blocks);
     split->blocks = (size_t)((rows + split->columns - 1) / split->columns);
-    split->n_simdgroups = tiles > 4 ? 4 : tiles > 1 ? (int)tiles : 1;
-    split->n_splits = n_splits > 1 ? (int)n_splits : 1;
-    const size_t n = (size_t)split->n_splits, row = ((size_t)a->head_dim + 2) * sizeof(float);
-    if (a->n_rows > SIZE_MAX / row / n) return TQKV__INVALID("scratch of more than SIZE_MAX bytes");
+    split->n_simdgroups = end > 4 ? 4 : end > 1 ? (int)end : 1;
+    const size_t n = (size_t)split->n_partials;
+    if (a->n_rows > SIZE_MAX / row / (n + 1)) return TQKV__INVALID("scratch of more than SIZE_MAX bytes");
     split->sums_size = a->n_elements * sizeof(float) * n;
-    split->scratch_size = a->n_rows * row * n;
+    split->scratch_size = a->n_rows * (row * n + 2 * sizeof(float));
     return TQKV_OK;
 }
 
-static void tqkv__plan_attend_args(const tqkv__attention *a, int n_splits, tqkv__attend_args *args)
+static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__split *split, tqkv__attend_args *args)
 {
     const int kv_len = (int)(a->call.end - a->first);
     args->n_queries = a->call.n_queries;
@@ -5220,7 +5298,10 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, int n_splits, tqkv_
     args->group = a->group;
     args->kv_len = kv_len;
     args->window = a->call.window < kv_len ? a->call.window : 0;
-    args->n_splits = n_splits;
+    args->first_stretch = split->first_stretch;
+    args->stretch_tiles = TQKV__STRETCH_TILES;
+    args->n_short = split->n_short;
+    args->sections_each = split->sections_each;
     args->key_capacity = a->keys.capacity;
     args->value_capacity = a->values.capacity;
     args->key_oldest_slot = kv_len ? tqkv__slot(&a->keys, a->first) : 0;
@@ -5250,31 +5331,57 @@ typedef struct tqkv__attend_buffers {
     tqkv_metal_buffer sinks, q, scratch, out;
 } tqkv__attend_buffers;
 
-/* The memory of queries, the largest part, holds only the columns in use: it limits the threadgroups on a core. */
+/* Partial results: sums at `index`, their states behind it. */
+static void tqkv__plan_bind_partials(tqkv__dispatch *d, int index, tqkv_metal_buffer scratch, const tqkv__split *split,
+                                     bool written)
+{
+    tqkv__plan_bind(d, "scratch", index, scratch, split->sums_size, written);
+    tqkv__plan_bind(d, "scratch", index + 1, tqkv__buffer_after(scratch, split->sums_size),
+                    split->scratch_size - split->sums_size, written);
+}
+
+/* The keys' centre adds the same to all scores of a query. That shows under softcap and beside sinks. */
+static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buffers *b)
+{
+    return b->keys->center.buffer && (a->call.softcap > 0.0f || b->sinks.buffer);
+}
+
+/* The memory of queries and sums, the largest part, holds only the columns in use: it limits the threadgroups on a
+   core. */
+static void tqkv__plan_attend_memory(tqkv__dispatch *d, size_t head_dim, const tqkv__split *split)
+{
+    const size_t sums = split->sections_each ? TQKV__ATTEND_SUM_BYTES(head_dim) : 0;
+    d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
+    d->memory[1] = (TQKV__ATTEND_QUERY_BYTES(head_dim) + sums) / TQKV__MAX_COLUMNS(head_dim) * (size_t)split->columns;
+    d->memory[3] = TQKV__ATTEND_KEPT_BYTES(head_dim);
+    d->memory_each[2] = TQKV__ATTEND_WEIGHT_BYTES(head_dim, 1);
+    d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(head_dim, 1);
+}
+
 static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                      const tqkv__split *split)
 {
     static const char *const key_names[] = {"keys' codes", "keys' norms"};
     static const char *const value_names[] = {"values' codes", "values' norms"};
-    const size_t head_dim = (size_t)a->head_dim, size = a->n_elements * sizeof(float);
+    const size_t size = a->n_elements * sizeof(float);
+    const bool center = tqkv__center_counts(a, b);
     tqkv__plan_begin(d, TQKV__ATTEND, a->head_dim);
-    tqkv__plan_attend_args(a, split->n_splits, &d->args[0].attend);
+    tqkv__plan_attend_args(a, split, &d->args[0].attend);
     d->args_size = sizeof d->args[0].attend;
     d->n_args = 1;
     tqkv__plan_attend_constants(d, a, split->columns);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, center);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, center && a->keys.rotated && !a->rotate_queries);
     tqkv__plan_bind(d, "q", 1, b->q, size, false);
     tqkv__plan_bind_store(d, key_names, 2, b->keys, &a->keys, false);
     tqkv__plan_bind_store(d, value_names, 4, b->values, &a->values, false);
     tqkv__plan_bind(d, "sinks", TQKV__ONLY_CHECKED, b->sinks,
                     b->sinks.buffer ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
-    tqkv__plan_bind(d, "scratch", 6, b->scratch, split->sums_size, true);
-    tqkv__plan_bind(d, "scratch", 7, tqkv__buffer_after(b->scratch, split->sums_size),
-                    split->scratch_size - split->sums_size, true);
+    tqkv__plan_bind_partials(d, 6, b->scratch, split, true);
+    tqkv__plan_bind_center(d, "keys' center", 8, b->keys, &a->keys, center);
+    tqkv__plan_bind_center(d, "values' center", TQKV__ONLY_CHECKED, b->values, &a->values, true);
     tqkv__plan_bind(d, "out", TQKV__ONLY_CHECKED, b->out, size, true);
-    d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
-    d->memory[1] = TQKV__ATTEND_QUERY_BYTES(head_dim) / TQKV__MAX_COLUMNS(head_dim) * (size_t)split->columns;
-    d->memory_each[2] = TQKV__ATTEND_WEIGHT_BYTES(head_dim, 1);
-    d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(head_dim, 1);
+    tqkv__plan_attend_memory(d, (size_t)a->head_dim, split);
     d->grid[0] = (size_t)a->n_kv_heads;
     d->grid[1] = split->blocks;
     d->grid[2] = (size_t)split->n_splits;
@@ -5284,7 +5391,10 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
 static void tqkv__plan_attend_merge(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                     const tqkv__split *split)
 {
-    const tqkv__merge_args args = {(int32_t)a->n_rows, a->call.n_heads, split->n_splits};
+    const int length = split->sections_each ? 1 : TQKV__SECTION, before = split->first_stretch % length;
+    const int n_results = split->sections_each > 1 ? 1 : split->n_partials,
+              n_sections = (before + n_results - 1) / length + 1;
+    const tqkv__merge_args args = {(int32_t)a->n_rows, a->call.n_heads, a->group, n_results, length, before};
     const bool sinks = b->sinks.buffer != NULL;
     tqkv__plan_begin(d, TQKV__ATTEND_MERGE, a->head_dim);
     d->args[0].merge = args;
@@ -5292,22 +5402,26 @@ static void tqkv__plan_attend_merge(tqkv__dispatch *d, const tqkv__attention *a,
     d->n_args = 1;
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, a->unrotate_output);
     tqkv__plan_constant(d, TQKV_FC_SINKS, sinks);
-    tqkv__plan_bind(d, "scratch", 1, b->scratch, split->sums_size, false);
-    tqkv__plan_bind(d, "scratch", 2, tqkv__buffer_after(b->scratch, split->sums_size),
-                    split->scratch_size - split->sums_size, false);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__center_counts(a, b) && !(a->call.softcap > 0.0f));
+    tqkv__plan_bind_partials(d, 1, b->scratch, split, false);
     tqkv__plan_bind(d, "sinks", 3, b->sinks, sinks ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
     tqkv__plan_bind(d, "out", 4, b->out, a->n_elements * sizeof(float), true);
+    const bool center = tqkv__plan_bind_center(d, "values' center", 5, b->values, &a->values, true);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, center && a->values.rotated && !a->unrotate_output);
     d->memory_each[0] = TQKV__MERGE_BYTES((size_t)a->head_dim, 1);
     d->grid[0] = a->n_rows;
     d->n_simdgroups = TQKV__MERGE_SIMDGROUPS(a->head_dim);
-    if (d->n_simdgroups > split->n_splits) d->n_simdgroups = split->n_splits;
+    if (d->n_simdgroups > n_sections) d->n_simdgroups = n_sections;
     d->barrier = b->scratch.buffer;
 }
 
 static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__attend_buffers *b, tqkv__dispatch d[2])
 {
     tqkv__split split;
-    const tqkv_result r = tqkv__choose_split(a, &split);
+    int64_t first, end;
+    tqkv__tiles_seen(a, &first, &end);
+    const tqkv_result r = tqkv__choose_split(a, first, end, &split);
     if (r != TQKV_OK) return r;
     tqkv__plan_attend_splits(&d[0], a, b, &split);
     tqkv__plan_attend_merge(&d[1], a, b, &split);
@@ -5339,15 +5453,21 @@ TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *from, tqkv_me
     return tqkv__plan_attention(&a, &b, d);
 }
 
-/* Whole stores need the most scratch: n_splits never falls as more positions are seen. */
+/* The most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot of a
+   section. If the whole store takes sections, a part of it may take stretches, up to their limit. */
 static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t *bytes)
 {
     tqkv__split split;
-    a->first = 0;
-    a->call.end = a->keys.capacity < a->values.capacity ? a->keys.capacity : a->values.capacity;
-    const tqkv_result r = tqkv__choose_split(a, &split);
-    if (r == TQKV_OK) *bytes = split.scratch_size;
-    return r;
+    const int64_t section = (int64_t)TQKV__SECTION * TQKV__STRETCH_TILES, width = TQKV__SIMD_WIDTH;
+    const int64_t seen = (int64_t)a->call.window - 1 + a->call.n_queries, all = (a->keys.capacity + width - 1) / width;
+    const bool part = a->call.window && !a->keys.ring && seen / width + 2 < all;
+    const tqkv_result r = part ? tqkv__choose_split(a, section - 1, section + (seen + width - 2) / width, &split)
+                               : tqkv__choose_split(a, 0, all, &split);
+    if (r != TQKV_OK) return r;
+    const size_t stretches = TQKV__MOST_SUMS + a->n_rows * 2 * sizeof(float);
+    *bytes = split.scratch_size;
+    if (split.sections_each == 1 && *bytes < stretches) *bytes = stretches;
+    return TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *from, size_t *bytes)
@@ -5370,6 +5490,8 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     store.shape = *s;
     store.codes = tqkv__buffer_of_part(c, memory, s->codes);
     store.norms = tqkv__buffer_of_part(c, memory, s->norms);
+    memset(&store.center, 0, sizeof store.center);
+    if (s->center) store.center = tqkv__buffer_of_part(c, memory, s->center);
     return store;
 }
 

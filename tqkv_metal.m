@@ -326,7 +326,9 @@ tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqk
                              int n_tokens, tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite)
 {
     tqkv__dispatch d;
-    const tqkv_result r = tqkv__plan_probe(shape, src, n_tokens, scaled, not_finite, &d);
+    tqkv_metal_store store = {0};
+    if (shape) store.shape = *shape;
+    const tqkv_result r = tqkv__plan_probe(shape ? &store : NULL, src, n_tokens, scaled, not_finite, &d);
     return tqkv__record(m, encoder, "probe", r, &d, 1);
 }
 

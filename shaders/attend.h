@@ -1,14 +1,14 @@
-// Attention straight from the codes. A threadgroup serves one KV head, one split of the context, and up to `columns`
-// query rows. A column is one query head of the group for one query; the heads of a query come first. Each simdgroup
-// takes its own tiles of 32 slots and keeps its own softmax. The simdgroups combine their results at the end. A key or
-// value is decoded once for all columns: that decides the speed.
+// Attention straight from the codes. A threadgroup serves one KV head, one or several stretches of the context, and up to
+// `columns` query rows. A column is one query head of the group for one query; the heads of a query come first. Each
+// simdgroup takes its own tiles of 32 slots and keeps its own softmax. The simdgroups combine their results at the end of
+// a stretch. A key or value is decoded once for all columns: that decides the speed.
 //
 // Within a tile
 //   keys     up to 4 lanes share a row and load 16 bytes at a time; a reduction leaves each lane the score of one row
 //   softmax  one row a lane
 //   values   the lanes lie across the row; the weights come from threadgroup memory
 //
-// Letters: D head_dim, W main bits of a stored value, KW and VW these of keys and values, C most columns, N values that
+// Letters: D head_dim, W code width of a stored value, KW and VW these of keys and values, C most columns, N values that
 // a lane loads at a time, R lanes that share a row of keys, V output values of a column that a lane keeps.
 #ifndef TQKV_ATTEND_H
 #define TQKV_ATTEND_H
@@ -21,6 +21,8 @@ constant uint key_format [[function_constant(TQKV_FC_FORMAT)]];
 constant uint value_format [[function_constant(TQKV_FC_VALUE_FORMAT)]];
 constant bool rotate_queries [[function_constant(TQKV_FC_ROTATE_QUERIES)]];
 constant bool softcap [[function_constant(TQKV_FC_SOFTCAP)]];
+constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
+constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
 
 // A loop over columns runs to the constant maximum and tests inside. It unrolls into registers, and the iterations
 // beyond `columns` disappear when the pipeline is built.
@@ -43,14 +45,20 @@ struct stream_rows {
 
 // What a threadgroup works on, and the place of this thread in it. n_heads is n_kv_heads * group.
 struct attend_task {
-    device const float *q;       // [n_queries][n_heads][D]
-    stream_rows keys, values;    // of the KV head
-    device float *partial_out;   // [n_splits][n_queries][n_heads][D]: sum of weight * value
-    device float *partial_state; // [n_splits][n_queries][n_heads][2]: maximum (in powers of two), sum of the weights
-    threadgroup float *tables;   // [2][256]: codebooks of keys and values
-    threadgroup float *queries;  // [columns][padded D]; at the end [columns][D], the outputs
-    threadgroup float *weights;  // [n_simdgroups][32][C]
-    threadgroup float *states;   // [n_simdgroups][C][2]: maximum and sum
+    device const float *q;     // [n_queries][n_heads][D]
+    stream_rows keys, values;  // of the KV head
+    device float *partial_out; // [n_partials][n_queries][n_heads][D]: sum of weight * value
+    device float
+        *partial_state;         // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in
+                                // powers of two), sum of the weights
+    device const float *center; // [n_kv_heads][D]: of the keys
+    threadgroup float *tables;  // [2][256]: codebooks of keys and values
+    threadgroup float *queries; // [columns][padded D]
+    threadgroup float *sums;    // [columns][D]: of a stretch. After the only stretch they take the queries' memory
+    threadgroup float *weights; // [n_simdgroups][32][C]
+    threadgroup float *kept;    // [2][C][2]: maximum and sum of the section so far, and of all earlier sections. Before
+                                // them [C]: the centre's score in powers of two
+    threadgroup float *states;  // [n_simdgroups][C][2]: maximum and sum
     uint kv_head, first_column, split;
     uint lane, simdgroup, n_simdgroups;
 };
@@ -58,6 +66,7 @@ struct attend_task {
 // What a lane keeps of each column.
 template <int D>
 struct column_state {
+    float shift[TQKV__MAX_COLUMNS(D)];             // of scores, under softcap: the centre's score
     int newest[TQKV__MAX_COLUMNS(D)];              // position that the column's query sees; negative: none
     float maximum[TQKV__MAX_COLUMNS(D)];           // subtracted from scores: weigh_tile says how it is raised
     float sum[TQKV__MAX_COLUMNS(D)];               // of the weights
@@ -132,6 +141,18 @@ inline uint padded(uint value)
     return value + value / uint(KEY_VALUES(D, W)) * 4u;
 }
 
+// The score of the keys' centre: all scores of the query lack it. Every lane has the result. x: the lane's part of the query
+template <int D>
+inline float score_of_center(constant tqkv__attend_args &args, thread const attend_task &task, thread const float *x)
+{
+    float center[TQKV_LANE_VALUES(D)], dot = 0.0f;
+    load_row<D>(task.center + row_offset(task.kv_head, D), task.lane, center);
+    if (rotate_center) rotate_row<D>(center, task.lane);
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) dot = fma(x[i], center[i], dot);
+    return simd_sum(dot) * (args.scale * TQKV_LOG2E);
+}
+
 template <int D, int W>
 inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task)
 {
@@ -141,6 +162,8 @@ inline void load_queries(constant tqkv__attend_args &args, thread const attend_t
         uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
         float x[TQKV_LANE_VALUES(D)];
         load_row<D>(task.q + row_offset(at, D), task.lane, x);
+        float shift = key_centered ? score_of_center<D>(args, task, x) : 0.0f;
+        if (key_centered && task.lane == 0) task.kept[c] = shift;
         if (rotate_queries) rotate_row<D>(x, task.lane);
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
             task.queries[c * padded<D, W>(D) + padded<D, W>(task.lane * uint(TQKV_LANE_VALUES(D)) + uint(i))] = x[i];
@@ -277,10 +300,11 @@ inline void score_tile(constant tqkv__attend_args &args, thread const attend_tas
 // ---- Softmax of one tile ----
 
 // A dot product as a score in powers of two: 2^score is e^(scale * dot).
-inline float score_of(constant tqkv__attend_args &args, float dot, float factor)
+inline float score_of(constant tqkv__attend_args &args, float dot, float factor, float shift)
 {
     if (!softcap) return dot * factor;
-    return args.softcap * TQKV_LOG2E * precise::tanh(dot * factor / (args.softcap * TQKV_LOG2E));
+    float score = key_centered ? fma(dot, factor, shift) : dot * factor;
+    return args.softcap * TQKV_LOG2E * precise::tanh(score / (args.softcap * TQKV_LOG2E));
 }
 
 // Weights of a tile in threadgroup memory: [32][2] for 1 or 2 columns, else [C/4][32][4].
@@ -328,7 +352,7 @@ inline void load_weights(threadgroup const float *weights, uint row, thread floa
 
 // Dot products to weights of the online softmax. A masked position scores -INFINITY by selection, never by arithmetic:
 // nothing that its slot holds can spread. The maximum is raised only when a score exceeds it by 11. Weights stay below
-// 2^11, and most tiles skip the rescaling.
+// 2^11, and most tiles skip the rescaling. Each column decides for itself: its bits do not depend on the others.
 template <int D>
 inline void weigh_tile(constant tqkv__attend_args &args, tile_place at, float key_scale, float value_scale,
                        thread float *score, thread column_state<D> &state, threadgroup float *weights)
@@ -340,14 +364,15 @@ inline void weigh_tile(constant tqkv__attend_args &args, tile_place at, float ke
     {
         int newest = state.newest[c];
         seen[c] = at.position <= newest && (args.window == 0 || at.position > newest - args.window);
-        score[c] = seen[c] ? score_of(args, score[c], factor) : -INFINITY;
+        score[c] = seen[c] ? score_of(args, score[c], factor, state.shift[c]) : -INFINITY;
         raise = raise || score[c] > state.maximum[c] + 11.0f;
     }
     if (simd_any(raise)) {
         FOR_COLUMNS(c)
         {
-            float largest = max(state.maximum[c], simd_max(score[c]));
-            float shrink = fast::exp2(state.maximum[c] - largest);
+            float largest = simd_max(score[c]);
+            largest = largest > state.maximum[c] + 11.0f ? largest : state.maximum[c];
+            float shrink = share_of(state.maximum[c], largest);
             state.maximum[c] = largest;
             state.sum[c] *= shrink;
             TQKV_UNROLL
@@ -483,12 +508,12 @@ inline void combine_states(thread const attend_task &task, thread column_state<D
     }
 }
 
-// Adds the lanes, then the simdgroups one after another: a fixed order. shared_out: [columns][D]
+// Adds the lanes, then the simdgroups one after another: a fixed order. The result is in task.sums.
 template <int D>
-inline void combine_outputs(thread const attend_task &task, thread column_state<D> &state,
-                            threadgroup float *shared_out)
+inline void combine_outputs(thread const attend_task &task, thread column_state<D> &state)
 {
     const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D), L = D / V;
+    threadgroup float *sums = task.sums;
     FOR_COLUMNS(c)
     {
         TQKV_UNROLL
@@ -505,8 +530,8 @@ inline void combine_outputs(thread const attend_task &task, thread column_state<
                 TQKV_UNROLL
                 for (int i = 0; i < V; i += 4) {
                     uint at = uint(c * D) + (uint(i / 8 * L) + task.lane) * 8u + uint(i % 8);
-                    threadgroup float4 *to = (threadgroup float4 *)(shared_out + at);
-                    float4 sum = *to; // the first simdgroup finds queries here
+                    threadgroup float4 *to = (threadgroup float4 *)(sums + at);
+                    float4 sum = *to; // the first simdgroup finds something else here
                     sum.x = (s == 0 ? 0.0f : sum.x) + state.out[c][i];
                     sum.y = (s == 0 ? 0.0f : sum.y) + state.out[c][i + 1];
                     sum.z = (s == 0 ? 0.0f : sum.z) + state.out[c][i + 2];
@@ -519,37 +544,89 @@ inline void combine_outputs(thread const attend_task &task, thread column_state<
     }
 }
 
-// shared_out: [columns][D]
+// The row of a query row in a partial result.
+inline ulong partial_row(constant tqkv__attend_args &args, thread const attend_task &task, uint partial, query_row row)
+{
+    uint n_heads = uint(args.n_kv_heads) * uint(args.group), head = task.kv_head * uint(args.group) + uint(row.head);
+    return (ulong(partial) * ulong(args.n_queries) + ulong(row.query)) * ulong(n_heads) + ulong(head);
+}
+
+// Adds state and task.sums, or copies them, to a partial result and back: both have the total then. kept: [C][2]
 template <int D>
-inline void store_partial(constant tqkv__attend_args &args, thread const attend_task &task,
-                          thread const column_state<D> &state, threadgroup const float *shared_out)
+inline void add_to_partial(constant tqkv__attend_args &args, thread const attend_task &task, uint partial, bool copy,
+                           threadgroup float *kept, thread column_state<D> &state)
 {
     const int C = TQKV__MAX_COLUMNS(D);
     uint thread_index = task.simdgroup * 32u + task.lane;
-    uint n_heads = uint(args.n_kv_heads) * uint(args.group), n_rows = uint(args.n_queries) * uint(args.group);
+    query_row row = row_of_column(args, task.first_column);
     FOR_COLUMNS(c)
     {
-        if (task.first_column + uint(c) >= n_rows) continue;
-        query_row row = row_of_column(args, task.first_column + uint(c));
-        uint head = task.kv_head * uint(args.group) + uint(row.head);
-        ulong to = (ulong(task.split) * ulong(args.n_queries) + ulong(row.query)) * ulong(n_heads) + ulong(head);
+        if (row.query == args.n_queries) continue;
+        shares both = shares_of(copy ? -INFINITY : kept[c * 2], state.maximum[c]);
+        state.sum[c] = fma(both.added, state.sum[c], copy ? 0.0f : both.kept * kept[c * 2 + 1]);
+        state.maximum[c] = both.largest;
+        device float *out = task.partial_out + partial_row(args, task, partial, row) * ulong(D);
+        threadgroup float *sums = task.sums + c * D;
         for (uint i = thread_index; i < uint(D); i += task.n_simdgroups * 32u)
-            task.partial_out[to * ulong(D) + i] = shared_out[uint(c * D) + i];
-        if (thread_index == 0) {
-            task.partial_state[to * 2u] = state.maximum[c];
-            task.partial_state[to * 2u + 1u] = state.sum[c];
-        }
+            out[i] = sums[i] = fma(both.added, sums[i], copy ? 0.0f : both.kept * out[i]);
+        row = next_row(args, row);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (thread_index != 0) return;
+    FOR_COLUMNS(c)
+    {
+        kept[c * 2] = state.maximum[c];
+        kept[c * 2 + 1] = state.sum[c];
+    }
+}
+
+// The scores of the centre, where attend_merge finds them.
+template <int D>
+inline void store_shifts(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    if (task.simdgroup != 0 || task.lane != 0 || task.split != 0) return;
+    query_row row = row_of_column(args, task.first_column);
+    FOR_COLUMNS(c)
+    {
+        if (row.query == args.n_queries) continue;
+        task.partial_state[partial_row(args, task, 0u, row) * 2u] = task.kept[c];
+        row = next_row(args, row);
+    }
+}
+
+template <int D>
+inline void store_state(constant tqkv__attend_args &args, thread const attend_task &task, uint partial,
+                        thread const column_state<D> &state)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    if (task.simdgroup != 0 || task.lane != 0) return;
+    query_row row = row_of_column(args, task.first_column);
+    FOR_COLUMNS(c)
+    {
+        if (row.query == args.n_queries) continue;
+        ulong to = partial_row(args, task, partial + 1u, row) * 2u; // the first are the shifts
+        task.partial_state[to] = state.maximum[c];
+        task.partial_state[to + 1u] = state.sum[c];
+        row = next_row(args, row);
     }
 }
 
 // ---- The kernel ----
 
 template <int D>
-inline void start_columns(constant tqkv__attend_args &args, uint first_column, thread column_state<D> &state)
+inline void find_newest(constant tqkv__attend_args &args, uint first_column, thread column_state<D> &state)
+{
+    TQKV_UNROLL
+    for (int c = 0; c < TQKV__MAX_COLUMNS(D); c++)
+        state.newest[c] = newest_seen(args, many_queries ? row_of_column(args, first_column + uint(c)).query : 0);
+}
+
+template <int D>
+inline void clear_sums(thread column_state<D> &state)
 {
     TQKV_UNROLL
     for (int c = 0; c < TQKV__MAX_COLUMNS(D); c++) {
-        state.newest[c] = newest_seen(args, many_queries ? row_of_column(args, first_column + uint(c)).query : 0);
         state.maximum[c] = NOTHING_SEEN;
         state.sum[c] = 0.0f;
         TQKV_UNROLL
@@ -557,28 +634,31 @@ inline void start_columns(constant tqkv__attend_args &args, uint first_column, t
     }
 }
 
-// The simdgroup's tiles: every n_simdgroups-th of the split.
-template <int D, int KW, int VW>
-inline void attend_tiles(constant tqkv__attend_args &args, thread const attend_task &task,
-                         thread column_state<D> &state)
+inline uint step_over(uint tile, uint gap_begin, uint after_gap)
 {
-    uint thread_index = task.simdgroup * 32u + task.lane, row = row_of_lane<D, KW>(task.lane);
-    tile_range range = tiles_of_split(args, task.first_column, task.split);
-    tile_place next = open_tile(args, range, min(range.begin + task.simdgroup, range.end), row);
+    return tile < gap_begin ? tile : max(tile, after_gap);
+}
+
+// What a simdgroup carries from tile to tile.
+template <int D, int KW>
+struct tile_walk {
+    uint tile;                 // its next one
+    uint gap_begin, after_gap; // from gap_begin on it goes on with tile after_gap
+    tile_place next;           // the place of that tile
     key_steps<D, KW> keys;
-    load_key_codes<D, KW>(args, task, next.base, 0u, keys);
-    if (!one_norm<D>(key_format)) load_key_scales<D, KW>(args, task, next.base, 0u, keys);
-    load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
-    load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
-    load_queries<D, KW>(args, task);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    codebook key_book = open_codebook(key_format, task.tables, task.lane);
-    codebook value_book = open_codebook(value_format, task.tables + 256, task.lane);
+};
+
+// The simdgroup's tiles before tile `end`.
+template <int D, int KW, int VW>
+inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task &task, uint end,
+                      thread const codebook &key_book, thread const codebook &value_book, thread tile_walk<D, KW> &walk,
+                      thread column_state<D> &state)
+{
     threadgroup float *weights = task.weights + task.simdgroup * uint(32 * TQKV__MAX_COLUMNS(D));
-    start_columns<D>(args, task.first_column, state);
-    for (uint t = range.begin + task.simdgroup; t < range.end; t += task.n_simdgroups) {
-        tile_place at = next;
-        next = open_tile(args, range, min(t + task.n_simdgroups, range.end), row);
+    while (walk.tile < end) {
+        tile_place at = walk.next;
+        walk.tile = step_over(walk.tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
+        walk.next = open_tile(args, walk.tile, at.row);
         float score[TQKV__MAX_COLUMNS(D)];
         float key_scale = row_scale<D>(key_format, task.keys, at.slot, args.key_block_scale);
         float value_scale =
@@ -586,7 +666,7 @@ inline void attend_tiles(constant tqkv__attend_args &args, thread const attend_t
         value_step<D, VW> values[VALUE_BATCH(D, VW)];
         TQKV_UNROLL
         for (int b = 0; b < VALUE_BATCH(D, VW); b++) load_value_step<D, VW>(args, task, at.base, uint(b), values[b]);
-        score_tile<D, KW>(args, task, at.base, next.base, key_book, keys, score);
+        score_tile<D, KW>(args, task, at.base, walk.next.base, key_book, walk.keys, score);
         weigh_tile<D>(args, at, key_scale, value_scale, score, state, weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
         add_values<D, VW>(args, task, at.base, value_book, values, weights, state);
@@ -594,32 +674,75 @@ inline void attend_tiles(constant tqkv__attend_args &args, thread const attend_t
     }
 }
 
+// Adds a stretch to the partial result of its section, and at the end of a section that to the result of all. So every
+// way to share the stretches among threadgroups does the same additions in the same order. Returns the partial result
+// that has the total.
+template <int D>
+inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
+                         uint stretch, thread column_state<D> &state)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    bool several = args.sections_each > 1, last = stretch + 1u == own.end || (stretch + 1u) % TQKV__SECTION == 0;
+    uint partial = several ? 1u : task.split;
+    add_to_partial<D>(args, task, partial, stretch == own.begin || stretch % TQKV__SECTION == 0, task.kept, state);
+    if (!several || !last) return partial;
+    add_to_partial<D>(args, task, 0u, stretch / TQKV__SECTION == own.begin / TQKV__SECTION, task.kept + 2 * C, state);
+    return 0u;
+}
+
 template <int D, int KW, int VW>
 inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
 {
+    uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
+    tile_range seen = tiles_seen(args, task.first_column);
+    stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     column_state<D> state;
-    attend_tiles<D, KW, VW>(args, task, state);
-    combine_states<D>(task, state);
-    // After its barrier no simdgroup reads queries: their memory takes the outputs.
-    combine_outputs<D>(task, state, task.queries);
-    store_partial<D>(args, task, state, task.queries);
+    tile_walk<D, KW> walk;
+    walk.gap_begin = seen.gap_begin;
+    walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
+    walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
+    walk.tile = step_over(walk.tile, walk.gap_begin, walk.after_gap);
+    walk.next = open_tile(args, walk.tile, row_of_lane<D, KW>(task.lane));
+    load_key_codes<D, KW>(args, task, walk.next.base, 0u, walk.keys);
+    if (!one_norm<D>(key_format)) load_key_scales<D, KW>(args, task, walk.next.base, 0u, walk.keys);
+    load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
+    load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
+    load_queries<D, KW>(args, task);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    codebook key_book = open_codebook(key_format, task.tables, task.lane);
+    codebook value_book = open_codebook(value_format, task.tables + 256, task.lane);
+    find_newest<D>(args, task.first_column, state);
+    if (key_centered) {
+        const int C = TQKV__MAX_COLUMNS(D);
+        FOR_COLUMNS(c) state.shift[c] = task.kept[c];
+        store_shifts<D>(args, task);
+    }
+    for (uint stretch = own.begin; stretch < own.end; stretch++) {
+        clear_sums<D>(state);
+        uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
+        add_tiles<D, KW, VW>(args, task, end, key_book, value_book, walk, state);
+        combine_states<D>(task, state);
+        combine_outputs<D>(task, state); // after a barrier: task.sums may be the queries' memory
+        partial = keep_stretch<D>(args, task, own, stretch, state);
+    }
+    store_state<D>(args, task, partial, state);
 }
 
 // The widths of keys and values choose the code here and nowhere else.
 template <int D, int KW>
 inline void attend_with_keys(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    if (main_bits(value_format) == 4) attend<D, KW, 4>(args, task);
-    if (main_bits(value_format) == 8) attend<D, KW, 8>(args, task);
-    if (main_bits(value_format) == 16) attend<D, KW, 16>(args, task);
+    if (code_width(value_format) == 4) attend<D, KW, 4>(args, task);
+    if (code_width(value_format) == 8) attend<D, KW, 8>(args, task);
+    if (code_width(value_format) == 16) attend<D, KW, 16>(args, task);
 }
 
 template <int D>
 inline void attend_with_formats(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    if (main_bits(key_format) == 4) attend_with_keys<D, 4>(args, task);
-    if (main_bits(key_format) == 8) attend_with_keys<D, 8>(args, task);
-    if (main_bits(key_format) == 16) attend_with_keys<D, 16>(args, task);
+    if (code_width(key_format) == 4) attend_with_keys<D, 4>(args, task);
+    if (code_width(key_format) == 8) attend_with_keys<D, 8>(args, task);
+    if (code_width(key_format) == 16) attend_with_keys<D, 16>(args, task);
 }
 
 #endif

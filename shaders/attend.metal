@@ -1,5 +1,5 @@
-// attend: partial attention of each split of the context; attend_merge makes one result of the splits. Threadgroups:
-// x KV heads, y blocks of query rows, z splits.
+// attend: partial attention of stretches of the context; attend_merge makes one result of them. Threadgroups: x KV heads,
+// y blocks of query rows, z splits of the context.
 #include "attend.h"
 
 // codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a row]
@@ -14,6 +14,7 @@
         device const float *value_norms [[buffer(5)]], \
         device float *partial_out [[buffer(6)]], \
         device float *partial_state [[buffer(7)]], \
+        device const float *key_center [[buffer(8)]], \
         threadgroup float *tables [[threadgroup(0)]], \
         threadgroup float *queries [[threadgroup(1)]], \
         threadgroup float *weights [[threadgroup(2)]], \
@@ -29,10 +30,13 @@
         task.values = stream_of_head<D>(value_format, value_codes, value_norms, args.value_capacity, group.x); \
         task.partial_out = partial_out; \
         task.partial_state = partial_state; \
+        task.center = key_center; \
         task.tables = tables; \
         task.queries = queries; \
+        task.sums = queries + (args.sections_each == 0 ? 0 : TQKV__QUERY_FLOATS(D) * int(columns)); \
         task.weights = weights; \
-        task.states = states; \
+        task.kept = states; \
+        task.states = states + 4 * TQKV__MAX_COLUMNS(D); \
         task.kv_head = group.x; \
         task.first_column = group.y * columns; \
         task.split = group.z; \

@@ -1,10 +1,13 @@
-// attend_merge: one result of attention from those of all splits. One threadgroup a query row, along x.
+// attend_merge: one result of attention from partial ones. One threadgroup a query row, along x.
 #include "merge.h"
 
 constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
 constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
+constant bool shifted [[function_constant(TQKV_FC_CENTER)]];
+constant bool centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
+constant bool rotate_center [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 
-// partial_out: [n_splits][n_rows][D], partial_state: [n_splits][n_rows][2], sinks: [n_heads], out: [n_rows][D]
+// partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_rows][D]
 // clang-format off
 #define ATTEND_MERGE(D) \
     kernel void tqkv_attend_merge_d##D( \
@@ -13,6 +16,7 @@ constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
         device const float *partial_state [[buffer(2)]], \
         device const float *sinks [[buffer(3)]], \
         device float *out [[buffer(4)]], \
+        device const float *center [[buffer(5)]], \
         threadgroup float *shared [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -27,6 +31,10 @@ constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
         task.row = group.x; \
         task.sink = has_sinks ? sinks[group.x % uint(args.n_heads)] * TQKV_LOG2E : -INFINITY; \
         task.unrotate = unrotate; \
+        task.shifted = shifted; \
+        task.centered = centered; \
+        task.rotated = rotate_center; \
+        task.center = center; \
         task.lane = lane; \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \

@@ -9,6 +9,9 @@
 inline uint main_bits(uint format) { return uint(TQKV__MAIN_BITS(format)); }
 inline uint upper_bits(uint format) { return uint(TQKV__UPPER_BITS(format)); }
 
+// The bits that code is written for. Fields of 2 bits take the code of 4, and load half as many words.
+inline uint code_width(uint format) { return max(main_bits(format), 4u); }
+
 // log2 of the number of centroids; 0 without a codebook.
 inline uint codebook_bits(uint format) { return uint(TQKV__BOOK_BITS(format)); }
 
@@ -56,8 +59,8 @@ inline void copy_table(constant float *source, uint n, threadgroup float *table,
 
 // Cells of equal width divide the codebook's range. They are so narrow that none holds two boundaries. There are 2n+1
 // cells: cell i is centred on (i - n)/density. No boundary is near the edge of a cell.
-inline uint cells_per_side(uint bits) { return bits == 4 ? 10u : bits == 5 ? 25u : bits == 6 ? 57u : 194u; }
-inline float cell_density(uint bits) { return bits == 4 ? 4.0f : bits == 5 ? 8.5f : bits == 6 ? 16.5f : 39.75f; }
+inline uint cells_per_side(uint bits) { return bits <= 4 ? 10u : bits == 5 ? 25u : bits == 6 ? 57u : 194u; }
+inline float cell_density(uint bits) { return bits <= 4 ? 4.0f : bits == 5 ? 8.5f : bits == 6 ? 16.5f : 39.75f; }
 
 // Offset of the cell of v, in bytes; of cell 0 for NaN. A float near 1.5 * 2^20 has units of 1/8 in its lowest bits. A
 // cell has 8 bytes, so these bits are the offset and need no shift.
@@ -90,6 +93,15 @@ inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index,
     }
 }
 
+// Squares of the centroids. A barrier must follow.
+inline void load_squares(uint format, threadgroup float *squares, uint thread_index, uint n_threads)
+{
+    uint bits = codebook_bits(format);
+    if (bits == 0) return;
+    constant float *centroids = TQKV__CODEBOOK(bits);
+    for (uint i = thread_index; i < 1u << bits; i += n_threads) squares[i] = centroids[i] * centroids[i];
+}
+
 // Number of boundaries strictly below v; 0 for NaN.
 inline uint quantise(float v, uint bits, threadgroup uint2 *cells)
 {
@@ -120,7 +132,7 @@ inline uint half_bits(float x)
 
 // ---- Codes to values ----
 
-// N neighbouring codes of a row as they are in memory. W is main_bits(format).
+// N neighbouring codes of a row as they are in memory. W is code_width(format).
 template <int W, int N>
 struct raw_codes {
     uint main[(W * N + 31) / 32];
@@ -164,7 +176,10 @@ inline void load_codes(uint format, device const uchar *row, uint first, thread 
     uint alignment = row_bytes<D>(format);
     TQKV_UNROLL
     for (int i = 0; i < (2 * N + 31) / 32; i++) raw.upper[i] = 0;
-    load_field<W, N>((device const uint *)row, first, alignment, raw.main);
+    if (W == 4 && main_bits(format) == 2)
+        load_field<2, N>((device const uint *)row, first, alignment, raw.main);
+    else
+        load_field<W, N>((device const uint *)row, first, alignment, raw.main);
     device const uint *upper = (device const uint *)(row + upper_offset<D>(format));
     if (W < 8 && upper_bits(format) == 1) load_field<1, N>(upper, first, alignment, raw.upper);
     if (W < 8 && upper_bits(format) == 2) load_field<2, N>(upper, first, alignment, raw.upper);
@@ -204,15 +219,16 @@ inline uint shift_down(uint word, int from) { return from >= 0 ? word >> from : 
 template <int W, int N>
 inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book)
 {
-    const uint main_mask = (1u << W) - 1u;
-    uint word = raw.main[i * W / 32], shift = uint(i * W % 32);
+    bool pairs = W == 4 && main_bits(format) == 2;
+    int main = pairs ? 2 : W;
+    uint word = pairs ? raw.main[i / 16] : raw.main[i * W / 32], shift = uint(i * main % 32);
     if (W == 16) return float(as_type<half>(ushort((word >> shift) & 0xffffu)));
     if (W == 8 && !has_codebook(format)) return float(int(word << (24u - (shift & 24u))) >> 24);
-    uint code = word >> shift;
+    uint code = word >> shift, main_mask = (1u << main) - 1u;
     if (W < 8 && upper_bits(format) == 1)
-        code = (code & main_mask) | (shift_down(raw.upper[i / 32], i % 32 - W) & (1u << W));
+        code = (code & main_mask) | (shift_down(raw.upper[i / 32], i % 32 - main) & (1u << main));
     if (W < 8 && upper_bits(format) == 2)
-        code = (code & main_mask) | (shift_down(raw.upper[i / 16], i % 16 * 2 - W) & (3u << W));
+        code = (code & main_mask) | (shift_down(raw.upper[i / 16], i % 16 * 2 - main) & (3u << main));
     uint bits = codebook_bits(format);
     // The lanes repeat a codebook of fewer than 32 centroids: bits above the code may stay in the lane number.
     if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));

@@ -3,6 +3,8 @@
 
 constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
 constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
+constant bool centered [[function_constant(TQKV_FC_CENTER)]];
+constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
 
 // clang-format off
 #define DECODE(D) \
@@ -11,6 +13,7 @@ constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
         device const uchar *codes [[buffer(1)]], \
         device const float *norms [[buffer(2)]], \
         device float *out [[buffer(3)]], \
+        device const float *center [[buffer(4)]], \
         threadgroup float *table [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
@@ -20,7 +23,8 @@ constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
     { \
         load_codebook(stream_format, table, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        decode_task task = {stream_format, unrotate, codes, norms, out, open_codebook(stream_format, table, lane)}; \
+        decode_task task = {stream_format, unrotate, centered, rotate_center, codes, norms, out, center, \
+                            open_codebook(stream_format, table, lane)}; \
         decode_row<D>(args, task, group.x * n_simdgroups + simdgroup, lane); \
     }
 // clang-format on

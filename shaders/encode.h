@@ -39,18 +39,17 @@ inline bool clear_if_not_finite(thread float *x)
 #define NORM_BLOCK(D)         TQKV__NORM_BLOCK(TQKV__BOOK, D)
 #define MAXIMUM_BLOCK(D)      TQKV__NORM_BLOCK(TQKV__GRID, D)
 
-// Sum of squares of one piece, x, over the lanes of the block: within each part in order, then parts in pairs of
-// distance 1, 2, 4 ..
+// Sum of one piece over the lanes of the block: within each part in order, then parts in pairs of distance 1, 2, 4 ..
 template <int D>
-inline float piece_squares(thread const float *x)
+inline float piece_sum(thread const float *squares)
 {
     const int E = TQKV_LANE_VALUES(D), PARTS = ENCODE_PIECE(D) / E, LANES = BLOCK_LANES(D, NORM_BLOCK(D));
     float sum[PARTS];
     TQKV_UNROLL
     for (int p = 0; p < PARTS; p++) {
-        sum[p] = x[p * E] * x[p * E];
+        sum[p] = squares[p * E];
         TQKV_UNROLL
-        for (int i = 1; i < E; i++) sum[p] = sum[p] + x[p * E + i] * x[p * E + i];
+        for (int i = 1; i < E; i++) sum[p] = sum[p] + squares[p * E + i];
     }
     TQKV_UNROLL
     for (int distance = 1; distance < PARTS; distance *= 2) {
@@ -63,21 +62,51 @@ inline float piece_squares(thread const float *x)
     return sum[0];
 }
 
-// norm[j] of the block that begins at piece j: its length, or if the row has several blocks its root mean square.
+// length[j] of the block that begins at piece j, from the sums of squares of the pieces: the length of the block, or if
+// the row has several blocks the root mean square.
 template <int D>
-inline void block_norms(thread const float *x, thread float *norm)
+inline void block_lengths(thread float *length)
 {
     const int J = ENCODE_PIECES(D), P = BLOCK_PIECES(D, NORM_BLOCK(D));
     TQKV_UNROLL
-    for (int j = 0; j < J; j++) norm[j] = piece_squares<D>(x + j * ENCODE_PIECE(D));
-    TQKV_UNROLL
     for (int distance = 1; distance < P; distance *= 2) {
         TQKV_UNROLL
-        for (int j = 0; j + distance < J; j += 2 * distance) norm[j] = norm[j] + norm[j + distance];
+        for (int j = 0; j + distance < J; j += 2 * distance) length[j] = length[j] + length[j + distance];
     }
     TQKV_UNROLL
+    for (int j = 0; j < J; j += P)
+        length[j] = precise::sqrt(NORM_BLOCK(D) == D ? length[j] : length[j] / float(NORM_BLOCK(D)));
+}
+
+// norm[j] of the block of x that begins at piece j.
+template <int D>
+inline void block_norms(thread const float *x, thread float *norm)
+{
+    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D);
+    TQKV_UNROLL
+    for (int j = 0; j < J; j++) {
+        float squares[C];
+        TQKV_UNROLL
+        for (int i = 0; i < C; i++) squares[i] = x[j * C + i] * x[j * C + i];
+        norm[j] = piece_sum<D>(squares);
+    }
+    block_lengths<D>(norm);
+}
+
+// Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: of the
+// centroids of the lane's codes
+template <int D>
+inline void correct_norms(float block_scale, thread const float *squares, thread float *norm)
+{
+    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D), P = BLOCK_PIECES(D, NORM_BLOCK(D));
+    float length[J];
+    TQKV_UNROLL
+    for (int j = 0; j < J; j++) length[j] = piece_sum<D>(squares + j * C);
+    block_lengths<D>(length);
+    TQKV_UNROLL
     for (int j = 0; j < J; j += P) {
-        norm[j] = precise::sqrt(NORM_BLOCK(D) == D ? norm[j] : norm[j] / float(NORM_BLOCK(D)));
+        float factor = (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale) / length[j];
+        norm[j] = norm[j] <= TQKV__MIN_NORM ? 0.0f : norm[j] * factor;
         // The rotation may overflow to NaN. Which of all NaNs differs between machines: store always the same.
         if ((as_type<uint>(norm[j]) & 0x7fffffffu) > 0x7f800000u) norm[j] = as_type<float>(0x7fc00000u);
     }
@@ -190,10 +219,19 @@ inline void store_field(thread const uint *codes, uint low, bool whole, uint fir
     if (stores) store_bits<(N < 8 ? 8 : N)>(field + first * uint(BITS) / 8u, words);
 }
 
-// The codes of a piece of values. All lanes come here together; those whose row does not exist store nothing.
+// Where the codes go, and the cells to find them.
+struct encode_target {
+    device uchar *codes; // [n_kv_heads][capacity][row_bytes]
+    device float *norms; // [n_kv_heads][capacity][norms of a row]
+    threadgroup uint2 *cells;
+    threadgroup const float *squares; // of the centroids
+};
+
+// The codes of a piece of values, which become the squares of their centroids. All lanes come here together; those whose
+// row does not exist store nothing.
 template <int D>
-inline void store_piece(uint format, thread const float *x, uint first, thread const encode_place &at,
-                        threadgroup uint2 *cells, device uchar *row)
+inline void store_piece(uint format, thread const encode_target &target, uint first, thread const encode_place &at,
+                        device uchar *row, thread float *x)
 {
     const int C = ENCODE_PIECE(D);
     if (main_bits(format) == 16) {
@@ -206,8 +244,11 @@ inline void store_piece(uint format, thread const float *x, uint first, thread c
     uint codes[C];
     TQKV_UNROLL
     for (int i = 0; i < C; i++)
-        codes[i] = has_codebook(format) ? quantise(x[i], codebook_bits(format), cells) : quantise_grid(x[i]);
+        codes[i] = has_codebook(format) ? quantise(x[i], codebook_bits(format), target.cells) : quantise_grid(x[i]);
+    TQKV_UNROLL
+    for (int i = 0; i < C; i++) x[i] = has_codebook(format) ? target.squares[codes[i]] : 0.0f;
     bool whole = upper_bits(format) == 0;
+    if (main_bits(format) == 2) store_field<D, 2>(codes, 0u, whole, first, at, row);
     if (main_bits(format) == 4) store_field<D, 4>(codes, 0u, whole, first, at, row);
     if (main_bits(format) == 8) store_field<D, 8>(codes, 0u, whole, first, at, row);
     device uchar *upper = row + upper_offset<D>(format);
@@ -253,31 +294,40 @@ inline void load_values(device const float *row, uint lane, thread float *x)
 // The rows of one stream, and what prepares them.
 struct encode_source {
     uint format;
-    bool rotated;
+    bool rotated, centered;
     device const float *rows;       // [n_tokens][n_kv_heads][D]
+    device const float *center;     // [n_kv_heads][D]
     threadgroup const float *signs; // [D]
     device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf
 };
 
-// Where the codes go, and the cells to find them.
-struct encode_target {
-    device uchar *codes; // [n_kv_heads][capacity][row_bytes]
-    device float *norms; // [n_kv_heads][capacity][norms of a row]
-    threadgroup uint2 *cells;
-};
-
-// All steps before the codes: loads the lane's part of its row, raises the flag, rotates and scales. Every value of a
-// rotated row is a sum over the row, so one value shows that there may be a NaN or Inf. Then the row is checked itself.
 template <int D>
-inline void prepare_row(thread const encode_source &source, float block_scale, uint row, uint lane, thread float *x,
-                        thread float *norm)
+inline void subtract_center(thread const encode_source &source, uint head, uint lane, thread float *x)
+{
+    float center[ENCODE_VALUES(D)];
+    load_values<D>(source.center + row_offset(head, D), lane, center);
+    TQKV_UNROLL
+    for (int i = 0; i < ENCODE_VALUES(D); i++) x[i] = x[i] - center[i];
+}
+
+// All steps before the codes: loads the lane's part of its row, raises the flag, centres, rotates and scales. Every value
+// of a rotated row is a sum over the row, so one value shows that there may be a NaN or Inf. Then the row is checked
+// itself. head: of the row
+template <int D>
+inline void prepare_row(thread const encode_source &source, float block_scale, uint row, uint head, uint lane,
+                        thread float *x, thread float *norm)
 {
     device const float *from = source.rows + row_offset(row, D);
     load_values<D>(from, lane, x);
-    if (source.rotated) rotate_with_signs<D>(x, lane, source.signs);
+    if (source.rotated) {
+        if (source.centered) subtract_center<D>(source, head, lane, x);
+        rotate_with_signs<D>(x, lane, source.signs);
+    }
     if (!source.rotated || simd_any(!is_finite(x[0]))) {
         if (source.rotated) load_values<D>(from, lane, x);
-        if (clear_if_not_finite<D>(x) && lane == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
+        bool cleared = clear_if_not_finite<D>(x);
+        if (cleared && lane == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
+        if (source.centered && !cleared) subtract_center<D>(source, head, lane, x);
         if (source.rotated) rotate_with_signs<D>(x, lane, source.signs);
     }
     normalise<D>(source.format, block_scale, x, norm);
@@ -296,13 +346,16 @@ inline void encode_rows(constant tqkv__rows_args &args, thread const encode_sour
     encode_place at = first_place<D>(args, first_row, lane);
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
         float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
-        prepare_row<D>(source, args.block_scale, min(at.row, n_rows - 1u), at.lane, x, norm);
+        prepare_row<D>(source, args.block_scale, min(at.row, n_rows - 1u), at.head, at.lane, x, norm);
         ulong to = row_in_store(args, at.token, at.head);
         device uchar *codes = target.codes + to * ulong(row_bytes<D>(format));
         TQKV_UNROLL
+        for (int j = 0; j < ENCODE_PIECES(D); j++)
+            store_piece<D>(format, target, (uint(j * L) + at.lane) * uint(C), at, codes, x + j * C);
+        if (has_codebook(format)) correct_norms<D>(args.block_scale, x, norm);
+        TQKV_UNROLL
         for (int j = 0; j < ENCODE_PIECES(D); j++) {
             uint first = (uint(j * L) + at.lane) * uint(C);
-            store_piece<D>(format, x + j * C, first, at, target.cells, codes);
             if (at.exists && has_norms(format) && first % block == 0)
                 target.norms[to * ulong(uint(D) / block) + first / block] = norm[j];
         }
@@ -319,8 +372,9 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
     uint n_rows = uint(args.n_tokens) * uint(args.n_kv_heads), lane_of_row = lane % uint(L);
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
         float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
-        uint own = row + lane / uint(L);
-        prepare_row<D>(source, args.block_scale, min(own, n_rows - 1u), lane_of_row, x, norm);
+        uint own = row + lane / uint(L), existing = min(own, n_rows - 1u);
+        uint head = source.centered ? existing % uint(args.n_kv_heads) : 0u;
+        prepare_row<D>(source, args.block_scale, existing, head, lane_of_row, x, norm);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++)
             if (own < n_rows)

@@ -3,6 +3,7 @@
 
 constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
 constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
+constant bool centered [[function_constant(TQKV_FC_CENTER)]];
 
 // clang-format off
 #define ENCODE(D) \
@@ -12,8 +13,10 @@ constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
         device uchar *codes [[buffer(2)]], \
         device float *norms [[buffer(3)]], \
         device atomic_uint *not_finite [[buffer(4)]], \
+        device const float *center [[buffer(5)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
         threadgroup float *signs [[threadgroup(1)]], \
+        threadgroup float *squares [[threadgroup(2)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -21,10 +24,11 @@ constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
         load_cells(stream_format, cells, thread_index, n_simdgroups * 32u); \
+        load_squares(stream_format, squares, thread_index, n_simdgroups * 32u); \
         load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        encode_source source = {stream_format, rotated, rows, signs, not_finite}; \
-        encode_target target = {codes, norms, cells}; \
+        encode_source source = {stream_format, rotated, centered, rows, center, signs, not_finite}; \
+        encode_target target = {codes, norms, cells, squares}; \
         encode_rows<D>(args, source, target, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane); \
     }
 // clang-format on

@@ -6,6 +6,8 @@ constant uint key_format [[function_constant(TQKV_FC_FORMAT)]];
 constant uint value_format [[function_constant(TQKV_FC_VALUE_FORMAT)]];
 constant bool key_rotated [[function_constant(TQKV_FC_ROTATED)]];
 constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
+constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
+constant bool value_centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
 
 // keys, values: [n_tokens][n_kv_heads][D]
 // clang-format off
@@ -20,8 +22,11 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         device uchar *value_codes [[buffer(6)]], \
         device float *value_norms [[buffer(7)]], \
         device atomic_uint *not_finite [[buffer(8)]], \
+        device const float *key_center [[buffer(9)]], \
+        device const float *value_center [[buffer(10)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
         threadgroup float *signs [[threadgroup(1)]], \
+        threadgroup float *squares [[threadgroup(2)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -30,15 +35,17 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
     { \
         uint row = (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)); \
         load_cells(group.z == 0 ? key_format : value_format, cells, thread_index, n_simdgroups * 32u); \
+        load_squares(group.z == 0 ? key_format : value_format, squares, thread_index, n_simdgroups * 32u); \
         load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         if (group.z == 0) { \
-            encode_source source = {key_format, key_rotated, keys, signs, not_finite}; \
-            encode_target target = {key_codes, key_norms, cells}; \
+            encode_source source = {key_format, key_rotated, key_centered, keys, key_center, signs, not_finite}; \
+            encode_target target = {key_codes, key_norms, cells, squares}; \
             encode_rows<D>(key_args, source, target, row, lane); \
         } else { \
-            encode_source source = {value_format, value_rotated, values, signs, not_finite}; \
-            encode_target target = {value_codes, value_norms, cells}; \
+            encode_source source = {value_format, value_rotated, value_centered, values, value_center, signs, \
+                                    not_finite}; \
+            encode_target target = {value_codes, value_norms, cells, squares}; \
             encode_rows<D>(value_args, source, target, row, lane); \
         } \
     }

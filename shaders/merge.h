@@ -1,5 +1,5 @@
-// The end of attention for one query row: brings the sums of the splits to one maximum, adds them and the sink,
-// divides, and turns the result back from the rotated basis. One threadgroup a row: its simdgroups share the splits.
+// The end of attention for one query row: brings the sums of the partial results to one maximum, adds them and the sink,
+// divides, and turns the result back from the rotated basis. One threadgroup a row: its simdgroups share the sections.
 #ifndef TQKV_MERGE_H
 #define TQKV_MERGE_H
 #include "rotate.h"
@@ -7,97 +7,122 @@
 
 // What a threadgroup works on, and the place of this thread in it.
 struct merge_task {
-    device const float *partial_out;   // [n_splits][n_rows][D]
-    device const float *partial_state; // [n_splits][n_rows][2]: maximum (in powers of two), sum of the weights
+    device const float *partial_out;   // [n_partials][n_rows][D]
+    device const float *partial_state; // [1 + n_partials][n_rows][2]: shift of all scores, unused; then maximum (in
+                                       // powers of two), sum of the weights
     device float *out;                 // [n_rows][D]
-    threadgroup float *shared;         // [n_simdgroups][D + 4]: an output, then the sum of its weights
+    threadgroup float *shared;         // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
     uint row;
     float sink; // in powers of two; -INFINITY: none. It is added to the denominator only
     bool unrotate;
+    bool shifted;               // the keys have a centre, which adds partial_state of the row to all scores
+    bool centered, rotated;     // the values have a centre, and it is rotated before it is added
+    device const float *center; // [n_kv_heads][D]
     uint lane, simdgroup, n_simdgroups;
 };
 
-// The task's row of a split, in rows of partial_out and partial_state.
-inline ulong row_of_split(constant tqkv__merge_args &args, thread const merge_task &task, uint split)
-{
-    return row_offset(split, uint(args.n_rows)) + task.row;
-}
-
-// The largest score of all splits and the sink. Each lane takes other splits, so their loads overlap.
-inline float merged_maximum(constant tqkv__merge_args &args, thread const merge_task &task)
-{
-    float largest = task.sink;
-    for (uint s = task.lane; s < uint(args.n_splits); s += 32u)
-        largest = max(largest, task.partial_state[row_of_split(args, task, s) * 2u]);
-    return simd_max(largest);
-}
-
-// Splits that a simdgroup loads at a time. More save no time, and their code takes longer to fetch.
-#define MERGE_BATCH(D) ((D) <= 512 ? 4 : 2)
-
-// Outputs of every n_simdgroups-th split from `first` on. A split beyond the last one repeats the last one.
+// The sums of a row over some positions, the values across the lanes.
 template <int D>
-inline void load_splits(constant tqkv__merge_args &args, thread const merge_task &task, uint first,
-                        thread float (&part)[MERGE_BATCH(D)][TQKV_LANE_VALUES(D)])
+struct row_sums {
+    float maximum, sum, out[TQKV_LANE_VALUES(D)];
+};
+
+template <int D>
+inline void clear_row(thread row_sums<D> &row)
 {
+    row.maximum = -INFINITY;
+    row.sum = 0.0f;
     TQKV_UNROLL
-    for (int i = 0; i < MERGE_BATCH(D); i++) {
-        uint split = min(first + uint(i) * task.n_simdgroups, uint(args.n_splits) - 1u);
-        load_row<D>(task.partial_out + row_of_split(args, task, split) * ulong(D), task.lane, part[i]);
-    }
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) row.out[i] = 0.0f;
 }
 
-// Adds the loaded splits to x and sum, each scaled to the largest maximum.
+// Adds sums to a row, as attend does it.
 template <int D>
-inline void add_splits(constant tqkv__merge_args &args, thread const merge_task &task, uint first, float largest,
-                       thread const float (&part)[MERGE_BATCH(D)][TQKV_LANE_VALUES(D)], thread float *x,
-                       thread float &sum)
+inline void add_sums(float maximum, float sum, thread const float *out, thread row_sums<D> &row)
 {
+    shares both = shares_of(row.maximum, maximum);
+    row.maximum = both.largest;
+    row.sum = fma(both.added, sum, both.kept * row.sum);
     TQKV_UNROLL
-    for (int i = 0; i < MERGE_BATCH(D); i++) {
-        uint split = first + uint(i) * task.n_simdgroups;
-        if (split >= uint(args.n_splits)) continue;
-        ulong at = row_of_split(args, task, split) * 2u;
-        float share = share_of(task.partial_state[at], largest);
-        if (share == 0.0f) continue;
-        sum = fma(share, task.partial_state[at + 1u], sum);
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) row.out[i] = fma(both.added, out[i], both.kept * row.out[i]);
+}
+
+// Partial results that a simdgroup loads at a time: several loads are under way, in at most 32 registers.
+#define MERGE_BATCH(D) ((D) <= 128 ? 8 : 1024 / (D))
+
+// Adds the partial results [first, end). A load beyond the last one repeats it.
+template <int D>
+inline void add_partials(constant tqkv__merge_args &args, thread const merge_task &task, uint first, uint end,
+                         thread row_sums<D> &row)
+{
+    const int E = TQKV_LANE_VALUES(D), B = MERGE_BATCH(D);
+    for (; first < end; first += uint(B)) {
+        float out[B][E], state[B][2];
         TQKV_UNROLL
-        for (int e = 0; e < TQKV_LANE_VALUES(D); e++) x[e] = fma(share, part[i][e], x[e]);
+        for (int i = 0; i < B; i++) {
+            ulong at = row_offset(min(first + uint(i), end - 1u), uint(args.n_rows)) + task.row;
+            load_row<D>(task.partial_out + at * ulong(D), task.lane, out[i]);
+            state[i][0] = task.partial_state[(at + uint(args.n_rows)) * 2u];
+            state[i][1] = task.partial_state[(at + uint(args.n_rows)) * 2u + 1u];
+        }
+        TQKV_UNROLL
+        for (int i = 0; i < B; i++)
+            if (first + uint(i) < end) add_sums<D>(state[i][0], state[i][1], out[i], row);
     }
+}
+
+// Adds up to n_simdgroups sections, from number `first` on, to the total of simdgroup 0: each simdgroup adds up one.
+template <int D>
+inline void add_sections(constant tqkv__merge_args &args, thread const merge_task &task, uint first, uint n_sections,
+                         thread row_sums<D> &total)
+{
+    const int E = TQKV_LANE_VALUES(D);
+    uint section = first + task.simdgroup, length = uint(args.section), before = uint(args.before);
+    row_sums<D> row;
+    clear_row<D>(row);
+    if (section < n_sections)
+        add_partials<D>(args, task, max(section * length, before) - before,
+                        min((section + 1u) * length - before, uint(args.n_partials)), row);
+    threadgroup float *own = task.shared + task.simdgroup * uint(D + 4);
+    TQKV_UNROLL
+    for (int i = 0; i < E; i++) own[int(task.lane) * E + i] = row.out[i];
+    if (task.lane == 0) {
+        own[D] = row.maximum;
+        own[D + 1] = row.sum;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint s = 0; s < min(task.n_simdgroups, n_sections - first) && task.simdgroup == 0; s++) {
+        threadgroup const float *other = task.shared + s * uint(D + 4);
+        float out[E];
+        TQKV_UNROLL
+        for (int i = 0; i < E; i++) out[i] = other[int(task.lane) * E + i];
+        add_sums<D>(other[D], other[D + 1], out, total);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup); // before the next sections overwrite these
 }
 
 template <int D>
 inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &task)
 {
-    const int E = TQKV_LANE_VALUES(D), B = MERGE_BATCH(D);
-    uint lane = task.lane, n_simdgroups = task.n_simdgroups;
-    float part[B][E], x[E], sum = 0.0f;
-    load_splits<D>(args, task, task.simdgroup, part);
-    uint signs = task.unrotate ? lane_signs<D, 32, E>(lane) : 0u;
-    float largest = merged_maximum(args, task);
-    TQKV_UNROLL
-    for (int i = 0; i < E; i++) x[i] = 0.0f;
-    for (uint first = task.simdgroup; first < uint(args.n_splits); first += uint(B) * n_simdgroups) {
-        if (first != task.simdgroup) load_splits<D>(args, task, first, part);
-        add_splits<D>(args, task, first, largest, part, x, sum);
-    }
-    threadgroup float *own = task.shared + task.simdgroup * uint(D + 4);
-    TQKV_UNROLL
-    for (int i = 0; i < E; i++) own[int(lane) * E + i] = x[i];
-    if (lane == 0) own[D] = sum;
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const int E = TQKV_LANE_VALUES(D);
+    uint n_sections = (uint(args.before) + uint(args.n_partials) + uint(args.section) - 1u) / uint(args.section);
+    uint signs = task.unrotate ? lane_signs<D, 32, E>(task.lane) : 0u;
+    row_sums<D> total;
+    clear_row<D>(total);
+    for (uint first = 0; first < n_sections; first += task.n_simdgroups)
+        add_sections<D>(args, task, first, n_sections, total);
     if (task.simdgroup != 0) return;
-    sum += share_of(task.sink, largest);
-    for (uint s = 1; s < n_simdgroups; s++) {
-        threadgroup const float *other = task.shared + s * uint(D + 4);
-        sum += other[D];
-        TQKV_UNROLL
-        for (int i = 0; i < E; i++) x[i] += other[int(lane) * E + i];
-    }
+    if (task.shifted) total.maximum += task.partial_state[ulong(task.row) * 2u];
+    shares both = shares_of(total.maximum, task.sink);
+    float sum = both.kept * total.sum + (task.sink == -INFINITY ? 0.0f : both.added);
     TQKV_UNROLL
-    for (int i = 0; i < E; i++) x[i] = sum == 0.0f ? 0.0f : x[i] / sum;
-    if (task.unrotate) unrotate_values<D, 32, E>(x, lane, signs);
-    store_row<D>(x, lane, task.out + row_offset(task.row, D));
+    for (int i = 0; i < E; i++) total.out[i] = sum == 0.0f ? 0.0f : both.kept * total.out[i] / sum;
+    if (task.unrotate) unrotate_values<D, 32, E>(total.out, task.lane, signs);
+    float weight = sum == 0.0f ? 0.0f : both.kept * total.sum / sum;
+    if (task.centered)
+        add_center<D>(task.center, task.row % uint(args.n_heads) / uint(args.group), task.rotated, weight, task.lane,
+                      total.out);
+    store_row<D>(total.out, task.lane, task.out + row_offset(task.row, D));
 }
 
 #endif

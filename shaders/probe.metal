@@ -4,6 +4,7 @@
 
 constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
 constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
+constant bool centered [[function_constant(TQKV_FC_CENTER)]];
 
 // clang-format off
 #define PROBE(D) \
@@ -12,6 +13,7 @@ constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
         device const float *rows [[buffer(1)]], \
         device float *scaled [[buffer(2)]], \
         device atomic_uint *not_finite [[buffer(3)]], \
+        device const float *center [[buffer(4)]], \
         threadgroup float *signs [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
@@ -21,7 +23,7 @@ constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
     { \
         load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        encode_source source = {stream_format, rotated, rows, signs, not_finite}; \
+        encode_source source = {stream_format, rotated, centered, rows, center, signs, not_finite}; \
         probe_rows<D>(args, source, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane, scaled); \
     }
 // clang-format on

@@ -99,4 +99,15 @@ inline void unrotate_row(thread float *x, uint lane)
     unrotate_values<D, 32, TQKV_LANE_VALUES(D)>(x, lane, lane_signs<D, 32, TQKV_LANE_VALUES(D)>(lane));
 }
 
+// x += weight * the centre of a head, rotated if asked. center: [n_kv_heads][D]
+template <int D>
+inline void add_center(device const float *center, uint kv_head, bool rotated, float weight, uint lane, thread float *x)
+{
+    float c[TQKV_LANE_VALUES(D)];
+    load_row<D>(center + row_offset(kv_head, D), lane, c);
+    if (rotated) rotate_row<D>(c, lane);
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) x[i] = x[i] + weight * c[i];
+}
+
 #endif

@@ -5,8 +5,26 @@
 
 #define TQKV_LOG2E 1.44269504f
 
-// 2^(own - largest). The maximum of nothing is -INFINITY and its share is 0. This is selected, because -INFINITY minus
-// -INFINITY is NaN. The fast exponential errs by a few units in the last place; the result may err by 2e-5.
-inline float share_of(float own, float largest) { return own == -INFINITY ? 0.0f : fast::exp2(own - largest); }
+// 2^(own - largest), and exactly 1 where the two are equal: then adding nothing changes no bit. The maximum of nothing is
+// -INFINITY and its share is 0. Both are selected, because -INFINITY minus -INFINITY is NaN. The fast exponential errs by
+// a few units in the last place; the result may err by 2e-5.
+inline float share_of(float own, float largest)
+{
+    return own == largest ? 1.0f : own == -INFINITY ? 0.0f : fast::exp2(own - largest);
+}
+
+// The factors of two sums of weights with these maxima, kept and added, under the larger one.
+struct shares {
+    float largest, kept, added;
+};
+
+inline shares shares_of(float kept, float added)
+{
+    shares result;
+    result.largest = max(kept, added);
+    result.kept = share_of(kept, result.largest);
+    result.added = share_of(added, result.largest);
+    return result;
+}
 
 #endif

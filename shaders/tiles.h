@@ -44,33 +44,78 @@ inline query_row row_of_column(constant tqkv__attend_args &args, uint column)
     return result;
 }
 
+inline query_row next_row(constant tqkv__attend_args &args, query_row row)
+{
+    row.head++;
+    if (row.head < args.group) return row;
+    row.head = 0;
+    row.query++;
+    return row;
+}
+
 // The newest position that a query sees; negative if it sees none.
 inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.kv_len - args.n_queries + query; }
 
-// The tiles of a split, [begin, end). Tile 0 holds the oldest position that the threadgroup's columns see.
+// The tiles of the store that some of the threadgroup's columns sees: [begin, end) without [gap_begin, gap_end). A ring
+// that wraps has a gap if its newest positions, in the first slots, do not meet the oldest ones.
 struct tile_range {
-    uint begin, end;
-    uint first; // number of tile 0 in the store
-    uint total; // tiles of the store; after the last comes the first
+    uint begin, end, gap_begin, gap_end;
 };
 
-inline tile_range tiles_of_split(constant tqkv__attend_args &args, uint first_column, uint split)
+inline tile_range tiles_seen(constant tqkv__attend_args &args, uint first_column)
 {
     int newest = newest_seen(args, row_of_column(args, first_column + columns - 1u).query);
     int oldest = newest_seen(args, row_of_column(args, first_column).query) - args.window + 1;
     if (args.window == 0 || oldest < 0) oldest = 0;
-    tile_range range;
     uint capacity = uint(args.key_capacity), slot = uint(args.key_oldest_slot) + uint(oldest);
     slot = slot < capacity ? slot : slot - capacity;
     uint before_end = capacity - slot, n = newest < oldest ? 0u : uint(newest - oldest) + 1u;
-    range.first = slot / 32u;
-    range.total = (capacity + 31u) / 32u;
-    uint wrapped = range.total - range.first + (n - before_end + 31u) / 32u;
-    uint count = n <= before_end ? (slot % 32u + n + 31u) / 32u : min(wrapped, range.total);
-    count = n == 0 ? 0u : count;
-    range.begin = uint(ulong(count) * ulong(split) / ulong(args.n_splits));
-    range.end = uint(ulong(count) * ulong(split + 1u) / ulong(args.n_splits));
-    return range;
+    bool wraps = n > before_end;
+    tile_range seen;
+    seen.begin = wraps ? 0u : slot / 32u;
+    seen.end = n == 0 ? seen.begin : ((wraps ? capacity : slot + n) + 31u) / 32u;
+    seen.gap_begin = wraps ? (n - before_end + 31u) / 32u : 0u;
+    seen.gap_end = wraps ? max(slot / 32u, seen.gap_begin) : 0u;
+    return seen;
+}
+
+// The first tile from `tile` on that is the simdgroup's. The number of a tile decides that alone, so a row's sums do not
+// depend on what the threadgroup's other columns see.
+inline uint own_tile(uint tile, uint simdgroup, uint n_simdgroups)
+{
+    return tile + (simdgroup + n_simdgroups - tile % n_simdgroups) % n_simdgroups;
+}
+
+inline uint stretch_of_tile(constant tqkv__attend_args &args, uint tile)
+{
+    return TQKV__STRETCH_OF_TILE(tile, uint(args.stretch_tiles), uint(args.n_short));
+}
+
+inline uint first_tile_of_stretch(constant tqkv__attend_args &args, uint stretch)
+{
+    uint n_short = min(stretch, uint(args.n_short));
+    return (n_short + (stretch - n_short) * TQKV__STRETCH_GROWTH) * uint(args.stretch_tiles);
+}
+
+// The stretches that a threadgroup sums up, [begin, end): at least one, perhaps without a tile that it sees.
+struct stretch_range {
+    uint begin, end;
+};
+
+inline stretch_range stretches_of_threadgroup(constant tqkv__attend_args &args, tile_range seen, uint split)
+{
+    stretch_range own;
+    own.begin = uint(args.first_stretch) + split;
+    own.end = own.begin + 1u;
+    if (args.sections_each == 0) return own;
+    own.begin = (uint(args.first_stretch) / TQKV__SECTION + split * uint(args.sections_each)) * TQKV__SECTION;
+    own.end = own.begin + 1u;
+    uint limit = own.begin + uint(args.sections_each) * TQKV__SECTION, first = stretch_of_tile(args, seen.begin);
+    uint end = seen.begin < seen.end ? stretch_of_tile(args, seen.end - 1u) + 1u : 0u;
+    if (first >= limit || end <= own.begin) return own;
+    own.begin = max(own.begin, first);
+    own.end = min(limit, end);
+    return own;
 }
 
 struct tile_place {
@@ -82,9 +127,9 @@ struct tile_place {
 
 // A tile always loads 32 rows. The last tile of the store is moved back to end with it: its first rows then belong to
 // the tile before. The rows that a short store lacks belong to no tile.
-inline tile_place open_tile(constant tqkv__attend_args &args, tile_range range, uint number, uint row)
+inline tile_place open_tile(constant tqkv__attend_args &args, uint number, uint row)
 {
-    uint nth = range.first + number, start = (nth < range.total ? nth : nth - range.total) * 32u;
+    uint start = number * 32u;
     tile_place result;
     result.base = short_store ? 0u : min(start, uint(args.key_capacity) - 32u);
     result.row = row;

@@ -141,9 +141,8 @@ static void check_rows(const void *row)
     const tqkv_metal_store linear = plan_store(TQKV_TQ5, 64, 10, false, 0),
                            ring = plan_store(TQKV_I8, 512, 10, true, 2);
     (void)row;
-    CHECK_RESULT(tqkv__plan_probe(&linear.shape, none, INT_MAX, none, none, &d),
-                 TQKV_INVALID_ARGUMENT); /* rows > 2^31 */
-    CHECK_RESULT(tqkv__plan_probe(&linear.shape, at(4, 0), 7, at(5, 0), none, &d), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_probe(&linear, none, INT_MAX, none, none, &d), TQKV_INVALID_ARGUMENT); /* rows > 2^31 */
+    CHECK_RESULT(tqkv__plan_probe(&linear, at(4, 0), 7, at(5, 0), none, &d), TQKV_OK);
     check_dispatch(&d);
     CHECK(d.args[0].rows.n_tokens == 7 && binding(&d, "scaled").size == 7 * 3 * 64 * sizeof(float), "a probe");
     CHECK_RESULT(tqkv__plan_decode(&ring, 95, 10, TQKV_ORIGINAL, at(4, 0), &d), TQKV_OK);
@@ -211,18 +210,72 @@ static void check_attend(const void *row)
     CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
 }
 
+/* The centres of keys and values, at most one of them in attend: the keys' changes nothing without sinks or a softcap. */
+static void check_center(const void *row)
+{
+    tqkv__dispatch d[2];
+    tqkv_metal_store keys = plan_store(TQKV_I8, 64, 10, false, 0), values = plan_store(TQKV_F16, 64, 10, false, 2);
+    const size_t size = 3 * 64 * sizeof(float);
+    tqkv_metal_attention a;
+    (void)row;
+    memset(&a, 0, sizeof a);
+    a.keys = &keys;
+    a.values = &values;
+    a.attention.end = 10;
+    keys.center = at(7, 0);
+    values.center = at(7, size);
+    CHECK_RESULT(tqkv__plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 4, 3, none, d), TQKV_OK);
+    check_dispatch(d);
+    CHECK(binding(d, "keys' center").size == size && binding(d, "values' center").at.offset == size &&
+              constant(d, TQKV_FC_CENTER) == 1 && constant(d, TQKV_FC_VALUE_CENTER) == 1,
+          "encode_kv");
+    CHECK_RESULT(tqkv__plan_decode(&keys, 0, 10, TQKV_ROTATED, at(4, 0), d), TQKV_OK);
+    check_dispatch(d);
+    CHECK(constant(d, TQKV_FC_CENTER) == 1 && constant(d, TQKV_FC_ROTATED) == 1, "decode");
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(constant(d, TQKV_FC_CENTER) == 0 && !binding(d, "keys' center").size, "attend without need");
+    CHECK(constant(d + 1, TQKV_FC_VALUE_CENTER) == 1 && binding(d + 1, "values' center").size == size, "the merge");
+    a.sinks = at(4, 4096);
+    a.attention.query_basis = TQKV_ROTATED;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(constant(d, TQKV_FC_CENTER) == 1 && binding(d, "keys' center").size == size, "attend with sinks");
+    CHECK(constant(d, TQKV_FC_ROTATED) == 1 && constant(d + 1, TQKV_FC_CENTER) == 1, "a rotated query");
+    a.attention.softcap = 3.0f;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(constant(d, TQKV_FC_CENTER) == 1 && constant(d + 1, TQKV_FC_CENTER) == 0, "attend with softcap");
+    CHECK_RESULT(tqkv__plan_attend(&a, at(4, 0), at(5, 0), at(7, size), d), TQKV_OK);
+    CHECK(!strcmp(overlapping(d), "values' center"), "the output in the centre: %s", overlapping(d));
+}
+
+/* Stretches of 512 positions up to 65536 and of 2048 beyond, all threadgroups together at least once. */
+static void check_stretches(const tqkv__dispatch d[2], int64_t end, size_t scratch)
+{
+    const tqkv__attend_args *args = &d[0].args[0].attend;
+    const tqkv__merge_args *merge = &d[1].args[0].merge;
+    const int64_t stretches = end <= 65536 ? (end + 511) / 512 : 128 + (end - 65536 + 2047) / 2048;
+    const int64_t n = stretches > 1 ? stretches : 1, sections = (n + 15) / 16;
+    const size_t row = ((size_t)d->kernel.head_dim * 32 + 2) * sizeof(float), n_rows = (size_t)merge->n_rows;
+    const bool full = d->grid[0] * d->grid[1] >= 256, each = !full && n_rows * row * (size_t)n <= 32 << 20;
+    const tqkv__binding state = binding(d, "scratch");
+    CHECK(state.at.offset + state.size <= scratch, "%zu bytes of scratch", state.at.offset + state.size);
+    CHECK(args->first_stretch == 0 && args->stretch_tiles == 16 && args->n_short == 128, "the stretches");
+    CHECK((int64_t)d->grid[2] == (full ? 1 : each ? n : sections), "%zu splits, %d stretches", d->grid[2], (int)n);
+    CHECK(args->sections_each == (full ? sections : each ? 0 : 1), "%d sections each", args->sections_each);
+    CHECK(state.at.offset + state.size == n_rows * (row * (full && sections > 1 ? 2 : d->grid[2]) + 2 * sizeof(float)),
+          "partial results");
+    CHECK(merge->n_partials == (int)d->grid[2] && merge->section == (each ? 16 : 1) && merge->before == 0, "the merge");
+}
+
 /* Contexts of all lengths: the blocks hold all rows, and the splits fit into the scratch of tqkv__plan_scratch. */
 static void check_split(const void *row)
 {
-    const int head_dim = *(const int *)row, groups[] = {1, 3, 8, 16}, queries[] = {1, 2, 9, 64};
-    const int most_columns = TQKV__MAX_COLUMNS(head_dim);
+    const int head_dim = *(const int *)row, groups[] = {1, 3, 8, 16}, queries[] = {1, 2, 9, 64, 300};
     for (int g = 0; g < 4; g++)
-        for (int q = 0; q < 4; q++) {
+        for (int q = 0; q < 5; q++) {
             const int capacity = 90000, rows = groups[g] * queries[q];
             const tqkv_metal_store keys = plan_store(TQKV_TQ4, head_dim, capacity, false, 0),
                                    values = plan_store(TQKV_TQ8, head_dim, capacity, false, 2);
             size_t scratch = 0;
-            int n_splits = 0;
             tqkv_metal_attention a;
             memset(&a, 0, sizeof a);
             a.keys = &keys;
@@ -233,54 +286,46 @@ static void check_split(const void *row)
             for (a.attention.end = 0; a.attention.end <= capacity; a.attention.end += 2500) {
                 tqkv__dispatch d[2];
                 CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
-                const int columns = constant(d, TQKV_FC_COLUMNS), splits = d[0].args[0].attend.n_splits;
-                const tqkv__binding state = binding(d, "scratch");
+                const int columns = constant(d, TQKV_FC_COLUMNS);
                 CHECK(columns <= TQKV__MAX_COLUMNS(head_dim) && columns * (int)d->grid[1] >= rows &&
                           columns * (int)d->grid[1] - rows < (int)d->grid[1],
                       "%d rows as %zu blocks of %d", rows, d->grid[1], columns);
-                CHECK(state.at.offset + state.size <= scratch, "%zu bytes of scratch", state.at.offset + state.size);
-                CHECK(splits >= n_splits && splits == (int)d->grid[2] && splits == d[1].args[0].merge.n_splits,
-                      "%d splits", splits);
-                CHECK(splits == 1 || a.attention.end >= 512 * splits, "%d splits of %d positions", splits,
-                      (int)a.attention.end);
-                n_splits = splits;
+                check_stretches(d, a.attention.end, scratch);
             }
-            const int blocks = 3 * ((rows + most_columns - 1) / most_columns);
-            CHECK(n_splits == (255 + blocks) / blocks, "%d splits in the end", n_splits);
         }
 }
 
-/* The splits of a window depend on the positions that the queries see together, and its scratch does not grow with the
-   store. */
+/* A window has the stretches that its queries see together, wherever it stands, and all of a ring that wraps. */
 static void check_window(const void *row)
 {
-    tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 990, true, 0), values = plan_store(TQKV_TQ8, 64, 990, true, 2);
-    size_t small = 0, large = 0;
+    tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 200000, false, 0), values = keys;
+    size_t scratch = 0;
     tqkv__dispatch d[2];
     tqkv_metal_attention a;
+    const tqkv__attend_args *args = &d[0].args[0].attend;
     (void)row;
     memset(&a, 0, sizeof a);
     a.keys = &keys;
     a.values = &values;
-    a.attention.n_queries = 64;
-    a.attention.end = 5000;
-    a.attention.window = 989; /* the queries together see 1052 positions; the store has 990 */
+    a.attention.window = 1000;
+    for (a.attention.n_queries = 1; a.attention.n_queries < 700; a.attention.n_queries += 300) {
+        CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), TQKV_OK);
+        for (a.attention.end = 0; a.attention.end < 200000; a.attention.end += 997) {
+            const int64_t seen = a.attention.end - 999 - a.attention.n_queries, first = seen < 0 ? 0 : seen;
+            CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+            CHECK(args->first_stretch == first / 512 && args->n_short == INT_MAX, "stretch %d", args->first_stretch);
+            CHECK((int64_t)d[0].grid[2] == (a.attention.end ? a.attention.end - 1 : 0) / 512 - first / 512 + 1,
+                  "%zu splits before %d", d[0].grid[2], (int)a.attention.end);
+            CHECK(binding(d, "scratch").at.offset + binding(d, "scratch").size <= scratch, "%zu bytes", scratch);
+        }
+    }
+    keys.shape.ring = values.shape.ring = true;
+    a.attention.n_queries = 1;
+    a.attention.end = 200100;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
-    CHECK(d[0].grid[2] == 1, "%zu splits of 990 positions", d[0].grid[2]);
-    CHECK_RESULT(tqkv__plan_scratch(&a, &small), TQKV_OK);
-    values.shape.capacity = 9000;
-    CHECK_RESULT(tqkv__plan_scratch(&a, &large), TQKV_OK);
-    CHECK(small == large, "%zu and %zu bytes", small, large);
-    keys.shape.capacity = 9000;
-    a.attention.window = 961;
-    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
-    CHECK(d[0].grid[2] == 2, "%zu splits of 1024 positions", d[0].grid[2]);
-    a.attention.window = 960;
-    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
-    CHECK(d[0].grid[2] == 2, "%zu splits of 1023 positions", d[0].grid[2]);
-    a.attention.window = 928;
-    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
-    CHECK(d[0].grid[2] == 1, "%zu splits of 991 positions", d[0].grid[2]);
+    CHECK(args->first_stretch == 0 && d[0].grid[2] == 391, "%zu splits of a ring that wraps", d[0].grid[2]);
+    CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), TQKV_OK);
+    CHECK(binding(d, "scratch").at.offset + binding(d, "scratch").size <= scratch, "%zu bytes of a ring", scratch);
 }
 
 static void check_cache_plan(const void *row)
@@ -405,6 +450,7 @@ void test_plan_cases(void)
     test_add(check_encode_kv, NULL, 0, "plan/encode_kv");
     test_add(check_rows, NULL, 0, "plan/rows");
     test_add(check_attend, NULL, 0, "plan/attend");
+    test_add(check_center, NULL, 0, "plan/center");
     for (int i = 0; i < 6; i++)
         test_add(check_split, &test_head_dims[i], sizeof(int), "plan/split/d%d", test_head_dims[i]);
     test_add(check_window, NULL, 0, "plan/window");

@@ -20,7 +20,7 @@ FORMATS = {"F16": 1, "TQ4": 2, "TQ5": 3, "TQ6": 4, "TQ8": 5, "I8": 8}
 BITS = {"F16": 16, "TQ4": 4, "TQ5": 5, "TQ6": 6, "TQ8": 8, "I8": 8}
 GROUPS = (2, 4, 8)
 HEAD_DIM, KV_HEADS, POSITIONS = 128, 8, 32768
-THREADGROUPS, SIMDGROUPS = 256, 4  # as tqkv_metal.m cuts this shape: 32 splits of each KV head
+THREADGROUPS, SIMDGROUPS = 512, 4  # as tqkv_metal.m cuts this shape: 64 stretches of each KV head
 LOOKUPS = {"simd_shuffle": 0, "threadgroup table": 1, "constant table": 2, "arithmetic": 3, "quad_shuffle": 4,
            "selections": 5, "threadgroup table of pairs": 6}
 ARRANGEMENTS = {"lanes across the dimension": 0, "a lane a position": 1, "four lanes a row": 2}
@@ -61,13 +61,13 @@ class Machine:
     def attend(self, format_name, group, positions=POSITIONS * KV_HEADS // THREADGROUPS):
         """Operations for 32 values of keys and values, of one threadgroup of the whole."""
         number = FORMATS[format_name]
-        constants = {0: number, 1: number, 5: int(format_name != "F16"), 6: group, 7: 0, 8: 0, 9: 1, 10: 0}
+        constants = {0: number, 1: number, 2: 0, 5: int(format_name != "F16"), 6: group, 7: 0, 8: 0, 9: 1, 10: 0, 12: 0}
         counts = self.run("attend", f"tqkv_attend_d{HEAD_DIM}", constants, ["attend", number, number, group, positions])
         return scaled(counts, 32.0 / (2 * positions * HEAD_DIM))
 
     def encode(self, format_name, tokens=256):
         number = FORMATS[format_name]
-        constants = {0: number, 2: int(format_name != "F16")}
+        constants = {0: number, 2: int(format_name != "F16"), 12: 0}
         counts = self.run("encode", f"tqkv_encode_d{HEAD_DIM}", constants, ["encode", number, tokens])
         return scaled(counts, 32.0 / (tokens * HEAD_DIM))
 
@@ -116,14 +116,14 @@ def stored_bytes(format_name):
 
 
 def partial_bytes(group):
-    """The splits' sums, written and read again by the merge."""
-    splits = THREADGROUPS // KV_HEADS
-    return 2 * splits * KV_HEADS * group * (HEAD_DIM + 2) * 4
+    """The stretches' sums, written and read again by the merge."""
+    stretches = THREADGROUPS // KV_HEADS
+    return 2 * stretches * KV_HEADS * group * (HEAD_DIM + 2) * 4
 
 
 def threadgroup_bytes(group):
     """Of attention, as tqkv.h gives them: tables, queries, weights, states."""
-    return 2048 + 6 * HEAD_DIM * group + SIMDGROUPS * (128 + 8) * 8
+    return 2048 + 6 * HEAD_DIM * group + (SIMDGROUPS * (128 + 8) + 16) * 8
 
 
 def times(chip, counts, n_values, n_bytes, banks, simdgroups):

@@ -1,8 +1,8 @@
-// Times the shaders on an NVIDIA GPU: bench FOLDER [--list] [--quick] [--check] [--simdgroups N] [--threadgroups N]
-// [part of a name]...
+// Times the shaders on an NVIDIA GPU: bench FOLDER [--list] [--quick] [--check] [--planned] [--simdgroups N]
+// [--threadgroups N] [part of a name]...
 //
 // FOLDER holds the pipelines. --list prints the names of the pipelines that the benchmark needs. --check compares
-// attention with the CPU and times nothing, for compute-sanitizer. One measurement is a graph of several calls, over
+// attention with the CPU and times nothing, for compute-sanitizer. --planned times what tqkv.h plans for any GPU. One measurement is a graph of several calls, over
 // copies of the data that together exceed the L2 several times. A time is the median over replays of the graph, divided
 // by the number of calls. Prints lines `time NAME microseconds` and `ratio NAME/OF value`. OF is limit, f16 (the same
 // kernel on halves) or, for encoding and decoding, copy.
@@ -30,6 +30,7 @@ struct options {
     std::string folder;
     bool list, quick, check;
     int n_simdgroups, threadgroups; // 0: choose_split chooses
+    bool planned;                   // as tqkv.h plans it
     std::vector<std::string> filters;
 };
 options opt;
@@ -247,11 +248,12 @@ void plan_attention(const attention &a, const tqkv_store &keys, const tqkv_store
     gpu_set_scratch(d, a.sums, a.state);
 }
 
-// The plan of tqkv.h is for Apple's GPUs, whose number of cores it does not know. Here the number of splits fills all
-// multiprocessors of this GPU once.
+// The plan of tqkv.h is for Apple's GPUs, whose number of cores it does not know. Here the stretches fill all
+// multiprocessors of this GPU once. Where rows alone do that, the plan stays.
 gpu_split choose_split(attention a, const tqkv_store &keys, const tqkv_store &values)
 {
     tqkv__dispatch d[2];
+    if (opt.planned) return {0, 0, 0};
     plan_attention(a, keys, values, d);
     const int columns = d[0].kernel.constants[TQKV_FC_COLUMNS] - 1;
     const int n_simdgroups = opt.n_simdgroups ? opt.n_simdgroups : columns <= 2 && a.shape.head_dim <= 128 ? 8 : 4;
@@ -267,7 +269,7 @@ gpu_split choose_split(attention a, const tqkv_store &keys, const tqkv_store &va
     const int wave = opt.threadgroups ? opt.threadgroups : processors * per_processor;
     const int tiles = (a.shape.positions + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
     const int wanted = wave / (int)(d[0].grid[0] * d[0].grid[1]), allowed = tiles / (2 * n_simdgroups);
-    return {columns, n_simdgroups, std::max(1, std::min(wanted, allowed))};
+    return {columns, n_simdgroups, wanted > 1 ? std::max(1, std::min(wanted, allowed)) : 0};
 }
 
 attention make_attention(const attend_shape &shape, const tqkv_store &keys, const tqkv_store &values)
@@ -380,8 +382,8 @@ void report_attention(const attention &a, const std::vector<tqkv_store> &keys, c
     attend_shape halves = a.shape;
     halves.keys = halves.values = TQKV_F16;
     if (times.count(shape_name(halves))) report_ratio(name + "/f16", times[shape_name(halves)] / found);
-    printf("cut %s columns %d simdgroups %d splits %d\n", name.c_str(), a.split.columns, a.split.n_simdgroups,
-           a.split.n_splits);
+    printf("cut %s columns %d simdgroups %d stretches %d\n", name.c_str(), a.split.columns, a.split.n_simdgroups,
+           a.split.n_stretches);
 }
 
 // All groups and numbers of queries over the same data.
@@ -491,6 +493,8 @@ void read_options(int argc, char **argv)
             opt.quick = true;
         else if (argument == "--check")
             opt.check = true;
+        else if (argument == "--planned")
+            opt.planned = true;
         else if (argument == "--simdgroups" && i + 1 < argc)
             opt.n_simdgroups = atoi(argv[++i]);
         else if (argument == "--threadgroups" && i + 1 < argc)

@@ -9,7 +9,7 @@ namespace
 
 struct long_row {
     tqkv_format keys, values;
-    int head_dim, n_kv_heads, group, n_queries, positions, n_splits;
+    int head_dim, n_kv_heads, group, n_queries, positions, n_stretches;
 };
 
 struct random_row {
@@ -33,9 +33,9 @@ void run_million(const void *parameters)
 // head_dim.
 random_row pipeline_row(int number)
 {
-    const tqkv_format pairs[8][2] = {{TQKV_TQ4, TQKV_TQ4}, {TQKV_I8, TQKV_TQ4},       {TQKV_F16, TQKV_F16},
-                                     {TQKV_TQ5, TQKV_TQ6}, {TQKV_TQ8, TQKV_I8},       {TQKV_TQ6, TQKV_TQ5},
-                                     {TQKV_F16, TQKV_TQ8}, {TQKV_TQ5_BYTES, TQKV_TQ4}};
+    const tqkv_format pairs[8][2] = {{TQKV_TQ4, TQKV_TQ4}, {TQKV_I8, TQKV_TQ4}, {TQKV_F16, TQKV_F16},
+                                     {TQKV_TQ5, TQKV_TQ6}, {TQKV_TQ8, TQKV_I8}, {TQKV_TQ6, TQKV_TQ5},
+                                     {TQKV_F16, TQKV_TQ8}, {TQKV_TQ3, TQKV_TQ2}};
     random_row row = {attend_default_row(pairs[number % 8][0], pairs[number % 8][1], test_head_dims[number / 8 % 6]),
                       {}};
     row.split.columns = number % 3 ? GPU_MOST : 1 + number % 2;
@@ -66,7 +66,8 @@ void add_random(int seed, int n_pipelines, int shrink)
     p.query_size = data_below(&random, 4) ? 1.5f : 25.0f;
     p.sinks = (attend_sinks)data_below(&random, 4);
     row.split.n_simdgroups = 1 + data_below(&random, 8);
-    row.split.n_splits = 1 + data_below(&random, 40);
+    row.split.n_stretches = 1 + data_below(&random, 40);
+    row.split.share = GPU_EACH + data_below(&random, 3);
     test_add(run_random, &row, sizeof row, "random_gpu/%d", seed);
 }
 
@@ -102,7 +103,7 @@ void run_long(const void *parameters)
     data_rows(33, DATA_GAUSSIAN, q.data(), (int)n_rows, row->head_dim);
     CHECK_RESULT(tqkv_attend(&a, q.data(), expected.data()), TQKV_OK);
     const std::vector<double> reference(expected.begin(), expected.end());
-    for (gpu_split split : {as_planned, gpu_split{GPU_MOST, 4, row->n_splits}}) {
+    for (gpu_split split : {as_planned, gpu_split{GPU_MOST, 4, row->n_stretches}}) {
         std::vector<float> got(n_rows * d, NAN);
         CHECK_RUN(gpu_attend(&a, q.data(), got.data(), split));
         for (size_t i = 0; i < n_rows; i++) {
@@ -137,6 +138,10 @@ void cuda_shader_cases(bool listing)
     add_million(TQKV_TQ4, TQKV_TQ4, 1, false, shrink);
     add_million(TQKV_I8, TQKV_TQ4, 1, true, shrink);
     add_million(TQKV_TQ4, TQKV_TQ4, 3, true, shrink);
+    add_length({TQKV_I8, TQKV_F16, 32, 1, 8, 512, (1 << 20) / shrink, 0});
+    add_length({TQKV_TQ4, TQKV_TQ4, 128, 1, 2, 16, (1 << 20) / shrink, 0});
+    add_length({TQKV_I8, TQKV_TQ5, 64, 8, 1, 1, (1 << 20) / shrink, 0});
+    add_length({TQKV_F16, TQKV_I8, 32, 64, 1, 3, (1 << 17) / shrink, 0});
     // 6, 8 and 4.5 GiB of codes a stream
     const long_row rows[] = {{TQKV_F16, TQKV_F16, 128, 24, 2, 1, (1 << 20) / shrink, 8},
                              {TQKV_I8, TQKV_TQ8, 1024, 1, 2, 1, (8 << 20) / shrink, 64},

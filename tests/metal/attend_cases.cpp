@@ -10,12 +10,88 @@ void check_attend(const attend_row &row, const std::vector<gpu_split> &splits)
     attend_set_up(&problem, &row);
     for (const gpu_split &split : splits) {
         std::string what = "columns " + std::to_string(split.columns) + ", simdgroups " +
-                           std::to_string(split.n_simdgroups) + ", splits " + std::to_string(split.n_splits);
+                           std::to_string(split.n_simdgroups) + ", stretches " + std::to_string(split.n_stretches) +
+                           ", share " + std::to_string(split.share);
         std::fill_n(problem.out, problem.n_rows * problem.head_dim, NAN);
         CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, split));
         attend_check(&problem, problem.out, what.c_str());
     }
     attend_tear_down(&problem);
+}
+
+// The call's query number `query` alone, over the positions that it sees in the call.
+static tqkv_attention call_of_one_query(const tqkv_attention &call, int query)
+{
+    tqkv_attention a = call;
+    a.end = call.end - call.n_queries + query + 1;
+    a.kv_len = (int)(a.end - reference_attention_shape(&call).oldest);
+    a.n_queries = 1;
+    return a;
+}
+
+// Query number `query` of a call whose result is `out` must have the same bits in a call of its own, divided in another
+// way.
+static void check_alone(const tqkv_attention &call, const float *q, const float *out, int query, gpu_split split)
+{
+    const tqkv_attention a = call_of_one_query(call, query);
+    const size_t values = (size_t)a.n_heads * (size_t)a.keys->head_dim, first = (size_t)query * values;
+    std::vector<float> alone(values, NAN);
+    if (a.kv_len <= 0) return;
+    CHECK_RUN(gpu_attend(&a, q + first, alone.data(), split));
+    CHECK(!memcmp(alone.data(), out + first, values * sizeof(float)), "query %d of %d has other bits alone", query,
+          call.n_queries);
+}
+
+// Encodes Gaussian rows and their sums with `mean`, 4096 rows again and again.
+static void fill_with_mean(const tqkv_store &s, uint64_t seed, float mean)
+{
+    const int n = 4096;
+    std::vector<float> rows((size_t)(n * s.n_kv_heads * s.head_dim));
+    data_rows(seed, DATA_GAUSSIAN, rows.data(), n * s.n_kv_heads, s.head_dim);
+    for (float &x : rows) x += mean;
+    for (int first = 0; first < s.capacity; first += n)
+        CHECK_RESULT(tqkv_encode(&s, rows.data(), std::min(n, s.capacity - first), first), TQKV_OK);
+}
+
+// Values with a mean, where one float sum over the context loses digits.
+static void run_length(const void *parameters)
+{
+    const length_row *row = (const length_row *)parameters;
+    tqkv_store keys = test_store(row->keys, row->head_dim, row->n_kv_heads, row->positions, false);
+    tqkv_store values = test_store(row->values, row->head_dim, row->n_kv_heads, row->positions, false);
+    fill_with_mean(keys, 31, 0.0f);
+    fill_with_mean(values, 32, 1.0f);
+    tqkv_attention a = {};
+    a.keys = &keys;
+    a.values = &values;
+    a.n_heads = row->n_kv_heads * row->group;
+    a.n_queries = row->n_queries;
+    a.end = row->positions;
+    const size_t d = (size_t)row->head_dim, heads = (size_t)a.n_heads, n_rows = heads * (size_t)a.n_queries;
+    std::vector<float> q(n_rows * d), out(n_rows * d, NAN);
+    std::vector<double> expected(heads * d);
+    data_rows(33, DATA_GAUSSIAN, q.data(), (int)n_rows, row->head_dim);
+    for (float &x : q) x *= 3.0f; // scores of standard deviation 3
+    CHECK_RUN(gpu_attend(&a, q.data(), out.data(), {0, 0, 0, row->share}));
+    for (int query = 0; query < a.n_queries; query += std::max(1, a.n_queries - 1)) {
+        const tqkv_attention alone = call_of_one_query(a, query);
+        reference_attend(&alone, &q[(size_t)query * heads * d], expected.data());
+        for (size_t head = 0; head < heads; head++) {
+            const size_t at = (size_t)query * heads + head;
+            const double error = reference_relative_error(&out[at * d], &expected[head * d], d);
+            CHECK(error <= 2e-6, "query %d, head %d: relative error %.3g", query, (int)head, error); // one sum: 1e-5
+        }
+        if (a.n_queries > 1) check_alone(a, q.data(), out.data(), query, as_planned);
+    }
+    test_store_free(&keys);
+    test_store_free(&values);
+}
+
+void add_length(const length_row &row)
+{
+    test_add(run_length, &row, sizeof row, "attend/length/%s_%s/d%d/heads%d_group%d_queries%d/%d/share%d",
+             tqkv_format_name(row.keys), tqkv_format_name(row.values), row.head_dim, row.n_kv_heads, row.group,
+             row.n_queries, row.positions, row.share);
 }
 
 namespace
@@ -42,7 +118,7 @@ void run_planned(const void *parameters)
     const tqkv_metal_buffer none = gpu_buffer(nullptr);
     tqkv__dispatch d[2];
     CHECK_RESULT(tqkv__plan_attend(&attention.metal, none, none, none, d), TQKV_OK);
-    CHECK(d[0].args[0].attend.n_splits > 1, "the plan does not split this context");
+    CHECK(d[1].args[0].merge.n_partials > 1, "the plan does not split this context");
     attend_tear_down(&problem);
     check_attend(*row, {as_planned});
 }
@@ -73,10 +149,10 @@ void add_pairs()
 // Every head_dim with every width of keys and of values.
 void add_head_dims()
 {
-    const tqkv_format formats[] = {TQKV_F16, TQKV_TQ5, TQKV_I8, TQKV_TQ8, TQKV_TQ4, TQKV_TQ6};
+    const tqkv_format formats[] = {TQKV_F16, TQKV_TQ5, TQKV_I8, TQKV_TQ8, TQKV_TQ4, TQKV_TQ6, TQKV_TQ3, TQKV_TQ2};
     for (int head_dim : test_head_dims)
-        for (int i = 0; i < 6; i++) {
-            shader_attend_row row = default_row(formats[i], formats[(i + 2) % 6], head_dim);
+        for (int i = 0; i < 8; i++) {
+            shader_attend_row row = default_row(formats[i], formats[(i + 2) % 8], head_dim);
             row.problem.n_queries = 2;
             row.problem.window = i % 2 ? 11 : 0;
             row.problem.block_scale = head_dim >= 512 ? 1.25f : 0.0f;
@@ -84,12 +160,15 @@ void add_head_dims()
         }
 }
 
-// Query heads of a KV head, queries, columns, simdgroups, splits.
+// Query heads of a KV head, queries, columns, simdgroups, stretches, what a threadgroup adds up.
 void add_shapes()
 {
-    const int shapes[][5] = {{1, 1, 1, 1, 1},  {1, 1, 8, 4, 1},  {2, 1, 2, 4, 3},  {3, 1, 2, 2, 2},  {8, 1, 8, 4, 2},
-                             {16, 1, 8, 1, 1}, {5, 3, 8, 2, 1},  {1, 17, 8, 2, 2}, {4, 9, 3, 4, 1},  {2, 40, 8, 1, 5},
-                             {2, 45, 8, 2, 1}, {1, 1, 1, 8, 40}, {2, 2, 1, 3, 7},  {2, 200, 8, 2, 1}};
+    const int shapes[][6] = {
+        {1, 1, 1, 1, 1, GPU_EACH},      {1, 1, 8, 4, 1, GPU_EVERYTHING},   {2, 1, 2, 4, 3, GPU_EACH},
+        {3, 1, 2, 2, 2, GPU_EACH},      {8, 1, 8, 4, 2, GPU_SECTIONS},     {16, 1, 8, 1, 4, GPU_EVERYTHING},
+        {5, 3, 8, 2, 40, GPU_SECTIONS}, {1, 17, 8, 2, 2, GPU_EACH},        {4, 9, 3, 4, 40, GPU_EVERYTHING},
+        {2, 40, 8, 1, 5, GPU_EACH},     {2, 45, 8, 2, 40, GPU_EVERYTHING}, {1, 1, 1, 8, 40, GPU_EACH},
+        {2, 2, 1, 3, 7, GPU_EACH},      {2, 200, 8, 2, 40, GPU_EVERYTHING}};
     for (const int *shape : shapes) {
         shader_attend_row row = default_row(TQKV_I8, TQKV_TQ4, 128);
         row.problem.end = 100;
@@ -98,11 +177,25 @@ void add_shapes()
         if (shape[1] > 100) row.problem.end = row.problem.key_capacity = row.problem.value_capacity = 230; // prefill
         row.problem.group = shape[0];
         row.problem.n_queries = shape[1];
-        row.split = {shape[2], shape[3], shape[4]};
-        add(row,
-            ("shape/group" + std::to_string(shape[0]) + "_queries" + std::to_string(shape[1]) + "_columns" +
-             std::to_string(shape[2]) + "_simdgroups" + std::to_string(shape[3]) + "_splits" + std::to_string(shape[4]))
-                .c_str());
+        row.split = {shape[2], shape[3], shape[4], shape[5]};
+        add(row, ("shape/group" + std::to_string(shape[0]) + "_queries" + std::to_string(shape[1]) + "_columns" +
+                  std::to_string(shape[2]) + "_simdgroups" + std::to_string(shape[3]) + "_stretches" +
+                  std::to_string(shape[4]) + "_share" + std::to_string(shape[5]))
+                     .c_str());
+    }
+}
+
+// 50 stretches in 4 sections. attend_merge has as many simdgroups as attend here, and takes the sections in two rounds.
+void add_sections()
+{
+    shader_attend_row row = default_row(TQKV_I8, TQKV_TQ4, 32);
+    row.problem.n_kv_heads = 1;
+    row.problem.n_queries = 2;
+    row.problem.end = 4800;
+    row.problem.key_capacity = row.problem.value_capacity = 4800;
+    for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING}) {
+        row.split = {0, 2, 150, share};
+        add(row, ("sections/simdgroups2_share" + std::to_string(share)).c_str());
     }
 }
 
@@ -188,6 +281,27 @@ void add_options()
     add(row, "option/unrotated_keys");
 }
 
+// Sizes of the centres, softcap, sinks, both bases.
+void add_centers()
+{
+    const float options[][5] = {{3.0f, 3.0f, 0.0f, 0, 0},    {1000.0f, 1000.0f, 0.0f, 0, 0}, {0.5f, 2.0f, 0.0f, 1, 0},
+                                {0.5f, 0.0f, 0.0f, 1, 1},    {1.0f, 0.0f, 4.0f, 0, 0},       {1.0f, 3.0f, 4.0f, 1, 1},
+                                {0.0f, 1000.0f, 0.0f, 2, 0}, {3.0f, 3.0f, 0.0f, 3, 1}};
+    const tqkv_format formats[][2] = {{TQKV_I8, TQKV_TQ4}, {TQKV_F16, TQKV_F16}, {TQKV_TQ3, TQKV_TQ2}};
+    for (int i = 0; i < 24; i++) {
+        const float *option = options[i % 8];
+        shader_attend_row row = default_row(formats[i / 8][0], formats[i / 8][1], i / 8 == 1 ? 64 : 128);
+        row.problem.n_queries = 1 + i % 3;
+        row.problem.key_center = option[0];
+        row.problem.value_center = option[1];
+        row.problem.softcap = option[2];
+        row.problem.sinks = (attend_sinks)(int)option[3];
+        row.problem.query_basis = row.problem.output_basis = option[4] > 0.0f ? TQKV_ROTATED : TQKV_ORIGINAL;
+        row.split = {GPU_MOST, 2, 3, GPU_EACH + i % 3};
+        add(row, ("center/" + std::to_string(i)).c_str());
+    }
+}
+
 // A resident position that only some queries see holds NaN in norms or halves. It must not change the other queries.
 void add_poisons()
 {
@@ -230,6 +344,36 @@ void add_planned()
     test_add(run_planned, &row, sizeof row, "attend/planned/splits5");
 }
 
+// A query's bits do not depend on the queries beside it, nor on what a threadgroup adds up. Short stretches: else only
+// long contexts have several.
+void run_company(const void *parameters)
+{
+    const int seed = *(const int *)parameters;
+    data_random random = {(uint64_t)seed + 500};
+    attend_row row = attend_default_row(test_formats[data_below(&random, TEST_FORMATS)],
+                                        test_formats[data_below(&random, TEST_FORMATS)], 32 << data_below(&random, 3));
+    const bool planned = seed % 4 == 3;
+    row.n_kv_heads = 1;
+    row.key_capacity = row.value_capacity = (planned ? 700 : 150) + data_below(&random, 600);
+    row.key_ring = row.value_ring = seed % 3 == 0;
+    row.end = row.key_ring ? row.key_capacity + data_below(&random, 2000) : row.key_capacity - data_below(&random, 99);
+    row.n_queries = 2 + data_below(&random, 6);
+    row.group = 1 + data_below(&random, 4);
+    row.window = seed % 5 < 2 ? 1 + data_below(&random, 500) : 0;
+    row.query_size = 10.0f; // maxima are raised often
+    row.sinks = seed % 2 ? SINKS_SOME : SINKS_NONE;
+    row.key_center = row.value_center = seed % 7 ? 0.0f : 0.5f;
+    row.bits_alone = true;
+    attend_problem problem;
+    attend_set_up(&problem, &row);
+    const gpu_split ways[] = {{0, 4, 40, GPU_EACH}, {0, 4, 40, GPU_SECTIONS}, {0, 4, 40, GPU_EVERYTHING}};
+    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, planned ? as_planned : ways[seed % 3]));
+    for (int query : {0, data_below(&random, row.n_queries), row.n_queries - 1})
+        check_alone(problem.attention, problem.q, problem.out, query,
+                    planned ? as_planned : ways[data_below(&random, 3)]);
+    attend_tear_down(&problem);
+}
+
 // All parameters at random, from a seed.
 void add_random(int seed)
 {
@@ -258,9 +402,12 @@ void add_random(int seed)
     p.sinks = (attend_sinks)data_below(&random, 4);
     p.query_basis = data_below(&random, 3) ? TQKV_ORIGINAL : TQKV_ROTATED;
     p.output_basis = data_below(&random, 3) ? TQKV_ORIGINAL : TQKV_ROTATED;
+    p.key_center = data_below(&random, 4) ? 0.0f : 0.5f;
+    p.value_center = data_below(&random, 4) ? 0.0f : 4.0f;
     row.split.columns = data_below(&random, 2) ? GPU_MOST : 1 + data_below(&random, TQKV__MAX_COLUMNS(p.head_dim));
     row.split.n_simdgroups = 1 + data_below(&random, 4);
-    row.split.n_splits = 1 + data_below(&random, 5);
+    row.split.n_stretches = 1 + data_below(&random, 5);
+    row.split.share = GPU_EACH + data_below(&random, 3);
     add(row, ("random/" + std::to_string(seed)).c_str());
 }
 
@@ -271,9 +418,17 @@ void attend_shader_cases()
     add_pairs();
     add_head_dims();
     add_shapes();
+    add_sections();
     add_all_residencies();
     add_options();
+    add_centers();
     add_poisons();
     add_planned();
+    for (int seed = 0; seed < 40; seed++) test_add(run_company, &seed, sizeof seed, "attend/company/%d", seed);
+    const bool sanitized = gpu_schedules.size() == 1 && !gpu_on_device; // too slow for a million positions
+    for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING}) {
+        const int positions = sanitized ? 1 << 13 : share == GPU_EVERYTHING || gpu_on_device ? 1 << 20 : 1 << 18;
+        add_length({TQKV_I8, TQKV_F16, 32, 1, 1, 1, positions, share});
+    }
     for (int seed = 0; seed < 150; seed++) add_random(seed);
 }

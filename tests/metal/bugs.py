@@ -50,8 +50,9 @@ BUGS = {
         "shaders/codec.h", "n % 4 == 0 && alignment % 16u == 0", "n % 4 == 0", "attend", (32,), "asan",
         "attend/head_dim/d32/tq5", "misaligned address"),
     "race_between_threadgroups": (
-        "shaders/attend.h", "(ulong(task.split) * ulong(args.n_queries) + ulong(row.query))", "ulong(row.query)",
-        "attend", (128,), "tsan", "attend/shape/group3_queries1_columns2_simdgroups2_splits2", "data race"),
+        "shaders/attend.h", "(ulong(partial) * ulong(args.n_queries) + ulong(row.query))",
+        "(ulong(partial) * 0 + ulong(row.query))",
+        "attend", (128,), "tsan", "attend/shape/group3_queries1_columns2_simdgroups2_stretches2_share1", "data race"),
     "wrong_address_space": (
         "shaders/codec.h", "inline uint quantise(float v, uint bits, threadgroup uint2 *cells)",
         "inline uint quantise(float v, uint bits, device uint2 *cells)", "encode", (128,), "type", "",
@@ -61,6 +62,24 @@ BUGS = {
         "const-qualified"),
     "stale_table": (
         "tqkv.h", "-2.0690172f", "-2.0690173f", "tables", (), "plain", "tables", "stale: table codebook_4"),
+    "norms_not_corrected": (
+        "shaders/encode.h", "if (has_codebook(format)) correct_norms<D>(args.block_scale, x, norm);", "", "encode", (64,),
+        "plain", "encode/tq4/d64/gaussian", "norms differ"),
+    "center_not_subtracted": (
+        "shaders/encode.h", "x[i] = x[i] - center[i];", "x[i] = x[i] - 0.0f * center[i];", "encode", (64,), "plain",
+        "encode/tq2/d64/center", "codes differ"),
+    "center_of_a_cleared_row": (
+        "shaders/encode.h", "if (source.centered && !cleared)", "if (source.centered)", "encode", (64,), "plain",
+        "encode/tq4/d64/center_not_finite", "codes differ"),
+    "center_without_sinks": (
+        "shaders/merge.h", "if (task.shifted) total.maximum += ", "if (task.shifted) total.maximum += 0.0f * ",
+        "attend_merge", (64, 128), "plain", "attend/center", "relative error"),
+    "center_of_values_beside_sinks": (
+        "shaders/merge.h", "sum == 0.0f ? 0.0f : both.kept * total.sum / sum", "1.0f", "attend_merge", (64, 128), "plain",
+        "attend/center", "relative error"),
+    "center_under_softcap": (
+        "shaders/attend.h", "key_centered ? fma(dot, factor, shift) : dot * factor", "dot * factor + 0.0f * shift", "attend",
+        (64, 128), "plain", "attend/center", "relative error"),
     # Defects of earlier systems.
     "norms_of_both_blocks": (
         "shaders/encode.h", "TQKV__NORM_BLOCK(TQKV__BOOK, D)", "(D)", "encode", (512, 1024), "plain", "defect/block_norms_of_d512", "norms of tq5 d512"),
@@ -73,8 +92,27 @@ BUGS = {
         "shaders/attend.h", "        simdgroup_barrier(mem_flags::mem_threadgroup); // before", "        // before",
         "attend", (64,), "tsan", "defect/barrier_before_next_tile", "data race"),
     "merge_without_barrier": (
-        "shaders/merge.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if", "    if", "attend_merge",
-        (128,), "tsan", "attend/shape/group2_queries1_columns2_simdgroups4_splits3", "data race"),
+        "shaders/merge.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    for", "    for", "attend_merge",
+        (32,), "tsan", "attend/sections/simdgroups2_share2", "data race"),
+    "merge_without_second_barrier": (
+        "shaders/merge.h", "    threadgroup_barrier(mem_flags::mem_threadgroup); // before the next", "    // before the next",
+        "attend_merge", (32,), "plain", "attend/sections/simdgroups2_share2", "relative error"),
+    "kept_overwritten": (
+        "shaders/attend.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (thread_index != 0) return;",
+        "    if (thread_index != 0) return;", "attend", (128,), "tsan",
+        "attend/shape/group4_queries9_columns3_simdgroups4_stretches40_share3", "data race"),
+    "maxima_raised_together": (
+        "shaders/attend.h", "largest = largest > state.maximum[c] + 11.0f ? largest : state.maximum[c];",
+        "largest = max(largest, state.maximum[c]);", "attend", (32, 64, 128), "plain", "attend/company", "other bits alone"),
+    "tiles_counted_from_the_first_seen": (
+        "shaders/tiles.h", "return tile + (simdgroup + n_simdgroups - tile % n_simdgroups) % n_simdgroups;",
+        "return tile + simdgroup % n_simdgroups;", "attend", (32, 64, 128), "plain", "attend/company", "other bits alone"),
+    "section_forgotten": (
+        "shaders/attend.h", "stretch / TQKV__SECTION == own.begin / TQKV__SECTION", "true", "attend", (32,), "plain",
+        "attend/sections", "relative error"),
+    "section_of_another": (
+        "shaders/attend.h", "uint partial = several ? 1u : task.split;", "uint partial = task.split;", "attend", (32,), "plain",
+        "attend/sections", "relative error"),
     "state_overwritten": (
         "shaders/attend.h", "states[(task.simdgroup * uint(C) + uint(c)) * 2u] = state.maximum[c];",
         "states[uint(c) * 2u] = state.maximum[c];", "attend", (64,), "tsan", "defect/state_of_four_simdgroups",

@@ -14,11 +14,21 @@ struct codec_row {
     bool ring, unrotated;
     float block_scale;
     data_kind kind;
+    bool centered;
 };
 
-tqkv_store make_store(const codec_row *row, tqkv_format format)
+// Stores of a row, and their centres: [n_kv_heads][head_dim].
+std::vector<float> make_center(const codec_row *row, uint64_t seed)
+{
+    std::vector<float> center((size_t)row->n_kv_heads * (size_t)row->head_dim);
+    data_rows(seed, DATA_GAUSSIAN, center.data(), row->n_kv_heads, row->head_dim);
+    return center;
+}
+
+tqkv_store make_store(const codec_row *row, tqkv_format format, const std::vector<float> &center)
 {
     tqkv_store s = test_store(format, row->head_dim, row->n_kv_heads, row->capacity, row->ring);
+    s.center = row->centered ? center.data() : nullptr;
     s.unrotated = row->unrotated;
     s.block_scale = row->block_scale;
     return s;
@@ -81,8 +91,8 @@ void check_probe(const tqkv_store &s, const std::vector<float> &source, int n_to
 void run_codec(const void *parameters)
 {
     const codec_row *row = (const codec_row *)parameters;
-    std::vector<float> source = make_source(row, 3);
-    tqkv_store expected = make_store(row, row->format), got = make_store(row, row->format);
+    std::vector<float> source = make_source(row, 3), center = make_center(row, 8);
+    tqkv_store expected = make_store(row, row->format, center), got = make_store(row, row->format, center);
     uint32_t flag = 1;
     CHECK_RESULT(tqkv_encode(&expected, source.data(), row->n_tokens, row->position), TQKV_OK);
     CHECK_RUN(gpu_encode(&got, source.data(), row->n_tokens, row->position, &flag));
@@ -100,8 +110,9 @@ void run_encode_kv(const void *parameters)
 {
     const codec_row *row = (const codec_row *)parameters;
     std::vector<float> k = make_source(row, 4), v = make_source(row, 5);
-    tqkv_store keys = make_store(row, row->format), values = make_store(row, row->value_format);
-    tqkv_store got_keys = make_store(row, row->format), got_values = make_store(row, row->value_format);
+    std::vector<float> kc = make_center(row, 8), vc = make_center(row, 9);
+    tqkv_store keys = make_store(row, row->format, kc), values = make_store(row, row->value_format, vc);
+    tqkv_store got_keys = make_store(row, row->format, kc), got_values = make_store(row, row->value_format, vc);
     CHECK_RESULT(tqkv_encode(&keys, k.data(), row->n_tokens, row->position), TQKV_OK);
     CHECK_RESULT(tqkv_encode(&values, v.data(), row->n_tokens, row->position), TQKV_OK);
     CHECK_RUN(gpu_encode_kv(&got_keys, &got_values, k.data(), v.data(), row->n_tokens, row->position, nullptr));
@@ -115,10 +126,11 @@ void run_encode_kv(const void *parameters)
 void run_not_finite(const void *parameters)
 {
     const codec_row *row = (const codec_row *)parameters;
-    std::vector<float> source = make_source(row, 6);
+    std::vector<float> source = make_source(row, 6), center = make_center(row, 8);
     size_t d = (size_t)row->head_dim, bad_rows[] = {1, 4};
-    tqkv_store expected = make_store(row, row->format), got = make_store(row, row->format);
-    for (size_t bad : bad_rows) memset(&source[bad * d], 0, d * sizeof(float));
+    tqkv_store expected = make_store(row, row->format, center), got = make_store(row, row->format, center);
+    for (size_t bad : bad_rows)
+        for (size_t i = 0; i < d; i++) source[bad * d + i] = row->centered ? center[bad % 3 * d + i] : 0.0f;
     CHECK_RESULT(tqkv_encode(&expected, source.data(), row->n_tokens, row->position), TQKV_OK);
     source[bad_rows[0] * d + d - 1] = NAN;
     source[bad_rows[1] * d] = -INFINITY;
@@ -152,6 +164,9 @@ void run_golden(const void *parameters)
     std::vector<char> codes(s.codes_size, (char)0xa5), norms(s.norms_size, (char)0xa5);
     std::vector<float> source((size_t)(GOLDEN_TOKENS * GOLDEN_HEADS * c.head_dim));
     data_rows((uint64_t)c.head_dim, (data_kind)c.kind, source.data(), GOLDEN_TOKENS * GOLDEN_HEADS, c.head_dim);
+    std::vector<float> center((size_t)(GOLDEN_HEADS * c.head_dim));
+    golden_center(&c, center.data());
+    if (c.option == GOLDEN_CENTER) s.center = center.data();
     s.codes = codes.data();
     s.norms = (float *)(void *)norms.data();
     CHECK_RUN(gpu_encode(&s, source.data(), GOLDEN_TOKENS, GOLDEN_POSITION, nullptr));
@@ -197,6 +212,10 @@ void add_codec_rows(tqkv_format format, int head_dim)
     row.n_tokens = 23;
     test_add(run_codec, &row, sizeof row, "encode/%s/d%d/longer_than_ring", name, head_dim);
     row.n_tokens = 7;
+    row.centered = true;
+    test_add(run_codec, &row, sizeof row, "encode/%s/d%d/center", name, head_dim);
+    test_add(run_not_finite, &row, sizeof row, "encode/%s/d%d/center_not_finite", name, head_dim);
+    row.centered = false;
     if (head_dim >= 512) {
         row.block_scale = 1.25f;
         test_add(run_codec, &row, sizeof row, "encode/%s/d%d/block_scale", name, head_dim);
@@ -229,6 +248,7 @@ void codec_shader_cases()
                      tqkv_format_name(values));
             row.head_dim = 512;
             row.n_tokens = 2;
+            row.centered = true;
             test_add(run_encode_kv, &row, sizeof row, "encode_kv/%s_%s/d512", tqkv_format_name(keys),
                      tqkv_format_name(values));
         }

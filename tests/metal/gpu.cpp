@@ -1,5 +1,6 @@
 #include "gpu.h"
 #include <algorithm>
+#include <limits.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -139,7 +140,10 @@ std::string gpu_run(const tqkv__dispatch &planned)
 
 tqkv_metal_buffer gpu_buffer(const void *bytes) { return {const_cast<void *>(bytes), 0}; }
 
-tqkv_metal_store gpu_store(const tqkv_store *s) { return {*s, gpu_buffer(s->codes), gpu_buffer(s->norms)}; }
+tqkv_metal_store gpu_store(const tqkv_store *s)
+{
+    return {*s, gpu_buffer(s->codes), gpu_buffer(s->norms), gpu_buffer(s->center)};
+}
 
 gpu_attention::gpu_attention(const tqkv_attention &a) : keys(gpu_store(a.keys)), values(gpu_store(a.values)), metal()
 {
@@ -156,6 +160,34 @@ tqkv__binding *gpu_find(tqkv__dispatch *d, int index)
     return nullptr;
 }
 
+// All slots of the keys' store, whether a query sees them or not.
+static void force_stretches(tqkv__dispatch d[2], gpu_split split, int head_dim)
+{
+    tqkv__attend_args &args = d[0].args[0].attend;
+    tqkv__merge_args &merge = d[1].args[0].merge;
+    const int tiles = (args.key_capacity + 31) / 32;
+    if (split.n_stretches) {
+        args.stretch_tiles = std::max(1, (tiles + split.n_stretches - 1) / split.n_stretches);
+        args.n_short = split.share ? TQKV__SECTION : INT_MAX;
+    }
+    const int n_stretches = TQKV__STRETCH_OF_TILE(tiles - 1, args.stretch_tiles, args.n_short) + 1;
+    const int length = TQKV__SECTION, n_sections = (n_stretches + length - 1) / length;
+    const bool each = split.share == GPU_EACH || !split.share;
+    const int n_partials = each ? n_stretches : split.share == GPU_SECTIONS ? n_sections : 2;
+    args.first_stretch = merge.before = 0;
+    args.sections_each = each ? 0 : split.share == GPU_SECTIONS ? 1 : n_sections;
+    merge.section = each ? length : 1;
+    merge.n_partials = args.sections_each > 1 ? 1 : n_partials;
+    d[0].grid[2] = (size_t)(args.sections_each > 1 ? 1 : n_partials);
+    const int most = split.n_simdgroups ? split.n_simdgroups : TQKV__MERGE_SIMDGROUPS(head_dim);
+    d[1].n_simdgroups = std::min(n_sections, std::min(most, TQKV__MERGE_SIMDGROUPS(head_dim)));
+    const size_t columns = (size_t)d[0].kernel.constants[TQKV_FC_COLUMNS] - 1;
+    d[0].memory[1] = columns * (size_t)head_dim * (each ? 6 : 10);
+    const size_t rows = (size_t)merge.n_rows * (size_t)n_partials * sizeof(float);
+    gpu_find(&d[0], 6)->size = gpu_find(&d[1], 1)->size = rows * (size_t)head_dim;
+    gpu_find(&d[0], 7)->size = gpu_find(&d[1], 2)->size = rows * 2 + (size_t)merge.n_rows * 2 * sizeof(float);
+}
+
 void gpu_force(tqkv__dispatch d[2], gpu_split split)
 {
     const int head_dim = d[0].kernel.head_dim * 32;
@@ -168,12 +200,7 @@ void gpu_force(tqkv__dispatch d[2], gpu_split split)
         constant = (uint8_t)(columns + 1);
     }
     if (split.n_simdgroups) d[0].n_simdgroups = split.n_simdgroups;
-    if (!split.n_splits) return;
-    for (tqkv__binding *b : {gpu_find(&d[0], 6), gpu_find(&d[0], 7), gpu_find(&d[1], 1), gpu_find(&d[1], 2)})
-        b->size = b->size / (size_t)args.n_splits * (size_t)split.n_splits;
-    args.n_splits = d[1].args[0].merge.n_splits = split.n_splits;
-    d[0].grid[2] = (size_t)split.n_splits;
-    d[1].n_simdgroups = std::min(split.n_splits, TQKV__MERGE_SIMDGROUPS(head_dim));
+    if (split.n_stretches || split.share) force_stretches(d, split, head_dim);
 }
 
 void gpu_set_scratch(tqkv__dispatch d[2], float *sums, float *state)
@@ -212,8 +239,9 @@ std::string gpu_probe(const tqkv_store *s, const float *src, int n_tokens, float
 {
     tqkv__dispatch d;
     if (not_finite) *not_finite = 0;
-    return run_planned(tqkv__plan_probe(s, gpu_buffer(src), n_tokens, gpu_buffer(scaled), gpu_buffer(not_finite), &d),
-                       d);
+    const tqkv_metal_store store = gpu_store(s);
+    return run_planned(
+        tqkv__plan_probe(&store, gpu_buffer(src), n_tokens, gpu_buffer(scaled), gpu_buffer(not_finite), &d), d);
 }
 
 std::string gpu_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, float *dst)
@@ -238,7 +266,7 @@ std::string gpu_attend(const tqkv_attention *a, const float *q, float *out, gpu_
     std::vector<float> scratch(bytes / sizeof(float), NAN), sums, state;
     if (r == TQKV_OK)
         r = tqkv__plan_attend(&attention.metal, gpu_buffer(q), gpu_buffer(scratch.data()), gpu_buffer(out), d);
-    if (r == TQKV_OK && (split.columns || split.n_simdgroups || split.n_splits)) {
+    if (r == TQKV_OK && (split.columns || split.n_simdgroups || split.n_stretches || split.share)) {
         gpu_force(d, split);
         sums.assign(gpu_find(&d[0], 6)->size / sizeof(float), NAN); // apart, so that a sanitizer sees the end of each
         state.assign(gpu_find(&d[0], 7)->size / sizeof(float), NAN);

@@ -49,11 +49,14 @@ struct gpu_attention {
     tqkv_metal_attention metal;
 };
 
-// How attention is divided; 0 leaves what tqkv.h planned.
+enum { GPU_MOST = -1 };                              // columns: the most that a threadgroup can take
+enum { GPU_EACH = 1, GPU_SECTIONS, GPU_EVERYTHING }; // share: what a threadgroup adds up
+// How attention is divided; 0 leaves what tqkv.h planned. n_stretches: about so many in the keys' store. With share those
+// after the 16th are longer.
 struct gpu_split {
-    int columns, n_simdgroups, n_splits;
+    int columns, n_simdgroups, n_stretches;
+    int share = 0; // with n_stretches: GPU_EACH
 };
-enum { GPU_MOST = -1 }; // columns: the most that a threadgroup can take
 
 // Divides a planned attention in another way. The two buffers of scratch change their sizes: gpu_set_scratch must
 // follow.

@@ -1,6 +1,7 @@
 /* encode, encode_kv, probe, decode, rotate: the same bytes as C writes, through the Metal API. */
 #include "host.h"
 #include "tests/data.h"
+#include "tests/reference.h"
 #include <math.h>
 
 enum { HEADS = 3 };

@@ -536,10 +536,11 @@ void context_host_cases(void)
     const char *const threads[] = {"caches", "recording", "memory"};
     for (int i = 0; i < 3; i++) test_add(run_threads, &i, sizeof i, "context/threads/%s", threads[i]);
 #ifdef STANDIN
-    const char *const stale[] = {"codebook_4",   "codebook_5",   "codebook_6",   "codebook_8", "boundaries_4",
-                                 "boundaries_5", "boundaries_6", "boundaries_8", "signs",      "version",
-                                 "rows_args",    "rotate_args",  "attend_args",  "merge_args", "dispatch"};
-    for (int i = 0; i < 15; i++) test_add(run_stale, stale[i], strlen(stale[i]) + 1, "context/stale/%s", stale[i]);
+    const char *const stale[] = {"codebook_2",   "codebook_3",   "codebook_4",   "codebook_5",   "codebook_6",
+                                 "codebook_8",   "boundaries_2", "boundaries_3", "boundaries_4", "boundaries_5",
+                                 "boundaries_6", "boundaries_8", "signs",        "version",      "rows_args",
+                                 "rotate_args",  "attend_args",  "merge_args",   "dispatch"};
+    for (int i = 0; i < 19; i++) test_add(run_stale, stale[i], strlen(stale[i]) + 1, "context/stale/%s", stale[i]);
     test_add(run_missing_kernels, NULL, 0, "context/missing_kernels");
     test_add(run_other_device, NULL, 0, "context/other_device");
     test_add(run_half_recorded, NULL, 0, "context/half_recorded");

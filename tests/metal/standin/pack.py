@@ -8,8 +8,7 @@ import re
 import struct
 import sys
 
-TABLES = ["codebook_4", "codebook_5", "codebook_6", "codebook_8", "boundaries_4", "boundaries_5", "boundaries_6",
-          "boundaries_8", "signs"]
+TABLES = [f"{table}_{bits}" for table in ("codebook", "boundaries") for bits in (2, 3, 4, 5, 6, 8)] + ["signs"]
 
 
 def pack(shared_object, output):
