@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""Writes all shaders as one source, for the compiler that is part of the operating system.
+
+usage: amalgamate.py OUTPUT SHADER.metal...
+
+Headers stand in front of the files that include them, and of tqkv.h the lines that Metal sees. A function constant is declared
+once; files that give it another name get that name as a macro.
+"""
+import os
+import re
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests", "metal"))
+import prep  # noqa: E402
+
+TITLE = """// All shaders of tqkv in one file, written by `make metallib`: do not edit. MIT licence, as tqkv.h. Compile it without
+// fast math: fastMathEnabled NO in MTLCompileOptions.
+#include <metal_stdlib>
+using namespace metal;
+"""
+
+
+def is_true(condition, defined):
+    """A condition of `defined(NAME)`, !, && and ||."""
+    text = re.sub(r"defined\((\w+)\)", lambda m: str(m.group(1) in defined), condition)
+    text = text.replace("||", " or ").replace("&&", " and ").replace("!", " not ")
+    if not re.fullmatch(r"(True|False|and|or|not|[() ])*", text):
+        raise SystemExit(f"amalgamate.py does not know the condition {condition}")
+    return eval(text)  # nothing but True, False, and, or, not and parentheses
+
+
+def seen_by_metal(header):
+    """The lines of tqkv.h that Metal's compiler keeps, up to the end of the section for shaders."""
+    start, end = header.index("#ifndef TQKV_H\n"), header.index("/* <<shared */")
+    defined, open_, kept = {"__METAL_VERSION__", "__cplusplus"}, [], []
+    for line in header[start:end].splitlines(keepends=True):
+        directive = re.match(r"#(ifn?def|if|else|endif)\b\s*(.*)", re.sub(r"/\*.*?\*/", "", line).strip())
+        word, rest = directive.groups() if directive else ("", "")
+        if word in ("ifdef", "ifndef"):
+            open_.append((rest in defined) == (word == "ifdef"))
+        elif word == "if":
+            open_.append(is_true(rest, defined))
+        elif word == "else":
+            open_[-1] = not open_[-1]
+        elif word == "endif" and open_:
+            open_.pop()
+        elif all(open_):
+            kept.append(line)
+            defined.update(re.findall(r"^#define (\w+)", line))
+    return "".join(kept)
+
+
+class Amalgam:
+    def __init__(self):
+        self.seen, self.constants = set(), {}
+
+    def declare(self, match):
+        """The first declaration of a function constant, or a macro for its other name, or nothing."""
+        _, name, index = match.groups()
+        known = self.constants.setdefault(index, [name])
+        if name == known[0] and len(known) == 1 and index not in self.seen:
+            self.seen.add(index)
+            return match.group(0)
+        if name in known:
+            return f"// {name}: declared above"
+        known.append(name)
+        return f"#define {name} {known[0]} // the same function constant"
+
+    def expand(self, path):
+        """The file behind its headers, each once."""
+        path = os.path.normpath(path)
+        if path in self.seen:
+            return ""
+        self.seen.add(path)
+        text = prep.read(path)
+        if os.path.basename(path) == "tqkv.h":
+            text = seen_by_metal(text)
+        include = r'(?m)^#include "([^"]+)".*\n'
+        headers = [self.expand(os.path.join(os.path.dirname(path), name)) for name in re.findall(include, text)]
+        text = prep.FUNCTION_CONSTANT.sub(self.declare, re.sub(include, "", text))
+        return "".join(headers) + f"\n// ---- {path} ----\n\n" + text.rstrip() + "\n"
+
+
+def main():
+    amalgam = Amalgam()
+    text = TITLE + "".join(amalgam.expand(path) for path in sys.argv[2:])
+    with open(sys.argv[1], "w", encoding="utf-8") as f:
+        f.write(re.sub(r"\n{3,}", "\n\n", text))
+
+
+if __name__ == "__main__":
+    main()
