@@ -20,34 +20,41 @@ using namespace metal;
 """
 
 
-def is_true(condition, defined):
-    """A condition of `defined(NAME)`, !, && and ||."""
-    text = re.sub(r"defined\((\w+)\)", lambda m: str(m.group(1) in defined), condition)
+# Of these the answer is known. Other conditions stay.
+DEFINED, UNDEFINED = {"__METAL_VERSION__", "__cplusplus"}, {"TQKV_IMPLEMENTATION", "TQKV_SHARED", "TQKV__SHARED"}
+
+
+def answer(word, rest):
+    """True, False, or None where the condition stays."""
+    names = re.findall(r"defined\((\w+)\)", rest) if word == "if" else [rest]
+    if not set(names) <= DEFINED | UNDEFINED:
+        return None
+    if word != "if":
+        return (rest in DEFINED) == (word == "ifdef")
+    text = re.sub(r"defined\((\w+)\)", lambda m: str(m.group(1) in DEFINED), rest)
     text = text.replace("||", " or ").replace("&&", " and ").replace("!", " not ")
     if not re.fullmatch(r"(True|False|and|or|not|[() ])*", text):
-        raise SystemExit(f"amalgamate.py does not know the condition {condition}")
+        raise SystemExit(f"amalgamate.py does not know the condition {rest}")
     return eval(text)  # nothing but True, False, and, or, not and parentheses
 
 
 def seen_by_metal(header):
     """The lines of tqkv.h that Metal's compiler keeps, up to the end of the section for shaders."""
     start, end = header.index("#ifndef TQKV_H\n"), header.index("/* <<shared */")
-    defined, open_, kept = {"__METAL_VERSION__", "__cplusplus"}, [], []
+    answers, kept = [], []  # answers: of the conditions around a line
     for line in header[start:end].splitlines(keepends=True):
         directive = re.match(r"#(ifn?def|if|else|endif)\b\s*(.*)", re.sub(r"/\*.*?\*/", "", line).strip())
         word, rest = directive.groups() if directive else ("", "")
-        if word in ("ifdef", "ifndef"):
-            open_.append((rest in defined) == (word == "ifdef"))
-        elif word == "if":
-            open_.append(is_true(rest, defined))
-        elif word == "else":
-            open_[-1] = not open_[-1]
-        elif word == "endif" and open_:
-            open_.pop()
-        elif all(open_):
+        if word.startswith("if"):
+            answers.append(answer(word, rest) if False not in answers else True)
+        stays = word == "" or answers[-1] is None
+        if stays and False not in answers:
             kept.append(line)
-            defined.update(re.findall(r"^#define (\w+)", line))
-    return "".join(kept)
+        if word == "else" and answers[-1] is not None:
+            answers[-1] = not answers[-1]
+        elif word == "endif":
+            answers.pop()
+    return "".join(kept) + "#endif\n" * sum(a is None for a in answers)
 
 
 class Amalgam:

@@ -5,6 +5,7 @@ using namespace metal;
 
 // ---- tqkv.h ----
 
+#ifndef TQKV_H
 #define TQKV_H
 
 #define TQKV_VERSION_MAJOR 0
@@ -38,6 +39,8 @@ typedef enum tqkv_format {
 
 #define TQKV_MAX_HEAD_DIM 1024
 
+#endif /* TQKV_H */
+
 /* ---- The implementation starts here: stop reading if you only want the API. ---- */
 
 /* >>shared */
@@ -46,7 +49,9 @@ typedef enum tqkv_format {
 
 #define TQKV_TABLE_VERSION 1 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
+#ifndef TQKV_TABLE
 #define TQKV_TABLE constant
+#endif
 
 /* 1/sqrt(D) and sqrt(D), rounded to float: powers of two, times sqrt(1/2) or sqrt(2) where log2(D) is odd. */
 #define TQKV__INV_SQRT(D)                                                                                              \

@@ -100,10 +100,8 @@ class Builder:
         module = lower.Kernel(name, raw)
         module.lower()
         module.set_constants(source.declared, os.path.basename(source.path))
-        if self.lines:
-            module.check()
-            return Built(name, b"", [], "")
-        return Built(name, self.assemble(name, module.text(self.target, arguments, source.structs)), module.listed, "")
+        text = module.text(self.target, arguments, source.structs)
+        return Built(name, b"" if self.lines else self.assemble(name, text), module.listed, "")
 
 
 def build_kernel(task):

@@ -70,6 +70,7 @@ class Kernel:
         self.globals = [re.sub(r"\b(dso_local|local_unnamed_addr) ", "", g) for g in re.findall(r"(?m)^(@.*)$", text)]
         self.others = [d for d in re.findall(r"(?m)^define .*@(\S+?)\(", text) if d != name]
         self.nodes = dict(re.findall(r"(?m)^!(\d+) = (.*)$", text))
+        self.place = self.line_of(re.search(rf"(?m)^define .*@{name}\(.*$", text).group(0))
 
     def lower(self):
         out, byte_steps = [], {}
@@ -175,15 +176,15 @@ class Kernel:
                 yield "alignment of a vector", line
 
     def line_of(self, text):
-        """`FILE:LINE: ` of an instruction, if the shaders were compiled with line numbers."""
-        used = next((line for line in self.body if line == text or text[0] == "@" and text in line and "!dbg" in line), text)
+        """`FILE:LINE: ` of an instruction or function, if the shaders were compiled with line numbers."""
+        used = next((line for line in self.body if text[0] == "@" and text in line and "!dbg" in line), text)
         match = re.search(r"!dbg !(\d+)", used)
-        place = re.search(r"line: (\d+).*scope: !(\d+)", self.nodes[match.group(1)]) if match else None
-        if not place:
+        if not match:
             return ""
-        scope = self.nodes[place.group(2)]
+        node = self.nodes[match.group(1)]
+        scope = node if "file: " in node else self.nodes[re.search(r"scope: !(\d+)", node).group(1)]
         file = self.nodes[re.search(r"file: !(\d+)", scope).group(1)]
-        return f'{re.search(r"filename: .([^,]*).,", file).group(1)}:{place.group(1)}: '
+        return re.search(r'filename: "(.*?)"', file).group(1) + ":" + re.search(r"line: (\d+)", node).group(1) + ": "
 
     def check(self):
         found = sorted({self.line_of(line) + what for what, line in self.problems()})
@@ -210,7 +211,10 @@ class Kernel:
         header, body = self.numbered(body)
         metadata = Metadata(1 + max(map(int, self.nodes), default=-1))
         metadata.module(target)
-        metadata.kernel(self.name, [type_of(p) for p in self.header], arguments, structs)
+        try:
+            metadata.kernel(self.name, [type_of(p) for p in self.header], arguments, structs)
+        except Refusal as refusal:
+            raise Refusal(f"{self.place}{refusal}") from None
         metadata.constants(self.constants)
         parameters = (p.replace("* %", '* "air-buffer-no-alias" %') for p in header)
         nodes = [f"!{n} = {node}" for n, node in self.nodes.items() if "!DI" not in node]

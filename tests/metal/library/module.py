@@ -101,6 +101,7 @@ class Module:
 
     def check(self, shader, constants, library, triple):
         """shader: the kernel's arguments as prep.py reads them. constants: the container's."""
+        self.expect(not re.search(r'(?m)^(?![@!;]).*\bptr\b', self.text), "opaque pointer")
         self.expect(f'target datalayout = "{LAYOUT}"' in self.text, "data layout")
         self.expect(f'target triple = "{triple}"' in self.text, f"triple, not {triple}")
         versions = ["i32 %d, i32 %d, i32 0" % library.air, '!"Metal", i32 %d, i32 %d, i32 0' % library.metal]
@@ -163,8 +164,7 @@ class Module:
 
     def check_rest(self):
         body = re.sub(r'(?m)^[@!;].*$|^(?:attributes|declare .*@llvm\.).*$|"[^"]*"', "", self.text)
-        self.expect(not re.search(r"\bptr\b", body), "opaque pointer")
-        used = set(re.findall(r" #(\d+)", re.sub(r"(?m)^.*@llvm\..*$", "", self.text)))
+        used = set(re.findall(r"\) #(\d+)", re.sub(r"(?m)^.*@llvm\..*$", "", self.text)))
         for group in (self.groups[n] for n in used):
             words = set(re.sub(r'"[^"]*"(="[^"]*")?', "", group).split())
             self.expect(words <= WORDS, f"attributes {sorted(words - WORDS)}")

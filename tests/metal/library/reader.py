@@ -84,6 +84,12 @@ class Function:
 
 class Library:
     def __init__(self, data):
+        try:
+            self.parse(bytes(data))
+        except (struct.error, UnicodeDecodeError) as error:
+            raise Damage(f"a field of another size: {error}") from None
+
+    def parse(self, data):
         expect(len(data) >= 88 and data[:4] == MAGIC, "no Metal library")
         platform, major, self.format, kind, system, self.version, minor = struct.unpack_from("<HHHBBHH", data, 4)
         size, functions, functions_size, *rest = struct.unpack_from("<9Q", data, 16)
@@ -123,6 +129,7 @@ class Library:
         for i in range(count):
             entry, at = sized_tags(data, at, end, f"function {i}")
             name = entry.get(b"NAME", b"\0")[:-1].decode("latin1")
+            expect(entry.get(b"NAME", b"")[-1:] == b"\0", f"function {i}: no NAME that ends with 0")
             expect(set(entry) == {b"NAME", b"TYPE", b"HASH", b"OFFT", b"VERS", b"MDSZ"}, f"{name}: tags {sorted(entry)}")
             expect(entry[b"TYPE"] == bytes([KERNEL]), f"{name}: not a kernel")
             expect(struct.unpack("<4H", entry[b"VERS"]) == (*self.air, *self.metal), f"{name}: VERS")
