@@ -73,7 +73,7 @@ class Builder:
     def compile(self, path):
         """The bitcode of one file, what it declares, and its kernels."""
         base = os.path.join(self.folder, os.path.basename(path))
-        dump = run([f"clang-{self.args.llvm}", *CLANG, *self.lines, *self.defines, "-I" + os.path.dirname(path), base, "-o",
+        dump = run([f"clang-{self.args.llvm}", *CLANG, *self.lines, *self.defines, "-I" + (os.path.dirname(path) or "."), base, "-o",
                     base + ".bc"]).decode()
         parts = prep.included(path, [])
         header = prep.read(os.path.join(os.path.dirname(path), "..", "tqkv.h"))

@@ -7,11 +7,13 @@ library/: the container; each module compared with its shader; every version of 
 damage/: changed libraries are refused. refusals/: shaders that the builder must refuse, with their line. source/: the
 amalgamated source has the same kernels.
 """
+import ctypes
 import functools
 import glob
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 
@@ -19,9 +21,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.join(HERE, "..", "..", "..")
 sys.path[:0] = [HERE, os.path.join(HERE, ".."), os.path.join(ROOT, "metallib", "air")]
 import container  # noqa: E402
+import launch  # noqa: E402
 import prep  # noqa: E402
 import reader  # noqa: E402
-import refusals  # noqa: E402
+import samples  # noqa: E402
 from build import TARGETS  # noqa: E402
 from module import Module  # noqa: E402
 
@@ -123,8 +126,9 @@ class Tests:
         yield "damage/truncated", self.truncated
         yield "damage/unknown_function", self.unknown_function
         yield "damage/opaque_pointer", self.opaque_pointer
-        for name, (text, line, said) in refusals.shaders().items():
+        for name, (text, line, said) in samples.refused().items():
             yield f"refusals/{name}", lambda n=name, t=text, i=line, s=said: self.refusal(n, t, i, s)
+        yield "lowering", self.lowering
         yield "targets", self.targets
         yield "source/same_kernels", self.same_kernels
 
@@ -213,6 +217,32 @@ class Tests:
         reader.expect(done.returncode == 1, "it was not refused")
         reader.expect(re.search(rf"{name}\.metal:{line}:.*(?:{said})", done.stderr), f"refused with {done.stderr[:600]}")
         reader.expect(not glob.glob(output + "*"), "a library was written")
+
+    def lowering(self):
+        """A kernel in older forms gives what it should: its bitcode, called from here."""
+        folder = os.path.join(self.folder, "lowering", "shaders")
+        os.makedirs(folder, exist_ok=True)
+        shutil.copy(os.path.join(ROOT, "tqkv.h"), os.path.dirname(folder))
+        base = os.path.join(folder, "lowered")
+        with open(base + ".metal", "w", encoding="utf-8") as f:
+            f.write(samples.LOWERED)
+        done = self.build(base + ".metallib", base + ".metal")
+        reader.expect(done.returncode == 0, done.stderr[:600])
+        text = reader.disassemble(reader.read(base + ".metallib").functions[0].bitcode, 14)
+        reader.expect(not re.search(r"@llvm\.|fneg|itofp|fpto[su]i|poison|freeze", text), "a newer form")
+        with open(base + ".ll", "w", encoding="utf-8") as f:
+            f.write(launch.native(text, []))
+        with open(base + ".c", "w", encoding="utf-8") as f:
+            f.write(samples.CONVERSIONS)
+        for command in (["llc-14", "-relocation-model=pic", "-filetype=obj", base + ".ll", "-o", base + ".o"],
+                        ["clang", "-shared", "-fPIC", base + ".o", base + ".c", "-o", base + ".so"]):
+            subprocess.run(command, check=True)
+        number = lambda x: struct.unpack("<I", struct.pack("<f", x))[0]
+        x, out = [2**32 - 5, 3, number(2.5), number(9.75)], (ctypes.c_uint32 * 14)()
+        ctypes.CDLL(os.path.abspath(base + ".so")).tqkv_lowered(out, (ctypes.c_uint32 * 4)(*x), bytes(range(16)))
+        words, memory = samples.lowered(x, number)
+        reader.expect(list(out)[:10] == words, f"words {list(out)[:10]}, not {words}")
+        reader.expect(bytes(out)[40:] == memory, f"bytes {bytes(out)[40:].hex()}, not {memory.hex()}")
 
     def targets(self):
         """Each target's library: container, versions, one module."""
