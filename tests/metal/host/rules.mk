@@ -122,6 +122,14 @@ $(HOST_BUILD)/%.o: %.c $(HOST_HEADERS)
 $(HOST_BUILD)/runner: $(HOST_OBJECTS:%=$(HOST_BUILD)/%.o)
 	@clang++ $^ -o $@ $(HOST_LINK)
 
+# What runs on a Mac for a report; here over the stand-in.
+$(HOST_BUILD)/mac/report.o: tests/metal/mac/report.m $(HOST_HEADERS) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
+	@mkdir -p $(@D)
+	@clang -O1 $(HOST_WARNINGS) $(CPPFLAGS) $(HOST_GNUSTEP) -c $< -o $@
+
+$(HOST_BUILD)/report: $(HOST_BUILD)/mac/report.o $(HOST_BUILD)/tqkv_metal.o $(filter %/standin.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
+	@clang++ $^ -o $@ $(HOST_LINK)
+
 # The library is embedded in the object file.
 $(HOST_BUILD)/embedded.o: tqkv_metal.m tqkv.h $(HOST_LIBRARY) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
 	@clang $(HOST_FLAGS) $(HOST_GNUSTEP) -DTQKV_METALLIB_EMBED='"$(HOST_LIBRARY)"' -c $< -o $@

@@ -47,12 +47,18 @@ AIR(float, air_from_s8, "convert.f.f32.s.i8", (int8_t x)) { return (float)x; }
 AIR(uint32_t, air_to_u32, "convert.u.i32.f.f32", (float x)) { return (uint32_t)x; }
 AIR(int32_t, air_to_s32, "convert.s.i32.f.f32", (float x)) { return (int32_t)x; }
 
-AIR(void, air_wg_barrier, "wg.barrier", (int32_t flags, int32_t)) { simt::barrier(simt::threadgroup_scope, flags != 0, HERE); }
+AIR(void, air_wg_barrier, "wg.barrier", (int32_t flags, int32_t))
+{
+    simt::barrier(simt::threadgroup_scope, flags != 0, HERE);
+}
 AIR(void, air_simdgroup_barrier, "simdgroup.barrier", (int32_t flags, int32_t))
 {
     simt::barrier(simt::simdgroup_scope, flags != 0, HERE);
 }
-AIR(float, air_shuffle_f, "simd_shuffle.f32", (float v, uint16_t lane)) { return shuffled(v, lane, "simd_shuffle", HERE); }
+AIR(float, air_shuffle_f, "simd_shuffle.f32", (float v, uint16_t lane))
+{
+    return shuffled(v, lane, "simd_shuffle", HERE);
+}
 AIR(uint32_t, air_shuffle_u, "simd_shuffle.u.i32", (uint32_t v, uint16_t lane))
 {
     return shuffled(v, lane, "simd_shuffle", HERE);
