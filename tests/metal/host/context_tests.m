@@ -397,38 +397,44 @@ static void run_source_of_stale(const void *parameters)
     }
 }
 
-/* With a good library and a source, each call that can fail fails once: the context works, from the source or not, or the
-   result is that of the failure. */
+enum { BY_PATH, BY_BYTES, BY_OBJECT, EMBEDDED };
+
+/* With a good library, given in that form, and a source, each call that can fail fails once: the context works from the
+   source and says so, or the result is that of the failure. */
 static void run_source_failures(const void *parameters)
 {
-    (void)parameters;
-    const int live = standin_live_objects();
+    const int form = *(const int *)parameters, live = standin_live_objects();
     int from_source = 0, n_calls;
     @autoreleasepool {
-        const tqkv_metal_desc desc = {.library_path = test_host.library, .library_source = source_text()};
+        tqkv_metal_desc desc = {.device = test_host.device, .library_source = source_text()};
+        NSURL *url = [NSURL fileURLWithPath:[NSString stringWithUTF8String:test_host.library]];
+        id<MTLLibrary> library = form == BY_OBJECT ? [test_host.device newLibraryWithURL:url error:NULL] : nil;
+        if (form == BY_PATH) desc.library_path = test_host.library;
+        if (form == BY_BYTES)
+            desc.library_bytes = [library_bytes() bytes], desc.library_size = [library_bytes() length];
+        desc.library = library;
         standin_fail_at(0);
         tqkv_metal_destroy(create(desc, TQKV_OK, ""));
         n_calls = standin_calls();
         for (int n = 1; n <= n_calls; n++) {
             char text[400] = "";
             tqkv_metal *m = NULL;
-            tqkv_metal_desc failing = desc;
-            failing.error = text;
-            failing.error_size = sizeof text;
+            desc.error = text;
+            desc.error_size = sizeof text;
             standin_fail_at(n);
-            const tqkv_result r = tqkv_metal_create(&failing, &m);
+            const tqkv_result r = tqkv_metal_create(&desc, &m);
             standin_fail_at(0);
             const bool fell_back = strstr(text, "; compiled from source") != NULL;
-            CHECK(fell_back ? r == TQKV_OK : r != TQKV_OK, "call %d failed: %s, \"%s\"", n, tqkv_result_string(r),
-                  text);
+            CHECK(fell_back == (r == TQKV_OK), "call %d failed: %s, \"%s\"", n, tqkv_result_string(r), text);
             if (r == TQKV_OK) check_works(m);
             from_source += fell_back;
             tqkv_metal_destroy(m);
         }
+        [library release];
     }
     CHECK(standin_live_objects() == live, "%d objects leaked", standin_live_objects() - live);
     /* the library; function and pipeline of tables and of seven families; command buffer, encoder and completion */
-    CHECK(from_source == 1 + 2 * 8 + 3, "%d of %d failures led to the source", from_source, n_calls);
+    CHECK(from_source == (form != BY_OBJECT) + 2 * 8 + 3, "%d of %d failures led to the source", from_source, n_calls);
 }
 
 /* A context refuses the objects of another device. */
@@ -675,7 +681,10 @@ void context_host_cases(void)
     for (int i = 0; i < 2; i++)
         test_add(run_source_of_stale, &stale_libraries[i], sizeof stale_libraries[i], "context/source/%s",
                  stale_libraries[i].name);
-    test_add(run_source_failures, NULL, 0, "context/source/failures");
+    const char *const forms[] = {"path", "bytes", "object", "embedded"};
+    for (int i = BY_PATH; i <= EMBEDDED; i++)
+        if ((i == EMBEDDED) == test_host.embedded)
+            test_add(run_source_failures, &i, sizeof i, "context/source/failures/%s", forms[i]);
     test_add(run_missing_kernels, NULL, 0, "context/missing_kernels");
     test_add(run_other_device, NULL, 0, "context/other_device");
     test_add(run_half_recorded, NULL, 0, "context/half_recorded");
