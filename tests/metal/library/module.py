@@ -10,7 +10,7 @@ LAYOUT = ("e-p:64:64:64-i1:8:8-i8:8:8-i16:16:16-i32:32:32-i64:64:64-f32:32:32-f6
           "v48:64:64-v64:64:64-v96:128:128-v128:128:128-v192:256:256-v256:256:256-v512:512:512-v1024:1024:1024-n8:16:32")
 SPACES = {"device": 1, "constant": 2, "threadgroup": 3}
 MANGLED = {"float": "f", "int": "i", "uint": "j", "ushort": "t", "uchar": "h", "bool": "b"}
-# Functions as Apple's own modules declare them, in those that docs/metallib.md names.
+# Functions as Apple's own modules declare them, in those that metallib/README.md names.
 SEEN = """
 void air.wg.barrier(i32, i32)
 void air.simdgroup.barrier(i32, i32)

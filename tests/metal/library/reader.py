@@ -1,6 +1,6 @@
 """Reads Metal libraries without anything of the builder: the container, and what its modules declare.
 
-Offsets, sizes and tags are those of docs/metallib.md. Whatever does not fit is a Damage with the place in its text.
+Offsets, sizes and tags are those of metallib/README.md. Whatever does not fit is a Damage with the place in its text.
 """
 import hashlib
 import re
