@@ -11,6 +11,7 @@ BODIES = {
     "alignment": ("*(device low_float4 *)out = float4(1.0f); // here", "alignment of a vector"),
     "double": ("out[0] = uint(double(out[1]) * 2.5); // here", r"call of air\.convert|double"),
 }
+BY_CLANG = {"function_of_metal"}
 # {name: (declaration of the argument, what is said)}: the kernel's own line is named.
 ARGUMENTS = {
     "position": ("uint at [[thread_position_in_grid]]", r"argument at: uint \[\[thread_position_in_grid\]\]"),
@@ -23,7 +24,7 @@ using namespace metal;
 typedef float low_float4 __attribute__((ext_vector_type(4), aligned(4)));
 typedef struct inner {{ float x; half y; }} inner;
 __attribute__((noinline)) uint apart(uint x) {{ return x * x + 1u; }}
-kernel void tqkv_refused(device uint *out [[buffer(0)]]{argument})
+kernel void tqkv_{name}(device uint *out [[buffer(0)]]{argument})
 {{
     {body}
 }}
