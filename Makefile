@@ -28,7 +28,7 @@ endif
 TEST_TARGETS :=
 
 # Without lint_bugs.metal: lint.py expects findings on its lines as they are.
-SOURCES_FORMATTED := $(filter-out tests/metal/lint_bugs.metal,$(sort $(shell find *.h *.m shaders tests examples bench \
+SOURCES_FORMATTED := $(filter-out tests/metal/lint_bugs.metal,$(sort $(shell find *.h *.m shaders metallib/air tests examples bench \
 	-name '*.[chm]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.metal' -o -name metal_stdlib)))
 # Other versions of clang-format lay some lines out differently.
 CLANG_FORMAT ?= clang-format

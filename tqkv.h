@@ -383,22 +383,26 @@ typedef void *tqkv_metal_object;
 typedef struct tqkv_metal_desc {
     tqkv_metal_object device; /* id<MTLDevice>; NULL = the system's default. Retained. */
     /* The compiled shaders, in one of these forms. All zero: the one embedded in tqkv_metal.m (TQKV_METALLIB_EMBED),
-       else TQKV_INVALID_ARGUMENT. No folder is searched. */
+       else library_source, else TQKV_INVALID_ARGUMENT. No folder is searched. */
     const char *library_path;  /* of default.metallib, UTF-8 */
     const void *library_bytes; /* its content; copied */
     size_t library_size;
     tqkv_metal_object library; /* id<MTLLibrary> of that device. Retained. */
-    char *error;               /* [error_size] or NULL: on failure the reason, in Metal's words if it has any */
+    /* The content of metallib/tqkv.metal, UTF-8, or NULL. The system compiles it if there is no library, or if it refuses
+       the library or one pipeline of each kind of kernel, which are then built to see. It is not read later. */
+    const char *library_source;
+    char *error; /* [error_size] or NULL: on failure the reason, in Metal's words if it has any */
     size_t error_size;
 } tqkv_metal_desc;
 
 /* Runs one small kernel and waits for it. TQKV_UNSUPPORTED: no Metal device, or one without family Apple7 or simdgroups
    of 32. TQKV_TABLE_MISMATCH: the library was built from another version of this header; the text names the table.
-   TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. */
+   TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. If the source took the library's place, the text says so and
+   why, although the result is TQKV_OK: "library refused: ...; compiled from source". */
 TQKV_METAL_API tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out);
 /* Call it after all calls have returned, recorded work has completed, and the context's caches and memory are gone. */
 TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
-/* The text of the context's last failure in any thread, cut to size - 1 bytes; "" if there is none. */
+/* The text of the context's last failure in any thread, or of its creation, cut to size - 1 bytes; "" if there is none. */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
 /* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4. */

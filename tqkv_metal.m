@@ -562,6 +562,32 @@ static tqkv_result tqkv__load_path(tqkv_metal *m, const char *path)
     return m->library ? TQKV_OK : tqkv__fail(m, TQKV_METAL_ERROR, "%s: %s", path, tqkv__error_text(error));
 }
 
+/* Fast math off: codes and norms must be the same bytes as those of tqkv.h. */
+static tqkv_result tqkv__load_source(tqkv_metal *m, const char *source)
+{
+    NSError *error = nil;
+    NSString *text = [NSString stringWithUTF8String:source];
+    if (!text || !source[0]) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "library_source is empty or not UTF-8");
+    MTLCompileOptions *options = [[MTLCompileOptions alloc] init];
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wdeprecated-declarations" /* its successor is of macOS 15 */
+    [options setFastMathEnabled:NO];
+#pragma clang diagnostic pop
+    m->library = [m->device newLibraryWithSource:text options:options error:&error];
+    TQKV__RELEASE(options);
+    return m->library ? TQKV_OK : tqkv__fail(m, TQKV_METAL_ERROR, "library_source: %s", tqkv__error_text(error));
+}
+
+static bool tqkv__has_library(const tqkv_metal_desc *desc)
+{
+#ifdef TQKV_METALLIB_EMBED
+    (void)desc;
+    return true;
+#else
+    return desc->library_path || desc->library_bytes || desc->library;
+#endif
+}
+
 static tqkv_result tqkv__load_library(tqkv_metal *m, const tqkv_metal_desc *desc)
 {
     id<MTLLibrary> library = desc->library;
@@ -578,6 +604,7 @@ static tqkv_result tqkv__load_library(tqkv_metal *m, const tqkv_metal_desc *desc
 #ifdef TQKV_METALLIB_EMBED
     return tqkv__load_bytes(m, tqkv__embedded.bytes, (size_t)tqkv__embedded.size);
 #else
+    if (desc->library_source) return tqkv__load_source(m, desc->library_source);
     return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "no library: none given, and built without TQKV_METALLIB_EMBED");
 #endif
 }
@@ -614,6 +641,49 @@ static tqkv_result tqkv__check_tables(tqkv_metal *m)
     return r;
 }
 
+/* Builds one pipeline of each family and forgets it: does Metal's compiler take the library's kernels? */
+static tqkv_result tqkv__try_pipelines(tqkv_metal *m)
+{
+    tqkv_result r = TQKV_OK;
+    for (int family = TQKV__TABLES + 1; family <= TQKV__ATTEND_MERGE && r == TQKV_OK; family++) {
+        tqkv__pipeline p = {.kernel = {.family = (uint8_t)family, .head_dim = 128 / 32}};
+        for (int i = 0; i < TQKV__CONSTANTS; i++) p.kernel.constants[i] = 1 + true;
+        p.kernel.constants[TQKV_FC_FORMAT] = 1 + TQKV_I8;
+        p.kernel.constants[TQKV_FC_VALUE_FORMAT] = 1 + TQKV_TQ4;
+        r = tqkv__build_pipeline(m, &p);
+        TQKV__RELEASE(p.state);
+    }
+    return r;
+}
+
+static void tqkv__drop_library(tqkv_metal *m)
+{
+    while (m->pipelines) {
+        tqkv__pipeline *p = m->pipelines;
+        m->pipelines = p->next;
+        tqkv__free_pipeline(p);
+    }
+    TQKV__RELEASE(m->library);
+}
+
+/* The library, or the source if there is one and Metal refuses the library. A wrong argument is refused either way. */
+static tqkv_result tqkv__open_library(tqkv_metal *m, const tqkv_metal_desc *desc)
+{
+    char library_text[180], source_text[180];
+    const bool may_fall_back = desc->library_source && tqkv__has_library(desc);
+    tqkv_result r = tqkv__load_library(m, desc);
+    if (r == TQKV_OK) r = tqkv__check_tables(m);
+    if (r == TQKV_OK && may_fall_back) r = tqkv__try_pipelines(m);
+    if (!may_fall_back || (r != TQKV_METAL_ERROR && r != TQKV_TABLE_MISMATCH)) return r;
+    tqkv_metal_error(m, library_text, sizeof library_text);
+    tqkv__drop_library(m);
+    r = tqkv__load_source(m, desc->library_source);
+    if (r == TQKV_OK) r = tqkv__check_tables(m);
+    if (r == TQKV_OK) return tqkv__fail(m, r, "library refused: %s; compiled from source", library_text);
+    tqkv_metal_error(m, source_text, sizeof source_text);
+    return tqkv__fail(m, r, "library refused: %s; then: %s", library_text, source_text);
+}
+
 tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out)
 {
     if (!out) return TQKV_INVALID_ARGUMENT;
@@ -634,8 +704,7 @@ tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out)
     tqkv_result r;
     @autoreleasepool {
         r = tqkv__open_device(m, desc);
-        if (r == TQKV_OK) r = tqkv__load_library(m, desc);
-        if (r == TQKV_OK) r = tqkv__check_tables(m);
+        if (r == TQKV_OK) r = tqkv__open_library(m, desc);
     }
     tqkv_metal_error(m, desc->error, desc->error_size);
     if (r == TQKV_OK)
@@ -648,14 +717,9 @@ tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out)
 void tqkv_metal_destroy(tqkv_metal *m)
 {
     if (!m) return;
-    while (m->pipelines) {
-        tqkv__pipeline *p = m->pipelines;
-        m->pipelines = p->next;
-        tqkv__free_pipeline(p);
-    }
+    tqkv__drop_library(m);
     while (m->memory) tqkv__memory_free(m, m->memory->begin, m->memory->size);
     TQKV__RELEASE(m->unused);
-    TQKV__RELEASE(m->library);
     TQKV__RELEASE(m->queue);
     TQKV__RELEASE(m->device);
     pthread_mutex_destroy(&m->lock);

@@ -1,23 +1,98 @@
-# make metallib: the shaders compiled by Apple's compiler. SDK=iphoneos for iOS.
+# make metallib: the shaders as a library. By Apple's compiler where there is one, else by metallib/air with stock LLVM 14.
+# TARGET: the oldest system that loads it.
 
-SDK ?= macosx
+TARGET ?= macos13
+METALLIB_TARGETS := macos13 macos14 macos15 macos26 ios16
+METALLIB_BUILD := $(BUILD)/metallib
+METALLIB_SOURCE := metallib/tqkv.metal
+# The library in the repository is for macOS 13; others stay in the build folder.
 METALLIB := metallib/default.metallib
-METALLIB_BUILD := $(BUILD)/metallib/$(SDK)
-METALLIB_TARGET := $(if $(filter iphone%,$(SDK)),-mios-version-min=16.0,-mmacosx-version-min=13.0)
-# No fast math and no contraction: codes and norms must be the same bytes as those of tqkv.h.
-METALLIB_FLAGS := -std=metal3.0 -fno-fast-math -ffp-contract=off $(METALLIB_TARGET) -Wall -Wextra
+METALLIB_OUTPUT = $(if $(filter macos13,$(TARGET)),$(METALLIB),$(METALLIB_BUILD)/$(TARGET).metallib)
+
+# $(1): of air or xcrun
+METALLIB_MADE = $(METALLIB_BUILD)/$(1)/$(TARGET)/default.metallib
+METALLIB_SDK := $(if $(filter ios%,$(TARGET)),iphoneos,macosx)
+XCRUN_METAL := $(shell xcrun --sdk $(METALLIB_SDK) --find metal 2>/dev/null)
+METALLIB_BY ?= $(if $(XCRUN_METAL),xcrun,air)
+
+# LLVM 14 is the last whose pointers have types, as in all that Apple's runtimes read. Newer systems have it no more.
+CODENAME := $(shell . /etc/os-release 2>/dev/null && echo $$VERSION_CODENAME)
+DEB_TEST += python3 $(if $(filter bookworm jammy noble,$(CODENAME)),clang-14 llvm-14)
+
+ifeq ($(filter $(TARGET),$(METALLIB_TARGETS)),)
+$(error TARGET is one of $(METALLIB_TARGETS))
+endif
 
 .PHONY: metallib
-ifneq ($(shell xcrun --sdk $(SDK) --find metal 2>/dev/null),)
-metallib: $(METALLIB) ## compile the shaders into metallib/default.metallib (macOS)
+metallib: $(METALLIB_SOURCE) $(call METALLIB_MADE,$(METALLIB_BY)) ## compile the shaders into metallib/default.metallib: TARGET=macos13
+	@cp $(call METALLIB_MADE,$(METALLIB_BY)) $(METALLIB_OUTPUT)
+	@$(if $(filter airmacos13,$(METALLIB_BY)$(TARGET)),python3 metallib/record.py write metallib/README.md $(METALLIB) \
+		$(METALLIB_SOURCE) $(AIR_TOOLS))
+	@echo "$(METALLIB_OUTPUT): by $(if $(filter xcrun,$(METALLIB_BY)),Apple's compiler (xcrun metal),metallib/air and stock \
+	LLVM $(AIR_LLVM)), for $(TARGET)"
 
-$(METALLIB_BUILD)/%.air: shaders/%.metal $(wildcard shaders/*.h) tqkv.h
+# All shaders in one file. It changes only when the shaders do.
+.PHONY: metallib-source
+metallib-source:
+	@mkdir -p $(METALLIB_BUILD)
+	@python3 metallib/amalgamate.py $(METALLIB_BUILD)/tqkv.metal $(SHADER_KERNELS)
+
+$(METALLIB_SOURCE): metallib-source
+	@cmp -s $(METALLIB_BUILD)/tqkv.metal $@ || cp $(METALLIB_BUILD)/tqkv.metal $@
+
+# ---- Apple's compiler ----
+
+XCRUN_STANDARD := $(patsubst macos26,metal4.0,$(patsubst macos15,metal3.2,$(patsubst macos14,metal3.1,$(TARGET))))
+XCRUN_VERSION := $(if $(filter ios%,$(TARGET)),-mios-version-min=$(TARGET:ios%=%).0,-mmacosx-version-min=$(TARGET:macos%=%).0)
+# No fast math and no contraction: codes and norms must be the same bytes as those of tqkv.h.
+XCRUN_FLAGS := -std=$(if $(filter metal%,$(XCRUN_STANDARD)),$(XCRUN_STANDARD),metal3.0) -fno-fast-math -ffp-contract=off \
+	$(XCRUN_VERSION) -Wall -Wextra
+XCRUN_BUILD := $(METALLIB_BUILD)/xcrun/$(TARGET)
+
+$(XCRUN_BUILD)/%.air: shaders/%.metal $(wildcard shaders/*.h) tqkv.h
 	@mkdir -p $(@D)
-	xcrun --sdk $(SDK) metal $(METALLIB_FLAGS) -c $< -o $@
+	xcrun --sdk $(METALLIB_SDK) metal $(XCRUN_FLAGS) -c $< -o $@
 
-$(METALLIB): $(SHADER_NAMES:%=$(METALLIB_BUILD)/%.air)
-	xcrun --sdk $(SDK) metallib $^ -o $@
+$(XCRUN_BUILD)/default.metallib: $(SHADER_NAMES:%=$(XCRUN_BUILD)/%.air)
+	xcrun --sdk $(METALLIB_SDK) metallib $^ -o $@
+
+# ---- Stock LLVM ----
+
+AIR_LLVM := 14
+AIR_TOOLS := clang-$(AIR_LLVM) opt-$(AIR_LLVM) llvm-as-$(AIR_LLVM)
+AIR_SOURCES := $(wildcard metallib/air/*.py) metallib/air/shim/metal_stdlib tests/metal/prep.py
+AIR_BUILD := metallib/air/build.py --llvm $(AIR_LLVM)
+
+# Through the one file: a change of tqkv.h that Metal does not see builds nothing.
+$(METALLIB_BUILD)/air/%/default.metallib: $(AIR_SOURCES) $(METALLIB_BUILD)/current.metal
+	@for tool in $(AIR_TOOLS); do command -v $$tool >/dev/null || { echo "$$tool is missing: make deps-test"; exit 1; }; done
+	@mkdir -p $(@D)
+	@python3 $(AIR_BUILD) --target $* --keep $(@D)/modules -o $@ $(SHADER_KERNELS)
+
+$(METALLIB_BUILD)/current.metal: metallib-source
+	@cmp -s $(METALLIB_BUILD)/tqkv.metal $@ || cp $(METALLIB_BUILD)/tqkv.metal $@
+
+# ---- The library in the repository is that of the shaders ----
+
+.PHONY: check-metallib check-metallib-rebuilt
+check-metallib: metallib-source check-metallib-rebuilt ## metallib/ is current: the library, the source, the table in its README
+	@echo "== the library in the repository"
+	@cmp $(METALLIB_BUILD)/tqkv.metal $(METALLIB_SOURCE) || { echo "$(METALLIB_SOURCE) is not that of the shaders: make metallib"; exit 1; }
+	@python3 metallib/record.py check metallib/README.md $(METALLIB) $(METALLIB_SOURCE) || { echo "make metallib"; exit 1; }
+	@echo "2 passed, 0 failed"
+
+# Another LLVM 14 than the one that built it may give other bytes.
+ifeq ($(shell for tool in $(AIR_TOOLS); do command -v $$tool || echo missing; done | grep missing),)
+check-metallib-rebuilt: $(METALLIB_BUILD)/air/macos13/default.metallib
+	@echo "== the library in the repository, built again"
+	@if why=$$(python3 metallib/record.py made-by metallib/README.md $(AIR_TOOLS)); then \
+		cmp $< $(METALLIB) || { echo "$(METALLIB) is not what the shaders give: make metallib"; exit 1; }; \
+		echo "1 passed, 0 failed"; \
+	else echo "skipped: $$why"; fi
 else
-metallib: ## compile the shaders into metallib/default.metallib (macOS)
-	@echo "make metallib needs macOS with Xcode and its Metal compiler (xcrun --sdk $(SDK) --find metal finds none)"; exit 1
+check-metallib-rebuilt:
+	@echo "== the library in the repository, built again"
+	@echo "skipped: no LLVM $(AIR_LLVM)"
 endif
+
+TEST_TARGETS += check-metallib

@@ -3,7 +3,7 @@
 #include "common.h"
 
 // clang-format off
-#define STRUCT_SIZE(name) uint(sizeof(tqkv__##name)),
+#define STORE_SIZE(name) report->struct_sizes[n_structs++] = uint(sizeof(tqkv__##name));
 // clang-format on
 
 kernel void tqkv_tables(device tqkv__table_report *report [[buffer(0)]],
@@ -11,9 +11,9 @@ kernel void tqkv_tables(device tqkv__table_report *report [[buffer(0)]],
                         uint n_simdgroups [[simdgroups_per_threadgroup]])
 {
     if (thread_index == 0) {
-        const uint sizes[] = {TQKV__SHARED_STRUCTS(STRUCT_SIZE)};
+        int n_structs = 0;
         report->table_version = TQKV_TABLE_VERSION;
-        for (int i = 0; i < TQKV__N_SHARED_STRUCTS; i++) report->struct_sizes[i] = sizes[i];
+        TQKV__SHARED_STRUCTS(STORE_SIZE)
     }
     if (thread_index < uint(TQKV__KERNEL_DIMS)) {
         const int head_dim = TQKV__KERNEL_DIM(int(thread_index));

@@ -173,7 +173,7 @@ static long_row random_row(int index)
     long_row row;
     memset(&row, 0, sizeof row);
     row.seed = data_bits(&random);
-    row.keys = test_formats[index / 8 % TEST_FORMATS];
+    row.keys = test_formats[index / TEST_FORMATS % TEST_FORMATS];
     row.values = test_formats[index % TEST_FORMATS];
     row.head_dim = 32 << data_below(&random, 4);
     row.n_positions = smaller(32768 * (int64_t)draw_size(&random, 5) + data_below(&random, 32768), LONGEST);
@@ -242,7 +242,7 @@ static tqkv_attention part_of(const attend_problem *problem, int first, int coun
 
 static attend_row company_row(int index, data_random *random)
 {
-    attend_row row = attend_default_row(test_formats[index / 8 % 8], test_formats[index % TEST_FORMATS],
+    attend_row row = attend_default_row(test_formats[index / TEST_FORMATS % TEST_FORMATS], test_formats[index % TEST_FORMATS],
                                         32 << data_below(random, 4));
     row.n_queries = 1 + smaller(draw_size(random, 9), 512);
     row.n_kv_heads = 1 + data_below(random, 3);

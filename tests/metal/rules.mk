@@ -129,6 +129,7 @@ test-shaders: ## everything about the shaders
 TEST_TARGETS += test-shaders-quick
 
 include metallib/rules.mk
+include tests/metal/library/rules.mk
 
 # ---- On a Mac: the same cases on its GPU ----
 

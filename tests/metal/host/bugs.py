@@ -69,6 +69,27 @@ BUGS = {
         "d->n_simdgroups", "ASAN", "context/devices", "misuse"),
     "stale_tables_accepted": (
         "tqkv__check_tables", r"if \(stale\)", "if (false)", "ASAN", "context/stale/signs", "FAIL context/stale/signs"),
+    "compiled_with_fast_math": (
+        "tqkv__load_source", r"    \[options setFastMathEnabled:NO\];\n", "", "ASAN", "context/source/alone", "misuse"),
+    "options_leaked": (
+        "tqkv__load_source", r"    TQKV__RELEASE\(options\);\n", "", "ASAN", "context/source/alone", "leaked"),
+    "refused_library_kept": (
+        "tqkv__open_library", r"    tqkv__drop_library\(m\);\n", "", "ASAN", "context/source/stale", "leaked"),
+    "fallback_not_said": (
+        "tqkv__open_library", r'return tqkv__fail\(m, r, "library refused: %s; compiled from source", library_text\)',
+        "return r", "ASAN", "context/source/truncated", "FAIL context/source/truncated"),
+    "fallback_from_a_wrong_argument": (
+        "tqkv__open_library", r"\(r != TQKV_METAL_ERROR && r != TQKV_TABLE_MISMATCH\)", "r == TQKV_OK", "ASAN",
+        "context/source/alone", "FAIL context/source/alone"),
+    "no_fallback_from_stale_tables": (
+        "tqkv__open_library", r"r != TQKV_METAL_ERROR && r != TQKV_TABLE_MISMATCH", "r != TQKV_METAL_ERROR", "ASAN",
+        "context/source/stale", "FAIL context/source/stale"),
+    "pipelines_not_tried": (
+        "tqkv__try_pipelines", r"family <= TQKV__ATTEND_MERGE", "family <= TQKV__TABLES", "ASAN",
+        "context/source/no_pipelines", "FAIL context/source/no_pipelines"),
+    "tried_pipeline_leaked": (
+        "tqkv__try_pipelines", r"        TQKV__RELEASE\(p\.state\);\n", "", "ASAN", "context/source/failures/path",
+        "leaked"),
     "failure_of_the_gpu_ignored": (
         "tqkv_metal_run", r"if \(\[commands status\] == MTLCommandBufferStatusCompleted\)", "if (true)", "ASAN",
         "context/failures", "FAIL context/failures"),

@@ -108,6 +108,76 @@ static void run_bad_libraries(const void *parameters)
     }
 }
 
+/* The shaders as one string; freed with its pool. */
+static const char *source_text(void)
+{
+    NSString *text = [NSString stringWithContentsOfFile:@"metallib/tqkv.metal"
+                                               encoding:NSUTF8StringEncoding
+                                                  error:NULL];
+    CHECK(text, "no metallib/tqkv.metal");
+    return [text UTF8String];
+}
+
+/* A library that is refused, where a source takes its place: a path, or as many bytes of the library. */
+typedef struct refused_library {
+    const char *name, *path;
+    size_t size;
+    const char *words; /* why, in the text */
+} refused_library;
+
+static void check_refused_library(const char *path, size_t size, const char *words)
+{
+    char expected[200];
+    @autoreleasepool {
+        tqkv_metal_desc desc = {.library_path = path, .library_source = source_text()};
+        if (!path) desc.library_bytes = [library_bytes() bytes], desc.library_size = size;
+        tqkv_metal *m = create(desc, TQKV_OK, "library refused: ");
+        tqkv_metal_error(m, expected, sizeof expected);
+        CHECK(strstr(expected, words) && strstr(expected, "; compiled from source"), "the text is \"%s\"", expected);
+        check_works(m);
+        tqkv_metal_destroy(m);
+        desc.library_source = NULL;
+        tqkv_metal_destroy(create(desc, TQKV_METAL_ERROR, words));
+        desc.library_source = "int nothing;"; /* both are refused: the text has both reasons */
+        create(desc, TQKV_METAL_ERROR, words);
+        create(desc, TQKV_METAL_ERROR, "; then: ");
+    }
+}
+
+static void run_source_fallback(const void *parameters)
+{
+    const refused_library *c = parameters;
+    check_refused_library(c->path, c->size, c->words);
+}
+
+/* Without a library the source is compiled, and with a good one it is not. */
+static void run_source(const void *parameters)
+{
+    (void)parameters;
+    @autoreleasepool {
+        tqkv_metal_desc desc = {.library_source = source_text()};
+        tqkv_metal *m = create(desc, TQKV_OK, "");
+        char text[100] = "untouched";
+        tqkv_metal_error(m, text, sizeof text);
+        CHECK(!text[0], "a text without a failure: %s", text);
+        check_works(m);
+        tqkv_metal_destroy(m);
+        desc.library_source = "int nothing;";
+        if (!test_host.embedded) create(desc, TQKV_METAL_ERROR, "library_source: ");
+        desc.library_source = "";
+        if (!test_host.embedded) create(desc, TQKV_INVALID_ARGUMENT, "library_source is empty");
+        desc.library_source = "int nothing;"; /* not read: the library is good */
+        desc.library_path = test_host.library;
+        m = create(desc, TQKV_OK, "");
+        tqkv_metal_error(m, text, sizeof text);
+        CHECK(!text[0], "a good library is refused: %s", text);
+        tqkv_metal_destroy(m);
+        desc.library_path = ""; /* a wrong argument stays one */
+        desc.library_source = source_text();
+        create(desc, TQKV_INVALID_ARGUMENT, "library_path");
+    }
+}
+
 static void run_embedded(const void *parameters)
 {
     (void)parameters;
@@ -306,6 +376,65 @@ static void run_missing_kernels(const void *parameters)
     CHECK(((float *)host_contents(rows))[5] == 1.0f, "rotated");
     host_release(rows);
     tqkv_metal_destroy(m);
+}
+
+/* A stale library, and one that lacks kernels: the source takes their place. */
+static void run_source_of_stale(const void *parameters)
+{
+    char path[400];
+    const refused_library *c = parameters;
+    REQUIRE(test_host.stale, "needs --stale");
+    snprintf(path, sizeof path, "%s/%s.metallib", test_host.stale, c->path);
+    @autoreleasepool {
+        tqkv_metal_desc desc = {.library_path = path, .library_source = source_text()};
+        char text[400];
+        tqkv_metal *m = create(desc, TQKV_OK, c->words);
+        tqkv_metal_error(m, text, sizeof text);
+        CHECK(!strncmp(text, "library refused: ", 17) && strstr(text, "; compiled from source"), "the text is \"%s\"",
+              text);
+        check_works(m);
+        tqkv_metal_destroy(m);
+    }
+}
+
+enum { BY_PATH, BY_BYTES, BY_OBJECT, EMBEDDED };
+
+/* With a good library, given in that form, and a source, each call that can fail fails once: the context works from the
+   source and says so, or the result is that of the failure. */
+static void run_source_failures(const void *parameters)
+{
+    const int form = *(const int *)parameters, live = standin_live_objects();
+    int from_source = 0, n_calls;
+    @autoreleasepool {
+        tqkv_metal_desc desc = {.device = test_host.device, .library_source = source_text()};
+        NSURL *url = [NSURL fileURLWithPath:[NSString stringWithUTF8String:test_host.library]];
+        id<MTLLibrary> library = form == BY_OBJECT ? [test_host.device newLibraryWithURL:url error:NULL] : nil;
+        if (form == BY_PATH) desc.library_path = test_host.library;
+        if (form == BY_BYTES)
+            desc.library_bytes = [library_bytes() bytes], desc.library_size = [library_bytes() length];
+        desc.library = library;
+        standin_fail_at(0);
+        tqkv_metal_destroy(create(desc, TQKV_OK, ""));
+        n_calls = standin_calls();
+        for (int n = 1; n <= n_calls; n++) {
+            char text[400] = "";
+            tqkv_metal *m = NULL;
+            desc.error = text;
+            desc.error_size = sizeof text;
+            standin_fail_at(n);
+            const tqkv_result r = tqkv_metal_create(&desc, &m);
+            standin_fail_at(0);
+            const bool fell_back = strstr(text, "; compiled from source") != NULL;
+            CHECK(fell_back == (r == TQKV_OK), "call %d failed: %s, \"%s\"", n, tqkv_result_string(r), text);
+            if (r == TQKV_OK) check_works(m);
+            from_source += fell_back;
+            tqkv_metal_destroy(m);
+        }
+        [library release];
+    }
+    CHECK(standin_live_objects() == live, "%d objects leaked", standin_live_objects() - live);
+    /* the library; function and pipeline of tables and of seven families; command buffer, encoder and completion */
+    CHECK(from_source == (form != BY_OBJECT) + 2 * 8 + 3, "%d of %d failures led to the source", from_source, n_calls);
 }
 
 /* A context refuses the objects of another device. */
@@ -532,6 +661,13 @@ void context_host_cases(void)
     test_add(run_embedded, NULL, 0, "context/embedded");
     test_add(run_libraries, NULL, 0, "context/libraries");
     test_add(run_bad_libraries, NULL, 0, "context/bad_libraries");
+    test_add(run_source, NULL, 0, "context/source/alone");
+    const refused_library refused[] = {{"no_file", "no/such/file.metallib", 0, "no/such/file.metallib"},
+                                       {"no_library", "tqkv.h", 0, "tqkv.h"},
+                                       {"empty", NULL, 1, "library in memory"},
+                                       {"truncated", NULL, 100, "library in memory"}};
+    for (int i = 0; i < 4; i++)
+        test_add(run_source_fallback, &refused[i], sizeof refused[i], "context/source/%s", refused[i].name);
     test_add(run_memory, NULL, 0, "context/memory");
     const char *const threads[] = {"caches", "recording", "memory"};
     for (int i = 0; i < 3; i++) test_add(run_threads, &i, sizeof i, "context/threads/%s", threads[i]);
@@ -541,6 +677,15 @@ void context_host_cases(void)
                                  "boundaries_6", "boundaries_8", "signs",        "version",      "rows_args",
                                  "rotate_args",  "attend_args",  "merge_args",   "dispatch"};
     for (int i = 0; i < 19; i++) test_add(run_stale, stale[i], strlen(stale[i]) + 1, "context/stale/%s", stale[i]);
+    const refused_library stale_libraries[] = {{"stale", "signs", 0, "signs differs"},
+                                               {"no_pipelines", "tables_alone", 0, "tqkv_encode_d128"}};
+    for (int i = 0; i < 2; i++)
+        test_add(run_source_of_stale, &stale_libraries[i], sizeof stale_libraries[i], "context/source/%s",
+                 stale_libraries[i].name);
+    const char *const forms[] = {"path", "bytes", "object", "embedded"};
+    for (int i = BY_PATH; i <= EMBEDDED; i++)
+        if ((i == EMBEDDED) == test_host.embedded)
+            test_add(run_source_failures, &i, sizeof i, "context/source/failures/%s", forms[i]);
     test_add(run_missing_kernels, NULL, 0, "context/missing_kernels");
     test_add(run_other_device, NULL, 0, "context/other_device");
     test_add(run_half_recorded, NULL, 0, "context/half_recorded");

@@ -21,6 +21,9 @@ int main(int argc, char **argv)
         argv++;
     }
     NSAutoreleasePool *pool = [[NSAutoreleasePool alloc] init];
+#ifdef STANDIN
+    standin_set_compiled(test_host.library);
+#endif
     if (!host_open()) return 1;
     const bool list = argc > 1 && !strcmp(argv[1], "--list");
     codec_host_cases();

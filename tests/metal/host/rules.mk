@@ -122,6 +122,14 @@ $(HOST_BUILD)/%.o: %.c $(HOST_HEADERS)
 $(HOST_BUILD)/runner: $(HOST_OBJECTS:%=$(HOST_BUILD)/%.o)
 	@clang++ $^ -o $@ $(HOST_LINK)
 
+# What runs on a Mac for a report; here over the stand-in.
+$(HOST_BUILD)/mac/report.o: tests/metal/mac/report.m $(HOST_HEADERS) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
+	@mkdir -p $(@D)
+	@clang -O1 $(HOST_WARNINGS) $(CPPFLAGS) $(HOST_GNUSTEP) -c $< -o $@
+
+$(HOST_BUILD)/report: $(HOST_BUILD)/mac/report.o $(HOST_BUILD)/tqkv_metal.o $(filter %/standin.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
+	@clang++ $^ -o $@ $(HOST_LINK)
+
 # The library is embedded in the object file.
 $(HOST_BUILD)/embedded.o: tqkv_metal.m tqkv.h $(HOST_LIBRARY) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
 	@clang $(HOST_FLAGS) $(HOST_GNUSTEP) -DTQKV_METALLIB_EMBED='"$(HOST_LIBRARY)"' -c $< -o $@
@@ -133,20 +141,30 @@ $(HOST_BUILD)/metal_encode_attend: $(HOST_BUILD)/examples/metal_encode_attend.o 
 		$(filter %/standin.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
 	@clang++ $^ -o $@ $(HOST_LINK)
 
-HOST_PROGRAMS := $(HOST_BUILD)/runner $(HOST_BUILD)/runner-embedded $(HOST_BUILD)/metal_encode_attend \
+HOST_PROGRAMS := $(HOST_BUILD)/runner $(HOST_BUILD)/runner-embedded $(HOST_BUILD)/report $(HOST_BUILD)/metal_encode_attend \
 	$(if $(HOST_GNUSTEP),$(HOST_BUILD)/runner-arc $(HOST_BUILD)/metal_encode_attend-arc)
 
 .PHONY: test-metal
 test-metal: $(HOST_PROGRAMS) $(HOST_LIBRARY) $(HOST_STALE:%=$(HOST_BUILD)/stale/%.metallib)
 	@echo "== tqkv_metal.m: $(if $(HOST_GNUSTEP),stand-in$(comma) shaders on the CPU,Metal)"
 	@$(HOST_RUN) $< --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale
-	@$(HOST_RUN) $(HOST_BUILD)/runner-embedded --library $(HOST_LIBRARY) --embedded context/embedded
+	@$(HOST_RUN) $(HOST_BUILD)/runner-embedded --library $(HOST_LIBRARY) --embedded context/embedded context/source/failures
 	@$(HOST_RUN) $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY)
+	@$(HOST_RUN) sh tests/metal/mac/test.sh $(HOST_BUILD) $(HOST_LIBRARY)
 ifneq ($(HOST_GNUSTEP),)
 	@echo "== tqkv_metal.m: under ARC"
 	@$(HOST_RUN) $(HOST_BUILD)/runner-arc --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale
 	@$(HOST_RUN) $(HOST_BUILD)/metal_encode_attend-arc $(HOST_LIBRARY)
 endif
+
+# What a Mac's owner sends back. The library in the box, one by xcrun where it is, and the source.
+MAC_REPORT := $(BUILD)/mac-report.txt
+
+.PHONY: mac-report
+mac-report: $(HOST_BUILD)/report $(METAL_BUILD)/gpu/driver $(HOST_BUILD)/runner $(if $(XCRUN_METAL),$(XCRUN_BUILD)/default.metallib) ## on a Mac: all libraries on its GPU, into build/mac-report.txt
+	@sh tests/metal/mac/report.sh $(HOST_BUILD) $(METAL_BUILD)/gpu/driver $(METALLIB) $(METALLIB_SOURCE) \
+		$(if $(XCRUN_METAL),$(XCRUN_BUILD)/default.metallib) >$(MAC_REPORT) 2>&1; status=$$?; \
+	cat $(MAC_REPORT); echo "The report is $(MAC_REPORT): please send it."; exit $$status
 
 .PHONY: demo-metal
 demo-metal: $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY) ## build and run examples/metal_encode_attend.m

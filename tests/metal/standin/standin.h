@@ -27,6 +27,8 @@ int standin_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attrib
 #define STANDIN_WORDS "injected failure"
 
 int standin_live_objects(void);
+/* There is no compiler: a source with shaders becomes this library. NULL: that of the environment's STANDIN_COMPILED. */
+void standin_set_compiled(const char *library);
 
 /* A library, as the stand-in loads it: these 8 bytes, the size of the rest (uint64_t, little-endian), and a shared
    object with the shaders, simt.cpp and library.cpp. */

@@ -15,6 +15,7 @@
 
 static atomic_int live, calls, fail_at;
 static standin_device the_device;
+static const char *compiled;                                /* the library that any source becomes */
 static pthread_mutex_t machine = PTHREAD_MUTEX_INITIALIZER; /* simt.h runs one launch at a time */
 
 void standin_set_device(standin_device device)
@@ -23,6 +24,8 @@ void standin_set_device(standin_device device)
     if (!device.max_threads) device.max_threads = 1024;
     the_device = device;
 }
+
+void standin_set_compiled(const char *library) { compiled = library; }
 
 void standin_fail_at(int n)
 {
@@ -140,6 +143,21 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     memcpy(copy->set, set, sizeof set);
     memcpy(copy->value, value, sizeof value);
     return copy;
+}
+@end
+
+@implementation MTLCompileOptions
+@synthesize fastMathEnabled;
+- (id)init
+{
+    if ((self = [super init])) count(&live, 1);
+    fastMathEnabled = YES;
+    return self;
+}
+- (void)dealloc
+{
+    count(&live, -1);
+    [super dealloc];
 }
 @end
 
@@ -558,6 +576,16 @@ static void *open_library(NSData *data, NSError **error)
 - (id<MTLLibrary>)newLibraryWithData:(dispatch_data_t)data error:(NSError **)error
 {
     return [self newLibraryFrom:((StandinData *)data)->bytes error:error];
+}
+- (id<MTLLibrary>)newLibraryWithSource:(NSString *)source options:(MTLCompileOptions *)options error:(NSError **)error
+{
+    if (!source || !options || [options fastMathEnabled]) misuse("shaders compiled with fast math");
+    const char *library = compiled ? compiled : getenv("STANDIN_COMPILED");
+    if ([source rangeOfString:@"kernel void tqkv_tables("].length && library)
+        return [self newLibraryFrom:[NSData dataWithContentsOfFile:[NSString stringWithUTF8String:library]]
+                              error:error];
+    if (!fails(error)) set_error(error, @"program_source:1:1: error: no shaders");
+    return nil;
 }
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError **)error
 {

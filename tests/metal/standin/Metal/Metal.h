@@ -43,6 +43,12 @@ enum {
 - (void)setConstantValue:(const void *)value type:(MTLDataType)type atIndex:(NSUInteger)index;
 @end
 
+@interface MTLCompileOptions : NSObject {
+    BOOL fastMathEnabled;
+}
+@property BOOL fastMathEnabled; /* YES at first */
+@end
+
 @protocol MTLResource <NSObject>
 @property(readonly) id<MTLDevice> device;
 @end
@@ -98,6 +104,7 @@ enum {
 - (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options;
 - (id<MTLLibrary>)newLibraryWithURL:(NSURL *)url error:(NSError **)error;
 - (id<MTLLibrary>)newLibraryWithData:(dispatch_data_t)data error:(NSError **)error;
+- (id<MTLLibrary>)newLibraryWithSource:(NSString *)source options:(MTLCompileOptions *)options error:(NSError **)error;
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError **)error;
 @end
 

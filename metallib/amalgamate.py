@@ -1,0 +1,99 @@
+#!/usr/bin/env python3
+"""Writes all shaders as one source, for the compiler that is part of the operating system.
+
+usage: amalgamate.py OUTPUT SHADER.metal...
+
+Headers stand in front of the files that include them, and of tqkv.h the lines that Metal sees. A function constant is declared
+once; files that give it another name get that name as a macro.
+"""
+import os
+import re
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests", "metal"))
+import prep  # noqa: E402
+
+TITLE = """// All shaders of tqkv in one file, written by `make metallib`: do not edit. MIT licence, as tqkv.h. Compile it without
+// fast math: fastMathEnabled NO in MTLCompileOptions.
+#include <metal_stdlib>
+using namespace metal;
+"""
+
+
+# Of these the answer is known. Other conditions stay.
+DEFINED, UNDEFINED = {"__METAL_VERSION__", "__cplusplus"}, {"TQKV_IMPLEMENTATION", "TQKV_SHARED", "TQKV__SHARED"}
+
+
+def answer(word, rest):
+    """True, False, or None where the condition stays."""
+    names = re.findall(r"defined\((\w+)\)", rest) if word == "if" else [rest]
+    if not set(names) <= DEFINED | UNDEFINED:
+        return None
+    if word != "if":
+        return (rest in DEFINED) == (word == "ifdef")
+    text = re.sub(r"defined\((\w+)\)", lambda m: str(m.group(1) in DEFINED), rest)
+    text = text.replace("||", " or ").replace("&&", " and ").replace("!", " not ")
+    if not re.fullmatch(r"(True|False|and|or|not|[() ])*", text):
+        raise SystemExit(f"amalgamate.py does not know the condition {rest}")
+    return eval(text)  # nothing but True, False, and, or, not and parentheses
+
+
+def seen_by_metal(header):
+    """The lines of tqkv.h that Metal's compiler keeps, up to the end of the section for shaders."""
+    start, end = header.index("#ifndef TQKV_H\n"), header.index("/* <<shared */")
+    answers, kept = [], []  # answers: of the conditions around a line
+    for line in header[start:end].splitlines(keepends=True):
+        directive = re.match(r"#(ifn?def|if|else|endif)\b\s*(.*)", re.sub(r"/\*.*?\*/", "", line).strip())
+        word, rest = directive.groups() if directive else ("", "")
+        if word.startswith("if"):
+            answers.append(answer(word, rest) if False not in answers else True)
+        stays = word == "" or answers[-1] is None
+        if stays and False not in answers:
+            kept.append(line)
+        if word == "else" and answers[-1] is not None:
+            answers[-1] = not answers[-1]
+        elif word == "endif":
+            answers.pop()
+    return "".join(kept) + "#endif\n" * sum(a is None for a in answers)
+
+
+class Amalgam:
+    def __init__(self):
+        self.seen, self.constants = set(), {}
+
+    def declare(self, match):
+        """The first declaration of a function constant, or a macro for its other name, or nothing."""
+        _, name, index = match.groups()
+        known = self.constants.setdefault(index, [name])
+        if name == known[0] and len(known) == 1 and index not in self.seen:
+            self.seen.add(index)
+            return match.group(0)
+        if name in known:
+            return f"// {name}: declared above"
+        known.append(name)
+        return f"#define {name} {known[0]} // the same function constant"
+
+    def expand(self, path):
+        """The file behind its headers, each once."""
+        path = os.path.normpath(path)
+        if path in self.seen:
+            return ""
+        self.seen.add(path)
+        text = prep.read(path)
+        if os.path.basename(path) == "tqkv.h":
+            text = seen_by_metal(text)
+        include = r'(?m)^#include "([^"]+)".*\n'
+        headers = [self.expand(os.path.join(os.path.dirname(path), name)) for name in re.findall(include, text)]
+        text = prep.FUNCTION_CONSTANT.sub(self.declare, re.sub(include, "", text))
+        return "".join(headers) + f"\n// ---- {path} ----\n\n" + text.rstrip() + "\n"
+
+
+def main():
+    amalgam = Amalgam()
+    text = TITLE + "".join(amalgam.expand(path) for path in sys.argv[2:])
+    with open(sys.argv[1], "w", encoding="utf-8") as f:
+        f.write(re.sub(r"\n{3,}", "\n\n", text))
+
+
+if __name__ == "__main__":
+    main()

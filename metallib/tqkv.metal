@@ -1,0 +1,2280 @@
+// All shaders of tqkv in one file, written by `make metallib`: do not edit. MIT licence, as tqkv.h. Compile it without
+// fast math: fastMathEnabled NO in MTLCompileOptions.
+#include <metal_stdlib>
+using namespace metal;
+
+// ---- tqkv.h ----
+
+#ifndef TQKV_H
+#define TQKV_H
+
+#define TQKV_VERSION_MAJOR 0
+#define TQKV_VERSION_MINOR 1
+#define TQKV_VERSION_PATCH 0
+
+/* >>formats
+   Bits count the stored code alone. Norms (float32) add 32 bits a row; from head_dim 512 on, 32 bits per 256 values;
+   for I8, 32 bits per 128 values.
+
+     format      bits  code of a value               row of D values, in bytes
+     F16           16  IEEE half, not rotated        2*D, little-endian; beyond +-65504 clamped to it
+     TQ4            4  index into 16 centroids       D/2; element 2i in the low nibble of byte i
+     TQ5            5  index into 32 centroids       D/2 low nibbles, then D/8 of fifth bits
+     TQ6            6  index into 64 centroids       D/2 low nibbles, then D/4 of upper bit pairs
+     TQ8            8  index into 256 centroids      D
+     TQ5_BYTES   5->8  as TQ5                        D, upper bits zero (the layout of existing caches)
+     TQ6_BYTES   6->8  as TQ6                        D, upper bits zero
+     I8             8  signed byte, uniform grid     D; more accurate than TQ8 at the same size                       */
+typedef enum tqkv_format {
+    TQKV_FORMAT_DEFAULT = 0, /* keys: I8, values: TQ4 */
+    TQKV_F16 = 1,
+    TQKV_TQ4,
+    TQKV_TQ5,
+    TQKV_TQ6,
+    TQKV_TQ8,
+    TQKV_TQ5_BYTES,
+    TQKV_TQ6_BYTES,
+    TQKV_I8
+} tqkv_format;
+
+#define TQKV_MAX_HEAD_DIM 1024
+
+#endif /* TQKV_H */
+
+/* ---- The implementation starts here: stop reading if you only want the API. ---- */
+
+/* >>shared */
+/* One source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible without the implementation. */
+#define TQKV__SHARED
+
+#define TQKV_TABLE_VERSION 1 /* changes with the tables, the argument structs, or their meaning in the kernels */
+
+#ifndef TQKV_TABLE
+#define TQKV_TABLE constant
+#endif
+
+/* 1/sqrt(D) and sqrt(D), rounded to float: powers of two, times sqrt(1/2) or sqrt(2) where log2(D) is odd. */
+#define TQKV__INV_SQRT(D)                                                                                              \
+    ((D) == 32    ? 0.17677669227123260498046875f                                                                      \
+     : (D) == 64  ? 0.125f                                                                                             \
+     : (D) == 128 ? 0.088388346135616302490234375f                                                                     \
+     : (D) == 256 ? 0.0625f                                                                                            \
+     : (D) == 512 ? 0.0441941730678081512451171875f                                                                    \
+                  : 0.03125f)
+#define TQKV__SQRT(D)                                                                                                  \
+    ((D) == 32    ? 5.656854152679443359375f                                                                           \
+     : (D) == 64  ? 8.0f                                                                                               \
+     : (D) == 128 ? 11.31370830535888671875f                                                                           \
+     : (D) == 256 ? 16.0f                                                                                              \
+     : (D) == 512 ? 22.6274166107177734375f                                                                            \
+                  : 32.0f)
+
+/* 1e-10 as a float. A row whose norm is not above this is stored as zeros. */
+#define TQKV__MIN_NORM 1.00000001335143196001808973960578441619873046875e-10f
+
+/* One row a format, in the order of tqkv_format. C, the kernels and the shaders derive everything else from these rows.
+
+   kind       HALF: IEEE halves, no norms, never rotated. BOOK: indices into a codebook. GRID: integers times a norm.
+   main       bits of a code in the first field of a stored row
+   upper      the highest bits of a code, in the second field, directly behind the first
+   book       bits of the codebook; if main + upper is larger, the bits above are zero
+   plain      1: a store may omit the rotation (`unrotated`)                                                         */
+// clang-format off
+#define TQKV__FORMATS(row, x)                                                  \
+    /*     format          name         kind        main upper book plain */   \
+    row(x, TQKV_F16,       "f16",       TQKV__HALF, 16,  0,    0,   0)         \
+    row(x, TQKV_TQ4,       "tq4",       TQKV__BOOK,  4,  0,    4,   0)         \
+    row(x, TQKV_TQ5,       "tq5",       TQKV__BOOK,  4,  1,    5,   1)         \
+    row(x, TQKV_TQ6,       "tq6",       TQKV__BOOK,  4,  2,    6,   1)         \
+    row(x, TQKV_TQ8,       "tq8",       TQKV__BOOK,  8,  0,    8,   1)         \
+    row(x, TQKV_TQ5_BYTES, "tq5_bytes", TQKV__BOOK,  8,  0,    5,   1)         \
+    row(x, TQKV_TQ6_BYTES, "tq6_bytes", TQKV__BOOK,  8,  0,    6,   1)         \
+    row(x, TQKV_I8,        "i8",        TQKV__GRID,  8,  0,    0,   0)
+// clang-format on
+
+enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
+
+/* One column of the row of f; without a row 8 main bits, else 0. A constant f gives a constant. */
+#define TQKV__KIND(f)                                                   (TQKV__FORMATS(TQKV__KIND_OF, f) 0)
+#define TQKV__MAIN_BITS(f)                                              (TQKV__FORMATS(TQKV__MAIN_OF, f) 8)
+#define TQKV__UPPER_BITS(f)                                             (TQKV__FORMATS(TQKV__UPPER_OF, f) 0)
+#define TQKV__BOOK_BITS(f)                                              (TQKV__FORMATS(TQKV__BOOK_OF, f) 0)
+#define TQKV__PLAIN(f)                                                  (TQKV__FORMATS(TQKV__PLAIN_OF, f) 0)
+#define TQKV__KIND_OF(f, format, name, kind, main, upper, book, plain)  (f) == format ? kind:
+#define TQKV__MAIN_OF(f, format, name, kind, main, upper, book, plain)  (f) == format ? main:
+#define TQKV__UPPER_OF(f, format, name, kind, main, upper, book, plain) (f) == format ? upper:
+#define TQKV__BOOK_OF(f, format, name, kind, main, upper, book, plain)  (f) == format ? book:
+#define TQKV__PLAIN_OF(f, format, name, kind, main, upper, book, plain) (f) == format ? plain:
+
+/* Values that share a norm, in a row of D values. */
+#define TQKV__NORM_BLOCK(kind, D)                                                                                      \
+    ((kind) == TQKV__GRID && (D) > 128 ? 128 : (kind) == TQKV__BOOK && (D) >= 512 ? 256 : (D))
+
+/* One row a codebook: its bits, which are also part of the names of its tables and hashes. */
+#define TQKV__BOOKS(row, x) row(x, 4) row(x, 5) row(x, 6) row(x, 8)
+/* The codebook with that many bits, and its boundaries; TQ8's for any other number. */
+#define TQKV__CODEBOOK(bits)              (TQKV__BOOKS(TQKV__CODEBOOK_OF, bits) tqkv__tables.codebook_8)
+#define TQKV__BOUNDARIES(bits)            (TQKV__BOOKS(TQKV__BOUNDARIES_OF, bits) tqkv__tables.boundaries_8)
+#define TQKV__CODEBOOK_OF(bits, number)   (bits) == number ? tqkv__tables.codebook_##number:
+#define TQKV__BOUNDARIES_OF(bits, number) (bits) == number ? tqkv__tables.boundaries_##number:
+
+/* XXH3-64 of each member of tqkv__tables, as little-endian bytes, and of the whole. */
+
+typedef struct tqkv__table_set {
+    float codebook_4[16], codebook_5[32], codebook_6[64], codebook_8[256]; /* centroids, increasing */
+    float boundaries_4[15], boundaries_5[31], boundaries_6[63], boundaries_8[255];
+    uint8_t signs[64]; /* bit j = (signs[j>>3] >> (j&7)) & 1: 1 flips element j modulo 512 */
+} tqkv__table_set;
+
+/* Lloyd-Max quantisers of N(0,1). Float midpoints of the centroids differ from these boundaries in the last place. */
+// clang-format off
+TQKV_TABLE tqkv__table_set tqkv__tables = {
+    {-2.7325896f, -2.0690172f, -1.6180464f, -1.2562312f, -0.9423405f, -0.6567591f, -0.3880483f, -0.1283950f, 0.1283950f, 0.3880483f,
+     0.6567591f, 0.9423405f, 1.2562312f, 1.6180464f, 2.0690172f, 2.7325896f},
+    {-3.2606790f, -2.6910589f, -2.3176743f, -2.0286608f, -1.7871646f, -1.5761599f, -1.3862739f, -1.2117410f, -1.0487242f, -0.8945114f,
+     -0.7470884f, -0.6048936f, -0.4666676f, -0.3313550f, -0.1980377f, -0.0658849f, 0.0658849f, 0.1980377f, 0.3313550f, 0.4666676f,
+     0.6048936f, 0.7470884f, 0.8945114f, 1.0487242f, 1.2117410f, 1.3862739f, 1.5761599f, 1.7871646f, 2.0286608f, 2.3176743f,
+     2.6910589f, 3.2606790f},
+    {-3.6996161f, -3.1907215f, -2.8640626f, -2.6161277f, -2.4129324f, -2.2388464f, -2.0853192f, -1.9471373f, -1.8208742f, -1.7041502f,
+     -1.5952401f, -1.4928497f, -1.3959804f, -1.3038428f, -1.2157998f, -1.1313277f, -1.0499889f, -0.9714118f, -0.8952766f, -0.8213046f,
+     -0.7492492f, -0.6788902f, -0.6100285f, -0.5424819f, -0.4760822f, -0.4106724f, -0.3461048f, -0.2822386f, -0.2189392f, -0.1560761f,
+     -0.0935225f, -0.0311537f, 0.0311537f, 0.0935225f, 0.1560761f, 0.2189392f, 0.2822386f, 0.3461048f, 0.4106724f, 0.4760822f,
+     0.5424819f, 0.6100285f, 0.6788902f, 0.7492492f, 0.8213046f, 0.8952766f, 0.9714118f, 1.0499889f, 1.1313277f, 1.2157998f,
+     1.3038428f, 1.3959804f, 1.4928497f, 1.5952401f, 1.7041502f, 1.8208742f, 1.9471373f, 2.0853192f, 2.2388464f, 2.4129324f,
+     2.6161277f, 2.8640626f, 3.1907215f, 3.6996161f},
+    {-5.0652659f, -4.6836997f, -4.4467193f, -4.2715508f, -4.1311907f, -4.0132856f, -3.9111092f, -3.8205780f, -3.7390194f, -3.6645851f,
+     -3.5959415f, -3.5320936f, -3.4722785f, -3.4158977f, -3.3624729f, -3.3116156f, -3.2630056f, -3.2163758f, -3.1715011f, -3.1281899f,
+     -3.0862780f, -3.0456229f, -3.0061011f, -2.9676040f, -2.9300362f, -2.8933131f, -2.8573596f, -2.8221086f, -2.7874999f, -2.7534795f,
+     -2.7199985f, -2.6870129f, -2.6544825f, -2.6223710f, -2.5906452f, -2.5592748f, -2.5282321f, -2.4974918f, -2.4670306f, -2.4368270f,
+     -2.4068614f, -2.3771157f, -2.3475732f, -2.3182184f, -2.2890372f, -2.2600165f, -2.2311440f, -2.2024086f, -2.1737998f, -2.1453081f,
+     -2.1169245f, -2.0886408f, -2.0604493f, -2.0323430f, -2.0043154f, -1.9763603f, -1.9484722f, -1.9206458f, -1.8928763f, -1.8651592f,
+     -1.8374904f, -1.8098662f, -1.7822828f, -1.7547372f, -1.7272261f, -1.6997469f, -1.6722970f, -1.6448739f, -1.6174755f, -1.5900996f,
+     -1.5627445f, -1.5354084f, -1.5080897f, -1.4807869f, -1.4534986f, -1.4262237f, -1.3989610f, -1.3717093f, -1.3444678f, -1.3172356f,
+     -1.2900118f, -1.2627956f, -1.2355865f, -1.2083838f, -1.1811868f, -1.1539951f, -1.1268081f, -1.0996255f, -1.0724469f, -1.0452718f,
+     -1.0180999f, -0.9909310f, -0.9637647f, -0.9366008f, -0.9094390f, -0.8822793f, -0.8551212f, -0.8279648f, -0.8008098f, -0.7736561f,
+     -0.7465035f, -0.7193520f, -0.6922014f, -0.6650517f, -0.6379027f, -0.6107544f, -0.5836067f, -0.5564596f, -0.5293129f, -0.5021667f,
+     -0.4750208f, -0.4478753f, -0.4207301f, -0.3935852f, -0.3664405f, -0.3392960f, -0.3121517f, -0.2850076f, -0.2578636f, -0.2307198f,
+     -0.2035761f, -0.1764324f, -0.1492888f, -0.1221453f, -0.0950019f, -0.0678584f, -0.0407151f, -0.0135717f, 0.0135717f, 0.0407151f,
+     0.0678584f, 0.0950019f, 0.1221453f, 0.1492888f, 0.1764324f, 0.2035761f, 0.2307198f, 0.2578636f, 0.2850076f, 0.3121517f,
+     0.3392960f, 0.3664405f, 0.3935852f, 0.4207301f, 0.4478753f, 0.4750208f, 0.5021667f, 0.5293129f, 0.5564596f, 0.5836067f,
+     0.6107544f, 0.6379027f, 0.6650517f, 0.6922014f, 0.7193520f, 0.7465035f, 0.7736561f, 0.8008098f, 0.8279648f, 0.8551212f,
+     0.8822793f, 0.9094390f, 0.9366008f, 0.9637647f, 0.9909310f, 1.0180999f, 1.0452718f, 1.0724469f, 1.0996255f, 1.1268081f,
+     1.1539951f, 1.1811868f, 1.2083838f, 1.2355865f, 1.2627956f, 1.2900118f, 1.3172356f, 1.3444678f, 1.3717093f, 1.3989610f,
+     1.4262237f, 1.4534986f, 1.4807869f, 1.5080897f, 1.5354084f, 1.5627445f, 1.5900996f, 1.6174755f, 1.6448739f, 1.6722970f,
+     1.6997469f, 1.7272261f, 1.7547372f, 1.7822828f, 1.8098662f, 1.8374904f, 1.8651592f, 1.8928763f, 1.9206458f, 1.9484722f,
+     1.9763603f, 2.0043154f, 2.0323430f, 2.0604493f, 2.0886408f, 2.1169245f, 2.1453081f, 2.1737998f, 2.2024086f, 2.2311440f,
+     2.2600165f, 2.2890372f, 2.3182184f, 2.3475732f, 2.3771157f, 2.4068614f, 2.4368270f, 2.4670306f, 2.4974918f, 2.5282321f,
+     2.5592748f, 2.5906452f, 2.6223710f, 2.6544825f, 2.6870129f, 2.7199985f, 2.7534795f, 2.7874999f, 2.8221086f, 2.8573596f,
+     2.8933131f, 2.9300362f, 2.9676040f, 3.0061011f, 3.0456229f, 3.0862780f, 3.1281899f, 3.1715011f, 3.2163758f, 3.2630056f,
+     3.3116156f, 3.3624729f, 3.4158977f, 3.4722785f, 3.5320936f, 3.5959415f, 3.6645851f, 3.7390194f, 3.8205780f, 3.9111092f,
+     4.0132856f, 4.1311907f, 4.2715508f, 4.4467193f, 4.6836997f, 5.0652659f},
+    {-2.4008034f, -1.8435318f, -1.4371388f, -1.0992859f, -0.7995498f, -0.5224037f, -0.2582217f, 0.0000000f, 0.2582217f, 0.5224037f,
+     0.7995498f, 1.0992859f, 1.4371388f, 1.8435318f, 2.4008034f},
+    {-2.9758689f, -2.5043666f, -2.1731675f, -1.9079127f, -1.6816622f, -1.4812169f, -1.2990074f, -1.1302326f, -0.9716178f, -0.8207999f,
+     -0.6759910f, -0.5357806f, -0.3990113f, -0.2646964f, -0.1319613f, 0.0000000f, 0.1319613f, 0.2646964f, 0.3990113f, 0.5357806f,
+     0.6759910f, 0.8207999f, 0.9716178f, 1.1302326f, 1.2990074f, 1.4812169f, 1.6816622f, 1.9079127f, 2.1731675f, 2.5043666f,
+     2.9758689f},
+    {-3.4451688f, -3.0273920f, -2.7400952f, -2.5145300f, -2.3258894f, -2.1620828f, -2.0162282f, -1.8840057f, -1.7625122f, -1.6496952f,
+     -1.5440449f, -1.4444151f, -1.3499116f, -1.2598213f, -1.1735638f, -1.0906583f, -1.0107003f, -0.9333442f, -0.8582906f, -0.7852769f,
+     -0.7140697f, -0.6444593f, -0.5762552f, -0.5092820f, -0.4433773f, -0.3783886f, -0.3141717f, -0.2505889f, -0.1875076f, -0.1247993f,
+     -0.0623381f, 0.0000000f, 0.0623381f, 0.1247993f, 0.1875076f, 0.2505889f, 0.3141717f, 0.3783886f, 0.4433773f, 0.5092820f,
+     0.5762552f, 0.6444593f, 0.7140697f, 0.7852769f, 0.8582906f, 0.9333442f, 1.0107003f, 1.0906583f, 1.1735638f, 1.2598213f,
+     1.3499116f, 1.4444151f, 1.5440449f, 1.6496952f, 1.7625122f, 1.8840057f, 2.0162282f, 2.1620828f, 2.3258894f, 2.5145300f,
+     2.7400952f, 3.0273920f, 3.4451688f},
+    {-4.8744828f, -4.5652095f, -4.3591350f, -4.2013707f, -4.0722382f, -3.9621974f, -3.8658436f, -3.7797987f, -3.7018022f, -3.6302633f,
+     -3.5640175f, -3.5021860f, -3.4440881f, -3.3891853f, -3.3370443f, -3.2873106f, -3.2396907f, -3.1939384f, -3.1498455f, -3.1072339f,
+     -3.0659504f, -3.0258620f, -2.9868525f, -2.9488201f, -2.9116746f, -2.8753363f, -2.8397341f, -2.8048042f, -2.7704897f, -2.7367390f,
+     -2.7035057f, -2.6707477f, -2.6384267f, -2.6065081f, -2.5749600f, -2.5437535f, -2.5128620f, -2.4822612f, -2.4519288f, -2.4218442f,
+     -2.3919885f, -2.3623444f, -2.3328958f, -2.3036278f, -2.2745269f, -2.2455802f, -2.2167763f, -2.1881042f, -2.1595539f, -2.1311163f,
+     -2.1027826f, -2.0745450f, -2.0463962f, -2.0183292f, -1.9903379f, -1.9624162f, -1.9345590f, -1.9067610f, -1.8790177f, -1.8513248f,
+     -1.8236783f, -1.7960745f, -1.7685100f, -1.7409817f, -1.7134865f, -1.6860220f, -1.6585855f, -1.6311747f, -1.6037875f, -1.5764221f,
+     -1.5490764f, -1.5217490f, -1.4944383f, -1.4671427f, -1.4398612f, -1.4125923f, -1.3853351f, -1.3580886f, -1.3308517f, -1.3036237f,
+     -1.2764037f, -1.2491911f, -1.2219851f, -1.1947853f, -1.1675909f, -1.1404016f, -1.1132168f, -1.0860362f, -1.0588593f, -1.0316859f,
+     -1.0045155f, -0.9773478f, -0.9501827f, -0.9230199f, -0.8958592f, -0.8687003f, -0.8415430f, -0.8143873f, -0.7872329f, -0.7600798f,
+     -0.7329278f, -0.7057767f, -0.6786266f, -0.6514772f, -0.6243286f, -0.5971806f, -0.5700331f, -0.5428862f, -0.5157398f, -0.4885937f,
+     -0.4614481f, -0.4343027f, -0.4071577f, -0.3800128f, -0.3528683f, -0.3257239f, -0.2985797f, -0.2714356f, -0.2442917f, -0.2171479f,
+     -0.1900042f, -0.1628606f, -0.1357171f, -0.1085736f, -0.0814302f, -0.0542868f, -0.0271434f, 0.0000000f, 0.0271434f, 0.0542868f,
+     0.0814302f, 0.1085736f, 0.1357171f, 0.1628606f, 0.1900042f, 0.2171479f, 0.2442917f, 0.2714356f, 0.2985797f, 0.3257239f,
+     0.3528683f, 0.3800128f, 0.4071577f, 0.4343027f, 0.4614481f, 0.4885937f, 0.5157398f, 0.5428862f, 0.5700331f, 0.5971806f,
+     0.6243286f, 0.6514772f, 0.6786266f, 0.7057767f, 0.7329278f, 0.7600798f, 0.7872329f, 0.8143873f, 0.8415430f, 0.8687003f,
+     0.8958592f, 0.9230199f, 0.9501827f, 0.9773478f, 1.0045155f, 1.0316859f, 1.0588593f, 1.0860362f, 1.1132168f, 1.1404016f,
+     1.1675909f, 1.1947853f, 1.2219851f, 1.2491911f, 1.2764037f, 1.3036237f, 1.3308517f, 1.3580886f, 1.3853351f, 1.4125923f,
+     1.4398612f, 1.4671427f, 1.4944383f, 1.5217490f, 1.5490764f, 1.5764221f, 1.6037875f, 1.6311747f, 1.6585855f, 1.6860220f,
+     1.7134865f, 1.7409817f, 1.7685100f, 1.7960745f, 1.8236783f, 1.8513248f, 1.8790177f, 1.9067610f, 1.9345590f, 1.9624162f,
+     1.9903379f, 2.0183292f, 2.0463962f, 2.0745450f, 2.1027826f, 2.1311163f, 2.1595539f, 2.1881042f, 2.2167763f, 2.2455802f,
+     2.2745269f, 2.3036278f, 2.3328958f, 2.3623444f, 2.3919885f, 2.4218442f, 2.4519288f, 2.4822612f, 2.5128620f, 2.5437535f,
+     2.5749600f, 2.6065081f, 2.6384267f, 2.6707477f, 2.7035057f, 2.7367390f, 2.7704897f, 2.8048042f, 2.8397341f, 2.8753363f,
+     2.9116746f, 2.9488201f, 2.9868525f, 3.0258620f, 3.0659504f, 3.1072339f, 3.1498455f, 3.1939384f, 3.2396907f, 3.2873106f,
+     3.3370443f, 3.3891853f, 3.4440881f, 3.5021860f, 3.5640175f, 3.6302633f, 3.7018022f, 3.7797987f, 3.8658436f, 3.9621974f,
+     4.0722382f, 4.2013707f, 4.3591350f, 4.5652095f, 4.8744828f},
+    {0xa7, 0x3b, 0x91, 0xf4, 0x6d, 0xc2, 0x58, 0x0e, 0xb3, 0x7f, 0x24, 0xd6, 0x89, 0x45, 0xea, 0x1c,
+     0x63, 0xaf, 0xd8, 0x52, 0x97, 0x0b, 0xe1, 0x3d, 0x76, 0xc4, 0x19, 0xfe, 0x4a, 0x85, 0x2c, 0xdb,
+     0xd3, 0x4e, 0xa8, 0x17, 0x9c, 0x5b, 0xe6, 0x31, 0x72, 0xb9, 0x0d, 0xf5, 0x43, 0x8a, 0x6e, 0xc7,
+     0x58, 0x2f, 0x94, 0xe1, 0xb6, 0x3d, 0x0a, 0x7c, 0xc5, 0x61, 0xd8, 0x4f, 0xa3, 0x97, 0x1e, 0x85}};
+// clang-format on
+
+/* The Metal kernels, tqkv_<family>_d<head_dim>. A kernel and its function constants make a pipeline. */
+#define TQKV_FC_FORMAT         0  /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
+#define TQKV_FC_VALUE_FORMAT   1  /* uint: encode_kv, attend: that of the values */
+#define TQKV_FC_ROTATED        2  /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
+#define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: the values */
+#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back */
+#define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated, queries are not */
+#define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head in a threadgroup */
+#define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
+#define TQKV_FC_SOFTCAP        8  /* bool: attend: scores are capped */
+#define TQKV_FC_SAME_SLOTS     9  /* bool: attend: a position has the same slot in keys and values */
+#define TQKV_FC_SHORT_STORE    10 /* bool: attend: the keys' capacity is below 32 */
+#define TQKV_FC_SINKS          11 /* bool: attend_merge: there are sinks */
+
+/* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
+#define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
+
+/* Threadgroup memory, in bytes. Attend takes all four. */
+#define TQKV__CELL_BYTES                3120                             /* (0) of encode: cells of the codebook */
+#define TQKV__SIGN_BYTES(D)             (4 * (D))                        /* (1) of encode, (0) of probe: signs */
+#define TQKV__TABLE_BYTES               1024                             /* (0) of decode: a codebook */
+#define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
+#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums */
+#define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
+#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /* (3) maximum and sum, n simdgroups */
+#define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)            /* (0) a row and its sum, n simdgroups */
+
+/* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side. */
+#define TQKV__ENCODE_ROWS(D) (4 * ((D) == 32 ? 16 : 1024 / (D)))
+
+/* Simdgroups that share a row's splits in attend_merge: 8 KiB of threadgroup memory. */
+#define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))
+
+/* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
+#define TQKV__KERNEL_SIZES(D)                                                                                          \
+    TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
+        TQKV__SIGN_BYTES(D), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_WEIGHT_BYTES(D, 1),                             \
+        TQKV__ATTEND_STATE_BYTES(D, 1), TQKV__MERGE_BYTES(D, 1)
+enum { TQKV__KERNEL_DIMS = 6, TQKV__N_KERNEL_SIZES = 10 };
+/* head_dim number i of the kernels */
+#define TQKV__KERNEL_DIM(i) (32 << (i))
+
+/* Rows of one stream. Token t is at slot first_slot + t, minus capacity if that is beyond the store. The host resolves
+   positions; it passes at most `capacity` tokens and fewer than 2^32 rows. */
+typedef struct tqkv__rows_args {
+    int32_t n_tokens; /* source or destination is [n_tokens][n_kv_heads][head_dim] */
+    int32_t n_kv_heads;
+    int32_t capacity;   /* positions of the store */
+    int32_t first_slot; /* in [0, capacity) */
+    float block_scale;  /* not 0 */
+} tqkv__rows_args;
+
+typedef struct tqkv__rotate_args {
+    int32_t n_rows; /* of head_dim values */
+} tqkv__rotate_args;
+
+/* attend, over kv_len resident positions counted from the oldest, which is at oldest_slot; slots wrap at capacity. */
+typedef struct tqkv__attend_args {
+    int32_t n_queries;
+    int32_t n_kv_heads;
+    int32_t group;    /* query heads a KV head */
+    int32_t kv_len;   /* query i is at position kv_len - n_queries + i; before 0 it sees nothing */
+    int32_t window;   /* 0: none, or at least kv_len */
+    int32_t n_splits; /* threadgroups that share one context: the grid's z */
+    int32_t key_capacity, key_oldest_slot;
+    int32_t value_capacity, value_oldest_slot;
+    float scale;                              /* not 0 */
+    float softcap;                            /* read if TQKV_FC_SOFTCAP */
+    float key_block_scale, value_block_scale; /* not 0 */
+} tqkv__attend_args;
+
+typedef struct tqkv__merge_args {
+    int32_t n_rows;  /* n_queries * n_heads */
+    int32_t n_heads; /* row r is of head r modulo n_heads */
+    int32_t n_splits;
+} tqkv__merge_args;
+
+/* The structs that C and the shaders share. */
+#define TQKV__SHARED_STRUCTS(row) row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args)
+enum { TQKV__N_SHARED_STRUCTS = 5 };
+
+/* Output of the kernel `tables`: the tables and sizes that the shaders were compiled with. */
+typedef struct tqkv__table_report {
+    uint32_t table_version;
+    uint32_t struct_sizes[TQKV__N_SHARED_STRUCTS];
+    tqkv__table_set tables;
+    int32_t kernel_sizes[TQKV__KERNEL_DIMS][TQKV__N_KERNEL_SIZES];
+} tqkv__table_report;
+
+#define TQKV__ASSERT_SIZE(type, bytes) static_assert(sizeof(type) == (bytes), "size of " #type)
+TQKV__ASSERT_SIZE(tqkv__table_set, 2992);
+TQKV__ASSERT_SIZE(tqkv__rows_args, 20);
+TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 56);
+TQKV__ASSERT_SIZE(tqkv__merge_args, 12);
+TQKV__ASSERT_SIZE(tqkv__table_report, 3256);
+
+// ---- shaders/common.h ----
+
+// Every shader begins with this file. The language is Metal 3.0. tests/metal also compiles the shaders as C++ and CUDA,
+// so every helper is inline, every pointer names its address space, and kernels are plain functions over templates.
+#ifndef TQKV_COMMON_H
+#define TQKV_COMMON_H
+#include <metal_stdlib>
+using namespace metal;
+
+// Codes and norms are the same bytes on every machine only if a product is rounded before it is added. By default the
+// compiler fuses the two, also with -fno-fast-math. Where a fused multiply-add is wanted, the code says fma.
+#pragma METAL fp contract(off)
+
+// For loops over arrays in registers. A loop that stays rolled puts its array into memory.
+#ifndef TQKV_UNROLL
+#define TQKV_UNROLL _Pragma("clang loop unroll(full)")
+#endif
+
+// The lane number in the low bits of x. In Metal a lane number above 31 is undefined. A shim for hardware that reads
+// only five bits may leave the operation out.
+#ifndef TQKV_LANE_NUMBER
+#define TQKV_LANE_NUMBER(x) ushort((x)&31u)
+#endif
+
+// True where a simd_shuffle costs no more than a read of threadgroup memory even if each lane asks for another lane. On
+// Apple's GPUs such a shuffle takes 32 cycles, and one by a fixed distance 2 (measured by github.com/philipturner/
+// metal-benchmarks, commit dc2adc6). A shim for hardware with a full crossbar sets it.
+#ifndef TQKV_CHEAP_SHUFFLE
+#define TQKV_CHEAP_SHUFFLE false
+#endif
+
+// Layout of a row of D values over L lanes. A piece of the row is L*C values: each lane owns C neighbouring ones. Lane
+// l has the values (j*L + l)*C .. +C-1 of the row at x[j*C], for each piece j.
+#define TQKV_PIECES(D, L, C) ((D) / ((L) * (C)))
+
+// Layout of a row over a simdgroup: lane l owns the E values l*E .. l*E+E-1.
+#define TQKV_LANE_VALUES(D) ((D) / 32)
+
+// Start of a row. In 64 bits: a buffer may be larger than 4 GiB.
+inline ulong row_offset(uint row, uint values) { return ulong(row) * ulong(values); }
+
+// Slot of token t of the call. Slots wrap at most once.
+inline uint slot_of(constant tqkv__rows_args &args, uint token)
+{
+    uint slot = uint(args.first_slot) + token;
+    return slot < uint(args.capacity) ? slot : slot - uint(args.capacity);
+}
+
+// Row of a token and head in a store, [n_kv_heads][capacity].
+inline ulong row_in_store(constant tqkv__rows_args &args, uint token, uint head)
+{
+    return ulong(head) * ulong(args.capacity) + ulong(slot_of(args, token));
+}
+
+// N neighbouring floats. The caller's buffers have the alignment of a float.
+template <int N>
+inline void load_floats(device const float *from, thread float *x)
+{
+    if (N % 4 == 0) {
+        TQKV_UNROLL
+        for (int i = 0; i < N / 4; i++) {
+            packed_float4 four = ((device const packed_float4 *)from)[i];
+            x[4 * i] = four.x;
+            x[4 * i + 1] = four.y;
+            x[4 * i + 2] = four.z;
+            x[4 * i + 3] = four.w;
+        }
+    } else {
+        TQKV_UNROLL
+        for (int i = 0; i < N; i++) x[i] = from[i];
+    }
+}
+
+template <int D>
+inline void load_row(device const float *row, uint lane, thread float *x)
+{
+    load_floats<TQKV_LANE_VALUES(D)>(row + lane * uint(TQKV_LANE_VALUES(D)), x);
+}
+
+template <int D>
+inline void store_row(thread const float *x, uint lane, device float *row)
+{
+    const int E = TQKV_LANE_VALUES(D);
+    TQKV_UNROLL
+    for (int i = 0; i < E; i++) row[int(lane) * E + i] = x[i];
+}
+
+#endif
+
+// ---- shaders/codec.h ----
+
+// The codec, once for all kernels: how a format lies in memory, how values become codes and codes become values.
+// `format` is a function constant wherever it is passed, so a pipeline keeps one side of every branch on it.
+#ifndef TQKV_CODEC_H
+#define TQKV_CODEC_H
+
+// ---- The shape of a row: a field of main bits a value, then a field of upper bits a value (TQKV__FORMATS) ----
+
+inline uint main_bits(uint format) { return uint(TQKV__MAIN_BITS(format)); }
+inline uint upper_bits(uint format) { return uint(TQKV__UPPER_BITS(format)); }
+
+// log2 of the number of centroids; 0 without a codebook.
+inline uint codebook_bits(uint format) { return uint(TQKV__BOOK_BITS(format)); }
+
+// F16 stores values, not codes: it has no norms.
+inline bool has_norms(uint format) { return TQKV__KIND(format) != TQKV__HALF; }
+
+// Codes are numbers of centroids; without a codebook they are integers of 8 bits.
+inline bool has_codebook(uint format) { return TQKV__KIND(format) == TQKV__BOOK; }
+
+template <int D>
+inline uint row_bytes(uint format)
+{
+    return uint(D) * (main_bits(format) + upper_bits(format)) / 8u;
+}
+
+// Values that share one norm; D for halves, which have none.
+template <int D>
+inline uint norm_block(uint format)
+{
+    return uint(TQKV__NORM_BLOCK(TQKV__KIND(format), D));
+}
+
+// Factor of a decoded code, from its block's norm.
+template <int D>
+inline float code_scale(uint format, float norm, float block_scale)
+{
+    if (!has_codebook(format)) return norm;
+    return norm_block<D>(format) == uint(D) ? norm * TQKV__INV_SQRT(D) : norm / block_scale;
+}
+
+// The first byte of a row's upper bits, behind its main bits.
+template <int D>
+inline uint upper_offset(uint format)
+{
+    return uint(D) * main_bits(format) / 8u;
+}
+
+// ---- Values to codes ----
+
+// A barrier must follow.
+inline void copy_table(constant float *source, uint n, threadgroup float *table, uint thread_index, uint n_threads)
+{
+    for (uint i = thread_index; i < n; i += n_threads) table[i] = source[i];
+}
+
+// Cells of equal width divide the codebook's range. They are so narrow that none holds two boundaries. There are 2n+1
+// cells: cell i is centred on (i - n)/density. No boundary is near the edge of a cell.
+inline uint cells_per_side(uint bits) { return bits == 4 ? 10u : bits == 5 ? 25u : bits == 6 ? 57u : 194u; }
+inline float cell_density(uint bits) { return bits == 4 ? 4.0f : bits == 5 ? 8.5f : bits == 6 ? 16.5f : 39.75f; }
+
+// Offset of the cell of v, in bytes; of cell 0 for NaN. A float near 1.5 * 2^20 has units of 1/8 in its lowest bits. A
+// cell has 8 bytes, so these bits are the offset and need no shift.
+inline uint cell_of(float v, uint bits)
+{
+    float n = 2.0f * float(cells_per_side(bits));
+    float inside = saturate(fma(v, cell_density(bits) / n, 0.5f));
+    return as_type<uint>(fma(inside, n, 1572864.5f)) & 0xff8u;
+}
+
+inline threadgroup uint2 *cell_at(threadgroup uint2 *cells, uint byte)
+{
+    return (threadgroup uint2 *)((threadgroup uchar *)cells + byte);
+}
+
+// x of a cell: the bits of its boundary, or of the next boundary above it. y: the number of boundaries below that one.
+// A barrier must follow.
+inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index, uint n_threads)
+{
+    uint bits = codebook_bits(format), n = (1u << bits) - 1u;
+    if (bits == 0) return;
+    constant float *boundaries = TQKV__BOUNDARIES(bits);
+    for (uint i = thread_index; i <= n; i += n_threads) {
+        uint first = i == 0 ? 0u : cell_of(boundaries[i - 1u], bits) + 8u;
+        uint last = i == n ? 16u * cells_per_side(bits) : cell_of(boundaries[i], bits);
+        uint2 cell;
+        cell.x = as_type<uint>(i == n ? INFINITY : boundaries[i]);
+        cell.y = i;
+        for (uint c = first; c <= last; c += 8u) *cell_at(cells, c) = cell;
+    }
+}
+
+// Number of boundaries strictly below v; 0 for NaN.
+inline uint quantise(float v, uint bits, threadgroup uint2 *cells)
+{
+    uint2 cell = *cell_at(cells, cell_of(v, bits));
+    return cell.y + (as_type<float>(cell.x) < v ? 1u : 0u);
+}
+
+// Round half to even, clamped to +-127. NaN, which only an overflow makes, becomes 127.
+inline uint quantise_grid(float v)
+{
+    float q = rint(v);
+    q = q < 127.0f ? q : 127.0f;
+    q = q > -127.0f ? q : -127.0f;
+    return uint(int(q)) & 255u;
+}
+
+// The nearest IEEE half, ties to even, clamped to +-65504. In integers, because a GPU's own conversion may round
+// differently or flush small halves.
+inline uint half_bits(float x)
+{
+    uint word = as_type<uint>(x), sign = (word >> 16) & 0x8000u, magnitude = word & 0x7fffffffu;
+    if (magnitude >= 0x477fe000u) return sign | 0x7bffu;
+    bool subnormal = magnitude < 0x38800000u; // below 2^-14: a multiple of 2^-24
+    uint bits = subnormal ? (magnitude & 0x7fffffu) | 0x800000u : magnitude - 0x38000000u;
+    uint shift = subnormal ? min(126u - (magnitude >> 23), 25u) : 13u;
+    return sign | ((bits + (1u << (shift - 1u)) - 1u + ((bits >> shift) & 1u)) >> shift);
+}
+
+// ---- Codes to values ----
+
+// N neighbouring codes of a row as they are in memory. W is main_bits(format).
+template <int W, int N>
+struct raw_codes {
+    uint main[(W * N + 31) / 32];
+    uint upper[(2 * N + 31) / 32];
+};
+
+// Loads BITS bits for each of N values, from value `first` on, a multiple of N. Fewer than 32 bits are shifted to the
+// bottom of one word. Rows begin at multiples of `alignment` bytes: it decides how wide a load may be.
+template <int BITS, int N>
+inline void load_field(device const uint *field, uint first, uint alignment, thread uint *words)
+{
+    const int n = BITS * N / 32;
+    device const uint *at = field + first * uint(BITS) / 32u;
+    if (n == 0) {
+        words[0] = at[0] >> (first * uint(BITS) % 32u);
+    } else if (n % 4 == 0 && alignment % 16u == 0) {
+        TQKV_UNROLL
+        for (int i = 0; i < n / 4; i++) {
+            uint4 four = ((device const uint4 *)at)[i];
+            words[4 * i] = four.x;
+            words[4 * i + 1] = four.y;
+            words[4 * i + 2] = four.z;
+            words[4 * i + 3] = four.w;
+        }
+    } else if (n % 2 == 0 && alignment % 8u == 0) {
+        TQKV_UNROLL
+        for (int i = 0; i < n / 2; i++) {
+            uint2 two = ((device const uint2 *)at)[i];
+            words[2 * i] = two.x;
+            words[2 * i + 1] = two.y;
+        }
+    } else {
+        TQKV_UNROLL
+        for (int i = 0; i < n; i++) words[i] = at[i];
+    }
+}
+
+template <int D, int W, int N>
+inline void load_codes(uint format, device const uchar *row, uint first, thread raw_codes<W, N> &raw)
+{
+    uint alignment = row_bytes<D>(format);
+    TQKV_UNROLL
+    for (int i = 0; i < (2 * N + 31) / 32; i++) raw.upper[i] = 0;
+    load_field<W, N>((device const uint *)row, first, alignment, raw.main);
+    device const uint *upper = (device const uint *)(row + upper_offset<D>(format));
+    if (W < 8 && upper_bits(format) == 1) load_field<1, N>(upper, first, alignment, raw.upper);
+    if (W < 8 && upper_bits(format) == 2) load_field<2, N>(upper, first, alignment, raw.upper);
+}
+
+// A codebook in threadgroup memory. Constant memory serves one address at a time: in the innermost loop of attention,
+// lanes that look up different codes would wait for each other. Where shuffles are cheap, each lane also holds one of
+// up to 32 centroids.
+struct codebook {
+    float centroid; // of this lane
+    threadgroup const float *table;
+};
+
+inline bool is_shuffled(uint bits) { return TQKV_CHEAP_SHUFFLE && bits <= 5u; }
+
+inline void load_codebook(uint format, threadgroup float *table, uint thread_index, uint n_threads)
+{
+    uint bits = codebook_bits(format);
+    if (bits == 0) return;
+    copy_table(TQKV__CODEBOOK(bits), 1u << bits, table, thread_index, n_threads);
+}
+
+// Call it after load_codebook and a barrier.
+inline codebook open_codebook(uint format, threadgroup const float *table, uint lane)
+{
+    codebook book;
+    uint bits = codebook_bits(format);
+    book.centroid = bits != 0 && is_shuffled(bits) ? table[lane & ((1u << bits) - 1u)] : 0.0f;
+    book.table = table;
+    return book;
+}
+
+// Bit `from` of word at bit 0; if negative, bit 0 at bit -from.
+inline uint shift_down(uint word, int from) { return from >= 0 ? word >> from : word << -from; }
+
+// Value i of the raw codes, before its scale. All lanes of the simdgroup must come here together: it may shuffle.
+template <int W, int N>
+inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book)
+{
+    const uint main_mask = (1u << W) - 1u;
+    uint word = raw.main[i * W / 32], shift = uint(i * W % 32);
+    if (W == 16) return float(as_type<half>(ushort((word >> shift) & 0xffffu)));
+    if (W == 8 && !has_codebook(format)) return float(int(word << (24u - (shift & 24u))) >> 24);
+    uint code = word >> shift;
+    if (W < 8 && upper_bits(format) == 1)
+        code = (code & main_mask) | (shift_down(raw.upper[i / 32], i % 32 - W) & (1u << W));
+    if (W < 8 && upper_bits(format) == 2)
+        code = (code & main_mask) | (shift_down(raw.upper[i / 16], i % 16 * 2 - W) & (3u << W));
+    uint bits = codebook_bits(format);
+    // The lanes repeat a codebook of fewer than 32 centroids: bits above the code may stay in the lane number.
+    if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
+    return book.table[code & ((1u << bits) - 1u)];
+}
+
+#endif
+
+// ---- shaders/rotate.h ----
+
+// The rotation y = H(s*x)/sqrt(D) of a row: random signs s, then the Walsh-Hadamard transform H. common.h has the
+// layout of the row over L lanes in pieces of C values a lane.
+#ifndef TQKV_ROTATE_H
+#define TQKV_ROTATE_H
+
+// (a, b) -> (a+b, a-b) between the values of a lane that are `distance` apart in x.
+template <int N>
+inline void butterflies(thread float *x, int distance)
+{
+    TQKV_UNROLL
+    for (int i = 0; i < N; i++) {
+        if (i & distance) continue;
+        float a = x[i], b = x[i + distance];
+        x[i] = a + b;
+        x[i + distance] = a - b;
+    }
+}
+
+// The stages of distance start, 2*start .. D/2 in this order: first within a lane's piece, where `start` lies, then
+// across lanes, then across pieces. lane: among the row's lanes.
+template <int D, int L, int C>
+inline void hadamard_from(thread float *x, uint lane, int start)
+{
+    const int N = D / L;
+    TQKV_UNROLL
+    for (int distance = start; distance < C; distance *= 2) butterflies<N>(x, distance);
+    TQKV_UNROLL
+    for (uint distance = 1; distance < uint(L); distance *= 2) {
+        float sign = (lane & distance) ? -1.0f : 1.0f; // other - x or other + x, rounded once
+        TQKV_UNROLL
+        for (int i = 0; i < N; i++) x[i] = fma(x[i], sign, simd_shuffle_xor(x[i], ushort(distance)));
+    }
+    TQKV_UNROLL
+    for (int distance = C; distance < N; distance *= 2) butterflies<N>(x, distance);
+}
+
+template <int D, int L, int C>
+inline void hadamard(thread float *x, uint lane)
+{
+    hadamard_from<D, L, C>(x, lane, 1);
+}
+
+// Bit i is set if x[i] changes its sign.
+template <int D, int L, int C>
+inline uint lane_signs(uint lane)
+{
+    uint signs = 0;
+    TQKV_UNROLL
+    for (int i = 0; i < D / L; i++) {
+        uint at = (uint(i / C * L) + lane) * uint(C) + uint(i % C);
+        signs |= ((uint(tqkv__tables.signs[(at & 511u) >> 3]) >> (at & 7u)) & 1u) << i;
+    }
+    return signs;
+}
+
+template <int N>
+inline void flip_signs(thread float *x, uint signs)
+{
+    TQKV_UNROLL
+    for (int i = 0; i < N; i++) x[i] = as_type<float>(as_type<uint>(x[i]) ^ ((signs << (31 - i)) & 0x80000000u));
+}
+
+template <int N>
+inline void scale_values(thread float *x, float factor)
+{
+    TQKV_UNROLL
+    for (int i = 0; i < N; i++) x[i] = x[i] * factor;
+}
+
+// signs: lane_signs of the lane.
+template <int D, int L, int C>
+inline void rotate_values(thread float *x, uint lane, uint signs)
+{
+    flip_signs<D / L>(x, signs);
+    hadamard<D, L, C>(x, lane);
+    scale_values<D / L>(x, TQKV__INV_SQRT(D));
+}
+
+// The inverse: x = s * H(y)/sqrt(D).
+template <int D, int L, int C>
+inline void unrotate_values(thread float *x, uint lane, uint signs)
+{
+    hadamard<D, L, C>(x, lane);
+    scale_values<D / L>(x, TQKV__INV_SQRT(D));
+    flip_signs<D / L>(x, signs);
+}
+
+// A row over the whole simdgroup.
+template <int D>
+inline void rotate_row(thread float *x, uint lane)
+{
+    rotate_values<D, 32, TQKV_LANE_VALUES(D)>(x, lane, lane_signs<D, 32, TQKV_LANE_VALUES(D)>(lane));
+}
+
+template <int D>
+inline void unrotate_row(thread float *x, uint lane)
+{
+    unrotate_values<D, 32, TQKV_LANE_VALUES(D)>(x, lane, lane_signs<D, 32, TQKV_LANE_VALUES(D)>(lane));
+}
+
+#endif
+
+// ---- shaders/softmax.h ----
+
+// Shares of maxima in the online softmax. Scores are in powers of two, because a GPU's exponential takes these.
+#ifndef TQKV_SOFTMAX_H
+#define TQKV_SOFTMAX_H
+
+#define TQKV_LOG2E 1.44269504f
+
+// 2^(own - largest). The maximum of nothing is -INFINITY and its share is 0. This is selected, because -INFINITY minus
+// -INFINITY is NaN. The fast exponential errs by a few units in the last place; the result may err by 2e-5.
+inline float share_of(float own, float largest) { return own == -INFINITY ? 0.0f : fast::exp2(own - largest); }
+
+#endif
+
+// ---- shaders/tiles.h ----
+
+// Which query rows and which tiles of the context a threadgroup of attend works on. Positions are counted from the
+// oldest resident one. A tile is a range of 32 slots, not of positions, so a ring does not wrap inside a tile. Only the
+// mask knows positions.
+#ifndef TQKV_TILES_H
+#define TQKV_TILES_H
+
+constant uint columns [[function_constant(TQKV_FC_COLUMNS)]];
+constant bool many_queries [[function_constant(TQKV_FC_MANY_QUERIES)]];
+constant bool same_slots [[function_constant(TQKV_FC_SAME_SLOTS)]];
+constant bool short_store [[function_constant(TQKV_FC_SHORT_STORE)]];
+
+inline int position_of_slot(constant tqkv__attend_args &args, uint slot)
+{
+    int position = int(slot) - args.key_oldest_slot;
+    return position < 0 ? position + args.key_capacity : position;
+}
+
+// Row r of a tile, or the last row of a store that is shorter than a tile.
+inline uint existing_row(constant tqkv__attend_args &args, uint r)
+{
+    return short_store ? min(r, uint(args.key_capacity) - 1u) : r;
+}
+
+// The values' slot of the position at this slot of the keys. Where the slot has no position: any slot of the store.
+inline uint value_slot_of(constant tqkv__attend_args &args, uint slot)
+{
+    if (same_slots) return slot;
+    int at = args.value_oldest_slot + min(position_of_slot(args, slot), args.kv_len - 1);
+    return uint(at < args.value_capacity ? at : at - args.value_capacity);
+}
+
+// The query row of a column. A column beyond the last row repeats the last row, and is not written.
+struct query_row {
+    int query, head; // head of the group
+};
+
+inline query_row row_of_column(constant tqkv__attend_args &args, uint column)
+{
+    uint row = min(column, uint(args.n_queries) * uint(args.group) - 1u);
+    query_row result;
+    result.query = many_queries ? int(row / uint(args.group)) : 0;
+    result.head = many_queries ? int(row % uint(args.group)) : int(row);
+    return result;
+}
+
+// The newest position that a query sees; negative if it sees none.
+inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.kv_len - args.n_queries + query; }
+
+// The tiles of a split, [begin, end). Tile 0 holds the oldest position that the threadgroup's columns see.
+struct tile_range {
+    uint begin, end;
+    uint first; // number of tile 0 in the store
+    uint total; // tiles of the store; after the last comes the first
+};
+
+inline tile_range tiles_of_split(constant tqkv__attend_args &args, uint first_column, uint split)
+{
+    int newest = newest_seen(args, row_of_column(args, first_column + columns - 1u).query);
+    int oldest = newest_seen(args, row_of_column(args, first_column).query) - args.window + 1;
+    if (args.window == 0 || oldest < 0) oldest = 0;
+    tile_range range;
+    uint capacity = uint(args.key_capacity), slot = uint(args.key_oldest_slot) + uint(oldest);
+    slot = slot < capacity ? slot : slot - capacity;
+    uint before_end = capacity - slot, n = newest < oldest ? 0u : uint(newest - oldest) + 1u;
+    range.first = slot / 32u;
+    range.total = (capacity + 31u) / 32u;
+    uint wrapped = range.total - range.first + (n - before_end + 31u) / 32u;
+    uint count = n <= before_end ? (slot % 32u + n + 31u) / 32u : min(wrapped, range.total);
+    count = n == 0 ? 0u : count;
+    range.begin = uint(ulong(count) * ulong(split) / ulong(args.n_splits));
+    range.end = uint(ulong(count) * ulong(split + 1u) / ulong(args.n_splits));
+    return range;
+}
+
+struct tile_place {
+    uint base;    // slot of the tile's row 0
+    uint row;     // of this lane
+    uint slot;    // of the lane's row
+    int position; // of the lane's row; newer than all queries if the row belongs to another tile
+};
+
+// A tile always loads 32 rows. The last tile of the store is moved back to end with it: its first rows then belong to
+// the tile before. The rows that a short store lacks belong to no tile.
+inline tile_place open_tile(constant tqkv__attend_args &args, tile_range range, uint number, uint row)
+{
+    uint nth = range.first + number, start = (nth < range.total ? nth : nth - range.total) * 32u;
+    tile_place result;
+    result.base = short_store ? 0u : min(start, uint(args.key_capacity) - 32u);
+    result.row = row;
+    result.slot = result.base + existing_row(args, row);
+    bool own = result.base + row >= start && result.base + row < uint(args.key_capacity);
+    result.position = own ? position_of_slot(args, result.slot) : 0x7fffffff;
+    return result;
+}
+
+#endif
+
+// ---- shaders/attend.h ----
+
+// Attention straight from the codes. A threadgroup serves one KV head, one split of the context, and up to `columns`
+// query rows. A column is one query head of the group for one query; the heads of a query come first. Each simdgroup
+// takes its own tiles of 32 slots and keeps its own softmax. The simdgroups combine their results at the end. A key or
+// value is decoded once for all columns: that decides the speed.
+//
+// Within a tile
+//   keys     up to 4 lanes share a row and load 16 bytes at a time; a reduction leaves each lane the score of one row
+//   softmax  one row a lane
+//   values   the lanes lie across the row; the weights come from threadgroup memory
+//
+// Letters: D head_dim, W main bits of a stored value, KW and VW these of keys and values, C most columns, N values that
+// a lane loads at a time, R lanes that share a row of keys, V output values of a column that a lane keeps.
+#ifndef TQKV_ATTEND_H
+#define TQKV_ATTEND_H
+
+constant uint key_format [[function_constant(TQKV_FC_FORMAT)]];
+constant uint value_format [[function_constant(TQKV_FC_VALUE_FORMAT)]];
+constant bool rotate_queries [[function_constant(TQKV_FC_ROTATE_QUERIES)]];
+constant bool softcap [[function_constant(TQKV_FC_SOFTCAP)]];
+
+// A loop over columns runs to the constant maximum and tests inside. It unrolls into registers, and the iterations
+// beyond `columns` disappear when the pipeline is built.
+#define FOR_COLUMNS(c)                                                                                                 \
+    TQKV_UNROLL                                                                                                        \
+    for (int c = 0; c < C; c++)                                                                                        \
+        if (uint(c) < columns)
+
+// The running maximum starts here, below every score. It is finite, so a masked score minus it is -INFINITY, not NaN.
+#define NOTHING_SEEN (-3.0e38f)
+
+// Output values of a column that a lane keeps: pieces of 8 values, D/256 of them where 32 lanes do not span the row.
+#define LANE_SUMS(D) ((D) <= 256 ? 8 : (D) / 32)
+
+// The codes and norms of one KV head.
+struct stream_rows {
+    device const uchar *codes;
+    device const float *norms;
+};
+
+// What a threadgroup works on, and the place of this thread in it. n_heads is n_kv_heads * group.
+struct attend_task {
+    device const float *q;       // [n_queries][n_heads][D]
+    stream_rows keys, values;    // of the KV head
+    device float *partial_out;   // [n_splits][n_queries][n_heads][D]: sum of weight * value
+    device float *partial_state; // [n_splits][n_queries][n_heads][2]: maximum (in powers of two), sum of the weights
+    threadgroup float *tables;   // [2][256]: codebooks of keys and values
+    threadgroup float *queries;  // [columns][padded D]; at the end [columns][D], the outputs
+    threadgroup float *weights;  // [n_simdgroups][32][C]
+    threadgroup float *states;   // [n_simdgroups][C][2]: maximum and sum
+    uint kv_head, first_column, split;
+    uint lane, simdgroup, n_simdgroups;
+};
+
+// What a lane keeps of each column.
+template <int D>
+struct column_state {
+    int newest[TQKV__MAX_COLUMNS(D)];              // position that the column's query sees; negative: none
+    float maximum[TQKV__MAX_COLUMNS(D)];           // subtracted from scores: weigh_tile says how it is raised
+    float sum[TQKV__MAX_COLUMNS(D)];               // of the weights
+    float out[TQKV__MAX_COLUMNS(D)][LANE_SUMS(D)]; // sum of weight * value
+};
+
+template <int D>
+inline stream_rows stream_of_head(uint format, device const uchar *codes, device const float *norms, int capacity,
+                                  uint kv_head)
+{
+    ulong first = ulong(kv_head) * ulong(capacity);
+    stream_rows rows;
+    rows.codes = codes + first * ulong(row_bytes<D>(format));
+    rows.norms = norms + first * ulong(uint(D) / norm_block<D>(format));
+    return rows;
+}
+
+// Factor of the codes of block `block` at a slot.
+template <int D>
+inline float stored_scale(uint format, stream_rows rows, uint slot, uint block, float block_scale)
+{
+    if (!has_norms(format)) return 1.0f;
+    return code_scale<D>(format, rows.norms[ulong(slot) * ulong(uint(D) / norm_block<D>(format)) + block], block_scale);
+}
+
+template <int D>
+inline bool one_norm(uint format)
+{
+    return norm_block<D>(format) == uint(D);
+}
+
+// Factor of the codes at a slot; 1 where a row has several norms.
+template <int D>
+inline float row_scale(uint format, stream_rows rows, uint slot, float block_scale)
+{
+    return one_norm<D>(format) ? stored_scale<D>(format, rows, slot, 0u, block_scale) : 1.0f;
+}
+
+// ---- Keys: layout over the lanes ----
+
+// Values of a row that a lane loads at a time: 16 bytes of codes, or the whole row where it is shorter.
+#define KEY_VALUES(D, W) ((D) < 128 / (W) ? (D) : 128 / (W))
+
+// Lanes that share a row of keys. They share R rows: lanes l*R .. l*R+R-1 have rows l, l + 32/R, l + 2*32/R ..
+#define KEY_LANES(D, W) ((D) / KEY_VALUES(D, W) < 4 ? (D) / KEY_VALUES(D, W) : 4)
+
+// Loads of a row that a lane starts before it uses the first of them.
+#define KEY_BATCH(D, W) ((D) / KEY_VALUES(D, W) / KEY_LANES(D, W) < 2 ? 1 : 2)
+
+// The row of a tile whose score a lane ends with.
+template <int D, int W>
+inline uint row_of_lane(uint lane)
+{
+    const uint R = KEY_LANES(D, W);
+    return lane % R * (32u / R) + lane / R;
+}
+
+// Codes of the next steps of a lane's R rows, and for rows of several norms the factors of the next block.
+template <int D, int W>
+struct key_steps {
+    raw_codes<W, KEY_VALUES(D, W)> raw[KEY_BATCH(D, W)][KEY_LANES(D, W)];
+    float scale[KEY_LANES(D, W)];
+};
+
+// ---- Queries ----
+
+// A query in threadgroup memory has 4 floats of padding after every N values. Lanes that share a row of keys then read
+// different banks.
+template <int D, int W>
+inline uint padded(uint value)
+{
+    return value + value / uint(KEY_VALUES(D, W)) * 4u;
+}
+
+template <int D, int W>
+inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    for (uint c = task.simdgroup; c < columns; c += task.n_simdgroups) {
+        query_row row = row_of_column(args, task.first_column + c);
+        uint head = task.kv_head * uint(args.group) + uint(row.head);
+        uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
+        float x[TQKV_LANE_VALUES(D)];
+        load_row<D>(task.q + row_offset(at, D), task.lane, x);
+        if (rotate_queries) rotate_row<D>(x, task.lane);
+        for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
+            task.queries[c * padded<D, W>(D) + padded<D, W>(task.lane * uint(TQKV_LANE_VALUES(D)) + uint(i))] = x[i];
+    }
+}
+
+// ---- Keys: one tile ----
+
+// Codes of the batch that begins with step `step`, of the tile at slot `base`.
+template <int D, int W>
+inline void load_key_codes(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint step,
+                           thread key_steps<D, W> &keys)
+{
+    const int N = KEY_VALUES(D, W), R = KEY_LANES(D, W);
+    device const uchar *tile = task.keys.codes + ulong(base) * ulong(row_bytes<D>(key_format));
+    TQKV_UNROLL
+    for (int b = 0; b < KEY_BATCH(D, W); b++) {
+        TQKV_UNROLL
+        for (int r = 0; r < R; r++) {
+            uint row = existing_row(args, uint(r * (32 / R)) + task.lane / uint(R));
+            load_codes<D, W, N>(key_format, tile + row * row_bytes<D>(key_format),
+                                ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
+        }
+    }
+}
+
+// Factors of block `block` of the lane's rows in the tile at slot `base`.
+template <int D, int W>
+inline void load_key_scales(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint block,
+                            thread key_steps<D, W> &keys)
+{
+    const int R = KEY_LANES(D, W);
+    TQKV_UNROLL
+    for (int r = 0; r < R; r++) {
+        uint slot = base + existing_row(args, uint(r * (32 / R)) + task.lane / uint(R));
+        keys.scale[r] = stored_scale<D>(key_format, task.keys, slot, block, args.key_block_scale);
+    }
+}
+
+// dot[r][c] += q_c . k over N values of each of the lane's R rows, from value `first` on.
+template <int D, int W, int R, int C>
+inline void multiply_keys(thread const raw_codes<W, KEY_VALUES(D, W)> (&raw)[R], uint first,
+                          threadgroup const float *queries, thread const codebook &book, thread float (&dot)[R][C])
+{
+    const int N = KEY_VALUES(D, W);
+    TQKV_UNROLL
+    for (int i = 0; i < N; i += 4) {
+        float x[R][4];
+        TQKV_UNROLL
+        for (int r = 0; r < R; r++) {
+            TQKV_UNROLL
+            for (int k = 0; k < 4; k++) x[r][k] = value_at<W, N>(key_format, raw[r], i + k, book);
+        }
+        FOR_COLUMNS(c)
+        {
+            uint at = uint(c) * padded<D, W>(D) + padded<D, W>(first) + uint(i);
+            float4 q = *(threadgroup const float4 *)(queries + at);
+            TQKV_UNROLL
+            for (int r = 0; r < R; r++)
+                dot[r][c] = fma(x[r][3], q.w, fma(x[r][2], q.z, fma(x[r][1], q.y, fma(x[r][0], q.x, dot[r][c]))));
+        }
+    }
+}
+
+// A reduce-scatter over the R lanes that share rows: each step of the tree halves the rows that a lane holds, until
+// total[0] is the sum of one whole row. This takes fewer shuffles than one sum a row.
+template <int R, int C>
+inline void reduce_scatter(uint part, thread float (&total)[R][C])
+{
+    TQKV_UNROLL
+    for (int distance = R / 2; distance > 0; distance /= 2) {
+        bool upper = (part & uint(distance)) != 0;
+        TQKV_UNROLL
+        for (int r = 0; r < distance; r++) {
+            FOR_COLUMNS(c)
+            {
+                float keep = upper ? total[r + distance][c] : total[r][c];
+                float give = upper ? total[r][c] : total[r + distance][c];
+                total[r][c] = keep + simd_shuffle_xor(give, ushort(distance));
+            }
+        }
+    }
+}
+
+// At the end of a block: total += scale * dot, and dot starts again.
+template <int R, int C>
+inline void add_block(thread const float (&scale)[R], thread float (&dot)[R][C], thread float (&total)[R][C])
+{
+    TQKV_UNROLL
+    for (int r = 0; r < R; r++) {
+        FOR_COLUMNS(c)
+        {
+            total[r][c] = fma(scale[r], dot[r][c], total[r][c]);
+            dot[r][c] = 0.0f;
+        }
+    }
+}
+
+// score[c] = q_c . k of the lane's row, without the factor of rows that have one norm. `keys` holds the first codes and
+// factors of the tile at slot `base`; at the end it holds those of the tile at `next_base`.
+template <int D, int W>
+inline void score_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint next_base,
+                       thread const codebook &book, thread key_steps<D, W> &keys, thread float *score)
+{
+    const int C = TQKV__MAX_COLUMNS(D), N = KEY_VALUES(D, W), R = KEY_LANES(D, W), B = KEY_BATCH(D, W);
+    const uint steps = uint(D / (N * R)), block_steps = steps / (uint(D) / norm_block<D>(key_format));
+    uint part = task.lane % uint(R);
+    float dot[R][C], total[R][C];
+    TQKV_UNROLL
+    for (int r = 0; r < R; r++) {
+        TQKV_UNROLL
+        for (int c = 0; c < C; c++) dot[r][c] = total[r][c] = 0.0f;
+    }
+    for (uint batch = 0; batch < steps; batch += uint(B)) {
+        TQKV_UNROLL
+        for (int b = 0; b < B; b++) {
+            uint step = batch + uint(b), next = step + 1u;
+            multiply_keys<D, W, R, C>(keys.raw[b], (step * uint(R) + part) * uint(N), task.queries, book, dot);
+            if (one_norm<D>(key_format) || next % block_steps != 0) continue;
+            add_block<R, C>(keys.scale, dot, total);
+            bool last = next == steps;
+            load_key_scales<D, W>(args, task, last ? next_base : base, last ? 0u : next / block_steps, keys);
+        }
+        bool last = batch + uint(B) >= steps;
+        load_key_codes<D, W>(args, task, last ? next_base : base, last ? 0u : batch + uint(B), keys);
+    }
+    if (one_norm<D>(key_format))
+        reduce_scatter<R, C>(part, dot);
+    else
+        reduce_scatter<R, C>(part, total);
+    FOR_COLUMNS(c) score[c] = one_norm<D>(key_format) ? dot[0][c] : total[0][c];
+}
+
+// ---- Softmax of one tile ----
+
+// A dot product as a score in powers of two: 2^score is e^(scale * dot).
+inline float score_of(constant tqkv__attend_args &args, float dot, float factor)
+{
+    if (!softcap) return dot * factor;
+    return args.softcap * TQKV_LOG2E * precise::tanh(dot * factor / (args.softcap * TQKV_LOG2E));
+}
+
+// Weights of a tile in threadgroup memory: [32][2] for 1 or 2 columns, else [C/4][32][4].
+template <int C>
+inline void store_weights(threadgroup float *weights, uint row, thread const float *weight)
+{
+    if (columns <= 2) {
+        float2 two;
+        two.x = weight[0];
+        two.y = weight[1];
+        *(threadgroup float2 *)(weights + row * 2u) = two;
+    } else {
+        TQKV_UNROLL
+        for (int c = 0; c + 3 < C; c += 4) {
+            if (uint(c) >= columns) continue;
+            float4 four;
+            four.x = weight[c];
+            four.y = weight[c + 1];
+            four.z = weight[c + 2];
+            four.w = weight[c + 3];
+            *(threadgroup float4 *)(weights + uint(c) * 32u + row * 4u) = four;
+        }
+    }
+}
+
+template <int C>
+inline void load_weights(threadgroup const float *weights, uint row, thread float *weight)
+{
+    if (columns <= 2) {
+        float2 two = *(threadgroup const float2 *)(weights + row * 2u);
+        weight[0] = two.x;
+        weight[1] = two.y;
+    } else {
+        TQKV_UNROLL
+        for (int c = 0; c + 3 < C; c += 4) {
+            if (uint(c) >= columns) continue;
+            float4 four = *(threadgroup const float4 *)(weights + uint(c) * 32u + row * 4u);
+            weight[c] = four.x;
+            weight[c + 1] = four.y;
+            weight[c + 2] = four.z;
+            weight[c + 3] = four.w;
+        }
+    }
+}
+
+// Dot products to weights of the online softmax. A masked position scores -INFINITY by selection, never by arithmetic:
+// nothing that its slot holds can spread. The maximum is raised only when a score exceeds it by 11. Weights stay below
+// 2^11, and most tiles skip the rescaling.
+template <int D>
+inline void weigh_tile(constant tqkv__attend_args &args, tile_place at, float key_scale, float value_scale,
+                       thread float *score, thread column_state<D> &state, threadgroup float *weights)
+{
+    const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D);
+    float factor = key_scale * (args.scale * TQKV_LOG2E);
+    bool raise = false, seen[C];
+    FOR_COLUMNS(c)
+    {
+        int newest = state.newest[c];
+        seen[c] = at.position <= newest && (args.window == 0 || at.position > newest - args.window);
+        score[c] = seen[c] ? score_of(args, score[c], factor) : -INFINITY;
+        raise = raise || score[c] > state.maximum[c] + 11.0f;
+    }
+    if (simd_any(raise)) {
+        FOR_COLUMNS(c)
+        {
+            float largest = max(state.maximum[c], simd_max(score[c]));
+            float shrink = fast::exp2(state.maximum[c] - largest);
+            state.maximum[c] = largest;
+            state.sum[c] *= shrink;
+            TQKV_UNROLL
+            for (int i = 0; i < V; i++) state.out[c][i] *= shrink;
+        }
+    }
+    float weight[C];
+    TQKV_UNROLL
+    for (int c = 0; c < C; c++) weight[c] = 0.0f;
+    FOR_COLUMNS(c)
+    {
+        float share = fast::exp2(score[c] - state.maximum[c]);
+        state.sum[c] += share;
+        weight[c] = share * (seen[c] ? value_scale : 0.0f); // a masked norm may be NaN
+    }
+    store_weights<C>(weights, at.row, weight);
+}
+
+// ---- Values of one tile ----
+
+// The lanes lie across a row of values: L lanes, 8 values each, in J pieces of the row. A step takes 32/L rows.
+#define VALUE_LANES(D)  ((D) / LANE_SUMS(D))
+#define VALUE_PIECES(D) (LANE_SUMS(D) / 8)
+
+// Steps that a lane loads before it uses the first of them: as many as 16 words of codes hold.
+#define VALUE_WORDS(D, W) (VALUE_PIECES(D) * ((8 * (W) + 31) / 32))
+#define VALUE_BATCH(D, W) (16 / VALUE_WORDS(D, W) < VALUE_LANES(D) ? 16 / VALUE_WORDS(D, W) : VALUE_LANES(D))
+
+template <int D>
+inline uint value_row_of_lane(uint step, uint lane)
+{
+    return step * uint(32 / VALUE_LANES(D)) + lane / uint(VALUE_LANES(D));
+}
+
+// The codes of a step, and for rows of several norms the factors.
+template <int D, int W>
+struct value_step {
+    raw_codes<W, 8> raw[VALUE_PIECES(D)];
+    float scale[VALUE_PIECES(D)];
+};
+
+template <int D, int W>
+inline void load_value_step(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint number,
+                            thread value_step<D, W> &step)
+{
+    const uint block = norm_block<D>(value_format), bytes = row_bytes<D>(value_format);
+    stream_rows values = task.values;
+    uint row = existing_row(args, value_row_of_lane<D>(number, task.lane));
+    device const uchar *codes = same_slots ? values.codes + ulong(base) * ulong(bytes) + row * bytes
+                                           : values.codes + ulong(value_slot_of(args, base + row)) * ulong(bytes);
+    TQKV_UNROLL
+    for (int j = 0; j < VALUE_PIECES(D); j++) {
+        uint first = (uint(j * VALUE_LANES(D)) + task.lane % uint(VALUE_LANES(D))) * 8u;
+        load_codes<D, W, 8>(value_format, codes, first, step.raw[j]);
+        step.scale[j] = 1.0f;
+        if (!one_norm<D>(value_format))
+            step.scale[j] = stored_scale<D>(value_format, values, value_slot_of(args, base + row), first / block,
+                                            args.value_block_scale);
+    }
+}
+
+// out[c] += weight * value, over the rows of step `number`.
+template <int D, int W>
+inline void add_value_step(thread const value_step<D, W> &step, uint number, uint lane, thread const codebook &book,
+                           threadgroup const float *weights, thread column_state<D> &state)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    float weight[C];
+    load_weights<C>(weights, value_row_of_lane<D>(number, lane), weight);
+    TQKV_UNROLL
+    for (int j = 0; j < VALUE_PIECES(D); j++) {
+        float x[8];
+        TQKV_UNROLL
+        for (int i = 0; i < 8; i++) x[i] = value_at<W, 8>(value_format, step.raw[j], i, book);
+        FOR_COLUMNS(c)
+        {
+            // A masked slot may hold halves or norms that are NaN, and 0 * NaN is not 0.
+            if ((W == 16 || !one_norm<D>(value_format)) && weight[c] == 0.0f) continue;
+            float factor = one_norm<D>(value_format) ? weight[c] : weight[c] * step.scale[j];
+            TQKV_UNROLL
+            for (int i = 0; i < 8; i++) state.out[c][j * 8 + i] = fma(factor, x[i], state.out[c][j * 8 + i]);
+        }
+    }
+}
+
+// `steps` holds the first steps of the tile at slot `base`. A later step is loaded when an earlier one makes room.
+template <int D, int W>
+inline void add_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                       thread const codebook &book, thread value_step<D, W> (&steps)[VALUE_BATCH(D, W)],
+                       threadgroup const float *weights, thread column_state<D> &state)
+{
+    const int L = VALUE_LANES(D), B = VALUE_BATCH(D, W);
+    for (uint first = 0; first < uint(L); first += uint(B)) {
+        TQKV_UNROLL
+        for (int b = 0; b < B; b++) {
+            add_value_step<D, W>(steps[b], first + uint(b), task.lane, book, weights, state);
+            if (first + uint(B) < uint(L)) load_value_step<D, W>(args, task, base, first + uint(B + b), steps[b]);
+        }
+    }
+}
+
+// ---- The simdgroups' results as one ----
+
+// Brings maximum, sum and output of each simdgroup to the maximum of the threadgroup.
+template <int D>
+inline void combine_states(thread const attend_task &task, thread column_state<D> &state)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    threadgroup float *states = task.states;
+    FOR_COLUMNS(c)
+    {
+        if (state.maximum[c] == NOTHING_SEEN) state.maximum[c] = -INFINITY;
+        state.sum[c] = simd_sum(state.sum[c]);
+        if (task.lane == 0) {
+            states[(task.simdgroup * uint(C) + uint(c)) * 2u] = state.maximum[c];
+            states[(task.simdgroup * uint(C) + uint(c)) * 2u + 1u] = state.sum[c];
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    FOR_COLUMNS(c)
+    {
+        float largest = -INFINITY, sum = 0.0f;
+        for (uint s = 0; s < task.n_simdgroups; s++) largest = max(largest, states[(s * uint(C) + uint(c)) * 2u]);
+        for (uint s = 0; s < task.n_simdgroups; s++) {
+            float own = states[(s * uint(C) + uint(c)) * 2u];
+            sum = fma(share_of(own, largest), states[(s * uint(C) + uint(c)) * 2u + 1u], sum);
+        }
+        float shrink = share_of(state.maximum[c], largest);
+        TQKV_UNROLL
+        for (int i = 0; i < LANE_SUMS(D); i++) state.out[c][i] *= shrink;
+        state.maximum[c] = largest;
+        state.sum[c] = sum;
+    }
+}
+
+// Adds the lanes, then the simdgroups one after another: a fixed order. shared_out: [columns][D]
+template <int D>
+inline void combine_outputs(thread const attend_task &task, thread column_state<D> &state,
+                            threadgroup float *shared_out)
+{
+    const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D), L = D / V;
+    FOR_COLUMNS(c)
+    {
+        TQKV_UNROLL
+        for (int i = 0; i < V; i++) {
+            TQKV_UNROLL
+            for (int distance = L; distance < 32; distance *= 2)
+                state.out[c][i] += simd_shuffle_xor(state.out[c][i], ushort(distance));
+        }
+    }
+    for (uint s = 0; s < task.n_simdgroups; s++) {
+        if (task.simdgroup == s && task.lane < uint(L)) {
+            FOR_COLUMNS(c)
+            {
+                TQKV_UNROLL
+                for (int i = 0; i < V; i += 4) {
+                    uint at = uint(c * D) + (uint(i / 8 * L) + task.lane) * 8u + uint(i % 8);
+                    threadgroup float4 *to = (threadgroup float4 *)(shared_out + at);
+                    float4 sum = *to; // the first simdgroup finds queries here
+                    sum.x = (s == 0 ? 0.0f : sum.x) + state.out[c][i];
+                    sum.y = (s == 0 ? 0.0f : sum.y) + state.out[c][i + 1];
+                    sum.z = (s == 0 ? 0.0f : sum.z) + state.out[c][i + 2];
+                    sum.w = (s == 0 ? 0.0f : sum.w) + state.out[c][i + 3];
+                    *to = sum;
+                }
+            }
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+}
+
+// shared_out: [columns][D]
+template <int D>
+inline void store_partial(constant tqkv__attend_args &args, thread const attend_task &task,
+                          thread const column_state<D> &state, threadgroup const float *shared_out)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    uint thread_index = task.simdgroup * 32u + task.lane;
+    uint n_heads = uint(args.n_kv_heads) * uint(args.group), n_rows = uint(args.n_queries) * uint(args.group);
+    FOR_COLUMNS(c)
+    {
+        if (task.first_column + uint(c) >= n_rows) continue;
+        query_row row = row_of_column(args, task.first_column + uint(c));
+        uint head = task.kv_head * uint(args.group) + uint(row.head);
+        ulong to = (ulong(task.split) * ulong(args.n_queries) + ulong(row.query)) * ulong(n_heads) + ulong(head);
+        for (uint i = thread_index; i < uint(D); i += task.n_simdgroups * 32u)
+            task.partial_out[to * ulong(D) + i] = shared_out[uint(c * D) + i];
+        if (thread_index == 0) {
+            task.partial_state[to * 2u] = state.maximum[c];
+            task.partial_state[to * 2u + 1u] = state.sum[c];
+        }
+    }
+}
+
+// ---- The kernel ----
+
+template <int D>
+inline void start_columns(constant tqkv__attend_args &args, uint first_column, thread column_state<D> &state)
+{
+    TQKV_UNROLL
+    for (int c = 0; c < TQKV__MAX_COLUMNS(D); c++) {
+        state.newest[c] = newest_seen(args, many_queries ? row_of_column(args, first_column + uint(c)).query : 0);
+        state.maximum[c] = NOTHING_SEEN;
+        state.sum[c] = 0.0f;
+        TQKV_UNROLL
+        for (int i = 0; i < LANE_SUMS(D); i++) state.out[c][i] = 0.0f;
+    }
+}
+
+// The simdgroup's tiles: every n_simdgroups-th of the split.
+template <int D, int KW, int VW>
+inline void attend_tiles(constant tqkv__attend_args &args, thread const attend_task &task,
+                         thread column_state<D> &state)
+{
+    uint thread_index = task.simdgroup * 32u + task.lane, row = row_of_lane<D, KW>(task.lane);
+    tile_range range = tiles_of_split(args, task.first_column, task.split);
+    tile_place next = open_tile(args, range, min(range.begin + task.simdgroup, range.end), row);
+    key_steps<D, KW> keys;
+    load_key_codes<D, KW>(args, task, next.base, 0u, keys);
+    if (!one_norm<D>(key_format)) load_key_scales<D, KW>(args, task, next.base, 0u, keys);
+    load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
+    load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
+    load_queries<D, KW>(args, task);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    codebook key_book = open_codebook(key_format, task.tables, task.lane);
+    codebook value_book = open_codebook(value_format, task.tables + 256, task.lane);
+    threadgroup float *weights = task.weights + task.simdgroup * uint(32 * TQKV__MAX_COLUMNS(D));
+    start_columns<D>(args, task.first_column, state);
+    for (uint t = range.begin + task.simdgroup; t < range.end; t += task.n_simdgroups) {
+        tile_place at = next;
+        next = open_tile(args, range, min(t + task.n_simdgroups, range.end), row);
+        float score[TQKV__MAX_COLUMNS(D)];
+        float key_scale = row_scale<D>(key_format, task.keys, at.slot, args.key_block_scale);
+        float value_scale =
+            row_scale<D>(value_format, task.values, value_slot_of(args, at.slot), args.value_block_scale);
+        value_step<D, VW> values[VALUE_BATCH(D, VW)];
+        TQKV_UNROLL
+        for (int b = 0; b < VALUE_BATCH(D, VW); b++) load_value_step<D, VW>(args, task, at.base, uint(b), values[b]);
+        score_tile<D, KW>(args, task, at.base, next.base, key_book, keys, score);
+        weigh_tile<D>(args, at, key_scale, value_scale, score, state, weights);
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+        add_values<D, VW>(args, task, at.base, value_book, values, weights, state);
+        simdgroup_barrier(mem_flags::mem_threadgroup); // before the next tile overwrites the weights
+    }
+}
+
+template <int D, int KW, int VW>
+inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    column_state<D> state;
+    attend_tiles<D, KW, VW>(args, task, state);
+    combine_states<D>(task, state);
+    // After its barrier no simdgroup reads queries: their memory takes the outputs.
+    combine_outputs<D>(task, state, task.queries);
+    store_partial<D>(args, task, state, task.queries);
+}
+
+// The widths of keys and values choose the code here and nowhere else.
+template <int D, int KW>
+inline void attend_with_keys(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    if (main_bits(value_format) == 4) attend<D, KW, 4>(args, task);
+    if (main_bits(value_format) == 8) attend<D, KW, 8>(args, task);
+    if (main_bits(value_format) == 16) attend<D, KW, 16>(args, task);
+}
+
+template <int D>
+inline void attend_with_formats(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    if (main_bits(key_format) == 4) attend_with_keys<D, 4>(args, task);
+    if (main_bits(key_format) == 8) attend_with_keys<D, 8>(args, task);
+    if (main_bits(key_format) == 16) attend_with_keys<D, 16>(args, task);
+}
+
+#endif
+
+// ---- shaders/attend.metal ----
+
+// attend: partial attention of each split of the context; attend_merge makes one result of the splits. Threadgroups:
+// x KV heads, y blocks of query rows, z splits.
+
+// codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a row]
+// clang-format off
+#define ATTEND(D) \
+    kernel void tqkv_attend_d##D( \
+        constant tqkv__attend_args &args [[buffer(0)]], \
+        device const float *q [[buffer(1)]], \
+        device const uchar *key_codes [[buffer(2)]], \
+        device const float *key_norms [[buffer(3)]], \
+        device const uchar *value_codes [[buffer(4)]], \
+        device const float *value_norms [[buffer(5)]], \
+        device float *partial_out [[buffer(6)]], \
+        device float *partial_state [[buffer(7)]], \
+        threadgroup float *tables [[threadgroup(0)]], \
+        threadgroup float *queries [[threadgroup(1)]], \
+        threadgroup float *weights [[threadgroup(2)]], \
+        threadgroup float *states [[threadgroup(3)]], \
+        uint3 group [[threadgroup_position_in_grid]], \
+        uint lane [[thread_index_in_simdgroup]], \
+        uint simdgroup [[simdgroup_index_in_threadgroup]], \
+        uint n_simdgroups [[simdgroups_per_threadgroup]]) \
+    { \
+        attend_task task; \
+        task.q = q; \
+        task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_capacity, group.x); \
+        task.values = stream_of_head<D>(value_format, value_codes, value_norms, args.value_capacity, group.x); \
+        task.partial_out = partial_out; \
+        task.partial_state = partial_state; \
+        task.tables = tables; \
+        task.queries = queries; \
+        task.weights = weights; \
+        task.states = states; \
+        task.kv_head = group.x; \
+        task.first_column = group.y * columns; \
+        task.split = group.z; \
+        task.lane = lane; \
+        task.simdgroup = simdgroup; \
+        task.n_simdgroups = n_simdgroups; \
+        attend_with_formats<D>(args, task); \
+    }
+// clang-format on
+
+ATTEND(32)
+ATTEND(64)
+ATTEND(128)
+ATTEND(256)
+ATTEND(512)
+ATTEND(1024)
+
+// ---- shaders/merge.h ----
+
+// The end of attention for one query row: brings the sums of the splits to one maximum, adds them and the sink,
+// divides, and turns the result back from the rotated basis. One threadgroup a row: its simdgroups share the splits.
+#ifndef TQKV_MERGE_H
+#define TQKV_MERGE_H
+
+// What a threadgroup works on, and the place of this thread in it.
+struct merge_task {
+    device const float *partial_out;   // [n_splits][n_rows][D]
+    device const float *partial_state; // [n_splits][n_rows][2]: maximum (in powers of two), sum of the weights
+    device float *out;                 // [n_rows][D]
+    threadgroup float *shared;         // [n_simdgroups][D + 4]: an output, then the sum of its weights
+    uint row;
+    float sink; // in powers of two; -INFINITY: none. It is added to the denominator only
+    bool unrotate;
+    uint lane, simdgroup, n_simdgroups;
+};
+
+// The task's row of a split, in rows of partial_out and partial_state.
+inline ulong row_of_split(constant tqkv__merge_args &args, thread const merge_task &task, uint split)
+{
+    return row_offset(split, uint(args.n_rows)) + task.row;
+}
+
+// The largest score of all splits and the sink. Each lane takes other splits, so their loads overlap.
+inline float merged_maximum(constant tqkv__merge_args &args, thread const merge_task &task)
+{
+    float largest = task.sink;
+    for (uint s = task.lane; s < uint(args.n_splits); s += 32u)
+        largest = max(largest, task.partial_state[row_of_split(args, task, s) * 2u]);
+    return simd_max(largest);
+}
+
+// Splits that a simdgroup loads at a time. More save no time, and their code takes longer to fetch.
+#define MERGE_BATCH(D) ((D) <= 512 ? 4 : 2)
+
+// Outputs of every n_simdgroups-th split from `first` on. A split beyond the last one repeats the last one.
+template <int D>
+inline void load_splits(constant tqkv__merge_args &args, thread const merge_task &task, uint first,
+                        thread float (&part)[MERGE_BATCH(D)][TQKV_LANE_VALUES(D)])
+{
+    TQKV_UNROLL
+    for (int i = 0; i < MERGE_BATCH(D); i++) {
+        uint split = min(first + uint(i) * task.n_simdgroups, uint(args.n_splits) - 1u);
+        load_row<D>(task.partial_out + row_of_split(args, task, split) * ulong(D), task.lane, part[i]);
+    }
+}
+
+// Adds the loaded splits to x and sum, each scaled to the largest maximum.
+template <int D>
+inline void add_splits(constant tqkv__merge_args &args, thread const merge_task &task, uint first, float largest,
+                       thread const float (&part)[MERGE_BATCH(D)][TQKV_LANE_VALUES(D)], thread float *x,
+                       thread float &sum)
+{
+    TQKV_UNROLL
+    for (int i = 0; i < MERGE_BATCH(D); i++) {
+        uint split = first + uint(i) * task.n_simdgroups;
+        if (split >= uint(args.n_splits)) continue;
+        ulong at = row_of_split(args, task, split) * 2u;
+        float share = share_of(task.partial_state[at], largest);
+        if (share == 0.0f) continue;
+        sum = fma(share, task.partial_state[at + 1u], sum);
+        TQKV_UNROLL
+        for (int e = 0; e < TQKV_LANE_VALUES(D); e++) x[e] = fma(share, part[i][e], x[e]);
+    }
+}
+
+template <int D>
+inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &task)
+{
+    const int E = TQKV_LANE_VALUES(D), B = MERGE_BATCH(D);
+    uint lane = task.lane, n_simdgroups = task.n_simdgroups;
+    float part[B][E], x[E], sum = 0.0f;
+    load_splits<D>(args, task, task.simdgroup, part);
+    uint signs = task.unrotate ? lane_signs<D, 32, E>(lane) : 0u;
+    float largest = merged_maximum(args, task);
+    TQKV_UNROLL
+    for (int i = 0; i < E; i++) x[i] = 0.0f;
+    for (uint first = task.simdgroup; first < uint(args.n_splits); first += uint(B) * n_simdgroups) {
+        if (first != task.simdgroup) load_splits<D>(args, task, first, part);
+        add_splits<D>(args, task, first, largest, part, x, sum);
+    }
+    threadgroup float *own = task.shared + task.simdgroup * uint(D + 4);
+    TQKV_UNROLL
+    for (int i = 0; i < E; i++) own[int(lane) * E + i] = x[i];
+    if (lane == 0) own[D] = sum;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (task.simdgroup != 0) return;
+    sum += share_of(task.sink, largest);
+    for (uint s = 1; s < n_simdgroups; s++) {
+        threadgroup const float *other = task.shared + s * uint(D + 4);
+        sum += other[D];
+        TQKV_UNROLL
+        for (int i = 0; i < E; i++) x[i] += other[int(lane) * E + i];
+    }
+    TQKV_UNROLL
+    for (int i = 0; i < E; i++) x[i] = sum == 0.0f ? 0.0f : x[i] / sum;
+    if (task.unrotate) unrotate_values<D, 32, E>(x, lane, signs);
+    store_row<D>(x, lane, task.out + row_offset(task.row, D));
+}
+
+#endif
+
+// ---- shaders/attend_merge.metal ----
+
+// attend_merge: one result of attention from those of all splits. One threadgroup a query row, along x.
+
+constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
+constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
+
+// partial_out: [n_splits][n_rows][D], partial_state: [n_splits][n_rows][2], sinks: [n_heads], out: [n_rows][D]
+// clang-format off
+#define ATTEND_MERGE(D) \
+    kernel void tqkv_attend_merge_d##D( \
+        constant tqkv__merge_args &args [[buffer(0)]], \
+        device const float *partial_out [[buffer(1)]], \
+        device const float *partial_state [[buffer(2)]], \
+        device const float *sinks [[buffer(3)]], \
+        device float *out [[buffer(4)]], \
+        threadgroup float *shared [[threadgroup(0)]], \
+        uint3 group [[threadgroup_position_in_grid]], \
+        uint lane [[thread_index_in_simdgroup]], \
+        uint simdgroup [[simdgroup_index_in_threadgroup]], \
+        uint n_simdgroups [[simdgroups_per_threadgroup]]) \
+    { \
+        merge_task task; \
+        task.partial_out = partial_out; \
+        task.partial_state = partial_state; \
+        task.out = out; \
+        task.shared = shared; \
+        task.row = group.x; \
+        task.sink = has_sinks ? sinks[group.x % uint(args.n_heads)] * TQKV_LOG2E : -INFINITY; \
+        task.unrotate = unrotate; \
+        task.lane = lane; \
+        task.simdgroup = simdgroup; \
+        task.n_simdgroups = n_simdgroups; \
+        merge_row<D>(args, task); \
+    }
+// clang-format on
+
+ATTEND_MERGE(32)
+ATTEND_MERGE(64)
+ATTEND_MERGE(128)
+ATTEND_MERGE(256)
+ATTEND_MERGE(512)
+ATTEND_MERGE(1024)
+
+// ---- shaders/decode.h ----
+
+// One simdgroup decodes one row.
+#ifndef TQKV_DECODE_H
+#define TQKV_DECODE_H
+
+template <int D, int W>
+inline void decode_values(uint format, device const uchar *row, uint lane, thread const codebook &book, thread float *x)
+{
+    const int E = TQKV_LANE_VALUES(D);
+    raw_codes<W, E> raw;
+    load_codes<D, W, E>(format, row, lane * uint(E), raw);
+    TQKV_UNROLL
+    for (int i = 0; i < E; i++) x[i] = value_at<W, E>(format, raw, i, book);
+}
+
+// What is decoded, and where to.
+struct decode_task {
+    uint format;
+    bool unrotate;             // from the rotated basis to the original one
+    device const uchar *codes; // [n_kv_heads][capacity][row_bytes]
+    device const float *norms; // [n_kv_heads][capacity][norms of a row]
+    device float *out;         // [n_tokens][n_kv_heads][D]
+    codebook book;
+};
+
+// Row `row` of the output.
+template <int D>
+inline void decode_row(constant tqkv__rows_args &args, thread const decode_task &task, uint row, uint lane)
+{
+    uint n_heads = uint(args.n_kv_heads), format = task.format;
+    if (row >= uint(args.n_tokens) * n_heads) return;
+    ulong from = row_in_store(args, row / n_heads, row % n_heads);
+    device const uchar *stored = task.codes + from * ulong(row_bytes<D>(format));
+    float x[TQKV_LANE_VALUES(D)];
+    if (main_bits(format) == 4) decode_values<D, 4>(format, stored, lane, task.book, x);
+    if (main_bits(format) == 8) decode_values<D, 8>(format, stored, lane, task.book, x);
+    if (main_bits(format) == 16) decode_values<D, 16>(format, stored, lane, task.book, x);
+    if (has_norms(format)) {
+        uint block = norm_block<D>(format);
+        float norm = task.norms[from * ulong(uint(D) / block) + lane * uint(TQKV_LANE_VALUES(D)) / block];
+        scale_values<TQKV_LANE_VALUES(D)>(x, code_scale<D>(format, norm, args.block_scale));
+    }
+    if (task.unrotate) unrotate_row<D>(x, lane);
+    store_row<D>(x, lane, task.out + row_offset(row, D));
+}
+
+#endif
+
+// ---- shaders/decode.metal ----
+
+// decode: a range of positions to floats, in the stored basis or in the original one. One simdgroup a row.
+
+#define stream_format key_format // the same function constant
+// unrotate: declared above
+
+// clang-format off
+#define DECODE(D) \
+    kernel void tqkv_decode_d##D( \
+        constant tqkv__rows_args &args [[buffer(0)]], \
+        device const uchar *codes [[buffer(1)]], \
+        device const float *norms [[buffer(2)]], \
+        device float *out [[buffer(3)]], \
+        threadgroup float *table [[threadgroup(0)]], \
+        uint3 group [[threadgroup_position_in_grid]], \
+        uint thread_index [[thread_index_in_threadgroup]], \
+        uint lane [[thread_index_in_simdgroup]], \
+        uint simdgroup [[simdgroup_index_in_threadgroup]], \
+        uint n_simdgroups [[simdgroups_per_threadgroup]]) \
+    { \
+        load_codebook(stream_format, table, thread_index, n_simdgroups * 32u); \
+        threadgroup_barrier(mem_flags::mem_threadgroup); \
+        decode_task task = {stream_format, unrotate, codes, norms, out, open_codebook(stream_format, table, lane)}; \
+        decode_row<D>(args, task, group.x * n_simdgroups + simdgroup, lane); \
+    }
+// clang-format on
+
+DECODE(32)
+DECODE(64)
+DECODE(128)
+DECODE(256)
+DECODE(512)
+DECODE(1024)
+
+// ---- shaders/encode.h ----
+
+// Encoding: a simdgroup takes 32/L rows at a time, with L lanes a row. The order of every rounded operation is that of
+// tqkv_encode, so codes and norms are the same bytes. A "part" below is D/32 values, which tqkv_encode sums first.
+#ifndef TQKV_ENCODE_H
+#define TQKV_ENCODE_H
+
+inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
+
+// A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. A lane's
+// piece has at least 16 bytes. Measured on an H200, 2^20 rows to TQ4, with 16 and with 32 values: 188 and 198
+// microseconds at head_dim 128, 427 and 389 at head_dim 256.
+#define ENCODE_LANES(D)  ((D) <= 128 ? (D) / 16 : (D) / 32)
+#define ENCODE_PIECE(D)  ((D) <= 128 ? 4 : (D) / 32)
+#define ENCODE_VALUES(D) ((D) / ENCODE_LANES(D))
+#define ENCODE_PIECES(D) TQKV_PIECES(D, ENCODE_LANES(D), ENCODE_PIECE(D))
+
+// A row with a NaN or Inf becomes a row of zeros; true for such a row. Only NaN and Inf times 0 are not 0.
+template <int D>
+inline bool clear_if_not_finite(thread float *x)
+{
+    float zero = 0.0f;
+    TQKV_UNROLL
+    for (int i = 0; i < ENCODE_VALUES(D); i++) zero = fma(x[i], 0.0f, zero);
+    uint not_finite = zero == 0.0f ? 0u : 1u;
+    TQKV_UNROLL
+    for (int distance = 1; distance < ENCODE_LANES(D); distance *= 2)
+        not_finite |= simd_shuffle_xor(not_finite, ushort(distance));
+    TQKV_UNROLL
+    for (int i = 0; i < ENCODE_VALUES(D); i++) x[i] = not_finite != 0 ? 0.0f : x[i];
+    return not_finite != 0;
+}
+
+// A block of values that share a norm spans this many pieces of this many lanes. NORM_BLOCK: the block of formats with
+// a codebook, whose norm is a root of squares. MAXIMUM_BLOCK: that of the 8-bit grid, whose norm is a maximum.
+#define BLOCK_PIECES(D, BLOCK)                                                                                         \
+    ((BLOCK) > ENCODE_LANES(D) * ENCODE_PIECE(D) ? (BLOCK) / (ENCODE_LANES(D) * ENCODE_PIECE(D)) : 1)
+#define BLOCK_LANES(D, BLOCK) ((BLOCK) / (ENCODE_PIECE(D) * BLOCK_PIECES(D, BLOCK)))
+#define NORM_BLOCK(D)         TQKV__NORM_BLOCK(TQKV__BOOK, D)
+#define MAXIMUM_BLOCK(D)      TQKV__NORM_BLOCK(TQKV__GRID, D)
+
+// Sum of squares of one piece, x, over the lanes of the block: within each part in order, then parts in pairs of
+// distance 1, 2, 4 ..
+template <int D>
+inline float piece_squares(thread const float *x)
+{
+    const int E = TQKV_LANE_VALUES(D), PARTS = ENCODE_PIECE(D) / E, LANES = BLOCK_LANES(D, NORM_BLOCK(D));
+    float sum[PARTS];
+    TQKV_UNROLL
+    for (int p = 0; p < PARTS; p++) {
+        sum[p] = x[p * E] * x[p * E];
+        TQKV_UNROLL
+        for (int i = 1; i < E; i++) sum[p] = sum[p] + x[p * E + i] * x[p * E + i];
+    }
+    TQKV_UNROLL
+    for (int distance = 1; distance < PARTS; distance *= 2) {
+        TQKV_UNROLL
+        for (int p = 0; p + distance < PARTS; p += 2 * distance) sum[p] = sum[p] + sum[p + distance];
+    }
+    TQKV_UNROLL
+    for (int distance = 1; distance < LANES; distance *= 2)
+        sum[0] = sum[0] + simd_shuffle_xor(sum[0], ushort(distance));
+    return sum[0];
+}
+
+// norm[j] of the block that begins at piece j: its length, or if the row has several blocks its root mean square.
+template <int D>
+inline void block_norms(thread const float *x, thread float *norm)
+{
+    const int J = ENCODE_PIECES(D), P = BLOCK_PIECES(D, NORM_BLOCK(D));
+    TQKV_UNROLL
+    for (int j = 0; j < J; j++) norm[j] = piece_squares<D>(x + j * ENCODE_PIECE(D));
+    TQKV_UNROLL
+    for (int distance = 1; distance < P; distance *= 2) {
+        TQKV_UNROLL
+        for (int j = 0; j + distance < J; j += 2 * distance) norm[j] = norm[j] + norm[j + distance];
+    }
+    TQKV_UNROLL
+    for (int j = 0; j < J; j += P) {
+        norm[j] = precise::sqrt(NORM_BLOCK(D) == D ? norm[j] : norm[j] / float(NORM_BLOCK(D)));
+        // The rotation may overflow to NaN. Which of all NaNs differs between machines: store always the same.
+        if ((as_type<uint>(norm[j]) & 0x7fffffffu) > 0x7f800000u) norm[j] = as_type<float>(0x7fc00000u);
+    }
+}
+
+// largest[j]: the maximum magnitude in the block that begins at piece j.
+template <int D>
+inline void block_maxima(thread const float *x, thread float *largest)
+{
+    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D), P = BLOCK_PIECES(D, MAXIMUM_BLOCK(D));
+    TQKV_UNROLL
+    for (int j = 0; j < J; j += P) {
+        largest[j] = 0.0f;
+        TQKV_UNROLL
+        for (int i = 0; i < P * C; i++) largest[j] = fmax(largest[j], fabs(x[j * C + i]));
+        TQKV_UNROLL
+        for (int distance = 1; distance < BLOCK_LANES(D, MAXIMUM_BLOCK(D)); distance *= 2)
+            largest[j] = fmax(largest[j], simd_shuffle_xor(largest[j], ushort(distance)));
+    }
+}
+
+// Scales the lane's values to units of the codebook or of the grid. norm[j] is of the block that begins at piece j; 0
+// for a format without norms.
+template <int D>
+inline void normalise(uint format, float block_scale, thread float *x, thread float *norm)
+{
+    const int C = ENCODE_PIECE(D), P = BLOCK_PIECES(D, NORM_BLOCK(D)), M = BLOCK_PIECES(D, MAXIMUM_BLOCK(D));
+    float scale = 0.0f;
+    TQKV_UNROLL
+    for (int j = 0; j < ENCODE_PIECES(D); j++) norm[j] = 0.0f;
+    if (!has_norms(format)) return;
+    if (has_codebook(format))
+        block_norms<D>(x, norm);
+    else
+        block_maxima<D>(x, norm);
+    TQKV_UNROLL
+    for (int j = 0; j < ENCODE_PIECES(D); j++) {
+        if (!has_codebook(format) && j % M == 0) {
+            scale = norm[j] > TQKV__MIN_NORM ? 127.0f / norm[j] : 0.0f;
+            norm[j] = norm[j] / 127.0f;
+        }
+        if (has_codebook(format) && j % P == 0) {
+            float inverse = norm[j] > TQKV__MIN_NORM ? 1.0f / norm[j] : 0.0f;
+            scale = inverse * (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale);
+        }
+        scale_values<C>(x + j * C, scale);
+    }
+}
+
+// Stores the lowest BITS bits of words; 8, 16 or a multiple of 32.
+template <int BITS>
+inline void store_bits(device uchar *to, thread const uint *words)
+{
+    if (BITS == 8) *to = uchar(words[0]);
+    if (BITS == 16) *(device ushort *)to = ushort(words[0]);
+    TQKV_UNROLL
+    for (int i = 0; i < BITS / 32; i++) ((device uint *)to)[i] = words[i];
+}
+
+// The row that a lane encodes, and the lane's number among the lanes of the row.
+struct encode_place {
+    uint lane, row, token, head;
+    bool exists; // the row
+};
+
+// The lane's row of the first pass. first_row: the simdgroup's first.
+template <int D>
+inline encode_place first_place(constant tqkv__rows_args &args, uint first_row, uint lane)
+{
+    encode_place at;
+    at.lane = lane % uint(ENCODE_LANES(D));
+    at.row = first_row + lane / uint(ENCODE_LANES(D));
+    at.token = at.row / uint(args.n_kv_heads);
+    at.head = at.row % uint(args.n_kv_heads);
+    at.exists = at.token < uint(args.n_tokens);
+    return at;
+}
+
+// The lane's row of the next pass, without another division.
+template <int D>
+inline void next_place(constant tqkv__rows_args &args, uint step_tokens, uint step_heads, thread encode_place &at)
+{
+    at.row += uint(32 / ENCODE_LANES(D));
+    at.token += step_tokens;
+    at.head += step_heads;
+    bool wrap = at.head >= uint(args.n_kv_heads);
+    at.token += wrap ? 1u : 0u;
+    at.head -= wrap ? uint(args.n_kv_heads) : 0u;
+    at.exists = at.token < uint(args.n_tokens);
+}
+
+// Packs BITS bits, from bit `low` on, of each code of a piece into the field of the row. first: the piece's first
+// value. whole: the codes have no other bits, so nothing is masked.
+template <int D, int BITS>
+inline void store_field(thread const uint *codes, uint low, bool whole, uint first, thread const encode_place &at,
+                        device uchar *field)
+{
+    const int C = ENCODE_PIECE(D), N = C * BITS;
+    bool stores = at.exists;
+    uint words[(N + 31) / 32];
+    TQKV_UNROLL
+    for (int i = 0; i < (N + 31) / 32; i++) words[i] = 0;
+    TQKV_UNROLL
+    for (int i = 0; i < C; i++)
+        words[i * BITS / 32] += (whole ? codes[i] : (codes[i] >> low) & ((1u << BITS) - 1u)) << (i * BITS % 32);
+    if (N < 8) { // half a byte: the next lane has the other half
+        words[0] |= simd_shuffle_xor(words[0], ushort(1)) << (N % 8);
+        stores = stores && (at.lane & 1u) == 0;
+    }
+    if (stores) store_bits<(N < 8 ? 8 : N)>(field + first * uint(BITS) / 8u, words);
+}
+
+// The codes of a piece of values. All lanes come here together; those whose row does not exist store nothing.
+template <int D>
+inline void store_piece(uint format, thread const float *x, uint first, thread const encode_place &at,
+                        threadgroup uint2 *cells, device uchar *row)
+{
+    const int C = ENCODE_PIECE(D);
+    if (main_bits(format) == 16) {
+        uint words[C / 2];
+        TQKV_UNROLL
+        for (int i = 0; i < C / 2; i++) words[i] = half_bits(x[2 * i]) | half_bits(x[2 * i + 1]) << 16;
+        if (at.exists) store_bits<16 * C>(row + first * 2u, words);
+        return;
+    }
+    uint codes[C];
+    TQKV_UNROLL
+    for (int i = 0; i < C; i++)
+        codes[i] = has_codebook(format) ? quantise(x[i], codebook_bits(format), cells) : quantise_grid(x[i]);
+    bool whole = upper_bits(format) == 0;
+    if (main_bits(format) == 4) store_field<D, 4>(codes, 0u, whole, first, at, row);
+    if (main_bits(format) == 8) store_field<D, 8>(codes, 0u, whole, first, at, row);
+    device uchar *upper = row + upper_offset<D>(format);
+    if (upper_bits(format) == 1) store_field<D, 1>(codes, main_bits(format), false, first, at, upper);
+    if (upper_bits(format) == 2) store_field<D, 2>(codes, main_bits(format), false, first, at, upper);
+}
+
+// The sign of each value of a row, +-1. A barrier must follow.
+template <int D>
+inline void load_signs(threadgroup float *signs, uint thread_index, uint n_threads)
+{
+    for (uint i = thread_index; i < uint(D); i += n_threads)
+        signs[i] = (tqkv__tables.signs[(i & 511u) >> 3] >> (i & 7u)) & 1u ? -1.0f : 1.0f;
+}
+
+// rotate_values with signs from threadgroup memory. A product with a sign is exact, and half of the products are part
+// of the first stage of the transform.
+template <int D>
+inline void rotate_with_signs(thread float *x, uint lane, threadgroup const float *signs)
+{
+    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D);
+    TQKV_UNROLL
+    for (int i = 0; i < ENCODE_VALUES(D); i += 4) {
+        float4 sign = *(threadgroup const float4 *)(signs + ((uint(i / C * L) + lane) * uint(C) + uint(i % C)));
+        float a = x[i] * sign.x, b = x[i + 2] * sign.z;
+        x[i] = fma(x[i + 1], sign.y, a);
+        x[i + 1] = fma(x[i + 1], -sign.y, a);
+        x[i + 2] = fma(x[i + 3], sign.w, b);
+        x[i + 3] = fma(x[i + 3], -sign.w, b);
+    }
+    hadamard_from<D, L, C>(x, lane, 2);
+    scale_values<ENCODE_VALUES(D)>(x, TQKV__INV_SQRT(D));
+}
+
+template <int D>
+inline void load_values(device const float *row, uint lane, thread float *x)
+{
+    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D);
+    TQKV_UNROLL
+    for (int j = 0; j < ENCODE_PIECES(D); j++) load_floats<C>(row + (uint(j * L) + lane) * uint(C), x + j * C);
+}
+
+// The rows of one stream, and what prepares them.
+struct encode_source {
+    uint format;
+    bool rotated;
+    device const float *rows;       // [n_tokens][n_kv_heads][D]
+    threadgroup const float *signs; // [D]
+    device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf
+};
+
+// Where the codes go, and the cells to find them.
+struct encode_target {
+    device uchar *codes; // [n_kv_heads][capacity][row_bytes]
+    device float *norms; // [n_kv_heads][capacity][norms of a row]
+    threadgroup uint2 *cells;
+};
+
+// All steps before the codes: loads the lane's part of its row, raises the flag, rotates and scales. Every value of a
+// rotated row is a sum over the row, so one value shows that there may be a NaN or Inf. Then the row is checked itself.
+template <int D>
+inline void prepare_row(thread const encode_source &source, float block_scale, uint row, uint lane, thread float *x,
+                        thread float *norm)
+{
+    device const float *from = source.rows + row_offset(row, D);
+    load_values<D>(from, lane, x);
+    if (source.rotated) rotate_with_signs<D>(x, lane, source.signs);
+    if (!source.rotated || simd_any(!is_finite(x[0]))) {
+        if (source.rotated) load_values<D>(from, lane, x);
+        if (clear_if_not_finite<D>(x) && lane == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
+        if (source.rotated) rotate_with_signs<D>(x, lane, source.signs);
+    }
+    normalise<D>(source.format, block_scale, x, norm);
+}
+
+// A simdgroup encodes up to TQKV__ENCODE_ROWS(D) rows from `first_row` on. Lanes without a row repeat the last one and
+// store nothing.
+template <int D>
+inline void encode_rows(constant tqkv__rows_args &args, thread const encode_source &source,
+                        thread const encode_target &target, uint first_row, uint lane)
+{
+    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D), ROWS = 32 / L;
+    const uint format = source.format, block = norm_block<D>(format);
+    uint n_heads = uint(args.n_kv_heads), n_rows = uint(args.n_tokens) * n_heads;
+    uint step_tokens = uint(ROWS) / n_heads, step_heads = uint(ROWS) % n_heads;
+    encode_place at = first_place<D>(args, first_row, lane);
+    for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
+        float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
+        prepare_row<D>(source, args.block_scale, min(at.row, n_rows - 1u), at.lane, x, norm);
+        ulong to = row_in_store(args, at.token, at.head);
+        device uchar *codes = target.codes + to * ulong(row_bytes<D>(format));
+        TQKV_UNROLL
+        for (int j = 0; j < ENCODE_PIECES(D); j++) {
+            uint first = (uint(j * L) + at.lane) * uint(C);
+            store_piece<D>(format, x + j * C, first, at, target.cells, codes);
+            if (at.exists && has_norms(format) && first % block == 0)
+                target.norms[to * ulong(uint(D) / block) + first / block] = norm[j];
+        }
+        next_place<D>(args, step_tokens, step_heads, at);
+    }
+}
+
+// The same rows as values that encode_rows would make codes of. scaled: [n_tokens][n_kv_heads][D]
+template <int D>
+inline void probe_rows(constant tqkv__rows_args &args, thread const encode_source &source, uint first_row, uint lane,
+                       device float *scaled)
+{
+    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D), ROWS = 32 / L;
+    uint n_rows = uint(args.n_tokens) * uint(args.n_kv_heads), lane_of_row = lane % uint(L);
+    for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
+        float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
+        uint own = row + lane / uint(L);
+        prepare_row<D>(source, args.block_scale, min(own, n_rows - 1u), lane_of_row, x, norm);
+        TQKV_UNROLL
+        for (int i = 0; i < ENCODE_VALUES(D); i++)
+            if (own < n_rows)
+                scaled[row_offset(own, D) + (uint(i / C * L) + lane_of_row) * uint(C) + uint(i % C)] = x[i];
+    }
+}
+
+#endif
+
+// ---- shaders/encode.metal ----
+
+// encode: rows of one stream into its store. Threadgroups along x, TQKV__ENCODE_ROWS(D) rows a simdgroup.
+
+// stream_format: declared above
+constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
+
+// clang-format off
+#define ENCODE(D) \
+    kernel void tqkv_encode_d##D( \
+        constant tqkv__rows_args &args [[buffer(0)]], \
+        device const float *rows [[buffer(1)]], \
+        device uchar *codes [[buffer(2)]], \
+        device float *norms [[buffer(3)]], \
+        device atomic_uint *not_finite [[buffer(4)]], \
+        threadgroup uint2 *cells [[threadgroup(0)]], \
+        threadgroup float *signs [[threadgroup(1)]], \
+        uint3 group [[threadgroup_position_in_grid]], \
+        uint thread_index [[thread_index_in_threadgroup]], \
+        uint lane [[thread_index_in_simdgroup]], \
+        uint simdgroup [[simdgroup_index_in_threadgroup]], \
+        uint n_simdgroups [[simdgroups_per_threadgroup]]) \
+    { \
+        load_cells(stream_format, cells, thread_index, n_simdgroups * 32u); \
+        load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
+        threadgroup_barrier(mem_flags::mem_threadgroup); \
+        encode_source source = {stream_format, rotated, rows, signs, not_finite}; \
+        encode_target target = {codes, norms, cells}; \
+        encode_rows<D>(args, source, target, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane); \
+    }
+// clang-format on
+
+ENCODE(32)
+ENCODE(64)
+ENCODE(128)
+ENCODE(256)
+ENCODE(512)
+ENCODE(1024)
+
+// ---- shaders/encode_kv.metal ----
+
+// encode_kv: keys and values of the same tokens in one dispatch, each with its own format. Threadgroups along x for the
+// rows as in encode; z = 0 for keys and 1 for values.
+
+// key_format: declared above
+// value_format: declared above
+#define key_rotated rotated // the same function constant
+constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
+
+// keys, values: [n_tokens][n_kv_heads][D]
+// clang-format off
+#define ENCODE_KV(D) \
+    kernel void tqkv_encode_kv_d##D( \
+        constant tqkv__rows_args &key_args [[buffer(0)]], \
+        device const float *keys [[buffer(1)]], \
+        device uchar *key_codes [[buffer(2)]], \
+        device float *key_norms [[buffer(3)]], \
+        constant tqkv__rows_args &value_args [[buffer(4)]], \
+        device const float *values [[buffer(5)]], \
+        device uchar *value_codes [[buffer(6)]], \
+        device float *value_norms [[buffer(7)]], \
+        device atomic_uint *not_finite [[buffer(8)]], \
+        threadgroup uint2 *cells [[threadgroup(0)]], \
+        threadgroup float *signs [[threadgroup(1)]], \
+        uint3 group [[threadgroup_position_in_grid]], \
+        uint thread_index [[thread_index_in_threadgroup]], \
+        uint lane [[thread_index_in_simdgroup]], \
+        uint simdgroup [[simdgroup_index_in_threadgroup]], \
+        uint n_simdgroups [[simdgroups_per_threadgroup]]) \
+    { \
+        uint row = (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)); \
+        load_cells(group.z == 0 ? key_format : value_format, cells, thread_index, n_simdgroups * 32u); \
+        load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
+        threadgroup_barrier(mem_flags::mem_threadgroup); \
+        if (group.z == 0) { \
+            encode_source source = {key_format, key_rotated, keys, signs, not_finite}; \
+            encode_target target = {key_codes, key_norms, cells}; \
+            encode_rows<D>(key_args, source, target, row, lane); \
+        } else { \
+            encode_source source = {value_format, value_rotated, values, signs, not_finite}; \
+            encode_target target = {value_codes, value_norms, cells}; \
+            encode_rows<D>(value_args, source, target, row, lane); \
+        } \
+    }
+// clang-format on
+
+ENCODE_KV(32)
+ENCODE_KV(64)
+ENCODE_KV(128)
+ENCODE_KV(256)
+ENCODE_KV(512)
+ENCODE_KV(1024)
+
+// ---- shaders/probe.metal ----
+
+// probe: the rotated and scaled values that encode compares with the codebook. Threadgroups along x,
+// TQKV__ENCODE_ROWS(D) rows a simdgroup.
+
+// stream_format: declared above
+// rotated: declared above
+
+// clang-format off
+#define PROBE(D) \
+    kernel void tqkv_probe_d##D( \
+        constant tqkv__rows_args &args [[buffer(0)]], \
+        device const float *rows [[buffer(1)]], \
+        device float *scaled [[buffer(2)]], \
+        device atomic_uint *not_finite [[buffer(3)]], \
+        threadgroup float *signs [[threadgroup(0)]], \
+        uint3 group [[threadgroup_position_in_grid]], \
+        uint thread_index [[thread_index_in_threadgroup]], \
+        uint lane [[thread_index_in_simdgroup]], \
+        uint simdgroup [[simdgroup_index_in_threadgroup]], \
+        uint n_simdgroups [[simdgroups_per_threadgroup]]) \
+    { \
+        load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
+        threadgroup_barrier(mem_flags::mem_threadgroup); \
+        encode_source source = {stream_format, rotated, rows, signs, not_finite}; \
+        probe_rows<D>(args, source, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane, scaled); \
+    }
+// clang-format on
+
+PROBE(32)
+PROBE(64)
+PROBE(128)
+PROBE(256)
+PROBE(512)
+PROBE(1024)
+
+// ---- shaders/rotate.metal ----
+
+// rotate: turns rows of queries or outputs into the rotated basis or back, in place. One simdgroup a row.
+
+// unrotate: declared above
+
+template <int D>
+inline void rotate_in_place(device float *row, uint lane)
+{
+    float x[TQKV_LANE_VALUES(D)];
+    load_row<D>(row, lane, x);
+    if (unrotate)
+        unrotate_row<D>(x, lane);
+    else
+        rotate_row<D>(x, lane);
+    store_row<D>(x, lane, row);
+}
+
+// rows: [n_rows][D]
+// clang-format off
+#define ROTATE(D) \
+    kernel void tqkv_rotate_d##D( \
+        constant tqkv__rotate_args &args [[buffer(0)]], \
+        device float *rows [[buffer(1)]], \
+        uint3 group [[threadgroup_position_in_grid]], \
+        uint lane [[thread_index_in_simdgroup]], \
+        uint simdgroup [[simdgroup_index_in_threadgroup]], \
+        uint n_simdgroups [[simdgroups_per_threadgroup]]) \
+    { \
+        uint row = group.x * n_simdgroups + simdgroup; \
+        if (row < uint(args.n_rows)) rotate_in_place<D>(rows + row_offset(row, D), lane); \
+    }
+// clang-format on
+
+ROTATE(32)
+ROTATE(64)
+ROTATE(128)
+ROTATE(256)
+ROTATE(512)
+ROTATE(1024)
+
+// ---- shaders/tables.metal ----
+
+// tables: reports the shaders' codebooks, boundaries, signs, version and argument sizes. The host compares them with
+// its own, and so refuses a library that was built from another version of tqkv.h. One threadgroup.
+
+// clang-format off
+#define STORE_SIZE(name) report->struct_sizes[n_structs++] = uint(sizeof(tqkv__##name));
+// clang-format on
+
+kernel void tqkv_tables(device tqkv__table_report *report [[buffer(0)]],
+                        uint thread_index [[thread_index_in_threadgroup]],
+                        uint n_simdgroups [[simdgroups_per_threadgroup]])
+{
+    if (thread_index == 0) {
+        int n_structs = 0;
+        report->table_version = TQKV_TABLE_VERSION;
+        TQKV__SHARED_STRUCTS(STORE_SIZE)
+    }
+    if (thread_index < uint(TQKV__KERNEL_DIMS)) {
+        const int head_dim = TQKV__KERNEL_DIM(int(thread_index));
+        const int sizes[] = {TQKV__KERNEL_SIZES(head_dim)};
+        for (int i = 0; i < TQKV__N_KERNEL_SIZES; i++) report->kernel_sizes[thread_index][i] = sizes[i];
+    }
+    device uchar *to = (device uchar *)&report->tables;
+    constant uchar *from = (constant uchar *)&tqkv__tables;
+    for (uint i = thread_index; i < uint(sizeof(tqkv__table_set)); i += n_simdgroups * 32u) to[i] = from[i];
+}

@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""Makes a Metal library's own bitcode run on the machine of simt.h.
+
+usage: launch.py LIBRARY FOLDER [--only REGULAR_EXPRESSION]
+
+For each kernel FOLDER/NAME.ll: the module as LLVM IR of this machine, for llc. FOLDER/launchers.cpp hands the kernels
+their arguments, as the library's metadata describes them: indices and types come from nowhere else.
+"""
+import argparse
+import os
+import platform
+import re
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import reader  # noqa: E402
+from module import Module  # noqa: E402
+
+TRIPLES = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-linux-gnu"}
+TYPES = {"uint": ("i32", "uint32_t"), "bool": ("i8", "uint8_t"), "int": ("i32", "int32_t"), "float": ("float", "float")}
+PRELUDE = """#include "simt.h"
+typedef uint32_t uint3 __attribute__((ext_vector_type(3)));
+typedef uint32_t uint;
+static uint3 position(simt::extent e) { return uint3{e.x, e.y, e.z}; }
+static uint position(unsigned x) { return x; }
+"""
+
+
+def without_lines(text, pattern):
+    return re.sub(rf"(?m)^{pattern}.*\n", "", text)
+
+
+def native(text, constants):
+    """The module for this machine. A function constant is a global that the launcher sets."""
+    text = re.sub(r"(?m)^target datalayout.*\n", "", text)
+    text = re.sub(r"(?m)^target triple.*$", f'target triple = "{TRIPLES[platform.machine()]}"', text)
+    text = without_lines(text, r"@llvm\.global_ctors")
+    text = re.sub(r"(?ms)^define internal void @_GLOBAL__sub_I.*?^\}\n", "", text)
+    text = without_lines(without_lines(text, r"!air\."), r".*MTL_FC_INIT")
+    for name, kind, index in constants:
+        own = f"@_ZL{len(name)}{name}"
+        reader.expect(re.search(rf"(?m)^{own} = internal unnamed_addr addrspace\(2\) global", text), f"no {own}")
+        text = without_lines(text, re.escape(own) + " = ")
+        text = re.sub(re.escape(own) + r"\b", f"@air_constant_{kind}_{index}", text)
+        text += f"@air_constant_{kind}_{index} = external addrspace(2) global {TYPES[kind][0]}\n"
+    return text
+
+
+def launcher(module, constants):
+    types, values, masks = [], [], {"1": 0, "2": 0, "3": 0}
+    for fact in module.arguments:
+        if fact["is"] == "air.buffer":
+            index, space = int(fact["location_index"]), fact["address_space"]
+            masks[space] |= 1 << index
+            types.append("void *")
+            values.append(f"t.{'threadgroup_arguments' if space == '3' else 'buffers'}[{index}]")
+        else:
+            types.append(fact["arg_type_name"])
+            values.append(f"position(t.{fact['is'][4:]})")
+    used = sum(1 << index for _, _, index in constants)
+    sets = "".join(f'    if (!simt::constants->set[{i}]) simt::unset_constant("{n}", {i});\n'
+                   f"    air_constant_{k}_{i} = ({TYPES[k][1]})simt::constants->value[{i}];\n" for n, k, i in constants)
+    return (f'extern "C" void {module.name}({", ".join(types)});\nstatic void run_{module.name}(simt::thread_state &t)\n{{\n'
+            f'{sets}    {module.name}({", ".join(values)});\n}}\nstatic simt::registration r_{module.name}("{module.name}", '
+            f'{masks["1"] | masks["2"]}u, {masks["3"]}u, {used}u, run_{module.name});\n')
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("library")
+    parser.add_argument("folder")
+    parser.add_argument("--only", default=".*")
+    args = parser.parse_args()
+    os.makedirs(args.folder, exist_ok=True)
+    launchers, constants = [], set()
+    for function in reader.read(args.library).functions:
+        if not re.fullmatch(args.only, function.name):
+            continue
+        text = reader.disassemble(function.bitcode, 14)
+        constants |= {(kind, index) for _, kind, index in function.constants}
+        launchers.append(launcher(Module(function.name, text), function.constants))
+        with open(f"{args.folder}/{function.name}.ll", "w", encoding="utf-8") as f:
+            f.write(native(text, function.constants))
+    made = "".join(f'extern "C" {{ {TYPES[k][1]} air_constant_{k}_{i}; }}\n' for k, i in sorted(constants))
+    with open(f"{args.folder}/launchers.cpp", "w", encoding="utf-8") as f:
+        f.write(PRELUDE + made + "".join(launchers))
+
+
+if __name__ == "__main__":
+    main()
