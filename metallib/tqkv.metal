@@ -24,7 +24,9 @@ using namespace metal;
      TQ8            8  index into 256 centroids      D
      TQ5_BYTES   5->8  as TQ5                        D, upper bits zero (the layout of existing caches)
      TQ6_BYTES   6->8  as TQ6                        D, upper bits zero
-     I8             8  signed byte, uniform grid     D; more accurate than TQ8 at the same size                       */
+     I8             8  signed byte, uniform grid     D; more accurate than TQ8 at the same size
+     TQ3            3  index into 8 centroids        D/4 low bit pairs, then D/8 of third bits
+     TQ2            2  index into 4 centroids        D/4; element 4i in the lowest pair of bits of byte i             */
 typedef enum tqkv_format {
     TQKV_FORMAT_DEFAULT = 0, /* keys: I8, values: TQ4 */
     TQKV_F16 = 1,
@@ -34,7 +36,9 @@ typedef enum tqkv_format {
     TQKV_TQ8,
     TQKV_TQ5_BYTES,
     TQKV_TQ6_BYTES,
-    TQKV_I8
+    TQKV_I8,
+    TQKV_TQ3,
+    TQKV_TQ2
 } tqkv_format;
 
 #define TQKV_MAX_HEAD_DIM 1024
@@ -47,7 +51,7 @@ typedef enum tqkv_format {
 /* One source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible without the implementation. */
 #define TQKV__SHARED
 
-#define TQKV_TABLE_VERSION 1 /* changes with the tables, the argument structs, or their meaning in the kernels */
+#define TQKV_TABLE_VERSION 2 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
 #define TQKV_TABLE constant
@@ -70,7 +74,8 @@ typedef enum tqkv_format {
                   : 32.0f)
 
 /* 1e-10 as a float. A row whose norm is not above this is stored as zeros. */
-#define TQKV__MIN_NORM 1.00000001335143196001808973960578441619873046875e-10f
+#define TQKV__MIN_NORM  1.00000001335143196001808973960578441619873046875e-10f
+#define TQKV__NEXT_NORM 1.00000008274037092e-10f /* the next float: the least norm that is above */
 
 /* One row a format, in the order of tqkv_format. C, the kernels and the shaders derive everything else from these rows.
 
@@ -89,7 +94,9 @@ typedef enum tqkv_format {
     row(x, TQKV_TQ8,       "tq8",       TQKV__BOOK,  8,  0,    8,   1)         \
     row(x, TQKV_TQ5_BYTES, "tq5_bytes", TQKV__BOOK,  8,  0,    5,   1)         \
     row(x, TQKV_TQ6_BYTES, "tq6_bytes", TQKV__BOOK,  8,  0,    6,   1)         \
-    row(x, TQKV_I8,        "i8",        TQKV__GRID,  8,  0,    0,   0)
+    row(x, TQKV_I8,        "i8",        TQKV__GRID,  8,  0,    0,   0)         \
+    row(x, TQKV_TQ3,       "tq3",       TQKV__BOOK,  2,  1,    3,   0)         \
+    row(x, TQKV_TQ2,       "tq2",       TQKV__BOOK,  2,  0,    2,   0)
 // clang-format on
 
 enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
@@ -111,7 +118,7 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
     ((kind) == TQKV__GRID && (D) > 128 ? 128 : (kind) == TQKV__BOOK && (D) >= 512 ? 256 : (D))
 
 /* One row a codebook: its bits, which are also part of the names of its tables and hashes. */
-#define TQKV__BOOKS(row, x) row(x, 4) row(x, 5) row(x, 6) row(x, 8)
+#define TQKV__BOOKS(row, x) row(x, 2) row(x, 3) row(x, 4) row(x, 5) row(x, 6) row(x, 8)
 /* The codebook with that many bits, and its boundaries; TQ8's for any other number. */
 #define TQKV__CODEBOOK(bits)              (TQKV__BOOKS(TQKV__CODEBOOK_OF, bits) tqkv__tables.codebook_8)
 #define TQKV__BOUNDARIES(bits)            (TQKV__BOOKS(TQKV__BOUNDARIES_OF, bits) tqkv__tables.boundaries_8)
@@ -121,14 +128,17 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 /* XXH3-64 of each member of tqkv__tables, as little-endian bytes, and of the whole. */
 
 typedef struct tqkv__table_set {
-    float codebook_4[16], codebook_5[32], codebook_6[64], codebook_8[256]; /* centroids, increasing */
-    float boundaries_4[15], boundaries_5[31], boundaries_6[63], boundaries_8[255];
+    float codebook_2[4], codebook_3[8], codebook_4[16], codebook_5[32], codebook_6[64],
+        codebook_8[256]; /* increasing */
+    float boundaries_2[3], boundaries_3[7], boundaries_4[15], boundaries_5[31], boundaries_6[63], boundaries_8[255];
     uint8_t signs[64]; /* bit j = (signs[j>>3] >> (j&7)) & 1: 1 flips element j modulo 512 */
 } tqkv__table_set;
 
 /* Lloyd-Max quantisers of N(0,1). Float midpoints of the centroids differ from these boundaries in the last place. */
 // clang-format off
 TQKV_TABLE tqkv__table_set tqkv__tables = {
+    {-1.5104176f, -0.4527800f, 0.4527800f, 1.5104176f},
+    {-2.1519457f, -1.3439093f, -0.7560053f, -0.2450942f, 0.2450942f, 0.7560053f, 1.3439093f, 2.1519457f},
     {-2.7325896f, -2.0690172f, -1.6180464f, -1.2562312f, -0.9423405f, -0.6567591f, -0.3880483f, -0.1283950f, 0.1283950f, 0.3880483f,
      0.6567591f, 0.9423405f, 1.2562312f, 1.6180464f, 2.0690172f, 2.7325896f},
     {-3.2606790f, -2.6910589f, -2.3176743f, -2.0286608f, -1.7871646f, -1.5761599f, -1.3862739f, -1.2117410f, -1.0487242f, -0.8945114f,
@@ -168,6 +178,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
      2.8933131f, 2.9300362f, 2.9676040f, 3.0061011f, 3.0456229f, 3.0862780f, 3.1281899f, 3.1715011f, 3.2163758f, 3.2630056f,
      3.3116156f, 3.3624729f, 3.4158977f, 3.4722785f, 3.5320936f, 3.5959415f, 3.6645851f, 3.7390194f, 3.8205780f, 3.9111092f,
      4.0132856f, 4.1311907f, 4.2715508f, 4.4467193f, 4.6836997f, 5.0652659f},
+    {-0.9815988f, 0.0000000f, 0.9815988f},
+    {-1.7479275f, -1.0499573f, -0.5005497f, 0.0000000f, 0.5005497f, 1.0499573f, 1.7479275f},
     {-2.4008034f, -1.8435318f, -1.4371388f, -1.0992859f, -0.7995498f, -0.5224037f, -0.2582217f, 0.0000000f, 0.2582217f, 0.5224037f,
      0.7995498f, 1.0992859f, 1.4371388f, 1.8435318f, 2.4008034f},
     {-2.9758689f, -2.5043666f, -2.1731675f, -1.9079127f, -1.6816622f, -1.4812169f, -1.2990074f, -1.1302326f, -0.9716178f, -0.8207999f,
@@ -214,10 +226,11 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 // clang-format on
 
 /* The Metal kernels, tqkv_<family>_d<head_dim>. A kernel and its function constants make a pipeline. */
-#define TQKV_FC_FORMAT         0  /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
-#define TQKV_FC_VALUE_FORMAT   1  /* uint: encode_kv, attend: that of the values */
-#define TQKV_FC_ROTATED        2  /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
-#define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: the values */
+#define TQKV_FC_FORMAT       0    /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
+#define TQKV_FC_VALUE_FORMAT 1    /* uint: encode_kv, attend: that of the values */
+#define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
+                                  /* decode, attend: rotate the centre before it is used */
+#define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
 #define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back */
 #define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated, queries are not */
 #define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head in a threadgroup */
@@ -226,32 +239,51 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV_FC_SAME_SLOTS     9  /* bool: attend: a position has the same slot in keys and values */
 #define TQKV_FC_SHORT_STORE    10 /* bool: attend: the keys' capacity is below 32 */
 #define TQKV_FC_SINKS          11 /* bool: attend_merge: there are sinks */
+#define TQKV_FC_CENTER         12 /* bool: encode, probe, decode: rows have a centre; encode_kv: keys have one */
+                                  /* attend, attend_merge: keys have one, and it changes the result */
+#define TQKV_FC_VALUE_CENTER 13   /* bool: encode_kv, attend_merge: values have a centre */
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
-#define TQKV__CELL_BYTES                3120                             /* (0) of encode: cells of the codebook */
-#define TQKV__SIGN_BYTES(D)             (4 * (D))                        /* (1) of encode, (0) of probe: signs */
-#define TQKV__TABLE_BYTES               1024                             /* (0) of decode: a codebook */
+#define TQKV__CELL_BYTES    3120                                         /* (0) of encode: cells of the codebook */
+#define TQKV__SIGN_BYTES(D) (4 * (D))                                    /* (1) of encode, (0) of probe: signs */
+#define TQKV__TABLE_BYTES   1024                                         /* (0) of decode: a codebook */
+                                                                         /* (2) of encode: squares of its centroids */
 #define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
-#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums */
+#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums or: */
+#define TQKV__ATTEND_SUM_BYTES(D)       (4 * (D)*TQKV__MAX_COLUMNS(D))   /*     the sums, of several stretches */
 #define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
-#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /* (3) maximum and sum, n simdgroups */
+#define TQKV__ATTEND_KEPT_BYTES(D)      (16 * TQKV__MAX_COLUMNS(D))      /* (3) maximum and sum: kept twice, and */
+#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /*     of n simdgroups */
 #define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)            /* (0) a row and its sum, n simdgroups */
+
+/* Floats of a padded query in attend. */
+#define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
+
+/* Attention cuts the context at fixed slots of the keys into stretches with sums of their own: the first n_short have
+   `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot 0,
+   are a section. The stretches of a section are added in order, then the sections. */
+#define TQKV__STRETCH_GROWTH 4
+#define TQKV__SECTION        16
+#define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
+    ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
+                                   : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
 
 /* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side. */
 #define TQKV__ENCODE_ROWS(D) (4 * ((D) == 32 ? 16 : 1024 / (D)))
 
-/* Simdgroups that share a row's splits in attend_merge: 8 KiB of threadgroup memory. */
+/* Simdgroups that share a row's sections in attend_merge: 8 KiB of threadgroup memory. */
 #define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))
 
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D)                                                                                          \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
-        TQKV__SIGN_BYTES(D), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_WEIGHT_BYTES(D, 1),                             \
-        TQKV__ATTEND_STATE_BYTES(D, 1), TQKV__MERGE_BYTES(D, 1)
-enum { TQKV__KERNEL_DIMS = 6, TQKV__N_KERNEL_SIZES = 10 };
+        TQKV__SIGN_BYTES(D), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D), TQKV__ATTEND_WEIGHT_BYTES(D, 1),  \
+        TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1), TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH,     \
+        TQKV__SECTION
+enum { TQKV__KERNEL_DIMS = 6, TQKV__N_KERNEL_SIZES = 14 };
 /* head_dim number i of the kernels */
 #define TQKV__KERNEL_DIM(i) (32 << (i))
 
@@ -273,10 +305,12 @@ typedef struct tqkv__rotate_args {
 typedef struct tqkv__attend_args {
     int32_t n_queries;
     int32_t n_kv_heads;
-    int32_t group;    /* query heads a KV head */
-    int32_t kv_len;   /* query i is at position kv_len - n_queries + i; before 0 it sees nothing */
-    int32_t window;   /* 0: none, or at least kv_len */
-    int32_t n_splits; /* threadgroups that share one context: the grid's z */
+    int32_t group;                  /* query heads a KV head */
+    int32_t kv_len;                 /* query i is at position kv_len - n_queries + i; before 0 it sees nothing */
+    int32_t window;                 /* 0: none, or at least kv_len */
+    int32_t first_stretch;          /* that a query sees */
+    int32_t stretch_tiles, n_short; /* TQKV__STRETCH_OF_TILE */
+    int32_t sections_each;          /* of a threadgroup; 0: threadgroup z has only stretch first_stretch + z */
     int32_t key_capacity, key_oldest_slot;
     int32_t value_capacity, value_oldest_slot;
     float scale;                              /* not 0 */
@@ -287,7 +321,10 @@ typedef struct tqkv__attend_args {
 typedef struct tqkv__merge_args {
     int32_t n_rows;  /* n_queries * n_heads */
     int32_t n_heads; /* row r is of head r modulo n_heads */
-    int32_t n_splits;
+    int32_t group;   /* query heads a KV head */
+    int32_t n_partials;
+    int32_t section; /* partial results of a section: TQKV__SECTION or, if they are sections, 1 */
+    int32_t before;  /* those of the first section that are left out */
 } tqkv__merge_args;
 
 /* The structs that C and the shaders share. */
@@ -303,12 +340,12 @@ typedef struct tqkv__table_report {
 } tqkv__table_report;
 
 #define TQKV__ASSERT_SIZE(type, bytes) static_assert(sizeof(type) == (bytes), "size of " #type)
-TQKV__ASSERT_SIZE(tqkv__table_set, 2992);
+TQKV__ASSERT_SIZE(tqkv__table_set, 3080);
 TQKV__ASSERT_SIZE(tqkv__rows_args, 20);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 56);
-TQKV__ASSERT_SIZE(tqkv__merge_args, 12);
-TQKV__ASSERT_SIZE(tqkv__table_report, 3256);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 68);
+TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
+TQKV__ASSERT_SIZE(tqkv__table_report, 3440);
 
 // ---- shaders/common.h ----
 
@@ -411,6 +448,9 @@ inline void store_row(thread const float *x, uint lane, device float *row)
 inline uint main_bits(uint format) { return uint(TQKV__MAIN_BITS(format)); }
 inline uint upper_bits(uint format) { return uint(TQKV__UPPER_BITS(format)); }
 
+// The bits that code is written for. Fields of 2 bits take the code of 4, and load half as many words.
+inline uint code_width(uint format) { return max(main_bits(format), 4u); }
+
 // log2 of the number of centroids; 0 without a codebook.
 inline uint codebook_bits(uint format) { return uint(TQKV__BOOK_BITS(format)); }
 
@@ -458,8 +498,8 @@ inline void copy_table(constant float *source, uint n, threadgroup float *table,
 
 // Cells of equal width divide the codebook's range. They are so narrow that none holds two boundaries. There are 2n+1
 // cells: cell i is centred on (i - n)/density. No boundary is near the edge of a cell.
-inline uint cells_per_side(uint bits) { return bits == 4 ? 10u : bits == 5 ? 25u : bits == 6 ? 57u : 194u; }
-inline float cell_density(uint bits) { return bits == 4 ? 4.0f : bits == 5 ? 8.5f : bits == 6 ? 16.5f : 39.75f; }
+inline uint cells_per_side(uint bits) { return bits <= 4 ? 10u : bits == 5 ? 25u : bits == 6 ? 57u : 194u; }
+inline float cell_density(uint bits) { return bits <= 4 ? 4.0f : bits == 5 ? 8.5f : bits == 6 ? 16.5f : 39.75f; }
 
 // Offset of the cell of v, in bytes; of cell 0 for NaN. A float near 1.5 * 2^20 has units of 1/8 in its lowest bits. A
 // cell has 8 bytes, so these bits are the offset and need no shift.
@@ -492,6 +532,15 @@ inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index,
     }
 }
 
+// Squares of the centroids. A barrier must follow.
+inline void load_squares(uint format, threadgroup float *squares, uint thread_index, uint n_threads)
+{
+    uint bits = codebook_bits(format);
+    if (bits == 0) return;
+    constant float *centroids = TQKV__CODEBOOK(bits);
+    for (uint i = thread_index; i < 1u << bits; i += n_threads) squares[i] = centroids[i] * centroids[i];
+}
+
 // Number of boundaries strictly below v; 0 for NaN.
 inline uint quantise(float v, uint bits, threadgroup uint2 *cells)
 {
@@ -522,7 +571,7 @@ inline uint half_bits(float x)
 
 // ---- Codes to values ----
 
-// N neighbouring codes of a row as they are in memory. W is main_bits(format).
+// N neighbouring codes of a row as they are in memory. W is code_width(format).
 template <int W, int N>
 struct raw_codes {
     uint main[(W * N + 31) / 32];
@@ -566,7 +615,10 @@ inline void load_codes(uint format, device const uchar *row, uint first, thread 
     uint alignment = row_bytes<D>(format);
     TQKV_UNROLL
     for (int i = 0; i < (2 * N + 31) / 32; i++) raw.upper[i] = 0;
-    load_field<W, N>((device const uint *)row, first, alignment, raw.main);
+    if (W == 4 && main_bits(format) == 2)
+        load_field<2, N>((device const uint *)row, first, alignment, raw.main);
+    else
+        load_field<W, N>((device const uint *)row, first, alignment, raw.main);
     device const uint *upper = (device const uint *)(row + upper_offset<D>(format));
     if (W < 8 && upper_bits(format) == 1) load_field<1, N>(upper, first, alignment, raw.upper);
     if (W < 8 && upper_bits(format) == 2) load_field<2, N>(upper, first, alignment, raw.upper);
@@ -606,15 +658,16 @@ inline uint shift_down(uint word, int from) { return from >= 0 ? word >> from : 
 template <int W, int N>
 inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book)
 {
-    const uint main_mask = (1u << W) - 1u;
-    uint word = raw.main[i * W / 32], shift = uint(i * W % 32);
+    bool pairs = W == 4 && main_bits(format) == 2;
+    int main = pairs ? 2 : W;
+    uint word = pairs ? raw.main[i / 16] : raw.main[i * W / 32], shift = uint(i * main % 32);
     if (W == 16) return float(as_type<half>(ushort((word >> shift) & 0xffffu)));
     if (W == 8 && !has_codebook(format)) return float(int(word << (24u - (shift & 24u))) >> 24);
-    uint code = word >> shift;
+    uint code = word >> shift, main_mask = (1u << main) - 1u;
     if (W < 8 && upper_bits(format) == 1)
-        code = (code & main_mask) | (shift_down(raw.upper[i / 32], i % 32 - W) & (1u << W));
+        code = (code & main_mask) | (shift_down(raw.upper[i / 32], i % 32 - main) & (1u << main));
     if (W < 8 && upper_bits(format) == 2)
-        code = (code & main_mask) | (shift_down(raw.upper[i / 16], i % 16 * 2 - W) & (3u << W));
+        code = (code & main_mask) | (shift_down(raw.upper[i / 16], i % 16 * 2 - main) & (3u << main));
     uint bits = codebook_bits(format);
     // The lanes repeat a codebook of fewer than 32 centroids: bits above the code may stay in the lane number.
     if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
@@ -725,6 +778,17 @@ inline void unrotate_row(thread float *x, uint lane)
     unrotate_values<D, 32, TQKV_LANE_VALUES(D)>(x, lane, lane_signs<D, 32, TQKV_LANE_VALUES(D)>(lane));
 }
 
+// x += weight * the centre of a head, rotated if asked. center: [n_kv_heads][D]
+template <int D>
+inline void add_center(device const float *center, uint kv_head, bool rotated, float weight, uint lane, thread float *x)
+{
+    float c[TQKV_LANE_VALUES(D)];
+    load_row<D>(center + row_offset(kv_head, D), lane, c);
+    if (rotated) rotate_row<D>(c, lane);
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) x[i] = x[i] + weight * c[i];
+}
+
 #endif
 
 // ---- shaders/softmax.h ----
@@ -735,9 +799,27 @@ inline void unrotate_row(thread float *x, uint lane)
 
 #define TQKV_LOG2E 1.44269504f
 
-// 2^(own - largest). The maximum of nothing is -INFINITY and its share is 0. This is selected, because -INFINITY minus
-// -INFINITY is NaN. The fast exponential errs by a few units in the last place; the result may err by 2e-5.
-inline float share_of(float own, float largest) { return own == -INFINITY ? 0.0f : fast::exp2(own - largest); }
+// 2^(own - largest), and exactly 1 where the two are equal: then adding nothing changes no bit. The maximum of nothing is
+// -INFINITY and its share is 0. Both are selected, because -INFINITY minus -INFINITY is NaN. The fast exponential errs by
+// a few units in the last place; the result may err by 2e-5.
+inline float share_of(float own, float largest)
+{
+    return own == largest ? 1.0f : own == -INFINITY ? 0.0f : fast::exp2(own - largest);
+}
+
+// The factors of two sums of weights with these maxima, kept and added, under the larger one.
+struct shares {
+    float largest, kept, added;
+};
+
+inline shares shares_of(float kept, float added)
+{
+    shares result;
+    result.largest = max(kept, added);
+    result.kept = share_of(kept, result.largest);
+    result.added = share_of(added, result.largest);
+    return result;
+}
 
 #endif
 
@@ -788,33 +870,78 @@ inline query_row row_of_column(constant tqkv__attend_args &args, uint column)
     return result;
 }
 
+inline query_row next_row(constant tqkv__attend_args &args, query_row row)
+{
+    row.head++;
+    if (row.head < args.group) return row;
+    row.head = 0;
+    row.query++;
+    return row;
+}
+
 // The newest position that a query sees; negative if it sees none.
 inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.kv_len - args.n_queries + query; }
 
-// The tiles of a split, [begin, end). Tile 0 holds the oldest position that the threadgroup's columns see.
+// The tiles of the store that some of the threadgroup's columns sees: [begin, end) without [gap_begin, gap_end). A ring
+// that wraps has a gap if its newest positions, in the first slots, do not meet the oldest ones.
 struct tile_range {
-    uint begin, end;
-    uint first; // number of tile 0 in the store
-    uint total; // tiles of the store; after the last comes the first
+    uint begin, end, gap_begin, gap_end;
 };
 
-inline tile_range tiles_of_split(constant tqkv__attend_args &args, uint first_column, uint split)
+inline tile_range tiles_seen(constant tqkv__attend_args &args, uint first_column)
 {
     int newest = newest_seen(args, row_of_column(args, first_column + columns - 1u).query);
     int oldest = newest_seen(args, row_of_column(args, first_column).query) - args.window + 1;
     if (args.window == 0 || oldest < 0) oldest = 0;
-    tile_range range;
     uint capacity = uint(args.key_capacity), slot = uint(args.key_oldest_slot) + uint(oldest);
     slot = slot < capacity ? slot : slot - capacity;
     uint before_end = capacity - slot, n = newest < oldest ? 0u : uint(newest - oldest) + 1u;
-    range.first = slot / 32u;
-    range.total = (capacity + 31u) / 32u;
-    uint wrapped = range.total - range.first + (n - before_end + 31u) / 32u;
-    uint count = n <= before_end ? (slot % 32u + n + 31u) / 32u : min(wrapped, range.total);
-    count = n == 0 ? 0u : count;
-    range.begin = uint(ulong(count) * ulong(split) / ulong(args.n_splits));
-    range.end = uint(ulong(count) * ulong(split + 1u) / ulong(args.n_splits));
-    return range;
+    bool wraps = n > before_end;
+    tile_range seen;
+    seen.begin = wraps ? 0u : slot / 32u;
+    seen.end = n == 0 ? seen.begin : ((wraps ? capacity : slot + n) + 31u) / 32u;
+    seen.gap_begin = wraps ? (n - before_end + 31u) / 32u : 0u;
+    seen.gap_end = wraps ? max(slot / 32u, seen.gap_begin) : 0u;
+    return seen;
+}
+
+// The first tile from `tile` on that is the simdgroup's. The number of a tile decides that alone, so a row's sums do not
+// depend on what the threadgroup's other columns see.
+inline uint own_tile(uint tile, uint simdgroup, uint n_simdgroups)
+{
+    return tile + (simdgroup + n_simdgroups - tile % n_simdgroups) % n_simdgroups;
+}
+
+inline uint stretch_of_tile(constant tqkv__attend_args &args, uint tile)
+{
+    return TQKV__STRETCH_OF_TILE(tile, uint(args.stretch_tiles), uint(args.n_short));
+}
+
+inline uint first_tile_of_stretch(constant tqkv__attend_args &args, uint stretch)
+{
+    uint n_short = min(stretch, uint(args.n_short));
+    return (n_short + (stretch - n_short) * TQKV__STRETCH_GROWTH) * uint(args.stretch_tiles);
+}
+
+// The stretches that a threadgroup sums up, [begin, end): at least one, perhaps without a tile that it sees.
+struct stretch_range {
+    uint begin, end;
+};
+
+inline stretch_range stretches_of_threadgroup(constant tqkv__attend_args &args, tile_range seen, uint split)
+{
+    stretch_range own;
+    own.begin = uint(args.first_stretch) + split;
+    own.end = own.begin + 1u;
+    if (args.sections_each == 0) return own;
+    own.begin = (uint(args.first_stretch) / TQKV__SECTION + split * uint(args.sections_each)) * TQKV__SECTION;
+    own.end = own.begin + 1u;
+    uint limit = own.begin + uint(args.sections_each) * TQKV__SECTION, first = stretch_of_tile(args, seen.begin);
+    uint end = seen.begin < seen.end ? stretch_of_tile(args, seen.end - 1u) + 1u : 0u;
+    if (first >= limit || end <= own.begin) return own;
+    own.begin = max(own.begin, first);
+    own.end = min(limit, end);
+    return own;
 }
 
 struct tile_place {
@@ -826,9 +953,9 @@ struct tile_place {
 
 // A tile always loads 32 rows. The last tile of the store is moved back to end with it: its first rows then belong to
 // the tile before. The rows that a short store lacks belong to no tile.
-inline tile_place open_tile(constant tqkv__attend_args &args, tile_range range, uint number, uint row)
+inline tile_place open_tile(constant tqkv__attend_args &args, uint number, uint row)
 {
-    uint nth = range.first + number, start = (nth < range.total ? nth : nth - range.total) * 32u;
+    uint start = number * 32u;
     tile_place result;
     result.base = short_store ? 0u : min(start, uint(args.key_capacity) - 32u);
     result.row = row;
@@ -842,17 +969,17 @@ inline tile_place open_tile(constant tqkv__attend_args &args, tile_range range, 
 
 // ---- shaders/attend.h ----
 
-// Attention straight from the codes. A threadgroup serves one KV head, one split of the context, and up to `columns`
-// query rows. A column is one query head of the group for one query; the heads of a query come first. Each simdgroup
-// takes its own tiles of 32 slots and keeps its own softmax. The simdgroups combine their results at the end. A key or
-// value is decoded once for all columns: that decides the speed.
+// Attention straight from the codes. A threadgroup serves one KV head, one or several stretches of the context, and up to
+// `columns` query rows. A column is one query head of the group for one query; the heads of a query come first. Each
+// simdgroup takes its own tiles of 32 slots and keeps its own softmax. The simdgroups combine their results at the end of
+// a stretch. A key or value is decoded once for all columns: that decides the speed.
 //
 // Within a tile
 //   keys     up to 4 lanes share a row and load 16 bytes at a time; a reduction leaves each lane the score of one row
 //   softmax  one row a lane
 //   values   the lanes lie across the row; the weights come from threadgroup memory
 //
-// Letters: D head_dim, W main bits of a stored value, KW and VW these of keys and values, C most columns, N values that
+// Letters: D head_dim, W code width of a stored value, KW and VW these of keys and values, C most columns, N values that
 // a lane loads at a time, R lanes that share a row of keys, V output values of a column that a lane keeps.
 #ifndef TQKV_ATTEND_H
 #define TQKV_ATTEND_H
@@ -861,6 +988,8 @@ constant uint key_format [[function_constant(TQKV_FC_FORMAT)]];
 constant uint value_format [[function_constant(TQKV_FC_VALUE_FORMAT)]];
 constant bool rotate_queries [[function_constant(TQKV_FC_ROTATE_QUERIES)]];
 constant bool softcap [[function_constant(TQKV_FC_SOFTCAP)]];
+constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
+constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
 
 // A loop over columns runs to the constant maximum and tests inside. It unrolls into registers, and the iterations
 // beyond `columns` disappear when the pipeline is built.
@@ -883,14 +1012,20 @@ struct stream_rows {
 
 // What a threadgroup works on, and the place of this thread in it. n_heads is n_kv_heads * group.
 struct attend_task {
-    device const float *q;       // [n_queries][n_heads][D]
-    stream_rows keys, values;    // of the KV head
-    device float *partial_out;   // [n_splits][n_queries][n_heads][D]: sum of weight * value
-    device float *partial_state; // [n_splits][n_queries][n_heads][2]: maximum (in powers of two), sum of the weights
-    threadgroup float *tables;   // [2][256]: codebooks of keys and values
-    threadgroup float *queries;  // [columns][padded D]; at the end [columns][D], the outputs
-    threadgroup float *weights;  // [n_simdgroups][32][C]
-    threadgroup float *states;   // [n_simdgroups][C][2]: maximum and sum
+    device const float *q;     // [n_queries][n_heads][D]
+    stream_rows keys, values;  // of the KV head
+    device float *partial_out; // [n_partials][n_queries][n_heads][D]: sum of weight * value
+    device float
+        *partial_state;         // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in
+                                // powers of two), sum of the weights
+    device const float *center; // [n_kv_heads][D]: of the keys
+    threadgroup float *tables;  // [2][256]: codebooks of keys and values
+    threadgroup float *queries; // [columns][padded D]
+    threadgroup float *sums;    // [columns][D]: of a stretch. After the only stretch they take the queries' memory
+    threadgroup float *weights; // [n_simdgroups][32][C]
+    threadgroup float *kept;    // [2][C][2]: maximum and sum of the section so far, and of all earlier sections. Before
+                                // them [C]: the centre's score in powers of two
+    threadgroup float *states;  // [n_simdgroups][C][2]: maximum and sum
     uint kv_head, first_column, split;
     uint lane, simdgroup, n_simdgroups;
 };
@@ -898,6 +1033,7 @@ struct attend_task {
 // What a lane keeps of each column.
 template <int D>
 struct column_state {
+    float shift[TQKV__MAX_COLUMNS(D)];             // of scores, under softcap: the centre's score
     int newest[TQKV__MAX_COLUMNS(D)];              // position that the column's query sees; negative: none
     float maximum[TQKV__MAX_COLUMNS(D)];           // subtracted from scores: weigh_tile says how it is raised
     float sum[TQKV__MAX_COLUMNS(D)];               // of the weights
@@ -972,6 +1108,18 @@ inline uint padded(uint value)
     return value + value / uint(KEY_VALUES(D, W)) * 4u;
 }
 
+// The score of the keys' centre: all scores of the query lack it. Every lane has the result. x: the lane's part of the query
+template <int D>
+inline float score_of_center(constant tqkv__attend_args &args, thread const attend_task &task, thread const float *x)
+{
+    float center[TQKV_LANE_VALUES(D)], dot = 0.0f;
+    load_row<D>(task.center + row_offset(task.kv_head, D), task.lane, center);
+    if (rotate_center) rotate_row<D>(center, task.lane);
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) dot = fma(x[i], center[i], dot);
+    return simd_sum(dot) * (args.scale * TQKV_LOG2E);
+}
+
 template <int D, int W>
 inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task)
 {
@@ -981,6 +1129,8 @@ inline void load_queries(constant tqkv__attend_args &args, thread const attend_t
         uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
         float x[TQKV_LANE_VALUES(D)];
         load_row<D>(task.q + row_offset(at, D), task.lane, x);
+        float shift = key_centered ? score_of_center<D>(args, task, x) : 0.0f;
+        if (key_centered && task.lane == 0) task.kept[c] = shift;
         if (rotate_queries) rotate_row<D>(x, task.lane);
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
             task.queries[c * padded<D, W>(D) + padded<D, W>(task.lane * uint(TQKV_LANE_VALUES(D)) + uint(i))] = x[i];
@@ -1117,10 +1267,11 @@ inline void score_tile(constant tqkv__attend_args &args, thread const attend_tas
 // ---- Softmax of one tile ----
 
 // A dot product as a score in powers of two: 2^score is e^(scale * dot).
-inline float score_of(constant tqkv__attend_args &args, float dot, float factor)
+inline float score_of(constant tqkv__attend_args &args, float dot, float factor, float shift)
 {
     if (!softcap) return dot * factor;
-    return args.softcap * TQKV_LOG2E * precise::tanh(dot * factor / (args.softcap * TQKV_LOG2E));
+    float score = key_centered ? fma(dot, factor, shift) : dot * factor;
+    return args.softcap * TQKV_LOG2E * precise::tanh(score / (args.softcap * TQKV_LOG2E));
 }
 
 // Weights of a tile in threadgroup memory: [32][2] for 1 or 2 columns, else [C/4][32][4].
@@ -1168,7 +1319,7 @@ inline void load_weights(threadgroup const float *weights, uint row, thread floa
 
 // Dot products to weights of the online softmax. A masked position scores -INFINITY by selection, never by arithmetic:
 // nothing that its slot holds can spread. The maximum is raised only when a score exceeds it by 11. Weights stay below
-// 2^11, and most tiles skip the rescaling.
+// 2^11, and most tiles skip the rescaling. Each column decides for itself: its bits do not depend on the others.
 template <int D>
 inline void weigh_tile(constant tqkv__attend_args &args, tile_place at, float key_scale, float value_scale,
                        thread float *score, thread column_state<D> &state, threadgroup float *weights)
@@ -1180,14 +1331,15 @@ inline void weigh_tile(constant tqkv__attend_args &args, tile_place at, float ke
     {
         int newest = state.newest[c];
         seen[c] = at.position <= newest && (args.window == 0 || at.position > newest - args.window);
-        score[c] = seen[c] ? score_of(args, score[c], factor) : -INFINITY;
+        score[c] = seen[c] ? score_of(args, score[c], factor, state.shift[c]) : -INFINITY;
         raise = raise || score[c] > state.maximum[c] + 11.0f;
     }
     if (simd_any(raise)) {
         FOR_COLUMNS(c)
         {
-            float largest = max(state.maximum[c], simd_max(score[c]));
-            float shrink = fast::exp2(state.maximum[c] - largest);
+            float largest = simd_max(score[c]);
+            largest = largest > state.maximum[c] + 11.0f ? largest : state.maximum[c];
+            float shrink = share_of(state.maximum[c], largest);
             state.maximum[c] = largest;
             state.sum[c] *= shrink;
             TQKV_UNROLL
@@ -1323,12 +1475,12 @@ inline void combine_states(thread const attend_task &task, thread column_state<D
     }
 }
 
-// Adds the lanes, then the simdgroups one after another: a fixed order. shared_out: [columns][D]
+// Adds the lanes, then the simdgroups one after another: a fixed order. The result is in task.sums.
 template <int D>
-inline void combine_outputs(thread const attend_task &task, thread column_state<D> &state,
-                            threadgroup float *shared_out)
+inline void combine_outputs(thread const attend_task &task, thread column_state<D> &state)
 {
     const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D), L = D / V;
+    threadgroup float *sums = task.sums;
     FOR_COLUMNS(c)
     {
         TQKV_UNROLL
@@ -1345,8 +1497,8 @@ inline void combine_outputs(thread const attend_task &task, thread column_state<
                 TQKV_UNROLL
                 for (int i = 0; i < V; i += 4) {
                     uint at = uint(c * D) + (uint(i / 8 * L) + task.lane) * 8u + uint(i % 8);
-                    threadgroup float4 *to = (threadgroup float4 *)(shared_out + at);
-                    float4 sum = *to; // the first simdgroup finds queries here
+                    threadgroup float4 *to = (threadgroup float4 *)(sums + at);
+                    float4 sum = *to; // the first simdgroup finds something else here
                     sum.x = (s == 0 ? 0.0f : sum.x) + state.out[c][i];
                     sum.y = (s == 0 ? 0.0f : sum.y) + state.out[c][i + 1];
                     sum.z = (s == 0 ? 0.0f : sum.z) + state.out[c][i + 2];
@@ -1359,37 +1511,89 @@ inline void combine_outputs(thread const attend_task &task, thread column_state<
     }
 }
 
-// shared_out: [columns][D]
+// The row of a query row in a partial result.
+inline ulong partial_row(constant tqkv__attend_args &args, thread const attend_task &task, uint partial, query_row row)
+{
+    uint n_heads = uint(args.n_kv_heads) * uint(args.group), head = task.kv_head * uint(args.group) + uint(row.head);
+    return (ulong(partial) * ulong(args.n_queries) + ulong(row.query)) * ulong(n_heads) + ulong(head);
+}
+
+// Adds state and task.sums, or copies them, to a partial result and back: both have the total then. kept: [C][2]
 template <int D>
-inline void store_partial(constant tqkv__attend_args &args, thread const attend_task &task,
-                          thread const column_state<D> &state, threadgroup const float *shared_out)
+inline void add_to_partial(constant tqkv__attend_args &args, thread const attend_task &task, uint partial, bool copy,
+                           threadgroup float *kept, thread column_state<D> &state)
 {
     const int C = TQKV__MAX_COLUMNS(D);
     uint thread_index = task.simdgroup * 32u + task.lane;
-    uint n_heads = uint(args.n_kv_heads) * uint(args.group), n_rows = uint(args.n_queries) * uint(args.group);
+    query_row row = row_of_column(args, task.first_column);
     FOR_COLUMNS(c)
     {
-        if (task.first_column + uint(c) >= n_rows) continue;
-        query_row row = row_of_column(args, task.first_column + uint(c));
-        uint head = task.kv_head * uint(args.group) + uint(row.head);
-        ulong to = (ulong(task.split) * ulong(args.n_queries) + ulong(row.query)) * ulong(n_heads) + ulong(head);
+        if (row.query == args.n_queries) continue;
+        shares both = shares_of(copy ? -INFINITY : kept[c * 2], state.maximum[c]);
+        state.sum[c] = fma(both.added, state.sum[c], copy ? 0.0f : both.kept * kept[c * 2 + 1]);
+        state.maximum[c] = both.largest;
+        device float *out = task.partial_out + partial_row(args, task, partial, row) * ulong(D);
+        threadgroup float *sums = task.sums + c * D;
         for (uint i = thread_index; i < uint(D); i += task.n_simdgroups * 32u)
-            task.partial_out[to * ulong(D) + i] = shared_out[uint(c * D) + i];
-        if (thread_index == 0) {
-            task.partial_state[to * 2u] = state.maximum[c];
-            task.partial_state[to * 2u + 1u] = state.sum[c];
-        }
+            out[i] = sums[i] = fma(both.added, sums[i], copy ? 0.0f : both.kept * out[i]);
+        row = next_row(args, row);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (thread_index != 0) return;
+    FOR_COLUMNS(c)
+    {
+        kept[c * 2] = state.maximum[c];
+        kept[c * 2 + 1] = state.sum[c];
+    }
+}
+
+// The scores of the centre, where attend_merge finds them.
+template <int D>
+inline void store_shifts(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    if (task.simdgroup != 0 || task.lane != 0 || task.split != 0) return;
+    query_row row = row_of_column(args, task.first_column);
+    FOR_COLUMNS(c)
+    {
+        if (row.query == args.n_queries) continue;
+        task.partial_state[partial_row(args, task, 0u, row) * 2u] = task.kept[c];
+        row = next_row(args, row);
+    }
+}
+
+template <int D>
+inline void store_state(constant tqkv__attend_args &args, thread const attend_task &task, uint partial,
+                        thread const column_state<D> &state)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    if (task.simdgroup != 0 || task.lane != 0) return;
+    query_row row = row_of_column(args, task.first_column);
+    FOR_COLUMNS(c)
+    {
+        if (row.query == args.n_queries) continue;
+        ulong to = partial_row(args, task, partial + 1u, row) * 2u; // the first are the shifts
+        task.partial_state[to] = state.maximum[c];
+        task.partial_state[to + 1u] = state.sum[c];
+        row = next_row(args, row);
     }
 }
 
 // ---- The kernel ----
 
 template <int D>
-inline void start_columns(constant tqkv__attend_args &args, uint first_column, thread column_state<D> &state)
+inline void find_newest(constant tqkv__attend_args &args, uint first_column, thread column_state<D> &state)
+{
+    TQKV_UNROLL
+    for (int c = 0; c < TQKV__MAX_COLUMNS(D); c++)
+        state.newest[c] = newest_seen(args, many_queries ? row_of_column(args, first_column + uint(c)).query : 0);
+}
+
+template <int D>
+inline void clear_sums(thread column_state<D> &state)
 {
     TQKV_UNROLL
     for (int c = 0; c < TQKV__MAX_COLUMNS(D); c++) {
-        state.newest[c] = newest_seen(args, many_queries ? row_of_column(args, first_column + uint(c)).query : 0);
         state.maximum[c] = NOTHING_SEEN;
         state.sum[c] = 0.0f;
         TQKV_UNROLL
@@ -1397,28 +1601,31 @@ inline void start_columns(constant tqkv__attend_args &args, uint first_column, t
     }
 }
 
-// The simdgroup's tiles: every n_simdgroups-th of the split.
-template <int D, int KW, int VW>
-inline void attend_tiles(constant tqkv__attend_args &args, thread const attend_task &task,
-                         thread column_state<D> &state)
+inline uint step_over(uint tile, uint gap_begin, uint after_gap)
 {
-    uint thread_index = task.simdgroup * 32u + task.lane, row = row_of_lane<D, KW>(task.lane);
-    tile_range range = tiles_of_split(args, task.first_column, task.split);
-    tile_place next = open_tile(args, range, min(range.begin + task.simdgroup, range.end), row);
+    return tile < gap_begin ? tile : max(tile, after_gap);
+}
+
+// What a simdgroup carries from tile to tile.
+template <int D, int KW>
+struct tile_walk {
+    uint tile;                 // its next one
+    uint gap_begin, after_gap; // from gap_begin on it goes on with tile after_gap
+    tile_place next;           // the place of that tile
     key_steps<D, KW> keys;
-    load_key_codes<D, KW>(args, task, next.base, 0u, keys);
-    if (!one_norm<D>(key_format)) load_key_scales<D, KW>(args, task, next.base, 0u, keys);
-    load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
-    load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
-    load_queries<D, KW>(args, task);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    codebook key_book = open_codebook(key_format, task.tables, task.lane);
-    codebook value_book = open_codebook(value_format, task.tables + 256, task.lane);
+};
+
+// The simdgroup's tiles before tile `end`.
+template <int D, int KW, int VW>
+inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task &task, uint end,
+                      thread const codebook &key_book, thread const codebook &value_book, thread tile_walk<D, KW> &walk,
+                      thread column_state<D> &state)
+{
     threadgroup float *weights = task.weights + task.simdgroup * uint(32 * TQKV__MAX_COLUMNS(D));
-    start_columns<D>(args, task.first_column, state);
-    for (uint t = range.begin + task.simdgroup; t < range.end; t += task.n_simdgroups) {
-        tile_place at = next;
-        next = open_tile(args, range, min(t + task.n_simdgroups, range.end), row);
+    while (walk.tile < end) {
+        tile_place at = walk.next;
+        walk.tile = step_over(walk.tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
+        walk.next = open_tile(args, walk.tile, at.row);
         float score[TQKV__MAX_COLUMNS(D)];
         float key_scale = row_scale<D>(key_format, task.keys, at.slot, args.key_block_scale);
         float value_scale =
@@ -1426,7 +1633,7 @@ inline void attend_tiles(constant tqkv__attend_args &args, thread const attend_t
         value_step<D, VW> values[VALUE_BATCH(D, VW)];
         TQKV_UNROLL
         for (int b = 0; b < VALUE_BATCH(D, VW); b++) load_value_step<D, VW>(args, task, at.base, uint(b), values[b]);
-        score_tile<D, KW>(args, task, at.base, next.base, key_book, keys, score);
+        score_tile<D, KW>(args, task, at.base, walk.next.base, key_book, walk.keys, score);
         weigh_tile<D>(args, at, key_scale, value_scale, score, state, weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
         add_values<D, VW>(args, task, at.base, value_book, values, weights, state);
@@ -1434,40 +1641,83 @@ inline void attend_tiles(constant tqkv__attend_args &args, thread const attend_t
     }
 }
 
+// Adds a stretch to the partial result of its section, and at the end of a section that to the result of all. So every
+// way to share the stretches among threadgroups does the same additions in the same order. Returns the partial result
+// that has the total.
+template <int D>
+inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
+                         uint stretch, thread column_state<D> &state)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    bool several = args.sections_each > 1, last = stretch + 1u == own.end || (stretch + 1u) % TQKV__SECTION == 0;
+    uint partial = several ? 1u : task.split;
+    add_to_partial<D>(args, task, partial, stretch == own.begin || stretch % TQKV__SECTION == 0, task.kept, state);
+    if (!several || !last) return partial;
+    add_to_partial<D>(args, task, 0u, stretch / TQKV__SECTION == own.begin / TQKV__SECTION, task.kept + 2 * C, state);
+    return 0u;
+}
+
 template <int D, int KW, int VW>
 inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
 {
+    uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
+    tile_range seen = tiles_seen(args, task.first_column);
+    stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     column_state<D> state;
-    attend_tiles<D, KW, VW>(args, task, state);
-    combine_states<D>(task, state);
-    // After its barrier no simdgroup reads queries: their memory takes the outputs.
-    combine_outputs<D>(task, state, task.queries);
-    store_partial<D>(args, task, state, task.queries);
+    tile_walk<D, KW> walk;
+    walk.gap_begin = seen.gap_begin;
+    walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
+    walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
+    walk.tile = step_over(walk.tile, walk.gap_begin, walk.after_gap);
+    walk.next = open_tile(args, walk.tile, row_of_lane<D, KW>(task.lane));
+    load_key_codes<D, KW>(args, task, walk.next.base, 0u, walk.keys);
+    if (!one_norm<D>(key_format)) load_key_scales<D, KW>(args, task, walk.next.base, 0u, walk.keys);
+    load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
+    load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
+    load_queries<D, KW>(args, task);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    codebook key_book = open_codebook(key_format, task.tables, task.lane);
+    codebook value_book = open_codebook(value_format, task.tables + 256, task.lane);
+    find_newest<D>(args, task.first_column, state);
+    if (key_centered) {
+        const int C = TQKV__MAX_COLUMNS(D);
+        FOR_COLUMNS(c) state.shift[c] = task.kept[c];
+        store_shifts<D>(args, task);
+    }
+    for (uint stretch = own.begin; stretch < own.end; stretch++) {
+        clear_sums<D>(state);
+        uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
+        add_tiles<D, KW, VW>(args, task, end, key_book, value_book, walk, state);
+        combine_states<D>(task, state);
+        combine_outputs<D>(task, state); // after a barrier: task.sums may be the queries' memory
+        partial = keep_stretch<D>(args, task, own, stretch, state);
+    }
+    store_state<D>(args, task, partial, state);
 }
 
 // The widths of keys and values choose the code here and nowhere else.
 template <int D, int KW>
 inline void attend_with_keys(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    if (main_bits(value_format) == 4) attend<D, KW, 4>(args, task);
-    if (main_bits(value_format) == 8) attend<D, KW, 8>(args, task);
-    if (main_bits(value_format) == 16) attend<D, KW, 16>(args, task);
+    if (code_width(value_format) == 4) attend<D, KW, 4>(args, task);
+    if (code_width(value_format) == 8) attend<D, KW, 8>(args, task);
+    if (code_width(value_format) == 16) attend<D, KW, 16>(args, task);
 }
 
 template <int D>
 inline void attend_with_formats(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    if (main_bits(key_format) == 4) attend_with_keys<D, 4>(args, task);
-    if (main_bits(key_format) == 8) attend_with_keys<D, 8>(args, task);
-    if (main_bits(key_format) == 16) attend_with_keys<D, 16>(args, task);
+    if (code_width(key_format) == 4) attend_with_keys<D, 4>(args, task);
+    if (code_width(key_format) == 8) attend_with_keys<D, 8>(args, task);
+    if (code_width(key_format) == 16) attend_with_keys<D, 16>(args, task);
 }
 
 #endif
 
 // ---- shaders/attend.metal ----
 
-// attend: partial attention of each split of the context; attend_merge makes one result of the splits. Threadgroups:
-// x KV heads, y blocks of query rows, z splits.
+// attend: partial attention of stretches of the context; attend_merge makes one result of them. Threadgroups: x KV heads,
+// y blocks of query rows, z splits of the context.
 
 // codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a row]
 // clang-format off
@@ -1481,6 +1731,7 @@ inline void attend_with_formats(constant tqkv__attend_args &args, thread const a
         device const float *value_norms [[buffer(5)]], \
         device float *partial_out [[buffer(6)]], \
         device float *partial_state [[buffer(7)]], \
+        device const float *key_center [[buffer(8)]], \
         threadgroup float *tables [[threadgroup(0)]], \
         threadgroup float *queries [[threadgroup(1)]], \
         threadgroup float *weights [[threadgroup(2)]], \
@@ -1496,10 +1747,13 @@ inline void attend_with_formats(constant tqkv__attend_args &args, thread const a
         task.values = stream_of_head<D>(value_format, value_codes, value_norms, args.value_capacity, group.x); \
         task.partial_out = partial_out; \
         task.partial_state = partial_state; \
+        task.center = key_center; \
         task.tables = tables; \
         task.queries = queries; \
+        task.sums = queries + (args.sections_each == 0 ? 0 : TQKV__QUERY_FLOATS(D) * int(columns)); \
         task.weights = weights; \
-        task.states = states; \
+        task.kept = states; \
+        task.states = states + 4 * TQKV__MAX_COLUMNS(D); \
         task.kv_head = group.x; \
         task.first_column = group.y * columns; \
         task.split = group.z; \
@@ -1519,116 +1773,144 @@ ATTEND(1024)
 
 // ---- shaders/merge.h ----
 
-// The end of attention for one query row: brings the sums of the splits to one maximum, adds them and the sink,
-// divides, and turns the result back from the rotated basis. One threadgroup a row: its simdgroups share the splits.
+// The end of attention for one query row: brings the sums of the partial results to one maximum, adds them and the sink,
+// divides, and turns the result back from the rotated basis. One threadgroup a row: its simdgroups share the sections.
 #ifndef TQKV_MERGE_H
 #define TQKV_MERGE_H
 
 // What a threadgroup works on, and the place of this thread in it.
 struct merge_task {
-    device const float *partial_out;   // [n_splits][n_rows][D]
-    device const float *partial_state; // [n_splits][n_rows][2]: maximum (in powers of two), sum of the weights
+    device const float *partial_out;   // [n_partials][n_rows][D]
+    device const float *partial_state; // [1 + n_partials][n_rows][2]: shift of all scores, unused; then maximum (in
+                                       // powers of two), sum of the weights
     device float *out;                 // [n_rows][D]
-    threadgroup float *shared;         // [n_simdgroups][D + 4]: an output, then the sum of its weights
+    threadgroup float *shared;         // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
     uint row;
     float sink; // in powers of two; -INFINITY: none. It is added to the denominator only
     bool unrotate;
+    bool shifted;               // the keys have a centre, which adds partial_state of the row to all scores
+    bool centered, rotated;     // the values have a centre, and it is rotated before it is added
+    device const float *center; // [n_kv_heads][D]
     uint lane, simdgroup, n_simdgroups;
 };
 
-// The task's row of a split, in rows of partial_out and partial_state.
-inline ulong row_of_split(constant tqkv__merge_args &args, thread const merge_task &task, uint split)
-{
-    return row_offset(split, uint(args.n_rows)) + task.row;
-}
-
-// The largest score of all splits and the sink. Each lane takes other splits, so their loads overlap.
-inline float merged_maximum(constant tqkv__merge_args &args, thread const merge_task &task)
-{
-    float largest = task.sink;
-    for (uint s = task.lane; s < uint(args.n_splits); s += 32u)
-        largest = max(largest, task.partial_state[row_of_split(args, task, s) * 2u]);
-    return simd_max(largest);
-}
-
-// Splits that a simdgroup loads at a time. More save no time, and their code takes longer to fetch.
-#define MERGE_BATCH(D) ((D) <= 512 ? 4 : 2)
-
-// Outputs of every n_simdgroups-th split from `first` on. A split beyond the last one repeats the last one.
+// The sums of a row over some positions, the values across the lanes.
 template <int D>
-inline void load_splits(constant tqkv__merge_args &args, thread const merge_task &task, uint first,
-                        thread float (&part)[MERGE_BATCH(D)][TQKV_LANE_VALUES(D)])
+struct row_sums {
+    float maximum, sum, out[TQKV_LANE_VALUES(D)];
+};
+
+template <int D>
+inline void clear_row(thread row_sums<D> &row)
 {
+    row.maximum = -INFINITY;
+    row.sum = 0.0f;
     TQKV_UNROLL
-    for (int i = 0; i < MERGE_BATCH(D); i++) {
-        uint split = min(first + uint(i) * task.n_simdgroups, uint(args.n_splits) - 1u);
-        load_row<D>(task.partial_out + row_of_split(args, task, split) * ulong(D), task.lane, part[i]);
-    }
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) row.out[i] = 0.0f;
 }
 
-// Adds the loaded splits to x and sum, each scaled to the largest maximum.
+// Adds sums to a row, as attend does it.
 template <int D>
-inline void add_splits(constant tqkv__merge_args &args, thread const merge_task &task, uint first, float largest,
-                       thread const float (&part)[MERGE_BATCH(D)][TQKV_LANE_VALUES(D)], thread float *x,
-                       thread float &sum)
+inline void add_sums(float maximum, float sum, thread const float *out, thread row_sums<D> &row)
 {
+    shares both = shares_of(row.maximum, maximum);
+    row.maximum = both.largest;
+    row.sum = fma(both.added, sum, both.kept * row.sum);
     TQKV_UNROLL
-    for (int i = 0; i < MERGE_BATCH(D); i++) {
-        uint split = first + uint(i) * task.n_simdgroups;
-        if (split >= uint(args.n_splits)) continue;
-        ulong at = row_of_split(args, task, split) * 2u;
-        float share = share_of(task.partial_state[at], largest);
-        if (share == 0.0f) continue;
-        sum = fma(share, task.partial_state[at + 1u], sum);
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) row.out[i] = fma(both.added, out[i], both.kept * row.out[i]);
+}
+
+// Partial results that a simdgroup loads at a time: several loads are under way, in at most 32 registers.
+#define MERGE_BATCH(D) ((D) <= 128 ? 8 : 1024 / (D))
+
+// Adds the partial results [first, end). A load beyond the last one repeats it.
+template <int D>
+inline void add_partials(constant tqkv__merge_args &args, thread const merge_task &task, uint first, uint end,
+                         thread row_sums<D> &row)
+{
+    const int E = TQKV_LANE_VALUES(D), B = MERGE_BATCH(D);
+    for (; first < end; first += uint(B)) {
+        float out[B][E], state[B][2];
         TQKV_UNROLL
-        for (int e = 0; e < TQKV_LANE_VALUES(D); e++) x[e] = fma(share, part[i][e], x[e]);
+        for (int i = 0; i < B; i++) {
+            ulong at = row_offset(min(first + uint(i), end - 1u), uint(args.n_rows)) + task.row;
+            load_row<D>(task.partial_out + at * ulong(D), task.lane, out[i]);
+            state[i][0] = task.partial_state[(at + uint(args.n_rows)) * 2u];
+            state[i][1] = task.partial_state[(at + uint(args.n_rows)) * 2u + 1u];
+        }
+        TQKV_UNROLL
+        for (int i = 0; i < B; i++)
+            if (first + uint(i) < end) add_sums<D>(state[i][0], state[i][1], out[i], row);
     }
+}
+
+// Adds up to n_simdgroups sections, from number `first` on, to the total of simdgroup 0: each simdgroup adds up one.
+template <int D>
+inline void add_sections(constant tqkv__merge_args &args, thread const merge_task &task, uint first, uint n_sections,
+                         thread row_sums<D> &total)
+{
+    const int E = TQKV_LANE_VALUES(D);
+    uint section = first + task.simdgroup, length = uint(args.section), before = uint(args.before);
+    row_sums<D> row;
+    clear_row<D>(row);
+    if (section < n_sections)
+        add_partials<D>(args, task, max(section * length, before) - before,
+                        min((section + 1u) * length - before, uint(args.n_partials)), row);
+    threadgroup float *own = task.shared + task.simdgroup * uint(D + 4);
+    TQKV_UNROLL
+    for (int i = 0; i < E; i++) own[int(task.lane) * E + i] = row.out[i];
+    if (task.lane == 0) {
+        own[D] = row.maximum;
+        own[D + 1] = row.sum;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint s = 0; s < min(task.n_simdgroups, n_sections - first) && task.simdgroup == 0; s++) {
+        threadgroup const float *other = task.shared + s * uint(D + 4);
+        float out[E];
+        TQKV_UNROLL
+        for (int i = 0; i < E; i++) out[i] = other[int(task.lane) * E + i];
+        add_sums<D>(other[D], other[D + 1], out, total);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup); // before the next sections overwrite these
 }
 
 template <int D>
 inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &task)
 {
-    const int E = TQKV_LANE_VALUES(D), B = MERGE_BATCH(D);
-    uint lane = task.lane, n_simdgroups = task.n_simdgroups;
-    float part[B][E], x[E], sum = 0.0f;
-    load_splits<D>(args, task, task.simdgroup, part);
-    uint signs = task.unrotate ? lane_signs<D, 32, E>(lane) : 0u;
-    float largest = merged_maximum(args, task);
-    TQKV_UNROLL
-    for (int i = 0; i < E; i++) x[i] = 0.0f;
-    for (uint first = task.simdgroup; first < uint(args.n_splits); first += uint(B) * n_simdgroups) {
-        if (first != task.simdgroup) load_splits<D>(args, task, first, part);
-        add_splits<D>(args, task, first, largest, part, x, sum);
-    }
-    threadgroup float *own = task.shared + task.simdgroup * uint(D + 4);
-    TQKV_UNROLL
-    for (int i = 0; i < E; i++) own[int(lane) * E + i] = x[i];
-    if (lane == 0) own[D] = sum;
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const int E = TQKV_LANE_VALUES(D);
+    uint n_sections = (uint(args.before) + uint(args.n_partials) + uint(args.section) - 1u) / uint(args.section);
+    uint signs = task.unrotate ? lane_signs<D, 32, E>(task.lane) : 0u;
+    row_sums<D> total;
+    clear_row<D>(total);
+    for (uint first = 0; first < n_sections; first += task.n_simdgroups)
+        add_sections<D>(args, task, first, n_sections, total);
     if (task.simdgroup != 0) return;
-    sum += share_of(task.sink, largest);
-    for (uint s = 1; s < n_simdgroups; s++) {
-        threadgroup const float *other = task.shared + s * uint(D + 4);
-        sum += other[D];
-        TQKV_UNROLL
-        for (int i = 0; i < E; i++) x[i] += other[int(lane) * E + i];
-    }
+    if (task.shifted) total.maximum += task.partial_state[ulong(task.row) * 2u];
+    shares both = shares_of(total.maximum, task.sink);
+    float sum = both.kept * total.sum + (task.sink == -INFINITY ? 0.0f : both.added);
     TQKV_UNROLL
-    for (int i = 0; i < E; i++) x[i] = sum == 0.0f ? 0.0f : x[i] / sum;
-    if (task.unrotate) unrotate_values<D, 32, E>(x, lane, signs);
-    store_row<D>(x, lane, task.out + row_offset(task.row, D));
+    for (int i = 0; i < E; i++) total.out[i] = sum == 0.0f ? 0.0f : both.kept * total.out[i] / sum;
+    if (task.unrotate) unrotate_values<D, 32, E>(total.out, task.lane, signs);
+    float weight = sum == 0.0f ? 0.0f : both.kept * total.sum / sum;
+    if (task.centered)
+        add_center<D>(task.center, task.row % uint(args.n_heads) / uint(args.group), task.rotated, weight, task.lane,
+                      total.out);
+    store_row<D>(total.out, task.lane, task.out + row_offset(task.row, D));
 }
 
 #endif
 
 // ---- shaders/attend_merge.metal ----
 
-// attend_merge: one result of attention from those of all splits. One threadgroup a query row, along x.
+// attend_merge: one result of attention from partial ones. One threadgroup a query row, along x.
 
 constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
 constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
+#define shifted key_centered // the same function constant
+constant bool centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
+constant bool rotate_center [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 
-// partial_out: [n_splits][n_rows][D], partial_state: [n_splits][n_rows][2], sinks: [n_heads], out: [n_rows][D]
+// partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_rows][D]
 // clang-format off
 #define ATTEND_MERGE(D) \
     kernel void tqkv_attend_merge_d##D( \
@@ -1637,6 +1919,7 @@ constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
         device const float *partial_state [[buffer(2)]], \
         device const float *sinks [[buffer(3)]], \
         device float *out [[buffer(4)]], \
+        device const float *center [[buffer(5)]], \
         threadgroup float *shared [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -1651,6 +1934,10 @@ constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
         task.row = group.x; \
         task.sink = has_sinks ? sinks[group.x % uint(args.n_heads)] * TQKV_LOG2E : -INFINITY; \
         task.unrotate = unrotate; \
+        task.shifted = shifted; \
+        task.centered = centered; \
+        task.rotated = rotate_center; \
+        task.center = center; \
         task.lane = lane; \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \
@@ -1684,10 +1971,12 @@ inline void decode_values(uint format, device const uchar *row, uint lane, threa
 // What is decoded, and where to.
 struct decode_task {
     uint format;
-    bool unrotate;             // from the rotated basis to the original one
-    device const uchar *codes; // [n_kv_heads][capacity][row_bytes]
-    device const float *norms; // [n_kv_heads][capacity][norms of a row]
-    device float *out;         // [n_tokens][n_kv_heads][D]
+    bool unrotate;              // from the rotated basis to the original one
+    bool centered, rotated;     // there is a centre, and it is rotated before it is added
+    device const uchar *codes;  // [n_kv_heads][capacity][row_bytes]
+    device const float *norms;  // [n_kv_heads][capacity][norms of a row]
+    device float *out;          // [n_tokens][n_kv_heads][D]
+    device const float *center; // [n_kv_heads][D]
     codebook book;
 };
 
@@ -1700,15 +1989,16 @@ inline void decode_row(constant tqkv__rows_args &args, thread const decode_task 
     ulong from = row_in_store(args, row / n_heads, row % n_heads);
     device const uchar *stored = task.codes + from * ulong(row_bytes<D>(format));
     float x[TQKV_LANE_VALUES(D)];
-    if (main_bits(format) == 4) decode_values<D, 4>(format, stored, lane, task.book, x);
-    if (main_bits(format) == 8) decode_values<D, 8>(format, stored, lane, task.book, x);
-    if (main_bits(format) == 16) decode_values<D, 16>(format, stored, lane, task.book, x);
+    if (code_width(format) == 4) decode_values<D, 4>(format, stored, lane, task.book, x);
+    if (code_width(format) == 8) decode_values<D, 8>(format, stored, lane, task.book, x);
+    if (code_width(format) == 16) decode_values<D, 16>(format, stored, lane, task.book, x);
     if (has_norms(format)) {
         uint block = norm_block<D>(format);
         float norm = task.norms[from * ulong(uint(D) / block) + lane * uint(TQKV_LANE_VALUES(D)) / block];
         scale_values<TQKV_LANE_VALUES(D)>(x, code_scale<D>(format, norm, args.block_scale));
     }
     if (task.unrotate) unrotate_row<D>(x, lane);
+    if (task.centered) add_center<D>(task.center, row % n_heads, task.rotated, 1.0f, lane, x);
     store_row<D>(x, lane, task.out + row_offset(row, D));
 }
 
@@ -1720,6 +2010,8 @@ inline void decode_row(constant tqkv__rows_args &args, thread const decode_task 
 
 #define stream_format key_format // the same function constant
 // unrotate: declared above
+#define centered key_centered // the same function constant
+// rotate_center: declared above
 
 // clang-format off
 #define DECODE(D) \
@@ -1728,6 +2020,7 @@ inline void decode_row(constant tqkv__rows_args &args, thread const decode_task 
         device const uchar *codes [[buffer(1)]], \
         device const float *norms [[buffer(2)]], \
         device float *out [[buffer(3)]], \
+        device const float *center [[buffer(4)]], \
         threadgroup float *table [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
@@ -1737,7 +2030,8 @@ inline void decode_row(constant tqkv__rows_args &args, thread const decode_task 
     { \
         load_codebook(stream_format, table, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        decode_task task = {stream_format, unrotate, codes, norms, out, open_codebook(stream_format, table, lane)}; \
+        decode_task task = {stream_format, unrotate, centered, rotate_center, codes, norms, out, center, \
+                            open_codebook(stream_format, table, lane)}; \
         decode_row<D>(args, task, group.x * n_simdgroups + simdgroup, lane); \
     }
 // clang-format on
@@ -1790,18 +2084,17 @@ inline bool clear_if_not_finite(thread float *x)
 #define NORM_BLOCK(D)         TQKV__NORM_BLOCK(TQKV__BOOK, D)
 #define MAXIMUM_BLOCK(D)      TQKV__NORM_BLOCK(TQKV__GRID, D)
 
-// Sum of squares of one piece, x, over the lanes of the block: within each part in order, then parts in pairs of
-// distance 1, 2, 4 ..
+// Sum of one piece over the lanes of the block: within each part in order, then parts in pairs of distance 1, 2, 4 ..
 template <int D>
-inline float piece_squares(thread const float *x)
+inline float piece_sum(thread const float *squares)
 {
     const int E = TQKV_LANE_VALUES(D), PARTS = ENCODE_PIECE(D) / E, LANES = BLOCK_LANES(D, NORM_BLOCK(D));
     float sum[PARTS];
     TQKV_UNROLL
     for (int p = 0; p < PARTS; p++) {
-        sum[p] = x[p * E] * x[p * E];
+        sum[p] = squares[p * E];
         TQKV_UNROLL
-        for (int i = 1; i < E; i++) sum[p] = sum[p] + x[p * E + i] * x[p * E + i];
+        for (int i = 1; i < E; i++) sum[p] = sum[p] + squares[p * E + i];
     }
     TQKV_UNROLL
     for (int distance = 1; distance < PARTS; distance *= 2) {
@@ -1814,21 +2107,51 @@ inline float piece_squares(thread const float *x)
     return sum[0];
 }
 
-// norm[j] of the block that begins at piece j: its length, or if the row has several blocks its root mean square.
+// length[j] of the block that begins at piece j, from the sums of squares of the pieces: the length of the block, or if
+// the row has several blocks the root mean square.
 template <int D>
-inline void block_norms(thread const float *x, thread float *norm)
+inline void block_lengths(thread float *length)
 {
     const int J = ENCODE_PIECES(D), P = BLOCK_PIECES(D, NORM_BLOCK(D));
     TQKV_UNROLL
-    for (int j = 0; j < J; j++) norm[j] = piece_squares<D>(x + j * ENCODE_PIECE(D));
-    TQKV_UNROLL
     for (int distance = 1; distance < P; distance *= 2) {
         TQKV_UNROLL
-        for (int j = 0; j + distance < J; j += 2 * distance) norm[j] = norm[j] + norm[j + distance];
+        for (int j = 0; j + distance < J; j += 2 * distance) length[j] = length[j] + length[j + distance];
     }
     TQKV_UNROLL
+    for (int j = 0; j < J; j += P)
+        length[j] = precise::sqrt(NORM_BLOCK(D) == D ? length[j] : length[j] / float(NORM_BLOCK(D)));
+}
+
+// norm[j] of the block of x that begins at piece j.
+template <int D>
+inline void block_norms(thread const float *x, thread float *norm)
+{
+    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D);
+    TQKV_UNROLL
+    for (int j = 0; j < J; j++) {
+        float squares[C];
+        TQKV_UNROLL
+        for (int i = 0; i < C; i++) squares[i] = x[j * C + i] * x[j * C + i];
+        norm[j] = piece_sum<D>(squares);
+    }
+    block_lengths<D>(norm);
+}
+
+// Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: of the
+// centroids of the lane's codes
+template <int D>
+inline void correct_norms(float block_scale, thread const float *squares, thread float *norm)
+{
+    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D), P = BLOCK_PIECES(D, NORM_BLOCK(D));
+    float length[J];
+    TQKV_UNROLL
+    for (int j = 0; j < J; j++) length[j] = piece_sum<D>(squares + j * C);
+    block_lengths<D>(length);
+    TQKV_UNROLL
     for (int j = 0; j < J; j += P) {
-        norm[j] = precise::sqrt(NORM_BLOCK(D) == D ? norm[j] : norm[j] / float(NORM_BLOCK(D)));
+        float factor = (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale) / length[j];
+        norm[j] = norm[j] <= TQKV__MIN_NORM ? 0.0f : norm[j] * factor;
         // The rotation may overflow to NaN. Which of all NaNs differs between machines: store always the same.
         if ((as_type<uint>(norm[j]) & 0x7fffffffu) > 0x7f800000u) norm[j] = as_type<float>(0x7fc00000u);
     }
@@ -1941,10 +2264,19 @@ inline void store_field(thread const uint *codes, uint low, bool whole, uint fir
     if (stores) store_bits<(N < 8 ? 8 : N)>(field + first * uint(BITS) / 8u, words);
 }
 
-// The codes of a piece of values. All lanes come here together; those whose row does not exist store nothing.
+// Where the codes go, and the cells to find them.
+struct encode_target {
+    device uchar *codes; // [n_kv_heads][capacity][row_bytes]
+    device float *norms; // [n_kv_heads][capacity][norms of a row]
+    threadgroup uint2 *cells;
+    threadgroup const float *squares; // of the centroids
+};
+
+// The codes of a piece of values, which become the squares of their centroids. All lanes come here together; those whose
+// row does not exist store nothing.
 template <int D>
-inline void store_piece(uint format, thread const float *x, uint first, thread const encode_place &at,
-                        threadgroup uint2 *cells, device uchar *row)
+inline void store_piece(uint format, thread const encode_target &target, uint first, thread const encode_place &at,
+                        device uchar *row, thread float *x)
 {
     const int C = ENCODE_PIECE(D);
     if (main_bits(format) == 16) {
@@ -1957,8 +2289,11 @@ inline void store_piece(uint format, thread const float *x, uint first, thread c
     uint codes[C];
     TQKV_UNROLL
     for (int i = 0; i < C; i++)
-        codes[i] = has_codebook(format) ? quantise(x[i], codebook_bits(format), cells) : quantise_grid(x[i]);
+        codes[i] = has_codebook(format) ? quantise(x[i], codebook_bits(format), target.cells) : quantise_grid(x[i]);
+    TQKV_UNROLL
+    for (int i = 0; i < C; i++) x[i] = has_codebook(format) ? target.squares[codes[i]] : 0.0f;
     bool whole = upper_bits(format) == 0;
+    if (main_bits(format) == 2) store_field<D, 2>(codes, 0u, whole, first, at, row);
     if (main_bits(format) == 4) store_field<D, 4>(codes, 0u, whole, first, at, row);
     if (main_bits(format) == 8) store_field<D, 8>(codes, 0u, whole, first, at, row);
     device uchar *upper = row + upper_offset<D>(format);
@@ -2004,31 +2339,40 @@ inline void load_values(device const float *row, uint lane, thread float *x)
 // The rows of one stream, and what prepares them.
 struct encode_source {
     uint format;
-    bool rotated;
+    bool rotated, centered;
     device const float *rows;       // [n_tokens][n_kv_heads][D]
+    device const float *center;     // [n_kv_heads][D]
     threadgroup const float *signs; // [D]
     device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf
 };
 
-// Where the codes go, and the cells to find them.
-struct encode_target {
-    device uchar *codes; // [n_kv_heads][capacity][row_bytes]
-    device float *norms; // [n_kv_heads][capacity][norms of a row]
-    threadgroup uint2 *cells;
-};
-
-// All steps before the codes: loads the lane's part of its row, raises the flag, rotates and scales. Every value of a
-// rotated row is a sum over the row, so one value shows that there may be a NaN or Inf. Then the row is checked itself.
 template <int D>
-inline void prepare_row(thread const encode_source &source, float block_scale, uint row, uint lane, thread float *x,
-                        thread float *norm)
+inline void subtract_center(thread const encode_source &source, uint head, uint lane, thread float *x)
+{
+    float center[ENCODE_VALUES(D)];
+    load_values<D>(source.center + row_offset(head, D), lane, center);
+    TQKV_UNROLL
+    for (int i = 0; i < ENCODE_VALUES(D); i++) x[i] = x[i] - center[i];
+}
+
+// All steps before the codes: loads the lane's part of its row, raises the flag, centres, rotates and scales. Every value
+// of a rotated row is a sum over the row, so one value shows that there may be a NaN or Inf. Then the row is checked
+// itself. head: of the row
+template <int D>
+inline void prepare_row(thread const encode_source &source, float block_scale, uint row, uint head, uint lane,
+                        thread float *x, thread float *norm)
 {
     device const float *from = source.rows + row_offset(row, D);
     load_values<D>(from, lane, x);
-    if (source.rotated) rotate_with_signs<D>(x, lane, source.signs);
+    if (source.rotated) {
+        if (source.centered) subtract_center<D>(source, head, lane, x);
+        rotate_with_signs<D>(x, lane, source.signs);
+    }
     if (!source.rotated || simd_any(!is_finite(x[0]))) {
         if (source.rotated) load_values<D>(from, lane, x);
-        if (clear_if_not_finite<D>(x) && lane == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
+        bool cleared = clear_if_not_finite<D>(x);
+        if (cleared && lane == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
+        if (source.centered && !cleared) subtract_center<D>(source, head, lane, x);
         if (source.rotated) rotate_with_signs<D>(x, lane, source.signs);
     }
     normalise<D>(source.format, block_scale, x, norm);
@@ -2047,13 +2391,16 @@ inline void encode_rows(constant tqkv__rows_args &args, thread const encode_sour
     encode_place at = first_place<D>(args, first_row, lane);
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
         float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
-        prepare_row<D>(source, args.block_scale, min(at.row, n_rows - 1u), at.lane, x, norm);
+        prepare_row<D>(source, args.block_scale, min(at.row, n_rows - 1u), at.head, at.lane, x, norm);
         ulong to = row_in_store(args, at.token, at.head);
         device uchar *codes = target.codes + to * ulong(row_bytes<D>(format));
         TQKV_UNROLL
+        for (int j = 0; j < ENCODE_PIECES(D); j++)
+            store_piece<D>(format, target, (uint(j * L) + at.lane) * uint(C), at, codes, x + j * C);
+        if (has_codebook(format)) correct_norms<D>(args.block_scale, x, norm);
+        TQKV_UNROLL
         for (int j = 0; j < ENCODE_PIECES(D); j++) {
             uint first = (uint(j * L) + at.lane) * uint(C);
-            store_piece<D>(format, x + j * C, first, at, target.cells, codes);
             if (at.exists && has_norms(format) && first % block == 0)
                 target.norms[to * ulong(uint(D) / block) + first / block] = norm[j];
         }
@@ -2070,8 +2417,9 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
     uint n_rows = uint(args.n_tokens) * uint(args.n_kv_heads), lane_of_row = lane % uint(L);
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
         float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
-        uint own = row + lane / uint(L);
-        prepare_row<D>(source, args.block_scale, min(own, n_rows - 1u), lane_of_row, x, norm);
+        uint own = row + lane / uint(L), existing = min(own, n_rows - 1u);
+        uint head = source.centered ? existing % uint(args.n_kv_heads) : 0u;
+        prepare_row<D>(source, args.block_scale, existing, head, lane_of_row, x, norm);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++)
             if (own < n_rows)
@@ -2086,7 +2434,8 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
 // encode: rows of one stream into its store. Threadgroups along x, TQKV__ENCODE_ROWS(D) rows a simdgroup.
 
 // stream_format: declared above
-constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
+#define rotated rotate_center // the same function constant
+// centered: declared above
 
 // clang-format off
 #define ENCODE(D) \
@@ -2096,8 +2445,10 @@ constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
         device uchar *codes [[buffer(2)]], \
         device float *norms [[buffer(3)]], \
         device atomic_uint *not_finite [[buffer(4)]], \
+        device const float *center [[buffer(5)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
         threadgroup float *signs [[threadgroup(1)]], \
+        threadgroup float *squares [[threadgroup(2)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -2105,10 +2456,11 @@ constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
         load_cells(stream_format, cells, thread_index, n_simdgroups * 32u); \
+        load_squares(stream_format, squares, thread_index, n_simdgroups * 32u); \
         load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        encode_source source = {stream_format, rotated, rows, signs, not_finite}; \
-        encode_target target = {codes, norms, cells}; \
+        encode_source source = {stream_format, rotated, centered, rows, center, signs, not_finite}; \
+        encode_target target = {codes, norms, cells, squares}; \
         encode_rows<D>(args, source, target, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane); \
     }
 // clang-format on
@@ -2127,8 +2479,10 @@ ENCODE(1024)
 
 // key_format: declared above
 // value_format: declared above
-#define key_rotated rotated // the same function constant
-constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
+#define key_rotated rotate_center // the same function constant
+#define value_rotated rotate_center // the same function constant
+// key_centered: declared above
+#define value_centered centered // the same function constant
 
 // keys, values: [n_tokens][n_kv_heads][D]
 // clang-format off
@@ -2143,8 +2497,11 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         device uchar *value_codes [[buffer(6)]], \
         device float *value_norms [[buffer(7)]], \
         device atomic_uint *not_finite [[buffer(8)]], \
+        device const float *key_center [[buffer(9)]], \
+        device const float *value_center [[buffer(10)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
         threadgroup float *signs [[threadgroup(1)]], \
+        threadgroup float *squares [[threadgroup(2)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -2153,15 +2510,17 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
     { \
         uint row = (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)); \
         load_cells(group.z == 0 ? key_format : value_format, cells, thread_index, n_simdgroups * 32u); \
+        load_squares(group.z == 0 ? key_format : value_format, squares, thread_index, n_simdgroups * 32u); \
         load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         if (group.z == 0) { \
-            encode_source source = {key_format, key_rotated, keys, signs, not_finite}; \
-            encode_target target = {key_codes, key_norms, cells}; \
+            encode_source source = {key_format, key_rotated, key_centered, keys, key_center, signs, not_finite}; \
+            encode_target target = {key_codes, key_norms, cells, squares}; \
             encode_rows<D>(key_args, source, target, row, lane); \
         } else { \
-            encode_source source = {value_format, value_rotated, values, signs, not_finite}; \
-            encode_target target = {value_codes, value_norms, cells}; \
+            encode_source source = {value_format, value_rotated, value_centered, values, value_center, signs, \
+                                    not_finite}; \
+            encode_target target = {value_codes, value_norms, cells, squares}; \
             encode_rows<D>(value_args, source, target, row, lane); \
         } \
     }
@@ -2181,6 +2540,7 @@ ENCODE_KV(1024)
 
 // stream_format: declared above
 // rotated: declared above
+// centered: declared above
 
 // clang-format off
 #define PROBE(D) \
@@ -2189,6 +2549,7 @@ ENCODE_KV(1024)
         device const float *rows [[buffer(1)]], \
         device float *scaled [[buffer(2)]], \
         device atomic_uint *not_finite [[buffer(3)]], \
+        device const float *center [[buffer(4)]], \
         threadgroup float *signs [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
@@ -2198,7 +2559,7 @@ ENCODE_KV(1024)
     { \
         load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        encode_source source = {stream_format, rotated, rows, signs, not_finite}; \
+        encode_source source = {stream_format, rotated, centered, rows, center, signs, not_finite}; \
         probe_rows<D>(args, source, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane, scaled); \
     }
 // clang-format on

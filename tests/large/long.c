@@ -242,8 +242,8 @@ static tqkv_attention part_of(const attend_problem *problem, int first, int coun
 
 static attend_row company_row(int index, data_random *random)
 {
-    attend_row row = attend_default_row(test_formats[index / TEST_FORMATS % TEST_FORMATS], test_formats[index % TEST_FORMATS],
-                                        32 << data_below(random, 4));
+    attend_row row = attend_default_row(test_formats[index / TEST_FORMATS % TEST_FORMATS],
+                                        test_formats[index % TEST_FORMATS], 32 << data_below(random, 4));
     row.n_queries = 1 + smaller(draw_size(random, 9), 512);
     row.n_kv_heads = 1 + data_below(random, 3);
     row.group = 1 + data_below(random, 4);
