@@ -1,15 +1,15 @@
-// Attention straight from the codes. A threadgroup serves one KV head, one or several stretches of the context, and up to
-// `columns` query rows. A column is one query head of the group for one query; the heads of a query come first. Each
-// simdgroup takes its own tiles of 32 slots and keeps its own softmax. The simdgroups combine their results at the end of
-// a stretch. A key or value is decoded once for all columns: that decides the speed.
+// Attention straight from the codes. A threadgroup serves one KV head, one or several stretches of the context, and up
+// to `columns` query rows. A column is one query head of the group for one query; the heads of a query come first.
+// Each simdgroup takes its own tiles of 32 slots and keeps its own softmax. The simdgroups combine their results at
+// the end of a stretch. A key or value is decoded once for all columns: that decides the speed.
 //
 // Within a tile
 //   keys     up to 4 lanes share a row and load 16 bytes at a time; a reduction leaves each lane the score of one row
 //   softmax  one row a lane
 //   values   the lanes lie across the row; the weights come from threadgroup memory
 //
-// Letters: D head_dim, W code width of a stored value, KW and VW these of keys and values, C most columns, N values that
-// a lane loads at a time, R lanes that share a row of keys, V output values of a column that a lane keeps.
+// Letters: D head_dim, W code width of a stored value, KW and VW these of keys and values, C most columns, N values
+// that a lane loads at a time, R lanes that share a row of keys, V output values of a column that a lane keeps.
 #ifndef TQKV_ATTEND_H
 #define TQKV_ATTEND_H
 #include "codec.h"
@@ -141,7 +141,8 @@ inline uint padded(uint value)
     return value + value / uint(KEY_VALUES(D, W)) * 4u;
 }
 
-// The score of the keys' centre: all scores of the query lack it. Every lane has the result. x: the lane's part of the query
+// The score of the keys' centre: all scores of the query lack it. Every lane has the result. x: the lane's part of the
+// query
 template <int D>
 inline float score_of_center(constant tqkv__attend_args &args, thread const attend_task &task, thread const float *x)
 {

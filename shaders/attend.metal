@@ -1,5 +1,5 @@
-// attend: partial attention of stretches of the context; attend_merge makes one result of them. Threadgroups: x KV heads,
-// y blocks of query rows, z splits of the context.
+// attend: partial attention of stretches of the context; attend_merge makes one result of them. Threadgroups: x KV
+// heads, y blocks of query rows, z splits of the context.
 #include "attend.h"
 
 // codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a row]

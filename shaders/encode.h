@@ -227,8 +227,8 @@ struct encode_target {
     threadgroup const float *squares; // of the centroids
 };
 
-// The codes of a piece of values, which become the squares of their centroids. All lanes come here together; those whose
-// row does not exist store nothing.
+// The codes of a piece of values, which become the squares of their centroids. All lanes come here together; those
+// whose row does not exist store nothing.
 template <int D>
 inline void store_piece(uint format, thread const encode_target &target, uint first, thread const encode_place &at,
                         device uchar *row, thread float *x)
@@ -310,9 +310,9 @@ inline void subtract_center(thread const encode_source &source, uint head, uint 
     for (int i = 0; i < ENCODE_VALUES(D); i++) x[i] = x[i] - center[i];
 }
 
-// All steps before the codes: loads the lane's part of its row, raises the flag, centres, rotates and scales. Every value
-// of a rotated row is a sum over the row, so one value shows that there may be a NaN or Inf. Then the row is checked
-// itself. head: of the row
+// All steps before the codes: loads the lane's part of its row, raises the flag, centres, rotates and scales. Every
+// value of a rotated row is a sum over the row, so one value shows that there may be a NaN or Inf. Then the row is
+// checked itself. head: of the row
 template <int D>
 inline void prepare_row(thread const encode_source &source, float block_scale, uint row, uint head, uint lane,
                         thread float *x, thread float *norm)

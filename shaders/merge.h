@@ -1,5 +1,6 @@
-// The end of attention for one query row: brings the sums of the partial results to one maximum, adds them and the sink,
-// divides, and turns the result back from the rotated basis. One threadgroup a row: its simdgroups share the sections.
+// The end of attention for one query row: brings the sums of the partial results to one maximum, adds them and the
+// sink, divides, and turns the result back from the rotated basis. One threadgroup a row: its simdgroups share the
+// sections.
 #ifndef TQKV_MERGE_H
 #define TQKV_MERGE_H
 #include "rotate.h"

@@ -5,9 +5,9 @@
 
 #define TQKV_LOG2E 1.44269504f
 
-// 2^(own - largest), and exactly 1 where the two are equal: then adding nothing changes no bit. The maximum of nothing is
-// -INFINITY and its share is 0. Both are selected, because -INFINITY minus -INFINITY is NaN. The fast exponential errs by
-// a few units in the last place; the result may err by 2e-5.
+// 2^(own - largest), and exactly 1 where the two are equal: then adding nothing changes no bit. The maximum of nothing
+// is -INFINITY and its share is 0. Both are selected, because -INFINITY minus -INFINITY is NaN. The fast exponential
+// errs by a few units in the last place; the result may err by 2e-5.
 inline float share_of(float own, float largest)
 {
     return own == largest ? 1.0f : own == -INFINITY ? 0.0f : fast::exp2(own - largest);

@@ -79,8 +79,8 @@ inline tile_range tiles_seen(constant tqkv__attend_args &args, uint first_column
     return seen;
 }
 
-// The first tile from `tile` on that is the simdgroup's. The number of a tile decides that alone, so a row's sums do not
-// depend on what the threadgroup's other columns see.
+// The first tile from `tile` on that is the simdgroup's. The number of a tile decides that alone, so a row's sums do
+// not depend on what the threadgroup's other columns see.
 inline uint own_tile(uint tile, uint simdgroup, uint n_simdgroups)
 {
     return tile + (simdgroup + n_simdgroups - tile % n_simdgroups) % n_simdgroups;

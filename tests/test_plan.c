@@ -210,7 +210,7 @@ static void check_attend(const void *row)
     CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
 }
 
-/* The centres of keys and values, at most one of them in attend: the keys' changes nothing without sinks or a softcap. */
+/* The centres of keys and values. In attend the keys' changes nothing without sinks or a softcap. */
 static void check_center(const void *row)
 {
     tqkv__dispatch d[2];

@@ -2,10 +2,10 @@
 // [--threadgroups N] [part of a name]...
 //
 // FOLDER holds the pipelines. --list prints the names of the pipelines that the benchmark needs. --check compares
-// attention with the CPU and times nothing, for compute-sanitizer. --planned times what tqkv.h plans for any GPU. One measurement is a graph of several calls, over
-// copies of the data that together exceed the L2 several times. A time is the median over replays of the graph, divided
-// by the number of calls. Prints lines `time NAME microseconds` and `ratio NAME/OF value`. OF is limit, f16 (the same
-// kernel on halves) or, for encoding and decoding, copy.
+// attention with the CPU and times nothing, for compute-sanitizer. --planned times what tqkv.h plans for any GPU. One
+// measurement is a graph of several calls, over copies of the data that together exceed the L2 several times. A time
+// is the median over replays of the graph, divided by the number of calls. Prints lines `time NAME microseconds` and
+// `ratio NAME/OF value`. OF is limit, f16 (the same kernel on halves) or, for encoding and decoding, copy.
 #include "bench_kernels.h"
 #include "pipelines.h"
 #include "../metal/gpu.h"

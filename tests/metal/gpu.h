@@ -51,8 +51,8 @@ struct gpu_attention {
 
 enum { GPU_MOST = -1 };                              // columns: the most that a threadgroup can take
 enum { GPU_EACH = 1, GPU_SECTIONS, GPU_EVERYTHING }; // share: what a threadgroup adds up
-// How attention is divided; 0 leaves what tqkv.h planned. n_stretches: about so many in the keys' store. With share those
-// after the 16th are longer.
+// How attention is divided; 0 leaves what tqkv.h planned. n_stretches: about so many in the keys' store. With share
+// those after the 16th are longer.
 struct gpu_split {
     int columns, n_simdgroups, n_stretches;
     int share = 0; // with n_stretches: GPU_EACH

@@ -14,7 +14,8 @@ void machine_cases();
 void check_attend(const attend_row &row, const std::vector<gpu_split> &splits);
 const gpu_split as_planned = {0, 0, 0};
 
-// Attention over values with a mean of 1: its error does not grow with the context, and a query has the same bits alone.
+// Attention over values with a mean of 1: its error does not grow with the context, and a query has the same bits
+// alone.
 struct length_row {
     tqkv_format keys, values;
     int head_dim, n_kv_heads, group, n_queries, positions, share; // share: of gpu_split
