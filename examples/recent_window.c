@@ -107,8 +107,7 @@ static double divergence(scoring *job, const char *const pair[2], bool recent)
 
 static void print_scores(int n_windows)
 {
-    static const char *const pairs[][2] = {{"f16", "f16"}, {"i8", "tq4"},  {"tq4", "tq4"},
-                                           {"tq4", "tq3"}, {"tq3", "tq3"}, {"tq2", "tq2"}};
+    static const char *const pairs[][2] = {{"f16", "f16"}, {"i8", "tq4"}, {"tq4", "tq4"}, {"tq3", "tq3"}};
     options o = parse(2, (char *[]){"recent_window", "score", NULL});
     model m;
     session s;

@@ -2,7 +2,7 @@
  *
  *   tinylm                                                     a short table and a paragraph
  *   tinylm score [--windows N] [--all | --keys F --values F]   the error of each pair of formats, against floats
- *     --bias LENGTHS [--before-rotary] [--center TOKENS]       the same with keys that have a constant part
+ *     --bias LENGTHS [--before-rotary SHARE] [--center TOKENS] the same with keys that have a constant part
  *   tinylm generate PROMPT [options]                           text, byte by byte
  *   tinylm save FILE PROMPT [options]                          the caches of a prompt, in a file
  *   tinylm resume FILE [options]                               continues from there, in another process

@@ -45,26 +45,27 @@ static void find_centers(model *m, const unsigned char *text, int n_tokens)
     }
 }
 
-/* A vector of random direction. low_half: only in the pairs of elements that the rotary embedding turns slowest, where
- * the biases of trained models are large. */
-static void random_vector(float *out, int head_dim, double length, bool low_half, uint64_t *seed)
+/* A vector of random direction, in the pairs of elements that the rotary embedding turns slowest: the given share of
+ * them. Trained models have their large biases there. */
+static void random_vector(float *out, int head_dim, double length, float share, uint64_t *seed)
 {
+    int half = head_dim / 2, first = half - (int)((float)half * share);
     double square = 0;
     for (int i = 0; i < head_dim; i++) {
-        bool slow = i % (head_dim / 2) >= head_dim / 4;
-        out[i] = low_half && !slow ? 0.0f : (float)(2 * random_unit(seed) - 1);
+        out[i] = i % half < first ? 0.0f : (float)(2 * random_unit(seed) - 1);
         square += (double)out[i] * out[i];
     }
     for (int i = 0; i < head_dim; i++) out[i] *= (float)(length / sqrt(square));
 }
 
-/* Gives the key projections a bias of `lengths` times the root mean square length of the head's keys. */
-static void plant_bias(model *m, const unsigned char *text, float lengths, bool before_rotary)
+/* Adds to all keys of a head one vector, `lengths` times as long as the keys are (root mean square). share 0: after the
+ * rotary embedding. Else before it, as the bias of a key projection; see random_vector. */
+static void plant_bias(model *m, const unsigned char *text, float lengths, float share)
 {
     float *keys[MAX_LAYERS];
     uint64_t seed = 1;
     collect_keys(m, text, BIAS_TOKENS, keys);
-    m->bias_before_rotary = before_rotary;
+    m->bias_before_rotary = share > 0;
     for (int i = 0; i < m->n_layers; i++) {
         model_layer *layer = &m->layers[i];
         int d = layer->head_dim;
@@ -75,7 +76,8 @@ static void plant_bias(model *m, const unsigned char *text, float lengths, bool 
                 const float *key = keys[i] + (size_t)token * key_row(layer) + head * d;
                 for (int j = 0; j < d; j++) square += (double)key[j] * key[j] / BIAS_TOKENS;
             }
-            random_vector(layer->key_bias + head * d, d, (double)lengths * sqrt(square), before_rotary, &seed);
+            random_vector(layer->key_bias + head * d, d, (double)lengths * sqrt(square), share > 0 ? share : 1.0f,
+                          &seed);
         }
         free(keys[i]);
     }

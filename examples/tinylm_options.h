@@ -39,9 +39,9 @@ typedef struct options {
     const format_choice *keys, *values; /* both or neither */
     int n_bytes, n_windows, n_threads;
     int center_tokens; /* keys whose mean becomes the caches' centre; 0: no centre */
-    float temperature, bias;
+    float temperature, bias, before_rotary;
     uint64_t seed;
-    bool all, before_rotary;
+    bool all;
 } options;
 
 static void stop(const char *what, const char *why)
@@ -62,7 +62,7 @@ static void usage(void)
 {
     puts("tinylm                          a table and a paragraph\n"
          "tinylm score [--windows N] [--text FILE] [--all | --keys F --values F]\n"
-         "             [--bias LENGTHS [--before-rotary] [--center TOKENS]]\n"
+         "             [--bias LENGTHS [--before-rotary SHARE] [--center TOKENS]]\n"
          "tinylm generate PROMPT [options]\n"
          "tinylm save FILE PROMPT [options]\n"
          "tinylm resume FILE [options]\n"
@@ -107,6 +107,9 @@ static void parse_option(options *o, const char *name, const char *value)
         o->temperature = (float)strtod(value, NULL);
     } else if (strcmp(name, "--bias") == 0) {
         o->bias = positive_number(name, value);
+    } else if (strcmp(name, "--before-rotary") == 0) {
+        o->before_rotary = positive_number(name, value);
+        if (o->before_rotary > 1) stop(name, "is a share, at most 1");
     } else if (strcmp(name, "--center") == 0) {
         o->center_tokens = number(name, value, 1, WINDOW_BYTES);
     } else if (strcmp(name, "--model") == 0) {
@@ -129,8 +132,6 @@ static void parse_arguments(options *o, int argc, char **argv)
     for (int i = 2; i < argc; i++) {
         if (strcmp(argv[i], "--all") == 0) {
             o->all = true;
-        } else if (strcmp(argv[i], "--before-rotary") == 0) {
-            o->before_rotary = true;
         } else if (strncmp(argv[i], "--", 2) == 0) {
             if (i + 1 == argc) usage();
             parse_option(o, argv[i], argv[i + 1]);
