@@ -14,7 +14,8 @@ typedef struct format_pair {
 
 static const format_pair pairs[] = {
     {TQKV_F16, TQKV_F16, false}, {TQKV_I8, TQKV_I8, false},  {TQKV_TQ8, TQKV_TQ8, false}, {TQKV_TQ6, TQKV_TQ6, false},
-    {TQKV_TQ5, TQKV_TQ5, false}, {TQKV_I8, TQKV_TQ4, false}, {TQKV_TQ4, TQKV_TQ4, false}, {TQKV_F16, TQKV_TQ8, true},
+    {TQKV_TQ5, TQKV_TQ5, false}, {TQKV_I8, TQKV_TQ4, false}, {TQKV_TQ4, TQKV_TQ4, false}, {TQKV_TQ3, TQKV_TQ3, false},
+    {TQKV_TQ2, TQKV_TQ2, false}, {TQKV_F16, TQKV_TQ8, true},
 };
 
 /* The relMSE of one stream. *beyond: the share of its probe values outside the last boundary of the format. */

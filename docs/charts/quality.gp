@@ -10,7 +10,7 @@ set yrange [1e-5:0.2]
 set key outside right top title "keys in" left Left reverse
 # Keys with at least as many bits as the values: fewer never pay.
 pick(keys, values) = sprintf("< awk '$1 == \"%s\" && $2 ~ /^(%s)$/' %s | sort -k3,3n", keys, values, input)
-same = "< awk '$1 == $2 && $1 !~ /_0/ && $3 < 16' ".input
+same = "< awk '$1 == $2 && $1 !~ /_0|tq8/ && $3 < 16' ".input
 llama = "< awk '$1 ~ /_0$/' ".input
 rotated = "< awk '$1 ~ /_0r$/ { gsub(\"r\", \"\"); print }' ".input
 default_pair = "< awk '$1 == \"i8\" && $2 == \"tq4\"' ".input
