@@ -5,19 +5,7 @@
  * Errors are relMSE: the mean over rows of |x - x'|^2 / |x|^2. */
 #define TQKV_IMPLEMENTATION
 #include "../tqkv.h"
-#include "data_file.h"
-
-typedef struct captured_layer {
-    int head_dim, n_heads, n_kv_heads, window;
-    float softcap;
-    float *keys, *values; /* [n_positions][n_kv_heads][head_dim] */
-    float *queries;       /* [n_queries][n_heads][head_dim], at the newest positions */
-} captured_layer;
-
-typedef struct capture {
-    int n_layers, n_positions, n_queries;
-    captured_layer layers[8];
-} capture;
+#include "capture_file.h"
 
 typedef struct format_pair {
     tqkv_format keys, values;
@@ -26,91 +14,9 @@ typedef struct format_pair {
 
 static const format_pair pairs[] = {
     {TQKV_F16, TQKV_F16, false}, {TQKV_I8, TQKV_I8, false},  {TQKV_TQ8, TQKV_TQ8, false}, {TQKV_TQ6, TQKV_TQ6, false},
-    {TQKV_TQ5, TQKV_TQ5, false}, {TQKV_I8, TQKV_TQ4, false}, {TQKV_TQ4, TQKV_TQ4, false}, {TQKV_F16, TQKV_TQ8, true},
+    {TQKV_TQ5, TQKV_TQ5, false}, {TQKV_I8, TQKV_TQ4, false}, {TQKV_TQ4, TQKV_TQ4, false}, {TQKV_TQ3, TQKV_TQ3, false},
+    {TQKV_TQ2, TQKV_TQ2, false}, {TQKV_F16, TQKV_TQ8, true},
 };
-
-static void stop(const char *what, const char *why)
-{
-    fprintf(stderr, "real_kv: %s: %s\n", what, why);
-    exit(1);
-}
-
-static void check(tqkv_result result, const char *what)
-{
-    if (result != TQKV_OK) stop(what, tqkv_result_string(result));
-}
-
-static void *allocate(size_t count, size_t size)
-{
-    void *memory = calloc(count ? count : 1, size);
-    if (!memory) stop("allocate", "out of memory");
-    return memory;
-}
-
-static void load_layer(data_file *file, const capture *all, captured_layer *layer)
-{
-    int row = layer->n_kv_heads * layer->head_dim;
-    layer->keys = data_file_halves(file, all->n_positions, row);
-    layer->values = data_file_halves(file, all->n_positions, row);
-    layer->queries = data_file_halves(file, all->n_queries, layer->n_heads * layer->head_dim);
-}
-
-static void load(capture *all, const char *path)
-{
-    data_file file;
-    if (!data_file_open(&file, path)) stop(path, "cannot be read");
-    data_file_magic(&file, "TQKVREAL");
-    all->n_layers = data_file_count(&file, 1, 8);
-    all->n_positions = data_file_count(&file, 1, 1 << 20);
-    all->n_queries = data_file_count(&file, 1, (uint32_t)all->n_positions);
-    data_file_size(&file);
-    for (int i = 0; i < all->n_layers; i++) {
-        captured_layer *layer = &all->layers[i];
-        layer->head_dim = data_file_count(&file, 32, 1024);
-        layer->n_heads = data_file_count(&file, 1, 256);
-        layer->n_kv_heads = data_file_count(&file, 1, 256);
-        layer->window = data_file_count(&file, 0, 1 << 20);
-        layer->softcap = data_file_f32(&file);
-        if (layer->n_heads % layer->n_kv_heads != 0) file.failed = true;
-    }
-    for (int i = 0; i < all->n_layers && !file.failed; i++) load_layer(&file, all, &all->layers[i]);
-    if (file.failed || file.at != file.size) stop(path, "is damaged or has another version");
-    free(file.bytes);
-}
-
-/* An empty linear store of the layer's shape. */
-static tqkv_store make_store(const captured_layer *layer, int capacity, tqkv_format format, bool unrotated)
-{
-    tqkv_store store = {.format = format, .head_dim = layer->head_dim, .n_kv_heads = layer->n_kv_heads};
-    store.capacity = capacity;
-    store.unrotated = unrotated;
-    store.codes_size = tqkv_codes_size(&store);
-    store.norms_size = tqkv_norms_size(&store);
-    if (store.codes_size == 0) stop("store", "no such combination of format and head_dim");
-    store.codes = allocate(store.codes_size, 1);
-    store.norms = store.norms_size ? (float *)allocate(store.norms_size, 1) : NULL;
-    return store;
-}
-
-static void free_store(tqkv_store *store)
-{
-    free(store->codes);
-    free(store->norms);
-}
-
-static double relative_error(const float *exact, const float *got, int n_rows, int size)
-{
-    double mean = 0;
-    for (int row = 0; row < n_rows; row++) {
-        double wrong = 0, all = 0;
-        for (int i = row * size; i < (row + 1) * size; i++) {
-            wrong += ((double)got[i] - exact[i]) * ((double)got[i] - exact[i]);
-            all += (double)exact[i] * exact[i];
-        }
-        mean += all > 0 ? wrong / all / n_rows : 0;
-    }
-    return mean;
-}
 
 /* The relMSE of one stream. *beyond: the share of its probe values outside the last boundary of the format. */
 static double stream_error(const tqkv_store *store, const float *source, double *beyond)
@@ -129,31 +35,6 @@ static double stream_error(const tqkv_store *store, const float *source, double 
     return error;
 }
 
-/* Attention of one query of one head over the original floats, in double. */
-static void exact_head(const capture *all, const captured_layer *layer, int query, int head, float *out)
-{
-    int d = layer->head_dim, row = layer->n_kv_heads * d, end = all->n_positions - all->n_queries + query + 1;
-    int begin = layer->window > 0 && end > layer->window ? end - layer->window : 0;
-    int offset = head / (layer->n_heads / layer->n_kv_heads) * d;
-    const float *q = layer->queries + (query * layer->n_heads + head) * d;
-    double sum = 0, output[TQKV_MAX_HEAD_DIM] = {0}, *scores = (double *)allocate((size_t)end, sizeof(double)),
-           top = -1e300;
-    for (int j = begin; j < end; j++) {
-        double score = 0;
-        for (int i = 0; i < d; i++) score += (double)q[i] * layer->keys[j * row + offset + i];
-        score /= sqrt(d);
-        scores[j] = layer->softcap > 0 ? layer->softcap * tanh(score / layer->softcap) : score;
-        top = scores[j] > top ? scores[j] : top;
-    }
-    for (int j = begin; j < end; j++) {
-        double weight = exp(scores[j] - top);
-        for (int i = 0; i < d; i++) output[i] += weight * layer->values[j * row + offset + i];
-        sum += weight;
-    }
-    for (int i = 0; i < d; i++) out[i] = (float)(output[i] / sum);
-    free(scores);
-}
-
 static void print_pair(const capture *all, const captured_layer *layer, const format_pair *pair, const float *exact)
 {
     tqkv_store keys = make_store(layer, all->n_positions, pair->keys, false);
@@ -164,12 +45,7 @@ static void print_pair(const capture *all, const captured_layer *layer, const fo
 
     int n_rows = all->n_queries * layer->n_heads;
     float *out = (float *)allocate((size_t)n_rows * (size_t)layer->head_dim, sizeof *out);
-    tqkv_attention attention = {.keys = &keys, .values = &values, .n_heads = layer->n_heads};
-    attention.n_queries = all->n_queries;
-    attention.end = all->n_positions;
-    attention.window = layer->window;
-    attention.softcap = layer->softcap;
-    check(tqkv_attend(&attention, layer->queries, out), "attend");
+    stored_attention(all, layer, &keys, &values, out);
     double output_error = relative_error(exact, out, n_rows, layer->head_dim);
 
     double bytes = (double)(keys.codes_size + keys.norms_size + values.codes_size + values.norms_size);
@@ -185,14 +61,10 @@ static void print_pair(const capture *all, const captured_layer *layer, const fo
 static void print_layer(const capture *all, int index)
 {
     const captured_layer *layer = &all->layers[index];
-    int d = layer->head_dim;
-    float *exact = (float *)allocate((size_t)(all->n_queries * layer->n_heads * d), sizeof *exact);
-    for (int query = 0; query < all->n_queries; query++)
-        for (int head = 0; head < layer->n_heads; head++)
-            exact_head(all, layer, query, head, exact + (query * layer->n_heads + head) * d);
+    float *exact = exact_attention(all, layer);
     printf("\nlayer %d: head_dim %d, %d query heads, %d KV heads, window %d, softcap %g; %d positions, %d queries\n",
-           index, d, layer->n_heads, layer->n_kv_heads, layer->window, (double)layer->softcap, all->n_positions,
-           all->n_queries);
+           index, layer->head_dim, layer->n_heads, layer->n_kv_heads, layer->window, (double)layer->softcap,
+           all->n_positions, all->n_queries);
     printf("%-20s %7s %9s %7s  %9s  %9s  %9s  %19s\n", "keys  values", "bits/v", "bytes", "of F16", "K error",
            "V error", "output", "beyond: K         V");
     for (size_t p = 0; p < sizeof pairs / sizeof *pairs; p++) print_pair(all, layer, &pairs[p], exact);
@@ -242,16 +114,12 @@ static void print_histogram(const capture *all)
 int main(int argc, char **argv)
 {
     bool histogram = argc > 1 && strcmp(argv[1], "--histogram") == 0;
-    capture all = {0};
-    load(&all, argc > 1 + histogram ? argv[1 + histogram] : "examples/data/real_kv.bin");
+    capture all;
+    capture_load(&all, argc > 1 + histogram ? argv[1 + histogram] : "examples/data/real_kv.bin");
     if (histogram)
         print_histogram(&all);
     else
         for (int i = 0; i < all.n_layers; i++) print_layer(&all, i);
-    for (int i = 0; i < all.n_layers; i++) {
-        free(all.layers[i].keys);
-        free(all.layers[i].values);
-        free(all.layers[i].queries);
-    }
+    capture_free(&all);
     return 0;
 }

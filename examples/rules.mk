@@ -1,6 +1,6 @@
 # The examples' own targets: their tests, and the charts of docs/.
 
-DEMOS += tinylm threads_pthread threads_openmp snapshot_file
+DEMOS += advise tinylm recent_window threads_pthread threads_openmp snapshot_file
 
 # Without an OpenMP compiler the example still builds, and runs on one thread.
 $(BUILD)/threads_openmp: CFLAGS += $(shell echo 'int main(void) { return 0; }' | \
@@ -11,7 +11,7 @@ $(BUILD)/tinylm_test: examples/tests/tinylm_test.c $(wildcard examples/*.[ch]) t
 	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -I. $< -o $@ $(LIBRARIES)
 
 .PHONY: test-examples
-test-examples: $(addprefix $(BUILD)/,encode_attend real_kv tinylm tinylm_test threads_pthread threads_openmp snapshot_file)
+test-examples: $(addprefix $(BUILD)/,encode_attend real_kv advise tinylm tinylm_test recent_window threads_pthread threads_openmp snapshot_file)
 	@echo "== examples"
 	@sh examples/tests/test.sh $(BUILD)
 	@CC="$(CC)" CFLAGS="$(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -Wno-unknown-pragmas" sh examples/tests/snippets.sh $(BUILD)/snippets
@@ -41,12 +41,16 @@ $(BUILD)/charts/histogram.txt: $(BUILD)/real_kv
 	@mkdir -p $(@D)
 	$(BUILD)/real_kv --histogram > $@
 
+$(BUILD)/charts/advise.txt: $(BUILD)/advise
+	@mkdir -p $(@D)
+	$(BUILD)/advise --chart > $@
+
 docs/%.svg: $(BUILD)/charts/%.txt docs/charts/%.gp docs/charts/style.gp
 	gnuplot -e "input='$<'; output='$@'" docs/charts/style.gp docs/charts/$*.gp
 
 # speed.txt is written by `make bench`, which needs a quiet machine and is not run from here.
-CHARTS := docs/quality.svg docs/histogram.svg $(if $(wildcard $(BUILD)/charts/speed.txt),docs/speed.svg)
+CHARTS := docs/quality.svg docs/histogram.svg docs/advise.svg $(if $(wildcard $(BUILD)/charts/speed.txt),docs/speed.svg)
 
 .PHONY: charts
-charts: $(CHARTS) ## draw docs/*.svg; takes minutes
+charts: $(CHARTS) ## draw docs/*.svg; minutes with CFLAGS="-O2 -march=native"
 	@test -e $(BUILD)/charts/speed.txt || echo "docs/speed.svg left as it is: run make bench first"

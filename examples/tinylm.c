@@ -2,57 +2,42 @@
  *
  *   tinylm                                                     a short table and a paragraph
  *   tinylm score [--windows N] [--all | --keys F --values F]   the error of each pair of formats, against floats
+ *     --bias LENGTHS [--before-rotary SHARE] [--center TOKENS] the same with keys that have a constant part
  *   tinylm generate PROMPT [options]                           text, byte by byte
  *   tinylm save FILE PROMPT [options]                          the caches of a prompt, in a file
  *   tinylm resume FILE [options]                               continues from there, in another process
  *   tinylm speculate PROMPT [options]                          tq4 proposes, --keys --values verify, truncate undoes
  *
  * Options: --keys F, --values F, --bytes N, --temperature T, --seed N, --threads N, --model FILE. Formats: f16 i8 tq8
- * tq6 tq5 tq4; or the plain cache for comparison: f32, q8_0, q4_0, and q8_0r, q4_0r with llama.cpp's rotation.
+ * tq6 tq5 tq4 tq3 tq2; or the plain cache for comparison: f32, q8_0, q4_0, and q8_0r, q4_0r with llama.cpp's rotation.
  * tinylm_session.h has the calls of tqkv in a forward pass. This file has save, resume and the removal of rejected
  * tokens. */
 #define _POSIX_C_SOURCE  200809L
 #define _DARWIN_C_SOURCE /* the number of processors, which POSIX does not give */
 #define TQKV_IMPLEMENTATION
 #include "../tqkv.h"
-#include "tinylm_logits.h"
-#include "tinylm_session.h"
+#include "tinylm_bias.h"
+#include "tinylm_score.h"
 #include <errno.h>
 
-enum { WINDOW_BYTES = 1024, PROPOSALS = 6 };
+enum { PROPOSALS = 6 };
 
 /* ---- score ---- */
 
 /* The pairs that `tinylm score` prints. With --all it prints every tqkv pair and every llama.cpp pair. */
-static const char *const score_pairs[][2] = {{"f16", "f16"},   {"i8", "i8"},       {"tq8", "tq8"},    {"tq6", "tq6"},
-                                             {"tq5", "tq5"},   {"i8", "tq4"},      {"tq4", "tq4"},    {"q8_0", "q8_0"},
-                                             {"q4_0", "q4_0"}, {"q8_0r", "q8_0r"}, {"q4_0r", "q4_0r"}};
+static const char *const score_pairs[][2] = {
+    {"f16", "f16"},   {"i8", "i8"},     {"tq8", "tq8"},     {"tq6", "tq6"},    {"tq5", "tq5"}, {"i8", "tq4"},
+    {"tq4", "tq4"},   {"i8", "tq3"},    {"tq4", "tq3"},     {"tq3", "tq3"},    {"i8", "tq2"},  {"tq2", "tq2"},
+    {"q8_0", "q8_0"}, {"q4_0", "q4_0"}, {"q8_0r", "q8_0r"}, {"q4_0r", "q4_0r"}};
 
 static bool pairs_up(const format_choice *keys, const format_choice *values)
 {
     return !keys->format == !values->format && keys->rotated == values->rotated && keys->bits < 32 && values->bits < 32;
 }
 
-typedef struct scoring {
-    model *m;
-    const unsigned char *text;
-    int n_windows;
-    float *reference, *logits; /* [n_windows * WINDOW_BYTES][VOCABULARY], logarithms of probabilities */
-    double reference_bits;
-} scoring;
-
-/* Every window starts from an empty cache and is one call of forward. */
-static void score_windows(const scoring *job, session *s, float *logits, const char *label)
-{
-    for (int w = 0; w < job->n_windows; w++) {
-        float *rows = logits + (size_t)w * WINDOW_BYTES * VOCABULARY;
-        progress(label, w, job->n_windows);
-        session_truncate(s, 0);
-        forward(s, job->text + w * WINDOW_BYTES, WINDOW_BYTES, rows);
-        for (int i = 0; i < WINDOW_BYTES; i++) log_softmax(rows + i * VOCABULARY);
-    }
-    progress(label, job->n_windows, job->n_windows);
-}
+/* With --bias, which adds to the keys: what the keys lose, beside exact values. With --center those of tqkv alone. */
+static const char *const biased_pairs[][2] = {{"f16", "f16"},  {"i8", "f16"},   {"tq6", "f16"},   {"tq4", "f16"},
+                                              {"q8_0", "f32"}, {"q4_0", "f32"}, {"q8_0r", "f32"}, {"q4_0r", "f32"}};
 
 /* Prints a line of the table. The first pair of a job is the reference for the later ones. */
 static void score_pair(scoring *job, const format_choice *keys, const format_choice *values)
@@ -74,13 +59,19 @@ static void score_pair(scoring *job, const format_choice *keys, const format_cho
     session_destroy(&s);
 }
 
+static void score_list(scoring *job, const options *o, const char *const pairs[][2], size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        const format_choice *keys = find_format(pairs[i][0]);
+        if (keys->format || o->center_tokens == 0) score_pair(job, keys, find_format(pairs[i][1]));
+    }
+}
+
 static void command_score(model *m, const options *o)
 {
-    data_file text;
-    if (!data_file_open(&text, o->file)) stop(o->file, "cannot be read");
-    if (text.size < (size_t)o->n_windows * WINDOW_BYTES + 1) stop(o->file, "is too short for so many windows");
-    size_t count = (size_t)o->n_windows * WINDOW_BYTES * VOCABULARY;
-    scoring job = {m, text.bytes, o->n_windows, floats(count), floats(count), 0};
+    scoring job = scoring_open(m, o->file, o->n_windows);
+    if (o->bias > 0) plant_bias(m, job.text, o->bias, o->before_rotary);
+    if (o->center_tokens > 0) find_centers(m, job.text, o->center_tokens);
     printf("# %d windows of %d bytes. KL: nats a byte, from the f32 cache. top-1: same likeliest byte.\n", o->n_windows,
            WINDOW_BYTES);
     printf("%-6s %-6s %8s %9s %9s %9s %11s %9s %9s\n", "#keys", "values", "bits/v", "KiB", "bits/byte", "+f32", "KL",
@@ -92,13 +83,12 @@ static void command_score(model *m, const options *o)
                 if (pairs_up(&formats[k], &formats[v])) score_pair(&job, &formats[k], &formats[v]);
     } else if (o->keys) {
         score_pair(&job, o->keys, o->values);
+    } else if (o->bias > 0) {
+        score_list(&job, o, biased_pairs, sizeof biased_pairs / sizeof *biased_pairs);
     } else {
-        for (size_t i = 0; i < sizeof score_pairs / sizeof *score_pairs; i++)
-            score_pair(&job, find_format(score_pairs[i][0]), find_format(score_pairs[i][1]));
+        score_list(&job, o, score_pairs, sizeof score_pairs / sizeof *score_pairs);
     }
-    free(job.reference);
-    free(job.logits);
-    free(text.bytes);
+    scoring_close(&job);
 }
 
 /* ---- generate ---- */
@@ -109,13 +99,6 @@ typedef struct conversation {
     unsigned char text[MAX_CONTEXT];
     int length;
 } conversation;
-
-static void prefill(session *s, const unsigned char *bytes, int n)
-{
-    float *logits = floats((size_t)n * VOCABULARY);
-    forward(s, bytes, n, logits);
-    free(logits);
-}
 
 static void conversation_start(conversation *c, model *m, const options *o)
 {

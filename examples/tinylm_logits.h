@@ -27,7 +27,7 @@ static double random_unit(uint64_t *state)
     return (double)((z ^ z >> 31) >> 11) / 9007199254740992.0;
 }
 
-static unsigned char choose(const float *logits, float temperature, uint64_t *seed)
+static inline unsigned char choose(const float *logits, float temperature, uint64_t *seed)
 {
     double weights[VOCABULARY], sum = 0, top = logits[largest(logits)];
     if (temperature <= 0) return (unsigned char)largest(logits);

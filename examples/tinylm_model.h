@@ -20,11 +20,13 @@ typedef struct model_layer {
     float *norm_attention, *norm_mlp; /* [d_model] */
     float *q_norm, *k_norm;           /* [head_dim], with qk_norm */
     linear q, k, v, o, gate, up, down;
+    float *key_bias, *key_center; /* [n_kv_heads][head_dim] or NULL: see tinylm_bias.h */
 } model_layer;
 
 typedef struct model {
     int n_layers, d_model, hidden;
     float rope_base, rms_epsilon;
+    bool bias_before_rotary;
     model_layer layers[MAX_LAYERS];
     float *embedding; /* [VOCABULARY][d_model], also the output matrix */
     float *norm_out;  /* [d_model] */
@@ -97,9 +99,10 @@ static void model_free(model *m)
 {
     for (int i = 0; i < m->n_layers; i++) {
         model_layer *layer = &m->layers[i];
-        float *arrays[] = {layer->norm_attention, layer->norm_mlp,  layer->q_norm,     layer->k_norm,
-                           layer->q.panels,       layer->k.panels,  layer->v.panels,   layer->o.panels,
-                           layer->gate.panels,    layer->up.panels, layer->down.panels};
+        float *arrays[] = {layer->norm_attention, layer->norm_mlp,  layer->q_norm,      layer->k_norm,
+                           layer->q.panels,       layer->k.panels,  layer->v.panels,    layer->o.panels,
+                           layer->gate.panels,    layer->up.panels, layer->down.panels, layer->key_bias,
+                           layer->key_center};
         for (size_t a = 0; a < sizeof arrays / sizeof *arrays; a++) free(arrays[a]);
     }
     free(m->embedding);
@@ -212,6 +215,12 @@ static void rope(const model *m, float *heads /* [n_tokens][n_heads][head_dim] *
             }
         }
     }
+}
+
+/* Adds `bias` to each token's row; NULL adds nothing. */
+static void add_to_rows(float *rows, const float *bias, int n_tokens, int size)
+{
+    for (int i = 0; bias && i < n_tokens * size; i++) rows[i] += bias[i % size];
 }
 
 /* gate = silu(gate) * up */

@@ -22,6 +22,8 @@ static const format_choice formats[] = {
     {"tq6", TQKV_TQ6, NULL, false, 0},
     {"tq5", TQKV_TQ5, NULL, false, 0},
     {"tq4", TQKV_TQ4, NULL, false, 0},
+    {"tq3", TQKV_TQ3, NULL, false, 0},
+    {"tq2", TQKV_TQ2, NULL, false, 0},
     {"f32", TQKV_FORMAT_DEFAULT, NULL, false, 32},
     {"q8_0", TQKV_FORMAT_DEFAULT, q8_0_round_trip, false, 8.5},
     {"q4_0", TQKV_FORMAT_DEFAULT, q4_0_round_trip, false, 4.5},
@@ -30,11 +32,14 @@ static const format_choice formats[] = {
 };
 enum { N_FORMATS = sizeof formats / sizeof *formats };
 
+enum { WINDOW_BYTES = 1024 }; /* of text that `score` reads from an empty cache */
+
 typedef struct options {
     const char *command, *model_path, *file, *prompt;
     const format_choice *keys, *values; /* both or neither */
     int n_bytes, n_windows, n_threads;
-    float temperature;
+    int center_tokens; /* keys whose mean becomes the caches' centre; 0: no centre */
+    float temperature, bias, before_rotary;
     uint64_t seed;
     bool all;
 } options;
@@ -57,13 +62,22 @@ static void usage(void)
 {
     puts("tinylm                          a table and a paragraph\n"
          "tinylm score [--windows N] [--text FILE] [--all | --keys F --values F]\n"
+         "             [--bias LENGTHS [--before-rotary SHARE] [--center TOKENS]]\n"
          "tinylm generate PROMPT [options]\n"
          "tinylm save FILE PROMPT [options]\n"
          "tinylm resume FILE [options]\n"
          "tinylm speculate PROMPT [options]\n"
-         "options: --keys F --values F (f16 i8 tq8 tq6 tq5 tq4; or for both f32 q8_0 q4_0 q8_0r q4_0r)\n"
+         "options: --keys F --values F (f16 i8 tq8 tq6 tq5 tq4 tq3 tq2; or for both f32 q8_0 q4_0 q8_0r q4_0r)\n"
          "         --bytes N --temperature T --seed N --threads N --model FILE");
     exit(2);
+}
+
+static float positive_number(const char *option, const char *text)
+{
+    char *rest;
+    double value = strtod(text, &rest);
+    if (*text == 0 || *rest != 0 || !(value > 0 && value <= 1e6)) stop(option, "needs a number in its range");
+    return (float)value;
 }
 
 /* A whole number from `low` to `high`. */
@@ -91,6 +105,13 @@ static void parse_option(options *o, const char *name, const char *value)
         o->seed = (uint64_t)number(name, value, 0, 1 << 30);
     } else if (strcmp(name, "--temperature") == 0) {
         o->temperature = (float)strtod(value, NULL);
+    } else if (strcmp(name, "--bias") == 0) {
+        o->bias = positive_number(name, value);
+    } else if (strcmp(name, "--before-rotary") == 0) {
+        o->before_rotary = positive_number(name, value);
+        if (o->before_rotary > 1) stop(name, "is a share, at most 1");
+    } else if (strcmp(name, "--center") == 0) {
+        o->center_tokens = number(name, value, 1, WINDOW_BYTES);
     } else if (strcmp(name, "--model") == 0) {
         o->model_path = value;
     } else if (strcmp(name, "--text") == 0) {

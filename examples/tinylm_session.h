@@ -1,5 +1,5 @@
 /* tqkv in a transformer: a cache for each layer, and a forward pass that appends to it and attends over it. The same
- * pass also runs on plain arrays (plain_cache.h), for comparison. Read layer_desc and attention first. */
+ * pass also runs on plain arrays (plain_cache.h), for comparison. Read layer_desc and attend_cached first. */
 #ifndef TINYLM_SESSION_H
 #define TINYLM_SESSION_H
 
@@ -8,14 +8,19 @@
 enum { BATCH = 128 }; /* positions that go through a layer together */
 
 /* One conversation: the caches of every layer and the scratch of a forward pass. */
-typedef struct session {
+typedef struct session session;
+struct session {
     model *m;
     const format_choice *keys, *values;
     int capacity, end;                    /* positions */
     tqkv_cache *caches[MAX_LAYERS];       /* if the formats are tqkv's */
     plain_cache plain[MAX_LAYERS];        /* if not */
     float *x, *h, *q, *k, *v, *wide, *up; /* [BATCH][...] */
-} session;
+    /* Appends k and v of n tokens to a layer's cache and puts the attention of q into `wide`: attend_cached, or what a
+     * program sets in its place. `user` is that program's. */
+    void (*attend)(session *s, int layer, int n);
+    void *user;
+};
 
 static void check(tqkv_result result, const char *what)
 {
@@ -44,6 +49,18 @@ static tqkv_cache_desc layer_desc(session *s, const model_layer *shape)
     return desc;
 }
 
+/* tqkv takes two calls between the projections: append, attend. */
+static void attend_cached(session *s, int layer, int n)
+{
+    if (s->keys->format) {
+        check(tqkv_cache_append(s->caches[layer], s->k, s->v, n), "append");
+        check(tqkv_cache_attend(s->caches[layer], s->q, n, s->wide), "attend");
+    } else {
+        plain_cache_append(&s->plain[layer], s->end, s->k, s->v, n);
+        plain_cache_attend(&s->plain[layer], &s->m->pool, s->end, s->q, n, s->wide);
+    }
+}
+
 static void session_scratch(session *s, model *m, int capacity)
 {
     size_t widest = (size_t)m->hidden, model_width = (size_t)m->d_model;
@@ -54,6 +71,7 @@ static void session_scratch(session *s, model *m, int capacity)
     memset(s, 0, sizeof *s);
     s->m = m;
     s->capacity = capacity;
+    s->attend = attend_cached;
     float **arrays[] = {&s->x, &s->h, &s->q, &s->k, &s->v, &s->wide, &s->up};
     for (int i = 0; i < 7; i++) *arrays[i] = floats(BATCH * (i < 2 ? model_width : widest));
 }
@@ -73,6 +91,7 @@ static void session_create(session *s, model *m, const format_choice *keys, cons
             desc.key_format = keys->format;
             desc.value_format = values->format;
             check(tqkv_cache_create(&desc, &s->caches[i]), "cache");
+            if (shape->key_center) check(tqkv_cache_set_center(s->caches[i], shape->key_center, NULL), "center");
         } else {
             size_t row = (size_t)shape->n_kv_heads * (size_t)shape->head_dim;
             float *k = floats((size_t)capacity * row), *v = floats((size_t)capacity * row);
@@ -102,7 +121,7 @@ static void session_truncate(session *s, int end)
 
 /* Bytes of the caches of all layers. *bits, if given: bits a stored value, with norms. A plain cache counts with the
  * bits of its format and the capacity of the tqkv cache. */
-static double session_bytes(session *s, double *bits)
+static inline double session_bytes(session *s, double *bits)
 {
     double bytes = 0, values = 0;
     for (int i = 0; i < s->m->n_layers; i++) {
@@ -118,7 +137,7 @@ static double session_bytes(session *s, double *bits)
 
 /* ---- the forward pass ---- */
 
-/* Adds one layer's attention to s->x. tqkv takes two calls between the projections: append, attend. */
+/* Adds one layer's attention to s->x. */
 static void attention(session *s, int index, int n)
 {
     model *m = s->m;
@@ -133,14 +152,10 @@ static void attention(session *s, int index, int n)
         rms_norm(m, s->k, layer->k_norm, n * n_kv_heads, d, s->k);
     }
     rope(m, s->q, n, n_heads, d, s->end);
+    if (m->bias_before_rotary) add_to_rows(s->k, layer->key_bias, n, n_kv_heads * d);
     rope(m, s->k, n, n_kv_heads, d, s->end);
-    if (s->keys->format) {
-        check(tqkv_cache_append(s->caches[index], s->k, s->v, n), "append");
-        check(tqkv_cache_attend(s->caches[index], s->q, n, s->wide), "attend");
-    } else {
-        plain_cache_append(&s->plain[index], s->end, s->k, s->v, n);
-        plain_cache_attend(&s->plain[index], &m->pool, s->end, s->q, n, s->wide);
-    }
+    if (!m->bias_before_rotary) add_to_rows(s->k, layer->key_bias, n, n_kv_heads * d);
+    s->attend(s, index, n);
     linear_apply(m, &layer->o, s->wide, n, s->h);
     for (int i = 0; i < n * m->d_model; i++) s->x[i] += s->h[i];
 }
@@ -176,6 +191,14 @@ static void forward(session *s, const unsigned char *bytes, int n, float *logits
         linear_apply(m, &m->logits, s->h, batch, logits + done * VOCABULARY);
         s->end += batch;
     }
+}
+
+/* The same without the logits. */
+static inline void prefill(session *s, const unsigned char *bytes, int n)
+{
+    float *logits = floats((size_t)n * VOCABULARY);
+    forward(s, bytes, n, logits);
+    free(logits);
 }
 
 #endif

@@ -10,3 +10,4 @@ set style line 3 lc rgb "#1b9e77" lw 2 pt 9 ps 0.9
 set style line 4 lc rgb "#7b3294" lw 2 pt 13 ps 0.9
 set style line 5 lc rgb "#c2a000" lw 2 pt 11 ps 0.9
 set style line 6 lc rgb "#888888" lw 2 pt 15 ps 0.9
+set style line 7 lc rgb "#00a0b0" lw 2 pt 3 ps 0.9
