@@ -799,9 +799,9 @@ inline void add_center(device const float *center, uint kv_head, bool rotated, f
 
 #define TQKV_LOG2E 1.44269504f
 
-// 2^(own - largest), and exactly 1 where the two are equal: then adding nothing changes no bit. The maximum of nothing is
-// -INFINITY and its share is 0. Both are selected, because -INFINITY minus -INFINITY is NaN. The fast exponential errs by
-// a few units in the last place; the result may err by 2e-5.
+// 2^(own - largest), and exactly 1 where the two are equal: then adding nothing changes no bit. The maximum of nothing
+// is -INFINITY and its share is 0. Both are selected, because -INFINITY minus -INFINITY is NaN. The fast exponential
+// errs by a few units in the last place; the result may err by 2e-5.
 inline float share_of(float own, float largest)
 {
     return own == largest ? 1.0f : own == -INFINITY ? 0.0f : fast::exp2(own - largest);
@@ -905,8 +905,8 @@ inline tile_range tiles_seen(constant tqkv__attend_args &args, uint first_column
     return seen;
 }
 
-// The first tile from `tile` on that is the simdgroup's. The number of a tile decides that alone, so a row's sums do not
-// depend on what the threadgroup's other columns see.
+// The first tile from `tile` on that is the simdgroup's. The number of a tile decides that alone, so a row's sums do
+// not depend on what the threadgroup's other columns see.
 inline uint own_tile(uint tile, uint simdgroup, uint n_simdgroups)
 {
     return tile + (simdgroup + n_simdgroups - tile % n_simdgroups) % n_simdgroups;
@@ -969,18 +969,18 @@ inline tile_place open_tile(constant tqkv__attend_args &args, uint number, uint 
 
 // ---- shaders/attend.h ----
 
-// Attention straight from the codes. A threadgroup serves one KV head, one or several stretches of the context, and up to
-// `columns` query rows. A column is one query head of the group for one query; the heads of a query come first. Each
-// simdgroup takes its own tiles of 32 slots and keeps its own softmax. The simdgroups combine their results at the end of
-// a stretch. A key or value is decoded once for all columns: that decides the speed.
+// Attention straight from the codes. A threadgroup serves one KV head, one or several stretches of the context, and up
+// to `columns` query rows. A column is one query head of the group for one query; the heads of a query come first.
+// Each simdgroup takes its own tiles of 32 slots and keeps its own softmax. The simdgroups combine their results at
+// the end of a stretch. A key or value is decoded once for all columns: that decides the speed.
 //
 // Within a tile
 //   keys     up to 4 lanes share a row and load 16 bytes at a time; a reduction leaves each lane the score of one row
 //   softmax  one row a lane
 //   values   the lanes lie across the row; the weights come from threadgroup memory
 //
-// Letters: D head_dim, W code width of a stored value, KW and VW these of keys and values, C most columns, N values that
-// a lane loads at a time, R lanes that share a row of keys, V output values of a column that a lane keeps.
+// Letters: D head_dim, W code width of a stored value, KW and VW these of keys and values, C most columns, N values
+// that a lane loads at a time, R lanes that share a row of keys, V output values of a column that a lane keeps.
 #ifndef TQKV_ATTEND_H
 #define TQKV_ATTEND_H
 
@@ -1108,7 +1108,8 @@ inline uint padded(uint value)
     return value + value / uint(KEY_VALUES(D, W)) * 4u;
 }
 
-// The score of the keys' centre: all scores of the query lack it. Every lane has the result. x: the lane's part of the query
+// The score of the keys' centre: all scores of the query lack it. Every lane has the result. x: the lane's part of the
+// query
 template <int D>
 inline float score_of_center(constant tqkv__attend_args &args, thread const attend_task &task, thread const float *x)
 {
@@ -1716,8 +1717,8 @@ inline void attend_with_formats(constant tqkv__attend_args &args, thread const a
 
 // ---- shaders/attend.metal ----
 
-// attend: partial attention of stretches of the context; attend_merge makes one result of them. Threadgroups: x KV heads,
-// y blocks of query rows, z splits of the context.
+// attend: partial attention of stretches of the context; attend_merge makes one result of them. Threadgroups: x KV
+// heads, y blocks of query rows, z splits of the context.
 
 // codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a row]
 // clang-format off
@@ -1773,8 +1774,9 @@ ATTEND(1024)
 
 // ---- shaders/merge.h ----
 
-// The end of attention for one query row: brings the sums of the partial results to one maximum, adds them and the sink,
-// divides, and turns the result back from the rotated basis. One threadgroup a row: its simdgroups share the sections.
+// The end of attention for one query row: brings the sums of the partial results to one maximum, adds them and the
+// sink, divides, and turns the result back from the rotated basis. One threadgroup a row: its simdgroups share the
+// sections.
 #ifndef TQKV_MERGE_H
 #define TQKV_MERGE_H
 
@@ -2272,8 +2274,8 @@ struct encode_target {
     threadgroup const float *squares; // of the centroids
 };
 
-// The codes of a piece of values, which become the squares of their centroids. All lanes come here together; those whose
-// row does not exist store nothing.
+// The codes of a piece of values, which become the squares of their centroids. All lanes come here together; those
+// whose row does not exist store nothing.
 template <int D>
 inline void store_piece(uint format, thread const encode_target &target, uint first, thread const encode_place &at,
                         device uchar *row, thread float *x)
@@ -2355,9 +2357,9 @@ inline void subtract_center(thread const encode_source &source, uint head, uint 
     for (int i = 0; i < ENCODE_VALUES(D); i++) x[i] = x[i] - center[i];
 }
 
-// All steps before the codes: loads the lane's part of its row, raises the flag, centres, rotates and scales. Every value
-// of a rotated row is a sum over the row, so one value shows that there may be a NaN or Inf. Then the row is checked
-// itself. head: of the row
+// All steps before the codes: loads the lane's part of its row, raises the flag, centres, rotates and scales. Every
+// value of a rotated row is a sum over the row, so one value shows that there may be a NaN or Inf. Then the row is
+// checked itself. head: of the row
 template <int D>
 inline void prepare_row(thread const encode_source &source, float block_scale, uint row, uint head, uint lane,
                         thread float *x, thread float *norm)

@@ -27,12 +27,13 @@ static void check_mean(const void *parameters)
 {
     const int head_dim = *(const int *)parameters;
     tqkv_store shape = test_store(TQKV_TQ4, head_dim, HEADS, 1, false);
+    const double n = (double)TOKENS;
     float *rows = biased_rows(TOKENS, head_dim, 30.0f), mean[HEADS * REFERENCE_MAX_DIM];
     CHECK_RESULT(tqkv_mean(&shape, rows, TOKENS, mean), TQKV_OK);
     for (int i = 0; i < HEADS * head_dim; i++) {
         double sum = 0.0;
         for (int t = 0; t < TOKENS; t++) sum += (double)rows[t * HEADS * head_dim + i];
-        CHECK(mean[i] == (float)(sum / TOKENS), "element %d is %.9g, not %.9g", i, (double)mean[i], sum / TOKENS);
+        CHECK(mean[i] == (float)(sum / n), "element %d is %.9g, not %.9g", i, (double)mean[i], sum / n);
     }
     CHECK_RESULT(tqkv_mean(&shape, rows, 0, mean), TQKV_OK);
     CHECK(mean[0] == 0.0f && mean[HEADS * head_dim - 1] == 0.0f, "the mean of nothing is %g", (double)mean[0]);
@@ -51,16 +52,17 @@ typedef struct measure_row {
 static tqkv_quality plain_quality(const tqkv_store *store, const float *rows, const float *scaled, int head)
 {
     const int d = store->head_dim;
+    const double n = (double)TOKENS;
     const float last = tqkv_last_boundary(store->format);
     double squares = 0.0, noise = 0.0, mean = 0.0, differs = 0.0, second = 0.0, fourth = 0.0, beyond = 0.0;
     for (int i = 0; i < d; i++) {
         double sum = 0.0;
         for (int t = 0; t < TOKENS; t++) sum += (double)rows[(t * HEADS + head) * d + i];
-        mean += sum / TOKENS * (sum / TOKENS);
+        mean += sum / n * (sum / n);
         for (int t = 0; t < TOKENS; t++) {
             const double x = (double)rows[(t * HEADS + head) * d + i], v = (double)scaled[(t * HEADS + head) * d + i];
             squares += x * x;
-            differs += (x - sum / TOKENS) * (x - sum / TOKENS);
+            differs += (x - sum / n) * (x - sum / n);
             second += v * v;
             fourth += v * v * v * v;
             beyond += fabs(v) > (double)last;
@@ -71,9 +73,8 @@ static tqkv_quality plain_quality(const tqkv_store *store, const float *rows, co
         reference_decode(store, head, t, decoded);
         for (int i = 0; i < d; i++) noise += pow(decoded[i] - (double)rows[(t * HEADS + head) * d + i], 2.0);
     }
-    const double values = TOKENS * d;
-    const tqkv_quality q = {mean * TOKENS / squares, noise / differs, values * fourth / (second * second),
-                            beyond / values};
+    const double values = n * d;
+    const tqkv_quality q = {mean * n / squares, noise / differs, values * fourth / (second * second), beyond / values};
     return q;
 }
 
