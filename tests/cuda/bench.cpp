@@ -462,9 +462,10 @@ void bench_decode(tqkv_format format, int head_dim, int positions)
 
 void bench_all()
 {
-    const tqkv_format formats[] = {TQKV_F16, TQKV_I8, TQKV_TQ8, TQKV_TQ5, TQKV_TQ4};
+    const tqkv_format formats[] = {TQKV_F16, TQKV_I8, TQKV_TQ8, TQKV_TQ5, TQKV_TQ4, TQKV_TQ3, TQKV_TQ2};
     const std::vector<std::pair<int, int>> groups = {{2, 1}, {4, 1}, {8, 1}};
-    for (tqkv_format f : {TQKV_F16, TQKV_I8, TQKV_TQ8, TQKV_TQ6, TQKV_TQ5, TQKV_TQ4}) bench_encode(f, 128, 131072);
+    for (tqkv_format f : {TQKV_F16, TQKV_I8, TQKV_TQ8, TQKV_TQ6, TQKV_TQ5, TQKV_TQ4, TQKV_TQ3, TQKV_TQ2})
+        bench_encode(f, 128, 131072);
     for (int head_dim : {64, 256, 512}) bench_encode(TQKV_TQ4, head_dim, 131072);
     for (tqkv_format f : formats)
         for (int positions : {131072, 1048576}) bench_attention(f, f, 128, positions, groups);
