@@ -1,6 +1,6 @@
 /* tqkv.h - v0.1.0 - a quantised KV cache and attention straight from its codes. MIT licence, see the end of this file.
 
-   An LLM's KV cache holds a key and a value vector per past token and KV head. tqkv stores them in 4 to 8 bits a value
+   An LLM's KV cache holds a key and a value vector per past token and KV head. tqkv stores them in 2 to 8 bits a value
    and computes attention from the stored codes, without unpacking the cache first.
 
    DO THIS TO USE IT
