@@ -25,10 +25,10 @@ enum { PROPOSALS = 6 };
 /* ---- score ---- */
 
 /* The pairs that `tinylm score` prints. With --all it prints every tqkv pair and every llama.cpp pair. */
-static const char *const score_pairs[][2] = {
-    {"f16", "f16"},   {"i8", "i8"},     {"tq8", "tq8"},     {"tq6", "tq6"},    {"tq5", "tq5"}, {"i8", "tq4"},
-    {"tq4", "tq4"},   {"i8", "tq3"},    {"tq4", "tq3"},     {"tq3", "tq3"},    {"i8", "tq2"},  {"tq2", "tq2"},
-    {"q8_0", "q8_0"}, {"q4_0", "q4_0"}, {"q8_0r", "q8_0r"}, {"q4_0r", "q4_0r"}};
+static const char *const score_pairs[][2] = {{"f16", "f16"},     {"i8", "i8"},      {"tq8", "tq8"},   {"tq6", "tq6"},
+                                             {"tq5", "tq5"},     {"i8", "tq4"},     {"tq4", "tq4"},   {"tq4", "tq3"},
+                                             {"tq3", "tq3"},     {"tq2", "tq2"},    {"q8_0", "q8_0"}, {"q4_0", "q4_0"},
+                                             {"q8_0r", "q8_0r"}, {"q4_0r", "q4_0r"}};
 
 static bool pairs_up(const format_choice *keys, const format_choice *values)
 {
