@@ -1548,8 +1548,10 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
         const float centroid = i <= n ? s->codebook[n + 1 + i] : 0.0f;
         q->squares[i] = TQKV__AS_FLOAT(centroid * centroid);
     }
-    for (int i = 0; i < 16; i++)
-        q->squares_by_code[i] = q->squares[i % (2 * n + 2) > n ? i % (2 * n + 2) - n - 1 : n - i % (2 * n + 2)];
+    for (int i = 0; i < 16; i++) {
+        const float centroid = bits <= 4 ? s->codebook[i % (1 << bits)] : 0.0f;
+        q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
+    }
     for (int p = 0; bits == 8 && p < 4; p++)
         for (int i = 0; i < 128; i++) q->planes[p][i] = (uint8_t)(tqkv__bits(q->bounds[i]) >> (8 * p));
 }
@@ -3046,7 +3048,8 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
                                              int n_rows)
 {
     enum { buffer = 4096, most_norms = buffer / 32 }; /* 16 KiB: a third of an L1 cache */
-    TQKV__ALIGNED float rotated[buffer], norms[most_norms], scales[most_norms], sums[most_norms];
+    TQKV__ALIGNED float rotated[buffer], norms[most_norms], scales[most_norms];
+    float *sums = scales; /* a row that is quantised needs its scales no more */
     TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM];
     const float *values[most_norms];
     const int batch = buffer / s->head_dim, norms_per_row = s->norms_per_row;
@@ -3885,7 +3888,7 @@ TQKV__OP float32x4_t tqkv__centroids_of_nibbles_neon(const int bits, const int p
 {
     (void)per_lane; /* 8 */
     const uint8x16_t both = bits < 4 ? tqkv__spread_pairs_neon(p) : vld1q_u8(p);
-    const uint8x16_t shifted = k < 4 ? both : vshrq_n_u8(both, bits < 4 ? 2 : 4);
+    const uint8x16_t shifted = k < 4 ? both : bits < 4 ? vshrq_n_u8(both, 2) : vshrq_n_u8(both, 4);
     const uint8x16_t codes = vandq_u8(shifted, vdupq_n_u8(bits < 4 ? 3 : 15));
     if (bits == 2 || bits == 4) return tqkv__centroids_of_planes_neon(bits, k % 4, table, codes, codes);
     if (bits == 3 || bits == 5) { /* bits 2i and 2i + 1 of four bytes */
