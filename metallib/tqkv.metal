@@ -1908,9 +1908,9 @@ inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &
 
 constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
 constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
-#define shifted key_centered // the same function constant
+// key_centered: declared above
 constant bool centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
-constant bool rotate_center [[function_constant(TQKV_FC_VALUE_ROTATED)]];
+constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 
 // partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_rows][D]
 // clang-format off
@@ -1936,9 +1936,9 @@ constant bool rotate_center [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         task.row = group.x; \
         task.sink = has_sinks ? sinks[group.x % uint(args.n_heads)] * TQKV_LOG2E : -INFINITY; \
         task.unrotate = unrotate; \
-        task.shifted = shifted; \
+        task.shifted = key_centered; \
         task.centered = centered; \
-        task.rotated = rotate_center; \
+        task.rotated = value_rotated; \
         task.center = center; \
         task.lane = lane; \
         task.simdgroup = simdgroup; \
@@ -2482,7 +2482,7 @@ ENCODE(1024)
 // key_format: declared above
 // value_format: declared above
 #define key_rotated rotate_center // the same function constant
-#define value_rotated rotate_center // the same function constant
+// value_rotated: declared above
 // key_centered: declared above
 #define value_centered centered // the same function constant
 

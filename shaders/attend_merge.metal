@@ -3,9 +3,9 @@
 
 constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
 constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
-constant bool shifted [[function_constant(TQKV_FC_CENTER)]];
+constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
 constant bool centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
-constant bool rotate_center [[function_constant(TQKV_FC_VALUE_ROTATED)]];
+constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 
 // partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_rows][D]
 // clang-format off
@@ -31,9 +31,9 @@ constant bool rotate_center [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         task.row = group.x; \
         task.sink = has_sinks ? sinks[group.x % uint(args.n_heads)] * TQKV_LOG2E : -INFINITY; \
         task.unrotate = unrotate; \
-        task.shifted = shifted; \
+        task.shifted = key_centered; \
         task.centered = centered; \
-        task.rotated = rotate_center; \
+        task.rotated = value_rotated; \
         task.center = center; \
         task.lane = lane; \
         task.simdgroup = simdgroup; \
