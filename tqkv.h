@@ -1391,7 +1391,7 @@ static void tqkv__correct_norms(const tqkv__stream *s, const float *centroids, f
     tqkv__sums_tq(s, centroids, sums);
     for (int b = 0; b < s->norms_per_row; b++) {
         const float length = TQKV__AS_FLOAT(sqrtf(one ? sums[b] : TQKV__AS_FLOAT(sums[b] / 256.0f)));
-        const float factor = TQKV__AS_FLOAT(root / length);
+        const float factor = tqkv__rounded(root / length);
         norms[b] = norms[b] <= TQKV__MIN_NORM ? 0.0f : TQKV__AS_FLOAT(norms[b] * factor);
     }
 }
@@ -2894,7 +2894,8 @@ TQKV__TARGET static void TQKV__(correct_norms)(const tqkv__stream *s, int n, con
     const TQKV__VECTOR root = TQKV__(set1)(several ? s->block_scale : TQKV__SQRT(s->head_dim));
     for (int i = 0; i < n; i += TQKV__LANES) {
         const TQKV__VECTOR norm = TQKV__(load)(norms + i), length = TQKV__(sqrt)(TQKV__(load)(sums + i) * part);
-        TQKV__(store)(norms + i, TQKV__(zero_below)(TQKV__(set1)(TQKV__NEXT_NORM), norm, norm * (root / length)));
+        TQKV__(store)
+        (norms + i, TQKV__(zero_below)(TQKV__(set1)(TQKV__NEXT_NORM), norm, norm * TQKV__(rounded)(root / length)));
     }
 }
 
