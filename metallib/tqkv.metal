@@ -1909,7 +1909,7 @@ inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &
 constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
 constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
 // key_centered: declared above
-constant bool centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
+constant bool value_centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
 constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 
 // partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_rows][D]
@@ -1937,7 +1937,7 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         task.sink = has_sinks ? sinks[group.x % uint(args.n_heads)] * TQKV_LOG2E : -INFINITY; \
         task.unrotate = unrotate; \
         task.shifted = key_centered; \
-        task.centered = centered; \
+        task.centered = value_centered; \
         task.rotated = value_rotated; \
         task.center = center; \
         task.lane = lane; \
@@ -2484,7 +2484,7 @@ ENCODE(1024)
 #define key_rotated rotate_center // the same function constant
 // value_rotated: declared above
 // key_centered: declared above
-#define value_centered centered // the same function constant
+// value_centered: declared above
 
 // keys, values: [n_tokens][n_kv_heads][D]
 // clang-format off

@@ -4,7 +4,7 @@
 constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
 constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
 constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
-constant bool centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
+constant bool value_centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
 constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 
 // partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_rows][D]
@@ -32,7 +32,7 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         task.sink = has_sinks ? sinks[group.x % uint(args.n_heads)] * TQKV_LOG2E : -INFINITY; \
         task.unrotate = unrotate; \
         task.shifted = key_centered; \
-        task.centered = centered; \
+        task.centered = value_centered; \
         task.rotated = value_rotated; \
         task.center = center; \
         task.lane = lane; \
