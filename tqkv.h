@@ -232,7 +232,7 @@ typedef enum tqkv_basis {
 TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, float *dst);
 
 /* The mean of the rows of each head, a centre for such rows; mean: [n_kv_heads][head_dim], zeros for no tokens. Sums in
-   double. Of shape only head_dim and n_kv_heads count; src as for tqkv_encode. */
+   double. shape and src as for tqkv_probe; the centre and the format of shape do not matter. */
 TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const float *src, int n_tokens, float *mean);
 
 /* How well a store of this format and centre keeps the rows of one head. */
@@ -1570,8 +1570,8 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
     tqkv__center_row(s->head_dim, row->src, row->center, x);
     tqkv__scale_row(s, x, row->norms);
     for (int i = 0; i < s->head_dim; i++) {
-        const uint16_t half = s->kind == TQKV__HALF ? tqkv__half_from_float(x[i]) : 0;
         if (s->kind == TQKV__HALF) {
+            const uint16_t half = tqkv__half_from_float(x[i]);
             row->codes[2 * i] = (uint8_t)(half & 255);
             row->codes[2 * i + 1] = (uint8_t)(half >> 8);
         } else if (s->kind == TQKV__GRID) {
@@ -1629,14 +1629,14 @@ static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t
     }
 }
 
-/* dst += weight * centre of the head, rotated if asked; dst: [head_dim] */
-static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool rotated, float weight, float *dst)
+/* dst += centre of the head, rotated if asked; dst: [head_dim] */
+static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool rotated, float *dst)
 {
     float center[TQKV_MAX_HEAD_DIM];
     if (!s->center) return;
     memcpy(center, tqkv__center_of(s, kv_head), (size_t)s->head_dim * sizeof(float));
     if (rotated) tqkv__codec_for(s->head_dim)->rotate(center, s->head_dim);
-    for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + tqkv__rounded(weight * center[d]));
+    for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + center[d]);
 }
 
 static bool tqkv__basis_known(tqkv_basis basis) { return basis == TQKV_ORIGINAL || basis == TQKV_ROTATED; }
@@ -1665,8 +1665,9 @@ static tqkv_result tqkv__encode_open(const tqkv_store *store, const float *src, 
     tqkv_result r = tqkv__stream_open(store, s);
     if (r != TQKV_OK || (r = tqkv__check_rows(s, src, n_tokens, &bytes)) != TQKV_OK) return r;
     if ((r = tqkv__check_positions(s, n_tokens, position)) != TQKV_OK) return r;
-    if (tqkv__stream_overlaps(s, src, bytes)) return TQKV__INVALID("src overlaps the store");
-    if (s->book_bits == 8) tqkv__fill_planes(s); /* encoding decodes it */
+    if (tqkv__overlap(s->codes, s->codes_size, src, bytes) || tqkv__overlap(s->norms, s->norms_size, src, bytes))
+        return TQKV__INVALID("src overlaps the store"); /* it may overlap the centre, which is only read */
+    if (s->book_bits == 8) tqkv__fill_planes(s);        /* encoding decodes it */
     return TQKV_OK;
 }
 
@@ -1761,7 +1762,7 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
         for (int h = 0; h < s.n_kv_heads; h++, dst += s.head_dim) {
             tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), dst);
             if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(dst, s.head_dim);
-            tqkv__add_center(&s, h, s.rotated && basis == TQKV_ROTATED, 1.0f, dst);
+            tqkv__add_center(&s, h, s.rotated && basis == TQKV_ROTATED, dst);
         }
     }
     tqkv__fp_restore(mode);
@@ -1810,7 +1811,7 @@ static void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__ro
     }
     tqkv__decode_row(s, row->codes, row->norms, x);
     if (s->rotated) codec->unrotate(x, s->head_dim);
-    tqkv__add_center(s, kv_head, false, 1.0f, x);
+    tqkv__add_center(s, kv_head, false, x);
     for (int d = 0; d < s->head_dim; d++) {
         const double value = (double)row->src[d], noise = value - (double)x[d];
         m->row[d] += value;
@@ -2234,7 +2235,7 @@ TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane
     if (format == TQKV__FLOATS) return TQKV__(load)((const float *)(const void *)p + k * TQKV__LANES);
     if (TQKV__KIND(format) == TQKV__GRID) return TQKV__(load_i8)(p + k * TQKV__LANES);
     if (TQKV__KIND(format) == TQKV__HALF) return TQKV__(load_f16)(p + 2 * k * TQKV__LANES);
-    return TQKV__PACKED(format) ? TQKV__(centroids_of_nibbles)(bits, per_lane, k, table, p, upper)
+    return TQKV__PACKED(format) ? TQKV__(centroids_of_packed)(bits, per_lane, k, table, p, upper)
                                 : TQKV__(centroids_of_bytes)(bits, k, table, p);
 }
 
@@ -3236,8 +3237,8 @@ TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const 
         if (bits == 8) table[4 + p] = _mm512_loadu_ps((const void *)(s->planes[p] + 64));
     }
 }
-TQKV__OP __m512 tqkv__centroids_of_nibbles_avx512(const int bits, const int per_lane, const int k, const __m512 *table,
-                                                  const uint8_t *p, const uint8_t *upper)
+TQKV__OP __m512 tqkv__centroids_of_packed_avx512(const int bits, const int per_lane, const int k, const __m512 *table,
+                                                 const uint8_t *p, const uint8_t *upper)
 {
     const __m512i low = bits == 2   ? tqkv__load_pairs_avx512(per_lane, p)
                         : bits == 3 ? tqkv__nibbles_of_tq3_avx512(per_lane, p, upper)
@@ -3584,8 +3585,8 @@ TQKV__OP __m256i tqkv__spread_pairs_avx2(const uint8_t *p)
     return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
 }
 /* A run is 16 bytes: the low nibbles go to the lower half of a vector, the high ones to the upper half. */
-TQKV__OP __m256 tqkv__centroids_of_nibbles_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
-                                                const uint8_t *p, const uint8_t *upper)
+TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
+                                               const uint8_t *p, const uint8_t *upper)
 {
     (void)per_lane; /* 4 */
     const __m256i fifteen = _mm256_set1_epi8(15);
@@ -3884,8 +3885,8 @@ TQKV__OP uint8x16_t tqkv__spread_pairs_neon(const uint8_t *p)
     return vreinterpretq_u8_u16(vsliq_n_u16(words, words, 4));
 }
 /* A run is 32 codes: the low nibbles give the first four vectors, the high ones the other four. */
-TQKV__OP float32x4_t tqkv__centroids_of_nibbles_neon(const int bits, const int per_lane, const int k,
-                                                     const float32x4_t *table, const uint8_t *p, const uint8_t *upper)
+TQKV__OP float32x4_t tqkv__centroids_of_packed_neon(const int bits, const int per_lane, const int k,
+                                                    const float32x4_t *table, const uint8_t *p, const uint8_t *upper)
 {
     (void)per_lane; /* 8 */
     const uint8x16_t both = bits < 4 ? tqkv__spread_pairs_neon(p) : vld1q_u8(p);
@@ -4489,7 +4490,7 @@ static void tqkv__deliver(const tqkv__job *job, const tqkv__item *item, const tq
     float center[TQKV_MAX_HEAD_DIM]; /* of the values */
     const bool scored = a->keys.center && a->call.softcap == 0.0f && (job->out.max || a->call.sinks);
     memset(center, 0, sizeof center);
-    tqkv__add_center(&a->values, item->kv_head, a->values.rotated, 1.0f, center);
+    tqkv__add_center(&a->values, item->kv_head, a->values.rotated, center);
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i), at = row * (size_t)a->head_dim;
         float *out = job->out.out + at, max = sums->max[i], sum = sums->sum[i];

@@ -34,6 +34,7 @@ CHANGE(negative_block_scale, STORE, INVALID_ARGUMENT, w->keys.block_scale = -1.0
 CHANGE(nan_block_scale, STORE, INVALID_ARGUMENT, w->keys.block_scale = (float)NAN)
 CHANGE(infinite_block_scale, STORE, INVALID_ARGUMENT, w->keys.block_scale = (float)INFINITY)
 CHANGE(centered, CODEC | RESIDENT, OK, w->keys.center = w->m->center)
+CHANGE(center_is_src, CODEC, OK, w->keys.center = w->m->src)
 CHANGE(nan_center, CENTER, NOT_FINITE, w->keys.center = w->m->center; w->m->center[0] = (float)NAN)
 CHANGE(infinite_center, CENTER, NOT_FINITE, w->keys.center = w->m->center;
        w->m->center[HEADS * D - 1] = (float)INFINITY)

@@ -8,8 +8,8 @@ namespace
 {
 
 struct long_row {
-    tqkv_format keys, values;
-    int head_dim, n_kv_heads, group, n_queries, positions, n_stretches;
+    length_row context;
+    int n_stretches;
 };
 
 struct random_row {
@@ -88,19 +88,13 @@ void fill_at_random(const tqkv_store &s, uint64_t seed)
 void run_long(const void *parameters)
 {
     const long_row *row = (const long_row *)parameters;
-    tqkv_store keys = test_store(row->keys, row->head_dim, row->n_kv_heads, row->positions, false);
-    tqkv_store values = test_store(row->values, row->head_dim, row->n_kv_heads, row->positions, false);
-    fill_at_random(keys, 31);
-    fill_at_random(values, 32);
-    tqkv_attention a = {};
-    a.keys = &keys;
-    a.values = &values;
-    a.n_heads = row->n_kv_heads * row->group;
-    a.n_queries = row->n_queries;
-    a.end = row->positions;
-    size_t d = (size_t)row->head_dim, n_rows = (size_t)(a.n_heads * row->n_queries);
+    const full_context context(row->context);
+    const tqkv_attention &a = context.call;
+    fill_at_random(context.keys, 31);
+    fill_at_random(context.values, 32);
+    size_t d = (size_t)row->context.head_dim, n_rows = (size_t)(a.n_heads * a.n_queries);
     std::vector<float> q(n_rows * d), expected(n_rows * d);
-    data_rows(33, DATA_GAUSSIAN, q.data(), (int)n_rows, row->head_dim);
+    data_rows(33, DATA_GAUSSIAN, q.data(), (int)n_rows, row->context.head_dim);
     CHECK_RESULT(tqkv_attend(&a, q.data(), expected.data()), TQKV_OK);
     const std::vector<double> reference(expected.begin(), expected.end());
     for (gpu_split split : {as_planned, gpu_split{GPU_MOST, 4, row->n_stretches}}) {
@@ -111,8 +105,6 @@ void run_long(const void *parameters)
             CHECK(error <= 2 * ATTEND_TOLERANCE, "row %zu: relative error %.3g", i, error);
         }
     }
-    test_store_free(&keys);
-    test_store_free(&values);
 }
 
 // A million positions in double precision, in a linear store or in a ring that has wrapped.
@@ -143,10 +135,10 @@ void cuda_shader_cases(bool listing)
     add_length({TQKV_I8, TQKV_TQ5, 64, 8, 1, 1, (1 << 20) / shrink, 0});
     add_length({TQKV_F16, TQKV_I8, 32, 64, 1, 3, (1 << 17) / shrink, 0});
     // 6, 8 and 4.5 GiB of codes a stream
-    const long_row rows[] = {{TQKV_F16, TQKV_F16, 128, 24, 2, 1, (1 << 20) / shrink, 8},
-                             {TQKV_I8, TQKV_TQ8, 1024, 1, 2, 1, (8 << 20) / shrink, 64},
-                             {TQKV_TQ4, TQKV_TQ4, 128, 8, 2, 1, (9 << 20) / shrink, 16}};
+    const long_row rows[] = {{{TQKV_F16, TQKV_F16, 128, 24, 2, 1, (1 << 20) / shrink, 0}, 8},
+                             {{TQKV_I8, TQKV_TQ8, 1024, 1, 2, 1, (8 << 20) / shrink, 0}, 64},
+                             {{TQKV_TQ4, TQKV_TQ4, 128, 8, 2, 1, (9 << 20) / shrink, 0}, 16}};
     for (const long_row &row : rows)
-        test_add(run_long, &row, sizeof row, "long/%s_%s/d%d", tqkv_format_name(row.keys), tqkv_format_name(row.values),
-                 row.head_dim);
+        test_add(run_long, &row, sizeof row, "long/%s_%s/d%d", tqkv_format_name(row.context.keys),
+                 tqkv_format_name(row.context.values), row.context.head_dim);
 }

@@ -53,20 +53,31 @@ static void fill_with_mean(const tqkv_store &s, uint64_t seed, float mean)
         CHECK_RESULT(tqkv_encode(&s, rows.data(), std::min(n, s.capacity - first), first), TQKV_OK);
 }
 
+full_context::full_context(const length_row &row)
+    : keys(test_store(row.keys, row.head_dim, row.n_kv_heads, row.positions, false)),
+      values(test_store(row.values, row.head_dim, row.n_kv_heads, row.positions, false)), call()
+{
+    call.keys = &keys;
+    call.values = &values;
+    call.n_heads = row.n_kv_heads * row.group;
+    call.n_queries = row.n_queries;
+    call.end = row.positions;
+}
+
+full_context::~full_context()
+{
+    test_store_free(&keys);
+    test_store_free(&values);
+}
+
 // Values with a mean, where one float sum over the context loses digits.
 static void run_length(const void *parameters)
 {
     const length_row *row = (const length_row *)parameters;
-    tqkv_store keys = test_store(row->keys, row->head_dim, row->n_kv_heads, row->positions, false);
-    tqkv_store values = test_store(row->values, row->head_dim, row->n_kv_heads, row->positions, false);
-    fill_with_mean(keys, 31, 0.0f);
-    fill_with_mean(values, 32, 1.0f);
-    tqkv_attention a = {};
-    a.keys = &keys;
-    a.values = &values;
-    a.n_heads = row->n_kv_heads * row->group;
-    a.n_queries = row->n_queries;
-    a.end = row->positions;
+    const full_context context(*row);
+    const tqkv_attention &a = context.call;
+    fill_with_mean(context.keys, 31, 0.0f);
+    fill_with_mean(context.values, 32, 1.0f);
     const size_t d = (size_t)row->head_dim, heads = (size_t)a.n_heads, n_rows = heads * (size_t)a.n_queries;
     std::vector<float> q(n_rows * d), out(n_rows * d, NAN);
     std::vector<double> expected(heads * d);
@@ -83,8 +94,6 @@ static void run_length(const void *parameters)
         }
         if (a.n_queries > 1) check_alone(a, q.data(), out.data(), query, as_planned);
     }
-    test_store_free(&keys);
-    test_store_free(&values);
 }
 
 void add_length(const length_row &row)

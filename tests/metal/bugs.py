@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 
-from planted import run_all, shell
+from planted import edit, run_all, shell
 
 # name: (file, text, replacement, kernel, head_dims kept, variant, cases to run, what the report must say)
 BUGS = {
@@ -153,18 +153,13 @@ def plant(bug, folder):
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree("shaders", folder + "/shaders")
     shutil.copy("tqkv.h", folder + "/tqkv.h")
-    with open(f"{folder}/{file}", encoding="utf-8") as f:
-        source = f.read()
-    if source.count(text) != 1:
-        return f"'{text}' is {source.count(text)} times in {file}: bugs.py is out of date"
-    with open(f"{folder}/{file}", "w", encoding="utf-8") as f:
-        f.write(source.replace(text, replacement))
+    wrong = edit(f"{folder}/{file}", text, replacement)
     path = f"{folder}/shaders/{kernel}.metal"
     with open(path, encoding="utf-8") as f:
         source = f.read()
     with open(path, "w", encoding="utf-8") as f:
         f.write(re.sub(r"(?m)^[A-Z_]+\((\d+)\)$", lambda m: m.group(0) if int(m.group(1)) in head_dims else "", source))
-    return ""
+    return wrong
 
 
 def run_bug(bug, build):

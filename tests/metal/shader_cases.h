@@ -20,6 +20,14 @@ struct length_row {
     tqkv_format keys, values;
     int head_dim, n_kv_heads, group, n_queries, positions, share; // share: of gpu_split
 };
+// A call over two linear stores of `positions` positions, all of them appended. The stores are made and freed with it.
+struct full_context {
+    tqkv_store keys, values;
+    tqkv_attention call;
+    explicit full_context(const length_row &row);
+    ~full_context();
+    full_context(const full_context &) = delete;
+};
 void add_length(const length_row &row);
 
 // The call must report nothing.

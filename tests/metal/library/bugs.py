@@ -16,7 +16,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.dirname(HERE)]
 import check  # noqa: E402
 import reader  # noqa: E402
-from planted import run_all, shell  # noqa: E402
+from planted import edit, run_all, shell  # noqa: E402
 
 # name: (file, text, replacement, kernel, cases to run on its bitcode or nothing, what the report must say). The first
 # three may be tuples: several edits.
@@ -106,14 +106,7 @@ def plant(bug, folder):
     for part in ("shaders", "metallib/air", "tests/metal"):
         shutil.copytree(part, f"{folder}/{part}", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy("tqkv.h", folder)
-    for file, text, replacement in edits:
-        with open(f"{folder}/{file}", encoding="utf-8") as f:
-            source = f.read()
-        if source.count(text) != 1:
-            return f"'{text}' is {source.count(text)} times in {file}: bugs.py is out of date"
-        with open(f"{folder}/{file}", "w", encoding="utf-8") as f:
-            f.write(source.replace(text, replacement))
-    return ""
+    return "".join(edit(f"{folder}/{file}", text, replacement) for file, text, replacement in edits)
 
 
 def inspect(library):
