@@ -247,18 +247,18 @@ static void check_center(const void *row)
     CHECK(!strcmp(overlapping(d), "values' center"), "the output in the centre: %s", overlapping(d));
 }
 
-/* Stretches of 512 positions up to 65536 and of 2048 beyond, all threadgroups together at least once. */
+/* Stretches of 512 positions up to 8192 and of 2048 beyond, all threadgroups together at least once. */
 static void check_stretches(const tqkv__dispatch d[2], int64_t end, size_t scratch)
 {
     const tqkv__attend_args *args = &d[0].args[0].attend;
     const tqkv__merge_args *merge = &d[1].args[0].merge;
-    const int64_t stretches = end <= 65536 ? (end + 511) / 512 : 128 + (end - 65536 + 2047) / 2048;
+    const int64_t stretches = end <= 8192 ? (end + 511) / 512 : 16 + (end - 8192 + 2047) / 2048;
     const int64_t n = stretches > 1 ? stretches : 1, sections = (n + 15) / 16;
     const size_t row = ((size_t)d->kernel.head_dim * 32 + 2) * sizeof(float), n_rows = (size_t)merge->n_rows;
     const bool full = d->grid[0] * d->grid[1] >= 256, each = !full && n_rows * row * (size_t)n <= 32 << 20;
     const tqkv__binding state = binding(d, "scratch");
     CHECK(state.at.offset + state.size <= scratch, "%zu bytes of scratch", state.at.offset + state.size);
-    CHECK(args->first_stretch == 0 && args->stretch_tiles == 16 && args->n_short == 128, "the stretches");
+    CHECK(args->first_stretch == 0 && args->stretch_tiles == 16 && args->n_short == 16, "the stretches");
     CHECK((int64_t)d->grid[2] == (full ? 1 : each ? n : sections), "%zu splits, %d stretches", d->grid[2], (int)n);
     CHECK(args->sections_each == (full ? sections : each ? 0 : 1), "%d sections each", args->sections_each);
     CHECK(state.at.offset + state.size == n_rows * (row * (full && sections > 1 ? 2 : d->grid[2]) + 2 * sizeof(float)),
