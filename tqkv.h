@@ -76,8 +76,9 @@
 
    MATHEMATICS
 
-     Rotation: y = H(s*x)/sqrt(D), with random signs s and the Walsh-Hadamard transform H. It makes each coordinate of a
-     vector close to Gaussian. Quantiser: Lloyd-Max codebooks for N(0,1) (S. Lloyd, "Least squares quantization in PCM",
+     Rotation: y = R(s*x)/sqrt(D), with random signs s and a symmetric Hadamard matrix R: the Walsh-Hadamard transform or,
+     where D is no power of two, its product with a matrix of order 12, 20, 28 or 36. It makes each coordinate of a vector
+     close to Gaussian. Quantiser: Lloyd-Max codebooks for N(0,1) (S. Lloyd, "Least squares quantization in PCM",
      1982), or a uniform grid for I8. TurboQuant (A. Zandieh et al., 2025) pairs the two in this way. Rotated keys and
      rotated queries keep their dot product. Attention sums rotated values and rotates the result back once a head.
      Attention: one-pass softmax with a running maximum (M. Milakov and N. Gimelshein, 2018).
@@ -119,6 +120,13 @@ typedef enum tqkv_format {
 } tqkv_format;
 
 #define TQKV_MAX_HEAD_DIM 1024
+
+/* The type of rows that calls read and write. */
+typedef enum tqkv_type {
+    TQKV_TYPE_F32 = 0, /* float */
+    TQKV_TYPE_F16,     /* IEEE half */
+    TQKV_TYPE_BF16     /* bfloat16: the upper half of a float */
+} tqkv_type;
 
 #ifndef __METAL_VERSION__
 
@@ -191,7 +199,7 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name);
    Linear: position p is slot p. Ring: slot p mod capacity. */
 typedef struct tqkv_store {
     tqkv_format format; /* not TQKV_FORMAT_DEFAULT: a store alone does not know whether it holds keys or values */
-    int head_dim;       /* 32, 64, 128, 256, 512 or 1024 */
+    int head_dim; /* 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512, 576, 640, 768, 896 or 1024 */
     int n_kv_heads;
     int capacity; /* positions */
     bool ring;
@@ -247,7 +255,7 @@ typedef struct tqkv_quality {
 TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const float *src, int n_tokens, tqkv_quality *out);
 
 /* >>rotate
-   y = H(s*x)/sqrt(D) and its inverse x = s*H(y)/sqrt(D), in place; rows: [n_rows][head_dim]. */
+   y = R(s*x)/sqrt(D) and its inverse x = s*R(y)/sqrt(D), in place; rows: [n_rows][head_dim]. */
 TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim);
 TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim);
 
@@ -487,7 +495,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 #if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED) || defined(__METAL_VERSION__)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
-#define TQKV_TABLE_VERSION 2 /* changes with the tables, the argument structs, or their meaning in the kernels */
+#define TQKV_TABLE_VERSION 3 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
 #ifdef __METAL_VERSION__
@@ -497,21 +505,47 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 #endif
 #endif
 
-/* 1/sqrt(D) and sqrt(D), rounded to float: powers of two, times sqrt(1/2) or sqrt(2) where log2(D) is odd. */
-#define TQKV__INV_SQRT(D)                                                                                              \
-    ((D) == 32    ? 0.17677669227123260498046875f                                                                      \
-     : (D) == 64  ? 0.125f                                                                                             \
-     : (D) == 128 ? 0.088388346135616302490234375f                                                                     \
-     : (D) == 256 ? 0.0625f                                                                                            \
-     : (D) == 512 ? 0.0441941730678081512451171875f                                                                    \
-                  : 0.03125f)
-#define TQKV__SQRT(D)                                                                                                  \
-    ((D) == 32    ? 5.656854152679443359375f                                                                           \
-     : (D) == 64  ? 8.0f                                                                                               \
-     : (D) == 128 ? 11.31370830535888671875f                                                                           \
-     : (D) == 256 ? 16.0f                                                                                              \
-     : (D) == 512 ? 22.6274166107177734375f                                                                            \
-                  : 32.0f)
+/* One row a head_dim D = m * n, n a power of two.
+
+   m          order of the Hadamard matrix that the rotation applies across its m runs of n values; 1: none
+   grid       values that share a norm of I8: the largest multiple of 16, at most 128, that divides D
+   root       sqrt(D) and 1/sqrt(D), rounded to float                                                                */
+// clang-format off
+#define TQKV__SIZES(row, x)                                    \
+    /*        D   m grid root         1/root            */     \
+    row(x,   32,  1,  32, 5.656854f,    0.176776692f  ) \
+    row(x,   48, 12,  48, 6.928203f,    0.144337565f  ) \
+    row(x,   64,  1,  64, 8.0f,         0.125f        ) \
+    row(x,   80, 20,  80, 8.944272f,    0.1118034f    ) \
+    row(x,   96, 12,  96, 9.797959f,    0.102062076f  ) \
+    row(x,  112, 28, 112, 10.583005f,   0.0944911167f ) \
+    row(x,  128,  1, 128, 11.313708f,   0.0883883461f ) \
+    row(x,  144, 36,  48, 12.0f,        0.0833333358f ) \
+    row(x,  160, 20,  80, 12.649111f,   0.079056941f  ) \
+    row(x,  192, 12,  96, 13.856406f,   0.0721687824f ) \
+    row(x,  224, 28, 112, 14.96663f,    0.0668153092f ) \
+    row(x,  256,  1, 128, 16.0f,        0.0625f       ) \
+    row(x,  288, 36,  96, 16.970562f,   0.0589255653f ) \
+    row(x,  320, 20,  80, 17.888544f,   0.0559017f    ) \
+    row(x,  384, 12, 128, 19.595919f,   0.0510310382f ) \
+    row(x,  448, 28, 112, 21.16601f,    0.0472455584f ) \
+    row(x,  512,  1, 128, 22.627417f,   0.0441941731f ) \
+    row(x,  576, 36,  96, 24.0f,        0.0416666679f ) \
+    row(x,  640, 20, 128, 25.298222f,   0.0395284705f ) \
+    row(x,  768, 12, 128, 27.712812f,   0.0360843912f ) \
+    row(x,  896, 28, 128, 29.93326f,    0.0334076546f ) \
+    row(x, 1024,  1, 128, 32.0f,        0.03125f      )
+// clang-format on
+
+/* One column of the row of D; without a row 0. A constant D gives a constant. */
+#define TQKV__RUNS(D)                                        (TQKV__SIZES(TQKV__RUNS_OF, D) 0)
+#define TQKV__GRID_BLOCK(D)                                  (TQKV__SIZES(TQKV__GRID_BLOCK_OF, D) 0)
+#define TQKV__SQRT(D)                                        (TQKV__SIZES(TQKV__SQRT_OF, D) 0.0f)
+#define TQKV__INV_SQRT(D)                                    (TQKV__SIZES(TQKV__INV_SQRT_OF, D) 0.0f)
+#define TQKV__RUNS_OF(D, size, m, grid, root, inverse)       (D) == size ? m:
+#define TQKV__GRID_BLOCK_OF(D, size, m, grid, root, inverse) (D) == size ? grid:
+#define TQKV__SQRT_OF(D, size, m, grid, root, inverse)       (D) == size ? root:
+#define TQKV__INV_SQRT_OF(D, size, m, grid, root, inverse)   (D) == size ? inverse:
 
 /* 1e-10 as a float. A row whose norm is not above this is stored as zeros. */
 #define TQKV__MIN_NORM  1.00000001335143196001808973960578441619873046875e-10f
@@ -555,7 +589,9 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 
 /* Values that share a norm, in a row of D values. */
 #define TQKV__NORM_BLOCK(kind, D)                                                                                      \
-    ((kind) == TQKV__GRID && (D) > 128 ? 128 : (kind) == TQKV__BOOK && (D) >= 512 ? 256 : (D))
+    ((kind) == TQKV__GRID ? TQKV__GRID_BLOCK(D) : (kind) == TQKV__BOOK && ((D) == 512 || (D) == 1024) ? 256 : (D))
+/* Lanes of the sums of squares: each adds its D/lanes neighbours. */
+#define TQKV__NORM_LANES(D) ((D) % 32 ? 16 : 32)
 
 /* One row a codebook: its bits, which are also part of the names of its tables and hashes. */
 #define TQKV__BOOKS(row, x) row(x, 2) row(x, 3) row(x, 4) row(x, 5) row(x, 6) row(x, 8)
@@ -580,7 +616,11 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 #define TQKV_HASH_BOUNDARIES_6 0x8f97397fcd5e721bULL
 #define TQKV_HASH_BOUNDARIES_8 0x4736f09377a5486cULL
 #define TQKV_HASH_SIGNS        0xd21b1578e1051b52ULL
-#define TQKV_HASH_TABLES       0x06c4e83c75e40647ULL
+#define TQKV_HASH_HADAMARD_12  0x64db4ea2842f82acULL
+#define TQKV_HASH_HADAMARD_20  0x9d22670d3f30f60aULL
+#define TQKV_HASH_HADAMARD_28  0x81fcf697a2b6f6dcULL
+#define TQKV_HASH_HADAMARD_36  0xe323d35d74437d58ULL
+#define TQKV_HASH_TABLES       0x81858614be2c6295ULL
 #endif
 
 typedef struct tqkv__table_set {
@@ -588,6 +628,8 @@ typedef struct tqkv__table_set {
         codebook_8[256]; /* increasing */
     float boundaries_2[3], boundaries_3[7], boundaries_4[15], boundaries_5[31], boundaries_6[63], boundaries_8[255];
     uint8_t signs[64]; /* bit j = (signs[j>>3] >> (j&7)) & 1: 1 flips element j modulo 512 */
+    uint8_t hadamard_12[12][2], hadamard_20[20][3], hadamard_28[28][4],
+        hadamard_36[36][5]; /* symmetric; bits of a row as those of signs: 1 is -1, 0 is 1 */
 } tqkv__table_set;
 
 /* Lloyd-Max quantisers of N(0,1). Float midpoints of the centroids differ from these boundaries in the last place. */
@@ -678,7 +720,28 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
     {0xa7, 0x3b, 0x91, 0xf4, 0x6d, 0xc2, 0x58, 0x0e, 0xb3, 0x7f, 0x24, 0xd6, 0x89, 0x45, 0xea, 0x1c,
      0x63, 0xaf, 0xd8, 0x52, 0x97, 0x0b, 0xe1, 0x3d, 0x76, 0xc4, 0x19, 0xfe, 0x4a, 0x85, 0x2c, 0xdb,
      0xd3, 0x4e, 0xa8, 0x17, 0x9c, 0x5b, 0xe6, 0x31, 0x72, 0xb9, 0x0d, 0xf5, 0x43, 0x8a, 0x6e, 0xc7,
-     0x58, 0x2f, 0x94, 0xe1, 0xb6, 0x3d, 0x0a, 0x7c, 0xc5, 0x61, 0xd8, 0x4f, 0xa3, 0x97, 0x1e, 0x85}};
+     0x58, 0x2f, 0x94, 0xe1, 0xb6, 0x3d, 0x0a, 0x7c, 0xc5, 0x61, 0xd8, 0x4f, 0xa3, 0x97, 0x1e, 0x85},
+    {{0x02, 0x00}, {0xab, 0x0a}, {0xc8, 0x03}, {0x6e, 0x09}, {0x20, 0x0f}, {0xba, 0x05}, {0x8c, 0x0c}, {0xe6, 0x06},
+     {0x3c, 0x02}, {0x96, 0x0b}, {0xf0, 0x08}, {0x5a, 0x0e}},
+    {{0x02, 0x00, 0x00}, {0xab, 0xaa, 0x0a}, {0x08, 0x3c, 0x0f}, {0xae, 0x96, 0x05}, {0x20, 0xf3, 0x0c}, {0xba, 0x59, 0x06},
+     {0x80, 0xcf, 0x03}, {0xea, 0x65, 0x09}, {0xf0, 0x02, 0x0f}, {0x5a, 0xab, 0x05}, {0xcc, 0xc8, 0x0c}, {0x66, 0x6e, 0x06},
+     {0x3c, 0xe0, 0x03}, {0x96, 0x7a, 0x09}, {0xf0, 0xbc, 0x00}, {0x5a, 0xd6, 0x0a}, {0xcc, 0x33, 0x02}, {0x66, 0x99, 0x0b},
+     {0x3c, 0x0f, 0x08}, {0x96, 0xa5, 0x0e}},
+    {{0x02, 0x00, 0x00, 0x00}, {0xab, 0xaa, 0xaa, 0x0a}, {0xc8, 0xf0, 0x0f, 0x03}, {0x6e, 0x5a, 0xa5, 0x09}, {0x20, 0xc3, 0x3f, 0x0c},
+     {0xba, 0x69, 0x95, 0x06}, {0x8c, 0x0c, 0xff, 0x00}, {0xe6, 0xa6, 0x55, 0x0a}, {0x30, 0x32, 0xfc, 0x03}, {0x9a, 0x9b, 0x56, 0x09},
+     {0xc0, 0xc8, 0xf0, 0x0f}, {0x6a, 0x6e, 0x5a, 0x05}, {0x0c, 0x23, 0xc3, 0x0f}, {0xa6, 0xb9, 0x69, 0x05}, {0x3c, 0x8c, 0x0c, 0x0f},
+     {0x96, 0xe6, 0xa6, 0x05}, {0xfc, 0x30, 0x32, 0x0c}, {0x56, 0x9a, 0x9b, 0x06}, {0xfc, 0xc3, 0xc8, 0x00}, {0x56, 0x69, 0x6e, 0x0a},
+     {0xf0, 0x0f, 0x23, 0x03}, {0x5a, 0xa5, 0xb9, 0x09}, {0xc0, 0x3f, 0x8c, 0x0c}, {0x6a, 0x95, 0xe6, 0x06}, {0x0c, 0xff, 0x30, 0x02},
+     {0xa6, 0x55, 0x9a, 0x0b}, {0x30, 0xfc, 0xc3, 0x08}, {0x9a, 0x56, 0x69, 0x0e}},
+    {{0x02, 0x00, 0x00, 0x00, 0x00}, {0xab, 0xaa, 0xaa, 0xaa, 0x0a}, {0x08, 0xf3, 0xc3, 0xcf, 0x00}, {0xae, 0x59, 0x69, 0x65, 0x0a},
+     {0x20, 0xcc, 0x0f, 0x3f, 0x03}, {0xba, 0x66, 0xa5, 0x95, 0x09}, {0x80, 0x30, 0x3f, 0xfc, 0x0c}, {0xea, 0x9a, 0x95, 0x56, 0x06},
+     {0x0c, 0xc2, 0xfc, 0xf0, 0x03}, {0xa6, 0x6b, 0x56, 0x5a, 0x09}, {0x30, 0x08, 0xf3, 0xc3, 0x0f}, {0x9a, 0xae, 0x59, 0x69, 0x05},
+     {0xcc, 0x20, 0xcc, 0x0f, 0x0f}, {0x66, 0xba, 0x66, 0xa5, 0x05}, {0x3c, 0x83, 0x30, 0x3f, 0x0c}, {0x96, 0xe9, 0x9a, 0x95, 0x06},
+     {0xfc, 0x0c, 0xc2, 0xfc, 0x00}, {0x56, 0xa6, 0x6b, 0x56, 0x0a}, {0xf0, 0x33, 0x08, 0xf3, 0x03}, {0x5a, 0x99, 0xae, 0x59, 0x09},
+     {0xc0, 0xcf, 0x20, 0xcc, 0x0f}, {0x6a, 0x65, 0xba, 0x66, 0x05}, {0x0c, 0x3f, 0x83, 0x30, 0x0f}, {0xa6, 0x95, 0xe9, 0x9a, 0x05},
+     {0x3c, 0xfc, 0x0c, 0xc2, 0x0c}, {0x96, 0x56, 0xa6, 0x6b, 0x06}, {0xfc, 0xf0, 0x33, 0x08, 0x03}, {0x56, 0x5a, 0x99, 0xae, 0x09},
+     {0xf0, 0xc3, 0xcf, 0x20, 0x0c}, {0x5a, 0x69, 0x65, 0xba, 0x06}, {0xcc, 0x0f, 0x3f, 0x83, 0x00}, {0x66, 0xa5, 0x95, 0xe9, 0x0a},
+     {0x30, 0x3f, 0xfc, 0x0c, 0x02}, {0x9a, 0x95, 0x56, 0xa6, 0x0b}, {0xc0, 0xfc, 0xf0, 0x33, 0x08}, {0x6a, 0x56, 0x5a, 0x99, 0x0e}}};
 // clang-format on
 
 /* The Metal kernels, tqkv_<family>_d<head_dim>. A kernel and its function constants make a pipeline. */
@@ -800,12 +863,12 @@ typedef struct tqkv__table_report {
 #else
 #define TQKV__ASSERT_SIZE(type, bytes) typedef char type##_has_its_size[sizeof(type) == (bytes) ? 1 : -1]
 #endif
-TQKV__ASSERT_SIZE(tqkv__table_set, 3080);
+TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 TQKV__ASSERT_SIZE(tqkv__rows_args, 20);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
 TQKV__ASSERT_SIZE(tqkv__attend_args, 68);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
-TQKV__ASSERT_SIZE(tqkv__table_report, 3440);
+TQKV__ASSERT_SIZE(tqkv__table_report, 3816);
 
 #endif
 /* <<shared */
@@ -1016,11 +1079,11 @@ static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_
 
 static bool tqkv__format_known(tqkv_format f) { return TQKV__KIND(f) != 0; }
 
-#define TQKV__HEAD_DIMS "head_dim: not 32, 64, 128, 256, 512 or 1024; pad rows with zeros and set scale"
-static bool tqkv__head_dim_known(int head_dim)
-{
-    return head_dim >= 32 && head_dim <= TQKV_MAX_HEAD_DIM && (head_dim & (head_dim - 1)) == 0;
-}
+#define TQKV__HEAD_DIMS                                                                                                \
+    "head_dim: none of 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512, 576, 640, "     \
+    "768, "                                                                                                            \
+    "896 and 1024; pad rows with zeros and set scale"
+static bool tqkv__head_dim_known(int head_dim) { return TQKV__RUNS(head_dim) != 0; }
 
 #define TQKV__BLOCK 256
 
@@ -1071,7 +1134,8 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
     s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
     s->norm_dim = TQKV__NORM_BLOCK(s->kind, s->head_dim);
-    s->block_dim = s->norm_dim < TQKV__BLOCK ? s->norm_dim : TQKV__BLOCK;
+    s->block_dim = s->norm_dim;
+    for (int parts = 2; s->block_dim > TQKV__BLOCK || s->norm_dim % parts; parts++) s->block_dim = s->norm_dim / parts;
     if (!tqkv__array_size(s->n_kv_heads, s->capacity, 1, s->row_bytes, &s->codes_size) ||
         !tqkv__array_size(s->n_kv_heads, s->capacity, s->norms_per_row, sizeof(float), &s->norms_size))
         return TQKV__INVALID("a store of more than SIZE_MAX bytes");
@@ -1283,16 +1347,43 @@ static bool tqkv__all_finite(const float *x, size_t n)
 
 /* >>codec: rotation, norms, quantising, packing, and back */
 
-/* Walsh-Hadamard transform in natural order, unnormalised; x: [head_dim]. */
+/* Row `row` of the Hadamard matrix of order m: bit j = (p[j>>3] >> (j&7)) & 1, 1 is -1 */
+static const uint8_t *tqkv__matrix_row(int m, int row)
+{
+    return m == 12   ? tqkv__tables.hadamard_12[row]
+           : m == 20 ? tqkv__tables.hadamard_20[row]
+           : m == 28 ? tqkv__tables.hadamard_28[row]
+                     : tqkv__tables.hadamard_36[row];
+}
+
+/* out[b] = sum over c = 0 .. m-1 of P[b][c] * x[c], in that order, for each column of x as [m][n]; P is of order m > 1. */
+static void tqkv__mix_runs(float *x, int m, int n)
+{
+    float column[36];
+    for (int a = 0; a < n; a++) {
+        for (int c = 0; c < m; c++) column[c] = x[c * n + a];
+        for (int b = 0; b < m; b++) {
+            const uint8_t *row = tqkv__matrix_row(m, b);
+            float sum = row[0] & 1 ? -column[0] : column[0];
+            for (int c = 1; c < m; c++)
+                sum = TQKV__AS_FLOAT((row[c / 8] >> (c % 8)) & 1 ? sum - column[c] : sum + column[c]);
+            x[b * n + a] = sum;
+        }
+    }
+}
+
+/* Walsh-Hadamard transform of each run in natural order, then the matrix across the runs; unnormalised. x: [head_dim] */
 static void tqkv__hadamard(float *x, int head_dim)
 {
-    for (int h = 1; h < head_dim; h *= 2)
+    const int m = TQKV__RUNS(head_dim), n = head_dim / m;
+    for (int h = 1; h < n; h *= 2)
         for (int i = 0; i < head_dim; i += 2 * h)
             for (int j = i; j < i + h; j++) {
                 float a = x[j], b = x[j + h];
                 x[j] = TQKV__AS_FLOAT(a + b);
                 x[j + h] = TQKV__AS_FLOAT(a - b);
             }
+    if (m > 1) tqkv__mix_runs(x, m, n);
 }
 
 static void tqkv__flip_signs(float *x, int head_dim)
@@ -1301,19 +1392,26 @@ static void tqkv__flip_signs(float *x, int head_dim)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
 }
 
-/* y = H(s*x)/sqrt(D) in double, for sums of far larger terms. */
+/* y = R(s*x)/sqrt(D) in double, for sums of far larger terms. */
 static void tqkv__rotate_double(double *x, int head_dim)
 {
+    const int m = TQKV__RUNS(head_dim), n = head_dim / m;
+    double y[TQKV_MAX_HEAD_DIM];
     for (int j = 0; j < head_dim; j++)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
-    for (int h = 1; h < head_dim; h *= 2)
+    for (int h = 1; h < n; h *= 2)
         for (int i = 0; i < head_dim; i++) {
             if (i & h) continue;
             const double a = x[i], b = x[i | h];
             x[i] = a + b;
             x[i | h] = a - b;
         }
-    for (int j = 0; j < head_dim; j++) x[j] /= sqrt((double)head_dim);
+    for (int j = 0; j < head_dim; j++) {
+        y[j] = m > 1 ? 0.0 : x[j];
+        for (int c = 0; m > 1 && c < m; c++)
+            y[j] += (tqkv__matrix_row(m, j / n)[c / 8] >> (c % 8)) & 1 ? -x[c * n + j % n] : x[c * n + j % n];
+    }
+    for (int j = 0; j < head_dim; j++) x[j] = y[j] / sqrt((double)head_dim);
 }
 
 static void tqkv__scale(float *x, int n, float factor)
@@ -1321,7 +1419,7 @@ static void tqkv__scale(float *x, int n, float factor)
     for (int i = 0; i < n; i++) x[i] = TQKV__AS_FLOAT(x[i] * factor);
 }
 
-/* y = H(s*x)/sqrt(D) */
+/* y = R(s*x)/sqrt(D) */
 static TQKV__NOINLINE void tqkv__rotate_row(float *x, int head_dim)
 {
     tqkv__flip_signs(x, head_dim);
@@ -1329,7 +1427,7 @@ static TQKV__NOINLINE void tqkv__rotate_row(float *x, int head_dim)
     tqkv__scale(x, head_dim, TQKV__INV_SQRT(head_dim));
 }
 
-/* x = s*H(y)/sqrt(D) */
+/* x = s*R(y)/sqrt(D) */
 static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
 {
     tqkv__hadamard(y, head_dim);
@@ -1357,20 +1455,21 @@ static float tqkv__norm_i8(float largest, float *scale)
     return TQKV__AS_FLOAT(largest / steps);
 }
 
-/* Sums of squares of a TQ row, one for each norm, in the order of a GPU's group of 32 lanes: each lane adds the squares
-   of its head_dim/32 neighbours in order, then an xor-tree adds the lanes that share a norm. */
+/* Sums of squares of a TQ row, one for each norm, in the order of a GPU's group of 32 (or 16) lanes: each lane adds the
+   squares of its neighbours in order, then an xor-tree adds the lanes that share a norm. */
 static void tqkv__sums_tq(const tqkv__stream *s, const float *y, float *sums)
 {
     float lanes[32], other[32];
-    const int per_lane = s->head_dim / 32, lanes_per_norm = 32 / s->norms_per_row;
-    for (int l = 0; l < 32; l++) {
+    const int n_lanes = TQKV__NORM_LANES(s->head_dim);
+    const int per_lane = s->head_dim / n_lanes, lanes_per_norm = n_lanes / s->norms_per_row;
+    for (int l = 0; l < n_lanes; l++) {
         lanes[l] = 0.0f;
         for (int e = l * per_lane; e < (l + 1) * per_lane; e++)
             lanes[l] = TQKV__AS_FLOAT(lanes[l] + tqkv__rounded(y[e] * y[e]));
     }
     for (int distance = 1; distance < lanes_per_norm; distance *= 2) {
         memcpy(other, lanes, sizeof other);
-        for (int l = 0; l < 32; l++) lanes[l] = TQKV__AS_FLOAT(lanes[l] + other[l ^ distance]);
+        for (int l = 0; l < n_lanes; l++) lanes[l] = TQKV__AS_FLOAT(lanes[l] + other[l ^ distance]);
     }
     for (int b = 0; b < s->norms_per_row; b++) sums[b] = lanes[b * lanes_per_norm];
 }
@@ -4104,7 +4203,7 @@ static const tqkv__isa *tqkv__isa_now(void)
    narrower ones; asking it again would take microseconds in a virtual machine. */
 static const tqkv__isa *tqkv__isa_for(int head_dim)
 {
-    const tqkv__isa *isa = tqkv__isa_now();
+    const tqkv__isa *isa = TQKV__RUNS(head_dim) == 1 ? tqkv__isa_now() : &tqkv__isa_scalar;
     for (size_t i = 0; i < TQKV__ISAS && isa->lanes * 4 > head_dim; i++)
         if (tqkv__isas[i]->lanes < isa->lanes) isa = tqkv__isas[i];
     return isa;
@@ -5564,6 +5663,10 @@ TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report)
         if (report->struct_sizes[i] != sizes[i]) return names[i];
     TQKV__BOOKS(TQKV__CHECK_BOOK, report)
     if (TQKV__HASH_OF(signs) != TQKV_HASH_SIGNS) return "table signs";
+    if (TQKV__HASH_OF(hadamard_12) != TQKV_HASH_HADAMARD_12) return "table hadamard_12";
+    if (TQKV__HASH_OF(hadamard_20) != TQKV_HASH_HADAMARD_20) return "table hadamard_20";
+    if (TQKV__HASH_OF(hadamard_28) != TQKV_HASH_HADAMARD_28) return "table hadamard_28";
+    if (TQKV__HASH_OF(hadamard_36) != TQKV_HASH_HADAMARD_36) return "table hadamard_36";
     for (int i = 0; i < TQKV__KERNEL_DIMS; i++) {
         const int head_dim = TQKV__KERNEL_DIM(i);
         const int32_t expected[TQKV__N_KERNEL_SIZES] = {TQKV__KERNEL_SIZES(head_dim)};
@@ -5729,7 +5832,7 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32
     uint32_t fields[12];
     for (int i = 0; i < 12; i++) fields[i] = (uint32_t)tqkv__get(header + 8 + 4 * i, 4);
     const bool old = fields[0] == 1 && fields[1] == 1;
-    if (!old && (fields[0] != TQKV__SNAPSHOT_VERSION || fields[1] != TQKV_TABLE_VERSION)) return false;
+    if (!old && (fields[0] != TQKV__SNAPSHOT_VERSION || fields[1] < 2 || fields[1] > TQKV_TABLE_VERSION)) return false;
     if (old && (fields[6] > TQKV_I8 || fields[7] > TQKV_I8 || fields[8] > 1)) return false;
     for (int i = 2; i < 10; i++)
         if (fields[i] > (uint32_t)INT_MAX) return false;

@@ -7,7 +7,7 @@
 
 #include <math.h>
 
-enum { REFERENCE_MAX_DIM = 1024, REFERENCE_LANES = 32 };
+enum { REFERENCE_MAX_DIM = 1024, REFERENCE_LANES = 32, REFERENCE_RUNS = 36 };
 
 /* ---- Formats ---- */
 
@@ -67,9 +67,14 @@ static inline size_t reference_row_bytes(tqkv_format format, int head_dim)
 
 static inline int reference_block(tqkv_format format, int head_dim)
 {
-    if (format == TQKV_I8) return head_dim < 128 ? head_dim : 128;
-    return head_dim < 512 ? head_dim : 256;
+    int block = 128;
+    if (format != TQKV_I8) return head_dim == 512 || head_dim == 1024 ? 256 : head_dim;
+    while (head_dim % block) block -= 16;
+    return block;
 }
+
+/* Does a row of a codebook format have one norm? */
+static inline bool reference_has_one_norm(int head_dim) { return reference_block(TQKV_TQ4, head_dim) == head_dim; }
 
 static inline int reference_norms_per_row(tqkv_format format, int head_dim)
 {
@@ -109,12 +114,41 @@ static inline bool reference_is_negative(int index, int head_dim)
     return (signs[j / 8] >> (j % 8) & 1) != 0;
 }
 
-/* y = H(s * x) / sqrt(D). row: [head_dim] */
+/* The odd part of head_dim = m * n decides m; n is a power of two. */
+static inline int reference_runs(int head_dim)
+{
+    int odd = head_dim;
+    while (odd % 2 == 0) odd /= 2;
+    return odd == 1 ? 1 : 4 * odd;
+}
+
+static inline bool reference_matrix_is_negative(int m, int row, int column)
+{
+    return (test_hadamard(m)[row * ((m + 7) / 8) + column / 8] >> (column % 8) & 1) != 0;
+}
+
+/* out[b] = sum of P[b][c] * x[c] over the m runs c of n values, for each place in a run. row: [m][n] */
+static inline void reference_mix_runs(float *row, int m, int n)
+{
+    float runs[REFERENCE_RUNS];
+    for (int place = 0; place < n; place++) {
+        for (int c = 0; c < m; c++) runs[c] = row[c * n + place];
+        for (int b = 0; b < m; b++) {
+            float sum = reference_matrix_is_negative(m, b, 0) ? -runs[0] : runs[0];
+            for (int c = 1; c < m; c++)
+                sum = reference_add(sum, reference_matrix_is_negative(m, b, c) ? -runs[c] : runs[c]);
+            row[b * n + place] = sum;
+        }
+    }
+}
+
+/* y = R(s * x) / sqrt(D). row: [head_dim] */
 static inline void reference_rotate_row(float *row, int head_dim)
 {
+    const int m = reference_runs(head_dim), n = head_dim / m;
     for (int i = 0; i < head_dim; i++)
         if (reference_is_negative(i, head_dim)) row[i] = -row[i];
-    for (int h = 1; h < head_dim; h *= 2) {
+    for (int h = 1; h < n; h *= 2) {
         for (int i = 0; i < head_dim; i++) {
             if (i & h) continue;
             float a = row[i], b = row[i + h];
@@ -122,27 +156,29 @@ static inline void reference_rotate_row(float *row, int head_dim)
             row[i + h] = reference_add(a, -b);
         }
     }
+    if (m > 1) reference_mix_runs(row, m, n);
     for (int i = 0; i < head_dim; i++) row[i] = reference_multiply(row[i], (float)(1.0 / sqrt((double)head_dim)));
 }
 
-/* Sum of squares of the block that contains `lane`, added in the order of 32 lanes and an xor-tree. row: [head_dim] */
-static inline float reference_sum_of_squares(const float *row, int head_dim, int lane)
+/* Sum of squares of the block that begins at `first`, added in the order of 32 or 16 lanes and an xor-tree.
+   row: [head_dim] */
+static inline float reference_sum_of_squares(const float *row, int head_dim, int first)
 {
-    int per_lane = head_dim / REFERENCE_LANES;
-    int lanes = head_dim < 512 ? REFERENCE_LANES : 256 / per_lane;
+    const int all_lanes = head_dim % REFERENCE_LANES ? REFERENCE_LANES / 2 : REFERENCE_LANES;
+    const int per_lane = head_dim / all_lanes, lanes = reference_block(TQKV_TQ4, head_dim) / per_lane;
     float sums[REFERENCE_LANES], next[REFERENCE_LANES];
-    for (int l = 0; l < REFERENCE_LANES; l++) {
+    for (int l = 0; l < lanes; l++) {
         sums[l] = 0.0f;
         for (int e = 0; e < per_lane; e++) {
-            float value = row[l * per_lane + e];
+            float value = row[first + l * per_lane + e];
             sums[l] = reference_add(sums[l], reference_multiply(value, value));
         }
     }
     for (int distance = 1; distance < lanes; distance *= 2) {
-        for (int l = 0; l < REFERENCE_LANES; l++) next[l] = reference_add(sums[l], sums[l ^ distance]);
+        for (int l = 0; l < lanes; l++) next[l] = reference_add(sums[l], sums[l ^ distance]);
         memcpy(sums, next, sizeof sums);
     }
-    return sums[lane];
+    return sums[0];
 }
 
 static inline int reference_code(int bits, float scaled)
@@ -214,18 +250,19 @@ static inline int reference_code_at(const uint8_t *codes, tqkv_format format, in
 
 static inline float reference_block_scale(const tqkv_store *store)
 {
-    return store->head_dim < 512 || store->block_scale == 0.0f ? 1.0f : store->block_scale;
+    return reference_has_one_norm(store->head_dim) || store->block_scale == 0.0f ? 1.0f : store->block_scale;
 }
 
 /* Steps 5 to 8 for a codebook format. row: [head_dim], rotated; scaled: [head_dim] */
 static inline void reference_scale_row(const tqkv_store *s, const float *row, float *norms, float *scaled)
 {
-    int d = s->head_dim, per_lane = d / REFERENCE_LANES, block = reference_block(s->format, d);
+    int d = s->head_dim, block = reference_block(s->format, d);
+    const bool one = reference_has_one_norm(d);
     for (int first = 0; first < d; first += block) {
-        float sum = reference_sum_of_squares(row, d, first / per_lane);
-        float norm = reference_root(d < 512 ? sum : reference_divide(sum, 256.0f));
+        float sum = reference_sum_of_squares(row, d, first);
+        float norm = reference_root(one ? sum : reference_divide(sum, 256.0f));
         float inverse = norm > (float)1e-10 ? reference_divide(1.0f, norm) : 0.0f;
-        float scale = reference_multiply(inverse, d < 512 ? (float)sqrt((double)d) : reference_block_scale(s));
+        float scale = reference_multiply(inverse, one ? (float)sqrt((double)d) : reference_block_scale(s));
         norms[first / block] = norm;
         for (int j = first; j < first + block; j++) scaled[j] = reference_multiply(row[j], scale);
     }
@@ -234,11 +271,12 @@ static inline void reference_scale_row(const tqkv_store *s, const float *row, fl
 /* Step 9 of a codebook format: the decoded row is as long as the source. centroids: [head_dim] */
 static inline void reference_correct_norms(const tqkv_store *s, const float *centroids, float *norms)
 {
-    int d = s->head_dim, per_lane = d / REFERENCE_LANES, block = reference_block(s->format, d);
+    int d = s->head_dim, block = reference_block(s->format, d);
+    const bool one = reference_has_one_norm(d);
     for (int first = 0; first < d; first += block) {
-        float sum = reference_sum_of_squares(centroids, d, first / per_lane);
-        float length = reference_root(d < 512 ? sum : reference_divide(sum, 256.0f));
-        float factor = reference_divide(d < 512 ? (float)sqrt((double)d) : reference_block_scale(s), length);
+        float sum = reference_sum_of_squares(centroids, d, first);
+        float length = reference_root(one ? sum : reference_divide(sum, 256.0f));
+        float factor = reference_divide(one ? (float)sqrt((double)d) : reference_block_scale(s), length);
         float *norm = &norms[first / block];
         *norm = *norm <= (float)1e-10 ? 0.0f : reference_multiply(*norm, factor);
     }
@@ -303,10 +341,11 @@ static inline void reference_encode_row(const tqkv_store *s, int kv_head, const 
 
 /* ---- Decoding, in double ---- */
 
-/* row: [head_dim]; x = s * H(y) / sqrt(D) */
+/* row: [head_dim]; x = s * R(y) / sqrt(D) */
 static inline void reference_unrotate_double(double *row, int head_dim)
 {
-    for (int h = 1; h < head_dim; h *= 2) {
+    const int m = reference_runs(head_dim), n = head_dim / m;
+    for (int h = 1; h < n; h *= 2) {
         for (int i = 0; i < head_dim; i++) {
             if (i & h) continue;
             double a = row[i], b = row[i + h];
@@ -314,11 +353,20 @@ static inline void reference_unrotate_double(double *row, int head_dim)
             row[i + h] = a - b;
         }
     }
+    for (int place = 0; m > 1 && place < n; place++) {
+        double runs[REFERENCE_RUNS];
+        for (int c = 0; c < m; c++) runs[c] = row[c * n + place];
+        for (int b = 0; b < m; b++) {
+            row[b * n + place] = 0.0;
+            for (int c = 0; c < m; c++)
+                row[b * n + place] += reference_matrix_is_negative(m, b, c) ? -runs[c] : runs[c];
+        }
+    }
     for (int i = 0; i < head_dim; i++)
         row[i] *= (reference_is_negative(i, head_dim) ? -1.0 : 1.0) / sqrt((double)head_dim);
 }
 
-/* row: [head_dim]; y = H(s * x) / sqrt(D) */
+/* row: [head_dim]; y = R(s * x) / sqrt(D) */
 static inline void reference_rotate_double(double *row, int head_dim)
 {
     for (int i = 0; i < head_dim; i++)
@@ -364,7 +412,7 @@ static inline void reference_decode(const tqkv_store *s, int kv_head, int64_t po
             row[j] = (codes[j] < 128 ? codes[j] : codes[j] - 256) * norm;
         else
             row[j] = (double)test_codebook(reference_bits(s->format))[reference_code_at(codes, s->format, d, j)] *
-                     (d < 512 ? norm / sqrt((double)d) : norm / (double)reference_block_scale(s));
+                     (reference_has_one_norm(d) ? norm / sqrt((double)d) : norm / (double)reference_block_scale(s));
     }
     if (reference_is_rotated(s)) reference_unrotate_double(row, d);
     for (int j = 0; center && j < d; j++) row[j] += (double)center[j];

@@ -6,6 +6,8 @@
 const tqkv_format test_formats[TEST_FORMATS] = {TQKV_F16,       TQKV_TQ4,       TQKV_TQ5, TQKV_TQ6, TQKV_TQ8,
                                                 TQKV_TQ5_BYTES, TQKV_TQ6_BYTES, TQKV_I8,  TQKV_TQ3, TQKV_TQ2};
 const int test_head_dims[6] = {32, 64, 128, 256, 512, 1024};
+const int test_all_head_dims[TEST_ALL_HEAD_DIMS] = {32,  48,  64,  80,  96,  112, 128, 144, 160, 192, 224,
+                                                    256, 288, 320, 384, 448, 512, 576, 640, 768, 896, 1024};
 
 enum { MAX_FAILURES_PRINTED = 5 };
 

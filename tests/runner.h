@@ -98,6 +98,7 @@ void test_threads_cases(void);
 const float *test_codebook(int bits);   /* [1 << bits] */
 const float *test_boundaries(int bits); /* [(1 << bits) - 1] */
 const uint8_t *test_signs(void);        /* [64] */
+const uint8_t *test_hadamard(int m);    /* [m][(m + 7) / 8], of order 12, 20, 28 or 36 */
 
 /* Writes the snapshots of fixed caches to a file, or loads such a file and checks it. 0 if nothing failed. */
 int test_snapshot_save_file(const char *path);
@@ -121,6 +122,8 @@ tqkv_result test_no_result(int number);
 
 enum { TEST_FORMATS = 10 };
 extern const tqkv_format test_formats[TEST_FORMATS];
-extern const int test_head_dims[6];
+extern const int test_head_dims[6]; /* powers of two */
+enum { TEST_ALL_HEAD_DIMS = 22 };
+extern const int test_all_head_dims[TEST_ALL_HEAD_DIMS];
 
 #endif

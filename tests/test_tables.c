@@ -32,6 +32,8 @@ const float *test_boundaries(int bits)
 
 const uint8_t *test_signs(void) { return tqkv__tables.signs; }
 
+const uint8_t *test_hadamard(int m) { return tqkv__matrix_row(m, 0); }
+
 typedef struct hash_row {
     const void *bytes;
     size_t size, n_floats; /* the floats come first */
@@ -51,7 +53,8 @@ static void check_hash(const void *parameters)
 
 static void add_hash(const char *name, const void *bytes, size_t size, uint64_t expected)
 {
-    size_t before_signs = (size_t)((const uint8_t *)tqkv__tables.signs - (const uint8_t *)bytes); /* floats */
+    const uint8_t *first = (const uint8_t *)bytes, *signs = tqkv__tables.signs; /* floats stand before the signs */
+    const size_t before_signs = first < signs ? (size_t)(signs - first) : 0;
     hash_row row = {bytes, size, (size < before_signs ? size : before_signs) / sizeof(float), expected};
     test_add(check_hash, &row, sizeof row, "tables/hash/%s", name);
 }
@@ -72,6 +75,10 @@ static void add_hashes(void)
     add_hash("boundaries_6", t->boundaries_6, sizeof t->boundaries_6, TQKV_HASH_BOUNDARIES_6);
     add_hash("boundaries_8", t->boundaries_8, sizeof t->boundaries_8, TQKV_HASH_BOUNDARIES_8);
     add_hash("signs", t->signs, sizeof t->signs, TQKV_HASH_SIGNS);
+    add_hash("hadamard_12", t->hadamard_12, sizeof t->hadamard_12, TQKV_HASH_HADAMARD_12);
+    add_hash("hadamard_20", t->hadamard_20, sizeof t->hadamard_20, TQKV_HASH_HADAMARD_20);
+    add_hash("hadamard_28", t->hadamard_28, sizeof t->hadamard_28, TQKV_HASH_HADAMARD_28);
+    add_hash("hadamard_36", t->hadamard_36, sizeof t->hadamard_36, TQKV_HASH_HADAMARD_36);
     add_hash("all", t, sizeof *t, TQKV_HASH_TABLES);
 }
 
@@ -203,6 +210,26 @@ static void check_rows(const void *parameters)
     CHECK(n == (int)(sizeof test_formats / sizeof *test_formats), "%d formats, the tests know another number", n);
 }
 
+static bool is_negative(int m, int row, int column)
+{
+    return (test_hadamard(m)[row * ((m + 7) / 8) + column / 8] >> (column % 8) & 1) != 0;
+}
+
+/* Symmetric, with orthogonal rows, and no bits beyond a row's end. */
+static void check_hadamard(const void *parameters)
+{
+    const int m = *(const int *)parameters, row_bytes = (m + 7) / 8;
+    for (int i = 0; i < m; i++) {
+        CHECK(m % 8 == 0 || !(test_hadamard(m)[i * row_bytes + row_bytes - 1] >> m % 8), "row %d is too long", i);
+        for (int j = 0; j < m; j++) {
+            int product = 0;
+            for (int k = 0; k < m; k++) product += is_negative(m, i, k) == is_negative(m, j, k) ? 1 : -1;
+            CHECK(is_negative(m, i, j) == is_negative(m, j, i), "elements (%d, %d) and (%d, %d) differ", i, j, j, i);
+            CHECK(product == (i == j ? m : 0), "rows %d and %d: product %d", i, j, product);
+        }
+    }
+}
+
 /* The constants of each head_dim, and that the tests know each of them. */
 static void check_head_dims(const void *parameters)
 {
@@ -210,13 +237,12 @@ static void check_head_dims(const void *parameters)
     int n = 0;
     for (int d = 0; d <= TQKV_MAX_HEAD_DIM; d++) {
         if (!tqkv_row_bytes(TQKV_F16, d)) continue;
-        CHECK(n < 6 && test_head_dims[n] == d, "head_dim %d is not in test_head_dims", d);
+        CHECK(n < TEST_ALL_HEAD_DIMS && test_all_head_dims[n] == d, "head_dim %d is not in test_all_head_dims", d);
         CHECK(TQKV__SQRT(d) == (float)sqrt((double)d), "root of %d: %.9g", d, (double)TQKV__SQRT(d));
         CHECK(TQKV__INV_SQRT(d) == (float)(1.0 / sqrt((double)d)), "1/root of %d", d);
-        CHECK(n < TQKV__KERNEL_DIMS && TQKV__KERNEL_DIM(n) == d, "no kernel for head_dim %d", d);
         n++;
     }
-    CHECK(n == 6, "%d values of head_dim", n);
+    CHECK(n == TEST_ALL_HEAD_DIMS, "%d values of head_dim", n);
 }
 
 #ifdef TEST_ISAS
@@ -246,4 +272,5 @@ void test_tables_cases(void)
         test_add(check_midpoints, &all_bits[i], sizeof *all_bits, "tables/midpoints/%d", all_bits[i]);
     }
     test_add(check_last_boundary, NULL, 0, "tables/last_boundary");
+    for (int m = 12; m <= 36; m += 8) test_add(check_hadamard, &m, sizeof m, "tables/hadamard/%d", m);
 }
