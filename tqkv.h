@@ -199,14 +199,16 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name);
    Linear: position p is slot p. Ring: slot p mod capacity. */
 typedef struct tqkv_store {
     tqkv_format format; /* not TQKV_FORMAT_DEFAULT: a store alone does not know whether it holds keys or values */
-    int head_dim; /* 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512, 576, 640, 768, 896 or 1024 */
+    int head_dim; /* 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512, 576, 640, 768, 896
+                     or 1024 */
     int n_kv_heads;
     int capacity; /* positions */
     bool ring;
     bool unrotated; /* for caches written without the rotation; TQ5, TQ6, TQ8 and their _BYTES forms only. The rotation
                        spreads the heavy tails of real values: without it the error grows by up to four digits. */
-    float block_scale; /* TQ formats, head_dim >= 512: encoding multiplies the values by it, decoding divides; 0 = 1 */
-    void *codes;       /* any alignment; a multiple of 64 reads fastest */
+    float
+        block_scale; /* TQ formats, head_dim 512 and 1024: encoding multiplies the values by it, decoding divides; 0 = 1 */
+    void *codes;     /* any alignment; a multiple of 64 reads fastest */
     size_t codes_size; /* bytes */
     float *norms;      /* may be NULL for F16 */
     size_t norms_size; /* bytes */
@@ -214,6 +216,8 @@ typedef struct tqkv_store {
        exactly. For keys with a large constant part, which models with a bias in the key projection have. The same for
        all positions: set it before the first row is encoded, and keep it as long as the store. */
     const float *center;
+    tqkv_type type; /* of rows given to encode, probe, mean and measure, and written by decode. The codes of a half or a
+                       bfloat16 are those of the same value as a float. Attention does not look at it. */
 } tqkv_store;
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -291,6 +295,8 @@ typedef struct tqkv_attention {
     tqkv_basis output_basis;  /* TQKV_ROTATED: leave the output rotated */
     tqkv_parallel parallel;   /* zero = the calling thread alone */
     tqkv_allocator allocator; /* scratch; zero = malloc, free */
+    tqkv_type query_type, output_type; /* of q and out. Outputs are rounded once, at the end; too large for a half:
+                                          infinity. Sums of slices are always float. */
 } tqkv_attention;
 
 /* q, out: [n_queries][n_heads][head_dim]. TQKV_NOT_FINITE if q holds NaN or Inf, or a sink is NaN or +Inf. */
@@ -328,6 +334,8 @@ typedef struct tqkv_cache_desc {
     tqkv_parallel parallel;
     tqkv_allocator allocator; /* for the cache and its scratch */
     tqkv_metal *metal;        /* a context that holds the cache and runs append and attend; NULL = the processor */
+    int value_dim;            /* head_dim of the values; 0 = head_dim */
+    tqkv_type type;           /* of k, v, q and out */
 } tqkv_cache_desc;
 
 /* *out is NULL on failure. */
@@ -1134,8 +1142,9 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
     s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
     s->norm_dim = TQKV__NORM_BLOCK(s->kind, s->head_dim);
-    s->block_dim = s->norm_dim;
-    for (int parts = 2; s->block_dim > TQKV__BLOCK || s->norm_dim % parts; parts++) s->block_dim = s->norm_dim / parts;
+    int blocks = (s->norm_dim + TQKV__BLOCK - 1) / TQKV__BLOCK;
+    while (s->norm_dim % blocks) blocks++;
+    s->block_dim = s->norm_dim / blocks;
     if (!tqkv__array_size(s->n_kv_heads, s->capacity, 1, s->row_bytes, &s->codes_size) ||
         !tqkv__array_size(s->n_kv_heads, s->capacity, s->norms_per_row, sizeof(float), &s->norms_size))
         return TQKV__INVALID("a store of more than SIZE_MAX bytes");
