@@ -75,9 +75,17 @@ deps-test: ## install what the tests need
 DEMOS := encode_attend real_kv
 -include examples/rules.mk
 
-$(BUILD)/%: examples/%.c tqkv.h $(wildcard examples/*.h)
+# encode_attend holds the implementation of tqkv.h; it takes ten seconds to compile, and the others share this object.
+$(BUILD)/tqkv.o: examples/make/tqkv.c tqkv.h
+	@mkdir -p $(@D)
+	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -I. -c $< -o $@
+
+$(BUILD)/encode_attend: examples/encode_attend.c tqkv.h
 	@mkdir -p $(@D)
 	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -I. $< -o $@ $(LIBRARIES)
+
+$(BUILD)/%: examples/%.c $(BUILD)/tqkv.o $(wildcard examples/*.h)
+	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -I. $< $(BUILD)/tqkv.o -o $@ $(LIBRARIES)
 
 .PHONY: demo
 demo: $(DEMOS:%=$(BUILD)/%) ## build and run the examples

@@ -4,7 +4,6 @@
  * --bits: the pair to suggest takes at most so many bits a value, keys and values averaged, norms included (5).
  * --plant-bias: adds to all keys of a head a constant vector of so many times their length, as a biased projection does.
  * --no-center: for engines that cannot set a centre. */
-#define TQKV_IMPLEMENTATION
 #include "../tqkv.h"
 #include "capture_file.h"
 

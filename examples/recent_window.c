@@ -3,7 +3,6 @@
  * The values of the two caches may have different formats, hence different bases: tqkv_attend_merge_slice converts. */
 #define _POSIX_C_SOURCE  200809L
 #define _DARWIN_C_SOURCE /* the number of processors, which POSIX does not give */
-#define TQKV_IMPLEMENTATION
 #include "../tqkv.h"
 #include "tinylm_score.h"
 

@@ -7,9 +7,8 @@ DEMOS += advise tinylm threads_pthread threads_openmp snapshot_file
 $(BUILD)/threads_openmp: CFLAGS += $(shell echo 'int main(void) { return 0; }' | \
 	$(CC) -fopenmp -x c - -o /dev/null 2>/dev/null && echo -fopenmp)
 
-$(BUILD)/tinylm_test: examples/tests/tinylm_test.c $(wildcard examples/*.[ch]) tqkv.h
-	@mkdir -p $(@D)
-	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -I. $< -o $@ $(LIBRARIES)
+$(BUILD)/tinylm_test: examples/tests/tinylm_test.c $(BUILD)/tqkv.o $(wildcard examples/*.[ch])
+	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -I. $< $(BUILD)/tqkv.o -o $@ $(LIBRARIES)
 
 .PHONY: test-examples
 test-examples: $(addprefix $(BUILD)/,encode_attend real_kv advise tinylm tinylm_test recent_window threads_pthread threads_openmp snapshot_file)

@@ -1,6 +1,5 @@
 /* Saves a cache to a file. A second process is killed while it saves another cache; the first file is still whole. */
 #define _POSIX_C_SOURCE 200809L
-#define TQKV_IMPLEMENTATION
 #include "snapshot_file.h"
 
 #include <signal.h>

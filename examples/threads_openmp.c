@@ -2,7 +2,6 @@
    runs on the calling thread. Several threads may call the hook at once: OpenMP gives each its own team of THREADS.
    Inside another parallel region the loop runs on the calling thread, unless OMP_MAX_ACTIVE_LEVELS is above 1. */
 #define _POSIX_C_SOURCE 200809L
-#define TQKV_IMPLEMENTATION
 #include "threads_demo.h"
 
 enum { THREADS = 4 };

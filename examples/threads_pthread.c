@@ -1,6 +1,5 @@
 /* Attention on several threads with pthreads: the hook gives the tasks of a call to a pool (thread_pool.h). */
 #define _POSIX_C_SOURCE 200809L
-#define TQKV_IMPLEMENTATION
 #include "threads_demo.h"
 #include "thread_pool.h"
 

@@ -14,7 +14,6 @@
  * tokens. */
 #define _POSIX_C_SOURCE  200809L
 #define _DARWIN_C_SOURCE /* the number of processors, which POSIX does not give */
-#define TQKV_IMPLEMENTATION
 #include "../tqkv.h"
 #include "tinylm_bias.h"
 #include "tinylm_score.h"

@@ -37,6 +37,7 @@ refused() {
 
 rm -rf "$out"
 mkdir -p "$out/vendored" "$out/empty"
+export CFLAGS=-O0 # the library is compiled six times here; its speed is not looked at
 packages='libxxhash-dev.*Homebrew.s xxhash'
 
 # tqkv fetched into a project that has -ffast-math everywhere.
