@@ -227,12 +227,12 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
    `capacity` tokens. TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that a ring drops. Values near 1e19, whose
    squared length overflows, give an infinite norm. */
-TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const float *src, int n_tokens, int64_t position);
+TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
 
 /* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries. They are
    rotated, divided by the norm, and scaled to unit variance; I8: in steps of the grid; F16: the source. src, scaled:
    [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
-TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const float *src, int n_tokens, float *scaled);
+TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled);
 
 /* The basis of a vector. Streams without rotation (F16, unrotated) stay in the original basis. */
 typedef enum tqkv_basis {
@@ -241,11 +241,11 @@ typedef enum tqkv_basis {
 } tqkv_basis;
 
 /* Decodes [position, position + n_positions), at most `capacity` of them; dst: [n_positions][n_kv_heads][head_dim]. */
-TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, float *dst);
+TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, void *dst);
 
 /* The mean of the rows of each head, a centre for such rows; mean: [n_kv_heads][head_dim], zeros for no tokens. Sums in
    double. shape and src as for tqkv_probe; the centre and the format of shape do not matter. */
-TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const float *src, int n_tokens, float *mean);
+TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean);
 
 /* How well a store of this format and centre keeps the rows of one head. */
 typedef struct tqkv_quality {
@@ -256,7 +256,7 @@ typedef struct tqkv_quality {
     double beyond;   /* share of these values beyond the last boundary */
 } tqkv_quality;
 /* Encodes and decodes the rows, without a store; out: [n_kv_heads], zeros for no tokens. codes and norms may be NULL. */
-TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const float *src, int n_tokens, tqkv_quality *out);
+TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out);
 
 /* >>rotate
    y = R(s*x)/sqrt(D) and its inverse x = s*R(y)/sqrt(D), in place; rows: [n_rows][head_dim]. */
@@ -300,12 +300,12 @@ typedef struct tqkv_attention {
 } tqkv_attention;
 
 /* q, out: [n_queries][n_heads][head_dim]. TQKV_NOT_FINITE if q holds NaN or Inf, or a sink is NaN or +Inf. */
-TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const float *q, float *out);
+TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const void *q, void *out);
 
 /* Attends one slice [first, first + count) of the resident positions, without sinks, for tqkv_attend_merge. max, sum:
    [n_queries][n_heads]: the largest score, and the sum of exp(score - max). out: [n_queries][n_heads][head_dim]: the
    sum of exp(score - max) * value, in the values' basis. A query without positions: -INFINITY, 0, zeros. */
-TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const float *q, int64_t first, int count, float *out,
+TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
 /* Merges the slice src into dst. Both slices must have values in the same basis, which this call cannot check: its sums
    are wrong if one is rotated (TQ, I8) and the other not (F16, unrotated). For those use tqkv_attend_merge_slice. This
@@ -345,9 +345,9 @@ TQKV_API void tqkv_cache_destroy(tqkv_cache *c); /* NULL is fine */
 /* k, v: [n_tokens][n_kv_heads][head_dim], at positions end, end + 1 ... Tasks of `parallel` encode long runs, to the
    same bytes. All or nothing: TQKV_OUT_OF_RANGE if a linear cache would overflow. To prefill a ring, append and attend
    in pieces of at most capacity - window + 1 tokens: then every query still finds its whole window. */
-TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const float *v, int n_tokens);
+TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens);
 /* The newest n_queries positions attend; q, out: [n_queries][n_heads][head_dim]. */
-TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const float *q, int n_queries, float *out);
+TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out);
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c);  /* positions appended; 0 for NULL */
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms, both streams; 0 for NULL */
 /* Centres of the keys and the values, as tqkv_store's: [n_kv_heads][head_dim], copied; NULL: none. Only while end is 0,
@@ -982,8 +982,8 @@ TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report);
 /* The part of a context that a cache uses; struct tqkv_metal begins with it. */
 typedef struct tqkv__backend {
     tqkv_allocator memory; /* of codes, norms and the cache itself */
-    tqkv_result (*append)(tqkv_metal *m, const tqkv_cache *c, const float *k, const float *v, int n_tokens);
-    tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const float *q, int n_queries, float *out);
+    tqkv_result (*append)(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens);
+    tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const void *q, int n_queries, void *out);
 } tqkv__backend;
 
 #ifdef __cplusplus
@@ -1766,7 +1766,7 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
 }
 
 /* Opens a store to encode into. The checks that encode and append share, except for NaN and infinity. */
-static tqkv_result tqkv__encode_open(const tqkv_store *store, const float *src, int n_tokens, int64_t position,
+static tqkv_result tqkv__encode_open(const tqkv_store *store, const void *src, int n_tokens, int64_t position,
                                      tqkv__stream *s)
 {
     size_t bytes;
@@ -1779,10 +1779,10 @@ static tqkv_result tqkv__encode_open(const tqkv_store *store, const float *src, 
     return TQKV_OK;
 }
 
-static bool tqkv__rows_finite(const tqkv__stream *s, const float *src, int n_tokens)
+static bool tqkv__rows_finite(const tqkv__stream *s, const void *src, int n_tokens)
 {
     return tqkv__codec_for(s->head_dim)
-        ->rows_finite(src, (size_t)n_tokens * (size_t)s->n_kv_heads * (size_t)s->head_dim);
+        ->rows_finite((const float *)src, (size_t)n_tokens * (size_t)s->n_kv_heads * (size_t)s->head_dim);
 }
 
 /* The first token to write. Of a run longer than a ring only the last tokens are kept: each slot is written once. */
@@ -1792,7 +1792,7 @@ static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
 }
 
 /* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. */
-static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int from, int to, int64_t position)
+static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from, int to, int64_t position)
 {
     enum { batch = 64 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
@@ -1805,7 +1805,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int fro
         const int slot = tqkv__slot(s, position + t);
         for (int h = 0; h < s->n_kv_heads; h++) {
             const size_t source_row = (size_t)t * (size_t)s->n_kv_heads + (size_t)h;
-            rows[n].src = src + source_row * (size_t)s->head_dim;
+            rows[n].src = (const float *)src + source_row * (size_t)s->head_dim;
             rows[n].center = tqkv__center_of(s, h);
             rows[n].codes = tqkv__codes_at(s, h, slot);
             rows[n].norms = tqkv__norms_at(s, h, slot);
@@ -1817,7 +1817,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int fro
     tqkv__fp_restore(mode);
 }
 
-TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const float *src, int n_tokens, int64_t position)
+TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n_tokens, int64_t position)
 {
     tqkv__stream s;
     tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s);
@@ -1827,7 +1827,7 @@ TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const float *src, int 
     return r;
 }
 
-TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const float *src, int n_tokens, float *scaled)
+TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
 {
     tqkv__stream s;
     size_t bytes;
@@ -1840,11 +1840,12 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const float *src, int n
         tqkv__overlap(s.center, tqkv__center_size(&s), scaled, bytes))
         return TQKV__INVALID("scaled: NULL, or overlaps src or the centre");
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
-    if (!codec->rows_finite(src, bytes / sizeof(float))) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+    const float *row = (const float *)src;
+    if (!codec->rows_finite(row, bytes / sizeof(float))) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
     const uint64_t mode = tqkv__fp_exact();
     for (int i = 0; i < n_tokens; i++)
-        for (int h = 0; h < s.n_kv_heads; h++, src += s.head_dim, scaled += s.head_dim) {
-            tqkv__center_row(s.head_dim, src, tqkv__center_of(&s, h), scaled);
+        for (int h = 0; h < s.n_kv_heads; h++, row += s.head_dim, scaled += s.head_dim) {
+            tqkv__center_row(s.head_dim, row, tqkv__center_of(&s, h), scaled);
             codec->scale_row(&s, scaled, norms);
         }
     tqkv__fp_restore(mode);
@@ -1852,7 +1853,7 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const float *src, int n
 }
 
 TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int n_positions, tqkv_basis basis,
-                                 float *dst)
+                                 void *dst)
 {
     tqkv__stream s;
     size_t bytes;
@@ -1865,19 +1866,20 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
     if (tqkv__stream_overlaps(&s, dst, bytes)) return TQKV__INVALID("dst overlaps the store");
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
+    float *row = (float *)dst;
     for (int p = 0; p < n_positions; p++) {
         const int slot = tqkv__slot(&s, position + p);
-        for (int h = 0; h < s.n_kv_heads; h++, dst += s.head_dim) {
-            tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), dst);
-            if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(dst, s.head_dim);
-            tqkv__add_center(&s, h, s.rotated && basis == TQKV_ROTATED, dst);
+        for (int h = 0; h < s.n_kv_heads; h++, row += s.head_dim) {
+            tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), row);
+            if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(row, s.head_dim);
+            tqkv__add_center(&s, h, s.rotated && basis == TQKV_ROTATED, row);
         }
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const float *src, int n_tokens, float *mean)
+TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean)
 {
     tqkv__stream s;
     size_t bytes;
@@ -1890,7 +1892,7 @@ TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const float *src, int n_
     for (size_t h = 0; h < (size_t)s.n_kv_heads; h++) {
         double sums[TQKV_MAX_HEAD_DIM] = {0};
         for (size_t t = 0; t < (size_t)n_tokens; t++)
-            for (size_t d = 0; d < head_dim; d++) sums[d] += (double)src[t * token + h * head_dim + d];
+            for (size_t d = 0; d < head_dim; d++) sums[d] += (double)((const float *)src)[t * token + h * head_dim + d];
         for (size_t d = 0; d < head_dim; d++) mean[h * head_dim + d] = n_tokens ? (float)(sums[d] / n_tokens) : 0.0f;
     }
     return TQKV_OK;
@@ -1941,7 +1943,7 @@ static void tqkv__quality_of(const tqkv__stream *s, const tqkv__moments *m, int 
     out->beyond = m->beyond / values;
 }
 
-TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const float *src, int n_tokens, tqkv_quality *out)
+TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out)
 {
     tqkv__stream s;
     tqkv__quantiser q;
@@ -1962,8 +1964,8 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const float *src, int
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
         for (int t = 0; t < n_tokens; t++) {
-            const tqkv__row row = {src + (size_t)t * token + (size_t)h * head_dim, tqkv__center_of(&s, h), codes,
-                                   norms};
+            const tqkv__row row = {(const float *)src + (size_t)t * token + (size_t)h * head_dim,
+                                   tqkv__center_of(&s, h), codes, norms};
             tqkv__codec_for(s.head_dim)->encode_rows(&s, &q, &row, 1);
             tqkv__add_moments(&s, h, &row, &m);
         }
@@ -4699,7 +4701,7 @@ static void tqkv__run_waves(tqkv__job *job)
 }
 
 /* Attends over [first, end) after all checks. max and sum NULL: finishes the rows. */
-static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, int64_t end, const float *q, float *out,
+static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, int64_t end, const void *q, void *out,
                                       float *max, float *sum)
 {
     tqkv__job job;
@@ -4713,8 +4715,8 @@ static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, i
     const size_t size = ((size_t)job.n_tasks * job.slot_floats + partial_floats + 16) * sizeof(float);
     float *memory = (float *)allocator->alloc(allocator->user, size);
     if (!memory) return TQKV_OUT_OF_MEMORY;
-    job.q = q;
-    job.out.out = out;
+    job.q = (const float *)q;
+    job.out.out = (float *)out;
     job.out.max = max;
     job.out.sum = sum;
     job.slots = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float);
@@ -4783,7 +4785,7 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
 }
 
 /* Checks the outputs in arrays against q, the stores and the sinks, and q for NaN and infinity. */
-static tqkv_result tqkv__check_attend(const tqkv__attention *a, const float *q, tqkv__arrays *arrays)
+static tqkv_result tqkv__check_attend(const tqkv__attention *a, const void *q, tqkv__arrays *arrays)
 {
     const int n_written = arrays->n;
     tqkv__add_array(arrays, q, a->n_elements * sizeof(float));
@@ -4793,31 +4795,31 @@ static tqkv_result tqkv__check_attend(const tqkv__attention *a, const float *q, 
             tqkv__stream_overlaps(&a->values, arrays->at[i], arrays->size[i]))
             return TQKV__INVALID("an output overlaps a store");
     const tqkv_result r = tqkv__check_arrays(arrays, n_written);
-    if (r != TQKV_OK || a->isa->codec->rows_finite(q, a->n_elements)) return r;
+    if (r != TQKV_OK || a->isa->codec->rows_finite((const float *)q, a->n_elements)) return r;
     return TQKV__REFUSE(NOT_FINITE, "q holds NaN or infinity");
 }
 
-static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const float *q, const float *out)
+static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const void *q, const void *out)
 {
     tqkv__arrays arrays = {{out}, {a->n_elements * sizeof(float)}, 1};
     return tqkv__check_attend(a, q, &arrays);
 }
 
 /* Attends over all resident positions after tqkv__attention_open. */
-static tqkv_result tqkv__attend(const tqkv__attention *a, const float *q, float *out)
+static tqkv_result tqkv__attend(const tqkv__attention *a, const void *q, void *out)
 {
     const tqkv_result r = tqkv__check_q_out(a, q, out);
     return r == TQKV_OK ? tqkv__attend_range(a, a->first, a->call.end, q, out, NULL, NULL) : r;
 }
 
-TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const float *q, float *out)
+TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q, void *out)
 {
     tqkv__attention a;
     tqkv_result r = tqkv__attention_open(attention, &a);
     return r == TQKV_OK ? tqkv__attend(&a, q, out) : r;
 }
 
-TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const float *q, int64_t first, int count,
+TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const void *q, int64_t first, int count,
                                          float *out, float *max, float *sum)
 {
     tqkv__attention a;
@@ -4985,7 +4987,7 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 enum { TQKV__APPEND_TASKS = 16 };
 typedef struct tqkv__append_job {
     const tqkv__stream *streams[2];
-    const float *src[2];
+    const void *src[2];
     int n_tokens, n_tasks; /* n_tasks: of each stream */
     int64_t position;
     bool encode;
@@ -5005,18 +5007,18 @@ static void tqkv__append_task(void *context, int index)
     tqkv__append_job *job = (tqkv__append_job *)context;
     const int stream = index / job->n_tasks, part = index % job->n_tasks;
     const tqkv__stream *s = job->streams[stream];
-    const float *src = job->src[stream];
+    const void *src = job->src[stream];
     const int first = job->encode ? tqkv__first_kept(s, job->n_tokens) : 0;
     const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
     const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
     if (job->encode)
         tqkv__encode_tokens(s, src, from, to, job->position);
     else
-        job->bad[index] =
-            !tqkv__rows_finite(s, src + (size_t)from * (size_t)s->n_kv_heads * (size_t)s->head_dim, to - from);
+        job->bad[index] = !tqkv__rows_finite(
+            s, (const float *)src + (size_t)from * (size_t)s->n_kv_heads * (size_t)s->head_dim, to - from);
 }
 
-TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const float *v, int n_tokens)
+TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
     tqkv__stream keys, values;
     tqkv_result r;
@@ -5050,7 +5052,7 @@ static tqkv_result tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqk
     return r;
 }
 
-TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const float *q, int n_queries, float *out)
+TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out)
 {
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");

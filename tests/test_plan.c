@@ -395,7 +395,7 @@ typedef struct fake {
 
 static fake *fake_of(tqkv_metal *m) { return (fake *)(void *)m; }
 
-static tqkv_result fake_append(tqkv_metal *m, const tqkv_cache *c, const float *k, const float *v, int n_tokens)
+static tqkv_result fake_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
     fake_of(m)->appends++;
     if (fake_of(m)->answer != TQKV_OK) return fake_of(m)->answer;
@@ -403,11 +403,11 @@ static tqkv_result fake_append(tqkv_metal *m, const tqkv_cache *c, const float *
     return tqkv_encode(tqkv_cache_values(c), v, n_tokens, tqkv_cache_end(c));
 }
 
-static tqkv_result fake_attend(tqkv_metal *m, const tqkv_cache *c, const float *q, int n_queries, float *out)
+static tqkv_result fake_attend(tqkv_metal *m, const tqkv_cache *c, const void *q, int n_queries, void *out)
 {
     (void)c;
     fake_of(m)->attends++;
-    for (int i = 0; i < n_queries && fake_of(m)->answer == TQKV_OK; i++) out[i] = q[i];
+    if (fake_of(m)->answer == TQKV_OK) memcpy(out, q, (size_t)n_queries * sizeof(float));
     return fake_of(m)->answer;
 }
 
