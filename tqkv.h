@@ -282,13 +282,13 @@ typedef struct tqkv_parallel {
    scores with a standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to
    2^-24 |s|, and exp turns that into a share of its weight. */
 typedef struct tqkv_attention {
-    const tqkv_store *keys, *values; /* same head_dim and n_kv_heads */
+    const tqkv_store *keys, *values; /* same n_kv_heads; head_dim may differ */
     int n_heads;                     /* query heads; 0 = n_kv_heads */
     int n_queries;                   /* 0 = 1 */
     int64_t end;                     /* positions appended so far */
     int kv_len;                      /* resident positions, the newest; 0 = min(end, capacity) */
     int window;                      /* 0 = no window */
-    float scale;                     /* 0 = 1/sqrt(head_dim) */
+    float scale;                     /* 0 = 1/sqrt(head_dim of the keys) */
     float softcap;                   /* 0 = off */
     const float *sinks;       /* [n_heads] or NULL: adds exp(sink) to the softmax's denominator; -INFINITY: no sink */
     tqkv_basis query_basis;   /* TQKV_ROTATED: q is rotated already */
@@ -299,11 +299,12 @@ typedef struct tqkv_attention {
                                           infinity. Sums of slices are always float. */
 } tqkv_attention;
 
-/* q, out: [n_queries][n_heads][head_dim]. TQKV_NOT_FINITE if q holds NaN or Inf, or a sink is NaN or +Inf. */
+/* q: [n_queries][n_heads][head_dim of the keys], out: [n_queries][n_heads][head_dim of the values]. TQKV_NOT_FINITE if q
+   holds NaN or Inf, or a sink is NaN or +Inf. */
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const void *q, void *out);
 
 /* Attends one slice [first, first + count) of the resident positions, without sinks, for tqkv_attend_merge. max, sum:
-   [n_queries][n_heads]: the largest score, and the sum of exp(score - max). out: [n_queries][n_heads][head_dim]: the
+   [n_queries][n_heads]: the largest score, and the sum of exp(score - max). out: as tqkv_attend's, but float: the
    sum of exp(score - max) * value, in the values' basis. A query without positions: -INFINITY, 0, zeros. */
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
@@ -313,7 +314,7 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const void *q,
 TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, float *max, float *sum,
                                        const float *src_out, const float *src_max, const float *src_sum);
 /* As tqkv_attend_merge, for a slice attended with `slice`, over stores of other formats: converts its sums to the basis
-   of a->values. n_heads, n_queries and head_dim are the same in both. */
+   of a->values. n_heads, n_queries and the values' head_dim are the same in both. */
 TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *a, float *out, float *max, float *sum,
                                              const tqkv_attention *slice, const float *src_out, const float *src_max,
                                              const float *src_sum);
@@ -342,15 +343,15 @@ typedef struct tqkv_cache_desc {
 TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out);
 TQKV_API void tqkv_cache_destroy(tqkv_cache *c); /* NULL is fine */
 
-/* k, v: [n_tokens][n_kv_heads][head_dim], at positions end, end + 1 ... Tasks of `parallel` encode long runs, to the
+/* k: [n_tokens][n_kv_heads][head_dim], v: with value_dim, at positions end, end + 1 ... Tasks of `parallel` encode long runs, to the
    same bytes. All or nothing: TQKV_OUT_OF_RANGE if a linear cache would overflow. To prefill a ring, append and attend
    in pieces of at most capacity - window + 1 tokens: then every query still finds its whole window. */
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens);
-/* The newest n_queries positions attend; q, out: [n_queries][n_heads][head_dim]. */
+/* The newest n_queries positions attend; q: [n_queries][n_heads][head_dim], out: with value_dim. */
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out);
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c);  /* positions appended; 0 for NULL */
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms, both streams; 0 for NULL */
-/* Centres of the keys and the values, as tqkv_store's: [n_kv_heads][head_dim], copied; NULL: none. Only while end is 0,
+/* Centres of the keys and the values, as tqkv_store's: [n_kv_heads][head_dim or value_dim], copied; NULL: none. Only while end is 0,
    else TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. */
 TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values);
 /* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
@@ -2015,10 +2016,10 @@ static int tqkv__chunk_rows(int head_dim)
 typedef struct tqkv__attention {
     tqkv_attention call; /* defaults resolved */
     tqkv__stream keys, values;
-    int n_kv_heads, group, head_dim;
-    int64_t first; /* resident positions [first, call.end) */
+    int n_kv_heads, group, key_dim, value_dim; /* dims: of a query, of an output */
+    int64_t first;                             /* resident positions [first, call.end) */
     bool rotate_queries, unrotate_output;
-    size_t n_rows, n_elements; /* n_queries * n_heads, and times head_dim */
+    size_t n_rows, q_elements, out_elements; /* n_queries * n_heads, and times key_dim or value_dim */
     const struct tqkv__isa *isa;
 } tqkv__attention;
 
@@ -2036,7 +2037,7 @@ typedef struct tqkv__isa {
     /* scores[row][j] = q[row] . key[slot + j] for j < n; q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
     void (*score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows, float *scores);
     /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to
-       the new maximum. offsets are added to the scores before a softcap. spans, offsets, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
+       the new maximum. offsets are added to the scores before a softcap. spans, offsets, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
     void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, const float *offsets, int n_rows,
                          float *scores, float *max, float *sum, float *out);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
@@ -2092,7 +2093,7 @@ static void tqkv__softmax_row_scalar(const tqkv__attention *a, int from, int to,
     }
     if (largest > *max) {
         const float shrink = expf(*max - largest); /* 0 for the first tile, where max is -INFINITY */
-        for (int d = 0; d < a->head_dim; d++) out[d] *= shrink;
+        for (int d = 0; d < a->value_dim; d++) out[d] *= shrink;
         *sum *= shrink;
         *max = largest;
     }
@@ -2108,7 +2109,7 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
 {
     for (int row = 0; row < n_rows; row++)
         tqkv__softmax_row_scalar(a, spans[row].from, spans[row].to, offsets[row], scores + row * TQKV__TILE, &max[row],
-                                 &sum[row], out + (size_t)row * (size_t)a->head_dim);
+                                 &sum[row], out + (size_t)row * (size_t)a->value_dim);
 }
 
 /* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
@@ -2258,8 +2259,8 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
     for (int row = 0; row < n_rows; row++) {
         if (!(shrink[row] < 0.0f)) continue;
         const TQKV__VECTOR factor = TQKV__(exp)(TQKV__(set1)(shrink[row]));
-        float *sums = out + (size_t)row * (size_t)a->head_dim;
-        for (int d = 0; d < a->head_dim; d += TQKV__LANES) TQKV__(store)(sums + d, TQKV__(load)(sums + d) * factor);
+        float *sums = out + (size_t)row * (size_t)a->value_dim;
+        for (int d = 0; d < a->value_dim; d += TQKV__LANES) TQKV__(store)(sums + d, TQKV__(load)(sums + d) * factor);
         sum[row] *= TQKV__(first_lane)(factor);
     }
     for (int row = 0; row < n_rows; row++)
@@ -4220,6 +4221,13 @@ static const tqkv__isa *tqkv__isa_for(int head_dim)
     return isa;
 }
 
+/* The set for keys and values of different head_dim: the narrower one. */
+static const tqkv__isa *tqkv__isa_for_both(int key_dim, int value_dim)
+{
+    const tqkv__isa *keys = tqkv__isa_for(key_dim), *values = tqkv__isa_for(value_dim);
+    return keys->lanes < values->lanes ? keys : values;
+}
+
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
@@ -4282,19 +4290,19 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     if ((result = tqkv__stream_shape(a->keys, &r->keys)) != TQKV_OK) return result;
     if ((result = tqkv__stream_shape(a->values, &r->values)) != TQKV_OK) return result;
     *call = *a;
-    r->head_dim = r->keys.head_dim;
+    r->key_dim = r->keys.head_dim;
+    r->value_dim = r->values.head_dim;
     r->n_kv_heads = r->keys.n_kv_heads;
     if (!call->n_heads) call->n_heads = r->n_kv_heads;
     if (!call->n_queries) call->n_queries = 1;
-    if (call->scale == 0.0f) call->scale = TQKV__INV_SQRT(r->head_dim);
+    if (call->scale == 0.0f) call->scale = TQKV__INV_SQRT(r->key_dim);
     if (!(call->softcap > 0.0f)) call->softcap = 0.0f;
     if (!call->parallel.run) call->parallel.run = tqkv__run_serial;
     r->group = call->n_heads / r->n_kv_heads;
     r->rotate_queries = r->keys.rotated && a->query_basis == TQKV_ORIGINAL;
     r->unrotate_output = r->values.rotated && a->output_basis == TQKV_ORIGINAL;
-    r->isa = tqkv__isa_for(r->head_dim);
-    if (r->values.head_dim != r->head_dim || r->values.n_kv_heads != r->n_kv_heads)
-        return TQKV__INVALID("keys and values differ in head_dim or n_kv_heads");
+    r->isa = tqkv__isa_for_both(r->key_dim, r->value_dim);
+    if (r->values.n_kv_heads != r->n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
@@ -4304,7 +4312,8 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
         return TQKV__INVALID("query_basis or output_basis: no tqkv_basis");
     if (!tqkv__resolve_allocator(&call->allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     if (!tqkv__array_size(call->n_queries, call->n_heads, 1, 1, &r->n_rows) ||
-        !tqkv__size_multiply(r->n_rows, (size_t)r->head_dim, &r->n_elements) || r->n_elements > SIZE_MAX / 64 ||
+        !tqkv__size_multiply(r->n_rows, (size_t)r->key_dim, &r->q_elements) || r->q_elements > SIZE_MAX / 64 ||
+        !tqkv__size_multiply(r->n_rows, (size_t)r->value_dim, &r->out_elements) || r->out_elements > SIZE_MAX / 64 ||
         r->n_rows > (size_t)INT_MAX)
         return TQKV__INVALID("n_queries * n_heads * head_dim is too large");
     if (tqkv__sinks_valid(call->sinks, call->n_heads)) return TQKV_OK;
@@ -4434,12 +4443,12 @@ typedef struct tqkv__item {
     int kv_head, first_row, n_rows;
 } tqkv__item;
 
-/* Unnormalised attention of some rows. out: [n_rows][head_dim], max, sum: [n_rows] */
+/* Unnormalised attention of some rows. out: [n_rows][value_dim], max, sum: [n_rows] */
 typedef struct tqkv__sums {
     float *out, *max, *sum;
 } tqkv__sums;
 
-/* Adds positions [first, end) to the sums of an item's rows; q: [n_rows][head_dim], offsets: [n_rows]. A tile's values are added after the
+/* Adds positions [first, end) to the sums of an item's rows; q: [n_rows][key_dim], offsets: [n_rows]. A tile's values are added after the
    next tile's scores. These steps are independent, and the processor overlaps them. */
 static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, int64_t first, int64_t end,
                               const float *q, const float *offsets, tqkv__tile tiles[2], const tqkv__sums *sums)
@@ -4473,35 +4482,35 @@ static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, 
 }
 
 /* Adds the slice (source, source_max, source_sum) of one row to (out, max, sum). */
-static void tqkv__merge_row(int head_dim, float *out, float *max, float *sum, const float *source, float source_max,
+static void tqkv__merge_row(int value_dim, float *out, float *max, float *sum, const float *source, float source_max,
                             float source_sum)
 {
     if (source_sum == 0.0f) return;
     const float largest = source_max > *max ? source_max : *max;
     const float keep = *sum == 0.0f ? 0.0f : expf(*max - largest), add = expf(source_max - largest);
-    for (int d = 0; d < head_dim; d++) out[d] = out[d] * keep + source[d] * add;
+    for (int d = 0; d < value_dim; d++) out[d] = out[d] * keep + source[d] * add;
     *sum = *sum * keep + source_sum * add;
     *max = largest;
 }
 
-static tqkv__sums tqkv__sums_from(const tqkv__sums *sums, size_t row, int head_dim)
+static tqkv__sums tqkv__sums_from(const tqkv__sums *sums, size_t row, int value_dim)
 {
-    const tqkv__sums from = {sums->out + row * (size_t)head_dim, sums->max + row, sums->sum + row};
+    const tqkv__sums from = {sums->out + row * (size_t)value_dim, sums->max + row, sums->sum + row};
     return from;
 }
 
-static void tqkv__clear_sums(const tqkv__sums *sums, size_t n_rows, int head_dim)
+static void tqkv__clear_sums(const tqkv__sums *sums, size_t n_rows, int value_dim)
 {
-    memset(sums->out, 0, n_rows * (size_t)head_dim * sizeof(float));
+    memset(sums->out, 0, n_rows * (size_t)value_dim * sizeof(float));
     memset(sums->sum, 0, n_rows * sizeof(float));
     for (size_t i = 0; i < n_rows; i++) sums->max[i] = -INFINITY;
 }
 
-static void tqkv__merge_sums(const tqkv__sums *into, const tqkv__sums *from, size_t n_rows, int head_dim)
+static void tqkv__merge_sums(const tqkv__sums *into, const tqkv__sums *from, size_t n_rows, int value_dim)
 {
     for (size_t i = 0; i < n_rows; i++)
-        tqkv__merge_row(head_dim, into->out + i * (size_t)head_dim, &into->max[i], &into->sum[i],
-                        from->out + i * (size_t)head_dim, from->max[i], from->sum[i]);
+        tqkv__merge_row(value_dim, into->out + i * (size_t)value_dim, &into->max[i], &into->sum[i],
+                        from->out + i * (size_t)value_dim, from->max[i], from->sum[i]);
 }
 
 /* The context is cut into stretches at multiples of this position. Each has its own softmax and float sums, merged in
@@ -4542,29 +4551,29 @@ static size_t tqkv__caller_row(const tqkv__attention *a, const tqkv__item *item,
     return (size_t)(row / a->group) * (size_t)a->call.n_heads + (size_t)(item->kv_head * a->group + row % a->group);
 }
 
-/* Brings an item's queries into the keys' basis and order, times scale; arranged: [n_rows][head_dim] */
+/* Brings an item's queries into the keys' basis and order, times scale; arranged: [n_rows][key_dim] */
 static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const float *q, float *arranged)
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
-    for (int i = 0; i < item->n_rows; i++, arranged += a->head_dim) {
-        memcpy(natural, q + tqkv__caller_row(a, item, i) * (size_t)a->head_dim, (size_t)a->head_dim * sizeof(float));
-        if (a->rotate_queries) a->isa->codec->rotate(natural, a->head_dim);
-        tqkv__scale(natural, a->head_dim, a->call.scale);
+    for (int i = 0; i < item->n_rows; i++, arranged += a->key_dim) {
+        memcpy(natural, q + tqkv__caller_row(a, item, i) * (size_t)a->key_dim, (size_t)a->key_dim * sizeof(float));
+        if (a->rotate_queries) a->isa->codec->rotate(natural, a->key_dim);
+        tqkv__scale(natural, a->key_dim, a->call.scale);
         tqkv__to_decoded(a->isa, &a->keys, natural, arranged);
     }
 }
 
 /* scale * q.c, for the centre c of the keys: what is missing in all scores of a row. In double: it may be a thousand
-   times as large as what differs between scores. q: [head_dim], the caller's */
+   times as large as what differs between scores. q: [key_dim], the caller's */
 static TQKV__NOINLINE double tqkv__center_score(const tqkv__attention *a, int kv_head, const float *q)
 {
     double c[TQKV_MAX_HEAD_DIM], sum = 0.0;
     const float *center = tqkv__center_of(&a->keys, kv_head);
     const bool rotated = a->keys.rotated && !a->rotate_queries; /* the caller has rotated q */
     if (!center) return 0.0;
-    for (int d = 0; d < a->head_dim; d++) c[d] = (double)center[d];
-    if (rotated) tqkv__rotate_double(c, a->head_dim);
-    for (int d = 0; d < a->head_dim; d++) sum += c[d] * (double)q[d];
+    for (int d = 0; d < a->key_dim; d++) c[d] = (double)center[d];
+    if (rotated) tqkv__rotate_double(c, a->key_dim);
+    for (int d = 0; d < a->key_dim; d++) sum += c[d] * (double)q[d];
     return sum * (double)a->call.scale;
 }
 
@@ -4572,20 +4581,20 @@ static TQKV__NOINLINE double tqkv__center_score(const tqkv__attention *a, int kv
 static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item, const float *q, float *offsets)
 {
     for (int i = 0; i < item->n_rows; i++) {
-        const float *row = q + tqkv__caller_row(a, item, i) * (size_t)a->head_dim;
+        const float *row = q + tqkv__caller_row(a, item, i) * (size_t)a->key_dim;
         offsets[i] = a->call.softcap > 0.0f ? (float)tqkv__center_score(a, item->kv_head, row) : 0.0f;
     }
 }
 
 /* Adds the centres to the sums of a row. The keys' belongs to the maximum, where a float has lost the last bits of the
-   sum; they go into the weights. value_center: [head_dim], in the values' basis, or NULL */
+   sum; they go into the weights. value_center, out: [value_dim], in the values' basis; value_center may be NULL */
 static void tqkv__add_centers(const tqkv__attention *a, double score, const float *value_center, float *out, float *max,
                               float *sum)
 {
     if (*sum == 0.0f) return;
     const double exact = (double)*max + score;
     const float rounded = (float)exact, factor = (float)exp(exact - (double)rounded);
-    for (int d = 0; d < a->head_dim; d++)
+    for (int d = 0; d < a->value_dim; d++)
         out[d] = out[d] * factor + (value_center ? *sum * factor * value_center[d] : 0.0f);
     *max = rounded;
     *sum *= factor;
@@ -4602,10 +4611,10 @@ static void tqkv__deliver(const tqkv__job *job, const tqkv__item *item, const tq
     memset(center, 0, sizeof center);
     tqkv__add_center(&a->values, item->kv_head, a->values.rotated, center);
     for (int i = 0; i < item->n_rows; i++) {
-        const size_t row = tqkv__caller_row(a, item, i), at = row * (size_t)a->head_dim;
-        float *out = job->out.out + at, max = sums->max[i], sum = sums->sum[i];
-        const double score = scored ? tqkv__center_score(a, item->kv_head, job->q + at) : 0.0;
-        tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->head_dim, out);
+        const size_t row = tqkv__caller_row(a, item, i);
+        float *out = job->out.out + row * (size_t)a->value_dim, max = sums->max[i], sum = sums->sum[i];
+        const double score = scored ? tqkv__center_score(a, item->kv_head, job->q + row * (size_t)a->key_dim) : 0.0;
+        tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
         if (scored || a->values.center) tqkv__add_centers(a, score, a->values.center ? center : NULL, out, &max, &sum);
         if (!job->out.max) {
             tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out, max, sum);
@@ -4621,17 +4630,17 @@ static void tqkv__attend_stretch(const tqkv__job *job, const tqkv__item *item, i
 {
     const int64_t first = stretch * TQKV__STRETCH; /* the last stretch may end early */
     const int64_t end = job->end - first > TQKV__STRETCH ? first + TQKV__STRETCH : job->end;
-    tqkv__clear_sums(sums, (size_t)item->n_rows, job->a->head_dim);
+    tqkv__clear_sums(sums, (size_t)item->n_rows, job->a->value_dim);
     tqkv__attend_rows(job->a, item, first > job->first ? first : job->first, end, q, offsets, tiles, sums);
 }
 
 static void tqkv__attend_task(void *context, int index)
 {
     const tqkv__job *job = (const tqkv__job *)context;
-    const size_t elements = (size_t)job->rows_each * (size_t)job->a->head_dim, rows = (size_t)job->rows_each;
+    const size_t rows = (size_t)job->rows_each, elements = rows * (size_t)job->a->value_dim;
     float *slot = job->slots + (size_t)index * job->slot_floats;
     tqkv__tile *tiles = (tqkv__tile *)(void *)slot;
-    float *q = slot + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + elements;
+    float *q = slot + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + rows * (size_t)job->a->key_dim;
     const tqkv__sums all = {next, next + 2 * elements, next + 2 * elements + rows};
     const tqkv__sums one = {next + elements, all.sum + rows, all.sum + 2 * rows};
     float offsets[TQKV__CHUNK_ROWS];
@@ -4643,14 +4652,14 @@ static void tqkv__attend_task(void *context, int index)
         if (job->spread) { /* rows are ordered by KV head; item.first_row counts within it */
             const size_t row = (size_t)item.kv_head * (size_t)(job->a->call.n_queries * job->a->group) +
                                (size_t)item.first_row + (size_t)(1 + unit / job->n_items) * job->a->n_rows;
-            const tqkv__sums to = tqkv__sums_from(&job->partial, row, job->a->head_dim);
+            const tqkv__sums to = tqkv__sums_from(&job->partial, row, job->a->value_dim);
             tqkv__attend_stretch(job, &item, job->wave + unit / job->n_items, q, offsets, tiles, &to);
             continue;
         }
         tqkv__attend_stretch(job, &item, job->stretch, q, offsets, tiles, &all);
         for (int64_t i = 1; i < job->n_stretches; i++) {
             tqkv__attend_stretch(job, &item, job->stretch + i, q, offsets, tiles, &one);
-            tqkv__merge_sums(&all, &one, (size_t)item.n_rows, job->a->head_dim);
+            tqkv__merge_sums(&all, &one, (size_t)item.n_rows, job->a->value_dim);
         }
         tqkv__deliver(job, &item, &all);
     }
@@ -4667,12 +4676,12 @@ static void tqkv__cut(const tqkv__attention *a, int64_t first, int64_t end, tqkv
     if (job->end < job->first) job->end = job->first;
     job->stretch = job->first / TQKV__STRETCH;
     job->n_stretches = job->end > job->first ? (job->end - 1) / TQKV__STRETCH - job->stretch + 1 : 1;
-    job->rows_each = tqkv__chunk_rows(a->head_dim);
+    job->rows_each = tqkv__chunk_rows(a->key_dim > a->value_dim ? a->key_dim : a->value_dim);
     if (job->rows_each > a->call.n_queries * a->group) job->rows_each = a->call.n_queries * a->group;
     job->n_chunks = (a->call.n_queries * a->group - 1) / job->rows_each + 1;
     job->n_items = a->n_kv_heads * job->n_chunks;
     job->spread = a->call.parallel.run != tqkv__run_serial && job->n_items < TQKV__TASKS && job->n_stretches > 1;
-    const int64_t fit = TQKV__WAVE_FLOATS / (int64_t)(a->n_elements + 2 * a->n_rows);
+    const int64_t fit = TQKV__WAVE_FLOATS / (int64_t)(a->out_elements + 2 * a->n_rows);
     job->n_wave = !job->spread ? 0 : fit < 1 ? 1 : fit < job->n_stretches ? fit : job->n_stretches;
     const int64_t units = job->spread ? job->n_items * job->n_wave : job->n_items;
     job->n_tasks = a->call.parallel.run == tqkv__run_serial ? 1 : units < TQKV__TASKS ? (int)units : TQKV__TASKS;
@@ -4683,19 +4692,19 @@ static void tqkv__run_waves(tqkv__job *job)
 {
     const tqkv__attention *a = job->a;
     const int64_t end = job->stretch + job->n_stretches;
-    tqkv__clear_sums(&job->partial, a->n_rows, a->head_dim);
+    tqkv__clear_sums(&job->partial, a->n_rows, a->value_dim);
     for (job->wave = job->stretch; job->wave < end; job->wave += job->n_wave) {
         if (job->n_wave > end - job->wave) job->n_wave = end - job->wave;
         a->call.parallel.run(a->call.parallel.user, job->n_tasks, tqkv__attend_task, job);
         for (int64_t i = 1; i <= job->n_wave; i++) {
-            const tqkv__sums from = tqkv__sums_from(&job->partial, (size_t)i * a->n_rows, a->head_dim);
-            tqkv__merge_sums(&job->partial, &from, a->n_rows, a->head_dim);
+            const tqkv__sums from = tqkv__sums_from(&job->partial, (size_t)i * a->n_rows, a->value_dim);
+            tqkv__merge_sums(&job->partial, &from, a->n_rows, a->value_dim);
         }
     }
     for (int i = 0; i < job->n_items; i++) {
         const tqkv__item item = tqkv__item_of(job, i);
         const size_t row = (size_t)item.kv_head * (size_t)(a->call.n_queries * a->group) + (size_t)item.first_row;
-        const tqkv__sums sums = tqkv__sums_from(&job->partial, row, a->head_dim);
+        const tqkv__sums sums = tqkv__sums_from(&job->partial, row, a->value_dim);
         tqkv__deliver(job, &item, &sums);
     }
 }
@@ -4707,11 +4716,12 @@ static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, i
     tqkv__job job;
     tqkv__cut(a, first, end, &job);
     const tqkv_allocator *allocator = &a->call.allocator;
-    const size_t elements = (size_t)job.rows_each * (size_t)a->head_dim, rows = (size_t)job.rows_each;
-    const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + (job.spread ? 1 : 3) * elements + 4 * rows;
+    const size_t rows = (size_t)job.rows_each, q_floats = rows * (size_t)a->key_dim;
+    const size_t sums_floats = job.spread ? 0 : 2 * rows * (size_t)(a->value_dim + 2);
+    const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + q_floats + sums_floats;
     job.slot_floats = (slot + 15) / 16 * 16; /* whole cache lines */
     const size_t partial_rows = job.spread ? (size_t)(1 + job.n_wave) * a->n_rows : 0;
-    const size_t partial_floats = partial_rows * ((size_t)a->head_dim + 2);
+    const size_t partial_floats = partial_rows * ((size_t)a->value_dim + 2);
     const size_t size = ((size_t)job.n_tasks * job.slot_floats + partial_floats + 16) * sizeof(float);
     float *memory = (float *)allocator->alloc(allocator->user, size);
     if (!memory) return TQKV_OUT_OF_MEMORY;
@@ -4721,7 +4731,7 @@ static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, i
     job.out.sum = sum;
     job.slots = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float);
     job.partial.out = job.slots + (size_t)job.n_tasks * job.slot_floats;
-    job.partial.max = job.partial.out + partial_rows * (size_t)a->head_dim;
+    job.partial.max = job.partial.out + partial_rows * (size_t)a->value_dim;
     job.partial.sum = job.partial.max + partial_rows;
     if (job.spread)
         tqkv__run_waves(&job);
@@ -4731,7 +4741,7 @@ static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, i
     return TQKV_OK;
 }
 
-/* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [head_dim] */
+/* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [value_dim] */
 static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
 {
     float factor = 0.0f;
@@ -4740,14 +4750,14 @@ static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, flo
         const float largest = sink > max ? sink : max, keep = expf(max - largest);
         factor = keep / (sum * keep + expf(sink - largest));
     }
-    tqkv__scale(out, a->head_dim, factor);
-    if (a->unrotate_output) a->isa->codec->unrotate(out, a->head_dim);
+    tqkv__scale(out, a->value_dim, factor);
+    if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
 }
 
 static void tqkv__finish(const tqkv__attention *a, float *out, const float *max, const float *sum)
 {
     for (size_t row = 0; row < a->n_rows; row++)
-        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out + row * (size_t)a->head_dim, max[row], sum[row]);
+        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out + row * (size_t)a->value_dim, max[row], sum[row]);
 }
 
 /* The arrays of one call. No written array may overlap another one. */
@@ -4763,11 +4773,11 @@ static void tqkv__add_array(tqkv__arrays *arrays, const void *at, size_t size)
     arrays->size[arrays->n++] = size;
 }
 
-/* Adds out [n_queries][n_heads][head_dim], and max and sum [n_queries][n_heads]. */
+/* Adds out [n_queries][n_heads][value_dim], and max and sum [n_queries][n_heads]. */
 static void tqkv__add_slice(tqkv__arrays *arrays, const tqkv__attention *a, const void *out, const void *max,
                             const void *sum)
 {
-    tqkv__add_array(arrays, out, a->n_elements * sizeof(float));
+    tqkv__add_array(arrays, out, a->out_elements * sizeof(float));
     tqkv__add_array(arrays, max, a->n_rows * sizeof(float));
     tqkv__add_array(arrays, sum, a->n_rows * sizeof(float));
 }
@@ -4788,20 +4798,20 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
 static tqkv_result tqkv__check_attend(const tqkv__attention *a, const void *q, tqkv__arrays *arrays)
 {
     const int n_written = arrays->n;
-    tqkv__add_array(arrays, q, a->n_elements * sizeof(float));
+    tqkv__add_array(arrays, q, a->q_elements * sizeof(float));
     if (a->call.sinks) tqkv__add_array(arrays, a->call.sinks, (size_t)a->call.n_heads * sizeof(float));
     for (int i = 0; i < n_written; i++)
         if (tqkv__stream_overlaps(&a->keys, arrays->at[i], arrays->size[i]) ||
             tqkv__stream_overlaps(&a->values, arrays->at[i], arrays->size[i]))
             return TQKV__INVALID("an output overlaps a store");
     const tqkv_result r = tqkv__check_arrays(arrays, n_written);
-    if (r != TQKV_OK || a->isa->codec->rows_finite((const float *)q, a->n_elements)) return r;
+    if (r != TQKV_OK || a->isa->codec->rows_finite((const float *)q, a->q_elements)) return r;
     return TQKV__REFUSE(NOT_FINITE, "q holds NaN or infinity");
 }
 
 static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const void *q, const void *out)
 {
-    tqkv__arrays arrays = {{out}, {a->n_elements * sizeof(float)}, 1};
+    tqkv__arrays arrays = {{out}, {a->out_elements * sizeof(float)}, 1};
     return tqkv__check_attend(a, q, &arrays);
 }
 
@@ -4843,18 +4853,18 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
     tqkv_result r = tqkv__attention_shape(attention, &a);
     if (r == TQKV_OK) r = tqkv__attention_shape(slice, &from);
     if (r != TQKV_OK) return r;
-    if (from.head_dim != a.head_dim || from.call.n_heads != a.call.n_heads || from.call.n_queries != a.call.n_queries)
-        return TQKV__INVALID("the slices differ in head_dim, n_heads or n_queries");
+    if (from.value_dim != a.value_dim || from.call.n_heads != a.call.n_heads || from.call.n_queries != a.call.n_queries)
+        return TQKV__INVALID("the slices differ in the values' head_dim, n_heads or n_queries");
     tqkv__add_slice(&arrays, &a, out, max, sum);
     tqkv__add_slice(&arrays, &a, src_out, src_max, src_sum);
     if ((r = tqkv__check_arrays(&arrays, 3)) != TQKV_OK) return r;
-    const size_t head_dim = (size_t)a.head_dim;
+    const size_t value_dim = (size_t)a.value_dim;
     for (size_t row = 0; row < a.n_rows; row++) {
         float source[TQKV_MAX_HEAD_DIM]; /* basis of a's values */
-        memcpy(source, src_out + row * head_dim, head_dim * sizeof(float));
-        if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.head_dim);
-        if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.head_dim);
-        tqkv__merge_row(a.head_dim, out + row * head_dim, &max[row], &sum[row], source, src_max[row], src_sum[row]);
+        memcpy(source, src_out + row * value_dim, value_dim * sizeof(float));
+        if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.value_dim);
+        if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.value_dim);
+        tqkv__merge_row(a.value_dim, out + row * value_dim, &max[row], &sum[row], source, src_max[row], src_sum[row]);
     }
     return TQKV_OK;
 }
@@ -4882,7 +4892,7 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
 struct tqkv_cache {
     tqkv_attention attention; /* one query over all appended positions; defaults resolved, sinks in the block */
     tqkv_store keys, values;
-    float *centers; /* [2][n_kv_heads][head_dim]: room for those of keys and values */
+    float *centers; /* room for the keys' and the values': [n_kv_heads][head_dim], [n_kv_heads][value_dim] */
     int64_t first;  /* resident positions [first, attention.end) */
     tqkv_metal *metal;
     tqkv_allocator memory;
@@ -4912,6 +4922,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->keys.ring = desc->ring;
     c->values = c->keys;
     c->values.format = desc->value_format ? desc->value_format : TQKV_TQ4;
+    if (desc->value_dim) c->values.head_dim = desc->value_dim;
     c->attention.keys = &c->keys;
     c->attention.values = &c->values;
     c->attention.n_heads = desc->n_heads;
@@ -4943,7 +4954,7 @@ TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache *
     c.values.codes_size = tqkv_codes_size(&c.values);
     c.values.norms_size = tqkv_norms_size(&c.values);
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
-    if (!tqkv__array_size(2, c.keys.n_kv_heads, c.keys.head_dim, sizeof(float), &centers_size) ||
+    if (!tqkv__array_size(1, c.keys.n_kv_heads, c.keys.head_dim + c.values.head_dim, sizeof(float), &centers_size) ||
         !tqkv__reserve(&end, sinks_size, &sinks) || !tqkv__reserve(&end, centers_size, &centers) ||
         !tqkv__reserve(&end, c.keys.codes_size, &key_codes) || !tqkv__reserve(&end, c.keys.norms_size, &key_norms) ||
         !tqkv__reserve(&end, c.values.codes_size, &value_codes) ||
@@ -5069,7 +5080,7 @@ static void tqkv__cache_center(tqkv_cache *c, int part, const float *center)
 {
     tqkv_store *s = part ? &c->values : &c->keys;
     const size_t n = (size_t)s->n_kv_heads * (size_t)s->head_dim;
-    float *own = c->centers + (size_t)part * n;
+    float *own = c->centers + (part ? (size_t)c->keys.n_kv_heads * (size_t)c->keys.head_dim : 0);
     s->center = center ? own : NULL;
     if (center && center != own) memcpy(own, center, n * sizeof(float));
 }
@@ -5078,12 +5089,14 @@ TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, con
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (c->attention.end != 0) return TQKV__INVALID("a centre: the cache holds positions encoded without it");
-    const size_t n = (size_t)c->keys.n_kv_heads * (size_t)c->keys.head_dim;
+    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads;
+    const size_t n_keys = n_kv_heads * (size_t)c->keys.head_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
     if ((uintptr_t)keys % sizeof(float) || (uintptr_t)values % sizeof(float))
         return TQKV__INVALID("a centre is not aligned as floats");
-    if ((keys && !tqkv__all_finite(keys, n)) || (values && !tqkv__all_finite(values, n)))
+    if ((keys && !tqkv__all_finite(keys, n_keys)) || (values && !tqkv__all_finite(values, n_values)))
         return TQKV__REFUSE(NOT_FINITE, "a centre holds NaN or infinity");
-    if (tqkv__overlap(c, c->size, keys, n * sizeof(float)) || tqkv__overlap(c, c->size, values, n * sizeof(float)))
+    if (tqkv__overlap(c, c->size, keys, n_keys * sizeof(float)) ||
+        tqkv__overlap(c, c->size, values, n_values * sizeof(float)))
         return TQKV__INVALID("a centre lies in the cache");
     tqkv__cache_center(c, 0, keys);
     tqkv__cache_center(c, 1, values);
@@ -5111,6 +5124,8 @@ TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c-
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? &c->values : NULL; }
 
 /* >>metal-plan: the plans of >>plan, which tqkv_metal.m records */
+
+#define TQKV__UNEQUAL_DIMS "keys and values differ in head_dim: no kernel on a GPU"
 
 static bool tqkv__bindings_overlap(const tqkv__binding *a, const tqkv__binding *b)
 {
@@ -5268,8 +5283,8 @@ TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tq
     tqkv_result r = tqkv__stream_shape(keys ? &keys->shape : NULL, &ks);
     if (r == TQKV_OK) r = tqkv__stream_shape(values ? &values->shape : NULL, &vs);
     if (r != TQKV_OK) return r;
-    if (ks.head_dim != vs.head_dim || ks.n_kv_heads != vs.n_kv_heads)
-        return TQKV__INVALID("keys and values differ in head_dim or n_kv_heads");
+    if (ks.n_kv_heads != vs.n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
+    if (ks.head_dim != vs.head_dim) return TQKV__REFUSE(UNSUPPORTED, TQKV__UNEQUAL_DIMS);
     tqkv__plan_begin(d, TQKV__ENCODE_KV, ks.head_dim);
     tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
@@ -5387,9 +5402,9 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t *first, int64_t *
 /* Divides query rows and the tiles [first, end) of the keys. */
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, tqkv__split *split)
 {
-    const int64_t rows = (int64_t)a->call.n_queries * a->group, most = TQKV__MAX_COLUMNS(a->head_dim);
+    const int64_t rows = (int64_t)a->call.n_queries * a->group, most = TQKV__MAX_COLUMNS(a->key_dim);
     const int64_t blocks = (rows + most - 1) / most, section = TQKV__SECTION;
-    const size_t row = ((size_t)a->head_dim + 2) * sizeof(float);
+    const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
     split->n_short = a->call.window ? INT_MAX : TQKV__SHORT_STRETCHES;
     split->first_stretch = tqkv__stretch_of(first, split->n_short);
     const int last = tqkv__stretch_of(end > first ? end - 1 : first, split->n_short);
@@ -5405,7 +5420,7 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     split->n_simdgroups = end > 4 ? 4 : end > 1 ? (int)end : 1;
     const size_t n = (size_t)split->n_partials;
     if (a->n_rows > SIZE_MAX / row / (n + 1)) return TQKV__INVALID("scratch of more than SIZE_MAX bytes");
-    split->sums_size = a->n_elements * sizeof(float) * n;
+    split->sums_size = a->out_elements * sizeof(float) * n;
     split->scratch_size = a->n_rows * (row * n + 2 * sizeof(float));
     return TQKV_OK;
 }
@@ -5483,16 +5498,15 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
 {
     static const char *const key_names[] = {"keys' codes", "keys' norms"};
     static const char *const value_names[] = {"values' codes", "values' norms"};
-    const size_t size = a->n_elements * sizeof(float);
     const bool center = tqkv__center_counts(a, b);
-    tqkv__plan_begin(d, TQKV__ATTEND, a->head_dim);
+    tqkv__plan_begin(d, TQKV__ATTEND, a->key_dim);
     tqkv__plan_attend_args(a, split, &d->args[0].attend);
     d->args_size = sizeof d->args[0].attend;
     d->n_args = 1;
     tqkv__plan_attend_constants(d, a, split->columns);
     tqkv__plan_constant(d, TQKV_FC_CENTER, center);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, center && a->keys.rotated && !a->rotate_queries);
-    tqkv__plan_bind(d, "q", 1, b->q, size, false);
+    tqkv__plan_bind(d, "q", 1, b->q, a->q_elements * sizeof(float), false);
     tqkv__plan_bind_store(d, key_names, 2, b->keys, &a->keys, false);
     tqkv__plan_bind_store(d, value_names, 4, b->values, &a->values, false);
     tqkv__plan_bind(d, "sinks", TQKV__ONLY_CHECKED, b->sinks,
@@ -5500,8 +5514,8 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
     tqkv__plan_bind_partials(d, 6, b->scratch, split, true);
     tqkv__plan_bind_center(d, "keys' center", 8, b->keys, &a->keys, center);
     tqkv__plan_bind_center(d, "values' center", TQKV__ONLY_CHECKED, b->values, &a->values, true);
-    tqkv__plan_bind(d, "out", TQKV__ONLY_CHECKED, b->out, size, true);
-    tqkv__plan_attend_memory(d, (size_t)a->head_dim, split);
+    tqkv__plan_bind(d, "out", TQKV__ONLY_CHECKED, b->out, a->out_elements * sizeof(float), true);
+    tqkv__plan_attend_memory(d, (size_t)a->key_dim, split);
     d->grid[0] = (size_t)a->n_kv_heads;
     d->grid[1] = split->blocks;
     d->grid[2] = (size_t)split->n_splits;
@@ -5516,7 +5530,7 @@ static void tqkv__plan_attend_merge(tqkv__dispatch *d, const tqkv__attention *a,
               n_sections = (before + n_results - 1) / length + 1;
     const tqkv__merge_args args = {(int32_t)a->n_rows, a->call.n_heads, a->group, n_results, length, before};
     const bool sinks = b->sinks.buffer != NULL;
-    tqkv__plan_begin(d, TQKV__ATTEND_MERGE, a->head_dim);
+    tqkv__plan_begin(d, TQKV__ATTEND_MERGE, a->value_dim);
     d->args[0].merge = args;
     d->args_size = sizeof args;
     d->n_args = 1;
@@ -5525,13 +5539,13 @@ static void tqkv__plan_attend_merge(tqkv__dispatch *d, const tqkv__attention *a,
     tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__center_counts(a, b) && !(a->call.softcap > 0.0f));
     tqkv__plan_bind_partials(d, 1, b->scratch, split, false);
     tqkv__plan_bind(d, "sinks", 3, b->sinks, sinks ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
-    tqkv__plan_bind(d, "out", 4, b->out, a->n_elements * sizeof(float), true);
+    tqkv__plan_bind(d, "out", 4, b->out, a->out_elements * sizeof(float), true);
     const bool center = tqkv__plan_bind_center(d, "values' center", 5, b->values, &a->values, true);
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
     tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, center && a->values.rotated && !a->unrotate_output);
-    d->memory_each[0] = TQKV__MERGE_BYTES((size_t)a->head_dim, 1);
+    d->memory_each[0] = TQKV__MERGE_BYTES((size_t)a->value_dim, 1);
     d->grid[0] = a->n_rows;
-    d->n_simdgroups = TQKV__MERGE_SIMDGROUPS(a->head_dim);
+    d->n_simdgroups = TQKV__MERGE_SIMDGROUPS(a->value_dim);
     if (d->n_simdgroups > n_sections) d->n_simdgroups = n_sections;
     d->barrier = b->scratch.buffer;
 }
@@ -5540,6 +5554,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 {
     tqkv__split split;
     int64_t first, end;
+    if (a->key_dim != a->value_dim) return TQKV__REFUSE(UNSUPPORTED, TQKV__UNEQUAL_DIMS);
     tqkv__tiles_seen(a, &first, &end);
     const tqkv_result r = tqkv__choose_split(a, first, end, &split);
     if (r != TQKV_OK) return r;
@@ -5581,6 +5596,7 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t *bytes)
     const int64_t section = (int64_t)TQKV__SECTION * TQKV__STRETCH_TILES, width = TQKV__SIMD_WIDTH;
     const int64_t seen = (int64_t)a->call.window - 1 + a->call.n_queries, all = (a->keys.capacity + width - 1) / width;
     const bool part = a->call.window && !a->keys.ring && seen / width + 2 < all;
+    if (a->key_dim != a->value_dim) return TQKV__REFUSE(UNSUPPORTED, TQKV__UNEQUAL_DIMS);
     const tqkv_result r = part ? tqkv__choose_split(a, section - 1, section + (seen + width - 2) / width, &split)
                                : tqkv__choose_split(a, 0, all, &split);
     if (r != TQKV_OK) return r;
@@ -5630,7 +5646,7 @@ TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, 
     if (!c || n_queries <= 0) return TQKV__INVALID("the cache is NULL or n_queries not positive");
     const tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
     if (r != TQKV_OK) return r;
-    *rows_size = a.n_elements * sizeof(float);
+    *rows_size = (a.q_elements > a.out_elements ? a.q_elements : a.out_elements) * sizeof(float);
     return tqkv__plan_most_scratch(&a, scratch_size);
 }
 
@@ -5699,10 +5715,11 @@ TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report)
          32      4  key format                            then, keys first, values second:
          36      4  value format                                       centre [n_kv_heads][head_dim], if there is one
          40      4  bit 0: ring; bits 1 and 2: keys                    codes [n_kv_heads][resident][row_bytes]
-                    and values have a centre                           norms [n_kv_heads][resident][norms_per_row]
-                                                                    8  XXH3-64 of this centre, codes and norms
+                    and values have a centre; bits 16                  norms [n_kv_heads][resident][norms_per_row]
+                    to 31: the values' head_dim, or 0               8  XXH3-64 of this centre, codes and norms
+                    where it is the keys'
 
-   Version 1, always with table version 1, has no centres and neither TQ3 nor TQ2. */
+   Version 1, always with table version 1, has one head_dim, no centres and neither TQ3 nor TQ2. */
 
 #define TQKV__SNAPSHOT_VERSION 2
 #define TQKV__HEADER_SIZE      72 /* without its hash */
@@ -5821,7 +5838,9 @@ TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void
     if (!c || !write) return TQKV__INVALID("the cache or write is NULL");
     const tqkv_store *keys = &c->keys;
     const tqkv_attention *a = &c->attention;
-    const uint32_t flags = (keys->ring ? 1u : 0u) | (keys->center ? 2u : 0u) | (c->values.center ? 4u : 0u);
+    const uint32_t value_dim = c->values.head_dim == keys->head_dim ? 0 : (uint32_t)c->values.head_dim;
+    const uint32_t flags =
+        (keys->ring ? 1u : 0u) | (keys->center ? 2u : 0u) | (c->values.center ? 4u : 0u) | value_dim << 16;
     const uint32_t fields[12] = {TQKV__SNAPSHOT_VERSION,     TQKV_TABLE_VERSION,         (uint32_t)keys->head_dim,
                                  (uint32_t)keys->n_kv_heads, (uint32_t)a->n_heads,       (uint32_t)keys->capacity,
                                  (uint32_t)keys->format,     (uint32_t)c->values.format, flags,
@@ -5847,15 +5866,17 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32
     if (old && (fields[6] > TQKV_I8 || fields[7] > TQKV_I8 || fields[8] > 1)) return false;
     for (int i = 2; i < 10; i++)
         if (fields[i] > (uint32_t)INT_MAX) return false;
-    if (fields[8] > 7 || fields[4] == 0 || fields[6] == 0 || fields[7] == 0) return false;
+    const uint32_t flags = fields[8] & 0xffffu, value_dim = fields[8] >> 16;
+    if (flags > 7 || fields[4] == 0 || fields[6] == 0 || fields[7] == 0 || value_dim == fields[2]) return false;
     d->head_dim = (int)fields[2];
+    d->value_dim = (int)(value_dim ? value_dim : fields[2]);
     d->n_kv_heads = (int)fields[3];
     d->n_heads = (int)fields[4];
     d->capacity = (int)fields[5];
     d->key_format = (tqkv_format)fields[6];
     d->value_format = (tqkv_format)fields[7];
-    d->ring = fields[8] & 1;
-    *centers = fields[8] >> 1;
+    d->ring = flags & 1;
+    *centers = flags >> 1;
     d->window = (int)fields[9];
     d->scale = tqkv__float(fields[10]);
     d->softcap = tqkv__float(fields[11]);
@@ -5869,6 +5890,7 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32
 static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
 {
     return (!wanted->head_dim || wanted->head_dim == found->head_dim) &&
+           (!wanted->value_dim || wanted->value_dim == found->value_dim) &&
            (!wanted->n_kv_heads || wanted->n_kv_heads == found->n_kv_heads) &&
            (!wanted->n_heads || wanted->n_heads == found->n_heads) &&
            (!wanted->capacity || wanted->capacity == found->capacity) &&
@@ -5969,7 +5991,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
         tqkv__drop_held(&ahead);
         return r;
     }
-    memset(c->centers, 0, 2 * (size_t)c->keys.n_kv_heads * (size_t)c->keys.head_dim * sizeof(float));
+    memset(c->centers, 0, (size_t)c->keys.n_kv_heads * (size_t)(c->keys.head_dim + c->values.head_dim) * sizeof(float));
     if (centers & 1) tqkv__cache_center(c, 0, c->centers);
     if (centers & 2) tqkv__cache_center(c, 1, c->centers); /* zeros, until it is read */
     c->first = first;
