@@ -367,7 +367,7 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc supplies what a snapshot lacks: parallel, allocator, metal, and sinks for the snapshot's n_heads. Its other
+/* desc supplies what a snapshot lacks: type, parallel, allocator, metal, and sinks for the snapshot's n_heads. Its other
    nonzero fields must match, else TQKV_INVALID_ARGUMENT. TQKV_CORRUPT: a missing or changed byte. *out is NULL on
    failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
@@ -1088,6 +1088,13 @@ static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_
 
 static bool tqkv__format_known(tqkv_format f) { return TQKV__KIND(f) != 0; }
 
+/* Bytes of a value; 0: no tqkv_type. */
+static size_t tqkv__type_size(tqkv_type type)
+{
+    return type == TQKV_TYPE_F32 ? sizeof(float) : type == TQKV_TYPE_F16 || type == TQKV_TYPE_BF16 ? 2 : 0;
+}
+#define TQKV__NO_TYPE "type, query_type or output_type: no tqkv_type"
+
 #define TQKV__HEAD_DIMS                                                                                                \
     "head_dim: none of 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512, 576, 640, "     \
     "768, "                                                                                                            \
@@ -1110,6 +1117,7 @@ typedef struct tqkv__stream {
     uint8_t *codes;
     float *norms;
     size_t codes_size, norms_size; /* bytes in use */
+    tqkv_type type;                /* of the caller's rows; tqkv__check_rows checks it */
     const float *center;           /* [n_kv_heads][head_dim] or NULL */
     uint8_t planes[4][128];        /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
 } tqkv__stream;
@@ -1137,6 +1145,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->head_dim = store->head_dim;
     s->n_kv_heads = store->n_kv_heads;
     s->capacity = store->capacity;
+    s->type = store->type;
     s->ring = store->ring;
     s->rotated = s->kind != TQKV__HALF && !store->unrotated;
     s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
@@ -1355,6 +1364,24 @@ static bool tqkv__all_finite(const float *x, size_t n)
     return !bad;
 }
 
+/* The i-th half or bfloat16, whatever type the caller's compiler has for it. */
+static uint16_t tqkv__half_at(const void *halves, size_t i)
+{
+    uint16_t half;
+    memcpy(&half, (const uint8_t *)halves + 2 * i, sizeof half);
+    return half;
+}
+
+/* As tqkv__all_finite, for n values of any type. */
+static bool tqkv__values_finite(tqkv_type type, const void *x, size_t n)
+{
+    const uint32_t exponent = type == TQKV_TYPE_F16 ? 0x7c00u : 0x7f80u;
+    uint32_t bad = 0;
+    if (type == TQKV_TYPE_F32) return tqkv__all_finite((const float *)x, n);
+    for (size_t i = 0; i < n; i++) bad |= (tqkv__half_at(x, i) & exponent) == exponent;
+    return !bad;
+}
+
 /* >>codec: rotation, norms, quantising, packing, and back */
 
 /* Row `row` of the Hadamard matrix of order m: bit j = (p[j>>3] >> (j&7)) & 1, 1 is -1 */
@@ -1514,13 +1541,6 @@ static void tqkv__norms_i8(const tqkv__stream *s, const float *y, float *norms, 
     }
 }
 
-/* Copies a row, less its centre if there is one. src, center, row: [head_dim] */
-static void tqkv__center_row(int head_dim, const float *src, const float *center, float *row)
-{
-    memcpy(row, src, (size_t)head_dim * sizeof(float));
-    for (int i = 0; center && i < head_dim; i++) row[i] = TQKV__AS_FLOAT(src[i] - center[i]);
-}
-
 /* Rotates a centred row, finds its norms and scales it, in place: all of encoding before the comparison with the
    boundaries. Leaves F16 as it is. row: [head_dim], norms: [norms_per_row]. */
 static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, float *row, float *norms)
@@ -1582,6 +1602,43 @@ static float tqkv__float_from_half(uint16_t half)
     }
     memcpy(&x, &bits, sizeof x);
     return x;
+}
+
+/* A row as floats, which is exact, less its centre unless that is NULL. src, center, row: [n] */
+static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, int n, float *row)
+{
+    if (type == TQKV_TYPE_F32) memcpy(row, src, (size_t)n * sizeof(float));
+    for (int i = 0; type == TQKV_TYPE_F16 && i < n; i++) row[i] = tqkv__float_from_half(tqkv__half_at(src, (size_t)i));
+    for (int i = 0; type == TQKV_TYPE_BF16 && i < n; i++)
+        row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
+    for (int i = 0; center && i < n; i++) row[i] = TQKV__AS_FLOAT(row[i] - center[i]);
+}
+
+/* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
+   by the processors' instructions. */
+static uint16_t tqkv__half_rounded(float x)
+{
+    const uint32_t bits = tqkv__bits(x), magnitude = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
+    if (magnitude < 0x477ff000u) return tqkv__half_from_float(x);
+    return (uint16_t)(sign | 0x7c00u | (magnitude > 0x7f800000u ? 0x200u | (magnitude >> 13 & 0x3ffu) : 0u));
+}
+
+static uint16_t tqkv__bfloat16_rounded(float x)
+{
+    const uint32_t bits = tqkv__bits(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+/* Rounds a row to a type. row, dst: [n] */
+static void tqkv__narrow_row(tqkv_type type, const float *row, int n, void *dst)
+{
+    uint8_t *to = (uint8_t *)dst;
+    if (type == TQKV_TYPE_F32) memcpy(dst, row, (size_t)n * sizeof(float));
+    for (int i = 0; type != TQKV_TYPE_F32 && i < n; i++, to += 2) {
+        const uint16_t half = type == TQKV_TYPE_F16 ? tqkv__half_rounded(row[i]) : tqkv__bfloat16_rounded(row[i]);
+        memcpy(to, &half, sizeof half);
+    }
 }
 
 /* codes: [head_dim] -> row: [row_bytes]: the field of main bits, then the field of upper bits */
@@ -1665,9 +1722,11 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
         for (int i = 0; i < 128; i++) q->planes[p][i] = (uint8_t)(tqkv__bits(q->bounds[i]) >> (8 * p));
 }
 
-/* Source and destination of a row. src, center (or NULL): [head_dim], codes: [row_bytes], norms: [norms_per_row] */
+/* Source and destination of a row. src, of the stream's type, center (or NULL): [head_dim], codes: [row_bytes], norms:
+   [norms_per_row] */
 typedef struct tqkv__row {
-    const float *src, *center;
+    const void *src;
+    const float *center;
     uint8_t *codes;
     float *norms;
 } tqkv__row;
@@ -1676,7 +1735,7 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
 {
     float x[TQKV_MAX_HEAD_DIM];
     uint8_t codes[TQKV_MAX_HEAD_DIM];
-    tqkv__center_row(s->head_dim, row->src, row->center, x);
+    tqkv__widen_row(s->type, row->src, row->center, s->head_dim, x);
     tqkv__scale_row(s, x, row->norms);
     for (int i = 0; i < s->head_dim; i++) {
         if (s->kind == TQKV__HALF) {
@@ -1702,15 +1761,17 @@ static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, c
 
 /* The encoding functions of an instruction set; every set gives the same bytes. */
 typedef struct tqkv__codec {
-    bool (*rows_finite)(const float *x, size_t n); /* n: a multiple of head_dim */
+    bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
+    void (*widen)(tqkv_type type, const void *src, const float *center, int n, float *row);
+    void (*narrow)(tqkv_type type, const float *row, int n, void *dst);
     void (*rotate)(float *x, int head_dim);
     void (*unrotate)(float *y, int head_dim);
     void (*scale_row)(const tqkv__stream *s, float *row, float *norms);
     void (*encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows);
 } tqkv__codec;
 
-static const tqkv__codec tqkv__codec_scalar = {tqkv__all_finite, tqkv__rotate_row, tqkv__unrotate_row, tqkv__scale_row,
-                                               tqkv__encode_rows};
+static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__widen_row, tqkv__narrow_row, tqkv__rotate_row,
+                                               tqkv__unrotate_row,  tqkv__scale_row, tqkv__encode_rows};
 
 static const tqkv__codec *tqkv__codec_for(int head_dim);
 
@@ -1757,13 +1818,24 @@ static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t p
     return TQKV__REFUSE(OUT_OF_RANGE, "positions beyond a linear store");
 }
 
-/* Checks p: floats [n][n_kv_heads][head_dim]; *bytes: their size. */
+/* Row `index` of src: [n][head_dim] */
+static const void *tqkv__source_row(const tqkv__stream *s, const void *src, size_t index)
+{
+    return (const uint8_t *)src + index * (size_t)s->head_dim * tqkv__type_size(s->type);
+}
+
+/* Checks p: [n][n_kv_heads][head_dim] of the stream's type; *bytes: their size. */
 static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n, size_t *bytes)
 {
+    const size_t size = tqkv__type_size(s->type);
+    if (!size) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
     if (!p) return TQKV__INVALID("the rows are NULL");
     if (n < 0) return TQKV__INVALID("the number of tokens or positions is negative");
-    if (tqkv__array_size(n, s->n_kv_heads, s->head_dim, sizeof(float), bytes)) return TQKV_OK;
-    return TQKV__INVALID("rows of more than SIZE_MAX bytes");
+    if ((uintptr_t)p % size) return TQKV__INVALID("the rows are not aligned as their type");
+    if (!tqkv__array_size(n, s->n_kv_heads, s->head_dim, sizeof(float), bytes))
+        return TQKV__INVALID("rows of more than SIZE_MAX bytes");
+    *bytes = *bytes / sizeof(float) * size;
+    return TQKV_OK;
 }
 
 /* Opens a store to encode into. The checks that encode and append share, except for NaN and infinity. */
@@ -1783,7 +1855,7 @@ static tqkv_result tqkv__encode_open(const tqkv_store *store, const void *src, i
 static bool tqkv__rows_finite(const tqkv__stream *s, const void *src, int n_tokens)
 {
     return tqkv__codec_for(s->head_dim)
-        ->rows_finite((const float *)src, (size_t)n_tokens * (size_t)s->n_kv_heads * (size_t)s->head_dim);
+        ->rows_finite(s->type, src, (size_t)n_tokens * (size_t)s->n_kv_heads * (size_t)s->head_dim);
 }
 
 /* The first token to write. Of a run longer than a ring only the last tokens are kept: each slot is written once. */
@@ -1806,7 +1878,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from
         const int slot = tqkv__slot(s, position + t);
         for (int h = 0; h < s->n_kv_heads; h++) {
             const size_t source_row = (size_t)t * (size_t)s->n_kv_heads + (size_t)h;
-            rows[n].src = (const float *)src + source_row * (size_t)s->head_dim;
+            rows[n].src = tqkv__source_row(s, src, source_row);
             rows[n].center = tqkv__center_of(s, h);
             rows[n].codes = tqkv__codes_at(s, h, slot);
             rows[n].norms = tqkv__norms_at(s, h, slot);
@@ -1837,16 +1909,16 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_
     if (r == TQKV_OK) r = tqkv__stream_center(store, &s);
     if (r != TQKV_OK) return r;
     if ((r = tqkv__check_rows(&s, src, n_tokens, &bytes)) != TQKV_OK) return r;
-    if (!scaled || tqkv__overlap(src, bytes, scaled, bytes) ||
-        tqkv__overlap(s.center, tqkv__center_size(&s), scaled, bytes))
+    const size_t scaled_bytes = bytes / tqkv__type_size(s.type) * sizeof(float);
+    if (!scaled || tqkv__overlap(src, bytes, scaled, scaled_bytes) ||
+        tqkv__overlap(s.center, tqkv__center_size(&s), scaled, scaled_bytes))
         return TQKV__INVALID("scaled: NULL, or overlaps src or the centre");
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
-    const float *row = (const float *)src;
-    if (!codec->rows_finite(row, bytes / sizeof(float))) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+    if (!tqkv__rows_finite(&s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
     const uint64_t mode = tqkv__fp_exact();
     for (int i = 0; i < n_tokens; i++)
-        for (int h = 0; h < s.n_kv_heads; h++, row += s.head_dim, scaled += s.head_dim) {
-            tqkv__center_row(s.head_dim, row, tqkv__center_of(&s, h), scaled);
+        for (int h = 0; h < s.n_kv_heads; h++, src = tqkv__source_row(&s, src, 1), scaled += s.head_dim) {
+            codec->widen(s.type, src, tqkv__center_of(&s, h), s.head_dim, scaled);
             codec->scale_row(&s, scaled, norms);
         }
     tqkv__fp_restore(mode);
@@ -1867,13 +1939,18 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
     if (tqkv__stream_overlaps(&s, dst, bytes)) return TQKV__INVALID("dst overlaps the store");
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
-    float *row = (float *)dst;
+    float wide[TQKV_MAX_HEAD_DIM], *row = s.type == TQKV_TYPE_F32 ? (float *)dst : wide;
     for (int p = 0; p < n_positions; p++) {
         const int slot = tqkv__slot(&s, position + p);
-        for (int h = 0; h < s.n_kv_heads; h++, row += s.head_dim) {
+        for (int h = 0; h < s.n_kv_heads; h++) {
             tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), row);
             if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(row, s.head_dim);
             tqkv__add_center(&s, h, s.rotated && basis == TQKV_ROTATED, row);
+            if (row == wide)
+                codec->narrow(s.type, row, s.head_dim, dst);
+            else
+                row += s.head_dim;
+            dst = (uint8_t *)dst + (size_t)s.head_dim * tqkv__type_size(s.type);
         }
     }
     tqkv__fp_restore(mode);
@@ -1889,11 +1966,15 @@ TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_t
     if (!mean || tqkv__overlap(src, bytes, mean, tqkv__center_size(&s)))
         return TQKV__INVALID("mean: NULL or overlaps src");
     if (!tqkv__rows_finite(&s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
-    const size_t head_dim = (size_t)s.head_dim, token = head_dim * (size_t)s.n_kv_heads;
-    for (size_t h = 0; h < (size_t)s.n_kv_heads; h++) {
+    const size_t head_dim = (size_t)s.head_dim, n_kv_heads = (size_t)s.n_kv_heads;
+    for (size_t h = 0; h < n_kv_heads; h++) {
         double sums[TQKV_MAX_HEAD_DIM] = {0};
-        for (size_t t = 0; t < (size_t)n_tokens; t++)
-            for (size_t d = 0; d < head_dim; d++) sums[d] += (double)((const float *)src)[t * token + h * head_dim + d];
+        for (size_t t = 0; t < (size_t)n_tokens; t++) {
+            float row[TQKV_MAX_HEAD_DIM];
+            tqkv__codec_for(s.head_dim)
+                ->widen(s.type, tqkv__source_row(&s, src, t * n_kv_heads + h), NULL, s.head_dim, row);
+            for (size_t d = 0; d < head_dim; d++) sums[d] += (double)row[d];
+        }
         for (size_t d = 0; d < head_dim; d++) mean[h * head_dim + d] = n_tokens ? (float)(sums[d] / n_tokens) : 0.0f;
     }
     return TQKV_OK;
@@ -1909,10 +1990,10 @@ typedef struct tqkv__moments {
 /* Adds a row; row: with an encoded copy of it. */
 static void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__row *row, tqkv__moments *m)
 {
-    float x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
+    float source[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
     const float last = tqkv_last_boundary(s->format);
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    tqkv__center_row(s->head_dim, row->src, row->center, x);
+    codec->widen(s->type, row->src, row->center, s->head_dim, x);
     codec->scale_row(s, x, norms);
     for (int d = 0; d < s->head_dim; d++) {
         const double square = (double)x[d] * (double)x[d];
@@ -1921,10 +2002,11 @@ static void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__ro
         m->beyond += fabsf(x[d]) > last;
     }
     tqkv__decode_row(s, row->codes, row->norms, x);
+    codec->widen(s->type, row->src, NULL, s->head_dim, source);
     if (s->rotated) codec->unrotate(x, s->head_dim);
     tqkv__add_center(s, kv_head, false, x);
     for (int d = 0; d < s->head_dim; d++) {
-        const double value = (double)row->src[d], noise = value - (double)x[d];
+        const double value = (double)source[d], noise = value - (double)x[d];
         m->row[d] += value;
         m->squares += value * value;
         m->noise += noise * noise;
@@ -1958,15 +2040,14 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     if (!out || tqkv__overlap(src, bytes, out, (size_t)s.n_kv_heads * sizeof *out))
         return TQKV__INVALID("out: NULL or overlaps src");
     if (!tqkv__rows_finite(&s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
-    const size_t head_dim = (size_t)s.head_dim, token = head_dim * (size_t)s.n_kv_heads;
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &q);
     if (s.book_bits == 8) tqkv__fill_planes(&s);
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
         for (int t = 0; t < n_tokens; t++) {
-            const tqkv__row row = {(const float *)src + (size_t)t * token + (size_t)h * head_dim,
-                                   tqkv__center_of(&s, h), codes, norms};
+            const void *at = tqkv__source_row(&s, src, (size_t)t * (size_t)s.n_kv_heads + (size_t)h);
+            const tqkv__row row = {at, tqkv__center_of(&s, h), codes, norms};
             tqkv__codec_for(s.head_dim)->encode_rows(&s, &q, &row, 1);
             tqkv__add_moments(&s, h, &row, &m);
         }
@@ -2174,6 +2255,47 @@ TQKV__OP TQKV__VECTOR TQKV__(load)(const float *p)
 }
 
 TQKV__OP void TQKV__(store)(float *p, TQKV__VECTOR x) { memcpy(p, &x, sizeof x); }
+
+/* As tqkv__widen_row and tqkv__narrow_row; type is a constant. */
+TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, int n, float *row)
+{
+    const uint8_t *p = (const uint8_t *)src;
+    for (int i = 0; i < n; i += TQKV__LANES, p += TQKV__LANES * (type == TQKV_TYPE_F32 ? 4 : 2)) {
+        TQKV__VECTOR x = TQKV__(set1)(0.0f);
+        if (type == TQKV_TYPE_F16) x = TQKV__(load_f16)(p);
+        if (type == TQKV_TYPE_BF16) x = TQKV__(load_bf16)(p);
+        if (type == TQKV_TYPE_F32) x = TQKV__(load)((const float *)(const void *)p);
+        if (center) x -= TQKV__(load)(center + i);
+        TQKV__(store)(row + i, x);
+    }
+}
+
+TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, int n, float *row)
+{
+    if (type == TQKV_TYPE_F16)
+        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, n, row);
+    else if (type == TQKV_TYPE_BF16)
+        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, n, row);
+    else
+        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, n, row);
+}
+
+TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, int n, void *dst)
+{
+    uint8_t *p = (uint8_t *)dst;
+    if (type == TQKV_TYPE_F32) memcpy(dst, row, (size_t)n * sizeof(float));
+    for (int i = 0; type == TQKV_TYPE_F16 && i < n; i += TQKV__LANES, p += 2 * TQKV__LANES)
+        TQKV__(store_half)(p, TQKV__(load)(row + i));
+    for (int i = 0; type == TQKV_TYPE_BF16 && i < n; i += TQKV__LANES, p += 2 * TQKV__LANES) {
+        TQKV__(words) bits, nan;
+        TQKV__(codes) words;
+        memcpy(&bits, row + i, sizeof bits);
+        nan = (TQKV__(words))((bits & 0x7fffffffu) > 0x7f800000u); /* all ones, or 0 */
+        bits = (((bits + 0x7fffu + ((bits >> 16) & 1u)) & ~nan) | ((bits | 0x400000u) & nan)) >> 16;
+        memcpy(&words, &bits, sizeof words);
+        TQKV__(store_words)(p, words);
+    }
+}
 
 /* Parts of e^x - 1 = power * tail + (power - 1) for x in [-87, 0]: x = n ln2 + r, power = 2^n, tail = e^r - 1 by
    Taylor's series to r^7. The rest of the series is below float's last bit for |r| <= ln2/2. */
@@ -3147,12 +3269,11 @@ TQKV__TARGET static void TQKV__(store_f16_row)(const float *src, int head_dim, u
     }
 }
 
-/* The row less its centre; row: [head_dim] */
+/* The row as floats, less its centre; row: [head_dim] */
 TQKV__OP const float *TQKV__(centered)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
-    if (!source->center) return source->src;
-    for (int d = 0; d < s->head_dim; d += TQKV__LANES)
-        TQKV__(store)(row + d, TQKV__(load)(source->src + d) - TQKV__(load)(source->center + d));
+    if (!source->center && s->type == TQKV_TYPE_F32) return (const float *)source->src;
+    TQKV__(widen)(s->type, source->src, source->center, s->head_dim, row);
     return row;
 }
 
@@ -3190,7 +3311,7 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
 }
 
 /* As tqkv__all_finite for whole rows: the largest magnitude shows an exponent of all ones. */
-TQKV__TARGET static bool TQKV__(rows_finite)(const float *x, size_t n)
+TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
 {
     TQKV__(codes) largest[4];
     uint32_t lanes[4 * TQKV__LANES], all = 0;
@@ -3204,8 +3325,33 @@ TQKV__TARGET static bool TQKV__(rows_finite)(const float *x, size_t n)
     return all < 0x7f800000u;
 }
 
-static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(rotate), TQKV__(unrotate), TQKV__(scale_row),
-                                          TQKV__(encode_rows)};
+/* As tqkv__values_finite for whole rows. Two halves, or bfloat16s, in a word: a 1 added at the lowest bit of an exponent
+   carries into the sign's place from an exponent of all ones, and from no other. */
+TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size_t n)
+{
+    const uint32_t one = type == TQKV_TYPE_F16 ? 0x04000400u : 0x00800080u;
+    const uint8_t *p = (const uint8_t *)x;
+    TQKV__(words) carries, pairs;
+    uint32_t lanes[TQKV__LANES], all = 0;
+    if (type == TQKV_TYPE_F32) return TQKV__(floats_finite)((const float *)x, n);
+    memset(&carries, 0, sizeof carries);
+    for (size_t left = 2 * n, size = sizeof pairs; left; left -= size, p += size) {
+        if (left < size) {
+            size = left;
+            memset(&pairs, 0, sizeof pairs);
+            memcpy(&pairs, p, left);
+        } else {
+            memcpy(&pairs, p, sizeof pairs);
+        }
+        carries |= (pairs & 0x7fff7fffu) + one;
+    }
+    memcpy(lanes, &carries, sizeof lanes);
+    for (int i = 0; i < TQKV__LANES; i++) all |= lanes[i];
+    return !(all & 0x80008000u);
+}
+
+static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(widen),     TQKV__(narrow_row), TQKV__(rotate),
+                                          TQKV__(unrotate),    TQKV__(scale_row), TQKV__(encode_rows)};
 
 static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          {TQKV__NIBBLE_ORDER}, &TQKV__(codec),
                                       TQKV__(score_tile), TQKV__(softmax_tile), TQKV__(value_tile)};
@@ -3382,6 +3528,10 @@ TQKV__OP __m512 tqkv__load_i8_avx512(const uint8_t *p)
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(tqkv__load_128(p)));
 }
 TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
+TQKV__OP __m512 tqkv__load_bf16_avx512(const uint8_t *p)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(tqkv__load_256_avx512(p)), 16));
+}
 
 /* Lane 4i + m: the sum of lanes 4i to 4i + 3 of x[m] */
 TQKV__OP __m512 tqkv__sum_fours_avx512(const __m512 *x)
@@ -3521,12 +3671,21 @@ TQKV__OP void tqkv__pack_avx512(const int bits, const int low, __m512i codes, ui
     const __m512i fours = _mm512_madd_epi16(pairs, _mm512_set1_epi32(0x00100001));
     _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8(fours));
 }
-TQKV__OP void tqkv__store_f16_avx512(uint8_t *p, __m512 x)
+/* Rounded halves; beyond the largest infinity. store_f16 clamps instead. */
+TQKV__OP void tqkv__store_half_avx512(uint8_t *p, __m512 x)
 {
-    x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(65504.0f)), _mm512_set1_ps(-65504.0f));
     const __m256i halves = /* without a mask GCC's macro gives a warning */
         _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm256_storeu_si256((__m256i *)(void *)p, halves);
+}
+TQKV__OP void tqkv__store_f16_avx512(uint8_t *p, __m512 x)
+{
+    tqkv__store_half_avx512(p, _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(65504.0f)), _mm512_set1_ps(-65504.0f)));
+}
+/* The lower halves of 32-bit words, whose upper halves are 0. */
+TQKV__OP void tqkv__store_words_avx512(uint8_t *p, __m512i words)
+{
+    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(words));
 }
 
 /* 64 values at a time. One byte look-up finds the count before the cell, four find the bytes of the boundary in it.
@@ -3765,6 +3924,10 @@ TQKV__OP __m256 tqkv__load_i8_avx2(const uint8_t *p)
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(tqkv__load_64(p)));
 }
 TQKV__OP __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
+TQKV__OP __m256 tqkv__load_bf16_avx2(const uint8_t *p)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(tqkv__load_128(p)), 16));
+}
 
 TQKV__OP __m256 tqkv__rounded_avx2(__m256 x)
 {
@@ -3879,10 +4042,18 @@ TQKV__OP void tqkv__pack_avx2(const int bits, const int low, __m256i codes, uint
     const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
     _mm_storel_epi64((__m128i *)(void *)p, _mm_packus_epi16(words, words));
 }
+TQKV__OP void tqkv__store_half_avx2(uint8_t *p, __m256 x)
+{
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 TQKV__OP void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
 {
-    x = _mm256_max_ps(_mm256_min_ps(x, _mm256_set1_ps(65504.0f)), _mm256_set1_ps(-65504.0f));
-    _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    tqkv__store_half_avx2(p, _mm256_max_ps(_mm256_min_ps(x, _mm256_set1_ps(65504.0f)), _mm256_set1_ps(-65504.0f)));
+}
+TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
+{
+    const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
+    _mm_storeu_si128((__m128i *)(void *)p, _mm_packus_epi32(low, high));
 }
 #define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
 
@@ -4034,6 +4205,10 @@ TQKV__OP float32x4_t tqkv__load_i8_neon(const uint8_t *p)
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bytes)))));
 }
 TQKV__OP float32x4_t tqkv__load_f16_neon(const uint8_t *p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
+TQKV__OP float32x4_t tqkv__load_bf16_neon(const uint8_t *p)
+{
+    return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vreinterpret_u16_u8(vld1_u8(p))), 16));
+}
 
 TQKV__OP float32x4_t tqkv__rounded_neon(float32x4_t x)
 {
@@ -4142,10 +4317,14 @@ TQKV__OP void tqkv__pack_neon(const int bits, const int low, uint32x4_t codes, u
     const uint32_t bytes = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(fours, fours))), 0);
     memcpy(p, &bytes, sizeof bytes);
 }
+TQKV__OP void tqkv__store_half_neon(uint8_t *p, float32x4_t x) { vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(x))); }
 TQKV__OP void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
 {
-    x = tqkv__max_neon(tqkv__min_neon(x, vdupq_n_f32(65504.0f)), vdupq_n_f32(-65504.0f));
-    vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(x)));
+    tqkv__store_half_neon(p, tqkv__max_neon(tqkv__min_neon(x, vdupq_n_f32(65504.0f)), vdupq_n_f32(-65504.0f)));
+}
+TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
+{
+    vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(words)));
 }
 #define tqkv__quantise_tq8_neon tqkv__quantise_loads_neon
 
@@ -4280,6 +4459,9 @@ static bool tqkv__sinks_valid(const float *sinks, int n_heads)
     return true;
 }
 
+/* Checks that p is aligned as values of that type. */
+static bool tqkv__aligned_as(tqkv_type type, const void *p) { return (uintptr_t)p % tqkv__type_size(type) == 0; }
+
 /* Resolves and checks everything except the stores' buffers and the resident range. */
 static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attention *r)
 {
@@ -4310,6 +4492,8 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
         return TQKV__INVALID("scale or softcap is NaN or infinite");
     if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
         return TQKV__INVALID("query_basis or output_basis: no tqkv_basis");
+    if (!tqkv__type_size(a->query_type) || !tqkv__type_size(a->output_type))
+        return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
     if (!tqkv__resolve_allocator(&call->allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     if (!tqkv__array_size(call->n_queries, call->n_heads, 1, 1, &r->n_rows) ||
         !tqkv__size_multiply(r->n_rows, (size_t)r->key_dim, &r->q_elements) || r->q_elements > SIZE_MAX / 64 ||
@@ -4524,7 +4708,7 @@ static void tqkv__merge_sums(const tqkv__sums *into, const tqkv__sums *from, siz
 enum { TQKV__TASKS = 32, TQKV__WAVE_FLOATS = 1 << 20 };
 typedef struct tqkv__job {
     const tqkv__attention *a;
-    const float *q;
+    const void *q;                /* the caller's, as out, max and sum */
     int64_t first, end;           /* positions that some query sees */
     int64_t stretch, n_stretches; /* the first stretch, and their number */
     int rows_each, n_chunks, n_items, n_tasks;
@@ -4533,7 +4717,8 @@ typedef struct tqkv__job {
     float *slots; /* [n_tasks][slot_floats]: scratch of each task: tiles, queries, sums of all stretches, sums of one */
     size_t slot_floats;
     tqkv__sums partial; /* spread: [1 + n_wave][n_rows]; [0]: the sum of all earlier waves */
-    tqkv__sums out;     /* the caller's; max NULL: finish the rows */
+    void *out;
+    float *max, *sum; /* NULL: finish the rows */
 } tqkv__job;
 
 static tqkv__item tqkv__item_of(const tqkv__job *job, int index)
@@ -4551,12 +4736,19 @@ static size_t tqkv__caller_row(const tqkv__attention *a, const tqkv__item *item,
     return (size_t)(row / a->group) * (size_t)a->call.n_heads + (size_t)(item->kv_head * a->group + row % a->group);
 }
 
+/* The caller's query or output `row`. */
+static const void *tqkv__query_at(const tqkv__attention *a, const void *q, size_t row)
+{
+    return (const uint8_t *)q + row * (size_t)a->key_dim * tqkv__type_size(a->call.query_type);
+}
+
 /* Brings an item's queries into the keys' basis and order, times scale; arranged: [n_rows][key_dim] */
-static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const float *q, float *arranged)
+static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
     for (int i = 0; i < item->n_rows; i++, arranged += a->key_dim) {
-        memcpy(natural, q + tqkv__caller_row(a, item, i) * (size_t)a->key_dim, (size_t)a->key_dim * sizeof(float));
+        const void *query = tqkv__query_at(a, q, tqkv__caller_row(a, item, i));
+        a->isa->codec->widen(a->call.query_type, query, NULL, a->key_dim, natural);
         if (a->rotate_queries) a->isa->codec->rotate(natural, a->key_dim);
         tqkv__scale(natural, a->key_dim, a->call.scale);
         tqkv__to_decoded(a->isa, &a->keys, natural, arranged);
@@ -4564,24 +4756,26 @@ static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *it
 }
 
 /* scale * q.c, for the centre c of the keys: what is missing in all scores of a row. In double: it may be a thousand
-   times as large as what differs between scores. q: [key_dim], the caller's */
-static TQKV__NOINLINE double tqkv__center_score(const tqkv__attention *a, int kv_head, const float *q)
+   times as large as what differs between scores. query: [key_dim], the caller's */
+static TQKV__NOINLINE double tqkv__center_score(const tqkv__attention *a, int kv_head, const void *query)
 {
+    float q[TQKV_MAX_HEAD_DIM];
     double c[TQKV_MAX_HEAD_DIM], sum = 0.0;
     const float *center = tqkv__center_of(&a->keys, kv_head);
     const bool rotated = a->keys.rotated && !a->rotate_queries; /* the caller has rotated q */
     if (!center) return 0.0;
     for (int d = 0; d < a->key_dim; d++) c[d] = (double)center[d];
     if (rotated) tqkv__rotate_double(c, a->key_dim);
+    a->isa->codec->widen(a->call.query_type, query, NULL, a->key_dim, q);
     for (int d = 0; d < a->key_dim; d++) sum += c[d] * (double)q[d];
     return sum * (double)a->call.scale;
 }
 
 /* The parts of an item's scores that come from a centre; offsets: [n_rows], read if there is a softcap */
-static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item, const float *q, float *offsets)
+static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item, const void *q, float *offsets)
 {
     for (int i = 0; i < item->n_rows; i++) {
-        const float *row = q + tqkv__caller_row(a, item, i) * (size_t)a->key_dim;
+        const void *row = tqkv__query_at(a, q, tqkv__caller_row(a, item, i));
         offsets[i] = a->call.softcap > 0.0f ? (float)tqkv__center_score(a, item->kv_head, row) : 0.0f;
     }
 }
@@ -4602,26 +4796,38 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
 
 static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum);
 
-/* Writes an item's sums to the caller; finishes them unless the call is partial. */
+/* To nearest even, whatever the caller's mode. out: [value_dim], to: of the output's type */
+static void tqkv__round_output(const tqkv__attention *a, const float *out, void *to)
+{
+    const uint64_t mode = tqkv__fp_exact();
+    a->isa->codec->narrow(a->call.output_type, out, a->value_dim, to);
+    tqkv__fp_restore(mode);
+}
+
+/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. */
 static void tqkv__deliver(const tqkv__job *job, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = job->a;
     float center[TQKV_MAX_HEAD_DIM]; /* of the values */
-    const bool scored = a->keys.center && a->call.softcap == 0.0f && (job->out.max || a->call.sinks);
+    TQKV__ALIGNED float wide[TQKV_MAX_HEAD_DIM];
+    const tqkv_type type = job->max ? TQKV_TYPE_F32 : a->call.output_type;
+    const bool scored = a->keys.center && a->call.softcap == 0.0f && (job->max || a->call.sinks);
     memset(center, 0, sizeof center);
     tqkv__add_center(&a->values, item->kv_head, a->values.rotated, center);
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
-        float *out = job->out.out + row * (size_t)a->value_dim, max = sums->max[i], sum = sums->sum[i];
-        const double score = scored ? tqkv__center_score(a, item->kv_head, job->q + row * (size_t)a->key_dim) : 0.0;
+        uint8_t *to = (uint8_t *)job->out + row * (size_t)a->value_dim * tqkv__type_size(type);
+        float *out = type == TQKV_TYPE_F32 ? (float *)(void *)to : wide, max = sums->max[i], sum = sums->sum[i];
+        const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, job->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
         if (scored || a->values.center) tqkv__add_centers(a, score, a->values.center ? center : NULL, out, &max, &sum);
-        if (!job->out.max) {
-            tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out, max, sum);
+        if (job->max) {
+            job->max[row] = max;
+            job->sum[row] = sum;
             continue;
         }
-        job->out.max[row] = max;
-        job->out.sum[row] = sum;
+        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out, max, sum);
+        if (out == wide) tqkv__round_output(a, wide, to);
     }
 }
 
@@ -4725,10 +4931,10 @@ static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, i
     const size_t size = ((size_t)job.n_tasks * job.slot_floats + partial_floats + 16) * sizeof(float);
     float *memory = (float *)allocator->alloc(allocator->user, size);
     if (!memory) return TQKV_OUT_OF_MEMORY;
-    job.q = (const float *)q;
-    job.out.out = (float *)out;
-    job.out.max = max;
-    job.out.sum = sum;
+    job.q = q;
+    job.out = out;
+    job.max = max;
+    job.sum = sum;
     job.slots = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float);
     job.partial.out = job.slots + (size_t)job.n_tasks * job.slot_floats;
     job.partial.max = job.partial.out + partial_rows * (size_t)a->value_dim;
@@ -4798,20 +5004,22 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
 static tqkv_result tqkv__check_attend(const tqkv__attention *a, const void *q, tqkv__arrays *arrays)
 {
     const int n_written = arrays->n;
-    tqkv__add_array(arrays, q, a->q_elements * sizeof(float));
+    if (!tqkv__aligned_as(a->call.query_type, q)) return TQKV__INVALID("q: not aligned as its type");
+    tqkv__add_array(arrays, q, a->q_elements * tqkv__type_size(a->call.query_type));
     if (a->call.sinks) tqkv__add_array(arrays, a->call.sinks, (size_t)a->call.n_heads * sizeof(float));
     for (int i = 0; i < n_written; i++)
         if (tqkv__stream_overlaps(&a->keys, arrays->at[i], arrays->size[i]) ||
             tqkv__stream_overlaps(&a->values, arrays->at[i], arrays->size[i]))
             return TQKV__INVALID("an output overlaps a store");
     const tqkv_result r = tqkv__check_arrays(arrays, n_written);
-    if (r != TQKV_OK || a->isa->codec->rows_finite((const float *)q, a->q_elements)) return r;
+    if (r != TQKV_OK || a->isa->codec->rows_finite(a->call.query_type, q, a->q_elements)) return r;
     return TQKV__REFUSE(NOT_FINITE, "q holds NaN or infinity");
 }
 
 static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const void *q, const void *out)
 {
-    tqkv__arrays arrays = {{out}, {a->out_elements * sizeof(float)}, 1};
+    tqkv__arrays arrays = {{out}, {a->out_elements * tqkv__type_size(a->call.output_type)}, 1};
+    if (!tqkv__aligned_as(a->call.output_type, out)) return TQKV__INVALID("out: not aligned as its type");
     return tqkv__check_attend(a, q, &arrays);
 }
 
@@ -4923,6 +5131,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->values = c->keys;
     c->values.format = desc->value_format ? desc->value_format : TQKV_TQ4;
     if (desc->value_dim) c->values.head_dim = desc->value_dim;
+    c->keys.type = c->values.type = c->attention.query_type = c->attention.output_type = desc->type;
     c->attention.keys = &c->keys;
     c->attention.values = &c->values;
     c->attention.n_heads = desc->n_heads;
@@ -5025,8 +5234,8 @@ static void tqkv__append_task(void *context, int index)
     if (job->encode)
         tqkv__encode_tokens(s, src, from, to, job->position);
     else
-        job->bad[index] = !tqkv__rows_finite(
-            s, (const float *)src + (size_t)from * (size_t)s->n_kv_heads * (size_t)s->head_dim, to - from);
+        job->bad[index] =
+            !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from * (size_t)s->n_kv_heads), to - from);
 }
 
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens)
@@ -5979,6 +6188,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
         tqkv__cache_resolve(&found, &checked) != TQKV_OK)
         return TQKV_CORRUPT;
     if (!tqkv__desc_matches(desc, &found)) return TQKV__INVALID("a field of desc is not the snapshot's");
+    found.type = desc->type;
     found.sinks = desc->sinks;
     found.parallel = desc->parallel;
     found.allocator = desc->allocator;
