@@ -227,12 +227,12 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
    `capacity` tokens. TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that a ring drops. Values near 1e19, whose
    squared length overflows, give an infinite norm. */
-TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const float *src, int n_tokens, int64_t position);
+TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
 
 /* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries. They are
    rotated, divided by the norm, and scaled to unit variance; I8: in steps of the grid; F16: the source. src, scaled:
    [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
-TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const float *src, int n_tokens, float *scaled);
+TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled);
 
 /* The basis of a vector. Streams without rotation (F16, unrotated) stay in the original basis. */
 typedef enum tqkv_basis {
@@ -241,11 +241,11 @@ typedef enum tqkv_basis {
 } tqkv_basis;
 
 /* Decodes [position, position + n_positions), at most `capacity` of them; dst: [n_positions][n_kv_heads][head_dim]. */
-TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, float *dst);
+TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, void *dst);
 
 /* The mean of the rows of each head, a centre for such rows; mean: [n_kv_heads][head_dim], zeros for no tokens. Sums in
    double. shape and src as for tqkv_probe; the centre and the format of shape do not matter. */
-TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const float *src, int n_tokens, float *mean);
+TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean);
 
 /* How well a store of this format and centre keeps the rows of one head. */
 typedef struct tqkv_quality {
@@ -256,7 +256,7 @@ typedef struct tqkv_quality {
     double beyond;   /* share of these values beyond the last boundary */
 } tqkv_quality;
 /* Encodes and decodes the rows, without a store; out: [n_kv_heads], zeros for no tokens. codes and norms may be NULL. */
-TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const float *src, int n_tokens, tqkv_quality *out);
+TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out);
 
 /* >>rotate
    y = R(s*x)/sqrt(D) and its inverse x = s*R(y)/sqrt(D), in place; rows: [n_rows][head_dim]. */
@@ -282,13 +282,13 @@ typedef struct tqkv_parallel {
    scores with a standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to
    2^-24 |s|, and exp turns that into a share of its weight. */
 typedef struct tqkv_attention {
-    const tqkv_store *keys, *values; /* same head_dim and n_kv_heads */
+    const tqkv_store *keys, *values; /* same n_kv_heads; head_dim may differ */
     int n_heads;                     /* query heads; 0 = n_kv_heads */
     int n_queries;                   /* 0 = 1 */
     int64_t end;                     /* positions appended so far */
     int kv_len;                      /* resident positions, the newest; 0 = min(end, capacity) */
     int window;                      /* 0 = no window */
-    float scale;                     /* 0 = 1/sqrt(head_dim) */
+    float scale;                     /* 0 = 1/sqrt(head_dim of the keys) */
     float softcap;                   /* 0 = off */
     const float *sinks;       /* [n_heads] or NULL: adds exp(sink) to the softmax's denominator; -INFINITY: no sink */
     tqkv_basis query_basis;   /* TQKV_ROTATED: q is rotated already */
@@ -299,13 +299,14 @@ typedef struct tqkv_attention {
                                           infinity. Sums of slices are always float. */
 } tqkv_attention;
 
-/* q, out: [n_queries][n_heads][head_dim]. TQKV_NOT_FINITE if q holds NaN or Inf, or a sink is NaN or +Inf. */
-TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const float *q, float *out);
+/* q: [n_queries][n_heads][head_dim of the keys], out: [n_queries][n_heads][head_dim of the values]. TQKV_NOT_FINITE if q
+   holds NaN or Inf, or a sink is NaN or +Inf. */
+TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const void *q, void *out);
 
 /* Attends one slice [first, first + count) of the resident positions, without sinks, for tqkv_attend_merge. max, sum:
-   [n_queries][n_heads]: the largest score, and the sum of exp(score - max). out: [n_queries][n_heads][head_dim]: the
+   [n_queries][n_heads]: the largest score, and the sum of exp(score - max). out: as tqkv_attend's, but float: the
    sum of exp(score - max) * value, in the values' basis. A query without positions: -INFINITY, 0, zeros. */
-TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const float *q, int64_t first, int count, float *out,
+TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
 /* Merges the slice src into dst. Both slices must have values in the same basis, which this call cannot check: its sums
    are wrong if one is rotated (TQ, I8) and the other not (F16, unrotated). For those use tqkv_attend_merge_slice. This
@@ -313,7 +314,7 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const float *q
 TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, float *max, float *sum,
                                        const float *src_out, const float *src_max, const float *src_sum);
 /* As tqkv_attend_merge, for a slice attended with `slice`, over stores of other formats: converts its sums to the basis
-   of a->values. n_heads, n_queries and head_dim are the same in both. */
+   of a->values. n_heads, n_queries and the values' head_dim are the same in both. */
 TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *a, float *out, float *max, float *sum,
                                              const tqkv_attention *slice, const float *src_out, const float *src_max,
                                              const float *src_sum);
@@ -342,15 +343,15 @@ typedef struct tqkv_cache_desc {
 TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out);
 TQKV_API void tqkv_cache_destroy(tqkv_cache *c); /* NULL is fine */
 
-/* k, v: [n_tokens][n_kv_heads][head_dim], at positions end, end + 1 ... Tasks of `parallel` encode long runs, to the
+/* k: [n_tokens][n_kv_heads][head_dim], v: with value_dim, at positions end, end + 1 ... Tasks of `parallel` encode long runs, to the
    same bytes. All or nothing: TQKV_OUT_OF_RANGE if a linear cache would overflow. To prefill a ring, append and attend
    in pieces of at most capacity - window + 1 tokens: then every query still finds its whole window. */
-TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const float *v, int n_tokens);
-/* The newest n_queries positions attend; q, out: [n_queries][n_heads][head_dim]. */
-TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const float *q, int n_queries, float *out);
+TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens);
+/* The newest n_queries positions attend; q: [n_queries][n_heads][head_dim], out: with value_dim. */
+TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out);
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c);  /* positions appended; 0 for NULL */
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms, both streams; 0 for NULL */
-/* Centres of the keys and the values, as tqkv_store's: [n_kv_heads][head_dim], copied; NULL: none. Only while end is 0,
+/* Centres of the keys and the values, as tqkv_store's: [n_kv_heads][head_dim or value_dim], copied; NULL: none. Only while end is 0,
    else TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. */
 TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values);
 /* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
@@ -366,7 +367,7 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc supplies what a snapshot lacks: parallel, allocator, metal, and sinks for the snapshot's n_heads. Its other
+/* desc supplies what a snapshot lacks: type, parallel, allocator, metal, and sinks for the snapshot's n_heads. Its other
    nonzero fields must match, else TQKV_INVALID_ARGUMENT. TQKV_CORRUPT: a missing or changed byte. *out is NULL on
    failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
@@ -982,8 +983,8 @@ TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report);
 /* The part of a context that a cache uses; struct tqkv_metal begins with it. */
 typedef struct tqkv__backend {
     tqkv_allocator memory; /* of codes, norms and the cache itself */
-    tqkv_result (*append)(tqkv_metal *m, const tqkv_cache *c, const float *k, const float *v, int n_tokens);
-    tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const float *q, int n_queries, float *out);
+    tqkv_result (*append)(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens);
+    tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const void *q, int n_queries, void *out);
 } tqkv__backend;
 
 #ifdef __cplusplus
@@ -1087,6 +1088,13 @@ static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_
 
 static bool tqkv__format_known(tqkv_format f) { return TQKV__KIND(f) != 0; }
 
+/* Bytes of a value; 0: no tqkv_type. */
+static size_t tqkv__type_size(tqkv_type type)
+{
+    return type == TQKV_TYPE_F32 ? sizeof(float) : type == TQKV_TYPE_F16 || type == TQKV_TYPE_BF16 ? 2 : 0;
+}
+#define TQKV__NO_TYPE "type, query_type or output_type: no tqkv_type"
+
 #define TQKV__HEAD_DIMS                                                                                                \
     "head_dim: none of 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512, 576, 640, "     \
     "768, "                                                                                                            \
@@ -1109,6 +1117,7 @@ typedef struct tqkv__stream {
     uint8_t *codes;
     float *norms;
     size_t codes_size, norms_size; /* bytes in use */
+    tqkv_type type;                /* of the caller's rows; tqkv__check_rows checks it */
     const float *center;           /* [n_kv_heads][head_dim] or NULL */
     uint8_t planes[4][128];        /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
 } tqkv__stream;
@@ -1136,6 +1145,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->head_dim = store->head_dim;
     s->n_kv_heads = store->n_kv_heads;
     s->capacity = store->capacity;
+    s->type = store->type;
     s->ring = store->ring;
     s->rotated = s->kind != TQKV__HALF && !store->unrotated;
     s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
@@ -1354,6 +1364,24 @@ static bool tqkv__all_finite(const float *x, size_t n)
     return !bad;
 }
 
+/* The i-th half or bfloat16, whatever type the caller's compiler has for it. */
+static uint16_t tqkv__half_at(const void *halves, size_t i)
+{
+    uint16_t half;
+    memcpy(&half, (const uint8_t *)halves + 2 * i, sizeof half);
+    return half;
+}
+
+/* As tqkv__all_finite, for n values of any type. */
+static bool tqkv__values_finite(tqkv_type type, const void *x, size_t n)
+{
+    const uint32_t exponent = type == TQKV_TYPE_F16 ? 0x7c00u : 0x7f80u;
+    uint32_t bad = 0;
+    if (type == TQKV_TYPE_F32) return tqkv__all_finite((const float *)x, n);
+    for (size_t i = 0; i < n; i++) bad |= (tqkv__half_at(x, i) & exponent) == exponent;
+    return !bad;
+}
+
 /* >>codec: rotation, norms, quantising, packing, and back */
 
 /* Row `row` of the Hadamard matrix of order m: bit j = (p[j>>3] >> (j&7)) & 1, 1 is -1 */
@@ -1513,13 +1541,6 @@ static void tqkv__norms_i8(const tqkv__stream *s, const float *y, float *norms, 
     }
 }
 
-/* Copies a row, less its centre if there is one. src, center, row: [head_dim] */
-static void tqkv__center_row(int head_dim, const float *src, const float *center, float *row)
-{
-    memcpy(row, src, (size_t)head_dim * sizeof(float));
-    for (int i = 0; center && i < head_dim; i++) row[i] = TQKV__AS_FLOAT(src[i] - center[i]);
-}
-
 /* Rotates a centred row, finds its norms and scales it, in place: all of encoding before the comparison with the
    boundaries. Leaves F16 as it is. row: [head_dim], norms: [norms_per_row]. */
 static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, float *row, float *norms)
@@ -1581,6 +1602,43 @@ static float tqkv__float_from_half(uint16_t half)
     }
     memcpy(&x, &bits, sizeof x);
     return x;
+}
+
+/* A row as floats, which is exact, less its centre unless that is NULL. src, center, row: [n] */
+static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, int n, float *row)
+{
+    if (type == TQKV_TYPE_F32) memcpy(row, src, (size_t)n * sizeof(float));
+    for (int i = 0; type == TQKV_TYPE_F16 && i < n; i++) row[i] = tqkv__float_from_half(tqkv__half_at(src, (size_t)i));
+    for (int i = 0; type == TQKV_TYPE_BF16 && i < n; i++)
+        row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
+    for (int i = 0; center && i < n; i++) row[i] = TQKV__AS_FLOAT(row[i] - center[i]);
+}
+
+/* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
+   by the processors' instructions. */
+static uint16_t tqkv__half_rounded(float x)
+{
+    const uint32_t bits = tqkv__bits(x), magnitude = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
+    if (magnitude < 0x477ff000u) return tqkv__half_from_float(x);
+    return (uint16_t)(sign | 0x7c00u | (magnitude > 0x7f800000u ? 0x200u | (magnitude >> 13 & 0x3ffu) : 0u));
+}
+
+static uint16_t tqkv__bfloat16_rounded(float x)
+{
+    const uint32_t bits = tqkv__bits(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+/* Rounds a row to a type. row, dst: [n] */
+static void tqkv__narrow_row(tqkv_type type, const float *row, int n, void *dst)
+{
+    uint8_t *to = (uint8_t *)dst;
+    if (type == TQKV_TYPE_F32) memcpy(dst, row, (size_t)n * sizeof(float));
+    for (int i = 0; type != TQKV_TYPE_F32 && i < n; i++, to += 2) {
+        const uint16_t half = type == TQKV_TYPE_F16 ? tqkv__half_rounded(row[i]) : tqkv__bfloat16_rounded(row[i]);
+        memcpy(to, &half, sizeof half);
+    }
 }
 
 /* codes: [head_dim] -> row: [row_bytes]: the field of main bits, then the field of upper bits */
@@ -1664,9 +1722,11 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
         for (int i = 0; i < 128; i++) q->planes[p][i] = (uint8_t)(tqkv__bits(q->bounds[i]) >> (8 * p));
 }
 
-/* Source and destination of a row. src, center (or NULL): [head_dim], codes: [row_bytes], norms: [norms_per_row] */
+/* Source and destination of a row. src, of the stream's type, center (or NULL): [head_dim], codes: [row_bytes], norms:
+   [norms_per_row] */
 typedef struct tqkv__row {
-    const float *src, *center;
+    const void *src;
+    const float *center;
     uint8_t *codes;
     float *norms;
 } tqkv__row;
@@ -1675,7 +1735,7 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
 {
     float x[TQKV_MAX_HEAD_DIM];
     uint8_t codes[TQKV_MAX_HEAD_DIM];
-    tqkv__center_row(s->head_dim, row->src, row->center, x);
+    tqkv__widen_row(s->type, row->src, row->center, s->head_dim, x);
     tqkv__scale_row(s, x, row->norms);
     for (int i = 0; i < s->head_dim; i++) {
         if (s->kind == TQKV__HALF) {
@@ -1701,15 +1761,17 @@ static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, c
 
 /* The encoding functions of an instruction set; every set gives the same bytes. */
 typedef struct tqkv__codec {
-    bool (*rows_finite)(const float *x, size_t n); /* n: a multiple of head_dim */
+    bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
+    void (*widen)(tqkv_type type, const void *src, const float *center, int n, float *row);
+    void (*narrow)(tqkv_type type, const float *row, int n, void *dst);
     void (*rotate)(float *x, int head_dim);
     void (*unrotate)(float *y, int head_dim);
     void (*scale_row)(const tqkv__stream *s, float *row, float *norms);
     void (*encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows);
 } tqkv__codec;
 
-static const tqkv__codec tqkv__codec_scalar = {tqkv__all_finite, tqkv__rotate_row, tqkv__unrotate_row, tqkv__scale_row,
-                                               tqkv__encode_rows};
+static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__widen_row, tqkv__narrow_row, tqkv__rotate_row,
+                                               tqkv__unrotate_row,  tqkv__scale_row, tqkv__encode_rows};
 
 static const tqkv__codec *tqkv__codec_for(int head_dim);
 
@@ -1756,17 +1818,28 @@ static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t p
     return TQKV__REFUSE(OUT_OF_RANGE, "positions beyond a linear store");
 }
 
-/* Checks p: floats [n][n_kv_heads][head_dim]; *bytes: their size. */
+/* Row `index` of src: [n][head_dim] */
+static const void *tqkv__source_row(const tqkv__stream *s, const void *src, size_t index)
+{
+    return (const uint8_t *)src + index * (size_t)s->head_dim * tqkv__type_size(s->type);
+}
+
+/* Checks p: [n][n_kv_heads][head_dim] of the stream's type; *bytes: their size. */
 static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n, size_t *bytes)
 {
+    const size_t size = tqkv__type_size(s->type);
+    if (!size) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
     if (!p) return TQKV__INVALID("the rows are NULL");
     if (n < 0) return TQKV__INVALID("the number of tokens or positions is negative");
-    if (tqkv__array_size(n, s->n_kv_heads, s->head_dim, sizeof(float), bytes)) return TQKV_OK;
-    return TQKV__INVALID("rows of more than SIZE_MAX bytes");
+    if ((uintptr_t)p % size) return TQKV__INVALID("the rows are not aligned as their type");
+    if (!tqkv__array_size(n, s->n_kv_heads, s->head_dim, sizeof(float), bytes))
+        return TQKV__INVALID("rows of more than SIZE_MAX bytes");
+    *bytes = *bytes / sizeof(float) * size;
+    return TQKV_OK;
 }
 
 /* Opens a store to encode into. The checks that encode and append share, except for NaN and infinity. */
-static tqkv_result tqkv__encode_open(const tqkv_store *store, const float *src, int n_tokens, int64_t position,
+static tqkv_result tqkv__encode_open(const tqkv_store *store, const void *src, int n_tokens, int64_t position,
                                      tqkv__stream *s)
 {
     size_t bytes;
@@ -1779,10 +1852,10 @@ static tqkv_result tqkv__encode_open(const tqkv_store *store, const float *src, 
     return TQKV_OK;
 }
 
-static bool tqkv__rows_finite(const tqkv__stream *s, const float *src, int n_tokens)
+static bool tqkv__rows_finite(const tqkv__stream *s, const void *src, int n_tokens)
 {
     return tqkv__codec_for(s->head_dim)
-        ->rows_finite(src, (size_t)n_tokens * (size_t)s->n_kv_heads * (size_t)s->head_dim);
+        ->rows_finite(s->type, src, (size_t)n_tokens * (size_t)s->n_kv_heads * (size_t)s->head_dim);
 }
 
 /* The first token to write. Of a run longer than a ring only the last tokens are kept: each slot is written once. */
@@ -1792,7 +1865,7 @@ static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
 }
 
 /* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. */
-static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int from, int to, int64_t position)
+static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from, int to, int64_t position)
 {
     enum { batch = 64 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
@@ -1805,7 +1878,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int fro
         const int slot = tqkv__slot(s, position + t);
         for (int h = 0; h < s->n_kv_heads; h++) {
             const size_t source_row = (size_t)t * (size_t)s->n_kv_heads + (size_t)h;
-            rows[n].src = src + source_row * (size_t)s->head_dim;
+            rows[n].src = tqkv__source_row(s, src, source_row);
             rows[n].center = tqkv__center_of(s, h);
             rows[n].codes = tqkv__codes_at(s, h, slot);
             rows[n].norms = tqkv__norms_at(s, h, slot);
@@ -1817,7 +1890,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const float *src, int fro
     tqkv__fp_restore(mode);
 }
 
-TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const float *src, int n_tokens, int64_t position)
+TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n_tokens, int64_t position)
 {
     tqkv__stream s;
     tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s);
@@ -1827,7 +1900,7 @@ TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const float *src, int 
     return r;
 }
 
-TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const float *src, int n_tokens, float *scaled)
+TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
 {
     tqkv__stream s;
     size_t bytes;
@@ -1836,15 +1909,16 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const float *src, int n
     if (r == TQKV_OK) r = tqkv__stream_center(store, &s);
     if (r != TQKV_OK) return r;
     if ((r = tqkv__check_rows(&s, src, n_tokens, &bytes)) != TQKV_OK) return r;
-    if (!scaled || tqkv__overlap(src, bytes, scaled, bytes) ||
-        tqkv__overlap(s.center, tqkv__center_size(&s), scaled, bytes))
+    const size_t scaled_bytes = bytes / tqkv__type_size(s.type) * sizeof(float);
+    if (!scaled || tqkv__overlap(src, bytes, scaled, scaled_bytes) ||
+        tqkv__overlap(s.center, tqkv__center_size(&s), scaled, scaled_bytes))
         return TQKV__INVALID("scaled: NULL, or overlaps src or the centre");
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
-    if (!codec->rows_finite(src, bytes / sizeof(float))) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+    if (!tqkv__rows_finite(&s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
     const uint64_t mode = tqkv__fp_exact();
     for (int i = 0; i < n_tokens; i++)
-        for (int h = 0; h < s.n_kv_heads; h++, src += s.head_dim, scaled += s.head_dim) {
-            tqkv__center_row(s.head_dim, src, tqkv__center_of(&s, h), scaled);
+        for (int h = 0; h < s.n_kv_heads; h++, src = tqkv__source_row(&s, src, 1), scaled += s.head_dim) {
+            codec->widen(s.type, src, tqkv__center_of(&s, h), s.head_dim, scaled);
             codec->scale_row(&s, scaled, norms);
         }
     tqkv__fp_restore(mode);
@@ -1852,7 +1926,7 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const float *src, int n
 }
 
 TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int n_positions, tqkv_basis basis,
-                                 float *dst)
+                                 void *dst)
 {
     tqkv__stream s;
     size_t bytes;
@@ -1865,19 +1939,25 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
     if (tqkv__stream_overlaps(&s, dst, bytes)) return TQKV__INVALID("dst overlaps the store");
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
+    float wide[TQKV_MAX_HEAD_DIM], *row = s.type == TQKV_TYPE_F32 ? (float *)dst : wide;
     for (int p = 0; p < n_positions; p++) {
         const int slot = tqkv__slot(&s, position + p);
-        for (int h = 0; h < s.n_kv_heads; h++, dst += s.head_dim) {
-            tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), dst);
-            if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(dst, s.head_dim);
-            tqkv__add_center(&s, h, s.rotated && basis == TQKV_ROTATED, dst);
+        for (int h = 0; h < s.n_kv_heads; h++) {
+            tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), row);
+            if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(row, s.head_dim);
+            tqkv__add_center(&s, h, s.rotated && basis == TQKV_ROTATED, row);
+            if (row == wide)
+                codec->narrow(s.type, row, s.head_dim, dst);
+            else
+                row += s.head_dim;
+            dst = (uint8_t *)dst + (size_t)s.head_dim * tqkv__type_size(s.type);
         }
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const float *src, int n_tokens, float *mean)
+TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean)
 {
     tqkv__stream s;
     size_t bytes;
@@ -1886,11 +1966,15 @@ TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const float *src, int n_
     if (!mean || tqkv__overlap(src, bytes, mean, tqkv__center_size(&s)))
         return TQKV__INVALID("mean: NULL or overlaps src");
     if (!tqkv__rows_finite(&s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
-    const size_t head_dim = (size_t)s.head_dim, token = head_dim * (size_t)s.n_kv_heads;
-    for (size_t h = 0; h < (size_t)s.n_kv_heads; h++) {
+    const size_t head_dim = (size_t)s.head_dim, n_kv_heads = (size_t)s.n_kv_heads;
+    for (size_t h = 0; h < n_kv_heads; h++) {
         double sums[TQKV_MAX_HEAD_DIM] = {0};
-        for (size_t t = 0; t < (size_t)n_tokens; t++)
-            for (size_t d = 0; d < head_dim; d++) sums[d] += (double)src[t * token + h * head_dim + d];
+        for (size_t t = 0; t < (size_t)n_tokens; t++) {
+            float row[TQKV_MAX_HEAD_DIM];
+            tqkv__codec_for(s.head_dim)
+                ->widen(s.type, tqkv__source_row(&s, src, t * n_kv_heads + h), NULL, s.head_dim, row);
+            for (size_t d = 0; d < head_dim; d++) sums[d] += (double)row[d];
+        }
         for (size_t d = 0; d < head_dim; d++) mean[h * head_dim + d] = n_tokens ? (float)(sums[d] / n_tokens) : 0.0f;
     }
     return TQKV_OK;
@@ -1906,10 +1990,10 @@ typedef struct tqkv__moments {
 /* Adds a row; row: with an encoded copy of it. */
 static void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__row *row, tqkv__moments *m)
 {
-    float x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
+    float source[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
     const float last = tqkv_last_boundary(s->format);
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    tqkv__center_row(s->head_dim, row->src, row->center, x);
+    codec->widen(s->type, row->src, row->center, s->head_dim, x);
     codec->scale_row(s, x, norms);
     for (int d = 0; d < s->head_dim; d++) {
         const double square = (double)x[d] * (double)x[d];
@@ -1918,10 +2002,11 @@ static void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__ro
         m->beyond += fabsf(x[d]) > last;
     }
     tqkv__decode_row(s, row->codes, row->norms, x);
+    codec->widen(s->type, row->src, NULL, s->head_dim, source);
     if (s->rotated) codec->unrotate(x, s->head_dim);
     tqkv__add_center(s, kv_head, false, x);
     for (int d = 0; d < s->head_dim; d++) {
-        const double value = (double)row->src[d], noise = value - (double)x[d];
+        const double value = (double)source[d], noise = value - (double)x[d];
         m->row[d] += value;
         m->squares += value * value;
         m->noise += noise * noise;
@@ -1941,7 +2026,7 @@ static void tqkv__quality_of(const tqkv__stream *s, const tqkv__moments *m, int 
     out->beyond = m->beyond / values;
 }
 
-TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const float *src, int n_tokens, tqkv_quality *out)
+TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out)
 {
     tqkv__stream s;
     tqkv__quantiser q;
@@ -1955,15 +2040,14 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const float *src, int
     if (!out || tqkv__overlap(src, bytes, out, (size_t)s.n_kv_heads * sizeof *out))
         return TQKV__INVALID("out: NULL or overlaps src");
     if (!tqkv__rows_finite(&s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
-    const size_t head_dim = (size_t)s.head_dim, token = head_dim * (size_t)s.n_kv_heads;
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &q);
     if (s.book_bits == 8) tqkv__fill_planes(&s);
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
         for (int t = 0; t < n_tokens; t++) {
-            const tqkv__row row = {src + (size_t)t * token + (size_t)h * head_dim, tqkv__center_of(&s, h), codes,
-                                   norms};
+            const void *at = tqkv__source_row(&s, src, (size_t)t * (size_t)s.n_kv_heads + (size_t)h);
+            const tqkv__row row = {at, tqkv__center_of(&s, h), codes, norms};
             tqkv__codec_for(s.head_dim)->encode_rows(&s, &q, &row, 1);
             tqkv__add_moments(&s, h, &row, &m);
         }
@@ -2013,10 +2097,10 @@ static int tqkv__chunk_rows(int head_dim)
 typedef struct tqkv__attention {
     tqkv_attention call; /* defaults resolved */
     tqkv__stream keys, values;
-    int n_kv_heads, group, head_dim;
-    int64_t first; /* resident positions [first, call.end) */
+    int n_kv_heads, group, key_dim, value_dim; /* dims: of a query, of an output */
+    int64_t first;                             /* resident positions [first, call.end) */
     bool rotate_queries, unrotate_output;
-    size_t n_rows, n_elements; /* n_queries * n_heads, and times head_dim */
+    size_t n_rows, q_elements, out_elements; /* n_queries * n_heads, and times key_dim or value_dim */
     const struct tqkv__isa *isa;
 } tqkv__attention;
 
@@ -2034,7 +2118,7 @@ typedef struct tqkv__isa {
     /* scores[row][j] = q[row] . key[slot + j] for j < n; q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
     void (*score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows, float *scores);
     /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to
-       the new maximum. offsets are added to the scores before a softcap. spans, offsets, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
+       the new maximum. offsets are added to the scores before a softcap. spans, offsets, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
     void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, const float *offsets, int n_rows,
                          float *scores, float *max, float *sum, float *out);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
@@ -2090,7 +2174,7 @@ static void tqkv__softmax_row_scalar(const tqkv__attention *a, int from, int to,
     }
     if (largest > *max) {
         const float shrink = expf(*max - largest); /* 0 for the first tile, where max is -INFINITY */
-        for (int d = 0; d < a->head_dim; d++) out[d] *= shrink;
+        for (int d = 0; d < a->value_dim; d++) out[d] *= shrink;
         *sum *= shrink;
         *max = largest;
     }
@@ -2106,7 +2190,7 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
 {
     for (int row = 0; row < n_rows; row++)
         tqkv__softmax_row_scalar(a, spans[row].from, spans[row].to, offsets[row], scores + row * TQKV__TILE, &max[row],
-                                 &sum[row], out + (size_t)row * (size_t)a->head_dim);
+                                 &sum[row], out + (size_t)row * (size_t)a->value_dim);
 }
 
 /* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
@@ -2171,6 +2255,47 @@ TQKV__OP TQKV__VECTOR TQKV__(load)(const float *p)
 }
 
 TQKV__OP void TQKV__(store)(float *p, TQKV__VECTOR x) { memcpy(p, &x, sizeof x); }
+
+/* As tqkv__widen_row and tqkv__narrow_row; type is a constant. */
+TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, int n, float *row)
+{
+    const uint8_t *p = (const uint8_t *)src;
+    for (int i = 0; i < n; i += TQKV__LANES, p += TQKV__LANES * (type == TQKV_TYPE_F32 ? 4 : 2)) {
+        TQKV__VECTOR x = TQKV__(set1)(0.0f);
+        if (type == TQKV_TYPE_F16) x = TQKV__(load_f16)(p);
+        if (type == TQKV_TYPE_BF16) x = TQKV__(load_bf16)(p);
+        if (type == TQKV_TYPE_F32) x = TQKV__(load)((const float *)(const void *)p);
+        if (center) x -= TQKV__(load)(center + i);
+        TQKV__(store)(row + i, x);
+    }
+}
+
+TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, int n, float *row)
+{
+    if (type == TQKV_TYPE_F16)
+        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, n, row);
+    else if (type == TQKV_TYPE_BF16)
+        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, n, row);
+    else
+        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, n, row);
+}
+
+TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, int n, void *dst)
+{
+    uint8_t *p = (uint8_t *)dst;
+    if (type == TQKV_TYPE_F32) memcpy(dst, row, (size_t)n * sizeof(float));
+    for (int i = 0; type == TQKV_TYPE_F16 && i < n; i += TQKV__LANES, p += 2 * TQKV__LANES)
+        TQKV__(store_half)(p, TQKV__(load)(row + i));
+    for (int i = 0; type == TQKV_TYPE_BF16 && i < n; i += TQKV__LANES, p += 2 * TQKV__LANES) {
+        TQKV__(words) bits, nan;
+        TQKV__(codes) words;
+        memcpy(&bits, row + i, sizeof bits);
+        nan = (TQKV__(words))((bits & 0x7fffffffu) > 0x7f800000u); /* all ones, or 0 */
+        bits = (((bits + 0x7fffu + ((bits >> 16) & 1u)) & ~nan) | ((bits | 0x400000u) & nan)) >> 16;
+        memcpy(&words, &bits, sizeof words);
+        TQKV__(store_words)(p, words);
+    }
+}
 
 /* Parts of e^x - 1 = power * tail + (power - 1) for x in [-87, 0]: x = n ln2 + r, power = 2^n, tail = e^r - 1 by
    Taylor's series to r^7. The rest of the series is below float's last bit for |r| <= ln2/2. */
@@ -2256,8 +2381,8 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
     for (int row = 0; row < n_rows; row++) {
         if (!(shrink[row] < 0.0f)) continue;
         const TQKV__VECTOR factor = TQKV__(exp)(TQKV__(set1)(shrink[row]));
-        float *sums = out + (size_t)row * (size_t)a->head_dim;
-        for (int d = 0; d < a->head_dim; d += TQKV__LANES) TQKV__(store)(sums + d, TQKV__(load)(sums + d) * factor);
+        float *sums = out + (size_t)row * (size_t)a->value_dim;
+        for (int d = 0; d < a->value_dim; d += TQKV__LANES) TQKV__(store)(sums + d, TQKV__(load)(sums + d) * factor);
         sum[row] *= TQKV__(first_lane)(factor);
     }
     for (int row = 0; row < n_rows; row++)
@@ -3144,12 +3269,11 @@ TQKV__TARGET static void TQKV__(store_f16_row)(const float *src, int head_dim, u
     }
 }
 
-/* The row less its centre; row: [head_dim] */
+/* The row as floats, less its centre; row: [head_dim] */
 TQKV__OP const float *TQKV__(centered)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
-    if (!source->center) return source->src;
-    for (int d = 0; d < s->head_dim; d += TQKV__LANES)
-        TQKV__(store)(row + d, TQKV__(load)(source->src + d) - TQKV__(load)(source->center + d));
+    if (!source->center && s->type == TQKV_TYPE_F32) return (const float *)source->src;
+    TQKV__(widen)(s->type, source->src, source->center, s->head_dim, row);
     return row;
 }
 
@@ -3187,7 +3311,7 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
 }
 
 /* As tqkv__all_finite for whole rows: the largest magnitude shows an exponent of all ones. */
-TQKV__TARGET static bool TQKV__(rows_finite)(const float *x, size_t n)
+TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
 {
     TQKV__(codes) largest[4];
     uint32_t lanes[4 * TQKV__LANES], all = 0;
@@ -3201,8 +3325,33 @@ TQKV__TARGET static bool TQKV__(rows_finite)(const float *x, size_t n)
     return all < 0x7f800000u;
 }
 
-static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(rotate), TQKV__(unrotate), TQKV__(scale_row),
-                                          TQKV__(encode_rows)};
+/* As tqkv__values_finite for whole rows. Two halves, or bfloat16s, in a word: a 1 added at the lowest bit of an exponent
+   carries into the sign's place from an exponent of all ones, and from no other. */
+TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size_t n)
+{
+    const uint32_t one = type == TQKV_TYPE_F16 ? 0x04000400u : 0x00800080u;
+    const uint8_t *p = (const uint8_t *)x;
+    TQKV__(words) carries, pairs;
+    uint32_t lanes[TQKV__LANES], all = 0;
+    if (type == TQKV_TYPE_F32) return TQKV__(floats_finite)((const float *)x, n);
+    memset(&carries, 0, sizeof carries);
+    for (size_t left = 2 * n, size = sizeof pairs; left; left -= size, p += size) {
+        if (left < size) {
+            size = left;
+            memset(&pairs, 0, sizeof pairs);
+            memcpy(&pairs, p, left);
+        } else {
+            memcpy(&pairs, p, sizeof pairs);
+        }
+        carries |= (pairs & 0x7fff7fffu) + one;
+    }
+    memcpy(lanes, &carries, sizeof lanes);
+    for (int i = 0; i < TQKV__LANES; i++) all |= lanes[i];
+    return !(all & 0x80008000u);
+}
+
+static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(widen),     TQKV__(narrow_row), TQKV__(rotate),
+                                          TQKV__(unrotate),    TQKV__(scale_row), TQKV__(encode_rows)};
 
 static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          {TQKV__NIBBLE_ORDER}, &TQKV__(codec),
                                       TQKV__(score_tile), TQKV__(softmax_tile), TQKV__(value_tile)};
@@ -3379,6 +3528,10 @@ TQKV__OP __m512 tqkv__load_i8_avx512(const uint8_t *p)
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(tqkv__load_128(p)));
 }
 TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
+TQKV__OP __m512 tqkv__load_bf16_avx512(const uint8_t *p)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(tqkv__load_256_avx512(p)), 16));
+}
 
 /* Lane 4i + m: the sum of lanes 4i to 4i + 3 of x[m] */
 TQKV__OP __m512 tqkv__sum_fours_avx512(const __m512 *x)
@@ -3518,12 +3671,21 @@ TQKV__OP void tqkv__pack_avx512(const int bits, const int low, __m512i codes, ui
     const __m512i fours = _mm512_madd_epi16(pairs, _mm512_set1_epi32(0x00100001));
     _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8(fours));
 }
-TQKV__OP void tqkv__store_f16_avx512(uint8_t *p, __m512 x)
+/* Rounded halves; beyond the largest infinity. store_f16 clamps instead. */
+TQKV__OP void tqkv__store_half_avx512(uint8_t *p, __m512 x)
 {
-    x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(65504.0f)), _mm512_set1_ps(-65504.0f));
     const __m256i halves = /* without a mask GCC's macro gives a warning */
         _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm256_storeu_si256((__m256i *)(void *)p, halves);
+}
+TQKV__OP void tqkv__store_f16_avx512(uint8_t *p, __m512 x)
+{
+    tqkv__store_half_avx512(p, _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(65504.0f)), _mm512_set1_ps(-65504.0f)));
+}
+/* The lower halves of 32-bit words, whose upper halves are 0. */
+TQKV__OP void tqkv__store_words_avx512(uint8_t *p, __m512i words)
+{
+    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(words));
 }
 
 /* 64 values at a time. One byte look-up finds the count before the cell, four find the bytes of the boundary in it.
@@ -3762,6 +3924,10 @@ TQKV__OP __m256 tqkv__load_i8_avx2(const uint8_t *p)
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(tqkv__load_64(p)));
 }
 TQKV__OP __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
+TQKV__OP __m256 tqkv__load_bf16_avx2(const uint8_t *p)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(tqkv__load_128(p)), 16));
+}
 
 TQKV__OP __m256 tqkv__rounded_avx2(__m256 x)
 {
@@ -3876,10 +4042,18 @@ TQKV__OP void tqkv__pack_avx2(const int bits, const int low, __m256i codes, uint
     const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
     _mm_storel_epi64((__m128i *)(void *)p, _mm_packus_epi16(words, words));
 }
+TQKV__OP void tqkv__store_half_avx2(uint8_t *p, __m256 x)
+{
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 TQKV__OP void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
 {
-    x = _mm256_max_ps(_mm256_min_ps(x, _mm256_set1_ps(65504.0f)), _mm256_set1_ps(-65504.0f));
-    _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    tqkv__store_half_avx2(p, _mm256_max_ps(_mm256_min_ps(x, _mm256_set1_ps(65504.0f)), _mm256_set1_ps(-65504.0f)));
+}
+TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
+{
+    const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
+    _mm_storeu_si128((__m128i *)(void *)p, _mm_packus_epi32(low, high));
 }
 #define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
 
@@ -4031,6 +4205,10 @@ TQKV__OP float32x4_t tqkv__load_i8_neon(const uint8_t *p)
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bytes)))));
 }
 TQKV__OP float32x4_t tqkv__load_f16_neon(const uint8_t *p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
+TQKV__OP float32x4_t tqkv__load_bf16_neon(const uint8_t *p)
+{
+    return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vreinterpret_u16_u8(vld1_u8(p))), 16));
+}
 
 TQKV__OP float32x4_t tqkv__rounded_neon(float32x4_t x)
 {
@@ -4139,10 +4317,14 @@ TQKV__OP void tqkv__pack_neon(const int bits, const int low, uint32x4_t codes, u
     const uint32_t bytes = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(fours, fours))), 0);
     memcpy(p, &bytes, sizeof bytes);
 }
+TQKV__OP void tqkv__store_half_neon(uint8_t *p, float32x4_t x) { vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(x))); }
 TQKV__OP void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
 {
-    x = tqkv__max_neon(tqkv__min_neon(x, vdupq_n_f32(65504.0f)), vdupq_n_f32(-65504.0f));
-    vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(x)));
+    tqkv__store_half_neon(p, tqkv__max_neon(tqkv__min_neon(x, vdupq_n_f32(65504.0f)), vdupq_n_f32(-65504.0f)));
+}
+TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
+{
+    vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(words)));
 }
 #define tqkv__quantise_tq8_neon tqkv__quantise_loads_neon
 
@@ -4218,6 +4400,13 @@ static const tqkv__isa *tqkv__isa_for(int head_dim)
     return isa;
 }
 
+/* The set for keys and values of different head_dim: the narrower one. */
+static const tqkv__isa *tqkv__isa_for_both(int key_dim, int value_dim)
+{
+    const tqkv__isa *keys = tqkv__isa_for(key_dim), *values = tqkv__isa_for(value_dim);
+    return keys->lanes < values->lanes ? keys : values;
+}
+
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
@@ -4270,6 +4459,9 @@ static bool tqkv__sinks_valid(const float *sinks, int n_heads)
     return true;
 }
 
+/* Checks that p is aligned as values of that type. */
+static bool tqkv__aligned_as(tqkv_type type, const void *p) { return (uintptr_t)p % tqkv__type_size(type) == 0; }
+
 /* Resolves and checks everything except the stores' buffers and the resident range. */
 static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attention *r)
 {
@@ -4280,19 +4472,19 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     if ((result = tqkv__stream_shape(a->keys, &r->keys)) != TQKV_OK) return result;
     if ((result = tqkv__stream_shape(a->values, &r->values)) != TQKV_OK) return result;
     *call = *a;
-    r->head_dim = r->keys.head_dim;
+    r->key_dim = r->keys.head_dim;
+    r->value_dim = r->values.head_dim;
     r->n_kv_heads = r->keys.n_kv_heads;
     if (!call->n_heads) call->n_heads = r->n_kv_heads;
     if (!call->n_queries) call->n_queries = 1;
-    if (call->scale == 0.0f) call->scale = TQKV__INV_SQRT(r->head_dim);
+    if (call->scale == 0.0f) call->scale = TQKV__INV_SQRT(r->key_dim);
     if (!(call->softcap > 0.0f)) call->softcap = 0.0f;
     if (!call->parallel.run) call->parallel.run = tqkv__run_serial;
     r->group = call->n_heads / r->n_kv_heads;
     r->rotate_queries = r->keys.rotated && a->query_basis == TQKV_ORIGINAL;
     r->unrotate_output = r->values.rotated && a->output_basis == TQKV_ORIGINAL;
-    r->isa = tqkv__isa_for(r->head_dim);
-    if (r->values.head_dim != r->head_dim || r->values.n_kv_heads != r->n_kv_heads)
-        return TQKV__INVALID("keys and values differ in head_dim or n_kv_heads");
+    r->isa = tqkv__isa_for_both(r->key_dim, r->value_dim);
+    if (r->values.n_kv_heads != r->n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
@@ -4300,9 +4492,12 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
         return TQKV__INVALID("scale or softcap is NaN or infinite");
     if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
         return TQKV__INVALID("query_basis or output_basis: no tqkv_basis");
+    if (!tqkv__type_size(a->query_type) || !tqkv__type_size(a->output_type))
+        return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
     if (!tqkv__resolve_allocator(&call->allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     if (!tqkv__array_size(call->n_queries, call->n_heads, 1, 1, &r->n_rows) ||
-        !tqkv__size_multiply(r->n_rows, (size_t)r->head_dim, &r->n_elements) || r->n_elements > SIZE_MAX / 64 ||
+        !tqkv__size_multiply(r->n_rows, (size_t)r->key_dim, &r->q_elements) || r->q_elements > SIZE_MAX / 64 ||
+        !tqkv__size_multiply(r->n_rows, (size_t)r->value_dim, &r->out_elements) || r->out_elements > SIZE_MAX / 64 ||
         r->n_rows > (size_t)INT_MAX)
         return TQKV__INVALID("n_queries * n_heads * head_dim is too large");
     if (tqkv__sinks_valid(call->sinks, call->n_heads)) return TQKV_OK;
@@ -4432,12 +4627,12 @@ typedef struct tqkv__item {
     int kv_head, first_row, n_rows;
 } tqkv__item;
 
-/* Unnormalised attention of some rows. out: [n_rows][head_dim], max, sum: [n_rows] */
+/* Unnormalised attention of some rows. out: [n_rows][value_dim], max, sum: [n_rows] */
 typedef struct tqkv__sums {
     float *out, *max, *sum;
 } tqkv__sums;
 
-/* Adds positions [first, end) to the sums of an item's rows; q: [n_rows][head_dim], offsets: [n_rows]. A tile's values are added after the
+/* Adds positions [first, end) to the sums of an item's rows; q: [n_rows][key_dim], offsets: [n_rows]. A tile's values are added after the
    next tile's scores. These steps are independent, and the processor overlaps them. */
 static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, int64_t first, int64_t end,
                               const float *q, const float *offsets, tqkv__tile tiles[2], const tqkv__sums *sums)
@@ -4471,35 +4666,35 @@ static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, 
 }
 
 /* Adds the slice (source, source_max, source_sum) of one row to (out, max, sum). */
-static void tqkv__merge_row(int head_dim, float *out, float *max, float *sum, const float *source, float source_max,
+static void tqkv__merge_row(int value_dim, float *out, float *max, float *sum, const float *source, float source_max,
                             float source_sum)
 {
     if (source_sum == 0.0f) return;
     const float largest = source_max > *max ? source_max : *max;
     const float keep = *sum == 0.0f ? 0.0f : expf(*max - largest), add = expf(source_max - largest);
-    for (int d = 0; d < head_dim; d++) out[d] = out[d] * keep + source[d] * add;
+    for (int d = 0; d < value_dim; d++) out[d] = out[d] * keep + source[d] * add;
     *sum = *sum * keep + source_sum * add;
     *max = largest;
 }
 
-static tqkv__sums tqkv__sums_from(const tqkv__sums *sums, size_t row, int head_dim)
+static tqkv__sums tqkv__sums_from(const tqkv__sums *sums, size_t row, int value_dim)
 {
-    const tqkv__sums from = {sums->out + row * (size_t)head_dim, sums->max + row, sums->sum + row};
+    const tqkv__sums from = {sums->out + row * (size_t)value_dim, sums->max + row, sums->sum + row};
     return from;
 }
 
-static void tqkv__clear_sums(const tqkv__sums *sums, size_t n_rows, int head_dim)
+static void tqkv__clear_sums(const tqkv__sums *sums, size_t n_rows, int value_dim)
 {
-    memset(sums->out, 0, n_rows * (size_t)head_dim * sizeof(float));
+    memset(sums->out, 0, n_rows * (size_t)value_dim * sizeof(float));
     memset(sums->sum, 0, n_rows * sizeof(float));
     for (size_t i = 0; i < n_rows; i++) sums->max[i] = -INFINITY;
 }
 
-static void tqkv__merge_sums(const tqkv__sums *into, const tqkv__sums *from, size_t n_rows, int head_dim)
+static void tqkv__merge_sums(const tqkv__sums *into, const tqkv__sums *from, size_t n_rows, int value_dim)
 {
     for (size_t i = 0; i < n_rows; i++)
-        tqkv__merge_row(head_dim, into->out + i * (size_t)head_dim, &into->max[i], &into->sum[i],
-                        from->out + i * (size_t)head_dim, from->max[i], from->sum[i]);
+        tqkv__merge_row(value_dim, into->out + i * (size_t)value_dim, &into->max[i], &into->sum[i],
+                        from->out + i * (size_t)value_dim, from->max[i], from->sum[i]);
 }
 
 /* The context is cut into stretches at multiples of this position. Each has its own softmax and float sums, merged in
@@ -4513,7 +4708,7 @@ static void tqkv__merge_sums(const tqkv__sums *into, const tqkv__sums *from, siz
 enum { TQKV__TASKS = 32, TQKV__WAVE_FLOATS = 1 << 20 };
 typedef struct tqkv__job {
     const tqkv__attention *a;
-    const float *q;
+    const void *q;                /* the caller's, as out, max and sum */
     int64_t first, end;           /* positions that some query sees */
     int64_t stretch, n_stretches; /* the first stretch, and their number */
     int rows_each, n_chunks, n_items, n_tasks;
@@ -4522,7 +4717,8 @@ typedef struct tqkv__job {
     float *slots; /* [n_tasks][slot_floats]: scratch of each task: tiles, queries, sums of all stretches, sums of one */
     size_t slot_floats;
     tqkv__sums partial; /* spread: [1 + n_wave][n_rows]; [0]: the sum of all earlier waves */
-    tqkv__sums out;     /* the caller's; max NULL: finish the rows */
+    void *out;
+    float *max, *sum; /* NULL: finish the rows */
 } tqkv__job;
 
 static tqkv__item tqkv__item_of(const tqkv__job *job, int index)
@@ -4540,50 +4736,59 @@ static size_t tqkv__caller_row(const tqkv__attention *a, const tqkv__item *item,
     return (size_t)(row / a->group) * (size_t)a->call.n_heads + (size_t)(item->kv_head * a->group + row % a->group);
 }
 
-/* Brings an item's queries into the keys' basis and order, times scale; arranged: [n_rows][head_dim] */
-static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const float *q, float *arranged)
+/* The caller's query or output `row`. */
+static const void *tqkv__query_at(const tqkv__attention *a, const void *q, size_t row)
+{
+    return (const uint8_t *)q + row * (size_t)a->key_dim * tqkv__type_size(a->call.query_type);
+}
+
+/* Brings an item's queries into the keys' basis and order, times scale; arranged: [n_rows][key_dim] */
+static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
-    for (int i = 0; i < item->n_rows; i++, arranged += a->head_dim) {
-        memcpy(natural, q + tqkv__caller_row(a, item, i) * (size_t)a->head_dim, (size_t)a->head_dim * sizeof(float));
-        if (a->rotate_queries) a->isa->codec->rotate(natural, a->head_dim);
-        tqkv__scale(natural, a->head_dim, a->call.scale);
+    for (int i = 0; i < item->n_rows; i++, arranged += a->key_dim) {
+        const void *query = tqkv__query_at(a, q, tqkv__caller_row(a, item, i));
+        a->isa->codec->widen(a->call.query_type, query, NULL, a->key_dim, natural);
+        if (a->rotate_queries) a->isa->codec->rotate(natural, a->key_dim);
+        tqkv__scale(natural, a->key_dim, a->call.scale);
         tqkv__to_decoded(a->isa, &a->keys, natural, arranged);
     }
 }
 
 /* scale * q.c, for the centre c of the keys: what is missing in all scores of a row. In double: it may be a thousand
-   times as large as what differs between scores. q: [head_dim], the caller's */
-static TQKV__NOINLINE double tqkv__center_score(const tqkv__attention *a, int kv_head, const float *q)
+   times as large as what differs between scores. query: [key_dim], the caller's */
+static TQKV__NOINLINE double tqkv__center_score(const tqkv__attention *a, int kv_head, const void *query)
 {
+    float q[TQKV_MAX_HEAD_DIM];
     double c[TQKV_MAX_HEAD_DIM], sum = 0.0;
     const float *center = tqkv__center_of(&a->keys, kv_head);
     const bool rotated = a->keys.rotated && !a->rotate_queries; /* the caller has rotated q */
     if (!center) return 0.0;
-    for (int d = 0; d < a->head_dim; d++) c[d] = (double)center[d];
-    if (rotated) tqkv__rotate_double(c, a->head_dim);
-    for (int d = 0; d < a->head_dim; d++) sum += c[d] * (double)q[d];
+    for (int d = 0; d < a->key_dim; d++) c[d] = (double)center[d];
+    if (rotated) tqkv__rotate_double(c, a->key_dim);
+    a->isa->codec->widen(a->call.query_type, query, NULL, a->key_dim, q);
+    for (int d = 0; d < a->key_dim; d++) sum += c[d] * (double)q[d];
     return sum * (double)a->call.scale;
 }
 
 /* The parts of an item's scores that come from a centre; offsets: [n_rows], read if there is a softcap */
-static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item, const float *q, float *offsets)
+static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item, const void *q, float *offsets)
 {
     for (int i = 0; i < item->n_rows; i++) {
-        const float *row = q + tqkv__caller_row(a, item, i) * (size_t)a->head_dim;
+        const void *row = tqkv__query_at(a, q, tqkv__caller_row(a, item, i));
         offsets[i] = a->call.softcap > 0.0f ? (float)tqkv__center_score(a, item->kv_head, row) : 0.0f;
     }
 }
 
 /* Adds the centres to the sums of a row. The keys' belongs to the maximum, where a float has lost the last bits of the
-   sum; they go into the weights. value_center: [head_dim], in the values' basis, or NULL */
+   sum; they go into the weights. value_center, out: [value_dim], in the values' basis; value_center may be NULL */
 static void tqkv__add_centers(const tqkv__attention *a, double score, const float *value_center, float *out, float *max,
                               float *sum)
 {
     if (*sum == 0.0f) return;
     const double exact = (double)*max + score;
     const float rounded = (float)exact, factor = (float)exp(exact - (double)rounded);
-    for (int d = 0; d < a->head_dim; d++)
+    for (int d = 0; d < a->value_dim; d++)
         out[d] = out[d] * factor + (value_center ? *sum * factor * value_center[d] : 0.0f);
     *max = rounded;
     *sum *= factor;
@@ -4591,26 +4796,38 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
 
 static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum);
 
-/* Writes an item's sums to the caller; finishes them unless the call is partial. */
+/* To nearest even, whatever the caller's mode. out: [value_dim], to: of the output's type */
+static void tqkv__round_output(const tqkv__attention *a, const float *out, void *to)
+{
+    const uint64_t mode = tqkv__fp_exact();
+    a->isa->codec->narrow(a->call.output_type, out, a->value_dim, to);
+    tqkv__fp_restore(mode);
+}
+
+/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. */
 static void tqkv__deliver(const tqkv__job *job, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = job->a;
     float center[TQKV_MAX_HEAD_DIM]; /* of the values */
-    const bool scored = a->keys.center && a->call.softcap == 0.0f && (job->out.max || a->call.sinks);
+    TQKV__ALIGNED float wide[TQKV_MAX_HEAD_DIM];
+    const tqkv_type type = job->max ? TQKV_TYPE_F32 : a->call.output_type;
+    const bool scored = a->keys.center && a->call.softcap == 0.0f && (job->max || a->call.sinks);
     memset(center, 0, sizeof center);
     tqkv__add_center(&a->values, item->kv_head, a->values.rotated, center);
     for (int i = 0; i < item->n_rows; i++) {
-        const size_t row = tqkv__caller_row(a, item, i), at = row * (size_t)a->head_dim;
-        float *out = job->out.out + at, max = sums->max[i], sum = sums->sum[i];
-        const double score = scored ? tqkv__center_score(a, item->kv_head, job->q + at) : 0.0;
-        tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->head_dim, out);
+        const size_t row = tqkv__caller_row(a, item, i);
+        uint8_t *to = (uint8_t *)job->out + row * (size_t)a->value_dim * tqkv__type_size(type);
+        float *out = type == TQKV_TYPE_F32 ? (float *)(void *)to : wide, max = sums->max[i], sum = sums->sum[i];
+        const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, job->q, row)) : 0.0;
+        tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
         if (scored || a->values.center) tqkv__add_centers(a, score, a->values.center ? center : NULL, out, &max, &sum);
-        if (!job->out.max) {
-            tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out, max, sum);
+        if (job->max) {
+            job->max[row] = max;
+            job->sum[row] = sum;
             continue;
         }
-        job->out.max[row] = max;
-        job->out.sum[row] = sum;
+        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out, max, sum);
+        if (out == wide) tqkv__round_output(a, wide, to);
     }
 }
 
@@ -4619,17 +4836,17 @@ static void tqkv__attend_stretch(const tqkv__job *job, const tqkv__item *item, i
 {
     const int64_t first = stretch * TQKV__STRETCH; /* the last stretch may end early */
     const int64_t end = job->end - first > TQKV__STRETCH ? first + TQKV__STRETCH : job->end;
-    tqkv__clear_sums(sums, (size_t)item->n_rows, job->a->head_dim);
+    tqkv__clear_sums(sums, (size_t)item->n_rows, job->a->value_dim);
     tqkv__attend_rows(job->a, item, first > job->first ? first : job->first, end, q, offsets, tiles, sums);
 }
 
 static void tqkv__attend_task(void *context, int index)
 {
     const tqkv__job *job = (const tqkv__job *)context;
-    const size_t elements = (size_t)job->rows_each * (size_t)job->a->head_dim, rows = (size_t)job->rows_each;
+    const size_t rows = (size_t)job->rows_each, elements = rows * (size_t)job->a->value_dim;
     float *slot = job->slots + (size_t)index * job->slot_floats;
     tqkv__tile *tiles = (tqkv__tile *)(void *)slot;
-    float *q = slot + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + elements;
+    float *q = slot + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + rows * (size_t)job->a->key_dim;
     const tqkv__sums all = {next, next + 2 * elements, next + 2 * elements + rows};
     const tqkv__sums one = {next + elements, all.sum + rows, all.sum + 2 * rows};
     float offsets[TQKV__CHUNK_ROWS];
@@ -4641,14 +4858,14 @@ static void tqkv__attend_task(void *context, int index)
         if (job->spread) { /* rows are ordered by KV head; item.first_row counts within it */
             const size_t row = (size_t)item.kv_head * (size_t)(job->a->call.n_queries * job->a->group) +
                                (size_t)item.first_row + (size_t)(1 + unit / job->n_items) * job->a->n_rows;
-            const tqkv__sums to = tqkv__sums_from(&job->partial, row, job->a->head_dim);
+            const tqkv__sums to = tqkv__sums_from(&job->partial, row, job->a->value_dim);
             tqkv__attend_stretch(job, &item, job->wave + unit / job->n_items, q, offsets, tiles, &to);
             continue;
         }
         tqkv__attend_stretch(job, &item, job->stretch, q, offsets, tiles, &all);
         for (int64_t i = 1; i < job->n_stretches; i++) {
             tqkv__attend_stretch(job, &item, job->stretch + i, q, offsets, tiles, &one);
-            tqkv__merge_sums(&all, &one, (size_t)item.n_rows, job->a->head_dim);
+            tqkv__merge_sums(&all, &one, (size_t)item.n_rows, job->a->value_dim);
         }
         tqkv__deliver(job, &item, &all);
     }
@@ -4665,12 +4882,12 @@ static void tqkv__cut(const tqkv__attention *a, int64_t first, int64_t end, tqkv
     if (job->end < job->first) job->end = job->first;
     job->stretch = job->first / TQKV__STRETCH;
     job->n_stretches = job->end > job->first ? (job->end - 1) / TQKV__STRETCH - job->stretch + 1 : 1;
-    job->rows_each = tqkv__chunk_rows(a->head_dim);
+    job->rows_each = tqkv__chunk_rows(a->key_dim > a->value_dim ? a->key_dim : a->value_dim);
     if (job->rows_each > a->call.n_queries * a->group) job->rows_each = a->call.n_queries * a->group;
     job->n_chunks = (a->call.n_queries * a->group - 1) / job->rows_each + 1;
     job->n_items = a->n_kv_heads * job->n_chunks;
     job->spread = a->call.parallel.run != tqkv__run_serial && job->n_items < TQKV__TASKS && job->n_stretches > 1;
-    const int64_t fit = TQKV__WAVE_FLOATS / (int64_t)(a->n_elements + 2 * a->n_rows);
+    const int64_t fit = TQKV__WAVE_FLOATS / (int64_t)(a->out_elements + 2 * a->n_rows);
     job->n_wave = !job->spread ? 0 : fit < 1 ? 1 : fit < job->n_stretches ? fit : job->n_stretches;
     const int64_t units = job->spread ? job->n_items * job->n_wave : job->n_items;
     job->n_tasks = a->call.parallel.run == tqkv__run_serial ? 1 : units < TQKV__TASKS ? (int)units : TQKV__TASKS;
@@ -4681,45 +4898,46 @@ static void tqkv__run_waves(tqkv__job *job)
 {
     const tqkv__attention *a = job->a;
     const int64_t end = job->stretch + job->n_stretches;
-    tqkv__clear_sums(&job->partial, a->n_rows, a->head_dim);
+    tqkv__clear_sums(&job->partial, a->n_rows, a->value_dim);
     for (job->wave = job->stretch; job->wave < end; job->wave += job->n_wave) {
         if (job->n_wave > end - job->wave) job->n_wave = end - job->wave;
         a->call.parallel.run(a->call.parallel.user, job->n_tasks, tqkv__attend_task, job);
         for (int64_t i = 1; i <= job->n_wave; i++) {
-            const tqkv__sums from = tqkv__sums_from(&job->partial, (size_t)i * a->n_rows, a->head_dim);
-            tqkv__merge_sums(&job->partial, &from, a->n_rows, a->head_dim);
+            const tqkv__sums from = tqkv__sums_from(&job->partial, (size_t)i * a->n_rows, a->value_dim);
+            tqkv__merge_sums(&job->partial, &from, a->n_rows, a->value_dim);
         }
     }
     for (int i = 0; i < job->n_items; i++) {
         const tqkv__item item = tqkv__item_of(job, i);
         const size_t row = (size_t)item.kv_head * (size_t)(a->call.n_queries * a->group) + (size_t)item.first_row;
-        const tqkv__sums sums = tqkv__sums_from(&job->partial, row, a->head_dim);
+        const tqkv__sums sums = tqkv__sums_from(&job->partial, row, a->value_dim);
         tqkv__deliver(job, &item, &sums);
     }
 }
 
 /* Attends over [first, end) after all checks. max and sum NULL: finishes the rows. */
-static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, int64_t end, const float *q, float *out,
+static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, int64_t end, const void *q, void *out,
                                       float *max, float *sum)
 {
     tqkv__job job;
     tqkv__cut(a, first, end, &job);
     const tqkv_allocator *allocator = &a->call.allocator;
-    const size_t elements = (size_t)job.rows_each * (size_t)a->head_dim, rows = (size_t)job.rows_each;
-    const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + (job.spread ? 1 : 3) * elements + 4 * rows;
+    const size_t rows = (size_t)job.rows_each, q_floats = rows * (size_t)a->key_dim;
+    const size_t sums_floats = job.spread ? 0 : 2 * rows * (size_t)(a->value_dim + 2);
+    const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + q_floats + sums_floats;
     job.slot_floats = (slot + 15) / 16 * 16; /* whole cache lines */
     const size_t partial_rows = job.spread ? (size_t)(1 + job.n_wave) * a->n_rows : 0;
-    const size_t partial_floats = partial_rows * ((size_t)a->head_dim + 2);
+    const size_t partial_floats = partial_rows * ((size_t)a->value_dim + 2);
     const size_t size = ((size_t)job.n_tasks * job.slot_floats + partial_floats + 16) * sizeof(float);
     float *memory = (float *)allocator->alloc(allocator->user, size);
     if (!memory) return TQKV_OUT_OF_MEMORY;
     job.q = q;
-    job.out.out = out;
-    job.out.max = max;
-    job.out.sum = sum;
+    job.out = out;
+    job.max = max;
+    job.sum = sum;
     job.slots = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float);
     job.partial.out = job.slots + (size_t)job.n_tasks * job.slot_floats;
-    job.partial.max = job.partial.out + partial_rows * (size_t)a->head_dim;
+    job.partial.max = job.partial.out + partial_rows * (size_t)a->value_dim;
     job.partial.sum = job.partial.max + partial_rows;
     if (job.spread)
         tqkv__run_waves(&job);
@@ -4729,7 +4947,7 @@ static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, i
     return TQKV_OK;
 }
 
-/* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [head_dim] */
+/* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [value_dim] */
 static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
 {
     float factor = 0.0f;
@@ -4738,14 +4956,14 @@ static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, flo
         const float largest = sink > max ? sink : max, keep = expf(max - largest);
         factor = keep / (sum * keep + expf(sink - largest));
     }
-    tqkv__scale(out, a->head_dim, factor);
-    if (a->unrotate_output) a->isa->codec->unrotate(out, a->head_dim);
+    tqkv__scale(out, a->value_dim, factor);
+    if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
 }
 
 static void tqkv__finish(const tqkv__attention *a, float *out, const float *max, const float *sum)
 {
     for (size_t row = 0; row < a->n_rows; row++)
-        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out + row * (size_t)a->head_dim, max[row], sum[row]);
+        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out + row * (size_t)a->value_dim, max[row], sum[row]);
 }
 
 /* The arrays of one call. No written array may overlap another one. */
@@ -4761,11 +4979,11 @@ static void tqkv__add_array(tqkv__arrays *arrays, const void *at, size_t size)
     arrays->size[arrays->n++] = size;
 }
 
-/* Adds out [n_queries][n_heads][head_dim], and max and sum [n_queries][n_heads]. */
+/* Adds out [n_queries][n_heads][value_dim], and max and sum [n_queries][n_heads]. */
 static void tqkv__add_slice(tqkv__arrays *arrays, const tqkv__attention *a, const void *out, const void *max,
                             const void *sum)
 {
-    tqkv__add_array(arrays, out, a->n_elements * sizeof(float));
+    tqkv__add_array(arrays, out, a->out_elements * sizeof(float));
     tqkv__add_array(arrays, max, a->n_rows * sizeof(float));
     tqkv__add_array(arrays, sum, a->n_rows * sizeof(float));
 }
@@ -4783,41 +5001,43 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
 }
 
 /* Checks the outputs in arrays against q, the stores and the sinks, and q for NaN and infinity. */
-static tqkv_result tqkv__check_attend(const tqkv__attention *a, const float *q, tqkv__arrays *arrays)
+static tqkv_result tqkv__check_attend(const tqkv__attention *a, const void *q, tqkv__arrays *arrays)
 {
     const int n_written = arrays->n;
-    tqkv__add_array(arrays, q, a->n_elements * sizeof(float));
+    if (!tqkv__aligned_as(a->call.query_type, q)) return TQKV__INVALID("q: not aligned as its type");
+    tqkv__add_array(arrays, q, a->q_elements * tqkv__type_size(a->call.query_type));
     if (a->call.sinks) tqkv__add_array(arrays, a->call.sinks, (size_t)a->call.n_heads * sizeof(float));
     for (int i = 0; i < n_written; i++)
         if (tqkv__stream_overlaps(&a->keys, arrays->at[i], arrays->size[i]) ||
             tqkv__stream_overlaps(&a->values, arrays->at[i], arrays->size[i]))
             return TQKV__INVALID("an output overlaps a store");
     const tqkv_result r = tqkv__check_arrays(arrays, n_written);
-    if (r != TQKV_OK || a->isa->codec->rows_finite(q, a->n_elements)) return r;
+    if (r != TQKV_OK || a->isa->codec->rows_finite(a->call.query_type, q, a->q_elements)) return r;
     return TQKV__REFUSE(NOT_FINITE, "q holds NaN or infinity");
 }
 
-static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const float *q, const float *out)
+static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const void *q, const void *out)
 {
-    tqkv__arrays arrays = {{out}, {a->n_elements * sizeof(float)}, 1};
+    tqkv__arrays arrays = {{out}, {a->out_elements * tqkv__type_size(a->call.output_type)}, 1};
+    if (!tqkv__aligned_as(a->call.output_type, out)) return TQKV__INVALID("out: not aligned as its type");
     return tqkv__check_attend(a, q, &arrays);
 }
 
 /* Attends over all resident positions after tqkv__attention_open. */
-static tqkv_result tqkv__attend(const tqkv__attention *a, const float *q, float *out)
+static tqkv_result tqkv__attend(const tqkv__attention *a, const void *q, void *out)
 {
     const tqkv_result r = tqkv__check_q_out(a, q, out);
     return r == TQKV_OK ? tqkv__attend_range(a, a->first, a->call.end, q, out, NULL, NULL) : r;
 }
 
-TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const float *q, float *out)
+TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q, void *out)
 {
     tqkv__attention a;
     tqkv_result r = tqkv__attention_open(attention, &a);
     return r == TQKV_OK ? tqkv__attend(&a, q, out) : r;
 }
 
-TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const float *q, int64_t first, int count,
+TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const void *q, int64_t first, int count,
                                          float *out, float *max, float *sum)
 {
     tqkv__attention a;
@@ -4841,18 +5061,18 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
     tqkv_result r = tqkv__attention_shape(attention, &a);
     if (r == TQKV_OK) r = tqkv__attention_shape(slice, &from);
     if (r != TQKV_OK) return r;
-    if (from.head_dim != a.head_dim || from.call.n_heads != a.call.n_heads || from.call.n_queries != a.call.n_queries)
-        return TQKV__INVALID("the slices differ in head_dim, n_heads or n_queries");
+    if (from.value_dim != a.value_dim || from.call.n_heads != a.call.n_heads || from.call.n_queries != a.call.n_queries)
+        return TQKV__INVALID("the slices differ in the values' head_dim, n_heads or n_queries");
     tqkv__add_slice(&arrays, &a, out, max, sum);
     tqkv__add_slice(&arrays, &a, src_out, src_max, src_sum);
     if ((r = tqkv__check_arrays(&arrays, 3)) != TQKV_OK) return r;
-    const size_t head_dim = (size_t)a.head_dim;
+    const size_t value_dim = (size_t)a.value_dim;
     for (size_t row = 0; row < a.n_rows; row++) {
         float source[TQKV_MAX_HEAD_DIM]; /* basis of a's values */
-        memcpy(source, src_out + row * head_dim, head_dim * sizeof(float));
-        if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.head_dim);
-        if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.head_dim);
-        tqkv__merge_row(a.head_dim, out + row * head_dim, &max[row], &sum[row], source, src_max[row], src_sum[row]);
+        memcpy(source, src_out + row * value_dim, value_dim * sizeof(float));
+        if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.value_dim);
+        if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.value_dim);
+        tqkv__merge_row(a.value_dim, out + row * value_dim, &max[row], &sum[row], source, src_max[row], src_sum[row]);
     }
     return TQKV_OK;
 }
@@ -4880,7 +5100,7 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
 struct tqkv_cache {
     tqkv_attention attention; /* one query over all appended positions; defaults resolved, sinks in the block */
     tqkv_store keys, values;
-    float *centers; /* [2][n_kv_heads][head_dim]: room for those of keys and values */
+    float *centers; /* room for the keys' and the values': [n_kv_heads][head_dim], [n_kv_heads][value_dim] */
     int64_t first;  /* resident positions [first, attention.end) */
     tqkv_metal *metal;
     tqkv_allocator memory;
@@ -4910,6 +5130,8 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->keys.ring = desc->ring;
     c->values = c->keys;
     c->values.format = desc->value_format ? desc->value_format : TQKV_TQ4;
+    if (desc->value_dim) c->values.head_dim = desc->value_dim;
+    c->keys.type = c->values.type = c->attention.query_type = c->attention.output_type = desc->type;
     c->attention.keys = &c->keys;
     c->attention.values = &c->values;
     c->attention.n_heads = desc->n_heads;
@@ -4941,7 +5163,7 @@ TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache *
     c.values.codes_size = tqkv_codes_size(&c.values);
     c.values.norms_size = tqkv_norms_size(&c.values);
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
-    if (!tqkv__array_size(2, c.keys.n_kv_heads, c.keys.head_dim, sizeof(float), &centers_size) ||
+    if (!tqkv__array_size(1, c.keys.n_kv_heads, c.keys.head_dim + c.values.head_dim, sizeof(float), &centers_size) ||
         !tqkv__reserve(&end, sinks_size, &sinks) || !tqkv__reserve(&end, centers_size, &centers) ||
         !tqkv__reserve(&end, c.keys.codes_size, &key_codes) || !tqkv__reserve(&end, c.keys.norms_size, &key_norms) ||
         !tqkv__reserve(&end, c.values.codes_size, &value_codes) ||
@@ -4985,7 +5207,7 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 enum { TQKV__APPEND_TASKS = 16 };
 typedef struct tqkv__append_job {
     const tqkv__stream *streams[2];
-    const float *src[2];
+    const void *src[2];
     int n_tokens, n_tasks; /* n_tasks: of each stream */
     int64_t position;
     bool encode;
@@ -5005,7 +5227,7 @@ static void tqkv__append_task(void *context, int index)
     tqkv__append_job *job = (tqkv__append_job *)context;
     const int stream = index / job->n_tasks, part = index % job->n_tasks;
     const tqkv__stream *s = job->streams[stream];
-    const float *src = job->src[stream];
+    const void *src = job->src[stream];
     const int first = job->encode ? tqkv__first_kept(s, job->n_tokens) : 0;
     const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
     const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
@@ -5013,10 +5235,10 @@ static void tqkv__append_task(void *context, int index)
         tqkv__encode_tokens(s, src, from, to, job->position);
     else
         job->bad[index] =
-            !tqkv__rows_finite(s, src + (size_t)from * (size_t)s->n_kv_heads * (size_t)s->head_dim, to - from);
+            !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from * (size_t)s->n_kv_heads), to - from);
 }
 
-TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const float *k, const float *v, int n_tokens)
+TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
     tqkv__stream keys, values;
     tqkv_result r;
@@ -5050,7 +5272,7 @@ static tqkv_result tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqk
     return r;
 }
 
-TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const float *q, int n_queries, float *out)
+TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out)
 {
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
@@ -5067,7 +5289,7 @@ static void tqkv__cache_center(tqkv_cache *c, int part, const float *center)
 {
     tqkv_store *s = part ? &c->values : &c->keys;
     const size_t n = (size_t)s->n_kv_heads * (size_t)s->head_dim;
-    float *own = c->centers + (size_t)part * n;
+    float *own = c->centers + (part ? (size_t)c->keys.n_kv_heads * (size_t)c->keys.head_dim : 0);
     s->center = center ? own : NULL;
     if (center && center != own) memcpy(own, center, n * sizeof(float));
 }
@@ -5076,12 +5298,14 @@ TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, con
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (c->attention.end != 0) return TQKV__INVALID("a centre: the cache holds positions encoded without it");
-    const size_t n = (size_t)c->keys.n_kv_heads * (size_t)c->keys.head_dim;
+    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads;
+    const size_t n_keys = n_kv_heads * (size_t)c->keys.head_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
     if ((uintptr_t)keys % sizeof(float) || (uintptr_t)values % sizeof(float))
         return TQKV__INVALID("a centre is not aligned as floats");
-    if ((keys && !tqkv__all_finite(keys, n)) || (values && !tqkv__all_finite(values, n)))
+    if ((keys && !tqkv__all_finite(keys, n_keys)) || (values && !tqkv__all_finite(values, n_values)))
         return TQKV__REFUSE(NOT_FINITE, "a centre holds NaN or infinity");
-    if (tqkv__overlap(c, c->size, keys, n * sizeof(float)) || tqkv__overlap(c, c->size, values, n * sizeof(float)))
+    if (tqkv__overlap(c, c->size, keys, n_keys * sizeof(float)) ||
+        tqkv__overlap(c, c->size, values, n_values * sizeof(float)))
         return TQKV__INVALID("a centre lies in the cache");
     tqkv__cache_center(c, 0, keys);
     tqkv__cache_center(c, 1, values);
@@ -5109,6 +5333,8 @@ TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c-
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? &c->values : NULL; }
 
 /* >>metal-plan: the plans of >>plan, which tqkv_metal.m records */
+
+#define TQKV__UNEQUAL_DIMS "keys and values differ in head_dim: no kernel on a GPU"
 
 static bool tqkv__bindings_overlap(const tqkv__binding *a, const tqkv__binding *b)
 {
@@ -5266,8 +5492,8 @@ TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tq
     tqkv_result r = tqkv__stream_shape(keys ? &keys->shape : NULL, &ks);
     if (r == TQKV_OK) r = tqkv__stream_shape(values ? &values->shape : NULL, &vs);
     if (r != TQKV_OK) return r;
-    if (ks.head_dim != vs.head_dim || ks.n_kv_heads != vs.n_kv_heads)
-        return TQKV__INVALID("keys and values differ in head_dim or n_kv_heads");
+    if (ks.n_kv_heads != vs.n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
+    if (ks.head_dim != vs.head_dim) return TQKV__REFUSE(UNSUPPORTED, TQKV__UNEQUAL_DIMS);
     tqkv__plan_begin(d, TQKV__ENCODE_KV, ks.head_dim);
     tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
@@ -5385,9 +5611,9 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t *first, int64_t *
 /* Divides query rows and the tiles [first, end) of the keys. */
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, tqkv__split *split)
 {
-    const int64_t rows = (int64_t)a->call.n_queries * a->group, most = TQKV__MAX_COLUMNS(a->head_dim);
+    const int64_t rows = (int64_t)a->call.n_queries * a->group, most = TQKV__MAX_COLUMNS(a->key_dim);
     const int64_t blocks = (rows + most - 1) / most, section = TQKV__SECTION;
-    const size_t row = ((size_t)a->head_dim + 2) * sizeof(float);
+    const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
     split->n_short = a->call.window ? INT_MAX : TQKV__SHORT_STRETCHES;
     split->first_stretch = tqkv__stretch_of(first, split->n_short);
     const int last = tqkv__stretch_of(end > first ? end - 1 : first, split->n_short);
@@ -5403,7 +5629,7 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     split->n_simdgroups = end > 4 ? 4 : end > 1 ? (int)end : 1;
     const size_t n = (size_t)split->n_partials;
     if (a->n_rows > SIZE_MAX / row / (n + 1)) return TQKV__INVALID("scratch of more than SIZE_MAX bytes");
-    split->sums_size = a->n_elements * sizeof(float) * n;
+    split->sums_size = a->out_elements * sizeof(float) * n;
     split->scratch_size = a->n_rows * (row * n + 2 * sizeof(float));
     return TQKV_OK;
 }
@@ -5481,16 +5707,15 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
 {
     static const char *const key_names[] = {"keys' codes", "keys' norms"};
     static const char *const value_names[] = {"values' codes", "values' norms"};
-    const size_t size = a->n_elements * sizeof(float);
     const bool center = tqkv__center_counts(a, b);
-    tqkv__plan_begin(d, TQKV__ATTEND, a->head_dim);
+    tqkv__plan_begin(d, TQKV__ATTEND, a->key_dim);
     tqkv__plan_attend_args(a, split, &d->args[0].attend);
     d->args_size = sizeof d->args[0].attend;
     d->n_args = 1;
     tqkv__plan_attend_constants(d, a, split->columns);
     tqkv__plan_constant(d, TQKV_FC_CENTER, center);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, center && a->keys.rotated && !a->rotate_queries);
-    tqkv__plan_bind(d, "q", 1, b->q, size, false);
+    tqkv__plan_bind(d, "q", 1, b->q, a->q_elements * sizeof(float), false);
     tqkv__plan_bind_store(d, key_names, 2, b->keys, &a->keys, false);
     tqkv__plan_bind_store(d, value_names, 4, b->values, &a->values, false);
     tqkv__plan_bind(d, "sinks", TQKV__ONLY_CHECKED, b->sinks,
@@ -5498,8 +5723,8 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
     tqkv__plan_bind_partials(d, 6, b->scratch, split, true);
     tqkv__plan_bind_center(d, "keys' center", 8, b->keys, &a->keys, center);
     tqkv__plan_bind_center(d, "values' center", TQKV__ONLY_CHECKED, b->values, &a->values, true);
-    tqkv__plan_bind(d, "out", TQKV__ONLY_CHECKED, b->out, size, true);
-    tqkv__plan_attend_memory(d, (size_t)a->head_dim, split);
+    tqkv__plan_bind(d, "out", TQKV__ONLY_CHECKED, b->out, a->out_elements * sizeof(float), true);
+    tqkv__plan_attend_memory(d, (size_t)a->key_dim, split);
     d->grid[0] = (size_t)a->n_kv_heads;
     d->grid[1] = split->blocks;
     d->grid[2] = (size_t)split->n_splits;
@@ -5514,7 +5739,7 @@ static void tqkv__plan_attend_merge(tqkv__dispatch *d, const tqkv__attention *a,
               n_sections = (before + n_results - 1) / length + 1;
     const tqkv__merge_args args = {(int32_t)a->n_rows, a->call.n_heads, a->group, n_results, length, before};
     const bool sinks = b->sinks.buffer != NULL;
-    tqkv__plan_begin(d, TQKV__ATTEND_MERGE, a->head_dim);
+    tqkv__plan_begin(d, TQKV__ATTEND_MERGE, a->value_dim);
     d->args[0].merge = args;
     d->args_size = sizeof args;
     d->n_args = 1;
@@ -5523,13 +5748,13 @@ static void tqkv__plan_attend_merge(tqkv__dispatch *d, const tqkv__attention *a,
     tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__center_counts(a, b) && !(a->call.softcap > 0.0f));
     tqkv__plan_bind_partials(d, 1, b->scratch, split, false);
     tqkv__plan_bind(d, "sinks", 3, b->sinks, sinks ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
-    tqkv__plan_bind(d, "out", 4, b->out, a->n_elements * sizeof(float), true);
+    tqkv__plan_bind(d, "out", 4, b->out, a->out_elements * sizeof(float), true);
     const bool center = tqkv__plan_bind_center(d, "values' center", 5, b->values, &a->values, true);
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
     tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, center && a->values.rotated && !a->unrotate_output);
-    d->memory_each[0] = TQKV__MERGE_BYTES((size_t)a->head_dim, 1);
+    d->memory_each[0] = TQKV__MERGE_BYTES((size_t)a->value_dim, 1);
     d->grid[0] = a->n_rows;
-    d->n_simdgroups = TQKV__MERGE_SIMDGROUPS(a->head_dim);
+    d->n_simdgroups = TQKV__MERGE_SIMDGROUPS(a->value_dim);
     if (d->n_simdgroups > n_sections) d->n_simdgroups = n_sections;
     d->barrier = b->scratch.buffer;
 }
@@ -5538,6 +5763,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 {
     tqkv__split split;
     int64_t first, end;
+    if (a->key_dim != a->value_dim) return TQKV__REFUSE(UNSUPPORTED, TQKV__UNEQUAL_DIMS);
     tqkv__tiles_seen(a, &first, &end);
     const tqkv_result r = tqkv__choose_split(a, first, end, &split);
     if (r != TQKV_OK) return r;
@@ -5579,6 +5805,7 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t *bytes)
     const int64_t section = (int64_t)TQKV__SECTION * TQKV__STRETCH_TILES, width = TQKV__SIMD_WIDTH;
     const int64_t seen = (int64_t)a->call.window - 1 + a->call.n_queries, all = (a->keys.capacity + width - 1) / width;
     const bool part = a->call.window && !a->keys.ring && seen / width + 2 < all;
+    if (a->key_dim != a->value_dim) return TQKV__REFUSE(UNSUPPORTED, TQKV__UNEQUAL_DIMS);
     const tqkv_result r = part ? tqkv__choose_split(a, section - 1, section + (seen + width - 2) / width, &split)
                                : tqkv__choose_split(a, 0, all, &split);
     if (r != TQKV_OK) return r;
@@ -5628,7 +5855,7 @@ TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, 
     if (!c || n_queries <= 0) return TQKV__INVALID("the cache is NULL or n_queries not positive");
     const tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
     if (r != TQKV_OK) return r;
-    *rows_size = a.n_elements * sizeof(float);
+    *rows_size = (a.q_elements > a.out_elements ? a.q_elements : a.out_elements) * sizeof(float);
     return tqkv__plan_most_scratch(&a, scratch_size);
 }
 
@@ -5697,10 +5924,11 @@ TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report)
          32      4  key format                            then, keys first, values second:
          36      4  value format                                       centre [n_kv_heads][head_dim], if there is one
          40      4  bit 0: ring; bits 1 and 2: keys                    codes [n_kv_heads][resident][row_bytes]
-                    and values have a centre                           norms [n_kv_heads][resident][norms_per_row]
-                                                                    8  XXH3-64 of this centre, codes and norms
+                    and values have a centre; bits 16                  norms [n_kv_heads][resident][norms_per_row]
+                    to 31: the values' head_dim, or 0               8  XXH3-64 of this centre, codes and norms
+                    where it is the keys'
 
-   Version 1, always with table version 1, has no centres and neither TQ3 nor TQ2. */
+   Version 1, always with table version 1, has one head_dim, no centres and neither TQ3 nor TQ2. */
 
 #define TQKV__SNAPSHOT_VERSION 2
 #define TQKV__HEADER_SIZE      72 /* without its hash */
@@ -5819,7 +6047,9 @@ TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void
     if (!c || !write) return TQKV__INVALID("the cache or write is NULL");
     const tqkv_store *keys = &c->keys;
     const tqkv_attention *a = &c->attention;
-    const uint32_t flags = (keys->ring ? 1u : 0u) | (keys->center ? 2u : 0u) | (c->values.center ? 4u : 0u);
+    const uint32_t value_dim = c->values.head_dim == keys->head_dim ? 0 : (uint32_t)c->values.head_dim;
+    const uint32_t flags =
+        (keys->ring ? 1u : 0u) | (keys->center ? 2u : 0u) | (c->values.center ? 4u : 0u) | value_dim << 16;
     const uint32_t fields[12] = {TQKV__SNAPSHOT_VERSION,     TQKV_TABLE_VERSION,         (uint32_t)keys->head_dim,
                                  (uint32_t)keys->n_kv_heads, (uint32_t)a->n_heads,       (uint32_t)keys->capacity,
                                  (uint32_t)keys->format,     (uint32_t)c->values.format, flags,
@@ -5845,15 +6075,17 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32
     if (old && (fields[6] > TQKV_I8 || fields[7] > TQKV_I8 || fields[8] > 1)) return false;
     for (int i = 2; i < 10; i++)
         if (fields[i] > (uint32_t)INT_MAX) return false;
-    if (fields[8] > 7 || fields[4] == 0 || fields[6] == 0 || fields[7] == 0) return false;
+    const uint32_t flags = fields[8] & 0xffffu, value_dim = fields[8] >> 16;
+    if (flags > 7 || fields[4] == 0 || fields[6] == 0 || fields[7] == 0 || value_dim == fields[2]) return false;
     d->head_dim = (int)fields[2];
+    d->value_dim = (int)(value_dim ? value_dim : fields[2]);
     d->n_kv_heads = (int)fields[3];
     d->n_heads = (int)fields[4];
     d->capacity = (int)fields[5];
     d->key_format = (tqkv_format)fields[6];
     d->value_format = (tqkv_format)fields[7];
-    d->ring = fields[8] & 1;
-    *centers = fields[8] >> 1;
+    d->ring = flags & 1;
+    *centers = flags >> 1;
     d->window = (int)fields[9];
     d->scale = tqkv__float(fields[10]);
     d->softcap = tqkv__float(fields[11]);
@@ -5867,6 +6099,7 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32
 static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
 {
     return (!wanted->head_dim || wanted->head_dim == found->head_dim) &&
+           (!wanted->value_dim || wanted->value_dim == found->value_dim) &&
            (!wanted->n_kv_heads || wanted->n_kv_heads == found->n_kv_heads) &&
            (!wanted->n_heads || wanted->n_heads == found->n_heads) &&
            (!wanted->capacity || wanted->capacity == found->capacity) &&
@@ -5955,6 +6188,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
         tqkv__cache_resolve(&found, &checked) != TQKV_OK)
         return TQKV_CORRUPT;
     if (!tqkv__desc_matches(desc, &found)) return TQKV__INVALID("a field of desc is not the snapshot's");
+    found.type = desc->type;
     found.sinks = desc->sinks;
     found.parallel = desc->parallel;
     found.allocator = desc->allocator;
@@ -5967,7 +6201,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
         tqkv__drop_held(&ahead);
         return r;
     }
-    memset(c->centers, 0, 2 * (size_t)c->keys.n_kv_heads * (size_t)c->keys.head_dim * sizeof(float));
+    memset(c->centers, 0, (size_t)c->keys.n_kv_heads * (size_t)(c->keys.head_dim + c->values.head_dim) * sizeof(float));
     if (centers & 1) tqkv__cache_center(c, 0, c->centers);
     if (centers & 2) tqkv__cache_center(c, 1, c->centers); /* zeros, until it is read */
     c->first = first;

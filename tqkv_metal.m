@@ -481,7 +481,7 @@ tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_q
 }
 
 /* The blocking calls of a cache copy their floats into a block of shared memory, and the result out of it. */
-static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const float *k, const float *v, int n_tokens)
+static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
     tqkv__dispatch d;
     const tqkv_store *keys = tqkv_cache_keys(c);
@@ -502,7 +502,7 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
     return r;
 }
 
-static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const float *q, int n_queries, float *out)
+static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const void *q, int n_queries, void *out)
 {
     tqkv__dispatch d[2];
     size_t size, scratch_size;

@@ -15,7 +15,7 @@ typedef enum attend_poison { POISON_NONE, POISON_NEWEST, POISON_OLDEST } attend_
 
 typedef struct attend_row {
     tqkv_format key_format, value_format;
-    int head_dim, n_kv_heads, group, n_queries;
+    int head_dim, value_dim, n_kv_heads, group, n_queries; /* value_dim: 0 = head_dim */
     int64_t end;
     int kv_len, window, key_capacity, value_capacity;
     bool key_ring, value_ring, keys_unrotated, values_unrotated;
@@ -31,11 +31,11 @@ typedef struct attend_row {
 typedef struct attend_problem {
     tqkv_attention attention;
     tqkv_store keys, values;
-    float *q, *sinks, *out;           /* [n_queries][n_heads][head_dim], [n_heads], as q */
-    float *key_center, *value_center; /* [n_kv_heads][head_dim] or NULL */
-    double *expected;                 /* as q */
-    size_t n_rows, head_dim;          /* n_rows = n_queries * n_heads */
-    int64_t poisoned;                 /* position, or -1 */
+    float *q, *sinks, *out;             /* [n_queries][n_heads][head_dim], [n_heads], as q, but value_dim */
+    float *key_center, *value_center;   /* [n_kv_heads][head_dim], with value_dim, or NULL */
+    double *expected;                   /* as out */
+    size_t n_rows, head_dim, value_dim; /* n_rows = n_queries * n_heads */
+    int64_t poisoned;                   /* position, or -1 */
 } attend_problem;
 
 /* 40 positions of a linear store, one query of two heads. */
@@ -103,25 +103,25 @@ static inline float *attend_make_sinks(const attend_row *row)
 }
 
 /* [n_kv_heads][head_dim], or NULL for size 0 */
-static inline float *attend_make_center(const attend_row *row, uint64_t seed, float size)
+static inline float *attend_make_center(const tqkv_store *s, uint64_t seed, float size)
 {
     if (size == 0.0f) return NULL;
-    float *center = test_rows(seed, DATA_GAUSSIAN, row->n_kv_heads, row->head_dim);
-    for (int i = 0; i < row->n_kv_heads * row->head_dim; i++) center[i] *= size;
+    float *center = test_rows(seed, DATA_GAUSSIAN, s->n_kv_heads, s->head_dim);
+    for (int i = 0; i < s->n_kv_heads * s->head_dim; i++) center[i] *= size;
     return center;
 }
 
 static inline void attend_set_up(attend_problem *problem, const attend_row *row)
 {
+    const int value_dim = row->value_dim ? row->value_dim : row->head_dim;
     memset(problem, 0, sizeof *problem);
     problem->keys = test_store(row->key_format, row->head_dim, row->n_kv_heads, row->key_capacity, row->key_ring);
-    problem->values =
-        test_store(row->value_format, row->head_dim, row->n_kv_heads, row->value_capacity, row->value_ring);
+    problem->values = test_store(row->value_format, value_dim, row->n_kv_heads, row->value_capacity, row->value_ring);
     problem->keys.unrotated = row->keys_unrotated;
     problem->values.unrotated = row->values_unrotated;
     problem->keys.block_scale = problem->values.block_scale = row->block_scale;
-    problem->keys.center = problem->key_center = attend_make_center(row, 14, row->key_center);
-    problem->values.center = problem->value_center = attend_make_center(row, 15, row->value_center);
+    problem->keys.center = problem->key_center = attend_make_center(&problem->keys, 14, row->key_center);
+    problem->values.center = problem->value_center = attend_make_center(&problem->values, 15, row->value_center);
     problem->sinks = attend_make_sinks(row);
     tqkv_attention *a = &problem->attention;
     a->keys = &problem->keys;
@@ -139,11 +139,12 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     attend_fill_store(&problem->keys, a, 11, DATA_GAUSSIAN);
     attend_fill_store(&problem->values, a, 12, DATA_STUDENT);
     problem->head_dim = (size_t)row->head_dim;
+    problem->value_dim = (size_t)value_dim;
     problem->n_rows = (size_t)row->n_queries * (size_t)a->n_heads;
-    size_t count = problem->n_rows * problem->head_dim;
+    size_t count = problem->n_rows * problem->head_dim, out_count = problem->n_rows * problem->value_dim;
     problem->q = test_rows(13, DATA_GAUSSIAN, (int)problem->n_rows, row->head_dim);
-    problem->out = (float *)test_alloc_filled(count * sizeof(float), 0xff);
-    problem->expected = (double *)test_alloc(count * sizeof(double));
+    problem->out = (float *)test_alloc_filled(out_count * sizeof(float), 0xff);
+    problem->expected = (double *)test_alloc(out_count * sizeof(double));
     for (size_t i = 0; i < count; i++) problem->q[i] *= row->query_size;
     problem->poisoned = -1;
     if (row->poison != POISON_NONE) {
@@ -171,7 +172,7 @@ static inline void attend_tear_down(attend_problem *problem)
 /* Checks every row of `out` that sees no poisoned position against the tolerance. */
 static inline void attend_check(const attend_problem *problem, const float *out, const char *what)
 {
-    size_t d = problem->head_dim, n_heads = (size_t)problem->attention.n_heads;
+    size_t d = problem->value_dim, n_heads = (size_t)problem->attention.n_heads;
     size_t checked = 0;
     for (size_t i = 0; i < problem->n_rows; i++) {
         int query = (int)(i / n_heads);

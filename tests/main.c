@@ -14,6 +14,7 @@ static void add_all_cases(void)
     test_defect_cases();
     test_cache_cases();
     test_center_cases();
+    test_types_cases();
     test_plan_cases();
     test_snapshot_cases();
     test_input_cases();

@@ -213,6 +213,38 @@ static inline double reference_half_value(uint16_t half)
     return half & 0x8000 ? -size : size;
 }
 
+/* ---- Types of rows ---- */
+
+static inline double reference_wide(tqkv_type type, uint16_t bits)
+{
+    const uint32_t word = (uint32_t)(bits & 0x7fff) << 16;
+    float magnitude;
+    if (type == TQKV_TYPE_F16) return reference_half_value(bits);
+    memcpy(&magnitude, &word, sizeof magnitude);
+    return bits & 0x8000 ? -(double)magnitude : (double)magnitude;
+}
+
+/* The nearest half or bfloat16; of two equally near ones the even one. Their bits are in the order of their values. As a
+ * neighbour infinity counts as the next power of two. */
+static inline uint16_t reference_narrow(tqkv_type type, float value)
+{
+    const uint16_t infinity = type == TQKV_TYPE_F16 ? 0x7c00 : 0x7f80;
+    const double magnitude = fabs((double)value), beyond = type == TQKV_TYPE_F16 ? 65536.0 : ldexp(1.0, 128);
+    uint16_t below = 0, above = infinity; /* below <= magnitude < above */
+    if (magnitude >= beyond) return (uint16_t)(infinity | (value < 0.0f ? 0x8000 : 0));
+    while (above - below > 1) {
+        const uint16_t middle = (uint16_t)((below + above) / 2);
+        if (reference_wide(type, middle) <= magnitude)
+            below = middle;
+        else
+            above = middle;
+    }
+    const double down = magnitude - reference_wide(type, below);
+    const double up = (above == infinity ? beyond : reference_wide(type, above)) - magnitude;
+    const uint16_t nearest = down < up || (!(up < down) && below % 2 == 0) ? below : above;
+    return (uint16_t)(nearest | (signbit(value) ? 0x8000 : 0));
+}
+
 /* ---- Encoding ---- */
 
 static inline void reference_put_code(uint8_t *codes, tqkv_format format, int head_dim, int j, int code)
@@ -421,7 +453,7 @@ static inline void reference_decode(const tqkv_store *s, int kv_head, int64_t po
 /* ---- Attention, in double ---- */
 
 typedef struct reference_shape {
-    int head_dim, n_heads, n_queries, group;
+    int head_dim, value_dim, n_heads, n_queries, group;
     int64_t oldest, end; /* resident positions are [oldest, end) */
     double scale;
 } reference_shape;
@@ -431,6 +463,7 @@ static inline reference_shape reference_attention_shape(const tqkv_attention *a)
     reference_shape shape;
     int64_t capacity = a->keys->capacity < a->values->capacity ? a->keys->capacity : a->values->capacity;
     shape.head_dim = a->keys->head_dim;
+    shape.value_dim = a->values->head_dim;
     shape.n_heads = a->n_heads ? a->n_heads : a->keys->n_kv_heads;
     shape.n_queries = a->n_queries ? a->n_queries : 1;
     shape.group = shape.n_heads / a->keys->n_kv_heads;
@@ -465,16 +498,17 @@ static inline double reference_score(const tqkv_attention *a, const double *quer
     return cap > 0.0 ? cap * tanh(sum * scale / cap) : sum * scale;
 }
 
-/* One query of one head. query, out: [head_dim], original basis; keys, values: [end - oldest][head_dim] */
+/* One query of one head. query: [head_dim], out: [value_dim], original basis; keys: [end - oldest][head_dim], values: with
+ * value_dim */
 static inline void reference_attend_row(const tqkv_attention *a, int head, int query_index, const double *query,
                                         const double *keys, const double *values, double *out)
 {
     reference_shape shape = reference_attention_shape(a);
-    size_t d = (size_t)shape.head_dim, count = (size_t)(shape.end - shape.oldest);
+    size_t d = (size_t)shape.head_dim, value_dim = (size_t)shape.value_dim, count = (size_t)(shape.end - shape.oldest);
     double *scores = (double *)test_alloc(count * sizeof *scores);
     double largest = a->sinks ? (double)a->sinks[head] : -INFINITY, sum = 0.0;
     bool any = false;
-    memset(out, 0, d * sizeof *out);
+    memset(out, 0, value_dim * sizeof *out);
     for (size_t i = 0; i < count; i++) {
         if (!reference_is_visible(a, query_index, shape.oldest + (int64_t)i)) continue;
         scores[i] = reference_score(a, query, keys + i * d, shape.scale);
@@ -485,14 +519,14 @@ static inline void reference_attend_row(const tqkv_attention *a, int head, int q
         if (!reference_is_visible(a, query_index, shape.oldest + (int64_t)i)) continue;
         double weight = exp(scores[i] - largest);
         sum += weight;
-        for (size_t j = 0; j < d; j++) out[j] += weight * values[i * d + j];
+        for (size_t j = 0; j < value_dim; j++) out[j] += weight * values[i * value_dim + j];
     }
     if (a->sinks) sum += exp((double)a->sinks[head] - largest);
-    for (size_t j = 0; any && j < d; j++) out[j] /= sum;
+    for (size_t j = 0; any && j < value_dim; j++) out[j] /= sum;
     free(scores);
 }
 
-/* q, out: [n_queries][n_heads][head_dim], in the bases that the attention names */
+/* q: [n_queries][n_heads][head_dim], out: with value_dim, in the bases that the attention names */
 static inline void reference_attend(const tqkv_attention *a, const float *q, double *out)
 {
     reference_shape shape = reference_attention_shape(a);
@@ -503,13 +537,14 @@ static inline void reference_attend(const tqkv_attention *a, const float *q, dou
         double *values = reference_decode_all(a->values, kv_head, shape.oldest, shape.end);
         for (int i = 0; i < shape.n_queries * shape.group; i++) {
             int query_index = i / shape.group, head = kv_head * shape.group + i % shape.group;
-            size_t at = ((size_t)query_index * (size_t)shape.n_heads + (size_t)head) * d;
-            for (size_t j = 0; j < d; j++) query[j] = (double)q[at + j];
+            size_t row = (size_t)query_index * (size_t)shape.n_heads + (size_t)head;
+            double *to = out + row * (size_t)shape.value_dim;
+            for (size_t j = 0; j < d; j++) query[j] = (double)q[row * d + j];
             if (a->query_basis == TQKV_ROTATED && reference_is_rotated(a->keys))
                 reference_unrotate_double(query, shape.head_dim);
-            reference_attend_row(a, head, query_index, query, keys, values, out + at);
+            reference_attend_row(a, head, query_index, query, keys, values, to);
             if (a->output_basis == TQKV_ROTATED && reference_is_rotated(a->values))
-                reference_rotate_double(out + at, shape.head_dim);
+                reference_rotate_double(to, shape.value_dim);
         }
         free(keys);
         free(values);

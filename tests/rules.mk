@@ -8,8 +8,8 @@ ISAS := scalar avx2 avx512 neon
 TEST_FLAGS := -D_POSIX_C_SOURCE=200809L -DTEST_ISAS='"$(ISAS)"' $(WARNINGS) -I. $(CPPFLAGS)
 
 # Cases whose results must not depend on the compiler; cases that are quick enough for an emulator.
-EXACT_CASES := golden tables codec/
-EMULATED_CASES := golden tables codec/ snapshot attend/exact attend/pair attend/ring attend/group defect
+EXACT_CASES := golden tables codec/ types/
+EMULATED_CASES := golden tables codec/ types/ snapshot attend/exact attend/pair attend/ring attend/group defect
 
 # $(1) name, $(2) compiler, $(3) flags, $(4) command that runs the program, $(5) parts of case names; empty for all,
 # $(6) further prerequisites of an object
@@ -57,7 +57,7 @@ endif
 
 # ---- Each instruction set of this processor; the runs above use the best one ----
 
-ISA_CASES := golden codec/ attend/ captured/attend defect fault cache
+ISA_CASES := golden codec/ types/ attend/ captured/attend defect fault cache
 REFERENCE_BUILD := $(if $(filter Darwin,$(SYSTEM)),default,gcc)
 
 .PHONY: test-isa test-isa-sanitize

@@ -112,6 +112,8 @@ tqkv_format test_no_format(int number) { return (tqkv_format)number; }
 
 tqkv_basis test_no_basis(int number) { return (tqkv_basis)number; }
 
+tqkv_type test_no_type(int number) { return (tqkv_type)number; }
+
 tqkv_result test_no_result(int number) { return (tqkv_result)number; }
 
 static bool is_selected(const char *name, int n_filters, char **filters)

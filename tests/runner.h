@@ -86,6 +86,7 @@ void test_length_cases(void);
 void test_defect_cases(void);
 void test_cache_cases(void);
 void test_center_cases(void);
+void test_types_cases(void);
 void test_plan_cases(void);
 void test_snapshot_cases(void);
 void test_input_cases(void);
@@ -118,6 +119,7 @@ void test_store_free(tqkv_store *store);
 /* Values that no enumerator has. C++ refuses them as constants. */
 tqkv_format test_no_format(int number);
 tqkv_basis test_no_basis(int number);
+tqkv_type test_no_type(int number);
 tqkv_result test_no_result(int number);
 
 enum { TEST_FORMATS = 10 };

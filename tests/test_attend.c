@@ -67,7 +67,7 @@ static void run_reversed(void *user, int count, tqkv_task task, void *context)
 /* The result with the hook must have the bits of the serial one. */
 static void attend_in_parallel(attend_problem *problem, bool reversed)
 {
-    size_t bytes = problem->n_rows * problem->head_dim * sizeof(float);
+    size_t bytes = problem->n_rows * problem->value_dim * sizeof(float);
     float *serial = (float *)test_alloc(bytes);
     task_pool pool;
     memset(&pool, 0, sizeof pool);
@@ -92,7 +92,7 @@ typedef struct slice {
 static slice make_slice(const attend_problem *problem)
 {
     slice s;
-    s.out = (float *)test_alloc_filled(problem->n_rows * problem->head_dim * sizeof(float), 0xff);
+    s.out = (float *)test_alloc_filled(problem->n_rows * problem->value_dim * sizeof(float), 0xff);
     s.max = (float *)test_alloc_filled(problem->n_rows * sizeof(float), 0xff);
     s.sum = (float *)test_alloc_filled(problem->n_rows * sizeof(float), 0xff);
     return s;
@@ -126,7 +126,7 @@ static void check_empty_slice(const attend_problem *problem, const slice *s)
     for (size_t i = 0; i < problem->n_rows; i++)
         CHECK(s->max[i] == -(float)INFINITY && s->sum[i] == 0.0f, "empty slice: max %g, sum %g", (double)s->max[i],
               (double)s->sum[i]);
-    for (size_t i = 0; i < problem->n_rows * problem->head_dim; i++)
+    for (size_t i = 0; i < problem->n_rows * problem->value_dim; i++)
         CHECK(s->out[i] == 0.0f, "empty slice: out %g", (double)s->out[i]);
 }
 
@@ -153,7 +153,7 @@ static void attend_in_slices(attend_problem *problem, uint64_t seed)
         slices[from] = slices[left - 1];
     }
     CHECK_RESULT(tqkv_attend_finish(a, slices[0].out, slices[0].max, slices[0].sum), TQKV_OK);
-    memcpy(problem->out, slices[0].out, problem->n_rows * problem->head_dim * sizeof(float));
+    memcpy(problem->out, slices[0].out, problem->n_rows * problem->value_dim * sizeof(float));
     free_slice(&slices[0]);
 }
 

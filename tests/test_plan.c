@@ -130,7 +130,7 @@ static void check_encode_kv(const void *row)
     CHECK(d.args[0].rows.n_tokens == 12 && d.args[1].rows.n_tokens == 400, "tokens of both");
     CHECK(one == d.grid[0] && one * TQKV__ENCODE_ROWS(64) >= 1200, "%zu, %zu simdgroups", one, d.grid[0]);
     fewer.shape.n_kv_heads = 2;
-    CHECK_RESULT(tqkv__plan_encode_kv(&keys, &wide, none, none, 1, 0, none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_encode_kv(&keys, &wide, none, none, 1, 0, none, &d), TQKV_UNSUPPORTED);
     CHECK_RESULT(tqkv__plan_encode_kv(&keys, &fewer, none, none, 1, 0, none, &d), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv__plan_encode_kv(&keys, NULL, none, none, 1, 0, none, &d), TQKV_INVALID_ARGUMENT);
 }
@@ -395,7 +395,7 @@ typedef struct fake {
 
 static fake *fake_of(tqkv_metal *m) { return (fake *)(void *)m; }
 
-static tqkv_result fake_append(tqkv_metal *m, const tqkv_cache *c, const float *k, const float *v, int n_tokens)
+static tqkv_result fake_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
     fake_of(m)->appends++;
     if (fake_of(m)->answer != TQKV_OK) return fake_of(m)->answer;
@@ -403,11 +403,11 @@ static tqkv_result fake_append(tqkv_metal *m, const tqkv_cache *c, const float *
     return tqkv_encode(tqkv_cache_values(c), v, n_tokens, tqkv_cache_end(c));
 }
 
-static tqkv_result fake_attend(tqkv_metal *m, const tqkv_cache *c, const float *q, int n_queries, float *out)
+static tqkv_result fake_attend(tqkv_metal *m, const tqkv_cache *c, const void *q, int n_queries, void *out)
 {
     (void)c;
     fake_of(m)->attends++;
-    for (int i = 0; i < n_queries && fake_of(m)->answer == TQKV_OK; i++) out[i] = q[i];
+    if (fake_of(m)->answer == TQKV_OK) memcpy(out, q, (size_t)n_queries * sizeof(float));
     return fake_of(m)->answer;
 }
 

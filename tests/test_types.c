@@ -1,0 +1,337 @@
+/* Rows of half and bfloat16: the bytes of their floats going in, the rounded floats coming out, bit for bit. */
+#include "attend_fixture.h"
+#include "cache_fixture.h"
+#include "data.h"
+#include "reference.h"
+#include "runner.h"
+
+#include <math.h>
+
+enum { HEADS = 2, TOKENS = 5 };
+
+static const tqkv_type types[] = {TQKV_TYPE_F32, TQKV_TYPE_F16, TQKV_TYPE_BF16};
+static const char *const type_names[] = {"f32", "f16", "bf16"};
+
+static size_t size_of(tqkv_type type) { return type == TQKV_TYPE_F32 ? sizeof(float) : sizeof(uint16_t); }
+
+/* Rounds values to the type, in place, and returns them in it. */
+static void *typed_copy(tqkv_type type, float *values, size_t n)
+{
+    uint16_t *halves = (uint16_t *)test_alloc(n * size_of(type));
+    if (type == TQKV_TYPE_F32) memcpy(halves, values, n * sizeof(float));
+    for (size_t i = 0; type != TQKV_TYPE_F32 && i < n; i++) {
+        halves[i] = reference_narrow(type, values[i]);
+        values[i] = (float)reference_wide(type, halves[i]);
+    }
+    return halves;
+}
+
+/* Are the typed values the rounded floats? */
+static void check_rounded(tqkv_type type, const void *typed, const float *floats, size_t n, const char *what)
+{
+    const uint16_t *halves = (const uint16_t *)typed;
+    if (type == TQKV_TYPE_F32) CHECK(!memcmp(typed, floats, n * sizeof(float)), "%s: other floats", what);
+    for (size_t i = 0; type != TQKV_TYPE_F32 && i < n; i++) {
+        const uint16_t expected = reference_narrow(type, floats[i]);
+        CHECK(halves[i] == expected, "%s, value %d: %.9g became %04x, not %04x", what, (int)i, (double)floats[i],
+              halves[i], expected);
+    }
+}
+
+/* ---- Encoding and decoding ---- */
+
+typedef struct codec_row {
+    tqkv_format format;
+    tqkv_type type;
+    int head_dim;
+    bool centered;
+} codec_row;
+
+/* Codes, norms, scaled values, means and measures of typed rows are those of the floats; decoded rows are rounded. */
+static void check_codec(const void *parameters)
+{
+    const codec_row *row = (const codec_row *)parameters;
+    const size_t n = (size_t)(TOKENS * HEADS * row->head_dim);
+    float *floats = test_rows(1, DATA_OUTLIERS, TOKENS * HEADS, row->head_dim);
+    float *center = test_rows(2, DATA_GAUSSIAN, HEADS, row->head_dim), *scaled[2], *decoded[2];
+    void *typed = typed_copy(row->type, floats, n);
+    tqkv_store stores[2];
+    tqkv_quality quality[2][HEADS];
+    for (int i = 0; i < 2; i++) {
+        const void *src = i ? typed : floats;
+        tqkv_store *s = &stores[i];
+        *s = test_store(row->format, row->head_dim, HEADS, TOKENS, false);
+        s->type = i ? row->type : TQKV_TYPE_F32;
+        s->center = row->centered ? center : NULL;
+        scaled[i] = (float *)test_alloc(n * sizeof(float));
+        decoded[i] = (float *)test_alloc_filled(n * sizeof(float), 0xff);
+        CHECK_RESULT(tqkv_encode(s, src, TOKENS, 0), TQKV_OK);
+        CHECK_RESULT(tqkv_probe(s, src, TOKENS, scaled[i]), TQKV_OK);
+        CHECK_RESULT(tqkv_measure(s, src, TOKENS, quality[i]), TQKV_OK);
+        CHECK_RESULT(tqkv_decode(s, 0, TOKENS, TQKV_ORIGINAL, decoded[i]), TQKV_OK);
+    }
+    CHECK(!memcmp(stores[0].codes, stores[1].codes, stores[0].codes_size), "codes differ");
+    CHECK(!memcmp(stores[0].norms, stores[1].norms, stores[0].norms_size), "norms differ");
+    CHECK(!memcmp(scaled[0], scaled[1], n * sizeof(float)), "probes differ");
+    CHECK(!memcmp(quality[0], quality[1], sizeof quality[0]), "measures differ");
+    check_rounded(row->type, decoded[1], decoded[0], n, "decoded");
+    CHECK_RESULT(tqkv_decode(&stores[0], 0, TOKENS, TQKV_ROTATED, decoded[0]), TQKV_OK);
+    CHECK_RESULT(tqkv_decode(&stores[1], 0, TOKENS, TQKV_ROTATED, decoded[1]), TQKV_OK);
+    check_rounded(row->type, decoded[1], decoded[0], n, "decoded, rotated");
+    CHECK_RESULT(tqkv_mean(&stores[0], floats, TOKENS, scaled[0]), TQKV_OK);
+    CHECK_RESULT(tqkv_mean(&stores[1], typed, TOKENS, scaled[1]), TQKV_OK);
+    CHECK(!memcmp(scaled[0], scaled[1], (size_t)(HEADS * row->head_dim) * sizeof(float)), "means differ");
+    for (int i = 0; i < 2; i++) {
+        test_store_free(&stores[i]);
+        free(scaled[i]);
+        free(decoded[i]);
+    }
+    free(floats);
+    free(center);
+    free(typed);
+}
+
+/* What decode writes of a zero is its centre: floats of any bits, rounded. floats: [n], finite; n: a multiple of 1024 */
+static void check_decoded_center(tqkv_type type, const float *floats, int n)
+{
+    enum { D = 1024 };
+    tqkv_store s = test_store(TQKV_F16, D, n / D, 1, false);
+    uint16_t *out = (uint16_t *)test_alloc_filled((size_t)n * sizeof *out, 0xff);
+    memset(s.codes, 0, s.codes_size);
+    s.type = type;
+    s.center = floats;
+    CHECK_RESULT(tqkv_decode(&s, 0, 1, TQKV_ORIGINAL, out), TQKV_OK);
+    check_rounded(type, out, floats, (size_t)n, "center");
+    test_store_free(&s);
+    free(out);
+}
+
+/* All values of the type, all midpoints of neighbours, and the floats beside each. */
+static void check_rounding(const void *parameters)
+{
+    enum { N = 65536 };
+    const tqkv_type type = *(const tqkv_type *)parameters;
+    const uint16_t infinity = type == TQKV_TYPE_F16 ? 0x7c00 : 0x7f80;
+    float *floats = (float *)test_alloc(N * sizeof(float));
+    for (int step = -2; step <= 2; step++) {
+        for (int i = 0; i < N; i++) {
+            const uint16_t magnitude = (uint16_t)(i & 0x7fff), below = magnitude < infinity ? magnitude : 0;
+            const double low = reference_wide(type, below);
+            double high = reference_wide(type, (uint16_t)(below + 1));
+            if (below + 1 == infinity) high = type == TQKV_TYPE_F16 ? 65536.0 : ldexp(1.0, 128);
+            const float middle = step == -2 ? (float)low : (float)((low + high) / 2);
+            const float beside = step == -1  ? nextafterf(middle, 0.0f)
+                                 : step == 1 ? nextafterf(middle, INFINITY)
+                                 : step == 2 ? middle * 1.5f
+                                             : middle;
+            floats[i] = i & 0x8000 ? -beside : beside;
+            if (!isfinite(floats[i]) || floats[i] == 0.0f) floats[i] = 1e5f; /* a centre is finite; 0 - 0 is 0 */
+        }
+        check_decoded_center(type, floats, N);
+    }
+    free(floats);
+}
+
+/* NaN and infinity at each place of the rows; the largest value is neither. */
+static void check_not_finite(const void *parameters)
+{
+    const codec_row *row = (const codec_row *)parameters;
+    const int n = 3 * HEADS * row->head_dim;
+    const uint16_t infinity = row->type == TQKV_TYPE_F16 ? 0x7c00 : 0x7f80;
+    const uint16_t bad[] = {infinity, (uint16_t)(infinity | 0x8000), (uint16_t)(infinity + 1), 0xffff};
+    const uint16_t good[] = {(uint16_t)(infinity - 1), (uint16_t)((infinity - 1) | 0x8000)};
+    uint16_t *src = (uint16_t *)test_alloc_filled((size_t)n * sizeof *src, 0);
+    tqkv_store s = test_store(row->format, row->head_dim, HEADS, 3, false);
+    s.type = row->type;
+    for (int i = 0; i < n; i++) {
+        src[i] = bad[i % 4];
+        CHECK_RESULT(tqkv_encode(&s, src, 3, 0), TQKV_NOT_FINITE);
+        src[i] = good[i % 2];
+    }
+    CHECK_RESULT(tqkv_encode(&s, src, 3, 0), TQKV_OK);
+    test_store_free(&s);
+    free(src);
+}
+
+/* ---- Attention ---- */
+
+typedef struct types_row {
+    attend_row attend;
+    tqkv_type query_type, output_type;
+    bool parallel;
+} types_row;
+
+static void run_backwards(void *user, int count, tqkv_task task, void *context)
+{
+    (void)user;
+    for (int i = count - 1; i >= 0; i--) task(context, i);
+}
+
+/* Typed queries give the bits of their floats, whole and in slices; typed outputs are the rounded floats. */
+static void check_attention(const void *parameters)
+{
+    const types_row *row = (const types_row *)parameters;
+    attend_problem problem;
+    attend_set_up(&problem, &row->attend);
+    const size_t n_rows = problem.n_rows, n = n_rows * problem.value_dim;
+    void *q = typed_copy(row->query_type, problem.q, n_rows * problem.head_dim);
+    tqkv_attention typed = problem.attention;
+    typed.query_type = row->query_type;
+    typed.output_type = row->output_type;
+    if (row->parallel) typed.parallel.run = run_backwards;
+    float *out = (float *)test_alloc_filled(n * sizeof(float), 0xff), *sums[2];
+    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
+    CHECK_RESULT(tqkv_attend(&typed, q, out), TQKV_OK);
+    check_rounded(row->output_type, out, problem.out, n, "out");
+    const size_t sums_size = (n + 2 * n_rows) * sizeof(float);
+    for (int i = 0; i < 2; i++) {
+        const tqkv_attention *a = i ? &typed : &problem.attention;
+        float *max, *sum;
+        sums[i] = (float *)test_alloc(sums_size);
+        max = sums[i] + n;
+        sum = max + n_rows;
+        CHECK_RESULT(tqkv_attend_partial(a, i ? q : problem.q, a->end - 20, 20, sums[i], max, sum), TQKV_OK);
+    }
+    CHECK(!memcmp(sums[0], sums[1], sums_size), "slices differ");
+    CHECK_RESULT(tqkv_attend_finish(&typed, sums[1], sums[1] + n, sums[1] + n + n_rows), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_finish(&problem.attention, sums[0], sums[0] + n, sums[0] + n + n_rows), TQKV_OK);
+    CHECK(!memcmp(sums[0], sums[1], n * sizeof(float)), "finish looks at the type");
+    free(sums[0]);
+    free(sums[1]);
+    free(out);
+    free(q);
+    attend_tear_down(&problem);
+}
+
+/* NaN and infinite results, in whatever type: bytes of a half store that no encoder wrote. */
+static void check_wild_outputs(const void *parameters)
+{
+    enum { D = 64 };
+    static const uint16_t patterns[] = {0x7e00, 0x7c00, 0xfc00, 0x7c01, 0xfe55};
+    const tqkv_type type = *(const tqkv_type *)parameters;
+    tqkv_store s = test_store(TQKV_F16, D, 1, 1, false);
+    float q[D] = {0}, floats[D];
+    uint16_t out[D];
+    tqkv_attention a;
+    memset(&a, 0, sizeof a);
+    for (int i = 0; i < D; i++) {
+        uint8_t *code = (uint8_t *)s.codes + 2 * i;
+        code[0] = (uint8_t)patterns[i % 5];
+        code[1] = (uint8_t)(patterns[i % 5] >> 8);
+    }
+    tqkv_store keys = test_store(TQKV_F16, D, 1, 1, false);
+    memset(keys.codes, 0, keys.codes_size);
+    a.keys = &keys;
+    a.values = &s;
+    a.end = 1;
+    CHECK_RESULT(tqkv_attend(&a, q, floats), TQKV_OK);
+    a.output_type = type;
+    CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
+    const uint16_t infinity = type == TQKV_TYPE_F16 ? 0x7c00 : 0x7f80;
+    for (int i = 0; i < D; i++) {
+        const bool nan = isnan(floats[i]);
+        CHECK(nan == ((out[i] & 0x7fff) > infinity), "value %d: %g became %04x", i, (double)floats[i], out[i]);
+        if (!nan) CHECK(out[i] == reference_narrow(type, floats[i]), "value %d is %04x", i, out[i]);
+    }
+    test_store_free(&s);
+    test_store_free(&keys);
+}
+
+/* ---- Caches ---- */
+
+/* A typed cache has the bytes of a float cache with the same values; its outputs are the rounded floats. */
+static void check_cache(const void *parameters)
+{
+    enum { D = 96, VALUE_DIM = 48, N = 9, QUERIES = 3 };
+    const tqkv_type type = *(const tqkv_type *)parameters;
+    const size_t n_out = QUERIES * CACHE_HEADS * CACHE_GROUP * VALUE_DIM;
+    const cache_row shape = {TQKV_I8, TQKV_TQ4, D, 16, false, 0, -1};
+    float *k = cache_data(1, N, D), *v = cache_data(2, N, VALUE_DIM);
+    float *q = test_rows(3, DATA_GAUSSIAN, QUERIES * CACHE_HEADS * CACHE_GROUP, D);
+    void *typed[3] = {typed_copy(type, k, N * CACHE_HEADS * D), typed_copy(type, v, N * CACHE_HEADS * VALUE_DIM),
+                      typed_copy(type, q, QUERIES * CACHE_HEADS * CACHE_GROUP * D)};
+    float *out[3];
+    tqkv_cache *caches[3];
+    stream snapshots[2];
+    tqkv_cache_desc desc = cache_desc(&shape, NULL);
+    desc.value_dim = VALUE_DIM;
+    for (int i = 0; i < 3; i++) {
+        desc.type = i ? type : TQKV_TYPE_F32;
+        out[i] = (float *)test_alloc_filled(n_out * sizeof(float), 0xff);
+        if (i == 2)
+            CHECK_RESULT(tqkv_cache_load(&desc, stream_read, &snapshots[1], &caches[i]), TQKV_OK);
+        else
+            CHECK_RESULT(tqkv_cache_create(&desc, &caches[i]), TQKV_OK);
+        REQUIRE(caches[i], "no cache");
+        CHECK(tqkv_cache_values(caches[i])->type == desc.type, "the stores' type is another");
+        if (i < 2) CHECK_RESULT(tqkv_cache_append(caches[i], i ? typed[0] : k, i ? typed[1] : v, N), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_attend(caches[i], i ? typed[2] : q, QUERIES, out[i]), TQKV_OK);
+        if (i < 2) snapshots[i] = stream_of_cache(caches[i]);
+    }
+    CHECK(snapshots[0].size == snapshots[1].size && !memcmp(snapshots[0].bytes, snapshots[1].bytes, snapshots[0].size),
+          "the type shows in the snapshot");
+    check_rounded(type, out[1], out[0], n_out, "out");
+    check_rounded(type, out[2], out[0], n_out, "out of the loaded cache");
+    for (int i = 0; i < 3; i++) {
+        tqkv_cache_destroy(caches[i]);
+        free(out[i]);
+        free(typed[i]);
+        if (i < 2) stream_free(&snapshots[i]);
+    }
+    free(k);
+    free(v);
+    free(q);
+}
+
+/* ---- The cases ---- */
+
+static void add_codec_cases(void)
+{
+    for (int f = 0; f < TEST_FORMATS; f++)
+        for (int i = 0; i < 2 * 4; i++) { /* types, in four dims each */
+            const codec_row row = {test_formats[f], types[1 + i % 2],
+                                   test_all_head_dims[(7 * f + 5 * i) % TEST_ALL_HEAD_DIMS], i / 2 % 2 != 0};
+            test_add(check_codec, &row, sizeof row, "types/codec/%s/%s/%d%s", tqkv_format_name(row.format),
+                     type_names[row.type], row.head_dim, row.centered ? "/center" : "");
+        }
+    for (int i = 1; i < 3; i++) {
+        const codec_row rows[2] = {{TQKV_F16, types[i], 48, false}, {TQKV_TQ2, types[i], 64, false}};
+        test_add(check_rounding, &types[i], sizeof types[i], "types/rounding/%s", type_names[i]);
+        for (int j = 0; j < 2; j++)
+            test_add(check_not_finite, &rows[j], sizeof rows[j], "types/not_finite/%s/%d", type_names[i],
+                     rows[j].head_dim);
+        test_add(check_wild_outputs, &types[i], sizeof types[i], "types/wild_outputs/%s", type_names[i]);
+        test_add(check_cache, &types[i], sizeof types[i], "types/cache/%s", type_names[i]);
+    }
+}
+
+static void add_attention_cases(void)
+{
+    for (int i = 1; i < 9 * 4; i++) {
+        types_row row;
+        row.parallel = i % 2 != 0;
+        row.query_type = types[i % 3];
+        row.output_type = types[i / 3 % 3];
+        row.attend = attend_default_row(test_formats[i % TEST_FORMATS], test_formats[(3 * i + 1) % TEST_FORMATS],
+                                        test_all_head_dims[i % TEST_ALL_HEAD_DIMS]);
+        row.attend.value_dim = test_all_head_dims[5 * i % TEST_ALL_HEAD_DIMS];
+        row.attend.bits_alone = true;
+        row.attend.n_queries = 1 + i % 3;
+        row.attend.sinks = i % 4 == 1 ? SINKS_SOME : SINKS_NONE;
+        row.attend.softcap = i % 5 == 2 ? 3.0f : 0.0f;
+        row.attend.key_center = i % 3 == 1 ? 2.0f : 0.0f;
+        row.attend.value_center = i % 4 == 2 ? 1e5f : 0.0f; /* beyond the halves */
+        row.attend.query_basis = row.attend.output_basis = i % 7 == 3 ? TQKV_ROTATED : TQKV_ORIGINAL;
+        if (i % 18 == 5) /* two stretches, spread over tasks */
+            row.attend.end = row.attend.key_capacity = row.attend.value_capacity = 2100;
+        test_add(check_attention, &row, sizeof row, "types/attend/%s-%s/%s-%s/%d-%d", type_names[row.query_type],
+                 type_names[row.output_type], tqkv_format_name(row.attend.key_format),
+                 tqkv_format_name(row.attend.value_format), row.attend.head_dim, row.attend.value_dim);
+    }
+}
+
+void test_types_cases(void)
+{
+    add_codec_cases();
+    add_attention_cases();
+}
