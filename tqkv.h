@@ -356,6 +356,16 @@ TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, con
 /* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
    the oldest resident position. 0 is always valid and empties the cache. */
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
+/* Removes the positions [first, first + count); those behind move down, with their codes as they are: a key keeps the
+   rotary embedding of its old position. For linear caches; TQKV_UNSUPPORTED for a ring. */
+TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t count);
+/* Of the newest n positions, numbered 0 to n - 1 from the oldest, keeps those named and forgets the others. kept:
+   [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident. */
+TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
+/* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
+   capacity (TQKV_OUT_OF_RANGE if too small for them), ring, sinks, parallel, allocator, metal. Its other nonzero fields
+   must match. So a full linear cache grows, or with ring = true goes on as a ring. *out is NULL on failure. */
+TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c); /* the stores behind it; NULL for NULL */
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c);
 
@@ -478,7 +488,8 @@ TQKV_METAL_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
 TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffer *out);
 
 /* A cache whose desc has `metal` lies in shared memory. tqkv_cache_append and tqkv_cache_attend run on the GPU and
-   wait; all other calls, and encode and attend on tqkv_cache_keys and _values, run on the processor. After
+   wait; all other calls, and encode and attend on tqkv_cache_keys and _values, run on the processor. Those that read
+   or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
    The two calls below record into an encoder. An append counts at once, and attention can be recorded after it;
    truncate if the command buffer fails. The processor sees the codes after the buffer has completed. */
@@ -5102,6 +5113,126 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
         return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
     if (end == 0) c->first = 0;
     c->attention.end = end;
+    return TQKV_OK;
+}
+
+/* Moves the rows of n positions from `source` on to `target` on, in the same stream (downwards) or in another one. In
+   ascending order no row is overwritten before it has moved: in a ring too, whose resident positions differ in slot. */
+static void tqkv__move_rows(const tqkv__stream *from, int64_t source, const tqkv__stream *to, int64_t target, int64_t n)
+{
+    while (n > 0) {
+        const int source_slot = tqkv__slot(from, source), target_slot = tqkv__slot(to, target);
+        const int source_room = from->capacity - source_slot, target_room = to->capacity - target_slot;
+        int64_t run = n < source_room ? n : source_room;
+        if (run > target_room) run = target_room;
+        for (int h = 0; h < from->n_kv_heads; h++) {
+            memmove(tqkv__codes_at(to, h, target_slot), tqkv__codes_at(from, h, source_slot),
+                    (size_t)run * from->row_bytes);
+            if (from->norms_per_row)
+                memmove(tqkv__norms_at(to, h, target_slot), tqkv__norms_at(from, h, source_slot),
+                        (size_t)run * (size_t)from->norms_per_row * sizeof(float));
+        }
+        source += run;
+        target += run;
+        n -= run;
+    }
+}
+
+/* Moves n positions of keys and values; see tqkv__move_rows. */
+static void tqkv__move_positions(const tqkv_cache *from, int64_t source, const tqkv_cache *to, int64_t target,
+                                 int64_t n)
+{
+    const tqkv_store *const stores[2][2] = {{&from->keys, &to->keys}, {&from->values, &to->values}};
+    for (int i = 0; i < 2; i++) {
+        tqkv__stream a, b;
+        if (tqkv__stream_open(stores[i][0], &a) == TQKV_OK && tqkv__stream_open(stores[i][1], &b) == TQKV_OK)
+            tqkv__move_rows(&a, source, &b, target, n);
+    }
+}
+
+TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t count)
+{
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    if (c->keys.ring) return TQKV__REFUSE(UNSUPPORTED, "remove: the cache is a ring");
+    if (count < 0) return TQKV__INVALID("count is negative");
+    if (first < 0 || first > c->attention.end || count > c->attention.end - first)
+        return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
+    tqkv__move_positions(c, first + count, c, first, c->attention.end - first - count);
+    c->attention.end -= count;
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept)
+{
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    if (n < 0 || n_kept < 0 || (n_kept > 0 && !kept)) return TQKV__INVALID("n or n_kept is negative, or kept is NULL");
+    if (n > c->attention.end - c->first) return TQKV__REFUSE(OUT_OF_RANGE, "n: more positions than are resident");
+    if ((uintptr_t)kept % sizeof(int) || tqkv__overlap(c, c->size, kept, (size_t)n_kept * sizeof(int)))
+        return TQKV__INVALID("kept: not aligned as int, or in the cache");
+    for (int i = 0; i < n_kept; i++) {
+        if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
+        if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
+    }
+    const int64_t first = c->attention.end - n;
+    for (int i = 0, next; i < n_kept; i = next) {
+        for (next = i + 1; next < n_kept && kept[next] == kept[next - 1] + 1;) next++;
+        tqkv__move_positions(c, first + kept[i], c, first + i, next - i);
+    }
+    c->attention.end = first + n_kept;
+    return TQKV_OK;
+}
+
+/* The desc that makes a cache like c. */
+static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
+{
+    tqkv_cache_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.head_dim = c->keys.head_dim;
+    desc.n_kv_heads = c->keys.n_kv_heads;
+    desc.n_heads = c->attention.n_heads;
+    desc.capacity = c->keys.capacity;
+    desc.key_format = c->keys.format;
+    desc.value_format = c->values.format;
+    desc.ring = c->keys.ring;
+    desc.window = c->attention.window;
+    desc.scale = c->attention.scale;
+    desc.softcap = c->attention.softcap;
+    desc.sinks = c->attention.sinks;
+    desc.parallel = c->attention.parallel;
+    desc.allocator = c->attention.allocator;
+    desc.metal = c->metal;
+    return desc;
+}
+
+/* Whether the nonzero fields of `wanted`, other than hooks and sinks, are those of `found`. */
+static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found);
+
+TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
+{
+    if (!out) return TQKV__INVALID("out is NULL");
+    *out = NULL;
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    tqkv_cache_desc copied = tqkv__desc_of(c);
+    tqkv_cache *copy;
+    if (desc) {
+        if (desc->capacity) copied.capacity = desc->capacity;
+        copied.ring = copied.ring || desc->ring;
+        if (!tqkv__desc_matches(desc, &copied)) return TQKV__INVALID("a field of desc is not the cache's");
+        if (desc->sinks) copied.sinks = desc->sinks;
+        if (desc->parallel.run) copied.parallel = desc->parallel;
+        if (desc->allocator.alloc || desc->allocator.free) copied.allocator = desc->allocator;
+        if (desc->metal) copied.metal = desc->metal;
+    }
+    if (copied.capacity > 0 && copied.capacity < c->attention.end - c->first)
+        return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
+    const tqkv_result r = tqkv_cache_create(&copied, &copy);
+    if (r != TQKV_OK) return r;
+    tqkv__cache_center(copy, 0, c->keys.center);
+    tqkv__cache_center(copy, 1, c->values.center);
+    tqkv__move_positions(c, c->first, copy, c->first, c->attention.end - c->first);
+    copy->first = c->first;
+    copy->attention.end = c->attention.end;
+    *out = copy;
     return TQKV_OK;
 }
 
