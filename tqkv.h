@@ -277,7 +277,7 @@ typedef struct tqkv_parallel {
 /* out = sum_j softmax_j( cap( scale * q.k_j ) ) v_j,   cap(x) = softcap > 0 ? softcap * tanh(x/softcap) : x
    Query head h reads KV head h / (n_heads/n_kv_heads). Query i is at position end - n_queries + i. It sees the resident
    positions up to its own; a window limits them to the newest `window`. A query that sees nothing gives zeros.
-   Attention reads no slot that no query sees.
+   Slots that no query sees change nothing, whatever they hold.
    On the processor the relative L2 error against double precision on the same codes is at most 2e-5 at any length, for
    scores with a standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to
    2^-24 |s|, and exp turns that into a share of its weight. */
@@ -297,6 +297,9 @@ typedef struct tqkv_attention {
     tqkv_allocator allocator; /* scratch; zero = malloc, free */
     tqkv_type query_type, output_type; /* of q and out. Outputs are rounded once, at the end; too large for a half:
                                           infinity. Sums of slices are always float. */
+    /* [n_queries], at most 64, or NULL. Of the newest n_queries positions query i sees position j of them only if bit j
+       of tree[i] is set and j <= i: for drafts with several branches. Higher bits are ignored. */
+    const uint64_t *tree;
 } tqkv_attention;
 
 /* q, out: [n_queries][n_heads][head_dim]. TQKV_NOT_FINITE if q holds NaN or Inf, or a sink is NaN or +Inf. */
@@ -2031,9 +2034,10 @@ typedef struct tqkv__attention {
     const struct tqkv__isa *isa;
 } tqkv__attention;
 
-/* The positions of a tile that a row sees. */
+/* The positions of a tile that a row sees: [from, to) without those whose bits are set. */
 typedef struct tqkv__span {
     int from, to;
+    uint64_t hidden;
 } tqkv__span;
 
 /* The functions of attention in one instruction set. */
@@ -2089,13 +2093,20 @@ static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, int slot
     }
 }
 
-static void tqkv__softmax_row_scalar(const tqkv__attention *a, int from, int to, float offset, float *scores,
+static bool tqkv__span_has(const tqkv__span *span, int j)
+{
+    return j >= span->from && j < span->to && !(span->hidden >> j & 1);
+}
+
+static void tqkv__softmax_row_scalar(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores,
                                      float *max, float *sum, float *out)
 {
     float largest = *max, total = 0.0f;
-    for (int j = 0; from == to && j < TQKV__TILE; j++) scores[j] = 0.0f;
-    if (from == to) return; /* the maximum may still be -infinity */
-    for (int j = from; j < to; j++) {
+    const bool seen = span->to > span->from;
+    for (int j = 0; !seen && j < TQKV__TILE; j++) scores[j] = 0.0f;
+    if (!seen) return; /* the maximum may still be -infinity */
+    for (int j = span->from; j < span->to; j++) {
+        if (!tqkv__span_has(span, j)) continue;
         if (a->call.softcap > 0.0f) scores[j] = a->call.softcap * tanhf((scores[j] + offset) / a->call.softcap);
         if (scores[j] > largest) largest = scores[j];
     }
@@ -2106,7 +2117,7 @@ static void tqkv__softmax_row_scalar(const tqkv__attention *a, int from, int to,
         *max = largest;
     }
     for (int j = 0; j < TQKV__TILE; j++) {
-        scores[j] = j >= from && j < to ? expf(scores[j] - largest) : 0.0f;
+        scores[j] = tqkv__span_has(span, j) ? expf(scores[j] - largest) : 0.0f;
         total += scores[j];
     }
     *sum += total;
@@ -2116,8 +2127,8 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
                                       int n_rows, float *scores, float *max, float *sum, float *out)
 {
     for (int row = 0; row < n_rows; row++)
-        tqkv__softmax_row_scalar(a, spans[row].from, spans[row].to, offsets[row], scores + row * TQKV__TILE, &max[row],
-                                 &sum[row], out + (size_t)row * (size_t)a->head_dim);
+        tqkv__softmax_row_scalar(a, &spans[row], offsets[row], scores + row * TQKV__TILE, &max[row], &sum[row],
+                                 out + (size_t)row * (size_t)a->head_dim);
 }
 
 /* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
@@ -2237,6 +2248,7 @@ TQKV__OP void TQKV__(mask)(float *x, tqkv__span span, float value)
 {
     for (int j = 0; j < span.from; j++) x[j] = value;
     for (int j = span.to; j < TQKV__TILE; j++) x[j] = value;
+    for (uint64_t left = span.hidden; left; left &= left - 1) x[__builtin_ctzll(left)] = value;
 }
 
 /* Three passes over the rows, without dependencies from row to row. Rows that see nothing skip the arithmetic, because
@@ -4307,6 +4319,8 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
+    if (call->tree && call->n_queries > 64) return TQKV__INVALID("tree: more than 64 queries");
+    if ((uintptr_t)call->tree % sizeof(uint64_t)) return TQKV__INVALID("tree: not aligned as uint64_t");
     if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
         return TQKV__INVALID("scale or softcap is NaN or infinite");
     if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
@@ -4438,6 +4452,27 @@ static void tqkv__add_values(const tqkv__attention *a, int kv_head, tqkv__tile *
         }
 }
 
+/* The numbers below n, at most 64, as bits */
+static uint64_t tqkv__bits_below(int n) { return n < 64 ? ((uint64_t)1 << n) - 1 : UINT64_MAX; }
+
+/* What a query sees of a tile's scores, when it looks at [first, end). */
+static tqkv__span tqkv__span_of(const tqkv__attention *a, int query, const tqkv__tile *tile, int64_t first, int64_t end)
+{
+    tqkv__span span = {0, 0, 0};
+    int64_t from, to;
+    tqkv__visible(a, query, first, end, &from, &to);
+    span.from = tile->begin + tqkv__clamp(from - tile->position, 0, tile->n);
+    span.to = tile->begin + tqkv__clamp(to - tile->position, 0, tile->n);
+    if (!a->call.tree) return span;
+    const uint64_t hidden = ~a->call.tree[query];
+    const int64_t shift = a->call.end - a->call.n_queries - (tile->position - tile->begin); /* of bit 0 */
+    const uint64_t inside = tqkv__bits_below(span.to) & ~tqkv__bits_below(span.from);
+    if (shift >= 0 && shift < 64) span.hidden = hidden << shift & inside;
+    if (shift < 0 && shift > -64) span.hidden = hidden >> -shift & inside;
+    if (span.hidden == inside) span.to = span.from;
+    return span;
+}
+
 /* Query rows of one KV head that share decoded tiles. */
 typedef struct tqkv__item {
     int kv_head, first_row, n_rows;
@@ -4447,6 +4482,21 @@ typedef struct tqkv__item {
 typedef struct tqkv__sums {
     float *out, *max, *sum;
 } tqkv__sums;
+
+/* Finds what each row of an item sees of a tile; false: none sees any of it. spans: [n_rows] */
+static bool tqkv__find_spans(const tqkv__attention *a, const tqkv__item *item, int64_t first, int64_t end,
+                             tqkv__tile *tile, tqkv__span *spans)
+{
+    bool seen = false;
+    tile->whole = true;
+    for (int row = 0; row < item->n_rows; row++) {
+        spans[row] = tqkv__span_of(a, (item->first_row + row) / a->group, tile, first, end);
+        const int n = spans[row].to - spans[row].from;
+        seen = seen || n > 0;
+        tile->whole = tile->whole && n == tile->n && !spans[row].hidden;
+    }
+    return seen;
+}
 
 /* Adds positions [first, end) to the sums of an item's rows; q: [n_rows][head_dim], offsets: [n_rows]. A tile's values are added after the
    next tile's scores. These steps are independent, and the processor overlaps them. */
@@ -4459,24 +4509,17 @@ static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, 
     int64_t from, to, unused;
     tqkv__visible(a, first_row / a->group, first, end, &from, &unused);
     tqkv__visible(a, (first_row + n_rows - 1) / a->group, first, end, &unused, &to);
-    for (int64_t position = from; position < to; position += before->n) {
-        const int n = tqkv__tile_length(a, position, to), begin = (int)(position % TQKV__TILE);
+    for (int64_t position = from; position < to; position = tile->position + tile->n) {
+        if (before) tile = &tiles[before == &tiles[0]];
         tile->position = position;
-        tile->n = n;
-        tile->begin = begin;
-        tile->whole = true;
-        a->isa->score_tile(&a->keys, kv_head, tqkv__slot(&a->keys, position), n, q, n_rows, tile->scores + begin);
+        tile->n = tqkv__tile_length(a, position, to);
+        tile->begin = (int)(position % TQKV__TILE);
+        if (!tqkv__find_spans(a, item, first, end, tile, spans)) continue; /* a tree hides it */
+        a->isa->score_tile(&a->keys, kv_head, tqkv__slot(&a->keys, position), tile->n, q, n_rows,
+                           tile->scores + tile->begin);
         if (before) tqkv__add_values(a, kv_head, before, n_rows, sums->out);
-        for (int row = 0; row < n_rows; row++) {
-            int64_t row_from, row_to;
-            tqkv__visible(a, (first_row + row) / a->group, first, end, &row_from, &row_to);
-            spans[row].from = begin + tqkv__clamp(row_from - position, 0, n);
-            spans[row].to = begin + tqkv__clamp(row_to - position, 0, n);
-            tile->whole = tile->whole && spans[row].to - spans[row].from == n;
-        }
         a->isa->softmax_tile(a, spans, offsets, n_rows, tile->scores, sums->max, sums->sum, sums->out);
         before = tile;
-        tile = &tiles[tile == &tiles[0]];
     }
     if (before) tqkv__add_values(a, kv_head, before, n_rows, sums->out);
 }
@@ -4799,6 +4842,7 @@ static tqkv_result tqkv__check_attend(const tqkv__attention *a, const float *q, 
     const int n_written = arrays->n;
     tqkv__add_array(arrays, q, a->n_elements * sizeof(float));
     if (a->call.sinks) tqkv__add_array(arrays, a->call.sinks, (size_t)a->call.n_heads * sizeof(float));
+    if (a->call.tree) tqkv__add_array(arrays, a->call.tree, (size_t)a->call.n_queries * sizeof(uint64_t));
     for (int i = 0; i < n_written; i++)
         if (tqkv__stream_overlaps(&a->keys, arrays->at[i], arrays->size[i]) ||
             tqkv__stream_overlaps(&a->values, arrays->at[i], arrays->size[i]))
@@ -5681,6 +5725,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv_attention *to, tqkv__attention *a)
 {
     if (!from || !from->keys || !from->values) return TQKV__INVALID("the attention, its keys or its values are NULL");
+    if (from->attention.tree) return TQKV__REFUSE(UNSUPPORTED, "tree: not on a GPU");
     *to = from->attention;
     to->keys = &from->keys->shape;
     to->values = &from->values->shape;

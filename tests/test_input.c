@@ -29,6 +29,7 @@ typedef struct world {
     tqkv_cache *cache, *made;
     tqkv_cache **result; /* create and load put the cache here */
     float *src, *src2, *q, *out, *max, *sum;
+    uint64_t tree[65];
     const float *other_out, *other_max, *other_sum;
     int n_tokens, n_positions, n_rows, head_dim, count, n_queries;
     int64_t position, first, end;
