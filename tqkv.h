@@ -277,7 +277,7 @@ typedef struct tqkv_parallel {
 /* out = sum_j softmax_j( cap( scale * q.k_j ) ) v_j,   cap(x) = softcap > 0 ? softcap * tanh(x/softcap) : x
    Query head h reads KV head h / (n_heads/n_kv_heads). Query i is at position end - n_queries + i. It sees the resident
    positions up to its own; a window limits them to the newest `window`. A query that sees nothing gives zeros.
-   Attention reads no slot that no query sees.
+   Slots that no query sees change nothing, whatever they hold.
    On the processor the relative L2 error against double precision on the same codes is at most 2e-5 at any length, for
    scores with a standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to
    2^-24 |s|, and exp turns that into a share of its weight. */
@@ -297,6 +297,9 @@ typedef struct tqkv_attention {
     tqkv_allocator allocator; /* scratch; zero = malloc, free */
     tqkv_type query_type, output_type; /* of q and out. Outputs are rounded once, at the end; too large for a half:
                                           infinity. Sums of slices are always float. */
+    /* [n_queries], at most 64, or NULL. Of the newest n_queries positions query i sees position j of them only if bit j
+       of tree[i] is set and j <= i: for drafts with several branches. Higher bits are ignored. */
+    const uint64_t *tree;
 } tqkv_attention;
 
 /* q: [n_queries][n_heads][head_dim of the keys], out: [n_queries][n_heads][head_dim of the values]. TQKV_NOT_FINITE if q
@@ -357,6 +360,16 @@ TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, con
 /* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
    the oldest resident position. 0 is always valid and empties the cache. */
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
+/* Removes the positions [first, first + count); those behind move down, with their codes as they are: a key keeps the
+   rotary embedding of its old position. For linear caches; TQKV_UNSUPPORTED for a ring. */
+TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t count);
+/* Of the newest n positions, numbered 0 to n - 1 from the oldest, keeps those named and forgets the others. kept:
+   [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident. */
+TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
+/* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
+   capacity (TQKV_OUT_OF_RANGE if too small for them), ring, sinks, parallel, allocator, metal. Its other nonzero fields
+   must match. So a full linear cache grows, or with ring = true goes on as a ring. *out is NULL on failure. */
+TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c); /* the stores behind it; NULL for NULL */
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c);
 
@@ -479,7 +492,8 @@ TQKV_METAL_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
 TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffer *out);
 
 /* A cache whose desc has `metal` lies in shared memory. tqkv_cache_append and tqkv_cache_attend run on the GPU and
-   wait; all other calls, and encode and attend on tqkv_cache_keys and _values, run on the processor. After
+   wait; all other calls, and encode and attend on tqkv_cache_keys and _values, run on the processor. Those that read
+   or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
    The two calls below record into an encoder. An append counts at once, and attention can be recorded after it;
    truncate if the command buffer fails. The processor sees the codes after the buffer has completed. */
@@ -1988,7 +2002,7 @@ typedef struct tqkv__moments {
 } tqkv__moments;
 
 /* Adds a row; row: with an encoded copy of it. */
-static void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__row *row, tqkv__moments *m)
+static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__row *row, tqkv__moments *m)
 {
     float source[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
     const float last = tqkv_last_boundary(s->format);
@@ -2104,9 +2118,10 @@ typedef struct tqkv__attention {
     const struct tqkv__isa *isa;
 } tqkv__attention;
 
-/* The positions of a tile that a row sees. */
+/* The positions of a tile that a row sees: [from, to) without those whose bits are set. */
 typedef struct tqkv__span {
     int from, to;
+    uint64_t hidden;
 } tqkv__span;
 
 /* The functions of attention in one instruction set. */
@@ -2162,13 +2177,20 @@ static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, int slot
     }
 }
 
-static void tqkv__softmax_row_scalar(const tqkv__attention *a, int from, int to, float offset, float *scores,
+static bool tqkv__span_has(const tqkv__span *span, int j)
+{
+    return j >= span->from && j < span->to && !(span->hidden >> j & 1);
+}
+
+static void tqkv__softmax_row_scalar(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores,
                                      float *max, float *sum, float *out)
 {
     float largest = *max, total = 0.0f;
-    for (int j = 0; from == to && j < TQKV__TILE; j++) scores[j] = 0.0f;
-    if (from == to) return; /* the maximum may still be -infinity */
-    for (int j = from; j < to; j++) {
+    const bool seen = span->to > span->from;
+    for (int j = 0; !seen && j < TQKV__TILE; j++) scores[j] = 0.0f;
+    if (!seen) return; /* the maximum may still be -infinity */
+    for (int j = span->from; j < span->to; j++) {
+        if (!tqkv__span_has(span, j)) continue;
         if (a->call.softcap > 0.0f) scores[j] = a->call.softcap * tanhf((scores[j] + offset) / a->call.softcap);
         if (scores[j] > largest) largest = scores[j];
     }
@@ -2179,7 +2201,7 @@ static void tqkv__softmax_row_scalar(const tqkv__attention *a, int from, int to,
         *max = largest;
     }
     for (int j = 0; j < TQKV__TILE; j++) {
-        scores[j] = j >= from && j < to ? expf(scores[j] - largest) : 0.0f;
+        scores[j] = tqkv__span_has(span, j) ? expf(scores[j] - largest) : 0.0f;
         total += scores[j];
     }
     *sum += total;
@@ -2189,8 +2211,8 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
                                       int n_rows, float *scores, float *max, float *sum, float *out)
 {
     for (int row = 0; row < n_rows; row++)
-        tqkv__softmax_row_scalar(a, spans[row].from, spans[row].to, offsets[row], scores + row * TQKV__TILE, &max[row],
-                                 &sum[row], out + (size_t)row * (size_t)a->value_dim);
+        tqkv__softmax_row_scalar(a, &spans[row], offsets[row], scores + row * TQKV__TILE, &max[row], &sum[row],
+                                 out + (size_t)row * (size_t)a->value_dim);
 }
 
 /* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
@@ -2351,6 +2373,7 @@ TQKV__OP void TQKV__(mask)(float *x, tqkv__span span, float value)
 {
     for (int j = 0; j < span.from; j++) x[j] = value;
     for (int j = span.to; j < TQKV__TILE; j++) x[j] = value;
+    for (uint64_t left = span.hidden; left; left &= left - 1) x[__builtin_ctzll(left)] = value;
 }
 
 /* Three passes over the rows, without dependencies from row to row. Rows that see nothing skip the arithmetic, because
@@ -4488,6 +4511,8 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
+    if (call->tree && call->n_queries > 64) return TQKV__INVALID("tree: more than 64 queries");
+    if ((uintptr_t)call->tree % sizeof(uint64_t)) return TQKV__INVALID("tree: not aligned as uint64_t");
     if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
         return TQKV__INVALID("scale or softcap is NaN or infinite");
     if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
@@ -4596,6 +4621,7 @@ typedef struct tqkv__tile {
     int64_t position;
     int n, begin;
     bool whole;                                                      /* every row sees all of it */
+    tqkv__span spans[TQKV__CHUNK_ROWS];                              /* what each row sees of it */
     TQKV__ALIGNED float scores[(TQKV__CHUNK_ROWS + 1) * TQKV__TILE]; /* room for whole vectors at a tile's end */
     TQKV__ALIGNED float scaled[TQKV__CHUNK_ROWS * TQKV__TILE];       /* for value_tile */
 } tqkv__tile;
@@ -4622,6 +4648,27 @@ static void tqkv__add_values(const tqkv__attention *a, int kv_head, tqkv__tile *
         }
 }
 
+/* The numbers below n, at most 64, as bits */
+static uint64_t tqkv__bits_below(int n) { return n < 64 ? ((uint64_t)1 << n) - 1 : UINT64_MAX; }
+
+/* What a query sees of a tile's scores, when it looks at [first, end). */
+static tqkv__span tqkv__span_of(const tqkv__attention *a, int query, const tqkv__tile *tile, int64_t first, int64_t end)
+{
+    tqkv__span span = {0, 0, 0};
+    int64_t from, to;
+    tqkv__visible(a, query, first, end, &from, &to);
+    span.from = tile->begin + tqkv__clamp(from - tile->position, 0, tile->n);
+    span.to = tile->begin + tqkv__clamp(to - tile->position, 0, tile->n);
+    if (!a->call.tree) return span;
+    const uint64_t hidden = ~a->call.tree[query];
+    const int64_t shift = a->call.end - a->call.n_queries - (tile->position - tile->begin); /* of bit 0 */
+    const uint64_t inside = tqkv__bits_below(span.to) & ~tqkv__bits_below(span.from);
+    if (shift >= 0 && shift < 64) span.hidden = hidden << shift & inside;
+    if (shift < 0 && shift > -64) span.hidden = hidden >> -shift & inside;
+    if (span.hidden == inside) span.to = span.from;
+    return span;
+}
+
 /* Query rows of one KV head that share decoded tiles. */
 typedef struct tqkv__item {
     int kv_head, first_row, n_rows;
@@ -4632,6 +4679,22 @@ typedef struct tqkv__sums {
     float *out, *max, *sum;
 } tqkv__sums;
 
+/* Finds what each row of an item sees of a tile; false: none sees any of it. */
+static bool tqkv__find_spans(const tqkv__attention *a, const tqkv__item *item, int64_t first, int64_t end,
+                             tqkv__tile *tile)
+{
+    bool seen = false;
+    tile->whole = true;
+    for (int row = 0; row < item->n_rows; row++) {
+        const tqkv__span span = tqkv__span_of(a, (item->first_row + row) / a->group, tile, first, end);
+        const int n = span.to - span.from;
+        tile->spans[row] = span;
+        seen = seen || n > 0;
+        tile->whole = tile->whole && n == tile->n && !span.hidden;
+    }
+    return seen;
+}
+
 /* Adds positions [first, end) to the sums of an item's rows; q: [n_rows][key_dim], offsets: [n_rows]. A tile's values are added after the
    next tile's scores. These steps are independent, and the processor overlaps them. */
 static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, int64_t first, int64_t end,
@@ -4639,28 +4702,20 @@ static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, 
 {
     const int kv_head = item->kv_head, first_row = item->first_row, n_rows = item->n_rows;
     tqkv__tile *tile = &tiles[0], *before = NULL;
-    tqkv__span spans[TQKV__CHUNK_ROWS];
     int64_t from, to, unused;
     tqkv__visible(a, first_row / a->group, first, end, &from, &unused);
     tqkv__visible(a, (first_row + n_rows - 1) / a->group, first, end, &unused, &to);
-    for (int64_t position = from; position < to; position += before->n) {
-        const int n = tqkv__tile_length(a, position, to), begin = (int)(position % TQKV__TILE);
+    for (int64_t position = from; position < to; position = tile->position + tile->n) {
+        if (before) tile = &tiles[before == &tiles[0]];
         tile->position = position;
-        tile->n = n;
-        tile->begin = begin;
-        tile->whole = true;
-        a->isa->score_tile(&a->keys, kv_head, tqkv__slot(&a->keys, position), n, q, n_rows, tile->scores + begin);
+        tile->n = tqkv__tile_length(a, position, to);
+        tile->begin = (int)(position % TQKV__TILE);
+        if (!tqkv__find_spans(a, item, first, end, tile)) continue; /* a tree hides it */
+        a->isa->score_tile(&a->keys, kv_head, tqkv__slot(&a->keys, position), tile->n, q, n_rows,
+                           tile->scores + tile->begin);
         if (before) tqkv__add_values(a, kv_head, before, n_rows, sums->out);
-        for (int row = 0; row < n_rows; row++) {
-            int64_t row_from, row_to;
-            tqkv__visible(a, (first_row + row) / a->group, first, end, &row_from, &row_to);
-            spans[row].from = begin + tqkv__clamp(row_from - position, 0, n);
-            spans[row].to = begin + tqkv__clamp(row_to - position, 0, n);
-            tile->whole = tile->whole && spans[row].to - spans[row].from == n;
-        }
-        a->isa->softmax_tile(a, spans, offsets, n_rows, tile->scores, sums->max, sums->sum, sums->out);
+        a->isa->softmax_tile(a, tile->spans, offsets, n_rows, tile->scores, sums->max, sums->sum, sums->out);
         before = tile;
-        tile = &tiles[tile == &tiles[0]];
     }
     if (before) tqkv__add_values(a, kv_head, before, n_rows, sums->out);
 }
@@ -5007,6 +5062,7 @@ static tqkv_result tqkv__check_attend(const tqkv__attention *a, const void *q, t
     if (!tqkv__aligned_as(a->call.query_type, q)) return TQKV__INVALID("q: not aligned as its type");
     tqkv__add_array(arrays, q, a->q_elements * tqkv__type_size(a->call.query_type));
     if (a->call.sinks) tqkv__add_array(arrays, a->call.sinks, (size_t)a->call.n_heads * sizeof(float));
+    if (a->call.tree) tqkv__add_array(arrays, a->call.tree, (size_t)a->call.n_queries * sizeof(uint64_t));
     for (int i = 0; i < n_written; i++)
         if (tqkv__stream_overlaps(&a->keys, arrays->at[i], arrays->size[i]) ||
             tqkv__stream_overlaps(&a->values, arrays->at[i], arrays->size[i]))
@@ -5326,6 +5382,126 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
         return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
     if (end == 0) c->first = 0;
     c->attention.end = end;
+    return TQKV_OK;
+}
+
+/* Moves the rows of n positions from `source` on to `target` on, in the same stream (downwards) or in another one. In
+   ascending order no row is overwritten before it has moved: in a ring too, whose resident positions differ in slot. */
+static void tqkv__move_rows(const tqkv__stream *from, int64_t source, const tqkv__stream *to, int64_t target, int64_t n)
+{
+    while (n > 0) {
+        const int source_slot = tqkv__slot(from, source), target_slot = tqkv__slot(to, target);
+        const int source_room = from->capacity - source_slot, target_room = to->capacity - target_slot;
+        int64_t run = n < source_room ? n : source_room;
+        if (run > target_room) run = target_room;
+        for (int h = 0; h < from->n_kv_heads; h++) {
+            memmove(tqkv__codes_at(to, h, target_slot), tqkv__codes_at(from, h, source_slot),
+                    (size_t)run * from->row_bytes);
+            if (from->norms_per_row)
+                memmove(tqkv__norms_at(to, h, target_slot), tqkv__norms_at(from, h, source_slot),
+                        (size_t)run * (size_t)from->norms_per_row * sizeof(float));
+        }
+        source += run;
+        target += run;
+        n -= run;
+    }
+}
+
+/* Moves n positions of keys and values; see tqkv__move_rows. */
+static void tqkv__move_positions(const tqkv_cache *from, int64_t source, const tqkv_cache *to, int64_t target,
+                                 int64_t n)
+{
+    const tqkv_store *const stores[2][2] = {{&from->keys, &to->keys}, {&from->values, &to->values}};
+    for (int i = 0; i < 2; i++) {
+        tqkv__stream a, b;
+        if (tqkv__stream_open(stores[i][0], &a) == TQKV_OK && tqkv__stream_open(stores[i][1], &b) == TQKV_OK)
+            tqkv__move_rows(&a, source, &b, target, n);
+    }
+}
+
+TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t count)
+{
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    if (c->keys.ring) return TQKV__REFUSE(UNSUPPORTED, "remove: the cache is a ring");
+    if (count < 0) return TQKV__INVALID("count is negative");
+    if (first < 0 || first > c->attention.end || count > c->attention.end - first)
+        return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
+    tqkv__move_positions(c, first + count, c, first, c->attention.end - first - count);
+    c->attention.end -= count;
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept)
+{
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    if (n < 0 || n_kept < 0 || (n_kept > 0 && !kept)) return TQKV__INVALID("n or n_kept is negative, or kept is NULL");
+    if (n > c->attention.end - c->first) return TQKV__REFUSE(OUT_OF_RANGE, "n: more positions than are resident");
+    if ((uintptr_t)kept % sizeof(int) || tqkv__overlap(c, c->size, kept, (size_t)n_kept * sizeof(int)))
+        return TQKV__INVALID("kept: not aligned as int, or in the cache");
+    for (int i = 0; i < n_kept; i++) {
+        if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
+        if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
+    }
+    const int64_t first = c->attention.end - n;
+    for (int i = 0, next; i < n_kept; i = next) {
+        for (next = i + 1; next < n_kept && kept[next] == kept[next - 1] + 1;) next++;
+        tqkv__move_positions(c, first + kept[i], c, first + i, next - i);
+    }
+    c->attention.end = first + n_kept;
+    return TQKV_OK;
+}
+
+/* The desc that makes a cache like c. */
+static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
+{
+    tqkv_cache_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.head_dim = c->keys.head_dim;
+    desc.n_kv_heads = c->keys.n_kv_heads;
+    desc.n_heads = c->attention.n_heads;
+    desc.capacity = c->keys.capacity;
+    desc.key_format = c->keys.format;
+    desc.value_format = c->values.format;
+    desc.ring = c->keys.ring;
+    desc.window = c->attention.window;
+    desc.scale = c->attention.scale;
+    desc.softcap = c->attention.softcap;
+    desc.sinks = c->attention.sinks;
+    desc.parallel = c->attention.parallel;
+    desc.allocator = c->attention.allocator;
+    desc.metal = c->metal;
+    return desc;
+}
+
+/* Whether the nonzero fields of `wanted`, other than hooks and sinks, are those of `found`. */
+static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found);
+
+TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
+{
+    if (!out) return TQKV__INVALID("out is NULL");
+    *out = NULL;
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    tqkv_cache_desc copied = tqkv__desc_of(c);
+    tqkv_cache *copy;
+    if (desc) {
+        if (desc->capacity) copied.capacity = desc->capacity;
+        copied.ring = copied.ring || desc->ring;
+        if (!tqkv__desc_matches(desc, &copied)) return TQKV__INVALID("a field of desc is not the cache's");
+        if (desc->sinks) copied.sinks = desc->sinks;
+        if (desc->parallel.run) copied.parallel = desc->parallel;
+        if (desc->allocator.alloc || desc->allocator.free) copied.allocator = desc->allocator;
+        if (desc->metal) copied.metal = desc->metal;
+    }
+    if (copied.capacity > 0 && copied.capacity < c->attention.end - c->first)
+        return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
+    const tqkv_result r = tqkv_cache_create(&copied, &copy);
+    if (r != TQKV_OK) return r;
+    tqkv__cache_center(copy, 0, c->keys.center);
+    tqkv__cache_center(copy, 1, c->values.center);
+    tqkv__move_positions(c, c->first, copy, c->first, c->attention.end - c->first);
+    copy->first = c->first;
+    copy->attention.end = c->attention.end;
+    *out = copy;
     return TQKV_OK;
 }
 
@@ -5776,6 +5952,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv_attention *to, tqkv__attention *a)
 {
     if (!from || !from->keys || !from->values) return TQKV__INVALID("the attention, its keys or its values are NULL");
+    if (from->attention.tree) return TQKV__REFUSE(UNSUPPORTED, "tree: not on a GPU");
     *to = from->attention;
     to->keys = &from->keys->shape;
     to->values = &from->values->shape;

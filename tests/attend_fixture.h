@@ -11,7 +11,7 @@
 
 typedef enum attend_sinks { SINKS_NONE, SINKS_SOME, SINKS_DOMINATING, SINKS_MINUS_INFINITY } attend_sinks;
 typedef enum attend_way { WAY_WHOLE, WAY_SLICES, WAY_PARALLEL, WAY_REVERSED } attend_way;
-typedef enum attend_poison { POISON_NONE, POISON_NEWEST, POISON_OLDEST } attend_poison;
+typedef enum attend_poison { POISON_NONE, POISON_NEWEST, POISON_OLDEST, POISON_BRANCH } attend_poison;
 
 typedef struct attend_row {
     tqkv_format key_format, value_format;
@@ -22,6 +22,7 @@ typedef struct attend_row {
     float block_scale, scale, softcap, query_size;
     float key_center, value_center; /* size of the stores' centres, in rows' standard deviations; 0: none */
     attend_sinks sinks;
+    bool tree; /* random branches */
     tqkv_basis query_basis, output_basis;
     attend_way way;
     bool bits_alone;      /* expected is not computed: that takes longest */
@@ -32,6 +33,7 @@ typedef struct attend_problem {
     tqkv_attention attention;
     tqkv_store keys, values;
     float *q, *sinks, *out;             /* [n_queries][n_heads][head_dim], [n_heads], as q, but value_dim */
+    uint64_t *tree;                     /* [n_queries] or NULL */
     float *key_center, *value_center;   /* [n_kv_heads][head_dim], with value_dim, or NULL */
     double *expected;                   /* as out */
     size_t n_rows, head_dim, value_dim; /* n_rows = n_queries * n_heads */
@@ -111,6 +113,15 @@ static inline float *attend_make_center(const tqkv_store *s, uint64_t seed, floa
     return center;
 }
 
+/* [n_queries]: random bits, also above n_queries; some queries see no position of the tree, not even their own. */
+static inline uint64_t *attend_make_tree(int n_queries)
+{
+    data_random random = {16};
+    uint64_t *tree = (uint64_t *)test_alloc((size_t)n_queries * sizeof *tree);
+    for (int i = 0; i < n_queries; i++) tree[i] = i % 5 == 3 ? 0 : data_bits(&random) | (uint64_t)1 << i;
+    return tree;
+}
+
 static inline void attend_set_up(attend_problem *problem, const attend_row *row)
 {
     const int value_dim = row->value_dim ? row->value_dim : row->head_dim;
@@ -134,6 +145,7 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     a->scale = row->scale;
     a->softcap = row->softcap;
     a->sinks = problem->sinks;
+    a->tree = problem->tree = row->tree ? attend_make_tree(row->n_queries) : NULL;
     a->query_basis = row->query_basis;
     a->output_basis = row->output_basis;
     attend_fill_store(&problem->keys, a, 11, DATA_GAUSSIAN);
@@ -150,7 +162,9 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     if (row->poison != POISON_NONE) {
         reference_shape shape = reference_attention_shape(a);
         int64_t oldest = row->window ? row->end - row->n_queries - row->window + 1 : shape.oldest;
-        problem->poisoned = row->poison == POISON_NEWEST ? row->end - 1 : oldest;
+        problem->poisoned = row->poison == POISON_NEWEST   ? row->end - 1
+                            : row->poison == POISON_BRANCH ? row->end - row->n_queries + 1
+                                                           : oldest;
         attend_poison_position(&problem->keys, problem->poisoned, false);
         attend_poison_position(&problem->values, problem->poisoned, false);
     }
@@ -163,6 +177,7 @@ static inline void attend_tear_down(attend_problem *problem)
     test_store_free(&problem->values);
     free(problem->q);
     free(problem->sinks);
+    free(problem->tree);
     free(problem->key_center);
     free(problem->value_center);
     free(problem->out);

@@ -108,3 +108,16 @@ OPTION(centers_rotated, both_rotated(row); centers_with_sinks(row); row->way = W
 OPTION(centers_rotated_softcap, both_rotated(row); centers_under_softcap(row))
 OPTION(centers_of_f16, centers_with_sinks(row); row->key_format = row->value_format = TQKV_F16; row->way = WAY_SLICES)
 OPTION(centers_of_everything, everything(row); row->key_center = row->value_center = 2.0f; row->way = WAY_PARALLEL)
+
+/* ---- Trees ---- */
+
+OPTION(tree, row->n_queries = 9; row->tree = true)
+OPTION(tree_of_64, row->n_queries = 64; row->group = 1; row->tree = true; row->end = 100;
+       row->key_capacity = row->value_capacity = 100)
+OPTION(tree_on_ring, place(row, true, 48, 75); row->n_queries = 20; row->tree = true)
+OPTION(tree_in_window, place(row, true, 48, 120); row->window = 6; row->n_queries = 30; row->tree = true)
+OPTION(tree_before_start, queries_before_start(row); row->tree = true)
+OPTION(tree_of_everything, everything(row); row->tree = true; row->way = WAY_PARALLEL)
+OPTION(tree_in_slices, everything(row); row->tree = true; row->way = WAY_SLICES)
+OPTION(tree_with_poison, tree(row); row->poison = POISON_BRANCH)
+OPTION(tree_with_poison_f16, tree_with_poison(row); row->key_format = row->value_format = TQKV_F16)

@@ -476,7 +476,8 @@ static inline reference_shape reference_attention_shape(const tqkv_attention *a)
 static inline bool reference_is_visible(const tqkv_attention *a, int query, int64_t position)
 {
     reference_shape shape = reference_attention_shape(a);
-    int64_t at = shape.end - shape.n_queries + query;
+    int64_t at = shape.end - shape.n_queries + query, guess = position - (shape.end - shape.n_queries);
+    if (a->tree && guess >= 0 && guess < 64 && !(a->tree[query] >> guess & 1)) return false;
     return position >= shape.oldest && position < shape.end && position <= at &&
            (a->window <= 0 || position > at - a->window);
 }

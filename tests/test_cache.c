@@ -233,6 +233,147 @@ static void check_long_run(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
+/* ---- Remove, keep, fork ---- */
+
+/* The positions from `at` on hold the tokens of seed 21 with these numbers: the same codes and norms. */
+static void check_tokens(const tqkv_store *s, uint64_t seed, int64_t at, const int *tokens, int n)
+{
+    tqkv_store expected = test_store(s->format, s->head_dim, CACHE_HEADS, n + 1, false);
+    const size_t codes = reference_row_bytes(s->format, s->head_dim);
+    const size_t norms = (size_t)reference_norms_per_row(s->format, s->head_dim) * sizeof(float);
+    expected.center = s->center;
+    for (int i = 0; i < n; i++) {
+        float *rows = cache_data(seed, tokens[i] + 1, s->head_dim);
+        CHECK_RESULT(tqkv_encode(&expected, rows + tokens[i] * CACHE_HEADS * s->head_dim, 1, i), TQKV_OK);
+        free(rows);
+        for (int h = 0; h < CACHE_HEADS; h++) {
+            CHECK(!memcmp(reference_codes_at(s, h, at + i), reference_codes_at(&expected, h, i), codes),
+                  "position %d does not hold the codes of token %d", (int)at + i, tokens[i]);
+            CHECK(!norms || !memcmp(reference_norms_at(s, h, at + i), reference_norms_at(&expected, h, i), norms),
+                  "position %d does not hold the norms of token %d", (int)at + i, tokens[i]);
+        }
+    }
+    test_store_free(&expected);
+}
+
+/* Tokens appended by cache_make are all that is resident. */
+static void check_holds(tqkv_cache *cache, const tqkv_cache_desc *desc, int64_t first, const int *tokens, int n)
+{
+    CHECK(tqkv_cache_end(cache) == first + n, "end is %d", (int)tqkv_cache_end(cache));
+    check_tokens(tqkv_cache_keys(cache), 21, first, tokens, n);
+    check_tokens(tqkv_cache_values(cache), 121, first, tokens, n);
+    check_attend(cache, desc, 2, n);
+}
+
+static void check_remove(const void *parameters)
+{
+    const cache_row *row = (const cache_row *)parameters;
+    const int after[] = {0, 1, 2, 3, 9, 10, 11, 12, 13, 14}, last[] = {0, 1, 2, 3, 9, 10, 11, 12}, none[] = {0};
+    tqkv_cache_desc desc = cache_desc(row, NULL);
+    tqkv_cache *cache = cache_make(row, &desc);
+    REQUIRE(cache, "no cache");
+    CHECK_RESULT(tqkv_cache_remove(cache, 4, 5), TQKV_OK);
+    check_holds(cache, &desc, 0, after, 10);
+    CHECK_RESULT(tqkv_cache_remove(cache, 10, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_remove(cache, 8, 2), TQKV_OK);
+    check_holds(cache, &desc, 0, last, 8);
+    CHECK_RESULT(tqkv_cache_remove(cache, 0, 8), TQKV_OK);
+    check_tokens(tqkv_cache_keys(cache), 21, 0, none, 0);
+    CHECK(tqkv_cache_end(cache) == 0, "end is %d", (int)tqkv_cache_end(cache));
+    cache_append_seed(cache, 60, 3, row->head_dim);
+    check_attend(cache, &desc, 1, 3);
+    tqkv_cache_destroy(cache);
+}
+
+/* A ring of 10 after 33 tokens, or a linear cache of 15: what is kept of the newest 7, twice; then of nothing. */
+static void check_keep(const void *parameters)
+{
+    const cache_row *row = (const cache_row *)parameters;
+    const int first = row->ring ? row->n_tokens - row->capacity : 0, old = row->n_tokens - 7 - first;
+    const int kept[] = {0, 2, 3, 6}, again[] = {1, 3};
+    int tokens[16];
+    tqkv_cache_desc desc = cache_desc(row, NULL);
+    tqkv_cache *cache = cache_make(row, &desc);
+    REQUIRE(cache, "no cache");
+    for (int i = 0; i < old; i++) tokens[i] = first + i;
+    for (int i = 0; i < 4; i++) tokens[old + i] = first + old + kept[i];
+    CHECK_RESULT(tqkv_cache_keep(cache, 7, kept, 4), TQKV_OK);
+    check_holds(cache, &desc, first, tokens, old + 4);
+    CHECK_RESULT(tqkv_cache_keep(cache, 4, again, 2), TQKV_OK);
+    tokens[old] = tokens[old + 1];
+    tokens[old + 1] = tokens[old + 3];
+    check_holds(cache, &desc, first, tokens, old + 2);
+    if (row->ring) CHECK_RESULT(tqkv_cache_remove(cache, first, 1), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv_cache_keep(cache, old + 3, again, 2), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_cache_keep(cache, old + 2, NULL, 0), TQKV_OK);
+    CHECK(tqkv_cache_end(cache) == first, "end is %d", (int)tqkv_cache_end(cache));
+    CHECK_RESULT(tqkv_cache_keep(cache, 1, NULL, 0), TQKV_OUT_OF_RANGE);
+    cache_append_seed(cache, 60, 3, row->head_dim);
+    check_attend(cache, &desc, 1, 3);
+    tqkv_cache_destroy(cache);
+}
+
+typedef struct fork_row {
+    cache_row cache;
+    int capacity; /* of the fork; 0: no desc */
+    bool ring;
+} fork_row;
+
+/* A fork saves the same snapshot, but for its desc, attends the same, and goes on without the first cache. */
+static void check_fork(const void *parameters)
+{
+    const fork_row *row = (const fork_row *)parameters;
+    const int d = row->cache.head_dim, count = 2 * CACHE_HEADS * CACHE_GROUP * d;
+    counting counter = {0, 0, 0, 0}, other = {0, 0, 0, 0};
+    tqkv_cache_desc desc = cache_desc(&row->cache, &counter), changed;
+    desc.sinks = cache_sinks;
+    desc.window = 9;
+    desc.softcap = 4.0f;
+    tqkv_cache *cache = NULL, *copy = NULL;
+    float *center = cache_data(5, 1, d), *q = test_rows(31, DATA_GAUSSIAN, 4 * CACHE_HEADS, d);
+    float *a = (float *)test_alloc((size_t)count * sizeof *a), *b = (float *)test_alloc((size_t)count * sizeof *b);
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    REQUIRE(cache, "no cache");
+    CHECK_RESULT(tqkv_cache_set_center(cache, center, NULL), TQKV_OK);
+    cache_append_seed(cache, 21, row->cache.n_tokens, d);
+    if (row->cache.truncate >= 0) CHECK_RESULT(tqkv_cache_truncate(cache, row->cache.truncate), TQKV_OK);
+    stream before = stream_of_cache(cache);
+    memset(&changed, 0, sizeof changed);
+    changed.capacity = row->capacity;
+    changed.ring = row->ring;
+    changed.allocator = counting_allocator(&other);
+    CHECK_RESULT(tqkv_cache_fork(cache, row->capacity ? &changed : NULL, &copy), TQKV_OK);
+    REQUIRE(copy, "no fork");
+    CHECK(other.live == (row->capacity ? 1 : 0), "the fork lies in another allocator's memory");
+    stream forked = stream_of_cache(copy);
+    CHECK(before.size == forked.size && !memcmp(before.bytes + 80, forked.bytes + 80, before.size - 80),
+          "the fork's snapshot differs");
+    CHECK_RESULT(tqkv_cache_attend(cache, q, 2, a), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_attend(copy, q, 2, b), TQKV_OK);
+    const int resident = row->cache.truncate >= 0 ? row->cache.truncate - (row->cache.n_tokens - row->cache.capacity)
+                         : row->cache.ring        ? row->cache.capacity
+                                                  : row->cache.n_tokens;
+    check_attend(copy, &desc, 2, resident);
+    if (!row->cache.ring) /* rings of two sizes wrap at other positions, which cuts tiles */
+        CHECK(!memcmp(a, b, (size_t)count * sizeof *a), "the fork attends otherwise");
+    cache_append_seed(copy, 60, 4, d);
+    stream after = stream_of_cache(cache);
+    CHECK(stream_is_equal(&before, &after), "the fork's append changed the first cache");
+    CHECK_RESULT(tqkv_cache_truncate(copy, tqkv_cache_end(cache)), TQKV_OK);
+    tqkv_cache_destroy(cache);
+    CHECK(tqkv_cache_keys(copy)->capacity == (row->capacity ? row->capacity : row->cache.capacity), "capacity");
+    tqkv_cache_destroy(copy);
+    CHECK_NO_LEAK(&counter);
+    CHECK_NO_LEAK(&other);
+    stream_free(&before);
+    stream_free(&forked);
+    stream_free(&after);
+    free(center);
+    free(q);
+    free(a);
+    free(b);
+}
+
 void test_cache_cases(void)
 {
     for (int i = 0; i < 2 * TEST_FORMATS; i++) {
@@ -251,6 +392,20 @@ void test_cache_cases(void)
         cache_row row = {test_formats[i], test_formats[(i + 3) % TEST_FORMATS], 64, 10, true, 33, -1};
         test_add(check_truncate_ring, &row, sizeof row, "cache/truncate_ring/%s", tqkv_format_name(row.key_format));
     }
+    for (int i = 0; i < TEST_FORMATS; i++) {
+        const tqkv_format keys = test_formats[i], values = test_formats[(i + 4) % TEST_FORMATS];
+        const cache_row linear = {keys, values, 64, 15, false, 15, -1}, ring = {keys, values, 32, 10, true, 33, -1};
+        test_add(check_remove, &linear, sizeof linear, "cache/remove/%s", tqkv_format_name(keys));
+        test_add(check_keep, i % 2 ? &ring : &linear, sizeof ring, "cache/keep/%s/%s", i % 2 ? "ring" : "linear",
+                 tqkv_format_name(keys));
+    }
+    static const fork_row forks[] = {{{TQKV_I8, TQKV_TQ4, 64, 20, false, 15, -1}, 0, false},    /* all the same */
+                                     {{TQKV_TQ5, TQKV_F16, 512, 15, false, 15, -1}, 40, false}, /* grows */
+                                     {{TQKV_TQ3, TQKV_TQ6, 32, 15, false, 15, -1}, 15, true},   /* overflows */
+                                     {{TQKV_I8, TQKV_TQ2, 128, 10, true, 33, -1}, 13, false},
+                                     {{TQKV_F16, TQKV_TQ8, 64, 10, true, 33, 29}, 7, false}};
+    for (int i = 0; i < (int)(sizeof forks / sizeof *forks); i++)
+        test_add(check_fork, &forks[i], sizeof forks[i], "cache/fork/%d", i);
     test_add(check_options, NULL, 0, "cache/options");
     test_add(check_defaults, NULL, 0, "cache/defaults");
     test_add(check_empty, NULL, 0, "cache/empty");

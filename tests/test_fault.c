@@ -136,6 +136,10 @@ static void check_cache_calls(const void *parameters)
         }
         CHECK_RESULT(result, TQKV_OK);
     }
+    tqkv_cache *copy = cache;
+    fail_at(&counter, 1);
+    CHECK_RESULT(tqkv_cache_fork(cache, NULL, &copy), TQKV_OUT_OF_MEMORY);
+    CHECK(!copy && counter.live == live, "a fork that failed");
     counter.fail_at = 0;
     stream_free(&before);
     free(rows);

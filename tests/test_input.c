@@ -29,9 +29,12 @@ typedef struct world {
     tqkv_cache *cache, *made;
     tqkv_cache **result; /* create and load put the cache here */
     float *src, *src2, *q, *out, *max, *sum;
+    uint64_t tree[65];
     const float *other_out, *other_max, *other_sum;
     int n_tokens, n_positions, n_rows, head_dim, count, n_queries;
     int64_t position, first, end;
+    int kept[2], n_newest, n_kept;
+    const int *k;
     tqkv_basis basis;
     counting counter;
     stream snapshot;
@@ -123,6 +126,10 @@ static void make_world(world *w, memory *m)
     w->first = 1;
     w->count = 3;
     w->position = 2;
+    w->kept[1] = 2;
+    w->n_newest = TOKENS;
+    w->n_kept = 2;
+    w->k = w->kept;
     w->end = 2;
     CHECK_RESULT(tqkv_encode(&w->keys, m->src, TOKENS, 0), TQKV_OK);
     CHECK_RESULT(tqkv_encode(&w->keys, m->src2, TOKENS, 3), TQKV_OK);
@@ -165,6 +172,9 @@ static tqkv_result create(world *w) { return tqkv_cache_create(w->d, w->result);
 static tqkv_result append(world *w) { return tqkv_cache_append(w->cache, w->src, w->src2, w->n_tokens); }
 static tqkv_result cache_attend(world *w) { return tqkv_cache_attend(w->cache, w->q, w->n_queries, w->out); }
 static tqkv_result cut_back(world *w) { return tqkv_cache_truncate(w->cache, w->end); }
+static tqkv_result take_out(world *w) { return tqkv_cache_remove(w->cache, w->first, w->count - 1); }
+static tqkv_result keep(world *w) { return tqkv_cache_keep(w->cache, w->n_newest, w->k, w->n_kept); }
+static tqkv_result fork_cache(world *w) { return tqkv_cache_fork(w->cache, w->d, w->result); }
 static tqkv_result save(world *w)
 {
     stream s = stream_empty();
@@ -194,7 +204,10 @@ enum {
     LOAD = 1 << 14,
     MEASURE = 1 << 15,
     MEAN = 1 << 16,
-    ALL = 2 * MEAN - 1,
+    REMOVE = 1 << 17,
+    KEEP = 1 << 18,
+    FORK = 1 << 19,
+    ALL = 2 * FORK - 1,
     CODEC = ENCODE | PROBE | DECODE | MEASURE | MEAN,
     ROTATIONS = ROTATE | UNROTATE,
     RESIDENT = ATTEND | PARTIAL,           /* these read stored positions */
@@ -226,6 +239,9 @@ static const input_call calls[] = {{ENCODE, "encode", encode},
                                    {APPEND, "append", append},
                                    {CACHE_ATTEND, "cache_attend", cache_attend},
                                    {CUT_BACK, "cut_back", cut_back},
+                                   {REMOVE, "remove", take_out},
+                                   {KEEP, "keep", keep},
+                                   {FORK, "fork", fork_cache},
                                    {SAVE, "save", save},
                                    {LOAD, "load", load}};
 
@@ -289,7 +305,7 @@ static void check_row(const void *parameters)
     CHECK((test_explained != NULL) == refused, "%s: \"%s\"", tqkv_result_string(result),
           test_explained ? test_explained : "");
     if (result != TQKV_OK) check_unchanged(&w, before);
-    const bool makes = (row->call->set & (CREATE | LOAD)) != 0;
+    const bool makes = (row->call->set & (CREATE | LOAD | FORK)) != 0;
     if (makes && w.result) CHECK((w.made != NULL) == (result == TQKV_OK), "the cache is %p", (void *)w.made);
     if (makes && w.result && result == TQKV_OK) tqkv_cache_destroy(w.made);
     free_world(&w);

@@ -64,6 +64,20 @@ static void check_alone(const attend_problem *problem, int query)
     free(alone);
 }
 
+/* A query with a full mask has the bits of one without a tree, whatever the others see. out: as the problem's */
+static void check_full_masks(attend_problem *problem, float *out)
+{
+    tqkv_attention *a = &problem->attention;
+    const size_t values = (size_t)a->n_heads * problem->head_dim;
+    problem->tree = attend_make_tree(a->n_queries);
+    a->tree = problem->tree;
+    for (int i = 0; i < a->n_queries; i += 2) problem->tree[i] = i % 4 ? UINT64_MAX : ((uint64_t)2 << i) - 1;
+    CHECK_RESULT(tqkv_attend(a, problem->q, out), TQKV_OK);
+    for (int i = 0; i < a->n_queries; i += 2)
+        CHECK(!memcmp(out + (size_t)i * values, problem->out + (size_t)i * values, values * sizeof(float)),
+              "query %d of %d has other bits in a tree", i, a->n_queries);
+}
+
 static void check_bits(const void *parameters)
 {
     const int index = *(const int *)parameters;
@@ -91,6 +105,7 @@ static void check_bits(const void *parameters)
     CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, hooked), TQKV_OK);
     CHECK(calls > 0 && !memcmp(hooked, problem.out, bytes), "other bits by the hook");
     for (int i = 0; i < 3; i++) check_alone(&problem, data_below(&random, row.n_queries));
+    if (index % 8 == 3) check_full_masks(&problem, hooked);
     free(hooked);
     problem.attention.parallel.user = NULL;
     attend_tear_down(&problem);

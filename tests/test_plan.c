@@ -172,6 +172,7 @@ static tqkv_result plan_attend(const tqkv_metal_attention *a, tqkv__dispatch d[2
 
 static void check_attend(const void *row)
 {
+    const uint64_t tree = 1;
     tqkv__dispatch d[2];
     tqkv_metal_attention a;
     const tqkv_metal_store keys = plan_store(TQKV_I8, 64, 100, true, 0), values = plan_store(TQKV_F16, 64, 40, true, 2);
@@ -206,6 +207,9 @@ static void check_attend(const void *row)
     CHECK(!strcmp(overlapping(d), "sinks"), "sinks in the scratch: %s", overlapping(d));
     a.attention.kv_len = 1;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OUT_OF_RANGE);
+    a.attention.tree = &tree;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_UNSUPPORTED);
+    a.attention.tree = NULL;
     a.attention.n_heads = 7;
     CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
 }

@@ -8,6 +8,7 @@ typedef struct problem {
     tqkv_store keys, values;
     tqkv_attention attention;
     float sinks[3 * MAX_GROUP];
+    uint64_t tree[MAX_QUERIES];
     float *q, *out; /* [n_queries][n_heads][head_dim] */
     size_t n_elements, n_rows;
     bool is_tame; /* all numbers have ordinary size, so double precision can check the result */
@@ -77,7 +78,8 @@ static void read_options(fuzz_input *input, problem *p)
 static bool set_up(fuzz_input *input, problem *p)
 {
     memset(p, 0, sizeof *p);
-    p->is_tame = fuzz_byte(input) & 1;
+    const uint8_t kind = fuzz_byte(input);
+    p->is_tame = kind & 1;
     int head_dim = test_head_dims[fuzz_range(input, 0, 5)], n_kv_heads = fuzz_range(input, 1, 3);
     p->keys = read_store(input, head_dim, n_kv_heads);
     p->values = read_store(input, head_dim, n_kv_heads);
@@ -87,6 +89,8 @@ static bool set_up(fuzz_input *input, problem *p)
         return false;
     }
     read_options(input, p);
+    if (kind & 2) p->attention.tree = p->tree;
+    for (int i = 0; i < MAX_QUERIES && kind & 2; i++) p->tree[i] = fuzz_bits(input, 1);
     fill_store(input, &p->keys, p->is_tame);
     fill_store(input, &p->values, p->is_tame);
     p->n_rows = (size_t)(p->attention.n_heads ? p->attention.n_heads : n_kv_heads) *

@@ -173,6 +173,32 @@ static void run_recorded(const void *parameters)
     tqkv_cache_destroy(gpu);
 }
 
+/* The processor moves the codes of a cache on the GPU; a fork lies in the context's memory too. */
+static void run_edited(const void *parameters)
+{
+    const cache_row *row = parameters;
+    const int kept[] = {0, 2, 3};
+    tqkv_cache_desc plain = cache_desc(row, NULL), metal = plain, larger = {0};
+    plain.sinks = metal.sinks = cache_sinks;
+    metal.metal = test_host.metal;
+    larger.capacity = row->capacity + 5;
+    tqkv_cache *caches[2] = {cache_make(row, &plain), cache_make(row, &metal)}, *copies[2] = {NULL, NULL};
+    REQUIRE(caches[0] && caches[1], "no caches");
+    for (int i = 0; i < 2; i++) {
+        CHECK_RESULT(tqkv_cache_keep(caches[i], 5, kept, 3), TQKV_OK);
+        if (!row->ring) CHECK_RESULT(tqkv_cache_remove(caches[i], 2, 4), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_fork(caches[i], &larger, &copies[i]), TQKV_OK);
+    }
+    compare_caches(caches[1], caches[0], row, "edited");
+    REQUIRE(copies[0] && copies[1], "no forks");
+    for (int i = 0; i < 2; i++) {
+        tqkv_cache_destroy(caches[i]);
+        cache_append_seed(copies[i], 51, 3, row->head_dim);
+    }
+    compare_caches(copies[1], copies[0], row, "forked");
+    for (int i = 0; i < 2; i++) tqkv_cache_destroy(copies[i]);
+}
+
 /* Refuses what the processor refuses, and a cache whose memory is not the context's. */
 static void run_refusals(const void *parameters)
 {
@@ -219,5 +245,6 @@ void cache_host_cases(void)
     for (int i = 0; i < 6; i++) test_add(run_both_sides, &rows[i], sizeof rows[i], "cache/both_sides/%d", i);
     for (int i = 0; i < 2; i++) test_add(run_one_memory, &rows[i], sizeof rows[i], "cache/one_memory/%d", i);
     for (int i = 0; i < 2; i++) test_add(run_recorded, &steps[i], sizeof steps[i], "cache/recorded/%d", i);
+    for (int i = 0; i < 2; i++) test_add(run_edited, &steps[i], sizeof steps[i], "cache/edited/%d", i);
     test_add(run_refusals, NULL, 0, "refusals/cache");
 }
