@@ -2278,15 +2278,20 @@ TQKV__OP TQKV__VECTOR TQKV__(load)(const float *p)
 
 TQKV__OP void TQKV__(store)(float *p, TQKV__VECTOR x) { memcpy(p, &x, sizeof x); }
 
-/* As tqkv__widen_row and tqkv__narrow_row; type is a constant. */
+/* LANES values from number i on, as floats; type is a constant. */
+TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, int i)
+{
+    const uint8_t *halves = (const uint8_t *)values + 2 * (size_t)i;
+    if (type == TQKV_TYPE_F16) return TQKV__(load_f16)(halves);
+    if (type == TQKV_TYPE_BF16) return TQKV__(load_bf16)(halves);
+    return TQKV__(load)((const float *)values + i);
+}
+
+/* As tqkv__widen_row and tqkv__narrow_row. */
 TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, int n, float *row)
 {
-    const uint8_t *p = (const uint8_t *)src;
-    for (int i = 0; i < n; i += TQKV__LANES, p += TQKV__LANES * (type == TQKV_TYPE_F32 ? 4 : 2)) {
-        TQKV__VECTOR x = TQKV__(set1)(0.0f);
-        if (type == TQKV_TYPE_F16) x = TQKV__(load_f16)(p);
-        if (type == TQKV_TYPE_BF16) x = TQKV__(load_bf16)(p);
-        if (type == TQKV_TYPE_F32) x = TQKV__(load)((const float *)(const void *)p);
+    for (int i = 0; i < n; i += TQKV__LANES) {
+        TQKV__VECTOR x = TQKV__(load_as)(type, src, i);
         if (center) x -= TQKV__(load)(center + i);
         TQKV__(store)(row + i, x);
     }
@@ -2887,15 +2892,16 @@ TQKV__OP void TQKV__(mix)(const int count, TQKV__VECTOR *x)
     }
 }
 
-/* Flips signs if asked, then runs the stages up to count * LANES / 2 on count vectors in registers. in, out:
-   [head_dim] */
-TQKV__OP void TQKV__(hadamard_runs)(const int count, const float *in, int head_dim, bool flip, float *out)
+/* Flips signs if asked, then runs the stages up to count * LANES / 2 on count vectors in registers. in, of a type that is a
+   constant, and out: [head_dim] */
+TQKV__OP void TQKV__(hadamard_runs)(const int count, const tqkv_type type, const void *in, int head_dim, bool flip,
+                                    float *out)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(count * TQKV__LANES == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
-    for (int run = 0; run < head_dim; run += count * TQKV__LANES, in += count * TQKV__LANES) {
+    for (int run = 0; run < head_dim; run += count * TQKV__LANES) {
         TQKV__VECTOR x[16];
         TQKV__UNROLL
-        for (int i = 0; i < count; i++) x[i] = TQKV__(load)(in + i * TQKV__LANES);
+        for (int i = 0; i < count; i++) x[i] = TQKV__(load_as)(type, in, run + i * TQKV__LANES);
         if (flip) {
             TQKV__UNROLL
             for (int i = 0; i < count; i++) x[i] = TQKV__(flip)(x[i], run + i * TQKV__LANES);
@@ -2927,25 +2933,38 @@ TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, floa
         }
 }
 
-/* out = H(in)/sqrt(D), after flipping signs if asked; in and out may be the same. */
-TQKV__TARGET static void TQKV__(hadamard)(const float *in, int head_dim, bool flip, float *out)
+TQKV__OP void TQKV__(first_runs)(const int count, tqkv_type type, const void *in, int head_dim, bool flip, float *out)
+{
+    if (type == TQKV_TYPE_F16)
+        TQKV__(hadamard_runs)(count, TQKV_TYPE_F16, in, head_dim, flip, out);
+    else if (type == TQKV_TYPE_BF16)
+        TQKV__(hadamard_runs)(count, TQKV_TYPE_BF16, in, head_dim, flip, out);
+    else
+        TQKV__(hadamard_runs)(count, TQKV_TYPE_F32, in, head_dim, flip, out);
+}
+
+/* out = H(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
+TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip, float *out)
 {
     int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;
     if (h == 4 * TQKV__LANES)
-        TQKV__(hadamard_runs)(4, in, head_dim, flip, out);
+        TQKV__(first_runs)(4, type, in, head_dim, flip, out);
     else if (h == 8 * TQKV__LANES)
-        TQKV__(hadamard_runs)(8, in, head_dim, flip, out);
+        TQKV__(first_runs)(8, type, in, head_dim, flip, out);
     else
-        TQKV__(hadamard_runs)(TQKV__WIDTH, in, head_dim, flip, out);
+        TQKV__(first_runs)(TQKV__WIDTH, type, in, head_dim, flip, out);
     for (; h * 4 <= head_dim; h *= 4) TQKV__(hadamard_across)(4, h, head_dim, out);
     if (h < head_dim) TQKV__(hadamard_across)(2, h, head_dim, out);
 }
 
-TQKV__TARGET static void TQKV__(rotate)(float *x, int head_dim) { TQKV__(hadamard)(x, head_dim, true, x); }
+TQKV__TARGET static void TQKV__(rotate)(float *x, int head_dim)
+{
+    TQKV__(hadamard)(TQKV_TYPE_F32, x, head_dim, true, x);
+}
 
 TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
 {
-    TQKV__(hadamard)(y, head_dim, false, y);
+    TQKV__(hadamard)(TQKV_TYPE_F32, y, head_dim, false, y);
     for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), d));
 }
 
@@ -3284,19 +3303,40 @@ TQKV__TARGET static const uint8_t *TQKV__(quantise_row)(const tqkv__stream *s, c
     }
 }
 
-TQKV__TARGET static void TQKV__(store_f16_row)(const float *src, int head_dim, uint8_t *row)
+/* The codes of F16; type is a constant. */
+TQKV__OP void TQKV__(store_f16_as)(const tqkv_type type, const void *src, int head_dim, uint8_t *row)
 {
     for (int d = 0; d < head_dim; d += 2 * TQKV__LANES, row += 4 * TQKV__LANES) {
-        TQKV__(store_f16)(row, TQKV__(load)(src + d));
-        TQKV__(store_f16)(row + 2 * TQKV__LANES, TQKV__(load)(src + d + TQKV__LANES));
+        TQKV__(store_f16)(row, TQKV__(load_as)(type, src, d));
+        TQKV__(store_f16)(row + 2 * TQKV__LANES, TQKV__(load_as)(type, src, d + TQKV__LANES));
     }
 }
 
-/* The row as floats, less its centre; row: [head_dim] */
-TQKV__OP const float *TQKV__(centered)(const tqkv__stream *s, const tqkv__row *source, float *row)
+TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, int head_dim, uint8_t *row)
 {
-    if (!source->center && s->type == TQKV_TYPE_F32) return (const float *)source->src;
-    TQKV__(widen)(s->type, source->src, source->center, s->head_dim, row);
+    if (type == TQKV_TYPE_F16)
+        memcpy(row, src, 2 * (size_t)head_dim);
+    else if (type == TQKV_TYPE_BF16)
+        TQKV__(store_f16_as)(TQKV_TYPE_BF16, src, head_dim, row);
+    else
+        TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
+}
+
+/* The values of a row that are to be quantised: less its centre, rotated, in row: [head_dim] or, where nothing is to be done,
+   in the source. Halves are not widened first: that pass would make them a tenth slower than floats. F16 is stored. */
+TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
+{
+    const bool half = s->kind == TQKV__HALF;
+    const void *src = source->src;
+    tqkv_type type = s->type;
+    if (source->center || (type != TQKV_TYPE_F32 && !s->rotated && !half)) {
+        TQKV__(widen)(type, src, source->center, s->head_dim, row);
+        type = TQKV_TYPE_F32;
+        src = row;
+    }
+    if (half) TQKV__(store_f16_row)(type, src, s->head_dim, source->codes);
+    if (!s->rotated) return (const float *)src;
+    TQKV__(hadamard)(type, src, s->head_dim, true, row);
     return row;
 }
 
@@ -3312,13 +3352,7 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     const int batch = buffer / s->head_dim, norms_per_row = s->norms_per_row;
     for (int first = 0; first < n_rows; first += batch, rows += batch) {
         const int n = n_rows - first < batch ? n_rows - first : batch;
-        for (int i = 0; i < n; i++) {
-            float *row = rotated + i * s->head_dim;
-            values[i] = TQKV__(centered)(s, &rows[i], row);
-            if (s->rotated) TQKV__(hadamard)(values[i], s->head_dim, true, row);
-            if (s->rotated) values[i] = row;
-            if (s->kind == TQKV__HALF) TQKV__(store_f16_row)(values[i], s->head_dim, rows[i].codes);
-        }
+        for (int i = 0; i < n; i++) values[i] = TQKV__(open_row)(s, &rows[i], rotated + i * s->head_dim);
         if (s->kind == TQKV__HALF) continue;
         TQKV__(norms)(s, values, n, norms, scales);
         for (int i = 0; i < n; i++) {
@@ -4860,7 +4894,7 @@ static void tqkv__round_output(const tqkv__attention *a, const float *out, void 
 }
 
 /* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. */
-static void tqkv__deliver(const tqkv__job *job, const tqkv__item *item, const tqkv__sums *sums)
+static TQKV__NOINLINE void tqkv__deliver(const tqkv__job *job, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = job->a;
     float center[TQKV_MAX_HEAD_DIM]; /* of the values */

@@ -48,6 +48,24 @@ CHANGE(center_is_out, RESIDENT | DECODE | PROBE, INVALID_ARGUMENT, memset(w->m->
 /* sources and positions */
 CHANGE(null_src, SOURCE | ROTATIONS | APPEND, INVALID_ARGUMENT, w->src = NULL)
 CHANGE(null_src2, APPEND, INVALID_ARGUMENT, w->src2 = NULL)
+CHANGE(no_type, CODEC, UNSUPPORTED, w->keys.type = test_no_type(3))
+CHANGE(negative_type, CODEC, UNSUPPORTED, w->keys.type = test_no_type(-1))
+CHANGE(no_type, RESIDENT, OK, w->keys.type = test_no_type(3)) /* attention does not look at it */
+CHANGE(misaligned_floats, SOURCE, INVALID_ARGUMENT, w->src = (float *)((uintptr_t)w->m->src + 2))
+CHANGE(misaligned_halves, SOURCE, INVALID_ARGUMENT, w->src = (float *)((uintptr_t)w->m->src + 1);
+       w->keys.type = TQKV_TYPE_F16)
+CHANGE(misaligned_bfloat16s, SOURCE, INVALID_ARGUMENT, w->src = (float *)((uintptr_t)w->m->src + 3);
+       w->keys.type = TQKV_TYPE_BF16)
+CHANGE(halves_between_floats, SOURCE, OK, memset(w->m->src, 0, sizeof w->m->src);
+       w->src = (float *)((uintptr_t)w->m->src + 2); w->keys.type = TQKV_TYPE_F16)
+CHANGE(misaligned_decoded, DECODE, INVALID_ARGUMENT, w->out = (float *)((uintptr_t)w->m->out + 1);
+       w->keys.type = TQKV_TYPE_BF16)
+CHANGE(half_is_nan, SOURCE, NOT_FINITE, memset(w->m->src, 0, sizeof w->m->src); w->keys.type = TQKV_TYPE_F16;
+       memset((char *)w->m->src + 2 * TOKENS * HEADS * D - 2, 0x7e, 2))
+CHANGE(bfloat16_is_infinite, SOURCE, NOT_FINITE, memset(w->m->src, 0, sizeof w->m->src); w->keys.type = TQKV_TYPE_BF16;
+       memset(w->m->src, 0x7f, 2); ((unsigned char *)w->m->src)[0] = 0x80)
+CHANGE(misaligned_k, APPEND, INVALID_ARGUMENT, w->src = (float *)((uintptr_t)w->m->src + 1))
+CHANGE(misaligned_v, APPEND, INVALID_ARGUMENT, w->src2 = (float *)((uintptr_t)w->m->src2 + 2))
 CHANGE(negative_tokens, SOURCE | APPEND, INVALID_ARGUMENT, w->n_tokens = -1)
 CHANGE(most_negative_tokens, SOURCE, INVALID_ARGUMENT, w->n_tokens = INT_MIN)
 CHANGE(negative_position, ENCODE | DECODE, OUT_OF_RANGE, w->position = -1)
@@ -88,6 +106,8 @@ CHANGE(null_other_out, MERGE, INVALID_ARGUMENT, w->other_out = NULL)
 CHANGE(null_other_max, MERGE, INVALID_ARGUMENT, w->other_max = NULL)
 CHANGE(null_other_sum, MERGE, INVALID_ARGUMENT, w->other_sum = NULL)
 CHANGE(values_head_dim, ATTENTION, OK, w->values.head_dim = 32)
+CHANGE(values_odd_head_dim, ATTENTION, UNSUPPORTED, w->values.head_dim = 100)
+CHANGE(values_wide, RESIDENT, INVALID_ARGUMENT, w->values.head_dim = 128) /* its buffers are too small */
 CHANGE(values_kv_heads, ATTENTION, INVALID_ARGUMENT, w->values.n_kv_heads = 1)
 CHANGE(values_format, ATTENTION, UNSUPPORTED, w->values.format = TQKV_FORMAT_DEFAULT)
 CHANGE(values_codes, RESIDENT, INVALID_ARGUMENT, w->values.codes = NULL)
@@ -118,6 +138,18 @@ CHANGE(tree_of_many, ATTENTION, INVALID_ARGUMENT, w->attention.tree = w->tree; w
 CHANGE(tree_misaligned, ATTENTION, INVALID_ARGUMENT, w->attention.tree = (const uint64_t *)((uintptr_t)w->tree + 4))
 CHANGE(tree_in_out, RESIDENT, INVALID_ARGUMENT,
        w->attention.tree = (const uint64_t *)(((uintptr_t)w->out + 15) / 8 * 8))
+CHANGE(half_q_is_nan, RESIDENT, NOT_FINITE, memset(w->m->q, 0, sizeof w->m->q); memset(w->m->q, 0xff, 2);
+       w->attention.query_type = TQKV_TYPE_F16)
+CHANGE(query_type, ATTENTION, UNSUPPORTED, w->attention.query_type = test_no_type(3))
+CHANGE(output_type, ATTENTION, UNSUPPORTED, w->attention.output_type = test_no_type(-1))
+CHANGE(misaligned_q, RESIDENT | CACHE_ATTEND, INVALID_ARGUMENT, w->q = (float *)((uintptr_t)w->m->q + 2))
+CHANGE(misaligned_half_q, RESIDENT, INVALID_ARGUMENT, w->q = (float *)((uintptr_t)w->m->q + 1);
+       w->attention.query_type = TQKV_TYPE_F16)
+CHANGE(misaligned_out, ATTEND | CACHE_ATTEND, INVALID_ARGUMENT, w->out = (float *)((uintptr_t)w->m->out + 2))
+CHANGE(misaligned_half_out, ATTEND, INVALID_ARGUMENT, w->out = (float *)((uintptr_t)w->m->out + 1);
+       w->attention.output_type = TQKV_TYPE_BF16)
+CHANGE(types, ATTENTION, OK, memset(w->m->q, 0, sizeof w->m->q); w->attention.query_type = TQKV_TYPE_F16;
+       w->attention.output_type = TQKV_TYPE_BF16)
 CHANGE(query_basis, ATTENTION, INVALID_ARGUMENT, w->attention.query_basis = test_no_basis(5))
 CHANGE(output_basis, ATTENTION, INVALID_ARGUMENT, w->attention.output_basis = test_no_basis(-1))
 CHANGE(alloc_alone, ATTENTION, INVALID_ARGUMENT, w->attention.allocator.free = NULL)
@@ -148,6 +180,10 @@ CHANGE(null_cache, APPEND | CACHE_ATTEND | CUT_BACK | REMOVE | KEEP | FORK | SAV
        w->cache = NULL)
 CHANGE(desc_head_dim, CREATE, UNSUPPORTED, w->desc.head_dim = 100)
 CHANGE(desc_zero_head_dim, CREATE, UNSUPPORTED, w->desc.head_dim = 0)
+CHANGE(desc_value_dim, CREATE, UNSUPPORTED, w->desc.value_dim = 100)
+CHANGE(desc_negative_value_dim, CREATE, UNSUPPORTED, w->desc.value_dim = -64)
+CHANGE(desc_other_value_dim, LOAD, INVALID_ARGUMENT, w->desc.value_dim = 32)
+CHANGE(desc_type, CREATE | LOAD, UNSUPPORTED, w->desc.type = test_no_type(3))
 CHANGE(desc_kv_heads, CREATE, INVALID_ARGUMENT, w->desc.n_kv_heads = 0)
 CHANGE(desc_negative_kv_heads, CREATE, INVALID_ARGUMENT, w->desc.n_kv_heads = -2)
 CHANGE(desc_heads, CREATE | LOAD | FORK, INVALID_ARGUMENT, w->desc.n_heads = 3)

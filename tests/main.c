@@ -15,6 +15,7 @@ static void add_all_cases(void)
     test_cache_cases();
     test_center_cases();
     test_types_cases();
+    test_value_dim_cases();
     test_plan_cases();
     test_snapshot_cases();
     test_input_cases();

@@ -87,6 +87,7 @@ void test_defect_cases(void);
 void test_cache_cases(void);
 void test_center_cases(void);
 void test_types_cases(void);
+void test_value_dim_cases(void);
 void test_plan_cases(void);
 void test_snapshot_cases(void);
 void test_input_cases(void);

@@ -173,6 +173,10 @@ static const header_row header_rows[] = {
     {"unknown_key_format", 32, 4, TEST_FORMATS + 1},
     {"huge_value_format", 36, 4, 0xfffffff0},
     {"flags", 40, 4, 8},
+    {"value_dim_unknown", 40, 4, 40 << 16},
+    {"value_dim_of_the_keys", 40, 4, 32 << 16},
+    {"value_dim_other", 40, 4, 64 << 16},
+    {"huge_value_dim", 40, 4, 0x80000000},
     {"negative_window", 44, 4, 0xffffffff},
     {"nan_scale", 48, 4, 0x7fc00000},
     {"zero_scale", 48, 4, 0},
@@ -341,6 +345,8 @@ typedef struct mismatch_row {
 
 static void nothing(tqkv_cache_desc *desc) { (void)desc; }
 static void other_head_dim(tqkv_cache_desc *desc) { desc->head_dim = 128; }
+static void other_value_dim(tqkv_cache_desc *desc) { desc->value_dim = 128; }
+static void same_value_dim(tqkv_cache_desc *desc) { desc->value_dim = 64; }
 static void other_kv_heads(tqkv_cache_desc *desc) { desc->n_kv_heads = 1; }
 static void other_heads(tqkv_cache_desc *desc) { desc->n_heads = 8; }
 static void other_capacity(tqkv_cache_desc *desc) { desc->capacity++; }
@@ -365,6 +371,8 @@ static const mismatch_row mismatch_rows[] = {
     {"only_head_dim", only_head_dim, TQKV_OK},
     {"sinks", add_sinks, TQKV_OK},
     {"head_dim", other_head_dim, TQKV_INVALID_ARGUMENT},
+    {"value_dim", other_value_dim, TQKV_INVALID_ARGUMENT},
+    {"same_value_dim", same_value_dim, TQKV_OK},
     {"n_kv_heads", other_kv_heads, TQKV_INVALID_ARGUMENT},
     {"n_heads", other_heads, TQKV_INVALID_ARGUMENT},
     {"capacity", other_capacity, TQKV_INVALID_ARGUMENT},
