@@ -2136,10 +2136,14 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
 
 /* The format of decoded rows. */
 #define TQKV__FLOATS TQKV_FORMAT_DEFAULT
-/* Codes of 2 or 4 main bits, in the order of tqkv__to_decoded. A row shorter than a run (NARROW) uses half runs. */
+/* Codes of 2 or 4 main bits, in the order of tqkv__to_decoded. */
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
-#define TQKV__NARROW(format, dim)                                                                                      \
-    (TQKV__PACKED(format) && TQKV__NIBBLE_RUN * TQKV__LANES > 32 && (dim) < TQKV__NIBBLE_RUN * TQKV__LANES)
+/* Vectors in a run, which is decoded together. */
+#define TQKV__RUN(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_RUN : 4)
+/* Is a block a tail, see TQKV__(part)? */
+#define TQKV__TAILED(format, dim) (TQKV__RUN(format) * TQKV__LANES > 16 && (dim) % (TQKV__RUN(format) * TQKV__LANES))
+/* The lengths, in vectors, of the runs of a tail: a sum of 4, 2 and 1. A tail is a multiple of 16 values. */
+#define TQKV__TAIL_RUNS (TQKV__LANES == 16 ? 7 : TQKV__LANES == 8 ? 2 : 4)
 /* Formats with loops straight from the codes. On NEON a codebook for bytes leaves no registers for sums. */
 #define TQKV__DIRECT(format) (TQKV__LANES > 4 || TQKV__MAIN_BITS(format) != 8 || TQKV__KIND(format) != TQKV__BOOK)
 
@@ -2147,10 +2151,10 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
 #define TQKV__X_STRIDE(dim) ((dim) + 16)
 
 /* Calls the loop for 1, 2 or `most` rows, each a constant. */
-#define TQKV__BY_ROWS(loop, per_lane, most)                                                                            \
-    (rows == 1    ? TQKV__(loop)(format, per_lane, 1, block)                                                           \
-     : rows == 2  ? TQKV__(loop)(format, per_lane, 2, block)                                                           \
-     : (most) > 2 ? TQKV__(loop)(format, per_lane, most, block)                                                        \
+#define TQKV__BY_ROWS(loop, tailed, most)                                                                              \
+    (rows == 1    ? TQKV__(loop)(format, tailed, 1, block)                                                             \
+     : rows == 2  ? TQKV__(loop)(format, tailed, 2, block)                                                             \
+     : (most) > 2 ? TQKV__(loop)(format, tailed, most, block)                                                          \
                   : (void)0)
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
@@ -2306,13 +2310,6 @@ typedef struct TQKV__(loops) {
     void (*accumulate)(const TQKV__(block) *, int rows);
 } TQKV__(loops);
 
-/* Vectors in a run; half of them for packed codes in a row shorter than a run. */
-TQKV__OP int TQKV__(per_lane)(const tqkv_format format, const bool wide)
-{
-    if (!TQKV__PACKED(format)) return 4;
-    return wide ? TQKV__NIBBLE_RUN : TQKV__NIBBLE_RUN / 2;
-}
-
 /* Bytes of a run in the field of main bits, and in the field of upper bits. */
 TQKV__OP int TQKV__(run_bytes)(const tqkv_format format, const int per_lane)
 {
@@ -2329,7 +2326,7 @@ TQKV__OP size_t TQKV__(stride)(const tqkv_format format, const TQKV__(block) * b
     return format == TQKV__FLOATS ? (size_t)TQKV__X_STRIDE(block->dim) * sizeof(float) : block->stride;
 }
 
-/* The parameters format, per_lane, rows and k are constants here and below. */
+/* The parameters format, per_lane, tailed, rows and k are constants here and below. */
 TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream *s, TQKV__VECTOR *table)
 {
     if (TQKV__KIND(format) == TQKV__BOOK) TQKV__(load_table)(TQKV__BOOK_BITS(format), TQKV__PACKED(format), s, table);
@@ -2344,7 +2341,7 @@ TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane
     if (TQKV__KIND(format) == TQKV__GRID) return TQKV__(load_i8)(p + k * TQKV__LANES);
     if (TQKV__KIND(format) == TQKV__HALF) return TQKV__(load_f16)(p + 2 * k * TQKV__LANES);
     return TQKV__PACKED(format) ? TQKV__(centroids_of_packed)(bits, per_lane, k, table, p, upper)
-                                : TQKV__(centroids_of_bytes)(bits, k, table, p);
+                                : TQKV__(centroids_of_bytes)(bits, per_lane, k, table, p);
 }
 
 /* Vectors k to k + count - 1 of the run; x: [count] */
@@ -2355,20 +2352,35 @@ TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const
     for (int i = 0; i < count; i++) x[i] = TQKV__(value)(format, per_lane, k + i, table, p, upper);
 }
 
-/* The first n positions as floats. x: [n][TQKV__X_STRIDE] */
-TQKV__OP void TQKV__(decode)(const tqkv_format format, const int per_lane, const TQKV__(block) * block, int n, float *x)
+/* A run of the codes at *p as floats; *p and *upper move on. */
+TQKV__OP void TQKV__(decode_run)(const tqkv_format format, const int per_lane, const TQKV__VECTOR *table,
+                                 const uint8_t **p, const uint8_t **upper, float *x)
 {
+    TQKV__VECTOR run[8];
+    TQKV__(values)(format, per_lane, 0, per_lane, table, *p, *upper, run);
+    TQKV__UNROLL
+    for (int k = 0; k < per_lane; k++) TQKV__(store)(x + k * TQKV__LANES, run[k]);
+    *p += TQKV__(run_bytes)(format, per_lane);
+    *upper += TQKV__(upper_bytes)(format, per_lane);
+}
+
+/* The first n positions as floats. x: [n][TQKV__X_STRIDE] */
+TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
+{
+    const int per_lane = TQKV__RUN(format), rest = block->dim / TQKV__LANES % per_lane;
     TQKV__VECTOR table[8];
     TQKV__(load_codebook)(format, block->stream, table);
     for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(block->dim)) {
         const uint8_t *p = block->codes + (size_t)j * block->stride, *upper = p + block->upper;
-        for (int d = 0; d < block->dim; d += TQKV__LANES * per_lane) {
-            TQKV__VECTOR run[8];
-            TQKV__(values)(format, per_lane, 0, per_lane, table, p, upper, run);
-            TQKV__UNROLL
-            for (int k = 0; k < per_lane; k++) TQKV__(store)(x + d + k * TQKV__LANES, run[k]);
-            p += TQKV__(run_bytes)(format, per_lane);
-            upper += TQKV__(upper_bytes)(format, per_lane);
+        int d = 0;
+        for (; d < block->dim - rest * TQKV__LANES; d += TQKV__LANES * per_lane)
+            TQKV__(decode_run)(format, per_lane, table, &p, &upper, x + d);
+        TQKV__UNROLL
+        for (int i = 0; i < 3; i++) {
+            const int run = 4 >> i;
+            if (run >= per_lane || !(TQKV__TAIL_RUNS & rest & run)) continue;
+            TQKV__(decode_run)(format, run, table, &p, &upper, x + d);
+            d += run * TQKV__LANES;
         }
     }
 }
@@ -2421,6 +2433,31 @@ TQKV__OP void TQKV__(dot_run)(const tqkv_format format, const int per_lane, cons
     }
 }
 
+/* The same for a tail. */
+TQKV__OP void TQKV__(dot_tail)(const tqkv_format format, const int rows, int tail, const TQKV__VECTOR *table,
+                               const uint8_t *const *p, size_t upper, const float *queries, size_t row_stride,
+                               TQKV__VECTOR (*sums)[4])
+{
+    size_t at = 0;
+    TQKV__UNROLL
+    for (int i = 0; i < 3; i++) {
+        const int per_lane = 4 >> i;
+        if (!(TQKV__TAIL_RUNS & tail & per_lane)) continue;
+        TQKV__(dot_run)(format, per_lane, rows, table, p, at, upper, queries, row_stride, sums);
+        at += (size_t)TQKV__(run_bytes)(format, per_lane);
+        upper += (size_t)TQKV__(upper_bytes)(format, per_lane);
+        queries += TQKV__LANES * per_lane;
+    }
+}
+
+/* Asks for the codes of four keys of the next tile. */
+TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const uint8_t *const *p, size_t at, int size)
+{
+    TQKV__UNROLL
+    for (int m = 0; m < 4; m++)
+        if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p[m] + at, (size_t)size);
+}
+
 /* Writes a vector of scores for each row: (+)= factors * sum_across(fours). */
 TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, int first,
                                    float (*fours)[TQKV__LANES * TQKV__LANES / 4])
@@ -2436,9 +2473,10 @@ TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, 
 
 /* scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
    Summing the lanes of four vectors costs little more than of one. Writes whole vectors. */
-TQKV__OP void TQKV__(score)(const tqkv_format format, const int per_lane, const int rows, const TQKV__(block) * block)
+TQKV__OP void TQKV__(score)(const tqkv_format format, const bool tailed, const int rows, const TQKV__(block) * block)
 {
     TQKV__ALIGNED float fours[TQKV__ROWS][TQKV__LANES * TQKV__LANES / 4];
+    const int per_lane = TQKV__RUN(format), tail = block->dim / TQKV__LANES;
     const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
     const int n = block->n, runs = block->dim / (TQKV__LANES * per_lane);
     const size_t stride = TQKV__(stride)(format, block), ahead = TQKV__TILE * stride,
@@ -2461,16 +2499,18 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const int per_lane, const 
                 TQKV__UNROLL
                 for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(set1)(0.0f);
             }
-            do {
-                TQKV__UNROLL
-                for (int m = 0; m < 4; m++)
-                    if (format != TQKV__FLOATS)
-                        tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p[m] + at + ahead, (size_t)run_bytes);
+            if (tailed) {
+                TQKV__(ask_ahead)(format, p, ahead, tail * TQKV__(run_bytes)(format, 1));
+                TQKV__(dot_tail)(format, rows, tail, table, p, upper, queries, row_stride, sums);
+                run = 0;
+            }
+            for (; run > 0; run--) {
+                TQKV__(ask_ahead)(format, p, at + ahead, run_bytes);
                 TQKV__(dot_run)(format, per_lane, rows, table, p, at, upper, queries, row_stride, sums);
                 at += (size_t)run_bytes;
                 upper += (size_t)upper_bytes;
                 queries += TQKV__LANES * per_lane;
-            } while (--run > 0);
+            }
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) TQKV__(store)(fours[r] + i / 4 * TQKV__LANES, TQKV__(sum_fours)(sums[r]));
         }
@@ -2478,10 +2518,10 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const int per_lane, const 
     }
 }
 
-/* sums[row][v] += weights[row] * vector k + v of the run at p; weights of rows are row_stride apart */
+/* sums[row][first + v] += weights[row] * vector k + v of the run at p; weights of rows are row_stride apart */
 TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows, const int k,
                                    const int width, const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper,
-                                   const float *weights, int row_stride, TQKV__VECTOR (*sums)[8])
+                                   const float *weights, int row_stride, const int first, TQKV__VECTOR (*sums)[8])
 {
     TQKV__VECTOR weight[TQKV__ROWS], x[8];
     if (TQKV__(whole_runs)(format)) {
@@ -2490,7 +2530,7 @@ TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane,
         for (int r = 0; r < rows; r++) {
             weight[r] = TQKV__(set1)(weights[r * row_stride]);
             TQKV__UNROLL
-            for (int v = 0; v < width; v++) sums[r][v] = TQKV__(fma)(weight[r], x[v], sums[r][v]);
+            for (int v = 0; v < width; v++) sums[r][first + v] = TQKV__(fma)(weight[r], x[v], sums[r][first + v]);
         }
         return;
     }
@@ -2500,43 +2540,115 @@ TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane,
     for (int v = 0; v < width; v++) {
         x[v] = TQKV__(value)(format, per_lane, k + v, table, p, upper);
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) sums[r][v] = TQKV__(fma)(weight[r], x[v], sums[r][v]);
+        for (int r = 0; r < rows; r++) sums[r][first + v] = TQKV__(fma)(weight[r], x[v], sums[r][first + v]);
+    }
+}
+
+/* Reads or writes `count` vectors of each row's sums, from sums[row][first] on. */
+TQKV__OP void TQKV__(load_sums)(const int rows, const int first, const int count, const float *out, int stride,
+                                TQKV__VECTOR (*sums)[8])
+{
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) {
+        TQKV__UNROLL
+        for (int v = 0; v < count; v++) sums[r][first + v] = TQKV__(load)(out + r * stride + v * TQKV__LANES);
+    }
+}
+
+TQKV__OP void TQKV__(store_sums)(const int rows, const int first, const int count, TQKV__VECTOR (*sums)[8], int stride,
+                                 float *out)
+{
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) {
+        TQKV__UNROLL
+        for (int v = 0; v < count; v++) TQKV__(store)(out + r * stride + v * TQKV__LANES, sums[r][first + v]);
+    }
+}
+
+/* The same for those runs of a tail that are in `runs`, in one pass over the positions; `before` vectors are before
+   them. */
+TQKV__OP void TQKV__(accumulate_tail)(const tqkv_format format, const int rows, const int runs, int before,
+                                      const TQKV__(block) * block, const TQKV__VECTOR *table)
+{
+    const int tail = block->dim / TQKV__LANES, row_stride = block->row_stride, stride = block->result_stride;
+    const size_t step = TQKV__(stride)(format, block), ahead = TQKV__TILE * step;
+    const uint8_t *p = block->codes + before * TQKV__(run_bytes)(format, 1);
+    const uint8_t *upper = block->codes + block->upper + before * TQKV__UPPER_BITS(format) * TQKV__LANES / 8;
+    float *out = block->results + before * TQKV__LANES;
+    TQKV__VECTOR sums[TQKV__ROWS][8];
+    TQKV__UNROLL
+    for (int i = 0; i < 3; i++) {
+        const int run = 4 >> i;
+        if (!(runs & tail & run)) continue;
+        TQKV__(load_sums)(rows, runs & -2 * run, run, out, stride, sums);
+        out += run * TQKV__LANES;
+    }
+    for (int j = 0; j < block->n; j++, p += step, upper += step) {
+        const uint8_t *codes = p, *high = upper;
+        if (format != TQKV__FLOATS && before == 0)
+            tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p + ahead, (size_t)(tail * TQKV__(run_bytes)(format, 1)));
+        TQKV__UNROLL
+        for (int i = 0; i < 3; i++) {
+            const int run = 4 >> i;
+            if (!(runs & tail & run)) continue;
+            TQKV__(add_weighted)
+            (format, run, rows, 0, run, table, codes, high, block->rows + j, row_stride, runs & -2 * run, sums);
+            codes += TQKV__(run_bytes)(format, run);
+            high += TQKV__(upper_bytes)(format, run);
+        }
+    }
+    out = block->results + before * TQKV__LANES;
+    TQKV__UNROLL
+    for (int i = 0; i < 3; i++) {
+        const int run = 4 >> i;
+        if (!(runs & tail & run)) continue;
+        TQKV__(store_sums)(rows, runs & -2 * run, run, sums, stride, out);
+        out += run * TQKV__LANES;
     }
 }
 
 /* out[row] += sum_j weights[row][j] * value[j]; registers hold the sums of a few vectors over all positions. */
-TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int per_lane, const int rows,
-                                 const TQKV__(block) * block)
+TQKV__OP void TQKV__(accumulate_runs)(const tqkv_format format, const int rows, const TQKV__(block) * block,
+                                      const TQKV__VECTOR *table)
 {
+    const int per_lane = TQKV__RUN(format);
     const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
     const int most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane; /* rows * width sums */
     const int n = block->n, row_stride = block->row_stride, result_stride = block->result_stride;
     const size_t stride = TQKV__(stride)(format, block), ahead = TQKV__TILE * stride;
     const float *weights = block->rows;
     float *out = block->results;
-    TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, block->stream, table);
     for (int run = 0; run * TQKV__LANES * per_lane < block->dim; run++) {
         TQKV__UNROLL
         for (int k = 0; k < per_lane; k += width, out += width * TQKV__LANES) {
             const uint8_t *p = block->codes + run * run_bytes, *upper = block->codes + block->upper + run * upper_bytes;
             TQKV__VECTOR sums[TQKV__ROWS][8];
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) {
-                TQKV__UNROLL
-                for (int v = 0; v < width; v++) sums[r][v] = TQKV__(load)(out + r * result_stride + v * TQKV__LANES);
-            }
+            TQKV__(load_sums)(rows, 0, width, out, result_stride, sums);
             for (int j = 0; j < n; j++, p += stride, upper += stride) {
                 if (format != TQKV__FLOATS && k == 0)
                     tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p + ahead, (size_t)run_bytes);
-                TQKV__(add_weighted)(format, per_lane, rows, k, width, table, p, upper, weights + j, row_stride, sums);
+                TQKV__(add_weighted)
+                (format, per_lane, rows, k, width, table, p, upper, weights + j, row_stride, 0, sums);
             }
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) {
-                TQKV__UNROLL
-                for (int v = 0; v < width; v++) TQKV__(store)(out + r * result_stride + v * TQKV__LANES, sums[r][v]);
-            }
+            TQKV__(store_sums)(rows, 0, width, sums, result_stride, out);
         }
+    }
+}
+
+TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const bool tailed, const int rows,
+                                 const TQKV__(block) * block)
+{
+    const bool all = rows * TQKV__TAIL_RUNS <= TQKV__SUMS; /* sums of a tail in one pass */
+    const bool four = (block->dim / TQKV__LANES & 4) != 0;
+    TQKV__VECTOR table[8];
+    TQKV__(load_codebook)(format, block->stream, table);
+    if (!tailed)
+        TQKV__(accumulate_runs)(format, rows, block, table);
+    else if (all)
+        TQKV__(accumulate_tail)(format, rows, TQKV__TAIL_RUNS, 0, block, table);
+    else {
+        if (four) TQKV__(accumulate_tail)(format, rows, 4, 0, block, table);
+        TQKV__(accumulate_tail)(format, rows, TQKV__TAIL_RUNS & 3, four ? 4 : 0, block, table);
     }
 }
 
@@ -2563,29 +2675,27 @@ TQKV__OP void TQKV__(score_rows)(const tqkv_format format, const TQKV__(block) *
 {
     const int most = format == TQKV__FLOATS ? TQKV__DECODED_SCORE_ROWS : TQKV__SCORE_ROWS;
     if (!TQKV__DIRECT(format)) return;
-    if (TQKV__NARROW(format, block->dim))
-        TQKV__BY_ROWS(score, TQKV__(per_lane)(format, false), most);
+    if (TQKV__TAILED(format, block->dim))
+        TQKV__BY_ROWS(score, true, most);
     else
-        TQKV__BY_ROWS(score, TQKV__(per_lane)(format, true), most);
+        TQKV__BY_ROWS(score, false, most);
 }
 
 TQKV__OP void TQKV__(accumulate_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
 {
     if (!TQKV__DIRECT(format)) return;
-    if (TQKV__NARROW(format, block->dim))
-        TQKV__BY_ROWS(accumulate, TQKV__(per_lane)(format, false), TQKV__ROWS);
+    if (TQKV__TAILED(format, block->dim))
+        TQKV__BY_ROWS(accumulate, true, TQKV__ROWS);
     else
-        TQKV__BY_ROWS(accumulate, TQKV__(per_lane)(format, true), TQKV__ROWS);
+        TQKV__BY_ROWS(accumulate, false, TQKV__ROWS);
 }
 
 TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
 {
     if (TQKV__BOOK_BITS(format) == 8 && !TQKV__DIRECT(format))
         TQKV__(decode_by_loads)(block, n, x);
-    else if (TQKV__NARROW(format, block->dim))
-        TQKV__(decode)(format, TQKV__(per_lane)(format, false), block, n, x);
     else
-        TQKV__(decode)(format, TQKV__(per_lane)(format, true), block, n, x);
+        TQKV__(decode)(format, block, n, x);
 }
 
 #define TQKV__ROW_LOOPS(unused, format, ...)                                                                           \
@@ -2669,34 +2779,44 @@ TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows,
         TQKV__(by_rows)(block, n_rows, TQKV__ROWS, loops->accumulate);
 }
 
-/* Opens block b of n positions from slot on. */
-static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, int slot, int n, int b, TQKV__(block) * block)
+/* The values of a row that attention takes together: from `before` on, in the same block as it. A block is whole runs,
+   then a tail of less than eight vectors. Where that may hold a whole run of four, it does: more sums in a pass over the
+   positions wait less for each other. */
+static int TQKV__(part)(const tqkv__stream *s, int before)
 {
-    const size_t before = (size_t)(b * s->block_dim), main = before * (size_t)s->main_bits / 8;
-    const size_t main_field = (size_t)(s->head_dim * s->main_bits) / 8, upper = before * (size_t)s->upper_bits / 8;
+    const int left = s->block_dim - before % s->block_dim, run = TQKV__RUN(s->format) * TQKV__LANES, rest = left % run;
+    const int tail = TQKV__LANES == 16 && TQKV__RUN(s->format) == 4 && left > run ? run + rest : rest;
+    return run <= 16 || rest == 0 || left == tail ? left : left - tail;
+}
+
+/* Opens that part for n positions from slot on. */
+static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, int slot, int n, int before, TQKV__(block) * block)
+{
+    const size_t main = (size_t)(before * s->main_bits / 8), upper = (size_t)(before * s->upper_bits / 8);
+    const size_t main_field = (size_t)(s->head_dim * s->main_bits) / 8;
     block->stream = s;
     block->codes = tqkv__codes_at(s, kv_head, slot) + main;
     block->upper = s->upper_bits ? main_field + upper - main : 0;
     block->stride = s->row_bytes;
     block->n = n;
-    block->dim = s->block_dim;
+    block->dim = TQKV__(part)(s, before);
     block->factors = NULL;
-    block->add = b > 0;
+    block->add = before > 0;
 }
 
 TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q,
                                             int n_rows, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__(block) block;
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
-    for (int b = 0; b < s->head_dim / s->block_dim; b++) {
-        TQKV__(block) block;
-        TQKV__(open_block)(s, kv_head, slot, n, b, &block);
-        block.rows = q + b * s->block_dim;
+    for (int d = 0; d < s->head_dim; d += block.dim) {
+        TQKV__(open_block)(s, kv_head, slot, n, d, &block);
+        block.rows = q + d;
         block.row_stride = s->head_dim;
         block.results = scores;
         block.result_stride = TQKV__TILE;
-        block.factors = factors + b * TQKV__TILE;
+        block.factors = factors + d / s->block_dim * TQKV__TILE;
         TQKV__(attend_block)(&block, n_rows, true);
     }
 }
@@ -2705,17 +2825,18 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
                                             int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__(block) block;
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
-    for (int b = 0; b < s->head_dim / s->block_dim; b++) {
-        TQKV__(block) block;
-        for (int i = 0; i < n_rows * TQKV__TILE; i += TQKV__LANES) {
-            const TQKV__VECTOR factor = TQKV__(load)(factors + b * TQKV__TILE + i % TQKV__TILE);
+    for (int d = 0; d < s->head_dim; d += block.dim) {
+        const float *of_block = factors + d / s->block_dim * TQKV__TILE;
+        for (int i = 0; d % s->block_dim == 0 && i < n_rows * TQKV__TILE; i += TQKV__LANES) {
+            const TQKV__VECTOR factor = TQKV__(load)(of_block + i % TQKV__TILE);
             TQKV__(store)(scaled + i, TQKV__(mul_nonzero)(TQKV__(load)(weights + i), factor));
         }
-        TQKV__(open_block)(s, kv_head, slot, n, b, &block);
+        TQKV__(open_block)(s, kv_head, slot, n, d, &block);
         block.rows = scaled;
         block.row_stride = TQKV__TILE;
-        block.results = out + b * s->block_dim;
+        block.results = out + d;
         block.result_stride = s->head_dim;
         TQKV__(attend_block)(&block, n_rows, false);
     }
@@ -3282,14 +3403,20 @@ TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
 {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
-/* Main bits: lane l holds the codes l * per_lane ... of a run. One shift moves the k-th code of every lane to bit 0. */
-TQKV__OP __m512i tqkv__load_lower_avx512(const int per_lane, const uint8_t *p)
+/* A field of a run: lane l holds `bits` bits from bit l * bits of p on. With the codes l * per_lane ... of a run in a
+   lane, one shift moves the k-th code of every lane to bit 0. Other bits may follow those of the lane: look-ups ignore
+   them. */
+TQKV__OP __m512i tqkv__load_field_avx512(const int bits, const uint8_t *p)
 {
-    return per_lane == 8 ? _mm512_loadu_si512((const void *)p) : _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
-}
-TQKV__OP __m512i tqkv__load_pairs_avx512(const int per_lane, const uint8_t *p)
-{
-    return per_lane == 8 ? _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p)) : _mm512_cvtepu8_epi32(tqkv__load_128(p));
+    if (bits == 32) return _mm512_loadu_si512((const void *)p);
+    if (bits == 16) return _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
+    if (bits == 8) return _mm512_cvtepu8_epi32(tqkv__load_128(p));
+    /* The lowest byte of each lane takes a window of 8 bits from the same word of 64. */
+    const __m512i places = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                                              _mm512_set1_epi32(bits));
+    uint64_t word = 0;
+    memcpy(&word, p, (size_t)(2 * bits));
+    return _mm512_multishift_epi64_epi8(places, _mm512_set1_epi64((long long)word));
 }
 /* TQ3 as nibbles of the same order. Bytes take windows of 8 bits from the fields of two lanes, in a word of 64 bits: two
    codes' low pairs in bits 0 to 3, their third bits in bits 4 and 5. One look-up puts these six bits in order. */
@@ -3308,23 +3435,15 @@ TQKV__OP __m512i tqkv__nibbles_of_tq3_avx512(const int per_lane, const uint8_t *
                          0x34343434, 0x24242424, 0x14141414, 0x04040404, 0x30303030, 0x20202020, 0x10101010, 0);
     return _mm512_permutexvar_epi8(six, _mm512_or_si512(upper_five, _mm512_set1_epi32(0x03020100)));
 }
-/* Upper bits of a run: those of each lane's codes, from bit 0 of the lane up. */
-TQKV__OP __m512i tqkv__load_upper_avx512(const int bits, const int per_lane, const uint8_t *p)
+/* The k-th code of each lane: its main bits from low, the others from high. Look-ups ignore the bits above. */
+TQKV__OP __m512i tqkv__pick_avx512(const int bits, const int main_bits, const int k, __m512i low, __m512i high)
 {
-    if (bits == 6 && per_lane == 8) return _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
-    if (bits == 6 || per_lane == 8) return _mm512_cvtepu8_epi32(tqkv__load_128(p));
-    /* TQ5 with four codes a lane: a byte serves two lanes. A copy shifted by 28 puts its upper half into the second. */
-    const __m512i bytes = _mm512_cvtepu8_epi64(tqkv__load_64(p));
-    return _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));
-}
-/* The k-th nibble of each lane, below the code's upper bits from bit `bit` of high on. Look-ups ignore the bits
-   above. */
-TQKV__OP __m512i tqkv__pick_avx512(const int bits, __m512i low, const int k, __m512i high, const int bit)
-{
-    const __m512i code = _mm512_srli_epi32(low, (unsigned)(4 * k));
-    if (bits == 4) return code;
-    high = bit < 4 ? _mm512_slli_epi32(high, (unsigned)(4 - bit)) : _mm512_srli_epi32(high, (unsigned)(bit - 4));
-    return _mm512_ternarylogic_epi32(code, high, _mm512_set1_epi32(bits == 5 ? 0x10 : 0x30), 0xd8);
+    const __m512i code = _mm512_srli_epi32(low, (unsigned)(main_bits * k));
+    const int bit = k * (bits - main_bits);
+    if (bits == main_bits) return code;
+    high = bit < main_bits ? _mm512_slli_epi32(high, (unsigned)(main_bits - bit))
+                           : _mm512_srli_epi32(high, (unsigned)(bit - main_bits));
+    return _mm512_ternarylogic_epi32(code, high, _mm512_set1_epi32((1 << bits) - (1 << main_bits)), 0xd8);
 }
 TQKV__OP __m512 tqkv__permute_table_avx512(const int bits, const __m512 *table, __m512i codes)
 {
@@ -3348,20 +3467,25 @@ TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const 
 TQKV__OP __m512 tqkv__centroids_of_packed_avx512(const int bits, const int per_lane, const int k, const __m512 *table,
                                                  const uint8_t *p, const uint8_t *upper)
 {
-    const __m512i low = bits == 2   ? tqkv__load_pairs_avx512(per_lane, p)
-                        : bits == 3 ? tqkv__nibbles_of_tq3_avx512(per_lane, p, upper)
-                                    : tqkv__load_lower_avx512(per_lane, p);
-    if (bits < 4) return _mm512_permutexvar_ps(_mm512_srli_epi32(low, (unsigned)(bits == 2 ? 2 * k : 4 * k)), table[0]);
-    const __m512i high = bits > 4 ? tqkv__load_upper_avx512(bits, per_lane, upper) : low;
-    return tqkv__permute_table_avx512(bits, table, tqkv__pick_avx512(bits, low, k, high, k * (bits - 4)));
+    const int main_bits = bits < 4 ? 2 : 4;
+    if (bits == 3 && per_lane >= 4)
+        return _mm512_permutexvar_ps(
+            _mm512_srli_epi32(tqkv__nibbles_of_tq3_avx512(per_lane, p, upper), (unsigned)(4 * k)), table[0]);
+    const __m512i low = tqkv__load_field_avx512(main_bits * per_lane, p);
+    const __m512i high = bits > main_bits ? tqkv__load_field_avx512((bits - main_bits) * per_lane, upper) : low;
+    return tqkv__permute_table_avx512(bits, table, tqkv__pick_avx512(bits, main_bits, k, low, high));
 }
 /* Looks up the four bytes of 64 centroids and joins them. TQ8: a code c of the upper half takes ~c and flips the
    sign. */
-TQKV__OP __m512 tqkv__centroids_of_bytes_avx512(const int bits, const int k, const __m512 *table, const uint8_t *p)
+TQKV__OP __m512 tqkv__centroids_of_bytes_avx512(const int bits, const int per_lane, const int k, const __m512 *table,
+                                                const uint8_t *p)
 {
     /* dword 4i + j goes to dword i of 128-bit lane j; two unpacks then leave codes 16k to 16k + 15 in vector k */
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    __m512i codes = _mm512_permutexvar_epi32(order, _mm512_loadu_si512((const void *)p)), bytes[4];
+    const __m512i loaded = per_lane == 4   ? _mm512_loadu_si512((const void *)p)
+                           : per_lane == 2 ? _mm512_zextsi256_si512(tqkv__load_256_avx512(p))
+                                           : _mm512_zextsi128_si512(tqkv__load_128(p));
+    __m512i codes = _mm512_permutexvar_epi32(order, loaded), bytes[4];
     const __mmask64 upper = _mm512_movepi8_mask(codes);
     if (bits == 8) codes = _mm512_mask_sub_epi8(codes, upper, _mm512_set1_epi8(-1), codes);
     TQKV__UNROLL
@@ -3685,22 +3809,33 @@ TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i places)
 {
     return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, places), places);
 }
-/* The pairs of bits of eight bytes, in the order of nibbles: the even ones, then the odd ones, each in the lowest bits of
-   a byte with others above it. */
-TQKV__OP __m256i tqkv__spread_pairs_avx2(const uint8_t *p)
+/* The first `size` bytes at p, 2 to 16, then zeros. */
+TQKV__OP __m128i tqkv__load_part_avx2(const int size, const uint8_t *p)
 {
-    const __m128i words = _mm_cvtepu8_epi16(tqkv__load_64(p)), spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
+    int word = 0;
+    if (size == 16) return tqkv__load_128(p);
+    if (size == 8) return tqkv__load_64(p);
+    memcpy(&word, p, (size_t)size);
+    return _mm_cvtsi32_si128(word);
+}
+/* The pairs of bits of 2 * per_lane bytes, in the order of nibbles: the even ones, then the odd ones, each in the lowest
+   bits of a byte with others above it. */
+TQKV__OP __m256i tqkv__spread_pairs_avx2(const int per_lane, const uint8_t *p)
+{
+    const __m128i words = _mm_cvtepu8_epi16(tqkv__load_part_avx2(2 * per_lane, p)),
+                  spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
     return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
 }
-/* A run is 16 bytes: the low nibbles go to the lower half of a vector, the high ones to the upper half. */
+/* A run is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to the
+   upper half. */
 TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
                                                const uint8_t *p, const uint8_t *upper)
 {
-    (void)per_lane; /* 4 */
     const __m256i fifteen = _mm256_set1_epi8(15);
-    const __m256i codes =
-        bits < 4 ? tqkv__spread_pairs_avx2(p)
-                 : _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_128(p)), _mm256_set_epi64x(4, 4, 0, 0));
+    const __m256i codes = bits < 4
+                              ? tqkv__spread_pairs_avx2(per_lane, p)
+                              : _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_part_avx2(4 * per_lane, p)),
+                                                  _mm256_set_epi64x(4, 4, 0, 0));
     if (bits == 2) {
         const __m256i index = _mm256_and_si256(codes, _mm256_set1_epi8(3));
         return tqkv__centroids_of_planes_avx2(2, k, table, index, index, index);
@@ -3708,8 +3843,8 @@ TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lan
     if (bits == 4) return tqkv__centroids_of_planes_avx2(4, k, table, _mm256_and_si256(codes, fifteen), codes, codes);
     __m256i half, second;
     if (bits == 3 || bits == 5) { /* bits 2i and 2i + 1 of four bytes */
-        int word;
-        memcpy(&word, upper, sizeof word);
+        int word = 0;
+        memcpy(&word, upper, (size_t)per_lane);
         const __m256i order = _mm256_broadcastsi128_si256(_mm_set_epi32(0x03030303, 0x02020202, 0x01010101, 0));
         const __m256i places = _mm256_set_m128i(_mm_set1_epi32((int)0x80200802), _mm_set1_epi32(0x40100401));
         second = half = tqkv__has_bit_avx2(_mm256_shuffle_epi8(_mm256_set1_epi32(word), order), places);
@@ -3721,7 +3856,8 @@ TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lan
     } else { /* bits 4i to 4i + 3 of eight bytes */
         const __m256i order =
             _mm256_broadcastsi128_si256(_mm_set_epi32(0x07070606, 0x05050404, 0x03030202, 0x01010000));
-        const __m256i bytes = _mm256_shuffle_epi8(_mm256_broadcastq_epi64(tqkv__load_64(upper)), order);
+        const __m256i bytes =
+            _mm256_shuffle_epi8(_mm256_broadcastq_epi64(tqkv__load_part_avx2(2 * per_lane, upper)), order);
         const __m256i fifth = _mm256_set_m128i(_mm_set1_epi16(0x4004), _mm_set1_epi16(0x1001));
         half = tqkv__has_bit_avx2(bytes, _mm256_add_epi8(fifth, fifth));
         second = _mm256_xor_si256(tqkv__has_bit_avx2(bytes, fifth), half);
@@ -3745,12 +3881,14 @@ TQKV__OP __m256 tqkv__centroids_by_loads_avx2(const uint8_t *p)
     }
     return _mm256_set_m128(_mm_movelh_ps(pairs[2], pairs[3]), _mm_movelh_ps(pairs[0], pairs[1]));
 }
-TQKV__OP __m256 tqkv__centroids_of_bytes_avx2(const int bits, const int k, const __m256 *table, const uint8_t *p)
+TQKV__OP __m256 tqkv__centroids_of_bytes_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
+                                              const uint8_t *p)
 {
     if (bits == 8) return tqkv__centroids_by_loads_avx2(p + 8 * k);
     const __m256i order =
         _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0); /* puts the codes of each of the four vectors in place */
-    const __m256i bytes = _mm256_loadu_si256((const __m256i *)(const void *)p);
+    const __m256i bytes = per_lane == 4 ? _mm256_loadu_si256((const __m256i *)(const void *)p)
+                                        : _mm256_zextsi128_si256(tqkv__load_128(p));
     const __m256i codes = _mm256_permutevar8x32_epi32(bytes, order);
     const __m256i half = _mm256_cmpgt_epi8(_mm256_setzero_si256(), _mm256_slli_epi16(codes, 8 - bits));
     const __m256i index = _mm256_and_si256(_mm256_xor_si256(codes, half), _mm256_set1_epi8(15));
@@ -3992,36 +4130,63 @@ TQKV__OP uint8x16_t tqkv__spread_pairs_neon(const uint8_t *p)
     const uint16x8_t words = vmovl_u8(vld1_u8(p));
     return vreinterpretq_u8_u16(vsliq_n_u16(words, words, 4));
 }
-/* A run is 32 codes: the low nibbles give the first four vectors, the high ones the other four. */
+/* Four bytes as 16 pairs of bits, in their own order. */
+TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
+{
+    uint32_t word;
+    memcpy(&word, p, sizeof word);
+    const uint32x4_t bytes = vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(word))));
+    const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
+    return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
+}
+/* The main bits of codes 16 * (k / 4) ... of a run, in the order of tqkv__to_decoded. A run is 32 codes: the low nibbles
+   give the first four vectors, the high ones the other four. A run of 16 (per_lane 4) keeps its own order. */
+TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
+{
+    const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << main_bits) - 1));
+    if (per_lane == 4 && main_bits == 2) return tqkv__pairs_neon(p);
+    if (per_lane == 4) {
+        const uint16x8_t wide = vmovl_u8(vld1_u8(p));
+        return vandq_u8(vreinterpretq_u8_u16(vorrq_u16(wide, vshlq_n_u16(wide, 4))), mask);
+    }
+    const uint8x16_t both = main_bits == 2 ? tqkv__spread_pairs_neon(p) : vld1q_u8(p);
+    return vandq_u8(k < 4 ? both : main_bits == 2 ? vshrq_n_u8(both, 2) : vshrq_n_u8(both, 4), mask);
+}
+/* The same for a field of one upper bit: all ones for a 1. */
+TQKV__OP uint8x16_t tqkv__upper_bit_neon(const int per_lane, const int k, const uint8_t *upper)
+{
+    if (per_lane == 4) {
+        const uint8x8_t places = vcreate_u8(0x8040201008040201ULL);
+        return vtstq_u8(vcombine_u8(vdup_n_u8(upper[0]), vdup_n_u8(upper[1])), vcombine_u8(places, places));
+    }
+    uint32_t word; /* bits 2i and 2i + 1 of four bytes */
+    memcpy(&word, upper, sizeof word);
+    const uint32_t places[4] = {0, 0x01010101u, 0x02020202u, 0x03030303u};
+    const uint8x16_t order = vreinterpretq_u8_u32(vld1q_u32(places));
+    const uint8x16_t bytes = vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(word)), order);
+    return vtstq_u8(bytes, vreinterpretq_u8_u32(vdupq_n_u32(k < 4 ? 0x40100401u : 0x80200802u)));
+}
 TQKV__OP float32x4_t tqkv__centroids_of_packed_neon(const int bits, const int per_lane, const int k,
                                                     const float32x4_t *table, const uint8_t *p, const uint8_t *upper)
 {
-    (void)per_lane; /* 8 */
-    const uint8x16_t both = bits < 4 ? tqkv__spread_pairs_neon(p) : vld1q_u8(p);
-    const uint8x16_t shifted = k < 4 ? both : bits < 4 ? vshrq_n_u8(both, 2) : vshrq_n_u8(both, 4);
-    const uint8x16_t codes = vandq_u8(shifted, vdupq_n_u8(bits < 4 ? 3 : 15));
+    const uint8x16_t codes = tqkv__main_codes_neon(bits < 4 ? 2 : 4, per_lane, k, p);
     if (bits == 2 || bits == 4) return tqkv__centroids_of_planes_neon(bits, k % 4, table, codes, codes);
-    if (bits == 3 || bits == 5) { /* bits 2i and 2i + 1 of four bytes */
-        uint32_t word;
-        memcpy(&word, upper, sizeof word);
-        const uint32_t places[4] = {0, 0x01010101u, 0x02020202u, 0x03030303u};
-        const uint8x16_t order = vreinterpretq_u8_u32(vld1q_u32(places));
-        const uint8x16_t bytes = vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(word)), order);
-        const uint8x16_t half = vtstq_u8(bytes, vreinterpretq_u8_u32(vdupq_n_u32(k < 4 ? 0x40100401u : 0x80200802u)));
-        if (bits == 3)
-            return tqkv__centroids_of_planes_neon(3, k % 4, table, vorrq_u8(codes, vandq_u8(half, vdupq_n_u8(4))),
-                                                  half);
-        const uint8x16_t index = vandq_u8(veorq_u8(codes, half), vdupq_n_u8(15));
-        return tqkv__centroids_of_planes_neon(5, k % 4, table, index, half);
+    if (bits == 3 || bits == 5) {
+        const uint8x16_t half = tqkv__upper_bit_neon(per_lane, k, upper);
+        const uint8x16_t index = bits == 3 ? vorrq_u8(codes, vandq_u8(half, vdupq_n_u8(4)))
+                                           : vandq_u8(veorq_u8(codes, half), vdupq_n_u8(15));
+        return tqkv__centroids_of_planes_neon(bits, k % 4, table, index, half);
     }
+    if (per_lane == 4) return tqkv__centroids_of_codes_neon(6, k, table, vsliq_n_u8(codes, tqkv__pairs_neon(upper), 4));
     /* bits 4i to 4i + 3 of eight bytes, spread to the lower halves of 16 */
     const uint16x8_t wide = vmovl_u8(vld1_u8(upper));
     const uint8x16_t bytes = vreinterpretq_u8_u16(vorrq_u16(wide, vshlq_n_u16(wide, 4)));
     return tqkv__centroids_of_codes_neon(6, k % 4, table, vsliq_n_u8(codes, k < 4 ? bytes : vshrq_n_u8(bytes, 2), 4));
 }
-TQKV__OP float32x4_t tqkv__centroids_of_bytes_neon(const int bits, const int k, const float32x4_t *table,
-                                                   const uint8_t *p)
+TQKV__OP float32x4_t tqkv__centroids_of_bytes_neon(const int bits, const int per_lane, const int k,
+                                                   const float32x4_t *table, const uint8_t *p)
 {
+    (void)per_lane; /* 4 */
     return tqkv__centroids_of_codes_neon(bits, k, table, vld1q_u8(p));
 }
 TQKV__OP float32x4_t tqkv__load_i8_neon(const uint8_t *p)
@@ -4208,17 +4373,20 @@ static const tqkv__isa *tqkv__isa_now(void)
     return isa;
 }
 
-/* The chosen set, or the next narrower one that has four vectors in a row of head_dim. A processor that has a set has the
-   narrower ones; asking it again would take microseconds in a virtual machine. */
+/* The chosen set, or the next narrower one that has three vectors in a row of head_dim. A processor that has a set has
+   the narrower ones; asking it again would take microseconds in a virtual machine. */
 static const tqkv__isa *tqkv__isa_for(int head_dim)
 {
-    const tqkv__isa *isa = TQKV__RUNS(head_dim) == 1 ? tqkv__isa_now() : &tqkv__isa_scalar;
-    for (size_t i = 0; i < TQKV__ISAS && isa->lanes * 4 > head_dim; i++)
+    const tqkv__isa *isa = tqkv__isa_now();
+    for (size_t i = 0; i < TQKV__ISAS && isa->lanes * 3 > head_dim; i++)
         if (tqkv__isas[i]->lanes < isa->lanes) isa = tqkv__isas[i];
     return isa;
 }
 
-static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
+static const tqkv__codec *tqkv__codec_for(int head_dim)
+{
+    return TQKV__RUNS(head_dim) > 1 ? &tqkv__codec_scalar : tqkv__isa_for(head_dim)->codec;
+}
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
 
@@ -4345,32 +4513,35 @@ static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, in
 }
 
 /* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
-   transposed. A head_dim below that halves the columns. Queries take that order; sums of values are put back. */
-static void tqkv__order(const tqkv__isa *isa, const tqkv__stream *s, int *rows, int *columns)
+   transposed. The matrices of the tail of a block, where `left` values are left, have half of the columns, a quarter and
+   so on. Other codes keep their order. Queries take the decoded order; sums of values are put back. */
+static void tqkv__order(const tqkv__isa *isa, const tqkv__stream *s, int left, int *rows, int *columns)
 {
-    const bool packed = s->main_bits < 8;
-    *rows = packed ? isa->nibble_order[0] : 1;
+    const bool packed = s->main_bits < 8 && isa->lanes > 1;
+    *rows = packed ? isa->nibble_order[0] : left;
     *columns = packed ? isa->nibble_order[1] : 1;
-    if (*rows * *columns > s->head_dim) *columns /= 2;
+    while (*rows * *columns > left) *columns /= 2;
 }
 
 /* decoded, natural: [head_dim] */
 static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
 {
     int rows, columns;
-    tqkv__order(isa, s, &rows, &columns);
-    for (const float *end = natural + s->head_dim; natural < end; natural += rows * columns)
+    for (const float *end = natural + s->head_dim; natural < end; natural += rows * columns) {
+        tqkv__order(isa, s, (int)(end - natural - 1) % s->block_dim + 1, &rows, &columns);
         for (int column = 0; column < columns; column++)
             for (int row = 0; row < rows; row++) *decoded++ = natural[row * columns + column];
+    }
 }
 
 static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
     int rows, columns;
-    tqkv__order(isa, s, &rows, &columns);
-    for (const float *end = decoded + s->head_dim; decoded < end; decoded += rows * columns)
+    for (const float *end = decoded + s->head_dim; decoded < end; decoded += rows * columns) {
+        tqkv__order(isa, s, (int)(end - decoded - 1) % s->block_dim + 1, &rows, &columns);
         for (int row = 0; row < rows; row++)
             for (int column = 0; column < columns; column++) *natural++ = decoded[column * rows + row];
+    }
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -4546,7 +4717,7 @@ static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *it
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
     for (int i = 0; i < item->n_rows; i++, arranged += a->head_dim) {
         memcpy(natural, q + tqkv__caller_row(a, item, i) * (size_t)a->head_dim, (size_t)a->head_dim * sizeof(float));
-        if (a->rotate_queries) a->isa->codec->rotate(natural, a->head_dim);
+        if (a->rotate_queries) tqkv__codec_for(a->head_dim)->rotate(natural, a->head_dim);
         tqkv__scale(natural, a->head_dim, a->call.scale);
         tqkv__to_decoded(a->isa, &a->keys, natural, arranged);
     }
@@ -4739,7 +4910,7 @@ static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, flo
         factor = keep / (sum * keep + expf(sink - largest));
     }
     tqkv__scale(out, a->head_dim, factor);
-    if (a->unrotate_output) a->isa->codec->unrotate(out, a->head_dim);
+    if (a->unrotate_output) tqkv__codec_for(a->head_dim)->unrotate(out, a->head_dim);
 }
 
 static void tqkv__finish(const tqkv__attention *a, float *out, const float *max, const float *sum)
@@ -4793,7 +4964,7 @@ static tqkv_result tqkv__check_attend(const tqkv__attention *a, const float *q, 
             tqkv__stream_overlaps(&a->values, arrays->at[i], arrays->size[i]))
             return TQKV__INVALID("an output overlaps a store");
     const tqkv_result r = tqkv__check_arrays(arrays, n_written);
-    if (r != TQKV_OK || a->isa->codec->rows_finite(q, a->n_elements)) return r;
+    if (r != TQKV_OK || tqkv__codec_for(a->head_dim)->rows_finite(q, a->n_elements)) return r;
     return TQKV__REFUSE(NOT_FINITE, "q holds NaN or infinity");
 }
 
@@ -4850,8 +5021,8 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
     for (size_t row = 0; row < a.n_rows; row++) {
         float source[TQKV_MAX_HEAD_DIM]; /* basis of a's values */
         memcpy(source, src_out + row * head_dim, head_dim * sizeof(float));
-        if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.head_dim);
-        if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.head_dim);
+        if (from.values.rotated && !a.values.rotated) tqkv__codec_for(a.head_dim)->unrotate(source, a.head_dim);
+        if (a.values.rotated && !from.values.rotated) tqkv__codec_for(a.head_dim)->rotate(source, a.head_dim);
         tqkv__merge_row(a.head_dim, out + row * head_dim, &max[row], &sum[row], source, src_max[row], src_sum[row]);
     }
     return TQKV_OK;
