@@ -2147,6 +2147,9 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
 /* Formats with loops straight from the codes. On NEON a codebook for bytes leaves no registers for sums. */
 #define TQKV__DIRECT(format) (TQKV__LANES > 4 || TQKV__MAIN_BITS(format) != 8 || TQKV__KIND(format) != TQKV__BOOK)
 
+/* Does R have no matrix? */
+#define TQKV__POWER(dim) (((dim) & ((dim)-1)) == 0)
+
 /* Distance between decoded rows. The gap keeps equal columns of many rows out of the same cache sets. */
 #define TQKV__X_STRIDE(dim) ((dim) + 16)
 
@@ -2845,7 +2848,7 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
 /* >>encode-kernels: encoding by vectors. The sums and their order are those of >>codec, and so are the bytes. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
-TQKV__OP void TQKV__(mix)(const int count, TQKV__VECTOR *x)
+TQKV__OP void TQKV__(butterflies)(const int count, TQKV__VECTOR *x)
 {
     TQKV__UNROLL
     for (int stage = 0; stage < 4; stage++) {
@@ -2860,9 +2863,10 @@ TQKV__OP void TQKV__(mix)(const int count, TQKV__VECTOR *x)
     }
 }
 
-/* Flips signs if asked, then runs the stages up to count * LANES / 2 on count vectors in registers. in, out:
-   [head_dim] */
-TQKV__OP void TQKV__(hadamard_runs)(const int count, const float *in, int head_dim, bool flip, float *out)
+/* Flips signs if asked, then runs the stages below `length`, at most count * LANES, on count vectors in registers. count
+   and length are constants. in, out: [head_dim] */
+TQKV__OP void TQKV__(hadamard_runs)(const int count, const int length, const float *in, int head_dim, bool flip,
+                                    float *out)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(count * TQKV__LANES == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
     for (int run = 0; run < head_dim; run += count * TQKV__LANES, in += count * TQKV__LANES) {
@@ -2875,11 +2879,11 @@ TQKV__OP void TQKV__(hadamard_runs)(const int count, const float *in, int head_d
         }
         TQKV__UNROLL
         for (int stage = 0; stage < 4; stage++)
-            if (1 << stage < TQKV__LANES) {
+            if (1 << stage < TQKV__LANES && 1 << stage < length) {
                 TQKV__UNROLL
                 for (int i = 0; i < count; i++) x[i] = TQKV__(butterfly)(stage, x[i]);
             }
-        TQKV__(mix)(count, x);
+        TQKV__(butterflies)(count, x);
         TQKV__UNROLL
         for (int i = 0; i < count; i++) TQKV__(store)(out + run + i * TQKV__LANES, x[i] * factor);
     }
@@ -2894,22 +2898,118 @@ TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, floa
             TQKV__VECTOR v[4];
             TQKV__UNROLL
             for (int i = 0; i < count; i++) v[i] = TQKV__(load)(x + j + i * h);
-            TQKV__(mix)(count, v);
+            TQKV__(butterflies)(count, v);
             TQKV__UNROLL
             for (int i = 0; i < count; i++) TQKV__(store)(x + j + i * h, v[i] * factor);
         }
 }
 
-/* out = H(in)/sqrt(D), after flipping signs if asked; in and out may be the same. */
+/* A column of the matrix as floats, +-1; signs: [m] and room for whole vectors */
+TQKV__OP void TQKV__(matrix_column)(int m, int column, float *signs)
+{
+    uint64_t bits = 0;
+    memcpy(&bits, tqkv__matrix_row(m, column), (size_t)(m + 7) / 8); /* symmetric */
+    for (int row = 0; row < m; row += TQKV__LANES, bits >>= TQKV__LANES)
+        TQKV__(store)(signs + row, TQKV__(signs)((uint32_t)bits));
+}
+
+/* Between columns of signs: three vectors of 16 hold one of 36 */
+#define TQKV__COLUMN 48
+
+/* out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` runs b that share a vector: lane
+   at_once * a + i is element a of run b + i. x: m vectors, x_stride floats apart; their lanes have each element at_once
+   times. The product with 1 or -1 is exact. count vectors of sums at a time, in registers; m, at_once and count are
+   constants. signs: [m][TQKV__COLUMN], out: [m][n] */
+TQKV__OP void TQKV__(mix_runs)(const int m, const int at_once, const int count, const float *x, int x_stride,
+                               const float *signs, float factor, int n, float *out)
+{
+    for (int b = 0; b < m; b += count * at_once) {
+        const float *sign = signs + b;
+        TQKV__VECTOR sums[9];
+        TQKV__UNROLL
+        for (int i = 0; i < count; i++) sums[i] = TQKV__(load)(x) * TQKV__(repeat)(at_once, sign + i * at_once);
+        for (int c = 1; c < m; c++) {
+            const TQKV__VECTOR run = TQKV__(load)(x + c * x_stride);
+            sign += TQKV__COLUMN;
+            TQKV__UNROLL
+            for (int i = 0; i < count; i++)
+                sums[i] = TQKV__(fma)(run, TQKV__(repeat)(at_once, sign + i * at_once), sums[i]);
+        }
+        TQKV__UNROLL
+        for (int i = 0; i < count; i++) TQKV__(store)
+        (out + (b + i * at_once) * n, TQKV__(unite)(at_once, sums[i]) * TQKV__(set1)(factor));
+    }
+}
+
+/* The matrix of order m across the runs. runs: [m][n], out: [m * n], elsewhere; at_once is LANES / n, or 1 */
+TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *runs, float factor, int n, float *out)
+{
+    const int count = m > 12 || at_once == 4 ? m / 4 : 6;
+    TQKV__ALIGNED float signs[36 * TQKV__COLUMN], spread[36 * TQKV__LANES];
+    for (int c = 0; c < m; c++) TQKV__(matrix_column)(m, c, signs + c * TQKV__COLUMN);
+    if (at_once == 1) {
+        for (int a = 0; a < n; a += TQKV__LANES) TQKV__(mix_runs)(m, 1, count, runs + a, n, signs, factor, n, out + a);
+        return;
+    }
+    for (int c = 0; c < m; c++) TQKV__(store)
+    (spread + c * TQKV__LANES, TQKV__(spread)(at_once, c % at_once, TQKV__(load)(runs + c / at_once * TQKV__LANES)));
+    TQKV__(mix_runs)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
+}
+
+#define TQKV__MIX(m)                                                                                                   \
+    case m:                                                                                                            \
+        if (n >= TQKV__LANES)                                                                                          \
+            TQKV__(mix)(m, 1, runs, factor, n, out);                                                                   \
+        else if (n * 2 == TQKV__LANES)                                                                                 \
+            TQKV__(mix)(m, 2, runs, factor, n, out);                                                                   \
+        else                                                                                                           \
+            TQKV__(mix)(m, 4, runs, factor, n, out);                                                                   \
+        break;
+
+/* As hadamard for head_dim = m * n, m > 1: H over the runs, then the matrix across them */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_runs)(const float *in, int head_dim, bool flip, float *out)
+{
+    TQKV__ALIGNED float runs[TQKV_MAX_HEAD_DIM];
+    const int m = TQKV__RUNS(head_dim), n = head_dim / m;
+    const float factor = TQKV__INV_SQRT(head_dim);
+    if (n == 4)
+        TQKV__(hadamard_runs)(1, 4, in, head_dim, flip, runs);
+    else if (n == 8 && TQKV__LANES == 16)
+        TQKV__(hadamard_runs)(1, 8, in, head_dim, flip, runs);
+    else if (n == TQKV__LANES)
+        TQKV__(hadamard_runs)(1, TQKV__LANES, in, head_dim, flip, runs);
+    else if (n == 2 * TQKV__LANES)
+        TQKV__(hadamard_runs)(2, 2 * TQKV__LANES, in, head_dim, flip, runs);
+    else if (n == 4 * TQKV__LANES)
+        TQKV__(hadamard_runs)(4, 4 * TQKV__LANES, in, head_dim, flip, runs);
+    else if (n == 8 * TQKV__LANES)
+        TQKV__(hadamard_runs)(8, 8 * TQKV__LANES, in, head_dim, flip, runs);
+    else
+        TQKV__(hadamard_runs)(16, 16 * TQKV__LANES, in, head_dim, flip, runs);
+    switch (m) {
+        TQKV__MIX(12)
+        TQKV__MIX(20)
+        TQKV__MIX(28)
+        TQKV__MIX(36)
+    }
+}
+#undef TQKV__MIX
+#undef TQKV__COLUMN
+
+/* out = R(in)/sqrt(D), after flipping signs if asked; in and out may be the same. */
 TQKV__TARGET static void TQKV__(hadamard)(const float *in, int head_dim, bool flip, float *out)
 {
     int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;
+    if (!TQKV__POWER(head_dim)) {
+        TQKV__(rotate_runs)(in, head_dim, flip, out);
+        return;
+    }
     if (h == 4 * TQKV__LANES)
-        TQKV__(hadamard_runs)(4, in, head_dim, flip, out);
+        TQKV__(hadamard_runs)(4, 4 * TQKV__LANES, in, head_dim, flip, out);
     else if (h == 8 * TQKV__LANES)
-        TQKV__(hadamard_runs)(8, in, head_dim, flip, out);
+        TQKV__(hadamard_runs)(8, 8 * TQKV__LANES, in, head_dim, flip, out);
     else
-        TQKV__(hadamard_runs)(TQKV__WIDTH, in, head_dim, flip, out);
+        TQKV__(hadamard_runs)(TQKV__WIDTH, TQKV__WIDTH * TQKV__LANES, in, head_dim, flip, out);
     for (; h * 4 <= head_dim; h *= 4) TQKV__(hadamard_across)(4, h, head_dim, out);
     if (h < head_dim) TQKV__(hadamard_across)(2, h, head_dim, out);
 }
@@ -2955,6 +3055,22 @@ TQKV__OP TQKV__VECTOR TQKV__(add_squares)(const int bits, const bool short_lanes
     return (((sum + four[0]) + four[1]) + four[2]) + four[3];
 }
 
+/* Transposes count * count squares of `count` vectors; count is a constant. */
+TQKV__OP void TQKV__(transpose)(const int count, TQKV__VECTOR *x)
+{
+    TQKV__UNROLL
+    for (int stage = 0; stage < 4; stage++)
+        if (1 << stage < count) {
+            TQKV__UNROLL
+            for (int i = 0; i < count / 2; i++) {
+                const int low = (i >> stage << (stage + 1)) + (i & ((1 << stage) - 1)), high = low + (1 << stage);
+                const TQKV__VECTOR a = x[low], b = x[high];
+                x[low] = TQKV__(even)(stage, a, b);
+                x[high] = TQKV__(odd)(stage, a, b);
+            }
+        }
+}
+
 /* Sums of squares of LANES lanes, each over its per_lane neighbours in order. A transpose brings the e-th neighbours of
    all lanes into one vector. If per_lane < LANES, bit j of a lane's number moves to bit (j + log2(per_lane)) modulo
    log2(LANES) of its place. y: floats or, if bits is not 0, words of codes. bits and per_lane are constants. */
@@ -2968,17 +3084,7 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int bits, const bool short_lanes, 
         TQKV__VECTOR x[16];
         TQKV__UNROLL
         for (int i = 0; i < width; i++) memcpy(&x[i], y + 4 * (part + i * stride), sizeof x[i]);
-        TQKV__UNROLL
-        for (int stage = 0; stage < 4; stage++)
-            if (1 << stage < width) {
-                TQKV__UNROLL
-                for (int i = 0; i < width / 2; i++) {
-                    const int low = (i >> stage << (stage + 1)) + (i & ((1 << stage) - 1)), high = low + (1 << stage);
-                    const TQKV__VECTOR a = x[low], b = x[high];
-                    x[low] = TQKV__(even)(stage, a, b);
-                    x[high] = TQKV__(odd)(stage, a, b);
-                }
-            }
+        TQKV__(transpose)(width, x);
         TQKV__UNROLL
         for (int i = 0; i < width; i++) sum = TQKV__(add_squares)(bits, short_lanes, q, sum, x[i]);
     }
@@ -3014,17 +3120,49 @@ TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int
     }
 }
 
+/* Sums of lanes of any length, in the lanes' own order; squared: x holds the squares. Reads up to three floats behind the
+   last lane. */
+TQKV__OP TQKV__VECTOR TQKV__(sums_of_lanes)(const bool squared, const float *x, int per_lane)
+{
+    TQKV__VECTOR sum = TQKV__(set1)(0.0f);
+    for (int e = 0; e < per_lane; e += 4) {
+        TQKV__VECTOR four[4];
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++) four[i] = TQKV__(load_fours)(x + i * per_lane + e, 4 * per_lane);
+        TQKV__(transpose)(4, four);
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++)
+            if (e + i < per_lane) sum += squared ? four[i] : TQKV__(rounded)(four[i] * four[i]);
+    }
+    return sum;
+}
+
+/* The sum of squares of a row of head_dim that is no power of two; three more floats are readable behind x. */
+TQKV__OP void TQKV__(sum_of_row)(const bool squared, const float *x, int head_dim, float *sum)
+{
+    const int lanes = TQKV__NORM_LANES(head_dim), per_lane = head_dim / lanes;
+    TQKV__VECTOR sums[32 / TQKV__LANES];
+    for (int i = 0; i < lanes; i += TQKV__LANES)
+        sums[i / TQKV__LANES] = TQKV__(sums_of_lanes)(squared, x + i * per_lane, per_lane);
+    if (lanes == 16)
+        TQKV__(add_lanes)(16, TQKV__LANES, 1, sums, sum);
+    else
+        TQKV__(add_lanes)(32, TQKV__LANES, 1, sums, sum);
+}
+
 /* Calls step(head_dim, norms of a row of BOOK) with the constants of s. */
 #define TQKV__BY_HEAD_DIM(step)                                                                                        \
     switch (s->head_dim) {                                                                                             \
         step(32, 1) step(64, 1) step(128, 1) step(256, 1) step(512, 2) step(1024, 4)                                   \
     }
 
-/* Sums of squares of one row, one for each norm; sums: [norms_per_row] */
+/* Sums of squares of one row, one for each norm; sums: [norms_per_row]. If head_dim is no power of two, three more floats
+   are readable behind y. */
 TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, float *sums)
 {
     const uint8_t *bytes = (const uint8_t *)(const void *)y;
     TQKV__VECTOR x[32 / TQKV__LANES];
+    if (!TQKV__POWER(s->head_dim)) TQKV__(sum_of_row)(false, y, s->head_dim, sums);
 #define TQKV__SUM_FLOATS(D, n)                                                                                         \
     case D:                                                                                                            \
         TQKV__UNROLL                                                                                                   \
@@ -3040,11 +3178,22 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
 #define TQKV__WORD_LANES(D) ((D) < 128 ? (D) / 4 : 32)
 #define TQKV__LANE_WORDS(D) ((D) / 4 / TQKV__WORD_LANES(D))
 
-/* The sums of the lanes of a row's codes; bits is a constant. lanes: [TQKV__WORD_LANES] */
+/* The sums of the lanes of a row's codes; bits is a constant. lanes: [TQKV__WORD_LANES]. If head_dim is no power of two,
+   only their sum. */
 TQKV__OP void TQKV__(lanes_of_codes)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q,
-                                     const uint8_t *codes, float *lanes)
+                                     const uint8_t *codes, float *lanes, float *total)
 {
+    TQKV__ALIGNED float x[TQKV_MAX_HEAD_DIM];
     const int words = TQKV__LANE_WORDS(s->head_dim);
+    if (!TQKV__POWER(s->head_dim)) {
+        for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
+            TQKV__VECTOR four[4];
+            TQKV__(squares)(bits, q, TQKV__(widen)(codes + d), four);
+            TQKV__(store)(x + d, four[0]);
+        }
+        TQKV__(sum_of_row)(true, x, s->head_dim, total);
+        return;
+    }
     for (int i = 0; i < TQKV__WORD_LANES(s->head_dim); i += TQKV__LANES, codes += 4 * TQKV__LANES * words) {
         const bool short_lanes = s->head_dim < 128;
         TQKV__VECTOR sum;
@@ -3079,11 +3228,11 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream
         return;
     }
     if (s->book_bits == 6)
-        TQKV__(lanes_of_codes)(6, s, q, codes, lanes);
+        TQKV__(lanes_of_codes)(6, s, q, codes, lanes, sums);
     else if (s->book_bits == 5)
-        TQKV__(lanes_of_codes)(5, s, q, codes, lanes);
+        TQKV__(lanes_of_codes)(5, s, q, codes, lanes, sums);
     else /* fewer centroids are in the same registers */
-        TQKV__(lanes_of_codes)(4, s, q, codes, lanes);
+        TQKV__(lanes_of_codes)(4, s, q, codes, lanes, sums);
 #define TQKV__SUM_LANES(D, n)                                                                                          \
     case D:                                                                                                            \
         TQKV__UNROLL                                                                                                   \
@@ -3135,9 +3284,9 @@ TQKV__TARGET static void TQKV__(norms_i8)(const tqkv__stream *s, const float *co
     for (int i = 0; i < n_rows * s->norms_per_row; i++) {
         const float *y = values[i / s->norms_per_row] + i % s->norms_per_row * s->norm_dim;
         TQKV__VECTOR even = TQKV__(set1)(0.0f), odd = even;
-        for (const float *end = y + s->norm_dim; y < end; y += 2 * TQKV__LANES) {
+        for (const float *last = y + s->norm_dim - TQKV__LANES; y <= last; y += 2 * TQKV__LANES) {
             even = TQKV__(max)(TQKV__(abs)(TQKV__(load)(y)), even);
-            odd = TQKV__(max)(TQKV__(abs)(TQKV__(load)(y + TQKV__LANES)), odd);
+            odd = TQKV__(max)(TQKV__(abs)(TQKV__(load)(y < last ? y + TQKV__LANES : y)), odd);
         }
         norms[i] = tqkv__norm_i8(TQKV__(largest_lane)(TQKV__(max)(even, odd)), &scales[i]);
     }
@@ -3155,9 +3304,11 @@ TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *const *values, i
 TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, float *norms)
 {
     float row_norms[16], scales[16]; /* whole vectors */
+    float copy[TQKV_MAX_HEAD_DIM];
     const float *y = row;
     if (s->kind == TQKV__HALF) return;
     if (s->rotated) TQKV__(rotate)(row, s->head_dim);
+    if (!TQKV__POWER(s->head_dim)) y = (const float *)memcpy(copy, row, (size_t)s->head_dim * sizeof(float));
     TQKV__(norms)(s, &y, 1, row_norms, scales);
     memcpy(norms, row_norms, (size_t)s->norms_per_row * sizeof(float));
     for (int d = 0; d < s->head_dim; d += TQKV__LANES)
@@ -3208,6 +3359,56 @@ TQKV__OP void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, i
     }
 }
 
+/* The codes of TQ8 for n values with one scale */
+TQKV__OP void TQKV__(quantise_block_tq8)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
+{
+    enum { step = 4 * TQKV__LANES };
+    float tail[step] = {0};
+    uint8_t tail_codes[step];
+    const int rest = n % step;
+    if (n > rest) TQKV__(quantise_tq8)(q, y, n - rest, scale, codes);
+    if (rest == 0) return;
+    memcpy(tail, y + n - rest, (size_t)rest * sizeof(float));
+    TQKV__(quantise_tq8)(q, tail, step, scale, tail_codes);
+    memcpy(codes + n - rest, tail_codes, (size_t)rest);
+}
+
+/* The codes of up to four vectors of y as bytes; those behind n values repeat the first vector. format is a constant. */
+TQKV__OP TQKV__(codes)
+    TQKV__(quantise_four)(const tqkv_format format, const tqkv__quantiser *q, const TQKV__(codes) * below,
+                          const TQKV__VECTOR *bounds, const float *y, int n, TQKV__VECTOR scale)
+{
+    const int bits = TQKV__BOOK_BITS(format);
+    TQKV__(codes) four[4];
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        const TQKV__VECTOR v = TQKV__(load)(y + (i * TQKV__LANES < n ? i * TQKV__LANES : 0)) * scale;
+        four[i] = bits ? TQKV__(quantise)(bits, q, below, bounds, v) : TQKV__(quantise_i8)(v);
+    }
+    return TQKV__(narrow)(four);
+}
+
+/* Stores the first n codes: as bytes at `bytes` and, if the format packs them, in the fields main and upper. */
+TQKV__OP void TQKV__(store_codes)(const tqkv_format format, TQKV__(codes) codes, int n, uint8_t *bytes, uint8_t *main,
+                                  uint8_t *upper)
+{
+    const int main_bits = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    uint8_t field[2 * TQKV__LANES];
+    if (n >= 4 * TQKV__LANES) {
+        memcpy(bytes, &codes, sizeof codes);
+        if (TQKV__PACKED(format)) TQKV__(pack)(main_bits, 0, codes, main);
+        if (upper_bits) TQKV__(pack)(upper_bits, main_bits, codes, upper);
+        return;
+    }
+    memcpy(bytes, &codes, (size_t)n);
+    if (!TQKV__PACKED(format)) return;
+    TQKV__(pack)(main_bits, 0, codes, field);
+    memcpy(main, field, (size_t)(n * main_bits / 8));
+    if (!upper_bits) return;
+    TQKV__(pack)(upper_bits, main_bits, codes, field);
+    memcpy(upper, field, (size_t)(n * upper_bits / 8));
+}
+
 /* y: [head_dim], scales: [norms_per_row] -> row: [row_bytes]. format is a constant. Returns the codes as bytes,
    [head_dim]: the row itself or, if it is packed, `bytes`. */
 TQKV__OP const uint8_t *TQKV__(quantise_as)(const tqkv_format format, const tqkv__stream *s, const tqkv__quantiser *q,
@@ -3215,31 +3416,25 @@ TQKV__OP const uint8_t *TQKV__(quantise_as)(const tqkv_format format, const tqkv
 {
     const int bits = TQKV__BOOK_BITS(format), main_bits = TQKV__MAIN_BITS(format),
               upper_bits = TQKV__UPPER_BITS(format);
-    TQKV__(codes) below[4], four[4];
+    TQKV__(codes) below[4];
     TQKV__VECTOR bounds[32 / TQKV__LANES];
     uint8_t *main = row, *upper = row + s->head_dim * main_bits / 8;
     for (int b = 0; bits == 8 && b < s->head_dim; b += s->norm_dim)
-        TQKV__(quantise_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
+        TQKV__(quantise_block_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
     if (bits == 8 || TQKV__KIND(format) == TQKV__HALF) return row;
     if (!TQKV__PACKED(format)) bytes = row;
     if (bits) TQKV__(load_below)(bits, q->below, below);
     for (int i = 0; bits && i < 32 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
     uint8_t *at = bytes;
     for (const float *end = y + s->head_dim; y < end; scales++)
-        for (const float *block_end = y + s->norm_dim; y < block_end; y += 4 * TQKV__LANES) {
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++) {
-                const TQKV__VECTOR v = TQKV__(load)(y + i * TQKV__LANES) * TQKV__(set1)(*scales);
-                four[i] = bits ? TQKV__(quantise)(bits, q, below, bounds, v) : TQKV__(quantise_i8)(v);
-            }
-            const TQKV__(codes) codes = TQKV__(narrow)(four);
-            memcpy(at, &codes, sizeof codes);
-            at += sizeof codes;
-            if (!TQKV__PACKED(format)) continue;
-            TQKV__(pack)(main_bits, 0, codes, main);
-            main += main_bits * TQKV__LANES / 2;
-            if (upper_bits) TQKV__(pack)(upper_bits, main_bits, codes, upper);
-            upper += upper_bits * TQKV__LANES / 2;
+        for (int left = s->norm_dim; left > 0; left -= 4 * TQKV__LANES) {
+            const int n = left < 4 * TQKV__LANES ? left : 4 * TQKV__LANES;
+            TQKV__(store_codes)
+            (format, TQKV__(quantise_four)(format, q, below, bounds, y, n, TQKV__(set1)(*scales)), n, at, main, upper);
+            y += n;
+            at += n;
+            main += n * main_bits / 8;
+            upper += n * upper_bits / 8;
         }
     return bytes;
 }
@@ -3259,15 +3454,14 @@ TQKV__TARGET static const uint8_t *TQKV__(quantise_row)(const tqkv__stream *s, c
 
 TQKV__TARGET static void TQKV__(store_f16_row)(const float *src, int head_dim, uint8_t *row)
 {
-    for (int d = 0; d < head_dim; d += 2 * TQKV__LANES, row += 4 * TQKV__LANES) {
-        TQKV__(store_f16)(row, TQKV__(load)(src + d));
-        TQKV__(store_f16)(row + 2 * TQKV__LANES, TQKV__(load)(src + d + TQKV__LANES));
-    }
+    for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store_f16)(row + 2 * d, TQKV__(load)(src + d));
 }
 
-/* The row less its centre; row: [head_dim] */
+/* The row less its centre; row: [head_dim]. The sums of a row that is not rotated may read behind it: a copy. */
 TQKV__OP const float *TQKV__(centered)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
+    if (!source->center && !s->rotated && !TQKV__POWER(s->head_dim))
+        return (const float *)memcpy(row, source->src, (size_t)s->head_dim * sizeof(float));
     if (!source->center) return source->src;
     for (int d = 0; d < s->head_dim; d += TQKV__LANES)
         TQKV__(store)(row + d, TQKV__(load)(source->src + d) - TQKV__(load)(source->center + d));
@@ -3313,12 +3507,14 @@ TQKV__TARGET static bool TQKV__(rows_finite)(const float *x, size_t n)
     TQKV__(codes) largest[4];
     uint32_t lanes[4 * TQKV__LANES], all = 0;
     memset(largest, 0, sizeof largest);
-    for (size_t i = 0; i < n; i += 4 * TQKV__LANES) {
+    size_t i = 0;
+    for (; i + 4 * TQKV__LANES <= n; i += 4 * TQKV__LANES) {
         TQKV__UNROLL
         for (int j = 0; j < 4; j++) largest[j] = TQKV__(larger_bits)(largest[j], TQKV__(load)(x + i + j * TQKV__LANES));
     }
+    for (; i < n; i += TQKV__LANES) largest[0] = TQKV__(larger_bits)(largest[0], TQKV__(load)(x + i));
     memcpy(lanes, largest, sizeof lanes);
-    for (int i = 0; i < 4 * TQKV__LANES; i++) all = lanes[i] > all ? lanes[i] : all;
+    for (int j = 0; j < 4 * TQKV__LANES; j++) all = lanes[j] > all ? lanes[j] : all;
     return all < 0x7f800000u;
 }
 
@@ -3540,6 +3736,48 @@ TQKV__OP __m512 tqkv__flip_avx512(__m512 x, int d)
     uint16_t signs;
     memcpy(&signs, tqkv__tables.signs + d % 512 / 8, sizeof signs);
     return _mm512_mask_xor_ps(x, signs, x, _mm512_set1_ps(-0.0f));
+}
+/* -1 for bits of 1, else 1; lane i has bit i. */
+TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
+{
+    return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
+}
+/* n floats, again and again */
+TQKV__OP __m512 tqkv__repeat_avx512(const int n, const float *p)
+{
+    double two;
+    if (n == 1) return _mm512_set1_ps(*p);
+    if (n == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
+    memcpy(&two, p, sizeof two);
+    return _mm512_castpd_ps(_mm512_set1_pd(two));
+}
+/* The i-th of n equal parts of x, each lane n times */
+TQKV__OP __m512 tqkv__spread_avx512(const int n, int i, __m512 x)
+{
+    const __m512i lanes = n == 2 ? _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0)
+                                 : _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    return _mm512_permutexvar_ps(_mm512_add_epi32(lanes, _mm512_set1_epi32(i * 16 / n)), x);
+}
+/* Lanes 0, n, 2n ... of x, then 1, n + 1 ... */
+TQKV__OP __m512 tqkv__unite_avx512(const int n, __m512 x)
+{
+    if (n == 1) return x;
+    return _mm512_permutexvar_ps(n == 2 ? _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0)
+                                        : _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0),
+                                 x);
+}
+/* Four floats at p, p + stride ... */
+TQKV__OP __m512 tqkv__load_fours_avx512(const float *p, int stride)
+{
+    __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(p));
+    x = _mm512_insertf32x4(x, _mm_loadu_ps(p + stride), 1);
+    x = _mm512_insertf32x4(x, _mm_loadu_ps(p + 2 * stride), 2);
+    return _mm512_insertf32x4(x, _mm_loadu_ps(p + 3 * stride), 3);
+}
+/* Bytes as words */
+TQKV__OP __m512 tqkv__widen_avx512(const uint8_t *p)
+{
+    return _mm512_castsi512_ps(_mm512_cvtepu8_epi32(tqkv__load_128(p)));
 }
 /* Lane i of the result is lane i ^ distance of x; distance is a constant. */
 TQKV__OP __m512 tqkv__swap_avx512(const int distance, __m512 x)
@@ -3918,6 +4156,37 @@ TQKV__OP __m256 tqkv__flip_avx2(__m256 x, int d)
     const __m256i moved = _mm256_sllv_epi32(signs, _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
     return _mm256_xor_ps(x, _mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)));
 }
+TQKV__OP __m256 tqkv__signs_avx2(uint32_t bits)
+{
+    const __m256i moved =
+        _mm256_sllv_epi32(_mm256_set1_epi32((int)bits), _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
+    return _mm256_or_ps(_mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
+}
+TQKV__OP __m256 tqkv__repeat_avx2(const int n, const float *p)
+{
+    double two;
+    if (n == 1) return _mm256_set1_ps(*p);
+    memcpy(&two, p, sizeof two);
+    return _mm256_castpd_ps(_mm256_set1_pd(two));
+}
+TQKV__OP __m256 tqkv__spread_avx2(const int n, int i, __m256 x)
+{
+    (void)n; /* 2 */
+    return _mm256_permutevar8x32_ps(
+        x, _mm256_add_epi32(_mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0), _mm256_set1_epi32(4 * i)));
+}
+TQKV__OP __m256 tqkv__unite_avx2(const int n, __m256 x)
+{
+    return n == 1 ? x : _mm256_permutevar8x32_ps(x, _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0));
+}
+TQKV__OP __m256 tqkv__load_fours_avx2(const float *p, int stride)
+{
+    return _mm256_set_m128(_mm_loadu_ps(p + stride), _mm_loadu_ps(p));
+}
+TQKV__OP __m256 tqkv__widen_avx2(const uint8_t *p)
+{
+    return _mm256_castsi256_ps(_mm256_cvtepu8_epi32(tqkv__load_64(p)));
+}
 TQKV__OP __m256 tqkv__swap_avx2(const int distance, __m256 x)
 {
     if (distance == 1) return _mm256_permute_ps(x, 0xb1);
@@ -4216,6 +4485,38 @@ TQKV__OP float32x4_t tqkv__flip_neon(float32x4_t x, int d)
     const uint32x4_t moved = vandq_u32(vshlq_u32(signs, vld1q_s32(places)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(x), moved));
 }
+TQKV__OP float32x4_t tqkv__signs_neon(uint32_t bits)
+{
+    const int32_t places[4] = {31, 30, 29, 28};
+    const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(places)), vdupq_n_u32(0x80000000u));
+    return vreinterpretq_f32_u32(vorrq_u32(moved, vdupq_n_u32(0x3f800000u)));
+}
+TQKV__OP float32x4_t tqkv__repeat_neon(const int n, const float *p)
+{
+    (void)n; /* 1, here and below */
+    return vld1q_dup_f32(p);
+}
+TQKV__OP float32x4_t tqkv__spread_neon(const int n, int i, float32x4_t x)
+{
+    (void)n, (void)i;
+    return x;
+}
+TQKV__OP float32x4_t tqkv__unite_neon(const int n, float32x4_t x)
+{
+    (void)n;
+    return x;
+}
+TQKV__OP float32x4_t tqkv__load_fours_neon(const float *p, int stride)
+{
+    (void)stride;
+    return vld1q_f32(p);
+}
+TQKV__OP float32x4_t tqkv__widen_neon(const uint8_t *p)
+{
+    uint32_t four;
+    memcpy(&four, p, sizeof four);
+    return vreinterpretq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
+}
 TQKV__OP float32x4_t tqkv__swap_neon(const int distance, float32x4_t x)
 {
     return distance == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2);
@@ -4383,10 +4684,7 @@ static const tqkv__isa *tqkv__isa_for(int head_dim)
     return isa;
 }
 
-static const tqkv__codec *tqkv__codec_for(int head_dim)
-{
-    return TQKV__RUNS(head_dim) > 1 ? &tqkv__codec_scalar : tqkv__isa_for(head_dim)->codec;
-}
+static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
 
@@ -4717,7 +5015,7 @@ static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *it
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
     for (int i = 0; i < item->n_rows; i++, arranged += a->head_dim) {
         memcpy(natural, q + tqkv__caller_row(a, item, i) * (size_t)a->head_dim, (size_t)a->head_dim * sizeof(float));
-        if (a->rotate_queries) tqkv__codec_for(a->head_dim)->rotate(natural, a->head_dim);
+        if (a->rotate_queries) a->isa->codec->rotate(natural, a->head_dim);
         tqkv__scale(natural, a->head_dim, a->call.scale);
         tqkv__to_decoded(a->isa, &a->keys, natural, arranged);
     }
@@ -4910,7 +5208,7 @@ static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, flo
         factor = keep / (sum * keep + expf(sink - largest));
     }
     tqkv__scale(out, a->head_dim, factor);
-    if (a->unrotate_output) tqkv__codec_for(a->head_dim)->unrotate(out, a->head_dim);
+    if (a->unrotate_output) a->isa->codec->unrotate(out, a->head_dim);
 }
 
 static void tqkv__finish(const tqkv__attention *a, float *out, const float *max, const float *sum)
@@ -4964,7 +5262,7 @@ static tqkv_result tqkv__check_attend(const tqkv__attention *a, const float *q, 
             tqkv__stream_overlaps(&a->values, arrays->at[i], arrays->size[i]))
             return TQKV__INVALID("an output overlaps a store");
     const tqkv_result r = tqkv__check_arrays(arrays, n_written);
-    if (r != TQKV_OK || tqkv__codec_for(a->head_dim)->rows_finite(q, a->n_elements)) return r;
+    if (r != TQKV_OK || a->isa->codec->rows_finite(q, a->n_elements)) return r;
     return TQKV__REFUSE(NOT_FINITE, "q holds NaN or infinity");
 }
 
@@ -5021,8 +5319,8 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
     for (size_t row = 0; row < a.n_rows; row++) {
         float source[TQKV_MAX_HEAD_DIM]; /* basis of a's values */
         memcpy(source, src_out + row * head_dim, head_dim * sizeof(float));
-        if (from.values.rotated && !a.values.rotated) tqkv__codec_for(a.head_dim)->unrotate(source, a.head_dim);
-        if (a.values.rotated && !from.values.rotated) tqkv__codec_for(a.head_dim)->rotate(source, a.head_dim);
+        if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.head_dim);
+        if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.head_dim);
         tqkv__merge_row(a.head_dim, out + row * head_dim, &max[row], &sum[row], source, src_max[row], src_sum[row]);
     }
     return TQKV_OK;
