@@ -343,8 +343,9 @@ static void check_exact(const void *parameters)
 static void add_exact(void)
 {
     for (int f = 0; f < TEST_FORMATS; f++)
-        for (int i = 0; i < 6 * 5; i++) {
-            const exact_row row = {test_formats[f], test_head_dims[i % 6], 1 + i / 6};
+        for (int i = 0; i < TEST_ALL_HEAD_DIMS * 5; i++) {
+            const exact_row row = {test_formats[f], test_all_head_dims[i % TEST_ALL_HEAD_DIMS],
+                                   1 + i / TEST_ALL_HEAD_DIMS};
             if (row.format == TQKV_F16) continue; /* random bytes may be NaN */
             test_add(check_exact, &row, sizeof row, "attend/exact/%s/%d/%d", tqkv_format_name(row.format), row.head_dim,
                      row.group);
