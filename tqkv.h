@@ -2238,6 +2238,11 @@ typedef struct tqkv__attention {
     const struct tqkv__isa *isa;
 } tqkv__attention;
 
+/* Slots of a tile in one stream: [slot, slot + n). The codes `ahead` slots further on will be read next. */
+typedef struct tqkv__run {
+    int slot, n, ahead;
+} tqkv__run;
+
 /* The positions of a tile that a row sees: [from, to) without those whose bits are set. */
 typedef struct tqkv__span {
     int from, to;
@@ -2250,26 +2255,27 @@ typedef struct tqkv__isa {
     int lanes;           /* floats in a vector */
     int nibble_order[2]; /* see tqkv__to_decoded */
     const tqkv__codec *codec;
-    /* scores[row][j] = q[row] . key[slot + j] for j < n; q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
-    void (*score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows, float *scores);
+    /* scores[row][j] = q[row] . key[slot + j] for j < n, with run's slot and n; q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
+    void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q, int n_rows,
+                       float *scores);
     /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to
        the new maximum. offsets are added to the scores before a softcap. spans, offsets, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
     void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, const float *offsets, int n_rows,
                          float *scores, float *max, float *sum, float *out);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
        in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
-    void (*value_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights, int n_rows,
+    void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights, int n_rows,
                        float *scaled, float *out);
 } tqkv__isa;
 
 static const tqkv__isa *tqkv__isa_for(int head_dim);
 
-static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows,
-                                    float *scores)
+static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
+                                    int n_rows, float *scores)
 {
     float key[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, slot + j), tqkv__norms_at(s, kv_head, slot + j), key);
+    for (int j = 0; j < run->n; j++) {
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), tqkv__norms_at(s, kv_head, run->slot + j), key);
         for (int row = 0; row < n_rows; row++) {
             const float *query = q + (size_t)row * (size_t)s->head_dim;
             float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0}; /* eight chains: less latency, smaller errors */
@@ -2281,13 +2287,14 @@ static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, int slot
     }
 }
 
-static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights,
+static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights,
                                     int n_rows, float *scaled, float *out)
 {
     (void)scaled; /* for vectors */
     float value[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, slot + j), tqkv__norms_at(s, kv_head, slot + j), value);
+    for (int j = 0; j < run->n; j++) {
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), tqkv__norms_at(s, kv_head, run->slot + j),
+                         value);
         for (int row = 0; row < n_rows; row++) {
             const float weight = weights[row * TQKV__TILE + j];
             float *sum = out + (size_t)row * (size_t)s->head_dim;
@@ -2533,13 +2540,14 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
 }
 
 /* The factors of a tile's codes, per block and position. factors: [n_blocks][TQKV__TILE], zero beyond n */
-TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, int n, float *factors)
+TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__run *run,
+                                         float *factors)
 {
     const bool one = s->norms_per_row <= 1 || s->kind == TQKV__GRID; /* norm * factor; else norm / block_scale */
     const TQKV__VECTOR factor = TQKV__(set1)(!norms ? 1.0f : one ? tqkv__factor(s, 1.0f) : s->block_scale);
-    const int blocks = s->head_dim / s->block_dim, per_row = s->norms_per_row;
-    const size_t tile = (size_t)(TQKV__TILE * per_row);
-    if (norms) tqkv__prefetch(false, (const uint8_t *)(norms + tile), tile * sizeof(float));
+    const int blocks = s->head_dim / s->block_dim, per_row = s->norms_per_row, n = run->n;
+    const size_t tile_size = (size_t)(TQKV__TILE * per_row) * sizeof(float);
+    if (norms) tqkv__prefetch(false, (const uint8_t *)(norms + (ptrdiff_t)run->ahead * per_row), tile_size);
     for (int b = 0; b < blocks; b++, factors += TQKV__TILE) {
         const float *norm = norms ? norms + b * s->block_dim / s->norm_dim : NULL;
         const bool whole = norm && per_row == 1 && n == TQKV__TILE;
@@ -2558,6 +2566,7 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 typedef struct TQKV__(block) {
     const tqkv__stream *stream;
     const uint8_t *codes; /* of the first position; the others are `stride` bytes apart */
+    ptrdiff_t ahead;      /* bytes to the codes that will be read next */
     size_t stride, upper; /* upper: bytes from the block's low nibbles to its upper bits */
     int n, dim;           /* positions; values of the block */
     const float *rows;
@@ -2709,8 +2718,8 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const int per_lane, const 
     TQKV__ALIGNED float fours[TQKV__ROWS][TQKV__LANES * TQKV__LANES / 4];
     const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
     const int n = block->n, runs = block->dim / (TQKV__LANES * per_lane);
-    const size_t stride = TQKV__(stride)(format, block), ahead = TQKV__TILE * stride,
-                 row_stride = (size_t)block->row_stride;
+    const size_t stride = TQKV__(stride)(format, block), row_stride = (size_t)block->row_stride;
+    const ptrdiff_t ahead = block->ahead;
     const uint8_t *codes = block->codes;
     TQKV__VECTOR table[8];
     TQKV__(load_codebook)(format, block->stream, table);
@@ -2779,7 +2788,8 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int per_lane, c
     const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
     const int most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane; /* rows * width sums */
     const int n = block->n, row_stride = block->row_stride, result_stride = block->result_stride;
-    const size_t stride = TQKV__(stride)(format, block), ahead = TQKV__TILE * stride;
+    const size_t stride = TQKV__(stride)(format, block);
+    const ptrdiff_t ahead = block->ahead;
     const float *weights = block->rows;
     float *out = block->results;
     TQKV__VECTOR table[8];
@@ -2904,7 +2914,7 @@ TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(block) * block, int n_row
     for (int j = 0; j < n; j += stretch) {
         const uint8_t *codes = block->codes;
         block->n = n - j < stretch ? n - j : stretch;
-        tqkv__prefetch(false, codes + TQKV__TILE * block->stride, (size_t)block->n * block->stride);
+        tqkv__prefetch(false, codes + block->ahead, (size_t)block->n * block->stride);
         loops->decode(block, block->n, x);
         for (int i = block->n; i % TQKV__LANES; i++)
             memcpy(x + i * TQKV__X_STRIDE(block->dim), x + (i - 1) * TQKV__X_STRIDE(block->dim),
@@ -2937,29 +2947,30 @@ TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows,
         TQKV__(by_rows)(block, n_rows, TQKV__ROWS, loops->accumulate);
 }
 
-/* Opens block b of n positions from slot on. */
-static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, int slot, int n, int b, TQKV__(block) * block)
+/* Opens block b of the run. */
+static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, const tqkv__run *run, int b, TQKV__(block) * block)
 {
     const size_t before = (size_t)(b * s->block_dim), main = before * (size_t)s->main_bits / 8;
     const size_t main_field = (size_t)(s->head_dim * s->main_bits) / 8, upper = before * (size_t)s->upper_bits / 8;
     block->stream = s;
-    block->codes = tqkv__codes_at(s, kv_head, slot) + main;
+    block->codes = tqkv__codes_at(s, kv_head, run->slot) + main;
     block->upper = s->upper_bits ? main_field + upper - main : 0;
     block->stride = s->row_bytes;
-    block->n = n;
+    block->ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
+    block->n = run->n;
     block->dim = s->block_dim;
     block->factors = NULL;
     block->add = b > 0;
 }
 
-TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q,
+TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
                                             int n_rows, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
     for (int b = 0; b < s->head_dim / s->block_dim; b++) {
         TQKV__(block) block;
-        TQKV__(open_block)(s, kv_head, slot, n, b, &block);
+        TQKV__(open_block)(s, kv_head, run, b, &block);
         block.rows = q + b * s->block_dim;
         block.row_stride = s->head_dim;
         block.results = scores;
@@ -2969,18 +2980,18 @@ TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, 
     }
 }
 
-TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights,
-                                            int n_rows, float *scaled, float *out)
+TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                            const float *weights, int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
     for (int b = 0; b < s->head_dim / s->block_dim; b++) {
         TQKV__(block) block;
         for (int i = 0; i < n_rows * TQKV__TILE; i += TQKV__LANES) {
             const TQKV__VECTOR factor = TQKV__(load)(factors + b * TQKV__TILE + i % TQKV__TILE);
             TQKV__(store)(scaled + i, TQKV__(mul_nonzero)(TQKV__(load)(weights + i), factor));
         }
-        TQKV__(open_block)(s, kv_head, slot, n, b, &block);
+        TQKV__(open_block)(s, kv_head, run, b, &block);
         block.rows = scaled;
         block.row_stride = TQKV__TILE;
         block.results = out + b * s->block_dim;
@@ -4765,31 +4776,43 @@ static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
 typedef struct tqkv__tile {
     int64_t position;
     int n, begin;
+    tqkv__run keys, values;
     bool whole;                                                      /* every row sees all of it */
     tqkv__span spans[TQKV__CHUNK_ROWS];                              /* what each row sees of it */
     TQKV__ALIGNED float scores[(TQKV__CHUNK_ROWS + 1) * TQKV__TILE]; /* room for whole vectors at a tile's end */
     TQKV__ALIGNED float scaled[TQKV__CHUNK_ROWS * TQKV__TILE];       /* for value_tile */
 } tqkv__tile;
 
+/* The slots of a tile. While it is computed the next tile of [.., end) is fetched, which a page table may put anywhere. */
+static tqkv__run tqkv__run_of(const tqkv__stream *s, const tqkv__tile *tile, int64_t end)
+{
+    tqkv__run run = {tqkv__slot(s, tile->position), tile->n, TQKV__TILE};
+    const int64_t next = tile->position + tile->n;
+    if (!s->pages || next >= end || next % s->page_size) return run;
+    const int32_t page = s->pages[next / s->page_size]; /* not checked if a tree hides it */
+    if (page >= 0 && page < s->capacity / s->page_size) run.ahead = page * s->page_size - run.slot;
+    return run;
+}
+
 /* value_tile, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each position is added
    alone, and only to rows that give it a weight. */
 static void tqkv__add_values(const tqkv__attention *a, int kv_head, tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__stream *s = &a->values;
-    const int slot = tqkv__slot(s, tile->position), n = tile->n;
+    const tqkv__run *run = &tile->values;
     const float *weights = tile->scores + tile->begin;
     if (s->kind != TQKV__HALF || tile->whole ||
-        tqkv__halves_finite(tqkv__codes_at(s, kv_head, slot), (size_t)n * (size_t)s->head_dim)) {
-        a->isa->value_tile(s, kv_head, slot, n, weights, n_rows, tile->scaled, out);
+        tqkv__halves_finite(tqkv__codes_at(s, kv_head, run->slot), (size_t)run->n * (size_t)s->head_dim)) {
+        a->isa->value_tile(s, kv_head, run, weights, n_rows, tile->scaled, out);
         return;
     }
     for (int row = 0; row < n_rows; row++)
-        for (int j = 0; j < n; j++) {
+        for (int j = 0; j < run->n; j++) {
+            const tqkv__run one = {run->slot + j, 1, run->ahead};
             float alone[TQKV__TILE] = {0};
             alone[0] = weights[row * TQKV__TILE + j];
             if (alone[0] == 0.0f) continue;
-            a->isa->value_tile(s, kv_head, slot + j, 1, alone, 1, tile->scaled,
-                               out + (size_t)row * (size_t)s->head_dim);
+            a->isa->value_tile(s, kv_head, &one, alone, 1, tile->scaled, out + (size_t)row * (size_t)s->head_dim);
         }
 }
 
@@ -4856,8 +4879,9 @@ static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, 
         tile->n = tqkv__tile_length(a, position, to);
         tile->begin = (int)(position % TQKV__TILE);
         if (!tqkv__find_spans(a, item, first, end, tile)) continue; /* a tree hides it */
-        a->isa->score_tile(&a->keys, kv_head, tqkv__slot(&a->keys, position), tile->n, q, n_rows,
-                           tile->scores + tile->begin);
+        tile->keys = tqkv__run_of(&a->keys, tile, to);
+        tile->values = tqkv__run_of(&a->values, tile, to);
+        a->isa->score_tile(&a->keys, kv_head, &tile->keys, q, n_rows, tile->scores + tile->begin);
         if (before) tqkv__add_values(a, kv_head, before, n_rows, sums->out);
         a->isa->softmax_tile(a, tile->spans, offsets, n_rows, tile->scores, sums->max, sums->sum, sums->out);
         before = tile;
