@@ -196,7 +196,9 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name);
 /* >>store
    One stream (keys or values) of one layer in the caller's memory:
    codes [n_kv_heads][capacity][row_bytes], norms [n_kv_heads][capacity][norms_per_row], nothing else.
-   Linear: position p is slot p. Ring: slot p mod capacity. */
+   Linear: position p is slot p. Ring: slot p mod capacity. Paged: a pool of `capacity` slots for many sequences, each with
+   a store of its own over the same codes and norms; position p is slot pages[p / page_size] * page_size + p % page_size.
+   Tables may share pages, as for a common prompt. Entries of positions that nothing sees or writes are not looked at. */
 typedef struct tqkv_store {
     tqkv_format format; /* not TQKV_FORMAT_DEFAULT: a store alone does not know whether it holds keys or values */
     int head_dim; /* 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512, 576, 640, 768, 896
@@ -218,6 +220,8 @@ typedef struct tqkv_store {
     const float *center;
     tqkv_type type; /* of rows given to encode, probe, mean and measure, and written by decode. The codes of a half or a
                        bfloat16 are those of the same value as a float. Attention does not look at it. */
+    const int32_t *pages;   /* [n_pages], or NULL: not paged. Not with ring. */
+    int n_pages, page_size; /* page_size: in positions, a multiple of 64 that divides capacity */
 } tqkv_store;
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -225,9 +229,13 @@ TQKV_API size_t tqkv_codes_size(const tqkv_store *s);
 TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
-   `capacity` tokens. TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that a ring drops. Values near 1e19, whose
+   `capacity` tokens. A page may not occur twice among those written. TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that a ring
+   drops. Values near 1e19, whose
    squared length overflows, give an infinite norm. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
+/* Token t goes to slot slots[t] of the pool, a token with slot -1 nowhere; no slot twice. For tokens of many sequences at
+   once: pages and ring are not looked at. NaN and Inf are refused in all rows, left-out ones too. slots: [n_tokens] */
+TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *s, const void *src, int n_tokens, const int32_t *slots);
 
 /* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries. They are
    rotated, divided by the norm, and scaled to unit variance; I8: in steps of the grid; F16: the source. src, scaled:
@@ -286,10 +294,10 @@ typedef struct tqkv_attention {
     int n_heads;                     /* query heads; 0 = n_kv_heads */
     int n_queries;                   /* 0 = 1 */
     int64_t end;                     /* positions appended so far */
-    int kv_len;                      /* resident positions, the newest; 0 = min(end, capacity) */
-    int window;                      /* 0 = no window */
-    float scale;                     /* 0 = 1/sqrt(head_dim of the keys) */
-    float softcap;                   /* 0 = off */
+    int kv_len;    /* resident positions, the newest; 0 = min(end, capacity), paged: min(end, n_pages * page_size) */
+    int window;    /* 0 = no window */
+    float scale;   /* 0 = 1/sqrt(head_dim of the keys) */
+    float softcap; /* 0 = off */
     const float *sinks;       /* [n_heads] or NULL: adds exp(sink) to the softmax's denominator; -INFINITY: no sink */
     tqkv_basis query_basis;   /* TQKV_ROTATED: q is rotated already */
     tqkv_basis output_basis;  /* TQKV_ROTATED: leave the output rotated */
@@ -367,7 +375,7 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
    [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident. */
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
-   capacity (TQKV_OUT_OF_RANGE if too small for them), ring, sinks, parallel, allocator, metal. Its other nonzero fields
+   capacity (TQKV_OUT_OF_RANGE if too small for them), ring, type, sinks, parallel, allocator, metal. Its other nonzero fields
    must match. So a full linear cache grows, or with ring = true goes on as a ring. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c); /* the stores behind it; NULL for NULL */
@@ -441,7 +449,8 @@ typedef struct tqkv_metal_buffer {
     size_t offset;
 } tqkv_metal_buffer;
 
-/* A tqkv_store in buffers. The pointers and sizes in shape are not read. norms may be zero for F16. */
+/* A tqkv_store in buffers. The pointers and sizes in shape are not read. norms may be zero for F16. Stores with
+   pages, and attention with a tree, are TQKV_UNSUPPORTED. */
 typedef struct tqkv_metal_store {
     tqkv_store shape;
     tqkv_metal_buffer codes, norms;
@@ -1133,8 +1142,21 @@ typedef struct tqkv__stream {
     size_t codes_size, norms_size; /* bytes in use */
     tqkv_type type;                /* of the caller's rows; tqkv__check_rows checks it */
     const float *center;           /* [n_kv_heads][head_dim] or NULL */
-    uint8_t planes[4][128];        /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
+    const int32_t *pages;          /* [n_pages] or NULL */
+    int n_pages, page_size;
+    uint8_t planes[4][128]; /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
 } tqkv__stream;
+
+/* Checks a page table, except for its entries. */
+static tqkv_result tqkv__table_shape(const tqkv_store *store)
+{
+    if (store->ring) return TQKV__INVALID("pages: the store is a ring");
+    if (store->n_pages < 0) return TQKV__INVALID("n_pages is negative");
+    if (store->page_size <= 0 || store->page_size % 64 || store->capacity % store->page_size)
+        return TQKV__INVALID("page_size: no multiple of 64 that divides capacity"); /* a tile is in one page */
+    if ((uintptr_t)store->pages % sizeof(int32_t)) return TQKV__INVALID("pages: not aligned as int32_t");
+    return TQKV_OK;
+}
 
 /* Checks the shape of a store, not its buffers. */
 static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
@@ -1149,6 +1171,13 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (store->capacity <= 0) return TQKV__INVALID("capacity is not positive");
     if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f))
         return TQKV__INVALID("block_scale: negative, NaN or infinite");
+    if (store->pages) {
+        const tqkv_result r = tqkv__table_shape(store);
+        if (r != TQKV_OK) return r;
+    }
+    s->pages = store->pages;
+    s->n_pages = store->pages ? store->n_pages : 0;
+    s->page_size = store->page_size;
     s->format = store->format;
     s->kind = TQKV__KIND(s->format);
     s->main_bits = TQKV__MAIN_BITS(s->format);
@@ -1199,6 +1228,9 @@ static const float *tqkv__center_of(const tqkv__stream *s, int kv_head)
     return s->center ? s->center + (size_t)kv_head * (size_t)s->head_dim : NULL;
 }
 
+/* In bytes */
+static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
+
 static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
 {
     tqkv_result r = tqkv__stream_shape(store, s);
@@ -1215,18 +1247,33 @@ static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
     if (tqkv__overlap(s->codes, s->codes_size, s->center, tqkv__center_size(s)) ||
         tqkv__overlap(s->norms, s->norms_size, s->center, tqkv__center_size(s)))
         return TQKV__INVALID("center overlaps codes or norms");
+    if (tqkv__overlap(s->codes, s->codes_size, s->pages, tqkv__table_size(s)) ||
+        tqkv__overlap(s->norms, s->norms_size, s->pages, tqkv__table_size(s)))
+        return TQKV__INVALID("pages overlap codes or norms");
     return TQKV_OK;
 }
 
 static bool tqkv__stream_overlaps(const tqkv__stream *s, const void *p, size_t size)
 {
     return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size) ||
-           tqkv__overlap(s->center, tqkv__center_size(s), p, size);
+           tqkv__overlap(s->center, tqkv__center_size(s), p, size) ||
+           tqkv__overlap(s->pages, tqkv__table_size(s), p, size);
 }
+
+/* The positions that a store without a ring can have. */
+static int64_t tqkv__room(const tqkv__stream *s) { return s->pages ? (int64_t)s->n_pages * s->page_size : s->capacity; }
 
 static int tqkv__slot(const tqkv__stream *s, int64_t position)
 {
+    if (s->pages) return s->pages[position / s->page_size] * s->page_size + (int)(position % s->page_size);
     return (int)(s->ring ? position % s->capacity : position);
+}
+
+/* Slots from that of a position on that hold the positions behind it, in order. */
+static int tqkv__slots_left(const tqkv__stream *s, int64_t position)
+{
+    if (s->pages) return s->page_size - (int)(position % s->page_size);
+    return s->capacity - tqkv__slot(s, position);
 }
 
 static uint8_t *tqkv__codes_at(const tqkv__stream *s, int kv_head, int slot)
@@ -1825,11 +1872,44 @@ static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, 
 
 static bool tqkv__basis_known(tqkv_basis basis) { return basis == TQKV_ORIGINAL || basis == TQKV_ROTATED; }
 
+/* Checks the entries of the positions [first, end), which the table has. */
+static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64_t end)
+{
+    if (!s->pages || first >= end) return TQKV_OK;
+    for (int64_t i = first / s->page_size; i <= (end - 1) / s->page_size; i++)
+        if (s->pages[i] < 0 || s->pages[i] >= s->capacity / s->page_size)
+            return TQKV__REFUSE(OUT_OF_RANGE, "pages: a page outside the store");
+    return TQKV_OK;
+}
+
+/* Whether no number occurs twice, but for negative ones; ids: [n]. Marks 32768 numbers at a time in 4 KiB of stack. */
+static bool tqkv__all_distinct(const int32_t *ids, int64_t n)
+{
+    enum { at_a_time = 32768 };
+    uint8_t marks[at_a_time / 8];
+    int64_t low = n > 1 ? INT32_MAX : 0, high = -1;
+    for (int64_t i = 0; n > 1 && i < n; i++) {
+        if (ids[i] >= 0 && ids[i] < low) low = ids[i];
+        if (ids[i] > high) high = ids[i];
+    }
+    for (; low <= high; low += at_a_time) {
+        memset(marks, 0, sizeof marks);
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t at = ids[i] - low;
+            if (ids[i] < 0 || at < 0 || at >= at_a_time) continue;
+            if (marks[at / 8] >> (at % 8) & 1) return false;
+            marks[at / 8] = (uint8_t)(marks[at / 8] | 1 << (at % 8));
+        }
+    }
+    return true;
+}
+
 static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t position)
 {
     if (position < 0 || position > INT64_MAX - n) return TQKV__REFUSE(OUT_OF_RANGE, "position: negative or too large");
-    if (s->ring || position + n <= s->capacity) return TQKV_OK;
-    return TQKV__REFUSE(OUT_OF_RANGE, "positions beyond a linear store");
+    if (!s->ring && position + n > tqkv__room(s))
+        return TQKV__REFUSE(OUT_OF_RANGE, "positions beyond a linear store or a page table");
+    return tqkv__check_pages(s, position, position + n);
 }
 
 /* Row `index` of src: [n][head_dim] */
@@ -1852,18 +1932,29 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV_OK;
 }
 
-/* Opens a store to encode into. The checks that encode and append share, except for NaN and infinity. */
-static tqkv_result tqkv__encode_open(const tqkv_store *store, const void *src, int n_tokens, int64_t position,
-                                     tqkv__stream *s)
+/* Opens a store to encode into, somewhere. */
+static tqkv_result tqkv__encode_target(const tqkv_store *store, const void *src, int n_tokens, tqkv__stream *s)
 {
     size_t bytes;
     tqkv_result r = tqkv__stream_open(store, s);
     if (r != TQKV_OK || (r = tqkv__check_rows(s, src, n_tokens, &bytes)) != TQKV_OK) return r;
-    if ((r = tqkv__check_positions(s, n_tokens, position)) != TQKV_OK) return r;
     if (tqkv__overlap(s->codes, s->codes_size, src, bytes) || tqkv__overlap(s->norms, s->norms_size, src, bytes))
         return TQKV__INVALID("src overlaps the store"); /* it may overlap the centre, which is only read */
     if (s->book_bits == 8) tqkv__fill_planes(s);        /* encoding decodes it */
     return TQKV_OK;
+}
+
+/* Opens a store to encode at `position`. The checks that encode and append share, except for NaN and infinity. */
+static tqkv_result tqkv__encode_open(const tqkv_store *store, const void *src, int n_tokens, int64_t position,
+                                     tqkv__stream *s)
+{
+    tqkv_result r = tqkv__encode_target(store, src, n_tokens, s);
+    if (r == TQKV_OK) r = tqkv__check_positions(s, n_tokens, position);
+    if (r != TQKV_OK || !s->pages || n_tokens == 0) return r;
+    const int64_t page = position / s->page_size, last = (position + n_tokens - 1) / s->page_size;
+    return tqkv__all_distinct(s->pages + page, last - page + 1)
+               ? TQKV_OK
+               : TQKV__INVALID("pages: a page twice among those to write");
 }
 
 static bool tqkv__rows_finite(const tqkv__stream *s, const void *src, int n_tokens)
@@ -1890,7 +1981,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from
     if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
     for (int t = from; t < to; t++) {
         const int slot = tqkv__slot(s, position + t);
-        for (int h = 0; h < s->n_kv_heads; h++) {
+        for (int h = 0; slot >= 0 && h < s->n_kv_heads; h++) {
             const size_t source_row = (size_t)t * (size_t)s->n_kv_heads + (size_t)h;
             rows[n].src = tqkv__source_row(s, src, source_row);
             rows[n].center = tqkv__center_of(s, h);
@@ -1912,6 +2003,35 @@ TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n
         r = TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
     if (r == TQKV_OK) tqkv__encode_tokens(&s, src, tqkv__first_kept(&s, n_tokens), n_tokens, position);
     return r;
+}
+
+static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slots, int n)
+{
+    const size_t size = (size_t)n * sizeof *slots;
+    if (!slots || (uintptr_t)slots % sizeof *slots) return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
+    if (tqkv__overlap(s->codes, s->codes_size, slots, size) || tqkv__overlap(s->norms, s->norms_size, slots, size))
+        return TQKV__INVALID("slots overlap the store");
+    for (int t = 0; t < n; t++)
+        if (slots[t] < -1 || slots[t] >= s->capacity) return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
+    return tqkv__all_distinct(slots, n) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
+}
+
+TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src, int n_tokens, const int32_t *slots)
+{
+    tqkv__stream s;
+    if (!store) return TQKV__INVALID("a store is NULL");
+    tqkv_store pool = *store;
+    pool.ring = false;
+    pool.pages = NULL;
+    tqkv_result r = tqkv__encode_target(&pool, src, n_tokens, &s);
+    if (r == TQKV_OK) r = tqkv__check_slots(&s, slots, n_tokens);
+    if (r == TQKV_OK && !tqkv__rows_finite(&s, src, n_tokens))
+        r = TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+    if (r != TQKV_OK) return r;
+    s.pages = slots; /* a table with pages of one position; -1 leaves it out */
+    s.page_size = 1;
+    tqkv__encode_tokens(&s, src, 0, n_tokens, 0);
+    return TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
@@ -1948,7 +2068,7 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
     if (r != TQKV_OK) return r;
     if ((r = tqkv__check_rows(&s, dst, n_positions, &bytes)) != TQKV_OK) return r;
     if (!tqkv__basis_known(basis)) return TQKV__INVALID("basis: no tqkv_basis");
-    if (n_positions > s.capacity) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
+    if (s.ring && n_positions > s.capacity) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
     if (tqkv__stream_overlaps(&s, dst, bytes)) return TQKV__INVALID("dst overlaps the store");
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
@@ -2118,6 +2238,11 @@ typedef struct tqkv__attention {
     const struct tqkv__isa *isa;
 } tqkv__attention;
 
+/* Slots of a tile in one stream: [slot, slot + n). The codes `ahead` slots further on will be read next. */
+typedef struct tqkv__run {
+    int slot, n, ahead;
+} tqkv__run;
+
 /* The positions of a tile that a row sees: [from, to) without those whose bits are set. */
 typedef struct tqkv__span {
     int from, to;
@@ -2130,26 +2255,27 @@ typedef struct tqkv__isa {
     int lanes;           /* floats in a vector */
     int nibble_order[2]; /* see tqkv__to_decoded */
     const tqkv__codec *codec;
-    /* scores[row][j] = q[row] . key[slot + j] for j < n; q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
-    void (*score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows, float *scores);
+    /* scores[row][j] = q[row] . key[slot + j] for j < n, with run's slot and n; q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
+    void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q, int n_rows,
+                       float *scores);
     /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to
        the new maximum. offsets are added to the scores before a softcap. spans, offsets, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
     void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, const float *offsets, int n_rows,
                          float *scores, float *max, float *sum, float *out);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
        in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
-    void (*value_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights, int n_rows,
+    void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights, int n_rows,
                        float *scaled, float *out);
 } tqkv__isa;
 
 static const tqkv__isa *tqkv__isa_for(int head_dim);
 
-static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, int slot, int n, const float *q, int n_rows,
-                                    float *scores)
+static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
+                                    int n_rows, float *scores)
 {
     float key[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, slot + j), tqkv__norms_at(s, kv_head, slot + j), key);
+    for (int j = 0; j < run->n; j++) {
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), tqkv__norms_at(s, kv_head, run->slot + j), key);
         for (int row = 0; row < n_rows; row++) {
             const float *query = q + (size_t)row * (size_t)s->head_dim;
             float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0}; /* eight chains: less latency, smaller errors */
@@ -2161,13 +2287,14 @@ static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, int slot
     }
 }
 
-static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights,
+static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights,
                                     int n_rows, float *scaled, float *out)
 {
     (void)scaled; /* for vectors */
     float value[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, slot + j), tqkv__norms_at(s, kv_head, slot + j), value);
+    for (int j = 0; j < run->n; j++) {
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), tqkv__norms_at(s, kv_head, run->slot + j),
+                         value);
         for (int row = 0; row < n_rows; row++) {
             const float weight = weights[row * TQKV__TILE + j];
             float *sum = out + (size_t)row * (size_t)s->head_dim;
@@ -2425,13 +2552,14 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
 }
 
 /* The factors of a tile's codes, per block and position. factors: [n_blocks][TQKV__TILE], zero beyond n */
-TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, int n, float *factors)
+TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__run *run,
+                                         float *factors)
 {
     const bool one = s->norms_per_row <= 1 || s->kind == TQKV__GRID; /* norm * factor; else norm / block_scale */
     const TQKV__VECTOR factor = TQKV__(set1)(!norms ? 1.0f : one ? tqkv__factor(s, 1.0f) : s->block_scale);
-    const int blocks = s->head_dim / s->block_dim, per_row = s->norms_per_row;
-    const size_t tile = (size_t)(TQKV__TILE * per_row);
-    if (norms) tqkv__prefetch(false, (const uint8_t *)(norms + tile), tile * sizeof(float));
+    const int blocks = s->head_dim / s->block_dim, per_row = s->norms_per_row, n = run->n;
+    const size_t tile_size = (size_t)(TQKV__TILE * per_row) * sizeof(float);
+    if (norms) tqkv__prefetch(false, (const uint8_t *)(norms + (ptrdiff_t)run->ahead * per_row), tile_size);
     for (int b = 0; b < blocks; b++, factors += TQKV__TILE) {
         const float *norm = norms ? norms + b * s->block_dim / s->norm_dim : NULL;
         const bool whole = norm && per_row == 1 && n == TQKV__TILE;
@@ -2450,6 +2578,7 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 typedef struct TQKV__(block) {
     const tqkv__stream *stream;
     const uint8_t *codes; /* of the first position; the others are `stride` bytes apart */
+    ptrdiff_t ahead;      /* bytes to the codes that will be read next */
     size_t stride, upper; /* upper: bytes from the block's low nibbles to its upper bits */
     int n, dim;           /* positions; values of the block */
     const float *rows;
@@ -2607,7 +2736,7 @@ TQKV__OP void TQKV__(dot_tail)(const tqkv_format format, const int rows, int tai
 }
 
 /* Asks for the codes of four keys of the next tile. */
-TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const uint8_t *const *p, size_t at, int size)
+TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const uint8_t *const *p, ptrdiff_t at, int size)
 {
     TQKV__UNROLL
     for (int m = 0; m < 4; m++)
@@ -2635,8 +2764,8 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const bool tailed, const i
     const int per_lane = TQKV__RUN(format), tail = block->dim / TQKV__LANES;
     const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
     const int n = block->n, runs = block->dim / (TQKV__LANES * per_lane);
-    const size_t stride = TQKV__(stride)(format, block), ahead = TQKV__TILE * stride,
-                 row_stride = (size_t)block->row_stride;
+    const size_t stride = TQKV__(stride)(format, block), row_stride = (size_t)block->row_stride;
+    const ptrdiff_t ahead = block->ahead;
     const uint8_t *codes = block->codes;
     TQKV__VECTOR table[8];
     TQKV__(load_codebook)(format, block->stream, table);
@@ -2661,7 +2790,7 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const bool tailed, const i
                 run = 0;
             }
             for (; run > 0; run--) {
-                TQKV__(ask_ahead)(format, p, at + ahead, run_bytes);
+                TQKV__(ask_ahead)(format, p, (ptrdiff_t)at + ahead, run_bytes);
                 TQKV__(dot_run)(format, per_lane, rows, table, p, at, upper, queries, row_stride, sums);
                 at += (size_t)run_bytes;
                 upper += (size_t)upper_bytes;
@@ -2771,7 +2900,8 @@ TQKV__OP void TQKV__(accumulate_runs)(const tqkv_format format, const int rows, 
     const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
     const int most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane; /* rows * width sums */
     const int n = block->n, row_stride = block->row_stride, result_stride = block->result_stride;
-    const size_t stride = TQKV__(stride)(format, block), ahead = TQKV__TILE * stride;
+    const size_t stride = TQKV__(stride)(format, block);
+    const ptrdiff_t ahead = block->ahead;
     const float *weights = block->rows;
     float *out = block->results;
     for (int run = 0; run * TQKV__LANES * per_lane < block->dim; run++) {
@@ -2902,7 +3032,7 @@ TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(block) * block, int n_row
     for (int j = 0; j < n; j += stretch) {
         const uint8_t *codes = block->codes;
         block->n = n - j < stretch ? n - j : stretch;
-        tqkv__prefetch(false, codes + TQKV__TILE * block->stride, (size_t)block->n * block->stride);
+        tqkv__prefetch(false, codes + block->ahead, (size_t)block->n * block->stride);
         loops->decode(block, block->n, x);
         for (int i = block->n; i % TQKV__LANES; i++)
             memcpy(x + i * TQKV__X_STRIDE(block->dim), x + (i - 1) * TQKV__X_STRIDE(block->dim),
@@ -2945,29 +3075,31 @@ static int TQKV__(part)(const tqkv__stream *s, int before)
     return run <= 16 || rest == 0 || left == tail ? left : left - tail;
 }
 
-/* Opens that part for n positions from slot on. */
-static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, int slot, int n, int before, TQKV__(block) * block)
+/* Opens that part for the run. */
+static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, const tqkv__run *run, int before,
+                               TQKV__(block) * block)
 {
     const size_t main = (size_t)(before * s->main_bits / 8), upper = (size_t)(before * s->upper_bits / 8);
     const size_t main_field = (size_t)(s->head_dim * s->main_bits) / 8;
     block->stream = s;
-    block->codes = tqkv__codes_at(s, kv_head, slot) + main;
+    block->codes = tqkv__codes_at(s, kv_head, run->slot) + main;
     block->upper = s->upper_bits ? main_field + upper - main : 0;
     block->stride = s->row_bytes;
-    block->n = n;
+    block->ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
+    block->n = run->n;
     block->dim = TQKV__(part)(s, before);
     block->factors = NULL;
     block->add = before > 0;
 }
 
-TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q,
+TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
                                             int n_rows, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__(block) block;
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
     for (int d = 0; d < s->head_dim; d += block.dim) {
-        TQKV__(open_block)(s, kv_head, slot, n, d, &block);
+        TQKV__(open_block)(s, kv_head, run, d, &block);
         block.rows = q + d;
         block.row_stride = s->head_dim;
         block.results = scores;
@@ -2977,19 +3109,19 @@ TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, 
     }
 }
 
-TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *weights,
-                                            int n_rows, float *scaled, float *out)
+TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                            const float *weights, int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__(block) block;
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
     for (int d = 0; d < s->head_dim; d += block.dim) {
         const float *of_block = factors + d / s->block_dim * TQKV__TILE;
         for (int i = 0; d % s->block_dim == 0 && i < n_rows * TQKV__TILE; i += TQKV__LANES) {
             const TQKV__VECTOR factor = TQKV__(load)(of_block + i % TQKV__TILE);
             TQKV__(store)(scaled + i, TQKV__(mul_nonzero)(TQKV__(load)(weights + i), factor));
         }
-        TQKV__(open_block)(s, kv_head, slot, n, d, &block);
+        TQKV__(open_block)(s, kv_head, run, d, &block);
         block.rows = scaled;
         block.row_stride = TQKV__TILE;
         block.results = out + d;
@@ -5034,11 +5166,12 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
 static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attention *r)
 {
     if (a->end < 0 || a->kv_len < 0) return TQKV__INVALID("end or kv_len is negative");
-    const int capacity = r->keys.capacity < r->values.capacity ? r->keys.capacity : r->values.capacity;
+    const int64_t key_room = tqkv__room(&r->keys), value_room = tqkv__room(&r->values);
+    const int64_t capacity = key_room < value_room ? key_room : value_room;
     const int64_t kv_len = a->kv_len ? a->kv_len : a->end < capacity ? a->end : capacity;
     if (kv_len > capacity || kv_len > a->end) return TQKV__REFUSE(OUT_OF_RANGE, "kv_len is above capacity or end");
-    if ((!r->keys.ring && a->end > r->keys.capacity) || (!r->values.ring && a->end > r->values.capacity))
-        return TQKV__REFUSE(OUT_OF_RANGE, "end: beyond a linear store");
+    if ((!r->keys.ring && a->end > key_room) || (!r->values.ring && a->end > value_room))
+        return TQKV__REFUSE(OUT_OF_RANGE, "end: beyond a linear store or a page table");
     r->first = a->end - kv_len;
     return TQKV_OK;
 }
@@ -5063,6 +5196,31 @@ static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, in
     *from = a->call.window && position - a->call.window + 1 > first ? position - a->call.window + 1 : first;
     if (*from > end) *from = end;
     if (*to < *from) *to = *from;
+}
+
+/* Whether a query sees position j of the newest n_queries. */
+static bool tqkv__tree_has(const tqkv__attention *a, int j)
+{
+    for (int i = j; i < a->call.n_queries; i++)
+        if (a->call.tree[i] >> j & 1 && (!a->call.window || i - j < a->call.window)) return true;
+    return false;
+}
+
+/* Checks the entries of the pages that hold positions of [first, end) which some query sees. */
+static tqkv_result tqkv__check_seen(const tqkv__attention *a, int64_t first, int64_t end)
+{
+    int64_t from, to, unused, base = a->call.end - a->call.n_queries; /* of the tree */
+    tqkv__visible(a, 0, first, end, &from, &unused);
+    tqkv__visible(a, a->call.n_queries - 1, first, end, &unused, &to);
+    if (!a->call.tree || base > to) base = to;
+    tqkv_result r = tqkv__check_pages(&a->keys, from, base);
+    if (r == TQKV_OK) r = tqkv__check_pages(&a->values, from, base);
+    for (int64_t at = base < from ? from : base; r == TQKV_OK && at < to; at++) {
+        if (!tqkv__tree_has(a, (int)(at - (a->call.end - a->call.n_queries)))) continue;
+        r = tqkv__check_pages(&a->keys, at, at + 1);
+        if (r == TQKV_OK) r = tqkv__check_pages(&a->values, at, at + 1);
+    }
+    return r;
 }
 
 /* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
@@ -5099,15 +5257,14 @@ static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const 
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
-/* A tile is contiguous in both stores: it ends where a ring wraps, and at positions that are a multiple of TQKV__TILE.
+/* A tile is contiguous in both stores: it ends where a ring wraps or a page ends, and at positions that are a multiple of TQKV__TILE.
    Its scores are at the position modulo TQKV__TILE. A query's sums are then the same bits alone or in a batch.
    Otherwise prefill and decode drift apart: a last bit changes the next layer's keys, and now and then a code. */
 static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t end)
 {
     const int64_t aligned = TQKV__TILE - position % TQKV__TILE;
     int64_t n = end - position < aligned ? end - position : aligned;
-    const int key_room = a->keys.capacity - tqkv__slot(&a->keys, position);
-    const int value_room = a->values.capacity - tqkv__slot(&a->values, position);
+    const int key_room = tqkv__slots_left(&a->keys, position), value_room = tqkv__slots_left(&a->values, position);
     if (n > key_room) n = key_room;
     return n > value_room ? value_room : (int)n;
 }
@@ -5124,31 +5281,43 @@ static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
 typedef struct tqkv__tile {
     int64_t position;
     int n, begin;
+    tqkv__run keys, values;
     bool whole;                                                      /* every row sees all of it */
     tqkv__span spans[TQKV__CHUNK_ROWS];                              /* what each row sees of it */
     TQKV__ALIGNED float scores[(TQKV__CHUNK_ROWS + 1) * TQKV__TILE]; /* room for whole vectors at a tile's end */
     TQKV__ALIGNED float scaled[TQKV__CHUNK_ROWS * TQKV__TILE];       /* for value_tile */
 } tqkv__tile;
 
+/* The slots of a tile. While it is computed the next tile of [.., end) is fetched, which a page table may put anywhere. */
+static tqkv__run tqkv__run_of(const tqkv__stream *s, const tqkv__tile *tile, int64_t end)
+{
+    tqkv__run run = {tqkv__slot(s, tile->position), tile->n, TQKV__TILE};
+    const int64_t next = tile->position + tile->n;
+    if (!s->pages || next >= end || next % s->page_size) return run;
+    const int32_t page = s->pages[next / s->page_size]; /* not checked if a tree hides it */
+    if (page >= 0 && page < s->capacity / s->page_size) run.ahead = page * s->page_size - run.slot;
+    return run;
+}
+
 /* value_tile, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each position is added
    alone, and only to rows that give it a weight. */
 static void tqkv__add_values(const tqkv__attention *a, int kv_head, tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__stream *s = &a->values;
-    const int slot = tqkv__slot(s, tile->position), n = tile->n;
+    const tqkv__run *run = &tile->values;
     const float *weights = tile->scores + tile->begin;
     if (s->kind != TQKV__HALF || tile->whole ||
-        tqkv__halves_finite(tqkv__codes_at(s, kv_head, slot), (size_t)n * (size_t)s->head_dim)) {
-        a->isa->value_tile(s, kv_head, slot, n, weights, n_rows, tile->scaled, out);
+        tqkv__halves_finite(tqkv__codes_at(s, kv_head, run->slot), (size_t)run->n * (size_t)s->head_dim)) {
+        a->isa->value_tile(s, kv_head, run, weights, n_rows, tile->scaled, out);
         return;
     }
     for (int row = 0; row < n_rows; row++)
-        for (int j = 0; j < n; j++) {
+        for (int j = 0; j < run->n; j++) {
+            const tqkv__run one = {run->slot + j, 1, run->ahead};
             float alone[TQKV__TILE] = {0};
             alone[0] = weights[row * TQKV__TILE + j];
             if (alone[0] == 0.0f) continue;
-            a->isa->value_tile(s, kv_head, slot + j, 1, alone, 1, tile->scaled,
-                               out + (size_t)row * (size_t)s->head_dim);
+            a->isa->value_tile(s, kv_head, &one, alone, 1, tile->scaled, out + (size_t)row * (size_t)s->head_dim);
         }
 }
 
@@ -5215,8 +5384,9 @@ static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, 
         tile->n = tqkv__tile_length(a, position, to);
         tile->begin = (int)(position % TQKV__TILE);
         if (!tqkv__find_spans(a, item, first, end, tile)) continue; /* a tree hides it */
-        a->isa->score_tile(&a->keys, kv_head, tqkv__slot(&a->keys, position), tile->n, q, n_rows,
-                           tile->scores + tile->begin);
+        tile->keys = tqkv__run_of(&a->keys, tile, to);
+        tile->values = tqkv__run_of(&a->values, tile, to);
+        a->isa->score_tile(&a->keys, kv_head, &tile->keys, q, n_rows, tile->scores + tile->begin);
         if (before) tqkv__add_values(a, kv_head, before, n_rows, sums->out);
         a->isa->softmax_tile(a, tile->spans, offsets, n_rows, tile->scores, sums->max, sums->sum, sums->out);
         before = tile;
@@ -5586,7 +5756,8 @@ static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const void *q, co
 /* Attends over all resident positions after tqkv__attention_open. */
 static tqkv_result tqkv__attend(const tqkv__attention *a, const void *q, void *out)
 {
-    const tqkv_result r = tqkv__check_q_out(a, q, out);
+    tqkv_result r = tqkv__check_q_out(a, q, out);
+    if (r == TQKV_OK) r = tqkv__check_seen(a, a->first, a->call.end);
     return r == TQKV_OK ? tqkv__attend_range(a, a->first, a->call.end, q, out, NULL, NULL) : r;
 }
 
@@ -5609,6 +5780,7 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
         return TQKV__REFUSE(OUT_OF_RANGE, "the slice leaves the resident positions");
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if ((r = tqkv__check_attend(&a, q, &arrays)) != TQKV_OK) return r;
+    if ((r = tqkv__check_seen(&a, first, first + count)) != TQKV_OK) return r;
     return tqkv__attend_range(&a, first, first + count, q, out, max, sum);
 }
 
@@ -5895,7 +6067,7 @@ static void tqkv__move_rows(const tqkv__stream *from, int64_t source, const tqkv
 {
     while (n > 0) {
         const int source_slot = tqkv__slot(from, source), target_slot = tqkv__slot(to, target);
-        const int source_room = from->capacity - source_slot, target_room = to->capacity - target_slot;
+        const int source_room = tqkv__slots_left(from, source), target_room = tqkv__slots_left(to, target);
         int64_t run = n < source_room ? n : source_room;
         if (run > target_room) run = target_room;
         for (int h = 0; h < from->n_kv_heads; h++) {
@@ -5961,6 +6133,8 @@ static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
     tqkv_cache_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.head_dim = c->keys.head_dim;
+    desc.value_dim = c->values.head_dim;
+    desc.type = c->keys.type;
     desc.n_kv_heads = c->keys.n_kv_heads;
     desc.n_heads = c->attention.n_heads;
     desc.capacity = c->keys.capacity;
@@ -5991,6 +6165,7 @@ TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc 
         if (desc->capacity) copied.capacity = desc->capacity;
         copied.ring = copied.ring || desc->ring;
         if (!tqkv__desc_matches(desc, &copied)) return TQKV__INVALID("a field of desc is not the cache's");
+        if (desc->type) copied.type = desc->type;
         if (desc->sinks) copied.sinks = desc->sinks;
         if (desc->parallel.run) copied.parallel = desc->parallel;
         if (desc->allocator.alloc || desc->allocator.free) copied.allocator = desc->allocator;
@@ -6048,6 +6223,8 @@ static void tqkv__plan_bind(tqkv__dispatch *d, const char *name, int index, tqkv
     const tqkv__binding binding = {name, index, at, size, 4, written};
     d->bindings[d->n_bindings++] = binding;
 }
+
+#define TQKV__NO_PAGES "pages: not on a GPU"
 
 /* Binds codes and norms at index and index + 1. Kernels load 16 bytes of codes at a time. */
 static void tqkv__plan_bind_store(tqkv__dispatch *d, const char *const names[2], int index,
@@ -6126,6 +6303,7 @@ static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const tqkv__encode_strea
     const int index = d->n_args ? TQKV__SECOND_ARGS : 0;
     if (n_tokens < 0 || !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), &all))
         return TQKV__INVALID("n_tokens is negative or too large");
+    if (s->pages) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_PAGES);
     tqkv_result r = tqkv__check_positions(s, n_tokens, position);
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
@@ -6210,6 +6388,7 @@ TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *store, int64_t po
     if (r != TQKV_OK) return r;
     if (n_positions < 0 || !tqkv__basis_known(basis))
         return TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
+    if (s.pages) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_PAGES);
     if (n_positions > s.capacity) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
     tqkv__plan_begin(d, TQKV__DECODE, s.head_dim);
@@ -6456,6 +6635,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv_attention *to, tqkv__attention *a)
 {
     if (!from || !from->keys || !from->values) return TQKV__INVALID("the attention, its keys or its values are NULL");
+    if (from->keys->shape.pages || from->values->shape.pages) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_PAGES);
     if (from->attention.tree) return TQKV__REFUSE(UNSUPPORTED, "tree: not on a GPU");
     *to = from->attention;
     to->keys = &from->keys->shape;
@@ -6689,7 +6869,7 @@ static tqkv_result tqkv__move_stream(tqkv__pipe *pipe, const tqkv__stream *s, in
         for (int h = 0; h < s->n_kv_heads; h++)
             for (int64_t position = first; position < end;) {
                 const int slot = tqkv__slot(s, position);
-                const int64_t room = s->capacity - slot, n = end - position < room ? end - position : room;
+                const int64_t room = tqkv__slots_left(s, position), n = end - position < room ? end - position : room;
                 if (!norms)
                     r = tqkv__move(pipe, tqkv__codes_at(s, h, slot), (size_t)n * s->row_bytes);
                 else

@@ -3,7 +3,7 @@
    the table. */
 CHANGE(good, ALL, OK, (void)w)
 /* stores */
-CHANGE(null_store, CODEC, INVALID_ARGUMENT, w->store = NULL)
+CHANGE(null_store, CODEC | SLOTS, INVALID_ARGUMENT, w->store = NULL)
 CHANGE(default_format, STORE, UNSUPPORTED, w->keys.format = TQKV_FORMAT_DEFAULT)
 CHANGE(unknown_format, STORE, UNSUPPORTED, w->keys.format = test_no_format(TEST_FORMATS + 1))
 CHANGE(zero_head_dim, STORE, UNSUPPORTED, w->keys.head_dim = 0)
@@ -45,6 +45,41 @@ CHANGE(center_in_norms, BUFFERS, INVALID_ARGUMENT, memset(w->m->key_norms, 0, si
        w->keys.center = w->m->key_norms)
 CHANGE(center_is_out, RESIDENT | DECODE | PROBE, INVALID_ARGUMENT, memset(w->m->out, 0, sizeof w->m->out);
        w->keys.center = w->m->out)
+/* pages and slots */
+CHANGE(paged, STORE | SLOTS, OK, use_pages(w))
+CHANGE(paged_ring, STORE, INVALID_ARGUMENT, use_pages(w); w->keys.ring = true)
+CHANGE(page_size_zero, STORE, INVALID_ARGUMENT, use_pages(w); w->keys.page_size = 0)
+CHANGE(page_size_negative, STORE, INVALID_ARGUMENT, use_pages(w); w->keys.page_size = -64)
+CHANGE(page_size_small, STORE, INVALID_ARGUMENT, use_pages(w); w->keys.page_size = 32)
+CHANGE(page_size_odd, STORE, INVALID_ARGUMENT, use_pages(w); w->keys.capacity = 96; w->keys.page_size = 96)
+CHANGE(page_size_no_divisor, STORE, INVALID_ARGUMENT, use_pages(w); w->keys.capacity = 96)
+CHANGE(n_pages_negative, STORE, INVALID_ARGUMENT, use_pages(w); w->keys.n_pages = -1)
+CHANGE(pages_misaligned, STORE, INVALID_ARGUMENT, use_pages(w);
+       w->keys.pages = (const int32_t *)((uintptr_t)w->m->pages + 2))
+CHANGE(pages_in_codes, BUFFERS - SLOTS, INVALID_ARGUMENT, use_pages(w);
+       w->keys.pages = (const int32_t *)(void *)w->m->pool_codes)
+CHANGE(pages_in_norms, BUFFERS - SLOTS, INVALID_ARGUMENT, use_pages(w);
+       w->keys.pages = (const int32_t *)(void *)w->m->pool_norms)
+CHANGE(pages_in_out, RESIDENT | DECODE, INVALID_ARGUMENT, use_pages(w); memset(w->m->out, 0, sizeof w->m->out);
+       w->keys.pages = (const int32_t *)(void *)w->m->out)
+CHANGE(page_beyond, BUFFERS - SLOTS, OUT_OF_RANGE, use_pages(w); w->m->pages[0] = 2)
+CHANGE(page_far, BUFFERS - SLOTS, OUT_OF_RANGE, use_pages(w); w->m->pages[0] = INT_MAX)
+CHANGE(page_negative, BUFFERS - SLOTS, OUT_OF_RANGE, use_pages(w); w->m->pages[0] = -1)
+CHANGE(page_unseen, BUFFERS, OK, use_pages(w); w->m->pages[1] = INT_MIN)
+CHANGE(page_twice, ENCODE, INVALID_ARGUMENT, use_pages(w); w->m->pages[1] = 1; w->position = 62)
+CHANGE(page_twice, DECODE, OK, use_pages(w); w->m->pages[1] = 1; w->position = 62)
+CHANGE(table_too_short, ENCODE | DECODE, OUT_OF_RANGE, use_pages(w); w->keys.n_pages = 1; w->position = 62)
+CHANGE(table_short_of_end, RESIDENT, OUT_OF_RANGE, use_pages(w); w->keys.n_pages = 1; w->attention.end = 65)
+CHANGE(table_empty, BUFFERS - SLOTS, OUT_OF_RANGE, use_pages(w); w->keys.n_pages = 0)
+CHANGE(slots_null, SLOTS, INVALID_ARGUMENT, w->slots = NULL)
+CHANGE(slots_misaligned, SLOTS, INVALID_ARGUMENT, w->slots = (const int32_t *)((uintptr_t)w->m->slots + 1))
+CHANGE(slots_in_codes, SLOTS, INVALID_ARGUMENT, w->slots = (const int32_t *)(void *)w->m->key_codes)
+CHANGE(slots_in_norms, SLOTS, INVALID_ARGUMENT, w->slots = (const int32_t *)(void *)w->m->key_norms)
+CHANGE(slot_beyond, SLOTS, OUT_OF_RANGE, w->m->slots[2] = CAPACITY)
+CHANGE(slot_before, SLOTS, OUT_OF_RANGE, w->m->slots[2] = -2)
+CHANGE(slot_twice, SLOTS, INVALID_ARGUMENT, w->m->slots[0] = 0)
+CHANGE(slot_twice_left_out, SLOTS, OK, w->m->slots[0] = -1)
+CHANGE(nan_left_out, SLOTS, NOT_FINITE, w->m->src[HEADS * D] = (float)NAN)
 /* sources and positions */
 CHANGE(null_src, SOURCE | ROTATIONS | APPEND, INVALID_ARGUMENT, w->src = NULL)
 CHANGE(null_src2, APPEND, INVALID_ARGUMENT, w->src2 = NULL)
@@ -80,8 +115,8 @@ CHANGE(last_is_infinite, SOURCE, NOT_FINITE, w->m->src[TOKENS * HEADS * D - 1] =
 CHANGE(first_is_minus_infinite, SOURCE, NOT_FINITE, w->m->src[0] = -(float)INFINITY)
 CHANGE(last_of_src2_is_nan, APPEND, NOT_FINITE, w->m->src2[TOKENS * HEADS * D - 1] = (float)NAN)
 CHANGE(nan_that_a_ring_drops, ENCODE, NOT_FINITE, w->m->src[0] = (float)NAN; w->keys.ring = true; w->keys.capacity = 1)
-CHANGE(src_in_codes, ENCODE, INVALID_ARGUMENT, w->src = (float *)(void *)w->m->key_codes)
-CHANGE(src_in_norms, ENCODE, INVALID_ARGUMENT, w->src = w->m->key_norms + 1)
+CHANGE(src_in_codes, ENCODE | SLOTS, INVALID_ARGUMENT, w->src = (float *)(void *)w->m->key_codes)
+CHANGE(src_in_norms, ENCODE | SLOTS, INVALID_ARGUMENT, w->src = w->m->key_norms + 1)
 CHANGE(src_after_out, MEASURE, INVALID_ARGUMENT, w->src = w->m->out + 1)
 CHANGE(src_is_out, PROBE | MEAN, INVALID_ARGUMENT, w->src = w->m->out + SPARE)
 CHANGE(null_out, ATTENTION | (CODEC - ENCODE) | CACHE_ATTEND, INVALID_ARGUMENT, w->out = NULL)

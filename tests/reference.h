@@ -410,6 +410,7 @@ static inline void reference_rotate_double(double *row, int head_dim)
 
 static inline int64_t reference_slot(const tqkv_store *s, int64_t position)
 {
+    if (s->pages) return (int64_t)s->pages[position / s->page_size] * s->page_size + position % s->page_size;
     return s->ring ? position % s->capacity : position;
 }
 
@@ -452,6 +453,12 @@ static inline void reference_decode(const tqkv_store *s, int kv_head, int64_t po
 
 /* ---- Attention, in double ---- */
 
+/* Positions that a store holds at most. */
+static inline int64_t reference_room(const tqkv_store *s)
+{
+    return s->pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
+}
+
 typedef struct reference_shape {
     int head_dim, value_dim, n_heads, n_queries, group;
     int64_t oldest, end; /* resident positions are [oldest, end) */
@@ -461,7 +468,8 @@ typedef struct reference_shape {
 static inline reference_shape reference_attention_shape(const tqkv_attention *a)
 {
     reference_shape shape;
-    int64_t capacity = a->keys->capacity < a->values->capacity ? a->keys->capacity : a->values->capacity;
+    int64_t keys = reference_room(a->keys), values = reference_room(a->values),
+            capacity = keys < values ? keys : values;
     shape.head_dim = a->keys->head_dim;
     shape.value_dim = a->values->head_dim;
     shape.n_heads = a->n_heads ? a->n_heads : a->keys->n_kv_heads;

@@ -57,7 +57,7 @@ endif
 
 # ---- Each instruction set of this processor; the runs above use the best one ----
 
-ISA_CASES := golden codec/ types/ value_dim/ attend/ captured/attend defect fault cache
+ISA_CASES := golden codec/ types/ value_dim/ attend/ pages/ captured/attend defect fault cache
 REFERENCE_BUILD := $(if $(filter Darwin,$(SYSTEM)),default,gcc)
 
 .PHONY: test-isa test-isa-sanitize

@@ -6,12 +6,25 @@
 #include <limits.h>
 #include <math.h>
 
-enum { D = 64, HEADS = 2, N_HEADS = 4, CAPACITY = 8, TOKENS = 3, QUERIES = 2, ROWS = QUERIES * N_HEADS, SPARE = 16 };
+enum {
+    D = 64,
+    HEADS = 2,
+    N_HEADS = 4,
+    CAPACITY = 8,
+    TOKENS = 3,
+    QUERIES = 2,
+    ROWS = QUERIES * N_HEADS,
+    SPARE = 16,
+    POOL = 128
+};
 
 /* All memory that the calls see, in one block: one comparison shows any change. */
 typedef struct memory {
     unsigned char key_codes[2 * HEADS * CAPACITY * D], value_codes[2 * HEADS * CAPACITY * D];
     float key_norms[HEADS * CAPACITY * 8], value_norms[HEADS * CAPACITY * 8];
+    unsigned char pool_codes[HEADS * POOL * D];
+    float pool_norms[HEADS * POOL];
+    int32_t pages[2], slots[TOKENS];
     float src[TOKENS * HEADS * D], src2[TOKENS * HEADS * D], q[ROWS * D], sinks[N_HEADS];
     float out[ROWS * D + SPARE], center[HEADS * D], max[ROWS], sum[ROWS], other_out[ROWS * D], other_max[ROWS],
         other_sum[ROWS];
@@ -34,6 +47,7 @@ typedef struct world {
     int n_tokens, n_positions, n_rows, head_dim, count, n_queries;
     int64_t position, first, end;
     int kept[2], n_newest, n_kept;
+    const int32_t *slots;
     const int *k;
     tqkv_basis basis;
     counting counter;
@@ -126,6 +140,12 @@ static void make_world(world *w, memory *m)
     w->first = 1;
     w->count = 3;
     w->position = 2;
+    m->pages[0] = 1;
+    m->pages[1] = 0;
+    m->slots[0] = CAPACITY - 1;
+    m->slots[1] = -1;
+    m->slots[2] = 0;
+    w->slots = m->slots;
     w->kept[1] = 2;
     w->n_newest = TOKENS;
     w->n_kept = 2;
@@ -139,6 +159,21 @@ static void make_world(world *w, memory *m)
     make_cache(w);
 }
 
+/* Gives the keys a pool of two pages. */
+static void use_pages(world *w)
+{
+    w->keys.capacity = POOL;
+    w->keys.codes = w->m->pool_codes;
+    w->keys.codes_size = sizeof w->m->pool_codes;
+    w->keys.norms = w->m->pool_norms;
+    w->keys.norms_size = sizeof w->m->pool_norms;
+    w->keys.pages = w->m->pages;
+    w->keys.n_pages = 2;
+    w->keys.page_size = POOL / 2;
+    CHECK_RESULT(tqkv_encode(&w->keys, w->m->src, TOKENS, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(&w->keys, w->m->src2, TOKENS, 3), TQKV_OK);
+}
+
 static void free_world(world *w)
 {
     tqkv_cache_destroy(w->cache);
@@ -149,6 +184,7 @@ static void free_world(world *w)
 /* ---- The calls ---- */
 
 static tqkv_result encode(world *w) { return tqkv_encode(w->store, w->src, w->n_tokens, w->position); }
+static tqkv_result encode_slots(world *w) { return tqkv_encode_slots(w->store, w->src, w->n_tokens, w->slots); }
 static tqkv_result probe(world *w) { return tqkv_probe(w->store, w->src, w->n_tokens, w->out); }
 static tqkv_result measure(world *w)
 {
@@ -207,15 +243,16 @@ enum {
     REMOVE = 1 << 17,
     KEEP = 1 << 18,
     FORK = 1 << 19,
-    ALL = 2 * FORK - 1,
+    SLOTS = 1 << 20,
+    ALL = 2 * SLOTS - 1,
     CODEC = ENCODE | PROBE | DECODE | MEASURE | MEAN,
     ROTATIONS = ROTATE | UNROTATE,
-    RESIDENT = ATTEND | PARTIAL,           /* these read stored positions */
-    ATTENTION = RESIDENT | MERGE | FINISH, /* these take a tqkv_attention */
-    STORE = CODEC | RESIDENT,              /* these read the shape of a store */
-    BUFFERS = ENCODE | DECODE | RESIDENT,  /* these read or write its codes */
-    CENTER = (CODEC - MEAN) | RESIDENT,    /* these read the centre */
-    SOURCE = CODEC - DECODE                /* these read src */
+    RESIDENT = ATTEND | PARTIAL,                  /* these read stored positions */
+    ATTENTION = RESIDENT | MERGE | FINISH,        /* these take a tqkv_attention */
+    STORE = CODEC | RESIDENT,                     /* these read the shape of a store */
+    BUFFERS = ENCODE | SLOTS | DECODE | RESIDENT, /* these read or write its codes */
+    CENTER = (CODEC - MEAN) | SLOTS | RESIDENT,   /* these read the centre */
+    SOURCE = (CODEC - DECODE) | SLOTS             /* these read src */
 };
 
 typedef struct input_call {
@@ -225,6 +262,7 @@ typedef struct input_call {
 } input_call;
 
 static const input_call calls[] = {{ENCODE, "encode", encode},
+                                   {SLOTS, "encode_slots", encode_slots},
                                    {PROBE, "probe", probe},
                                    {DECODE, "decode", decode},
                                    {MEASURE, "measure", measure},

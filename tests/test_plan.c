@@ -173,6 +173,8 @@ static tqkv_result plan_attend(const tqkv_metal_attention *a, tqkv__dispatch d[2
 static void check_attend(const void *row)
 {
     const uint64_t tree = 1;
+    const int32_t page = 0;
+    tqkv_metal_store paged;
     tqkv__dispatch d[2];
     tqkv_metal_attention a;
     const tqkv_metal_store keys = plan_store(TQKV_I8, 64, 100, true, 0), values = plan_store(TQKV_F16, 64, 40, true, 2);
@@ -210,6 +212,17 @@ static void check_attend(const void *row)
     a.attention.tree = &tree;
     CHECK_RESULT(plan_attend(&a, d), TQKV_UNSUPPORTED);
     a.attention.tree = NULL;
+    paged = keys;
+    paged.shape.ring = false;
+    paged.shape.capacity = 64;
+    paged.shape.pages = &page;
+    paged.shape.n_pages = 1;
+    paged.shape.page_size = 64;
+    a.keys = &paged;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv__plan_encode(&paged, at(4, 0), 1, 0, none, d), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv__plan_decode(&paged, 0, 1, TQKV_ORIGINAL, at(4, 0), d), TQKV_UNSUPPORTED);
+    a.keys = &keys;
     a.attention.n_heads = 7;
     CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
 }

@@ -250,16 +250,18 @@ static void check_cache(const void *parameters)
     float *q = test_rows(3, DATA_GAUSSIAN, QUERIES * CACHE_HEADS * CACHE_GROUP, D);
     void *typed[3] = {typed_copy(type, k, N * CACHE_HEADS * D), typed_copy(type, v, N * CACHE_HEADS * VALUE_DIM),
                       typed_copy(type, q, QUERIES * CACHE_HEADS * CACHE_GROUP * D)};
-    float *out[3];
-    tqkv_cache *caches[3];
+    float *out[4];
+    tqkv_cache *caches[4];
     stream snapshots[2];
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
     desc.value_dim = VALUE_DIM;
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 4; i++) { /* floats, typed, loaded, forked */
         desc.type = i ? type : TQKV_TYPE_F32;
         out[i] = (float *)test_alloc_filled(n_out * sizeof(float), 0xff);
         if (i == 2)
             CHECK_RESULT(tqkv_cache_load(&desc, stream_read, &snapshots[1], &caches[i]), TQKV_OK);
+        else if (i == 3)
+            CHECK_RESULT(tqkv_cache_fork(caches[1], NULL, &caches[i]), TQKV_OK);
         else
             CHECK_RESULT(tqkv_cache_create(&desc, &caches[i]), TQKV_OK);
         REQUIRE(caches[i], "no cache");
@@ -272,10 +274,11 @@ static void check_cache(const void *parameters)
           "the type shows in the snapshot");
     check_rounded(type, out[1], out[0], n_out, "out");
     check_rounded(type, out[2], out[0], n_out, "out of the loaded cache");
-    for (int i = 0; i < 3; i++) {
+    check_rounded(type, out[3], out[0], n_out, "out of the fork");
+    for (int i = 0; i < 4; i++) {
         tqkv_cache_destroy(caches[i]);
         free(out[i]);
-        free(typed[i]);
+        if (i < 3) free(typed[i]);
         if (i < 2) stream_free(&snapshots[i]);
     }
     free(k);
