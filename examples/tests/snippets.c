@@ -11,6 +11,7 @@
 #include "padding.h"
 #include "speculation.h"
 #include "threads.h"
+#include "typed.h"
 #include "view.h"
 #include "window.h"
 
@@ -110,30 +111,48 @@ static void test_engine(void)
 
 static void test_padding(void)
 {
-    static float k48[TOKENS * KV_HEADS * 48], v48[TOKENS * KV_HEADS * 48], q48[HEADS * 48], result[HEADS * 48];
-    static float wide[TOKENS * ROW], exact[HEADS * 48], keys[TOKENS * KV_HEADS * 48], values[TOKENS * KV_HEADS * 48],
-        scores[TOKENS];
-    plain_engine plain = {HEADS, KV_HEADS, 48, TOKENS, keys, values, scores};
+    enum { FROM = 72, TO = 80 };
+    static float keys[TOKENS * KV_HEADS * FROM], values[TOKENS * KV_HEADS * FROM], scores[TOKENS];
+    static float rows[2][KV_HEADS * FROM], wide[2][KV_HEADS * TO], query[HEADS * FROM], exact[HEADS * FROM];
+    static float wide_query[HEADS * TO], wide_result[HEADS * TO], result[HEADS * FROM];
+    plain_engine plain = {HEADS, KV_HEADS, FROM, TOKENS, keys, values, scores};
     tqkv_cache_desc desc = {.n_kv_heads = KV_HEADS, .n_heads = HEADS, .capacity = TOKENS};
     desc.key_format = desc.value_format = TQKV_F16;
     tqkv_cache *cache = NULL;
-    fill(k48, TOKENS * KV_HEADS * 48);
-    fill(v48, TOKENS * KV_HEADS * 48);
-    fill(q48, HEADS * 48);
-    bool good = create_48(desc, &cache) == TQKV_OK;
+    fill(query, HEADS * FROM);
+    bool good = create_72(desc, &cache) == TQKV_OK;
     for (int t = 0; t < TOKENS; t++) {
-        static float key[ROW], value[ROW];
-        const float *key48 = k48 + t * KV_HEADS * 48, *value48 = v48 + t * KV_HEADS * 48;
-        resize_rows(key48, KV_HEADS, 48, key, DIM);
-        resize_rows(value48, KV_HEADS, 48, value, DIM);
-        good &= tqkv_cache_append(cache, key, value, 1) == TQKV_OK;
-        plain_attention(&plain, 0, t, q48, key48, value48, exact);
+        for (int i = 0; i < 2; i++) {
+            fill(rows[i], KV_HEADS * FROM);
+            resize_rows(rows[i], KV_HEADS, FROM, wide[i], TO);
+        }
+        good &= tqkv_cache_append(cache, wide[0], wide[1], 1) == TQKV_OK;
+        plain_attention(&plain, 0, t, query, rows[0], rows[1], exact);
     }
-    resize_rows(q48, HEADS, 48, wide, DIM);
-    check("padding/attend", tqkv_cache_attend(cache, wide, 1, out) == TQKV_OK);
-    resize_rows(out, HEADS, DIM, result, 48);
-    check("padding/output", good && difference(exact, result, HEADS * 48) < 1e-3);
+    resize_rows(query, HEADS, FROM, wide_query, TO);
+    check("padding/attend", tqkv_cache_attend(cache, wide_query, 1, wide_result) == TQKV_OK);
+    resize_rows(wide_result, HEADS, TO, result, FROM);
+    check("padding/output", good && difference(exact, result, HEADS * FROM) < 1e-3);
     tqkv_cache_destroy(cache);
+}
+
+/* Values that are all one, in bfloat16: their average is one, and TQ4's error vanishes but for its constant part. */
+static void test_typed(void)
+{
+    static uint16_t keys[TOKENS * KV_HEADS * 192], values[TOKENS * KV_HEADS * 128], query[HEADS * 192],
+        output[HEADS * 128];
+    for (int i = 0; i < TOKENS * KV_HEADS * 192; i++) keys[i] = (uint16_t)(0x3f00 + rand() % 256); /* 0.5 to 2 */
+    for (int i = 0; i < TOKENS * KV_HEADS * 128; i++) values[i] = 0x3f80;
+    for (int i = 0; i < HEADS * 192; i++) query[i] = (uint16_t)(0x3f00 + rand() % 256);
+    check("typed/attend", attend_bfloat16(HEADS, KV_HEADS, keys, values, TOKENS, query, output) == TQKV_OK);
+    double mean = 0;
+    for (int i = 0; i < HEADS * 128; i++) {
+        const uint32_t bits = (uint32_t)output[i] << 16;
+        float value;
+        memcpy(&value, &bits, sizeof value);
+        mean += value / (HEADS * 128.0);
+    }
+    check("typed/output", fabs(mean - 1.0) < 0.05);
 }
 
 static void test_threads_and_window(void)
@@ -182,6 +201,7 @@ int main(void)
     test_readme();
     test_engine();
     test_padding();
+    test_typed();
     test_threads_and_window();
     test_slices();
     printf("%d passed, %d failed\n", passed, failed);

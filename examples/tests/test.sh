@@ -86,6 +86,15 @@ check "snapshot_file: half a file" grep -q "being written: the snapshot is damag
 check "snapshot_file: the old file" grep -q "before it: no error, 5 positions" "$work/snapshot_file"
 check "snapshot_file: the new file" grep -q "again: no error, 8 positions" "$work/snapshot_file"
 
+# One bit of a half is 5e-4 of a value; TQ4 has an error of 0.1 of a value, I8 of 0.006.
+"$bin/engine" 20 >"$work/engine"
+check "engine" awk '
+    $2 == "f16" { n++; bad += $10 + 0 > 1e-3 || $11 != 1769472 }
+    $2 == "i8" && $4 == "i8" { n++; bad += $10 + 0 < 1e-3 || $10 + 0 > 2e-2 || $11 != 958464 }
+    $4 == "tq4" { n++; bad += $10 + 0 < 2e-2 || $10 + 0 > 2e-1 || $11 != 737280 }
+    END { exit bad > 0 || n != 3 }' "$work/engine"
+refused "engine/positions" "outside" "$bin/engine" 257
+
 "$bin/encode_attend" >"$work/encode_attend"
 check "encode_attend" grep -q "as expected" "$work/encode_attend"
 "$bin/real_kv" >"$work/real_kv"
