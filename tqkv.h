@@ -2242,21 +2242,28 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
 
 /* The format of decoded rows. */
 #define TQKV__FLOATS TQKV_FORMAT_DEFAULT
-/* Codes of 2 or 4 main bits, in the order of tqkv__to_decoded. A row shorter than a run (NARROW) uses half runs. */
+/* Codes of 2 or 4 main bits, in the order of tqkv__to_decoded. */
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
-#define TQKV__NARROW(format, dim)                                                                                      \
-    (TQKV__PACKED(format) && TQKV__NIBBLE_RUN * TQKV__LANES > 32 && (dim) < TQKV__NIBBLE_RUN * TQKV__LANES)
+/* Vectors in a run, which is decoded together. */
+#define TQKV__RUN(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_RUN : 4)
+/* Is a block a tail, see TQKV__(part)? */
+#define TQKV__TAILED(format, dim) (TQKV__RUN(format) * TQKV__LANES > 16 && (dim) % (TQKV__RUN(format) * TQKV__LANES))
+/* The lengths, in vectors, of the runs of a tail: a sum of 4, 2 and 1. A tail is a multiple of 16 values. */
+#define TQKV__TAIL_RUNS (TQKV__LANES == 16 ? 7 : TQKV__LANES == 8 ? 2 : 4)
 /* Formats with loops straight from the codes. On NEON a codebook for bytes leaves no registers for sums. */
 #define TQKV__DIRECT(format) (TQKV__LANES > 4 || TQKV__MAIN_BITS(format) != 8 || TQKV__KIND(format) != TQKV__BOOK)
+
+/* Does R have no matrix? */
+#define TQKV__POWER(dim) (((dim) & ((dim)-1)) == 0)
 
 /* Distance between decoded rows. The gap keeps equal columns of many rows out of the same cache sets. */
 #define TQKV__X_STRIDE(dim) ((dim) + 16)
 
 /* Calls the loop for 1, 2 or `most` rows, each a constant. */
-#define TQKV__BY_ROWS(loop, per_lane, most)                                                                            \
-    (rows == 1    ? TQKV__(loop)(format, per_lane, 1, block)                                                           \
-     : rows == 2  ? TQKV__(loop)(format, per_lane, 2, block)                                                           \
-     : (most) > 2 ? TQKV__(loop)(format, per_lane, most, block)                                                        \
+#define TQKV__BY_ROWS(loop, tailed, most)                                                                              \
+    (rows == 1    ? TQKV__(loop)(format, tailed, 1, block)                                                             \
+     : rows == 2  ? TQKV__(loop)(format, tailed, 2, block)                                                             \
+     : (most) > 2 ? TQKV__(loop)(format, tailed, most, block)                                                          \
                   : (void)0)
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
@@ -2459,13 +2466,6 @@ typedef struct TQKV__(loops) {
     void (*accumulate)(const TQKV__(block) *, int rows);
 } TQKV__(loops);
 
-/* Vectors in a run; half of them for packed codes in a row shorter than a run. */
-TQKV__OP int TQKV__(per_lane)(const tqkv_format format, const bool wide)
-{
-    if (!TQKV__PACKED(format)) return 4;
-    return wide ? TQKV__NIBBLE_RUN : TQKV__NIBBLE_RUN / 2;
-}
-
 /* Bytes of a run in the field of main bits, and in the field of upper bits. */
 TQKV__OP int TQKV__(run_bytes)(const tqkv_format format, const int per_lane)
 {
@@ -2482,7 +2482,7 @@ TQKV__OP size_t TQKV__(stride)(const tqkv_format format, const TQKV__(block) * b
     return format == TQKV__FLOATS ? (size_t)TQKV__X_STRIDE(block->dim) * sizeof(float) : block->stride;
 }
 
-/* The parameters format, per_lane, rows and k are constants here and below. */
+/* The parameters format, per_lane, tailed, rows and k are constants here and below. */
 TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream *s, TQKV__VECTOR *table)
 {
     if (TQKV__KIND(format) == TQKV__BOOK) TQKV__(load_table)(TQKV__BOOK_BITS(format), TQKV__PACKED(format), s, table);
@@ -2497,7 +2497,7 @@ TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane
     if (TQKV__KIND(format) == TQKV__GRID) return TQKV__(load_i8)(p + k * TQKV__LANES);
     if (TQKV__KIND(format) == TQKV__HALF) return TQKV__(load_f16)(p + 2 * k * TQKV__LANES);
     return TQKV__PACKED(format) ? TQKV__(centroids_of_packed)(bits, per_lane, k, table, p, upper)
-                                : TQKV__(centroids_of_bytes)(bits, k, table, p);
+                                : TQKV__(centroids_of_bytes)(bits, per_lane, k, table, p);
 }
 
 /* Vectors k to k + count - 1 of the run; x: [count] */
@@ -2508,20 +2508,35 @@ TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const
     for (int i = 0; i < count; i++) x[i] = TQKV__(value)(format, per_lane, k + i, table, p, upper);
 }
 
-/* The first n positions as floats. x: [n][TQKV__X_STRIDE] */
-TQKV__OP void TQKV__(decode)(const tqkv_format format, const int per_lane, const TQKV__(block) * block, int n, float *x)
+/* A run of the codes at *p as floats; *p and *upper move on. */
+TQKV__OP void TQKV__(decode_run)(const tqkv_format format, const int per_lane, const TQKV__VECTOR *table,
+                                 const uint8_t **p, const uint8_t **upper, float *x)
 {
+    TQKV__VECTOR run[8];
+    TQKV__(values)(format, per_lane, 0, per_lane, table, *p, *upper, run);
+    TQKV__UNROLL
+    for (int k = 0; k < per_lane; k++) TQKV__(store)(x + k * TQKV__LANES, run[k]);
+    *p += TQKV__(run_bytes)(format, per_lane);
+    *upper += TQKV__(upper_bytes)(format, per_lane);
+}
+
+/* The first n positions as floats. x: [n][TQKV__X_STRIDE] */
+TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
+{
+    const int per_lane = TQKV__RUN(format), rest = block->dim / TQKV__LANES % per_lane;
     TQKV__VECTOR table[8];
     TQKV__(load_codebook)(format, block->stream, table);
     for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(block->dim)) {
         const uint8_t *p = block->codes + (size_t)j * block->stride, *upper = p + block->upper;
-        for (int d = 0; d < block->dim; d += TQKV__LANES * per_lane) {
-            TQKV__VECTOR run[8];
-            TQKV__(values)(format, per_lane, 0, per_lane, table, p, upper, run);
-            TQKV__UNROLL
-            for (int k = 0; k < per_lane; k++) TQKV__(store)(x + d + k * TQKV__LANES, run[k]);
-            p += TQKV__(run_bytes)(format, per_lane);
-            upper += TQKV__(upper_bytes)(format, per_lane);
+        int d = 0;
+        for (; d < block->dim - rest * TQKV__LANES; d += TQKV__LANES * per_lane)
+            TQKV__(decode_run)(format, per_lane, table, &p, &upper, x + d);
+        TQKV__UNROLL
+        for (int i = 0; i < 3; i++) {
+            const int run = 4 >> i;
+            if (run >= per_lane || !(TQKV__TAIL_RUNS & rest & run)) continue;
+            TQKV__(decode_run)(format, run, table, &p, &upper, x + d);
+            d += run * TQKV__LANES;
         }
     }
 }
@@ -2574,6 +2589,31 @@ TQKV__OP void TQKV__(dot_run)(const tqkv_format format, const int per_lane, cons
     }
 }
 
+/* The same for a tail. */
+TQKV__OP void TQKV__(dot_tail)(const tqkv_format format, const int rows, int tail, const TQKV__VECTOR *table,
+                               const uint8_t *const *p, size_t upper, const float *queries, size_t row_stride,
+                               TQKV__VECTOR (*sums)[4])
+{
+    size_t at = 0;
+    TQKV__UNROLL
+    for (int i = 0; i < 3; i++) {
+        const int per_lane = 4 >> i;
+        if (!(TQKV__TAIL_RUNS & tail & per_lane)) continue;
+        TQKV__(dot_run)(format, per_lane, rows, table, p, at, upper, queries, row_stride, sums);
+        at += (size_t)TQKV__(run_bytes)(format, per_lane);
+        upper += (size_t)TQKV__(upper_bytes)(format, per_lane);
+        queries += TQKV__LANES * per_lane;
+    }
+}
+
+/* Asks for the codes of four keys of the next tile. */
+TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const uint8_t *const *p, size_t at, int size)
+{
+    TQKV__UNROLL
+    for (int m = 0; m < 4; m++)
+        if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p[m] + at, (size_t)size);
+}
+
 /* Writes a vector of scores for each row: (+)= factors * sum_across(fours). */
 TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, int first,
                                    float (*fours)[TQKV__LANES * TQKV__LANES / 4])
@@ -2589,9 +2629,10 @@ TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, 
 
 /* scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
    Summing the lanes of four vectors costs little more than of one. Writes whole vectors. */
-TQKV__OP void TQKV__(score)(const tqkv_format format, const int per_lane, const int rows, const TQKV__(block) * block)
+TQKV__OP void TQKV__(score)(const tqkv_format format, const bool tailed, const int rows, const TQKV__(block) * block)
 {
     TQKV__ALIGNED float fours[TQKV__ROWS][TQKV__LANES * TQKV__LANES / 4];
+    const int per_lane = TQKV__RUN(format), tail = block->dim / TQKV__LANES;
     const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
     const int n = block->n, runs = block->dim / (TQKV__LANES * per_lane);
     const size_t stride = TQKV__(stride)(format, block), ahead = TQKV__TILE * stride,
@@ -2614,16 +2655,18 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const int per_lane, const 
                 TQKV__UNROLL
                 for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(set1)(0.0f);
             }
-            do {
-                TQKV__UNROLL
-                for (int m = 0; m < 4; m++)
-                    if (format != TQKV__FLOATS)
-                        tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p[m] + at + ahead, (size_t)run_bytes);
+            if (tailed) {
+                TQKV__(ask_ahead)(format, p, ahead, tail * TQKV__(run_bytes)(format, 1));
+                TQKV__(dot_tail)(format, rows, tail, table, p, upper, queries, row_stride, sums);
+                run = 0;
+            }
+            for (; run > 0; run--) {
+                TQKV__(ask_ahead)(format, p, at + ahead, run_bytes);
                 TQKV__(dot_run)(format, per_lane, rows, table, p, at, upper, queries, row_stride, sums);
                 at += (size_t)run_bytes;
                 upper += (size_t)upper_bytes;
                 queries += TQKV__LANES * per_lane;
-            } while (--run > 0);
+            }
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) TQKV__(store)(fours[r] + i / 4 * TQKV__LANES, TQKV__(sum_fours)(sums[r]));
         }
@@ -2631,10 +2674,10 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const int per_lane, const 
     }
 }
 
-/* sums[row][v] += weights[row] * vector k + v of the run at p; weights of rows are row_stride apart */
+/* sums[row][first + v] += weights[row] * vector k + v of the run at p; weights of rows are row_stride apart */
 TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows, const int k,
                                    const int width, const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper,
-                                   const float *weights, int row_stride, TQKV__VECTOR (*sums)[8])
+                                   const float *weights, int row_stride, const int first, TQKV__VECTOR (*sums)[8])
 {
     TQKV__VECTOR weight[TQKV__ROWS], x[8];
     if (TQKV__(whole_runs)(format)) {
@@ -2643,7 +2686,7 @@ TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane,
         for (int r = 0; r < rows; r++) {
             weight[r] = TQKV__(set1)(weights[r * row_stride]);
             TQKV__UNROLL
-            for (int v = 0; v < width; v++) sums[r][v] = TQKV__(fma)(weight[r], x[v], sums[r][v]);
+            for (int v = 0; v < width; v++) sums[r][first + v] = TQKV__(fma)(weight[r], x[v], sums[r][first + v]);
         }
         return;
     }
@@ -2653,43 +2696,115 @@ TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane,
     for (int v = 0; v < width; v++) {
         x[v] = TQKV__(value)(format, per_lane, k + v, table, p, upper);
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) sums[r][v] = TQKV__(fma)(weight[r], x[v], sums[r][v]);
+        for (int r = 0; r < rows; r++) sums[r][first + v] = TQKV__(fma)(weight[r], x[v], sums[r][first + v]);
+    }
+}
+
+/* Reads or writes `count` vectors of each row's sums, from sums[row][first] on. */
+TQKV__OP void TQKV__(load_sums)(const int rows, const int first, const int count, const float *out, int stride,
+                                TQKV__VECTOR (*sums)[8])
+{
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) {
+        TQKV__UNROLL
+        for (int v = 0; v < count; v++) sums[r][first + v] = TQKV__(load)(out + r * stride + v * TQKV__LANES);
+    }
+}
+
+TQKV__OP void TQKV__(store_sums)(const int rows, const int first, const int count, TQKV__VECTOR (*sums)[8], int stride,
+                                 float *out)
+{
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) {
+        TQKV__UNROLL
+        for (int v = 0; v < count; v++) TQKV__(store)(out + r * stride + v * TQKV__LANES, sums[r][first + v]);
+    }
+}
+
+/* The same for those runs of a tail that are in `runs`, in one pass over the positions; `before` vectors are before
+   them. */
+TQKV__OP void TQKV__(accumulate_tail)(const tqkv_format format, const int rows, const int runs, int before,
+                                      const TQKV__(block) * block, const TQKV__VECTOR *table)
+{
+    const int tail = block->dim / TQKV__LANES, row_stride = block->row_stride, stride = block->result_stride;
+    const size_t step = TQKV__(stride)(format, block), ahead = TQKV__TILE * step;
+    const uint8_t *p = block->codes + before * TQKV__(run_bytes)(format, 1);
+    const uint8_t *upper = block->codes + block->upper + before * TQKV__UPPER_BITS(format) * TQKV__LANES / 8;
+    float *out = block->results + before * TQKV__LANES;
+    TQKV__VECTOR sums[TQKV__ROWS][8];
+    TQKV__UNROLL
+    for (int i = 0; i < 3; i++) {
+        const int run = 4 >> i;
+        if (!(runs & tail & run)) continue;
+        TQKV__(load_sums)(rows, runs & -2 * run, run, out, stride, sums);
+        out += run * TQKV__LANES;
+    }
+    for (int j = 0; j < block->n; j++, p += step, upper += step) {
+        const uint8_t *codes = p, *high = upper;
+        if (format != TQKV__FLOATS && before == 0)
+            tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p + ahead, (size_t)(tail * TQKV__(run_bytes)(format, 1)));
+        TQKV__UNROLL
+        for (int i = 0; i < 3; i++) {
+            const int run = 4 >> i;
+            if (!(runs & tail & run)) continue;
+            TQKV__(add_weighted)
+            (format, run, rows, 0, run, table, codes, high, block->rows + j, row_stride, runs & -2 * run, sums);
+            codes += TQKV__(run_bytes)(format, run);
+            high += TQKV__(upper_bytes)(format, run);
+        }
+    }
+    out = block->results + before * TQKV__LANES;
+    TQKV__UNROLL
+    for (int i = 0; i < 3; i++) {
+        const int run = 4 >> i;
+        if (!(runs & tail & run)) continue;
+        TQKV__(store_sums)(rows, runs & -2 * run, run, sums, stride, out);
+        out += run * TQKV__LANES;
     }
 }
 
 /* out[row] += sum_j weights[row][j] * value[j]; registers hold the sums of a few vectors over all positions. */
-TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int per_lane, const int rows,
-                                 const TQKV__(block) * block)
+TQKV__OP void TQKV__(accumulate_runs)(const tqkv_format format, const int rows, const TQKV__(block) * block,
+                                      const TQKV__VECTOR *table)
 {
+    const int per_lane = TQKV__RUN(format);
     const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
     const int most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane; /* rows * width sums */
     const int n = block->n, row_stride = block->row_stride, result_stride = block->result_stride;
     const size_t stride = TQKV__(stride)(format, block), ahead = TQKV__TILE * stride;
     const float *weights = block->rows;
     float *out = block->results;
-    TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, block->stream, table);
     for (int run = 0; run * TQKV__LANES * per_lane < block->dim; run++) {
         TQKV__UNROLL
         for (int k = 0; k < per_lane; k += width, out += width * TQKV__LANES) {
             const uint8_t *p = block->codes + run * run_bytes, *upper = block->codes + block->upper + run * upper_bytes;
             TQKV__VECTOR sums[TQKV__ROWS][8];
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) {
-                TQKV__UNROLL
-                for (int v = 0; v < width; v++) sums[r][v] = TQKV__(load)(out + r * result_stride + v * TQKV__LANES);
-            }
+            TQKV__(load_sums)(rows, 0, width, out, result_stride, sums);
             for (int j = 0; j < n; j++, p += stride, upper += stride) {
                 if (format != TQKV__FLOATS && k == 0)
                     tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p + ahead, (size_t)run_bytes);
-                TQKV__(add_weighted)(format, per_lane, rows, k, width, table, p, upper, weights + j, row_stride, sums);
+                TQKV__(add_weighted)
+                (format, per_lane, rows, k, width, table, p, upper, weights + j, row_stride, 0, sums);
             }
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) {
-                TQKV__UNROLL
-                for (int v = 0; v < width; v++) TQKV__(store)(out + r * result_stride + v * TQKV__LANES, sums[r][v]);
-            }
+            TQKV__(store_sums)(rows, 0, width, sums, result_stride, out);
         }
+    }
+}
+
+TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const bool tailed, const int rows,
+                                 const TQKV__(block) * block)
+{
+    const bool all = rows * TQKV__TAIL_RUNS <= TQKV__SUMS; /* sums of a tail in one pass */
+    const bool four = (block->dim / TQKV__LANES & 4) != 0;
+    TQKV__VECTOR table[8];
+    TQKV__(load_codebook)(format, block->stream, table);
+    if (!tailed)
+        TQKV__(accumulate_runs)(format, rows, block, table);
+    else if (all)
+        TQKV__(accumulate_tail)(format, rows, TQKV__TAIL_RUNS, 0, block, table);
+    else {
+        if (four) TQKV__(accumulate_tail)(format, rows, 4, 0, block, table);
+        TQKV__(accumulate_tail)(format, rows, TQKV__TAIL_RUNS & 3, four ? 4 : 0, block, table);
     }
 }
 
@@ -2716,29 +2831,27 @@ TQKV__OP void TQKV__(score_rows)(const tqkv_format format, const TQKV__(block) *
 {
     const int most = format == TQKV__FLOATS ? TQKV__DECODED_SCORE_ROWS : TQKV__SCORE_ROWS;
     if (!TQKV__DIRECT(format)) return;
-    if (TQKV__NARROW(format, block->dim))
-        TQKV__BY_ROWS(score, TQKV__(per_lane)(format, false), most);
+    if (TQKV__TAILED(format, block->dim))
+        TQKV__BY_ROWS(score, true, most);
     else
-        TQKV__BY_ROWS(score, TQKV__(per_lane)(format, true), most);
+        TQKV__BY_ROWS(score, false, most);
 }
 
 TQKV__OP void TQKV__(accumulate_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
 {
     if (!TQKV__DIRECT(format)) return;
-    if (TQKV__NARROW(format, block->dim))
-        TQKV__BY_ROWS(accumulate, TQKV__(per_lane)(format, false), TQKV__ROWS);
+    if (TQKV__TAILED(format, block->dim))
+        TQKV__BY_ROWS(accumulate, true, TQKV__ROWS);
     else
-        TQKV__BY_ROWS(accumulate, TQKV__(per_lane)(format, true), TQKV__ROWS);
+        TQKV__BY_ROWS(accumulate, false, TQKV__ROWS);
 }
 
 TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
 {
     if (TQKV__BOOK_BITS(format) == 8 && !TQKV__DIRECT(format))
         TQKV__(decode_by_loads)(block, n, x);
-    else if (TQKV__NARROW(format, block->dim))
-        TQKV__(decode)(format, TQKV__(per_lane)(format, false), block, n, x);
     else
-        TQKV__(decode)(format, TQKV__(per_lane)(format, true), block, n, x);
+        TQKV__(decode)(format, block, n, x);
 }
 
 #define TQKV__ROW_LOOPS(unused, format, ...)                                                                           \
@@ -2822,34 +2935,44 @@ TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows,
         TQKV__(by_rows)(block, n_rows, TQKV__ROWS, loops->accumulate);
 }
 
-/* Opens block b of n positions from slot on. */
-static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, int slot, int n, int b, TQKV__(block) * block)
+/* The values of a row that attention takes together: from `before` on, in the same block as it. A block is whole runs,
+   then a tail of less than eight vectors. Where that may hold a whole run of four, it does: more sums in a pass over the
+   positions wait less for each other. */
+static int TQKV__(part)(const tqkv__stream *s, int before)
 {
-    const size_t before = (size_t)(b * s->block_dim), main = before * (size_t)s->main_bits / 8;
-    const size_t main_field = (size_t)(s->head_dim * s->main_bits) / 8, upper = before * (size_t)s->upper_bits / 8;
+    const int left = s->block_dim - before % s->block_dim, run = TQKV__RUN(s->format) * TQKV__LANES, rest = left % run;
+    const int tail = TQKV__LANES == 16 && TQKV__RUN(s->format) == 4 && left > run ? run + rest : rest;
+    return run <= 16 || rest == 0 || left == tail ? left : left - tail;
+}
+
+/* Opens that part for n positions from slot on. */
+static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, int slot, int n, int before, TQKV__(block) * block)
+{
+    const size_t main = (size_t)(before * s->main_bits / 8), upper = (size_t)(before * s->upper_bits / 8);
+    const size_t main_field = (size_t)(s->head_dim * s->main_bits) / 8;
     block->stream = s;
     block->codes = tqkv__codes_at(s, kv_head, slot) + main;
     block->upper = s->upper_bits ? main_field + upper - main : 0;
     block->stride = s->row_bytes;
     block->n = n;
-    block->dim = s->block_dim;
+    block->dim = TQKV__(part)(s, before);
     block->factors = NULL;
-    block->add = b > 0;
+    block->add = before > 0;
 }
 
 TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, int slot, int n, const float *q,
                                             int n_rows, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__(block) block;
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
-    for (int b = 0; b < s->head_dim / s->block_dim; b++) {
-        TQKV__(block) block;
-        TQKV__(open_block)(s, kv_head, slot, n, b, &block);
-        block.rows = q + b * s->block_dim;
+    for (int d = 0; d < s->head_dim; d += block.dim) {
+        TQKV__(open_block)(s, kv_head, slot, n, d, &block);
+        block.rows = q + d;
         block.row_stride = s->head_dim;
         block.results = scores;
         block.result_stride = TQKV__TILE;
-        block.factors = factors + b * TQKV__TILE;
+        block.factors = factors + d / s->block_dim * TQKV__TILE;
         TQKV__(attend_block)(&block, n_rows, true);
     }
 }
@@ -2858,17 +2981,18 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
                                             int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__(block) block;
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, slot), n, factors);
-    for (int b = 0; b < s->head_dim / s->block_dim; b++) {
-        TQKV__(block) block;
-        for (int i = 0; i < n_rows * TQKV__TILE; i += TQKV__LANES) {
-            const TQKV__VECTOR factor = TQKV__(load)(factors + b * TQKV__TILE + i % TQKV__TILE);
+    for (int d = 0; d < s->head_dim; d += block.dim) {
+        const float *of_block = factors + d / s->block_dim * TQKV__TILE;
+        for (int i = 0; d % s->block_dim == 0 && i < n_rows * TQKV__TILE; i += TQKV__LANES) {
+            const TQKV__VECTOR factor = TQKV__(load)(of_block + i % TQKV__TILE);
             TQKV__(store)(scaled + i, TQKV__(mul_nonzero)(TQKV__(load)(weights + i), factor));
         }
-        TQKV__(open_block)(s, kv_head, slot, n, b, &block);
+        TQKV__(open_block)(s, kv_head, slot, n, d, &block);
         block.rows = scaled;
         block.row_stride = TQKV__TILE;
-        block.results = out + b * s->block_dim;
+        block.results = out + d;
         block.result_stride = s->head_dim;
         TQKV__(attend_block)(&block, n_rows, false);
     }
@@ -2877,7 +3001,7 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
 /* >>encode-kernels: encoding by vectors. The sums and their order are those of >>codec, and so are the bytes. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
-TQKV__OP void TQKV__(mix)(const int count, TQKV__VECTOR *x)
+TQKV__OP void TQKV__(butterflies)(const int count, TQKV__VECTOR *x)
 {
     TQKV__UNROLL
     for (int stage = 0; stage < 4; stage++) {
@@ -2892,10 +3016,10 @@ TQKV__OP void TQKV__(mix)(const int count, TQKV__VECTOR *x)
     }
 }
 
-/* Flips signs if asked, then runs the stages up to count * LANES / 2 on count vectors in registers. in, of a type that is a
-   constant, and out: [head_dim] */
-TQKV__OP void TQKV__(hadamard_runs)(const int count, const tqkv_type type, const void *in, int head_dim, bool flip,
-                                    float *out)
+/* Flips signs if asked, then runs the stages below `length`, at most count * LANES, on count vectors in registers. count,
+   length and type are constants. in, out: [head_dim] */
+TQKV__OP void TQKV__(hadamard_runs)(const int count, const int length, const tqkv_type type, const void *in,
+                                    int head_dim, bool flip, float *out)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(count * TQKV__LANES == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
     for (int run = 0; run < head_dim; run += count * TQKV__LANES) {
@@ -2908,11 +3032,11 @@ TQKV__OP void TQKV__(hadamard_runs)(const int count, const tqkv_type type, const
         }
         TQKV__UNROLL
         for (int stage = 0; stage < 4; stage++)
-            if (1 << stage < TQKV__LANES) {
+            if (1 << stage < TQKV__LANES && 1 << stage < length) {
                 TQKV__UNROLL
                 for (int i = 0; i < count; i++) x[i] = TQKV__(butterfly)(stage, x[i]);
             }
-        TQKV__(mix)(count, x);
+        TQKV__(butterflies)(count, x);
         TQKV__UNROLL
         for (int i = 0; i < count; i++) TQKV__(store)(out + run + i * TQKV__LANES, x[i] * factor);
     }
@@ -2927,26 +3051,125 @@ TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, floa
             TQKV__VECTOR v[4];
             TQKV__UNROLL
             for (int i = 0; i < count; i++) v[i] = TQKV__(load)(x + j + i * h);
-            TQKV__(mix)(count, v);
+            TQKV__(butterflies)(count, v);
             TQKV__UNROLL
             for (int i = 0; i < count; i++) TQKV__(store)(x + j + i * h, v[i] * factor);
         }
 }
 
+/* A column of the matrix as floats, +-1; signs: [m] and room for whole vectors */
+TQKV__OP void TQKV__(matrix_column)(int m, int column, float *signs)
+{
+    uint64_t bits = 0;
+    memcpy(&bits, tqkv__matrix_row(m, column), (size_t)(m + 7) / 8); /* symmetric */
+    for (int row = 0; row < m; row += TQKV__LANES, bits >>= TQKV__LANES)
+        TQKV__(store)(signs + row, TQKV__(signs)((uint32_t)bits));
+}
+
+/* Between columns of signs: three vectors of 16 hold one of 36 */
+#define TQKV__COLUMN 48
+
+/* out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` runs b that share a vector: lane
+   at_once * a + i is element a of run b + i. x: m vectors, x_stride floats apart; their lanes have each element at_once
+   times. The product with 1 or -1 is exact. count vectors of sums at a time, in registers; m, at_once and count are
+   constants. signs: [m][TQKV__COLUMN], out: [m][n] */
+TQKV__OP void TQKV__(mix_runs)(const int m, const int at_once, const int count, const float *x, int x_stride,
+                               const float *signs, float factor, int n, float *out)
+{
+    for (int b = 0; b < m; b += count * at_once) {
+        const float *sign = signs + b;
+        TQKV__VECTOR sums[9];
+        TQKV__UNROLL
+        for (int i = 0; i < count; i++) sums[i] = TQKV__(load)(x) * TQKV__(repeat)(at_once, sign + i * at_once);
+        for (int c = 1; c < m; c++) {
+            const TQKV__VECTOR run = TQKV__(load)(x + c * x_stride);
+            sign += TQKV__COLUMN;
+            TQKV__UNROLL
+            for (int i = 0; i < count; i++)
+                sums[i] = TQKV__(fma)(run, TQKV__(repeat)(at_once, sign + i * at_once), sums[i]);
+        }
+        TQKV__UNROLL
+        for (int i = 0; i < count; i++) TQKV__(store)
+        (out + (b + i * at_once) * n, TQKV__(unite)(at_once, sums[i]) * TQKV__(set1)(factor));
+    }
+}
+
+/* The matrix of order m across the runs. runs: [m][n], out: [m * n], elsewhere; at_once is LANES / n, or 1 */
+TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *runs, float factor, int n, float *out)
+{
+    const int count = m > 12 || at_once == 4 ? m / 4 : 6;
+    TQKV__ALIGNED float signs[36 * TQKV__COLUMN], spread[36 * TQKV__LANES];
+    for (int c = 0; c < m; c++) TQKV__(matrix_column)(m, c, signs + c * TQKV__COLUMN);
+    if (at_once == 1) {
+        for (int a = 0; a < n; a += TQKV__LANES) TQKV__(mix_runs)(m, 1, count, runs + a, n, signs, factor, n, out + a);
+        return;
+    }
+    for (int c = 0; c < m; c++) TQKV__(store)
+    (spread + c * TQKV__LANES, TQKV__(spread)(at_once, c % at_once, TQKV__(load)(runs + c / at_once * TQKV__LANES)));
+    TQKV__(mix_runs)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
+}
+
+#define TQKV__MIX(m)                                                                                                   \
+    case m:                                                                                                            \
+        if (n >= TQKV__LANES)                                                                                          \
+            TQKV__(mix)(m, 1, runs, factor, n, out);                                                                   \
+        else if (n * 2 == TQKV__LANES)                                                                                 \
+            TQKV__(mix)(m, 2, runs, factor, n, out);                                                                   \
+        else                                                                                                           \
+            TQKV__(mix)(m, 4, runs, factor, n, out);                                                                   \
+        break;
+
+/* As hadamard for head_dim = m * n, m > 1: H over the runs, then the matrix across them */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_runs)(tqkv_type type, const void *in, int head_dim, bool flip,
+                                                            float *out)
+{
+    TQKV__ALIGNED float runs[TQKV_MAX_HEAD_DIM];
+    const float *floats = (const float *)(type == TQKV_TYPE_F32 ? in : runs);
+    const int m = TQKV__RUNS(head_dim), n = head_dim / m;
+    const float factor = TQKV__INV_SQRT(head_dim);
+    if (type != TQKV_TYPE_F32) TQKV__(widen)(type, in, NULL, head_dim, runs);
+    if (n == 4)
+        TQKV__(hadamard_runs)(1, 4, TQKV_TYPE_F32, floats, head_dim, flip, runs);
+    else if (n == 8 && TQKV__LANES == 16)
+        TQKV__(hadamard_runs)(1, 8, TQKV_TYPE_F32, floats, head_dim, flip, runs);
+    else if (n == TQKV__LANES)
+        TQKV__(hadamard_runs)(1, TQKV__LANES, TQKV_TYPE_F32, floats, head_dim, flip, runs);
+    else if (n == 2 * TQKV__LANES)
+        TQKV__(hadamard_runs)(2, 2 * TQKV__LANES, TQKV_TYPE_F32, floats, head_dim, flip, runs);
+    else if (n == 4 * TQKV__LANES)
+        TQKV__(hadamard_runs)(4, 4 * TQKV__LANES, TQKV_TYPE_F32, floats, head_dim, flip, runs);
+    else if (n == 8 * TQKV__LANES)
+        TQKV__(hadamard_runs)(8, 8 * TQKV__LANES, TQKV_TYPE_F32, floats, head_dim, flip, runs);
+    else
+        TQKV__(hadamard_runs)(16, 16 * TQKV__LANES, TQKV_TYPE_F32, floats, head_dim, flip, runs);
+    switch (m) {
+        TQKV__MIX(12)
+        TQKV__MIX(20)
+        TQKV__MIX(28)
+        TQKV__MIX(36)
+    }
+}
+#undef TQKV__MIX
+#undef TQKV__COLUMN
+
 TQKV__OP void TQKV__(first_runs)(const int count, tqkv_type type, const void *in, int head_dim, bool flip, float *out)
 {
     if (type == TQKV_TYPE_F16)
-        TQKV__(hadamard_runs)(count, TQKV_TYPE_F16, in, head_dim, flip, out);
+        TQKV__(hadamard_runs)(count, count * TQKV__LANES, TQKV_TYPE_F16, in, head_dim, flip, out);
     else if (type == TQKV_TYPE_BF16)
-        TQKV__(hadamard_runs)(count, TQKV_TYPE_BF16, in, head_dim, flip, out);
+        TQKV__(hadamard_runs)(count, count * TQKV__LANES, TQKV_TYPE_BF16, in, head_dim, flip, out);
     else
-        TQKV__(hadamard_runs)(count, TQKV_TYPE_F32, in, head_dim, flip, out);
+        TQKV__(hadamard_runs)(count, count * TQKV__LANES, TQKV_TYPE_F32, in, head_dim, flip, out);
 }
 
-/* out = H(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
+/* out = R(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
 TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip, float *out)
 {
     int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;
+    if (!TQKV__POWER(head_dim)) {
+        TQKV__(rotate_runs)(type, in, head_dim, flip, out);
+        return;
+    }
     if (h == 4 * TQKV__LANES)
         TQKV__(first_runs)(4, type, in, head_dim, flip, out);
     else if (h == 8 * TQKV__LANES)
@@ -3001,6 +3224,22 @@ TQKV__OP TQKV__VECTOR TQKV__(add_squares)(const int bits, const bool short_lanes
     return (((sum + four[0]) + four[1]) + four[2]) + four[3];
 }
 
+/* Transposes count * count squares of `count` vectors; count is a constant. */
+TQKV__OP void TQKV__(transpose)(const int count, TQKV__VECTOR *x)
+{
+    TQKV__UNROLL
+    for (int stage = 0; stage < 4; stage++)
+        if (1 << stage < count) {
+            TQKV__UNROLL
+            for (int i = 0; i < count / 2; i++) {
+                const int low = (i >> stage << (stage + 1)) + (i & ((1 << stage) - 1)), high = low + (1 << stage);
+                const TQKV__VECTOR a = x[low], b = x[high];
+                x[low] = TQKV__(even)(stage, a, b);
+                x[high] = TQKV__(odd)(stage, a, b);
+            }
+        }
+}
+
 /* Sums of squares of LANES lanes, each over its per_lane neighbours in order. A transpose brings the e-th neighbours of
    all lanes into one vector. If per_lane < LANES, bit j of a lane's number moves to bit (j + log2(per_lane)) modulo
    log2(LANES) of its place. y: floats or, if bits is not 0, words of codes. bits and per_lane are constants. */
@@ -3014,17 +3253,7 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int bits, const bool short_lanes, 
         TQKV__VECTOR x[16];
         TQKV__UNROLL
         for (int i = 0; i < width; i++) memcpy(&x[i], y + 4 * (part + i * stride), sizeof x[i]);
-        TQKV__UNROLL
-        for (int stage = 0; stage < 4; stage++)
-            if (1 << stage < width) {
-                TQKV__UNROLL
-                for (int i = 0; i < width / 2; i++) {
-                    const int low = (i >> stage << (stage + 1)) + (i & ((1 << stage) - 1)), high = low + (1 << stage);
-                    const TQKV__VECTOR a = x[low], b = x[high];
-                    x[low] = TQKV__(even)(stage, a, b);
-                    x[high] = TQKV__(odd)(stage, a, b);
-                }
-            }
+        TQKV__(transpose)(width, x);
         TQKV__UNROLL
         for (int i = 0; i < width; i++) sum = TQKV__(add_squares)(bits, short_lanes, q, sum, x[i]);
     }
@@ -3060,17 +3289,49 @@ TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int
     }
 }
 
+/* Sums of lanes of any length, in the lanes' own order; squared: x holds the squares. Reads up to three floats behind the
+   last lane. */
+TQKV__OP TQKV__VECTOR TQKV__(sums_of_lanes)(const bool squared, const float *x, int per_lane)
+{
+    TQKV__VECTOR sum = TQKV__(set1)(0.0f);
+    for (int e = 0; e < per_lane; e += 4) {
+        TQKV__VECTOR four[4];
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++) four[i] = TQKV__(load_fours)(x + i * per_lane + e, 4 * per_lane);
+        TQKV__(transpose)(4, four);
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++)
+            if (e + i < per_lane) sum += squared ? four[i] : TQKV__(rounded)(four[i] * four[i]);
+    }
+    return sum;
+}
+
+/* The sum of squares of a row of head_dim that is no power of two; three more floats are readable behind x. */
+TQKV__OP void TQKV__(sum_of_row)(const bool squared, const float *x, int head_dim, float *sum)
+{
+    const int lanes = TQKV__NORM_LANES(head_dim), per_lane = head_dim / lanes;
+    TQKV__VECTOR sums[32 / TQKV__LANES];
+    for (int i = 0; i < lanes; i += TQKV__LANES)
+        sums[i / TQKV__LANES] = TQKV__(sums_of_lanes)(squared, x + i * per_lane, per_lane);
+    if (lanes == 16)
+        TQKV__(add_lanes)(16, TQKV__LANES, 1, sums, sum);
+    else
+        TQKV__(add_lanes)(32, TQKV__LANES, 1, sums, sum);
+}
+
 /* Calls step(head_dim, norms of a row of BOOK) with the constants of s. */
 #define TQKV__BY_HEAD_DIM(step)                                                                                        \
     switch (s->head_dim) {                                                                                             \
         step(32, 1) step(64, 1) step(128, 1) step(256, 1) step(512, 2) step(1024, 4)                                   \
     }
 
-/* Sums of squares of one row, one for each norm; sums: [norms_per_row] */
+/* Sums of squares of one row, one for each norm; sums: [norms_per_row]. If head_dim is no power of two, three more floats
+   are readable behind y. */
 TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, float *sums)
 {
     const uint8_t *bytes = (const uint8_t *)(const void *)y;
     TQKV__VECTOR x[32 / TQKV__LANES];
+    if (!TQKV__POWER(s->head_dim)) TQKV__(sum_of_row)(false, y, s->head_dim, sums);
 #define TQKV__SUM_FLOATS(D, n)                                                                                         \
     case D:                                                                                                            \
         TQKV__UNROLL                                                                                                   \
@@ -3086,11 +3347,22 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
 #define TQKV__WORD_LANES(D) ((D) < 128 ? (D) / 4 : 32)
 #define TQKV__LANE_WORDS(D) ((D) / 4 / TQKV__WORD_LANES(D))
 
-/* The sums of the lanes of a row's codes; bits is a constant. lanes: [TQKV__WORD_LANES] */
+/* The sums of the lanes of a row's codes; bits is a constant. lanes: [TQKV__WORD_LANES]. If head_dim is no power of two,
+   only their sum. */
 TQKV__OP void TQKV__(lanes_of_codes)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q,
-                                     const uint8_t *codes, float *lanes)
+                                     const uint8_t *codes, float *lanes, float *total)
 {
+    TQKV__ALIGNED float x[TQKV_MAX_HEAD_DIM];
     const int words = TQKV__LANE_WORDS(s->head_dim);
+    if (!TQKV__POWER(s->head_dim)) {
+        for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
+            TQKV__VECTOR four[4];
+            TQKV__(squares)(bits, q, TQKV__(bytes_as_words)(codes + d), four);
+            TQKV__(store)(x + d, four[0]);
+        }
+        TQKV__(sum_of_row)(true, x, s->head_dim, total);
+        return;
+    }
     for (int i = 0; i < TQKV__WORD_LANES(s->head_dim); i += TQKV__LANES, codes += 4 * TQKV__LANES * words) {
         const bool short_lanes = s->head_dim < 128;
         TQKV__VECTOR sum;
@@ -3125,11 +3397,11 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream
         return;
     }
     if (s->book_bits == 6)
-        TQKV__(lanes_of_codes)(6, s, q, codes, lanes);
+        TQKV__(lanes_of_codes)(6, s, q, codes, lanes, sums);
     else if (s->book_bits == 5)
-        TQKV__(lanes_of_codes)(5, s, q, codes, lanes);
+        TQKV__(lanes_of_codes)(5, s, q, codes, lanes, sums);
     else /* fewer centroids are in the same registers */
-        TQKV__(lanes_of_codes)(4, s, q, codes, lanes);
+        TQKV__(lanes_of_codes)(4, s, q, codes, lanes, sums);
 #define TQKV__SUM_LANES(D, n)                                                                                          \
     case D:                                                                                                            \
         TQKV__UNROLL                                                                                                   \
@@ -3181,9 +3453,9 @@ TQKV__TARGET static void TQKV__(norms_i8)(const tqkv__stream *s, const float *co
     for (int i = 0; i < n_rows * s->norms_per_row; i++) {
         const float *y = values[i / s->norms_per_row] + i % s->norms_per_row * s->norm_dim;
         TQKV__VECTOR even = TQKV__(set1)(0.0f), odd = even;
-        for (const float *end = y + s->norm_dim; y < end; y += 2 * TQKV__LANES) {
+        for (const float *last = y + s->norm_dim - TQKV__LANES; y <= last; y += 2 * TQKV__LANES) {
             even = TQKV__(max)(TQKV__(abs)(TQKV__(load)(y)), even);
-            odd = TQKV__(max)(TQKV__(abs)(TQKV__(load)(y + TQKV__LANES)), odd);
+            odd = TQKV__(max)(TQKV__(abs)(TQKV__(load)(y < last ? y + TQKV__LANES : y)), odd);
         }
         norms[i] = tqkv__norm_i8(TQKV__(largest_lane)(TQKV__(max)(even, odd)), &scales[i]);
     }
@@ -3201,9 +3473,11 @@ TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *const *values, i
 TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, float *norms)
 {
     float row_norms[16], scales[16]; /* whole vectors */
+    float copy[TQKV_MAX_HEAD_DIM];
     const float *y = row;
     if (s->kind == TQKV__HALF) return;
     if (s->rotated) TQKV__(rotate)(row, s->head_dim);
+    if (!TQKV__POWER(s->head_dim)) y = (const float *)memcpy(copy, row, (size_t)s->head_dim * sizeof(float));
     TQKV__(norms)(s, &y, 1, row_norms, scales);
     memcpy(norms, row_norms, (size_t)s->norms_per_row * sizeof(float));
     for (int d = 0; d < s->head_dim; d += TQKV__LANES)
@@ -3225,7 +3499,7 @@ TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q
    bounds, vectors compare. One loop a step: a vector load that follows its parts' stores at once would wait for them. */
 TQKV__OP void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
-    TQKV__ALIGNED float bounds[256]; /* as many as share a norm at most */
+    TQKV__ALIGNED float bounds[256]; /* n is at most that */
     TQKV__ALIGNED int32_t cells[256];
     TQKV__(codes) side, four[4];
     for (int d = 0; d < n; d += TQKV__LANES) {
@@ -3254,6 +3528,60 @@ TQKV__OP void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, i
     }
 }
 
+/* The codes of TQ8 for n values with one scale: 256 at a time, then whole vectors, then a tail with zeros behind it. */
+TQKV__OP void TQKV__(quantise_block_tq8)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
+{
+    enum { step = 4 * TQKV__LANES };
+    float tail[step];
+    uint8_t tail_codes[step];
+    for (int left = n, now = 0; left > 0; left -= now, y += now, codes += now) {
+        const bool whole = left >= step;
+        now = !whole ? left : left < 256 ? left - left % step : 256;
+        if (!whole) {
+            memset(tail, 0, sizeof tail);
+            memcpy(tail, y, (size_t)now * sizeof(float));
+        }
+        TQKV__(quantise_tq8)(q, whole ? y : tail, whole ? now : step, scale, whole ? codes : tail_codes);
+        if (!whole) memcpy(codes, tail_codes, (size_t)now);
+    }
+}
+
+/* The codes of up to four vectors of y as bytes; those behind n values repeat the first vector. format is a constant. */
+TQKV__OP TQKV__(codes)
+    TQKV__(quantise_four)(const tqkv_format format, const tqkv__quantiser *q, const TQKV__(codes) * below,
+                          const TQKV__VECTOR *bounds, const float *y, int n, TQKV__VECTOR scale)
+{
+    const int bits = TQKV__BOOK_BITS(format);
+    TQKV__(codes) four[4];
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        const TQKV__VECTOR v = TQKV__(load)(y + (i * TQKV__LANES < n ? i * TQKV__LANES : 0)) * scale;
+        four[i] = bits ? TQKV__(quantise)(bits, q, below, bounds, v) : TQKV__(quantise_i8)(v);
+    }
+    return TQKV__(narrow)(four);
+}
+
+/* Stores the first n codes: as bytes at `bytes` and, if the format packs them, in the fields main and upper. */
+TQKV__OP void TQKV__(store_codes)(const tqkv_format format, TQKV__(codes) codes, int n, uint8_t *bytes, uint8_t *main,
+                                  uint8_t *upper)
+{
+    const int main_bits = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    uint8_t field[2 * TQKV__LANES];
+    if (n >= 4 * TQKV__LANES) {
+        memcpy(bytes, &codes, sizeof codes);
+        if (TQKV__PACKED(format)) TQKV__(pack)(main_bits, 0, codes, main);
+        if (upper_bits) TQKV__(pack)(upper_bits, main_bits, codes, upper);
+        return;
+    }
+    memcpy(bytes, &codes, (size_t)n);
+    if (!TQKV__PACKED(format)) return;
+    TQKV__(pack)(main_bits, 0, codes, field);
+    memcpy(main, field, (size_t)(n * main_bits / 8));
+    if (!upper_bits) return;
+    TQKV__(pack)(upper_bits, main_bits, codes, field);
+    memcpy(upper, field, (size_t)(n * upper_bits / 8));
+}
+
 /* y: [head_dim], scales: [norms_per_row] -> row: [row_bytes]. format is a constant. Returns the codes as bytes,
    [head_dim]: the row itself or, if it is packed, `bytes`. */
 TQKV__OP const uint8_t *TQKV__(quantise_as)(const tqkv_format format, const tqkv__stream *s, const tqkv__quantiser *q,
@@ -3261,31 +3589,25 @@ TQKV__OP const uint8_t *TQKV__(quantise_as)(const tqkv_format format, const tqkv
 {
     const int bits = TQKV__BOOK_BITS(format), main_bits = TQKV__MAIN_BITS(format),
               upper_bits = TQKV__UPPER_BITS(format);
-    TQKV__(codes) below[4], four[4];
+    TQKV__(codes) below[4];
     TQKV__VECTOR bounds[32 / TQKV__LANES];
     uint8_t *main = row, *upper = row + s->head_dim * main_bits / 8;
     for (int b = 0; bits == 8 && b < s->head_dim; b += s->norm_dim)
-        TQKV__(quantise_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
+        TQKV__(quantise_block_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
     if (bits == 8 || TQKV__KIND(format) == TQKV__HALF) return row;
     if (!TQKV__PACKED(format)) bytes = row;
     if (bits) TQKV__(load_below)(bits, q->below, below);
     for (int i = 0; bits && i < 32 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
     uint8_t *at = bytes;
     for (const float *end = y + s->head_dim; y < end; scales++)
-        for (const float *block_end = y + s->norm_dim; y < block_end; y += 4 * TQKV__LANES) {
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++) {
-                const TQKV__VECTOR v = TQKV__(load)(y + i * TQKV__LANES) * TQKV__(set1)(*scales);
-                four[i] = bits ? TQKV__(quantise)(bits, q, below, bounds, v) : TQKV__(quantise_i8)(v);
-            }
-            const TQKV__(codes) codes = TQKV__(narrow)(four);
-            memcpy(at, &codes, sizeof codes);
-            at += sizeof codes;
-            if (!TQKV__PACKED(format)) continue;
-            TQKV__(pack)(main_bits, 0, codes, main);
-            main += main_bits * TQKV__LANES / 2;
-            if (upper_bits) TQKV__(pack)(upper_bits, main_bits, codes, upper);
-            upper += upper_bits * TQKV__LANES / 2;
+        for (int left = s->norm_dim; left > 0; left -= 4 * TQKV__LANES) {
+            const int n = left < 4 * TQKV__LANES ? left : 4 * TQKV__LANES;
+            TQKV__(store_codes)
+            (format, TQKV__(quantise_four)(format, q, below, bounds, y, n, TQKV__(set1)(*scales)), n, at, main, upper);
+            y += n;
+            at += n;
+            main += n * main_bits / 8;
+            upper += n * upper_bits / 8;
         }
     return bytes;
 }
@@ -3306,10 +3628,7 @@ TQKV__TARGET static const uint8_t *TQKV__(quantise_row)(const tqkv__stream *s, c
 /* The codes of F16; type is a constant. */
 TQKV__OP void TQKV__(store_f16_as)(const tqkv_type type, const void *src, int head_dim, uint8_t *row)
 {
-    for (int d = 0; d < head_dim; d += 2 * TQKV__LANES, row += 4 * TQKV__LANES) {
-        TQKV__(store_f16)(row, TQKV__(load_as)(type, src, d));
-        TQKV__(store_f16)(row + 2 * TQKV__LANES, TQKV__(load_as)(type, src, d + TQKV__LANES));
-    }
+    for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store_f16)(row + 2 * d, TQKV__(load_as)(type, src, d));
 }
 
 TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, int head_dim, uint8_t *row)
@@ -3329,7 +3648,9 @@ TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const t
     const bool half = s->kind == TQKV__HALF;
     const void *src = source->src;
     tqkv_type type = s->type;
-    if (source->center || (type != TQKV_TYPE_F32 && !s->rotated && !half)) {
+    const bool copied =
+        type != TQKV_TYPE_F32 || !TQKV__POWER(s->head_dim); /* the sums of the latter read behind a row */
+    if (source->center || (copied && !s->rotated && !half)) {
         TQKV__(widen)(type, src, source->center, s->head_dim, row);
         type = TQKV_TYPE_F32;
         src = row;
@@ -3373,12 +3694,14 @@ TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
     TQKV__(codes) largest[4];
     uint32_t lanes[4 * TQKV__LANES], all = 0;
     memset(largest, 0, sizeof largest);
-    for (size_t i = 0; i < n; i += 4 * TQKV__LANES) {
+    size_t i = 0;
+    for (; i + 4 * TQKV__LANES <= n; i += 4 * TQKV__LANES) {
         TQKV__UNROLL
         for (int j = 0; j < 4; j++) largest[j] = TQKV__(larger_bits)(largest[j], TQKV__(load)(x + i + j * TQKV__LANES));
     }
+    for (; i < n; i += TQKV__LANES) largest[0] = TQKV__(larger_bits)(largest[0], TQKV__(load)(x + i));
     memcpy(lanes, largest, sizeof lanes);
-    for (int i = 0; i < 4 * TQKV__LANES; i++) all = lanes[i] > all ? lanes[i] : all;
+    for (int j = 0; j < 4 * TQKV__LANES; j++) all = lanes[j] > all ? lanes[j] : all;
     return all < 0x7f800000u;
 }
 
@@ -3488,14 +3811,20 @@ TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
 {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
-/* Main bits: lane l holds the codes l * per_lane ... of a run. One shift moves the k-th code of every lane to bit 0. */
-TQKV__OP __m512i tqkv__load_lower_avx512(const int per_lane, const uint8_t *p)
+/* A field of a run: lane l holds `bits` bits from bit l * bits of p on. With the codes l * per_lane ... of a run in a
+   lane, one shift moves the k-th code of every lane to bit 0. Other bits may follow those of the lane: look-ups ignore
+   them. */
+TQKV__OP __m512i tqkv__load_field_avx512(const int bits, const uint8_t *p)
 {
-    return per_lane == 8 ? _mm512_loadu_si512((const void *)p) : _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
-}
-TQKV__OP __m512i tqkv__load_pairs_avx512(const int per_lane, const uint8_t *p)
-{
-    return per_lane == 8 ? _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p)) : _mm512_cvtepu8_epi32(tqkv__load_128(p));
+    if (bits == 32) return _mm512_loadu_si512((const void *)p);
+    if (bits == 16) return _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
+    if (bits == 8) return _mm512_cvtepu8_epi32(tqkv__load_128(p));
+    /* The lowest byte of each lane takes a window of 8 bits from the same word of 64. */
+    const __m512i places = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                                              _mm512_set1_epi32(bits));
+    uint64_t word = 0;
+    memcpy(&word, p, bits == 4 ? 8 : bits == 2 ? 4 : 2);
+    return _mm512_multishift_epi64_epi8(places, _mm512_set1_epi64((long long)word));
 }
 /* TQ3 as nibbles of the same order. Bytes take windows of 8 bits from the fields of two lanes, in a word of 64 bits: two
    codes' low pairs in bits 0 to 3, their third bits in bits 4 and 5. One look-up puts these six bits in order. */
@@ -3514,23 +3843,15 @@ TQKV__OP __m512i tqkv__nibbles_of_tq3_avx512(const int per_lane, const uint8_t *
                          0x34343434, 0x24242424, 0x14141414, 0x04040404, 0x30303030, 0x20202020, 0x10101010, 0);
     return _mm512_permutexvar_epi8(six, _mm512_or_si512(upper_five, _mm512_set1_epi32(0x03020100)));
 }
-/* Upper bits of a run: those of each lane's codes, from bit 0 of the lane up. */
-TQKV__OP __m512i tqkv__load_upper_avx512(const int bits, const int per_lane, const uint8_t *p)
+/* The k-th code of each lane: its main bits from low, the others from high. Look-ups ignore the bits above. */
+TQKV__OP __m512i tqkv__pick_avx512(const int bits, const int main_bits, const int k, __m512i low, __m512i high)
 {
-    if (bits == 6 && per_lane == 8) return _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
-    if (bits == 6 || per_lane == 8) return _mm512_cvtepu8_epi32(tqkv__load_128(p));
-    /* TQ5 with four codes a lane: a byte serves two lanes. A copy shifted by 28 puts its upper half into the second. */
-    const __m512i bytes = _mm512_cvtepu8_epi64(tqkv__load_64(p));
-    return _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));
-}
-/* The k-th nibble of each lane, below the code's upper bits from bit `bit` of high on. Look-ups ignore the bits
-   above. */
-TQKV__OP __m512i tqkv__pick_avx512(const int bits, __m512i low, const int k, __m512i high, const int bit)
-{
-    const __m512i code = _mm512_srli_epi32(low, (unsigned)(4 * k));
-    if (bits == 4) return code;
-    high = bit < 4 ? _mm512_slli_epi32(high, (unsigned)(4 - bit)) : _mm512_srli_epi32(high, (unsigned)(bit - 4));
-    return _mm512_ternarylogic_epi32(code, high, _mm512_set1_epi32(bits == 5 ? 0x10 : 0x30), 0xd8);
+    const __m512i code = _mm512_srli_epi32(low, (unsigned)(main_bits * k));
+    const int bit = k * (bits - main_bits);
+    if (bits == main_bits) return code;
+    high = bit < main_bits ? _mm512_slli_epi32(high, (unsigned)(main_bits - bit))
+                           : _mm512_srli_epi32(high, (unsigned)(bit - main_bits));
+    return _mm512_ternarylogic_epi32(code, high, _mm512_set1_epi32((1 << bits) - (1 << main_bits)), 0xd8);
 }
 TQKV__OP __m512 tqkv__permute_table_avx512(const int bits, const __m512 *table, __m512i codes)
 {
@@ -3554,20 +3875,25 @@ TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const 
 TQKV__OP __m512 tqkv__centroids_of_packed_avx512(const int bits, const int per_lane, const int k, const __m512 *table,
                                                  const uint8_t *p, const uint8_t *upper)
 {
-    const __m512i low = bits == 2   ? tqkv__load_pairs_avx512(per_lane, p)
-                        : bits == 3 ? tqkv__nibbles_of_tq3_avx512(per_lane, p, upper)
-                                    : tqkv__load_lower_avx512(per_lane, p);
-    if (bits < 4) return _mm512_permutexvar_ps(_mm512_srli_epi32(low, (unsigned)(bits == 2 ? 2 * k : 4 * k)), table[0]);
-    const __m512i high = bits > 4 ? tqkv__load_upper_avx512(bits, per_lane, upper) : low;
-    return tqkv__permute_table_avx512(bits, table, tqkv__pick_avx512(bits, low, k, high, k * (bits - 4)));
+    const int main_bits = bits < 4 ? 2 : 4;
+    if (bits == 3 && per_lane >= 4)
+        return _mm512_permutexvar_ps(
+            _mm512_srli_epi32(tqkv__nibbles_of_tq3_avx512(per_lane, p, upper), (unsigned)(4 * k)), table[0]);
+    const __m512i low = tqkv__load_field_avx512(main_bits * per_lane, p);
+    const __m512i high = bits > main_bits ? tqkv__load_field_avx512((bits - main_bits) * per_lane, upper) : low;
+    return tqkv__permute_table_avx512(bits, table, tqkv__pick_avx512(bits, main_bits, k, low, high));
 }
 /* Looks up the four bytes of 64 centroids and joins them. TQ8: a code c of the upper half takes ~c and flips the
    sign. */
-TQKV__OP __m512 tqkv__centroids_of_bytes_avx512(const int bits, const int k, const __m512 *table, const uint8_t *p)
+TQKV__OP __m512 tqkv__centroids_of_bytes_avx512(const int bits, const int per_lane, const int k, const __m512 *table,
+                                                const uint8_t *p)
 {
     /* dword 4i + j goes to dword i of 128-bit lane j; two unpacks then leave codes 16k to 16k + 15 in vector k */
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    __m512i codes = _mm512_permutexvar_epi32(order, _mm512_loadu_si512((const void *)p)), bytes[4];
+    const __m512i loaded = per_lane == 4   ? _mm512_loadu_si512((const void *)p)
+                           : per_lane == 2 ? _mm512_zextsi256_si512(tqkv__load_256_avx512(p))
+                                           : _mm512_zextsi128_si512(tqkv__load_128(p));
+    __m512i codes = _mm512_permutexvar_epi32(order, loaded), bytes[4];
     const __mmask64 upper = _mm512_movepi8_mask(codes);
     if (bits == 8) codes = _mm512_mask_sub_epi8(codes, upper, _mm512_set1_epi8(-1), codes);
     TQKV__UNROLL
@@ -3626,6 +3952,48 @@ TQKV__OP __m512 tqkv__flip_avx512(__m512 x, int d)
     uint16_t signs;
     memcpy(&signs, tqkv__tables.signs + d % 512 / 8, sizeof signs);
     return _mm512_mask_xor_ps(x, signs, x, _mm512_set1_ps(-0.0f));
+}
+/* -1 for bits of 1, else 1; lane i has bit i. */
+TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
+{
+    return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
+}
+/* n floats, again and again */
+TQKV__OP __m512 tqkv__repeat_avx512(const int n, const float *p)
+{
+    double two;
+    if (n == 1) return _mm512_set1_ps(*p);
+    if (n == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
+    memcpy(&two, p, sizeof two);
+    return _mm512_castpd_ps(_mm512_set1_pd(two));
+}
+/* The i-th of n equal parts of x, each lane n times */
+TQKV__OP __m512 tqkv__spread_avx512(const int n, int i, __m512 x)
+{
+    const __m512i lanes = n == 2 ? _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0)
+                                 : _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    return _mm512_permutexvar_ps(_mm512_add_epi32(lanes, _mm512_set1_epi32(i * 16 / n)), x);
+}
+/* Lanes 0, n, 2n ... of x, then 1, n + 1 ... */
+TQKV__OP __m512 tqkv__unite_avx512(const int n, __m512 x)
+{
+    if (n == 1) return x;
+    return _mm512_permutexvar_ps(n == 2 ? _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0)
+                                        : _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0),
+                                 x);
+}
+/* Four floats at p, p + stride ... */
+TQKV__OP __m512 tqkv__load_fours_avx512(const float *p, int stride)
+{
+    __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(p));
+    x = _mm512_insertf32x4(x, _mm_loadu_ps(p + stride), 1);
+    x = _mm512_insertf32x4(x, _mm_loadu_ps(p + 2 * stride), 2);
+    return _mm512_insertf32x4(x, _mm_loadu_ps(p + 3 * stride), 3);
+}
+/* Bytes as words */
+TQKV__OP __m512 tqkv__bytes_as_words_avx512(const uint8_t *p)
+{
+    return _mm512_castsi512_ps(_mm512_cvtepu8_epi32(tqkv__load_128(p)));
 }
 /* Lane i of the result is lane i ^ distance of x; distance is a constant. */
 TQKV__OP __m512 tqkv__swap_avx512(const int distance, __m512 x)
@@ -3904,22 +4272,33 @@ TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i places)
 {
     return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, places), places);
 }
-/* The pairs of bits of eight bytes, in the order of nibbles: the even ones, then the odd ones, each in the lowest bits of
-   a byte with others above it. */
-TQKV__OP __m256i tqkv__spread_pairs_avx2(const uint8_t *p)
+/* The first `size` bytes at p, 2 to 16, then zeros. */
+TQKV__OP __m128i tqkv__load_part_avx2(const int size, const uint8_t *p)
 {
-    const __m128i words = _mm_cvtepu8_epi16(tqkv__load_64(p)), spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
+    long long word = 0;
+    if (size == 16) return tqkv__load_128(p);
+    if (size == 8) return tqkv__load_64(p);
+    memcpy(&word, p, (size_t)(size % 8));
+    return _mm_cvtsi64_si128(word);
+}
+/* The pairs of bits of 2 * per_lane bytes, in the order of nibbles: the even ones, then the odd ones, each in the lowest
+   bits of a byte with others above it. */
+TQKV__OP __m256i tqkv__spread_pairs_avx2(const int per_lane, const uint8_t *p)
+{
+    const __m128i words = _mm_cvtepu8_epi16(tqkv__load_part_avx2(2 * per_lane, p)),
+                  spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
     return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
 }
-/* A run is 16 bytes: the low nibbles go to the lower half of a vector, the high ones to the upper half. */
+/* A run is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to the
+   upper half. */
 TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
                                                const uint8_t *p, const uint8_t *upper)
 {
-    (void)per_lane; /* 4 */
     const __m256i fifteen = _mm256_set1_epi8(15);
-    const __m256i codes =
-        bits < 4 ? tqkv__spread_pairs_avx2(p)
-                 : _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_128(p)), _mm256_set_epi64x(4, 4, 0, 0));
+    const __m256i codes = bits < 4
+                              ? tqkv__spread_pairs_avx2(per_lane, p)
+                              : _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_part_avx2(4 * per_lane, p)),
+                                                  _mm256_set_epi64x(4, 4, 0, 0));
     if (bits == 2) {
         const __m256i index = _mm256_and_si256(codes, _mm256_set1_epi8(3));
         return tqkv__centroids_of_planes_avx2(2, k, table, index, index, index);
@@ -3927,8 +4306,8 @@ TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lan
     if (bits == 4) return tqkv__centroids_of_planes_avx2(4, k, table, _mm256_and_si256(codes, fifteen), codes, codes);
     __m256i half, second;
     if (bits == 3 || bits == 5) { /* bits 2i and 2i + 1 of four bytes */
-        int word;
-        memcpy(&word, upper, sizeof word);
+        int word = 0;
+        memcpy(&word, upper, per_lane == 4 ? 4 : 2);
         const __m256i order = _mm256_broadcastsi128_si256(_mm_set_epi32(0x03030303, 0x02020202, 0x01010101, 0));
         const __m256i places = _mm256_set_m128i(_mm_set1_epi32((int)0x80200802), _mm_set1_epi32(0x40100401));
         second = half = tqkv__has_bit_avx2(_mm256_shuffle_epi8(_mm256_set1_epi32(word), order), places);
@@ -3940,7 +4319,8 @@ TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lan
     } else { /* bits 4i to 4i + 3 of eight bytes */
         const __m256i order =
             _mm256_broadcastsi128_si256(_mm_set_epi32(0x07070606, 0x05050404, 0x03030202, 0x01010000));
-        const __m256i bytes = _mm256_shuffle_epi8(_mm256_broadcastq_epi64(tqkv__load_64(upper)), order);
+        const __m256i bytes =
+            _mm256_shuffle_epi8(_mm256_broadcastq_epi64(tqkv__load_part_avx2(2 * per_lane, upper)), order);
         const __m256i fifth = _mm256_set_m128i(_mm_set1_epi16(0x4004), _mm_set1_epi16(0x1001));
         half = tqkv__has_bit_avx2(bytes, _mm256_add_epi8(fifth, fifth));
         second = _mm256_xor_si256(tqkv__has_bit_avx2(bytes, fifth), half);
@@ -3964,12 +4344,14 @@ TQKV__OP __m256 tqkv__centroids_by_loads_avx2(const uint8_t *p)
     }
     return _mm256_set_m128(_mm_movelh_ps(pairs[2], pairs[3]), _mm_movelh_ps(pairs[0], pairs[1]));
 }
-TQKV__OP __m256 tqkv__centroids_of_bytes_avx2(const int bits, const int k, const __m256 *table, const uint8_t *p)
+TQKV__OP __m256 tqkv__centroids_of_bytes_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
+                                              const uint8_t *p)
 {
     if (bits == 8) return tqkv__centroids_by_loads_avx2(p + 8 * k);
     const __m256i order =
         _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0); /* puts the codes of each of the four vectors in place */
-    const __m256i bytes = _mm256_loadu_si256((const __m256i *)(const void *)p);
+    const __m256i bytes = per_lane == 4 ? _mm256_loadu_si256((const __m256i *)(const void *)p)
+                                        : _mm256_zextsi128_si256(tqkv__load_128(p));
     const __m256i codes = _mm256_permutevar8x32_epi32(bytes, order);
     const __m256i half = _mm256_cmpgt_epi8(_mm256_setzero_si256(), _mm256_slli_epi16(codes, 8 - bits));
     const __m256i index = _mm256_and_si256(_mm256_xor_si256(codes, half), _mm256_set1_epi8(15));
@@ -4002,6 +4384,37 @@ TQKV__OP __m256 tqkv__flip_avx2(__m256 x, int d)
     const __m256i signs = _mm256_set1_epi32(tqkv__tables.signs[d % 512 / 8]);
     const __m256i moved = _mm256_sllv_epi32(signs, _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
     return _mm256_xor_ps(x, _mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)));
+}
+TQKV__OP __m256 tqkv__signs_avx2(uint32_t bits)
+{
+    const __m256i moved =
+        _mm256_sllv_epi32(_mm256_set1_epi32((int)bits), _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
+    return _mm256_or_ps(_mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
+}
+TQKV__OP __m256 tqkv__repeat_avx2(const int n, const float *p)
+{
+    double two;
+    if (n == 1) return _mm256_set1_ps(*p);
+    memcpy(&two, p, sizeof two);
+    return _mm256_castpd_ps(_mm256_set1_pd(two));
+}
+TQKV__OP __m256 tqkv__spread_avx2(const int n, int i, __m256 x)
+{
+    (void)n; /* 2 */
+    return _mm256_permutevar8x32_ps(
+        x, _mm256_add_epi32(_mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0), _mm256_set1_epi32(4 * i)));
+}
+TQKV__OP __m256 tqkv__unite_avx2(const int n, __m256 x)
+{
+    return n == 1 ? x : _mm256_permutevar8x32_ps(x, _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0));
+}
+TQKV__OP __m256 tqkv__load_fours_avx2(const float *p, int stride)
+{
+    return _mm256_set_m128(_mm_loadu_ps(p + stride), _mm_loadu_ps(p));
+}
+TQKV__OP __m256 tqkv__bytes_as_words_avx2(const uint8_t *p)
+{
+    return _mm256_castsi256_ps(_mm256_cvtepu8_epi32(tqkv__load_64(p)));
 }
 TQKV__OP __m256 tqkv__swap_avx2(const int distance, __m256 x)
 {
@@ -4223,36 +4636,63 @@ TQKV__OP uint8x16_t tqkv__spread_pairs_neon(const uint8_t *p)
     const uint16x8_t words = vmovl_u8(vld1_u8(p));
     return vreinterpretq_u8_u16(vsliq_n_u16(words, words, 4));
 }
-/* A run is 32 codes: the low nibbles give the first four vectors, the high ones the other four. */
+/* Four bytes as 16 pairs of bits, in their own order. */
+TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
+{
+    uint32_t word;
+    memcpy(&word, p, sizeof word);
+    const uint32x4_t bytes = vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(word))));
+    const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
+    return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
+}
+/* The main bits of codes 16 * (k / 4) ... of a run, in the order of tqkv__to_decoded. A run is 32 codes: the low nibbles
+   give the first four vectors, the high ones the other four. A run of 16 (per_lane 4) keeps its own order. */
+TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
+{
+    const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << main_bits) - 1));
+    if (per_lane == 4 && main_bits == 2) return tqkv__pairs_neon(p);
+    if (per_lane == 4) {
+        const uint16x8_t wide = vmovl_u8(vld1_u8(p));
+        return vandq_u8(vreinterpretq_u8_u16(vorrq_u16(wide, vshlq_n_u16(wide, 4))), mask);
+    }
+    const uint8x16_t both = main_bits == 2 ? tqkv__spread_pairs_neon(p) : vld1q_u8(p);
+    return vandq_u8(k < 4 ? both : main_bits == 2 ? vshrq_n_u8(both, 2) : vshrq_n_u8(both, 4), mask);
+}
+/* The same for a field of one upper bit: all ones for a 1. */
+TQKV__OP uint8x16_t tqkv__upper_bit_neon(const int per_lane, const int k, const uint8_t *upper)
+{
+    if (per_lane == 4) {
+        const uint8x8_t places = vcreate_u8(0x8040201008040201ULL);
+        return vtstq_u8(vcombine_u8(vdup_n_u8(upper[0]), vdup_n_u8(upper[1])), vcombine_u8(places, places));
+    }
+    uint32_t word; /* bits 2i and 2i + 1 of four bytes */
+    memcpy(&word, upper, sizeof word);
+    const uint32_t places[4] = {0, 0x01010101u, 0x02020202u, 0x03030303u};
+    const uint8x16_t order = vreinterpretq_u8_u32(vld1q_u32(places));
+    const uint8x16_t bytes = vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(word)), order);
+    return vtstq_u8(bytes, vreinterpretq_u8_u32(vdupq_n_u32(k < 4 ? 0x40100401u : 0x80200802u)));
+}
 TQKV__OP float32x4_t tqkv__centroids_of_packed_neon(const int bits, const int per_lane, const int k,
                                                     const float32x4_t *table, const uint8_t *p, const uint8_t *upper)
 {
-    (void)per_lane; /* 8 */
-    const uint8x16_t both = bits < 4 ? tqkv__spread_pairs_neon(p) : vld1q_u8(p);
-    const uint8x16_t shifted = k < 4 ? both : bits < 4 ? vshrq_n_u8(both, 2) : vshrq_n_u8(both, 4);
-    const uint8x16_t codes = vandq_u8(shifted, vdupq_n_u8(bits < 4 ? 3 : 15));
+    const uint8x16_t codes = tqkv__main_codes_neon(bits < 4 ? 2 : 4, per_lane, k, p);
     if (bits == 2 || bits == 4) return tqkv__centroids_of_planes_neon(bits, k % 4, table, codes, codes);
-    if (bits == 3 || bits == 5) { /* bits 2i and 2i + 1 of four bytes */
-        uint32_t word;
-        memcpy(&word, upper, sizeof word);
-        const uint32_t places[4] = {0, 0x01010101u, 0x02020202u, 0x03030303u};
-        const uint8x16_t order = vreinterpretq_u8_u32(vld1q_u32(places));
-        const uint8x16_t bytes = vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(word)), order);
-        const uint8x16_t half = vtstq_u8(bytes, vreinterpretq_u8_u32(vdupq_n_u32(k < 4 ? 0x40100401u : 0x80200802u)));
-        if (bits == 3)
-            return tqkv__centroids_of_planes_neon(3, k % 4, table, vorrq_u8(codes, vandq_u8(half, vdupq_n_u8(4))),
-                                                  half);
-        const uint8x16_t index = vandq_u8(veorq_u8(codes, half), vdupq_n_u8(15));
-        return tqkv__centroids_of_planes_neon(5, k % 4, table, index, half);
+    if (bits == 3 || bits == 5) {
+        const uint8x16_t half = tqkv__upper_bit_neon(per_lane, k, upper);
+        const uint8x16_t index = bits == 3 ? vorrq_u8(codes, vandq_u8(half, vdupq_n_u8(4)))
+                                           : vandq_u8(veorq_u8(codes, half), vdupq_n_u8(15));
+        return tqkv__centroids_of_planes_neon(bits, k % 4, table, index, half);
     }
+    if (per_lane == 4) return tqkv__centroids_of_codes_neon(6, k, table, vsliq_n_u8(codes, tqkv__pairs_neon(upper), 4));
     /* bits 4i to 4i + 3 of eight bytes, spread to the lower halves of 16 */
     const uint16x8_t wide = vmovl_u8(vld1_u8(upper));
     const uint8x16_t bytes = vreinterpretq_u8_u16(vorrq_u16(wide, vshlq_n_u16(wide, 4)));
     return tqkv__centroids_of_codes_neon(6, k % 4, table, vsliq_n_u8(codes, k < 4 ? bytes : vshrq_n_u8(bytes, 2), 4));
 }
-TQKV__OP float32x4_t tqkv__centroids_of_bytes_neon(const int bits, const int k, const float32x4_t *table,
-                                                   const uint8_t *p)
+TQKV__OP float32x4_t tqkv__centroids_of_bytes_neon(const int bits, const int per_lane, const int k,
+                                                   const float32x4_t *table, const uint8_t *p)
 {
+    (void)per_lane; /* 4 */
     return tqkv__centroids_of_codes_neon(bits, k, table, vld1q_u8(p));
 }
 TQKV__OP float32x4_t tqkv__load_i8_neon(const uint8_t *p)
@@ -4285,6 +4725,38 @@ TQKV__OP float32x4_t tqkv__flip_neon(float32x4_t x, int d)
     const uint32x4_t signs = vdupq_n_u32((uint32_t)tqkv__tables.signs[d % 512 / 8] >> (d % 8));
     const uint32x4_t moved = vandq_u32(vshlq_u32(signs, vld1q_s32(places)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(x), moved));
+}
+TQKV__OP float32x4_t tqkv__signs_neon(uint32_t bits)
+{
+    const int32_t places[4] = {31, 30, 29, 28};
+    const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(places)), vdupq_n_u32(0x80000000u));
+    return vreinterpretq_f32_u32(vorrq_u32(moved, vdupq_n_u32(0x3f800000u)));
+}
+TQKV__OP float32x4_t tqkv__repeat_neon(const int n, const float *p)
+{
+    (void)n; /* 1, here and below */
+    return vld1q_dup_f32(p);
+}
+TQKV__OP float32x4_t tqkv__spread_neon(const int n, int i, float32x4_t x)
+{
+    (void)n, (void)i;
+    return x;
+}
+TQKV__OP float32x4_t tqkv__unite_neon(const int n, float32x4_t x)
+{
+    (void)n;
+    return x;
+}
+TQKV__OP float32x4_t tqkv__load_fours_neon(const float *p, int stride)
+{
+    (void)stride;
+    return vld1q_f32(p);
+}
+TQKV__OP float32x4_t tqkv__bytes_as_words_neon(const uint8_t *p)
+{
+    uint32_t four;
+    memcpy(&four, p, sizeof four);
+    return vreinterpretq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
 }
 TQKV__OP float32x4_t tqkv__swap_neon(const int distance, float32x4_t x)
 {
@@ -4447,12 +4919,12 @@ static const tqkv__isa *tqkv__isa_now(void)
     return isa;
 }
 
-/* The chosen set, or the next narrower one that has four vectors in a row of head_dim. A processor that has a set has the
-   narrower ones; asking it again would take microseconds in a virtual machine. */
+/* The chosen set, or the next narrower one that has three vectors in a row of head_dim. A processor that has a set has
+   the narrower ones; asking it again would take microseconds in a virtual machine. */
 static const tqkv__isa *tqkv__isa_for(int head_dim)
 {
-    const tqkv__isa *isa = TQKV__RUNS(head_dim) == 1 ? tqkv__isa_now() : &tqkv__isa_scalar;
-    for (size_t i = 0; i < TQKV__ISAS && isa->lanes * 4 > head_dim; i++)
+    const tqkv__isa *isa = tqkv__isa_now();
+    for (size_t i = 0; i < TQKV__ISAS && isa->lanes * 3 > head_dim; i++)
         if (tqkv__isas[i]->lanes < isa->lanes) isa = tqkv__isas[i];
     return isa;
 }
@@ -4599,32 +5071,35 @@ static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, in
 }
 
 /* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
-   transposed. A head_dim below that halves the columns. Queries take that order; sums of values are put back. */
-static void tqkv__order(const tqkv__isa *isa, const tqkv__stream *s, int *rows, int *columns)
+   transposed. The matrices of the tail of a block, where `left` values are left, have half of the columns, a quarter and
+   so on. Other codes keep their order. Queries take the decoded order; sums of values are put back. */
+static void tqkv__order(const tqkv__isa *isa, const tqkv__stream *s, int left, int *rows, int *columns)
 {
-    const bool packed = s->main_bits < 8;
-    *rows = packed ? isa->nibble_order[0] : 1;
+    const bool packed = s->main_bits < 8 && isa->lanes > 1;
+    *rows = packed ? isa->nibble_order[0] : left;
     *columns = packed ? isa->nibble_order[1] : 1;
-    if (*rows * *columns > s->head_dim) *columns /= 2;
+    while (*rows * *columns > left) *columns /= 2;
 }
 
 /* decoded, natural: [head_dim] */
 static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
 {
     int rows, columns;
-    tqkv__order(isa, s, &rows, &columns);
-    for (const float *end = natural + s->head_dim; natural < end; natural += rows * columns)
+    for (const float *end = natural + s->head_dim; natural < end; natural += rows * columns) {
+        tqkv__order(isa, s, (int)(end - natural - 1) % s->block_dim + 1, &rows, &columns);
         for (int column = 0; column < columns; column++)
             for (int row = 0; row < rows; row++) *decoded++ = natural[row * columns + column];
+    }
 }
 
 static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
     int rows, columns;
-    tqkv__order(isa, s, &rows, &columns);
-    for (const float *end = decoded + s->head_dim; decoded < end; decoded += rows * columns)
+    for (const float *end = decoded + s->head_dim; decoded < end; decoded += rows * columns) {
+        tqkv__order(isa, s, (int)(end - decoded - 1) % s->block_dim + 1, &rows, &columns);
         for (int row = 0; row < rows; row++)
             for (int column = 0; column < columns; column++) *natural++ = decoded[column * rows + row];
+    }
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
