@@ -213,6 +213,8 @@ static void chart_shape(const bench *b, const timing *t, const bench_shape *shap
     }
 }
 
+static const int head_dims[] = {64, 80, 96, 128, 192, 256, 512};
+
 /* ---- Attention ---- */
 
 static bool wanted(const bench *b, const pair *p)
@@ -330,12 +332,13 @@ static void run_context(bench *b, int head_dim, int n_positions, bool chart_only
 
 static void run_decode(bench *b)
 {
-    static const int head_dims[] = {64, 128, 256, 512}, contexts[] = {512, 1024, 2048, 4096, 8192, 16384, 32768};
+    static const int contexts[] = {512, 1024, 2048, 4096, 8192, 16384, 32768};
     const options *o = &b->options;
     for (int i = 0; i < COUNT(head_dims); i++)
         for (int j = 0; j < COUNT(contexts); j++) {
             const int n = contexts[j];
-            const bool between = n != 512 && n != 4096 && n != 32768;
+            const bool power = (head_dims[i] & (head_dims[i] - 1)) == 0; /* the other sizes have one context */
+            const bool between = n != 4096 && (!power || (n != 512 && n != 32768));
             if (!chosen(o->head_dim, head_dims[i]) || !chosen(o->context, n)) continue;
             if (o->quick && (head_dims[i] != 128 || n > 4096)) continue;
             if (between && o->context != n && !(b->chart && b->best && head_dims[i] == 128)) continue;
@@ -435,7 +438,6 @@ static void print_peaks(bench *b)
 
 static void run_isa(bench *b, const peak *p)
 {
-    static const int head_dims[] = {64, 128, 256, 512};
     const options *o = &b->options;
     bench_check(tqkv_isa_force(NULL));
     b->best = strcmp(tqkv_isa_name(), p->isa) == 0;
@@ -454,7 +456,7 @@ static void print_help(void)
     printf("Usage: bench [options]: every shape with each instruction set present but scalar, in about five minutes.\n"
            "  --isa NAME       this instruction set alone: avx512, avx2, neon or scalar\n"
            "  --format NAME    this format, and F16 to compare it with; `default` is I8 keys and TQ4 values\n"
-           "  --head-dim N     64, 128, 256 or 512\n"
+           "  --head-dim N     64, 80, 96, 128, 192, 256 or 512\n"
            "  --context N      512, 1024, 2048, 4096, 8192, 16384 or 32768 positions\n"
            "  --group N        2 or 8 query heads a KV head\n"
            "  --queries N      1, 8 or 128\n"
