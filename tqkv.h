@@ -3631,7 +3631,7 @@ TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q
    bounds, vectors compare. One loop a step: a vector load that follows its parts' stores at once would wait for them. */
 TQKV__OP void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
-    TQKV__ALIGNED float bounds[256]; /* as many as share a norm at most */
+    TQKV__ALIGNED float bounds[256]; /* n is at most that */
     TQKV__ALIGNED int32_t cells[256];
     TQKV__(codes) side, four[4];
     for (int d = 0; d < n; d += TQKV__LANES) {

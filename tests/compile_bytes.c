@@ -14,7 +14,8 @@ int main(void)
         x[i] = (float)(int32_t)random * (1.0f / 1073741824.0f); /* exact: the same under all flags */
     }
     for (int f = TQKV_F16; f <= (int)TQKV_TQ2; f++)
-        for (int d = 32; d <= TQKV_MAX_HEAD_DIM; d *= 2) {
+        for (int d = 32; d <= TQKV_MAX_HEAD_DIM; d += 16) {
+            if (tqkv_row_bytes((tqkv_format)f, d) == 0) continue; /* no head_dim */
             tqkv_store s;
             memset(&s, 0, sizeof s);
             s.format = (tqkv_format)f;

@@ -31,12 +31,17 @@ typedef struct golden_case {
     int format, head_dim, kind, option;
 } golden_case;
 
+/* A few kinds of rows are enough for sizes that are no power of two: the steps after the rotation are the same. */
 static inline int golden_is_offered(const golden_case *c)
 {
     int codebook = c->format != TQKV_F16 && c->format != TQKV_I8;
+    int power = (c->head_dim & (c->head_dim - 1)) == 0;
+    if (tqkv_row_bytes((tqkv_format)c->format, c->head_dim) == 0) return 0; /* no head_dim */
+    if (!power && c->kind != DATA_EXTREMES && (c->kind != DATA_OUTLIERS || c->option != GOLDEN_PLAIN)) return 0;
     if (c->option == GOLDEN_UNROTATED)
         return codebook && c->format != TQKV_TQ4 && c->format != TQKV_TQ3 && c->format != TQKV_TQ2;
-    if (c->option == GOLDEN_BLOCK_SCALE) return codebook && c->head_dim >= 512;
+    if (c->option == GOLDEN_BLOCK_SCALE) return codebook && power && c->head_dim >= 512;
+    if (c->option == GOLDEN_CENTER && c->head_dim == 80) return 1;
     if (c->option == GOLDEN_CENTER) return (c->head_dim == 64 || c->head_dim == 512) && c->kind <= DATA_OUTLIERS;
     return 1;
 }
@@ -53,7 +58,7 @@ static inline int golden_find(int index, golden_case *found)
     golden_case c;
     for (c.option = 0; c.option < GOLDEN_OPTIONS; c.option++)
         for (c.format = TQKV_F16; c.format <= TQKV_TQ2; c.format++)
-            for (c.head_dim = 32; c.head_dim <= 1024; c.head_dim *= 2)
+            for (c.head_dim = 32; c.head_dim <= 1024; c.head_dim += 16)
                 for (c.kind = 0; c.kind < DATA_KINDS; c.kind++) {
                     if (!golden_is_offered(&c)) continue;
                     if (index-- > 0) continue;

@@ -344,8 +344,10 @@ static void add_exact(void)
 {
     for (int f = 0; f < TEST_FORMATS; f++)
         for (int i = 0; i < TEST_ALL_HEAD_DIMS * 5; i++) {
-            const exact_row row = {test_formats[f], test_all_head_dims[i % TEST_ALL_HEAD_DIMS],
-                                   1 + i / TEST_ALL_HEAD_DIMS};
+            const int head_dim = test_all_head_dims[i % TEST_ALL_HEAD_DIMS];
+            const exact_row row = {test_formats[f], head_dim, 1 + i / TEST_ALL_HEAD_DIMS};
+            if (row.group % 2 && head_dim > 256 && (head_dim & (head_dim - 1)))
+                continue;                         /* these have smaller blocks */
             if (row.format == TQKV_F16) continue; /* random bytes may be NaN */
             test_add(check_exact, &row, sizeof row, "attend/exact/%s/%d/%d", tqkv_format_name(row.format), row.head_dim,
                      row.group);
@@ -401,8 +403,35 @@ static void add_groups(void)
         }
 }
 
+/* The sizes that are no power of two, with I8 keys and TQ4 values, and with random formats and options. */
+static void add_sizes(void)
+{
+    for (int i = 0; i < TEST_ALL_HEAD_DIMS * 5; i++) {
+        const int head_dim = test_all_head_dims[i / 5], seed = i % 5;
+        data_random random = {(uint64_t)i};
+        attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, head_dim);
+        if ((head_dim & (head_dim - 1)) == 0) continue;
+        if (seed > 0) {
+            row.key_format = test_formats[data_below(&random, TEST_FORMATS)];
+            row.value_format = test_formats[data_below(&random, TEST_FORMATS)];
+            row.end = 1 + data_below(&random, 130);
+            row.window = data_below(&random, 2) * 20;
+            row.softcap = data_below(&random, 3) == 0 ? 5.0f : 0.0f;
+            row.sinks = data_below(&random, 3) == 0 ? SINKS_SOME : SINKS_NONE;
+        }
+        row.way = seed == 1 ? WAY_SLICES : WAY_WHOLE;
+        row.n_kv_heads = 1;
+        row.group = 1 + data_below(&random, 6);
+        row.n_queries = 1 + data_below(&random, 3);
+        row.key_capacity = row.value_capacity = (int)row.end;
+        test_add(test_check_attend, &row, sizeof row, "attend/size/%d/%s-%s/seed%d", head_dim,
+                 tqkv_format_name(row.key_format), tqkv_format_name(row.value_format), i);
+    }
+}
+
 void test_attend_cases(void)
 {
+    add_sizes();
     add_merge_bases();
     for (int i = 0; i < TEST_FORMATS * TEST_FORMATS; i++) add_pair(i);
     add_query_counts();

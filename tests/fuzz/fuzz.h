@@ -49,6 +49,13 @@ static inline float fuzz_float(fuzz_input *input)
 /* A value in [low, high]; the range has at most 256 values. */
 static inline int fuzz_range(fuzz_input *input, int low, int high) { return low + fuzz_byte(input) % (high - low + 1); }
 
+/* The powers of two have most of the bytes, as in the inputs that were found before there were other sizes. */
+static inline int fuzz_head_dim(fuzz_input *input)
+{
+    const int byte = fuzz_byte(input), others = byte - (256 - TEST_ALL_HEAD_DIMS);
+    return others >= 0 ? test_all_head_dims[others] : test_head_dims[byte % 6];
+}
+
 static inline bool fuzz_is_finite(float x) { return x - x == 0.0f; }
 
 /* A cheaper data_row value: one random number each, so that the time goes to the library. */

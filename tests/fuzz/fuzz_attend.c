@@ -80,7 +80,7 @@ static bool set_up(fuzz_input *input, problem *p)
     memset(p, 0, sizeof *p);
     const uint8_t kind = fuzz_byte(input);
     p->is_tame = kind & 1;
-    int head_dim = test_head_dims[fuzz_range(input, 0, 5)], n_kv_heads = fuzz_range(input, 1, 3);
+    int head_dim = fuzz_head_dim(input), n_kv_heads = fuzz_range(input, 1, 3);
     p->keys = read_store(input, head_dim, n_kv_heads);
     p->values = read_store(input, head_dim, n_kv_heads);
     if (!p->keys.codes_size || !p->values.codes_size || p->keys.codes_size + p->values.codes_size > MAX_BYTES) {

@@ -11,7 +11,7 @@ static tqkv_store read_shape(fuzz_input *input)
     memset(&s, 0, sizeof s);
     uint8_t odd = fuzz_byte(input);
     s.format = test_no_format(odd & 1 ? fuzz_int(input) : fuzz_range(input, 1, TEST_FORMATS));
-    s.head_dim = odd & 2 ? fuzz_int(input) : test_head_dims[fuzz_range(input, 0, 5)];
+    s.head_dim = odd & 2 ? fuzz_int(input) : fuzz_head_dim(input);
     s.n_kv_heads = odd & 4 ? fuzz_int(input) : fuzz_range(input, 1, 3);
     s.capacity = odd & 8 ? fuzz_int(input) : fuzz_range(input, 1, 70);
     s.block_scale = odd & 16 ? fuzz_float(input) : 0.0f;

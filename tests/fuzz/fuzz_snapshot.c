@@ -90,8 +90,7 @@ static size_t make_file(fuzz_input *input, uint8_t *file)
     uint64_t first = ring ? fuzz_bits(input, 8) >> 2 : 0, resident = fuzz_byte(input) % (capacity + 1);
     static const float numbers[4] = {0.125f, 1.0f, 7.5f, 1e-3f};
     memcpy(file, "tqkv\r\n\x1a\n", 8);
-    uint32_t fields[12] = {first_version ? 1 : 2, first_version ? 1 : 2,
-                           (uint32_t)test_head_dims[fuzz_range(input, 0, 5)], heads};
+    uint32_t fields[12] = {first_version ? 1 : 2, first_version ? 1 : 2, (uint32_t)fuzz_head_dim(input), heads};
     fields[4] = heads * (uint32_t)fuzz_range(input, 1, 4);
     fields[5] = capacity;
     fields[6] = (uint32_t)fuzz_range(input, 1, formats);
