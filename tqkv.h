@@ -314,6 +314,12 @@ typedef struct tqkv_attention {
    holds NaN or Inf, or a sink is NaN or +Inf. */
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const void *q, void *out);
 
+/* Each item as tqkv_attend does it, to the same bits, in one use of the hook that is cut evenly: for many sequences, of
+   different lengths and numbers of queries. q, out: [n_items]. parallel and allocator are those of items[0]. Outputs
+   may not overlap. One bad item fails the call, and nothing is written. */
+TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items, const void *const *q,
+                                       void *const *out);
+
 /* Attends one slice [first, first + count) of the resident positions, without sinks, for tqkv_attend_merge. max, sum:
    [n_queries][n_heads]: the largest score, and the sum of exp(score - max). out: as tqkv_attend's, but float: the
    sum of exp(score - max) * value, in the values' basis. A query without positions: -INFINITY, 0, zeros. */
@@ -5431,30 +5437,42 @@ static void tqkv__merge_sums(const tqkv__sums *into, const tqkv__sums *from, siz
    on its positions, not on other queries or on tasks. A merge costs as much as half a position. */
 #define TQKV__STRETCH 2048
 
-/* Shared by tasks. A unit of work is an item over all stretches or, if these are too few for many cores ("spread"),
-   over one stretch of a wave. Task t of n takes units t, t + n ... Both ways do the same additions in the same
-   order. */
+/* A job is one call or many. A unit of its work is an item over all stretches or, if some item alone is much of the work
+   ("spread"), an item over one stretch of a wave. Tasks take one unit after the other, so no call waits for a longer
+   one. Both ways do the same additions in the same order. */
 enum { TQKV__TASKS = 32, TQKV__WAVE_FLOATS = 1 << 20 };
-typedef struct tqkv__job {
+
+/* One call of a job. */
+typedef struct tqkv__part {
     const tqkv__attention *a;
-    const void *q;                /* the caller's, as out, max and sum */
+    const void *q; /* the caller's, as out, max and sum */
+    void *out;
+    float *max, *sum;             /* NULL: finish the rows */
     int64_t first, end;           /* positions that some query sees */
     int64_t stretch, n_stretches; /* the first stretch, and their number */
-    int rows_each, n_chunks, n_items, n_tasks;
+    int rows_each, n_items;
+    int first_unit;       /* units of the parts before, in this wave */
+    int64_t wave, n_wave; /* spread: the first stretch in this wave, and their number */
+    size_t sums_floats;   /* sums of all rows */
+    float *total, *now;   /* spread: sums of all earlier waves; [n_wave]: of the stretches in this wave */
+} tqkv__part;
+
+typedef struct tqkv__job {
+    tqkv__part *parts;
+    int n_parts, n_units, n_tasks;
+    int next; /* the next unit; atomic */
     bool spread;
-    int64_t wave, n_wave; /* spread: the first stretch of this wave, and the number of stretches in a wave */
     float *slots; /* [n_tasks][slot_floats]: scratch of each task: tiles, queries, sums of all stretches, sums of one */
-    size_t slot_floats;
-    tqkv__sums partial; /* spread: [1 + n_wave][n_rows]; [0]: the sum of all earlier waves */
-    void *out;
-    float *max, *sum; /* NULL: finish the rows */
+    float *waves; /* [wave_floats] */
+    size_t slot_floats, wave_floats;
 } tqkv__job;
 
-static tqkv__item tqkv__item_of(const tqkv__job *job, int index)
+static tqkv__item tqkv__item_of(const tqkv__part *part, int index)
 {
-    const int rows = job->a->call.n_queries * job->a->group, first_row = index / job->a->n_kv_heads * job->rows_each;
-    const tqkv__item item = {index % job->a->n_kv_heads, first_row,
-                             rows - first_row < job->rows_each ? rows - first_row : job->rows_each};
+    const int rows = part->a->call.n_queries * part->a->group,
+              first_row = index / part->a->n_kv_heads * part->rows_each;
+    const tqkv__item item = {index % part->a->n_kv_heads, first_row,
+                             rows - first_row < part->rows_each ? rows - first_row : part->rows_each};
     return item;
 }
 
@@ -5534,25 +5552,25 @@ static void tqkv__round_output(const tqkv__attention *a, const float *out, void 
 }
 
 /* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. */
-static TQKV__NOINLINE void tqkv__deliver(const tqkv__job *job, const tqkv__item *item, const tqkv__sums *sums)
+static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__item *item, const tqkv__sums *sums)
 {
-    const tqkv__attention *a = job->a;
+    const tqkv__attention *a = part->a;
     float center[TQKV_MAX_HEAD_DIM]; /* of the values */
     TQKV__ALIGNED float wide[TQKV_MAX_HEAD_DIM];
-    const tqkv_type type = job->max ? TQKV_TYPE_F32 : a->call.output_type;
-    const bool scored = a->keys.center && a->call.softcap == 0.0f && (job->max || a->call.sinks);
+    const tqkv_type type = part->max ? TQKV_TYPE_F32 : a->call.output_type;
+    const bool scored = a->keys.center && a->call.softcap == 0.0f && (part->max || a->call.sinks);
     memset(center, 0, sizeof center);
     tqkv__add_center(&a->values, item->kv_head, a->values.rotated, center);
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
-        uint8_t *to = (uint8_t *)job->out + row * (size_t)a->value_dim * tqkv__type_size(type);
+        uint8_t *to = (uint8_t *)part->out + row * (size_t)a->value_dim * tqkv__type_size(type);
         float *out = type == TQKV_TYPE_F32 ? (float *)(void *)to : wide, max = sums->max[i], sum = sums->sum[i];
-        const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, job->q, row)) : 0.0;
+        const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, part->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
         if (scored || a->values.center) tqkv__add_centers(a, score, a->values.center ? center : NULL, out, &max, &sum);
-        if (job->max) {
-            job->max[row] = max;
-            job->sum[row] = sum;
+        if (part->max) {
+            part->max[row] = max;
+            part->sum[row] = sum;
             continue;
         }
         tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out, max, sum);
@@ -5560,120 +5578,217 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__job *job, const tqkv__item 
     }
 }
 
-static void tqkv__attend_stretch(const tqkv__job *job, const tqkv__item *item, int64_t stretch, const float *q,
+static void tqkv__attend_stretch(const tqkv__part *part, const tqkv__item *item, int64_t stretch, const float *q,
                                  const float *offsets, tqkv__tile tiles[2], const tqkv__sums *sums)
 {
     const int64_t first = stretch * TQKV__STRETCH; /* the last stretch may end early */
-    const int64_t end = job->end - first > TQKV__STRETCH ? first + TQKV__STRETCH : job->end;
-    tqkv__clear_sums(sums, (size_t)item->n_rows, job->a->value_dim);
-    tqkv__attend_rows(job->a, item, first > job->first ? first : job->first, end, q, offsets, tiles, sums);
+    const int64_t end = part->end - first > TQKV__STRETCH ? first + TQKV__STRETCH : part->end;
+    tqkv__clear_sums(sums, (size_t)item->n_rows, part->a->value_dim);
+    tqkv__attend_rows(part->a, item, first > part->first ? first : part->first, end, q, offsets, tiles, sums);
+}
+
+/* The sums of n_rows rows in memory. */
+static tqkv__sums tqkv__sums_at(float *memory, size_t n_rows, int value_dim)
+{
+    const size_t elements = n_rows * (size_t)value_dim;
+    const tqkv__sums sums = {memory, memory + elements, memory + elements + n_rows};
+    return sums;
+}
+
+/* An item's part of sums of all rows, which are ordered by KV head. */
+static tqkv__sums tqkv__sums_of_item(const tqkv__part *part, const tqkv__item *item, float *memory)
+{
+    const tqkv__attention *a = part->a;
+    const tqkv__sums all = tqkv__sums_at(memory, a->n_rows, a->value_dim);
+    const size_t before = (size_t)item->kv_head * (size_t)(a->call.n_queries * a->group);
+    return tqkv__sums_from(&all, before + (size_t)item->first_row, a->value_dim);
+}
+
+static void tqkv__attend_unit(const tqkv__job *job, const tqkv__part *part, int unit, float *slot)
+{
+    const tqkv__attention *a = part->a;
+    const tqkv__item item = tqkv__item_of(part, unit % part->n_items);
+    const size_t rows = (size_t)part->rows_each;
+    tqkv__tile *tiles = (tqkv__tile *)(void *)slot;
+    float *q = slot + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + rows * (size_t)a->key_dim;
+    float offsets[TQKV__CHUNK_ROWS];
+    tqkv__arrange_queries(a, &item, part->q, q);
+    tqkv__find_offsets(a, &item, part->q, offsets);
+    if (job->spread) {
+        const int64_t stretch = unit / part->n_items;
+        const tqkv__sums to = tqkv__sums_of_item(part, &item, part->now + (size_t)stretch * part->sums_floats);
+        tqkv__attend_stretch(part, &item, part->wave + stretch, q, offsets, tiles, &to);
+        return;
+    }
+    const tqkv__sums all = tqkv__sums_at(next, rows, a->value_dim);
+    const tqkv__sums one = tqkv__sums_at(next + rows * (size_t)(a->value_dim + 2), rows, a->value_dim);
+    tqkv__attend_stretch(part, &item, part->stretch, q, offsets, tiles, &all);
+    for (int64_t i = 1; i < part->n_stretches; i++) {
+        tqkv__attend_stretch(part, &item, part->stretch + i, q, offsets, tiles, &one);
+        tqkv__merge_sums(&all, &one, (size_t)item.n_rows, a->value_dim);
+    }
+    tqkv__deliver(part, &item, &all);
+}
+
+/* The last part that begins at or before the unit; parts without units in this wave begin where the next one does. */
+static const tqkv__part *tqkv__part_of(const tqkv__job *job, int unit)
+{
+    int low = 0, high = job->n_parts;
+    while (high - low > 1) {
+        const int middle = low + (high - low) / 2;
+        if (job->parts[middle].first_unit <= unit)
+            low = middle;
+        else
+            high = middle;
+    }
+    return &job->parts[low];
 }
 
 static void tqkv__attend_task(void *context, int index)
 {
-    const tqkv__job *job = (const tqkv__job *)context;
-    const size_t rows = (size_t)job->rows_each, elements = rows * (size_t)job->a->value_dim;
+    tqkv__job *job = (tqkv__job *)context;
     float *slot = job->slots + (size_t)index * job->slot_floats;
-    tqkv__tile *tiles = (tqkv__tile *)(void *)slot;
-    float *q = slot + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + rows * (size_t)job->a->key_dim;
-    const tqkv__sums all = {next, next + 2 * elements, next + 2 * elements + rows};
-    const tqkv__sums one = {next + elements, all.sum + rows, all.sum + 2 * rows};
-    float offsets[TQKV__CHUNK_ROWS];
-    const int64_t n_units = job->spread ? job->n_items * job->n_wave : job->n_items;
-    for (int64_t unit = index; unit < n_units; unit += job->n_tasks) {
-        const tqkv__item item = tqkv__item_of(job, (int)(unit % job->n_items));
-        tqkv__arrange_queries(job->a, &item, job->q, q);
-        tqkv__find_offsets(job->a, &item, job->q, offsets);
-        if (job->spread) { /* rows are ordered by KV head; item.first_row counts within it */
-            const size_t row = (size_t)item.kv_head * (size_t)(job->a->call.n_queries * job->a->group) +
-                               (size_t)item.first_row + (size_t)(1 + unit / job->n_items) * job->a->n_rows;
-            const tqkv__sums to = tqkv__sums_from(&job->partial, row, job->a->value_dim);
-            tqkv__attend_stretch(job, &item, job->wave + unit / job->n_items, q, offsets, tiles, &to);
-            continue;
-        }
-        tqkv__attend_stretch(job, &item, job->stretch, q, offsets, tiles, &all);
-        for (int64_t i = 1; i < job->n_stretches; i++) {
-            tqkv__attend_stretch(job, &item, job->stretch + i, q, offsets, tiles, &one);
-            tqkv__merge_sums(&all, &one, (size_t)item.n_rows, job->a->value_dim);
-        }
-        tqkv__deliver(job, &item, &all);
+    for (;;) {
+        const int unit = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        if (unit >= job->n_units) return;
+        const tqkv__part *part = tqkv__part_of(job, unit);
+        tqkv__attend_unit(job, part, unit - part->first_unit, slot);
     }
 }
 
-/* Finds the stretches and items, and divides them among tasks and waves. */
-static void tqkv__cut(const tqkv__attention *a, int64_t first, int64_t end, tqkv__job *job)
+/* Finds the stretches and items of a call over [first, end). max and sum NULL: finishes the rows. */
+static void tqkv__cut(const tqkv__attention *a, int64_t first, int64_t end, const void *q, void *out, float *max,
+                      float *sum, tqkv__part *part)
 {
     int64_t unused;
-    memset(job, 0, sizeof *job);
-    job->a = a;
-    tqkv__visible(a, 0, first, end, &job->first, &unused);
-    tqkv__visible(a, a->call.n_queries - 1, first, end, &unused, &job->end);
-    if (job->end < job->first) job->end = job->first;
-    job->stretch = job->first / TQKV__STRETCH;
-    job->n_stretches = job->end > job->first ? (job->end - 1) / TQKV__STRETCH - job->stretch + 1 : 1;
-    job->rows_each = tqkv__chunk_rows(a->key_dim > a->value_dim ? a->key_dim : a->value_dim);
-    if (job->rows_each > a->call.n_queries * a->group) job->rows_each = a->call.n_queries * a->group;
-    job->n_chunks = (a->call.n_queries * a->group - 1) / job->rows_each + 1;
-    job->n_items = a->n_kv_heads * job->n_chunks;
-    job->spread = a->call.parallel.run != tqkv__run_serial && job->n_items < TQKV__TASKS && job->n_stretches > 1;
-    const int64_t fit = TQKV__WAVE_FLOATS / (int64_t)(a->out_elements + 2 * a->n_rows);
-    job->n_wave = !job->spread ? 0 : fit < 1 ? 1 : fit < job->n_stretches ? fit : job->n_stretches;
-    const int64_t units = job->spread ? job->n_items * job->n_wave : job->n_items;
-    job->n_tasks = a->call.parallel.run == tqkv__run_serial ? 1 : units < TQKV__TASKS ? (int)units : TQKV__TASKS;
+    memset(part, 0, sizeof *part);
+    part->a = a;
+    part->q = q;
+    part->out = out;
+    part->max = max;
+    part->sum = sum;
+    tqkv__visible(a, 0, first, end, &part->first, &unused);
+    tqkv__visible(a, a->call.n_queries - 1, first, end, &unused, &part->end);
+    if (part->end < part->first) part->end = part->first;
+    part->stretch = part->wave = part->first / TQKV__STRETCH;
+    part->n_stretches = part->end > part->first ? (part->end - 1) / TQKV__STRETCH - part->stretch + 1 : 1;
+    part->rows_each = tqkv__chunk_rows(a->key_dim > a->value_dim ? a->key_dim : a->value_dim);
+    if (part->rows_each > a->call.n_queries * a->group) part->rows_each = a->call.n_queries * a->group;
+    part->n_items = a->n_kv_heads * ((a->call.n_queries * a->group - 1) / part->rows_each + 1);
+    part->sums_floats = a->n_rows * ((size_t)a->value_dim + 2);
 }
 
-/* Runs the waves of a spread job and merges their stretches in order. */
+/* Chooses how to divide the work, and how much memory that takes. Returns the floats of all totals. */
+static size_t tqkv__divide(tqkv__job *job)
+{
+    const bool hook = job->parts[0].a->call.parallel.run != tqkv__run_serial;
+    double longest = 0.0, all = 0.0; /* in stretches of an item */
+    size_t most = 0, totals = 0, waves = 0;
+    for (int i = 0; i < job->n_parts; i++) {
+        const tqkv__part *part = &job->parts[i];
+        const int64_t left = (int64_t)(TQKV__WAVE_FLOATS - waves), each = (int64_t)part->sums_floats;
+        if ((double)part->n_stretches > longest) longest = (double)part->n_stretches;
+        all += (double)part->n_stretches * part->n_items;
+        waves = part->n_stretches > left / each ? TQKV__WAVE_FLOATS : waves + (size_t)(part->n_stretches * each);
+        if (part->sums_floats > most) most = part->sums_floats;
+        if (totals <= SIZE_MAX / 64) totals += part->sums_floats; /* each is below, see tqkv__attention_shape */
+    }
+    job->n_tasks = !hook ? 1 : all < TQKV__TASKS ? (int)all : TQKV__TASKS;
+    job->spread = hook && longest > 1.0 && 4.0 * longest * TQKV__TASKS > all && totals <= SIZE_MAX / 64;
+    job->wave_floats = !job->spread ? 0 : waves > most ? waves : most;
+    return job->spread ? totals : 0;
+}
+
+/* Gives each part as many of its next stretches as the memory of a wave holds, and counts the units. */
+static void tqkv__next_wave(tqkv__job *job)
+{
+    size_t used = 0;
+    job->n_units = job->next = 0;
+    for (int i = 0; i < job->n_parts; i++) {
+        tqkv__part *part = &job->parts[i];
+        part->wave += part->n_wave;
+        const int64_t left = part->stretch + part->n_stretches - part->wave;
+        const int64_t fit = (int64_t)((job->wave_floats - used) / part->sums_floats);
+        part->n_wave = left < fit ? left : fit;
+        part->now = job->waves + used;
+        part->first_unit = job->n_units;
+        used += (size_t)part->n_wave * part->sums_floats;
+        job->n_units += (int)part->n_wave * part->n_items;
+    }
+}
+
+static void tqkv__run_tasks(tqkv__job *job)
+{
+    const tqkv_parallel *parallel = &job->parts[0].a->call.parallel;
+    parallel->run(parallel->user, job->n_tasks, tqkv__attend_task, job);
+}
+
+/* Runs the waves of a spread job and merges the stretches of each part in order. */
 static void tqkv__run_waves(tqkv__job *job)
 {
-    const tqkv__attention *a = job->a;
-    const int64_t end = job->stretch + job->n_stretches;
-    tqkv__clear_sums(&job->partial, a->n_rows, a->value_dim);
-    for (job->wave = job->stretch; job->wave < end; job->wave += job->n_wave) {
-        if (job->n_wave > end - job->wave) job->n_wave = end - job->wave;
-        a->call.parallel.run(a->call.parallel.user, job->n_tasks, tqkv__attend_task, job);
-        for (int64_t i = 1; i <= job->n_wave; i++) {
-            const tqkv__sums from = tqkv__sums_from(&job->partial, (size_t)i * a->n_rows, a->value_dim);
-            tqkv__merge_sums(&job->partial, &from, a->n_rows, a->value_dim);
+    for (tqkv__next_wave(job); job->n_units > 0; tqkv__next_wave(job)) {
+        tqkv__run_tasks(job);
+        for (int i = 0; i < job->n_parts; i++) {
+            const tqkv__part *part = &job->parts[i];
+            const size_t n_rows = part->a->n_rows;
+            const int value_dim = part->a->value_dim;
+            const tqkv__sums total = tqkv__sums_at(part->total, n_rows, value_dim);
+            if (part->wave == part->stretch) tqkv__clear_sums(&total, n_rows, value_dim);
+            for (int64_t w = 0; w < part->n_wave; w++) {
+                const tqkv__sums now = tqkv__sums_at(part->now + (size_t)w * part->sums_floats, n_rows, value_dim);
+                tqkv__merge_sums(&total, &now, n_rows, value_dim);
+            }
         }
     }
-    for (int i = 0; i < job->n_items; i++) {
-        const tqkv__item item = tqkv__item_of(job, i);
-        const size_t row = (size_t)item.kv_head * (size_t)(a->call.n_queries * a->group) + (size_t)item.first_row;
-        const tqkv__sums sums = tqkv__sums_from(&job->partial, row, a->value_dim);
-        tqkv__deliver(job, &item, &sums);
+    for (int i = 0; i < job->n_parts; i++)
+        for (int j = 0; j < job->parts[i].n_items; j++) {
+            const tqkv__item item = tqkv__item_of(&job->parts[i], j);
+            const tqkv__sums sums = tqkv__sums_of_item(&job->parts[i], &item, job->parts[i].total);
+            tqkv__deliver(&job->parts[i], &item, &sums);
+        }
+}
+
+/* Attends all parts after all checks, with the hooks of the first. */
+static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
+{
+    tqkv__job job = {parts, n_parts, 0, 0, 0, false, NULL, NULL, 0, 0};
+    const tqkv_allocator *allocator = &parts[0].a->call.allocator;
+    const size_t totals = tqkv__divide(&job);
+    int64_t n_units = 0;
+    for (int i = 0; i < n_parts; i++) {
+        const size_t rows = (size_t)parts[i].rows_each, sums = 2 * rows * (size_t)(parts[i].a->value_dim + 2);
+        const size_t slot =
+            2 * sizeof(tqkv__tile) / sizeof(float) + rows * (size_t)parts[i].a->key_dim + (job.spread ? 0 : sums);
+        if (slot > job.slot_floats) job.slot_floats = slot;
+        parts[i].first_unit = (int)n_units;
+        n_units += parts[i].n_items;
+        if (n_units > INT_MAX - TQKV__TASKS) return TQKV__INVALID("more query rows than an int counts");
     }
+    job.n_units = (int)n_units;
+    job.slot_floats = (job.slot_floats + 15) / 16 * 16; /* whole cache lines */
+    if (!job.spread && job.n_tasks > job.n_units) job.n_tasks = job.n_units;
+    const size_t size = ((size_t)job.n_tasks * job.slot_floats + job.wave_floats + totals + 16) * sizeof(float);
+    float *memory = (float *)allocator->alloc(allocator->user, size);
+    if (!memory) return TQKV_OUT_OF_MEMORY;
+    job.slots = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float);
+    job.waves = job.slots + (size_t)job.n_tasks * job.slot_floats;
+    float *total = job.waves + job.wave_floats;
+    for (int i = 0; job.spread && i < n_parts; total += parts[i++].sums_floats) parts[i].total = total;
+    if (job.spread)
+        tqkv__run_waves(&job);
+    else
+        tqkv__run_tasks(&job);
+    allocator->free(allocator->user, memory, size);
+    return TQKV_OK;
 }
 
 /* Attends over [first, end) after all checks. max and sum NULL: finishes the rows. */
 static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, int64_t end, const void *q, void *out,
                                       float *max, float *sum)
 {
-    tqkv__job job;
-    tqkv__cut(a, first, end, &job);
-    const tqkv_allocator *allocator = &a->call.allocator;
-    const size_t rows = (size_t)job.rows_each, q_floats = rows * (size_t)a->key_dim;
-    const size_t sums_floats = job.spread ? 0 : 2 * rows * (size_t)(a->value_dim + 2);
-    const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + q_floats + sums_floats;
-    job.slot_floats = (slot + 15) / 16 * 16; /* whole cache lines */
-    const size_t partial_rows = job.spread ? (size_t)(1 + job.n_wave) * a->n_rows : 0;
-    const size_t partial_floats = partial_rows * ((size_t)a->value_dim + 2);
-    const size_t size = ((size_t)job.n_tasks * job.slot_floats + partial_floats + 16) * sizeof(float);
-    float *memory = (float *)allocator->alloc(allocator->user, size);
-    if (!memory) return TQKV_OUT_OF_MEMORY;
-    job.q = q;
-    job.out = out;
-    job.max = max;
-    job.sum = sum;
-    job.slots = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float);
-    job.partial.out = job.slots + (size_t)job.n_tasks * job.slot_floats;
-    job.partial.max = job.partial.out + partial_rows * (size_t)a->value_dim;
-    job.partial.sum = job.partial.max + partial_rows;
-    if (job.spread)
-        tqkv__run_waves(&job);
-    else
-        a->call.parallel.run(a->call.parallel.user, job.n_tasks, tqkv__attend_task, &job);
-    allocator->free(allocator->user, memory, size);
-    return TQKV_OK;
+    tqkv__part part;
+    tqkv__cut(a, first, end, q, out, max, sum, &part);
+    return tqkv__run_job(&part, 1);
 }
 
 /* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [value_dim] */
@@ -5729,19 +5844,24 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
     return TQKV_OK;
 }
 
-/* Checks the outputs in arrays against q, the stores and the sinks, and q for NaN and infinity. */
-static tqkv_result tqkv__check_attend(const tqkv__attention *a, const void *q, tqkv__arrays *arrays)
+/* Whether an attention reads memory at p. */
+static bool tqkv__reads(const tqkv__attention *a, const void *q, const void *p, size_t size)
 {
-    const int n_written = arrays->n;
+    return tqkv__stream_overlaps(&a->keys, p, size) || tqkv__stream_overlaps(&a->values, p, size) ||
+           tqkv__overlap(q, a->q_elements * tqkv__type_size(a->call.query_type), p, size) ||
+           tqkv__overlap(a->call.sinks, (size_t)a->call.n_heads * sizeof(float), p, size) ||
+           tqkv__overlap(a->call.tree, (size_t)a->call.n_queries * sizeof(uint64_t), p, size);
+}
+
+/* Checks the outputs in arrays against what the call reads, and q for NaN and infinity. */
+static tqkv_result tqkv__check_attend(const tqkv__attention *a, const void *q, const tqkv__arrays *arrays)
+{
+    if (!q) return TQKV__INVALID("q is NULL");
     if (!tqkv__aligned_as(a->call.query_type, q)) return TQKV__INVALID("q: not aligned as its type");
-    tqkv__add_array(arrays, q, a->q_elements * tqkv__type_size(a->call.query_type));
-    if (a->call.sinks) tqkv__add_array(arrays, a->call.sinks, (size_t)a->call.n_heads * sizeof(float));
-    if (a->call.tree) tqkv__add_array(arrays, a->call.tree, (size_t)a->call.n_queries * sizeof(uint64_t));
-    for (int i = 0; i < n_written; i++)
-        if (tqkv__stream_overlaps(&a->keys, arrays->at[i], arrays->size[i]) ||
-            tqkv__stream_overlaps(&a->values, arrays->at[i], arrays->size[i]))
-            return TQKV__INVALID("an output overlaps a store");
-    const tqkv_result r = tqkv__check_arrays(arrays, n_written);
+    for (int i = 0; i < arrays->n; i++)
+        if (tqkv__reads(a, q, arrays->at[i], arrays->size[i]))
+            return TQKV__INVALID("an output overlaps q, a store, the sinks or the tree");
+    const tqkv_result r = tqkv__check_arrays(arrays, arrays->n);
     if (r != TQKV_OK || a->isa->codec->rows_finite(a->call.query_type, q, a->q_elements)) return r;
     return TQKV__REFUSE(NOT_FINITE, "q holds NaN or infinity");
 }
@@ -5766,6 +5886,70 @@ TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q,
     tqkv__attention a;
     tqkv_result r = tqkv__attention_open(attention, &a);
     return r == TQKV_OK ? tqkv__attend(&a, q, out) : r;
+}
+
+static size_t tqkv__out_size(const tqkv__part *part)
+{
+    return part->a->out_elements * tqkv__type_size(part->a->call.output_type);
+}
+
+/* Whether the output of one call overlaps an array of another. Outputs that ascend, apart from all that is read, need no
+   comparison of each with each. */
+static bool tqkv__parts_overlap(const tqkv__part *parts, int n)
+{
+    uintptr_t low = (uintptr_t)parts[0].out, high = low;
+    bool apart = true;
+    for (int i = 0; i < n; i++) {
+        apart = apart && (uintptr_t)parts[i].out >= high;
+        high = (uintptr_t)parts[i].out + tqkv__out_size(&parts[i]);
+    }
+    for (int i = 0; i < n; i++) apart = apart && !tqkv__reads(parts[i].a, parts[i].q, (const void *)low, high - low);
+    for (int i = 0; !apart && i < n; i++)
+        for (int j = 0; j < n; j++) {
+            if (i == j) continue;
+            const void *out = parts[i].out;
+            const size_t size = tqkv__out_size(&parts[i]);
+            if (tqkv__reads(parts[j].a, parts[j].q, out, size)) return true;
+            if (tqkv__overlap(parts[j].out, tqkv__out_size(&parts[j]), out, size)) return true;
+        }
+    return false;
+}
+
+/* Opens and checks one item; it takes over the hooks of the first. */
+static tqkv_result tqkv__open_item(const tqkv_attention *items, int i, const void *q, void *out, tqkv__attention *a,
+                                   tqkv__part *part)
+{
+    tqkv_attention item = items[i];
+    item.parallel = items[0].parallel;
+    item.allocator = items[0].allocator;
+    tqkv_result r = tqkv__attention_open(&item, a);
+    if (r == TQKV_OK) r = tqkv__check_q_out(a, q, out);
+    if (r == TQKV_OK) r = tqkv__check_seen(a, a->first, a->call.end);
+    if (r == TQKV_OK) tqkv__cut(a, a->first, a->call.end, q, out, NULL, NULL, part);
+    return r;
+}
+
+TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items, const void *const *q, void *const *out)
+{
+    size_t size;
+    if (!items || !q || !out) return TQKV__INVALID("items, q or out is NULL");
+    if (n_items < 0) return TQKV__INVALID("n_items is negative");
+    if (n_items == 0) return TQKV_OK;
+    tqkv_allocator allocator = items[0].allocator;
+    if (!tqkv__resolve_allocator(&allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
+    if (!tqkv__size_multiply((size_t)n_items, sizeof(tqkv__attention) + sizeof(tqkv__part), &size))
+        return TQKV__INVALID("n_items is too large");
+    tqkv__attention *opened = (tqkv__attention *)allocator.alloc(allocator.user, size);
+    if (!opened) return TQKV_OUT_OF_MEMORY;
+    tqkv__part *parts = (tqkv__part *)(void *)(opened + n_items);
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; r == TQKV_OK && i < n_items; i++)
+        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], &parts[i]);
+    if (r == TQKV_OK && tqkv__parts_overlap(parts, n_items))
+        r = TQKV__INVALID("the output of an item overlaps an array of another");
+    if (r == TQKV_OK) r = tqkv__run_job(parts, n_items);
+    allocator.free(allocator.user, opened, size);
+    return r;
 }
 
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const void *q, int64_t first, int count,

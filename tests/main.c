@@ -13,6 +13,7 @@ static void add_all_cases(void)
     test_length_cases();
     test_defect_cases();
     test_pages_cases();
+    test_batch_cases();
     test_cache_cases();
     test_center_cases();
     test_types_cases();

@@ -52,12 +52,12 @@ $(eval $(call runner_variant,clang-O3,clang,-std=c11 $(AGGRESSIVE),,))
 $(eval $(call runner_variant,clangxx,clang++,-x c++ -std=c++11 -O2,,$(EXACT_CASES)))
 $(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE),,))
 $(eval $(call runner_variant,msan,clang,-std=c99 -O1 -g -fsanitize=memory -fno-sanitize-recover=all,,$(MSAN_CASES)))
-$(eval $(call runner_variant,tsan,gcc,-std=c99 -O1 -g -fsanitize=thread,,threads/))
+$(eval $(call runner_variant,tsan,gcc,-std=c99 -O1 -g -fsanitize=thread,,threads/ batch/bits batch/waves))
 endif
 
 # ---- Each instruction set of this processor; the runs above use the best one ----
 
-ISA_CASES := golden codec/ types/ value_dim/ attend/ pages/ captured/attend defect fault cache
+ISA_CASES := golden codec/ types/ value_dim/ attend/ pages/ batch/ captured/attend defect fault cache
 REFERENCE_BUILD := $(if $(filter Darwin,$(SYSTEM)),default,gcc)
 
 .PHONY: test-isa test-isa-sanitize

@@ -85,6 +85,7 @@ void test_attend_options_cases(void);
 void test_length_cases(void);
 void test_defect_cases(void);
 void test_pages_cases(void);
+void test_batch_cases(void);
 void test_cache_cases(void);
 void test_center_cases(void);
 void test_types_cases(void);

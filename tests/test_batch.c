@@ -1,0 +1,279 @@
+/* tqkv_attend_batch: each item has the bits of tqkv_attend alone; all or nothing. */
+#include "attend_fixture.h"
+#include "counting.h"
+
+#include <pthread.h>
+
+enum { MAX_ITEMS = 12, THREADS = 3 };
+
+/* ---- Hooks ---- */
+
+typedef struct hook {
+    tqkv_task task;
+    void *context;
+    int count, calls, first;
+} hook;
+
+static void run_backwards(void *user, int count, tqkv_task task, void *context)
+{
+    ((hook *)user)->calls++;
+    for (int i = count; i-- > 0;) task(context, i);
+}
+
+static void *run_share(void *argument)
+{
+    const hook *share = (const hook *)argument;
+    for (int i = share->first; i < share->count; i += THREADS) share->task(share->context, i);
+    return NULL;
+}
+
+static void run_on_threads(void *user, int count, tqkv_task task, void *context)
+{
+    pthread_t threads[THREADS];
+    hook shares[THREADS];
+    ((hook *)user)->calls++;
+    for (int i = 0; i < THREADS; i++) {
+        shares[i].task = task;
+        shares[i].context = context;
+        shares[i].count = count;
+        shares[i].first = i;
+        if (pthread_create(&threads[i], NULL, run_share, &shares[i]) != 0) exit(2);
+    }
+    for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
+}
+
+/* ---- A batch ---- */
+
+typedef struct batch {
+    int n;
+    attend_problem problems[MAX_ITEMS];
+    tqkv_attention items[MAX_ITEMS];
+    const void *q[MAX_ITEMS];
+    void *out[MAX_ITEMS];
+    size_t bytes[MAX_ITEMS]; /* of each output */
+} batch;
+
+static void make_item(batch *b, const attend_row *row)
+{
+    const int i = b->n++;
+    attend_problem *p = &b->problems[i];
+    attend_set_up(p, row);
+    b->bytes[i] = p->n_rows * p->value_dim * sizeof(float);
+    b->items[i] = p->attention;
+    b->q[i] = p->q;
+    b->out[i] = test_alloc_filled(b->bytes[i], 0xff);
+    CHECK_RESULT(tqkv_attend(&p->attention, p->q, p->out), TQKV_OK);
+}
+
+static void free_batch(batch *b)
+{
+    for (int i = 0; i < b->n; i++) {
+        attend_tear_down(&b->problems[i]);
+        free(b->out[i]);
+    }
+    free(b);
+}
+
+/* Different formats, sizes, lengths, options and numbers of queries; about every fourth has several stretches. */
+static batch *make_batch(uint64_t seed, int n)
+{
+    data_random random = {seed};
+    batch *b = (batch *)test_alloc(sizeof *b);
+    memset(b, 0, sizeof *b);
+    while (b->n < n) {
+        const int i = b->n + (int)seed;
+        attend_row row = attend_default_row(test_formats[i % TEST_FORMATS], test_formats[(3 * i + 1) % TEST_FORMATS],
+                                            test_all_head_dims[data_below(&random, 7)]);
+        row.value_dim = test_all_head_dims[data_below(&random, 7)];
+        row.n_kv_heads = 1 + data_below(&random, 2);
+        row.group = 1 + data_below(&random, 4);
+        row.n_queries = 1 + data_below(&random, 5);
+        row.end = i % 4 ? 1 + data_below(&random, 200) : 2000 + data_below(&random, 400);
+        row.key_capacity = row.value_capacity = (int)row.end + data_below(&random, 3);
+        row.key_ring = row.value_ring = i % 3 == 0;
+        row.window = i % 5 == 2 ? 70 : 0;
+        row.softcap = i % 6 == 1 ? 3.0f : 0.0f;
+        row.sinks = i % 2 ? SINKS_SOME : SINKS_NONE;
+        row.tree = i % 5 == 1;
+        row.key_center = i % 3 == 1 ? 2.0f : 0.0f;
+        row.bits_alone = true;
+        make_item(b, &row);
+    }
+    return b;
+}
+
+static tqkv_result attend_batch(batch *b) { return tqkv_attend_batch(b->items, b->n, b->q, b->out); }
+
+static void check_outputs(batch *b, const char *what)
+{
+    for (int i = 0; i < b->n; i++) {
+        CHECK(!memcmp(b->out[i], b->problems[i].out, b->bytes[i]), "%s: item %d of %d has other bits", what, i, b->n);
+        memset(b->out[i], 0xff, b->bytes[i]);
+    }
+}
+
+static void check_untouched(const batch *b)
+{
+    for (int i = 0; i < b->n; i++)
+        for (size_t j = 0; j < b->bytes[i]; j++)
+            if (((const unsigned char *)b->out[i])[j] != 0xff) {
+                CHECK(false, "item %d was written", i);
+                break;
+            }
+}
+
+static void check_hooks(batch *b, bool one_use)
+{
+    hook user = {NULL, NULL, 0, 0, 0};
+    CHECK_RESULT(attend_batch(b), TQKV_OK);
+    check_outputs(b, "no hook");
+    b->items[0].parallel.user = &user;
+    b->items[0].parallel.run = run_backwards;
+    if (b->n > 1) b->items[1].allocator.alloc = counting_alloc; /* not looked at */
+    CHECK_RESULT(attend_batch(b), TQKV_OK);
+    check_outputs(b, "backwards");
+    CHECK(one_use ? user.calls == 1 : user.calls > 1, "%d uses of the hook", user.calls);
+    b->items[0].parallel.run = run_on_threads;
+    CHECK_RESULT(attend_batch(b), TQKV_OK);
+    check_outputs(b, "on threads");
+}
+
+static void check_bits(const void *parameters)
+{
+    const int seed = *(const int *)parameters;
+    batch *b = make_batch((uint64_t)seed, 1 + seed * 5 % MAX_ITEMS);
+    check_hooks(b, true);
+    free_batch(b);
+}
+
+/* Sums that fill the memory of several waves: of short windows across the end of a stretch, with many rows. */
+static void check_waves(const void *parameters)
+{
+    (void)parameters;
+    batch *b = (batch *)test_alloc(sizeof *b);
+    memset(b, 0, sizeof *b);
+    for (int i = 0; i < 4; i++) {
+        attend_row row = attend_default_row(TQKV_TQ4, TQKV_TQ4, i == 2 ? 32 : 512);
+        row.n_kv_heads = 1;
+        row.group = i == 2 ? 1 : 8;
+        row.n_queries = i == 2 ? 1 : 64;
+        row.key_ring = row.value_ring = true;
+        row.key_capacity = row.value_capacity = 80;
+        row.window = 10;
+        row.end = 2048 + 10 * i;
+        row.bits_alone = true;
+        make_item(b, &row);
+    }
+    check_hooks(b, false);
+    free_batch(b);
+}
+
+/* One bad item, and no output is written. */
+static void check_bad_items(const void *parameters)
+{
+    const int bad = *(const int *)parameters;
+    batch *b = make_batch(1, 3);
+    b->items[0].parallel.run = NULL;
+    ((float *)(uintptr_t)b->q[bad])[0] = (float)NAN;
+    CHECK_RESULT(attend_batch(b), TQKV_NOT_FINITE);
+    ((float *)(uintptr_t)b->q[bad])[0] = 0.0f;
+    b->items[bad].end = -1;
+    CHECK_RESULT(attend_batch(b), TQKV_INVALID_ARGUMENT);
+    b->items[bad].end = INT64_MAX - 1;
+    b->items[bad].kv_len = 1 << 30;
+    CHECK_RESULT(attend_batch(b), TQKV_OUT_OF_RANGE);
+    b->items[bad] = b->problems[bad].attention;
+    const void *q = b->q[bad];
+    b->q[bad] = NULL;
+    CHECK_RESULT(attend_batch(b), TQKV_INVALID_ARGUMENT);
+    b->q[bad] = q;
+    void *out = b->out[bad];
+    b->out[bad] = NULL;
+    CHECK_RESULT(attend_batch(b), TQKV_INVALID_ARGUMENT);
+    b->out[bad] = out;
+    check_untouched(b);
+    free_batch(b);
+}
+
+/* Outputs may stand in any order, but not in one another, nor where another item reads. */
+static void check_overlaps(const void *parameters)
+{
+    (void)parameters;
+    batch *b = (batch *)test_alloc(sizeof *b);
+    memset(b, 0, sizeof *b);
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+    row.sinks = SINKS_SOME;
+    row.tree = true;
+    row.bits_alone = true;
+    for (int i = 0; i < 3; i++) make_item(b, &row);
+    const size_t n = b->bytes[0] / sizeof(float);
+    float *block = (float *)test_alloc_filled(4 * n * sizeof *block, 0xff);
+    void *own[3] = {b->out[0], b->out[1], b->out[2]};
+    for (int i = 0; i < 3; i++) b->out[i] = block + (size_t)(3 - i) * n; /* descending */
+    CHECK_RESULT(attend_batch(b), TQKV_OK);
+    check_outputs(b, "descending");
+    b->out[1] = block + 2 * n + 1;
+    CHECK_RESULT(attend_batch(b), TQKV_INVALID_ARGUMENT);
+    for (int i = 0; i < 3; i++) b->out[i] = block + (size_t)i * n - (size_t)(i == 2); /* the last two share a value */
+    CHECK_RESULT(attend_batch(b), TQKV_INVALID_ARGUMENT);
+    void *const read[] = {b->problems[1].q, b->problems[1].keys.codes, b->problems[2].values.norms,
+                          b->problems[1].sinks, b->problems[2].tree};
+    for (int i = 0; i < 5; i++) {
+        b->out[0] = read[i];
+        b->out[1] = block;
+        CHECK_RESULT(attend_batch(b), TQKV_INVALID_ARGUMENT);
+    }
+    for (int i = 0; i < 3; i++) b->out[i] = own[i];
+    check_untouched(b);
+    free(block);
+    free_batch(b);
+}
+
+static void check_arguments(const void *parameters)
+{
+    (void)parameters;
+    batch *b = make_batch(2, 2);
+    CHECK_RESULT(tqkv_attend_batch(b->items, 0, b->q, b->out), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_batch(b->items, -1, b->q, b->out), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_attend_batch(NULL, 2, b->q, b->out), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_attend_batch(b->items, 2, NULL, b->out), TQKV_INVALID_ARGUMENT);
+    test_explained = NULL;
+    CHECK_RESULT(tqkv_attend_batch(b->items, 2, b->q, NULL), TQKV_INVALID_ARGUMENT);
+    CHECK(test_explained != NULL, "no text");
+    b->items[0].allocator.alloc = counting_alloc;
+    CHECK_RESULT(attend_batch(b), TQKV_INVALID_ARGUMENT);
+    check_untouched(b);
+    free_batch(b);
+}
+
+/* Each allocation fails in turn. */
+static void check_memory(const void *parameters)
+{
+    (void)parameters;
+    counting counter = {0, 0, 0, 0};
+    batch *b = make_batch(4, 5);
+    b->items[0].allocator = counting_allocator(&counter);
+    tqkv_result result = TQKV_OUT_OF_MEMORY;
+    for (int n = 1; n < 10 && result != TQKV_OK; n++) {
+        counter.calls = 0;
+        counter.fail_at = n;
+        result = attend_batch(b);
+        CHECK_NO_LEAK(&counter);
+        if (result == TQKV_OK) break;
+        CHECK_RESULT(result, TQKV_OUT_OF_MEMORY);
+        check_untouched(b);
+    }
+    CHECK_RESULT(result, TQKV_OK);
+    check_outputs(b, "after failures");
+    free_batch(b);
+}
+
+void test_batch_cases(void)
+{
+    for (int i = 0; i < 8; i++) test_add(check_bits, &i, sizeof i, "batch/bits/%d", i);
+    for (int i = 0; i < 3; i++) test_add(check_bad_items, &i, sizeof i, "batch/bad_item/%d", i);
+    test_add(check_waves, NULL, 0, "batch/waves");
+    test_add(check_overlaps, NULL, 0, "batch/overlaps");
+    test_add(check_arguments, NULL, 0, "batch/arguments");
+    test_add(check_memory, NULL, 0, "batch/memory");
+}
