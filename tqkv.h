@@ -776,7 +776,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
      {0x30, 0x3f, 0xfc, 0x0c, 0x02}, {0x9a, 0x95, 0x56, 0xa6, 0x0b}, {0xc0, 0xfc, 0xf0, 0x33, 0x08}, {0x6a, 0x56, 0x5a, 0x99, 0x0e}}};
 // clang-format on
 
-/* The Metal kernels, tqkv_<family>_d<head_dim>. A kernel and its function constants make a pipeline. */
+/* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ. A
+   kernel and its function constants make a pipeline. */
 #define TQKV_FC_FORMAT       0    /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
 #define TQKV_FC_VALUE_FORMAT 1    /* uint: encode_kv, attend: that of the values */
 #define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
@@ -793,13 +794,22 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV_FC_CENTER         12 /* bool: encode, probe, decode: rows have a centre; encode_kv: keys have one */
                                   /* attend, attend_merge: keys have one, and it changes the result */
 #define TQKV_FC_VALUE_CENTER 13   /* bool: encode_kv, attend_merge: values have a centre */
+#define TQKV_FC_TYPE         14   /* uint: tqkv_type of the rows that encode, probe and attend read; encode_kv: the keys */
+                                  /* decode, attend_merge: of the rows that they write */
+#define TQKV_FC_VALUE_TYPE   15   /* uint: encode_kv: that of the values */
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
 
+/* Lanes of a simdgroup that share a row: a lane has its values from all runs, for the matrix across them. */
+#define TQKV__ROW_LANES(D) (TQKV__RUNS(D) > 1 ? (D) / TQKV__RUNS(D) : 32)
+
 /* Threadgroup memory, in bytes. Attend takes all four. */
 #define TQKV__CELL_BYTES    3120                                         /* (0) of encode: cells of the codebook */
-#define TQKV__SIGN_BYTES(D) (4 * (D))                                    /* (1) of encode, (0) of probe: signs */
+                                                                         /* (1) of encode, (0) of probe: signs or, with */
+                                                                         /*     a matrix, rows of n simdgroups: */
+#define TQKV__SIGN_BYTES(D)   (TQKV__RUNS(D) > 1 ? 0 : 4 * (D))
+#define TQKV__ROW_BYTES(D, n) (TQKV__RUNS(D) > 1 ? (n)*128 * (TQKV__RUNS(D) + 1) : 0)
 #define TQKV__TABLE_BYTES   1024                                         /* (0) of decode: a codebook */
                                                                          /* (2) of encode: squares of its centroids */
 #define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
@@ -822,8 +832,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
 
-/* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side. */
-#define TQKV__ENCODE_ROWS(D) (4 * ((D) == 32 ? 16 : 1024 / (D)))
+/* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side, 8 up to D=128. */
+#define TQKV__ENCODE_ROWS(D) (TQKV__RUNS(D) > 1 ? 128 / TQKV__ROW_LANES(D) : (D) == 32 ? 64 : 4096 / (D))
 
 /* Simdgroups that share a row's sections in attend_merge: 8 KiB of threadgroup memory. */
 #define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))
@@ -831,12 +841,23 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D)                                                                                          \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
-        TQKV__SIGN_BYTES(D), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D), TQKV__ATTEND_WEIGHT_BYTES(D, 1),  \
+        TQKV__SIGN_BYTES(D), TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D), TQKV__ATTEND_WEIGHT_BYTES(D, 1),  \
         TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1), TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH,     \
         TQKV__SECTION
-enum { TQKV__KERNEL_DIMS = 6, TQKV__N_KERNEL_SIZES = 14 };
-/* head_dim number i of the kernels */
-#define TQKV__KERNEL_DIM(i) (32 << (i))
+enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 15 };
+
+/* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
+   TQKV__NARROW_VALUES in encode_kv and attend. */
+#define TQKV__KERNELS(row, x)                                                                                          \
+    row(x, 0, 32) row(x, 1, 48) row(x, 2, 64) row(x, 3, 80) row(x, 4, 96) row(x, 5, 128) row(x, 6, 192)                \
+        row(x, 7, 256) row(x, 8, 512) row(x, 9, 1024)
+#define TQKV__WIDE_KEYS     192
+#define TQKV__NARROW_VALUES 128
+/* head_dim number i of the kernels, or 0; whether D has kernels */
+#define TQKV__KERNEL_DIM(i)              (TQKV__KERNELS(TQKV__KERNEL_DIM_OF, i) 0)
+#define TQKV__HAS_KERNELS(D)             (TQKV__KERNELS(TQKV__HAS_KERNELS_OF, D) false)
+#define TQKV__KERNEL_DIM_OF(i, n, size)  (i) == n ? size:
+#define TQKV__HAS_KERNELS_OF(D, n, size) (D) == size ||
 
 /* Rows of one stream. Token t is at slot first_slot + t, minus capacity if that is beyond the store. The host resolves
    positions; it passes at most `capacity` tokens and fewer than 2^32 rows. */
@@ -900,7 +921,7 @@ TQKV__ASSERT_SIZE(tqkv__rows_args, 20);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
 TQKV__ASSERT_SIZE(tqkv__attend_args, 68);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
-TQKV__ASSERT_SIZE(tqkv__table_report, 3816);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4080);
 
 #endif
 /* <<shared */
@@ -916,11 +937,12 @@ extern "C" {
 
 enum {
     TQKV__SIMD_WIDTH = 32,
-    TQKV__CONSTANTS = 14,
+    TQKV__CONSTANTS = 16,
     TQKV__BINDINGS = 12,
     TQKV__MEMORIES = 4,
     TQKV__SECOND_ARGS = 4,  /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
-    TQKV__ONLY_CHECKED = -1 /* in place of an index */
+    TQKV__ONLY_CHECKED = -1, /* in place of an index */
+    TQKV__DIM_UNIT = 16
 };
 
 typedef enum tqkv__family {
@@ -936,7 +958,7 @@ typedef enum tqkv__family {
 
 /* Identifies a pipeline. Only bytes, without padding: two kernels can be compared with memcmp. */
 typedef struct tqkv__kernel {
-    uint8_t family, head_dim;           /* head_dim / 32, 0 = none */
+    uint8_t family, head_dim, value_dim; /* in units of TQKV__DIM_UNIT, 0 = none; value_dim: if it differs */
     uint8_t constants[TQKV__CONSTANTS]; /* by TQKV_FC_*: value + 1, 0 = not set */
 } tqkv__kernel;
 
