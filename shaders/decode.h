@@ -52,9 +52,12 @@ inline void decode_rows(constant tqkv__rows_args &args, thread const decode_task
     ulong from = row_in_store(args, row / n_heads, row % n_heads);
     device const uchar *stored = task.codes + from * ulong(row_bytes<D>(format));
     float x[TQKV_LANE_VALUES(D)];
-    if (code_width(format) == 4) decode_values<D, 4>(format, stored, part, task.book, x);
-    if (code_width(format) == 8) decode_values<D, 8>(format, stored, part, task.book, x);
-    if (code_width(format) == 16) decode_values<D, 16>(format, stored, part, task.book, x);
+    if (code_width(format) == 4)
+        decode_values<D, 4>(format, stored, part, task.book, x);
+    else if (code_width(format) == 8)
+        decode_values<D, 8>(format, stored, part, task.book, x);
+    else
+        decode_values<D, 16>(format, stored, part, task.book, x);
     if (has_norms(format))
         scale_codes<D>(format, task.norms + from * ulong(uint(D) / norm_block<D>(format)), args.block_scale, part, x);
     if (task.unrotate) unrotate_row<D>(x, part, signs_of_row<D>(part));

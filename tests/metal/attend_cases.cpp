@@ -159,7 +159,7 @@ void add_pairs()
 void add_head_dims()
 {
     const tqkv_format formats[] = {TQKV_F16, TQKV_TQ5, TQKV_I8, TQKV_TQ8, TQKV_TQ4, TQKV_TQ6, TQKV_TQ3, TQKV_TQ2};
-    for (int head_dim : test_head_dims)
+    for (int head_dim : gpu_head_dims)
         for (int i = 0; i < 8; i++) {
             shader_attend_row row = default_row(formats[i], formats[(i + 2) % 8], head_dim);
             row.problem.n_queries = 2;
@@ -387,10 +387,10 @@ void run_company(const void *parameters)
 void add_random(int seed)
 {
     data_random random = {(uint64_t)seed};
-    const int head_dims[] = {32, 64, 64, 128, 128, 256, 512, 1024};
+    const int head_dims[] = {32, 48, 64, 64, 80, 96, 128, 128, 192, 256, 512, 1024};
     shader_attend_row row =
         default_row(test_formats[data_below(&random, TEST_FORMATS)], test_formats[data_below(&random, TEST_FORMATS)],
-                    head_dims[data_below(&random, 8)]);
+                    head_dims[data_below(&random, 12)]);
     attend_row &p = row.problem;
     p.n_kv_heads = 1 + data_below(&random, 3);
     p.group = 1 + data_below(&random, 9);

@@ -233,7 +233,7 @@ void codec_shader_cases()
     test_add(run_tables, nullptr, 0, "tables");
     for (int i = 0; !gpu_schedules[0].flush_subnormals && i < (int)(sizeof goldens / sizeof *goldens); i++)
         test_add(run_golden, &i, sizeof i, "golden/%s", goldens[i].name);
-    for (int head_dim : test_head_dims) {
+    for (int head_dim : gpu_head_dims) {
         codec_row row = default_row(TQKV_F16, head_dim);
         test_add(run_rotate, &row, sizeof row, "rotate/d%d", head_dim);
         for (tqkv_format format : test_formats) add_codec_rows(format, head_dim);
