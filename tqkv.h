@@ -798,9 +798,9 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV_FC_CENTER         12 /* bool: encode, probe, decode: rows have a centre; encode_kv: keys have one */
                                   /* attend, attend_merge: keys have one, and it changes the result */
 #define TQKV_FC_VALUE_CENTER 13   /* bool: encode_kv, attend_merge: values have a centre */
-#define TQKV_FC_TYPE         14   /* uint: tqkv_type of the rows that encode, probe and attend read; encode_kv: the keys */
-                                  /* decode, attend_merge: of the rows that they write */
-#define TQKV_FC_VALUE_TYPE   15   /* uint: encode_kv: that of the values */
+#define TQKV_FC_TYPE         14 /* uint: tqkv_type of the rows that encode, probe and attend read; encode_kv: the keys */
+                                /* decode, attend_merge: of the rows that they write */
+#define TQKV_FC_VALUE_TYPE 15   /* uint: encode_kv: that of the values */
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
@@ -809,12 +809,12 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV__ROW_LANES(D) (TQKV__RUNS(D) > 1 ? (D) / TQKV__RUNS(D) : 32)
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
-#define TQKV__CELL_BYTES    3120                                         /* (0) of encode: cells of the codebook */
-                                                                         /* (1) of encode, (0) of probe: signs or, with */
-                                                                         /*     a matrix, rows of n simdgroups: */
+#define TQKV__CELL_BYTES 3120 /* (0) of encode: cells of the codebook */
+                              /* (1) of encode, (0) of probe: signs or, with */
+                              /*     a matrix, rows of n simdgroups: */
 #define TQKV__SIGN_BYTES(D)   (TQKV__RUNS(D) > 1 ? 0 : 4 * (D))
 #define TQKV__ROW_BYTES(D, n) (TQKV__RUNS(D) > 1 ? (n)*128 * (TQKV__RUNS(D) + 1) : 0)
-#define TQKV__TABLE_BYTES   1024                                         /* (0) of decode: a codebook */
+#define TQKV__TABLE_BYTES     1024                                       /* (0) of decode: a codebook */
                                                                          /* (2) of encode: squares of its centroids */
 #define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
 #define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums or: */
@@ -845,16 +845,16 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D)                                                                                          \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
-        TQKV__SIGN_BYTES(D), TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D), TQKV__ATTEND_WEIGHT_BYTES(D, 1),  \
-        TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1), TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH,     \
-        TQKV__SECTION
+        TQKV__SIGN_BYTES(D), TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),            \
+        TQKV__ATTEND_WEIGHT_BYTES(D, 1), TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1),                   \
+        TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH, TQKV__SECTION
 enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 15 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend. */
 #define TQKV__KERNELS(row, x)                                                                                          \
-    row(x, 0, 32) row(x, 1, 48) row(x, 2, 64) row(x, 3, 80) row(x, 4, 96) row(x, 5, 128) row(x, 6, 192)                \
-        row(x, 7, 256) row(x, 8, 512) row(x, 9, 1024)
+    row(x, 0, 32) row(x, 1, 48) row(x, 2, 64) row(x, 3, 80) row(x, 4, 96) row(x, 5, 128) row(x, 6, 192) row(x, 7, 256) \
+        row(x, 8, 512) row(x, 9, 1024)
 #define TQKV__WIDE_KEYS     192
 #define TQKV__NARROW_VALUES 128
 /* head_dim number i of the kernels, or 0; whether D has kernels */
@@ -944,7 +944,7 @@ enum {
     TQKV__CONSTANTS = 16,
     TQKV__BINDINGS = 12,
     TQKV__MEMORIES = 4,
-    TQKV__SECOND_ARGS = 4,  /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
+    TQKV__SECOND_ARGS = 4,   /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
     TQKV__ONLY_CHECKED = -1, /* in place of an index */
     TQKV__DIM_UNIT = 16
 };
@@ -967,7 +967,7 @@ typedef enum tqkv__family {
 /* Identifies a pipeline. Only bytes, without padding: two kernels can be compared with memcmp. */
 typedef struct tqkv__kernel {
     uint8_t family, head_dim, value_dim; /* in units of TQKV__DIM_UNIT, 0 = none; value_dim: if it differs */
-    uint8_t constants[TQKV__CONSTANTS]; /* by TQKV_FC_*: value + 1, 0 = not set */
+    uint8_t constants[TQKV__CONSTANTS];  /* by TQKV_FC_*: value + 1, 0 = not set */
 } tqkv__kernel;
 
 /* A buffer argument. size 0: the call has none. */
@@ -6655,7 +6655,8 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
     tqkv__plan_bind_partials(d, 6, b->scratch, split, true);
     tqkv__plan_bind_center(d, "keys' center", 8, b->keys, &a->keys, center);
     tqkv__plan_bind_center(d, "values' center", TQKV__ONLY_CHECKED, b->values, &a->values, true);
-    tqkv__plan_bind_rows(d, "out", TQKV__ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type, a->out_elements, true);
+    tqkv__plan_bind_rows(d, "out", TQKV__ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type, a->out_elements,
+                         true);
     tqkv__plan_attend_memory(d, (size_t)a->key_dim, (size_t)a->value_dim, split);
     d->grid[0] = (size_t)a->n_kv_heads;
     d->grid[1] = split->blocks;

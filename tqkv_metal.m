@@ -108,9 +108,8 @@ static void tqkv__set_values(const tqkv__kernel *kernel, MTLFunctionConstantValu
 {
     for (unsigned i = 0; i < TQKV__CONSTANTS; i++) {
         const uint32_t value = kernel->constants[i] - 1u;
-        const bool flag = value != 0,
-                   is_number = i == TQKV_FC_FORMAT || i == TQKV_FC_VALUE_FORMAT || i == TQKV_FC_COLUMNS ||
-                               i == TQKV_FC_TYPE || i == TQKV_FC_VALUE_TYPE;
+        const bool flag = value != 0, is_number = i == TQKV_FC_FORMAT || i == TQKV_FC_VALUE_FORMAT ||
+                                                  i == TQKV_FC_COLUMNS || i == TQKV_FC_TYPE || i == TQKV_FC_VALUE_TYPE;
         if (!kernel->constants[i]) continue;
         if (is_number)
             [values setConstantValue:&value type:MTLDataTypeUInt atIndex:i];
@@ -252,7 +251,8 @@ static void tqkv__record_dispatch(tqkv_metal *m, id<MTLComputeCommandEncoder> en
 /* A call that tqkv.h refused. */
 static tqkv_result tqkv__refuse(tqkv_metal *m, tqkv_result r, const char *call)
 {
-    return tqkv__fail(m, r, "%s: %s%s", call, tqkv_result_string(r), r == TQKV_UNSUPPORTED ? "; " TQKV__KERNELS_TEXT : "");
+    return tqkv__fail(m, r, "%s: %s%s", call, tqkv_result_string(r),
+                      r == TQKV_UNSUPPORTED ? "; " TQKV__KERNELS_TEXT : "");
 }
 
 /* Records one or two dispatches, or nothing. planned: the result of tqkv.h's checks. */

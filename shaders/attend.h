@@ -160,8 +160,7 @@ inline float score_of_center(constant tqkv__attend_args &args, thread const atte
     TQKV_UNROLL
     for (int i = 0; i < TQKV_LANE_VALUES(D); i++) dot = fma(x[i], center[i], dot);
     TQKV_UNROLL
-    for (int distance = 1; distance < TQKV__ROW_LANES(D); distance *= 2)
-        dot += simd_shuffle_xor(dot, ushort(distance));
+    for (int distance = 1; distance < TQKV__ROW_LANES(D); distance *= 2) dot += simd_shuffle_xor(dot, ushort(distance));
     return dot * (args.scale * TQKV_LOG2E);
 }
 

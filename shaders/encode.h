@@ -437,8 +437,7 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
         prepare_row<D>(source, args.block_scale, existing, head, lane, x, norm);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++)
-            if (own < n_rows)
-                scaled[row_offset(own, D) + value_of_lane<L, C>(part, i)] = x[i];
+            if (own < n_rows) scaled[row_offset(own, D) + value_of_lane<L, C>(part, i)] = x[i];
     }
 }
 

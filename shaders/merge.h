@@ -13,8 +13,8 @@ struct merge_task {
                                        // powers of two), sum of the weights
     device uchar *out;                 // [n_rows][D]
     threadgroup float *shared;         // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
-    uint row, type; // type: of the output
-    float sink; // in powers of two; -INFINITY: none. It is added to the denominator only
+    uint row, type;                    // type: of the output
+    float sink;                        // in powers of two; -INFINITY: none. It is added to the denominator only
     bool unrotate;
     bool shifted;               // the keys have a centre, which adds partial_state of the row to all scores
     bool centered, rotated;     // the values have a centre, and it is rotated before it is added

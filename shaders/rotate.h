@@ -39,7 +39,8 @@ inline void multiply_matrix(thread float *x)
         uint bits = matrix_row<M>(row);
         float sum = as_type<float>(as_type<uint>(x[0]) ^ (bits << 31));
         TQKV_UNROLL
-        for (int i = 1; i < M; i++) sum = sum + as_type<float>(as_type<uint>(x[i]) ^ ((bits << (31 - i)) & 0x80000000u));
+        for (int i = 1; i < M; i++)
+            sum = sum + as_type<float>(as_type<uint>(x[i]) ^ ((bits << (31 - i)) & 0x80000000u));
         product[row] = sum;
     }
     TQKV_UNROLL

@@ -27,13 +27,13 @@ inline uint half_bits(float x)
     return sign | ((bits + (1u << (shift - 1u)) - 1u + ((bits >> shift) & 1u)) >> shift);
 }
 
-// The nearest half or bfloat16, ties to even; beyond the largest one infinity. NaN stays NaN.
+// The nearest half or bfloat16, ties to even; beyond the largest one infinity. NaN keeps its upper bits and is quiet.
 inline uint narrowed(uint type, float x)
 {
     uint word = as_type<uint>(x), sign = (word >> 16) & 0x8000u, magnitude = word & 0x7fffffffu;
     bool nan = magnitude > 0x7f800000u;
     if (type == TQKV_TYPE_BF16) return nan ? (word >> 16) | 0x40u : (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
-    if (nan) return sign | 0x7e00u;
+    if (nan) return sign | 0x7e00u | ((word >> 13) & 0x3ffu);
     return magnitude >= 0x477ff000u ? sign | 0x7c00u : half_bits(x);
 }
 

@@ -229,8 +229,8 @@ std::string gpu_encode(const tqkv_store *s, const void *src, int n_tokens, int64
     return run_planned(tqkv__plan_encode(&store, gpu_buffer(src), n_tokens, position, gpu_buffer(not_finite), &d), d);
 }
 
-std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v,
-                          int n_tokens, int64_t position, uint32_t *not_finite)
+std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v, int n_tokens,
+                          int64_t position, uint32_t *not_finite)
 {
     tqkv__dispatch d;
     const tqkv_metal_store ks = gpu_store(keys), vs = gpu_store(values);

@@ -71,8 +71,8 @@ void gpu_set_scratch(tqkv__dispatch d[2], float *sums, float *state); // binding
 
 // Each returns an empty string, or what went wrong. not_finite may be NULL; otherwise it receives the flag.
 std::string gpu_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position, uint32_t *not_finite);
-std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v,
-                          int n_tokens, int64_t position, uint32_t *not_finite);
+std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v, int n_tokens,
+                          int64_t position, uint32_t *not_finite);
 std::string gpu_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled, uint32_t *not_finite);
 std::string gpu_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, void *dst);
 std::string gpu_rotate(float *rows, int n_rows, int head_dim, bool unrotate);
