@@ -274,7 +274,7 @@ static void refuse_stores(const tqkv_metal_store *gpu, tqkv_metal_buffer src)
     CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_INVALID_ARGUMENT, "norms: no buffer");
     s = *gpu, s.norms = gpu->codes;
     CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_INVALID_ARGUMENT, "codes and norms overlap");
-    s = *gpu, s.shape.head_dim = 96;
+    s = *gpu, s.shape.head_dim = 112;
     CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_UNSUPPORTED, "encode");
     s = *gpu, s.shape.format = TQKV_FORMAT_DEFAULT;
     CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_UNSUPPORTED, "encode");
@@ -332,11 +332,11 @@ static void run_other_refusals(const void *parameters)
     CHECK_REFUSED(m, tqkv_metal_unrotate(m, w.encoder, a, -1, 64), TQKV_INVALID_ARGUMENT, "unrotate");
     CHECK_REFUSED(m, tqkv_metal_encode_kv(m, w.encoder, &gpu, &narrow, a, b, 2, 0, none), TQKV_UNSUPPORTED, "kv");
     gpu.shape.type = TQKV_TYPE_F16;
-    far.offset = 2;
+    far.offset = b.offset + 2;
     CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &gpu, far, 8, 0, none), TQKV_INVALID_ARGUMENT, "src: needs");
-    far.offset = 3;
+    far.offset = b.offset + 3;
     CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &gpu, far, 4, 0, none), TQKV_INVALID_ARGUMENT,
-                  "src: offset 3 is not a multiple of 2");
+                  "is not a multiple of 2");
     gpu.shape.type = TQKV_TYPE_F32;
     CHECK_REFUSED(m, tqkv_metal_encode_kv(m, w.encoder, &gpu, &gpu, a, b, 2, 0, none), TQKV_INVALID_ARGUMENT,
                   "overlap");
