@@ -224,7 +224,7 @@ inline void store_field(thread const uint *codes, uint low, bool whole, uint fir
     if (STORED > N) { // half a byte is left, or all there is: the next lane has the other half
         uint other = simd_shuffle_xor(words[0], ushort(1));
         words[0] |= other << (N % 32);
-        if (STORED > 32) words[STORED / 32] = other >> (32 - N % 32);
+        if (STORED > 32) words[STORED / 32] = other >> (-N & 31);
         stores = stores && (at.lane & 1u) == 0;
     }
     if (stores) store_bits<STORED>(field + first * uint(BITS) / 8u, words);
@@ -271,8 +271,7 @@ inline void store_piece(uint format, thread const encode_target &target, uint fi
 template <int D>
 inline void load_signs(threadgroup float *signs, uint thread_index, uint n_threads)
 {
-    if (TQKV__RUNS(D) > 1) return;
-    for (uint i = thread_index; i < uint(D); i += n_threads)
+    for (uint i = TQKV__RUNS(D) > 1 ? uint(D) : thread_index; i < uint(D); i += n_threads)
         signs[i] = (tqkv__tables.signs[(i & 511u) >> 3] >> (i & 7u)) & 1u ? -1.0f : 1.0f;
 }
 

@@ -63,10 +63,10 @@ inline void hadamard_from(thread float *x, uint lane, int start)
     }
     if (TQKV__RUNS(D) > 1) {
         multiply_matrix<TQKV__RUNS(D)>(x);
-        return;
+    } else {
+        TQKV_UNROLL
+        for (int distance = C; distance < N; distance *= 2) butterflies<N>(x, distance);
     }
-    TQKV_UNROLL
-    for (int distance = C; distance < N; distance *= 2) butterflies<N>(x, distance);
 }
 
 template <int D, int L, int C>
