@@ -8,9 +8,9 @@
 //   softmax  one row a lane
 //   values   the lanes lie across the row; the weights come from threadgroup memory
 //
-// Letters: D head_dim, W code width of a stored value, K and V before either: of keys and of values. C most columns, the
-// same for both head_dims. N values that a lane loads at a time, R lanes that share a row of keys, V output values of a
-// column that a lane keeps.
+// Letters: D head_dim, W code width of a stored value, K and V before either: of keys and of values. C most columns,
+// the same for both head_dims. N values that a lane loads at a time, R lanes that share a row of keys, V output values
+// of a column that a lane keeps.
 #ifndef TQKV_ATTEND_H
 #define TQKV_ATTEND_H
 #include "codec.h"
@@ -109,7 +109,7 @@ inline float row_scale(uint format, stream_rows rows, uint slot, float block_sca
 
 // ---- Keys: layout over the lanes ----
 
-// Values of a row that a lane loads at a time: 16 bytes of codes, 8 where these do not divide the row, or the whole row.
+// Values of a row that a lane loads at a time: 16 bytes of codes, 8 where 16 do not divide the row, or the whole row.
 #define KEY_VALUES(D, W) ((D) < 128 / (W) ? (D) : (D) % (128 / (W)) ? 64 / (W) : 128 / (W))
 
 // Lanes that share a row of keys, as many of 4 as divide what has one norm: all values or, in 8 bits, perhaps a block.
@@ -118,8 +118,8 @@ inline float row_scale(uint format, stream_rows rows, uint slot, float block_sca
 #define KEY_LANES(D, W)                                                                                                \
     (KEY_BLOCK(D, W) % (4 * KEY_VALUES(D, W)) == 0 ? 4 : KEY_BLOCK(D, W) % (2 * KEY_VALUES(D, W)) == 0 ? 2 : 1)
 
-// Loads of a row that a lane starts before it uses the first of them; an odd number of loads all at once, if they fit into
-// 40 registers.
+// Loads of a row that a lane starts before it uses the first of them; an odd number of loads all at once, if they fit
+// into 40 registers.
 #define KEY_STEPS(D, W) ((D) / KEY_VALUES(D, W) / KEY_LANES(D, W))
 #define KEY_BATCH(D, W) (KEY_STEPS(D, W) % 2 == 0 ? 2 : (D) * (W) / 32 <= 40 ? KEY_STEPS(D, W) : 1)
 
@@ -148,8 +148,8 @@ inline uint padded(uint value)
     return value + value / uint(KEY_VALUES(D, W)) * 4u;
 }
 
-// The score of the keys' centre: all scores of the query lack it. Every lane of the row has the result. x: the lane's part
-// of the query
+// The score of the keys' centre: all scores of the query lack it. Every lane of the row has the result. x: the lane's
+// part of the query
 template <int D>
 inline float score_of_center(constant tqkv__attend_args &args, thread const attend_task &task, thread const float *x)
 {

@@ -294,8 +294,8 @@ inline void rotate_with_signs(thread float *x, uint lane, threadgroup const floa
     scale_values<ENCODE_VALUES(D)>(x, TQKV__INV_SQRT(D));
 }
 
-// From a value of each run to neighbours, through `rows`: the rows of the simdgroup, L floats apart, so that few of their
-// values share a bank. lane: of the simdgroup
+// From a value of each run to neighbours, through `rows`: the rows of the simdgroup, L floats apart, so that few of
+// their values share a bank. lane: of the simdgroup
 template <int D>
 inline void gather_neighbours(uint lane, threadgroup float *rows, thread float *x)
 {

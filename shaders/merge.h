@@ -22,8 +22,8 @@ struct merge_task {
     uint lane, part, simdgroup, n_simdgroups; // part: which neighbours the lane has
 };
 
-// The sums of a row over some positions, the values across the lanes: E neighbours a lane. Where 32 does not divide D the
-// upper lanes repeat the lower ones. Only the rotation needs the layout of load_row.
+// The sums of a row over some positions, the values across the lanes: E neighbours a lane. Where 32 does not divide D
+// the upper lanes repeat the lower ones. Only the rotation needs the layout of load_row.
 #define MERGE_VALUES(D) ((D) / TQKV__NORM_LANES(D))
 template <int D>
 struct row_sums {

@@ -1,6 +1,6 @@
-// The rotation y = R(s*x)/sqrt(D) of a row: random signs s, then R: the Walsh-Hadamard transform H or, where D is no power
-// of two, H of each run and a Hadamard matrix across the runs. common.h has the layout of the row over L lanes in pieces
-// of C values a lane. With a matrix a piece of all lanes is a run, and C is 1.
+// The rotation y = R(s*x)/sqrt(D) of a row: random signs s, then R: the Walsh-Hadamard transform H or, where D is no
+// power of two, H of each run and a Hadamard matrix across the runs. common.h has the layout of the row over L lanes in
+// pieces of C values a lane. With a matrix a piece of all lanes is a run, and C is 1.
 #ifndef TQKV_ROTATE_H
 #define TQKV_ROTATE_H
 #include "types.h"
@@ -47,8 +47,8 @@ inline void multiply_matrix(thread float *x)
     for (int i = 0; i < M; i++) x[i] = product[i];
 }
 
-// R without the stages before `start`, which lies within a piece. H has the stages of distance start, 2*start .. in this
-// order: within a lane's piece, across lanes, then across pieces. lane: among the row's lanes.
+// R without the stages before `start`, which lies within a piece. H has the stages of distance start, 2*start .. in
+// this order: within a lane's piece, across lanes, then across pieces. lane: among the row's lanes.
 template <int D, int L, int C>
 inline void hadamard_from(thread float *x, uint lane, int start)
 {

@@ -1,5 +1,5 @@
-// The caller's rows: their three types, and how a row lies over the lanes of a simdgroup. Everything in integers: a GPU's
-// own conversions may round differently or flush small halves.
+// The caller's rows: their three types, and how a row lies over the lanes of a simdgroup. Everything in integers: a
+// GPU's own conversions may round differently or flush small halves.
 #ifndef TQKV_TYPES_H
 #define TQKV_TYPES_H
 #include "common.h"

@@ -265,8 +265,8 @@ static void check_center(const void *row)
     CHECK(!strcmp(overlapping(d), "values' center"), "the output in the centre: %s", overlapping(d));
 }
 
-/* Every call takes the sizes that have kernels, within the limits of Metal, and refuses the others. Values of 128 go with
-   keys of 128 and of 192, and no others. */
+/* Every call takes the sizes that have kernels, within the limits of Metal, and refuses the others. Values of 128 go
+   with keys of 128 and of 192, and no others. */
 static void check_head_dim(const void *row)
 {
     const int d = *(const int *)row;

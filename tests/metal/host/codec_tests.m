@@ -304,6 +304,18 @@ static void run_refusals(const void *parameters)
     free(source);
 }
 
+/* 8 tokens of halves fit into b, from its beginning on. */
+static void refuse_halves(const tqkv_metal_store *gpu, tqkv_metal_object encoder, tqkv_metal_buffer b)
+{
+    tqkv_metal *m = test_host.metal;
+    tqkv_metal_store s = *gpu;
+    s.shape.type = TQKV_TYPE_F16;
+    b.offset += 2;
+    CHECK_REFUSED(m, tqkv_metal_encode(m, encoder, &s, b, 8, 0, none), TQKV_INVALID_ARGUMENT, "src: needs");
+    b.offset += 1;
+    CHECK_REFUSED(m, tqkv_metal_encode(m, encoder, &s, b, 4, 0, none), TQKV_INVALID_ARGUMENT, "is not a multiple of 2");
+}
+
 /* The buffers of the other calls: too small, missing or overlapping. */
 static void run_other_refusals(const void *parameters)
 {
@@ -331,13 +343,7 @@ static void run_other_refusals(const void *parameters)
         "a GPU takes head_dim 32, 48, 64, 80, 96, 128, 192, 256, 512, 1024, and keys of 192 with values of 128");
     CHECK_REFUSED(m, tqkv_metal_unrotate(m, w.encoder, a, -1, 64), TQKV_INVALID_ARGUMENT, "unrotate");
     CHECK_REFUSED(m, tqkv_metal_encode_kv(m, w.encoder, &gpu, &narrow, a, b, 2, 0, none), TQKV_UNSUPPORTED, "kv");
-    gpu.shape.type = TQKV_TYPE_F16;
-    far.offset = b.offset + 2;
-    CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &gpu, far, 8, 0, none), TQKV_INVALID_ARGUMENT, "src: needs");
-    far.offset = b.offset + 3;
-    CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &gpu, far, 4, 0, none), TQKV_INVALID_ARGUMENT,
-                  "is not a multiple of 2");
-    gpu.shape.type = TQKV_TYPE_F32;
+    refuse_halves(&gpu, w.encoder, b);
     CHECK_REFUSED(m, tqkv_metal_encode_kv(m, w.encoder, &gpu, &gpu, a, b, 2, 0, none), TQKV_INVALID_ARGUMENT,
                   "overlap");
     CHECK_REFUSED(m, tqkv_metal_encode_kv(m, w.encoder, &gpu, NULL, a, b, 2, 0, none), TQKV_INVALID_ARGUMENT, "kv");
