@@ -411,7 +411,10 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
    barriers between two calls if one reads or overwrites what the other writes (stores, sources, outputs, scratch,
    flags). Untracked resources need their usual fences.
 
-   Threads. Many threads may use one context at once, each with its own encoder. */
+   Threads. Many threads may use one context at once, each with its own encoder.
+
+   Sizes. head_dim 32, 48, 64, 80, 96, 128, 192, 256, 512 or 1024, and keys of 192 with values of 128; others are
+   TQKV_UNSUPPORTED. */
 #ifdef TQKV_STATIC
 #define TQKV_METAL_API extern /* defined in their own file */
 #else
@@ -449,7 +452,7 @@ TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
 /* The text of the context's last failure in any thread, or of its creation, cut to size - 1 bytes; "" if there is none. */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
-/* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4. */
+/* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4, of halves and bfloat16s of 2. */
 typedef struct tqkv_metal_buffer {
     tqkv_metal_object buffer; /* id<MTLBuffer> */
     size_t offset;
@@ -468,12 +471,13 @@ typedef struct tqkv_metal_store {
 TQKV_METAL_API tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
                                              tqkv_metal_buffer src, int n_tokens, int64_t position,
                                              tqkv_metal_buffer not_finite);
-/* Keys and values of the same tokens in one dispatch; stores of the same head_dim and n_kv_heads. */
+/* Keys and values of the same tokens in one dispatch; stores of the same n_kv_heads. */
 TQKV_METAL_API tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *keys,
                                                 const tqkv_metal_store *values, tqkv_metal_buffer k,
                                                 tqkv_metal_buffer v, int n_tokens, int64_t position,
                                                 tqkv_metal_buffer not_finite);
-TQKV_METAL_API tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_store *shape,
+/* codes and norms of s may be zero. */
+TQKV_METAL_API tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
                                             tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer scaled,
                                             tqkv_metal_buffer not_finite);
 TQKV_METAL_API tqkv_result tqkv_metal_decode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
@@ -782,7 +786,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
      {0x30, 0x3f, 0xfc, 0x0c, 0x02}, {0x9a, 0x95, 0x56, 0xa6, 0x0b}, {0xc0, 0xfc, 0xf0, 0x33, 0x08}, {0x6a, 0x56, 0x5a, 0x99, 0x0e}}};
 // clang-format on
 
-/* The Metal kernels, tqkv_<family>_d<head_dim>. A kernel and its function constants make a pipeline. */
+/* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ. A
+   kernel and its function constants make a pipeline. */
 #define TQKV_FC_FORMAT       0    /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
 #define TQKV_FC_VALUE_FORMAT 1    /* uint: encode_kv, attend: that of the values */
 #define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
@@ -799,14 +804,23 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV_FC_CENTER         12 /* bool: encode, probe, decode: rows have a centre; encode_kv: keys have one */
                                   /* attend, attend_merge: keys have one, and it changes the result */
 #define TQKV_FC_VALUE_CENTER 13   /* bool: encode_kv, attend_merge: values have a centre */
+#define TQKV_FC_TYPE         14 /* uint: tqkv_type of the rows that encode, probe and attend read; encode_kv: the keys */
+                                /* decode, attend_merge: of the rows that they write */
+#define TQKV_FC_VALUE_TYPE 15   /* uint: encode_kv: that of the values */
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
 
+/* Lanes of a simdgroup that share a row: a lane has its values from all runs, for the matrix across them. */
+#define TQKV__ROW_LANES(D) (TQKV__RUNS(D) > 1 ? (D) / TQKV__RUNS(D) : 32)
+
 /* Threadgroup memory, in bytes. Attend takes all four. */
-#define TQKV__CELL_BYTES    3120                                         /* (0) of encode: cells of the codebook */
-#define TQKV__SIGN_BYTES(D) (4 * (D))                                    /* (1) of encode, (0) of probe: signs */
-#define TQKV__TABLE_BYTES   1024                                         /* (0) of decode: a codebook */
+#define TQKV__CELL_BYTES 3120 /* (0) of encode: cells of the codebook */
+                              /* (1) of encode, (0) of probe: signs or, with */
+                              /*     a matrix, rows of n simdgroups: */
+#define TQKV__SIGN_BYTES(D)   (TQKV__RUNS(D) > 1 ? 0 : 4 * (D))
+#define TQKV__ROW_BYTES(D, n) (TQKV__RUNS(D) > 1 ? (n)*128 * (TQKV__RUNS(D) + 1) : 0)
+#define TQKV__TABLE_BYTES     1024                                       /* (0) of decode: a codebook */
                                                                          /* (2) of encode: squares of its centroids */
 #define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
 #define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums or: */
@@ -828,8 +842,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
 
-/* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side. */
-#define TQKV__ENCODE_ROWS(D) (4 * ((D) == 32 ? 16 : 1024 / (D)))
+/* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side, 8 up to D=128. */
+#define TQKV__ENCODE_ROWS(D) (TQKV__RUNS(D) > 1 ? 128 / TQKV__ROW_LANES(D) : (D) == 32 ? 64 : 4096 / (D))
 
 /* Simdgroups that share a row's sections in attend_merge: 8 KiB of threadgroup memory. */
 #define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))
@@ -837,12 +851,23 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D)                                                                                          \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
-        TQKV__SIGN_BYTES(D), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D), TQKV__ATTEND_WEIGHT_BYTES(D, 1),  \
-        TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1), TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH,     \
-        TQKV__SECTION
-enum { TQKV__KERNEL_DIMS = 6, TQKV__N_KERNEL_SIZES = 14 };
-/* head_dim number i of the kernels */
-#define TQKV__KERNEL_DIM(i) (32 << (i))
+        TQKV__SIGN_BYTES(D), TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),            \
+        TQKV__ATTEND_WEIGHT_BYTES(D, 1), TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1),                   \
+        TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH, TQKV__SECTION
+enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 15 };
+
+/* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
+   TQKV__NARROW_VALUES in encode_kv and attend. */
+#define TQKV__KERNELS(row, x)                                                                                          \
+    row(x, 0, 32) row(x, 1, 48) row(x, 2, 64) row(x, 3, 80) row(x, 4, 96) row(x, 5, 128) row(x, 6, 192) row(x, 7, 256) \
+        row(x, 8, 512) row(x, 9, 1024)
+#define TQKV__WIDE_KEYS     192
+#define TQKV__NARROW_VALUES 128
+/* head_dim number i of the kernels, or 0; whether D has kernels */
+#define TQKV__KERNEL_DIM(i)              (TQKV__KERNELS(TQKV__KERNEL_DIM_OF, i) 0)
+#define TQKV__HAS_KERNELS(D)             (TQKV__KERNELS(TQKV__HAS_KERNELS_OF, D) false)
+#define TQKV__KERNEL_DIM_OF(i, n, size)  (i) == n ? size:
+#define TQKV__HAS_KERNELS_OF(D, n, size) (D) == size ||
 
 /* Rows of one stream. Token t is at slot first_slot + t, minus capacity if that is beyond the store. The host resolves
    positions; it passes at most `capacity` tokens and fewer than 2^32 rows. */
@@ -906,7 +931,7 @@ TQKV__ASSERT_SIZE(tqkv__rows_args, 20);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
 TQKV__ASSERT_SIZE(tqkv__attend_args, 68);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
-TQKV__ASSERT_SIZE(tqkv__table_report, 3816);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4080);
 
 #endif
 /* <<shared */
@@ -922,12 +947,17 @@ extern "C" {
 
 enum {
     TQKV__SIMD_WIDTH = 32,
-    TQKV__CONSTANTS = 14,
+    TQKV__CONSTANTS = 16,
     TQKV__BINDINGS = 12,
     TQKV__MEMORIES = 4,
-    TQKV__SECOND_ARGS = 4,  /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
-    TQKV__ONLY_CHECKED = -1 /* in place of an index */
+    TQKV__SECOND_ARGS = 4,   /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
+    TQKV__ONLY_CHECKED = -1, /* in place of an index */
+    TQKV__DIM_UNIT = 16
 };
+
+#define TQKV__KERNEL_DIM_TEXT(x, n, size) #size ", "
+#define TQKV__KERNELS_TEXT                                                                                             \
+    "a GPU takes head_dim " TQKV__KERNELS(TQKV__KERNEL_DIM_TEXT, ) "and keys of 192 with values of 128"
 
 typedef enum tqkv__family {
     TQKV__TABLES,
@@ -942,8 +972,8 @@ typedef enum tqkv__family {
 
 /* Identifies a pipeline. Only bytes, without padding: two kernels can be compared with memcmp. */
 typedef struct tqkv__kernel {
-    uint8_t family, head_dim;           /* head_dim / 32, 0 = none */
-    uint8_t constants[TQKV__CONSTANTS]; /* by TQKV_FC_*: value + 1, 0 = not set */
+    uint8_t family, head_dim, value_dim; /* in units of TQKV__DIM_UNIT, 0 = none; value_dim: if it differs */
+    uint8_t constants[TQKV__CONSTANTS];  /* by TQKV_FC_*: value + 1, 0 = not set */
 } tqkv__kernel;
 
 /* A buffer argument. size 0: the call has none. */
@@ -995,11 +1025,13 @@ TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *a, size_t *b
 TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
                                        tqkv_metal_buffer out, tqkv__dispatch d[2]);
 
-/* For a cache that lies at `memory`. rows_size: bytes of q and of the output. */
+/* Bytes of the caller's rows of so many tokens. */
+TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens);
+/* For a cache that lies at `memory`. rows_sizes: bytes of q and of the output. */
 TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
                                              tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                              tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t *rows_size,
+TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t rows_sizes[2],
                                             size_t *scratch_size);
 TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
                                              int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
@@ -1129,6 +1161,14 @@ static size_t tqkv__type_size(tqkv_type type)
     "768, "                                                                                                            \
     "896 and 1024; pad rows with zeros and set scale"
 static bool tqkv__head_dim_known(int head_dim) { return TQKV__RUNS(head_dim) != 0; }
+
+/* Follows tqkv__stream_shape and tqkv__attention_shape. value_dim: in calls of both streams, else head_dim */
+static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
+{
+    const bool wide = head_dim == TQKV__WIDE_KEYS && value_dim == TQKV__NARROW_VALUES;
+    if (wide || (head_dim == value_dim && TQKV__HAS_KERNELS(head_dim))) return TQKV_OK;
+    return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
+}
 
 #define TQKV__BLOCK 256
 
@@ -6057,10 +6097,11 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->attention.sinks = desc->sinks;
     c->attention.parallel = desc->parallel;
     c->attention.allocator = desc->allocator;
-    const tqkv_result r = tqkv__attention_shape(&c->attention, &resolved);
+    tqkv_result r = tqkv__attention_shape(&c->attention, &resolved);
     if (r != TQKV_OK) return r;
     c->attention = resolved.call;
     c->metal = desc->metal;
+    if (c->metal && (r = tqkv__check_kernels(c->keys.head_dim, c->values.head_dim)) != TQKV_OK) return r;
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
     return TQKV_OK;
 }
@@ -6373,8 +6414,6 @@ TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? &
 
 /* >>metal-plan: the plans of >>plan, which tqkv_metal.m records */
 
-#define TQKV__UNEQUAL_DIMS "keys and values differ in head_dim: no kernel on a GPU"
-
 static bool tqkv__bindings_overlap(const tqkv__binding *a, const tqkv__binding *b)
 {
     if (!a->size || !b->size || a->at.buffer != b->at.buffer || (!a->written && !b->written)) return false;
@@ -6388,11 +6427,12 @@ TQKV_API const tqkv__binding *tqkv__overlapping(const tqkv__dispatch *d, int i)
     return NULL;
 }
 
-static void tqkv__plan_begin(tqkv__dispatch *d, tqkv__family family, int head_dim)
+static void tqkv__plan_begin(tqkv__dispatch *d, tqkv__family family, int head_dim, int value_dim)
 {
     memset(d, 0, sizeof *d);
     d->kernel.family = (uint8_t)family;
-    d->kernel.head_dim = (uint8_t)(head_dim / 32);
+    d->kernel.head_dim = (uint8_t)(head_dim / TQKV__DIM_UNIT);
+    d->kernel.value_dim = (uint8_t)(value_dim == head_dim ? 0 : value_dim / TQKV__DIM_UNIT);
     d->grid[1] = d->grid[2] = 1;
 }
 
@@ -6409,6 +6449,15 @@ static void tqkv__plan_bind(tqkv__dispatch *d, const char *name, int index, tqkv
 }
 
 #define TQKV__NO_PAGES "pages: not on a GPU"
+
+/* Binds `rows` rows of `dim` values of the caller's type, which the kernel learns from the constant. */
+static void tqkv__plan_bind_rows(tqkv__dispatch *d, const char *name, int index, tqkv_metal_buffer at, int constant,
+                                 tqkv_type type, size_t n_values, bool written)
+{
+    tqkv__plan_bind(d, name, index, at, n_values * tqkv__type_size(type), written);
+    d->bindings[d->n_bindings - 1].alignment = tqkv__type_size(type);
+    if (index != TQKV__ONLY_CHECKED) tqkv__plan_constant(d, constant, (int)type);
+}
 
 /* Binds codes and norms at index and index + 1. Kernels load 16 bytes of codes at a time. */
 static void tqkv__plan_bind_store(tqkv__dispatch *d, const char *const names[2], int index,
@@ -6451,13 +6500,24 @@ static void tqkv__plan_simdgroups(tqkv__dispatch *d, size_t n_rows, size_t each)
     if (n > d->grid[0]) d->grid[0] = n; /* two rings may keep different numbers of rows */
 }
 
-/* Adds arguments for the rows of tokens from `position` on; *size: their bytes as floats. */
-static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int n_tokens, int64_t position,
-                                   size_t *size)
+/* The number of values of so many tokens, whose bytes as floats have a size. */
+static tqkv_result tqkv__plan_values(const tqkv__stream *s, int n_tokens, size_t *n_values)
 {
-    if (n_tokens < 0 || n_tokens > INT_MAX / s->n_kv_heads ||
-        !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), size))
+    size_t bytes;
+    if (!tqkv__type_size(s->type)) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
+    if (n_tokens < 0 || !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), &bytes))
         return TQKV__INVALID("the number of tokens or positions is negative or too large");
+    *n_values = bytes / sizeof(float);
+    return TQKV_OK;
+}
+
+/* Adds arguments for the rows of tokens from `position` on. */
+static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int n_tokens, int64_t position,
+                                   size_t *n_values)
+{
+    const tqkv_result r = tqkv__plan_values(s, n_tokens, n_values);
+    if (r != TQKV_OK) return r;
+    if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
     tqkv__rows_args *args = &d->args[d->n_args++].rows;
     args->n_tokens = n_tokens;
     args->n_kv_heads = s->n_kv_heads;
@@ -6466,7 +6526,8 @@ static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int
     args->block_scale = s->block_scale;
     d->args_size = sizeof *args;
     tqkv__plan_simdgroups(d, (size_t)n_tokens * (size_t)s->n_kv_heads,
-                          d->kernel.family == TQKV__DECODE ? 1 : (size_t)TQKV__ENCODE_ROWS(s->head_dim));
+                          (size_t)(d->kernel.family == TQKV__DECODE ? TQKV__SIMD_WIDTH / TQKV__ROW_LANES(s->head_dim)
+                                                                    : TQKV__ENCODE_ROWS(s->head_dim)));
     return TQKV_OK;
 }
 
@@ -6479,34 +6540,42 @@ typedef struct tqkv__encode_stream {
     int center; /* the centre's index */
 } tqkv__encode_stream;
 
+/* Memory at `index` for the signs, or for the rows of each simdgroup. */
+static void tqkv__plan_encode_memory(tqkv__dispatch *d, int index, int head_dim)
+{
+    const size_t signs = (size_t)TQKV__SIGN_BYTES(head_dim), rows = (size_t)TQKV__ROW_BYTES(head_dim, 1);
+    if (d->memory[index] < signs) d->memory[index] = signs;
+    if (d->memory_each[index] < rows) d->memory_each[index] = rows;
+}
+
 /* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; the centre where it says. */
 static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const tqkv__encode_stream *e, int n_tokens, int64_t position)
 {
     size_t all, kept;
     const tqkv__stream *s = e->stream;
     const int index = d->n_args ? TQKV__SECOND_ARGS : 0;
-    if (n_tokens < 0 || !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), &all))
-        return TQKV__INVALID("n_tokens is negative or too large");
     if (s->pages) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_PAGES);
-    tqkv_result r = tqkv__check_positions(s, n_tokens, position);
+    tqkv_result r = tqkv__plan_values(s, n_tokens, &all);
+    if (r == TQKV_OK) r = tqkv__check_positions(s, n_tokens, position);
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
     if ((r = tqkv__plan_rows(d, s, n_tokens - skipped, position + skipped, &kept)) != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
-    tqkv__plan_bind(d, e->names[0], index + 1, tqkv__buffer_after(e->src, all - kept), kept, false);
+    tqkv__plan_bind_rows(d, e->names[0], index + 1, tqkv__buffer_after(e->src, (all - kept) * tqkv__type_size(s->type)),
+                         index ? TQKV_FC_VALUE_TYPE : TQKV_FC_TYPE, s->type, kept, false);
     tqkv__plan_bind_store(d, e->names + 1, index + 2, e->store, s, true);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_CENTER : TQKV_FC_CENTER,
                         tqkv__plan_bind_center(d, e->names[3], e->center, e->store, s, true));
     d->memory[0] = TQKV__CELL_BYTES;
-    d->memory[1] = TQKV__SIGN_BYTES((size_t)s->head_dim);
+    tqkv__plan_encode_memory(d, 1, s->head_dim);
     d->memory[2] = TQKV__TABLE_BYTES;
     return TQKV_OK;
 }
 
 TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, tqkv__dispatch *d)
 {
-    tqkv__plan_begin(d, TQKV__TABLES, 0);
+    tqkv__plan_begin(d, TQKV__TABLES, 0, 0);
     tqkv__plan_bind(d, "report", 0, report, sizeof(tqkv__table_report), true);
     d->grid[0] = 1;
     d->n_simdgroups = 1;
@@ -6517,9 +6586,10 @@ TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *store, tqkv_metal
 {
     tqkv__stream s;
     const tqkv__encode_stream e = {{"src", "codes", "norms", "center"}, store, &s, src, 5};
-    const tqkv_result r = tqkv__stream_shape(store ? &store->shape : NULL, &s);
+    tqkv_result r = tqkv__stream_shape(store ? &store->shape : NULL, &s);
+    if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
-    tqkv__plan_begin(d, TQKV__ENCODE, s.head_dim);
+    tqkv__plan_begin(d, TQKV__ENCODE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 4, not_finite);
     return tqkv__plan_stream(d, &e, n_tokens, position);
 }
@@ -6535,8 +6605,8 @@ TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tq
     if (r == TQKV_OK) r = tqkv__stream_shape(values ? &values->shape : NULL, &vs);
     if (r != TQKV_OK) return r;
     if (ks.n_kv_heads != vs.n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
-    if (ks.head_dim != vs.head_dim) return TQKV__REFUSE(UNSUPPORTED, TQKV__UNEQUAL_DIMS);
-    tqkv__plan_begin(d, TQKV__ENCODE_KV, ks.head_dim);
+    if ((r = tqkv__check_kernels(ks.head_dim, vs.head_dim)) != TQKV_OK) return r;
+    tqkv__plan_begin(d, TQKV__ENCODE_KV, ks.head_dim, vs.head_dim);
     tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
     r = tqkv__plan_stream(d, &key, n_tokens, position);
@@ -6547,16 +6617,17 @@ TQKV_API tqkv_result tqkv__plan_probe(const tqkv_metal_store *store, tqkv_metal_
                                       tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv__dispatch *d)
 {
     tqkv__stream s;
-    size_t size;
+    size_t n_values;
     tqkv_result r = tqkv__stream_shape(store ? &store->shape : NULL, &s);
+    if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
-    tqkv__plan_begin(d, TQKV__PROBE, s.head_dim);
-    if ((r = tqkv__plan_rows(d, &s, n_tokens, 0, &size)) != TQKV_OK) return r;
+    tqkv__plan_begin(d, TQKV__PROBE, s.head_dim, s.head_dim);
+    if ((r = tqkv__plan_rows(d, &s, n_tokens, 0, &n_values)) != TQKV_OK) return r;
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated);
-    d->memory[0] = TQKV__SIGN_BYTES((size_t)s.head_dim);
-    tqkv__plan_bind(d, "src", 1, src, size, false);
-    tqkv__plan_bind(d, "scaled", 2, scaled, size, true);
+    tqkv__plan_encode_memory(d, 0, s.head_dim);
+    tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, n_values, false);
+    tqkv__plan_bind(d, "scaled", 2, scaled, n_values * sizeof(float), true);
     tqkv__plan_bind_flag(d, 3, not_finite);
     tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
     return TQKV_OK;
@@ -6567,20 +6638,21 @@ TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *store, int64_t po
 {
     static const char *const names[] = {"codes", "norms"};
     tqkv__stream s;
-    size_t size;
+    size_t n_values;
     tqkv_result r = tqkv__stream_shape(store ? &store->shape : NULL, &s);
+    if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
     if (n_positions < 0 || !tqkv__basis_known(basis))
         return TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
     if (s.pages) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_PAGES);
     if (n_positions > s.capacity) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
-    tqkv__plan_begin(d, TQKV__DECODE, s.head_dim);
-    if ((r = tqkv__plan_rows(d, &s, n_positions, position, &size)) != TQKV_OK) return r;
+    tqkv__plan_begin(d, TQKV__DECODE, s.head_dim, s.head_dim);
+    if ((r = tqkv__plan_rows(d, &s, n_positions, position, &n_values)) != TQKV_OK) return r;
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, s.rotated && basis == TQKV_ORIGINAL);
     tqkv__plan_bind_store(d, names, 1, store, &s, false);
-    tqkv__plan_bind(d, "dst", 3, dst, size, true);
+    tqkv__plan_bind_rows(d, "dst", 3, dst, TQKV_FC_TYPE, s.type, n_values, true);
     tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
     tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated && basis == TQKV_ROTATED);
     d->memory[0] = TQKV__TABLE_BYTES;
@@ -6591,16 +6663,17 @@ TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int h
                                        tqkv__dispatch *d)
 {
     size_t size;
-    if (!tqkv__head_dim_known(head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
+    const tqkv_result r = tqkv__check_kernels(head_dim, head_dim);
+    if (r != TQKV_OK) return r;
     if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size))
         return TQKV__INVALID("n_rows is negative or too large");
-    tqkv__plan_begin(d, TQKV__ROTATE, head_dim);
+    tqkv__plan_begin(d, TQKV__ROTATE, head_dim, head_dim);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
     d->args[0].rotate.n_rows = n_rows;
     d->args_size = sizeof d->args[0].rotate;
     d->n_args = 1;
     tqkv__plan_bind(d, "rows", 1, rows, size, true);
-    tqkv__plan_simdgroups(d, (size_t)n_rows, 1);
+    tqkv__plan_simdgroups(d, (size_t)n_rows, (size_t)(TQKV__SIMD_WIDTH / TQKV__ROW_LANES(head_dim)));
     return TQKV_OK;
 }
 
@@ -6735,14 +6808,14 @@ static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buf
 
 /* The memory of queries and sums, the largest part, holds only the columns in use: it limits the threadgroups on a
    core. */
-static void tqkv__plan_attend_memory(tqkv__dispatch *d, size_t head_dim, const tqkv__split *split)
+static void tqkv__plan_attend_memory(tqkv__dispatch *d, size_t key_dim, size_t value_dim, const tqkv__split *split)
 {
-    const size_t sums = split->sections_each ? TQKV__ATTEND_SUM_BYTES(head_dim) : 0;
+    const size_t sums = split->sections_each ? TQKV__ATTEND_SUM_BYTES(value_dim) : 0;
     d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
-    d->memory[1] = (TQKV__ATTEND_QUERY_BYTES(head_dim) + sums) / TQKV__MAX_COLUMNS(head_dim) * (size_t)split->columns;
-    d->memory[3] = TQKV__ATTEND_KEPT_BYTES(head_dim);
-    d->memory_each[2] = TQKV__ATTEND_WEIGHT_BYTES(head_dim, 1);
-    d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(head_dim, 1);
+    d->memory[1] = (TQKV__ATTEND_QUERY_BYTES(key_dim) + sums) / TQKV__MAX_COLUMNS(key_dim) * (size_t)split->columns;
+    d->memory[3] = TQKV__ATTEND_KEPT_BYTES(value_dim);
+    d->memory_each[2] = TQKV__ATTEND_WEIGHT_BYTES(value_dim, 1);
+    d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(value_dim, 1);
 }
 
 static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
@@ -6751,14 +6824,14 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
     static const char *const key_names[] = {"keys' codes", "keys' norms"};
     static const char *const value_names[] = {"values' codes", "values' norms"};
     const bool center = tqkv__center_counts(a, b);
-    tqkv__plan_begin(d, TQKV__ATTEND, a->key_dim);
+    tqkv__plan_begin(d, TQKV__ATTEND, a->key_dim, a->value_dim);
     tqkv__plan_attend_args(a, split, &d->args[0].attend);
     d->args_size = sizeof d->args[0].attend;
     d->n_args = 1;
     tqkv__plan_attend_constants(d, a, split->columns);
     tqkv__plan_constant(d, TQKV_FC_CENTER, center);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, center && a->keys.rotated && !a->rotate_queries);
-    tqkv__plan_bind(d, "q", 1, b->q, a->q_elements * sizeof(float), false);
+    tqkv__plan_bind_rows(d, "q", 1, b->q, TQKV_FC_TYPE, a->call.query_type, a->q_elements, false);
     tqkv__plan_bind_store(d, key_names, 2, b->keys, &a->keys, false);
     tqkv__plan_bind_store(d, value_names, 4, b->values, &a->values, false);
     tqkv__plan_bind(d, "sinks", TQKV__ONLY_CHECKED, b->sinks,
@@ -6766,8 +6839,9 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
     tqkv__plan_bind_partials(d, 6, b->scratch, split, true);
     tqkv__plan_bind_center(d, "keys' center", 8, b->keys, &a->keys, center);
     tqkv__plan_bind_center(d, "values' center", TQKV__ONLY_CHECKED, b->values, &a->values, true);
-    tqkv__plan_bind(d, "out", TQKV__ONLY_CHECKED, b->out, a->out_elements * sizeof(float), true);
-    tqkv__plan_attend_memory(d, (size_t)a->key_dim, split);
+    tqkv__plan_bind_rows(d, "out", TQKV__ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type, a->out_elements,
+                         true);
+    tqkv__plan_attend_memory(d, (size_t)a->key_dim, (size_t)a->value_dim, split);
     d->grid[0] = (size_t)a->n_kv_heads;
     d->grid[1] = split->blocks;
     d->grid[2] = (size_t)split->n_splits;
@@ -6782,7 +6856,7 @@ static void tqkv__plan_attend_merge(tqkv__dispatch *d, const tqkv__attention *a,
               n_sections = (before + n_results - 1) / length + 1;
     const tqkv__merge_args args = {(int32_t)a->n_rows, a->call.n_heads, a->group, n_results, length, before};
     const bool sinks = b->sinks.buffer != NULL;
-    tqkv__plan_begin(d, TQKV__ATTEND_MERGE, a->value_dim);
+    tqkv__plan_begin(d, TQKV__ATTEND_MERGE, a->value_dim, a->value_dim);
     d->args[0].merge = args;
     d->args_size = sizeof args;
     d->n_args = 1;
@@ -6791,7 +6865,7 @@ static void tqkv__plan_attend_merge(tqkv__dispatch *d, const tqkv__attention *a,
     tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__center_counts(a, b) && !(a->call.softcap > 0.0f));
     tqkv__plan_bind_partials(d, 1, b->scratch, split, false);
     tqkv__plan_bind(d, "sinks", 3, b->sinks, sinks ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
-    tqkv__plan_bind(d, "out", 4, b->out, a->out_elements * sizeof(float), true);
+    tqkv__plan_bind_rows(d, "out", 4, b->out, TQKV_FC_TYPE, a->call.output_type, a->out_elements, true);
     const bool center = tqkv__plan_bind_center(d, "values' center", 5, b->values, &a->values, true);
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
     tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, center && a->values.rotated && !a->unrotate_output);
@@ -6806,7 +6880,6 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 {
     tqkv__split split;
     int64_t first, end;
-    if (a->key_dim != a->value_dim) return TQKV__REFUSE(UNSUPPORTED, TQKV__UNEQUAL_DIMS);
     tqkv__tiles_seen(a, &first, &end);
     const tqkv_result r = tqkv__choose_split(a, first, end, &split);
     if (r != TQKV_OK) return r;
@@ -6827,7 +6900,8 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv_atten
     to->sinks = NULL;
     memset(&to->parallel, 0, sizeof to->parallel);
     memset(&to->allocator, 0, sizeof to->allocator);
-    return tqkv__attention_shape(to, a);
+    const tqkv_result r = tqkv__attention_shape(to, a);
+    return r == TQKV_OK ? tqkv__check_kernels(a->key_dim, a->value_dim) : r;
 }
 
 TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
@@ -6850,7 +6924,6 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t *bytes)
     const int64_t section = (int64_t)TQKV__SECTION * TQKV__STRETCH_TILES, width = TQKV__SIMD_WIDTH;
     const int64_t seen = (int64_t)a->call.window - 1 + a->call.n_queries, all = (a->keys.capacity + width - 1) / width;
     const bool part = a->call.window && !a->keys.ring && seen / width + 2 < all;
-    if (a->key_dim != a->value_dim) return TQKV__REFUSE(UNSUPPORTED, TQKV__UNEQUAL_DIMS);
     const tqkv_result r = part ? tqkv__choose_split(a, section - 1, section + (seen + width - 2) / width, &split)
                                : tqkv__choose_split(a, 0, all, &split);
     if (r != TQKV_OK) return r;
@@ -6866,6 +6939,11 @@ TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *from, size_t
     tqkv__attention a;
     const tqkv_result r = tqkv__plan_shape(from, &attention, &a);
     return r == TQKV_OK ? tqkv__plan_most_scratch(&a, bytes) : r;
+}
+
+TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
+{
+    return (size_t)n_tokens * (size_t)s->n_kv_heads * (size_t)s->head_dim * tqkv__type_size(s->type);
 }
 
 static tqkv_metal_buffer tqkv__buffer_of_part(const tqkv_cache *c, tqkv_metal_buffer memory, const void *part)
@@ -6894,13 +6972,15 @@ TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buf
     return tqkv__plan_encode_kv(&keys, &values, k, v, n_tokens, c->attention.end, not_finite, d);
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t *rows_size, size_t *scratch_size)
+TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t rows_sizes[2],
+                                            size_t *scratch_size)
 {
     tqkv__attention a;
     if (!c || n_queries <= 0) return TQKV__INVALID("the cache is NULL or n_queries not positive");
     const tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
     if (r != TQKV_OK) return r;
-    *rows_size = (a.q_elements > a.out_elements ? a.q_elements : a.out_elements) * sizeof(float);
+    rows_sizes[0] = a.q_elements * tqkv__type_size(a.call.query_type);
+    rows_sizes[1] = a.out_elements * tqkv__type_size(a.call.output_type);
     return tqkv__plan_most_scratch(&a, scratch_size);
 }
 

@@ -98,16 +98,18 @@ static NSString *tqkv__function_name(const tqkv__kernel *kernel)
                                            [TQKV__DECODE] = "decode",       [TQKV__ROTATE] = "rotate",
                                            [TQKV__ATTEND] = "attend",       [TQKV__ATTEND_MERGE] = "attend_merge"};
     const char *family = families[kernel->family];
-    if (!kernel->head_dim) return [NSString stringWithFormat:@"tqkv_%s", family];
-    return [NSString stringWithFormat:@"tqkv_%s_d%d", family, kernel->head_dim * 32];
+    const int head_dim = kernel->head_dim * TQKV__DIM_UNIT, value_dim = kernel->value_dim * TQKV__DIM_UNIT;
+    if (!head_dim) return [NSString stringWithFormat:@"tqkv_%s", family];
+    if (!value_dim) return [NSString stringWithFormat:@"tqkv_%s_d%d", family, head_dim];
+    return [NSString stringWithFormat:@"tqkv_%s_d%d_%d", family, head_dim, value_dim];
 }
 
 static void tqkv__set_values(const tqkv__kernel *kernel, MTLFunctionConstantValues *values)
 {
     for (unsigned i = 0; i < TQKV__CONSTANTS; i++) {
         const uint32_t value = kernel->constants[i] - 1u;
-        const bool flag = value != 0,
-                   is_number = i == TQKV_FC_FORMAT || i == TQKV_FC_VALUE_FORMAT || i == TQKV_FC_COLUMNS;
+        const bool flag = value != 0, is_number = i == TQKV_FC_FORMAT || i == TQKV_FC_VALUE_FORMAT ||
+                                                  i == TQKV_FC_COLUMNS || i == TQKV_FC_TYPE || i == TQKV_FC_VALUE_TYPE;
         if (!kernel->constants[i]) continue;
         if (is_number)
             [values setConstantValue:&value type:MTLDataTypeUInt atIndex:i];
@@ -246,6 +248,13 @@ static void tqkv__record_dispatch(tqkv_metal *m, id<MTLComputeCommandEncoder> en
             threadsPerThreadgroup:MTLSizeMake(n * TQKV__SIMD_WIDTH, 1, 1)];
 }
 
+/* A call that tqkv.h refused. */
+static tqkv_result tqkv__refuse(tqkv_metal *m, tqkv_result r, const char *call)
+{
+    return tqkv__fail(m, r, "%s: %s%s", call, tqkv_result_string(r),
+                      r == TQKV_UNSUPPORTED ? "; " TQKV__KERNELS_TEXT : "");
+}
+
 /* Records one or two dispatches, or nothing. planned: the result of tqkv.h's checks. */
 static tqkv_result tqkv__record(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const char *call,
                                 tqkv_result planned, const tqkv__dispatch *d, int n)
@@ -253,7 +262,7 @@ static tqkv_result tqkv__record(tqkv_metal *m, id<MTLComputeCommandEncoder> enco
     const tqkv__pipeline *pipelines[2];
     tqkv_result r = planned;
     if (!m) return TQKV_INVALID_ARGUMENT;
-    if (r != TQKV_OK) return tqkv__fail(m, r, "%s: %s", call, tqkv_result_string(r));
+    if (r != TQKV_OK) return tqkv__refuse(m, r, call);
     if (!encoder) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s: no encoder", call);
     for (int i = 0; i < n; i++)
         if ((r = tqkv__check_bindings(m, &d[i])) != TQKV_OK) return r;
@@ -322,13 +331,11 @@ tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object encoder, const
     return tqkv__record(m, encoder, "encode_kv", r, &d, 1);
 }
 
-tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_store *shape, tqkv_metal_buffer src,
+tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s, tqkv_metal_buffer src,
                              int n_tokens, tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite)
 {
     tqkv__dispatch d;
-    tqkv_metal_store store = {0};
-    if (shape) store.shape = *shape;
-    const tqkv_result r = tqkv__plan_probe(shape ? &store : NULL, src, n_tokens, scaled, not_finite, &d);
+    const tqkv_result r = tqkv__plan_probe(s, src, n_tokens, scaled, not_finite, &d);
     return tqkv__record(m, encoder, "probe", r, &d, 1);
 }
 
@@ -360,7 +367,7 @@ tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention 
 {
     if (!m || !bytes) return TQKV_INVALID_ARGUMENT;
     const tqkv_result r = tqkv__plan_scratch(a, bytes);
-    return r == TQKV_OK ? r : tqkv__fail(m, r, "attend_scratch: %s", tqkv_result_string(r));
+    return r == TQKV_OK ? r : tqkv__refuse(m, r, "attend_scratch");
 }
 
 tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
@@ -475,27 +482,27 @@ tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, co
 tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes)
 {
     if (!m || !bytes) return TQKV_INVALID_ARGUMENT;
-    size_t rows_size;
-    const tqkv_result r = tqkv__plan_cache_sizes(c, n_queries, &rows_size, bytes);
-    return r == TQKV_OK ? r : tqkv__fail(m, r, "cache_scratch: %s", tqkv_result_string(r));
+    size_t rows_sizes[2];
+    const tqkv_result r = tqkv__plan_cache_sizes(c, n_queries, rows_sizes, bytes);
+    return r == TQKV_OK ? r : tqkv__refuse(m, r, "cache_scratch");
 }
 
-/* The blocking calls of a cache copy their floats into a block of shared memory, and the result out of it. */
+/* The blocking calls of a cache copy their rows into a block of shared memory, and the result out of it. */
 static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
     tqkv__dispatch d;
-    const tqkv_store *keys = tqkv_cache_keys(c);
-    const size_t size = (size_t)n_tokens * (size_t)keys->n_kv_heads * (size_t)keys->head_dim * sizeof(float);
+    const size_t k_size = tqkv__rows_size(tqkv_cache_keys(c), n_tokens),
+                 v_size = tqkv__rows_size(tqkv_cache_values(c), n_tokens);
     const tqkv_metal_buffer none = {nil, 0};
     tqkv_metal_buffer memory, kb;
     if (!n_tokens) return TQKV_OK;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    char *block = tqkv__borrow(m, 2 * size, &kb);
+    char *block = tqkv__borrow(m, k_size + v_size, &kb);
     if (!block) return TQKV_OUT_OF_MEMORY;
-    const tqkv_metal_buffer vb = {kb.buffer, kb.offset + size};
-    memcpy(block, k, size);
-    memcpy(block + size, v, size);
+    const tqkv_metal_buffer vb = {kb.buffer, kb.offset + k_size};
+    memcpy(block, k, k_size);
+    memcpy(block + k_size, v, v_size);
     r = tqkv__plan_cache_append(c, memory, kb, vb, n_tokens, none, &d);
     r = tqkv__run(m, "encode_kv", r, &d, 1);
     tqkv__memory_free(m, block, 0);
@@ -505,18 +512,19 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
 static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const void *q, int n_queries, void *out)
 {
     tqkv__dispatch d[2];
-    size_t size, scratch_size;
+    size_t sizes[2], scratch_size; /* of q and of the output, multiples of 32 */
     tqkv_metal_buffer memory, qb;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
-    if (r == TQKV_OK) r = tqkv__plan_cache_sizes(c, n_queries, &size, &scratch_size);
+    if (r == TQKV_OK) r = tqkv__plan_cache_sizes(c, n_queries, sizes, &scratch_size);
     if (r != TQKV_OK) return r;
-    char *block = tqkv__borrow(m, 2 * size + scratch_size, &qb);
+    char *block = tqkv__borrow(m, sizes[0] + sizes[1] + scratch_size, &qb);
     if (!block) return TQKV_OUT_OF_MEMORY;
-    const tqkv_metal_buffer ob = {qb.buffer, qb.offset + size}, scratch = {qb.buffer, qb.offset + 2 * size};
-    memcpy(block, q, size);
+    const tqkv_metal_buffer ob = {qb.buffer, qb.offset + sizes[0]},
+                            scratch = {qb.buffer, qb.offset + sizes[0] + sizes[1]};
+    memcpy(block, q, sizes[0]);
     r = tqkv__plan_cache_attend(c, memory, qb, n_queries, scratch, ob, d);
     r = tqkv__run(m, "attend", r, d, 2);
-    if (r == TQKV_OK) memcpy(out, block + size, size);
+    if (r == TQKV_OK) memcpy(out, block + sizes[0], sizes[1]);
     tqkv__memory_free(m, block, 0);
     return r;
 }
@@ -646,7 +654,7 @@ static tqkv_result tqkv__try_pipelines(tqkv_metal *m)
 {
     tqkv_result r = TQKV_OK;
     for (int family = TQKV__TABLES + 1; family <= TQKV__ATTEND_MERGE && r == TQKV_OK; family++) {
-        tqkv__pipeline p = {.kernel = {.family = (uint8_t)family, .head_dim = 128 / 32}};
+        tqkv__pipeline p = {.kernel = {.family = (uint8_t)family, .head_dim = 128 / TQKV__DIM_UNIT}};
         for (int i = 0; i < TQKV__CONSTANTS; i++) p.kernel.constants[i] = 1 + true;
         p.kernel.constants[TQKV_FC_FORMAT] = 1 + TQKV_I8;
         p.kernel.constants[TQKV_FC_VALUE_FORMAT] = 1 + TQKV_TQ4;

@@ -8,8 +8,9 @@
 //   softmax  one row a lane
 //   values   the lanes lie across the row; the weights come from threadgroup memory
 //
-// Letters: D head_dim, W code width of a stored value, KW and VW these of keys and values, C most columns, N values
-// that a lane loads at a time, R lanes that share a row of keys, V output values of a column that a lane keeps.
+// Letters: D head_dim, W code width of a stored value, K and V before either: of keys and of values. C most columns,
+// the same for both head_dims. N values that a lane loads at a time, R lanes that share a row of keys, V output values
+// of a column that a lane keeps.
 #ifndef TQKV_ATTEND_H
 #define TQKV_ATTEND_H
 #include "codec.h"
@@ -23,6 +24,7 @@ constant bool rotate_queries [[function_constant(TQKV_FC_ROTATE_QUERIES)]];
 constant bool softcap [[function_constant(TQKV_FC_SOFTCAP)]];
 constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
 constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
+constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 
 // A loop over columns runs to the constant maximum and tests inside. It unrolls into registers, and the iterations
 // beyond `columns` disappear when the pipeline is built.
@@ -45,16 +47,16 @@ struct stream_rows {
 
 // What a threadgroup works on, and the place of this thread in it. n_heads is n_kv_heads * group.
 struct attend_task {
-    device const float *q;     // [n_queries][n_heads][D]
+    device const uchar *q;     // [n_queries][n_heads][KD]
     stream_rows keys, values;  // of the KV head
-    device float *partial_out; // [n_partials][n_queries][n_heads][D]: sum of weight * value
+    device float *partial_out; // [n_partials][n_queries][n_heads][VD]: sum of weight * value
     device float
         *partial_state;         // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in
                                 // powers of two), sum of the weights
-    device const float *center; // [n_kv_heads][D]: of the keys
+    device const float *center; // [n_kv_heads][KD]: of the keys
     threadgroup float *tables;  // [2][256]: codebooks of keys and values
-    threadgroup float *queries; // [columns][padded D]
-    threadgroup float *sums;    // [columns][D]: of a stretch. After the only stretch they take the queries' memory
+    threadgroup float *queries; // [columns][padded KD]
+    threadgroup float *sums;    // [columns][VD]: of a stretch. After the only stretch they take the queries' memory
     threadgroup float *weights; // [n_simdgroups][32][C]
     threadgroup float *kept;    // [2][C][2]: maximum and sum of the section so far, and of all earlier sections. Before
                                 // them [C]: the centre's score in powers of two
@@ -63,7 +65,7 @@ struct attend_task {
     uint lane, simdgroup, n_simdgroups;
 };
 
-// What a lane keeps of each column.
+// What a lane keeps of each column. D: of the values
 template <int D>
 struct column_state {
     float shift[TQKV__MAX_COLUMNS(D)];             // of scores, under softcap: the centre's score
@@ -107,14 +109,19 @@ inline float row_scale(uint format, stream_rows rows, uint slot, float block_sca
 
 // ---- Keys: layout over the lanes ----
 
-// Values of a row that a lane loads at a time: 16 bytes of codes, or the whole row where it is shorter.
-#define KEY_VALUES(D, W) ((D) < 128 / (W) ? (D) : 128 / (W))
+// Values of a row that a lane loads at a time: 16 bytes of codes, 8 where 16 do not divide the row, or the whole row.
+#define KEY_VALUES(D, W) ((D) < 128 / (W) ? (D) : (D) % (128 / (W)) ? 64 / (W) : 128 / (W))
 
-// Lanes that share a row of keys. They share R rows: lanes l*R .. l*R+R-1 have rows l, l + 32/R, l + 2*32/R ..
-#define KEY_LANES(D, W) ((D) / KEY_VALUES(D, W) < 4 ? (D) / KEY_VALUES(D, W) : 4)
+// Lanes that share a row of keys, as many of 4 as divide what has one norm: all values or, in 8 bits, perhaps a block.
+// They share R rows: lanes l*R .. l*R+R-1 have rows l, l + 32/R, l + 2*32/R ..
+#define KEY_BLOCK(D, W) ((W) == 8 ? TQKV__GRID_BLOCK(D) : (D))
+#define KEY_LANES(D, W)                                                                                                \
+    (KEY_BLOCK(D, W) % (4 * KEY_VALUES(D, W)) == 0 ? 4 : KEY_BLOCK(D, W) % (2 * KEY_VALUES(D, W)) == 0 ? 2 : 1)
 
-// Loads of a row that a lane starts before it uses the first of them.
-#define KEY_BATCH(D, W) ((D) / KEY_VALUES(D, W) / KEY_LANES(D, W) < 2 ? 1 : 2)
+// Loads of a row that a lane starts before it uses the first of them; an odd number of loads all at once, if they fit
+// into 40 registers.
+#define KEY_STEPS(D, W) ((D) / KEY_VALUES(D, W) / KEY_LANES(D, W))
+#define KEY_BATCH(D, W) (KEY_STEPS(D, W) % 2 == 0 ? 2 : (D) * (W) / 32 <= 40 ? KEY_STEPS(D, W) : 1)
 
 // The row of a tile whose score a lane ends with.
 template <int D, int W>
@@ -141,33 +148,41 @@ inline uint padded(uint value)
     return value + value / uint(KEY_VALUES(D, W)) * 4u;
 }
 
-// The score of the keys' centre: all scores of the query lack it. Every lane has the result. x: the lane's part of the
-// query
+// The score of the keys' centre: all scores of the query lack it. Every lane of the row has the result. x: the lane's
+// part of the query
 template <int D>
 inline float score_of_center(constant tqkv__attend_args &args, thread const attend_task &task, thread const float *x)
 {
     float center[TQKV_LANE_VALUES(D)], dot = 0.0f;
-    load_row<D>(task.center + row_offset(task.kv_head, D), task.lane, center);
-    if (rotate_center) rotate_row<D>(center, task.lane);
+    uint part = lane_of_row<D>(task.lane);
+    load_row<D>(task.center + row_offset(task.kv_head, D), part, center);
+    if (rotate_center) rotate_row<D>(center, part);
     TQKV_UNROLL
     for (int i = 0; i < TQKV_LANE_VALUES(D); i++) dot = fma(x[i], center[i], dot);
-    return simd_sum(dot) * (args.scale * TQKV_LOG2E);
+    TQKV_UNROLL
+    for (int distance = 1; distance < TQKV__ROW_LANES(D); distance *= 2) dot += simd_shuffle_xor(dot, ushort(distance));
+    return dot * (args.scale * TQKV_LOG2E);
 }
 
+// TQKV_ROWS(D) columns at a time. Lanes beyond the last column repeat it and store nothing.
 template <int D, int W>
 inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    for (uint c = task.simdgroup; c < columns; c += task.n_simdgroups) {
-        query_row row = row_of_column(args, task.first_column + c);
+    const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
+    uint part = lane_of_row<D>(task.lane);
+    for (uint c = task.simdgroup * uint(TQKV_ROWS(D)); c < columns; c += task.n_simdgroups * uint(TQKV_ROWS(D))) {
+        uint own = c + task.lane / uint(L), column = min(own, columns - 1u);
+        query_row row = row_of_column(args, task.first_column + column);
         uint head = task.kv_head * uint(args.group) + uint(row.head);
         uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
         float x[TQKV_LANE_VALUES(D)];
-        load_row<D>(task.q + row_offset(at, D), task.lane, x);
+        load_typed_row<D>(row_type, task.q, row_offset(at, D), part, x);
         float shift = key_centered ? score_of_center<D>(args, task, x) : 0.0f;
-        if (key_centered && task.lane == 0) task.kept[c] = shift;
-        if (rotate_queries) rotate_row<D>(x, task.lane);
+        if (key_centered && part == 0 && own < columns) task.kept[column] = shift;
+        if (rotate_queries) rotate_row<D>(x, part);
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
-            task.queries[c * padded<D, W>(D) + padded<D, W>(task.lane * uint(TQKV_LANE_VALUES(D)) + uint(i))] = x[i];
+            if (own < columns)
+                task.queries[column * padded<D, W>(D) + padded<D, W>(value_of_lane<L, C>(part, i))] = x[i];
     }
 }
 
@@ -394,8 +409,9 @@ inline void weigh_tile(constant tqkv__attend_args &args, tile_place at, float ke
 
 // ---- Values of one tile ----
 
-// The lanes lie across a row of values: L lanes, 8 values each, in J pieces of the row. A step takes 32/L rows.
-#define VALUE_LANES(D)  ((D) / LANE_SUMS(D))
+// The lanes lie across a row of values: L lanes, 8 values each, in J pieces of the row. A step takes 32/L rows. With a
+// matrix the last of the L lanes have no values: they repeat others, and their sums go nowhere.
+#define VALUE_LANES(D)  ((D) <= 32 ? 4 : (D) <= 64 ? 8 : (D) <= 128 ? 16 : 32)
 #define VALUE_PIECES(D) (LANE_SUMS(D) / 8)
 
 // Steps that a lane loads before it uses the first of them: as many as 16 words of codes hold.
@@ -426,7 +442,8 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
                                            : values.codes + ulong(value_slot_of(args, base + row)) * ulong(bytes);
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
-        uint first = (uint(j * VALUE_LANES(D)) + task.lane % uint(VALUE_LANES(D))) * 8u;
+        uint part = min(task.lane % uint(VALUE_LANES(D)), uint(D / LANE_SUMS(D)) - 1u);
+        uint first = (uint(j * VALUE_LANES(D)) + part) * 8u;
         load_codes<D, W, 8>(value_format, codes, first, step.raw[j]);
         step.scale[j] = 1.0f;
         if (!one_norm<D>(value_format))
@@ -513,7 +530,7 @@ inline void combine_states(thread const attend_task &task, thread column_state<D
 template <int D>
 inline void combine_outputs(thread const attend_task &task, thread column_state<D> &state)
 {
-    const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D), L = D / V;
+    const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D), L = VALUE_LANES(D);
     threadgroup float *sums = task.sums;
     FOR_COLUMNS(c)
     {
@@ -525,7 +542,7 @@ inline void combine_outputs(thread const attend_task &task, thread column_state<
         }
     }
     for (uint s = 0; s < task.n_simdgroups; s++) {
-        if (task.simdgroup == s && task.lane < uint(L)) {
+        if (task.simdgroup == s && task.lane < uint(D / V)) {
             FOR_COLUMNS(c)
             {
                 TQKV_UNROLL
@@ -640,7 +657,7 @@ inline uint step_over(uint tile, uint gap_begin, uint after_gap)
     return tile < gap_begin ? tile : max(tile, after_gap);
 }
 
-// What a simdgroup carries from tile to tile.
+// What a simdgroup carries from tile to tile. D: of the keys
 template <int D, int KW>
 struct tile_walk {
     uint tile;                 // its next one
@@ -650,27 +667,27 @@ struct tile_walk {
 };
 
 // The simdgroup's tiles before tile `end`.
-template <int D, int KW, int VW>
+template <int KD, int VD, int KW, int VW>
 inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task &task, uint end,
-                      thread const codebook &key_book, thread const codebook &value_book, thread tile_walk<D, KW> &walk,
-                      thread column_state<D> &state)
+                      thread const codebook &key_book, thread const codebook &value_book,
+                      thread tile_walk<KD, KW> &walk, thread column_state<VD> &state)
 {
-    threadgroup float *weights = task.weights + task.simdgroup * uint(32 * TQKV__MAX_COLUMNS(D));
+    threadgroup float *weights = task.weights + task.simdgroup * uint(32 * TQKV__MAX_COLUMNS(VD));
     while (walk.tile < end) {
         tile_place at = walk.next;
         walk.tile = step_over(walk.tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
         walk.next = open_tile(args, walk.tile, at.row);
-        float score[TQKV__MAX_COLUMNS(D)];
-        float key_scale = row_scale<D>(key_format, task.keys, at.slot, args.key_block_scale);
+        float score[TQKV__MAX_COLUMNS(KD)];
+        float key_scale = row_scale<KD>(key_format, task.keys, at.slot, args.key_block_scale);
         float value_scale =
-            row_scale<D>(value_format, task.values, value_slot_of(args, at.slot), args.value_block_scale);
-        value_step<D, VW> values[VALUE_BATCH(D, VW)];
+            row_scale<VD>(value_format, task.values, value_slot_of(args, at.slot), args.value_block_scale);
+        value_step<VD, VW> values[VALUE_BATCH(VD, VW)];
         TQKV_UNROLL
-        for (int b = 0; b < VALUE_BATCH(D, VW); b++) load_value_step<D, VW>(args, task, at.base, uint(b), values[b]);
-        score_tile<D, KW>(args, task, at.base, walk.next.base, key_book, walk.keys, score);
-        weigh_tile<D>(args, at, key_scale, value_scale, score, state, weights);
+        for (int b = 0; b < VALUE_BATCH(VD, VW); b++) load_value_step<VD, VW>(args, task, at.base, uint(b), values[b]);
+        score_tile<KD, KW>(args, task, at.base, walk.next.base, key_book, walk.keys, score);
+        weigh_tile<VD>(args, at, key_scale, value_scale, score, state, weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        add_values<D, VW>(args, task, at.base, value_book, values, weights, state);
+        add_values<VD, VW>(args, task, at.base, value_book, values, weights, state);
         simdgroup_barrier(mem_flags::mem_threadgroup); // before the next tile overwrites the weights
     }
 }
@@ -691,59 +708,59 @@ inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_t
     return 0u;
 }
 
-template <int D, int KW, int VW>
+template <int KD, int VD, int KW, int VW>
 inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
     tile_range seen = tiles_seen(args, task.first_column);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
-    column_state<D> state;
-    tile_walk<D, KW> walk;
+    column_state<VD> state;
+    tile_walk<KD, KW> walk;
     walk.gap_begin = seen.gap_begin;
     walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
     walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
     walk.tile = step_over(walk.tile, walk.gap_begin, walk.after_gap);
-    walk.next = open_tile(args, walk.tile, row_of_lane<D, KW>(task.lane));
-    load_key_codes<D, KW>(args, task, walk.next.base, 0u, walk.keys);
-    if (!one_norm<D>(key_format)) load_key_scales<D, KW>(args, task, walk.next.base, 0u, walk.keys);
+    walk.next = open_tile(args, walk.tile, row_of_lane<KD, KW>(task.lane));
+    load_key_codes<KD, KW>(args, task, walk.next.base, 0u, walk.keys);
+    if (!one_norm<KD>(key_format)) load_key_scales<KD, KW>(args, task, walk.next.base, 0u, walk.keys);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
     load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
-    load_queries<D, KW>(args, task);
+    load_queries<KD, KW>(args, task);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     codebook key_book = open_codebook(key_format, task.tables, task.lane);
     codebook value_book = open_codebook(value_format, task.tables + 256, task.lane);
-    find_newest<D>(args, task.first_column, state);
+    find_newest<VD>(args, task.first_column, state);
     if (key_centered) {
-        const int C = TQKV__MAX_COLUMNS(D);
+        const int C = TQKV__MAX_COLUMNS(VD);
         FOR_COLUMNS(c) state.shift[c] = task.kept[c];
-        store_shifts<D>(args, task);
+        store_shifts<VD>(args, task);
     }
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
-        clear_sums<D>(state);
+        clear_sums<VD>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_tiles<D, KW, VW>(args, task, end, key_book, value_book, walk, state);
-        combine_states<D>(task, state);
-        combine_outputs<D>(task, state); // after a barrier: task.sums may be the queries' memory
-        partial = keep_stretch<D>(args, task, own, stretch, state);
+        add_tiles<KD, VD, KW, VW>(args, task, end, key_book, value_book, walk, state);
+        combine_states<VD>(task, state);
+        combine_outputs<VD>(task, state); // after a barrier: task.sums may be the queries' memory
+        partial = keep_stretch<VD>(args, task, own, stretch, state);
     }
-    store_state<D>(args, task, partial, state);
+    store_state<VD>(args, task, partial, state);
 }
 
 // The widths of keys and values choose the code here and nowhere else.
-template <int D, int KW>
+template <int KD, int VD, int KW>
 inline void attend_with_keys(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    if (code_width(value_format) == 4) attend<D, KW, 4>(args, task);
-    if (code_width(value_format) == 8) attend<D, KW, 8>(args, task);
-    if (code_width(value_format) == 16) attend<D, KW, 16>(args, task);
+    if (code_width(value_format) == 4) attend<KD, VD, KW, 4>(args, task);
+    if (code_width(value_format) == 8) attend<KD, VD, KW, 8>(args, task);
+    if (code_width(value_format) == 16) attend<KD, VD, KW, 16>(args, task);
 }
 
-template <int D>
+template <int KD, int VD>
 inline void attend_with_formats(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    if (code_width(key_format) == 4) attend_with_keys<D, 4>(args, task);
-    if (code_width(key_format) == 8) attend_with_keys<D, 8>(args, task);
-    if (code_width(key_format) == 16) attend_with_keys<D, 16>(args, task);
+    if (code_width(key_format) == 4) attend_with_keys<KD, VD, 4>(args, task);
+    if (code_width(key_format) == 8) attend_with_keys<KD, VD, 8>(args, task);
+    if (code_width(key_format) == 16) attend_with_keys<KD, VD, 16>(args, task);
 }
 
 #endif

@@ -2,12 +2,13 @@
 // heads, y blocks of query rows, z splits of the context.
 #include "attend.h"
 
-// codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a row]
+// codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a row]. D: of the keys, V: of the
+// values. NAME: D, or D_V where V differs
 // clang-format off
-#define ATTEND(D) \
-    kernel void tqkv_attend_d##D( \
+#define ATTEND(NAME, D, V) \
+    kernel void tqkv_attend_d##NAME( \
         constant tqkv__attend_args &args [[buffer(0)]], \
-        device const float *q [[buffer(1)]], \
+        device const uchar *q [[buffer(1)]], \
         device const uchar *key_codes [[buffer(2)]], \
         device const float *key_norms [[buffer(3)]], \
         device const uchar *value_codes [[buffer(4)]], \
@@ -27,7 +28,7 @@
         attend_task task; \
         task.q = q; \
         task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_capacity, group.x); \
-        task.values = stream_of_head<D>(value_format, value_codes, value_norms, args.value_capacity, group.x); \
+        task.values = stream_of_head<V>(value_format, value_codes, value_norms, args.value_capacity, group.x); \
         task.partial_out = partial_out; \
         task.partial_state = partial_state; \
         task.center = key_center; \
@@ -36,20 +37,25 @@
         task.sums = queries + (args.sections_each == 0 ? 0 : TQKV__QUERY_FLOATS(D) * int(columns)); \
         task.weights = weights; \
         task.kept = states; \
-        task.states = states + 4 * TQKV__MAX_COLUMNS(D); \
+        task.states = states + 4 * TQKV__MAX_COLUMNS(V); \
         task.kv_head = group.x; \
         task.first_column = group.y * columns; \
         task.split = group.z; \
         task.lane = lane; \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \
-        attend_with_formats<D>(args, task); \
+        attend_with_formats<D, V>(args, task); \
     }
 // clang-format on
 
-ATTEND(32)
-ATTEND(64)
-ATTEND(128)
-ATTEND(256)
-ATTEND(512)
-ATTEND(1024)
+ATTEND(32, 32, 32)
+ATTEND(48, 48, 48)
+ATTEND(64, 64, 64)
+ATTEND(80, 80, 80)
+ATTEND(96, 96, 96)
+ATTEND(128, 128, 128)
+ATTEND(192, 192, 192)
+ATTEND(256, 256, 256)
+ATTEND(512, 512, 512)
+ATTEND(1024, 1024, 1024)
+ATTEND(192_128, 192, 128)

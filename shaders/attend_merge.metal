@@ -6,6 +6,7 @@ constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
 constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
 constant bool value_centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
 constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
+constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 
 // partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_rows][D]
 // clang-format off
@@ -15,7 +16,7 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         device const float *partial_out [[buffer(1)]], \
         device const float *partial_state [[buffer(2)]], \
         device const float *sinks [[buffer(3)]], \
-        device float *out [[buffer(4)]], \
+        device uchar *out [[buffer(4)]], \
         device const float *center [[buffer(5)]], \
         threadgroup float *shared [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
@@ -29,6 +30,7 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         task.out = out; \
         task.shared = shared; \
         task.row = group.x; \
+        task.type = row_type; \
         task.sink = has_sinks ? sinks[group.x % uint(args.n_heads)] * TQKV_LOG2E : -INFINITY; \
         task.unrotate = unrotate; \
         task.shifted = key_centered; \
@@ -36,6 +38,7 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         task.rotated = value_rotated; \
         task.center = center; \
         task.lane = lane; \
+        task.part = lane % uint(TQKV__NORM_LANES(D)); \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \
         merge_row<D>(args, task); \
@@ -43,8 +46,12 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 // clang-format on
 
 ATTEND_MERGE(32)
+ATTEND_MERGE(48)
 ATTEND_MERGE(64)
+ATTEND_MERGE(80)
+ATTEND_MERGE(96)
 ATTEND_MERGE(128)
+ATTEND_MERGE(192)
 ATTEND_MERGE(256)
 ATTEND_MERGE(512)
 ATTEND_MERGE(1024)

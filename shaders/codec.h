@@ -2,7 +2,7 @@
 // `format` is a function constant wherever it is passed, so a pipeline keeps one side of every branch on it.
 #ifndef TQKV_CODEC_H
 #define TQKV_CODEC_H
-#include "common.h"
+#include "types.h"
 
 // ---- The shape of a row: a field of main bits a value, then a field of upper bits a value (TQKV__FORMATS) ----
 
@@ -118,18 +118,6 @@ inline uint quantise_grid(float v)
     return uint(int(q)) & 255u;
 }
 
-// The nearest IEEE half, ties to even, clamped to +-65504. In integers, because a GPU's own conversion may round
-// differently or flush small halves.
-inline uint half_bits(float x)
-{
-    uint word = as_type<uint>(x), sign = (word >> 16) & 0x8000u, magnitude = word & 0x7fffffffu;
-    if (magnitude >= 0x477fe000u) return sign | 0x7bffu;
-    bool subnormal = magnitude < 0x38800000u; // below 2^-14: a multiple of 2^-24
-    uint bits = subnormal ? (magnitude & 0x7fffffu) | 0x800000u : magnitude - 0x38000000u;
-    uint shift = subnormal ? min(126u - (magnitude >> 23), 25u) : 13u;
-    return sign | ((bits + (1u << (shift - 1u)) - 1u + ((bits >> shift) & 1u)) >> shift);
-}
-
 // ---- Codes to values ----
 
 // N neighbouring codes of a row as they are in memory. W is code_width(format).
@@ -139,12 +127,27 @@ struct raw_codes {
     uint upper[(2 * N + 31) / 32];
 };
 
+// load_field where rows begin at even bytes: D=48 and D=80 with an odd number of bits.
+template <int BITS, int N>
+inline void load_field_by_halves(device const ushort *field, uint first, thread uint *words)
+{
+    const int n = BITS * N / 16;
+    device const ushort *at = field + first * uint(BITS) / 16u;
+    if (n == 0) words[0] = uint(at[0]) >> (first * uint(BITS) % 16u);
+    TQKV_UNROLL
+    for (int i = 0; i < n; i++) words[i / 2] = i % 2 == 0 ? uint(at[i]) : words[i / 2] | uint(at[i]) << 16;
+}
+
 // Loads BITS bits for each of N values, from value `first` on, a multiple of N. Fewer than 32 bits are shifted to the
 // bottom of one word. Rows begin at multiples of `alignment` bytes: it decides how wide a load may be.
 template <int BITS, int N>
 inline void load_field(device const uint *field, uint first, uint alignment, thread uint *words)
 {
     const int n = BITS * N / 32;
+    if (alignment % 4u != 0) {
+        load_field_by_halves<BITS, N>((device const ushort *)field, first, words);
+        return;
+    }
     device const uint *at = field + first * uint(BITS) / 32u;
     if (n == 0) {
         words[0] = at[0] >> (first * uint(BITS) % 32u);

@@ -32,8 +32,18 @@ using namespace metal;
 // l has the values (j*L + l)*C .. +C-1 of the row at x[j*C], for each piece j.
 #define TQKV_PIECES(D, L, C) ((D) / ((L) * (C)))
 
-// Layout of a row over a simdgroup: lane l owns the E values l*E .. l*E+E-1.
-#define TQKV_LANE_VALUES(D) ((D) / 32)
+// Layout of the rows of a simdgroup. Without a matrix one row: lane l owns the values l*D/32 .. of it. With a matrix,
+// TQKV_ROWS rows side by side: a lane owns one value of each run, so the matrix across the runs stays in the lane.
+#define TQKV_ROWS(D)        (32 / TQKV__ROW_LANES(D))
+#define TQKV_ROW_PIECE(D)   (TQKV__RUNS(D) > 1 ? 1 : (D) / 32)
+#define TQKV_LANE_VALUES(D) ((D) / TQKV__ROW_LANES(D))
+
+// A lane's number among the lanes of its row.
+template <int D>
+inline uint lane_of_row(uint lane)
+{
+    return TQKV__RUNS(D) > 1 ? lane % uint(TQKV__ROW_LANES(D)) : lane;
+}
 
 // Start of a row. In 64 bits: a buffer may be larger than 4 GiB.
 inline ulong row_offset(uint row, uint values) { return ulong(row) * ulong(values); }
@@ -49,39 +59,6 @@ inline uint slot_of(constant tqkv__rows_args &args, uint token)
 inline ulong row_in_store(constant tqkv__rows_args &args, uint token, uint head)
 {
     return ulong(head) * ulong(args.capacity) + ulong(slot_of(args, token));
-}
-
-// N neighbouring floats. The caller's buffers have the alignment of a float.
-template <int N>
-inline void load_floats(device const float *from, thread float *x)
-{
-    if (N % 4 == 0) {
-        TQKV_UNROLL
-        for (int i = 0; i < N / 4; i++) {
-            packed_float4 four = ((device const packed_float4 *)from)[i];
-            x[4 * i] = four.x;
-            x[4 * i + 1] = four.y;
-            x[4 * i + 2] = four.z;
-            x[4 * i + 3] = four.w;
-        }
-    } else {
-        TQKV_UNROLL
-        for (int i = 0; i < N; i++) x[i] = from[i];
-    }
-}
-
-template <int D>
-inline void load_row(device const float *row, uint lane, thread float *x)
-{
-    load_floats<TQKV_LANE_VALUES(D)>(row + lane * uint(TQKV_LANE_VALUES(D)), x);
-}
-
-template <int D>
-inline void store_row(thread const float *x, uint lane, device float *row)
-{
-    const int E = TQKV_LANE_VALUES(D);
-    TQKV_UNROLL
-    for (int i = 0; i < E; i++) row[int(lane) * E + i] = x[i];
 }
 
 #endif

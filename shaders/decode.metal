@@ -1,10 +1,11 @@
-// decode: a range of positions to floats, in the stored basis or in the original one. One simdgroup a row.
+// decode: a range of positions to rows, in the stored basis or in the original one. TQKV_ROWS(D) rows a simdgroup.
 #include "decode.h"
 
 constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
 constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
 constant bool centered [[function_constant(TQKV_FC_CENTER)]];
 constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
+constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 
 // clang-format off
 #define DECODE(D) \
@@ -12,7 +13,7 @@ constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
         constant tqkv__rows_args &args [[buffer(0)]], \
         device const uchar *codes [[buffer(1)]], \
         device const float *norms [[buffer(2)]], \
-        device float *out [[buffer(3)]], \
+        device uchar *out [[buffer(3)]], \
         device const float *center [[buffer(4)]], \
         threadgroup float *table [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
@@ -23,15 +24,19 @@ constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
     { \
         load_codebook(stream_format, table, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        decode_task task = {stream_format, unrotate, centered, rotate_center, codes, norms, out, center, \
+        decode_task task = {stream_format, row_type, unrotate, centered, rotate_center, codes, norms, out, center, \
                             open_codebook(stream_format, table, lane)}; \
-        decode_row<D>(args, task, group.x * n_simdgroups + simdgroup, lane); \
+        decode_rows<D>(args, task, (group.x * n_simdgroups + simdgroup) * uint(TQKV_ROWS(D)), lane); \
     }
 // clang-format on
 
 DECODE(32)
+DECODE(48)
 DECODE(64)
+DECODE(80)
+DECODE(96)
 DECODE(128)
+DECODE(192)
 DECODE(256)
 DECODE(512)
 DECODE(1024)

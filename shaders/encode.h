@@ -1,5 +1,6 @@
 // Encoding: a simdgroup takes 32/L rows at a time, with L lanes a row. The order of every rounded operation is that of
-// tqkv_encode, so codes and norms are the same bytes. A "part" below is D/32 values, which tqkv_encode sums first.
+// tqkv_encode, so codes and norms are the same bytes. A "part" below is the values that tqkv_encode sums first, D/32 of
+// them, or D/16 where 32 does not divide D.
 #ifndef TQKV_ENCODE_H
 #define TQKV_ENCODE_H
 #include "codec.h"
@@ -9,11 +10,13 @@ inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f
 
 // A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. A lane's
 // piece has at least 16 bytes. Measured on an H200, 2^20 rows to TQ4, with 16 and with 32 values: 188 and 198
-// microseconds at head_dim 128, 427 and 389 at head_dim 256.
-#define ENCODE_LANES(D)  ((D) <= 128 ? (D) / 16 : (D) / 32)
-#define ENCODE_PIECE(D)  ((D) <= 128 ? 4 : (D) / 32)
+// microseconds at head_dim 128, 427 and 389 at head_dim 256. With a matrix a lane takes one value of each run for the
+// rotation; then threadgroup memory gives it as many neighbours: whole parts, one piece.
+#define ENCODE_LANES(D)  (TQKV__RUNS(D) > 1 ? TQKV__ROW_LANES(D) : (D) <= 128 ? (D) / 16 : (D) / 32)
+#define ENCODE_PIECE(D)  (TQKV__RUNS(D) > 1 ? TQKV__RUNS(D) : (D) <= 128 ? 4 : (D) / 32)
 #define ENCODE_VALUES(D) ((D) / ENCODE_LANES(D))
 #define ENCODE_PIECES(D) TQKV_PIECES(D, ENCODE_LANES(D), ENCODE_PIECE(D))
+#define ROTATED_PIECE(D) (TQKV__RUNS(D) > 1 ? 1 : ENCODE_PIECE(D))
 
 // A row with a NaN or Inf becomes a row of zeros; true for such a row. Only NaN and Inf times 0 are not 0.
 template <int D>
@@ -43,7 +46,7 @@ inline bool clear_if_not_finite(thread float *x)
 template <int D>
 inline float piece_sum(thread const float *squares)
 {
-    const int E = TQKV_LANE_VALUES(D), PARTS = ENCODE_PIECE(D) / E, LANES = BLOCK_LANES(D, NORM_BLOCK(D));
+    const int E = D / TQKV__NORM_LANES(D), PARTS = ENCODE_PIECE(D) / E, LANES = BLOCK_LANES(D, NORM_BLOCK(D));
     float sum[PARTS];
     TQKV_UNROLL
     for (int p = 0; p < PARTS; p++) {
@@ -156,14 +159,20 @@ inline void normalise(uint format, float block_scale, thread float *x, thread fl
     }
 }
 
-// Stores the lowest BITS bits of words; 8, 16 or a multiple of 32.
+// Stores the lowest BITS bits of words, a multiple of 8, by the widest units that divide BITS.
 template <int BITS>
 inline void store_bits(device uchar *to, thread const uint *words)
 {
-    if (BITS == 8) *to = uchar(words[0]);
-    if (BITS == 16) *(device ushort *)to = ushort(words[0]);
-    TQKV_UNROLL
-    for (int i = 0; i < BITS / 32; i++) ((device uint *)to)[i] = words[i];
+    if (BITS % 32 == 0) {
+        TQKV_UNROLL
+        for (int i = 0; i < BITS / 32; i++) ((device uint *)to)[i] = words[i];
+    } else if (BITS % 16 == 0) {
+        TQKV_UNROLL
+        for (int i = 0; i < BITS / 16; i++) ((device ushort *)to)[i] = ushort(words[i / 2] >> (i % 2 * 16));
+    } else {
+        TQKV_UNROLL
+        for (int i = 0; i < BITS / 8; i++) to[i] = uchar(words[i / 4] >> (i % 4 * 8));
+    }
 }
 
 // The row that a lane encodes, and the lane's number among the lanes of the row.
@@ -204,19 +213,21 @@ template <int D, int BITS>
 inline void store_field(thread const uint *codes, uint low, bool whole, uint first, thread const encode_place &at,
                         device uchar *field)
 {
-    const int C = ENCODE_PIECE(D), N = C * BITS;
+    const int C = ENCODE_PIECE(D), N = C * BITS, STORED = N % 8 == 0 ? N : 2 * N;
     bool stores = at.exists;
-    uint words[(N + 31) / 32];
+    uint words[(STORED + 31) / 32];
     TQKV_UNROLL
-    for (int i = 0; i < (N + 31) / 32; i++) words[i] = 0;
+    for (int i = 0; i < (STORED + 31) / 32; i++) words[i] = 0;
     TQKV_UNROLL
     for (int i = 0; i < C; i++)
         words[i * BITS / 32] += (whole ? codes[i] : (codes[i] >> low) & ((1u << BITS) - 1u)) << (i * BITS % 32);
-    if (N < 8) { // half a byte: the next lane has the other half
-        words[0] |= simd_shuffle_xor(words[0], ushort(1)) << (N % 8);
+    if (STORED > N) { // half a byte is left, or all there is: the next lane has the other half
+        uint other = simd_shuffle_xor(words[0], ushort(1));
+        words[0] |= other << (N % 32);
+        if (STORED > 32) words[STORED / 32] = other >> (-N & 31);
         stores = stores && (at.lane & 1u) == 0;
     }
-    if (stores) store_bits<(N < 8 ? 8 : N)>(field + first * uint(BITS) / 8u, words);
+    if (stores) store_bits<STORED>(field + first * uint(BITS) / 8u, words);
 }
 
 // Where the codes go, and the cells to find them.
@@ -256,11 +267,11 @@ inline void store_piece(uint format, thread const encode_target &target, uint fi
     if (upper_bits(format) == 2) store_field<D, 2>(codes, main_bits(format), false, first, at, upper);
 }
 
-// The sign of each value of a row, +-1. A barrier must follow.
+// The sign of each value of a row, +-1; with a matrix none. A barrier must follow.
 template <int D>
 inline void load_signs(threadgroup float *signs, uint thread_index, uint n_threads)
 {
-    for (uint i = thread_index; i < uint(D); i += n_threads)
+    for (uint i = TQKV__RUNS(D) > 1 ? uint(D) : thread_index; i < uint(D); i += n_threads)
         signs[i] = (tqkv__tables.signs[(i & 511u) >> 3] >> (i & 7u)) & 1u ? -1.0f : 1.0f;
 }
 
@@ -269,7 +280,7 @@ inline void load_signs(threadgroup float *signs, uint thread_index, uint n_threa
 template <int D>
 inline void rotate_with_signs(thread float *x, uint lane, threadgroup const float *signs)
 {
-    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D);
+    const int L = ENCODE_LANES(D), C = ROTATED_PIECE(D);
     TQKV_UNROLL
     for (int i = 0; i < ENCODE_VALUES(D); i += 4) {
         float4 sign = *(threadgroup const float4 *)(signs + ((uint(i / C * L) + lane) * uint(C) + uint(i % C)));
@@ -283,53 +294,101 @@ inline void rotate_with_signs(thread float *x, uint lane, threadgroup const floa
     scale_values<ENCODE_VALUES(D)>(x, TQKV__INV_SQRT(D));
 }
 
+// From a value of each run to neighbours, through `rows`: the rows of the simdgroup, L floats apart, so that few of
+// their values share a bank. lane: of the simdgroup
 template <int D>
-inline void load_values(device const float *row, uint lane, thread float *x)
+inline void gather_neighbours(uint lane, threadgroup float *rows, thread float *x)
 {
-    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D);
+    const int L = ENCODE_LANES(D), N = ENCODE_VALUES(D);
+    uint part = lane % uint(L);
+    threadgroup float *row = rows + lane / uint(L) * uint(D + L);
     TQKV_UNROLL
-    for (int j = 0; j < ENCODE_PIECES(D); j++) load_floats<C>(row + (uint(j * L) + lane) * uint(C), x + j * C);
+    for (int i = 0; i < N; i++) row[uint(i * L) + part] = x[i];
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    TQKV_UNROLL
+    for (int i = 0; i + 3 < N; i += 4) {
+        float4 four = *(threadgroup const float4 *)(row + part * uint(N) + uint(i));
+        x[i] = four.x;
+        x[i + 1] = four.y;
+        x[i + 2] = four.z;
+        x[i + 3] = four.w;
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup); // before the next row overwrites this one
+}
+
+// What a kernel of these passes to the functions here as `space`: the signs or, with a matrix, the simdgroup's rows.
+template <int D>
+inline threadgroup float *space_of_simdgroup(threadgroup float *space, uint simdgroup)
+{
+    return space + (TQKV__RUNS(D) > 1 ? simdgroup * uint(TQKV__ROW_BYTES(D, 1) / 4) : 0u);
 }
 
 // The rows of one stream, and what prepares them.
 struct encode_source {
-    uint format;
+    uint format, type;
     bool rotated, centered;
-    device const float *rows;       // [n_tokens][n_kv_heads][D]
+    device const uchar *rows;       // [n_tokens][n_kv_heads][D]
     device const float *center;     // [n_kv_heads][D]
-    threadgroup const float *signs; // [D]
+    threadgroup float *space;       // space_of_simdgroup
     device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf
 };
+
+// The lane's part of a row: before the rotation, if there is one.
+template <int D>
+inline void load_source(thread const encode_source &source, uint row, uint lane, thread float *x)
+{
+    const int L = ENCODE_LANES(D);
+    if (source.rotated)
+        load_typed_pieces<D, L, ROTATED_PIECE(D)>(source.type, source.rows, row_offset(row, D), lane, x);
+    else
+        load_typed_pieces<D, L, ENCODE_PIECE(D)>(source.type, source.rows, row_offset(row, D), lane, x);
+}
 
 template <int D>
 inline void subtract_center(thread const encode_source &source, uint head, uint lane, thread float *x)
 {
+    const int L = ENCODE_LANES(D);
     float center[ENCODE_VALUES(D)];
-    load_values<D>(source.center + row_offset(head, D), lane, center);
+    device const float *from = source.center + row_offset(head, D);
+    if (source.rotated)
+        load_pieces<D, L, ROTATED_PIECE(D)>(from, lane, center);
+    else
+        load_pieces<D, L, ENCODE_PIECE(D)>(from, lane, center);
     TQKV_UNROLL
     for (int i = 0; i < ENCODE_VALUES(D); i++) x[i] = x[i] - center[i];
 }
 
+template <int D>
+inline void rotate_source(thread const encode_source &source, uint lane, thread float *x)
+{
+    const int L = ENCODE_LANES(D), C = ROTATED_PIECE(D);
+    if (TQKV__RUNS(D) > 1)
+        rotate_values<D, L, C>(x, lane, lane_signs<D, L, C>(lane));
+    else
+        rotate_with_signs<D>(x, lane, source.space);
+}
+
 // All steps before the codes: loads the lane's part of its row, raises the flag, centres, rotates and scales. Every
 // value of a rotated row is a sum over the row, so one value shows that there may be a NaN or Inf. Then the row is
-// checked itself. head: of the row
+// checked itself. head: of the row; lane: of the simdgroup
 template <int D>
 inline void prepare_row(thread const encode_source &source, float block_scale, uint row, uint head, uint lane,
                         thread float *x, thread float *norm)
 {
-    device const float *from = source.rows + row_offset(row, D);
-    load_values<D>(from, lane, x);
+    uint part = lane % uint(ENCODE_LANES(D));
+    load_source<D>(source, row, part, x);
     if (source.rotated) {
-        if (source.centered) subtract_center<D>(source, head, lane, x);
-        rotate_with_signs<D>(x, lane, source.signs);
+        if (source.centered) subtract_center<D>(source, head, part, x);
+        rotate_source<D>(source, part, x);
     }
     if (!source.rotated || simd_any(!is_finite(x[0]))) {
-        if (source.rotated) load_values<D>(from, lane, x);
+        if (source.rotated) load_source<D>(source, row, part, x);
         bool cleared = clear_if_not_finite<D>(x);
-        if (cleared && lane == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
-        if (source.centered && !cleared) subtract_center<D>(source, head, lane, x);
-        if (source.rotated) rotate_with_signs<D>(x, lane, source.signs);
+        if (cleared && part == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
+        if (source.centered && !cleared) subtract_center<D>(source, head, part, x);
+        if (source.rotated) rotate_source<D>(source, part, x);
     }
+    if (source.rotated && TQKV__RUNS(D) > 1) gather_neighbours<D>(lane, source.space, x);
     normalise<D>(source.format, block_scale, x, norm);
 }
 
@@ -346,7 +405,7 @@ inline void encode_rows(constant tqkv__rows_args &args, thread const encode_sour
     encode_place at = first_place<D>(args, first_row, lane);
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
         float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
-        prepare_row<D>(source, args.block_scale, min(at.row, n_rows - 1u), at.head, at.lane, x, norm);
+        prepare_row<D>(source, args.block_scale, min(at.row, n_rows - 1u), at.head, lane, x, norm);
         ulong to = row_in_store(args, at.token, at.head);
         device uchar *codes = target.codes + to * ulong(row_bytes<D>(format));
         TQKV_UNROLL
@@ -369,16 +428,15 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
                        device float *scaled)
 {
     const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D), ROWS = 32 / L;
-    uint n_rows = uint(args.n_tokens) * uint(args.n_kv_heads), lane_of_row = lane % uint(L);
+    uint n_rows = uint(args.n_tokens) * uint(args.n_kv_heads), part = lane % uint(L);
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
         float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
         uint own = row + lane / uint(L), existing = min(own, n_rows - 1u);
         uint head = source.centered ? existing % uint(args.n_kv_heads) : 0u;
-        prepare_row<D>(source, args.block_scale, existing, head, lane_of_row, x, norm);
+        prepare_row<D>(source, args.block_scale, existing, head, lane, x, norm);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++)
-            if (own < n_rows)
-                scaled[row_offset(own, D) + (uint(i / C * L) + lane_of_row) * uint(C) + uint(i % C)] = x[i];
+            if (own < n_rows) scaled[row_offset(own, D) + value_of_lane<L, C>(part, i)] = x[i];
     }
 }
 

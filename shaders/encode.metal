@@ -4,18 +4,19 @@
 constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
 constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
 constant bool centered [[function_constant(TQKV_FC_CENTER)]];
+constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 
 // clang-format off
 #define ENCODE(D) \
     kernel void tqkv_encode_d##D( \
         constant tqkv__rows_args &args [[buffer(0)]], \
-        device const float *rows [[buffer(1)]], \
+        device const uchar *rows [[buffer(1)]], \
         device uchar *codes [[buffer(2)]], \
         device float *norms [[buffer(3)]], \
         device atomic_uint *not_finite [[buffer(4)]], \
         device const float *center [[buffer(5)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
-        threadgroup float *signs [[threadgroup(1)]], \
+        threadgroup float *space [[threadgroup(1)]], \
         threadgroup float *squares [[threadgroup(2)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
@@ -25,17 +26,22 @@ constant bool centered [[function_constant(TQKV_FC_CENTER)]];
     { \
         load_cells(stream_format, cells, thread_index, n_simdgroups * 32u); \
         load_squares(stream_format, squares, thread_index, n_simdgroups * 32u); \
-        load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
+        load_signs<D>(space, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        encode_source source = {stream_format, rotated, centered, rows, center, signs, not_finite}; \
+        encode_source source = {stream_format, row_type, rotated, centered, rows, center, \
+                                space_of_simdgroup<D>(space, simdgroup), not_finite}; \
         encode_target target = {codes, norms, cells, squares}; \
         encode_rows<D>(args, source, target, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane); \
     }
 // clang-format on
 
 ENCODE(32)
+ENCODE(48)
 ENCODE(64)
+ENCODE(80)
+ENCODE(96)
 ENCODE(128)
+ENCODE(192)
 ENCODE(256)
 ENCODE(512)
 ENCODE(1024)

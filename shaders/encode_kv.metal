@@ -1,5 +1,5 @@
-// encode_kv: keys and values of the same tokens in one dispatch, each with its own format. Threadgroups along x for the
-// rows as in encode; z = 0 for keys and 1 for values.
+// encode_kv: keys and values of the same tokens in one dispatch, each with its own format and type. Threadgroups along
+// x for the rows as in encode; z = 0 for keys and 1 for values.
 #include "encode.h"
 
 constant uint key_format [[function_constant(TQKV_FC_FORMAT)]];
@@ -8,24 +8,26 @@ constant bool key_rotated [[function_constant(TQKV_FC_ROTATED)]];
 constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
 constant bool value_centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
+constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
+constant uint value_type [[function_constant(TQKV_FC_VALUE_TYPE)]];
 
-// keys, values: [n_tokens][n_kv_heads][D]
+// keys: [n_tokens][n_kv_heads][D], values: [n_tokens][n_kv_heads][V]. NAME: D, or D_V where V differs
 // clang-format off
-#define ENCODE_KV(D) \
-    kernel void tqkv_encode_kv_d##D( \
+#define ENCODE_KV(NAME, D, V) \
+    kernel void tqkv_encode_kv_d##NAME( \
         constant tqkv__rows_args &key_args [[buffer(0)]], \
-        device const float *keys [[buffer(1)]], \
+        device const uchar *keys [[buffer(1)]], \
         device uchar *key_codes [[buffer(2)]], \
         device float *key_norms [[buffer(3)]], \
         constant tqkv__rows_args &value_args [[buffer(4)]], \
-        device const float *values [[buffer(5)]], \
+        device const uchar *values [[buffer(5)]], \
         device uchar *value_codes [[buffer(6)]], \
         device float *value_norms [[buffer(7)]], \
         device atomic_uint *not_finite [[buffer(8)]], \
         device const float *key_center [[buffer(9)]], \
         device const float *value_center [[buffer(10)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
-        threadgroup float *signs [[threadgroup(1)]], \
+        threadgroup float *space [[threadgroup(1)]], \
         threadgroup float *squares [[threadgroup(2)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
@@ -33,27 +35,36 @@ constant bool value_centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        uint row = (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)); \
+        uint number = group.x * n_simdgroups + simdgroup; \
         load_cells(group.z == 0 ? key_format : value_format, cells, thread_index, n_simdgroups * 32u); \
         load_squares(group.z == 0 ? key_format : value_format, squares, thread_index, n_simdgroups * 32u); \
-        load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
+        if (group.z == 0) \
+            load_signs<D>(space, thread_index, n_simdgroups * 32u); \
+        else \
+            load_signs<V>(space, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         if (group.z == 0) { \
-            encode_source source = {key_format, key_rotated, key_centered, keys, key_center, signs, not_finite}; \
+            encode_source source = {key_format, row_type, key_rotated, key_centered, keys, key_center, \
+                                    space_of_simdgroup<D>(space, simdgroup), not_finite}; \
             encode_target target = {key_codes, key_norms, cells, squares}; \
-            encode_rows<D>(key_args, source, target, row, lane); \
+            encode_rows<D>(key_args, source, target, number * uint(TQKV__ENCODE_ROWS(D)), lane); \
         } else { \
-            encode_source source = {value_format, value_rotated, value_centered, values, value_center, signs, \
-                                    not_finite}; \
+            encode_source source = {value_format, value_type, value_rotated, value_centered, values, value_center, \
+                                    space_of_simdgroup<V>(space, simdgroup), not_finite}; \
             encode_target target = {value_codes, value_norms, cells, squares}; \
-            encode_rows<D>(value_args, source, target, row, lane); \
+            encode_rows<V>(value_args, source, target, number * uint(TQKV__ENCODE_ROWS(V)), lane); \
         } \
     }
 // clang-format on
 
-ENCODE_KV(32)
-ENCODE_KV(64)
-ENCODE_KV(128)
-ENCODE_KV(256)
-ENCODE_KV(512)
-ENCODE_KV(1024)
+ENCODE_KV(32, 32, 32)
+ENCODE_KV(48, 48, 48)
+ENCODE_KV(64, 64, 64)
+ENCODE_KV(80, 80, 80)
+ENCODE_KV(96, 96, 96)
+ENCODE_KV(128, 128, 128)
+ENCODE_KV(192, 192, 192)
+ENCODE_KV(256, 256, 256)
+ENCODE_KV(512, 512, 512)
+ENCODE_KV(1024, 1024, 1024)
+ENCODE_KV(192_128, 192, 128)

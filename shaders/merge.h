@@ -11,21 +11,23 @@ struct merge_task {
     device const float *partial_out;   // [n_partials][n_rows][D]
     device const float *partial_state; // [1 + n_partials][n_rows][2]: shift of all scores, unused; then maximum (in
                                        // powers of two), sum of the weights
-    device float *out;                 // [n_rows][D]
+    device uchar *out;                 // [n_rows][D]
     threadgroup float *shared;         // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
-    uint row;
-    float sink; // in powers of two; -INFINITY: none. It is added to the denominator only
+    uint row, type;                    // type: of the output
+    float sink;                        // in powers of two; -INFINITY: none. It is added to the denominator only
     bool unrotate;
     bool shifted;               // the keys have a centre, which adds partial_state of the row to all scores
     bool centered, rotated;     // the values have a centre, and it is rotated before it is added
     device const float *center; // [n_kv_heads][D]
-    uint lane, simdgroup, n_simdgroups;
+    uint lane, part, simdgroup, n_simdgroups; // part: which neighbours the lane has
 };
 
-// The sums of a row over some positions, the values across the lanes.
+// The sums of a row over some positions, the values across the lanes: E neighbours a lane. Where 32 does not divide D
+// the upper lanes repeat the lower ones. Only the rotation needs the layout of load_row.
+#define MERGE_VALUES(D) ((D) / TQKV__NORM_LANES(D))
 template <int D>
 struct row_sums {
-    float maximum, sum, out[TQKV_LANE_VALUES(D)];
+    float maximum, sum, out[MERGE_VALUES(D)];
 };
 
 template <int D>
@@ -34,7 +36,7 @@ inline void clear_row(thread row_sums<D> &row)
     row.maximum = -INFINITY;
     row.sum = 0.0f;
     TQKV_UNROLL
-    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) row.out[i] = 0.0f;
+    for (int i = 0; i < MERGE_VALUES(D); i++) row.out[i] = 0.0f;
 }
 
 // Adds sums to a row, as attend does it.
@@ -45,24 +47,24 @@ inline void add_sums(float maximum, float sum, thread const float *out, thread r
     row.maximum = both.largest;
     row.sum = fma(both.added, sum, both.kept * row.sum);
     TQKV_UNROLL
-    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) row.out[i] = fma(both.added, out[i], both.kept * row.out[i]);
+    for (int i = 0; i < MERGE_VALUES(D); i++) row.out[i] = fma(both.added, out[i], both.kept * row.out[i]);
 }
 
 // Partial results that a simdgroup loads at a time: several loads are under way, in at most 32 registers.
-#define MERGE_BATCH(D) ((D) <= 128 ? 8 : 1024 / (D))
+#define MERGE_BATCH(D) (MERGE_VALUES(D) <= 4 ? 8 : 32 / MERGE_VALUES(D))
 
 // Adds the partial results [first, end). A load beyond the last one repeats it.
 template <int D>
 inline void add_partials(constant tqkv__merge_args &args, thread const merge_task &task, uint first, uint end,
                          thread row_sums<D> &row)
 {
-    const int E = TQKV_LANE_VALUES(D), B = MERGE_BATCH(D);
+    const int E = MERGE_VALUES(D), B = MERGE_BATCH(D);
     for (; first < end; first += uint(B)) {
         float out[B][E], state[B][2];
         TQKV_UNROLL
         for (int i = 0; i < B; i++) {
             ulong at = row_offset(min(first + uint(i), end - 1u), uint(args.n_rows)) + task.row;
-            load_row<D>(task.partial_out + at * ulong(D), task.lane, out[i]);
+            load_floats<E>(task.partial_out + at * ulong(D) + task.part * uint(E), out[i]);
             state[i][0] = task.partial_state[(at + uint(args.n_rows)) * 2u];
             state[i][1] = task.partial_state[(at + uint(args.n_rows)) * 2u + 1u];
         }
@@ -77,7 +79,7 @@ template <int D>
 inline void add_sections(constant tqkv__merge_args &args, thread const merge_task &task, uint first, uint n_sections,
                          thread row_sums<D> &total)
 {
-    const int E = TQKV_LANE_VALUES(D);
+    const int E = MERGE_VALUES(D);
     uint section = first + task.simdgroup, length = uint(args.section), before = uint(args.before);
     row_sums<D> row;
     clear_row<D>(row);
@@ -85,8 +87,10 @@ inline void add_sections(constant tqkv__merge_args &args, thread const merge_tas
         add_partials<D>(args, task, max(section * length, before) - before,
                         min((section + 1u) * length - before, uint(args.n_partials)), row);
     threadgroup float *own = task.shared + task.simdgroup * uint(D + 4);
-    TQKV_UNROLL
-    for (int i = 0; i < E; i++) own[int(task.lane) * E + i] = row.out[i];
+    if (task.lane < uint(TQKV__NORM_LANES(D))) {
+        TQKV_UNROLL
+        for (int i = 0; i < E; i++) own[int(task.lane) * E + i] = row.out[i];
+    }
     if (task.lane == 0) {
         own[D] = row.maximum;
         own[D + 1] = row.sum;
@@ -96,18 +100,34 @@ inline void add_sections(constant tqkv__merge_args &args, thread const merge_tas
         threadgroup const float *other = task.shared + s * uint(D + 4);
         float out[E];
         TQKV_UNROLL
-        for (int i = 0; i < E; i++) out[i] = other[int(task.lane) * E + i];
+        for (int i = 0; i < E; i++) out[i] = other[int(task.part) * E + i];
         add_sums<D>(other[D], other[D + 1], out, total);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup); // before the next sections overwrite these
 }
 
+// The simdgroup's sums as load_row would load them. Without a matrix that is where they are.
+template <int D>
+inline void spread_row(thread const merge_task &task, thread const row_sums<D> &row, thread float *x)
+{
+    const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D), E = MERGE_VALUES(D);
+    if (TQKV__RUNS(D) > 1 && task.lane < uint(TQKV__NORM_LANES(D))) {
+        TQKV_UNROLL
+        for (int i = 0; i < E; i++) task.shared[int(task.lane) * E + i] = row.out[i];
+    }
+    if (TQKV__RUNS(D) > 1) simdgroup_barrier(mem_flags::mem_threadgroup);
+    uint part = lane_of_row<D>(task.lane);
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
+        x[i] = TQKV__RUNS(D) > 1 ? task.shared[value_of_lane<L, C>(part, i)] : row.out[i % E];
+}
+
 template <int D>
 inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &task)
 {
-    const int E = TQKV_LANE_VALUES(D);
+    const int E = MERGE_VALUES(D);
     uint n_sections = (uint(args.before) + uint(args.n_partials) + uint(args.section) - 1u) / uint(args.section);
-    uint signs = task.unrotate ? lane_signs<D, 32, E>(task.lane) : 0u;
+    uint part = lane_of_row<D>(task.lane), signs = task.unrotate ? signs_of_row<D>(part) : 0u;
     row_sums<D> total;
     clear_row<D>(total);
     for (uint first = 0; first < n_sections; first += task.n_simdgroups)
@@ -115,15 +135,15 @@ inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &
     if (task.simdgroup != 0) return;
     if (task.shifted) total.maximum += task.partial_state[ulong(task.row) * 2u];
     shares both = shares_of(total.maximum, task.sink);
-    float sum = both.kept * total.sum + (task.sink == -INFINITY ? 0.0f : both.added);
+    float sum = both.kept * total.sum + (task.sink == -INFINITY ? 0.0f : both.added), x[TQKV_LANE_VALUES(D)];
     TQKV_UNROLL
     for (int i = 0; i < E; i++) total.out[i] = sum == 0.0f ? 0.0f : both.kept * total.out[i] / sum;
-    if (task.unrotate) unrotate_values<D, 32, E>(total.out, task.lane, signs);
+    spread_row<D>(task, total, x);
+    if (task.unrotate) unrotate_row<D>(x, part, signs);
     float weight = sum == 0.0f ? 0.0f : both.kept * total.sum / sum;
     if (task.centered)
-        add_center<D>(task.center, task.row % uint(args.n_heads) / uint(args.group), task.rotated, weight, task.lane,
-                      total.out);
-    store_row<D>(total.out, task.lane, task.out + row_offset(task.row, D));
+        add_center<D>(task.center, task.row % uint(args.n_heads) / uint(args.group), task.rotated, weight, part, x);
+    if (task.lane < uint(TQKV__ROW_LANES(D))) store_typed_row<D>(task.type, x, part, task.out, row_offset(task.row, D));
 }
 
 #endif

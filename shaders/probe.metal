@@ -5,32 +5,38 @@
 constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
 constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
 constant bool centered [[function_constant(TQKV_FC_CENTER)]];
+constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 
 // clang-format off
 #define PROBE(D) \
     kernel void tqkv_probe_d##D( \
         constant tqkv__rows_args &args [[buffer(0)]], \
-        device const float *rows [[buffer(1)]], \
+        device const uchar *rows [[buffer(1)]], \
         device float *scaled [[buffer(2)]], \
         device atomic_uint *not_finite [[buffer(3)]], \
         device const float *center [[buffer(4)]], \
-        threadgroup float *signs [[threadgroup(0)]], \
+        threadgroup float *space [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
+        load_signs<D>(space, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        encode_source source = {stream_format, rotated, centered, rows, center, signs, not_finite}; \
+        encode_source source = {stream_format, row_type, rotated, centered, rows, center, \
+                                space_of_simdgroup<D>(space, simdgroup), not_finite}; \
         probe_rows<D>(args, source, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane, scaled); \
     }
 // clang-format on
 
 PROBE(32)
+PROBE(48)
 PROBE(64)
+PROBE(80)
+PROBE(96)
 PROBE(128)
+PROBE(192)
 PROBE(256)
 PROBE(512)
 PROBE(1024)

@@ -1,8 +1,9 @@
-// The rotation y = H(s*x)/sqrt(D) of a row: random signs s, then the Walsh-Hadamard transform H. common.h has the
-// layout of the row over L lanes in pieces of C values a lane.
+// The rotation y = R(s*x)/sqrt(D) of a row: random signs s, then R: the Walsh-Hadamard transform H or, where D is no
+// power of two, H of each run and a Hadamard matrix across the runs. common.h has the layout of the row over L lanes in
+// pieces of C values a lane. With a matrix a piece of all lanes is a run, and C is 1.
 #ifndef TQKV_ROTATE_H
 #define TQKV_ROTATE_H
-#include "common.h"
+#include "types.h"
 
 // (a, b) -> (a+b, a-b) between the values of a lane that are `distance` apart in x.
 template <int N>
@@ -17,8 +18,37 @@ inline void butterflies(thread float *x, int distance)
     }
 }
 
-// The stages of distance start, 2*start .. D/2 in this order: first within a lane's piece, where `start` lies, then
-// across lanes, then across pieces. lane: among the row's lanes.
+// Row `row` of the Hadamard matrix of order M, 12 or 20: bit j is set where value j is subtracted.
+template <int M>
+inline uint matrix_row(int row)
+{
+    uint bits = 0;
+    TQKV_UNROLL
+    for (int i = 0; i < (M + 7) / 8; i++)
+        bits |= uint(M == 12 ? tqkv__tables.hadamard_12[row][i] : tqkv__tables.hadamard_20[row][i]) << (8 * i);
+    return bits;
+}
+
+// The matrix times x, [M]. A row's terms are added one after the other, in the order of tqkv_encode.
+template <int M>
+inline void multiply_matrix(thread float *x)
+{
+    float product[M];
+    TQKV_UNROLL
+    for (int row = 0; row < M; row++) {
+        uint bits = matrix_row<M>(row);
+        float sum = as_type<float>(as_type<uint>(x[0]) ^ (bits << 31));
+        TQKV_UNROLL
+        for (int i = 1; i < M; i++)
+            sum = sum + as_type<float>(as_type<uint>(x[i]) ^ ((bits << (31 - i)) & 0x80000000u));
+        product[row] = sum;
+    }
+    TQKV_UNROLL
+    for (int i = 0; i < M; i++) x[i] = product[i];
+}
+
+// R without the stages before `start`, which lies within a piece. H has the stages of distance start, 2*start .. in
+// this order: within a lane's piece, across lanes, then across pieces. lane: among the row's lanes.
 template <int D, int L, int C>
 inline void hadamard_from(thread float *x, uint lane, int start)
 {
@@ -31,8 +61,12 @@ inline void hadamard_from(thread float *x, uint lane, int start)
         TQKV_UNROLL
         for (int i = 0; i < N; i++) x[i] = fma(x[i], sign, simd_shuffle_xor(x[i], ushort(distance)));
     }
-    TQKV_UNROLL
-    for (int distance = C; distance < N; distance *= 2) butterflies<N>(x, distance);
+    if (TQKV__RUNS(D) > 1) {
+        multiply_matrix<TQKV__RUNS(D)>(x);
+    } else {
+        TQKV_UNROLL
+        for (int distance = C; distance < N; distance *= 2) butterflies<N>(x, distance);
+    }
 }
 
 template <int D, int L, int C>
@@ -48,7 +82,7 @@ inline uint lane_signs(uint lane)
     uint signs = 0;
     TQKV_UNROLL
     for (int i = 0; i < D / L; i++) {
-        uint at = (uint(i / C * L) + lane) * uint(C) + uint(i % C);
+        uint at = value_of_lane<L, C>(lane, i);
         signs |= ((uint(tqkv__tables.signs[(at & 511u) >> 3]) >> (at & 7u)) & 1u) << i;
     }
     return signs;
@@ -77,7 +111,7 @@ inline void rotate_values(thread float *x, uint lane, uint signs)
     scale_values<D / L>(x, TQKV__INV_SQRT(D));
 }
 
-// The inverse: x = s * H(y)/sqrt(D).
+// The inverse: x = s * R(y)/sqrt(D).
 template <int D, int L, int C>
 inline void unrotate_values(thread float *x, uint lane, uint signs)
 {
@@ -86,17 +120,23 @@ inline void unrotate_values(thread float *x, uint lane, uint signs)
     flip_signs<D / L>(x, signs);
 }
 
-// A row over the whole simdgroup.
+// Rows as load_row loads them.
 template <int D>
-inline void rotate_row(thread float *x, uint lane)
+inline uint signs_of_row(uint lane)
 {
-    rotate_values<D, 32, TQKV_LANE_VALUES(D)>(x, lane, lane_signs<D, 32, TQKV_LANE_VALUES(D)>(lane));
+    return lane_signs<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(lane);
 }
 
 template <int D>
-inline void unrotate_row(thread float *x, uint lane)
+inline void rotate_row(thread float *x, uint lane)
 {
-    unrotate_values<D, 32, TQKV_LANE_VALUES(D)>(x, lane, lane_signs<D, 32, TQKV_LANE_VALUES(D)>(lane));
+    rotate_values<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(x, lane, signs_of_row<D>(lane));
+}
+
+template <int D>
+inline void unrotate_row(thread float *x, uint lane, uint signs)
+{
+    unrotate_values<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(x, lane, signs);
 }
 
 // x += weight * the centre of a head, rotated if asked. center: [n_kv_heads][D]

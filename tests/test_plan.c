@@ -91,8 +91,9 @@ static void check_encode(const void *row)
     CHECK(binding(&d, "src").at.offset == 8 + 14 * token && binding(&d, "src").size == 10 * token, "the source");
     CHECK(binding(&d, "codes").size == 3 * 10 * 512 && binding(&d, "norms").size == 3 * 10 * 4 * sizeof(float),
           "the store's sizes");
-    CHECK(d.kernel.family == TQKV__ENCODE && d.kernel.head_dim == 16 && constant(&d, TQKV_FC_ROTATED) == 1 &&
-              constant(&d, TQKV_FC_FORMAT) == TQKV_I8 && constant(&d, TQKV_FC_VALUE_FORMAT) == -1,
+    CHECK(d.kernel.family == TQKV__ENCODE && d.kernel.head_dim == 512 / TQKV__DIM_UNIT &&
+              constant(&d, TQKV_FC_ROTATED) == 1 && constant(&d, TQKV_FC_FORMAT) == TQKV_I8 &&
+              constant(&d, TQKV_FC_VALUE_FORMAT) == -1,
           "the kernel");
     CHECK(d.rows && d.grid[0] == 4 && d.args[0].rows.block_scale == 1.0f, "%zu simdgroups for 30 rows", d.grid[0]);
     CHECK_RESULT(tqkv__plan_encode(&ring, at(4, SIZE_MAX - 3), 24, 7, none, &d), TQKV_OK);
@@ -264,6 +265,87 @@ static void check_center(const void *row)
     CHECK(!strcmp(overlapping(d), "values' center"), "the output in the centre: %s", overlapping(d));
 }
 
+/* Every call takes the sizes that have kernels, within the limits of Metal, and refuses the others. Values of 128 go
+   with keys of 128 and of 192, and no others. */
+static void check_head_dim(const void *row)
+{
+    const int d = *(const int *)row;
+    bool known = false;
+    for (int i = 0; i < TQKV__KERNEL_DIMS; i++) known = known || TQKV__KERNEL_DIM(i) == d;
+    const tqkv_result expected = known ? TQKV_OK : TQKV_UNSUPPORTED;
+    const tqkv_metal_store keys = plan_store(TQKV_I8, d, 10, true, 0), values = plan_store(TQKV_TQ3, d, 10, true, 2),
+                           others = plan_store(TQKV_TQ3, 128, 10, true, 2);
+    tqkv_metal_attention a;
+    tqkv__dispatch p[6];
+    size_t scratch;
+    memset(&a, 0, sizeof a);
+    a.keys = &keys;
+    a.values = &values;
+    a.attention.end = 10;
+    CHECK(TQKV__HAS_KERNELS(d) == known, "kernels of %d", d);
+    CHECK_RESULT(tqkv__plan_encode(&keys, at(4, 0), 40, 7, none, &p[0]), expected);
+    CHECK_RESULT(tqkv__plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 9, 3, none, &p[1]), expected);
+    CHECK_RESULT(tqkv__plan_probe(&keys, at(4, 0), 7, at(5, 0), none, &p[2]), expected);
+    CHECK_RESULT(tqkv__plan_decode(&keys, 0, 10, TQKV_ORIGINAL, at(4, 0), &p[3]), expected);
+    CHECK_RESULT(tqkv__plan_rotate(at(4, 0), 5, d, true, &p[4]), expected);
+    for (int i = 0; i < 5 && known; i++) {
+        check_dispatch(&p[i]);
+        CHECK(p[i].kernel.head_dim * TQKV__DIM_UNIT == d && !p[i].kernel.value_dim, "the kernel");
+    }
+    CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), expected);
+    CHECK_RESULT(plan_attend(&a, p), expected);
+    a.values = &others;
+    const tqkv_result pair = d == 128 || d == 192 ? TQKV_OK : TQKV_UNSUPPORTED;
+    CHECK_RESULT(tqkv__plan_encode_kv(&keys, &others, at(4, 0), at(5, 0), 9, 3, none, p), pair);
+    if (pair == TQKV_OK) check_dispatch(p);
+    CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), pair);
+    CHECK_RESULT(plan_attend(&a, p), pair);
+    if (d != 192) return;
+    CHECK(p[0].kernel.value_dim * TQKV__DIM_UNIT == 128 && p[1].kernel.head_dim * TQKV__DIM_UNIT == 128, "the kernels");
+    CHECK(binding(p, "q").size == 3 * 192 * sizeof(float) && binding(p, "out").size == 3 * 128 * sizeof(float),
+          "sizes");
+}
+
+/* Each type has its sizes, its alignment and its constant. */
+static void check_types(const void *row)
+{
+    tqkv__dispatch d[2];
+    tqkv_metal_store s = plan_store(TQKV_TQ4, 80, 5, true, 0), v = s;
+    tqkv_metal_attention a;
+    (void)row;
+    memset(&a, 0, sizeof a);
+    a.keys = a.values = &s;
+    a.attention.end = 5;
+    for (int type = TQKV_TYPE_F32; type <= TQKV_TYPE_BF16; type++) {
+        const size_t size = type == TQKV_TYPE_F32 ? 4 : 2, token = 3 * 80;
+        s.shape.type = (tqkv_type)type;
+        v.shape.type = type == TQKV_TYPE_F32 ? TQKV_TYPE_BF16 : TQKV_TYPE_F32;
+        a.attention.query_type = s.shape.type;
+        a.attention.output_type = v.shape.type;
+        CHECK_RESULT(tqkv__plan_encode_kv(&s, &v, at(4, 2), at(5, 0), 7, 0, none, d), TQKV_OK);
+        const tqkv__binding k = binding(d, "k"), values = binding(d, "v");
+        CHECK(k.size == 5 * token * size && k.alignment == size && k.at.offset == 2 + 2 * token * size, "the keys");
+        CHECK(values.size == 5 * token * (6 - size) && constant(d, TQKV_FC_TYPE) == type &&
+                  constant(d, TQKV_FC_VALUE_TYPE) == (int)v.shape.type,
+              "the values");
+        CHECK_RESULT(tqkv__plan_probe(&s, at(4, 0), 7, at(5, 0), none, d), TQKV_OK);
+        CHECK(binding(d, "src").size == 7 * token * size && binding(d, "scaled").size == 7 * token * 4, "a probe");
+        CHECK_RESULT(tqkv__plan_decode(&s, 0, 5, TQKV_ORIGINAL, at(4, 0), d), TQKV_OK);
+        CHECK(binding(d, "dst").size == 5 * token * size && constant(d, TQKV_FC_TYPE) == type, "decoded rows");
+        CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+        CHECK(binding(d, "q").size == token * size && constant(d, TQKV_FC_TYPE) == type, "queries");
+        CHECK(binding(d + 1, "out").size == token * (6 - size) && binding(d, "out").alignment == 6 - size &&
+                  constant(d + 1, TQKV_FC_TYPE) == (int)v.shape.type,
+              "outputs");
+    }
+    s.shape.type = test_no_type(3);
+    CHECK_RESULT(tqkv__plan_encode(&s, none, 1, 0, none, d), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv__plan_probe(&s, none, 1, none, none, d), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv__plan_decode(&s, 0, 1, TQKV_ORIGINAL, none, d), TQKV_UNSUPPORTED);
+    a.attention.output_type = test_no_type(-1);
+    CHECK_RESULT(plan_attend(&a, d), TQKV_UNSUPPORTED);
+}
+
 /* Stretches of 512 positions up to 8192 and of 2048 beyond, all threadgroups together at least once. */
 static void check_stretches(const tqkv__dispatch d[2], int64_t end, size_t scratch)
 {
@@ -271,7 +353,8 @@ static void check_stretches(const tqkv__dispatch d[2], int64_t end, size_t scrat
     const tqkv__merge_args *merge = &d[1].args[0].merge;
     const int64_t stretches = end <= 8192 ? (end + 511) / 512 : 16 + (end - 8192 + 2047) / 2048;
     const int64_t n = stretches > 1 ? stretches : 1, sections = (n + 15) / 16;
-    const size_t row = ((size_t)d->kernel.head_dim * 32 + 2) * sizeof(float), n_rows = (size_t)merge->n_rows;
+    const size_t row = ((size_t)d->kernel.head_dim * TQKV__DIM_UNIT + 2) * sizeof(float),
+                 n_rows = (size_t)merge->n_rows;
     const bool full = d->grid[0] * d->grid[1] >= 256, each = !full && n_rows * row * (size_t)n <= 32 << 20;
     const tqkv__binding state = binding(d, "scratch");
     CHECK(state.at.offset + state.size <= scratch, "%zu bytes of scratch", state.at.offset + state.size);
@@ -353,7 +436,7 @@ static void check_cache_plan(const void *row)
     desc.sinks = cache_sinks;
     tqkv_cache *cache = cache_make(&shape, &desc);
     const tqkv__attend_args *args = &d[0].args[0].attend;
-    size_t rows = 0, most = 0;
+    size_t rows[2] = {0, 0}, most = 0;
     (void)row;
     REQUIRE(cache, "no cache");
     CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 256), at(1, 0), 1, at(2, 0), at(3, 0), d), TQKV_OK);
@@ -369,10 +452,20 @@ static void check_cache_plan(const void *row)
     CHECK_RESULT(tqkv__plan_cache_append(cache, at(0, 0), at(1, 0), at(2, 0), 3, none, d), TQKV_OK);
     check_dispatch(d);
     CHECK(d->args[0].rows.first_slot == 22 % 8 && d->kernel.family == TQKV__ENCODE_KV, "an append");
-    CHECK_RESULT(tqkv__plan_cache_sizes(cache, 2, &rows, &most), TQKV_OK);
-    CHECK(rows == 2 * CACHE_HEADS * CACHE_GROUP * 64 * sizeof(float) && most > rows, "%zu and %zu bytes", rows, most);
-    CHECK_RESULT(tqkv__plan_cache_sizes(cache, 0, &rows, &most), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv__plan_cache_sizes(NULL, 1, &rows, &most), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_cache_sizes(cache, 2, rows, &most), TQKV_OK);
+    CHECK(rows[0] == 2 * CACHE_HEADS * CACHE_GROUP * 64 * sizeof(float) && rows[1] == rows[0] && most > rows[0],
+          "%zu, %zu and %zu bytes", rows[0], rows[1], most);
+    CHECK_RESULT(tqkv__plan_cache_sizes(cache, 0, rows, &most), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_cache_sizes(NULL, 1, rows, &most), TQKV_INVALID_ARGUMENT);
+    tqkv_cache_destroy(cache);
+    desc.head_dim = 192;
+    desc.value_dim = 128;
+    desc.type = TQKV_TYPE_BF16;
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_cache_sizes(cache, 1, rows, &most), TQKV_OK);
+    CHECK(rows[0] == CACHE_HEADS * CACHE_GROUP * 192 * 2 && rows[1] == CACHE_HEADS * CACHE_GROUP * 128 * 2,
+          "%zu and %zu bytes", rows[0], rows[1]);
+    CHECK(tqkv__rows_size(tqkv_cache_values(cache), 3) == 3 * CACHE_HEADS * 128 * 2, "rows of values");
     tqkv_cache_destroy(cache);
 }
 
@@ -457,6 +550,8 @@ static void check_backend(const void *row)
     CHECK_RESULT(tqkv_cache_attend(cache, rows, 1, rows), TQKV_INVALID_ARGUMENT);
     CHECK(context.attends == 2, "a refused attention was passed on");
     tqkv_cache_destroy(cache);
+    desc.head_dim = 112; /* no kernels */
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_UNSUPPORTED);
     CHECK_NO_LEAK(&context.memory);
     free(rows);
 }
@@ -468,8 +563,13 @@ void test_plan_cases(void)
     test_add(check_rows, NULL, 0, "plan/rows");
     test_add(check_attend, NULL, 0, "plan/attend");
     test_add(check_center, NULL, 0, "plan/center");
-    for (int i = 0; i < 6; i++)
-        test_add(check_split, &test_head_dims[i], sizeof(int), "plan/split/d%d", test_head_dims[i]);
+    for (int i = 0; i < TQKV__KERNEL_DIMS; i++) {
+        const int head_dim = TQKV__KERNEL_DIM(i);
+        test_add(check_split, &head_dim, sizeof head_dim, "plan/split/d%d", head_dim);
+    }
+    for (int i = 0; i < TEST_ALL_HEAD_DIMS; i++)
+        test_add(check_head_dim, &test_all_head_dims[i], sizeof(int), "plan/head_dim/%d", test_all_head_dims[i]);
+    test_add(check_types, NULL, 0, "plan/types");
     test_add(check_window, NULL, 0, "plan/window");
     test_add(check_cache_plan, NULL, 0, "plan/cache");
     test_add(check_stale, NULL, 0, "plan/stale");

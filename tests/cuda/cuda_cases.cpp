@@ -36,7 +36,7 @@ random_row pipeline_row(int number)
     const tqkv_format pairs[8][2] = {{TQKV_TQ4, TQKV_TQ4}, {TQKV_I8, TQKV_TQ4}, {TQKV_F16, TQKV_F16},
                                      {TQKV_TQ5, TQKV_TQ6}, {TQKV_TQ8, TQKV_I8}, {TQKV_TQ6, TQKV_TQ5},
                                      {TQKV_F16, TQKV_TQ8}, {TQKV_TQ3, TQKV_TQ2}};
-    random_row row = {attend_default_row(pairs[number % 8][0], pairs[number % 8][1], test_head_dims[number / 8 % 6]),
+    random_row row = {attend_default_row(pairs[number % 8][0], pairs[number % 8][1], gpu_head_dims[number / 8 % 10]),
                       {}};
     row.split.columns = number % 3 ? GPU_MOST : 1 + number % 2;
     row.problem.n_queries = number % 2 ? 1 : 2;
@@ -125,7 +125,7 @@ void add_million(tqkv_format keys, tqkv_format values, int n_queries, bool ring,
 
 void cuda_shader_cases(bool listing)
 {
-    const int n_pipelines = 48, shrink = listing ? 64 : 1; // listing runs nothing, so sizes do not matter
+    const int n_pipelines = 80, shrink = listing ? 64 : 1; // listing runs nothing, so sizes do not matter
     for (int seed = 0; seed < (listing ? 2 * n_pipelines : 1500); seed++) add_random(seed, n_pipelines, shrink);
     add_million(TQKV_TQ4, TQKV_TQ4, 1, false, shrink);
     add_million(TQKV_I8, TQKV_TQ4, 1, true, shrink);

@@ -17,22 +17,23 @@ import sys
 def registers(family, head_dim, constants):
     """Flags that limit the registers, where this lets one more threadgroup run on a multiprocessor."""
     columns = constants.split("_")[6]
-    if family != "attend" or int(head_dim) > 512 or int(columns) > 4:
+    head_dim = int(head_dim.split("_")[0]) if head_dim else 0
+    if family != "attend" or head_dim > 512 or int(columns) > 4:
         return []
-    return ["-maxrregcount=" + ("128" if int(columns) <= 2 and int(head_dim) <= 256 else "168")]
+    return ["-maxrregcount=" + ("128" if int(columns) <= 2 and head_dim <= 256 else "168")]
 
 
 def compile_pipeline(name, sources, output, nvcc):
     """Returns the compiler's message, or an empty string on success."""
     kernel, constants = name.split("-")
-    family, head_dim = re.match(r"(.*?)(?:_d(\d+))?$", kernel).groups()
+    family, head_dim = re.match(r"(.*?)(?:_d([\d_]+))?$", kernel).groups()
     cubin = os.path.join(output, name + ".cubin")
     if os.path.exists(cubin):
         return ""
     pipeline = os.path.join(output, name + ".h")
     with open(pipeline, "w", encoding="utf-8") as f:
         f.write("#define SIMT_CONSTANTS " + constants.replace("x", "-1").replace("_", ", ") + "\n")
-        f.write(f"#define SIMT_HEAD_DIM {head_dim}\n" if head_dim else "")
+        f.write(f"#define SIMT_HEAD_DIM {head_dim.replace('_', '')}\n" if head_dim else "")
     command = nvcc + registers(family, head_dim, constants)
     result = subprocess.run(command + ["-include", pipeline, "-cubin", os.path.join(sources, family + ".metal.cu"), "-o", cubin],
                             capture_output=True, text=True, check=False)

@@ -12,7 +12,7 @@ void check_attend(const attend_row &row, const std::vector<gpu_split> &splits)
         std::string what = "columns " + std::to_string(split.columns) + ", simdgroups " +
                            std::to_string(split.n_simdgroups) + ", stretches " + std::to_string(split.n_stretches) +
                            ", share " + std::to_string(split.share);
-        std::fill_n(problem.out, problem.n_rows * problem.head_dim, NAN);
+        std::fill_n(problem.out, problem.n_rows * problem.value_dim, NAN);
         CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, split));
         attend_check(&problem, problem.out, what.c_str());
     }
@@ -159,7 +159,7 @@ void add_pairs()
 void add_head_dims()
 {
     const tqkv_format formats[] = {TQKV_F16, TQKV_TQ5, TQKV_I8, TQKV_TQ8, TQKV_TQ4, TQKV_TQ6, TQKV_TQ3, TQKV_TQ2};
-    for (int head_dim : test_head_dims)
+    for (int head_dim : gpu_head_dims)
         for (int i = 0; i < 8; i++) {
             shader_attend_row row = default_row(formats[i], formats[(i + 2) % 8], head_dim);
             row.problem.n_queries = 2;
@@ -167,6 +167,68 @@ void add_head_dims()
             row.problem.block_scale = head_dim >= 512 ? 1.25f : 0.0f;
             add(row, ("head_dim/d" + std::to_string(head_dim) + "/" + tqkv_format_name(formats[i])).c_str());
         }
+}
+
+// Keys of 192 with values of 128: every width of either.
+void add_unequal_dims()
+{
+    for (int i = 0; i < TEST_FORMATS; i++) {
+        shader_attend_row row = default_row(test_formats[i], test_formats[(i * 3 + 1) % TEST_FORMATS], 192);
+        row.problem.value_dim = 128;
+        row.problem.n_queries = 1 + i % 3;
+        row.problem.key_center = i % 2 ? 0.5f : 0.0f;
+        row.problem.value_center = i % 4 == 1 ? 4.0f : 0.0f;
+        row.problem.sinks = i % 3 == 1 ? SINKS_SOME : SINKS_NONE;
+        row.split = {GPU_MOST, 2, 3, GPU_EACH + i % 3};
+        add(row, (std::string("dims/d192_128/") + tqkv_format_name(row.problem.key_format)).c_str());
+    }
+}
+
+// Typed queries and outputs against the floats of the same values, divided in the same way: the outputs are the rounded
+// floats, bit for bit.
+struct typed_attend_row {
+    shader_attend_row row;
+    tqkv_type query_type, output_type;
+};
+
+void run_types(const void *parameters)
+{
+    const typed_attend_row *row = (const typed_attend_row *)parameters;
+    attend_problem problem;
+    attend_set_up(&problem, &row->row.problem);
+    const size_t n_q = problem.n_rows * problem.head_dim, n_out = problem.n_rows * problem.value_dim;
+    tqkv_attention typed = problem.attention;
+    std::vector<uint16_t> q(n_q + 1), out(n_out + 1, 0xffff); // at odd multiples of 2 bytes
+    typed.query_type = row->query_type;
+    for (size_t i = 0; i < n_q; i++) {
+        q[i + 1] = reference_narrow(row->query_type, problem.q[i]);
+        problem.q[i] = (float)reference_wide(row->query_type, q[i + 1]);
+    }
+    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, row->row.split));
+    typed.output_type = row->output_type;
+    CHECK_RUN(gpu_attend(&typed, q.data() + 1, out.data() + 1, row->row.split));
+    for (size_t i = 0; i < n_out; i++) {
+        const uint16_t expected = reference_narrow(row->output_type, problem.out[i]);
+        CHECK(out[i + 1] == expected, "value %zu: %.9g became %04x, not %04x", i, (double)problem.out[i], out[i + 1],
+              expected);
+    }
+    attend_tear_down(&problem);
+}
+
+// Values far from 0 become infinite halves, and values near it subnormal ones.
+void add_types()
+{
+    const int head_dims[] = {128, 80, 192, 1024, 48, 192};
+    for (int i = 0; i < 6; i++) {
+        typed_attend_row row = {default_row(i % 2 ? TQKV_I8 : TQKV_F16, TQKV_TQ8, head_dims[i]),
+                                i % 2 ? TQKV_TYPE_F16 : TQKV_TYPE_BF16, i < 3 ? TQKV_TYPE_F16 : TQKV_TYPE_BF16};
+        row.row.problem.value_dim = i == 5 ? 128 : 0;
+        row.row.problem.n_queries = 1 + i % 3;
+        row.row.problem.value_center = i == 0 ? 70000.0f : i == 1 ? 1e-5f : 0.0f;
+        row.row.problem.output_basis = i % 3 == 1 ? TQKV_ROTATED : TQKV_ORIGINAL;
+        row.row.problem.bits_alone = true;
+        test_add(run_types, &row, sizeof row, "attend/types/%d", i);
+    }
 }
 
 // Query heads of a KV head, queries, columns, simdgroups, stretches, what a threadgroup adds up.
@@ -387,10 +449,10 @@ void run_company(const void *parameters)
 void add_random(int seed)
 {
     data_random random = {(uint64_t)seed};
-    const int head_dims[] = {32, 64, 64, 128, 128, 256, 512, 1024};
+    const int head_dims[] = {32, 48, 64, 64, 80, 96, 128, 128, 192, 256, 512, 1024};
     shader_attend_row row =
         default_row(test_formats[data_below(&random, TEST_FORMATS)], test_formats[data_below(&random, TEST_FORMATS)],
-                    head_dims[data_below(&random, 8)]);
+                    head_dims[data_below(&random, 12)]);
     attend_row &p = row.problem;
     p.n_kv_heads = 1 + data_below(&random, 3);
     p.group = 1 + data_below(&random, 9);
@@ -426,6 +488,8 @@ void attend_shader_cases()
 {
     add_pairs();
     add_head_dims();
+    add_unequal_dims();
+    if (!gpu_schedules[0].flush_subnormals) add_types();
     add_shapes();
     add_sections();
     add_all_residencies();

@@ -39,7 +39,7 @@ BUGS = {
         "if (lane < 16) threadgroup_barrier(mem_flags::mem_threadgroup);", "encode", (128,), "plain",
         "encode/tq4/d128/gaussian", "divergent"),
     "out_of_bounds_write": (
-        "shaders/common.h", "row[int(lane) * E + i] = x[i];", "row[int(lane) * E + i + 1] = x[i];", "decode", (64,),
+        "shaders/types.h", "row[at] = x[i];", "row[at + 1u] = x[i];", "decode", (64,),
         "asan", "encode/tq4/d64/gaussian", "heap-buffer-overflow"),
     "out_of_bounds_threadgroup_write": (
         "shaders/encode.h", "signs[i] = (tqkv__tables", "signs[i + 1u] = (tqkv__tables", "encode", (128,), "asan",
@@ -60,6 +60,15 @@ BUGS = {
     "write_to_constant": (
         "shaders/encode.metal", "load_cells(", "args.n_tokens = 1; load_cells(", "encode", (128,), "type", "",
         "const-qualified"),
+    "rows_in_transit_without_barrier": (
+        "shaders/encode.h", "    simdgroup_barrier(mem_flags::mem_threadgroup);\n", "", "encode", (96,), "plain",
+        "encode/tq4/d96/gaussian", "differs under schedule"),
+    "matrix_sum_in_another_order": (
+        "shaders/rotate.h", "for (int i = 1; i < M; i++)", "for (int i = M - 1; i > 0; i--)", "encode",
+        (80,), "plain", "encode/tq8/d80/extremes", "differ"),
+    "half_of_a_tie_rounded_up": (
+        "shaders/types.h", "0x7fffu + ((word >> 16) & 1u)", "0x8000u", "decode", (64,), "plain", "encode/f16/d64/f16",
+        "decoded values differ"),
     "stale_table": (
         "tqkv.h", "-2.0690172f", "-2.0690173f", "tables", (), "plain", "tables", "stale: table codebook_4"),
     "norms_not_corrected": (
@@ -131,7 +140,7 @@ BUGS = {
         "attend",
         (64,), "plain", "attend/resident/ring_wraps_inside_tile", "relative error"),
     "finite_mask": (
-        "shaders/attend.h", "score[c], factor) : -INFINITY", "score[c], factor) : -9.0f", "attend", (64,),
+        "shaders/attend.h", "state.shift[c]) : -INFINITY", "state.shift[c]) : -9.0f", "attend", (64,),
         "plain", "defect/nan_in_unused_slots", "relative error"),
     "weight_zero_times_nan": (
         "shaders/attend.h", "if ((W == 16 || !one_norm<D>(value_format)) && weight[c] == 0.0f) continue;", "",
@@ -158,7 +167,8 @@ def plant(bug, folder):
     with open(path, encoding="utf-8") as f:
         source = f.read()
     with open(path, "w", encoding="utf-8") as f:
-        f.write(re.sub(r"(?m)^[A-Z_]+\((\d+)\)$", lambda m: m.group(0) if int(m.group(1)) in head_dims else "", source))
+        f.write(re.sub(r"(?m)^[A-Z_]+\((\d+)(?:, \d+, \d+)?\)$",
+                       lambda m: m.group(0) if int(m.group(1)) in head_dims else "", source))
     return wrong
 
 

@@ -15,6 +15,20 @@ struct codec_row {
     float block_scale;
     data_kind kind;
     bool centered;
+    tqkv_type type, value_type, decoded_type;
+    int value_dim; // 0 = head_dim
+};
+
+size_t size_of(tqkv_type type) { return type == TQKV_TYPE_F32 ? sizeof(float) : sizeof(uint16_t); }
+
+// Rows in one of the types, at an address with the alignment of a value and no more.
+struct typed_rows {
+    tqkv_type type;
+    size_t n; // values
+    std::vector<char> bytes;
+    typed_rows(tqkv_type t, size_t count) : type(t), n(count), bytes((count + 1) * size_of(t), (char)0xff) {}
+    void *data() { return bytes.data() + size_of(type); }
+    const void *data() const { return bytes.data() + size_of(type); }
 };
 
 // Stores of a row, and their centres: [n_kv_heads][head_dim].
@@ -25,9 +39,20 @@ std::vector<float> make_center(const codec_row *row, uint64_t seed)
     return center;
 }
 
-tqkv_store make_store(const codec_row *row, tqkv_format format, const std::vector<float> &center)
+// The values of a pair of streams.
+codec_row values_of(const codec_row *row)
 {
-    tqkv_store s = test_store(format, row->head_dim, row->n_kv_heads, row->capacity, row->ring);
+    codec_row values = *row;
+    values.format = row->value_format;
+    values.type = row->value_type;
+    values.head_dim = row->value_dim ? row->value_dim : row->head_dim;
+    return values;
+}
+
+tqkv_store make_store(const codec_row *row, const std::vector<float> &center)
+{
+    tqkv_store s = test_store(row->format, row->head_dim, row->n_kv_heads, row->capacity, row->ring);
+    s.type = row->type;
     s.center = row->centered ? center.data() : nullptr;
     s.unrotated = row->unrotated;
     s.block_scale = row->block_scale;
@@ -38,7 +63,21 @@ std::vector<float> make_source(const codec_row *row, uint64_t seed)
 {
     std::vector<float> source((size_t)row->n_tokens * (size_t)row->n_kv_heads * (size_t)row->head_dim);
     data_rows(seed, row->kind, source.data(), row->n_tokens * row->n_kv_heads, row->head_dim);
+    for (float &x : source) // a half beyond these would be infinite, and refused
+        if (row->type == TQKV_TYPE_F16 && fabsf(x) > 65504.0f) x = copysignf(65504.0f, x);
     return source;
+}
+
+// Floats, rounded to the type.
+typed_rows in_type(tqkv_type type, const std::vector<float> &floats)
+{
+    typed_rows rows(type, floats.size());
+    if (type == TQKV_TYPE_F32) memcpy(rows.data(), floats.data(), floats.size() * sizeof(float));
+    for (size_t i = 0; type != TQKV_TYPE_F32 && i < floats.size(); i++) {
+        const uint16_t half = isnan(floats[i]) ? 0x7fff : reference_narrow(type, floats[i]);
+        memcpy((uint16_t *)rows.data() + i, &half, sizeof half);
+    }
+    return rows;
 }
 
 // A machine that flushes subnormals loses squares below 1.2e-38. Up to 1024 lost squares change the norm of a row by
@@ -61,26 +100,32 @@ bool same_floats(const std::vector<float> &a, const std::vector<float> &b)
     return a.size() == b.size() && same_floats(a.data(), b.data(), a.size(), true);
 }
 
+bool same_rows(const typed_rows &a, const typed_rows &b)
+{
+    if (a.type != TQKV_TYPE_F32) return !memcmp(a.data(), b.data(), a.n * size_of(a.type));
+    return same_floats((const float *)a.data(), (const float *)b.data(), a.n, true);
+}
+
 void check_same_store(const tqkv_store &a, const tqkv_store &b)
 {
     CHECK(!memcmp(a.codes, b.codes, a.codes_size), "codes differ");
     CHECK(same_floats(a.norms, b.norms, a.norms_size / sizeof *a.norms, false), "norms differ");
 }
 
-void check_decode(const tqkv_store &s, int64_t position, int n)
+void check_decode(tqkv_store s, tqkv_type type, int64_t position, int n)
 {
-    size_t count = (size_t)n * (size_t)s.n_kv_heads * (size_t)s.head_dim;
+    s.type = type;
     for (tqkv_basis basis : {TQKV_ROTATED, TQKV_ORIGINAL}) {
-        std::vector<float> expected(count), got(count, NAN);
+        typed_rows expected(type, (size_t)n * (size_t)s.n_kv_heads * (size_t)s.head_dim), got = expected;
         CHECK_RESULT(tqkv_decode(&s, position, n, basis, expected.data()), TQKV_OK);
         CHECK_RUN(gpu_decode(&s, position, n, basis, got.data()));
-        CHECK(same_floats(expected, got), "decoded values differ, basis %d", (int)basis);
+        CHECK(same_rows(expected, got), "decoded values differ, basis %d", (int)basis);
     }
 }
 
-void check_probe(const tqkv_store &s, const std::vector<float> &source, int n_tokens)
+void check_probe(const tqkv_store &s, const typed_rows &source, int n_tokens)
 {
-    std::vector<float> expected(source.size()), got(source.size(), NAN);
+    std::vector<float> expected(source.n), got(source.n, NAN);
     CHECK_RESULT(tqkv_probe(&s, source.data(), n_tokens, expected.data()), TQKV_OK);
     CHECK_RUN(gpu_probe(&s, source.data(), n_tokens, got.data(), nullptr));
     CHECK(same_floats(expected, got), "probed values differ");
@@ -91,15 +136,16 @@ void check_probe(const tqkv_store &s, const std::vector<float> &source, int n_to
 void run_codec(const void *parameters)
 {
     const codec_row *row = (const codec_row *)parameters;
-    std::vector<float> source = make_source(row, 3), center = make_center(row, 8);
-    tqkv_store expected = make_store(row, row->format, center), got = make_store(row, row->format, center);
+    const typed_rows source = in_type(row->type, make_source(row, 3));
+    const std::vector<float> center = make_center(row, 8);
+    tqkv_store expected = make_store(row, center), got = make_store(row, center);
     uint32_t flag = 1;
     CHECK_RESULT(tqkv_encode(&expected, source.data(), row->n_tokens, row->position), TQKV_OK);
     CHECK_RUN(gpu_encode(&got, source.data(), row->n_tokens, row->position, &flag));
     CHECK(flag == 0, "finite rows raised the flag");
     check_same_store(expected, got);
     int stored = row->n_tokens < row->capacity ? row->n_tokens : row->capacity;
-    check_decode(expected, row->position + row->n_tokens - stored, stored);
+    check_decode(expected, row->decoded_type, row->position + row->n_tokens - stored, stored);
     check_probe(expected, source, row->n_tokens);
     test_store_free(&expected);
     test_store_free(&got);
@@ -108,11 +154,12 @@ void run_codec(const void *parameters)
 // One dispatch for keys and values against two calls in C.
 void run_encode_kv(const void *parameters)
 {
-    const codec_row *row = (const codec_row *)parameters;
-    std::vector<float> k = make_source(row, 4), v = make_source(row, 5);
-    std::vector<float> kc = make_center(row, 8), vc = make_center(row, 9);
-    tqkv_store keys = make_store(row, row->format, kc), values = make_store(row, row->value_format, vc);
-    tqkv_store got_keys = make_store(row, row->format, kc), got_values = make_store(row, row->value_format, vc);
+    const codec_row *row = (const codec_row *)parameters, value_row = values_of(row);
+    const typed_rows k = in_type(row->type, make_source(row, 4)),
+                     v = in_type(value_row.type, make_source(&value_row, 5));
+    const std::vector<float> kc = make_center(row, 8), vc = make_center(&value_row, 9);
+    tqkv_store keys = make_store(row, kc), values = make_store(&value_row, vc);
+    tqkv_store got_keys = make_store(row, kc), got_values = make_store(&value_row, vc);
     CHECK_RESULT(tqkv_encode(&keys, k.data(), row->n_tokens, row->position), TQKV_OK);
     CHECK_RESULT(tqkv_encode(&values, v.data(), row->n_tokens, row->position), TQKV_OK);
     CHECK_RUN(gpu_encode_kv(&got_keys, &got_values, k.data(), v.data(), row->n_tokens, row->position, nullptr));
@@ -128,14 +175,16 @@ void run_not_finite(const void *parameters)
     const codec_row *row = (const codec_row *)parameters;
     std::vector<float> source = make_source(row, 6), center = make_center(row, 8);
     size_t d = (size_t)row->head_dim, bad_rows[] = {1, 4};
-    tqkv_store expected = make_store(row, row->format, center), got = make_store(row, row->format, center);
+    tqkv_store expected = make_store(row, center), got = make_store(row, center);
     for (size_t bad : bad_rows)
         for (size_t i = 0; i < d; i++) source[bad * d + i] = row->centered ? center[bad % 3 * d + i] : 0.0f;
-    CHECK_RESULT(tqkv_encode(&expected, source.data(), row->n_tokens, row->position), TQKV_OK);
+    const typed_rows zeros = in_type(row->type, source);
+    CHECK_RESULT(tqkv_encode(&expected, zeros.data(), row->n_tokens, row->position), TQKV_OK);
     source[bad_rows[0] * d + d - 1] = NAN;
     source[bad_rows[1] * d] = -INFINITY;
+    const typed_rows bad_source = in_type(row->type, source);
     uint32_t flag = 0;
-    CHECK_RUN(gpu_encode(&got, source.data(), row->n_tokens, row->position, &flag));
+    CHECK_RUN(gpu_encode(&got, bad_source.data(), row->n_tokens, row->position, &flag));
     CHECK(flag == 1, "flag is %u", flag);
     check_same_store(expected, got);
     test_store_free(&expected);
@@ -187,9 +236,7 @@ void run_tables(const void *)
 bool has_kernels(int golden)
 {
     golden_case c;
-    for (int i = 0; golden_find(golden, &c) && i < TQKV__KERNEL_DIMS; i++)
-        if (TQKV__KERNEL_DIM(i) == c.head_dim) return true;
-    return false;
+    return golden_find(golden, &c) && TQKV__HAS_KERNELS(c.head_dim);
 }
 
 codec_row default_row(tqkv_format format, int head_dim)
@@ -234,6 +281,50 @@ void add_codec_rows(tqkv_format format, int head_dim)
     test_add(run_codec, &row, sizeof row, "encode/%s/d%d/unrotated", name, head_dim);
 }
 
+// Each type in, another one out. Magnitudes go beyond those of normal halves, on both sides.
+void add_types()
+{
+    const int head_dims[] = {48, 64, 80, 192, 1024};
+    const tqkv_format formats[] = {TQKV_TQ5, TQKV_F16, TQKV_TQ3, TQKV_I8, TQKV_TQ8};
+    for (int i = 0; i < 10; i++) {
+        codec_row row = default_row(formats[i % 5], head_dims[i % 5]);
+        row.type = i < 5 ? TQKV_TYPE_F16 : TQKV_TYPE_BF16;
+        row.decoded_type = i < 5 ? TQKV_TYPE_BF16 : TQKV_TYPE_F16; // many halves lie between two bfloat16s
+        const char *name = i < 5 ? "f16" : "bf16";
+        test_add(run_not_finite, &row, sizeof row, "encode/%s/d%d/%s/not_finite", tqkv_format_name(row.format),
+                 row.head_dim, name);
+        row.centered = i % 4 == 3;
+        test_add(run_codec, &row, sizeof row, "encode/%s/d%d/%s", tqkv_format_name(row.format), row.head_dim, name);
+        row.ring = true; // the source begins at an odd multiple of 2 bytes
+        row.n_tokens = 23;
+        row.value_format = TQKV_TQ4;
+        row.value_type = i < 5 ? TQKV_TYPE_BF16 : TQKV_TYPE_F32;
+        row.value_dim = row.head_dim == 192 ? 128 : 0;
+        test_add(run_encode_kv, &row, sizeof row, "encode_kv/%s_tq4/d%d/%s", tqkv_format_name(row.format), row.head_dim,
+                 name);
+    }
+    codec_row row;
+    for (tqkv_format format : {TQKV_F16, TQKV_TQ8})
+        for (tqkv_type type : {TQKV_TYPE_F16, TQKV_TYPE_BF16}) {
+            row = default_row(format, 96);
+            row.kind = DATA_MAGNITUDES;
+            row.type = type;
+            row.decoded_type = TQKV_TYPE_F16;
+            row.n_tokens = row.capacity;
+            row.position = 0;
+            test_add(run_codec, &row, sizeof row, "encode/%s/d96/magnitudes/%s", tqkv_format_name(format),
+                     type == TQKV_TYPE_F16 ? "f16" : "bf16");
+        }
+    for (tqkv_format keys : test_formats) {
+        row = default_row(keys, 192);
+        row.value_format = test_formats[(int)keys % TEST_FORMATS];
+        row.value_dim = 128;
+        row.centered = (int)keys % 2 != 0;
+        test_add(run_encode_kv, &row, sizeof row, "encode_kv/%s_%s/d192_128", tqkv_format_name(keys),
+                 tqkv_format_name(row.value_format));
+    }
+}
+
 } // namespace
 
 void codec_shader_cases()
@@ -241,11 +332,12 @@ void codec_shader_cases()
     test_add(run_tables, nullptr, 0, "tables");
     for (int i = 0; !gpu_schedules[0].flush_subnormals && i < (int)(sizeof goldens / sizeof *goldens); i++)
         if (has_kernels(i)) test_add(run_golden, &i, sizeof i, "golden/%s", goldens[i].name);
-    for (int head_dim : test_head_dims) {
+    for (int head_dim : gpu_head_dims) {
         codec_row row = default_row(TQKV_F16, head_dim);
         test_add(run_rotate, &row, sizeof row, "rotate/d%d", head_dim);
         for (tqkv_format format : test_formats) add_codec_rows(format, head_dim);
     }
+    if (!gpu_schedules[0].flush_subnormals) add_types();
     for (tqkv_format keys : test_formats)
         for (tqkv_format values : test_formats) {
             codec_row row = default_row(keys, 64);

@@ -7,19 +7,23 @@
 
 std::vector<simt::schedule> gpu_schedules;
 bool gpu_on_device;
+#define HEAD_DIM_OF(x, n, size) size,
+const int gpu_head_dims[] = {TQKV__KERNELS(HEAD_DIM_OF, )};
 
 // ---- Dispatches ----
 
-gpu_dispatch::gpu_dispatch(const char *family, int head_dim) : device_dispatch()
+gpu_dispatch::gpu_dispatch(const char *family, int head_dim, int value_dim) : device_dispatch()
 {
-    const std::string suffix = head_dim ? "_d" + std::to_string(head_dim) : "";
+    std::string suffix = head_dim ? "_d" + std::to_string(head_dim) : "";
+    if (value_dim) suffix += "_" + std::to_string(value_dim);
     snprintf(kernel, sizeof kernel, "tqkv_%s%s", family, suffix.c_str());
 }
 
 gpu_dispatch &gpu_dispatch::constant(int index, int value)
 {
     constant_set[index] = true;
-    constant_is_bool[index] = index != TQKV_FC_FORMAT && index != TQKV_FC_VALUE_FORMAT && index != TQKV_FC_COLUMNS;
+    constant_is_bool[index] = index != TQKV_FC_FORMAT && index != TQKV_FC_VALUE_FORMAT && index != TQKV_FC_COLUMNS &&
+                              index != TQKV_FC_TYPE && index != TQKV_FC_VALUE_TYPE;
     constants[index] = (uint32_t)value;
     return *this;
 }
@@ -108,7 +112,8 @@ gpu_dispatch gpu_planned(const tqkv__dispatch &planned)
     static const char *const families[] = {"tables", "encode", "encode_kv", "probe",
                                            "decode", "rotate", "attend",    "attend_merge"}; // by tqkv__family
     const size_t n = (size_t)planned.n_simdgroups, x = planned.grid[0];
-    gpu_dispatch d(families[planned.kernel.family], planned.kernel.head_dim * 32);
+    gpu_dispatch d(families[planned.kernel.family], planned.kernel.head_dim * TQKV__DIM_UNIT,
+                   planned.kernel.value_dim * TQKV__DIM_UNIT);
     for (int i = 0; i < TQKV__CONSTANTS; i++)
         if (planned.kernel.constants[i]) d.constant(i, planned.kernel.constants[i] - 1);
     for (int i = 0; i < planned.n_args; i++) {
@@ -161,7 +166,7 @@ tqkv__binding *gpu_find(tqkv__dispatch *d, int index)
 }
 
 // All slots of the keys' store, whether a query sees them or not.
-static void force_stretches(tqkv__dispatch d[2], gpu_split split, int head_dim)
+static void force_stretches(tqkv__dispatch d[2], gpu_split split, int head_dim, int value_dim)
 {
     tqkv__attend_args &args = d[0].args[0].attend;
     tqkv__merge_args &merge = d[1].args[0].merge;
@@ -179,18 +184,18 @@ static void force_stretches(tqkv__dispatch d[2], gpu_split split, int head_dim)
     merge.section = each ? length : 1;
     merge.n_partials = args.sections_each > 1 ? 1 : n_partials;
     d[0].grid[2] = (size_t)(args.sections_each > 1 ? 1 : n_partials);
-    const int most = split.n_simdgroups ? split.n_simdgroups : TQKV__MERGE_SIMDGROUPS(head_dim);
-    d[1].n_simdgroups = std::min(n_sections, std::min(most, TQKV__MERGE_SIMDGROUPS(head_dim)));
+    const int most = split.n_simdgroups ? split.n_simdgroups : TQKV__MERGE_SIMDGROUPS(value_dim);
+    d[1].n_simdgroups = std::min(n_sections, std::min(most, TQKV__MERGE_SIMDGROUPS(value_dim)));
     const size_t columns = (size_t)d[0].kernel.constants[TQKV_FC_COLUMNS] - 1;
-    d[0].memory[1] = columns * (size_t)head_dim * (each ? 6 : 10);
+    d[0].memory[1] = columns * (size_t)(6 * head_dim + (each ? 0 : 4 * value_dim));
     const size_t rows = (size_t)merge.n_rows * (size_t)n_partials * sizeof(float);
-    gpu_find(&d[0], 6)->size = gpu_find(&d[1], 1)->size = rows * (size_t)head_dim;
+    gpu_find(&d[0], 6)->size = gpu_find(&d[1], 1)->size = rows * (size_t)value_dim;
     gpu_find(&d[0], 7)->size = gpu_find(&d[1], 2)->size = rows * 2 + (size_t)merge.n_rows * 2 * sizeof(float);
 }
 
 void gpu_force(tqkv__dispatch d[2], gpu_split split)
 {
-    const int head_dim = d[0].kernel.head_dim * 32;
+    const int head_dim = d[0].kernel.head_dim * TQKV__DIM_UNIT, value_dim = d[1].kernel.head_dim * TQKV__DIM_UNIT;
     tqkv__attend_args &args = d[0].args[0].attend;
     if (split.columns) {
         uint8_t &constant = d[0].kernel.constants[TQKV_FC_COLUMNS];
@@ -200,7 +205,7 @@ void gpu_force(tqkv__dispatch d[2], gpu_split split)
         constant = (uint8_t)(columns + 1);
     }
     if (split.n_simdgroups) d[0].n_simdgroups = split.n_simdgroups;
-    if (split.n_stretches || split.share) force_stretches(d, split, head_dim);
+    if (split.n_stretches || split.share) force_stretches(d, split, head_dim, value_dim);
 }
 
 void gpu_set_scratch(tqkv__dispatch d[2], float *sums, float *state)
@@ -216,7 +221,7 @@ static std::string run_planned(tqkv_result r, const tqkv__dispatch &d)
     return r == TQKV_OK ? gpu_run(d) : tqkv_result_string(r);
 }
 
-std::string gpu_encode(const tqkv_store *s, const float *src, int n_tokens, int64_t position, uint32_t *not_finite)
+std::string gpu_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position, uint32_t *not_finite)
 {
     tqkv__dispatch d;
     const tqkv_metal_store store = gpu_store(s);
@@ -224,8 +229,8 @@ std::string gpu_encode(const tqkv_store *s, const float *src, int n_tokens, int6
     return run_planned(tqkv__plan_encode(&store, gpu_buffer(src), n_tokens, position, gpu_buffer(not_finite), &d), d);
 }
 
-std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, const float *k, const float *v,
-                          int n_tokens, int64_t position, uint32_t *not_finite)
+std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v, int n_tokens,
+                          int64_t position, uint32_t *not_finite)
 {
     tqkv__dispatch d;
     const tqkv_metal_store ks = gpu_store(keys), vs = gpu_store(values);
@@ -235,7 +240,7 @@ std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, cons
         d);
 }
 
-std::string gpu_probe(const tqkv_store *s, const float *src, int n_tokens, float *scaled, uint32_t *not_finite)
+std::string gpu_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled, uint32_t *not_finite)
 {
     tqkv__dispatch d;
     if (not_finite) *not_finite = 0;
@@ -244,7 +249,7 @@ std::string gpu_probe(const tqkv_store *s, const float *src, int n_tokens, float
         tqkv__plan_probe(&store, gpu_buffer(src), n_tokens, gpu_buffer(scaled), gpu_buffer(not_finite), &d), d);
 }
 
-std::string gpu_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, float *dst)
+std::string gpu_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, void *dst)
 {
     tqkv__dispatch d;
     const tqkv_metal_store store = gpu_store(s);
@@ -257,7 +262,7 @@ std::string gpu_rotate(float *rows, int n_rows, int head_dim, bool unrotate)
     return run_planned(tqkv__plan_rotate(gpu_buffer(rows), n_rows, head_dim, unrotate, &d), d);
 }
 
-std::string gpu_attend(const tqkv_attention *a, const float *q, float *out, gpu_split split)
+std::string gpu_attend(const tqkv_attention *a, const void *q, void *out, gpu_split split)
 {
     const gpu_attention attention(*a);
     tqkv__dispatch d[2];

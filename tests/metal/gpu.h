@@ -13,14 +13,17 @@
 // the lanes and the bytes that fresh threadgroup memory holds.
 extern std::vector<simt::schedule> gpu_schedules;
 
+// The values of head_dim that have kernels.
+extern const int gpu_head_dims[TQKV__KERNEL_DIMS];
+
 // Runs every dispatch once, on a real device. Only in a driver built with GPU_DEVICE.
 extern bool gpu_on_device;
 
 // ---- Dispatches ----
 
-// One dispatch of tqkv_<family>_d<head_dim>, or of tqkv_<family> where head_dim is 0.
+// One dispatch of tqkv_<family>_d<head_dim>, of tqkv_<family> where head_dim is 0, or with _<value_dim> behind it.
 struct gpu_dispatch : device_dispatch {
-    gpu_dispatch(const char *family, int head_dim);
+    gpu_dispatch(const char *family, int head_dim, int value_dim);
     gpu_dispatch &constant(int index, int value);
     gpu_dispatch &input(int index, const void *bytes, size_t size);
     gpu_dispatch &output(int index, void *bytes, size_t size);
@@ -67,13 +70,13 @@ void gpu_set_scratch(tqkv__dispatch d[2], float *sums, float *state); // binding
 // ---- Calls ----
 
 // Each returns an empty string, or what went wrong. not_finite may be NULL; otherwise it receives the flag.
-std::string gpu_encode(const tqkv_store *s, const float *src, int n_tokens, int64_t position, uint32_t *not_finite);
-std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, const float *k, const float *v,
-                          int n_tokens, int64_t position, uint32_t *not_finite);
-std::string gpu_probe(const tqkv_store *s, const float *src, int n_tokens, float *scaled, uint32_t *not_finite);
-std::string gpu_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, float *dst);
+std::string gpu_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position, uint32_t *not_finite);
+std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v, int n_tokens,
+                          int64_t position, uint32_t *not_finite);
+std::string gpu_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled, uint32_t *not_finite);
+std::string gpu_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, void *dst);
 std::string gpu_rotate(float *rows, int n_rows, int head_dim, bool unrotate);
-std::string gpu_attend(const tqkv_attention *a, const float *q, float *out, gpu_split split);
+std::string gpu_attend(const tqkv_attention *a, const void *q, void *out, gpu_split split);
 std::string gpu_tables(tqkv__table_report *report);
 
 #endif

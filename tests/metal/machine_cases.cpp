@@ -11,12 +11,14 @@ void run_entry_points(const void *)
     int found = 0, expected = 1;
     for (const simt::kernel *k = simt::first_kernel(); k; k = k->next) found++;
     for (const char *family : families)
-        for (int head_dim : test_head_dims) {
+        for (int head_dim : gpu_head_dims) {
             std::string name = std::string("tqkv_") + family + "_d" + std::to_string(head_dim);
             CHECK(simt::find_kernel(name.c_str()) != nullptr, "%s is missing", name.c_str());
             expected++;
         }
-    CHECK(simt::find_kernel("tqkv_tables") != nullptr, "tqkv_tables is missing");
+    for (const char *name : {"tqkv_tables", "tqkv_encode_kv_d192_128", "tqkv_attend_d192_128"})
+        CHECK(simt::find_kernel(name) != nullptr, "%s is missing", name);
+    expected += 2;
     CHECK(found == expected, "%d kernels, not %d", found, expected);
 }
 
@@ -54,7 +56,7 @@ void run_refusals(const void *)
 // Attention with 8 simdgroups, more than tqkv.h plans, stays within Metal's 32 KiB of threadgroup memory.
 void run_memory_limits(const void *)
 {
-    for (int d : test_head_dims) {
+    for (int d : gpu_head_dims) {
         const int n = 8; // simdgroups
         int attend = TQKV__ATTEND_TABLE_BYTES + TQKV__ATTEND_QUERY_BYTES(d) + TQKV__ATTEND_WEIGHT_BYTES(d, n) +
                      TQKV__ATTEND_STATE_BYTES(d, n);

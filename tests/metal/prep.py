@@ -4,7 +4,7 @@
 usage: prep.py clang|cpu|cuda OUTPUT_FOLDER SHADER...
 
 clang: for a type check with address spaces. cpu: for tests/metal/simt.cpp. cuda: for nvcc; with SIMT_HEAD_DIM only the
-kernels of that head_dim.
+kernels of that head_dim, for two of them the digits of both.
 Each SHADER (.metal or .h) is written under its own name; a .metal gets a .cpp (or .cu) ending. Error messages keep the
 shader's name and line numbers. The words device, constant, threadgroup, thread and kernel are macros of the shim, except
 for CUDA, whose own attributes are spelled with two of them; there they are replaced here.
@@ -16,7 +16,7 @@ import sys
 ATTRIBUTE = re.compile(r"\[\[\s*(\w+)\s*(?:\(\s*(\w+)\s*\))?\s*\]\]")
 FUNCTION_CONSTANT = re.compile(r"(?m)^constant\s+(\w+)\s+(\w+)\s*\[\[\s*function_constant\(\s*(\w+)\s*\)\s*\]\]\s*;")
 KERNEL = re.compile(r"\bkernel\s+void\s+([\w#]+)\s*\(")
-DEFINE = re.compile(r"(?m)^#define\s+(\w+)\((\w+)\)((?:[^\n]*\\\n)*[^\n]*)")
+DEFINE = re.compile(r"(?m)^#define\s+(\w+)\((\w+(?:, \w+)*)\)((?:[^\n]*\\\n)*[^\n]*)")
 CUDA_WORDS = {"device": "", "constant": "const", "threadgroup": "", "thread": "", "kernel": "__device__",
               "inline": "__device__ __forceinline__"}
 POSITIONS = {"threadgroup_position_in_grid", "thread_position_in_threadgroup", "threads_per_threadgroup",
@@ -55,16 +55,18 @@ def split_arguments(text):
 
 
 def expand_kernel_macros(source):
-    """Source followed by every use at column 0 of a one-parameter macro whose body defines kernels, expanded."""
+    """Source followed by every use at column 0 of a macro whose body defines kernels, expanded."""
     source = without_comments(source)
     expanded = DEFINE.sub(blank, source)
-    for name, parameter, body in DEFINE.findall(source):
+    for name, parameters, body in DEFINE.findall(source):
         if not KERNEL.search(body):
             continue
-        for value in re.findall(r"(?m)^" + name + r"\((\w+)\)", source):
+        for values in re.findall(r"(?m)^" + name + r"\((\w+(?:, \w+)*)\)", source):
             text = body.replace("\\\n", "\n")
-            text = re.sub(r"##\s*" + parameter + r"\b", value, text)
-            expanded += "\n" + re.sub(r"\b" + parameter + r"\b", value, text)
+            for parameter, value in zip(parameters.split(", "), values.split(", ")):
+                text = re.sub(r"##\s*" + parameter + r"\b", value, text)
+                text = re.sub(r"\b" + parameter + r"\b", value, text)
+            expanded += "\n" + text
     return expanded
 
 
@@ -134,10 +136,11 @@ def launcher(name, arguments, mode, mask):
         else:
             raise SystemExit(f"{name}: unknown attribute {attribute}")
     call = f"SIMT_KERNEL({name}, {masks['buffer']}u, {masks['threadgroup']}u, ({mask}), ({', '.join(values)}))\n"
-    head_dim = re.search(r"_d(\d+)$", name)
+    head_dim = re.search(r"_d([\d_]+)$", name)
     if mode != "cuda" or not head_dim:
         return call
-    return f"#if !defined(SIMT_HEAD_DIM) || SIMT_HEAD_DIM == {head_dim.group(1)}\n{call}#endif\n"
+    number = head_dim.group(1).replace("_", "")
+    return f"#if !defined(SIMT_HEAD_DIM) || SIMT_HEAD_DIM == {number}\n{call}#endif\n"
 
 
 def read(path):

@@ -226,10 +226,10 @@ void attend_host_cases(void)
             test_add(run_attend, &row, sizeof row, "attend/pair/%s_%s", tqkv_format_name(test_formats[k]),
                      tqkv_format_name(test_formats[v]));
         }
-    for (int d = 0; d < 6; d++) {
-        attend_row row = attend_default_row(test_formats[d], TQKV_TQ4, test_head_dims[d]);
+    for (int d = 0; d < TQKV__KERNEL_DIMS; d++) {
+        attend_row row = attend_default_row(test_formats[d], TQKV_TQ4, TQKV__KERNEL_DIM(d));
         row.n_queries = 3;
-        add_named(row, "head_dim", test_head_dims[d]);
+        add_named(row, "head_dim", row.head_dim);
     }
     add_shapes();
     add_residencies();

@@ -1,6 +1,8 @@
 /* Caches in shared memory: the processor reads what the GPU writes, and the reverse. */
 #include "host.h"
 #include "tests/cache_fixture.h"
+#include "tests/reference.h"
+#include <math.h>
 
 typedef struct stream_memory {
     unsigned char *bytes;
@@ -91,6 +93,47 @@ static void run_both_sides(const void *parameters)
     CHECK_NO_LEAK(&counter);
     free(from_cpu.bytes);
     free(from_gpu.bytes);
+}
+
+/* A cache of keys of 192, values of 128 and rows of bfloat16: the processor's snapshot, and its outputs but for one
+   rounding more. */
+static void run_types(const void *parameters)
+{
+    enum { N = 5 };
+    tqkv_cache_desc desc = {.head_dim = 192, .value_dim = 128, .n_kv_heads = CACHE_HEADS, .capacity = 8};
+    const size_t n_k = N * CACHE_HEADS * 192, n_v = N * CACHE_HEADS * 128, n_out = CACHE_HEADS * 128;
+    float *k = host_floats(61, n_k), *v = host_floats(62, n_v);
+    uint16_t *halves = (uint16_t *)k, *value_halves = (uint16_t *)v, out[2][CACHE_HEADS * 128];
+    stream_memory saved[2] = {{0}, {0}};
+    (void)parameters;
+    desc.type = TQKV_TYPE_BF16;
+    for (size_t i = 0; i < n_k; i++) halves[i] = reference_narrow(desc.type, k[i]);
+    for (size_t i = 0; i < n_v; i++) value_halves[i] = reference_narrow(desc.type, v[i]);
+    for (int i = 0; i < 2; i++) {
+        tqkv_cache *cache;
+        desc.metal = i ? test_host.metal : NULL;
+        CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_append(cache, halves, value_halves, N), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_attend(cache, halves + 7, 1, out[i]), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_save(cache, write_memory, &saved[i]), TQKV_OK);
+        tqkv_cache_destroy(cache);
+    }
+    CHECK(saved[0].size == saved[1].size && !memcmp(saved[0].bytes, saved[1].bytes, saved[0].size), "snapshots differ");
+    double wrong = 0, all = 0;
+    for (size_t i = 0; i < n_out; i++) {
+        const double a = reference_wide(desc.type, out[0][i]), b = reference_wide(desc.type, out[1][i]);
+        wrong += (a - b) * (a - b);
+        all += a * a;
+    }
+    CHECK(all > 0 && wrong <= all / 65536, "relative difference %g",
+          sqrt(wrong / all)); /* 2^-8: all rounded otherwise */
+    desc.head_dim = 112;
+    desc.value_dim = 0;
+    tqkv_cache *cache;
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_UNSUPPORTED);
+    for (int i = 0; i < 2; i++) free(saved[i].bytes);
+    free(k);
+    free(v);
 }
 
 /* The processor's calls use the stores of a cache on the GPU. */
@@ -246,5 +289,6 @@ void cache_host_cases(void)
     for (int i = 0; i < 2; i++) test_add(run_one_memory, &rows[i], sizeof rows[i], "cache/one_memory/%d", i);
     for (int i = 0; i < 2; i++) test_add(run_recorded, &steps[i], sizeof steps[i], "cache/recorded/%d", i);
     for (int i = 0; i < 2; i++) test_add(run_edited, &steps[i], sizeof steps[i], "cache/edited/%d", i);
+    test_add(run_types, NULL, 0, "cache/types");
     test_add(run_refusals, NULL, 0, "refusals/cache");
 }

@@ -16,6 +16,7 @@ typedef struct codec_case {
     int64_t position;
     float block_scale;
     tqkv_format value_format; /* encode_kv */
+    tqkv_type type;
 } codec_case;
 
 static bool same_bytes(const tqkv_store *a, const tqkv_store *b)
@@ -28,7 +29,17 @@ static tqkv_store make_store(const codec_case *c)
     tqkv_store s = test_store(c->format, c->head_dim, HEADS, c->capacity, c->ring);
     s.unrotated = c->unrotated;
     s.block_scale = c->block_scale;
+    s.type = c->type;
     return s;
+}
+
+static size_t size_of(tqkv_type type) { return type == TQKV_TYPE_F32 ? sizeof(float) : sizeof(uint16_t); }
+
+/* The floats in the case's type, in their place. */
+static void to_type(tqkv_type type, float *floats, size_t n)
+{
+    uint16_t *halves = (uint16_t *)floats;
+    for (size_t i = 0; type != TQKV_TYPE_F32 && i < n; i++) halves[i] = reference_narrow(type, floats[i]);
 }
 
 static size_t source_count(const codec_case *c) { return (size_t)c->n_tokens * HEADS * (size_t)c->head_dim; }
@@ -36,7 +47,7 @@ static size_t source_count(const codec_case *c) { return (size_t)c->n_tokens * H
 static void check_decode(const codec_case *c, const tqkv_store *expected, const tqkv_metal_store *gpu)
 {
     const int n = c->n_tokens < c->capacity ? c->n_tokens : c->capacity;
-    const size_t size = (size_t)n * HEADS * (size_t)c->head_dim * sizeof(float);
+    const size_t size = (size_t)n * HEADS * (size_t)c->head_dim * size_of(c->type);
     float *values = test_alloc(size + 1);
     for (int basis = TQKV_ORIGINAL; basis <= TQKV_ROTATED; basis++) {
         const int64_t first = c->position + c->n_tokens - n;
@@ -46,8 +57,8 @@ static void check_decode(const codec_case *c, const tqkv_store *expected, const 
         host_end(&work);
         CHECK_RESULT(tqkv_decode(expected, first, n, (tqkv_basis)basis, values), TQKV_OK);
         const float *got = host_contents(dst);
-        int wrong = 0;
-        for (size_t i = 0; i < size / sizeof(float); i++) wrong += !(got[i] == values[i]);
+        int wrong = c->type != TQKV_TYPE_F32 && memcmp(got, values, size);
+        for (size_t i = 0; c->type == TQKV_TYPE_F32 && i < size / sizeof(float); i++) wrong += !(got[i] == values[i]);
         CHECK(wrong == 0, "basis %d: %d values decoded otherwise", basis, wrong);
         host_release(dst);
     }
@@ -59,8 +70,9 @@ static void run_codec(const void *parameters)
     const codec_case *c = parameters;
     tqkv_store expected = make_store(c), got = make_store(c);
     float *source = host_floats(5, source_count(c));
+    to_type(c->type, source, source_count(c));
     tqkv_metal_store gpu = host_store(&got);
-    tqkv_metal_buffer src = host_buffer(source, source_count(c) * sizeof *source), flag = host_zeros(4);
+    tqkv_metal_buffer src = host_buffer(source, source_count(c) * size_of(c->type)), flag = host_zeros(4);
     CHECK_RESULT(tqkv_encode(&expected, source, c->n_tokens, c->position), TQKV_OK);
     host_work work = host_begin(false);
     CHECK_RESULT(tqkv_metal_encode(test_host.metal, work.encoder, &gpu, src, c->n_tokens, c->position, flag), TQKV_OK);
@@ -77,23 +89,31 @@ static void run_codec(const void *parameters)
     free(source);
 }
 
+/* A probe without the store's memory, and with a centre. */
 static void run_probe(const void *parameters)
 {
     const codec_case *c = parameters;
     tqkv_store shape = make_store(c);
-    float *source = host_floats(6, source_count(c)), *expected = host_floats(7, source_count(c));
+    float *source = host_floats(6, source_count(c)), *expected = host_floats(7, source_count(c)),
+          *center = host_floats(8, (size_t)(HEADS * c->head_dim));
     const size_t size = source_count(c) * sizeof(float);
-    tqkv_metal_buffer src = host_buffer(source, size), scaled = host_zeros(size);
+    to_type(c->type, source, source_count(c));
+    tqkv_metal_buffer src = host_buffer(source, source_count(c) * size_of(c->type)), scaled = host_zeros(size);
+    tqkv_metal_store store = {.shape = shape,
+                              .center = host_buffer(center, (size_t)(HEADS * c->head_dim) * sizeof(float))};
+    shape.center = center;
     host_work work = host_begin(false);
-    CHECK_RESULT(tqkv_metal_probe(test_host.metal, work.encoder, &shape, src, c->n_tokens, scaled, none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_probe(test_host.metal, work.encoder, &store, src, c->n_tokens, scaled, none), TQKV_OK);
     host_end(&work);
     CHECK_RESULT(tqkv_probe(&shape, source, c->n_tokens, expected), TQKV_OK);
     CHECK(!memcmp(expected, host_contents(scaled), size), "probed values differ");
     host_release(src);
     host_release(scaled);
+    host_release(store.center);
     test_store_free(&shape);
     free(source);
     free(expected);
+    free(center);
 }
 
 /* Attention by the Metal API agrees with attention in C; each has an error of at most 2e-5. */
@@ -191,7 +211,7 @@ static void run_rotate(const void *parameters)
 static void run_not_finite(const void *parameters)
 {
     const float bad = *(const float *)parameters;
-    codec_case c = {TQKV_TQ4, 64, 8, false, false, 4, 0, 0.0f, TQKV_TQ4};
+    codec_case c = {TQKV_TQ4, 64, 8, false, false, 4, 0, 0.0f, TQKV_TQ4, 0};
     tqkv_store expected = make_store(&c), got = make_store(&c);
     float *source = host_floats(11, source_count(&c));
     memset(source + 5 * 64, 0, 64 * sizeof(float));
@@ -254,7 +274,7 @@ static void refuse_stores(const tqkv_metal_store *gpu, tqkv_metal_buffer src)
     CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_INVALID_ARGUMENT, "norms: no buffer");
     s = *gpu, s.norms = gpu->codes;
     CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_INVALID_ARGUMENT, "codes and norms overlap");
-    s = *gpu, s.shape.head_dim = 96;
+    s = *gpu, s.shape.head_dim = 112;
     CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_UNSUPPORTED, "encode");
     s = *gpu, s.shape.format = TQKV_FORMAT_DEFAULT;
     CHECK_REFUSED(m, encode_call(&s, src, 4, 0), TQKV_UNSUPPORTED, "encode");
@@ -264,7 +284,7 @@ static void refuse_stores(const tqkv_metal_store *gpu, tqkv_metal_buffer src)
 static void run_refusals(const void *parameters)
 {
     (void)parameters;
-    codec_case c = {TQKV_I8, 64, 8, false, false, 4, 0, 0.0f, TQKV_I8};
+    codec_case c = {TQKV_I8, 64, 8, false, false, 4, 0, 0.0f, TQKV_I8, 0};
     tqkv_store before = make_store(&c), after = make_store(&c);
     tqkv_metal_store gpu = host_store(&before);
     tqkv_metal *m = test_host.metal;
@@ -284,11 +304,23 @@ static void run_refusals(const void *parameters)
     free(source);
 }
 
+/* 8 tokens of halves fit into b, from its beginning on. */
+static void refuse_halves(const tqkv_metal_store *gpu, tqkv_metal_object encoder, tqkv_metal_buffer b)
+{
+    tqkv_metal *m = test_host.metal;
+    tqkv_metal_store s = *gpu;
+    s.shape.type = TQKV_TYPE_F16;
+    b.offset += 2;
+    CHECK_REFUSED(m, tqkv_metal_encode(m, encoder, &s, b, 8, 0, none), TQKV_INVALID_ARGUMENT, "src: needs");
+    b.offset += 1;
+    CHECK_REFUSED(m, tqkv_metal_encode(m, encoder, &s, b, 4, 0, none), TQKV_INVALID_ARGUMENT, "is not a multiple of 2");
+}
+
 /* The buffers of the other calls: too small, missing or overlapping. */
 static void run_other_refusals(const void *parameters)
 {
     (void)parameters;
-    codec_case c = {TQKV_TQ4, 64, 8, false, false, 4, 0, 0.0f, TQKV_TQ4};
+    codec_case c = {TQKV_TQ4, 64, 8, false, false, 4, 0, 0.0f, TQKV_TQ4, 0};
     tqkv_store store = make_store(&c), narrow_store = test_store(TQKV_TQ4, 32, HEADS, 8, false);
     tqkv_metal_store gpu = host_store(&store), narrow = host_store(&narrow_store);
     tqkv_metal *m = test_host.metal;
@@ -302,13 +334,16 @@ static void run_other_refusals(const void *parameters)
     CHECK_REFUSED(m, tqkv_metal_decode(m, w.encoder, &gpu, 0, 1, TQKV_ORIGINAL, gpu.codes), TQKV_INVALID_ARGUMENT,
                   "overlap");
     CHECK_REFUSED(m, tqkv_metal_decode(m, w.encoder, &gpu, 0, 4, test_no_basis(2), b), TQKV_INVALID_ARGUMENT, "decode");
-    CHECK_REFUSED(m, tqkv_metal_probe(m, w.encoder, &store, a, 4, far, none), TQKV_INVALID_ARGUMENT, "scaled: needs");
-    CHECK_REFUSED(m, tqkv_metal_probe(m, w.encoder, &store, a, 4, a, none), TQKV_INVALID_ARGUMENT, "overlap");
+    CHECK_REFUSED(m, tqkv_metal_probe(m, w.encoder, &gpu, a, 4, far, none), TQKV_INVALID_ARGUMENT, "scaled: needs");
+    CHECK_REFUSED(m, tqkv_metal_probe(m, w.encoder, &gpu, a, 4, a, none), TQKV_INVALID_ARGUMENT, "overlap");
     CHECK_REFUSED(m, tqkv_metal_probe(m, w.encoder, NULL, a, 4, b, none), TQKV_INVALID_ARGUMENT, "probe");
     CHECK_REFUSED(m, tqkv_metal_rotate(m, w.encoder, far, 12, 64), TQKV_INVALID_ARGUMENT, "rows: needs");
-    CHECK_REFUSED(m, tqkv_metal_rotate(m, w.encoder, a, 1, 48), TQKV_UNSUPPORTED, "rotate");
+    CHECK_REFUSED(
+        m, tqkv_metal_rotate(m, w.encoder, a, 1, 112), TQKV_UNSUPPORTED,
+        "a GPU takes head_dim 32, 48, 64, 80, 96, 128, 192, 256, 512, 1024, and keys of 192 with values of 128");
     CHECK_REFUSED(m, tqkv_metal_unrotate(m, w.encoder, a, -1, 64), TQKV_INVALID_ARGUMENT, "unrotate");
-    CHECK_REFUSED(m, tqkv_metal_encode_kv(m, w.encoder, &gpu, &narrow, a, b, 2, 0, none), TQKV_INVALID_ARGUMENT, "kv");
+    CHECK_REFUSED(m, tqkv_metal_encode_kv(m, w.encoder, &gpu, &narrow, a, b, 2, 0, none), TQKV_UNSUPPORTED, "kv");
+    refuse_halves(&gpu, w.encoder, b);
     CHECK_REFUSED(m, tqkv_metal_encode_kv(m, w.encoder, &gpu, &gpu, a, b, 2, 0, none), TQKV_INVALID_ARGUMENT,
                   "overlap");
     CHECK_REFUSED(m, tqkv_metal_encode_kv(m, w.encoder, &gpu, NULL, a, b, 2, 0, none), TQKV_INVALID_ARGUMENT, "kv");
@@ -335,21 +370,30 @@ void codec_host_cases(void)
     for (int f = 0; f < TEST_FORMATS; f++) {
         const tqkv_format format = test_formats[f];
         const bool can_be_unrotated = reference_can_be_unrotated(format);
-        for (int d = 0; d < 6; d++)
-            add(run_codec, (codec_case){format, test_head_dims[d], 9, false, false, 5, 3, 0.0f, format}, "encode");
-        add(run_codec, (codec_case){format, 128, 7, true, false, 5, 1000000000005, 0.0f, format}, "encode");
-        add(run_codec, (codec_case){format, 64, 7, true, false, 19, 4, 0.0f, format}, "encode");
-        add(run_codec, (codec_case){format, 512, 3, false, false, 2, 1, 1.25f, format}, "encode");
-        if (can_be_unrotated) add(run_codec, (codec_case){format, 256, 4, false, true, 3, 0, 0.0f, format}, "encode");
-        add(run_probe, (codec_case){format, 128, 4, false, false, 6, 0, 0.0f, format}, "probe");
+        for (int d = f % 2; d < TQKV__KERNEL_DIMS; d += 2)
+            add(run_codec, (codec_case){format, TQKV__KERNEL_DIM(d), 9, false, false, 5, 3, 0.0f, format, 0}, "encode");
+        add(run_codec, (codec_case){format, 128, 7, true, false, 5, 1000000000005, 0.0f, format, 0}, "encode");
+        add(run_codec, (codec_case){format, 64, 7, true, false, 19, 4, 0.0f, format, 0}, "encode");
+        add(run_codec, (codec_case){format, 512, 3, false, false, 2, 1, 1.25f, format, 0}, "encode");
+        if (can_be_unrotated)
+            add(run_codec, (codec_case){format, 256, 4, false, true, 3, 0, 0.0f, format, 0}, "encode");
+        add(run_probe, (codec_case){format, 128, 4, false, false, 6, 0, 0.0f, format, 0}, "probe");
         for (int v = 0; v < TEST_FORMATS; v++) {
             const tqkv_format values = test_formats[v];
-            codec_case c = {format, 64, 9, false, false, 4, 2, 0.0f, values};
-            if (v % 2) c = (codec_case){format, 32, 5, true, false, 13, 99, 0.0f, values};
+            codec_case c = {format, 64, 9, false, false, 4, 2, 0.0f, values, 0};
+            if (v % 2) c = (codec_case){format, 32, 5, true, false, 13, 99, 0.0f, values, 0};
             test_add(run_pair, &c, sizeof c, "pair/%s_%s", tqkv_format_name(format), tqkv_format_name(values));
         }
     }
-    for (int d = 0; d < 6; d++) test_add(run_rotate, &test_head_dims[d], sizeof(int), "rotate/d%d", test_head_dims[d]);
+    for (int d = 0; d < TQKV__KERNEL_DIMS; d++) {
+        const int head_dim = TQKV__KERNEL_DIM(d);
+        test_add(run_rotate, &head_dim, sizeof head_dim, "rotate/d%d", head_dim);
+    }
+    for (int type = TQKV_TYPE_F16; type <= TQKV_TYPE_BF16; type++) {
+        const codec_case c = {TQKV_TQ5, type == TQKV_TYPE_F16 ? 80 : 128, 7, true, false, 9, 4, 0.0f, TQKV_TQ5, type};
+        test_add(run_codec, &c, sizeof c, "encode/types/%d", type);
+        test_add(run_probe, &c, sizeof c, "probe/types/%d", type);
+    }
     for (int i = 0; i < 3; i++) test_add(run_not_finite, &bad[i], sizeof(float), "not_finite/%d", i);
     test_add(run_refusals, NULL, 0, "refusals/encode");
     test_add(run_other_refusals, NULL, 0, "refusals/others");

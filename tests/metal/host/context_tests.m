@@ -555,7 +555,7 @@ static void record_all(id<MTLComputeCommandEncoder> e, const tqkv_metal_store s[
     size_t bytes;
     CHECK_RESULT(tqkv_metal_encode(m, e, s, b[0], 1, 0, none), TQKV_OK);
     CHECK_RESULT(tqkv_metal_encode_kv(m, e, &s[0], &s[1], b[0], b[0], 1, 1, none), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_probe(m, e, &s->shape, b[0], 1, b[1], none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_probe(m, e, s, b[0], 1, b[1], none), TQKV_OK);
     CHECK_RESULT(tqkv_metal_decode(m, e, s, 0, 1, TQKV_ORIGINAL, b[1]), TQKV_OK);
     CHECK_RESULT(tqkv_metal_rotate(m, e, b[1], 1, 64), TQKV_OK);
     CHECK_RESULT(tqkv_metal_unrotate(m, e, b[1], 1, 64), TQKV_OK);

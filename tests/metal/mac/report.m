@@ -106,7 +106,7 @@ static tqkv_result record_stream(void *user, tqkv_metal_object encoder)
     tqkv_result r = tqkv_metal_encode(s->m, encoder, &s->store, s->rows, TOKENS, 0, none);
     if (r == TQKV_OK) r = tqkv_metal_decode(s->m, encoder, &s->store, 0, TOKENS, TQKV_ORIGINAL, to);
     to.offset += (size_t)(n * head_dim) * sizeof(float);
-    if (r == TQKV_OK) r = tqkv_metal_probe(s->m, encoder, &s->store.shape, s->rows, TOKENS, to, none);
+    if (r == TQKV_OK) r = tqkv_metal_probe(s->m, encoder, &s->store, s->rows, TOKENS, to, none);
     if (r == TQKV_OK) r = tqkv_metal_rotate(s->m, encoder, s->rows, n, head_dim);
     return r == TQKV_OK ? tqkv_metal_unrotate(s->m, encoder, s->rows, n, head_dim) : r;
 }
