@@ -189,7 +189,7 @@ void free_stream(const tqkv_store &s)
     CUDA(cudaFree(s.norms));
 }
 
-void encode(const tqkv_store &s, const float *source, int n_tokens, int position)
+void encode(const tqkv_store &s, const void *source, int n_tokens, int position)
 {
     const tqkv_metal_store store = gpu_store(&s);
     tqkv__dispatch d;
@@ -422,19 +422,23 @@ void bench_attention(tqkv_format key_format, tqkv_format value_format, int head_
 
 // ---- Encoding and decoding ----
 
-void bench_encode(tqkv_format format, int head_dim, int n_tokens)
+void bench_encode(tqkv_format format, int head_dim, int n_tokens, tqkv_type type = TQKV_TYPE_F32)
 {
     const std::string name = std::string("encode/") + tqkv_format_name(format) + "/d" + std::to_string(head_dim) + "/" +
-                             std::to_string(n_tokens);
+                             std::to_string(n_tokens) + (type == TQKV_TYPE_BF16 ? "/bf16" : "");
     if (opt.check || !is_wanted(name)) return;
     const size_t n = (size_t)n_tokens * N_KV_HEADS * (size_t)head_dim;
     float *source = device_array<float>(n);
-    const tqkv_store s = make_stream(format, head_dim, n_tokens);
+    tqkv_store s = make_stream(format, head_dim, n_tokens);
+    s.type = type;
     if (opt.list) return encode(s, source, n_tokens, 0);
-    bench_fill(source, n, 5, stream);
+    if (type == TQKV_TYPE_BF16)
+        bench_fill_bf16((uint16_t *)(void *)source, n, 5, stream);
+    else
+        bench_fill(source, n, 5, stream);
     // One copy: source and store are larger than the L2.
     report(name, time_calls(1, [&](int) { encode(s, source, n_tokens, 0); }));
-    const double input = (double)(n * sizeof(float)), all = input + stored_bytes(s);
+    const double input = (double)(n * (type == TQKV_TYPE_F32 ? 4 : 2)), all = input + stored_bytes(s);
     report_ratio(name + "/copy_of_input", input / copy_bandwidth * 1e6 / times[name]);
     report_ratio(name + "/copy", all / copy_bandwidth * 1e6 / times[name]);
     free_stream(s);
@@ -466,10 +470,13 @@ void bench_all()
     const std::vector<std::pair<int, int>> groups = {{2, 1}, {4, 1}, {8, 1}};
     for (tqkv_format f : {TQKV_F16, TQKV_I8, TQKV_TQ8, TQKV_TQ6, TQKV_TQ5, TQKV_TQ4, TQKV_TQ3, TQKV_TQ2})
         bench_encode(f, 128, 131072);
-    for (int head_dim : {64, 256, 512}) bench_encode(TQKV_TQ4, head_dim, 131072);
+    for (int head_dim : {64, 80, 96, 192, 256, 512}) bench_encode(TQKV_TQ4, head_dim, 131072);
+    for (tqkv_format f : {TQKV_I8, TQKV_TQ4}) bench_encode(f, 128, 131072, TQKV_TYPE_BF16);
     for (tqkv_format f : formats)
         for (int positions : {131072, 1048576}) bench_attention(f, f, 128, positions, groups);
     bench_attention(TQKV_I8, TQKV_TQ4, 128, 131072, groups);
+    for (int head_dim : {80, 96, 192})
+        for (tqkv_format f : {TQKV_F16, TQKV_I8, TQKV_TQ4}) bench_attention(f, f, head_dim, 131072, groups);
     for (tqkv_format f : {TQKV_F16, TQKV_I8, TQKV_TQ4}) {
         bench_attention(f, f, 128, 8192, {{2, 512}});
         bench_decode(f, 128, 8192);
