@@ -41,7 +41,7 @@ test-metallib-quick: $(METAL_BUILD)/library/driver check-metallib-source
 	@$< --one-schedule
 
 test-metallib: ## the library in the box: its bitcode on the CPU, an independent reader, planted bugs
-test-metallib: test-metallib-quick $(METAL_BUILD)/library-of-source/driver check-metallib-source-cuda test-metallib-bugs
+test-metallib: check-metallib-rebuilt test-metallib-quick $(METAL_BUILD)/library-of-source/driver check-metallib-source-cuda test-metallib-bugs
 	@echo "== $(LIBRARY): its bitcode on the CPU, every schedule"
 	@$(METAL_BUILD)/library/driver
 	@$(METAL_BUILD)/library/driver --flush
