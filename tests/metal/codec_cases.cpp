@@ -2,7 +2,6 @@
 #include "shader_cases.h"
 #include "../golden.h"
 #include "../goldens.h"
-#include <algorithm>
 #include <math.h>
 
 namespace
@@ -237,7 +236,7 @@ void run_tables(const void *)
 bool has_kernels(int golden)
 {
     golden_case c;
-    return golden_find(golden, &c) && std::count(gpu_head_dims, gpu_head_dims + TQKV__KERNEL_DIMS, c.head_dim);
+    return golden_find(golden, &c) && TQKV__HAS_KERNELS(c.head_dim);
 }
 
 codec_row default_row(tqkv_format format, int head_dim)
