@@ -3673,7 +3673,8 @@ TQKV__OP void TQKV__(quantise_block_tq8)(const tqkv__quantiser *q, const float *
     float tail[step] = {0};
     uint8_t tail_codes[step];
     const int rest = n % step;
-    if (n > rest) TQKV__(quantise_tq8)(q, y, n - rest, scale, codes);
+    for (int d = 0; d < n - rest; d += 256) /* what quantise_loads takes at most */
+        TQKV__(quantise_tq8)(q, y + d, n - rest - d < 256 ? n - rest - d : 256, scale, codes + d);
     if (rest == 0) return;
     memcpy(tail, y + n - rest, (size_t)rest * sizeof(float));
     TQKV__(quantise_tq8)(q, tail, step, scale, tail_codes);
