@@ -3713,7 +3713,8 @@ TQKV__OP void TQKV__(quantise_block_tq8)(const tqkv__quantiser *q, const float *
     float tail[step] = {0};
     uint8_t tail_codes[step];
     const int rest = n % step;
-    if (n > rest) TQKV__(quantise_tq8)(q, y, n - rest, scale, codes);
+    for (int d = 0; d < n - rest; d += 256) /* what quantise_loads takes at most */
+        TQKV__(quantise_tq8)(q, y + d, n - rest - d < 256 ? n - rest - d : 256, scale, codes + d);
     if (rest == 0) return;
     memcpy(tail, y + n - rest, (size_t)rest * sizeof(float));
     TQKV__(quantise_tq8)(q, tail, step, scale, tail_codes);
@@ -6242,12 +6243,18 @@ TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queri
     return r == TQKV_OK ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out) : r;
 }
 
+/* Where the centre of keys (part 0) or values (part 1) lies. */
+static float *tqkv__center_room(const tqkv_cache *c, int part)
+{
+    return c->centers + (part ? (size_t)c->keys.n_kv_heads * (size_t)c->keys.head_dim : 0);
+}
+
 /* Takes center as that of keys (part 0) or values (part 1); NULL: none. */
 static void tqkv__cache_center(tqkv_cache *c, int part, const float *center)
 {
     tqkv_store *s = part ? &c->values : &c->keys;
     const size_t n = (size_t)s->n_kv_heads * (size_t)s->head_dim;
-    float *own = c->centers + (part ? (size_t)c->keys.n_kv_heads * (size_t)c->keys.head_dim : 0);
+    float *own = tqkv__center_room(c, part);
     s->center = center ? own : NULL;
     if (center && center != own) memcpy(own, center, n * sizeof(float));
 }
@@ -6374,6 +6381,8 @@ static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
     desc.parallel = c->attention.parallel;
     desc.allocator = c->attention.allocator;
     desc.metal = c->metal;
+    desc.value_dim = c->values.head_dim;
+    desc.type = c->keys.type;
     return desc;
 }
 
@@ -7328,8 +7337,8 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
         return r;
     }
     memset(c->centers, 0, (size_t)c->keys.n_kv_heads * (size_t)(c->keys.head_dim + c->values.head_dim) * sizeof(float));
-    if (centers & 1) tqkv__cache_center(c, 0, c->centers);
-    if (centers & 2) tqkv__cache_center(c, 1, c->centers); /* zeros, until it is read */
+    if (centers & 1) tqkv__cache_center(c, 0, tqkv__center_room(c, 0));
+    if (centers & 2) tqkv__cache_center(c, 1, tqkv__center_room(c, 1)); /* zeros, until it is read */
     c->first = first;
     c->attention.end = end;
     r = tqkv__move_streams(&pipe, c);

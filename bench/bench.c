@@ -12,21 +12,36 @@
 typedef struct pair {
     const char *name;
     tqkv_format keys, values;
+    tqkv_type type; /* of queries and outputs */
 } pair;
 
 static const pair pairs[] = {
-    {"f16", TQKV_F16, TQKV_F16},
-    {"i8", TQKV_I8, TQKV_I8},
-    {"tq8", TQKV_TQ8, TQKV_TQ8},
-    {"tq6", TQKV_TQ6, TQKV_TQ6},
-    {"tq5", TQKV_TQ5, TQKV_TQ5},
-    {"tq4", TQKV_TQ4, TQKV_TQ4},
-    {"tq3", TQKV_TQ3, TQKV_TQ3},
-    {"tq2", TQKV_TQ2, TQKV_TQ2},
-    {"tq6_bytes", TQKV_TQ6_BYTES, TQKV_TQ6_BYTES},
-    {"tq5_bytes", TQKV_TQ5_BYTES, TQKV_TQ5_BYTES},
-    {"default", TQKV_I8, TQKV_TQ4},
+    {"f16", TQKV_F16, TQKV_F16, TQKV_TYPE_F32},
+    {"i8", TQKV_I8, TQKV_I8, TQKV_TYPE_F32},
+    {"tq8", TQKV_TQ8, TQKV_TQ8, TQKV_TYPE_F32},
+    {"tq6", TQKV_TQ6, TQKV_TQ6, TQKV_TYPE_F32},
+    {"tq5", TQKV_TQ5, TQKV_TQ5, TQKV_TYPE_F32},
+    {"tq4", TQKV_TQ4, TQKV_TQ4, TQKV_TYPE_F32},
+    {"tq3", TQKV_TQ3, TQKV_TQ3, TQKV_TYPE_F32},
+    {"tq2", TQKV_TQ2, TQKV_TQ2, TQKV_TYPE_F32},
+    {"tq6_bytes", TQKV_TQ6_BYTES, TQKV_TQ6_BYTES, TQKV_TYPE_F32},
+    {"tq5_bytes", TQKV_TQ5_BYTES, TQKV_TQ5_BYTES, TQKV_TYPE_F32},
+    {"default", TQKV_I8, TQKV_TQ4, TQKV_TYPE_F32},
+    {"default_bf16", TQKV_I8, TQKV_TQ4, TQKV_TYPE_BF16},
 };
+
+/* Rows of other types to encode, beside the floats of the same format. */
+static const struct {
+    const char *name;
+    tqkv_format format;
+    tqkv_type type;
+} typed_rows[] = {
+    {"i8_of_f16", TQKV_I8, TQKV_TYPE_F16},
+    {"i8_of_bf16", TQKV_I8, TQKV_TYPE_BF16},
+    {"tq4_of_f16", TQKV_TQ4, TQKV_TYPE_F16},
+    {"tq4_of_bf16", TQKV_TQ4, TQKV_TYPE_BF16},
+};
+enum { TYPES = TQKV_TYPE_BF16 + 1, TYPED_ROWS = sizeof typed_rows / sizeof *typed_rows };
 
 enum { FORMATS = TQKV_TQ2 + 1 };
 
@@ -66,7 +81,7 @@ typedef struct attend_work {
     tqkv_attention attention;
     const bench_stream *keys, *values;
     int layer;
-    const float *q;
+    const void *q;
     float *out;
 } attend_work;
 
@@ -82,7 +97,7 @@ static void run_attend(void *user)
 
 typedef struct encode_work {
     tqkv_store store;
-    const float *source; /* [n_tokens][BENCH_KV_HEADS][head_dim] */
+    const void *source; /* [n_tokens][BENCH_KV_HEADS][head_dim] */
     int n_tokens;
 } encode_work;
 
@@ -175,6 +190,8 @@ static void print_pair(const bench *b, const timing *t, const bench_shape *shape
     print_ratio(b, name, "limit", timing_median(of_limit, n));
     if (shape->n_queries > 1) print_ratio(b, name, "fma", timing_median(of_fma, n));
     if (entry != f16) print_ratio(b, name, "f16", timing_ratio(t, entry, f16));
+    const timing_entry *floats = p->type && !b->options.format ? timing_find(t, "default") : NULL;
+    if (floats) print_ratio(b, name, "floats", timing_ratio(t, entry, floats));
 }
 
 static bool is_peer(const timing_entry *entry) { return strstr(entry->name, "ggml_") != NULL; }
@@ -252,6 +269,13 @@ static void print_shape(const bench *b, const timing *t, const bench_shape *shap
     fflush(stdout);
 }
 
+static void *typed_copy(tqkv_type type, const float *values, size_t n)
+{
+    void *typed = bench_alloc(n * sizeof *values);
+    tqkv__narrow_row(type, values, (int)n, typed);
+    return typed;
+}
+
 static void run_shape(bench *b, const bench_shape *shape)
 {
     static timing t;
@@ -261,6 +285,7 @@ static void run_shape(bench *b, const bench_shape *shape)
     const size_t n = (size_t)shape->n_queries * (size_t)n_heads * (size_t)shape->head_dim;
     float *q = (float *)bench_alloc(n * sizeof *q), *out = (float *)bench_alloc(n * sizeof *out);
     bench_fill(q, n, 3);
+    void *halves = typed_copy(TQKV_TYPE_BF16, q, n);
     t.n_entries = 0;
     timing_add(&t, "fma", run_fma, b);
     timing_add(&t, "read", run_read, b);
@@ -268,6 +293,8 @@ static void run_shape(bench *b, const bench_shape *shape)
         const tqkv_attention attention = {.n_heads = n_heads, .n_queries = shape->n_queries, .end = shape->n_positions};
         if (!wanted(b, &pairs[i])) continue;
         works[i] = (attend_work){attention, &b->keys[pairs[i].keys], &b->values[pairs[i].values], 0, q, out};
+        works[i].attention.query_type = works[i].attention.output_type = pairs[i].type;
+        if (pairs[i].type) works[i].q = halves;
         timing_add(&t, pairs[i].name, run_attend, &works[i]);
     }
     peer *peers[COUNT(b->peers)] = {NULL};
@@ -283,6 +310,7 @@ static void run_shape(bench *b, const bench_shape *shape)
     for (int i = 0; i < COUNT(b->peers); i++)
         if (peers[i]) b->peers[i]->close(peers[i]);
     free(q);
+    free(halves);
     free(out);
 }
 
@@ -362,6 +390,12 @@ static void print_encoder(const bench *b, const timing *t, const timing_entry *e
         printf(" %8.2f %8.2f\n", rate, timing_ratio(t, entry, copy));
         return;
     }
+    for (int i = 0; i < TYPED_ROWS; i++) {
+        if (strcmp(entry->name, typed_rows[i].name) != 0) continue;
+        snprintf(name, sizeof name, "encode_%s_d%d", entry->name, head_dim);
+        const timing_entry *floats = timing_find(t, tqkv_format_name(typed_rows[i].format));
+        print_ratio(b, name, "floats", timing_ratio(t, entry, floats));
+    }
     if (!own) return;
     snprintf(name, sizeof name, "encode_%s_d%d", entry->name, head_dim);
     print_ratio(b, name, "gb_per_s", rate);
@@ -370,11 +404,12 @@ static void print_encoder(const bench *b, const timing *t, const timing_entry *e
         if (is_peer(&t->entries[i])) print_ratio(b, name, t->entries[i].name, timing_ratio(t, entry, &t->entries[i]));
 }
 
-static void encode_open(encode_work *work, tqkv_format format, int head_dim, const float *source)
+static void encode_open(encode_work *work, tqkv_format format, tqkv_type type, int head_dim, const void *source)
 {
     const int n_tokens = ENCODE_SOURCE_BYTES / 4 / BENCH_KV_HEADS / head_dim;
     work->store =
         (tqkv_store){.format = format, .head_dim = head_dim, .n_kv_heads = BENCH_KV_HEADS, .capacity = n_tokens};
+    work->store.type = type;
     work->store.codes_size = tqkv_codes_size(&work->store);
     work->store.norms_size = tqkv_norms_size(&work->store);
     work->store.codes = bench_alloc(work->store.codes_size);
@@ -386,17 +421,25 @@ static void encode_open(encode_work *work, tqkv_format format, int head_dim, con
 static void run_encoders(bench *b, int head_dim)
 {
     static timing t;
-    static encode_work works[FORMATS];
+    static encode_work works[FORMATS + TYPED_ROWS];
     const timing_limits limits = limits_of(&b->options);
     float *source = (float *)bench_alloc(ENCODE_SOURCE_BYTES);
     copy_work copy = {bench_alloc(ENCODE_SOURCE_BYTES), source, ENCODE_SOURCE_BYTES};
     bench_fill(source, ENCODE_SOURCE_BYTES / sizeof *source, 4);
+    void *halves[TYPES];
+    for (int i = 0; i < TYPES; i++) halves[i] = typed_copy((tqkv_type)i, source, ENCODE_SOURCE_BYTES / sizeof *source);
     t.n_entries = 0;
     timing_add(&t, "memcpy", run_copy, &copy);
     for (int i = 0; i < COUNT(pairs); i++) {
         if (pairs[i].keys != pairs[i].values || !wanted(b, &pairs[i])) continue;
-        encode_open(&works[pairs[i].keys], pairs[i].keys, head_dim, source);
+        encode_open(&works[pairs[i].keys], pairs[i].keys, TQKV_TYPE_F32, head_dim, source);
         timing_add(&t, pairs[i].name, run_encode, &works[pairs[i].keys]);
+    }
+    for (int i = 0; i < TYPED_ROWS; i++) {
+        encode_work *work = &works[FORMATS + i];
+        if (!works[typed_rows[i].format].n_tokens) continue; /* not wanted */
+        encode_open(work, typed_rows[i].format, typed_rows[i].type, head_dim, halves[typed_rows[i].type]);
+        timing_add(&t, typed_rows[i].name, run_encode, work);
     }
     for (int i = 0; i < COUNT(b->peers); i++)
         if (b->peers[i])
@@ -408,11 +451,12 @@ static void run_encoders(bench *b, int head_dim)
     for (int i = 0; i < t.n_entries; i++) print_encoder(b, &t, &t.entries[i], head_dim, false);
     for (int i = 0; i < t.n_entries; i++) print_encoder(b, &t, &t.entries[i], head_dim, true);
     fflush(stdout);
-    for (int i = 0; i < FORMATS; i++) {
+    for (int i = 0; i < FORMATS + TYPED_ROWS; i++) {
         free(works[i].store.codes);
         free(works[i].store.norms);
         memset(&works[i], 0, sizeof works[i]);
     }
+    for (int i = 0; i < TYPES; i++) free(halves[i]);
     free(source);
     free(copy.to);
 }
@@ -491,7 +535,7 @@ static bool parse_options(options *o, int argc, char **argv)
         if (known[k].text) *known[k].text = argv[i];
         if (known[k].number && (*known[k].number = atoi(argv[i])) <= 0) return false;
     }
-    const bool format_known = !o->format || strcmp(o->format, "default") == 0 || tqkv_format_from_name(o->format);
+    const bool format_known = !o->format || strncmp(o->format, "default", 7) == 0 || tqkv_format_from_name(o->format);
     const bool isa_known = !o->isa || tqkv_isa_force(o->isa) == TQKV_OK;
     const bool only_known = !o->only || strcmp(o->only, "encode") == 0 || strcmp(o->only, "decode") == 0;
     return o->rounds <= TIMING_MAX_ROUNDS && format_known && isa_known && only_known;

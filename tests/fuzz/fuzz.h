@@ -97,6 +97,38 @@ static inline void fuzz_rows(fuzz_input *input, float *rows, int n_rows, int hea
     }
 }
 
+/* Rounds values to a type and returns them in it: memory of the exact size. Finite values beyond the type's become 1, so that
+ * NaN and infinity are where they were. */
+static inline void *fuzz_typed(tqkv_type type, float *values, size_t n)
+{
+    uint16_t *typed = (uint16_t *)test_alloc(n * (type == TQKV_TYPE_F32 ? sizeof(float) : sizeof(uint16_t)));
+    if (type == TQKV_TYPE_F32 && n) memcpy(typed, values, n * sizeof *values);
+    for (size_t i = 0; type != TQKV_TYPE_F32 && i < n; i++) {
+        if (values[i] != values[i]) {
+            typed[i] = 0x7fff;
+            continue;
+        }
+        typed[i] = reference_narrow(type, values[i]);
+        if (fuzz_is_finite(values[i]) && !fuzz_is_finite((float)reference_wide(type, typed[i])))
+            typed[i] = reference_narrow(type, 1.0f);
+        values[i] = (float)reference_wide(type, typed[i]);
+    }
+    return typed;
+}
+
+/* Are the typed values the rounded floats? NaN stays NaN. */
+static inline bool fuzz_is_rounded(tqkv_type type, const void *typed, const float *floats, size_t n)
+{
+    const uint16_t *halves = (const uint16_t *)typed;
+    const uint16_t infinity = type == TQKV_TYPE_F16 ? 0x7c00 : 0x7f80;
+    if (type == TQKV_TYPE_F32) return !memcmp(typed, floats, n * sizeof *floats);
+    for (size_t i = 0; i < n; i++) {
+        const bool nan = floats[i] != floats[i];
+        if (nan ? (halves[i] & 0x7fff) <= infinity : halves[i] != reference_narrow(type, floats[i])) return false;
+    }
+    return true;
+}
+
 /* Memory of the exact size: the sanitizer reports an access one past the end. */
 static inline float *fuzz_new_floats(int a, int b, int c)
 {

@@ -9,8 +9,8 @@ typedef struct problem {
     tqkv_attention attention;
     float sinks[3 * MAX_GROUP];
     uint64_t tree[MAX_QUERIES];
-    float *q, *out; /* [n_queries][n_heads][head_dim] */
-    size_t n_elements, n_rows;
+    float *q, *out; /* [n_queries][n_heads][head_dim of the keys, of the values] */
+    size_t n_out, n_rows;
     bool is_tame; /* all numbers have ordinary size, so double precision can check the result */
 } problem;
 
@@ -81,8 +81,9 @@ static bool set_up(fuzz_input *input, problem *p)
     const uint8_t kind = fuzz_byte(input);
     p->is_tame = kind & 1;
     int head_dim = fuzz_head_dim(input), n_kv_heads = fuzz_range(input, 1, 3);
+    const int value_dim = kind & 128 ? test_all_head_dims[(kind >> 2 & 31) % TEST_ALL_HEAD_DIMS] : head_dim;
     p->keys = read_store(input, head_dim, n_kv_heads);
-    p->values = read_store(input, head_dim, n_kv_heads);
+    p->values = read_store(input, value_dim, n_kv_heads);
     if (!p->keys.codes_size || !p->values.codes_size || p->keys.codes_size + p->values.codes_size > MAX_BYTES) {
         free((void *)(uintptr_t)p->keys.center); /* some formats are never unrotated */
         free((void *)(uintptr_t)p->values.center);
@@ -95,9 +96,9 @@ static bool set_up(fuzz_input *input, problem *p)
     fill_store(input, &p->values, p->is_tame);
     p->n_rows = (size_t)(p->attention.n_heads ? p->attention.n_heads : n_kv_heads) *
                 (size_t)(p->attention.n_queries ? p->attention.n_queries : 1);
-    p->n_elements = p->n_rows * (size_t)head_dim;
+    p->n_out = p->n_rows * (size_t)value_dim;
     p->q = fuzz_new_floats((int)p->n_rows, head_dim, 1);
-    p->out = fuzz_new_floats((int)p->n_rows, head_dim, 1);
+    p->out = fuzz_new_floats((int)p->n_rows, value_dim, 1);
     if (p->is_tame)
         fuzz_data(fuzz_byte(input), DATA_GAUSSIAN, p->q, (int)p->n_rows, head_dim);
     else
@@ -143,22 +144,22 @@ static void overwrite_unseen(const tqkv_attention *a, tqkv_store *s, bool *seen)
 static void check_same_again(problem *p)
 {
     bool *seen = (bool *)test_alloc(256 * sizeof *seen);
-    float *again = fuzz_new_floats((int)p->n_elements, 1, 1);
+    float *again = fuzz_new_floats((int)p->n_out, 1, 1);
     tqkv_attention other = p->attention;
     other.parallel.run = fuzz_run_backwards;
     CHECK_RESULT(tqkv_attend(&other, p->q, again), TQKV_OK);
-    CHECK(!memcmp(again, p->out, p->n_elements * sizeof *again), "other bits in another order of tasks");
+    CHECK(!memcmp(again, p->out, p->n_out * sizeof *again), "other bits in another order of tasks");
     overwrite_unseen(&p->attention, &p->keys, seen);
     overwrite_unseen(&p->attention, &p->values, seen);
     CHECK_RESULT(tqkv_attend(&p->attention, p->q, again), TQKV_OK);
-    CHECK(!memcmp(again, p->out, p->n_elements * sizeof *again), "slots that are not seen were read");
+    CHECK(!memcmp(again, p->out, p->n_out * sizeof *again), "slots that are not seen were read");
     free(seen);
     free(again);
 }
 
 static void check_numbers(const problem *p, const float *out, const double *expected)
 {
-    size_t d = (size_t)p->keys.head_dim;
+    size_t d = (size_t)p->values.head_dim;
     for (size_t row = 0; row < p->n_rows; row++) {
         double error = reference_relative_error(out + row * d, expected + row * d, d);
         CHECK(error <= 2e-5, "row %d: relative error %.3g", (int)row, error);
@@ -170,7 +171,7 @@ static void attend_in_slices(const problem *p, int64_t cut, float *out)
 {
     reference_shape shape = reference_attention_shape(&p->attention);
     const tqkv_attention *a = &p->attention;
-    float *memory = fuzz_new_floats((int)(p->n_elements + 4 * p->n_rows), 1, 1);
+    float *memory = fuzz_new_floats((int)(p->n_out + 4 * p->n_rows), 1, 1);
     float *max = memory, *sum = max + p->n_rows, *max2 = sum + p->n_rows, *sum2 = max2 + p->n_rows;
     float *out2 = sum2 + p->n_rows;
     int64_t middle = shape.oldest + cut % (shape.end - shape.oldest + 1);
@@ -183,17 +184,37 @@ static void attend_in_slices(const problem *p, int64_t cut, float *out)
 
 static void check_result(problem *p, uint8_t cut)
 {
-    float *sliced = fuzz_new_floats((int)p->n_elements, 1, 1);
+    float *sliced = fuzz_new_floats((int)p->n_out, 1, 1);
     check_same_again(p);
     attend_in_slices(p, cut, sliced);
     if (p->is_tame) {
-        double *expected = (double *)test_alloc(p->n_elements * sizeof *expected);
+        double *expected = (double *)test_alloc(p->n_out * sizeof *expected);
         reference_attend(&p->attention, p->q, expected);
         check_numbers(p, p->out, expected);
         check_numbers(p, sliced, expected);
         free(expected);
     }
     free(sliced);
+}
+
+/* Typed queries give what their floats give; typed outputs are the rounded floats. */
+static void check_types(fuzz_input *input, problem *p)
+{
+    tqkv_attention typed = p->attention;
+    const uint8_t types = fuzz_byte(input);
+    typed.query_type = test_no_type(types % 3);
+    typed.output_type = test_no_type(types / 3 % 3);
+    void *q = fuzz_typed(typed.query_type, p->q, p->n_rows * (size_t)p->keys.head_dim);
+    const size_t size = p->n_out * (typed.output_type == TQKV_TYPE_F32 ? sizeof(float) : sizeof(uint16_t));
+    void *out = test_alloc_filled(size, 0xff);
+    const tqkv_result result = tqkv_attend(&p->attention, p->q, p->out);
+    CHECK_RESULT(tqkv_attend(&typed, q, out), result);
+    if (result == TQKV_OK)
+        CHECK(fuzz_is_rounded(typed.output_type, out, p->out, p->n_out), "not the rounded floats");
+    else
+        CHECK(fuzz_is_untouched(out, size), "%s, but written", tqkv_result_string(result));
+    free(q);
+    free(out);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
@@ -208,9 +229,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
     if (result == TQKV_OK)
         check_result(&p, cut);
     else
-        CHECK(fuzz_is_untouched(p.out, p.n_elements * sizeof *p.out), "%s, but written", tqkv_result_string(result));
+        CHECK(fuzz_is_untouched(p.out, p.n_out * sizeof *p.out), "%s, but written", tqkv_result_string(result));
     if (p.is_tame && p.attention.end >= 0)
         CHECK(result == TQKV_OK || result == TQKV_OUT_OF_RANGE, "%s", tqkv_result_string(result));
+    check_types(&input, &p);
     tear_down(&p);
     return 0;
 }

@@ -23,6 +23,8 @@ typedef struct model {
 
 static int n_heads(const model *m) { return m->desc.n_heads ? m->desc.n_heads : m->desc.n_kv_heads; }
 
+static int value_dim(const model *m) { return m->desc.value_dim ? m->desc.value_dim : m->desc.head_dim; }
+
 static void read_desc(fuzz_input *input, model *m)
 {
     static const int dims[8] = {32, 64, 128, 256, 32, 64, 512, 1024};
@@ -44,8 +46,12 @@ static void read_desc(fuzz_input *input, model *m)
     for (int i = 0; i < MAX_HEADS; i++) m->sinks[i] = (float)(i * 7 % 5) - 2.0f;
     desc->allocator = counting_allocator(&m->counter);
     m->edits = (flags & 64) != 0;
+    if (flags & 128) {
+        desc->value_dim = dims[(numbers + flags) & 7];
+        desc->type = test_no_type(numbers % 3);
+    }
     m->centers[0] = flags & 16 ? test_rows(1, DATA_GAUSSIAN, desc->n_kv_heads, desc->head_dim) : NULL;
-    m->centers[1] = flags & 32 ? test_rows(2, DATA_STUDENT, desc->n_kv_heads, desc->head_dim) : NULL;
+    m->centers[1] = flags & 32 ? test_rows(2, DATA_STUDENT, desc->n_kv_heads, value_dim(m)) : NULL;
 }
 
 static bool set_up(fuzz_input *input, model *m)
@@ -57,7 +63,7 @@ static bool set_up(fuzz_input *input, model *m)
     tqkv_format keys = tqkv_cache_keys(m->cache)->format, values = tqkv_cache_values(m->cache)->format;
     m->positions = 2 * m->desc.capacity + 10;
     m->keys = test_store(keys, m->desc.head_dim, m->desc.n_kv_heads, m->positions, false);
-    m->values = test_store(values, m->desc.head_dim, m->desc.n_kv_heads, m->positions, false);
+    m->values = test_store(values, value_dim(m), m->desc.n_kv_heads, m->positions, false);
     m->keys.center = m->centers[0];
     m->values.center = m->centers[1];
     CHECK_RESULT(tqkv_cache_set_center(m->cache, m->centers[0], m->centers[1]), TQKV_OK);
@@ -115,27 +121,29 @@ static void model_append(model *m, tqkv_store *store, const float *rows, int n)
 }
 
 /* Keys have ordinary size: float is accurate for their scores. Values have any size. */
-static void make_rows(fuzz_input *input, float *keys, float *values, int n_rows, int head_dim)
+static void make_rows(fuzz_input *input, const model *m, float *keys, float *values, int n_rows)
 {
     static const data_kind key_kinds[4] = {DATA_GAUSSIAN, DATA_ZEROS, DATA_ONE_HOT, DATA_CONSTANT};
     static const data_kind value_kinds[4] = {DATA_STUDENT, DATA_OUTLIERS, DATA_MAGNITUDES, DATA_ZEROS};
     uint8_t kinds = fuzz_byte(input);
-    fuzz_data(kinds, key_kinds[kinds & 3], keys, n_rows, head_dim);
-    fuzz_data((uint64_t)kinds + 1, value_kinds[kinds >> 2 & 3], values, n_rows, head_dim);
+    fuzz_data(kinds, key_kinds[kinds & 3], keys, n_rows, m->desc.head_dim);
+    fuzz_data((uint64_t)kinds + 1, value_kinds[kinds >> 2 & 3], values, n_rows, value_dim(m));
 }
 
 static void append(fuzz_input *input, model *m)
 {
-    int d = m->desc.head_dim, heads = m->desc.n_kv_heads, n = fuzz_range(input, 0, m->desc.capacity + 3);
+    int heads = m->desc.n_kv_heads, n = fuzz_range(input, 0, m->desc.capacity + 3);
     uint8_t bad = fuzz_byte(input);
     if (m->end + n > m->positions) n = (int)(m->positions - m->end);
-    float *keys = fuzz_new_floats(n, heads, d), *values = fuzz_new_floats(n, heads, d);
-    make_rows(input, keys, values, n * heads, d);
+    const size_t n_keys = (size_t)(n * heads * m->desc.head_dim), n_values = (size_t)(n * heads * value_dim(m));
+    float *keys = fuzz_new_floats((int)n_keys, 1, 1), *values = fuzz_new_floats((int)n_values, 1, 1);
+    make_rows(input, m, keys, values, n * heads);
     bool is_bad = bad >= 224 && n;
-    if (is_bad) (bad & 1 ? keys : values)[(size_t)bad % (size_t)(n * heads * d)] = bad & 2 ? NAN : -INFINITY;
+    if (is_bad) (bad & 1 ? keys : values)[bad % (bad & 1 ? n_keys : n_values)] = bad & 2 ? NAN : -INFINITY;
+    void *k = fuzz_typed(m->desc.type, keys, n_keys), *v = fuzz_typed(m->desc.type, values, n_values);
     bool fits = m->desc.ring ? m->base + m->end <= INT64_MAX - n : m->end + n <= m->desc.capacity;
     tqkv_result expected = !fits ? TQKV_OUT_OF_RANGE : is_bad ? TQKV_NOT_FINITE : TQKV_OK;
-    tqkv_result result = tqkv_cache_append(m->cache, keys, values, n);
+    tqkv_result result = tqkv_cache_append(m->cache, k, v, n);
     CHECK(result == expected || result == TQKV_OUT_OF_MEMORY, "append: %s, not %s", tqkv_result_string(result),
           tqkv_result_string(expected));
     CHECK(result != TQKV_OUT_OF_MEMORY || m->counter.fail_at, "no allocation failed");
@@ -145,6 +153,8 @@ static void append(fuzz_input *input, model *m)
         m->end += n;
         if (m->end - m->first > m->desc.capacity) m->first = m->end - m->desc.capacity;
     }
+    free(k);
+    free(v);
     free(keys);
     free(values);
 }
@@ -157,31 +167,38 @@ static double cancelled(const model *m, int head, const double *expected)
 {
     double center = 0.0, size = 0.0;
     const float *c = reference_center(&m->values, head * m->desc.n_kv_heads / n_heads(m));
-    for (int d = 0; c && d < m->desc.head_dim; d++) {
+    for (int d = 0; c && d < m->values.head_dim; d++) {
         center += (double)c[d] * (double)c[d];
         size += expected[d] * expected[d];
     }
     return center > size && size > 0.0 ? sqrt(center / size) : 1.0;
 }
 
-static void check_answers(const model *m, int n_queries, const float *q, const float *out)
+/* The cache's attention over some stores: its own, or the model's, whose positions begin at 0. */
+static tqkv_attention attention_of(const model *m, const tqkv_store *keys, const tqkv_store *values, int n_queries)
 {
-    size_t d = (size_t)m->desc.head_dim, rows = (size_t)n_queries * (size_t)n_heads(m);
-    double *expected = (double *)calloc(rows * d, sizeof *expected);
     tqkv_attention a;
     memset(&a, 0, sizeof a);
-    a.keys = &m->keys;
-    a.values = &m->values;
+    a.keys = keys;
+    a.values = values;
     a.n_heads = n_heads(m);
     a.n_queries = n_queries;
-    a.end = m->end;
-    a.kv_len = (int)(m->end - m->first);
+    a.end = m->end + (keys == &m->keys ? 0 : m->base);
+    a.kv_len = (int)(m->end - m->first); /* 0 would mean the default */
     a.window = m->desc.window;
     a.scale = m->desc.scale;
     a.softcap = m->desc.softcap;
     a.sinks = m->desc.sinks;
+    return a;
+}
+
+static void check_answers(const model *m, int n_queries, const float *q, const float *out)
+{
+    size_t d = (size_t)m->values.head_dim, rows = (size_t)n_queries * (size_t)n_heads(m);
+    double *expected = (double *)calloc(rows * d, sizeof *expected);
+    const tqkv_attention a = attention_of(m, &m->keys, &m->values, n_queries);
     if (!expected) exit(2);
-    if (a.kv_len && n_queries) reference_attend(&a, q, expected); /* 0 would mean the default */
+    if (a.kv_len && n_queries) reference_attend(&a, q, expected);
     for (size_t row = 0; row < rows; row++) {
         double error = reference_relative_error(out + row * d, expected + row * d, d);
         const double allowed = 2e-5 * cancelled(m, (int)row % n_heads(m), expected + row * d);
@@ -190,18 +207,37 @@ static void check_answers(const model *m, int n_queries, const float *q, const f
     free(expected);
 }
 
+/* The floats whose rounded values the cache must give: zeros where nothing is resident. */
+static void attend_floats(const model *m, const float *q, int n_queries, size_t n_out, float *floats)
+{
+    const tqkv_attention a = attention_of(m, tqkv_cache_keys(m->cache), tqkv_cache_values(m->cache), n_queries);
+    memset(floats, 0, n_out * sizeof *floats);
+    if (a.kv_len && n_queries) CHECK_RESULT(tqkv_attend(&a, q, floats), TQKV_OK);
+}
+
 static void attend(fuzz_input *input, model *m)
 {
+    const tqkv_type type = m->desc.type;
     int n = fuzz_range(input, 0, MAX_QUERIES), d = m->desc.head_dim;
-    float *q = fuzz_new_floats(n, n_heads(m), d), *out = fuzz_new_floats(n, n_heads(m), d);
+    const size_t n_out = (size_t)(n * n_heads(m) * value_dim(m));
+    const size_t size = n_out * (type == TQKV_TYPE_F32 ? sizeof(float) : sizeof(uint16_t));
+    float *q = fuzz_new_floats(n, n_heads(m), d), *floats = fuzz_new_floats((int)n_out, 1, 1);
+    void *out = test_alloc_filled(size, 0xff);
     fuzz_data(fuzz_byte(input), DATA_GAUSSIAN, q, n * n_heads(m), d);
-    tqkv_result result = tqkv_cache_attend(m->cache, q, n, out);
+    void *queries = fuzz_typed(type, q, (size_t)(n * n_heads(m) * d));
+    tqkv_result result = tqkv_cache_attend(m->cache, queries, n, out);
     CHECK(result == TQKV_OK || (result == TQKV_OUT_OF_MEMORY && m->counter.fail_at), "%s", tqkv_result_string(result));
-    if (result == TQKV_OK)
-        check_answers(m, n, q, out);
-    else
-        CHECK(fuzz_is_untouched(out, (size_t)n * (size_t)n_heads(m) * (size_t)d * sizeof *out), "written");
+    if (result == TQKV_OK) {
+        attend_floats(m, q, n, n_out, floats);
+        const bool any = m->end > m->first; /* else zeros of either sign */
+        CHECK(!any || fuzz_is_rounded(type, out, floats, n_out), "not the rounded floats of the stores");
+        check_answers(m, n, q, floats);
+    } else {
+        CHECK(fuzz_is_untouched(out, size), "written");
+    }
     free(q);
+    free(floats);
+    free(queries);
     free(out);
 }
 
@@ -246,6 +282,7 @@ static void save_and_load(fuzz_input *input, model *m, bool move)
     desc.allocator = m->desc.allocator;
     desc.parallel = m->desc.parallel;
     desc.sinks = m->desc.sinks;
+    desc.type = m->desc.type;
     desc.n_heads = m->desc.sinks ? n_heads(m) : 0;
     stream s = stream_empty();
     s.largest = fuzz_byte(input);

@@ -114,6 +114,37 @@ static tqkv_result expected_result(const run *r, bool finite)
     return finite ? TQKV_OK : TQKV_NOT_FINITE;
 }
 
+/* Typed rows are encoded as their floats are. */
+static void check_types(tqkv_type type, const run *r, float *source, size_t n)
+{
+    const tqkv_store *s = &r->store;
+    tqkv_store typed = *s;
+    void *rows = fuzz_typed(type, source, n);
+    typed.type = type;
+    typed.codes = test_alloc_filled(s->codes_size, 0xff);
+    if (s->norms_size) typed.norms = (float *)test_alloc(s->norms_size);
+    memset(s->codes, 0xff, s->codes_size);
+    if (s->norms_size) memset(s->norms, 0xff, s->norms_size);
+    if (s->norms_size) memset(typed.norms, 0xff, s->norms_size);
+    const tqkv_result result = tqkv_encode(s, source, r->n_tokens, r->position);
+    CHECK_RESULT(tqkv_encode(&typed, rows, r->n_tokens, r->position), result);
+    CHECK(!memcmp(s->codes, typed.codes, s->codes_size), "codes differ");
+    CHECK(!s->norms_size || !memcmp(s->norms, typed.norms, s->norms_size), "norms differ");
+    if (result == TQKV_OK && r->n_tokens) {
+        const int64_t last = r->position + r->n_tokens - 1;
+        const size_t n_last = (size_t)s->n_kv_heads * (size_t)s->head_dim;
+        float *floats = fuzz_new_floats(1, s->n_kv_heads, s->head_dim);
+        void *decoded = test_alloc(n_last * (type == TQKV_TYPE_F32 ? sizeof(float) : sizeof(uint16_t)));
+        CHECK_RESULT(tqkv_decode(s, last, 1, TQKV_ORIGINAL, floats), TQKV_OK);
+        CHECK_RESULT(tqkv_decode(&typed, last, 1, TQKV_ORIGINAL, decoded), TQKV_OK);
+        CHECK(fuzz_is_rounded(type, decoded, floats, n_last), "decoded rows are not the rounded floats");
+        free(floats);
+        free(decoded);
+    }
+    free(rows);
+    test_store_free(&typed);
+}
+
 static void check_run(fuzz_input *input, run *r)
 {
     tqkv_store *s = &r->store;
@@ -138,6 +169,7 @@ static void check_run(fuzz_input *input, run *r)
     else if (r->n_tokens)
         check_stored(r);
     if (finite) check_rotation(source, rows, s->head_dim);
+    check_types(test_no_type(fuzz_byte(input) % 3), r, source, (size_t)rows * (size_t)s->head_dim);
     free(source);
     free(center);
     test_store_free(s);

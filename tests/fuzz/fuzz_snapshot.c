@@ -47,17 +47,24 @@ static uint64_t get(const uint8_t *bytes, int n)
     return value;
 }
 
+/* The head_dim of a stream by the header's fields. */
+static uint64_t dim_of(const uint8_t *file, int format_at)
+{
+    const uint64_t value_dim = get(file + 42, 2);
+    return format_at == 36 && value_dim ? value_dim : get(file + 16, 4);
+}
+
 /* The bytes of a stream's centre by the header's fields. */
 static size_t center_size(const uint8_t *file, int format_at)
 {
     const bool has = get(file + 40, 4) & (format_at == 32 ? 2 : 4);
-    return has ? 4 * (size_t)get(file + 16, 4) * (size_t)get(file + 20, 4) : 0;
+    return has ? 4 * (size_t)dim_of(file, format_at) * (size_t)get(file + 20, 4) : 0;
 }
 
 /* The size of a stream by the header's fields; more than MAX_FILE if it does not fit. */
 static size_t stream_size(const uint8_t *file, int format_at)
 {
-    uint64_t head_dim = get(file + 16, 4), heads = get(file + 20, 4), format = get(file + format_at, 4);
+    uint64_t head_dim = dim_of(file, format_at), heads = get(file + 20, 4), format = get(file + format_at, 4);
     uint64_t resident = get(file + 64, 8) - get(file + 56, 8);
     if (head_dim > 1024 || heads > MAX_FILE || resident > MAX_FILE || format < 1 || format > TEST_FORMATS)
         return MAX_FILE + 1;
@@ -96,6 +103,8 @@ static size_t make_file(fuzz_input *input, uint8_t *file)
     fields[6] = (uint32_t)fuzz_range(input, 1, formats);
     fields[7] = (uint32_t)fuzz_range(input, 1, formats);
     fields[8] = (uint32_t)ring | (first_version ? 0u : (uint32_t)(flags >> 1 & 6));
+    const uint32_t value_dim = (uint32_t)test_all_head_dims[(flags >> 4) + (fields[3] + fields[5]) % 6]; /* any */
+    if (flags & 64 && !first_version && value_dim != fields[2]) fields[8] |= value_dim << 16;
     fields[9] = fuzz_byte(input);
     memcpy(&fields[10], &numbers[fuzz_byte(input) % 4], 4);
     memcpy(&fields[11], &numbers[fuzz_byte(input) % 4], 4);
@@ -147,6 +156,7 @@ static tqkv_cache_desc make_desc(const control *c, const uint8_t *file, size_t s
     if (c->match & 8) desc.key_format = test_no_format((int)get(file + 32, 2));
     if (c->match & 16) desc.value_format = test_no_format((int)get(file + 36, 2));
     if (c->match & 32) desc.ring = get(file + 40, 1) & 1;
+    if (c->match & 64) desc.value_dim = (int)dim_of(file, 36);
     if (c->match & 64) memcpy(&desc.softcap, file + 52, 4);
     if (c->with_sinks && get(file + 24, 4) <= MAX_SINKS) desc.sinks = sinks; /* as many as n_heads: the caller's word */
     return desc;
@@ -171,15 +181,16 @@ static void attend(tqkv_cache *cache, const float *q, int n_queries, float *out)
 static void use_cache(tqkv_cache *cache)
 {
     const tqkv_store *keys = tqkv_cache_keys(cache);
-    int d = keys->head_dim, kv_heads = keys->n_kv_heads;
+    int d = keys->head_dim, value_dim = tqkv_cache_values(cache)->head_dim, kv_heads = keys->n_kv_heads;
     if (kv_heads > 8) return;
     float *rows = fuzz_new_floats(3, kv_heads, d), *q = fuzz_new_floats(2, MAX_SINKS * kv_heads, d);
-    float *out = fuzz_new_floats(2, MAX_SINKS * kv_heads, d);
+    float *out = fuzz_new_floats(2, MAX_SINKS * kv_heads, value_dim), *values = fuzz_new_floats(3, kv_heads, value_dim);
     fuzz_data(1, DATA_STUDENT, rows, 3 * kv_heads, d);
+    fuzz_data(3, DATA_STUDENT, values, 3 * kv_heads, value_dim);
     fuzz_data(2, DATA_GAUSSIAN, q, 2 * MAX_SINKS * kv_heads, d);
     int64_t end = tqkv_cache_end(cache);
     attend(cache, q, 2, out);
-    tqkv_result result = tqkv_cache_append(cache, rows, rows, 3);
+    tqkv_result result = tqkv_cache_append(cache, rows, values, 3);
     CHECK(result == TQKV_OK || result == TQKV_OUT_OF_RANGE, "append: %s", tqkv_result_string(result));
     CHECK(tqkv_cache_end(cache) == end + (result == TQKV_OK ? 3 : 0), "end after append");
     attend(cache, q, 1, out);
@@ -190,21 +201,21 @@ static void use_cache(tqkv_cache *cache)
     CHECK_RESULT(tqkv_cache_truncate(cache, 0), TQKV_OK);
     attend(cache, q, 2, out);
     free(rows);
+    free(values);
     free(q);
     free(out);
 }
 
-/* The file format is canonical: saving writes the bytes that were read, or those of the next version. */
+/* The file format is canonical: saving writes the bytes that were read, or those of newer versions. */
 static void check_loaded(tqkv_cache *cache, const tqkv_cache_desc *desc, const stream *s, counting *counter)
 {
     stream saved = stream_empty();
     int n_heads = (int)get(s->bytes + 24, 4);
     CHECK_RESULT(tqkv_cache_save(cache, stream_write, &saved), TQKV_OK);
-    const bool first_version = get(s->bytes + 8, 4) == 1;
+    const bool older = get(s->bytes + 8, 8) != get(saved.bytes + 8, 8);
     CHECK(saved.size == s->at, "saved again, the size differs");
     for (size_t i = 0; i < saved.size && i < s->at; i++)
-        CHECK(saved.bytes[i] == s->bytes[i] || (first_version && i < HEADER + 8), "saved again, byte %d differs",
-              (int)i);
+        CHECK(saved.bytes[i] == s->bytes[i] || (older && i < HEADER + 8), "saved again, byte %d differs", (int)i);
     counter->fail_at = 0;
     tqkv_cache *again;
     CHECK_RESULT(load(desc, &saved, &again), TQKV_OK);
