@@ -6250,7 +6250,7 @@ static void tqkv__cache_center(tqkv_cache *c, int part, const float *center)
     const size_t n = (size_t)s->n_kv_heads * (size_t)s->head_dim;
     float *own = c->centers + (part ? (size_t)c->keys.n_kv_heads * (size_t)c->keys.head_dim : 0);
     s->center = center ? own : NULL;
-    if (center && center != own) memcpy(own, center, n * sizeof(float));
+    if (center && center != own) memmove(own, center, n * sizeof(float));
 }
 
 TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
