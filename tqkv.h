@@ -1193,14 +1193,18 @@ typedef struct tqkv__stream {
     uint8_t planes[4][128]; /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
 } tqkv__stream;
 
-/* Checks a page table, except for its entries. */
-static tqkv_result tqkv__table_shape(const tqkv_store *store)
+/* Takes a page table and checks it, except for its entries. */
+static tqkv_result tqkv__table_shape(const tqkv_store *store, tqkv__stream *s)
 {
+    if (!store->pages) return TQKV_OK;
     if (store->ring) return TQKV__INVALID("pages: the store is a ring");
     if (store->n_pages < 0) return TQKV__INVALID("n_pages is negative");
     if (store->page_size <= 0 || store->page_size % 64 || store->capacity % store->page_size)
         return TQKV__INVALID("page_size: no multiple of 64 that divides capacity"); /* a tile is in one page */
     if ((uintptr_t)store->pages % sizeof(int32_t)) return TQKV__INVALID("pages: not aligned as int32_t");
+    s->pages = store->pages;
+    s->n_pages = store->n_pages;
+    s->page_size = store->page_size;
     return TQKV_OK;
 }
 
@@ -1217,13 +1221,6 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (store->capacity <= 0) return TQKV__INVALID("capacity is not positive");
     if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f))
         return TQKV__INVALID("block_scale: negative, NaN or infinite");
-    if (store->pages) {
-        const tqkv_result r = tqkv__table_shape(store);
-        if (r != TQKV_OK) return r;
-    }
-    s->pages = store->pages;
-    s->n_pages = store->pages ? store->n_pages : 0;
-    s->page_size = store->page_size;
     s->format = store->format;
     s->kind = TQKV__KIND(s->format);
     s->main_bits = TQKV__MAIN_BITS(s->format);
@@ -1247,7 +1244,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (!tqkv__array_size(s->n_kv_heads, s->capacity, 1, s->row_bytes, &s->codes_size) ||
         !tqkv__array_size(s->n_kv_heads, s->capacity, s->norms_per_row, sizeof(float), &s->norms_size))
         return TQKV__INVALID("a store of more than SIZE_MAX bytes");
-    return TQKV_OK;
+    return tqkv__table_shape(store, s);
 }
 
 static bool tqkv__all_finite(const float *x, size_t n);
@@ -5180,6 +5177,11 @@ static bool tqkv__sinks_valid(const float *sinks, int n_heads)
 /* Checks that p is aligned as values of that type. */
 static bool tqkv__aligned_as(tqkv_type type, const void *p) { return (uintptr_t)p % tqkv__type_size(type) == 0; }
 
+static bool tqkv__tree_valid(const tqkv_attention *a)
+{
+    return !a->tree || (a->n_queries <= 64 && (uintptr_t)a->tree % sizeof *a->tree == 0);
+}
+
 /* Resolves and checks everything except the stores' buffers and the resident range. */
 static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attention *r)
 {
@@ -5206,8 +5208,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
-    if (call->tree && call->n_queries > 64) return TQKV__INVALID("tree: more than 64 queries");
-    if ((uintptr_t)call->tree % sizeof(uint64_t)) return TQKV__INVALID("tree: not aligned as uint64_t");
+    if (!tqkv__tree_valid(call)) return TQKV__INVALID("tree: more than 64 queries, or not aligned as uint64_t");
     if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
         return TQKV__INVALID("scale or softcap is NaN or infinite");
     if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
@@ -5739,14 +5740,14 @@ static size_t tqkv__divide(tqkv__job *job)
 {
     const bool hook = job->parts[0].a->call.parallel.run != tqkv__run_serial;
     double longest = 0.0, all = 0.0; /* in stretches of an item */
+    const size_t limit = TQKV__WAVE_FLOATS;
     size_t most = 0, totals = 0, waves = 0;
     for (int i = 0; i < job->n_parts; i++) {
         const tqkv__part *part = &job->parts[i];
-        const int64_t left = (int64_t)(TQKV__WAVE_FLOATS - waves), each = (int64_t)part->sums_floats;
+        const int64_t left = (int64_t)(limit - waves), each = (int64_t)part->sums_floats;
         if ((double)part->n_stretches > longest) longest = (double)part->n_stretches;
         all += (double)part->n_stretches * part->n_items;
-        waves =
-            part->n_stretches > left / each ? (size_t)TQKV__WAVE_FLOATS : waves + (size_t)(part->n_stretches * each);
+        waves = part->n_stretches > left / each ? limit : waves + (size_t)(part->n_stretches * each);
         if (part->sums_floats > most) most = part->sums_floats;
         if (totals <= SIZE_MAX / 64) totals += part->sums_floats; /* each is below, see tqkv__attention_shape */
     }
@@ -6271,7 +6272,7 @@ static void tqkv__cache_center(tqkv_cache *c, int part, const float *center)
     const size_t n = (size_t)s->n_kv_heads * (size_t)s->head_dim;
     float *own = tqkv__center_room(c, part);
     s->center = center ? own : NULL;
-    if (center && center != own) memcpy(own, center, n * sizeof(float));
+    if (center && center != own) memmove(own, center, n * sizeof(float));
 }
 
 TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)

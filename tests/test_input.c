@@ -24,7 +24,7 @@ typedef struct memory {
     float key_norms[HEADS * CAPACITY * 8], value_norms[HEADS * CAPACITY * 8];
     unsigned char pool_codes[HEADS * POOL * D];
     float pool_norms[HEADS * POOL];
-    int32_t pages[2], slots[TOKENS];
+    int32_t pages[2], slots[TOKENS + 1]; /* an even number: tqkv_quality lies in out */
     float src[TOKENS * HEADS * D], src2[TOKENS * HEADS * D], q[ROWS * D], sinks[N_HEADS];
     float out[ROWS * D + SPARE], center[HEADS * D], max[ROWS], sum[ROWS], other_out[ROWS * D], other_max[ROWS],
         other_sum[ROWS];
