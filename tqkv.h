@@ -3239,7 +3239,7 @@ TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, floa
 TQKV__OP void TQKV__(matrix_column)(int m, int column, float *signs)
 {
     uint64_t bits = 0;
-    memcpy(&bits, tqkv__matrix_row(m, column), (size_t)(m + 7) / 8); /* symmetric */
+    for (int i = 0; i < m; i += 8) bits |= (uint64_t)tqkv__matrix_row(m, column)[i / 8] << i; /* symmetric */
     for (int row = 0; row < m; row += TQKV__LANES, bits >>= TQKV__LANES)
         TQKV__(store)(signs + row, TQKV__(signs)((uint32_t)bits));
 }
@@ -3275,7 +3275,7 @@ TQKV__OP void TQKV__(mix_runs)(const int m, const int at_once, const int count, 
 /* The matrix of order m across the runs. runs: [m][n], out: [m * n], elsewhere; at_once is LANES / n, or 1 */
 TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *runs, float factor, int n, float *out)
 {
-    const int count = m > 12 || at_once == 4 ? m / 4 : 6;
+    const int count = m > 12 ? m / 4 : 6;
     TQKV__ALIGNED float signs[36 * TQKV__COLUMN], spread[36 * TQKV__LANES];
     for (int c = 0; c < m; c++) TQKV__(matrix_column)(m, c, signs + c * TQKV__COLUMN);
     if (at_once == 1) {
@@ -3287,15 +3287,55 @@ TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *runs, flo
     TQKV__(mix_runs)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
 }
 
+/* The same for the matrix of order 12, whose signs the compiler knows: no loads of them. Every second sum is made of
+   multiply-adds: a Zen 4 core does them beside additions. `rounded` hides that they multiply by 1. */
+TQKV__OP void TQKV__(mix_12)(const float *runs, float factor, int n, float *out)
+{
+    const TQKV__VECTOR plus = TQKV__(rounded)(TQKV__(set1)(1.0f)), minus = TQKV__(rounded)(TQKV__(set1)(-1.0f));
+    for (int a = 0; a < n; a += TQKV__LANES) {
+        TQKV__VECTOR sums[12];
+        TQKV__UNROLL
+        for (int c = 0; c < 12; c++) {
+            const TQKV__VECTOR x = TQKV__(load)(runs + c * n + a);
+            TQKV__UNROLL
+            for (int b = 0; b < 12; b++) {
+                const bool subtract = (tqkv__tables.hadamard_12[b][c / 8] >> (c % 8)) & 1;
+                if (c == 0)
+                    sums[b] = x * (subtract ? minus : plus);
+                else if (b % 2)
+                    sums[b] = TQKV__(fma)(x, subtract ? minus : plus, sums[b]);
+                else if (subtract)
+                    sums[b] -= x;
+                else
+                    sums[b] += x;
+            }
+        }
+        TQKV__UNROLL
+        for (int b = 0; b < 12; b++) TQKV__(store)(out + b * n + a, sums[b] * TQKV__(set1)(factor));
+    }
+}
+
 #define TQKV__MIX(m)                                                                                                   \
     case m:                                                                                                            \
         if (n >= TQKV__LANES)                                                                                          \
             TQKV__(mix)(m, 1, runs, factor, n, out);                                                                   \
-        else if (n * 2 == TQKV__LANES)                                                                                 \
-            TQKV__(mix)(m, 2, runs, factor, n, out);                                                                   \
         else                                                                                                           \
-            TQKV__(mix)(m, 4, runs, factor, n, out);                                                                   \
+            TQKV__(mix)(m, TQKV__LANES == 8 ? 2 : 1, runs, factor, n, out);                                            \
         break;
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float *runs, float factor, int n, float *out)
+{
+    if (m == 12 && n >= TQKV__LANES) {
+        TQKV__(mix_12)(runs, factor, n, out);
+        return;
+    }
+    switch (m) {
+        TQKV__MIX(12)
+        TQKV__MIX(20)
+        TQKV__MIX(28)
+        TQKV__MIX(36)
+    }
+}
 
 /* As hadamard for head_dim = m * n, m > 1: H over the runs, then the matrix across them */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_runs)(tqkv_type type, const void *in, int head_dim, bool flip,
@@ -3306,9 +3346,9 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_runs)(tqkv_type type, cons
     const int m = TQKV__RUNS(head_dim), n = head_dim / m;
     const float factor = TQKV__INV_SQRT(head_dim);
     if (type != TQKV_TYPE_F32) TQKV__(widen)(type, in, NULL, head_dim, runs);
-    if (n == 4)
+    if (n == 4 && TQKV__LANES > 4)
         TQKV__(hadamard_runs)(1, 4, TQKV_TYPE_F32, from, head_dim, flip, runs);
-    else if (n == 8 && TQKV__LANES == 16)
+    else if (n == 8 && TQKV__LANES > 8)
         TQKV__(hadamard_runs)(1, 8, TQKV_TYPE_F32, from, head_dim, flip, runs);
     else if (n == TQKV__LANES)
         TQKV__(hadamard_runs)(1, TQKV__LANES, TQKV_TYPE_F32, from, head_dim, flip, runs);
@@ -3320,12 +3360,10 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_runs)(tqkv_type type, cons
         TQKV__(hadamard_runs)(8, 8 * TQKV__LANES, TQKV_TYPE_F32, from, head_dim, flip, runs);
     else
         TQKV__(hadamard_runs)(16, 16 * TQKV__LANES, TQKV_TYPE_F32, from, head_dim, flip, runs);
-    switch (m) {
-        TQKV__MIX(12)
-        TQKV__MIX(20)
-        TQKV__MIX(28)
-        TQKV__MIX(36)
-    }
+    if (n < TQKV__LANES && TQKV__LANES == 16) /* a run of 8 fills the other set's vectors */
+        TQKV__MIX_SHORT_RUNS(m, runs, factor, n, out);
+    else
+        TQKV__(mix_by_order)(m, runs, factor, n, out);
 }
 #undef TQKV__MIX
 #undef TQKV__COLUMN
@@ -3925,6 +3963,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          
 #undef TQKV__NIBBLE_RUN
 #undef TQKV__RUN_TOGETHER
 #undef TQKV__ISA_NAME
+#undef TQKV__MIX_SHORT_RUNS
 #undef TQKV__
 #undef TQKV__TARGET
 #endif /* TQKV__LANES */
@@ -4131,30 +4170,10 @@ TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
 {
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
-/* n floats, again and again */
-TQKV__OP __m512 tqkv__repeat_avx512(const int n, const float *p)
-{
-    double two;
-    if (n == 1) return _mm512_set1_ps(*p);
-    if (n == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
-    memcpy(&two, p, sizeof two);
-    return _mm512_castpd_ps(_mm512_set1_pd(two));
-}
-/* The i-th of n equal parts of x, each lane n times */
-TQKV__OP __m512 tqkv__spread_avx512(const int n, int i, __m512 x)
-{
-    const __m512i lanes = n == 2 ? _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0)
-                                 : _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
-    return _mm512_permutexvar_ps(_mm512_add_epi32(lanes, _mm512_set1_epi32(i * 16 / n)), x);
-}
-/* Lanes 0, n, 2n ... of x, then 1, n + 1 ... */
-TQKV__OP __m512 tqkv__unite_avx512(const int n, __m512 x)
-{
-    if (n == 1) return x;
-    return _mm512_permutexvar_ps(n == 2 ? _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0)
-                                        : _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0),
-                                 x);
-}
+/* See >>avx2. Runs that do not fill a vector of 16 are rotated there. */
+#define tqkv__repeat_avx512(n, p)    _mm512_set1_ps(*(p))
+#define tqkv__spread_avx512(n, i, x) (x)
+#define tqkv__unite_avx512(n, x)     (x)
 /* Four floats at p, p + stride ... */
 TQKV__OP __m512 tqkv__load_fours_avx512(const float *p, int stride)
 {
@@ -4333,9 +4352,12 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
     }
 }
 
+static void tqkv__mix_by_order_avx2(int m, const float *runs, float factor, int n, float *out);
+
 #define TQKV__(name)             tqkv__##name##_avx512
 #define TQKV__WIDTH              16 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "avx512"
+#define TQKV__MIX_SHORT_RUNS     tqkv__mix_by_order_avx2
 #define TQKV__LANES              16
 #define TQKV__NIBBLE_ORDER       16, 8
 #define TQKV__NIBBLE_RUN         8 /* vectors in a run of nibbles */
@@ -4564,6 +4586,7 @@ TQKV__OP __m256 tqkv__signs_avx2(uint32_t bits)
         _mm256_sllv_epi32(_mm256_set1_epi32((int)bits), _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
     return _mm256_or_ps(_mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
 }
+/* n floats, again and again; n is 1 or 2 */
 TQKV__OP __m256 tqkv__repeat_avx2(const int n, const float *p)
 {
     double two;
@@ -4571,12 +4594,14 @@ TQKV__OP __m256 tqkv__repeat_avx2(const int n, const float *p)
     memcpy(&two, p, sizeof two);
     return _mm256_castpd_ps(_mm256_set1_pd(two));
 }
+/* The i-th half of x, each lane twice */
 TQKV__OP __m256 tqkv__spread_avx2(const int n, int i, __m256 x)
 {
     (void)n; /* 2 */
     return _mm256_permutevar8x32_ps(
         x, _mm256_add_epi32(_mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0), _mm256_set1_epi32(4 * i)));
 }
+/* n 2: the even lanes of x, then the odd ones */
 TQKV__OP __m256 tqkv__unite_avx2(const int n, __m256 x)
 {
     return n == 1 ? x : _mm256_permutevar8x32_ps(x, _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0));
@@ -4703,6 +4728,7 @@ TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
 #define TQKV__(name)             tqkv__##name##_avx2
 #define TQKV__WIDTH              8 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "avx2"
+#define TQKV__MIX_SHORT_RUNS     tqkv__mix_by_order_avx2
 #define TQKV__LANES              8
 #define TQKV__NIBBLE_ORDER       4, 2
 #define TQKV__NIBBLE_RUN         4
@@ -4905,21 +4931,9 @@ TQKV__OP float32x4_t tqkv__signs_neon(uint32_t bits)
     const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(places)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(vorrq_u32(moved, vdupq_n_u32(0x3f800000u)));
 }
-TQKV__OP float32x4_t tqkv__repeat_neon(const int n, const float *p)
-{
-    (void)n; /* 1, here and below */
-    return vld1q_dup_f32(p);
-}
-TQKV__OP float32x4_t tqkv__spread_neon(const int n, int i, float32x4_t x)
-{
-    (void)n, (void)i;
-    return x;
-}
-TQKV__OP float32x4_t tqkv__unite_neon(const int n, float32x4_t x)
-{
-    (void)n;
-    return x;
-}
+#define tqkv__repeat_neon(n, p)    vld1q_dup_f32(p) /* no run is shorter than a vector */
+#define tqkv__spread_neon(n, i, x) (x)
+#define tqkv__unite_neon(n, x)     (x)
 TQKV__OP float32x4_t tqkv__load_fours_neon(const float *p, int stride)
 {
     (void)stride;
@@ -5028,11 +5042,12 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 {
     vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(words)));
 }
-#define tqkv__quantise_tq8_neon tqkv__quantise_loads_neon
+#define tqkv__quantise_tq8_neon    tqkv__quantise_loads_neon
 
 #define TQKV__(name)             tqkv__##name##_neon
 #define TQKV__WIDTH              16 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "neon"
+#define TQKV__MIX_SHORT_RUNS     tqkv__mix_by_order_neon
 #define TQKV__LANES              4
 #define TQKV__NIBBLE_ORDER       16, 2
 #define TQKV__NIBBLE_RUN         8
