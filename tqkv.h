@@ -3744,18 +3744,22 @@ TQKV__OP void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, i
     }
 }
 
-/* The codes of TQ8 for n values with one scale */
+/* The codes of TQ8 for n values with one scale: 256 at a time, then whole vectors, then a tail with zeros behind it. */
 TQKV__OP void TQKV__(quantise_block_tq8)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
     enum { step = 4 * TQKV__LANES };
-    float tail[step] = {0};
+    float tail[step];
     uint8_t tail_codes[step];
-    const int rest = n % step;
-    if (n > rest) TQKV__(quantise_tq8)(q, y, n - rest, scale, codes);
-    if (rest == 0) return;
-    memcpy(tail, y + n - rest, (size_t)rest * sizeof(float));
-    TQKV__(quantise_tq8)(q, tail, step, scale, tail_codes);
-    memcpy(codes + n - rest, tail_codes, (size_t)rest);
+    for (int left = n, now = 0; left > 0; left -= now, y += now, codes += now) {
+        const bool whole = left >= step;
+        now = !whole ? left : left < 256 ? left - left % step : 256;
+        if (!whole) {
+            memset(tail, 0, sizeof tail);
+            memcpy(tail, y, (size_t)now * sizeof(float));
+        }
+        TQKV__(quantise_tq8)(q, whole ? y : tail, whole ? now : step, scale, whole ? codes : tail_codes);
+        if (!whole) memcpy(codes, tail_codes, (size_t)now);
+    }
 }
 
 /* The codes of up to four vectors of y as bytes; those behind n values repeat the first vector. format is a constant. */
@@ -4035,7 +4039,7 @@ TQKV__OP __m512i tqkv__load_field_avx512(const int bits, const uint8_t *p)
     const __m512i places = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
                                               _mm512_set1_epi32(bits));
     uint64_t word = 0;
-    memcpy(&word, p, (size_t)(2 * bits));
+    memcpy(&word, p, bits == 4 ? 8 : bits == 2 ? 4 : 2);
     return _mm512_multishift_epi64_epi8(places, _mm512_set1_epi64((long long)word));
 }
 /* TQ3 as nibbles of the same order. Bytes take windows of 8 bits from the fields of two lanes, in a word of 64 bits: two
@@ -4470,11 +4474,11 @@ TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i places)
 /* The first `size` bytes at p, 2 to 16, then zeros. */
 TQKV__OP __m128i tqkv__load_part_avx2(const int size, const uint8_t *p)
 {
-    int word = 0;
+    long long word = 0;
     if (size == 16) return tqkv__load_128(p);
     if (size == 8) return tqkv__load_64(p);
-    memcpy(&word, p, (size_t)size);
-    return _mm_cvtsi32_si128(word);
+    memcpy(&word, p, (size_t)(size % 8));
+    return _mm_cvtsi64_si128(word);
 }
 /* The pairs of bits of 2 * per_lane bytes, in the order of nibbles: the even ones, then the odd ones, each in the lowest
    bits of a byte with others above it. */
@@ -4502,7 +4506,7 @@ TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lan
     __m256i half, second;
     if (bits == 3 || bits == 5) { /* bits 2i and 2i + 1 of four bytes */
         int word = 0;
-        memcpy(&word, upper, (size_t)per_lane);
+        memcpy(&word, upper, per_lane == 4 ? 4 : 2);
         const __m256i order = _mm256_broadcastsi128_si256(_mm_set_epi32(0x03030303, 0x02020202, 0x01010101, 0));
         const __m256i places = _mm256_set_m128i(_mm_set1_epi32((int)0x80200802), _mm_set1_epi32(0x40100401));
         second = half = tqkv__has_bit_avx2(_mm256_shuffle_epi8(_mm256_set1_epi32(word), order), places);
