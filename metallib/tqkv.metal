@@ -43,6 +43,13 @@ typedef enum tqkv_format {
 
 #define TQKV_MAX_HEAD_DIM 1024
 
+/* The type of rows that calls read and write. */
+typedef enum tqkv_type {
+    TQKV_TYPE_F32 = 0, /* float */
+    TQKV_TYPE_F16,     /* IEEE half */
+    TQKV_TYPE_BF16     /* bfloat16: the upper half of a float */
+} tqkv_type;
+
 #endif /* TQKV_H */
 
 /* ---- The implementation starts here: stop reading if you only want the API. ---- */
@@ -51,27 +58,53 @@ typedef enum tqkv_format {
 /* One source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible without the implementation. */
 #define TQKV__SHARED
 
-#define TQKV_TABLE_VERSION 2 /* changes with the tables, the argument structs, or their meaning in the kernels */
+#define TQKV_TABLE_VERSION 3 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
 #define TQKV_TABLE constant
 #endif
 
-/* 1/sqrt(D) and sqrt(D), rounded to float: powers of two, times sqrt(1/2) or sqrt(2) where log2(D) is odd. */
-#define TQKV__INV_SQRT(D)                                                                                              \
-    ((D) == 32    ? 0.17677669227123260498046875f                                                                      \
-     : (D) == 64  ? 0.125f                                                                                             \
-     : (D) == 128 ? 0.088388346135616302490234375f                                                                     \
-     : (D) == 256 ? 0.0625f                                                                                            \
-     : (D) == 512 ? 0.0441941730678081512451171875f                                                                    \
-                  : 0.03125f)
-#define TQKV__SQRT(D)                                                                                                  \
-    ((D) == 32    ? 5.656854152679443359375f                                                                           \
-     : (D) == 64  ? 8.0f                                                                                               \
-     : (D) == 128 ? 11.31370830535888671875f                                                                           \
-     : (D) == 256 ? 16.0f                                                                                              \
-     : (D) == 512 ? 22.6274166107177734375f                                                                            \
-                  : 32.0f)
+/* One row a head_dim D = m * n, n a power of two.
+
+   m          order of the Hadamard matrix that the rotation applies across its m runs of n values; 1: none
+   grid       values that share a norm of I8: the largest multiple of 16, at most 128, that divides D
+   root       sqrt(D) and 1/sqrt(D), rounded to float: all digits, for machines that compute in wider registers        */
+// clang-format off
+#define TQKV__SIZES(row, x)                                                           \
+    /*        D   m grid root                       1/root */                         \
+    row(x,   32,  1,  32, 5.656854152679443359375f,  0.17677669227123260498046875f  ) \
+    row(x,   48, 12,  48, 6.928203105926513671875f,  0.1443375647068023681640625f   ) \
+    row(x,   64,  1,  64, 8.0f,                      0.125f                         ) \
+    row(x,   80, 20,  80, 8.94427204132080078125f,   0.11180339753627777099609375f  ) \
+    row(x,   96, 12,  96, 9.79795932769775390625f,   0.1020620763301849365234375f   ) \
+    row(x,  112, 28, 112, 10.58300495147705078125f,  0.094491116702556610107421875f ) \
+    row(x,  128,  1, 128, 11.31370830535888671875f,  0.088388346135616302490234375f ) \
+    row(x,  144, 36,  48, 12.0f,                     0.083333335816860198974609375f ) \
+    row(x,  160, 20,  80, 12.6491107940673828125f,   0.079056940972805023193359375f ) \
+    row(x,  192, 12,  96, 13.85640621185302734375f,  0.07216878235340118408203125f  ) \
+    row(x,  224, 28, 112, 14.96662998199462890625f,  0.066815309226512908935546875f ) \
+    row(x,  256,  1, 128, 16.0f,                     0.0625f                        ) \
+    row(x,  288, 36,  96, 16.970561981201171875f,    0.0589255653321743011474609375f) \
+    row(x,  320, 20,  80, 17.8885440826416015625f,   0.055901698768138885498046875f ) \
+    row(x,  384, 12, 128, 19.5959186553955078125f,   0.05103103816509246826171875f  ) \
+    row(x,  448, 28, 112, 21.1660099029541015625f,   0.0472455583512783050537109375f) \
+    row(x,  512,  1, 128, 22.6274166107177734375f,   0.0441941730678081512451171875f) \
+    row(x,  576, 36,  96, 24.0f,                     0.0416666679084300994873046875f) \
+    row(x,  640, 20, 128, 25.298221588134765625f,    0.0395284704864025115966796875f) \
+    row(x,  768, 12, 128, 27.7128124237060546875f,   0.036084391176700592041015625f ) \
+    row(x,  896, 28, 128, 29.9332599639892578125f,   0.0334076546132564544677734375f) \
+    row(x, 1024,  1, 128, 32.0f,                     0.03125f                       )
+// clang-format on
+
+/* One column of the row of D; without a row 0. A constant D gives a constant. */
+#define TQKV__RUNS(D)                                        (TQKV__SIZES(TQKV__RUNS_OF, D) 0)
+#define TQKV__GRID_BLOCK(D)                                  (TQKV__SIZES(TQKV__GRID_BLOCK_OF, D) 0)
+#define TQKV__SQRT(D)                                        (TQKV__SIZES(TQKV__SQRT_OF, D) 0.0f)
+#define TQKV__INV_SQRT(D)                                    (TQKV__SIZES(TQKV__INV_SQRT_OF, D) 0.0f)
+#define TQKV__RUNS_OF(D, size, m, grid, root, inverse)       (D) == size ? m:
+#define TQKV__GRID_BLOCK_OF(D, size, m, grid, root, inverse) (D) == size ? grid:
+#define TQKV__SQRT_OF(D, size, m, grid, root, inverse)       (D) == size ? root:
+#define TQKV__INV_SQRT_OF(D, size, m, grid, root, inverse)   (D) == size ? inverse:
 
 /* 1e-10 as a float. A row whose norm is not above this is stored as zeros. */
 #define TQKV__MIN_NORM  1.00000001335143196001808973960578441619873046875e-10f
@@ -115,7 +148,9 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 
 /* Values that share a norm, in a row of D values. */
 #define TQKV__NORM_BLOCK(kind, D)                                                                                      \
-    ((kind) == TQKV__GRID && (D) > 128 ? 128 : (kind) == TQKV__BOOK && (D) >= 512 ? 256 : (D))
+    ((kind) == TQKV__GRID ? TQKV__GRID_BLOCK(D) : (kind) == TQKV__BOOK && ((D) == 512 || (D) == 1024) ? 256 : (D))
+/* Lanes of the sums of squares: each adds its D/lanes neighbours. */
+#define TQKV__NORM_LANES(D) ((D) % 32 ? 16 : 32)
 
 /* One row a codebook: its bits, which are also part of the names of its tables and hashes. */
 #define TQKV__BOOKS(row, x) row(x, 2) row(x, 3) row(x, 4) row(x, 5) row(x, 6) row(x, 8)
@@ -132,6 +167,8 @@ typedef struct tqkv__table_set {
         codebook_8[256]; /* increasing */
     float boundaries_2[3], boundaries_3[7], boundaries_4[15], boundaries_5[31], boundaries_6[63], boundaries_8[255];
     uint8_t signs[64]; /* bit j = (signs[j>>3] >> (j&7)) & 1: 1 flips element j modulo 512 */
+    uint8_t hadamard_12[12][2], hadamard_20[20][3], hadamard_28[28][4],
+        hadamard_36[36][5]; /* symmetric; bits of a row as those of signs: 1 is -1, 0 is 1 */
 } tqkv__table_set;
 
 /* Lloyd-Max quantisers of N(0,1). Float midpoints of the centroids differ from these boundaries in the last place. */
@@ -222,10 +259,32 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
     {0xa7, 0x3b, 0x91, 0xf4, 0x6d, 0xc2, 0x58, 0x0e, 0xb3, 0x7f, 0x24, 0xd6, 0x89, 0x45, 0xea, 0x1c,
      0x63, 0xaf, 0xd8, 0x52, 0x97, 0x0b, 0xe1, 0x3d, 0x76, 0xc4, 0x19, 0xfe, 0x4a, 0x85, 0x2c, 0xdb,
      0xd3, 0x4e, 0xa8, 0x17, 0x9c, 0x5b, 0xe6, 0x31, 0x72, 0xb9, 0x0d, 0xf5, 0x43, 0x8a, 0x6e, 0xc7,
-     0x58, 0x2f, 0x94, 0xe1, 0xb6, 0x3d, 0x0a, 0x7c, 0xc5, 0x61, 0xd8, 0x4f, 0xa3, 0x97, 0x1e, 0x85}};
+     0x58, 0x2f, 0x94, 0xe1, 0xb6, 0x3d, 0x0a, 0x7c, 0xc5, 0x61, 0xd8, 0x4f, 0xa3, 0x97, 0x1e, 0x85},
+    {{0x02, 0x00}, {0xab, 0x0a}, {0xc8, 0x03}, {0x6e, 0x09}, {0x20, 0x0f}, {0xba, 0x05}, {0x8c, 0x0c}, {0xe6, 0x06},
+     {0x3c, 0x02}, {0x96, 0x0b}, {0xf0, 0x08}, {0x5a, 0x0e}},
+    {{0x02, 0x00, 0x00}, {0xab, 0xaa, 0x0a}, {0x08, 0x3c, 0x0f}, {0xae, 0x96, 0x05}, {0x20, 0xf3, 0x0c}, {0xba, 0x59, 0x06},
+     {0x80, 0xcf, 0x03}, {0xea, 0x65, 0x09}, {0xf0, 0x02, 0x0f}, {0x5a, 0xab, 0x05}, {0xcc, 0xc8, 0x0c}, {0x66, 0x6e, 0x06},
+     {0x3c, 0xe0, 0x03}, {0x96, 0x7a, 0x09}, {0xf0, 0xbc, 0x00}, {0x5a, 0xd6, 0x0a}, {0xcc, 0x33, 0x02}, {0x66, 0x99, 0x0b},
+     {0x3c, 0x0f, 0x08}, {0x96, 0xa5, 0x0e}},
+    {{0x02, 0x00, 0x00, 0x00}, {0xab, 0xaa, 0xaa, 0x0a}, {0xc8, 0xf0, 0x0f, 0x03}, {0x6e, 0x5a, 0xa5, 0x09}, {0x20, 0xc3, 0x3f, 0x0c},
+     {0xba, 0x69, 0x95, 0x06}, {0x8c, 0x0c, 0xff, 0x00}, {0xe6, 0xa6, 0x55, 0x0a}, {0x30, 0x32, 0xfc, 0x03}, {0x9a, 0x9b, 0x56, 0x09},
+     {0xc0, 0xc8, 0xf0, 0x0f}, {0x6a, 0x6e, 0x5a, 0x05}, {0x0c, 0x23, 0xc3, 0x0f}, {0xa6, 0xb9, 0x69, 0x05}, {0x3c, 0x8c, 0x0c, 0x0f},
+     {0x96, 0xe6, 0xa6, 0x05}, {0xfc, 0x30, 0x32, 0x0c}, {0x56, 0x9a, 0x9b, 0x06}, {0xfc, 0xc3, 0xc8, 0x00}, {0x56, 0x69, 0x6e, 0x0a},
+     {0xf0, 0x0f, 0x23, 0x03}, {0x5a, 0xa5, 0xb9, 0x09}, {0xc0, 0x3f, 0x8c, 0x0c}, {0x6a, 0x95, 0xe6, 0x06}, {0x0c, 0xff, 0x30, 0x02},
+     {0xa6, 0x55, 0x9a, 0x0b}, {0x30, 0xfc, 0xc3, 0x08}, {0x9a, 0x56, 0x69, 0x0e}},
+    {{0x02, 0x00, 0x00, 0x00, 0x00}, {0xab, 0xaa, 0xaa, 0xaa, 0x0a}, {0x08, 0xf3, 0xc3, 0xcf, 0x00}, {0xae, 0x59, 0x69, 0x65, 0x0a},
+     {0x20, 0xcc, 0x0f, 0x3f, 0x03}, {0xba, 0x66, 0xa5, 0x95, 0x09}, {0x80, 0x30, 0x3f, 0xfc, 0x0c}, {0xea, 0x9a, 0x95, 0x56, 0x06},
+     {0x0c, 0xc2, 0xfc, 0xf0, 0x03}, {0xa6, 0x6b, 0x56, 0x5a, 0x09}, {0x30, 0x08, 0xf3, 0xc3, 0x0f}, {0x9a, 0xae, 0x59, 0x69, 0x05},
+     {0xcc, 0x20, 0xcc, 0x0f, 0x0f}, {0x66, 0xba, 0x66, 0xa5, 0x05}, {0x3c, 0x83, 0x30, 0x3f, 0x0c}, {0x96, 0xe9, 0x9a, 0x95, 0x06},
+     {0xfc, 0x0c, 0xc2, 0xfc, 0x00}, {0x56, 0xa6, 0x6b, 0x56, 0x0a}, {0xf0, 0x33, 0x08, 0xf3, 0x03}, {0x5a, 0x99, 0xae, 0x59, 0x09},
+     {0xc0, 0xcf, 0x20, 0xcc, 0x0f}, {0x6a, 0x65, 0xba, 0x66, 0x05}, {0x0c, 0x3f, 0x83, 0x30, 0x0f}, {0xa6, 0x95, 0xe9, 0x9a, 0x05},
+     {0x3c, 0xfc, 0x0c, 0xc2, 0x0c}, {0x96, 0x56, 0xa6, 0x6b, 0x06}, {0xfc, 0xf0, 0x33, 0x08, 0x03}, {0x56, 0x5a, 0x99, 0xae, 0x09},
+     {0xf0, 0xc3, 0xcf, 0x20, 0x0c}, {0x5a, 0x69, 0x65, 0xba, 0x06}, {0xcc, 0x0f, 0x3f, 0x83, 0x00}, {0x66, 0xa5, 0x95, 0xe9, 0x0a},
+     {0x30, 0x3f, 0xfc, 0x0c, 0x02}, {0x9a, 0x95, 0x56, 0xa6, 0x0b}, {0xc0, 0xfc, 0xf0, 0x33, 0x08}, {0x6a, 0x56, 0x5a, 0x99, 0x0e}}};
 // clang-format on
 
-/* The Metal kernels, tqkv_<family>_d<head_dim>. A kernel and its function constants make a pipeline. */
+/* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ. A
+   kernel and its function constants make a pipeline. */
 #define TQKV_FC_FORMAT       0    /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
 #define TQKV_FC_VALUE_FORMAT 1    /* uint: encode_kv, attend: that of the values */
 #define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
@@ -242,14 +301,23 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV_FC_CENTER         12 /* bool: encode, probe, decode: rows have a centre; encode_kv: keys have one */
                                   /* attend, attend_merge: keys have one, and it changes the result */
 #define TQKV_FC_VALUE_CENTER 13   /* bool: encode_kv, attend_merge: values have a centre */
+#define TQKV_FC_TYPE         14 /* uint: tqkv_type of the rows that encode, probe and attend read; encode_kv: the keys */
+                                /* decode, attend_merge: of the rows that they write */
+#define TQKV_FC_VALUE_TYPE 15   /* uint: encode_kv: that of the values */
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
 
+/* Lanes of a simdgroup that share a row: a lane has its values from all runs, for the matrix across them. */
+#define TQKV__ROW_LANES(D) (TQKV__RUNS(D) > 1 ? (D) / TQKV__RUNS(D) : 32)
+
 /* Threadgroup memory, in bytes. Attend takes all four. */
-#define TQKV__CELL_BYTES    3120                                         /* (0) of encode: cells of the codebook */
-#define TQKV__SIGN_BYTES(D) (4 * (D))                                    /* (1) of encode, (0) of probe: signs */
-#define TQKV__TABLE_BYTES   1024                                         /* (0) of decode: a codebook */
+#define TQKV__CELL_BYTES 3120 /* (0) of encode: cells of the codebook */
+                              /* (1) of encode, (0) of probe: signs or, with */
+                              /*     a matrix, rows of n simdgroups: */
+#define TQKV__SIGN_BYTES(D)   (TQKV__RUNS(D) > 1 ? 0 : 4 * (D))
+#define TQKV__ROW_BYTES(D, n) (TQKV__RUNS(D) > 1 ? (n)*128 * (TQKV__RUNS(D) + 1) : 0)
+#define TQKV__TABLE_BYTES     1024                                       /* (0) of decode: a codebook */
                                                                          /* (2) of encode: squares of its centroids */
 #define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
 #define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums or: */
@@ -271,8 +339,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
 
-/* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side. */
-#define TQKV__ENCODE_ROWS(D) (4 * ((D) == 32 ? 16 : 1024 / (D)))
+/* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side, 8 up to D=128. */
+#define TQKV__ENCODE_ROWS(D) (TQKV__RUNS(D) > 1 ? 128 / TQKV__ROW_LANES(D) : (D) == 32 ? 64 : 4096 / (D))
 
 /* Simdgroups that share a row's sections in attend_merge: 8 KiB of threadgroup memory. */
 #define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))
@@ -280,12 +348,23 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D)                                                                                          \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
-        TQKV__SIGN_BYTES(D), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D), TQKV__ATTEND_WEIGHT_BYTES(D, 1),  \
-        TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1), TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH,     \
-        TQKV__SECTION
-enum { TQKV__KERNEL_DIMS = 6, TQKV__N_KERNEL_SIZES = 14 };
-/* head_dim number i of the kernels */
-#define TQKV__KERNEL_DIM(i) (32 << (i))
+        TQKV__SIGN_BYTES(D), TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),            \
+        TQKV__ATTEND_WEIGHT_BYTES(D, 1), TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1),                   \
+        TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH, TQKV__SECTION
+enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 15 };
+
+/* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
+   TQKV__NARROW_VALUES in encode_kv and attend. */
+#define TQKV__KERNELS(row, x)                                                                                          \
+    row(x, 0, 32) row(x, 1, 48) row(x, 2, 64) row(x, 3, 80) row(x, 4, 96) row(x, 5, 128) row(x, 6, 192) row(x, 7, 256) \
+        row(x, 8, 512) row(x, 9, 1024)
+#define TQKV__WIDE_KEYS     192
+#define TQKV__NARROW_VALUES 128
+/* head_dim number i of the kernels, or 0; whether D has kernels */
+#define TQKV__KERNEL_DIM(i)              (TQKV__KERNELS(TQKV__KERNEL_DIM_OF, i) 0)
+#define TQKV__HAS_KERNELS(D)             (TQKV__KERNELS(TQKV__HAS_KERNELS_OF, D) false)
+#define TQKV__KERNEL_DIM_OF(i, n, size)  (i) == n ? size:
+#define TQKV__HAS_KERNELS_OF(D, n, size) (D) == size ||
 
 /* Rows of one stream. Token t is at slot first_slot + t, minus capacity if that is beyond the store. The host resolves
    positions; it passes at most `capacity` tokens and fewer than 2^32 rows. */
@@ -340,12 +419,12 @@ typedef struct tqkv__table_report {
 } tqkv__table_report;
 
 #define TQKV__ASSERT_SIZE(type, bytes) static_assert(sizeof(type) == (bytes), "size of " #type)
-TQKV__ASSERT_SIZE(tqkv__table_set, 3080);
+TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 TQKV__ASSERT_SIZE(tqkv__rows_args, 20);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
 TQKV__ASSERT_SIZE(tqkv__attend_args, 68);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
-TQKV__ASSERT_SIZE(tqkv__table_report, 3440);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4080);
 
 // ---- shaders/common.h ----
 
@@ -382,8 +461,18 @@ using namespace metal;
 // l has the values (j*L + l)*C .. +C-1 of the row at x[j*C], for each piece j.
 #define TQKV_PIECES(D, L, C) ((D) / ((L) * (C)))
 
-// Layout of a row over a simdgroup: lane l owns the E values l*E .. l*E+E-1.
-#define TQKV_LANE_VALUES(D) ((D) / 32)
+// Layout of the rows of a simdgroup. Without a matrix one row: lane l owns the values l*D/32 .. of it. With a matrix,
+// TQKV_ROWS rows side by side: a lane owns one value of each run, so the matrix across the runs stays in the lane.
+#define TQKV_ROWS(D)        (32 / TQKV__ROW_LANES(D))
+#define TQKV_ROW_PIECE(D)   (TQKV__RUNS(D) > 1 ? 1 : (D) / 32)
+#define TQKV_LANE_VALUES(D) ((D) / TQKV__ROW_LANES(D))
+
+// A lane's number among the lanes of its row.
+template <int D>
+inline uint lane_of_row(uint lane)
+{
+    return TQKV__RUNS(D) > 1 ? lane % uint(TQKV__ROW_LANES(D)) : lane;
+}
 
 // Start of a row. In 64 bits: a buffer may be larger than 4 GiB.
 inline ulong row_offset(uint row, uint values) { return ulong(row) * ulong(values); }
@@ -401,7 +490,50 @@ inline ulong row_in_store(constant tqkv__rows_args &args, uint token, uint head)
     return ulong(head) * ulong(args.capacity) + ulong(slot_of(args, token));
 }
 
-// N neighbouring floats. The caller's buffers have the alignment of a float.
+#endif
+
+// ---- shaders/types.h ----
+
+// The caller's rows: their three types, and how a row lies over the lanes of a simdgroup. Everything in integers: a
+// GPU's own conversions may round differently or flush small halves.
+#ifndef TQKV_TYPES_H
+#define TQKV_TYPES_H
+
+// ---- Types ----
+
+// The value of a half or a bfloat16. `type` is a function constant wherever it is passed.
+inline float widened(uint type, uint bits)
+{
+    if (type == TQKV_TYPE_BF16) return as_type<float>(bits << 16);
+    uint sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
+    uint subnormal = as_type<uint>(float(magnitude) * (1.0f / 16777216.0f)); // a multiple of 2^-24
+    uint normal = (magnitude << 13) + (magnitude < 0x7c00u ? 0x38000000u : 0x70000000u);
+    return as_type<float>(sign | (magnitude < 0x400u ? subnormal : normal));
+}
+
+// The nearest IEEE half, ties to even, clamped to +-65504.
+inline uint half_bits(float x)
+{
+    uint word = as_type<uint>(x), sign = (word >> 16) & 0x8000u, magnitude = word & 0x7fffffffu;
+    if (magnitude >= 0x477fe000u) return sign | 0x7bffu;
+    bool subnormal = magnitude < 0x38800000u; // below 2^-14: a multiple of 2^-24
+    uint bits = subnormal ? (magnitude & 0x7fffffu) | 0x800000u : magnitude - 0x38000000u;
+    uint shift = subnormal ? min(126u - (magnitude >> 23), 25u) : 13u;
+    return sign | ((bits + (1u << (shift - 1u)) - 1u + ((bits >> shift) & 1u)) >> shift);
+}
+
+// The nearest half or bfloat16, ties to even; beyond the largest one infinity. NaN keeps its upper bits and is quiet.
+inline uint narrowed(uint type, float x)
+{
+    uint word = as_type<uint>(x), sign = (word >> 16) & 0x8000u, magnitude = word & 0x7fffffffu;
+    bool nan = magnitude > 0x7f800000u;
+    if (type == TQKV_TYPE_BF16) return nan ? (word >> 16) | 0x40u : (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+    if (nan) return sign | 0x7e00u | ((word >> 13) & 0x3ffu);
+    return magnitude >= 0x477ff000u ? sign | 0x7c00u : half_bits(x);
+}
+
+// ---- Neighbouring values. The caller's buffers have the alignment of one value ----
+
 template <int N>
 inline void load_floats(device const float *from, thread float *x)
 {
@@ -420,18 +552,79 @@ inline void load_floats(device const float *from, thread float *x)
     }
 }
 
-template <int D>
-inline void load_row(device const float *row, uint lane, thread float *x)
+template <int N>
+inline void load_narrow(uint type, device const ushort *from, thread float *x)
 {
-    load_floats<TQKV_LANE_VALUES(D)>(row + lane * uint(TQKV_LANE_VALUES(D)), x);
+    if (N % 4 == 0) {
+        TQKV_UNROLL
+        for (int i = 0; i < N / 4; i++) {
+            packed_ushort4 four = ((device const packed_ushort4 *)from)[i];
+            x[4 * i] = widened(type, uint(four.x));
+            x[4 * i + 1] = widened(type, uint(four.y));
+            x[4 * i + 2] = widened(type, uint(four.z));
+            x[4 * i + 3] = widened(type, uint(four.w));
+        }
+    } else {
+        TQKV_UNROLL
+        for (int i = 0; i < N; i++) x[i] = widened(type, uint(from[i]));
+    }
+}
+
+// ---- A row over lanes: L lanes, pieces of C values a lane. lane: among the row's lanes ----
+
+// The place in the row of the lane's value i.
+template <int L, int C>
+inline uint value_of_lane(uint lane, int i)
+{
+    return (uint(i / C * L) + lane) * uint(C) + uint(i % C);
+}
+
+template <int D, int L, int C>
+inline void load_pieces(device const float *row, uint lane, thread float *x)
+{
+    TQKV_UNROLL
+    for (int j = 0; j < TQKV_PIECES(D, L, C); j++) load_floats<C>(row + (uint(j * L) + lane) * uint(C), x + j * C);
+}
+
+// first: the row's first value in rows
+template <int D, int L, int C>
+inline void load_typed_pieces(uint type, device const uchar *rows, ulong first, uint lane, thread float *x)
+{
+    if (type == TQKV_TYPE_F32) {
+        load_pieces<D, L, C>((device const float *)rows + first, lane, x);
+    } else {
+        device const ushort *row = (device const ushort *)rows + first;
+        TQKV_UNROLL
+        for (int j = 0; j < TQKV_PIECES(D, L, C); j++)
+            load_narrow<C>(type, row + (uint(j * L) + lane) * uint(C), x + j * C);
+    }
 }
 
 template <int D>
-inline void store_row(thread const float *x, uint lane, device float *row)
+inline void load_row(device const float *row, uint lane, thread float *x)
 {
-    const int E = TQKV_LANE_VALUES(D);
+    load_pieces<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(row, lane, x);
+}
+
+template <int D>
+inline void load_typed_row(uint type, device const uchar *rows, ulong first, uint lane, thread float *x)
+{
+    load_typed_pieces<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(type, rows, first, lane, x);
+}
+
+template <int D>
+inline void store_typed_row(uint type, thread const float *x, uint lane, device uchar *rows, ulong first)
+{
+    device float *row = (device float *)rows + first;
+    device ushort *narrow_row = (device ushort *)rows + first;
     TQKV_UNROLL
-    for (int i = 0; i < E; i++) row[int(lane) * E + i] = x[i];
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) {
+        uint at = value_of_lane<TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(lane, i);
+        if (type == TQKV_TYPE_F32)
+            row[at] = x[i];
+        else
+            narrow_row[at] = ushort(narrowed(type, x[i]));
+    }
 }
 
 #endif
@@ -557,18 +750,6 @@ inline uint quantise_grid(float v)
     return uint(int(q)) & 255u;
 }
 
-// The nearest IEEE half, ties to even, clamped to +-65504. In integers, because a GPU's own conversion may round
-// differently or flush small halves.
-inline uint half_bits(float x)
-{
-    uint word = as_type<uint>(x), sign = (word >> 16) & 0x8000u, magnitude = word & 0x7fffffffu;
-    if (magnitude >= 0x477fe000u) return sign | 0x7bffu;
-    bool subnormal = magnitude < 0x38800000u; // below 2^-14: a multiple of 2^-24
-    uint bits = subnormal ? (magnitude & 0x7fffffu) | 0x800000u : magnitude - 0x38000000u;
-    uint shift = subnormal ? min(126u - (magnitude >> 23), 25u) : 13u;
-    return sign | ((bits + (1u << (shift - 1u)) - 1u + ((bits >> shift) & 1u)) >> shift);
-}
-
 // ---- Codes to values ----
 
 // N neighbouring codes of a row as they are in memory. W is code_width(format).
@@ -578,12 +759,27 @@ struct raw_codes {
     uint upper[(2 * N + 31) / 32];
 };
 
+// load_field where rows begin at even bytes: D=48 and D=80 with an odd number of bits.
+template <int BITS, int N>
+inline void load_field_by_halves(device const ushort *field, uint first, thread uint *words)
+{
+    const int n = BITS * N / 16;
+    device const ushort *at = field + first * uint(BITS) / 16u;
+    if (n == 0) words[0] = uint(at[0]) >> (first * uint(BITS) % 16u);
+    TQKV_UNROLL
+    for (int i = 0; i < n; i++) words[i / 2] = i % 2 == 0 ? uint(at[i]) : words[i / 2] | uint(at[i]) << 16;
+}
+
 // Loads BITS bits for each of N values, from value `first` on, a multiple of N. Fewer than 32 bits are shifted to the
 // bottom of one word. Rows begin at multiples of `alignment` bytes: it decides how wide a load may be.
 template <int BITS, int N>
 inline void load_field(device const uint *field, uint first, uint alignment, thread uint *words)
 {
     const int n = BITS * N / 32;
+    if (alignment % 4u != 0) {
+        load_field_by_halves<BITS, N>((device const ushort *)field, first, words);
+        return;
+    }
     device const uint *at = field + first * uint(BITS) / 32u;
     if (n == 0) {
         words[0] = at[0] >> (first * uint(BITS) % 32u);
@@ -678,8 +874,9 @@ inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thr
 
 // ---- shaders/rotate.h ----
 
-// The rotation y = H(s*x)/sqrt(D) of a row: random signs s, then the Walsh-Hadamard transform H. common.h has the
-// layout of the row over L lanes in pieces of C values a lane.
+// The rotation y = R(s*x)/sqrt(D) of a row: random signs s, then R: the Walsh-Hadamard transform H or, where D is no
+// power of two, H of each run and a Hadamard matrix across the runs. common.h has the layout of the row over L lanes in
+// pieces of C values a lane. With a matrix a piece of all lanes is a run, and C is 1.
 #ifndef TQKV_ROTATE_H
 #define TQKV_ROTATE_H
 
@@ -696,8 +893,37 @@ inline void butterflies(thread float *x, int distance)
     }
 }
 
-// The stages of distance start, 2*start .. D/2 in this order: first within a lane's piece, where `start` lies, then
-// across lanes, then across pieces. lane: among the row's lanes.
+// Row `row` of the Hadamard matrix of order M, 12 or 20: bit j is set where value j is subtracted.
+template <int M>
+inline uint matrix_row(int row)
+{
+    uint bits = 0;
+    TQKV_UNROLL
+    for (int i = 0; i < (M + 7) / 8; i++)
+        bits |= uint(M == 12 ? tqkv__tables.hadamard_12[row][i] : tqkv__tables.hadamard_20[row][i]) << (8 * i);
+    return bits;
+}
+
+// The matrix times x, [M]. A row's terms are added one after the other, in the order of tqkv_encode.
+template <int M>
+inline void multiply_matrix(thread float *x)
+{
+    float product[M];
+    TQKV_UNROLL
+    for (int row = 0; row < M; row++) {
+        uint bits = matrix_row<M>(row);
+        float sum = as_type<float>(as_type<uint>(x[0]) ^ (bits << 31));
+        TQKV_UNROLL
+        for (int i = 1; i < M; i++)
+            sum = sum + as_type<float>(as_type<uint>(x[i]) ^ ((bits << (31 - i)) & 0x80000000u));
+        product[row] = sum;
+    }
+    TQKV_UNROLL
+    for (int i = 0; i < M; i++) x[i] = product[i];
+}
+
+// R without the stages before `start`, which lies within a piece. H has the stages of distance start, 2*start .. in
+// this order: within a lane's piece, across lanes, then across pieces. lane: among the row's lanes.
 template <int D, int L, int C>
 inline void hadamard_from(thread float *x, uint lane, int start)
 {
@@ -710,8 +936,12 @@ inline void hadamard_from(thread float *x, uint lane, int start)
         TQKV_UNROLL
         for (int i = 0; i < N; i++) x[i] = fma(x[i], sign, simd_shuffle_xor(x[i], ushort(distance)));
     }
-    TQKV_UNROLL
-    for (int distance = C; distance < N; distance *= 2) butterflies<N>(x, distance);
+    if (TQKV__RUNS(D) > 1) {
+        multiply_matrix<TQKV__RUNS(D)>(x);
+    } else {
+        TQKV_UNROLL
+        for (int distance = C; distance < N; distance *= 2) butterflies<N>(x, distance);
+    }
 }
 
 template <int D, int L, int C>
@@ -727,7 +957,7 @@ inline uint lane_signs(uint lane)
     uint signs = 0;
     TQKV_UNROLL
     for (int i = 0; i < D / L; i++) {
-        uint at = (uint(i / C * L) + lane) * uint(C) + uint(i % C);
+        uint at = value_of_lane<L, C>(lane, i);
         signs |= ((uint(tqkv__tables.signs[(at & 511u) >> 3]) >> (at & 7u)) & 1u) << i;
     }
     return signs;
@@ -756,7 +986,7 @@ inline void rotate_values(thread float *x, uint lane, uint signs)
     scale_values<D / L>(x, TQKV__INV_SQRT(D));
 }
 
-// The inverse: x = s * H(y)/sqrt(D).
+// The inverse: x = s * R(y)/sqrt(D).
 template <int D, int L, int C>
 inline void unrotate_values(thread float *x, uint lane, uint signs)
 {
@@ -765,17 +995,23 @@ inline void unrotate_values(thread float *x, uint lane, uint signs)
     flip_signs<D / L>(x, signs);
 }
 
-// A row over the whole simdgroup.
+// Rows as load_row loads them.
 template <int D>
-inline void rotate_row(thread float *x, uint lane)
+inline uint signs_of_row(uint lane)
 {
-    rotate_values<D, 32, TQKV_LANE_VALUES(D)>(x, lane, lane_signs<D, 32, TQKV_LANE_VALUES(D)>(lane));
+    return lane_signs<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(lane);
 }
 
 template <int D>
-inline void unrotate_row(thread float *x, uint lane)
+inline void rotate_row(thread float *x, uint lane)
 {
-    unrotate_values<D, 32, TQKV_LANE_VALUES(D)>(x, lane, lane_signs<D, 32, TQKV_LANE_VALUES(D)>(lane));
+    rotate_values<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(x, lane, signs_of_row<D>(lane));
+}
+
+template <int D>
+inline void unrotate_row(thread float *x, uint lane, uint signs)
+{
+    unrotate_values<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(x, lane, signs);
 }
 
 // x += weight * the centre of a head, rotated if asked. center: [n_kv_heads][D]
@@ -979,8 +1215,9 @@ inline tile_place open_tile(constant tqkv__attend_args &args, uint number, uint 
 //   softmax  one row a lane
 //   values   the lanes lie across the row; the weights come from threadgroup memory
 //
-// Letters: D head_dim, W code width of a stored value, KW and VW these of keys and values, C most columns, N values
-// that a lane loads at a time, R lanes that share a row of keys, V output values of a column that a lane keeps.
+// Letters: D head_dim, W code width of a stored value, K and V before either: of keys and of values. C most columns,
+// the same for both head_dims. N values that a lane loads at a time, R lanes that share a row of keys, V output values
+// of a column that a lane keeps.
 #ifndef TQKV_ATTEND_H
 #define TQKV_ATTEND_H
 
@@ -990,6 +1227,7 @@ constant bool rotate_queries [[function_constant(TQKV_FC_ROTATE_QUERIES)]];
 constant bool softcap [[function_constant(TQKV_FC_SOFTCAP)]];
 constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
 constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
+constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 
 // A loop over columns runs to the constant maximum and tests inside. It unrolls into registers, and the iterations
 // beyond `columns` disappear when the pipeline is built.
@@ -1012,16 +1250,16 @@ struct stream_rows {
 
 // What a threadgroup works on, and the place of this thread in it. n_heads is n_kv_heads * group.
 struct attend_task {
-    device const float *q;     // [n_queries][n_heads][D]
+    device const uchar *q;     // [n_queries][n_heads][KD]
     stream_rows keys, values;  // of the KV head
-    device float *partial_out; // [n_partials][n_queries][n_heads][D]: sum of weight * value
+    device float *partial_out; // [n_partials][n_queries][n_heads][VD]: sum of weight * value
     device float
         *partial_state;         // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in
                                 // powers of two), sum of the weights
-    device const float *center; // [n_kv_heads][D]: of the keys
+    device const float *center; // [n_kv_heads][KD]: of the keys
     threadgroup float *tables;  // [2][256]: codebooks of keys and values
-    threadgroup float *queries; // [columns][padded D]
-    threadgroup float *sums;    // [columns][D]: of a stretch. After the only stretch they take the queries' memory
+    threadgroup float *queries; // [columns][padded KD]
+    threadgroup float *sums;    // [columns][VD]: of a stretch. After the only stretch they take the queries' memory
     threadgroup float *weights; // [n_simdgroups][32][C]
     threadgroup float *kept;    // [2][C][2]: maximum and sum of the section so far, and of all earlier sections. Before
                                 // them [C]: the centre's score in powers of two
@@ -1030,7 +1268,7 @@ struct attend_task {
     uint lane, simdgroup, n_simdgroups;
 };
 
-// What a lane keeps of each column.
+// What a lane keeps of each column. D: of the values
 template <int D>
 struct column_state {
     float shift[TQKV__MAX_COLUMNS(D)];             // of scores, under softcap: the centre's score
@@ -1074,14 +1312,19 @@ inline float row_scale(uint format, stream_rows rows, uint slot, float block_sca
 
 // ---- Keys: layout over the lanes ----
 
-// Values of a row that a lane loads at a time: 16 bytes of codes, or the whole row where it is shorter.
-#define KEY_VALUES(D, W) ((D) < 128 / (W) ? (D) : 128 / (W))
+// Values of a row that a lane loads at a time: 16 bytes of codes, 8 where 16 do not divide the row, or the whole row.
+#define KEY_VALUES(D, W) ((D) < 128 / (W) ? (D) : (D) % (128 / (W)) ? 64 / (W) : 128 / (W))
 
-// Lanes that share a row of keys. They share R rows: lanes l*R .. l*R+R-1 have rows l, l + 32/R, l + 2*32/R ..
-#define KEY_LANES(D, W) ((D) / KEY_VALUES(D, W) < 4 ? (D) / KEY_VALUES(D, W) : 4)
+// Lanes that share a row of keys, as many of 4 as divide what has one norm: all values or, in 8 bits, perhaps a block.
+// They share R rows: lanes l*R .. l*R+R-1 have rows l, l + 32/R, l + 2*32/R ..
+#define KEY_BLOCK(D, W) ((W) == 8 ? TQKV__GRID_BLOCK(D) : (D))
+#define KEY_LANES(D, W)                                                                                                \
+    (KEY_BLOCK(D, W) % (4 * KEY_VALUES(D, W)) == 0 ? 4 : KEY_BLOCK(D, W) % (2 * KEY_VALUES(D, W)) == 0 ? 2 : 1)
 
-// Loads of a row that a lane starts before it uses the first of them.
-#define KEY_BATCH(D, W) ((D) / KEY_VALUES(D, W) / KEY_LANES(D, W) < 2 ? 1 : 2)
+// Loads of a row that a lane starts before it uses the first of them; an odd number of loads all at once, if they fit
+// into 40 registers.
+#define KEY_STEPS(D, W) ((D) / KEY_VALUES(D, W) / KEY_LANES(D, W))
+#define KEY_BATCH(D, W) (KEY_STEPS(D, W) % 2 == 0 ? 2 : (D) * (W) / 32 <= 40 ? KEY_STEPS(D, W) : 1)
 
 // The row of a tile whose score a lane ends with.
 template <int D, int W>
@@ -1108,33 +1351,41 @@ inline uint padded(uint value)
     return value + value / uint(KEY_VALUES(D, W)) * 4u;
 }
 
-// The score of the keys' centre: all scores of the query lack it. Every lane has the result. x: the lane's part of the
-// query
+// The score of the keys' centre: all scores of the query lack it. Every lane of the row has the result. x: the lane's
+// part of the query
 template <int D>
 inline float score_of_center(constant tqkv__attend_args &args, thread const attend_task &task, thread const float *x)
 {
     float center[TQKV_LANE_VALUES(D)], dot = 0.0f;
-    load_row<D>(task.center + row_offset(task.kv_head, D), task.lane, center);
-    if (rotate_center) rotate_row<D>(center, task.lane);
+    uint part = lane_of_row<D>(task.lane);
+    load_row<D>(task.center + row_offset(task.kv_head, D), part, center);
+    if (rotate_center) rotate_row<D>(center, part);
     TQKV_UNROLL
     for (int i = 0; i < TQKV_LANE_VALUES(D); i++) dot = fma(x[i], center[i], dot);
-    return simd_sum(dot) * (args.scale * TQKV_LOG2E);
+    TQKV_UNROLL
+    for (int distance = 1; distance < TQKV__ROW_LANES(D); distance *= 2) dot += simd_shuffle_xor(dot, ushort(distance));
+    return dot * (args.scale * TQKV_LOG2E);
 }
 
+// TQKV_ROWS(D) columns at a time. Lanes beyond the last column repeat it and store nothing.
 template <int D, int W>
 inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    for (uint c = task.simdgroup; c < columns; c += task.n_simdgroups) {
-        query_row row = row_of_column(args, task.first_column + c);
+    const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
+    uint part = lane_of_row<D>(task.lane);
+    for (uint c = task.simdgroup * uint(TQKV_ROWS(D)); c < columns; c += task.n_simdgroups * uint(TQKV_ROWS(D))) {
+        uint own = c + task.lane / uint(L), column = min(own, columns - 1u);
+        query_row row = row_of_column(args, task.first_column + column);
         uint head = task.kv_head * uint(args.group) + uint(row.head);
         uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
         float x[TQKV_LANE_VALUES(D)];
-        load_row<D>(task.q + row_offset(at, D), task.lane, x);
+        load_typed_row<D>(row_type, task.q, row_offset(at, D), part, x);
         float shift = key_centered ? score_of_center<D>(args, task, x) : 0.0f;
-        if (key_centered && task.lane == 0) task.kept[c] = shift;
-        if (rotate_queries) rotate_row<D>(x, task.lane);
+        if (key_centered && part == 0 && own < columns) task.kept[column] = shift;
+        if (rotate_queries) rotate_row<D>(x, part);
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
-            task.queries[c * padded<D, W>(D) + padded<D, W>(task.lane * uint(TQKV_LANE_VALUES(D)) + uint(i))] = x[i];
+            if (own < columns)
+                task.queries[column * padded<D, W>(D) + padded<D, W>(value_of_lane<L, C>(part, i))] = x[i];
     }
 }
 
@@ -1361,8 +1612,9 @@ inline void weigh_tile(constant tqkv__attend_args &args, tile_place at, float ke
 
 // ---- Values of one tile ----
 
-// The lanes lie across a row of values: L lanes, 8 values each, in J pieces of the row. A step takes 32/L rows.
-#define VALUE_LANES(D)  ((D) / LANE_SUMS(D))
+// The lanes lie across a row of values: L lanes, 8 values each, in J pieces of the row. A step takes 32/L rows. With a
+// matrix the last of the L lanes have no values: they repeat others, and their sums go nowhere.
+#define VALUE_LANES(D)  ((D) <= 32 ? 4 : (D) <= 64 ? 8 : (D) <= 128 ? 16 : 32)
 #define VALUE_PIECES(D) (LANE_SUMS(D) / 8)
 
 // Steps that a lane loads before it uses the first of them: as many as 16 words of codes hold.
@@ -1393,7 +1645,8 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
                                            : values.codes + ulong(value_slot_of(args, base + row)) * ulong(bytes);
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
-        uint first = (uint(j * VALUE_LANES(D)) + task.lane % uint(VALUE_LANES(D))) * 8u;
+        uint part = min(task.lane % uint(VALUE_LANES(D)), uint(D / LANE_SUMS(D)) - 1u);
+        uint first = (uint(j * VALUE_LANES(D)) + part) * 8u;
         load_codes<D, W, 8>(value_format, codes, first, step.raw[j]);
         step.scale[j] = 1.0f;
         if (!one_norm<D>(value_format))
@@ -1480,7 +1733,7 @@ inline void combine_states(thread const attend_task &task, thread column_state<D
 template <int D>
 inline void combine_outputs(thread const attend_task &task, thread column_state<D> &state)
 {
-    const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D), L = D / V;
+    const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D), L = VALUE_LANES(D);
     threadgroup float *sums = task.sums;
     FOR_COLUMNS(c)
     {
@@ -1492,7 +1745,7 @@ inline void combine_outputs(thread const attend_task &task, thread column_state<
         }
     }
     for (uint s = 0; s < task.n_simdgroups; s++) {
-        if (task.simdgroup == s && task.lane < uint(L)) {
+        if (task.simdgroup == s && task.lane < uint(D / V)) {
             FOR_COLUMNS(c)
             {
                 TQKV_UNROLL
@@ -1607,7 +1860,7 @@ inline uint step_over(uint tile, uint gap_begin, uint after_gap)
     return tile < gap_begin ? tile : max(tile, after_gap);
 }
 
-// What a simdgroup carries from tile to tile.
+// What a simdgroup carries from tile to tile. D: of the keys
 template <int D, int KW>
 struct tile_walk {
     uint tile;                 // its next one
@@ -1617,27 +1870,27 @@ struct tile_walk {
 };
 
 // The simdgroup's tiles before tile `end`.
-template <int D, int KW, int VW>
+template <int KD, int VD, int KW, int VW>
 inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task &task, uint end,
-                      thread const codebook &key_book, thread const codebook &value_book, thread tile_walk<D, KW> &walk,
-                      thread column_state<D> &state)
+                      thread const codebook &key_book, thread const codebook &value_book,
+                      thread tile_walk<KD, KW> &walk, thread column_state<VD> &state)
 {
-    threadgroup float *weights = task.weights + task.simdgroup * uint(32 * TQKV__MAX_COLUMNS(D));
+    threadgroup float *weights = task.weights + task.simdgroup * uint(32 * TQKV__MAX_COLUMNS(VD));
     while (walk.tile < end) {
         tile_place at = walk.next;
         walk.tile = step_over(walk.tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
         walk.next = open_tile(args, walk.tile, at.row);
-        float score[TQKV__MAX_COLUMNS(D)];
-        float key_scale = row_scale<D>(key_format, task.keys, at.slot, args.key_block_scale);
+        float score[TQKV__MAX_COLUMNS(KD)];
+        float key_scale = row_scale<KD>(key_format, task.keys, at.slot, args.key_block_scale);
         float value_scale =
-            row_scale<D>(value_format, task.values, value_slot_of(args, at.slot), args.value_block_scale);
-        value_step<D, VW> values[VALUE_BATCH(D, VW)];
+            row_scale<VD>(value_format, task.values, value_slot_of(args, at.slot), args.value_block_scale);
+        value_step<VD, VW> values[VALUE_BATCH(VD, VW)];
         TQKV_UNROLL
-        for (int b = 0; b < VALUE_BATCH(D, VW); b++) load_value_step<D, VW>(args, task, at.base, uint(b), values[b]);
-        score_tile<D, KW>(args, task, at.base, walk.next.base, key_book, walk.keys, score);
-        weigh_tile<D>(args, at, key_scale, value_scale, score, state, weights);
+        for (int b = 0; b < VALUE_BATCH(VD, VW); b++) load_value_step<VD, VW>(args, task, at.base, uint(b), values[b]);
+        score_tile<KD, KW>(args, task, at.base, walk.next.base, key_book, walk.keys, score);
+        weigh_tile<VD>(args, at, key_scale, value_scale, score, state, weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        add_values<D, VW>(args, task, at.base, value_book, values, weights, state);
+        add_values<VD, VW>(args, task, at.base, value_book, values, weights, state);
         simdgroup_barrier(mem_flags::mem_threadgroup); // before the next tile overwrites the weights
     }
 }
@@ -1658,59 +1911,59 @@ inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_t
     return 0u;
 }
 
-template <int D, int KW, int VW>
+template <int KD, int VD, int KW, int VW>
 inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
     tile_range seen = tiles_seen(args, task.first_column);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
-    column_state<D> state;
-    tile_walk<D, KW> walk;
+    column_state<VD> state;
+    tile_walk<KD, KW> walk;
     walk.gap_begin = seen.gap_begin;
     walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
     walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
     walk.tile = step_over(walk.tile, walk.gap_begin, walk.after_gap);
-    walk.next = open_tile(args, walk.tile, row_of_lane<D, KW>(task.lane));
-    load_key_codes<D, KW>(args, task, walk.next.base, 0u, walk.keys);
-    if (!one_norm<D>(key_format)) load_key_scales<D, KW>(args, task, walk.next.base, 0u, walk.keys);
+    walk.next = open_tile(args, walk.tile, row_of_lane<KD, KW>(task.lane));
+    load_key_codes<KD, KW>(args, task, walk.next.base, 0u, walk.keys);
+    if (!one_norm<KD>(key_format)) load_key_scales<KD, KW>(args, task, walk.next.base, 0u, walk.keys);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
     load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
-    load_queries<D, KW>(args, task);
+    load_queries<KD, KW>(args, task);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     codebook key_book = open_codebook(key_format, task.tables, task.lane);
     codebook value_book = open_codebook(value_format, task.tables + 256, task.lane);
-    find_newest<D>(args, task.first_column, state);
+    find_newest<VD>(args, task.first_column, state);
     if (key_centered) {
-        const int C = TQKV__MAX_COLUMNS(D);
+        const int C = TQKV__MAX_COLUMNS(VD);
         FOR_COLUMNS(c) state.shift[c] = task.kept[c];
-        store_shifts<D>(args, task);
+        store_shifts<VD>(args, task);
     }
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
-        clear_sums<D>(state);
+        clear_sums<VD>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_tiles<D, KW, VW>(args, task, end, key_book, value_book, walk, state);
-        combine_states<D>(task, state);
-        combine_outputs<D>(task, state); // after a barrier: task.sums may be the queries' memory
-        partial = keep_stretch<D>(args, task, own, stretch, state);
+        add_tiles<KD, VD, KW, VW>(args, task, end, key_book, value_book, walk, state);
+        combine_states<VD>(task, state);
+        combine_outputs<VD>(task, state); // after a barrier: task.sums may be the queries' memory
+        partial = keep_stretch<VD>(args, task, own, stretch, state);
     }
-    store_state<D>(args, task, partial, state);
+    store_state<VD>(args, task, partial, state);
 }
 
 // The widths of keys and values choose the code here and nowhere else.
-template <int D, int KW>
+template <int KD, int VD, int KW>
 inline void attend_with_keys(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    if (code_width(value_format) == 4) attend<D, KW, 4>(args, task);
-    if (code_width(value_format) == 8) attend<D, KW, 8>(args, task);
-    if (code_width(value_format) == 16) attend<D, KW, 16>(args, task);
+    if (code_width(value_format) == 4) attend<KD, VD, KW, 4>(args, task);
+    if (code_width(value_format) == 8) attend<KD, VD, KW, 8>(args, task);
+    if (code_width(value_format) == 16) attend<KD, VD, KW, 16>(args, task);
 }
 
-template <int D>
+template <int KD, int VD>
 inline void attend_with_formats(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    if (code_width(key_format) == 4) attend_with_keys<D, 4>(args, task);
-    if (code_width(key_format) == 8) attend_with_keys<D, 8>(args, task);
-    if (code_width(key_format) == 16) attend_with_keys<D, 16>(args, task);
+    if (code_width(key_format) == 4) attend_with_keys<KD, VD, 4>(args, task);
+    if (code_width(key_format) == 8) attend_with_keys<KD, VD, 8>(args, task);
+    if (code_width(key_format) == 16) attend_with_keys<KD, VD, 16>(args, task);
 }
 
 #endif
@@ -1720,12 +1973,13 @@ inline void attend_with_formats(constant tqkv__attend_args &args, thread const a
 // attend: partial attention of stretches of the context; attend_merge makes one result of them. Threadgroups: x KV
 // heads, y blocks of query rows, z splits of the context.
 
-// codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a row]
+// codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a row]. D: of the keys, V: of the
+// values. NAME: D, or D_V where V differs
 // clang-format off
-#define ATTEND(D) \
-    kernel void tqkv_attend_d##D( \
+#define ATTEND(NAME, D, V) \
+    kernel void tqkv_attend_d##NAME( \
         constant tqkv__attend_args &args [[buffer(0)]], \
-        device const float *q [[buffer(1)]], \
+        device const uchar *q [[buffer(1)]], \
         device const uchar *key_codes [[buffer(2)]], \
         device const float *key_norms [[buffer(3)]], \
         device const uchar *value_codes [[buffer(4)]], \
@@ -1745,7 +1999,7 @@ inline void attend_with_formats(constant tqkv__attend_args &args, thread const a
         attend_task task; \
         task.q = q; \
         task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_capacity, group.x); \
-        task.values = stream_of_head<D>(value_format, value_codes, value_norms, args.value_capacity, group.x); \
+        task.values = stream_of_head<V>(value_format, value_codes, value_norms, args.value_capacity, group.x); \
         task.partial_out = partial_out; \
         task.partial_state = partial_state; \
         task.center = key_center; \
@@ -1754,23 +2008,28 @@ inline void attend_with_formats(constant tqkv__attend_args &args, thread const a
         task.sums = queries + (args.sections_each == 0 ? 0 : TQKV__QUERY_FLOATS(D) * int(columns)); \
         task.weights = weights; \
         task.kept = states; \
-        task.states = states + 4 * TQKV__MAX_COLUMNS(D); \
+        task.states = states + 4 * TQKV__MAX_COLUMNS(V); \
         task.kv_head = group.x; \
         task.first_column = group.y * columns; \
         task.split = group.z; \
         task.lane = lane; \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \
-        attend_with_formats<D>(args, task); \
+        attend_with_formats<D, V>(args, task); \
     }
 // clang-format on
 
-ATTEND(32)
-ATTEND(64)
-ATTEND(128)
-ATTEND(256)
-ATTEND(512)
-ATTEND(1024)
+ATTEND(32, 32, 32)
+ATTEND(48, 48, 48)
+ATTEND(64, 64, 64)
+ATTEND(80, 80, 80)
+ATTEND(96, 96, 96)
+ATTEND(128, 128, 128)
+ATTEND(192, 192, 192)
+ATTEND(256, 256, 256)
+ATTEND(512, 512, 512)
+ATTEND(1024, 1024, 1024)
+ATTEND(192_128, 192, 128)
 
 // ---- shaders/merge.h ----
 
@@ -1785,21 +2044,23 @@ struct merge_task {
     device const float *partial_out;   // [n_partials][n_rows][D]
     device const float *partial_state; // [1 + n_partials][n_rows][2]: shift of all scores, unused; then maximum (in
                                        // powers of two), sum of the weights
-    device float *out;                 // [n_rows][D]
+    device uchar *out;                 // [n_rows][D]
     threadgroup float *shared;         // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
-    uint row;
-    float sink; // in powers of two; -INFINITY: none. It is added to the denominator only
+    uint row, type;                    // type: of the output
+    float sink;                        // in powers of two; -INFINITY: none. It is added to the denominator only
     bool unrotate;
     bool shifted;               // the keys have a centre, which adds partial_state of the row to all scores
     bool centered, rotated;     // the values have a centre, and it is rotated before it is added
     device const float *center; // [n_kv_heads][D]
-    uint lane, simdgroup, n_simdgroups;
+    uint lane, part, simdgroup, n_simdgroups; // part: which neighbours the lane has
 };
 
-// The sums of a row over some positions, the values across the lanes.
+// The sums of a row over some positions, the values across the lanes: E neighbours a lane. Where 32 does not divide D
+// the upper lanes repeat the lower ones. Only the rotation needs the layout of load_row.
+#define MERGE_VALUES(D) ((D) / TQKV__NORM_LANES(D))
 template <int D>
 struct row_sums {
-    float maximum, sum, out[TQKV_LANE_VALUES(D)];
+    float maximum, sum, out[MERGE_VALUES(D)];
 };
 
 template <int D>
@@ -1808,7 +2069,7 @@ inline void clear_row(thread row_sums<D> &row)
     row.maximum = -INFINITY;
     row.sum = 0.0f;
     TQKV_UNROLL
-    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) row.out[i] = 0.0f;
+    for (int i = 0; i < MERGE_VALUES(D); i++) row.out[i] = 0.0f;
 }
 
 // Adds sums to a row, as attend does it.
@@ -1819,24 +2080,24 @@ inline void add_sums(float maximum, float sum, thread const float *out, thread r
     row.maximum = both.largest;
     row.sum = fma(both.added, sum, both.kept * row.sum);
     TQKV_UNROLL
-    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) row.out[i] = fma(both.added, out[i], both.kept * row.out[i]);
+    for (int i = 0; i < MERGE_VALUES(D); i++) row.out[i] = fma(both.added, out[i], both.kept * row.out[i]);
 }
 
 // Partial results that a simdgroup loads at a time: several loads are under way, in at most 32 registers.
-#define MERGE_BATCH(D) ((D) <= 128 ? 8 : 1024 / (D))
+#define MERGE_BATCH(D) (MERGE_VALUES(D) <= 4 ? 8 : 32 / MERGE_VALUES(D))
 
 // Adds the partial results [first, end). A load beyond the last one repeats it.
 template <int D>
 inline void add_partials(constant tqkv__merge_args &args, thread const merge_task &task, uint first, uint end,
                          thread row_sums<D> &row)
 {
-    const int E = TQKV_LANE_VALUES(D), B = MERGE_BATCH(D);
+    const int E = MERGE_VALUES(D), B = MERGE_BATCH(D);
     for (; first < end; first += uint(B)) {
         float out[B][E], state[B][2];
         TQKV_UNROLL
         for (int i = 0; i < B; i++) {
             ulong at = row_offset(min(first + uint(i), end - 1u), uint(args.n_rows)) + task.row;
-            load_row<D>(task.partial_out + at * ulong(D), task.lane, out[i]);
+            load_floats<E>(task.partial_out + at * ulong(D) + task.part * uint(E), out[i]);
             state[i][0] = task.partial_state[(at + uint(args.n_rows)) * 2u];
             state[i][1] = task.partial_state[(at + uint(args.n_rows)) * 2u + 1u];
         }
@@ -1851,7 +2112,7 @@ template <int D>
 inline void add_sections(constant tqkv__merge_args &args, thread const merge_task &task, uint first, uint n_sections,
                          thread row_sums<D> &total)
 {
-    const int E = TQKV_LANE_VALUES(D);
+    const int E = MERGE_VALUES(D);
     uint section = first + task.simdgroup, length = uint(args.section), before = uint(args.before);
     row_sums<D> row;
     clear_row<D>(row);
@@ -1859,8 +2120,10 @@ inline void add_sections(constant tqkv__merge_args &args, thread const merge_tas
         add_partials<D>(args, task, max(section * length, before) - before,
                         min((section + 1u) * length - before, uint(args.n_partials)), row);
     threadgroup float *own = task.shared + task.simdgroup * uint(D + 4);
-    TQKV_UNROLL
-    for (int i = 0; i < E; i++) own[int(task.lane) * E + i] = row.out[i];
+    if (task.lane < uint(TQKV__NORM_LANES(D))) {
+        TQKV_UNROLL
+        for (int i = 0; i < E; i++) own[int(task.lane) * E + i] = row.out[i];
+    }
     if (task.lane == 0) {
         own[D] = row.maximum;
         own[D + 1] = row.sum;
@@ -1870,18 +2133,34 @@ inline void add_sections(constant tqkv__merge_args &args, thread const merge_tas
         threadgroup const float *other = task.shared + s * uint(D + 4);
         float out[E];
         TQKV_UNROLL
-        for (int i = 0; i < E; i++) out[i] = other[int(task.lane) * E + i];
+        for (int i = 0; i < E; i++) out[i] = other[int(task.part) * E + i];
         add_sums<D>(other[D], other[D + 1], out, total);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup); // before the next sections overwrite these
 }
 
+// The simdgroup's sums as load_row would load them. Without a matrix that is where they are.
+template <int D>
+inline void spread_row(thread const merge_task &task, thread const row_sums<D> &row, thread float *x)
+{
+    const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D), E = MERGE_VALUES(D);
+    if (TQKV__RUNS(D) > 1 && task.lane < uint(TQKV__NORM_LANES(D))) {
+        TQKV_UNROLL
+        for (int i = 0; i < E; i++) task.shared[int(task.lane) * E + i] = row.out[i];
+    }
+    if (TQKV__RUNS(D) > 1) simdgroup_barrier(mem_flags::mem_threadgroup);
+    uint part = lane_of_row<D>(task.lane);
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
+        x[i] = TQKV__RUNS(D) > 1 ? task.shared[value_of_lane<L, C>(part, i)] : row.out[i % E];
+}
+
 template <int D>
 inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &task)
 {
-    const int E = TQKV_LANE_VALUES(D);
+    const int E = MERGE_VALUES(D);
     uint n_sections = (uint(args.before) + uint(args.n_partials) + uint(args.section) - 1u) / uint(args.section);
-    uint signs = task.unrotate ? lane_signs<D, 32, E>(task.lane) : 0u;
+    uint part = lane_of_row<D>(task.lane), signs = task.unrotate ? signs_of_row<D>(part) : 0u;
     row_sums<D> total;
     clear_row<D>(total);
     for (uint first = 0; first < n_sections; first += task.n_simdgroups)
@@ -1889,15 +2168,15 @@ inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &
     if (task.simdgroup != 0) return;
     if (task.shifted) total.maximum += task.partial_state[ulong(task.row) * 2u];
     shares both = shares_of(total.maximum, task.sink);
-    float sum = both.kept * total.sum + (task.sink == -INFINITY ? 0.0f : both.added);
+    float sum = both.kept * total.sum + (task.sink == -INFINITY ? 0.0f : both.added), x[TQKV_LANE_VALUES(D)];
     TQKV_UNROLL
     for (int i = 0; i < E; i++) total.out[i] = sum == 0.0f ? 0.0f : both.kept * total.out[i] / sum;
-    if (task.unrotate) unrotate_values<D, 32, E>(total.out, task.lane, signs);
+    spread_row<D>(task, total, x);
+    if (task.unrotate) unrotate_row<D>(x, part, signs);
     float weight = sum == 0.0f ? 0.0f : both.kept * total.sum / sum;
     if (task.centered)
-        add_center<D>(task.center, task.row % uint(args.n_heads) / uint(args.group), task.rotated, weight, task.lane,
-                      total.out);
-    store_row<D>(total.out, task.lane, task.out + row_offset(task.row, D));
+        add_center<D>(task.center, task.row % uint(args.n_heads) / uint(args.group), task.rotated, weight, part, x);
+    if (task.lane < uint(TQKV__ROW_LANES(D))) store_typed_row<D>(task.type, x, part, task.out, row_offset(task.row, D));
 }
 
 #endif
@@ -1911,6 +2190,7 @@ constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
 // key_centered: declared above
 constant bool value_centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
 constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
+// row_type: declared above
 
 // partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_rows][D]
 // clang-format off
@@ -1920,7 +2200,7 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         device const float *partial_out [[buffer(1)]], \
         device const float *partial_state [[buffer(2)]], \
         device const float *sinks [[buffer(3)]], \
-        device float *out [[buffer(4)]], \
+        device uchar *out [[buffer(4)]], \
         device const float *center [[buffer(5)]], \
         threadgroup float *shared [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
@@ -1934,6 +2214,7 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         task.out = out; \
         task.shared = shared; \
         task.row = group.x; \
+        task.type = row_type; \
         task.sink = has_sinks ? sinks[group.x % uint(args.n_heads)] * TQKV_LOG2E : -INFINITY; \
         task.unrotate = unrotate; \
         task.shifted = key_centered; \
@@ -1941,6 +2222,7 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         task.rotated = value_rotated; \
         task.center = center; \
         task.lane = lane; \
+        task.part = lane % uint(TQKV__NORM_LANES(D)); \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \
         merge_row<D>(args, task); \
@@ -1948,72 +2230,94 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 // clang-format on
 
 ATTEND_MERGE(32)
+ATTEND_MERGE(48)
 ATTEND_MERGE(64)
+ATTEND_MERGE(80)
+ATTEND_MERGE(96)
 ATTEND_MERGE(128)
+ATTEND_MERGE(192)
 ATTEND_MERGE(256)
 ATTEND_MERGE(512)
 ATTEND_MERGE(1024)
 
 // ---- shaders/decode.h ----
 
-// One simdgroup decodes one row.
+// A simdgroup decodes TQKV_ROWS(D) rows.
 #ifndef TQKV_DECODE_H
 #define TQKV_DECODE_H
 
 template <int D, int W>
 inline void decode_values(uint format, device const uchar *row, uint lane, thread const codebook &book, thread float *x)
 {
-    const int E = TQKV_LANE_VALUES(D);
-    raw_codes<W, E> raw;
-    load_codes<D, W, E>(format, row, lane * uint(E), raw);
+    const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
     TQKV_UNROLL
-    for (int i = 0; i < E; i++) x[i] = value_at<W, E>(format, raw, i, book);
+    for (int j = 0; j < TQKV_PIECES(D, L, C); j++) {
+        raw_codes<W, C> raw;
+        load_codes<D, W, C>(format, row, (uint(j * L) + lane) * uint(C), raw);
+        TQKV_UNROLL
+        for (int i = 0; i < C; i++) x[j * C + i] = value_at<W, C>(format, raw, i, book);
+    }
 }
 
 // What is decoded, and where to.
 struct decode_task {
-    uint format;
+    uint format, type;          // type: of the output
     bool unrotate;              // from the rotated basis to the original one
     bool centered, rotated;     // there is a centre, and it is rotated before it is added
     device const uchar *codes;  // [n_kv_heads][capacity][row_bytes]
     device const float *norms;  // [n_kv_heads][capacity][norms of a row]
-    device float *out;          // [n_tokens][n_kv_heads][D]
+    device uchar *out;          // [n_tokens][n_kv_heads][D]
     device const float *center; // [n_kv_heads][D]
     codebook book;
 };
 
-// Row `row` of the output.
+// Norms: of the row.
 template <int D>
-inline void decode_row(constant tqkv__rows_args &args, thread const decode_task &task, uint row, uint lane)
+inline void scale_codes(uint format, device const float *norms, float block_scale, uint lane, thread float *x)
 {
-    uint n_heads = uint(args.n_kv_heads), format = task.format;
-    if (row >= uint(args.n_tokens) * n_heads) return;
+    const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
+    uint block = norm_block<D>(format);
+    TQKV_UNROLL
+    for (int j = 0; j < TQKV_PIECES(D, L, C); j++) {
+        uint number = block == uint(D) ? 0u : (uint(j * L) + lane) * uint(C) / block;
+        scale_values<C>(x + j * C, code_scale<D>(format, norms[number], block_scale));
+    }
+}
+
+// Rows `first_row` .. of the output. Lanes without a row repeat the last one and store nothing.
+template <int D>
+inline void decode_rows(constant tqkv__rows_args &args, thread const decode_task &task, uint first_row, uint lane)
+{
+    uint n_heads = uint(args.n_kv_heads), n_rows = uint(args.n_tokens) * n_heads, format = task.format;
+    uint own = first_row + lane / uint(TQKV__ROW_LANES(D)), row = min(own, n_rows - 1u), part = lane_of_row<D>(lane);
+    if (first_row >= n_rows) return;
     ulong from = row_in_store(args, row / n_heads, row % n_heads);
     device const uchar *stored = task.codes + from * ulong(row_bytes<D>(format));
     float x[TQKV_LANE_VALUES(D)];
-    if (code_width(format) == 4) decode_values<D, 4>(format, stored, lane, task.book, x);
-    if (code_width(format) == 8) decode_values<D, 8>(format, stored, lane, task.book, x);
-    if (code_width(format) == 16) decode_values<D, 16>(format, stored, lane, task.book, x);
-    if (has_norms(format)) {
-        uint block = norm_block<D>(format);
-        float norm = task.norms[from * ulong(uint(D) / block) + lane * uint(TQKV_LANE_VALUES(D)) / block];
-        scale_values<TQKV_LANE_VALUES(D)>(x, code_scale<D>(format, norm, args.block_scale));
-    }
-    if (task.unrotate) unrotate_row<D>(x, lane);
-    if (task.centered) add_center<D>(task.center, row % n_heads, task.rotated, 1.0f, lane, x);
-    store_row<D>(x, lane, task.out + row_offset(row, D));
+    if (code_width(format) == 4)
+        decode_values<D, 4>(format, stored, part, task.book, x);
+    else if (code_width(format) == 8)
+        decode_values<D, 8>(format, stored, part, task.book, x);
+    else
+        decode_values<D, 16>(format, stored, part, task.book, x);
+    if (has_norms(format))
+        scale_codes<D>(format, task.norms + from * ulong(uint(D) / norm_block<D>(format)), args.block_scale, part, x);
+    if (task.unrotate) unrotate_row<D>(x, part, signs_of_row<D>(part));
+    if (task.centered) add_center<D>(task.center, row % n_heads, task.rotated, 1.0f, part, x);
+    if (own < n_rows) store_typed_row<D>(task.type, x, part, task.out, row_offset(row, D));
 }
 
 #endif
 
 // ---- shaders/decode.metal ----
 
-// decode: a range of positions to floats, in the stored basis or in the original one. One simdgroup a row.
+// decode: a range of positions to rows, in the stored basis or in the original one. TQKV_ROWS(D) rows a simdgroup.
 
 #define stream_format key_format // the same function constant
 // unrotate: declared above
 #define centered key_centered // the same function constant
 // rotate_center: declared above
+// row_type: declared above
 
 // clang-format off
 #define DECODE(D) \
@@ -2021,7 +2325,7 @@ inline void decode_row(constant tqkv__rows_args &args, thread const decode_task 
         constant tqkv__rows_args &args [[buffer(0)]], \
         device const uchar *codes [[buffer(1)]], \
         device const float *norms [[buffer(2)]], \
-        device float *out [[buffer(3)]], \
+        device uchar *out [[buffer(3)]], \
         device const float *center [[buffer(4)]], \
         threadgroup float *table [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
@@ -2032,15 +2336,19 @@ inline void decode_row(constant tqkv__rows_args &args, thread const decode_task 
     { \
         load_codebook(stream_format, table, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        decode_task task = {stream_format, unrotate, centered, rotate_center, codes, norms, out, center, \
+        decode_task task = {stream_format, row_type, unrotate, centered, rotate_center, codes, norms, out, center, \
                             open_codebook(stream_format, table, lane)}; \
-        decode_row<D>(args, task, group.x * n_simdgroups + simdgroup, lane); \
+        decode_rows<D>(args, task, (group.x * n_simdgroups + simdgroup) * uint(TQKV_ROWS(D)), lane); \
     }
 // clang-format on
 
 DECODE(32)
+DECODE(48)
 DECODE(64)
+DECODE(80)
+DECODE(96)
 DECODE(128)
+DECODE(192)
 DECODE(256)
 DECODE(512)
 DECODE(1024)
@@ -2048,7 +2356,8 @@ DECODE(1024)
 // ---- shaders/encode.h ----
 
 // Encoding: a simdgroup takes 32/L rows at a time, with L lanes a row. The order of every rounded operation is that of
-// tqkv_encode, so codes and norms are the same bytes. A "part" below is D/32 values, which tqkv_encode sums first.
+// tqkv_encode, so codes and norms are the same bytes. A "part" below is the values that tqkv_encode sums first, D/32 of
+// them, or D/16 where 32 does not divide D.
 #ifndef TQKV_ENCODE_H
 #define TQKV_ENCODE_H
 
@@ -2056,11 +2365,13 @@ inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f
 
 // A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. A lane's
 // piece has at least 16 bytes. Measured on an H200, 2^20 rows to TQ4, with 16 and with 32 values: 188 and 198
-// microseconds at head_dim 128, 427 and 389 at head_dim 256.
-#define ENCODE_LANES(D)  ((D) <= 128 ? (D) / 16 : (D) / 32)
-#define ENCODE_PIECE(D)  ((D) <= 128 ? 4 : (D) / 32)
+// microseconds at head_dim 128, 427 and 389 at head_dim 256. With a matrix a lane takes one value of each run for the
+// rotation; then threadgroup memory gives it as many neighbours: whole parts, one piece.
+#define ENCODE_LANES(D)  (TQKV__RUNS(D) > 1 ? TQKV__ROW_LANES(D) : (D) <= 128 ? (D) / 16 : (D) / 32)
+#define ENCODE_PIECE(D)  (TQKV__RUNS(D) > 1 ? TQKV__RUNS(D) : (D) <= 128 ? 4 : (D) / 32)
 #define ENCODE_VALUES(D) ((D) / ENCODE_LANES(D))
 #define ENCODE_PIECES(D) TQKV_PIECES(D, ENCODE_LANES(D), ENCODE_PIECE(D))
+#define ROTATED_PIECE(D) (TQKV__RUNS(D) > 1 ? 1 : ENCODE_PIECE(D))
 
 // A row with a NaN or Inf becomes a row of zeros; true for such a row. Only NaN and Inf times 0 are not 0.
 template <int D>
@@ -2090,7 +2401,7 @@ inline bool clear_if_not_finite(thread float *x)
 template <int D>
 inline float piece_sum(thread const float *squares)
 {
-    const int E = TQKV_LANE_VALUES(D), PARTS = ENCODE_PIECE(D) / E, LANES = BLOCK_LANES(D, NORM_BLOCK(D));
+    const int E = D / TQKV__NORM_LANES(D), PARTS = ENCODE_PIECE(D) / E, LANES = BLOCK_LANES(D, NORM_BLOCK(D));
     float sum[PARTS];
     TQKV_UNROLL
     for (int p = 0; p < PARTS; p++) {
@@ -2203,14 +2514,20 @@ inline void normalise(uint format, float block_scale, thread float *x, thread fl
     }
 }
 
-// Stores the lowest BITS bits of words; 8, 16 or a multiple of 32.
+// Stores the lowest BITS bits of words, a multiple of 8, by the widest units that divide BITS.
 template <int BITS>
 inline void store_bits(device uchar *to, thread const uint *words)
 {
-    if (BITS == 8) *to = uchar(words[0]);
-    if (BITS == 16) *(device ushort *)to = ushort(words[0]);
-    TQKV_UNROLL
-    for (int i = 0; i < BITS / 32; i++) ((device uint *)to)[i] = words[i];
+    if (BITS % 32 == 0) {
+        TQKV_UNROLL
+        for (int i = 0; i < BITS / 32; i++) ((device uint *)to)[i] = words[i];
+    } else if (BITS % 16 == 0) {
+        TQKV_UNROLL
+        for (int i = 0; i < BITS / 16; i++) ((device ushort *)to)[i] = ushort(words[i / 2] >> (i % 2 * 16));
+    } else {
+        TQKV_UNROLL
+        for (int i = 0; i < BITS / 8; i++) to[i] = uchar(words[i / 4] >> (i % 4 * 8));
+    }
 }
 
 // The row that a lane encodes, and the lane's number among the lanes of the row.
@@ -2251,19 +2568,21 @@ template <int D, int BITS>
 inline void store_field(thread const uint *codes, uint low, bool whole, uint first, thread const encode_place &at,
                         device uchar *field)
 {
-    const int C = ENCODE_PIECE(D), N = C * BITS;
+    const int C = ENCODE_PIECE(D), N = C * BITS, STORED = N % 8 == 0 ? N : 2 * N;
     bool stores = at.exists;
-    uint words[(N + 31) / 32];
+    uint words[(STORED + 31) / 32];
     TQKV_UNROLL
-    for (int i = 0; i < (N + 31) / 32; i++) words[i] = 0;
+    for (int i = 0; i < (STORED + 31) / 32; i++) words[i] = 0;
     TQKV_UNROLL
     for (int i = 0; i < C; i++)
         words[i * BITS / 32] += (whole ? codes[i] : (codes[i] >> low) & ((1u << BITS) - 1u)) << (i * BITS % 32);
-    if (N < 8) { // half a byte: the next lane has the other half
-        words[0] |= simd_shuffle_xor(words[0], ushort(1)) << (N % 8);
+    if (STORED > N) { // half a byte is left, or all there is: the next lane has the other half
+        uint other = simd_shuffle_xor(words[0], ushort(1));
+        words[0] |= other << (N % 32);
+        if (STORED > 32) words[STORED / 32] = other >> (-N & 31);
         stores = stores && (at.lane & 1u) == 0;
     }
-    if (stores) store_bits<(N < 8 ? 8 : N)>(field + first * uint(BITS) / 8u, words);
+    if (stores) store_bits<STORED>(field + first * uint(BITS) / 8u, words);
 }
 
 // Where the codes go, and the cells to find them.
@@ -2303,11 +2622,11 @@ inline void store_piece(uint format, thread const encode_target &target, uint fi
     if (upper_bits(format) == 2) store_field<D, 2>(codes, main_bits(format), false, first, at, upper);
 }
 
-// The sign of each value of a row, +-1. A barrier must follow.
+// The sign of each value of a row, +-1; with a matrix none. A barrier must follow.
 template <int D>
 inline void load_signs(threadgroup float *signs, uint thread_index, uint n_threads)
 {
-    for (uint i = thread_index; i < uint(D); i += n_threads)
+    for (uint i = TQKV__RUNS(D) > 1 ? uint(D) : thread_index; i < uint(D); i += n_threads)
         signs[i] = (tqkv__tables.signs[(i & 511u) >> 3] >> (i & 7u)) & 1u ? -1.0f : 1.0f;
 }
 
@@ -2316,7 +2635,7 @@ inline void load_signs(threadgroup float *signs, uint thread_index, uint n_threa
 template <int D>
 inline void rotate_with_signs(thread float *x, uint lane, threadgroup const float *signs)
 {
-    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D);
+    const int L = ENCODE_LANES(D), C = ROTATED_PIECE(D);
     TQKV_UNROLL
     for (int i = 0; i < ENCODE_VALUES(D); i += 4) {
         float4 sign = *(threadgroup const float4 *)(signs + ((uint(i / C * L) + lane) * uint(C) + uint(i % C)));
@@ -2330,53 +2649,101 @@ inline void rotate_with_signs(thread float *x, uint lane, threadgroup const floa
     scale_values<ENCODE_VALUES(D)>(x, TQKV__INV_SQRT(D));
 }
 
+// From a value of each run to neighbours, through `rows`: the rows of the simdgroup, L floats apart, so that few of
+// their values share a bank. lane: of the simdgroup
 template <int D>
-inline void load_values(device const float *row, uint lane, thread float *x)
+inline void gather_neighbours(uint lane, threadgroup float *rows, thread float *x)
 {
-    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D);
+    const int L = ENCODE_LANES(D), N = ENCODE_VALUES(D);
+    uint part = lane % uint(L);
+    threadgroup float *row = rows + lane / uint(L) * uint(D + L);
     TQKV_UNROLL
-    for (int j = 0; j < ENCODE_PIECES(D); j++) load_floats<C>(row + (uint(j * L) + lane) * uint(C), x + j * C);
+    for (int i = 0; i < N; i++) row[uint(i * L) + part] = x[i];
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    TQKV_UNROLL
+    for (int i = 0; i + 3 < N; i += 4) {
+        float4 four = *(threadgroup const float4 *)(row + part * uint(N) + uint(i));
+        x[i] = four.x;
+        x[i + 1] = four.y;
+        x[i + 2] = four.z;
+        x[i + 3] = four.w;
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup); // before the next row overwrites this one
+}
+
+// What a kernel of these passes to the functions here as `space`: the signs or, with a matrix, the simdgroup's rows.
+template <int D>
+inline threadgroup float *space_of_simdgroup(threadgroup float *space, uint simdgroup)
+{
+    return space + (TQKV__RUNS(D) > 1 ? simdgroup * uint(TQKV__ROW_BYTES(D, 1) / 4) : 0u);
 }
 
 // The rows of one stream, and what prepares them.
 struct encode_source {
-    uint format;
+    uint format, type;
     bool rotated, centered;
-    device const float *rows;       // [n_tokens][n_kv_heads][D]
+    device const uchar *rows;       // [n_tokens][n_kv_heads][D]
     device const float *center;     // [n_kv_heads][D]
-    threadgroup const float *signs; // [D]
+    threadgroup float *space;       // space_of_simdgroup
     device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf
 };
+
+// The lane's part of a row: before the rotation, if there is one.
+template <int D>
+inline void load_source(thread const encode_source &source, uint row, uint lane, thread float *x)
+{
+    const int L = ENCODE_LANES(D);
+    if (source.rotated)
+        load_typed_pieces<D, L, ROTATED_PIECE(D)>(source.type, source.rows, row_offset(row, D), lane, x);
+    else
+        load_typed_pieces<D, L, ENCODE_PIECE(D)>(source.type, source.rows, row_offset(row, D), lane, x);
+}
 
 template <int D>
 inline void subtract_center(thread const encode_source &source, uint head, uint lane, thread float *x)
 {
+    const int L = ENCODE_LANES(D);
     float center[ENCODE_VALUES(D)];
-    load_values<D>(source.center + row_offset(head, D), lane, center);
+    device const float *from = source.center + row_offset(head, D);
+    if (source.rotated)
+        load_pieces<D, L, ROTATED_PIECE(D)>(from, lane, center);
+    else
+        load_pieces<D, L, ENCODE_PIECE(D)>(from, lane, center);
     TQKV_UNROLL
     for (int i = 0; i < ENCODE_VALUES(D); i++) x[i] = x[i] - center[i];
 }
 
+template <int D>
+inline void rotate_source(thread const encode_source &source, uint lane, thread float *x)
+{
+    const int L = ENCODE_LANES(D), C = ROTATED_PIECE(D);
+    if (TQKV__RUNS(D) > 1)
+        rotate_values<D, L, C>(x, lane, lane_signs<D, L, C>(lane));
+    else
+        rotate_with_signs<D>(x, lane, source.space);
+}
+
 // All steps before the codes: loads the lane's part of its row, raises the flag, centres, rotates and scales. Every
 // value of a rotated row is a sum over the row, so one value shows that there may be a NaN or Inf. Then the row is
-// checked itself. head: of the row
+// checked itself. head: of the row; lane: of the simdgroup
 template <int D>
 inline void prepare_row(thread const encode_source &source, float block_scale, uint row, uint head, uint lane,
                         thread float *x, thread float *norm)
 {
-    device const float *from = source.rows + row_offset(row, D);
-    load_values<D>(from, lane, x);
+    uint part = lane % uint(ENCODE_LANES(D));
+    load_source<D>(source, row, part, x);
     if (source.rotated) {
-        if (source.centered) subtract_center<D>(source, head, lane, x);
-        rotate_with_signs<D>(x, lane, source.signs);
+        if (source.centered) subtract_center<D>(source, head, part, x);
+        rotate_source<D>(source, part, x);
     }
     if (!source.rotated || simd_any(!is_finite(x[0]))) {
-        if (source.rotated) load_values<D>(from, lane, x);
+        if (source.rotated) load_source<D>(source, row, part, x);
         bool cleared = clear_if_not_finite<D>(x);
-        if (cleared && lane == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
-        if (source.centered && !cleared) subtract_center<D>(source, head, lane, x);
-        if (source.rotated) rotate_with_signs<D>(x, lane, source.signs);
+        if (cleared && part == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
+        if (source.centered && !cleared) subtract_center<D>(source, head, part, x);
+        if (source.rotated) rotate_source<D>(source, part, x);
     }
+    if (source.rotated && TQKV__RUNS(D) > 1) gather_neighbours<D>(lane, source.space, x);
     normalise<D>(source.format, block_scale, x, norm);
 }
 
@@ -2393,7 +2760,7 @@ inline void encode_rows(constant tqkv__rows_args &args, thread const encode_sour
     encode_place at = first_place<D>(args, first_row, lane);
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
         float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
-        prepare_row<D>(source, args.block_scale, min(at.row, n_rows - 1u), at.head, at.lane, x, norm);
+        prepare_row<D>(source, args.block_scale, min(at.row, n_rows - 1u), at.head, lane, x, norm);
         ulong to = row_in_store(args, at.token, at.head);
         device uchar *codes = target.codes + to * ulong(row_bytes<D>(format));
         TQKV_UNROLL
@@ -2416,16 +2783,15 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
                        device float *scaled)
 {
     const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D), ROWS = 32 / L;
-    uint n_rows = uint(args.n_tokens) * uint(args.n_kv_heads), lane_of_row = lane % uint(L);
+    uint n_rows = uint(args.n_tokens) * uint(args.n_kv_heads), part = lane % uint(L);
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
         float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
         uint own = row + lane / uint(L), existing = min(own, n_rows - 1u);
         uint head = source.centered ? existing % uint(args.n_kv_heads) : 0u;
-        prepare_row<D>(source, args.block_scale, existing, head, lane_of_row, x, norm);
+        prepare_row<D>(source, args.block_scale, existing, head, lane, x, norm);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++)
-            if (own < n_rows)
-                scaled[row_offset(own, D) + (uint(i / C * L) + lane_of_row) * uint(C) + uint(i % C)] = x[i];
+            if (own < n_rows) scaled[row_offset(own, D) + value_of_lane<L, C>(part, i)] = x[i];
     }
 }
 
@@ -2438,18 +2804,19 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
 // stream_format: declared above
 #define rotated rotate_center // the same function constant
 // centered: declared above
+// row_type: declared above
 
 // clang-format off
 #define ENCODE(D) \
     kernel void tqkv_encode_d##D( \
         constant tqkv__rows_args &args [[buffer(0)]], \
-        device const float *rows [[buffer(1)]], \
+        device const uchar *rows [[buffer(1)]], \
         device uchar *codes [[buffer(2)]], \
         device float *norms [[buffer(3)]], \
         device atomic_uint *not_finite [[buffer(4)]], \
         device const float *center [[buffer(5)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
-        threadgroup float *signs [[threadgroup(1)]], \
+        threadgroup float *space [[threadgroup(1)]], \
         threadgroup float *squares [[threadgroup(2)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
@@ -2459,25 +2826,30 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
     { \
         load_cells(stream_format, cells, thread_index, n_simdgroups * 32u); \
         load_squares(stream_format, squares, thread_index, n_simdgroups * 32u); \
-        load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
+        load_signs<D>(space, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        encode_source source = {stream_format, rotated, centered, rows, center, signs, not_finite}; \
+        encode_source source = {stream_format, row_type, rotated, centered, rows, center, \
+                                space_of_simdgroup<D>(space, simdgroup), not_finite}; \
         encode_target target = {codes, norms, cells, squares}; \
         encode_rows<D>(args, source, target, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane); \
     }
 // clang-format on
 
 ENCODE(32)
+ENCODE(48)
 ENCODE(64)
+ENCODE(80)
+ENCODE(96)
 ENCODE(128)
+ENCODE(192)
 ENCODE(256)
 ENCODE(512)
 ENCODE(1024)
 
 // ---- shaders/encode_kv.metal ----
 
-// encode_kv: keys and values of the same tokens in one dispatch, each with its own format. Threadgroups along x for the
-// rows as in encode; z = 0 for keys and 1 for values.
+// encode_kv: keys and values of the same tokens in one dispatch, each with its own format and type. Threadgroups along
+// x for the rows as in encode; z = 0 for keys and 1 for values.
 
 // key_format: declared above
 // value_format: declared above
@@ -2485,24 +2857,26 @@ ENCODE(1024)
 // value_rotated: declared above
 // key_centered: declared above
 // value_centered: declared above
+// row_type: declared above
+constant uint value_type [[function_constant(TQKV_FC_VALUE_TYPE)]];
 
-// keys, values: [n_tokens][n_kv_heads][D]
+// keys: [n_tokens][n_kv_heads][D], values: [n_tokens][n_kv_heads][V]. NAME: D, or D_V where V differs
 // clang-format off
-#define ENCODE_KV(D) \
-    kernel void tqkv_encode_kv_d##D( \
+#define ENCODE_KV(NAME, D, V) \
+    kernel void tqkv_encode_kv_d##NAME( \
         constant tqkv__rows_args &key_args [[buffer(0)]], \
-        device const float *keys [[buffer(1)]], \
+        device const uchar *keys [[buffer(1)]], \
         device uchar *key_codes [[buffer(2)]], \
         device float *key_norms [[buffer(3)]], \
         constant tqkv__rows_args &value_args [[buffer(4)]], \
-        device const float *values [[buffer(5)]], \
+        device const uchar *values [[buffer(5)]], \
         device uchar *value_codes [[buffer(6)]], \
         device float *value_norms [[buffer(7)]], \
         device atomic_uint *not_finite [[buffer(8)]], \
         device const float *key_center [[buffer(9)]], \
         device const float *value_center [[buffer(10)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
-        threadgroup float *signs [[threadgroup(1)]], \
+        threadgroup float *space [[threadgroup(1)]], \
         threadgroup float *squares [[threadgroup(2)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
@@ -2510,30 +2884,39 @@ ENCODE(1024)
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        uint row = (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)); \
+        uint number = group.x * n_simdgroups + simdgroup; \
         load_cells(group.z == 0 ? key_format : value_format, cells, thread_index, n_simdgroups * 32u); \
         load_squares(group.z == 0 ? key_format : value_format, squares, thread_index, n_simdgroups * 32u); \
-        load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
+        if (group.z == 0) \
+            load_signs<D>(space, thread_index, n_simdgroups * 32u); \
+        else \
+            load_signs<V>(space, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         if (group.z == 0) { \
-            encode_source source = {key_format, key_rotated, key_centered, keys, key_center, signs, not_finite}; \
+            encode_source source = {key_format, row_type, key_rotated, key_centered, keys, key_center, \
+                                    space_of_simdgroup<D>(space, simdgroup), not_finite}; \
             encode_target target = {key_codes, key_norms, cells, squares}; \
-            encode_rows<D>(key_args, source, target, row, lane); \
+            encode_rows<D>(key_args, source, target, number * uint(TQKV__ENCODE_ROWS(D)), lane); \
         } else { \
-            encode_source source = {value_format, value_rotated, value_centered, values, value_center, signs, \
-                                    not_finite}; \
+            encode_source source = {value_format, value_type, value_rotated, value_centered, values, value_center, \
+                                    space_of_simdgroup<V>(space, simdgroup), not_finite}; \
             encode_target target = {value_codes, value_norms, cells, squares}; \
-            encode_rows<D>(value_args, source, target, row, lane); \
+            encode_rows<V>(value_args, source, target, number * uint(TQKV__ENCODE_ROWS(V)), lane); \
         } \
     }
 // clang-format on
 
-ENCODE_KV(32)
-ENCODE_KV(64)
-ENCODE_KV(128)
-ENCODE_KV(256)
-ENCODE_KV(512)
-ENCODE_KV(1024)
+ENCODE_KV(32, 32, 32)
+ENCODE_KV(48, 48, 48)
+ENCODE_KV(64, 64, 64)
+ENCODE_KV(80, 80, 80)
+ENCODE_KV(96, 96, 96)
+ENCODE_KV(128, 128, 128)
+ENCODE_KV(192, 192, 192)
+ENCODE_KV(256, 256, 256)
+ENCODE_KV(512, 512, 512)
+ENCODE_KV(1024, 1024, 1024)
+ENCODE_KV(192_128, 192, 128)
 
 // ---- shaders/probe.metal ----
 
@@ -2543,52 +2926,63 @@ ENCODE_KV(1024)
 // stream_format: declared above
 // rotated: declared above
 // centered: declared above
+// row_type: declared above
 
 // clang-format off
 #define PROBE(D) \
     kernel void tqkv_probe_d##D( \
         constant tqkv__rows_args &args [[buffer(0)]], \
-        device const float *rows [[buffer(1)]], \
+        device const uchar *rows [[buffer(1)]], \
         device float *scaled [[buffer(2)]], \
         device atomic_uint *not_finite [[buffer(3)]], \
         device const float *center [[buffer(4)]], \
-        threadgroup float *signs [[threadgroup(0)]], \
+        threadgroup float *space [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        load_signs<D>(signs, thread_index, n_simdgroups * 32u); \
+        load_signs<D>(space, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        encode_source source = {stream_format, rotated, centered, rows, center, signs, not_finite}; \
+        encode_source source = {stream_format, row_type, rotated, centered, rows, center, \
+                                space_of_simdgroup<D>(space, simdgroup), not_finite}; \
         probe_rows<D>(args, source, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane, scaled); \
     }
 // clang-format on
 
 PROBE(32)
+PROBE(48)
 PROBE(64)
+PROBE(80)
+PROBE(96)
 PROBE(128)
+PROBE(192)
 PROBE(256)
 PROBE(512)
 PROBE(1024)
 
 // ---- shaders/rotate.metal ----
 
-// rotate: turns rows of queries or outputs into the rotated basis or back, in place. One simdgroup a row.
+// rotate: turns rows of queries or outputs into the rotated basis or back, in place. TQKV_ROWS(D) rows a simdgroup.
 
 // unrotate: declared above
 
 template <int D>
-inline void rotate_in_place(device float *row, uint lane)
+inline void rotate_in_place(constant tqkv__rotate_args &args, device uchar *rows, uint first_row, uint lane)
 {
     float x[TQKV_LANE_VALUES(D)];
-    load_row<D>(row, lane, x);
+    uint n_rows = uint(args.n_rows), own = first_row + lane / uint(TQKV__ROW_LANES(D)), part = lane_of_row<D>(lane);
+    if (first_row >= n_rows) return;
+    ulong first = row_offset(own, D);
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) x[i] = 0.0f;
+    if (own < n_rows) load_typed_row<D>(TQKV_TYPE_F32, rows, first, part, x);
     if (unrotate)
-        unrotate_row<D>(x, lane);
+        unrotate_row<D>(x, part, signs_of_row<D>(part));
     else
-        rotate_row<D>(x, lane);
-    store_row<D>(x, lane, row);
+        rotate_row<D>(x, part);
+    if (own < n_rows) store_typed_row<D>(TQKV_TYPE_F32, x, part, rows, first);
 }
 
 // rows: [n_rows][D]
@@ -2596,20 +2990,23 @@ inline void rotate_in_place(device float *row, uint lane)
 #define ROTATE(D) \
     kernel void tqkv_rotate_d##D( \
         constant tqkv__rotate_args &args [[buffer(0)]], \
-        device float *rows [[buffer(1)]], \
+        device uchar *rows [[buffer(1)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint lane [[thread_index_in_simdgroup]], \
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        uint row = group.x * n_simdgroups + simdgroup; \
-        if (row < uint(args.n_rows)) rotate_in_place<D>(rows + row_offset(row, D), lane); \
+        rotate_in_place<D>(args, rows, (group.x * n_simdgroups + simdgroup) * uint(TQKV_ROWS(D)), lane); \
     }
 // clang-format on
 
 ROTATE(32)
+ROTATE(48)
 ROTATE(64)
+ROTATE(80)
+ROTATE(96)
 ROTATE(128)
+ROTATE(192)
 ROTATE(256)
 ROTATE(512)
 ROTATE(1024)
