@@ -2417,11 +2417,20 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
 /* Vectors in a run, which is decoded together. */
 #define TQKV__RUN(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_RUN : 4)
 /* Is a block a tail, see TQKV__(part)? */
-#define TQKV__TAILED(format, dim) (TQKV__RUN(format) * TQKV__LANES > 16 && (dim) % (TQKV__RUN(format) * TQKV__LANES))
+#define TQKV__TAILED(format, dim)                                                                                      \
+    (TQKV__TAILS && TQKV__RUN(format) * TQKV__LANES > 16 && (dim) % (TQKV__RUN(format) * TQKV__LANES))
 /* The lengths, in vectors, of the runs of a tail: a sum of 4, 2 and 1. A tail is a multiple of 16 values. */
 #define TQKV__TAIL_RUNS (TQKV__LANES == 16 ? 7 : TQKV__LANES == 8 ? 2 : 4)
 /* Formats with loops straight from the codes. On NEON a codebook for bytes leaves no registers for sums. */
 #define TQKV__DIRECT(format) (TQKV__LANES > 4 || TQKV__MAIN_BITS(format) != 8 || TQKV__KIND(format) != TQKV__BOOK)
+
+/* Without optimisation a compiler keeps every branch of an inlined loop, and tails would take a minute and 2 GB to
+   compile. Rows that have one then take plain C. */
+#ifdef __OPTIMIZE__
+#define TQKV__TAILS 1
+#else
+#define TQKV__TAILS 0
+#endif
 
 /* Does R have no matrix? */
 #define TQKV__POWER(dim) (((dim) & ((dim)-1)) == 0)
@@ -2827,7 +2836,7 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const bool tailed, const i
                 TQKV__UNROLL
                 for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(set1)(0.0f);
             }
-            if (tailed) {
+            if (TQKV__TAILS && tailed) {
                 TQKV__(ask_ahead)(format, p, ahead, tail * TQKV__(run_bytes)(format, 1));
                 TQKV__(dot_tail)(format, rows, tail, table, p, upper, queries, row_stride, sums);
                 run = 0;
@@ -2971,7 +2980,7 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const bool tailed, co
     const bool four = (block->dim / TQKV__LANES & 4) != 0;
     TQKV__VECTOR table[8];
     TQKV__(load_codebook)(format, block->stream, table);
-    if (!tailed)
+    if (!TQKV__TAILS || !tailed)
         TQKV__(accumulate_runs)(format, rows, block, table);
     else if (all)
         TQKV__(accumulate_tail)(format, rows, TQKV__TAIL_RUNS, 0, block, table);
@@ -5105,13 +5114,15 @@ static const tqkv__isa *tqkv__isa_now(void)
     return isa;
 }
 
-/* The chosen set, or the next narrower one that has three vectors in a row of head_dim. A processor that has a set has
-   the narrower ones; asking it again would take microseconds in a virtual machine. */
+/* The chosen set, or the next narrower one that has three vectors in a row of head_dim or, without tails, a run. A processor
+   that has a set has the narrower ones; asking it again would take microseconds in a virtual machine. */
 static const tqkv__isa *tqkv__isa_for(int head_dim)
 {
-    const tqkv__isa *isa = tqkv__isa_now();
-    for (size_t i = 0; i < TQKV__ISAS && isa->lanes * 3 > head_dim; i++)
-        if (tqkv__isas[i]->lanes < isa->lanes) isa = tqkv__isas[i];
+    const tqkv__isa *isa = TQKV__TAILS || TQKV__POWER(head_dim) ? tqkv__isa_now() : &tqkv__isa_scalar;
+    for (size_t i = 0; i < TQKV__ISAS; i++) {
+        const int least = TQKV__TAILS ? isa->lanes * 3 : isa->nibble_order[0] * isa->nibble_order[1];
+        if (least > head_dim && tqkv__isas[i]->lanes < isa->lanes) isa = tqkv__isas[i];
+    }
     return isa;
 }
 
