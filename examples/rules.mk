@@ -1,7 +1,7 @@
 # The examples' own targets: their tests, and the charts of docs/.
 
 # recent_window is left out: another quarter of a minute to compile and run.
-DEMOS += engine advise tinylm threads_pthread threads_openmp snapshot_file
+DEMOS += engine advise tinylm context_shift server threads_pthread threads_openmp snapshot_file
 
 # Without an OpenMP compiler the example still builds, and runs on one thread.
 $(BUILD)/threads_openmp: CFLAGS += $(shell echo 'int main(void) { return 0; }' | \
@@ -11,7 +11,7 @@ $(BUILD)/tinylm_test: examples/tests/tinylm_test.c $(BUILD)/tqkv.o $(wildcard ex
 	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -I. $< $(BUILD)/tqkv.o -o $@ $(LIBRARIES)
 
 .PHONY: test-examples
-test-examples: $(addprefix $(BUILD)/,encode_attend engine real_kv advise tinylm tinylm_test recent_window threads_pthread threads_openmp snapshot_file)
+test-examples: $(addprefix $(BUILD)/,encode_attend engine real_kv advise tinylm tinylm_test recent_window context_shift server threads_pthread threads_openmp snapshot_file)
 	@echo "== examples"
 	@sh examples/tests/test.sh $(BUILD)
 	@CC="$(CC)" CFLAGS="$(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -Wno-unknown-pragmas" sh examples/tests/snippets.sh $(BUILD)/snippets

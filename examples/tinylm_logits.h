@@ -11,7 +11,7 @@ static int largest(const float *logits)
     return best;
 }
 
-static void log_softmax(float *logits)
+static inline void log_softmax(float *logits)
 {
     double sum = 0, top = logits[largest(logits)];
     for (int i = 0; i < VOCABULARY; i++) sum += exp(logits[i] - top);
@@ -39,7 +39,7 @@ static inline unsigned char choose(const float *logits, float temperature, uint6
 }
 
 /* Means over all bytes: bits of the actual byte, KL divergence from the reference, agreement on the likeliest byte. */
-static void compare(const float *got, const float *reference, const unsigned char *text, int n, double means[3])
+static inline void compare(const float *got, const float *reference, const unsigned char *text, int n, double means[3])
 {
     means[0] = means[1] = means[2] = 0;
     for (int i = 0; i < n; i++, got += VOCABULARY, reference += VOCABULARY) {

@@ -15,6 +15,18 @@
 #include "view.h"
 #include "window.h"
 
+/* Pairs of neighbours; in and out: [n_heads][head_dim] */
+static void rotary(const float *in, int n_heads, int head_dim, int64_t position, float *out)
+{
+    for (int i = 0; i < n_heads * head_dim; i += 2) {
+        float angle = (float)position * powf(100.0f, -(float)(i % head_dim) / (float)head_dim);
+        float c = cosf(angle), s = sinf(angle), a = in[i], b = in[i + 1];
+        out[i] = a * c - b * s;
+        out[i + 1] = a * s + b * c;
+    }
+}
+
+#include "context_shift.h"
 #include "mixed_bases.h"
 #include "shared_prompt.h"
 
@@ -193,6 +205,37 @@ static void test_slices(void)
     for (int i = 0; i < 6; i++) tqkv_cache_destroy(caches[i]);
 }
 
+/* Rows of k turned to positions first, first + 1 ... and appended with their values. */
+static void append_turned(tqkv_cache *cache, int token, int n_tokens, int first)
+{
+    float row[ROW];
+    for (int t = token; t < token + n_tokens; t++) {
+        rotary(k + t * ROW, KV_HEADS, DIM, first + t - token, row);
+        check("context_shift/append", tqkv_cache_append(cache, row, v + t * ROW, 1) == TQKV_OK);
+    }
+}
+
+/* 4 of 100 positions kept, then 30 dropped, then 20 new ones, against a cache whose keys are turned to where they are now. */
+static void test_context_shift(void)
+{
+    enum { OLD = 100, KEPT = 4, DROPPED = 30, NEW = 20, LEFT = OLD - DROPPED + NEW };
+    tqkv_cache *shifted = make_cache(TQKV_F16, OLD, 0, (tqkv_parallel){0}),
+               *moved = make_cache(TQKV_F16, OLD, 0, (tqkv_parallel){0});
+    segment segments[] = {{KEPT, 0}, {LEFT - KEPT, DROPPED}}, unturned[] = {{LEFT, 0}};
+    append_turned(shifted, 0, OLD, 0);
+    check("context_shift/remove", tqkv_cache_remove(shifted, KEPT, DROPPED) == TQKV_OK);
+    append_turned(shifted, OLD, NEW, OLD);
+    append_turned(moved, 0, KEPT, 0);
+    append_turned(moved, KEPT + DROPPED, LEFT - KEPT, KEPT);
+    check("context_shift/moved", attend_segments(moved, unturned, 1, HEADS, q, expected, scratch) == TQKV_OK);
+    check("context_shift/shifted", attend_segments(shifted, segments, 2, HEADS, q, out, scratch) == TQKV_OK);
+    check("context_shift/output", difference(expected, out, WIDE) < 1e-3); /* keys of 11 bits */
+    check("context_shift/without", attend_segments(shifted, unturned, 1, HEADS, q, out, scratch) == TQKV_OK);
+    check("context_shift/changes", difference(expected, out, WIDE) > 0.01);
+    tqkv_cache_destroy(shifted);
+    tqkv_cache_destroy(moved);
+}
+
 int main(void)
 {
     fill(k, TOKENS * ROW);
@@ -204,6 +247,7 @@ int main(void)
     test_typed();
     test_threads_and_window();
     test_slices();
+    test_context_shift();
     printf("%d passed, %d failed\n", passed, failed);
     return failed > 0;
 }

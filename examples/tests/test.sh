@@ -148,5 +148,31 @@ check "recent_window" awk '
 check "recent_window/cost" awk '$1 > 0 && NF == 7 { n++; bad += $2 <= 0 || $6 != $5 + 256 } END { exit bad > 0 || n != 3 }' \
     "$work/recent_window"
 
+# However many shifts: attention with turned queries is that over turned keys, on the same codes and, but for noise, on codes
+# of recomputed keys. A key's error stays that of one encoding; encoded again it adds one a shift until the key is dropped.
+"$bin/context_shift" >"$work/context_shift"
+check "context_shift" awk '
+    $1 == "f16" { once = 5e-8 }
+    $1 == "i8" { once = 5e-5 }
+    $1 == "tq4" { once = 1e-2 }
+    NF == 9 && $3 > 0 {
+        n++
+        bad += $3 != ($2 == "middle" ? 3 : $2 > 0 ? 2 : 1) || $4 > 2e-5 || $5 > once || $8 > 2 * $7
+        bad += $2 == 0 ? $6 != $5 || $9 != $8 : $6 < 1.8 * $5
+        bad += $2 != "middle" && $6 > 1.5 * ($2 + 1) * $5
+        bad += $2 == 32 && ($6 < 12 * $5 || $9 < 3 * $8)
+    }
+    END { exit bad > 0 || n != 24 }' "$work/context_shift"
+refused "context_shift/layer" "outside" "$bin/context_shift" 4
+
+# A sequence of a full pool writes what it writes alone, also after a preemption. All pages come back.
+"$bin/server" >"$work/server"
+check "server" awk '
+    NF == 7 && $6 == "the" && $7 == "same" { n[$4]++; n["preempted"] += $5; bad += $3 < 1 }
+    /DIFFERENT/ { bad++ }
+    /saved by sharing/ { pool = $4 == $11 && $(NF - 3) + 0 > 50 }
+    /at the end: 0$/ { empty = 1 }
+    END { exit bad > 0 || n["finished"] != 15 || n["cancelled"] != 1 || n["preempted"] < 2 || !pool || !empty }' "$work/server"
+
 echo "$passed passed, $failed failed"
 test "$failed" -eq 0
