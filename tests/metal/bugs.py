@@ -178,6 +178,9 @@ BUGS = {
     "halves_not_cleared": (
         "shaders/attend_matrix.h", "clear_not_finite<W, N>(values[h].raw);", "values[h].raw[0].main[0] += 0u;", "attend_matrix", (256,), "plain",
         "attend/poison", "by matrices"),
+    "queries_of_matrices_as_halves": (
+        "shaders/attend_matrix.h", "load_typed_row<D>(row_type,", "load_typed_row<D>(uint(TQKV_TYPE_F16),", "attend_matrix", (64,),
+        "plain", "attend/types/6", "became"),
     "matrix_maxima_raised_together": (
         "shaders/attend_matrix.h", "largest = largest > state.maximum[f][i] + 11.0f ? largest : state.maximum[f][i];",
         "largest = max(largest, state.maximum[f][i]);", "attend_matrix", (64, 128), "plain", "attend/company",
