@@ -537,7 +537,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 #if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED) || defined(__METAL_VERSION__)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
-#define TQKV_TABLE_VERSION 3 /* changes with the tables, the argument structs, or their meaning in the kernels */
+#define TQKV_TABLE_VERSION 5 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
 #ifdef __METAL_VERSION__
@@ -814,21 +814,41 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 /* Lanes of a simdgroup that share a row: a lane has its values from all runs, for the matrix across them. */
 #define TQKV__ROW_LANES(D) (TQKV__RUNS(D) > 1 ? (D) / TQKV__RUNS(D) : 32)
 
+/* Attention by products of 8x8 matrices. Element 0 or 1 of a lane's part of a matrix, Metal's thread_elements(), is in
+   this row, and in this column plus 0 or 1. Metal does not promise it: the kernel `tables` multiplies two matrices that
+   are set so, and the host leaves attend_matrix alone where their product is another. A shim of a machine with another
+   order defines both. Each bit of the lane number changes either the row or the column. */
+#ifndef TQKV__MATRIX_ROW
+#define TQKV__MATRIX_ROW(lane)    (((lane) >> 4 << 2) | ((lane) >> 1 & 3))
+#define TQKV__MATRIX_COLUMN(lane) (((lane) >> 3 & 1) << 2 | ((lane)&1) << 1)
+#endif
+/* An element of a matrix for that test: below 64, and any two are different. */
+#define TQKV__MATRIX_TEST(row, column, seed) (((row)*8 + (column)) * (seed) % 64)
+
+/* Most query rows of a threadgroup of attend_matrix: their sums take 64 registers. Places for per-column numbers. */
+#define TQKV__MOST_MATRIX_COLUMNS(D) ((D) <= 128 ? 16 : 8)
+#define TQKV__MATRIX_COLUMNS         16
+#define TQKV__MATRIX_SUM_FLOATS(D)   (5 * (D) / 4 + 1) /* of a padded row of sums in threadgroup memory */
+
 /* Threadgroup memory, in bytes. Attend takes all four. */
 #define TQKV__CELL_BYTES 3120 /* (0) of encode: cells of the codebook */
                               /* (1) of encode, (0) of probe: signs or, with */
                               /*     a matrix, rows of n simdgroups: */
 #define TQKV__SIGN_BYTES(D)   (TQKV__RUNS(D) > 1 ? 0 : 4 * (D))
 #define TQKV__ROW_BYTES(D, n) (TQKV__RUNS(D) > 1 ? (n)*128 * (TQKV__RUNS(D) + 1) : 0)
-#define TQKV__TABLE_BYTES     1024                                       /* (0) of decode: a codebook */
-                                                                         /* (2) of encode: squares of its centroids */
-#define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
-#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums or: */
-#define TQKV__ATTEND_SUM_BYTES(D)       (4 * (D)*TQKV__MAX_COLUMNS(D))   /*     the sums, of several stretches */
-#define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
-#define TQKV__ATTEND_KEPT_BYTES(D)      (16 * TQKV__MAX_COLUMNS(D))      /* (3) maximum and sum: kept twice, and */
-#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /*     of n simdgroups */
-#define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)            /* (0) a row and its sum, n simdgroups */
+#define TQKV__TABLE_BYTES     1024                                        /* (0) of decode: a codebook */
+                                                                          /* (2) of encode: squares of its centroids */
+#define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)           /* (0) codebooks of keys and values */
+#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))    /* (1) padded queries, then the sums or: */
+#define TQKV__ATTEND_SUM_BYTES(D)       (4 * (D)*TQKV__MAX_COLUMNS(D))    /*     the sums, of several stretches */
+#define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D))  /* (2) a tile's weights, n simdgroups */
+#define TQKV__ATTEND_KEPT_BYTES(D)      (16 * TQKV__MAX_COLUMNS(D))       /* (3) maximum and sum: kept twice, and */
+#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))    /*     of n simdgroups */
+#define TQKV__MATRIX_QUERY_BYTES(D)     (32 * (D))                        /* (1) of attend_matrix: 8 queries */
+#define TQKV__MATRIX_SUM_BYTES(D)       (32 * TQKV__MATRIX_SUM_FLOATS(D)) /* (2) sums of 8 columns */
+#define TQKV__MATRIX_KEPT_BYTES         (32 * TQKV__MATRIX_COLUMNS)       /* (3) 8 numbers a column, and */
+#define TQKV__MATRIX_STATE_BYTES        (8 * TQKV__MATRIX_COLUMNS)        /*     maximum and sum of a simdgroup */
+#define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)             /* (0) a row and its sum, n simdgroups */
 
 /* Floats of a padded query in attend. */
 #define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
@@ -853,8 +873,9 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
         TQKV__SIGN_BYTES(D), TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),            \
         TQKV__ATTEND_WEIGHT_BYTES(D, 1), TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1),                   \
-        TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH, TQKV__SECTION
-enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 15 };
+        TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D),                    \
+        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__MATRIX_KEPT_BYTES, TQKV__MATRIX_STATE_BYTES
+enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 20 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend. */
@@ -919,6 +940,7 @@ typedef struct tqkv__table_report {
     uint32_t struct_sizes[TQKV__N_SHARED_STRUCTS];
     tqkv__table_set tables;
     int32_t kernel_sizes[TQKV__KERNEL_DIMS][TQKV__N_KERNEL_SIZES];
+    float matrix_product[32][2]; /* each lane's elements of TQKV__MATRIX_TEST with seed 3, times that with seed 5 */
 } tqkv__table_report;
 
 #ifdef __cplusplus
@@ -931,7 +953,7 @@ TQKV__ASSERT_SIZE(tqkv__rows_args, 20);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
 TQKV__ASSERT_SIZE(tqkv__attend_args, 68);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4080);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4536);
 
 #endif
 /* <<shared */
@@ -967,7 +989,8 @@ typedef enum tqkv__family {
     TQKV__DECODE,
     TQKV__ROTATE,
     TQKV__ATTEND,
-    TQKV__ATTEND_MERGE
+    TQKV__ATTEND_MERGE,
+    TQKV__ATTEND_MATRIX
 } tqkv__family;
 
 /* Identifies a pipeline. Only bytes, without padding: two kernels can be compared with memcmp. */
@@ -1022,6 +1045,8 @@ TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *s, int64_t positi
 TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
                                        tqkv__dispatch *d);
 TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *a, size_t *bytes);
+/* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
+TQKV_API void tqkv__plan_columns(tqkv__dispatch *d, bool matrix, int columns);
 TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
                                        tqkv_metal_buffer out, tqkv__dispatch d[2]);
 
@@ -1038,6 +1063,8 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
                                              tqkv__dispatch d[2]);
 TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 
+/* Whether attend_matrix may be used on the GPU that made the report. */
+TQKV_API bool tqkv__matrices_as_expected(const tqkv__table_report *report);
 /* The first difference between the shaders' tables and sizes and this header's; NULL if there is none. */
 TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report);
 
@@ -6738,7 +6765,7 @@ enum { TQKV__STRETCH_TILES = 16, TQKV__SHORT_STRETCHES = 16, TQKV__MOST_SUMS = 3
 
 typedef struct tqkv__split {
     int columns, n_simdgroups, n_splits, first_stretch, n_short, sections_each, n_partials;
-    size_t blocks;                  /* of columns */
+    bool matrix;
     size_t sums_size, scratch_size; /* [n_partials][n_rows][head_dim]; scratch: also [1 + n_partials][n_rows][2] */
 } tqkv__split;
 
@@ -6761,10 +6788,31 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t *first, int64_t *
     *end = ((wraps ? a->keys.capacity : slot + seen) + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
 }
 
+/* Whether attention multiplies matrices. A query must have the same bits alone and in company, so the number of queries
+   does not decide: several queries of a narrow group go without. Microseconds on an H200, one token, 128k positions, 8 KV
+   heads, D=128 (make bench-gpu, with --lanes and --matrices):
+
+   group                 1          2          4           8           16
+   TQ4, without, with    61, 85     68, 87     96, 93      153, 93     284, 126
+   I8                    75, 94     80, 90     103, 91     173, 93
+   I8 keys, TQ4 values   63, 76     70, 79     99, 81      154, 81
+   F16                   135, 143   136, 144   144, 146    181, 148
+   TQ5                   92, 138    103, 132   148, 133    204, 139
+   TQ8                   127, 151   133, 153   152, 155    204, 161
+
+   4096 queries over as many positions at a group of 4, TQ4: 6537 and 2695. What it costs narrow groups: 512 queries over
+   8k positions at a group of 2 take 1467, and would take 596. */
+static bool tqkv__choose_matrix(const tqkv__attention *a)
+{
+    return a->group >= 4 && a->key_dim == a->value_dim && (a->key_dim == 64 || a->key_dim == 128 || a->key_dim == 256);
+}
+
 /* Divides query rows and the tiles [first, end) of the keys. */
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, tqkv__split *split)
 {
-    const int64_t rows = (int64_t)a->call.n_queries * a->group, most = TQKV__MAX_COLUMNS(a->key_dim);
+    split->matrix = tqkv__choose_matrix(a);
+    const int64_t rows = (int64_t)a->call.n_queries * a->group,
+                  most = split->matrix ? TQKV__MOST_MATRIX_COLUMNS(a->key_dim) : TQKV__MAX_COLUMNS(a->key_dim);
     const int64_t blocks = (rows + most - 1) / most, section = TQKV__SECTION;
     const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
     split->n_short = a->call.window ? INT_MAX : TQKV__SHORT_STRETCHES;
@@ -6778,7 +6826,6 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     split->sections_each = full ? n_sections : stretches ? 0 : 1;
     split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
     split->columns = (int)((rows + blocks - 1) / blocks);
-    split->blocks = (size_t)((rows + split->columns - 1) / split->columns);
     split->n_simdgroups = end > 4 ? 4 : end > 1 ? (int)end : 1;
     const size_t n = (size_t)split->n_partials;
     if (a->n_rows > SIZE_MAX / row / (n + 1)) return TQKV__INVALID("scratch of more than SIZE_MAX bytes");
@@ -6809,13 +6856,12 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__split *
     args->value_block_scale = a->values.block_scale;
 }
 
-static void tqkv__plan_attend_constants(tqkv__dispatch *d, const tqkv__attention *a, int columns)
+static void tqkv__plan_attend_constants(tqkv__dispatch *d, const tqkv__attention *a)
 {
     const tqkv__attend_args *args = &d->args[0].attend;
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)a->keys.format);
     tqkv__plan_constant(d, TQKV_FC_VALUE_FORMAT, (int)a->values.format);
     tqkv__plan_constant(d, TQKV_FC_ROTATE_QUERIES, a->rotate_queries);
-    tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
     tqkv__plan_constant(d, TQKV_FC_MANY_QUERIES, a->call.n_queries > 1);
     tqkv__plan_constant(d, TQKV_FC_SOFTCAP, a->call.softcap > 0.0f);
     tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS,
@@ -6845,14 +6891,41 @@ static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buf
 
 /* The memory of queries and sums, the largest part, holds only the columns in use: it limits the threadgroups on a
    core. */
-static void tqkv__plan_attend_memory(tqkv__dispatch *d, size_t key_dim, size_t value_dim, const tqkv__split *split)
+static void tqkv__plan_attend_memory(tqkv__dispatch *d, size_t key_dim, size_t value_dim, int columns)
 {
-    const size_t sums = split->sections_each ? TQKV__ATTEND_SUM_BYTES(value_dim) : 0;
-    d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
-    d->memory[1] = (TQKV__ATTEND_QUERY_BYTES(key_dim) + sums) / TQKV__MAX_COLUMNS(key_dim) * (size_t)split->columns;
+    const size_t sums = d->args[0].attend.sections_each ? TQKV__ATTEND_SUM_BYTES(value_dim) : 0;
+    d->memory[1] = (TQKV__ATTEND_QUERY_BYTES(key_dim) + sums) / TQKV__MAX_COLUMNS(key_dim) * (size_t)columns;
+    d->memory[2] = 0;
     d->memory[3] = TQKV__ATTEND_KEPT_BYTES(value_dim);
     d->memory_each[2] = TQKV__ATTEND_WEIGHT_BYTES(value_dim, 1);
     d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(value_dim, 1);
+}
+
+/* Matrices come whole: 8 or 16 columns. */
+static void tqkv__plan_matrix_memory(tqkv__dispatch *d, size_t head_dim, int columns)
+{
+    const size_t matrices = columns <= 8 ? 1 : 2;
+    d->memory[1] = TQKV__MATRIX_QUERY_BYTES(head_dim) * matrices;
+    d->memory[2] = TQKV__MATRIX_SUM_BYTES(head_dim) * matrices;
+    d->memory[3] = TQKV__MATRIX_KEPT_BYTES;
+    d->memory_each[2] = 0;
+    d->memory_each[3] = TQKV__MATRIX_STATE_BYTES;
+}
+
+TQKV_API void tqkv__plan_columns(tqkv__dispatch *d, bool matrix, int columns)
+{
+    const int head_dim = d->kernel.head_dim * TQKV__DIM_UNIT, value_dim = d->kernel.value_dim * TQKV__DIM_UNIT;
+    const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
+    const size_t rows = (size_t)d->args[0].attend.n_queries * (size_t)d->args[0].attend.group;
+    if (columns > most) columns = most;
+    d->kernel.family = matrix ? TQKV__ATTEND_MATRIX : TQKV__ATTEND;
+    tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
+    d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
+    if (matrix)
+        tqkv__plan_matrix_memory(d, (size_t)head_dim, columns);
+    else
+        tqkv__plan_attend_memory(d, (size_t)head_dim, (size_t)(value_dim ? value_dim : head_dim), columns);
+    d->grid[1] = (rows + (size_t)columns - 1) / (size_t)columns;
 }
 
 static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
@@ -6865,7 +6938,7 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
     tqkv__plan_attend_args(a, split, &d->args[0].attend);
     d->args_size = sizeof d->args[0].attend;
     d->n_args = 1;
-    tqkv__plan_attend_constants(d, a, split->columns);
+    tqkv__plan_attend_constants(d, a);
     tqkv__plan_constant(d, TQKV_FC_CENTER, center);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, center && a->keys.rotated && !a->rotate_queries);
     tqkv__plan_bind_rows(d, "q", 1, b->q, TQKV_FC_TYPE, a->call.query_type, a->q_elements, false);
@@ -6878,9 +6951,8 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
     tqkv__plan_bind_center(d, "values' center", TQKV__ONLY_CHECKED, b->values, &a->values, true);
     tqkv__plan_bind_rows(d, "out", TQKV__ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type, a->out_elements,
                          true);
-    tqkv__plan_attend_memory(d, (size_t)a->key_dim, (size_t)a->value_dim, split);
+    tqkv__plan_columns(d, split->matrix, split->columns);
     d->grid[0] = (size_t)a->n_kv_heads;
-    d->grid[1] = split->blocks;
     d->grid[2] = (size_t)split->n_splits;
     d->n_simdgroups = split->n_simdgroups;
 }
@@ -7043,6 +7115,18 @@ TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
     c->attention.end += n_tokens;
     c->first = tqkv__oldest(c, c->attention.end);
+}
+
+TQKV_API bool tqkv__matrices_as_expected(const tqkv__table_report *report)
+{
+    for (int lane = 0; lane < TQKV__SIMD_WIDTH; lane++)
+        for (int i = 0; i < 2; i++) {
+            const int row = TQKV__MATRIX_ROW(lane), column = TQKV__MATRIX_COLUMN(lane) + i;
+            int product = 0;
+            for (int k = 0; k < 8; k++) product += TQKV__MATRIX_TEST(row, k, 3) * TQKV__MATRIX_TEST(k, column, 5);
+            if (report->matrix_product[lane][i] != (float)product) return false;
+        }
+    return true;
 }
 
 /* Compares the sizes first, because the places of the tables depend on them. */

@@ -52,6 +52,7 @@ struct tqkv_metal {
     id<MTLCommandQueue> queue;
     id<MTLLibrary> library;
     id<MTLBuffer> unused; /* bound to kernel arguments that a call lacks */
+    bool matrices;        /* the GPU's matrices are as attend_matrix expects */
     pthread_mutex_t lock; /* of all fields below */
     tqkv__pipeline *pipelines;
     tqkv__memory *memory;
@@ -93,10 +94,15 @@ void tqkv_metal_error(tqkv_metal *m, char *text, size_t size)
 
 static NSString *tqkv__function_name(const tqkv__kernel *kernel)
 {
-    static const char *const families[] = {[TQKV__TABLES] = "tables",       [TQKV__ENCODE] = "encode",
-                                           [TQKV__ENCODE_KV] = "encode_kv", [TQKV__PROBE] = "probe",
-                                           [TQKV__DECODE] = "decode",       [TQKV__ROTATE] = "rotate",
-                                           [TQKV__ATTEND] = "attend",       [TQKV__ATTEND_MERGE] = "attend_merge"};
+    static const char *const families[] = {[TQKV__TABLES] = "tables",
+                                           [TQKV__ENCODE] = "encode",
+                                           [TQKV__ENCODE_KV] = "encode_kv",
+                                           [TQKV__PROBE] = "probe",
+                                           [TQKV__DECODE] = "decode",
+                                           [TQKV__ROTATE] = "rotate",
+                                           [TQKV__ATTEND] = "attend",
+                                           [TQKV__ATTEND_MERGE] = "attend_merge",
+                                           [TQKV__ATTEND_MATRIX] = "attend_matrix"};
     const char *family = families[kernel->family];
     const int head_dim = kernel->head_dim * TQKV__DIM_UNIT, value_dim = kernel->value_dim * TQKV__DIM_UNIT;
     if (!head_dim) return [NSString stringWithFormat:@"tqkv_%s", family];
@@ -370,11 +376,19 @@ tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention 
     return r == TQKV_OK ? r : tqkv__refuse(m, r, "attend_scratch");
 }
 
+/* Where the GPU's matrices lie otherwise, attend takes the place of attend_matrix. */
+static tqkv_result tqkv__avoid_matrices(const tqkv_metal *m, tqkv_result r, tqkv__dispatch *d)
+{
+    if (r == TQKV_OK && !m->matrices && d->kernel.family == TQKV__ATTEND_MATRIX)
+        tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
+    return r;
+}
+
 tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                               tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
 {
     tqkv__dispatch d[2];
-    const tqkv_result r = tqkv__plan_attend(a, q, scratch, out, d);
+    const tqkv_result r = tqkv__avoid_matrices(m, tqkv__plan_attend(a, q, scratch, out, d), d);
     return tqkv__record(m, encoder, "attend", r, d, 2);
 }
 
@@ -475,7 +489,7 @@ tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, co
     tqkv_metal_buffer memory;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    r = tqkv__plan_cache_attend(c, memory, q, n_queries, scratch, out, d);
+    r = tqkv__avoid_matrices(m, tqkv__plan_cache_attend(c, memory, q, n_queries, scratch, out, d), d);
     return tqkv__record(m, encoder, "attend", r, d, 2);
 }
 
@@ -522,7 +536,7 @@ static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const 
     const tqkv_metal_buffer ob = {qb.buffer, qb.offset + sizes[0]},
                             scratch = {qb.buffer, qb.offset + sizes[0] + sizes[1]};
     memcpy(block, q, sizes[0]);
-    r = tqkv__plan_cache_attend(c, memory, qb, n_queries, scratch, ob, d);
+    r = tqkv__avoid_matrices(m, tqkv__plan_cache_attend(c, memory, qb, n_queries, scratch, ob, d), d);
     r = tqkv__run(m, "attend", r, d, 2);
     if (r == TQKV_OK) memcpy(out, block + sizes[0], sizes[1]);
     tqkv__memory_free(m, block, 0);
@@ -644,6 +658,7 @@ static tqkv_result tqkv__check_tables(tqkv_metal *m)
     tqkv__plan_tables(buffer, &d);
     tqkv_result r = tqkv__run(m, "tables", TQKV_OK, &d, 1);
     const char *stale = r == TQKV_OK ? tqkv__stale_table(report) : NULL;
+    m->matrices = r == TQKV_OK && tqkv__matrices_as_expected(report);
     if (stale) r = tqkv__fail(m, TQKV_TABLE_MISMATCH, "the library's %s differs from that of tqkv.h", stale);
     tqkv__memory_free(m, report, 0);
     return r;
@@ -653,7 +668,7 @@ static tqkv_result tqkv__check_tables(tqkv_metal *m)
 static tqkv_result tqkv__try_pipelines(tqkv_metal *m)
 {
     tqkv_result r = TQKV_OK;
-    for (int family = TQKV__TABLES + 1; family <= TQKV__ATTEND_MERGE && r == TQKV_OK; family++) {
+    for (int family = TQKV__TABLES + 1; family <= TQKV__ATTEND_MATRIX && r == TQKV_OK; family++) {
         tqkv__pipeline p = {.kernel = {.family = (uint8_t)family, .head_dim = 128 / TQKV__DIM_UNIT}};
         for (int i = 0; i < TQKV__CONSTANTS; i++) p.kernel.constants[i] = 1 + true;
         p.kernel.constants[TQKV_FC_FORMAT] = 1 + TQKV_I8;

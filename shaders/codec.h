@@ -218,21 +218,29 @@ inline codebook open_codebook(uint format, threadgroup const float *table, uint 
 // Bit `from` of word at bit 0; if negative, bit 0 at bit -from.
 inline uint shift_down(uint word, int from) { return from >= 0 ? word >> from : word << -from; }
 
-// Value i of the raw codes, before its scale. All lanes of the simdgroup must come here together: it may shuffle.
+// Code i of a format with a codebook. The bits above it are not cleared.
 template <int W, int N>
-inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book)
+inline uint code_at(uint format, thread const raw_codes<W, N> &raw, int i)
 {
     bool pairs = W == 4 && main_bits(format) == 2;
     int main = pairs ? 2 : W;
     uint word = pairs ? raw.main[i / 16] : raw.main[i * W / 32], shift = uint(i * main % 32);
-    if (W == 16) return float(as_type<half>(ushort((word >> shift) & 0xffffu)));
-    if (W == 8 && !has_codebook(format)) return float(int(word << (24u - (shift & 24u))) >> 24);
     uint code = word >> shift, main_mask = (1u << main) - 1u;
     if (W < 8 && upper_bits(format) == 1)
         code = (code & main_mask) | (shift_down(raw.upper[i / 32], i % 32 - main) & (1u << main));
     if (W < 8 && upper_bits(format) == 2)
         code = (code & main_mask) | (shift_down(raw.upper[i / 16], i % 16 * 2 - main) & (3u << main));
-    uint bits = codebook_bits(format);
+    return code;
+}
+
+// Value i of the raw codes, before its scale. All lanes of the simdgroup must come here together: it may shuffle.
+template <int W, int N>
+inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book)
+{
+    uint word = raw.main[i * W / 32], shift = uint(i * W % 32);
+    if (W == 16) return float(as_type<half>(ushort((word >> shift) & 0xffffu)));
+    if (W == 8 && !has_codebook(format)) return float(int(word << (24u - (shift & 24u))) >> 24);
+    uint code = code_at<W, N>(format, raw, i), bits = codebook_bits(format);
     // The lanes repeat a codebook of fewer than 32 centroids: bits above the code may stay in the lane number.
     if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
     return book.table[code & ((1u << bits) - 1u)];

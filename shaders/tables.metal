@@ -1,6 +1,25 @@
 // tables: reports the shaders' codebooks, boundaries, signs, version and argument sizes. The host compares them with
-// its own, and so refuses a library that was built from another version of tqkv.h. One threadgroup.
-#include "common.h"
+// its own, and so refuses a library that was built from another version of tqkv.h. It also multiplies two matrices, which
+// tells whether their elements lie as expected. One simdgroup.
+#include "fragments.h"
+
+inline float test_element(uint row, uint column, uint seed) { return float(TQKV__MATRIX_TEST(row, column, seed)); }
+
+// The lane's elements of the product of the test's matrices.
+inline void multiply_test(uint lane, thread sum_matrix &product)
+{
+    uint row = TQKV__MATRIX_ROW(lane), column = TQKV__MATRIX_COLUMN(lane);
+    float x = test_element(row, column, 3u), y = test_element(row, column + 1u, 3u);
+    float z = test_element(TQKV_RIGHT_ROW(lane, 0), TQKV_RIGHT_COLUMN(lane, 0), 5u);
+    float w = test_element(TQKV_RIGHT_ROW(lane, 1), TQKV_RIGHT_COLUMN(lane, 1), 5u);
+    left_part left[2][2];
+    sum_matrix other;
+    left[0][0] = left[0][1] = left_of_values(code_value_of(x, false), code_value_of(y, false));
+    left[1][0] = left[1][1] = left_of_values(code_value_of(0.0f, false), code_value_of(0.0f, false));
+    clear_matrix(product);
+    clear_matrix(other);
+    multiply(left, right_of(z, w, false), right_of(0.0f, 0.0f, false), false, false, product, other);
+}
 
 // clang-format off
 #define STORE_SIZE(name) report->struct_sizes[n_structs++] = uint(sizeof(tqkv__##name));
@@ -23,4 +42,9 @@ kernel void tqkv_tables(device tqkv__table_report *report [[buffer(0)]],
     device uchar *to = (device uchar *)&report->tables;
     constant uchar *from = (constant uchar *)&tqkv__tables;
     for (uint i = thread_index; i < uint(sizeof(tqkv__table_set)); i += n_simdgroups * 32u) to[i] = from[i];
+    if (thread_index >= 32u) return;
+    sum_matrix product;
+    multiply_test(thread_index, product);
+    report->matrix_product[thread_index][0] = product.elements[0];
+    report->matrix_product[thread_index][1] = product.elements[1];
 }

@@ -387,12 +387,45 @@ static void check_split(const void *row)
                 tqkv__dispatch d[2];
                 CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
                 const int columns = constant(d, TQKV_FC_COLUMNS);
-                CHECK(columns <= TQKV__MAX_COLUMNS(head_dim) && columns * (int)d->grid[1] >= rows &&
+                const bool matrix = d->kernel.family == TQKV__ATTEND_MATRIX;
+                const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
+                CHECK(columns <= most && columns * (int)d->grid[1] >= rows &&
                           columns * (int)d->grid[1] - rows < (int)d->grid[1],
                       "%d rows as %zu blocks of %d", rows, d->grid[1], columns);
                 check_stretches(d, a.attention.end, scratch);
             }
         }
+}
+
+/* The group and head_dim choose the kernel, never the number of queries: a query has the same bits in company. The other
+   kernel can take its place in the same scratch. */
+static void check_kernels(const void *row)
+{
+    (void)row;
+    for (int i = 0; i < TQKV__KERNEL_DIMS; i++)
+        for (int group = 1; group <= 8; group++)
+            for (int n_queries = 1; n_queries <= 40; n_queries += 13) {
+                const int head_dim = TQKV__KERNEL_DIM(i), rows = group * n_queries;
+                const tqkv_metal_store keys = plan_store(TQKV_TQ4, head_dim, 3000, false, 0),
+                                       values = plan_store(TQKV_TQ8, head_dim, 3000, false, 2);
+                const bool matrix = group >= 4 && (head_dim == 64 || head_dim == 128 || head_dim == 256);
+                tqkv__dispatch d[2];
+                tqkv_metal_attention a;
+                memset(&a, 0, sizeof a);
+                a.keys = &keys;
+                a.values = &values;
+                a.attention.n_heads = 3 * group;
+                a.attention.n_queries = n_queries;
+                a.attention.end = 3000;
+                CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+                CHECK(d[0].kernel.family == (matrix ? TQKV__ATTEND_MATRIX : TQKV__ATTEND), "group %d", group);
+                tqkv__plan_columns(d, false, 16);
+                const int columns = constant(d, TQKV_FC_COLUMNS);
+                CHECK(d[0].kernel.family == TQKV__ATTEND && columns <= TQKV__MAX_COLUMNS(head_dim) &&
+                          columns * (int)d[0].grid[1] >= rows,
+                      "%d rows as %zu blocks of %d", rows, d[0].grid[1], columns);
+                CHECK(d[0].memory_each[2] > 0 && d[0].memory[2] == 0, "the memory of another kernel");
+            }
 }
 
 /* A window has the stretches that its queries see together, wherever it stands, and all of a ring that wraps. */
@@ -486,7 +519,8 @@ static void check_stale(const void *row)
         memcpy(report.kernel_sizes[i], kernel_sizes, sizeof kernel_sizes);
     }
     CHECK(!tqkv__stale_table(&report), "not stale: %s", tqkv__stale_table(&report));
-    for (size_t i = 0; i < sizeof report; i++) {
+    CHECK(!tqkv__matrices_as_expected(&report), "a product of zeros");
+    for (size_t i = 0; i < offsetof(tqkv__table_report, matrix_product); i++) {
         ((unsigned char *)&report)[i] ^= 1;
         CHECK(tqkv__stale_table(&report), "byte %zu of %zu", i, sizeof report);
         ((unsigned char *)&report)[i] ^= 1;
@@ -570,6 +604,7 @@ void test_plan_cases(void)
     for (int i = 0; i < TEST_ALL_HEAD_DIMS; i++)
         test_add(check_head_dim, &test_all_head_dims[i], sizeof(int), "plan/head_dim/%d", test_all_head_dims[i]);
     test_add(check_types, NULL, 0, "plan/types");
+    test_add(check_kernels, NULL, 0, "plan/kernels");
     test_add(check_window, NULL, 0, "plan/window");
     test_add(check_cache_plan, NULL, 0, "plan/cache");
     test_add(check_stale, NULL, 0, "plan/stale");

@@ -24,6 +24,8 @@ CALLS = {
     "air.simd_max.f32": ("float", "float", TOGETHER), "air.simd_shuffle.f32": ("float", "float, i16", TOGETHER),
     "air.simd_shuffle.u.i32": ("i32", "i32, i16", TOGETHER), "air.simd_shuffle_xor.f32": ("float", "float, i16", TOGETHER),
     "air.simd_shuffle_xor.u.i32": ("i32", "i32, i16", TOGETHER),
+    "air.simdgroup_matrix_8x8_multiply_accumulate.v64f32.v64f32.v64f32.v64f32":
+        ("<64 x float>", "<64 x float>, <64 x float>, <64 x float>", TOGETHER),
     "air.atomic.global.store.i32": ("void", "i32 addrspace(1)*, i32, i32, i32, i1", PLAIN),
     "llvm.lifetime.start.p0i8": ("void", "i64, i8*", PLAIN), "llvm.lifetime.end.p0i8": ("void", "i64, i8*", PLAIN),
     "llvm.memset.p0i8.i64": ("void", "i8*, i8, i64, i1", PLAIN), "air.fma.f32": ("float", "float, float, float", CONST),
@@ -52,8 +54,9 @@ def split(text):
 
 
 def type_of(operand):
-    """The type of `TYPE VALUE`."""
-    return re.match(r"(.*\S)\s+\S+$", operand).group(1)
+    """The type of `TYPE VALUE`; the value of a vector may be a list."""
+    vector = re.match(r"(<\d+ x \w+>) [<%uz]", operand)
+    return (vector or re.match(r"(.*\S)\s+\S+$", operand)).group(1)
 
 
 class Kernel:
@@ -79,6 +82,8 @@ class Kernel:
             if match:
                 byte_steps[match.group(1)] = match.groups()
         for line in self.body:
+            if "@llvm.experimental.noalias.scope.decl(" in line: # its metadata is left out, too
+                continue
             metadata = re.findall(r", (!(\S+) !\d+)", line)
             line = re.sub(r", !\S+ !\d+", "", line)
             tail = "".join(f", {node}" for node, kind in metadata if kind in KEPT)

@@ -1,5 +1,5 @@
 // Times the shaders on an NVIDIA GPU: bench FOLDER [--list] [--quick] [--check] [--planned] [--simdgroups N]
-// [--threadgroups N] [part of a name]...
+// [--threadgroups N] [--lanes] [--matrices] [part of a name]...
 //
 // FOLDER holds the pipelines. --list prints the names of the pipelines that the benchmark needs. --check compares
 // attention with the CPU and times nothing, for compute-sanitizer. --planned times what tqkv.h plans for any GPU. One
@@ -31,6 +31,8 @@ struct options {
     bool list, quick, check;
     int n_simdgroups, threadgroups; // 0: choose_split chooses
     bool planned;                   // as tqkv.h plans it
+    int stretches;                  // of the store, each threadgroup adds up all; 0: choose_split chooses
+    int kernel;                     // GPU_LANES or GPU_MATRICES; 0: as planned
     std::vector<std::string> filters;
 };
 options opt;
@@ -253,11 +255,14 @@ void plan_attention(const attention &a, const tqkv_store &keys, const tqkv_store
 gpu_split choose_split(attention a, const tqkv_store &keys, const tqkv_store &values)
 {
     tqkv__dispatch d[2];
-    if (opt.planned) return {0, 0, 0};
+    if (opt.planned) return {0, 0, 0, 0, opt.kernel};
+    a.split.kernel = opt.kernel;
+    a.split.columns = opt.kernel ? std::min(a.shape.n_queries * a.shape.group, 16) : 0;
     plan_attention(a, keys, values, d);
     const int columns = d[0].kernel.constants[TQKV_FC_COLUMNS] - 1;
-    const int n_simdgroups = opt.n_simdgroups ? opt.n_simdgroups : columns <= 2 && a.shape.head_dim <= 128 ? 8 : 4;
-    a.split = {columns, n_simdgroups, 0};
+    const bool few = columns <= 2 && a.shape.head_dim <= 128 && d[0].kernel.family == TQKV__ATTEND;
+    const int n_simdgroups = opt.n_simdgroups ? opt.n_simdgroups : few ? 8 : 4;
+    a.split = {columns, n_simdgroups, 0, 0, opt.kernel};
     plan_attention(a, keys, values, d);
     const gpu_dispatch planned = gpu_planned(d[0]);
     int per_processor = 1, processors = 132;
@@ -266,10 +271,11 @@ gpu_split choose_split(attention a, const tqkv_store &keys, const tqkv_store &va
         CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, find_pipeline(planned), (int)planned.threads,
                                                            cuda_shared_bytes(planned)));
     }
+    if (opt.stretches) return {columns, n_simdgroups, opt.stretches, GPU_EVERYTHING, opt.kernel};
     const int wave = opt.threadgroups ? opt.threadgroups : processors * per_processor;
     const int tiles = (a.shape.positions + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
     const int wanted = wave / (int)(d[0].grid[0] * d[0].grid[1]), allowed = tiles / (2 * n_simdgroups);
-    return {columns, n_simdgroups, wanted > 1 ? std::max(1, std::min(wanted, allowed)) : 0};
+    return {columns, n_simdgroups, wanted > 1 ? std::max(1, std::min(wanted, allowed)) : 0, 0, opt.kernel};
 }
 
 attention make_attention(const attend_shape &shape, const tqkv_store &keys, const tqkv_store &values)
@@ -467,7 +473,7 @@ void bench_decode(tqkv_format format, int head_dim, int positions)
 void bench_all()
 {
     const tqkv_format formats[] = {TQKV_F16, TQKV_I8, TQKV_TQ8, TQKV_TQ5, TQKV_TQ4, TQKV_TQ3, TQKV_TQ2};
-    const std::vector<std::pair<int, int>> groups = {{2, 1}, {4, 1}, {8, 1}};
+    const std::vector<std::pair<int, int>> groups = {{1, 1}, {2, 1}, {4, 1}, {8, 1}, {16, 1}, {2, 8}};
     for (tqkv_format f : {TQKV_F16, TQKV_I8, TQKV_TQ8, TQKV_TQ6, TQKV_TQ5, TQKV_TQ4, TQKV_TQ3, TQKV_TQ2})
         bench_encode(f, 128, 131072);
     for (int head_dim : {64, 80, 96, 192, 256, 512}) bench_encode(TQKV_TQ4, head_dim, 131072);
@@ -479,6 +485,7 @@ void bench_all()
         for (tqkv_format f : {TQKV_F16, TQKV_I8, TQKV_TQ4}) bench_attention(f, f, head_dim, 131072, groups);
     for (tqkv_format f : {TQKV_F16, TQKV_I8, TQKV_TQ4}) {
         bench_attention(f, f, 128, 8192, {{2, 512}});
+        bench_attention(f, f, 128, 4096, {{4, 4096}});
         bench_decode(f, 128, 8192);
     }
     if (opt.quick) return;
@@ -486,7 +493,6 @@ void bench_all()
         for (int positions : {8192, 32768}) bench_attention(f, f, 128, positions, groups);
         for (int head_dim : {64, 256, 512})
             for (int positions : {8192, 32768, 131072, 1048576}) bench_attention(f, f, head_dim, positions, groups);
-        for (int positions : {8192, 131072}) bench_attention(f, f, 128, positions, {{2, 8}});
     }
 }
 
@@ -501,10 +507,16 @@ void read_options(int argc, char **argv)
             opt.quick = true;
         else if (argument == "--check")
             opt.check = true;
+        else if (argument == "--lanes")
+            opt.kernel = GPU_LANES;
+        else if (argument == "--matrices")
+            opt.kernel = GPU_MATRICES;
         else if (argument == "--planned")
             opt.planned = true;
         else if (argument == "--simdgroups" && i + 1 < argc)
             opt.n_simdgroups = atoi(argv[++i]);
+        else if (argument == "--stretches" && i + 1 < argc)
+            opt.stretches = atoi(argv[++i]);
         else if (argument == "--threadgroups" && i + 1 < argc)
             opt.threadgroups = atoi(argv[++i]);
         else

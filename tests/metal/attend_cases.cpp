@@ -4,19 +4,32 @@
 #include <algorithm>
 #include <math.h>
 
-void check_attend(const attend_row &row, const std::vector<gpu_split> &splits)
+// Each way to divide attention, and where head_dim has two kernels, the last way with the other one too.
+static std::vector<gpu_split> with_both_kernels(std::vector<gpu_split> splits, const attend_row &row)
 {
+    if (!gpu_has_matrices(row.head_dim)) return splits;
+    gpu_split other = splits.back();
+    other.kernel = row.group >= 4 ? GPU_LANES : GPU_MATRICES;
+    splits.push_back(other);
+    return splits;
+}
+
+size_t check_attend(const attend_row &row, const std::vector<gpu_split> &splits)
+{
+    const std::vector<gpu_split> ways = with_both_kernels(splits, row);
     attend_problem problem;
     attend_set_up(&problem, &row);
-    for (const gpu_split &split : splits) {
-        std::string what = "columns " + std::to_string(split.columns) + ", simdgroups " +
-                           std::to_string(split.n_simdgroups) + ", stretches " + std::to_string(split.n_stretches) +
-                           ", share " + std::to_string(split.share);
+    for (const gpu_split &split : ways) {
+        std::string what = std::string(split.kernel == GPU_MATRICES ? "by matrices, " : "") + "columns " +
+                           std::to_string(split.columns) + ", simdgroups " + std::to_string(split.n_simdgroups) +
+                           ", stretches " + std::to_string(split.n_stretches) + ", share " +
+                           std::to_string(split.share);
         std::fill_n(problem.out, problem.n_rows * problem.value_dim, NAN);
         CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, split));
         attend_check(&problem, problem.out, what.c_str());
     }
     attend_tear_down(&problem);
+    return ways.size();
 }
 
 // The call's query number `query` alone, over the positions that it sees in the call.
@@ -218,8 +231,8 @@ void run_types(const void *parameters)
 // Values far from 0 become infinite halves, and values near it subnormal ones.
 void add_types()
 {
-    const int head_dims[] = {128, 80, 192, 1024, 48, 192};
-    for (int i = 0; i < 6; i++) {
+    const int head_dims[] = {128, 80, 192, 1024, 48, 192, 64, 256};
+    for (int i = 0; i < 8; i++) {
         typed_attend_row row = {default_row(i % 2 ? TQKV_I8 : TQKV_F16, TQKV_TQ8, head_dims[i]),
                                 i % 2 ? TQKV_TYPE_F16 : TQKV_TYPE_BF16, i < 3 ? TQKV_TYPE_F16 : TQKV_TYPE_BF16};
         row.row.problem.value_dim = i == 5 ? 128 : 0;
@@ -227,6 +240,7 @@ void add_types()
         row.row.problem.value_center = i == 0 ? 70000.0f : i == 1 ? 1e-5f : 0.0f;
         row.row.problem.output_basis = i % 3 == 1 ? TQKV_ROTATED : TQKV_ORIGINAL;
         row.row.problem.bits_alone = true;
+        row.row.split.kernel = i >= 6 ? GPU_MATRICES : GPU_LANES;
         test_add(run_types, &row, sizeof row, "attend/types/%d", i);
     }
 }
@@ -437,11 +451,14 @@ void run_company(const void *parameters)
     row.bits_alone = true;
     attend_problem problem;
     attend_set_up(&problem, &row);
-    const gpu_split ways[] = {{0, 4, 40, GPU_EACH}, {0, 4, 40, GPU_SECTIONS}, {0, 4, 40, GPU_EVERYTHING}};
-    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, planned ? as_planned : ways[seed % 3]));
+    const int kernel = (planned ? seed / 4 : seed) % 2 ? GPU_MATRICES : GPU_LANES; // where head_dim has both
+    const gpu_split as_planned_by_kernel = {0, 0, 0, 0, kernel};
+    const gpu_split ways[] = {
+        {0, 4, 40, GPU_EACH, kernel}, {0, 4, 40, GPU_SECTIONS, kernel}, {0, 4, 40, GPU_EVERYTHING, kernel}};
+    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, planned ? as_planned_by_kernel : ways[seed % 3]));
     for (int query : {0, data_below(&random, row.n_queries), row.n_queries - 1})
         check_alone(problem.attention, problem.q, problem.out, query,
-                    planned ? as_planned : ways[data_below(&random, 3)]);
+                    planned ? as_planned_by_kernel : ways[data_below(&random, 3)]);
     attend_tear_down(&problem);
 }
 

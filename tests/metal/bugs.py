@@ -150,6 +150,41 @@ BUGS = {
         "shaders/attend.h", "values.codes + ulong(base) * ulong(bytes) + row * bytes",
         "values.codes + base * bytes + row * bytes", "attend", (1024,), "plain", "defect/offsets_beyond_4_gib",
         "relative error"),
+    # Products of matrices.
+    "wrong_element_layout": (
+        "tqkv.h", "(((lane) >> 4 << 2) | ((lane) >> 1 & 3))", "((lane) >> 2)", "attend_matrix", (64,), "plain",
+        "attend/pair/tq4_tq4/d64", "by matrices"),
+    "wrong_element_layout_reported": (
+        "tqkv.h", "(((lane) >> 4 << 2) | ((lane) >> 1 & 3))", "((lane) >> 2)", "tables", (), "plain",
+        "machine/matrix_places", "the check says they do not"),
+    "matrices_summed_without_barrier": (
+        "shaders/attend_matrix.h", "            }\n        }\n        threadgroup_barrier(mem_flags::mem_threadgroup);\n    }\n}",
+        "            }\n        }\n    }\n}", "attend_matrix", (64,), "plain", "attend/pair/tq4_tq4/d64", "FAIL attend/pair/tq4_tq4/d64"),
+    "totals_without_barrier": (
+        "shaders/attend_matrix.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (task.simdgroup == 0 && task.lane",
+        "    if (task.simdgroup == 0 && task.lane", "attend_matrix", (64,), "tsan", "attend/pair/tq4_tq4/d64", "data race"),
+    "queries_arranged_without_barrier": (
+        "shaders/attend_matrix.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    arrange_queries",
+        "    arrange_queries", "attend_matrix", (64,), "tsan", "attend/pair/tq4_tq4/d64", "data race"),
+    "mask_of_matrices_off_by_one": (
+        "shaders/attend_matrix.h", "position <= newest &&", "position < newest &&", "attend_matrix", (64,), "plain",
+        "attend/resident/window/one_query", "by matrices"),
+    "whole_tile_off_by_one": (
+        "shaders/attend_matrix.h", "last <= walk.least_newest &&", "last <= walk.least_newest + 2 &&", "attend_matrix", (64,),
+        "plain", "attend/resident/exactly_full", "by matrices"),
+    "unscaled_merge_of_matrices": (
+        "shaders/attend_matrix.h", "float shrink = share_of(state.maximum[f][i], memory.totals[c * 2u]);",
+        "float shrink = 1.0f;", "attend_matrix", (64,), "plain", "attend/option/large_scores", "by matrices"),
+    "halves_not_cleared": (
+        "shaders/attend_matrix.h", "clear_not_finite<W, N>(values[h].raw);", "values[h].raw[0].main[0] += 0u;", "attend_matrix", (256,), "plain",
+        "attend/poison", "by matrices"),
+    "queries_of_matrices_as_halves": (
+        "shaders/attend_matrix.h", "load_typed_row<D>(row_type,", "load_typed_row<D>(uint(TQKV_TYPE_F16),", "attend_matrix", (64,),
+        "plain", "attend/types/6", "became"),
+    "matrix_maxima_raised_together": (
+        "shaders/attend_matrix.h", "largest = largest > state.maximum[f][i] + 11.0f ? largest : state.maximum[f][i];",
+        "largest = max(largest, state.maximum[f][i]);", "attend_matrix", (64, 128), "plain", "attend/company",
+        "other bits alone"),
     "wrong_last_tile": (
         "shaders/tiles.h", "result.base + row >= start &&", "", "attend", (64,), "plain", "attend/resident/",
         "relative error"),

@@ -109,8 +109,8 @@ std::string gpu_dispatch::run() const
 
 gpu_dispatch gpu_planned(const tqkv__dispatch &planned)
 {
-    static const char *const families[] = {"tables", "encode", "encode_kv", "probe",
-                                           "decode", "rotate", "attend",    "attend_merge"}; // by tqkv__family
+    static const char *const families[] = {"tables", "encode", "encode_kv",    "probe",        "decode",
+                                           "rotate", "attend", "attend_merge", "attend_matrix"}; // by tqkv__family
     const size_t n = (size_t)planned.n_simdgroups, x = planned.grid[0];
     gpu_dispatch d(families[planned.kernel.family], planned.kernel.head_dim * TQKV__DIM_UNIT,
                    planned.kernel.value_dim * TQKV__DIM_UNIT);
@@ -165,8 +165,12 @@ tqkv__binding *gpu_find(tqkv__dispatch *d, int index)
     return nullptr;
 }
 
+bool gpu_has_matrices(int head_dim) { return head_dim == 64 || head_dim == 128 || head_dim == 256; }
+
+static bool is_by_matrices(const tqkv__dispatch &d) { return d.kernel.family == TQKV__ATTEND_MATRIX; }
+
 // All slots of the keys' store, whether a query sees them or not.
-static void force_stretches(tqkv__dispatch d[2], gpu_split split, int head_dim, int value_dim)
+static void force_stretches(tqkv__dispatch d[2], gpu_split split, int value_dim)
 {
     tqkv__attend_args &args = d[0].args[0].attend;
     tqkv__merge_args &merge = d[1].args[0].merge;
@@ -186,8 +190,7 @@ static void force_stretches(tqkv__dispatch d[2], gpu_split split, int head_dim, 
     d[0].grid[2] = (size_t)(args.sections_each > 1 ? 1 : n_partials);
     const int most = split.n_simdgroups ? split.n_simdgroups : TQKV__MERGE_SIMDGROUPS(value_dim);
     d[1].n_simdgroups = std::min(n_sections, std::min(most, TQKV__MERGE_SIMDGROUPS(value_dim)));
-    const size_t columns = (size_t)d[0].kernel.constants[TQKV_FC_COLUMNS] - 1;
-    d[0].memory[1] = columns * (size_t)(6 * head_dim + (each ? 0 : 4 * value_dim));
+    tqkv__plan_columns(&d[0], is_by_matrices(d[0]), d[0].kernel.constants[TQKV_FC_COLUMNS] - 1);
     const size_t rows = (size_t)merge.n_rows * (size_t)n_partials * sizeof(float);
     gpu_find(&d[0], 6)->size = gpu_find(&d[1], 1)->size = rows * (size_t)value_dim;
     gpu_find(&d[0], 7)->size = gpu_find(&d[1], 2)->size = rows * 2 + (size_t)merge.n_rows * 2 * sizeof(float);
@@ -196,16 +199,16 @@ static void force_stretches(tqkv__dispatch d[2], gpu_split split, int head_dim, 
 void gpu_force(tqkv__dispatch d[2], gpu_split split)
 {
     const int head_dim = d[0].kernel.head_dim * TQKV__DIM_UNIT, value_dim = d[1].kernel.head_dim * TQKV__DIM_UNIT;
-    tqkv__attend_args &args = d[0].args[0].attend;
-    if (split.columns) {
-        uint8_t &constant = d[0].kernel.constants[TQKV_FC_COLUMNS];
-        const int columns = split.columns == GPU_MOST ? TQKV__MAX_COLUMNS(head_dim) : split.columns;
-        d[0].memory[1] = d[0].memory[1] / (constant - 1u) * (size_t)columns;
-        d[0].grid[1] = (size_t)((args.n_queries * args.group + columns - 1) / columns);
-        constant = (uint8_t)(columns + 1);
-    }
+    const bool by_matrices =
+        split.kernel && gpu_has_matrices(head_dim) ? split.kernel == GPU_MATRICES : is_by_matrices(d[0]);
+    const int planned = d[0].kernel.constants[TQKV_FC_COLUMNS] - 1;
+    if (split.columns || split.kernel)
+        tqkv__plan_columns(&d[0], by_matrices,
+                           split.columns == GPU_MOST ? INT_MAX
+                           : split.columns           ? split.columns
+                                                     : planned);
     if (split.n_simdgroups) d[0].n_simdgroups = split.n_simdgroups;
-    if (split.n_stretches || split.share) force_stretches(d, split, head_dim, value_dim);
+    if (split.n_stretches || split.share) force_stretches(d, split, value_dim);
 }
 
 void gpu_set_scratch(tqkv__dispatch d[2], float *sums, float *state)
@@ -271,7 +274,7 @@ std::string gpu_attend(const tqkv_attention *a, const void *q, void *out, gpu_sp
     std::vector<float> scratch(bytes / sizeof(float), NAN), sums, state;
     if (r == TQKV_OK)
         r = tqkv__plan_attend(&attention.metal, gpu_buffer(q), gpu_buffer(scratch.data()), gpu_buffer(out), d);
-    if (r == TQKV_OK && (split.columns || split.n_simdgroups || split.n_stretches || split.share)) {
+    if (r == TQKV_OK && (split.columns || split.n_simdgroups || split.n_stretches || split.share || split.kernel)) {
         gpu_force(d, split);
         sums.assign(gpu_find(&d[0], 6)->size / sizeof(float), NAN); // apart, so that a sanitizer sees the end of each
         state.assign(gpu_find(&d[0], 7)->size / sizeof(float), NAN);

@@ -55,11 +55,14 @@ struct gpu_attention {
 enum { GPU_MOST = -1 };                              // columns: the most that a threadgroup can take
 enum { GPU_EACH = 1, GPU_SECTIONS, GPU_EVERYTHING }; // share: what a threadgroup adds up
 // How attention is divided; 0 leaves what tqkv.h planned. n_stretches: about so many in the keys' store. With share
-// those after the 16th are longer.
+// those after the 16th are longer. kernel: where head_dim has both.
+enum { GPU_LANES = 1, GPU_MATRICES };
 struct gpu_split {
     int columns, n_simdgroups, n_stretches;
     int share = 0; // with n_stretches: GPU_EACH
+    int kernel = 0;
 };
+bool gpu_has_matrices(int head_dim);
 
 // Divides a planned attention in another way. The two buffers of scratch change their sizes: gpu_set_scratch must
 // follow.

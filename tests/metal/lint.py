@@ -9,7 +9,7 @@ import sys
 
 SPACES = ("device", "constant", "threadgroup", "thread")
 TYPE = (r"(?:float|half|bool|int|uint|uchar|ushort|ulong|char|short|long|void|size_t|u?int\d+_t|float[234]|uint[234]|"
-        r"half[234]|int[234]|atomic_uint|T|tqkv__\w+|STRUCTS)(?:<[^<>]*>)?")
+        r"half[234]|int[234]|atomic_uint|simdgroup_matrix|sum_matrix|left_part|right_part|code_value|T|tqkv__\w+|STRUCTS)(?:<[^<>]*>)?")
 POSITIONS = {
     "threadgroup_position_in_grid": ("uint", "uint2", "uint3", "ushort", "ushort2", "ushort3"),
     "threadgroups_per_grid": ("uint", "uint2", "uint3", "ushort", "ushort2", "ushort3"),

@@ -17,6 +17,7 @@ inline void unnamed_reference(pair &p, float (&x)[4]) // lint: address-space
 {
     p.a = x[0];
 }
+inline void unnamed_matrix(simdgroup_matrix<float, 8, 8> &m) { m = m; } // lint: address-space
 float plain(float x) { return x; } // lint: not-inline
 inline float wide(float x) { return x * 2.0; } // lint: double
 inline float wider(double x) { return x; } // lint: double

@@ -1,5 +1,12 @@
 // The machine of simt.h itself: the launches that it refuses, and the kernels that exist.
 #include "shader_cases.h"
+#include <math.h>
+#include <metal_stdlib> // the shim's; its words are those of shaders
+#undef device
+#undef constant
+#undef threadgroup
+#undef thread
+#undef kernel
 
 namespace
 {
@@ -19,6 +26,12 @@ void run_entry_points(const void *)
     for (const char *name : {"tqkv_tables", "tqkv_encode_kv_d192_128", "tqkv_attend_d192_128"})
         CHECK(simt::find_kernel(name) != nullptr, "%s is missing", name);
     expected += 2;
+    for (int head_dim : test_head_dims)
+        if (gpu_has_matrices(head_dim)) {
+            std::string name = "tqkv_attend_matrix_d" + std::to_string(head_dim);
+            CHECK(simt::find_kernel(name.c_str()) != nullptr, "%s is missing", name.c_str());
+            expected++;
+        }
     CHECK(found == expected, "%d kernels, not %d", found, expected);
 }
 
@@ -60,8 +73,101 @@ void run_memory_limits(const void *)
         const int n = 8; // simdgroups
         int attend = TQKV__ATTEND_TABLE_BYTES + TQKV__ATTEND_QUERY_BYTES(d) + TQKV__ATTEND_WEIGHT_BYTES(d, n) +
                      TQKV__ATTEND_STATE_BYTES(d, n);
+        const int matrices = TQKV__MOST_MATRIX_COLUMNS(d) / 8;
+        int by_matrices = TQKV__ATTEND_TABLE_BYTES + TQKV__MATRIX_KEPT_BYTES + TQKV__MATRIX_STATE_BYTES * n +
+                          (TQKV__MATRIX_QUERY_BYTES(d) + TQKV__MATRIX_SUM_BYTES(d)) * matrices;
         CHECK(attend <= 32768, "attend at D=%d takes %d bytes", d, attend);
+        CHECK(!gpu_has_matrices(d) || by_matrices <= 32768, "attend_matrix at D=%d takes %d bytes", d, by_matrices);
         CHECK(TQKV__MERGE_BYTES(d, TQKV__MERGE_SIMDGROUPS(d)) <= 32768, "attend_merge at D=%d", d);
+    }
+}
+
+// ---- Matrices ----
+
+typedef metal::simdgroup_matrix<float, 8, 8> matrix;
+
+// Runs a kernel over buffers of 100 floats on one simdgroup.
+std::string run_matrix_kernel(void (*body)(simt::thread_state &), float *left, float *right, float *sum)
+{
+    const simt::kernel k = {"matrix_test", 7, 0, 0, body, nullptr};
+    simt::launch l = {};
+    l.threadgroups = {1, 1, 1};
+    l.threads = {32, 1, 1};
+    l.buffers[0] = left;
+    l.buffers[1] = right;
+    l.buffers[2] = sum;
+    return simt::run(k, l, gpu_schedules[0]);
+}
+
+void multiply_matrices(simt::thread_state &t)
+{
+    matrix a, b, c = metal::make_filled_simdgroup_matrix<float, 8, 8>(2.0f);
+    metal::simdgroup_load(a, (const float *)t.buffers[0], 8);
+    metal::simdgroup_load(b, (const float *)t.buffers[1], 11);
+    b.thread_elements()[1] += 1.0f;
+    metal::simdgroup_multiply_accumulate(c, a, b, c);
+    metal::simdgroup_store(c, (float *)t.buffers[2], 9);
+}
+
+// Small integers, so that every order of the sums is exact. Rows of 8, 11 and 9 numbers.
+void run_matrices(const void *)
+{
+    float a[100], b[100], c[100];
+    for (int i = 0; i < 100; i++) {
+        a[i] = (float)(i * 7 % 23);
+        b[i] = (float)(i * 5 % 19);
+        c[i] = -1.0f;
+    }
+    CHECK_RUN(run_matrix_kernel(multiply_matrices, a, b, c));
+    for (int row = 0; row < 8; row++) {
+        CHECK(c[row * 9 + 8] == -1.0f, "the store wrote behind row %d", row);
+        for (int column = 0; column < 8; column++) {
+            float expected = 2.0f;
+            for (int k = 0; k < 8; k++) expected += a[row * 8 + k] * (b[k * 11 + column] + (float)(column % 2));
+            const float got = c[row * 9 + column];
+            CHECK(got == expected, "row %d, column %d: %g, not %g", row, column, (double)got, (double)expected);
+        }
+    }
+}
+
+void multiply_unset(simt::thread_state &t)
+{
+    matrix a = metal::make_filled_simdgroup_matrix<float, 8, 8>(1.0f), unset, c = a;
+    metal::simdgroup_multiply_accumulate(c, a, unset, c);
+    metal::simdgroup_store(c, (float *)t.buffers[2], 8);
+}
+
+void multiply_in_half_the_lanes(simt::thread_state &t)
+{
+    matrix a = metal::make_filled_simdgroup_matrix<float, 8, 8>(1.0f), c = a;
+    if (t.thread_index_in_simdgroup < 16) metal::simdgroup_multiply_accumulate(c, a, a, c);
+}
+
+void run_wrong_matrices(const void *)
+{
+    float numbers[100] = {};
+    CHECK_RUN(run_matrix_kernel(multiply_unset, numbers, numbers, numbers));
+    CHECK(isnan(numbers[0]) && isnan(numbers[63]), "elements that were never set were multiplied");
+    check_refusal(run_matrix_kernel(multiply_in_half_the_lanes, numbers, numbers, numbers), "divergent");
+}
+
+// On a machine whose matrices lie otherwise, `tables` reports another product.
+void run_matrix_places(const void *)
+{
+    tqkv__table_report report;
+    CHECK_RUN(gpu_tables(&report));
+    CHECK(tqkv__matrices_as_expected(&report), "elements lie as expected, and the check says they do not");
+    for (int other = 0; other < 2; other++) {
+        simt::matrix_place kept[simt::simd_width];
+        memcpy(kept, simt::matrix_places, sizeof kept);
+        for (int lane = 0; lane < simt::simd_width; lane++) { // rows of four lanes; two lanes exchanged
+            simt::matrix_place &place = simt::matrix_places[lane];
+            if (other == 0) place = {(unsigned)lane / 4, (unsigned)lane % 4 * 2};
+            if (other == 1 && (lane == 0 || lane == 16)) place = kept[16 - lane];
+        }
+        CHECK_RUN(gpu_tables(&report));
+        memcpy(simt::matrix_places, kept, sizeof kept);
+        CHECK(!tqkv__matrices_as_expected(&report), "elements lie otherwise, and nothing shows it");
     }
 }
 
@@ -69,6 +175,9 @@ void run_memory_limits(const void *)
 
 void machine_cases()
 {
+    test_add(run_matrices, nullptr, 0, "machine/matrices");
+    test_add(run_wrong_matrices, nullptr, 0, "machine/wrong_matrices");
+    test_add(run_matrix_places, nullptr, 0, "machine/matrix_places");
     test_add(run_entry_points, nullptr, 0, "machine/entry_points");
     test_add(run_refusals, nullptr, 0, "machine/refusals");
     test_add(run_memory_limits, nullptr, 0, "machine/memory_limits");

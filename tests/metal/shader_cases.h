@@ -10,8 +10,9 @@ void attend_shader_cases();
 void defect_shader_cases();
 void machine_cases();
 
-// Runs the attention divided in each of these ways, and compares every output with the double-precision reference.
-void check_attend(const attend_row &row, const std::vector<gpu_split> &splits);
+// Runs the attention divided in each of these ways, and once more by the other kernel where head_dim has both, and
+// compares every output with the double-precision reference. Returns the number of runs.
+size_t check_attend(const attend_row &row, const std::vector<gpu_split> &splits);
 const gpu_split as_planned = {0, 0, 0};
 
 // Attention over values with a mean of 1: its error does not grow with the context, and a query has the same bits

@@ -371,6 +371,18 @@ const kernel *find_kernel(const char *name)
     return nullptr;
 }
 
+matrix_place matrix_places[simd_width] = {{0, 0}, {0, 2}, {1, 0}, {1, 2}, {2, 0}, {2, 2}, {3, 0}, {3, 2},
+                                          {0, 4}, {0, 6}, {1, 4}, {1, 6}, {2, 4}, {2, 6}, {3, 4}, {3, 6},
+                                          {4, 0}, {4, 2}, {5, 0}, {5, 2}, {6, 0}, {6, 2}, {7, 0}, {7, 2},
+                                          {4, 4}, {4, 6}, {5, 4}, {5, 6}, {6, 4}, {6, 6}, {7, 4}, {7, 6}};
+
+unsigned lane_of_matrix_place(unsigned row, unsigned column)
+{
+    for (unsigned lane = 0; lane < simd_width; lane++)
+        if (matrix_places[lane].row == row && matrix_places[lane].column == (column & ~1u)) return lane;
+    abort();
+}
+
 uint64_t widened_halves() { return n_widened_halves; }
 void count_half() { n_widened_halves++; }
 

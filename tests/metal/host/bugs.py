@@ -85,7 +85,7 @@ BUGS = {
         "tqkv__open_library", r"r != TQKV_METAL_ERROR && r != TQKV_TABLE_MISMATCH", "r != TQKV_METAL_ERROR", "ASAN",
         "context/source/stale", "FAIL context/source/stale"),
     "pipelines_not_tried": (
-        "tqkv__try_pipelines", r"family <= TQKV__ATTEND_MERGE", "family <= TQKV__TABLES", "ASAN",
+        "tqkv__try_pipelines", r"family <= TQKV__ATTEND_MATRIX", "family <= TQKV__TABLES", "ASAN",
         "context/source/no_pipelines", "FAIL context/source/no_pipelines"),
     "tried_pipeline_leaked": (
         "tqkv__try_pipelines", r"        TQKV__RELEASE\(p\.state\);\n", "", "ASAN", "context/source/failures/path",

@@ -433,8 +433,8 @@ static void run_source_failures(const void *parameters)
         [library release];
     }
     CHECK(standin_live_objects() == live, "%d objects leaked", standin_live_objects() - live);
-    /* the library; function and pipeline of tables and of seven families; command buffer, encoder and completion */
-    CHECK(from_source == (form != BY_OBJECT) + 2 * 8 + 3, "%d of %d failures led to the source", from_source, n_calls);
+    /* the library; function and pipeline of tables and of eight families; command buffer, encoder and completion */
+    CHECK(from_source == (form != BY_OBJECT) + 2 * 9 + 3, "%d of %d failures led to the source", from_source, n_calls);
 }
 
 /* A context refuses the objects of another device. */

@@ -93,6 +93,23 @@ AIR(uint8_t, air_simd_any, "simd_any", (uint8_t v)) // LLVM passes an i1 with it
     for (unsigned i = 0; i < simt::simd_width; i++) any |= posted<uint8_t>(slots, i);
     return any;
 }
+// launch.py calls it with the two elements of each matrix that a lane uses.
+typedef float float2 __attribute__((vector_size(8)));
+extern "C" float2 air_multiply_accumulate(float a, float b, float c, float d, float x, float y);
+float2 air_multiply_accumulate(float a, float b, float c, float d, float x, float y)
+{
+    const float elements[] = {a, b, c, d};
+    const simt::slot *slots = simt::exchange(elements, sizeof elements, "simdgroup_multiply_accumulate", HERE);
+    const simt::matrix_place place = simt::matrix_places[simt::current->thread_index_in_simdgroup];
+    for (unsigned k = 0; k < 8; k++) {
+        float left[4], right[4];
+        memcpy(left, slots[simt::lane_of_matrix_place(place.row, k)].bytes, sizeof left);
+        memcpy(right, slots[simt::lane_of_matrix_place(k, place.column)].bytes, sizeof right);
+        x = fmaf(left[k % 2], right[2], x);
+        y = fmaf(left[k % 2], right[3], y);
+    }
+    return float2{x, y};
+}
 AIR(void, air_store, "atomic.global.store.i32", (uint32_t * at, uint32_t v, int32_t, int32_t, bool))
 {
     __atomic_store_n(at, v, __ATOMIC_RELAXED);

@@ -14,7 +14,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import reader  # noqa: E402
-from module import Module  # noqa: E402
+from module import Module, arguments  # noqa: E402
 
 TRIPLES = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-linux-gnu"}
 TYPES = {"uint": ("i32", "uint32_t"), "bool": ("i8", "uint8_t"), "int": ("i32", "int32_t"), "float": ("float", "float")}
@@ -30,6 +30,25 @@ def without_lines(text, pattern):
     return re.sub(rf"(?m)^{pattern}.*\n", "", text)
 
 
+MULTIPLY = r"(?m)^  (%\S+) = .*call .*@air\.simdgroup_matrix_8x8_multiply_accumulate[.\w]*\((.*)\)[^()\n]*$"
+MULTIPLY_NATIVE = "declare <2 x float> @air_multiply_accumulate(float, float, float, float, float, float)\n"
+
+
+def multiply(match):
+    """A product of matrices as a call with the lane's two elements of each: no vectors of 64 floats are passed."""
+    name, values, lines, operands = match.group(1), arguments(match.group(2)), [], []
+    for number, value in enumerate(values):
+        for element in range(2):
+            operands.append(f"%m{name[1:]}.{number}{element}")
+            lines.append(f"  {operands[-1]} = extractelement {value}, i64 {element}")
+    made = f"%m{name[1:]}"
+    lines.append(f"  {made} = call <2 x float> @air_multiply_accumulate({', '.join('float ' + o for o in operands)})")
+    lines += [f"  {made}.x = extractelement <2 x float> {made}, i64 0", f"  {made}.y = extractelement <2 x float> {made}, i64 1",
+              f"  {made}.z = insertelement <64 x float> undef, float {made}.x, i64 0",
+              f"  {name} = insertelement <64 x float> {made}.z, float {made}.y, i64 1"]
+    return "\n".join(lines)
+
+
 def native(text, constants):
     """The module for this machine. A function constant is a global that the launcher sets."""
     text = re.sub(r"(?m)^target datalayout.*\n", "", text)
@@ -37,6 +56,8 @@ def native(text, constants):
     text = without_lines(text, r"@llvm\.global_ctors")
     text = re.sub(r"(?ms)^define internal void @_GLOBAL__sub_I.*?^\}\n", "", text)
     text = without_lines(without_lines(text, r"!air\."), r".*MTL_FC_INIT")
+    text, n_products = re.subn(MULTIPLY, multiply, text)
+    text = without_lines(text, r"declare <64 x float> @air\.simdgroup_matrix") + MULTIPLY_NATIVE * bool(n_products)
     for name, kind, index in constants:
         own = f"@_ZL{len(name)}{name}"
         reader.expect(re.search(rf"(?m)^{own} = internal unnamed_addr addrspace\(2\) global", text), f"no {own}")

@@ -34,6 +34,7 @@ void llvm.memset.p0i8.i64(i8*, i8, i64, i1)
 # In published text only, as half functions, or under Apple's names for other widths.
 READ_OF = """
 i1 air.simd_any(i1)
+<64 x float> air.simdgroup_matrix_8x8_multiply_accumulate.v64f32.v64f32.v64f32.v64f32(<64 x float>, <64 x float>, <64 x float>)
 i32 air.simd_shuffle_xor.u.i32(i32, i16)
 float air.fmax.f32(float, float)
 float air.fmin.f32(float, float)
@@ -46,8 +47,8 @@ float air.convert.f.f32.s.i8(i8)
 float air.convert.f.f32.u.i8(i8)
 float air.convert.f.f32.u.i16(i16)
 """
-KNOWN = {line.split("(")[0].split()[1]: line for line in (SEEN + READ_OF).split("\n") if line}
-TOGETHER = re.compile(r"air\.(?:wg\.barrier|simdgroup\.barrier|simd_[\w.]+)")
+KNOWN = {line.split("(")[0].split()[-1]: line for line in (SEEN + READ_OF).split("\n") if line}
+TOGETHER = re.compile(r"air\.(?:wg\.barrier|simdgroup\.barrier|simd_[\w.]+|simdgroup_matrix_[\w.]+)")
 # Attributes that readers before macOS 14 know.
 WORDS = {"nounwind", "convergent", "readnone"}
 

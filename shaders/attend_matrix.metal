@@ -1,0 +1,52 @@
+// attend_matrix: what attend does, by products of matrices. Threadgroups: x KV heads, y blocks of query rows, z splits of
+// the context.
+#include "attend_matrix.h"
+
+// codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a row]
+// clang-format off
+#define ATTEND_MATRIX(D) \
+    kernel void tqkv_attend_matrix_d##D( \
+        constant tqkv__attend_args &args [[buffer(0)]], \
+        device const uchar *q [[buffer(1)]], \
+        device const uchar *key_codes [[buffer(2)]], \
+        device const float *key_norms [[buffer(3)]], \
+        device const uchar *value_codes [[buffer(4)]], \
+        device const float *value_norms [[buffer(5)]], \
+        device float *partial_out [[buffer(6)]], \
+        device float *partial_state [[buffer(7)]], \
+        device const float *key_center [[buffer(8)]], \
+        threadgroup float *tables [[threadgroup(0)]], \
+        threadgroup float *queries [[threadgroup(1)]], \
+        threadgroup float *sums [[threadgroup(2)]], \
+        threadgroup float *states [[threadgroup(3)]], \
+        uint3 group [[threadgroup_position_in_grid]], \
+        uint lane [[thread_index_in_simdgroup]], \
+        uint simdgroup [[simdgroup_index_in_threadgroup]], \
+        uint n_simdgroups [[simdgroups_per_threadgroup]]) \
+    { \
+        attend_task task; \
+        task.q = q; \
+        task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_capacity, group.x); \
+        task.values = stream_of_head<D>(value_format, value_codes, value_norms, args.value_capacity, group.x); \
+        task.partial_out = partial_out; \
+        task.partial_state = partial_state; \
+        task.center = key_center; \
+        task.tables = tables; \
+        task.queries = queries; \
+        task.sums = sums; \
+        task.weights = sums; \
+        task.kept = states; \
+        task.states = states + 8 * TQKV__MATRIX_COLUMNS; \
+        task.kv_head = group.x; \
+        task.first_column = group.y * columns; \
+        task.split = group.z; \
+        task.lane = lane; \
+        task.simdgroup = simdgroup; \
+        task.n_simdgroups = n_simdgroups; \
+        attend_matrix_with_formats<D>(args, task); \
+    }
+// clang-format on
+
+ATTEND_MATRIX(64)
+ATTEND_MATRIX(128)
+ATTEND_MATRIX(256)

@@ -1,0 +1,144 @@
+// Products of 8x8 matrices that are spread over a simdgroup. Each lane has two elements of a matrix, side by side in one
+// row: TQKV__MATRIX_ROW and TQKV__MATRIX_COLUMN of tqkv.h say which.
+//
+// Letters: a product adds left * right to sums. Its left factor is made of codes, its right one of floats.
+#ifndef TQKV_FRAGMENTS_H
+#define TQKV_FRAGMENTS_H
+#include "codec.h"
+
+// A lane's part of a matrix of sums. Matrices of Metal are made of it where they are multiplied and nowhere else: they
+// need not lie in arrays then.
+struct sum_matrix {
+    float elements[2];
+};
+
+inline void clear_matrix(thread sum_matrix &m) { m.elements[0] = m.elements[1] = 0.0f; }
+
+// A shim for hardware without products of floats defines the factors itself, and where elements of a right one lie.
+#ifndef TQKV_SHIM_FACTORS
+typedef float2 left_part;  // a lane's two elements of a left factor
+typedef float2 right_part; // and of a right factor
+typedef float code_value;  // the value of a code, before two of them become a left_part
+#define TQKV_RIGHT_ROW(lane, i)    TQKV__MATRIX_ROW(lane)
+#define TQKV_RIGHT_COLUMN(lane, i) (TQKV__MATRIX_COLUMN(lane) + uint(i))
+
+inline float2 part_of(float x, float y)
+{
+    float2 part;
+    part.x = x;
+    part.y = y;
+    return part;
+}
+
+// `wide`, here and below: the right factor of the product may have any size. If not, its numbers are at most 2^12.
+inline code_value code_value_of(float x, bool) { return x; }
+inline left_part left_of_values(code_value x, code_value y) { return part_of(x, y); }
+
+// Byte i of word a and byte k of word b, with signs.
+inline left_part left_of_bytes(uint a, int i, uint b, int k, bool)
+{
+    return part_of(float(int(a << (24 - 8 * i)) >> 24), float(int(b << (24 - 8 * k)) >> 24));
+}
+
+// Half i of word a and half k of word b.
+inline left_part left_of_halves(uint a, int i, uint b, int k)
+{
+    return part_of(float(as_type<half>(ushort(a >> (16 * i) & 0xffffu))),
+                   float(as_type<half>(ushort(b >> (16 * k) & 0xffffu))));
+}
+
+inline right_part right_of(float x, float y, bool) { return part_of(x, y); }
+
+// The elements of a matrix of sums as those of a right factor.
+inline right_part right_of_sums(float x, float y, bool) { return part_of(x, y); }
+
+inline simdgroup_matrix<float, 8, 8> matrix_of(float x, float y)
+{
+    simdgroup_matrix<float, 8, 8> m;
+    m.thread_elements()[0] = x;
+    m.thread_elements()[1] = y;
+    return m;
+}
+
+inline void multiply_one(left_part left, right_part right, thread sum_matrix &sum)
+{
+    simdgroup_matrix<float, 8, 8> m = matrix_of(sum.elements[0], sum.elements[1]);
+    simdgroup_multiply_accumulate(m, matrix_of(left.x, left.y), matrix_of(right.x, right.y), m);
+    sum.elements[0] = m.thread_elements()[0];
+    sum.elements[1] = m.thread_elements()[1];
+}
+
+// sum[r] += left[0][r] * right[0] + left[1][r] * right[1]. `exact`: the left factor holds small integers or halves.
+inline void multiply(thread const left_part (&left)[2][2], right_part first, right_part second, bool, bool,
+                     thread sum_matrix &sum_0, thread sum_matrix &sum_1)
+{
+    multiply_one(left[0][0], first, sum_0);
+    multiply_one(left[0][1], first, sum_1);
+    multiply_one(left[1][0], second, sum_0);
+    multiply_one(left[1][1], second, sum_1);
+}
+#endif
+
+// The sum or maximum of a number over the lanes that have the same columns of a matrix. Every lane gets it.
+inline float sum_of_column(float x)
+{
+    TQKV_UNROLL
+    for (uint distance = 1; distance < 32; distance *= 2)
+        if (TQKV__MATRIX_ROW(distance) != 0) x += simd_shuffle_xor(x, ushort(distance));
+    return x;
+}
+
+inline float max_of_column(float x)
+{
+    TQKV_UNROLL
+    for (uint distance = 1; distance < 32; distance *= 2)
+        if (TQKV__MATRIX_ROW(distance) != 0) x = max(x, simd_shuffle_xor(x, ushort(distance)));
+    return x;
+}
+
+// ---- Codes as left factors ----
+
+// A codebook as codec.h has it, of values that are ready for a product.
+struct value_book {
+    code_value own; // of this lane
+    threadgroup const code_value *table;
+};
+
+// A barrier must follow.
+inline void load_value_book(uint format, bool wide, threadgroup code_value *table, uint thread_index, uint n_threads)
+{
+    uint bits = codebook_bits(format);
+    if (bits == 0) return;
+    constant float *centroids = TQKV__CODEBOOK(bits);
+    for (uint i = thread_index; i < 1u << bits; i += n_threads) table[i] = code_value_of(centroids[i], wide);
+}
+
+inline value_book open_value_book(uint format, threadgroup const code_value *table, uint lane)
+{
+    value_book book;
+    uint bits = codebook_bits(format);
+    book.own = bits != 0 && is_shuffled(bits) ? table[lane & ((1u << bits) - 1u)] : code_value(0);
+    book.table = table;
+    return book;
+}
+
+template <int W, int N>
+inline code_value book_value_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const value_book &book)
+{
+    uint bits = codebook_bits(format), code = code_at<W, N>(format, raw, i);
+    if (is_shuffled(bits)) return simd_shuffle(book.own, TQKV_LANE_NUMBER(code));
+    return book.table[code & ((1u << bits) - 1u)];
+}
+
+// Value i of a and value k of b, before their scales. All lanes of the simdgroup must come here together.
+template <int W, int N>
+inline left_part left_of_codes(uint format, thread const raw_codes<W, N> &a, int i, thread const raw_codes<W, N> &b,
+                               int k, bool wide, thread const value_book &book)
+{
+    if (W == 16) return left_of_halves(a.main[i / 2], i % 2, b.main[k / 2], k % 2);
+    if (W == 8 && !has_codebook(format)) return left_of_bytes(a.main[i / 4], i % 4, b.main[k / 4], k % 4, wide);
+    code_value x = book_value_at<W, N>(format, a, i, book);
+    return left_of_values(x, book_value_at<W, N>(format, b, k, book));
+}
+
+#endif
