@@ -58,7 +58,7 @@ typedef enum tqkv_type {
 /* One source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible without the implementation. */
 #define TQKV__SHARED
 
-#define TQKV_TABLE_VERSION 3 /* changes with the tables, the argument structs, or their meaning in the kernels */
+#define TQKV_TABLE_VERSION 5 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
 #define TQKV_TABLE constant
@@ -311,21 +311,41 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 /* Lanes of a simdgroup that share a row: a lane has its values from all runs, for the matrix across them. */
 #define TQKV__ROW_LANES(D) (TQKV__RUNS(D) > 1 ? (D) / TQKV__RUNS(D) : 32)
 
+/* Attention by products of 8x8 matrices. Element 0 or 1 of a lane's part of a matrix, Metal's thread_elements(), is in
+   this row, and in this column plus 0 or 1. Metal does not promise it: the kernel `tables` multiplies two matrices that
+   are set so, and the host leaves attend_matrix alone where their product is another. A shim of a machine with another
+   order defines both. Each bit of the lane number changes either the row or the column. */
+#ifndef TQKV__MATRIX_ROW
+#define TQKV__MATRIX_ROW(lane)    (((lane) >> 4 << 2) | ((lane) >> 1 & 3))
+#define TQKV__MATRIX_COLUMN(lane) (((lane) >> 3 & 1) << 2 | ((lane)&1) << 1)
+#endif
+/* An element of a matrix for that test: below 64, and any two are different. */
+#define TQKV__MATRIX_TEST(row, column, seed) (((row)*8 + (column)) * (seed) % 64)
+
+/* Most query rows of a threadgroup of attend_matrix: their sums take 64 registers. Places for per-column numbers. */
+#define TQKV__MOST_MATRIX_COLUMNS(D) ((D) <= 128 ? 16 : 8)
+#define TQKV__MATRIX_COLUMNS         16
+#define TQKV__MATRIX_SUM_FLOATS(D)   (5 * (D) / 4 + 1) /* of a padded row of sums in threadgroup memory */
+
 /* Threadgroup memory, in bytes. Attend takes all four. */
 #define TQKV__CELL_BYTES 3120 /* (0) of encode: cells of the codebook */
                               /* (1) of encode, (0) of probe: signs or, with */
                               /*     a matrix, rows of n simdgroups: */
 #define TQKV__SIGN_BYTES(D)   (TQKV__RUNS(D) > 1 ? 0 : 4 * (D))
 #define TQKV__ROW_BYTES(D, n) (TQKV__RUNS(D) > 1 ? (n)*128 * (TQKV__RUNS(D) + 1) : 0)
-#define TQKV__TABLE_BYTES     1024                                       /* (0) of decode: a codebook */
-                                                                         /* (2) of encode: squares of its centroids */
-#define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
-#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums or: */
-#define TQKV__ATTEND_SUM_BYTES(D)       (4 * (D)*TQKV__MAX_COLUMNS(D))   /*     the sums, of several stretches */
-#define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
-#define TQKV__ATTEND_KEPT_BYTES(D)      (16 * TQKV__MAX_COLUMNS(D))      /* (3) maximum and sum: kept twice, and */
-#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /*     of n simdgroups */
-#define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)            /* (0) a row and its sum, n simdgroups */
+#define TQKV__TABLE_BYTES     1024                                        /* (0) of decode: a codebook */
+                                                                          /* (2) of encode: squares of its centroids */
+#define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)           /* (0) codebooks of keys and values */
+#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))    /* (1) padded queries, then the sums or: */
+#define TQKV__ATTEND_SUM_BYTES(D)       (4 * (D)*TQKV__MAX_COLUMNS(D))    /*     the sums, of several stretches */
+#define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D))  /* (2) a tile's weights, n simdgroups */
+#define TQKV__ATTEND_KEPT_BYTES(D)      (16 * TQKV__MAX_COLUMNS(D))       /* (3) maximum and sum: kept twice, and */
+#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))    /*     of n simdgroups */
+#define TQKV__MATRIX_QUERY_BYTES(D)     (32 * (D))                        /* (1) of attend_matrix: 8 queries */
+#define TQKV__MATRIX_SUM_BYTES(D)       (32 * TQKV__MATRIX_SUM_FLOATS(D)) /* (2) sums of 8 columns */
+#define TQKV__MATRIX_KEPT_BYTES         (32 * TQKV__MATRIX_COLUMNS)       /* (3) 8 numbers a column, and */
+#define TQKV__MATRIX_STATE_BYTES        (8 * TQKV__MATRIX_COLUMNS)        /*     maximum and sum of a simdgroup */
+#define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)             /* (0) a row and its sum, n simdgroups */
 
 /* Floats of a padded query in attend. */
 #define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
@@ -350,8 +370,9 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
         TQKV__SIGN_BYTES(D), TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),            \
         TQKV__ATTEND_WEIGHT_BYTES(D, 1), TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1),                   \
-        TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH, TQKV__SECTION
-enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 15 };
+        TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D),                    \
+        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__MATRIX_KEPT_BYTES, TQKV__MATRIX_STATE_BYTES
+enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 20 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend. */
@@ -416,6 +437,7 @@ typedef struct tqkv__table_report {
     uint32_t struct_sizes[TQKV__N_SHARED_STRUCTS];
     tqkv__table_set tables;
     int32_t kernel_sizes[TQKV__KERNEL_DIMS][TQKV__N_KERNEL_SIZES];
+    float matrix_product[32][2]; /* each lane's elements of TQKV__MATRIX_TEST with seed 3, times that with seed 5 */
 } tqkv__table_report;
 
 #define TQKV__ASSERT_SIZE(type, bytes) static_assert(sizeof(type) == (bytes), "size of " #type)
@@ -424,7 +446,7 @@ TQKV__ASSERT_SIZE(tqkv__rows_args, 20);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
 TQKV__ASSERT_SIZE(tqkv__attend_args, 68);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4080);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4536);
 
 // ---- shaders/common.h ----
 
@@ -850,21 +872,29 @@ inline codebook open_codebook(uint format, threadgroup const float *table, uint 
 // Bit `from` of word at bit 0; if negative, bit 0 at bit -from.
 inline uint shift_down(uint word, int from) { return from >= 0 ? word >> from : word << -from; }
 
-// Value i of the raw codes, before its scale. All lanes of the simdgroup must come here together: it may shuffle.
+// Code i of a format with a codebook. The bits above it are not cleared.
 template <int W, int N>
-inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book)
+inline uint code_at(uint format, thread const raw_codes<W, N> &raw, int i)
 {
     bool pairs = W == 4 && main_bits(format) == 2;
     int main = pairs ? 2 : W;
     uint word = pairs ? raw.main[i / 16] : raw.main[i * W / 32], shift = uint(i * main % 32);
-    if (W == 16) return float(as_type<half>(ushort((word >> shift) & 0xffffu)));
-    if (W == 8 && !has_codebook(format)) return float(int(word << (24u - (shift & 24u))) >> 24);
     uint code = word >> shift, main_mask = (1u << main) - 1u;
     if (W < 8 && upper_bits(format) == 1)
         code = (code & main_mask) | (shift_down(raw.upper[i / 32], i % 32 - main) & (1u << main));
     if (W < 8 && upper_bits(format) == 2)
         code = (code & main_mask) | (shift_down(raw.upper[i / 16], i % 16 * 2 - main) & (3u << main));
-    uint bits = codebook_bits(format);
+    return code;
+}
+
+// Value i of the raw codes, before its scale. All lanes of the simdgroup must come here together: it may shuffle.
+template <int W, int N>
+inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book)
+{
+    uint word = raw.main[i * W / 32], shift = uint(i * W % 32);
+    if (W == 16) return float(as_type<half>(ushort((word >> shift) & 0xffffu)));
+    if (W == 8 && !has_codebook(format)) return float(int(word << (24u - (shift & 24u))) >> 24);
+    uint code = code_at<W, N>(format, raw, i), bits = codebook_bits(format);
     // The lanes repeat a codebook of fewer than 32 centroids: bits above the code may stay in the lane number.
     if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
     return book.table[code & ((1u << bits) - 1u)];
@@ -2031,6 +2061,947 @@ ATTEND(512, 512, 512)
 ATTEND(1024, 1024, 1024)
 ATTEND(192_128, 192, 128)
 
+// ---- shaders/fragments.h ----
+
+// Products of 8x8 matrices that are spread over a simdgroup. Each lane has two elements of a matrix, side by side in one
+// row: TQKV__MATRIX_ROW and TQKV__MATRIX_COLUMN of tqkv.h say which.
+//
+// Letters: a product adds left * right to sums. Its left factor is made of codes, its right one of floats.
+#ifndef TQKV_FRAGMENTS_H
+#define TQKV_FRAGMENTS_H
+
+// A lane's part of a matrix of sums. Matrices of Metal are made of it where they are multiplied and nowhere else: they
+// need not lie in arrays then.
+struct sum_matrix {
+    float elements[2];
+};
+
+inline void clear_matrix(thread sum_matrix &m) { m.elements[0] = m.elements[1] = 0.0f; }
+
+// A shim for hardware without products of floats defines the factors itself, and where elements of a right one lie.
+#ifndef TQKV_SHIM_FACTORS
+typedef float2 left_part;  // a lane's two elements of a left factor
+typedef float2 right_part; // and of a right factor
+typedef float code_value;  // the value of a code, before two of them become a left_part
+#define TQKV_RIGHT_ROW(lane, i)    TQKV__MATRIX_ROW(lane)
+#define TQKV_RIGHT_COLUMN(lane, i) (TQKV__MATRIX_COLUMN(lane) + uint(i))
+
+inline float2 part_of(float x, float y)
+{
+    float2 part;
+    part.x = x;
+    part.y = y;
+    return part;
+}
+
+// `wide`, here and below: the right factor of the product may have any size. If not, its numbers are at most 2^12.
+inline code_value code_value_of(float x, bool) { return x; }
+inline left_part left_of_values(code_value x, code_value y) { return part_of(x, y); }
+
+// Byte i of word a and byte k of word b, with signs.
+inline left_part left_of_bytes(uint a, int i, uint b, int k, bool)
+{
+    return part_of(float(int(a << (24 - 8 * i)) >> 24), float(int(b << (24 - 8 * k)) >> 24));
+}
+
+// Half i of word a and half k of word b.
+inline left_part left_of_halves(uint a, int i, uint b, int k)
+{
+    return part_of(float(as_type<half>(ushort(a >> (16 * i) & 0xffffu))),
+                   float(as_type<half>(ushort(b >> (16 * k) & 0xffffu))));
+}
+
+inline right_part right_of(float x, float y, bool) { return part_of(x, y); }
+
+// The elements of a matrix of sums as those of a right factor.
+inline right_part right_of_sums(float x, float y, bool) { return part_of(x, y); }
+
+inline simdgroup_matrix<float, 8, 8> matrix_of(float x, float y)
+{
+    simdgroup_matrix<float, 8, 8> m;
+    m.thread_elements()[0] = x;
+    m.thread_elements()[1] = y;
+    return m;
+}
+
+inline void multiply_one(left_part left, right_part right, thread sum_matrix &sum)
+{
+    simdgroup_matrix<float, 8, 8> m = matrix_of(sum.elements[0], sum.elements[1]);
+    simdgroup_multiply_accumulate(m, matrix_of(left.x, left.y), matrix_of(right.x, right.y), m);
+    sum.elements[0] = m.thread_elements()[0];
+    sum.elements[1] = m.thread_elements()[1];
+}
+
+// sum[r] += left[0][r] * right[0] + left[1][r] * right[1]. `exact`: the left factor holds small integers or halves.
+inline void multiply(thread const left_part (&left)[2][2], right_part first, right_part second, bool, bool,
+                     thread sum_matrix &sum_0, thread sum_matrix &sum_1)
+{
+    multiply_one(left[0][0], first, sum_0);
+    multiply_one(left[0][1], first, sum_1);
+    multiply_one(left[1][0], second, sum_0);
+    multiply_one(left[1][1], second, sum_1);
+}
+#endif
+
+// The sum or maximum of a number over the lanes that have the same columns of a matrix. Every lane gets it.
+inline float sum_of_column(float x)
+{
+    TQKV_UNROLL
+    for (uint distance = 1; distance < 32; distance *= 2)
+        if (TQKV__MATRIX_ROW(distance) != 0) x += simd_shuffle_xor(x, ushort(distance));
+    return x;
+}
+
+inline float max_of_column(float x)
+{
+    TQKV_UNROLL
+    for (uint distance = 1; distance < 32; distance *= 2)
+        if (TQKV__MATRIX_ROW(distance) != 0) x = max(x, simd_shuffle_xor(x, ushort(distance)));
+    return x;
+}
+
+// ---- Codes as left factors ----
+
+// A codebook as codec.h has it, of values that are ready for a product.
+struct value_book {
+    code_value own; // of this lane
+    threadgroup const code_value *table;
+};
+
+// A barrier must follow.
+inline void load_value_book(uint format, bool wide, threadgroup code_value *table, uint thread_index, uint n_threads)
+{
+    uint bits = codebook_bits(format);
+    if (bits == 0) return;
+    constant float *centroids = TQKV__CODEBOOK(bits);
+    for (uint i = thread_index; i < 1u << bits; i += n_threads) table[i] = code_value_of(centroids[i], wide);
+}
+
+inline value_book open_value_book(uint format, threadgroup const code_value *table, uint lane)
+{
+    value_book book;
+    uint bits = codebook_bits(format);
+    book.own = bits != 0 && is_shuffled(bits) ? table[lane & ((1u << bits) - 1u)] : code_value(0);
+    book.table = table;
+    return book;
+}
+
+template <int W, int N>
+inline code_value book_value_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const value_book &book)
+{
+    uint bits = codebook_bits(format), code = code_at<W, N>(format, raw, i);
+    if (is_shuffled(bits)) return simd_shuffle(book.own, TQKV_LANE_NUMBER(code));
+    return book.table[code & ((1u << bits) - 1u)];
+}
+
+// Value i of a and value k of b, before their scales. All lanes of the simdgroup must come here together.
+template <int W, int N>
+inline left_part left_of_codes(uint format, thread const raw_codes<W, N> &a, int i, thread const raw_codes<W, N> &b,
+                               int k, bool wide, thread const value_book &book)
+{
+    if (W == 16) return left_of_halves(a.main[i / 2], i % 2, b.main[k / 2], k % 2);
+    if (W == 8 && !has_codebook(format)) return left_of_bytes(a.main[i / 4], i % 4, b.main[k / 4], k % 4, wide);
+    code_value x = book_value_at<W, N>(format, a, i, book);
+    return left_of_values(x, book_value_at<W, N>(format, b, k, book));
+}
+
+#endif
+
+// ---- shaders/attend_matrix.h ----
+
+// Attention as attend.h, by products of 8x8 matrices: for groups of query heads that fill their columns. A product has a
+// matrix unit of its own on some hardware, and shares its operands among the lanes on all. What a threadgroup works on
+// and how it adds up is as in attend.h. Each simdgroup takes its own tiles of 32 slots.
+//
+// Within a tile
+//   scores   S^T = K Q^T, [32 slots][columns]: a key is decoded into the lanes' elements of left factors
+//   softmax  on the elements of S^T: a lane has the same columns in all matrices, and its own rows
+//   values   O^T += V^T P^T, [D][columns]: the weights are where the scores were
+// The values of a key may come in any order if those of the queries do, and so may the rows of O^T. So a lane takes
+// neighbouring codes of a row, and loads up to 16 bytes at a time.
+//
+// Letters: D head_dim, W code width of a stored value, KW and VW these of keys and values, F matrices side by side that
+// hold the columns, N values that a lane loads at a time.
+#ifndef TQKV_ATTEND_MATRIX_H
+#define TQKV_ATTEND_MATRIX_H
+
+// Values of a row that lie between two changes of the factor of its codes, for any format of this width.
+#define MATRIX_BLOCK(D, W)     ((W) == 8 ? TQKV__NORM_BLOCK(TQKV__GRID, D) : (D))
+#define MATRIX_POWER_OF_TWO(n) ((n) & -(n)) // the largest that divides n
+#define MATRIX_VALUES(n, W)    (MATRIX_POWER_OF_TWO(n) < 128 / (W) ? MATRIX_POWER_OF_TWO(n) : 128 / (W))
+// A row of keys: chunks of 4*N values. Lanes with the elements of column 2t of a left factor have values t*N .. of each.
+#define MATRIX_KEY_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 4, W)
+// A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each.
+#define MATRIX_OUT_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 8, W)
+
+// Row of a tile that is row or column k of matrix p. Lanes with column 2t of a left factor load the codes of row t for
+// one element and of row t + 4 for the other: those of one load lie together.
+inline uint tile_row(int p, uint k) { return uint(p) * 8u + k / 2u + k % 2u * 4u; }
+
+// What a lane keeps of the columns of its elements.
+template <int D, int F>
+struct matrix_state {
+    int newest[F][2];    // position that the column's query sees; negative: none
+    float factor[F][2];  // of products of keys and the query: then they are scores in powers of two
+    float shift[F][2];   // as in attend.h
+    float maximum[F][2]; // as in attend.h
+    float sum[F][2];     // of the weights of the lane's rows
+    sum_matrix out[D / 8][F];
+};
+
+// Factors of the codes of the lane's rows of a tile. 1 where a row has several norms.
+struct tile_scales {
+    float keys[4], values[4];
+};
+
+template <int D>
+inline tile_scales load_tile_scales(constant tqkv__attend_args &args, thread const attend_task &task, uint base)
+{
+    tile_scales scales;
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        uint slot = base + existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        scales.keys[p] = row_scale<D>(key_format, task.keys, slot, args.key_block_scale);
+        scales.values[p] = row_scale<D>(value_format, task.values, value_slot_of(args, slot), args.value_block_scale);
+    }
+    return scales;
+}
+
+// Threadgroup memory of a column: numbers of each column, then of each simdgroup.
+struct column_memory {
+    threadgroup float *shifts, *factors; // [columns]
+    threadgroup float *totals;           // [columns][2]: maximum and sum of a stretch
+};
+
+inline column_memory column_memory_of(threadgroup float *kept)
+{
+    column_memory memory;
+    memory.shifts = kept + 4 * TQKV__MATRIX_COLUMNS;
+    memory.factors = memory.shifts + TQKV__MATRIX_COLUMNS;
+    memory.totals = memory.factors + TQKV__MATRIX_COLUMNS;
+    return memory;
+}
+
+// ---- Queries ----
+
+// A power of two near the largest |x| of the simdgroup. Divided by it, all are below 2.
+template <int D>
+inline float size_of_row(thread const float *x)
+{
+    float largest = 0.0f;
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) largest = max(largest, fabs(x[i]));
+    uint exponent = as_type<uint>(simd_max(largest)) & 0x7f800000u;
+    return exponent == 0 || exponent > 0x7e800000u ? 1.0f : as_type<float>(exponent);
+}
+
+// Rows of queries as floats: [columns][D], in the memory of the sums.
+template <int D>
+inline void load_query_rows(constant tqkv__attend_args &args, thread const attend_task &task, column_memory memory)
+{
+    for (uint c = task.simdgroup; c < columns; c += task.n_simdgroups) {
+        query_row row = row_of_column(args, task.first_column + c);
+        uint head = task.kv_head * uint(args.group) + uint(row.head);
+        uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
+        float x[TQKV_LANE_VALUES(D)];
+        load_typed_row<D>(row_type, task.q, row_offset(at, D), task.lane, x);
+        float shift = key_centered ? score_of_center<D>(args, task, x) : 0.0f;
+        if (rotate_queries) rotate_row<D>(x, task.lane);
+        float size = size_of_row<D>(x), inverse = 1.0f / size; // powers of two: both products are exact
+        for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
+            task.sums[c * uint(D) + task.lane * uint(TQKV_LANE_VALUES(D)) + uint(i)] = x[i] * inverse;
+        if (task.lane != 0) continue;
+        memory.shifts[c] = shift;
+        memory.factors[c] = size * (args.scale * TQKV_LOG2E);
+    }
+}
+
+// Number of the value of a query at row k of right factor s.
+template <int D, int W>
+inline uint query_value(uint s, uint k)
+{
+    const uint N = MATRIX_KEY_VALUES(D, W);
+    return s / (N / 2u) * (4u * N) + k / 2u * N + s % (N / 2u) * 2u + k % 2u;
+}
+
+inline threadgroup right_part *query_at(thread const attend_task &task, uint number)
+{
+    threadgroup float *queries = task.queries;
+    return (threadgroup right_part *)queries + number * 32u + task.lane;
+}
+
+// The rows as right factors: [F][D / 8][32 lanes]. A column that is not used repeats the last one. A barrier must
+// precede it, and follow.
+template <int D, int W, int F>
+inline void arrange_queries(thread const attend_task &task)
+{
+    for (uint number = task.simdgroup; number < uint(F * D / 8); number += task.n_simdgroups) {
+        uint s = number % uint(D / 8), column = number / uint(D / 8) * 8u;
+        float x[2];
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            uint c = min(column + TQKV_RIGHT_COLUMN(task.lane, i), columns - 1u);
+            x[i] = task.sums[c * uint(D) + query_value<D, W>(s, TQKV_RIGHT_ROW(task.lane, i))];
+        }
+        *query_at(task, number) = right_of(x[0], x[1], false);
+    }
+}
+
+// ---- Scores of one tile ----
+
+// The lane's codes of one chunk: those of 4 rows, 8 apart.
+template <int D, int W>
+struct key_chunk {
+    raw_codes<W, MATRIX_KEY_VALUES(D, W)> raw[4];
+};
+
+template <int D, int W>
+inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint chunk,
+                           thread key_chunk<D, W> &keys)
+{
+    const int N = MATRIX_KEY_VALUES(D, W);
+    device const uchar *tile = task.keys.codes + ulong(base) * ulong(row_bytes<D>(key_format));
+    uint first = (chunk * 4u + TQKV__MATRIX_COLUMN(task.lane) / 2u) * uint(N);
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        uint row = existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        load_codes<D, W, N>(key_format, tile + row * row_bytes<D>(key_format), first, keys.raw[p]);
+    }
+}
+
+// Chunks that a lane loads before it uses the first of them.
+#define MATRIX_KEY_BATCH(D, W) ((D) / (4 * MATRIX_KEY_VALUES(D, W)) % 2 == 0 ? 2 : 1)
+
+template <int D, int W>
+struct key_batch {
+    key_chunk<D, W> chunks[MATRIX_KEY_BATCH(D, W)];
+};
+
+// score[p] += K Q^T over a chunk.
+template <int D, int W, int F>
+inline void multiply_chunk(thread const attend_task &task, uint chunk, thread const key_chunk<D, W> &keys,
+                           thread const value_book &book, thread sum_matrix (&even)[4][F],
+                           thread sum_matrix (&odd)[4][F])
+{
+    const int N = MATRIX_KEY_VALUES(D, W);
+    bool exact = !has_codebook(key_format);
+    TQKV_UNROLL
+    for (int i = 0; i < N; i += 4) {
+        uint s = chunk * uint(N / 2) + uint(i / 2);
+        TQKV_UNROLL
+        for (int p = 0; p < 4; p += 2) {
+            left_part left[2][2];
+            TQKV_UNROLL
+            for (int k = 0; k < 2; k++) {
+                TQKV_UNROLL
+                for (int r = 0; r < 2; r++)
+                    left[k][r] = left_of_codes<W, N>(key_format, keys.raw[p + r], i + 2 * k, keys.raw[p + r],
+                                                     i + 2 * k + 1, false, book);
+            }
+            TQKV_UNROLL
+            for (int f = 0; f < F; f++)
+                multiply(left, *query_at(task, uint(f * D / 8) + s), *query_at(task, uint(f * D / 8) + s + 1u), false,
+                         exact, i % 8 == 0 ? even[p][f] : odd[p][f], i % 8 == 0 ? even[p + 1][f] : odd[p + 1][f]);
+        }
+    }
+}
+
+template <int F>
+inline void clear_scores(thread sum_matrix (&score)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) clear_matrix(score[p][f]);
+    }
+}
+
+// At the end of a block: total += scale * score, and score starts again.
+template <int D, int F>
+inline void add_key_block(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint block,
+                          thread sum_matrix (&score)[4][F], thread sum_matrix (&total)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        uint slot = base + existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        float scale = stored_scale<D>(key_format, task.keys, slot, block, args.key_block_scale);
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++)
+                total[p][f].elements[i] = fma(scale, score[p][f].elements[i], total[p][f].elements[i]);
+        }
+    }
+    clear_scores<F>(score);
+}
+
+template <int F>
+inline void add_matrices(thread sum_matrix (&to)[4][F], thread sum_matrix (&added)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++) to[p][f].elements[i] += added[p][f].elements[i];
+        }
+    }
+}
+
+// score = q . k, without the factor of rows that have one norm. `keys` holds the first chunks of the tile at slot `base`;
+// at the end it holds those of the tile at `next_base`. Two sums take turns, so that a product need not wait for the one
+// before.
+template <int D, int W, int F>
+inline void score_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                              uint next_base, thread const value_book &book, thread key_batch<D, W> &keys,
+                              thread sum_matrix (&score)[4][F])
+{
+    const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W);
+    const uint block_chunks = norm_block<D>(key_format) / uint(4 * N);
+    sum_matrix odd[4][F], total[4][F];
+    clear_scores<F>(score);
+    clear_scores<F>(odd);
+    if (!one_norm<D>(key_format)) clear_scores<F>(total);
+    TQKV_UNROLL
+    for (int j = 0; j < chunks; j++) {
+        multiply_chunk<D, W, F>(task, uint(j), keys.chunks[j % B], book, score, odd);
+        load_key_chunk<D, W>(args, task, j + B < chunks ? base : next_base, uint((j + B) % chunks), keys.chunks[j % B]);
+        if (!one_norm<D>(key_format) && uint(j + 1) % block_chunks == 0) {
+            add_matrices<F>(score, odd);
+            clear_scores<F>(odd);
+            add_key_block<D, F>(args, task, base, uint(j) / block_chunks, score, total);
+        }
+    }
+    add_matrices<F>(score, one_norm<D>(key_format) ? odd : total);
+}
+
+// ---- Softmax of one tile ----
+
+// What a simdgroup carries from tile to tile.
+template <int D, int KW>
+struct matrix_walk {
+    uint tile;                     // its next one
+    uint gap_begin, after_gap;     // from gap_begin on it goes on with tile after_gap
+    uint base;                     // slot of row 0 of that tile
+    int least_newest, most_newest; // of the columns
+    key_batch<D, KW> keys;         // of that tile
+};
+
+// Whether all columns of the threadgroup see all slots of a tile, and no slot belongs to another tile.
+template <int D, int KW>
+inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, uint base,
+                            thread const matrix_walk<D, KW> &walk)
+{
+    int first = position_of_slot(args, base), last = position_of_slot(args, base + 31u);
+    return !short_store && base == tile * 32u && last - first == 31 && last <= walk.least_newest &&
+           (args.window == 0 || first > walk.most_newest - args.window);
+}
+
+// A masked position scores -INFINITY by selection, as in attend.h.
+template <int D, int F>
+inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint tile,
+                      thread const matrix_state<D, F> &state, thread sum_matrix (&score)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        int position = open_tile(args, tile, tile_row(p, TQKV__MATRIX_ROW(task.lane))).position;
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++) {
+                int newest = state.newest[f][i];
+                bool seen = position <= newest && (args.window == 0 || position > newest - args.window);
+                score[p][f].elements[i] = seen ? score[p][f].elements[i] : -INFINITY;
+            }
+        }
+    }
+}
+
+// Raises the maxima as attend.h does it.
+template <int D, int F>
+inline void raise_maxima(thread sum_matrix (&score)[4][F], thread matrix_state<D, F> &state)
+{
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            float largest = -INFINITY;
+            TQKV_UNROLL
+            for (int p = 0; p < 4; p++) largest = max(largest, score[p][f].elements[i]);
+            largest = max_of_column(largest);
+            largest = largest > state.maximum[f][i] + 11.0f ? largest : state.maximum[f][i];
+            float shrink = share_of(state.maximum[f][i], largest);
+            state.maximum[f][i] = largest;
+            state.sum[f][i] *= shrink;
+            TQKV_UNROLL
+            for (int b = 0; b < D / 8; b++) state.out[b][f].elements[i] *= shrink;
+        }
+    }
+}
+
+// Products to weights, without the values' scales.
+template <int D, int F>
+inline void weigh_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint tile, bool whole,
+                              thread const tile_scales &scales, thread sum_matrix (&score)[4][F],
+                              thread matrix_state<D, F> &state)
+{
+    bool raise = false;
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++)
+                score[p][f].elements[i] =
+                    score_of(args, score[p][f].elements[i], scales.keys[p] * state.factor[f][i], state.shift[f][i]);
+        }
+    }
+    if (!whole) mask_tile<D, F>(args, task, tile, state, score);
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++) raise = raise || score[p][f].elements[i] > state.maximum[f][i] + 11.0f;
+        }
+    }
+    if (simd_any(raise)) raise_maxima<D, F>(score, state);
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++) {
+                float share = fast::exp2(score[p][f].elements[i] - state.maximum[f][i]);
+                score[p][f].elements[i] = share;
+                state.sum[f][i] += share;
+            }
+        }
+    }
+}
+
+// ---- Values of one tile ----
+
+// The lane's codes of one chunk and two matrices of slots: those of 4 rows.
+template <int D, int W>
+struct value_chunk {
+    raw_codes<W, MATRIX_OUT_VALUES(D, W)> raw[4];
+};
+
+// `half_tile`: 0 for rows 0 .. 15, 1 for the others.
+template <int D, int W>
+inline void load_value_chunk(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint chunk,
+                             uint half_tile, thread value_chunk<D, W> &values)
+{
+    const int N = MATRIX_OUT_VALUES(D, W);
+    const uint bytes = row_bytes<D>(value_format);
+    uint first = (chunk * 8u + TQKV__MATRIX_ROW(task.lane)) * uint(N);
+    TQKV_UNROLL
+    for (int i = 0; i < 4; i++) {
+        uint k = TQKV__MATRIX_COLUMN(task.lane) + uint(i % 2), row = tile_row(2 * int(half_tile) + i / 2, k);
+        row = existing_row(args, row);
+        device const uchar *codes = same_slots
+                                        ? task.values.codes + ulong(base) * ulong(bytes) + row * bytes
+                                        : task.values.codes + ulong(value_slot_of(args, base + row)) * ulong(bytes);
+        load_codes<D, W, N>(value_format, codes, first, values.raw[i]);
+    }
+}
+
+// Halves that are no numbers become 0: 0 * NaN is not 0. Only slots that some query does not see may hold such halves.
+template <int W, int N>
+inline void clear_not_finite(thread raw_codes<W, N> (&raw)[4])
+{
+    TQKV_UNROLL
+    for (int i = 0; i < 4; i++) {
+        TQKV_UNROLL
+        for (int w = 0; w < (W * N + 31) / 32; w++) {
+            uint word = raw[i].main[w];
+            if ((word & 0x7c00u) == 0x7c00u) word &= 0xffff0000u;
+            if ((word & 0x7c000000u) == 0x7c000000u) word &= 0xffffu;
+            raw[i].main[w] = word;
+        }
+    }
+}
+
+// out += V^T P^T over a chunk and half of the tile.
+template <int D, int W, int F>
+inline void multiply_values(int chunk, thread const value_chunk<D, W> &values, thread const value_book &book,
+                            thread const right_part (&first)[F], thread const right_part (&second)[F],
+                            thread matrix_state<D, F> &state)
+{
+    const int N = MATRIX_OUT_VALUES(D, W);
+    bool exact = !has_codebook(value_format), wide = has_norms(value_format);
+    TQKV_UNROLL
+    for (int i = 0; i < N; i += 2) {
+        left_part left[2][2];
+        TQKV_UNROLL
+        for (int k = 0; k < 2; k++) {
+            TQKV_UNROLL
+            for (int r = 0; r < 2; r++)
+                left[k][r] = left_of_codes<W, N>(value_format, values.raw[2 * k], i + r, values.raw[2 * k + 1], i + r,
+                                                 wide, book);
+        }
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++)
+            multiply(left, first[f], second[f], wide, exact, state.out[chunk * N + i][f],
+                     state.out[chunk * N + i + 1][f]);
+    }
+}
+
+// Weights with the values' scales of a block, as right factors. A masked norm may be NaN.
+template <int D, int F>
+inline void scale_weights(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint block,
+                          thread const tile_scales &scales, thread sum_matrix (&weight)[4][F],
+                          thread right_part (&right)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        uint slot = base + existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        float scale = scales.values[p];
+        if (!one_norm<D>(value_format))
+            scale =
+                stored_scale<D>(value_format, task.values, value_slot_of(args, slot), block, args.value_block_scale);
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            float x = weight[p][f].elements[0], y = weight[p][f].elements[1];
+            right[p][f] =
+                right_of_sums(x * (x > 0.0f ? scale : 0.0f), y * (y > 0.0f ? scale : 0.0f), has_norms(value_format));
+        }
+    }
+}
+
+// `values` holds the first chunk of the tile at slot `base`.
+template <int D, int W, int F>
+inline void add_matrix_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base, bool whole,
+                              thread const tile_scales &scales, thread const value_book &book,
+                              thread value_chunk<D, W> (&values)[2], thread sum_matrix (&weight)[4][F],
+                              thread matrix_state<D, F> &state)
+{
+    const int N = MATRIX_OUT_VALUES(D, W), chunks = D / (8 * N);
+    const uint block_chunks = norm_block<D>(value_format) / uint(8 * N);
+    right_part right[4][F];
+    TQKV_UNROLL
+    for (int j = 0; j < chunks; j++) {
+        if (uint(j) % block_chunks == 0)
+            scale_weights<D, F>(args, task, base, uint(j) / block_chunks, scales, weight, right);
+        TQKV_UNROLL
+        for (int h = 0; h < 2; h++) {
+            if (W == 16 && !whole) clear_not_finite<W, N>(values[h].raw);
+            multiply_values<D, W, F>(j, values[h], book, right[2 * h], right[2 * h + 1], state);
+            if (j + 1 < chunks) load_value_chunk<D, W>(args, task, base, uint(j + 1), uint(h), values[h]);
+        }
+    }
+}
+
+// ---- The simdgroups' results as one ----
+
+// Place of a value of O in the sums of a column: lanes that store together use different banks.
+#define MATRIX_SUM_AT(D, column, value) ((column)*uint(TQKV__MATRIX_SUM_FLOATS(D)) + (value) + (value) / 16u * 4u)
+
+// Maximum and sum of the threadgroup, in memory.totals.
+template <int D, int F>
+inline void combine_totals(thread const attend_task &task, column_memory memory, thread matrix_state<D, F> &state)
+{
+    const uint C = uint(TQKV__MATRIX_COLUMNS);
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
+            if (state.maximum[f][i] == NOTHING_SEEN) state.maximum[f][i] = -INFINITY;
+            float sum = sum_of_column(state.sum[f][i]);
+            if (TQKV__MATRIX_ROW(task.lane) != 0) continue;
+            task.states[(task.simdgroup * C + c) * 2u] = state.maximum[f][i];
+            task.states[(task.simdgroup * C + c) * 2u + 1u] = sum;
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (task.simdgroup == 0 && task.lane < uint(F * 8)) {
+        float largest = -INFINITY, sum = 0.0f;
+        for (uint s = 0; s < task.n_simdgroups; s++) largest = max(largest, task.states[(s * C + task.lane) * 2u]);
+        for (uint s = 0; s < task.n_simdgroups; s++) {
+            float own = task.states[(s * C + task.lane) * 2u];
+            sum = fma(share_of(own, largest), task.states[(s * C + task.lane) * 2u + 1u], sum);
+        }
+        memory.totals[task.lane * 2u] = largest;
+        memory.totals[task.lane * 2u + 1u] = sum;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// Adds O of the simdgroups one after another, under the maximum of all: a fixed order. The result is in task.sums. While
+// one simdgroup adds its second part, the next adds its first.
+template <int D, int VW, int F>
+inline void combine_matrices(thread const attend_task &task, column_memory memory, thread matrix_state<D, F> &state)
+{
+    const int N = MATRIX_OUT_VALUES(D, VW);
+    combine_totals<D, F>(task, memory, state);
+    for (uint step = 0; step < task.n_simdgroups + uint(2 * F - 1); step++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++) {
+                uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
+                if (step != task.simdgroup + uint(f * 2 + i) || c >= columns) continue;
+                float shrink = share_of(state.maximum[f][i], memory.totals[c * 2u]);
+                TQKV_UNROLL
+                for (int b = 0; b < D / 8; b++) {
+                    uint value = uint(b / N * 8 * N + b % N) + TQKV__MATRIX_ROW(task.lane) * uint(N);
+                    threadgroup float *to = task.sums + MATRIX_SUM_AT(D, c, value);
+                    *to = (task.simdgroup == 0 ? 0.0f : *to) + shrink * state.out[b][f].elements[i];
+                }
+            }
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+}
+
+// As add_to_partial of attend.h, with maxima and sums in memory.totals.
+template <int D, int F>
+inline void add_matrix_to_partial(constant tqkv__attend_args &args, thread const attend_task &task, uint partial,
+                                  bool copy, threadgroup float *kept, threadgroup float *totals)
+{
+    const int B = 8 * F; // columns whose sums are under way at a time
+    uint thread_index = task.simdgroup * 32u + task.lane;
+    uint used = min(uint(columns), uint(args.n_queries) * uint(args.group) - task.first_column);
+    for (uint i = thread_index; i < uint(D); i += task.n_simdgroups * 32u) {
+        for (uint first = 0; first < used; first += uint(B)) {
+            query_row row = row_of_column(args, task.first_column + first);
+            device float *out[B];
+            float before[B];
+            TQKV_UNROLL
+            for (int b = 0; b < B; b++) {
+                out[b] = task.partial_out + partial_row(args, task, partial, row) * ulong(D) + i;
+                before[b] = copy || first + uint(b) >= used ? 0.0f : *out[b];
+                row = next_row(args, row);
+            }
+            TQKV_UNROLL
+            for (int b = 0; b < B; b++) {
+                uint c = first + uint(b);
+                if (c >= used) continue;
+                shares both = shares_of(copy ? -INFINITY : kept[c * 2u], totals[c * 2u]);
+                threadgroup float *sum = task.sums + MATRIX_SUM_AT(D, c, i);
+                *out[b] = *sum = fma(both.added, *sum, copy ? 0.0f : both.kept * before[b]);
+            }
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint c = thread_index; c < columns; c += task.n_simdgroups * 32u) {
+        shares both = shares_of(copy ? -INFINITY : kept[c * 2u], totals[c * 2u]);
+        totals[c * 2u + 1u] = fma(both.added, totals[c * 2u + 1u], copy ? 0.0f : both.kept * kept[c * 2u + 1u]);
+        totals[c * 2u] = both.largest;
+        kept[c * 2u] = both.largest;
+        kept[c * 2u + 1u] = totals[c * 2u + 1u];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// As keep_stretch of attend.h.
+template <int D, int F>
+inline uint keep_matrix_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
+                                uint stretch, threadgroup float *totals)
+{
+    bool several = args.sections_each > 1, last = stretch + 1u == own.end || (stretch + 1u) % TQKV__SECTION == 0;
+    uint partial = several ? 1u : task.split;
+    bool first = stretch == own.begin || stretch % TQKV__SECTION == 0;
+    add_matrix_to_partial<D, F>(args, task, partial, first, task.kept, totals);
+    if (!several || !last) return partial;
+    first = stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
+    add_matrix_to_partial<D, F>(args, task, 0u, first, task.kept + 2 * TQKV__MATRIX_COLUMNS, totals);
+    return 0u;
+}
+
+// Maxima, sums and the scores of the centre, for attend_merge.
+inline void store_columns(constant tqkv__attend_args &args, thread const attend_task &task, uint partial,
+                          column_memory memory)
+{
+    uint c = task.lane;
+    if (task.simdgroup != 0 || c >= columns || task.first_column + c >= uint(args.n_queries) * uint(args.group)) return;
+    query_row row = row_of_column(args, task.first_column + c);
+    ulong to = partial_row(args, task, partial + 1u, row) * 2u;
+    task.partial_state[to] = memory.totals[c * 2u];
+    task.partial_state[to + 1u] = memory.totals[c * 2u + 1u];
+    if (key_centered && task.split == 0) task.partial_state[partial_row(args, task, 0u, row) * 2u] = memory.shifts[c];
+}
+
+// ---- The kernel ----
+
+template <int D, int F>
+inline void open_columns(constant tqkv__attend_args &args, thread const attend_task &task, column_memory memory,
+                         thread matrix_state<D, F> &state)
+{
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            uint c = min(uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane), columns - 1u);
+            state.newest[f][i] = newest_seen(args, row_of_column(args, task.first_column + c).query);
+            state.factor[f][i] = memory.factors[c];
+            state.shift[f][i] = key_centered ? memory.shifts[c] : 0.0f;
+        }
+    }
+}
+
+template <int D, int F>
+inline void clear_matrices(thread matrix_state<D, F> &state)
+{
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            state.maximum[f][i] = NOTHING_SEEN;
+            state.sum[f][i] = 0.0f;
+        }
+        TQKV_UNROLL
+        for (int b = 0; b < D / 8; b++) clear_matrix(state.out[b][f]);
+    }
+}
+
+// The simdgroup's tiles before tile `end`.
+template <int D, int KW, int VW, int F>
+inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const attend_task &task, uint end,
+                             thread const value_book &key_book, thread const value_book &out_book,
+                             thread matrix_walk<D, KW> &walk, thread matrix_state<D, F> &state)
+{
+    while (walk.tile < end) {
+        uint tile = walk.tile, base = walk.base;
+        walk.tile = step_over(tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
+        walk.base = open_tile(args, walk.tile, 0u).base;
+        bool whole = sees_whole_tile<D, KW>(args, tile, base, walk);
+        tile_scales scales = load_tile_scales<D>(args, task, base);
+        value_chunk<D, VW> values[2];
+        TQKV_UNROLL
+        for (int h = 0; h < 2; h++) load_value_chunk<D, VW>(args, task, base, 0u, uint(h), values[h]);
+        sum_matrix score[4][F];
+        score_matrix_tile<D, KW, F>(args, task, base, walk.base, key_book, walk.keys, score);
+        weigh_matrix_tile<D, F>(args, task, tile, whole, scales, score, state);
+        add_matrix_values<D, VW, F>(args, task, base, whole, scales, out_book, values, score, state);
+    }
+}
+
+template <int D, int KW, int VW, int F>
+inline void attend_by_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
+    threadgroup float *table_memory = task.tables;
+    threadgroup code_value *tables = (threadgroup code_value *)table_memory;
+    column_memory memory = column_memory_of(task.kept);
+    tile_range seen = tiles_seen(args, task.first_column);
+    stretch_range own = stretches_of_threadgroup(args, seen, task.split);
+    matrix_state<D, F> state;
+    matrix_walk<D, KW> walk;
+    walk.gap_begin = seen.gap_begin;
+    walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
+    walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
+    walk.tile = step_over(walk.tile, walk.gap_begin, walk.after_gap);
+    walk.base = open_tile(args, walk.tile, 0u).base;
+    walk.least_newest = newest_seen(args, row_of_column(args, task.first_column).query);
+    walk.most_newest = newest_seen(args, row_of_column(args, task.first_column + columns - 1u).query);
+    TQKV_UNROLL
+    for (int b = 0; b < MATRIX_KEY_BATCH(D, KW); b++)
+        load_key_chunk<D, KW>(args, task, walk.base, uint(b), walk.keys.chunks[b]);
+    load_value_book(key_format, false, tables, thread_index, n_threads);
+    load_value_book(value_format, true, tables + 256, thread_index, n_threads);
+    load_query_rows<D>(args, task, memory);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    arrange_queries<D, KW, F>(task);
+    value_book key_book = open_value_book(key_format, tables, task.lane);
+    value_book out_book = open_value_book(value_format, tables + 256, task.lane);
+    open_columns<D, F>(args, task, memory, state);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint stretch = own.begin; stretch < own.end; stretch++) {
+        clear_matrices<D, F>(state);
+        uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
+        add_matrix_tiles<D, KW, VW, F>(args, task, end, key_book, out_book, walk, state);
+        combine_matrices<D, VW, F>(task, memory, state);
+        partial = keep_matrix_stretch<D, F>(args, task, own, stretch, memory.totals);
+    }
+    store_columns(args, task, partial, memory);
+}
+
+// The widths of keys and values, and how many columns there are, choose the code here and nowhere else.
+template <int D, int KW, int VW>
+inline void attend_with_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    const int most = TQKV__MOST_MATRIX_COLUMNS(D) / 8;
+    if (columns <= 8)
+        attend_by_matrices<D, KW, VW, 1>(args, task);
+    else
+        attend_by_matrices<D, KW, VW, most>(args, task);
+}
+
+template <int D, int KW>
+inline void attend_matrix_with_keys(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    if (code_width(value_format) == 4) attend_with_matrices<D, KW, 4>(args, task);
+    if (code_width(value_format) == 8) attend_with_matrices<D, KW, 8>(args, task);
+    if (code_width(value_format) == 16) attend_with_matrices<D, KW, 16>(args, task);
+}
+
+template <int D>
+inline void attend_matrix_with_formats(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    if (code_width(key_format) == 4) attend_matrix_with_keys<D, 4>(args, task);
+    if (code_width(key_format) == 8) attend_matrix_with_keys<D, 8>(args, task);
+    if (code_width(key_format) == 16) attend_matrix_with_keys<D, 16>(args, task);
+}
+
+#endif
+
+// ---- shaders/attend_matrix.metal ----
+
+// attend_matrix: what attend does, by products of matrices. Threadgroups: x KV heads, y blocks of query rows, z splits of
+// the context.
+
+// codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a row]
+// clang-format off
+#define ATTEND_MATRIX(D) \
+    kernel void tqkv_attend_matrix_d##D( \
+        constant tqkv__attend_args &args [[buffer(0)]], \
+        device const uchar *q [[buffer(1)]], \
+        device const uchar *key_codes [[buffer(2)]], \
+        device const float *key_norms [[buffer(3)]], \
+        device const uchar *value_codes [[buffer(4)]], \
+        device const float *value_norms [[buffer(5)]], \
+        device float *partial_out [[buffer(6)]], \
+        device float *partial_state [[buffer(7)]], \
+        device const float *key_center [[buffer(8)]], \
+        threadgroup float *tables [[threadgroup(0)]], \
+        threadgroup float *queries [[threadgroup(1)]], \
+        threadgroup float *sums [[threadgroup(2)]], \
+        threadgroup float *states [[threadgroup(3)]], \
+        uint3 group [[threadgroup_position_in_grid]], \
+        uint lane [[thread_index_in_simdgroup]], \
+        uint simdgroup [[simdgroup_index_in_threadgroup]], \
+        uint n_simdgroups [[simdgroups_per_threadgroup]]) \
+    { \
+        attend_task task; \
+        task.q = q; \
+        task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_capacity, group.x); \
+        task.values = stream_of_head<D>(value_format, value_codes, value_norms, args.value_capacity, group.x); \
+        task.partial_out = partial_out; \
+        task.partial_state = partial_state; \
+        task.center = key_center; \
+        task.tables = tables; \
+        task.queries = queries; \
+        task.sums = sums; \
+        task.weights = sums; \
+        task.kept = states; \
+        task.states = states + 8 * TQKV__MATRIX_COLUMNS; \
+        task.kv_head = group.x; \
+        task.first_column = group.y * columns; \
+        task.split = group.z; \
+        task.lane = lane; \
+        task.simdgroup = simdgroup; \
+        task.n_simdgroups = n_simdgroups; \
+        attend_matrix_with_formats<D>(args, task); \
+    }
+// clang-format on
+
+ATTEND_MATRIX(64)
+ATTEND_MATRIX(128)
+ATTEND_MATRIX(256)
+
 // ---- shaders/merge.h ----
 
 // The end of attention for one query row: brings the sums of the partial results to one maximum, adds them and the
@@ -3014,7 +3985,26 @@ ROTATE(1024)
 // ---- shaders/tables.metal ----
 
 // tables: reports the shaders' codebooks, boundaries, signs, version and argument sizes. The host compares them with
-// its own, and so refuses a library that was built from another version of tqkv.h. One threadgroup.
+// its own, and so refuses a library that was built from another version of tqkv.h. It also multiplies two matrices, which
+// tells whether their elements lie as expected. One simdgroup.
+
+inline float test_element(uint row, uint column, uint seed) { return float(TQKV__MATRIX_TEST(row, column, seed)); }
+
+// The lane's elements of the product of the test's matrices.
+inline void multiply_test(uint lane, thread sum_matrix &product)
+{
+    uint row = TQKV__MATRIX_ROW(lane), column = TQKV__MATRIX_COLUMN(lane);
+    float x = test_element(row, column, 3u), y = test_element(row, column + 1u, 3u);
+    float z = test_element(TQKV_RIGHT_ROW(lane, 0), TQKV_RIGHT_COLUMN(lane, 0), 5u);
+    float w = test_element(TQKV_RIGHT_ROW(lane, 1), TQKV_RIGHT_COLUMN(lane, 1), 5u);
+    left_part left[2][2];
+    sum_matrix other;
+    left[0][0] = left[0][1] = left_of_values(code_value_of(x, false), code_value_of(y, false));
+    left[1][0] = left[1][1] = left_of_values(code_value_of(0.0f, false), code_value_of(0.0f, false));
+    clear_matrix(product);
+    clear_matrix(other);
+    multiply(left, right_of(z, w, false), right_of(0.0f, 0.0f, false), false, false, product, other);
+}
 
 // clang-format off
 #define STORE_SIZE(name) report->struct_sizes[n_structs++] = uint(sizeof(tqkv__##name));
@@ -3037,4 +4027,9 @@ kernel void tqkv_tables(device tqkv__table_report *report [[buffer(0)]],
     device uchar *to = (device uchar *)&report->tables;
     constant uchar *from = (constant uchar *)&tqkv__tables;
     for (uint i = thread_index; i < uint(sizeof(tqkv__table_set)); i += n_simdgroups * 32u) to[i] = from[i];
+    if (thread_index >= 32u) return;
+    sum_matrix product;
+    multiply_test(thread_index, product);
+    report->matrix_product[thread_index][0] = product.elements[0];
+    report->matrix_product[thread_index][1] = product.elements[1];
 }
