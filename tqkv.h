@@ -5789,8 +5789,9 @@ static size_t tqkv__divide(tqkv__job *job)
         if (part->sums_floats > most) most = part->sums_floats;
         if (totals <= SIZE_MAX / 64) totals += part->sums_floats; /* each is below, see tqkv__attention_shape */
     }
-    job->n_tasks = !hook ? 1 : all < TQKV__TASKS ? (int)all : TQKV__TASKS;
-    job->spread = hook && longest > 1.0 && 4.0 * longest * TQKV__TASKS > all && totals <= SIZE_MAX / 64;
+    const int most_tasks = TQKV__TASKS;
+    job->n_tasks = !hook ? 1 : all < (double)most_tasks ? (int)all : most_tasks;
+    job->spread = hook && longest > 1.0 && 4.0 * longest * (double)most_tasks > all && totals <= SIZE_MAX / 64;
     job->wave_floats = !job->spread ? 0 : waves > most ? waves : most;
     return job->spread ? totals : 0;
 }

@@ -106,7 +106,8 @@ void test_codec_error_cases(void)
         static const int head_dims[3] = {80, 96, 192};
         const data_kind kind = i < 3 ? DATA_GAUSSIAN : DATA_OUTLIERS;
         const error_row row = {"", TQKV_TQ4, head_dims[i % 3], kind, false, 0.0, 0.02};
-        test_add(check_like_128, &row, sizeof row, "codec_error/like_128/%s/%d", data_kind_name(kind), row.head_dim);
+        test_add(check_like_128, &row, sizeof row, "codec_error/like_128/%s/%d", data_kind_name((int)kind),
+                 row.head_dim);
     }
     for (size_t i = 0; i < sizeof error_rows / sizeof *error_rows; i++)
         test_add(check_error, &error_rows[i], sizeof *error_rows, "codec_error/%s", error_rows[i].name);
