@@ -2934,7 +2934,8 @@ TQKV__OP void TQKV__(store_sums)(const int rows, const int first, const int coun
 TQKV__OP void TQKV__(accumulate_tail)(const tqkv_format format, const int rows, const int runs, int before,
                                       const TQKV__(block) * block, const TQKV__VECTOR *table)
 {
-    const int tail = block->dim / TQKV__LANES, row_stride = block->row_stride, stride = block->result_stride;
+    const int tail = TQKV__LANES < 16 ? TQKV__TAIL_RUNS : block->dim / TQKV__LANES; /* narrow vectors: 16 values */
+    const int row_stride = block->row_stride, stride = block->result_stride;
     const size_t step = TQKV__(stride)(format, block), ahead = TQKV__TILE * step;
     const uint8_t *p = block->codes + before * TQKV__(run_bytes)(format, 1);
     const uint8_t *upper = block->codes + block->upper + before * TQKV__UPPER_BITS(format) * TQKV__LANES / 8;
@@ -3321,7 +3322,8 @@ TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *runs, flo
 }
 
 /* The same for the matrix of order 12, whose signs the compiler knows: no loads of them. Every second sum is made of
-   multiply-adds: a Zen 4 core does them beside additions. `rounded` hides that they multiply by 1. */
+   multiply-adds: a Zen 4 core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other:
+   clang 14 would reorder sums there with -fassociative-math. */
 TQKV__OP void TQKV__(mix_12)(const float *runs, float factor, int n, float *out)
 {
     const TQKV__VECTOR plus = TQKV__(rounded)(TQKV__(set1)(1.0f)), minus = TQKV__(rounded)(TQKV__(set1)(-1.0f));
@@ -3335,7 +3337,7 @@ TQKV__OP void TQKV__(mix_12)(const float *runs, float factor, int n, float *out)
                 const bool subtract = (tqkv__tables.hadamard_12[b][c / 8] >> (c % 8)) & 1;
                 if (c == 0)
                     sums[b] = x * (subtract ? minus : plus);
-                else if (b % 2)
+                else if (b % 2 || TQKV__LANES == 4)
                     sums[b] = TQKV__(fma)(x, subtract ? minus : plus, sums[b]);
                 else if (subtract)
                     sums[b] -= x;
