@@ -5481,6 +5481,8 @@ static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, 
     int64_t from, to, unused;
     tqkv__visible(a, first_row / a->group, first, end, &from, &unused);
     tqkv__visible(a, (first_row + n_rows - 1) / a->group, first, end, &unused, &to);
+    for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
+        memset(tiles[i].scores + n_rows * TQKV__TILE, 0, TQKV__TILE * sizeof(float));
     for (int64_t position = from; position < to; position = tile->position + tile->n) {
         if (before) tile = &tiles[before == &tiles[0]];
         tile->position = position;
