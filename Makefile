@@ -124,7 +124,7 @@ include tests/rules.mk
 TEST_TARGETS += format-check
 
 .PHONY: test clean format format-check
-test: $(TEST_TARGETS) ## run all tests: no GPU, no network, under 10 minutes on two cores
+test: $(TEST_TARGETS) ## run all tests: no GPU, no network
 
 format: ## lay out the sources
 	@$(is_format_version) || { echo "make format needs clang-format $(FORMAT_VERSION): CLANG_FORMAT=clang-format-$(FORMAT_VERSION)"; exit 1; }
