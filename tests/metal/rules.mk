@@ -15,6 +15,7 @@ SHADER_FLAGS := -std=c++14 -g -ffp-contract=off -D__METAL_VERSION__=300 -Itests/
 	-Werror
 SHADER_CPU := $(SHADER_FLAGS) -isystem tests/metal/shim/cpu
 SHADER_TEST_FLAGS := -std=c++14 -g -D_POSIX_C_SOURCE=200809L $(WARNINGS) -I. -Itests/metal -isystem tests/metal/shim/cpu $(CPPFLAGS)
+SHADER_IMPLEMENTATION := $(TEST_BUILD)/$(REFERENCE_BUILD_CXX)/test_tables.o
 TYPE_CHECK := clang -x c++ $(SHADER_FLAGS) -isystem tests/metal/shim/clang -nostdinc -target aarch64-none-elf -Wconversion \
 	-Wdouble-promotion -fsyntax-only
 
@@ -24,9 +25,9 @@ $(METAL_BUILD)/%/prepared: tests/metal/prep.py $(SHADER_SOURCES)
 
 .PRECIOUS: $(METAL_BUILD)/%/prepared
 
-# The implementation, in test_tables.c, is not sanitized here: it compiles for minutes then, and tests/rules.mk has its own
-# sanitized builds.
-# $(1) name, $(2) compiler, $(3) flags, $(4) flags of simt.cpp instead, $(5) runs the driver, $(6) its options
+# The implementation, in test_tables.c, is that of a runner, and not sanitized here: tests/rules.mk has its sanitized builds.
+# $(1) name, $(2) compiler, $(3) flags, $(4) flags of simt.cpp instead, $(5) runs the driver, $(6) its options,
+# $(7) another object of test_tables.c
 define shader_variant
 $(METAL_BUILD)/$(1)/%.metal.o: $(METAL_BUILD)/cpu/prepared tqkv.h tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
 	@mkdir -p $$(@D)
@@ -44,12 +45,8 @@ $(METAL_BUILD)/$(1)/%.o: tests/%.c $(SHADER_TEST_HEADERS)
 	@mkdir -p $$(@D)
 	@$(2) -x c++ $(3) $(SHADER_TEST_FLAGS) -c $$< -o $$@
 
-$(METAL_BUILD)/$(1)/test_tables.o: tests/test_tables.c $(SHADER_TEST_HEADERS)
-	@mkdir -p $$(@D)
-	@$(2) -x c++ $(filter-out -fsanitize=%,$(3)) $(SHADER_TEST_FLAGS) -c $$< -o $$@
-
 $(METAL_BUILD)/$(1)/driver: $(SHADER_NAMES:%=$(METAL_BUILD)/$(1)/%.metal.o) \
-		$(patsubst %,$(METAL_BUILD)/$(1)/%.o,simt runner test_tables $(SHADER_TESTS))
+		$(patsubst %,$(METAL_BUILD)/$(1)/%.o,simt runner $(SHADER_TESTS)) $(or $(7),$(SHADER_IMPLEMENTATION))
 	@$(2) $(3) $$^ -o $$@ -lm
 
 .PHONY: test-shaders-$(1)
@@ -77,7 +74,7 @@ test-shaders-flush: $(METAL_BUILD)/plain/driver
 ifneq ($(QEMU),)
 # The stack switch of the machine on 64-bit ARM, and the sums of the shaders there.
 $(eval $(call shader_variant,aarch64,aarch64-linux-gnu-g++,-O1 -static -isystem $(CROSS_INCLUDE),,$(QEMU),--one-schedule \
-	machine tables attend/pair golden/tq5/64))
+	machine tables attend/pair golden/tq5/64,$(METAL_BUILD)/aarch64/test_tables.o))
 $(METAL_BUILD)/aarch64/codec_cases.o $(METAL_BUILD)/aarch64/test_tables.o: $(CROSS_INCLUDE)/xxhash.h
 SHADER_CROSS := test-shaders-aarch64
 DEB_TEST += g++-aarch64-linux-gnu

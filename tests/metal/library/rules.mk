@@ -5,7 +5,7 @@ LIBRARY_TESTS := tests/metal/library
 LIBRARY ?= $(METALLIB)
 LLC := llc-$(AIR_LLVM)
 LIBRARY_CPP := clang++ -std=c++14 -Itests/metal
-LIBRARY_PLAIN := $(patsubst %,$(METAL_BUILD)/plain/%.o,simt runner test_tables $(SHADER_TESTS))
+LIBRARY_PLAIN := $(patsubst %,$(METAL_BUILD)/plain/%.o,simt runner $(SHADER_TESTS)) $(SHADER_IMPLEMENTATION)
 
 # Further versions that read the library.
 DEB_TEST += $(if $(filter bookworm,$(CODENAME)),llvm-15 llvm-16 llvm-19)
