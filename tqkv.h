@@ -35,7 +35,7 @@
      >>store          one stream in the caller's memory: encode, decode, probe
      >>rotate         the rotation alone
      >>attention      attention over two stores, whole or in slices
-     >>cache          a cache that owns its memory, save and load
+     >>cache          a cache that owns its memory; save and load, of stores too
      >>metal          all of it on Apple's GPUs, with tqkv_metal.m
 
      implementation
@@ -398,6 +398,17 @@ TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void
    nonzero fields must match, else TQKV_INVALID_ARGUMENT. TQKV_CORRUPT: a missing or changed byte. *out is NULL on
    failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
+
+/* The same for the positions [position, position + n_positions) of one store, in the caller's memory: a sequence leaves a
+   pool of pages and comes back, or moves to another machine. The bytes depend on what these positions hold, not on where
+   it lies: a snapshot of a paged store loads into other pages, a linear store or a ring. */
+TQKV_API tqkv_result tqkv_store_save(const tqkv_store *s, int64_t position, int n_positions, tqkv_write write,
+                                     void *user);
+/* The snapshot must be of these positions, of a store with the same format, head_dim, n_kv_heads, unrotated, block_scale
+   and centre, else TQKV_INVALID_ARGUMENT. A page may not occur twice among those written. TQKV_CORRUPT: a missing or
+   changed byte. After TQKV_CORRUPT or TQKV_IO these positions may hold anything; all others are as they were. */
+TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int n_positions, tqkv_read read,
+                                     void *user);
 
 /* >>metal
    The same calls on Apple's GPUs. Compile tqkv_metal.m beside the file with TQKV_IMPLEMENTATION, and link with
@@ -1982,6 +1993,25 @@ static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t p
     return tqkv__check_pages(s, position, position + n);
 }
 
+/* Refuses a table that names a page twice among those of n positions to write; follows tqkv__check_positions. */
+static tqkv_result tqkv__check_written(const tqkv__stream *s, int n, int64_t position)
+{
+    if (!s->pages || n == 0) return TQKV_OK;
+    const int64_t page = position / s->page_size, last = (position + n - 1) / s->page_size;
+    if (tqkv__all_distinct(s->pages + page, last - page + 1)) return TQKV_OK;
+    return TQKV__INVALID("pages: a page twice among those to write");
+}
+
+/* Opens a store to read n of its positions, or to replace them as they are stored. */
+static tqkv_result tqkv__open_positions(const tqkv_store *store, int n, int64_t position, tqkv__stream *s)
+{
+    const tqkv_result r = tqkv__stream_open(store, s);
+    if (r != TQKV_OK) return r;
+    if (n < 0) return TQKV__INVALID("n_positions is negative");
+    if (s->ring && n > s->capacity) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
+    return tqkv__check_positions(s, n, position);
+}
+
 /* Row `index` of src: [n][head_dim] */
 static const void *tqkv__source_row(const tqkv__stream *s, const void *src, size_t index)
 {
@@ -2020,11 +2050,7 @@ static tqkv_result tqkv__encode_open(const tqkv_store *store, const void *src, i
 {
     tqkv_result r = tqkv__encode_target(store, src, n_tokens, s);
     if (r == TQKV_OK) r = tqkv__check_positions(s, n_tokens, position);
-    if (r != TQKV_OK || !s->pages || n_tokens == 0) return r;
-    const int64_t page = position / s->page_size, last = (position + n_tokens - 1) / s->page_size;
-    return tqkv__all_distinct(s->pages + page, last - page + 1)
-               ? TQKV_OK
-               : TQKV__INVALID("pages: a page twice among those to write");
+    return r == TQKV_OK ? tqkv__check_written(s, n_tokens, position) : r;
 }
 
 static bool tqkv__rows_finite(const tqkv__stream *s, const void *src, int n_tokens)
@@ -2134,12 +2160,10 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
 {
     tqkv__stream s;
     size_t bytes;
-    tqkv_result r = tqkv__stream_open(store, &s);
+    tqkv_result r = tqkv__open_positions(store, n_positions, position, &s);
     if (r != TQKV_OK) return r;
     if ((r = tqkv__check_rows(&s, dst, n_positions, &bytes)) != TQKV_OK) return r;
     if (!tqkv__basis_known(basis)) return TQKV__INVALID("basis: no tqkv_basis");
-    if (s.ring && n_positions > s.capacity) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
-    if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
     if (tqkv__stream_overlaps(&s, dst, bytes)) return TQKV__INVALID("dst overlaps the store");
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
@@ -7162,8 +7186,9 @@ TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report)
     return NULL;
 }
 
-/* >>snapshot: a cache as bytes, all little-endian
+/* >>snapshot: caches and stores as bytes, all little-endian
 
+   A cache:
      offset  bytes  field                                 offset  bytes  field
           0      8  "tqkv" CR LF SUB LF                        44      4  window
           8      4  snapshot version                           48      4  scale (float32)
@@ -7179,10 +7204,24 @@ TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report)
                     to 31: the values' head_dim, or 0               8  XXH3-64 of this centre, codes and norms
                     where it is the keys'
 
-   Version 1, always with table version 1, has one head_dim, no centres and neither TQ3 nor TQ2. */
+   Version 1, always with table version 1, has one head_dim, no centres and neither TQ3 nor TQ2.
 
-#define TQKV__SNAPSHOT_VERSION 2
-#define TQKV__HEADER_SIZE      72 /* without its hash */
+   Positions of a store:
+     offset  bytes  field                                 offset  bytes  field
+          0      8  "tqks" CR LF SUB LF                        32      8  first position
+          8      4  version: 1                                 40      8  number of positions
+         12      4  format                                     48      8  XXH3-64 of the centre [n_kv_heads][head_dim];
+         16      4  head_dim                                              0 without one
+         20      4  n_kv_heads                                 56      8  XXH3-64 of the 56 bytes before
+         24      4  bit 0: unrotated; bit 1: has a           then:
+                    centre                                            codes, norms and their hash, as above
+         28      4  block_scale (float32); 1 where it
+                    has no effect                                                                                     */
+
+#define TQKV__SNAPSHOT_VERSION  2
+#define TQKV__STORE_VERSION     1
+#define TQKV__HEADER_SIZE       72 /* without its hash */
+#define TQKV__STORE_HEADER_SIZE 56
 
 static void tqkv__put(uint8_t *bytes, int n, uint64_t x)
 {
@@ -7246,16 +7285,11 @@ static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, float *x, size_t n)
     return TQKV_OK;
 }
 
-/* Moves the resident positions of one stream, oldest first, then the hash. */
-static tqkv_result tqkv__move_stream(tqkv__pipe *pipe, const tqkv__stream *s, int64_t first, int64_t end)
+/* Moves the codes of positions [first, end), then their norms, then the hash. */
+static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, int64_t first, int64_t end)
 {
     tqkv_result r = TQKV_OK;
-    if (s->center) { /* of a cache: in its own memory */
-        const size_t n = (size_t)s->n_kv_heads * (size_t)s->head_dim;
-        r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n);
-        if (r == TQKV_OK && !tqkv__all_finite(s->center, n)) r = TQKV_CORRUPT;
-    }
-    for (int norms = 0; r == TQKV_OK && norms < 2; norms++)
+    for (int norms = 0; norms < 2; norms++)
         for (int h = 0; h < s->n_kv_heads; h++)
             for (int64_t position = first; position < end;) {
                 const int slot = tqkv__slot(s, position);
@@ -7267,7 +7301,19 @@ static tqkv_result tqkv__move_stream(tqkv__pipe *pipe, const tqkv__stream *s, in
                 if (r != TQKV_OK) return r;
                 position += n;
             }
-    return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
+    return tqkv__move_hash(pipe);
+}
+
+/* Moves the centre of a cache's stream, which lies in the cache's own memory, and the resident positions. */
+static tqkv_result tqkv__move_stream(tqkv__pipe *pipe, const tqkv__stream *s, int64_t first, int64_t end)
+{
+    if (s->center) {
+        const size_t n = (size_t)s->n_kv_heads * (size_t)s->head_dim;
+        const tqkv_result r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n);
+        if (r != TQKV_OK) return r;
+        if (!tqkv__all_finite(s->center, n)) return TQKV_CORRUPT;
+    }
+    return tqkv__move_stored(pipe, s, first, end);
 }
 
 static tqkv_result tqkv__move_streams(tqkv__pipe *pipe, const tqkv_cache *c)
@@ -7464,6 +7510,79 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     else
         tqkv_cache_destroy(c);
     return r;
+}
+
+/* The hash of a centre's bytes in a snapshot; 0 without one. */
+static uint64_t tqkv__center_hash(const tqkv__stream *s)
+{
+    XXH3_state_t hash;
+    uint8_t bytes[4];
+    if (!s->center) return 0;
+    XXH3_INITSTATE(&hash);
+    XXH3_64bits_reset(&hash);
+    for (size_t i = 0; i < tqkv__center_size(s) / sizeof(float); i++) {
+        tqkv__put(bytes, 4, tqkv__bits(s->center[i]));
+        XXH3_64bits_update(&hash, bytes, 4);
+    }
+    return XXH3_64bits_digest(&hash);
+}
+
+static const char tqkv__store_magic[9] = "tqks\r\n\x1a\n";
+
+/* header: [TQKV__STORE_HEADER_SIZE] */
+static void tqkv__store_header(const tqkv__stream *s, int64_t position, int n, uint8_t *header)
+{
+    const bool unrotated = s->kind != TQKV__HALF && !s->rotated, scaled = s->kind == TQKV__BOOK && s->norms_per_row > 1;
+    const uint32_t fields[6] = {TQKV__STORE_VERSION,
+                                (uint32_t)s->format,
+                                (uint32_t)s->head_dim,
+                                (uint32_t)s->n_kv_heads,
+                                (unrotated ? 1u : 0u) | (s->center ? 2u : 0u),
+                                tqkv__bits(scaled ? s->block_scale : 1.0f)};
+    memcpy(header, tqkv__store_magic, 8);
+    for (int i = 0; i < 6; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
+    tqkv__put(header + 32, 8, (uint64_t)position);
+    tqkv__put(header + 40, 8, (uint64_t)n);
+    tqkv__put(header + 48, 8, tqkv__center_hash(s));
+}
+
+TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, int n_positions, tqkv_write write,
+                                     void *user)
+{
+    tqkv__stream s;
+    tqkv__pipe pipe;
+    uint8_t header[TQKV__STORE_HEADER_SIZE];
+    if (!write) return TQKV__INVALID("write is NULL");
+    tqkv_result r = tqkv__open_positions(store, n_positions, position, &s);
+    if (r != TQKV_OK) return r;
+    tqkv__store_header(&s, position, n_positions, header);
+    tqkv__pipe_open(&pipe, write, NULL, user);
+    r = tqkv__move(&pipe, header, sizeof header);
+    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
+    return r == TQKV_OK ? tqkv__move_stored(&pipe, &s, position, position + n_positions) : r;
+}
+
+/* Every size comes from the store: a header that differs from the one that this store writes is refused. */
+TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, int n_positions, tqkv_read read,
+                                     void *user)
+{
+    enum { name = 12 }; /* bytes of magic and version */
+    tqkv__stream s;
+    tqkv__pipe pipe;
+    uint8_t header[TQKV__STORE_HEADER_SIZE], expected[TQKV__STORE_HEADER_SIZE];
+    if (!read) return TQKV__INVALID("read is NULL");
+    tqkv_result r = tqkv__open_positions(store, n_positions, position, &s);
+    if (r == TQKV_OK) r = tqkv__check_written(&s, n_positions, position);
+    if (r != TQKV_OK) return r;
+    tqkv__store_header(&s, position, n_positions, expected);
+    tqkv__pipe_open(&pipe, NULL, read, user);
+    r = tqkv__move(&pipe, header, sizeof header);
+    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
+    if (r != TQKV_OK) return r;
+    if (memcmp(header, expected, name) != 0) return TQKV_CORRUPT;
+    if (memcmp(header, expected, sizeof header) != 0)
+        return TQKV__INVALID("the snapshot is of another store or of other positions");
+    return tqkv__move_stored(&pipe, &s, position, position + n_positions);
 }
 
 #ifdef TQKV__PRECISE

@@ -20,6 +20,7 @@ static void add_all_cases(void)
     test_value_dim_cases();
     test_plan_cases();
     test_snapshot_cases();
+    test_store_snapshot_cases();
     test_input_cases();
     test_fault_cases();
     test_file_cases();

@@ -92,6 +92,7 @@ void test_types_cases(void);
 void test_value_dim_cases(void);
 void test_plan_cases(void);
 void test_snapshot_cases(void);
+void test_store_snapshot_cases(void);
 void test_input_cases(void);
 void test_fault_cases(void);
 void test_file_cases(void);

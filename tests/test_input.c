@@ -51,7 +51,7 @@ typedef struct world {
     const int *k;
     tqkv_basis basis;
     counting counter;
-    stream snapshot;
+    stream snapshot, store_snapshot;
     tqkv_read read;
     tqkv_write write;
 } world;
@@ -155,6 +155,7 @@ static void make_world(world *w, memory *m)
     CHECK_RESULT(tqkv_encode(&w->keys, m->src2, TOKENS, 3), TQKV_OK);
     CHECK_RESULT(tqkv_encode(&w->values, m->src, TOKENS, 0), TQKV_OK);
     CHECK_RESULT(tqkv_encode(&w->values, m->src2, TOKENS, 3), TQKV_OK);
+    CHECK_RESULT(tqkv_store_save(&w->keys, w->position, w->n_positions, stream_write, &w->store_snapshot), TQKV_OK);
     make_attention(w);
     make_cache(w);
 }
@@ -178,6 +179,7 @@ static void free_world(world *w)
 {
     tqkv_cache_destroy(w->cache);
     stream_free(&w->snapshot);
+    stream_free(&w->store_snapshot);
     CHECK_NO_LEAK(&w->counter);
 }
 
@@ -221,6 +223,19 @@ static tqkv_result save(world *w)
 }
 static tqkv_result load(world *w) { return tqkv_cache_load(w->d, w->read, &w->snapshot, w->result); }
 
+static tqkv_result save_store(world *w)
+{
+    stream s = stream_empty();
+    tqkv_result result = tqkv_store_save(w->store, w->position, w->n_positions, w->write, &s);
+    CHECK(result == TQKV_OK || s.calls == 0, "a refused save has written");
+    stream_free(&s);
+    return result;
+}
+static tqkv_result load_store(world *w)
+{
+    return tqkv_store_load(w->store, w->position, w->n_positions, w->read, &w->store_snapshot);
+}
+
 /* Sets of calls. */
 enum {
     ENCODE = 1 << 0,
@@ -244,15 +259,18 @@ enum {
     KEEP = 1 << 18,
     FORK = 1 << 19,
     SLOTS = 1 << 20,
-    ALL = 2 * SLOTS - 1,
+    SAVE_STORE = 1 << 21,
+    LOAD_STORE = 1 << 22,
+    ALL = 2 * LOAD_STORE - 1,
     CODEC = ENCODE | PROBE | DECODE | MEASURE | MEAN,
+    STORED = SAVE_STORE | LOAD_STORE,
     ROTATIONS = ROTATE | UNROTATE,
-    RESIDENT = ATTEND | PARTIAL,                  /* these read stored positions */
-    ATTENTION = RESIDENT | MERGE | FINISH,        /* these take a tqkv_attention */
-    STORE = CODEC | RESIDENT,                     /* these read the shape of a store */
-    BUFFERS = ENCODE | SLOTS | DECODE | RESIDENT, /* these read or write its codes */
-    CENTER = (CODEC - MEAN) | SLOTS | RESIDENT,   /* these read the centre */
-    SOURCE = (CODEC - DECODE) | SLOTS             /* these read src */
+    RESIDENT = ATTEND | PARTIAL,                           /* these read stored positions */
+    ATTENTION = RESIDENT | MERGE | FINISH,                 /* these take a tqkv_attention */
+    STORE = CODEC | RESIDENT | STORED,                     /* these read the shape of a store */
+    BUFFERS = ENCODE | SLOTS | DECODE | RESIDENT | STORED, /* these read or write its codes */
+    CENTER = (CODEC - MEAN) | SLOTS | RESIDENT | STORED,   /* these read the centre */
+    SOURCE = (CODEC - DECODE) | SLOTS                      /* these read src */
 };
 
 typedef struct input_call {
@@ -281,7 +299,9 @@ static const input_call calls[] = {{ENCODE, "encode", encode},
                                    {KEEP, "keep", keep},
                                    {FORK, "fork", fork_cache},
                                    {SAVE, "save", save},
-                                   {LOAD, "load", load}};
+                                   {LOAD, "load", load},
+                                   {SAVE_STORE, "store_save", save_store},
+                                   {LOAD_STORE, "store_load", load_store}};
 
 enum { N_CALLS = sizeof calls / sizeof *calls };
 

@@ -439,7 +439,37 @@ static cache_row crossing_row(int index)
     return row;
 }
 
-/* The bytes of 16 snapshots one after the other. Encoding is exact: every machine writes the same ones. */
+enum { CROSSING_STORES = 4 };
+
+/* A store of 9 positions in one page, with a centre. The caller frees both. */
+static tqkv_store crossing_store(int index)
+{
+    static const int32_t page = 1;
+    tqkv_store s = test_store(test_formats[index], test_head_dims[index], CACHE_HEADS, 128, false);
+    s.center = test_rows(4, DATA_GAUSSIAN, CACHE_HEADS, s.head_dim);
+    s.pages = &page;
+    s.n_pages = 1;
+    s.page_size = 64;
+    return s;
+}
+
+static void free_crossing_store(tqkv_store *s)
+{
+    free((void *)(uintptr_t)s->center);
+    test_store_free(s);
+}
+
+static void save_crossing_store(int index, stream *to)
+{
+    tqkv_store s = crossing_store(index);
+    float *rows = cache_data(3, 9, s.head_dim);
+    CHECK_RESULT(tqkv_encode(&s, rows, 9, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_store_save(&s, 0, 9, stream_write, to), TQKV_OK);
+    free(rows);
+    free_crossing_store(&s);
+}
+
+/* The bytes of 16 caches and some stores one after the other. Encoding is exact: every machine writes the same ones. */
 static stream crossing_bytes(void)
 {
     stream s = stream_empty();
@@ -451,6 +481,7 @@ static stream crossing_bytes(void)
         if (cache) CHECK_RESULT(tqkv_cache_save(cache, stream_write, &s), TQKV_OK);
         tqkv_cache_destroy(cache);
     }
+    for (int i = 0; i < CROSSING_STORES; i++) save_crossing_store(i, &s);
     return s;
 }
 
@@ -467,23 +498,38 @@ int test_snapshot_save_file(const char *path)
 
 static size_t read_file(void *user, void *bytes, size_t n) { return fread(bytes, 1, n, (FILE *)user); }
 
+/* Loads a cache, or from 16 on a store, and saves it again. */
+static tqkv_result load_crossing(int index, FILE *file, stream *again)
+{
+    tqkv_result result;
+    if (index < 16) {
+        tqkv_cache_desc open;
+        memset(&open, 0, sizeof open);
+        tqkv_cache *cache = NULL;
+        result = tqkv_cache_load(&open, read_file, file, &cache);
+        if (result == TQKV_OK) result = tqkv_cache_save(cache, stream_write, again);
+        tqkv_cache_destroy(cache);
+        return result;
+    }
+    tqkv_store s = crossing_store(index - 16);
+    result = tqkv_store_load(&s, 0, 9, read_file, file);
+    if (result == TQKV_OK) result = tqkv_store_save(&s, 0, 9, stream_write, again);
+    free_crossing_store(&s);
+    return result;
+}
+
 int test_snapshot_load_file(const char *path)
 {
     int passed = 0, failed = 0;
     stream expected = crossing_bytes(), again = stream_empty();
     FILE *file = fopen(path, "rb");
-    for (int i = 0; i < 16; i++) {
-        tqkv_cache_desc open;
-        memset(&open, 0, sizeof open);
-        tqkv_cache *cache = NULL;
-        tqkv_result result = file ? tqkv_cache_load(&open, read_file, file, &cache) : TQKV_IO;
-        if (result == TQKV_OK) result = tqkv_cache_save(cache, stream_write, &again);
+    for (int i = 0; i < 16 + CROSSING_STORES; i++) {
+        const tqkv_result result = file ? load_crossing(i, file, &again) : TQKV_IO;
         if (result != TQKV_OK) printf("FAIL %s, snapshot %d: %s\n", path, i, tqkv_result_string(result));
         if (result == TQKV_OK)
             passed++;
         else
             failed++;
-        tqkv_cache_destroy(cache);
     }
     if (!stream_is_equal(&expected, &again)) {
         printf("FAIL %s: saved again, the bytes differ from this machine's\n", path);

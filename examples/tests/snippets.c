@@ -10,6 +10,7 @@
 
 #include "padding.h"
 #include "speculation.h"
+#include "store_snapshot.h"
 #include "threads.h"
 #include "typed.h"
 #include "view.h"
@@ -236,6 +237,57 @@ static void test_context_shift(void)
     tqkv_cache_destroy(moved);
 }
 
+/* Bytes in memory, written and read from the start. */
+typedef struct memory_file {
+    unsigned char bytes[1 << 16];
+    size_t size, at;
+} memory_file;
+
+static size_t write_memory(void *user, const void *bytes, size_t n)
+{
+    memory_file *file = user;
+    if (n > sizeof file->bytes - file->size) return 0;
+    memcpy(file->bytes + file->size, bytes, n);
+    file->size += n;
+    return n;
+}
+
+static size_t read_memory(void *user, void *bytes, size_t n)
+{
+    memory_file *file = user;
+    n = n < file->size - file->at ? n : file->size - file->at;
+    memcpy(bytes, file->bytes + file->at, n);
+    file->at += n;
+    return n;
+}
+
+/* A sequence leaves two pages of a pool and comes back into two others. */
+static void test_store_snapshot(void)
+{
+    enum { POOL = 4 * 64, N = 100 };
+    static memory_file file;
+    static unsigned char codes[KV_HEADS * POOL * DIM];
+    static float norms[KV_HEADS * POOL], decoded[N * ROW], again[N * ROW];
+    int32_t pages[] = {2, 0};
+    tqkv_store s = {.format = TQKV_I8, .head_dim = DIM, .n_kv_heads = KV_HEADS, .capacity = POOL};
+    s.codes = codes;
+    s.codes_size = sizeof codes;
+    s.norms = norms;
+    s.norms_size = sizeof norms;
+    s.pages = pages;
+    s.n_pages = 2;
+    s.page_size = 64;
+    check("store_snapshot/encode", tqkv_encode(&s, k, N, 0) == TQKV_OK);
+    check("store_snapshot/decode", tqkv_decode(&s, 0, N, TQKV_ORIGINAL, decoded) == TQKV_OK);
+    check("store_snapshot/park", park(&s, N, write_memory, &file) == TQKV_OK);
+    memset(codes, 0, sizeof codes);
+    pages[0] = 1;
+    pages[1] = 3;
+    check("store_snapshot/resume", resume(&s, N, read_memory, &file) == TQKV_OK);
+    check("store_snapshot/again", tqkv_decode(&s, 0, N, TQKV_ORIGINAL, again) == TQKV_OK);
+    check("store_snapshot/same", memcmp(decoded, again, sizeof again) == 0);
+}
+
 int main(void)
 {
     fill(k, TOKENS * ROW);
@@ -248,6 +300,7 @@ int main(void)
     test_threads_and_window();
     test_slices();
     test_context_shift();
+    test_store_snapshot();
     printf("%d passed, %d failed\n", passed, failed);
     return failed > 0;
 }

@@ -1,11 +1,12 @@
 /* make fuzz FUZZERS=attend SECONDS=60; AFL++: make fuzz-afl FUZZERS=attend. Attention over arbitrary code and norm
-   bytes, shapes and options. */
+   bytes, shapes, page tables, trees and options. */
 #include "fuzz.h"
 
-enum { MAX_BYTES = 1 << 16, MAX_QUERIES = 6, MAX_GROUP = 5 };
+enum { MAX_BYTES = 1 << 16, MAX_QUERIES = 66, FEW_QUERIES = 6, MAX_GROUP = 5, MAX_CAPACITY = 256, MAX_PAGES = 8 };
 
 typedef struct problem {
     tqkv_store keys, values;
+    int32_t pages[2][MAX_PAGES]; /* of keys and of values */
     tqkv_attention attention;
     float sinks[3 * MAX_GROUP];
     uint64_t tree[MAX_QUERIES];
@@ -36,7 +37,21 @@ static void fill_store(fuzz_input *input, tqkv_store *s, bool is_tame)
     }
 }
 
-static tqkv_store read_store(fuzz_input *input, int head_dim, int n_kv_heads)
+/* A table of pages in any order, shared ones too; now and then one that is not there. */
+static void add_pages(tqkv_store *s, uint8_t flags, int32_t *pages)
+{
+    data_random random = {(uint64_t)flags << 8 | (uint64_t)s->capacity};
+    s->ring = false;
+    s->page_size = 64 << data_below(&random, 2);
+    s->n_pages = data_below(&random, MAX_PAGES + 1);
+    s->pages = pages;
+    const int n = 1 + s->capacity % (MAX_CAPACITY / s->page_size);
+    s->capacity = n * s->page_size;
+    for (int i = 0; i < MAX_PAGES; i++)
+        pages[i] = data_below(&random, 16) ? data_below(&random, n) : flags % 2 ? -1 : n;
+}
+
+static tqkv_store read_store(fuzz_input *input, int head_dim, int n_kv_heads, int32_t *pages)
 {
     tqkv_store s;
     memset(&s, 0, sizeof s);
@@ -49,20 +64,22 @@ static tqkv_store read_store(fuzz_input *input, int head_dim, int n_kv_heads)
     s.unrotated = (flags & 14) == 14;
     s.block_scale = flags & 16 ? 0.75f : 0.0f;
     if (flags & 32) s.center = fuzz_new_floats(1, n_kv_heads, head_dim);
+    if (flags & 64) add_pages(&s, flags, pages);
     s.codes_size = tqkv_codes_size(&s);
     s.norms_size = tqkv_norms_size(&s);
     return s;
 }
 
-static void read_options(fuzz_input *input, problem *p)
+static void read_options(fuzz_input *input, problem *p, bool many)
 {
     tqkv_attention *a = &p->attention;
-    int smaller = p->keys.capacity < p->values.capacity ? p->keys.capacity : p->values.capacity;
+    const int64_t rooms[2] = {reference_room(&p->keys), reference_room(&p->values)};
+    const int room = (int)(rooms[0] < rooms[1] ? rooms[0] : rooms[1]), smaller = room < 255 ? room : 255;
     uint8_t flags = fuzz_byte(input);
     a->keys = &p->keys;
     a->values = &p->values;
     a->n_heads = fuzz_range(input, 0, MAX_GROUP) * p->keys.n_kv_heads;
-    a->n_queries = fuzz_range(input, 0, MAX_QUERIES);
+    a->n_queries = fuzz_range(input, 0, FEW_QUERIES) * (many ? MAX_QUERIES / FEW_QUERIES : 1);
     a->end = flags & 1 ? (int64_t)fuzz_bits(input, 8) : fuzz_range(input, 0, smaller);
     a->kv_len = flags & 2 ? fuzz_range(input, 0, smaller) : 0;
     a->window = flags & 4 ? fuzz_range(input, 0, 255) : 0;
@@ -75,6 +92,15 @@ static void read_options(fuzz_input *input, problem *p)
         p->sinks[i] = p->is_tame ? (float)i * 0.25f - 1.0f : flags & 128 ? fuzz_float(input) : 0.0f;
 }
 
+/* A byte a query from the input; if there are many, bits that hide a quarter of the others from each. */
+static void read_tree(fuzz_input *input, problem *p, bool many)
+{
+    data_random random = {1};
+    p->attention.tree = p->tree;
+    for (int i = 0; i < FEW_QUERIES; i++) p->tree[i] = fuzz_bits(input, 1);
+    for (int i = 0; many && i < MAX_QUERIES; i++) p->tree[i] = data_bits(&random) | data_bits(&random);
+}
+
 static bool set_up(fuzz_input *input, problem *p)
 {
     memset(p, 0, sizeof *p);
@@ -82,16 +108,16 @@ static bool set_up(fuzz_input *input, problem *p)
     p->is_tame = kind & 1;
     int head_dim = fuzz_head_dim(input), n_kv_heads = fuzz_range(input, 1, 3);
     const int value_dim = kind & 128 ? test_all_head_dims[(kind >> 2 & 31) % TEST_ALL_HEAD_DIMS] : head_dim;
-    p->keys = read_store(input, head_dim, n_kv_heads);
-    p->values = read_store(input, value_dim, n_kv_heads);
+    p->keys = read_store(input, head_dim, n_kv_heads, p->pages[0]);
+    p->values = read_store(input, value_dim, n_kv_heads, p->pages[1]);
     if (!p->keys.codes_size || !p->values.codes_size || p->keys.codes_size + p->values.codes_size > MAX_BYTES) {
         free((void *)(uintptr_t)p->keys.center); /* some formats are never unrotated */
         free((void *)(uintptr_t)p->values.center);
         return false;
     }
-    read_options(input, p);
-    if (kind & 2) p->attention.tree = p->tree;
-    for (int i = 0; i < MAX_QUERIES && kind & 2; i++) p->tree[i] = fuzz_bits(input, 1);
+    const bool many = (kind & 66) == 66;
+    read_options(input, p, many);
+    if (kind & 2) read_tree(input, p, many);
     fill_store(input, &p->keys, p->is_tame);
     fill_store(input, &p->values, p->is_tame);
     p->n_rows = (size_t)(p->attention.n_heads ? p->attention.n_heads : n_kv_heads) *
@@ -125,36 +151,90 @@ static bool is_seen(const tqkv_attention *a, int64_t position)
 }
 
 /* Overwrites every slot that no query sees. */
-static void overwrite_unseen(const tqkv_attention *a, tqkv_store *s, bool *seen)
+static void overwrite_unseen(const tqkv_attention *a, const tqkv_store *s)
 {
+    bool seen[MAX_CAPACITY] = {false};
     reference_shape shape = reference_attention_shape(a);
     size_t norms = (size_t)reference_norms_per_row(s->format, s->head_dim) * sizeof(float);
-    memset(seen, 0, (size_t)s->capacity * sizeof *seen);
+    tqkv_store slots = *s;
+    slots.pages = NULL;
     for (int64_t at = shape.oldest; at < shape.end; at++)
         if (is_seen(a, at)) seen[reference_slot(s, at)] = true;
     for (int slot = 0; slot < s->capacity; slot++)
         for (int head = 0; !seen[slot] && head < s->n_kv_heads; head++) {
-            memset((void *)(uintptr_t)reference_codes_at(s, head, slot), 0xff,
+            memset((void *)(uintptr_t)reference_codes_at(&slots, head, slot), 0xff,
                    reference_row_bytes(s->format, s->head_dim));
-            if (norms) memset((void *)(uintptr_t)reference_norms_at(s, head, slot), 0xff, norms);
+            if (norms) memset((void *)(uintptr_t)reference_norms_at(&slots, head, slot), 0xff, norms);
         }
+}
+
+/* A linear store with the rows that some query sees of a paged one. */
+static tqkv_store without_pages(const tqkv_attention *a, const tqkv_store *paged)
+{
+    const size_t codes = reference_row_bytes(paged->format, paged->head_dim);
+    const size_t norms = (size_t)reference_norms_per_row(paged->format, paged->head_dim) * sizeof(float);
+    tqkv_store s = *paged;
+    s.pages = NULL;
+    s.capacity = (int)(a->end > 0 ? a->end : 1);
+    s.codes_size = tqkv_codes_size(&s);
+    s.norms_size = tqkv_norms_size(&s);
+    s.codes = calloc(1, s.codes_size);
+    s.norms = (float *)calloc(1, s.norms_size + 1);
+    if (!s.codes || !s.norms) exit(2);
+    for (int64_t at = 0; at < a->end; at++)
+        for (int head = 0; head < s.n_kv_heads && is_seen(a, at); head++) {
+            memcpy((void *)(uintptr_t)reference_codes_at(&s, head, at), reference_codes_at(paged, head, at), codes);
+            if (norms)
+                memcpy((void *)(uintptr_t)reference_norms_at(&s, head, at), reference_norms_at(paged, head, at), norms);
+        }
+    return s;
+}
+
+/* The same bits; which NaN a row that sees NaN gives is left open. */
+static bool is_same(const float *a, const float *b, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        if (memcmp(a + i, b + i, sizeof *a) != 0 && (a[i] == a[i] || b[i] == b[i])) return false;
+    return true;
 }
 
 /* Neither the order of tasks nor the content of unseen slots changes a bit of the result. */
 static void check_same_again(problem *p)
 {
-    bool *seen = (bool *)test_alloc(256 * sizeof *seen);
     float *again = fuzz_new_floats((int)p->n_out, 1, 1);
     tqkv_attention other = p->attention;
     other.parallel.run = fuzz_run_backwards;
     CHECK_RESULT(tqkv_attend(&other, p->q, again), TQKV_OK);
-    CHECK(!memcmp(again, p->out, p->n_out * sizeof *again), "other bits in another order of tasks");
-    overwrite_unseen(&p->attention, &p->keys, seen);
-    overwrite_unseen(&p->attention, &p->values, seen);
+    CHECK(is_same(again, p->out, p->n_out), "other bits in another order of tasks");
+    overwrite_unseen(&p->attention, &p->keys);
+    overwrite_unseen(&p->attention, &p->values);
     CHECK_RESULT(tqkv_attend(&p->attention, p->q, again), TQKV_OK);
-    CHECK(!memcmp(again, p->out, p->n_out * sizeof *again), "slots that are not seen were read");
-    free(seen);
+    CHECK(is_same(again, p->out, p->n_out), "slots that are not seen were read");
     free(again);
+}
+
+/* One call for this sequence and one with its newest query alone: the same bits. */
+static void check_batch(const problem *p)
+{
+    const size_t one = p->n_out / (size_t)(p->attention.n_queries ? p->attention.n_queries : 1);
+    const size_t q_one = p->n_rows * (size_t)p->keys.head_dim / (p->n_out / one);
+    float *outs = fuzz_new_floats((int)(p->n_out + one), 1, 1);
+    tqkv_attention items[2] = {p->attention, p->attention};
+    items[1].n_queries = 1;
+    items[1].tree = NULL;
+    const void *q[2] = {p->q, p->q + p->n_rows * (size_t)p->keys.head_dim - q_one};
+    void *out[2] = {outs, outs + p->n_out};
+    const tqkv_result alone = tqkv_attend(&items[1], q[1], out[1]);
+    float *expected = fuzz_new_floats((int)one, 1, 1);
+    memcpy(expected, out[1], one * sizeof *expected);
+    memset(outs, 0xff, (p->n_out + one) * sizeof *outs);
+    CHECK_RESULT(tqkv_attend_batch(items, 2, q, out), alone);
+    if (alone == TQKV_OK)
+        CHECK(is_same(outs, p->out, p->n_out) && is_same(outs + p->n_out, expected, one), "other bits in a batch");
+    else
+        CHECK(fuzz_is_untouched(outs, (p->n_out + one) * sizeof *outs), "a bad item, but written");
+    free(outs);
+    free(expected);
 }
 
 static void check_numbers(const problem *p, const float *out, const double *expected)
@@ -182,18 +262,44 @@ static void attend_in_slices(const problem *p, int64_t cut, float *out)
     free(memory);
 }
 
+static void check_error(const problem *p, const tqkv_attention *a, const float *sliced)
+{
+    double *expected = (double *)test_alloc(p->n_out * sizeof *expected);
+    reference_attend(a, p->q, expected);
+    check_numbers(p, p->out, expected);
+    check_numbers(p, sliced, expected);
+    free(expected);
+}
+
+/* The same sequence in linear stores gives the same bits. Their rows, those that are seen, are the reference's. */
+static void check_linear(const problem *p, const float *sliced)
+{
+    tqkv_store keys = p->keys, values = p->values;
+    tqkv_attention a = p->attention;
+    float *out = fuzz_new_floats((int)p->n_out, 1, 1);
+    a.keys = &keys;
+    a.values = &values;
+    a.kv_len = (int)(a.end - reference_attention_shape(&p->attention).oldest);
+    if (keys.pages) keys = without_pages(&p->attention, &p->keys);
+    if (values.pages) values = without_pages(&p->attention, &p->values);
+    if (a.end > 0) CHECK_RESULT(tqkv_attend(&a, p->q, out), TQKV_OK);
+    if (a.end > 0) CHECK(is_same(out, p->out, p->n_out), "pages change the result");
+    if (p->is_tame && a.end > 0) check_error(p, &a, sliced);
+    if (keys.pages != p->keys.pages) test_store_free(&keys);
+    if (values.pages != p->values.pages) test_store_free(&values);
+    free(out);
+}
+
 static void check_result(problem *p, uint8_t cut)
 {
     float *sliced = fuzz_new_floats((int)p->n_out, 1, 1);
-    check_same_again(p);
+    check_batch(p);
+    check_same_again(p); /* overwrites what this sequence does not see */
     attend_in_slices(p, cut, sliced);
-    if (p->is_tame) {
-        double *expected = (double *)test_alloc(p->n_out * sizeof *expected);
-        reference_attend(&p->attention, p->q, expected);
-        check_numbers(p, p->out, expected);
-        check_numbers(p, sliced, expected);
-        free(expected);
-    }
+    if (p->keys.pages || p->values.pages)
+        check_linear(p, sliced);
+    else if (p->is_tame)
+        check_error(p, &p->attention, sliced);
     free(sliced);
 }
 
@@ -230,7 +336,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
         check_result(&p, cut);
     else
         CHECK(fuzz_is_untouched(p.out, p.n_out * sizeof *p.out), "%s, but written", tqkv_result_string(result));
-    if (p.is_tame && p.attention.end >= 0)
+    const bool refused = p.attention.tree && p.attention.n_queries > 64;
+    if (refused) CHECK_RESULT(result, TQKV_INVALID_ARGUMENT);
+    if (p.is_tame && p.attention.end >= 0 && !refused)
         CHECK(result == TQKV_OK || result == TQKV_OUT_OF_RANGE, "%s", tqkv_result_string(result));
     check_types(&input, &p);
     tear_down(&p);

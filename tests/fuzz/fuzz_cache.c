@@ -1,12 +1,13 @@
 /* make fuzz FUZZERS=cache SECONDS=60; AFL++: make fuzz-afl FUZZERS=cache. Sequences of cache calls, checked against a
-   model that keeps every position ever appended and attends in double precision. */
+   model that keeps every position ever appended and attends in double precision, with trees too. Some attention also runs
+   over pages, which get the cache's positions as a snapshot. */
 #include "fuzz.h"
 #include "tests/counting.h"
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-enum { MAX_OPERATIONS = 40, MAX_QUERIES = 5, MAX_HEADS = 8 };
+enum { MAX_OPERATIONS = 40, MAX_QUERIES = 5, MAX_HEADS = 8, MAX_PAGES = 6 };
 
 /* Position p of the model is position base + p of the cache. */
 typedef struct model {
@@ -192,11 +193,12 @@ static tqkv_attention attention_of(const model *m, const tqkv_store *keys, const
     return a;
 }
 
-static void check_answers(const model *m, int n_queries, const float *q, const float *out)
+static void check_answers(const model *m, int n_queries, const uint64_t *tree, const float *q, const float *out)
 {
     size_t d = (size_t)m->values.head_dim, rows = (size_t)n_queries * (size_t)n_heads(m);
     double *expected = (double *)calloc(rows * d, sizeof *expected);
-    const tqkv_attention a = attention_of(m, &m->keys, &m->values, n_queries);
+    tqkv_attention a = attention_of(m, &m->keys, &m->values, n_queries);
+    a.tree = tree;
     if (!expected) exit(2);
     if (a.kv_len && n_queries) reference_attend(&a, q, expected);
     for (size_t row = 0; row < rows; row++) {
@@ -215,6 +217,60 @@ static void attend_floats(const model *m, const float *q, int n_queries, size_t 
     if (a.kv_len && n_queries) CHECK_RESULT(tqkv_attend(&a, q, floats), TQKV_OK);
 }
 
+/* Of the newest n positions a query sees its own and about half of those before it. Errors are of the model's tree. */
+static void attend_tree(const model *m, int n, uint8_t seed, const float *q, size_t n_out)
+{
+    uint64_t tree[MAX_QUERIES];
+    data_random random = {seed};
+    for (int i = 0; i < n; i++) tree[i] = data_bits(&random) | (uint64_t)1 << i;
+    float *out = fuzz_new_floats((int)n_out, 1, 1);
+    tqkv_attention a = attention_of(m, tqkv_cache_keys(m->cache), tqkv_cache_values(m->cache), n);
+    a.tree = tree;
+    CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
+    check_answers(m, n, tree, q, out);
+    free(out);
+}
+
+/* A pool with the resident positions of a store, which go there as a snapshot. The pages stand in reverse order; those before
+   the oldest position are not there. */
+static tqkv_store pool_of(const model *m, const tqkv_store *store, int32_t *pages)
+{
+    const int n_pages = (int)((m->end + 63) / 64), n = (int)(m->end - m->first);
+    tqkv_store pool = *store;
+    stream s = stream_empty();
+    pool.ring = false;
+    pool.capacity = 64 * n_pages;
+    pool.codes_size = tqkv_codes_size(&pool);
+    pool.norms_size = tqkv_norms_size(&pool);
+    pool.codes = test_alloc_filled(pool.codes_size, 0xff);
+    pool.norms = pool.norms_size ? (float *)test_alloc_filled(pool.norms_size, 0xff) : NULL;
+    pool.pages = pages;
+    pool.n_pages = n_pages;
+    pool.page_size = 64;
+    for (int i = 0; i < n_pages; i++) pages[i] = 64 * (i + 1) <= m->first ? -1 : n_pages - 1 - i;
+    CHECK_RESULT(tqkv_store_save(store, m->first, n, stream_write, &s), TQKV_OK);
+    CHECK_RESULT(tqkv_store_load(&pool, m->first, n, stream_read, &s), TQKV_OK);
+    stream_free(&s);
+    return pool;
+}
+
+/* The same bits over pages, unless a ring's end cuts the positions otherwise; floats: what the cache gives. */
+static void attend_pages(const model *m, int n, const float *q, const float *floats, size_t n_out)
+{
+    int32_t pages[2][MAX_PAGES];
+    tqkv_store keys = pool_of(m, tqkv_cache_keys(m->cache), pages[0]);
+    tqkv_store values = pool_of(m, tqkv_cache_values(m->cache), pages[1]);
+    float *out = fuzz_new_floats((int)n_out, 1, 1);
+    const tqkv_attention a = attention_of(m, &keys, &values, n);
+    CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
+    if (!m->desc.ring || m->end <= m->desc.capacity)
+        CHECK(!memcmp(out, floats, n_out * sizeof *out), "pages change the result");
+    check_answers(m, n, NULL, q, out);
+    free(out);
+    test_store_free(&keys);
+    test_store_free(&values);
+}
+
 static void attend(fuzz_input *input, model *m)
 {
     const tqkv_type type = m->desc.type;
@@ -223,7 +279,8 @@ static void attend(fuzz_input *input, model *m)
     const size_t size = n_out * (type == TQKV_TYPE_F32 ? sizeof(float) : sizeof(uint16_t));
     float *q = fuzz_new_floats(n, n_heads(m), d), *floats = fuzz_new_floats((int)n_out, 1, 1);
     void *out = test_alloc_filled(size, 0xff);
-    fuzz_data(fuzz_byte(input), DATA_GAUSSIAN, q, n * n_heads(m), d);
+    const uint8_t seed = fuzz_byte(input);
+    fuzz_data(seed, DATA_GAUSSIAN, q, n * n_heads(m), d);
     void *queries = fuzz_typed(type, q, (size_t)(n * n_heads(m) * d));
     tqkv_result result = tqkv_cache_attend(m->cache, queries, n, out);
     CHECK(result == TQKV_OK || (result == TQKV_OUT_OF_MEMORY && m->counter.fail_at), "%s", tqkv_result_string(result));
@@ -231,7 +288,9 @@ static void attend(fuzz_input *input, model *m)
         attend_floats(m, q, n, n_out, floats);
         const bool any = m->end > m->first; /* else zeros of either sign */
         CHECK(!any || fuzz_is_rounded(type, out, floats, n_out), "not the rounded floats of the stores");
-        check_answers(m, n, q, floats);
+        check_answers(m, n, NULL, q, floats);
+        if (any && n && seed & 1) attend_tree(m, n, seed, q, n_out);
+        if (any && n && seed & 2 && m->base == 0) attend_pages(m, n, q, floats, n_out);
     } else {
         CHECK(fuzz_is_untouched(out, size), "written");
     }

@@ -1,5 +1,5 @@
-/* make fuzz FUZZERS=snapshot SECONDS=60; AFL++: make fuzz-afl FUZZERS=snapshot. Loads arbitrary bytes. If the input
-   asks for it, the checksums are corrected first, to reach the parser behind them. */
+/* make fuzz FUZZERS=snapshot SECONDS=60; AFL++: make fuzz-afl FUZZERS=snapshot. Loads arbitrary bytes as a cache or into
+   a store. If the input asks for it, the checksums are corrected first, to reach the parser behind them. */
 #include "fuzz.h"
 #include "tests/counting.h"
 
@@ -15,6 +15,7 @@ typedef struct control {
     int fail_alloc, fail_read;
     size_t read_answer;
     uint8_t match; /* which fields of the desc are set */
+    bool is_store;
 } control;
 
 static control read_control(fuzz_input *input)
@@ -27,7 +28,9 @@ static control read_control(fuzz_input *input)
     c.with_sinks = (flags & 8) != 0;
     c.n_edits = flags >> 4;
     c.chunk = fuzz_byte(input);
-    c.fail_alloc = fuzz_byte(input) % 4;
+    const uint8_t alloc = fuzz_byte(input);
+    c.is_store = alloc >= 192;
+    c.fail_alloc = alloc % 4;
     uint8_t fail = fuzz_byte(input);
     c.fail_read = fail & 127;
     c.read_answer = fail & 128 ? SIZE_MAX : 0;
@@ -119,7 +122,7 @@ static size_t make_file(fuzz_input *input, uint8_t *file)
         uint8_t *center = file + HEADER + 8 + (format_at == 32 ? 0 : stream_size(file, 32) + 8);
         for (size_t i = 3; i < center_size(file, format_at); i += 4) center[i] &= 0xbf;
     }
-    control all = {true, true, true, false, 0, 0, 0, 0, 0, 0};
+    control all = {true, true, true, false, 0, 0, 0, 0, 0, 0, false};
     fix_checksums(&all, file, size);
     return size;
 }
@@ -224,29 +227,154 @@ static void check_loaded(tqkv_cache *cache, const tqkv_cache_desc *desc, const s
     stream_free(&saved);
 }
 
-int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
+/* ---- Positions of a store ---- */
+
+enum { STORE_HEADER = 56, MAX_STORE = 1 << 15, TABLE = 3 };
+
+/* Linear, a ring, or one to three pages of a pool of one to three; some tables name a page twice or one that is not there. */
+static void set_layout(fuzz_input *input, tqkv_store *s, int32_t *pages)
 {
-    test_failure_aborts = true;
-    fuzz_input input = {bytes, size};
-    control c = read_control(&input);
-    counting counter = {0, c.fail_alloc, 0, 0};
+    const uint8_t kind = fuzz_byte(input), table = fuzz_byte(input);
+    s->ring = kind % 4 == 1;
+    s->capacity = 1 + kind / 4;
+    if (kind % 4 < 2) return;
+    s->page_size = 64;
+    s->capacity = 64 * (1 + kind / 4 % TABLE);
+    s->pages = pages;
+    s->n_pages = 1 + table % TABLE;
+    for (int i = 0; i < TABLE; i++) pages[i] = (table >> 2 * (i + 1) & 3) - (table == 255);
+}
+
+/* Memory for codes and norms, filled with 0xff, or random bytes. */
+static void fill_store(tqkv_store *s, bool at_random)
+{
+    data_random random = {3};
+    s->codes_size = tqkv_codes_size(s);
+    s->norms_size = tqkv_norms_size(s);
+    s->codes = test_alloc_filled(s->codes_size, 0xff);
+    s->norms = s->norms_size ? (float *)test_alloc_filled(s->norms_size, 0xff) : NULL;
+    for (size_t i = 0; at_random && i < s->codes_size; i++) ((uint8_t *)s->codes)[i] = (uint8_t)data_bits(&random);
+}
+
+/* The shape of a store; false: a size that would take long, or none. */
+static bool read_shape(fuzz_input *input, const float *center, tqkv_store *s)
+{
+    const uint8_t flags = fuzz_byte(input);
+    memset(s, 0, sizeof *s);
+    s->format = test_formats[fuzz_range(input, 0, TEST_FORMATS - 1)];
+    s->head_dim = fuzz_head_dim(input);
+    s->n_kv_heads = 1 + flags % 2;
+    s->unrotated = (flags & 14) == 14;
+    s->block_scale = flags & 16 ? 0.75f : 0.0f;
+    if (flags & 32) s->center = center;
+    s->capacity = TABLE * 64;
+    return tqkv_codes_size(s) > 0 && tqkv_codes_size(s) <= MAX_STORE;
+}
+
+/* The file: what a store saves, edited, or the input itself. */
+static stream make_store_file(fuzz_input *input, const control *c, const tqkv_store *from, int64_t position, int n)
+{
+    stream s = stream_empty();
+    if (!c->is_made) {
+        stream_write(&s, input->at, input->left);
+    } else if (tqkv_store_save(from, position, n, stream_write, &s) == TQKV_OK) {
+        for (int i = 0; i < c->n_edits; i++) {
+            const size_t at = (size_t)fuzz_bits(input, 2);
+            s.bytes[at & 1 ? at / 2 % s.size : at / 2 % STORE_HEADER] = fuzz_byte(input);
+        }
+        if (c->n_edits > 12) s.size = s.size * fuzz_byte(input) / 256;
+    }
+    if (c->fix_header && s.size >= STORE_HEADER + 8) put(s.bytes + STORE_HEADER, 8, XXH3_64bits(s.bytes, STORE_HEADER));
+    if (c->fix_streams && s.size >= STORE_HEADER + 16)
+        put(s.bytes + s.size - 8, 8, XXH3_64bits(s.bytes + STORE_HEADER + 8, s.size - STORE_HEADER - 16));
+    stream_rewind(&s);
+    return s;
+}
+
+/* What a load may have written: the slots of its positions, or none. */
+static void check_others(const tqkv_store *to, int64_t position, int n)
+{
+    bool named[TABLE * 64] = {false};
+    tqkv_store s = *to;
+    s.pages = NULL;
+    s.ring = false;
+    for (int i = 0; i < n; i++) named[reference_slot(to, position + i)] = true;
+    for (int slot = 0; slot < s.capacity; slot++)
+        for (int head = 0; head < s.n_kv_heads && !named[slot]; head++) {
+            CHECK(fuzz_is_untouched(reference_codes_at(&s, head, slot), reference_row_bytes(s.format, s.head_dim)),
+                  "slot %d was written", slot);
+            if (s.norms)
+                CHECK(fuzz_is_untouched(reference_norms_at(&s, head, slot),
+                                        (size_t)reference_norms_per_row(s.format, s.head_dim) * sizeof(float)),
+                      "slot %d was written", slot);
+        }
+}
+
+/* Loads the file into the store. It is refused as a whole, fails within the positions, or saves to the same bytes. */
+static tqkv_result load_store(const tqkv_store *to, stream *s, int64_t position, int n)
+{
+    const tqkv_result result = tqkv_store_load(to, position, n, stream_read, s);
+    check_others(to, position, result == TQKV_OK || result == TQKV_IO || result == TQKV_CORRUPT ? n : 0);
+    if (result != TQKV_OK) return result;
+    stream saved = stream_empty();
+    CHECK_RESULT(tqkv_store_save(to, position, n, stream_write, &saved), TQKV_OK);
+    CHECK(saved.size == s->at && !memcmp(saved.bytes, s->bytes, s->at), "saved again, the bytes differ");
+    stream_free(&saved);
+    return result;
+}
+
+static void fuzz_store(fuzz_input *input, const control *c)
+{
+    tqkv_store from, to;
+    int32_t pages[2][TABLE];
+    float *center = test_rows(1, DATA_GAUSSIAN, 2, REFERENCE_MAX_DIM);
+    const bool valid = read_shape(input, center, &from);
+    const int n = fuzz_byte(input) - 1;
+    const int64_t position = c->match & 128 ? (int64_t)fuzz_bits(input, 8) : fuzz_byte(input);
+    to = from;
+    if (c->match & 1) to.center = to.center ? NULL : center;
+    if (c->match & 2) to.block_scale = 1.5f;
+    set_layout(input, &from, pages[0]);
+    set_layout(input, &to, pages[1]);
+    if (valid) {
+        fill_store(&from, true);
+        fill_store(&to, false);
+        stream s = make_store_file(input, c, &from, position, n);
+        const size_t whole = s.size;
+        s.largest = c->chunk;
+        s.fail_at = c->fail_read;
+        s.answer = c->read_answer;
+        const tqkv_result result = load_store(&to, &s, position, n);
+        CHECK(result != TQKV_IO || c->read_answer, "no read failed");
+        if (c->is_made && !c->n_edits && whole && !c->fail_read && !(c->match & 3))
+            CHECK(result == TQKV_OK || (s.calls == 0 && result != TQKV_CORRUPT), "%s", tqkv_result_string(result));
+        stream_free(&s);
+        test_store_free(&from);
+        test_store_free(&to);
+    }
+    free(center);
+}
+
+static void fuzz_cache(fuzz_input *input, const control *c)
+{
+    counting counter = {0, c->fail_alloc, 0, 0};
     uint8_t *whole = (uint8_t *)test_alloc(MAX_FILE + HEADER);
     stream s = stream_empty();
-    s.size = read_file(&input, &c, whole);
+    s.size = read_file(input, c, whole);
     s.bytes = (uint8_t *)test_alloc(s.size); /* of the exact size: the sanitizer reports a read beyond it */
     if (s.size) memcpy(s.bytes, whole, s.size);
     free(whole);
-    s.largest = c.chunk;
-    s.fail_at = c.fail_read;
-    s.answer = c.read_answer;
-    tqkv_cache_desc desc = make_desc(&c, s.bytes, s.size, &counter);
+    s.largest = c->chunk;
+    s.fail_at = c->fail_read;
+    s.answer = c->read_answer;
+    tqkv_cache_desc desc = make_desc(c, s.bytes, s.size, &counter);
     tqkv_cache *cache;
     tqkv_result result = load(&desc, &s, &cache);
-    bool may_fail = s.calls >= c.fail_read && c.fail_read;
-    CHECK(result != TQKV_IO || (may_fail && c.read_answer), "no read failed");
-    CHECK(result != TQKV_INVALID_ARGUMENT || c.match, "the desc asks for nothing");
-    if (c.is_made && !c.n_edits && s.size && !may_fail)
-        CHECK(result == TQKV_OK || result == TQKV_OUT_OF_MEMORY || (c.match & 64) || (c.match & 132) == 132, "%s",
+    bool may_fail = s.calls >= c->fail_read && c->fail_read;
+    CHECK(result != TQKV_IO || (may_fail && c->read_answer), "no read failed");
+    CHECK(result != TQKV_INVALID_ARGUMENT || c->match, "the desc asks for nothing");
+    if (c->is_made && !c->n_edits && s.size && !may_fail)
+        CHECK(result == TQKV_OK || result == TQKV_OUT_OF_MEMORY || (c->match & 64) || (c->match & 132) == 132, "%s",
               tqkv_result_string(result));
     if (result == TQKV_OK) {
         check_loaded(cache, &desc, &s, &counter);
@@ -254,5 +382,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
     }
     CHECK_NO_LEAK(&counter);
     stream_free(&s);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
+{
+    test_failure_aborts = true;
+    fuzz_input input = {bytes, size};
+    const control c = read_control(&input);
+    if (c.is_store)
+        fuzz_store(&input, &c);
+    else
+        fuzz_cache(&input, &c);
     return 0;
 }

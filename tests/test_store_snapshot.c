@@ -1,0 +1,406 @@
+/* Snapshots of stores: they cross between linear, paged and ring stores; damaged bytes, wrong stores, failing streams. */
+#include "counting.h"
+#include "data.h"
+#include "reference.h"
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+enum { HEADS = 2, PAGE = 64, POOL = 5 * PAGE, TABLE = 4, HEADER = 56 /* its hash follows */ };
+/* Few positions, over a page's end if there are pages. */
+enum { SMALL_AT = PAGE - 1, SMALL_N = 3, SMALL_DIM = 32 };
+
+typedef enum layout { LINEAR, PAGED, OTHER_PAGES, RING, LAYOUTS } layout;
+static const char *const layout_names[LAYOUTS] = {"linear", "paged", "other_pages", "ring"};
+
+/* An empty store with room for the positions that the tests use. */
+static tqkv_store make_store(layout l, tqkv_format format, int head_dim)
+{
+    static const int32_t pages[2][TABLE] = {{3, 0, 4, 1}, {2, 4, 0, 3}};
+    static const int capacities[LAYOUTS] = {200, POOL, POOL, 130};
+    tqkv_store s = test_store(format, head_dim, HEADS, capacities[l], l == RING);
+    if (l == PAGED || l == OTHER_PAGES) {
+        s.pages = pages[l - PAGED];
+        s.n_pages = TABLE;
+        s.page_size = PAGE;
+    }
+    return s;
+}
+
+/* With 140 positions, of which a ring has forgotten 10. */
+static tqkv_store make_full(layout l, tqkv_format format, int head_dim)
+{
+    tqkv_store s = make_store(l, format, head_dim);
+    float *rows = test_rows(1, DATA_STUDENT, 140 * HEADS, head_dim);
+    CHECK_RESULT(tqkv_encode(&s, rows, 140, 0), TQKV_OK);
+    free(rows);
+    return s;
+}
+
+static stream save(const tqkv_store *s, int64_t position, int n)
+{
+    stream to = stream_empty();
+    CHECK_RESULT(tqkv_store_save(s, position, n, stream_write, &to), TQKV_OK);
+    return to;
+}
+
+static tqkv_result load(const tqkv_store *s, int64_t position, int n, stream *from)
+{
+    stream_rewind(from);
+    return tqkv_store_load(s, position, n, stream_read, from);
+}
+
+static bool is_same_row(const tqkv_store *a, const tqkv_store *b, int64_t position, int head)
+{
+    const size_t norms = (size_t)reference_norms_per_row(a->format, a->head_dim) * sizeof(float);
+    return !memcmp(reference_codes_at(a, head, position), reference_codes_at(b, head, position),
+                   reference_row_bytes(a->format, a->head_dim)) &&
+           (!norms || !memcmp(reference_norms_at(a, head, position), reference_norms_at(b, head, position), norms));
+}
+
+static bool is_filled(const void *bytes, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        if (((const unsigned char *)bytes)[i] != 0xff) return false;
+    return true;
+}
+
+/* No slot but those of n positions was written. */
+static void check_others(const tqkv_store *s, int64_t position, int n)
+{
+    tqkv_store slots = *s;
+    slots.pages = NULL;
+    slots.ring = false;
+    const size_t codes = reference_row_bytes(s->format, s->head_dim);
+    const size_t norms = (size_t)reference_norms_per_row(s->format, s->head_dim) * sizeof(float);
+    for (int slot = 0; slot < s->capacity; slot++) {
+        bool named = false;
+        for (int i = 0; i < n; i++) named = named || reference_slot(s, position + i) == slot;
+        for (int h = 0; h < HEADS && !named; h++)
+            CHECK(is_filled(reference_codes_at(&slots, h, slot), codes) &&
+                      (!norms || is_filled(reference_norms_at(&slots, h, slot), norms)),
+                  "slot %d was written", slot);
+    }
+}
+
+/* ---- Round trips ---- */
+
+typedef struct crossing_row {
+    layout from, to;
+    tqkv_format format;
+    int head_dim;
+} crossing_row;
+
+/* Positions 40 to 139: over page ends, and around the ring. */
+static void check_crossing(const void *parameters)
+{
+    const crossing_row *row = (const crossing_row *)parameters;
+    tqkv_store from = make_full(row->from, row->format, row->head_dim);
+    tqkv_store to = make_store(row->to, row->format, row->head_dim);
+    tqkv_store linear = make_full(LINEAR, row->format, row->head_dim);
+    stream saved = save(&from, 40, 100), expected = save(&linear, 40, 100);
+    CHECK(stream_is_equal(&saved, &expected), "the bytes depend on where the positions lie");
+    CHECK_RESULT(load(&to, 40, 100, &saved), TQKV_OK);
+    CHECK(saved.at == saved.size, "%d of %d bytes were read", (int)saved.at, (int)saved.size);
+    for (int p = 40; p < 140; p++)
+        for (int h = 0; h < HEADS; h++) CHECK(is_same_row(&from, &to, p, h), "head %d of position %d", h, p);
+    check_others(&to, 40, 100);
+    stream again = save(&to, 40, 100);
+    CHECK(stream_is_equal(&saved, &again), "saving after loading gives other bytes");
+    stream_free(&saved);
+    stream_free(&expected);
+    stream_free(&again);
+    test_store_free(&from);
+    test_store_free(&to);
+    test_store_free(&linear);
+}
+
+/* A ring has positions without end; no positions are a snapshot too. Snapshots follow one another in a stream. */
+static void check_corners(const void *parameters)
+{
+    (void)parameters;
+    const int64_t far = INT64_MAX - 130;
+    tqkv_store ring = make_full(RING, TQKV_TQ4, 64), other = make_store(RING, TQKV_TQ4, 64);
+    stream s = save(&ring, far, 130);
+    CHECK_RESULT(tqkv_store_save(&ring, 7, 0, stream_write, &s), TQKV_OK);
+    CHECK_RESULT(load(&other, far, 130, &s), TQKV_OK);
+    CHECK_RESULT(tqkv_store_load(&other, 7, 0, stream_read, &s), TQKV_OK);
+    CHECK(s.at == s.size, "%d of %d bytes were read", (int)s.at, (int)s.size);
+    CHECK(!memcmp(ring.codes, other.codes, ring.codes_size), "another ring");
+    CHECK_RESULT(load(&other, far + 1, 130, &s), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(load(&other, far, 131, &s), TQKV_OUT_OF_RANGE);
+    stream_free(&s);
+    test_store_free(&ring);
+    test_store_free(&other);
+}
+
+/* Two positions would share a slot. Where no position is loaded a page may stand twice. */
+static void check_page_twice(const void *parameters)
+{
+    (void)parameters;
+    static const int32_t pages[TABLE] = {3, 3, 1, 1};
+    tqkv_store from = make_full(LINEAR, TQKV_TQ4, 64), to = make_store(PAGED, TQKV_TQ4, 64);
+    stream s = save(&from, SMALL_AT, SMALL_N), in_one = save(&from, PAGE, SMALL_N);
+    to.pages = pages;
+    CHECK_RESULT(load(&to, SMALL_AT, SMALL_N, &s), TQKV_INVALID_ARGUMENT);
+    CHECK(s.calls == 0, "%d reads before the table was refused", s.calls);
+    check_others(&to, SMALL_AT, 0);
+    CHECK_RESULT(load(&to, PAGE, SMALL_N, &in_one), TQKV_OK);
+    stream_free(&s);
+    stream_free(&in_one);
+    test_store_free(&from);
+    test_store_free(&to);
+}
+
+/* The codes of a cache, in pages: the store that a cache lends is a store. */
+static void check_from_cache(const void *parameters)
+{
+    (void)parameters;
+    tqkv_cache_desc desc;
+    tqkv_cache *cache = NULL;
+    memset(&desc, 0, sizeof desc);
+    desc.head_dim = 64;
+    desc.n_kv_heads = HEADS;
+    desc.capacity = 150;
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    REQUIRE(cache, "no cache");
+    float *rows = test_rows(1, DATA_STUDENT, 140 * HEADS, 64);
+    tqkv_store pool = make_store(PAGED, TQKV_TQ4, 64);
+    CHECK_RESULT(tqkv_cache_append(cache, rows, rows, 140), TQKV_OK);
+    stream s = save(tqkv_cache_values(cache), 0, 140);
+    CHECK_RESULT(load(&pool, 0, 140, &s), TQKV_OK);
+    for (int p = 0; p < 140; p++) CHECK(is_same_row(tqkv_cache_values(cache), &pool, p, 1), "position %d", p);
+    free(rows);
+    stream_free(&s);
+    test_store_free(&pool);
+    tqkv_cache_destroy(cache);
+}
+
+/* ---- Damage ---- */
+
+typedef struct small_row {
+    layout l;
+    tqkv_format format;
+} small_row;
+
+/* Loads a damaged snapshot. Other positions stay as they are. */
+static void expect_corrupt(const tqkv_store *to, stream *s, tqkv_result expected, const char *what, size_t at)
+{
+    const tqkv_result result = load(to, SMALL_AT, SMALL_N, s);
+    CHECK(result == expected, "%s %d: %s", what, (int)at, tqkv_result_string(result));
+    check_others(to, SMALL_AT, SMALL_N);
+}
+
+static void check_damaged(const void *parameters)
+{
+    const small_row *row = (const small_row *)parameters;
+    static const unsigned char masks[4] = {0x01, 0x80, 0xff, 0x10};
+    tqkv_store from = make_full(row->l, row->format, SMALL_DIM), to = make_store(row->l, row->format, SMALL_DIM);
+    stream s = save(&from, SMALL_AT, SMALL_N);
+    const size_t whole = s.size;
+    for (size_t i = 0; i < whole; i++) {
+        s.bytes[i] ^= masks[i % 4];
+        expect_corrupt(&to, &s, TQKV_CORRUPT, "flipped byte", i);
+        s.bytes[i] ^= masks[i % 4];
+        s.size = i;
+        expect_corrupt(&to, &s, TQKV_CORRUPT, "length", i);
+        s.size = whole;
+    }
+    CHECK_RESULT(load(&to, SMALL_AT, SMALL_N, &s), TQKV_OK);
+    stream_free(&s);
+    test_store_free(&from);
+    test_store_free(&to);
+}
+
+/* One field changed, with a valid hash: nothing is written. */
+typedef struct field_row {
+    const char *name;
+    int offset, bytes; /* little-endian */
+    uint64_t value;
+    tqkv_result expected;
+} field_row;
+
+static const field_row field_rows[] = {
+    {"magic", 0, 1, 'T', TQKV_CORRUPT},
+    {"magic_of_a_cache", 3, 1, 'v', TQKV_CORRUPT},
+    {"version_0", 8, 4, 0, TQKV_CORRUPT},
+    {"version_2", 8, 4, 2, TQKV_CORRUPT},
+    {"format", 12, 4, TQKV_TQ5_BYTES, TQKV_INVALID_ARGUMENT},
+    {"no_format", 12, 4, 0, TQKV_INVALID_ARGUMENT},
+    {"huge_format", 12, 4, 0xfffffff0, TQKV_INVALID_ARGUMENT},
+    {"head_dim", 16, 4, 64, TQKV_INVALID_ARGUMENT},
+    {"zero_head_dim", 16, 4, 0, TQKV_INVALID_ARGUMENT},
+    {"n_kv_heads", 20, 4, 1, TQKV_INVALID_ARGUMENT},
+    {"huge_kv_heads", 20, 4, 0x7fffffff, TQKV_INVALID_ARGUMENT},
+    {"unrotated", 24, 4, 1, TQKV_INVALID_ARGUMENT},
+    {"centered", 24, 4, 2, TQKV_INVALID_ARGUMENT},
+    {"flags", 24, 4, 4, TQKV_INVALID_ARGUMENT},
+    {"block_scale", 28, 4, 0x40000000, TQKV_INVALID_ARGUMENT},
+    {"nan_block_scale", 28, 4, 0x7fc00000, TQKV_INVALID_ARGUMENT},
+    {"position", 32, 8, 0, TQKV_INVALID_ARGUMENT},
+    {"negative_position", 32, 8, UINT64_MAX, TQKV_INVALID_ARGUMENT},
+    {"more_positions", 40, 8, SMALL_N + 1, TQKV_INVALID_ARGUMENT},
+    {"huge_positions", 40, 8, (uint64_t)1 << 32 | SMALL_N, TQKV_INVALID_ARGUMENT},
+    {"center", 48, 8, 1, TQKV_INVALID_ARGUMENT},
+};
+
+static void check_field(const void *parameters)
+{
+    const field_row *row = (const field_row *)parameters;
+    tqkv_store from = make_full(PAGED, TQKV_TQ8, SMALL_DIM), to = make_store(PAGED, TQKV_TQ8, SMALL_DIM);
+    stream s = save(&from, SMALL_AT, SMALL_N);
+    for (int i = 0; i < row->bytes; i++) s.bytes[row->offset + i] = (unsigned char)(row->value >> (8 * i));
+    const uint64_t hash = XXH3_64bits(s.bytes, HEADER);
+    for (int i = 0; i < 8; i++) s.bytes[HEADER + i] = (unsigned char)(hash >> (8 * i));
+    CHECK_RESULT(load(&to, SMALL_AT, SMALL_N, &s), row->expected);
+    check_others(&to, SMALL_AT, 0);
+    stream_free(&s);
+    test_store_free(&from);
+    test_store_free(&to);
+}
+
+/* ---- Stores that are not the snapshot's ---- */
+
+static float centers[2][HEADS * 512];
+
+typedef struct store_row {
+    const char *name;
+    void (*change)(tqkv_store *to);
+    tqkv_result expected;
+} store_row;
+
+static void no_change(tqkv_store *to) { (void)to; }
+static void other_format(tqkv_store *to) { to->format = TQKV_TQ5_BYTES; }
+static void other_dim(tqkv_store *to) { to->head_dim = 64; }
+static void other_heads(tqkv_store *to) { to->n_kv_heads = 1; }
+static void not_rotated(tqkv_store *to) { to->unrotated = true; }
+static void other_scale(tqkv_store *to) { to->block_scale = 0.5f; }
+static void scale_of_one(tqkv_store *to) { to->block_scale = 1.0f; }
+static void no_center(tqkv_store *to) { to->center = NULL; }
+static void other_center(tqkv_store *to) { to->center = centers[1]; }
+static void other_type(tqkv_store *to) { to->type = TQKV_TYPE_BF16; }
+static void smaller(tqkv_store *to) { to->capacity = 142; }
+
+static const store_row store_rows[] = {
+    {"same", no_change, TQKV_OK},
+    {"format", other_format, TQKV_INVALID_ARGUMENT},
+    {"head_dim", other_dim, TQKV_INVALID_ARGUMENT},
+    {"n_kv_heads", other_heads, TQKV_INVALID_ARGUMENT},
+    {"unrotated", not_rotated, TQKV_INVALID_ARGUMENT},
+    {"block_scale", other_scale, TQKV_INVALID_ARGUMENT},
+    {"default_block_scale", scale_of_one, TQKV_OK},
+    {"no_center", no_center, TQKV_INVALID_ARGUMENT},
+    {"center", other_center, TQKV_INVALID_ARGUMENT},
+    {"type", other_type, TQKV_OK},
+    {"capacity", smaller, TQKV_OK},
+};
+
+/* With head_dim 512 and a centre all fields count. */
+static void check_store(const void *parameters)
+{
+    const store_row *row = (const store_row *)parameters;
+    tqkv_store from = make_store(LINEAR, TQKV_TQ8, 512), to = make_store(LINEAR, TQKV_TQ8, 512);
+    data_rows(1, DATA_GAUSSIAN, centers[0], HEADS, 512);
+    memcpy(centers[1], centers[0], sizeof *centers);
+    centers[1][HEADS * 512 - 1] += 1.0f;
+    from.center = to.center = centers[0];
+    memset(from.codes, 1, from.codes_size);
+    memset(from.norms, 1, from.norms_size);
+    stream s = save(&from, 139, SMALL_N);
+    row->change(&to);
+    CHECK_RESULT(load(&to, 139, SMALL_N, &s), row->expected);
+    CHECK(row->expected == TQKV_OK || is_filled(to.codes, to.codes_size), "refused, but written");
+    stream_free(&s);
+    test_store_free(&from);
+    test_store_free(&to);
+}
+
+/* Only where a row has several norms does block_scale matter. */
+static void check_unused_scale(const void *parameters)
+{
+    (void)parameters;
+    tqkv_store from = make_full(LINEAR, TQKV_TQ8, 64), to = make_store(LINEAR, TQKV_TQ8, 64);
+    stream s = save(&from, 1, SMALL_N);
+    to.block_scale = 0.5f;
+    CHECK_RESULT(load(&to, 1, SMALL_N, &s), TQKV_OK);
+    stream_free(&s);
+    test_store_free(&from);
+    test_store_free(&to);
+}
+
+/* ---- Readers and writers ---- */
+
+typedef struct failing_row {
+    small_row small;
+    size_t largest, answer; /* most bytes that a call moves, 0: all; what the failing call returns */
+    bool one_more;          /* the failing call returns the size asked for plus one */
+} failing_row;
+
+static void set_failing(stream *s, const failing_row *row, int fail_at)
+{
+    s->largest = row->largest;
+    s->answer = row->answer;
+    s->one_more = row->one_more;
+    s->fail_at = fail_at;
+}
+
+/* Call n moves 0 bytes or more than the size asked for, for every n, of short calls too. */
+static void check_failing(const void *parameters)
+{
+    const failing_row *row = (const failing_row *)parameters;
+    const tqkv_result expected = row->one_more || row->answer ? TQKV_IO : TQKV_CORRUPT;
+    tqkv_store from = make_full(row->small.l, row->small.format, SMALL_DIM);
+    tqkv_store to = make_store(row->small.l, row->small.format, SMALL_DIM);
+    stream whole = stream_empty(), fast = save(&from, SMALL_AT, SMALL_N);
+    set_failing(&whole, row, 0);
+    CHECK_RESULT(tqkv_store_save(&from, SMALL_AT, SMALL_N, stream_write, &whole), TQKV_OK);
+    CHECK(stream_is_equal(&whole, &fast), "short writes give other bytes");
+    for (int n = 1, calls = whole.calls; n <= calls; n++) {
+        stream s = stream_empty();
+        set_failing(&s, row, n);
+        tqkv_result result = tqkv_store_save(&from, SMALL_AT, SMALL_N, stream_write, &s);
+        CHECK(result == TQKV_IO && s.calls == n, "write %d: %s after %d", n, tqkv_result_string(result), s.calls);
+        stream_free(&s);
+        set_failing(&whole, row, n);
+        expect_corrupt(&to, &whole, expected, "read", (size_t)n);
+        CHECK(whole.calls == n, "%d reads after the failed one", whole.calls - n);
+    }
+    stream_free(&whole);
+    stream_free(&fast);
+    test_store_free(&from);
+    test_store_free(&to);
+}
+
+static void add_small_cases(const small_row *small)
+{
+    static const size_t largest[3] = {0, 1, 7};
+    static const char *const names[3] = {"zero", "more", "one_more"};
+    const char *l = layout_names[small->l], *format = tqkv_format_name(small->format);
+    test_add(check_damaged, small, sizeof *small, "store_snapshot/damaged/%s/%s", l, format);
+    for (int i = 0; i < 9; i++) {
+        const failing_row row = {*small, largest[i / 3], i % 3 == 1 ? SIZE_MAX : 0, i % 3 == 2};
+        test_add(check_failing, &row, sizeof row, "store_snapshot/failing/%s/%s/%s/%d", l, format, names[i % 3],
+                 (int)row.largest);
+    }
+}
+
+void test_store_snapshot_cases(void)
+{
+    static const small_row small[] = {{LINEAR, TQKV_F16}, {PAGED, TQKV_TQ5}, {RING, TQKV_I8}};
+    static const int dims[] = {32, 64, 80, 512};
+    for (int i = 0; i < LAYOUTS * LAYOUTS; i++) {
+        const crossing_row row = {(layout)(i / LAYOUTS), (layout)(i % LAYOUTS), test_formats[i % TEST_FORMATS],
+                                  dims[i % 4 ^ i / 4]};
+        test_add(check_crossing, &row, sizeof row, "store_snapshot/crossing/%s-%s/%s/%d", layout_names[row.from],
+                 layout_names[row.to], tqkv_format_name(row.format), row.head_dim);
+    }
+    for (int i = 0; i < 3; i++) add_small_cases(&small[i]);
+    for (size_t i = 0; i < sizeof field_rows / sizeof *field_rows; i++)
+        test_add(check_field, &field_rows[i], sizeof *field_rows, "store_snapshot/field/%s", field_rows[i].name);
+    for (size_t i = 0; i < sizeof store_rows / sizeof *store_rows; i++)
+        test_add(check_store, &store_rows[i], sizeof *store_rows, "store_snapshot/store/%s", store_rows[i].name);
+    test_add(check_corners, NULL, 0, "store_snapshot/corners");
+    test_add(check_page_twice, NULL, 0, "store_snapshot/page_twice");
+    test_add(check_from_cache, NULL, 0, "store_snapshot/from_cache");
+    test_add(check_unused_scale, NULL, 0, "store_snapshot/unused_scale");
+}
