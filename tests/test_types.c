@@ -246,6 +246,8 @@ static void check_cache(const void *parameters)
     const tqkv_type type = *(const tqkv_type *)parameters;
     const size_t n_out = QUERIES * CACHE_HEADS * CACHE_GROUP * VALUE_DIM;
     const cache_row shape = {TQKV_I8, TQKV_TQ4, D, 16, false, 0, -1};
+    tqkv_cache_desc same;
+    memset(&same, 0, sizeof same);
     float *k = cache_data(1, N, D), *v = cache_data(2, N, VALUE_DIM);
     float *q = test_rows(3, DATA_GAUSSIAN, QUERIES * CACHE_HEADS * CACHE_GROUP, D);
     void *typed[3] = {typed_copy(type, k, N * CACHE_HEADS * D), typed_copy(type, v, N * CACHE_HEADS * VALUE_DIM),
@@ -261,7 +263,7 @@ static void check_cache(const void *parameters)
         if (i == 2)
             CHECK_RESULT(tqkv_cache_load(&desc, stream_read, &snapshots[1], &caches[i]), TQKV_OK);
         else if (i == 3)
-            CHECK_RESULT(tqkv_cache_fork(caches[1], NULL, &caches[i]), TQKV_OK);
+            CHECK_RESULT(tqkv_cache_fork(caches[1], &same, &caches[i]), TQKV_OK);
         else
             CHECK_RESULT(tqkv_cache_create(&desc, &caches[i]), TQKV_OK);
         REQUIRE(caches[i], "no cache");
