@@ -11,10 +11,29 @@ $(BUILD)/threads_openmp: CFLAGS += $(shell echo 'int main(void) { return 0; }' |
 $(BUILD)/tinylm_test: examples/tests/tinylm_test.c $(BUILD)/tqkv.o $(wildcard examples/*.[ch])
 	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) -march=native $(WARNINGS) -I. $< $(BUILD)/tqkv.o -o $@ $(LIBRARIES)
 
+# ---- With MPI: one context over four ranks ----
+
+MPI_FOUND := $(shell command -v mpicc)
+# Open MPI refuses to run as root, and more ranks than cores, unless told so.
+MPI_RUN = mpirun $(shell mpirun --version 2>/dev/null | grep -q 'Open MPI' && echo --oversubscribe --timeout 60 && \
+	test "$$(id -u)" = 0 && echo --allow-run-as-root)
+
+$(BUILD)/mpi_context: examples/mpi_context.c $(BUILD)/tqkv.o
+	mpicc $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -I. $< $(BUILD)/tqkv.o -o $@ $(LIBRARIES)
+
+.PHONY: deps-mpi demo-mpi
+deps-mpi: ## install what `make demo-mpi` needs: Open MPI
+	@$(call install,$(if $(filter Darwin,$(SYSTEM)),open-mpi,openmpi-bin libopenmpi-dev))
+
+demo-mpi: $(BUILD)/mpi_context ## one context over four processes; the same program runs on four machines
+	@$(MPI_RUN) -n 4 $<
+
+# ---- The tests ----
+
 .PHONY: test-examples
-test-examples: $(addprefix $(BUILD)/,encode_attend engine real_kv advise tinylm tinylm_test recent_window context_shift server threads_pthread threads_openmp snapshot_file)
+test-examples: $(addprefix $(BUILD)/,encode_attend engine real_kv advise tinylm tinylm_test recent_window context_shift server threads_pthread threads_openmp snapshot_file $(MPI_FOUND:%=mpi_context))
 	@echo "== examples"
-	@sh examples/tests/test.sh $(BUILD)
+	@MPI_RUN="$(if $(MPI_FOUND),$(MPI_RUN))" sh examples/tests/test.sh $(BUILD)
 	@CC="$(CC)" CFLAGS="$(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -Wno-unknown-pragmas" sh examples/tests/snippets.sh $(BUILD)/snippets
 
 .PHONY: test-projects

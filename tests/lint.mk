@@ -3,7 +3,8 @@
 DEB_LINT := build-essential clang clang-format clang-tidy cppcheck shellcheck valgrind libxxhash-dev
 LINT_FLAGS := -std=c99 -D_POSIX_C_SOURCE=200809L -I. $(CPPFLAGS)
 LINT_TESTS := $(filter-out tests/compile_%.c,$(wildcard tests/*.c tests/fuzz/*.c))
-LINT_EXAMPLES := $(wildcard examples/*.c)
+# MPI is not among the packages of the lint.
+LINT_EXAMPLES := $(filter-out examples/mpi_context.c,$(wildcard examples/*.c))
 
 .PHONY: deps-lint lint lint-tidy lint-analyzer lint-gcc lint-cppcheck lint-shell
 deps-lint: ## install what `make lint` needs

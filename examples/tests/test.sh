@@ -174,5 +174,16 @@ check "server" awk '
     /at the end: 0$/ { empty = 1 }
     END { exit bad > 0 || n["finished"] != 15 || n["cancelled"] != 1 || n["preempted"] < 2 || !pool || !empty }' "$work/server"
 
+# Where MPI is: four ranks give one rank's output, and stop with the error of one that fails or dies.
+if [ -n "$MPI_RUN" ]; then
+    $MPI_RUN -n 4 "$bin/mpi_context" 1024 >"$work/mpi_context"
+    check "mpi_context" awk '/as expected$/ { n++ } /OTHER|WRONG/ { bad++ } END { exit bad > 0 || n != 3 }' "$work/mpi_context"
+    for stop in fail kill; do
+        $MPI_RUN -n 4 "$bin/mpi_context" 256 --$stop 2 >"$work/out" 2>"$work/err"
+        check "mpi_context/$stop" test $? -ne 0
+        check "mpi_context/$stop: says why" grep -Eq "rank 2: a position lies outside the store|signal 9" "$work/err"
+    done
+fi
+
 echo "$passed passed, $failed failed"
 test "$failed" -eq 0
