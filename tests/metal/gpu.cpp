@@ -7,6 +7,7 @@
 
 std::vector<simt::schedule> gpu_schedules;
 bool gpu_on_device;
+bool gpu_known_tables = true;
 #define HEAD_DIM_OF(x, n, size) size,
 const int gpu_head_dims[] = {TQKV__KERNELS(HEAD_DIM_OF, )};
 
@@ -147,7 +148,10 @@ tqkv_metal_buffer gpu_buffer(const void *bytes) { return {const_cast<void *>(byt
 
 tqkv_metal_store gpu_store(const tqkv_store *s)
 {
-    return {*s, gpu_buffer(s->codes), gpu_buffer(s->norms), gpu_buffer(s->center)};
+    tqkv_metal_store store = {*s, gpu_buffer(s->codes), gpu_buffer(s->norms), gpu_buffer(s->center),
+                              gpu_buffer(s->pages)};
+    if (!gpu_known_tables) store.shape.pages = nullptr;
+    return store;
 }
 
 gpu_attention::gpu_attention(const tqkv_attention &a) : keys(gpu_store(a.keys)), values(gpu_store(a.values)), metal()

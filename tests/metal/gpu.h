@@ -42,6 +42,8 @@ std::string gpu_run(const tqkv__dispatch &planned);
 
 tqkv_metal_buffer gpu_buffer(const void *bytes);
 tqkv_metal_store gpu_store(const tqkv_store *s);
+// Whether stores with pages pass the processor's copy of the table, too.
+extern bool gpu_known_tables;
 
 // The arguments of tqkv__plan_attend for an attention on the CPU.
 struct gpu_attention {
