@@ -458,8 +458,7 @@ typedef struct tqkv_metal_buffer {
     size_t offset;
 } tqkv_metal_buffer;
 
-/* A tqkv_store in buffers. The pointers and sizes in shape are not read, but for pages. norms may be zero for F16.
-   Attention with a tree is TQKV_UNSUPPORTED. */
+/* A tqkv_store in buffers. The pointers and sizes in shape are not read, but for pages. norms may be zero for F16. */
 typedef struct tqkv_metal_store {
     tqkv_store shape;
     tqkv_metal_buffer codes, norms;
@@ -498,6 +497,9 @@ typedef struct tqkv_metal_attention {
     tqkv_attention attention; /* its keys, values, sinks, parallel and allocator are not read */
     const tqkv_metal_store *keys, *values;
     tqkv_metal_buffer sinks; /* float [n_heads]; zero = none */
+    /* uint64_t [n_queries], at most 64; zero = none. attention.tree, if it is not NULL, is what it will hold when the
+       kernels run. It is read only to know which entries of pages are seen. */
+    tqkv_metal_buffer tree;
 } tqkv_metal_attention;
 
 /* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
@@ -815,6 +817,7 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV_FC_PAGES 16        /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
                                 /* attend: the slots of keys and values */
 #define TQKV_FC_VALUE_PAGES 17  /* bool: encode_kv: the values' slots */
+#define TQKV_FC_TREE        18  /* bool: attend: a tree hides some of the newest n_queries positions */
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
@@ -6915,7 +6918,7 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
 
 typedef struct tqkv__attend_buffers {
     const tqkv_metal_store *keys, *values;
-    tqkv_metal_buffer sinks, q, scratch, out;
+    tqkv_metal_buffer sinks, tree, q, scratch, out;
 } tqkv__attend_buffers;
 
 static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv__split *split,
@@ -7039,6 +7042,8 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
     tqkv__plan_bind_center(d, "values' center", TQKV__ONLY_CHECKED, b->values, &a->values, true);
     tqkv__plan_bind_pages(d, "keys' pages", 9, b->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_bind_pages(d, "values' pages", 10, b->values->pages, &a->values, TQKV_FC_PAGES);
+    tqkv__plan_bind(d, "tree", 11, b->tree, a->call.tree ? (size_t)a->call.n_queries * sizeof(uint64_t) : 0, false);
+    tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
     tqkv__plan_bind_rows(d, "out", TQKV__ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type, a->out_elements,
                          true);
     tqkv__plan_columns(d, split->matrix, split->columns);
@@ -7096,15 +7101,17 @@ typedef struct tqkv__plan_call {
 /* tqkv__attention_shape of `from` */
 static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan_call *call, tqkv__attention *a)
 {
+    static const uint64_t not_known[64] = {0}; /* as if no query saw any of its positions */
     tqkv_attention *to = &call->attention;
     if (!from) return TQKV__INVALID("the attention is NULL");
-    if (from->attention.tree) return TQKV__REFUSE(UNSUPPORTED, "tree: not on a GPU");
+    if (from->attention.tree && !from->tree.buffer) return TQKV__INVALID("tree: no buffer");
     tqkv_result r = tqkv__plan_store(from->keys, &call->keys);
     if (r == TQKV_OK) r = tqkv__plan_store(from->values, &call->values);
     if (r != TQKV_OK) return r;
     *to = from->attention;
     to->keys = &call->keys;
     to->values = &call->values;
+    if (from->tree.buffer && !to->tree) to->tree = not_known;
     to->sinks = NULL;
     memset(&to->parallel, 0, sizeof to->parallel);
     memset(&to->allocator, 0, sizeof to->allocator);
@@ -7141,7 +7148,7 @@ TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *from, tqkv_me
     if (r == TQKV_OK) r = tqkv__plan_seen(from, &a);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     if (r != TQKV_OK) return r;
-    const tqkv__attend_buffers b = {from->keys, from->values, from->sinks, q, scratch, out};
+    const tqkv__attend_buffers b = {from->keys, from->values, from->sinks, from->tree, q, scratch, out};
     return tqkv__plan_attention(&a, &b, d);
 }
 
@@ -7225,7 +7232,7 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
     if (r != TQKV_OK) return r;
     const tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
                            values = tqkv__store_in_buffer(c, memory, &c->values);
-    tqkv__attend_buffers b = {&keys, &values, memory, q, scratch, out};
+    tqkv__attend_buffers b = {&keys, &values, memory, memory, q, scratch, out};
     if (a.call.sinks)
         b.sinks = tqkv__buffer_of_part(c, memory, a.call.sinks);
     else

@@ -55,6 +55,7 @@ struct attend_task {
                                 // powers of two), sum of the weights
     device const float *center; // [n_kv_heads][KD]: of the keys
     page_tables pages;
+    device const uint *tree; // [n_queries][2]
     threadgroup float *tables;  // [2][256]: codebooks of keys and values
     threadgroup float *queries; // [columns][padded KD]
     threadgroup float *sums;    // [columns][VD]: of a stretch. After the only stretch they take the queries' memory
@@ -371,7 +372,7 @@ inline void load_weights(threadgroup const float *weights, uint row, thread floa
 // nothing that its slot holds can spread. The maximum is raised only when a score exceeds it by 11. Weights stay below
 // 2^11, and most tiles skip the rescaling. Each column decides for itself: its bits do not depend on the others.
 template <int D>
-inline void weigh_tile(constant tqkv__attend_args &args, tile_place at, float key_scale, float value_scale,
+inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_task &task, tile_place at, float key_scale, float value_scale,
                        thread float *score, thread column_state<D> &state, threadgroup float *weights)
 {
     const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D);
@@ -380,7 +381,7 @@ inline void weigh_tile(constant tqkv__attend_args &args, tile_place at, float ke
     FOR_COLUMNS(c)
     {
         int newest = state.newest[c];
-        seen[c] = at.position <= newest && (args.window == 0 || at.position > newest - args.window);
+        seen[c] = at.position <= newest && is_seen(args, task.tree, newest, at.position);
         score[c] = seen[c] ? score_of(args, score[c], factor, state.shift[c]) : -INFINITY;
         raise = raise || score[c] > state.maximum[c] + 11.0f;
     }
@@ -687,7 +688,7 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
         for (int b = 0; b < VALUE_BATCH(VD, VW); b++)
             load_value_step<VD, VW>(args, task, at.base.values, uint(b), values[b]);
         score_tile<KD, KW>(args, task, at.base.keys, walk.next.base.keys, key_book, walk.keys, score);
-        weigh_tile<VD>(args, at, key_scale, value_scale, score, state, weights);
+        weigh_tile<VD>(args, task, at, key_scale, value_scale, score, state, weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
         add_values<VD, VW>(args, task, at.base.values, value_book, values, weights, state);
         simdgroup_barrier(mem_flags::mem_threadgroup); // before the next tile overwrites the weights

@@ -18,6 +18,7 @@
         device const float *key_center [[buffer(8)]], \
         device const int *key_pages [[buffer(9)]], \
         device const int *value_pages [[buffer(10)]], \
+        device const uint *tree [[buffer(11)]], \
         threadgroup float *tables [[threadgroup(0)]], \
         threadgroup float *queries [[threadgroup(1)]], \
         threadgroup float *weights [[threadgroup(2)]], \
@@ -36,6 +37,7 @@
         task.center = key_center; \
         task.pages.keys = key_pages; \
         task.pages.values = value_pages; \
+        task.tree = tree; \
         task.tables = tables; \
         task.queries = queries; \
         task.sums = queries + (args.sections_each == 0 ? 0 : TQKV__QUERY_FLOATS(D) * int(columns)); \

@@ -285,6 +285,7 @@ inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread 
 {
     uint slot = first_slot_of_tile(args, tile);
     int first = position_of_slot(args, slot), last = position_of_slot(args, slot + 31u);
+    if (has_tree && last >= first_of_tree(args)) return false;
     return !short_store && slot == tile * 32u && last - first == 31 && last <= walk.least_newest &&
            (args.window == 0 || first > walk.most_newest - args.window);
 }
@@ -302,7 +303,7 @@ inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task
             TQKV_UNROLL
             for (int i = 0; i < 2; i++) {
                 int newest = state.newest[f][i];
-                bool seen = position <= newest && (args.window == 0 || position > newest - args.window);
+                bool seen = position <= newest && is_seen(args, task.tree, newest, position);
                 score[p][f].elements[i] = seen ? score[p][f].elements[i] : -INFINITY;
             }
         }

@@ -11,6 +11,7 @@ constant bool many_queries [[function_constant(TQKV_FC_MANY_QUERIES)]];
 constant bool same_slots [[function_constant(TQKV_FC_SAME_SLOTS)]];
 constant bool short_store [[function_constant(TQKV_FC_SHORT_STORE)]];
 constant bool paged [[function_constant(TQKV_FC_PAGES)]];
+constant bool has_tree [[function_constant(TQKV_FC_TREE)]];
 
 inline int position_of_slot(constant tqkv__attend_args &args, uint slot)
 {
@@ -57,6 +58,18 @@ inline query_row next_row(constant tqkv__attend_args &args, query_row row)
 
 // The newest position that a query sees; negative if it sees none.
 inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.kv_len - args.n_queries + query; }
+
+// Where the newest n_queries positions begin; perhaps before 0. From here on a tree says what a query sees.
+inline int first_of_tree(constant tqkv__attend_args &args) { return args.kv_len - args.n_queries; }
+
+// Whether the query that sees up to `newest` sees a position up to there. tree: [n_queries][2], lower words first
+inline bool is_seen(constant tqkv__attend_args &args, device const uint *tree, int newest, int position)
+{
+    if (args.window != 0 && position <= newest - args.window) return false;
+    if (!has_tree || position < first_of_tree(args)) return true;
+    uint query = uint(newest - first_of_tree(args)), bit = uint(position - first_of_tree(args));
+    return (tree[query * 2u + bit / 32u] >> (bit % 32u) & 1u) != 0;
+}
 
 // The tiles of the store that some of the threadgroup's columns sees: [begin, end) without [gap_begin, gap_end). A ring
 // that wraps has a gap if its newest positions, in the first slots, do not meet the oldest ones.

@@ -160,6 +160,8 @@ gpu_attention::gpu_attention(const tqkv_attention &a) : keys(gpu_store(a.keys)),
     metal.values = &values;
     metal.attention = a;
     metal.sinks = gpu_buffer(a.sinks);
+    metal.tree = gpu_buffer(a.tree);
+    if (!gpu_known_tables) metal.attention.tree = nullptr;
 }
 
 tqkv__binding *gpu_find(tqkv__dispatch *d, int index)

@@ -192,13 +192,14 @@ enum { LINEAR = 512 };
 attend_row random_row(int seed, data_random *random)
 {
     const int head_dims[] = {64, 128, 64, 80, 256, 32, 48, 192, 512, 128};
-    const int d = head_dims[seed % 10], positions = d > 256 ? 100 : 400;
+    const int d = head_dims[seed % 10], positions = d > 128 ? 100 : 200;
     attend_row row = attend_default_row(test_formats[data_below(random, TEST_FORMATS)],
                                         test_formats[data_below(random, TEST_FORMATS)], d);
     row.key_capacity = row.value_capacity = LINEAR; // whole tiles, so the last one is where it is in a pool
     row.end = 1 + data_below(random, positions);
     row.n_queries = seed % 3 ? 1 : 1 + data_below(random, 9);
     row.group = seed % 2 ? 4 : 1 + data_below(random, 5);
+    row.tree = row.n_queries > 1 && seed % 2;
     row.kv_len = seed % 5 == 4 ? 1 + data_below(random, (int)row.end) : 0;
     row.window = seed % 7 == 3 ? 1 + data_below(random, 200) : 0;
     row.softcap = seed % 6 == 5 ? 3.0f : 0.0f;
@@ -274,6 +275,6 @@ void run_empty(const void *)
 void page_shader_cases()
 {
     add_codec();
-    for (int seed = 0; seed < 40; seed++) test_add(run_attend, &seed, sizeof seed, "pages/attend/%d", seed);
+    for (int seed = 0; seed < 30; seed++) test_add(run_attend, &seed, sizeof seed, "pages/attend/%d", seed);
     test_add(run_empty, nullptr, 0, "pages/empty");
 }

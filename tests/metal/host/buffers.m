@@ -78,6 +78,7 @@ tqkv_metal_store host_store(const tqkv_store *s)
     store.shape.norms = NULL;
     store.codes = host_buffer(s->codes, s->codes_size);
     if (s->norms_size) store.norms = host_buffer(s->norms, s->norms_size);
+    if (s->pages) store.pages = host_buffer(s->pages, (size_t)s->n_pages * sizeof(int32_t));
     return store;
 }
 
