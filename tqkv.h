@@ -480,6 +480,17 @@ TQKV_METAL_API tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object
                                                 const tqkv_metal_store *values, tqkv_metal_buffer k,
                                                 tqkv_metal_buffer v, int n_tokens, int64_t position,
                                                 tqkv_metal_buffer not_finite);
+/* As tqkv_encode_slots; the second for keys and values at once, with the same slots. slots: int32_t [n_tokens], read when
+   the kernel runs. known, if it is not NULL, is what it will hold then: a bad or repeated slot is refused. Without it a
+   slot outside the store leaves its token out, and of two tokens with one slot either may win. */
+TQKV_METAL_API tqkv_result tqkv_metal_encode_slots(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
+                                                   tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer slots,
+                                                   const int32_t *known, tqkv_metal_buffer not_finite);
+TQKV_METAL_API tqkv_result tqkv_metal_encode_kv_slots(tqkv_metal *m, tqkv_metal_object encoder,
+                                                      const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                                      tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                                      tqkv_metal_buffer slots, const int32_t *known,
+                                                      tqkv_metal_buffer not_finite);
 /* codes and norms of s may be zero. */
 TQKV_METAL_API tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
                                             tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer scaled,
@@ -814,7 +825,7 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV_FC_TYPE         14 /* uint: tqkv_type of the rows that encode, probe and attend read; encode_kv: the keys */
                                 /* decode, attend_merge: of the rows that they write */
 #define TQKV_FC_VALUE_TYPE 15   /* uint: encode_kv: that of the values */
-#define TQKV_FC_PAGES 16        /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
+#define TQKV_FC_PAGES      16   /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
                                 /* attend: the slots of keys and values */
 #define TQKV_FC_VALUE_PAGES 17  /* bool: encode_kv: the values' slots */
 #define TQKV_FC_TREE        18  /* bool: attend: a tree hides some of the newest n_queries positions */
@@ -934,8 +945,8 @@ typedef struct tqkv__attend_args {
     float scale;                              /* not 0 */
     float softcap;                            /* read if TQKV_FC_SOFTCAP */
     float key_block_scale, value_block_scale; /* not 0 */
-    int32_t key_slots, value_slots;           /* of a KV head in memory: the capacity or, with pages, that of the pool */
-    int32_t key_page_size, key_last_page;     /* read if TQKV_FC_PAGES; the last page of the pool */
+    int32_t key_slots, value_slots;       /* of a KV head in memory: the capacity or, with pages, that of the pool */
+    int32_t key_page_size, key_last_page; /* read if TQKV_FC_PAGES; the last page of the pool */
     int32_t value_page_size, value_last_page;
 } tqkv__attend_args;
 
@@ -1056,6 +1067,13 @@ TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *s, tqkv_metal_buf
 TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                           tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
                                           tqkv_metal_buffer not_finite, tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_encode_slots(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
+                                             tqkv_metal_buffer slots, const int32_t *known,
+                                             tqkv_metal_buffer not_finite, tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                                tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                                tqkv_metal_buffer slots, const int32_t *known,
+                                                tqkv_metal_buffer not_finite, tqkv__dispatch *d);
 TQKV_API tqkv_result tqkv__plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
                                       tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv__dispatch *d);
 TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions, tqkv_basis basis,
@@ -6670,6 +6688,15 @@ static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int
     return TQKV_OK;
 }
 
+/* Where the tokens of an encode call go: to positions from `position` on, or to slots. */
+typedef struct tqkv__places {
+    int n_tokens;
+    int64_t position;
+    bool by_slots;
+    tqkv_metal_buffer slots;
+    const int32_t *known; /* [n_tokens] or NULL */
+} tqkv__places;
+
 /* What an encode call takes of one stream. */
 typedef struct tqkv__encode_stream {
     const char *names[5]; /* source, codes, norms, centre, pages */
@@ -6687,19 +6714,43 @@ static void tqkv__plan_encode_memory(tqkv__dispatch *d, int index, int head_dim)
     if (d->memory_each[index] < rows) d->memory_each[index] = rows;
 }
 
+/* Opens the store of a call that encodes. */
+static tqkv_result tqkv__plan_target(const tqkv_metal_store *store, const tqkv__places *places, tqkv__stream *s)
+{
+    if (!store || !places->by_slots) return tqkv__plan_open(store, s);
+    tqkv_store pool = store->shape;
+    pool.ring = false;
+    pool.pages = NULL;
+    return tqkv__stream_shape(&pool, s);
+}
+
+/* Checks the places in a store. Slots are a table with pages of one position. */
+static tqkv_result tqkv__plan_places(const tqkv_store *shape, const tqkv__places *places, tqkv__stream *s)
+{
+    const int n = places->n_tokens;
+    if (places->by_slots) {
+        const tqkv_result r = places->known ? tqkv__check_slots(s, places->known, n) : TQKV_OK;
+        s->n_pages = n;
+        s->page_size = 1;
+        return r == TQKV_OK ? tqkv__plan_positions(s) : r;
+    }
+    tqkv_result r = tqkv__plan_positions(s);
+    if (r == TQKV_OK) r = tqkv__check_positions(s, n, places->position);
+    return r == TQKV_OK ? tqkv__plan_check_pages(shape, places->position, n, true) : r;
+}
+
 /* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; the centre where it says. */
-static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const tqkv__encode_stream *e, int n_tokens, int64_t position)
+static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const tqkv__encode_stream *e, const tqkv__places *places)
 {
     size_t all, kept;
     tqkv__stream *s = e->stream;
-    const int index = d->n_args ? TQKV__SECOND_ARGS : 0, slots = s->capacity;
-    tqkv_result r = tqkv__plan_positions(s);
-    if (r == TQKV_OK) r = tqkv__plan_values(s, n_tokens, &all);
-    if (r == TQKV_OK) r = tqkv__check_positions(s, n_tokens, position);
-    if (r == TQKV_OK) r = tqkv__plan_check_pages(&e->store->shape, position, n_tokens, true);
+    const int index = d->n_args ? TQKV__SECOND_ARGS : 0, slots = s->capacity, n_tokens = places->n_tokens;
+    tqkv_result r = tqkv__plan_values(s, n_tokens, &all);
+    if (r == TQKV_OK) r = tqkv__plan_places(&e->store->shape, places, s);
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
-    if ((r = tqkv__plan_rows(d, s, slots, n_tokens - skipped, position + skipped, &kept)) != TQKV_OK) return r;
+    r = tqkv__plan_rows(d, s, slots, n_tokens - skipped, places->position + skipped, &kept);
+    if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
     tqkv__plan_bind_rows(d, e->names[0], index + 1, tqkv__buffer_after(e->src, (all - kept) * tqkv__type_size(s->type)),
@@ -6707,7 +6758,9 @@ static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const tqkv__encode_strea
     tqkv__plan_bind_store(d, e->names + 1, index + 2, e->store, s, true);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_CENTER : TQKV_FC_CENTER,
                         tqkv__plan_bind_center(d, e->names[3], e->center, e->store, s, true));
-    tqkv__plan_bind_pages(d, e->names[4], e->pages, e->store->pages, s, index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
+    tqkv__plan_bind_pages(d, places->by_slots ? "slots" : e->names[4], e->pages,
+                          places->by_slots ? places->slots : e->store->pages, s,
+                          index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
     d->memory[0] = TQKV__CELL_BYTES;
     tqkv__plan_encode_memory(d, 1, s->head_dim);
     d->memory[2] = TQKV__TABLE_BYTES;
@@ -6722,38 +6775,70 @@ TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, tqkv__dispatch *d)
     d->n_simdgroups = 1;
 }
 
-TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                       int64_t position, tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+static tqkv_result tqkv__plan_encode_at(const tqkv_metal_store *store, tqkv_metal_buffer src,
+                                        const tqkv__places *places, tqkv_metal_buffer not_finite, tqkv__dispatch *d)
 {
     tqkv__stream s;
     const tqkv__encode_stream e = {{"src", "codes", "norms", "center", "pages"}, store, &s, src, 5, 6};
-    tqkv_result r = tqkv__plan_open(store, &s);
+    tqkv_result r = tqkv__plan_target(store, places, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
     tqkv__plan_begin(d, TQKV__ENCODE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 4, not_finite);
-    return tqkv__plan_stream(d, &e, n_tokens, position);
+    return tqkv__plan_stream(d, &e, places);
 }
 
-TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                          tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                          tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                       int64_t position, tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+{
+    const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
+    return tqkv__plan_encode_at(store, src, &places, not_finite, d);
+}
+
+TQKV_API tqkv_result tqkv__plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                             tqkv_metal_buffer slots, const int32_t *known,
+                                             tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+{
+    const tqkv__places places = {n_tokens, 0, true, slots, known};
+    return tqkv__plan_encode_at(store, src, &places, not_finite, d);
+}
+
+static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                           tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__places *places,
+                                           tqkv_metal_buffer not_finite, tqkv__dispatch *d)
 {
     tqkv__stream ks, vs;
     const tqkv__encode_stream key = {
         {"k", "keys' codes", "keys' norms", "keys' center", "keys' pages"}, keys, &ks, k, 9, 11};
     const tqkv__encode_stream value = {
         {"v", "values' codes", "values' norms", "values' center", "values' pages"}, values, &vs, v, 10, 12};
-    tqkv_result r = tqkv__plan_open(keys, &ks);
-    if (r == TQKV_OK) r = tqkv__plan_open(values, &vs);
+    tqkv_result r = tqkv__plan_target(keys, places, &ks);
+    if (r == TQKV_OK) r = tqkv__plan_target(values, places, &vs);
     if (r != TQKV_OK) return r;
     if (ks.n_kv_heads != vs.n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
     if ((r = tqkv__check_kernels(ks.head_dim, vs.head_dim)) != TQKV_OK) return r;
     tqkv__plan_begin(d, TQKV__ENCODE_KV, ks.head_dim, vs.head_dim);
     tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
-    r = tqkv__plan_stream(d, &key, n_tokens, position);
-    return r == TQKV_OK ? tqkv__plan_stream(d, &value, n_tokens, position) : r;
+    r = tqkv__plan_stream(d, &key, places);
+    return r == TQKV_OK ? tqkv__plan_stream(d, &value, places) : r;
+}
+
+TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                          tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                          tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+{
+    const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
+    return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
+}
+
+TQKV_API tqkv_result tqkv__plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                                tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                                tqkv_metal_buffer slots, const int32_t *known,
+                                                tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+{
+    const tqkv__places places = {n_tokens, 0, true, slots, known};
+    return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
 }
 
 TQKV_API tqkv_result tqkv__plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,

@@ -55,7 +55,7 @@ struct attend_task {
                                 // powers of two), sum of the weights
     device const float *center; // [n_kv_heads][KD]: of the keys
     page_tables pages;
-    device const uint *tree; // [n_queries][2]
+    device const uint *tree;    // [n_queries][2]
     threadgroup float *tables;  // [2][256]: codebooks of keys and values
     threadgroup float *queries; // [columns][padded KD]
     threadgroup float *sums;    // [columns][VD]: of a stretch. After the only stretch they take the queries' memory
@@ -372,8 +372,9 @@ inline void load_weights(threadgroup const float *weights, uint row, thread floa
 // nothing that its slot holds can spread. The maximum is raised only when a score exceeds it by 11. Weights stay below
 // 2^11, and most tiles skip the rescaling. Each column decides for itself: its bits do not depend on the others.
 template <int D>
-inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_task &task, tile_place at, float key_scale, float value_scale,
-                       thread float *score, thread column_state<D> &state, threadgroup float *weights)
+inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_task &task, tile_place at, float key_scale,
+                       float value_scale, thread float *score, thread column_state<D> &state,
+                       threadgroup float *weights)
 {
     const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D);
     float factor = key_scale * (args.scale * TQKV_LOG2E);

@@ -247,8 +247,8 @@ static void check_paged_encode(const void *row)
     CHECK_RESULT(tqkv__plan_encode_kv(&s, &values, at(4, 0), at(5, 0), 65, 130, none, &d), TQKV_OK);
     check_dispatch(&d);
     CHECK(constant(&d, TQKV_FC_PAGES) == 1 && constant(&d, TQKV_FC_VALUE_PAGES) == 0, "only the keys have pages");
-    check_paged_rows(&s, 64, 64, TQKV_OUT_OF_RANGE, TQKV_OUT_OF_RANGE);   /* -1 */
-    check_paged_rows(&s, 257, 0, TQKV_OUT_OF_RANGE, TQKV_OUT_OF_RANGE);   /* beyond the table */
+    check_paged_rows(&s, 64, 64, TQKV_OUT_OF_RANGE, TQKV_OUT_OF_RANGE); /* -1 */
+    check_paged_rows(&s, 257, 0, TQKV_OUT_OF_RANGE, TQKV_OUT_OF_RANGE); /* beyond the table */
     check_paged_rows(&s, 0, 256, TQKV_OK, TQKV_OK);
     pages[1] = 5;
     check_paged_rows(&s, 1, 127, TQKV_OUT_OF_RANGE, TQKV_OUT_OF_RANGE);
@@ -275,6 +275,39 @@ static void check_paged_encode(const void *row)
     s.pages = at(0, 8);
     CHECK_RESULT(tqkv__plan_encode(&s, at(4, 0), 1, 0, none, &d), TQKV_OK);
     CHECK(!strcmp(overlapping(&d), "codes"), "a table in the codes: %s", overlapping(&d));
+}
+
+static void check_slots(const void *row)
+{
+    int32_t slots[] = {9, -1, 0, -1};
+    tqkv_metal_store s = plan_store(TQKV_TQ5, 64, 10, true, 0);
+    const tqkv_metal_store values = plan_store(TQKV_I8, 64, 12, false, 2);
+    tqkv__dispatch d;
+    (void)row;
+    s.shape.pages = slots; /* neither the table nor the ring is looked at */
+    CHECK_RESULT(tqkv__plan_encode_kv_slots(&s, &values, at(4, 0), at(5, 0), 4, at(7, 4), slots, none, &d), TQKV_OK);
+    check_dispatch(&d);
+    CHECK(d.args[0].rows.page_size == 1 && d.args[0].rows.n_pages == 10 && d.args[1].rows.n_pages == 12 &&
+              d.args[0].rows.capacity == 10 && d.args[0].rows.first_slot == 0 && d.args[0].rows.n_tokens == 4,
+          "a table of slots");
+    CHECK(constant(&d, TQKV_FC_PAGES) == 1 && constant(&d, TQKV_FC_VALUE_PAGES) == 1 && binding(&d, "slots").size == 16,
+          "the kernel");
+    slots[0] = 10;
+    CHECK_RESULT(tqkv__plan_encode_slots(&values, at(4, 0), 4, at(7, 4), slots, none, &d), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &d), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv__plan_encode_kv_slots(&values, &s, at(4, 0), at(5, 0), 4, at(7, 4), slots, none, &d),
+                 TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv__plan_encode_slots(&s, at(4, 0), 4, at(7, 4), NULL, none, &d), TQKV_OK);
+    check_dispatch(&d);
+    slots[0] = -2;
+    CHECK_RESULT(tqkv__plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &d), TQKV_OUT_OF_RANGE);
+    slots[0] = 0;
+    CHECK_RESULT(tqkv__plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_encode_slots(&s, at(4, 0), 2, at(7, 4), slots, none, &d), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_encode_slots(&s, at(4, 0), -1, at(7, 4), slots, none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_encode_slots(NULL, at(4, 0), 2, at(7, 4), slots, none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_encode_slots(&s, at(4, 0), 0, none, slots, none, &d), TQKV_OK);
+    CHECK(d.grid[0] == 0 && constant(&d, TQKV_FC_PAGES) == 0, "no tokens");
 }
 
 static void check_paged_attend(const void *row)
@@ -331,7 +364,8 @@ static void check_tree(const void *row)
     const int32_t pages[] = {3, -1, 2, 0};
     tqkv__dispatch d[2];
     tqkv_metal_attention a;
-    const tqkv_metal_store keys = plan_store(TQKV_I8, 64, 100, false, 0), values = plan_store(TQKV_F16, 64, 100, true, 2);
+    const tqkv_metal_store keys = plan_store(TQKV_I8, 64, 100, false, 0),
+                           values = plan_store(TQKV_F16, 64, 100, true, 2);
     const tqkv_metal_store paged = plan_pool(TQKV_I8, 0, pages), paged_values = plan_pool(TQKV_F16, 2, pages);
     (void)row;
     memset(&a, 0, sizeof a);
@@ -737,6 +771,7 @@ void test_plan_cases(void)
     test_add(check_attend, NULL, 0, "plan/attend");
     test_add(check_paged_encode, NULL, 0, "plan/pages/encode");
     test_add(check_paged_attend, NULL, 0, "plan/pages/attend");
+    test_add(check_slots, NULL, 0, "plan/slots");
     test_add(check_tree, NULL, 0, "plan/tree");
     test_add(check_center, NULL, 0, "plan/center");
     for (int i = 0; i < TQKV__KERNEL_DIMS; i++) {

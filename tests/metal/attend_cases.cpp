@@ -377,6 +377,7 @@ void add_tree(const char *name, int n_queries, int64_t end, bool ring, int windo
     row.problem.key_ring = row.problem.value_ring = ring;
     row.problem.window = window;
     row.problem.poison = poison;
+    row.problem.n_kv_heads = n_queries == 64 ? 1 : 2;
     row.split = {GPU_MOST, 2, 2};
     add(row, (std::string("tree/") + name).c_str());
 }

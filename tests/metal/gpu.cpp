@@ -249,6 +249,19 @@ std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, cons
         d);
 }
 
+std::string gpu_encode_slots(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v,
+                             int n_tokens, const int32_t *slots, uint32_t *not_finite)
+{
+    tqkv__dispatch d;
+    const tqkv_metal_store ks = gpu_store(keys), vs = gpu_store(values ? values : keys);
+    const tqkv_metal_buffer at = gpu_buffer(slots), flag = gpu_buffer(not_finite);
+    const int32_t *known = gpu_known_tables ? slots : nullptr;
+    if (not_finite) *not_finite = 0;
+    if (!values) return run_planned(tqkv__plan_encode_slots(&ks, gpu_buffer(k), n_tokens, at, known, flag, &d), d);
+    return run_planned(
+        tqkv__plan_encode_kv_slots(&ks, &vs, gpu_buffer(k), gpu_buffer(v), n_tokens, at, known, flag, &d), d);
+}
+
 std::string gpu_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled, uint32_t *not_finite)
 {
     tqkv__dispatch d;

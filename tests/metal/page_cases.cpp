@@ -40,7 +40,8 @@ void copy_position(const tqkv_store &from, int64_t at, const tqkv_store &to, int
         memcpy((void *)(uintptr_t)reference_codes_at(&to, head, position), reference_codes_at(&from, head, at),
                reference_row_bytes(from.format, from.head_dim));
         if (norms)
-            memcpy((void *)(uintptr_t)reference_norms_at(&to, head, position), reference_norms_at(&from, head, at), norms);
+            memcpy((void *)(uintptr_t)reference_norms_at(&to, head, position), reference_norms_at(&from, head, at),
+                   norms);
     }
 }
 
@@ -147,17 +148,73 @@ void run_bad_entries(const void *)
     free(rows);
 }
 
+// [n]: slots of a pool, none twice; every seventh token is left out.
+std::vector<int32_t> random_slots(int n, int capacity, data_random *random)
+{
+    std::vector<int32_t> all, slots;
+    for (int i = 0; i < capacity; i++) all.push_back(i);
+    for (int t = 0; t < n; t++) {
+        std::swap(all[(size_t)t], all[(size_t)(t + data_below(random, capacity - t))]);
+        slots.push_back(t % 7 == 2 ? -1 : all[(size_t)t]);
+    }
+    return slots;
+}
+
+void check_slots(const codec_row &row, int n, bool known)
+{
+    data_random random = {(uint64_t)row.head_dim};
+    const int d = row.head_dim, v = row.value_dim ? row.value_dim : d;
+    float *k = test_rows(3, DATA_GAUSSIAN, n * 3, d), *values = test_rows(4, DATA_STUDENT, n * 3, v);
+    const tqkv_store shape = make_linear(row.format, d, nullptr),
+                     value_shape = make_linear(row.value_format, v, nullptr);
+    tqkv_store stores[4] = {make_linear(row.format, d, nullptr), make_linear(row.value_format, v, nullptr), shape,
+                            value_shape};
+    for (int i = 0; i < 2; i++) stores[i].ring = true; // not looked at
+    std::vector<int32_t> slots = random_slots(n, shape.capacity, &random);
+    uint32_t flag = 1;
+    gpu_known_tables = known;
+    CHECK_RESULT(tqkv_encode_slots(&stores[2], k, n, slots.data()), TQKV_OK);
+    CHECK_RESULT(tqkv_encode_slots(&stores[3], values, n, slots.data()), TQKV_OK);
+    if (!known) slots[2] = shape.capacity; // as good as left out
+    CHECK_RUN(gpu_encode_slots(&stores[0], &stores[1], k, values, n, slots.data(), &flag));
+    CHECK(!flag && !memcmp(stores[0].codes, stores[2].codes, stores[2].codes_size), "keys of the pair");
+    CHECK(!memcmp(stores[1].codes, stores[3].codes, stores[3].codes_size), "values of the pair");
+    const size_t norms = stores[3].norms_size;
+    CHECK(!norms || !memcmp(stores[1].norms, stores[3].norms, norms), "the values' norms");
+    memset(stores[0].codes, 0xff, stores[0].codes_size);
+    k[2 * 3 * d] = NAN; // of a token that is left out
+    CHECK_RUN(gpu_encode_slots(&stores[0], nullptr, k, nullptr, n, slots.data(), &flag));
+    CHECK(flag == 1, "NaN in a token that is left out");
+    CHECK(!memcmp(stores[0].codes, stores[2].codes, stores[2].codes_size), "keys alone");
+    gpu_known_tables = true;
+    for (tqkv_store &s : stores) test_store_free(&s);
+    free(k);
+    free(values);
+}
+
+void run_slots(const void *parameters)
+{
+    const codec_row *row = (const codec_row *)parameters;
+    check_slots(*row, 40, true);
+    check_slots(*row, 33, false);
+}
+
+void add_slots()
+{
+    for (int i = 0; i < TEST_FORMATS; i += 3) {
+        codec_row row = {test_formats[i], test_formats[(i + 1) % TEST_FORMATS], gpu_head_dims[i], 0, 0, 0, 0};
+        row.value_dim = row.head_dim == 192 ? 128 : 0;
+        test_add(run_slots, &row, sizeof row, "pages/slots/%s/d%d", tqkv_format_name(row.format), row.head_dim);
+    }
+}
+
 void add_codec()
 {
     for (int i = 0; i < TEST_FORMATS; i++) {
         const int head_dim = gpu_head_dims[i % 10];
-        const codec_row row = {test_formats[i],
-                               test_formats[(i + 3) % TEST_FORMATS],
-                               head_dim,
-                               head_dim == 192 ? 128 : 0,
-                               i % 2 ? 64 : 192,
-                               head_dim > 256 ? 3 : 70 + i,
-                               i % 2 ? 127 : 180};
+        const codec_row row = {
+            test_formats[i],  test_formats[(i + 3) % TEST_FORMATS], head_dim,         head_dim == 192 ? 128 : 0,
+            i % 2 ? 64 : 192, head_dim > 256 ? 3 : 70 + i,          i % 2 ? 127 : 180};
         test_add(run_codec, &row, sizeof row, "pages/encode/%s/d%d", tqkv_format_name(row.format), head_dim);
     }
     test_add(run_bad_entries, nullptr, 0, "pages/bad_entries");
@@ -275,6 +332,7 @@ void run_empty(const void *)
 void page_shader_cases()
 {
     add_codec();
-    for (int seed = 0; seed < 30; seed++) test_add(run_attend, &seed, sizeof seed, "pages/attend/%d", seed);
+    add_slots();
+    for (int seed = 0; seed < 20; seed++) test_add(run_attend, &seed, sizeof seed, "pages/attend/%d", seed);
     test_add(run_empty, nullptr, 0, "pages/empty");
 }

@@ -92,6 +92,7 @@ void host_store_release(tqkv_metal_store *s)
 {
     host_release(s->codes);
     if (s->norms.buffer) host_release(s->norms);
+    if (s->pages.buffer) host_release(s->pages);
 }
 
 host_work host_begin(bool concurrent)
