@@ -469,12 +469,16 @@ typedef struct tqkv_metal_buffer {
     size_t offset;
 } tqkv_metal_buffer;
 
-/* A tqkv_store in buffers. The pointers and sizes in shape are not read. norms may be zero for F16. Stores with
-   pages, and attention with a tree, are TQKV_UNSUPPORTED. */
+/* A tqkv_store in buffers. The pointers and sizes in shape are not read, but for pages. norms may be zero for F16. */
 typedef struct tqkv_metal_store {
     tqkv_store shape;
     tqkv_metal_buffer codes, norms;
     tqkv_metal_buffer center; /* as tqkv_store's; zero = none. Its values are not checked. */
+    /* int32_t [shape.n_pages]; zero = not paged. Kernels read it when they run. shape.pages, if it is not NULL, is what it
+       will hold then: a bad entry is refused, as on the processor. Without it a bad entry leaves its tokens out in
+       encoding, and elsewhere stands for another page. Attention takes keys and values both with pages or both without,
+       and n_pages * page_size below 2^31. */
+    tqkv_metal_buffer pages;
 } tqkv_metal_store;
 
 /* As tqkv_encode, tqkv_probe, tqkv_decode, tqkv_rotate and tqkv_unrotate. A source row with NaN or Inf is stored as
@@ -487,6 +491,17 @@ TQKV_METAL_API tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object
                                                 const tqkv_metal_store *values, tqkv_metal_buffer k,
                                                 tqkv_metal_buffer v, int n_tokens, int64_t position,
                                                 tqkv_metal_buffer not_finite);
+/* As tqkv_encode_slots; the second for keys and values at once, with the same slots. slots: int32_t [n_tokens], read when
+   the kernel runs. known, if it is not NULL, is what it will hold then: a bad or repeated slot is refused. Without it a
+   slot outside the store leaves its token out, and of two tokens with one slot either may win. */
+TQKV_METAL_API tqkv_result tqkv_metal_encode_slots(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
+                                                   tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer slots,
+                                                   const int32_t *known, tqkv_metal_buffer not_finite);
+TQKV_METAL_API tqkv_result tqkv_metal_encode_kv_slots(tqkv_metal *m, tqkv_metal_object encoder,
+                                                      const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                                      tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                                      tqkv_metal_buffer slots, const int32_t *known,
+                                                      tqkv_metal_buffer not_finite);
 /* codes and norms of s may be zero. */
 TQKV_METAL_API tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
                                             tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer scaled,
@@ -504,6 +519,9 @@ typedef struct tqkv_metal_attention {
     tqkv_attention attention; /* its keys, values, sinks, parallel and allocator are not read */
     const tqkv_metal_store *keys, *values;
     tqkv_metal_buffer sinks; /* float [n_heads]; zero = none */
+    /* uint64_t [n_queries], at most 64; zero = none. attention.tree, if it is not NULL, is what it will hold when the
+       kernels run. It is read only to know which entries of pages are seen. */
+    tqkv_metal_buffer tree;
 } tqkv_metal_attention;
 
 /* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
@@ -548,7 +566,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 #if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED) || defined(__METAL_VERSION__)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
-#define TQKV_TABLE_VERSION 5 /* changes with the tables, the argument structs, or their meaning in the kernels */
+#define TQKV_TABLE_VERSION 6 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
 #ifdef __METAL_VERSION__
@@ -818,6 +836,10 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV_FC_TYPE         14 /* uint: tqkv_type of the rows that encode, probe and attend read; encode_kv: the keys */
                                 /* decode, attend_merge: of the rows that they write */
 #define TQKV_FC_VALUE_TYPE 15   /* uint: encode_kv: that of the values */
+#define TQKV_FC_PAGES      16   /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
+                                /* attend: the slots of keys and values */
+#define TQKV_FC_VALUE_PAGES 17  /* bool: encode_kv: the values' slots */
+#define TQKV_FC_TREE        18  /* bool: attend: a tree hides some of the newest n_queries positions */
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
@@ -902,20 +924,24 @@ enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 20 };
 #define TQKV__HAS_KERNELS_OF(D, n, size) (D) == size ||
 
 /* Rows of one stream. Token t is at slot first_slot + t, minus capacity if that is beyond the store. The host resolves
-   positions; it passes at most `capacity` tokens and fewer than 2^32 rows. */
+   positions; it passes at most `capacity` tokens and fewer than 2^32 rows. With a page table first_slot is a position, and
+   an entry that is none of the store's pages leaves its tokens out. */
 typedef struct tqkv__rows_args {
     int32_t n_tokens; /* source or destination is [n_tokens][n_kv_heads][head_dim] */
     int32_t n_kv_heads;
     int32_t capacity;   /* positions of the store */
     int32_t first_slot; /* in [0, capacity) */
     float block_scale;  /* not 0 */
+    int32_t page_size;  /* read if TQKV_FC_PAGES, and n_pages: of the store */
+    int32_t n_pages;
 } tqkv__rows_args;
 
 typedef struct tqkv__rotate_args {
     int32_t n_rows; /* of head_dim values */
 } tqkv__rotate_args;
 
-/* attend, over kv_len resident positions counted from the oldest, which is at oldest_slot; slots wrap at capacity. */
+/* attend, over kv_len resident positions counted from the oldest, which is at oldest_slot; slots wrap at capacity. With
+   page tables the slots here are positions, and a table says where their pages lie. */
 typedef struct tqkv__attend_args {
     int32_t n_queries;
     int32_t n_kv_heads;
@@ -930,6 +956,9 @@ typedef struct tqkv__attend_args {
     float scale;                              /* not 0 */
     float softcap;                            /* read if TQKV_FC_SOFTCAP */
     float key_block_scale, value_block_scale; /* not 0 */
+    int32_t key_slots, value_slots;       /* of a KV head in memory: the capacity or, with pages, that of the pool */
+    int32_t key_page_size, key_last_page; /* read if TQKV_FC_PAGES; the last page of the pool */
+    int32_t value_page_size, value_last_page;
 } tqkv__attend_args;
 
 typedef struct tqkv__merge_args {
@@ -960,9 +989,9 @@ typedef struct tqkv__table_report {
 #define TQKV__ASSERT_SIZE(type, bytes) typedef char type##_has_its_size[sizeof(type) == (bytes) ? 1 : -1]
 #endif
 TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
-TQKV__ASSERT_SIZE(tqkv__rows_args, 20);
+TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 68);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 92);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4536);
 
@@ -980,8 +1009,8 @@ extern "C" {
 
 enum {
     TQKV__SIMD_WIDTH = 32,
-    TQKV__CONSTANTS = 16,
-    TQKV__BINDINGS = 12,
+    TQKV__CONSTANTS = 20,
+    TQKV__BINDINGS = 16,
     TQKV__MEMORIES = 4,
     TQKV__SECOND_ARGS = 4,   /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
     TQKV__ONLY_CHECKED = -1, /* in place of an index */
@@ -1049,6 +1078,13 @@ TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *s, tqkv_metal_buf
 TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                           tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
                                           tqkv_metal_buffer not_finite, tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_encode_slots(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
+                                             tqkv_metal_buffer slots, const int32_t *known,
+                                             tqkv_metal_buffer not_finite, tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                                tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                                tqkv_metal_buffer slots, const int32_t *known,
+                                                tqkv_metal_buffer not_finite, tqkv__dispatch *d);
 TQKV_API tqkv_result tqkv__plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
                                       tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv__dispatch *d);
 TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions, tqkv_basis basis,
@@ -6541,8 +6577,6 @@ static void tqkv__plan_bind(tqkv__dispatch *d, const char *name, int index, tqkv
     d->bindings[d->n_bindings++] = binding;
 }
 
-#define TQKV__NO_PAGES "pages: not on a GPU"
-
 /* Binds `rows` rows of `dim` values of the caller's type, which the kernel learns from the constant. */
 static void tqkv__plan_bind_rows(tqkv__dispatch *d, const char *name, int index, tqkv_metal_buffer at, int constant,
                                  tqkv_type type, size_t n_values, bool written)
@@ -6569,6 +6603,58 @@ static bool tqkv__plan_bind_center(tqkv__dispatch *d, const char *name, int inde
     used = used && store->center.buffer;
     tqkv__plan_bind(d, name, index, store->center, used ? size : 0, false);
     return used;
+}
+
+/* The shape of a store in buffers. With pages, shape->pages is the processor's copy of the table, or only not NULL. */
+static tqkv_result tqkv__plan_store(const tqkv_metal_store *store, tqkv_store *shape)
+{
+    static const int32_t not_known = 0;
+    if (!store) return TQKV__INVALID("a store is NULL");
+    *shape = store->shape;
+    if (shape->pages && !store->pages.buffer) return TQKV__INVALID("pages: no buffer");
+    if (store->pages.buffer && !shape->pages) shape->pages = &not_known;
+    return TQKV_OK;
+}
+
+static tqkv_result tqkv__plan_open(const tqkv_metal_store *store, tqkv__stream *s)
+{
+    tqkv_store shape;
+    const tqkv_result r = tqkv__plan_store(store, &shape);
+    return r == TQKV_OK ? tqkv__stream_shape(&shape, s) : r;
+}
+
+/* From here on positions take the place of slots: only the kernel looks at the table. */
+static tqkv_result tqkv__plan_positions(tqkv__stream *s)
+{
+    const int64_t room = (int64_t)s->n_pages * s->page_size;
+    if (room > INT_MAX) return TQKV__REFUSE(UNSUPPORTED, "n_pages * page_size: 2^31 or more on a GPU");
+    s->pages = NULL;
+    if (s->page_size) s->capacity = (int)room;
+    return TQKV_OK;
+}
+
+/* Binds the page table at index, if there is one, and names the constant that says so. */
+static void tqkv__plan_bind_pages(tqkv__dispatch *d, const char *name, int index, tqkv_metal_buffer at,
+                                  const tqkv__stream *s, int constant)
+{
+    tqkv__plan_bind(d, name, index, at, tqkv__table_size(s), false);
+    tqkv__plan_constant(d, constant, s->n_pages > 0);
+}
+
+/* Checks the entries of positions [first, first + n), as far as the processor knows them. */
+static tqkv_result tqkv__plan_check_pages(const tqkv_store *shape, int64_t first, int n, bool written)
+{
+    tqkv__stream table;
+    memset(&table, 0, sizeof table);
+    table.pages = shape->pages;
+    table.page_size = shape->page_size;
+    table.capacity = shape->capacity;
+    const tqkv_result r = tqkv__check_pages(&table, first, first + n);
+    if (r != TQKV_OK || !table.pages || !n || !written) return r;
+    const int64_t page = first / table.page_size, last = (first + n - 1) / table.page_size;
+    return tqkv__all_distinct(table.pages + page, last - page + 1)
+               ? TQKV_OK
+               : TQKV__INVALID("pages: a page twice among those to write");
 }
 
 static void tqkv__plan_bind_flag(tqkv__dispatch *d, int index, tqkv_metal_buffer at)
@@ -6604,8 +6690,8 @@ static tqkv_result tqkv__plan_values(const tqkv__stream *s, int n_tokens, size_t
     return TQKV_OK;
 }
 
-/* Adds arguments for the rows of tokens from `position` on. */
-static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int n_tokens, int64_t position,
+/* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory */
+static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int slots, int n_tokens, int64_t position,
                                    size_t *n_values)
 {
     const tqkv_result r = tqkv__plan_values(s, n_tokens, n_values);
@@ -6614,9 +6700,11 @@ static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int
     tqkv__rows_args *args = &d->args[d->n_args++].rows;
     args->n_tokens = n_tokens;
     args->n_kv_heads = s->n_kv_heads;
-    args->capacity = s->capacity;
+    args->capacity = slots;
     args->first_slot = n_tokens ? tqkv__slot(s, position) : 0;
     args->block_scale = s->block_scale;
+    args->page_size = s->n_pages ? s->page_size : 0;
+    args->n_pages = s->n_pages ? slots / s->page_size : 0;
     d->args_size = sizeof *args;
     tqkv__plan_simdgroups(d, (size_t)n_tokens * (size_t)s->n_kv_heads,
                           (size_t)(d->kernel.family == TQKV__DECODE ? TQKV__SIMD_WIDTH / TQKV__ROW_LANES(s->head_dim)
@@ -6624,13 +6712,22 @@ static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int
     return TQKV_OK;
 }
 
+/* Where the tokens of an encode call go: to positions from `position` on, or to slots. */
+typedef struct tqkv__places {
+    int n_tokens;
+    int64_t position;
+    bool by_slots;
+    tqkv_metal_buffer slots;
+    const int32_t *known; /* [n_tokens] or NULL */
+} tqkv__places;
+
 /* What an encode call takes of one stream. */
 typedef struct tqkv__encode_stream {
-    const char *names[4]; /* source, codes, norms, centre */
+    const char *names[5]; /* source, codes, norms, centre, pages */
     const tqkv_metal_store *store;
-    const tqkv__stream *stream;
+    tqkv__stream *stream;
     tqkv_metal_buffer src;
-    int center; /* the centre's index */
+    int center, pages; /* indices */
 } tqkv__encode_stream;
 
 /* Memory at `index` for the signs, or for the rows of each simdgroup. */
@@ -6641,18 +6738,43 @@ static void tqkv__plan_encode_memory(tqkv__dispatch *d, int index, int head_dim)
     if (d->memory_each[index] < rows) d->memory_each[index] = rows;
 }
 
+/* Opens the store of a call that encodes. */
+static tqkv_result tqkv__plan_target(const tqkv_metal_store *store, const tqkv__places *places, tqkv__stream *s)
+{
+    if (!store || !places->by_slots) return tqkv__plan_open(store, s);
+    tqkv_store pool = store->shape;
+    pool.ring = false;
+    pool.pages = NULL;
+    return tqkv__stream_shape(&pool, s);
+}
+
+/* Checks the places in a store. Slots are a table with pages of one position. */
+static tqkv_result tqkv__plan_places(const tqkv_store *shape, const tqkv__places *places, tqkv__stream *s)
+{
+    const int n = places->n_tokens;
+    if (places->by_slots) {
+        const tqkv_result r = places->known ? tqkv__check_slots(s, places->known, n) : TQKV_OK;
+        s->n_pages = n;
+        s->page_size = 1;
+        return r == TQKV_OK ? tqkv__plan_positions(s) : r;
+    }
+    tqkv_result r = tqkv__plan_positions(s);
+    if (r == TQKV_OK) r = tqkv__check_positions(s, n, places->position);
+    return r == TQKV_OK ? tqkv__plan_check_pages(shape, places->position, n, true) : r;
+}
+
 /* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; the centre where it says. */
-static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const tqkv__encode_stream *e, int n_tokens, int64_t position)
+static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const tqkv__encode_stream *e, const tqkv__places *places)
 {
     size_t all, kept;
-    const tqkv__stream *s = e->stream;
-    const int index = d->n_args ? TQKV__SECOND_ARGS : 0;
-    if (s->pages) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_PAGES);
+    tqkv__stream *s = e->stream;
+    const int index = d->n_args ? TQKV__SECOND_ARGS : 0, slots = s->capacity, n_tokens = places->n_tokens;
     tqkv_result r = tqkv__plan_values(s, n_tokens, &all);
-    if (r == TQKV_OK) r = tqkv__check_positions(s, n_tokens, position);
+    if (r == TQKV_OK) r = tqkv__plan_places(&e->store->shape, places, s);
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
-    if ((r = tqkv__plan_rows(d, s, n_tokens - skipped, position + skipped, &kept)) != TQKV_OK) return r;
+    r = tqkv__plan_rows(d, s, slots, n_tokens - skipped, places->position + skipped, &kept);
+    if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
     tqkv__plan_bind_rows(d, e->names[0], index + 1, tqkv__buffer_after(e->src, (all - kept) * tqkv__type_size(s->type)),
@@ -6660,6 +6782,9 @@ static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const tqkv__encode_strea
     tqkv__plan_bind_store(d, e->names + 1, index + 2, e->store, s, true);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_CENTER : TQKV_FC_CENTER,
                         tqkv__plan_bind_center(d, e->names[3], e->center, e->store, s, true));
+    tqkv__plan_bind_pages(d, places->by_slots ? "slots" : e->names[4], e->pages,
+                          places->by_slots ? places->slots : e->store->pages, s,
+                          index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
     d->memory[0] = TQKV__CELL_BYTES;
     tqkv__plan_encode_memory(d, 1, s->head_dim);
     d->memory[2] = TQKV__TABLE_BYTES;
@@ -6674,36 +6799,70 @@ TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, tqkv__dispatch *d)
     d->n_simdgroups = 1;
 }
 
-TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                       int64_t position, tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+static tqkv_result tqkv__plan_encode_at(const tqkv_metal_store *store, tqkv_metal_buffer src,
+                                        const tqkv__places *places, tqkv_metal_buffer not_finite, tqkv__dispatch *d)
 {
     tqkv__stream s;
-    const tqkv__encode_stream e = {{"src", "codes", "norms", "center"}, store, &s, src, 5};
-    tqkv_result r = tqkv__stream_shape(store ? &store->shape : NULL, &s);
+    const tqkv__encode_stream e = {{"src", "codes", "norms", "center", "pages"}, store, &s, src, 5, 6};
+    tqkv_result r = tqkv__plan_target(store, places, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
     tqkv__plan_begin(d, TQKV__ENCODE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 4, not_finite);
-    return tqkv__plan_stream(d, &e, n_tokens, position);
+    return tqkv__plan_stream(d, &e, places);
 }
 
-TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                          tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                          tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                       int64_t position, tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+{
+    const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
+    return tqkv__plan_encode_at(store, src, &places, not_finite, d);
+}
+
+TQKV_API tqkv_result tqkv__plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                             tqkv_metal_buffer slots, const int32_t *known,
+                                             tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+{
+    const tqkv__places places = {n_tokens, 0, true, slots, known};
+    return tqkv__plan_encode_at(store, src, &places, not_finite, d);
+}
+
+static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                           tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__places *places,
+                                           tqkv_metal_buffer not_finite, tqkv__dispatch *d)
 {
     tqkv__stream ks, vs;
-    const tqkv__encode_stream key = {{"k", "keys' codes", "keys' norms", "keys' center"}, keys, &ks, k, 9};
-    const tqkv__encode_stream value = {{"v", "values' codes", "values' norms", "values' center"}, values, &vs, v, 10};
-    tqkv_result r = tqkv__stream_shape(keys ? &keys->shape : NULL, &ks);
-    if (r == TQKV_OK) r = tqkv__stream_shape(values ? &values->shape : NULL, &vs);
+    const tqkv__encode_stream key = {
+        {"k", "keys' codes", "keys' norms", "keys' center", "keys' pages"}, keys, &ks, k, 9, 11};
+    const tqkv__encode_stream value = {
+        {"v", "values' codes", "values' norms", "values' center", "values' pages"}, values, &vs, v, 10, 12};
+    tqkv_result r = tqkv__plan_target(keys, places, &ks);
+    if (r == TQKV_OK) r = tqkv__plan_target(values, places, &vs);
     if (r != TQKV_OK) return r;
     if (ks.n_kv_heads != vs.n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
     if ((r = tqkv__check_kernels(ks.head_dim, vs.head_dim)) != TQKV_OK) return r;
     tqkv__plan_begin(d, TQKV__ENCODE_KV, ks.head_dim, vs.head_dim);
     tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
-    r = tqkv__plan_stream(d, &key, n_tokens, position);
-    return r == TQKV_OK ? tqkv__plan_stream(d, &value, n_tokens, position) : r;
+    r = tqkv__plan_stream(d, &key, places);
+    return r == TQKV_OK ? tqkv__plan_stream(d, &value, places) : r;
+}
+
+TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                          tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                          tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+{
+    const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
+    return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
+}
+
+TQKV_API tqkv_result tqkv__plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                                tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                                tqkv_metal_buffer slots, const int32_t *known,
+                                                tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+{
+    const tqkv__places places = {n_tokens, 0, true, slots, known};
+    return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
 }
 
 TQKV_API tqkv_result tqkv__plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
@@ -6715,7 +6874,7 @@ TQKV_API tqkv_result tqkv__plan_probe(const tqkv_metal_store *store, tqkv_metal_
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
     tqkv__plan_begin(d, TQKV__PROBE, s.head_dim, s.head_dim);
-    if ((r = tqkv__plan_rows(d, &s, n_tokens, 0, &n_values)) != TQKV_OK) return r;
+    if ((r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0, &n_values)) != TQKV_OK) return r;
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated);
     tqkv__plan_encode_memory(d, 0, s.head_dim);
@@ -6732,22 +6891,25 @@ TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *store, int64_t po
     static const char *const names[] = {"codes", "norms"};
     tqkv__stream s;
     size_t n_values;
-    tqkv_result r = tqkv__stream_shape(store ? &store->shape : NULL, &s);
+    tqkv_result r = tqkv__plan_open(store, &s);
+    const int slots = s.capacity;
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
+    if (r == TQKV_OK) r = tqkv__plan_positions(&s);
     if (r != TQKV_OK) return r;
     if (n_positions < 0 || !tqkv__basis_known(basis))
         return TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
-    if (s.pages) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_PAGES);
-    if (n_positions > s.capacity) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
+    if (n_positions > slots) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
+    if ((r = tqkv__plan_check_pages(&store->shape, position, n_positions, false)) != TQKV_OK) return r;
     tqkv__plan_begin(d, TQKV__DECODE, s.head_dim, s.head_dim);
-    if ((r = tqkv__plan_rows(d, &s, n_positions, position, &n_values)) != TQKV_OK) return r;
+    if ((r = tqkv__plan_rows(d, &s, slots, n_positions, position, &n_values)) != TQKV_OK) return r;
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, s.rotated && basis == TQKV_ORIGINAL);
     tqkv__plan_bind_store(d, names, 1, store, &s, false);
     tqkv__plan_bind_rows(d, "dst", 3, dst, TQKV_FC_TYPE, s.type, n_values, true);
     tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
     tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated && basis == TQKV_ROTATED);
+    tqkv__plan_bind_pages(d, "pages", 5, store->pages, &s, TQKV_FC_PAGES);
     d->memory[0] = TQKV__TABLE_BYTES;
     return TQKV_OK;
 }
@@ -6863,7 +7025,13 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     return TQKV_OK;
 }
 
-static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__split *split, tqkv__attend_args *args)
+typedef struct tqkv__attend_buffers {
+    const tqkv_metal_store *keys, *values;
+    tqkv_metal_buffer sinks, tree, q, scratch, out;
+} tqkv__attend_buffers;
+
+static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv__split *split,
+                                   tqkv__attend_args *args)
 {
     const int kv_len = (int)(a->call.end - a->first);
     args->n_queries = a->call.n_queries;
@@ -6883,6 +7051,13 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__split *
     args->softcap = a->call.softcap;
     args->key_block_scale = a->keys.block_scale;
     args->value_block_scale = a->values.block_scale;
+    args->key_slots = b->keys->shape.capacity;
+    args->value_slots = b->values->shape.capacity;
+    if (!a->keys.n_pages) return;
+    args->key_page_size = a->keys.page_size;
+    args->value_page_size = a->values.page_size;
+    args->key_last_page = args->key_slots / args->key_page_size - 1;
+    args->value_last_page = args->value_slots / args->value_page_size - 1;
 }
 
 static void tqkv__plan_attend_constants(tqkv__dispatch *d, const tqkv__attention *a)
@@ -6894,14 +7069,10 @@ static void tqkv__plan_attend_constants(tqkv__dispatch *d, const tqkv__attention
     tqkv__plan_constant(d, TQKV_FC_MANY_QUERIES, a->call.n_queries > 1);
     tqkv__plan_constant(d, TQKV_FC_SOFTCAP, a->call.softcap > 0.0f);
     tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS,
-                        args->key_capacity == args->value_capacity && args->key_oldest_slot == args->value_oldest_slot);
+                        a->keys.n_pages || (args->key_capacity == args->value_capacity &&
+                                            args->key_oldest_slot == args->value_oldest_slot));
     tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, args->key_capacity < TQKV__SIMD_WIDTH);
 }
-
-typedef struct tqkv__attend_buffers {
-    const tqkv_metal_store *keys, *values;
-    tqkv_metal_buffer sinks, q, scratch, out;
-} tqkv__attend_buffers;
 
 /* Partial results: sums at `index`, their states behind it. */
 static void tqkv__plan_bind_partials(tqkv__dispatch *d, int index, tqkv_metal_buffer scratch, const tqkv__split *split,
@@ -6964,7 +7135,7 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
     static const char *const value_names[] = {"values' codes", "values' norms"};
     const bool center = tqkv__center_counts(a, b);
     tqkv__plan_begin(d, TQKV__ATTEND, a->key_dim, a->value_dim);
-    tqkv__plan_attend_args(a, split, &d->args[0].attend);
+    tqkv__plan_attend_args(a, b, split, &d->args[0].attend);
     d->args_size = sizeof d->args[0].attend;
     d->n_args = 1;
     tqkv__plan_attend_constants(d, a);
@@ -6978,6 +7149,10 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
     tqkv__plan_bind_partials(d, 6, b->scratch, split, true);
     tqkv__plan_bind_center(d, "keys' center", 8, b->keys, &a->keys, center);
     tqkv__plan_bind_center(d, "values' center", TQKV__ONLY_CHECKED, b->values, &a->values, true);
+    tqkv__plan_bind_pages(d, "keys' pages", 9, b->keys->pages, &a->keys, TQKV_FC_PAGES);
+    tqkv__plan_bind_pages(d, "values' pages", 10, b->values->pages, &a->values, TQKV_FC_PAGES);
+    tqkv__plan_bind(d, "tree", 11, b->tree, a->call.tree ? (size_t)a->call.n_queries * sizeof(uint64_t) : 0, false);
+    tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
     tqkv__plan_bind_rows(d, "out", TQKV__ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type, a->out_elements,
                          true);
     tqkv__plan_columns(d, split->matrix, split->columns);
@@ -7026,31 +7201,63 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     return TQKV_OK;
 }
 
+/* An attention over buffers as one over stores. */
+typedef struct tqkv__plan_call {
+    tqkv_attention attention;
+    tqkv_store keys, values;
+} tqkv__plan_call;
+
 /* tqkv__attention_shape of `from` */
-static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv_attention *to, tqkv__attention *a)
+static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan_call *call, tqkv__attention *a)
 {
-    if (!from || !from->keys || !from->values) return TQKV__INVALID("the attention, its keys or its values are NULL");
-    if (from->keys->shape.pages || from->values->shape.pages) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_PAGES);
-    if (from->attention.tree) return TQKV__REFUSE(UNSUPPORTED, "tree: not on a GPU");
+    static const uint64_t not_known[64] = {0}; /* as if no query saw any of its positions */
+    tqkv_attention *to = &call->attention;
+    if (!from) return TQKV__INVALID("the attention is NULL");
+    if (from->attention.tree && !from->tree.buffer) return TQKV__INVALID("tree: no buffer");
+    tqkv_result r = tqkv__plan_store(from->keys, &call->keys);
+    if (r == TQKV_OK) r = tqkv__plan_store(from->values, &call->values);
+    if (r != TQKV_OK) return r;
     *to = from->attention;
-    to->keys = &from->keys->shape;
-    to->values = &from->values->shape;
+    to->keys = &call->keys;
+    to->values = &call->values;
+    if (from->tree.buffer && !to->tree) to->tree = not_known;
     to->sinks = NULL;
     memset(&to->parallel, 0, sizeof to->parallel);
     memset(&to->allocator, 0, sizeof to->allocator);
-    const tqkv_result r = tqkv__attention_shape(to, a);
-    return r == TQKV_OK ? tqkv__check_kernels(a->key_dim, a->value_dim) : r;
+    r = tqkv__attention_shape(to, a);
+    if (r == TQKV_OK) r = tqkv__check_kernels(a->key_dim, a->value_dim);
+    if (r != TQKV_OK || !a->keys.pages == !a->values.pages) return r;
+    return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
+}
+
+/* Checks the entries of pages that some query sees. */
+static tqkv_result tqkv__plan_seen(const tqkv_metal_attention *from, tqkv__attention *a)
+{
+    if (!from->keys->shape.pages) a->keys.pages = NULL;
+    if (!from->values->shape.pages) a->values.pages = NULL;
+    return tqkv__check_seen(a, a->first, a->call.end);
+}
+
+/* Positions take the place of slots. If a table is empty there are none, and the kernel reads neither table. */
+static tqkv_result tqkv__plan_attention_positions(tqkv__attention *a)
+{
+    if (!a->keys.n_pages || !a->values.n_pages)
+        a->keys.n_pages = a->values.n_pages = a->keys.page_size = a->values.page_size = 0;
+    const tqkv_result r = tqkv__plan_positions(&a->keys);
+    return r == TQKV_OK ? tqkv__plan_positions(&a->values) : r;
 }
 
 TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
                                        tqkv_metal_buffer out, tqkv__dispatch d[2])
 {
-    tqkv_attention attention;
+    tqkv__plan_call call;
     tqkv__attention a;
-    tqkv_result r = tqkv__plan_shape(from, &attention, &a);
-    if (r == TQKV_OK) r = tqkv__attention_range(&attention, &a);
+    tqkv_result r = tqkv__plan_shape(from, &call, &a);
+    if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
+    if (r == TQKV_OK) r = tqkv__plan_seen(from, &a);
+    if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     if (r != TQKV_OK) return r;
-    const tqkv__attend_buffers b = {from->keys, from->values, from->sinks, q, scratch, out};
+    const tqkv__attend_buffers b = {from->keys, from->values, from->sinks, from->tree, q, scratch, out};
     return tqkv__plan_attention(&a, &b, d);
 }
 
@@ -7073,9 +7280,10 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t *bytes)
 
 TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *from, size_t *bytes)
 {
-    tqkv_attention attention;
+    tqkv__plan_call call;
     tqkv__attention a;
-    const tqkv_result r = tqkv__plan_shape(from, &attention, &a);
+    tqkv_result r = tqkv__plan_shape(from, &call, &a);
+    if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     return r == TQKV_OK ? tqkv__plan_most_scratch(&a, bytes) : r;
 }
 
@@ -7098,6 +7306,7 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     store.norms = tqkv__buffer_of_part(c, memory, s->norms);
     memset(&store.center, 0, sizeof store.center);
     if (s->center) store.center = tqkv__buffer_of_part(c, memory, s->center);
+    memset(&store.pages, 0, sizeof store.pages);
     return store;
 }
 
@@ -7132,7 +7341,7 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
     if (r != TQKV_OK) return r;
     const tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
                            values = tqkv__store_in_buffer(c, memory, &c->values);
-    tqkv__attend_buffers b = {&keys, &values, memory, q, scratch, out};
+    tqkv__attend_buffers b = {&keys, &values, memory, memory, q, scratch, out};
     if (a.call.sinks)
         b.sinks = tqkv__buffer_of_part(c, memory, a.call.sinks);
     else

@@ -337,6 +337,25 @@ tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object encoder, const
     return tqkv__record(m, encoder, "encode_kv", r, &d, 1);
 }
 
+tqkv_result tqkv_metal_encode_slots(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
+                                    tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer slots, const int32_t *known,
+                                    tqkv_metal_buffer not_finite)
+{
+    tqkv__dispatch d;
+    const tqkv_result r = tqkv__plan_encode_slots(s, src, n_tokens, slots, known, not_finite, &d);
+    return tqkv__record(m, encoder, "encode_slots", r, &d, 1);
+}
+
+tqkv_result tqkv_metal_encode_kv_slots(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *keys,
+                                       const tqkv_metal_store *values, tqkv_metal_buffer k, tqkv_metal_buffer v,
+                                       int n_tokens, tqkv_metal_buffer slots, const int32_t *known,
+                                       tqkv_metal_buffer not_finite)
+{
+    tqkv__dispatch d;
+    const tqkv_result r = tqkv__plan_encode_kv_slots(keys, values, k, v, n_tokens, slots, known, not_finite, &d);
+    return tqkv__record(m, encoder, "encode_kv_slots", r, &d, 1);
+}
+
 tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s, tqkv_metal_buffer src,
                              int n_tokens, tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite)
 {

@@ -58,7 +58,7 @@ typedef enum tqkv_type {
 /* One source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible without the implementation. */
 #define TQKV__SHARED
 
-#define TQKV_TABLE_VERSION 5 /* changes with the tables, the argument structs, or their meaning in the kernels */
+#define TQKV_TABLE_VERSION 6 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
 #define TQKV_TABLE constant
@@ -304,6 +304,10 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV_FC_TYPE         14 /* uint: tqkv_type of the rows that encode, probe and attend read; encode_kv: the keys */
                                 /* decode, attend_merge: of the rows that they write */
 #define TQKV_FC_VALUE_TYPE 15   /* uint: encode_kv: that of the values */
+#define TQKV_FC_PAGES      16   /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
+                                /* attend: the slots of keys and values */
+#define TQKV_FC_VALUE_PAGES 17  /* bool: encode_kv: the values' slots */
+#define TQKV_FC_TREE        18  /* bool: attend: a tree hides some of the newest n_queries positions */
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
@@ -388,20 +392,24 @@ enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 20 };
 #define TQKV__HAS_KERNELS_OF(D, n, size) (D) == size ||
 
 /* Rows of one stream. Token t is at slot first_slot + t, minus capacity if that is beyond the store. The host resolves
-   positions; it passes at most `capacity` tokens and fewer than 2^32 rows. */
+   positions; it passes at most `capacity` tokens and fewer than 2^32 rows. With a page table first_slot is a position, and
+   an entry that is none of the store's pages leaves its tokens out. */
 typedef struct tqkv__rows_args {
     int32_t n_tokens; /* source or destination is [n_tokens][n_kv_heads][head_dim] */
     int32_t n_kv_heads;
     int32_t capacity;   /* positions of the store */
     int32_t first_slot; /* in [0, capacity) */
     float block_scale;  /* not 0 */
+    int32_t page_size;  /* read if TQKV_FC_PAGES, and n_pages: of the store */
+    int32_t n_pages;
 } tqkv__rows_args;
 
 typedef struct tqkv__rotate_args {
     int32_t n_rows; /* of head_dim values */
 } tqkv__rotate_args;
 
-/* attend, over kv_len resident positions counted from the oldest, which is at oldest_slot; slots wrap at capacity. */
+/* attend, over kv_len resident positions counted from the oldest, which is at oldest_slot; slots wrap at capacity. With
+   page tables the slots here are positions, and a table says where their pages lie. */
 typedef struct tqkv__attend_args {
     int32_t n_queries;
     int32_t n_kv_heads;
@@ -416,6 +424,9 @@ typedef struct tqkv__attend_args {
     float scale;                              /* not 0 */
     float softcap;                            /* read if TQKV_FC_SOFTCAP */
     float key_block_scale, value_block_scale; /* not 0 */
+    int32_t key_slots, value_slots;       /* of a KV head in memory: the capacity or, with pages, that of the pool */
+    int32_t key_page_size, key_last_page; /* read if TQKV_FC_PAGES; the last page of the pool */
+    int32_t value_page_size, value_last_page;
 } tqkv__attend_args;
 
 typedef struct tqkv__merge_args {
@@ -442,9 +453,9 @@ typedef struct tqkv__table_report {
 
 #define TQKV__ASSERT_SIZE(type, bytes) static_assert(sizeof(type) == (bytes), "size of " #type)
 TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
-TQKV__ASSERT_SIZE(tqkv__rows_args, 20);
+TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 68);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 92);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4536);
 
@@ -506,10 +517,17 @@ inline uint slot_of(constant tqkv__rows_args &args, uint token)
     return slot < uint(args.capacity) ? slot : slot - uint(args.capacity);
 }
 
-// Row of a token and head in a store, [n_kv_heads][capacity].
-inline ulong row_in_store(constant tqkv__rows_args &args, uint token, uint head)
+// The same through a page table; `capacity` where the entry is none of the store's pages.
+inline uint paged_slot_of(constant tqkv__rows_args &args, device const int *pages, uint token)
 {
-    return ulong(head) * ulong(args.capacity) + ulong(slot_of(args, token));
+    uint position = uint(args.first_slot) + token, size = uint(args.page_size), page = uint(pages[position / size]);
+    return page < uint(args.n_pages) ? page * size + position % size : uint(args.capacity);
+}
+
+// Row of a slot and head in a store, [n_kv_heads][capacity].
+inline ulong row_in_store(constant tqkv__rows_args &args, uint slot, uint head)
+{
+    return ulong(head) * ulong(args.capacity) + ulong(slot);
 }
 
 #endif
@@ -1093,7 +1111,8 @@ inline shares shares_of(float kept, float added)
 
 // Which query rows and which tiles of the context a threadgroup of attend works on. Positions are counted from the
 // oldest resident one. A tile is a range of 32 slots, not of positions, so a ring does not wrap inside a tile. Only the
-// mask knows positions.
+// mask knows positions. With page tables a slot here is what it would be in a linear store, and a tile lies in one page:
+// only tile_memory knows where.
 #ifndef TQKV_TILES_H
 #define TQKV_TILES_H
 
@@ -1101,6 +1120,8 @@ constant uint columns [[function_constant(TQKV_FC_COLUMNS)]];
 constant bool many_queries [[function_constant(TQKV_FC_MANY_QUERIES)]];
 constant bool same_slots [[function_constant(TQKV_FC_SAME_SLOTS)]];
 constant bool short_store [[function_constant(TQKV_FC_SHORT_STORE)]];
+constant bool paged [[function_constant(TQKV_FC_PAGES)]];
+constant bool has_tree [[function_constant(TQKV_FC_TREE)]];
 
 inline int position_of_slot(constant tqkv__attend_args &args, uint slot)
 {
@@ -1147,6 +1168,18 @@ inline query_row next_row(constant tqkv__attend_args &args, query_row row)
 
 // The newest position that a query sees; negative if it sees none.
 inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.kv_len - args.n_queries + query; }
+
+// Where the newest n_queries positions begin; perhaps before 0. From here on a tree says what a query sees.
+inline int first_of_tree(constant tqkv__attend_args &args) { return args.kv_len - args.n_queries; }
+
+// Whether the query that sees up to `newest` sees a position up to there. tree: [n_queries][2], lower words first
+inline bool is_seen(constant tqkv__attend_args &args, device const uint *tree, int newest, int position)
+{
+    if (args.window != 0 && position <= newest - args.window) return false;
+    if (!has_tree || position < first_of_tree(args)) return true;
+    uint query = uint(newest - first_of_tree(args)), bit = uint(position - first_of_tree(args));
+    return (tree[query * 2u + bit / 32u] >> (bit % 32u) & 1u) != 0;
+}
 
 // The tiles of the store that some of the threadgroup's columns sees: [begin, end) without [gap_begin, gap_end). A ring
 // that wraps has a gap if its newest positions, in the first slots, do not meet the oldest ones.
@@ -1210,24 +1243,60 @@ inline stretch_range stretches_of_threadgroup(constant tqkv__attend_args &args, 
     return own;
 }
 
-struct tile_place {
-    uint base;    // slot of the tile's row 0
-    uint row;     // of this lane
-    uint slot;    // of the lane's row
-    int position; // of the lane's row; newer than all queries if the row belongs to another tile
-};
-
 // A tile always loads 32 rows. The last tile of the store is moved back to end with it: its first rows then belong to
 // the tile before. The rows that a short store lacks belong to no tile.
-inline tile_place open_tile(constant tqkv__attend_args &args, uint number, uint row)
+inline uint first_slot_of_tile(constant tqkv__attend_args &args, uint number)
 {
-    uint start = number * 32u;
+    return short_store ? 0u : min(number * 32u, uint(args.key_capacity) - 32u);
+}
+
+// Of the row of a tile; newer than all queries if the row belongs to another tile.
+inline int position_in_tile(constant tqkv__attend_args &args, uint number, uint row)
+{
+    uint first = first_slot_of_tile(args, number);
+    bool own = first + row >= number * 32u && first + row < uint(args.key_capacity);
+    return own ? position_of_slot(args, first + existing_row(args, row)) : 0x7fffffff;
+}
+
+struct page_tables {
+    device const int *keys, *values; // [n_pages]
+};
+
+// Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself.
+struct tile_memory {
+    uint keys, values;
+};
+
+// A tile is opened before it is known whether some query sees it: its entry may be anything.
+inline uint slot_in_pages(device const int *pages, int page_size, int last_page, uint slot)
+{
+    uint page = min(uint(pages[slot / uint(page_size)]), uint(last_page));
+    return page * uint(page_size) + slot % uint(page_size);
+}
+
+inline tile_memory find_tile(constant tqkv__attend_args &args, page_tables pages, uint number)
+{
+    uint first = first_slot_of_tile(args, number);
+    tile_memory result = {first, first};
+    if (!paged) return result;
+    result.keys = slot_in_pages(pages.keys, args.key_page_size, args.key_last_page, first);
+    first = min(first, uint(args.value_capacity) - 32u); // a longer table of the keys
+    result.values = slot_in_pages(pages.values, args.value_page_size, args.value_last_page, first);
+    return result;
+}
+
+struct tile_place {
+    tile_memory base;
+    uint row;     // of this lane
+    int position; // of the lane's row
+};
+
+inline tile_place open_tile(constant tqkv__attend_args &args, page_tables pages, uint number, uint row)
+{
     tile_place result;
-    result.base = short_store ? 0u : min(start, uint(args.key_capacity) - 32u);
+    result.base = find_tile(args, pages, number);
     result.row = row;
-    result.slot = result.base + existing_row(args, row);
-    bool own = result.base + row >= start && result.base + row < uint(args.key_capacity);
-    result.position = own ? position_of_slot(args, result.slot) : 0x7fffffff;
+    result.position = position_in_tile(args, number, row);
     return result;
 }
 
@@ -1287,6 +1356,8 @@ struct attend_task {
         *partial_state;         // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in
                                 // powers of two), sum of the weights
     device const float *center; // [n_kv_heads][KD]: of the keys
+    page_tables pages;
+    device const uint *tree;    // [n_queries][2]
     threadgroup float *tables;  // [2][256]: codebooks of keys and values
     threadgroup float *queries; // [columns][padded KD]
     threadgroup float *sums;    // [columns][VD]: of a stretch. After the only stretch they take the queries' memory
@@ -1309,10 +1380,10 @@ struct column_state {
 };
 
 template <int D>
-inline stream_rows stream_of_head(uint format, device const uchar *codes, device const float *norms, int capacity,
+inline stream_rows stream_of_head(uint format, device const uchar *codes, device const float *norms, int slots,
                                   uint kv_head)
 {
-    ulong first = ulong(kv_head) * ulong(capacity);
+    ulong first = ulong(kv_head) * ulong(slots);
     stream_rows rows;
     rows.codes = codes + first * ulong(row_bytes<D>(format));
     rows.norms = norms + first * ulong(uint(D) / norm_block<D>(format));
@@ -1603,8 +1674,9 @@ inline void load_weights(threadgroup const float *weights, uint row, thread floa
 // nothing that its slot holds can spread. The maximum is raised only when a score exceeds it by 11. Weights stay below
 // 2^11, and most tiles skip the rescaling. Each column decides for itself: its bits do not depend on the others.
 template <int D>
-inline void weigh_tile(constant tqkv__attend_args &args, tile_place at, float key_scale, float value_scale,
-                       thread float *score, thread column_state<D> &state, threadgroup float *weights)
+inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_task &task, tile_place at, float key_scale,
+                       float value_scale, thread float *score, thread column_state<D> &state,
+                       threadgroup float *weights)
 {
     const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D);
     float factor = key_scale * (args.scale * TQKV_LOG2E);
@@ -1612,7 +1684,7 @@ inline void weigh_tile(constant tqkv__attend_args &args, tile_place at, float ke
     FOR_COLUMNS(c)
     {
         int newest = state.newest[c];
-        seen[c] = at.position <= newest && (args.window == 0 || at.position > newest - args.window);
+        seen[c] = at.position <= newest && is_seen(args, task.tree, newest, at.position);
         score[c] = seen[c] ? score_of(args, score[c], factor, state.shift[c]) : -INFINITY;
         raise = raise || score[c] > state.maximum[c] + 11.0f;
     }
@@ -1909,18 +1981,19 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     while (walk.tile < end) {
         tile_place at = walk.next;
         walk.tile = step_over(walk.tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
-        walk.next = open_tile(args, walk.tile, at.row);
+        walk.next = open_tile(args, task.pages, walk.tile, at.row);
         float score[TQKV__MAX_COLUMNS(KD)];
-        float key_scale = row_scale<KD>(key_format, task.keys, at.slot, args.key_block_scale);
-        float value_scale =
-            row_scale<VD>(value_format, task.values, value_slot_of(args, at.slot), args.value_block_scale);
+        uint row = existing_row(args, at.row), value_slot = value_slot_of(args, at.base.values + row);
+        float key_scale = row_scale<KD>(key_format, task.keys, at.base.keys + row, args.key_block_scale);
+        float value_scale = row_scale<VD>(value_format, task.values, value_slot, args.value_block_scale);
         value_step<VD, VW> values[VALUE_BATCH(VD, VW)];
         TQKV_UNROLL
-        for (int b = 0; b < VALUE_BATCH(VD, VW); b++) load_value_step<VD, VW>(args, task, at.base, uint(b), values[b]);
-        score_tile<KD, KW>(args, task, at.base, walk.next.base, key_book, walk.keys, score);
-        weigh_tile<VD>(args, at, key_scale, value_scale, score, state, weights);
+        for (int b = 0; b < VALUE_BATCH(VD, VW); b++)
+            load_value_step<VD, VW>(args, task, at.base.values, uint(b), values[b]);
+        score_tile<KD, KW>(args, task, at.base.keys, walk.next.base.keys, key_book, walk.keys, score);
+        weigh_tile<VD>(args, task, at, key_scale, value_scale, score, state, weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        add_values<VD, VW>(args, task, at.base, value_book, values, weights, state);
+        add_values<VD, VW>(args, task, at.base.values, value_book, values, weights, state);
         simdgroup_barrier(mem_flags::mem_threadgroup); // before the next tile overwrites the weights
     }
 }
@@ -1953,9 +2026,9 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
     walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
     walk.tile = step_over(walk.tile, walk.gap_begin, walk.after_gap);
-    walk.next = open_tile(args, walk.tile, row_of_lane<KD, KW>(task.lane));
-    load_key_codes<KD, KW>(args, task, walk.next.base, 0u, walk.keys);
-    if (!one_norm<KD>(key_format)) load_key_scales<KD, KW>(args, task, walk.next.base, 0u, walk.keys);
+    walk.next = open_tile(args, task.pages, walk.tile, row_of_lane<KD, KW>(task.lane));
+    load_key_codes<KD, KW>(args, task, walk.next.base.keys, 0u, walk.keys);
+    if (!one_norm<KD>(key_format)) load_key_scales<KD, KW>(args, task, walk.next.base.keys, 0u, walk.keys);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
     load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
     load_queries<KD, KW>(args, task);
@@ -2017,6 +2090,9 @@ inline void attend_with_formats(constant tqkv__attend_args &args, thread const a
         device float *partial_out [[buffer(6)]], \
         device float *partial_state [[buffer(7)]], \
         device const float *key_center [[buffer(8)]], \
+        device const int *key_pages [[buffer(9)]], \
+        device const int *value_pages [[buffer(10)]], \
+        device const uint *tree [[buffer(11)]], \
         threadgroup float *tables [[threadgroup(0)]], \
         threadgroup float *queries [[threadgroup(1)]], \
         threadgroup float *weights [[threadgroup(2)]], \
@@ -2028,11 +2104,14 @@ inline void attend_with_formats(constant tqkv__attend_args &args, thread const a
     { \
         attend_task task; \
         task.q = q; \
-        task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_capacity, group.x); \
-        task.values = stream_of_head<V>(value_format, value_codes, value_norms, args.value_capacity, group.x); \
+        task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_slots, group.x); \
+        task.values = stream_of_head<V>(value_format, value_codes, value_norms, args.value_slots, group.x); \
         task.partial_out = partial_out; \
         task.partial_state = partial_state; \
         task.center = key_center; \
+        task.pages.keys = key_pages; \
+        task.pages.values = value_pages; \
+        task.tree = tree; \
         task.tables = tables; \
         task.queries = queries; \
         task.sums = queries + (args.sections_each == 0 ? 0 : TQKV__QUERY_FLOATS(D) * int(columns)); \
@@ -2255,14 +2334,15 @@ struct tile_scales {
 };
 
 template <int D>
-inline tile_scales load_tile_scales(constant tqkv__attend_args &args, thread const attend_task &task, uint base)
+inline tile_scales load_tile_scales(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base)
 {
     tile_scales scales;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = base + existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
-        scales.keys[p] = row_scale<D>(key_format, task.keys, slot, args.key_block_scale);
-        scales.values[p] = row_scale<D>(value_format, task.values, value_slot_of(args, slot), args.value_block_scale);
+        uint row = existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        uint value_slot = value_slot_of(args, base.values + row);
+        scales.keys[p] = row_scale<D>(key_format, task.keys, base.keys + row, args.key_block_scale);
+        scales.values[p] = row_scale<D>(value_format, task.values, value_slot, args.value_block_scale);
     }
     return scales;
 }
@@ -2482,18 +2562,19 @@ template <int D, int KW>
 struct matrix_walk {
     uint tile;                     // its next one
     uint gap_begin, after_gap;     // from gap_begin on it goes on with tile after_gap
-    uint base;                     // slot of row 0 of that tile
+    tile_memory base;              // of that tile
     int least_newest, most_newest; // of the columns
     key_batch<D, KW> keys;         // of that tile
 };
 
 // Whether all columns of the threadgroup see all slots of a tile, and no slot belongs to another tile.
 template <int D, int KW>
-inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, uint base,
-                            thread const matrix_walk<D, KW> &walk)
+inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread const matrix_walk<D, KW> &walk)
 {
-    int first = position_of_slot(args, base), last = position_of_slot(args, base + 31u);
-    return !short_store && base == tile * 32u && last - first == 31 && last <= walk.least_newest &&
+    uint slot = first_slot_of_tile(args, tile);
+    int first = position_of_slot(args, slot), last = position_of_slot(args, slot + 31u);
+    if (has_tree && last >= first_of_tree(args)) return false;
+    return !short_store && slot == tile * 32u && last - first == 31 && last <= walk.least_newest &&
            (args.window == 0 || first > walk.most_newest - args.window);
 }
 
@@ -2504,13 +2585,13 @@ inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task
 {
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        int position = open_tile(args, tile, tile_row(p, TQKV__MATRIX_ROW(task.lane))).position;
+        int position = position_in_tile(args, tile, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
             TQKV_UNROLL
             for (int i = 0; i < 2; i++) {
                 int newest = state.newest[f][i];
-                bool seen = position <= newest && (args.window == 0 || position > newest - args.window);
+                bool seen = position <= newest && is_seen(args, task.tree, newest, position);
                 score[p][f].elements[i] = seen ? score[p][f].elements[i] : -INFINITY;
             }
         }
@@ -2864,18 +2945,19 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
                              thread matrix_walk<D, KW> &walk, thread matrix_state<D, F> &state)
 {
     while (walk.tile < end) {
-        uint tile = walk.tile, base = walk.base;
+        uint tile = walk.tile;
+        tile_memory base = walk.base;
         walk.tile = step_over(tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
-        walk.base = open_tile(args, walk.tile, 0u).base;
-        bool whole = sees_whole_tile<D, KW>(args, tile, base, walk);
+        walk.base = find_tile(args, task.pages, walk.tile);
+        bool whole = sees_whole_tile<D, KW>(args, tile, walk);
         tile_scales scales = load_tile_scales<D>(args, task, base);
         value_chunk<D, VW> values[2];
         TQKV_UNROLL
-        for (int h = 0; h < 2; h++) load_value_chunk<D, VW>(args, task, base, 0u, uint(h), values[h]);
+        for (int h = 0; h < 2; h++) load_value_chunk<D, VW>(args, task, base.values, 0u, uint(h), values[h]);
         sum_matrix score[4][F];
-        score_matrix_tile<D, KW, F>(args, task, base, walk.base, key_book, walk.keys, score);
+        score_matrix_tile<D, KW, F>(args, task, base.keys, walk.base.keys, key_book, walk.keys, score);
         weigh_matrix_tile<D, F>(args, task, tile, whole, scales, score, state);
-        add_matrix_values<D, VW, F>(args, task, base, whole, scales, out_book, values, score, state);
+        add_matrix_values<D, VW, F>(args, task, base.values, whole, scales, out_book, values, score, state);
     }
 }
 
@@ -2894,12 +2976,12 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
     walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
     walk.tile = step_over(walk.tile, walk.gap_begin, walk.after_gap);
-    walk.base = open_tile(args, walk.tile, 0u).base;
+    walk.base = find_tile(args, task.pages, walk.tile);
     walk.least_newest = newest_seen(args, row_of_column(args, task.first_column).query);
     walk.most_newest = newest_seen(args, row_of_column(args, task.first_column + columns - 1u).query);
     TQKV_UNROLL
     for (int b = 0; b < MATRIX_KEY_BATCH(D, KW); b++)
-        load_key_chunk<D, KW>(args, task, walk.base, uint(b), walk.keys.chunks[b]);
+        load_key_chunk<D, KW>(args, task, walk.base.keys, uint(b), walk.keys.chunks[b]);
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
     load_query_rows<D>(args, task, memory);
@@ -2966,6 +3048,9 @@ inline void attend_matrix_with_formats(constant tqkv__attend_args &args, thread 
         device float *partial_out [[buffer(6)]], \
         device float *partial_state [[buffer(7)]], \
         device const float *key_center [[buffer(8)]], \
+        device const int *key_pages [[buffer(9)]], \
+        device const int *value_pages [[buffer(10)]], \
+        device const uint *tree [[buffer(11)]], \
         threadgroup float *tables [[threadgroup(0)]], \
         threadgroup float *queries [[threadgroup(1)]], \
         threadgroup float *sums [[threadgroup(2)]], \
@@ -2977,11 +3062,14 @@ inline void attend_matrix_with_formats(constant tqkv__attend_args &args, thread 
     { \
         attend_task task; \
         task.q = q; \
-        task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_capacity, group.x); \
-        task.values = stream_of_head<D>(value_format, value_codes, value_norms, args.value_capacity, group.x); \
+        task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_slots, group.x); \
+        task.values = stream_of_head<D>(value_format, value_codes, value_norms, args.value_slots, group.x); \
         task.partial_out = partial_out; \
         task.partial_state = partial_state; \
         task.center = key_center; \
+        task.pages.keys = key_pages; \
+        task.pages.values = value_pages; \
+        task.tree = tree; \
         task.tables = tables; \
         task.queries = queries; \
         task.sums = sums; \
@@ -3239,6 +3327,8 @@ struct decode_task {
     device const float *norms;  // [n_kv_heads][capacity][norms of a row]
     device uchar *out;          // [n_tokens][n_kv_heads][D]
     device const float *center; // [n_kv_heads][D]
+    bool paged;
+    device const int *pages; // [n_pages]
     codebook book;
 };
 
@@ -3262,7 +3352,8 @@ inline void decode_rows(constant tqkv__rows_args &args, thread const decode_task
     uint n_heads = uint(args.n_kv_heads), n_rows = uint(args.n_tokens) * n_heads, format = task.format;
     uint own = first_row + lane / uint(TQKV__ROW_LANES(D)), row = min(own, n_rows - 1u), part = lane_of_row<D>(lane);
     if (first_row >= n_rows) return;
-    ulong from = row_in_store(args, row / n_heads, row % n_heads);
+    uint slot = task.paged ? paged_slot_of(args, task.pages, row / n_heads) : slot_of(args, row / n_heads);
+    ulong from = row_in_store(args, min(slot, uint(args.capacity) - 1u), row % n_heads);
     device const uchar *stored = task.codes + from * ulong(row_bytes<D>(format));
     float x[TQKV_LANE_VALUES(D)];
     if (code_width(format) == 4)
@@ -3289,6 +3380,7 @@ inline void decode_rows(constant tqkv__rows_args &args, thread const decode_task
 #define centered key_centered // the same function constant
 // rotate_center: declared above
 // row_type: declared above
+// paged: declared above
 
 // clang-format off
 #define DECODE(D) \
@@ -3298,6 +3390,7 @@ inline void decode_rows(constant tqkv__rows_args &args, thread const decode_task
         device const float *norms [[buffer(2)]], \
         device uchar *out [[buffer(3)]], \
         device const float *center [[buffer(4)]], \
+        device const int *pages [[buffer(5)]], \
         threadgroup float *table [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
@@ -3307,8 +3400,8 @@ inline void decode_rows(constant tqkv__rows_args &args, thread const decode_task
     { \
         load_codebook(stream_format, table, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        decode_task task = {stream_format, row_type, unrotate, centered, rotate_center, codes, norms, out, center, \
-                            open_codebook(stream_format, table, lane)}; \
+        decode_task task = {stream_format, row_type, unrotate, centered, rotate_center, codes, norms, out, center, paged, \
+                            pages, open_codebook(stream_format, table, lane)}; \
         decode_rows<D>(args, task, (group.x * n_simdgroups + simdgroup) * uint(TQKV_ROWS(D)), lane); \
     }
 // clang-format on
@@ -3562,6 +3655,8 @@ struct encode_target {
     device float *norms; // [n_kv_heads][capacity][norms of a row]
     threadgroup uint2 *cells;
     threadgroup const float *squares; // of the centroids
+    bool paged;
+    device const int *pages; // [n_pages]
 };
 
 // The codes of a piece of values, which become the squares of their centroids. All lanes come here together; those
@@ -3732,7 +3827,10 @@ inline void encode_rows(constant tqkv__rows_args &args, thread const encode_sour
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
         float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
         prepare_row<D>(source, args.block_scale, min(at.row, n_rows - 1u), at.head, lane, x, norm);
-        ulong to = row_in_store(args, at.token, at.head);
+        uint slot = target.paged ? paged_slot_of(args, target.pages, min(at.token, uint(args.n_tokens) - 1u))
+                                 : slot_of(args, at.token);
+        if (target.paged) at.exists = at.exists && slot < uint(args.capacity);
+        ulong to = row_in_store(args, slot, at.head);
         device uchar *codes = target.codes + to * ulong(row_bytes<D>(format));
         TQKV_UNROLL
         for (int j = 0; j < ENCODE_PIECES(D); j++)
@@ -3776,6 +3874,7 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
 #define rotated rotate_center // the same function constant
 // centered: declared above
 // row_type: declared above
+// paged: declared above
 
 // clang-format off
 #define ENCODE(D) \
@@ -3786,6 +3885,7 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
         device float *norms [[buffer(3)]], \
         device atomic_uint *not_finite [[buffer(4)]], \
         device const float *center [[buffer(5)]], \
+        device const int *pages [[buffer(6)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
         threadgroup float *space [[threadgroup(1)]], \
         threadgroup float *squares [[threadgroup(2)]], \
@@ -3801,7 +3901,7 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         encode_source source = {stream_format, row_type, rotated, centered, rows, center, \
                                 space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-        encode_target target = {codes, norms, cells, squares}; \
+        encode_target target = {codes, norms, cells, squares, paged, pages}; \
         encode_rows<D>(args, source, target, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane); \
     }
 // clang-format on
@@ -3830,6 +3930,8 @@ ENCODE(1024)
 // value_centered: declared above
 // row_type: declared above
 constant uint value_type [[function_constant(TQKV_FC_VALUE_TYPE)]];
+// paged: declared above
+constant bool value_paged [[function_constant(TQKV_FC_VALUE_PAGES)]];
 
 // keys: [n_tokens][n_kv_heads][D], values: [n_tokens][n_kv_heads][V]. NAME: D, or D_V where V differs
 // clang-format off
@@ -3846,6 +3948,8 @@ constant uint value_type [[function_constant(TQKV_FC_VALUE_TYPE)]];
         device atomic_uint *not_finite [[buffer(8)]], \
         device const float *key_center [[buffer(9)]], \
         device const float *value_center [[buffer(10)]], \
+        device const int *key_pages [[buffer(11)]], \
+        device const int *value_pages [[buffer(12)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
         threadgroup float *space [[threadgroup(1)]], \
         threadgroup float *squares [[threadgroup(2)]], \
@@ -3866,12 +3970,12 @@ constant uint value_type [[function_constant(TQKV_FC_VALUE_TYPE)]];
         if (group.z == 0) { \
             encode_source source = {key_format, row_type, key_rotated, key_centered, keys, key_center, \
                                     space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-            encode_target target = {key_codes, key_norms, cells, squares}; \
+            encode_target target = {key_codes, key_norms, cells, squares, paged, key_pages}; \
             encode_rows<D>(key_args, source, target, number * uint(TQKV__ENCODE_ROWS(D)), lane); \
         } else { \
             encode_source source = {value_format, value_type, value_rotated, value_centered, values, value_center, \
                                     space_of_simdgroup<V>(space, simdgroup), not_finite}; \
-            encode_target target = {value_codes, value_norms, cells, squares}; \
+            encode_target target = {value_codes, value_norms, cells, squares, value_paged, value_pages}; \
             encode_rows<V>(value_args, source, target, number * uint(TQKV__ENCODE_ROWS(V)), lane); \
         } \
     }

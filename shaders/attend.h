@@ -54,6 +54,8 @@ struct attend_task {
         *partial_state;         // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in
                                 // powers of two), sum of the weights
     device const float *center; // [n_kv_heads][KD]: of the keys
+    page_tables pages;
+    device const uint *tree;    // [n_queries][2]
     threadgroup float *tables;  // [2][256]: codebooks of keys and values
     threadgroup float *queries; // [columns][padded KD]
     threadgroup float *sums;    // [columns][VD]: of a stretch. After the only stretch they take the queries' memory
@@ -76,10 +78,10 @@ struct column_state {
 };
 
 template <int D>
-inline stream_rows stream_of_head(uint format, device const uchar *codes, device const float *norms, int capacity,
+inline stream_rows stream_of_head(uint format, device const uchar *codes, device const float *norms, int slots,
                                   uint kv_head)
 {
-    ulong first = ulong(kv_head) * ulong(capacity);
+    ulong first = ulong(kv_head) * ulong(slots);
     stream_rows rows;
     rows.codes = codes + first * ulong(row_bytes<D>(format));
     rows.norms = norms + first * ulong(uint(D) / norm_block<D>(format));
@@ -370,8 +372,9 @@ inline void load_weights(threadgroup const float *weights, uint row, thread floa
 // nothing that its slot holds can spread. The maximum is raised only when a score exceeds it by 11. Weights stay below
 // 2^11, and most tiles skip the rescaling. Each column decides for itself: its bits do not depend on the others.
 template <int D>
-inline void weigh_tile(constant tqkv__attend_args &args, tile_place at, float key_scale, float value_scale,
-                       thread float *score, thread column_state<D> &state, threadgroup float *weights)
+inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_task &task, tile_place at, float key_scale,
+                       float value_scale, thread float *score, thread column_state<D> &state,
+                       threadgroup float *weights)
 {
     const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D);
     float factor = key_scale * (args.scale * TQKV_LOG2E);
@@ -379,7 +382,7 @@ inline void weigh_tile(constant tqkv__attend_args &args, tile_place at, float ke
     FOR_COLUMNS(c)
     {
         int newest = state.newest[c];
-        seen[c] = at.position <= newest && (args.window == 0 || at.position > newest - args.window);
+        seen[c] = at.position <= newest && is_seen(args, task.tree, newest, at.position);
         score[c] = seen[c] ? score_of(args, score[c], factor, state.shift[c]) : -INFINITY;
         raise = raise || score[c] > state.maximum[c] + 11.0f;
     }
@@ -676,18 +679,19 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     while (walk.tile < end) {
         tile_place at = walk.next;
         walk.tile = step_over(walk.tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
-        walk.next = open_tile(args, walk.tile, at.row);
+        walk.next = open_tile(args, task.pages, walk.tile, at.row);
         float score[TQKV__MAX_COLUMNS(KD)];
-        float key_scale = row_scale<KD>(key_format, task.keys, at.slot, args.key_block_scale);
-        float value_scale =
-            row_scale<VD>(value_format, task.values, value_slot_of(args, at.slot), args.value_block_scale);
+        uint row = existing_row(args, at.row), value_slot = value_slot_of(args, at.base.values + row);
+        float key_scale = row_scale<KD>(key_format, task.keys, at.base.keys + row, args.key_block_scale);
+        float value_scale = row_scale<VD>(value_format, task.values, value_slot, args.value_block_scale);
         value_step<VD, VW> values[VALUE_BATCH(VD, VW)];
         TQKV_UNROLL
-        for (int b = 0; b < VALUE_BATCH(VD, VW); b++) load_value_step<VD, VW>(args, task, at.base, uint(b), values[b]);
-        score_tile<KD, KW>(args, task, at.base, walk.next.base, key_book, walk.keys, score);
-        weigh_tile<VD>(args, at, key_scale, value_scale, score, state, weights);
+        for (int b = 0; b < VALUE_BATCH(VD, VW); b++)
+            load_value_step<VD, VW>(args, task, at.base.values, uint(b), values[b]);
+        score_tile<KD, KW>(args, task, at.base.keys, walk.next.base.keys, key_book, walk.keys, score);
+        weigh_tile<VD>(args, task, at, key_scale, value_scale, score, state, weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        add_values<VD, VW>(args, task, at.base, value_book, values, weights, state);
+        add_values<VD, VW>(args, task, at.base.values, value_book, values, weights, state);
         simdgroup_barrier(mem_flags::mem_threadgroup); // before the next tile overwrites the weights
     }
 }
@@ -720,9 +724,9 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
     walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
     walk.tile = step_over(walk.tile, walk.gap_begin, walk.after_gap);
-    walk.next = open_tile(args, walk.tile, row_of_lane<KD, KW>(task.lane));
-    load_key_codes<KD, KW>(args, task, walk.next.base, 0u, walk.keys);
-    if (!one_norm<KD>(key_format)) load_key_scales<KD, KW>(args, task, walk.next.base, 0u, walk.keys);
+    walk.next = open_tile(args, task.pages, walk.tile, row_of_lane<KD, KW>(task.lane));
+    load_key_codes<KD, KW>(args, task, walk.next.base.keys, 0u, walk.keys);
+    if (!one_norm<KD>(key_format)) load_key_scales<KD, KW>(args, task, walk.next.base.keys, 0u, walk.keys);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
     load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
     load_queries<KD, KW>(args, task);

@@ -16,6 +16,9 @@
         device float *partial_out [[buffer(6)]], \
         device float *partial_state [[buffer(7)]], \
         device const float *key_center [[buffer(8)]], \
+        device const int *key_pages [[buffer(9)]], \
+        device const int *value_pages [[buffer(10)]], \
+        device const uint *tree [[buffer(11)]], \
         threadgroup float *tables [[threadgroup(0)]], \
         threadgroup float *queries [[threadgroup(1)]], \
         threadgroup float *weights [[threadgroup(2)]], \
@@ -27,11 +30,14 @@
     { \
         attend_task task; \
         task.q = q; \
-        task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_capacity, group.x); \
-        task.values = stream_of_head<V>(value_format, value_codes, value_norms, args.value_capacity, group.x); \
+        task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_slots, group.x); \
+        task.values = stream_of_head<V>(value_format, value_codes, value_norms, args.value_slots, group.x); \
         task.partial_out = partial_out; \
         task.partial_state = partial_state; \
         task.center = key_center; \
+        task.pages.keys = key_pages; \
+        task.pages.values = value_pages; \
+        task.tree = tree; \
         task.tables = tables; \
         task.queries = queries; \
         task.sums = queries + (args.sections_each == 0 ? 0 : TQKV__QUERY_FLOATS(D) * int(columns)); \

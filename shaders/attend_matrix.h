@@ -46,14 +46,15 @@ struct tile_scales {
 };
 
 template <int D>
-inline tile_scales load_tile_scales(constant tqkv__attend_args &args, thread const attend_task &task, uint base)
+inline tile_scales load_tile_scales(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base)
 {
     tile_scales scales;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = base + existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
-        scales.keys[p] = row_scale<D>(key_format, task.keys, slot, args.key_block_scale);
-        scales.values[p] = row_scale<D>(value_format, task.values, value_slot_of(args, slot), args.value_block_scale);
+        uint row = existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        uint value_slot = value_slot_of(args, base.values + row);
+        scales.keys[p] = row_scale<D>(key_format, task.keys, base.keys + row, args.key_block_scale);
+        scales.values[p] = row_scale<D>(value_format, task.values, value_slot, args.value_block_scale);
     }
     return scales;
 }
@@ -273,18 +274,19 @@ template <int D, int KW>
 struct matrix_walk {
     uint tile;                     // its next one
     uint gap_begin, after_gap;     // from gap_begin on it goes on with tile after_gap
-    uint base;                     // slot of row 0 of that tile
+    tile_memory base;              // of that tile
     int least_newest, most_newest; // of the columns
     key_batch<D, KW> keys;         // of that tile
 };
 
 // Whether all columns of the threadgroup see all slots of a tile, and no slot belongs to another tile.
 template <int D, int KW>
-inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, uint base,
-                            thread const matrix_walk<D, KW> &walk)
+inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread const matrix_walk<D, KW> &walk)
 {
-    int first = position_of_slot(args, base), last = position_of_slot(args, base + 31u);
-    return !short_store && base == tile * 32u && last - first == 31 && last <= walk.least_newest &&
+    uint slot = first_slot_of_tile(args, tile);
+    int first = position_of_slot(args, slot), last = position_of_slot(args, slot + 31u);
+    if (has_tree && last >= first_of_tree(args)) return false;
+    return !short_store && slot == tile * 32u && last - first == 31 && last <= walk.least_newest &&
            (args.window == 0 || first > walk.most_newest - args.window);
 }
 
@@ -295,13 +297,13 @@ inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task
 {
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        int position = open_tile(args, tile, tile_row(p, TQKV__MATRIX_ROW(task.lane))).position;
+        int position = position_in_tile(args, tile, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
             TQKV_UNROLL
             for (int i = 0; i < 2; i++) {
                 int newest = state.newest[f][i];
-                bool seen = position <= newest && (args.window == 0 || position > newest - args.window);
+                bool seen = position <= newest && is_seen(args, task.tree, newest, position);
                 score[p][f].elements[i] = seen ? score[p][f].elements[i] : -INFINITY;
             }
         }
@@ -655,18 +657,19 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
                              thread matrix_walk<D, KW> &walk, thread matrix_state<D, F> &state)
 {
     while (walk.tile < end) {
-        uint tile = walk.tile, base = walk.base;
+        uint tile = walk.tile;
+        tile_memory base = walk.base;
         walk.tile = step_over(tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
-        walk.base = open_tile(args, walk.tile, 0u).base;
-        bool whole = sees_whole_tile<D, KW>(args, tile, base, walk);
+        walk.base = find_tile(args, task.pages, walk.tile);
+        bool whole = sees_whole_tile<D, KW>(args, tile, walk);
         tile_scales scales = load_tile_scales<D>(args, task, base);
         value_chunk<D, VW> values[2];
         TQKV_UNROLL
-        for (int h = 0; h < 2; h++) load_value_chunk<D, VW>(args, task, base, 0u, uint(h), values[h]);
+        for (int h = 0; h < 2; h++) load_value_chunk<D, VW>(args, task, base.values, 0u, uint(h), values[h]);
         sum_matrix score[4][F];
-        score_matrix_tile<D, KW, F>(args, task, base, walk.base, key_book, walk.keys, score);
+        score_matrix_tile<D, KW, F>(args, task, base.keys, walk.base.keys, key_book, walk.keys, score);
         weigh_matrix_tile<D, F>(args, task, tile, whole, scales, score, state);
-        add_matrix_values<D, VW, F>(args, task, base, whole, scales, out_book, values, score, state);
+        add_matrix_values<D, VW, F>(args, task, base.values, whole, scales, out_book, values, score, state);
     }
 }
 
@@ -685,12 +688,12 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
     walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
     walk.tile = step_over(walk.tile, walk.gap_begin, walk.after_gap);
-    walk.base = open_tile(args, walk.tile, 0u).base;
+    walk.base = find_tile(args, task.pages, walk.tile);
     walk.least_newest = newest_seen(args, row_of_column(args, task.first_column).query);
     walk.most_newest = newest_seen(args, row_of_column(args, task.first_column + columns - 1u).query);
     TQKV_UNROLL
     for (int b = 0; b < MATRIX_KEY_BATCH(D, KW); b++)
-        load_key_chunk<D, KW>(args, task, walk.base, uint(b), walk.keys.chunks[b]);
+        load_key_chunk<D, KW>(args, task, walk.base.keys, uint(b), walk.keys.chunks[b]);
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
     load_query_rows<D>(args, task, memory);

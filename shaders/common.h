@@ -55,10 +55,17 @@ inline uint slot_of(constant tqkv__rows_args &args, uint token)
     return slot < uint(args.capacity) ? slot : slot - uint(args.capacity);
 }
 
-// Row of a token and head in a store, [n_kv_heads][capacity].
-inline ulong row_in_store(constant tqkv__rows_args &args, uint token, uint head)
+// The same through a page table; `capacity` where the entry is none of the store's pages.
+inline uint paged_slot_of(constant tqkv__rows_args &args, device const int *pages, uint token)
 {
-    return ulong(head) * ulong(args.capacity) + ulong(slot_of(args, token));
+    uint position = uint(args.first_slot) + token, size = uint(args.page_size), page = uint(pages[position / size]);
+    return page < uint(args.n_pages) ? page * size + position % size : uint(args.capacity);
+}
+
+// Row of a slot and head in a store, [n_kv_heads][capacity].
+inline ulong row_in_store(constant tqkv__rows_args &args, uint slot, uint head)
+{
+    return ulong(head) * ulong(args.capacity) + ulong(slot);
 }
 
 #endif

@@ -26,6 +26,8 @@ struct decode_task {
     device const float *norms;  // [n_kv_heads][capacity][norms of a row]
     device uchar *out;          // [n_tokens][n_kv_heads][D]
     device const float *center; // [n_kv_heads][D]
+    bool paged;
+    device const int *pages; // [n_pages]
     codebook book;
 };
 
@@ -49,7 +51,8 @@ inline void decode_rows(constant tqkv__rows_args &args, thread const decode_task
     uint n_heads = uint(args.n_kv_heads), n_rows = uint(args.n_tokens) * n_heads, format = task.format;
     uint own = first_row + lane / uint(TQKV__ROW_LANES(D)), row = min(own, n_rows - 1u), part = lane_of_row<D>(lane);
     if (first_row >= n_rows) return;
-    ulong from = row_in_store(args, row / n_heads, row % n_heads);
+    uint slot = task.paged ? paged_slot_of(args, task.pages, row / n_heads) : slot_of(args, row / n_heads);
+    ulong from = row_in_store(args, min(slot, uint(args.capacity) - 1u), row % n_heads);
     device const uchar *stored = task.codes + from * ulong(row_bytes<D>(format));
     float x[TQKV_LANE_VALUES(D)];
     if (code_width(format) == 4)

@@ -6,6 +6,7 @@ constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
 constant bool centered [[function_constant(TQKV_FC_CENTER)]];
 constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
+constant bool paged [[function_constant(TQKV_FC_PAGES)]];
 
 // clang-format off
 #define DECODE(D) \
@@ -15,6 +16,7 @@ constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
         device const float *norms [[buffer(2)]], \
         device uchar *out [[buffer(3)]], \
         device const float *center [[buffer(4)]], \
+        device const int *pages [[buffer(5)]], \
         threadgroup float *table [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
@@ -24,8 +26,8 @@ constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
     { \
         load_codebook(stream_format, table, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        decode_task task = {stream_format, row_type, unrotate, centered, rotate_center, codes, norms, out, center, \
-                            open_codebook(stream_format, table, lane)}; \
+        decode_task task = {stream_format, row_type, unrotate, centered, rotate_center, codes, norms, out, center, paged, \
+                            pages, open_codebook(stream_format, table, lane)}; \
         decode_rows<D>(args, task, (group.x * n_simdgroups + simdgroup) * uint(TQKV_ROWS(D)), lane); \
     }
 // clang-format on

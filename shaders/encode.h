@@ -236,6 +236,8 @@ struct encode_target {
     device float *norms; // [n_kv_heads][capacity][norms of a row]
     threadgroup uint2 *cells;
     threadgroup const float *squares; // of the centroids
+    bool paged;
+    device const int *pages; // [n_pages]
 };
 
 // The codes of a piece of values, which become the squares of their centroids. All lanes come here together; those
@@ -406,7 +408,10 @@ inline void encode_rows(constant tqkv__rows_args &args, thread const encode_sour
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
         float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
         prepare_row<D>(source, args.block_scale, min(at.row, n_rows - 1u), at.head, lane, x, norm);
-        ulong to = row_in_store(args, at.token, at.head);
+        uint slot = target.paged ? paged_slot_of(args, target.pages, min(at.token, uint(args.n_tokens) - 1u))
+                                 : slot_of(args, at.token);
+        if (target.paged) at.exists = at.exists && slot < uint(args.capacity);
+        ulong to = row_in_store(args, slot, at.head);
         device uchar *codes = target.codes + to * ulong(row_bytes<D>(format));
         TQKV_UNROLL
         for (int j = 0; j < ENCODE_PIECES(D); j++)

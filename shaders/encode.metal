@@ -5,6 +5,7 @@ constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
 constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
 constant bool centered [[function_constant(TQKV_FC_CENTER)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
+constant bool paged [[function_constant(TQKV_FC_PAGES)]];
 
 // clang-format off
 #define ENCODE(D) \
@@ -15,6 +16,7 @@ constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
         device float *norms [[buffer(3)]], \
         device atomic_uint *not_finite [[buffer(4)]], \
         device const float *center [[buffer(5)]], \
+        device const int *pages [[buffer(6)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
         threadgroup float *space [[threadgroup(1)]], \
         threadgroup float *squares [[threadgroup(2)]], \
@@ -30,7 +32,7 @@ constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         encode_source source = {stream_format, row_type, rotated, centered, rows, center, \
                                 space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-        encode_target target = {codes, norms, cells, squares}; \
+        encode_target target = {codes, norms, cells, squares, paged, pages}; \
         encode_rows<D>(args, source, target, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane); \
     }
 // clang-format on

@@ -10,6 +10,8 @@ constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
 constant bool value_centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 constant uint value_type [[function_constant(TQKV_FC_VALUE_TYPE)]];
+constant bool paged [[function_constant(TQKV_FC_PAGES)]];
+constant bool value_paged [[function_constant(TQKV_FC_VALUE_PAGES)]];
 
 // keys: [n_tokens][n_kv_heads][D], values: [n_tokens][n_kv_heads][V]. NAME: D, or D_V where V differs
 // clang-format off
@@ -26,6 +28,8 @@ constant uint value_type [[function_constant(TQKV_FC_VALUE_TYPE)]];
         device atomic_uint *not_finite [[buffer(8)]], \
         device const float *key_center [[buffer(9)]], \
         device const float *value_center [[buffer(10)]], \
+        device const int *key_pages [[buffer(11)]], \
+        device const int *value_pages [[buffer(12)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
         threadgroup float *space [[threadgroup(1)]], \
         threadgroup float *squares [[threadgroup(2)]], \
@@ -46,12 +50,12 @@ constant uint value_type [[function_constant(TQKV_FC_VALUE_TYPE)]];
         if (group.z == 0) { \
             encode_source source = {key_format, row_type, key_rotated, key_centered, keys, key_center, \
                                     space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-            encode_target target = {key_codes, key_norms, cells, squares}; \
+            encode_target target = {key_codes, key_norms, cells, squares, paged, key_pages}; \
             encode_rows<D>(key_args, source, target, number * uint(TQKV__ENCODE_ROWS(D)), lane); \
         } else { \
             encode_source source = {value_format, value_type, value_rotated, value_centered, values, value_center, \
                                     space_of_simdgroup<V>(space, simdgroup), not_finite}; \
-            encode_target target = {value_codes, value_norms, cells, squares}; \
+            encode_target target = {value_codes, value_norms, cells, squares, value_paged, value_pages}; \
             encode_rows<V>(value_args, source, target, number * uint(TQKV__ENCODE_ROWS(V)), lane); \
         } \
     }

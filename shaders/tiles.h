@@ -1,6 +1,7 @@
 // Which query rows and which tiles of the context a threadgroup of attend works on. Positions are counted from the
 // oldest resident one. A tile is a range of 32 slots, not of positions, so a ring does not wrap inside a tile. Only the
-// mask knows positions.
+// mask knows positions. With page tables a slot here is what it would be in a linear store, and a tile lies in one page:
+// only tile_memory knows where.
 #ifndef TQKV_TILES_H
 #define TQKV_TILES_H
 #include "common.h"
@@ -9,6 +10,8 @@ constant uint columns [[function_constant(TQKV_FC_COLUMNS)]];
 constant bool many_queries [[function_constant(TQKV_FC_MANY_QUERIES)]];
 constant bool same_slots [[function_constant(TQKV_FC_SAME_SLOTS)]];
 constant bool short_store [[function_constant(TQKV_FC_SHORT_STORE)]];
+constant bool paged [[function_constant(TQKV_FC_PAGES)]];
+constant bool has_tree [[function_constant(TQKV_FC_TREE)]];
 
 inline int position_of_slot(constant tqkv__attend_args &args, uint slot)
 {
@@ -55,6 +58,18 @@ inline query_row next_row(constant tqkv__attend_args &args, query_row row)
 
 // The newest position that a query sees; negative if it sees none.
 inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.kv_len - args.n_queries + query; }
+
+// Where the newest n_queries positions begin; perhaps before 0. From here on a tree says what a query sees.
+inline int first_of_tree(constant tqkv__attend_args &args) { return args.kv_len - args.n_queries; }
+
+// Whether the query that sees up to `newest` sees a position up to there. tree: [n_queries][2], lower words first
+inline bool is_seen(constant tqkv__attend_args &args, device const uint *tree, int newest, int position)
+{
+    if (args.window != 0 && position <= newest - args.window) return false;
+    if (!has_tree || position < first_of_tree(args)) return true;
+    uint query = uint(newest - first_of_tree(args)), bit = uint(position - first_of_tree(args));
+    return (tree[query * 2u + bit / 32u] >> (bit % 32u) & 1u) != 0;
+}
 
 // The tiles of the store that some of the threadgroup's columns sees: [begin, end) without [gap_begin, gap_end). A ring
 // that wraps has a gap if its newest positions, in the first slots, do not meet the oldest ones.
@@ -118,24 +133,60 @@ inline stretch_range stretches_of_threadgroup(constant tqkv__attend_args &args, 
     return own;
 }
 
-struct tile_place {
-    uint base;    // slot of the tile's row 0
-    uint row;     // of this lane
-    uint slot;    // of the lane's row
-    int position; // of the lane's row; newer than all queries if the row belongs to another tile
-};
-
 // A tile always loads 32 rows. The last tile of the store is moved back to end with it: its first rows then belong to
 // the tile before. The rows that a short store lacks belong to no tile.
-inline tile_place open_tile(constant tqkv__attend_args &args, uint number, uint row)
+inline uint first_slot_of_tile(constant tqkv__attend_args &args, uint number)
 {
-    uint start = number * 32u;
+    return short_store ? 0u : min(number * 32u, uint(args.key_capacity) - 32u);
+}
+
+// Of the row of a tile; newer than all queries if the row belongs to another tile.
+inline int position_in_tile(constant tqkv__attend_args &args, uint number, uint row)
+{
+    uint first = first_slot_of_tile(args, number);
+    bool own = first + row >= number * 32u && first + row < uint(args.key_capacity);
+    return own ? position_of_slot(args, first + existing_row(args, row)) : 0x7fffffff;
+}
+
+struct page_tables {
+    device const int *keys, *values; // [n_pages]
+};
+
+// Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself.
+struct tile_memory {
+    uint keys, values;
+};
+
+// A tile is opened before it is known whether some query sees it: its entry may be anything.
+inline uint slot_in_pages(device const int *pages, int page_size, int last_page, uint slot)
+{
+    uint page = min(uint(pages[slot / uint(page_size)]), uint(last_page));
+    return page * uint(page_size) + slot % uint(page_size);
+}
+
+inline tile_memory find_tile(constant tqkv__attend_args &args, page_tables pages, uint number)
+{
+    uint first = first_slot_of_tile(args, number);
+    tile_memory result = {first, first};
+    if (!paged) return result;
+    result.keys = slot_in_pages(pages.keys, args.key_page_size, args.key_last_page, first);
+    first = min(first, uint(args.value_capacity) - 32u); // a longer table of the keys
+    result.values = slot_in_pages(pages.values, args.value_page_size, args.value_last_page, first);
+    return result;
+}
+
+struct tile_place {
+    tile_memory base;
+    uint row;     // of this lane
+    int position; // of the lane's row
+};
+
+inline tile_place open_tile(constant tqkv__attend_args &args, page_tables pages, uint number, uint row)
+{
     tile_place result;
-    result.base = short_store ? 0u : min(start, uint(args.key_capacity) - 32u);
+    result.base = find_tile(args, pages, number);
     result.row = row;
-    result.slot = result.base + existing_row(args, row);
-    bool own = result.base + row >= start && result.base + row < uint(args.key_capacity);
-    result.position = own ? position_of_slot(args, result.slot) : 0x7fffffff;
+    result.position = position_in_tile(args, number, row);
     return result;
 }
 

@@ -40,6 +40,7 @@ random_row pipeline_row(int number)
                       {}};
     row.split.columns = number % 3 ? GPU_MOST : 1 + number % 2;
     row.problem.n_queries = number % 2 ? 1 : 2;
+    row.problem.tree = number % 6 == 4;
     row.problem.softcap = number % 5 ? 0.0f : 3.0f;
     row.problem.query_basis = number % 7 ? TQKV_ORIGINAL : TQKV_ROTATED;
     return row;
@@ -52,7 +53,7 @@ void add_random(int seed, int n_pipelines, int shrink)
     attend_row &p = row.problem;
     p.n_kv_heads = 1 + data_below(&random, 4);
     p.group = 1 + data_below(&random, 9);
-    if (p.n_queries > 1) p.n_queries = 2 + data_below(&random, data_below(&random, 4) ? 8 : 70);
+    if (p.n_queries > 1) p.n_queries = 2 + data_below(&random, data_below(&random, 4) ? 8 : p.tree ? 63 : 70);
     p.key_ring = p.value_ring = data_below(&random, 2) != 0;
     int work = p.head_dim * p.n_kv_heads * p.group * p.n_queries;
     int most = (work > 100000 ? 200 : work > 10000 ? 1000 : 4000) / shrink;

@@ -366,6 +366,55 @@ void add_options()
     add(row, "option/unrotated_keys");
 }
 
+void add_tree(const char *name, int n_queries, int64_t end, bool ring, int window, attend_poison poison,
+              tqkv_format format)
+{
+    shader_attend_row row = default_row(format, format, 64);
+    row.problem.tree = true;
+    row.problem.n_queries = n_queries;
+    row.problem.end = end;
+    row.problem.key_capacity = row.problem.value_capacity = 100;
+    row.problem.key_ring = row.problem.value_ring = ring;
+    row.problem.window = window;
+    row.problem.poison = poison;
+    row.problem.n_kv_heads = n_queries == 64 ? 1 : 2;
+    row.split = {GPU_MOST, 2, 2};
+    add(row, (std::string("tree/") + name).c_str());
+}
+
+void add_trees()
+{
+    add_tree("nine", 9, 40, false, 0, POISON_NONE, TQKV_I8);
+    add_tree("64", 64, 100, false, 0, POISON_NONE, TQKV_TQ4);
+    add_tree("ring", 20, 175, true, 0, POISON_NONE, TQKV_I8);
+    add_tree("window", 30, 220, true, 6, POISON_NONE, TQKV_TQ5);
+    add_tree("before_start", 12, 5, false, 0, POISON_NONE, TQKV_F16);
+    add_tree("poison", 9, 70, false, 0, POISON_BRANCH, TQKV_TQ4);
+    add_tree("poison_f16", 9, 70, false, 0, POISON_BRANCH, TQKV_F16);
+}
+
+// A query with a full mask has the bits of one without a tree, whatever the others see.
+void run_full_tree(const void *parameters)
+{
+    const int kernel = *(const int *)parameters;
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+    row.n_queries = 37;
+    row.end = 90;
+    row.key_capacity = row.value_capacity = 96;
+    row.tree = row.bits_alone = true;
+    attend_problem problem;
+    attend_set_up(&problem, &row);
+    for (int i = 0; i < row.n_queries; i += 2) problem.tree[i] = i % 4 ? UINT64_MAX : ((uint64_t)2 << i) - 1;
+    const size_t token = problem.n_rows / (size_t)row.n_queries * problem.value_dim;
+    std::vector<float> without(problem.n_rows * problem.value_dim);
+    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, {0, 0, 0, 0, kernel}));
+    problem.attention.tree = nullptr;
+    CHECK_RUN(gpu_attend(&problem.attention, problem.q, without.data(), {0, 0, 0, 0, kernel}));
+    for (size_t i = 0; i < (size_t)row.n_queries; i += 2)
+        CHECK(!memcmp(&without[i * token], problem.out + i * token, token * sizeof(float)), "query %zu", i);
+    attend_tear_down(&problem);
+}
+
 // Sizes of the centres, softcap, sinks, both bases.
 void add_centers()
 {
@@ -496,6 +545,7 @@ void add_random(int seed)
     row.split.n_simdgroups = 1 + data_below(&random, 4);
     row.split.n_stretches = 1 + data_below(&random, 5);
     row.split.share = GPU_EACH + data_below(&random, 3);
+    p.tree = p.n_queries > 1 && data_below(&random, 3) == 0;
     add(row, ("random/" + std::to_string(seed)).c_str());
 }
 
@@ -511,6 +561,9 @@ void attend_shader_cases()
     add_sections();
     add_all_residencies();
     add_options();
+    add_trees();
+    for (int kernel : {GPU_LANES, GPU_MATRICES})
+        test_add(run_full_tree, &kernel, sizeof kernel, "attend/tree/full/%d", kernel);
     add_centers();
     add_poisons();
     add_planned();

@@ -186,8 +186,27 @@ BUGS = {
         "largest = max(largest, state.maximum[f][i]);", "attend_matrix", (64, 128), "plain", "attend/company",
         "other bits alone"),
     "wrong_last_tile": (
-        "shaders/tiles.h", "result.base + row >= start &&", "", "attend", (64,), "plain", "attend/resident/",
+        "shaders/tiles.h", "first + row >= number * 32u &&", "", "attend", (64,), "plain", "attend/resident/",
         "relative error"),
+    # Page tables and trees.
+    "values_through_the_table_of_keys": (
+        "shaders/tiles.h", "slot_in_pages(pages.values,", "slot_in_pages(pages.keys,", "attend", (64,), "plain",
+        "pages/attend/", "not the bits of a linear store"),
+    "next_page_not_checked": (
+        "shaders/tiles.h", "min(uint(pages[slot / uint(page_size)]), uint(last_page))",
+        "uint(pages[slot / uint(page_size)])", "attend_matrix", (64,), "asan", "pages/attend/", "AddressSanitizer"),
+    "bad_page_written": (
+        "shaders/common.h", "page < uint(args.n_pages) ?", "page != 0u - 1u ?", "encode", (64,), "asan", "pages/bad_entries",
+        "AddressSanitizer"),
+    "left_out_token_stored": (
+        "shaders/encode.h", "if (target.paged) at.exists", "if (false) at.exists", "encode", (64,), "asan",
+        "pages/bad_entries", "AddressSanitizer"),
+    "tree_by_lanes": (
+        "shaders/tiles.h", "tree[query * 2u + bit / 32u]", "tree[query * 2u]", "attend", (64,), "plain", "attend/tree/64",
+        "relative error"),
+    "tree_ignored_by_matrices": (
+        "shaders/attend_matrix.h", "if (has_tree && last >= first_of_tree(args)) return false;", "", "attend_matrix", (64,),
+        "plain", "attend/tree/64", "by matrices"),
 }
 
 

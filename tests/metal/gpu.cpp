@@ -7,6 +7,7 @@
 
 std::vector<simt::schedule> gpu_schedules;
 bool gpu_on_device;
+bool gpu_known_tables = true;
 #define HEAD_DIM_OF(x, n, size) size,
 const int gpu_head_dims[] = {TQKV__KERNELS(HEAD_DIM_OF, )};
 
@@ -147,7 +148,10 @@ tqkv_metal_buffer gpu_buffer(const void *bytes) { return {const_cast<void *>(byt
 
 tqkv_metal_store gpu_store(const tqkv_store *s)
 {
-    return {*s, gpu_buffer(s->codes), gpu_buffer(s->norms), gpu_buffer(s->center)};
+    tqkv_metal_store store = {*s, gpu_buffer(s->codes), gpu_buffer(s->norms), gpu_buffer(s->center),
+                              gpu_buffer(s->pages)};
+    if (!gpu_known_tables) store.shape.pages = nullptr;
+    return store;
 }
 
 gpu_attention::gpu_attention(const tqkv_attention &a) : keys(gpu_store(a.keys)), values(gpu_store(a.values)), metal()
@@ -156,6 +160,8 @@ gpu_attention::gpu_attention(const tqkv_attention &a) : keys(gpu_store(a.keys)),
     metal.values = &values;
     metal.attention = a;
     metal.sinks = gpu_buffer(a.sinks);
+    metal.tree = gpu_buffer(a.tree);
+    if (!gpu_known_tables) metal.attention.tree = nullptr;
 }
 
 tqkv__binding *gpu_find(tqkv__dispatch *d, int index)
@@ -241,6 +247,19 @@ std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, cons
     return run_planned(
         tqkv__plan_encode_kv(&ks, &vs, gpu_buffer(k), gpu_buffer(v), n_tokens, position, gpu_buffer(not_finite), &d),
         d);
+}
+
+std::string gpu_encode_slots(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v,
+                             int n_tokens, const int32_t *slots, uint32_t *not_finite)
+{
+    tqkv__dispatch d;
+    const tqkv_metal_store ks = gpu_store(keys), vs = gpu_store(values ? values : keys);
+    const tqkv_metal_buffer at = gpu_buffer(slots), flag = gpu_buffer(not_finite);
+    const int32_t *known = gpu_known_tables ? slots : nullptr;
+    if (not_finite) *not_finite = 0;
+    if (!values) return run_planned(tqkv__plan_encode_slots(&ks, gpu_buffer(k), n_tokens, at, known, flag, &d), d);
+    return run_planned(
+        tqkv__plan_encode_kv_slots(&ks, &vs, gpu_buffer(k), gpu_buffer(v), n_tokens, at, known, flag, &d), d);
 }
 
 std::string gpu_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled, uint32_t *not_finite)

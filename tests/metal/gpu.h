@@ -42,6 +42,8 @@ std::string gpu_run(const tqkv__dispatch &planned);
 
 tqkv_metal_buffer gpu_buffer(const void *bytes);
 tqkv_metal_store gpu_store(const tqkv_store *s);
+// Whether stores with pages pass the processor's copy of the table, too.
+extern bool gpu_known_tables;
 
 // The arguments of tqkv__plan_attend for an attention on the CPU.
 struct gpu_attention {
@@ -76,6 +78,9 @@ void gpu_set_scratch(tqkv__dispatch d[2], float *sums, float *state); // binding
 std::string gpu_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position, uint32_t *not_finite);
 std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v, int n_tokens,
                           int64_t position, uint32_t *not_finite);
+// By slots; values may be NULL: then only keys are encoded.
+std::string gpu_encode_slots(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v,
+                             int n_tokens, const int32_t *slots, uint32_t *not_finite);
 std::string gpu_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled, uint32_t *not_finite);
 std::string gpu_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, void *dst);
 std::string gpu_rotate(float *rows, int n_rows, int head_dim, bool unrotate);

@@ -29,6 +29,7 @@ static void open_buffers(attend_buffers *b, const attend_problem *p)
     a->values = &b->values;
     a->attention = *from;
     if (p->sinks) a->sinks = host_buffer(p->sinks, (size_t)from->n_heads * sizeof(float));
+    if (p->tree) a->tree = host_buffer(p->tree, (size_t)from->n_queries * sizeof(uint64_t));
     b->size = p->n_rows * p->head_dim * sizeof(float);
     b->q = host_buffer(p->q, b->size);
     b->out = host_buffer(p->out, b->size);
@@ -45,6 +46,7 @@ static void close_buffers(attend_buffers *b)
     host_release(b->out);
     host_release(b->scratch);
     if (b->attention.sinks.buffer) host_release(b->attention.sinks);
+    if (b->attention.tree.buffer) host_release(b->attention.tree);
 }
 
 static tqkv_result attend(const attend_buffers *b)

@@ -78,6 +78,7 @@ tqkv_metal_store host_store(const tqkv_store *s)
     store.shape.norms = NULL;
     store.codes = host_buffer(s->codes, s->codes_size);
     if (s->norms_size) store.norms = host_buffer(s->norms, s->norms_size);
+    if (s->pages) store.pages = host_buffer(s->pages, (size_t)s->n_pages * sizeof(int32_t));
     return store;
 }
 
@@ -91,6 +92,7 @@ void host_store_release(tqkv_metal_store *s)
 {
     host_release(s->codes);
     if (s->norms.buffer) host_release(s->norms);
+    if (s->pages.buffer) host_release(s->pages);
 }
 
 host_work host_begin(bool concurrent)

@@ -28,6 +28,7 @@ int main(int argc, char **argv)
     const bool list = argc > 1 && !strcmp(argv[1], "--list");
     codec_host_cases();
     attend_host_cases();
+    page_host_cases();
     cache_host_cases();
     context_host_cases();
     standin_host_cases();

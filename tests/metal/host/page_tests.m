@@ -1,0 +1,193 @@
+/* Page tables, slots and trees through the Metal API, against tqkv.h over the same pools. */
+#include "host.h"
+#include "tests/attend_fixture.h"
+
+enum { HEADS = 2, GROUP = 4, DIM = 64, PAGES = 5, PAGE_SIZE = 64, TOKENS = 150, QUERIES = 3 };
+
+static const tqkv_metal_buffer none = {nil, 0};
+static const int32_t table[PAGES - 1] = {3, 0, 4, -1};
+
+static tqkv_store make_pool(tqkv_format format)
+{
+    tqkv_store s = test_store(format, DIM, HEADS, PAGES * PAGE_SIZE, false);
+    s.pages = table;
+    s.n_pages = PAGES - 1;
+    s.page_size = PAGE_SIZE;
+    return s;
+}
+
+static bool same_pool(const tqkv_metal_store *gpu, const tqkv_store *s)
+{
+    return !memcmp(host_contents(gpu->codes), s->codes, s->codes_size) &&
+           (!s->norms_size || !memcmp(host_contents(gpu->norms), s->norms, s->norms_size));
+}
+
+/* A pair of pools on the processor and on the GPU, and rows for TOKENS tokens. */
+typedef struct pools {
+    tqkv_store keys, values;
+    tqkv_metal_store gpu_keys, gpu_values;
+    float *rows;
+    tqkv_metal_buffer k, v;
+} pools;
+
+static void open_pools(pools *p)
+{
+    const size_t count = (size_t)TOKENS * HEADS * DIM;
+    p->keys = make_pool(TQKV_I8);
+    p->values = make_pool(TQKV_TQ4);
+    p->gpu_keys = host_store(&p->keys);
+    p->gpu_values = host_store(&p->values);
+    p->rows = host_floats(21, 2 * count);
+    p->k = host_buffer(p->rows, count * sizeof(float));
+    p->v = host_buffer(p->rows + count, count * sizeof(float));
+}
+
+static void close_pools(pools *p)
+{
+    host_store_release(&p->gpu_keys);
+    host_store_release(&p->gpu_values);
+    test_store_free(&p->keys);
+    test_store_free(&p->values);
+    host_release(p->k);
+    host_release(p->v);
+    free(p->rows);
+}
+
+static void fill_pools(pools *p)
+{
+    const float *v = p->rows + (size_t)TOKENS * HEADS * DIM;
+    CHECK_RESULT(tqkv_encode(&p->keys, p->rows, TOKENS, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(&p->values, v, TOKENS, 0), TQKV_OK);
+    host_work w = host_begin(false);
+    CHECK_RESULT(
+        tqkv_metal_encode_kv(test_host.metal, w.encoder, &p->gpu_keys, &p->gpu_values, p->k, p->v, TOKENS, 0, none),
+        TQKV_OK);
+    host_end(&w);
+    CHECK(same_pool(&p->gpu_keys, &p->keys) && same_pool(&p->gpu_values, &p->values), "the pools differ");
+}
+
+static void check_decode(const pools *p)
+{
+    const size_t size = (size_t)90 * HEADS * DIM * sizeof(float);
+    float *expected = test_alloc(size);
+    tqkv_metal_buffer dst = host_zeros(size);
+    CHECK_RESULT(tqkv_decode(&p->values, 50, 90, TQKV_ORIGINAL, expected), TQKV_OK);
+    host_work w = host_begin(false);
+    CHECK_RESULT(tqkv_metal_decode(test_host.metal, w.encoder, &p->gpu_values, 50, 90, TQKV_ORIGINAL, dst), TQKV_OK);
+    host_end(&w);
+    CHECK(!memcmp(expected, host_contents(dst), size), "decoded rows differ");
+    host_release(dst);
+    free(expected);
+}
+
+static void check_close(const float *got, const float *expected, int n_rows)
+{
+    double reference[DIM];
+    for (int i = 0; i < n_rows; i++) {
+        for (int d = 0; d < DIM; d++) reference[d] = (double)expected[i * DIM + d];
+        const double error = reference_relative_error(got + i * DIM, reference, DIM);
+        CHECK(error <= 2 * ATTEND_TOLERANCE, "row %d: relative error %.3g", i, error);
+    }
+}
+
+/* Positions by tables, and a tree over the newest of them. */
+static void run_pages(const void *parameters)
+{
+    const uint64_t tree[QUERIES] = {1, 2, 5};
+    enum { ROWS = QUERIES * HEADS * GROUP };
+    pools p;
+    size_t bytes;
+    (void)parameters;
+    open_pools(&p);
+    fill_pools(&p);
+    check_decode(&p);
+    float *q = host_floats(22, ROWS * DIM), *expected = test_alloc(ROWS * DIM * sizeof(float));
+    tqkv_metal_attention a = {.keys = &p.gpu_keys, .values = &p.gpu_values, .tree = host_buffer(tree, sizeof tree)};
+    tqkv_attention host = {.keys = &p.keys,
+                           .values = &p.values,
+                           .n_heads = HEADS * GROUP,
+                           .n_queries = QUERIES,
+                           .end = TOKENS,
+                           .tree = tree};
+    a.attention = host;
+    CHECK_RESULT(tqkv_metal_attend_scratch(test_host.metal, &a, &bytes), TQKV_OK);
+    tqkv_metal_buffer qb = host_buffer(q, ROWS * DIM * sizeof(float)), scratch = host_zeros(bytes),
+                      out = host_zeros(ROWS * DIM * sizeof(float));
+    host_work w = host_begin(true);
+    CHECK_RESULT(tqkv_metal_attend(test_host.metal, w.encoder, &a, qb, scratch, out), TQKV_OK);
+    host_end(&w);
+    CHECK_RESULT(tqkv_attend(&host, q, expected), TQKV_OK);
+    check_close(host_contents(out), expected, ROWS);
+    host_release(a.tree);
+    host_release(qb);
+    host_release(scratch);
+    host_release(out);
+    free(q);
+    free(expected);
+    close_pools(&p);
+}
+
+static void run_slots(const void *parameters)
+{
+    const int32_t slots[] = {5, -1, 0, 319, 77};
+    tqkv_metal_buffer at = host_buffer(slots, sizeof slots);
+    pools p;
+    (void)parameters;
+    open_pools(&p);
+    CHECK_RESULT(tqkv_encode_slots(&p.keys, p.rows, 5, slots), TQKV_OK);
+    CHECK_RESULT(tqkv_encode_slots(&p.values, p.rows + (size_t)TOKENS * HEADS * DIM, 5, slots), TQKV_OK);
+    host_work w = host_begin(false);
+    CHECK_RESULT(tqkv_metal_encode_kv_slots(test_host.metal, w.encoder, &p.gpu_keys, &p.gpu_values, p.k, p.v, 5, at,
+                                            slots, none),
+                 TQKV_OK);
+    host_end(&w);
+    CHECK(same_pool(&p.gpu_keys, &p.keys) && same_pool(&p.gpu_values, &p.values), "the pools differ");
+    CHECK_RESULT(tqkv_encode_slots(&p.values, p.rows, 3, slots), TQKV_OK);
+    w = host_begin(false);
+    CHECK_RESULT(tqkv_metal_encode_slots(test_host.metal, w.encoder, &p.gpu_values, p.k, 3, at, NULL, none), TQKV_OK);
+    host_end(&w);
+    CHECK(same_pool(&p.gpu_values, &p.values), "the values' pool differs");
+    host_release(at);
+    close_pools(&p);
+}
+
+static void run_refusals(const void *parameters)
+{
+    const int32_t twice[] = {5, -1, 5};
+    tqkv_metal *m = test_host.metal;
+    tqkv_metal_buffer slots = host_buffer(twice, sizeof twice), b;
+    pools p;
+    (void)parameters;
+    open_pools(&p);
+    tqkv_metal_store s = p.gpu_keys;
+    host_work w = host_begin(false);
+    CHECK_REFUSED(m, tqkv_metal_encode_slots(m, w.encoder, &s, p.k, 3, slots, twice, none), TQKV_INVALID_ARGUMENT,
+                  "encode_slots");
+    CHECK_REFUSED(m, tqkv_metal_encode_kv_slots(m, w.encoder, &s, &s, p.k, p.v, 3, slots, twice, none),
+                  TQKV_INVALID_ARGUMENT, "encode_kv_slots");
+    CHECK_REFUSED(m, tqkv_metal_encode_slots(m, w.encoder, &s, p.k, 4, slots, NULL, none), TQKV_INVALID_ARGUMENT,
+                  "slots: needs");
+    CHECK_REFUSED(m, tqkv_metal_encode_slots(m, w.encoder, &s, p.k, 3, none, NULL, none), TQKV_INVALID_ARGUMENT,
+                  "slots: no buffer");
+    b = slots, b.offset += 2;
+    CHECK_REFUSED(m, tqkv_metal_encode_slots(m, w.encoder, &s, p.k, 2, b, NULL, none), TQKV_INVALID_ARGUMENT,
+                  "slots: offset");
+    CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &s, p.k, 1, 3 * PAGE_SIZE, none), TQKV_OUT_OF_RANGE, "encode");
+    s.pages.offset += 4;
+    CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &s, p.k, 1, 0, none), TQKV_INVALID_ARGUMENT, "pages: needs");
+    s.pages = none;
+    CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &s, p.k, 1, 0, none), TQKV_INVALID_ARGUMENT, "encode");
+    s.pages = s.codes;
+    CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &s, p.k, 1, 0, none), TQKV_INVALID_ARGUMENT, "overlap");
+    host_end(&w);
+    CHECK(same_pool(&p.gpu_keys, &p.keys), "a refused call has written");
+    host_release(slots);
+    close_pools(&p);
+}
+
+void page_host_cases(void)
+{
+    test_add(run_pages, NULL, 0, "pages/attend");
+    test_add(run_slots, NULL, 0, "pages/slots");
+    test_add(run_refusals, NULL, 0, "refusals/pages");
+}
