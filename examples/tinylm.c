@@ -7,6 +7,7 @@
  *   tinylm save FILE PROMPT [options]                          the caches of a prompt, in a file
  *   tinylm resume FILE [options]                               continues from there, in another process
  *   tinylm speculate PROMPT [options]                          tq4 proposes, --keys --values verify, truncate undoes
+ *     --tree                                                   the same with branches; compared with greedy decoding
  *
  * Options: --keys F, --values F, --bytes N, --temperature T, --seed N, --threads N, --model FILE. Formats: f16 i8 tq8
  * tq6 tq5 tq4 tq3 tq2; or the plain cache for comparison: f32, q8_0, q4_0, and q8_0r, q4_0r with llama.cpp's rotation.
@@ -17,6 +18,7 @@
 #include "../tqkv.h"
 #include "tinylm_bias.h"
 #include "tinylm_score.h"
+#include "tinylm_tree.h"
 #include <errno.h>
 
 enum { PROPOSALS = 6 };
@@ -238,11 +240,67 @@ static int speculate_round(conversation *c, session *draft)
     return accepted;
 }
 
+/* One round with branches. Returns how many guesses stay. */
+static int speculate_tree_round(conversation *c, session *draft)
+{
+    guess_tree t;
+    tree_start(&t, c->text[c->length - 1]);
+    tree_guess(draft, &t);
+    int accepted = tree_verify(&c->s, &t, c->text + c->length);
+    c->length += accepted + 1;
+    prefill(draft, c->text + draft->end, c->length - 1 - draft->end);
+    return accepted;
+}
+
+/* The bytes that the formats write without guesses. */
+static void generate_greedily(model *m, const options *o, conversation *c)
+{
+    float logits[VOCABULARY];
+    conversation_start(c, m, o);
+    for (int i = 0; i < o->n_bytes && c->length < MAX_CONTEXT; i++) {
+        forward(&c->s, c->text + c->length - 1, 1, logits);
+        c->text[c->length++] = (unsigned char)largest(logits);
+    }
+    session_destroy(&c->s);
+}
+
+/* Writes with trees of guesses, says how many of each round were right, and compares with greedy decoding. */
+static void command_speculate_tree(model *m, const options *o)
+{
+    static conversation c, greedy;
+    session draft;
+    int lengths[TREE_DEPTH + 1] = {0}, rounds = 0, accepted = 0;
+    if (!o->keys->format) stop("speculate", "only tqkv caches take trees");
+    generate_greedily(m, o, &greedy);
+    conversation_start(&c, m, o);
+    session_create(&draft, m, find_format("tq4"), find_format("tq4"), MAX_CONTEXT);
+    prefill(&draft, c.text, c.length - 1);
+    for (; c.length < greedy.length && c.length + TREE_NODES < MAX_CONTEXT; rounds++) {
+        int right = speculate_tree_round(&c, &draft);
+        lengths[right]++;
+        accepted += right;
+    }
+    c.length = c.length < greedy.length ? c.length : greedy.length;
+    fwrite(c.text, 1, (size_t)c.length, stdout);
+    printf("\n%d calls of %d bytes each verified trees %d deep; guesses accepted a call, on average %.2f:", rounds,
+           TREE_NODES, TREE_DEPTH, (double)accepted / (rounds ? rounds : 1));
+    for (int i = 0; i <= TREE_DEPTH; i++) printf(" %d: %d%s", i, lengths[i], i < TREE_DEPTH ? "," : "\n");
+    bool same = memcmp(c.text, greedy.text, (size_t)c.length) == 0;
+    session_destroy(&draft);
+    session_destroy(&c.s);
+    if (!same) stop("speculate", "greedy decoding writes other bytes");
+    puts("the same bytes as greedy decoding");
+}
+
 static void command_speculate(model *m, const options *o)
 {
     conversation c;
     session draft;
     int rounds = 0, accepted = 0, end;
+    if (o->tree) {
+        command_speculate_tree(m, o);
+        return;
+    }
     conversation_start(&c, m, o);
     session_create(&draft, m, find_format("tq4"), find_format("tq4"), MAX_CONTEXT);
     prefill(&draft, c.text, c.length - 1);
@@ -275,6 +333,9 @@ static void command_demo(model *m, const options *given)
     o.temperature = 0.6f;
     puts("\nWritten with keys in i8 and values in tq4:");
     command_generate(m, &o);
+    o.n_bytes = 100;
+    puts("\nVerified trees of guesses:");
+    command_speculate_tree(m, &o);
 }
 
 int main(int argc, char **argv)

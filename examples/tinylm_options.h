@@ -41,7 +41,7 @@ typedef struct options {
     int center_tokens; /* keys whose mean becomes the caches' centre; 0: no centre */
     float temperature, bias, before_rotary;
     uint64_t seed;
-    bool all;
+    bool all, tree;
 } options;
 
 static void stop(const char *what, const char *why)
@@ -66,7 +66,7 @@ static void usage(void)
          "tinylm generate PROMPT [options]\n"
          "tinylm save FILE PROMPT [options]\n"
          "tinylm resume FILE [options]\n"
-         "tinylm speculate PROMPT [options]\n"
+         "tinylm speculate PROMPT [--tree] [options]\n"
          "options: --keys F --values F (f16 i8 tq8 tq6 tq5 tq4 tq3 tq2; or for both f32 q8_0 q4_0 q8_0r q4_0r)\n"
          "         --bytes N --temperature T --seed N --threads N --model FILE");
     exit(2);
@@ -132,6 +132,8 @@ static void parse_arguments(options *o, int argc, char **argv)
     for (int i = 2; i < argc; i++) {
         if (strcmp(argv[i], "--all") == 0) {
             o->all = true;
+        } else if (strcmp(argv[i], "--tree") == 0) {
+            o->tree = true;
         } else if (strncmp(argv[i], "--", 2) == 0) {
             if (i + 1 == argc) usage();
             parse_option(o, argv[i], argv[i + 1]);

@@ -20,6 +20,7 @@ struct session {
      * program sets in its place. `user` is that program's. */
     void (*attend)(session *s, int layer, int n);
     void *user;
+    const int *depths; /* [n] of a tree of guesses: how far behind `end` each byte stands; NULL: one after the other */
 };
 
 static void check(tqkv_result result, const char *what)
@@ -137,6 +138,14 @@ static inline double session_bytes(session *s, double *bits)
 
 /* ---- the forward pass ---- */
 
+/* The rotary embedding of n tokens at their positions. heads: [n][n_heads][head_dim] */
+static void rope_tokens(const session *s, float *heads, int n, int n_heads, int head_dim)
+{
+    if (!s->depths) rope(s->m, heads, n, n_heads, head_dim, s->end);
+    for (int i = 0; s->depths && i < n; i++)
+        rope(s->m, heads + i * n_heads * head_dim, 1, n_heads, head_dim, s->end + s->depths[i]);
+}
+
 /* Adds one layer's attention to s->x. */
 static void attention(session *s, int index, int n)
 {
@@ -151,9 +160,9 @@ static void attention(session *s, int index, int n)
         rms_norm(m, s->q, layer->q_norm, n * n_heads, d, s->q);
         rms_norm(m, s->k, layer->k_norm, n * n_kv_heads, d, s->k);
     }
-    rope(m, s->q, n, n_heads, d, s->end);
+    rope_tokens(s, s->q, n, n_heads, d);
     if (m->bias_before_rotary) add_to_rows(s->k, layer->key_bias, n, n_kv_heads * d);
-    rope(m, s->k, n, n_kv_heads, d, s->end);
+    rope_tokens(s, s->k, n, n_kv_heads, d);
     if (!m->bias_before_rotary) add_to_rows(s->k, layer->key_bias, n, n_kv_heads * d);
     s->attend(s, index, n);
     linear_apply(m, &layer->o, s->wide, n, s->h);

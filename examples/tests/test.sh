@@ -68,6 +68,10 @@ refused "resume/short" "damaged" "$bin/tinylm" resume "$work/damaged"
 refused "resume/long" "bytes after its end" "$bin/tinylm" resume "$work/damaged"
 refused "resume/missing" "No such file" "$bin/tinylm" resume "$work/nothing-here"
 
+"$bin/tinylm" speculate "$short" --tree --bytes 40 >"$work/tree"
+check "speculate/tree" grep -q "the same bytes as greedy decoding" "$work/tree"
+refused "speculate/tree of floats" "only tqkv caches" "$bin/tinylm" speculate x --tree --keys f32 --values f32
+
 head -c 4000000 $data/tinylm.bin >"$work/short"
 refused "model/short" "damaged" "$bin/tinylm" generate x --model "$work/short"
 damage $data/tinylm.bin "$work/damaged" 12

@@ -65,25 +65,14 @@ static void test_truncate(model *m, const unsigned char *text)
     session_destroy(&turned);
 }
 
-static void generate(model *m, const options *o, conversation *c)
-{
-    float logits[VOCABULARY];
-    conversation_start(c, m, o);
-    for (int i = 0; i < o->n_bytes; i++) {
-        forward(&c->s, c->text + c->length - 1, 1, logits);
-        c->text[c->length++] = (unsigned char)largest(logits);
-    }
-    session_destroy(&c->s);
-}
-
 static void test_same_text(model *m)
 {
     static conversation floating, quantised;
     options o = {
         .prompt = "In the beginning", .n_bytes = 200, .keys = find_format("f32"), .values = find_format("f32")};
-    generate(m, &o, &floating);
+    generate_greedily(m, &o, &floating);
     o.keys = o.values = find_format("i8");
-    generate(m, &o, &quantised);
+    generate_greedily(m, &o, &quantised);
     report(memcmp(floating.text, quantised.text, (size_t)floating.length) == 0, "generate/f32-i8", "200 bytes");
 }
 
@@ -97,7 +86,7 @@ static void test_speculation(model *m, const char *keys, const char *values)
     options o = {.prompt = "And it came to pass, that", .n_bytes = 200};
     o.keys = find_format(keys);
     o.values = find_format(values);
-    generate(m, &o, &plain);
+    generate_greedily(m, &o, &plain);
     conversation_start(&guessed, m, &o);
     session_create(&draft, m, find_format("tq4"), find_format("tq4"), MAX_CONTEXT);
     prefill(&draft, guessed.text, guessed.length - 1);
@@ -106,6 +95,44 @@ static void test_speculation(model *m, const char *keys, const char *values)
     report(memcmp(plain.text, guessed.text, (size_t)plain.length) == 0 && rounds < o.n_bytes, name, "");
     session_destroy(&draft);
     session_destroy(&guessed.s);
+}
+
+/* Trees of guesses, behind a prompt that fills both rings: a path of the tree gives the logits that a run of its bytes
+ * gives, and the kept path continues like one. */
+static void test_tree(model *m, const unsigned char *text, const char *keys, const char *values)
+{
+    enum { PROMPT = 700 };
+    static float logits[TREE_NODES * VOCABULARY], run[(TREE_DEPTH + 2) * VOCABULARY];
+    unsigned char path[TREE_DEPTH + 1], written[TREE_DEPTH + 1];
+    char name[64];
+    double worst = 0;
+    guess_tree t;
+    session branched, straight;
+    session_create(&branched, m, find_format(keys), find_format(values), MAX_CONTEXT);
+    session_create(&straight, m, find_format(keys), find_format(values), MAX_CONTEXT);
+    prefill(&branched, text, PROMPT);
+    prefill(&straight, text, PROMPT);
+    tree_start(&t, text[PROMPT]);
+    tree_guess(&branched, &t);
+    tree_forward(&branched, &t, logits);
+    session_truncate(&branched, PROMPT);
+    for (int leaf = t.levels[TREE_DEPTH]; leaf < t.n; leaf++) {
+        for (int node = leaf, i = TREE_DEPTH; i >= 0; node = t.parents[node], i--) path[i] = t.bytes[node];
+        forward(&straight, path, TREE_DEPTH + 1, run);
+        session_truncate(&straight, PROMPT);
+        for (int node = leaf, i = TREE_DEPTH; i >= 0; node = t.parents[node], i--)
+            worst = fmax(worst, largest_difference(logits + node * VOCABULARY, run + i * VOCABULARY, VOCABULARY));
+    }
+    snprintf(name, sizeof name, "tree/paths/%s/%s", keys, values);
+    report_limit(worst, 0, 1e-3, name);
+    int right = tree_verify(&branched, &t, written);
+    forward(&straight, text + PROMPT, 1, run);
+    forward(&straight, written, right + 1, run + VOCABULARY);
+    forward(&branched, written + right, 1, logits);
+    snprintf(name, sizeof name, "tree/kept/%s/%s", keys, values);
+    report_limit(largest_difference(logits, run + (right + 1) * VOCABULARY, VOCABULARY), 0, 1e-3, name);
+    session_destroy(&branched);
+    session_destroy(&straight);
 }
 
 /* Bits a byte of the reference, which comes first, or the KL divergence of a format, over all windows. */
@@ -164,6 +191,7 @@ int main(void)
     test_same_text(&m);
     test_speculation(&m, "i8", "i8");
     test_speculation(&m, "f16", "tq5");
+    test_tree(&m, text.bytes, "i8", "i8");
     test_scores(&m, text.bytes);
     test_bias(&m, text.bytes); /* last: the bias stays */
     free(text.bytes);
