@@ -530,6 +530,19 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_m
 TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                                              tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
 
+/* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in two dispatches that are cut evenly
+   over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types, bases and sinks, and all or
+   none have a softcap, centres and pages; window, scale, softcap's size, tree, n_queries and what is resident may differ.
+   Each array of all items (their keys' codes, their q and so on) lies in one buffer, at any offsets; nothing that the call
+   reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that the processor can write, with the
+   bytes that the first call tells, for this call alone until it has completed; scratch as for tqkv_metal_attend. */
+TQKV_METAL_API tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
+                                                         size_t *arguments, size_t *scratch);
+TQKV_METAL_API tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder,
+                                                   const tqkv_metal_attention *items, int n_items,
+                                                   const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
+                                                   tqkv_metal_buffer scratch, const tqkv_metal_buffer *out);
+
 /* For programs without an encoder: calls record(user, encoder), commits to the context's queue and waits. If record
    fails, nothing runs and its result is returned. */
 typedef tqkv_result (*tqkv_metal_record)(void *user, tqkv_metal_object encoder);
@@ -840,6 +853,7 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
                                 /* attend: the slots of keys and values */
 #define TQKV_FC_VALUE_PAGES 17  /* bool: encode_kv: the values' slots */
 #define TQKV_FC_TREE        18  /* bool: attend: a tree hides some of the newest n_queries positions */
+#define TQKV_FC_BATCH       19  /* bool: attend, attend_merge: arguments and offsets come from items */
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
@@ -959,6 +973,7 @@ typedef struct tqkv__attend_args {
     int32_t key_slots, value_slots;       /* of a KV head in memory: the capacity or, with pages, that of the pool */
     int32_t key_page_size, key_last_page; /* read if TQKV_FC_PAGES; the last page of the pool */
     int32_t value_page_size, value_last_page;
+    int32_t first_of_tree; /* read if TQKV_FC_TREE: position kv_len - n_queries, or INT_MAX without a tree */
 } tqkv__attend_args;
 
 typedef struct tqkv__merge_args {
@@ -970,9 +985,23 @@ typedef struct tqkv__merge_args {
     int32_t before;  /* those of the first section that are left out */
 } tqkv__merge_args;
 
+/* One call of a batch. The threadgroups of attend number blocks of query rows first, then splits, then items. Offsets
+   are from where the buffer is bound, in units of: */
+#define TQKV__ROWS_UNIT  2  /* bytes: q and out */
+#define TQKV__CODES_UNIT 16 /* codes; all others 4 */
+typedef struct tqkv__batch_item {
+    tqkv__attend_args attend;
+    tqkv__merge_args merge;
+    int32_t n_items, first_group, first_row; /* of the batch; threadgroups and query rows of the items before */
+    int32_t n_blocks;                        /* of query rows */
+    uint32_t q, key_codes, key_norms, value_codes, value_norms, partial_out, partial_state, key_center;
+    uint32_t key_pages, value_pages, tree, out, value_center;
+} tqkv__batch_item;
+
 /* The structs that C and the shaders share. */
-#define TQKV__SHARED_STRUCTS(row) row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args)
-enum { TQKV__N_SHARED_STRUCTS = 5 };
+#define TQKV__SHARED_STRUCTS(row)                                                                                      \
+    row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item)
+enum { TQKV__N_SHARED_STRUCTS = 6 };
 
 /* Output of the kernel `tables`: the tables and sizes that the shaders were compiled with. */
 typedef struct tqkv__table_report {
@@ -991,9 +1020,10 @@ typedef struct tqkv__table_report {
 TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 92);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 96);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4536);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 188);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4540);
 
 #endif
 /* <<shared */
@@ -1012,6 +1042,8 @@ enum {
     TQKV__CONSTANTS = 20,
     TQKV__BINDINGS = 16,
     TQKV__MEMORIES = 4,
+    TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */
+    TQKV__ITEMS_OF_MERGE = 6,
     TQKV__SECOND_ARGS = 4,   /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
     TQKV__ONLY_CHECKED = -1, /* in place of an index */
     TQKV__DIM_UNIT = 16
@@ -1096,6 +1128,18 @@ TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *a, size_t *b
 TQKV_API void tqkv__plan_columns(tqkv__dispatch *d, bool matrix, int columns);
 TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
                                        tqkv_metal_buffer out, tqkv__dispatch d[2]);
+
+/* A batch. arguments: the memory of that buffer, for n items. matrices: whether attend_matrix may be used */
+typedef struct tqkv__batch {
+    const tqkv_metal_attention *items;
+    int n;
+    const tqkv_metal_buffer *q, *out;
+    tqkv_metal_buffer arguments, scratch;
+    bool matrices;
+} tqkv__batch;
+TQKV_API tqkv_result tqkv__plan_batch_sizes(const tqkv_metal_attention *items, int n_items, size_t *arguments,
+                                            size_t *scratch);
+TQKV_API tqkv_result tqkv__plan_batch(const tqkv__batch *batch, tqkv__batch_item *arguments, tqkv__dispatch d[2]);
 
 /* Bytes of the caller's rows of so many tokens. */
 TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens);
@@ -6998,8 +7042,9 @@ static bool tqkv__choose_matrix(const tqkv__attention *a)
     return a->group >= 4 && a->key_dim == a->value_dim && (a->key_dim == 64 || a->key_dim == 128 || a->key_dim == 256);
 }
 
-/* Divides query rows and the tiles [first, end) of the keys. */
-static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, tqkv__split *split)
+/* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums */
+static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, size_t most_sums,
+                                      tqkv__split *split)
 {
     split->matrix = tqkv__choose_matrix(a);
     const int64_t rows = (int64_t)a->call.n_queries * a->group,
@@ -7012,7 +7057,7 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     const int n_stretches = last - split->first_stretch + 1;
     const int n_sections = (int)(last / section - split->first_stretch / section) + 1;
     const bool full = blocks * a->n_kv_heads >= TQKV__FULL;
-    const bool stretches = !full && a->n_rows <= TQKV__MOST_SUMS / row / (size_t)n_stretches;
+    const bool stretches = !full && a->n_rows <= most_sums / row / (size_t)n_stretches;
     split->n_splits = full ? 1 : stretches ? n_stretches : n_sections;
     split->sections_each = full ? n_sections : stretches ? 0 : 1;
     split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
@@ -7051,6 +7096,7 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     args->softcap = a->call.softcap;
     args->key_block_scale = a->keys.block_scale;
     args->value_block_scale = a->values.block_scale;
+    args->first_of_tree = a->call.tree ? kv_len - a->call.n_queries : INT_MAX;
     args->key_slots = b->keys->shape.capacity;
     args->value_slots = b->values->shape.capacity;
     if (!a->keys.n_pages) return;
@@ -7153,6 +7199,8 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
     tqkv__plan_bind_pages(d, "values' pages", 10, b->values->pages, &a->values, TQKV_FC_PAGES);
     tqkv__plan_bind(d, "tree", 11, b->tree, a->call.tree ? (size_t)a->call.n_queries * sizeof(uint64_t) : 0, false);
     tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
+    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->tree, 0, false);
+    tqkv__plan_constant(d, TQKV_FC_BATCH, false);
     tqkv__plan_bind_rows(d, "out", TQKV__ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type, a->out_elements,
                          true);
     tqkv__plan_columns(d, split->matrix, split->columns);
@@ -7182,6 +7230,8 @@ static void tqkv__plan_attend_merge(tqkv__dispatch *d, const tqkv__attention *a,
     const bool center = tqkv__plan_bind_center(d, "values' center", 5, b->values, &a->values, true);
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
     tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, center && a->values.rotated && !a->unrotate_output);
+    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_MERGE, b->tree, 0, false);
+    tqkv__plan_constant(d, TQKV_FC_BATCH, false);
     d->memory_each[0] = TQKV__MERGE_BYTES((size_t)a->value_dim, 1);
     d->grid[0] = a->n_rows;
     d->n_simdgroups = TQKV__MERGE_SIMDGROUPS(a->value_dim);
@@ -7189,12 +7239,13 @@ static void tqkv__plan_attend_merge(tqkv__dispatch *d, const tqkv__attention *a,
     d->barrier = b->scratch.buffer;
 }
 
-static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__attend_buffers *b, tqkv__dispatch d[2])
+static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__attend_buffers *b, size_t most_sums,
+                                        tqkv__dispatch d[2])
 {
     tqkv__split split;
     int64_t first, end;
     tqkv__tiles_seen(a, &first, &end);
-    const tqkv_result r = tqkv__choose_split(a, first, end, &split);
+    const tqkv_result r = tqkv__choose_split(a, first, end, most_sums, &split);
     if (r != TQKV_OK) return r;
     tqkv__plan_attend_splits(&d[0], a, b, &split);
     tqkv__plan_attend_merge(&d[1], a, b, &split);
@@ -7247,8 +7298,8 @@ static tqkv_result tqkv__plan_attention_positions(tqkv__attention *a)
     return r == TQKV_OK ? tqkv__plan_positions(&a->values) : r;
 }
 
-TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
-                                       tqkv_metal_buffer out, tqkv__dispatch d[2])
+static tqkv_result tqkv__plan_item(const tqkv_metal_attention *from, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
+                                   tqkv_metal_buffer out, size_t most_sums, tqkv__dispatch d[2])
 {
     tqkv__plan_call call;
     tqkv__attention a;
@@ -7258,33 +7309,268 @@ TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *from, tqkv_me
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     if (r != TQKV_OK) return r;
     const tqkv__attend_buffers b = {from->keys, from->values, from->sinks, from->tree, q, scratch, out};
-    return tqkv__plan_attention(&a, &b, d);
+    return tqkv__plan_attention(&a, &b, most_sums, d);
+}
+
+TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
+                                       tqkv_metal_buffer out, tqkv__dispatch d[2])
+{
+    return tqkv__plan_item(from, q, scratch, out, TQKV__MOST_SUMS, d);
 }
 
 /* The most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot of a
    section. If the whole store takes sections, a part of it may take stretches, up to their limit. */
-static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t *bytes)
+static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums, size_t *bytes)
 {
     tqkv__split split;
     const int64_t section = (int64_t)TQKV__SECTION * TQKV__STRETCH_TILES, width = TQKV__SIMD_WIDTH;
     const int64_t seen = (int64_t)a->call.window - 1 + a->call.n_queries, all = (a->keys.capacity + width - 1) / width;
     const bool part = a->call.window && !a->keys.ring && seen / width + 2 < all;
-    const tqkv_result r = part ? tqkv__choose_split(a, section - 1, section + (seen + width - 2) / width, &split)
-                               : tqkv__choose_split(a, 0, all, &split);
+    const int64_t first = part ? section - 1 : 0, end = part ? section + (seen + width - 2) / width : all;
+    const tqkv_result r = tqkv__choose_split(a, first, end, most_sums, &split);
     if (r != TQKV_OK) return r;
-    const size_t stretches = TQKV__MOST_SUMS + a->n_rows * 2 * sizeof(float);
+    const size_t stretches = most_sums + a->n_rows * 2 * sizeof(float);
     *bytes = split.scratch_size;
     if (split.sections_each == 1 && *bytes < stretches) *bytes = stretches;
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *from, size_t *bytes)
+static tqkv_result tqkv__plan_scratch_within(const tqkv_metal_attention *from, size_t most_sums, size_t *bytes)
 {
     tqkv__plan_call call;
     tqkv__attention a;
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
-    return r == TQKV_OK ? tqkv__plan_most_scratch(&a, bytes) : r;
+    return r == TQKV_OK ? tqkv__plan_most_scratch(&a, most_sums, bytes) : r;
+}
+
+TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *from, size_t *bytes)
+{
+    return tqkv__plan_scratch_within(from, TQKV__MOST_SUMS, bytes);
+}
+
+/* ---- Batches: each item planned as a call of its own, and the plans joined ---- */
+
+static tqkv__binding *tqkv__binding_at(tqkv__dispatch *d, int index)
+{
+    int i = 0;
+    while (d->bindings[i].index != index) i++;
+    return &d->bindings[i];
+}
+
+/* Constants that may differ between items. */
+static bool tqkv__joins(int constant)
+{
+    return constant == TQKV_FC_COLUMNS || constant == TQKV_FC_MANY_QUERIES || constant == TQKV_FC_SAME_SLOTS ||
+           constant == TQKV_FC_SHORT_STORE || constant == TQKV_FC_PAGES || constant == TQKV_FC_TREE;
+}
+
+static bool tqkv__sees_nothing(const tqkv__dispatch *attend) { return attend->args[0].attend.kv_len == 0; }
+
+/* Item i alone, with the scratch from *used on. An item without positions has no partial results. */
+static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *used, tqkv__dispatch d[2])
+{
+    const tqkv_result r = tqkv__plan_item(&b->items[i], b->q[i], tqkv__buffer_after(b->scratch, *used), b->out[i],
+                                          (size_t)TQKV__MOST_SUMS / (size_t)b->n, d);
+    if (r != TQKV_OK) return r;
+    if (!b->matrices && d->kernel.family == TQKV__ATTEND_MATRIX)
+        tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
+    if (tqkv__sees_nothing(d)) d[1].args[0].merge.n_partials = d[1].args[0].merge.before = 0;
+    const size_t bytes = tqkv__binding_at(d, 6)->size + tqkv__binding_at(d, 7)->size;
+    if (bytes > SIZE_MAX / 2 - *used) return TQKV__INVALID("scratch of more than SIZE_MAX / 2 bytes");
+    *used += bytes;
+    return TQKV_OK;
+}
+
+/* Adds the range of an item to that of all. */
+static tqkv_result tqkv__join_binding(tqkv__binding *all, const tqkv__binding *one)
+{
+    if (!one->size) return TQKV_OK;
+    if (one->at.offset % one->alignment || one->at.offset > SIZE_MAX / 2 || one->size > SIZE_MAX / 2)
+        return TQKV__INVALID("an offset of a batch's item is not aligned, or beyond any buffer");
+    if (!all->size) {
+        *all = *one;
+        return TQKV_OK;
+    }
+    if (all->at.buffer != one->at.buffer)
+        return TQKV__REFUSE(UNSUPPORTED, "the same array of a batch's items lies in different buffers");
+    const size_t end = all->at.offset + all->size, own_end = one->at.offset + one->size;
+    if (one->at.offset < all->at.offset) all->at.offset = one->at.offset;
+    all->size = (end > own_end ? end : own_end) - all->at.offset;
+    return TQKV_OK;
+}
+
+/* Adds the plan of an item to that of the items before it. */
+static tqkv_result tqkv__join(tqkv__dispatch *all, const tqkv__dispatch *one)
+{
+    const bool attend = one->kernel.family != TQKV__ATTEND_MERGE;
+    const tqkv__attend_args *args = &one->args[0].attend;
+    uint8_t *constants = all->kernel.constants;
+    bool same = all->kernel.family == one->kernel.family && all->kernel.head_dim == one->kernel.head_dim &&
+                all->kernel.value_dim == one->kernel.value_dim;
+    if (attend) same = same && all->grid[0] == one->grid[0] && all->args[0].attend.group == args->group;
+    for (int i = 0; i < TQKV__CONSTANTS; i++) {
+        const uint8_t own = one->kernel.constants[i];
+        if (!attend || !tqkv__joins(i)) same = same && constants[i] == own;
+        if (attend && tqkv__joins(i) && (i == TQKV_FC_SAME_SLOTS ? own < constants[i] : own > constants[i]))
+            constants[i] = own;
+    }
+    if (!same) return TQKV__REFUSE(UNSUPPORTED, "items of a batch differ in heads, formats, types or options");
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; r == TQKV_OK && i < one->n_bindings; i++)
+        r = tqkv__join_binding(&all->bindings[i], &one->bindings[i]);
+    if (one->n_simdgroups > all->n_simdgroups) all->n_simdgroups = one->n_simdgroups;
+    if (attend && args->sections_each > all->args[0].attend.sections_each)
+        all->args[0].attend.sections_each = args->sections_each;
+    return r;
+}
+
+/* All items' plans in one, and the bytes of scratch. */
+static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__dispatch d[2])
+{
+    bool paged = false, unpaged = false;
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; r == TQKV_OK && i < b->n; i++) {
+        tqkv__dispatch own[2];
+        if ((r = tqkv__plan_batch_item(b, i, used, own)) != TQKV_OK) return r;
+        if (b->items[i].sinks.buffer != b->items[0].sinks.buffer ||
+            b->items[i].sinks.offset != b->items[0].sinks.offset)
+            return TQKV__REFUSE(UNSUPPORTED, "items of a batch differ in their sinks");
+        const bool has_pages = own->kernel.constants[TQKV_FC_PAGES] > 1;
+        paged = paged || has_pages;
+        unpaged = unpaged || (!has_pages && !tqkv__sees_nothing(own));
+        if (i == 0) {
+            d[0] = own[0];
+            d[1] = own[1];
+        }
+        for (int j = 0; r == TQKV_OK && j < 2; j++) r = tqkv__join(&d[j], &own[j]);
+    }
+    if (r != TQKV_OK || !paged) return r;
+    if (unpaged) return TQKV__REFUSE(UNSUPPORTED, "some items of a batch have pages, others have none");
+    tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, true); /* items without positions look at no slot */
+    tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, false);
+    return TQKV_OK;
+}
+
+/* The place of an item's array in what is bound for all; 0 if it has none. */
+static bool tqkv__item_offset(const tqkv__binding *all, const tqkv__binding *one, size_t unit, uint32_t *offset)
+{
+    const size_t at = one->size ? (one->at.offset - all->at.offset) / unit : 0;
+    *offset = (uint32_t)at;
+    return at <= UINT32_MAX;
+}
+
+static tqkv_result tqkv__write_offsets(tqkv__dispatch all[2], tqkv__dispatch one[2], tqkv__batch_item *to)
+{
+    const struct {
+        int dispatch, bound, index; /* bound: where the kernel has it, index: in the plan of an item */
+        size_t unit;
+        uint32_t *offset;
+    } arrays[] = {{0, 1, 1, TQKV__ROWS_UNIT, &to->q}, {0, 2, 2, TQKV__CODES_UNIT, &to->key_codes},
+                  {0, 3, 3, 4, &to->key_norms},       {0, 4, 4, TQKV__CODES_UNIT, &to->value_codes},
+                  {0, 5, 5, 4, &to->value_norms},     {0, 6, 6, 4, &to->partial_out},
+                  {0, 6, 7, 4, &to->partial_state},   {0, 8, 8, 4, &to->key_center},
+                  {0, 9, 9, 4, &to->key_pages},       {0, 10, 10, 4, &to->value_pages},
+                  {0, 11, 11, 4, &to->tree},          {1, 4, 4, TQKV__ROWS_UNIT, &to->out},
+                  {1, 5, 5, 4, &to->value_center}};
+    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
+        tqkv__dispatch *bound = &all[arrays[i].dispatch], *own = &one[arrays[i].dispatch];
+        if (!tqkv__item_offset(tqkv__binding_at(bound, arrays[i].bound), tqkv__binding_at(own, arrays[i].index),
+                               arrays[i].unit, arrays[i].offset))
+            return TQKV__REFUSE(UNSUPPORTED, "arrays of a batch's items lie too far apart");
+    }
+    return TQKV_OK;
+}
+
+/* Writes the items, and counts their threadgroups and rows. */
+static tqkv_result tqkv__write_items(const tqkv__batch *b, tqkv__batch_item *items, tqkv__dispatch d[2])
+{
+    const size_t columns = (size_t)d->kernel.constants[TQKV_FC_COLUMNS] - 1;
+    size_t used = 0, groups = 0, n_rows = 0;
+    for (int i = 0; i < b->n; i++) {
+        tqkv__dispatch own[2];
+        tqkv_result r = tqkv__plan_batch_item(b, i, &used, own);
+        if (r == TQKV_OK) r = tqkv__write_offsets(d, own, &items[i]);
+        if (r != TQKV_OK) return r;
+        const size_t rows = (size_t)own->args[0].attend.n_queries * (size_t)own->args[0].attend.group;
+        items[i].attend = own[0].args[0].attend;
+        items[i].merge = own[1].args[0].merge;
+        items[i].n_items = b->n;
+        items[i].first_group = (int32_t)groups;
+        items[i].first_row = (int32_t)n_rows;
+        items[i].n_blocks = (int32_t)((rows + columns - 1) / columns);
+        groups += (size_t)items[i].n_blocks * own->grid[2];
+        n_rows += own[1].grid[0];
+        if (groups > INT_MAX || n_rows > INT_MAX) return TQKV__INVALID("a batch of 2^31 rows or threadgroups");
+    }
+    d[0].grid[1] = 1;
+    d[0].grid[2] = groups;
+    d[1].grid[0] = n_rows;
+    return TQKV_OK;
+}
+
+/* Whether outputs overlap. Those that ascend need no comparison of each with each. row: values of a row, in units */
+static bool tqkv__outputs_overlap(const tqkv__batch_item *items, int n, uint64_t row)
+{
+    bool ascend = true;
+    for (int i = 1; ascend && i < n; i++)
+        ascend = items[i].out >= items[i - 1].out + row * (uint64_t)items[i - 1].merge.n_rows;
+    for (int i = 0; !ascend && i < n; i++)
+        for (int j = 0; j < i; j++)
+            if (items[i].out < items[j].out + row * (uint64_t)items[j].merge.n_rows &&
+                items[j].out < items[i].out + row * (uint64_t)items[i].merge.n_rows)
+                return true;
+    return false;
+}
+
+/* What one dispatch for all items has in place of an item's: the items, all scratch, and a threadgroup's memory. */
+static void tqkv__plan_joined(const tqkv__batch *b, size_t used, tqkv__dispatch d[2])
+{
+    const int sums[2] = {6, 1}, items[2] = {TQKV__ITEMS_OF_ATTEND, TQKV__ITEMS_OF_MERGE};
+    for (int i = 0; i < 2; i++) {
+        tqkv__binding *scratch = tqkv__binding_at(&d[i], sums[i]), *at = tqkv__binding_at(&d[i], items[i]);
+        scratch->at = b->scratch;
+        scratch->size = used;
+        tqkv__binding_at(&d[i], sums[i] + 1)->size = 0; /* the items say where the states are */
+        at->at = b->arguments;
+        at->size = (size_t)b->n * sizeof(tqkv__batch_item);
+        at->alignment = 16;
+        tqkv__plan_constant(&d[i], TQKV_FC_BATCH, true);
+    }
+    tqkv__plan_columns(d, d->kernel.family == TQKV__ATTEND_MATRIX, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
+}
+
+TQKV_API tqkv_result tqkv__plan_batch(const tqkv__batch *b, tqkv__batch_item *arguments, tqkv__dispatch d[2])
+{
+    size_t used = 0;
+    memset(d, 0, 2 * sizeof *d);
+    if (b->n < 0) return TQKV__INVALID("n_items is negative");
+    if (b->n == 0) return TQKV_OK;
+    if (!b->items || !b->q || !b->out || !arguments) return TQKV__INVALID("items, q, out or the arguments are NULL");
+    tqkv_result r = tqkv__join_items(b, &used, d);
+    if (r != TQKV_OK) return r;
+    tqkv__plan_joined(b, used, d);
+    if ((r = tqkv__write_items(b, arguments, d)) != TQKV_OK) return r;
+    const int head_dim = d[1].kernel.head_dim * TQKV__DIM_UNIT, type = d[1].kernel.constants[TQKV_FC_TYPE] - 1;
+    const size_t row = (size_t)head_dim * tqkv__type_size((tqkv_type)type) / TQKV__ROWS_UNIT;
+    return tqkv__outputs_overlap(arguments, b->n, row) ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv__plan_batch_sizes(const tqkv_metal_attention *items, int n_items, size_t *arguments,
+                                            size_t *scratch)
+{
+    size_t all = 0, own = 0;
+    if (n_items < 0 || (n_items && !items)) return TQKV__INVALID("n_items is negative, or items is NULL");
+    if (!tqkv__size_multiply((size_t)n_items, sizeof(tqkv__batch_item), arguments))
+        return TQKV__INVALID("n_items is too large");
+    for (int i = 0; i < n_items; i++) {
+        const tqkv_result r = tqkv__plan_scratch_within(&items[i], (size_t)TQKV__MOST_SUMS / (size_t)n_items, &own);
+        if (r != TQKV_OK) return r;
+        if (own > SIZE_MAX - all) return TQKV__INVALID("scratch of more than SIZE_MAX bytes");
+        all += own;
+    }
+    *scratch = all;
+    return TQKV_OK;
 }
 
 TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
@@ -7328,7 +7614,7 @@ TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, 
     if (r != TQKV_OK) return r;
     rows_sizes[0] = a.q_elements * tqkv__type_size(a.call.query_type);
     rows_sizes[1] = a.out_elements * tqkv__type_size(a.call.output_type);
-    return tqkv__plan_most_scratch(&a, scratch_size);
+    return tqkv__plan_most_scratch(&a, TQKV__MOST_SUMS, scratch_size);
 }
 
 TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
@@ -7346,7 +7632,7 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
         b.sinks = tqkv__buffer_of_part(c, memory, a.call.sinks);
     else
         b.sinks.buffer = NULL;
-    return tqkv__plan_attention(&a, &b, d);
+    return tqkv__plan_attention(&a, &b, TQKV__MOST_SUMS, d);
 }
 
 TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)

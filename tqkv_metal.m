@@ -411,6 +411,32 @@ tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tq
     return tqkv__record(m, encoder, "attend", r, d, 2);
 }
 
+tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
+                                          size_t *arguments, size_t *scratch)
+{
+    if (!m || !arguments || !scratch) return TQKV_INVALID_ARGUMENT;
+    const tqkv_result r = tqkv__plan_batch_sizes(items, n_items, arguments, scratch);
+    return r == TQKV_OK ? r : tqkv__refuse(m, r, "attend_batch_sizes");
+}
+
+tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *items,
+                                    int n_items, const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
+                                    tqkv_metal_buffer scratch, const tqkv_metal_buffer *out)
+{
+    tqkv__dispatch d[2];
+    if (!m) return TQKV_INVALID_ARGUMENT;
+    const tqkv__batch batch = {items, n_items, q, out, arguments, scratch, m->matrices};
+    const size_t n = n_items > 0 ? (size_t)n_items : 0, most = SIZE_MAX / sizeof(tqkv__batch_item);
+    const tqkv__binding binding = {"arguments", 0,    arguments, (n < most ? n : most) * sizeof(tqkv__batch_item),
+                                   16,          false};
+    tqkv_result r = tqkv__check_binding(m, &binding);
+    if (r != TQKV_OK) return r;
+    char *bytes = n ? (char *)[(id<MTLBuffer>)arguments.buffer contents] : NULL;
+    if (n && !bytes) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "arguments: memory of the GPU alone");
+    r = tqkv__plan_batch(&batch, n ? (tqkv__batch_item *)(void *)(bytes + arguments.offset) : NULL, d);
+    return tqkv__record(m, encoder, "attend_batch", r, d, 2);
+}
+
 /* -- Memory that processor and GPU share -- */
 
 static tqkv__memory *tqkv__lend(tqkv_metal *m, size_t size)

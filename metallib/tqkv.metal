@@ -308,6 +308,7 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
                                 /* attend: the slots of keys and values */
 #define TQKV_FC_VALUE_PAGES 17  /* bool: encode_kv: the values' slots */
 #define TQKV_FC_TREE        18  /* bool: attend: a tree hides some of the newest n_queries positions */
+#define TQKV_FC_BATCH       19  /* bool: attend, attend_merge: arguments and offsets come from items */
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
@@ -427,6 +428,7 @@ typedef struct tqkv__attend_args {
     int32_t key_slots, value_slots;       /* of a KV head in memory: the capacity or, with pages, that of the pool */
     int32_t key_page_size, key_last_page; /* read if TQKV_FC_PAGES; the last page of the pool */
     int32_t value_page_size, value_last_page;
+    int32_t first_of_tree; /* read if TQKV_FC_TREE: position kv_len - n_queries, or INT_MAX without a tree */
 } tqkv__attend_args;
 
 typedef struct tqkv__merge_args {
@@ -438,9 +440,23 @@ typedef struct tqkv__merge_args {
     int32_t before;  /* those of the first section that are left out */
 } tqkv__merge_args;
 
+/* One call of a batch. The threadgroups of attend number blocks of query rows first, then splits, then items. Offsets
+   are from where the buffer is bound, in units of: */
+#define TQKV__ROWS_UNIT  2  /* bytes: q and out */
+#define TQKV__CODES_UNIT 16 /* codes; all others 4 */
+typedef struct tqkv__batch_item {
+    tqkv__attend_args attend;
+    tqkv__merge_args merge;
+    int32_t n_items, first_group, first_row; /* of the batch; threadgroups and query rows of the items before */
+    int32_t n_blocks;                        /* of query rows */
+    uint32_t q, key_codes, key_norms, value_codes, value_norms, partial_out, partial_state, key_center;
+    uint32_t key_pages, value_pages, tree, out, value_center;
+} tqkv__batch_item;
+
 /* The structs that C and the shaders share. */
-#define TQKV__SHARED_STRUCTS(row) row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args)
-enum { TQKV__N_SHARED_STRUCTS = 5 };
+#define TQKV__SHARED_STRUCTS(row)                                                                                      \
+    row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item)
+enum { TQKV__N_SHARED_STRUCTS = 6 };
 
 /* Output of the kernel `tables`: the tables and sizes that the shaders were compiled with. */
 typedef struct tqkv__table_report {
@@ -455,9 +471,10 @@ typedef struct tqkv__table_report {
 TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 92);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 96);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4536);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 188);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4540);
 
 // ---- shaders/common.h ----
 
@@ -509,6 +526,20 @@ inline uint lane_of_row(uint lane)
 
 // Start of a row. In 64 bits: a buffer may be larger than 4 GiB.
 inline ulong row_offset(uint row, uint values) { return ulong(row) * ulong(values); }
+
+// The item of a batch that has threadgroup `number` of attend or, with by_row, that query row: the last one that begins
+// there or before.
+inline uint item_of(constant tqkv__batch_item *items, uint number, bool by_row)
+{
+    uint low = 0, high = uint(items[0].n_items);
+    while (high - low > 1u) {
+        uint middle = (low + high) / 2u;
+        uint first = uint(by_row ? items[middle].first_row : items[middle].first_group);
+        low = first <= number ? middle : low;
+        high = first <= number ? high : middle;
+    }
+    return low;
+}
 
 // Slot of token t of the call. Slots wrap at most once.
 inline uint slot_of(constant tqkv__rows_args &args, uint token)
@@ -1122,6 +1153,7 @@ constant bool same_slots [[function_constant(TQKV_FC_SAME_SLOTS)]];
 constant bool short_store [[function_constant(TQKV_FC_SHORT_STORE)]];
 constant bool paged [[function_constant(TQKV_FC_PAGES)]];
 constant bool has_tree [[function_constant(TQKV_FC_TREE)]];
+constant bool batch [[function_constant(TQKV_FC_BATCH)]];
 
 inline int position_of_slot(constant tqkv__attend_args &args, uint slot)
 {
@@ -1169,15 +1201,12 @@ inline query_row next_row(constant tqkv__attend_args &args, query_row row)
 // The newest position that a query sees; negative if it sees none.
 inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.kv_len - args.n_queries + query; }
 
-// Where the newest n_queries positions begin; perhaps before 0. From here on a tree says what a query sees.
-inline int first_of_tree(constant tqkv__attend_args &args) { return args.kv_len - args.n_queries; }
-
 // Whether the query that sees up to `newest` sees a position up to there. tree: [n_queries][2], lower words first
 inline bool is_seen(constant tqkv__attend_args &args, device const uint *tree, int newest, int position)
 {
     if (args.window != 0 && position <= newest - args.window) return false;
-    if (!has_tree || position < first_of_tree(args)) return true;
-    uint query = uint(newest - first_of_tree(args)), bit = uint(position - first_of_tree(args));
+    if (!has_tree || position < args.first_of_tree) return true;
+    uint query = uint(newest - args.first_of_tree), bit = uint(position - args.first_of_tree);
     return (tree[query * 2u + bit / 32u] >> (bit % 32u) & 1u) != 0;
 }
 
@@ -1247,7 +1276,7 @@ inline stretch_range stretches_of_threadgroup(constant tqkv__attend_args &args, 
 // the tile before. The rows that a short store lacks belong to no tile.
 inline uint first_slot_of_tile(constant tqkv__attend_args &args, uint number)
 {
-    return short_store ? 0u : min(number * 32u, uint(args.key_capacity) - 32u);
+    return short_store && args.key_capacity < 32 ? 0u : min(number * 32u, uint(args.key_capacity) - 32u);
 }
 
 // Of the row of a tile; newer than all queries if the row belongs to another tile.
@@ -1378,6 +1407,25 @@ struct column_state {
     float sum[TQKV__MAX_COLUMNS(D)];               // of the weights
     float out[TQKV__MAX_COLUMNS(D)][LANE_SUMS(D)]; // sum of weight * value
 };
+
+// The arrays of an item of a batch, and its threadgroup `number` of the batch.
+inline void open_item(constant tqkv__batch_item &item, uint number, thread attend_task &task)
+{
+    uint own = number - uint(item.first_group), blocks = uint(item.n_blocks);
+    task.first_column = own % blocks * columns;
+    task.split = own / blocks;
+    task.q += row_offset(item.q, TQKV__ROWS_UNIT);
+    task.keys.codes += row_offset(item.key_codes, TQKV__CODES_UNIT);
+    task.keys.norms += item.key_norms;
+    task.values.codes += row_offset(item.value_codes, TQKV__CODES_UNIT);
+    task.values.norms += item.value_norms;
+    task.partial_state = task.partial_out + item.partial_state;
+    task.partial_out += item.partial_out;
+    task.center += item.key_center;
+    task.pages.keys += item.key_pages;
+    task.pages.values += item.value_pages;
+    task.tree += item.tree;
+}
 
 template <int D>
 inline stream_rows stream_of_head(uint format, device const uchar *codes, device const float *norms, int slots,
@@ -2081,7 +2129,7 @@ inline void attend_with_formats(constant tqkv__attend_args &args, thread const a
 // clang-format off
 #define ATTEND(NAME, D, V) \
     kernel void tqkv_attend_d##NAME( \
-        constant tqkv__attend_args &args [[buffer(0)]], \
+        constant tqkv__attend_args &call [[buffer(0)]], \
         device const uchar *q [[buffer(1)]], \
         device const uchar *key_codes [[buffer(2)]], \
         device const float *key_norms [[buffer(3)]], \
@@ -2093,6 +2141,7 @@ inline void attend_with_formats(constant tqkv__attend_args &args, thread const a
         device const int *key_pages [[buffer(9)]], \
         device const int *value_pages [[buffer(10)]], \
         device const uint *tree [[buffer(11)]], \
+        constant tqkv__batch_item *items [[buffer(12)]], \
         threadgroup float *tables [[threadgroup(0)]], \
         threadgroup float *queries [[threadgroup(1)]], \
         threadgroup float *weights [[threadgroup(2)]], \
@@ -2102,6 +2151,9 @@ inline void attend_with_formats(constant tqkv__attend_args &args, thread const a
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
+        uint item = batch ? item_of(items, group.z, false) : 0u; \
+        constant tqkv__attend_args &args = batch ? items[item].attend : call; \
+        if (batch && args.kv_len == 0) return; \
         attend_task task; \
         task.q = q; \
         task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_slots, group.x); \
@@ -2124,6 +2176,7 @@ inline void attend_with_formats(constant tqkv__attend_args &args, thread const a
         task.lane = lane; \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \
+        if (batch) open_item(items[item], group.z, task); \
         attend_with_formats<D, V>(args, task); \
     }
 // clang-format on
@@ -2573,7 +2626,7 @@ inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread 
 {
     uint slot = first_slot_of_tile(args, tile);
     int first = position_of_slot(args, slot), last = position_of_slot(args, slot + 31u);
-    if (has_tree && last >= first_of_tree(args)) return false;
+    if (has_tree && last >= args.first_of_tree) return false;
     return !short_store && slot == tile * 32u && last - first == 31 && last <= walk.least_newest &&
            (args.window == 0 || first > walk.most_newest - args.window);
 }
@@ -3039,7 +3092,7 @@ inline void attend_matrix_with_formats(constant tqkv__attend_args &args, thread 
 // clang-format off
 #define ATTEND_MATRIX(D) \
     kernel void tqkv_attend_matrix_d##D( \
-        constant tqkv__attend_args &args [[buffer(0)]], \
+        constant tqkv__attend_args &call [[buffer(0)]], \
         device const uchar *q [[buffer(1)]], \
         device const uchar *key_codes [[buffer(2)]], \
         device const float *key_norms [[buffer(3)]], \
@@ -3051,6 +3104,7 @@ inline void attend_matrix_with_formats(constant tqkv__attend_args &args, thread 
         device const int *key_pages [[buffer(9)]], \
         device const int *value_pages [[buffer(10)]], \
         device const uint *tree [[buffer(11)]], \
+        constant tqkv__batch_item *items [[buffer(12)]], \
         threadgroup float *tables [[threadgroup(0)]], \
         threadgroup float *queries [[threadgroup(1)]], \
         threadgroup float *sums [[threadgroup(2)]], \
@@ -3060,6 +3114,9 @@ inline void attend_matrix_with_formats(constant tqkv__attend_args &args, thread 
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
+        uint item = batch ? item_of(items, group.z, false) : 0u; \
+        constant tqkv__attend_args &args = batch ? items[item].attend : call; \
+        if (batch && args.kv_len == 0) return; \
         attend_task task; \
         task.q = q; \
         task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_slots, group.x); \
@@ -3082,6 +3139,7 @@ inline void attend_matrix_with_formats(constant tqkv__attend_args &args, thread 
         task.lane = lane; \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \
+        if (batch) open_item(items[item], group.z, task); \
         attend_matrix_with_formats<D>(args, task); \
     }
 // clang-format on
@@ -3113,6 +3171,16 @@ struct merge_task {
     device const float *center; // [n_kv_heads][D]
     uint lane, part, simdgroup, n_simdgroups; // part: which neighbours the lane has
 };
+
+// The arrays of an item of a batch.
+inline void open_merge_item(constant tqkv__batch_item &item, thread merge_task &task)
+{
+    task.row -= uint(item.first_row);
+    task.partial_state = task.partial_out + item.partial_state;
+    task.partial_out += item.partial_out;
+    task.out += row_offset(item.out, TQKV__ROWS_UNIT);
+    task.center += item.value_center;
+}
 
 // The sums of a row over some positions, the values across the lanes: E neighbours a lane. Where 32 does not divide D
 // the upper lanes repeat the lower ones. Only the rotation needs the layout of load_row.
@@ -3225,7 +3293,7 @@ inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &
     for (uint first = 0; first < n_sections; first += task.n_simdgroups)
         add_sections<D>(args, task, first, n_sections, total);
     if (task.simdgroup != 0) return;
-    if (task.shifted) total.maximum += task.partial_state[ulong(task.row) * 2u];
+    if (task.shifted && args.n_partials > 0) total.maximum += task.partial_state[ulong(task.row) * 2u];
     shares both = shares_of(total.maximum, task.sink);
     float sum = both.kept * total.sum + (task.sink == -INFINITY ? 0.0f : both.added), x[TQKV_LANE_VALUES(D)];
     TQKV_UNROLL
@@ -3250,23 +3318,27 @@ constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
 constant bool value_centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
 constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 // row_type: declared above
+// batch: declared above
 
 // partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_rows][D]
 // clang-format off
 #define ATTEND_MERGE(D) \
     kernel void tqkv_attend_merge_d##D( \
-        constant tqkv__merge_args &args [[buffer(0)]], \
+        constant tqkv__merge_args &call [[buffer(0)]], \
         device const float *partial_out [[buffer(1)]], \
         device const float *partial_state [[buffer(2)]], \
         device const float *sinks [[buffer(3)]], \
         device uchar *out [[buffer(4)]], \
         device const float *center [[buffer(5)]], \
+        constant tqkv__batch_item *items [[buffer(6)]], \
         threadgroup float *shared [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint lane [[thread_index_in_simdgroup]], \
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
+        uint item = batch ? item_of(items, group.x, true) : 0u; \
+        constant tqkv__merge_args &args = batch ? items[item].merge : call; \
         merge_task task; \
         task.partial_out = partial_out; \
         task.partial_state = partial_state; \
@@ -3274,7 +3346,6 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         task.shared = shared; \
         task.row = group.x; \
         task.type = row_type; \
-        task.sink = has_sinks ? sinks[group.x % uint(args.n_heads)] * TQKV_LOG2E : -INFINITY; \
         task.unrotate = unrotate; \
         task.shifted = key_centered; \
         task.centered = value_centered; \
@@ -3284,6 +3355,8 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         task.part = lane % uint(TQKV__NORM_LANES(D)); \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \
+        if (batch) open_merge_item(items[item], task); \
+        task.sink = has_sinks ? sinks[task.row % uint(args.n_heads)] * TQKV_LOG2E : -INFINITY; \
         merge_row<D>(args, task); \
     }
 // clang-format on

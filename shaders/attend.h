@@ -77,6 +77,25 @@ struct column_state {
     float out[TQKV__MAX_COLUMNS(D)][LANE_SUMS(D)]; // sum of weight * value
 };
 
+// The arrays of an item of a batch, and its threadgroup `number` of the batch.
+inline void open_item(constant tqkv__batch_item &item, uint number, thread attend_task &task)
+{
+    uint own = number - uint(item.first_group), blocks = uint(item.n_blocks);
+    task.first_column = own % blocks * columns;
+    task.split = own / blocks;
+    task.q += row_offset(item.q, TQKV__ROWS_UNIT);
+    task.keys.codes += row_offset(item.key_codes, TQKV__CODES_UNIT);
+    task.keys.norms += item.key_norms;
+    task.values.codes += row_offset(item.value_codes, TQKV__CODES_UNIT);
+    task.values.norms += item.value_norms;
+    task.partial_state = task.partial_out + item.partial_state;
+    task.partial_out += item.partial_out;
+    task.center += item.key_center;
+    task.pages.keys += item.key_pages;
+    task.pages.values += item.value_pages;
+    task.tree += item.tree;
+}
+
 template <int D>
 inline stream_rows stream_of_head(uint format, device const uchar *codes, device const float *norms, int slots,
                                   uint kv_head)

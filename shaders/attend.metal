@@ -7,7 +7,7 @@
 // clang-format off
 #define ATTEND(NAME, D, V) \
     kernel void tqkv_attend_d##NAME( \
-        constant tqkv__attend_args &args [[buffer(0)]], \
+        constant tqkv__attend_args &call [[buffer(0)]], \
         device const uchar *q [[buffer(1)]], \
         device const uchar *key_codes [[buffer(2)]], \
         device const float *key_norms [[buffer(3)]], \
@@ -19,6 +19,7 @@
         device const int *key_pages [[buffer(9)]], \
         device const int *value_pages [[buffer(10)]], \
         device const uint *tree [[buffer(11)]], \
+        constant tqkv__batch_item *items [[buffer(12)]], \
         threadgroup float *tables [[threadgroup(0)]], \
         threadgroup float *queries [[threadgroup(1)]], \
         threadgroup float *weights [[threadgroup(2)]], \
@@ -28,6 +29,9 @@
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
+        uint item = batch ? item_of(items, group.z, false) : 0u; \
+        constant tqkv__attend_args &args = batch ? items[item].attend : call; \
+        if (batch && args.kv_len == 0) return; \
         attend_task task; \
         task.q = q; \
         task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_slots, group.x); \
@@ -50,6 +54,7 @@
         task.lane = lane; \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \
+        if (batch) open_item(items[item], group.z, task); \
         attend_with_formats<D, V>(args, task); \
     }
 // clang-format on

@@ -285,7 +285,7 @@ inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread 
 {
     uint slot = first_slot_of_tile(args, tile);
     int first = position_of_slot(args, slot), last = position_of_slot(args, slot + 31u);
-    if (has_tree && last >= first_of_tree(args)) return false;
+    if (has_tree && last >= args.first_of_tree) return false;
     return !short_store && slot == tile * 32u && last - first == 31 && last <= walk.least_newest &&
            (args.window == 0 || first > walk.most_newest - args.window);
 }

@@ -6,7 +6,7 @@
 // clang-format off
 #define ATTEND_MATRIX(D) \
     kernel void tqkv_attend_matrix_d##D( \
-        constant tqkv__attend_args &args [[buffer(0)]], \
+        constant tqkv__attend_args &call [[buffer(0)]], \
         device const uchar *q [[buffer(1)]], \
         device const uchar *key_codes [[buffer(2)]], \
         device const float *key_norms [[buffer(3)]], \
@@ -18,6 +18,7 @@
         device const int *key_pages [[buffer(9)]], \
         device const int *value_pages [[buffer(10)]], \
         device const uint *tree [[buffer(11)]], \
+        constant tqkv__batch_item *items [[buffer(12)]], \
         threadgroup float *tables [[threadgroup(0)]], \
         threadgroup float *queries [[threadgroup(1)]], \
         threadgroup float *sums [[threadgroup(2)]], \
@@ -27,6 +28,9 @@
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
+        uint item = batch ? item_of(items, group.z, false) : 0u; \
+        constant tqkv__attend_args &args = batch ? items[item].attend : call; \
+        if (batch && args.kv_len == 0) return; \
         attend_task task; \
         task.q = q; \
         task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_slots, group.x); \
@@ -49,6 +53,7 @@
         task.lane = lane; \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \
+        if (batch) open_item(items[item], group.z, task); \
         attend_matrix_with_formats<D>(args, task); \
     }
 // clang-format on

@@ -7,23 +7,27 @@ constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
 constant bool value_centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
 constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
+constant bool batch [[function_constant(TQKV_FC_BATCH)]];
 
 // partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_rows][D]
 // clang-format off
 #define ATTEND_MERGE(D) \
     kernel void tqkv_attend_merge_d##D( \
-        constant tqkv__merge_args &args [[buffer(0)]], \
+        constant tqkv__merge_args &call [[buffer(0)]], \
         device const float *partial_out [[buffer(1)]], \
         device const float *partial_state [[buffer(2)]], \
         device const float *sinks [[buffer(3)]], \
         device uchar *out [[buffer(4)]], \
         device const float *center [[buffer(5)]], \
+        constant tqkv__batch_item *items [[buffer(6)]], \
         threadgroup float *shared [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint lane [[thread_index_in_simdgroup]], \
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
+        uint item = batch ? item_of(items, group.x, true) : 0u; \
+        constant tqkv__merge_args &args = batch ? items[item].merge : call; \
         merge_task task; \
         task.partial_out = partial_out; \
         task.partial_state = partial_state; \
@@ -31,7 +35,6 @@ constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
         task.shared = shared; \
         task.row = group.x; \
         task.type = row_type; \
-        task.sink = has_sinks ? sinks[group.x % uint(args.n_heads)] * TQKV_LOG2E : -INFINITY; \
         task.unrotate = unrotate; \
         task.shifted = key_centered; \
         task.centered = value_centered; \
@@ -41,6 +44,8 @@ constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
         task.part = lane % uint(TQKV__NORM_LANES(D)); \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \
+        if (batch) open_merge_item(items[item], task); \
+        task.sink = has_sinks ? sinks[task.row % uint(args.n_heads)] * TQKV_LOG2E : -INFINITY; \
         merge_row<D>(args, task); \
     }
 // clang-format on

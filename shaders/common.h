@@ -48,6 +48,20 @@ inline uint lane_of_row(uint lane)
 // Start of a row. In 64 bits: a buffer may be larger than 4 GiB.
 inline ulong row_offset(uint row, uint values) { return ulong(row) * ulong(values); }
 
+// The item of a batch that has threadgroup `number` of attend or, with by_row, that query row: the last one that begins
+// there or before.
+inline uint item_of(constant tqkv__batch_item *items, uint number, bool by_row)
+{
+    uint low = 0, high = uint(items[0].n_items);
+    while (high - low > 1u) {
+        uint middle = (low + high) / 2u;
+        uint first = uint(by_row ? items[middle].first_row : items[middle].first_group);
+        low = first <= number ? middle : low;
+        high = first <= number ? high : middle;
+    }
+    return low;
+}
+
 // Slot of token t of the call. Slots wrap at most once.
 inline uint slot_of(constant tqkv__rows_args &args, uint token)
 {

@@ -22,6 +22,16 @@ struct merge_task {
     uint lane, part, simdgroup, n_simdgroups; // part: which neighbours the lane has
 };
 
+// The arrays of an item of a batch.
+inline void open_merge_item(constant tqkv__batch_item &item, thread merge_task &task)
+{
+    task.row -= uint(item.first_row);
+    task.partial_state = task.partial_out + item.partial_state;
+    task.partial_out += item.partial_out;
+    task.out += row_offset(item.out, TQKV__ROWS_UNIT);
+    task.center += item.value_center;
+}
+
 // The sums of a row over some positions, the values across the lanes: E neighbours a lane. Where 32 does not divide D
 // the upper lanes repeat the lower ones. Only the rotation needs the layout of load_row.
 #define MERGE_VALUES(D) ((D) / TQKV__NORM_LANES(D))
@@ -133,7 +143,7 @@ inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &
     for (uint first = 0; first < n_sections; first += task.n_simdgroups)
         add_sections<D>(args, task, first, n_sections, total);
     if (task.simdgroup != 0) return;
-    if (task.shifted) total.maximum += task.partial_state[ulong(task.row) * 2u];
+    if (task.shifted && args.n_partials > 0) total.maximum += task.partial_state[ulong(task.row) * 2u];
     shares both = shares_of(total.maximum, task.sink);
     float sum = both.kept * total.sum + (task.sink == -INFINITY ? 0.0f : both.added), x[TQKV_LANE_VALUES(D)];
     TQKV_UNROLL

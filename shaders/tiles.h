@@ -12,6 +12,7 @@ constant bool same_slots [[function_constant(TQKV_FC_SAME_SLOTS)]];
 constant bool short_store [[function_constant(TQKV_FC_SHORT_STORE)]];
 constant bool paged [[function_constant(TQKV_FC_PAGES)]];
 constant bool has_tree [[function_constant(TQKV_FC_TREE)]];
+constant bool batch [[function_constant(TQKV_FC_BATCH)]];
 
 inline int position_of_slot(constant tqkv__attend_args &args, uint slot)
 {
@@ -59,15 +60,12 @@ inline query_row next_row(constant tqkv__attend_args &args, query_row row)
 // The newest position that a query sees; negative if it sees none.
 inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.kv_len - args.n_queries + query; }
 
-// Where the newest n_queries positions begin; perhaps before 0. From here on a tree says what a query sees.
-inline int first_of_tree(constant tqkv__attend_args &args) { return args.kv_len - args.n_queries; }
-
 // Whether the query that sees up to `newest` sees a position up to there. tree: [n_queries][2], lower words first
 inline bool is_seen(constant tqkv__attend_args &args, device const uint *tree, int newest, int position)
 {
     if (args.window != 0 && position <= newest - args.window) return false;
-    if (!has_tree || position < first_of_tree(args)) return true;
-    uint query = uint(newest - first_of_tree(args)), bit = uint(position - first_of_tree(args));
+    if (!has_tree || position < args.first_of_tree) return true;
+    uint query = uint(newest - args.first_of_tree), bit = uint(position - args.first_of_tree);
     return (tree[query * 2u + bit / 32u] >> (bit % 32u) & 1u) != 0;
 }
 
@@ -137,7 +135,7 @@ inline stretch_range stretches_of_threadgroup(constant tqkv__attend_args &args, 
 // the tile before. The rows that a short store lacks belong to no tile.
 inline uint first_slot_of_tile(constant tqkv__attend_args &args, uint number)
 {
-    return short_store ? 0u : min(number * 32u, uint(args.key_capacity) - 32u);
+    return short_store && args.key_capacity < 32 ? 0u : min(number * 32u, uint(args.key_capacity) - 32u);
 }
 
 // Of the row of a tile; newer than all queries if the row belongs to another tile.

@@ -207,7 +207,7 @@ void fill_stream(const tqkv_store &s, uint32_t seed)
     float *source = device_array<float>(n);
     for (int first = 0; first < (opt.list ? 1 : s.capacity); first += piece) {
         if (!opt.list) bench_fill(source, n, seed + (uint32_t)first, stream);
-        encode(s, source, piece, first);
+        encode(s, source, std::min(piece, s.capacity - first), first);
     }
     if (opt.list) return;
     CUDA(cudaStreamSynchronize(stream));
@@ -470,6 +470,182 @@ void bench_decode(tqkv_format format, int head_dim, int positions)
     free_stream(s);
 }
 
+// ---- Batches ----
+
+enum { SEQUENCES = 16, LONGEST = 8000, PAGE_SIZE = 64 };
+
+// The pages of sequence i lie between those of all others: page p of the pool is page p / SEQUENCES of one of them.
+struct sequences {
+    tqkv_store keys, values;
+    int32_t *pages;                          // of all sequences, on the device
+    std::vector<int> first, length;          // of each table, of each sequence
+    std::vector<tqkv_metal_store> streams;   // [SEQUENCES][2]
+    std::vector<tqkv_metal_attention> calls; // then one over all pages
+};
+
+void place_pages(sequences &s, int n_pages)
+{
+    std::vector<int32_t> pages;
+    for (int i = 0; i < SEQUENCES; i++) {
+        s.length.push_back(LONGEST / SEQUENCES * (i + 1));
+        s.first.push_back((int)pages.size());
+        for (int p = 0; p < (s.length.back() + PAGE_SIZE - 1) / PAGE_SIZE; p++) pages.push_back(0);
+    }
+    for (size_t i = 0; i < pages.size(); i++) pages[i] = (int32_t)(i * 7919 % pages.size()); // a prime: all of them
+    s.first.push_back(0);
+    s.length.push_back(n_pages * PAGE_SIZE);
+    static int32_t not_read; // NULL would be no table
+    s.pages = opt.list ? &not_read : device_array<int32_t>(pages.size());
+    if (!opt.list) CUDA(cudaMemcpy(s.pages, pages.data(), pages.size() * sizeof(int32_t), cudaMemcpyHostToDevice));
+}
+
+int pages_of_sequences()
+{
+    int n = 0;
+    for (int i = 1; i <= SEQUENCES; i++) n += (LONGEST / SEQUENCES * i + PAGE_SIZE - 1) / PAGE_SIZE;
+    return n;
+}
+
+void make_sequences(tqkv_format key_format, tqkv_format value_format, int group, uint32_t seed, sequences &s)
+{
+    const int n_pages = pages_of_sequences();
+    s.keys = make_stream(key_format, 128, n_pages * PAGE_SIZE);
+    s.values = make_stream(value_format, 128, n_pages * PAGE_SIZE);
+    fill_stream(s.keys, seed);
+    fill_stream(s.values, seed + 500);
+    place_pages(s, n_pages);
+    for (int i = 0; i <= SEQUENCES; i++)
+        for (const tqkv_store *from : {&s.keys, &s.values}) {
+            s.streams.push_back(gpu_store(from));
+            s.streams.back().shape.page_size = PAGE_SIZE;
+            s.streams.back().shape.n_pages = (s.length[(size_t)i] + PAGE_SIZE - 1) / PAGE_SIZE;
+            s.streams.back().pages = {s.pages, (size_t)s.first[(size_t)i] * sizeof(int32_t)};
+        }
+    for (size_t i = 0; i <= SEQUENCES; i++) {
+        tqkv_metal_attention a = {};
+        a.keys = &s.streams[2 * i];
+        a.values = &s.streams[2 * i + 1];
+        a.attention.n_heads = group * N_KV_HEADS;
+        a.attention.end = s.length[i];
+        s.calls.push_back(a);
+    }
+}
+
+// Queries, outputs, scratch and arguments for the calls over some sequences.
+struct batch_memory {
+    float *q, *out, *scratch;
+    tqkv__batch_item *items;
+    std::vector<tqkv__batch_item> planned;
+    std::vector<tqkv_metal_buffer> qs, outs;
+    size_t row;
+};
+
+batch_memory make_batch_memory(const sequences &s, int group)
+{
+    batch_memory m = {};
+    size_t arguments, bytes = 0, own;
+    m.row = (size_t)(group * N_KV_HEADS * 128);
+    check_plan(tqkv__plan_batch_sizes(s.calls.data(), SEQUENCES, &arguments, &bytes));
+    check_plan(tqkv__plan_scratch(&s.calls[SEQUENCES], &own));
+    m.q = device_array<float>(m.row * SEQUENCES);
+    m.out = device_array<float>(m.row * SEQUENCES);
+    m.scratch = device_array<float>(std::max(bytes, own) / sizeof(float));
+    m.items = device_array<tqkv__batch_item>(SEQUENCES);
+    m.planned.resize(SEQUENCES);
+    for (size_t i = 0; i < SEQUENCES; i++) {
+        m.qs.push_back({m.q, i * m.row * sizeof(float)});
+        m.outs.push_back({m.out, i * m.row * sizeof(float)});
+    }
+    if (!opt.list) bench_fill(m.q, m.row * SEQUENCES, 78, stream);
+    return m;
+}
+
+void plan_batch(const sequences &s, batch_memory &m, tqkv__dispatch d[2])
+{
+    const tqkv__batch batch = {s.calls.data(),         SEQUENCES,           m.qs.data(),
+                               m.outs.data(),          gpu_buffer(m.items), gpu_buffer(m.scratch),
+                               opt.kernel != GPU_LANES};
+    check_plan(tqkv__plan_batch(&batch, m.planned.data(), d));
+}
+
+void attend_sequence(const sequences &s, const batch_memory &m, size_t i)
+{
+    tqkv__dispatch d[2];
+    const size_t at = i < SEQUENCES ? i : 0;
+    check_plan(tqkv__plan_attend(&s.calls[i], m.qs[at], gpu_buffer(m.scratch), m.outs[at], d));
+    for (const tqkv__dispatch &one : d) launch(one);
+}
+
+// Both ways must write the same bits.
+void check_batch(const std::string &name, const batch_memory &m, const std::function<void()> &loop,
+                 const std::function<void()> &all)
+{
+    const size_t n = m.row * SEQUENCES;
+    std::vector<float> alone(n), together(n);
+    loop();
+    CUDA(cudaStreamSynchronize(stream));
+    CUDA(cudaMemcpy(alone.data(), m.out, n * sizeof(float), cudaMemcpyDeviceToHost));
+    CUDA(cudaMemset(m.out, 0xff, n * sizeof(float)));
+    all();
+    CUDA(cudaStreamSynchronize(stream));
+    CUDA(cudaMemcpy(together.data(), m.out, n * sizeof(float), cudaMemcpyDeviceToHost));
+    const bool same = !memcmp(alone.data(), together.data(), n * sizeof(float));
+    printf("%s %s\n", same ? "same_bits" : "WRONG", name.c_str());
+    n_wrong += !same;
+}
+
+void free_batch(const sequences &s, const batch_memory &m)
+{
+    free_stream(s.keys);
+    free_stream(s.values);
+    for (void *pointer : {(void *)s.pages, (void *)m.q, (void *)m.out, (void *)m.scratch, (void *)m.items})
+        CUDA(cudaFree(pointer));
+}
+
+// One query of each of 16 sequences of 500 to 8000 positions, over one pool: all in one call, one call each, and one
+// sequence of as many positions.
+void bench_batch(tqkv_format key_format, tqkv_format value_format, int group)
+{
+    const std::string name = std::string("batch/") + tqkv_format_name(key_format) + "_" +
+                             tqkv_format_name(value_format) + "/d128/g" + std::to_string(group) + "/16";
+    std::vector<sequences> copies(opt.list || opt.check ? 1 : 4); // together several times the L2
+    if (!is_wanted(name)) return;
+    for (size_t i = 0; i < copies.size(); i++)
+        make_sequences(key_format, value_format, group, 10 + (uint32_t)i, copies[i]);
+    std::vector<std::vector<tqkv__dispatch>> plans;
+    std::vector<batch_memory> memory;
+    for (sequences &s : copies) {
+        tqkv__dispatch d[2];
+        memory.push_back(make_batch_memory(s, group));
+        plan_batch(s, memory.back(), d);
+        if (!opt.list)
+            CUDA(cudaMemcpy(memory.back().items, memory.back().planned.data(), SEQUENCES * sizeof(tqkv__batch_item),
+                            cudaMemcpyHostToDevice));
+        plans.push_back({d[0], d[1]});
+    }
+    const auto all = [&](int i) {
+        for (const tqkv__dispatch &d : plans[(size_t)i]) launch(d);
+    };
+    const auto loop = [&](int i) {
+        for (size_t j = 0; j < SEQUENCES; j++) attend_sequence(copies[(size_t)i], memory[(size_t)i], j);
+    };
+    const auto one = [&](int i) { attend_sequence(copies[(size_t)i], memory[(size_t)i], SEQUENCES); };
+    if (opt.list) {
+        all(0);
+        loop(0);
+        return one(0);
+    }
+    check_batch(
+        name, memory[0], [&] { loop(0); }, [&] { all(0); });
+    if (opt.check) return;
+    report(name, time_calls((int)copies.size(), all));
+    report(name + "/loop", time_calls((int)copies.size(), loop));
+    report(name + "/one_sequence", time_calls((int)copies.size(), one));
+    report_ratio(name + "/loop", times[name + "/loop"] / times[name]);
+    report_ratio(name + "/one_sequence", times[name + "/one_sequence"] / times[name]);
+    for (size_t i = 0; i < copies.size(); i++) free_batch(copies[i], memory[i]);
+}
+
 void bench_all()
 {
     const tqkv_format formats[] = {TQKV_F16, TQKV_I8, TQKV_TQ8, TQKV_TQ5, TQKV_TQ4, TQKV_TQ3, TQKV_TQ2};
@@ -481,6 +657,7 @@ void bench_all()
     for (tqkv_format f : formats)
         for (int positions : {131072, 1048576}) bench_attention(f, f, 128, positions, groups);
     bench_attention(TQKV_I8, TQKV_TQ4, 128, 131072, groups);
+    for (int group : {2, 4}) bench_batch(TQKV_I8, TQKV_TQ4, group);
     for (int head_dim : {80, 96, 192})
         for (tqkv_format f : {TQKV_F16, TQKV_I8, TQKV_TQ4}) bench_attention(f, f, head_dim, 131072, groups);
     for (tqkv_format f : {TQKV_F16, TQKV_I8, TQKV_TQ4}) {

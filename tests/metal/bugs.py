@@ -201,11 +201,17 @@ BUGS = {
     "left_out_token_stored": (
         "shaders/encode.h", "if (target.paged) at.exists", "if (false) at.exists", "encode", (64,), "asan",
         "pages/bad_entries", "AddressSanitizer"),
+    "item_before": (
+        "shaders/common.h", "low = first <= number ? middle : low;", "low = first < number ? middle : low;", "attend_merge",
+        (64,), "plain", "batch/", "other bits alone"),
+    "split_of_a_batch_by_first_row": (
+        "shaders/attend.h", "task.split = own / blocks;", "task.split = own;", "attend", (64,), "plain", "batch/",
+        "FAIL batch/"),
     "tree_by_lanes": (
         "shaders/tiles.h", "tree[query * 2u + bit / 32u]", "tree[query * 2u]", "attend", (64,), "plain", "attend/tree/64",
         "relative error"),
     "tree_ignored_by_matrices": (
-        "shaders/attend_matrix.h", "if (has_tree && last >= first_of_tree(args)) return false;", "", "attend_matrix", (64,),
+        "shaders/attend_matrix.h", "if (has_tree && last >= args.first_of_tree) return false;", "", "attend_matrix", (64,),
         "plain", "attend/tree/64", "by matrices"),
 }
 

@@ -303,6 +303,94 @@ std::string gpu_attend(const tqkv_attention *a, const void *q, void *out, gpu_sp
     return wrong.empty() ? gpu_run(d[1]) : wrong;
 }
 
+namespace
+{
+
+// Arrays behind one another in one buffer, each at a multiple of 16 bytes.
+struct block {
+    std::vector<char> bytes;
+    size_t used = 16;
+    explicit block(size_t size) : bytes(size) {}
+    tqkv_metal_buffer put(const void *from, size_t size);
+};
+
+tqkv_metal_buffer block::put(const void *from, size_t size)
+{
+    const tqkv_metal_buffer at = {bytes.data(), used};
+    if (!from || !size) return {nullptr, 0};
+    memcpy(bytes.data() + used, from, size);
+    used += (size + 31) / 16 * 16; // and a gap
+    return at;
+}
+
+size_t values_size(const tqkv_attention &a, tqkv_type type, int head_dim)
+{
+    return (size_t)a.n_queries * (size_t)a.n_heads * (size_t)head_dim * (type == TQKV_TYPE_F32 ? 4 : 2);
+}
+
+tqkv_metal_store put_store(block &to, const tqkv_store &s)
+{
+    tqkv_metal_store store = gpu_store(&s);
+    store.codes = to.put(s.codes, s.codes_size);
+    store.norms = to.put(s.norms, s.norms_size);
+    store.center = to.put(s.center, (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float));
+    store.pages = to.put(s.pages, (size_t)s.n_pages * sizeof(int32_t));
+    if (s.pages && !s.n_pages) store.pages = {to.bytes.data(), 0};
+    return store;
+}
+
+size_t size_of_items(const std::vector<tqkv_attention> &items)
+{
+    size_t size = 4096;
+    for (const tqkv_attention &a : items) {
+        for (const tqkv_store *s : {a.keys, a.values})
+            size += s->codes_size + s->norms_size + (size_t)(s->n_kv_heads * s->head_dim + s->n_pages) * 4 + 128;
+        size += values_size(a, a.query_type, a.keys->head_dim) + (size_t)a.n_queries * 8 + 64;
+    }
+    return size;
+}
+
+} // namespace
+
+std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std::vector<const void *> &q,
+                             const std::vector<void *> &out, bool lanes)
+{
+    const size_t n = items.size();
+    block in(size_of_items(items));
+    std::vector<tqkv_metal_store> stores;
+    std::vector<tqkv_metal_attention> metal(n);
+    std::vector<tqkv_metal_buffer> qs, outs;
+    const tqkv_metal_buffer sinks = in.put(items[0].sinks, (size_t)items[0].n_heads * sizeof(float));
+    size_t out_size = 0, arguments_size = 0, scratch_size = 0;
+    stores.reserve(2 * n);
+    for (size_t i = 0; i < n; i++) {
+        for (const tqkv_store *s : {items[i].keys, items[i].values}) stores.push_back(put_store(in, *s));
+        metal[i].attention = items[i];
+        metal[i].keys = &stores[2 * i];
+        metal[i].values = &stores[2 * i + 1];
+        metal[i].sinks = sinks;
+        metal[i].tree = in.put(items[i].tree, (size_t)items[i].n_queries * sizeof(uint64_t));
+        qs.push_back(in.put(q[i], values_size(items[i], items[i].query_type, items[i].keys->head_dim)));
+        outs.push_back({nullptr, out_size});
+        out_size += values_size(items[i], items[i].output_type, items[i].values->head_dim);
+    }
+    tqkv_result r = tqkv__plan_batch_sizes(metal.data(), (int)n, &arguments_size, &scratch_size);
+    std::vector<char> results(out_size, (char)0xff);
+    std::vector<float> scratch(scratch_size / sizeof(float), NAN);
+    std::vector<tqkv__batch_item> arguments(n);
+    for (tqkv_metal_buffer &b : outs) b.buffer = results.data();
+    const tqkv__batch batch = {
+        metal.data(), (int)n, qs.data(), outs.data(), gpu_buffer(arguments.data()), gpu_buffer(scratch.data()), !lanes};
+    tqkv__dispatch d[2];
+    if (r == TQKV_OK) r = tqkv__plan_batch(&batch, arguments.data(), d);
+    std::string wrong = run_planned(r, d[0]);
+    if (wrong.empty()) wrong = gpu_run(d[1]);
+    for (size_t i = 0; i < n; i++)
+        memcpy(out[i], results.data() + outs[i].offset,
+               values_size(items[i], items[i].output_type, items[i].values->head_dim));
+    return wrong;
+}
+
 std::string gpu_tables(tqkv__table_report *report)
 {
     tqkv__dispatch d;

@@ -85,6 +85,9 @@ std::string gpu_probe(const tqkv_store *s, const void *src, int n_tokens, float 
 std::string gpu_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, void *dst);
 std::string gpu_rotate(float *rows, int n_rows, int head_dim, bool unrotate);
 std::string gpu_attend(const tqkv_attention *a, const void *q, void *out, gpu_split split);
+// Copies what the items read into one block of memory. With lanes attend takes the place of attend_matrix.
+std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std::vector<const void *> &q,
+                             const std::vector<void *> &out, bool lanes);
 std::string gpu_tables(tqkv__table_report *report);
 
 #endif

@@ -1,6 +1,8 @@
 // Page tables: the bytes and bits of a linear store, whatever the table. Pools hold NaN where no sequence has a position.
+// Batches: the bits of each item alone.
 #include "shader_cases.h"
 #include <algorithm>
+#include <memory>
 
 namespace
 {
@@ -309,6 +311,85 @@ void run_attend(const void *parameters)
     attend_tear_down(&problem);
 }
 
+// ---- Batches ----
+
+// An item of a batch, with stores of its own.
+struct item {
+    attend_problem problem;
+    std::unique_ptr<pool> keys, values;
+    tqkv_attention attention;
+    std::vector<float> expected, got;
+    item(const attend_row &row, bool paged, data_random *random);
+    ~item() { attend_tear_down(&problem); }
+    item(const item &) = delete;
+};
+
+item::item(const attend_row &row, bool paged, data_random *random)
+{
+    attend_set_up(&problem, &row);
+    attention = problem.attention;
+    expected.assign(problem.n_rows * problem.value_dim, NAN);
+    got = expected;
+    if (!paged) return;
+    keys.reset(new pool(problem.keys, 64, row.key_capacity, random));
+    values.reset(new pool(problem.values, 128, row.key_capacity, random));
+    attention.keys = &keys->store;
+    attention.values = &values->store;
+    copy_seen(attention, problem.keys, keys.get(), random);
+    copy_seen(attention, problem.values, values.get(), random);
+}
+
+// What the items of a batch may differ in.
+attend_row row_of_item(const attend_row &common, int seed, bool paged, data_random *random)
+{
+    attend_row row = common;
+    row.end = 1 + data_below(random, seed % 3 ? 60 : 300);
+    row.key_capacity = row.value_capacity = paged ? 384 : (int)row.end + data_below(random, 40);
+    row.n_queries = data_below(random, 3) ? 1 : 1 + data_below(random, 9);
+    row.tree = row.n_queries > 1 && data_below(random, 2);
+    row.window = data_below(random, 4) ? 0 : 1 + data_below(random, 50);
+    row.scale = data_below(random, 3) ? 0.0f : 0.05f;
+    row.key_ring = !paged && data_below(random, 4) == 0;
+    row.value_ring = row.key_ring;
+    if (row.key_ring) row.end += 500;
+    return row;
+}
+
+// Each item has the bits that it has alone.
+void run_batch(const void *parameters)
+{
+    const int seed = *(const int *)parameters, head_dims[] = {64, 128, 80, 64, 192, 32};
+    data_random random = {(uint64_t)seed + 900};
+    const bool paged = seed % 2 != 0, lanes = seed % 4 > 1;
+    attend_row common = attend_default_row(test_formats[data_below(&random, TEST_FORMATS)],
+                                           test_formats[data_below(&random, TEST_FORMATS)], head_dims[seed % 6]);
+    common.value_dim = common.head_dim == 192 ? 128 : 0;
+    common.group = seed % 3 ? 4 : 1 + data_below(&random, 5);
+    common.softcap = seed % 5 == 1 ? 3.0f : 0.0f;
+    common.sinks = (attend_sinks)(seed % 3);
+    common.key_center = common.value_center = seed % 4 ? 0.0f : 0.5f;
+    common.bits_alone = true;
+    std::vector<std::unique_ptr<item>> items;
+    std::vector<tqkv_attention> calls;
+    std::vector<const void *> q;
+    std::vector<void *> out;
+    for (int i = 0; i < 1 + seed % 5; i++) {
+        items.emplace_back(new item(row_of_item(common, seed + i, paged, &random), paged, &random));
+        item &own = *items.back();
+        if (i == 3) own.attention.end = own.attention.kv_len = 0; // sees nothing
+        if (i == 3 && paged) own.keys->store.n_pages = 0;
+        const gpu_split split = {0, 0, 0, 0, lanes ? GPU_LANES : 0};
+        CHECK_RUN(gpu_attend(&own.attention, own.problem.q, own.expected.data(), split));
+        calls.push_back(own.attention);
+        q.push_back(own.problem.q);
+        out.push_back(own.got.data());
+    }
+    CHECK_RUN(gpu_attend_batch(calls, q, out, lanes));
+    for (size_t i = 0; i < items.size(); i++)
+        CHECK(!memcmp(items[i]->expected.data(), items[i]->got.data(), items[i]->got.size() * sizeof(float)),
+              "item %zu of %zu has other bits alone", i, items.size());
+}
+
 // An empty table: nothing is seen.
 void run_empty(const void *)
 {
@@ -335,4 +416,5 @@ void page_shader_cases()
     add_slots();
     for (int seed = 0; seed < 20; seed++) test_add(run_attend, &seed, sizeof seed, "pages/attend/%d", seed);
     test_add(run_empty, nullptr, 0, "pages/empty");
+    for (int seed = 0; seed < 24; seed++) test_add(run_batch, &seed, sizeof seed, "batch/%d", seed);
 }

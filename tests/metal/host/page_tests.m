@@ -151,6 +151,91 @@ static void run_slots(const void *parameters)
     close_pools(&p);
 }
 
+/* Two sequences over the pools of the pair: their own queries and lengths, in one call. */
+enum { ROW = HEADS * GROUP * DIM, ROWS_OF_BATCH = 3 };
+
+typedef struct batch {
+    tqkv_metal_attention items[2];
+    tqkv_metal_buffer rows, results, q[2], out[2], arguments, scratch;
+    float *expected; /* [ROWS_OF_BATCH][ROW] */
+} batch;
+
+static void open_batch(batch *b, const pools *p)
+{
+    const int lengths[] = {TOKENS, 70}, queries[] = {1, 2}, first[] = {0, 1};
+    float *rows = host_floats(23, ROWS_OF_BATCH * ROW);
+    const size_t size = ROWS_OF_BATCH * ROW * sizeof(float);
+    size_t sizes[2];
+    memset(b, 0, sizeof *b);
+    b->expected = test_alloc(size);
+    b->rows = host_buffer(rows, size);
+    b->results = host_zeros(size);
+    for (int i = 0; i < 2; i++) {
+        const int at = first[i] * ROW;
+        tqkv_attention host = {.keys = &p->keys, .values = &p->values, .n_heads = HEADS * GROUP};
+        host.n_queries = queries[i];
+        host.end = lengths[i];
+        CHECK_RESULT(tqkv_attend(&host, rows + at, b->expected + at), TQKV_OK);
+        b->items[i].attention = host;
+        b->items[i].keys = &p->gpu_keys;
+        b->items[i].values = &p->gpu_values;
+        b->q[i] = b->rows, b->q[i].offset += (size_t)at * sizeof(float);
+        b->out[i] = b->results, b->out[i].offset += (size_t)at * sizeof(float);
+    }
+    CHECK_RESULT(tqkv_metal_attend_batch_sizes(test_host.metal, b->items, 2, &sizes[0], &sizes[1]), TQKV_OK);
+    b->arguments = host_zeros(sizes[0]);
+    b->scratch = host_zeros(sizes[1]);
+    free(rows);
+}
+
+static tqkv_result attend_batch(const batch *b, int n, id<MTLComputeCommandEncoder> encoder)
+{
+    return tqkv_metal_attend_batch(test_host.metal, encoder, b->items, n, b->q, b->arguments, b->scratch, b->out);
+}
+
+static void refuse_batches(const batch *whole, id<MTLComputeCommandEncoder> encoder)
+{
+    tqkv_metal *m = test_host.metal;
+    batch b = *whole;
+    b.arguments = none;
+    CHECK_REFUSED(m, attend_batch(&b, 2, encoder), TQKV_INVALID_ARGUMENT, "arguments: no buffer");
+    b = *whole, b.arguments.offset += 16;
+    CHECK_REFUSED(m, attend_batch(&b, 2, encoder), TQKV_INVALID_ARGUMENT, "arguments: needs");
+    b = *whole, b.arguments.offset -= 8;
+    CHECK_REFUSED(m, attend_batch(&b, 2, encoder), TQKV_INVALID_ARGUMENT, "arguments: offset");
+    b = *whole, b.scratch.offset += 4;
+    CHECK_REFUSED(m, attend_batch(&b, 2, encoder), TQKV_INVALID_ARGUMENT, "scratch: needs");
+    b = *whole, b.arguments = b.scratch;
+    CHECK_REFUSED(m, attend_batch(&b, 2, encoder), TQKV_INVALID_ARGUMENT, "overlap");
+    b = *whole, b.q[1] = b.out[0];
+    CHECK_REFUSED(m, attend_batch(&b, 2, encoder), TQKV_UNSUPPORTED, "attend_batch");
+    CHECK_REFUSED(m, attend_batch(whole, -1, encoder), TQKV_INVALID_ARGUMENT, "attend_batch");
+    CHECK_REFUSED(m, attend_batch(whole, 2, nil), TQKV_INVALID_ARGUMENT, "no encoder");
+    b.arguments = b.scratch = none;
+    CHECK_RESULT(attend_batch(&b, 0, encoder), TQKV_OK);
+}
+
+static void run_batch(const void *parameters)
+{
+    pools p;
+    batch b;
+    (void)parameters;
+    open_pools(&p);
+    fill_pools(&p);
+    open_batch(&b, &p);
+    host_work w = host_begin(true);
+    refuse_batches(&b, w.encoder);
+    CHECK_RESULT(attend_batch(&b, 2, w.encoder), TQKV_OK);
+    host_end(&w);
+    check_close(host_contents(b.results), b.expected, ROWS_OF_BATCH * HEADS * GROUP);
+    host_release(b.rows);
+    host_release(b.results);
+    host_release(b.arguments);
+    host_release(b.scratch);
+    free(b.expected);
+    close_pools(&p);
+}
+
 static void run_refusals(const void *parameters)
 {
     const int32_t twice[] = {5, -1, 5};
@@ -189,5 +274,6 @@ void page_host_cases(void)
 {
     test_add(run_pages, NULL, 0, "pages/attend");
     test_add(run_slots, NULL, 0, "pages/slots");
+    test_add(run_batch, NULL, 0, "pages/batch");
     test_add(run_refusals, NULL, 0, "refusals/pages");
 }
