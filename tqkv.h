@@ -872,9 +872,10 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 /* An element of a matrix for that test: below 64, and any two are different. */
 #define TQKV__MATRIX_TEST(row, column, seed) (((row)*8 + (column)) * (seed) % 64)
 
-/* Most query rows of a threadgroup of attend_matrix: their sums take 64 registers. Places for per-column numbers. */
-#define TQKV__MOST_MATRIX_COLUMNS(D) ((D) <= 128 ? 16 : 8)
-#define TQKV__MATRIX_COLUMNS         16
+/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. Places for per-column
+   numbers. */
+#define TQKV__MOST_MATRIX_COLUMNS(D) ((D) <= 128 ? 32 : 8)
+#define TQKV__MATRIX_COLUMNS         32
 #define TQKV__MATRIX_SUM_FLOATS(D)   (5 * (D) / 4 + 1) /* of a padded row of sums in threadgroup memory */
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
@@ -893,7 +894,7 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))    /*     of n simdgroups */
 #define TQKV__MATRIX_QUERY_BYTES(D)     (32 * (D))                        /* (1) of attend_matrix: 8 queries */
 #define TQKV__MATRIX_SUM_BYTES(D)       (32 * TQKV__MATRIX_SUM_FLOATS(D)) /* (2) sums of 8 columns */
-#define TQKV__MATRIX_KEPT_BYTES         (32 * TQKV__MATRIX_COLUMNS)       /* (3) 8 numbers a column, and */
+#define TQKV__MATRIX_KEPT_BYTES         (40 * TQKV__MATRIX_COLUMNS)       /* (3) 10 numbers a column, and */
 #define TQKV__MATRIX_STATE_BYTES        (8 * TQKV__MATRIX_COLUMNS)        /*     maximum and sum of a simdgroup */
 #define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)             /* (0) a row and its sum, n simdgroups */
 
@@ -7028,19 +7029,21 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t *first, int64_t *
    heads, D=128 (make bench-gpu, with --lanes and --matrices):
 
    group                 1          2          4           8           16
-   TQ4, without, with    61, 85     68, 87     96, 93      153, 93     284, 126
-   I8                    75, 94     80, 90     103, 91     173, 93
-   I8 keys, TQ4 values   63, 76     70, 79     99, 81      154, 81
-   F16                   135, 143   136, 144   144, 146    181, 148
-   TQ5                   92, 138    103, 132   148, 133    204, 139
-   TQ8                   127, 151   133, 153   152, 155    204, 161
+   TQ4, without, with    62, 98     68, 98     96, 88      153, 90     284, 122
+   I8                    75, 87     79, 88     103, 88     173, 90     - , 105
+   I8 keys, TQ4 values   63, -      71, -      99, 76      154, 78     - , 105
 
-   4096 queries over as many positions at a group of 4, TQ4: 6537 and 2695. What it costs narrow groups: 512 queries over
-   8k positions at a group of 2 take 1467, and would take 596. */
+   F16, TQ5 and TQ8 gain from a group of 8 on and lose at 1 and 2. 4096 queries over as many positions at a group of 4, TQ4:
+   6537 and 2188. What it costs narrow groups: 512 queries over 8k positions at a group of 2 take 1470, and would take 477;
+   8 queries over 128k take 287, and would take 124. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
     return a->group >= 4 && a->key_dim == a->value_dim && (a->key_dim == 64 || a->key_dim == 128 || a->key_dim == 256);
 }
+
+/* Query rows of a threadgroup that multiplies matrices: 64 registers of sums. A GPU with 255 registers a thread takes 32
+   up to D=128: on an H200 512 queries take 0.86 of the time (make bench-gpu, with --columns 16). */
+static int tqkv__matrix_rows(const tqkv__attention *a) { return a->key_dim <= 64 ? 32 : a->key_dim <= 128 ? 16 : 8; }
 
 /* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums */
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, size_t most_sums,
@@ -7048,7 +7051,7 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
 {
     split->matrix = tqkv__choose_matrix(a);
     const int64_t rows = (int64_t)a->call.n_queries * a->group,
-                  most = split->matrix ? TQKV__MOST_MATRIX_COLUMNS(a->key_dim) : TQKV__MAX_COLUMNS(a->key_dim);
+                  most = split->matrix ? tqkv__matrix_rows(a) : TQKV__MAX_COLUMNS(a->key_dim);
     const int64_t blocks = (rows + most - 1) / most, section = TQKV__SECTION;
     const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
     split->n_short = a->call.window ? INT_MAX : TQKV__SHORT_STRETCHES;
@@ -7147,12 +7150,12 @@ static void tqkv__plan_attend_memory(tqkv__dispatch *d, size_t key_dim, size_t v
     d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(value_dim, 1);
 }
 
-/* Matrices come whole: 8 or 16 columns. */
+/* Matrices come whole: 8, 16 or 32 columns. */
 static void tqkv__plan_matrix_memory(tqkv__dispatch *d, size_t head_dim, int columns)
 {
-    const size_t matrices = columns <= 8 ? 1 : 2;
+    const size_t matrices = columns <= 8 ? 1 : columns <= 16 ? 2 : 4;
     d->memory[1] = TQKV__MATRIX_QUERY_BYTES(head_dim) * matrices;
-    d->memory[2] = TQKV__MATRIX_SUM_BYTES(head_dim) * matrices;
+    d->memory[2] = TQKV__MATRIX_SUM_BYTES(head_dim) * (matrices < 2 ? 1 : 2); /* 32 columns take turns */
     d->memory[3] = TQKV__MATRIX_KEPT_BYTES;
     d->memory_each[2] = 0;
     d->memory_each[3] = TQKV__MATRIX_STATE_BYTES;

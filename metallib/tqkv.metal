@@ -327,9 +327,10 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 /* An element of a matrix for that test: below 64, and any two are different. */
 #define TQKV__MATRIX_TEST(row, column, seed) (((row)*8 + (column)) * (seed) % 64)
 
-/* Most query rows of a threadgroup of attend_matrix: their sums take 64 registers. Places for per-column numbers. */
-#define TQKV__MOST_MATRIX_COLUMNS(D) ((D) <= 128 ? 16 : 8)
-#define TQKV__MATRIX_COLUMNS         16
+/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. Places for per-column
+   numbers. */
+#define TQKV__MOST_MATRIX_COLUMNS(D) ((D) <= 128 ? 32 : 8)
+#define TQKV__MATRIX_COLUMNS         32
 #define TQKV__MATRIX_SUM_FLOATS(D)   (5 * (D) / 4 + 1) /* of a padded row of sums in threadgroup memory */
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
@@ -348,7 +349,7 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))    /*     of n simdgroups */
 #define TQKV__MATRIX_QUERY_BYTES(D)     (32 * (D))                        /* (1) of attend_matrix: 8 queries */
 #define TQKV__MATRIX_SUM_BYTES(D)       (32 * TQKV__MATRIX_SUM_FLOATS(D)) /* (2) sums of 8 columns */
-#define TQKV__MATRIX_KEPT_BYTES         (32 * TQKV__MATRIX_COLUMNS)       /* (3) 8 numbers a column, and */
+#define TQKV__MATRIX_KEPT_BYTES         (40 * TQKV__MATRIX_COLUMNS)       /* (3) 10 numbers a column, and */
 #define TQKV__MATRIX_STATE_BYTES        (8 * TQKV__MATRIX_COLUMNS)        /*     maximum and sum of a simdgroup */
 #define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)             /* (0) a row and its sum, n simdgroups */
 
@@ -2213,7 +2214,7 @@ inline void clear_matrix(thread sum_matrix &m) { m.elements[0] = m.elements[1] =
 // A shim for hardware without products of floats defines the factors itself, and where elements of a right one lie.
 #ifndef TQKV_SHIM_FACTORS
 typedef float2 left_part;  // a lane's two elements of a left factor
-typedef float2 right_part; // and of a right factor
+typedef float4 right_pair; // and of two right factors
 typedef float code_value;  // the value of a code, before two of them become a left_part
 #define TQKV_RIGHT_ROW(lane, i)    TQKV__MATRIX_ROW(lane)
 #define TQKV_RIGHT_COLUMN(lane, i) (TQKV__MATRIX_COLUMN(lane) + uint(i))
@@ -2228,7 +2229,7 @@ inline float2 part_of(float x, float y)
 
 // `wide`, here and below: the right factor of the product may have any size. If not, its numbers are at most 2^12.
 inline code_value code_value_of(float x, bool) { return x; }
-inline left_part left_of_values(code_value x, code_value y) { return part_of(x, y); }
+inline left_part left_of_values(code_value x, code_value y, bool) { return part_of(x, y); }
 
 // Byte i of word a and byte k of word b, with signs.
 inline left_part left_of_bytes(uint a, int i, uint b, int k, bool)
@@ -2243,10 +2244,22 @@ inline left_part left_of_halves(uint a, int i, uint b, int k)
                    float(as_type<half>(ushort(b >> (16 * k) & 0xffffu))));
 }
 
-inline right_part right_of(float x, float y, bool) { return part_of(x, y); }
+// Elements 0 and 1 of the first and of the second factor.
+inline right_pair right_of(float x0, float x1, float y0, float y1, bool)
+{
+    right_pair pair;
+    pair.x = x0;
+    pair.y = x1;
+    pair.z = y0;
+    pair.w = y1;
+    return pair;
+}
 
-// The elements of a matrix of sums as those of a right factor.
-inline right_part right_of_sums(float x, float y, bool) { return part_of(x, y); }
+// The elements of two matrices of sums as those of right factors.
+inline right_pair right_of_sums(float x0, float x1, float y0, float y1, bool wide)
+{
+    return right_of(x0, x1, y0, y1, wide);
+}
 
 inline simdgroup_matrix<float, 8, 8> matrix_of(float x, float y)
 {
@@ -2256,22 +2269,34 @@ inline simdgroup_matrix<float, 8, 8> matrix_of(float x, float y)
     return m;
 }
 
-inline void multiply_one(left_part left, right_part right, thread sum_matrix &sum)
+inline void multiply_one(left_part left, float x, float y, thread sum_matrix &sum)
 {
     simdgroup_matrix<float, 8, 8> m = matrix_of(sum.elements[0], sum.elements[1]);
-    simdgroup_multiply_accumulate(m, matrix_of(left.x, left.y), matrix_of(right.x, right.y), m);
+    simdgroup_multiply_accumulate(m, matrix_of(left.x, left.y), matrix_of(x, y), m);
     sum.elements[0] = m.thread_elements()[0];
     sum.elements[1] = m.thread_elements()[1];
 }
 
-// sum[r] += left[0][r] * right[0] + left[1][r] * right[1]. `exact`: the left factor holds small integers or halves.
-inline void multiply(thread const left_part (&left)[2][2], right_part first, right_part second, bool, bool,
-                     thread sum_matrix &sum_0, thread sum_matrix &sum_1)
+// Four left factors: parts[i][r] is multiplied by right factor i of a pair and added to sum r.
+struct left_block {
+    left_part parts[2][2];
+};
+
+// G blocks by F pairs of right factors: sums[2 * g + r][f] += left[g].parts[0][r] * first factor of right[f], and
+// likewise the second. `exact`: the left factors hold small integers or halves.
+template <int G, int F>
+inline void multiply(thread const left_block (&left)[G], thread const right_pair (&right)[F], bool, bool,
+                     thread sum_matrix (*sums)[F])
 {
-    multiply_one(left[0][0], first, sum_0);
-    multiply_one(left[0][1], first, sum_1);
-    multiply_one(left[1][0], second, sum_0);
-    multiply_one(left[1][1], second, sum_1);
+    TQKV_UNROLL
+    for (int i = 0; i < 2; i++) {
+        TQKV_UNROLL
+        for (int m = 0; m < 2 * G * F; m++) {
+            int row = m / F, f = m % F;
+            multiply_one(left[row / 2].parts[i][row % 2], i == 0 ? right[f].x : right[f].z,
+                         i == 0 ? right[f].y : right[f].w, sums[row][f]);
+        }
+    }
 }
 #endif
 
@@ -2334,7 +2359,7 @@ inline left_part left_of_codes(uint format, thread const raw_codes<W, N> &a, int
     if (W == 16) return left_of_halves(a.main[i / 2], i % 2, b.main[k / 2], k % 2);
     if (W == 8 && !has_codebook(format)) return left_of_bytes(a.main[i / 4], i % 4, b.main[k / 4], k % 4, wide);
     code_value x = book_value_at<W, N>(format, a, i, book);
-    return left_of_values(x, book_value_at<W, N>(format, b, k, book));
+    return left_of_values(x, book_value_at<W, N>(format, b, k, book), wide);
 }
 
 #endif
@@ -2365,6 +2390,10 @@ inline left_part left_of_codes(uint format, thread const raw_codes<W, N> &a, int
 #define MATRIX_KEY_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 4, W)
 // A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each.
 #define MATRIX_OUT_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 8, W)
+
+// Matrices whose columns are in the memory of the sums at a time. Columns beyond them take another pass.
+#define MATRIX_PASS      2
+#define MATRIX_PASSES(F) (((F) + MATRIX_PASS - 1) / MATRIX_PASS)
 
 // Row of a tile that is row or column k of matrix p. Lanes with column 2t of a left factor load the codes of row t for
 // one element and of row t + 4 for the other: those of one load lie together.
@@ -2404,6 +2433,7 @@ inline tile_scales load_tile_scales(constant tqkv__attend_args &args, thread con
 struct column_memory {
     threadgroup float *shifts, *factors; // [columns]
     threadgroup float *totals;           // [columns][2]: maximum and sum of a stretch
+    threadgroup float *shares;           // [columns][2]: of the sums so far, and of those that are added
 };
 
 inline column_memory column_memory_of(threadgroup float *kept)
@@ -2412,6 +2442,7 @@ inline column_memory column_memory_of(threadgroup float *kept)
     memory.shifts = kept + 4 * TQKV__MATRIX_COLUMNS;
     memory.factors = memory.shifts + TQKV__MATRIX_COLUMNS;
     memory.totals = memory.factors + TQKV__MATRIX_COLUMNS;
+    memory.shares = memory.totals + 2 * TQKV__MATRIX_COLUMNS;
     return memory;
 }
 
@@ -2428,11 +2459,13 @@ inline float size_of_row(thread const float *x)
     return exponent == 0 || exponent > 0x7e800000u ? 1.0f : as_type<float>(exponent);
 }
 
-// Rows of queries as floats: [columns][D], in the memory of the sums.
+// Rows of a pass as floats: [columns][D], in the memory of the sums.
 template <int D>
-inline void load_query_rows(constant tqkv__attend_args &args, thread const attend_task &task, column_memory memory)
+inline void load_query_rows(constant tqkv__attend_args &args, thread const attend_task &task, uint first,
+                            column_memory memory)
 {
-    for (uint c = task.simdgroup; c < columns; c += task.n_simdgroups) {
+    uint end = min(first + uint(8 * MATRIX_PASS), uint(columns));
+    for (uint c = first + task.simdgroup; c < end; c += task.n_simdgroups) {
         query_row row = row_of_column(args, task.first_column + c);
         uint head = task.kv_head * uint(args.group) + uint(row.head);
         uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
@@ -2442,7 +2475,7 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
         if (rotate_queries) rotate_row<D>(x, task.lane);
         float size = size_of_row<D>(x), inverse = 1.0f / size; // powers of two: both products are exact
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
-            task.sums[c * uint(D) + task.lane * uint(TQKV_LANE_VALUES(D)) + uint(i)] = x[i] * inverse;
+            task.sums[(c - first) * uint(D) + task.lane * uint(TQKV_LANE_VALUES(D)) + uint(i)] = x[i] * inverse;
         if (task.lane != 0) continue;
         memory.shifts[c] = shift;
         memory.factors[c] = size * (args.scale * TQKV_LOG2E);
@@ -2457,26 +2490,39 @@ inline uint query_value(uint s, uint k)
     return s / (N / 2u) * (4u * N) + k / 2u * N + s % (N / 2u) * 2u + k % 2u;
 }
 
-inline threadgroup right_part *query_at(thread const attend_task &task, uint number)
+inline threadgroup right_pair *query_at(thread const attend_task &task, uint number)
 {
     threadgroup float *queries = task.queries;
-    return (threadgroup right_part *)queries + number * 32u + task.lane;
+    return (threadgroup right_pair *)queries + number * 32u + task.lane;
 }
 
-// The rows as right factors: [F][D / 8][32 lanes]. A column that is not used repeats the last one. A barrier must
-// precede it, and follow.
+// The rows of a pass as pairs of right factors: [F][D / 16][32 lanes]. A column that is not used repeats the last one. A
+// barrier must precede it, and follow.
 template <int D, int W, int F>
-inline void arrange_queries(thread const attend_task &task)
+inline void arrange_queries(thread const attend_task &task, uint first)
 {
-    for (uint number = task.simdgroup; number < uint(F * D / 8); number += task.n_simdgroups) {
-        uint s = number % uint(D / 8), column = number / uint(D / 8) * 8u;
-        float x[2];
+    uint begin = first / 8u, end = min(begin + uint(MATRIX_PASS), uint(F)), n = uint(D / 16);
+    for (uint number = begin * n + task.simdgroup; number < end * n; number += task.n_simdgroups) {
+        float x[4];
         TQKV_UNROLL
-        for (int i = 0; i < 2; i++) {
-            uint c = min(column + TQKV_RIGHT_COLUMN(task.lane, i), columns - 1u);
-            x[i] = task.sums[c * uint(D) + query_value<D, W>(s, TQKV_RIGHT_ROW(task.lane, i))];
+        for (int i = 0; i < 4; i++) {
+            uint c = min(number / n * 8u + TQKV_RIGHT_COLUMN(task.lane, i % 2), columns - 1u), s = number % n * 2u;
+            uint value = query_value<D, W>(s + uint(i / 2), TQKV_RIGHT_ROW(task.lane, i % 2));
+            x[i] = task.sums[(c - first) * uint(D) + value];
         }
-        *query_at(task, number) = right_of(x[0], x[1], false);
+        *query_at(task, number) = right_of(x[0], x[1], x[2], x[3], false);
+    }
+}
+
+// A barrier must precede and follow it.
+template <int D, int W, int F>
+inline void load_matrix_queries(constant tqkv__attend_args &args, thread const attend_task &task, column_memory memory)
+{
+    for (uint first = 0; first < columns; first += uint(8 * MATRIX_PASS)) {
+        if (first != 0) threadgroup_barrier(mem_flags::mem_threadgroup);
+        load_query_rows<D>(args, task, first, memory);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        arrange_queries<D, W, F>(task, first);
     }
 }
 
@@ -2513,29 +2559,24 @@ struct key_batch {
 // score[p] += K Q^T over a chunk.
 template <int D, int W, int F>
 inline void multiply_chunk(thread const attend_task &task, uint chunk, thread const key_chunk<D, W> &keys,
-                           thread const value_book &book, thread sum_matrix (&even)[4][F],
-                           thread sum_matrix (&odd)[4][F])
+                           thread const value_book &book, thread sum_matrix (&score)[4][F])
 {
     const int N = MATRIX_KEY_VALUES(D, W);
     bool exact = !has_codebook(key_format);
     TQKV_UNROLL
     for (int i = 0; i < N; i += 4) {
-        uint s = chunk * uint(N / 2) + uint(i / 2);
+        left_block left[2];
+        right_pair right[F];
         TQKV_UNROLL
-        for (int p = 0; p < 4; p += 2) {
-            left_part left[2][2];
+        for (int f = 0; f < F; f++) right[f] = *query_at(task, uint(f * D / 16) + chunk * uint(N / 4) + uint(i / 4));
+        TQKV_UNROLL
+        for (int p = 0; p < 4; p++) {
             TQKV_UNROLL
-            for (int k = 0; k < 2; k++) {
-                TQKV_UNROLL
-                for (int r = 0; r < 2; r++)
-                    left[k][r] = left_of_codes<W, N>(key_format, keys.raw[p + r], i + 2 * k, keys.raw[p + r],
-                                                     i + 2 * k + 1, false, book);
-            }
-            TQKV_UNROLL
-            for (int f = 0; f < F; f++)
-                multiply(left, *query_at(task, uint(f * D / 8) + s), *query_at(task, uint(f * D / 8) + s + 1u), false,
-                         exact, i % 8 == 0 ? even[p][f] : odd[p][f], i % 8 == 0 ? even[p + 1][f] : odd[p + 1][f]);
+            for (int k = 0; k < 2; k++)
+                left[p / 2].parts[k][p % 2] =
+                    left_of_codes<W, N>(key_format, keys.raw[p], i + 2 * k, keys.raw[p], i + 2 * k + 1, false, book);
         }
+        multiply<2, F>(left, right, false, exact, score);
     }
 }
 
@@ -2568,22 +2609,8 @@ inline void add_key_block(constant tqkv__attend_args &args, thread const attend_
     clear_scores<F>(score);
 }
 
-template <int F>
-inline void add_matrices(thread sum_matrix (&to)[4][F], thread sum_matrix (&added)[4][F])
-{
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) {
-            TQKV_UNROLL
-            for (int i = 0; i < 2; i++) to[p][f].elements[i] += added[p][f].elements[i];
-        }
-    }
-}
-
 // score = q . k, without the factor of rows that have one norm. `keys` holds the first chunks of the tile at slot `base`;
-// at the end it holds those of the tile at `next_base`. Two sums take turns, so that a product need not wait for the one
-// before.
+// at the end it holds those of the tile at `next_base`.
 template <int D, int W, int F>
 inline void score_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
                               uint next_base, thread const value_book &book, thread key_batch<D, W> &keys,
@@ -2591,21 +2618,22 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
 {
     const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W);
     const uint block_chunks = norm_block<D>(key_format) / uint(4 * N);
-    sum_matrix odd[4][F], total[4][F];
+    sum_matrix total[4][F];
     clear_scores<F>(score);
-    clear_scores<F>(odd);
     if (!one_norm<D>(key_format)) clear_scores<F>(total);
     TQKV_UNROLL
     for (int j = 0; j < chunks; j++) {
-        multiply_chunk<D, W, F>(task, uint(j), keys.chunks[j % B], book, score, odd);
+        multiply_chunk<D, W, F>(task, uint(j), keys.chunks[j % B], book, score);
         load_key_chunk<D, W>(args, task, j + B < chunks ? base : next_base, uint((j + B) % chunks), keys.chunks[j % B]);
-        if (!one_norm<D>(key_format) && uint(j + 1) % block_chunks == 0) {
-            add_matrices<F>(score, odd);
-            clear_scores<F>(odd);
+        if (!one_norm<D>(key_format) && uint(j + 1) % block_chunks == 0)
             add_key_block<D, F>(args, task, base, uint(j) / block_chunks, score, total);
-        }
     }
-    add_matrices<F>(score, one_norm<D>(key_format) ? odd : total);
+    if (one_norm<D>(key_format)) return;
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) score[p][f] = total[p][f];
+    }
 }
 
 // ---- Softmax of one tile ----
@@ -2618,6 +2646,7 @@ struct matrix_walk {
     tile_memory base;              // of that tile
     int least_newest, most_newest; // of the columns
     key_batch<D, KW> keys;         // of that tile
+    tile_scales scales;            // likewise, with few columns
 };
 
 // Whether all columns of the threadgroup see all slots of a tile, and no slot belongs to another tile.
@@ -2760,25 +2789,22 @@ inline void clear_not_finite(thread raw_codes<W, N> (&raw)[4])
 // out += V^T P^T over a chunk and half of the tile.
 template <int D, int W, int F>
 inline void multiply_values(int chunk, thread const value_chunk<D, W> &values, thread const value_book &book,
-                            thread const right_part (&first)[F], thread const right_part (&second)[F],
-                            thread matrix_state<D, F> &state)
+                            thread const right_pair (&right)[F], thread matrix_state<D, F> &state)
 {
     const int N = MATRIX_OUT_VALUES(D, W);
+    const int G = N % 4 == 0 ? 2 : 1; // blocks that take turns
     bool exact = !has_codebook(value_format), wide = has_norms(value_format);
     TQKV_UNROLL
-    for (int i = 0; i < N; i += 2) {
-        left_part left[2][2];
+    for (int i = 0; i < N; i += 2 * G) {
+        left_block left[G];
         TQKV_UNROLL
-        for (int k = 0; k < 2; k++) {
+        for (int g = 0; g < 2 * G; g++) {
             TQKV_UNROLL
-            for (int r = 0; r < 2; r++)
-                left[k][r] = left_of_codes<W, N>(value_format, values.raw[2 * k], i + r, values.raw[2 * k + 1], i + r,
-                                                 wide, book);
+            for (int k = 0; k < 2; k++)
+                left[g / 2].parts[k][g % 2] = left_of_codes<W, N>(value_format, values.raw[2 * k], i + g,
+                                                                  values.raw[2 * k + 1], i + g, wide, book);
         }
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++)
-            multiply(left, first[f], second[f], wide, exact, state.out[chunk * N + i][f],
-                     state.out[chunk * N + i + 1][f]);
+        multiply<G, F>(left, right, wide, exact, &state.out[chunk * N + i]);
     }
 }
 
@@ -2786,8 +2812,9 @@ inline void multiply_values(int chunk, thread const value_chunk<D, W> &values, t
 template <int D, int F>
 inline void scale_weights(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint block,
                           thread const tile_scales &scales, thread sum_matrix (&weight)[4][F],
-                          thread right_part (&right)[4][F])
+                          thread right_pair (&right)[2][F])
 {
+    float scaled[4][F][2];
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint slot = base + existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
@@ -2797,10 +2824,19 @@ inline void scale_weights(constant tqkv__attend_args &args, thread const attend_
                 stored_scale<D>(value_format, task.values, value_slot_of(args, slot), block, args.value_block_scale);
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
-            float x = weight[p][f].elements[0], y = weight[p][f].elements[1];
-            right[p][f] =
-                right_of_sums(x * (x > 0.0f ? scale : 0.0f), y * (y > 0.0f ? scale : 0.0f), has_norms(value_format));
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++) {
+                float x = weight[p][f].elements[i];
+                scaled[p][f][i] = x * (x > 0.0f ? scale : 0.0f);
+            }
         }
+    }
+    TQKV_UNROLL
+    for (int h = 0; h < 2; h++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++)
+            right[h][f] = right_of_sums(scaled[2 * h][f][0], scaled[2 * h][f][1], scaled[2 * h + 1][f][0],
+                                        scaled[2 * h + 1][f][1], has_norms(value_format));
     }
 }
 
@@ -2813,7 +2849,7 @@ inline void add_matrix_values(constant tqkv__attend_args &args, thread const att
 {
     const int N = MATRIX_OUT_VALUES(D, W), chunks = D / (8 * N);
     const uint block_chunks = norm_block<D>(value_format) / uint(8 * N);
-    right_part right[4][F];
+    right_pair right[2][F];
     TQKV_UNROLL
     for (int j = 0; j < chunks; j++) {
         if (uint(j) % block_chunks == 0)
@@ -2821,7 +2857,7 @@ inline void add_matrix_values(constant tqkv__attend_args &args, thread const att
         TQKV_UNROLL
         for (int h = 0; h < 2; h++) {
             if (W == 16 && !whole) clear_not_finite<W, N>(values[h].raw);
-            multiply_values<D, W, F>(j, values[h], book, right[2 * h], right[2 * h + 1], state);
+            multiply_values<D, W, F>(j, values[h], book, right[h], state);
             if (j + 1 < chunks) load_value_chunk<D, W>(args, task, base, uint(j + 1), uint(h), values[h]);
         }
     }
@@ -2863,85 +2899,117 @@ inline void combine_totals(thread const attend_task &task, column_memory memory,
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Adds O of the simdgroups one after another, under the maximum of all: a fixed order. The result is in task.sums. While
-// one simdgroup adds its second part, the next adds its first.
+// Adds O of the simdgroups one after another, under the maximum of all: a fixed order. The columns of a pass from `first`
+// on are in task.sums then. While one simdgroup adds its second part, the next adds its first.
 template <int D, int VW, int F>
-inline void combine_matrices(thread const attend_task &task, column_memory memory, thread matrix_state<D, F> &state)
+inline void combine_matrices(thread const attend_task &task, column_memory memory, int first,
+                             thread matrix_state<D, F> &state)
 {
-    const int N = MATRIX_OUT_VALUES(D, VW);
-    combine_totals<D, F>(task, memory, state);
-    for (uint step = 0; step < task.n_simdgroups + uint(2 * F - 1); step++) {
+    const int N = MATRIX_OUT_VALUES(D, VW), P = F < MATRIX_PASS ? F : MATRIX_PASS;
+    for (uint step = 0; step < task.n_simdgroups + uint(2 * P - 1); step++) {
         TQKV_UNROLL
-        for (int f = 0; f < F; f++) {
+        for (int part = 0; part < 2 * P; part++) {
+            int f = first / 8 + part / 2, i = part % 2;
+            uint own = uint(part / 2 * 8 + i) + TQKV__MATRIX_COLUMN(task.lane), c = uint(first) + own;
+            if (step != task.simdgroup + uint(part) || c >= columns) continue;
+            float shrink = share_of(state.maximum[f][i], memory.totals[c * 2u]);
             TQKV_UNROLL
-            for (int i = 0; i < 2; i++) {
-                uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
-                if (step != task.simdgroup + uint(f * 2 + i) || c >= columns) continue;
-                float shrink = share_of(state.maximum[f][i], memory.totals[c * 2u]);
-                TQKV_UNROLL
-                for (int b = 0; b < D / 8; b++) {
-                    uint value = uint(b / N * 8 * N + b % N) + TQKV__MATRIX_ROW(task.lane) * uint(N);
-                    threadgroup float *to = task.sums + MATRIX_SUM_AT(D, c, value);
-                    *to = (task.simdgroup == 0 ? 0.0f : *to) + shrink * state.out[b][f].elements[i];
-                }
+            for (int b = 0; b < D / 8; b++) {
+                uint value = uint(b / N * 8 * N + b % N) + TQKV__MATRIX_ROW(task.lane) * uint(N);
+                threadgroup float *to = task.sums + MATRIX_SUM_AT(D, own, value);
+                *to = (task.simdgroup == 0 ? 0.0f : *to) + shrink * state.out[b][f].elements[i];
             }
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
     }
 }
 
-// As add_to_partial of attend.h, with maxima and sums in memory.totals.
-template <int D, int F>
-inline void add_matrix_to_partial(constant tqkv__attend_args &args, thread const attend_task &task, uint partial,
-                                  bool copy, threadgroup float *kept, threadgroup float *totals)
+// A walk over the values number `i` of the columns' rows in a partial result.
+struct row_walk {
+    device float *at;
+    int head, group;
+    ulong next_head, next_query; // distances
+};
+
+inline row_walk walk_rows(constant tqkv__attend_args &args, thread const attend_task &task, uint partial, uint column,
+                          uint D, uint i)
 {
-    const int B = 8 * F; // columns whose sums are under way at a time
-    uint thread_index = task.simdgroup * 32u + task.lane;
+    row_walk walk;
+    query_row row = row_of_column(args, task.first_column + column);
+    walk.at = task.partial_out + partial_row(args, task, partial, row) * ulong(D) + i;
+    walk.head = row.head;
+    walk.group = args.group;
+    walk.next_head = ulong(D);
+    walk.next_query = ulong(uint(args.n_kv_heads - 1) * uint(args.group) + 1u) * ulong(D);
+    return walk;
+}
+
+inline void step_row(thread row_walk &walk)
+{
+    bool same = ++walk.head < walk.group;
+    walk.at += same ? walk.next_head : walk.next_query;
+    walk.head = same ? walk.head : 0;
+}
+
+// Maxima and sums of a pass's columns: adds `kept` to `totals`, and sets both to the total. The factors of the columns'
+// sums are in `shares` then.
+inline void add_columns(uint c, bool copy, threadgroup float *kept, column_memory memory)
+{
+    shares both = shares_of(copy ? -INFINITY : kept[c * 2u], memory.totals[c * 2u]);
+    float sum = fma(both.added, memory.totals[c * 2u + 1u], copy ? 0.0f : both.kept * kept[c * 2u + 1u]);
+    memory.shares[c * 2u] = both.kept;
+    memory.shares[c * 2u + 1u] = both.added;
+    memory.totals[c * 2u] = kept[c * 2u] = both.largest;
+    memory.totals[c * 2u + 1u] = kept[c * 2u + 1u] = sum;
+}
+
+// As add_to_partial of attend.h, for the columns of a pass.
+template <int D, int F>
+inline void add_matrix_to_partial(constant tqkv__attend_args &args, thread const attend_task &task, uint first,
+                                  uint partial, bool copy, threadgroup float *kept, column_memory memory)
+{
+    const int B = 8 * (F < MATRIX_PASS ? F : MATRIX_PASS); // columns whose sums are under way at a time
+    uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u;
     uint used = min(uint(columns), uint(args.n_queries) * uint(args.group) - task.first_column);
-    for (uint i = thread_index; i < uint(D); i += task.n_simdgroups * 32u) {
-        for (uint first = 0; first < used; first += uint(B)) {
-            query_row row = row_of_column(args, task.first_column + first);
-            device float *out[B];
-            float before[B];
-            TQKV_UNROLL
-            for (int b = 0; b < B; b++) {
-                out[b] = task.partial_out + partial_row(args, task, partial, row) * ulong(D) + i;
-                before[b] = copy || first + uint(b) >= used ? 0.0f : *out[b];
-                row = next_row(args, row);
-            }
-            TQKV_UNROLL
-            for (int b = 0; b < B; b++) {
-                uint c = first + uint(b);
-                if (c >= used) continue;
-                shares both = shares_of(copy ? -INFINITY : kept[c * 2u], totals[c * 2u]);
-                threadgroup float *sum = task.sums + MATRIX_SUM_AT(D, c, i);
-                *out[b] = *sum = fma(both.added, *sum, copy ? 0.0f : both.kept * before[b]);
-            }
+    for (uint i = thread_index; i < (uint(D) + n_threads - 1u) / n_threads * n_threads; i += n_threads) {
+        float before[B];
+        row_walk walk = walk_rows(args, task, partial, first, uint(D), i);
+        TQKV_UNROLL
+        for (int b = 0; b < B; b++) {
+            before[b] = copy || first + uint(b) >= used || i >= uint(D) ? 0.0f : *walk.at;
+            step_row(walk);
         }
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint c = thread_index; c < columns; c += task.n_simdgroups * 32u) {
-        shares both = shares_of(copy ? -INFINITY : kept[c * 2u], totals[c * 2u]);
-        totals[c * 2u + 1u] = fma(both.added, totals[c * 2u + 1u], copy ? 0.0f : both.kept * kept[c * 2u + 1u]);
-        totals[c * 2u] = both.largest;
-        kept[c * 2u] = both.largest;
-        kept[c * 2u + 1u] = totals[c * 2u + 1u];
+        if (i == thread_index) {
+            for (uint c = i; c < uint(B); c += n_threads)
+                if (first + c < uint(columns)) add_columns(first + c, copy, kept, memory);
+            threadgroup_barrier(mem_flags::mem_threadgroup);
+        }
+        walk = walk_rows(args, task, partial, first, uint(D), i);
+        TQKV_UNROLL
+        for (int b = 0; b < B; b++) {
+            uint c = first + uint(b);
+            if (c < used && i < uint(D)) {
+                threadgroup float *sum = task.sums + MATRIX_SUM_AT(D, uint(b), i);
+                *walk.at = *sum = fma(memory.shares[c * 2u + 1u], *sum, memory.shares[c * 2u] * before[b]);
+            }
+            step_row(walk);
+        }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// As keep_stretch of attend.h.
+// As keep_stretch of attend.h, for the columns of a pass.
 template <int D, int F>
 inline uint keep_matrix_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
-                                uint stretch, threadgroup float *totals)
+                                uint stretch, uint first, column_memory memory)
 {
     bool several = args.sections_each > 1, last = stretch + 1u == own.end || (stretch + 1u) % TQKV__SECTION == 0;
     uint partial = several ? 1u : task.split;
-    bool first = stretch == own.begin || stretch % TQKV__SECTION == 0;
-    add_matrix_to_partial<D, F>(args, task, partial, first, task.kept, totals);
+    bool copy = stretch == own.begin || stretch % TQKV__SECTION == 0;
+    add_matrix_to_partial<D, F>(args, task, first, partial, copy, task.kept, memory);
     if (!several || !last) return partial;
-    first = stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
-    add_matrix_to_partial<D, F>(args, task, 0u, first, task.kept + 2 * TQKV__MATRIX_COLUMNS, totals);
+    copy = stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
+    add_matrix_to_partial<D, F>(args, task, first, 0u, copy, task.kept + 2 * TQKV__MATRIX_COLUMNS, memory);
     return 0u;
 }
 
@@ -3037,9 +3105,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
         load_key_chunk<D, KW>(args, task, walk.base.keys, uint(b), walk.keys.chunks[b]);
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
-    load_query_rows<D>(args, task, memory);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    arrange_queries<D, KW, F>(task);
+    load_matrix_queries<D, KW, F>(args, task, memory);
     value_book key_book = open_value_book(key_format, tables, task.lane);
     value_book out_book = open_value_book(value_format, tables + 256, task.lane);
     open_columns<D, F>(args, task, memory, state);
@@ -3048,8 +3114,13 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
         clear_matrices<D, F>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
         add_matrix_tiles<D, KW, VW, F>(args, task, end, key_book, out_book, walk, state);
-        combine_matrices<D, VW, F>(task, memory, state);
-        partial = keep_matrix_stretch<D, F>(args, task, own, stretch, memory.totals);
+        combine_totals<D, F>(task, memory, state);
+        TQKV_UNROLL
+        for (int pass = 0; pass < MATRIX_PASSES(F); pass++) {
+            const int first = pass * 8 * MATRIX_PASS;
+            combine_matrices<D, VW, F>(task, memory, first, state);
+            partial = keep_matrix_stretch<D, F>(args, task, own, stretch, uint(first), memory);
+        }
     }
     store_columns(args, task, partial, memory);
 }
@@ -3061,6 +3132,8 @@ inline void attend_with_matrices(constant tqkv__attend_args &args, thread const 
     const int most = TQKV__MOST_MATRIX_COLUMNS(D) / 8;
     if (columns <= 8)
         attend_by_matrices<D, KW, VW, 1>(args, task);
+    else if (columns <= 16 && most >= 2)
+        attend_by_matrices < D, KW, VW, most<2 ? 1 : 2>(args, task);
     else
         attend_by_matrices<D, KW, VW, most>(args, task);
 }
@@ -3132,7 +3205,7 @@ inline void attend_matrix_with_formats(constant tqkv__attend_args &args, thread 
         task.sums = sums; \
         task.weights = sums; \
         task.kept = states; \
-        task.states = states + 8 * TQKV__MATRIX_COLUMNS; \
+        task.states = states + 10 * TQKV__MATRIX_COLUMNS; \
         task.kv_head = group.x; \
         task.first_column = group.y * columns; \
         task.split = group.z; \
@@ -4174,13 +4247,17 @@ inline void multiply_test(uint lane, thread sum_matrix &product)
     float x = test_element(row, column, 3u), y = test_element(row, column + 1u, 3u);
     float z = test_element(TQKV_RIGHT_ROW(lane, 0), TQKV_RIGHT_COLUMN(lane, 0), 5u);
     float w = test_element(TQKV_RIGHT_ROW(lane, 1), TQKV_RIGHT_COLUMN(lane, 1), 5u);
-    left_part left[2][2];
-    sum_matrix other;
-    left[0][0] = left[0][1] = left_of_values(code_value_of(x, false), code_value_of(y, false));
-    left[1][0] = left[1][1] = left_of_values(code_value_of(0.0f, false), code_value_of(0.0f, false));
-    clear_matrix(product);
-    clear_matrix(other);
-    multiply(left, right_of(z, w, false), right_of(0.0f, 0.0f, false), false, false, product, other);
+    code_value zero = code_value_of(0.0f, false);
+    left_block left[1];
+    right_pair right[1] = {right_of(z, w, 0.0f, 0.0f, false)};
+    sum_matrix sums[2][1];
+    for (int r = 0; r < 2; r++) {
+        left[0].parts[0][r] = left_of_values(code_value_of(x, false), code_value_of(y, false), false);
+        left[0].parts[1][r] = left_of_values(zero, zero, false);
+        clear_matrix(sums[r][0]);
+    }
+    multiply<1, 1>(left, right, false, false, sums);
+    product = sums[0][0];
 }
 
 // clang-format off

@@ -46,7 +46,7 @@
         task.sums = sums; \
         task.weights = sums; \
         task.kept = states; \
-        task.states = states + 8 * TQKV__MATRIX_COLUMNS; \
+        task.states = states + 10 * TQKV__MATRIX_COLUMNS; \
         task.kv_head = group.x; \
         task.first_column = group.y * columns; \
         task.split = group.z; \

@@ -17,7 +17,7 @@ inline void clear_matrix(thread sum_matrix &m) { m.elements[0] = m.elements[1] =
 // A shim for hardware without products of floats defines the factors itself, and where elements of a right one lie.
 #ifndef TQKV_SHIM_FACTORS
 typedef float2 left_part;  // a lane's two elements of a left factor
-typedef float2 right_part; // and of a right factor
+typedef float4 right_pair; // and of two right factors
 typedef float code_value;  // the value of a code, before two of them become a left_part
 #define TQKV_RIGHT_ROW(lane, i)    TQKV__MATRIX_ROW(lane)
 #define TQKV_RIGHT_COLUMN(lane, i) (TQKV__MATRIX_COLUMN(lane) + uint(i))
@@ -32,7 +32,7 @@ inline float2 part_of(float x, float y)
 
 // `wide`, here and below: the right factor of the product may have any size. If not, its numbers are at most 2^12.
 inline code_value code_value_of(float x, bool) { return x; }
-inline left_part left_of_values(code_value x, code_value y) { return part_of(x, y); }
+inline left_part left_of_values(code_value x, code_value y, bool) { return part_of(x, y); }
 
 // Byte i of word a and byte k of word b, with signs.
 inline left_part left_of_bytes(uint a, int i, uint b, int k, bool)
@@ -47,10 +47,22 @@ inline left_part left_of_halves(uint a, int i, uint b, int k)
                    float(as_type<half>(ushort(b >> (16 * k) & 0xffffu))));
 }
 
-inline right_part right_of(float x, float y, bool) { return part_of(x, y); }
+// Elements 0 and 1 of the first and of the second factor.
+inline right_pair right_of(float x0, float x1, float y0, float y1, bool)
+{
+    right_pair pair;
+    pair.x = x0;
+    pair.y = x1;
+    pair.z = y0;
+    pair.w = y1;
+    return pair;
+}
 
-// The elements of a matrix of sums as those of a right factor.
-inline right_part right_of_sums(float x, float y, bool) { return part_of(x, y); }
+// The elements of two matrices of sums as those of right factors.
+inline right_pair right_of_sums(float x0, float x1, float y0, float y1, bool wide)
+{
+    return right_of(x0, x1, y0, y1, wide);
+}
 
 inline simdgroup_matrix<float, 8, 8> matrix_of(float x, float y)
 {
@@ -60,22 +72,34 @@ inline simdgroup_matrix<float, 8, 8> matrix_of(float x, float y)
     return m;
 }
 
-inline void multiply_one(left_part left, right_part right, thread sum_matrix &sum)
+inline void multiply_one(left_part left, float x, float y, thread sum_matrix &sum)
 {
     simdgroup_matrix<float, 8, 8> m = matrix_of(sum.elements[0], sum.elements[1]);
-    simdgroup_multiply_accumulate(m, matrix_of(left.x, left.y), matrix_of(right.x, right.y), m);
+    simdgroup_multiply_accumulate(m, matrix_of(left.x, left.y), matrix_of(x, y), m);
     sum.elements[0] = m.thread_elements()[0];
     sum.elements[1] = m.thread_elements()[1];
 }
 
-// sum[r] += left[0][r] * right[0] + left[1][r] * right[1]. `exact`: the left factor holds small integers or halves.
-inline void multiply(thread const left_part (&left)[2][2], right_part first, right_part second, bool, bool,
-                     thread sum_matrix &sum_0, thread sum_matrix &sum_1)
+// Four left factors: parts[i][r] is multiplied by right factor i of a pair and added to sum r.
+struct left_block {
+    left_part parts[2][2];
+};
+
+// G blocks by F pairs of right factors: sums[2 * g + r][f] += left[g].parts[0][r] * first factor of right[f], and
+// likewise the second. `exact`: the left factors hold small integers or halves.
+template <int G, int F>
+inline void multiply(thread const left_block (&left)[G], thread const right_pair (&right)[F], bool, bool,
+                     thread sum_matrix (*sums)[F])
 {
-    multiply_one(left[0][0], first, sum_0);
-    multiply_one(left[0][1], first, sum_1);
-    multiply_one(left[1][0], second, sum_0);
-    multiply_one(left[1][1], second, sum_1);
+    TQKV_UNROLL
+    for (int i = 0; i < 2; i++) {
+        TQKV_UNROLL
+        for (int m = 0; m < 2 * G * F; m++) {
+            int row = m / F, f = m % F;
+            multiply_one(left[row / 2].parts[i][row % 2], i == 0 ? right[f].x : right[f].z,
+                         i == 0 ? right[f].y : right[f].w, sums[row][f]);
+        }
+    }
 }
 #endif
 
@@ -138,7 +162,7 @@ inline left_part left_of_codes(uint format, thread const raw_codes<W, N> &a, int
     if (W == 16) return left_of_halves(a.main[i / 2], i % 2, b.main[k / 2], k % 2);
     if (W == 8 && !has_codebook(format)) return left_of_bytes(a.main[i / 4], i % 4, b.main[k / 4], k % 4, wide);
     code_value x = book_value_at<W, N>(format, a, i, book);
-    return left_of_values(x, book_value_at<W, N>(format, b, k, book));
+    return left_of_values(x, book_value_at<W, N>(format, b, k, book), wide);
 }
 
 #endif

@@ -12,13 +12,17 @@ inline void multiply_test(uint lane, thread sum_matrix &product)
     float x = test_element(row, column, 3u), y = test_element(row, column + 1u, 3u);
     float z = test_element(TQKV_RIGHT_ROW(lane, 0), TQKV_RIGHT_COLUMN(lane, 0), 5u);
     float w = test_element(TQKV_RIGHT_ROW(lane, 1), TQKV_RIGHT_COLUMN(lane, 1), 5u);
-    left_part left[2][2];
-    sum_matrix other;
-    left[0][0] = left[0][1] = left_of_values(code_value_of(x, false), code_value_of(y, false));
-    left[1][0] = left[1][1] = left_of_values(code_value_of(0.0f, false), code_value_of(0.0f, false));
-    clear_matrix(product);
-    clear_matrix(other);
-    multiply(left, right_of(z, w, false), right_of(0.0f, 0.0f, false), false, false, product, other);
+    code_value zero = code_value_of(0.0f, false);
+    left_block left[1];
+    right_pair right[1] = {right_of(z, w, 0.0f, 0.0f, false)};
+    sum_matrix sums[2][1];
+    for (int r = 0; r < 2; r++) {
+        left[0].parts[0][r] = left_of_values(code_value_of(x, false), code_value_of(y, false), false);
+        left[0].parts[1][r] = left_of_values(zero, zero, false);
+        clear_matrix(sums[r][0]);
+    }
+    multiply<1, 1>(left, right, false, false, sums);
+    product = sums[0][0];
 }
 
 // clang-format off

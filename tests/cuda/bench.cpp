@@ -1,5 +1,5 @@
 // Times the shaders on an NVIDIA GPU: bench FOLDER [--list] [--quick] [--check] [--planned] [--simdgroups N]
-// [--threadgroups N] [--lanes] [--matrices] [part of a name]...
+// [--threadgroups N] [--lanes] [--matrices] [--columns N] [part of a name]...
 //
 // FOLDER holds the pipelines. --list prints the names of the pipelines that the benchmark needs. --check compares
 // attention with the CPU and times nothing, for compute-sanitizer. --planned times what tqkv.h plans for any GPU. One
@@ -24,7 +24,7 @@
 namespace
 {
 
-enum { N_KV_HEADS = 8, CHECKED_HEAD = 3, REPLAYS = 9, SEVERAL_CACHES = 400 << 20 };
+enum { N_KV_HEADS = 8, MATRIX_ROWS = 32, CHECKED_HEAD = 3, REPLAYS = 9, SEVERAL_CACHES = 400 << 20 };
 
 struct options {
     std::string folder;
@@ -33,6 +33,7 @@ struct options {
     bool planned;                   // as tqkv.h plans it
     int stretches;                  // of the store, each threadgroup adds up all; 0: choose_split chooses
     int kernel;                     // GPU_LANES or GPU_MATRICES; 0: as planned
+    int columns;                    // most of the kernel; 0: as planned
     std::vector<std::string> filters;
 };
 options opt;
@@ -257,8 +258,11 @@ gpu_split choose_split(attention a, const tqkv_store &keys, const tqkv_store &va
     tqkv__dispatch d[2];
     if (opt.planned) return {0, 0, 0, 0, opt.kernel};
     a.split.kernel = opt.kernel;
-    a.split.columns = opt.kernel ? std::min(a.shape.n_queries * a.shape.group, 16) : 0;
     plan_attention(a, keys, values, d);
+    if (d[0].kernel.family == TQKV__ATTEND_MATRIX) { // this GPU has registers for more than the plan's
+        a.split.columns = std::min(a.shape.n_queries * a.shape.group, opt.columns ? opt.columns : MATRIX_ROWS);
+        plan_attention(a, keys, values, d);
+    }
     const int columns = d[0].kernel.constants[TQKV_FC_COLUMNS] - 1;
     const bool few = columns <= 2 && a.shape.head_dim <= 128 && d[0].kernel.family == TQKV__ATTEND;
     const int n_simdgroups = opt.n_simdgroups ? opt.n_simdgroups : few ? 8 : 4;
@@ -275,7 +279,11 @@ gpu_split choose_split(attention a, const tqkv_store &keys, const tqkv_store &va
     const int wave = opt.threadgroups ? opt.threadgroups : processors * per_processor;
     const int tiles = (a.shape.positions + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
     const int wanted = wave / (int)(d[0].grid[0] * d[0].grid[1]), allowed = tiles / (2 * n_simdgroups);
-    return {columns, n_simdgroups, wanted > 1 ? std::max(1, std::min(wanted, allowed)) : 0, 0, opt.kernel};
+    // A product rounds its sum towards 0: a simdgroup adds up at most 64 tiles. Else the errors of a million positions
+    // add up to 4e-5.
+    const int least = d[0].kernel.family == TQKV__ATTEND_MATRIX ? tiles / (64 * n_simdgroups) : 1;
+    const int n = std::max(least, std::min(wanted, allowed));
+    return {columns, n_simdgroups, wanted > 1 ? std::max(1, n) : 0, 0, opt.kernel};
 }
 
 attention make_attention(const attend_shape &shape, const tqkv_store &keys, const tqkv_store &values)
@@ -694,6 +702,8 @@ void read_options(int argc, char **argv)
             opt.n_simdgroups = atoi(argv[++i]);
         else if (argument == "--stretches" && i + 1 < argc)
             opt.stretches = atoi(argv[++i]);
+        else if (argument == "--columns" && i + 1 < argc)
+            opt.columns = atoi(argv[++i]);
         else if (argument == "--threadgroups" && i + 1 < argc)
             opt.threadgroups = atoi(argv[++i]);
         else

@@ -18,6 +18,8 @@ def registers(family, head_dim, constants):
     """Flags that limit the registers, where this lets one more threadgroup run on a multiprocessor."""
     columns = constants.split("_")[6]
     head_dim = int(head_dim.split("_")[0]) if head_dim else 0
+    if family == "attend_matrix" and int(columns) <= 8 and head_dim <= 128:
+        return ["-maxrregcount=168"]
     if family != "attend" or head_dim > 512 or int(columns) > 4:
         return []
     return ["-maxrregcount=" + ("128" if int(columns) <= 2 and head_dim <= 256 else "168")]

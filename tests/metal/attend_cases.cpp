@@ -249,10 +249,10 @@ void add_types()
 void add_shapes()
 {
     const int shapes[][6] = {
-        {1, 1, 1, 1, 1, GPU_EACH},      {1, 1, 8, 4, 1, GPU_EVERYTHING},   {2, 1, 2, 4, 3, GPU_EACH},
-        {3, 1, 2, 2, 2, GPU_EACH},      {8, 1, 8, 4, 2, GPU_SECTIONS},     {16, 1, 8, 1, 4, GPU_EVERYTHING},
-        {5, 3, 8, 2, 40, GPU_SECTIONS}, {1, 17, 8, 2, 2, GPU_EACH},        {4, 9, 3, 4, 40, GPU_EVERYTHING},
-        {2, 40, 8, 1, 5, GPU_EACH},     {2, 45, 8, 2, 40, GPU_EVERYTHING}, {1, 1, 1, 8, 40, GPU_EACH},
+        {1, 1, 1, 1, 1, GPU_EACH},      {1, 1, 8, 4, 1, GPU_EVERYTHING},    {2, 1, 2, 4, 3, GPU_EACH},
+        {3, 1, 2, 2, 2, GPU_EACH},      {8, 1, 8, 4, 2, GPU_SECTIONS},      {16, 1, 8, 1, 4, GPU_EVERYTHING},
+        {5, 3, 8, 2, 40, GPU_SECTIONS}, {1, 17, 8, 2, 2, GPU_EACH},         {4, 9, 3, 4, 40, GPU_EVERYTHING},
+        {2, 40, 32, 1, 5, GPU_EACH},    {2, 45, 32, 2, 40, GPU_EVERYTHING}, {1, 1, 1, 8, 40, GPU_EACH},
         {2, 2, 1, 3, 7, GPU_EACH},      {2, 200, 8, 2, 40, GPU_EVERYTHING}};
     for (const int *shape : shapes) {
         shader_attend_row row = default_row(TQKV_I8, TQKV_TQ4, 128);
@@ -503,7 +503,7 @@ void run_company(const void *parameters)
     const int kernel = (planned ? seed / 4 : seed) % 2 ? GPU_MATRICES : GPU_LANES; // where head_dim has both
     const gpu_split as_planned_by_kernel = {0, 0, 0, 0, kernel};
     const gpu_split ways[] = {
-        {0, 4, 40, GPU_EACH, kernel}, {0, 4, 40, GPU_SECTIONS, kernel}, {0, 4, 40, GPU_EVERYTHING, kernel}};
+        {GPU_MOST, 4, 40, GPU_EACH, kernel}, {8, 4, 40, GPU_SECTIONS, kernel}, {0, 4, 40, GPU_EVERYTHING, kernel}};
     CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, planned ? as_planned_by_kernel : ways[seed % 3]));
     for (int query : {0, data_below(&random, row.n_queries), row.n_queries - 1})
         check_alone(problem.attention, problem.q, problem.out, query,

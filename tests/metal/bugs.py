@@ -158,20 +158,30 @@ BUGS = {
         "tqkv.h", "(((lane) >> 4 << 2) | ((lane) >> 1 & 3))", "((lane) >> 2)", "tables", (), "plain",
         "machine/matrix_places", "the check says they do not"),
     "matrices_summed_without_barrier": (
-        "shaders/attend_matrix.h", "            }\n        }\n        threadgroup_barrier(mem_flags::mem_threadgroup);\n    }\n}",
-        "            }\n        }\n    }\n}", "attend_matrix", (64,), "plain", "attend/pair/tq4_tq4/d64", "FAIL attend/pair/tq4_tq4/d64"),
+        "shaders/attend_matrix.h", "            }\n        }\n        threadgroup_barrier(mem_flags::mem_threadgroup);\n    }\n}\n\n// A walk",
+        "            }\n        }\n    }\n}\n\n// A walk", "attend_matrix", (64,), "plain", "attend/pair/tq4_tq4/d64", "FAIL attend/pair/tq4_tq4/d64"),
     "totals_without_barrier": (
         "shaders/attend_matrix.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (task.simdgroup == 0 && task.lane",
         "    if (task.simdgroup == 0 && task.lane", "attend_matrix", (64,), "tsan", "attend/pair/tq4_tq4/d64", "data race"),
     "queries_arranged_without_barrier": (
-        "shaders/attend_matrix.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    arrange_queries",
-        "    arrange_queries", "attend_matrix", (64,), "tsan", "attend/pair/tq4_tq4/d64", "data race"),
+        "shaders/attend_matrix.h", "        threadgroup_barrier(mem_flags::mem_threadgroup);\n        arrange_queries",
+        "        arrange_queries", "attend_matrix", (64,), "tsan", "attend/pair/tq4_tq4/d64", "data race"),
     "mask_of_matrices_off_by_one": (
         "shaders/attend_matrix.h", "position <= newest &&", "position < newest &&", "attend_matrix", (64,), "plain",
         "attend/resident/window/one_query", "by matrices"),
     "whole_tile_off_by_one": (
         "shaders/attend_matrix.h", "last <= walk.least_newest &&", "last <= walk.least_newest + 2 &&", "attend_matrix", (64,),
         "plain", "attend/resident/exactly_full", "by matrices"),
+    "shares_without_barrier": (
+        "shaders/attend_matrix.h", "            threadgroup_barrier(mem_flags::mem_threadgroup);\n        }\n        walk =",
+        "        }\n        walk =", "attend_matrix", (128,), "tsan",
+        "attend/shape/group2_queries40_columns32_simdgroups1_stretches5_share1", "data race"),
+    "queries_of_a_pass_overwritten": (
+        "shaders/attend_matrix.h", "if (first != 0) threadgroup_barrier(mem_flags::mem_threadgroup);", "", "attend_matrix", (128,), "tsan",
+        "attend/shape/group2_queries45_columns32_simdgroups2_stretches40_share3", "data race"),
+    "next_query_beside_the_head": (
+        "shaders/attend_matrix.h", "walk.at += same ? walk.next_head : walk.next_query;", "walk.at += walk.next_head;", "attend_matrix",
+        (128,), "plain", "attend/shape/group2_queries40_columns32_simdgroups1_stretches5_share1", "by matrices"),
     "unscaled_merge_of_matrices": (
         "shaders/attend_matrix.h", "float shrink = share_of(state.maximum[f][i], memory.totals[c * 2u]);",
         "float shrink = 1.0f;", "attend_matrix", (64,), "plain", "attend/option/large_scores", "by matrices"),

@@ -133,6 +133,46 @@ static void run_refusals(const void *parameters)
     attend_tear_down(&problem);
 }
 
+#ifdef STANDIN
+/* A library with the kernel `tables` alone: the refusal names the kernel that a call wants. */
+typedef struct wanted_kernel {
+    char library[20], kernel[40];
+} wanted_kernel;
+
+static void run_kernel_wanted(const void *parameters)
+{
+    const wanted_kernel *c = parameters;
+    char path[400];
+    tqkv_metal *m = NULL;
+    REQUIRE(test_host.stale, "needs --stale");
+    snprintf(path, sizeof path, "%s/%s.metallib", test_host.stale, c->library);
+    const tqkv_metal_desc desc = {.library_path = path, .device = test_host.device};
+    CHECK_RESULT(tqkv_metal_create(&desc, &m), TQKV_OK);
+    attend_problem problem;
+    attend_buffers b;
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+    row.group = 4;
+    attend_set_up(&problem, &row);
+    open_buffers(&b, &problem);
+    host_work work = host_begin(false);
+    CHECK_REFUSED(m, tqkv_metal_attend(m, work.encoder, &b.attention, b.q, b.scratch, b.out), TQKV_METAL_ERROR,
+                  c->kernel);
+    host_end(&work);
+    close_buffers(&b);
+    attend_tear_down(&problem);
+    tqkv_metal_destroy(m);
+}
+
+/* A group of 4 multiplies matrices unless the shaders find another order of their elements. */
+static void add_kernels_wanted(void)
+{
+    const wanted_kernel as_expected = {"tables_alone", "tqkv_attend_matrix_d64"},
+                        otherwise = {"matrices", "tqkv_attend_d64"};
+    test_add(run_kernel_wanted, &as_expected, sizeof as_expected, "attend/matrices/as_expected");
+    test_add(run_kernel_wanted, &otherwise, sizeof otherwise, "attend/matrices/in_another_order");
+}
+#endif
+
 static void add(attend_row row, const char *what) { test_add(run_attend, &row, sizeof row, "attend/%s", what); }
 
 static void add_named(attend_row row, const char *what, int number)
@@ -239,4 +279,7 @@ void attend_host_cases(void)
     add_options();
     test_add(run_scratch_grows, NULL, 0, "attend/scratch");
     test_add(run_refusals, NULL, 0, "refusals/attend");
+#ifdef STANDIN
+    add_kernels_wanted();
+#endif
 }

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Makes the stand-in's libraries, and versions of tqkv.h whose shaders must be refused as stale.
+"""Makes the stand-in's libraries, and versions of tqkv.h whose shaders must be refused as stale or find other matrices.
 
 usage: pack.py library SHARED_OBJECT OUTPUT
-       pack.py stale WHAT TQKV_H OUTPUT     WHAT: a table of tqkv__table_set, `version`, `dispatch`, an argument struct
+       pack.py stale WHAT TQKV_H OUTPUT     WHAT: a table of tqkv__table_set, `version`, `dispatch`, `matrices`, an
+                                            argument struct
 """
 import re
 import struct
@@ -25,6 +26,8 @@ def stale(what, header, output):
         changed = re.sub(r"(#define TQKV_TABLE_VERSION) \d+", r"\1 999", text)
     elif what == "dispatch":
         changed = re.sub(r"(#define TQKV__MAX_COLUMNS\(D\)) ", r"\1 2 * ", text)
+    elif what == "matrices":
+        changed = re.sub(r"(#define TQKV__MATRIX_ROW\(lane\)) .*", r"\1 ((lane) >> 2)", text)
     elif what in TABLES:
         start = text.index("TQKV_TABLE tqkv__table_set tqkv__tables = {")
         lists = [m.end() for m in re.finditer(r"\n    \{", text[start:])]
