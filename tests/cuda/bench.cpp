@@ -480,15 +480,15 @@ void bench_decode(tqkv_format format, int head_dim, int positions)
 
 // ---- Batches ----
 
-enum { SEQUENCES = 16, LONGEST = 8000, PAGE_SIZE = 64 };
+enum { SEQUENCES = 16, LONGEST = 8000, PAGE_SIZE = 64, ALL_PAGES = SEQUENCES, LINEAR, CALLS };
 
-// The pages of sequence i lie between those of all others: page p of the pool is page p / SEQUENCES of one of them.
+// Sequences over one pool, whose pages lie there in no order.
 struct sequences {
     tqkv_store keys, values;
     int32_t *pages;                          // of all sequences, on the device
     std::vector<int> first, length;          // of each table, of each sequence
-    std::vector<tqkv_metal_store> streams;   // [SEQUENCES][2]
-    std::vector<tqkv_metal_attention> calls; // then one over all pages
+    std::vector<tqkv_metal_store> streams;   // [CALLS][2]
+    std::vector<tqkv_metal_attention> calls; // then one over all pages, and one over the pool as a linear store
 };
 
 void place_pages(sequences &s, int n_pages)
@@ -500,8 +500,10 @@ void place_pages(sequences &s, int n_pages)
         for (int p = 0; p < (s.length.back() + PAGE_SIZE - 1) / PAGE_SIZE; p++) pages.push_back(0);
     }
     for (size_t i = 0; i < pages.size(); i++) pages[i] = (int32_t)(i * 7919 % pages.size()); // a prime: all of them
-    s.first.push_back(0);
-    s.length.push_back(n_pages * PAGE_SIZE);
+    for (int i = ALL_PAGES; i < CALLS; i++) {
+        s.first.push_back(0);
+        s.length.push_back(n_pages * PAGE_SIZE);
+    }
     static int32_t not_read; // NULL would be no table
     s.pages = opt.list ? &not_read : device_array<int32_t>(pages.size());
     if (!opt.list) CUDA(cudaMemcpy(s.pages, pages.data(), pages.size() * sizeof(int32_t), cudaMemcpyHostToDevice));
@@ -522,14 +524,15 @@ void make_sequences(tqkv_format key_format, tqkv_format value_format, int group,
     fill_stream(s.keys, seed);
     fill_stream(s.values, seed + 500);
     place_pages(s, n_pages);
-    for (int i = 0; i <= SEQUENCES; i++)
+    for (int i = 0; i < CALLS; i++)
         for (const tqkv_store *from : {&s.keys, &s.values}) {
             s.streams.push_back(gpu_store(from));
+            if (i == LINEAR) continue;
             s.streams.back().shape.page_size = PAGE_SIZE;
             s.streams.back().shape.n_pages = (s.length[(size_t)i] + PAGE_SIZE - 1) / PAGE_SIZE;
             s.streams.back().pages = {s.pages, (size_t)s.first[(size_t)i] * sizeof(int32_t)};
         }
-    for (size_t i = 0; i <= SEQUENCES; i++) {
+    for (size_t i = 0; i < CALLS; i++) {
         tqkv_metal_attention a = {};
         a.keys = &s.streams[2 * i];
         a.values = &s.streams[2 * i + 1];
@@ -554,7 +557,7 @@ batch_memory make_batch_memory(const sequences &s, int group)
     size_t arguments, bytes = 0, own;
     m.row = (size_t)(group * N_KV_HEADS * 128);
     check_plan(tqkv__plan_batch_sizes(s.calls.data(), SEQUENCES, &arguments, &bytes));
-    check_plan(tqkv__plan_scratch(&s.calls[SEQUENCES], &own));
+    check_plan(tqkv__plan_scratch(&s.calls[ALL_PAGES], &own));
     m.q = device_array<float>(m.row * SEQUENCES);
     m.out = device_array<float>(m.row * SEQUENCES);
     m.scratch = device_array<float>(std::max(bytes, own) / sizeof(float));
@@ -602,6 +605,13 @@ void check_batch(const std::string &name, const batch_memory &m, const std::func
     n_wrong += !same;
 }
 
+void report_batch(const std::string &name)
+{
+    report_ratio(name + "/loop", times[name + "/loop"] / times[name]);
+    report_ratio(name + "/one_sequence", times[name + "/one_sequence"] / times[name]);
+    report_ratio(name + "/linear", times[name + "/one_sequence/linear"] / times[name + "/one_sequence"]);
+}
+
 void free_batch(const sequences &s, const batch_memory &m)
 {
     free_stream(s.keys);
@@ -637,11 +647,13 @@ void bench_batch(tqkv_format key_format, tqkv_format value_format, int group)
     const auto loop = [&](int i) {
         for (size_t j = 0; j < SEQUENCES; j++) attend_sequence(copies[(size_t)i], memory[(size_t)i], j);
     };
-    const auto one = [&](int i) { attend_sequence(copies[(size_t)i], memory[(size_t)i], SEQUENCES); };
+    const auto one = [&](int i) { attend_sequence(copies[(size_t)i], memory[(size_t)i], ALL_PAGES); };
+    const auto linear = [&](int i) { attend_sequence(copies[(size_t)i], memory[(size_t)i], LINEAR); };
     if (opt.list) {
         all(0);
         loop(0);
-        return one(0);
+        one(0);
+        return linear(0);
     }
     check_batch(
         name, memory[0], [&] { loop(0); }, [&] { all(0); });
@@ -649,8 +661,8 @@ void bench_batch(tqkv_format key_format, tqkv_format value_format, int group)
     report(name, time_calls((int)copies.size(), all));
     report(name + "/loop", time_calls((int)copies.size(), loop));
     report(name + "/one_sequence", time_calls((int)copies.size(), one));
-    report_ratio(name + "/loop", times[name + "/loop"] / times[name]);
-    report_ratio(name + "/one_sequence", times[name + "/one_sequence"] / times[name]);
+    report(name + "/one_sequence/linear", time_calls((int)copies.size(), linear));
+    report_batch(name);
     for (size_t i = 0; i < copies.size(); i++) free_batch(copies[i], memory[i]);
 }
 
