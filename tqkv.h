@@ -2548,11 +2548,8 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
 /* Vectors in a run, which is decoded together. */
 #define TQKV__RUN(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_RUN : 4)
-/* Is a block a tail, see TQKV__(part)? */
-#define TQKV__TAILED(format, dim)                                                                                      \
-    (TQKV__TAILS && TQKV__RUN(format) * TQKV__LANES > 16 && (dim) % (TQKV__RUN(format) * TQKV__LANES))
-/* The lengths, in vectors, of the runs of a tail: a sum of 4, 2 and 1. A tail is a multiple of 16 values. */
-#define TQKV__TAIL_RUNS (TQKV__LANES == 16 ? 7 : TQKV__LANES == 8 ? 2 : 4)
+/* May a block have a tail? Its size is a multiple of 16. */
+#define TQKV__HAS_TAIL(format) (TQKV__TAILS && TQKV__RUN(format) * TQKV__LANES > 16)
 /* Formats with loops straight from the codes. On NEON a codebook for bytes leaves no registers for sums. */
 #define TQKV__DIRECT(format) (TQKV__LANES > 4 || TQKV__MAIN_BITS(format) != 8 || TQKV__KIND(format) != TQKV__BOOK)
 
@@ -2571,10 +2568,10 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
 #define TQKV__X_STRIDE(dim) ((dim) + 16)
 
 /* Calls the loop for 1, 2 or `most` rows, each a constant. */
-#define TQKV__BY_ROWS(loop, tailed, most)                                                                              \
-    (rows == 1    ? TQKV__(loop)(format, tailed, 1, block)                                                             \
-     : rows == 2  ? TQKV__(loop)(format, tailed, 2, block)                                                             \
-     : (most) > 2 ? TQKV__(loop)(format, tailed, most, block)                                                          \
+#define TQKV__BY_ROWS(loop, most)                                                                                      \
+    (rows == 1    ? TQKV__(loop)(format, 1, block)                                                                     \
+     : rows == 2  ? TQKV__(loop)(format, 2, block)                                                                     \
+     : (most) > 2 ? TQKV__(loop)(format, most, block)                                                                  \
                   : (void)0)
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
@@ -2795,7 +2792,7 @@ TQKV__OP size_t TQKV__(stride)(const tqkv_format format, const TQKV__(block) * b
     return format == TQKV__FLOATS ? (size_t)TQKV__X_STRIDE(block->dim) * sizeof(float) : block->stride;
 }
 
-/* The parameters format, per_lane, tailed, rows and k are constants here and below. */
+/* The parameters format, per_lane, rows, k and width are constants here and below. */
 TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream *s, TQKV__VECTOR *table)
 {
     if (TQKV__KIND(format) == TQKV__BOOK) TQKV__(load_table)(TQKV__BOOK_BITS(format), TQKV__PACKED(format), s, table);
@@ -2821,36 +2818,102 @@ TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const
     for (int i = 0; i < count; i++) x[i] = TQKV__(value)(format, per_lane, k + i, table, p, upper);
 }
 
-/* A run of the codes at *p as floats; *p and *upper move on. */
-TQKV__OP void TQKV__(decode_run)(const tqkv_format format, const int per_lane, const TQKV__VECTOR *table,
-                                 const uint8_t **p, const uint8_t **upper, float *x)
+/* -- Tails: the vectors of a block behind its last whole run, any number on wide vectors, TQKV__TAIL on narrow ones. Their
+   loops take one vector after the other: code for each length would make the library half as large again. -- */
+
+/* Are codes packed, and any number of vectors a run? */
+TQKV__OP bool TQKV__(has_fields)(const tqkv_format format) { return !TQKV__TAIL && TQKV__PACKED(format); }
+
+/* Are the vectors of a run looked up together? Then a tail is decoded before its vectors are taken. */
+TQKV__OP bool TQKV__(looked_up)(const tqkv_format format)
 {
-    TQKV__VECTOR run[8];
-    TQKV__(values)(format, per_lane, 0, per_lane, table, *p, *upper, run);
-    TQKV__UNROLL
-    for (int k = 0; k < per_lane; k++) TQKV__(store)(x + k * TQKV__LANES, run[k]);
-    *p += TQKV__(run_bytes)(format, per_lane);
-    *upper += TQKV__(upper_bytes)(format, per_lane);
+    return TQKV__KIND(format) == TQKV__BOOK && !TQKV__(has_fields)(format);
+}
+
+/* A run whose vectors are taken one after the other. */
+typedef struct TQKV__(rest) {
+    TQKV__(codes) main, upper, codes; /* fields, and codes of the next vectors */
+    const uint8_t *p;                 /* without fields */
+} TQKV__(rest);
+
+/* Vectors whose codes are joined from the two fields together. */
+#define TQKV__JOINED(format) (TQKV__BOOK_BITS(format) > 4 ? 4 : 8)
+
+/* A run of `count` vectors, from that on with which the fields were opened. */
+TQKV__OP TQKV__(rest) TQKV__(open_run)(const tqkv_format format, const TQKV__(fields) * fields, int count,
+                                       const uint8_t *p, const uint8_t *upper)
+{
+    TQKV__(rest) rest;
+    rest.p = p;
+    if (TQKV__(has_fields)(format))
+        TQKV__(load_fields)(TQKV__BOOK_BITS(format), fields, count, p, upper, &rest.main, &rest.upper);
+    return rest;
+}
+
+/* Before vector k: every TQKV__JOINED vectors. */
+TQKV__OP void TQKV__(join_run)(const tqkv_format format, int k, TQKV__(rest) * rest)
+{
+    if (TQKV__(has_fields)(format))
+        rest->codes = TQKV__(join_fields)(TQKV__BOOK_BITS(format), k, rest->main, rest->upper);
+}
+
+TQKV__OP TQKV__VECTOR TQKV__(next_vector)(const tqkv_format format, const TQKV__VECTOR *table, TQKV__(rest) * rest)
+{
+    const uint8_t *p = rest->p;
+    if (TQKV__(has_fields)(format)) return TQKV__(next_centroids)(TQKV__BOOK_BITS(format), table, &rest->codes);
+    rest->p += TQKV__(run_bytes)(format, 1);
+    return TQKV__(value)(format, 1, 0, table, p, p);
+}
+
+TQKV__OP void TQKV__(open_tail)(const tqkv_format format, const TQKV__(block) * block, int first,
+                                TQKV__(fields) * fields)
+{
+    const int count = block->dim / TQKV__LANES % TQKV__RUN(format);
+    if (TQKV__(has_fields)(format))
+        TQKV__(open_fields)(TQKV__MAIN_BITS(format), TQKV__UPPER_BITS(format), count, first, fields);
+}
+
+/* A run of `count` vectors as floats; of formats that are looked up a tail. */
+TQKV__OP void TQKV__(decode_run)(const tqkv_format format, const TQKV__(fields) * fields, int count,
+                                 const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, float *x)
+{
+    TQKV__VECTOR run[4];
+    if (TQKV__(looked_up)(format)) {
+        const int per_lane = TQKV__TAIL ? TQKV__TAIL : count;
+        TQKV__UNROLL
+        for (int k = 0; k < (TQKV__TAIL ? TQKV__TAIL : 3); k++)
+            if (k < count) run[k] = TQKV__(value)(format, per_lane, k, table, p, upper);
+        TQKV__UNROLL
+        for (int k = 0; k < (TQKV__TAIL ? TQKV__TAIL : 3); k++)
+            if (k < count) TQKV__(store)(x + k * TQKV__LANES, run[k]);
+        return;
+    }
+    TQKV__(rest) rest = TQKV__(open_run)(format, fields, count, p, upper);
+    for (int k = 0; k < count; k++) {
+        if (k % TQKV__JOINED(format) == 0) TQKV__(join_run)(format, k, &rest);
+        TQKV__(store)(x + k * TQKV__LANES, TQKV__(next_vector)(format, table, &rest));
+    }
 }
 
 /* The first n positions as floats. x: [n][TQKV__X_STRIDE] */
 TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
 {
-    const int per_lane = TQKV__RUN(format), rest = block->dim / TQKV__LANES % per_lane;
-    TQKV__VECTOR table[8];
+    const int per_lane = TQKV__RUN(format), rest = block->dim % (TQKV__LANES * per_lane);
+    TQKV__VECTOR table[8], run[8];
+    TQKV__(fields) fields;
     TQKV__(load_codebook)(format, block->stream, table);
+    TQKV__(open_tail)(format, block, 0, &fields);
     for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(block->dim)) {
         const uint8_t *p = block->codes + (size_t)j * block->stride, *upper = p + block->upper;
-        int d = 0;
-        for (; d < block->dim - rest * TQKV__LANES; d += TQKV__LANES * per_lane)
-            TQKV__(decode_run)(format, per_lane, table, &p, &upper, x + d);
-        TQKV__UNROLL
-        for (int i = 0; i < 3; i++) {
-            const int run = 4 >> i;
-            if (run >= per_lane || !(TQKV__TAIL_RUNS & rest & run)) continue;
-            TQKV__(decode_run)(format, run, table, &p, &upper, x + d);
-            d += run * TQKV__LANES;
+        for (int d = 0; d < block->dim - rest; d += TQKV__LANES * per_lane) {
+            TQKV__(values)(format, per_lane, 0, per_lane, table, p, upper, run);
+            TQKV__UNROLL
+            for (int k = 0; k < per_lane; k++) TQKV__(store)(x + d + k * TQKV__LANES, run[k]);
+            p += TQKV__(run_bytes)(format, per_lane);
+            upper += TQKV__(upper_bytes)(format, per_lane);
         }
+        if (TQKV__HAS_TAIL(format) && rest)
+            TQKV__(decode_run)(format, &fields, rest / TQKV__LANES, table, p, upper, x + block->dim - rest);
     }
 }
 
@@ -2868,11 +2931,12 @@ TQKV__OP const TQKV__VECTOR *TQKV__(reload)(const int rows, const TQKV__VECTOR *
     return table;
 }
 
-/* sums[row][m] += products, lane by lane, of query `row` and one run of key m, at p[m]; m < 4 */
-TQKV__OP void TQKV__(dot_run)(const tqkv_format format, const int per_lane, const int rows, const TQKV__VECTOR *table,
+/* sums[row][m] += products, lane by lane, of query `row` and one whole run of key m, at p[m]; m < 4 */
+TQKV__OP void TQKV__(dot_run)(const tqkv_format format, const int rows, const TQKV__VECTOR *table,
                               const uint8_t *const *p, size_t at, size_t upper, const float *queries, size_t row_stride,
                               TQKV__VECTOR (*sums)[4])
 {
+    const int per_lane = TQKV__RUN(format);
     TQKV__VECTOR x[8], query[TQKV__ROWS];
     if (TQKV__(whole_runs)(format)) {
         TQKV__UNROLL
@@ -2902,20 +2966,45 @@ TQKV__OP void TQKV__(dot_run)(const tqkv_format format, const int per_lane, cons
     }
 }
 
-/* The same for a tail. */
-TQKV__OP void TQKV__(dot_tail)(const tqkv_format format, const int rows, int tail, const TQKV__VECTOR *table,
-                               const uint8_t *const *p, size_t upper, const float *queries, size_t row_stride,
-                               TQKV__VECTOR (*sums)[4])
+TQKV__OP void TQKV__(open_runs)(const tqkv_format format, const TQKV__(fields) * fields, int count,
+                                const uint8_t *const *p, size_t at, size_t upper, TQKV__(rest) * rest)
 {
-    size_t at = 0;
     TQKV__UNROLL
-    for (int i = 0; i < 3; i++) {
-        const int per_lane = 4 >> i;
-        if (!(TQKV__TAIL_RUNS & tail & per_lane)) continue;
-        TQKV__(dot_run)(format, per_lane, rows, table, p, at, upper, queries, row_stride, sums);
-        at += (size_t)TQKV__(run_bytes)(format, per_lane);
-        upper += (size_t)TQKV__(upper_bytes)(format, per_lane);
-        queries += TQKV__LANES * per_lane;
+    for (int m = 0; m < 4; m++) rest[m] = TQKV__(open_run)(format, fields, count, p[m] + at, p[m] + upper);
+}
+
+/* The same for a run of `count` vectors, one after the other. */
+TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, const TQKV__(fields) * fields, int count,
+                                  const TQKV__VECTOR *table, const uint8_t *const *p, size_t at, size_t upper,
+                                  const float *queries, size_t row_stride, TQKV__VECTOR (*sums)[4])
+{
+    const tqkv_format now = TQKV__(looked_up)(format) ? TQKV__FLOATS : format;
+    TQKV__ALIGNED float x[4][4 * TQKV__LANES];
+    TQKV__(rest) rest[4];
+    for (int m = 0; m < 4 && now != format; m++)
+        TQKV__(decode_run)(format, fields, count, table, p[m] + at, p[m] + upper, x[m]);
+    if (now != format)
+        for (int m = 0; m < 4; m++) rest[m].p = (const uint8_t *)(const void *)x[m];
+    else if (count == 8)
+        TQKV__(open_runs)(format, fields, 8, p, at, upper, rest);
+    else if (count == 4)
+        TQKV__(open_runs)(format, fields, 4, p, at, upper, rest);
+    else
+        TQKV__(open_runs)(format, fields, count, p, at, upper, rest);
+    for (int k = 0; k < count; k++, queries += TQKV__LANES) {
+        TQKV__VECTOR query[TQKV__ROWS];
+        if (k % TQKV__JOINED(now) == 0) {
+            TQKV__UNROLL
+            for (int m = 0; m < 4; m++) TQKV__(join_run)(now, k, &rest[m]);
+        }
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(queries + (size_t)r * row_stride);
+        TQKV__UNROLL
+        for (int m = 0; m < 4; m++) {
+            const TQKV__VECTOR v = TQKV__(next_vector)(now, table, &rest[m]);
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(fma)(query[r], v, sums[r][m]);
+        }
     }
 }
 
@@ -2934,52 +3023,66 @@ TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, 
     const TQKV__VECTOR factors = TQKV__(load)(block->factors + first);
     TQKV__UNROLL
     for (int r = 0; r < rows; r++) {
-        float *to = block->results + r * block->result_stride + first;
+        float *to = block->results + r * TQKV__TILE + first;
         const TQKV__VECTOR before = block->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
         TQKV__(store)(to, TQKV__(fma)(TQKV__(sum_across)(fours[r]), factors, before));
     }
 }
 
+/* sums[row][m]: products, lane by lane, of query `row` and key m, at p[m]; m < 4 */
+TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(block) * block,
+                               const TQKV__(fields) * fields, const TQKV__VECTOR *table, const uint8_t *const *p,
+                               TQKV__VECTOR (*sums)[4])
+{
+    const int per_lane = TQKV__RUN(format), run = TQKV__LANES * per_lane;
+    const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
+    const bool any = TQKV__TAILS && TQKV__(has_fields)(format); /* one loop for whole runs and tails */
+    const size_t row_stride = (size_t)block->row_stride;
+    const float *queries = block->rows;
+    size_t at = 0, upper = block->upper;
+    int left = block->dim;
+    TQKV__UNROLL
+    for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
+    for (; left >= (any ? 1 : run); left -= run, queries += run) {
+        const int count = left < run ? left / TQKV__LANES : per_lane;
+        TQKV__(ask_ahead)(format, p, (ptrdiff_t)at + block->ahead, run_bytes);
+        if (any)
+            TQKV__(dot_vectors)(format, rows, fields, count, table, p, at, upper, queries, row_stride, sums);
+        else
+            TQKV__(dot_run)(format, rows, table, p, at, upper, queries, row_stride, sums);
+        at += (size_t)run_bytes;
+        upper += (size_t)upper_bytes;
+    }
+    if (TQKV__HAS_TAIL(format) && !any && left > 0) {
+        const int count = TQKV__TAIL ? TQKV__TAIL : left / TQKV__LANES;
+        TQKV__(ask_ahead)(format, p, (ptrdiff_t)at + block->ahead, run_bytes);
+        TQKV__(dot_vectors)(format, rows, fields, count, table, p, at, upper, queries, row_stride, sums);
+    }
+}
+
 /* scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
    Summing the lanes of four vectors costs little more than of one. Writes whole vectors. */
-TQKV__OP void TQKV__(score)(const tqkv_format format, const bool tailed, const int rows, const TQKV__(block) * block)
+TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV__(block) * block)
 {
     TQKV__ALIGNED float fours[TQKV__ROWS][TQKV__LANES * TQKV__LANES / 4];
-    const int per_lane = TQKV__RUN(format), tail = block->dim / TQKV__LANES;
-    const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
-    const int n = block->n, runs = block->dim / (TQKV__LANES * per_lane);
-    const size_t stride = TQKV__(stride)(format, block), row_stride = (size_t)block->row_stride;
-    const ptrdiff_t ahead = block->ahead;
+    const int n = block->n;
+    const size_t stride = TQKV__(stride)(format, block);
     const uint8_t *codes = block->codes;
     TQKV__VECTOR table[8];
+    TQKV__(fields) fields;
     TQKV__(load_codebook)(format, block->stream, table);
+    TQKV__(open_tail)(format, block, 0, &fields);
     for (int first = 0; first < n; first += TQKV__LANES) {
         for (int i = 0; i < TQKV__LANES; i += 4) {
             TQKV__VECTOR sums[TQKV__ROWS][4];
-            const float *queries = block->rows;
             const uint8_t *p[4];
-            size_t at = 0, upper = block->upper;
-            int run = runs;
             TQKV__UNROLL
             for (int m = 0; m < 4; m++) {
                 p[m] = codes;
                 /* Past the end: the last key again; decoded rows are padded with copies of it. */
                 codes += format == TQKV__FLOATS || first + i + m + 1 < n ? stride : 0;
-                TQKV__UNROLL
-                for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(set1)(0.0f);
             }
-            if (TQKV__TAILS && tailed) {
-                TQKV__(ask_ahead)(format, p, ahead, tail * TQKV__(run_bytes)(format, 1));
-                TQKV__(dot_tail)(format, rows, tail, table, p, upper, queries, row_stride, sums);
-                run = 0;
-            }
-            for (; run > 0; run--) {
-                TQKV__(ask_ahead)(format, p, (ptrdiff_t)at + ahead, run_bytes);
-                TQKV__(dot_run)(format, per_lane, rows, table, p, at, upper, queries, row_stride, sums);
-                at += (size_t)run_bytes;
-                upper += (size_t)upper_bytes;
-                queries += TQKV__LANES * per_lane;
-            }
+            TQKV__(dot_keys)(format, rows, block, &fields, table, p, sums);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) TQKV__(store)(fours[r] + i / 4 * TQKV__LANES, TQKV__(sum_fours)(sums[r]));
         }
@@ -2987,140 +3090,100 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const bool tailed, const i
     }
 }
 
-/* sums[row][first + v] += weights[row] * vector k + v of the run at p; weights of rows are row_stride apart */
+/* sums[row][v] += weight[row] * vector k + v of the run of per_lane vectors at p; per_lane is a constant */
 TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows, const int k,
                                    const int width, const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper,
-                                   const float *weights, int row_stride, const int first, TQKV__VECTOR (*sums)[8])
+                                   const TQKV__VECTOR *weight, TQKV__VECTOR (*sums)[8])
 {
-    TQKV__VECTOR weight[TQKV__ROWS], x[8];
-    if (TQKV__(whole_runs)(format)) {
+    TQKV__VECTOR x[8];
+    if (TQKV__(whole_runs)(format))
         TQKV__(values)(format, per_lane, k, width, TQKV__(reload)(rows, table), p, upper, x);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            weight[r] = TQKV__(set1)(weights[r * row_stride]);
-            TQKV__UNROLL
-            for (int v = 0; v < width; v++) sums[r][first + v] = TQKV__(fma)(weight[r], x[v], sums[r][first + v]);
-        }
-        return;
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights[r * row_stride]);
     TQKV__UNROLL
     for (int v = 0; v < width; v++) {
-        x[v] = TQKV__(value)(format, per_lane, k + v, table, p, upper);
+        if (!TQKV__(whole_runs)(format)) x[v] = TQKV__(value)(format, per_lane, k + v, table, p, upper);
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) sums[r][first + v] = TQKV__(fma)(weight[r], x[v], sums[r][first + v]);
+        for (int r = 0; r < rows; r++) sums[r][v] = TQKV__(fma)(weight[r], x[v], sums[r][v]);
     }
 }
 
-/* Reads or writes `count` vectors of each row's sums, from sums[row][first] on. */
-TQKV__OP void TQKV__(load_sums)(const int rows, const int first, const int count, const float *out, int stride,
-                                TQKV__VECTOR (*sums)[8])
+/* The same for the first `count` vectors from that on with which the fields were opened, of a run of per_lane vectors. */
+TQKV__OP void TQKV__(add_vectors)(const tqkv_format format, const TQKV__(fields) * fields, int per_lane, int count,
+                                  const int rows, const int width, const TQKV__VECTOR *table, const uint8_t *p,
+                                  const uint8_t *upper, const TQKV__VECTOR *weight, TQKV__VECTOR (*sums)[8])
 {
+    TQKV__(rest) rest = TQKV__(open_run)(format, fields, per_lane, p, upper);
     TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
+    for (int v = 0; v < width; v++) {
+        if (v >= count) break;
+        if (v % TQKV__JOINED(format) == 0) TQKV__(join_run)(format, v, &rest);
+        const TQKV__VECTOR x = TQKV__(next_vector)(format, table, &rest);
         TQKV__UNROLL
-        for (int v = 0; v < count; v++) sums[r][first + v] = TQKV__(load)(out + r * stride + v * TQKV__LANES);
+        for (int r = 0; r < rows; r++) sums[r][v] = TQKV__(fma)(weight[r], x, sums[r][v]);
     }
 }
 
-TQKV__OP void TQKV__(store_sums)(const int rows, const int first, const int count, TQKV__VECTOR (*sums)[8], int stride,
-                                 float *out)
+/* out[row] += sum_j weights[row][j] * value[j] for at most `width` vectors from vector k on of a run of per_lane vectors,
+   whose sums are in registers over all positions. whole: per_lane is a constant. p: of the run at the first
+   position, out: of vector k */
+TQKV__OP void TQKV__(accumulate_run)(const tqkv_format format, const bool whole, int per_lane, const int rows, int k,
+                                     const int width, const TQKV__(block) * block, const TQKV__VECTOR *table,
+                                     const uint8_t *p, const uint8_t *upper, float *out)
 {
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        TQKV__UNROLL
-        for (int v = 0; v < count; v++) TQKV__(store)(out + r * stride + v * TQKV__LANES, sums[r][first + v]);
-    }
-}
-
-/* The same for those runs of a tail that are in `runs`, in one pass over the positions; `before` vectors are before
-   them. */
-TQKV__OP void TQKV__(accumulate_tail)(const tqkv_format format, const int rows, const int runs, int before,
-                                      const TQKV__(block) * block, const TQKV__VECTOR *table)
-{
-    const int tail = TQKV__LANES < 16 ? TQKV__TAIL_RUNS : block->dim / TQKV__LANES; /* narrow vectors: 16 values */
-    const int row_stride = block->row_stride, stride = block->result_stride;
-    const size_t step = TQKV__(stride)(format, block), ahead = TQKV__TILE * step;
-    const uint8_t *p = block->codes + before * TQKV__(run_bytes)(format, 1);
-    const uint8_t *upper = block->codes + block->upper + before * TQKV__UPPER_BITS(format) * TQKV__LANES / 8;
-    float *out = block->results + before * TQKV__LANES;
-    TQKV__VECTOR sums[TQKV__ROWS][8];
-    TQKV__UNROLL
-    for (int i = 0; i < 3; i++) {
-        const int run = 4 >> i;
-        if (!(runs & tail & run)) continue;
-        TQKV__(load_sums)(rows, runs & -2 * run, run, out, stride, sums);
-        out += run * TQKV__LANES;
-    }
-    for (int j = 0; j < block->n; j++, p += step, upper += step) {
-        const uint8_t *codes = p, *high = upper;
-        if (format != TQKV__FLOATS && before == 0)
-            tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p + ahead, (size_t)(tail * TQKV__(run_bytes)(format, 1)));
-        TQKV__UNROLL
-        for (int i = 0; i < 3; i++) {
-            const int run = 4 >> i;
-            if (!(runs & tail & run)) continue;
-            TQKV__(add_weighted)
-            (format, run, rows, 0, run, table, codes, high, block->rows + j, row_stride, runs & -2 * run, sums);
-            codes += TQKV__(run_bytes)(format, run);
-            high += TQKV__(upper_bytes)(format, run);
-        }
-    }
-    out = block->results + before * TQKV__LANES;
-    TQKV__UNROLL
-    for (int i = 0; i < 3; i++) {
-        const int run = 4 >> i;
-        if (!(runs & tail & run)) continue;
-        TQKV__(store_sums)(rows, runs & -2 * run, run, sums, stride, out);
-        out += run * TQKV__LANES;
-    }
-}
-
-/* out[row] += sum_j weights[row][j] * value[j]; registers hold the sums of a few vectors over all positions. */
-TQKV__OP void TQKV__(accumulate_runs)(const tqkv_format format, const int rows, const TQKV__(block) * block,
-                                      const TQKV__VECTOR *table)
-{
-    const int per_lane = TQKV__RUN(format);
-    const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
-    const int most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane; /* rows * width sums */
-    const int n = block->n, row_stride = block->row_stride, result_stride = block->result_stride;
-    const size_t stride = TQKV__(stride)(format, block);
+    const int n = block->n, count = per_lane - k, result_stride = block->result_stride;
+    const size_t stride = TQKV__(stride)(format, block), size = (size_t)TQKV__(run_bytes)(format, TQKV__RUN(format));
     const ptrdiff_t ahead = block->ahead;
     const float *weights = block->rows;
-    float *out = block->results;
-    for (int run = 0; run * TQKV__LANES * per_lane < block->dim; run++) {
+    TQKV__VECTOR sums[TQKV__ROWS][8], weight[TQKV__ROWS];
+    TQKV__(fields) fields;
+    if (!whole) TQKV__(open_tail)(format, block, k, &fields);
+    TQKV__UNROLL
+    for (int i = 0; i < rows * width; i++) { /* the last vector again behind the end */
+        const int r = i / width, v = i % width, from = v < count ? v : count - 1;
+        sums[r][v] = TQKV__(load)(out + r * result_stride + from * TQKV__LANES);
+    }
+    int j = 0;
+    do { /* n > 0: a loop that may run no times costs copies of all sums */
+        if (format != TQKV__FLOATS && k == 0) tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p + ahead, size);
         TQKV__UNROLL
-        for (int k = 0; k < per_lane; k += width, out += width * TQKV__LANES) {
-            const uint8_t *p = block->codes + run * run_bytes, *upper = block->codes + block->upper + run * upper_bytes;
-            TQKV__VECTOR sums[TQKV__ROWS][8];
-            TQKV__(load_sums)(rows, 0, width, out, result_stride, sums);
-            for (int j = 0; j < n; j++, p += stride, upper += stride) {
-                if (format != TQKV__FLOATS && k == 0)
-                    tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p + ahead, (size_t)run_bytes);
-                TQKV__(add_weighted)
-                (format, per_lane, rows, k, width, table, p, upper, weights + j, row_stride, 0, sums);
-            }
-            TQKV__(store_sums)(rows, 0, width, sums, result_stride, out);
-        }
+        for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights[r * TQKV__TILE + j]);
+        if (whole)
+            TQKV__(add_weighted)(format, per_lane, rows, k, width, table, p, upper, weight, sums);
+        else
+            TQKV__(add_vectors)(format, &fields, per_lane, count, rows, width, table, p, upper, weight, sums);
+        p += stride;
+        upper += stride;
+    } while (++j < n);
+    TQKV__UNROLL
+    for (int i = 0; i < rows * width; i++) {
+        const int r = i % rows, v = i / rows;
+        if (v >= count) break;
+        TQKV__(store)(out + r * result_stride + v * TQKV__LANES, sums[r][v]);
     }
 }
 
-TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const bool tailed, const int rows,
-                                 const TQKV__(block) * block)
+/* out[row] += sum_j weights[row][j] * value[j]; not for a tail that is looked up */
+TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const TQKV__(block) * block)
 {
-    const bool all = rows * TQKV__TAIL_RUNS <= TQKV__SUMS; /* sums of a tail in one pass */
-    const bool four = (block->dim / TQKV__LANES & 4) != 0;
+    const int per_lane = TQKV__RUN(format), vectors = block->dim / TQKV__LANES;
+    const int most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane; /* rows * width sums */
+    const bool tail = TQKV__HAS_TAIL(format) && !TQKV__(looked_up)(format);
+    const int rest = TQKV__TAIL ? TQKV__TAIL : vectors % per_lane;
+    const uint8_t *p = block->codes, *upper = block->codes + block->upper;
+    float *out = block->results;
     TQKV__VECTOR table[8];
     TQKV__(load_codebook)(format, block->stream, table);
-    if (!TQKV__TAILS || !tailed)
-        TQKV__(accumulate_runs)(format, rows, block, table);
-    else if (all)
-        TQKV__(accumulate_tail)(format, rows, TQKV__TAIL_RUNS, 0, block, table);
-    else {
-        if (four) TQKV__(accumulate_tail)(format, rows, 4, 0, block, table);
-        TQKV__(accumulate_tail)(format, rows, TQKV__TAIL_RUNS & 3, four ? 4 : 0, block, table);
+    for (int run = vectors / per_lane; run > 0; run--) {
+        TQKV__UNROLL
+        for (int k = 0; k < per_lane; k += width, out += width * TQKV__LANES)
+            TQKV__(accumulate_run)(format, true, per_lane, rows, k, width, block, table, p, upper, out);
+        p += TQKV__(run_bytes)(format, per_lane);
+        upper += TQKV__(upper_bytes)(format, per_lane);
     }
+    if (TQKV__TAILS && tail && TQKV__(has_fields)(format) && rest == 4)
+        TQKV__(accumulate_run)(format, true, 4, rows, 0, 4, block, table, p, upper, out);
+    else if (TQKV__TAILS && tail && vectors % per_lane)
+        for (int k = 0; k < rest; k += width, out += width * TQKV__LANES)
+            TQKV__(accumulate_run)(format, false, rest, rows, k, width, block, table, p, upper, out);
 }
 
 /* As decode, for a codebook too large for table instructions: loads eight codes, stores a vector of centroids. */
@@ -3145,20 +3208,12 @@ TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float 
 TQKV__OP void TQKV__(score_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
 {
     const int most = format == TQKV__FLOATS ? TQKV__DECODED_SCORE_ROWS : TQKV__SCORE_ROWS;
-    if (!TQKV__DIRECT(format)) return;
-    if (TQKV__TAILED(format, block->dim))
-        TQKV__BY_ROWS(score, true, most);
-    else
-        TQKV__BY_ROWS(score, false, most);
+    if (TQKV__DIRECT(format)) TQKV__BY_ROWS(score, most);
 }
 
 TQKV__OP void TQKV__(accumulate_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
 {
-    if (!TQKV__DIRECT(format)) return;
-    if (TQKV__TAILED(format, block->dim))
-        TQKV__BY_ROWS(accumulate, true, TQKV__ROWS);
-    else
-        TQKV__BY_ROWS(accumulate, false, TQKV__ROWS);
+    if (TQKV__DIRECT(format)) TQKV__BY_ROWS(accumulate, TQKV__ROWS);
 }
 
 TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
@@ -3242,25 +3297,26 @@ TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows,
     const TQKV__(loops) *loops = &TQKV__(loops_by_format)[s->format];
     const bool any = !keys && TQKV__LANES == 16 && s->book_bits < 6;
     const int most = s->kind == TQKV__BOOK && (keys || s->book_bits > 4) ? TQKV__SCORE_ROWS : 4;
-    if (!TQKV__DIRECT(s->format) || (n_rows > most && !any))
+    const int tail = TQKV__HAS_TAIL(s->format) ? block->dim % (TQKV__RUN(s->format) * TQKV__LANES) : 0;
+    const int whole = block->dim - tail, main_bytes = whole * s->main_bits / 8;
+    if (!TQKV__DIRECT(s->format) || (n_rows > most && !any)) {
         TQKV__(attend_decoded)(block, n_rows, keys);
-    else if (keys)
+    } else if (keys) {
         TQKV__(by_rows)(block, n_rows, TQKV__SCORE_ROWS, loops->score);
-    else
+    } else if (!tail || !TQKV__(looked_up)(s->format)) {
         TQKV__(by_rows)(block, n_rows, TQKV__ROWS, loops->accumulate);
+    } else {
+        block->dim = whole;
+        if (whole) TQKV__(by_rows)(block, n_rows, TQKV__ROWS, loops->accumulate);
+        block->dim = tail;
+        block->codes += main_bytes;
+        block->upper += (size_t)(whole * s->upper_bits / 8 - main_bytes);
+        block->results += whole;
+        TQKV__(attend_decoded)(block, n_rows, false);
+    }
 }
 
-/* The values of a row that attention takes together: from `before` on, in the same block as it. A block is whole runs,
-   then a tail of less than eight vectors. Where that may hold a whole run of four, it does: more sums in a pass over the
-   positions wait less for each other. */
-static int TQKV__(part)(const tqkv__stream *s, int before)
-{
-    const int left = s->block_dim - before % s->block_dim, run = TQKV__RUN(s->format) * TQKV__LANES, rest = left % run;
-    const int tail = TQKV__LANES == 16 && TQKV__RUN(s->format) == 4 && left > run ? run + rest : rest;
-    return run <= 16 || rest == 0 || left == tail ? left : left - tail;
-}
-
-/* Opens that part for the run. */
+/* Opens the block of values from `before` on for the run. */
 static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, const tqkv__run *run, int before,
                                TQKV__(block) * block)
 {
@@ -3272,7 +3328,7 @@ static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, const tqkv__r
     block->stride = s->row_bytes;
     block->ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
     block->n = run->n;
-    block->dim = TQKV__(part)(s, before);
+    block->dim = s->block_dim;
     block->factors = NULL;
     block->add = before > 0;
 }
@@ -3283,7 +3339,7 @@ TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, 
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__(block) block;
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
-    for (int d = 0; d < s->head_dim; d += block.dim) {
+    for (int d = 0; d < s->head_dim; d += s->block_dim) {
         TQKV__(open_block)(s, kv_head, run, d, &block);
         block.rows = q + d;
         block.row_stride = s->head_dim;
@@ -3300,9 +3356,9 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__(block) block;
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
-    for (int d = 0; d < s->head_dim; d += block.dim) {
+    for (int d = 0; d < s->head_dim; d += s->block_dim) {
         const float *of_block = factors + d / s->block_dim * TQKV__TILE;
-        for (int i = 0; d % s->block_dim == 0 && i < n_rows * TQKV__TILE; i += TQKV__LANES) {
+        for (int i = 0; i < n_rows * TQKV__TILE; i += TQKV__LANES) {
             const TQKV__VECTOR factor = TQKV__(load)(of_block + i % TQKV__TILE);
             TQKV__(store)(scaled + i, TQKV__(mul_nonzero)(TQKV__(load)(weights + i), factor));
         }
@@ -3333,16 +3389,30 @@ TQKV__OP void TQKV__(butterflies)(const int count, TQKV__VECTOR *x)
     }
 }
 
-/* Flips signs if asked, then runs the stages below `length`, at most count * LANES, on count vectors in registers. count,
-   length and type, that of in, are constants. in, out: [head_dim] */
-TQKV__OP void TQKV__(hadamard_runs)(const int count, const int length, const tqkv_type type, const void *in,
-                                    int head_dim, bool flip, float *out)
+/* count vectors from value i on; count is a constant. */
+TQKV__OP void TQKV__(load_vectors)(const int count, tqkv_type type, const void *in, int i, TQKV__VECTOR *x)
+{
+    if (type == TQKV_TYPE_F16) {
+        TQKV__UNROLL
+        for (int v = 0; v < count; v++) x[v] = TQKV__(load_as)(TQKV_TYPE_F16, in, i + v * TQKV__LANES);
+    } else if (type == TQKV_TYPE_BF16) {
+        TQKV__UNROLL
+        for (int v = 0; v < count; v++) x[v] = TQKV__(load_as)(TQKV_TYPE_BF16, in, i + v * TQKV__LANES);
+    } else {
+        TQKV__UNROLL
+        for (int v = 0; v < count; v++) x[v] = TQKV__(load_as)(TQKV_TYPE_F32, in, i + v * TQKV__LANES);
+    }
+}
+
+/* Flips signs if asked, then runs the stages below `length`, at most count * LANES, on count vectors in registers. count
+   and length are constants. in, of the type: [head_dim], out: [head_dim] */
+TQKV__OP void TQKV__(hadamard_runs)(const int count, const int length, tqkv_type type, const void *in, int head_dim,
+                                    bool flip, float *out)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(count * TQKV__LANES == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
     for (int run = 0; run < head_dim; run += count * TQKV__LANES) {
         TQKV__VECTOR x[16];
-        TQKV__UNROLL
-        for (int i = 0; i < count; i++) x[i] = TQKV__(load_as)(type, in, run + i * TQKV__LANES);
+        TQKV__(load_vectors)(count, type, in, run, x);
         if (flip) {
             TQKV__UNROLL
             for (int i = 0; i < count; i++) x[i] = TQKV__(flip)(x[i], run + i * TQKV__LANES);
@@ -3482,24 +3552,22 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_runs)(tqkv_type type, cons
                                                             float *out)
 {
     TQKV__ALIGNED float runs[TQKV_MAX_HEAD_DIM];
-    const void *from = type == TQKV_TYPE_F32 ? in : runs;
-    const int m = TQKV__RUNS(head_dim), n = head_dim / m;
+    const int m = TQKV__RUNS(head_dim), n = head_dim / m; /* n: 4 to 64 */
     const float factor = TQKV__INV_SQRT(head_dim);
-    if (type != TQKV_TYPE_F32) TQKV__(widen)(type, in, NULL, head_dim, runs);
     if (n == 4 && TQKV__LANES > 4)
-        TQKV__(hadamard_runs)(1, 4, TQKV_TYPE_F32, from, head_dim, flip, runs);
+        TQKV__(hadamard_runs)(1, 4, type, in, head_dim, flip, runs);
     else if (n == 8 && TQKV__LANES > 8)
-        TQKV__(hadamard_runs)(1, 8, TQKV_TYPE_F32, from, head_dim, flip, runs);
+        TQKV__(hadamard_runs)(1, 8, type, in, head_dim, flip, runs);
     else if (n == TQKV__LANES)
-        TQKV__(hadamard_runs)(1, TQKV__LANES, TQKV_TYPE_F32, from, head_dim, flip, runs);
+        TQKV__(hadamard_runs)(1, TQKV__LANES, type, in, head_dim, flip, runs);
     else if (n == 2 * TQKV__LANES)
-        TQKV__(hadamard_runs)(2, 2 * TQKV__LANES, TQKV_TYPE_F32, from, head_dim, flip, runs);
+        TQKV__(hadamard_runs)(2, 2 * TQKV__LANES, type, in, head_dim, flip, runs);
     else if (n == 4 * TQKV__LANES)
-        TQKV__(hadamard_runs)(4, 4 * TQKV__LANES, TQKV_TYPE_F32, from, head_dim, flip, runs);
-    else if (n == 8 * TQKV__LANES)
-        TQKV__(hadamard_runs)(8, 8 * TQKV__LANES, TQKV_TYPE_F32, from, head_dim, flip, runs);
-    else
-        TQKV__(hadamard_runs)(16, 16 * TQKV__LANES, TQKV_TYPE_F32, from, head_dim, flip, runs);
+        TQKV__(hadamard_runs)(4, 4 * TQKV__LANES, type, in, head_dim, flip, runs);
+    else if (n == 8 * TQKV__LANES && TQKV__LANES < 16)
+        TQKV__(hadamard_runs)(8, 8 * TQKV__LANES, type, in, head_dim, flip, runs);
+    else if (TQKV__LANES < 8)
+        TQKV__(hadamard_runs)(16, 16 * TQKV__LANES, type, in, head_dim, flip, runs);
     if (n < TQKV__LANES && TQKV__LANES == 16) /* a run of 8 fills the other set's vectors */
         TQKV__MIX_SHORT_RUNS(m, runs, factor, n, out);
     else
@@ -3507,16 +3575,6 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_runs)(tqkv_type type, cons
 }
 #undef TQKV__MIX
 #undef TQKV__COLUMN
-
-TQKV__OP void TQKV__(first_runs)(const int count, tqkv_type type, const void *in, int head_dim, bool flip, float *out)
-{
-    if (type == TQKV_TYPE_F16)
-        TQKV__(hadamard_runs)(count, count * TQKV__LANES, TQKV_TYPE_F16, in, head_dim, flip, out);
-    else if (type == TQKV_TYPE_BF16)
-        TQKV__(hadamard_runs)(count, count * TQKV__LANES, TQKV_TYPE_BF16, in, head_dim, flip, out);
-    else
-        TQKV__(hadamard_runs)(count, count * TQKV__LANES, TQKV_TYPE_F32, in, head_dim, flip, out);
-}
 
 /* out = R(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
 TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip, float *out)
@@ -3527,11 +3585,11 @@ TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int he
         return;
     }
     if (h == 4 * TQKV__LANES)
-        TQKV__(first_runs)(4, type, in, head_dim, flip, out);
+        TQKV__(hadamard_runs)(4, 4 * TQKV__LANES, type, in, head_dim, flip, out);
     else if (h == 8 * TQKV__LANES)
-        TQKV__(first_runs)(8, type, in, head_dim, flip, out);
+        TQKV__(hadamard_runs)(8, 8 * TQKV__LANES, type, in, head_dim, flip, out);
     else
-        TQKV__(first_runs)(TQKV__WIDTH, type, in, head_dim, flip, out);
+        TQKV__(hadamard_runs)(TQKV__WIDTH, TQKV__WIDTH * TQKV__LANES, type, in, head_dim, flip, out);
     for (; h * 4 <= head_dim; h *= 4) TQKV__(hadamard_across)(4, h, head_dim, out);
     if (h < head_dim) TQKV__(hadamard_across)(2, h, head_dim, out);
 }
@@ -4099,6 +4157,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          
 #undef TQKV__DECODED_SCORE_ROWS
 #undef TQKV__ROWS
 #undef TQKV__SUMS
+#undef TQKV__TAIL
 #undef TQKV__LANES
 #undef TQKV__NIBBLE_ORDER
 #undef TQKV__NIBBLE_RUN
@@ -4165,46 +4224,82 @@ TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
 /* A field of a run: lane l holds `bits` bits from bit l * bits of p on. With the codes l * per_lane ... of a run in a
-   lane, one shift moves the k-th code of every lane to bit 0. Other bits may follow those of the lane: look-ups ignore
-   them. */
+   lane, one shift moves the k-th code of every lane to bit 0. Other bits may follow those of the lane. */
 TQKV__OP __m512i tqkv__load_field_avx512(const int bits, const uint8_t *p)
 {
+    uint64_t word;
     if (bits == 32) return _mm512_loadu_si512((const void *)p);
     if (bits == 16) return _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
     if (bits == 8) return _mm512_cvtepu8_epi32(tqkv__load_128(p));
-    /* The lowest byte of each lane takes a window of 8 bits from the same word of 64. */
-    const __m512i places = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                                              _mm512_set1_epi32(bits));
-    uint64_t word = 0;
-    memcpy(&word, p, bits == 4 ? 8 : bits == 2 ? 4 : 2);
-    return _mm512_multishift_epi64_epi8(places, _mm512_set1_epi64((long long)word));
+    memcpy(&word, p, sizeof word); /* 4: the lowest byte of each lane takes a window of 8 bits */
+    return _mm512_multishift_epi64_epi8(_mm512_set_epi32(60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0),
+                                        _mm512_set1_epi64((long long)word));
 }
-/* TQ3 as nibbles of the same order. Bytes take windows of 8 bits from the fields of two lanes, in a word of 64 bits: two
-   codes' low pairs in bits 0 to 3, their third bits in bits 4 and 5. One look-up puts these six bits in order. */
-TQKV__OP __m512i tqkv__nibbles_of_tq3_avx512(const int per_lane, const uint8_t *p, const uint8_t *upper)
+/* A field of a run of another length: lane l takes 32 bits from bit l * bits + offset on. */
+typedef struct tqkv__field_avx512 {
+    __m512i at, shift;
+    __mmask64 bytes; /* of the field */
+} tqkv__field_avx512;
+
+typedef struct tqkv__fields_avx512 {
+    tqkv__field_avx512 main, upper;
+} tqkv__fields_avx512;
+
+TQKV__OP void tqkv__open_field_avx512(int bits, int offset, tqkv__field_avx512 *field)
 {
-    const __m512i main =
-        per_lane == 8 ? _mm512_cvtepu32_epi64(tqkv__load_256_avx512(p)) : _mm512_cvtepu16_epi64(tqkv__load_128(p));
-    const __m512i third =
-        per_lane == 8 ? _mm512_cvtepu16_epi64(tqkv__load_128(upper)) : _mm512_cvtepu8_epi64(tqkv__load_64(upper));
-    const __m512i main_at = _mm512_set1_epi64(per_lane == 8 ? 0x1c1814100c080400 : 0x00000c0800000400);
-    const __m512i third_at = _mm512_set1_epi64(per_lane == 8 ? 0x0a08060402003e3c : 0x0000020000003e3c);
-    const __m512i six = _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), _mm512_multishift_epi64_epi8(main_at, main),
-                                                  _mm512_multishift_epi64_epi8(third_at, third), 0xca);
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i bit = _mm512_add_epi32(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(bits)), _mm512_set1_epi32(offset));
+    const __m512i byte = _mm512_mullo_epi32(_mm512_srli_epi32(bit, 3), _mm512_set1_epi32(0x01010101));
+    field->at = _mm512_add_epi32(byte, _mm512_set1_epi32(0x03020100));
+    field->shift = _mm512_and_si512(bit, _mm512_set1_epi32(7));
+    field->bytes = (1ULL << (2 * bits)) - 1;
+}
+/* A run of `count` vectors, from number `first` on; count < 8. */
+TQKV__OP void tqkv__open_fields_avx512(const int main_bits, const int upper_bits, int count, int first,
+                                       tqkv__fields_avx512 *fields)
+{
+    tqkv__open_field_avx512(main_bits * count, main_bits * first, &fields->main);
+    if (upper_bits) tqkv__open_field_avx512(upper_bits * count, upper_bits * first, &fields->upper);
+}
+TQKV__OP __m512i tqkv__load_any_field_avx512(const tqkv__field_avx512 *field, const uint8_t *p)
+{
+    const __m512i bytes = _mm512_maskz_loadu_epi8(field->bytes, (const void *)p);
+    return _mm512_srlv_epi32(_mm512_permutexvar_epi8(field->at, bytes), field->shift);
+}
+TQKV__OP void tqkv__load_fields_avx512(const int bits, const tqkv__fields_avx512 *fields, int count, const uint8_t *p,
+                                       const uint8_t *upper, __m512i *low, __m512i *high)
+{
+    const int main_bits = bits < 4 ? 2 : 4, upper_bits = bits - main_bits;
+    *low = count == 8   ? tqkv__load_field_avx512(8 * main_bits, p)
+           : count == 4 ? tqkv__load_field_avx512(4 * main_bits, p)
+                        : tqkv__load_any_field_avx512(&fields->main, p);
+    if (upper_bits == 0) return;
+    *high = count == 8   ? tqkv__load_field_avx512(8 * upper_bits, upper)
+            : count == 4 ? tqkv__load_field_avx512(4 * upper_bits, upper)
+                         : tqkv__load_any_field_avx512(&fields->upper, upper);
+}
+/* All codes of TQ3 as nibbles. Bytes take windows of 8 bits from both fields, in words of 64 bits: two codes' low pairs in
+   bits 0 to 3, their third bits in bits 4 and 5. One look-up puts these six bits in order. */
+TQKV__OP __m512i tqkv__join_tq3_avx512(__m512i low, __m512i high)
+{
+    const __m512i pairs = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x2c2824200c080400), low);
+    const __m512i third = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x22201e1c02003e3c), high);
+    const __m512i six = _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), pairs, third, 0xca);
     const __m512i upper_five =
         _mm512_set_epi32(0x74747474, 0x64646464, 0x54545454, 0x44444444, 0x70707070, 0x60606060, 0x50505050, 0x40404040,
                          0x34343434, 0x24242424, 0x14141414, 0x04040404, 0x30303030, 0x20202020, 0x10101010, 0);
     return _mm512_permutexvar_epi8(six, _mm512_or_si512(upper_five, _mm512_set1_epi32(0x03020100)));
 }
-/* The k-th code of each lane: its main bits from low, the others from high. Look-ups ignore the bits above. */
-TQKV__OP __m512i tqkv__pick_avx512(const int bits, const int main_bits, const int k, __m512i low, __m512i high)
+/* The codes from the k-th on of each lane: of TQ5 and TQ6 four as bytes, in the same way, whose upper bits may be others; of
+   the other formats all of them, in as many bits as their codes or, TQ3, in four. */
+TQKV__OP __m512i tqkv__join_fields_avx512(const int bits, int k, __m512i low, __m512i high)
 {
-    const __m512i code = _mm512_srli_epi32(low, (unsigned)(main_bits * k));
-    const int bit = k * (bits - main_bits);
-    if (bits == main_bits) return code;
-    high = bit < main_bits ? _mm512_slli_epi32(high, (unsigned)(main_bits - bit))
-                           : _mm512_srli_epi32(high, (unsigned)(bit - main_bits));
-    return _mm512_ternarylogic_epi32(code, high, _mm512_set1_epi32((1 << bits) - (1 << main_bits)), 0xd8);
+    const long long each = 0x0101010101010101, upper_at = bits == 5 ? 0x1f1e1d1c3f3e3d3c : 0x22201e1c02003e3c;
+    if (bits == 3) return tqkv__join_tq3_avx512(low, high);
+    if (bits < 5) return low;
+    low = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x2c2824200c080400 + k * 4 * each), low);
+    high = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(upper_at + k * (bits - 4) * each), high);
+    return _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), low, high, 0xca);
 }
 TQKV__OP __m512 tqkv__permute_table_avx512(const int bits, const __m512 *table, __m512i codes)
 {
@@ -4213,6 +4308,13 @@ TQKV__OP __m512 tqkv__permute_table_avx512(const int bits, const __m512 *table, 
     if (bits == 5) return lower;
     return _mm512_mask_blend_ps(_mm512_test_epi32_mask(codes, _mm512_set1_epi32(0x20)), lower,
                                 _mm512_permutex2var_ps(table[2], codes, table[3]));
+}
+/* The centroids of the first of the joined codes of each lane, which leaves them. */
+TQKV__OP __m512 tqkv__next_centroids_avx512(const int bits, const __m512 *table, __m512i *codes)
+{
+    const __m512 x = tqkv__permute_table_avx512(bits, table, *codes);
+    *codes = _mm512_srli_epi32(*codes, bits == 2 ? 2u : bits < 5 ? 4u : 8u);
+    return x;
 }
 /* Byte codes look up each byte of a centroid in one register; TQ8 in two for 128 centroids, the half it needs. */
 TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const tqkv__stream *s, __m512 *table)
@@ -4228,13 +4330,12 @@ TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const 
 TQKV__OP __m512 tqkv__centroids_of_packed_avx512(const int bits, const int per_lane, const int k, const __m512 *table,
                                                  const uint8_t *p, const uint8_t *upper)
 {
-    const int main_bits = bits < 4 ? 2 : 4;
-    if (bits == 3 && per_lane >= 4)
-        return _mm512_permutexvar_ps(
-            _mm512_srli_epi32(tqkv__nibbles_of_tq3_avx512(per_lane, p, upper), (unsigned)(4 * k)), table[0]);
+    const int main_bits = bits < 4 ? 2 : 4, upper_bits = bits - main_bits;
     const __m512i low = tqkv__load_field_avx512(main_bits * per_lane, p);
-    const __m512i high = bits > main_bits ? tqkv__load_field_avx512((bits - main_bits) * per_lane, upper) : low;
-    return tqkv__permute_table_avx512(bits, table, tqkv__pick_avx512(bits, main_bits, k, low, high));
+    const __m512i high = upper_bits ? tqkv__load_field_avx512(upper_bits * per_lane, upper) : low;
+    const __m512i codes = tqkv__join_fields_avx512(bits, k / 4 * 4, low, high);
+    const int at = bits == 2 ? 2 * k : bits < 5 ? 4 * k : 8 * (k % 4);
+    return tqkv__permute_table_avx512(bits, table, _mm512_srli_epi32(codes, (unsigned)at));
 }
 /* Looks up the four bytes of 64 centroids and joins them. TQ8: a code c of the upper half takes ~c and flips the
    sign. */
@@ -4243,9 +4344,7 @@ TQKV__OP __m512 tqkv__centroids_of_bytes_avx512(const int bits, const int per_la
 {
     /* dword 4i + j goes to dword i of 128-bit lane j; two unpacks then leave codes 16k to 16k + 15 in vector k */
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    const __m512i loaded = per_lane == 4   ? _mm512_loadu_si512((const void *)p)
-                           : per_lane == 2 ? _mm512_zextsi256_si512(tqkv__load_256_avx512(p))
-                                           : _mm512_zextsi128_si512(tqkv__load_128(p));
+    const __m512i loaded = _mm512_maskz_loadu_epi32((__mmask16)((1 << 4 * per_lane) - 1), (const void *)p);
     __m512i codes = _mm512_permutexvar_epi32(order, loaded), bytes[4];
     const __mmask64 upper = _mm512_movepi8_mask(codes);
     if (bits == 8) codes = _mm512_mask_sub_epi8(codes, upper, _mm512_set1_epi8(-1), codes);
@@ -4507,6 +4606,7 @@ static void tqkv__mix_by_order_avx2(int m, const float *runs, float factor, int 
 #define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 4
 #define TQKV__SUMS               16 /* vectors of sums of values in registers */
+#define TQKV__TAIL               0  /* vectors of a tail; 0: any number */
 #include "tqkv.h"
 
 /* >>avx2: with FMA and F16C */
@@ -4866,6 +4966,14 @@ TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
 }
 #define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
 
+/* Tails have one length, and no fields. */
+typedef int tqkv__fields_avx2;
+#define tqkv__open_fields_avx2(main_bits, upper_bits, count, first, fields)                                            \
+    ((void)(fields), (void)(count), (void)(first))
+#define tqkv__load_fields_avx2(bits, fields, count, p, upper, low, high) ((void)(fields), (void)(count), (void)(upper))
+#define tqkv__join_fields_avx2(bits, k, low, high)                       ((void)(k), low)
+#define tqkv__next_centroids_avx2(bits, table, codes)                    (*(table))
+
 #define TQKV__(name)             tqkv__##name##_avx2
 #define TQKV__WIDTH              8 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "avx2"
@@ -4878,6 +4986,7 @@ TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
 #define TQKV__SCORE_ROWS         2 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 3
 #define TQKV__SUMS               8 /* vectors of sums of values in registers */
+#define TQKV__TAIL               2
 #include "tqkv.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -5185,6 +5294,14 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 }
 #define tqkv__quantise_tq8_neon    tqkv__quantise_loads_neon
 
+/* Tails have one length, and no fields. */
+typedef int tqkv__fields_neon;
+#define tqkv__open_fields_neon(main_bits, upper_bits, count, first, fields)                                            \
+    ((void)(fields), (void)(count), (void)(first))
+#define tqkv__load_fields_neon(bits, fields, count, p, upper, low, high) ((void)(fields), (void)(count), (void)(upper))
+#define tqkv__join_fields_neon(bits, k, low, high)                       ((void)(k), low)
+#define tqkv__next_centroids_neon(bits, table, codes)                    (*(table))
+
 #define TQKV__(name)             tqkv__##name##_neon
 #define TQKV__WIDTH              16 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "neon"
@@ -5197,6 +5314,7 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 #define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 4
 #define TQKV__SUMS               16 /* vectors of sums of values in registers */
+#define TQKV__TAIL               4
 #include "tqkv.h"
 #endif
 
@@ -5432,14 +5550,14 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, int64_t first, int
 }
 
 /* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
-   transposed. The matrices of the tail of a block, where `left` values are left, have half of the columns, a quarter and
-   so on. Other codes keep their order. Queries take the decoded order; sums of values are put back. */
+   transposed. The tail of a block, where `left` values are left, is a matrix of fewer columns. Other codes keep their
+   order. Queries take the decoded order; sums of values are put back. */
 static void tqkv__order(const tqkv__isa *isa, const tqkv__stream *s, int left, int *rows, int *columns)
 {
     const bool packed = s->main_bits < 8 && isa->lanes > 1;
     *rows = packed ? isa->nibble_order[0] : left;
     *columns = packed ? isa->nibble_order[1] : 1;
-    while (*rows * *columns > left) *columns /= 2;
+    if (*rows * *columns > left) *columns = left / *rows;
 }
 
 /* decoded, natural: [head_dim] */
