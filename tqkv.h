@@ -974,6 +974,8 @@ typedef struct tqkv__attend_args {
     int32_t key_slots, value_slots;       /* of a KV head in memory: the capacity or, with pages, that of the pool */
     int32_t key_page_size, key_last_page; /* read if TQKV_FC_PAGES; the last page of the pool */
     int32_t value_page_size, value_last_page;
+    uint32_t key_page_factor, value_page_factor; /* page of a tile: the upper word of the product of tile and factor, */
+    int32_t key_page_shift, value_page_shift;    /* shifted to the right */
     int32_t first_of_tree; /* read if TQKV_FC_TREE: position kv_len - n_queries, or INT_MAX without a tree */
 } tqkv__attend_args;
 
@@ -1021,9 +1023,9 @@ typedef struct tqkv__table_report {
 TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 96);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 112);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 188);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 204);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4540);
 
 #endif
@@ -7196,6 +7198,24 @@ typedef struct tqkv__attend_buffers {
     tqkv_metal_buffer sinks, tree, q, scratch, out;
 } tqkv__attend_buffers;
 
+/* A division by the tiles of a page, d: a GPU takes tens of instructions for one. With 2^shift < d <= 2^(shift+1) the factor
+   2^(32+shift) / d, rounded up, is at most d / 2^(32+shift) of itself too large: that is exact for tiles below 2^26. */
+static void tqkv__plan_division(int page_size, uint32_t *factor, int32_t *shift)
+{
+    const int tiles = page_size / TQKV__SIMD_WIDTH;
+    *shift = 0;
+    while (((int64_t)2 << *shift) < tiles) ++*shift;
+    *factor = (uint32_t)((((uint64_t)1 << (32 + *shift)) + (uint64_t)tiles - 1) / (uint64_t)tiles);
+}
+
+/* Whether keys and values look up the same entries of one table. */
+static bool tqkv__same_pages(const tqkv__attend_args *args, const tqkv__attend_buffers *b)
+{
+    return b->keys->pages.buffer == b->values->pages.buffer && b->keys->pages.offset == b->values->pages.offset &&
+           args->key_page_size == args->value_page_size && args->key_last_page == args->value_last_page &&
+           args->key_capacity == args->value_capacity;
+}
+
 static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv__split *split,
                                    tqkv__attend_args *args)
 {
@@ -7225,9 +7245,11 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     args->value_page_size = a->values.page_size;
     args->key_last_page = args->key_slots / args->key_page_size - 1;
     args->value_last_page = args->value_slots / args->value_page_size - 1;
+    tqkv__plan_division(args->key_page_size, &args->key_page_factor, &args->key_page_shift);
+    tqkv__plan_division(args->value_page_size, &args->value_page_factor, &args->value_page_shift);
 }
 
-static void tqkv__plan_attend_constants(tqkv__dispatch *d, const tqkv__attention *a)
+static void tqkv__plan_attend_constants(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b)
 {
     const tqkv__attend_args *args = &d->args[0].attend;
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)a->keys.format);
@@ -7235,9 +7257,8 @@ static void tqkv__plan_attend_constants(tqkv__dispatch *d, const tqkv__attention
     tqkv__plan_constant(d, TQKV_FC_ROTATE_QUERIES, a->rotate_queries);
     tqkv__plan_constant(d, TQKV_FC_MANY_QUERIES, a->call.n_queries > 1);
     tqkv__plan_constant(d, TQKV_FC_SOFTCAP, a->call.softcap > 0.0f);
-    tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS,
-                        a->keys.n_pages || (args->key_capacity == args->value_capacity &&
-                                            args->key_oldest_slot == args->value_oldest_slot));
+    const bool same = args->key_capacity == args->value_capacity && args->key_oldest_slot == args->value_oldest_slot;
+    tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, a->keys.n_pages ? tqkv__same_pages(args, b) : same);
     tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, args->key_capacity < TQKV__SIMD_WIDTH);
 }
 
@@ -7305,7 +7326,7 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
     tqkv__plan_attend_args(a, b, split, &d->args[0].attend);
     d->args_size = sizeof d->args[0].attend;
     d->n_args = 1;
-    tqkv__plan_attend_constants(d, a);
+    tqkv__plan_attend_constants(d, a, b);
     tqkv__plan_constant(d, TQKV_FC_CENTER, center);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, center && a->keys.rotated && !a->rotate_queries);
     tqkv__plan_bind_rows(d, "q", 1, b->q, TQKV_FC_TYPE, a->call.query_type, a->q_elements, false);
@@ -7568,8 +7589,7 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__di
     }
     if (r != TQKV_OK || !paged) return r;
     if (unpaged) return TQKV__REFUSE(UNSUPPORTED, "some items of a batch have pages, others have none");
-    tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, true); /* items without positions look at no slot */
-    tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, false);
+    tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, false); /* items without positions look at no slot */
     return TQKV_OK;
 }
 

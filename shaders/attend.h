@@ -401,7 +401,8 @@ inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_tas
     FOR_COLUMNS(c)
     {
         int newest = state.newest[c];
-        seen[c] = at.position <= newest && is_seen(args, task.tree, newest, at.position);
+        seen[c] = at.position <= newest && (args.window == 0 || at.position > newest - args.window);
+        if (has_tree) seen[c] = seen[c] && tree_shows(args, task.tree, newest, at.position);
         score[c] = seen[c] ? score_of(args, score[c], factor, state.shift[c]) : -INFINITY;
         raise = raise || score[c] > state.maximum[c] + 11.0f;
     }
@@ -460,8 +461,9 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
     const uint block = norm_block<D>(value_format), bytes = row_bytes<D>(value_format);
     stream_rows values = task.values;
     uint row = existing_row(args, value_row_of_lane<D>(number, task.lane));
-    device const uchar *codes = same_slots ? values.codes + ulong(base) * ulong(bytes) + row * bytes
-                                           : values.codes + ulong(value_slot_of(args, base + row)) * ulong(bytes);
+    device const uchar *codes = same_slots || paged
+                                    ? values.codes + ulong(base) * ulong(bytes) + row * bytes
+                                    : values.codes + ulong(value_slot_of(args, base + row)) * ulong(bytes);
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
         uint part = min(task.lane % uint(VALUE_LANES(D)), uint(D / LANE_SUMS(D)) - 1u);

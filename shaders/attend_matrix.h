@@ -307,7 +307,8 @@ inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task
             TQKV_UNROLL
             for (int i = 0; i < 2; i++) {
                 int newest = state.newest[f][i];
-                bool seen = position <= newest && is_seen(args, task.tree, newest, position);
+                bool seen = position <= newest && (args.window == 0 || position > newest - args.window);
+                if (has_tree) seen = seen && tree_shows(args, task.tree, newest, position);
                 score[p][f].elements[i] = seen ? score[p][f].elements[i] : -INFINITY;
             }
         }
@@ -397,7 +398,7 @@ inline void load_value_chunk(constant tqkv__attend_args &args, thread const atte
     for (int i = 0; i < 4; i++) {
         uint k = TQKV__MATRIX_COLUMN(task.lane) + uint(i % 2), row = tile_row(2 * int(half_tile) + i / 2, k);
         row = existing_row(args, row);
-        device const uchar *codes = same_slots
+        device const uchar *codes = same_slots || paged
                                         ? task.values.codes + ulong(base) * ulong(bytes) + row * bytes
                                         : task.values.codes + ulong(value_slot_of(args, base + row)) * ulong(bytes);
         load_codes<D, W, N>(value_format, codes, first, values.raw[i]);

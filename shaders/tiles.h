@@ -29,7 +29,7 @@ inline uint existing_row(constant tqkv__attend_args &args, uint r)
 // The values' slot of the position at this slot of the keys. Where the slot has no position: any slot of the store.
 inline uint value_slot_of(constant tqkv__attend_args &args, uint slot)
 {
-    if (same_slots) return slot;
+    if (same_slots || paged) return slot;
     int at = args.value_oldest_slot + min(position_of_slot(args, slot), args.kv_len - 1);
     return uint(at < args.value_capacity ? at : at - args.value_capacity);
 }
@@ -60,11 +60,10 @@ inline query_row next_row(constant tqkv__attend_args &args, query_row row)
 // The newest position that a query sees; negative if it sees none.
 inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.kv_len - args.n_queries + query; }
 
-// Whether the query that sees up to `newest` sees a position up to there. tree: [n_queries][2], lower words first
-inline bool is_seen(constant tqkv__attend_args &args, device const uint *tree, int newest, int position)
+// Whether the tree shows a position to the query that sees up to `newest`. tree: [n_queries][2], lower words first
+inline bool tree_shows(constant tqkv__attend_args &args, device const uint *tree, int newest, int position)
 {
-    if (args.window != 0 && position <= newest - args.window) return false;
-    if (!has_tree || position < args.first_of_tree) return true;
+    if (position < args.first_of_tree) return true;
     uint query = uint(newest - args.first_of_tree), bit = uint(position - args.first_of_tree);
     return (tree[query * 2u + bit / 32u] >> (bit % 32u) & 1u) != 0;
 }
@@ -156,10 +155,11 @@ struct tile_memory {
 };
 
 // A tile is opened before it is known whether some query sees it: its entry may be anything.
-inline uint slot_in_pages(device const int *pages, int page_size, int last_page, uint slot)
+inline uint slot_in_pages(device const int *pages, int page_size, uint factor, int shift, int last_page, uint tile)
 {
-    uint page = min(uint(pages[slot / uint(page_size)]), uint(last_page));
-    return page * uint(page_size) + slot % uint(page_size);
+    uint at = uint((ulong(tile) * ulong(factor)) >> 32) >> uint(shift);
+    uint page = min(uint(pages[at]), uint(last_page));
+    return (page - at) * uint(page_size) + tile * 32u;
 }
 
 inline tile_memory find_tile(constant tqkv__attend_args &args, page_tables pages, uint number)
@@ -167,9 +167,12 @@ inline tile_memory find_tile(constant tqkv__attend_args &args, page_tables pages
     uint first = first_slot_of_tile(args, number);
     tile_memory result = {first, first};
     if (!paged) return result;
-    result.keys = slot_in_pages(pages.keys, args.key_page_size, args.key_last_page, first);
+    result.keys = slot_in_pages(pages.keys, args.key_page_size, args.key_page_factor, args.key_page_shift,
+                                args.key_last_page, first / 32u);
     first = min(first, uint(args.value_capacity) - 32u); // a longer table of the keys
-    result.values = slot_in_pages(pages.values, args.value_page_size, args.value_last_page, first);
+    result.values = same_slots ? result.keys
+                               : slot_in_pages(pages.values, args.value_page_size, args.value_page_factor,
+                                               args.value_page_shift, args.value_last_page, first / 32u);
     return result;
 }
 

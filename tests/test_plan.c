@@ -338,9 +338,12 @@ static void check_paged_attend(const void *row)
     CHECK(args->kv_len == 250 && args->key_capacity == 256 && args->key_slots == 320 && args->value_slots == 320 &&
               args->key_page_size == 64 && args->key_last_page == 4 && args->value_last_page == 4,
           "arguments");
-    CHECK(constant(d, TQKV_FC_PAGES) == 1 && constant(d, TQKV_FC_SAME_SLOTS) == 1 && constant(d, TQKV_FC_TREE) == 0 &&
+    CHECK(constant(d, TQKV_FC_PAGES) == 1 && constant(d, TQKV_FC_SAME_SLOTS) == 0 && constant(d, TQKV_FC_TREE) == 0 &&
               binding(d, "keys' pages").size == 16 && binding(d, "values' pages").at.offset == 256,
           "the kernel");
+    values.pages = keys.pages;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(constant(d, TQKV_FC_SAME_SLOTS) == 1, "one table is looked up twice");
     CHECK_RESULT(tqkv__plan_scratch(&a, &paged_scratch), TQKV_OK);
     a.values = &linear;
     CHECK_RESULT(plan_attend(&a, d), TQKV_UNSUPPORTED);
@@ -350,6 +353,31 @@ static void check_paged_attend(const void *row)
     keys.shape.capacity = 256;
     CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), TQKV_OK);
     CHECK(scratch == paged_scratch, "%zu bytes with pages, %zu without", paged_scratch, scratch);
+}
+
+/* The kernel divides by the tiles of a page with a factor and a shift. */
+static void check_page_division(const void *row)
+{
+    const int page_sizes[] = {64, 128, 192, 320, 448, 4032, 65600, 1 << 20, 33554432 + 64, 1 << 30, INT_MAX / 64 * 64};
+    tqkv__dispatch d[2];
+    tqkv_metal_attention a;
+    const tqkv__attend_args *args = &d[0].args[0].attend;
+    (void)row;
+    for (size_t i = 0; i < sizeof page_sizes / sizeof *page_sizes; i++) {
+        tqkv_metal_store s = plan_pool(TQKV_TQ4, 0, NULL);
+        const uint32_t tiles = (uint32_t)page_sizes[i] / 32, last = (uint32_t)INT_MAX / 32;
+        s.shape.capacity = s.shape.page_size = page_sizes[i];
+        s.shape.n_pages = 1;
+        memset(&a, 0, sizeof a);
+        a.keys = a.values = &s;
+        a.attention.end = 1;
+        CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+        for (uint32_t page = 0; page <= last / tiles; page += 1 + page / 50)
+            for (uint32_t tile = page * tiles, n = 0; n < 2; n++, tile += tiles - 1)
+                CHECK(tile > last ||
+                          (uint32_t)((uint64_t)tile * args->key_page_factor >> 32) >> args->key_page_shift == page,
+                      "tile %u of pages of %d", tile, page_sizes[i]);
+    }
 }
 
 /* Tables that only the GPU knows, and an empty one. */
@@ -928,6 +956,7 @@ void test_plan_cases(void)
     test_add(check_paged_refusals, NULL, 0, "plan/pages/refusals");
     test_add(check_paged_attend, NULL, 0, "plan/pages/attend");
     test_add(check_slots, NULL, 0, "plan/slots");
+    test_add(check_page_division, NULL, 0, "plan/pages/division");
     test_add(check_unknown_pages, NULL, 0, "plan/pages/unknown");
     test_add(check_tree, NULL, 0, "plan/tree");
     test_add(check_batch, NULL, 0, "plan/batch");

@@ -9,7 +9,7 @@
 struct simt_arguments {
     void *buffers[DEVICE_BUFFERS];
     uint32_t threadgroup_offsets[8];
-    uint64_t values[2][12];
+    uint64_t values[2][14];
 };
 static_assert(sizeof(tqkv__args) <= sizeof simt_arguments::values[0], "argument structs travel with the launch");
 

@@ -203,8 +203,7 @@ BUGS = {
         "shaders/tiles.h", "slot_in_pages(pages.values,", "slot_in_pages(pages.keys,", "attend", (64,), "plain",
         "pages/attend/", "not the bits of a linear store"),
     "next_page_not_checked": (
-        "shaders/tiles.h", "min(uint(pages[slot / uint(page_size)]), uint(last_page))",
-        "uint(pages[slot / uint(page_size)])", "attend_matrix", (64,), "asan", "pages/attend/", "AddressSanitizer"),
+        "shaders/tiles.h", "min(uint(pages[at]), uint(last_page))", "uint(pages[at])", "attend_matrix", (64,), "asan", "pages/attend/", "AddressSanitizer"),
     "bad_page_written": (
         "shaders/common.h", "page < uint(args.n_pages) ?", "page != 0u - 1u ?", "encode", (64,), "asan", "pages/bad_entries",
         "AddressSanitizer"),
@@ -212,11 +211,11 @@ BUGS = {
         "shaders/encode.h", "if (target.paged) at.exists", "if (false) at.exists", "encode", (64,), "asan",
         "pages/bad_entries", "AddressSanitizer"),
     "item_before": (
-        "shaders/common.h", "low = first <= number ? middle : low;", "low = first < number ? middle : low;", "attend_merge",
-        (64,), "plain", "batch/", "other bits alone"),
-    "split_of_a_batch_by_first_row": (
-        "shaders/attend.h", "task.split = own / blocks;", "task.split = own;", "attend", (64,), "plain", "batch/",
-        "FAIL batch/"),
+        "shaders/common.h", "    return low;\n", "    return low > 0u ? low - 1u : low;\n", "attend_merge", (64,), "plain",
+        "batch/3", "other bits alone"),
+    "sums_of_the_first_item": (
+        "shaders/attend.h", "    task.partial_out += item.partial_out;\n", "", "attend", (64,), "plain", "batch/3",
+        "other bits alone"),
     "tree_by_lanes": (
         "shaders/tiles.h", "tree[query * 2u + bit / 32u]", "tree[query * 2u]", "attend", (64,), "plain", "attend/tree/64",
         "relative error"),

@@ -287,9 +287,14 @@ void run_attend(const void *parameters)
     const gpu_split whole = {0, 0, 0, 0, kernel};
     attend_problem problem;
     attend_set_up(&problem, &row);
-    pool keys(problem.keys, 64 << data_below(&random, 2), LINEAR, &random),
-        values(problem.values, seed % 3 == 2 ? 192 : keys.store.page_size, (int)row.end, &random);
-    if (seed % 4 == 1 && !row.window && !row.kv_len && row.end >= 3 * keys.store.page_size)
+    const bool one_table = seed % 3 == 1;
+    const int page_size = 64 << data_below(&random, 2);
+    data_random twin = random;
+    pool keys(problem.keys, page_size, LINEAR, &random),
+        values(problem.values, seed % 3 == 2 ? 192 : page_size, one_table ? LINEAR : (int)row.end,
+               one_table ? &twin : &random);
+    if (one_table) values.store.pages = keys.table.data();
+    if (seed % 4 == 1 && !one_table && !row.window && !row.kv_len && row.end >= 3 * keys.store.page_size)
         share_page(problem.keys, &keys, 2, 0);
     tqkv_attention paged = problem.attention;
     paged.keys = &keys.store;
