@@ -2418,7 +2418,6 @@ struct tile_scales {
 template <int D>
 inline tile_scales load_tile_scales(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base)
 {
-    tile_scales scales;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
@@ -2426,7 +2425,23 @@ inline tile_scales load_tile_scales(constant tqkv__attend_args &args, thread con
         scales.keys[p] = row_scale<D>(key_format, task.keys, base.keys + row, args.key_block_scale);
         scales.values[p] = row_scale<D>(value_format, task.values, value_slot, args.value_block_scale);
     }
-    return scales;
+}
+
+// Those of the tile at slot `base`, which the walk holds if there are few columns. Then it loads those at `next_base`.
+template <int D, int F>
+inline void next_tile_scales(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                             uint next_base, thread tile_scales &held, thread tile_scales &scales)
+{
+    if (F > 2) {
+        load_tile_scales<D>(args, task, base, scales);
+        return;
+    }
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        scales.keys[p] = held.keys[p];
+        scales.values[p] = held.values[p];
+    }
+    load_tile_scales<D>(args, task, next_base, held);
 }
 
 // Threadgroup memory of a column: numbers of each column, then of each simdgroup.

@@ -50,9 +50,9 @@ struct tile_scales {
 };
 
 template <int D>
-inline tile_scales load_tile_scales(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base)
+inline void load_tile_scales(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
+                             thread tile_scales &scales)
 {
-    tile_scales scales;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
@@ -60,7 +60,23 @@ inline tile_scales load_tile_scales(constant tqkv__attend_args &args, thread con
         scales.keys[p] = row_scale<D>(key_format, task.keys, base.keys + row, args.key_block_scale);
         scales.values[p] = row_scale<D>(value_format, task.values, value_slot, args.value_block_scale);
     }
-    return scales;
+}
+
+// Those of the tile at slot `base`, which the walk holds if there are few columns. Then it loads those at `next_base`.
+template <int D, int F>
+inline void next_tile_scales(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
+                             tile_memory next_base, thread tile_scales &held, thread tile_scales &scales)
+{
+    if (F > 2) {
+        load_tile_scales<D>(args, task, base, scales);
+        return;
+    }
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        scales.keys[p] = held.keys[p];
+        scales.values[p] = held.values[p];
+    }
+    load_tile_scales<D>(args, task, next_base, held);
 }
 
 // Threadgroup memory of a column: numbers of each column, then of each simdgroup.
@@ -706,8 +722,8 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
         walk.tile = step_over(tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
         walk.base = find_tile(args, task.pages, walk.tile);
         bool whole = sees_whole_tile<D, KW>(args, tile, walk);
-        tile_scales scales = F <= 2 ? walk.scales : load_tile_scales<D>(args, task, base);
-        if (F <= 2) walk.scales = load_tile_scales<D>(args, task, walk.base);
+        tile_scales scales;
+        next_tile_scales<D, F>(args, task, base, walk.base, walk.scales, scales);
         value_chunk<D, VW> values[2];
         TQKV_UNROLL
         for (int h = 0; h < 2; h++) load_value_chunk<D, VW>(args, task, base.values, 0u, uint(h), values[h]);
@@ -739,7 +755,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     TQKV_UNROLL
     for (int b = 0; b < MATRIX_KEY_BATCH(D, KW); b++)
         load_key_chunk<D, KW>(args, task, walk.base.keys, uint(b), walk.keys.chunks[b]);
-    if (F <= 2) walk.scales = load_tile_scales<D>(args, task, walk.base);
+    if (F <= 2) load_tile_scales<D>(args, task, walk.base, walk.scales);
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
     load_matrix_queries<D, KW, F>(args, task, memory);

@@ -174,8 +174,8 @@ BUGS = {
         "plain", "attend/resident/exactly_full", "by matrices"),
     "shares_without_barrier": (
         "shaders/attend_matrix.h", "            threadgroup_barrier(mem_flags::mem_threadgroup);\n        }\n        walk =",
-        "        }\n        walk =", "attend_matrix", (128,), "tsan",
-        "attend/shape/group2_queries40_columns32_simdgroups1_stretches5_share1", "data race"),
+        "        }\n        walk =", "attend_matrix", (128,), "plain",
+        "attend/shape/group2_queries40_columns32_simdgroups1_stretches5_share1", "by matrices"),
     "queries_of_a_pass_overwritten": (
         "shaders/attend_matrix.h", "if (first != 0) threadgroup_barrier(mem_flags::mem_threadgroup);", "", "attend_matrix", (128,), "tsan",
         "attend/shape/group2_queries45_columns32_simdgroups2_stretches40_share3", "data race"),
