@@ -3047,7 +3047,7 @@ TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const T
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
     for (; left >= (any ? 1 : run); left -= run, queries += run) {
         const int count = left < run ? left / TQKV__LANES : per_lane;
-        TQKV__(ask_ahead)(format, p, (ptrdiff_t)at + block->ahead, run_bytes);
+        TQKV__(ask_ahead)(format, p, (ptrdiff_t)at + block->ahead, run_bytes + upper_bytes);
         if (any)
             TQKV__(dot_vectors)(format, rows, fields, count, table, p, at, upper, queries, row_stride, sums);
         else
@@ -3132,7 +3132,9 @@ TQKV__OP void TQKV__(accumulate_run)(const tqkv_format format, const bool whole,
                                      const uint8_t *p, const uint8_t *upper, float *out)
 {
     const int n = block->n, count = per_lane - k, result_stride = block->result_stride;
-    const size_t stride = TQKV__(stride)(format, block), size = (size_t)TQKV__(run_bytes)(format, TQKV__RUN(format));
+    const int bytes = TQKV__(run_bytes)(format, TQKV__RUN(format)),
+              upper_bytes = TQKV__(upper_bytes)(format, TQKV__RUN(format));
+    const size_t stride = TQKV__(stride)(format, block), size = (size_t)(bytes + upper_bytes);
     const ptrdiff_t ahead = block->ahead;
     const float *weights = block->rows;
     TQKV__VECTOR sums[TQKV__ROWS][8], weight[TQKV__ROWS];
@@ -5627,6 +5629,20 @@ static tqkv__run tqkv__run_of(const tqkv__stream *s, const tqkv__tile *tile, int
     return run;
 }
 
+/* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
+   where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128, 32768 positions, AMD
+   EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with codes in a cache it adds 1%. */
+static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__run *run)
+{
+    const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
+    const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot) + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
+    for (size_t i = 0; i < size; i += 4096) tqkv__prefetch(true, codes + i, 1);
+    tqkv__prefetch(true, codes + size - 1, 1);
+    if (!norms_size) return;
+    const float *norms = tqkv__norms_at(s, kv_head, run->slot) + (ptrdiff_t)run->ahead * s->norms_per_row;
+    tqkv__prefetch(true, (const uint8_t *)norms, norms_size + 63); /* they may begin within a line */
+}
+
 /* value_tile, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each position is added
    alone, and only to rows that give it a weight. */
 static void tqkv__add_values(const tqkv__attention *a, int kv_head, tqkv__tile *tile, int n_rows, float *out)
@@ -5716,6 +5732,10 @@ static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, 
         if (!tqkv__find_spans(a, item, first, end, tile)) continue; /* a tree hides it */
         tile->keys = tqkv__run_of(&a->keys, tile, to);
         tile->values = tqkv__run_of(&a->values, tile, to);
+        if (position + tile->n < to) {
+            tqkv__touch_next(&a->keys, kv_head, &tile->keys);
+            tqkv__touch_next(&a->values, kv_head, &tile->values);
+        }
         a->isa->score_tile(&a->keys, kv_head, &tile->keys, q, n_rows, tile->scores + tile->begin);
         if (before) tqkv__add_values(a, kv_head, before, n_rows, sums->out);
         a->isa->softmax_tile(a, tile->spans, offsets, n_rows, tile->scores, sums->max, sums->sum, sums->out);

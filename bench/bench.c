@@ -461,6 +461,158 @@ static void run_encoders(bench *b, int head_dim)
     free(copy.to);
 }
 
+/* ---- Pages, and several sequences in a call ---- */
+
+enum { PAGE = 64, PAGED_DIM = 128, PAGED_POSITIONS = 16384, PAGED_GROUP = 4, SEQUENCES = 16, SEQUENCE_STEP = 500 };
+enum { PAGED_HEADS = BENCH_KV_HEADS * PAGED_GROUP, PAGED_ROW = PAGED_HEADS * PAGED_DIM };
+
+/* [n]: each page once, in random order */
+static int32_t *random_pages(int n)
+{
+    int32_t *pages = (int32_t *)bench_alloc((size_t)n * sizeof *pages);
+    uint64_t seed = 5;
+    for (int i = 0; i < n; i++) {
+        seed = seed * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+        const int j = (int)((seed >> 33) % (uint64_t)(i + 1));
+        pages[i] = pages[j];
+        pages[j] = i;
+    }
+    return pages;
+}
+
+/* The layers of a stream with that table over each. The caller frees `layers`. */
+static bench_stream with_pages(const bench_stream *linear, const int32_t *pages, int n_pages)
+{
+    bench_stream paged = *linear;
+    paged.layers = (tqkv_store *)bench_alloc((size_t)linear->n_layers * sizeof *paged.layers);
+    for (int i = 0; i < linear->n_layers; i++) {
+        paged.layers[i] = linear->layers[i];
+        paged.layers[i].pages = pages;
+        paged.layers[i].n_pages = n_pages;
+        paged.layers[i].page_size = PAGE;
+    }
+    return paged;
+}
+
+/* A paged store beside a linear one over the same codes. The ratio: speed over pages, of that without. */
+static void run_paged(bench *b, const pair *p, const float *q, float *out, const int32_t *pages)
+{
+    static timing t;
+    const timing_limits limits = limits_of(&b->options);
+    const tqkv_attention attention = {.n_heads = PAGED_HEADS, .end = PAGED_POSITIONS};
+    const bench_stream *keys = &b->keys[p->keys], *values = &b->values[p->values];
+    bench_stream paged_keys = with_pages(keys, pages, PAGED_POSITIONS / PAGE);
+    bench_stream paged_values = with_pages(values, pages, PAGED_POSITIONS / PAGE);
+    attend_work works[2] = {{attention, keys, values, 0, q, out}, {attention, &paged_keys, &paged_values, 0, q, out}};
+    char name[96];
+    t.n_entries = 0;
+    const timing_entry *linear = timing_add(&t, "linear", run_attend, &works[0]);
+    const timing_entry *paged = timing_add(&t, "paged", run_attend, &works[1]);
+    timing_run(&t, &limits);
+    printf("\n%s: head_dim %d, %d positions, group %d, random pages of %d; %d rounds\n", p->name, PAGED_DIM,
+           PAGED_POSITIONS, PAGED_GROUP, PAGE, t.n_rounds);
+    print_times(&t, linear);
+    printf("\n");
+    print_times(&t, paged);
+    printf("\n");
+    snprintf(name, sizeof name, "paged_%s_d%d_n%d_g%d", p->name, PAGED_DIM, PAGED_POSITIONS, PAGED_GROUP);
+    print_ratio(b, name, "linear", timing_ratio(&t, paged, linear));
+    free(paged_keys.layers);
+    free(paged_values.layers);
+}
+
+typedef struct batch_work {
+    tqkv_store keys[SEQUENCES], values[SEQUENCES];
+    tqkv_attention items[SEQUENCES];
+    const void *q[SEQUENCES];
+    void *out[SEQUENCES];
+} batch_work;
+
+static void run_batch(void *user)
+{
+    const batch_work *work = (const batch_work *)user;
+    bench_check(tqkv_attend_batch(work->items, SEQUENCES, work->q, work->out));
+}
+
+static void run_loop(void *user)
+{
+    const batch_work *work = (const batch_work *)user;
+    for (int i = 0; i < SEQUENCES; i++) bench_check(tqkv_attend(&work->items[i], work->q[i], work->out[i]));
+}
+
+/* One query of each sequence, which has the next pages of the pool. outs: [SEQUENCES][PAGED_ROW] */
+static void open_batch(const bench *b, const pair *p, const int32_t *pages, const float *q, float *outs,
+                       batch_work *work)
+{
+    for (int i = 0; i < SEQUENCES; i++) {
+        const int length = (i + 1) * SEQUENCE_STEP;
+        tqkv_store *keys = &work->keys[i], *values = &work->values[i];
+        *keys = *b->keys[p->keys].layers;
+        *values = *b->values[p->values].layers;
+        keys->pages = values->pages = pages;
+        keys->n_pages = values->n_pages = (length + PAGE - 1) / PAGE;
+        keys->page_size = values->page_size = PAGE;
+        work->items[i] = (tqkv_attention){.keys = keys, .values = values, .n_heads = PAGED_HEADS, .end = length};
+        work->q[i] = q;
+        work->out[i] = outs + i * PAGED_ROW;
+        pages += keys->n_pages;
+    }
+}
+
+/* 16 sequences of 500 to 8000 positions, one query each, over random pages: a batch, a loop of calls, and one sequence of the
+   same total over a linear store. The ratios: speed of the batch, of the others'. */
+static void run_batches(bench *b, const pair *p, const float *q, float *outs)
+{
+    static timing t;
+    static batch_work work;
+    const timing_limits limits = limits_of(&b->options);
+    const int total = SEQUENCE_STEP * SEQUENCES * (SEQUENCES + 1) / 2, n_pages = total / PAGE + SEQUENCES;
+    float *source = (float *)bench_alloc(BENCH_SOURCE_TOKENS * BENCH_KV_HEADS * PAGED_DIM * sizeof *source);
+    int32_t *pages = random_pages(n_pages);
+    bench_fill(source, BENCH_SOURCE_TOKENS * BENCH_KV_HEADS * PAGED_DIM, 1);
+    bench_stream_open(&b->keys[p->keys], p->keys, PAGED_DIM, n_pages * PAGE, source);
+    bench_stream_open(&b->values[p->values], p->values, PAGED_DIM, n_pages * PAGE, source);
+    open_batch(b, p, pages, q, outs, &work);
+    const tqkv_attention one = {.n_heads = PAGED_HEADS, .end = total};
+    attend_work whole = {one, &b->keys[p->keys], &b->values[p->values], 0, q, outs};
+    t.n_entries = 0;
+    const timing_entry *batch = timing_add(&t, "batch", run_batch, &work);
+    const timing_entry *loop = timing_add(&t, "loop", run_loop, &work);
+    const timing_entry *single = timing_add(&t, "one of the same total", run_attend, &whole);
+    timing_run(&t, &limits);
+    printf("\n%s: %d sequences, %d positions in all, random pages of %d; %d rounds\n", p->name, SEQUENCES, total, PAGE,
+           t.n_rounds);
+    for (int i = 0; i < t.n_entries; i++) {
+        print_times(&t, &t.entries[i]);
+        printf("\n");
+    }
+    print_ratio(b, "batch_default_s16", "loop", timing_ratio(&t, batch, loop));
+    print_ratio(b, "batch_default_s16", "one", timing_ratio(&t, batch, single));
+    free(source);
+    free(pages);
+    close_streams(b);
+}
+
+static void run_pages(bench *b)
+{
+    static const char *const names[] = {"f16", "i8", "tq5", "tq4", "default"};
+    float *q = (float *)bench_alloc(PAGED_ROW * sizeof *q);
+    float *out = (float *)bench_alloc(SEQUENCES * PAGED_ROW * sizeof *out);
+    int32_t *pages = random_pages(PAGED_POSITIONS / PAGE);
+    bench_fill(q, PAGED_ROW, 6);
+    open_streams(b, PAGED_DIM, PAGED_POSITIONS);
+    for (int i = 0; i < COUNT(pairs); i++)
+        for (int j = 0; j < COUNT(names); j++)
+            if (strcmp(pairs[i].name, names[j]) == 0 && wanted(b, &pairs[i])) run_paged(b, &pairs[i], q, out, pages);
+    close_streams(b);
+    for (int i = 0; i < COUNT(pairs); i++)
+        if (strcmp(pairs[i].name, "default") == 0 && wanted(b, &pairs[i])) run_batches(b, &pairs[i], q, out);
+    fflush(stdout);
+    free(q);
+    free(out);
+    free(pages);
+}
+
 /* ---- The program ---- */
 
 static void print_peaks(bench *b)
@@ -493,6 +645,7 @@ static void run_isa(bench *b, const peak *p)
         if (!o->only || strcmp(o->only, "encode") == 0) run_encoders(b, head_dims[i]);
     }
     if (!o->only || strcmp(o->only, "decode") == 0) run_decode(b);
+    if (o->only ? strcmp(o->only, "pages") == 0 : !o->quick) run_pages(b);
 }
 
 static void print_help(void)
@@ -504,7 +657,7 @@ static void print_help(void)
            "  --context N      512, 1024, 2048, 4096, 8192, 16384 or 32768 positions\n"
            "  --group N        2 or 8 query heads a KV head\n"
            "  --queries N      1, 8 or 128\n"
-           "  --only WHAT      encode or decode\n"
+           "  --only WHAT      encode, decode or pages (pages also measures batches)\n"
            "  --rounds N       this many rounds, at most %d; else 3 to 15, as many as fit into a second\n"
            "  --quick          one head_dim, short contexts, few rounds\n"
            "  --ggml FILE, --ik FILE  peers: bench/ggml.c as a shared object, see bench/rules.mk\n"
@@ -537,7 +690,8 @@ static bool parse_options(options *o, int argc, char **argv)
     }
     const bool format_known = !o->format || strncmp(o->format, "default", 7) == 0 || tqkv_format_from_name(o->format);
     const bool isa_known = !o->isa || tqkv_isa_force(o->isa) == TQKV_OK;
-    const bool only_known = !o->only || strcmp(o->only, "encode") == 0 || strcmp(o->only, "decode") == 0;
+    const bool only_known =
+        !o->only || strcmp(o->only, "encode") == 0 || strcmp(o->only, "decode") == 0 || strcmp(o->only, "pages") == 0;
     return o->rounds <= TIMING_MAX_ROUNDS && format_known && isa_known && only_known;
 }
 
