@@ -429,6 +429,8 @@ typedef struct tqkv__attend_args {
     int32_t key_slots, value_slots;       /* of a KV head in memory: the capacity or, with pages, that of the pool */
     int32_t key_page_size, key_last_page; /* read if TQKV_FC_PAGES; the last page of the pool */
     int32_t value_page_size, value_last_page;
+    uint32_t key_page_factor, value_page_factor; /* page of a tile: the upper word of the product of tile and factor, */
+    int32_t key_page_shift, value_page_shift;    /* shifted to the right */
     int32_t first_of_tree; /* read if TQKV_FC_TREE: position kv_len - n_queries, or INT_MAX without a tree */
 } tqkv__attend_args;
 
@@ -472,9 +474,9 @@ typedef struct tqkv__table_report {
 TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 96);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 112);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 188);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 204);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4540);
 
 // ---- shaders/common.h ----
@@ -1171,8 +1173,8 @@ inline uint existing_row(constant tqkv__attend_args &args, uint r)
 // The values' slot of the position at this slot of the keys. Where the slot has no position: any slot of the store.
 inline uint value_slot_of(constant tqkv__attend_args &args, uint slot)
 {
-    if (same_slots) return slot;
-    int at = args.value_oldest_slot + min(position_of_slot(args, slot), args.kv_len - 1);
+    if (same_slots || paged) return slot;
+    int at = args.value_oldest_slot + max(min(position_of_slot(args, slot), args.kv_len - 1), 0);
     return uint(at < args.value_capacity ? at : at - args.value_capacity);
 }
 
@@ -1202,11 +1204,10 @@ inline query_row next_row(constant tqkv__attend_args &args, query_row row)
 // The newest position that a query sees; negative if it sees none.
 inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.kv_len - args.n_queries + query; }
 
-// Whether the query that sees up to `newest` sees a position up to there. tree: [n_queries][2], lower words first
-inline bool is_seen(constant tqkv__attend_args &args, device const uint *tree, int newest, int position)
+// Whether the tree shows a position to the query that sees up to `newest`. tree: [n_queries][2], lower words first
+inline bool tree_shows(constant tqkv__attend_args &args, device const uint *tree, int newest, int position)
 {
-    if (args.window != 0 && position <= newest - args.window) return false;
-    if (!has_tree || position < args.first_of_tree) return true;
+    if (position < args.first_of_tree) return true;
     uint query = uint(newest - args.first_of_tree), bit = uint(position - args.first_of_tree);
     return (tree[query * 2u + bit / 32u] >> (bit % 32u) & 1u) != 0;
 }
@@ -1298,10 +1299,11 @@ struct tile_memory {
 };
 
 // A tile is opened before it is known whether some query sees it: its entry may be anything.
-inline uint slot_in_pages(device const int *pages, int page_size, int last_page, uint slot)
+inline uint slot_in_pages(device const int *pages, int page_size, uint factor, int shift, int last_page, uint tile)
 {
-    uint page = min(uint(pages[slot / uint(page_size)]), uint(last_page));
-    return page * uint(page_size) + slot % uint(page_size);
+    uint at = uint((ulong(tile) * ulong(factor)) >> 32) >> uint(shift);
+    uint page = min(uint(pages[at]), uint(last_page));
+    return (page - at) * uint(page_size) + tile * 32u;
 }
 
 inline tile_memory find_tile(constant tqkv__attend_args &args, page_tables pages, uint number)
@@ -1309,9 +1311,12 @@ inline tile_memory find_tile(constant tqkv__attend_args &args, page_tables pages
     uint first = first_slot_of_tile(args, number);
     tile_memory result = {first, first};
     if (!paged) return result;
-    result.keys = slot_in_pages(pages.keys, args.key_page_size, args.key_last_page, first);
+    result.keys = slot_in_pages(pages.keys, args.key_page_size, args.key_page_factor, args.key_page_shift,
+                                args.key_last_page, first / 32u);
     first = min(first, uint(args.value_capacity) - 32u); // a longer table of the keys
-    result.values = slot_in_pages(pages.values, args.value_page_size, args.value_last_page, first);
+    result.values = same_slots ? result.keys
+                               : slot_in_pages(pages.values, args.value_page_size, args.value_page_factor,
+                                               args.value_page_shift, args.value_last_page, first / 32u);
     return result;
 }
 
@@ -1733,7 +1738,8 @@ inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_tas
     FOR_COLUMNS(c)
     {
         int newest = state.newest[c];
-        seen[c] = at.position <= newest && is_seen(args, task.tree, newest, at.position);
+        seen[c] = at.position <= newest && (args.window == 0 || at.position > newest - args.window);
+        if (has_tree) seen[c] = seen[c] && tree_shows(args, task.tree, newest, at.position);
         score[c] = seen[c] ? score_of(args, score[c], factor, state.shift[c]) : -INFINITY;
         raise = raise || score[c] > state.maximum[c] + 11.0f;
     }
@@ -1792,8 +1798,9 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
     const uint block = norm_block<D>(value_format), bytes = row_bytes<D>(value_format);
     stream_rows values = task.values;
     uint row = existing_row(args, value_row_of_lane<D>(number, task.lane));
-    device const uchar *codes = same_slots ? values.codes + ulong(base) * ulong(bytes) + row * bytes
-                                           : values.codes + ulong(value_slot_of(args, base + row)) * ulong(bytes);
+    device const uchar *codes = same_slots || paged
+                                    ? values.codes + ulong(base) * ulong(bytes) + row * bytes
+                                    : values.codes + ulong(value_slot_of(args, base + row)) * ulong(bytes);
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
         uint part = min(task.lane % uint(VALUE_LANES(D)), uint(D / LANE_SUMS(D)) - 1u);
@@ -2416,7 +2423,8 @@ struct tile_scales {
 };
 
 template <int D>
-inline tile_scales load_tile_scales(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base)
+inline void load_tile_scales(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
+                             thread tile_scales &scales)
 {
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
@@ -2429,8 +2437,8 @@ inline tile_scales load_tile_scales(constant tqkv__attend_args &args, thread con
 
 // Those of the tile at slot `base`, which the walk holds if there are few columns. Then it loads those at `next_base`.
 template <int D, int F>
-inline void next_tile_scales(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                             uint next_base, thread tile_scales &held, thread tile_scales &scales)
+inline void next_tile_scales(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
+                             tile_memory next_base, thread tile_scales &held, thread tile_scales &scales)
 {
     if (F > 2) {
         load_tile_scales<D>(args, task, base, scales);
@@ -2688,7 +2696,8 @@ inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task
             TQKV_UNROLL
             for (int i = 0; i < 2; i++) {
                 int newest = state.newest[f][i];
-                bool seen = position <= newest && is_seen(args, task.tree, newest, position);
+                bool seen = position <= newest && (args.window == 0 || position > newest - args.window);
+                if (has_tree) seen = seen && tree_shows(args, task.tree, newest, position);
                 score[p][f].elements[i] = seen ? score[p][f].elements[i] : -INFINITY;
             }
         }
@@ -2778,7 +2787,7 @@ inline void load_value_chunk(constant tqkv__attend_args &args, thread const atte
     for (int i = 0; i < 4; i++) {
         uint k = TQKV__MATRIX_COLUMN(task.lane) + uint(i % 2), row = tile_row(2 * int(half_tile) + i / 2, k);
         row = existing_row(args, row);
-        device const uchar *codes = same_slots
+        device const uchar *codes = same_slots || paged
                                         ? task.values.codes + ulong(base) * ulong(bytes) + row * bytes
                                         : task.values.codes + ulong(value_slot_of(args, base + row)) * ulong(bytes);
         load_codes<D, W, N>(value_format, codes, first, values.raw[i]);
@@ -3086,7 +3095,8 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
         walk.tile = step_over(tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
         walk.base = find_tile(args, task.pages, walk.tile);
         bool whole = sees_whole_tile<D, KW>(args, tile, walk);
-        tile_scales scales = load_tile_scales<D>(args, task, base);
+        tile_scales scales;
+        next_tile_scales<D, F>(args, task, base, walk.base, walk.scales, scales);
         value_chunk<D, VW> values[2];
         TQKV_UNROLL
         for (int h = 0; h < 2; h++) load_value_chunk<D, VW>(args, task, base.values, 0u, uint(h), values[h]);
@@ -3118,6 +3128,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     TQKV_UNROLL
     for (int b = 0; b < MATRIX_KEY_BATCH(D, KW); b++)
         load_key_chunk<D, KW>(args, task, walk.base.keys, uint(b), walk.keys.chunks[b]);
+    if (F <= 2) load_tile_scales<D>(args, task, walk.base, walk.scales);
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
     load_matrix_queries<D, KW, F>(args, task, memory);
