@@ -47,7 +47,7 @@ else
 $(eval $(call runner_variant,gcc,gcc,-std=c99 -O2,,))
 $(eval $(call runner_variant,gcc-O0,gcc,-std=c99 -O0,,$(EXACT_CASES)))
 # gcc 12 warns of its own AVX-512 header where xxhash.h includes it in C++.
-$(eval $(call runner_variant,gxx-O3,g++,-x c++ -std=c++11 $(AGGRESSIVE) -Wno-uninitialized,,))
+$(eval $(call runner_variant,gxx-O3,g++,-x c++ -std=c++11 $(AGGRESSIVE) -Wno-uninitialized -Wno-maybe-uninitialized,,))
 $(eval $(call runner_variant,clang,clang,-std=c99 -O2,,$(EXACT_CASES)))
 $(eval $(call runner_variant,clang-O0,clang,-std=c99 -O0,,$(EXACT_CASES)))
 $(eval $(call runner_variant,clangxx-O3,clang++,-x c++ -std=c++11 $(AGGRESSIVE),,$(EXACT_CASES)))
