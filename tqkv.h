@@ -2841,30 +2841,56 @@ typedef struct TQKV__(rest) {
 /* Vectors whose codes are joined from the two fields together. */
 #define TQKV__JOINED(format) (TQKV__BOOK_BITS(format) > 4 ? 4 : 8)
 
-/* A run of `count` vectors, from that on with which the fields were opened. */
-TQKV__OP TQKV__(rest) TQKV__(open_run)(const tqkv_format format, const TQKV__(fields) * fields, int count,
+/* Positions behind the one at hand of which loads of a field, always of 64 bytes, may read bytes. */
+#define TQKV__REACH(stride) (64 / (int)(stride) + 1)
+
+/* A run of `count` vectors, from that on with which the fields were opened. 8 and 4 are constants, 0 any other number. */
+TQKV__OP TQKV__(rest) TQKV__(open_run)(const tqkv_format format, const TQKV__(fields) * fields, const int count,
                                        const uint8_t *p, const uint8_t *upper)
 {
     TQKV__(rest) rest;
-    rest.p = p;
+    rest.p = TQKV__(has_fields)(format) ? NULL : p;
     if (TQKV__(has_fields)(format))
         TQKV__(load_fields)(TQKV__BOOK_BITS(format), fields, count, p, upper, &rest.main, &rest.upper);
     return rest;
 }
 
-/* Before vector k: every TQKV__JOINED vectors. */
-TQKV__OP void TQKV__(join_run)(const tqkv_format format, int k, TQKV__(rest) * rest)
+/* The same, from a copy of the fields where no other position follows. */
+TQKV__OP TQKV__(rest) TQKV__(open_any_run)(const tqkv_format format, const TQKV__(fields) * fields, bool inside,
+                                           const uint8_t *p, const uint8_t *upper)
 {
-    if (TQKV__(has_fields)(format))
-        rest->codes = TQKV__(join_fields)(TQKV__BOOK_BITS(format), k, rest->main, rest->upper);
+    uint8_t copy[2][64];
+    if (TQKV__(has_fields)(format) && !inside) {
+        TQKV__(copy_fields)(TQKV__BOOK_BITS(format), fields, p, upper, copy[0], copy[1]);
+        p = copy[0];
+        upper = copy[1];
+    }
+    return TQKV__(open_run)(format, fields, 0, p, upper);
 }
 
-TQKV__OP TQKV__VECTOR TQKV__(next_vector)(const tqkv_format format, const TQKV__VECTOR *table, TQKV__(rest) * rest)
+/* Vector k of n runs, after those before it; n is a constant. */
+TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const int n, int k, const TQKV__VECTOR *table,
+                                   TQKV__(rest) * rest, TQKV__VECTOR *x)
 {
-    const uint8_t *p = rest->p;
-    if (TQKV__(has_fields)(format)) return TQKV__(next_centroids)(TQKV__BOOK_BITS(format), table, &rest->codes);
-    rest->p += TQKV__(run_bytes)(format, 1);
-    return TQKV__(value)(format, 1, 0, table, p, p);
+    const tqkv_format f = format;
+    if (!TQKV__(has_fields)(f)) {
+        TQKV__UNROLL
+        for (int m = 0; m < n; m++, rest++) {
+            x[m] = TQKV__(value)(f, 1, 0, table, rest->p, rest->p);
+            rest->p += TQKV__(run_bytes)(f, 1);
+        }
+        return;
+    }
+    if (k % TQKV__JOINED(f) == 0) {
+        TQKV__UNROLL
+        for (int m = 0; m < n; m++)
+            rest[m].codes = TQKV__(join_fields)(TQKV__BOOK_BITS(f), k, rest[m].main, rest[m].upper);
+    } else {
+        TQKV__UNROLL
+        for (int m = 0; m < n; m++) rest[m].codes = TQKV__(next_codes)(TQKV__BOOK_BITS(f), rest[m].codes);
+    }
+    TQKV__UNROLL
+    for (int m = 0; m < n; m++) x[m] = TQKV__(look_up)(TQKV__BOOK_BITS(f), table, rest[m].codes);
 }
 
 TQKV__OP void TQKV__(open_tail)(const tqkv_format format, const TQKV__(block) * block, int first,
@@ -2876,7 +2902,7 @@ TQKV__OP void TQKV__(open_tail)(const tqkv_format format, const TQKV__(block) * 
 }
 
 /* A run of `count` vectors as floats; of formats that are looked up a tail. */
-TQKV__OP void TQKV__(decode_run)(const tqkv_format format, const TQKV__(fields) * fields, int count,
+TQKV__OP void TQKV__(decode_run)(const tqkv_format format, const TQKV__(fields) * fields, int count, bool inside,
                                  const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, float *x)
 {
     TQKV__VECTOR run[4];
@@ -2890,10 +2916,10 @@ TQKV__OP void TQKV__(decode_run)(const tqkv_format format, const TQKV__(fields) 
             if (k < count) TQKV__(store)(x + k * TQKV__LANES, run[k]);
         return;
     }
-    TQKV__(rest) rest = TQKV__(open_run)(format, fields, count, p, upper);
+    TQKV__(rest) rest = TQKV__(open_any_run)(format, fields, inside, p, upper);
     for (int k = 0; k < count; k++) {
-        if (k % TQKV__JOINED(format) == 0) TQKV__(join_run)(format, k, &rest);
-        TQKV__(store)(x + k * TQKV__LANES, TQKV__(next_vector)(format, table, &rest));
+        TQKV__(next_vectors)(format, 1, k, table, &rest, run);
+        TQKV__(store)(x + k * TQKV__LANES, run[0]);
     }
 }
 
@@ -2904,7 +2930,7 @@ TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(block) * blo
     TQKV__VECTOR table[8], run[8];
     TQKV__(fields) fields;
     TQKV__(load_codebook)(format, block->stream, table);
-    TQKV__(open_tail)(format, block, 0, &fields);
+    if (TQKV__TAILS) TQKV__(open_tail)(format, block, 0, &fields);
     for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(block->dim)) {
         const uint8_t *p = block->codes + (size_t)j * block->stride, *upper = p + block->upper;
         for (int d = 0; d < block->dim - rest; d += TQKV__LANES * per_lane) {
@@ -2914,8 +2940,9 @@ TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(block) * blo
             p += TQKV__(run_bytes)(format, per_lane);
             upper += TQKV__(upper_bytes)(format, per_lane);
         }
-        if (TQKV__HAS_TAIL(format) && rest)
-            TQKV__(decode_run)(format, &fields, rest / TQKV__LANES, table, p, upper, x + block->dim - rest);
+        if (TQKV__HAS_TAIL(format) && rest) TQKV__(decode_run)
+        (format, &fields, rest / TQKV__LANES, j + TQKV__REACH(block->stride) < n, table, p, upper,
+         x + block->dim - rest);
     }
 }
 
@@ -2968,44 +2995,57 @@ TQKV__OP void TQKV__(dot_run)(const tqkv_format format, const int rows, const TQ
     }
 }
 
-TQKV__OP void TQKV__(open_runs)(const tqkv_format format, const TQKV__(fields) * fields, int count,
+TQKV__OP void TQKV__(open_runs)(const tqkv_format format, const TQKV__(fields) * fields, const int count,
                                 const uint8_t *const *p, size_t at, size_t upper, TQKV__(rest) * rest)
 {
     TQKV__UNROLL
     for (int m = 0; m < 4; m++) rest[m] = TQKV__(open_run)(format, fields, count, p[m] + at, p[m] + upper);
 }
 
+/* The runs of four keys; of formats that are looked up as floats. Those that are looked up, or that no other position
+   follows, are put into `copy` first, one after the other: this saves code. */
+TQKV__OP void TQKV__(open_keys)(const tqkv_format format, const TQKV__(fields) * fields, int count, bool inside,
+                                const TQKV__VECTOR *table, const uint8_t *const *p, size_t at, size_t upper,
+                                float (*copy)[4 * TQKV__LANES], TQKV__(rest) * rest)
+{
+    const uint8_t *copies[4];
+    if (TQKV__(has_fields)(format) && count == 8) {
+        TQKV__(open_runs)(format, fields, 8, p, at, upper, rest);
+    } else if (TQKV__(has_fields)(format) && count == 4) {
+        TQKV__(open_runs)(format, fields, 4, p, at, upper, rest);
+    } else if (!TQKV__(looked_up)(format) && (inside || !TQKV__(has_fields)(format))) {
+        TQKV__(open_runs)(format, fields, 0, p, at, upper, rest);
+    } else {
+        for (int m = 0; m < 4; m++) {
+            uint8_t *to = (uint8_t *)(void *)copy[m];
+            copies[m] = to;
+            if (TQKV__(looked_up)(format))
+                TQKV__(decode_run)(format, fields, count, inside, table, p[m] + at, p[m] + upper, copy[m]);
+            else
+                TQKV__(copy_fields)(TQKV__BOOK_BITS(format), fields, p[m] + at, p[m] + upper, to, to + 64);
+        }
+        TQKV__(open_runs)(format, fields, 0, copies, 0, 64, rest);
+    }
+}
+
 /* The same for a run of `count` vectors, one after the other. */
 TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, const TQKV__(fields) * fields, int count,
-                                  const TQKV__VECTOR *table, const uint8_t *const *p, size_t at, size_t upper,
-                                  const float *queries, size_t row_stride, TQKV__VECTOR (*sums)[4])
+                                  bool inside, const TQKV__VECTOR *table, const uint8_t *const *p, size_t at,
+                                  size_t upper, const float *queries, size_t row_stride, TQKV__VECTOR (*sums)[4])
 {
     const tqkv_format now = TQKV__(looked_up)(format) ? TQKV__FLOATS : format;
     TQKV__ALIGNED float x[4][4 * TQKV__LANES];
     TQKV__(rest) rest[4];
-    for (int m = 0; m < 4 && now != format; m++)
-        TQKV__(decode_run)(format, fields, count, table, p[m] + at, p[m] + upper, x[m]);
-    if (now != format)
-        for (int m = 0; m < 4; m++) rest[m].p = (const uint8_t *)(const void *)x[m];
-    else if (count == 8)
-        TQKV__(open_runs)(format, fields, 8, p, at, upper, rest);
-    else if (count == 4)
-        TQKV__(open_runs)(format, fields, 4, p, at, upper, rest);
-    else
-        TQKV__(open_runs)(format, fields, count, p, at, upper, rest);
+    TQKV__(open_keys)(format, fields, count, inside, table, p, at, upper, x, rest);
     for (int k = 0; k < count; k++, queries += TQKV__LANES) {
-        TQKV__VECTOR query[TQKV__ROWS];
-        if (k % TQKV__JOINED(now) == 0) {
-            TQKV__UNROLL
-            for (int m = 0; m < 4; m++) TQKV__(join_run)(now, k, &rest[m]);
-        }
+        TQKV__VECTOR query[TQKV__ROWS], v[4];
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(queries + (size_t)r * row_stride);
+        TQKV__(next_vectors)(now, 4, k, table, rest, v);
         TQKV__UNROLL
         for (int m = 0; m < 4; m++) {
-            const TQKV__VECTOR v = TQKV__(next_vector)(now, table, &rest[m]);
             TQKV__UNROLL
-            for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(fma)(query[r], v, sums[r][m]);
+            for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(fma)(query[r], v[m], sums[r][m]);
         }
     }
 }
@@ -3031,14 +3071,15 @@ TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, 
     }
 }
 
-/* sums[row][m]: products, lane by lane, of query `row` and key m, at p[m]; m < 4 */
+/* sums[row][m]: products, lane by lane, of query `row` and key m, at p[m]; m < 4. Packed codes and integers have one loop for
+   whole runs and tails, where nothing is gained by code for all vectors of a run; halves lose 3% by it. */
 TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(block) * block,
-                               const TQKV__(fields) * fields, const TQKV__VECTOR *table, const uint8_t *const *p,
-                               TQKV__VECTOR (*sums)[4])
+                               const TQKV__(fields) * fields, bool inside, const TQKV__VECTOR *table,
+                               const uint8_t *const *p, TQKV__VECTOR (*sums)[4])
 {
     const int per_lane = TQKV__RUN(format), run = TQKV__LANES * per_lane;
     const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
-    const bool any = TQKV__TAILS && TQKV__(has_fields)(format); /* one loop for whole runs and tails */
+    const bool any = TQKV__TAILS && (TQKV__(has_fields)(format) || (!TQKV__TAIL && TQKV__KIND(format) == TQKV__GRID));
     const size_t row_stride = (size_t)block->row_stride;
     const float *queries = block->rows;
     size_t at = 0, upper = block->upper;
@@ -3048,8 +3089,8 @@ TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const T
     for (; left >= (any ? 1 : run); left -= run, queries += run) {
         const int count = left < run ? left / TQKV__LANES : per_lane;
         TQKV__(ask_ahead)(format, p, (ptrdiff_t)at + block->ahead, run_bytes + upper_bytes);
-        if (any)
-            TQKV__(dot_vectors)(format, rows, fields, count, table, p, at, upper, queries, row_stride, sums);
+        if (TQKV__TAILS && any)
+            TQKV__(dot_vectors)(format, rows, fields, count, inside, table, p, at, upper, queries, row_stride, sums);
         else
             TQKV__(dot_run)(format, rows, table, p, at, upper, queries, row_stride, sums);
         at += (size_t)run_bytes;
@@ -3058,7 +3099,7 @@ TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const T
     if (TQKV__HAS_TAIL(format) && !any && left > 0) {
         const int count = TQKV__TAIL ? TQKV__TAIL : left / TQKV__LANES;
         TQKV__(ask_ahead)(format, p, (ptrdiff_t)at + block->ahead, run_bytes);
-        TQKV__(dot_vectors)(format, rows, fields, count, table, p, at, upper, queries, row_stride, sums);
+        TQKV__(dot_vectors)(format, rows, fields, count, inside, table, p, at, upper, queries, row_stride, sums);
     }
 }
 
@@ -3073,7 +3114,7 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV
     TQKV__VECTOR table[8];
     TQKV__(fields) fields;
     TQKV__(load_codebook)(format, block->stream, table);
-    TQKV__(open_tail)(format, block, 0, &fields);
+    if (TQKV__TAILS) TQKV__(open_tail)(format, block, 0, &fields);
     for (int first = 0; first < n; first += TQKV__LANES) {
         for (int i = 0; i < TQKV__LANES; i += 4) {
             TQKV__VECTOR sums[TQKV__ROWS][4];
@@ -3084,7 +3125,7 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV
                 /* Past the end: the last key again; decoded rows are padded with copies of it. */
                 codes += format == TQKV__FLOATS || first + i + m + 1 < n ? stride : 0;
             }
-            TQKV__(dot_keys)(format, rows, block, &fields, table, p, sums);
+            TQKV__(dot_keys)(format, rows, block, &fields, first + i + 3 + TQKV__REACH(stride) < n, table, p, sums);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) TQKV__(store)(fours[r] + i / 4 * TQKV__LANES, TQKV__(sum_fours)(sums[r]));
         }
@@ -3092,33 +3133,47 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV
     }
 }
 
-/* sums[row][v] += weight[row] * vector k + v of the run of per_lane vectors at p; per_lane is a constant */
+/* sums[row][v] += weights[row] * vector k + v of the run of per_lane vectors at p; per_lane is a constant, weights of rows are
+   TQKV__TILE apart. Where vectors are looked up together, weights come after them: 16 registers cannot hold both. */
 TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows, const int k,
                                    const int width, const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper,
-                                   const TQKV__VECTOR *weight, TQKV__VECTOR (*sums)[8])
+                                   const float *weights, TQKV__VECTOR (*sums)[8])
 {
-    TQKV__VECTOR x[8];
-    if (TQKV__(whole_runs)(format))
+    TQKV__VECTOR weight[TQKV__ROWS], x[8];
+    if (TQKV__(whole_runs)(format)) {
         TQKV__(values)(format, per_lane, k, width, TQKV__(reload)(rows, table), p, upper, x);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            weight[r] = TQKV__(set1)(weights[r * TQKV__TILE]);
+            TQKV__UNROLL
+            for (int v = 0; v < width; v++) sums[r][v] = TQKV__(fma)(weight[r], x[v], sums[r][v]);
+        }
+        return;
+    }
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights[r * TQKV__TILE]);
     TQKV__UNROLL
     for (int v = 0; v < width; v++) {
-        if (!TQKV__(whole_runs)(format)) x[v] = TQKV__(value)(format, per_lane, k + v, table, p, upper);
+        x[v] = TQKV__(value)(format, per_lane, k + v, table, p, upper);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) sums[r][v] = TQKV__(fma)(weight[r], x[v], sums[r][v]);
     }
 }
 
-/* The same for the first `count` vectors from that on with which the fields were opened, of a run of per_lane vectors. */
-TQKV__OP void TQKV__(add_vectors)(const tqkv_format format, const TQKV__(fields) * fields, int per_lane, int count,
+/* The same for the first `count` vectors, at most `width`, from that on with which the fields were opened. */
+TQKV__OP void TQKV__(add_vectors)(const tqkv_format format, const TQKV__(fields) * fields, bool inside, int count,
                                   const int rows, const int width, const TQKV__VECTOR *table, const uint8_t *p,
-                                  const uint8_t *upper, const TQKV__VECTOR *weight, TQKV__VECTOR (*sums)[8])
+                                  const uint8_t *upper, const float *weights, TQKV__VECTOR (*sums)[8])
 {
-    TQKV__(rest) rest = TQKV__(open_run)(format, fields, per_lane, p, upper);
+    TQKV__(rest) rest = TQKV__(open_any_run)(format, fields, inside, p, upper);
+    TQKV__VECTOR weight[TQKV__ROWS];
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights[r * TQKV__TILE]);
     TQKV__UNROLL
     for (int v = 0; v < width; v++) {
+        TQKV__VECTOR x;
         if (v >= count) break;
-        if (v % TQKV__JOINED(format) == 0) TQKV__(join_run)(format, v, &rest);
-        const TQKV__VECTOR x = TQKV__(next_vector)(format, table, &rest);
+        TQKV__(next_vectors)(format, 1, v, table, &rest, &x);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) sums[r][v] = TQKV__(fma)(weight[r], x, sums[r][v]);
     }
@@ -3137,9 +3192,9 @@ TQKV__OP void TQKV__(accumulate_run)(const tqkv_format format, const bool whole,
     const size_t stride = TQKV__(stride)(format, block), size = (size_t)(bytes + upper_bytes);
     const ptrdiff_t ahead = block->ahead;
     const float *weights = block->rows;
-    TQKV__VECTOR sums[TQKV__ROWS][8], weight[TQKV__ROWS];
+    TQKV__VECTOR sums[TQKV__ROWS][8];
     TQKV__(fields) fields;
-    if (!whole) TQKV__(open_tail)(format, block, k, &fields);
+    if (TQKV__TAILS && !whole) TQKV__(open_tail)(format, block, k, &fields);
     TQKV__UNROLL
     for (int i = 0; i < rows * width; i++) { /* the last vector again behind the end */
         const int r = i / width, v = i % width, from = v < count ? v : count - 1;
@@ -3148,12 +3203,11 @@ TQKV__OP void TQKV__(accumulate_run)(const tqkv_format format, const bool whole,
     int j = 0;
     do { /* n > 0: a loop that may run no times costs copies of all sums */
         if (format != TQKV__FLOATS && k == 0) tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p + ahead, size);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights[r * TQKV__TILE + j]);
-        if (whole)
-            TQKV__(add_weighted)(format, per_lane, rows, k, width, table, p, upper, weight, sums);
+        if (!TQKV__TAILS || whole)
+            TQKV__(add_weighted)(format, per_lane, rows, k, width, table, p, upper, weights + j, sums);
         else
-            TQKV__(add_vectors)(format, &fields, per_lane, count, rows, width, table, p, upper, weight, sums);
+            TQKV__(add_vectors)
+        (format, &fields, j + TQKV__REACH(stride) < n, count, rows, width, table, p, upper, weights + j, sums);
         p += stride;
         upper += stride;
     } while (++j < n);
@@ -3533,7 +3587,7 @@ TQKV__OP void TQKV__(mix_12)(const float *runs, float factor, int n, float *out)
     case m:                                                                                                            \
         if (n >= TQKV__LANES)                                                                                          \
             TQKV__(mix)(m, 1, runs, factor, n, out);                                                                   \
-        else                                                                                                           \
+        else if (m != 20)                                                                                              \
             TQKV__(mix)(m, TQKV__LANES == 8 ? 2 : 1, runs, factor, n, out);                                            \
         break;
 
@@ -3541,6 +3595,10 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float 
 {
     if (m == 12 && n >= TQKV__LANES) {
         TQKV__(mix_12)(runs, factor, n, out);
+        return;
+    }
+    if (m == 20 && n == 4 && TQKV__LANES == 8) {
+        TQKV__(mix_20)(runs, factor, out);
         return;
     }
     switch (m) {
@@ -3590,7 +3648,7 @@ TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int he
     }
     if (h == 4 * TQKV__LANES)
         TQKV__(hadamard_runs)(4, 4 * TQKV__LANES, type, in, head_dim, flip, out);
-    else if (h == 8 * TQKV__LANES)
+    else if (h == 8 * TQKV__LANES && TQKV__WIDTH > 8)
         TQKV__(hadamard_runs)(8, 8 * TQKV__LANES, type, in, head_dim, flip, out);
     else
         TQKV__(hadamard_runs)(TQKV__WIDTH, TQKV__WIDTH * TQKV__LANES, type, in, head_dim, flip, out);
@@ -4243,6 +4301,7 @@ TQKV__OP __m512i tqkv__load_field_avx512(const int bits, const uint8_t *p)
 typedef struct tqkv__field_avx512 {
     __m512i at, shift;
     __mmask64 bytes; /* of the field */
+    bool shifted;    /* does a lane begin within a byte? */
 } tqkv__field_avx512;
 
 typedef struct tqkv__fields_avx512 {
@@ -4257,6 +4316,7 @@ TQKV__OP void tqkv__open_field_avx512(int bits, int offset, tqkv__field_avx512 *
     field->at = _mm512_add_epi32(byte, _mm512_set1_epi32(0x03020100));
     field->shift = _mm512_and_si512(bit, _mm512_set1_epi32(7));
     field->bytes = (1ULL << (2 * bits)) - 1;
+    field->shifted = (bits | offset) % 8 != 0;
 }
 /* A run of `count` vectors, from number `first` on; count < 8. */
 TQKV__OP void tqkv__open_fields_avx512(const int main_bits, const int upper_bits, int count, int first,
@@ -4267,20 +4327,26 @@ TQKV__OP void tqkv__open_fields_avx512(const int main_bits, const int upper_bits
 }
 TQKV__OP __m512i tqkv__load_any_field_avx512(const tqkv__field_avx512 *field, const uint8_t *p)
 {
-    const __m512i bytes = _mm512_maskz_loadu_epi8(field->bytes, (const void *)p);
-    return _mm512_srlv_epi32(_mm512_permutexvar_epi8(field->at, bytes), field->shift);
+    const __m512i bytes = _mm512_permutexvar_epi8(field->at, _mm512_loadu_si512((const void *)p));
+    return _mm512_srlv_epi32(bytes, field->shift);
 }
-TQKV__OP void tqkv__load_fields_avx512(const int bits, const tqkv__fields_avx512 *fields, int count, const uint8_t *p,
-                                       const uint8_t *upper, __m512i *low, __m512i *high)
+/* The fields of a run of 8 or 4 vectors or, with a count of 0, of another number. */
+TQKV__OP void tqkv__load_fields_avx512(const int bits, const tqkv__fields_avx512 *fields, const int count,
+                                       const uint8_t *p, const uint8_t *upper, __m512i *low, __m512i *high)
 {
     const int main_bits = bits < 4 ? 2 : 4, upper_bits = bits - main_bits;
-    *low = count == 8   ? tqkv__load_field_avx512(8 * main_bits, p)
-           : count == 4 ? tqkv__load_field_avx512(4 * main_bits, p)
-                        : tqkv__load_any_field_avx512(&fields->main, p);
+    *low = count ? tqkv__load_field_avx512(count * main_bits, p) : tqkv__load_any_field_avx512(&fields->main, p);
     if (upper_bits == 0) return;
-    *high = count == 8   ? tqkv__load_field_avx512(8 * upper_bits, upper)
-            : count == 4 ? tqkv__load_field_avx512(4 * upper_bits, upper)
-                         : tqkv__load_any_field_avx512(&fields->upper, upper);
+    *high =
+        count ? tqkv__load_field_avx512(count * upper_bits, upper) : tqkv__load_any_field_avx512(&fields->upper, upper);
+}
+/* main_copy, upper_copy: [64]. Loads that leave bytes out are slower. */
+TQKV__OP void tqkv__copy_fields_avx512(const int bits, const tqkv__fields_avx512 *fields, const uint8_t *main,
+                                       const uint8_t *upper, uint8_t *main_copy, uint8_t *upper_copy)
+{
+    _mm512_storeu_si512((void *)main_copy, _mm512_maskz_loadu_epi8(fields->main.bytes, (const void *)main));
+    if (bits != 2 && bits != 4)
+        _mm512_storeu_si512((void *)upper_copy, _mm512_maskz_loadu_epi8(fields->upper.bytes, (const void *)upper));
 }
 /* All codes of TQ3 as nibbles. Bytes take windows of 8 bits from both fields, in words of 64 bits: two codes' low pairs in
    bits 0 to 3, their third bits in bits 4 and 5. One look-up puts these six bits in order. */
@@ -4305,7 +4371,7 @@ TQKV__OP __m512i tqkv__join_fields_avx512(const int bits, int k, __m512i low, __
     high = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(upper_at + k * (bits - 4) * each), high);
     return _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), low, high, 0xca);
 }
-TQKV__OP __m512 tqkv__permute_table_avx512(const int bits, const __m512 *table, __m512i codes)
+TQKV__OP __m512 tqkv__look_up_avx512(const int bits, const __m512 *table, __m512i codes)
 {
     if (bits <= 4) return _mm512_permutexvar_ps(codes, table[0]);
     const __m512 lower = _mm512_permutex2var_ps(table[0], codes, table[1]);
@@ -4313,12 +4379,10 @@ TQKV__OP __m512 tqkv__permute_table_avx512(const int bits, const __m512 *table, 
     return _mm512_mask_blend_ps(_mm512_test_epi32_mask(codes, _mm512_set1_epi32(0x20)), lower,
                                 _mm512_permutex2var_ps(table[2], codes, table[3]));
 }
-/* The centroids of the first of the joined codes of each lane, which leaves them. */
-TQKV__OP __m512 tqkv__next_centroids_avx512(const int bits, const __m512 *table, __m512i *codes)
+/* Brings the next of the joined codes of each lane to bit 0. */
+TQKV__OP __m512i tqkv__next_codes_avx512(const int bits, __m512i codes)
 {
-    const __m512 x = tqkv__permute_table_avx512(bits, table, *codes);
-    *codes = _mm512_srli_epi32(*codes, bits == 2 ? 2u : bits < 5 ? 4u : 8u);
-    return x;
+    return _mm512_srli_epi32(codes, bits == 2 ? 2u : bits < 5 ? 4u : 8u);
 }
 /* Byte codes look up each byte of a centroid in one register; TQ8 in two for 128 centroids, the half it needs. */
 TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const tqkv__stream *s, __m512 *table)
@@ -4339,7 +4403,7 @@ TQKV__OP __m512 tqkv__centroids_of_packed_avx512(const int bits, const int per_l
     const __m512i high = upper_bits ? tqkv__load_field_avx512(upper_bits * per_lane, upper) : low;
     const __m512i codes = tqkv__join_fields_avx512(bits, k / 4 * 4, low, high);
     const int at = bits == 2 ? 2 * k : bits < 5 ? 4 * k : 8 * (k % 4);
-    return tqkv__permute_table_avx512(bits, table, _mm512_srli_epi32(codes, (unsigned)at));
+    return tqkv__look_up_avx512(bits, table, _mm512_srli_epi32(codes, (unsigned)at));
 }
 /* Looks up the four bytes of 64 centroids and joins them. TQ8: a code c of the upper half takes ~c and flips the
    sign. */
@@ -4415,9 +4479,10 @@ TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
 /* See >>avx2. Runs that do not fill a vector of 16 are rotated there. */
-#define tqkv__repeat_avx512(n, p)    _mm512_set1_ps(*(p))
-#define tqkv__spread_avx512(n, i, x) (x)
-#define tqkv__unite_avx512(n, x)     (x)
+#define tqkv__repeat_avx512(n, p)              _mm512_set1_ps(*(p))
+#define tqkv__spread_avx512(n, i, x)           (x)
+#define tqkv__unite_avx512(n, x)               (x)
+#define tqkv__mix_20_avx512(runs, factor, out) ((void)0)
 /* Four floats at p, p + stride ... */
 TQKV__OP __m512 tqkv__load_fours_avx512(const float *p, int stride)
 {
@@ -4549,6 +4614,17 @@ TQKV__OP void tqkv__store_words_avx512(uint8_t *p, __m512i words)
     _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(words));
 }
 
+/* Joins byte p of words, in plane[p], to the words themselves. */
+TQKV__OP void tqkv__join_planes_avx512(const __m512i *plane, __m512i *words)
+{
+    const __m512i low01 = _mm512_unpacklo_epi8(plane[0], plane[1]), high01 = _mm512_unpackhi_epi8(plane[0], plane[1]);
+    const __m512i low23 = _mm512_unpacklo_epi8(plane[2], plane[3]), high23 = _mm512_unpackhi_epi8(plane[2], plane[3]);
+    words[0] = _mm512_unpacklo_epi16(low01, low23);
+    words[1] = _mm512_unpackhi_epi16(low01, low23);
+    words[2] = _mm512_unpacklo_epi16(high01, high23);
+    words[3] = _mm512_unpackhi_epi16(high01, high23);
+}
+
 /* 64 values at a time. One byte look-up finds the count before the cell, four find the bytes of the boundary in it.
    Packing and interleaving are inverse within 128 bits: boundaries meet their values. `order` sorts the counts. */
 TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, const float *y, int n, float scale,
@@ -4578,14 +4654,7 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
         for (int p = 0; p < 4; p++)
             plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)q->planes[p]), count,
                                                 _mm512_loadu_si512((const void *)(q->planes[p] + 64)));
-        const __m512i low01 = _mm512_unpacklo_epi8(plane[0], plane[1]),
-                      high01 = _mm512_unpackhi_epi8(plane[0], plane[1]);
-        const __m512i low23 = _mm512_unpacklo_epi8(plane[2], plane[3]),
-                      high23 = _mm512_unpackhi_epi8(plane[2], plane[3]);
-        bound[0] = _mm512_unpacklo_epi16(low01, low23);
-        bound[1] = _mm512_unpackhi_epi16(low01, low23);
-        bound[2] = _mm512_unpacklo_epi16(high01, high23);
-        bound[3] = _mm512_unpackhi_epi16(high01, high23);
+        tqkv__join_planes_avx512(plane, bound);
         TQKV__UNROLL
         for (int i = 0; i < 4; i++)
             above |= (__mmask64)_mm512_cmp_ps_mask(_mm512_castsi512_ps(bound[i]), w[i], _CMP_LE_OQ) << (16 * i);
@@ -4970,13 +5039,48 @@ TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
 }
 #define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
 
+/* out[b] += P[b][c] * x for ten runs b from `first` on, of 4 values each; P: the matrix of order 20. Its signs are known to
+   the compiler, and every second sum is made of multiply-adds, see TQKV__(mix_12). The asm keeps the sums in order. */
+TQKV__OP void tqkv__mix_column_avx2(const int first, const int c, __m128 x, __m128 plus, __m128 minus, __m128 *sums)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 10; i++) {
+        const bool subtract = (tqkv__tables.hadamard_20[first + i][c / 8] >> (c % 8)) & 1;
+        if (c == 0)
+            sums[i] = _mm_mul_ps(x, subtract ? minus : plus);
+        else if (i % 2)
+            sums[i] = _mm_fmadd_ps(x, subtract ? minus : plus, sums[i]);
+        else
+            sums[i] = subtract ? _mm_sub_ps(sums[i], x) : _mm_add_ps(sums[i], x);
+        __asm__("" : "+x"(sums[i]));
+    }
+}
+/* runs, out: [20][4] */
+TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *runs, float factor, float *out)
+{
+    const __m256 ones = tqkv__rounded_avx2(_mm256_set1_ps(1.0f)), less = tqkv__rounded_avx2(_mm256_set1_ps(-1.0f));
+    const __m128 plus = _mm256_castps256_ps128(ones), minus = _mm256_castps256_ps128(less);
+    TQKV__UNROLL
+    for (int first = 0; first < 20; first += 10) {
+        __m128 sums[10];
+        TQKV__UNROLL
+        for (int c = 0; c < 10; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(runs + 4 * c), plus, minus, sums);
+        TQKV__UNROLL
+        for (int c = 10; c < 20; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(runs + 4 * c), plus, minus, sums);
+        TQKV__UNROLL
+        for (int i = 0; i < 10; i++) _mm_storeu_ps(out + 4 * (first + i), _mm_mul_ps(sums[i], _mm_set1_ps(factor)));
+    }
+}
+
 /* Tails have one length, and no fields. */
 typedef int tqkv__fields_avx2;
 #define tqkv__open_fields_avx2(main_bits, upper_bits, count, first, fields)                                            \
     ((void)(fields), (void)(count), (void)(first))
 #define tqkv__load_fields_avx2(bits, fields, count, p, upper, low, high) ((void)(fields), (void)(count), (void)(upper))
-#define tqkv__join_fields_avx2(bits, k, low, high)                       ((void)(k), low)
-#define tqkv__next_centroids_avx2(bits, table, codes)                    (*(table))
+#define tqkv__copy_fields_avx2(bits, fields, p, upper, copy, upper_copy) ((void)(fields), (void)(upper))
+#define tqkv__join_fields_avx2(bits, k, low, high)                       (low)
+#define tqkv__next_codes_avx2(bits, codes)                               (codes)
+#define tqkv__look_up_avx2(bits, table, codes)                           (*(table))
 
 #define TQKV__(name)             tqkv__##name##_avx2
 #define TQKV__WIDTH              8 /* vectors of the rotation in registers */
@@ -5185,9 +5289,10 @@ TQKV__OP float32x4_t tqkv__signs_neon(uint32_t bits)
     const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(places)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(vorrq_u32(moved, vdupq_n_u32(0x3f800000u)));
 }
-#define tqkv__repeat_neon(n, p)    vld1q_dup_f32(p) /* no run is shorter than a vector */
-#define tqkv__spread_neon(n, i, x) (x)
-#define tqkv__unite_neon(n, x)     (x)
+#define tqkv__repeat_neon(n, p)              vld1q_dup_f32(p) /* no run is shorter than a vector */
+#define tqkv__spread_neon(n, i, x)           (x)
+#define tqkv__unite_neon(n, x)               (x)
+#define tqkv__mix_20_neon(runs, factor, out) ((void)0)
 TQKV__OP float32x4_t tqkv__load_fours_neon(const float *p, int stride)
 {
     (void)stride;
@@ -5296,15 +5401,17 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 {
     vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(words)));
 }
-#define tqkv__quantise_tq8_neon    tqkv__quantise_loads_neon
+#define tqkv__quantise_tq8_neon              tqkv__quantise_loads_neon
 
 /* Tails have one length, and no fields. */
 typedef int tqkv__fields_neon;
 #define tqkv__open_fields_neon(main_bits, upper_bits, count, first, fields)                                            \
     ((void)(fields), (void)(count), (void)(first))
 #define tqkv__load_fields_neon(bits, fields, count, p, upper, low, high) ((void)(fields), (void)(count), (void)(upper))
-#define tqkv__join_fields_neon(bits, k, low, high)                       ((void)(k), low)
-#define tqkv__next_centroids_neon(bits, table, codes)                    (*(table))
+#define tqkv__copy_fields_neon(bits, fields, p, upper, copy, upper_copy) ((void)(fields), (void)(upper))
+#define tqkv__join_fields_neon(bits, k, low, high)                       (low)
+#define tqkv__next_codes_neon(bits, codes)                               (codes)
+#define tqkv__look_up_neon(bits, table, codes)                           (*(table))
 
 #define TQKV__(name)             tqkv__##name##_neon
 #define TQKV__WIDTH              16 /* vectors of the rotation in registers */

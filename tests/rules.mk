@@ -46,8 +46,8 @@ $(eval $(call runner_variant,sanitize,$(CC),-std=c99 $(SANITIZE),,))
 else
 $(eval $(call runner_variant,gcc,gcc,-std=c99 -O2,,))
 $(eval $(call runner_variant,gcc-O0,gcc,-std=c99 -O0,,$(EXACT_CASES)))
-# gcc 12 warns of its own AVX-512 header where xxhash.h includes it in C++.
-$(eval $(call runner_variant,gxx-O3,g++,-x c++ -std=c++11 $(AGGRESSIVE) -Wno-uninitialized -Wno-maybe-uninitialized,,))
+$(eval $(call runner_variant,gcc-O3,gcc,-std=c11 $(AGGRESSIVE),,))
+$(eval $(call runner_variant,gxx,g++,-x c++ -std=c++11 -O2,,$(EXACT_CASES)))
 $(eval $(call runner_variant,clang,clang,-std=c99 -O2,,$(EXACT_CASES)))
 $(eval $(call runner_variant,clang-O0,clang,-std=c99 -O0,,$(EXACT_CASES)))
 $(eval $(call runner_variant,clangxx-O3,clang++,-x c++ -std=c++11 $(AGGRESSIVE),,$(EXACT_CASES)))
@@ -60,7 +60,7 @@ endif
 
 ISA_CASES := golden codec/ types/ value_dim/ attend/ pages/ batch/ captured/attend defect fault cache
 REFERENCE_BUILD := $(if $(filter Darwin,$(SYSTEM)),default,gcc)
-REFERENCE_BUILD_CXX := $(if $(filter Darwin,$(SYSTEM)),cxx,gxx-O3)
+REFERENCE_BUILD_CXX := $(if $(filter Darwin,$(SYSTEM)),cxx,gxx)
 
 .PHONY: test-isa test-isa-sanitize
 test-isa: $(TEST_BUILD)/$(REFERENCE_BUILD)/runner
