@@ -8278,14 +8278,18 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
 /* The hash of a centre's bytes in a snapshot; 0 without one. */
 static uint64_t tqkv__center_hash(const tqkv__stream *s)
 {
+    enum { CHUNK = 64 };
+    const size_t count = tqkv__center_size(s) / sizeof(float);
     XXH3_state_t hash;
-    uint8_t bytes[4];
+    uint8_t bytes[4 * CHUNK] = {0};
     if (!s->center) return 0;
     XXH3_INITSTATE(&hash);
     XXH3_64bits_reset(&hash);
-    for (size_t i = 0; i < tqkv__center_size(s) / sizeof(float); i++) {
-        tqkv__put(bytes, 4, tqkv__bits(s->center[i]));
-        XXH3_64bits_update(&hash, bytes, 4);
+    for (size_t done = 0; done < count;) {
+        const size_t n = count - done < CHUNK ? count - done : CHUNK;
+        for (size_t i = 0; i < n; i++) tqkv__put(bytes + 4 * i, 4, tqkv__bits(s->center[done + i]));
+        XXH3_64bits_update(&hash, bytes, 4 * n);
+        done += n;
     }
     return XXH3_64bits_digest(&hash);
 }

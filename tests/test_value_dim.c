@@ -129,11 +129,14 @@ static void add_attention(void)
         test_add(test_check_attend, &row, sizeof row, "value_dim/attend/%s-%s/%d-%d", tqkv_format_name(row.key_format),
                  tqkv_format_name(row.value_format), row.head_dim, row.value_dim);
     }
-    attend_row deep = attend_default_row(TQKV_I8, TQKV_TQ4, 192); /* two stretches, spread over tasks */
-    deep.value_dim = 128;
-    deep.end = deep.key_capacity = deep.value_capacity = 2100;
-    deep.way = WAY_PARALLEL;
-    test_add(test_check_attend, &deep, sizeof deep, "value_dim/attend/long/192-128");
+    static const int dims[2][2] = {{192, 128}, {48, 128}};
+    for (int i = 0; i < 2; i++) { /* two stretches, spread over tasks */
+        attend_row deep = attend_default_row(TQKV_I8, TQKV_TQ4, dims[i][0]);
+        deep.value_dim = dims[i][1];
+        deep.end = deep.key_capacity = deep.value_capacity = 2100;
+        deep.way = WAY_PARALLEL;
+        test_add(test_check_attend, &deep, sizeof deep, "value_dim/attend/long/%d-%d", dims[i][0], dims[i][1]);
+    }
 }
 
 void test_value_dim_cases(void)
