@@ -3867,6 +3867,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream
         memset(&row, 0, sizeof row);
         row.stream = s;
         row.codes = codes;
+        row.stride = (size_t)s->head_dim;
         row.dim = s->head_dim;
         TQKV__(decode_TQKV_TQ8)(&row, 1, decoded);
         TQKV__(sums_tq)(s, decoded, sums);
