@@ -8287,7 +8287,7 @@ static uint64_t tqkv__center_hash(const tqkv__stream *s)
     XXH3_INITSTATE(&hash);
     XXH3_64bits_reset(&hash);
     for (size_t done = 0; done < count;) {
-        const size_t n = count - done < CHUNK ? count - done : CHUNK;
+        const size_t n = count - done < (size_t)CHUNK ? count - done : (size_t)CHUNK;
         for (size_t i = 0; i < n; i++) tqkv__put(bytes + 4 * i, 4, tqkv__bits(s->center[done + i]));
         XXH3_64bits_update(&hash, bytes, 4 * n);
         done += n;
