@@ -6,7 +6,7 @@
 #include "tinylm_logits.h"
 #include "tinylm_session.h"
 
-enum { SEQUENCES = 16, PAGE = 64, MAX_PAGES = 8, POOL_PAGES = 24, MAX_TEXT = MAX_PAGES * PAGE };
+enum { SEQUENCES = 16, PAGE = 64, MAX_PAGES = 8, POOL_PAGES = 20, MAX_TEXT = MAX_PAGES * PAGE };
 enum { COMMON = 200, SHARED = COMMON / PAGE * PAGE }; /* bytes of the common prompt, and those in its full pages */
 
 /* The positions of a preempted sequence behind the shared pages, as tqkv_store_save writes them. */
@@ -19,21 +19,30 @@ typedef enum sequence_state { WAITING, RUNNING, FINISHED, CANCELLED } sequence_s
 
 typedef struct sequence {
     unsigned char text[MAX_TEXT];
-    int length, end; /* bytes of text now, and when it is finished */
-    int stored;      /* positions in the pool, or in the shared pages and the snapshot */
-    int computed;    /* positions that went through the layers */
-    int batch;       /* bytes that go through the layers in this step, from `stored` on */
+    int prompt, length, end; /* bytes of the prompt, of the text now, and of the finished text */
+    int stored;              /* positions in the pool, or in the shared pages and the snapshot */
+    int computed;            /* positions that went through the layers */
+    int batch;               /* bytes that go through the layers in this step, from `stored` on */
     int32_t pages[MAX_PAGES];
-    int n_pages, arrival, preemptions;
+    int n_pages, preemptions;
     snapshot saved;
     sequence_state state;
+    int ready;          /* under the server's lock: bytes of text that the client may read */
+    bool ended, cancel; /* under the lock: nothing more will come; the client wants no more */
 } sequence;
 
 typedef struct server {
+    pthread_mutex_t lock; /* guards what clients and the scheduler share: the next three, and some of each sequence */
+    pthread_cond_t changed;
+    sequence *queue[SEQUENCES]; /* in order of arrival */
+    int n_queued;
+    bool asked; /* clients changed something since the scheduler looked */
+
     session s;                                       /* the model, and scratch for a step */
     tqkv_store keys[MAX_LAYERS], values[MAX_LAYERS]; /* the pool */
     int holders[POOL_PAGES];                         /* tables that name the page */
-    sequence common, sequences[SEQUENCES];           /* in order of arrival */
+    sequence common;                                 /* the common prompt */
+    int n_known, n_ended;                            /* sequences of the queue that the scheduler has seen, and ended */
     sequence *batch[SEQUENCES];                      /* those with bytes in this step */
     int n_batch, step;
     int most_used, most_named; /* pages in use at most, and by how many table entries at that time */
@@ -237,7 +246,7 @@ static void run_step(server *v)
         token += q->batch;
         q->stored += q->batch;
         q->computed += q->batch;
-        if (q->stored == q->length && q->length < q->end)
+        if (q->stored == q->length && q->length < q->end && q->length < MAX_TEXT)
             q->text[q->length++] = (unsigned char)largest(logits + (token - 1) * VOCABULARY);
     }
 }
