@@ -169,14 +169,16 @@ check "context_shift" awk '
     END { exit bad > 0 || n != 24 }' "$work/context_shift"
 refused "context_shift/layer" "outside" "$bin/context_shift" 4
 
-# A sequence of a full pool writes what it writes alone, also after a preemption. All pages come back.
+# A sequence of a full pool writes what it writes alone, also after a preemption, which computes nothing again. All pages
+# come back.
 "$bin/server" >"$work/server"
 check "server" awk '
     NF == 7 && $6 == "the" && $7 == "same" { n[$4]++; n["preempted"] += $5; bad += $3 < 1 }
     /DIFFERENT/ { bad++ }
     /saved by sharing/ { pool = $4 == $11 && $(NF - 3) + 0 > 50 }
+    /^preemption saved/ { saved = $3 > 0 && $6 > 1000 * $3 && $NF == 0 }
     /at the end: 0$/ { empty = 1 }
-    END { exit bad > 0 || n["finished"] != 15 || n["cancelled"] != 1 || n["preempted"] < 2 || !pool || !empty }' "$work/server"
+    END { exit bad > 0 || n["finished"] != 15 || n["cancelled"] != 1 || n["preempted"] < 2 || !pool || !saved || !empty }' "$work/server"
 
 # Where MPI is: four ranks give one rank's output, and stop with the error of one that fails or dies.
 if [ -n "$MPI_RUN" ]; then
