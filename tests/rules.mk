@@ -57,6 +57,14 @@ $(eval $(call runner_variant,msan,clang,-std=c99 -O1 -g1 -fsanitize=memory -fno-
 $(eval $(call runner_variant,tsan,gcc,-std=c99 -O1 -g1 -fsanitize=thread,,threads/ batch/bits batch/waves))
 endif
 
+# The example with client threads, a scheduler and a thread pool. By hand only: the model's products take three minutes.
+SERVER_TSAN := -std=c99 -O1 -g1 -fsanitize=thread
+
+.PHONY: server-tsan
+server-tsan: $(TEST_BUILD)/tsan/test_tables.o $(TEST_BUILD)/tsan/runner.o
+	gcc $(SERVER_TSAN) $(WARNINGS) -I. $(CPPFLAGS) examples/server.c $^ -o $(TEST_BUILD)/tsan/server $(LIBRARIES)
+	TSAN_OPTIONS=halt_on_error=1 $(TEST_BUILD)/tsan/server
+
 # ---- Each other instruction set of this processor; the runs above use the best one ----
 
 ISA_CASES := golden codec/ types/ value_dim/ attend/ pages/ batch/ captured/attend defect fault cache
