@@ -116,10 +116,18 @@ else
 	@echo "$(words $(SHADER_NAMES)) passed, 0 failed"
 endif
 
-.PHONY: test-shaders-quick test-shaders
-test-shaders-quick: check-shaders lint-shaders test-shaders-plain
+# Every case in one order of the simdgroups, and in all orders those whose simdgroups share memory in every way there is.
+SCHEDULED_CASES := attend/shape attend/option attend/planned attend/tree attend/poison batch/ pages/ rotate/ encode_kv/
 
-test-shaders: test-shaders-quick check-shaders-cuda test-shaders-flush test-shaders-asan test-shaders-tsan \
+.PHONY: test-shaders-once test-shaders-quick test-shaders
+test-shaders-once: $(METAL_BUILD)/plain/driver
+	@echo "== shaders on the CPU"
+	@$< --one-schedule
+	@$< $(SCHEDULED_CASES)
+
+test-shaders-quick: check-shaders lint-shaders test-shaders-once
+
+test-shaders: test-shaders-quick test-shaders-plain check-shaders-cuda test-shaders-flush test-shaders-asan test-shaders-tsan \
 		test-shaders-bugs $(SHADER_CROSS)
 test-shaders: ## everything about the shaders
 
