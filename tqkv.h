@@ -2820,16 +2820,17 @@ TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const
     for (int i = 0; i < count; i++) x[i] = TQKV__(value)(format, per_lane, k + i, table, p, upper);
 }
 
-/* -- Tails: the vectors of a block behind its last whole run, any number on wide vectors, TQKV__TAIL on narrow ones. Their
-   loops take one vector after the other: code for each length would make the library half as large again. -- */
+/* -- Tails: the vectors of a block behind its last whole run. On narrow vectors there are always TQKV__TAIL of them, a run of
+   that length. On wide ones there are any number, and their loops take one vector after the other: code for each length
+   would make the library half as large again. -- */
 
 /* Are codes packed, and any number of vectors a run? */
 TQKV__OP bool TQKV__(has_fields)(const tqkv_format format) { return !TQKV__TAIL && TQKV__PACKED(format); }
 
-/* Are the vectors of a run looked up together? Then a tail is decoded before its vectors are taken. */
+/* Are any number of vectors of a run looked up together? Then a tail is decoded before its vectors are taken. */
 TQKV__OP bool TQKV__(looked_up)(const tqkv_format format)
 {
-    return TQKV__KIND(format) == TQKV__BOOK && !TQKV__(has_fields)(format);
+    return !TQKV__TAIL && TQKV__KIND(format) == TQKV__BOOK && !TQKV__PACKED(format);
 }
 
 /* A run whose vectors are taken one after the other. */
@@ -2901,12 +2902,12 @@ TQKV__OP void TQKV__(open_tail)(const tqkv_format format, const TQKV__(block) * 
         TQKV__(open_fields)(TQKV__MAIN_BITS(format), TQKV__UPPER_BITS(format), count, first, fields);
 }
 
-/* A run of `count` vectors as floats; of formats that are looked up a tail. */
+/* A tail of `count` vectors as floats. */
 TQKV__OP void TQKV__(decode_run)(const tqkv_format format, const TQKV__(fields) * fields, int count, bool inside,
                                  const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, float *x)
 {
     TQKV__VECTOR run[4];
-    if (TQKV__(looked_up)(format)) {
+    if (TQKV__TAIL || TQKV__(looked_up)(format)) {
         const int per_lane = TQKV__TAIL ? TQKV__TAIL : count;
         TQKV__UNROLL
         for (int k = 0; k < (TQKV__TAIL ? TQKV__TAIL : 3); k++)
@@ -2960,12 +2961,11 @@ TQKV__OP const TQKV__VECTOR *TQKV__(reload)(const int rows, const TQKV__VECTOR *
     return table;
 }
 
-/* sums[row][m] += products, lane by lane, of query `row` and one whole run of key m, at p[m]; m < 4 */
-TQKV__OP void TQKV__(dot_run)(const tqkv_format format, const int rows, const TQKV__VECTOR *table,
+/* sums[row][m] += products, lane by lane, of query `row` and a run of per_lane vectors of key m, at p[m]; m < 4 */
+TQKV__OP void TQKV__(dot_run)(const tqkv_format format, const int per_lane, const int rows, const TQKV__VECTOR *table,
                               const uint8_t *const *p, size_t at, size_t upper, const float *queries, size_t row_stride,
                               TQKV__VECTOR (*sums)[4])
 {
-    const int per_lane = TQKV__RUN(format);
     TQKV__VECTOR x[8], query[TQKV__ROWS];
     if (TQKV__(whole_runs)(format)) {
         TQKV__UNROLL
@@ -3092,14 +3092,17 @@ TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const T
         if (TQKV__TAILS && any)
             TQKV__(dot_vectors)(format, rows, fields, count, inside, table, p, at, upper, queries, row_stride, sums);
         else
-            TQKV__(dot_run)(format, rows, table, p, at, upper, queries, row_stride, sums);
+            TQKV__(dot_run)(format, per_lane, rows, table, p, at, upper, queries, row_stride, sums);
         at += (size_t)run_bytes;
         upper += (size_t)upper_bytes;
     }
     if (TQKV__HAS_TAIL(format) && !any && left > 0) {
-        const int count = TQKV__TAIL ? TQKV__TAIL : left / TQKV__LANES;
+        const int count = left / TQKV__LANES;
         TQKV__(ask_ahead)(format, p, (ptrdiff_t)at + block->ahead, run_bytes);
-        TQKV__(dot_vectors)(format, rows, fields, count, inside, table, p, at, upper, queries, row_stride, sums);
+        if (TQKV__TAIL)
+            TQKV__(dot_run)(format, TQKV__TAIL, rows, table, p, at, upper, queries, row_stride, sums);
+        else
+            TQKV__(dot_vectors)(format, rows, fields, count, inside, table, p, at, upper, queries, row_stride, sums);
     }
 }
 
@@ -3225,7 +3228,8 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
     const int per_lane = TQKV__RUN(format), vectors = block->dim / TQKV__LANES;
     const int most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane; /* rows * width sums */
     const bool tail = TQKV__HAS_TAIL(format) && !TQKV__(looked_up)(format);
-    const int rest = TQKV__TAIL ? TQKV__TAIL : vectors % per_lane;
+    const int rest = vectors % per_lane, known = TQKV__TAIL ? TQKV__TAIL : 4; /* known: a constant */
+    const int step = width < known ? width : known;
     const uint8_t *p = block->codes, *upper = block->codes + block->upper;
     float *out = block->results;
     TQKV__VECTOR table[8];
@@ -3237,11 +3241,14 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
         p += TQKV__(run_bytes)(format, per_lane);
         upper += TQKV__(upper_bytes)(format, per_lane);
     }
-    if (TQKV__TAILS && tail && TQKV__(has_fields)(format) && rest == 4)
-        TQKV__(accumulate_run)(format, true, 4, rows, 0, 4, block, table, p, upper, out);
-    else if (TQKV__TAILS && tail && vectors % per_lane)
+    if (TQKV__TAILS && tail && (TQKV__TAIL || TQKV__(has_fields)(format)) && rest == known) {
+        TQKV__UNROLL
+        for (int k = 0; k < known; k += step, out += step * TQKV__LANES)
+            TQKV__(accumulate_run)(format, true, known, rows, k, step, block, table, p, upper, out);
+    } else if (TQKV__TAILS && !TQKV__TAIL && tail) {
         for (int k = 0; k < rest; k += width, out += width * TQKV__LANES)
             TQKV__(accumulate_run)(format, false, rest, rows, k, width, block, table, p, upper, out);
+    }
 }
 
 /* As decode, for a codebook too large for table instructions: loads eight codes, stores a vector of centroids. */
