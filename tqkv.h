@@ -3217,8 +3217,7 @@ TQKV__OP void TQKV__(accumulate_run)(const tqkv_format format, const bool whole,
     TQKV__UNROLL
     for (int i = 0; i < rows * width; i++) {
         const int r = i % rows, v = i / rows;
-        if (v >= count) break;
-        TQKV__(store)(out + r * result_stride + v * TQKV__LANES, sums[r][v]);
+        if (v < count) TQKV__(store)(out + r * result_stride + v * TQKV__LANES, sums[r][v]);
     }
 }
 
@@ -3228,8 +3227,7 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
     const int per_lane = TQKV__RUN(format), vectors = block->dim / TQKV__LANES;
     const int most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane; /* rows * width sums */
     const bool tail = TQKV__HAS_TAIL(format) && !TQKV__(looked_up)(format);
-    const int rest = vectors % per_lane, known = TQKV__TAIL ? TQKV__TAIL : 4; /* known: a constant */
-    const int step = width < known ? width : known;
+    const int rest = vectors % per_lane, known = TQKV__TAIL ? TQKV__TAIL : 4; /* known: its sums are in registers */
     const uint8_t *p = block->codes, *upper = block->codes + block->upper;
     float *out = block->results;
     TQKV__VECTOR table[8];
@@ -3241,14 +3239,11 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
         p += TQKV__(run_bytes)(format, per_lane);
         upper += TQKV__(upper_bytes)(format, per_lane);
     }
-    if (TQKV__TAILS && tail && (TQKV__TAIL || TQKV__(has_fields)(format)) && rest == known) {
-        TQKV__UNROLL
-        for (int k = 0; k < known; k += step, out += step * TQKV__LANES)
-            TQKV__(accumulate_run)(format, true, known, rows, k, step, block, table, p, upper, out);
-    } else if (TQKV__TAILS && !TQKV__TAIL && tail) {
+    if (TQKV__TAILS && tail && (TQKV__TAIL || TQKV__(has_fields)(format)) && rest == known)
+        TQKV__(accumulate_run)(format, true, known, rows, 0, known, block, table, p, upper, out);
+    else if (TQKV__TAILS && !TQKV__TAIL && tail)
         for (int k = 0; k < rest; k += width, out += width * TQKV__LANES)
             TQKV__(accumulate_run)(format, false, rest, rows, k, width, block, table, p, upper, out);
-    }
 }
 
 /* As decode, for a codebook too large for table instructions: loads eight codes, stores a vector of centroids. */
