@@ -4,6 +4,7 @@
 #include "peak.h"
 #include "peer.h"
 #include "timing.h"
+#include "../examples/thread_pool.h"
 
 #include <dlfcn.h>
 
@@ -559,12 +560,16 @@ static void open_batch(const bench *b, const pair *p, const int32_t *pages, cons
     }
 }
 
-/* 16 sequences of 500 to 8000 positions, one query each, over random pages: a batch, a loop of calls, and one sequence of the
-   same total over a linear store. The ratios: speed of the batch, of the others'. */
-static void run_batches(bench *b, const pair *p, const float *q, float *outs)
+/* 16 sequences of 500 to 8000 positions, one query each, over random pages: a batch, a loop of calls, and one sequence of
+   the same total over a linear store. The ratios: speed of the batch, of the others'. By wall time if there is a hook:
+   `suffix` tells its threads. */
+static void run_batches(bench *b, const pair *p, const float *q, float *outs, tqkv_parallel hook, const char *suffix)
 {
+    double (*ratio)(const timing *, const timing_entry *, const timing_entry *) =
+        hook.run ? timing_wall_ratio : timing_ratio;
     static timing t;
     static batch_work work;
+    char name[96];
     const timing_limits limits = limits_of(&b->options);
     const int total = SEQUENCE_STEP * SEQUENCES * (SEQUENCES + 1) / 2, n_pages = total / PAGE + SEQUENCES;
     float *source = (float *)bench_alloc(BENCH_SOURCE_TOKENS * BENCH_KV_HEADS * PAGED_DIM * sizeof *source);
@@ -573,21 +578,23 @@ static void run_batches(bench *b, const pair *p, const float *q, float *outs)
     bench_stream_open(&b->keys[p->keys], p->keys, PAGED_DIM, n_pages * PAGE, source);
     bench_stream_open(&b->values[p->values], p->values, PAGED_DIM, n_pages * PAGE, source);
     open_batch(b, p, pages, q, outs, &work);
-    const tqkv_attention one = {.n_heads = PAGED_HEADS, .end = total};
+    for (int i = 0; i < SEQUENCES; i++) work.items[i].parallel = hook;
+    const tqkv_attention one = {.n_heads = PAGED_HEADS, .end = total, .parallel = hook};
     attend_work whole = {one, &b->keys[p->keys], &b->values[p->values], 0, q, outs};
     t.n_entries = 0;
     const timing_entry *batch = timing_add(&t, "batch", run_batch, &work);
     const timing_entry *loop = timing_add(&t, "loop", run_loop, &work);
     const timing_entry *single = timing_add(&t, "one of the same total", run_attend, &whole);
     timing_run(&t, &limits);
-    printf("\n%s: %d sequences, %d positions in all, random pages of %d; %d rounds\n", p->name, SEQUENCES, total, PAGE,
-           t.n_rounds);
+    printf("\n%s%s: %d sequences, %d positions in all, random pages of %d; %d rounds\n", p->name, suffix, SEQUENCES,
+           total, PAGE, t.n_rounds);
     for (int i = 0; i < t.n_entries; i++) {
         print_times(&t, &t.entries[i]);
         printf("\n");
     }
-    print_ratio(b, "batch_default_s16", "loop", timing_ratio(&t, batch, loop));
-    print_ratio(b, "batch_default_s16", "one", timing_ratio(&t, batch, single));
+    snprintf(name, sizeof name, "batch_default_s16%s", suffix);
+    print_ratio(b, name, "loop", ratio(&t, batch, loop));
+    print_ratio(b, name, "one", ratio(&t, batch, single));
     free(source);
     free(pages);
     close_streams(b);
@@ -606,11 +613,84 @@ static void run_pages(bench *b)
             if (strcmp(pairs[i].name, names[j]) == 0 && wanted(b, &pairs[i])) run_paged(b, &pairs[i], q, out, pages);
     close_streams(b);
     for (int i = 0; i < COUNT(pairs); i++)
-        if (strcmp(pairs[i].name, "default") == 0 && wanted(b, &pairs[i])) run_batches(b, &pairs[i], q, out);
+        if (strcmp(pairs[i].name, "default") == 0 && wanted(b, &pairs[i]))
+            run_batches(b, &pairs[i], q, out, (tqkv_parallel){NULL, NULL}, "");
     fflush(stdout);
     free(q);
     free(out);
     free(pages);
+}
+
+/* ---- Threads ---- */
+
+enum { APPENDED = 4096, APPEND_COUNTS = 3 };
+
+typedef struct append_work {
+    thread_pool pool;
+    tqkv_cache *cache;
+    const float *source; /* [APPENDED][BENCH_KV_HEADS][PAGED_DIM] */
+} append_work;
+
+static void run_append(void *user)
+{
+    const append_work *work = (const append_work *)user;
+    bench_check(tqkv_cache_truncate(work->cache, 0));
+    bench_check(tqkv_cache_append(work->cache, work->source, work->source, APPENDED));
+}
+
+/* A prefill's keys and values, TQ4, by as many threads. The ratios: speed, of one thread's. */
+static void run_appends(bench *b)
+{
+    static timing t;
+    static append_work works[APPEND_COUNTS];
+    static const int threads[APPEND_COUNTS] = {1, 2, 4};
+    const timing_limits limits = limits_of(&b->options);
+    const size_t n = (size_t)APPENDED * BENCH_KV_HEADS * PAGED_DIM;
+    float *source = (float *)bench_alloc(n * sizeof *source);
+    bench_fill(source, n, 1);
+    t.n_entries = 0;
+    for (int i = 0; i < APPEND_COUNTS; i++) {
+        append_work *work = &works[i];
+        char name[TIMING_NAME];
+        snprintf(name, sizeof name, "%d thread%s", threads[i], i ? "s" : "");
+        pool_start(&work->pool, threads[i] - 1);
+        work->source = source;
+        tqkv_cache_desc desc = {.key_format = TQKV_TQ4, .value_format = TQKV_TQ4, .head_dim = PAGED_DIM};
+        desc.n_heads = desc.n_kv_heads = BENCH_KV_HEADS;
+        desc.capacity = APPENDED;
+        if (i) desc.parallel = (tqkv_parallel){pool_run, &work->pool};
+        bench_check(tqkv_cache_create(&desc, &work->cache));
+        timing_add(&t, name, run_append, work);
+    }
+    timing_run(&t, &limits);
+    printf("\nappend: %d tokens, tq4, head_dim %d; %d rounds\n", APPENDED, PAGED_DIM, t.n_rounds);
+    for (int i = 0; i < APPEND_COUNTS; i++) {
+        char name[TIMING_NAME];
+        print_times(&t, &t.entries[i]);
+        printf("\n");
+        tqkv_cache_destroy(works[i].cache);
+        pool_stop(&works[i].pool);
+        snprintf(name, sizeof name, "append_tq4_d%d_t%d", PAGED_DIM, threads[i]);
+        if (i) print_ratio(b, name, "t1", timing_wall_ratio(&t, &t.entries[i], &t.entries[0]));
+    }
+    free(source);
+}
+
+static void run_threads(bench *b)
+{
+    thread_pool pool;
+    float *q = (float *)bench_alloc(PAGED_ROW * sizeof *q);
+    float *out = (float *)bench_alloc(SEQUENCES * PAGED_ROW * sizeof *out);
+    bench_fill(q, PAGED_ROW, 6);
+    run_appends(b);
+    pool_start(&pool, 1); /* beside this thread */
+    for (int i = 0; i < COUNT(pairs); i++)
+        if (strcmp(pairs[i].name, "default") == 0)
+            run_batches(b, &pairs[i], q, out, (tqkv_parallel){pool_run, &pool}, "_t2");
+    pool_stop(&pool);
+    fflush(stdout);
+    free(q);
+    free(out);
 }
 
 /* ---- The program ---- */
@@ -646,6 +726,7 @@ static void run_isa(bench *b, const peak *p)
     }
     if (!o->only || strcmp(o->only, "decode") == 0) run_decode(b);
     if (o->only ? strcmp(o->only, "pages") == 0 : !o->quick) run_pages(b);
+    if (o->only ? strcmp(o->only, "threads") == 0 : !o->quick) run_threads(b);
 }
 
 static void print_help(void)
@@ -657,14 +738,16 @@ static void print_help(void)
            "  --context N      512, 1024, 2048, 4096, 8192, 16384 or 32768 positions\n"
            "  --group N        2 or 8 query heads a KV head\n"
            "  --queries N      1, 8 or 128\n"
-           "  --only WHAT      encode, decode or pages (pages also measures batches)\n"
+           "  --only WHAT      encode, decode, pages (and batches) or threads (appends and batches)\n"
            "  --rounds N       this many rounds, at most %d; else 3 to 15, as many as fit into a second\n"
            "  --quick          one head_dim, short contexts, few rounds\n"
            "  --ggml FILE, --ik FILE  peers: bench/ggml.c as a shared object, see bench/rules.mk\n"
            "  --chart FILE     writes the lines of the chart of time by context there\n"
            "Times are processor time of the thread, medians over rounds in which all take turns; the limit is the "
            "larger of\n"
-           "multiply-adds over the measured peak and stored bytes over the measured bandwidth, in the same round.\n",
+           "multiply-adds over the measured peak and stored bytes over the measured bandwidth, in the same round. "
+           "Ratios of "
+           "threads\nare of wall times.\n",
            TIMING_MAX_ROUNDS);
 }
 
@@ -690,8 +773,9 @@ static bool parse_options(options *o, int argc, char **argv)
     }
     const bool format_known = !o->format || strncmp(o->format, "default", 7) == 0 || tqkv_format_from_name(o->format);
     const bool isa_known = !o->isa || tqkv_isa_force(o->isa) == TQKV_OK;
-    const bool only_known =
-        !o->only || strcmp(o->only, "encode") == 0 || strcmp(o->only, "decode") == 0 || strcmp(o->only, "pages") == 0;
+    static const char *const parts[] = {"encode", "decode", "pages", "threads"};
+    bool only_known = !o->only;
+    for (int i = 0; i < COUNT(parts); i++) only_known = only_known || strcmp(o->only, parts[i]) == 0;
     return o->rounds <= TIMING_MAX_ROUNDS && format_known && isa_known && only_known;
 }
 

@@ -3,7 +3,7 @@
 # build/bench --help. A full run also writes the chart's data.
 
 BENCH_FLAGS ?=
-BENCH_HEADERS := $(wildcard bench/*.h) bench/rules.mk tqkv.h
+BENCH_HEADERS := $(wildcard bench/*.h) examples/thread_pool.h bench/rules.mk tqkv.h
 BENCH_COMPILE = $(CC) $(STANDARD) -D_POSIX_C_SOURCE=200809L $(CPPFLAGS) $(CFLAGS) $(WARNINGS)
 BENCH_PEERS := $(if $(GGML_PREFIX),$(BUILD)/peer-ggml.so) $(if $(IK_PREFIX),$(BUILD)/peer-ik.so)
 

@@ -107,12 +107,24 @@ static inline double timing_quantile(const double *x, int n, double share)
 
 static inline double timing_median(const double *x, int n) { return timing_quantile(x, n, 0.5); }
 
-/* The time of `other` divided by that of `entry`: the median over the rounds. */
-static inline double timing_ratio(const timing *t, const timing_entry *entry, const timing_entry *other)
+/* x[i] / y[i]: the median over the rounds. */
+static inline double timing_median_ratio(const timing *t, const double *x, const double *y)
 {
     double ratios[TIMING_MAX_ROUNDS];
-    for (int i = 0; i < t->n_rounds; i++) ratios[i] = other->cpu[i] / entry->cpu[i];
+    for (int i = 0; i < t->n_rounds; i++) ratios[i] = x[i] / y[i];
     return timing_median(ratios, t->n_rounds);
+}
+
+/* The time of `other` divided by that of `entry`. */
+static inline double timing_ratio(const timing *t, const timing_entry *entry, const timing_entry *other)
+{
+    return timing_median_ratio(t, other->cpu, entry->cpu);
+}
+
+/* The same of wall times, for work of several threads. */
+static inline double timing_wall_ratio(const timing *t, const timing_entry *entry, const timing_entry *other)
+{
+    return timing_median_ratio(t, other->wall, entry->wall);
 }
 
 #endif
