@@ -34,7 +34,8 @@ demo-mpi: $(BUILD)/mpi_context ## one context over four processes; the same prog
 test-examples: $(addprefix $(BUILD)/,encode_attend engine real_kv advise tinylm tinylm_test recent_window context_shift server threads_pthread threads_openmp snapshot_file $(MPI_FOUND:%=mpi_context))
 	@echo "== examples"
 	@MPI_RUN="$(if $(MPI_FOUND),$(MPI_RUN))" sh examples/tests/test.sh $(BUILD)
-	@CC="$(CC)" CFLAGS="$(STANDARD) $(CPPFLAGS) $(WARNINGS) -Wno-unknown-pragmas" sh examples/tests/snippets.sh $(BUILD)/snippets
+	@CC="$(CC)" CFLAGS="$(STANDARD) $(CPPFLAGS) $(IMPLEMENTED) $(WARNINGS) -Wno-unknown-pragmas" \
+		sh examples/tests/snippets.sh $(BUILD)/snippets $(BUILD)/tqkv.o
 
 .PHONY: test-projects
 test-projects:

@@ -54,16 +54,22 @@ static inline tqkv_allocator counting_allocator(counting *counter)
 
 /* ---- Streams ---- */
 
+typedef struct failing_call {
+    size_t largest, answer; /* most bytes that a call moves, 0: all; what the failing call returns */
+    bool one_more;          /* the failing call returns the size asked for plus one */
+} failing_call;
+
 typedef struct stream {
     unsigned char *bytes;
     size_t size, room, at;
-    size_t largest;     /* most bytes that one call moves; 0: all */
-    int calls, fail_at; /* call number fail_at returns `answer`, counted from 1; 0: none */
-    size_t answer;
-    bool one_more; /* the answer is the size asked for plus one */
+    failing_call call;
+    int calls, fail_at; /* call number fail_at fails, counted from 1; 0: none */
 } stream;
 
-static inline size_t stream_share(stream *s, size_t n) { return s->largest && n > s->largest ? s->largest : n; }
+static inline size_t stream_share(stream *s, size_t n)
+{
+    return s->call.largest && n > s->call.largest ? s->call.largest : n;
+}
 
 static inline bool stream_fails(stream *s)
 {
@@ -75,7 +81,7 @@ static inline bool stream_fails(stream *s)
 static inline size_t stream_write(void *user, const void *bytes, size_t n)
 {
     stream *s = (stream *)user;
-    if (stream_fails(s)) return s->one_more ? n + 1 : s->answer;
+    if (stream_fails(s)) return s->call.one_more ? n + 1 : s->call.answer;
     size_t share = stream_share(s, n);
     if (!s->bytes || s->size + share > s->room) {
         s->room = 2 * (s->size + share) + 1;
@@ -90,7 +96,7 @@ static inline size_t stream_write(void *user, const void *bytes, size_t n)
 static inline size_t stream_read(void *user, void *bytes, size_t n)
 {
     stream *s = (stream *)user;
-    if (stream_fails(s)) return s->one_more ? n + 1 : s->answer;
+    if (stream_fails(s)) return s->call.one_more ? n + 1 : s->call.answer;
     size_t share = stream_share(s, n);
     if (share > s->size - s->at) share = s->size - s->at;
     if (share) memcpy(bytes, s->bytes + s->at, share);
@@ -103,6 +109,12 @@ static inline stream stream_empty(void)
     stream s;
     memset(&s, 0, sizeof s);
     return s;
+}
+
+static inline void stream_fail(stream *s, const failing_call *call, int fail_at)
+{
+    s->call = *call;
+    s->fail_at = fail_at;
 }
 
 static inline void stream_rewind(stream *s)

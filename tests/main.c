@@ -1,4 +1,4 @@
-/* The C tests: runner [--list | --isa NAME] [part of a name]..., or runner --save FILE | --load FILE | --best, which names
+/* The C tests: runner [--list | --isa NAME] [[-]part of a name]..., or runner --save FILE | --load FILE | --best, which names
  * the instruction set that the runs without --isa use */
 #include "runner.h"
 

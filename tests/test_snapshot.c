@@ -242,7 +242,7 @@ static void check_slow_streams(const void *parameters)
     tqkv_cache *cache = cache_make(row, &desc);
     REQUIRE(cache, "no cache");
     stream fast = stream_of_cache(cache), slow = stream_empty();
-    slow.largest = 1;
+    slow.call.largest = 1;
     CHECK_RESULT(tqkv_cache_save(cache, stream_write, &slow), TQKV_OK);
     CHECK(stream_is_equal(&fast, &slow), "short writes give other bytes");
     tqkv_result result;
@@ -258,17 +258,8 @@ static void check_slow_streams(const void *parameters)
 
 typedef struct failing_row {
     cache_row shape;
-    size_t largest, answer; /* most bytes that a call moves, 0: all; what the failing call returns */
-    bool one_more;          /* the failing call returns the size asked for plus one */
+    failing_call call;
 } failing_row;
-
-static void set_failing(stream *s, const failing_row *row, int fail_at)
-{
-    s->largest = row->largest;
-    s->answer = row->answer;
-    s->one_more = row->one_more;
-    s->fail_at = fail_at;
-}
 
 /* Write n returns 0 or more than the size asked for, for every n. */
 static void check_failing_writer(const void *parameters)
@@ -278,12 +269,12 @@ static void check_failing_writer(const void *parameters)
     tqkv_cache *cache = cache_make(&row->shape, &desc);
     REQUIRE(cache, "no cache");
     stream whole = stream_empty();
-    set_failing(&whole, row, 0);
+    stream_fail(&whole, &row->call, 0);
     CHECK_RESULT(tqkv_cache_save(cache, stream_write, &whole), TQKV_OK);
     CHECK(whole.calls > 0, "nothing was written");
     for (int n = 1; n <= whole.calls; n++) {
         stream s = stream_empty();
-        set_failing(&s, row, n);
+        stream_fail(&s, &row->call, n);
         tqkv_result result = tqkv_cache_save(cache, stream_write, &s);
         CHECK(result == TQKV_IO, "write %d of %d: %s", n, whole.calls, tqkv_result_string(result));
         CHECK(s.calls == n, "%d writes after the failed one", s.calls - n);
@@ -303,14 +294,14 @@ static void check_failing_reader(const void *parameters)
     tqkv_cache_desc desc = cache_desc(&row->shape, NULL), open = open_desc(&counter);
     stream s = make_snapshot(&row->shape, &desc);
     REQUIRE(s.bytes, "no snapshot");
-    tqkv_result result, expected = row->one_more || row->answer ? TQKV_IO : TQKV_CORRUPT;
-    set_failing(&s, row, 0);
+    tqkv_result result, expected = row->call.one_more || row->call.answer ? TQKV_IO : TQKV_CORRUPT;
+    stream_fail(&s, &row->call, 0);
     tqkv_cache *cache = load(&open, &s, &result);
     CHECK_RESULT(result, TQKV_OK);
     tqkv_cache_destroy(cache);
     int calls = s.calls;
     for (int n = 1; n <= calls; n++) {
-        set_failing(&s, row, n);
+        stream_fail(&s, &row->call, n);
         cache = load(&open, &s, &result);
         CHECK(result == expected, "read %d of %d: %s", n, calls, tqkv_result_string(result));
         CHECK(!cache, "read %d of %d: a cache came out", n, calls);
@@ -326,8 +317,8 @@ static void add_failing_cases(const cache_row *shape, int number)
     static const size_t largest[4] = {0, 1, 7, 100};
     static const char *const names[3] = {"zero", "more", "one_more"};
     for (int i = 0; i < 12; i++) {
-        failing_row row = {*shape, largest[i / 3], i % 3 == 1 ? SIZE_MAX : 0, i % 3 == 2};
-        int at_most = (int)row.largest;
+        failing_row row = {*shape, {largest[i / 3], i % 3 == 1 ? SIZE_MAX : 0, i % 3 == 2}};
+        int at_most = (int)row.call.largest;
         test_add(check_failing_writer, &row, sizeof row, "snapshot/failing_writer/%s/%d/%d", names[i % 3], at_most,
                  number);
         test_add(check_failing_reader, &row, sizeof row, "snapshot/failing_reader/%s/%d/%d", names[i % 3], at_most,

@@ -332,36 +332,27 @@ static void check_unused_scale(const void *parameters)
 
 typedef struct failing_row {
     small_row small;
-    size_t largest, answer; /* most bytes that a call moves, 0: all; what the failing call returns */
-    bool one_more;          /* the failing call returns the size asked for plus one */
+    failing_call call;
 } failing_row;
-
-static void set_failing(stream *s, const failing_row *row, int fail_at)
-{
-    s->largest = row->largest;
-    s->answer = row->answer;
-    s->one_more = row->one_more;
-    s->fail_at = fail_at;
-}
 
 /* Call n moves 0 bytes or more than the size asked for, for every n, of short calls too. */
 static void check_failing(const void *parameters)
 {
     const failing_row *row = (const failing_row *)parameters;
-    const tqkv_result expected = row->one_more || row->answer ? TQKV_IO : TQKV_CORRUPT;
+    const tqkv_result expected = row->call.one_more || row->call.answer ? TQKV_IO : TQKV_CORRUPT;
     tqkv_store from = make_full(row->small.l, row->small.format, SMALL_DIM);
     tqkv_store to = make_store(row->small.l, row->small.format, SMALL_DIM);
     stream whole = stream_empty(), fast = save(&from, SMALL_AT, SMALL_N);
-    set_failing(&whole, row, 0);
+    stream_fail(&whole, &row->call, 0);
     CHECK_RESULT(tqkv_store_save(&from, SMALL_AT, SMALL_N, stream_write, &whole), TQKV_OK);
     CHECK(stream_is_equal(&whole, &fast), "short writes give other bytes");
     for (int n = 1, calls = whole.calls; n <= calls; n++) {
         stream s = stream_empty();
-        set_failing(&s, row, n);
+        stream_fail(&s, &row->call, n);
         tqkv_result result = tqkv_store_save(&from, SMALL_AT, SMALL_N, stream_write, &s);
         CHECK(result == TQKV_IO && s.calls == n, "write %d: %s after %d", n, tqkv_result_string(result), s.calls);
         stream_free(&s);
-        set_failing(&whole, row, n);
+        stream_fail(&whole, &row->call, n);
         expect_corrupt(&to, &whole, expected, "read", (size_t)n);
         CHECK(whole.calls == n, "%d reads after the failed one", whole.calls - n);
     }
@@ -378,9 +369,9 @@ static void add_small_cases(const small_row *small)
     const char *l = layout_names[small->l], *format = tqkv_format_name(small->format);
     test_add(check_damaged, small, sizeof *small, "store_snapshot/damaged/%s/%s", l, format);
     for (int i = 0; i < 9; i++) {
-        const failing_row row = {*small, largest[i / 3], i % 3 == 1 ? SIZE_MAX : 0, i % 3 == 2};
+        const failing_row row = {*small, {largest[i / 3], i % 3 == 1 ? SIZE_MAX : 0, i % 3 == 2}};
         test_add(check_failing, &row, sizeof row, "store_snapshot/failing/%s/%s/%s/%d", l, format, names[i % 3],
-                 (int)row.largest);
+                 (int)row.call.largest);
     }
 }
 

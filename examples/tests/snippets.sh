@@ -1,6 +1,7 @@
 #!/bin/sh
-# Compiles and runs the C code of README.md and docs/integrating.md. Usage: snippets.sh FOLDER, from the top folder, with
-# CC and CFLAGS set. A block that starts with "```c NAME" becomes FOLDER/NAME.h; examples/tests/snippets.c includes it.
+# Compiles and runs the C code of README.md and docs/integrating.md. Usage: snippets.sh FOLDER OBJECT, from the
+# top folder, with CC and CFLAGS set. OBJECT holds the implementation of tqkv.h. A block that starts with "```c NAME"
+# becomes FOLDER/NAME.h; examples/tests/snippets.c includes it.
 out=$1
 rm -rf "$out"
 mkdir -p "$out"
@@ -20,4 +21,4 @@ for block in "$out"/*.h; do
 done
 
 # shellcheck disable=SC2086
-$CC $CFLAGS -I. -I"$out" examples/tests/snippets.c -o "$out/snippets" -lm && "$out/snippets"
+$CC $CFLAGS -I. -I"$out" examples/tests/snippets.c "$2" -o "$out/snippets" -lm && "$out/snippets"

@@ -24,20 +24,19 @@ static double largest_difference(const float *a, const float *b, int count)
     return most;
 }
 
-/* One call for all bytes against one call a byte. N is long enough for both rings to wrap: windows of 256 and 512, and
- * BATCH. */
-static void test_batches(model *m, const unsigned char *text, const char *keys, const char *values)
+/* One call for all n bytes against one call a byte. Of LONG bytes, both rings wrap: windows of 256 and 512, and BATCH. */
+enum { SHORT = 100, LONG = 700 };
+static void test_batches(model *m, const unsigned char *text, int n, const char *keys, const char *values)
 {
-    enum { N = 700 };
     char name[64];
     session batched, single;
-    float *all = floats(N * VOCABULARY), *each = floats(N * VOCABULARY);
+    float *all = floats(LONG * VOCABULARY), *each = floats(LONG * VOCABULARY);
     session_create(&batched, m, find_format(keys), find_format(values), MAX_CONTEXT);
     session_create(&single, m, find_format(keys), find_format(values), MAX_CONTEXT);
-    forward(&batched, text, N, all);
-    for (int i = 0; i < N; i++) forward(&single, text + i, 1, each + i * VOCABULARY);
+    forward(&batched, text, n, all);
+    for (int i = 0; i < n; i++) forward(&single, text + i, 1, each + i * VOCABULARY);
     snprintf(name, sizeof name, "batch/%s/%s", keys, values);
-    report_limit(largest_difference(all, each, N * VOCABULARY), 0, 1e-4, name);
+    report_limit(largest_difference(all, each, n * VOCABULARY), 0, 1e-4, name);
     free(all);
     free(each);
     session_destroy(&batched);
@@ -185,8 +184,9 @@ int main(void)
     data_file text;
     options o = parse(2, (char *[]){"test", "score", NULL});
     if (!data_file_open(&text, o.file) || !model_load(&m, o.model_path, o.n_threads)) stop("data", "missing");
-    for (int i = 0; i < N_FORMATS; i++) test_batches(&m, text.bytes, formats[i].name, formats[i].name);
-    test_batches(&m, text.bytes, "i8", "tq4");
+    for (int i = 0; i < N_FORMATS; i++) test_batches(&m, text.bytes, SHORT, formats[i].name, formats[i].name);
+    test_batches(&m, text.bytes, LONG, "q8_0r", "q4_0r");
+    test_batches(&m, text.bytes, LONG, "i8", "tq4");
     test_truncate(&m, text.bytes);
     test_same_text(&m);
     test_speculation(&m, "i8", "i8");

@@ -344,7 +344,7 @@ static void save_and_load(fuzz_input *input, model *m, bool move)
     desc.type = m->desc.type;
     desc.n_heads = m->desc.sinks ? n_heads(m) : 0;
     stream s = stream_empty();
-    s.largest = fuzz_byte(input);
+    s.call.largest = fuzz_byte(input);
     CHECK_RESULT(tqkv_cache_save(m->cache, stream_write, &s), TQKV_OK);
     if (move) move_positions(m, &s, fuzz_bits(input, 8));
     stream_rewind(&s);

@@ -341,9 +341,9 @@ static void fuzz_store(fuzz_input *input, const control *c)
         fill_store(&to, false);
         stream s = make_store_file(input, c, &from, position, n);
         const size_t whole = s.size;
-        s.largest = c->chunk;
+        s.call.largest = c->chunk;
         s.fail_at = c->fail_read;
-        s.answer = c->read_answer;
+        s.call.answer = c->read_answer;
         const tqkv_result result = load_store(&to, &s, position, n);
         CHECK(result != TQKV_IO || c->read_answer, "no read failed");
         if (c->is_made && !c->n_edits && whole && !c->fail_read && !(c->match & 3))
@@ -364,9 +364,9 @@ static void fuzz_cache(fuzz_input *input, const control *c)
     s.bytes = (uint8_t *)test_alloc(s.size); /* of the exact size: the sanitizer reports a read beyond it */
     if (s.size) memcpy(s.bytes, whole, s.size);
     free(whole);
-    s.largest = c->chunk;
+    s.call.largest = c->chunk;
     s.fail_at = c->fail_read;
-    s.answer = c->read_answer;
+    s.call.answer = c->read_answer;
     tqkv_cache_desc desc = make_desc(c, s.bytes, s.size, &counter);
     tqkv_cache *cache;
     tqkv_result result = load(&desc, &s, &cache);

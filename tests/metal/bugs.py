@@ -4,8 +4,8 @@
 usage: bugs.py BUILD_FOLDER [part of a name]...
 
 Takes the compilers and flags of each variant of the runner, and its prefix, from the environment: PLAIN, ASAN, TSAN
-(compile a shader), PLAIN_LINK .. (link), TSAN_RUN (run), TYPE_CHECK. Only the edited kernel is compiled anew; the rest
-of the runner comes from BUILD_FOLDER/<variant>.
+(compile a shader), PLAIN_LINK .. (link), TSAN_RUN (run), TYPE_CHECK, IMPLEMENTATION (the object with that of tqkv.h).
+Only the edited kernel is compiled anew; the rest of the runner comes from BUILD_FOLDER/<variant>.
 """
 import glob
 import os
@@ -203,10 +203,11 @@ BUGS = {
         "shaders/tiles.h", "slot_in_pages(pages.values,", "slot_in_pages(pages.keys,", "attend", (64,), "plain",
         "pages/attend/", "not the bits of a linear store"),
     "next_page_not_checked": (
-        "shaders/tiles.h", "min(uint(pages[at]), uint(last_page))", "uint(pages[at])", "attend_matrix", (64,), "asan", "pages/attend/", "AddressSanitizer"),
+        "shaders/tiles.h", "min(uint(pages[at]), uint(last_page))", "uint(pages[at]) + 0u * uint(last_page)",
+        "attend_matrix", (64,), "asan", "pages/attend/", "AddressSanitizer"),
     "bad_page_written": (
-        "shaders/common.h", "page < uint(args.n_pages) ?", "page != 0u - 1u ?", "encode", (64,), "asan", "pages/bad_entries",
-        "AddressSanitizer"),
+        "shaders/common.h", "page < uint(args.n_pages) ?", "page != 0u - 1u ?", "encode", (64,), "plain", "pages/bad_entries",
+        "a bad entry was followed"),
     "left_out_token_stored": (
         "shaders/encode.h", "if (target.paged) at.exists", "if (false) at.exists", "encode", (64,), "asan",
         "pages/bad_entries", "AddressSanitizer"),
@@ -258,8 +259,8 @@ def run_bug(bug, build):
     else:
         others = [o for o in glob.glob(f"{build}/{variant}/*.o") if os.path.basename(o) != f"{kernel}.metal.o"]
         compiler, link, run = (os.environ.get(variant.upper() + part, "") for part in ("", "_LINK", "_RUN"))
-        status, output = shell(f"{compiler} {source} -c -o {folder}/kernel.o && "
-                               f"{link} {folder}/kernel.o {' '.join(others)} -o {folder}/driver -lm")
+        objects = " ".join([f"{folder}/kernel.o", *others, os.environ["IMPLEMENTATION"]])
+        status, output = shell(f"{compiler} {source} -c -o {folder}/kernel.o && {link} {objects} -o {folder}/driver -lm")
         if status:
             return output
         one = "" if variant == "plain" else "--one-schedule"

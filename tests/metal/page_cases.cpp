@@ -128,8 +128,9 @@ void run_codec(const void *parameters)
     for (bool known : {true, false}) check_codec(*(const codec_row *)parameters, known);
 }
 
-// Entries that the processor does not know leave their tokens out, and decoding reads some row of the store.
-void run_bad_entries(const void *)
+// Entries that the processor does not know leave their tokens out, and decoding reads some row of the store. 64 times the
+// largest ones wraps to a slot of the store.
+void check_bad_entries(int32_t first, int32_t second)
 {
     data_random random = {9};
     float *rows = test_rows(3, DATA_GAUSSIAN, 130 * 3, 64);
@@ -139,8 +140,8 @@ void run_bad_entries(const void *)
     const std::vector<int32_t> last = slots_of(paged, 128, 2);
     std::vector<float> decoded(130 * 3 * 64);
     gpu_known_tables = false;
-    paged.table[0] = -1;
-    paged.table[1] = paged.store.capacity / 64;
+    paged.table[0] = first;
+    paged.table[1] = second;
     CHECK_RUN(gpu_encode(&paged.store, rows, 130, 0, nullptr));
     CHECK(same_positions(linear, paged.store, 128, 2), "the good entry");
     CHECK(is_rest_untouched(paged, last), "a bad entry was followed");
@@ -148,6 +149,12 @@ void run_bad_entries(const void *)
     gpu_known_tables = true;
     test_store_free(&linear);
     free(rows);
+}
+
+void run_bad_entries(const void *)
+{
+    check_bad_entries(-1, 6); // of 4 to 6 pages
+    check_bad_entries(INT32_MIN, 1 << 26);
 }
 
 // [n]: slots of a pool, none twice; every seventh token is left out.

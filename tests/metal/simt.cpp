@@ -122,7 +122,7 @@ struct machine {
 };
 
 machine *m;
-const size_t stack_size = 256 * 1024;
+const size_t stack_size = 2048 * 1024; // what llc -O0 makes of a kernel takes more than 256 KiB
 // One for each set of fibers. They stay from launch to launch: mapping a stack costs more than a small kernel.
 std::vector<char *> stacks[2];
 #ifdef SIMT_TSAN

@@ -7,6 +7,8 @@ HOST_TESTS := main buffers codec_tests attend_tests page_tests cache_tests conte
 HOST_HEADERS := tqkv.h tests/metal/host/host.h $(wildcard tests/*.h)
 HOST_WARNINGS := -Wall -Wextra -Werror
 HOST_EXAMPLES := metal_encode_attend
+# The implementation, for programs that define TQKV_IMPLEMENTATION: see the Makefile.
+HOST_TQKV := $(HOST_BUILD)/tests/test_tables.o $(HOST_BUILD)/tests/runner.o
 
 DEB_TEST += clang lld gobjc libgnustep-base-dev gnustep-make
 
@@ -47,10 +49,9 @@ $(HOST_BUILD)/arc/objc: $(HOST_BUILD)/gnustep/objc
 	@cp $</*.h $@
 	@sed -i 's/return object->class_pointer;/return *(Class *)(__bridge void *)object;/' $@/runtime.h
 
-# Without sanitizers and optimisation: the implementation would take minutes to compile.
 $(HOST_BUILD)/arc/examples/%.o: examples/%.m $(HOST_HEADERS) $(HOST_BUILD)/arc/objc
 	@mkdir -p $(@D)
-	@clang $(HOST_WARNINGS) $(CPPFLAGS) $(HOST_ARC) -c $< -o $@
+	@clang $(HOST_WARNINGS) $(CPPFLAGS) $(HOST_ARC) $(IMPLEMENTED) -c $< -o $@
 
 $(HOST_BUILD)/arc/%.o: %.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) $(HOST_BUILD)/arc/objc
 	@mkdir -p $(@D)
@@ -61,7 +62,7 @@ $(HOST_BUILD)/runner-arc: $(HOST_BUILD)/arc/tqkv_metal.o $(HOST_BUILD)/$(STANDIN
 	@clang++ $^ -o $@ $(HOST_LINK)
 
 $(HOST_BUILD)/metal_encode_attend-arc: $(HOST_BUILD)/arc/examples/metal_encode_attend.o $(HOST_BUILD)/arc/tqkv_metal.o \
-		$(HOST_BUILD)/$(STANDIN)/arc.o $(HOST_BUILD)/$(STANDIN)/standin.o
+		$(HOST_BUILD)/$(STANDIN)/arc.o $(HOST_BUILD)/$(STANDIN)/standin.o $(HOST_TQKV)
 	@clang++ $^ -o $@ $(HOST_LINK)
 
 # The shaders as position-independent code for the stand-in's library.
@@ -104,10 +105,9 @@ $(HOST_BUILD)/tqkv_metal.o: HOST_FLAGS += $(HOST_FAILING)
 
 endif
 
-# The examples contain the implementation.
 $(HOST_BUILD)/examples/%.o: examples/%.m $(HOST_HEADERS) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
 	@mkdir -p $(@D)
-	@clang $(HOST_WARNINGS) $(CPPFLAGS) $(HOST_GNUSTEP) -c $< -o $@
+	@clang $(HOST_WARNINGS) $(CPPFLAGS) $(HOST_GNUSTEP) $(IMPLEMENTED) -c $< -o $@
 
 $(HOST_BUILD)/%.o: %.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) \
 		$(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
@@ -125,9 +125,10 @@ $(HOST_BUILD)/runner: $(HOST_OBJECTS:%=$(HOST_BUILD)/%.o)
 # What runs on a Mac for a report; here over the stand-in.
 $(HOST_BUILD)/mac/report.o: tests/metal/mac/report.m $(HOST_HEADERS) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
 	@mkdir -p $(@D)
-	@clang -O1 $(HOST_WARNINGS) $(CPPFLAGS) $(HOST_GNUSTEP) -c $< -o $@
+	@clang -O1 $(HOST_WARNINGS) $(CPPFLAGS) $(HOST_GNUSTEP) $(IMPLEMENTED) -c $< -o $@
 
-$(HOST_BUILD)/report: $(HOST_BUILD)/mac/report.o $(HOST_BUILD)/tqkv_metal.o $(filter %/standin.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
+$(HOST_BUILD)/report: $(HOST_BUILD)/mac/report.o $(HOST_BUILD)/tqkv_metal.o $(HOST_TQKV) \
+		$(filter %/standin.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
 	@clang++ $^ -o $@ $(HOST_LINK)
 
 # The library is embedded in the object file.
@@ -137,9 +138,13 @@ $(HOST_BUILD)/embedded.o: tqkv_metal.m tqkv.h $(HOST_LIBRARY) $(if $(HOST_GNUSTE
 $(HOST_BUILD)/runner-embedded: $(HOST_BUILD)/embedded.o $(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
 	@clang++ $^ -o $@ $(HOST_LINK)
 
-$(HOST_BUILD)/metal_encode_attend: $(HOST_BUILD)/examples/metal_encode_attend.o $(HOST_BUILD)/tqkv_metal.o \
+$(HOST_BUILD)/metal_encode_attend: $(HOST_BUILD)/examples/metal_encode_attend.o $(HOST_BUILD)/tqkv_metal.o $(HOST_TQKV) \
 		$(filter %/standin.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
 	@clang++ $^ -o $@ $(HOST_LINK)
+
+# What makes, keeps or frees an object, and of the rest one format.
+HOST_ARC_CASES := context/ cache/ pages/ refusals/ not_finite/ standin/ rotate/ types/ attend/scratch attend/matrices \
+	attend/pair/tq4_ encode/tq4/ pair/tq4_
 
 HOST_PROGRAMS := $(HOST_BUILD)/runner $(HOST_BUILD)/runner-embedded $(HOST_BUILD)/report $(HOST_BUILD)/metal_encode_attend \
 	$(if $(HOST_GNUSTEP),$(HOST_BUILD)/runner-arc $(HOST_BUILD)/metal_encode_attend-arc)
@@ -153,7 +158,7 @@ test-metal: $(HOST_PROGRAMS) $(HOST_LIBRARY) $(HOST_STALE:%=$(HOST_BUILD)/stale/
 	@$(HOST_RUN) sh tests/metal/mac/test.sh $(HOST_BUILD) $(HOST_LIBRARY)
 ifneq ($(HOST_GNUSTEP),)
 	@echo "== tqkv_metal.m: under ARC"
-	@$(HOST_RUN) $(HOST_BUILD)/runner-arc --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale
+	@$(HOST_RUN) $(HOST_BUILD)/runner-arc --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale $(HOST_ARC_CASES)
 	@$(HOST_RUN) $(HOST_BUILD)/metal_encode_attend-arc $(HOST_LIBRARY)
 endif
 

@@ -6,9 +6,11 @@
 #define TQKV_IMPLEMENTATION
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
+#define XXH_INLINE_ALL
 #include "../../../tqkv.h"
 #include <math.h>
 #include <time.h>
+#include <xxhash.h>
 
 enum { KV_HEADS = 2, HEADS = 4, TOKENS = 48, QUERIES = 3, MAX_ROWS = TOKENS * KV_HEADS * TQKV_MAX_HEAD_DIM };
 
