@@ -4,8 +4,8 @@
 usage: bugs.py BUILD_FOLDER [part of a name]...
 
 Takes the compilers and flags of each variant of the runner, and its prefix, from the environment: PLAIN, ASAN, TSAN
-(compile a shader), PLAIN_LINK .. (link), TSAN_RUN (run), TYPE_CHECK. Only the edited kernel is compiled anew; the rest
-of the runner comes from BUILD_FOLDER/<variant>.
+(compile a shader), PLAIN_LINK .. (link), TSAN_RUN (run), TYPE_CHECK; IMPLEMENTATION is an object. Only the edited kernel
+is compiled anew; the rest of the runner comes from BUILD_FOLDER/<variant>.
 """
 import glob
 import os
@@ -262,6 +262,7 @@ def run_bug(bug, build):
         status, output = shell(f"{os.environ['TYPE_CHECK']} {source}")
     else:
         others = [o for o in glob.glob(f"{build}/{variant}/*.o") if os.path.basename(o) != f"{kernel}.metal.o"]
+        others.append(os.environ["IMPLEMENTATION"])
         compiler, link, run = (os.environ.get(variant.upper() + part, "") for part in ("", "_LINK", "_RUN"))
         status, output = shell(f"{compiler} {source} -c -o {folder}/kernel.o && "
                                f"{link} {folder}/kernel.o {' '.join(others)} -o {folder}/driver -lm")
