@@ -876,7 +876,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
    numbers. */
 #define TQKV__MOST_MATRIX_COLUMNS(D) ((D) <= 128 ? 32 : 8)
 #define TQKV__MATRIX_COLUMNS         32
-#define TQKV__MATRIX_SUM_FLOATS(D)   (5 * (D) / 4 + 1) /* of a padded row of sums in threadgroup memory */
+#define TQKV__MATRIX_SIMDGROUPS      4                                              /* at most, of a threadgroup */
+#define TQKV__MATRICES(columns)      ((columns) <= 8 ? 1 : (columns) <= 16 ? 2 : 4) /* that hold so many */
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
 #define TQKV__CELL_BYTES 3120 /* (0) of encode: cells of the codebook */
@@ -884,19 +885,19 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
                               /*     a matrix, rows of n simdgroups: */
 #define TQKV__SIGN_BYTES(D)   (TQKV__RUNS(D) > 1 ? 0 : 4 * (D))
 #define TQKV__ROW_BYTES(D, n) (TQKV__RUNS(D) > 1 ? (n)*128 * (TQKV__RUNS(D) + 1) : 0)
-#define TQKV__TABLE_BYTES     1024                                        /* (0) of decode: a codebook */
-                                                                          /* (2) of encode: squares of its centroids */
-#define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)           /* (0) codebooks of keys and values */
-#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))    /* (1) padded queries, then the sums or: */
-#define TQKV__ATTEND_SUM_BYTES(D)       (4 * (D)*TQKV__MAX_COLUMNS(D))    /*     the sums, of several stretches */
-#define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D))  /* (2) a tile's weights, n simdgroups */
-#define TQKV__ATTEND_KEPT_BYTES(D)      (16 * TQKV__MAX_COLUMNS(D))       /* (3) maximum and sum: kept twice, and */
-#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))    /*     of n simdgroups */
-#define TQKV__MATRIX_QUERY_BYTES(D)     (32 * (D))                        /* (1) of attend_matrix: 8 queries */
-#define TQKV__MATRIX_SUM_BYTES(D)       (32 * TQKV__MATRIX_SUM_FLOATS(D)) /* (2) sums of 8 columns */
-#define TQKV__MATRIX_KEPT_BYTES         (40 * TQKV__MATRIX_COLUMNS)       /* (3) 10 numbers a column, and */
-#define TQKV__MATRIX_STATE_BYTES        (8 * TQKV__MATRIX_COLUMNS)        /*     maximum and sum of a simdgroup */
-#define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)             /* (0) a row and its sum, n simdgroups */
+#define TQKV__TABLE_BYTES     1024                                       /* (0) of decode: a codebook */
+                                                                         /* (2) of encode: squares of its centroids */
+#define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
+#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums or: */
+#define TQKV__ATTEND_SUM_BYTES(D)       (4 * (D)*TQKV__MAX_COLUMNS(D))   /*     the sums, of several stretches */
+#define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
+#define TQKV__ATTEND_KEPT_BYTES(D)      (16 * TQKV__MAX_COLUMNS(D))      /* (3) maximum and sum: kept twice, and */
+#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /*     of n simdgroups */
+#define TQKV__MATRIX_QUERY_BYTES(D)     (32 * (D))                       /* (1) of attend_matrix: 8 queries, and */
+#define TQKV__MATRIX_SUM_BYTES(D)       (64 * ((D) + 4))            /*     padded sums of 4 simdgroups and columns */
+#define TQKV__MATRIX_KEPT_BYTES         (68 * TQKV__MATRIX_COLUMNS) /* (3) 17 numbers a column, and */
+#define TQKV__MATRIX_STATE_BYTES        (8 * TQKV__MATRIX_COLUMNS)  /*     maximum and sum of a simdgroup */
+#define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)       /* (0) a row and its sum, n simdgroups */
 
 /* Floats of a padded query in attend. */
 #define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
@@ -7279,20 +7280,20 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t *first, int64_t *
    heads, D=128 (make bench-gpu, with --lanes and --matrices):
 
    group                 1          2          4           8           16
-   TQ4, without, with    62, 98     68, 98     96, 88      153, 90     284, 122
-   I8                    75, 87     79, 88     103, 88     173, 90     - , 105
-   I8 keys, TQ4 values   63, -      71, -      99, 76      154, 78     - , 105
+   TQ4, without, with    60, -      69, 85     96, 85      153, 86     284, 118
+   I8                    75, -      79, 88     103, 89     173, 91     - , 101
+   I8 keys, TQ4 values   63, -      71, -      99, 73      154, 75     - , 100
 
    F16, TQ5 and TQ8 gain from a group of 8 on and lose at 1 and 2. 4096 queries over as many positions at a group of 4, TQ4:
-   6537 and 2188. What it costs narrow groups: 512 queries over 8k positions at a group of 2 take 1470, and would take 477;
-   8 queries over 128k take 287, and would take 124. */
+   6537 and 1925. What it costs narrow groups: 512 queries over 8k positions at a group of 2 take 1470, and would take 418;
+   8 queries over 128k take 287, and would take 119. By matrices a token of that group would take 1.23 times as long. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
     return a->group >= 4 && a->key_dim == a->value_dim && (a->key_dim == 64 || a->key_dim == 128 || a->key_dim == 256);
 }
 
-/* Query rows of a threadgroup that multiplies matrices: 64 registers of sums. A GPU with 255 registers a thread takes 32
-   up to D=128: on an H200 512 queries take 0.86 of the time (make bench-gpu, with --columns 16). */
+/* Query rows of a threadgroup that multiplies matrices: 64 registers of sums. The benchmark's GPU, with 255 registers a
+   thread, takes 32 up to D=128. */
 static int tqkv__matrix_rows(const tqkv__attention *a) { return a->key_dim <= 64 ? 32 : a->key_dim <= 128 ? 16 : 8; }
 
 /* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums */
@@ -7419,12 +7420,14 @@ static void tqkv__plan_attend_memory(tqkv__dispatch *d, size_t key_dim, size_t v
     d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(value_dim, 1);
 }
 
-/* Matrices come whole: 8, 16 or 32 columns. */
+/* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. */
 static void tqkv__plan_matrix_memory(tqkv__dispatch *d, size_t head_dim, int columns)
 {
-    const size_t matrices = columns <= 8 ? 1 : columns <= 16 ? 2 : 4;
-    d->memory[1] = TQKV__MATRIX_QUERY_BYTES(head_dim) * matrices;
-    d->memory[2] = TQKV__MATRIX_SUM_BYTES(head_dim) * (matrices < 2 ? 1 : 2); /* 32 columns take turns */
+    const size_t queries = TQKV__MATRIX_QUERY_BYTES(head_dim) * (size_t)TQKV__MATRICES(columns),
+                 rows = TQKV__MATRIX_QUERY_BYTES(head_dim) * (columns <= 8 ? 1 : 2),
+                 sums = TQKV__MATRIX_SUM_BYTES(head_dim) + (d->args[0].attend.sections_each ? queries : 0);
+    d->memory[1] = queries + rows > sums ? queries + rows : sums;
+    d->memory[2] = 0;
     d->memory[3] = TQKV__MATRIX_KEPT_BYTES;
     d->memory_each[2] = 0;
     d->memory_each[3] = TQKV__MATRIX_STATE_BYTES;

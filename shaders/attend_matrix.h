@@ -25,9 +25,8 @@
 // A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each.
 #define MATRIX_OUT_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 8, W)
 
-// Matrices whose columns are in the memory of the sums at a time. Columns beyond them take another pass.
-#define MATRIX_PASS      2
-#define MATRIX_PASSES(F) (((F) + MATRIX_PASS - 1) / MATRIX_PASS)
+// Matrices whose queries are loaded at a time.
+#define MATRIX_PASS 2
 
 // Row of a tile that is row or column k of matrix p. Lanes with column 2t of a left factor load the codes of row t for
 // one element and of row t + 4 for the other: those of one load lie together.
@@ -44,55 +43,88 @@ struct matrix_state {
     sum_matrix out[D / 8][F];
 };
 
-// Factors of the codes of the lane's rows of a tile. 1 where a row has several norms.
-struct tile_scales {
+// Norms of the lane's rows of a tile, where a row has one. They are loaded long before they are used: nothing is computed
+// from them before that.
+struct tile_norms {
     float keys[4], values[4];
 };
 
 template <int D>
-inline void load_tile_scales(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
-                             thread tile_scales &scales)
+inline void load_norms(constant tqkv__attend_args &args, uint format, stream_rows rows, uint first, uint lane,
+                       thread float (&norms)[4])
 {
+    if (!has_norms(format) || !one_norm<D>(format)) return;
+    uint row = tile_row(0, TQKV__MATRIX_ROW(lane));
+    device const float *at = rows.norms + (ulong(first) + ulong(row));
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++)
+        norms[p] =
+            short_store ? rows.norms[first + existing_row(args, tile_row(p, TQKV__MATRIX_ROW(lane)))] : at[8 * p];
+}
+
+template <int D>
+inline void load_tile_norms(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
+                            thread tile_norms &norms)
+{
+    load_norms<D>(args, key_format, task.keys, base.keys, task.lane, norms.keys);
+    if (same_slots || paged) {
+        load_norms<D>(args, value_format, task.values, base.values, task.lane, norms.values);
+        return;
+    }
+    if (!has_norms(value_format) || !one_norm<D>(value_format)) return;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
-        uint value_slot = value_slot_of(args, base.values + row);
-        scales.keys[p] = row_scale<D>(key_format, task.keys, base.keys + row, args.key_block_scale);
-        scales.values[p] = row_scale<D>(value_format, task.values, value_slot, args.value_block_scale);
+        norms.values[p] = task.values.norms[value_slot_of(args, base.values + row)];
     }
+}
+
+// Factor of the codes of such a row; 1 where a row has several norms.
+template <int D>
+inline float scale_of_norm(uint format, float norm, float block_scale)
+{
+    return has_norms(format) && one_norm<D>(format) ? code_scale<D>(format, norm, block_scale) : 1.0f;
 }
 
 // Those of the tile at slot `base`, which the walk holds if there are few columns. Then it loads those at `next_base`.
 template <int D, int F>
-inline void next_tile_scales(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
-                             tile_memory next_base, thread tile_scales &held, thread tile_scales &scales)
+inline void next_tile_norms(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
+                            tile_memory next_base, thread tile_norms &held, thread tile_norms &norms)
 {
     if (F > 2) {
-        load_tile_scales<D>(args, task, base, scales);
+        load_tile_norms<D>(args, task, base, norms);
         return;
     }
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        scales.keys[p] = held.keys[p];
-        scales.values[p] = held.values[p];
+        norms.keys[p] = held.keys[p];
+        norms.values[p] = held.values[p];
     }
-    load_tile_scales<D>(args, task, next_base, held);
+    load_tile_norms<D>(args, task, next_base, held);
 }
 
-// Threadgroup memory of a column: numbers of each column, then of each simdgroup.
+// Threadgroup memory of columns.
 struct column_memory {
+    threadgroup float *kept;             // [2][columns][2]: maximum and sum of the section so far, and of all before it
     threadgroup float *shifts, *factors; // [columns]
-    threadgroup float *totals;           // [columns][2]: maximum and sum of a stretch
-    threadgroup float *shares;           // [columns][2]: of the sums so far, and of those that are added
+    threadgroup float *totals;           // [columns][2]: maximum and sum
+    threadgroup uint *rows;              // [columns]: row in a partial result
+    threadgroup float *parts;            // [columns][4]: what the sums of the simdgroups are multiplied by,
+    threadgroup float *shares;           // [columns][4]: and those of the section so far, of the stretch, of the
+                                         // earlier sections and of the section
 };
 
-inline column_memory column_memory_of(threadgroup float *kept)
+inline column_memory column_memory_of(threadgroup float *numbers)
 {
     column_memory memory;
-    memory.shifts = kept + 4 * TQKV__MATRIX_COLUMNS;
+    memory.kept = numbers;
+    memory.shifts = memory.kept + 4 * TQKV__MATRIX_COLUMNS;
     memory.factors = memory.shifts + TQKV__MATRIX_COLUMNS;
     memory.totals = memory.factors + TQKV__MATRIX_COLUMNS;
-    memory.shares = memory.totals + 2 * TQKV__MATRIX_COLUMNS;
+    threadgroup float *rows = memory.totals + 2 * TQKV__MATRIX_COLUMNS;
+    memory.rows = (threadgroup uint *)rows;
+    memory.parts = rows + TQKV__MATRIX_COLUMNS;
+    memory.shares = memory.parts + 4 * TQKV__MATRIX_COLUMNS;
     return memory;
 }
 
@@ -109,7 +141,7 @@ inline float size_of_row(thread const float *x)
     return exponent == 0 || exponent > 0x7e800000u ? 1.0f : as_type<float>(exponent);
 }
 
-// Rows of a pass as floats: [columns][D], in the memory of the sums.
+// Rows of a pass as floats: [columns][D], in task.weights: there are no weights in memory here.
 template <int D>
 inline void load_query_rows(constant tqkv__attend_args &args, thread const attend_task &task, uint first,
                             column_memory memory)
@@ -125,10 +157,11 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
         if (rotate_queries) rotate_row<D>(x, task.lane);
         float size = size_of_row<D>(x), inverse = 1.0f / size; // powers of two: both products are exact
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
-            task.sums[(c - first) * uint(D) + task.lane * uint(TQKV_LANE_VALUES(D)) + uint(i)] = x[i] * inverse;
+            task.weights[(c - first) * uint(D) + task.lane * uint(TQKV_LANE_VALUES(D)) + uint(i)] = x[i] * inverse;
         if (task.lane != 0) continue;
         memory.shifts[c] = shift;
         memory.factors[c] = size * (args.scale * TQKV_LOG2E);
+        memory.rows[c] = at;
     }
 }
 
@@ -158,7 +191,7 @@ inline void arrange_queries(thread const attend_task &task, uint first)
         for (int i = 0; i < 4; i++) {
             uint c = min(number / n * 8u + TQKV_RIGHT_COLUMN(task.lane, i % 2), columns - 1u), s = number % n * 2u;
             uint value = query_value<D, W>(s + uint(i / 2), TQKV_RIGHT_ROW(task.lane, i % 2));
-            x[i] = task.sums[(c - first) * uint(D) + value];
+            x[i] = task.weights[(c - first) * uint(D) + value];
         }
         *query_at(task, number) = right_of(x[0], x[1], x[2], x[3], false);
     }
@@ -206,6 +239,21 @@ struct key_batch {
     key_chunk<D, W> chunks[MATRIX_KEY_BATCH(D, W)];
 };
 
+// Values i .. i + 3 of the lane's rows as left factors.
+template <int D, int W>
+inline void decode_keys(thread const key_chunk<D, W> &keys, int i, thread const value_book &book,
+                        thread left_block (&left)[2])
+{
+    const int N = MATRIX_KEY_VALUES(D, W);
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int k = 0; k < 2; k++)
+            left[p / 2].parts[k][p % 2] =
+                left_of_codes<W, N>(key_format, keys.raw[p], i + 2 * k, keys.raw[p], i + 2 * k + 1, false, book);
+    }
+}
+
 // score[p] += K Q^T over a chunk.
 template <int D, int W, int F>
 inline void multiply_chunk(thread const attend_task &task, uint chunk, thread const key_chunk<D, W> &keys,
@@ -219,13 +267,7 @@ inline void multiply_chunk(thread const attend_task &task, uint chunk, thread co
         right_pair right[F];
         TQKV_UNROLL
         for (int f = 0; f < F; f++) right[f] = *query_at(task, uint(f * D / 16) + chunk * uint(N / 4) + uint(i / 4));
-        TQKV_UNROLL
-        for (int p = 0; p < 4; p++) {
-            TQKV_UNROLL
-            for (int k = 0; k < 2; k++)
-                left[p / 2].parts[k][p % 2] =
-                    left_of_codes<W, N>(key_format, keys.raw[p], i + 2 * k, keys.raw[p], i + 2 * k + 1, false, book);
-        }
+        decode_keys<D, W>(keys, i, book, left);
         multiply<2, F>(left, right, false, exact, score);
     }
 }
@@ -296,7 +338,7 @@ struct matrix_walk {
     tile_memory base;              // of that tile
     int least_newest, most_newest; // of the columns
     key_batch<D, KW> keys;         // of that tile
-    tile_scales scales;            // likewise, with few columns
+    tile_norms norms;              // likewise, with few columns
 };
 
 // Whether all columns of the threadgroup see all slots of a tile, and no slot belongs to another tile.
@@ -310,14 +352,18 @@ inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread 
            (args.window == 0 || first > walk.most_newest - args.window);
 }
 
-// A masked position scores -INFINITY by selection, as in attend.h.
+// A masked position scores -INFINITY by selection, as in attend.h. The value's norm of a row that some column does not
+// see may be NaN: then the scores of those that see it are, and the norm becomes 0.
 template <int D, int F>
 inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint tile,
-                      thread const matrix_state<D, F> &state, thread sum_matrix (&score)[4][F])
+                      thread const matrix_state<D, F> &state, thread tile_norms &norms,
+                      thread sum_matrix (&score)[4][F])
 {
+    const bool has_norm = has_norms(value_format) && one_norm<D>(value_format);
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         int position = position_in_tile(args, tile, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        bool finite = !has_norm || fabs(norms.values[p]) < INFINITY;
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
             TQKV_UNROLL
@@ -325,16 +371,20 @@ inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task
                 int newest = state.newest[f][i];
                 bool seen = position <= newest && (args.window == 0 || position > newest - args.window);
                 if (has_tree) seen = seen && tree_shows(args, task.tree, newest, position);
-                score[p][f].elements[i] = seen ? score[p][f].elements[i] : -INFINITY;
+                float own = finite ? score[p][f].elements[i] : as_type<float>(0x7fc00000u);
+                score[p][f].elements[i] = seen ? own : -INFINITY;
             }
         }
+        norms.values[p] = finite ? norms.values[p] : 0.0f;
     }
 }
 
-// Raises the maxima as attend.h does it.
+// Raises the maxima as attend.h does it. Sums of nothing need no factor.
 template <int D, int F>
 inline void raise_maxima(thread sum_matrix (&score)[4][F], thread matrix_state<D, F> &state)
 {
+    bool began = false;
+    float before[F][2];
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
@@ -343,9 +393,17 @@ inline void raise_maxima(thread sum_matrix (&score)[4][F], thread matrix_state<D
             TQKV_UNROLL
             for (int p = 0; p < 4; p++) largest = max(largest, score[p][f].elements[i]);
             largest = max_of_column(largest);
-            largest = largest > state.maximum[f][i] + 11.0f ? largest : state.maximum[f][i];
-            float shrink = share_of(state.maximum[f][i], largest);
-            state.maximum[f][i] = largest;
+            before[f][i] = state.maximum[f][i];
+            began = began || before[f][i] != NOTHING_SEEN;
+            state.maximum[f][i] = largest > before[f][i] + 11.0f ? largest : before[f][i];
+        }
+    }
+    if (!simd_any(began)) return;
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            float shrink = share_of(before[f][i], state.maximum[f][i]);
             state.sum[f][i] *= shrink;
             TQKV_UNROLL
             for (int b = 0; b < D / 8; b++) state.out[b][f].elements[i] *= shrink;
@@ -356,21 +414,22 @@ inline void raise_maxima(thread sum_matrix (&score)[4][F], thread matrix_state<D
 // Products to weights, without the values' scales.
 template <int D, int F>
 inline void weigh_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint tile, bool whole,
-                              thread const tile_scales &scales, thread sum_matrix (&score)[4][F],
+                              thread tile_norms &norms, thread sum_matrix (&score)[4][F],
                               thread matrix_state<D, F> &state)
 {
     bool raise = false;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
+        float scale = scale_of_norm<D>(key_format, norms.keys[p], args.key_block_scale);
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
             TQKV_UNROLL
             for (int i = 0; i < 2; i++)
                 score[p][f].elements[i] =
-                    score_of(args, score[p][f].elements[i], scales.keys[p] * state.factor[f][i], state.shift[f][i]);
+                    score_of(args, score[p][f].elements[i], scale * state.factor[f][i], state.shift[f][i]);
         }
     }
-    if (!whole) mask_tile<D, F>(args, task, tile, state, score);
+    if (!whole) mask_tile<D, F>(args, task, tile, state, norms, score);
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL
@@ -437,6 +496,21 @@ inline void clear_not_finite(thread raw_codes<W, N> (&raw)[4])
     }
 }
 
+// Values i .. of the lane's rows, G blocks of left factors.
+template <int D, int W, int G>
+inline void decode_values(thread const value_chunk<D, W> &values, int i, thread const value_book &book,
+                          thread left_block (&left)[G])
+{
+    const int N = MATRIX_OUT_VALUES(D, W);
+    TQKV_UNROLL
+    for (int g = 0; g < 2 * G; g++) {
+        TQKV_UNROLL
+        for (int k = 0; k < 2; k++)
+            left[g / 2].parts[k][g % 2] = left_of_codes<W, N>(
+                value_format, values.raw[2 * k], i + g, values.raw[2 * k + 1], i + g, has_norms(value_format), book);
+    }
+}
+
 // out += V^T P^T over a chunk and half of the tile.
 template <int D, int W, int F>
 inline void multiply_values(int chunk, thread const value_chunk<D, W> &values, thread const value_book &book,
@@ -448,28 +522,22 @@ inline void multiply_values(int chunk, thread const value_chunk<D, W> &values, t
     TQKV_UNROLL
     for (int i = 0; i < N; i += 2 * G) {
         left_block left[G];
-        TQKV_UNROLL
-        for (int g = 0; g < 2 * G; g++) {
-            TQKV_UNROLL
-            for (int k = 0; k < 2; k++)
-                left[g / 2].parts[k][g % 2] = left_of_codes<W, N>(value_format, values.raw[2 * k], i + g,
-                                                                  values.raw[2 * k + 1], i + g, wide, book);
-        }
+        decode_values<D, W, G>(values, i, book, left);
         multiply<G, F>(left, right, wide, exact, &state.out[chunk * N + i]);
     }
 }
 
-// Weights with the values' scales of a block, as right factors. A masked norm may be NaN.
+// Weights with the values' scales of a block, as right factors. Of several norms a row, a masked one may be NaN.
 template <int D, int F>
 inline void scale_weights(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint block,
-                          thread const tile_scales &scales, thread sum_matrix (&weight)[4][F],
+                          thread const tile_norms &norms, thread sum_matrix (&weight)[4][F],
                           thread right_pair (&right)[2][F])
 {
     float scaled[4][F][2];
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint slot = base + existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
-        float scale = scales.values[p];
+        float scale = scale_of_norm<D>(value_format, norms.values[p], args.value_block_scale);
         if (!one_norm<D>(value_format))
             scale =
                 stored_scale<D>(value_format, task.values, value_slot_of(args, slot), block, args.value_block_scale);
@@ -478,7 +546,7 @@ inline void scale_weights(constant tqkv__attend_args &args, thread const attend_
             TQKV_UNROLL
             for (int i = 0; i < 2; i++) {
                 float x = weight[p][f].elements[i];
-                scaled[p][f][i] = x * (x > 0.0f ? scale : 0.0f);
+                scaled[p][f][i] = x * (one_norm<D>(value_format) || x > 0.0f ? scale : 0.0f);
             }
         }
     }
@@ -494,7 +562,7 @@ inline void scale_weights(constant tqkv__attend_args &args, thread const attend_
 // `values` holds the first chunk of the tile at slot `base`.
 template <int D, int W, int F>
 inline void add_matrix_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base, bool whole,
-                              thread const tile_scales &scales, thread const value_book &book,
+                              thread const tile_norms &norms, thread const value_book &book,
                               thread value_chunk<D, W> (&values)[2], thread sum_matrix (&weight)[4][F],
                               thread matrix_state<D, F> &state)
 {
@@ -504,7 +572,7 @@ inline void add_matrix_values(constant tqkv__attend_args &args, thread const att
     TQKV_UNROLL
     for (int j = 0; j < chunks; j++) {
         if (uint(j) % block_chunks == 0)
-            scale_weights<D, F>(args, task, base, uint(j) / block_chunks, scales, weight, right);
+            scale_weights<D, F>(args, task, base, uint(j) / block_chunks, norms, weight, right);
         TQKV_UNROLL
         for (int h = 0; h < 2; h++) {
             if (W == 16 && !whole) clear_not_finite<W, N>(values[h].raw);
@@ -516,152 +584,195 @@ inline void add_matrix_values(constant tqkv__attend_args &args, thread const att
 
 // ---- The simdgroups' results as one ----
 
-// Place of a value of O in the sums of a column: lanes that store together use different banks.
-#define MATRIX_SUM_AT(D, column, value) ((column)*uint(TQKV__MATRIX_SUM_FLOATS(D)) + (value) + (value) / 16u * 4u)
+// How a stretch's sums go into the partial results.
+struct stretch_end {
+    uint used;                    // columns
+    ulong section;                // distance of the section's partial result from the first
+    bool copy;                    // the section begins
+    bool to_total, copy_to_total; // it ends, and is added to the first
+};
 
-// Maximum and sum of the threadgroup, in memory.totals.
-template <int D, int F>
-inline void combine_totals(thread const attend_task &task, column_memory memory, thread matrix_state<D, F> &state)
+// Adds maximum and sum of a column to those of the kept ones, [2]. The two factors of the columns' sums go to `factors`.
+inline void add_column(bool copy, threadgroup float *kept, threadgroup float *total, threadgroup float *factors)
 {
-    const uint C = uint(TQKV__MATRIX_COLUMNS);
+    shares both = shares_of(copy ? -INFINITY : kept[0], total[0]);
+    float sum = fma(both.added, total[1], copy ? 0.0f : both.kept * kept[1]);
+    factors[0] = both.kept;
+    factors[1] = both.added;
+    total[0] = kept[0] = both.largest;
+    total[1] = kept[1] = sum;
+}
+
+// Maxima and sums of the simdgroup's columns.
+template <int D, int F>
+inline void store_states(thread const attend_task &task, thread const matrix_state<D, F> &state)
+{
+    threadgroup float *own = task.states + task.simdgroup * uint(TQKV__MATRIX_COLUMNS) * 2u;
+    float sum[F][2];
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) sum[f][i] = sum_of_column(state.sum[f][i]);
+    }
+    if (TQKV__MATRIX_ROW(task.lane) != 0) return;
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
         for (int i = 0; i < 2; i++) {
             uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
-            if (state.maximum[f][i] == NOTHING_SEEN) state.maximum[f][i] = -INFINITY;
-            float sum = sum_of_column(state.sum[f][i]);
-            if (TQKV__MATRIX_ROW(task.lane) != 0) continue;
-            task.states[(task.simdgroup * C + c) * 2u] = state.maximum[f][i];
-            task.states[(task.simdgroup * C + c) * 2u + 1u] = sum;
+            own[c * 2u] = state.maximum[f][i] == NOTHING_SEEN ? -INFINITY : state.maximum[f][i];
+            own[c * 2u + 1u] = sum[f][i];
         }
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup == 0 && task.lane < uint(F * 8)) {
-        float largest = -INFINITY, sum = 0.0f;
-        for (uint s = 0; s < task.n_simdgroups; s++) largest = max(largest, task.states[(s * C + task.lane) * 2u]);
-        for (uint s = 0; s < task.n_simdgroups; s++) {
-            float own = task.states[(s * C + task.lane) * 2u];
-            sum = fma(share_of(own, largest), task.states[(s * C + task.lane) * 2u + 1u], sum);
-        }
-        memory.totals[task.lane * 2u] = largest;
-        memory.totals[task.lane * 2u + 1u] = sum;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Adds O of the simdgroups one after another, under the maximum of all: a fixed order. The columns of a pass from `first`
-// on are in task.sums then. While one simdgroup adds its second part, the next adds its first.
-template <int D, int VW, int F>
-inline void combine_matrices(thread const attend_task &task, column_memory memory, int first,
-                             thread matrix_state<D, F> &state)
+// Maximum and sum of a column, and all factors of its sums.
+inline void combine_states(thread const attend_task &task, uint c, column_memory memory, stretch_end how)
 {
-    const int N = MATRIX_OUT_VALUES(D, VW), P = F < MATRIX_PASS ? F : MATRIX_PASS;
-    for (uint step = 0; step < task.n_simdgroups + uint(2 * P - 1); step++) {
-        TQKV_UNROLL
-        for (int part = 0; part < 2 * P; part++) {
-            int f = first / 8 + part / 2, i = part % 2;
-            uint own = uint(part / 2 * 8 + i) + TQKV__MATRIX_COLUMN(task.lane), c = uint(first) + own;
-            if (step != task.simdgroup + uint(part) || c >= columns) continue;
-            float shrink = share_of(state.maximum[f][i], memory.totals[c * 2u]);
-            TQKV_UNROLL
-            for (int b = 0; b < D / 8; b++) {
-                uint value = uint(b / N * 8 * N + b % N) + TQKV__MATRIX_ROW(task.lane) * uint(N);
-                threadgroup float *to = task.sums + MATRIX_SUM_AT(D, own, value);
-                *to = (task.simdgroup == 0 ? 0.0f : *to) + shrink * state.out[b][f].elements[i];
-            }
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
+    const uint C = uint(TQKV__MATRIX_COLUMNS);
+    threadgroup const float *states = task.states + c * 2u;
+    threadgroup float *total = memory.totals + c * 2u, *factors = memory.shares + c * 4u;
+    float largest = -INFINITY, sum = 0.0f;
+    for (uint s = 0; s < task.n_simdgroups; s++) largest = max(largest, states[s * C * 2u]);
+    for (uint s = 0; s < task.n_simdgroups; s++) {
+        float share = share_of(states[s * C * 2u], largest);
+        sum = fma(share, states[s * C * 2u + 1u], sum);
+        memory.parts[c * 4u + s] = share;
+    }
+    total[0] = largest;
+    total[1] = sum;
+    add_column(how.copy, memory.kept + c * 2u, total, factors);
+    if (how.to_total) add_column(how.copy_to_total, memory.kept + (C + c) * 2u, total, factors + 2);
+}
+
+// Columns of a pass, one of two neighbours of each lane, are in the memory of the sums: [simdgroup][column][D + 4]. Lanes
+// that store together use different banks.
+#define MATRIX_SUM_COLUMNS 4
+
+// Stores the simdgroup's sums of element i of matrix f.
+template <int D, int VW, int F>
+inline void store_sums(thread const attend_task &task, int f, int i, thread const matrix_state<D, F> &state)
+{
+    const int N = MATRIX_OUT_VALUES(D, VW);
+    uint k = task.simdgroup * uint(MATRIX_SUM_COLUMNS) + TQKV__MATRIX_COLUMN(task.lane) / 2u;
+    threadgroup float *row = task.sums + k * uint(D + 4) + TQKV__MATRIX_ROW(task.lane) * uint(N);
+    TQKV_UNROLL
+    for (int b = 0; b < D / 8; b += 4) {
+        float4 four;
+        four.x = state.out[b][f].elements[i];
+        four.y = state.out[b + 1][f].elements[i];
+        four.z = state.out[b + 2][f].elements[i];
+        four.w = state.out[b + 3][f].elements[i];
+        *(threadgroup float4 *)(row + b / N * 8 * N + b % N) = four;
     }
 }
 
-// A walk over the values number `i` of the columns' rows in a partial result.
-struct row_walk {
-    device float *at;
-    int head, group;
-    ulong next_head, next_query; // distances
+inline void store_four(thread const float *x, device float *to)
+{
+    device packed_float4 *four = (device packed_float4 *)to;
+    four->x = x[0];
+    four->y = x[1];
+    four->z = x[2];
+    four->w = x[3];
+}
+
+// x = factor * x + other * y
+inline void add_four(float factor, thread float *x, float other, thread const float *y)
+{
+    TQKV_UNROLL
+    for (int i = 0; i < 4; i++) x[i] = fma(other, y[i], factor * x[i]);
+}
+
+// Four neighbouring values of a column.
+struct four_sums {
+    uint column;
+    bool used;
+    threadgroup const float *from; // of the first simdgroup
+    device float *to;              // in the first partial result
+    float kept[4];                 // of the section so far
 };
 
-inline row_walk walk_rows(constant tqkv__attend_args &args, thread const attend_task &task, uint partial, uint column,
-                          uint D, uint i)
+// Number `at` of a pass.
+inline void open_four(thread const attend_task &task, uint D, uint first, uint at, column_memory memory,
+                      stretch_end how, thread four_sums &own)
 {
-    row_walk walk;
-    query_row row = row_of_column(args, task.first_column + column);
-    walk.at = task.partial_out + partial_row(args, task, partial, row) * ulong(D) + i;
-    walk.head = row.head;
-    walk.group = args.group;
-    walk.next_head = ulong(D);
-    walk.next_query = ulong(uint(args.n_kv_heads - 1) * uint(args.group) + 1u) * ulong(D);
-    return walk;
+    uint k = at / (D / 4u), value = at % (D / 4u) * 4u;
+    own.column = first + k * 2u;
+    own.used = at < D && own.column < how.used;
+    own.from = task.sums + k * (D + 4u) + value;
+    own.to = task.partial_out + (row_offset(memory.rows[own.used ? own.column : 0u], D) + ulong(value));
+    TQKV_UNROLL
+    for (int i = 0; i < 4; i++) own.kept[i] = 0.0f;
+    if (own.used && !how.copy) load_floats<4>(own.to + how.section, own.kept);
 }
 
-inline void step_row(thread row_walk &walk)
+// Adds them up, simdgroup after simdgroup: a fixed order.
+inline void combine_four(thread const attend_task &task, uint D, column_memory memory, stretch_end how,
+                         thread four_sums &own)
 {
-    bool same = ++walk.head < walk.group;
-    walk.at += same ? walk.next_head : walk.next_query;
-    walk.head = same ? walk.head : 0;
+    float4 parts = *(threadgroup const float4 *)(memory.parts + own.column * 4u);
+    float4 shares = *(threadgroup const float4 *)(memory.shares + own.column * 4u);
+    threadgroup const float *from = own.from;
+    float sum[4], total[4];
+    TQKV_UNROLL
+    for (int i = 0; i < 4; i++) sum[i] = total[i] = 0.0f;
+    TQKV_UNROLL
+    for (int s = 0; s < TQKV__MATRIX_SIMDGROUPS; s++) {
+        if (uint(s) >= task.n_simdgroups) continue;
+        float4 four = *(threadgroup const float4 *)(from + uint(s * MATRIX_SUM_COLUMNS) * (D + 4u));
+        float part = s == 0 ? parts.x : s == 1 ? parts.y : s == 2 ? parts.z : parts.w;
+        sum[0] = fma(part, four.x, sum[0]);
+        sum[1] = fma(part, four.y, sum[1]);
+        sum[2] = fma(part, four.z, sum[2]);
+        sum[3] = fma(part, four.w, sum[3]);
+    }
+    add_four(shares.x, own.kept, shares.y, sum);
+    store_four(own.kept, own.to + how.section);
+    if (!how.to_total) return;
+    if (!how.copy_to_total) load_floats<4>(own.to, total);
+    add_four(shares.z, total, shares.w, own.kept);
+    store_four(total, own.to);
 }
 
-// Maxima and sums of a pass's columns: adds `kept` to `totals`, and sets both to the total. The factors of the columns'
-// sums are in `shares` then.
-inline void add_columns(uint c, bool copy, threadgroup float *kept, column_memory memory)
+// Adds the sums of element i of matrix f up, four values of a column a thread.
+template <int D, int VW, int F>
+inline void combine_sums(thread const attend_task &task, int f, int i, column_memory memory, stretch_end how,
+                         thread const matrix_state<D, F> &state)
 {
-    shares both = shares_of(copy ? -INFINITY : kept[c * 2u], memory.totals[c * 2u]);
-    float sum = fma(both.added, memory.totals[c * 2u + 1u], copy ? 0.0f : both.kept * kept[c * 2u + 1u]);
-    memory.shares[c * 2u] = both.kept;
-    memory.shares[c * 2u + 1u] = both.added;
-    memory.totals[c * 2u] = kept[c * 2u] = both.largest;
-    memory.totals[c * 2u + 1u] = kept[c * 2u + 1u] = sum;
-}
-
-// As add_to_partial of attend.h, for the columns of a pass.
-template <int D, int F>
-inline void add_matrix_to_partial(constant tqkv__attend_args &args, thread const attend_task &task, uint first,
-                                  uint partial, bool copy, threadgroup float *kept, column_memory memory)
-{
-    const int B = 8 * (F < MATRIX_PASS ? F : MATRIX_PASS); // columns whose sums are under way at a time
-    uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u;
-    uint used = min(uint(columns), uint(args.n_queries) * uint(args.group) - task.first_column);
-    for (uint i = thread_index; i < (uint(D) + n_threads - 1u) / n_threads * n_threads; i += n_threads) {
-        float before[B];
-        row_walk walk = walk_rows(args, task, partial, first, uint(D), i);
-        TQKV_UNROLL
-        for (int b = 0; b < B; b++) {
-            before[b] = copy || first + uint(b) >= used || i >= uint(D) ? 0.0f : *walk.at;
-            step_row(walk);
-        }
-        if (i == thread_index) {
-            for (uint c = i; c < uint(B); c += n_threads)
-                if (first + c < uint(columns)) add_columns(first + c, copy, kept, memory);
-            threadgroup_barrier(mem_flags::mem_threadgroup);
-        }
-        walk = walk_rows(args, task, partial, first, uint(D), i);
-        TQKV_UNROLL
-        for (int b = 0; b < B; b++) {
-            uint c = first + uint(b);
-            if (c < used && i < uint(D)) {
-                threadgroup float *sum = task.sums + MATRIX_SUM_AT(D, uint(b), i);
-                *walk.at = *sum = fma(memory.shares[c * 2u + 1u], *sum, memory.shares[c * 2u] * before[b]);
-            }
-            step_row(walk);
-        }
+    uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, first = uint(f * 8 + i);
+    four_sums own;
+    open_four(task, uint(D), first, thread_index, memory, how, own); // its loads are under way before the barrier
+    store_sums<D, VW, F>(task, f, i, state);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint at = thread_index; at < uint(D); at += n_threads) {
+        if (at != thread_index) open_four(task, uint(D), first, at, memory, how, own);
+        if (own.used) combine_four(task, uint(D), memory, how, own);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// As keep_stretch of attend.h, for the columns of a pass.
-template <int D, int F>
+// As keep_stretch of attend.h.
+template <int D, int VW, int F>
 inline uint keep_matrix_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
-                                uint stretch, uint first, column_memory memory)
+                                uint stretch, column_memory memory, thread matrix_state<D, F> &state)
 {
     bool several = args.sections_each > 1, last = stretch + 1u == own.end || (stretch + 1u) % TQKV__SECTION == 0;
-    uint partial = several ? 1u : task.split;
-    bool copy = stretch == own.begin || stretch % TQKV__SECTION == 0;
-    add_matrix_to_partial<D, F>(args, task, first, partial, copy, task.kept, memory);
-    if (!several || !last) return partial;
-    copy = stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
-    add_matrix_to_partial<D, F>(args, task, first, 0u, copy, task.kept + 2 * TQKV__MATRIX_COLUMNS, memory);
-    return 0u;
+    uint rows = uint(args.n_queries) * uint(args.group), partial = several ? 1u : task.split;
+    stretch_end how;
+    how.used = min(uint(columns), rows - task.first_column);
+    how.section = row_offset(partial, rows * uint(args.n_kv_heads)) * ulong(D);
+    how.copy = stretch == own.begin || stretch % TQKV__SECTION == 0;
+    how.to_total = several && last;
+    how.copy_to_total = stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
+    store_states<D, F>(task, state);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states(task, task.lane, memory, how);
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) combine_sums<D, VW, F>(task, f, i, memory, how, state);
+    }
+    return how.to_total ? 0u : partial;
 }
 
 // Maxima, sums and the scores of the centre, for attend_merge.
@@ -722,15 +833,15 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
         walk.tile = step_over(tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
         walk.base = find_tile(args, task.pages, walk.tile);
         bool whole = sees_whole_tile<D, KW>(args, tile, walk);
-        tile_scales scales;
-        next_tile_scales<D, F>(args, task, base, walk.base, walk.scales, scales);
+        tile_norms norms;
+        next_tile_norms<D, F>(args, task, base, walk.base, walk.norms, norms);
         value_chunk<D, VW> values[2];
         TQKV_UNROLL
         for (int h = 0; h < 2; h++) load_value_chunk<D, VW>(args, task, base.values, 0u, uint(h), values[h]);
         sum_matrix score[4][F];
         score_matrix_tile<D, KW, F>(args, task, base.keys, walk.base.keys, key_book, walk.keys, score);
-        weigh_matrix_tile<D, F>(args, task, tile, whole, scales, score, state);
-        add_matrix_values<D, VW, F>(args, task, base.values, whole, scales, out_book, values, score, state);
+        weigh_matrix_tile<D, F>(args, task, tile, whole, norms, score, state);
+        add_matrix_values<D, VW, F>(args, task, base.values, whole, norms, out_book, values, score, state);
     }
 }
 
@@ -755,7 +866,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     TQKV_UNROLL
     for (int b = 0; b < MATRIX_KEY_BATCH(D, KW); b++)
         load_key_chunk<D, KW>(args, task, walk.base.keys, uint(b), walk.keys.chunks[b]);
-    if (F <= 2) load_tile_scales<D>(args, task, walk.base, walk.scales);
+    if (F <= 2) load_tile_norms<D>(args, task, walk.base, walk.norms);
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
     load_matrix_queries<D, KW, F>(args, task, memory);
@@ -767,13 +878,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
         clear_matrices<D, F>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
         add_matrix_tiles<D, KW, VW, F>(args, task, end, key_book, out_book, walk, state);
-        combine_totals<D, F>(task, memory, state);
-        TQKV_UNROLL
-        for (int pass = 0; pass < MATRIX_PASSES(F); pass++) {
-            const int first = pass * 8 * MATRIX_PASS;
-            combine_matrices<D, VW, F>(task, memory, first, state);
-            partial = keep_matrix_stretch<D, F>(args, task, own, stretch, uint(first), memory);
-        }
+        partial = keep_matrix_stretch<D, VW, F>(args, task, own, stretch, memory, state);
     }
     store_columns(args, task, partial, memory);
 }

@@ -21,7 +21,6 @@
         constant tqkv__batch_item *items [[buffer(12)]], \
         threadgroup float *tables [[threadgroup(0)]], \
         threadgroup float *queries [[threadgroup(1)]], \
-        threadgroup float *sums [[threadgroup(2)]], \
         threadgroup float *states [[threadgroup(3)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -43,10 +42,10 @@
         task.tree = tree; \
         task.tables = tables; \
         task.queries = queries; \
-        task.sums = sums; \
-        task.weights = sums; \
+        task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
+        task.sums = args.sections_each == 0 ? queries : task.weights; \
         task.kept = states; \
-        task.states = states + 10 * TQKV__MATRIX_COLUMNS; \
+        task.states = states + 17 * TQKV__MATRIX_COLUMNS; \
         task.kv_head = group.x; \
         task.first_column = group.y * columns; \
         task.split = group.z; \

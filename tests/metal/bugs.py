@@ -157,9 +157,12 @@ BUGS = {
     "wrong_element_layout_reported": (
         "tqkv.h", "(((lane) >> 4 << 2) | ((lane) >> 1 & 3))", "((lane) >> 2)", "tables", (), "plain",
         "machine/matrix_places", "the check says they do not"),
-    "matrices_summed_without_barrier": (
-        "shaders/attend_matrix.h", "            }\n        }\n        threadgroup_barrier(mem_flags::mem_threadgroup);\n    }\n}\n\n// A walk",
-        "            }\n        }\n    }\n}\n\n// A walk", "attend_matrix", (64,), "plain", "attend/pair/tq4_tq4/d64", "FAIL attend/pair/tq4_tq4/d64"),
+    "sums_added_before_they_are_stored": (
+        "shaders/attend_matrix.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    for (uint at = thread_index",
+        "    for (uint at = thread_index", "attend_matrix", (64,), "plain", "attend/pair/tq4_tq4/d64", "FAIL attend/pair/tq4_tq4/d64"),
+    "sums_overwritten_by_the_next_pass": (
+        "shaders/attend_matrix.h", "how, own);\n    }\n    threadgroup_barrier(mem_flags::mem_threadgroup);\n", "how, own);\n    }\n",
+        "attend_matrix", (64,), "plain", "attend/pair/tq4_tq4/d64", "by matrices"),
     "totals_without_barrier": (
         "shaders/attend_matrix.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (task.simdgroup == 0 && task.lane",
         "    if (task.simdgroup == 0 && task.lane", "attend_matrix", (64,), "tsan", "attend/pair/tq4_tq4/d64", "data race"),
@@ -172,19 +175,21 @@ BUGS = {
     "whole_tile_off_by_one": (
         "shaders/attend_matrix.h", "last <= walk.least_newest &&", "last <= walk.least_newest + 2 &&", "attend_matrix", (64,),
         "plain", "attend/resident/exactly_full", "by matrices"),
-    "shares_without_barrier": (
-        "shaders/attend_matrix.h", "            threadgroup_barrier(mem_flags::mem_threadgroup);\n        }\n        walk =",
-        "        }\n        walk =", "attend_matrix", (128,), "plain",
-        "attend/shape/group2_queries40_columns32_simdgroups1_stretches5_share1", "by matrices"),
+    "sums_of_the_first_simdgroup": (
+        "shaders/attend_matrix.h", "s == 0 ? parts.x : s == 1 ? parts.y", "s <= 1 ? parts.x", "attend_matrix",
+        (64,), "plain", "attend/option/large_scores", "by matrices"),
     "queries_of_a_pass_overwritten": (
         "shaders/attend_matrix.h", "if (first != 0) threadgroup_barrier(mem_flags::mem_threadgroup);", "", "attend_matrix", (128,), "tsan",
         "attend/shape/group2_queries45_columns32_simdgroups2_stretches40_share3", "data race"),
-    "next_query_beside_the_head": (
-        "shaders/attend_matrix.h", "walk.at += same ? walk.next_head : walk.next_query;", "walk.at += walk.next_head;", "attend_matrix",
+    "rows_of_the_first_query": (
+        "shaders/attend_matrix.h", "memory.rows[c] = at;", "memory.rows[c] = head;", "attend_matrix",
         (128,), "plain", "attend/shape/group2_queries40_columns32_simdgroups1_stretches5_share1", "by matrices"),
     "unscaled_merge_of_matrices": (
-        "shaders/attend_matrix.h", "float shrink = share_of(state.maximum[f][i], memory.totals[c * 2u]);",
-        "float shrink = 1.0f;", "attend_matrix", (64,), "plain", "attend/option/large_scores", "by matrices"),
+        "shaders/attend_matrix.h", "float share = share_of(states[s * C * 2u], largest);",
+        "float share = 1.0f;", "attend_matrix", (64,), "plain", "attend/option/large_scores", "by matrices"),
+    "masked_norm_kept": (
+        "shaders/attend_matrix.h", "norms.values[p] = finite ? norms.values[p] : 0.0f;", "norms.values[p] += 0.0f;", "attend_matrix",
+        (64, 128, 256), "plain", "attend/tree/poison", "by matrices"),
     "halves_not_cleared": (
         "shaders/attend_matrix.h", "clear_not_finite<W, N>(values[h].raw);", "values[h].raw[0].main[0] += 0u;", "attend_matrix", (256,), "plain",
         "attend/poison", "by matrices"),
@@ -192,8 +197,8 @@ BUGS = {
         "shaders/attend_matrix.h", "load_typed_row<D>(row_type,", "load_typed_row<D>(uint(TQKV_TYPE_F16),", "attend_matrix", (64,),
         "plain", "attend/types/6", "became"),
     "matrix_maxima_raised_together": (
-        "shaders/attend_matrix.h", "largest = largest > state.maximum[f][i] + 11.0f ? largest : state.maximum[f][i];",
-        "largest = max(largest, state.maximum[f][i]);", "attend_matrix", (64, 128), "plain", "attend/company",
+        "shaders/attend_matrix.h", "largest > before[f][i] + 11.0f ? largest : before[f][i];",
+        "max(largest, before[f][i]);", "attend_matrix", (64, 128), "plain", "attend/company",
         "other bits alone"),
     "wrong_last_tile": (
         "shaders/tiles.h", "first + row >= number * 32u &&", "", "attend", (64,), "plain", "attend/resident/",

@@ -213,7 +213,8 @@ void gpu_force(tqkv__dispatch d[2], gpu_split split)
                            split.columns == GPU_MOST ? INT_MAX
                            : split.columns           ? split.columns
                                                      : planned);
-    if (split.n_simdgroups) d[0].n_simdgroups = split.n_simdgroups;
+    if (split.n_simdgroups)
+        d[0].n_simdgroups = by_matrices ? std::min(split.n_simdgroups, TQKV__MATRIX_SIMDGROUPS) : split.n_simdgroups;
     if (split.n_stretches || split.share) force_stretches(d, split, value_dim);
 }
 

@@ -97,7 +97,8 @@ test-shaders-bugs: $(patsubst %,$(METAL_BUILD)/%/driver,plain asan tsan)
 	@echo "== shaders: planted bugs"
 	@PLAIN="$(CXX) -O1 $(SHADER_CPU)" PLAIN_LINK="$(CXX)" ASAN="clang++ $(SHADER_ASAN) $(SHADER_CPU)" \
 	ASAN_LINK="clang++ $(SHADER_ASAN)" TSAN="clang++ $(SHADER_TSAN) $(SHADER_CPU)" TSAN_LINK="clang++ $(SHADER_TSAN)" \
-	IMPLEMENTATION="$(SHADER_IMPLEMENTATION)" TSAN_RUN="$(SHADER_TSAN_RUN)" TYPE_CHECK="$(TYPE_CHECK)" python3 tests/metal/bugs.py $(METAL_BUILD) $(BUGS)
+	TSAN_RUN="$(SHADER_TSAN_RUN)" TYPE_CHECK="$(TYPE_CHECK)" IMPLEMENTATION="$(SHADER_IMPLEMENTATION)" \
+	python3 tests/metal/bugs.py $(METAL_BUILD) $(BUGS)
 
 # nvcc compiles the shaders without a GPU: the pipelines for I8 keys, TQ4 values and 4 columns.
 NVCC ?= $(shell command -v nvcc 2>/dev/null)
