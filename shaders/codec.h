@@ -233,17 +233,61 @@ inline uint code_at(uint format, thread const raw_codes<W, N> &raw, int i)
     return code;
 }
 
-// Value i of the raw codes, before its scale. All lanes of the simdgroup must come here together: it may shuffle.
+// The centroid of a code; the bits above the code may be anything. All lanes of the simdgroup must come here together:
+// it may shuffle.
+inline float centroid_of(uint code, uint bits, thread const codebook &book)
+{
+    // The lanes repeat a codebook of fewer than 32 centroids: bits above the code may stay in the lane number.
+    if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
+    return book.table[code & ((1u << bits) - 1u)];
+}
+
+// Value i of the raw codes, before its scale. All lanes of the simdgroup must come here together.
 template <int W, int N>
 inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book)
 {
     uint word = raw.main[i * W / 32], shift = uint(i * W % 32);
     if (W == 16) return float(as_type<half>(ushort((word >> shift) & 0xffffu)));
     if (W == 8 && !has_codebook(format)) return float(int(word << (24u - (shift & 24u))) >> 24);
-    uint code = code_at<W, N>(format, raw, i), bits = codebook_bits(format);
-    // The lanes repeat a codebook of fewer than 32 centroids: bits above the code may stay in the lane number.
-    if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
-    return book.table[code & ((1u << bits) - 1u)];
+    return centroid_of(code_at<W, N>(format, raw, i), codebook_bits(format), book);
+}
+
+// The codes of four values in the bytes of a word: of values i, i+2, i+4 and i+6 of a format with 4 main bits and some
+// upper bits. i: a multiple of 8, or one more. The bits above a code are not cleared.
+template <int W, int N>
+inline uint every_second_code(uint format, thread const raw_codes<W, N> &raw, int i)
+{
+    int odd = i % 2;
+    uint main = raw.main[i * W / 32] >> (4 * odd), upper;
+    if (upper_bits(format) == 1) {
+        // Bit 2k moves up by 6k + 4. The product has other bits, too, and carries: they end elsewhere.
+        upper = (raw.upper[i / 32] >> (i % 32 / 8 * 8)) & (odd ? 0xaau : 0x55u);
+        upper *= odd ? 0x00208208u : 0x00410410u;
+    } else {
+        // Bits 4k and 4k+1 move up by 4k + 4: two of four pairs by 8, then every second one by 4 more.
+        upper = (raw.upper[i / 16] >> (i % 16 / 8 * 16)) & (odd ? 0xccccu : 0x3333u);
+        upper = (upper | upper << 8) & (odd ? 0x00cc00ccu : 0x00330033u);
+        upper *= odd ? 0x44u : 0x110u;
+    }
+    return (main & 0x0f0f0f0fu) | (upper & 0xf0f0f0f0u);
+}
+
+// M values from value i on, a multiple of M, which is 4 or 8.
+template <int W, int N, int M>
+inline void values_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book,
+                      thread float *x)
+{
+    if (W == 4 && main_bits(format) == 4 && upper_bits(format) != 0) {
+        // Each word is computed once, by name: else the compiler moves the shift below into it, four times.
+        uint even = every_second_code<W, N>(format, raw, i / 8 * 8);
+        uint odd = every_second_code<W, N>(format, raw, i / 8 * 8 + 1);
+        TQKV_UNROLL
+        for (int k = 0; k < M; k++)
+            x[k] = centroid_of((k % 2 ? odd : even) >> ((i + k) % 8 / 2 * 8), codebook_bits(format), book);
+        return;
+    }
+    TQKV_UNROLL
+    for (int k = 0; k < M; k++) x[k] = value_at<W, N>(format, raw, i + k, book);
 }
 
 #endif
