@@ -881,9 +881,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
 #define TQKV__CELL_BYTES 3120 /* (0) of encode: cells of the codebook */
-                              /* (1) of encode, (0) of probe: signs or, with */
-                              /*     a matrix, rows of n simdgroups: */
-#define TQKV__SIGN_BYTES(D)   (TQKV__RUNS(D) > 1 ? 0 : 4 * (D))
+                              /* (1) of encode, (0) of probe: with a matrix */
+                              /*     the rows of n simdgroups */
 #define TQKV__ROW_BYTES(D, n) (TQKV__RUNS(D) > 1 ? (n)*128 * (TQKV__RUNS(D) + 1) : 0)
 #define TQKV__TABLE_BYTES     1024                                       /* (0) of decode: a codebook */
                                                                          /* (2) of encode: squares of its centroids */
@@ -920,11 +919,11 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D)                                                                                          \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
-        TQKV__SIGN_BYTES(D), TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),            \
+        TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),                                 \
         TQKV__ATTEND_WEIGHT_BYTES(D, 1), TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1),                   \
         TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D),                    \
         TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__MATRIX_KEPT_BYTES, TQKV__MATRIX_STATE_BYTES
-enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 20 };
+enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 19 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend. */
@@ -1027,7 +1026,7 @@ TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
 TQKV__ASSERT_SIZE(tqkv__attend_args, 112);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
 TQKV__ASSERT_SIZE(tqkv__batch_item, 204);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4540);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4500);
 
 #endif
 /* <<shared */
@@ -7026,11 +7025,11 @@ typedef struct tqkv__encode_stream {
     int center, pages; /* indices */
 } tqkv__encode_stream;
 
-/* Memory at `index` for the signs, or for the rows of each simdgroup. */
+/* Memory at `index` for the rows of each simdgroup. Metal takes no empty memory. */
 static void tqkv__plan_encode_memory(tqkv__dispatch *d, int index, int head_dim)
 {
-    const size_t signs = (size_t)TQKV__SIGN_BYTES(head_dim), rows = (size_t)TQKV__ROW_BYTES(head_dim, 1);
-    if (d->memory[index] < signs) d->memory[index] = signs;
+    const size_t rows = (size_t)TQKV__ROW_BYTES(head_dim, 1);
+    d->memory[index] = 16;
     if (d->memory_each[index] < rows) d->memory_each[index] = rows;
 }
 

@@ -250,10 +250,7 @@ inline void multiply_keys(thread const raw_codes<W, KEY_VALUES(D, W)> (&raw)[R],
     for (int i = 0; i < N; i += 4) {
         float x[R][4];
         TQKV_UNROLL
-        for (int r = 0; r < R; r++) {
-            TQKV_UNROLL
-            for (int k = 0; k < 4; k++) x[r][k] = value_at<W, N>(key_format, raw[r], i + k, book);
-        }
+        for (int r = 0; r < R; r++) values_at<W, N, 4>(key_format, raw[r], i, book, x[r]);
         FOR_COLUMNS(c)
         {
             uint at = uint(c) * padded<D, W>(D) + padded<D, W>(first) + uint(i);
@@ -487,8 +484,7 @@ inline void add_value_step(thread const value_step<D, W> &step, uint number, uin
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
         float x[8];
-        TQKV_UNROLL
-        for (int i = 0; i < 8; i++) x[i] = value_at<W, 8>(value_format, step.raw[j], i, book);
+        values_at<W, 8, 8>(value_format, step.raw[j], 0, book, x);
         FOR_COLUMNS(c)
         {
             // A masked slot may hold halves or norms that are NaN, and 0 * NaN is not 0.

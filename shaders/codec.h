@@ -51,16 +51,32 @@ inline uint upper_offset(uint format)
 
 // ---- Values to codes ----
 
+// Whether look-ups in a table of this many bits are shuffles.
+inline bool is_shuffled(uint bits) { return TQKV_CHEAP_SHUFFLE && bits <= 5u; }
+
 // A barrier must follow.
 inline void copy_table(constant float *source, uint n, threadgroup float *table, uint thread_index, uint n_threads)
 {
     for (uint i = thread_index; i < n; i += n_threads) table[i] = source[i];
 }
 
-// Cells of equal width divide the codebook's range. They are so narrow that none holds two boundaries. There are 2n+1
-// cells: cell i is centred on (i - n)/density. No boundary is near the edge of a cell.
-inline uint cells_per_side(uint bits) { return bits <= 4 ? 10u : bits == 5 ? 25u : bits == 6 ? 57u : 194u; }
-inline float cell_density(uint bits) { return bits <= 4 ? 4.0f : bits == 5 ? 8.5f : bits == 6 ? 16.5f : 39.75f; }
+// A first guess narrows the codes of a value down to two, and one comparison with the boundary between them decides.
+//
+// Up to 4 bits the guess is a line: so near the boundaries that it is right or one too low.
+inline bool guessed_by_line(uint bits) { return bits <= 4; }
+inline float slope_of_line(uint bits) { return bits <= 2 ? 1.0f : bits == 3 ? 1.875f : 3.375f; }
+
+// The guess is the lowest bits of this float: near 1.5 * 2^23 its unit is 1. 0 for NaN.
+inline float guess_of(float v, uint bits)
+{
+    float last = float((1u << bits) - 2u);
+    return fma(saturate(fma(v, slope_of_line(bits) / last, 0.5f)), last, 12582912.0f);
+}
+
+// With more bits, cells of equal width divide the codebook's range. They are so narrow that none holds two boundaries.
+// There are 2n+1 cells: cell i is centred on (i - n)/density. No boundary is near the edge of a cell.
+inline uint cells_per_side(uint bits) { return bits == 5 ? 25u : bits == 6 ? 57u : 194u; }
+inline float cell_density(uint bits) { return bits == 5 ? 8.5f : bits == 6 ? 16.5f : 39.75f; }
 
 // Offset of the cell of v, in bytes; of cell 0 for NaN. A float near 1.5 * 2^20 has units of 1/8 in its lowest bits. A
 // cell has 8 bytes, so these bits are the offset and need no shift.
@@ -77,12 +93,16 @@ inline threadgroup uint2 *cell_at(threadgroup uint2 *cells, uint byte)
 }
 
 // x of a cell: the bits of its boundary, or of the next boundary above it. y: the number of boundaries below that one.
-// A barrier must follow.
+// For guesses by a line all boundaries. A barrier must follow.
 inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index, uint n_threads)
 {
     uint bits = codebook_bits(format), n = (1u << bits) - 1u;
     if (bits == 0) return;
     constant float *boundaries = TQKV__BOUNDARIES(bits);
+    if (guessed_by_line(bits)) {
+        copy_table(boundaries, n, (threadgroup float *)cells, thread_index, n_threads);
+        return;
+    }
     for (uint i = thread_index; i <= n; i += n_threads) {
         uint first = i == 0 ? 0u : cell_of(boundaries[i - 1u], bits) + 8u;
         uint last = i == n ? 16u * cells_per_side(bits) : cell_of(boundaries[i], bits);
@@ -102,11 +122,48 @@ inline void load_squares(uint format, threadgroup float *squares, uint thread_in
     for (uint i = thread_index; i < 1u << bits; i += n_threads) squares[i] = centroids[i] * centroids[i];
 }
 
-// Number of boundaries strictly below v; 0 for NaN.
-inline uint quantise(float v, uint bits, threadgroup uint2 *cells)
+// What quantise adds to a code, for whoever packs it to take away: all bits are above the code's.
+inline uint code_offset(uint bits) { return guessed_by_line(bits) ? 0x4b400000u : 0u; }
+
+// What load_cells and load_squares have made and, where shuffles are cheap, each lane's part of up to 32 numbers.
+struct quantiser {
+    threadgroup uint2 *cells;
+    threadgroup const float *boundaries; // in their place
+    threadgroup const float *squares;    // of the centroids
+    float boundary, square;              // of this lane
+};
+
+// Call it after load_cells, load_squares and a barrier.
+inline quantiser open_quantiser(uint format, threadgroup uint2 *cells, threadgroup const float *squares, uint lane)
 {
-    uint2 cell = *cell_at(cells, cell_of(v, bits));
+    quantiser result = {cells, (threadgroup const float *)cells, squares, 0.0f, 0.0f};
+    uint bits = codebook_bits(format), code = lane & ((1u << bits) - 1u);
+    if (bits == 0 || !is_shuffled(bits)) return result;
+    result.square = squares[code];
+    if (guessed_by_line(bits)) result.boundary = result.boundaries[min(code, (1u << bits) - 2u)];
+    return result;
+}
+
+// The number of boundaries strictly below v, 0 for NaN, plus code_offset. All lanes of the simdgroup must come here
+// together.
+inline uint quantise(float v, uint bits, thread const quantiser &book)
+{
+    if (guessed_by_line(bits)) {
+        float guess = guess_of(v, bits), boundary;
+        if (is_shuffled(bits))
+            boundary = simd_shuffle(book.boundary, TQKV_LANE_NUMBER(as_type<uint>(guess)));
+        else
+            boundary = book.boundaries[as_type<uint>(guess) & ((1u << bits) - 1u)];
+        return as_type<uint>(guess + (boundary < v ? 1.0f : 0.0f));
+    }
+    uint2 cell = *cell_at(book.cells, cell_of(v, bits));
     return cell.y + (as_type<float>(cell.x) < v ? 1u : 0u);
+}
+
+inline float square_of(uint code, uint bits, thread const quantiser &book)
+{
+    if (is_shuffled(bits)) return simd_shuffle(book.square, TQKV_LANE_NUMBER(code));
+    return book.squares[code & ((1u << bits) - 1u)];
 }
 
 // Round half to even, clamped to +-127. NaN, which only an overflow makes, becomes 127.
@@ -196,8 +253,6 @@ struct codebook {
     threadgroup const float *table;
 };
 
-inline bool is_shuffled(uint bits) { return TQKV_CHEAP_SHUFFLE && bits <= 5u; }
-
 inline void load_codebook(uint format, threadgroup float *table, uint thread_index, uint n_threads)
 {
     uint bits = codebook_bits(format);
@@ -233,17 +288,61 @@ inline uint code_at(uint format, thread const raw_codes<W, N> &raw, int i)
     return code;
 }
 
-// Value i of the raw codes, before its scale. All lanes of the simdgroup must come here together: it may shuffle.
+// The centroid of a code; the bits above the code may be anything. All lanes of the simdgroup must come here together:
+// it may shuffle.
+inline float centroid_of(uint code, uint bits, thread const codebook &book)
+{
+    // The lanes repeat a codebook of fewer than 32 centroids: bits above the code may stay in the lane number.
+    if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
+    return book.table[code & ((1u << bits) - 1u)];
+}
+
+// Value i of the raw codes, before its scale. All lanes of the simdgroup must come here together.
 template <int W, int N>
 inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book)
 {
     uint word = raw.main[i * W / 32], shift = uint(i * W % 32);
     if (W == 16) return float(as_type<half>(ushort((word >> shift) & 0xffffu)));
     if (W == 8 && !has_codebook(format)) return float(int(word << (24u - (shift & 24u))) >> 24);
-    uint code = code_at<W, N>(format, raw, i), bits = codebook_bits(format);
-    // The lanes repeat a codebook of fewer than 32 centroids: bits above the code may stay in the lane number.
-    if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
-    return book.table[code & ((1u << bits) - 1u)];
+    return centroid_of(code_at<W, N>(format, raw, i), codebook_bits(format), book);
+}
+
+// The codes of four values in the bytes of a word: of values i, i+2, i+4 and i+6 of a format with 4 main bits and some
+// upper bits. i: a multiple of 8, or one more. The bits above a code are not cleared.
+template <int W, int N>
+inline uint every_second_code(uint format, thread const raw_codes<W, N> &raw, int i)
+{
+    int odd = i % 2;
+    uint main = raw.main[i * W / 32] >> (4 * odd), upper;
+    if (upper_bits(format) == 1) {
+        // Bit 2k moves up by 6k + 4. The product has other bits, too, and carries: they end elsewhere.
+        upper = (raw.upper[i / 32] >> (i % 32 / 8 * 8)) & (odd ? 0xaau : 0x55u);
+        upper *= odd ? 0x00208208u : 0x00410410u;
+    } else {
+        // Bits 4k and 4k+1 move up by 4k + 4: two of four pairs by 8, then every second one by 4 more.
+        upper = (raw.upper[i / 16] >> (i % 16 / 8 * 16)) & (odd ? 0xccccu : 0x3333u);
+        upper = (upper | upper << 8) & (odd ? 0x00cc00ccu : 0x00330033u);
+        upper *= odd ? 0x44u : 0x110u;
+    }
+    return (main & 0x0f0f0f0fu) | (upper & 0xf0f0f0f0u);
+}
+
+// M values from value i on, a multiple of M, which is 4 or 8.
+template <int W, int N, int M>
+inline void values_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book,
+                      thread float *x)
+{
+    if (W == 4 && main_bits(format) == 4 && upper_bits(format) != 0) {
+        // Each word is computed once, by name: else the compiler moves the shift below into it, four times.
+        uint even = every_second_code<W, N>(format, raw, i / 8 * 8);
+        uint odd = every_second_code<W, N>(format, raw, i / 8 * 8 + 1);
+        TQKV_UNROLL
+        for (int k = 0; k < M; k++)
+            x[k] = centroid_of((k % 2 ? odd : even) >> ((i + k) % 8 / 2 * 8), codebook_bits(format), book);
+        return;
+    }
+    TQKV_UNROLL
+    for (int k = 0; k < M; k++) x[k] = value_at<W, N>(format, raw, i + k, book);
 }
 
 #endif

@@ -42,20 +42,16 @@ constant bool value_paged [[function_constant(TQKV_FC_VALUE_PAGES)]];
         uint number = group.x * n_simdgroups + simdgroup; \
         load_cells(group.z == 0 ? key_format : value_format, cells, thread_index, n_simdgroups * 32u); \
         load_squares(group.z == 0 ? key_format : value_format, squares, thread_index, n_simdgroups * 32u); \
-        if (group.z == 0) \
-            load_signs<D>(space, thread_index, n_simdgroups * 32u); \
-        else \
-            load_signs<V>(space, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         if (group.z == 0) { \
             encode_source source = {key_format, row_type, key_rotated, key_centered, keys, key_center, \
                                     space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-            encode_target target = {key_codes, key_norms, cells, squares, paged, key_pages}; \
+            encode_target target = {key_codes, key_norms, open_quantiser(key_format, cells, squares, lane), paged, key_pages}; \
             encode_rows<D>(key_args, source, target, number * uint(TQKV__ENCODE_ROWS(D)), lane); \
         } else { \
             encode_source source = {value_format, value_type, value_rotated, value_centered, values, value_center, \
                                     space_of_simdgroup<V>(space, simdgroup), not_finite}; \
-            encode_target target = {value_codes, value_norms, cells, squares, value_paged, value_pages}; \
+            encode_target target = {value_codes, value_norms, open_quantiser(value_format, cells, squares, lane), value_paged, value_pages}; \
             encode_rows<V>(value_args, source, target, number * uint(TQKV__ENCODE_ROWS(V)), lane); \
         } \
     }

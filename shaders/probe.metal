@@ -17,13 +17,10 @@ constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
         device const float *center [[buffer(4)]], \
         threadgroup float *space [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
-        uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        load_signs<D>(space, thread_index, n_simdgroups * 32u); \
-        threadgroup_barrier(mem_flags::mem_threadgroup); \
         encode_source source = {stream_format, row_type, rotated, centered, rows, center, \
                                 space_of_simdgroup<D>(space, simdgroup), not_finite}; \
         probe_rows<D>(args, source, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane, scaled); \

@@ -668,7 +668,7 @@ void bench_batch(tqkv_format key_format, tqkv_format value_format, int group)
 
 void bench_all()
 {
-    const tqkv_format formats[] = {TQKV_F16, TQKV_I8, TQKV_TQ8, TQKV_TQ5, TQKV_TQ4, TQKV_TQ3, TQKV_TQ2};
+    const tqkv_format formats[] = {TQKV_F16, TQKV_I8, TQKV_TQ8, TQKV_TQ6, TQKV_TQ5, TQKV_TQ4, TQKV_TQ3, TQKV_TQ2};
     const std::vector<std::pair<int, int>> groups = {{1, 1}, {2, 1}, {4, 1}, {8, 1}, {16, 1}, {2, 8}};
     for (tqkv_format f : {TQKV_F16, TQKV_I8, TQKV_TQ8, TQKV_TQ6, TQKV_TQ5, TQKV_TQ4, TQKV_TQ3, TQKV_TQ2})
         bench_encode(f, 128, 131072);

@@ -42,10 +42,10 @@ BUGS = {
         "shaders/types.h", "row[at] = x[i];", "row[at + 1u] = x[i];", "decode", (64,),
         "asan", "encode/tq4/d64/gaussian", "heap-buffer-overflow"),
     "out_of_bounds_threadgroup_write": (
-        "shaders/encode.h", "signs[i] = (tqkv__tables", "signs[i + 1u] = (tqkv__tables", "encode", (128,), "asan",
-        "encode/tq4/d128/gaussian", "heap-buffer-overflow"),
+        "shaders/codec.h", "*cell_at(cells, c) = cell;", "*cell_at(cells, c + 16u) = cell;", "encode", (128,), "asan",
+        "encode/tq8/d128/gaussian", "heap-buffer-overflow"),
     "uninitialised_threadgroup_memory": (
-        "shaders/codec.h", "i = thread_index; i <= n;", "i = thread_index; i < n - 6u;", "encode", (128,), "plain", "encode/tq4/d128/gaussian", "differs under schedule"),
+        "shaders/codec.h", "i = thread_index; i <= n;", "i = thread_index; i < n - 6u;", "encode", (128,), "plain", "encode/tq5/d128/gaussian", "differs under schedule"),
     "misaligned_load": (
         "shaders/codec.h", "n % 4 == 0 && alignment % 16u == 0", "n % 4 == 0", "attend", (32,), "asan",
         "attend/head_dim/d32/tq5", "misaligned address"),
@@ -54,9 +54,9 @@ BUGS = {
         "(ulong(partial) * 0 + ulong(row.query))",
         "attend", (128,), "tsan", "attend/shape/group3_queries1_columns2_simdgroups2_stretches2_share1", "data race"),
     "wrong_address_space": (
-        "shaders/codec.h", "inline uint quantise(float v, uint bits, threadgroup uint2 *cells)",
-        "inline uint quantise(float v, uint bits, device uint2 *cells)", "encode", (128,), "type", "",
-        "no matching function for call to 'quantise'"),
+        "shaders/codec.h", "inline void load_squares(uint format, threadgroup float *squares,",
+        "inline void load_squares(uint format, device float *squares,", "encode", (128,), "type", "",
+        "no matching function for call to 'load_squares'"),
     "write_to_constant": (
         "shaders/encode.metal", "load_cells(", "args.n_tokens = 1; load_cells(", "encode", (128,), "type", "",
         "const-qualified"),
@@ -72,8 +72,17 @@ BUGS = {
     "stale_table": (
         "tqkv.h", "-2.0690172f", "-2.0690173f", "tables", (), "plain", "tables", "stale: table codebook_4"),
     "norms_not_corrected": (
-        "shaders/encode.h", "if (has_codebook(format)) correct_norms<D>(args.block_scale, x, norm);", "", "encode", (64,),
-        "plain", "encode/tq4/d64/gaussian", "norms differ"),
+        "shaders/encode.h", "if (has_codebook(format)) norm = corrected_norm", "if (false) norm = corrected_norm", "encode",
+        (64,), "plain", "encode/tq4/d64/gaussian", "norms differ"),
+    "guess_too_low": (
+        "shaders/codec.h", "bits == 3 ? 1.875f : 3.375f", "bits == 3 ? 1.875f : 3.0f", "encode", (64,), "plain",
+        "encode/tq4/d64/gaussian", "codes differ"),
+    "neighbours_codes_swapped": (
+        "shaders/encode.h", "words[j] = odd ?", "words[j] = !odd ?", "encode", (64,), "plain", "encode/tq4/d64/gaussian",
+        "codes differ"),
+    "fifth_bits_of_other_values": (
+        "shaders/codec.h", "odd ? 0x00208208u : 0x00410410u", "odd ? 0x00410410u : 0x00410410u", "attend", (64,), "plain",
+        "attend/pair/tq5", "relative error"),
     "center_not_subtracted": (
         "shaders/encode.h", "x[i] = x[i] - center[i];", "x[i] = x[i] - 0.0f * center[i];", "encode", (64,), "plain",
         "encode/tq2/d64/center", "codes differ"),
