@@ -336,9 +336,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
 #define TQKV__CELL_BYTES 3120 /* (0) of encode: cells of the codebook */
-                              /* (1) of encode, (0) of probe: signs or, with */
-                              /*     a matrix, rows of n simdgroups: */
-#define TQKV__SIGN_BYTES(D)   (TQKV__RUNS(D) > 1 ? 0 : 4 * (D))
+                              /* (1) of encode, (0) of probe: with a matrix */
+                              /*     the rows of n simdgroups */
 #define TQKV__ROW_BYTES(D, n) (TQKV__RUNS(D) > 1 ? (n)*128 * (TQKV__RUNS(D) + 1) : 0)
 #define TQKV__TABLE_BYTES     1024                                       /* (0) of decode: a codebook */
                                                                          /* (2) of encode: squares of its centroids */
@@ -375,11 +374,11 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D)                                                                                          \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
-        TQKV__SIGN_BYTES(D), TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),            \
+        TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),                                 \
         TQKV__ATTEND_WEIGHT_BYTES(D, 1), TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1),                   \
         TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D),                    \
         TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__MATRIX_KEPT_BYTES, TQKV__MATRIX_STATE_BYTES
-enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 20 };
+enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 19 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend. */
@@ -478,7 +477,7 @@ TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
 TQKV__ASSERT_SIZE(tqkv__attend_args, 112);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
 TQKV__ASSERT_SIZE(tqkv__batch_item, 204);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4540);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4500);
 
 // ---- shaders/common.h ----
 
@@ -758,16 +757,32 @@ inline uint upper_offset(uint format)
 
 // ---- Values to codes ----
 
+// Whether look-ups in a table of this many bits are shuffles.
+inline bool is_shuffled(uint bits) { return TQKV_CHEAP_SHUFFLE && bits <= 5u; }
+
 // A barrier must follow.
 inline void copy_table(constant float *source, uint n, threadgroup float *table, uint thread_index, uint n_threads)
 {
     for (uint i = thread_index; i < n; i += n_threads) table[i] = source[i];
 }
 
-// Cells of equal width divide the codebook's range. They are so narrow that none holds two boundaries. There are 2n+1
-// cells: cell i is centred on (i - n)/density. No boundary is near the edge of a cell.
-inline uint cells_per_side(uint bits) { return bits <= 4 ? 10u : bits == 5 ? 25u : bits == 6 ? 57u : 194u; }
-inline float cell_density(uint bits) { return bits <= 4 ? 4.0f : bits == 5 ? 8.5f : bits == 6 ? 16.5f : 39.75f; }
+// A first guess narrows the codes of a value down to two, and one comparison with the boundary between them decides.
+//
+// Up to 4 bits the guess is a line: so near the boundaries that it is right or one too low.
+inline bool guessed_by_line(uint bits) { return bits <= 4; }
+inline float slope_of_line(uint bits) { return bits <= 2 ? 1.0f : bits == 3 ? 1.875f : 3.375f; }
+
+// The guess is the lowest bits of this float: near 1.5 * 2^23 its unit is 1. 0 for NaN.
+inline float guess_of(float v, uint bits)
+{
+    float last = float((1u << bits) - 2u);
+    return fma(saturate(fma(v, slope_of_line(bits) / last, 0.5f)), last, 12582912.0f);
+}
+
+// With more bits, cells of equal width divide the codebook's range. They are so narrow that none holds two boundaries.
+// There are 2n+1 cells: cell i is centred on (i - n)/density. No boundary is near the edge of a cell.
+inline uint cells_per_side(uint bits) { return bits == 5 ? 25u : bits == 6 ? 57u : 194u; }
+inline float cell_density(uint bits) { return bits == 5 ? 8.5f : bits == 6 ? 16.5f : 39.75f; }
 
 // Offset of the cell of v, in bytes; of cell 0 for NaN. A float near 1.5 * 2^20 has units of 1/8 in its lowest bits. A
 // cell has 8 bytes, so these bits are the offset and need no shift.
@@ -784,12 +799,16 @@ inline threadgroup uint2 *cell_at(threadgroup uint2 *cells, uint byte)
 }
 
 // x of a cell: the bits of its boundary, or of the next boundary above it. y: the number of boundaries below that one.
-// A barrier must follow.
+// For guesses by a line all boundaries. A barrier must follow.
 inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index, uint n_threads)
 {
     uint bits = codebook_bits(format), n = (1u << bits) - 1u;
     if (bits == 0) return;
     constant float *boundaries = TQKV__BOUNDARIES(bits);
+    if (guessed_by_line(bits)) {
+        copy_table(boundaries, n, (threadgroup float *)cells, thread_index, n_threads);
+        return;
+    }
     for (uint i = thread_index; i <= n; i += n_threads) {
         uint first = i == 0 ? 0u : cell_of(boundaries[i - 1u], bits) + 8u;
         uint last = i == n ? 16u * cells_per_side(bits) : cell_of(boundaries[i], bits);
@@ -809,11 +828,48 @@ inline void load_squares(uint format, threadgroup float *squares, uint thread_in
     for (uint i = thread_index; i < 1u << bits; i += n_threads) squares[i] = centroids[i] * centroids[i];
 }
 
-// Number of boundaries strictly below v; 0 for NaN.
-inline uint quantise(float v, uint bits, threadgroup uint2 *cells)
+// What quantise adds to a code, for whoever packs it to take away: all bits are above the code's.
+inline uint code_offset(uint bits) { return guessed_by_line(bits) ? 0x4b400000u : 0u; }
+
+// What load_cells and load_squares have made and, where shuffles are cheap, each lane's part of up to 32 numbers.
+struct quantiser {
+    threadgroup uint2 *cells;
+    threadgroup const float *boundaries; // in their place
+    threadgroup const float *squares;    // of the centroids
+    float boundary, square;              // of this lane
+};
+
+// Call it after load_cells, load_squares and a barrier.
+inline quantiser open_quantiser(uint format, threadgroup uint2 *cells, threadgroup const float *squares, uint lane)
 {
-    uint2 cell = *cell_at(cells, cell_of(v, bits));
+    quantiser result = {cells, (threadgroup const float *)cells, squares, 0.0f, 0.0f};
+    uint bits = codebook_bits(format), code = lane & ((1u << bits) - 1u);
+    if (bits == 0 || !is_shuffled(bits)) return result;
+    result.square = squares[code];
+    if (guessed_by_line(bits)) result.boundary = result.boundaries[min(code, (1u << bits) - 2u)];
+    return result;
+}
+
+// The number of boundaries strictly below v, 0 for NaN, plus code_offset. All lanes of the simdgroup must come here
+// together.
+inline uint quantise(float v, uint bits, thread const quantiser &book)
+{
+    if (guessed_by_line(bits)) {
+        float guess = guess_of(v, bits), boundary;
+        if (is_shuffled(bits))
+            boundary = simd_shuffle(book.boundary, TQKV_LANE_NUMBER(as_type<uint>(guess)));
+        else
+            boundary = book.boundaries[as_type<uint>(guess) & ((1u << bits) - 1u)];
+        return as_type<uint>(guess + (boundary < v ? 1.0f : 0.0f));
+    }
+    uint2 cell = *cell_at(book.cells, cell_of(v, bits));
     return cell.y + (as_type<float>(cell.x) < v ? 1u : 0u);
+}
+
+inline float square_of(uint code, uint bits, thread const quantiser &book)
+{
+    if (is_shuffled(bits)) return simd_shuffle(book.square, TQKV_LANE_NUMBER(code));
+    return book.squares[code & ((1u << bits) - 1u)];
 }
 
 // Round half to even, clamped to +-127. NaN, which only an overflow makes, becomes 127.
@@ -903,8 +959,6 @@ struct codebook {
     threadgroup const float *table;
 };
 
-inline bool is_shuffled(uint bits) { return TQKV_CHEAP_SHUFFLE && bits <= 5u; }
-
 inline void load_codebook(uint format, threadgroup float *table, uint thread_index, uint n_threads)
 {
     uint bits = codebook_bits(format);
@@ -940,17 +994,61 @@ inline uint code_at(uint format, thread const raw_codes<W, N> &raw, int i)
     return code;
 }
 
-// Value i of the raw codes, before its scale. All lanes of the simdgroup must come here together: it may shuffle.
+// The centroid of a code; the bits above the code may be anything. All lanes of the simdgroup must come here together:
+// it may shuffle.
+inline float centroid_of(uint code, uint bits, thread const codebook &book)
+{
+    // The lanes repeat a codebook of fewer than 32 centroids: bits above the code may stay in the lane number.
+    if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
+    return book.table[code & ((1u << bits) - 1u)];
+}
+
+// Value i of the raw codes, before its scale. All lanes of the simdgroup must come here together.
 template <int W, int N>
 inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book)
 {
     uint word = raw.main[i * W / 32], shift = uint(i * W % 32);
     if (W == 16) return float(as_type<half>(ushort((word >> shift) & 0xffffu)));
     if (W == 8 && !has_codebook(format)) return float(int(word << (24u - (shift & 24u))) >> 24);
-    uint code = code_at<W, N>(format, raw, i), bits = codebook_bits(format);
-    // The lanes repeat a codebook of fewer than 32 centroids: bits above the code may stay in the lane number.
-    if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
-    return book.table[code & ((1u << bits) - 1u)];
+    return centroid_of(code_at<W, N>(format, raw, i), codebook_bits(format), book);
+}
+
+// The codes of four values in the bytes of a word: of values i, i+2, i+4 and i+6 of a format with 4 main bits and some
+// upper bits. i: a multiple of 8, or one more. The bits above a code are not cleared.
+template <int W, int N>
+inline uint every_second_code(uint format, thread const raw_codes<W, N> &raw, int i)
+{
+    int odd = i % 2;
+    uint main = raw.main[i * W / 32] >> (4 * odd), upper;
+    if (upper_bits(format) == 1) {
+        // Bit 2k moves up by 6k + 4. The product has other bits, too, and carries: they end elsewhere.
+        upper = (raw.upper[i / 32] >> (i % 32 / 8 * 8)) & (odd ? 0xaau : 0x55u);
+        upper *= odd ? 0x00208208u : 0x00410410u;
+    } else {
+        // Bits 4k and 4k+1 move up by 4k + 4: two of four pairs by 8, then every second one by 4 more.
+        upper = (raw.upper[i / 16] >> (i % 16 / 8 * 16)) & (odd ? 0xccccu : 0x3333u);
+        upper = (upper | upper << 8) & (odd ? 0x00cc00ccu : 0x00330033u);
+        upper *= odd ? 0x44u : 0x110u;
+    }
+    return (main & 0x0f0f0f0fu) | (upper & 0xf0f0f0f0u);
+}
+
+// M values from value i on, a multiple of M, which is 4 or 8.
+template <int W, int N, int M>
+inline void values_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book,
+                      thread float *x)
+{
+    if (W == 4 && main_bits(format) == 4 && upper_bits(format) != 0) {
+        // Each word is computed once, by name: else the compiler moves the shift below into it, four times.
+        uint even = every_second_code<W, N>(format, raw, i / 8 * 8);
+        uint odd = every_second_code<W, N>(format, raw, i / 8 * 8 + 1);
+        TQKV_UNROLL
+        for (int k = 0; k < M; k++)
+            x[k] = centroid_of((k % 2 ? odd : even) >> ((i + k) % 8 / 2 * 8), codebook_bits(format), book);
+        return;
+    }
+    TQKV_UNROLL
+    for (int k = 0; k < M; k++) x[k] = value_at<W, N>(format, raw, i + k, book);
 }
 
 #endif
@@ -1588,10 +1686,7 @@ inline void multiply_keys(thread const raw_codes<W, KEY_VALUES(D, W)> (&raw)[R],
     for (int i = 0; i < N; i += 4) {
         float x[R][4];
         TQKV_UNROLL
-        for (int r = 0; r < R; r++) {
-            TQKV_UNROLL
-            for (int k = 0; k < 4; k++) x[r][k] = value_at<W, N>(key_format, raw[r], i + k, book);
-        }
+        for (int r = 0; r < R; r++) values_at<W, N, 4>(key_format, raw[r], i, book, x[r]);
         FOR_COLUMNS(c)
         {
             uint at = uint(c) * padded<D, W>(D) + padded<D, W>(first) + uint(i);
@@ -1825,8 +1920,7 @@ inline void add_value_step(thread const value_step<D, W> &step, uint number, uin
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
         float x[8];
-        TQKV_UNROLL
-        for (int i = 0; i < 8; i++) x[i] = value_at<W, 8>(value_format, step.raw[j], i, book);
+        values_at<W, 8, 8>(value_format, step.raw[j], 0, book, x);
         FOR_COLUMNS(c)
         {
             // A masked slot may hold halves or norms that are NaN, and 0 * NaN is not 0.
@@ -3704,15 +3798,18 @@ DECODE(1024)
 
 inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 
-// A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. A lane's
-// piece has at least 16 bytes. Measured on an H200, 2^20 rows to TQ4, with 16 and with 32 values: 188 and 198
-// microseconds at head_dim 128, 427 and 389 at head_dim 256. With a matrix a lane takes one value of each run for the
-// rotation; then threadgroup memory gives it as many neighbours: whole parts, one piece.
+// A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. In pieces of
+// four values the loads are dense. With a matrix a lane takes one value of each run for the rotation; then threadgroup
+// memory gives it as many neighbours: whole parts, one piece.
 #define ENCODE_LANES(D)  (TQKV__RUNS(D) > 1 ? TQKV__ROW_LANES(D) : (D) <= 128 ? (D) / 16 : (D) / 32)
-#define ENCODE_PIECE(D)  (TQKV__RUNS(D) > 1 ? TQKV__RUNS(D) : (D) <= 128 ? 4 : (D) / 32)
+#define ENCODE_PIECE(D)  (TQKV__RUNS(D) > 1 ? TQKV__RUNS(D) : (D) <= 512 ? 4 : 8)
 #define ENCODE_VALUES(D) ((D) / ENCODE_LANES(D))
 #define ENCODE_PIECES(D) TQKV_PIECES(D, ENCODE_LANES(D), ENCODE_PIECE(D))
 #define ROTATED_PIECE(D) (TQKV__RUNS(D) > 1 ? 1 : ENCODE_PIECE(D))
+
+// Values of a part, and lanes that share one.
+#define PART_VALUES(D) ((D) / TQKV__NORM_LANES(D))
+#define PART_LANES(D)  (PART_VALUES(D) > ENCODE_PIECE(D) ? PART_VALUES(D) / ENCODE_PIECE(D) : 1)
 
 // A row with a NaN or Inf becomes a row of zeros; true for such a row. Only NaN and Inf times 0 are not 0.
 template <int D>
@@ -3730,6 +3827,8 @@ inline bool clear_if_not_finite(thread float *x)
     return not_finite != 0;
 }
 
+// ---- Norms ----
+
 // A block of values that share a norm spans this many pieces of this many lanes. NORM_BLOCK: the block of formats with
 // a codebook, whose norm is a root of squares. MAXIMUM_BLOCK: that of the 8-bit grid, whose norm is a maximum.
 #define BLOCK_PIECES(D, BLOCK)                                                                                         \
@@ -3738,122 +3837,161 @@ inline bool clear_if_not_finite(thread float *x)
 #define NORM_BLOCK(D)         TQKV__NORM_BLOCK(TQKV__BOOK, D)
 #define MAXIMUM_BLOCK(D)      TQKV__NORM_BLOCK(TQKV__GRID, D)
 
-// Sum of one piece over the lanes of the block: within each part in order, then parts in pairs of distance 1, 2, 4 ..
-template <int D>
-inline float piece_sum(thread const float *squares)
+// Blocks that a lane's pieces belong to. A reduction leaves each lane the result of one of them, its own.
+#define LANE_BLOCKS(D, BLOCK) (ENCODE_PIECES(D) / BLOCK_PIECES(D, BLOCK))
+
+// Which of them that is: the first steps of the reduction share out the pieces, upper half first.
+template <int B>
+inline uint own_block(uint lane)
 {
-    const int E = D / TQKV__NORM_LANES(D), PARTS = ENCODE_PIECE(D) / E, LANES = BLOCK_LANES(D, NORM_BLOCK(D));
-    float sum[PARTS];
-    TQKV_UNROLL
-    for (int p = 0; p < PARTS; p++) {
-        sum[p] = squares[p * E];
-        TQKV_UNROLL
-        for (int i = 1; i < E; i++) sum[p] = sum[p] + squares[p * E + i];
-    }
-    TQKV_UNROLL
-    for (int distance = 1; distance < PARTS; distance *= 2) {
-        TQKV_UNROLL
-        for (int p = 0; p + distance < PARTS; p += 2 * distance) sum[p] = sum[p] + sum[p + distance];
-    }
-    TQKV_UNROLL
-    for (int distance = 1; distance < LANES; distance *= 2)
-        sum[0] = sum[0] + simd_shuffle_xor(sum[0], ushort(distance));
-    return sum[0];
+    return B == 4 ? (lane & 1u) * 2u + (lane >> 1 & 1u) : lane & uint(B - 1);
 }
 
-// length[j] of the block that begins at piece j, from the sums of squares of the pieces: the length of the block, or if
-// the row has several blocks the root mean square.
-template <int D>
-inline void block_lengths(thread float *length)
+inline float joined(bool largest, float a, float b) { return largest ? fmax(a, b) : a + b; }
+
+// The sum, or the largest, of piece[j] over the lanes and pieces of the lane's own block. Sums are in pairs of distance
+// 1, 2, 4 .. A step over lanes halves the pieces of each lane as long as there are several, so it takes half as many
+// shuffles. S: only the last of S lanes has numbers. lane: of the row
+template <int D, int BLOCK, int S>
+inline float reduce_block(bool largest, uint lane, thread float *piece)
 {
-    const int J = ENCODE_PIECES(D), P = BLOCK_PIECES(D, NORM_BLOCK(D));
+    const int J = ENCODE_PIECES(D), L = BLOCK_LANES(D, BLOCK), M = J < L ? J : L;
     TQKV_UNROLL
-    for (int distance = 1; distance < P; distance *= 2) {
+    for (int distance = 1; distance < M; distance *= 2) {
+        const int n = J / (2 * distance);
+        bool upper = (lane & uint(distance)) != 0;
         TQKV_UNROLL
-        for (int j = 0; j + distance < J; j += 2 * distance) length[j] = length[j] + length[j + distance];
+        for (int j = 0; j < n; j++) {
+            float keep = upper ? piece[j + n] : piece[j], give = upper ? piece[j] : piece[j + n];
+            float other = simd_shuffle_xor(distance < S ? piece[j] : give, ushort(distance));
+            piece[j] = distance >= S ? joined(largest, keep, other) : upper ? keep : other;
+        }
     }
     TQKV_UNROLL
-    for (int j = 0; j < J; j += P)
-        length[j] = precise::sqrt(NORM_BLOCK(D) == D ? length[j] : length[j] / float(NORM_BLOCK(D)));
+    for (int distance = M; distance < L; distance *= 2)
+        piece[0] = joined(largest, piece[0], simd_shuffle_xor(piece[0], ushort(distance)));
+    if (J > M) piece[0] = joined(largest, piece[0], piece[1]);
+    TQKV_UNROLL
+    for (int distance = M / 2; distance >= LANE_BLOCKS(D, BLOCK); distance /= 2)
+        piece[0] = joined(largest, piece[0], simd_shuffle_xor(piece[0], ushort(distance)));
+    return piece[0];
 }
 
-// norm[j] of the block of x that begins at piece j.
-template <int D>
-inline void block_norms(thread const float *x, thread float *norm)
+// all[b]: what the lane has of its own block for each of B blocks.
+template <int B>
+inline void share_blocks(float own, uint lane, thread float *all)
 {
-    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D);
+    all[0] = own;
+    TQKV_UNROLL
+    for (int n = 1; n < B; n *= 2) {
+        uint distance = uint(B / 2 / n);
+        bool upper = (lane & distance) != 0;
+        TQKV_UNROLL
+        for (int b = 0; b < n; b++) {
+            float here = all[b], other = simd_shuffle_xor(here, ushort(distance));
+            all[b] = upper ? other : here;
+            all[b + n] = upper ? here : other;
+        }
+    }
+}
+
+// The length of the lane's own block or, if the row has several, its root mean square. squares: of the lane's values. A
+// part is added up in order, by one lane after the other.
+template <int D>
+inline float block_length(uint lane, thread const float *squares)
+{
+    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D), S = PART_LANES(D);
+    const int E = PART_VALUES(D) < C ? PART_VALUES(D) : C, PARTS = C / E;
+    float sum[J];
     TQKV_UNROLL
     for (int j = 0; j < J; j++) {
-        float squares[C];
+        float part[PARTS];
         TQKV_UNROLL
-        for (int i = 0; i < C; i++) squares[i] = x[j * C + i] * x[j * C + i];
-        norm[j] = piece_sum<D>(squares);
+        for (int s = 0; s < S; s++) {
+            TQKV_UNROLL
+            for (int p = 0; p < PARTS; p++) {
+                thread const float *own = squares + j * C + p * E;
+                part[p] = s == 0 ? own[0] : simd_shuffle_xor(part[p], ushort(s ^ (s - 1))) + own[0];
+                TQKV_UNROLL
+                for (int i = 1; i < E; i++) part[p] = part[p] + own[i];
+            }
+        }
+        TQKV_UNROLL
+        for (int distance = 1; distance < PARTS; distance *= 2) {
+            TQKV_UNROLL
+            for (int p = 0; p + distance < PARTS; p += 2 * distance) part[p] = part[p] + part[p + distance];
+        }
+        sum[j] = part[0];
     }
-    block_lengths<D>(norm);
+    float total = reduce_block<D, NORM_BLOCK(D), S>(false, lane, sum);
+    return precise::sqrt(NORM_BLOCK(D) == D ? total : total / float(NORM_BLOCK(D)));
+}
+
+// The largest magnitude in the lane's own block.
+template <int D>
+inline float block_maximum(uint lane, thread const float *x)
+{
+    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D);
+    float largest[J];
+    TQKV_UNROLL
+    for (int j = 0; j < J; j++) {
+        largest[j] = 0.0f;
+        TQKV_UNROLL
+        for (int i = 0; i < C; i++) largest[j] = fmax(largest[j], fabs(x[j * C + i]));
+    }
+    return reduce_block<D, MAXIMUM_BLOCK(D), 1>(true, lane, largest);
+}
+
+// x times the factor of its block, of which the lane has that of its own.
+template <int D, int BLOCK>
+inline void scale_blocks(float own, uint lane, thread float *x)
+{
+    const int B = LANE_BLOCKS(D, BLOCK), N = ENCODE_VALUES(D) / B;
+    float all[B];
+    share_blocks<B>(own, lane, all);
+    TQKV_UNROLL
+    for (int b = 0; b < B; b++) scale_values<N>(x + b * N, all[b]);
+}
+
+// Scales the lane's values to units of the codebook or of the grid. Returns the norm of the lane's own block; 0 for a
+// format without norms. lane: of the row
+template <int D>
+inline float normalise(uint format, float block_scale, uint lane, thread float *x)
+{
+    if (!has_norms(format)) return 0.0f;
+    if (!has_codebook(format)) {
+        float largest = block_maximum<D>(lane, x);
+        scale_blocks<D, MAXIMUM_BLOCK(D)>(largest > TQKV__MIN_NORM ? 127.0f / largest : 0.0f, lane, x);
+        return largest / 127.0f;
+    }
+    float squares[ENCODE_VALUES(D)];
+    TQKV_UNROLL
+    for (int i = 0; i < ENCODE_VALUES(D); i++) squares[i] = x[i] * x[i];
+    float norm = block_length<D>(lane, squares), inverse = norm > TQKV__MIN_NORM ? 1.0f / norm : 0.0f;
+    scale_blocks<D, NORM_BLOCK(D)>(inverse * (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale), lane, x);
+    return norm;
 }
 
 // Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: of the
 // centroids of the lane's codes
 template <int D>
-inline void correct_norms(float block_scale, thread const float *squares, thread float *norm)
+inline float corrected_norm(float block_scale, uint lane, thread const float *squares, float norm)
 {
-    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D), P = BLOCK_PIECES(D, NORM_BLOCK(D));
-    float length[J];
-    TQKV_UNROLL
-    for (int j = 0; j < J; j++) length[j] = piece_sum<D>(squares + j * C);
-    block_lengths<D>(length);
-    TQKV_UNROLL
-    for (int j = 0; j < J; j += P) {
-        float factor = (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale) / length[j];
-        norm[j] = norm[j] <= TQKV__MIN_NORM ? 0.0f : norm[j] * factor;
-        // The rotation may overflow to NaN. Which of all NaNs differs between machines: store always the same.
-        if ((as_type<uint>(norm[j]) & 0x7fffffffu) > 0x7f800000u) norm[j] = as_type<float>(0x7fc00000u);
-    }
+    float factor = (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale) / block_length<D>(lane, squares);
+    norm = norm <= TQKV__MIN_NORM ? 0.0f : norm * factor;
+    // The rotation may overflow to NaN. Which of all NaNs differs between machines: store always the same.
+    return (as_type<uint>(norm) & 0x7fffffffu) > 0x7f800000u ? as_type<float>(0x7fc00000u) : norm;
 }
 
-// largest[j]: the maximum magnitude in the block that begins at piece j.
-template <int D>
-inline void block_maxima(thread const float *x, thread float *largest)
+// Stores the norm of the lane's own block. Of the lanes with the same, one does. norms: of the row
+template <int D, int BLOCK>
+inline void store_norm(float norm, uint lane, device float *norms)
 {
-    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D), P = BLOCK_PIECES(D, MAXIMUM_BLOCK(D));
-    TQKV_UNROLL
-    for (int j = 0; j < J; j += P) {
-        largest[j] = 0.0f;
-        TQKV_UNROLL
-        for (int i = 0; i < P * C; i++) largest[j] = fmax(largest[j], fabs(x[j * C + i]));
-        TQKV_UNROLL
-        for (int distance = 1; distance < BLOCK_LANES(D, MAXIMUM_BLOCK(D)); distance *= 2)
-            largest[j] = fmax(largest[j], simd_shuffle_xor(largest[j], ushort(distance)));
-    }
+    const uint B = LANE_BLOCKS(D, BLOCK), L = BLOCK_LANES(D, BLOCK);
+    if (lane % L < B) norms[own_block<LANE_BLOCKS(D, BLOCK)>(lane) * (ENCODE_LANES(D) / L) + lane / L] = norm;
 }
 
-// Scales the lane's values to units of the codebook or of the grid. norm[j] is of the block that begins at piece j; 0
-// for a format without norms.
-template <int D>
-inline void normalise(uint format, float block_scale, thread float *x, thread float *norm)
-{
-    const int C = ENCODE_PIECE(D), P = BLOCK_PIECES(D, NORM_BLOCK(D)), M = BLOCK_PIECES(D, MAXIMUM_BLOCK(D));
-    float scale = 0.0f;
-    TQKV_UNROLL
-    for (int j = 0; j < ENCODE_PIECES(D); j++) norm[j] = 0.0f;
-    if (!has_norms(format)) return;
-    if (has_codebook(format))
-        block_norms<D>(x, norm);
-    else
-        block_maxima<D>(x, norm);
-    TQKV_UNROLL
-    for (int j = 0; j < ENCODE_PIECES(D); j++) {
-        if (!has_codebook(format) && j % M == 0) {
-            scale = norm[j] > TQKV__MIN_NORM ? 127.0f / norm[j] : 0.0f;
-            norm[j] = norm[j] / 127.0f;
-        }
-        if (has_codebook(format) && j % P == 0) {
-            float inverse = norm[j] > TQKV__MIN_NORM ? 1.0f / norm[j] : 0.0f;
-            scale = inverse * (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale);
-        }
-        scale_values<C>(x + j * C, scale);
-    }
-}
+// ---- Codes ----
 
 // Stores the lowest BITS bits of words, a multiple of 8, by the widest units that divide BITS.
 template <int BITS>
@@ -3903,92 +4041,144 @@ inline void next_place(constant tqkv__rows_args &args, uint step_tokens, uint st
     at.exists = at.token < uint(args.n_tokens);
 }
 
-// Packs BITS bits, from bit `low` on, of each code of a piece into the field of the row. first: the piece's first
-// value. whole: the codes have no other bits, so nothing is masked.
-template <int D, int BITS>
-inline void store_field(thread const uint *codes, uint low, bool whole, uint first, thread const encode_place &at,
-                        device uchar *field)
+// Stores the lower 16 bits of each word, those of a piece, 32 bits at a time: of two pieces a lane has one from its
+// neighbour and gives away the other.
+template <int D>
+inline void store_pairs(thread uint *words, thread const encode_place &at, device uchar *field)
 {
-    const int C = ENCODE_PIECE(D), N = C * BITS, STORED = N % 8 == 0 ? N : 2 * N;
-    bool stores = at.exists;
-    uint words[(STORED + 31) / 32];
+    const int J = ENCODE_PIECES(D);
+    uint odd = at.lane & 1u;
     TQKV_UNROLL
-    for (int i = 0; i < (STORED + 31) / 32; i++) words[i] = 0;
-    TQKV_UNROLL
-    for (int i = 0; i < C; i++)
-        words[i * BITS / 32] += (whole ? codes[i] : (codes[i] >> low) & ((1u << BITS) - 1u)) << (i * BITS % 32);
-    if (STORED > N) { // half a byte is left, or all there is: the next lane has the other half
-        uint other = simd_shuffle_xor(words[0], ushort(1));
-        words[0] |= other << (N % 32);
-        if (STORED > 32) words[STORED / 32] = other >> (-N & 31);
-        stores = stores && (at.lane & 1u) == 0;
+    for (int j = 0; j + 1 < J; j += 2) {
+        uint own = (words[j] & 0xffffu) | words[j + 1] << 16, other = simd_shuffle_xor(own, ushort(1));
+        words[j] = odd ? other >> 16 | (own & 0xffff0000u) : (own & 0xffffu) | other << 16;
     }
-    if (stores) store_bits<STORED>(field + first * uint(BITS) / 8u, words);
+    if (!at.exists) return;
+    TQKV_UNROLL
+    for (int j = 0; j + 1 < J; j += 2)
+        ((device uint *)field)[(uint(j) + odd) * uint(ENCODE_LANES(D) / 2) + at.lane / 2u] = words[j];
 }
 
-// Where the codes go, and the cells to find them.
+// Packs BITS bits, from bit `low` on, of each code into a field of the row. whole: the codes have no other bits but those
+// of `offset` above them, so nothing is masked.
+template <int D, int BITS>
+inline void store_field(thread const uint *codes, uint low, bool whole, uint offset, thread const encode_place &at,
+                        device uchar *field)
+{
+    const int C = ENCODE_PIECE(D), J = ENCODE_PIECES(D), N = C * BITS, STORED = N % 8 == 0 ? N : 2 * N;
+    const int WORDS = (STORED + 31) / 32;
+    bool stores = at.exists;
+    uint words[J * WORDS];
+    TQKV_UNROLL
+    for (int i = 0; i < J * WORDS; i++) words[i] = 0;
+    TQKV_UNROLL
+    for (int i = 0; i < J * C; i++) {
+        uint code = whole ? codes[i] - offset : (codes[i] >> low) & ((1u << BITS) - 1u);
+        words[i / C * WORDS + i % C * BITS / 32] += code << (i % C * BITS % 32);
+    }
+    if (STORED > N) { // half a byte is left, or all there is: the next lane has the other half
+        TQKV_UNROLL
+        for (int j = 0; j < J; j++) {
+            uint other = simd_shuffle_xor(words[j * WORDS], ushort(1));
+            words[j * WORDS] |= other << (N % 32);
+            if (STORED > 32) words[j * WORDS + STORED / 32] = other >> (-N & 31);
+        }
+        stores = stores && (at.lane & 1u) == 0;
+    }
+    if (STORED == 16 && J % 2 == 0) {
+        store_pairs<D>(words, at, field);
+        return;
+    }
+    if (!stores) return;
+    TQKV_UNROLL
+    for (int j = 0; j < J; j++) {
+        uint first = (uint(j * ENCODE_LANES(D)) + at.lane) * uint(C);
+        store_bits<STORED>(field + first * uint(BITS) / 8u, words + j * WORDS);
+    }
+}
+
+// Where the codes go, and what finds them.
 struct encode_target {
     device uchar *codes; // [n_kv_heads][capacity][row_bytes]
     device float *norms; // [n_kv_heads][capacity][norms of a row]
-    threadgroup uint2 *cells;
-    threadgroup const float *squares; // of the centroids
+    quantiser book;
     bool paged;
     device const int *pages; // [n_pages]
 };
 
-// The codes of a piece of values, which become the squares of their centroids. All lanes come here together; those
-// whose row does not exist store nothing.
+// Halves of the lane's values.
 template <int D>
-inline void store_piece(uint format, thread const encode_target &target, uint first, thread const encode_place &at,
-                        device uchar *row, thread float *x)
+inline void store_halves(thread const encode_place &at, thread const float *x, device uchar *row)
 {
     const int C = ENCODE_PIECE(D);
-    if (main_bits(format) == 16) {
+    if (!at.exists) return;
+    TQKV_UNROLL
+    for (int j = 0; j < ENCODE_PIECES(D); j++) {
         uint words[C / 2];
         TQKV_UNROLL
-        for (int i = 0; i < C / 2; i++) words[i] = half_bits(x[2 * i]) | half_bits(x[2 * i + 1]) << 16;
-        if (at.exists) store_bits<16 * C>(row + first * 2u, words);
+        for (int i = 0; i < C / 2; i++) words[i] = half_bits(x[j * C + 2 * i]) | half_bits(x[j * C + 2 * i + 1]) << 16;
+        store_bits<16 * C>(row + (uint(j * ENCODE_LANES(D)) + at.lane) * uint(2 * C), words);
+    }
+}
+
+// The codes of the lane's values, which become the squares of their centroids. All lanes come here together; those whose
+// row does not exist store nothing. row: in the store
+template <int D>
+inline void store_codes(uint format, thread const encode_target &target, thread const encode_place &at,
+                        device uchar *row, thread float *x)
+{
+    const int N = ENCODE_VALUES(D);
+    uint codes[N], bits = codebook_bits(format);
+    if (main_bits(format) == 16) {
+        store_halves<D>(at, x, row);
         return;
     }
-    uint codes[C];
     TQKV_UNROLL
-    for (int i = 0; i < C; i++)
-        codes[i] = has_codebook(format) ? quantise(x[i], codebook_bits(format), target.cells) : quantise_grid(x[i]);
+    for (int i = 0; i < N; i++)
+        codes[i] = has_codebook(format) ? quantise(x[i], bits, target.book) : quantise_grid(x[i]);
     TQKV_UNROLL
-    for (int i = 0; i < C; i++) x[i] = has_codebook(format) ? target.squares[codes[i]] : 0.0f;
+    for (int i = 0; i < N; i++) x[i] = has_codebook(format) ? square_of(codes[i], bits, target.book) : 0.0f;
     bool whole = upper_bits(format) == 0;
-    if (main_bits(format) == 2) store_field<D, 2>(codes, 0u, whole, first, at, row);
-    if (main_bits(format) == 4) store_field<D, 4>(codes, 0u, whole, first, at, row);
-    if (main_bits(format) == 8) store_field<D, 8>(codes, 0u, whole, first, at, row);
+    uint offset = has_codebook(format) ? code_offset(bits) : 0u;
+    if (main_bits(format) == 2) store_field<D, 2>(codes, 0u, whole, offset, at, row);
+    if (main_bits(format) == 4) store_field<D, 4>(codes, 0u, whole, offset, at, row);
+    if (main_bits(format) == 8) store_field<D, 8>(codes, 0u, whole, offset, at, row);
     device uchar *upper = row + upper_offset<D>(format);
-    if (upper_bits(format) == 1) store_field<D, 1>(codes, main_bits(format), false, first, at, upper);
-    if (upper_bits(format) == 2) store_field<D, 2>(codes, main_bits(format), false, first, at, upper);
+    if (upper_bits(format) == 1) store_field<D, 1>(codes, main_bits(format), false, 0u, at, upper);
+    if (upper_bits(format) == 2) store_field<D, 2>(codes, main_bits(format), false, 0u, at, upper);
 }
 
-// The sign of each value of a row, +-1; with a matrix none. A barrier must follow.
+// The signs of the lane's values in every row: bits and, where a lane has few values, +-1.
+#define HAS_SIGN_FACTORS(D) (TQKV__RUNS(D) == 1 && ENCODE_VALUES(D) <= 16)
 template <int D>
-inline void load_signs(threadgroup float *signs, uint thread_index, uint n_threads)
-{
-    for (uint i = TQKV__RUNS(D) > 1 ? uint(D) : thread_index; i < uint(D); i += n_threads)
-        signs[i] = (tqkv__tables.signs[(i & 511u) >> 3] >> (i & 7u)) & 1u ? -1.0f : 1.0f;
-}
+struct row_signs {
+    uint bits;
+    float factor[16];
+};
 
-// rotate_values with signs from threadgroup memory. A product with a sign is exact, and half of the products are part
-// of the first stage of the transform.
+// lane: of the row
 template <int D>
-inline void rotate_with_signs(thread float *x, uint lane, threadgroup const float *signs)
+inline row_signs<D> open_signs(uint lane)
 {
-    const int L = ENCODE_LANES(D), C = ROTATED_PIECE(D);
+    row_signs<D> signs;
+    signs.bits = lane_signs<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(lane);
     TQKV_UNROLL
-    for (int i = 0; i < ENCODE_VALUES(D); i += 4) {
-        float4 sign = *(threadgroup const float4 *)(signs + ((uint(i / C * L) + lane) * uint(C) + uint(i % C)));
-        float a = x[i] * sign.x, b = x[i + 2] * sign.z;
-        x[i] = fma(x[i + 1], sign.y, a);
-        x[i + 1] = fma(x[i + 1], -sign.y, a);
-        x[i + 2] = fma(x[i + 3], sign.w, b);
-        x[i + 3] = fma(x[i + 3], -sign.w, b);
+    for (int i = 0; i < 16; i++) signs.factor[i] = as_type<float>(0x3f800000u | (signs.bits >> i & 1u) << 31);
+    return signs;
+}
+
+// rotate_values by factors. A product with a sign is exact, and half of the products are part of the first stage of the
+// transform.
+template <int D>
+inline void rotate_by_factors(thread float *x, uint lane, thread const float *sign)
+{
+    TQKV_UNROLL
+    for (int i = 0; i < ENCODE_VALUES(D); i += 2) {
+        float a = x[i] * sign[i];
+        x[i] = fma(x[i + 1], sign[i + 1], a);
+        x[i + 1] = fma(x[i + 1], -sign[i + 1], a);
     }
-    hadamard_from<D, L, C>(x, lane, 2);
+    hadamard_from<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, 2);
     scale_values<ENCODE_VALUES(D)>(x, TQKV__INV_SQRT(D));
 }
 
@@ -4014,11 +4204,11 @@ inline void gather_neighbours(uint lane, threadgroup float *rows, thread float *
     simdgroup_barrier(mem_flags::mem_threadgroup); // before the next row overwrites this one
 }
 
-// What a kernel of these passes to the functions here as `space`: the signs or, with a matrix, the simdgroup's rows.
+// The simdgroup's rows in threadgroup memory, with a matrix.
 template <int D>
 inline threadgroup float *space_of_simdgroup(threadgroup float *space, uint simdgroup)
 {
-    return space + (TQKV__RUNS(D) > 1 ? simdgroup * uint(TQKV__ROW_BYTES(D, 1) / 4) : 0u);
+    return space + simdgroup * uint(TQKV__ROW_BYTES(D, 1) / 4);
 }
 
 // The rows of one stream, and what prepares them.
@@ -4057,38 +4247,53 @@ inline void subtract_center(thread const encode_source &source, uint head, uint 
 }
 
 template <int D>
-inline void rotate_source(thread const encode_source &source, uint lane, thread float *x)
+inline void rotate_source(thread const row_signs<D> &signs, uint lane, thread float *x)
 {
-    const int L = ENCODE_LANES(D), C = ROTATED_PIECE(D);
-    if (TQKV__RUNS(D) > 1)
-        rotate_values<D, L, C>(x, lane, lane_signs<D, L, C>(lane));
+    if (HAS_SIGN_FACTORS(D))
+        rotate_by_factors<D>(x, lane, signs.factor);
     else
-        rotate_with_signs<D>(x, lane, source.space);
+        rotate_values<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, signs.bits);
 }
 
-// All steps before the codes: loads the lane's part of its row, raises the flag, centres, rotates and scales. Every
-// value of a rotated row is a sum over the row, so one value shows that there may be a NaN or Inf. Then the row is
-// checked itself. head: of the row; lane: of the simdgroup
+// The first steps: raises the flag, centres and rotates. Every value of a rotated row is a sum over the row, so one
+// value shows that there may be a NaN or Inf. Then the row is checked itself. x: as load_source has loaded it; head: of
+// the row; lane: of the simdgroup
 template <int D>
-inline void prepare_row(thread const encode_source &source, float block_scale, uint row, uint head, uint lane,
-                        thread float *x, thread float *norm)
+inline void prepare_row(thread const encode_source &source, thread const row_signs<D> &signs, uint row, uint head,
+                        uint lane, thread float *x)
 {
     uint part = lane % uint(ENCODE_LANES(D));
-    load_source<D>(source, row, part, x);
     if (source.rotated) {
         if (source.centered) subtract_center<D>(source, head, part, x);
-        rotate_source<D>(source, part, x);
+        rotate_source<D>(signs, part, x);
     }
     if (!source.rotated || simd_any(!is_finite(x[0]))) {
         if (source.rotated) load_source<D>(source, row, part, x);
         bool cleared = clear_if_not_finite<D>(x);
         if (cleared && part == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
         if (source.centered && !cleared) subtract_center<D>(source, head, part, x);
-        if (source.rotated) rotate_source<D>(source, part, x);
+        if (source.rotated) rotate_source<D>(signs, part, x);
     }
     if (source.rotated && TQKV__RUNS(D) > 1) gather_neighbours<D>(lane, source.space, x);
-    normalise<D>(source.format, block_scale, x, norm);
 }
+
+// The corrected norm of the lane's own block. to: the row in the store
+template <int D>
+inline void store_norms(uint format, float block_scale, ulong to, thread const encode_place &at,
+                        thread const float *squares, float norm, device float *norms)
+{
+    if (has_codebook(format)) norm = corrected_norm<D>(block_scale, at.lane, squares, norm);
+    norms += to * ulong(uint(D) / norm_block<D>(format));
+    if (!at.exists || !has_norms(format)) return;
+    if (has_codebook(format))
+        store_norm<D, NORM_BLOCK(D)>(norm, at.lane, norms);
+    else
+        store_norm<D, MAXIMUM_BLOCK(D)>(norm, at.lane, norms);
+}
+
+// A lane asks for its part of the next row as soon as it has registers for it: after the rotation or, if a row takes
+// many, after the codes.
+#define LOADS_EARLY(D) (ENCODE_VALUES(D) <= 20)
 
 // A simdgroup encodes up to TQKV__ENCODE_ROWS(D) rows from `first_row` on. Lanes without a row repeat the last one and
 // store nothing.
@@ -4096,29 +4301,29 @@ template <int D>
 inline void encode_rows(constant tqkv__rows_args &args, thread const encode_source &source,
                         thread const encode_target &target, uint first_row, uint lane)
 {
-    const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D), ROWS = 32 / L;
-    const uint format = source.format, block = norm_block<D>(format);
+    const int ROWS = 32 / ENCODE_LANES(D), N = ENCODE_VALUES(D);
+    const uint format = source.format;
     uint n_heads = uint(args.n_kv_heads), n_rows = uint(args.n_tokens) * n_heads;
     uint step_tokens = uint(ROWS) / n_heads, step_heads = uint(ROWS) % n_heads;
     encode_place at = first_place<D>(args, first_row, lane);
+    row_signs<D> signs = open_signs<D>(at.lane);
+    float next[N];
+    load_source<D>(source, min(at.row, n_rows - 1u), at.lane, next);
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
-        float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
-        prepare_row<D>(source, args.block_scale, min(at.row, n_rows - 1u), at.head, lane, x, norm);
+        uint after = min(at.row + uint(ROWS), n_rows - 1u);
+        float x[N];
+        TQKV_UNROLL
+        for (int i = 0; i < N; i++) x[i] = next[i];
+        prepare_row<D>(source, signs, min(at.row, n_rows - 1u), at.head, lane, x);
+        if (LOADS_EARLY(D)) load_source<D>(source, after, at.lane, next);
+        float norm = normalise<D>(format, args.block_scale, at.lane, x);
         uint slot = target.paged ? paged_slot_of(args, target.pages, min(at.token, uint(args.n_tokens) - 1u))
                                  : slot_of(args, at.token);
         if (target.paged) at.exists = at.exists && slot < uint(args.capacity);
         ulong to = row_in_store(args, slot, at.head);
-        device uchar *codes = target.codes + to * ulong(row_bytes<D>(format));
-        TQKV_UNROLL
-        for (int j = 0; j < ENCODE_PIECES(D); j++)
-            store_piece<D>(format, target, (uint(j * L) + at.lane) * uint(C), at, codes, x + j * C);
-        if (has_codebook(format)) correct_norms<D>(args.block_scale, x, norm);
-        TQKV_UNROLL
-        for (int j = 0; j < ENCODE_PIECES(D); j++) {
-            uint first = (uint(j * L) + at.lane) * uint(C);
-            if (at.exists && has_norms(format) && first % block == 0)
-                target.norms[to * ulong(uint(D) / block) + first / block] = norm[j];
-        }
+        store_codes<D>(format, target, at, target.codes + to * ulong(row_bytes<D>(format)), x);
+        if (!LOADS_EARLY(D)) load_source<D>(source, after, at.lane, next);
+        store_norms<D>(format, args.block_scale, to, at, x, norm, target.norms);
         next_place<D>(args, step_tokens, step_heads, at);
     }
 }
@@ -4130,11 +4335,14 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
 {
     const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D), ROWS = 32 / L;
     uint n_rows = uint(args.n_tokens) * uint(args.n_kv_heads), part = lane % uint(L);
+    row_signs<D> signs = open_signs<D>(part);
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
-        float x[ENCODE_VALUES(D)], norm[ENCODE_PIECES(D)];
+        float x[ENCODE_VALUES(D)];
         uint own = row + lane / uint(L), existing = min(own, n_rows - 1u);
         uint head = source.centered ? existing % uint(args.n_kv_heads) : 0u;
-        prepare_row<D>(source, args.block_scale, existing, head, lane, x, norm);
+        load_source<D>(source, existing, part, x);
+        prepare_row<D>(source, signs, existing, head, lane, x);
+        normalise<D>(source.format, args.block_scale, part, x);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++)
             if (own < n_rows) scaled[row_offset(own, D) + value_of_lane<L, C>(part, i)] = x[i];
@@ -4174,11 +4382,10 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
     { \
         load_cells(stream_format, cells, thread_index, n_simdgroups * 32u); \
         load_squares(stream_format, squares, thread_index, n_simdgroups * 32u); \
-        load_signs<D>(space, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         encode_source source = {stream_format, row_type, rotated, centered, rows, center, \
                                 space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-        encode_target target = {codes, norms, cells, squares, paged, pages}; \
+        encode_target target = {codes, norms, open_quantiser(stream_format, cells, squares, lane), paged, pages}; \
         encode_rows<D>(args, source, target, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane); \
     }
 // clang-format on
@@ -4239,20 +4446,16 @@ constant bool value_paged [[function_constant(TQKV_FC_VALUE_PAGES)]];
         uint number = group.x * n_simdgroups + simdgroup; \
         load_cells(group.z == 0 ? key_format : value_format, cells, thread_index, n_simdgroups * 32u); \
         load_squares(group.z == 0 ? key_format : value_format, squares, thread_index, n_simdgroups * 32u); \
-        if (group.z == 0) \
-            load_signs<D>(space, thread_index, n_simdgroups * 32u); \
-        else \
-            load_signs<V>(space, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         if (group.z == 0) { \
             encode_source source = {key_format, row_type, key_rotated, key_centered, keys, key_center, \
                                     space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-            encode_target target = {key_codes, key_norms, cells, squares, paged, key_pages}; \
+            encode_target target = {key_codes, key_norms, open_quantiser(key_format, cells, squares, lane), paged, key_pages}; \
             encode_rows<D>(key_args, source, target, number * uint(TQKV__ENCODE_ROWS(D)), lane); \
         } else { \
             encode_source source = {value_format, value_type, value_rotated, value_centered, values, value_center, \
                                     space_of_simdgroup<V>(space, simdgroup), not_finite}; \
-            encode_target target = {value_codes, value_norms, cells, squares, value_paged, value_pages}; \
+            encode_target target = {value_codes, value_norms, open_quantiser(value_format, cells, squares, lane), value_paged, value_pages}; \
             encode_rows<V>(value_args, source, target, number * uint(TQKV__ENCODE_ROWS(V)), lane); \
         } \
     }
@@ -4290,13 +4493,10 @@ ENCODE_KV(192_128, 192, 128)
         device const float *center [[buffer(4)]], \
         threadgroup float *space [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
-        uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        load_signs<D>(space, thread_index, n_simdgroups * 32u); \
-        threadgroup_barrier(mem_flags::mem_threadgroup); \
         encode_source source = {stream_format, row_type, rotated, centered, rows, center, \
                                 space_of_simdgroup<D>(space, simdgroup), not_finite}; \
         probe_rows<D>(args, source, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane, scaled); \

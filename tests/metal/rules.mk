@@ -95,7 +95,7 @@ lint-shaders:
 .PHONY: test-shaders-bugs
 test-shaders-bugs: $(patsubst %,$(METAL_BUILD)/%/driver,plain asan tsan)
 	@echo "== shaders: planted bugs"
-	@IMPLEMENTATION="$(SHADER_IMPLEMENTATION)" PLAIN="$(CXX) -O1 $(SHADER_CPU)" PLAIN_LINK="$(CXX)" ASAN="clang++ $(SHADER_ASAN) $(SHADER_CPU)" \
+	@PLAIN="$(CXX) -O1 $(SHADER_CPU)" PLAIN_LINK="$(CXX)" ASAN="clang++ $(SHADER_ASAN) $(SHADER_CPU)" \
 	ASAN_LINK="clang++ $(SHADER_ASAN)" TSAN="clang++ $(SHADER_TSAN) $(SHADER_CPU)" TSAN_LINK="clang++ $(SHADER_TSAN)" \
 	TSAN_RUN="$(SHADER_TSAN_RUN)" TYPE_CHECK="$(TYPE_CHECK)" IMPLEMENTATION="$(SHADER_IMPLEMENTATION)" \
 	python3 tests/metal/bugs.py $(METAL_BUILD) $(BUGS)
