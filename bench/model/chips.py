@@ -11,6 +11,9 @@ SOURCES = {
     "EN": "eenewseurope.com/en/apple-unveils-m3-processor-threeseome-for-mac-computers",
     "TP": "techpowerup.com, news of the Mac Studio with M3 Ultra and M4 Max",
     "HMC": "hmc-tech.com/gpu/apple-10-core-m4-vs-apple-24-core-m1-max",
+    "TD": "the-decoder.com/apples-m5-chip-brings-faster-ai-to-macbook-ipad-and-vision-pro (10 cores, 153 GB/s)",
+    "PN": "pepelac.news, id30875: Apple M5 Pro and M5 Max (20 and 40 cores, 307 and 614 GB/s)",
+    "MS": "michaelstinkerings.org/apple-m5-gpu-roofline-analysis (M5: 1578 MHz by powermetrics, 122 GB/s reached)",
     "HO": "Howard Oakley, M4 Pro full on, 22 January 2025 (by powermetrics), read at macmegasite.com/?p=118175",
 }
 
@@ -31,6 +34,9 @@ CHIPS = {
     "M4": (10, 1.470, 120.0, "Apple9", ("NW", "HMC", "NW")),
     "M4 Pro": (20, 1.578, 273.0, "Apple9", ("MR4P", "HO", "MR4P")),
     "M4 Max": (40, 1.578, 546.0, "Apple9", ("MR4M", "HO", "MR4M")),  # the clock is the M4 Pro's
+    "M5": (10, 1.578, 153.0, "Apple10", ("TD", "MS", "TD")),
+    "M5 Pro": (20, 1.578, 307.0, "Apple10", ("PN", "MS", "PN")),  # the clock is the M5's
+    "M5 Max": (40, 1.578, 614.0, "Apple10", ("PN", "MS", "PN")),  # likewise
 }
 
 SCHEDULERS = 4  # a core, each with one operation of 32 lanes a cycle: MB, "ALU Layout"
@@ -59,6 +65,9 @@ OPERATIONS = {
     "quad shuffle": (2.01, {}, "MB quad SHUFFLE_RANDOM_DIFF32 2.01"),
     "lookup shuffle": (32.32, {}, "MB SHUFFLE_RANDOM_DIFF32 32.32; DJ says why"),
     "reduction": (14.54, {}, "MB SUM<F32> 14.54; no figure for a maximum"),
+    # As long as 18 multiply-adds for the 16 that it replaces: it has no unit of its own on an M1. The M5's units for
+    # matrices take halves and bytes, by Metal 4's tensors; of its products of floats there is no figure.
+    "matrix product": (18, {}, "MB MATMUL<8x8xF32> ~18"),
     "vote": (2.04, {}, "MB ICMP_BALLOT 2.04"),
     "barrier": (1, {}, "no figure"),
     "threadgroup access": (1, {}, "its turn only; its time is by bytes and banks"),

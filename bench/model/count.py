@@ -15,7 +15,7 @@ CONSTANT_OPERAND = re.compile(r", (-?\d+)$")
 
 CALLS = {
     "model_shuffle": "lookup shuffle", "model_quad_shuffle": "quad shuffle", "model_shuffle_xor": "shuffle",
-    "model_sum": "reduction", "model_max": "reduction", "model_any": "vote",
+    "model_multiply": "matrix product", "model_sum": "reduction", "model_max": "reduction", "model_any": "vote",
     "model_threadgroup_barrier": "barrier", "model_simdgroup_barrier": "barrier",
     "model_exp2": "exponential", "model_tanh": "exponential", "model_rint": "conversion", "model_sqrt": "square root",
     "model_store_atomic": "device access",
@@ -32,7 +32,7 @@ FLOATS = {"fadd", "fsub", "fmul"}
 INTEGERS = {"add", "sub", "and", "or", "xor"}
 SHIFTS = {"shl", "lshr", "ashr"}
 SPACES = {"1": "device", "2": "constant", "3": "threadgroup", "0": "private"}
-SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "float": 4}
+SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "float": 4, "double": 8}
 
 
 class Instruction:
@@ -64,7 +64,7 @@ class Function:
             text = line.split(";")[0].rstrip()
             if re.match(r"^[\w.$-]+:", text):
                 self.blocks.append([])
-            elif text.startswith("  ") and not text.startswith("   "):
+            elif text.startswith("  ") and not text.startswith("   ") and text != "  ]":  # the end of a switch
                 self.blocks[-1].append(Instruction(text))
             elif text.strip() and not text.strip().startswith(("i", "]")):
                 raise SystemExit(f"not understood: {line}")

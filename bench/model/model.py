@@ -6,12 +6,12 @@ usage: model.py BUILD_FOLDER             tables, as they stand in BENCHMARKS.md,
        model.py BUILD_FOLDER --check     a few pipelines: what must hold of the counts
 Takes the command that compiles a shader to LLVM's code from the environment: MODEL_COMPILE.
 """
-import math
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import chips
 import count
@@ -19,12 +19,16 @@ import count
 FORMATS = {"F16": 1, "TQ4": 2, "TQ5": 3, "TQ6": 4, "TQ8": 5, "I8": 8}
 BITS = {"F16": 16, "TQ4": 4, "TQ5": 5, "TQ6": 6, "TQ8": 8, "I8": 8}
 GROUPS = (2, 4, 8)
+WIDE_GROUPS = (4, 8, 16)  # of the kernel that multiplies matrices
 HEAD_DIM, KV_HEADS, POSITIONS = 128, 8, 32768
-THREADGROUPS, SIMDGROUPS = 512, 4  # as tqkv_metal.m cuts this shape: 64 stretches of each KV head
+SIMDGROUPS = 4  # of a counted threadgroup
+LANES, MATRICES = 1, 2  # the kernels, as in tests/metal/gpu.h
+COUNTED = 512  # positions of a counted threadgroup
 LOOKUPS = {"simd_shuffle": 0, "threadgroup table": 1, "constant table": 2, "arithmetic": 3, "quad_shuffle": 4,
            "selections": 5, "threadgroup table of pairs": 6}
 ARRANGEMENTS = {"lanes across the dimension": 0, "a lane a position": 1, "four lanes a row": 2}
-SHOWN = ("M1", "M2 Pro", "M4", "M4 Max")  # where a table has not all chips
+SHOWN = ("M1", "M2 Pro", "M4", "M4 Max", "M5", "M5 Max")  # where a table has not all chips
+KERNELS = {LANES: "Lanes", MATRICES: "Matrices"}
 LETTERS = {"bandwidth": "B", "threadgroup": "T", "issue": "I", "complex": "C", "data cache": "D"}
 VALUES = 2 * KV_HEADS * POSITIONS * HEAD_DIM  # keys and values
 
@@ -41,12 +45,12 @@ class Machine:
         """The prepared shader with the kernels of this head_dim alone, to save compile time."""
         with open(f"{self.build}/model/source/{shader}.metal.cpp", encoding="utf-8") as f:
             text = f.read()
-        text = re.sub(r"(?m)^[A-Z_]+\((?!%d\))\d+\)$" % HEAD_DIM, "", text)
-        return re.sub(r"(?m)^SIMT_KERNEL\(\w+_d(?!%d,)\d+,.*$" % HEAD_DIM, "", text)
+        text = re.sub(r"(?m)^[A-Z_]+\((?!%d[,)])\d[\d_]*(?:, \d+)*\)$" % HEAD_DIM, "", text)
+        return re.sub(r"(?m)^SIMT_KERNEL\(\w+_d(?!%d,)\d[\d_]*,.*$" % HEAD_DIM, "", text)
 
     def run(self, shader, kernel, constants, arguments):
         name = f"{self.build}/model/{shader}_" + "_".join(str(a) for a in arguments)
-        values = ",".join(str(constants.get(i, -1)) for i in range(12))
+        values = ",".join(str(constants.get(i, -1)) for i in range(32))
         code = subprocess.run(os.environ["MODEL_COMPILE"].split() +
                               ["-iquote", f"{self.build}/model/source", f"-DMODEL_CONSTANTS={values}", "-", "-o", "-"],
                               input=self.source(shader), check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -58,16 +62,27 @@ class Machine:
         output = subprocess.run([name] + [str(a) for a in arguments], check=True, stdout=subprocess.PIPE, text=True)
         return count.total(classes, output.stdout)
 
-    def attend(self, format_name, group, positions=POSITIONS * KV_HEADS // THREADGROUPS):
+    def attend(self, format_name, group, kernel=LANES, positions=COUNTED):
         """Operations for 32 values of keys and values, of one threadgroup of the whole."""
-        number = FORMATS[format_name]
-        constants = {0: number, 1: number, 2: 0, 5: int(format_name != "F16"), 6: group, 7: 0, 8: 0, 9: 1, 10: 0, 12: 0}
-        counts = self.run("attend", f"tqkv_attend_d{HEAD_DIM}", constants, ["attend", number, number, group, positions])
+        number, family = FORMATS[format_name], {LANES: "attend", MATRICES: "attend_matrix"}[kernel]
+        constants = {0: number, 1: number, 2: 0, 5: int(format_name != "F16"), 6: group, 7: 0, 8: 0, 9: 1, 10: 0, 12: 0,
+                     14: 0, 16: 0, 18: 0, 19: 0}
+        counts = self.run(family, f"tqkv_{family}_d{HEAD_DIM}", constants,
+                          ["attend", number, group, positions, kernel])
         return scaled(counts, 32.0 / (2 * positions * HEAD_DIM))
+
+    def plan(self, group, kernel):
+        """How tqkv.h divides a token of this many heads a group, the same for all formats. kernel: 0 for the planned"""
+        program = f"{self.build}/model/plan"
+        subprocess.run(["clang++", *self.objects, "-o", program, "-lm"], check=True)
+        output = subprocess.run([program, "plan", str(FORMATS["TQ4"]), str(group), str(POSITIONS), str(kernel)],
+                                check=True,
+                                stdout=subprocess.PIPE, text=True).stdout
+        return {line.split()[0]: int(line.split()[1]) for line in output.splitlines()}
 
     def encode(self, format_name, tokens=256):
         number = FORMATS[format_name]
-        constants = {0: number, 2: int(format_name != "F16"), 12: 0}
+        constants = {0: number, 2: int(format_name != "F16"), 12: 0, 14: 0, 16: 0}
         counts = self.run("encode", f"tqkv_encode_d{HEAD_DIM}", constants, ["encode", number, tokens])
         return scaled(counts, 32.0 / (tokens * HEAD_DIM))
 
@@ -115,15 +130,9 @@ def stored_bytes(format_name):
     return VALUES * BITS[format_name] // 8 + norms
 
 
-def partial_bytes(group):
+def partial_bytes(plan, group):
     """The stretches' sums, written and read again by the merge."""
-    stretches = THREADGROUPS // KV_HEADS
-    return 2 * stretches * KV_HEADS * group * (HEAD_DIM + 2) * 4
-
-
-def threadgroup_bytes(group):
-    """Of attention, as tqkv.h gives them: tables, queries, weights, states."""
-    return 2048 + 6 * HEAD_DIM * group + (SIMDGROUPS * (128 + 8) + 16) * 8
+    return 2 * plan["threadgroups"] * group * (HEAD_DIM + 2) * 4
 
 
 def times(chip, counts, n_values, n_bytes, banks, simdgroups):
@@ -136,13 +145,25 @@ def times(chip, counts, n_values, n_bytes, banks, simdgroups):
     return seconds
 
 
-def attend_times(chip, counts, format_name, group, banks=16):
+def unevenness(plan, cores):
+    """How much longer the busiest core works than if all worked alike. Each threadgroup goes to the core that is free
+    first. The first stretches are short."""
+    stretches = plan["threadgroups"] // KV_HEADS
+    work = [1 if i < plan["short"] else plan["growth"] for i in range(stretches) for _ in range(KV_HEADS)]
+    load = [0] * cores
+    for job in work:
+        load[load.index(min(load))] += job
+    return max(load) * cores / sum(work)
+
+
+def attend_times(chip, counts, format_name, group, plan, banks=16):
     """A core runs whole threadgroups, as many at a time as its threadgroup memory holds."""
-    share = THREADGROUPS / chips.CHIPS[chip][0]
-    resident = min(share, chips.THREADGROUP_MEMORY // threadgroup_bytes(group))
-    seconds = times(chip, counts, VALUES, stored_bytes(format_name) + partial_bytes(group), banks,
-                    resident * SIMDGROUPS)
-    return {name: t if name == "bandwidth" else t * math.ceil(share) / share for name, t in seconds.items()}
+    share = plan["threadgroups"] / chips.CHIPS[chip][0]
+    resident = min(share, chips.THREADGROUP_MEMORY // plan["memory"])
+    seconds = times(chip, counts, VALUES, stored_bytes(format_name) + partial_bytes(plan, group), banks,
+                    resident * plan["simdgroups"])
+    longer = unevenness(plan, chips.CHIPS[chip][0])
+    return {name: t if name == "bandwidth" else t * longer for name, t in seconds.items()}
 
 
 def verdict(seconds):
@@ -153,9 +174,9 @@ def verdict(seconds):
 
 # ---- Tables ----
 
-COLUMNS = ("multiply-add", "float", "integer", "selection", "shift", "product", "conversion", "lookup shuffle",
-           "quad shuffle", "shuffle", "64-bit sum", "64-bit product", "threadgroup access", "threadgroup bytes",
-           "device access", "device bytes", "constant look-up", "branch")
+COLUMNS = ("multiply-add", "matrix product", "float", "integer", "selection", "shift", "product", "conversion",
+           "lookup shuffle", "quad shuffle", "shuffle", "64-bit sum", "64-bit product", "threadgroup access",
+           "threadgroup bytes", "device access", "device bytes", "constant look-up", "branch")
 
 
 def print_counts(title, rows):
@@ -168,13 +189,13 @@ def print_counts(title, rows):
 
 def print_decode_once(counts):
     """A key or value is decoded once for its group: only work for each query head grows with the group."""
-    print("\nPer value of keys and values, and what each query head more adds (from group 2 to 8):\n")
+    print("\nLanes: per value of keys and values, and what each query head more adds (from group 2 to 8):\n")
     names = ["threadgroup access", "threadgroup bytes", "lookup shuffle", "conversion", "shift", "integer",
              "device bytes", "multiply-add"]
-    names = [n for n in names if any(counts[f, 2][n] >= 0.005 for f in FORMATS)]
+    names = [n for n in names if any(counts[f, 2, LANES][n] >= 0.005 for f in FORMATS)]
     print("| format | " + " | ".join(names) + " |\n|---" + "|---" * len(names) + "|")
     for name in FORMATS:
-        few, many = counts[name, 2], counts[name, 8]
+        few, many = counts[name, 2, LANES], counts[name, 8, LANES]
         cells = []
         for n in names:
             slope = (many[n] - few[n]) / 6
@@ -182,16 +203,21 @@ def print_decode_once(counts):
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 
-def print_cycles(counts):
-    """Cycles that the formats need of a core, and cycles that a chip's bandwidth leaves them."""
-    print("\nCycles of a core for 32 values of keys and values at group 2, 4, 8, before waiting:\n")
+def print_cycles(counts, kernel, groups):
+    """Cycles that the formats need of a core."""
+    print(f"\n{KERNELS[kernel]}: cycles of a core for 32 values of keys and values at group "
+          f"{', '.join(map(str, groups))}, before waiting:\n")
     print("| | issue | complex | threadgroup, 16 banks | 32 banks | data cache |\n|---|---|---|---|---|---|")
     for name in FORMATS:
         cells = []
         for unit, banks in (("issue", 16), ("complex", 16), ("threadgroup", 16), ("threadgroup", 32),
                             ("data cache", 16)):
-            cells.append(", ".join(f"{core_cycles(counts[name, g], banks)[unit]:.2f}" for g in GROUPS))
+            cells.append(", ".join(f"{core_cycles(counts[name, g, kernel], banks)[unit]:.2f}" for g in groups))
         print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def print_brought():
+    """Cycles that a chip's bandwidth leaves the formats."""
     print("\nCycles of a core in which the memory brings 32 values:\n")
     print("| | " + " | ".join(FORMATS) + " |\n|---" + "|---" * len(FORMATS) + "|")
     for chip, (cores, clock, bandwidth, _, _) in chips.CHIPS.items():
@@ -204,22 +230,32 @@ def cell(seconds):
     return f"{time * 1e6:,.0f} {LETTERS[limit]} {share:.2f}"
 
 
-def attend_cell(chip, counts, name, group):
+def attend_cell(chip, counts, name, group, plans, kernel):
     """With 16 banks and, if that is another figure, with 32."""
-    cells = [cell(attend_times(chip, counts[name, group], name, group, banks)) for banks in chips.THREADGROUP_BANKS]
+    cells = [cell(attend_times(chip, counts[name, group, kernel], name, group, plans[group, kernel], banks))
+             for banks in chips.THREADGROUP_BANKS]
     return cells[0] if cells[0] == cells[1] else " to ".join(cells)
 
 
-def print_formats(counts):
-    print(f"\nAttention at {POSITIONS} positions, {KV_HEADS} KV heads, head_dim {HEAD_DIM}: microseconds, what limits, "
-          "share of the bandwidth; if two, with 16 and 32 banks:\n")
+def print_formats(counts, plans):
+    print(f"\nAttention at {POSITIONS} positions, {KV_HEADS} KV heads, head_dim {HEAD_DIM}, by the planned kernel: "
+          "microseconds, what limits, share of the bandwidth; if two, with 16 and 32 banks:\n")
     for names, shown in ((("TQ4", "I8", "F16"), list(chips.CHIPS)), (("TQ8", "TQ6", "TQ5"), SHOWN)):
         heads = [f"{n}, {g}" for n in names for g in GROUPS]
         print("| format, group | " + " | ".join(heads) + " |\n|---" + "|---" * len(heads) + "|")
         for chip in shown:
-            cells = [attend_cell(chip, counts, n, g) for n in names for g in GROUPS]
+            cells = [attend_cell(chip, counts, n, g, plans, plans[g]["kernel"]) for n in names for g in GROUPS]
             print(f"| {chip} | " + " | ".join(cells) + " |")
         print()
+
+
+def print_kernels(counts, plans):
+    print("\nBoth kernels:\n")
+    columns = [(n, g, k) for n in ("TQ4", "I8") for g in WIDE_GROUPS for k in (LANES, MATRICES) if (n, g, k) in counts]
+    heads = [f"{n}, {g}, {KERNELS[k].lower()}" for n, g, k in columns]
+    print("| format, group | " + " | ".join(heads) + " |\n|---" + "|---" * len(heads) + "|")
+    for chip in SHOWN:
+        print(f"| {chip} | " + " | ".join(attend_cell(chip, counts, n, g, plans, k) for n, g, k in columns) + " |")
 
 
 def with_lookup(counts, old, new):
@@ -232,18 +268,18 @@ def with_lookup(counts, old, new):
     return result
 
 
-def print_lookups(ways, counts, current):
-    print("\nWays to look up a 4-bit code: cycles of a core for 32 values, then TQ4 attention with each:\n")
+def print_lookups(ways, counts, plans, current):
+    print("\nWays to look up a 4-bit code: cycles of a core for 32 values, then TQ4 attention by lanes with each:\n")
     shown = ("M1", "M4 Max")
     heads = " | ".join(f"{c}, group {g}" for c in shown for g in (2, 8))
     print(f"| way | issue | complex | threadgroup, 16 banks | 32 banks | {heads} |")
     print("|---" * (5 + 2 * len(shown)) + "|")
     for way, new in ways.items():
         cycles = [core_cycles(new, banks) for banks in chips.THREADGROUP_BANKS]
-        merged = {("TQ4", g): with_lookup(counts["TQ4", g], ways[current], new) for g in (2, 8)}
+        merged = {("TQ4", g, LANES): with_lookup(counts["TQ4", g, LANES], ways[current], new) for g in (2, 8)}
         cells = [f"{cycles[0][unit]:.2f}" for unit in ("issue", "complex", "threadgroup")]
         cells += [f"{cycles[1]['threadgroup']:.2f}"]
-        cells += [attend_cell(chip, merged, "TQ4", g) for chip in shown for g in (2, 8)]
+        cells += [attend_cell(chip, merged, "TQ4", g, plans, LANES) for chip in shown for g in (2, 8)]
         print(f"| {way} | " + " | ".join(cells) + " |")
 
 
@@ -277,11 +313,12 @@ def print_encode(machine):
         print(f"| {chip} | " + " | ".join(cells) + " |")
 
 
-def print_ratios(counts):
+def print_ratios(counts, plans):
     for chip in chips.CHIPS:
         for group in GROUPS:
             for banks in chips.THREADGROUP_BANKS:
-                _, limit, share = verdict(attend_times(chip, counts["TQ4", group], "TQ4", group, banks))
+                planned = counts["TQ4", group, plans[group]["kernel"]]
+                _, limit, share = verdict(attend_times(chip, planned, "TQ4", group, plans[group], banks))
                 name = f"{chip.lower().replace(' ', '_')}_group{group}_banks{banks}"
                 print(f"ratio apple_model_tq4_share_{name} {share:.3f} {limit}")
 
@@ -291,18 +328,37 @@ def current_lookup(counts):
     return "simd_shuffle" if counts["lookup shuffle"] > 0.9 else "threadgroup table"
 
 
+def planned_dispatches(machine):
+    """By group; and by group and kernel: where the other kernel is planned, its cut with the memory of this one."""
+    plans = {}
+    for group in sorted(set(GROUPS + WIDE_GROUPS)):
+        plans[group] = machine.plan(group, 0)
+        for kernel in (LANES, MATRICES):
+            plans[group, kernel] = machine.plan(group, kernel)
+    return plans
+
+
 def report(machine):
     ways = {way: machine.lookup(way) for way in LOOKUPS}
-    counts = {(name, group): machine.attend(name, group) for name in FORMATS for group in GROUPS}
-    print_formats(counts)
-    print_cycles(counts)
-    print_counts("Attention at group 2, operations a value:", {n: counts[n, 2] for n in FORMATS})
+    shapes = [(name, group, kernel) for kernel, groups in ((LANES, GROUPS), (MATRICES, WIDE_GROUPS))
+              for name in FORMATS for group in groups]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        counts = dict(zip(shapes, pool.map(lambda shape: machine.attend(*shape), shapes)))
+    plans = planned_dispatches(machine)
+    print_formats(counts, plans)
+    print_kernels(counts, plans)
+    print_cycles(counts, LANES, GROUPS)
+    print_cycles(counts, MATRICES, WIDE_GROUPS)
+    print_brought()
+    print_counts("Attention by lanes at group 2, operations a value:", {n: counts[n, 2, LANES] for n in FORMATS})
+    print_counts("Attention by matrices at group 8, operations a value:",
+                 {n: counts[n, 8, MATRICES] for n in FORMATS})
     print_decode_once(counts)
     print_counts("Ways to look a 4-bit code up, operations a value:", ways)
-    print_lookups(ways, counts, current_lookup(counts["TQ4", 2]))
+    print_lookups(ways, counts, plans, current_lookup(counts["TQ4", 2, LANES]))
     print_arrangements(machine)
     print_encode(machine)
-    print_ratios(counts)
+    print_ratios(counts, plans)
 
 
 # ---- What must hold ----
@@ -311,7 +367,7 @@ def check(machine):
     """Decoded once for the whole group: from group 1 to 8, look-ups and stored bytes stay, multiply-adds follow."""
     failed = passed = 0
     for name in ("TQ4", "TQ8", "I8"):
-        one, eight = machine.attend(name, 1, 256), machine.attend(name, 8, 256)
+        one, eight = machine.attend(name, 1, LANES, 256), machine.attend(name, 8, LANES, 256)
         decoding = {"TQ4": "shift", "TQ8": "shift", "I8": "conversion"}[name]
         expected = [(f"{decoding} stay", eight[decoding] <= one[decoding] * 1.25 and one[decoding] > 0.5),
                     ("look-ups stay", eight["threadgroup access"] - one["threadgroup access"] < 0.7),
@@ -324,6 +380,15 @@ def check(machine):
             passed, failed = passed + holds, failed + (not holds)
             if not holds:
                 print(f"FAIL model/{name}: {what}: {dict(one)} {dict(eight)}")
+    four, eight = machine.attend("TQ4", 4, MATRICES, 256), machine.attend("TQ4", 8, MATRICES, 256)
+    products = 32 / 64  # a matrix of codes holds 64 values, for 32 values
+    for what, holds in (("as many products for 4 heads as for 8", four["matrix product"] == eight["matrix product"]),
+                        ("a product for 64 values", abs(eight["matrix product"] - products) < 0.01),
+                        ("look-ups stay", four["threadgroup access"] > 1 and
+                         eight["threadgroup access"] - four["threadgroup access"] < 0.2)):
+        passed, failed = passed + holds, failed + (not holds)
+        if not holds:
+            print(f"FAIL model/matrices: {what}: {dict(four)} {dict(eight)}")
     print(f"{passed} passed, {failed} failed")
     return failed == 0
 

@@ -1,6 +1,7 @@
 // Runs one counted kernel on the machine of simt.h and prints how often its blocks ran and what its accesses cost. If a
 // result is wrong, it prints no counts.
-//   run attend KEY_FORMAT VALUE_FORMAT GROUP POSITIONS     one KV head of head_dim 128, one threadgroup of 4 simdgroups
+//   run attend FORMAT GROUP POSITIONS KERNEL               one KV head of head_dim 128, one threadgroup of 4 simdgroups
+//   run plan FORMAT GROUP POSITIONS KERNEL                 prints how 8 KV heads are planned; counts nothing
 //   run encode FORMAT TOKENS
 //   run lookup WAY ROUNDS                                  variants/lookup.metal
 //   run scores WAY ROWS                                    variants/scores.metal
@@ -162,6 +163,20 @@ float model_max(float value, const char *file, int line)
     for (unsigned i = 1; i < simt::simd_width; i++) most = std::max(most, posted(slots, i));
     return most;
 }
+typedef float pair __attribute__((vector_size(8)));
+pair model_multiply(pair left, pair right, pair sum, const char *file, int line)
+{
+    const float own[] = {left[0], left[1], right[0], right[1]};
+    const simt::slot *slots = simt::exchange(own, sizeof own, "simdgroup_multiply_accumulate", file, line);
+    const simt::matrix_place place = simt::matrix_places[simt::current->thread_index_in_simdgroup];
+    for (unsigned k = 0; k < 8; k++) {
+        float a[4], b[4];
+        memcpy(a, slots[simt::lane_of_matrix_place(place.row, k)].bytes, sizeof a);
+        memcpy(b, slots[simt::lane_of_matrix_place(k, place.column)].bytes, sizeof b);
+        for (unsigned i = 0; i < 2; i++) sum[i] = fmaf(a[k % 2], b[2 + i], sum[i]);
+    }
+    return sum;
+}
 bool model_any(bool value, const char *file, int line)
 {
     const simt::slot *slots = simt::exchange(&value, sizeof value, "simd_any", file, line);
@@ -225,9 +240,10 @@ struct owned_store {
     }
 };
 
-void run_attend(tqkv_format key_format, tqkv_format value_format, int group, int n_positions)
+// kernel: GPU_LANES or GPU_MATRICES
+void run_attend(tqkv_format format, int group, int n_positions, int kernel)
 {
-    owned_store keys(key_format, n_positions), values(value_format, n_positions);
+    owned_store keys(format, n_positions), values(format, n_positions);
     size_t n = (size_t)n_positions * head_dim;
     keys.encode(gaussian(n));
     values.encode(gaussian(n));
@@ -237,8 +253,8 @@ void run_attend(tqkv_format key_format, tqkv_format value_format, int group, int
     a.values = &values.store;
     a.n_heads = group;
     a.end = n_positions;
-    std::string wrong =
-        gpu_attend(&a, q.data(), out.data(), {std::min(group, TQKV__MAX_COLUMNS(head_dim)), n_simdgroups, 1});
+    const int most = kernel == GPU_MATRICES ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
+    std::string wrong = gpu_attend(&a, q.data(), out.data(), {std::min(group, most), n_simdgroups, 1, 0, kernel});
     if (!wrong.empty()) fail(wrong);
     if (tqkv_attend(&a, q.data(), expected.data()) != TQKV_OK) fail("tqkv_attend");
     double difference = 0, size = 0;
@@ -248,6 +264,32 @@ void run_attend(tqkv_format key_format, tqkv_format value_format, int group, int
     }
     // Each may be off by 2e-5.
     if (!(sqrt(difference / size) <= 4e-5)) fail("attend: relative error " + std::to_string(sqrt(difference / size)));
+}
+
+// kernel: 0 for the planned one
+void print_plan(tqkv_format format, int group, int n_positions, int kernel)
+{
+    const int n_heads = 8;
+    owned_store store(format, n_positions);
+    store.store.n_kv_heads = n_heads;
+    store.store.codes_size *= n_heads;
+    store.store.norms_size *= n_heads;
+    tqkv_attention a = {};
+    a.keys = a.values = &store.store;
+    a.n_heads = group * n_heads;
+    a.end = n_positions;
+    tqkv__dispatch d[2];
+    const gpu_attention planned(a);
+    const tqkv_metal_buffer nothing = gpu_buffer(nullptr);
+    if (tqkv__plan_attend(&planned.metal, nothing, nothing, nothing, d) != TQKV_OK) fail("tqkv__plan_attend");
+    gpu_force(d, {0, 0, 0, 0, kernel});
+    size_t bytes = 0;
+    for (int i = 0; i < TQKV__MEMORIES; i++) bytes += d[0].memory[i] + d[0].memory_each[i] * (size_t)d[0].n_simdgroups;
+    printf("kernel %d\nthreadgroups %lld\nsimdgroups %d\nmemory %zu\n",
+           d[0].kernel.family == TQKV__ATTEND_MATRIX ? GPU_MATRICES : GPU_LANES,
+           (long long)d[0].grid[0] * d[0].grid[1] * d[0].grid[2], d[0].n_simdgroups, bytes);
+    const tqkv__attend_args &args = d[0].args[0].attend;
+    printf("short %d\ngrowth %d\n", args.n_short, TQKV__STRETCH_GROWTH);
 }
 
 void run_encode(tqkv_format format, int n_tokens)
@@ -270,7 +312,7 @@ void run_lookup(int way, int n_rounds)
     std::vector<float> weights = gaussian(8), sums((size_t)n_threads);
     for (uint32_t &word : codes) word = (uint32_t)generator();
     tqkv__rotate_args args = {n_rounds};
-    std::string wrong = gpu_dispatch("lookup", 0)
+    std::string wrong = gpu_dispatch("lookup", 0, 0)
                             .constant(TQKV_FC_FORMAT, way)
                             .input(0, &args, sizeof args)
                             .input(1, codes.data(), codes.size() * sizeof(uint32_t))
@@ -302,7 +344,7 @@ void run_scores(int way, int n_rows)
     std::vector<float> queries = gaussian(4 * head_dim), scores((size_t)n_rows * 4);
     for (uint32_t &word : memory) word = (uint32_t)generator();
     tqkv__rotate_args args = {n_rows};
-    std::string wrong = gpu_dispatch("scores", 0)
+    std::string wrong = gpu_dispatch("scores", 0, 0)
                             .constant(TQKV_FC_FORMAT, way)
                             .input(0, &args, sizeof args)
                             .input(1, codes, n_words * sizeof(uint32_t))
@@ -347,8 +389,11 @@ int main(int argc, char **argv)
 {
     gpu_schedules = {{simt::ascending, 1, 0xff, false}};
     if (argc == 6 && !strcmp(argv[1], "attend"))
-        run_attend((tqkv_format)atoi(argv[2]), (tqkv_format)atoi(argv[3]), atoi(argv[4]), atoi(argv[5]));
-    else if (argc == 4 && !strcmp(argv[1], "encode"))
+        run_attend((tqkv_format)atoi(argv[2]), atoi(argv[3]), atoi(argv[4]), atoi(argv[5]));
+    else if (argc == 6 && !strcmp(argv[1], "plan")) {
+        print_plan((tqkv_format)atoi(argv[2]), atoi(argv[3]), atoi(argv[4]), atoi(argv[5]));
+        return 0;
+    } else if (argc == 4 && !strcmp(argv[1], "encode"))
         run_encode((tqkv_format)atoi(argv[2]), atoi(argv[3]));
     else if (argc == 4 && !strcmp(argv[1], "lookup"))
         run_lookup(atoi(argv[2]), atoi(argv[3]));
