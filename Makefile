@@ -82,10 +82,11 @@ $(BUILD)/tqkv.o: examples/make/tqkv.c tqkv.h
 
 # Programs that define TQKV_IMPLEMENTATION, as their users do, take it from an object, too.
 IMPLEMENTED := -DTQKV__IMPLEMENTED -DTQKV__SETS
-$(BUILD)/encode_attend: CPPFLAGS += $(IMPLEMENTED)
+# FLAGS_name: of one example, not of the object that it shares.
+FLAGS_encode_attend := $(IMPLEMENTED)
 
 $(BUILD)/%: examples/%.c $(BUILD)/tqkv.o $(wildcard examples/*.h)
-	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -I. $< $(BUILD)/tqkv.o -o $@ $(LIBRARIES)
+	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(FLAGS_$*) $(WARNINGS) -I. $< $(BUILD)/tqkv.o -o $@ $(LIBRARIES)
 
 .PHONY: demo
 demo: $(DEMOS:%=$(BUILD)/%) ## build and run the examples

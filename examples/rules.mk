@@ -4,7 +4,7 @@
 DEMOS += engine advise tinylm context_shift server threads_pthread threads_openmp snapshot_file
 
 # Without an OpenMP compiler the example still builds, and runs on one thread.
-$(BUILD)/threads_openmp: CFLAGS += $(shell echo 'int main(void) { return 0; }' | \
+FLAGS_threads_openmp = $(shell echo 'int main(void) { return 0; }' | \
 	$(CC) -fopenmp -x c - -o /dev/null 2>/dev/null && echo -fopenmp)
 
 # For this machine: the model's products take most of the time.
