@@ -5685,13 +5685,14 @@ static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const 
     }
 }
 
+/* Of sums. + 0: codes of masked slots have the weight 0, and their signs stay in a sum that has underflowed to -0 or 0. */
 static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
     int rows, columns;
     for (const float *end = decoded + s->head_dim; decoded < end; decoded += rows * columns) {
         tqkv__order(isa, s, (int)(end - decoded - 1) % s->block_dim + 1, &rows, &columns);
         for (int row = 0; row < rows; row++)
-            for (int column = 0; column < columns; column++) *natural++ = decoded[column * rows + row];
+            for (int column = 0; column < columns; column++) *natural++ = decoded[column * rows + row] + 0.0f;
     }
 }
 
