@@ -2293,9 +2293,10 @@ TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_t
 
 /* Sums over the rows of a head, for tqkv_quality. */
 typedef struct tqkv__moments {
-    double row[TQKV_MAX_HEAD_DIM]; /* of the rows */
-    double squares, noise;         /* |x|^2, |x - x'|^2 */
-    double second, fourth, beyond; /* of the scaled values */
+    float first[TQKV_MAX_HEAD_DIM]; /* one of the rows: what differs between rows may be far smaller than a row */
+    double row[TQKV_MAX_HEAD_DIM];  /* of the rows less the first */
+    double squares, differs, noise; /* |x|^2, |x - first|^2, |x - x'|^2 */
+    double second, fourth, beyond;  /* of the scaled values */
 } tqkv__moments;
 
 /* Adds a row; row: with an encoded copy of it. */
@@ -2317,20 +2318,24 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
     if (s->rotated) codec->unrotate(x, s->head_dim);
     tqkv__add_center(s, kv_head, false, x);
     for (int d = 0; d < s->head_dim; d++) {
-        const double value = (double)source[d], noise = value - (double)x[d];
-        m->row[d] += value;
+        const double value = (double)source[d], noise = value - (double)x[d], less = value - (double)m->first[d];
+        m->row[d] += less;
         m->squares += value * value;
+        m->differs += less * less;
         m->noise += noise * noise;
     }
 }
 
 static void tqkv__quality_of(const tqkv__stream *s, const tqkv__moments *m, int n_tokens, tqkv_quality *out)
 {
-    double mean = 0.0;
+    double mean = 0.0, differs = m->differs;
     const double n = n_tokens, values = n * s->head_dim;
     memset(out, 0, sizeof *out);
-    for (int d = 0; d < s->head_dim; d++) mean += m->row[d] / n * (m->row[d] / n);
-    const double differs = m->squares - n * mean;
+    for (int d = 0; d < s->head_dim; d++) {
+        const double less = m->row[d] / n, value = (double)m->first[d] + less;
+        mean += value * value;
+        differs -= n * less * less;
+    }
     if (m->squares > 0.0) out->mean_share = n * mean / m->squares;
     if (m->noise > 0.0) out->error = differs > 0.0 ? m->noise / differs : (double)INFINITY;
     if (m->second > 0.0) out->kurtosis = values * m->fourth / (m->second * m->second);
@@ -2354,12 +2359,14 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &q);
     if (s.book_bits == 8) tqkv__fill_planes(&s);
+    const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
+        if (n_tokens) codec->widen(s.type, tqkv__source_row(&s, src, (size_t)h), NULL, s.head_dim, m.first);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(&s, src, (size_t)t * (size_t)s.n_kv_heads + (size_t)h);
             const tqkv__row row = {at, tqkv__center_of(&s, h), codes, norms};
-            tqkv__codec_for(s.head_dim)->encode_rows(&s, &q, &row, 1);
+            codec->encode_rows(&s, &q, &row, 1);
             tqkv__add_moments(&s, h, &row, &m);
         }
         tqkv__quality_of(&s, &m, n_tokens ? n_tokens : 1, &out[h]);

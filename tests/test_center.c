@@ -276,6 +276,8 @@ void test_center_cases(void)
         test_add(check_cache, &cache, sizeof cache, "center/cache/%s", name);
     }
     test_add(check_measure_edges, NULL, 0, "center/measure_edges");
+    const measure_row close_rows = {TQKV_I8, D, 3e6f, false}; /* they differ by a few units of the last place */
+    test_add(check_measure, &close_rows, sizeof close_rows, "center/measure_close_rows");
     test_add(check_refused, NULL, 0, "center/refused");
     test_add(check_version_1, NULL, 0, "center/version_1");
 }
