@@ -8145,7 +8145,8 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32
     for (int i = 0; i < 12; i++) fields[i] = (uint32_t)tqkv__get(header + 8 + 4 * i, 4);
     const bool old = fields[0] == 1 && fields[1] == 1;
     if (!old && (fields[0] != TQKV__SNAPSHOT_VERSION || fields[1] < 2 || fields[1] > TQKV_TABLE_VERSION)) return false;
-    if (old && (fields[6] > TQKV_I8 || fields[7] > TQKV_I8 || fields[8] > 1)) return false;
+    const uint32_t last = old ? TQKV_I8 : TQKV_TQ2; /* in C++ no enum takes a number far beyond its last */
+    if (fields[6] > last || fields[7] > last || (old && fields[8] > 1)) return false;
     for (int i = 2; i < 10; i++)
         if (fields[i] > (uint32_t)INT_MAX) return false;
     const uint32_t flags = fields[8] & 0xffffu, value_dim = fields[8] >> 16;
@@ -8231,13 +8232,15 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
 }
 
 /* Bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all that the
-   header announces if that is less. A short file cannot make load allocate much. */
+   header announces if that is less. A file that was cut short cannot make load allocate much. */
 static size_t tqkv__wanted_ahead(const tqkv_cache *c, int64_t resident)
 {
     const size_t keys = tqkv_codes_size(&c->keys) + tqkv_norms_size(&c->keys);
-    const size_t values = tqkv_codes_size(&c->values) + tqkv_norms_size(&c->values), all = keys + values;
-    const size_t row = all / (size_t)c->keys.capacity, announced = row * (size_t)resident;
-    return all <= 1048576 ? 0 : announced < all / 16 ? announced + 16 : all / 16;
+    const size_t values = tqkv_codes_size(&c->values) + tqkv_norms_size(&c->values), rows = keys + values;
+    const size_t announced = rows / (size_t)c->keys.capacity * (size_t)resident + 16; /* and two hashes */
+    const size_t dims = (size_t)c->keys.head_dim + (size_t)c->values.head_dim; /* there is always room for centres */
+    const size_t all = rows + (size_t)c->keys.n_kv_heads * dims * sizeof(float);
+    return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out)

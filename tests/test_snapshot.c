@@ -557,9 +557,11 @@ static void bounded_free(void *user, void *pointer, size_t size)
    for little memory whatever capacity it states; a whole one is read to its last byte and no further. */
 static void check_held_back(const void *parameters)
 {
-    const int *row = (const int *)parameters, capacity = row[0], resident = row[1], head_dim = 128;
-    cache_row shape = {TQKV_I8, TQKV_TQ4, head_dim, capacity, false, resident, -1};
+    const int *row = (const int *)parameters, capacity = row[0], resident = row[1], n_kv_heads = row[2];
+    cache_row shape = {TQKV_I8, TQKV_TQ4, 128, capacity, false, resident, -1};
+    if (n_kv_heads > CACHE_HEADS) shape.key_format = shape.value_format = TQKV_TQ2;
     tqkv_cache_desc desc = cache_desc(&shape, NULL), open;
+    desc.n_kv_heads = desc.n_heads = n_kv_heads;
     stream s = make_snapshot(&shape, &desc);
     REQUIRE(s.bytes, "no snapshot");
     const size_t whole = s.size;
@@ -595,8 +597,9 @@ static void check_held_back(const void *parameters)
 
 void test_snapshot_cases(void)
 {
-    static const int held_back[][2] = {{200, 150}, {9000, 0}, {9000, 100}, {9000, 9000}, {300000, 40}};
-    for (int i = 0; i < 5; i++)
+    static const int held_back[][3] = {{200, 150, 2},   {9000, 0, 2}, {9000, 100, 2}, {9000, 9000, 2},
+                                       {300000, 40, 2}, {1, 0, 12000}}; /* the last: room for centres */
+    for (int i = 0; i < 6; i++)
         test_add(check_held_back, held_back[i], sizeof *held_back, "snapshot/held_back/%d_of_%d", held_back[i][1],
                  held_back[i][0]);
     for (int i = 0; i < 24; i++) {
