@@ -366,7 +366,10 @@ TQKV_API void tqkv_cache_destroy(tqkv_cache *c); /* NULL is fine */
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens);
 /* The newest n_queries positions attend; q: [n_queries][n_heads][head_dim], out: with value_dim. */
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out);
-TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c);  /* positions appended; 0 for NULL */
+TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c); /* positions appended; 0 for NULL */
+/* The oldest resident position; 0 for NULL. After truncate, keep, fork or load a ring may hold fewer positions than its
+   capacity: tqkv_attend over its stores then needs kv_len = end - first, which is not its default. */
+TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c);
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms, both streams; 0 for NULL */
 /* Centres of the keys and the values, as tqkv_store's: [n_kv_heads][head_dim or value_dim], copied; NULL: none. Only while end is 0,
    else TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. */
@@ -6700,6 +6703,8 @@ TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, con
 }
 
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c) { return c ? c->attention.end : 0; }
+
+TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c) { return c ? c->first : 0; }
 
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
 {

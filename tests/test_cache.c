@@ -14,6 +14,11 @@ static void check_attend(tqkv_cache *cache, const tqkv_cache_desc *desc, int n_q
     reference_attend(&a, q, expected);
     double error = reference_relative_error(out, expected, count);
     CHECK(error <= 2e-5, "end %d, %d resident: relative error %.3g", (int)a.end, kv_len, error);
+    CHECK(a.end - tqkv_cache_first(cache) == kv_len, "first is %d, end %d", (int)tqkv_cache_first(cache), (int)a.end);
+    float *view = (float *)test_alloc(count * sizeof(float));
+    CHECK_RESULT(tqkv_attend(&a, q, view), TQKV_OK);
+    CHECK(!memcmp(view, out, count * sizeof *out), "attention over the cache's stores has other bits");
+    free(view);
     free(q);
     free(out);
     free(expected);

@@ -98,6 +98,7 @@ static void check_row(const model *m, const tqkv_store *store, const tqkv_store 
 static void check_state(const model *m)
 {
     CHECK(tqkv_cache_end(m->cache) == m->base + m->end, "end");
+    CHECK(tqkv_cache_first(m->cache) == m->base + m->first, "first");
     CHECK(m->counter.live == 1, "%d blocks live", m->counter.live);
     for (int64_t at = m->first; at < m->end; at++)
         for (int head = 0; head < m->desc.n_kv_heads; head++) {
