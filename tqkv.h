@@ -1271,6 +1271,9 @@ static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_
     return a && b && a_size && b_size && (x < y ? y - x < a_size : x - y < b_size);
 }
 
+/* Neither NULL nor misaligned. */
+static bool tqkv__floats_at(const void *p) { return p && (uintptr_t)p % sizeof(float) == 0; }
+
 static bool tqkv__format_known(tqkv_format f) { return TQKV__KIND(f) != 0; }
 
 /* Bytes of a value; 0: no tqkv_type. */
@@ -2118,13 +2121,19 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV_OK;
 }
 
+/* Whether encoding into a stream overwrites memory at p. */
+static bool tqkv__encoding_overlaps(const tqkv__stream *s, const void *p, size_t size)
+{
+    return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size);
+}
+
 /* Opens a store to encode into, somewhere. */
 static tqkv_result tqkv__encode_target(const tqkv_store *store, const void *src, int n_tokens, tqkv__stream *s)
 {
     size_t bytes;
     tqkv_result r = tqkv__stream_open(store, s);
     if (r != TQKV_OK || (r = tqkv__check_rows(s, src, n_tokens, &bytes)) != TQKV_OK) return r;
-    if (tqkv__overlap(s->codes, s->codes_size, src, bytes) || tqkv__overlap(s->norms, s->norms_size, src, bytes))
+    if (tqkv__encoding_overlaps(s, src, bytes))
         return TQKV__INVALID("src overlaps the store"); /* it may overlap the centre, which is only read */
     if (s->book_bits == 8) tqkv__fill_planes(s);        /* encoding decodes it */
     return TQKV_OK;
@@ -2191,8 +2200,7 @@ static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slots
 {
     const size_t size = (size_t)n * sizeof *slots;
     if (!slots || (uintptr_t)slots % sizeof *slots) return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
-    if (tqkv__overlap(s->codes, s->codes_size, slots, size) || tqkv__overlap(s->norms, s->norms_size, slots, size))
-        return TQKV__INVALID("slots overlap the store");
+    if (tqkv__encoding_overlaps(s, slots, size)) return TQKV__INVALID("slots overlap the store");
     for (int t = 0; t < n; t++)
         if (slots[t] < -1 || slots[t] >= s->capacity) return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
     return tqkv__all_distinct(slots, n) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
@@ -2226,9 +2234,9 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_
     if (r != TQKV_OK) return r;
     if ((r = tqkv__check_rows(&s, src, n_tokens, &bytes)) != TQKV_OK) return r;
     const size_t scaled_bytes = bytes / tqkv__type_size(s.type) * sizeof(float);
-    if (!scaled || tqkv__overlap(src, bytes, scaled, scaled_bytes) ||
+    if (!tqkv__floats_at(scaled) || tqkv__overlap(src, bytes, scaled, scaled_bytes) ||
         tqkv__overlap(s.center, tqkv__center_size(&s), scaled, scaled_bytes))
-        return TQKV__INVALID("scaled: NULL, or overlaps src or the centre");
+        return TQKV__INVALID("scaled: NULL, not aligned as floats, or overlaps src or the centre");
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     if (!tqkv__rows_finite(&s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
     const uint64_t mode = tqkv__fp_exact();
@@ -2277,8 +2285,8 @@ TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_t
     size_t bytes;
     tqkv_result r = tqkv__stream_shape(shape, &s);
     if (r != TQKV_OK || (r = tqkv__check_rows(&s, src, n_tokens, &bytes)) != TQKV_OK) return r;
-    if (!mean || tqkv__overlap(src, bytes, mean, tqkv__center_size(&s)))
-        return TQKV__INVALID("mean: NULL or overlaps src");
+    if (!tqkv__floats_at(mean) || tqkv__overlap(src, bytes, mean, tqkv__center_size(&s)))
+        return TQKV__INVALID("mean: NULL, not aligned as floats, or overlaps src");
     if (!tqkv__rows_finite(&s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
     const size_t head_dim = (size_t)s.head_dim, n_kv_heads = (size_t)s.n_kv_heads;
     for (size_t h = 0; h < n_kv_heads; h++) {
@@ -2356,8 +2364,10 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     tqkv_result r = tqkv__stream_shape(shape, &s);
     if (r == TQKV_OK) r = tqkv__stream_center(shape, &s);
     if (r != TQKV_OK || (r = tqkv__check_rows(&s, src, n_tokens, &bytes)) != TQKV_OK) return r;
-    if (!out || tqkv__overlap(src, bytes, out, (size_t)s.n_kv_heads * sizeof *out))
-        return TQKV__INVALID("out: NULL or overlaps src");
+    const size_t out_size = (size_t)s.n_kv_heads * sizeof *out;
+    if (!out || (uintptr_t)out % __alignof__(tqkv_quality) || tqkv__overlap(src, bytes, out, out_size) ||
+        tqkv__overlap(s.center, tqkv__center_size(&s), out, out_size))
+        return TQKV__INVALID("out: NULL, not aligned as tqkv_quality, or overlaps src or the centre");
     if (!tqkv__rows_finite(&s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &q);
@@ -2382,8 +2392,8 @@ static tqkv_result tqkv__rotate_rows(float *rows, int n_rows, int head_dim, bool
 {
     size_t bytes;
     if (!tqkv__head_dim_known(head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
-    if (!rows || n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &bytes))
-        return TQKV__INVALID("rows: NULL, or n_rows negative or too large");
+    if (!tqkv__floats_at(rows) || n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &bytes))
+        return TQKV__INVALID("rows: NULL or not aligned as floats, or n_rows negative or too large");
     const tqkv__codec *codec = tqkv__codec_for(head_dim);
     const uint64_t mode = tqkv__fp_exact();
     for (int i = 0; i < n_rows; i++)
@@ -5561,12 +5571,13 @@ static bool tqkv__sinks_valid(const float *sinks, int n_heads)
     return true;
 }
 
-/* Checks that p is aligned as values of that type. */
-static bool tqkv__aligned_as(tqkv_type type, const void *p) { return (uintptr_t)p % tqkv__type_size(type) == 0; }
-
-static bool tqkv__tree_valid(const tqkv_attention *a)
+static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
 {
-    return !a->tree || (a->n_queries <= 64 && (uintptr_t)a->tree % sizeof *a->tree == 0);
+    if (a->tree && (a->n_queries > 64 || (uintptr_t)a->tree % sizeof *a->tree))
+        return TQKV__INVALID("tree: more than 64 queries, or not aligned as uint64_t");
+    if ((uintptr_t)a->sinks % sizeof(float)) return TQKV__INVALID("sinks: not aligned as floats");
+    if (tqkv__sinks_valid(a->sinks, a->n_heads)) return TQKV_OK;
+    return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
 /* Resolves and checks everything except the stores' buffers and the resident range. */
@@ -5595,7 +5606,6 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
-    if (!tqkv__tree_valid(call)) return TQKV__INVALID("tree: more than 64 queries, or not aligned as uint64_t");
     if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
         return TQKV__INVALID("scale or softcap is NaN or infinite");
     if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
@@ -5608,8 +5618,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
         !tqkv__size_multiply(r->n_rows, (size_t)r->value_dim, &r->out_elements) || r->out_elements > SIZE_MAX / 64 ||
         r->n_rows > (size_t)INT_MAX)
         return TQKV__INVALID("n_queries * n_heads * head_dim is too large");
-    if (tqkv__sinks_valid(call->sinks, call->n_heads)) return TQKV_OK;
-    return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
+    return tqkv__check_tree_and_sinks(call);
 }
 
 /* Finds the resident range; follows tqkv__attention_shape. */
@@ -6282,6 +6291,7 @@ typedef struct tqkv__arrays {
     const void *at[8];
     size_t size[8];
     int n;
+    size_t alignment; /* of each */
 } tqkv__arrays;
 
 static void tqkv__add_array(tqkv__arrays *arrays, const void *at, size_t size)
@@ -6303,7 +6313,8 @@ static void tqkv__add_slice(tqkv__arrays *arrays, const tqkv__attention *a, cons
 static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
 {
     for (int i = 0; i < arrays->n; i++)
-        if (!arrays->at[i]) return TQKV__INVALID("an array is NULL: q, out, max or sum");
+        if (!arrays->at[i] || (uintptr_t)arrays->at[i] % arrays->alignment)
+            return TQKV__INVALID("an array is NULL or not aligned as its type: out, max or sum");
     for (int i = 0; i < n_written; i++)
         for (int j = i + 1; j < arrays->n; j++)
             if (tqkv__overlap(arrays->at[i], arrays->size[i], arrays->at[j], arrays->size[j]))
@@ -6323,8 +6334,8 @@ static bool tqkv__reads(const tqkv__attention *a, const void *q, const void *p, 
 /* Checks the outputs in arrays against what the call reads, and q for NaN and infinity. */
 static tqkv_result tqkv__check_attend(const tqkv__attention *a, const void *q, const tqkv__arrays *arrays)
 {
-    if (!q) return TQKV__INVALID("q is NULL");
-    if (!tqkv__aligned_as(a->call.query_type, q)) return TQKV__INVALID("q: not aligned as its type");
+    if (!q || (uintptr_t)q % tqkv__type_size(a->call.query_type))
+        return TQKV__INVALID("q: NULL or not aligned as its type");
     for (int i = 0; i < arrays->n; i++)
         if (tqkv__reads(a, q, arrays->at[i], arrays->size[i]))
             return TQKV__INVALID("an output overlaps q, a store, the sinks or the tree");
@@ -6335,8 +6346,8 @@ static tqkv_result tqkv__check_attend(const tqkv__attention *a, const void *q, c
 
 static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const void *q, const void *out)
 {
-    tqkv__arrays arrays = {{out}, {a->out_elements * tqkv__type_size(a->call.output_type)}, 1};
-    if (!tqkv__aligned_as(a->call.output_type, out)) return TQKV__INVALID("out: not aligned as its type");
+    const size_t size = tqkv__type_size(a->call.output_type);
+    const tqkv__arrays arrays = {{out}, {a->out_elements * size}, 1, size};
     return tqkv__check_attend(a, q, &arrays);
 }
 
@@ -6423,7 +6434,7 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
                                          float *out, float *max, float *sum)
 {
     tqkv__attention a;
-    tqkv__arrays arrays = {{NULL}, {0}, 0};
+    tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__attention_open(attention, &a);
     if (r != TQKV_OK) return r;
     if (count < 0) return TQKV__INVALID("count is negative");
@@ -6440,7 +6451,7 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
                                              const float *src_sum)
 {
     tqkv__attention a, from;
-    tqkv__arrays arrays = {{NULL}, {0}, 0};
+    tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__attention_shape(attention, &a);
     if (r == TQKV_OK) r = tqkv__attention_shape(slice, &from);
     if (r != TQKV_OK) return r;
@@ -6469,7 +6480,7 @@ TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *attention, float *o
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *out, const float *max, const float *sum)
 {
     tqkv__attention a;
-    tqkv__arrays arrays = {{NULL}, {0}, 0};
+    tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__attention_shape(attention, &a);
     if (r != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
@@ -6629,6 +6640,9 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     if (!c) return TQKV__INVALID("the cache is NULL");
     if ((r = tqkv__encode_open(&c->keys, k, n_tokens, c->attention.end, &keys)) != TQKV_OK) return r;
     if ((r = tqkv__encode_open(&c->values, v, n_tokens, c->attention.end, &values)) != TQKV_OK) return r;
+    if (tqkv__encoding_overlaps(&values, k, tqkv__rows_size(&c->keys, n_tokens)) ||
+        tqkv__encoding_overlaps(&keys, v, tqkv__rows_size(&c->values, n_tokens)))
+        return TQKV__INVALID("k or v overlaps the cache");
     tqkv__append_job job = {{&keys, &values}, {k, v}, n_tokens, tqkv__append_tasks(c, n_tokens),
                             c->attention.end, false,  {false}};
     const tqkv_parallel serial = {tqkv__run_serial, NULL},

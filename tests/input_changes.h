@@ -43,7 +43,7 @@ CHANGE(center_in_codes, BUFFERS, INVALID_ARGUMENT, memset(w->m->key_codes, 0, si
        w->keys.center = (const float *)(const void *)w->m->key_codes)
 CHANGE(center_in_norms, BUFFERS, INVALID_ARGUMENT, memset(w->m->key_norms, 0, sizeof w->m->key_norms);
        w->keys.center = w->m->key_norms)
-CHANGE(center_is_out, RESIDENT | DECODE | PROBE, INVALID_ARGUMENT, memset(w->m->out, 0, sizeof w->m->out);
+CHANGE(center_is_out, RESIDENT | DECODE | PROBE | MEASURE, INVALID_ARGUMENT, memset(w->m->out, 0, sizeof w->m->out);
        w->keys.center = w->m->out)
 /* pages and slots */
 CHANGE(paged, STORE | SLOTS, OK, use_pages(w)) /* a snapshot of a linear store too */
@@ -180,7 +180,12 @@ CHANGE(output_type, ATTENTION, UNSUPPORTED, w->attention.output_type = test_no_t
 CHANGE(misaligned_q, RESIDENT | CACHE_ATTEND, INVALID_ARGUMENT, w->q = (float *)((uintptr_t)w->m->q + 2))
 CHANGE(misaligned_half_q, RESIDENT, INVALID_ARGUMENT, w->q = (float *)((uintptr_t)w->m->q + 1);
        w->attention.query_type = TQKV_TYPE_F16)
-CHANGE(misaligned_out, ATTEND | CACHE_ATTEND, INVALID_ARGUMENT, w->out = (float *)((uintptr_t)w->m->out + 2))
+CHANGE(misaligned_out, ATTENTION | CACHE_ATTEND | PROBE | MEAN | MEASURE, INVALID_ARGUMENT,
+       w->out = (float *)((uintptr_t)w->m->out + 2))
+CHANGE(misaligned_max, PARTIAL | MERGE | FINISH, INVALID_ARGUMENT, w->max = (float *)((uintptr_t)w->m->max + 1))
+CHANGE(misaligned_other_sum, MERGE, INVALID_ARGUMENT, w->other_sum = (float *)((uintptr_t)w->m->other_sum + 2))
+CHANGE(misaligned_sinks, ATTENTION, INVALID_ARGUMENT, w->attention.sinks = (const float *)((uintptr_t)w->m->sinks + 2))
+CHANGE(misaligned_rows, ROTATIONS, INVALID_ARGUMENT, w->src = (float *)((uintptr_t)w->m->src + 2))
 CHANGE(misaligned_half_out, ATTEND, INVALID_ARGUMENT, w->out = (float *)((uintptr_t)w->m->out + 1);
        w->attention.output_type = TQKV_TYPE_BF16)
 CHANGE(types, ATTENTION, OK, memset(w->m->q, 0, sizeof w->m->q); w->attention.query_type = TQKV_TYPE_F16;
@@ -238,7 +243,11 @@ CHANGE(desc_ring, FORK, OK, w->desc.ring = true)
 CHANGE(desc_other_format, FORK, INVALID_ARGUMENT, w->desc.value_format = TQKV_TQ5)
 CHANGE(desc_other_window, FORK | LOAD, INVALID_ARGUMENT, w->desc.window = 3)
 CHANGE(desc_sinks, CREATE | LOAD | FORK, NOT_FINITE, w->m->sinks[0] = (float)NAN)
+CHANGE(desc_misaligned_sinks, CREATE | LOAD | FORK, INVALID_ARGUMENT,
+       w->desc.sinks = (const float *)((uintptr_t)w->m->sinks + 2))
 CHANGE(desc_alloc_alone, CREATE | LOAD | FORK, INVALID_ARGUMENT, w->desc.allocator.free = NULL)
+CHANGE(k_in_the_values, APPEND, INVALID_ARGUMENT, w->n_tokens = 1; w->src = (float *)tqkv_cache_values(w->cache)->codes)
+CHANGE(v_in_the_keys, APPEND, INVALID_ARGUMENT, w->n_tokens = 1; w->src2 = (float *)tqkv_cache_keys(w->cache)->codes)
 CHANGE(append_too_many, APPEND, OUT_OF_RANGE, w->n_tokens = CAPACITY + 1)
 CHANGE(negative_cache_queries, CACHE_ATTEND, INVALID_ARGUMENT, w->n_queries = -1)
 CHANGE(truncate_negative, CUT_BACK, OUT_OF_RANGE, w->end = -1)
