@@ -246,6 +246,47 @@ static void check_arguments(const void *parameters)
     free_batch(b);
 }
 
+static void *largest_alloc(void *user, size_t size)
+{
+    if (size > *(size_t *)user) *(size_t *)user = size;
+    return malloc(size);
+}
+
+static void largest_free(void *user, void *pointer, size_t size)
+{
+    (void)user;
+    (void)size;
+    free(pointer);
+}
+
+/* One sequence that is far longer than the others, which have most of the rows: 12 MiB, and sums of all rows. */
+static void check_scratch(const void *parameters)
+{
+    (void)parameters;
+    batch *b = (batch *)test_alloc(sizeof *b);
+    hook user = {NULL, NULL, 0, 0, 0};
+    size_t largest = 0, rows = 0;
+    memset(b, 0, sizeof *b);
+    for (int i = 0; i < MAX_ITEMS; i++) {
+        attend_row row = attend_default_row(TQKV_TQ2, TQKV_TQ2, 32);
+        row.n_kv_heads = 1;
+        row.group = i ? 16 : 1;
+        row.n_queries = i ? 256 : 1;
+        row.end = row.key_capacity = row.value_capacity = i ? 8 : 16384;
+        row.bits_alone = true;
+        make_item(b, &row);
+        rows += (size_t)(row.n_queries * row.group);
+    }
+    b->items[0].allocator.alloc = largest_alloc;
+    b->items[0].allocator.free = largest_free;
+    b->items[0].allocator.user = &largest;
+    b->items[0].parallel.user = &user;
+    b->items[0].parallel.run = run_backwards;
+    CHECK_RESULT(attend_batch(b), TQKV_OK);
+    CHECK(largest <= (12u << 20) + rows * 34 * sizeof(float), "%d bytes of scratch", (int)largest);
+    free_batch(b);
+}
+
 /* Each allocation fails in turn. */
 static void check_memory(const void *parameters)
 {
@@ -276,4 +317,5 @@ void test_batch_cases(void)
     test_add(check_overlaps, NULL, 0, "batch/overlaps");
     test_add(check_arguments, NULL, 0, "batch/arguments");
     test_add(check_memory, NULL, 0, "batch/memory");
+    test_add(check_scratch, NULL, 0, "batch/scratch");
 }

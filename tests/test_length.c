@@ -242,7 +242,7 @@ static void check_sinks_above(const void *parameters)
     }
 }
 
-/* ---- Scratch: at most 10 MiB, whatever the numbers of queries and positions ---- */
+/* ---- Scratch: at most 12 MiB, whatever the numbers of queries and positions ---- */
 
 typedef struct scratch_row {
     int head_dim, n_kv_heads, group, n_queries, n_positions;
@@ -284,7 +284,7 @@ static void check_scratch(const void *parameters)
     a.parallel.run = row->hook ? run_backwards : NULL;
     a.parallel.user = &calls;
     CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
-    CHECK(largest <= 10u << 20, "%d bytes of scratch", (int)largest);
+    CHECK(largest <= 12u << 20, "%d bytes of scratch", (int)largest);
     test_store_free(&store);
     free(q);
     free(out);
@@ -437,10 +437,10 @@ void test_length_cases(void)
     static const float sinks[] = {1e4f, 3e38f};
     for (int i = 0; i < 2; i++)
         test_add(check_sinks_above, &sinks[i], sizeof *sinks, "attend/sinks_above/%g", (double)sinks[i]);
-    static const scratch_row scratch[] = {{128, 8, 4, 512, 100, true},  {64, 1, 1, 1, 1 << 17, true},
-                                          {128, 4, 4, 3, 40000, true},  {1024, 31, 1, 8, 4100, true},
-                                          {32, 8, 32, 512, 100, false}, {128, 31, 8, 8, 4100, true},
-                                          {512, 2, 8, 100, 5000, false}};
+    static const scratch_row scratch[] = {{128, 8, 4, 512, 100, true},   {64, 1, 1, 1, 1 << 17, true},
+                                          {128, 4, 4, 3, 40000, true},   {1024, 31, 1, 8, 4100, true},
+                                          {32, 8, 32, 512, 100, false},  {128, 31, 8, 8, 4100, true},
+                                          {512, 2, 8, 100, 5000, false}, {128, 127, 8, 8, 2049, true}};
     for (size_t i = 0; i < sizeof scratch / sizeof *scratch; i++)
         test_add(check_scratch, &scratch[i], sizeof *scratch, "attend/scratch/%dx%dx%d/%d", scratch[i].n_queries,
                  scratch[i].n_kv_heads * scratch[i].group, scratch[i].head_dim, scratch[i].n_positions);
