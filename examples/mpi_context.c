@@ -36,6 +36,7 @@ static tqkv_store one_head; /* the shape of a row */
 static tqkv_attention one_row;
 static MPI_Datatype row_type;
 static MPI_Op merge_op;
+static int own_rank; /* of all ranks, which is its rank among any first few */
 
 /* ---- Sums of the ranks ---- */
 
@@ -46,13 +47,16 @@ static void merge_heads(void *in, void *in_out, int *n_rows, MPI_Datatype *type)
     head_sums *to = (head_sums *)in_out;
     (void)type;
     for (int i = 0; i < *n_rows; i++) {
-        tqkv_attend_merge(&one_row, to[i].out, &to[i].max, &to[i].sum, from[i].out, &from[i].max, &from[i].sum);
-        if (from[i].failure > to[i].failure) to[i].failure = from[i].failure;
+        tqkv_result result =
+            tqkv_attend_merge(&one_row, to[i].out, &to[i].max, &to[i].sum, from[i].out, &from[i].max, &from[i].sum);
+        int32_t failure = result == TQKV_OK ? from[i].failure : 16 * (own_rank + 1) + (int32_t)result;
+        if (failure > to[i].failure) to[i].failure = failure;
     }
 }
 
 static void merge_open(void)
 {
+    MPI_Comm_rank(MPI_COMM_WORLD, &own_rank);
     one_head = (tqkv_store){.format = TQKV_TQ4, .head_dim = DIM, .n_kv_heads = 1, .capacity = 1};
     one_row = (tqkv_attention){.keys = &one_head, .values = &one_head};
     MPI_Type_contiguous(sizeof(head_sums), MPI_BYTE, &row_type); /* ranks of one byte order */
