@@ -398,7 +398,7 @@ tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention 
 /* Where the GPU's matrices lie otherwise, attend takes the place of attend_matrix. */
 static tqkv_result tqkv__avoid_matrices(const tqkv_metal *m, tqkv_result r, tqkv__dispatch *d)
 {
-    if (r == TQKV_OK && !m->matrices && d->kernel.family == TQKV__ATTEND_MATRIX)
+    if (m && r == TQKV_OK && !m->matrices && d->kernel.family == TQKV__ATTEND_MATRIX)
         tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
     return r;
 }
