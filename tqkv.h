@@ -162,8 +162,8 @@ TQKV_API float tqkv_last_boundary(tqkv_format f);
    A call that does not return TQKV_OK has written nothing, unless its comment says otherwise. */
 typedef enum tqkv_result {
     TQKV_OK = 0,
-    TQKV_INVALID_ARGUMENT, /* null pointer, negative count, n_heads not a multiple of n_kv_heads, buffer too small or
-                              overlapping another ... */
+    TQKV_INVALID_ARGUMENT, /* null pointer, negative count, n_heads not a multiple of n_kv_heads, buffer too small,
+                              misaligned or overlapping another ... */
     TQKV_UNSUPPORTED,      /* head_dim, format or option this build has no code for */
     TQKV_OUT_OF_RANGE,     /* a position outside the store */
     TQKV_OUT_OF_MEMORY,
@@ -229,9 +229,8 @@ TQKV_API size_t tqkv_codes_size(const tqkv_store *s);
 TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
-   `capacity` tokens. A page may not occur twice among those written. TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that a ring
-   drops. Values near 1e19, whose
-   squared length overflows, give an infinite norm. */
+   `capacity` tokens. A page may not occur twice among those written. TQKV_NOT_FINITE if src holds NaN or Inf, even in
+   tokens that a ring drops. Values near 1e19, whose squared length overflows, give an infinite norm. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
 /* Token t goes to slot slots[t] of the pool, a token with slot -1 nowhere; no slot twice. For tokens of many sequences at
    once: pages and ring are not looked at. NaN and Inf are refused in all rows, left-out ones too. slots: [n_tokens] */
@@ -248,7 +247,7 @@ typedef enum tqkv_basis {
     TQKV_ROTATED /* after the rotation: the basis of the codes */
 } tqkv_basis;
 
-/* Decodes [position, position + n_positions), at most `capacity` of them; dst: [n_positions][n_kv_heads][head_dim]. */
+/* Decodes [position, position + n_positions), of a ring at most `capacity`; dst: [n_positions][n_kv_heads][head_dim]. */
 TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, void *dst);
 
 /* The mean of the rows of each head, a centre for such rows; mean: [n_kv_heads][head_dim], zeros for no tokens. Sums in
@@ -267,7 +266,7 @@ typedef struct tqkv_quality {
 TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out);
 
 /* >>rotate
-   y = R(s*x)/sqrt(D) and its inverse x = s*R(y)/sqrt(D), in place; rows: [n_rows][head_dim]. */
+   y = R(s*x)/sqrt(D) and its inverse x = s*R(y)/sqrt(D), in place; rows: [n_rows][head_dim]. NaN and Inf spread. */
 TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim);
 TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim);
 
@@ -320,9 +319,10 @@ TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const void *q, void *o
 TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items, const void *const *q,
                                        void *const *out);
 
-/* Attends one slice [first, first + count) of the resident positions, without sinks, for tqkv_attend_merge. max, sum:
-   [n_queries][n_heads]: the largest score, and the sum of exp(score - max). out: as tqkv_attend's, but float: the
-   sum of exp(score - max) * value, in the values' basis. A query without positions: -INFINITY, 0, zeros. */
+/* Attends one slice [first, first + count) of the resident positions, without sinks, for tqkv_attend_merge;
+   TQKV_OUT_OF_RANGE if it leaves them. max, sum: [n_queries][n_heads]: the largest score, and the sum of
+   exp(score - max). out: as tqkv_attend's, but float: the sum of exp(score - max) * value, in the values' basis. A query
+   without positions: -INFINITY, 0, zeros. */
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
 /* Merges the slice src into dst. Both slices must have values in the same basis, which this call cannot check: its sums
@@ -360,11 +360,12 @@ typedef struct tqkv_cache_desc {
 TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out);
 TQKV_API void tqkv_cache_destroy(tqkv_cache *c); /* NULL is fine */
 
-/* k: [n_tokens][n_kv_heads][head_dim], v: with value_dim, at positions end, end + 1 ... Tasks of `parallel` encode long runs, to the
-   same bytes. All or nothing: TQKV_OUT_OF_RANGE if a linear cache would overflow. To prefill a ring, append and attend
-   in pieces of at most capacity - window + 1 tokens: then every query still finds its whole window. */
+/* k: [n_tokens][n_kv_heads][head_dim], v: with value_dim, at positions end, end + 1 ...; outside of the cache's memory.
+   Tasks of `parallel` encode long runs, to the same bytes. All or nothing: TQKV_OUT_OF_RANGE if a linear cache would
+   overflow. To prefill a ring, append and attend in pieces of at most capacity - window + 1 tokens: then every query
+   still finds its whole window. */
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens);
-/* The newest n_queries positions attend; q: [n_queries][n_heads][head_dim], out: with value_dim. */
+/* The newest n_queries positions attend; q: [n_queries][n_heads][head_dim], out: with value_dim. Nothing to do for 0. */
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out);
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c); /* positions appended; 0 for NULL */
 /* The oldest resident position; 0 for NULL. After truncate, keep, fork or load a ring may hold fewer positions than its
