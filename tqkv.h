@@ -1715,12 +1715,15 @@ static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
     return norm;
 }
 
-/* Norm of an I8 block: the largest magnitude / 127; scale: 1 / step of the grid. With -freciprocal-math, which clang
-   announces by no macro, the compiler would multiply by 1/127 if it knew the divisor or could hoist it. */
+/* Norm of an I8 block: the largest magnitude / 127; scale: 1 / step of the grid. Both are 0 for a block near 0. With
+   -freciprocal-math, which clang announces by no macro, the compiler would multiply by 1/127 if it knew the divisor or
+   could hoist it. */
 static float tqkv__norm_i8(float largest, float *scale)
 {
     const volatile float steps = 127.0f;
-    *scale = largest > TQKV__MIN_NORM ? TQKV__AS_FLOAT(127.0f / largest) : 0.0f;
+    *scale = 0.0f;
+    if (!(largest > TQKV__MIN_NORM)) return 0.0f;
+    *scale = TQKV__AS_FLOAT(steps / largest);
     return TQKV__AS_FLOAT(largest / steps);
 }
 
@@ -7215,7 +7218,7 @@ TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *store, int64_t po
     tqkv__stream s;
     size_t n_values;
     tqkv_result r = tqkv__plan_open(store, &s);
-    const int slots = s.capacity;
+    const int slots = r == TQKV_OK ? s.capacity : 0;
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r == TQKV_OK) r = tqkv__plan_positions(&s);
     if (r != TQKV_OK) return r;

@@ -74,8 +74,8 @@ $(METALLIB_BUILD)/current.metal: metallib-source
 
 # ---- The library in the repository is that of the shaders ----
 
-# `make test` compares sources and hashes: the library takes 104 s of a core to build (AMD EPYC, 73 kernels). `make test-metallib`
-# builds it again.
+# `make test` compares sources and hashes: the library takes 4 minutes of a core to build (AMD EPYC, 76 kernels).
+# `make test-metallib` builds it again.
 .PHONY: check-metallib check-metallib-rebuilt
 check-metallib: metallib-source ## metallib/ is current: the library, the source, the table in its README
 	@echo "== the library in the repository"

@@ -179,8 +179,9 @@ inline float normalise(uint format, float block_scale, uint lane, thread float *
     if (!has_norms(format)) return 0.0f;
     if (!has_codebook(format)) {
         float largest = block_maximum<D>(lane, x);
-        scale_blocks<D, MAXIMUM_BLOCK(D)>(largest > TQKV__MIN_NORM ? 127.0f / largest : 0.0f, lane, x);
-        return largest / 127.0f;
+        bool zero = !(largest > TQKV__MIN_NORM);
+        scale_blocks<D, MAXIMUM_BLOCK(D)>(zero ? 0.0f : 127.0f / largest, lane, x);
+        return zero ? 0.0f : largest / 127.0f;
     }
     float squares[ENCODE_VALUES(D)];
     TQKV_UNROLL

@@ -322,8 +322,9 @@ static inline void reference_grid_row(const tqkv_store *s, const float *row, flo
         float largest = 0.0f;
         for (int j = first; j < first + block; j++)
             if (fabsf(row[j]) > largest) largest = fabsf(row[j]);
-        norms[first / block] = reference_divide(largest, 127.0f);
-        float inverse = largest > (float)1e-10 ? reference_divide(127.0f, largest) : 0.0f;
+        const bool zero = largest <= (float)1e-10;
+        norms[first / block] = zero ? 0.0f : reference_divide(largest, 127.0f);
+        const float inverse = zero ? 0.0f : reference_divide(127.0f, largest);
         for (int j = first; j < first + block; j++) scaled[j] = reference_multiply(row[j], inverse);
     }
 }
