@@ -84,7 +84,8 @@ typed_rows in_type(tqkv_type type, const std::vector<float> &floats)
 // more than its rounding only if the norm is below 1.5e-14. Such a row is stored as zeros.
 const float flushed_norm = 1.5e-14f;
 
-// True if the bits are equal, or both are NaN: rows that overflow give NaN, and the processor chooses its sign. Where subnormals are flushed, two values below flushed_norm are equal.
+// True if the bits are equal, or both are NaN: rows that overflow give NaN, and the processor chooses its sign. Where
+// subnormals are flushed, two values below flushed_norm are equal.
 bool same_floats(const float *a, const float *b, size_t n)
 {
     for (size_t i = 0; i < n; i++) {
