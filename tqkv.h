@@ -1644,7 +1644,7 @@ static void tqkv__mix_runs(float *x, int m, int n)
 /* Walsh-Hadamard transform of each run in natural order, then the matrix across the runs; unnormalised. x: [head_dim] */
 static void tqkv__hadamard(float *x, int head_dim)
 {
-    const int m = TQKV__RUNS(head_dim), n = head_dim / m;
+    const int m = TQKV__RUNS(head_dim), n = m > 1 ? head_dim / m : head_dim;
     for (int h = 1; h < n; h *= 2)
         for (int i = 0; i < head_dim; i += 2 * h)
             for (int j = i; j < i + h; j++) {
@@ -1664,7 +1664,7 @@ static void tqkv__flip_signs(float *x, int head_dim)
 /* y = R(s*x)/sqrt(D) in double, for sums of far larger terms. */
 static void tqkv__rotate_double(double *x, int head_dim)
 {
-    const int m = TQKV__RUNS(head_dim), n = head_dim / m;
+    const int m = TQKV__RUNS(head_dim), n = m > 1 ? head_dim / m : head_dim;
     double y[TQKV_MAX_HEAD_DIM];
     for (int j = 0; j < head_dim; j++)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
@@ -1839,10 +1839,12 @@ static float tqkv__float_from_half(uint16_t half)
 /* A row as floats, which is exact, less its centre unless that is NULL. src, center, row: [n] */
 static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, int n, float *row)
 {
-    if (type == TQKV_TYPE_F32) memcpy(row, src, (size_t)n * sizeof(float));
-    for (int i = 0; type == TQKV_TYPE_F16 && i < n; i++) row[i] = tqkv__float_from_half(tqkv__half_at(src, (size_t)i));
-    for (int i = 0; type == TQKV_TYPE_BF16 && i < n; i++)
-        row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
+    if (type == TQKV_TYPE_F32)
+        memcpy(row, src, (size_t)n * sizeof(float));
+    else if (type == TQKV_TYPE_F16)
+        for (int i = 0; i < n; i++) row[i] = tqkv__float_from_half(tqkv__half_at(src, (size_t)i));
+    else
+        for (int i = 0; i < n; i++) row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
     for (int i = 0; center && i < n; i++) row[i] = TQKV__AS_FLOAT(row[i] - center[i]);
 }
 
@@ -3108,12 +3110,13 @@ TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const T
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
     for (; left >= (any ? 1 : run); left -= run, queries += run) {
-        const int count = left < run ? left / TQKV__LANES : per_lane;
         TQKV__(ask_ahead)(format, p, (ptrdiff_t)at + block->ahead, run_bytes + upper_bytes);
-        if (TQKV__TAILS && any)
+        if (TQKV__TAILS && any) {
+            const int count = left < run ? left / TQKV__LANES : per_lane;
             TQKV__(dot_vectors)(format, rows, fields, count, inside, table, p, at, upper, queries, row_stride, sums);
-        else
+        } else {
             TQKV__(dot_run)(format, per_lane, rows, table, p, at, upper, queries, row_stride, sums);
+        }
         at += (size_t)run_bytes;
         upper += (size_t)upper_bytes;
     }
@@ -3248,7 +3251,6 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
     const int per_lane = TQKV__RUN(format), vectors = block->dim / TQKV__LANES;
     const int most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane; /* rows * width sums */
     const bool tail = TQKV__HAS_TAIL(format) && !TQKV__(looked_up)(format);
-    const int rest = vectors % per_lane, known = TQKV__TAIL ? TQKV__TAIL : 4; /* known: its sums are in registers */
     const uint8_t *p = block->codes, *upper = block->codes + block->upper;
     float *out = block->results;
     TQKV__VECTOR table[8];
@@ -3260,9 +3262,11 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
         p += TQKV__(run_bytes)(format, per_lane);
         upper += TQKV__(upper_bytes)(format, per_lane);
     }
-    if (TQKV__TAILS && tail && (TQKV__TAIL || TQKV__(has_fields)(format)) && rest == known)
+    if (!TQKV__TAILS || !tail) return;
+    const int rest = vectors % per_lane, known = TQKV__TAIL ? TQKV__TAIL : 4; /* known: its sums are in registers */
+    if ((TQKV__TAIL || TQKV__(has_fields)(format)) && rest == known)
         TQKV__(accumulate_run)(format, true, known, rows, 0, known, block, table, p, upper, out);
-    else if (TQKV__TAILS && !TQKV__TAIL && tail)
+    else if (!TQKV__TAIL)
         for (int k = 0; k < rest; k += width, out += width * TQKV__LANES)
             TQKV__(accumulate_run)(format, false, rest, rows, k, width, block, table, p, upper, out);
 }
@@ -3379,7 +3383,6 @@ TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows,
     const bool any = !keys && TQKV__LANES == 16 && s->book_bits < 6;
     const int most = s->kind == TQKV__BOOK && (keys || s->book_bits > 4) ? TQKV__SCORE_ROWS : 4;
     const int tail = TQKV__HAS_TAIL(s->format) ? block->dim % (TQKV__RUN(s->format) * TQKV__LANES) : 0;
-    const int whole = block->dim - tail, main_bytes = whole * s->main_bits / 8;
     if (!TQKV__DIRECT(s->format) || (n_rows > most && !any)) {
         TQKV__(attend_decoded)(block, n_rows, keys);
     } else if (keys) {
@@ -3387,6 +3390,7 @@ TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows,
     } else if (!tail || !TQKV__(looked_up)(s->format)) {
         TQKV__(by_rows)(block, n_rows, TQKV__ROWS, loops->accumulate);
     } else {
+        const int whole = block->dim - tail, main_bytes = whole * s->main_bits / 8;
         block->dim = whole;
         if (whole) TQKV__(by_rows)(block, n_rows, TQKV__ROWS, loops->accumulate);
         block->dim = tail;
@@ -6993,10 +6997,11 @@ static tqkv_metal_buffer tqkv__buffer_after(tqkv_metal_buffer at, size_t bytes)
     return at;
 }
 
-/* Plans `each` rows a simdgroup, and 4 simdgroups a threadgroup, which share the codebook's cells (up to 3 KiB). */
-static void tqkv__plan_simdgroups(tqkv__dispatch *d, size_t n_rows, size_t each)
+/* Plans `each` of n_units, rows or lanes, a simdgroup, and 4 simdgroups a threadgroup, which share the codebook's cells
+   (up to 3 KiB). */
+static void tqkv__plan_simdgroups(tqkv__dispatch *d, size_t n_units, size_t each)
 {
-    const size_t n = n_rows / each + (n_rows % each != 0);
+    const size_t n = n_units / each + (n_units % each != 0);
     d->rows = true;
     d->n_simdgroups = 4;
     if (n > d->grid[0]) d->grid[0] = n; /* two rings may keep different numbers of rows */
@@ -7020,6 +7025,7 @@ static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int
     const tqkv_result r = tqkv__plan_values(s, n_tokens, n_values);
     if (r != TQKV_OK) return r;
     if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
+    const size_t n_rows = (size_t)n_tokens * (size_t)s->n_kv_heads;
     tqkv__rows_args *args = &d->args[d->n_args++].rows;
     args->n_tokens = n_tokens;
     args->n_kv_heads = s->n_kv_heads;
@@ -7029,9 +7035,10 @@ static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int
     args->page_size = s->n_pages ? s->page_size : 0;
     args->n_pages = s->n_pages ? slots / s->page_size : 0;
     d->args_size = sizeof *args;
-    tqkv__plan_simdgroups(d, (size_t)n_tokens * (size_t)s->n_kv_heads,
-                          (size_t)(d->kernel.family == TQKV__DECODE ? TQKV__SIMD_WIDTH / TQKV__ROW_LANES(s->head_dim)
-                                                                    : TQKV__ENCODE_ROWS(s->head_dim)));
+    if (d->kernel.family == TQKV__DECODE)
+        tqkv__plan_simdgroups(d, n_rows * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
+    else
+        tqkv__plan_simdgroups(d, n_rows, (size_t)TQKV__ENCODE_ROWS(s->head_dim));
     return TQKV_OK;
 }
 
@@ -7193,7 +7200,8 @@ TQKV_API tqkv_result tqkv__plan_probe(const tqkv_metal_store *store, tqkv_metal_
 {
     tqkv__stream s;
     size_t n_values;
-    tqkv_result r = tqkv__stream_shape(store ? &store->shape : NULL, &s);
+    if (!store) return TQKV__INVALID("a store is NULL");
+    tqkv_result r = tqkv__stream_shape(&store->shape, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
     tqkv__plan_begin(d, TQKV__PROBE, s.head_dim, s.head_dim);
@@ -7215,10 +7223,10 @@ TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *store, int64_t po
     tqkv__stream s;
     size_t n_values;
     tqkv_result r = tqkv__plan_open(store, &s);
-    const int slots = s.capacity;
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
-    if (r == TQKV_OK) r = tqkv__plan_positions(&s);
     if (r != TQKV_OK) return r;
+    const int slots = s.capacity;
+    if ((r = tqkv__plan_positions(&s)) != TQKV_OK) return r;
     if (n_positions < 0 || !tqkv__basis_known(basis))
         return TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
     if (n_positions > slots) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
@@ -7251,7 +7259,7 @@ TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int h
     d->args_size = sizeof d->args[0].rotate;
     d->n_args = 1;
     tqkv__plan_bind(d, "rows", 1, rows, size, true);
-    tqkv__plan_simdgroups(d, (size_t)n_rows, (size_t)(TQKV__SIMD_WIDTH / TQKV__ROW_LANES(head_dim)));
+    tqkv__plan_simdgroups(d, (size_t)n_rows * (size_t)TQKV__ROW_LANES(head_dim), TQKV__SIMD_WIDTH);
     return TQKV_OK;
 }
 
