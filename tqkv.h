@@ -2911,7 +2911,7 @@ TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const int n, int k,
             rest[m].codes = TQKV__(join_fields)(TQKV__BOOK_BITS(f), k, rest[m].main, rest[m].upper);
     } else {
         TQKV__UNROLL
-        for (int m = 0; m < n; m++) rest[m].codes = TQKV__(next_codes)(TQKV__BOOK_BITS(f), rest[m].codes);
+        for (int m = 0; m < n; m++) TQKV__(next_codes)(TQKV__BOOK_BITS(f), &rest[m].codes);
     }
     TQKV__UNROLL
     for (int m = 0; m < n; m++) x[m] = TQKV__(look_up)(TQKV__BOOK_BITS(f), table, rest[m].codes);
@@ -3110,13 +3110,13 @@ TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const T
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
     for (; left >= (any ? 1 : run); left -= run, queries += run) {
+        const int count = left < run ? left / TQKV__LANES : per_lane;
+        (void)count; /* only with tails */
         TQKV__(ask_ahead)(format, p, (ptrdiff_t)at + block->ahead, run_bytes + upper_bytes);
-        if (TQKV__TAILS && any) {
-            const int count = left < run ? left / TQKV__LANES : per_lane;
+        if (TQKV__TAILS && any)
             TQKV__(dot_vectors)(format, rows, fields, count, inside, table, p, at, upper, queries, row_stride, sums);
-        } else {
+        else
             TQKV__(dot_run)(format, per_lane, rows, table, p, at, upper, queries, row_stride, sums);
-        }
         at += (size_t)run_bytes;
         upper += (size_t)upper_bytes;
     }
@@ -3251,9 +3251,11 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
     const int per_lane = TQKV__RUN(format), vectors = block->dim / TQKV__LANES;
     const int most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane; /* rows * width sums */
     const bool tail = TQKV__HAS_TAIL(format) && !TQKV__(looked_up)(format);
+    const int rest = vectors % per_lane, known = TQKV__TAIL ? TQKV__TAIL : 4; /* known: its sums are in registers */
     const uint8_t *p = block->codes, *upper = block->codes + block->upper;
     float *out = block->results;
     TQKV__VECTOR table[8];
+    (void)rest; /* only with tails */
     TQKV__(load_codebook)(format, block->stream, table);
     for (int run = vectors / per_lane; run > 0; run--) {
         TQKV__UNROLL
@@ -3262,11 +3264,9 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
         p += TQKV__(run_bytes)(format, per_lane);
         upper += TQKV__(upper_bytes)(format, per_lane);
     }
-    if (!TQKV__TAILS || !tail) return;
-    const int rest = vectors % per_lane, known = TQKV__TAIL ? TQKV__TAIL : 4; /* known: its sums are in registers */
-    if ((TQKV__TAIL || TQKV__(has_fields)(format)) && rest == known)
+    if (TQKV__TAILS && tail && (TQKV__TAIL || TQKV__(has_fields)(format)) && rest == known)
         TQKV__(accumulate_run)(format, true, known, rows, 0, known, block, table, p, upper, out);
-    else if (!TQKV__TAIL)
+    else if (TQKV__TAILS && !TQKV__TAIL && tail)
         for (int k = 0; k < rest; k += width, out += width * TQKV__LANES)
             TQKV__(accumulate_run)(format, false, rest, rows, k, width, block, table, p, upper, out);
 }
@@ -3614,7 +3614,7 @@ TQKV__OP void TQKV__(mix_12)(const float *runs, float factor, int n, float *out)
     case m:                                                                                                            \
         if (n >= TQKV__LANES)                                                                                          \
             TQKV__(mix)(m, 1, runs, factor, n, out);                                                                   \
-        else if (m != 20)                                                                                              \
+        else if ((m) != 20)                                                                                            \
             TQKV__(mix)(m, TQKV__LANES == 8 ? 2 : 1, runs, factor, n, out);                                            \
         break;
 
@@ -3839,8 +3839,8 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
     case D:                                                                                                            \
         TQKV__UNROLL                                                                                                   \
         for (int i = 0; i < 32 / TQKV__LANES; i++)                                                                     \
-            x[i] = TQKV__(lane_sums)(0, false, D / 32, NULL, bytes + i * TQKV__LANES * (D / 8));                       \
-        TQKV__(add_lanes)(32, D / 32, n, x, sums);                                                                     \
+            x[i] = TQKV__(lane_sums)(0, false, (D) / 32, NULL, bytes + i * TQKV__LANES * ((D) / 8));                   \
+        TQKV__(add_lanes)(32, (D) / 32, n, x, sums);                                                                   \
         break;
     TQKV__BY_HEAD_DIM(TQKV__SUM_FLOATS)
 #undef TQKV__SUM_FLOATS
@@ -4408,9 +4408,9 @@ TQKV__OP __m512 tqkv__look_up_avx512(const int bits, const __m512 *table, __m512
                                 _mm512_permutex2var_ps(table[2], codes, table[3]));
 }
 /* Brings the next of the joined codes of each lane to bit 0. */
-TQKV__OP __m512i tqkv__next_codes_avx512(const int bits, __m512i codes)
+TQKV__OP void tqkv__next_codes_avx512(const int bits, __m512i *codes)
 {
-    return _mm512_srli_epi32(codes, bits == 2 ? 2u : bits < 5 ? 4u : 8u);
+    *codes = _mm512_srli_epi32(*codes, bits == 2 ? 2u : bits < 5 ? 4u : 8u);
 }
 /* Byte codes look up each byte of a centroid in one register; TQ8 in two for 128 centroids, the half it needs. */
 TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const tqkv__stream *s, __m512 *table)
@@ -5107,7 +5107,7 @@ typedef int tqkv__fields_avx2;
 #define tqkv__load_fields_avx2(bits, fields, count, p, upper, low, high) ((void)(fields), (void)(count), (void)(upper))
 #define tqkv__copy_fields_avx2(bits, fields, p, upper, copy, upper_copy) ((void)(fields), (void)(upper))
 #define tqkv__join_fields_avx2(bits, k, low, high)                       (low)
-#define tqkv__next_codes_avx2(bits, codes)                               (codes)
+#define tqkv__next_codes_avx2(bits, codes)                               ((void)(codes))
 #define tqkv__look_up_avx2(bits, table, codes)                           (*(table))
 
 #define TQKV__(name)             tqkv__##name##_avx2
@@ -5438,7 +5438,7 @@ typedef int tqkv__fields_neon;
 #define tqkv__load_fields_neon(bits, fields, count, p, upper, low, high) ((void)(fields), (void)(count), (void)(upper))
 #define tqkv__copy_fields_neon(bits, fields, p, upper, copy, upper_copy) ((void)(fields), (void)(upper))
 #define tqkv__join_fields_neon(bits, k, low, high)                       (low)
-#define tqkv__next_codes_neon(bits, codes)                               (codes)
+#define tqkv__next_codes_neon(bits, codes)                               ((void)(codes))
 #define tqkv__look_up_neon(bits, table, codes)                           (*(table))
 
 #define TQKV__(name)             tqkv__##name##_neon
