@@ -236,7 +236,7 @@ MACOS_SDK = $(if $(wildcard $(SDK)/usr/include),$(SDK),$(shell xcrun --sdk $(SDK
 MACOS_BUILD := $(BUILD)/macos
 MACOS_CLANG = clang -target arm64-apple-macos13 -isysroot $(MACOS_SDK) -isystem $(MACOS_BUILD)/include $(HOST_WARNINGS) -I.
 MACOS_SOURCES := tqkv_metal.m $(HOST_EXAMPLES:%=examples/%.m)
-MACOS_TESTS := $(HOST_TESTS:%=tests/metal/host/%.m)
+MACOS_TESTS := $(HOST_TESTS:%=tests/metal/host/%.m) tests/metal/mac/report.m tests/metal/metal_gpu.m
 MACOS_LINK = $(if $(filter Darwin,$(SYSTEM)),,$(if $(shell command -v ld64.lld || command -v ld64.lld-14),-fuse-ld=lld,none))
 MACOS_LIBRARIES := -framework Metal -framework Foundation -framework CoreFoundation -lobjc
 
