@@ -1272,8 +1272,9 @@ static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_
     return a && b && a_size && b_size && (x < y ? y - x < a_size : x - y < b_size);
 }
 
-/* Neither NULL nor misaligned. */
-static bool tqkv__floats_at(const void *p) { return p && (uintptr_t)p % sizeof(float) == 0; }
+/* Neither NULL nor misaligned. alignment: a power of two */
+static bool tqkv__aligned_at(const void *p, size_t alignment) { return p && ((uintptr_t)p & (alignment - 1)) == 0; }
+static bool tqkv__floats_at(const void *p) { return tqkv__aligned_at(p, sizeof(float)); }
 
 static bool tqkv__format_known(tqkv_format f) { return TQKV__KIND(f) != 0; }
 
@@ -6318,7 +6319,7 @@ static void tqkv__add_slice(tqkv__arrays *arrays, const tqkv__attention *a, cons
 static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
 {
     for (int i = 0; i < arrays->n; i++)
-        if (!arrays->at[i] || (uintptr_t)arrays->at[i] % arrays->alignment)
+        if (!tqkv__aligned_at(arrays->at[i], arrays->alignment))
             return TQKV__INVALID("an array is NULL or not aligned as its type: out, max or sum");
     for (int i = 0; i < n_written; i++)
         for (int j = i + 1; j < arrays->n; j++)
@@ -6339,7 +6340,7 @@ static bool tqkv__reads(const tqkv__attention *a, const void *q, const void *p, 
 /* Checks the outputs in arrays against what the call reads, and q for NaN and infinity. */
 static tqkv_result tqkv__check_attend(const tqkv__attention *a, const void *q, const tqkv__arrays *arrays)
 {
-    if (!q || (uintptr_t)q % tqkv__type_size(a->call.query_type))
+    if (!tqkv__aligned_at(q, tqkv__type_size(a->call.query_type)))
         return TQKV__INVALID("q: NULL or not aligned as its type");
     for (int i = 0; i < arrays->n; i++)
         if (tqkv__reads(a, q, arrays->at[i], arrays->size[i]))
