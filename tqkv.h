@@ -1272,8 +1272,9 @@ static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_
     return a && b && a_size && b_size && (x < y ? y - x < a_size : x - y < b_size);
 }
 
-/* Neither NULL nor misaligned. */
-static bool tqkv__floats_at(const void *p) { return p && (uintptr_t)p % sizeof(float) == 0; }
+/* Neither NULL nor misaligned. alignment: a power of two */
+static bool tqkv__aligned_at(const void *p, size_t alignment) { return p && ((uintptr_t)p & (alignment - 1)) == 0; }
+static bool tqkv__floats_at(const void *p) { return tqkv__aligned_at(p, sizeof(float)); }
 
 static bool tqkv__format_known(tqkv_format f) { return TQKV__KIND(f) != 0; }
 
@@ -1644,7 +1645,7 @@ static void tqkv__mix_runs(float *x, int m, int n)
 /* Walsh-Hadamard transform of each run in natural order, then the matrix across the runs; unnormalised. x: [head_dim] */
 static void tqkv__hadamard(float *x, int head_dim)
 {
-    const int m = TQKV__RUNS(head_dim), n = head_dim / m;
+    const int m = TQKV__RUNS(head_dim), n = m > 1 ? head_dim / m : head_dim;
     for (int h = 1; h < n; h *= 2)
         for (int i = 0; i < head_dim; i += 2 * h)
             for (int j = i; j < i + h; j++) {
@@ -1664,7 +1665,7 @@ static void tqkv__flip_signs(float *x, int head_dim)
 /* y = R(s*x)/sqrt(D) in double, for sums of far larger terms. */
 static void tqkv__rotate_double(double *x, int head_dim)
 {
-    const int m = TQKV__RUNS(head_dim), n = head_dim / m;
+    const int m = TQKV__RUNS(head_dim), n = m > 1 ? head_dim / m : head_dim;
     double y[TQKV_MAX_HEAD_DIM];
     for (int j = 0; j < head_dim; j++)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
@@ -1842,10 +1843,12 @@ static float tqkv__float_from_half(uint16_t half)
 /* A row as floats, which is exact, less its centre unless that is NULL. src, center, row: [n] */
 static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, int n, float *row)
 {
-    if (type == TQKV_TYPE_F32) memcpy(row, src, (size_t)n * sizeof(float));
-    for (int i = 0; type == TQKV_TYPE_F16 && i < n; i++) row[i] = tqkv__float_from_half(tqkv__half_at(src, (size_t)i));
-    for (int i = 0; type == TQKV_TYPE_BF16 && i < n; i++)
-        row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
+    if (type == TQKV_TYPE_F32)
+        memcpy(row, src, (size_t)n * sizeof(float));
+    else if (type == TQKV_TYPE_F16)
+        for (int i = 0; i < n; i++) row[i] = tqkv__float_from_half(tqkv__half_at(src, (size_t)i));
+    else
+        for (int i = 0; i < n; i++) row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
     for (int i = 0; center && i < n; i++) row[i] = TQKV__AS_FLOAT(row[i] - center[i]);
 }
 
@@ -2912,7 +2915,7 @@ TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const int n, int k,
             rest[m].codes = TQKV__(join_fields)(TQKV__BOOK_BITS(f), k, rest[m].main, rest[m].upper);
     } else {
         TQKV__UNROLL
-        for (int m = 0; m < n; m++) rest[m].codes = TQKV__(next_codes)(TQKV__BOOK_BITS(f), rest[m].codes);
+        for (int m = 0; m < n; m++) TQKV__(next_codes)(TQKV__BOOK_BITS(f), &rest[m].codes);
     }
     TQKV__UNROLL
     for (int m = 0; m < n; m++) x[m] = TQKV__(look_up)(TQKV__BOOK_BITS(f), table, rest[m].codes);
@@ -3112,6 +3115,7 @@ TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const T
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
     for (; left >= (any ? 1 : run); left -= run, queries += run) {
         const int count = left < run ? left / TQKV__LANES : per_lane;
+        (void)count; /* only with tails */
         TQKV__(ask_ahead)(format, p, (ptrdiff_t)at + block->ahead, run_bytes + upper_bytes);
         if (TQKV__TAILS && any)
             TQKV__(dot_vectors)(format, rows, fields, count, inside, table, p, at, upper, queries, row_stride, sums);
@@ -3255,6 +3259,7 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
     const uint8_t *p = block->codes, *upper = block->codes + block->upper;
     float *out = block->results;
     TQKV__VECTOR table[8];
+    (void)rest; /* only with tails */
     TQKV__(load_codebook)(format, block->stream, table);
     for (int run = vectors / per_lane; run > 0; run--) {
         TQKV__UNROLL
@@ -3382,7 +3387,6 @@ TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows,
     const bool any = !keys && TQKV__LANES == 16 && s->book_bits < 6;
     const int most = s->kind == TQKV__BOOK && (keys || s->book_bits > 4) ? TQKV__SCORE_ROWS : 4;
     const int tail = TQKV__HAS_TAIL(s->format) ? block->dim % (TQKV__RUN(s->format) * TQKV__LANES) : 0;
-    const int whole = block->dim - tail, main_bytes = whole * s->main_bits / 8;
     if (!TQKV__DIRECT(s->format) || (n_rows > most && !any)) {
         TQKV__(attend_decoded)(block, n_rows, keys);
     } else if (keys) {
@@ -3390,6 +3394,7 @@ TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows,
     } else if (!tail || !TQKV__(looked_up)(s->format)) {
         TQKV__(by_rows)(block, n_rows, TQKV__ROWS, loops->accumulate);
     } else {
+        const int whole = block->dim - tail, main_bytes = whole * s->main_bits / 8;
         block->dim = whole;
         if (whole) TQKV__(by_rows)(block, n_rows, TQKV__ROWS, loops->accumulate);
         block->dim = tail;
@@ -3613,7 +3618,7 @@ TQKV__OP void TQKV__(mix_12)(const float *runs, float factor, int n, float *out)
     case m:                                                                                                            \
         if (n >= TQKV__LANES)                                                                                          \
             TQKV__(mix)(m, 1, runs, factor, n, out);                                                                   \
-        else if (m != 20)                                                                                              \
+        else if ((m) != 20)                                                                                            \
             TQKV__(mix)(m, TQKV__LANES == 8 ? 2 : 1, runs, factor, n, out);                                            \
         break;
 
@@ -3838,8 +3843,8 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
     case D:                                                                                                            \
         TQKV__UNROLL                                                                                                   \
         for (int i = 0; i < 32 / TQKV__LANES; i++)                                                                     \
-            x[i] = TQKV__(lane_sums)(0, false, D / 32, NULL, bytes + i * TQKV__LANES * (D / 8));                       \
-        TQKV__(add_lanes)(32, D / 32, n, x, sums);                                                                     \
+            x[i] = TQKV__(lane_sums)(0, false, (D) / 32, NULL, bytes + i * TQKV__LANES * ((D) / 8));                   \
+        TQKV__(add_lanes)(32, (D) / 32, n, x, sums);                                                                   \
         break;
     TQKV__BY_HEAD_DIM(TQKV__SUM_FLOATS)
 #undef TQKV__SUM_FLOATS
@@ -4407,9 +4412,9 @@ TQKV__OP __m512 tqkv__look_up_avx512(const int bits, const __m512 *table, __m512
                                 _mm512_permutex2var_ps(table[2], codes, table[3]));
 }
 /* Brings the next of the joined codes of each lane to bit 0. */
-TQKV__OP __m512i tqkv__next_codes_avx512(const int bits, __m512i codes)
+TQKV__OP void tqkv__next_codes_avx512(const int bits, __m512i *codes)
 {
-    return _mm512_srli_epi32(codes, bits == 2 ? 2u : bits < 5 ? 4u : 8u);
+    *codes = _mm512_srli_epi32(*codes, bits == 2 ? 2u : bits < 5 ? 4u : 8u);
 }
 /* Byte codes look up each byte of a centroid in one register; TQ8 in two for 128 centroids, the half it needs. */
 TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const tqkv__stream *s, __m512 *table)
@@ -5106,7 +5111,7 @@ typedef int tqkv__fields_avx2;
 #define tqkv__load_fields_avx2(bits, fields, count, p, upper, low, high) ((void)(fields), (void)(count), (void)(upper))
 #define tqkv__copy_fields_avx2(bits, fields, p, upper, copy, upper_copy) ((void)(fields), (void)(upper))
 #define tqkv__join_fields_avx2(bits, k, low, high)                       (low)
-#define tqkv__next_codes_avx2(bits, codes)                               (codes)
+#define tqkv__next_codes_avx2(bits, codes)                               ((void)(codes))
 #define tqkv__look_up_avx2(bits, table, codes)                           (*(table))
 
 #define TQKV__(name)             tqkv__##name##_avx2
@@ -5437,7 +5442,7 @@ typedef int tqkv__fields_neon;
 #define tqkv__load_fields_neon(bits, fields, count, p, upper, low, high) ((void)(fields), (void)(count), (void)(upper))
 #define tqkv__copy_fields_neon(bits, fields, p, upper, copy, upper_copy) ((void)(fields), (void)(upper))
 #define tqkv__join_fields_neon(bits, k, low, high)                       (low)
-#define tqkv__next_codes_neon(bits, codes)                               (codes)
+#define tqkv__next_codes_neon(bits, codes)                               ((void)(codes))
 #define tqkv__look_up_neon(bits, table, codes)                           (*(table))
 
 #define TQKV__(name)             tqkv__##name##_neon
@@ -6317,7 +6322,7 @@ static void tqkv__add_slice(tqkv__arrays *arrays, const tqkv__attention *a, cons
 static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
 {
     for (int i = 0; i < arrays->n; i++)
-        if (!arrays->at[i] || (uintptr_t)arrays->at[i] % arrays->alignment)
+        if (!tqkv__aligned_at(arrays->at[i], arrays->alignment))
             return TQKV__INVALID("an array is NULL or not aligned as its type: out, max or sum");
     for (int i = 0; i < n_written; i++)
         for (int j = i + 1; j < arrays->n; j++)
@@ -6338,7 +6343,7 @@ static bool tqkv__reads(const tqkv__attention *a, const void *q, const void *p, 
 /* Checks the outputs in arrays against what the call reads, and q for NaN and infinity. */
 static tqkv_result tqkv__check_attend(const tqkv__attention *a, const void *q, const tqkv__arrays *arrays)
 {
-    if (!q || (uintptr_t)q % tqkv__type_size(a->call.query_type))
+    if (!tqkv__aligned_at(q, tqkv__type_size(a->call.query_type)))
         return TQKV__INVALID("q: NULL or not aligned as its type");
     for (int i = 0; i < arrays->n; i++)
         if (tqkv__reads(a, q, arrays->at[i], arrays->size[i]))
@@ -6996,10 +7001,11 @@ static tqkv_metal_buffer tqkv__buffer_after(tqkv_metal_buffer at, size_t bytes)
     return at;
 }
 
-/* Plans `each` rows a simdgroup, and 4 simdgroups a threadgroup, which share the codebook's cells (up to 3 KiB). */
-static void tqkv__plan_simdgroups(tqkv__dispatch *d, size_t n_rows, size_t each)
+/* Plans `each` of n_units, rows or lanes, a simdgroup, and 4 simdgroups a threadgroup, which share the codebook's cells
+   (up to 3 KiB). */
+static void tqkv__plan_simdgroups(tqkv__dispatch *d, size_t n_units, size_t each)
 {
-    const size_t n = n_rows / each + (n_rows % each != 0);
+    const size_t n = n_units / each + (n_units % each != 0);
     d->rows = true;
     d->n_simdgroups = 4;
     if (n > d->grid[0]) d->grid[0] = n; /* two rings may keep different numbers of rows */
@@ -7023,6 +7029,7 @@ static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int
     const tqkv_result r = tqkv__plan_values(s, n_tokens, n_values);
     if (r != TQKV_OK) return r;
     if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
+    const size_t n_rows = (size_t)n_tokens * (size_t)s->n_kv_heads;
     tqkv__rows_args *args = &d->args[d->n_args++].rows;
     args->n_tokens = n_tokens;
     args->n_kv_heads = s->n_kv_heads;
@@ -7032,9 +7039,10 @@ static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int
     args->page_size = s->n_pages ? s->page_size : 0;
     args->n_pages = s->n_pages ? slots / s->page_size : 0;
     d->args_size = sizeof *args;
-    tqkv__plan_simdgroups(d, (size_t)n_tokens * (size_t)s->n_kv_heads,
-                          (size_t)(d->kernel.family == TQKV__DECODE ? TQKV__SIMD_WIDTH / TQKV__ROW_LANES(s->head_dim)
-                                                                    : TQKV__ENCODE_ROWS(s->head_dim)));
+    if (d->kernel.family == TQKV__DECODE)
+        tqkv__plan_simdgroups(d, n_rows * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
+    else
+        tqkv__plan_simdgroups(d, n_rows, (size_t)TQKV__ENCODE_ROWS(s->head_dim));
     return TQKV_OK;
 }
 
@@ -7196,7 +7204,8 @@ TQKV_API tqkv_result tqkv__plan_probe(const tqkv_metal_store *store, tqkv_metal_
 {
     tqkv__stream s;
     size_t n_values;
-    tqkv_result r = tqkv__stream_shape(store ? &store->shape : NULL, &s);
+    if (!store) return TQKV__INVALID("a store is NULL");
+    tqkv_result r = tqkv__stream_shape(&store->shape, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
     tqkv__plan_begin(d, TQKV__PROBE, s.head_dim, s.head_dim);
@@ -7218,10 +7227,10 @@ TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *store, int64_t po
     tqkv__stream s;
     size_t n_values;
     tqkv_result r = tqkv__plan_open(store, &s);
-    const int slots = r == TQKV_OK ? s.capacity : 0;
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
-    if (r == TQKV_OK) r = tqkv__plan_positions(&s);
     if (r != TQKV_OK) return r;
+    const int slots = s.capacity;
+    if ((r = tqkv__plan_positions(&s)) != TQKV_OK) return r;
     if (n_positions < 0 || !tqkv__basis_known(basis))
         return TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
     if (n_positions > slots) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
@@ -7254,7 +7263,7 @@ TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int h
     d->args_size = sizeof d->args[0].rotate;
     d->n_args = 1;
     tqkv__plan_bind(d, "rows", 1, rows, size, true);
-    tqkv__plan_simdgroups(d, (size_t)n_rows, (size_t)(TQKV__SIMD_WIDTH / TQKV__ROW_LANES(head_dim)));
+    tqkv__plan_simdgroups(d, (size_t)n_rows * (size_t)TQKV__ROW_LANES(head_dim), TQKV__SIMD_WIDTH);
     return TQKV_OK;
 }
 

@@ -100,11 +100,11 @@ static inline float half_to_float(const unsigned char *bytes)
 /* rows * row_size halves as a new array of floats. NULL and `failed` if the file is too short or memory runs out. */
 static inline float *data_file_halves(data_file *file, int rows, int row_size)
 {
-    size_t count = 0;
-    if ((size_t)rows <= file->size / 2 / (size_t)row_size)
-        count = (size_t)rows * (size_t)row_size;
-    else
+    if ((size_t)rows > file->size / 2 / (size_t)row_size) {
         file->failed = true;
+        return NULL;
+    }
+    const size_t count = (size_t)rows * (size_t)row_size;
     const unsigned char *bytes = data_file_take(file, count, 2);
     float *values = bytes && count <= SIZE_MAX / sizeof *values ? (float *)malloc(count * sizeof *values) : NULL;
     if (!values) file->failed = true;

@@ -103,6 +103,8 @@ CHANGE(misaligned_k, APPEND, INVALID_ARGUMENT, w->src = (float *)((uintptr_t)w->
 CHANGE(misaligned_v, APPEND, INVALID_ARGUMENT, w->src2 = (float *)((uintptr_t)w->m->src2 + 2))
 CHANGE(negative_tokens, SOURCE | APPEND, INVALID_ARGUMENT, w->n_tokens = -1)
 CHANGE(most_negative_tokens, SOURCE, INVALID_ARGUMENT, w->n_tokens = INT_MIN)
+CHANGE(huge_rows, PROBE | MEASURE | MEAN, INVALID_ARGUMENT, w->n_tokens = 1 << 30; w->keys.n_kv_heads = 1 << 28;
+       w->keys.capacity = 1) /* 2^66 bytes, whose product wraps to 0 */
 CHANGE(negative_position, ENCODE | DECODE | STORED, OUT_OF_RANGE, w->position = -1)
 CHANGE(position_beyond, ENCODE | DECODE | STORED, OUT_OF_RANGE, w->position = CAPACITY)
 CHANGE(run_beyond, ENCODE | DECODE | STORED, OUT_OF_RANGE, w->position = CAPACITY - TOKENS + 1)
@@ -232,6 +234,8 @@ CHANGE(desc_capacity, CREATE, INVALID_ARGUMENT, w->desc.capacity = 0)
 CHANGE(desc_negative_capacity, CREATE | FORK, INVALID_ARGUMENT, w->desc.capacity = INT_MIN)
 CHANGE(desc_overflow, CREATE, INVALID_ARGUMENT, w->desc.capacity = INT_MAX;
        w->desc.n_kv_heads = w->desc.n_heads = INT_MAX)
+CHANGE(desc_two_huge_stores, CREATE, INVALID_ARGUMENT, w->desc.capacity = INT_MAX;
+       w->desc.n_kv_heads = w->desc.n_heads = 3 << 25; w->desc.sinks = NULL)
 CHANGE(desc_key_format, CREATE, UNSUPPORTED, w->desc.key_format = test_no_format(TEST_FORMATS + 1))
 CHANGE(desc_value_format, CREATE, UNSUPPORTED, w->desc.value_format = test_no_format(-1))
 CHANGE(desc_window, CREATE, INVALID_ARGUMENT, w->desc.window = -1)

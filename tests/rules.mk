@@ -47,7 +47,7 @@ ifeq ($(SYSTEM),Darwin)
 $(eval $(call runner_variant,default,$(CC),-std=c99 -O2,,))
 $(eval $(call runner_variant,O0,$(CC),-std=c99 -O0,,$(EXACT_CASES)))
 $(eval $(call runner_variant,O3,$(CC),-std=c11 -O3 -ffp-contract=fast,,))
-$(eval $(call runner_variant,cxx,$(CC),-x c++ -std=c++11 -O2,,$(EXACT_CASES)))
+$(eval $(call runner_variant,cxx,$(CXX),-x c++ -std=c++11 -O2,,$(EXACT_CASES)))
 $(eval $(call runner_variant,sanitize,$(CC),-std=c99 $(SANITIZE),,$(ONCE_CASES)))
 else
 $(eval $(call runner_variant,gcc,gcc,-std=c99 -O2,,))

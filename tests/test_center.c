@@ -224,7 +224,9 @@ static void check_refused(const void *parameters)
         }
     CHECK_RESULT(tqkv_cache_set_center(NULL, center, center), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_cache_set_center(cache, (const float *)((uintptr_t)center + 1), NULL), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, (const float *)((uintptr_t)center + 1)), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_cache_set_center(cache, tqkv_cache_values(cache)->center, NULL), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, tqkv_cache_values(cache)->center - 1), TQKV_INVALID_ARGUMENT);
     CHECK(!tqkv_cache_keys(cache)->center && tqkv_cache_values(cache)->center[0] == kept, "a refused centre was taken");
     free(center);
     tqkv_cache_destroy(cache);

@@ -16,7 +16,7 @@ static void shuffle_pages(data_random *random, int32_t *pages)
 {
     for (int i = 0; i < POOL_PAGES; i++) {
         const int j = data_below(random, i + 1);
-        pages[i] = pages[j];
+        if (j < i) pages[i] = pages[j];
         pages[j] = i;
     }
 }

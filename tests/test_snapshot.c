@@ -191,11 +191,12 @@ static const header_row header_rows[] = {
     {"negative_end", 64, 8, UINT64_MAX},
 };
 
-static void put_header(stream *s, int offset, int bytes, uint64_t value)
+/* Puts an integer at an offset in the part [begin, end), whose hash follows it. */
+static void put_hashed(stream *s, size_t begin, size_t end, size_t offset, int bytes, uint64_t value)
 {
-    for (int i = 0; i < bytes; i++) s->bytes[offset + i] = (unsigned char)(value >> (8 * i));
-    const uint64_t hash = XXH3_64bits(s->bytes, HEADER_SIZE);
-    for (int i = 0; i < 8; i++) s->bytes[HEADER_SIZE + i] = (unsigned char)(hash >> (8 * i));
+    for (int i = 0; i < bytes; i++) s->bytes[offset + (size_t)i] = (unsigned char)(value >> (8 * i));
+    const uint64_t hash = XXH3_64bits(s->bytes + begin, end - begin);
+    for (int i = 0; i < 8; i++) s->bytes[end + (size_t)i] = (unsigned char)(hash >> (8 * i));
 }
 
 static void check_header(const void *parameters)
@@ -206,9 +207,36 @@ static void check_header(const void *parameters)
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
     stream s = make_snapshot(&shape, &desc);
     REQUIRE(s.bytes, "no snapshot");
-    put_header(&s, row->offset, row->bytes, row->value);
+    put_hashed(&s, 0, HEADER_SIZE, (size_t)row->offset, row->bytes, row->value);
     expect_corrupt(&s, &counter, row->name, 0);
     stream_free(&s);
+}
+
+/* A centre that is not finite, with a valid hash. Streams without positions hold their centre and its hash. */
+static void check_center(const void *parameters)
+{
+    const bool of_values = *(const bool *)parameters;
+    const cache_row row = {TQKV_TQ4, TQKV_TQ5, 32, 6, false, 0, -1};
+    counting counter = {0, 0, 0, 0};
+    tqkv_cache_desc desc = cache_desc(&row, NULL), open = open_desc(&counter);
+    tqkv_cache *cache = cache_make(&row, &desc);
+    float *center = test_rows(7, DATA_GAUSSIAN, CACHE_HEADS, row.head_dim);
+    CHECK_RESULT(tqkv_cache_set_center(cache, of_values ? NULL : center, of_values ? center : NULL), TQKV_OK);
+    stream s = stream_of_cache(cache);
+    const size_t begin = HEADER_SIZE + 8 + (of_values ? 8 : 0), size = CACHE_HEADS * 32 * sizeof(float);
+    REQUIRE(s.size == HEADER_SIZE + 3 * 8 + size, "%d bytes", (int)s.size);
+    put_hashed(&s, begin, begin + size, begin + size - 4, 4, 0x3f800000); /* 1 */
+    tqkv_result result;
+    tqkv_cache *loaded = load(&open, &s, &result);
+    CHECK_RESULT(result, TQKV_OK);
+    tqkv_cache_destroy(loaded);
+    put_hashed(&s, begin, begin + size, begin + size - 4, 4, 0x7fc00000);
+    expect_corrupt(&s, &counter, "NaN", 0);
+    put_hashed(&s, begin, begin + size, begin + size - 4, 4, 0xff800000);
+    expect_corrupt(&s, &counter, "-infinity", 0);
+    stream_free(&s);
+    free(center);
+    tqkv_cache_destroy(cache);
 }
 
 /* One byte moved from the middle to the end. */
@@ -629,6 +657,10 @@ void test_snapshot_cases(void)
         test_add(check_mismatch, &mismatch_rows[i], sizeof *mismatch_rows, "snapshot/desc/%s", mismatch_rows[i].name);
     for (size_t i = 0; i < sizeof header_rows / sizeof *header_rows; i++)
         test_add(check_header, &header_rows[i], sizeof *header_rows, "snapshot/header/%s", header_rows[i].name);
+    for (int i = 0; i < 2; i++) {
+        const bool of_values = i > 0;
+        test_add(check_center, &of_values, sizeof of_values, "snapshot/center/%s", i ? "values" : "keys");
+    }
     test_add(check_sinks_supplied, NULL, 0, "snapshot/sinks_supplied");
     test_add(check_content_alone, NULL, 0, "snapshot/content_alone");
 }

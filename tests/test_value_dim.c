@@ -99,6 +99,14 @@ static void check_merge(const void *parameters)
     CHECK_RESULT(tqkv_attend_merge_slice(&a.attention, a.out, sums[0], sums[1], &b.attention, second, sums[2], sums[3]),
                  TQKV_INVALID_ARGUMENT);
     b.values.head_dim = 80;
+    b.attention.n_queries++;
+    CHECK_RESULT(tqkv_attend_merge_slice(&a.attention, a.out, sums[0], sums[1], &b.attention, second, sums[2], sums[3]),
+                 TQKV_INVALID_ARGUMENT);
+    b.attention.n_queries--;
+    b.attention.n_heads *= 2;
+    CHECK_RESULT(tqkv_attend_merge_slice(&a.attention, a.out, sums[0], sums[1], &b.attention, second, sums[2], sums[3]),
+                 TQKV_INVALID_ARGUMENT);
+    b.attention.n_heads /= 2;
     CHECK_RESULT(tqkv_attend_merge_slice(&a.attention, a.out, sums[0], sums[1], &b.attention, second, sums[2], sums[3]),
                  TQKV_OK);
     CHECK_RESULT(tqkv_attend_finish(&a.attention, a.out, sums[0], sums[1]), TQKV_OK);

@@ -14,7 +14,7 @@ BREW_TEST += python3
 SHADER_FLAGS := -std=c++14 -g -ffp-contract=off -D__METAL_VERSION__=300 -Itests/metal -Wall -Wextra -Wno-unknown-pragmas \
 	-Werror
 SHADER_CPU := $(SHADER_FLAGS) -isystem tests/metal/shim/cpu
-SHADER_TEST_FLAGS := -std=c++14 -g -D_POSIX_C_SOURCE=200809L $(WARNINGS) -I. -Itests/metal -isystem tests/metal/shim/cpu $(CPPFLAGS)
+SHADER_TEST_FLAGS := -std=c++14 -g -D_POSIX_C_SOURCE=200809L -D_DARWIN_C_SOURCE $(WARNINGS) -I. -Itests/metal -isystem tests/metal/shim/cpu $(CPPFLAGS)
 SHADER_IMPLEMENTATION := $(TEST_BUILD)/$(REFERENCE_BUILD_CXX)/test_tables.o
 TYPE_CHECK := clang -x c++ $(SHADER_FLAGS) -isystem tests/metal/shim/clang -nostdinc -target aarch64-none-elf -Wconversion \
 	-Wdouble-promotion -fsyntax-only
@@ -147,8 +147,8 @@ $(METAL_BUILD)/gpu/%.o: tests/metal/%.m tests/metal/device.h
 $(METAL_BUILD)/gpu/driver: $(METAL_BUILD)/plain/driver $(METAL_BUILD)/gpu/metal_gpu.o
 	@$(CXX) -O2 -DGPU_DEVICE $(SHADER_TEST_FLAGS) -c tests/metal/gpu.cpp -o $(@D)/gpu.o
 	@$(CXX) -O2 -DGPU_DEVICE $(SHADER_TEST_FLAGS) -c tests/metal/driver.cpp -o $(@D)/driver.o
-	@$(CXX) $(filter-out %/gpu.o %/driver.o,$(wildcard $(METAL_BUILD)/plain/*.o)) $(@D)/*.o -o $@ -framework Metal \
-		-framework Foundation
+	@$(CXX) $(filter-out %/gpu.o %/driver.o,$(wildcard $(METAL_BUILD)/plain/*.o)) $(@D)/*.o $(SHADER_IMPLEMENTATION) -o $@ \
+		-framework Metal -framework Foundation
 
 .PHONY: test-shaders-gpu
 test-shaders-gpu: $(METAL_BUILD)/gpu/driver $(METALLIB) ## the shader tests on this Mac's GPU

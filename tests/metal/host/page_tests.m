@@ -2,17 +2,17 @@
 #include "host.h"
 #include "tests/attend_fixture.h"
 
-enum { HEADS = 2, GROUP = 4, DIM = 64, PAGES = 5, PAGE_SIZE = 64, TOKENS = 150, QUERIES = 3 };
+enum { HEADS = 2, GROUP = 4, DIM = 64, PAGES = 5, PAGE_SLOTS = 64, TOKENS = 150, QUERIES = 3 };
 
 static const tqkv_metal_buffer none = {nil, 0};
 static const int32_t table[PAGES - 1] = {3, 0, 4, -1};
 
 static tqkv_store make_pool(tqkv_format format)
 {
-    tqkv_store s = test_store(format, DIM, HEADS, PAGES * PAGE_SIZE, false);
+    tqkv_store s = test_store(format, DIM, HEADS, PAGES * PAGE_SLOTS, false);
     s.pages = table;
     s.n_pages = PAGES - 1;
-    s.page_size = PAGE_SIZE;
+    s.page_size = PAGE_SLOTS;
     return s;
 }
 
@@ -257,7 +257,7 @@ static void run_refusals(const void *parameters)
     b = slots, b.offset += 2;
     CHECK_REFUSED(m, tqkv_metal_encode_slots(m, w.encoder, &s, p.k, 2, b, NULL, none), TQKV_INVALID_ARGUMENT,
                   "slots: offset");
-    CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &s, p.k, 1, 3 * PAGE_SIZE, none), TQKV_OUT_OF_RANGE, "encode");
+    CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &s, p.k, 1, 3 * PAGE_SLOTS, none), TQKV_OUT_OF_RANGE, "encode");
     s.pages.offset += 4;
     CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &s, p.k, 1, 0, none), TQKV_INVALID_ARGUMENT, "pages: needs");
     s.pages = none;

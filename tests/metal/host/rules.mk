@@ -236,25 +236,29 @@ MACOS_SDK = $(if $(wildcard $(SDK)/usr/include),$(SDK),$(shell xcrun --sdk $(SDK
 MACOS_BUILD := $(BUILD)/macos
 MACOS_CLANG = clang -target arm64-apple-macos13 -isysroot $(MACOS_SDK) -isystem $(MACOS_BUILD)/include $(HOST_WARNINGS) -I.
 MACOS_SOURCES := tqkv_metal.m $(HOST_EXAMPLES:%=examples/%.m)
-MACOS_TESTS := $(HOST_TESTS:%=tests/metal/host/%.m)
+MACOS_TESTS := $(HOST_TESTS:%=tests/metal/host/%.m) tests/metal/mac/report.m tests/metal/metal_gpu.m
+# Where the SDK has C++'s own headers.
+MACOS_CPP = $(if $(wildcard $(MACOS_SDK)/usr/include/c++/v1/vector),$(patsubst %,tests/metal/%.cpp,simt $(SHADER_TESTS)))
 MACOS_LINK = $(if $(filter Darwin,$(SYSTEM)),,$(if $(shell command -v ld64.lld || command -v ld64.lld-14),-fuse-ld=lld,none))
 MACOS_LIBRARIES := -framework Metal -framework Foundation -framework CoreFoundation -lobjc
 
 .PHONY: check-macos check-macos-types check-macos-link
-check-macos: check-macos-types check-macos-link ## type-check tqkv_metal.m with Apple's headers: SDK=/path/to/MacOSX.sdk
+check-macos: check-macos-types check-macos-link ## type-check with Apple's headers what a Mac compiles: SDK=/path/to/MacOSX.sdk
 
-# Checks the sources with and without ARC, the tests without, and tqkv.h as Objective-C++.
+# Checks the sources with and without ARC, the tests without, tqkv.h as Objective-C++, and the tests in C and C++ of a Mac.
 check-macos-types:
 	@test -n "$(MACOS_SDK)" || { echo "check-macos needs SDK=/path/to/MacOSX.sdk"; exit 1; }
 	@echo "== Apple's headers, up to $$(grep -o '__MAC_[0-9_]* ' $(MACOS_SDK)/usr/include/AvailabilityVersions.h | tail -1)"
 	@mkdir -p $(MACOS_BUILD)/include
 	@cp $(wildcard $(addsuffix /include/xxh*.h,/usr $(BREW_PREFIX))) $(MACOS_BUILD)/include
 	@for source in $(MACOS_TESTS); do $(MACOS_CLANG) -fsyntax-only $$source || exit 1; done
+	@for source in $(TEST_SOURCES); do $(MACOS_CLANG) $(STANDARD) $(TEST_FLAGS) -fsyntax-only $$source || exit 1; done
+	@for source in $(MACOS_CPP); do $(MACOS_CLANG) -stdlib=libc++ -DGPU_DEVICE $(SHADER_TEST_FLAGS) -fsyntax-only $$source || exit 1; done
 	@for arc in -fno-objc-arc -fobjc-arc; do \
 		for source in $(MACOS_SOURCES); do $(MACOS_CLANG) $$arc -fsyntax-only $$source || exit 1; done; \
 		$(MACOS_CLANG) $$arc -x objective-c++ -std=c++11 -stdlib=libc++ -fsyntax-only -include tqkv.h /dev/null || exit 1; \
 	done
-	@echo "$(words $(MACOS_TESTS) $(MACOS_SOURCES) $(MACOS_SOURCES) both) passed, 0 failed"
+	@echo "$(words $(MACOS_TESTS) $(TEST_SOURCES) $(MACOS_CPP) $(MACOS_SOURCES) $(MACOS_SOURCES) both) passed, 0 failed"
 
 # Links the example as a Mach-O program if there are a linker and the SDK's library stubs. An arbitrary file takes the place
 # of the embedded library.
