@@ -310,7 +310,7 @@ typedef struct tqkv_attention {
 } tqkv_attention;
 
 /* q: [n_queries][n_heads][head_dim of the keys], out: [n_queries][n_heads][head_dim of the values]. TQKV_NOT_FINITE if q
-   holds NaN or Inf, or a sink is NaN or +Inf. */
+   holds NaN or Inf, or a sink is NaN or +Inf. A score beyond the range of float makes a result NaN. */
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const void *q, void *out);
 
 /* Each item as tqkv_attend does it, to the same bits, in one use of the hook that is cut evenly: for many sequences, of
