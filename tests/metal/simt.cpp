@@ -149,6 +149,7 @@ void to_scheduler(bool dying)
     __sanitizer_start_switch_fiber(dying ? nullptr : &f->asan_stack, m->asan_bottom, m->asan_size);
 #endif
 #ifdef SIMT_TSAN
+    __tsan_release(&grid_end); // a launch that fails ends wherever its threads wait
     __tsan_switch_to_fiber(m->tsan_fiber, 1);
 #endif
     simt_switch(&f->stack_pointer, m->scheduler_stack);
@@ -191,9 +192,6 @@ void start()
 #endif
     fiber *f = m->running;
     m->k->body(f->t);
-#ifdef SIMT_TSAN
-    __tsan_release(&grid_end);
-#endif
     f->state = finished;
     to_scheduler(true);
     abort();
