@@ -8,6 +8,7 @@ typedef struct counting {
     int calls, fail_at; /* call number fail_at returns NULL, counted from 1; 0: none */
     int live;           /* blocks not yet freed */
     int wrong_sizes;    /* frees with a size that is not the block's */
+    size_t largest;     /* of the blocks asked for */
 } counting;
 
 enum { COUNTING_HEADER = 64 };
@@ -15,6 +16,7 @@ enum { COUNTING_HEADER = 64 };
 static inline void *counting_alloc(void *user, size_t size)
 {
     counting *counter = (counting *)user;
+    if (size > counter->largest) counter->largest = size;
     if (++counter->calls == counter->fail_at) {
         test_faults++;
         return NULL;

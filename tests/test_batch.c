@@ -246,26 +246,14 @@ static void check_arguments(const void *parameters)
     free_batch(b);
 }
 
-static void *largest_alloc(void *user, size_t size)
-{
-    if (size > *(size_t *)user) *(size_t *)user = size;
-    return malloc(size);
-}
-
-static void largest_free(void *user, void *pointer, size_t size)
-{
-    (void)user;
-    (void)size;
-    free(pointer);
-}
-
 /* One sequence that is far longer than the others, which have most of the rows: 12 MiB, and sums of all rows. */
 static void check_scratch(const void *parameters)
 {
     (void)parameters;
     batch *b = (batch *)test_alloc(sizeof *b);
     hook user = {NULL, NULL, 0, 0, 0};
-    size_t largest = 0, rows = 0;
+    counting counter = {0, 0, 0, 0, 0};
+    size_t rows = 0;
     memset(b, 0, sizeof *b);
     for (int i = 0; i < MAX_ITEMS; i++) {
         attend_row row = attend_default_row(TQKV_TQ2, TQKV_TQ2, 32);
@@ -277,13 +265,12 @@ static void check_scratch(const void *parameters)
         make_item(b, &row);
         rows += (size_t)(row.n_queries * row.group);
     }
-    b->items[0].allocator.alloc = largest_alloc;
-    b->items[0].allocator.free = largest_free;
-    b->items[0].allocator.user = &largest;
+    b->items[0].allocator = counting_allocator(&counter);
     b->items[0].parallel.user = &user;
     b->items[0].parallel.run = run_backwards;
     CHECK_RESULT(attend_batch(b), TQKV_OK);
-    CHECK(largest <= (12u << 20) + rows * 34 * sizeof(float), "%d bytes of scratch", (int)largest);
+    CHECK(counter.largest <= (12u << 20) + rows * 34 * sizeof(float), "%d bytes of scratch", (int)counter.largest);
+    CHECK_NO_LEAK(&counter);
     free_batch(b);
 }
 
@@ -291,7 +278,7 @@ static void check_scratch(const void *parameters)
 static void check_memory(const void *parameters)
 {
     (void)parameters;
-    counting counter = {0, 0, 0, 0};
+    counting counter = {0, 0, 0, 0, 0};
     batch *b = make_batch(4, 5);
     b->items[0].allocator = counting_allocator(&counter);
     tqkv_result result = TQKV_OUT_OF_MEMORY;

@@ -35,7 +35,7 @@ static void check_equals_stores(const void *parameters)
 {
     const cache_row *row = (const cache_row *)parameters;
     static const int pieces[5] = {1, 7, 2, 1, 3};
-    counting counter = {0, 0, 0, 0};
+    counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, &counter);
     tqkv_cache *cache = cache_make(row, &desc);
     REQUIRE(cache, "no cache");
@@ -329,7 +329,7 @@ static void check_fork(const void *parameters)
 {
     const fork_row *row = (const fork_row *)parameters;
     const int d = row->cache.head_dim, count = 2 * CACHE_HEADS * CACHE_GROUP * d;
-    counting counter = {0, 0, 0, 0}, other = {0, 0, 0, 0};
+    counting counter = {0, 0, 0, 0, 0}, other = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(&row->cache, &counter), changed;
     desc.sinks = cache_sinks;
     desc.window = 9;

@@ -35,7 +35,7 @@ static void check_attend(const void *parameters)
 {
     const fault_row *row = (const fault_row *)parameters;
     attend_problem problem;
-    counting counter = {0, 0, 0, 0};
+    counting counter = {0, 0, 0, 0, 0};
     attend_set_up(&problem, &row->attend);
     problem.attention.allocator = counting_allocator(&counter);
     if (row->attend.way == WAY_PARALLEL) problem.attention.parallel.run = run_in_order;
@@ -90,7 +90,7 @@ static void check_new_cache(tqkv_cache_desc *desc, counting *counter, stream *sn
 
 static void check_create(const void *parameters)
 {
-    counting counter = {0, 0, 0, 0};
+    counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc((const cache_row *)parameters, &counter);
     check_new_cache(&desc, &counter, NULL);
 }
@@ -98,7 +98,7 @@ static void check_create(const void *parameters)
 static void check_load(const void *parameters)
 {
     const cache_row *row = (const cache_row *)parameters;
-    counting counter = {0, 0, 0, 0};
+    counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, &counter);
     desc.sinks = cache_sinks;
     tqkv_cache *cache = cache_make(row, &desc);
@@ -112,7 +112,7 @@ static void check_load(const void *parameters)
 static void check_cache_calls(const void *parameters)
 {
     const cache_row *row = (const cache_row *)parameters;
-    counting counter = {0, 0, 0, 0};
+    counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, &counter);
     tqkv_cache *cache = cache_make(row, &desc);
     REQUIRE(cache, "no cache");

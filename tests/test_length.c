@@ -249,26 +249,13 @@ typedef struct scratch_row {
     bool hook;
 } scratch_row;
 
-static void *largest_alloc(void *user, size_t size)
-{
-    if (size > *(size_t *)user) *(size_t *)user = size;
-    return malloc(size);
-}
-
-static void largest_free(void *user, void *pointer, size_t size)
-{
-    (void)user;
-    (void)size;
-    free(pointer);
-}
-
 static void check_scratch(const void *parameters)
 {
     const scratch_row *row = (const scratch_row *)parameters;
     const size_t n = (size_t)row->n_queries * (size_t)(row->n_kv_heads * row->group * row->head_dim);
     tqkv_store store = test_store(TQKV_TQ4, row->head_dim, row->n_kv_heads, row->n_positions, false);
     float *q = (float *)test_alloc_filled(n * sizeof(float), 0), *out = (float *)test_alloc(n * sizeof(float));
-    size_t largest = 0;
+    counting counter = {0, 0, 0, 0, 0};
     int calls = 0;
     memset(store.codes, 0, store.codes_size);
     memset(store.norms, 0, store.norms_size);
@@ -278,13 +265,12 @@ static void check_scratch(const void *parameters)
     a.n_heads = row->n_kv_heads * row->group;
     a.n_queries = row->n_queries;
     a.end = row->n_positions;
-    a.allocator.alloc = largest_alloc;
-    a.allocator.free = largest_free;
-    a.allocator.user = &largest;
+    a.allocator = counting_allocator(&counter);
     a.parallel.run = row->hook ? run_backwards : NULL;
     a.parallel.user = &calls;
     CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
-    CHECK(largest <= 12u << 20, "%d bytes of scratch", (int)largest);
+    CHECK(counter.largest <= 12u << 20, "%d bytes of scratch", (int)counter.largest);
+    CHECK_NO_LEAK(&counter);
     test_store_free(&store);
     free(q);
     free(out);

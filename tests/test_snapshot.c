@@ -48,7 +48,7 @@ static void check_same_answers(tqkv_cache *a, tqkv_cache *b, int head_dim)
 static void check_round_trip(const void *parameters)
 {
     const cache_row *row = (const cache_row *)parameters;
-    counting counter = {0, 0, 0, 0};
+    counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, &counter);
     desc.window = 11;
     desc.scale = 0.25f;
@@ -118,7 +118,7 @@ static void check_flipped(const void *parameters)
 {
     const cache_row *row = (const cache_row *)parameters;
     static const unsigned char masks[4] = {0x01, 0x80, 0xff, 0x10};
-    counting counter = {0, 0, 0, 0};
+    counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, NULL);
     desc.softcap = 3.0f;
     stream s = make_snapshot(row, &desc);
@@ -135,7 +135,7 @@ static void check_flipped(const void *parameters)
 static void check_cut_short(const void *parameters)
 {
     const cache_row *row = (const cache_row *)parameters;
-    counting counter = {0, 0, 0, 0};
+    counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, NULL);
     stream s = make_snapshot(row, &desc);
     REQUIRE(s.bytes, "no snapshot");
@@ -203,7 +203,7 @@ static void check_header(const void *parameters)
 {
     const header_row *row = (const header_row *)parameters;
     cache_row shape = {TQKV_TQ4, TQKV_TQ5, 32, 6, false, 3, -1};
-    counting counter = {0, 0, 0, 0};
+    counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
     stream s = make_snapshot(&shape, &desc);
     REQUIRE(s.bytes, "no snapshot");
@@ -217,7 +217,7 @@ static void check_center(const void *parameters)
 {
     const bool of_values = *(const bool *)parameters;
     const cache_row row = {TQKV_TQ4, TQKV_TQ5, 32, 6, false, 0, -1};
-    counting counter = {0, 0, 0, 0};
+    counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(&row, NULL), open = open_desc(&counter);
     tqkv_cache *cache = cache_make(&row, &desc);
     float *center = test_rows(7, DATA_GAUSSIAN, CACHE_HEADS, row.head_dim);
@@ -243,7 +243,7 @@ static void check_center(const void *parameters)
 static void check_shifted(const void *parameters)
 {
     const cache_row *row = (const cache_row *)parameters;
-    counting counter = {0, 0, 0, 0};
+    counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, NULL);
     stream s = make_snapshot(row, &desc);
     REQUIRE(s.bytes, "no snapshot");
@@ -265,7 +265,7 @@ static void check_shifted(const void *parameters)
 static void check_slow_streams(const void *parameters)
 {
     const cache_row *row = (const cache_row *)parameters;
-    counting counter = {0, 0, 0, 0};
+    counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, &counter);
     tqkv_cache *cache = cache_make(row, &desc);
     REQUIRE(cache, "no cache");
@@ -318,7 +318,7 @@ static void check_failing_writer(const void *parameters)
 static void check_failing_reader(const void *parameters)
 {
     const failing_row *row = (const failing_row *)parameters;
-    counting counter = {0, 0, 0, 0};
+    counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(&row->shape, NULL), open = open_desc(&counter);
     stream s = make_snapshot(&row->shape, &desc);
     REQUIRE(s.bytes, "no snapshot");
@@ -408,7 +408,7 @@ static void check_mismatch(const void *parameters)
 {
     const mismatch_row *row = (const mismatch_row *)parameters;
     cache_row shape = {TQKV_I8, TQKV_TQ5, 64, 6, false, 4, -1};
-    counting counter = {0, 0, 0, 0};
+    counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(&shape, &counter);
     desc.window = 5;
     desc.scale = 0.5f;

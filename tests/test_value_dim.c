@@ -55,7 +55,7 @@ static void check_cache(const void *parameters)
     const dims_row *row = (const dims_row *)parameters;
     const int d = row->head_dim, value_dim = row->value_dim, n_tokens = row->ring ? 30 : 20;
     const cache_row shape = {TQKV_TQ5, TQKV_I8, d, 20, row->ring, 0, -1};
-    counting counter = {0, 0, 0, 0};
+    counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(&shape, &counter);
     desc.value_dim = value_dim;
     float *k = cache_data(1, n_tokens, d), *v = cache_data(2, n_tokens, value_dim);

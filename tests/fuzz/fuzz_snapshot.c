@@ -357,7 +357,7 @@ static void fuzz_store(fuzz_input *input, const control *c)
 
 static void fuzz_cache(fuzz_input *input, const control *c)
 {
-    counting counter = {0, c->fail_alloc, 0, 0};
+    counting counter = {0, c->fail_alloc, 0, 0, 0};
     uint8_t *whole = (uint8_t *)test_alloc(MAX_FILE + HEADER);
     stream s = stream_empty();
     s.size = read_file(input, c, whole);
