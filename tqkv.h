@@ -526,6 +526,9 @@ typedef struct tqkv_metal_attention {
     /* uint64_t [n_queries], at most 64; zero = none. attention.tree, if it is not NULL, is what it will hold when the
        kernels run. It is read only to know which entries of pages are seen. */
     tqkv_metal_buffer tree;
+    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128 and 256; 0 = 4. With a small
+       number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a sequence. */
+    int matrix_group;
 } tqkv_metal_attention;
 
 /* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
@@ -535,7 +538,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object en
                                              tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
 
 /* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in two dispatches that are cut evenly
-   over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types, bases and sinks, and all or
+   over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types, bases, sinks and matrix_group, and all or
    none have a softcap, centres and pages; window, scale, softcap's size, tree, n_queries and what is resident may differ.
    Each array of all items (their keys' codes, their q and so on) lies in one buffer, at any offsets; nothing that the call
    reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that the processor can write, with the
@@ -2440,6 +2443,7 @@ typedef struct tqkv__attention {
     bool rotate_queries, unrotate_output;
     size_t n_rows, q_elements, out_elements; /* n_queries * n_heads, and times key_dim or value_dim */
     const struct tqkv__isa *isa;
+    int matrix_group; /* on a GPU */
 } tqkv__attention;
 
 /* Slots of a tile in one stream: [slot, slot + n). The codes `ahead` slots further on will be read next. */
@@ -7315,20 +7319,22 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t *first, int64_t *
 }
 
 /* Whether attention multiplies matrices. A query must have the same bits alone and in company, so the number of queries
-   does not decide: several queries of a narrow group go without. Microseconds on an H200, one token, 128k positions, 8 KV
-   heads, D=128 (make bench-gpu, with --lanes and --matrices):
+   does not decide. Microseconds on an H200, one token, 128k positions, 8 KV heads, D=128 (make bench-gpu, with --lanes and
+   --matrices):
 
    group                 1          2          4           8           16
-   TQ4, without, with    60, -      69, 85     96, 85      153, 86     284, 118
-   I8                    75, -      79, 88     103, 89     173, 91     - , 101
-   I8 keys, TQ4 values   63, -      71, -      99, 73      154, 75     - , 100
+   TQ4, without, with    60, 73     69, 72     96, 73      153, 74     284, 103
+   I8                    75, -      80, 89     103, 89     173, 91     - , 102
+   I8 keys, TQ4 values   63, -      70, 73     99, 74      154, 75     - , 100
 
-   F16, TQ5 and TQ8 gain from a group of 8 on and lose at 1 and 2. 4096 queries over as many positions at a group of 4, TQ4:
-   6537 and 1925. What it costs narrow groups: 512 queries over 8k positions at a group of 2 take 1470, and would take 418;
-   8 queries over 128k take 287, and would take 119. By matrices a token of that group would take 1.23 times as long. */
+   F16, TQ5 and TQ8 gain from a group of 8 on and lose at 1 and 2. 512 queries over 8k positions at a group of 2, TQ4: 1470
+   and 416; 8 queries over 128k: 287 and 106. So on that GPU TQ4 and I8 are better served by a matrix_group of 2. The
+   model of Apple's GPUs, which have no unit for such products, expects tokens of narrow groups to lose up to half of their
+   speed there: hence 4. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
-    return a->group >= 4 && a->key_dim == a->value_dim && (a->key_dim == 64 || a->key_dim == 128 || a->key_dim == 256);
+    return a->group >= a->matrix_group && a->key_dim == a->value_dim &&
+           (a->key_dim == 64 || a->key_dim == 128 || a->key_dim == 256);
 }
 
 /* Query rows of a threadgroup that multiplies matrices: 64 registers of sums. The benchmark's GPU, with 255 registers a
@@ -7579,6 +7585,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     tqkv_attention *to = &call->attention;
     if (!from) return TQKV__INVALID("the attention is NULL");
     if (from->attention.tree && !from->tree.buffer) return TQKV__INVALID("tree: no buffer");
+    if (from->matrix_group < 0) return TQKV__INVALID("matrix_group is negative");
     tqkv_result r = tqkv__plan_store(from->keys, &call->keys);
     if (r == TQKV_OK) r = tqkv__plan_store(from->values, &call->values);
     if (r != TQKV_OK) return r;
@@ -7591,6 +7598,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     memset(&to->allocator, 0, sizeof to->allocator);
     r = tqkv__attention_shape(to, a);
     if (r == TQKV_OK) r = tqkv__check_kernels(a->key_dim, a->value_dim);
+    a->matrix_group = from->matrix_group ? from->matrix_group : 4;
     if (r != TQKV_OK || !a->keys.pages == !a->values.pages) return r;
     return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
 }

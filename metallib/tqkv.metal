@@ -2305,6 +2305,11 @@ ATTEND(192_128, 192, 128)
 #ifndef TQKV_FRAGMENTS_H
 #define TQKV_FRAGMENTS_H
 
+// A shim for hardware without products of floats defines these itself: sums, factors, where elements of a right one lie,
+// and whether both codes of a byte are looked up at once.
+#ifndef TQKV_SHIM_FACTORS
+#define TQKV_SHIM_PAIRS false
+
 // A lane's part of a matrix of sums. Matrices of Metal are made of it where they are multiplied and nowhere else: they
 // need not lie in arrays then.
 struct sum_matrix {
@@ -2312,9 +2317,8 @@ struct sum_matrix {
 };
 
 inline void clear_matrix(thread sum_matrix &m) { m.elements[0] = m.elements[1] = 0.0f; }
+inline void close_matrix(thread sum_matrix &) {} // a shim may keep parts of a sum apart until then
 
-// A shim for hardware without products of floats defines the factors itself, and where elements of a right one lie.
-#ifndef TQKV_SHIM_FACTORS
 typedef float2 left_part;  // a lane's two elements of a left factor
 typedef float4 right_pair; // and of two right factors
 typedef float code_value;  // the value of a code, before two of them become a left_part
@@ -2338,6 +2342,10 @@ inline left_part left_of_bytes(uint a, int i, uint b, int k, bool)
 {
     return part_of(float(int(a << (24 - 8 * i)) >> 24), float(int(b << (24 - 8 * k)) >> 24));
 }
+
+// Only shims have pairs.
+inline void load_pairs(threadgroup const code_value *, bool, uint, uint) {}
+inline left_part left_of_pair(uint, int, bool, uint) { return part_of(0.0f, 0.0f); }
 
 // Half i of word a and half k of word b.
 inline left_part left_of_halves(uint a, int i, uint b, int k)
@@ -2385,9 +2393,9 @@ struct left_block {
 };
 
 // G blocks by F pairs of right factors: sums[2 * g + r][f] += left[g].parts[0][r] * first factor of right[f], and
-// likewise the second. `exact`: the left factors hold small integers or halves.
+// likewise the second. `exact`: the left factors hold small integers or halves. `pairs`: they are of pairs of codes.
 template <int G, int F>
-inline void multiply(thread const left_block (&left)[G], thread const right_pair (&right)[F], bool, bool,
+inline void multiply(thread const left_block (&left)[G], thread const right_pair (&right)[F], bool, bool, bool,
                      thread sum_matrix (*sums)[F])
 {
     TQKV_UNROLL
@@ -2421,10 +2429,17 @@ inline float max_of_column(float x)
 
 // ---- Codes as left factors ----
 
+// Whether neighbouring codes are looked up as a pair: fields of 4 bits and nothing else.
+inline bool has_pairs(uint format)
+{
+    return TQKV_SHIM_PAIRS && has_codebook(format) && main_bits(format) == 4 && upper_bits(format) == 0;
+}
+
 // A codebook as codec.h has it, of values that are ready for a product.
 struct value_book {
     code_value own; // of this lane
     threadgroup const code_value *table;
+    uint lane;
 };
 
 // A barrier must follow.
@@ -2442,6 +2457,7 @@ inline value_book open_value_book(uint format, threadgroup const code_value *tab
     uint bits = codebook_bits(format);
     book.own = bits != 0 && is_shuffled(bits) ? table[lane & ((1u << bits) - 1u)] : code_value(0);
     book.table = table;
+    book.lane = lane;
     return book;
 }
 
@@ -2462,6 +2478,13 @@ inline left_part left_of_codes(uint format, thread const raw_codes<W, N> &a, int
     if (W == 8 && !has_codebook(format)) return left_of_bytes(a.main[i / 4], i % 4, b.main[k / 4], k % 4, wide);
     code_value x = book_value_at<W, N>(format, a, i, book);
     return left_of_values(x, book_value_at<W, N>(format, b, k, book), wide);
+}
+
+// Values i and i + 1, i even, of a format with pairs.
+template <int W, int N>
+inline left_part left_of_neighbours(thread const raw_codes<W, N> &raw, int i, bool wide, thread const value_book &book)
+{
+    return left_of_pair(raw.main[i * W / 32], i / 2 % 4, wide, book.lane);
 }
 
 #endif
@@ -2718,7 +2741,29 @@ inline void decode_keys(thread const key_chunk<D, W> &keys, int i, thread const 
         TQKV_UNROLL
         for (int k = 0; k < 2; k++)
             left[p / 2].parts[k][p % 2] =
-                left_of_codes<W, N>(key_format, keys.raw[p], i + 2 * k, keys.raw[p], i + 2 * k + 1, false, book);
+                has_pairs(key_format)
+                    ? left_of_neighbours<W, N>(keys.raw[p], i + 2 * k, false, book)
+                    : left_of_codes<W, N>(key_format, keys.raw[p], i + 2 * k, keys.raw[p], i + 2 * k + 1, false, book);
+    }
+}
+
+template <int F>
+inline void clear_scores(thread sum_matrix (&score)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) clear_matrix(score[p][f]);
+    }
+}
+
+template <int F>
+inline void close_scores(thread sum_matrix (&score)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) close_matrix(score[p][f]);
     }
 }
 
@@ -2736,18 +2781,9 @@ inline void multiply_chunk(thread const attend_task &task, uint chunk, thread co
         TQKV_UNROLL
         for (int f = 0; f < F; f++) right[f] = *query_at(task, uint(f * D / 16) + chunk * uint(N / 4) + uint(i / 4));
         decode_keys<D, W>(keys, i, book, left);
-        multiply<2, F>(left, right, false, exact, score);
+        multiply<2, F>(left, right, false, exact, has_pairs(key_format), score);
     }
-}
-
-template <int F>
-inline void clear_scores(thread sum_matrix (&score)[4][F])
-{
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) clear_matrix(score[p][f]);
-    }
+    if (has_pairs(key_format)) close_scores<F>(score);
 }
 
 // At the end of a block: total += scale * score, and score starts again.
@@ -2964,18 +3000,22 @@ inline void clear_not_finite(thread raw_codes<W, N> (&raw)[4])
     }
 }
 
-// Values i .. of the lane's rows, G blocks of left factors.
+// Values i .. of the lane's rows, G blocks of left factors. A pair of codes is of two rows of a factor and one of its
+// columns; the columns take turns.
 template <int D, int W, int G>
 inline void decode_values(thread const value_chunk<D, W> &values, int i, thread const value_book &book,
                           thread left_block (&left)[G])
 {
     const int N = MATRIX_OUT_VALUES(D, W);
+    bool wide = has_norms(value_format);
     TQKV_UNROLL
     for (int g = 0; g < 2 * G; g++) {
         TQKV_UNROLL
         for (int k = 0; k < 2; k++)
-            left[g / 2].parts[k][g % 2] = left_of_codes<W, N>(
-                value_format, values.raw[2 * k], i + g, values.raw[2 * k + 1], i + g, has_norms(value_format), book);
+            left[g / 2].parts[k][g % 2] =
+                has_pairs(value_format) ? left_of_neighbours<W, N>(values.raw[2 * k + g % 2], i + g / 2 * 2, wide, book)
+                                        : left_of_codes<W, N>(value_format, values.raw[2 * k], i + g,
+                                                              values.raw[2 * k + 1], i + g, wide, book);
     }
 }
 
@@ -2991,7 +3031,7 @@ inline void multiply_values(int chunk, thread const value_chunk<D, W> &values, t
     for (int i = 0; i < N; i += 2 * G) {
         left_block left[G];
         decode_values<D, W, G>(values, i, book, left);
-        multiply<G, F>(left, right, wide, exact, &state.out[chunk * N + i]);
+        multiply<G, F>(left, right, wide, exact, has_pairs(value_format), &state.out[chunk * N + i]);
     }
 }
 
@@ -3340,6 +3380,8 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     load_matrix_queries<D, KW, F>(args, task, memory);
     value_book key_book = open_value_book(key_format, tables, task.lane);
     value_book out_book = open_value_book(value_format, tables + 256, task.lane);
+    if (has_pairs(key_format)) load_pairs(key_book.table, false, thread_index, n_threads);
+    if (has_pairs(value_format)) load_pairs(out_book.table, true, thread_index, n_threads);
     open_columns<D, F>(args, task, memory, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
@@ -4596,7 +4638,7 @@ inline void multiply_test(uint lane, thread sum_matrix &product)
         left[0].parts[1][r] = left_of_values(zero, zero, false);
         clear_matrix(sums[r][0]);
     }
-    multiply<1, 1>(left, right, false, false, sums);
+    multiply<1, 1>(left, right, false, false, false, sums);
     product = sums[0][0];
 }
 

@@ -250,7 +250,29 @@ inline void decode_keys(thread const key_chunk<D, W> &keys, int i, thread const 
         TQKV_UNROLL
         for (int k = 0; k < 2; k++)
             left[p / 2].parts[k][p % 2] =
-                left_of_codes<W, N>(key_format, keys.raw[p], i + 2 * k, keys.raw[p], i + 2 * k + 1, false, book);
+                has_pairs(key_format)
+                    ? left_of_neighbours<W, N>(keys.raw[p], i + 2 * k, false, book)
+                    : left_of_codes<W, N>(key_format, keys.raw[p], i + 2 * k, keys.raw[p], i + 2 * k + 1, false, book);
+    }
+}
+
+template <int F>
+inline void clear_scores(thread sum_matrix (&score)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) clear_matrix(score[p][f]);
+    }
+}
+
+template <int F>
+inline void close_scores(thread sum_matrix (&score)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) close_matrix(score[p][f]);
     }
 }
 
@@ -268,18 +290,9 @@ inline void multiply_chunk(thread const attend_task &task, uint chunk, thread co
         TQKV_UNROLL
         for (int f = 0; f < F; f++) right[f] = *query_at(task, uint(f * D / 16) + chunk * uint(N / 4) + uint(i / 4));
         decode_keys<D, W>(keys, i, book, left);
-        multiply<2, F>(left, right, false, exact, score);
+        multiply<2, F>(left, right, false, exact, has_pairs(key_format), score);
     }
-}
-
-template <int F>
-inline void clear_scores(thread sum_matrix (&score)[4][F])
-{
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) clear_matrix(score[p][f]);
-    }
+    if (has_pairs(key_format)) close_scores<F>(score);
 }
 
 // At the end of a block: total += scale * score, and score starts again.
@@ -496,18 +509,22 @@ inline void clear_not_finite(thread raw_codes<W, N> (&raw)[4])
     }
 }
 
-// Values i .. of the lane's rows, G blocks of left factors.
+// Values i .. of the lane's rows, G blocks of left factors. A pair of codes is of two rows of a factor and one of its
+// columns; the columns take turns.
 template <int D, int W, int G>
 inline void decode_values(thread const value_chunk<D, W> &values, int i, thread const value_book &book,
                           thread left_block (&left)[G])
 {
     const int N = MATRIX_OUT_VALUES(D, W);
+    bool wide = has_norms(value_format);
     TQKV_UNROLL
     for (int g = 0; g < 2 * G; g++) {
         TQKV_UNROLL
         for (int k = 0; k < 2; k++)
-            left[g / 2].parts[k][g % 2] = left_of_codes<W, N>(
-                value_format, values.raw[2 * k], i + g, values.raw[2 * k + 1], i + g, has_norms(value_format), book);
+            left[g / 2].parts[k][g % 2] =
+                has_pairs(value_format) ? left_of_neighbours<W, N>(values.raw[2 * k + g % 2], i + g / 2 * 2, wide, book)
+                                        : left_of_codes<W, N>(value_format, values.raw[2 * k], i + g,
+                                                              values.raw[2 * k + 1], i + g, wide, book);
     }
 }
 
@@ -523,7 +540,7 @@ inline void multiply_values(int chunk, thread const value_chunk<D, W> &values, t
     for (int i = 0; i < N; i += 2 * G) {
         left_block left[G];
         decode_values<D, W, G>(values, i, book, left);
-        multiply<G, F>(left, right, wide, exact, &state.out[chunk * N + i]);
+        multiply<G, F>(left, right, wide, exact, has_pairs(value_format), &state.out[chunk * N + i]);
     }
 }
 
@@ -872,6 +889,8 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     load_matrix_queries<D, KW, F>(args, task, memory);
     value_book key_book = open_value_book(key_format, tables, task.lane);
     value_book out_book = open_value_book(value_format, tables + 256, task.lane);
+    if (has_pairs(key_format)) load_pairs(key_book.table, false, thread_index, n_threads);
+    if (has_pairs(value_format)) load_pairs(out_book.table, true, thread_index, n_threads);
     open_columns<D, F>(args, task, memory, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint stretch = own.begin; stretch < own.end; stretch++) {

@@ -6,6 +6,11 @@
 #define TQKV_FRAGMENTS_H
 #include "codec.h"
 
+// A shim for hardware without products of floats defines these itself: sums, factors, where elements of a right one lie,
+// and whether both codes of a byte are looked up at once.
+#ifndef TQKV_SHIM_FACTORS
+#define TQKV_SHIM_PAIRS false
+
 // A lane's part of a matrix of sums. Matrices of Metal are made of it where they are multiplied and nowhere else: they
 // need not lie in arrays then.
 struct sum_matrix {
@@ -13,9 +18,8 @@ struct sum_matrix {
 };
 
 inline void clear_matrix(thread sum_matrix &m) { m.elements[0] = m.elements[1] = 0.0f; }
+inline void close_matrix(thread sum_matrix &) {} // a shim may keep parts of a sum apart until then
 
-// A shim for hardware without products of floats defines the factors itself, and where elements of a right one lie.
-#ifndef TQKV_SHIM_FACTORS
 typedef float2 left_part;  // a lane's two elements of a left factor
 typedef float4 right_pair; // and of two right factors
 typedef float code_value;  // the value of a code, before two of them become a left_part
@@ -39,6 +43,10 @@ inline left_part left_of_bytes(uint a, int i, uint b, int k, bool)
 {
     return part_of(float(int(a << (24 - 8 * i)) >> 24), float(int(b << (24 - 8 * k)) >> 24));
 }
+
+// Only shims have pairs.
+inline void load_pairs(threadgroup const code_value *, bool, uint, uint) {}
+inline left_part left_of_pair(uint, int, bool, uint) { return part_of(0.0f, 0.0f); }
 
 // Half i of word a and half k of word b.
 inline left_part left_of_halves(uint a, int i, uint b, int k)
@@ -86,9 +94,9 @@ struct left_block {
 };
 
 // G blocks by F pairs of right factors: sums[2 * g + r][f] += left[g].parts[0][r] * first factor of right[f], and
-// likewise the second. `exact`: the left factors hold small integers or halves.
+// likewise the second. `exact`: the left factors hold small integers or halves. `pairs`: they are of pairs of codes.
 template <int G, int F>
-inline void multiply(thread const left_block (&left)[G], thread const right_pair (&right)[F], bool, bool,
+inline void multiply(thread const left_block (&left)[G], thread const right_pair (&right)[F], bool, bool, bool,
                      thread sum_matrix (*sums)[F])
 {
     TQKV_UNROLL
@@ -122,10 +130,17 @@ inline float max_of_column(float x)
 
 // ---- Codes as left factors ----
 
+// Whether neighbouring codes are looked up as a pair: fields of 4 bits and nothing else.
+inline bool has_pairs(uint format)
+{
+    return TQKV_SHIM_PAIRS && has_codebook(format) && main_bits(format) == 4 && upper_bits(format) == 0;
+}
+
 // A codebook as codec.h has it, of values that are ready for a product.
 struct value_book {
     code_value own; // of this lane
     threadgroup const code_value *table;
+    uint lane;
 };
 
 // A barrier must follow.
@@ -143,6 +158,7 @@ inline value_book open_value_book(uint format, threadgroup const code_value *tab
     uint bits = codebook_bits(format);
     book.own = bits != 0 && is_shuffled(bits) ? table[lane & ((1u << bits) - 1u)] : code_value(0);
     book.table = table;
+    book.lane = lane;
     return book;
 }
 
@@ -163,6 +179,13 @@ inline left_part left_of_codes(uint format, thread const raw_codes<W, N> &a, int
     if (W == 8 && !has_codebook(format)) return left_of_bytes(a.main[i / 4], i % 4, b.main[k / 4], k % 4, wide);
     code_value x = book_value_at<W, N>(format, a, i, book);
     return left_of_values(x, book_value_at<W, N>(format, b, k, book), wide);
+}
+
+// Values i and i + 1, i even, of a format with pairs.
+template <int W, int N>
+inline left_part left_of_neighbours(thread const raw_codes<W, N> &raw, int i, bool wide, thread const value_book &book)
+{
+    return left_of_pair(raw.main[i * W / 32], i / 2 % 4, wide, book.lane);
 }
 
 #endif

@@ -21,7 +21,7 @@ inline void multiply_test(uint lane, thread sum_matrix &product)
         left[0].parts[1][r] = left_of_values(zero, zero, false);
         clear_matrix(sums[r][0]);
     }
-    multiply<1, 1>(left, right, false, false, sums);
+    multiply<1, 1>(left, right, false, false, false, sums);
     product = sums[0][0];
 }
 

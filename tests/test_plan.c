@@ -554,6 +554,8 @@ static void check_batch_refusals(const void *row)
     REFUSED(UNSUPPORTED, b.items[2].attention.n_heads = 3);
     REFUSED(UNSUPPORTED, b.items[2].attention.output_type = TQKV_TYPE_F16);
     REFUSED(UNSUPPORTED, b.items[2].sinks = at(7, 1024));
+    REFUSED(UNSUPPORTED, b.items[2].matrix_group = 2);
+    REFUSED(INVALID_ARGUMENT, b.items[2].matrix_group = -1);
     REFUSED(UNSUPPORTED, b.values[1].center = at(7, 1024));
     REFUSED(UNSUPPORTED, b.keys[2].pages = b.values[2].pages = at(7, 0);
             b.keys[2].shape.n_pages = b.values[2].shape.n_pages = 50;
@@ -753,7 +755,7 @@ static void check_split(const void *row)
         }
 }
 
-/* The group and head_dim choose the kernel, never the number of queries: a query has the same bits in company. The other
+/* The group, head_dim and matrix_group choose the kernel, never the number of queries: a query has the same bits in company. The other
    kernel can take its place in the same scratch. */
 static void check_kernels(const void *row)
 {
@@ -761,10 +763,11 @@ static void check_kernels(const void *row)
     for (int i = 0; i < TQKV__KERNEL_DIMS; i++)
         for (int group = 1; group <= 8; group++)
             for (int n_queries = 1; n_queries <= 40; n_queries += 13) {
-                const int head_dim = TQKV__KERNEL_DIM(i), rows = group * n_queries;
+                const int head_dim = TQKV__KERNEL_DIM(i), rows = group * n_queries, least = n_queries % 4;
                 const tqkv_metal_store keys = plan_store(TQKV_TQ4, head_dim, 3000, false, 0),
                                        values = plan_store(TQKV_TQ8, head_dim, 3000, false, 2);
-                const bool matrix = group >= 4 && (head_dim == 64 || head_dim == 128 || head_dim == 256);
+                const bool has_matrices = head_dim == 64 || head_dim == 128 || head_dim == 256;
+                const bool matrix = has_matrices && group >= (least ? least : 4);
                 tqkv__dispatch d[2];
                 tqkv_metal_attention a;
                 memset(&a, 0, sizeof a);
@@ -773,6 +776,7 @@ static void check_kernels(const void *row)
                 a.attention.n_heads = 3 * group;
                 a.attention.n_queries = n_queries;
                 a.attention.end = 3000;
+                a.matrix_group = least;
                 CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
                 CHECK(d[0].kernel.family == (matrix ? TQKV__ATTEND_MATRIX : TQKV__ATTEND), "group %d", group);
                 tqkv__plan_columns(d, false, 16);

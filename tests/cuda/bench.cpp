@@ -237,6 +237,9 @@ struct attention {
     float *q, *out, *sums, *state;
 };
 
+// Formats whose narrow groups multiply matrices on this GPU (tqkv__choose_matrix has the times).
+bool gains_at_two(tqkv_format format) { return format == TQKV_TQ4 || format == TQKV_I8; }
+
 void plan_attention(const attention &a, const tqkv_store &keys, const tqkv_store &values, tqkv__dispatch d[2])
 {
     tqkv_attention call = {};
@@ -245,7 +248,8 @@ void plan_attention(const attention &a, const tqkv_store &keys, const tqkv_store
     call.n_heads = a.shape.group * N_KV_HEADS;
     call.n_queries = a.shape.n_queries;
     call.end = a.shape.positions;
-    const gpu_attention planned(call);
+    gpu_attention planned(call);
+    planned.metal.matrix_group = gains_at_two(a.shape.keys) && gains_at_two(a.shape.values) ? 2 : 0;
     check_plan(tqkv__plan_attend(&planned.metal, gpu_buffer(a.q), gpu_buffer(nullptr), gpu_buffer(a.out), d));
     gpu_force(d, a.split);
     gpu_set_scratch(d, a.sums, a.state);

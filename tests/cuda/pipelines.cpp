@@ -1,9 +1,12 @@
 #define TQKV_SHARED
 #include "tqkv.h"
 #include "pipelines.h"
+#include <algorithm>
 #include <map>
 #include <string.h>
 #include <unistd.h>
+
+enum { PAIR_BYTES = 64 << 10, MOST_SHARED_BYTES = PAIR_BYTES + (32 << 10) }; // 32 KiB are Metal's
 
 // As in the shim.
 struct simt_arguments {
@@ -11,6 +14,7 @@ struct simt_arguments {
     uint32_t threadgroup_offsets[8];
     uint64_t values[2][14];
 };
+static_assert(TQKV__ATTEND_TABLE_BYTES == 2048, "SIMT_PAIRS of the shim");
 static_assert(sizeof(tqkv__args) <= sizeof simt_arguments::values[0], "argument structs travel with the launch");
 
 std::string cuda_pipeline_name(const device_dispatch &d)
@@ -40,16 +44,36 @@ const void *cuda_pipeline(const std::string &folder, const std::string &name, st
         *error = "tqkv_" + name + ": " + cudaGetErrorString(result);
         return nullptr;
     }
+    result = cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_SHARED_BYTES);
+    if (result != cudaSuccess) {
+        *error = "tqkv_" + name + ": " + cudaGetErrorString(result);
+        return nullptr;
+    }
     loaded[name] = kernel;
     return (const void *)kernel;
 }
 
 static size_t aligned(size_t size) { return (size + 15) / 16 * 16; }
 
+// The shim's table of pairs of codes lies behind memory 0.
+static bool has_pairs(const device_dispatch &d)
+{
+    const uint32_t formats[] = {d.constants[TQKV_FC_FORMAT], d.constants[TQKV_FC_VALUE_FORMAT]};
+    if (std::string(d.kernel).find("attend_matrix") == std::string::npos) return false;
+    return std::any_of(formats, formats + 2, [](uint32_t f) {
+        return TQKV__KIND(f) == TQKV__BOOK && TQKV__MAIN_BITS(f) == 4 && TQKV__UPPER_BITS(f) == 0;
+    });
+}
+
+static size_t memory_bytes(const device_dispatch &d, int i)
+{
+    return aligned(d.threadgroup_bytes[i]) + (i == 0 && has_pairs(d) ? PAIR_BYTES : 0);
+}
+
 size_t cuda_shared_bytes(const device_dispatch &d)
 {
     size_t size = 0;
-    for (size_t bytes : d.threadgroup_bytes) size += aligned(bytes);
+    for (int i = 0; i < DEVICE_MEMORIES; i++) size += memory_bytes(d, i);
     return size;
 }
 
@@ -59,7 +83,7 @@ cudaError_t cuda_launch(const void *kernel, const device_dispatch &d, void *cons
     size_t offset = 0;
     for (int i = 0; i < DEVICE_MEMORIES; i++) {
         arguments.threadgroup_offsets[i] = (uint32_t)offset;
-        offset += aligned(d.threadgroup_bytes[i]);
+        offset += memory_bytes(d, i);
     }
     for (int i = 0; i < DEVICE_BUFFERS; i++) {
         if (d.by_value[i])
