@@ -755,8 +755,8 @@ static void check_split(const void *row)
         }
 }
 
-/* The group, head_dim and matrix_group choose the kernel, never the number of queries: a query has the same bits in company. The other
-   kernel can take its place in the same scratch. */
+/* The group, head_dim and matrix_group choose the kernel, never the number of queries: a query has the same bits in
+   company. The other kernel can take its place in the same scratch. */
 static void check_kernels(const void *row)
 {
     (void)row;

@@ -64,7 +64,7 @@ void add_random(int seed, int n_pipelines, int shrink)
     p.window = data_below(&random, 2) ? 0 : 1 + data_below(&random, p.key_capacity);
     p.scale = data_below(&random, 3) ? 0.0f : 0.05f;
     p.block_scale = p.head_dim >= 512 && data_below(&random, 2) ? 1.25f : 0.0f;
-    p.query_size = data_below(&random, 4) ? 1.5f : 25.0f;
+    p.query_size = data_below(&random, 4) ? 1.5f : 10.0f; // scores of the largest deviation that has a bound
     p.sinks = (attend_sinks)data_below(&random, 4);
     row.split.n_simdgroups = 1 + data_below(&random, 8);
     row.split.n_stretches = 1 + data_below(&random, 40);
@@ -108,11 +108,12 @@ void run_long(const void *parameters)
     }
 }
 
-// A million positions in double precision, in a linear store or in a ring that has wrapped.
+// A million positions in double precision, in a linear store or in a ring that has wrapped. A product of matrices rounds
+// its sum towards 0 on this GPU, so a simdgroup adds up at most 64 tiles: with 124 an error of 2.06e-5 was seen.
 void add_million(tqkv_format keys, tqkv_format values, int n_queries, bool ring, int shrink)
 {
     const int positions = (1 << 20) / shrink;
-    random_row row = {attend_default_row(keys, values, 128), {GPU_MOST, 4, 66}};
+    random_row row = {attend_default_row(keys, values, 128), {GPU_MOST, 4, 132}};
     row.problem.n_kv_heads = 1;
     row.problem.n_queries = n_queries;
     row.problem.key_capacity = row.problem.value_capacity = positions;
