@@ -139,6 +139,7 @@ static void run_refusals(const void *parameters)
 /* A library with the kernel `tables` alone: the refusal names the kernel that a call wants. */
 typedef struct wanted_kernel {
     char library[20], kernel[40];
+    int group, matrix_group;
 } wanted_kernel;
 
 static void run_kernel_wanted(const void *parameters)
@@ -153,9 +154,10 @@ static void run_kernel_wanted(const void *parameters)
     attend_problem problem;
     attend_buffers b;
     attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
-    row.group = 4;
+    row.group = c->group;
     attend_set_up(&problem, &row);
     open_buffers(&b, &problem);
+    b.attention.matrix_group = c->matrix_group;
     host_work work = host_begin(false);
     CHECK_REFUSED(m, tqkv_metal_attend(m, work.encoder, &b.attention, b.q, b.scratch, b.out), TQKV_METAL_ERROR,
                   c->kernel);
@@ -165,13 +167,17 @@ static void run_kernel_wanted(const void *parameters)
     tqkv_metal_destroy(m);
 }
 
-/* A group of 4 multiplies matrices unless the shaders find another order of their elements. */
+/* A group of matrix_group and more multiplies matrices unless the shaders find another order of their elements. */
 static void add_kernels_wanted(void)
 {
-    const wanted_kernel as_expected = {"tables_alone", "tqkv_attend_matrix_d64"},
-                        otherwise = {"matrices", "tqkv_attend_d64"};
+    const wanted_kernel as_expected = {"tables_alone", "tqkv_attend_matrix_d64", 4, 0},
+                        otherwise = {"matrices", "tqkv_attend_d64", 4, 0},
+                        narrow = {"tables_alone", "tqkv_attend_d64", 2, 0},
+                        asked = {"tables_alone", "tqkv_attend_matrix_d64", 2, 2};
     test_add(run_kernel_wanted, &as_expected, sizeof as_expected, "attend/matrices/as_expected");
     test_add(run_kernel_wanted, &otherwise, sizeof otherwise, "attend/matrices/in_another_order");
+    test_add(run_kernel_wanted, &narrow, sizeof narrow, "attend/matrices/narrow");
+    test_add(run_kernel_wanted, &asked, sizeof asked, "attend/matrices/narrow_asked");
 }
 #endif
 
