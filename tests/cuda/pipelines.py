@@ -16,13 +16,15 @@ import sys
 
 def registers(family, head_dim, constants):
     """Flags that limit the registers, where this lets one more threadgroup run on a multiprocessor."""
-    columns = constants.split("_")[6]
+    columns, batch = constants.split("_")[6], constants.split("_")[19]
     head_dim = int(head_dim.split("_")[0]) if head_dim else 0
     if family == "attend_matrix" and int(columns) <= 8 and head_dim <= 128:
         return ["-maxrregcount=168"]
     if family != "attend" or head_dim > 512 or int(columns) > 4:
         return []
-    return ["-maxrregcount=" + ("128" if int(columns) <= 2 and head_dim <= 256 else "168")]
+    if int(columns) > 2 or head_dim > 256:
+        return ["-maxrregcount=168"]
+    return ["-maxrregcount=" + ("96" if batch == "1" and head_dim <= 128 else "128")]
 
 
 def compile_pipeline(name, sources, output, nvcc):
