@@ -561,7 +561,7 @@ static void open_batch(const bench *b, const pair *p, const int32_t *pages, cons
 }
 
 /* 16 sequences of 500 to 8000 positions, one query each, over random pages: a batch, a loop of calls, and one sequence of
-   the same total over a linear store. The ratios: speed of the batch, of the others'. By wall time if there is a hook:
+   the same total, paged and as a linear store. The ratios: speed of the batch, of the others'. By wall time if there is a hook:
    `suffix` tells its threads. */
 static void run_batches(bench *b, const pair *p, const float *q, float *outs, tqkv_parallel hook, const char *suffix)
 {
@@ -580,11 +580,15 @@ static void run_batches(bench *b, const pair *p, const float *q, float *outs, tq
     open_batch(b, p, pages, q, outs, &work);
     for (int i = 0; i < SEQUENCES; i++) work.items[i].parallel = hook;
     const tqkv_attention one = {.n_heads = PAGED_HEADS, .end = total, .parallel = hook};
-    attend_work whole = {one, &b->keys[p->keys], &b->values[p->values], 0, q, outs};
+    bench_stream paged_keys = with_pages(&b->keys[p->keys], pages, n_pages);
+    bench_stream paged_values = with_pages(&b->values[p->values], pages, n_pages);
+    attend_work wholes[2] = {{one, &paged_keys, &paged_values, 0, q, outs},
+                             {one, &b->keys[p->keys], &b->values[p->values], 0, q, outs}};
     t.n_entries = 0;
     const timing_entry *batch = timing_add(&t, "batch", run_batch, &work);
     const timing_entry *loop = timing_add(&t, "loop", run_loop, &work);
-    const timing_entry *single = timing_add(&t, "one of the same total", run_attend, &whole);
+    const timing_entry *single = timing_add(&t, "one of the same total", run_attend, &wholes[0]);
+    const timing_entry *linear = timing_add(&t, "one, linear", run_attend, &wholes[1]);
     timing_run(&t, &limits);
     printf("\n%s%s: %d sequences, %d positions in all, random pages of %d; %d rounds\n", p->name, suffix, SEQUENCES,
            total, PAGE, t.n_rounds);
@@ -595,6 +599,9 @@ static void run_batches(bench *b, const pair *p, const float *q, float *outs, tq
     snprintf(name, sizeof name, "batch_default_s16%s", suffix);
     print_ratio(b, name, "loop", ratio(&t, batch, loop));
     print_ratio(b, name, "one", ratio(&t, batch, single));
+    print_ratio(b, name, "linear", ratio(&t, batch, linear));
+    free(paged_keys.layers);
+    free(paged_values.layers);
     free(source);
     free(pages);
     close_streams(b);
