@@ -354,6 +354,7 @@ typedef struct tqkv_cache_desc {
     tqkv_metal *metal;        /* a context that holds the cache and runs append and attend; NULL = the processor */
     int value_dim;            /* head_dim of the values; 0 = head_dim */
     tqkv_type type;           /* of k, v, q and out */
+    int matrix_group;         /* on a GPU: as that of tqkv_metal_attention */
 } tqkv_cache_desc;
 
 /* *out is NULL on failure. */
@@ -385,8 +386,9 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
    [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident. */
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
-   capacity (TQKV_OUT_OF_RANGE if too small for them), ring, type, sinks, parallel, allocator, metal. Its other nonzero fields
-   must match. So a full linear cache grows, or with ring = true goes on as a ring. *out is NULL on failure. */
+   capacity (TQKV_OUT_OF_RANGE if too small for them), ring, type, sinks, parallel, allocator, metal, matrix_group. Its
+   other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring. *out is NULL on
+   failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c); /* the stores behind it; NULL for NULL */
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c);
@@ -398,9 +400,9 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc supplies what a snapshot lacks: type, parallel, allocator, metal, and sinks for the snapshot's n_heads. Its other
-   nonzero fields must match, else TQKV_INVALID_ARGUMENT. TQKV_CORRUPT: a missing or changed byte. *out is NULL on
-   failure. */
+/* desc supplies what a snapshot lacks: type, parallel, allocator, metal, matrix_group, and sinks for the snapshot's
+   n_heads. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT. TQKV_CORRUPT: a missing or changed byte. *out
+   is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* The same for the positions [position, position + n_positions) of one store, in the caller's memory: a sequence leaves a
@@ -2443,7 +2445,7 @@ typedef struct tqkv__attention {
     bool rotate_queries, unrotate_output;
     size_t n_rows, q_elements, out_elements; /* n_queries * n_heads, and times key_dim or value_dim */
     const struct tqkv__isa *isa;
-    int matrix_group; /* on a GPU */
+    int matrix_group; /* on a GPU; 0 = the default */
 } tqkv__attention;
 
 /* Slots of a tile in one stream: [slot, slot + n). The codes `ahead` slots further on will be read next. */
@@ -6510,6 +6512,7 @@ struct tqkv_cache {
     float *centers; /* room for the keys' and the values': [n_kv_heads][head_dim], [n_kv_heads][value_dim] */
     int64_t first;  /* resident positions [first, attention.end) */
     tqkv_metal *metal;
+    int matrix_group;
     tqkv_allocator memory;
     size_t size; /* of the block with the struct, the sinks, the codes and the norms */
 };
@@ -6551,6 +6554,8 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     tqkv_result r = tqkv__attention_shape(&c->attention, &resolved);
     if (r != TQKV_OK) return r;
     c->attention = resolved.call;
+    if (desc->matrix_group < 0) return TQKV__INVALID("matrix_group is negative");
+    c->matrix_group = desc->matrix_group;
     c->metal = desc->metal;
     if (c->metal && (r = tqkv__check_kernels(c->keys.head_dim, c->values.head_dim)) != TQKV_OK) return r;
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
@@ -6680,6 +6685,7 @@ static tqkv_result tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqk
     attention.n_queries = n_queries;
     const tqkv_result r = tqkv__attention_open(&attention, a);
     a->first = c->first; /* after a truncation fewer positions than kv_len's default, or none */
+    a->matrix_group = c->matrix_group;
     return r;
 }
 
@@ -6835,8 +6841,7 @@ static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
     desc.parallel = c->attention.parallel;
     desc.allocator = c->attention.allocator;
     desc.metal = c->metal;
-    desc.value_dim = c->values.head_dim;
-    desc.type = c->keys.type;
+    desc.matrix_group = c->matrix_group;
     return desc;
 }
 
@@ -6859,6 +6864,7 @@ TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc 
         if (desc->parallel.run) copied.parallel = desc->parallel;
         if (desc->allocator.alloc || desc->allocator.free) copied.allocator = desc->allocator;
         if (desc->metal) copied.metal = desc->metal;
+        if (desc->matrix_group) copied.matrix_group = desc->matrix_group;
     }
     if (copied.capacity > 0 && copied.capacity < c->attention.end - c->first)
         return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
@@ -7333,7 +7339,7 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t *first, int64_t *
    speed there: hence 4. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
-    return a->group >= a->matrix_group && a->key_dim == a->value_dim &&
+    return a->group >= (a->matrix_group ? a->matrix_group : 4) && a->key_dim == a->value_dim &&
            (a->key_dim == 64 || a->key_dim == 128 || a->key_dim == 256);
 }
 
@@ -7598,7 +7604,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     memset(&to->allocator, 0, sizeof to->allocator);
     r = tqkv__attention_shape(to, a);
     if (r == TQKV_OK) r = tqkv__check_kernels(a->key_dim, a->value_dim);
-    a->matrix_group = from->matrix_group ? from->matrix_group : 4;
+    a->matrix_group = from->matrix_group;
     if (r != TQKV_OK || !a->keys.pages == !a->values.pages) return r;
     return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
 }
@@ -8309,6 +8315,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     found.parallel = desc->parallel;
     found.allocator = desc->allocator;
     found.metal = desc->metal;
+    found.matrix_group = desc->matrix_group;
     if (!tqkv__resolve_allocator(&found.allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     ahead.memory = found.allocator;
     r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, end - first));

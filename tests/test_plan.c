@@ -862,6 +862,38 @@ static void check_cache_plan(const void *row)
     tqkv_cache_destroy(cache);
 }
 
+/* A cache and its fork plan the kernel that their groups have elsewhere. */
+static void check_cache_kernels(const void *row)
+{
+    (void)row;
+    for (int group = 1; group <= 5; group++)
+        for (int least = 0; least <= 5; least++) {
+            tqkv_cache_desc desc;
+            tqkv_cache *cache, *fork = NULL;
+            tqkv__dispatch d[2];
+            memset(&desc, 0, sizeof desc);
+            desc.head_dim = 64;
+            desc.n_kv_heads = 2;
+            desc.n_heads = 2 * group;
+            desc.capacity = 64;
+            desc.matrix_group = least;
+            CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+            if (!cache) return;
+            CHECK_RESULT(tqkv_cache_fork(cache, NULL, &fork), TQKV_OK);
+            const bool matrix = group >= (least ? least : 4);
+            for (int i = 0; i < 2; i++) {
+                CHECK_RESULT(tqkv__plan_cache_attend(i ? fork : cache, at(0, 0), at(1, 0), 1, at(2, 0), at(3, 0), d),
+                             TQKV_OK);
+                CHECK(d[0].kernel.family == (matrix ? TQKV__ATTEND_MATRIX : TQKV__ATTEND), "group %d of %d", group,
+                      least);
+            }
+            tqkv_cache_destroy(fork);
+            tqkv_cache_destroy(cache);
+            desc.matrix_group = -1;
+            CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_INVALID_ARGUMENT);
+        }
+}
+
 /* A report as the shaders give it, then with each byte changed in turn. */
 static void check_stale(const void *row)
 {
@@ -977,6 +1009,7 @@ void test_plan_cases(void)
     test_add(check_kernels, NULL, 0, "plan/kernels");
     test_add(check_window, NULL, 0, "plan/window");
     test_add(check_cache_plan, NULL, 0, "plan/cache");
+    test_add(check_cache_kernels, NULL, 0, "plan/cache_kernels");
     test_add(check_stale, NULL, 0, "plan/stale");
     test_add(check_backend, NULL, 0, "plan/backend");
 }
