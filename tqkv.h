@@ -540,11 +540,12 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object en
                                              tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
 
 /* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in two dispatches that are cut evenly
-   over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types, bases, sinks and matrix_group, and all or
-   none have a softcap, centres and pages; window, scale, softcap's size, tree, n_queries and what is resident may differ.
-   Each array of all items (their keys' codes, their q and so on) lies in one buffer, at any offsets; nothing that the call
-   reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that the processor can write, with the
-   bytes that the first call tells, for this call alone until it has completed; scratch as for tqkv_metal_attend. */
+   over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types, bases, sinks and
+   matrix_group, and all or none have a softcap, centres and pages; window, scale, softcap's size, tree, n_queries and
+   what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one buffer, at any
+   offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that the
+   processor can write, with the bytes that the first call tells, for this call alone until it has completed; scratch as
+   for tqkv_metal_attend. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
                                                          size_t *arguments, size_t *scratch);
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder,

@@ -757,35 +757,44 @@ static void check_split(const void *row)
 
 /* The group, head_dim and matrix_group choose the kernel, never the number of queries: a query has the same bits in
    company. The other kernel can take its place in the same scratch. */
+static void check_kernel(int head_dim, int group, int matrix_group, int n_queries)
+{
+    const tqkv_metal_store keys = plan_store(TQKV_TQ4, head_dim, 3000, false, 0),
+                           values = plan_store(TQKV_TQ8, head_dim, 3000, false, 2);
+    const bool has_matrices = head_dim == 64 || head_dim == 128 || head_dim == 256;
+    const bool matrix = has_matrices && group >= (matrix_group ? matrix_group : 4);
+    const int rows = group * n_queries;
+    size_t scratch = 0;
+    tqkv__dispatch d[2];
+    tqkv_metal_attention a;
+    memset(&a, 0, sizeof a);
+    a.keys = &keys;
+    a.values = &values;
+    a.attention.n_heads = 3 * group;
+    a.attention.n_queries = n_queries;
+    a.attention.end = 3000;
+    a.matrix_group = matrix_group;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(d[0].kernel.family == (matrix ? TQKV__ATTEND_MATRIX : TQKV__ATTEND), "group %d of %d, %d queries", group,
+          matrix_group, n_queries);
+    CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), TQKV_OK);
+    check_stretches(d, a.attention.end, scratch);
+    tqkv__plan_columns(d, false, 16);
+    const int columns = constant(d, TQKV_FC_COLUMNS);
+    CHECK(d[0].kernel.family == TQKV__ATTEND && columns <= TQKV__MAX_COLUMNS(head_dim) &&
+              columns * (int)d[0].grid[1] >= rows,
+          "%d rows as %zu blocks of %d", rows, d[0].grid[1], columns);
+    CHECK(d[0].memory_each[2] > 0 && d[0].memory[2] == 0, "the memory of another kernel");
+}
+
 static void check_kernels(const void *row)
 {
     (void)row;
     for (int i = 0; i < TQKV__KERNEL_DIMS; i++)
         for (int group = 1; group <= 8; group++)
-            for (int n_queries = 1; n_queries <= 40; n_queries += 13) {
-                const int head_dim = TQKV__KERNEL_DIM(i), rows = group * n_queries, least = n_queries % 4;
-                const tqkv_metal_store keys = plan_store(TQKV_TQ4, head_dim, 3000, false, 0),
-                                       values = plan_store(TQKV_TQ8, head_dim, 3000, false, 2);
-                const bool has_matrices = head_dim == 64 || head_dim == 128 || head_dim == 256;
-                const bool matrix = has_matrices && group >= (least ? least : 4);
-                tqkv__dispatch d[2];
-                tqkv_metal_attention a;
-                memset(&a, 0, sizeof a);
-                a.keys = &keys;
-                a.values = &values;
-                a.attention.n_heads = 3 * group;
-                a.attention.n_queries = n_queries;
-                a.attention.end = 3000;
-                a.matrix_group = least;
-                CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
-                CHECK(d[0].kernel.family == (matrix ? TQKV__ATTEND_MATRIX : TQKV__ATTEND), "group %d", group);
-                tqkv__plan_columns(d, false, 16);
-                const int columns = constant(d, TQKV_FC_COLUMNS);
-                CHECK(d[0].kernel.family == TQKV__ATTEND && columns <= TQKV__MAX_COLUMNS(head_dim) &&
-                          columns * (int)d[0].grid[1] >= rows,
-                      "%d rows as %zu blocks of %d", rows, d[0].grid[1], columns);
-                CHECK(d[0].memory_each[2] > 0 && d[0].memory[2] == 0, "the memory of another kernel");
-            }
+            for (int matrix_group = 0; matrix_group <= 5; matrix_group++)
+                for (int n_queries = 1; n_queries <= 40; n_queries += 13)
+                    check_kernel(TQKV__KERNEL_DIM(i), group, matrix_group, n_queries);
 }
 
 /* A window has the stretches that its queries see together, wherever it stands, and all of a ring that wraps. */
