@@ -882,10 +882,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 /* An element of a matrix for that test: below 64, and any two are different. */
 #define TQKV__MATRIX_TEST(row, column, seed) (((row)*8 + (column)) * (seed) % 64)
 
-/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. Places for per-column
-   numbers. */
+/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. */
 #define TQKV__MOST_MATRIX_COLUMNS(D) ((D) <= 128 ? 32 : 8)
-#define TQKV__MATRIX_COLUMNS         32
 #define TQKV__MATRIX_SIMDGROUPS      4                                              /* at most, of a threadgroup */
 #define TQKV__MATRICES(columns)      ((columns) <= 8 ? 1 : (columns) <= 16 ? 2 : 4) /* that hold so many */
 
@@ -904,8 +902,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /*     of n simdgroups */
 #define TQKV__MATRIX_QUERY_BYTES(D)     (32 * (D))                       /* (1) of attend_matrix: 8 queries, and */
 #define TQKV__MATRIX_SUM_BYTES(D)       (64 * ((D) + 4))            /*     padded sums of 4 simdgroups and columns */
-#define TQKV__MATRIX_KEPT_BYTES         (68 * TQKV__MATRIX_COLUMNS) /* (3) 17 numbers a column, and */
-#define TQKV__MATRIX_STATE_BYTES        (8 * TQKV__MATRIX_COLUMNS)  /*     maximum and sum of a simdgroup */
+#define TQKV__MATRIX_KEPT_BYTES(n)      (544 * (n)) /* (3) of n matrices of columns: 17 numbers a column, and */
+#define TQKV__MATRIX_STATE_BYTES(n)     (64 * (n))  /*     maximum and sum of a simdgroup */
 #define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)       /* (0) a row and its sum, n simdgroups */
 
 /* Floats of a padded query in attend. */
@@ -932,7 +930,7 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
         TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),                                 \
         TQKV__ATTEND_WEIGHT_BYTES(D, 1), TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1),                   \
         TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D),                    \
-        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__MATRIX_KEPT_BYTES, TQKV__MATRIX_STATE_BYTES
+        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__MATRIX_KEPT_BYTES(1), TQKV__MATRIX_STATE_BYTES(1)
 enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 19 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
@@ -7475,14 +7473,14 @@ static void tqkv__plan_attend_memory(tqkv__dispatch *d, size_t key_dim, size_t v
 /* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. */
 static void tqkv__plan_matrix_memory(tqkv__dispatch *d, size_t head_dim, int columns)
 {
-    const size_t queries = TQKV__MATRIX_QUERY_BYTES(head_dim) * (size_t)TQKV__MATRICES(columns),
+    const size_t matrices = TQKV__MATRICES(columns), queries = TQKV__MATRIX_QUERY_BYTES(head_dim) * matrices,
                  rows = TQKV__MATRIX_QUERY_BYTES(head_dim) * (columns <= 8 ? 1 : 2),
                  sums = TQKV__MATRIX_SUM_BYTES(head_dim) + (d->args[0].attend.sections_each ? queries : 0);
     d->memory[1] = queries + rows > sums ? queries + rows : sums;
     d->memory[2] = 0;
-    d->memory[3] = TQKV__MATRIX_KEPT_BYTES;
+    d->memory[3] = TQKV__MATRIX_KEPT_BYTES(matrices);
     d->memory_each[2] = 0;
-    d->memory_each[3] = TQKV__MATRIX_STATE_BYTES;
+    d->memory_each[3] = TQKV__MATRIX_STATE_BYTES(matrices);
 }
 
 TQKV_API void tqkv__plan_columns(tqkv__dispatch *d, bool matrix, int columns)

@@ -114,17 +114,19 @@ struct column_memory {
                                          // earlier sections and of the section
 };
 
+template <int F>
 inline column_memory column_memory_of(threadgroup float *numbers)
 {
+    const int C = 8 * F;
     column_memory memory;
     memory.kept = numbers;
-    memory.shifts = memory.kept + 4 * TQKV__MATRIX_COLUMNS;
-    memory.factors = memory.shifts + TQKV__MATRIX_COLUMNS;
-    memory.totals = memory.factors + TQKV__MATRIX_COLUMNS;
-    threadgroup float *rows = memory.totals + 2 * TQKV__MATRIX_COLUMNS;
+    memory.shifts = memory.kept + 4 * C;
+    memory.factors = memory.shifts + C;
+    memory.totals = memory.factors + C;
+    threadgroup float *rows = memory.totals + 2 * C;
     memory.rows = (threadgroup uint *)rows;
-    memory.parts = rows + TQKV__MATRIX_COLUMNS;
-    memory.shares = memory.parts + 4 * TQKV__MATRIX_COLUMNS;
+    memory.parts = rows + C;
+    memory.shares = memory.parts + 4 * C;
     return memory;
 }
 
@@ -624,7 +626,7 @@ inline void add_column(bool copy, threadgroup float *kept, threadgroup float *to
 template <int D, int F>
 inline void store_states(thread const attend_task &task, thread const matrix_state<D, F> &state)
 {
-    threadgroup float *own = task.states + task.simdgroup * uint(TQKV__MATRIX_COLUMNS) * 2u;
+    threadgroup float *own = task.states + task.simdgroup * uint(16 * F);
     float sum[F][2];
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
@@ -644,9 +646,10 @@ inline void store_states(thread const attend_task &task, thread const matrix_sta
 }
 
 // Maximum and sum of a column, and all factors of its sums.
+template <int F>
 inline void combine_states(thread const attend_task &task, uint c, column_memory memory, stretch_end how)
 {
-    const uint C = uint(TQKV__MATRIX_COLUMNS);
+    const uint C = uint(8 * F);
     threadgroup const float *states = task.states + c * 2u;
     threadgroup float *total = memory.totals + c * 2u, *factors = memory.shares + c * 4u;
     float largest = -INFINITY, sum = 0.0f;
@@ -783,7 +786,7 @@ inline uint keep_matrix_stretch(constant tqkv__attend_args &args, thread const a
     how.copy_to_total = stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
     store_states<D, F>(task, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states(task, task.lane, memory, how);
+    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, task.lane, memory, how);
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
@@ -868,7 +871,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
     threadgroup float *table_memory = task.tables;
     threadgroup code_value *tables = (threadgroup code_value *)table_memory;
-    column_memory memory = column_memory_of(task.kept);
+    column_memory memory = column_memory_of<F>(task.kept);
     tile_range seen = tiles_seen(args, task.first_column);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     matrix_state<D, F> state;
@@ -887,10 +890,11 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
     load_matrix_queries<D, KW, F>(args, task, memory);
-    value_book key_book = open_value_book(key_format, tables, task.lane);
-    value_book out_book = open_value_book(value_format, tables + 256, task.lane);
-    if (has_pairs(key_format)) load_pairs(key_book.table, false, thread_index, n_threads);
-    if (has_pairs(value_format)) load_pairs(out_book.table, true, thread_index, n_threads);
+    threadgroup uchar *pairs = (threadgroup uchar *)(table_memory + 256 + max(1u << codebook_bits(value_format), 4u));
+    value_book key_book = open_value_book(key_format, tables, pairs, task.lane);
+    value_book out_book = open_value_book(value_format, tables + 256, pairs, task.lane);
+    if (has_pairs(key_format)) load_pairs(tables, false, thread_index, n_threads, pairs);
+    if (has_pairs(value_format)) load_pairs(tables + 256, true, thread_index, n_threads, pairs);
     open_columns<D, F>(args, task, memory, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint stretch = own.begin; stretch < own.end; stretch++) {

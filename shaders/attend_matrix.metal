@@ -45,7 +45,7 @@
         task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
         task.sums = args.sections_each == 0 ? queries : task.weights; \
         task.kept = states; \
-        task.states = states + 17 * TQKV__MATRIX_COLUMNS; \
+        task.states = states + TQKV__MATRIX_KEPT_BYTES(TQKV__MATRICES(int(columns))) / 4; \
         task.kv_head = group.x; \
         task.first_column = group.y * columns; \
         task.split = group.z; \

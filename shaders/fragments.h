@@ -44,9 +44,9 @@ inline left_part left_of_bytes(uint a, int i, uint b, int k, bool)
     return part_of(float(int(a << (24 - 8 * i)) >> 24), float(int(b << (24 - 8 * k)) >> 24));
 }
 
-// Only shims have pairs.
-inline void load_pairs(threadgroup const code_value *, bool, uint, uint) {}
-inline left_part left_of_pair(uint, int, bool, uint) { return part_of(0.0f, 0.0f); }
+// Only shims have pairs. `pairs`: their table
+inline void load_pairs(threadgroup const code_value *, bool, uint, uint, threadgroup uchar *) {}
+inline left_part left_of_pair(uint, int, bool, uint, threadgroup const uchar *) { return part_of(0.0f, 0.0f); }
 
 // Half i of word a and half k of word b.
 inline left_part left_of_halves(uint a, int i, uint b, int k)
@@ -140,6 +140,7 @@ inline bool has_pairs(uint format)
 struct value_book {
     code_value own; // of this lane
     threadgroup const code_value *table;
+    threadgroup const uchar *pairs; // if it has any
     uint lane;
 };
 
@@ -152,12 +153,14 @@ inline void load_value_book(uint format, bool wide, threadgroup code_value *tabl
     for (uint i = thread_index; i < 1u << bits; i += n_threads) table[i] = code_value_of(centroids[i], wide);
 }
 
-inline value_book open_value_book(uint format, threadgroup const code_value *table, uint lane)
+inline value_book open_value_book(uint format, threadgroup const code_value *table, threadgroup const uchar *pairs,
+                                  uint lane)
 {
     value_book book;
     uint bits = codebook_bits(format);
     book.own = bits != 0 && is_shuffled(bits) ? table[lane & ((1u << bits) - 1u)] : code_value(0);
     book.table = table;
+    book.pairs = pairs;
     book.lane = lane;
     return book;
 }
@@ -185,7 +188,7 @@ inline left_part left_of_codes(uint format, thread const raw_codes<W, N> &a, int
 template <int W, int N>
 inline left_part left_of_neighbours(thread const raw_codes<W, N> &raw, int i, bool wide, thread const value_book &book)
 {
-    return left_of_pair(raw.main[i * W / 32], i / 2 % 4, wide, book.lane);
+    return left_of_pair(raw.main[i * W / 32], i / 2 % 4, wide, book.lane, book.pairs);
 }
 
 #endif

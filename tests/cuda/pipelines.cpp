@@ -14,7 +14,6 @@ struct simt_arguments {
     uint32_t threadgroup_offsets[8];
     uint64_t values[2][14];
 };
-static_assert(TQKV__ATTEND_TABLE_BYTES == 2048, "SIMT_PAIRS of the shim");
 static_assert(sizeof(tqkv__args) <= sizeof simt_arguments::values[0], "argument structs travel with the launch");
 
 std::string cuda_pipeline_name(const device_dispatch &d)
@@ -53,19 +52,22 @@ const void *cuda_pipeline(const std::string &folder, const std::string &name, st
 
 static size_t aligned(size_t size) { return (size + 15) / 16 * 16; }
 
-// The shim's table of pairs of codes lies behind memory 0.
-static bool has_pairs(const device_dispatch &d)
+// Of attend_matrix memory 0 is cut to the codebooks that it has: three threadgroups fit on a multiprocessor then. The shim's
+// table of pairs lies behind them.
+static size_t table_bytes(const device_dispatch &d)
 {
     const uint32_t formats[] = {d.constants[TQKV_FC_FORMAT], d.constants[TQKV_FC_VALUE_FORMAT]};
-    if (std::string(d.kernel).find("attend_matrix") == std::string::npos) return false;
-    return std::any_of(formats, formats + 2, [](uint32_t f) {
+    const bool pairs = std::any_of(formats, formats + 2, [](uint32_t f) {
         return TQKV__KIND(f) == TQKV__BOOK && TQKV__MAIN_BITS(f) == 4 && TQKV__UPPER_BITS(f) == 0;
     });
+    const int values = std::max(1 << TQKV__BOOK_BITS(formats[1]), 4);
+    return TQKV__TABLE_BYTES + (size_t)values * sizeof(float) + (pairs ? PAIR_BYTES : 0);
 }
 
 static size_t memory_bytes(const device_dispatch &d, int i)
 {
-    return aligned(d.threadgroup_bytes[i]) + (i == 0 && has_pairs(d) ? PAIR_BYTES : 0);
+    const bool by_matrices = std::string(d.kernel).find("attend_matrix") != std::string::npos;
+    return aligned(i == 0 && by_matrices ? table_bytes(d) : d.threadgroup_bytes[i]);
 }
 
 size_t cuda_shared_bytes(const device_dispatch &d)

@@ -75,8 +75,8 @@ void run_memory_limits(const void *)
                      TQKV__ATTEND_STATE_BYTES(d, n);
         const int matrices = TQKV__MOST_MATRIX_COLUMNS(d) / 8;
         const int queries = TQKV__MATRIX_QUERY_BYTES(d) * matrices;
-        int by_matrices = TQKV__ATTEND_TABLE_BYTES + TQKV__MATRIX_KEPT_BYTES + TQKV__MATRIX_STATE_BYTES * n + queries +
-                          TQKV__MATRIX_SUM_BYTES(d);
+        int by_matrices = TQKV__ATTEND_TABLE_BYTES + TQKV__MATRIX_KEPT_BYTES(matrices) +
+                          TQKV__MATRIX_STATE_BYTES(matrices) * n + queries + TQKV__MATRIX_SUM_BYTES(d);
         CHECK(attend <= 32768, "attend at D=%d takes %d bytes", d, attend);
         CHECK(!gpu_has_matrices(d) || by_matrices <= 32768, "attend_matrix at D=%d takes %d bytes", d, by_matrices);
         CHECK(TQKV__MERGE_BYTES(d, TQKV__MERGE_SIMDGROUPS(d)) <= 32768, "attend_merge at D=%d", d);
