@@ -297,6 +297,13 @@ inline void multiply_chunk(thread const attend_task &task, uint chunk, thread co
     if (has_pairs(key_format)) close_scores<F>(score);
 }
 
+// Values of a key whose products make one sum: a block or, in long rows of one norm, some.
+template <int D>
+inline uint score_block()
+{
+    return one_norm<D>(key_format) ? min(uint(D), 128u) : norm_block<D>(key_format);
+}
+
 // At the end of a block: total += scale * score, and score starts again.
 template <int D, int F>
 inline void add_key_block(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint block,
@@ -305,7 +312,9 @@ inline void add_key_block(constant tqkv__attend_args &args, thread const attend_
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint slot = base + existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
-        float scale = stored_scale<D>(key_format, task.keys, slot, block, args.key_block_scale);
+        float scale = one_norm<D>(key_format)
+                          ? 1.0f
+                          : stored_scale<D>(key_format, task.keys, slot, block, args.key_block_scale);
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
             TQKV_UNROLL
@@ -324,18 +333,19 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
                               thread sum_matrix (&score)[4][F])
 {
     const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W);
-    const uint block_chunks = norm_block<D>(key_format) / uint(4 * N);
+    const uint block_chunks = score_block<D>() / uint(4 * N);
+    const bool whole = one_norm<D>(key_format) && score_block<D>() == uint(D);
     sum_matrix total[4][F];
     clear_scores<F>(score);
-    if (!one_norm<D>(key_format)) clear_scores<F>(total);
+    if (!whole) clear_scores<F>(total);
     TQKV_UNROLL
     for (int j = 0; j < chunks; j++) {
         multiply_chunk<D, W, F>(task, uint(j), keys.chunks[j % B], book, score);
         load_key_chunk<D, W>(args, task, j + B < chunks ? base : next_base, uint((j + B) % chunks), keys.chunks[j % B]);
-        if (!one_norm<D>(key_format) && uint(j + 1) % block_chunks == 0)
+        if (!whole && uint(j + 1) % block_chunks == 0)
             add_key_block<D, F>(args, task, base, uint(j) / block_chunks, score, total);
     }
-    if (one_norm<D>(key_format)) return;
+    if (whole) return;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL
