@@ -973,7 +973,8 @@ typedef struct tqkv__attend_args {
     int32_t window;                 /* 0: none, or at least kv_len */
     int32_t first_stretch;          /* that a query sees */
     int32_t stretch_tiles, n_short; /* TQKV__STRETCH_OF_TILE */
-    int32_t sections_each;          /* of a threadgroup; 0: threadgroup z has only stretch first_stretch + z */
+    int32_t n_splits;               /* threadgroups along the context */
+    int32_t sections_each;          /* of a threadgroup; 0: that of split i has only stretch first_stretch + i */
     int32_t key_capacity, key_oldest_slot;
     int32_t value_capacity, value_oldest_slot;
     float scale;                              /* not 0 */
@@ -1004,7 +1005,6 @@ typedef struct tqkv__batch_item {
     tqkv__attend_args attend;
     tqkv__merge_args merge;
     int32_t n_items, first_group, first_row; /* of the batch; threadgroups and query rows of the items before */
-    int32_t n_blocks;                        /* of query rows */
     uint32_t q, key_codes, key_norms, value_codes, value_norms, partial_out, partial_state, key_center;
     uint32_t key_pages, value_pages, tree, out, value_center;
 } tqkv__batch_item;
@@ -1031,7 +1031,7 @@ typedef struct tqkv__table_report {
 TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 112);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 116);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
 TQKV__ASSERT_SIZE(tqkv__batch_item, 204);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4500);
@@ -7409,6 +7409,7 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     args->first_stretch = split->first_stretch;
     args->stretch_tiles = TQKV__STRETCH_TILES;
     args->n_short = split->n_short;
+    args->n_splits = split->n_splits;
     args->sections_each = split->sections_each;
     args->key_capacity = a->keys.capacity;
     args->value_capacity = a->values.capacity;
@@ -7824,8 +7825,7 @@ static tqkv_result tqkv__write_items(const tqkv__batch *b, tqkv__batch_item *ite
         items[i].n_items = b->n;
         items[i].first_group = (int32_t)groups;
         items[i].first_row = (int32_t)n_rows;
-        items[i].n_blocks = (int32_t)((rows + columns - 1) / columns);
-        groups += (size_t)items[i].n_blocks * own->grid[2];
+        groups += (rows + columns - 1) / columns * own->grid[2];
         n_rows += own[1].grid[0];
         if (groups > INT_MAX || n_rows > INT_MAX) return TQKV__INVALID("a batch of 2^31 rows or threadgroups");
     }

@@ -77,12 +77,23 @@ struct column_state {
     float out[TQKV__MAX_COLUMNS(D)][LANE_SUMS(D)]; // sum of weight * value
 };
 
+inline uint blocks_of_rows(constant tqkv__attend_args &args)
+{
+    return (uint(args.n_queries) * uint(args.group) + columns - 1u) / columns;
+}
+
+// Blocks of rows and splits count from the last, which have the most to do: none of them begins when the others are done.
+inline void open_place(constant tqkv__attend_args &args, uint block, uint split, thread attend_task &task)
+{
+    task.first_column = (blocks_of_rows(args) - 1u - block) * columns;
+    task.split = uint(args.n_splits) - 1u - split;
+}
+
 // The arrays of an item of a batch, and its threadgroup `number` of the batch.
 inline void open_item(constant tqkv__batch_item &item, uint number, thread attend_task &task)
 {
-    uint own = number - uint(item.first_group), blocks = uint(item.n_blocks);
-    task.first_column = own % blocks * columns;
-    task.split = own / blocks;
+    uint own = number - uint(item.first_group), blocks = blocks_of_rows(item.attend);
+    open_place(item.attend, own % blocks, own / blocks, task);
     task.q += row_offset(item.q, TQKV__ROWS_UNIT);
     task.keys.codes += row_offset(item.key_codes, TQKV__CODES_UNIT);
     task.keys.norms += item.key_norms;

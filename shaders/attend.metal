@@ -49,12 +49,13 @@
         task.kept = states; \
         task.states = states + 4 * TQKV__MAX_COLUMNS(V); \
         task.kv_head = group.x; \
-        task.first_column = group.y * columns; \
-        task.split = group.z; \
         task.lane = lane; \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \
-        if (batch) open_item(items[item], group.z, task); \
+        if (batch) \
+            open_item(items[item], group.z, task); \
+        else \
+            open_place(args, group.y, group.z, task); \
         attend_with_formats<D, V>(args, task); \
     }
 // clang-format on

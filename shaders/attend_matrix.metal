@@ -47,12 +47,13 @@
         task.kept = states; \
         task.states = states + TQKV__MATRIX_KEPT_BYTES(TQKV__MATRICES(int(columns))) / 4; \
         task.kv_head = group.x; \
-        task.first_column = group.y * columns; \
-        task.split = group.z; \
         task.lane = lane; \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \
-        if (batch) open_item(items[item], group.z, task); \
+        if (batch) \
+            open_item(items[item], group.z, task); \
+        else \
+            open_place(args, group.y, group.z, task); \
         attend_matrix_with_formats<D>(args, task); \
     }
 // clang-format on

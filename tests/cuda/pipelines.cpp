@@ -12,7 +12,7 @@ enum { PAIR_BYTES = 64 << 10, MOST_SHARED_BYTES = PAIR_BYTES + (32 << 10) }; // 
 struct simt_arguments {
     void *buffers[DEVICE_BUFFERS];
     uint32_t threadgroup_offsets[8];
-    uint64_t values[2][14];
+    uint64_t values[2][15];
 };
 static_assert(sizeof(tqkv__args) <= sizeof simt_arguments::values[0], "argument structs travel with the launch");
 

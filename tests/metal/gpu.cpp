@@ -193,7 +193,8 @@ static void force_stretches(tqkv__dispatch d[2], gpu_split split, int value_dim)
     args.sections_each = each ? 0 : split.share == GPU_SECTIONS ? 1 : n_sections;
     merge.section = each ? length : 1;
     merge.n_partials = args.sections_each > 1 ? 1 : n_partials;
-    d[0].grid[2] = (size_t)(args.sections_each > 1 ? 1 : n_partials);
+    args.n_splits = args.sections_each > 1 ? 1 : n_partials;
+    d[0].grid[2] = (size_t)args.n_splits;
     const int most = split.n_simdgroups ? split.n_simdgroups : TQKV__MERGE_SIMDGROUPS(value_dim);
     d[1].n_simdgroups = std::min(n_sections, std::min(most, TQKV__MERGE_SIMDGROUPS(value_dim)));
     tqkv__plan_columns(&d[0], is_by_matrices(d[0]), d[0].kernel.constants[TQKV_FC_COLUMNS] - 1);
