@@ -251,10 +251,7 @@ inline void decode_keys(thread const key_chunk<D, W> &keys, int i, thread const 
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL
         for (int k = 0; k < 2; k++)
-            left[p / 2].parts[k][p % 2] =
-                has_pairs(key_format)
-                    ? left_of_neighbours<W, N>(keys.raw[p], i + 2 * k, false, book)
-                    : left_of_codes<W, N>(key_format, keys.raw[p], i + 2 * k, keys.raw[p], i + 2 * k + 1, false, book);
+            left[p / 2].parts[k][p % 2] = left_of_neighbours<W, N>(key_format, keys.raw[p], i + 2 * k, false, book);
     }
 }
 
@@ -265,16 +262,6 @@ inline void clear_scores(thread sum_matrix (&score)[4][F])
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL
         for (int f = 0; f < F; f++) clear_matrix(score[p][f]);
-    }
-}
-
-template <int F>
-inline void close_scores(thread sum_matrix (&score)[4][F])
-{
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) close_matrix(score[p][f]);
     }
 }
 
@@ -294,14 +281,6 @@ inline void multiply_chunk(thread const attend_task &task, uint chunk, thread co
         decode_keys<D, W>(keys, i, book, left);
         multiply<2, F>(left, right, false, exact, has_pairs(key_format), score);
     }
-    if (has_pairs(key_format)) close_scores<F>(score);
-}
-
-// Values of a key whose products make one sum: a block or, in long rows of one norm, some.
-template <int D>
-inline uint score_block()
-{
-    return one_norm<D>(key_format) ? min(uint(D), 128u) : norm_block<D>(key_format);
 }
 
 // At the end of a block: total += scale * score, and score starts again.
@@ -333,8 +312,9 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
                               thread sum_matrix (&score)[4][F])
 {
     const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W);
-    const uint block_chunks = score_block<D>() / uint(4 * N);
-    const bool whole = one_norm<D>(key_format) && score_block<D>() == uint(D);
+    const bool whole = one_norm<D>(key_format) && D <= 128; // a long row is added up chunk by chunk: some hardware rounds
+                                                            // the sums of products towards 0
+    const uint block_chunks = one_norm<D>(key_format) ? 1u : norm_block<D>(key_format) / uint(4 * N);
     sum_matrix total[4][F];
     clear_scores<F>(score);
     if (!whole) clear_scores<F>(total);
@@ -534,9 +514,9 @@ inline void decode_values(thread const value_chunk<D, W> &values, int i, thread 
         TQKV_UNROLL
         for (int k = 0; k < 2; k++)
             left[g / 2].parts[k][g % 2] =
-                has_pairs(value_format) ? left_of_neighbours<W, N>(values.raw[2 * k + g % 2], i + g / 2 * 2, wide, book)
-                                        : left_of_codes<W, N>(value_format, values.raw[2 * k], i + g,
-                                                              values.raw[2 * k + 1], i + g, wide, book);
+                has_pairs(value_format)
+                    ? left_of_neighbours<W, N>(value_format, values.raw[2 * k + g % 2], i + g / 2 * 2, wide, book)
+                    : left_of_rows<W, N>(value_format, values.raw[2 * k], values.raw[2 * k + 1], i + g, wide, book);
     }
 }
 

@@ -18,7 +18,6 @@ struct sum_matrix {
 };
 
 inline void clear_matrix(thread sum_matrix &m) { m.elements[0] = m.elements[1] = 0.0f; }
-inline void close_matrix(thread sum_matrix &) {} // a shim may keep parts of a sum apart until then
 
 typedef float2 left_part;  // a lane's two elements of a left factor
 typedef float4 right_pair; // and of two right factors
@@ -38,11 +37,11 @@ inline float2 part_of(float x, float y)
 inline code_value code_value_of(float x, bool) { return x; }
 inline left_part left_of_values(code_value x, code_value y, bool) { return part_of(x, y); }
 
-// Byte i of word a and byte k of word b, with signs.
-inline left_part left_of_bytes(uint a, int i, uint b, int k, bool)
-{
-    return part_of(float(int(a << (24 - 8 * i)) >> 24), float(int(b << (24 - 8 * k)) >> 24));
-}
+inline float signed_byte(uint word, int i) { return float(int(word << (24 - 8 * i)) >> 24); }
+
+// Bytes i and i + 1 of a word, with signs; bytes i of two words.
+inline left_part left_of_bytes(uint word, int i, bool) { return part_of(signed_byte(word, i), signed_byte(word, i + 1)); }
+inline left_part left_of_bytes(uint a, uint b, int i, bool) { return part_of(signed_byte(a, i), signed_byte(b, i)); }
 
 // Only shims have pairs. `pairs`: their table
 inline void load_pairs(threadgroup const code_value *, bool, uint, uint, threadgroup uchar *) {}
@@ -173,22 +172,27 @@ inline code_value book_value_at(uint format, thread const raw_codes<W, N> &raw, 
     return book.table[code & ((1u << bits) - 1u)];
 }
 
-// Value i of a and value k of b, before their scales. All lanes of the simdgroup must come here together.
+// Values i and i + 1, i even, before their scales. All lanes of the simdgroup must come here together.
 template <int W, int N>
-inline left_part left_of_codes(uint format, thread const raw_codes<W, N> &a, int i, thread const raw_codes<W, N> &b,
-                               int k, bool wide, thread const value_book &book)
+inline left_part left_of_neighbours(uint format, thread const raw_codes<W, N> &raw, int i, bool wide,
+                                    thread const value_book &book)
 {
-    if (W == 16) return left_of_halves(a.main[i / 2], i % 2, b.main[k / 2], k % 2);
-    if (W == 8 && !has_codebook(format)) return left_of_bytes(a.main[i / 4], i % 4, b.main[k / 4], k % 4, wide);
-    code_value x = book_value_at<W, N>(format, a, i, book);
-    return left_of_values(x, book_value_at<W, N>(format, b, k, book), wide);
+    if (has_pairs(format)) return left_of_pair(raw.main[i * W / 32], i / 2 % 4, wide, book.lane, book.pairs);
+    if (W == 16) return left_of_halves(raw.main[i / 2], 0, raw.main[i / 2], 1);
+    if (W == 8 && !has_codebook(format)) return left_of_bytes(raw.main[i / 4], i % 4, wide);
+    code_value x = book_value_at<W, N>(format, raw, i, book);
+    return left_of_values(x, book_value_at<W, N>(format, raw, i + 1, book), wide);
 }
 
-// Values i and i + 1, i even, of a format with pairs.
+// Values i of two rows, likewise.
 template <int W, int N>
-inline left_part left_of_neighbours(thread const raw_codes<W, N> &raw, int i, bool wide, thread const value_book &book)
+inline left_part left_of_rows(uint format, thread const raw_codes<W, N> &a, thread const raw_codes<W, N> &b, int i,
+                              bool wide, thread const value_book &book)
 {
-    return left_of_pair(raw.main[i * W / 32], i / 2 % 4, wide, book.lane, book.pairs);
+    if (W == 16) return left_of_halves(a.main[i / 2], i % 2, b.main[i / 2], i % 2);
+    if (W == 8 && !has_codebook(format)) return left_of_bytes(a.main[i / 4], b.main[i / 4], i % 4, wide);
+    code_value x = book_value_at<W, N>(format, a, i, book);
+    return left_of_values(x, book_value_at<W, N>(format, b, i, book), wide);
 }
 
 #endif
