@@ -242,7 +242,7 @@ struct key_batch {
 };
 
 // Values i .. i + 3 of the lane's rows as left factors.
-template <int D, int W>
+template <int D, int W, int F>
 inline void decode_keys(thread const key_chunk<D, W> &keys, int i, thread const value_book &book,
                         thread left_block (&left)[2])
 {
@@ -251,7 +251,7 @@ inline void decode_keys(thread const key_chunk<D, W> &keys, int i, thread const 
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL
         for (int k = 0; k < 2; k++)
-            left[p / 2].parts[k][p % 2] = left_of_neighbours<W, N>(key_format, keys.raw[p], i + 2 * k, false, book);
+            left[p / 2].parts[k][p % 2] = left_of_neighbours<W, N, F>(key_format, keys.raw[p], i + 2 * k, false, book);
     }
 }
 
@@ -278,7 +278,7 @@ inline void multiply_chunk(thread const attend_task &task, uint chunk, thread co
         right_pair right[F];
         TQKV_UNROLL
         for (int f = 0; f < F; f++) right[f] = *query_at(task, uint(f * D / 16) + chunk * uint(N / 4) + uint(i / 4));
-        decode_keys<D, W>(keys, i, book, left);
+        decode_keys<D, W, F>(keys, i, book, left);
         multiply<2, F>(left, right, false, exact, has_pairs(key_format), score);
     }
 }
@@ -503,7 +503,7 @@ inline void clear_not_finite(thread raw_codes<W, N> (&raw)[4])
 
 // Values i .. of the lane's rows, G blocks of left factors. A pair of codes is of two rows of a factor and one of its
 // columns; the columns take turns.
-template <int D, int W, int G>
+template <int D, int W, int G, int F>
 inline void decode_values(thread const value_chunk<D, W> &values, int i, thread const value_book &book,
                           thread left_block (&left)[G])
 {
@@ -515,7 +515,7 @@ inline void decode_values(thread const value_chunk<D, W> &values, int i, thread 
         for (int k = 0; k < 2; k++)
             left[g / 2].parts[k][g % 2] =
                 has_pairs(value_format)
-                    ? left_of_neighbours<W, N>(value_format, values.raw[2 * k + g % 2], i + g / 2 * 2, wide, book)
+                    ? left_of_neighbours<W, N, F>(value_format, values.raw[2 * k + g % 2], i + g / 2 * 2, wide, book)
                     : left_of_rows<W, N>(value_format, values.raw[2 * k], values.raw[2 * k + 1], i + g, wide, book);
     }
 }
@@ -531,7 +531,7 @@ inline void multiply_values(int chunk, thread const value_chunk<D, W> &values, t
     TQKV_UNROLL
     for (int i = 0; i < N; i += 2 * G) {
         left_block left[G];
-        decode_values<D, W, G>(values, i, book, left);
+        decode_values<D, W, G, F>(values, i, book, left);
         multiply<G, F>(left, right, wide, exact, has_pairs(value_format), &state.out[chunk * N + i]);
     }
 }

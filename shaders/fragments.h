@@ -45,7 +45,7 @@ inline left_part left_of_bytes(uint a, uint b, int i, bool) { return part_of(sig
 
 // Only shims have pairs. `pairs`: their table
 inline void load_pairs(threadgroup const code_value *, bool, uint, uint, threadgroup uchar *) {}
-inline left_part left_of_pair(uint, int, bool, uint, threadgroup const uchar *) { return part_of(0.0f, 0.0f); }
+inline left_part left_of_pair(uint, int, bool, int, uint, threadgroup const uchar *) { return part_of(0.0f, 0.0f); }
 
 // Half i of word a and half k of word b.
 inline left_part left_of_halves(uint a, int i, uint b, int k)
@@ -172,12 +172,13 @@ inline code_value book_value_at(uint format, thread const raw_codes<W, N> &raw, 
     return book.table[code & ((1u << bits) - 1u)];
 }
 
-// Values i and i + 1, i even, before their scales. All lanes of the simdgroup must come here together.
-template <int W, int N>
+// Values i and i + 1, i even, before their scales, for products with F right factors. All lanes of the simdgroup must come
+// here together.
+template <int W, int N, int F>
 inline left_part left_of_neighbours(uint format, thread const raw_codes<W, N> &raw, int i, bool wide,
                                     thread const value_book &book)
 {
-    if (has_pairs(format)) return left_of_pair(raw.main[i * W / 32], i / 2 % 4, wide, book.lane, book.pairs);
+    if (has_pairs(format)) return left_of_pair(raw.main[i * W / 32], i / 2 % 4, wide, F, book.lane, book.pairs);
     if (W == 16) return left_of_halves(raw.main[i / 2], 0, raw.main[i / 2], 1);
     if (W == 8 && !has_codebook(format)) return left_of_bytes(raw.main[i / 4], i % 4, wide);
     code_value x = book_value_at<W, N>(format, raw, i, book);
