@@ -233,12 +233,12 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
     }
 }
 
-// Chunks that a lane loads before it uses the first of them.
-#define MATRIX_KEY_BATCH(D, W) ((D) / (4 * MATRIX_KEY_VALUES(D, W)) % 2 == 0 ? 2 : 1)
+// Chunks that a lane loads before it uses the first of them: two, or one where the sums leave no registers for more.
+#define MATRIX_KEY_BATCH(D, W, F) ((F) > 2 || (D) / (4 * MATRIX_KEY_VALUES(D, W)) % 2 != 0 ? 1 : 2)
 
-template <int D, int W>
+template <int D, int W, int F>
 struct key_batch {
-    key_chunk<D, W> chunks[MATRIX_KEY_BATCH(D, W)];
+    key_chunk<D, W> chunks[MATRIX_KEY_BATCH(D, W, F)];
 };
 
 // Values i .. i + 3 of the lane's rows as left factors.
@@ -308,10 +308,10 @@ inline void add_key_block(constant tqkv__attend_args &args, thread const attend_
 // at the end it holds those of the tile at `next_base`.
 template <int D, int W, int F>
 inline void score_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                              uint next_base, thread const value_book &book, thread key_batch<D, W> &keys,
+                              uint next_base, thread const value_book &book, thread key_batch<D, W, F> &keys,
                               thread sum_matrix (&score)[4][F])
 {
-    const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W);
+    const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W, F);
     const bool whole = one_norm<D>(key_format) && D <= 128; // a long row is added up chunk by chunk: some hardware rounds
                                                             // the sums of products towards 0
     const uint block_chunks = one_norm<D>(key_format) ? 1u : norm_block<D>(key_format) / uint(4 * N);
@@ -336,19 +336,19 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
 // ---- Softmax of one tile ----
 
 // What a simdgroup carries from tile to tile.
-template <int D, int KW>
+template <int D, int KW, int F>
 struct matrix_walk {
     uint tile;                     // its next one
     uint gap_begin, after_gap;     // from gap_begin on it goes on with tile after_gap
     tile_memory base;              // of that tile
     int least_newest, most_newest; // of the columns
-    key_batch<D, KW> keys;         // of that tile
+    key_batch<D, KW, F> keys;         // of that tile
     tile_norms norms;              // likewise, with few columns
 };
 
 // Whether all columns of the threadgroup see all slots of a tile, and no slot belongs to another tile.
-template <int D, int KW>
-inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread const matrix_walk<D, KW> &walk)
+template <int D, int KW, int F>
+inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread const matrix_walk<D, KW, F> &walk)
 {
     uint slot = first_slot_of_tile(args, tile);
     int first = position_of_slot(args, slot), last = position_of_slot(args, slot + 31u);
@@ -835,14 +835,14 @@ inline void clear_matrices(thread matrix_state<D, F> &state)
 template <int D, int KW, int VW, int F>
 inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const attend_task &task, uint end,
                              thread const value_book &key_book, thread const value_book &out_book,
-                             thread matrix_walk<D, KW> &walk, thread matrix_state<D, F> &state)
+                             thread matrix_walk<D, KW, F> &walk, thread matrix_state<D, F> &state)
 {
     while (walk.tile < end) {
         uint tile = walk.tile;
         tile_memory base = walk.base;
         walk.tile = step_over(tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
         walk.base = find_tile(args, task.pages, walk.tile);
-        bool whole = sees_whole_tile<D, KW>(args, tile, walk);
+        bool whole = sees_whole_tile<D, KW, F>(args, tile, walk);
         tile_norms norms;
         next_tile_norms<D, F>(args, task, base, walk.base, walk.norms, norms);
         value_chunk<D, VW> values[2];
@@ -865,7 +865,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     tile_range seen = tiles_seen(args, task.first_column);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     matrix_state<D, F> state;
-    matrix_walk<D, KW> walk;
+    matrix_walk<D, KW, F> walk;
     walk.gap_begin = seen.gap_begin;
     walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
     walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
@@ -874,7 +874,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     walk.least_newest = newest_seen(args, row_of_column(args, task.first_column).query);
     walk.most_newest = newest_seen(args, row_of_column(args, task.first_column + columns - 1u).query);
     TQKV_UNROLL
-    for (int b = 0; b < MATRIX_KEY_BATCH(D, KW); b++)
+    for (int b = 0; b < MATRIX_KEY_BATCH(D, KW, F); b++)
         load_key_chunk<D, KW>(args, task, walk.base.keys, uint(b), walk.keys.chunks[b]);
     if (F <= 2) load_tile_norms<D>(args, task, walk.base, walk.norms);
     load_value_book(key_format, false, tables, thread_index, n_threads);
