@@ -82,7 +82,7 @@ inline uint blocks_of_rows(constant tqkv__attend_args &args)
     return (uint(args.n_queries) * uint(args.group) + columns - 1u) / columns;
 }
 
-// Blocks of rows and splits count from the last, which have the most to do: none of them begins when the others are done.
+// Blocks of rows and splits count from the last. Those have the most to do, and none begins when the others are done.
 inline void open_place(constant tqkv__attend_args &args, uint block, uint split, thread attend_task &task)
 {
     task.first_column = (blocks_of_rows(args) - 1u - block) * columns;

@@ -291,9 +291,8 @@ inline void add_key_block(constant tqkv__attend_args &args, thread const attend_
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint slot = base + existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
-        float scale = one_norm<D>(key_format)
-                          ? 1.0f
-                          : stored_scale<D>(key_format, task.keys, slot, block, args.key_block_scale);
+        float scale =
+            one_norm<D>(key_format) ? 1.0f : stored_scale<D>(key_format, task.keys, slot, block, args.key_block_scale);
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
             TQKV_UNROLL
@@ -312,8 +311,8 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
                               thread sum_matrix (&score)[4][F])
 {
     const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W, F);
-    const bool whole = one_norm<D>(key_format) && D <= 128; // a long row is added up chunk by chunk: some hardware rounds
-                                                            // the sums of products towards 0
+    // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk.
+    const bool whole = one_norm<D>(key_format) && D <= 128;
     const uint block_chunks = one_norm<D>(key_format) ? 1u : norm_block<D>(key_format) / uint(4 * N);
     sum_matrix total[4][F];
     clear_scores<F>(score);
@@ -342,7 +341,7 @@ struct matrix_walk {
     uint gap_begin, after_gap;     // from gap_begin on it goes on with tile after_gap
     tile_memory base;              // of that tile
     int least_newest, most_newest; // of the columns
-    key_batch<D, KW, F> keys;         // of that tile
+    key_batch<D, KW, F> keys;      // of that tile
     tile_norms norms;              // likewise, with few columns
 };
 

@@ -40,7 +40,10 @@ inline left_part left_of_values(code_value x, code_value y, bool) { return part_
 inline float signed_byte(uint word, int i) { return float(int(word << (24 - 8 * i)) >> 24); }
 
 // Bytes i and i + 1 of a word, with signs; bytes i of two words.
-inline left_part left_of_bytes(uint word, int i, bool) { return part_of(signed_byte(word, i), signed_byte(word, i + 1)); }
+inline left_part left_of_bytes(uint word, int i, bool)
+{
+    return part_of(signed_byte(word, i), signed_byte(word, i + 1));
+}
 inline left_part left_of_bytes(uint a, uint b, int i, bool) { return part_of(signed_byte(a, i), signed_byte(b, i)); }
 
 // Only shims have pairs. `pairs`: their table

@@ -519,6 +519,7 @@ static void check_batch(const void *row)
     CHECK(items[0].first_group == 0 && items[1].first_group == 2 && items[2].first_group == 3 && b.d[0].grid[2] == 9 &&
               b.d[0].grid[1] == 1 && b.d[0].grid[0] == 3,
           "threadgroups");
+    CHECK(items[0].attend.n_splits == 2 && items[1].attend.n_splits == 1 && items[2].attend.n_splits == 6, "splits");
     CHECK(items[1].first_row == 6 && items[2].first_row == 24 && b.d[1].grid[0] == 30, "rows");
     CHECK(binding(b.d + 1, "sinks").size == 0 && items[0].partial_out == 0 && b.d[1].barrier == at(5, 0).buffer,
           "merge");

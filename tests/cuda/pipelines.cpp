@@ -52,8 +52,8 @@ const void *cuda_pipeline(const std::string &folder, const std::string &name, st
 
 static size_t aligned(size_t size) { return (size + 15) / 16 * 16; }
 
-// Of attend_matrix memory 0 is cut to the codebooks that it has: three threadgroups fit on a multiprocessor then. The shim's
-// table of pairs lies behind them.
+// Of attend_matrix memory 0 is cut to the codebooks that it has: three threadgroups fit on a multiprocessor then. The
+// shim's table of pairs lies behind them.
 static size_t table_bytes(const device_dispatch &d)
 {
     const uint32_t formats[] = {d.constants[TQKV_FC_FORMAT], d.constants[TQKV_FC_VALUE_FORMAT]};
