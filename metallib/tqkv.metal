@@ -327,10 +327,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 /* An element of a matrix for that test: below 64, and any two are different. */
 #define TQKV__MATRIX_TEST(row, column, seed) (((row)*8 + (column)) * (seed) % 64)
 
-/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. Places for per-column
-   numbers. */
+/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. */
 #define TQKV__MOST_MATRIX_COLUMNS(D) ((D) <= 128 ? 32 : 8)
-#define TQKV__MATRIX_COLUMNS         32
 #define TQKV__MATRIX_SIMDGROUPS      4                                              /* at most, of a threadgroup */
 #define TQKV__MATRICES(columns)      ((columns) <= 8 ? 1 : (columns) <= 16 ? 2 : 4) /* that hold so many */
 
@@ -348,10 +346,10 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV__ATTEND_KEPT_BYTES(D)      (16 * TQKV__MAX_COLUMNS(D))      /* (3) maximum and sum: kept twice, and */
 #define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /*     of n simdgroups */
 #define TQKV__MATRIX_QUERY_BYTES(D)     (32 * (D))                       /* (1) of attend_matrix: 8 queries, and */
-#define TQKV__MATRIX_SUM_BYTES(D)       (64 * ((D) + 4))            /*     padded sums of 4 simdgroups and columns */
-#define TQKV__MATRIX_KEPT_BYTES         (68 * TQKV__MATRIX_COLUMNS) /* (3) 17 numbers a column, and */
-#define TQKV__MATRIX_STATE_BYTES        (8 * TQKV__MATRIX_COLUMNS)  /*     maximum and sum of a simdgroup */
-#define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4)       /* (0) a row and its sum, n simdgroups */
+#define TQKV__MATRIX_SUM_BYTES(D)       (64 * ((D) + 4)) /*     padded sums of 4 simdgroups and columns */
+#define TQKV__MATRIX_KEPT_BYTES(n)      (544 * (n))      /* (3) of n matrices of columns: 17 numbers a column, and */
+#define TQKV__MATRIX_STATE_BYTES(n)     (64 * (n))       /*     maximum and sum of a simdgroup */
+#define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
 
 /* Floats of a padded query in attend. */
 #define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
@@ -377,7 +375,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
         TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),                                 \
         TQKV__ATTEND_WEIGHT_BYTES(D, 1), TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1),                   \
         TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D),                    \
-        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__MATRIX_KEPT_BYTES, TQKV__MATRIX_STATE_BYTES
+        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__MATRIX_KEPT_BYTES(1),                            \
+        TQKV__MATRIX_STATE_BYTES(1)
 enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 19 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
@@ -420,7 +419,8 @@ typedef struct tqkv__attend_args {
     int32_t window;                 /* 0: none, or at least kv_len */
     int32_t first_stretch;          /* that a query sees */
     int32_t stretch_tiles, n_short; /* TQKV__STRETCH_OF_TILE */
-    int32_t sections_each;          /* of a threadgroup; 0: threadgroup z has only stretch first_stretch + z */
+    int32_t n_splits;               /* threadgroups along the context */
+    int32_t sections_each;          /* of a threadgroup; 0: that of split i has only stretch first_stretch + i */
     int32_t key_capacity, key_oldest_slot;
     int32_t value_capacity, value_oldest_slot;
     float scale;                              /* not 0 */
@@ -451,7 +451,6 @@ typedef struct tqkv__batch_item {
     tqkv__attend_args attend;
     tqkv__merge_args merge;
     int32_t n_items, first_group, first_row; /* of the batch; threadgroups and query rows of the items before */
-    int32_t n_blocks;                        /* of query rows */
     uint32_t q, key_codes, key_norms, value_codes, value_norms, partial_out, partial_state, key_center;
     uint32_t key_pages, value_pages, tree, out, value_center;
 } tqkv__batch_item;
@@ -474,7 +473,7 @@ typedef struct tqkv__table_report {
 TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 112);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 116);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
 TQKV__ASSERT_SIZE(tqkv__batch_item, 204);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4500);
@@ -1513,12 +1512,23 @@ struct column_state {
     float out[TQKV__MAX_COLUMNS(D)][LANE_SUMS(D)]; // sum of weight * value
 };
 
+inline uint blocks_of_rows(constant tqkv__attend_args &args)
+{
+    return (uint(args.n_queries) * uint(args.group) + columns - 1u) / columns;
+}
+
+// Blocks of rows and splits count from the last. Those have the most to do, and none begins when the others are done.
+inline void open_place(constant tqkv__attend_args &args, uint block, uint split, thread attend_task &task)
+{
+    task.first_column = (blocks_of_rows(args) - 1u - block) * columns;
+    task.split = uint(args.n_splits) - 1u - split;
+}
+
 // The arrays of an item of a batch, and its threadgroup `number` of the batch.
 inline void open_item(constant tqkv__batch_item &item, uint number, thread attend_task &task)
 {
-    uint own = number - uint(item.first_group), blocks = uint(item.n_blocks);
-    task.first_column = own % blocks * columns;
-    task.split = own / blocks;
+    uint own = number - uint(item.first_group), blocks = blocks_of_rows(item.attend);
+    open_place(item.attend, own % blocks, own / blocks, task);
     task.q += row_offset(item.q, TQKV__ROWS_UNIT);
     task.keys.codes += row_offset(item.key_codes, TQKV__CODES_UNIT);
     task.keys.norms += item.key_norms;
@@ -2274,12 +2284,13 @@ inline void attend_with_formats(constant tqkv__attend_args &args, thread const a
         task.kept = states; \
         task.states = states + 4 * TQKV__MAX_COLUMNS(V); \
         task.kv_head = group.x; \
-        task.first_column = group.y * columns; \
-        task.split = group.z; \
         task.lane = lane; \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \
-        if (batch) open_item(items[item], group.z, task); \
+        if (batch) \
+            open_item(items[item], group.z, task); \
+        else \
+            open_place(args, group.y, group.z, task); \
         attend_with_formats<D, V>(args, task); \
     }
 // clang-format on
@@ -2317,7 +2328,6 @@ struct sum_matrix {
 };
 
 inline void clear_matrix(thread sum_matrix &m) { m.elements[0] = m.elements[1] = 0.0f; }
-inline void close_matrix(thread sum_matrix &) {} // a shim may keep parts of a sum apart until then
 
 typedef float2 left_part;  // a lane's two elements of a left factor
 typedef float4 right_pair; // and of two right factors
@@ -2337,15 +2347,18 @@ inline float2 part_of(float x, float y)
 inline code_value code_value_of(float x, bool) { return x; }
 inline left_part left_of_values(code_value x, code_value y, bool) { return part_of(x, y); }
 
-// Byte i of word a and byte k of word b, with signs.
-inline left_part left_of_bytes(uint a, int i, uint b, int k, bool)
-{
-    return part_of(float(int(a << (24 - 8 * i)) >> 24), float(int(b << (24 - 8 * k)) >> 24));
-}
+inline float signed_byte(uint word, int i) { return float(int(word << (24 - 8 * i)) >> 24); }
 
-// Only shims have pairs.
-inline void load_pairs(threadgroup const code_value *, bool, uint, uint) {}
-inline left_part left_of_pair(uint, int, bool, uint) { return part_of(0.0f, 0.0f); }
+// Bytes i and i + 1 of a word, with signs; bytes i of two words.
+inline left_part left_of_bytes(uint word, int i, bool)
+{
+    return part_of(signed_byte(word, i), signed_byte(word, i + 1));
+}
+inline left_part left_of_bytes(uint a, uint b, int i, bool) { return part_of(signed_byte(a, i), signed_byte(b, i)); }
+
+// Only shims have pairs. `pairs`: their table
+inline void load_pairs(threadgroup const code_value *, bool, uint, uint, threadgroup uchar *) {}
+inline left_part left_of_pair(uint, int, bool, int, uint, threadgroup const uchar *) { return part_of(0.0f, 0.0f); }
 
 // Half i of word a and half k of word b.
 inline left_part left_of_halves(uint a, int i, uint b, int k)
@@ -2439,6 +2452,7 @@ inline bool has_pairs(uint format)
 struct value_book {
     code_value own; // of this lane
     threadgroup const code_value *table;
+    threadgroup const uchar *pairs; // if it has any
     uint lane;
 };
 
@@ -2451,12 +2465,14 @@ inline void load_value_book(uint format, bool wide, threadgroup code_value *tabl
     for (uint i = thread_index; i < 1u << bits; i += n_threads) table[i] = code_value_of(centroids[i], wide);
 }
 
-inline value_book open_value_book(uint format, threadgroup const code_value *table, uint lane)
+inline value_book open_value_book(uint format, threadgroup const code_value *table, threadgroup const uchar *pairs,
+                                  uint lane)
 {
     value_book book;
     uint bits = codebook_bits(format);
     book.own = bits != 0 && is_shuffled(bits) ? table[lane & ((1u << bits) - 1u)] : code_value(0);
     book.table = table;
+    book.pairs = pairs;
     book.lane = lane;
     return book;
 }
@@ -2469,22 +2485,28 @@ inline code_value book_value_at(uint format, thread const raw_codes<W, N> &raw, 
     return book.table[code & ((1u << bits) - 1u)];
 }
 
-// Value i of a and value k of b, before their scales. All lanes of the simdgroup must come here together.
-template <int W, int N>
-inline left_part left_of_codes(uint format, thread const raw_codes<W, N> &a, int i, thread const raw_codes<W, N> &b,
-                               int k, bool wide, thread const value_book &book)
+// Values i and i + 1, i even, before their scales, for products with F right factors. All lanes of the simdgroup must come
+// here together.
+template <int W, int N, int F>
+inline left_part left_of_neighbours(uint format, thread const raw_codes<W, N> &raw, int i, bool wide,
+                                    thread const value_book &book)
 {
-    if (W == 16) return left_of_halves(a.main[i / 2], i % 2, b.main[k / 2], k % 2);
-    if (W == 8 && !has_codebook(format)) return left_of_bytes(a.main[i / 4], i % 4, b.main[k / 4], k % 4, wide);
-    code_value x = book_value_at<W, N>(format, a, i, book);
-    return left_of_values(x, book_value_at<W, N>(format, b, k, book), wide);
+    if (has_pairs(format)) return left_of_pair(raw.main[i * W / 32], i / 2 % 4, wide, F, book.lane, book.pairs);
+    if (W == 16) return left_of_halves(raw.main[i / 2], 0, raw.main[i / 2], 1);
+    if (W == 8 && !has_codebook(format)) return left_of_bytes(raw.main[i / 4], i % 4, wide);
+    code_value x = book_value_at<W, N>(format, raw, i, book);
+    return left_of_values(x, book_value_at<W, N>(format, raw, i + 1, book), wide);
 }
 
-// Values i and i + 1, i even, of a format with pairs.
+// Values i of two rows, likewise.
 template <int W, int N>
-inline left_part left_of_neighbours(thread const raw_codes<W, N> &raw, int i, bool wide, thread const value_book &book)
+inline left_part left_of_rows(uint format, thread const raw_codes<W, N> &a, thread const raw_codes<W, N> &b, int i,
+                              bool wide, thread const value_book &book)
 {
-    return left_of_pair(raw.main[i * W / 32], i / 2 % 4, wide, book.lane);
+    if (W == 16) return left_of_halves(a.main[i / 2], i % 2, b.main[i / 2], i % 2);
+    if (W == 8 && !has_codebook(format)) return left_of_bytes(a.main[i / 4], b.main[i / 4], i % 4, wide);
+    code_value x = book_value_at<W, N>(format, a, i, book);
+    return left_of_values(x, book_value_at<W, N>(format, b, i, book), wide);
 }
 
 #endif
@@ -2605,17 +2627,19 @@ struct column_memory {
                                          // earlier sections and of the section
 };
 
+template <int F>
 inline column_memory column_memory_of(threadgroup float *numbers)
 {
+    const int C = 8 * F;
     column_memory memory;
     memory.kept = numbers;
-    memory.shifts = memory.kept + 4 * TQKV__MATRIX_COLUMNS;
-    memory.factors = memory.shifts + TQKV__MATRIX_COLUMNS;
-    memory.totals = memory.factors + TQKV__MATRIX_COLUMNS;
-    threadgroup float *rows = memory.totals + 2 * TQKV__MATRIX_COLUMNS;
+    memory.shifts = memory.kept + 4 * C;
+    memory.factors = memory.shifts + C;
+    memory.totals = memory.factors + C;
+    threadgroup float *rows = memory.totals + 2 * C;
     memory.rows = (threadgroup uint *)rows;
-    memory.parts = rows + TQKV__MATRIX_COLUMNS;
-    memory.shares = memory.parts + 4 * TQKV__MATRIX_COLUMNS;
+    memory.parts = rows + C;
+    memory.shares = memory.parts + 4 * C;
     return memory;
 }
 
@@ -2722,16 +2746,16 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
     }
 }
 
-// Chunks that a lane loads before it uses the first of them.
-#define MATRIX_KEY_BATCH(D, W) ((D) / (4 * MATRIX_KEY_VALUES(D, W)) % 2 == 0 ? 2 : 1)
+// Chunks that a lane loads before it uses the first of them: two, or one where the sums leave no registers for more.
+#define MATRIX_KEY_BATCH(D, W, F) ((F) > 2 || (D) / (4 * MATRIX_KEY_VALUES(D, W)) % 2 != 0 ? 1 : 2)
 
-template <int D, int W>
+template <int D, int W, int F>
 struct key_batch {
-    key_chunk<D, W> chunks[MATRIX_KEY_BATCH(D, W)];
+    key_chunk<D, W> chunks[MATRIX_KEY_BATCH(D, W, F)];
 };
 
 // Values i .. i + 3 of the lane's rows as left factors.
-template <int D, int W>
+template <int D, int W, int F>
 inline void decode_keys(thread const key_chunk<D, W> &keys, int i, thread const value_book &book,
                         thread left_block (&left)[2])
 {
@@ -2740,10 +2764,7 @@ inline void decode_keys(thread const key_chunk<D, W> &keys, int i, thread const 
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL
         for (int k = 0; k < 2; k++)
-            left[p / 2].parts[k][p % 2] =
-                has_pairs(key_format)
-                    ? left_of_neighbours<W, N>(keys.raw[p], i + 2 * k, false, book)
-                    : left_of_codes<W, N>(key_format, keys.raw[p], i + 2 * k, keys.raw[p], i + 2 * k + 1, false, book);
+            left[p / 2].parts[k][p % 2] = left_of_neighbours<W, N, F>(key_format, keys.raw[p], i + 2 * k, false, book);
     }
 }
 
@@ -2754,16 +2775,6 @@ inline void clear_scores(thread sum_matrix (&score)[4][F])
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL
         for (int f = 0; f < F; f++) clear_matrix(score[p][f]);
-    }
-}
-
-template <int F>
-inline void close_scores(thread sum_matrix (&score)[4][F])
-{
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) close_matrix(score[p][f]);
     }
 }
 
@@ -2780,10 +2791,9 @@ inline void multiply_chunk(thread const attend_task &task, uint chunk, thread co
         right_pair right[F];
         TQKV_UNROLL
         for (int f = 0; f < F; f++) right[f] = *query_at(task, uint(f * D / 16) + chunk * uint(N / 4) + uint(i / 4));
-        decode_keys<D, W>(keys, i, book, left);
+        decode_keys<D, W, F>(keys, i, book, left);
         multiply<2, F>(left, right, false, exact, has_pairs(key_format), score);
     }
-    if (has_pairs(key_format)) close_scores<F>(score);
 }
 
 // At the end of a block: total += scale * score, and score starts again.
@@ -2794,7 +2804,8 @@ inline void add_key_block(constant tqkv__attend_args &args, thread const attend_
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint slot = base + existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
-        float scale = stored_scale<D>(key_format, task.keys, slot, block, args.key_block_scale);
+        float scale =
+            one_norm<D>(key_format) ? 1.0f : stored_scale<D>(key_format, task.keys, slot, block, args.key_block_scale);
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
             TQKV_UNROLL
@@ -2809,22 +2820,24 @@ inline void add_key_block(constant tqkv__attend_args &args, thread const attend_
 // at the end it holds those of the tile at `next_base`.
 template <int D, int W, int F>
 inline void score_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                              uint next_base, thread const value_book &book, thread key_batch<D, W> &keys,
+                              uint next_base, thread const value_book &book, thread key_batch<D, W, F> &keys,
                               thread sum_matrix (&score)[4][F])
 {
-    const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W);
-    const uint block_chunks = norm_block<D>(key_format) / uint(4 * N);
+    const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W, F);
+    // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk.
+    const bool whole = one_norm<D>(key_format) && D <= 128;
+    const uint block_chunks = one_norm<D>(key_format) ? 1u : norm_block<D>(key_format) / uint(4 * N);
     sum_matrix total[4][F];
     clear_scores<F>(score);
-    if (!one_norm<D>(key_format)) clear_scores<F>(total);
+    if (!whole) clear_scores<F>(total);
     TQKV_UNROLL
     for (int j = 0; j < chunks; j++) {
         multiply_chunk<D, W, F>(task, uint(j), keys.chunks[j % B], book, score);
         load_key_chunk<D, W>(args, task, j + B < chunks ? base : next_base, uint((j + B) % chunks), keys.chunks[j % B]);
-        if (!one_norm<D>(key_format) && uint(j + 1) % block_chunks == 0)
+        if (!whole && uint(j + 1) % block_chunks == 0)
             add_key_block<D, F>(args, task, base, uint(j) / block_chunks, score, total);
     }
-    if (one_norm<D>(key_format)) return;
+    if (whole) return;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL
@@ -2835,19 +2848,19 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
 // ---- Softmax of one tile ----
 
 // What a simdgroup carries from tile to tile.
-template <int D, int KW>
+template <int D, int KW, int F>
 struct matrix_walk {
     uint tile;                     // its next one
     uint gap_begin, after_gap;     // from gap_begin on it goes on with tile after_gap
     tile_memory base;              // of that tile
     int least_newest, most_newest; // of the columns
-    key_batch<D, KW> keys;         // of that tile
+    key_batch<D, KW, F> keys;      // of that tile
     tile_norms norms;              // likewise, with few columns
 };
 
 // Whether all columns of the threadgroup see all slots of a tile, and no slot belongs to another tile.
-template <int D, int KW>
-inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread const matrix_walk<D, KW> &walk)
+template <int D, int KW, int F>
+inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread const matrix_walk<D, KW, F> &walk)
 {
     uint slot = first_slot_of_tile(args, tile);
     int first = position_of_slot(args, slot), last = position_of_slot(args, slot + 31u);
@@ -3002,7 +3015,7 @@ inline void clear_not_finite(thread raw_codes<W, N> (&raw)[4])
 
 // Values i .. of the lane's rows, G blocks of left factors. A pair of codes is of two rows of a factor and one of its
 // columns; the columns take turns.
-template <int D, int W, int G>
+template <int D, int W, int G, int F>
 inline void decode_values(thread const value_chunk<D, W> &values, int i, thread const value_book &book,
                           thread left_block (&left)[G])
 {
@@ -3013,9 +3026,9 @@ inline void decode_values(thread const value_chunk<D, W> &values, int i, thread 
         TQKV_UNROLL
         for (int k = 0; k < 2; k++)
             left[g / 2].parts[k][g % 2] =
-                has_pairs(value_format) ? left_of_neighbours<W, N>(values.raw[2 * k + g % 2], i + g / 2 * 2, wide, book)
-                                        : left_of_codes<W, N>(value_format, values.raw[2 * k], i + g,
-                                                              values.raw[2 * k + 1], i + g, wide, book);
+                has_pairs(value_format)
+                    ? left_of_neighbours<W, N, F>(value_format, values.raw[2 * k + g % 2], i + g / 2 * 2, wide, book)
+                    : left_of_rows<W, N>(value_format, values.raw[2 * k], values.raw[2 * k + 1], i + g, wide, book);
     }
 }
 
@@ -3030,7 +3043,7 @@ inline void multiply_values(int chunk, thread const value_chunk<D, W> &values, t
     TQKV_UNROLL
     for (int i = 0; i < N; i += 2 * G) {
         left_block left[G];
-        decode_values<D, W, G>(values, i, book, left);
+        decode_values<D, W, G, F>(values, i, book, left);
         multiply<G, F>(left, right, wide, exact, has_pairs(value_format), &state.out[chunk * N + i]);
     }
 }
@@ -3115,7 +3128,7 @@ inline void add_column(bool copy, threadgroup float *kept, threadgroup float *to
 template <int D, int F>
 inline void store_states(thread const attend_task &task, thread const matrix_state<D, F> &state)
 {
-    threadgroup float *own = task.states + task.simdgroup * uint(TQKV__MATRIX_COLUMNS) * 2u;
+    threadgroup float *own = task.states + task.simdgroup * uint(16 * F);
     float sum[F][2];
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
@@ -3135,9 +3148,10 @@ inline void store_states(thread const attend_task &task, thread const matrix_sta
 }
 
 // Maximum and sum of a column, and all factors of its sums.
+template <int F>
 inline void combine_states(thread const attend_task &task, uint c, column_memory memory, stretch_end how)
 {
-    const uint C = uint(TQKV__MATRIX_COLUMNS);
+    const uint C = uint(8 * F);
     threadgroup const float *states = task.states + c * 2u;
     threadgroup float *total = memory.totals + c * 2u, *factors = memory.shares + c * 4u;
     float largest = -INFINITY, sum = 0.0f;
@@ -3274,7 +3288,7 @@ inline uint keep_matrix_stretch(constant tqkv__attend_args &args, thread const a
     how.copy_to_total = stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
     store_states<D, F>(task, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states(task, task.lane, memory, how);
+    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, task.lane, memory, how);
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
@@ -3333,14 +3347,14 @@ inline void clear_matrices(thread matrix_state<D, F> &state)
 template <int D, int KW, int VW, int F>
 inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const attend_task &task, uint end,
                              thread const value_book &key_book, thread const value_book &out_book,
-                             thread matrix_walk<D, KW> &walk, thread matrix_state<D, F> &state)
+                             thread matrix_walk<D, KW, F> &walk, thread matrix_state<D, F> &state)
 {
     while (walk.tile < end) {
         uint tile = walk.tile;
         tile_memory base = walk.base;
         walk.tile = step_over(tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
         walk.base = find_tile(args, task.pages, walk.tile);
-        bool whole = sees_whole_tile<D, KW>(args, tile, walk);
+        bool whole = sees_whole_tile<D, KW, F>(args, tile, walk);
         tile_norms norms;
         next_tile_norms<D, F>(args, task, base, walk.base, walk.norms, norms);
         value_chunk<D, VW> values[2];
@@ -3359,11 +3373,11 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
     threadgroup float *table_memory = task.tables;
     threadgroup code_value *tables = (threadgroup code_value *)table_memory;
-    column_memory memory = column_memory_of(task.kept);
+    column_memory memory = column_memory_of<F>(task.kept);
     tile_range seen = tiles_seen(args, task.first_column);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     matrix_state<D, F> state;
-    matrix_walk<D, KW> walk;
+    matrix_walk<D, KW, F> walk;
     walk.gap_begin = seen.gap_begin;
     walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
     walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
@@ -3372,16 +3386,17 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     walk.least_newest = newest_seen(args, row_of_column(args, task.first_column).query);
     walk.most_newest = newest_seen(args, row_of_column(args, task.first_column + columns - 1u).query);
     TQKV_UNROLL
-    for (int b = 0; b < MATRIX_KEY_BATCH(D, KW); b++)
+    for (int b = 0; b < MATRIX_KEY_BATCH(D, KW, F); b++)
         load_key_chunk<D, KW>(args, task, walk.base.keys, uint(b), walk.keys.chunks[b]);
     if (F <= 2) load_tile_norms<D>(args, task, walk.base, walk.norms);
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
     load_matrix_queries<D, KW, F>(args, task, memory);
-    value_book key_book = open_value_book(key_format, tables, task.lane);
-    value_book out_book = open_value_book(value_format, tables + 256, task.lane);
-    if (has_pairs(key_format)) load_pairs(key_book.table, false, thread_index, n_threads);
-    if (has_pairs(value_format)) load_pairs(out_book.table, true, thread_index, n_threads);
+    threadgroup uchar *pairs = (threadgroup uchar *)(table_memory + 256 + max(1u << codebook_bits(value_format), 4u));
+    value_book key_book = open_value_book(key_format, tables, pairs, task.lane);
+    value_book out_book = open_value_book(value_format, tables + 256, pairs, task.lane);
+    if (has_pairs(key_format)) load_pairs(tables, false, thread_index, n_threads, pairs);
+    if (has_pairs(value_format)) load_pairs(tables + 256, true, thread_index, n_threads, pairs);
     open_columns<D, F>(args, task, memory, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
@@ -3472,14 +3487,15 @@ inline void attend_matrix_with_formats(constant tqkv__attend_args &args, thread 
         task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
         task.sums = args.sections_each == 0 ? queries : task.weights; \
         task.kept = states; \
-        task.states = states + 17 * TQKV__MATRIX_COLUMNS; \
+        task.states = states + TQKV__MATRIX_KEPT_BYTES(TQKV__MATRICES(int(columns))) / 4; \
         task.kv_head = group.x; \
-        task.first_column = group.y * columns; \
-        task.split = group.z; \
         task.lane = lane; \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \
-        if (batch) open_item(items[item], group.z, task); \
+        if (batch) \
+            open_item(items[item], group.z, task); \
+        else \
+            open_place(args, group.y, group.z, task); \
         attend_matrix_with_formats<D>(args, task); \
     }
 // clang-format on
