@@ -7329,12 +7329,12 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t *first, int64_t *
    --matrices):
 
    group                 1          2          4           8           16
-   TQ4, without, with    60, 73     69, 72     96, 73      153, 74     284, 103
-   I8                    75, -      80, 89     103, 89     173, 91     - , 102
-   I8 keys, TQ4 values   63, -      70, 73     99, 74      154, 75     - , 100
+   TQ4, without, with    60, 71     68, 71     96, 73      153, 75     284, 101
+   I8                    76, -      79, 77     103, 77     173, 79     - , 91
+   I8 keys, TQ4 values   63, -      70, 69     99, 76      154, 72     - , 87
 
    F16, TQ5 and TQ8 gain from a group of 8 on and lose at 1 and 2. 512 queries over 8k positions at a group of 2, TQ4: 1470
-   and 416; 8 queries over 128k: 287 and 106. So on that GPU TQ4 and I8 are better served by a matrix_group of 2. The
+   and 353; 8 queries over 128k: 287 and 100. So on that GPU TQ4 and I8 are better served by a matrix_group of 2. The
    model of Apple's GPUs, which have no unit for such products, expects tokens of narrow groups to lose up to half of their
    speed there: hence 4. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
