@@ -312,19 +312,19 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
 {
     const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W, F);
     // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk.
-    const bool whole = one_norm<D>(key_format) && D <= 128;
+    const bool in_one = one_norm<D>(key_format) && D <= 128;
     const uint block_chunks = one_norm<D>(key_format) ? 1u : norm_block<D>(key_format) / uint(4 * N);
     sum_matrix total[4][F];
     clear_scores<F>(score);
-    if (!whole) clear_scores<F>(total);
+    if (!in_one) clear_scores<F>(total);
     TQKV_UNROLL
     for (int j = 0; j < chunks; j++) {
         multiply_chunk<D, W, F>(task, uint(j), keys.chunks[j % B], book, score);
         load_key_chunk<D, W>(args, task, j + B < chunks ? base : next_base, uint((j + B) % chunks), keys.chunks[j % B]);
-        if (!whole && uint(j + 1) % block_chunks == 0)
+        if (!in_one && uint(j + 1) % block_chunks == 0)
             add_key_block<D, F>(args, task, base, uint(j) / block_chunks, score, total);
     }
-    if (whole) return;
+    if (in_one) return;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL
