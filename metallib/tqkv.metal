@@ -1514,7 +1514,8 @@ struct column_state {
 
 inline uint blocks_of_rows(constant tqkv__attend_args &args)
 {
-    return (uint(args.n_queries) * uint(args.group) + columns - 1u) / columns;
+    uint each = max(columns, 1u); // 0 where shaders are only checked
+    return (uint(args.n_queries) * uint(args.group) + each - 1u) / each;
 }
 
 // Blocks of rows and splits count from the last. Those have the most to do, and none begins when the others are done.
