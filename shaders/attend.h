@@ -79,7 +79,7 @@ struct column_state {
 
 inline uint blocks_of_rows(constant tqkv__attend_args &args)
 {
-    uint each = max(columns, 1u); // 0 where shaders are only checked
+    uint each = max(uint(columns), 1u); // 0 where shaders are only checked
     return (uint(args.n_queries) * uint(args.group) + each - 1u) / each;
 }
 
