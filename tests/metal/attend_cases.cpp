@@ -253,13 +253,15 @@ void add_shapes()
         {3, 1, 2, 2, 2, GPU_EACH},      {8, 1, 8, 4, 2, GPU_SECTIONS},      {16, 1, 8, 1, 4, GPU_EVERYTHING},
         {5, 3, 8, 2, 40, GPU_SECTIONS}, {1, 17, 8, 2, 2, GPU_EACH},         {4, 9, 3, 4, 40, GPU_EVERYTHING},
         {2, 40, 32, 1, 5, GPU_EACH},    {2, 45, 32, 2, 40, GPU_EVERYTHING}, {1, 1, 1, 8, 40, GPU_EACH},
-        {2, 2, 1, 3, 7, GPU_EACH},      {2, 200, 8, 2, 40, GPU_EVERYTHING}};
+        {2, 2, 1, 3, 7, GPU_EACH},      {2, 200, 8, 2, 40, GPU_EVERYTHING}, {1, 600, 32, 4, 3, GPU_EVERYTHING}};
     for (const int *shape : shapes) {
         shader_attend_row row = default_row(TQKV_I8, TQKV_TQ4, 128);
         row.problem.end = 100;
         row.problem.key_capacity = row.problem.value_capacity = 110;
         if (shape[1] > 17) row.problem.end = 44; // more queries than positions: the first ones see nothing
-        if (shape[1] > 100) row.problem.end = row.problem.key_capacity = row.problem.value_capacity = 230; // prefill
+        if (shape[1] > 100)                      // prefill
+            row.problem.end = row.problem.key_capacity = row.problem.value_capacity = shape[1] + 30;
+        if (shape[1] > 200) row.problem.n_kv_heads = 1; // the processor takes its time
         row.problem.group = shape[0];
         row.problem.n_queries = shape[1];
         row.split = {shape[2], shape[3], shape[4], shape[5]};
