@@ -259,9 +259,9 @@ void add_shapes()
         row.problem.end = 100;
         row.problem.key_capacity = row.problem.value_capacity = 110;
         if (shape[1] > 17) row.problem.end = 44; // more queries than positions: the first ones see nothing
-        if (shape[1] > 100)                      // prefill
-            row.problem.end = row.problem.key_capacity = row.problem.value_capacity = shape[1] + 30;
-        if (shape[1] > 200) row.problem.n_kv_heads = 1; // the processor takes its time
+        const int prefill = shape[1] > 100 ? shape[1] + 30 : 0;
+        if (prefill) row.problem.end = row.problem.key_capacity = row.problem.value_capacity = prefill;
+        if (prefill > 600) row.problem.n_kv_heads = 1; // half of the time
         row.problem.group = shape[0];
         row.problem.n_queries = shape[1];
         row.split = {shape[2], shape[3], shape[4], shape[5]};
