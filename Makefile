@@ -81,7 +81,7 @@ $(BUILD)/tqkv.o: examples/make/tqkv.c tqkv.h
 	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -I. -c $< -o $@
 
 # Programs that define TQKV_IMPLEMENTATION, as their users do, take it from an object, too.
-IMPLEMENTED := -DTQKV__IMPLEMENTED -DTQKV__SETS
+IMPLEMENTED := -DTQKV_NO_IMPLEMENTATION
 # FLAGS_name: of one example, not of the object that it shares.
 FLAGS_encode_attend := $(IMPLEMENTED)
 

@@ -60,7 +60,13 @@
      TQKV_API               linkage of the public functions, by default `extern`
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing.
-     TQKV_ALLOW_FAST_MATH   compiles despite -ffast-math or a part of it. Codes and norms may then differ from other
+     TQKV_NO_AVX512         leaves AVX-512 out: @@ KB and @@ s of gcc -O2 instead of @@ and @@
+    TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: @@ KB and @@ s
+    TQKV_METAL             adds what tqkv_metal.m needs, for both of them; defined on Apple's systems, unless TQKV_NO_METAL
+                           is
+    TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files of their own which have it, and
+                           links them with one object
+    TQKV_ALLOW_FAST_MATH   compiles despite -ffast-math or a part of it. Codes and norms may then differ from other
                             builds and backends. NaN or Inf in attention is undefined.
 
      Codes and norms are the same bytes on every backend, compiler and optimisation level. The caller's floating-point
@@ -133,6 +139,10 @@ typedef enum tqkv_type {
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#if defined(__APPLE__) && !defined(TQKV_METAL) && !defined(TQKV_NO_METAL)
+#define TQKV_METAL
+#endif
 
 #ifndef TQKV_API
 #ifdef TQKV_STATIC
@@ -584,6 +594,10 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 
 /* ---- The implementation starts here: stop reading if you only want the API. ---- */
 
+#ifdef TQKV_NO_IMPLEMENTATION
+#undef TQKV_IMPLEMENTATION
+#endif
+
 /* >>shared */
 /* One source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible without the implementation. */
 #if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED) || defined(__METAL_VERSION__)) && !defined(TQKV__SHARED)
@@ -838,339 +852,16 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
      {0x30, 0x3f, 0xfc, 0x0c, 0x02}, {0x9a, 0x95, 0x56, 0xa6, 0x0b}, {0xc0, 0xfc, 0xf0, 0x33, 0x08}, {0x6a, 0x56, 0x5a, 0x99, 0x0e}}};
 // clang-format on
 
-/* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ. A
-   kernel and its function constants make a pipeline. */
-#define TQKV_FC_FORMAT       0    /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
-#define TQKV_FC_VALUE_FORMAT 1    /* uint: encode_kv, attend: that of the values */
-#define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
-                                  /* decode, attend: rotate the centre before it is used */
-#define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
-#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back */
-#define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated, queries are not */
-#define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head in a threadgroup */
-#define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
-#define TQKV_FC_SOFTCAP        8  /* bool: attend: scores are capped */
-#define TQKV_FC_SAME_SLOTS     9  /* bool: attend: a position has the same slot in keys and values */
-#define TQKV_FC_SHORT_STORE    10 /* bool: attend: the keys' capacity is below 32 */
-#define TQKV_FC_SINKS          11 /* bool: attend_merge: there are sinks */
-#define TQKV_FC_CENTER         12 /* bool: encode, probe, decode: rows have a centre; encode_kv: keys have one */
-                                  /* attend, attend_merge: keys have one, and it changes the result */
-#define TQKV_FC_VALUE_CENTER 13   /* bool: encode_kv, attend_merge: values have a centre */
-#define TQKV_FC_TYPE         14 /* uint: tqkv_type of the rows that encode, probe and attend read; encode_kv: the keys */
-                                /* decode, attend_merge: of the rows that they write */
-#define TQKV_FC_VALUE_TYPE 15   /* uint: encode_kv: that of the values */
-#define TQKV_FC_PAGES      16   /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
-                                /* attend: the slots of keys and values */
-#define TQKV_FC_VALUE_PAGES 17  /* bool: encode_kv: the values' slots */
-#define TQKV_FC_TREE        18  /* bool: attend: a tree hides some of the newest n_queries positions */
-#define TQKV_FC_BATCH       19  /* bool: attend, attend_merge: arguments and offsets come from items */
-
-/* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
-#define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
-
-/* Lanes of a simdgroup that share a row: a lane has its values from all runs, for the matrix across them. */
-#define TQKV__ROW_LANES(D) (TQKV__RUNS(D) > 1 ? (D) / TQKV__RUNS(D) : 32)
-
-/* Attention by products of 8x8 matrices. Element 0 or 1 of a lane's part of a matrix, Metal's thread_elements(), is in
-   this row, and in this column plus 0 or 1. Metal does not promise it: the kernel `tables` multiplies two matrices that
-   are set so, and the host leaves attend_matrix alone where their product is another. A shim of a machine with another
-   order defines both. Each bit of the lane number changes either the row or the column. */
-#ifndef TQKV__MATRIX_ROW
-#define TQKV__MATRIX_ROW(lane)    (((lane) >> 4 << 2) | ((lane) >> 1 & 3))
-#define TQKV__MATRIX_COLUMN(lane) (((lane) >> 3 & 1) << 2 | ((lane)&1) << 1)
-#endif
-/* An element of a matrix for that test: below 64, and any two are different. */
-#define TQKV__MATRIX_TEST(row, column, seed) (((row)*8 + (column)) * (seed) % 64)
-
-/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. */
-#define TQKV__MOST_MATRIX_COLUMNS(D) ((D) <= 128 ? 32 : 8)
-#define TQKV__MATRIX_SIMDGROUPS      4                                              /* at most, of a threadgroup */
-#define TQKV__MATRICES(columns)      ((columns) <= 8 ? 1 : (columns) <= 16 ? 2 : 4) /* that hold so many */
-
-/* Threadgroup memory, in bytes. Attend takes all four. */
-#define TQKV__CELL_BYTES 3120 /* (0) of encode: cells of the codebook */
-                              /* (1) of encode, (0) of probe: with a matrix */
-                              /*     the rows of n simdgroups */
-#define TQKV__ROW_BYTES(D, n) (TQKV__RUNS(D) > 1 ? (n)*128 * (TQKV__RUNS(D) + 1) : 0)
-#define TQKV__TABLE_BYTES     1024                                       /* (0) of decode: a codebook */
-                                                                         /* (2) of encode: squares of its centroids */
-#define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
-#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums or: */
-#define TQKV__ATTEND_SUM_BYTES(D)       (4 * (D)*TQKV__MAX_COLUMNS(D))   /*     the sums, of several stretches */
-#define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
-#define TQKV__ATTEND_KEPT_BYTES(D)      (16 * TQKV__MAX_COLUMNS(D))      /* (3) maximum and sum: kept twice, and */
-#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /*     of n simdgroups */
-#define TQKV__MATRIX_QUERY_BYTES(D)     (32 * (D))                       /* (1) of attend_matrix: 8 queries, and */
-#define TQKV__MATRIX_SUM_BYTES(D)       (64 * ((D) + 4)) /*     padded sums of 4 simdgroups and columns */
-#define TQKV__MATRIX_KEPT_BYTES(n)      (544 * (n))      /* (3) of n matrices of columns: 17 numbers a column, and */
-#define TQKV__MATRIX_STATE_BYTES(n)     (64 * (n))       /*     maximum and sum of a simdgroup */
-#define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
-
-/* Floats of a padded query in attend. */
-#define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
-
-/* Attention cuts the context at fixed slots of the keys into stretches with sums of their own: the first n_short have
-   `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot 0,
-   are a section. The stretches of a section are added in order, then the sections. */
-#define TQKV__STRETCH_GROWTH 4
-#define TQKV__SECTION        16
-#define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
-    ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
-                                   : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
-
-/* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side, 8 up to D=128. */
-#define TQKV__ENCODE_ROWS(D) (TQKV__RUNS(D) > 1 ? 128 / TQKV__ROW_LANES(D) : (D) == 32 ? 64 : 4096 / (D))
-
-/* Simdgroups that share a row's sections in attend_merge: 8 KiB of threadgroup memory. */
-#define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))
-
-/* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
-#define TQKV__KERNEL_SIZES(D)                                                                                          \
-    TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
-        TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),                                 \
-        TQKV__ATTEND_WEIGHT_BYTES(D, 1), TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1),                   \
-        TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D),                    \
-        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__MATRIX_KEPT_BYTES(1),                            \
-        TQKV__MATRIX_STATE_BYTES(1)
-enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 19 };
-
-/* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
-   TQKV__NARROW_VALUES in encode_kv and attend. */
-#define TQKV__KERNELS(row, x)                                                                                          \
-    row(x, 0, 32) row(x, 1, 48) row(x, 2, 64) row(x, 3, 80) row(x, 4, 96) row(x, 5, 128) row(x, 6, 192) row(x, 7, 256) \
-        row(x, 8, 512) row(x, 9, 1024)
-#define TQKV__WIDE_KEYS     192
-#define TQKV__NARROW_VALUES 128
-/* head_dim number i of the kernels, or 0; whether D has kernels */
-#define TQKV__KERNEL_DIM(i)              (TQKV__KERNELS(TQKV__KERNEL_DIM_OF, i) 0)
-#define TQKV__HAS_KERNELS(D)             (TQKV__KERNELS(TQKV__HAS_KERNELS_OF, D) false)
-#define TQKV__KERNEL_DIM_OF(i, n, size)  (i) == n ? size:
-#define TQKV__HAS_KERNELS_OF(D, n, size) (D) == size ||
-
-/* Rows of one stream. Token t is at slot first_slot + t, minus capacity if that is beyond the store. The host resolves
-   positions; it passes at most `capacity` tokens and fewer than 2^32 rows. With a page table first_slot is a position, and
-   an entry that is none of the store's pages leaves its tokens out. */
-typedef struct tqkv__rows_args {
-    int32_t n_tokens; /* source or destination is [n_tokens][n_kv_heads][head_dim] */
-    int32_t n_kv_heads;
-    int32_t capacity;   /* positions of the store */
-    int32_t first_slot; /* in [0, capacity) */
-    float block_scale;  /* not 0 */
-    int32_t page_size;  /* read if TQKV_FC_PAGES, and n_pages: of the store */
-    int32_t n_pages;
-} tqkv__rows_args;
-
-typedef struct tqkv__rotate_args {
-    int32_t n_rows; /* of head_dim values */
-} tqkv__rotate_args;
-
-/* attend, over kv_len resident positions counted from the oldest, which is at oldest_slot; slots wrap at capacity. With
-   page tables the slots here are positions, and a table says where their pages lie. */
-typedef struct tqkv__attend_args {
-    int32_t n_queries;
-    int32_t n_kv_heads;
-    int32_t group;                  /* query heads a KV head */
-    int32_t kv_len;                 /* query i is at position kv_len - n_queries + i; before 0 it sees nothing */
-    int32_t window;                 /* 0: none, or at least kv_len */
-    int32_t first_stretch;          /* that a query sees */
-    int32_t stretch_tiles, n_short; /* TQKV__STRETCH_OF_TILE */
-    int32_t n_splits;               /* threadgroups along the context */
-    int32_t sections_each;          /* of a threadgroup; 0: that of split i has only stretch first_stretch + i */
-    int32_t key_capacity, key_oldest_slot;
-    int32_t value_capacity, value_oldest_slot;
-    float scale;                              /* not 0 */
-    float softcap;                            /* read if TQKV_FC_SOFTCAP */
-    float key_block_scale, value_block_scale; /* not 0 */
-    int32_t key_slots, value_slots;       /* of a KV head in memory: the capacity or, with pages, that of the pool */
-    int32_t key_page_size, key_last_page; /* read if TQKV_FC_PAGES; the last page of the pool */
-    int32_t value_page_size, value_last_page;
-    uint32_t key_page_factor, value_page_factor; /* page of a tile: the upper word of the product of tile and factor, */
-    int32_t key_page_shift, value_page_shift;    /* shifted to the right */
-    int32_t first_of_tree; /* read if TQKV_FC_TREE: position kv_len - n_queries, or INT_MAX without a tree */
-} tqkv__attend_args;
-
-typedef struct tqkv__merge_args {
-    int32_t n_rows;  /* n_queries * n_heads */
-    int32_t n_heads; /* row r is of head r modulo n_heads */
-    int32_t group;   /* query heads a KV head */
-    int32_t n_partials;
-    int32_t section; /* partial results of a section: TQKV__SECTION or, if they are sections, 1 */
-    int32_t before;  /* those of the first section that are left out */
-} tqkv__merge_args;
-
-/* One call of a batch. The threadgroups of attend number blocks of query rows first, then splits, then items. Offsets
-   are from where the buffer is bound, in units of: */
-#define TQKV__ROWS_UNIT  2  /* bytes: q and out */
-#define TQKV__CODES_UNIT 16 /* codes; all others 4 */
-typedef struct tqkv__batch_item {
-    tqkv__attend_args attend;
-    tqkv__merge_args merge;
-    int32_t n_items, first_group, first_row; /* of the batch; threadgroups and query rows of the items before */
-    uint32_t q, key_codes, key_norms, value_codes, value_norms, partial_out, partial_state, key_center;
-    uint32_t key_pages, value_pages, tree, out, value_center;
-} tqkv__batch_item;
-
-/* The structs that C and the shaders share. */
-#define TQKV__SHARED_STRUCTS(row)                                                                                      \
-    row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item)
-enum { TQKV__N_SHARED_STRUCTS = 6 };
-
-/* Output of the kernel `tables`: the tables and sizes that the shaders were compiled with. */
-typedef struct tqkv__table_report {
-    uint32_t table_version;
-    uint32_t struct_sizes[TQKV__N_SHARED_STRUCTS];
-    tqkv__table_set tables;
-    int32_t kernel_sizes[TQKV__KERNEL_DIMS][TQKV__N_KERNEL_SIZES];
-    float matrix_product[32][2]; /* each lane's elements of TQKV__MATRIX_TEST with seed 3, times that with seed 5 */
-} tqkv__table_report;
-
 #ifdef __cplusplus
 #define TQKV__ASSERT_SIZE(type, bytes) static_assert(sizeof(type) == (bytes), "size of " #type)
 #else
 #define TQKV__ASSERT_SIZE(type, bytes) typedef char type##_has_its_size[sizeof(type) == (bytes) ? 1 : -1]
 #endif
 TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
-TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
-TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 116);
-TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 204);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4500);
-
-#endif
-/* <<shared */
-
-/* >>plan */
-/* The interface between tqkv_metal.m and the implementation, visible with TQKV_SHARED. It plans a Metal call in plain
-   C: kernel, function constants, arguments, buffers, grid, and all checks except those of Metal's own objects. */
-#if defined(TQKV__SHARED) && !defined(__METAL_VERSION__) && !defined(TQKV__PLAN)
-#define TQKV__PLAN
+#ifndef __METAL_VERSION__
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-enum {
-    TQKV__SIMD_WIDTH = 32,
-    TQKV__CONSTANTS = 20,
-    TQKV__BINDINGS = 16,
-    TQKV__MEMORIES = 4,
-    TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */
-    TQKV__ITEMS_OF_MERGE = 6,
-    TQKV__SECOND_ARGS = 4,   /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
-    TQKV__ONLY_CHECKED = -1, /* in place of an index */
-    TQKV__DIM_UNIT = 16
-};
-
-#define TQKV__KERNEL_DIM_TEXT(x, n, size) #size ", "
-#define TQKV__KERNELS_TEXT                                                                                             \
-    "a GPU takes head_dim " TQKV__KERNELS(TQKV__KERNEL_DIM_TEXT, ) "and keys of 192 with values of 128"
-
-typedef enum tqkv__family {
-    TQKV__TABLES,
-    TQKV__ENCODE,
-    TQKV__ENCODE_KV,
-    TQKV__PROBE,
-    TQKV__DECODE,
-    TQKV__ROTATE,
-    TQKV__ATTEND,
-    TQKV__ATTEND_MERGE,
-    TQKV__ATTEND_MATRIX
-} tqkv__family;
-
-/* Identifies a pipeline. Only bytes, without padding: two kernels can be compared with memcmp. */
-typedef struct tqkv__kernel {
-    uint8_t family, head_dim, value_dim; /* in units of TQKV__DIM_UNIT, 0 = none; value_dim: if it differs */
-    uint8_t constants[TQKV__CONSTANTS];  /* by TQKV_FC_*: value + 1, 0 = not set */
-} tqkv__kernel;
-
-/* A buffer argument. size 0: the call has none. */
-typedef struct tqkv__binding {
-    const char *name; /* for error texts */
-    int index;
-    tqkv_metal_buffer at;
-    size_t size, alignment;
-    bool written;
-} tqkv__binding;
-
-typedef union tqkv__args {
-    tqkv__rows_args rows;
-    tqkv__rotate_args rotate;
-    tqkv__attend_args attend;
-    tqkv__merge_args merge;
-} tqkv__args;
-
-typedef struct tqkv__dispatch {
-    tqkv__kernel kernel;
-    tqkv__args args[2];
-    size_t args_size; /* of each */
-    int n_args, n_bindings;
-    tqkv__binding bindings[TQKV__BINDINGS];
-    size_t memory[TQKV__MEMORIES], memory_each[TQKV__MEMORIES]; /* bytes per threadgroup, and per simdgroup */
-    size_t grid[3];                                             /* threadgroups; nothing to do if the first is 0 */
-    bool rows;                 /* grid[0] counts simdgroups instead, each for one or several rows */
-    int n_simdgroups;          /* per threadgroup, or as many as the pipeline allows */
-    tqkv_metal_object barrier; /* a buffer that the previous dispatch writes, or NULL */
-} tqkv__dispatch;
-
-/* A binding before binding i that overlaps it while one of the two is written, or NULL. */
-TQKV_API const tqkv__binding *tqkv__overlapping(const tqkv__dispatch *d, int i);
-
-/* The calls of >>metal. The processor's pointers in shapes and attentions are not read. */
-TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens, int64_t position,
-                                       tqkv_metal_buffer not_finite, tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                          tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                          tqkv_metal_buffer not_finite, tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_encode_slots(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
-                                             tqkv_metal_buffer slots, const int32_t *known,
-                                             tqkv_metal_buffer not_finite, tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                                tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                                tqkv_metal_buffer slots, const int32_t *known,
-                                                tqkv_metal_buffer not_finite, tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                      tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions, tqkv_basis basis,
-                                       tqkv_metal_buffer dst, tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
-                                       tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *a, size_t *bytes);
-/* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
-TQKV_API void tqkv__plan_columns(tqkv__dispatch *d, bool matrix, int columns);
-TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
-                                       tqkv_metal_buffer out, tqkv__dispatch d[2]);
-
-/* A batch. arguments: the memory of that buffer, for n items. matrices: whether attend_matrix may be used */
-typedef struct tqkv__batch {
-    const tqkv_metal_attention *items;
-    int n;
-    const tqkv_metal_buffer *q, *out;
-    tqkv_metal_buffer arguments, scratch;
-    bool matrices;
-} tqkv__batch;
-TQKV_API tqkv_result tqkv__plan_batch_sizes(const tqkv_metal_attention *items, int n_items, size_t *arguments,
-                                            size_t *scratch);
-TQKV_API tqkv_result tqkv__plan_batch(const tqkv__batch *batch, tqkv__batch_item *arguments, tqkv__dispatch d[2]);
-
-/* Bytes of the caller's rows of so many tokens. */
-TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens);
-/* For a cache that lies at `memory`. rows_sizes: bytes of q and of the output. */
-TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
-                                             tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
-                                             tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t rows_sizes[2],
-                                            size_t *scratch_size);
-TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
-                                             int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                             tqkv__dispatch d[2]);
-TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
-
-/* Whether attend_matrix may be used on the GPU that made the report. */
-TQKV_API bool tqkv__matrices_as_expected(const tqkv__table_report *report);
-/* The first difference between the shaders' tables and sizes and this header's; NULL if there is none. */
-TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report);
-
 /* The part of a context that a cache uses; struct tqkv_metal begins with it. */
 typedef struct tqkv__backend {
     tqkv_allocator memory; /* of codes, norms and the cache itself */
@@ -1178,11 +869,16 @@ typedef struct tqkv__backend {
     tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const void *q, int n_queries, void *out);
 } tqkv__backend;
 
+/* What tqkv_metal.m takes of >>common and >>cache-code. rows_size: bytes of the caller's rows of so many tokens */
+TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens);
+TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 #ifdef __cplusplus
 }
 #endif
 #endif
-/* <<plan */
+
+#endif
+/* <<shared */
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__IMPLEMENTED)
 #define TQKV__IMPLEMENTED
@@ -1295,14 +991,6 @@ static size_t tqkv__type_size(tqkv_type type)
     "768, "                                                                                                            \
     "896 and 1024; pad rows with zeros and set scale"
 static bool tqkv__head_dim_known(int head_dim) { return TQKV__RUNS(head_dim) != 0; }
-
-/* Follows tqkv__stream_shape and tqkv__attention_shape. value_dim: in calls of both streams, else head_dim */
-static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
-{
-    const bool wide = head_dim == TQKV__WIDE_KEYS && value_dim == TQKV__NARROW_VALUES;
-    if (wide || (head_dim == value_dim && TQKV__HAS_KERNELS(head_dim))) return TQKV_OK;
-    return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
-}
 
 #define TQKV__BLOCK 256
 
@@ -1521,6 +1209,126 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *store)
 {
     tqkv__stream s;
     return tqkv__stream_shape(store, &s) == TQKV_OK ? s.norms_size : 0;
+}
+
+static bool tqkv__basis_known(tqkv_basis basis) { return basis == TQKV_ORIGINAL || basis == TQKV_ROTATED; }
+
+/* Checks the entries of the positions [first, end), which the table has. */
+static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64_t end)
+{
+    if (!s->pages || first >= end) return TQKV_OK;
+    for (int64_t i = first / s->page_size; i <= (end - 1) / s->page_size; i++)
+        if (s->pages[i] < 0 || s->pages[i] >= s->capacity / s->page_size)
+            return TQKV__REFUSE(OUT_OF_RANGE, "pages: a page outside the store");
+    return TQKV_OK;
+}
+
+/* Whether no number occurs twice, but for negative ones; ids: [n]. Marks 32768 numbers at a time in 4 KiB of stack. */
+static bool tqkv__all_distinct(const int32_t *ids, int64_t n)
+{
+    enum { at_a_time = 32768 };
+    uint8_t marks[at_a_time / 8];
+    int64_t low = n > 1 ? INT32_MAX : 0, high = -1;
+    for (int64_t i = 0; n > 1 && i < n; i++) {
+        if (ids[i] >= 0 && ids[i] < low) low = ids[i];
+        if (ids[i] > high) high = ids[i];
+    }
+    for (; low <= high; low += at_a_time) {
+        memset(marks, 0, sizeof marks);
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t at = ids[i] - low;
+            if (ids[i] < 0 || at < 0 || at >= at_a_time) continue;
+            if (marks[at / 8] >> (at % 8) & 1) return false;
+            marks[at / 8] = (uint8_t)(marks[at / 8] | 1 << (at % 8));
+        }
+    }
+    return true;
+}
+
+static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t position)
+{
+    if (position < 0 || position > INT64_MAX - n) return TQKV__REFUSE(OUT_OF_RANGE, "position: negative or too large");
+    if (!s->ring && position + n > tqkv__room(s))
+        return TQKV__REFUSE(OUT_OF_RANGE, "positions beyond a linear store or a page table");
+    return tqkv__check_pages(s, position, position + n);
+}
+
+/* Refuses a table that names a page twice among those of n positions to write; follows tqkv__check_positions. */
+static tqkv_result tqkv__check_written(const tqkv__stream *s, int n, int64_t position)
+{
+    if (!s->pages || n == 0) return TQKV_OK;
+    const int64_t page = position / s->page_size, last = (position + n - 1) / s->page_size;
+    if (tqkv__all_distinct(s->pages + page, last - page + 1)) return TQKV_OK;
+    return TQKV__INVALID("pages: a page twice among those to write");
+}
+
+/* Opens a store to read n of its positions, or to replace them as they are stored. */
+static tqkv_result tqkv__open_positions(const tqkv_store *store, int n, int64_t position, tqkv__stream *s)
+{
+    const tqkv_result r = tqkv__stream_open(store, s);
+    if (r != TQKV_OK) return r;
+    if (n < 0) return TQKV__INVALID("n_positions is negative");
+    if (s->ring && n > s->capacity) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
+    return tqkv__check_positions(s, n, position);
+}
+
+/* Row `index` of src: [n][head_dim] */
+static const void *tqkv__source_row(const tqkv__stream *s, const void *src, size_t index)
+{
+    return (const uint8_t *)src + index * (size_t)s->head_dim * tqkv__type_size(s->type);
+}
+
+/* Checks p: [n][n_kv_heads][head_dim] of the stream's type; *bytes: their size. */
+static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n, size_t *bytes)
+{
+    const size_t size = tqkv__type_size(s->type);
+    if (!size) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
+    if (!p) return TQKV__INVALID("the rows are NULL");
+    if (n < 0) return TQKV__INVALID("the number of tokens or positions is negative");
+    if ((uintptr_t)p % size) return TQKV__INVALID("the rows are not aligned as their type");
+    if (!tqkv__array_size(n, s->n_kv_heads, s->head_dim, sizeof(float), bytes))
+        return TQKV__INVALID("rows of more than SIZE_MAX bytes");
+    *bytes = *bytes / sizeof(float) * size;
+    return TQKV_OK;
+}
+
+/* Whether encoding into a stream overwrites memory at p. */
+static bool tqkv__encoding_overlaps(const tqkv__stream *s, const void *p, size_t size)
+{
+    return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size);
+}
+
+TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
+{
+    return (size_t)n_tokens * (size_t)s->n_kv_heads * (size_t)s->head_dim * tqkv__type_size(s->type);
+}
+
+static void *tqkv__malloc(void *user, size_t size)
+{
+    (void)user;
+    return malloc(size);
+}
+
+static void tqkv__mfree(void *user, void *pointer, size_t size)
+{
+    (void)user;
+    (void)size;
+    free(pointer);
+}
+
+static bool tqkv__resolve_allocator(tqkv_allocator *allocator)
+{
+    if (!allocator->alloc != !allocator->free) return false;
+    if (allocator->alloc) return true;
+    allocator->alloc = tqkv__malloc;
+    allocator->free = tqkv__mfree;
+    return true;
+}
+
+static void tqkv__run_serial(void *user, int count, tqkv_task task, void *context)
+{
+    (void)user;
+    for (int i = 0; i < count; i++) task(context, i);
 }
 
 /* >>exact: arithmetic that gives the same bits for every compiler, flag and floating-point mode of the caller */
@@ -2052,93 +1860,6 @@ static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, 
     for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + center[d]);
 }
 
-static bool tqkv__basis_known(tqkv_basis basis) { return basis == TQKV_ORIGINAL || basis == TQKV_ROTATED; }
-
-/* Checks the entries of the positions [first, end), which the table has. */
-static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64_t end)
-{
-    if (!s->pages || first >= end) return TQKV_OK;
-    for (int64_t i = first / s->page_size; i <= (end - 1) / s->page_size; i++)
-        if (s->pages[i] < 0 || s->pages[i] >= s->capacity / s->page_size)
-            return TQKV__REFUSE(OUT_OF_RANGE, "pages: a page outside the store");
-    return TQKV_OK;
-}
-
-/* Whether no number occurs twice, but for negative ones; ids: [n]. Marks 32768 numbers at a time in 4 KiB of stack. */
-static bool tqkv__all_distinct(const int32_t *ids, int64_t n)
-{
-    enum { at_a_time = 32768 };
-    uint8_t marks[at_a_time / 8];
-    int64_t low = n > 1 ? INT32_MAX : 0, high = -1;
-    for (int64_t i = 0; n > 1 && i < n; i++) {
-        if (ids[i] >= 0 && ids[i] < low) low = ids[i];
-        if (ids[i] > high) high = ids[i];
-    }
-    for (; low <= high; low += at_a_time) {
-        memset(marks, 0, sizeof marks);
-        for (int64_t i = 0; i < n; i++) {
-            const int64_t at = ids[i] - low;
-            if (ids[i] < 0 || at < 0 || at >= at_a_time) continue;
-            if (marks[at / 8] >> (at % 8) & 1) return false;
-            marks[at / 8] = (uint8_t)(marks[at / 8] | 1 << (at % 8));
-        }
-    }
-    return true;
-}
-
-static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t position)
-{
-    if (position < 0 || position > INT64_MAX - n) return TQKV__REFUSE(OUT_OF_RANGE, "position: negative or too large");
-    if (!s->ring && position + n > tqkv__room(s))
-        return TQKV__REFUSE(OUT_OF_RANGE, "positions beyond a linear store or a page table");
-    return tqkv__check_pages(s, position, position + n);
-}
-
-/* Refuses a table that names a page twice among those of n positions to write; follows tqkv__check_positions. */
-static tqkv_result tqkv__check_written(const tqkv__stream *s, int n, int64_t position)
-{
-    if (!s->pages || n == 0) return TQKV_OK;
-    const int64_t page = position / s->page_size, last = (position + n - 1) / s->page_size;
-    if (tqkv__all_distinct(s->pages + page, last - page + 1)) return TQKV_OK;
-    return TQKV__INVALID("pages: a page twice among those to write");
-}
-
-/* Opens a store to read n of its positions, or to replace them as they are stored. */
-static tqkv_result tqkv__open_positions(const tqkv_store *store, int n, int64_t position, tqkv__stream *s)
-{
-    const tqkv_result r = tqkv__stream_open(store, s);
-    if (r != TQKV_OK) return r;
-    if (n < 0) return TQKV__INVALID("n_positions is negative");
-    if (s->ring && n > s->capacity) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
-    return tqkv__check_positions(s, n, position);
-}
-
-/* Row `index` of src: [n][head_dim] */
-static const void *tqkv__source_row(const tqkv__stream *s, const void *src, size_t index)
-{
-    return (const uint8_t *)src + index * (size_t)s->head_dim * tqkv__type_size(s->type);
-}
-
-/* Checks p: [n][n_kv_heads][head_dim] of the stream's type; *bytes: their size. */
-static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n, size_t *bytes)
-{
-    const size_t size = tqkv__type_size(s->type);
-    if (!size) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
-    if (!p) return TQKV__INVALID("the rows are NULL");
-    if (n < 0) return TQKV__INVALID("the number of tokens or positions is negative");
-    if ((uintptr_t)p % size) return TQKV__INVALID("the rows are not aligned as their type");
-    if (!tqkv__array_size(n, s->n_kv_heads, s->head_dim, sizeof(float), bytes))
-        return TQKV__INVALID("rows of more than SIZE_MAX bytes");
-    *bytes = *bytes / sizeof(float) * size;
-    return TQKV_OK;
-}
-
-/* Whether encoding into a stream overwrites memory at p. */
-static bool tqkv__encoding_overlaps(const tqkv__stream *s, const void *p, size_t size)
-{
-    return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size);
-}
-
 /* Opens a store to encode into, somewhere. */
 static tqkv_result tqkv__encode_target(const tqkv_store *store, const void *src, int n_tokens, tqkv__stream *s)
 {
@@ -2431,10 +2152,6 @@ TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
 /* Query rows (queries x heads of a group) that share a decoded tile. Many rows make decoding a small part of the work;
    the limit keeps their sums, at most 32 KiB, in a near cache. */
 #define TQKV__CHUNK_ROWS 64
-static int tqkv__chunk_rows(int head_dim)
-{
-    return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
-}
 
 /* A checked tqkv_attention. A row is one query of one head: row = query * group + (head within the group). */
 typedef struct tqkv__attention {
@@ -2575,45 +2292,11 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
                                            tqkv__softmax_tile_scalar,
                                            tqkv__value_tile_scalar};
 
-/* For the kernels below, with the macros of the set that includes them. */
-
-/* The format of decoded rows. */
-#define TQKV__FLOATS TQKV_FORMAT_DEFAULT
-/* Codes of 2 or 4 main bits, in the order of tqkv__to_decoded. */
-#define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
-/* Vectors in a run, which is decoded together. */
-#define TQKV__RUN(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_RUN : 4)
-/* May a block have a tail? Its size is a multiple of 16. */
-#define TQKV__HAS_TAIL(format) (TQKV__TAILS && TQKV__RUN(format) * TQKV__LANES > 16)
-/* Formats with loops straight from the codes. On NEON a codebook for bytes leaves no registers for sums. */
-#define TQKV__DIRECT(format) (TQKV__LANES > 4 || TQKV__MAIN_BITS(format) != 8 || TQKV__KIND(format) != TQKV__BOOK)
-
-/* Without optimisation a compiler keeps every branch of an inlined loop, and tails would take a minute and 2 GB to
-   compile. Rows that have one then take plain C. */
-#ifdef __OPTIMIZE__
-#define TQKV__TAILS 1
-#else
-#define TQKV__TAILS 0
-#endif
-
-/* Does R have no matrix? */
-#define TQKV__POWER(dim) (((dim) & ((dim)-1)) == 0)
-
-/* Distance between decoded rows. The gap keeps equal columns of many rows out of the same cache sets. */
-#define TQKV__X_STRIDE(dim) ((dim) + 16)
-
-/* Calls the loop for 1, 2 or `most` rows, each a constant. */
-#define TQKV__BY_ROWS(loop, most)                                                                                      \
-    (rows == 1    ? TQKV__(loop)(format, 1, block)                                                                     \
-     : rows == 2  ? TQKV__(loop)(format, 2, block)                                                                     \
-     : (most) > 2 ? TQKV__(loop)(format, most, block)                                                                  \
-                  : (void)0)
-
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
-/* >>attend-kernels: attention's inner loops, written once. The implementation includes this file again for each
-   instruction set. TQKV__(name) is that set's version of name, TQKV__LANES the number of floats in its vector, and
-   TQKV__TARGET the attribute that enables it in the compiler. */
+/* >>kernels: what the loops of attention and of encoding share. The implementation includes this file again for each
+   instruction set, and compiles the sections from here to >>avx512 for it. TQKV__(name) is that set's version of name,
+   TQKV__LANES the number of floats in its vector, and TQKV__TARGET the attribute that enables it in the compiler. */
 #ifdef TQKV__LANES
 
 #define TQKV__VECTOR TQKV__(vector)
@@ -2673,6 +2356,42 @@ TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, in
         TQKV__(store_words)(p, words);
     }
 }
+
+/* >>attend-kernels: attention's inner loops */
+
+/* The format of decoded rows. */
+#define TQKV__FLOATS TQKV_FORMAT_DEFAULT
+/* Codes of 2 or 4 main bits, in the order of tqkv__to_decoded. */
+#define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
+/* Vectors in a run, which is decoded together. */
+#define TQKV__RUN(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_RUN : 4)
+/* Formats with loops straight from the codes. Not those of 5 and 6 bits in bytes, which are there for existing caches: the
+   loops of two formats would take 26 KB for 1.1 to 1.5 times the speed. On NEON no codebook for bytes: it leaves no
+   registers for sums. */
+#define TQKV__DIRECT(format)                                                                                           \
+    (TQKV__PACKED(format) || TQKV__KIND(format) != TQKV__BOOK || (TQKV__LANES > 4 && TQKV__BOOK_BITS(format) == 8))
+/* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen 4,
+   D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
+#define TQKV__BOOK_ROWS(format, keys) (TQKV__LANES == 8 && ((keys) || TQKV__BOOK_BITS(format) != 4) ? 2 : 4)
+/* Most rows of a format's loops, which are compiled for 1, 2 and so many. */
+#define TQKV__KEY_ROWS(format)                                                                                         \
+    ((format) == TQKV__FLOATS           ? TQKV__DECODED_SCORE_ROWS                                                     \
+     : TQKV__KIND(format) == TQKV__BOOK ? TQKV__BOOK_ROWS(format, true)                                                \
+                                        : TQKV__SCORE_ROWS)
+#define TQKV__VALUE_ROWS(format) (TQKV__KIND(format) == TQKV__BOOK ? TQKV__BOOK_ROWS(format, false) : TQKV__ROWS)
+
+/* Does R have no matrix? */
+#define TQKV__POWER(dim) (((dim) & ((dim)-1)) == 0)
+
+/* Distance between decoded rows. The gap keeps equal columns of many rows out of the same cache sets. */
+#define TQKV__X_STRIDE(dim) ((dim) + 16)
+
+/* Calls the loop for 1, 2 or `most` rows, each a constant. */
+#define TQKV__BY_ROWS(loop, most)                                                                                      \
+    (rows == 1    ? TQKV__(loop)(format, 1, block)                                                                     \
+     : rows == 2  ? TQKV__(loop)(format, 2, block)                                                                     \
+     : (most) > 2 ? TQKV__(loop)(format, most, block)                                                                  \
+                  : (void)0)
 
 /* Parts of e^x - 1 = power * tail + (power - 1) for x in [-87, 0]: x = n ln2 + r, power = 2^n, tail = e^r - 1 by
    Taylor's series to r^7. The rest of the series is below float's last bit for |r| <= ln2/2. */
@@ -2800,6 +2519,7 @@ typedef struct TQKV__(block) {
     const float *rows;
     float *results;
     int row_stride, result_stride;
+    int n_rows;           /* at most as many as the loop's; the last one takes the place of those that are missing */
     const float *factors; /* [n], keys only */
     bool add;             /* add to the scores in results */
 } TQKV__(block);
@@ -2812,12 +2532,12 @@ typedef struct TQKV__(loops) {
 } TQKV__(loops);
 
 /* Bytes of a run in the field of main bits, and in the field of upper bits. */
-TQKV__OP int TQKV__(run_bytes)(const tqkv_format format, const int per_lane)
+TQKV__OP int TQKV__(run_bytes)(const tqkv_format format, int per_lane)
 {
     return TQKV__LANES * per_lane * (format == TQKV__FLOATS ? 32 : TQKV__MAIN_BITS(format)) / 8;
 }
 
-TQKV__OP int TQKV__(upper_bytes)(const tqkv_format format, const int per_lane)
+TQKV__OP int TQKV__(upper_bytes)(const tqkv_format format, int per_lane)
 {
     return TQKV__LANES * per_lane * TQKV__UPPER_BITS(format) / 8;
 }
@@ -2853,131 +2573,72 @@ TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const
     for (int i = 0; i < count; i++) x[i] = TQKV__(value)(format, per_lane, k + i, table, p, upper);
 }
 
-/* -- Tails: the vectors of a block behind its last whole run. On narrow vectors there are always TQKV__TAIL of them, a run of
-   that length. On wide ones there are any number, and their loops take one vector after the other: code for each length
-   would make the library half as large again. -- */
+/* -- A block, which is a multiple of 16 values, is whole runs and then, as they fit, runs of 4, 2 and 1 vectors. -- */
 
-/* Are codes packed, and any number of vectors a run? */
-TQKV__OP bool TQKV__(has_fields)(const tqkv_format format) { return !TQKV__TAIL && TQKV__PACKED(format); }
+/* Are there runs of two vectors? On vectors of 16 only packed codes gain by them. */
+#define TQKV__SHORT_RUNS(format) (TQKV__LANES < 16 || TQKV__PACKED(format))
 
-/* Are any number of vectors of a run looked up together? Then a tail is decoded before its vectors are taken. */
-TQKV__OP bool TQKV__(looked_up)(const tqkv_format format)
+/* Vectors of the next run, when so many values of the block are left. */
+TQKV__OP int TQKV__(run_length)(const tqkv_format format, int left)
 {
-    return !TQKV__TAIL && TQKV__KIND(format) == TQKV__BOOK && !TQKV__PACKED(format);
+    const int run = TQKV__RUN(format);
+    left /= TQKV__LANES;
+    if (run * TQKV__LANES <= 16 || left >= run) return run;
+    if (run > 4 && left >= 4) return 4;
+    return TQKV__SHORT_RUNS(format) && left >= 2 ? 2 : 1;
 }
 
-/* A run whose vectors are taken one after the other. */
-typedef struct TQKV__(rest) {
-    TQKV__(codes) main, upper, codes; /* fields, and codes of the next vectors */
-    const uint8_t *p;                 /* without fields */
-} TQKV__(rest);
+/* Calls the loop for a run of `count` vectors, fewer than a whole one, as a constant. */
+#define TQKV__SHORTER(loop, ...)                                                                                       \
+    (TQKV__RUN(format) > 4 && count == 4      ? loop(4, __VA_ARGS__)                                                   \
+     : TQKV__SHORT_RUNS(format) && count == 2 ? loop(2, __VA_ARGS__)                                                   \
+     : TQKV__LANES == 16                      ? loop(1, __VA_ARGS__)                                                   \
+                                              : (void)0)
 
-/* Vectors whose codes are joined from the two fields together. */
-#define TQKV__JOINED(format) (TQKV__BOOK_BITS(format) > 4 ? 4 : 8)
-
-/* Positions behind the one at hand of which loads of a field, always of 64 bytes, may read bytes. */
-#define TQKV__REACH(stride) (64 / (int)(stride) + 1)
-
-/* A run of `count` vectors, from that on with which the fields were opened. 8 and 4 are constants, 0 any other number. */
-TQKV__OP TQKV__(rest) TQKV__(open_run)(const tqkv_format format, const TQKV__(fields) * fields, const int count,
-                                       const uint8_t *p, const uint8_t *upper)
+/* A run of per_lane vectors as floats. */
+TQKV__OP void TQKV__(decode_run)(const int per_lane, const tqkv_format format, const TQKV__VECTOR *table,
+                                 const uint8_t *p, const uint8_t *upper, float *x)
 {
-    TQKV__(rest) rest;
-    rest.p = TQKV__(has_fields)(format) ? NULL : p;
-    if (TQKV__(has_fields)(format))
-        TQKV__(load_fields)(TQKV__BOOK_BITS(format), fields, count, p, upper, &rest.main, &rest.upper);
-    return rest;
-}
-
-/* The same, from a copy of the fields where no other position follows. */
-TQKV__OP TQKV__(rest) TQKV__(open_any_run)(const tqkv_format format, const TQKV__(fields) * fields, bool inside,
-                                           const uint8_t *p, const uint8_t *upper)
-{
-    uint8_t copy[2][64];
-    if (TQKV__(has_fields)(format) && !inside) {
-        TQKV__(copy_fields)(TQKV__BOOK_BITS(format), fields, p, upper, copy[0], copy[1]);
-        p = copy[0];
-        upper = copy[1];
-    }
-    return TQKV__(open_run)(format, fields, 0, p, upper);
-}
-
-/* Vector k of n runs, after those before it; n is a constant. */
-TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const int n, int k, const TQKV__VECTOR *table,
-                                   TQKV__(rest) * rest, TQKV__VECTOR *x)
-{
-    const tqkv_format f = format;
-    if (!TQKV__(has_fields)(f)) {
-        TQKV__UNROLL
-        for (int m = 0; m < n; m++, rest++) {
-            x[m] = TQKV__(value)(f, 1, 0, table, rest->p, rest->p);
-            rest->p += TQKV__(run_bytes)(f, 1);
-        }
-        return;
-    }
-    if (k % TQKV__JOINED(f) == 0) {
-        TQKV__UNROLL
-        for (int m = 0; m < n; m++)
-            rest[m].codes = TQKV__(join_fields)(TQKV__BOOK_BITS(f), k, rest[m].main, rest[m].upper);
-    } else {
-        TQKV__UNROLL
-        for (int m = 0; m < n; m++) TQKV__(next_codes)(TQKV__BOOK_BITS(f), &rest[m].codes);
-    }
+    TQKV__VECTOR run[8];
+    TQKV__(values)(format, per_lane, 0, per_lane, table, p, upper, run);
     TQKV__UNROLL
-    for (int m = 0; m < n; m++) x[m] = TQKV__(look_up)(TQKV__BOOK_BITS(f), table, rest[m].codes);
-}
-
-TQKV__OP void TQKV__(open_tail)(const tqkv_format format, const TQKV__(block) * block, int first,
-                                TQKV__(fields) * fields)
-{
-    const int count = block->dim / TQKV__LANES % TQKV__RUN(format);
-    if (TQKV__(has_fields)(format))
-        TQKV__(open_fields)(TQKV__MAIN_BITS(format), TQKV__UPPER_BITS(format), count, first, fields);
-}
-
-/* A tail of `count` vectors as floats. */
-TQKV__OP void TQKV__(decode_run)(const tqkv_format format, const TQKV__(fields) * fields, int count, bool inside,
-                                 const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, float *x)
-{
-    TQKV__VECTOR run[4];
-    if (TQKV__TAIL || TQKV__(looked_up)(format)) {
-        const int per_lane = TQKV__TAIL ? TQKV__TAIL : count;
-        TQKV__UNROLL
-        for (int k = 0; k < (TQKV__TAIL ? TQKV__TAIL : 3); k++)
-            if (k < count) run[k] = TQKV__(value)(format, per_lane, k, table, p, upper);
-        TQKV__UNROLL
-        for (int k = 0; k < (TQKV__TAIL ? TQKV__TAIL : 3); k++)
-            if (k < count) TQKV__(store)(x + k * TQKV__LANES, run[k]);
-        return;
-    }
-    TQKV__(rest) rest = TQKV__(open_any_run)(format, fields, inside, p, upper);
-    for (int k = 0; k < count; k++) {
-        TQKV__(next_vectors)(format, 1, k, table, &rest, run);
-        TQKV__(store)(x + k * TQKV__LANES, run[0]);
-    }
+    for (int k = 0; k < per_lane; k++) TQKV__(store)(x + k * TQKV__LANES, run[k]);
 }
 
 /* The first n positions as floats. x: [n][TQKV__X_STRIDE] */
 TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
 {
-    const int per_lane = TQKV__RUN(format), rest = block->dim % (TQKV__LANES * per_lane);
-    TQKV__VECTOR table[8], run[8];
-    TQKV__(fields) fields;
+    TQKV__VECTOR table[8];
     TQKV__(load_codebook)(format, block->stream, table);
-    if (TQKV__TAILS) TQKV__(open_tail)(format, block, 0, &fields);
     for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(block->dim)) {
         const uint8_t *p = block->codes + (size_t)j * block->stride, *upper = p + block->upper;
-        for (int d = 0; d < block->dim - rest; d += TQKV__LANES * per_lane) {
-            TQKV__(values)(format, per_lane, 0, per_lane, table, p, upper, run);
-            TQKV__UNROLL
-            for (int k = 0; k < per_lane; k++) TQKV__(store)(x + d + k * TQKV__LANES, run[k]);
-            p += TQKV__(run_bytes)(format, per_lane);
-            upper += TQKV__(upper_bytes)(format, per_lane);
+        for (int left = block->dim, count; left > 0; left -= count * TQKV__LANES) {
+            count = TQKV__(run_length)(format, left);
+            if (count == TQKV__RUN(format))
+                TQKV__(decode_run)(TQKV__RUN(format), format, table, p, upper, x + block->dim - left);
+            else
+                TQKV__SHORTER(TQKV__(decode_run), format, table, p, upper, x + block->dim - left);
+            p += TQKV__(run_bytes)(format, count);
+            upper += TQKV__(upper_bytes)(format, count);
         }
-        if (TQKV__HAS_TAIL(format) && rest) TQKV__(decode_run)
-        (format, &fields, rest / TQKV__LANES, j + TQKV__REACH(block->stride) < n, table, p, upper,
-         x + block->dim - rest);
     }
+}
+
+/* Rows of a matrix: queries or weights. */
+typedef struct TQKV__(rows) {
+    const float *at;
+    size_t offset[TQKV__ROWS]; /* of each row, in floats */
+} TQKV__(rows);
+
+/* The rows that a loop for `rows` of them takes from a block: the last one again for those that it lacks. */
+TQKV__OP TQKV__(rows) TQKV__(open_rows)(const int rows, int stride, const TQKV__(block) * block)
+{
+    TQKV__(rows) all;
+    all.at = block->rows;
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++)
+        all.offset[r] = (size_t)((r < 3 || r < block->n_rows ? r : block->n_rows - 1) * stride);
+    return all;
 }
 
 /* Does the loop decode a run's vectors together? They share work, which the compiler finds only in adjacent code. */
@@ -2994,21 +2655,28 @@ TQKV__OP const TQKV__VECTOR *TQKV__(reload)(const int rows, const TQKV__VECTOR *
     return table;
 }
 
-/* sums[row][m] += products, lane by lane, of query `row` and a run of per_lane vectors of key m, at p[m]; m < 4 */
-TQKV__OP void TQKV__(dot_run)(const tqkv_format format, const int per_lane, const int rows, const TQKV__VECTOR *table,
-                              const uint8_t *const *p, size_t at, size_t upper, const float *queries, size_t row_stride,
-                              TQKV__VECTOR (*sums)[4])
+/* Four keys that are scored together: those of vectors at p[m] + at, with their upper bits at p[m] + upper. */
+typedef struct TQKV__(keys) {
+    const uint8_t *p[4];
+    size_t at, upper;
+} TQKV__(keys);
+
+/* sums[row][m] += products, lane by lane, of query `row` and a run of per_lane vectors of key m */
+TQKV__OP void TQKV__(dot_run)(const int per_lane, const tqkv_format format, const int rows, const TQKV__VECTOR *table,
+                              const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
 {
     TQKV__VECTOR x[8], query[TQKV__ROWS];
     if (TQKV__(whole_runs)(format)) {
         TQKV__UNROLL
         for (int m = 0; m < 4; m++) {
-            TQKV__(values)(format, per_lane, 0, per_lane, TQKV__(reload)(rows, table), p[m] + at, p[m] + upper, x);
+            TQKV__(values)
+            (format, per_lane, 0, per_lane, TQKV__(reload)(rows, table), keys->p[m] + keys->at,
+             keys->p[m] + keys->upper, x);
             TQKV__UNROLL
             for (int k = 0; k < per_lane; k++) {
                 TQKV__UNROLL
                 for (int r = 0; r < rows; r++) {
-                    query[r] = TQKV__(load)(queries + (size_t)r * row_stride + k * TQKV__LANES);
+                    query[r] = TQKV__(load)(queries->at + queries->offset[r] + k * TQKV__LANES);
                     sums[r][m] = TQKV__(fma)(query[r], x[k], sums[r][m]);
                 }
             }
@@ -3018,63 +2686,77 @@ TQKV__OP void TQKV__(dot_run)(const tqkv_format format, const int per_lane, cons
     TQKV__UNROLL
     for (int k = 0; k < per_lane; k++) {
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(queries + (size_t)r * row_stride + k * TQKV__LANES);
+        for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(queries->at + queries->offset[r] + k * TQKV__LANES);
         TQKV__UNROLL
         for (int m = 0; m < 4; m++) {
-            x[m] = TQKV__(value)(format, per_lane, k, table, p[m] + at, p[m] + upper);
+            x[m] = TQKV__(value)(format, per_lane, k, table, keys->p[m] + keys->at, keys->p[m] + keys->upper);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(fma)(query[r], x[m], sums[r][m]);
         }
     }
 }
 
-TQKV__OP void TQKV__(open_runs)(const tqkv_format format, const TQKV__(fields) * fields, const int count,
-                                const uint8_t *const *p, size_t at, size_t upper, TQKV__(rest) * rest)
+/* A run whose vectors are taken one after the other. */
+typedef struct TQKV__(rest) {
+    TQKV__(codes) main, upper, codes; /* of packed codes: fields, and codes of the next vectors */
+    const uint8_t *p;                 /* of others */
+} TQKV__(rest);
+
+/* Vectors whose codes are joined from the two fields together. */
+#define TQKV__JOINED(format) (TQKV__BOOK_BITS(format) > 4 ? 4 : 8)
+
+/* Opens the run of each key; `count` is a constant for packed codes. */
+TQKV__OP void TQKV__(open_runs)(const tqkv_format format, const int count, const TQKV__(keys) * keys,
+                                TQKV__(rest) * rest)
 {
     TQKV__UNROLL
-    for (int m = 0; m < 4; m++) rest[m] = TQKV__(open_run)(format, fields, count, p[m] + at, p[m] + upper);
-}
-
-/* The runs of four keys; of formats that are looked up as floats. Those that are looked up, or that no other position
-   follows, are put into `copy` first, one after the other: this saves code. */
-TQKV__OP void TQKV__(open_keys)(const tqkv_format format, const TQKV__(fields) * fields, int count, bool inside,
-                                const TQKV__VECTOR *table, const uint8_t *const *p, size_t at, size_t upper,
-                                float (*copy)[4 * TQKV__LANES], TQKV__(rest) * rest)
-{
-    const uint8_t *copies[4];
-    if (TQKV__(has_fields)(format) && count == 8) {
-        TQKV__(open_runs)(format, fields, 8, p, at, upper, rest);
-    } else if (TQKV__(has_fields)(format) && count == 4) {
-        TQKV__(open_runs)(format, fields, 4, p, at, upper, rest);
-    } else if (!TQKV__(looked_up)(format) && (inside || !TQKV__(has_fields)(format))) {
-        TQKV__(open_runs)(format, fields, 0, p, at, upper, rest);
-    } else {
-        for (int m = 0; m < 4; m++) {
-            uint8_t *to = (uint8_t *)(void *)copy[m];
-            copies[m] = to;
-            if (TQKV__(looked_up)(format))
-                TQKV__(decode_run)(format, fields, count, inside, table, p[m] + at, p[m] + upper, copy[m]);
-            else
-                TQKV__(copy_fields)(TQKV__BOOK_BITS(format), fields, p[m] + at, p[m] + upper, to, to + 64);
-        }
-        TQKV__(open_runs)(format, fields, 0, copies, 0, 64, rest);
+    for (int m = 0; m < 4; m++) {
+        rest[m].p = keys->p[m] + keys->at;
+        if (TQKV__PACKED(format)) TQKV__(load_fields)
+        (TQKV__BOOK_BITS(format), count, rest[m].p, keys->p[m] + keys->upper, &rest[m].main, &rest[m].upper);
     }
 }
 
-/* The same for a run of `count` vectors, one after the other. */
-TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, const TQKV__(fields) * fields, int count,
-                                  bool inside, const TQKV__VECTOR *table, const uint8_t *const *p, size_t at,
-                                  size_t upper, const float *queries, size_t row_stride, TQKV__VECTOR (*sums)[4])
+/* Vector k of the runs, after those before it; x: [4] */
+TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, int k, const TQKV__VECTOR *table, TQKV__(rest) * rest,
+                                   TQKV__VECTOR *x)
 {
-    const tqkv_format now = TQKV__(looked_up)(format) ? TQKV__FLOATS : format;
-    TQKV__ALIGNED float x[4][4 * TQKV__LANES];
+    const int bits = TQKV__BOOK_BITS(format);
+    (void)bits; /* only on vectors of 16 */
+    if (!TQKV__PACKED(format)) {
+        TQKV__UNROLL
+        for (int m = 0; m < 4; m++, rest++) {
+            x[m] = TQKV__(value)(format, 1, 0, table, rest->p, rest->p);
+            rest->p += TQKV__(run_bytes)(format, 1);
+        }
+        return;
+    }
+    if (k % TQKV__JOINED(format) == 0) {
+        TQKV__UNROLL
+        for (int m = 0; m < 4; m++) rest[m].codes = TQKV__(join_fields)(bits, k, rest[m].main, rest[m].upper);
+    } else {
+        TQKV__UNROLL
+        for (int m = 0; m < 4; m++) TQKV__(next_codes)(bits, &rest[m].codes);
+    }
+    TQKV__UNROLL
+    for (int m = 0; m < 4; m++) x[m] = TQKV__(look_up)(bits, table, rest[m].codes);
+}
+
+/* As dot_run for any number of vectors, one after the other; of packed codes 8 or 4. */
+TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int count, const TQKV__VECTOR *table,
+                                  const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
+{
+    const float *at = queries->at;
     TQKV__(rest) rest[4];
-    TQKV__(open_keys)(format, fields, count, inside, table, p, at, upper, x, rest);
-    for (int k = 0; k < count; k++, queries += TQKV__LANES) {
+    if (count == 8)
+        TQKV__(open_runs)(format, 8, keys, rest);
+    else
+        TQKV__(open_runs)(format, 4, keys, rest);
+    for (int k = 0; k < count; k++, at += TQKV__LANES) {
         TQKV__VECTOR query[TQKV__ROWS], v[4];
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(queries + (size_t)r * row_stride);
-        TQKV__(next_vectors)(now, 4, k, table, rest, v);
+        for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(at + queries->offset[r]);
+        TQKV__(next_vectors)(format, k, table, rest, v);
         TQKV__UNROLL
         for (int m = 0; m < 4; m++) {
             TQKV__UNROLL
@@ -3084,11 +2766,41 @@ TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, cons
 }
 
 /* Asks for the codes of four keys of the next tile. */
-TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const uint8_t *const *p, ptrdiff_t at, int size)
+TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const TQKV__(keys) * keys, ptrdiff_t ahead, int size)
 {
     TQKV__UNROLL
     for (int m = 0; m < 4; m++)
-        if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p[m] + at, (size_t)size);
+        if (format != TQKV__FLOATS)
+            tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, keys->p[m] + (ptrdiff_t)keys->at + ahead, (size_t)size);
+}
+
+/* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4. On vectors of 16 most runs are taken one vector
+   after the other: code for all vectors of a run gains nothing there, but 3% for whole runs of halves, and short runs of
+   packed codes. */
+TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(block) * block,
+                               const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__VECTOR (*sums)[4])
+{
+    const int run = TQKV__RUN(format);
+    const bool wide = TQKV__LANES == 16, packed = TQKV__PACKED(format), grid = TQKV__KIND(format) == TQKV__GRID;
+    const bool any = wide && !packed && TQKV__KIND(format) != TQKV__BOOK; /* are there runs of any length? */
+    TQKV__(rows) queries = TQKV__(open_rows)(rows, block->row_stride, block);
+    TQKV__UNROLL
+    for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
+    for (int left = block->dim, count; left > 0; left -= count * TQKV__LANES) {
+        const bool whole = left >= run * TQKV__LANES;
+        count = any && !whole ? left / TQKV__LANES : TQKV__(run_length)(format, left);
+        const int bytes = TQKV__(run_bytes)(format, count), upper_bytes = TQKV__(upper_bytes)(format, count);
+        TQKV__(ask_ahead)(format, keys, block->ahead, bytes + upper_bytes);
+        if ((wide && packed && count > 2) || (any && (grid || !whole)))
+            TQKV__(dot_vectors)(format, rows, count, table, keys, &queries, sums);
+        else if (whole)
+            TQKV__(dot_run)(TQKV__RUN(format), format, rows, table, keys, &queries, sums);
+        else
+            TQKV__SHORTER(TQKV__(dot_run), format, rows, table, keys, &queries, sums);
+        keys->at += (size_t)bytes;
+        keys->upper += (size_t)upper_bytes;
+        queries.at += count * TQKV__LANES;
+    }
 }
 
 /* Writes a vector of scores for each row: (+)= factors * sum_across(fours). */
@@ -3100,43 +2812,7 @@ TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, 
     for (int r = 0; r < rows; r++) {
         float *to = block->results + r * TQKV__TILE + first;
         const TQKV__VECTOR before = block->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
-        TQKV__(store)(to, TQKV__(fma)(TQKV__(sum_across)(fours[r]), factors, before));
-    }
-}
-
-/* sums[row][m]: products, lane by lane, of query `row` and key m, at p[m]; m < 4. Packed codes and integers have one loop for
-   whole runs and tails, where nothing is gained by code for all vectors of a run; halves lose 3% by it. */
-TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(block) * block,
-                               const TQKV__(fields) * fields, bool inside, const TQKV__VECTOR *table,
-                               const uint8_t *const *p, TQKV__VECTOR (*sums)[4])
-{
-    const int per_lane = TQKV__RUN(format), run = TQKV__LANES * per_lane;
-    const int run_bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
-    const bool any = TQKV__TAILS && (TQKV__(has_fields)(format) || (!TQKV__TAIL && TQKV__KIND(format) == TQKV__GRID));
-    const size_t row_stride = (size_t)block->row_stride;
-    const float *queries = block->rows;
-    size_t at = 0, upper = block->upper;
-    int left = block->dim;
-    TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
-    for (; left >= (any ? 1 : run); left -= run, queries += run) {
-        const int count = left < run ? left / TQKV__LANES : per_lane;
-        (void)count; /* only with tails */
-        TQKV__(ask_ahead)(format, p, (ptrdiff_t)at + block->ahead, run_bytes + upper_bytes);
-        if (TQKV__TAILS && any)
-            TQKV__(dot_vectors)(format, rows, fields, count, inside, table, p, at, upper, queries, row_stride, sums);
-        else
-            TQKV__(dot_run)(format, per_lane, rows, table, p, at, upper, queries, row_stride, sums);
-        at += (size_t)run_bytes;
-        upper += (size_t)upper_bytes;
-    }
-    if (TQKV__HAS_TAIL(format) && !any && left > 0) {
-        const int count = left / TQKV__LANES;
-        TQKV__(ask_ahead)(format, p, (ptrdiff_t)at + block->ahead, run_bytes);
-        if (TQKV__TAIL)
-            TQKV__(dot_run)(format, TQKV__TAIL, rows, table, p, at, upper, queries, row_stride, sums);
-        else
-            TQKV__(dot_vectors)(format, rows, fields, count, inside, table, p, at, upper, queries, row_stride, sums);
+        if (r < 3 || r < block->n_rows) TQKV__(store)(to, TQKV__(fma)(TQKV__(sum_across)(fours[r]), factors, before));
     }
 }
 
@@ -3149,20 +2825,20 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV
     const size_t stride = TQKV__(stride)(format, block);
     const uint8_t *codes = block->codes;
     TQKV__VECTOR table[8];
-    TQKV__(fields) fields;
     TQKV__(load_codebook)(format, block->stream, table);
-    if (TQKV__TAILS) TQKV__(open_tail)(format, block, 0, &fields);
     for (int first = 0; first < n; first += TQKV__LANES) {
         for (int i = 0; i < TQKV__LANES; i += 4) {
             TQKV__VECTOR sums[TQKV__ROWS][4];
-            const uint8_t *p[4];
+            TQKV__(keys) keys;
+            keys.at = 0;
+            keys.upper = block->upper;
             TQKV__UNROLL
             for (int m = 0; m < 4; m++) {
-                p[m] = codes;
+                keys.p[m] = codes;
                 /* Past the end: the last key again; decoded rows are padded with copies of it. */
                 codes += format == TQKV__FLOATS || first + i + m + 1 < n ? stride : 0;
             }
-            TQKV__(dot_keys)(format, rows, block, &fields, first + i + 3 + TQKV__REACH(stride) < n, table, p, sums);
+            TQKV__(dot_keys)(format, rows, block, table, &keys, sums);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) TQKV__(store)(fours[r] + i / 4 * TQKV__LANES, TQKV__(sum_fours)(sums[r]));
         }
@@ -3170,25 +2846,25 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV
     }
 }
 
-/* sums[row][v] += weights[row] * vector k + v of the run of per_lane vectors at p; per_lane is a constant, weights of rows are
-   TQKV__TILE apart. Where vectors are looked up together, weights come after them: 16 registers cannot hold both. */
+/* sums[row][v] += weights[row] * vector k + v of the run of per_lane vectors at p; per_lane is a constant. Where vectors are
+   looked up together, weights come after them: 16 registers cannot hold both. */
 TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows, const int k,
                                    const int width, const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper,
-                                   const float *weights, TQKV__VECTOR (*sums)[8])
+                                   const TQKV__(rows) * weights, TQKV__VECTOR (*sums)[8])
 {
     TQKV__VECTOR weight[TQKV__ROWS], x[8];
     if (TQKV__(whole_runs)(format)) {
         TQKV__(values)(format, per_lane, k, width, TQKV__(reload)(rows, table), p, upper, x);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
-            weight[r] = TQKV__(set1)(weights[r * TQKV__TILE]);
+            weight[r] = TQKV__(set1)(weights->at[weights->offset[r]]);
             TQKV__UNROLL
             for (int v = 0; v < width; v++) sums[r][v] = TQKV__(fma)(weight[r], x[v], sums[r][v]);
         }
         return;
     }
     TQKV__UNROLL
-    for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights[r * TQKV__TILE]);
+    for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights->at[weights->offset[r]]);
     TQKV__UNROLL
     for (int v = 0; v < width; v++) {
         x[v] = TQKV__(value)(format, per_lane, k + v, table, p, upper);
@@ -3197,88 +2873,104 @@ TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane,
     }
 }
 
-/* The same for the first `count` vectors, at most `width`, from that on with which the fields were opened. */
-TQKV__OP void TQKV__(add_vectors)(const tqkv_format format, const TQKV__(fields) * fields, bool inside, int count,
-                                  const int rows, const int width, const TQKV__VECTOR *table, const uint8_t *p,
-                                  const uint8_t *upper, const float *weights, TQKV__VECTOR (*sums)[8])
+/* Loads or stores `width` vectors of sums of each row, at out; width is a constant, and so is `store`. */
+TQKV__OP void TQKV__(move_sums)(const bool store, const int rows, const int width, const TQKV__(block) * block,
+                                TQKV__VECTOR (*sums)[8], float *out)
 {
-    TQKV__(rest) rest = TQKV__(open_any_run)(format, fields, inside, p, upper);
-    TQKV__VECTOR weight[TQKV__ROWS];
     TQKV__UNROLL
-    for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights[r * TQKV__TILE]);
-    TQKV__UNROLL
-    for (int v = 0; v < width; v++) {
-        TQKV__VECTOR x;
-        if (v >= count) break;
-        TQKV__(next_vectors)(format, 1, v, table, &rest, &x);
+    for (int r = 0; r < rows; r++) {
+        const bool last = r == 3 && block->n_rows == 3; /* it has no place of its own */
+        float *row = out + (last ? 2 : r) * block->result_stride;
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) sums[r][v] = TQKV__(fma)(weight[r], x, sums[r][v]);
+        for (int v = 0; v < width; v++) {
+            if (!store) sums[r][v] = TQKV__(load)(row + v * TQKV__LANES);
+            if (store && !last) TQKV__(store)(row + v * TQKV__LANES, sums[r][v]);
+        }
     }
 }
 
-/* out[row] += sum_j weights[row][j] * value[j] for at most `width` vectors from vector k on of a run of per_lane vectors,
-   whose sums are in registers over all positions. whole: per_lane is a constant. p: of the run at the first
-   position, out: of vector k */
-TQKV__OP void TQKV__(accumulate_run)(const tqkv_format format, const bool whole, int per_lane, const int rows, int k,
-                                     const int width, const TQKV__(block) * block, const TQKV__VECTOR *table,
-                                     const uint8_t *p, const uint8_t *upper, float *out)
+/* out[row] += sum_j weights[row][j] * value[j] for `width` vectors from vector k on of a run of per_lane vectors, whose
+   sums are in registers over all positions; per_lane is a constant. p: of the run at the first position, out: of vector k */
+TQKV__OP void TQKV__(accumulate_vectors)(const tqkv_format format, const int per_lane, const int rows, const int k,
+                                         const int width, const TQKV__(block) * block, const TQKV__VECTOR *table,
+                                         const uint8_t *p, const uint8_t *upper, float *out)
 {
-    const int n = block->n, count = per_lane - k, result_stride = block->result_stride;
-    const int bytes = TQKV__(run_bytes)(format, TQKV__RUN(format)),
-              upper_bytes = TQKV__(upper_bytes)(format, TQKV__RUN(format));
-    const size_t stride = TQKV__(stride)(format, block), size = (size_t)(bytes + upper_bytes);
+    const int n = block->n, size = TQKV__(run_bytes)(format, per_lane) + TQKV__(upper_bytes)(format, per_lane);
+    const size_t stride = TQKV__(stride)(format, block);
     const ptrdiff_t ahead = block->ahead;
-    const float *weights = block->rows;
+    TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, block);
     TQKV__VECTOR sums[TQKV__ROWS][8];
-    TQKV__(fields) fields;
-    if (TQKV__TAILS && !whole) TQKV__(open_tail)(format, block, k, &fields);
-    TQKV__UNROLL
-    for (int i = 0; i < rows * width; i++) { /* the last vector again behind the end */
-        const int r = i / width, v = i % width, from = v < count ? v : count - 1;
-        sums[r][v] = TQKV__(load)(out + r * result_stride + from * TQKV__LANES);
-    }
     int j = 0;
+    TQKV__(move_sums)(false, rows, width, block, sums, out);
     do { /* n > 0: a loop that may run no times costs copies of all sums */
-        if (format != TQKV__FLOATS && k == 0) tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p + ahead, size);
-        if (!TQKV__TAILS || whole)
-            TQKV__(add_weighted)(format, per_lane, rows, k, width, table, p, upper, weights + j, sums);
-        else
-            TQKV__(add_vectors)
-        (format, &fields, j + TQKV__REACH(stride) < n, count, rows, width, table, p, upper, weights + j, sums);
+        if (format != TQKV__FLOATS && k == 0) tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p + ahead, (size_t)size);
+        TQKV__(add_weighted)(format, per_lane, rows, k, width, table, p, upper, &weights, sums);
         p += stride;
         upper += stride;
+        weights.at++;
     } while (++j < n);
-    TQKV__UNROLL
-    for (int i = 0; i < rows * width; i++) {
-        const int r = i % rows, v = i / rows;
-        if (v < count) TQKV__(store)(out + r * result_stride + v * TQKV__LANES, sums[r][v]);
-    }
+    TQKV__(move_sums)(true, rows, width, block, sums, out);
 }
 
-/* out[row] += sum_j weights[row][j] * value[j]; not for a tail that is looked up */
+/* The same for all vectors of a whole run, as many at a time as registers hold. */
+TQKV__OP void TQKV__(accumulate_run)(const tqkv_format format, const int rows, const TQKV__(block) * block,
+                                     const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, float *out)
+{
+    const int per_lane = TQKV__RUN(format), most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane;
+    TQKV__UNROLL
+    for (int k = 0; k < per_lane; k += width, out += width * TQKV__LANES)
+        TQKV__(accumulate_vectors)(format, per_lane, rows, k, width, block, table, p, upper, out);
+}
+
+/* The same for a run of per_lane vectors, 4 or 2, if there is one, and one vector behind it, if `single`: in one pass, because
+   the sums of one vector alone would wait for each other. */
+TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_lane, bool run, bool single,
+                                      const int rows, const TQKV__(block) * block, const TQKV__VECTOR *table,
+                                      const uint8_t *p, const uint8_t *upper, float *out)
+{
+    const int n = block->n, behind = run ? per_lane : 0;
+    const int bytes = TQKV__(run_bytes)(format, behind), upper_bytes = TQKV__(upper_bytes)(format, behind);
+    const size_t stride = TQKV__(stride)(format, block), size = (size_t)(bytes + upper_bytes + 1);
+    const ptrdiff_t ahead = block->ahead;
+    TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, block);
+    TQKV__VECTOR sums[TQKV__ROWS][8], one[TQKV__ROWS][8];
+    float *last = out + behind * TQKV__LANES;
+    int j = 0;
+    if (run) TQKV__(move_sums)(false, rows, per_lane, block, sums, out);
+    if (single) TQKV__(move_sums)(false, rows, 1, block, one, last);
+    do {
+        if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p + ahead, size);
+        if (run) TQKV__(add_weighted)(format, per_lane, rows, 0, per_lane, table, p, upper, &weights, sums);
+        if (single) TQKV__(add_weighted)(format, 1, rows, 0, 1, table, p + bytes, upper + upper_bytes, &weights, one);
+        p += stride;
+        upper += stride;
+        weights.at++;
+    } while (++j < n);
+    if (run) TQKV__(move_sums)(true, rows, per_lane, block, sums, out);
+    if (single) TQKV__(move_sums)(true, rows, 1, block, one, last);
+}
+
+/* out[row] += sum_j weights[row][j] * value[j] */
 TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const TQKV__(block) * block)
 {
-    const int per_lane = TQKV__RUN(format), vectors = block->dim / TQKV__LANES;
-    const int most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane; /* rows * width sums */
-    const bool tail = TQKV__HAS_TAIL(format) && !TQKV__(looked_up)(format);
-    const int rest = vectors % per_lane, known = TQKV__TAIL ? TQKV__TAIL : 4; /* known: its sums are in registers */
+    const int run = TQKV__RUN(format);
     const uint8_t *p = block->codes, *upper = block->codes + block->upper;
     float *out = block->results;
     TQKV__VECTOR table[8];
-    (void)rest; /* only with tails */
     TQKV__(load_codebook)(format, block->stream, table);
-    for (int run = vectors / per_lane; run > 0; run--) {
-        TQKV__UNROLL
-        for (int k = 0; k < per_lane; k += width, out += width * TQKV__LANES)
-            TQKV__(accumulate_run)(format, true, per_lane, rows, k, width, block, table, p, upper, out);
-        p += TQKV__(run_bytes)(format, per_lane);
-        upper += TQKV__(upper_bytes)(format, per_lane);
+    for (int left = block->dim / TQKV__LANES, count; left > 0; left -= count, out += count * TQKV__LANES) {
+        const bool five = 5 * rows <= TQKV__SUMS, odd = TQKV__LANES == 16 && left & 1;
+        count = left >= run ? run : run > 4 && left >= 4 ? (five && left == 5 ? 5 : 4) : left;
+        if (left >= run)
+            TQKV__(accumulate_run)(format, rows, block, table, p, upper, out);
+        else if (run > 4 && left >= 4)
+            TQKV__(accumulate_rest)
+        (format, 4, true, TQKV__LANES == 16 && count == 5, rows, block, table, p, upper, out);
+        else if (run * TQKV__LANES > 16)
+            TQKV__(accumulate_rest)(format, 2, TQKV__LANES < 16 || left > 1, odd, rows, block, table, p, upper, out);
+        p += TQKV__(run_bytes)(format, count);
+        upper += TQKV__(upper_bytes)(format, count);
     }
-    if (TQKV__TAILS && tail && (TQKV__TAIL || TQKV__(has_fields)(format)) && rest == known)
-        TQKV__(accumulate_run)(format, true, known, rows, 0, known, block, table, p, upper, out);
-    else if (TQKV__TAILS && !TQKV__TAIL && tail)
-        for (int k = 0; k < rest; k += width, out += width * TQKV__LANES)
-            TQKV__(accumulate_run)(format, false, rest, rows, k, width, block, table, p, upper, out);
 }
 
 /* As decode, for a codebook too large for table instructions: loads eight codes, stores a vector of centroids. */
@@ -3302,13 +2994,12 @@ TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float 
 
 TQKV__OP void TQKV__(score_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
 {
-    const int most = format == TQKV__FLOATS ? TQKV__DECODED_SCORE_ROWS : TQKV__SCORE_ROWS;
-    if (TQKV__DIRECT(format)) TQKV__BY_ROWS(score, most);
+    if (TQKV__DIRECT(format)) TQKV__BY_ROWS(score, TQKV__KEY_ROWS(format));
 }
 
 TQKV__OP void TQKV__(accumulate_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
 {
-    if (TQKV__DIRECT(format)) TQKV__BY_ROWS(accumulate, TQKV__ROWS);
+    if (TQKV__DIRECT(format)) TQKV__BY_ROWS(accumulate, TQKV__VALUE_ROWS(format));
 }
 
 TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
@@ -3342,16 +3033,17 @@ TQKV__ROW_LOOPS(, TQKV__FLOATS, )
 static const TQKV__(loops) TQKV__(loops_by_format)[] = {
     {NULL, TQKV__(score_TQKV__FLOATS), TQKV__(accumulate_TQKV__FLOATS)}, TQKV__FORMATS(TQKV__LOOPS_OF, )};
 
-/* Runs the loop over all rows of a block, at most `most` at a time. */
+/* Runs the loop over all rows of a block, at most `most` at a time. Three take the loop for four, with one row twice: as two
+   and one they would decode everything twice. */
 static void TQKV__(by_rows)(TQKV__(block) * block, int n_rows, int most, void (*loop)(const TQKV__(block) *, int rows))
 {
     const float *rows = block->rows;
     float *results = block->results;
-    for (int left = n_rows, now = 0; left > 0; left -= now) {
-        now = left >= most ? most : left >= 2 ? 2 : 1;
-        loop(block, now);
-        block->rows += now * block->row_stride;
-        block->results += now * block->result_stride;
+    for (int left = n_rows; left > 0; left -= block->n_rows) {
+        block->n_rows = left >= most ? most : left == 3 ? 3 : left >= 2 ? 2 : 1;
+        loop(block, block->n_rows == 3 ? most : block->n_rows);
+        block->rows += block->n_rows * block->row_stride;
+        block->results += block->n_rows * block->result_stride;
     }
     block->rows = rows;
     block->results = results;
@@ -3391,24 +3083,11 @@ TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows,
     const tqkv__stream *s = block->stream;
     const TQKV__(loops) *loops = &TQKV__(loops_by_format)[s->format];
     const bool any = !keys && TQKV__LANES == 16 && s->book_bits < 6;
-    const int most = s->kind == TQKV__BOOK && (keys || s->book_bits > 4) ? TQKV__SCORE_ROWS : 4;
-    const int tail = TQKV__HAS_TAIL(s->format) ? block->dim % (TQKV__RUN(s->format) * TQKV__LANES) : 0;
-    if (!TQKV__DIRECT(s->format) || (n_rows > most && !any)) {
+    const int most = keys ? TQKV__KEY_ROWS(s->format) : TQKV__VALUE_ROWS(s->format);
+    if (!TQKV__DIRECT(s->format) || (n_rows > (s->kind == TQKV__BOOK ? most : TQKV__ROWS) && !any))
         TQKV__(attend_decoded)(block, n_rows, keys);
-    } else if (keys) {
-        TQKV__(by_rows)(block, n_rows, TQKV__SCORE_ROWS, loops->score);
-    } else if (!tail || !TQKV__(looked_up)(s->format)) {
-        TQKV__(by_rows)(block, n_rows, TQKV__ROWS, loops->accumulate);
-    } else {
-        const int whole = block->dim - tail, main_bytes = whole * s->main_bits / 8;
-        block->dim = whole;
-        if (whole) TQKV__(by_rows)(block, n_rows, TQKV__ROWS, loops->accumulate);
-        block->dim = tail;
-        block->codes += main_bytes;
-        block->upper += (size_t)(whole * s->upper_bits / 8 - main_bytes);
-        block->results += whole;
-        TQKV__(attend_decoded)(block, n_rows, false);
-    }
+    else
+        TQKV__(by_rows)(block, n_rows, most, keys ? loops->score : loops->accumulate);
 }
 
 /* Opens the block of values from `before` on for the run. */
@@ -3998,12 +3677,12 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, fl
         TQKV__(store)(row + d, TQKV__(load)(row + d) * TQKV__(set1)(scales[d / s->norm_dim]));
 }
 
-/* As tqkv__quantise, with the cells of tqkv__quantiser. bits is a constant. */
+/* As tqkv__quantise, with the cells of tqkv__quantiser. bits is a constant, 4 for fewer, too. */
 TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q, const TQKV__(codes) * below,
                                         const TQKV__VECTOR *bounds, TQKV__VECTOR v)
 {
     TQKV__(codes) side;
-    const TQKV__VECTOR w = TQKV__(fold)(1 << (bits - 1), v, &side);
+    const TQKV__VECTOR w = TQKV__(fold)((int)(q->half & 255), v, &side);
     const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
     const TQKV__(codes) count = TQKV__(below)(bits, below, TQKV__(truncate)(cell));
     return TQKV__(finish)(count, TQKV__(bound)(bits, bounds, count), w, side);
@@ -4057,83 +3736,72 @@ TQKV__OP void TQKV__(quantise_block_tq8)(const tqkv__quantiser *q, const float *
     memcpy(codes + n - rest, tail_codes, (size_t)rest);
 }
 
-/* The codes of up to four vectors of y as bytes; those behind n values repeat the first vector. format is a constant. */
-TQKV__OP TQKV__(codes)
-    TQKV__(quantise_four)(const tqkv_format format, const tqkv__quantiser *q, const TQKV__(codes) * below,
-                          const TQKV__VECTOR *bounds, const float *y, int n, TQKV__VECTOR scale)
+/* y: [head_dim], scales: [norms_per_row] -> codes: [head_dim]. bits is a constant: of the codebook, 4 for fewer, 0 without. */
+TQKV__OP void TQKV__(quantise_as)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
+                                  const float *scales, uint8_t *codes)
 {
-    const int bits = TQKV__BOOK_BITS(format);
-    TQKV__(codes) four[4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        const TQKV__VECTOR v = TQKV__(load)(y + (i * TQKV__LANES < n ? i * TQKV__LANES : 0)) * scale;
-        four[i] = bits ? TQKV__(quantise)(bits, q, below, bounds, v) : TQKV__(quantise_i8)(v);
-    }
-    return TQKV__(narrow)(four);
-}
-
-/* Stores the first n codes: as bytes at `bytes` and, if the format packs them, in the fields main and upper. */
-TQKV__OP void TQKV__(store_codes)(const tqkv_format format, TQKV__(codes) codes, int n, uint8_t *bytes, uint8_t *main,
-                                  uint8_t *upper)
-{
-    const int main_bits = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    uint8_t field[2 * TQKV__LANES];
-    if (n >= 4 * TQKV__LANES) {
-        memcpy(bytes, &codes, sizeof codes);
-        if (TQKV__PACKED(format)) TQKV__(pack)(main_bits, 0, codes, main);
-        if (upper_bits) TQKV__(pack)(upper_bits, main_bits, codes, upper);
-        return;
-    }
-    memcpy(bytes, &codes, (size_t)n);
-    if (!TQKV__PACKED(format)) return;
-    TQKV__(pack)(main_bits, 0, codes, field);
-    memcpy(main, field, (size_t)(n * main_bits / 8));
-    if (!upper_bits) return;
-    TQKV__(pack)(upper_bits, main_bits, codes, field);
-    memcpy(upper, field, (size_t)(n * upper_bits / 8));
-}
-
-/* y: [head_dim], scales: [norms_per_row] -> row: [row_bytes]. format is a constant. Returns the codes as bytes,
-   [head_dim]: the row itself or, if it is packed, `bytes`. */
-TQKV__OP const uint8_t *TQKV__(quantise_as)(const tqkv_format format, const tqkv__stream *s, const tqkv__quantiser *q,
-                                            const float *y, const float *scales, uint8_t *row, uint8_t *bytes)
-{
-    const int bits = TQKV__BOOK_BITS(format), main_bits = TQKV__MAIN_BITS(format),
-              upper_bits = TQKV__UPPER_BITS(format);
-    TQKV__(codes) below[4];
+    TQKV__(codes) below[4], four[4];
     TQKV__VECTOR bounds[32 / TQKV__LANES];
-    uint8_t *main = row, *upper = row + s->head_dim * main_bits / 8;
-    for (int b = 0; bits == 8 && b < s->head_dim; b += s->norm_dim)
-        TQKV__(quantise_block_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
-    if (bits == 8 || TQKV__KIND(format) == TQKV__HALF) return row;
-    if (!TQKV__PACKED(format)) bytes = row;
     if (bits) TQKV__(load_below)(bits, q->below, below);
     for (int i = 0; bits && i < 32 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
-    uint8_t *at = bytes;
     for (const float *end = y + s->head_dim; y < end; scales++)
-        for (int left = s->norm_dim; left > 0; left -= 4 * TQKV__LANES) {
-            const int n = left < 4 * TQKV__LANES ? left : 4 * TQKV__LANES;
-            TQKV__(store_codes)
-            (format, TQKV__(quantise_four)(format, q, below, bounds, y, n, TQKV__(set1)(*scales)), n, at, main, upper);
-            y += n;
-            at += n;
-            main += n * main_bits / 8;
-            upper += n * upper_bits / 8;
+        for (int left = s->norm_dim, n; left > 0; left -= n, y += n, codes += n) {
+            n = left < 4 * TQKV__LANES ? left : 4 * TQKV__LANES;
+            TQKV__UNROLL
+            for (int i = 0; i < 4; i++) { /* behind n values the first vector again */
+                const float *from = y + (i * TQKV__LANES < n ? i * TQKV__LANES : 0);
+                const TQKV__VECTOR v = TQKV__(load)(from) * TQKV__(set1)(*scales);
+                four[i] = bits ? TQKV__(quantise)(bits, q, below, bounds, v) : TQKV__(quantise_i8)(v);
+            }
+            const TQKV__(codes) bytes = TQKV__(narrow)(four);
+            if (n == 4 * TQKV__LANES)
+                memcpy(codes, &bytes, sizeof bytes);
+            else
+                memcpy(codes, &bytes, (size_t)n);
         }
-    return bytes;
 }
 
+/* bytes: [head_dim], with room for whole vectors -> row: [row_bytes]. The bits are constants. */
+TQKV__OP void TQKV__(pack_as)(const int main_bits, const int upper_bits, int head_dim, const uint8_t *bytes,
+                              uint8_t *row)
+{
+    uint8_t *main = row, *upper = row + head_dim * main_bits / 8, field[2 * TQKV__LANES];
+    for (int left = head_dim; left > 0; left -= 4 * TQKV__LANES, bytes += 4 * TQKV__LANES) {
+        TQKV__(codes) codes;
+        const bool whole = left >= 4 * TQKV__LANES;
+        memcpy(&codes, bytes, sizeof codes);
+        TQKV__(pack)(main_bits, 0, codes, whole ? main : field);
+        if (!whole) memcpy(main, field, (size_t)(left * main_bits / 8));
+        if (upper_bits) TQKV__(pack)(upper_bits, main_bits, codes, whole ? upper : field);
+        if (upper_bits && !whole) memcpy(upper, field, (size_t)(left * upper_bits / 8));
+        main += TQKV__LANES * main_bits / 2;
+        upper += TQKV__LANES * upper_bits / 2;
+    }
+}
+
+/* y: [head_dim], scales: [norms_per_row] -> row: [row_bytes]. Returns the codes as bytes, [head_dim]: the row itself or, if
+   it is packed, `bytes`. */
 TQKV__TARGET static const uint8_t *TQKV__(quantise_row)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
                                                         const float *scales, uint8_t *row, uint8_t *bytes)
 {
-#define TQKV__QUANTISE_CASE(unused, format, ...)                                                                       \
-    case format:                                                                                                       \
-        return TQKV__(quantise_as)(format, s, q, y, scales, row, bytes);
-    switch (s->format) {
-        TQKV__FORMATS(TQKV__QUANTISE_CASE, )
-    default:
-        return row;
-    }
+    uint8_t *codes = s->main_bits < 8 ? bytes : row;
+    if (s->book_bits == 8)
+        for (int b = 0; b < s->head_dim; b += s->norm_dim)
+            TQKV__(quantise_block_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
+    else if (s->book_bits == 6)
+        TQKV__(quantise_as)(6, s, q, y, scales, codes);
+    else if (s->book_bits == 5)
+        TQKV__(quantise_as)(5, s, q, y, scales, codes);
+    else if (s->book_bits)
+        TQKV__(quantise_as)(4, s, q, y, scales, codes);
+    else
+        TQKV__(quantise_as)(0, s, q, y, scales, codes);
+    if (s->main_bits == 4 && s->upper_bits == 0) TQKV__(pack_as)(4, 0, s->head_dim, bytes, row);
+    if (s->main_bits == 4 && s->upper_bits == 1) TQKV__(pack_as)(4, 1, s->head_dim, bytes, row);
+    if (s->main_bits == 4 && s->upper_bits == 2) TQKV__(pack_as)(4, 2, s->head_dim, bytes, row);
+    if (s->main_bits == 2 && s->upper_bits == 0) TQKV__(pack_as)(2, 0, s->head_dim, bytes, row);
+    if (s->main_bits == 2 && s->upper_bits == 1) TQKV__(pack_as)(2, 1, s->head_dim, bytes, row);
+    return codes;
 }
 
 /* The codes of F16; type is a constant. */
@@ -4178,7 +3846,7 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     enum { buffer = 4096, most_norms = buffer / 32 }; /* 16 KiB: a third of an L1 cache */
     TQKV__ALIGNED float rotated[buffer], norms[most_norms], scales[most_norms];
     float *sums = scales; /* a row that is quantised needs its scales no more */
-    TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM];
+    TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];
     const float *values[most_norms];
     const int batch = buffer / s->head_dim, norms_per_row = s->norms_per_row;
     for (int first = 0; first < n_rows; first += batch, rows += batch) {
@@ -4251,13 +3919,13 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          
 #undef TQKV__ROW_LOOPS
 #undef TQKV__DECODE_LOOP
 #undef TQKV__LOOPS_OF
-#undef TQKV__QUANTISE_CASE
 #undef TQKV__WIDTH
 #undef TQKV__SCORE_ROWS
 #undef TQKV__DECODED_SCORE_ROWS
 #undef TQKV__ROWS
 #undef TQKV__SUMS
-#undef TQKV__TAIL
+#undef TQKV__SHORTER
+#undef TQKV__SHORT_RUNS
 #undef TQKV__LANES
 #undef TQKV__NIBBLE_ORDER
 #undef TQKV__NIBBLE_RUN
@@ -4270,8 +3938,27 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
 #define TQKV__SETS
+#define TQKV__NESTED /* the file that a set includes is tqkv.h again */
 
-#if defined(__x86_64__)
+/* Loops that are not optimised take twenty times the space and up to 130 times the time. gcc optimises them, whatever the rest
+   of the file is compiled with. clang has no such pragma: it leaves the sets out, and plain C takes a fifth of the time. */
+#if defined(__OPTIMIZE__) || !defined(__clang__)
+#if defined(__x86_64__) && !defined(TQKV_NO_AVX2)
+#define TQKV__AVX2
+#ifndef TQKV_NO_AVX512
+#define TQKV__AVX512
+#endif
+#elif defined(__aarch64__) && !defined(__AARCH64EB__)
+#define TQKV__NEON
+#endif
+#endif
+#if !defined(__OPTIMIZE__) && !defined(__clang__)
+#define TQKV__OPTIMISED
+#pragma GCC push_options
+#pragma GCC optimize("O2")
+#endif
+
+#if defined(TQKV__AVX2)
 #include <cpuid.h>
 #include <immintrin.h>
 #if defined(__GNUC__) && !defined(__clang__)
@@ -4280,7 +3967,11 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
+static inline __m128i tqkv__load_64(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)(const void *)p); }
+static inline __m128i tqkv__load_128(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)(const void *)p); }
+
 /* >>avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
+#ifdef TQKV__AVX512
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")))
 typedef __m512 tqkv__vector_avx512;
@@ -4316,12 +4007,24 @@ TQKV__OP __m512 tqkv__mul_nonzero_avx512(__m512 a, __m512 b)
     return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ), a, b);
 }
 
-static inline __m128i tqkv__load_64(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)(const void *)p); }
-static inline __m128i tqkv__load_128(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)(const void *)p); }
-
 TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
 {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
+}
+/* A field of 1 or 2 bits a lane, of which bit `first` comes to bit `to`. */
+TQKV__OP __m512i tqkv__load_short_field_avx512(const int bits, const int first, const int to, const uint8_t *p)
+{
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i turn =
+        _mm512_add_epi32(_mm512_slli_epi32(lanes, (unsigned)(bits - 1)), _mm512_set1_epi32((first - to) & 31));
+    uint32_t all;
+    int16_t half;
+    if (bits == 1) { /* twice in a lane */
+        memcpy(&half, p, sizeof half);
+        return _mm512_rorv_epi32(_mm512_set1_epi16(half), turn);
+    }
+    memcpy(&all, p, sizeof all);
+    return _mm512_rorv_epi32(_mm512_set1_epi32((int)all), turn);
 }
 /* A field of a run: lane l holds `bits` bits from bit l * bits of p on. With the codes l * per_lane ... of a run in a
    lane, one shift moves the k-th code of every lane to bit 0. Other bits may follow those of the lane. */
@@ -4329,62 +4032,34 @@ TQKV__OP __m512i tqkv__load_field_avx512(const int bits, const uint8_t *p)
 {
     uint64_t word;
     if (bits == 32) return _mm512_loadu_si512((const void *)p);
+    if (bits < 4) return tqkv__load_short_field_avx512(bits, 0, 0, p);
     if (bits == 16) return _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
     if (bits == 8) return _mm512_cvtepu8_epi32(tqkv__load_128(p));
     memcpy(&word, p, sizeof word); /* 4: the lowest byte of each lane takes a window of 8 bits */
     return _mm512_multishift_epi64_epi8(_mm512_set_epi32(60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0),
                                         _mm512_set1_epi64((long long)word));
 }
-/* A field of a run of another length: lane l takes 32 bits from bit l * bits + offset on. */
-typedef struct tqkv__field_avx512 {
-    __m512i at, shift;
-    __mmask64 bytes; /* of the field */
-    bool shifted;    /* does a lane begin within a byte? */
-} tqkv__field_avx512;
-
-typedef struct tqkv__fields_avx512 {
-    tqkv__field_avx512 main, upper;
-} tqkv__fields_avx512;
-
-TQKV__OP void tqkv__open_field_avx512(int bits, int offset, tqkv__field_avx512 *field)
-{
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i bit = _mm512_add_epi32(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(bits)), _mm512_set1_epi32(offset));
-    const __m512i byte = _mm512_mullo_epi32(_mm512_srli_epi32(bit, 3), _mm512_set1_epi32(0x01010101));
-    field->at = _mm512_add_epi32(byte, _mm512_set1_epi32(0x03020100));
-    field->shift = _mm512_and_si512(bit, _mm512_set1_epi32(7));
-    field->bytes = (1ULL << (2 * bits)) - 1;
-    field->shifted = (bits | offset) % 8 != 0;
-}
-/* A run of `count` vectors, from number `first` on; count < 8. */
-TQKV__OP void tqkv__open_fields_avx512(const int main_bits, const int upper_bits, int count, int first,
-                                       tqkv__fields_avx512 *fields)
-{
-    tqkv__open_field_avx512(main_bits * count, main_bits * first, &fields->main);
-    if (upper_bits) tqkv__open_field_avx512(upper_bits * count, upper_bits * first, &fields->upper);
-}
-TQKV__OP __m512i tqkv__load_any_field_avx512(const tqkv__field_avx512 *field, const uint8_t *p)
-{
-    const __m512i bytes = _mm512_permutexvar_epi8(field->at, _mm512_loadu_si512((const void *)p));
-    return _mm512_srlv_epi32(bytes, field->shift);
-}
-/* The fields of a run of 8 or 4 vectors or, with a count of 0, of another number. */
-TQKV__OP void tqkv__load_fields_avx512(const int bits, const tqkv__fields_avx512 *fields, const int count,
-                                       const uint8_t *p, const uint8_t *upper, __m512i *low, __m512i *high)
+/* The k-th codes of a run of one or two vectors. */
+TQKV__OP __m512i tqkv__short_codes_avx512(const int bits, const int per_lane, const int k, const uint8_t *p,
+                                          const uint8_t *upper)
 {
     const int main_bits = bits < 4 ? 2 : 4, upper_bits = bits - main_bits;
-    *low = count ? tqkv__load_field_avx512(count * main_bits, p) : tqkv__load_any_field_avx512(&fields->main, p);
-    if (upper_bits == 0) return;
-    *high =
-        count ? tqkv__load_field_avx512(count * upper_bits, upper) : tqkv__load_any_field_avx512(&fields->upper, upper);
+    const __m512i low = main_bits * per_lane > 2 ? _mm512_srli_epi32(tqkv__load_field_avx512(main_bits * per_lane, p),
+                                                                     (unsigned)(main_bits * k))
+                                                 : tqkv__load_short_field_avx512(2, 0, 0, p);
+    if (!upper_bits) return low;
+    const __m512i high = upper_bits * per_lane > 2
+                             ? _mm512_rol_epi32(tqkv__load_field_avx512(4, upper), main_bits - upper_bits * k)
+                             : tqkv__load_short_field_avx512(upper_bits * per_lane, upper_bits * k, main_bits, upper);
+    return _mm512_ternarylogic_epi64(_mm512_set1_epi32((1 << main_bits) - 1), low, high, 0xca);
 }
-/* main_copy, upper_copy: [64]. Loads that leave bytes out are slower. */
-TQKV__OP void tqkv__copy_fields_avx512(const int bits, const tqkv__fields_avx512 *fields, const uint8_t *main,
-                                       const uint8_t *upper, uint8_t *main_copy, uint8_t *upper_copy)
+/* The fields of a run of 8 or 4 vectors. */
+TQKV__OP void tqkv__load_fields_avx512(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
+                                       __m512i *low, __m512i *high)
 {
-    _mm512_storeu_si512((void *)main_copy, _mm512_maskz_loadu_epi8(fields->main.bytes, (const void *)main));
-    if (bits != 2 && bits != 4)
-        _mm512_storeu_si512((void *)upper_copy, _mm512_maskz_loadu_epi8(fields->upper.bytes, (const void *)upper));
+    const int main_bits = bits < 4 ? 2 : 4, upper_bits = bits - main_bits;
+    *low = tqkv__load_field_avx512(count * main_bits, p);
+    if (upper_bits) *high = tqkv__load_field_avx512(count * upper_bits, upper);
 }
 /* All codes of TQ3 as nibbles. Bytes take windows of 8 bits from both fields, in words of 64 bits: two codes' low pairs in
    bits 0 to 3, their third bits in bits 4 and 5. One look-up puts these six bits in order. */
@@ -4437,6 +4112,7 @@ TQKV__OP __m512 tqkv__centroids_of_packed_avx512(const int bits, const int per_l
                                                  const uint8_t *p, const uint8_t *upper)
 {
     const int main_bits = bits < 4 ? 2 : 4, upper_bits = bits - main_bits;
+    if (per_lane < 4) return tqkv__look_up_avx512(bits, table, tqkv__short_codes_avx512(bits, per_lane, k, p, upper));
     const __m512i low = tqkv__load_field_avx512(main_bits * per_lane, p);
     const __m512i high = upper_bits ? tqkv__load_field_avx512(upper_bits * per_lane, upper) : low;
     const __m512i codes = tqkv__join_fields_avx512(bits, k / 4 * 4, low, high);
@@ -4717,8 +4393,9 @@ static void tqkv__mix_by_order_avx2(int m, const float *runs, float factor, int 
 #define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 4
 #define TQKV__SUMS               16 /* vectors of sums of values in registers */
-#define TQKV__TAIL               0  /* vectors of a tail; 0: any number */
 #include "tqkv.h"
+
+#endif /* TQKV__AVX512 */
 
 /* >>avx2: with FMA and F16C */
 
@@ -5110,15 +4787,12 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *runs, flo
     }
 }
 
-/* Tails have one length, and no fields. */
-typedef int tqkv__fields_avx2;
-#define tqkv__open_fields_avx2(main_bits, upper_bits, count, first, fields)                                            \
-    ((void)(fields), (void)(count), (void)(first))
-#define tqkv__load_fields_avx2(bits, fields, count, p, upper, low, high) ((void)(fields), (void)(count), (void)(upper))
-#define tqkv__copy_fields_avx2(bits, fields, p, upper, copy, upper_copy) ((void)(fields), (void)(upper))
-#define tqkv__join_fields_avx2(bits, k, low, high)                       (low)
-#define tqkv__next_codes_avx2(bits, codes)                               ((void)(codes))
-#define tqkv__look_up_avx2(bits, table, codes)                           (*(table))
+/* Only for vectors of 16. */
+#define tqkv__load_fields_avx2(bits, count, p, upper, low, high)                                                       \
+    ((void)(count), (void)(upper), (void)(low), (void)(high))
+#define tqkv__join_fields_avx2(bits, k, low, high) (low)
+#define tqkv__next_codes_avx2(bits, codes)         ((void)(codes))
+#define tqkv__look_up_avx2(bits, table, codes)     (*(table))
 
 #define TQKV__(name)             tqkv__##name##_avx2
 #define TQKV__WIDTH              8 /* vectors of the rotation in registers */
@@ -5132,13 +4806,12 @@ typedef int tqkv__fields_avx2;
 #define TQKV__SCORE_ROWS         2 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 3
 #define TQKV__SUMS               8 /* vectors of sums of values in registers */
-#define TQKV__TAIL               2
 #include "tqkv.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
 #endif
 
-#elif defined(__aarch64__) && !defined(__AARCH64EB__)
+#elif defined(TQKV__NEON)
 #include <arm_neon.h>
 
 /* >>neon: part of every AArch64 */
@@ -5441,15 +5114,12 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 }
 #define tqkv__quantise_tq8_neon              tqkv__quantise_loads_neon
 
-/* Tails have one length, and no fields. */
-typedef int tqkv__fields_neon;
-#define tqkv__open_fields_neon(main_bits, upper_bits, count, first, fields)                                            \
-    ((void)(fields), (void)(count), (void)(first))
-#define tqkv__load_fields_neon(bits, fields, count, p, upper, low, high) ((void)(fields), (void)(count), (void)(upper))
-#define tqkv__copy_fields_neon(bits, fields, p, upper, copy, upper_copy) ((void)(fields), (void)(upper))
-#define tqkv__join_fields_neon(bits, k, low, high)                       (low)
-#define tqkv__next_codes_neon(bits, codes)                               ((void)(codes))
-#define tqkv__look_up_neon(bits, table, codes)                           (*(table))
+/* Only for vectors of 16. */
+#define tqkv__load_fields_neon(bits, count, p, upper, low, high)                                                       \
+    ((void)(count), (void)(upper), (void)(low), (void)(high))
+#define tqkv__join_fields_neon(bits, k, low, high) (low)
+#define tqkv__next_codes_neon(bits, codes)         ((void)(codes))
+#define tqkv__look_up_neon(bits, table, codes)     (*(table))
 
 #define TQKV__(name)             tqkv__##name##_neon
 #define TQKV__WIDTH              16 /* vectors of the rotation in registers */
@@ -5463,17 +5133,26 @@ typedef int tqkv__fields_neon;
 #define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 4
 #define TQKV__SUMS               16 /* vectors of sums of values in registers */
-#define TQKV__TAIL               4
 #include "tqkv.h"
+#endif
+
+#undef TQKV__NESTED
+#ifdef TQKV__OPTIMISED
+#undef TQKV__OPTIMISED
+#pragma GCC pop_options
 #endif
 
 /* >>sets: which instruction set is in use */
 
 /* Best first; the choice is among those that the processor has. */
 static const tqkv__isa *const tqkv__isas[] = {
-#if defined(__x86_64__)
-    &tqkv__isa_avx512, &tqkv__isa_avx2,
-#elif defined(__aarch64__) && !defined(__AARCH64EB__)
+#ifdef TQKV__AVX512
+    &tqkv__isa_avx512,
+#endif
+#ifdef TQKV__AVX2
+    &tqkv__isa_avx2,
+#endif
+#ifdef TQKV__NEON
     &tqkv__isa_neon,
 #endif
     &tqkv__isa_scalar};
@@ -5481,13 +5160,15 @@ static const tqkv__isa *const tqkv__isas[] = {
 
 static bool tqkv__isa_present(const tqkv__isa *isa)
 {
-#if defined(__x86_64__)
+#ifdef TQKV__AVX2
     unsigned eax, ebx, ecx = 0, edx;
     __builtin_cpu_init();
+#ifdef TQKV__AVX512
     if (isa == &tqkv__isa_avx512)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512vbmi") && tqkv__isa_present(&tqkv__isa_avx2);
+#endif
     if (isa == &tqkv__isa_avx2)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && /* clang 14 does not know f16c */
                __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
@@ -5515,15 +5196,13 @@ static const tqkv__isa *tqkv__isa_now(void)
     return isa;
 }
 
-/* The chosen set, or the next narrower one that has three vectors in a row of head_dim or, without tails, a run. A processor
-   that has a set has the narrower ones; asking it again would take microseconds in a virtual machine. */
+/* The chosen set, or the next narrower one that has three vectors in a row of head_dim. A processor that has a set has the
+   narrower ones; asking it again would take microseconds in a virtual machine. */
 static const tqkv__isa *tqkv__isa_for(int head_dim)
 {
-    const tqkv__isa *isa = TQKV__TAILS || TQKV__POWER(head_dim) ? tqkv__isa_now() : &tqkv__isa_scalar;
-    for (size_t i = 0; i < TQKV__ISAS; i++) {
-        const int least = TQKV__TAILS ? isa->lanes * 3 : isa->nibble_order[0] * isa->nibble_order[1];
-        if (least > head_dim && tqkv__isas[i]->lanes < isa->lanes) isa = tqkv__isas[i];
-    }
+    const tqkv__isa *isa = tqkv__isa_now();
+    for (size_t i = 0; i < TQKV__ISAS; i++)
+        if (isa->lanes * 3 > head_dim && tqkv__isas[i]->lanes < isa->lanes) isa = tqkv__isas[i];
     return isa;
 }
 
@@ -5548,34 +5227,6 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name)
 }
 
 /* >>driver: tqkv_attend and its slices: checks, tasks, results */
-
-static void *tqkv__malloc(void *user, size_t size)
-{
-    (void)user;
-    return malloc(size);
-}
-
-static void tqkv__mfree(void *user, void *pointer, size_t size)
-{
-    (void)user;
-    (void)size;
-    free(pointer);
-}
-
-static bool tqkv__resolve_allocator(tqkv_allocator *allocator)
-{
-    if (!allocator->alloc != !allocator->free) return false;
-    if (allocator->alloc) return true;
-    allocator->alloc = tqkv__malloc;
-    allocator->free = tqkv__mfree;
-    return true;
-}
-
-static void tqkv__run_serial(void *user, int count, tqkv_task task, void *context)
-{
-    (void)user;
-    for (int i = 0; i < count; i++) task(context, i);
-}
 
 static bool tqkv__sinks_valid(const float *sinks, int n_heads)
 {
@@ -5705,7 +5356,7 @@ static void tqkv__order(const tqkv__isa *isa, const tqkv__stream *s, int left, i
     const bool packed = s->main_bits < 8 && isa->lanes > 1;
     *rows = packed ? isa->nibble_order[0] : left;
     *columns = packed ? isa->nibble_order[1] : 1;
-    if (*rows * *columns > left) *columns = left / *rows;
+    while (*rows * *columns > left) *columns /= 2;
 }
 
 /* decoded, natural: [head_dim] */
@@ -6145,6 +5796,11 @@ static void tqkv__attend_task(void *context, int index)
     }
 }
 
+static int tqkv__chunk_rows(int head_dim)
+{
+    return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
+}
+
 /* Finds the stretches and items of a call over [first, end). max and sum NULL: finishes the rows. */
 static void tqkv__cut(const tqkv__attention *a, int64_t first, int64_t end, const void *q, void *out, float *max,
                       float *sum, tqkv__part *part)
@@ -6528,6 +6184,22 @@ static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
 
 static const tqkv__backend *tqkv__backend_of(const tqkv_metal *m) { return (const tqkv__backend *)(const void *)m; }
 
+#ifdef TQKV_METAL
+static tqkv_result tqkv__check_kernels(int head_dim, int value_dim);
+#endif
+
+/* Whether a GPU has kernels for a cache of these stores. */
+static tqkv_result tqkv__check_metal(const tqkv_store *keys, const tqkv_store *values)
+{
+#ifdef TQKV_METAL
+    return tqkv__check_kernels(keys->head_dim, values->head_dim);
+#else
+    (void)keys;
+    (void)values;
+    return TQKV__REFUSE(UNSUPPORTED, "metal: tqkv.h was compiled without TQKV_METAL");
+#endif
+}
+
 /* Resolves the defaults of a desc; checks it and the shapes of both stores. */
 static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
@@ -6557,7 +6229,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     if (desc->matrix_group < 0) return TQKV__INVALID("matrix_group is negative");
     c->matrix_group = desc->matrix_group;
     c->metal = desc->metal;
-    if (c->metal && (r = tqkv__check_kernels(c->keys.head_dim, c->values.head_dim)) != TQKV_OK) return r;
+    if (c->metal && (r = tqkv__check_metal(&c->keys, &c->values)) != TQKV_OK) return r;
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
     return TQKV_OK;
 }
@@ -6613,6 +6285,12 @@ TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
 static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 {
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
+}
+
+TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
+{
+    c->attention.end += n_tokens;
+    c->first = tqkv__oldest(c, c->attention.end);
 }
 
 /* State of an append's tasks, for some tokens of keys or values each. One run tests for NaN and Inf, the next
@@ -6673,10 +6351,8 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
         r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens);
     else
         parallel->run(parallel->user, 2 * job.n_tasks, tqkv__append_task, &job);
-    if (r != TQKV_OK) return r;
-    c->attention.end += n_tokens;
-    c->first = tqkv__oldest(c, c->attention.end);
-    return TQKV_OK;
+    if (r == TQKV_OK) tqkv__cache_advance(c, n_tokens);
+    return r;
 }
 
 static tqkv_result tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqkv__attention *a)
@@ -6846,7 +6522,19 @@ static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
 }
 
 /* Whether the nonzero fields of `wanted`, other than hooks and sinks, are those of `found`. */
-static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found);
+static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
+{
+    return (!wanted->head_dim || wanted->head_dim == found->head_dim) &&
+           (!wanted->value_dim || wanted->value_dim == found->value_dim) &&
+           (!wanted->n_kv_heads || wanted->n_kv_heads == found->n_kv_heads) &&
+           (!wanted->n_heads || wanted->n_heads == found->n_heads) &&
+           (!wanted->capacity || wanted->capacity == found->capacity) &&
+           (!wanted->key_format || wanted->key_format == found->key_format) &&
+           (!wanted->value_format || wanted->value_format == found->value_format) && (!wanted->ring || found->ring) &&
+           (!wanted->window || wanted->window == found->window) &&
+           (wanted->scale == 0.0f || wanted->scale == found->scale) &&
+           (wanted->softcap == 0.0f || wanted->softcap == found->softcap);
+}
 
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
 {
@@ -6882,7 +6570,749 @@ TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc 
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c->keys : NULL; }
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? &c->values : NULL; }
 
-/* >>metal-plan: the plans of >>plan, which tqkv_metal.m records */
+/* >>snapshot: caches and stores as bytes, all little-endian
+
+   A cache:
+     offset  bytes  field                                 offset  bytes  field
+          0      8  "tqkv" CR LF SUB LF                        44      4  window
+          8      4  snapshot version                           48      4  scale (float32)
+         12      4  table version                              52      4  softcap (float32)
+         16      4  head_dim                                   56      8  oldest resident position
+         20      4  n_kv_heads                                 64      8  end
+         24      4  n_heads                                    72      8  XXH3-64 of the 72 bytes before
+         28      4  capacity
+         32      4  key format                            then, keys first, values second:
+         36      4  value format                                       centre [n_kv_heads][head_dim], if there is one
+         40      4  bit 0: ring; bits 1 and 2: keys                    codes [n_kv_heads][resident][row_bytes]
+                    and values have a centre; bits 16                  norms [n_kv_heads][resident][norms_per_row]
+                    to 31: the values' head_dim, or 0               8  XXH3-64 of this centre, codes and norms
+                    where it is the keys'
+
+   Version 1, always with table version 1, has one head_dim, no centres and neither TQ3 nor TQ2.
+
+   Positions of a store:
+     offset  bytes  field                                 offset  bytes  field
+          0      8  "tqks" CR LF SUB LF                        32      8  first position
+          8      4  version: 1                                 40      8  number of positions
+         12      4  format                                     48      8  XXH3-64 of the centre [n_kv_heads][head_dim];
+         16      4  head_dim                                              0 without one
+         20      4  n_kv_heads                                 56      8  XXH3-64 of the 56 bytes before
+         24      4  bit 0: unrotated; bit 1: has a           then:
+                    centre                                            codes, norms and their hash, as above
+         28      4  block_scale (float32); 1 where it
+                    has no effect                                                                                     */
+
+#define TQKV__SNAPSHOT_VERSION  2
+#define TQKV__STORE_VERSION     1
+#define TQKV__HEADER_SIZE       72 /* without its hash */
+#define TQKV__STORE_HEADER_SIZE 56
+
+static void tqkv__put(uint8_t *bytes, int n, uint64_t x)
+{
+    for (int i = 0; i < n; i++) bytes[i] = (uint8_t)(x >> (8 * i));
+}
+
+static uint64_t tqkv__get(const uint8_t *bytes, int n)
+{
+    uint64_t x = 0;
+    for (int i = 0; i < n; i++) x |= (uint64_t)bytes[i] << (8 * i);
+    return x;
+}
+
+/* A snapshot being written or read: one of `write` and `read` is set. Hashes every byte. */
+typedef struct tqkv__pipe {
+    tqkv_write write;
+    tqkv_read read;
+    void *user;
+    XXH3_state_t hash;
+} tqkv__pipe;
+
+static tqkv_result tqkv__move(tqkv__pipe *pipe, uint8_t *bytes, size_t n)
+{
+    for (size_t done = 0; done < n;) {
+        const size_t left = n - done;
+        const size_t moved =
+            pipe->write ? pipe->write(pipe->user, bytes + done, left) : pipe->read(pipe->user, bytes + done, left);
+        if (moved > left) return TQKV_IO;
+        if (moved == 0) return pipe->write ? TQKV_IO : TQKV_CORRUPT;
+        done += moved;
+    }
+    XXH3_64bits_update(&pipe->hash, bytes, n);
+    return TQKV_OK;
+}
+
+/* Writes the hash of the bytes since the last hash, or compares it with the next eight bytes. */
+static tqkv_result tqkv__move_hash(tqkv__pipe *pipe)
+{
+    uint8_t expected[8], bytes[8];
+    tqkv__put(expected, 8, XXH3_64bits_digest(&pipe->hash));
+    memcpy(bytes, expected, sizeof bytes);
+    const tqkv_result r = tqkv__move(pipe, bytes, sizeof bytes);
+    XXH3_64bits_reset(&pipe->hash);
+    if (r != TQKV_OK) return r;
+    return memcmp(bytes, expected, sizeof bytes) == 0 ? TQKV_OK : TQKV_CORRUPT;
+}
+
+static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, float *x, size_t n)
+{
+    uint8_t bytes[1024];
+    for (size_t done = 0; done < n;) {
+        const size_t count = n - done < sizeof bytes / 4 ? n - done : sizeof bytes / 4;
+        if (pipe->write)
+            for (size_t i = 0; i < count; i++) tqkv__put(bytes + 4 * i, 4, tqkv__bits(x[done + i]));
+        const tqkv_result r = tqkv__move(pipe, bytes, 4 * count);
+        if (r != TQKV_OK) return r;
+        if (pipe->read)
+            for (size_t i = 0; i < count; i++) x[done + i] = tqkv__float((uint32_t)tqkv__get(bytes + 4 * i, 4));
+        done += count;
+    }
+    return TQKV_OK;
+}
+
+/* Moves the codes of positions [first, end), then their norms, then the hash. */
+static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, int64_t first, int64_t end)
+{
+    tqkv_result r = TQKV_OK;
+    for (int norms = 0; norms < 2; norms++)
+        for (int h = 0; h < s->n_kv_heads; h++)
+            for (int64_t position = first; position < end;) {
+                const int slot = tqkv__slot(s, position);
+                const int64_t room = tqkv__slots_left(s, position), n = end - position < room ? end - position : room;
+                if (!norms)
+                    r = tqkv__move(pipe, tqkv__codes_at(s, h, slot), (size_t)n * s->row_bytes);
+                else
+                    r = tqkv__move_floats(pipe, tqkv__norms_at(s, h, slot), (size_t)n * (size_t)s->norms_per_row);
+                if (r != TQKV_OK) return r;
+                position += n;
+            }
+    return tqkv__move_hash(pipe);
+}
+
+/* Moves the centre of a cache's stream, which lies in the cache's own memory, and the resident positions. */
+static tqkv_result tqkv__move_stream(tqkv__pipe *pipe, const tqkv__stream *s, int64_t first, int64_t end)
+{
+    if (s->center) {
+        const size_t n = (size_t)s->n_kv_heads * (size_t)s->head_dim;
+        const tqkv_result r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n);
+        if (r != TQKV_OK) return r;
+        if (!tqkv__all_finite(s->center, n)) return TQKV_CORRUPT;
+    }
+    return tqkv__move_stored(pipe, s, first, end);
+}
+
+static tqkv_result tqkv__move_streams(tqkv__pipe *pipe, const tqkv_cache *c)
+{
+    tqkv__stream keys, values;
+    tqkv_result r;
+    if ((r = tqkv__stream_open(&c->keys, &keys)) != TQKV_OK) return r;
+    if ((r = tqkv__stream_open(&c->values, &values)) != TQKV_OK) return r;
+    if ((r = tqkv__move_stream(pipe, &keys, c->first, c->attention.end)) != TQKV_OK) return r;
+    return tqkv__move_stream(pipe, &values, c->first, c->attention.end);
+}
+
+static void tqkv__pipe_open(tqkv__pipe *pipe, tqkv_write write, tqkv_read read, void *user)
+{
+    pipe->write = write;
+    pipe->read = read;
+    pipe->user = user;
+    XXH3_INITSTATE(&pipe->hash);
+    XXH3_64bits_reset(&pipe->hash);
+}
+
+static const char tqkv__magic[9] = "tqkv\r\n\x1a\n";
+
+TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user)
+{
+    tqkv__pipe pipe;
+    uint8_t header[TQKV__HEADER_SIZE];
+    if (!c || !write) return TQKV__INVALID("the cache or write is NULL");
+    const tqkv_store *keys = &c->keys;
+    const tqkv_attention *a = &c->attention;
+    const uint32_t value_dim = c->values.head_dim == keys->head_dim ? 0 : (uint32_t)c->values.head_dim;
+    const uint32_t flags =
+        (keys->ring ? 1u : 0u) | (keys->center ? 2u : 0u) | (c->values.center ? 4u : 0u) | value_dim << 16;
+    const uint32_t fields[12] = {TQKV__SNAPSHOT_VERSION,     TQKV_TABLE_VERSION,         (uint32_t)keys->head_dim,
+                                 (uint32_t)keys->n_kv_heads, (uint32_t)a->n_heads,       (uint32_t)keys->capacity,
+                                 (uint32_t)keys->format,     (uint32_t)c->values.format, flags,
+                                 (uint32_t)a->window,        tqkv__bits(a->scale),       tqkv__bits(a->softcap)};
+    memcpy(header, tqkv__magic, 8);
+    for (int i = 0; i < 12; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
+    tqkv__put(header + 56, 8, (uint64_t)c->first);
+    tqkv__put(header + 64, 8, (uint64_t)c->attention.end);
+    tqkv__pipe_open(&pipe, write, NULL, user);
+    tqkv_result r = tqkv__move(&pipe, header, sizeof header);
+    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
+    return r == TQKV_OK ? tqkv__move_streams(&pipe, c) : r;
+}
+
+/* The desc, the centres' flags and the resident range of a header; false if no cache can have written it. */
+static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32_t *centers, int64_t *first,
+                               int64_t *end)
+{
+    uint32_t fields[12];
+    for (int i = 0; i < 12; i++) fields[i] = (uint32_t)tqkv__get(header + 8 + 4 * i, 4);
+    const bool old = fields[0] == 1 && fields[1] == 1;
+    if (!old && (fields[0] != TQKV__SNAPSHOT_VERSION || fields[1] < 2 || fields[1] > TQKV_TABLE_VERSION)) return false;
+    const uint32_t last = old ? TQKV_I8 : TQKV_TQ2; /* in C++ no enum takes a number far beyond its last */
+    if (fields[6] > last || fields[7] > last || (old && fields[8] > 1)) return false;
+    for (int i = 2; i < 10; i++)
+        if (fields[i] > (uint32_t)INT_MAX) return false;
+    const uint32_t flags = fields[8] & 0xffffu, value_dim = fields[8] >> 16;
+    if (flags > 7 || fields[4] == 0 || fields[6] == 0 || fields[7] == 0 || value_dim == fields[2]) return false;
+    d->head_dim = (int)fields[2];
+    d->value_dim = (int)(value_dim ? value_dim : fields[2]);
+    d->n_kv_heads = (int)fields[3];
+    d->n_heads = (int)fields[4];
+    d->capacity = (int)fields[5];
+    d->key_format = (tqkv_format)fields[6];
+    d->value_format = (tqkv_format)fields[7];
+    d->ring = flags & 1;
+    *centers = flags >> 1;
+    d->window = (int)fields[9];
+    d->scale = tqkv__float(fields[10]);
+    d->softcap = tqkv__float(fields[11]);
+    *first = (int64_t)tqkv__get(header + 56, 8);
+    *end = (int64_t)tqkv__get(header + 64, 8);
+    if (fields[11] >> 31) return false; /* no cache has a negative softcap */
+    return d->scale != 0.0f && *first >= 0 && *first <= *end && *end - *first <= d->capacity &&
+           (d->ring || *first == 0);
+}
+
+/* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
+typedef struct tqkv__read_ahead {
+    tqkv_read read;
+    void *user;
+    tqkv_allocator memory;
+    uint8_t *bytes;
+    size_t size, filled, taken;
+} tqkv__read_ahead;
+
+static size_t tqkv__read_held(void *user, void *bytes, size_t n)
+{
+    tqkv__read_ahead *a = (tqkv__read_ahead *)user;
+    const size_t held = a->filled - a->taken;
+    if (!held) return a->read(a->user, bytes, n);
+    n = n < held ? n : held;
+    memcpy(bytes, a->bytes + a->taken, n);
+    a->taken += n;
+    return n;
+}
+
+static void tqkv__drop_held(tqkv__read_ahead *a)
+{
+    if (a->bytes) a->memory.free(a->memory.user, a->bytes, a->size);
+}
+
+/* Reads until `wanted` bytes are held. The buffer is at most 64 KiB or twice the bytes that have arrived. */
+static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
+{
+    while (a->filled < wanted) {
+        if (a->filled == a->size) {
+            const size_t size = a->size ? 2 * a->size : 65536;
+            uint8_t *bytes = (uint8_t *)a->memory.alloc(a->memory.user, size);
+            if (!bytes) return TQKV_OUT_OF_MEMORY;
+            if (a->filled) memcpy(bytes, a->bytes, a->filled);
+            tqkv__drop_held(a);
+            a->bytes = bytes;
+            a->size = size;
+        }
+        const size_t end = a->size < wanted ? a->size : wanted,
+                     room = end - a->filled; /* never reads past the snapshot */
+        const size_t n = a->read(a->user, a->bytes + a->filled, room);
+        if (n == 0 || n > room) return n ? TQKV_IO : TQKV_CORRUPT;
+        a->filled += n;
+    }
+    return TQKV_OK;
+}
+
+/* Bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all that the
+   header announces if that is less. A file that was cut short cannot make load allocate much. */
+static size_t tqkv__wanted_ahead(const tqkv_cache *c, int64_t resident)
+{
+    const size_t keys = tqkv_codes_size(&c->keys) + tqkv_norms_size(&c->keys);
+    const size_t values = tqkv_codes_size(&c->values) + tqkv_norms_size(&c->values), rows = keys + values;
+    const size_t announced = rows / (size_t)c->keys.capacity * (size_t)resident + 16; /* and two hashes */
+    const size_t dims = (size_t)c->keys.head_dim + (size_t)c->values.head_dim; /* there is always room for centres */
+    const size_t all = rows + (size_t)c->keys.n_kv_heads * dims * sizeof(float);
+    return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
+}
+
+TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out)
+{
+    tqkv__pipe pipe;
+    tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
+    uint8_t header[TQKV__HEADER_SIZE];
+    tqkv_cache_desc found;
+    tqkv_cache *c, checked;
+    uint32_t centers;
+    int64_t first, end;
+    if (!out) return TQKV__INVALID("out is NULL");
+    *out = NULL;
+    if (!desc || !read) return TQKV__INVALID("desc or read is NULL");
+    tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
+    tqkv_result r = tqkv__move(&pipe, header, sizeof header);
+    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
+    if (r != TQKV_OK) return r;
+    memset(&found, 0, sizeof found);
+    if (memcmp(header, tqkv__magic, 8) != 0 || !tqkv__parse_header(header, &found, &centers, &first, &end) ||
+        tqkv__cache_resolve(&found, &checked) != TQKV_OK)
+        return TQKV_CORRUPT;
+    if (!tqkv__desc_matches(desc, &found)) return TQKV__INVALID("a field of desc is not the snapshot's");
+    found.type = desc->type;
+    found.sinks = desc->sinks;
+    found.parallel = desc->parallel;
+    found.allocator = desc->allocator;
+    found.metal = desc->metal;
+    found.matrix_group = desc->matrix_group;
+    if (!tqkv__resolve_allocator(&found.allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
+    ahead.memory = found.allocator;
+    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, end - first));
+    if (r == TQKV_OK) r = tqkv_cache_create(&found, &c);
+    if (r != TQKV_OK) {
+        tqkv__drop_held(&ahead);
+        return r;
+    }
+    memset(c->centers, 0, (size_t)c->keys.n_kv_heads * (size_t)(c->keys.head_dim + c->values.head_dim) * sizeof(float));
+    if (centers & 1) tqkv__cache_center(c, 0, tqkv__center_room(c, 0));
+    if (centers & 2) tqkv__cache_center(c, 1, tqkv__center_room(c, 1)); /* zeros, until it is read */
+    c->first = first;
+    c->attention.end = end;
+    r = tqkv__move_streams(&pipe, c);
+    tqkv__drop_held(&ahead);
+    if (r == TQKV_OK)
+        *out = c;
+    else
+        tqkv_cache_destroy(c);
+    return r;
+}
+
+/* The hash of a centre's bytes in a snapshot; 0 without one. */
+static uint64_t tqkv__center_hash(const tqkv__stream *s)
+{
+    enum { CHUNK = 64 };
+    const size_t count = tqkv__center_size(s) / sizeof(float);
+    XXH3_state_t hash;
+    uint8_t bytes[4 * CHUNK] = {0};
+    if (!s->center) return 0;
+    XXH3_INITSTATE(&hash);
+    XXH3_64bits_reset(&hash);
+    for (size_t done = 0; done < count;) {
+        const size_t n = count - done < (size_t)CHUNK ? count - done : (size_t)CHUNK;
+        for (size_t i = 0; i < n; i++) tqkv__put(bytes + 4 * i, 4, tqkv__bits(s->center[done + i]));
+        XXH3_64bits_update(&hash, bytes, 4 * n);
+        done += n;
+    }
+    return XXH3_64bits_digest(&hash);
+}
+
+static const char tqkv__store_magic[9] = "tqks\r\n\x1a\n";
+
+/* header: [TQKV__STORE_HEADER_SIZE] */
+static void tqkv__store_header(const tqkv__stream *s, int64_t position, int n, uint8_t *header)
+{
+    const bool unrotated = s->kind != TQKV__HALF && !s->rotated, scaled = s->kind == TQKV__BOOK && s->norms_per_row > 1;
+    const uint32_t fields[6] = {TQKV__STORE_VERSION,
+                                (uint32_t)s->format,
+                                (uint32_t)s->head_dim,
+                                (uint32_t)s->n_kv_heads,
+                                (unrotated ? 1u : 0u) | (s->center ? 2u : 0u),
+                                tqkv__bits(scaled ? s->block_scale : 1.0f)};
+    memcpy(header, tqkv__store_magic, 8);
+    for (int i = 0; i < 6; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
+    tqkv__put(header + 32, 8, (uint64_t)position);
+    tqkv__put(header + 40, 8, (uint64_t)n);
+    tqkv__put(header + 48, 8, tqkv__center_hash(s));
+}
+
+TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, int n_positions, tqkv_write write,
+                                     void *user)
+{
+    tqkv__stream s;
+    tqkv__pipe pipe;
+    uint8_t header[TQKV__STORE_HEADER_SIZE];
+    if (!write) return TQKV__INVALID("write is NULL");
+    tqkv_result r = tqkv__open_positions(store, n_positions, position, &s);
+    if (r != TQKV_OK) return r;
+    tqkv__store_header(&s, position, n_positions, header);
+    tqkv__pipe_open(&pipe, write, NULL, user);
+    r = tqkv__move(&pipe, header, sizeof header);
+    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
+    return r == TQKV_OK ? tqkv__move_stored(&pipe, &s, position, position + n_positions) : r;
+}
+
+/* Every size comes from the store: a header that differs from the one that this store writes is refused. */
+TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, int n_positions, tqkv_read read,
+                                     void *user)
+{
+    enum { name = 12 }; /* bytes of magic and version */
+    tqkv__stream s;
+    tqkv__pipe pipe;
+    uint8_t header[TQKV__STORE_HEADER_SIZE], expected[TQKV__STORE_HEADER_SIZE];
+    if (!read) return TQKV__INVALID("read is NULL");
+    tqkv_result r = tqkv__open_positions(store, n_positions, position, &s);
+    if (r == TQKV_OK) r = tqkv__check_written(&s, n_positions, position);
+    if (r != TQKV_OK) return r;
+    tqkv__store_header(&s, position, n_positions, expected);
+    tqkv__pipe_open(&pipe, NULL, read, user);
+    r = tqkv__move(&pipe, header, sizeof header);
+    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
+    if (r != TQKV_OK) return r;
+    if (memcmp(header, expected, name) != 0) return TQKV_CORRUPT;
+    if (memcmp(header, expected, sizeof header) != 0)
+        return TQKV__INVALID("the snapshot is of another store or of other positions");
+    return tqkv__move_stored(&pipe, &s, position, position + n_positions);
+}
+
+#endif /* TQKV_IMPLEMENTATION, to be continued */
+
+/* ---- From here on all is for GPUs: stop reading if the processor is enough for you. ---- */
+
+/* >>metal-sizes: function constants, sizes of dispatches and argument structs; also compiled as Metal */
+#if (defined(TQKV_METAL) && defined(TQKV__SHARED) && !defined(TQKV__NESTED)) || defined(__METAL_VERSION__)
+#ifndef TQKV__METAL_SIZES
+#define TQKV__METAL_SIZES
+
+/* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ. A
+   kernel and its function constants make a pipeline. */
+#define TQKV_FC_FORMAT       0    /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
+#define TQKV_FC_VALUE_FORMAT 1    /* uint: encode_kv, attend: that of the values */
+#define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
+                                  /* decode, attend: rotate the centre before it is used */
+#define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
+#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back */
+#define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated, queries are not */
+#define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head in a threadgroup */
+#define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
+#define TQKV_FC_SOFTCAP        8  /* bool: attend: scores are capped */
+#define TQKV_FC_SAME_SLOTS     9  /* bool: attend: a position has the same slot in keys and values */
+#define TQKV_FC_SHORT_STORE    10 /* bool: attend: the keys' capacity is below 32 */
+#define TQKV_FC_SINKS          11 /* bool: attend_merge: there are sinks */
+#define TQKV_FC_CENTER         12 /* bool: encode, probe, decode: rows have a centre; encode_kv: keys have one */
+                                  /* attend, attend_merge: keys have one, and it changes the result */
+#define TQKV_FC_VALUE_CENTER 13   /* bool: encode_kv, attend_merge: values have a centre */
+#define TQKV_FC_TYPE         14 /* uint: tqkv_type of the rows that encode, probe and attend read; encode_kv: the keys */
+                                /* decode, attend_merge: of the rows that they write */
+#define TQKV_FC_VALUE_TYPE 15   /* uint: encode_kv: that of the values */
+#define TQKV_FC_PAGES      16   /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
+                                /* attend: the slots of keys and values */
+#define TQKV_FC_VALUE_PAGES 17  /* bool: encode_kv: the values' slots */
+#define TQKV_FC_TREE        18  /* bool: attend: a tree hides some of the newest n_queries positions */
+#define TQKV_FC_BATCH       19  /* bool: attend, attend_merge: arguments and offsets come from items */
+
+/* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
+#define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
+
+/* Lanes of a simdgroup that share a row: a lane has its values from all runs, for the matrix across them. */
+#define TQKV__ROW_LANES(D) (TQKV__RUNS(D) > 1 ? (D) / TQKV__RUNS(D) : 32)
+
+/* Attention by products of 8x8 matrices. Element 0 or 1 of a lane's part of a matrix, Metal's thread_elements(), is in
+   this row, and in this column plus 0 or 1. Metal does not promise it: the kernel `tables` multiplies two matrices that
+   are set so, and the host leaves attend_matrix alone where their product is another. A shim of a machine with another
+   order defines both. Each bit of the lane number changes either the row or the column. */
+#ifndef TQKV__MATRIX_ROW
+#define TQKV__MATRIX_ROW(lane)    (((lane) >> 4 << 2) | ((lane) >> 1 & 3))
+#define TQKV__MATRIX_COLUMN(lane) (((lane) >> 3 & 1) << 2 | ((lane)&1) << 1)
+#endif
+/* An element of a matrix for that test: below 64, and any two are different. */
+#define TQKV__MATRIX_TEST(row, column, seed) (((row)*8 + (column)) * (seed) % 64)
+
+/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. */
+#define TQKV__MOST_MATRIX_COLUMNS(D) ((D) <= 128 ? 32 : 8)
+#define TQKV__MATRIX_SIMDGROUPS      4                                              /* at most, of a threadgroup */
+#define TQKV__MATRICES(columns)      ((columns) <= 8 ? 1 : (columns) <= 16 ? 2 : 4) /* that hold so many */
+
+/* Threadgroup memory, in bytes. Attend takes all four. */
+#define TQKV__CELL_BYTES 3120 /* (0) of encode: cells of the codebook */
+                              /* (1) of encode, (0) of probe: with a matrix */
+                              /*     the rows of n simdgroups */
+#define TQKV__ROW_BYTES(D, n) (TQKV__RUNS(D) > 1 ? (n)*128 * (TQKV__RUNS(D) + 1) : 0)
+#define TQKV__TABLE_BYTES     1024                                       /* (0) of decode: a codebook */
+                                                                         /* (2) of encode: squares of its centroids */
+#define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
+#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums or: */
+#define TQKV__ATTEND_SUM_BYTES(D)       (4 * (D)*TQKV__MAX_COLUMNS(D))   /*     the sums, of several stretches */
+#define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
+#define TQKV__ATTEND_KEPT_BYTES(D)      (16 * TQKV__MAX_COLUMNS(D))      /* (3) maximum and sum: kept twice, and */
+#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /*     of n simdgroups */
+#define TQKV__MATRIX_QUERY_BYTES(D)     (32 * (D))                       /* (1) of attend_matrix: 8 queries, and */
+#define TQKV__MATRIX_SUM_BYTES(D)       (64 * ((D) + 4)) /*     padded sums of 4 simdgroups and columns */
+#define TQKV__MATRIX_KEPT_BYTES(n)      (544 * (n))      /* (3) of n matrices of columns: 17 numbers a column, and */
+#define TQKV__MATRIX_STATE_BYTES(n)     (64 * (n))       /*     maximum and sum of a simdgroup */
+#define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
+
+/* Floats of a padded query in attend. */
+#define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
+
+/* Attention cuts the context at fixed slots of the keys into stretches with sums of their own: the first n_short have
+   `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot 0,
+   are a section. The stretches of a section are added in order, then the sections. */
+#define TQKV__STRETCH_GROWTH 4
+#define TQKV__SECTION        16
+#define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
+    ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
+                                   : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
+
+/* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side, 8 up to D=128. */
+#define TQKV__ENCODE_ROWS(D) (TQKV__RUNS(D) > 1 ? 128 / TQKV__ROW_LANES(D) : (D) == 32 ? 64 : 4096 / (D))
+
+/* Simdgroups that share a row's sections in attend_merge: 8 KiB of threadgroup memory. */
+#define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))
+
+/* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
+#define TQKV__KERNEL_SIZES(D)                                                                                          \
+    TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
+        TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),                                 \
+        TQKV__ATTEND_WEIGHT_BYTES(D, 1), TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1),                   \
+        TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D),                    \
+        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__MATRIX_KEPT_BYTES(1),                            \
+        TQKV__MATRIX_STATE_BYTES(1)
+enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 19 };
+
+/* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
+   TQKV__NARROW_VALUES in encode_kv and attend. */
+#define TQKV__KERNELS(row, x)                                                                                          \
+    row(x, 0, 32) row(x, 1, 48) row(x, 2, 64) row(x, 3, 80) row(x, 4, 96) row(x, 5, 128) row(x, 6, 192) row(x, 7, 256) \
+        row(x, 8, 512) row(x, 9, 1024)
+#define TQKV__WIDE_KEYS     192
+#define TQKV__NARROW_VALUES 128
+/* head_dim number i of the kernels, or 0; whether D has kernels */
+#define TQKV__KERNEL_DIM(i)              (TQKV__KERNELS(TQKV__KERNEL_DIM_OF, i) 0)
+#define TQKV__HAS_KERNELS(D)             (TQKV__KERNELS(TQKV__HAS_KERNELS_OF, D) false)
+#define TQKV__KERNEL_DIM_OF(i, n, size)  (i) == n ? size:
+#define TQKV__HAS_KERNELS_OF(D, n, size) (D) == size ||
+
+/* Rows of one stream. Token t is at slot first_slot + t, minus capacity if that is beyond the store. The host resolves
+   positions; it passes at most `capacity` tokens and fewer than 2^32 rows. With a page table first_slot is a position, and
+   an entry that is none of the store's pages leaves its tokens out. */
+typedef struct tqkv__rows_args {
+    int32_t n_tokens; /* source or destination is [n_tokens][n_kv_heads][head_dim] */
+    int32_t n_kv_heads;
+    int32_t capacity;   /* positions of the store */
+    int32_t first_slot; /* in [0, capacity) */
+    float block_scale;  /* not 0 */
+    int32_t page_size;  /* read if TQKV_FC_PAGES, and n_pages: of the store */
+    int32_t n_pages;
+} tqkv__rows_args;
+
+typedef struct tqkv__rotate_args {
+    int32_t n_rows; /* of head_dim values */
+} tqkv__rotate_args;
+
+/* attend, over kv_len resident positions counted from the oldest, which is at oldest_slot; slots wrap at capacity. With
+   page tables the slots here are positions, and a table says where their pages lie. */
+typedef struct tqkv__attend_args {
+    int32_t n_queries;
+    int32_t n_kv_heads;
+    int32_t group;                  /* query heads a KV head */
+    int32_t kv_len;                 /* query i is at position kv_len - n_queries + i; before 0 it sees nothing */
+    int32_t window;                 /* 0: none, or at least kv_len */
+    int32_t first_stretch;          /* that a query sees */
+    int32_t stretch_tiles, n_short; /* TQKV__STRETCH_OF_TILE */
+    int32_t n_splits;               /* threadgroups along the context */
+    int32_t sections_each;          /* of a threadgroup; 0: that of split i has only stretch first_stretch + i */
+    int32_t key_capacity, key_oldest_slot;
+    int32_t value_capacity, value_oldest_slot;
+    float scale;                              /* not 0 */
+    float softcap;                            /* read if TQKV_FC_SOFTCAP */
+    float key_block_scale, value_block_scale; /* not 0 */
+    int32_t key_slots, value_slots;       /* of a KV head in memory: the capacity or, with pages, that of the pool */
+    int32_t key_page_size, key_last_page; /* read if TQKV_FC_PAGES; the last page of the pool */
+    int32_t value_page_size, value_last_page;
+    uint32_t key_page_factor, value_page_factor; /* page of a tile: the upper word of the product of tile and factor, */
+    int32_t key_page_shift, value_page_shift;    /* shifted to the right */
+    int32_t first_of_tree; /* read if TQKV_FC_TREE: position kv_len - n_queries, or INT_MAX without a tree */
+} tqkv__attend_args;
+
+typedef struct tqkv__merge_args {
+    int32_t n_rows;  /* n_queries * n_heads */
+    int32_t n_heads; /* row r is of head r modulo n_heads */
+    int32_t group;   /* query heads a KV head */
+    int32_t n_partials;
+    int32_t section; /* partial results of a section: TQKV__SECTION or, if they are sections, 1 */
+    int32_t before;  /* those of the first section that are left out */
+} tqkv__merge_args;
+
+/* One call of a batch. The threadgroups of attend number blocks of query rows first, then splits, then items. Offsets
+   are from where the buffer is bound, in units of: */
+#define TQKV__ROWS_UNIT  2  /* bytes: q and out */
+#define TQKV__CODES_UNIT 16 /* codes; all others 4 */
+typedef struct tqkv__batch_item {
+    tqkv__attend_args attend;
+    tqkv__merge_args merge;
+    int32_t n_items, first_group, first_row; /* of the batch; threadgroups and query rows of the items before */
+    uint32_t q, key_codes, key_norms, value_codes, value_norms, partial_out, partial_state, key_center;
+    uint32_t key_pages, value_pages, tree, out, value_center;
+} tqkv__batch_item;
+
+/* The structs that C and the shaders share. */
+#define TQKV__SHARED_STRUCTS(row)                                                                                      \
+    row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item)
+enum { TQKV__N_SHARED_STRUCTS = 6 };
+
+/* Output of the kernel `tables`: the tables and sizes that the shaders were compiled with. */
+typedef struct tqkv__table_report {
+    uint32_t table_version;
+    uint32_t struct_sizes[TQKV__N_SHARED_STRUCTS];
+    tqkv__table_set tables;
+    int32_t kernel_sizes[TQKV__KERNEL_DIMS][TQKV__N_KERNEL_SIZES];
+    float matrix_product[32][2]; /* each lane's elements of TQKV__MATRIX_TEST with seed 3, times that with seed 5 */
+} tqkv__table_report;
+
+TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
+TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 116);
+TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 204);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4500);
+
+#endif
+#endif
+/* <<metal-sizes */
+
+/* >>metal-plan: the interface between tqkv_metal.m and the implementation, visible with TQKV_SHARED. It plans a Metal call
+   in plain C: kernel, function constants, arguments, buffers, grid, and all checks except those of Metal's own objects. */
+#if defined(TQKV__METAL_SIZES) && !defined(__METAL_VERSION__) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_PLAN)
+#define TQKV__METAL_PLAN
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    TQKV__SIMD_WIDTH = 32,
+    TQKV__CONSTANTS = 20,
+    TQKV__BINDINGS = 16,
+    TQKV__MEMORIES = 4,
+    TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */
+    TQKV__ITEMS_OF_MERGE = 6,
+    TQKV__SECOND_ARGS = 4,   /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
+    TQKV__ONLY_CHECKED = -1, /* in place of an index */
+    TQKV__DIM_UNIT = 16
+};
+
+#define TQKV__KERNEL_DIM_TEXT(x, n, size) #size ", "
+#define TQKV__KERNELS_TEXT                                                                                             \
+    "a GPU takes head_dim " TQKV__KERNELS(TQKV__KERNEL_DIM_TEXT, ) "and keys of 192 with values of 128"
+
+typedef enum tqkv__family {
+    TQKV__TABLES,
+    TQKV__ENCODE,
+    TQKV__ENCODE_KV,
+    TQKV__PROBE,
+    TQKV__DECODE,
+    TQKV__ROTATE,
+    TQKV__ATTEND,
+    TQKV__ATTEND_MERGE,
+    TQKV__ATTEND_MATRIX
+} tqkv__family;
+
+/* Identifies a pipeline. Only bytes, without padding: two kernels can be compared with memcmp. */
+typedef struct tqkv__kernel {
+    uint8_t family, head_dim, value_dim; /* in units of TQKV__DIM_UNIT, 0 = none; value_dim: if it differs */
+    uint8_t constants[TQKV__CONSTANTS];  /* by TQKV_FC_*: value + 1, 0 = not set */
+} tqkv__kernel;
+
+/* A buffer argument. size 0: the call has none. */
+typedef struct tqkv__binding {
+    const char *name; /* for error texts */
+    int index;
+    tqkv_metal_buffer at;
+    size_t size, alignment;
+    bool written;
+} tqkv__binding;
+
+typedef union tqkv__args {
+    tqkv__rows_args rows;
+    tqkv__rotate_args rotate;
+    tqkv__attend_args attend;
+    tqkv__merge_args merge;
+} tqkv__args;
+
+typedef struct tqkv__dispatch {
+    tqkv__kernel kernel;
+    tqkv__args args[2];
+    size_t args_size; /* of each */
+    int n_args, n_bindings;
+    tqkv__binding bindings[TQKV__BINDINGS];
+    size_t memory[TQKV__MEMORIES], memory_each[TQKV__MEMORIES]; /* bytes per threadgroup, and per simdgroup */
+    size_t grid[3];                                             /* threadgroups; nothing to do if the first is 0 */
+    bool rows;                 /* grid[0] counts simdgroups instead, each for one or several rows */
+    int n_simdgroups;          /* per threadgroup, or as many as the pipeline allows */
+    tqkv_metal_object barrier; /* a buffer that the previous dispatch writes, or NULL */
+} tqkv__dispatch;
+
+/* A binding before binding i that overlaps it while one of the two is written, or NULL. */
+TQKV_API const tqkv__binding *tqkv__overlapping(const tqkv__dispatch *d, int i);
+
+/* The calls of >>metal. The processor's pointers in shapes and attentions are not read. */
+TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens, int64_t position,
+                                       tqkv_metal_buffer not_finite, tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                          tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                          tqkv_metal_buffer not_finite, tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_encode_slots(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
+                                             tqkv_metal_buffer slots, const int32_t *known,
+                                             tqkv_metal_buffer not_finite, tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                                tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                                tqkv_metal_buffer slots, const int32_t *known,
+                                                tqkv_metal_buffer not_finite, tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                      tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions, tqkv_basis basis,
+                                       tqkv_metal_buffer dst, tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                       tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *a, size_t *bytes);
+/* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
+TQKV_API void tqkv__plan_columns(tqkv__dispatch *d, bool matrix, int columns);
+TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
+                                       tqkv_metal_buffer out, tqkv__dispatch d[2]);
+
+/* A batch. arguments: the memory of that buffer, for n items. matrices: whether attend_matrix may be used */
+typedef struct tqkv__batch {
+    const tqkv_metal_attention *items;
+    int n;
+    const tqkv_metal_buffer *q, *out;
+    tqkv_metal_buffer arguments, scratch;
+    bool matrices;
+} tqkv__batch;
+TQKV_API tqkv_result tqkv__plan_batch_sizes(const tqkv_metal_attention *items, int n_items, size_t *arguments,
+                                            size_t *scratch);
+TQKV_API tqkv_result tqkv__plan_batch(const tqkv__batch *batch, tqkv__batch_item *arguments, tqkv__dispatch d[2]);
+
+/* For a cache that lies at `memory`. rows_sizes: bytes of q and of the output. */
+TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
+                                             tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                             tqkv__dispatch *d);
+TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t rows_sizes[2],
+                                            size_t *scratch_size);
+TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
+                                             int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                             tqkv__dispatch d[2]);
+
+/* Whether attend_matrix may be used on the GPU that made the report. */
+TQKV_API bool tqkv__matrices_as_expected(const tqkv__table_report *report);
+/* The first difference between the shaders' tables and sizes and this header's; NULL if there is none. */
+TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
+
+#if defined(TQKV_IMPLEMENTATION) && defined(TQKV_METAL) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_CODE)
+#define TQKV__METAL_CODE
+
+/* >>metal-code: the plans of >>metal-plan, which tqkv_metal.m records */
+
+/* Follows tqkv__stream_shape and tqkv__attention_shape. value_dim: in calls of both streams, else head_dim */
+static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
+{
+    const bool wide = head_dim == TQKV__WIDE_KEYS && value_dim == TQKV__NARROW_VALUES;
+    if (wide || (head_dim == value_dim && TQKV__HAS_KERNELS(head_dim))) return TQKV_OK;
+    return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
+}
 
 static bool tqkv__bindings_overlap(const tqkv__binding *a, const tqkv__binding *b)
 {
@@ -7900,11 +8330,6 @@ TQKV_API tqkv_result tqkv__plan_batch_sizes(const tqkv_metal_attention *items, i
     return TQKV_OK;
 }
 
-TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
-{
-    return (size_t)n_tokens * (size_t)s->n_kv_heads * (size_t)s->head_dim * tqkv__type_size(s->type);
-}
-
 static tqkv_metal_buffer tqkv__buffer_of_part(const tqkv_cache *c, tqkv_metal_buffer memory, const void *part)
 {
     memory.offset += (size_t)((const char *)part - (const char *)c);
@@ -7962,12 +8387,6 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
     return tqkv__plan_attention(&a, &b, TQKV__MOST_SUMS, d);
 }
 
-TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
-{
-    c->attention.end += n_tokens;
-    c->first = tqkv__oldest(c, c->attention.end);
-}
-
 TQKV_API bool tqkv__matrices_as_expected(const tqkv__table_report *report)
 {
     for (int lane = 0; lane < TQKV__SIMD_WIDTH; lane++)
@@ -8008,418 +8427,12 @@ TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report)
     return NULL;
 }
 
-/* >>snapshot: caches and stores as bytes, all little-endian
+#endif /* TQKV_METAL */
 
-   A cache:
-     offset  bytes  field                                 offset  bytes  field
-          0      8  "tqkv" CR LF SUB LF                        44      4  window
-          8      4  snapshot version                           48      4  scale (float32)
-         12      4  table version                              52      4  softcap (float32)
-         16      4  head_dim                                   56      8  oldest resident position
-         20      4  n_kv_heads                                 64      8  end
-         24      4  n_heads                                    72      8  XXH3-64 of the 72 bytes before
-         28      4  capacity
-         32      4  key format                            then, keys first, values second:
-         36      4  value format                                       centre [n_kv_heads][head_dim], if there is one
-         40      4  bit 0: ring; bits 1 and 2: keys                    codes [n_kv_heads][resident][row_bytes]
-                    and values have a centre; bits 16                  norms [n_kv_heads][resident][norms_per_row]
-                    to 31: the values' head_dim, or 0               8  XXH3-64 of this centre, codes and norms
-                    where it is the keys'
-
-   Version 1, always with table version 1, has one head_dim, no centres and neither TQ3 nor TQ2.
-
-   Positions of a store:
-     offset  bytes  field                                 offset  bytes  field
-          0      8  "tqks" CR LF SUB LF                        32      8  first position
-          8      4  version: 1                                 40      8  number of positions
-         12      4  format                                     48      8  XXH3-64 of the centre [n_kv_heads][head_dim];
-         16      4  head_dim                                              0 without one
-         20      4  n_kv_heads                                 56      8  XXH3-64 of the 56 bytes before
-         24      4  bit 0: unrotated; bit 1: has a           then:
-                    centre                                            codes, norms and their hash, as above
-         28      4  block_scale (float32); 1 where it
-                    has no effect                                                                                     */
-
-#define TQKV__SNAPSHOT_VERSION  2
-#define TQKV__STORE_VERSION     1
-#define TQKV__HEADER_SIZE       72 /* without its hash */
-#define TQKV__STORE_HEADER_SIZE 56
-
-static void tqkv__put(uint8_t *bytes, int n, uint64_t x)
-{
-    for (int i = 0; i < n; i++) bytes[i] = (uint8_t)(x >> (8 * i));
-}
-
-static uint64_t tqkv__get(const uint8_t *bytes, int n)
-{
-    uint64_t x = 0;
-    for (int i = 0; i < n; i++) x |= (uint64_t)bytes[i] << (8 * i);
-    return x;
-}
-
-/* A snapshot being written or read: one of `write` and `read` is set. Hashes every byte. */
-typedef struct tqkv__pipe {
-    tqkv_write write;
-    tqkv_read read;
-    void *user;
-    XXH3_state_t hash;
-} tqkv__pipe;
-
-static tqkv_result tqkv__move(tqkv__pipe *pipe, uint8_t *bytes, size_t n)
-{
-    for (size_t done = 0; done < n;) {
-        const size_t left = n - done;
-        const size_t moved =
-            pipe->write ? pipe->write(pipe->user, bytes + done, left) : pipe->read(pipe->user, bytes + done, left);
-        if (moved > left) return TQKV_IO;
-        if (moved == 0) return pipe->write ? TQKV_IO : TQKV_CORRUPT;
-        done += moved;
-    }
-    XXH3_64bits_update(&pipe->hash, bytes, n);
-    return TQKV_OK;
-}
-
-/* Writes the hash of the bytes since the last hash, or compares it with the next eight bytes. */
-static tqkv_result tqkv__move_hash(tqkv__pipe *pipe)
-{
-    uint8_t expected[8], bytes[8];
-    tqkv__put(expected, 8, XXH3_64bits_digest(&pipe->hash));
-    memcpy(bytes, expected, sizeof bytes);
-    const tqkv_result r = tqkv__move(pipe, bytes, sizeof bytes);
-    XXH3_64bits_reset(&pipe->hash);
-    if (r != TQKV_OK) return r;
-    return memcmp(bytes, expected, sizeof bytes) == 0 ? TQKV_OK : TQKV_CORRUPT;
-}
-
-static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, float *x, size_t n)
-{
-    uint8_t bytes[1024];
-    for (size_t done = 0; done < n;) {
-        const size_t count = n - done < sizeof bytes / 4 ? n - done : sizeof bytes / 4;
-        if (pipe->write)
-            for (size_t i = 0; i < count; i++) tqkv__put(bytes + 4 * i, 4, tqkv__bits(x[done + i]));
-        const tqkv_result r = tqkv__move(pipe, bytes, 4 * count);
-        if (r != TQKV_OK) return r;
-        if (pipe->read)
-            for (size_t i = 0; i < count; i++) x[done + i] = tqkv__float((uint32_t)tqkv__get(bytes + 4 * i, 4));
-        done += count;
-    }
-    return TQKV_OK;
-}
-
-/* Moves the codes of positions [first, end), then their norms, then the hash. */
-static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, int64_t first, int64_t end)
-{
-    tqkv_result r = TQKV_OK;
-    for (int norms = 0; norms < 2; norms++)
-        for (int h = 0; h < s->n_kv_heads; h++)
-            for (int64_t position = first; position < end;) {
-                const int slot = tqkv__slot(s, position);
-                const int64_t room = tqkv__slots_left(s, position), n = end - position < room ? end - position : room;
-                if (!norms)
-                    r = tqkv__move(pipe, tqkv__codes_at(s, h, slot), (size_t)n * s->row_bytes);
-                else
-                    r = tqkv__move_floats(pipe, tqkv__norms_at(s, h, slot), (size_t)n * (size_t)s->norms_per_row);
-                if (r != TQKV_OK) return r;
-                position += n;
-            }
-    return tqkv__move_hash(pipe);
-}
-
-/* Moves the centre of a cache's stream, which lies in the cache's own memory, and the resident positions. */
-static tqkv_result tqkv__move_stream(tqkv__pipe *pipe, const tqkv__stream *s, int64_t first, int64_t end)
-{
-    if (s->center) {
-        const size_t n = (size_t)s->n_kv_heads * (size_t)s->head_dim;
-        const tqkv_result r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n);
-        if (r != TQKV_OK) return r;
-        if (!tqkv__all_finite(s->center, n)) return TQKV_CORRUPT;
-    }
-    return tqkv__move_stored(pipe, s, first, end);
-}
-
-static tqkv_result tqkv__move_streams(tqkv__pipe *pipe, const tqkv_cache *c)
-{
-    tqkv__stream keys, values;
-    tqkv_result r;
-    if ((r = tqkv__stream_open(&c->keys, &keys)) != TQKV_OK) return r;
-    if ((r = tqkv__stream_open(&c->values, &values)) != TQKV_OK) return r;
-    if ((r = tqkv__move_stream(pipe, &keys, c->first, c->attention.end)) != TQKV_OK) return r;
-    return tqkv__move_stream(pipe, &values, c->first, c->attention.end);
-}
-
-static void tqkv__pipe_open(tqkv__pipe *pipe, tqkv_write write, tqkv_read read, void *user)
-{
-    pipe->write = write;
-    pipe->read = read;
-    pipe->user = user;
-    XXH3_INITSTATE(&pipe->hash);
-    XXH3_64bits_reset(&pipe->hash);
-}
-
-static const char tqkv__magic[9] = "tqkv\r\n\x1a\n";
-
-TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user)
-{
-    tqkv__pipe pipe;
-    uint8_t header[TQKV__HEADER_SIZE];
-    if (!c || !write) return TQKV__INVALID("the cache or write is NULL");
-    const tqkv_store *keys = &c->keys;
-    const tqkv_attention *a = &c->attention;
-    const uint32_t value_dim = c->values.head_dim == keys->head_dim ? 0 : (uint32_t)c->values.head_dim;
-    const uint32_t flags =
-        (keys->ring ? 1u : 0u) | (keys->center ? 2u : 0u) | (c->values.center ? 4u : 0u) | value_dim << 16;
-    const uint32_t fields[12] = {TQKV__SNAPSHOT_VERSION,     TQKV_TABLE_VERSION,         (uint32_t)keys->head_dim,
-                                 (uint32_t)keys->n_kv_heads, (uint32_t)a->n_heads,       (uint32_t)keys->capacity,
-                                 (uint32_t)keys->format,     (uint32_t)c->values.format, flags,
-                                 (uint32_t)a->window,        tqkv__bits(a->scale),       tqkv__bits(a->softcap)};
-    memcpy(header, tqkv__magic, 8);
-    for (int i = 0; i < 12; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
-    tqkv__put(header + 56, 8, (uint64_t)c->first);
-    tqkv__put(header + 64, 8, (uint64_t)c->attention.end);
-    tqkv__pipe_open(&pipe, write, NULL, user);
-    tqkv_result r = tqkv__move(&pipe, header, sizeof header);
-    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
-    return r == TQKV_OK ? tqkv__move_streams(&pipe, c) : r;
-}
-
-/* The desc, the centres' flags and the resident range of a header; false if no cache can have written it. */
-static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32_t *centers, int64_t *first,
-                               int64_t *end)
-{
-    uint32_t fields[12];
-    for (int i = 0; i < 12; i++) fields[i] = (uint32_t)tqkv__get(header + 8 + 4 * i, 4);
-    const bool old = fields[0] == 1 && fields[1] == 1;
-    if (!old && (fields[0] != TQKV__SNAPSHOT_VERSION || fields[1] < 2 || fields[1] > TQKV_TABLE_VERSION)) return false;
-    const uint32_t last = old ? TQKV_I8 : TQKV_TQ2; /* in C++ no enum takes a number far beyond its last */
-    if (fields[6] > last || fields[7] > last || (old && fields[8] > 1)) return false;
-    for (int i = 2; i < 10; i++)
-        if (fields[i] > (uint32_t)INT_MAX) return false;
-    const uint32_t flags = fields[8] & 0xffffu, value_dim = fields[8] >> 16;
-    if (flags > 7 || fields[4] == 0 || fields[6] == 0 || fields[7] == 0 || value_dim == fields[2]) return false;
-    d->head_dim = (int)fields[2];
-    d->value_dim = (int)(value_dim ? value_dim : fields[2]);
-    d->n_kv_heads = (int)fields[3];
-    d->n_heads = (int)fields[4];
-    d->capacity = (int)fields[5];
-    d->key_format = (tqkv_format)fields[6];
-    d->value_format = (tqkv_format)fields[7];
-    d->ring = flags & 1;
-    *centers = flags >> 1;
-    d->window = (int)fields[9];
-    d->scale = tqkv__float(fields[10]);
-    d->softcap = tqkv__float(fields[11]);
-    *first = (int64_t)tqkv__get(header + 56, 8);
-    *end = (int64_t)tqkv__get(header + 64, 8);
-    if (fields[11] >> 31) return false; /* no cache has a negative softcap */
-    return d->scale != 0.0f && *first >= 0 && *first <= *end && *end - *first <= d->capacity &&
-           (d->ring || *first == 0);
-}
-
-static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
-{
-    return (!wanted->head_dim || wanted->head_dim == found->head_dim) &&
-           (!wanted->value_dim || wanted->value_dim == found->value_dim) &&
-           (!wanted->n_kv_heads || wanted->n_kv_heads == found->n_kv_heads) &&
-           (!wanted->n_heads || wanted->n_heads == found->n_heads) &&
-           (!wanted->capacity || wanted->capacity == found->capacity) &&
-           (!wanted->key_format || wanted->key_format == found->key_format) &&
-           (!wanted->value_format || wanted->value_format == found->value_format) && (!wanted->ring || found->ring) &&
-           (!wanted->window || wanted->window == found->window) &&
-           (wanted->scale == 0.0f || wanted->scale == found->scale) &&
-           (wanted->softcap == 0.0f || wanted->softcap == found->softcap);
-}
-
-/* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
-typedef struct tqkv__read_ahead {
-    tqkv_read read;
-    void *user;
-    tqkv_allocator memory;
-    uint8_t *bytes;
-    size_t size, filled, taken;
-} tqkv__read_ahead;
-
-static size_t tqkv__read_held(void *user, void *bytes, size_t n)
-{
-    tqkv__read_ahead *a = (tqkv__read_ahead *)user;
-    const size_t held = a->filled - a->taken;
-    if (!held) return a->read(a->user, bytes, n);
-    n = n < held ? n : held;
-    memcpy(bytes, a->bytes + a->taken, n);
-    a->taken += n;
-    return n;
-}
-
-static void tqkv__drop_held(tqkv__read_ahead *a)
-{
-    if (a->bytes) a->memory.free(a->memory.user, a->bytes, a->size);
-}
-
-/* Reads until `wanted` bytes are held. The buffer is at most 64 KiB or twice the bytes that have arrived. */
-static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
-{
-    while (a->filled < wanted) {
-        if (a->filled == a->size) {
-            const size_t size = a->size ? 2 * a->size : 65536;
-            uint8_t *bytes = (uint8_t *)a->memory.alloc(a->memory.user, size);
-            if (!bytes) return TQKV_OUT_OF_MEMORY;
-            if (a->filled) memcpy(bytes, a->bytes, a->filled);
-            tqkv__drop_held(a);
-            a->bytes = bytes;
-            a->size = size;
-        }
-        const size_t end = a->size < wanted ? a->size : wanted,
-                     room = end - a->filled; /* never reads past the snapshot */
-        const size_t n = a->read(a->user, a->bytes + a->filled, room);
-        if (n == 0 || n > room) return n ? TQKV_IO : TQKV_CORRUPT;
-        a->filled += n;
-    }
-    return TQKV_OK;
-}
-
-/* Bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all that the
-   header announces if that is less. A file that was cut short cannot make load allocate much. */
-static size_t tqkv__wanted_ahead(const tqkv_cache *c, int64_t resident)
-{
-    const size_t keys = tqkv_codes_size(&c->keys) + tqkv_norms_size(&c->keys);
-    const size_t values = tqkv_codes_size(&c->values) + tqkv_norms_size(&c->values), rows = keys + values;
-    const size_t announced = rows / (size_t)c->keys.capacity * (size_t)resident + 16; /* and two hashes */
-    const size_t dims = (size_t)c->keys.head_dim + (size_t)c->values.head_dim; /* there is always room for centres */
-    const size_t all = rows + (size_t)c->keys.n_kv_heads * dims * sizeof(float);
-    return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
-}
-
-TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out)
-{
-    tqkv__pipe pipe;
-    tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
-    uint8_t header[TQKV__HEADER_SIZE];
-    tqkv_cache_desc found;
-    tqkv_cache *c, checked;
-    uint32_t centers;
-    int64_t first, end;
-    if (!out) return TQKV__INVALID("out is NULL");
-    *out = NULL;
-    if (!desc || !read) return TQKV__INVALID("desc or read is NULL");
-    tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
-    tqkv_result r = tqkv__move(&pipe, header, sizeof header);
-    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
-    if (r != TQKV_OK) return r;
-    memset(&found, 0, sizeof found);
-    if (memcmp(header, tqkv__magic, 8) != 0 || !tqkv__parse_header(header, &found, &centers, &first, &end) ||
-        tqkv__cache_resolve(&found, &checked) != TQKV_OK)
-        return TQKV_CORRUPT;
-    if (!tqkv__desc_matches(desc, &found)) return TQKV__INVALID("a field of desc is not the snapshot's");
-    found.type = desc->type;
-    found.sinks = desc->sinks;
-    found.parallel = desc->parallel;
-    found.allocator = desc->allocator;
-    found.metal = desc->metal;
-    found.matrix_group = desc->matrix_group;
-    if (!tqkv__resolve_allocator(&found.allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
-    ahead.memory = found.allocator;
-    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, end - first));
-    if (r == TQKV_OK) r = tqkv_cache_create(&found, &c);
-    if (r != TQKV_OK) {
-        tqkv__drop_held(&ahead);
-        return r;
-    }
-    memset(c->centers, 0, (size_t)c->keys.n_kv_heads * (size_t)(c->keys.head_dim + c->values.head_dim) * sizeof(float));
-    if (centers & 1) tqkv__cache_center(c, 0, tqkv__center_room(c, 0));
-    if (centers & 2) tqkv__cache_center(c, 1, tqkv__center_room(c, 1)); /* zeros, until it is read */
-    c->first = first;
-    c->attention.end = end;
-    r = tqkv__move_streams(&pipe, c);
-    tqkv__drop_held(&ahead);
-    if (r == TQKV_OK)
-        *out = c;
-    else
-        tqkv_cache_destroy(c);
-    return r;
-}
-
-/* The hash of a centre's bytes in a snapshot; 0 without one. */
-static uint64_t tqkv__center_hash(const tqkv__stream *s)
-{
-    enum { CHUNK = 64 };
-    const size_t count = tqkv__center_size(s) / sizeof(float);
-    XXH3_state_t hash;
-    uint8_t bytes[4 * CHUNK] = {0};
-    if (!s->center) return 0;
-    XXH3_INITSTATE(&hash);
-    XXH3_64bits_reset(&hash);
-    for (size_t done = 0; done < count;) {
-        const size_t n = count - done < (size_t)CHUNK ? count - done : (size_t)CHUNK;
-        for (size_t i = 0; i < n; i++) tqkv__put(bytes + 4 * i, 4, tqkv__bits(s->center[done + i]));
-        XXH3_64bits_update(&hash, bytes, 4 * n);
-        done += n;
-    }
-    return XXH3_64bits_digest(&hash);
-}
-
-static const char tqkv__store_magic[9] = "tqks\r\n\x1a\n";
-
-/* header: [TQKV__STORE_HEADER_SIZE] */
-static void tqkv__store_header(const tqkv__stream *s, int64_t position, int n, uint8_t *header)
-{
-    const bool unrotated = s->kind != TQKV__HALF && !s->rotated, scaled = s->kind == TQKV__BOOK && s->norms_per_row > 1;
-    const uint32_t fields[6] = {TQKV__STORE_VERSION,
-                                (uint32_t)s->format,
-                                (uint32_t)s->head_dim,
-                                (uint32_t)s->n_kv_heads,
-                                (unrotated ? 1u : 0u) | (s->center ? 2u : 0u),
-                                tqkv__bits(scaled ? s->block_scale : 1.0f)};
-    memcpy(header, tqkv__store_magic, 8);
-    for (int i = 0; i < 6; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
-    tqkv__put(header + 32, 8, (uint64_t)position);
-    tqkv__put(header + 40, 8, (uint64_t)n);
-    tqkv__put(header + 48, 8, tqkv__center_hash(s));
-}
-
-TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, int n_positions, tqkv_write write,
-                                     void *user)
-{
-    tqkv__stream s;
-    tqkv__pipe pipe;
-    uint8_t header[TQKV__STORE_HEADER_SIZE];
-    if (!write) return TQKV__INVALID("write is NULL");
-    tqkv_result r = tqkv__open_positions(store, n_positions, position, &s);
-    if (r != TQKV_OK) return r;
-    tqkv__store_header(&s, position, n_positions, header);
-    tqkv__pipe_open(&pipe, write, NULL, user);
-    r = tqkv__move(&pipe, header, sizeof header);
-    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
-    return r == TQKV_OK ? tqkv__move_stored(&pipe, &s, position, position + n_positions) : r;
-}
-
-/* Every size comes from the store: a header that differs from the one that this store writes is refused. */
-TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, int n_positions, tqkv_read read,
-                                     void *user)
-{
-    enum { name = 12 }; /* bytes of magic and version */
-    tqkv__stream s;
-    tqkv__pipe pipe;
-    uint8_t header[TQKV__STORE_HEADER_SIZE], expected[TQKV__STORE_HEADER_SIZE];
-    if (!read) return TQKV__INVALID("read is NULL");
-    tqkv_result r = tqkv__open_positions(store, n_positions, position, &s);
-    if (r == TQKV_OK) r = tqkv__check_written(&s, n_positions, position);
-    if (r != TQKV_OK) return r;
-    tqkv__store_header(&s, position, n_positions, expected);
-    tqkv__pipe_open(&pipe, NULL, read, user);
-    r = tqkv__move(&pipe, header, sizeof header);
-    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
-    if (r != TQKV_OK) return r;
-    if (memcmp(header, expected, name) != 0) return TQKV_CORRUPT;
-    if (memcmp(header, expected, sizeof header) != 0)
-        return TQKV__INVALID("the snapshot is of another store or of other positions");
-    return tqkv__move_stored(&pipe, &s, position, position + n_positions);
-}
-
-#ifdef TQKV__PRECISE
+#if defined(TQKV__PRECISE) && !defined(TQKV__NESTED)
 #undef TQKV__PRECISE
 #pragma float_control(pop)
 #endif
-#endif /* TQKV_IMPLEMENTATION */
 
 /* >>licence
 

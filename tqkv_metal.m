@@ -21,6 +21,9 @@
 #define TQKV_SHARED
 #endif
 #include "tqkv.h"
+#ifndef TQKV_METAL
+#error "tqkv_metal.m: add -DTQKV_METAL where this file and the one with TQKV_IMPLEMENTATION are compiled"
+#endif
 
 /* Each object that the context keeps is retained once and released once. Under ARC assignments to variables do both. */
 #if __has_feature(objc_arc)

@@ -21,7 +21,8 @@ using namespace metal;
 
 
 # Of these the answer is known. Other conditions stay.
-DEFINED, UNDEFINED = {"__METAL_VERSION__", "__cplusplus"}, {"TQKV_IMPLEMENTATION", "TQKV_SHARED", "TQKV__SHARED"}
+DEFINED = {"__METAL_VERSION__", "__cplusplus"}
+UNDEFINED = {"TQKV_IMPLEMENTATION", "TQKV_NO_IMPLEMENTATION", "TQKV_SHARED", "TQKV__SHARED", "TQKV_METAL", "TQKV__NESTED", "TQKV__METAL_SIZES"}
 
 
 def answer(word, rest):
@@ -39,10 +40,11 @@ def answer(word, rest):
 
 
 def seen_by_metal(header):
-    """The lines of tqkv.h that Metal's compiler keeps, up to the end of the section for shaders."""
-    start, end = header.index("#ifndef TQKV_H\n"), header.index("/* <<shared */")
+    """The lines of tqkv.h that Metal's compiler keeps: of its declarations and of the two sections for shaders."""
+    sections = [("#ifndef TQKV_H\n", "/* <<shared */"), ("/* >>metal-sizes", "/* <<metal-sizes */")]
+    text = "".join(header[header.index(start) : header.index(end)] for start, end in sections)
     answers, kept = [], []  # answers: of the conditions around a line
-    for line in header[start:end].splitlines(keepends=True):
+    for line in text.splitlines(keepends=True):
         directive = re.match(r"#(ifn?def|if|else|endif)\b\s*(.*)", re.sub(r"/\*.*?\*/", "", line).strip())
         word, rest = directive.groups() if directive else ("", "")
         if word.startswith("if"):

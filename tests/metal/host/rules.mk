@@ -5,7 +5,7 @@ HOST_BUILD := $(METAL_BUILD)/host
 comma := ,
 HOST_TESTS := main buffers codec_tests attend_tests page_tests cache_tests context_tests standin_tests
 HOST_HEADERS := tqkv.h tests/metal/host/host.h $(wildcard tests/*.h)
-HOST_WARNINGS := -Wall -Wextra -Werror
+HOST_WARNINGS := -DTQKV_METAL -Wall -Wextra -Werror
 HOST_EXAMPLES := metal_encode_attend
 # The implementation, for programs that define TQKV_IMPLEMENTATION: see the Makefile.
 HOST_TQKV := $(HOST_BUILD)/tests/test_tables.o $(HOST_BUILD)/tests/runner.o
