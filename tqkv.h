@@ -2037,7 +2037,7 @@ TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_t
 
 /* Sums over the rows of a head, for tqkv_quality. */
 typedef struct tqkv__moments {
-    float first[TQKV_MAX_HEAD_DIM]; /* one of the rows: what differs between rows may be far smaller than a row */
+    const void *first;              /* one of the rows, of the source: what differs may be far smaller than a row */
     double row[TQKV_MAX_HEAD_DIM];  /* of the rows less the first */
     double squares, differs, noise; /* |x|^2, |x - first|^2, |x - x'|^2 */
     double second, fourth, beyond;  /* of the scaled values */
@@ -2046,7 +2046,7 @@ typedef struct tqkv__moments {
 /* Adds a row; row: with an encoded copy of it. */
 static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__row *row, tqkv__moments *m)
 {
-    float source[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
+    float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
     const float last = tqkv_last_boundary(s->format);
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     codec->widen(s->type, row->src, row->center, s->head_dim, x);
@@ -2059,10 +2059,11 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
     }
     tqkv__decode_row(s, row->codes, row->norms, x);
     codec->widen(s->type, row->src, NULL, s->head_dim, source);
+    codec->widen(s->type, m->first, NULL, s->head_dim, first);
     if (s->rotated) codec->unrotate(x, s->head_dim);
     tqkv__add_center(s, kv_head, false, x);
     for (int d = 0; d < s->head_dim; d++) {
-        const double value = (double)source[d], noise = value - (double)x[d], less = value - (double)m->first[d];
+        const double value = (double)source[d], noise = value - (double)x[d], less = value - (double)first[d];
         m->row[d] += less;
         m->squares += value * value;
         m->differs += less * less;
@@ -2070,13 +2071,16 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
     }
 }
 
-static void tqkv__quality_of(const tqkv__stream *s, const tqkv__moments *m, int n_tokens, tqkv_quality *out)
+static TQKV__NOINLINE void tqkv__quality_of(const tqkv__stream *s, const tqkv__moments *m, int n_tokens,
+                                            tqkv_quality *out)
 {
+    float first[TQKV_MAX_HEAD_DIM] = {0};
     double mean = 0.0, differs = m->differs;
-    const double n = n_tokens, values = n * s->head_dim;
+    const double n = n_tokens ? n_tokens : 1, values = n * s->head_dim;
     memset(out, 0, sizeof *out);
+    if (n_tokens) tqkv__codec_for(s->head_dim)->widen(s->type, m->first, NULL, s->head_dim, first);
     for (int d = 0; d < s->head_dim; d++) {
-        const double less = m->row[d] / n, value = (double)m->first[d] + less;
+        const double less = m->row[d] / n, value = (double)first[d] + less;
         mean += value * value;
         differs -= n * less * less;
     }
@@ -2108,14 +2112,14 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
-        if (n_tokens) codec->widen(s.type, tqkv__source_row(&s, src, (size_t)h), NULL, s.head_dim, m.first);
+        m.first = tqkv__source_row(&s, src, (size_t)h);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(&s, src, (size_t)t * (size_t)s.n_kv_heads + (size_t)h);
             const tqkv__row row = {at, tqkv__center_of(&s, h), codes, norms};
             codec->encode_rows(&s, &q, &row, 1);
             tqkv__add_moments(&s, h, &row, &m);
         }
-        tqkv__quality_of(&s, &m, n_tokens ? n_tokens : 1, &out[h]);
+        tqkv__quality_of(&s, &m, n_tokens, &out[h]);
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
@@ -2189,6 +2193,8 @@ typedef struct tqkv__isa {
        the new maximum. offsets are added to the scores before a softcap. spans, offsets, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
     void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, const float *offsets, int n_rows,
                          float *scores, float *max, float *sum, float *out);
+    /* sums = sums * factor + added, in one rounding where the set has it, and added = 0; sums, added: [n] */
+    void (*add_sums)(int n, float factor, float *added, float *sums);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
        in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
     void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights, int n_rows,
@@ -2269,6 +2275,14 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
                                  out + (size_t)row * (size_t)a->value_dim);
 }
 
+static void tqkv__add_sums_scalar(int n, float factor, float *added, float *sums)
+{
+    for (int i = 0; i < n; i++) {
+        sums[i] = sums[i] * factor + added[i];
+        added[i] = 0.0f;
+    }
+}
+
 /* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
    farther ones push out what is in use (32k positions: 1.1 to 1.5 times slower at half or twice the distance). They go to
    the L2 cache: on a Zen 4 core F16 is then twice and I8 1.6 times as fast as with requests to the L1, to which few lines
@@ -2290,6 +2304,7 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
                                            &tqkv__codec_scalar,
                                            tqkv__score_tile_scalar,
                                            tqkv__softmax_tile_scalar,
+                                           tqkv__add_sums_scalar,
                                            tqkv__value_tile_scalar};
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
@@ -2484,6 +2499,15 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
     }
     for (int row = 0; row < n_rows; row++)
         if (spans[row].to > spans[row].from) sum[row] += TQKV__(weigh)(scores + row * TQKV__TILE, max[row]);
+}
+
+TQKV__TARGET static void TQKV__(add_sums)(int n, float factor, float *added, float *sums)
+{
+    const TQKV__VECTOR factors = TQKV__(set1)(factor);
+    for (int i = 0; i < n; i += TQKV__LANES) {
+        TQKV__(store)(sums + i, TQKV__(fma)(TQKV__(load)(sums + i), factors, TQKV__(load)(added + i)));
+        TQKV__(store)(added + i, TQKV__(set1)(0.0f));
+    }
 }
 
 /* The factors of a tile's codes, per block and position. factors: [n_blocks][TQKV__TILE], zero beyond n */
@@ -3843,7 +3867,7 @@ TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const t
 TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows,
                                              int n_rows)
 {
-    enum { buffer = 4096, most_norms = buffer / 32 }; /* 16 KiB: a third of an L1 cache */
+    enum { buffer = 3072, most_norms = buffer / 32 }; /* 12 KiB: a part of an L1 cache, and of the stack */
     TQKV__ALIGNED float rotated[buffer], norms[most_norms], scales[most_norms];
     float *sums = scales; /* a row that is quantised needs its scales no more */
     TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];
@@ -3911,8 +3935,9 @@ TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size
 static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(widen),     TQKV__(narrow_row), TQKV__(rotate),
                                           TQKV__(unrotate),    TQKV__(scale_row), TQKV__(encode_rows)};
 
-static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,          {TQKV__NIBBLE_ORDER}, &TQKV__(codec),
-                                      TQKV__(score_tile), TQKV__(softmax_tile), TQKV__(value_tile)};
+static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,   TQKV__LANES,        {TQKV__NIBBLE_ORDER},
+                                      &TQKV__(codec),   TQKV__(score_tile), TQKV__(softmax_tile),
+                                      TQKV__(add_sums), TQKV__(value_tile)};
 
 /* These macros belong to one set. */
 #undef TQKV__VECTOR
@@ -4048,9 +4073,10 @@ TQKV__OP __m512i tqkv__short_codes_avx512(const int bits, const int per_lane, co
                                                                      (unsigned)(main_bits * k))
                                                  : tqkv__load_short_field_avx512(2, 0, 0, p);
     if (!upper_bits) return low;
-    const __m512i high = upper_bits * per_lane > 2
-                             ? _mm512_rol_epi32(tqkv__load_field_avx512(4, upper), main_bits - upper_bits * k)
-                             : tqkv__load_short_field_avx512(upper_bits * per_lane, upper_bits * k, main_bits, upper);
+    const __m512i high =
+        upper_bits * per_lane > 2
+            ? _mm512_slli_epi32(tqkv__load_field_avx512(4, upper), (unsigned)(main_bits - upper_bits * k))
+            : tqkv__load_short_field_avx512(upper_bits * per_lane, upper_bits * k, main_bits, upper);
     return _mm512_ternarylogic_epi64(_mm512_set1_epi32((1 << main_bits) - 1), low, high, 0xca);
 }
 /* The fields of a run of 8 or 4 vectors. */
@@ -5237,9 +5263,15 @@ static bool tqkv__sinks_valid(const float *sinks, int n_heads)
     return true;
 }
 
+/* Its offset is the alignment of a uint64_t in a struct: 4 on 32-bit x86, where it is 8 by itself. */
+struct tqkv__mask_place {
+    char before;
+    uint64_t mask;
+};
+
 static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
 {
-    if (a->tree && (a->n_queries > 64 || (uintptr_t)a->tree % sizeof *a->tree))
+    if (a->tree && (a->n_queries > 64 || (uintptr_t)a->tree % offsetof(struct tqkv__mask_place, mask)))
         return TQKV__INVALID("tree: more than 64 queries, or not aligned as uint64_t");
     if ((uintptr_t)a->sinks % sizeof(float)) return TQKV__INVALID("sinks: not aligned as floats");
     if (tqkv__sinks_valid(a->sinks, a->n_heads)) return TQKV_OK;
@@ -5508,38 +5540,6 @@ static bool tqkv__find_spans(const tqkv__attention *a, const tqkv__item *item, i
     return seen;
 }
 
-/* Adds positions [first, end) to the sums of an item's rows; q: [n_rows][key_dim], offsets: [n_rows]. A tile's values are added after the
-   next tile's scores. These steps are independent, and the processor overlaps them. */
-static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, int64_t first, int64_t end,
-                              const float *q, const float *offsets, tqkv__tile tiles[2], const tqkv__sums *sums)
-{
-    const int kv_head = item->kv_head, first_row = item->first_row, n_rows = item->n_rows;
-    tqkv__tile *tile = &tiles[0], *before = NULL;
-    int64_t from, to, unused;
-    tqkv__visible(a, first_row / a->group, first, end, &from, &unused);
-    tqkv__visible(a, (first_row + n_rows - 1) / a->group, first, end, &unused, &to);
-    for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
-        memset(tiles[i].scores + n_rows * TQKV__TILE, 0, TQKV__TILE * sizeof(float));
-    for (int64_t position = from; position < to; position = tile->position + tile->n) {
-        if (before) tile = &tiles[before == &tiles[0]];
-        tile->position = position;
-        tile->n = tqkv__tile_length(a, position, to);
-        tile->begin = (int)(position % TQKV__TILE);
-        if (!tqkv__find_spans(a, item, first, end, tile)) continue; /* a tree hides it */
-        tile->keys = tqkv__run_of(&a->keys, tile, to);
-        tile->values = tqkv__run_of(&a->values, tile, to);
-        if (position + tile->n < to) {
-            tqkv__touch_next(&a->keys, kv_head, &tile->keys);
-            tqkv__touch_next(&a->values, kv_head, &tile->values);
-        }
-        a->isa->score_tile(&a->keys, kv_head, &tile->keys, q, n_rows, tile->scores + tile->begin);
-        if (before) tqkv__add_values(a, kv_head, before, n_rows, sums->out);
-        a->isa->softmax_tile(a, tile->spans, offsets, n_rows, tile->scores, sums->max, sums->sum, sums->out);
-        before = tile;
-    }
-    if (before) tqkv__add_values(a, kv_head, before, n_rows, sums->out);
-}
-
 /* Adds the slice (source, source_max, source_sum) of one row to (out, max, sum). */
 static void tqkv__merge_row(int value_dim, float *out, float *max, float *sum, const float *source, float source_max,
                             float source_sum)
@@ -5572,10 +5572,61 @@ static void tqkv__merge_sums(const tqkv__sums *into, const tqkv__sums *from, siz
                         from->out + i * (size_t)value_dim, from->max[i], from->sum[i]);
 }
 
-/* The context is cut into stretches at multiples of this position. Each has its own softmax and float sums, merged in
-   the order of the positions: the error does not grow with the context as in one long sum. A query's bits depend only
-   on its positions, not on other queries or on tasks. A merge costs as much as half a position. */
+/* The context is cut into stretches at multiples of 2048 positions, and these into pieces. Each has its own softmax and float
+   sums, merged in the order of the positions: the error does not grow with the context as in one long sum, not even if
+   all additions of equal values are rounded to the same side. A query's bits depend only on its positions, not on
+   other queries or on tasks. A merge costs as much as half a position. */
 #define TQKV__STRETCH 2048
+#define TQKV__PIECE   256
+
+/* Adds the sums of a piece to those of its stretch, and clears them for the next one, whose maximum goes on from here. */
+static void tqkv__end_piece(const tqkv__attention *a, int n_rows, const tqkv__sums *piece, const tqkv__sums *sums)
+{
+    for (int row = 0; row < n_rows; row++) {
+        if (piece->sum[row] == 0.0f) continue;
+        const float factor = piece->max[row] > sums->max[row] ? expf(sums->max[row] - piece->max[row]) : 1.0f;
+        const size_t at = (size_t)row * (size_t)a->value_dim;
+        a->isa->add_sums(a->value_dim, factor, piece->out + at, sums->out + at);
+        sums->sum[row] = sums->sum[row] * factor + piece->sum[row];
+        sums->max[row] = piece->max[row];
+        piece->sum[row] = 0.0f;
+    }
+}
+
+/* Adds positions [first, end) to the sums of an item's rows; q: [n_rows][key_dim], offsets: [n_rows], piece: scratch for sums.
+   A tile's values are added after the next tile's scores. These steps are independent, and the processor overlaps them. */
+static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, int64_t first, int64_t end,
+                              const float *q, const float *offsets, tqkv__tile tiles[2], const tqkv__sums *piece,
+                              const tqkv__sums *sums)
+{
+    const int kv_head = item->kv_head, first_row = item->first_row, n_rows = item->n_rows;
+    tqkv__tile *tile = &tiles[0], *before = NULL;
+    int64_t from, to, unused;
+    tqkv__visible(a, first_row / a->group, first, end, &from, &unused);
+    tqkv__visible(a, (first_row + n_rows - 1) / a->group, first, end, &unused, &to);
+    for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
+        memset(tiles[i].scores + n_rows * TQKV__TILE, 0, TQKV__TILE * sizeof(float));
+    for (int64_t position = from; position < to; position = tile->position + tile->n) {
+        if (before) tile = &tiles[before == &tiles[0]];
+        tile->position = position;
+        tile->n = tqkv__tile_length(a, position, to);
+        tile->begin = (int)(position % TQKV__TILE);
+        if (!tqkv__find_spans(a, item, first, end, tile)) continue; /* a tree hides it */
+        tile->keys = tqkv__run_of(&a->keys, tile, to);
+        tile->values = tqkv__run_of(&a->values, tile, to);
+        if (position + tile->n < to) {
+            tqkv__touch_next(&a->keys, kv_head, &tile->keys);
+            tqkv__touch_next(&a->values, kv_head, &tile->values);
+        }
+        a->isa->score_tile(&a->keys, kv_head, &tile->keys, q, n_rows, tile->scores + tile->begin);
+        if (before) tqkv__add_values(a, kv_head, before, n_rows, piece->out);
+        if (before && before->position / TQKV__PIECE != position / TQKV__PIECE) tqkv__end_piece(a, n_rows, piece, sums);
+        a->isa->softmax_tile(a, tile->spans, offsets, n_rows, tile->scores, piece->max, piece->sum, piece->out);
+        before = tile;
+    }
+    if (before) tqkv__add_values(a, kv_head, before, n_rows, piece->out);
+    tqkv__end_piece(a, n_rows, piece, sums);
+}
 
 /* A job is one call or many. A unit of its work is an item over all stretches or, if some item alone is much of the work
    ("spread"), an item over one stretch of a wave. Tasks take one unit after the other, so no call waits for a longer
@@ -5602,7 +5653,8 @@ typedef struct tqkv__job {
     int n_parts, n_units, n_tasks;
     int next; /* the next unit; atomic */
     bool spread;
-    float *slots; /* [n_tasks][slot_floats]: scratch of each task: tiles, queries, sums of all stretches, sums of one */
+    float *
+        slots; /* [n_tasks][slot_floats]: scratch of each task: tiles, queries, sums of a piece, of all stretches, of one */
     float *waves; /* [wave_floats] */
     size_t slot_floats, wave_floats;
 } tqkv__job;
@@ -5719,12 +5771,14 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__ite
 }
 
 static void tqkv__attend_stretch(const tqkv__part *part, const tqkv__item *item, int64_t stretch, const float *q,
-                                 const float *offsets, tqkv__tile tiles[2], const tqkv__sums *sums)
+                                 const float *offsets, tqkv__tile tiles[2], const tqkv__sums *piece,
+                                 const tqkv__sums *sums)
 {
     const int64_t first = stretch * TQKV__STRETCH; /* the last stretch may end early */
     const int64_t end = part->end - first > TQKV__STRETCH ? first + TQKV__STRETCH : part->end;
+    tqkv__clear_sums(piece, (size_t)item->n_rows, part->a->value_dim);
     tqkv__clear_sums(sums, (size_t)item->n_rows, part->a->value_dim);
-    tqkv__attend_rows(part->a, item, first > part->first ? first : part->first, end, q, offsets, tiles, sums);
+    tqkv__attend_rows(part->a, item, first > part->first ? first : part->first, end, q, offsets, tiles, piece, sums);
 }
 
 /* The sums of n_rows rows in memory. */
@@ -5752,19 +5806,21 @@ static void tqkv__attend_unit(const tqkv__job *job, const tqkv__part *part, int 
     tqkv__tile *tiles = (tqkv__tile *)(void *)slot;
     float *q = slot + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + rows * (size_t)a->key_dim;
     float offsets[TQKV__CHUNK_ROWS];
+    const size_t floats = rows * (size_t)(a->value_dim + 2);
+    const tqkv__sums piece = tqkv__sums_at(next, rows, a->value_dim);
     tqkv__arrange_queries(a, &item, part->q, q);
     tqkv__find_offsets(a, &item, part->q, offsets);
     if (job->spread) {
         const int64_t stretch = unit / part->n_items;
         const tqkv__sums to = tqkv__sums_of_item(part, &item, part->now + (size_t)stretch * part->sums_floats);
-        tqkv__attend_stretch(part, &item, part->wave + stretch, q, offsets, tiles, &to);
+        tqkv__attend_stretch(part, &item, part->wave + stretch, q, offsets, tiles, &piece, &to);
         return;
     }
-    const tqkv__sums all = tqkv__sums_at(next, rows, a->value_dim);
-    const tqkv__sums one = tqkv__sums_at(next + rows * (size_t)(a->value_dim + 2), rows, a->value_dim);
-    tqkv__attend_stretch(part, &item, part->stretch, q, offsets, tiles, &all);
+    const tqkv__sums all = tqkv__sums_at(next + floats, rows, a->value_dim);
+    const tqkv__sums one = tqkv__sums_at(next + 2 * floats, rows, a->value_dim);
+    tqkv__attend_stretch(part, &item, part->stretch, q, offsets, tiles, &piece, &all);
     for (int64_t i = 1; i < part->n_stretches; i++) {
-        tqkv__attend_stretch(part, &item, part->stretch + i, q, offsets, tiles, &one);
+        tqkv__attend_stretch(part, &item, part->stretch + i, q, offsets, tiles, &piece, &one);
         tqkv__merge_sums(&all, &one, (size_t)item.n_rows, a->value_dim);
     }
     tqkv__deliver(part, &item, &all);
@@ -5903,9 +5959,9 @@ static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
     const size_t totals = tqkv__divide(&job);
     int64_t n_units = 0;
     for (int i = 0; i < n_parts; i++) {
-        const size_t rows = (size_t)parts[i].rows_each, sums = 2 * rows * (size_t)(parts[i].a->value_dim + 2);
+        const size_t rows = (size_t)parts[i].rows_each, sums = rows * (size_t)(parts[i].a->value_dim + 2);
         const size_t slot =
-            2 * sizeof(tqkv__tile) / sizeof(float) + rows * (size_t)parts[i].a->key_dim + (job.spread ? 0 : sums);
+            2 * sizeof(tqkv__tile) / sizeof(float) + rows * (size_t)parts[i].a->key_dim + (job.spread ? 1 : 3) * sums;
         if (slot > job.slot_floats) job.slot_floats = slot;
         parts[i].first_unit = (int)n_units;
         n_units += parts[i].n_items;
@@ -6576,7 +6632,7 @@ TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? &
      offset  bytes  field                                 offset  bytes  field
           0      8  "tqkv" CR LF SUB LF                        44      4  window
           8      4  snapshot version                           48      4  scale (float32)
-         12      4  table version                              52      4  softcap (float32)
+         12      4  version of the codes                       52      4  softcap (float32)
          16      4  head_dim                                   56      8  oldest resident position
          20      4  n_kv_heads                                 64      8  end
          24      4  n_heads                                    72      8  XXH3-64 of the 72 bytes before
@@ -6588,7 +6644,7 @@ TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? &
                     to 31: the values' head_dim, or 0               8  XXH3-64 of this centre, codes and norms
                     where it is the keys'
 
-   Version 1, always with table version 1, has one head_dim, no centres and neither TQ3 nor TQ2.
+   Version 1, always with version 1 of the codes, has one head_dim, no centres and neither TQ3 nor TQ2.
 
    Positions of a store:
      offset  bytes  field                                 offset  bytes  field
@@ -6603,6 +6659,8 @@ TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? &
                     has no effect                                                                                     */
 
 #define TQKV__SNAPSHOT_VERSION  2
+#define TQKV__CODES_VERSION     2 /* changes with the tables or the rotation */
+#define TQKV__CODES_VERSION_OLD 6 /* builds wrote 2 to 6 for the same ones */
 #define TQKV__STORE_VERSION     1
 #define TQKV__HEADER_SIZE       72 /* without its hash */
 #define TQKV__STORE_HEADER_SIZE 56
@@ -6731,7 +6789,7 @@ TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void
     const uint32_t value_dim = c->values.head_dim == keys->head_dim ? 0 : (uint32_t)c->values.head_dim;
     const uint32_t flags =
         (keys->ring ? 1u : 0u) | (keys->center ? 2u : 0u) | (c->values.center ? 4u : 0u) | value_dim << 16;
-    const uint32_t fields[12] = {TQKV__SNAPSHOT_VERSION,     TQKV_TABLE_VERSION,         (uint32_t)keys->head_dim,
+    const uint32_t fields[12] = {TQKV__SNAPSHOT_VERSION,     TQKV__CODES_VERSION,        (uint32_t)keys->head_dim,
                                  (uint32_t)keys->n_kv_heads, (uint32_t)a->n_heads,       (uint32_t)keys->capacity,
                                  (uint32_t)keys->format,     (uint32_t)c->values.format, flags,
                                  (uint32_t)a->window,        tqkv__bits(a->scale),       tqkv__bits(a->softcap)};
@@ -6752,13 +6810,18 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32
     uint32_t fields[12];
     for (int i = 0; i < 12; i++) fields[i] = (uint32_t)tqkv__get(header + 8 + 4 * i, 4);
     const bool old = fields[0] == 1 && fields[1] == 1;
-    if (!old && (fields[0] != TQKV__SNAPSHOT_VERSION || fields[1] < 2 || fields[1] > TQKV_TABLE_VERSION)) return false;
-    const uint32_t last = old ? TQKV_I8 : TQKV_TQ2; /* in C++ no enum takes a number far beyond its last */
-    if (fields[6] > last || fields[7] > last || (old && fields[8] > 1)) return false;
+    if (fields[0] > TQKV__SNAPSHOT_VERSION || fields[1] > TQKV__CODES_VERSION_OLD) {
+        TQKV_EXPLAIN("the snapshot was written by a newer version of tqkv");
+        return false;
+    }
+    if (!old && (fields[0] != TQKV__SNAPSHOT_VERSION || fields[1] < TQKV__CODES_VERSION)) return false;
+    for (int i = 6; i < 8; i++) /* in C++ the enum takes 4 bits */
+        if (fields[i] > 15 || !tqkv__format_known((tqkv_format)fields[i]) || (old && fields[i] > TQKV_I8)) return false;
+    if (old && fields[8] > 1) return false;
     for (int i = 2; i < 10; i++)
         if (fields[i] > (uint32_t)INT_MAX) return false;
     const uint32_t flags = fields[8] & 0xffffu, value_dim = fields[8] >> 16;
-    if (flags > 7 || fields[4] == 0 || fields[6] == 0 || fields[7] == 0 || value_dim == fields[2]) return false;
+    if (flags > 7 || fields[4] == 0 || value_dim == fields[2]) return false;
     d->head_dim = (int)fields[2];
     d->value_dim = (int)(value_dim ? value_dim : fields[2]);
     d->n_kv_heads = (int)fields[3];
@@ -6827,13 +6890,15 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
 
 /* Bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all that the
    header announces if that is less. A file that was cut short cannot make load allocate much. */
-static size_t tqkv__wanted_ahead(const tqkv_cache *c, int64_t resident)
+static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, int64_t resident)
 {
     const size_t keys = tqkv_codes_size(&c->keys) + tqkv_norms_size(&c->keys);
     const size_t values = tqkv_codes_size(&c->values) + tqkv_norms_size(&c->values), rows = keys + values;
-    const size_t announced = rows / (size_t)c->keys.capacity * (size_t)resident + 16; /* and two hashes */
-    const size_t dims = (size_t)c->keys.head_dim + (size_t)c->values.head_dim; /* there is always room for centres */
-    const size_t all = rows + (size_t)c->keys.n_kv_heads * dims * sizeof(float);
+    const size_t center = (size_t)c->keys.n_kv_heads * sizeof(float); /* for each value of a head */
+    const size_t key_center = center * (size_t)c->keys.head_dim, value_center = center * (size_t)c->values.head_dim;
+    const size_t announced = rows / (size_t)c->keys.capacity * (size_t)resident + (centers & 1 ? key_center : 0) +
+                             (centers & 2 ? value_center : 0) + 16; /* and two hashes */
+    const size_t all = rows + key_center + value_center;            /* there is always room for centres */
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
@@ -6866,7 +6931,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     found.matrix_group = desc->matrix_group;
     if (!tqkv__resolve_allocator(&found.allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     ahead.memory = found.allocator;
-    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, end - first));
+    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, centers, end - first));
     if (r == TQKV_OK) r = tqkv_cache_create(&found, &c);
     if (r != TQKV_OK) {
         tqkv__drop_held(&ahead);

@@ -7,6 +7,7 @@
 
 #include <fcntl.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -31,10 +32,10 @@ static inline bool snapshot_sync_folder(const char *path)
     return ok;
 }
 
-/* Bytes that fwrite accepted may still fail to reach the disk: fflush, fsync and fclose must all succeed. */
-static inline tqkv_result snapshot_save_to(const tqkv_cache *cache, const char *path)
+/* Bytes that fwrite accepted may still fail to reach the disk: fflush, fsync and fclose must all succeed. Closes the file,
+   which may be NULL. */
+static inline tqkv_result snapshot_save_to(const tqkv_cache *cache, FILE *file)
 {
-    FILE *file = fopen(path, "wb");
     if (!file) return TQKV_IO;
     tqkv_result result = tqkv_cache_save(cache, snapshot_write, file);
     if (result == TQKV_OK && (fflush(file) != 0 || fsync(fileno(file)) != 0)) result = TQKV_IO;
@@ -43,13 +44,17 @@ static inline tqkv_result snapshot_save_to(const tqkv_cache *cache, const char *
 }
 
 /* On failure the file at `path` is unchanged and the temporary file is removed. If only the sync of the folder fails,
-   the new file is in place. */
+   the new file is in place. Threads and processes may save to one path at once: each has a temporary file of its own. */
 static inline tqkv_result snapshot_save(const tqkv_cache *cache, const char *path)
 {
     char temporary[SNAPSHOT_PATH_SIZE];
-    int length = snprintf(temporary, sizeof temporary, "%s.%ld.tmp", path, (long)getpid());
+    int length = snprintf(temporary, sizeof temporary, "%s.XXXXXX", path);
     if (length < 0 || length >= (int)sizeof temporary) return TQKV_IO;
-    tqkv_result result = snapshot_save_to(cache, temporary);
+    int descriptor = mkstemp(temporary); /* readable by its owner alone */
+    if (descriptor < 0) return TQKV_IO;
+    FILE *file = fdopen(descriptor, "wb");
+    if (!file) close(descriptor);
+    tqkv_result result = snapshot_save_to(cache, file);
     if (result == TQKV_OK && rename(temporary, path) != 0) result = TQKV_IO;
     if (result != TQKV_OK) {
         remove(temporary);

@@ -172,7 +172,7 @@ CHANGE(nan_q, RESIDENT | CACHE_ATTEND, NOT_FINITE, w->m->q[ROWS * D - 1] = (floa
 CHANGE(infinite_q, RESIDENT, NOT_FINITE, w->m->q[0] = -(float)INFINITY)
 CHANGE(tree, ATTENTION, OK, w->attention.tree = w->tree)
 CHANGE(tree_of_many, ATTENTION, INVALID_ARGUMENT, w->attention.tree = w->tree; w->attention.n_queries = 65)
-CHANGE(tree_misaligned, ATTENTION, INVALID_ARGUMENT, w->attention.tree = (const uint64_t *)((uintptr_t)w->tree + 4))
+CHANGE(tree_misaligned, ATTENTION, INVALID_ARGUMENT, w->attention.tree = (const uint64_t *)((uintptr_t)w->tree + 2))
 CHANGE(tree_in_out, RESIDENT, INVALID_ARGUMENT,
        w->attention.tree = (const uint64_t *)(((uintptr_t)w->out + 15) / 8 * 8))
 CHANGE(half_q_is_nan, RESIDENT, NOT_FINITE, memset(w->m->q, 0, sizeof w->m->q); memset(w->m->q, 0xff, 2);

@@ -2,6 +2,7 @@
 #include "cache_fixture.h"
 #include "examples/snapshot_file.h"
 
+#include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -150,7 +151,7 @@ static void check_full(const void *parameters)
     (void)parameters;
     tqkv_cache *cache = make_cache(25);
     REQUIRE(cache, "no cache");
-    CHECK_RESULT(snapshot_save_to(cache, "/dev/full"), TQKV_IO);
+    CHECK_RESULT(snapshot_save_to(cache, fopen("/dev/full", "wb")), TQKV_IO);
     FILE *full = fopen("/dev/full", "wb");
     REQUIRE(full, "no /dev/full");
     setvbuf(full, NULL, _IONBF, 0);
@@ -176,6 +177,47 @@ static void check_paths(const void *parameters)
     CHECK_RESULT(snapshot_load(&any, "/dev/null", &loaded), TQKV_CORRUPT);
     CHECK_RESULT(snapshot_load(&any, "/", &loaded), TQKV_IO);
     tqkv_cache_destroy(cache);
+}
+
+typedef struct saver {
+    const tqkv_cache *cache;
+    const char *path;
+    int failed;
+} saver;
+
+static void *save_often(void *context)
+{
+    saver *s = (saver *)context;
+    for (int i = 0; i < 40; i++) s->failed += snapshot_save(s->cache, s->path) != TQKV_OK;
+    return NULL;
+}
+
+/* Two threads save to one path; at any time the file is one of the two. */
+static void check_two_threads(const void *parameters)
+{
+    (void)parameters;
+    char path[PATH_SIZE];
+    make_path(path, "two_threads");
+    tqkv_cache *caches[2] = {make_cache(3), make_cache(18)};
+    REQUIRE(caches[0] && caches[1], "no cache");
+    CHECK_RESULT(snapshot_save(caches[0], path), TQKV_OK);
+    pthread_t threads[2];
+    saver savers[2] = {{caches[0], path, 0}, {caches[1], path, 0}};
+    for (int i = 0; i < 2; i++)
+        if (pthread_create(&threads[i], NULL, save_often, &savers[i]) != 0) exit(2);
+    for (int i = 0; i < 200; i++) {
+        tqkv_cache_desc any;
+        tqkv_cache *loaded = NULL;
+        memset(&any, 0, sizeof any);
+        CHECK_RESULT(snapshot_load(&any, path, &loaded), TQKV_OK);
+        tqkv_cache_destroy(loaded);
+    }
+    for (int i = 0; i < 2; i++) {
+        pthread_join(threads[i], NULL);
+        CHECK(savers[i].failed == 0, "%d saves failed", savers[i].failed);
+        tqkv_cache_destroy(caches[i]);
+    }
+    remove(path);
 }
 
 /* A file with a byte after its snapshot is corrupt. */
@@ -207,5 +249,6 @@ void test_file_cases(void)
     test_add(check_full, NULL, 0, "file/full");
 #endif
     test_add(check_paths, NULL, 0, "file/paths");
+    test_add(check_two_threads, NULL, 0, "file/two_threads");
     test_add(check_longer, NULL, 0, "file/longer");
 }

@@ -39,6 +39,36 @@ static void check_length(const void *parameters)
     free(q);
 }
 
+/* Equal positions: all additions of a long float sum would be rounded to the same side. */
+static void check_equal(const void *parameters)
+{
+    const tqkv_format format = *(const tqkv_format *)parameters;
+    const int n = 1 << 15, d = 32, heads = 8;
+    tqkv_store keys = test_store(TQKV_TQ4, d, 1, n, false), values = test_store(format, d, 1, n, false);
+    float row[32], decoded[32], q[8 * 32] = {0}, out[8 * 32];
+    double expected[32];
+    for (int i = 0; i < d; i++) row[i] = sinf((float)i * 1.7f) + 1.3f;
+    for (int p = 0; p < n; p++) {
+        CHECK_RESULT(tqkv_encode(&keys, row, 1, p), TQKV_OK);
+        CHECK_RESULT(tqkv_encode(&values, row, 1, p), TQKV_OK);
+    }
+    tqkv_attention a;
+    memset(&a, 0, sizeof a);
+    a.keys = &keys;
+    a.values = &values;
+    a.n_heads = heads;
+    a.end = n;
+    CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
+    CHECK_RESULT(tqkv_decode(&values, 0, 1, TQKV_ORIGINAL, decoded), TQKV_OK);
+    for (int i = 0; i < d; i++) expected[i] = (double)decoded[i];
+    for (int h = 0; h < heads; h++) {
+        const double error = reference_relative_error(out + h * d, expected, d);
+        CHECK(error <= 5e-6, "relative error %.3g", error);
+    }
+    test_store_free(&keys);
+    test_store_free(&values);
+}
+
 /* ---- A query's bits: alone, beside others, by any hook ---- */
 
 static void run_backwards(void *user, int count, tqkv_task task, void *context)
@@ -354,6 +384,12 @@ static void check_stack(const void *parameters)
 
 static void add_stack(void)
 {
+    static const int with_matrix[] = {80, 96, 576};
+    for (int i = 0; i < 6; i++) {
+        const stack_row row = {i % 2 ? TQKV_TQ6 : TQKV_TQ4, TQKV_TQ8, with_matrix[i / 2]};
+        test_add(check_stack, &row, sizeof row, "attend/stack/%s-%s/%d", tqkv_format_name(row.keys),
+                 tqkv_format_name(row.values), row.head_dim);
+    }
     for (int i = 0; i < 16; i++) {
         const stack_row row = {test_formats[i % TEST_FORMATS], test_formats[(i + 1 + i / TEST_FORMATS) % TEST_FORMATS],
                                test_head_dims[(i + i / TEST_FORMATS) % 6]};
@@ -411,6 +447,9 @@ void test_length_cases(void)
         test_add(check_bits, &i, sizeof i, "attend/%s/%s-%s", (values - keys) % 3 == 0 ? "bits" : "more_bits",
                  tqkv_format_name(test_formats[keys]), tqkv_format_name(test_formats[values]));
     }
+    for (int i = 0; i < TEST_FORMATS; i++)
+        test_add(check_equal, &test_formats[i], sizeof *test_formats, "attend/equal/%s",
+                 tqkv_format_name(test_formats[i]));
     for (int i = 0; i < 16; i++) test_add(check_exceptions, &i, sizeof i, "attend/exceptions/%d", i);
     test_add(check_far_below, NULL, 0, "attend/far_below");
     for (int i = 0; i < 18; i++) {

@@ -158,8 +158,8 @@ static const header_row header_rows[] = {
     {"magic", 0, 1, 'T'},
     {"version", 8, 4, 3},
     {"version_1_of_tables_2", 8, 4, 1},
-    {"table_version", 12, 4, 99},
-    {"table_version_1", 12, 4, 1},
+    {"codes_version", 12, 4, 7},
+    {"codes_version_1", 12, 4, 1},
     {"head_dim", 16, 4, 48},
     {"zero_head_dim", 16, 4, 0},
     {"n_kv_heads", 20, 4, 0},
@@ -209,6 +209,25 @@ static void check_header(const void *parameters)
     REQUIRE(s.bytes, "no snapshot");
     put_hashed(&s, 0, HEADER_SIZE, (size_t)row->offset, row->bytes, row->value);
     expect_corrupt(&s, &counter, row->name, 0);
+    stream_free(&s);
+}
+
+/* The versions of the codes that other builds wrote for the same tables and rotation: 2 to 6. */
+static void check_codes_version(const void *parameters)
+{
+    (void)parameters;
+    cache_row shape = {TQKV_TQ4, TQKV_TQ5, 32, 6, false, 3, -1};
+    tqkv_cache_desc desc = cache_desc(&shape, NULL);
+    stream s = make_snapshot(&shape, &desc);
+    REQUIRE(s.bytes, "no snapshot");
+    CHECK(s.bytes[12] == 2, "version %d of the codes", s.bytes[12]);
+    for (uint64_t version = 2; version <= 6; version++) {
+        tqkv_result result;
+        put_hashed(&s, 0, HEADER_SIZE, 12, 4, version);
+        tqkv_cache *cache = load(&desc, &s, &result);
+        CHECK(result == TQKV_OK, "version %d: %s", (int)version, tqkv_result_string(result));
+        tqkv_cache_destroy(cache);
+    }
     stream_free(&s);
 }
 
@@ -586,12 +605,21 @@ static void bounded_free(void *user, void *pointer, size_t size)
 static void check_held_back(const void *parameters)
 {
     const int *row = (const int *)parameters, capacity = row[0], resident = row[1], n_kv_heads = row[2];
+    const bool centers = row[3];
     cache_row shape = {TQKV_I8, TQKV_TQ4, 128, capacity, false, resident, -1};
     if (n_kv_heads > CACHE_HEADS) shape.key_format = shape.value_format = TQKV_TQ2;
     tqkv_cache_desc desc = cache_desc(&shape, NULL), open;
     desc.n_kv_heads = desc.n_heads = n_kv_heads;
-    stream s = make_snapshot(&shape, &desc);
-    REQUIRE(s.bytes, "no snapshot");
+    tqkv_cache *filled = cache_make(&shape, &desc);
+    REQUIRE(filled, "no cache");
+    float *center = test_rows(7, DATA_GAUSSIAN, n_kv_heads, shape.head_dim);
+    if (centers) {
+        CHECK_RESULT(tqkv_cache_truncate(filled, 0), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_set_center(filled, center, center), TQKV_OK);
+    }
+    stream s = stream_of_cache(filled);
+    tqkv_cache_destroy(filled);
+    free(center);
     const size_t whole = s.size;
     stream_write(&s, "behind", 6);
     bounded b = {0, 0};
@@ -625,11 +653,13 @@ static void check_held_back(const void *parameters)
 
 void test_snapshot_cases(void)
 {
-    static const int held_back[][3] = {{200, 150, 2},   {9000, 0, 2}, {9000, 100, 2}, {9000, 9000, 2},
-                                       {300000, 40, 2}, {1, 0, 12000}}; /* the last: room for centres */
-    for (int i = 0; i < 6; i++)
-        test_add(check_held_back, held_back[i], sizeof *held_back, "snapshot/held_back/%d_of_%d", held_back[i][1],
-                 held_back[i][0]);
+    /* capacity, resident, KV heads, centres; those of many heads are of the room for centres, and of centres */
+    static const int held_back[][4] = {{200, 150, 2, 0},   {9000, 0, 2, 0},  {9000, 100, 2, 0}, {9000, 9000, 2, 0},
+                                       {300000, 40, 2, 0}, {1, 0, 12000, 0}, {1, 0, 12000, 1}};
+    for (int i = 0; i < 7; i++)
+        test_add(check_held_back, held_back[i], sizeof *held_back, "snapshot/held_back/%d_of_%d%s", held_back[i][1],
+                 held_back[i][0], held_back[i][3] ? "_with_centers" : "");
+    test_add(check_codes_version, NULL, 0, "snapshot/codes_version");
     for (int i = 0; i < 24; i++) {
         static const int shapes[4][3] = {{0, 0, -1}, {1, 23, -1}, {0, 7, -1}, {1, 23, 19}}; /* ring, tokens, truncate */
         const int *shape = shapes[i % 4];
