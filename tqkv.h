@@ -554,8 +554,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object en
    matrix_group, and all or none have a softcap, centres and pages; window, scale, softcap's size, tree, n_queries and
    what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one buffer, at any
    offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that the
-   processor can write, with the bytes that the first call tells, for this call alone until it has completed; scratch as
-   for tqkv_metal_attend. */
+   processor can write, at a multiple of 256, with the bytes that the first call tells, for this call alone until it has
+   completed; scratch as for tqkv_metal_attend. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
                                                          size_t *arguments, size_t *scratch);
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder,
@@ -7184,6 +7184,7 @@ enum {
     TQKV__MEMORIES = 4,
     TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */
     TQKV__ITEMS_OF_MERGE = 6,
+    TQKV__ARGUMENTS_ALIGNMENT = 256, /* of a batch's items, which kernels see as constant memory: what Macs document */
     TQKV__SECOND_ARGS = 4,   /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
     TQKV__ONLY_CHECKED = -1, /* in place of an index */
     TQKV__DIM_UNIT = 16
@@ -8291,7 +8292,7 @@ static void tqkv__plan_joined(const tqkv__batch *b, size_t used, tqkv__dispatch 
         tqkv__binding_at(&d[i], sums[i] + 1)->size = 0; /* the items say where the states are */
         at->at = b->arguments;
         at->size = (size_t)b->n * sizeof(tqkv__batch_item);
-        at->alignment = 16;
+        at->alignment = TQKV__ARGUMENTS_ALIGNMENT;
         tqkv__plan_constant(&d[i], TQKV_FC_BATCH, true);
     }
     tqkv__plan_columns(d, d->kernel.family == TQKV__ATTEND_MATRIX, d->kernel.constants[TQKV_FC_COLUMNS] - 1);

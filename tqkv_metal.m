@@ -430,8 +430,12 @@ tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, co
     if (!m) return TQKV_INVALID_ARGUMENT;
     const tqkv__batch batch = {items, n_items, q, out, arguments, scratch, m->matrices};
     const size_t n = n_items > 0 ? (size_t)n_items : 0, most = SIZE_MAX / sizeof(tqkv__batch_item);
-    const tqkv__binding binding = {"arguments", 0,    arguments, (n < most ? n : most) * sizeof(tqkv__batch_item),
-                                   16,          false};
+    const tqkv__binding binding = {"arguments",
+                                   0,
+                                   arguments,
+                                   (n < most ? n : most) * sizeof(tqkv__batch_item),
+                                   TQKV__ARGUMENTS_ALIGNMENT,
+                                   false};
     tqkv_result r = tqkv__check_binding(m, &binding);
     if (r != TQKV_OK) return r;
     char *bytes = n ? (char *)[(id<MTLBuffer>)arguments.buffer contents] : NULL;
