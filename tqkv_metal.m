@@ -693,10 +693,11 @@ static tqkv_result tqkv__open_device(tqkv_metal *m, const tqkv_metal_desc *desc)
                           [[m->device name] UTF8String]);
     m->queue = [m->device newCommandQueue];
     if (!m->queue) return tqkv__fail(m, TQKV_METAL_ERROR, "Metal gave no command queue");
-    /* Untracked: Metal must not order dispatches because they share this buffer. */
-    m->unused = [m->device newBufferWithLength:16
+    /* As long as the largest struct of an argument: Metal's validation compares the two, also for arguments that a
+       pipeline does not read. Untracked: Metal must not order dispatches because they share this buffer. */
+    m->unused = [m->device newBufferWithLength:sizeof(tqkv__batch_item)
                                        options:MTLResourceStorageModePrivate | MTLResourceHazardTrackingModeUntracked];
-    return m->unused ? TQKV_OK : tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no buffer of 16 bytes");
+    return m->unused ? TQKV_OK : tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no buffer");
 }
 
 /* Compares the shaders' tables with those of tqkv.h. */

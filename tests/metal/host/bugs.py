@@ -67,6 +67,9 @@ BUGS = {
     "absent_buffer_unbound": (
         "tqkv__bind_all", r"b->index == TQKV__ONLY_CHECKED", "b->index == TQKV__ONLY_CHECKED || !b->size", "ASAN",
         "attend/pair/f16_f16", "misuse"),
+    "unused_buffer_too_short": (
+        "tqkv__open_device", r"newBufferWithLength:sizeof\(tqkv__batch_item\)", "newBufferWithLength:16", "ASAN",
+        "attend/pair/f16_f16", "misuse"),
     "pipeline_limit_ignored": (
         "tqkv__record_dispatch", r"d->n_simdgroups < p->max_simdgroups \? d->n_simdgroups : p->max_simdgroups",
         "d->n_simdgroups", "ASAN", "context/devices", "misuse"),

@@ -43,8 +43,13 @@ typedef struct standin_launch {
     bool set[STANDIN_CONSTANTS];
     int64_t value[STANDIN_CONSTANTS];
 } standin_launch;
-/* Whether the kernel exists, and the function constants that it needs. */
-typedef bool (*standin_find_function)(const char *name, uint32_t *constants);
+/* Whether the kernel exists, the function constants that it needs, and the sizes of structs that its buffers must hold at
+   least one of. */
+typedef struct standin_kernel {
+    uint32_t constants;
+    size_t sizes[STANDIN_BUFFERS];
+} standin_kernel;
+typedef bool (*standin_find_function)(const char *name, standin_kernel *found);
 /* An empty error means success. */
 typedef void (*standin_run_function)(const char *name, const standin_launch *launch, char *error, size_t error_size);
 

@@ -203,6 +203,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     NSString *function_name;
     MTLFunctionConstantValues *constants;
     StandinLibrary *library;
+    standin_kernel kernel;
 }
 @end
 @implementation StandinFunction
@@ -254,14 +255,14 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
                         constantValues:(MTLFunctionConstantValues *)values
                                  error:(NSError **)error
 {
-    uint32_t needed = 0;
+    standin_kernel found;
     if (fails(error)) return nil;
-    if (!find([name UTF8String], &needed)) {
+    if (!find([name UTF8String], &found)) {
         set_error(error, [NSString stringWithFormat:@"there is no function %@ in the library", name]);
         return nil;
     }
     for (int i = 0; i < STANDIN_CONSTANTS; i++)
-        if ((needed >> i & 1) && !values->set[i]) {
+        if ((found.constants >> i & 1) && !values->set[i]) {
             set_error(error, [NSString stringWithFormat:@"%@ needs the function constant %d", name, i]);
             return nil;
         }
@@ -269,6 +270,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     function->function_name = [name copy];
     function->constants = [values copy];
     function->library = [self retain];
+    function->kernel = found;
     return function;
 }
 @end
@@ -280,6 +282,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
   @public
     StandinPipeline *pipeline;
     StandinBuffer *buffers[STANDIN_BUFFERS];
+    NSUInteger room[STANDIN_BUFFERS]; /* bytes from the offset on */
     standin_launch launch;
     unsigned group;
 }
@@ -342,6 +345,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     if (bound && offset >= bound->size) misuse("offset %lu at buffer %lu", (unsigned long)offset, (unsigned long)index);
     [[self open]->buffers[index] release];
     next->buffers[index] = [bound retain];
+    next->room[index] = bound ? bound->size - offset : 0;
     next->launch.buffers[index] = bound ? bound->bytes + offset : NULL;
 }
 - (void)setBytes:(const void *)bytes length:(NSUInteger)length atIndex:(NSUInteger)index
@@ -369,6 +373,10 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
                (unsigned long)g.depth);
     if (t.width * t.height * t.depth > the_device.max_threads)
         misuse("%lu threads are more than the pipeline takes", (unsigned long)(t.width * t.height * t.depth));
+    for (unsigned i = 0; i < STANDIN_BUFFERS; i++) /* as Metal's validation does, whether or not the kernel reads it */
+        if (dispatch->buffers[i] && dispatch->room[i] < dispatch->pipeline->function->kernel.sizes[i])
+            misuse("buffer %u has space for %lu bytes, but its argument has %zu", i, (unsigned long)dispatch->room[i],
+                   dispatch->pipeline->function->kernel.sizes[i]);
     const unsigned threadgroups[3] = {(unsigned)g.width, (unsigned)g.height, (unsigned)g.depth};
     const unsigned threads[3] = {(unsigned)t.width, (unsigned)t.height, (unsigned)t.depth};
     memcpy(dispatch->launch.threadgroups, threadgroups, sizeof threadgroups);
