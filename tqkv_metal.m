@@ -197,13 +197,23 @@ static tqkv_result tqkv__get_pipeline(tqkv_metal *m, const tqkv__kernel *kernel,
 
 /* -- Recording of plans -- */
 
+/* Metal's capture and validation put objects of their own around a device. */
+static bool tqkv__is_device(const tqkv_metal *m, id<MTLDevice> device)
+{
+    if (device == m->device || [device isEqual:m->device]) return true;
+    NSObject *one = (NSObject *)device, *other = (NSObject *)m->device;
+    SEL number = @selector(registryID); /* not in every system's headers */
+    return [one respondsToSelector:number] && [other respondsToSelector:number] &&
+           [[one valueForKey:@"registryID"] isEqual:[other valueForKey:@"registryID"]];
+}
+
 static tqkv_result tqkv__check_binding(tqkv_metal *m, const tqkv__binding *b)
 {
     if (!b->size) return TQKV_OK;
     id<MTLBuffer> buffer = b->at.buffer;
     if (!buffer) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s: no buffer", b->name);
     const size_t length = [buffer length];
-    if ([buffer device] != m->device)
+    if (!tqkv__is_device(m, [buffer device]))
         return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s: a buffer of another device", b->name);
     if (b->at.offset % b->alignment)
         return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s: offset %zu is not a multiple of %zu", b->name, b->at.offset,
@@ -223,6 +233,14 @@ static tqkv_result tqkv__check_bindings(tqkv_metal *m, const tqkv__dispatch *d)
         if (other) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s and %s overlap", other->name, d->bindings[i].name);
     }
     return TQKV_OK;
+}
+
+/* Metal 4's encoders, and those of render passes, lack what a plan needs. */
+static tqkv_result tqkv__check_encoder(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const char *call)
+{
+    if (!encoder) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s: no encoder", call);
+    if ([encoder respondsToSelector:@selector(setBytes:length:atIndex:)]) return TQKV_OK;
+    return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s: no MTLComputeCommandEncoder; for Metal 4 see docs/metal.md", call);
 }
 
 static void tqkv__bind_all(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv__dispatch *d)
@@ -249,9 +267,10 @@ static void tqkv__record_dispatch(tqkv_metal *m, id<MTLComputeCommandEncoder> en
     }
     [encoder setComputePipelineState:p->state];
     tqkv__bind_all(m, encoder, d);
-    for (NSUInteger i = 0; i < TQKV__MEMORIES; i++) {
+    for (NSUInteger i = 0; i < TQKV__MEMORIES;
+         i++) { /* a length would stay set for later dispatches; 16 is the least */
         const NSUInteger size = d->memory[i] + n * d->memory_each[i];
-        if (size) [encoder setThreadgroupMemoryLength:size atIndex:i];
+        [encoder setThreadgroupMemoryLength:size ? size : 16 atIndex:i];
     }
     [encoder dispatchThreadgroups:MTLSizeMake(width, d->grid[1], d->grid[2])
             threadsPerThreadgroup:MTLSizeMake(n * TQKV__SIMD_WIDTH, 1, 1)];
@@ -272,7 +291,7 @@ static tqkv_result tqkv__record(tqkv_metal *m, id<MTLComputeCommandEncoder> enco
     tqkv_result r = planned;
     if (!m) return TQKV_INVALID_ARGUMENT;
     if (r != TQKV_OK) return tqkv__refuse(m, r, call);
-    if (!encoder) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s: no encoder", call);
+    if ((r = tqkv__check_encoder(m, encoder, call)) != TQKV_OK) return r;
     for (int i = 0; i < n; i++)
         if ((r = tqkv__check_bindings(m, &d[i])) != TQKV_OK) return r;
     if (!d->grid[0]) return TQKV_OK;
@@ -430,12 +449,8 @@ tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, co
     if (!m) return TQKV_INVALID_ARGUMENT;
     const tqkv__batch batch = {items, n_items, q, out, arguments, scratch, m->matrices};
     const size_t n = n_items > 0 ? (size_t)n_items : 0, most = SIZE_MAX / sizeof(tqkv__batch_item);
-    const tqkv__binding binding = {"arguments",
-                                   0,
-                                   arguments,
-                                   (n < most ? n : most) * sizeof(tqkv__batch_item),
-                                   TQKV__ARGUMENTS_ALIGNMENT,
-                                   false};
+    const tqkv__binding binding = {
+        "arguments", 0, arguments, (n < most ? n : most) * sizeof(tqkv__batch_item), TQKV__ARGUMENTS_ALIGNMENT, false};
     tqkv_result r = tqkv__check_binding(m, &binding);
     if (r != TQKV_OK) return r;
     char *bytes = n ? (char *)[(id<MTLBuffer>)arguments.buffer contents] : NULL;
@@ -669,7 +684,7 @@ static tqkv_result tqkv__load_library(tqkv_metal *m, const tqkv_metal_desc *desc
         return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "more than one library");
     if (desc->library_path) return tqkv__load_path(m, desc->library_path);
     if (desc->library_bytes) return tqkv__load_bytes(m, desc->library_bytes, desc->library_size);
-    if (library && [library device] != m->device)
+    if (library && !tqkv__is_device(m, [library device]))
         return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "the library is of another device");
     if (library) {
         m->library = TQKV__RETAIN(library);

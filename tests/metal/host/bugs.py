@@ -53,10 +53,19 @@ BUGS = {
     "matrices_in_another_order": (
         "tqkv__avoid_matrices", r"!m->matrices && ", "!m && ", "ASAN", "attend/matrices",
         "FAIL attend/matrices/in_another_order"),
+    "device_by_pointer_alone": (
+        "tqkv__is_device", r"return \[one", "return false && [one", "ASAN", "context/wrapped_device",
+        "FAIL context/wrapped_device"),
+    "encoder_unchecked": (
+        "tqkv__check_encoder", r"\[encoder respondsToSelector.*?\)\]", "true", "ASAN", "context/other_encoder",
+        "NSInvalidArgumentException|FAIL"),
+    "memory_stays_in_force": (
+        "tqkv__record_dispatch", r"\[encoder setThreadgroupMemoryLength", "if (size) [encoder setThreadgroupMemoryLength",
+        "ASAN", "context/memory_in_force", "misuse"),
     "overlap_unchecked": (
         "tqkv__check_bindings", r"if \(other\)", "if (false)", "ASAN", "refusals/attend", "FAIL refusals/attend"),
     "device_unchecked": (
-        "tqkv__check_binding", r"\[buffer device\] != m->device", "false", "ASAN", "context/other_device",
+        "tqkv__check_binding", r"!tqkv__is_device\(m, \[buffer device\]\)", "false", "ASAN", "context/other_device",
         "FAIL context/other_device"),
     "recorded_before_the_second_pipeline": (
         "tqkv__record", r"!= TQKV_OK\) return r;\n    for .*",

@@ -27,6 +27,11 @@ int standin_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attrib
 #define STANDIN_WORDS "injected failure"
 
 int standin_live_objects(void);
+#ifdef __OBJC__
+/* The same device behind another object, as capture and validation show it. */
+@protocol MTLDevice;
+id<MTLDevice> standin_wrapped(id<MTLDevice> device) __attribute__((ns_returns_retained));
+#endif
 /* There is no compiler: a source with shaders becomes this library. NULL: that of the environment's STANDIN_COMPILED. */
 void standin_set_compiled(const char *library);
 

@@ -13,7 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
-static atomic_int live, calls, fail_at;
+static atomic_int live, calls, fail_at, devices;
 static standin_device the_device;
 static const char *compiled;                                /* the library that any source becomes */
 static pthread_mutex_t machine = PTHREAD_MUTEX_INITIALIZER; /* simt.h runs one launch at a time */
@@ -314,6 +314,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     NSMutableArray *work;
     StandinDispatch *next; /* what the encoder has set so far */
     MTLDispatchType type;
+    NSUInteger memory[STANDIN_MEMORIES]; /* lengths in force, also those of earlier dispatches */
     unsigned group;
     BOOL ended;
 }
@@ -362,7 +363,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 {
     if (!length || length % 16 || index >= STANDIN_MEMORIES)
         misuse("%lu bytes of threadgroup memory %lu", (unsigned long)length, (unsigned long)index);
-    [self open]->launch.threadgroup_bytes[index] = length;
+    [self open]->launch.threadgroup_bytes[index] = memory[index] = length;
 }
 - (void)dispatchThreadgroups:(MTLSize)g threadsPerThreadgroup:(MTLSize)t
 {
@@ -377,6 +378,9 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
         if (dispatch->buffers[i] && dispatch->room[i] < dispatch->pipeline->function->kernel.sizes[i])
             misuse("buffer %u has space for %lu bytes, but its argument has %zu", i, (unsigned long)dispatch->room[i],
                    dispatch->pipeline->function->kernel.sizes[i]);
+    NSUInteger in_force = 0;
+    for (unsigned i = 0; i < STANDIN_MEMORIES; i++) in_force += memory[i];
+    if (in_force > 32768) misuse("%lu bytes of threadgroup memory are in force", (unsigned long)in_force);
     const unsigned threadgroups[3] = {(unsigned)g.width, (unsigned)g.height, (unsigned)g.depth};
     const unsigned threads[3] = {(unsigned)t.width, (unsigned)t.height, (unsigned)t.depth};
     memcpy(dispatch->launch.threadgroups, threadgroups, sizeof threadgroups);
@@ -529,9 +533,16 @@ static void *open_library(NSData *data, NSError **error)
     return handle;
 }
 
-@interface StandinDevice : StandinObject <MTLDevice>
+@interface StandinDevice : StandinObject <MTLDevice> {
+  @public
+    uint64_t number;
+}
 @end
 @implementation StandinDevice
+- (uint64_t)registryID
+{
+    return number;
+}
 - (NSString *)name
 {
     return @"the CPU, standing in for a GPU";
@@ -608,5 +619,15 @@ static void *open_library(NSData *data, NSError **error)
 id<MTLDevice> MTLCreateSystemDefaultDevice(void)
 {
     if (!the_device.simd_width) standin_set_device(the_device);
-    return the_device.missing || is_to_fail() ? nil : [[StandinDevice alloc] init];
+    if (the_device.missing || is_to_fail()) return nil;
+    StandinDevice *device = [[StandinDevice alloc] init];
+    device->number = (uint64_t)count(&devices, 1);
+    return device;
+}
+
+id<MTLDevice> standin_wrapped(id<MTLDevice> device)
+{
+    StandinDevice *wrapped = [[StandinDevice alloc] init];
+    wrapped->number = [device registryID];
+    return wrapped;
 }

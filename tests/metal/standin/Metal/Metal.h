@@ -99,6 +99,7 @@ enum {
 
 @protocol MTLDevice <NSObject>
 @property(readonly) NSString *name;
+@property(readonly) uint64_t registryID;
 - (BOOL)supportsFamily:(MTLGPUFamily)family;
 - (id<MTLCommandQueue>)newCommandQueue;
 - (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options;
