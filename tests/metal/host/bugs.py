@@ -42,8 +42,17 @@ BUGS = {
         "tqkv__lend", r"        TQKV__RELEASE\(block->buffer\);\n        free\(block\);\n", "", "ASAN",
         "context/failures", "LeakSanitizer"),
     "block_not_given_back": (
-        "tqkv__cache_attend", r"    tqkv__memory_free\(m, block, 0\);\n", "", "ASAN", "context/given_back",
+        "tqkv__cache_attend", r"    tqkv__give_back\(m, block\);\n", "", "ASAN", "context/given_back",
         "FAIL context/given_back"),
+    "staging_shared_by_threads": (
+        "tqkv__take_staging", r"    m->staging = NULL;\n", "", "TSAN", "context/threads/caches", "ThreadSanitizer"),
+    "staging_too_small": (
+        "tqkv__take_staging", r"block->size < size", "false", "ASAN", "cache/", "heap-buffer-overflow|FAIL cache"),
+    "state_of_encoders_not_asked": (
+        "tqkv__new_commands", r"    \[descriptor setErrorOptions.*\n", "", "ASAN", "context/failures",
+        "FAIL context/failures"),
+    "descriptor_leaked": (
+        "tqkv__new_commands", r"    TQKV__RELEASE\(descriptor\);\n", "", "ASAN", "rotate/d64", "leaked"),
     "size_unchecked": (
         "tqkv__check_binding", r"b->at\.offset > length \|\| b->size > length - b->at\.offset", "false", "ASAN",
         "refusals/encode", "FAIL refusals/encode|heap-buffer-overflow"),
@@ -106,10 +115,10 @@ BUGS = {
         "tqkv__try_pipelines", r"        TQKV__RELEASE\(p\.state\);\n", "", "ASAN", "context/source/failures/path",
         "leaked"),
     "failure_of_the_gpu_ignored": (
-        "tqkv_metal_run", r"if \(\[commands status\] == MTLCommandBufferStatusCompleted\)", "if (true)", "ASAN",
+        "tqkv__run_as", r"if \(\[commands status\] == MTLCommandBufferStatusCompleted\)", "if (true)", "ASAN",
         "context/failures", "FAIL context/failures"),
     "encoder_left_open": (
-        "tqkv_metal_run", r"        \[encoder endEncoding\];\n", "", "ASAN", "rotate/d64", "misuse"),
+        "tqkv__run_as", r"        \[encoder endEncoding\];\n", "", "ASAN", "rotate/d64", "misuse"),
     "append_that_failed_counts": (
         "tqkv_metal_cache_append", r"if \(\(r = (.*)\) == TQKV_OK\) tqkv__cache_advance",
         r"r = \1; tqkv__cache_advance", "ASAN", "refusals/cache", "FAIL refusals/cache"),
@@ -121,7 +130,7 @@ def plant(bug, path):
     function, pattern, replacement = BUGS[bug][:3]
     with open("tqkv_metal.m", encoding="utf-8") as f:
         source = f.read()
-    body = re.search(r"^[\w ]+[ *]%s\([^;{]*\)\n{\n.*?^}\n" % function, source, re.M | re.S)
+    body = re.search(r"^[\w <>]+[ *]%s\([^;{]*\)\n{\n.*?^}\n" % function, source, re.M | re.S)
     if not body:
         return f"there is no {function}: bugs.py is out of date"
     changed, n = re.subn(pattern, replacement, body.group(0))

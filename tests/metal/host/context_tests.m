@@ -584,6 +584,8 @@ static void run_given_back(const void *parameters)
         CHECK_RESULT(tqkv_cache_append(cache, x, x, 1), TQKV_OK);
         CHECK_RESULT(tqkv_cache_attend(cache, x, 1, out), TQKV_OK);
         CHECK(i == 0 || standin_live_objects() == live, "%d more objects", standin_live_objects() - live);
+        CHECK(i < 2 || standin_calls() == 6, "%d calls that can fail", standin_calls());
+        if (i == 1) standin_fail_at(0); /* from here on: command buffer, encoder and completion of two calls */
         live = standin_live_objects();
     }
     tqkv_cache_destroy(cache);
@@ -675,7 +677,7 @@ static void run_failures(const void *parameters)
     char text[400];
     (void)parameters;
     const int live = standin_live_objects();
-    int with_words = 0, n_calls;
+    int with_words = 0, with_label = 0, n_calls;
     @autoreleasepool {
         standin_fail_at(0);
         CHECK_RESULT(live_through(text, sizeof text), TQKV_OK);
@@ -691,12 +693,14 @@ static void run_failures(const void *parameters)
             CHECK(r == TQKV_METAL_ERROR || r == TQKV_OUT_OF_MEMORY || r == TQKV_UNSUPPORTED, "call %d failed: %s", n,
                   tqkv_result_string(r));
             with_words += strstr(text, STANDIN_WORDS) != NULL;
+            with_label += strstr(text, "; tqkv attend faulted") != NULL;
         }
         standin_fail_at(0);
         CHECK(standin_live_objects() == live, "call %d failed: %d objects leaked", n, standin_live_objects() - live);
     }
     /* the library, then function and pipeline of tables, encode_kv, attend and attend_merge, and three completions */
     CHECK(with_words == 1 + 2 * 4 + 3, "%d failures of %d came with Metal's words", with_words, n_calls);
+    CHECK(with_label == 1, "%d failures named the attention", with_label);
 }
 
 #endif

@@ -13,6 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
+NSString *const MTLCommandBufferEncoderInfoErrorKey = @"MTLCommandBufferEncoderInfoErrorKey";
 static atomic_int live, calls, fail_at, devices;
 static standin_device the_device;
 static const char *compiled;                                /* the library that any source becomes */
@@ -152,6 +153,20 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 {
     if ((self = [super init])) count(&live, 1);
     fastMathEnabled = YES;
+    return self;
+}
+- (void)dealloc
+{
+    count(&live, -1);
+    [super dealloc];
+}
+@end
+
+@implementation MTLCommandBufferDescriptor
+@synthesize errorOptions;
+- (id)init
+{
+    if ((self = [super init])) count(&live, 1);
     return self;
 }
 - (void)dealloc
@@ -309,8 +324,9 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 }
 @end
 
-@interface StandinEncoder : StandinObject <MTLComputeCommandEncoder> {
+@interface StandinEncoder : StandinObject <MTLComputeCommandEncoder, MTLCommandBufferEncoderInfo> {
   @public
+    NSString *label;
     NSMutableArray *work;
     StandinDispatch *next; /* what the encoder has set so far */
     MTLDispatchType type;
@@ -320,8 +336,14 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 }
 @end
 @implementation StandinEncoder
+@synthesize label;
+- (MTLCommandEncoderErrorState)errorState
+{
+    return MTLCommandEncoderErrorStateFaulted;
+}
 - (void)dealloc
 {
+    [label release];
     if (!ended) misuse("an encoder was released before endEncoding");
     [work release];
     [next release];
@@ -418,7 +440,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     NSMutableArray *encoders;
     MTLCommandBufferStatus state;
     NSError *failure;
-    BOOL to_fail;
+    BOOL to_fail, tells_encoders;
 }
 @end
 @implementation StandinCommands
@@ -469,6 +491,11 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     }
     NSError *error = nil;
     if (to_fail) set_error(&error, [NSString stringWithUTF8String:STANDIN_WORDS]);
+    if (to_fail && tells_encoders) {
+        NSMutableDictionary *info = [NSMutableDictionary dictionaryWithDictionary:[error userInfo]];
+        [info setObject:encoders forKey:MTLCommandBufferEncoderInfoErrorKey];
+        error = [NSError errorWithDomain:@"standin" code:1 userInfo:info];
+    }
     failure = [error retain];
     state = to_fail ? MTLCommandBufferStatusError : MTLCommandBufferStatusCompleted;
 }
@@ -504,6 +531,12 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     StandinCommands *commands = [[[StandinCommands alloc] init] autorelease];
     commands->queue = [self retain];
     commands->encoders = [[NSMutableArray alloc] init];
+    return commands;
+}
+- (id<MTLCommandBuffer>)commandBufferWithDescriptor:(MTLCommandBufferDescriptor *)descriptor
+{
+    StandinCommands *commands = (StandinCommands *)[self commandBuffer];
+    if (commands) commands->tells_encoders = [descriptor errorOptions] != MTLCommandBufferErrorOptionNone;
     return commands;
 }
 @end

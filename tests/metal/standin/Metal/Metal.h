@@ -35,6 +35,30 @@ enum {
 @protocol MTLDevice
 , MTLCommandBuffer;
 
+typedef enum : NSUInteger {
+    MTLCommandBufferErrorOptionNone,
+    MTLCommandBufferErrorOptionEncoderExecutionStatus
+} MTLCommandBufferErrorOption;
+typedef enum : NSInteger {
+    MTLCommandEncoderErrorStateUnknown,
+    MTLCommandEncoderErrorStateCompleted,
+    MTLCommandEncoderErrorStateAffected,
+    MTLCommandEncoderErrorStatePending,
+    MTLCommandEncoderErrorStateFaulted
+} MTLCommandEncoderErrorState;
+extern NSString *const MTLCommandBufferEncoderInfoErrorKey;
+
+@protocol MTLCommandBufferEncoderInfo <NSObject>
+@property(readonly) NSString *label;
+@property(readonly) MTLCommandEncoderErrorState errorState;
+@end
+
+@interface MTLCommandBufferDescriptor : NSObject {
+    MTLCommandBufferErrorOption errorOptions;
+}
+@property MTLCommandBufferErrorOption errorOptions;
+@end
+
 @interface MTLFunctionConstantValues : NSObject <NSCopying> {
   @public
     BOOL set[32];
@@ -75,6 +99,7 @@ enum {
 @end
 
 @protocol MTLComputeCommandEncoder <NSObject>
+@property(copy) NSString *label;
 - (void)setComputePipelineState:(id<MTLComputePipelineState>)state;
 - (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index;
 - (void)setBytes:(const void *)bytes length:(NSUInteger)length atIndex:(NSUInteger)index;
@@ -95,6 +120,7 @@ enum {
 
 @protocol MTLCommandQueue <NSObject>
 - (id<MTLCommandBuffer>)commandBuffer;
+- (id<MTLCommandBuffer>)commandBufferWithDescriptor:(MTLCommandBufferDescriptor *)descriptor;
 @end
 
 @protocol MTLDevice <NSObject>
