@@ -762,9 +762,11 @@ static tqkv_result tqkv__open_device(tqkv_metal *m, const tqkv_metal_desc *desc)
     id<MTLDevice> given = desc->device;
     m->device = given ? TQKV__RETAIN(given) : MTLCreateSystemDefaultDevice();
     if (!m->device) return tqkv__fail(m, TQKV_UNSUPPORTED, "there is no Metal device");
+#ifndef TQKV_METAL_ANY_FAMILY /* for tests on virtual machines, whose GPU calls itself Apple5 */
     if (![m->device supportsFamily:MTLGPUFamilyApple7])
         return tqkv__fail(m, TQKV_UNSUPPORTED, "%s: not of the GPU family Apple7 or later",
                           [[m->device name] UTF8String]);
+#endif
     m->queue = [m->device newCommandQueue];
     if (!m->queue) return tqkv__fail(m, TQKV_METAL_ERROR, "Metal gave no command queue");
     /* As long as the largest struct of an argument: Metal's validation compares the two, also for arguments that a

@@ -18,6 +18,13 @@ extern "C" __attribute__((visibility("default"))) bool standin_find(const char *
     return true;
 }
 
+extern "C" __attribute__((visibility("default"))) const char *standin_name(int i)
+{
+    const simt::kernel *kernel = simt::first_kernel();
+    for (; kernel && i > 0; i--) kernel = kernel->next;
+    return kernel ? kernel->name : nullptr;
+}
+
 extern "C" __attribute__((visibility("default"))) void standin_run(const char *name, const standin_launch *l,
                                                                    char *error, size_t error_size)
 {

@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-/* Sets the device that programs find from now on. */
+/* Sets the device that programs find from now on. STANDIN_APPLE5 in the environment: one before Apple7. */
 typedef struct standin_device {
     bool missing, before_apple7;
     unsigned simd_width, max_threads; /* 0 = 32, 1024 */
@@ -39,7 +39,7 @@ void standin_set_compiled(const char *library);
    object with the shaders, simt.cpp and library.cpp. */
 #define STANDIN_MAGIC "STANDINL"
 
-/* The shared object's two functions: standin_find and standin_run. */
+/* The shared object's three functions: standin_find, standin_run and standin_name. */
 enum { STANDIN_BUFFERS = 31, STANDIN_MEMORIES = 8, STANDIN_CONSTANTS = 32 };
 typedef struct standin_launch {
     unsigned threadgroups[3], threads[3];
@@ -55,6 +55,8 @@ typedef struct standin_kernel {
     size_t sizes[STANDIN_BUFFERS];
 } standin_kernel;
 typedef bool (*standin_find_function)(const char *name, standin_kernel *found);
+/* The name of kernel i; NULL beyond the last. */
+typedef const char *(*standin_name_function)(int i);
 /* An empty error means success. */
 typedef void (*standin_run_function)(const char *name, const standin_launch *launch, char *error, size_t error_size);
 

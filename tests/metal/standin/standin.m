@@ -209,6 +209,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     void *handle;
     standin_find_function find;
     standin_run_function run;
+    standin_name_function name;
     id<MTLDevice> owner; /* not retained */
 }
 @end
@@ -250,6 +251,10 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 {
     return the_device.max_threads;
 }
+- (NSUInteger)staticThreadgroupMemoryLength
+{
+    return 0;
+}
 - (NSUInteger)threadExecutionWidth
 {
     return the_device.simd_width;
@@ -266,23 +271,29 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 {
     return owner;
 }
-- (id<MTLFunction>)newFunctionWithName:(NSString *)name
+- (NSArray *)functionNames
+{
+    NSMutableArray *names = [NSMutableArray array];
+    for (int i = 0; name(i); i++) [names addObject:[NSString stringWithUTF8String:name(i)]];
+    return names;
+}
+- (id<MTLFunction>)newFunctionWithName:(NSString *)function_name
                         constantValues:(MTLFunctionConstantValues *)values
                                  error:(NSError **)error
 {
     standin_kernel found;
     if (fails(error)) return nil;
-    if (!find([name UTF8String], &found)) {
-        set_error(error, [NSString stringWithFormat:@"there is no function %@ in the library", name]);
+    if (!find([function_name UTF8String], &found)) {
+        set_error(error, [NSString stringWithFormat:@"there is no function %@ in the library", function_name]);
         return nil;
     }
     for (int i = 0; i < STANDIN_CONSTANTS; i++)
         if ((found.constants >> i & 1) && !values->set[i]) {
-            set_error(error, [NSString stringWithFormat:@"%@ needs the function constant %d", name, i]);
+            set_error(error, [NSString stringWithFormat:@"%@ needs the function constant %d", function_name, i]);
             return nil;
         }
     StandinFunction *function = [[StandinFunction alloc] init];
-    function->function_name = [name copy];
+    function->function_name = [function_name copy];
     function->constants = [values copy];
     function->library = [self retain];
     function->kernel = found;
@@ -576,6 +587,10 @@ static void *open_library(NSData *data, NSError **error)
 {
     return number;
 }
+- (NSUInteger)maxThreadgroupMemoryLength
+{
+    return 32768;
+}
 - (NSString *)name
 {
     return @"the CPU, standing in for a GPU";
@@ -612,7 +627,8 @@ static void *open_library(NSData *data, NSError **error)
     if (library->handle) {
         library->find = (standin_find_function)dlsym(library->handle, "standin_find");
         library->run = (standin_run_function)dlsym(library->handle, "standin_run");
-        if (library->find && library->run) return library;
+        library->name = (standin_name_function)dlsym(library->handle, "standin_name");
+        if (library->find && library->run && library->name) return library;
         set_error(error, @"a shared object without shaders");
     }
     [library release];
@@ -652,6 +668,7 @@ static void *open_library(NSData *data, NSError **error)
 id<MTLDevice> MTLCreateSystemDefaultDevice(void)
 {
     if (!the_device.simd_width) standin_set_device(the_device);
+    if (getenv("STANDIN_APPLE5")) the_device.before_apple7 = true;
     if (the_device.missing || is_to_fail()) return nil;
     StandinDevice *device = [[StandinDevice alloc] init];
     device->number = (uint64_t)count(&devices, 1);

@@ -89,10 +89,12 @@ extern NSString *const MTLCommandBufferEncoderInfoErrorKey;
 @protocol MTLComputePipelineState <NSObject>
 @property(readonly) NSUInteger maxTotalThreadsPerThreadgroup;
 @property(readonly) NSUInteger threadExecutionWidth;
+@property(readonly) NSUInteger staticThreadgroupMemoryLength;
 @end
 
 @protocol MTLLibrary <NSObject>
 @property(readonly) id<MTLDevice> device;
+@property(readonly) NSArray *functionNames;
 - (id<MTLFunction>)newFunctionWithName:(NSString *)name
                         constantValues:(MTLFunctionConstantValues *)values
                                  error:(NSError **)error;
@@ -126,6 +128,7 @@ extern NSString *const MTLCommandBufferEncoderInfoErrorKey;
 @protocol MTLDevice <NSObject>
 @property(readonly) NSString *name;
 @property(readonly) uint64_t registryID;
+@property(readonly) NSUInteger maxThreadgroupMemoryLength;
 - (BOOL)supportsFamily:(MTLGPUFamily)family;
 - (id<MTLCommandQueue>)newCommandQueue;
 - (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options;
