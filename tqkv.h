@@ -8405,21 +8405,21 @@ TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report)
 {
 #define TQKV__STRUCT_NAME(name) "size of tqkv__" #name,
 #define TQKV__STRUCT_SIZE(name) sizeof(tqkv__##name),
-#define TQKV__HASH_OF(member)   XXH3_64bits(report->tables.member, sizeof report->tables.member)
+#define TQKV__DIFFERS(member)   memcmp(report->tables.member, tqkv__tables.member, sizeof report->tables.member) != 0
 #define TQKV__CHECK_BOOK(report, bits)                                                                                 \
-    if (TQKV__HASH_OF(codebook_##bits) != TQKV_HASH_CODEBOOK_##bits) return "table codebook_" #bits;                   \
-    if (TQKV__HASH_OF(boundaries_##bits) != TQKV_HASH_BOUNDARIES_##bits) return "table boundaries_" #bits;
+    if (TQKV__DIFFERS(codebook_##bits)) return "table codebook_" #bits;                                                \
+    if (TQKV__DIFFERS(boundaries_##bits)) return "table boundaries_" #bits;
     static const char *const names[] = {TQKV__SHARED_STRUCTS(TQKV__STRUCT_NAME)};
     static const size_t sizes[] = {TQKV__SHARED_STRUCTS(TQKV__STRUCT_SIZE)};
     if (report->table_version != TQKV_TABLE_VERSION) return "table version";
     for (int i = 0; i < TQKV__N_SHARED_STRUCTS; i++)
         if (report->struct_sizes[i] != sizes[i]) return names[i];
     TQKV__BOOKS(TQKV__CHECK_BOOK, report)
-    if (TQKV__HASH_OF(signs) != TQKV_HASH_SIGNS) return "table signs";
-    if (TQKV__HASH_OF(hadamard_12) != TQKV_HASH_HADAMARD_12) return "table hadamard_12";
-    if (TQKV__HASH_OF(hadamard_20) != TQKV_HASH_HADAMARD_20) return "table hadamard_20";
-    if (TQKV__HASH_OF(hadamard_28) != TQKV_HASH_HADAMARD_28) return "table hadamard_28";
-    if (TQKV__HASH_OF(hadamard_36) != TQKV_HASH_HADAMARD_36) return "table hadamard_36";
+    if (TQKV__DIFFERS(signs)) return "table signs";
+    if (TQKV__DIFFERS(hadamard_12)) return "table hadamard_12";
+    if (TQKV__DIFFERS(hadamard_20)) return "table hadamard_20";
+    if (TQKV__DIFFERS(hadamard_28)) return "table hadamard_28";
+    if (TQKV__DIFFERS(hadamard_36)) return "table hadamard_36";
     for (int i = 0; i < TQKV__KERNEL_DIMS; i++) {
         const int head_dim = TQKV__KERNEL_DIM(i);
         const int32_t expected[TQKV__N_KERNEL_SIZES] = {TQKV__KERNEL_SIZES(head_dim)};
