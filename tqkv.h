@@ -554,8 +554,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object en
    matrix_group, and all or none have a softcap, centres and pages; window, scale, softcap's size, tree, n_queries and
    what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one buffer, at any
    offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that the
-   processor can write, with the bytes that the first call tells, for this call alone until it has completed; scratch as
-   for tqkv_metal_attend. */
+   processor can write, at a multiple of 256, with the bytes that the first call tells, for this call alone until it has
+   completed; scratch as for tqkv_metal_attend. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
                                                          size_t *arguments, size_t *scratch);
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder,
@@ -7249,6 +7249,7 @@ enum {
     TQKV__MEMORIES = 4,
     TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */
     TQKV__ITEMS_OF_MERGE = 6,
+    TQKV__ARGUMENTS_ALIGNMENT = 256, /* of a batch's items, which kernels see as constant memory: what Macs document */
     TQKV__SECOND_ARGS = 4,   /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
     TQKV__ONLY_CHECKED = -1, /* in place of an index */
     TQKV__DIM_UNIT = 16
@@ -8356,7 +8357,7 @@ static void tqkv__plan_joined(const tqkv__batch *b, size_t used, tqkv__dispatch 
         tqkv__binding_at(&d[i], sums[i] + 1)->size = 0; /* the items say where the states are */
         at->at = b->arguments;
         at->size = (size_t)b->n * sizeof(tqkv__batch_item);
-        at->alignment = 16;
+        at->alignment = TQKV__ARGUMENTS_ALIGNMENT;
         tqkv__plan_constant(&d[i], TQKV_FC_BATCH, true);
     }
     tqkv__plan_columns(d, d->kernel.family == TQKV__ATTEND_MATRIX, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
@@ -8469,21 +8470,21 @@ TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report)
 {
 #define TQKV__STRUCT_NAME(name) "size of tqkv__" #name,
 #define TQKV__STRUCT_SIZE(name) sizeof(tqkv__##name),
-#define TQKV__HASH_OF(member)   XXH3_64bits(report->tables.member, sizeof report->tables.member)
+#define TQKV__DIFFERS(member)   memcmp(report->tables.member, tqkv__tables.member, sizeof report->tables.member) != 0
 #define TQKV__CHECK_BOOK(report, bits)                                                                                 \
-    if (TQKV__HASH_OF(codebook_##bits) != TQKV_HASH_CODEBOOK_##bits) return "table codebook_" #bits;                   \
-    if (TQKV__HASH_OF(boundaries_##bits) != TQKV_HASH_BOUNDARIES_##bits) return "table boundaries_" #bits;
+    if (TQKV__DIFFERS(codebook_##bits)) return "table codebook_" #bits;                                                \
+    if (TQKV__DIFFERS(boundaries_##bits)) return "table boundaries_" #bits;
     static const char *const names[] = {TQKV__SHARED_STRUCTS(TQKV__STRUCT_NAME)};
     static const size_t sizes[] = {TQKV__SHARED_STRUCTS(TQKV__STRUCT_SIZE)};
     if (report->table_version != TQKV_TABLE_VERSION) return "table version";
     for (int i = 0; i < TQKV__N_SHARED_STRUCTS; i++)
         if (report->struct_sizes[i] != sizes[i]) return names[i];
     TQKV__BOOKS(TQKV__CHECK_BOOK, report)
-    if (TQKV__HASH_OF(signs) != TQKV_HASH_SIGNS) return "table signs";
-    if (TQKV__HASH_OF(hadamard_12) != TQKV_HASH_HADAMARD_12) return "table hadamard_12";
-    if (TQKV__HASH_OF(hadamard_20) != TQKV_HASH_HADAMARD_20) return "table hadamard_20";
-    if (TQKV__HASH_OF(hadamard_28) != TQKV_HASH_HADAMARD_28) return "table hadamard_28";
-    if (TQKV__HASH_OF(hadamard_36) != TQKV_HASH_HADAMARD_36) return "table hadamard_36";
+    if (TQKV__DIFFERS(signs)) return "table signs";
+    if (TQKV__DIFFERS(hadamard_12)) return "table hadamard_12";
+    if (TQKV__DIFFERS(hadamard_20)) return "table hadamard_20";
+    if (TQKV__DIFFERS(hadamard_28)) return "table hadamard_28";
+    if (TQKV__DIFFERS(hadamard_36)) return "table hadamard_36";
     for (int i = 0; i < TQKV__KERNEL_DIMS; i++) {
         const int head_dim = TQKV__KERNEL_DIM(i);
         const int32_t expected[TQKV__N_KERNEL_SIZES] = {TQKV__KERNEL_SIZES(head_dim)};

@@ -59,6 +59,7 @@ struct tqkv_metal {
     pthread_mutex_t lock; /* of all fields below */
     tqkv__pipeline *pipelines;
     tqkv__memory *memory;
+    tqkv__memory *staging; /* one of them, which waits for the next blocking call of a cache; NULL while in use */
     char error[400];
 };
 
@@ -197,13 +198,23 @@ static tqkv_result tqkv__get_pipeline(tqkv_metal *m, const tqkv__kernel *kernel,
 
 /* -- Recording of plans -- */
 
+/* Metal's capture and validation put objects of their own around a device. */
+static bool tqkv__is_device(const tqkv_metal *m, id<MTLDevice> device)
+{
+    if (device == m->device || [device isEqual:m->device]) return true;
+    NSObject *one = (NSObject *)device, *other = (NSObject *)m->device;
+    SEL number = @selector(registryID); /* not in every system's headers */
+    return [one respondsToSelector:number] && [other respondsToSelector:number] &&
+           [[one valueForKey:@"registryID"] isEqual:[other valueForKey:@"registryID"]];
+}
+
 static tqkv_result tqkv__check_binding(tqkv_metal *m, const tqkv__binding *b)
 {
     if (!b->size) return TQKV_OK;
     id<MTLBuffer> buffer = b->at.buffer;
     if (!buffer) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s: no buffer", b->name);
     const size_t length = [buffer length];
-    if ([buffer device] != m->device)
+    if (!tqkv__is_device(m, [buffer device]))
         return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s: a buffer of another device", b->name);
     if (b->at.offset % b->alignment)
         return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s: offset %zu is not a multiple of %zu", b->name, b->at.offset,
@@ -223,6 +234,14 @@ static tqkv_result tqkv__check_bindings(tqkv_metal *m, const tqkv__dispatch *d)
         if (other) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s and %s overlap", other->name, d->bindings[i].name);
     }
     return TQKV_OK;
+}
+
+/* Metal 4's encoders, and those of render passes, lack what a plan needs. */
+static tqkv_result tqkv__check_encoder(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const char *call)
+{
+    if (!encoder) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s: no encoder", call);
+    if ([encoder respondsToSelector:@selector(setBytes:length:atIndex:)]) return TQKV_OK;
+    return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s: no MTLComputeCommandEncoder; for Metal 4 see docs/metal.md", call);
 }
 
 static void tqkv__bind_all(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv__dispatch *d)
@@ -249,9 +268,10 @@ static void tqkv__record_dispatch(tqkv_metal *m, id<MTLComputeCommandEncoder> en
     }
     [encoder setComputePipelineState:p->state];
     tqkv__bind_all(m, encoder, d);
-    for (NSUInteger i = 0; i < TQKV__MEMORIES; i++) {
+    for (NSUInteger i = 0; i < TQKV__MEMORIES;
+         i++) { /* a length would stay set for later dispatches; 16 is the least */
         const NSUInteger size = d->memory[i] + n * d->memory_each[i];
-        if (size) [encoder setThreadgroupMemoryLength:size atIndex:i];
+        [encoder setThreadgroupMemoryLength:size ? size : 16 atIndex:i];
     }
     [encoder dispatchThreadgroups:MTLSizeMake(width, d->grid[1], d->grid[2])
             threadsPerThreadgroup:MTLSizeMake(n * TQKV__SIMD_WIDTH, 1, 1)];
@@ -272,7 +292,7 @@ static tqkv_result tqkv__record(tqkv_metal *m, id<MTLComputeCommandEncoder> enco
     tqkv_result r = planned;
     if (!m) return TQKV_INVALID_ARGUMENT;
     if (r != TQKV_OK) return tqkv__refuse(m, r, call);
-    if (!encoder) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s: no encoder", call);
+    if ((r = tqkv__check_encoder(m, encoder, call)) != TQKV_OK) return r;
     for (int i = 0; i < n; i++)
         if ((r = tqkv__check_bindings(m, &d[i])) != TQKV_OK) return r;
     if (!d->grid[0]) return TQKV_OK;
@@ -282,22 +302,50 @@ static tqkv_result tqkv__record(tqkv_metal *m, id<MTLComputeCommandEncoder> enco
     return TQKV_OK;
 }
 
-tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_record record, void *user)
+/* With the state of each encoder among its errors. */
+static id<MTLCommandBuffer> tqkv__new_commands(tqkv_metal *m)
 {
-    if (!m || !record) return TQKV_INVALID_ARGUMENT;
+    MTLCommandBufferDescriptor *descriptor = [[MTLCommandBufferDescriptor alloc] init];
+    [descriptor setErrorOptions:MTLCommandBufferErrorOptionEncoderExecutionStatus];
+    id<MTLCommandBuffer> commands = [m->queue commandBufferWithDescriptor:descriptor];
+    TQKV__RELEASE(descriptor);
+    return commands;
+}
+
+static tqkv_result tqkv__commands_failed(tqkv_metal *m, NSError *error)
+{
+    const char *state = "";
+    NSString *label = nil;
+    for (id<MTLCommandBufferEncoderInfo> info in [[error userInfo] objectForKey:MTLCommandBufferEncoderInfoErrorKey]) {
+        label = [info label];
+        state = [info errorState] == MTLCommandEncoderErrorStateFaulted ? " faulted" : " did not complete";
+    }
+    return tqkv__fail(m, TQKV_METAL_ERROR, "the command buffer failed: %s%s%s%s", tqkv__error_text(error),
+                      label ? "; " : "", label ? [label UTF8String] : "", label ? state : "");
+}
+
+/* tqkv_metal_run. label: of the encoder, for Metal's tools and for the text of a failure */
+static tqkv_result tqkv__run_as(tqkv_metal *m, const char *label, tqkv_metal_record record, void *user)
+{
     @autoreleasepool {
-        id<MTLCommandBuffer> commands = [m->queue commandBuffer];
+        id<MTLCommandBuffer> commands = tqkv__new_commands(m);
         id<MTLComputeCommandEncoder> encoder = [commands computeCommandEncoder];
         if (!encoder)
             return tqkv__fail(m, TQKV_METAL_ERROR, "Metal gave no command %s", commands ? "encoder" : "buffer");
+        [encoder setLabel:[NSString stringWithFormat:@"tqkv %s", label]];
         const tqkv_result r = record(user, encoder);
         [encoder endEncoding];
         if (r != TQKV_OK) return r;
         [commands commit];
         [commands waitUntilCompleted];
         if ([commands status] == MTLCommandBufferStatusCompleted) return TQKV_OK;
-        return tqkv__fail(m, TQKV_METAL_ERROR, "the command buffer failed: %s", tqkv__error_text([commands error]));
+        return tqkv__commands_failed(m, [commands error]);
     }
+}
+
+tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_record record, void *user)
+{
+    return m && record ? tqkv__run_as(m, "run", record, user) : TQKV_INVALID_ARGUMENT;
 }
 
 /* A call that runs in its own command buffer. */
@@ -318,7 +366,7 @@ static tqkv_result tqkv__record_call(void *user, tqkv_metal_object encoder)
 static tqkv_result tqkv__run(tqkv_metal *m, const char *name, tqkv_result planned, const tqkv__dispatch *d, int n)
 {
     tqkv__call call = {m, name, planned, d, n};
-    return tqkv_metal_run(m, tqkv__record_call, &call);
+    return tqkv__run_as(m, name, tqkv__record_call, &call);
 }
 
 /* -- The calls -- */
@@ -430,8 +478,8 @@ tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, co
     if (!m) return TQKV_INVALID_ARGUMENT;
     const tqkv__batch batch = {items, n_items, q, out, arguments, scratch, m->matrices};
     const size_t n = n_items > 0 ? (size_t)n_items : 0, most = SIZE_MAX / sizeof(tqkv__batch_item);
-    const tqkv__binding binding = {"arguments", 0,    arguments, (n < most ? n : most) * sizeof(tqkv__batch_item),
-                                   16,          false};
+    const tqkv__binding binding = {
+        "arguments", 0, arguments, (n < most ? n : most) * sizeof(tqkv__batch_item), TQKV__ARGUMENTS_ALIGNMENT, false};
     tqkv_result r = tqkv__check_binding(m, &binding);
     if (r != TQKV_OK) return r;
     char *bytes = n ? (char *)[(id<MTLBuffer>)arguments.buffer contents] : NULL;
@@ -482,17 +530,47 @@ static void tqkv__memory_free(void *user, void *pointer, size_t size)
     free(block);
 }
 
-/* Memory for one call; tqkv__memory_free takes it back. */
-static void *tqkv__borrow(tqkv_metal *m, size_t size, tqkv_metal_buffer *out)
+/* -- Staging: what a blocking call of a cache hands to the GPU. One block waits for the next call, of any cache. -- */
+
+enum { TQKV__MOST_STAGING = 64 << 20 }; /* bytes of it: a long prefill's is given back at once */
+
+static void tqkv__drop_staging(tqkv_metal *m, const tqkv__memory *block)
 {
-    const tqkv__memory *block = tqkv__lend(m, size);
+    if (block) tqkv__memory_free(m, block->begin, block->size);
+}
+
+/* NULL and a text, or a block for tqkv__give_back. */
+static tqkv__memory *tqkv__take_staging(tqkv_metal *m, size_t size, tqkv_metal_buffer *out)
+{
+    pthread_mutex_lock(&m->lock);
+    tqkv__memory *block = m->staging;
+    m->staging = NULL;
+    pthread_mutex_unlock(&m->lock);
+    if (block && block->size < size) {
+        tqkv__drop_staging(m, block);
+        block = NULL;
+    }
+    if (!block) block = tqkv__lend(m, size);
     if (!block) {
         tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no buffer of %zu bytes", size);
         return NULL;
     }
     out->buffer = block->buffer;
     out->offset = 0;
-    return block->begin;
+    return block;
+}
+
+/* Of two blocks the larger one waits. */
+static void tqkv__give_back(tqkv_metal *m, tqkv__memory *block)
+{
+    pthread_mutex_lock(&m->lock);
+    if (block->size <= TQKV__MOST_STAGING && (!m->staging || m->staging->size < block->size)) {
+        tqkv__memory *other = m->staging;
+        m->staging = block;
+        block = other;
+    }
+    pthread_mutex_unlock(&m->lock);
+    tqkv__drop_staging(m, block);
 }
 
 tqkv_allocator tqkv_metal_allocator(tqkv_metal *m)
@@ -560,14 +638,14 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
     if (!n_tokens) return TQKV_OK;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    char *block = tqkv__borrow(m, k_size + v_size, &kb);
+    tqkv__memory *block = tqkv__take_staging(m, k_size + v_size, &kb);
     if (!block) return TQKV_OUT_OF_MEMORY;
     const tqkv_metal_buffer vb = {kb.buffer, kb.offset + k_size};
-    memcpy(block, k, k_size);
-    memcpy(block + k_size, v, v_size);
+    memcpy(block->begin, k, k_size);
+    memcpy(block->begin + k_size, v, v_size);
     r = tqkv__plan_cache_append(c, memory, kb, vb, n_tokens, none, &d);
     r = tqkv__run(m, "encode_kv", r, &d, 1);
-    tqkv__memory_free(m, block, 0);
+    tqkv__give_back(m, block);
     return r;
 }
 
@@ -579,15 +657,15 @@ static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const 
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r == TQKV_OK) r = tqkv__plan_cache_sizes(c, n_queries, sizes, &scratch_size);
     if (r != TQKV_OK) return r;
-    char *block = tqkv__borrow(m, sizes[0] + sizes[1] + scratch_size, &qb);
+    tqkv__memory *block = tqkv__take_staging(m, sizes[0] + sizes[1] + scratch_size, &qb);
     if (!block) return TQKV_OUT_OF_MEMORY;
     const tqkv_metal_buffer ob = {qb.buffer, qb.offset + sizes[0]},
                             scratch = {qb.buffer, qb.offset + sizes[0] + sizes[1]};
-    memcpy(block, q, sizes[0]);
+    memcpy(block->begin, q, sizes[0]);
     r = tqkv__avoid_matrices(m, tqkv__plan_cache_attend(c, memory, qb, n_queries, scratch, ob, d), d);
     r = tqkv__run(m, "attend", r, d, 2);
-    if (r == TQKV_OK) memcpy(out, block + sizes[0], sizes[1]);
-    tqkv__memory_free(m, block, 0);
+    if (r == TQKV_OK) memcpy(out, block->begin + sizes[0], sizes[1]);
+    tqkv__give_back(m, block);
     return r;
 }
 
@@ -665,7 +743,7 @@ static tqkv_result tqkv__load_library(tqkv_metal *m, const tqkv_metal_desc *desc
         return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "more than one library");
     if (desc->library_path) return tqkv__load_path(m, desc->library_path);
     if (desc->library_bytes) return tqkv__load_bytes(m, desc->library_bytes, desc->library_size);
-    if (library && [library device] != m->device)
+    if (library && !tqkv__is_device(m, [library device]))
         return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "the library is of another device");
     if (library) {
         m->library = TQKV__RETAIN(library);
@@ -684,15 +762,18 @@ static tqkv_result tqkv__open_device(tqkv_metal *m, const tqkv_metal_desc *desc)
     id<MTLDevice> given = desc->device;
     m->device = given ? TQKV__RETAIN(given) : MTLCreateSystemDefaultDevice();
     if (!m->device) return tqkv__fail(m, TQKV_UNSUPPORTED, "there is no Metal device");
+#ifndef TQKV_METAL_ANY_FAMILY /* for tests on virtual machines, whose GPU calls itself Apple5 */
     if (![m->device supportsFamily:MTLGPUFamilyApple7])
         return tqkv__fail(m, TQKV_UNSUPPORTED, "%s: not of the GPU family Apple7 or later",
                           [[m->device name] UTF8String]);
+#endif
     m->queue = [m->device newCommandQueue];
     if (!m->queue) return tqkv__fail(m, TQKV_METAL_ERROR, "Metal gave no command queue");
-    /* Untracked: Metal must not order dispatches because they share this buffer. */
-    m->unused = [m->device newBufferWithLength:16
+    /* As long as the largest struct of an argument: Metal's validation compares the two, also for arguments that a
+       pipeline does not read. Untracked: Metal must not order dispatches because they share this buffer. */
+    m->unused = [m->device newBufferWithLength:sizeof(tqkv__batch_item)
                                        options:MTLResourceStorageModePrivate | MTLResourceHazardTrackingModeUntracked];
-    return m->unused ? TQKV_OK : tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no buffer of 16 bytes");
+    return m->unused ? TQKV_OK : tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no buffer");
 }
 
 /* Compares the shaders' tables with those of tqkv.h. */
@@ -700,15 +781,16 @@ static tqkv_result tqkv__check_tables(tqkv_metal *m)
 {
     tqkv__dispatch d;
     tqkv_metal_buffer buffer;
-    tqkv__table_report *report = (tqkv__table_report *)tqkv__borrow(m, sizeof *report, &buffer);
-    if (!report) return TQKV_OUT_OF_MEMORY;
+    tqkv__memory *block = tqkv__take_staging(m, sizeof(tqkv__table_report), &buffer);
+    if (!block) return TQKV_OUT_OF_MEMORY;
+    tqkv__table_report *report = (tqkv__table_report *)(void *)block->begin;
     memset(report, 0, sizeof *report);
     tqkv__plan_tables(buffer, &d);
     tqkv_result r = tqkv__run(m, "tables", TQKV_OK, &d, 1);
     const char *stale = r == TQKV_OK ? tqkv__stale_table(report) : NULL;
     m->matrices = r == TQKV_OK && tqkv__matrices_as_expected(report);
     if (stale) r = tqkv__fail(m, TQKV_TABLE_MISMATCH, "the library's %s differs from that of tqkv.h", stale);
-    tqkv__memory_free(m, report, 0);
+    tqkv__give_back(m, block);
     return r;
 }
 

@@ -12,7 +12,8 @@ METALLIB_OUTPUT = $(if $(filter macos13,$(TARGET)),$(METALLIB),$(METALLIB_BUILD)
 # $(1): of air or xcrun
 METALLIB_MADE = $(METALLIB_BUILD)/$(1)/$(TARGET)/default.metallib
 METALLIB_SDK := $(if $(filter ios%,$(TARGET)),iphoneos,macosx)
-XCRUN_METAL := $(shell xcrun --sdk $(METALLIB_SDK) --find metal 2>/dev/null)
+# Xcode 26 without its Metal Toolchain has a program of that name that fails.
+XCRUN_METAL := $(shell xcrun --sdk $(METALLIB_SDK) metal --version >/dev/null 2>&1 && echo yes)
 METALLIB_BY ?= $(if $(XCRUN_METAL),xcrun,air)
 
 # LLVM 14 is the last whose pointers have types, as in all that Apple's runtimes read. Newer systems have it no more.

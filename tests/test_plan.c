@@ -70,7 +70,7 @@ static void check_dispatch(const tqkv__dispatch *d)
         for (int i = 0; i < TQKV__MEMORIES; i++) {
             const size_t size = d->memory[i] + (size_t)n * d->memory_each[i];
             CHECK(size % 16 == 0, "%zu bytes of memory %d", size, i);
-            if (n == d->n_simdgroups) memory += size;
+            if (n == d->n_simdgroups) memory += size ? size : 16; /* the least that a dispatch can set */
         }
     CHECK(memory <= 32768, "%zu bytes of threadgroup memory", memory);
     CHECK(d->n_simdgroups > 0 && d->n_simdgroups <= 32 && d->grid[1] && d->grid[2], "no threads");

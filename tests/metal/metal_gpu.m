@@ -1,4 +1,5 @@
-// device.h on a Mac's GPU. Compiled with ARC. Every dispatch makes a new pipeline: each has its own function constants.
+// device.h on a Mac's GPU. Compiled with ARC. Pipelines are kept by kernel and function constants: many cases share one,
+// and Metal takes up to a second for it.
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
 #include "device.h"
@@ -8,6 +9,7 @@
 static id<MTLDevice> device;
 static id<MTLCommandQueue> queue;
 static id<MTLLibrary> library;
+static NSMutableDictionary<NSString *, id<MTLComputePipelineState>> *pipelines;
 
 static bool fail(char *error, size_t size, const char *what, NSError *reason)
 {
@@ -24,11 +26,12 @@ bool device_open(const char *path, char *error, size_t error_size)
     NSURL *url = [NSURL fileURLWithPath:[NSString stringWithUTF8String:path]];
     library = [device newLibraryWithURL:url error:&reason];
     if (!library) return fail(error, error_size, path, reason);
+    pipelines = [NSMutableDictionary dictionary];
     printf("Metal device: %s\n", device.name.UTF8String);
     return true;
 }
 
-static id<MTLComputePipelineState> make_pipeline(const device_dispatch *d, char *error, size_t error_size)
+static id<MTLComputePipelineState> build_pipeline(const device_dispatch *d, char *error, size_t error_size)
 {
     NSError *reason = nil;
     MTLFunctionConstantValues *values = [[MTLFunctionConstantValues alloc] init];
@@ -45,6 +48,17 @@ static id<MTLComputePipelineState> make_pipeline(const device_dispatch *d, char 
     id<MTLComputePipelineState> pipeline = nil;
     if (function) pipeline = [device newComputePipelineStateWithFunction:function error:&reason];
     if (!pipeline) fail(error, error_size, d->kernel, reason);
+    return pipeline;
+}
+
+static id<MTLComputePipelineState> find_pipeline(const device_dispatch *d, char *error, size_t error_size)
+{
+    NSMutableString *key = [NSMutableString stringWithUTF8String:d->kernel];
+    for (int i = 0; i < DEVICE_CONSTANTS; i++)
+        if (d->constant_set[i]) [key appendFormat:@" %d=%u", i, d->constants[i]];
+    id<MTLComputePipelineState> pipeline = pipelines[key];
+    if (!pipeline) pipeline = build_pipeline(d, error, error_size);
+    if (pipeline) pipelines[key] = pipeline;
     if (pipeline && (pipeline.threadExecutionWidth != 32 || pipeline.maxTotalThreadsPerThreadgroup < d->threads)) {
         snprintf(error, error_size, "%s: simd width %d, at most %d threads", d->kernel,
                  (int)pipeline.threadExecutionWidth, (int)pipeline.maxTotalThreadsPerThreadgroup);
@@ -74,7 +88,7 @@ static void bind_arguments(const device_dispatch *d, id<MTLComputeCommandEncoder
 bool device_run(const device_dispatch *d, char *error, size_t error_size)
 {
     @autoreleasepool {
-        id<MTLComputePipelineState> pipeline = make_pipeline(d, error, error_size);
+        id<MTLComputePipelineState> pipeline = find_pipeline(d, error, error_size);
         if (!pipeline) return false;
         NSMutableDictionary<NSNumber *, id<MTLBuffer>> *buffers = [NSMutableDictionary dictionary];
         id<MTLCommandBuffer> commands = [queue commandBuffer];

@@ -42,8 +42,17 @@ BUGS = {
         "tqkv__lend", r"        TQKV__RELEASE\(block->buffer\);\n        free\(block\);\n", "", "ASAN",
         "context/failures", "LeakSanitizer"),
     "block_not_given_back": (
-        "tqkv__cache_attend", r"    tqkv__memory_free\(m, block, 0\);\n", "", "ASAN", "context/given_back",
+        "tqkv__cache_attend", r"    tqkv__give_back\(m, block\);\n", "", "ASAN", "context/given_back",
         "FAIL context/given_back"),
+    "staging_shared_by_threads": (
+        "tqkv__take_staging", r"    m->staging = NULL;\n", "", "TSAN", "context/threads/caches", "ThreadSanitizer"),
+    "staging_too_small": (
+        "tqkv__take_staging", r"block->size < size", "false", "ASAN", "cache/", "heap-buffer-overflow|FAIL cache"),
+    "state_of_encoders_not_asked": (
+        "tqkv__new_commands", r"    \[descriptor setErrorOptions.*\n", "", "ASAN", "context/failures",
+        "FAIL context/failures"),
+    "descriptor_leaked": (
+        "tqkv__new_commands", r"    TQKV__RELEASE\(descriptor\);\n", "", "ASAN", "rotate/d64", "leaked"),
     "size_unchecked": (
         "tqkv__check_binding", r"b->at\.offset > length \|\| b->size > length - b->at\.offset", "false", "ASAN",
         "refusals/encode", "FAIL refusals/encode|heap-buffer-overflow"),
@@ -53,10 +62,19 @@ BUGS = {
     "matrices_in_another_order": (
         "tqkv__avoid_matrices", r"!m->matrices && ", "!m && ", "ASAN", "attend/matrices",
         "FAIL attend/matrices/in_another_order"),
+    "device_by_pointer_alone": (
+        "tqkv__is_device", r"return \[one", "return false && [one", "ASAN", "context/wrapped_device",
+        "FAIL context/wrapped_device"),
+    "encoder_unchecked": (
+        "tqkv__check_encoder", r"\[encoder respondsToSelector.*?\)\]", "true", "ASAN", "context/other_encoder",
+        "NSInvalidArgumentException|FAIL"),
+    "memory_stays_in_force": (
+        "tqkv__record_dispatch", r"\[encoder setThreadgroupMemoryLength", "if (size) [encoder setThreadgroupMemoryLength",
+        "ASAN", "context/memory_in_force", "misuse"),
     "overlap_unchecked": (
         "tqkv__check_bindings", r"if \(other\)", "if (false)", "ASAN", "refusals/attend", "FAIL refusals/attend"),
     "device_unchecked": (
-        "tqkv__check_binding", r"\[buffer device\] != m->device", "false", "ASAN", "context/other_device",
+        "tqkv__check_binding", r"!tqkv__is_device\(m, \[buffer device\]\)", "false", "ASAN", "context/other_device",
         "FAIL context/other_device"),
     "recorded_before_the_second_pipeline": (
         "tqkv__record", r"!= TQKV_OK\) return r;\n    for .*",
@@ -66,6 +84,9 @@ BUGS = {
         "tqkv__record_dispatch", r"if \(d->barrier\)", "if (false)", "ASAN", "attend/long", "FAIL attend/long"),
     "absent_buffer_unbound": (
         "tqkv__bind_all", r"b->index == TQKV__ONLY_CHECKED", "b->index == TQKV__ONLY_CHECKED || !b->size", "ASAN",
+        "attend/pair/f16_f16", "misuse"),
+    "unused_buffer_too_short": (
+        "tqkv__open_device", r"newBufferWithLength:sizeof\(tqkv__batch_item\)", "newBufferWithLength:16", "ASAN",
         "attend/pair/f16_f16", "misuse"),
     "pipeline_limit_ignored": (
         "tqkv__record_dispatch", r"d->n_simdgroups < p->max_simdgroups \? d->n_simdgroups : p->max_simdgroups",
@@ -94,10 +115,10 @@ BUGS = {
         "tqkv__try_pipelines", r"        TQKV__RELEASE\(p\.state\);\n", "", "ASAN", "context/source/failures/path",
         "leaked"),
     "failure_of_the_gpu_ignored": (
-        "tqkv_metal_run", r"if \(\[commands status\] == MTLCommandBufferStatusCompleted\)", "if (true)", "ASAN",
+        "tqkv__run_as", r"if \(\[commands status\] == MTLCommandBufferStatusCompleted\)", "if (true)", "ASAN",
         "context/failures", "FAIL context/failures"),
     "encoder_left_open": (
-        "tqkv_metal_run", r"        \[encoder endEncoding\];\n", "", "ASAN", "rotate/d64", "misuse"),
+        "tqkv__run_as", r"        \[encoder endEncoding\];\n", "", "ASAN", "rotate/d64", "misuse"),
     "append_that_failed_counts": (
         "tqkv_metal_cache_append", r"if \(\(r = (.*)\) == TQKV_OK\) tqkv__cache_advance",
         r"r = \1; tqkv__cache_advance", "ASAN", "refusals/cache", "FAIL refusals/cache"),
@@ -109,7 +130,7 @@ def plant(bug, path):
     function, pattern, replacement = BUGS[bug][:3]
     with open("tqkv_metal.m", encoding="utf-8") as f:
         source = f.read()
-    body = re.search(r"^[\w ]+[ *]%s\([^;{]*\)\n{\n.*?^}\n" % function, source, re.M | re.S)
+    body = re.search(r"^[\w <>]+[ *]%s\([^;{]*\)\n{\n.*?^}\n" % function, source, re.M | re.S)
     if not body:
         return f"there is no {function}: bugs.py is out of date"
     changed, n = re.subn(pattern, replacement, body.group(0))

@@ -462,6 +462,51 @@ static void run_other_device(const void *parameters)
     [other release];
 }
 
+/* Metal's capture and validation hand out devices as objects of their own. */
+static void run_wrapped_device(const void *parameters)
+{
+    (void)parameters;
+    id<MTLDevice> wrapped = standin_wrapped(test_host.device);
+    id<MTLBuffer> buffer = [wrapped newBufferWithLength:512 options:MTLResourceStorageModeShared];
+    const tqkv_metal_buffer rows = {buffer, 0};
+    memset([buffer contents], 0, 512);
+    host_work work = host_begin(false);
+    CHECK_RESULT(tqkv_metal_rotate(test_host.metal, work.encoder, rows, 2, 64), TQKV_OK);
+    host_end(&work);
+    [buffer release];
+    [wrapped release];
+}
+
+/* Threadgroup memory of the caller's own dispatches stays in force: nothing of it may stand beside that of a call. */
+static void run_memory_in_force(const void *parameters)
+{
+    (void)parameters;
+    tqkv_store s = test_store(TQKV_TQ4, 64, 1, 4, false);
+    tqkv_metal_store gpu = host_store(&s);
+    const tqkv_metal_buffer src = host_zeros(256), none = {nil, 0};
+    host_work work = host_begin(false);
+    [work.encoder setThreadgroupMemoryLength:32752 atIndex:3];
+    CHECK_RESULT(tqkv_metal_encode(test_host.metal, work.encoder, &gpu, src, 1, 0, none), TQKV_OK);
+    host_end(&work);
+    host_release(src);
+    host_store_release(&gpu);
+    test_store_free(&s);
+}
+
+/* Encoders of Metal 4 have other methods. */
+static void run_other_encoder(const void *parameters)
+{
+    (void)parameters;
+    const tqkv_metal_buffer rows = host_zeros(512);
+    NSObject *other = [[NSObject alloc] init];
+    CHECK_REFUSED(test_host.metal, tqkv_metal_rotate(test_host.metal, other, rows, 2, 64), TQKV_INVALID_ARGUMENT,
+                  "Metal 4");
+    CHECK_REFUSED(test_host.metal, tqkv_metal_rotate(test_host.metal, nil, rows, 2, 64), TQKV_INVALID_ARGUMENT,
+                  "no encoder");
+    [other release];
+    host_release(rows);
+}
+
 static void run_devices(const void *parameters)
 {
     (void)parameters;
@@ -539,6 +584,8 @@ static void run_given_back(const void *parameters)
         CHECK_RESULT(tqkv_cache_append(cache, x, x, 1), TQKV_OK);
         CHECK_RESULT(tqkv_cache_attend(cache, x, 1, out), TQKV_OK);
         CHECK(i == 0 || standin_live_objects() == live, "%d more objects", standin_live_objects() - live);
+        CHECK(i < 2 || standin_calls() == 6, "%d calls that can fail", standin_calls());
+        if (i == 1) standin_fail_at(0); /* from here on: command buffer, encoder and completion of two calls */
         live = standin_live_objects();
     }
     tqkv_cache_destroy(cache);
@@ -630,7 +677,7 @@ static void run_failures(const void *parameters)
     char text[400];
     (void)parameters;
     const int live = standin_live_objects();
-    int with_words = 0, n_calls;
+    int with_words = 0, with_label = 0, n_calls;
     @autoreleasepool {
         standin_fail_at(0);
         CHECK_RESULT(live_through(text, sizeof text), TQKV_OK);
@@ -646,12 +693,14 @@ static void run_failures(const void *parameters)
             CHECK(r == TQKV_METAL_ERROR || r == TQKV_OUT_OF_MEMORY || r == TQKV_UNSUPPORTED, "call %d failed: %s", n,
                   tqkv_result_string(r));
             with_words += strstr(text, STANDIN_WORDS) != NULL;
+            with_label += strstr(text, "; tqkv attend faulted") != NULL;
         }
         standin_fail_at(0);
         CHECK(standin_live_objects() == live, "call %d failed: %d objects leaked", n, standin_live_objects() - live);
     }
     /* the library, then function and pipeline of tables, encode_kv, attend and attend_merge, and three completions */
     CHECK(with_words == 1 + 2 * 4 + 3, "%d failures of %d came with Metal's words", with_words, n_calls);
+    CHECK(with_label == 1, "%d failures named the attention", with_label);
 }
 
 #endif
@@ -688,6 +737,9 @@ void context_host_cases(void)
             test_add(run_source_failures, &i, sizeof i, "context/source/failures/%s", forms[i]);
     test_add(run_missing_kernels, NULL, 0, "context/missing_kernels");
     test_add(run_other_device, NULL, 0, "context/other_device");
+    test_add(run_wrapped_device, NULL, 0, "context/wrapped_device");
+    test_add(run_other_encoder, NULL, 0, "context/other_encoder");
+    test_add(run_memory_in_force, NULL, 0, "context/memory_in_force");
     test_add(run_half_recorded, NULL, 0, "context/half_recorded");
     test_add(run_given_back, NULL, 0, "context/given_back");
     test_add(run_recorded_again, NULL, 0, "context/recorded_again");

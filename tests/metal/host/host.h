@@ -21,7 +21,7 @@ void host_close(void);
 /* A new context; NULL and a failed test if there is none. */
 tqkv_metal *host_context(void);
 
-enum { HOST_OFFSET = 64 };
+enum { HOST_OFFSET = 256 };
 tqkv_metal_buffer host_buffer(const void *bytes, size_t size);
 tqkv_metal_buffer host_zeros(size_t size);
 void host_release(tqkv_metal_buffer b);

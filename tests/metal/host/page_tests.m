@@ -199,9 +199,9 @@ static void refuse_batches(const batch *whole, id<MTLComputeCommandEncoder> enco
     batch b = *whole;
     b.arguments = none;
     CHECK_REFUSED(m, attend_batch(&b, 2, encoder), TQKV_INVALID_ARGUMENT, "arguments: no buffer");
-    b = *whole, b.arguments.offset += 16;
+    b = *whole, b.arguments.offset += 256;
     CHECK_REFUSED(m, attend_batch(&b, 2, encoder), TQKV_INVALID_ARGUMENT, "arguments: needs");
-    b = *whole, b.arguments.offset -= 8;
+    b = *whole, b.arguments.offset -= 64;
     CHECK_REFUSED(m, attend_batch(&b, 2, encoder), TQKV_INVALID_ARGUMENT, "arguments: offset");
     b = *whole, b.scratch.offset += 4;
     CHECK_REFUSED(m, attend_batch(&b, 2, encoder), TQKV_INVALID_ARGUMENT, "scratch: needs");

@@ -74,7 +74,7 @@ static void many_bytes(host_work *w)
     [w->encoder setBytes:bytes length:sizeof bytes atIndex:0];
 }
 
-static void offset_beyond(host_work *w) { [w->encoder setBuffer:host_zeros(4).buffer offset:100 atIndex:1]; }
+static void offset_beyond(host_work *w) { [w->encoder setBuffer:host_zeros(4).buffer offset:300 atIndex:1]; }
 static void odd_memory(host_work *w) { [w->encoder setThreadgroupMemoryLength:20 atIndex:0]; }
 static void still_open(host_work *w) { [w->commands commit]; }
 static void early_wait(host_work *w) { [w->commands waitUntilCompleted]; }
@@ -162,7 +162,7 @@ void standin_host_cases(void)
                                  {"half_a_simdgroup", "multiple of 32", half_a_simdgroup},
                                  {"empty_grid", "a grid of", empty_grid},
                                  {"many_bytes", "setBytes of", many_bytes},
-                                 {"offset_beyond", "offset 100", offset_beyond},
+                                 {"offset_beyond", "offset 300", offset_beyond},
                                  {"odd_memory", "20 bytes of threadgroup memory", odd_memory},
                                  {"still_open", "commit before endEncoding", still_open},
                                  {"early_wait", "wait before commit", early_wait},

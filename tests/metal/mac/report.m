@@ -1,42 +1,36 @@
-/* Runs every kernel of a library or source on the GPU, once for each head_dim and pair of formats, and compares with the
-   processor: report LIBRARY|SOURCE.metal [--quick] [--time]
+/* Runs the kernels of a library or source on the GPU and compares with the processor: report LIBRARY|SOURCE.metal
+   [--brief | --all] [--one-thread]
 
-   `result` lines have the bits of what the GPU computed: those of two libraries can be compared. --quick: one head_dim,
-   one pair. --time: a long context, too. Ends with status 1 if the library is refused or a result is wrong. */
+   Otherwise: the default pair at each head_dim, all formats at 128, and groups that multiply matrices. --all: all pairs of
+   formats at each head_dim. --brief: one head_dim. `result` lines have the bits of what the GPU computed: those of two
+   libraries can be compared. Ends with status 1 if the library is refused or a result is wrong. */
 #define TQKV_IMPLEMENTATION
-#import <Foundation/Foundation.h>
-#import <Metal/Metal.h>
-#define XXH_INLINE_ALL
+#include "report.h"
 #include "../../../tqkv.h"
 #include <math.h>
-#include <time.h>
-#include <xxhash.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
 
-enum { KV_HEADS = 2, HEADS = 4, TOKENS = 48, QUERIES = 3, MAX_ROWS = TOKENS * KV_HEADS * TQKV_MAX_HEAD_DIM };
+enum { KV_HEADS = 2, TOKENS = 48, QUERIES = 3, MOST_THREADS = 16, MOST_JOBS = 3000 };
 
 static int n_results, n_wrong;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of the two, and of lines */
 
-static double seconds(void)
+static uint64_t bits_of(const void *bytes, size_t n)
 {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-/* The same floats on every machine. */
-static void fill(float *x, size_t count, uint32_t seed)
-{
-    for (size_t i = 0; i < count; i++) {
-        seed = seed * 1664525u + 1013904223u;
-        x[i] = (float)(int32_t)seed / 1073741824.0f;
-    }
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (size_t i = 0; i < n; i++) hash = (hash ^ ((const unsigned char *)bytes)[i]) * 0x100000001b3u;
+    return hash;
 }
 
 static void report(const char *what, uint64_t bits, bool good, const char *note)
 {
+    pthread_mutex_lock(&lock);
     n_results++;
     n_wrong += !good;
     printf("result %s %016llx %s%s\n", what, (unsigned long long)bits, good ? "ok" : "WRONG", note);
+    pthread_mutex_unlock(&lock);
 }
 
 /* Whether the call succeeded; prints why not. */
@@ -45,51 +39,81 @@ static bool succeeded(tqkv_metal *m, const char *what, tqkv_result r)
     char text[400];
     if (r == TQKV_OK) return true;
     tqkv_metal_error(m, text, sizeof text);
+    pthread_mutex_lock(&lock);
     n_wrong++;
     printf("failed %s: %s: %s\n", what, tqkv_result_string(r), text);
+    pthread_mutex_unlock(&lock);
     return false;
 }
 
-static uint64_t store_bits(const tqkv_store *s)
+static float *floats(size_t count, uint32_t seed)
 {
-    return XXH3_64bits(s->codes, s->codes_size) ^ (s->norms_size ? XXH3_64bits(s->norms, s->norms_size) : 0);
+    float *x = (float *)calloc(count, sizeof *x);
+    if (!x) abort();
+    if (seed) report_fill(x, count, seed);
+    return x;
 }
 
-/* encode_kv, attend and attend_merge of one pair of formats. */
-static void run_pair(tqkv_metal *m, int head_dim, tqkv_format key, tqkv_format value)
+/* One comparison: a stream's calls, or a pair of formats where there is a value. */
+typedef struct job {
+    int head_dim, value_dim, group;
+    tqkv_format key, value;
+} job;
+
+static bool same_bytes(const tqkv_store *a, const tqkv_store *b)
 {
-    static float k[MAX_ROWS], v[MAX_ROWS], q[QUERIES * HEADS * TQKV_MAX_HEAD_DIM], out[2][sizeof q / sizeof *q];
-    char what[80], note[40];
-    tqkv_cache *caches[2] = {NULL, NULL}; /* of the GPU, of the processor */
-    tqkv_cache_desc desc = {.head_dim = head_dim, .n_kv_heads = KV_HEADS, .n_heads = HEADS, .capacity = TOKENS};
-    const size_t n = (size_t)(QUERIES * HEADS * head_dim);
+    return !memcmp(a->codes, b->codes, a->codes_size) && !memcmp(a->norms, b->norms, a->norms_size);
+}
+
+/* Attends with so many queries to the caches of the GPU and of the processor, and compares. */
+static void compare_attention(tqkv_metal *m, const char *what, const job *j, tqkv_cache *const caches[2], int n_queries)
+{
+    char name[100], note[60];
+    const size_t rows = (size_t)(n_queries * KV_HEADS * j->group), n = rows * (size_t)j->value_dim;
+    float *q = floats(rows * (size_t)j->head_dim, 3), *out[2] = {floats(n, 0), floats(n, 0)};
     double wrong = 0, all = 0;
     bool good = true;
-    desc.key_format = key;
-    desc.value_format = value;
-    snprintf(what, sizeof what, "pair/d%d/%s/%s", head_dim, tqkv_format_name(key), tqkv_format_name(value));
-    fill(k, MAX_ROWS, 1);
-    fill(v, MAX_ROWS, 2);
-    fill(q, n, 3);
+    snprintf(name, sizeof name, "%s/%d", what, n_queries);
+    for (int i = 0; i < 2 && good; i++) good = succeeded(m, name, tqkv_cache_attend(caches[i], q, n_queries, out[i]));
+    for (size_t i = 0; i < n; i++) {
+        const double expected = (double)out[1][i], difference = (double)out[0][i] - expected;
+        wrong += difference * difference;
+        all += expected * expected;
+    }
+    const bool same = same_bytes(tqkv_cache_keys(caches[0]), tqkv_cache_keys(caches[1])) &&
+                      same_bytes(tqkv_cache_values(caches[0]), tqkv_cache_values(caches[1]));
+    snprintf(note, sizeof note, "%s, error %.1e", same ? "" : ", OTHER CODES", sqrt(wrong / all));
+    if (good) report(name, bits_of(out[0], n * sizeof(float)), same && wrong <= 4e-10 * all, note);
+    for (int i = 0; i < 2; i++) free(out[i]);
+    free(q);
+}
+
+/* encode_kv, attend or attend_matrix, and attend_merge of one pair of formats. */
+static void run_pair(tqkv_metal *m, const job *j)
+{
+    char what[80], dims[24];
+    tqkv_cache *caches[2] = {NULL, NULL}; /* of the GPU, of the processor */
+    tqkv_cache_desc desc = {.head_dim = j->head_dim, .n_kv_heads = KV_HEADS, .capacity = TOKENS};
+    bool good = true;
+    desc.value_dim = j->value_dim;
+    desc.n_heads = KV_HEADS * j->group;
+    desc.key_format = j->key;
+    desc.value_format = j->value;
+    snprintf(dims, sizeof dims, j->value_dim == j->head_dim ? "d%d" : "d%d_%d", j->head_dim, j->value_dim);
+    snprintf(what, sizeof what, "pair/%s/%s/%s/group%d", dims, tqkv_format_name(j->key), tqkv_format_name(j->value),
+             j->group);
+    float *k = floats((size_t)(TOKENS * KV_HEADS * j->head_dim), 1);
+    float *v = floats((size_t)(TOKENS * KV_HEADS * j->value_dim), 2);
     for (int i = 0; i < 2 && good; i++) {
         desc.metal = i == 0 ? m : NULL;
         good = succeeded(m, what, tqkv_cache_create(&desc, &caches[i])) &&
-               succeeded(m, what, tqkv_cache_append(caches[i], k, v, TOKENS)) &&
-               succeeded(m, what, tqkv_cache_attend(caches[i], q, QUERIES, out[i])) &&
-               succeeded(m, what, tqkv_cache_attend(caches[i], q, 1, out[i]));
+               succeeded(m, what, tqkv_cache_append(caches[i], k, v, TOKENS));
     }
-    if (good) {
-        const bool same = store_bits(tqkv_cache_keys(caches[0])) == store_bits(tqkv_cache_keys(caches[1])) &&
-                          store_bits(tqkv_cache_values(caches[0])) == store_bits(tqkv_cache_values(caches[1]));
-        for (size_t i = 0; i < n; i++) {
-            const double expected = (double)out[1][i], difference = (double)out[0][i] - expected;
-            wrong += difference * difference;
-            all += expected * expected;
-        }
-        snprintf(note, sizeof note, "%s, error %.1e", same ? "" : ", other codes", sqrt(wrong / all));
-        report(what, XXH3_64bits(out[0], n * sizeof(float)), same && wrong <= 4e-10 * all, note);
-    }
+    if (good) compare_attention(m, what, j, caches, 1);
+    if (good) compare_attention(m, what, j, caches, QUERIES);
     for (int i = 0; i < 2; i++) tqkv_cache_destroy(caches[i]);
+    free(k);
+    free(v);
 }
 
 /* The calls on one stream. */
@@ -101,7 +125,7 @@ typedef struct stream {
 
 static tqkv_result record_stream(void *user, tqkv_metal_object encoder)
 {
-    const stream *s = user;
+    const stream *s = (const stream *)user;
     const tqkv_metal_buffer none = {nil, 0};
     const int head_dim = s->store.shape.head_dim, n = TOKENS * KV_HEADS;
     tqkv_metal_buffer to = s->out;
@@ -113,114 +137,162 @@ static tqkv_result record_stream(void *user, tqkv_metal_object encoder)
     return r == TQKV_OK ? tqkv_metal_unrotate(s->m, encoder, s->rows, n, head_dim) : r;
 }
 
-/* encode, decode, probe and rotate of one format; what they compute must have the processor's bits. */
-static void run_stream(tqkv_metal *m, int head_dim, tqkv_format format)
+/* block: [6][rows]: source, decoded, probed, codes (two), norms */
+static void compare_stream(const char *what, stream *s, const tqkv_store *shape, const float *source, char *block)
 {
-    static float source[MAX_ROWS], expected[2 * MAX_ROWS], norms[TOKENS * KV_HEADS * 8];
-    static unsigned char codes[2 * MAX_ROWS];
-    char what[80];
-    const tqkv_allocator memory = tqkv_metal_allocator(m);
-    const size_t n = (size_t)(TOKENS * KV_HEADS * head_dim), size = n * sizeof(float);
-    tqkv_store shape = {.format = format, .head_dim = head_dim, .n_kv_heads = KV_HEADS, .capacity = TOKENS};
-    shape.codes = codes;
-    shape.codes_size = (size_t)(TOKENS * KV_HEADS) * tqkv_row_bytes(format, head_dim);
-    shape.norms = norms;
-    shape.norms_size = (size_t)(TOKENS * KV_HEADS * tqkv_norms_per_row(format, head_dim)) * sizeof(float);
-    stream s = {.m = m};
-    s.store.shape = shape;
-    snprintf(what, sizeof what, "stream/d%d/%s", head_dim, tqkv_format_name(format));
-    fill(source, n, 4);
-    char *block = memory.alloc(memory.user, 6 * size + 64);
-    if (!block || tqkv_metal_find(m, block, &s.rows) != TQKV_OK) return;
-    memcpy(block, source, size);
-    s.out = s.store.codes = s.store.norms = s.rows;
-    s.out.offset += size;
-    s.store.codes.offset += 3 * size;
-    s.store.norms.offset += 5 * size;
-    if (succeeded(m, what, tqkv_metal_run(m, record_stream, &s)) &&
-        succeeded(m, what, tqkv_encode(&shape, source, TOKENS, 0)) &&
-        succeeded(m, what, tqkv_decode(&shape, 0, TOKENS, TQKV_ORIGINAL, expected)) &&
-        succeeded(m, what, tqkv_probe(&shape, source, TOKENS, expected + n)))
-        report(what, XXH3_64bits(block, 3 * size),
-               !memcmp(block + size, expected, 2 * size) && !memcmp(block + 3 * size, codes, shape.codes_size) &&
-                   !memcmp(block + 5 * size, norms, shape.norms_size),
-               "");
-    memory.free(memory.user, block, 6 * size + 64);
+    const size_t n = (size_t)(TOKENS * KV_HEADS * shape->head_dim), size = n * sizeof(float);
+    float *expected = floats(2 * n, 0);
+    if (succeeded(s->m, what, tqkv_metal_run(s->m, record_stream, s)) &&
+        succeeded(s->m, what, tqkv_encode(shape, source, TOKENS, 0)) &&
+        succeeded(s->m, what, tqkv_decode(shape, 0, TOKENS, TQKV_ORIGINAL, expected)) &&
+        succeeded(s->m, what, tqkv_probe(shape, source, TOKENS, expected + n))) {
+        const bool rows = !memcmp(block + size, expected, 2 * size),
+                   codes = !memcmp(block + 3 * size, shape->codes, shape->codes_size) &&
+                           !memcmp(block + 5 * size, shape->norms, shape->norms_size);
+        report(what, bits_of(block, 3 * size), rows && codes, codes ? rows ? "" : ", other rows" : ", OTHER CODES");
+    }
+    free(expected);
 }
 
-/* Wall time of calls that wait: a prompt into the cache, and one token over it. */
-static void run_times(tqkv_metal *m, tqkv_format key, tqkv_format value)
+/* encode, decode, probe and rotate of one format; what they compute must have the processor's bits. */
+static void run_stream(tqkv_metal *m, const job *j)
 {
-    enum { CONTEXT = 32768, CHUNK = 4096, HEAD_DIM = 128, KV = 8, N_HEADS = 16, ROUNDS = 21 };
-    static float rows[CHUNK * KV * HEAD_DIM], q[N_HEADS * HEAD_DIM], out[N_HEADS * HEAD_DIM];
-    double best[2] = {1e9, 1e9};
-    tqkv_cache *cache = NULL;
-    tqkv_cache_desc desc = {
-        .head_dim = HEAD_DIM, .n_kv_heads = KV, .n_heads = N_HEADS, .capacity = CONTEXT, .metal = m};
-    desc.key_format = key;
-    desc.value_format = value;
-    fill(rows, sizeof rows / sizeof *rows, 5);
-    fill(q, sizeof q / sizeof *q, 6);
-    if (!succeeded(m, "time", tqkv_cache_create(&desc, &cache))) return;
-    for (int i = 0; i < CONTEXT / CHUNK; i++) {
-        const double start = seconds();
-        if (!succeeded(m, "time", tqkv_cache_append(cache, rows, rows, CHUNK))) break;
-        best[0] = fmin(best[0], seconds() - start);
+    char what[80];
+    const tqkv_allocator memory = tqkv_metal_allocator(m);
+    const size_t n = (size_t)(TOKENS * KV_HEADS * j->head_dim), size = n * sizeof(float);
+    tqkv_store shape = {.format = j->key, .head_dim = j->head_dim, .n_kv_heads = KV_HEADS, .capacity = TOKENS};
+    stream s = {.m = m};
+    shape.codes_size = tqkv_codes_size(&shape);
+    shape.norms_size = tqkv_norms_size(&shape);
+    shape.codes = floats(2 * n, 0);
+    shape.norms = floats(n, 0);
+    s.store.shape = shape;
+    snprintf(what, sizeof what, "stream/d%d/%s", j->head_dim, tqkv_format_name(j->key));
+    float *source = floats(n, 4);
+    char *block = (char *)memory.alloc(memory.user, 6 * size + 64);
+    if (block && succeeded(m, what, tqkv_metal_find(m, block, &s.rows))) {
+        memcpy(block, source, size);
+        s.out = s.store.codes = s.store.norms = s.rows;
+        s.out.offset += size;
+        s.store.codes.offset += 3 * size;
+        s.store.norms.offset += 5 * size;
+        compare_stream(what, &s, &shape, source, block);
     }
-    for (int i = 0; i < ROUNDS; i++) {
-        const double start = seconds();
-        if (!succeeded(m, "time", tqkv_cache_attend(cache, q, 1, out))) break;
-        best[1] = fmin(best[1], seconds() - start);
-    }
-    printf("time %s/%s: %d tokens stored in %.2f ms, one token over %d in %.2f ms (best of %d and %d, with the wait)\n",
-           tqkv_format_name(key), tqkv_format_name(value), CHUNK, best[0] * 1e3, CONTEXT, best[1] * 1e3,
-           CONTEXT / CHUNK, ROUNDS);
-    tqkv_cache_destroy(cache);
+    if (block) memory.free(memory.user, block, 6 * size + 64);
+    free(source);
+    free(shape.codes);
+    free(shape.norms);
 }
+
+/* ---- The list of jobs, and the threads that share it: a new pipeline takes a second of one ---- */
+
+static job jobs[MOST_JOBS];
+static int n_jobs, n_begun;
 
 static bool is_format(int f) { return tqkv_row_bytes((tqkv_format)f, 128) != 0; }
 
-static void run_all(tqkv_metal *m, bool quick)
+/* value 0: a stream */
+static void add(int head_dim, int group, int key, int value)
 {
+    const job j = {head_dim, head_dim, group, (tqkv_format)key, (tqkv_format)value};
+    if (n_jobs < MOST_JOBS) jobs[n_jobs++] = j;
+}
+
+static bool has_matrices(int head_dim) { return head_dim == 64 || head_dim == 128 || head_dim == 256; }
+
+static void add_brief(void)
+{
+    add(64, 1, TQKV_TQ4, 0);
+    add(64, 2, TQKV_TQ4, TQKV_TQ5);
+    add(64, 4, TQKV_I8, TQKV_TQ4);
+}
+
+static void add_usual(void)
+{
+    const int pairs[][2] = {{TQKV_I8, TQKV_TQ4}, {TQKV_TQ4, TQKV_TQ4}, {TQKV_F16, TQKV_F16}};
     for (int i = 0; i < TQKV__KERNEL_DIMS; i++) {
         const int head_dim = TQKV__KERNEL_DIM(i);
-        if (quick && head_dim != 64) continue;
+        add(head_dim, 1, TQKV_I8, 0);
+        add(head_dim, 1, TQKV_TQ4, 0);
+        add(head_dim, 2, TQKV_I8, TQKV_TQ4);
+        for (int j = 0; j < 3 && has_matrices(head_dim); j++) add(head_dim, 4, pairs[j][0], pairs[j][1]);
+    }
+    add(192, 2, TQKV_I8, TQKV_TQ4);
+    jobs[n_jobs - 1].value_dim = 128;
+    for (int f = 1; is_format(f); f++) {
+        add(128, 1, f, 0);
+        add(128, 2, f, f);
+    }
+}
+
+static void add_all(void)
+{
+    for (int i = 0; i < TQKV__KERNEL_DIMS; i++)
         for (int key = 1; is_format(key); key++) {
-            if (quick && key != TQKV_TQ4) continue;
-            run_stream(m, head_dim, (tqkv_format)key);
-            for (int value = 1; is_format(value); value++)
-                if (!quick || value == TQKV_TQ5) run_pair(m, head_dim, (tqkv_format)key, (tqkv_format)value);
+            const int head_dim = TQKV__KERNEL_DIM(i);
+            add(head_dim, 1, key, 0);
+            for (int value = 1; is_format(value); value++) {
+                add(head_dim, 2, key, value);
+                if (has_matrices(head_dim)) add(head_dim, 4, key, value);
+            }
+        }
+}
+
+static void *run_jobs(void *context)
+{
+    tqkv_metal *m = (tqkv_metal *)context;
+    for (;;) {
+        pthread_mutex_lock(&lock);
+        const job *j = n_begun < n_jobs ? &jobs[n_begun++] : NULL;
+        pthread_mutex_unlock(&lock);
+        if (!j) return NULL;
+        @autoreleasepool {
+            if (j->value)
+                run_pair(m, j);
+            else
+                run_stream(m, j);
         }
     }
 }
 
+static void run_on_threads(tqkv_metal *m, int n)
+{
+    pthread_t threads[MOST_THREADS];
+    bool started[MOST_THREADS];
+    for (int i = 1; i < n; i++) started[i] = !pthread_create(&threads[i], NULL, run_jobs, m);
+    run_jobs(m);
+    for (int i = 1; i < n; i++)
+        if (started[i]) pthread_join(threads[i], NULL);
+}
+
+static bool has_option(int argc, char **argv, const char *option)
+{
+    for (int i = 2; i < argc; i++)
+        if (!strcmp(argv[i], option)) return true;
+    return false;
+}
+
 int main(int argc, char **argv)
 {
-    bool quick = false, time = false;
-    for (int i = 2; i < argc; i++) {
-        quick = quick || !strcmp(argv[i], "--quick");
-        time = time || !strcmp(argv[i], "--time");
-    }
     if (argc < 2) return 2;
+    report_begin();
     NSAutoreleasePool *pool = [[NSAutoreleasePool alloc] init];
     char error[400] = "";
-    NSString *path = [NSString stringWithUTF8String:argv[1]];
-    const bool is_source = [path hasSuffix:@".metal"];
     tqkv_metal_desc desc = {.error = error, .error_size = sizeof error};
-    if (is_source)
-        desc.library_source = [[NSString stringWithContentsOfFile:path encoding:NSUTF8StringEncoding
-                                                            error:NULL] UTF8String];
-    else
-        desc.library_path = argv[1];
+    desc.library_source = [report_source(argv[1]) UTF8String];
+    if (!desc.library_source) desc.library_path = argv[1];
     tqkv_metal *m = NULL;
-    const double start = seconds();
+    const double start = report_seconds();
     const tqkv_result r = tqkv_metal_create(&desc, &m);
-    printf("library %s: %s %s (%.2f s)\n", argv[1], tqkv_result_string(r), error, seconds() - start);
-    if (m) run_all(m, quick);
-    printf("%d results, %d wrong, %.1f s with every pipeline built\n", n_results, n_wrong, seconds() - start);
-    if (m && time) run_times(m, TQKV_I8, TQKV_TQ4);
-    if (m && time) run_times(m, TQKV_TQ4, TQKV_TQ4);
-    if (m && time) run_times(m, TQKV_F16, TQKV_F16);
+    printf("library %s: %s %s (%.2f s)\n", argv[1], tqkv_result_string(r), error, report_seconds() - start);
+    if (has_option(argc, argv, "--brief"))
+        add_brief();
+    else if (has_option(argc, argv, "--all"))
+        add_all();
+    else
+        add_usual();
+    if (m) run_on_threads(m, has_option(argc, argv, "--one-thread") ? 1 : 4);
+    printf("%d results, %d wrong, %.1f s with every pipeline built\n", n_results, n_wrong, report_seconds() - start);
     tqkv_metal_destroy(m);
     [pool release];
     return r != TQKV_OK || n_wrong != 0 || n_results == 0;

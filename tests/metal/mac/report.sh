@@ -1,41 +1,106 @@
 #!/bin/sh
-# The report of a Mac: report.sh HOST_BUILD DRIVER LIBRARY SOURCE [LIBRARY_BY_XCRUN]
-# For each library and the source: every pipeline built, every kernel compared with the processor, times; for libraries
-# the shader tests and the host's tests. Then which results have other bits than those of the first.
-# Status 1 if the library in the box is refused, or anything is wrong.
-host=$1 driver=$2
-shift 2
+# The report of a Mac: report.sh BUILD FILE LIBRARY SOURCE. Writes what it prints to FILE, too.
+# BUILD: the folder of programs. LIBRARY: the one in the box. SOURCE: all shaders in one file. Environment: MAKE builds the
+# programs and, where Xcode's Metal compiler works, a library by it (XCRUN_LIBRARY). FULL=1: every pair of formats and every
+# test, which takes hours. DRIVER: runs the shaders' tests. NO_TESTS: why tests cannot be built. For the test of this file:
+# REPORT_OPTIONS, REPORT_SPEED and HOST_CASES in place of the programs' options.
+# What is wanted most comes first: which kernels Metal takes, then whether they are right, then how fast they are. A step that
+# fails is a line of text. Status 1 if one did.
+build=$1 file=$2 library=$3 source=$4
+
+if [ -z "$REPORT_INSIDE" ]; then
+    mkdir -p "$(dirname "$file")"
+    { REPORT_INSIDE=1 sh "$0" "$@"; echo "$?" >"$file.status"; } 2>&1 | tee "$file"
+    status=$(cat "$file.status")
+    rm -f "$file.status"
+    echo "The report is $file: please send it."
+    exit "$status"
+fi
+
 status=0
+options=${REPORT_OPTIONS:-${FULL:+--all}} few=--brief
+host_cases=${HOST_CASES:-cache/ context/ refusals/ rotate/ attend/matrices attend/scratch encode/tq4/ pair/tq4_}
+shader_cases='tables golden/tq4/ golden/i8/ attend/option attend/tree pages/ batch/ rotate/'
+[ -n "$FULL" ] && few=--all host_cases='' shader_cases=''
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
+touch "$folder/begin"
 
+title() { echo "== $*"; }
+
+failed() { # what
+    echo "NOT AS EXPECTED: $*"
+    status=1
+}
+
+made() { # target
+    ${MAKE:-make} -s "$1" >"$folder/make" 2>&1 && return
+    failed "$1 was not built:"
+    tail -n 20 "$folder/make"
+    return 1
+}
+
+run() { # program and arguments: its lines appear as they come
+    rm -f "$folder/status"
+    { "$@" 2>&1; echo "$?" >"$folder/status"; } | tee "$folder/lines"
+    code=$(cat "$folder/status")
+    [ "$code" = 0 ] || failed "$* ended with status $code"
+}
+
+kept() { # library, name, options: run, and the bits of its results
+    run "$build/mac/report" "$1" $3
+    sed -n 's/^result \([^ ]*\) \([^ ]*\) .*/\1 \2/p' "$folder/lines" | sort >"$folder/$2.bits"
+}
+
+tested() { # program and arguments: the failures, and the numbers
+    "$@" >"$folder/lines" 2>&1 || failed "$*"
+    grep -v '^device' "$folder/lines"
+}
+
+title machine
 echo "tqkv $(git describe --always --dirty 2>/dev/null)"
 sw_vers 2>/dev/null || uname -a
-sysctl -n machdep.cpu.brand_string hw.model 2>/dev/null
+sysctl -n machdep.cpu.brand_string hw.model hw.memsize 2>/dev/null
 system_profiler SPDisplaysDataType 2>/dev/null | grep -E 'Chipset|Cores|Metal'
 clang --version | head -n 1
-echo "Metal compiler: $(xcrun metal --version 2>/dev/null | head -n 1)"
+echo "developer tools: $(xcode-select -p 2>/dev/null || echo none)"
+# A fresh Xcode 26 has a program of this name that only says what to download.
+if xcrun --sdk macosx metal --version >"$folder/metal" 2>&1; then has_metal=yes; else has_metal=; fi
+echo "Metal compiler: $(head -n 1 "$folder/metal")"
 
-n=0
-for library in "$@"; do
-    n=$((n + 1))
-    echo "== $library: every kernel, compared with the processor"
-    "$host/report" "$library" ${REPORT_OPTIONS:---time} >"$folder/$n" 2>&1 || { echo "NOT AS EXPECTED"; status=1; }
-    grep -v '^result .* ok' "$folder/$n"
-    grep '^result' "$folder/$n" | cut -d' ' -f2,3 | sort >"$folder/$n.bits"
-    case $library in *.metal) continue ;; esac
-    if [ -x "$driver" ]; then
-        echo "== $library: shader tests"
-        "$driver" --device "$library" 2>&1 | tail -n 40
-    fi
-    echo "== $library: tests of tqkv_metal.m"
-    "$host/runner" --library "$library" $REPORT_CASES 2>&1 | tail -n 40
+title "each pipeline of $library alone"
+made "$build/mac/pipelines" && run "$build/mac/pipelines" "$library"
+title 'reports of crashes of the Metal compiler since'
+find "$HOME/Library/Logs/DiagnosticReports" /Library/Logs/DiagnosticReports -name 'MTLCompilerService*' \
+    -newer "$folder/begin" 2>/dev/null
+
+title "$library, compared with the processor"
+made "$build/mac/report" && kept "$library" box "$options"
+title "$library, under Metal's validation"
+run env MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 "$build/mac/report" "$library" --brief
+title "speed of $library"
+made "$build/mac/speed" && run "$build/mac/speed" "$library" $REPORT_SPEED
+
+title "$source, compiled by the system"
+kept "$source" source "$few"
+if [ -n "$has_metal" ] && [ -n "$XCRUN_LIBRARY" ] && made "$XCRUN_LIBRARY"; then
+    title "$XCRUN_LIBRARY, by Xcode's compiler"
+    kept "$XCRUN_LIBRARY" xcrun "$options"
+fi
+for other in source xcrun; do
+    [ -f "$folder/$other.bits" ] || continue
+    echo "$other: $(wc -l <"$folder/$other.bits") results, $(comm -13 "$folder/box.bits" "$folder/$other.bits" | wc -l) with other bits than $library"
+    comm -13 "$folder/box.bits" "$folder/$other.bits" | head -n 20
 done
 
-i=1
-for library in "$@"; do
-    echo "$library: $(wc -l <"$folder/$i.bits") results, $(comm -13 "$folder/1.bits" "$folder/$i.bits" | wc -l) with other bits than $1"
-    comm -13 "$folder/1.bits" "$folder/$i.bits" | head -n 20
-    i=$((i + 1))
-done
-exit $status
+if [ -n "$NO_TESTS" ]; then
+    echo "not run: the tests. $NO_TESTS"
+else
+    title 'tests of tqkv_metal.m'
+    made "$build/runner" && tested "$build/runner" --library "$library" $host_cases
+    title 'tests of the shaders'
+    made "$DRIVER" && tested "$DRIVER" --device "$library" $shader_cases
+fi
+
+title "$(if [ "$status" = 0 ]; then echo 'all as expected'; else echo 'not all as expected:'; fi)"
+exit "$status"

@@ -1,13 +1,88 @@
 #!/bin/sh
-# report.sh over the stand-in: test.sh HOST_BUILD LIBRARY. It must compare, and notice a library that is refused.
+# report.sh over the stand-in, as on Macs of several kinds: test.sh HOST_BUILD LIBRARY. The Mac's commands are stubs. The report
+# must go through without Xcode's Metal compiler, with it, and where Xcode 26 lacks its toolchain; it must compare, and notice
+# what does not build and a library that is refused. Then make reads its rules for a Mac.
+build=$1 library=$2
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-export REPORT_OPTIONS=--quick REPORT_CASES=rotate/d64 STANDIN_COMPILED="$2"
-failed() { cat "$1"; echo "0 passed, 1 failed"; exit 1; }
+export REPORT_OPTIONS=--brief REPORT_SPEED=--tiny HOST_CASES=rotate/d64 STANDIN_COMPILED="$library" STANDIN_APPLE5=1
+export XCRUN_LIBRARY="$folder/xcrun.metallib" DRIVER=no_driver NO_TESTS='no xxhash.h' HOME="$folder"
+passed=0
 
-sh tests/metal/mac/report.sh "$1" none "$2" metallib/tqkv.metal >"$folder/good" 2>&1 || failed "$folder/good"
-grep -q 'metallib/tqkv.metal: *2 results, *0 with other bits' "$folder/good" || failed "$folder/good"
-head -c 1000 "$2" >"$folder/short.metallib"
-sh tests/metal/mac/report.sh "$1" none "$folder/short.metallib" metallib/tqkv.metal >"$folder/bad" 2>&1 && failed "$folder/bad"
-grep -q 'NOT AS EXPECTED' "$folder/bad" && grep -q 'truncated' "$folder/bad" || failed "$folder/bad"
-echo "2 passed, 0 failed"
+mkdir "$folder/bin"
+stub() { cat >"$folder/bin/$1"; chmod +x "$folder/bin/$1"; }
+stub uname <<'STUB'
+#!/bin/sh
+case $1 in -m) echo arm64 ;; *) echo Darwin ;; esac
+STUB
+stub sw_vers <<'STUB'
+#!/bin/sh
+echo "ProductVersion: 26.0"
+STUB
+stub brew <<'STUB'
+#!/bin/sh
+exit 127
+STUB
+stub xcode-select <<'STUB'
+#!/bin/sh
+echo /Library/Developer/CommandLineTools
+STUB
+stub xcrun <<'STUB'
+#!/bin/sh
+case $XCODE:$* in
+    none:*) echo 'xcrun: error: unable to find utility "metal", not a developer tool or in PATH' >&2; exit 72 ;;
+    26:*--find*) echo /Applications/Xcode.app/Contents/Developer/usr/bin/metal ;;
+    26:*) echo "error: cannot execute tool 'metal' due to missing Metal Toolchain" >&2; exit 1 ;;
+    *--version*) echo 'Apple metal version 32023.830' ;;
+esac
+STUB
+stub make <<'STUB'
+#!/bin/sh
+case $2 in *"$UNMADE"*) echo "clang: error"; exit 1 ;; *xcrun.metallib) cp "$STANDIN_COMPILED" "$XCRUN_LIBRARY" ;; esac
+STUB
+MAKE="$folder/bin/make"
+PATH="$folder/bin:$PATH"
+export MAKE PATH UNMADE=nothing XCODE
+
+report() { sh tests/metal/mac/report.sh "$build" "$folder/report.txt" "$1" metallib/tqkv.metal >"$folder/printed" 2>&1; }
+failed() { echo "$1:"; cat "$folder/report.txt"; echo "$passed passed, 1 failed"; exit 1; }
+said() { grep -q "$2" "$folder/report.txt" || failed "$1: no '$2'"; }
+unsaid() { ! grep -q "$2" "$folder/report.txt" || failed "$1: '$2'"; }
+
+for XCODE in none 16 26 26-toolchain; do
+    report "$library" || failed "Xcode $XCODE"
+    cmp -s "$folder/printed" "$folder/report.txt" || grep -qv '^The report is' "$folder/printed" || failed "the terminal"
+    said "Xcode $XCODE" '^pipeline tqkv_attend_matrix_d128: ok'
+    said "Xcode $XCODE" '^result pair/d64/i8/tq4/group4/1 .* ok'
+    said "Xcode $XCODE" '^token 64/8 of 64, tq4/tq4'
+    said "Xcode $XCODE" '^source: *5 results, *0 with other bits'
+    said "Xcode $XCODE" 'all as expected'
+    case $XCODE in
+        16 | 26-toolchain) said "Xcode $XCODE" '^xcrun: *5 results, *0 with other bits' ;;
+        *) unsaid "Xcode $XCODE" '^xcrun: *5' ;;
+    esac
+    passed=$((passed + 1))
+done
+
+UNMADE=speed
+report "$library" && failed 'a program that does not build'
+said unbuilt 'speed was not built'
+said unbuilt '^source: *5 results'
+UNMADE=nothing
+head -c 1000 "$library" >"$folder/short.metallib"
+report "$folder/short.metallib" && failed 'a refused library'
+said refused '^library .*short.metallib: FAILED: the library is truncated'
+said refused 'not all as expected'
+(unset STANDIN_APPLE5 && NO_TESTS='' && report "$library") && failed 'tests without a driver'
+said tests '^[1-9][0-9]* passed, 0 failed'
+passed=$((passed + 3))
+
+unset MAKE MAKEFLAGS MFLAGS MAKELEVEL
+rm "$folder/bin/make"
+XCODE=26
+make -n mac-report demo-metal test-metal test-shaders-gpu metallib >"$folder/report.txt" 2>&1 || failed 'the rules for a Mac'
+said make 'report.sh'
+unsaid make 'xcrun --sdk macosx metal -std'
+clang -fsyntax-only -Wall -Wextra -Werror -Itests/metal/mac/hash -I. examples/make/tqkv.c >"$folder/report.txt" 2>&1 ||
+    failed 'without xxhash.h'
+echo "$((passed + 2)) passed, 0 failed"

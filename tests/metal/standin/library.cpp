@@ -1,13 +1,28 @@
 // The functions by which the stand-in runs the shaders; part of their shared object.
 #include "standin.h"
 #include "simt.h"
+#define TQKV_SHARED
+#include "tqkv.h"
 #include <stdio.h>
+#include <string.h>
 
-extern "C" __attribute__((visibility("default"))) bool standin_find(const char *name, uint32_t *constants)
+extern "C" __attribute__((visibility("default"))) bool standin_find(const char *name, standin_kernel *found)
 {
     const simt::kernel *kernel = simt::find_kernel(name);
-    if (kernel) *constants = kernel->constants;
-    return kernel != nullptr;
+    memset(found, 0, sizeof *found);
+    if (!kernel) return false;
+    found->constants = kernel->constants;
+    const bool merge = !strncmp(name, "tqkv_attend_merge", 17);
+    if (merge || !strncmp(name, "tqkv_attend", 11))
+        found->sizes[merge ? TQKV__ITEMS_OF_MERGE : TQKV__ITEMS_OF_ATTEND] = sizeof(tqkv__batch_item);
+    return true;
+}
+
+extern "C" __attribute__((visibility("default"))) const char *standin_name(int i)
+{
+    const simt::kernel *kernel = simt::first_kernel();
+    for (; kernel && i > 0; i--) kernel = kernel->next;
+    return kernel ? kernel->name : nullptr;
 }
 
 extern "C" __attribute__((visibility("default"))) void standin_run(const char *name, const standin_launch *l,

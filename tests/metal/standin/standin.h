@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-/* Sets the device that programs find from now on. */
+/* Sets the device that programs find from now on. STANDIN_APPLE5 in the environment: one before Apple7. */
 typedef struct standin_device {
     bool missing, before_apple7;
     unsigned simd_width, max_threads; /* 0 = 32, 1024 */
@@ -27,6 +27,11 @@ int standin_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attrib
 #define STANDIN_WORDS "injected failure"
 
 int standin_live_objects(void);
+#ifdef __OBJC__
+/* The same device behind another object, as capture and validation show it. */
+@protocol MTLDevice;
+id<MTLDevice> standin_wrapped(id<MTLDevice> device) __attribute__((ns_returns_retained));
+#endif
 /* There is no compiler: a source with shaders becomes this library. NULL: that of the environment's STANDIN_COMPILED. */
 void standin_set_compiled(const char *library);
 
@@ -34,7 +39,7 @@ void standin_set_compiled(const char *library);
    object with the shaders, simt.cpp and library.cpp. */
 #define STANDIN_MAGIC "STANDINL"
 
-/* The shared object's two functions: standin_find and standin_run. */
+/* The shared object's three functions: standin_find, standin_run and standin_name. */
 enum { STANDIN_BUFFERS = 31, STANDIN_MEMORIES = 8, STANDIN_CONSTANTS = 32 };
 typedef struct standin_launch {
     unsigned threadgroups[3], threads[3];
@@ -43,8 +48,15 @@ typedef struct standin_launch {
     bool set[STANDIN_CONSTANTS];
     int64_t value[STANDIN_CONSTANTS];
 } standin_launch;
-/* Whether the kernel exists, and the function constants that it needs. */
-typedef bool (*standin_find_function)(const char *name, uint32_t *constants);
+/* Whether the kernel exists, the function constants that it needs, and the sizes of structs that its buffers must hold at
+   least one of. */
+typedef struct standin_kernel {
+    uint32_t constants;
+    size_t sizes[STANDIN_BUFFERS];
+} standin_kernel;
+typedef bool (*standin_find_function)(const char *name, standin_kernel *found);
+/* The name of kernel i; NULL beyond the last. */
+typedef const char *(*standin_name_function)(int i);
 /* An empty error means success. */
 typedef void (*standin_run_function)(const char *name, const standin_launch *launch, char *error, size_t error_size);
 

@@ -13,7 +13,8 @@
 #include <string.h>
 #include <unistd.h>
 
-static atomic_int live, calls, fail_at;
+NSString *const MTLCommandBufferEncoderInfoErrorKey = @"MTLCommandBufferEncoderInfoErrorKey";
+static atomic_int live, calls, fail_at, devices;
 static standin_device the_device;
 static const char *compiled;                                /* the library that any source becomes */
 static pthread_mutex_t machine = PTHREAD_MUTEX_INITIALIZER; /* simt.h runs one launch at a time */
@@ -161,6 +162,20 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 }
 @end
 
+@implementation MTLCommandBufferDescriptor
+@synthesize errorOptions;
+- (id)init
+{
+    if ((self = [super init])) count(&live, 1);
+    return self;
+}
+- (void)dealloc
+{
+    count(&live, -1);
+    [super dealloc];
+}
+@end
+
 @interface StandinBuffer : StandinObject <MTLBuffer> {
   @public
     char *bytes;
@@ -194,6 +209,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     void *handle;
     standin_find_function find;
     standin_run_function run;
+    standin_name_function name;
     id<MTLDevice> owner; /* not retained */
 }
 @end
@@ -203,6 +219,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     NSString *function_name;
     MTLFunctionConstantValues *constants;
     StandinLibrary *library;
+    standin_kernel kernel;
 }
 @end
 @implementation StandinFunction
@@ -234,6 +251,10 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 {
     return the_device.max_threads;
 }
+- (NSUInteger)staticThreadgroupMemoryLength
+{
+    return 0;
+}
 - (NSUInteger)threadExecutionWidth
 {
     return the_device.simd_width;
@@ -250,25 +271,32 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 {
     return owner;
 }
-- (id<MTLFunction>)newFunctionWithName:(NSString *)name
+- (NSArray *)functionNames
+{
+    NSMutableArray *names = [NSMutableArray array];
+    for (int i = 0; name(i); i++) [names addObject:[NSString stringWithUTF8String:name(i)]];
+    return names;
+}
+- (id<MTLFunction>)newFunctionWithName:(NSString *)function_name
                         constantValues:(MTLFunctionConstantValues *)values
                                  error:(NSError **)error
 {
-    uint32_t needed = 0;
+    standin_kernel found;
     if (fails(error)) return nil;
-    if (!find([name UTF8String], &needed)) {
-        set_error(error, [NSString stringWithFormat:@"there is no function %@ in the library", name]);
+    if (!find([function_name UTF8String], &found)) {
+        set_error(error, [NSString stringWithFormat:@"there is no function %@ in the library", function_name]);
         return nil;
     }
     for (int i = 0; i < STANDIN_CONSTANTS; i++)
-        if ((needed >> i & 1) && !values->set[i]) {
-            set_error(error, [NSString stringWithFormat:@"%@ needs the function constant %d", name, i]);
+        if ((found.constants >> i & 1) && !values->set[i]) {
+            set_error(error, [NSString stringWithFormat:@"%@ needs the function constant %d", function_name, i]);
             return nil;
         }
     StandinFunction *function = [[StandinFunction alloc] init];
-    function->function_name = [name copy];
+    function->function_name = [function_name copy];
     function->constants = [values copy];
     function->library = [self retain];
+    function->kernel = found;
     return function;
 }
 @end
@@ -280,6 +308,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
   @public
     StandinPipeline *pipeline;
     StandinBuffer *buffers[STANDIN_BUFFERS];
+    NSUInteger room[STANDIN_BUFFERS]; /* bytes from the offset on */
     standin_launch launch;
     unsigned group;
 }
@@ -306,18 +335,26 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 }
 @end
 
-@interface StandinEncoder : StandinObject <MTLComputeCommandEncoder> {
+@interface StandinEncoder : StandinObject <MTLComputeCommandEncoder, MTLCommandBufferEncoderInfo> {
   @public
+    NSString *label;
     NSMutableArray *work;
     StandinDispatch *next; /* what the encoder has set so far */
     MTLDispatchType type;
+    NSUInteger memory[STANDIN_MEMORIES]; /* lengths in force, also those of earlier dispatches */
     unsigned group;
     BOOL ended;
 }
 @end
 @implementation StandinEncoder
+@synthesize label;
+- (MTLCommandEncoderErrorState)errorState
+{
+    return MTLCommandEncoderErrorStateFaulted;
+}
 - (void)dealloc
 {
+    [label release];
     if (!ended) misuse("an encoder was released before endEncoding");
     [work release];
     [next release];
@@ -342,6 +379,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     if (bound && offset >= bound->size) misuse("offset %lu at buffer %lu", (unsigned long)offset, (unsigned long)index);
     [[self open]->buffers[index] release];
     next->buffers[index] = [bound retain];
+    next->room[index] = bound ? bound->size - offset : 0;
     next->launch.buffers[index] = bound ? bound->bytes + offset : NULL;
 }
 - (void)setBytes:(const void *)bytes length:(NSUInteger)length atIndex:(NSUInteger)index
@@ -358,7 +396,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 {
     if (!length || length % 16 || index >= STANDIN_MEMORIES)
         misuse("%lu bytes of threadgroup memory %lu", (unsigned long)length, (unsigned long)index);
-    [self open]->launch.threadgroup_bytes[index] = length;
+    [self open]->launch.threadgroup_bytes[index] = memory[index] = length;
 }
 - (void)dispatchThreadgroups:(MTLSize)g threadsPerThreadgroup:(MTLSize)t
 {
@@ -369,6 +407,13 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
                (unsigned long)g.depth);
     if (t.width * t.height * t.depth > the_device.max_threads)
         misuse("%lu threads are more than the pipeline takes", (unsigned long)(t.width * t.height * t.depth));
+    for (unsigned i = 0; i < STANDIN_BUFFERS; i++) /* as Metal's validation does, whether or not the kernel reads it */
+        if (dispatch->buffers[i] && dispatch->room[i] < dispatch->pipeline->function->kernel.sizes[i])
+            misuse("buffer %u has space for %lu bytes, but its argument has %zu", i, (unsigned long)dispatch->room[i],
+                   dispatch->pipeline->function->kernel.sizes[i]);
+    NSUInteger in_force = 0;
+    for (unsigned i = 0; i < STANDIN_MEMORIES; i++) in_force += memory[i];
+    if (in_force > 32768) misuse("%lu bytes of threadgroup memory are in force", (unsigned long)in_force);
     const unsigned threadgroups[3] = {(unsigned)g.width, (unsigned)g.height, (unsigned)g.depth};
     const unsigned threads[3] = {(unsigned)t.width, (unsigned)t.height, (unsigned)t.depth};
     memcpy(dispatch->launch.threadgroups, threadgroups, sizeof threadgroups);
@@ -406,7 +451,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     NSMutableArray *encoders;
     MTLCommandBufferStatus state;
     NSError *failure;
-    BOOL to_fail;
+    BOOL to_fail, tells_encoders;
 }
 @end
 @implementation StandinCommands
@@ -457,6 +502,11 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     }
     NSError *error = nil;
     if (to_fail) set_error(&error, [NSString stringWithUTF8String:STANDIN_WORDS]);
+    if (to_fail && tells_encoders) {
+        NSMutableDictionary *info = [NSMutableDictionary dictionaryWithDictionary:[error userInfo]];
+        [info setObject:encoders forKey:MTLCommandBufferEncoderInfoErrorKey];
+        error = [NSError errorWithDomain:@"standin" code:1 userInfo:info];
+    }
     failure = [error retain];
     state = to_fail ? MTLCommandBufferStatusError : MTLCommandBufferStatusCompleted;
 }
@@ -494,6 +544,12 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     commands->encoders = [[NSMutableArray alloc] init];
     return commands;
 }
+- (id<MTLCommandBuffer>)commandBufferWithDescriptor:(MTLCommandBufferDescriptor *)descriptor
+{
+    StandinCommands *commands = (StandinCommands *)[self commandBuffer];
+    if (commands) commands->tells_encoders = [descriptor errorOptions] != MTLCommandBufferErrorOptionNone;
+    return commands;
+}
 @end
 
 /* -- The device -- */
@@ -521,9 +577,20 @@ static void *open_library(NSData *data, NSError **error)
     return handle;
 }
 
-@interface StandinDevice : StandinObject <MTLDevice>
+@interface StandinDevice : StandinObject <MTLDevice> {
+  @public
+    uint64_t number;
+}
 @end
 @implementation StandinDevice
+- (uint64_t)registryID
+{
+    return number;
+}
+- (NSUInteger)maxThreadgroupMemoryLength
+{
+    return 32768;
+}
 - (NSString *)name
 {
     return @"the CPU, standing in for a GPU";
@@ -560,7 +627,8 @@ static void *open_library(NSData *data, NSError **error)
     if (library->handle) {
         library->find = (standin_find_function)dlsym(library->handle, "standin_find");
         library->run = (standin_run_function)dlsym(library->handle, "standin_run");
-        if (library->find && library->run) return library;
+        library->name = (standin_name_function)dlsym(library->handle, "standin_name");
+        if (library->find && library->run && library->name) return library;
         set_error(error, @"a shared object without shaders");
     }
     [library release];
@@ -600,5 +668,16 @@ static void *open_library(NSData *data, NSError **error)
 id<MTLDevice> MTLCreateSystemDefaultDevice(void)
 {
     if (!the_device.simd_width) standin_set_device(the_device);
-    return the_device.missing || is_to_fail() ? nil : [[StandinDevice alloc] init];
+    if (getenv("STANDIN_APPLE5")) the_device.before_apple7 = true;
+    if (the_device.missing || is_to_fail()) return nil;
+    StandinDevice *device = [[StandinDevice alloc] init];
+    device->number = (uint64_t)count(&devices, 1);
+    return device;
+}
+
+id<MTLDevice> standin_wrapped(id<MTLDevice> device)
+{
+    StandinDevice *wrapped = [[StandinDevice alloc] init];
+    wrapped->number = [device registryID];
+    return wrapped;
 }

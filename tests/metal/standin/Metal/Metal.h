@@ -35,6 +35,30 @@ enum {
 @protocol MTLDevice
 , MTLCommandBuffer;
 
+typedef enum : NSUInteger {
+    MTLCommandBufferErrorOptionNone,
+    MTLCommandBufferErrorOptionEncoderExecutionStatus
+} MTLCommandBufferErrorOption;
+typedef enum : NSInteger {
+    MTLCommandEncoderErrorStateUnknown,
+    MTLCommandEncoderErrorStateCompleted,
+    MTLCommandEncoderErrorStateAffected,
+    MTLCommandEncoderErrorStatePending,
+    MTLCommandEncoderErrorStateFaulted
+} MTLCommandEncoderErrorState;
+extern NSString *const MTLCommandBufferEncoderInfoErrorKey;
+
+@protocol MTLCommandBufferEncoderInfo <NSObject>
+@property(readonly) NSString *label;
+@property(readonly) MTLCommandEncoderErrorState errorState;
+@end
+
+@interface MTLCommandBufferDescriptor : NSObject {
+    MTLCommandBufferErrorOption errorOptions;
+}
+@property MTLCommandBufferErrorOption errorOptions;
+@end
+
 @interface MTLFunctionConstantValues : NSObject <NSCopying> {
   @public
     BOOL set[32];
@@ -65,16 +89,19 @@ enum {
 @protocol MTLComputePipelineState <NSObject>
 @property(readonly) NSUInteger maxTotalThreadsPerThreadgroup;
 @property(readonly) NSUInteger threadExecutionWidth;
+@property(readonly) NSUInteger staticThreadgroupMemoryLength;
 @end
 
 @protocol MTLLibrary <NSObject>
 @property(readonly) id<MTLDevice> device;
+@property(readonly) NSArray *functionNames;
 - (id<MTLFunction>)newFunctionWithName:(NSString *)name
                         constantValues:(MTLFunctionConstantValues *)values
                                  error:(NSError **)error;
 @end
 
 @protocol MTLComputeCommandEncoder <NSObject>
+@property(copy) NSString *label;
 - (void)setComputePipelineState:(id<MTLComputePipelineState>)state;
 - (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index;
 - (void)setBytes:(const void *)bytes length:(NSUInteger)length atIndex:(NSUInteger)index;
@@ -95,10 +122,13 @@ enum {
 
 @protocol MTLCommandQueue <NSObject>
 - (id<MTLCommandBuffer>)commandBuffer;
+- (id<MTLCommandBuffer>)commandBufferWithDescriptor:(MTLCommandBufferDescriptor *)descriptor;
 @end
 
 @protocol MTLDevice <NSObject>
 @property(readonly) NSString *name;
+@property(readonly) uint64_t registryID;
+@property(readonly) NSUInteger maxThreadgroupMemoryLength;
 - (BOOL)supportsFamily:(MTLGPUFamily)family;
 - (id<MTLCommandQueue>)newCommandQueue;
 - (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options;

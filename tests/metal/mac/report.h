@@ -1,0 +1,37 @@
+/* What the programs of a Mac's report share. */
+#ifndef TQKV_REPORT_H
+#define TQKV_REPORT_H
+#import <Foundation/Foundation.h>
+#import <Metal/Metal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <time.h>
+
+static inline double report_seconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* The same floats on every machine, in [-2, 2). */
+static inline void report_fill(float *x, size_t count, uint32_t seed)
+{
+    for (size_t i = 0; i < count; i++) {
+        seed = seed * 1664525u + 1013904223u;
+        x[i] = (float)(int32_t)seed / 1073741824.0f;
+    }
+}
+
+/* NULL if the file is no source of shaders, or cannot be read. */
+static inline NSString *report_source(const char *path)
+{
+    NSString *name = [NSString stringWithUTF8String:path];
+    if (![name hasSuffix:@".metal"]) return nil;
+    return [NSString stringWithContentsOfFile:name encoding:NSUTF8StringEncoding error:NULL];
+}
+
+/* The reader of a report sees each line at once, also if the program ends by a signal. */
+static inline void report_begin(void) { setvbuf(stdout, NULL, _IOLBF, 0); }
+
+#endif
