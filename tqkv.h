@@ -291,13 +291,19 @@ typedef struct tqkv_parallel {
     void *user;
 } tqkv_parallel;
 
+/* How the processor multiplies. TQKV_INTEGER: rotated queries and weights as integers of 16 bits, codes as integers of 8
+   bits, with exact sums: the same bits on every processor, compiler and number of threads, and less time where arithmetic
+   binds. F16 streams stay floats. Not for TQ8 or on a GPU: TQKV_UNSUPPORTED. */
+typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
+
 /* out = sum_j softmax_j( cap( scale * q.k_j ) ) v_j,   cap(x) = softcap > 0 ? softcap * tanh(x/softcap) : x
    Query head h reads KV head h / (n_heads/n_kv_heads). Query i is at position end - n_queries + i. It sees the resident
    positions up to its own; a window limits them to the newest `window`. A query that sees nothing gives zeros.
    Slots that no query sees change nothing, whatever they hold.
    On the processor the relative L2 error against double precision on the same codes is at most 2e-5 at any length, for
    scores with a standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to
-   2^-24 |s|, and exp turns that into a share of its weight. */
+   2^-24 |s|, and exp turns that into a share of its weight. TQKV_INTEGER: against double precision with the integer
+   centroids, at most 2e-4 plus 5e-5 times the deviation of the scores. */
 typedef struct tqkv_attention {
     const tqkv_store *keys, *values; /* same n_kv_heads; head_dim may differ */
     int n_heads;                     /* query heads; 0 = n_kv_heads */
@@ -317,6 +323,7 @@ typedef struct tqkv_attention {
     /* [n_queries], at most 64, or NULL. Of the newest n_queries positions query i sees position j of them only if bit j
        of tree[i] is set and j <= i: for drafts with several branches. Higher bits are ignored. */
     const uint64_t *tree;
+    tqkv_arithmetic arithmetic;
 } tqkv_attention;
 
 /* q: [n_queries][n_heads][head_dim of the keys], out: [n_queries][n_heads][head_dim of the values]. TQKV_NOT_FINITE if q
@@ -365,6 +372,7 @@ typedef struct tqkv_cache_desc {
     int value_dim;            /* head_dim of the values; 0 = head_dim */
     tqkv_type type;           /* of k, v, q and out */
     int matrix_group;         /* on a GPU: as that of tqkv_metal_attention */
+    tqkv_arithmetic arithmetic;
 } tqkv_cache_desc;
 
 /* *out is NULL on failure. */
@@ -396,8 +404,8 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
    [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident. */
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
-   capacity (TQKV_OUT_OF_RANGE if too small for them), ring, type, sinks, parallel, allocator, metal, matrix_group. Its
-   other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring. *out is NULL on
+   capacity (TQKV_OUT_OF_RANGE if too small for them), ring, type, sinks, parallel, allocator, metal, matrix_group,
+   arithmetic. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring. *out is NULL on
    failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c); /* the stores behind it; NULL for NULL */
@@ -410,8 +418,8 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc supplies what a snapshot lacks: type, parallel, allocator, metal, matrix_group, and sinks for the snapshot's
-   n_heads. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT. TQKV_CORRUPT: a missing or changed byte. *out
+/* desc supplies what a snapshot lacks: type, parallel, allocator, metal, matrix_group, arithmetic, and sinks for the
+   snapshot's n_heads. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT. TQKV_CORRUPT: a missing or changed byte. *out
    is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
@@ -1013,6 +1021,8 @@ typedef struct tqkv__stream {
     const int32_t *pages;          /* [n_pages] or NULL */
     int n_pages, page_size;
     uint8_t planes[4][128]; /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
+    int8_t centroids[64];   /* integers, and their step; see tqkv__fill_integers */
+    float step;
 } tqkv__stream;
 
 /* Takes a page table and checks it, except for its entries. */
@@ -1353,6 +1363,34 @@ static inline float tqkv__rounded(float x)
 #else
 #define TQKV__AS_FLOAT(x) tqkv__rounded(x)
 #endif
+
+/* As tqkv__rounded */
+static inline double tqkv__rounded_double(double x)
+{
+    __asm__("" : "+m"(x));
+    return x;
+}
+
+/* a*b + c, rounded once. The product of two floats is exact in double. Its sum with c is rounded to odd there: if it is
+   not exact, the last bit of the double is set, and the rounding to float cannot see a tie that is none. */
+static inline float tqkv__fma(float a, float b, float c)
+{
+#if defined(__FP_FAST_FMAF) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    return __builtin_fmaf(a, b, c);
+#else
+    const double product = tqkv__rounded_double((double)a * (double)b), addend = (double)c;
+    const bool first = fabs(product) > fabs(addend);
+    double sum = tqkv__rounded_double(product + addend);
+    const double large = first ? product : addend, small = first ? addend : product;
+    const double error = tqkv__rounded_double(small - tqkv__rounded_double(sum - large));
+    uint64_t bits;
+    memcpy(&bits, &sum, sizeof bits);
+    if (error != 0.0 && !(bits & 1) && fabs(sum) < (double)INFINITY)
+        bits += (error > 0.0) == (sum > 0.0) ? 1u : ~(uint64_t)0;
+    memcpy(&sum, &bits, sizeof sum);
+    return TQKV__AS_FLOAT((float)sum);
+#endif
+}
 
 /* Sets round-to-nearest and keeps denormals; returns the caller's mode for tqkv__fp_restore. Programs linked with
    -ffast-math start with flush-to-zero. Functions that are not inlined keep the arithmetic inside this mode. */
@@ -2167,6 +2205,8 @@ typedef struct tqkv__attention {
     size_t n_rows, q_elements, out_elements; /* n_queries * n_heads, and times key_dim or value_dim */
     const struct tqkv__isa *isa;
     int matrix_group; /* on a GPU; 0 = the default */
+    /* Makes integers of a query; NULL: floats. See tqkv__integers. */
+    void (*round_query)(const tqkv__stream *s, const float *query, float *to);
 } tqkv__attention;
 
 /* Slots of a tile in one stream: [slot, slot + n). The codes `ahead` slots further on will be read next. */
@@ -2193,7 +2233,7 @@ typedef struct tqkv__isa {
        the new maximum. offsets are added to the scores before a softcap. spans, offsets, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
     void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, const float *offsets, int n_rows,
                          float *scores, float *max, float *sum, float *out);
-    /* sums = sums * factor + added, in one rounding where the set has it, and added = 0; sums, added: [n] */
+    /* sums = sums * factor + added, in one rounding, and added = 0; sums, added: [n] */
     void (*add_sums)(int n, float factor, float *added, float *sums);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
        in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
@@ -2278,7 +2318,7 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
 static void tqkv__add_sums_scalar(int n, float factor, float *added, float *sums)
 {
     for (int i = 0; i < n; i++) {
-        sums[i] = sums[i] * factor + added[i];
+        sums[i] = tqkv__fma(sums[i], factor, added[i]);
         added[i] = 0.0f;
     }
 }
@@ -2306,6 +2346,293 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
                                            tqkv__softmax_tile_scalar,
                                            tqkv__add_sums_scalar,
                                            tqkv__value_tile_scalar};
+
+/* >>integer: attention in integers, with the same bits on every processor
+
+   A rotated query becomes integers of 16 bits against its largest value, and the weights of a tile, times the norms,
+   integers of 15 bits against the largest. Codes stand for integer centroids of 8 bits, I8's for themselves. T = 32639:
+
+     q_d = round(query_d T/Q),  Q = max_d |query_d|
+     s_j = sum over blocks b of (sum_d q_d c_jd) * (f_jb * (step Q/T))     f: the factor of a norm, see tqkv__factor
+     p_j = exp(s_j - max),  W = max_j |p_j f_j|,  w_j = round(p_j f_j T/W)
+     out_d += (sum_j w_j c_jd) * (step W/T)                                in each tile
+
+   The sums in brackets are exact, so their order is free. No such sum leaves 32 bits: |q_d|, |w_j| <= 32639 and
+   |c| <= 128, so a score of a block of 256 dimensions stays below 1.07e9, and the 64 positions of a tile below 2.7e8.
+   Floats have one order everywhere: products that a sum follows are an fma or rounded first, quotients are divisions,
+   exp and tanh are those of the kernels, and 16 partial sums are added by halves. F16 streams are multiplied as floats.
+   T = 127*256 + 127, so that a set may split an integer into two signed bytes. */
+
+#define TQKV__INTEGER_TOP 32639
+/* Smaller largest values count as this one, 2^-100: T over it is a float. */
+#define TQKV__INTEGER_LEAST 7.888609052210118e-31f
+
+/* To the nearest integer, ties to even; |x| < 2^22 */
+static inline float tqkv__round(float x) { return TQKV__AS_FLOAT(tqkv__rounded(x + 12582912.0f) - 12582912.0f); }
+
+/* exp_parts, exp and tanh of the kernels, step by step. Tables, because constants may be wider than a float. */
+static void tqkv__exp_parts(float x, float *power, float *tail)
+{
+    static const float reduce[3] = {1.44269504f, -0.693359375f, 2.12194440e-4f};
+    static const float series[7] = {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f};
+    const float n = tqkv__round(tqkv__rounded(x * reduce[0]));
+    const float r = tqkv__fma(n, reduce[2], tqkv__fma(n, reduce[1], x));
+    float p = series[0];
+    for (int i = 1; i < 7; i++) p = tqkv__fma(p, r, series[i]);
+    *tail = TQKV__AS_FLOAT(p * r);
+    *power = tqkv__float((uint32_t)((int)n + 127) << 23);
+}
+
+/* e^x for x up to 87; 0 below -87. NaN stays NaN. */
+static TQKV__NOINLINE float tqkv__exp(float x)
+{
+    float power, tail;
+    if (x != x) return x;
+    if (x < -87.0f) return 0.0f;
+    tqkv__exp_parts(x < 87.0f ? x : 87.0f, &power, &tail);
+    return tqkv__fma(power, tail, power);
+}
+
+/* a*b + c*d */
+static inline float tqkv__sum_of_products(float a, float b, float c, float d)
+{
+    return TQKV__AS_FLOAT(tqkv__rounded(a * b) + tqkv__rounded(c * d));
+}
+
+static float tqkv__tanh(float x)
+{
+    float power, tail;
+    const float doubled = TQKV__AS_FLOAT(fabsf(x) * -2.0f);
+    if (x != x) return x;
+    tqkv__exp_parts(doubled > -40.0f ? doubled : -40.0f, &power, &tail);
+    const float m = tqkv__fma(power, tail, TQKV__AS_FLOAT(power - 1.0f));
+    return copysignf(TQKV__AS_FLOAT(fabsf(m) / TQKV__AS_FLOAT(2.0f + m)), x);
+}
+
+/* The stream's integer centroids, repeated, and their step. The books are symmetric; these are the upper halves. Each
+   has the step that adds the least distortion: 0.000, 0.003, 0.11, 1.4 and 7.3% with 2 to 6 bits. */
+static void tqkv__fill_integers(tqkv__stream *s)
+{
+    static const float steps[5] = {0.0251706206f, 0.0244347833f, 0.0261686062f, 0.0276549527f, 0.0319480885f};
+    static const int8_t books[5][32] = {{18, 60},
+                                        {10, 31, 55, 88},
+                                        {5, 15, 25, 36, 48, 62, 79, 104},
+                                        {2, 7, 12, 17, 22, 27, 32, 38, 44, 50, 57, 65, 73, 84, 97, 118},
+                                        {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 26, 28, 30,  33,
+                                         35, 38, 41, 44, 47, 50, 53, 57, 61, 65, 70, 76, 82, 90, 100, 116}};
+    s->step = 1.0f;
+    if (s->kind != TQKV__BOOK) return;
+    const int half = 1 << (s->book_bits - 1);
+    s->step = steps[s->book_bits - 2];
+    for (int i = 0; i < 64; i++) {
+        const int code = i & (2 * half - 1);
+        const int8_t *book = books[s->book_bits - 2];
+        s->centroids[i] = (int8_t)(code >= half ? book[code - half] : -book[half - 1 - code]);
+    }
+}
+
+/* The integers of n values from the first on; row: [row_bytes] */
+static void tqkv__integers_at(const tqkv__stream *s, const uint8_t *row, int first, int n, int8_t *integers)
+{
+    const int main_bits = s->main_bits, upper_bits = s->upper_bits;
+    const uint8_t *upper = row + s->head_dim * main_bits / 8;
+    for (int i = first; i < first + n; i++) {
+        int code = row[i * main_bits / 8] >> (i * main_bits % 8) & ((1 << main_bits) - 1);
+        if (upper_bits) code |= upper[i * upper_bits / 8] >> (i * upper_bits % 8) << main_bits;
+        *integers++ = (int8_t)(s->kind == TQKV__GRID ? code : s->centroids[code & 63]);
+    }
+}
+
+/* What multiplies integers against the value whose bits are `largest`: step * value / T. NaN if it is not finite. */
+static float tqkv__integer_unit(uint32_t largest, float step)
+{
+    const volatile float top = (float)TQKV__INTEGER_TOP;
+    if (largest >= 0x7f800000u) return tqkv__float(0x7fc00000u);
+    const float value = tqkv__float(largest) > TQKV__INTEGER_LEAST ? tqkv__float(largest) : TQKV__INTEGER_LEAST;
+    return TQKV__AS_FLOAT(TQKV__AS_FLOAT(value / top) * step);
+}
+
+/* T / value; 0 if that is not finite */
+static float tqkv__integer_scale(uint32_t largest)
+{
+    if (largest >= 0x7f800000u) return 0.0f;
+    const float value = tqkv__float(largest) > TQKV__INTEGER_LEAST ? tqkv__float(largest) : TQKV__INTEGER_LEAST;
+    return TQKV__AS_FLOAT((float)TQKV__INTEGER_TOP / value);
+}
+
+/* x: [n] -> to: [n]; returns the unit */
+static float tqkv__to_integers(const float *x, int n, float step, int16_t *to)
+{
+    uint32_t largest = 0;
+    for (int i = 0; i < n; i++)
+        if ((tqkv__bits(x[i]) & 0x7fffffffu) > largest) largest = tqkv__bits(x[i]) & 0x7fffffffu;
+    const float scale = tqkv__integer_scale(largest);
+    for (int i = 0; i < n; i++) to[i] = (int16_t)(scale > 0.0f ? tqkv__round(tqkv__rounded(x[i] * scale)) : 0.0f);
+    return tqkv__integer_unit(largest, step);
+}
+
+/* An integer query has room for a float a value; its unit is in the last of them. query: [head_dim] */
+static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, float *to)
+{
+    int16_t integers[TQKV_MAX_HEAD_DIM];
+    to[s->head_dim - 1] = tqkv__to_integers(query, s->head_dim, s->step, integers);
+    memcpy(to, integers, (size_t)s->head_dim * sizeof *integers);
+}
+
+/* The factor of block `block` of block_dim values of a row. */
+static float tqkv__block_factor(const tqkv__stream *s, const float *norms, int block)
+{
+    return TQKV__AS_FLOAT(tqkv__factor(s, norms[block * s->block_dim / s->norm_dim]));
+}
+
+static float tqkv__sum_16(float *lanes)
+{
+    for (int n = 8; n; n /= 2)
+        for (int i = 0; i < n; i++) lanes[i] = TQKV__AS_FLOAT(lanes[i] + lanes[i + n]);
+    return lanes[0];
+}
+
+static float tqkv__score_half(const tqkv__stream *s, const float *key, const float *query)
+{
+    float lanes[16] = {0};
+    for (int d = 0; d < s->head_dim; d++) lanes[d % 16] = tqkv__fma(query[d], key[d], lanes[d % 16]);
+    return tqkv__sum_16(lanes);
+}
+
+static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, const float *norms, const float *query)
+{
+    const int16_t *q = (const int16_t *)(const void *)query;
+    float score = 0.0f;
+    for (int b = 0; b < s->head_dim / s->block_dim; b++) {
+        const float factor = TQKV__AS_FLOAT(tqkv__block_factor(s, norms, b) * query[s->head_dim - 1]);
+        int32_t sum = 0;
+        for (int d = b * s->block_dim; d < (b + 1) * s->block_dim; d++) sum += q[d] * key[d];
+        score = tqkv__fma(TQKV__AS_FLOAT((float)sum), factor, score);
+    }
+    return score;
+}
+
+static void tqkv__integer_score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
+                                            int n_rows, float *scores)
+{
+    float half[TQKV_MAX_HEAD_DIM];
+    int8_t key[TQKV_MAX_HEAD_DIM];
+    for (int j = 0; j < run->n; j++) {
+        const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot + j);
+        const float *norms = tqkv__norms_at(s, kv_head, run->slot + j);
+        if (s->kind == TQKV__HALF)
+            tqkv__decode_row(s, codes, norms, half);
+        else
+            tqkv__integers_at(s, codes, 0, s->head_dim, key);
+        for (int row = 0; row < n_rows; row++) {
+            const float *query = q + (size_t)row * (size_t)s->head_dim;
+            scores[row * TQKV__TILE + j] =
+                s->kind == TQKV__HALF ? tqkv__score_half(s, half, query) : tqkv__score_integers(s, key, norms, query);
+        }
+    }
+}
+
+/* As softmax_tile of the kernels. */
+static void tqkv__integer_softmax_row(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores,
+                                      float *max, float *sum, float *out)
+{
+    float largest = *max, lanes[16] = {0};
+    const float softcap = a->call.softcap;
+    const bool seen = span->to > span->from;
+    for (int j = 0; j < TQKV__TILE; j++) {
+        if (!seen || !tqkv__span_has(span, j)) {
+            scores[j] = seen ? -INFINITY : 0.0f;
+            continue;
+        }
+        if (softcap > 0.0f)
+            scores[j] =
+                tqkv__fma(tqkv__tanh(TQKV__AS_FLOAT(TQKV__AS_FLOAT(scores[j] + offset) / softcap)), softcap, 0.0f);
+        if (scores[j] > largest) largest = scores[j];
+    }
+    if (!seen) return;
+    if (largest > *max) {
+        const float shrink = tqkv__exp(TQKV__AS_FLOAT(*max - largest));
+        tqkv__scale(out, a->value_dim, shrink);
+        *sum = TQKV__AS_FLOAT(*sum * shrink);
+        *max = largest;
+    }
+    for (int j = 0; j < TQKV__TILE; j++) {
+        scores[j] = tqkv__exp(TQKV__AS_FLOAT(scores[j] - largest));
+        lanes[j % 16] = TQKV__AS_FLOAT(lanes[j % 16] + scores[j]);
+    }
+    *sum = TQKV__AS_FLOAT(*sum + tqkv__sum_16(lanes));
+}
+
+static void tqkv__integer_softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, const float *offsets,
+                                              int n_rows, float *scores, float *max, float *sum, float *out)
+{
+    for (int row = 0; row < n_rows; row++)
+        tqkv__integer_softmax_row(a, &spans[row], offsets[row], scores + row * TQKV__TILE, &max[row], &sum[row],
+                                  out + (size_t)row * (size_t)a->value_dim);
+}
+
+/* out += sum_j weights[j] * value j for values of halves, one position after the other. out: [head_dim] */
+static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights, float *out)
+{
+    float value[TQKV_MAX_HEAD_DIM];
+    for (int j = 0; j < run->n; j++) {
+        if (weights[j] == 0.0f) continue;
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), NULL, value);
+        for (int d = 0; d < s->head_dim; d++) out[d] = tqkv__fma(weights[j], value[d], out[d]);
+    }
+}
+
+/* The same for one block of integers; integers: [n][block_dim], out: [block_dim] */
+static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__run *run, int block,
+                               const int8_t *integers, const float *weights, float *out)
+{
+    float scaled[TQKV__TILE];
+    int16_t w[TQKV__TILE];
+    int32_t sums[TQKV__BLOCK] = {0};
+    for (int j = 0; j < run->n; j++) {
+        const float *norms = tqkv__norms_at(s, kv_head, run->slot + j);
+        scaled[j] = weights[j] == 0.0f ? 0.0f : TQKV__AS_FLOAT(weights[j] * tqkv__block_factor(s, norms, block));
+    }
+    const float unit = tqkv__to_integers(scaled, run->n, s->step, w);
+    for (int j = 0; j < run->n; j++, integers += s->block_dim)
+        for (int d = 0; d < s->block_dim; d++) sums[d] += w[j] * integers[d];
+    for (int d = 0; d < s->block_dim; d++) out[d] = tqkv__fma(TQKV__AS_FLOAT((float)sums[d]), unit, out[d]);
+}
+
+static void tqkv__integer_value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                            const float *weights, int n_rows, float *scaled, float *out)
+{
+    int8_t integers[TQKV__TILE * TQKV__BLOCK];
+    (void)scaled; /* for vectors */
+    for (int row = 0; s->kind == TQKV__HALF && row < n_rows; row++)
+        tqkv__add_halves(s, kv_head, run, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
+    for (int b = 0; s->kind != TQKV__HALF && b < s->head_dim / s->block_dim; b++) {
+        for (int j = 0; j < run->n; j++)
+            tqkv__integers_at(s, tqkv__codes_at(s, kv_head, run->slot + j), b * s->block_dim, s->block_dim,
+                              integers + j * s->block_dim);
+        for (int row = 0; row < n_rows; row++)
+            tqkv__add_integers(s, kv_head, run, b, integers, weights + row * TQKV__TILE,
+                               out + (size_t)row * (size_t)s->head_dim + b * s->block_dim);
+    }
+}
+
+/* Integer arithmetic of an instruction set, and that of floats beside which it is used. */
+typedef struct tqkv__integers {
+    const tqkv__isa *floats;
+    void (*round_query)(const tqkv__stream *s, const float *query, float *to); /* query, to: [head_dim] */
+    tqkv__isa isa;
+} tqkv__integers;
+
+static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
+                                                     tqkv__round_query_scalar,
+                                                     {"scalar",
+                                                      1,
+                                                      {1, 1},
+                                                      &tqkv__codec_scalar,
+                                                      tqkv__integer_score_tile_scalar,
+                                                      tqkv__integer_softmax_tile_scalar,
+                                                      tqkv__add_sums_scalar,
+                                                      tqkv__integer_value_tile_scalar}};
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
@@ -2447,14 +2774,16 @@ TQKV__TARGET static TQKV__VECTOR TQKV__(tanh)(TQKV__VECTOR x)
 TQKV__TARGET static float TQKV__(weigh)(float *x, float max)
 {
     const TQKV__VECTOR peak = TQKV__(set1)(max);
-    TQKV__VECTOR total = TQKV__(set1)(0.0f);
+    TQKV__VECTOR total[16 / TQKV__LANES]; /* 16 sums in every set: see >>integer */
+    TQKV__UNROLL
+    for (int i = 0; i < 16 / TQKV__LANES; i++) total[i] = TQKV__(set1)(0.0f);
     TQKV__UNROLL
     for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) {
         const TQKV__VECTOR weight = TQKV__(exp)(TQKV__(load)(x + j) - peak);
         TQKV__(store)(x + j, weight);
-        total += weight;
+        total[j / TQKV__LANES % (16 / TQKV__LANES)] += weight;
     }
-    return TQKV__(sum_lanes)(total);
+    return TQKV__(sum_16)(total);
 }
 
 /* Sets the scores outside the span to `value`; some of them were never computed. */
@@ -2481,7 +2810,7 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
         if (!seen) continue;
         for (int j = 0; softcap > 0.0f && j < TQKV__TILE; j += TQKV__LANES) {
             const TQKV__VECTOR ratio = (TQKV__(load)(x + j) + TQKV__(set1)(offsets[row])) / TQKV__(set1)(softcap);
-            TQKV__(store)(x + j, TQKV__(tanh)(ratio) * TQKV__(set1)(softcap));
+            TQKV__(store)(x + j, TQKV__(fma)(TQKV__(tanh)(ratio), TQKV__(set1)(softcap), TQKV__(set1)(0.0f)));
         }
         if (softcap > 0.0f) TQKV__(mask)(x, spans[row], -INFINITY);
         TQKV__UNROLL
@@ -3961,6 +4290,449 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,   TQKV__LANES,        {TQK
 #undef TQKV__TARGET
 #endif /* TQKV__LANES */
 
+/* >>integer-kernels: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions, and bytes
+   words when they are multiplied: a lane of 32 bits adds up the products of two. What a set brings besides its floats,
+   with TQKV__(codes) for a vector of TQKV__INTEGER_LANES lanes:
+
+     load_books, decode_codes   codes to bytes
+     open, dot, repeat          bytes of a key to words; products added to lanes; one lane everywhere
+     interleave                 bytes of two values to lanes, a dimension of both in each
+     round_codes, store_words   floats to integers, lanes to words                                                    */
+#ifdef TQKV__INTEGER_LANES
+
+#define TQKV__VECTOR TQKV__(vector)
+/* Integers that decode_codes writes and that interleave reads of a row; rows of integers are padded to that. */
+#define TQKV__STEP        (4 * TQKV__INTEGER_LANES)
+#define TQKV__PADDED(dim) (((dim) + TQKV__STEP - 1) / TQKV__STEP * TQKV__STEP)
+#define TQKV__BYTES       (4 * TQKV__INTEGER_LANES) /* of a vector */
+/* Keys that are decoded together. */
+#define TQKV__SLICE 16
+
+TQKV__OP TQKV__(codes) TQKV__I(no_codes)(void)
+{
+    TQKV__(codes) zero;
+    memset(&zero, 0, sizeof zero);
+    return zero;
+}
+
+TQKV__OP TQKV__(codes) TQKV__I(load_codes)(const void *p)
+{
+    TQKV__(codes) x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+/* Decodes `left` of the integers of n rows, at most TQKV__STEP; p, upper: the fields of the first row, to: as wide as `stride` */
+TQKV__OP void TQKV__I(decode_step)(const tqkv_format format, const TQKV__(codes) * books, int left, size_t row_bytes,
+                                   const uint8_t *p, const uint8_t *upper, int n, int8_t *to, int stride)
+{
+    for (int j = 0; j < n; j++, p += row_bytes, upper += row_bytes, to += stride)
+        TQKV__I(decode_codes)(format, books, left, p, upper, to);
+}
+
+/* Decodes the integers [first, first + dim) of n rows; row: the first one, to: [n][TQKV__PADDED(dim)] */
+TQKV__OP void TQKV__I(decode_integers)(const tqkv_format format, const tqkv__stream *s, const uint8_t *row, int first,
+                                       int n, int dim, int8_t *to)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    const uint8_t *p = row + first * main / 8, *upper = row + (s->head_dim * main + first * upper_bits) / 8;
+    TQKV__(codes) books[4];
+    if (TQKV__KIND(format) != TQKV__BOOK || TQKV__BOOK_BITS(format) > 6) return; /* not called */
+    TQKV__I(load_books)(TQKV__BOOK_BITS(format), s->centroids, books);
+    int d = 0;
+    for (; d + TQKV__STEP <= dim; d += TQKV__STEP) TQKV__I(decode_step)
+    (format, books, TQKV__STEP, s->row_bytes, p + d * main / 8, upper + d * upper_bits / 8, n, to + d,
+     TQKV__PADDED(dim));
+    if (TQKV__STEP > 16 && d < dim) TQKV__I(decode_step)
+    (format, books, dim - d, s->row_bytes, p + d * main / 8, upper + d * upper_bits / 8, n, to + d, TQKV__PADDED(dim));
+}
+
+#define TQKV__DECODE_INTEGERS(unused, format, ...)                                                                     \
+    TQKV__TARGET static void TQKV__I(integers_##format)(const tqkv__stream *s, const uint8_t *row, int first, int n,   \
+                                                        int dim, int8_t *to)                                           \
+    {                                                                                                                  \
+        TQKV__I(decode_integers)(format, s, row, first, n, dim, to);                                                   \
+    }
+TQKV__FORMATS(TQKV__DECODE_INTEGERS, )
+
+typedef void (*TQKV__I(decoder))(const tqkv__stream *, const uint8_t *, int, int, int, int8_t *);
+#define TQKV__DECODER_OF(unused, format, ...) TQKV__I(integers_##format),
+static const TQKV__I(decoder) TQKV__I(decoders)[] = {NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
+
+/* Where products find the integers of positions. */
+typedef struct TQKV__I(source) {
+    const int8_t *codes;
+    size_t stride;   /* of positions */
+    ptrdiff_t ahead; /* to those of the next tile, if they are read in place */
+} TQKV__I(source);
+
+/* The integers [first, first + dim) of `n` slots from that of the run's position j on, I8's in place if they can be.
+   room: [n rounded up to slices][TQKV__PADDED(dim)] */
+TQKV__TARGET static TQKV__I(source) TQKV__I(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                                           int j, int n, int first, int dim, int8_t *room)
+{
+    const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot + j);
+    const ptrdiff_t ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
+    const int padded = TQKV__PADDED(dim), rows = (n + TQKV__SLICE - 1) / TQKV__SLICE * TQKV__SLICE;
+    const TQKV__I(source) in_place = {(const int8_t *)(row + first), s->row_bytes, ahead};
+    const TQKV__I(source) decoded = {room, (size_t)padded, 0};
+    if (s->kind == TQKV__GRID && n == rows && padded == dim) return in_place;
+    for (int i = 0; i < n; i += TQKV__SLICE, row += TQKV__SLICE * s->row_bytes) {
+        const int now = n - i < TQKV__SLICE ? n - i : TQKV__SLICE;
+        int8_t *to = room + i * padded;
+        if (first == 0) tqkv__prefetch(false, row + ahead, (size_t)now * s->row_bytes);
+        if (s->kind != TQKV__GRID) TQKV__I(decoders)[s->format](s, row, first, now, dim, to);
+        for (int k = 0; s->kind == TQKV__GRID && k < now; k++, to += padded) {
+            memset(to + dim, 0, (size_t)(padded - dim));
+            memcpy(to, row + (size_t)k * s->row_bytes + first, (size_t)dim);
+        }
+    }
+    if (n < rows) memset(room + n * padded, 0, (size_t)((rows - n) * padded)); /* their products are not used */
+    return decoded;
+}
+
+/* The largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
+TQKV__OP uint32_t TQKV__I(largest_bits)(const float *x, int n)
+{
+    TQKV__(codes) largest = TQKV__I(no_codes)();
+    for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
+    return TQKV__I(largest_code)(largest);
+}
+
+/* Rounds n floats times scale to integers; a scale of 0 gives 0, whatever the floats are. to: [n] */
+TQKV__OP void TQKV__I(round_floats)(const float *x, int n, float scale, int16_t *to)
+{
+    if (!(scale > 0.0f)) memset(to, 0, (size_t)n * sizeof *to);
+    for (int i = 0; scale > 0.0f && i < n; i += TQKV__INTEGER_LANES)
+        TQKV__I(store_words)(to + i, TQKV__I(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale)));
+}
+
+/* The integers of a query, each block's padded with zeros to whole vectors. Its unit is in the place of the last value.
+   query, to: [head_dim] */
+#define TQKV__QUERY_BLOCK(dim)                                                                                         \
+    (((dim) + 2 * TQKV__INTEGER_LANES - 1) / (2 * TQKV__INTEGER_LANES) * 2 * TQKV__INTEGER_LANES)
+TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float *query, float *to)
+{
+    const int dim = s->block_dim, size = TQKV__QUERY_BLOCK(dim);
+    const uint32_t largest = TQKV__I(largest_bits)(query, s->head_dim);
+    int16_t *words = (int16_t *)(void *)to;
+    for (int d = 0; d < s->head_dim; d += dim, words += size) {
+        TQKV__I(round_floats)(query + d, dim, tqkv__integer_scale(largest), words);
+        memset(words + dim, 0, (size_t)(size - dim) * sizeof *words);
+    }
+    to[s->head_dim - 1] = tqkv__integer_unit(largest, s->step);
+}
+
+/* A product of a tile: integers of positions, and the rows that they are multiplied with. */
+typedef struct TQKV__I(product) {
+    TQKV__I(source) at;
+    int n, dim;
+    const int16_t *rows; /* integers of the first row, and its unit; those of the next are row_floats floats apart */
+    const float *units;
+    int row_floats;
+    float *results; /* scores or sums, result_floats apart */
+    int result_floats;
+    const float *factors; /* of positions, scores only */
+    bool add;             /* to the scores */
+} TQKV__I(product);
+
+/* fours[row]: the products of four positions with a row, summed over the lanes */
+TQKV__OP void TQKV__I(score_four)(const int rows, const TQKV__I(product) * p, const int8_t *codes,
+                                  TQKV__(codes) * fours, int distance)
+{
+    const int16_t *q = p->rows;
+    TQKV__(codes) sums[TQKV__PRODUCT_ROWS][4], x[4];
+    TQKV__UNROLL
+    for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__I(no_codes)();
+    for (int d = 0; d < p->dim; d += 2 * TQKV__INTEGER_LANES, q += 2 * TQKV__INTEGER_LANES) {
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++) {
+            const int8_t *at = codes + (size_t)i * p->at.stride + d;
+            if (d % 64 == 0) tqkv__prefetch(false, (const uint8_t *)at + p->at.ahead, 1);
+            x[i] = TQKV__I(open)(at);
+        }
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            const TQKV__(codes) y = TQKV__I(load_codes)(q + 2 * r * p->row_floats);
+            TQKV__UNROLL
+            for (int i = 0; i < 4; i++) sums[r][i] = TQKV__I(dot)(sums[r][i], x[i], y);
+        }
+    }
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) fours[r * distance] = TQKV__I(sum_four_codes)(sums[r]);
+}
+
+/* results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row, LANES positions at a time */
+TQKV__OP void TQKV__I(score_rows_of)(const int rows, const TQKV__I(product) * p)
+{
+    for (int j = 0; j < p->n; j += TQKV__INTEGER_LANES) {
+        TQKV__(codes) fours[TQKV__PRODUCT_ROWS * TQKV__INTEGER_LANES / 4];
+        for (int i = 0; i < TQKV__INTEGER_LANES / 4; i++) TQKV__I(score_four)
+        (rows, p, p->at.codes + (size_t)(j + 4 * i) * p->at.stride, fours + i, TQKV__INTEGER_LANES / 4);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            float *to = p->results + r * TQKV__TILE + j;
+            const TQKV__(codes) sum = TQKV__I(sum_codes_across)(fours + r * TQKV__INTEGER_LANES / 4);
+            const TQKV__VECTOR factor = TQKV__(load)(p->factors + j) * TQKV__(set1)(p->units[r * p->row_floats]);
+            const TQKV__VECTOR before = p->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
+            TQKV__(store)(to, TQKV__(fma)(TQKV__I(to_floats)(sum), factor, before));
+        }
+    }
+}
+
+/* Goes on to the next rows. */
+TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
+{
+    p->rows += 2 * rows * p->row_floats;
+    p->units += rows * p->row_floats;
+    p->results += rows * p->result_floats;
+}
+
+TQKV__TARGET static void TQKV__I(score_integers)(TQKV__I(product) p, int n_rows)
+{
+    for (int left = n_rows, now; left > 0; left -= now) {
+        now = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
+        if (now == 1)
+            TQKV__I(score_rows_of)(1, &p);
+        else if (now == 2)
+            TQKV__I(score_rows_of)(2, &p);
+        else
+            TQKV__I(score_rows_of)(TQKV__PRODUCT_ROWS, &p);
+        TQKV__I(advance)(&p, now);
+    }
+}
+
+/* scores[row][j] = query[row] . key j of halves, in 16 sums */
+TQKV__OP void TQKV__I(score_halves)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n, const float *q,
+                                    float *scores)
+{
+    for (int j = 0; j < n; j++, codes += s->row_bytes) {
+        TQKV__VECTOR sums[2][16 / TQKV__INTEGER_LANES];
+        TQKV__UNROLL
+        for (int i = 0; i < 32 / TQKV__INTEGER_LANES; i++) sums[i % 2][i / 2] = TQKV__(set1)(0.0f);
+        for (int d = 0; d < s->head_dim; d += 16) {
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
+                const int at = d + i * TQKV__INTEGER_LANES;
+                const TQKV__VECTOR x = TQKV__(load_f16)(codes + 2 * at);
+                TQKV__UNROLL
+                for (int r = 0; r < rows; r++)
+                    sums[r][i] = TQKV__(fma)(TQKV__(load)(q + r * s->head_dim + at), x, sums[r][i]);
+            }
+        }
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) scores[r * TQKV__TILE + j] = TQKV__(sum_16)(sums[r]);
+    }
+}
+
+TQKV__TARGET static void TQKV__I(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                       const tqkv__run *run, const float *q, int n_rows, float *scores)
+{
+    tqkv__prefetch(false, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
+    for (int row = 0; row < n_rows; row += 2, q += 2 * s->head_dim, scores += 2 * TQKV__TILE) {
+        if (row + 1 < n_rows)
+            TQKV__I(score_halves)(2, s, codes, run->n, q, scores);
+        else
+            TQKV__I(score_halves)(1, s, codes, run->n, q, scores);
+    }
+}
+
+TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                                     const float *q, int n_rows, float *scores)
+{
+    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__ALIGNED int8_t room[TQKV__SLICE * TQKV__BLOCK];
+    const int dim = s->block_dim, head_dim = s->head_dim;
+    if (s->kind == TQKV__HALF) {
+        TQKV__I(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, q, n_rows, scores);
+        return;
+    }
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
+    for (int b = 0; b < head_dim / dim; b++)
+        for (int j = 0; j < run->n; j += TQKV__SLICE) {
+            TQKV__I(product) p;
+            p.n = run->n - j < TQKV__SLICE ? run->n - j : TQKV__SLICE;
+            p.at = TQKV__I(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, room);
+            p.dim = dim;
+            p.rows = (const int16_t *)(const void *)q + b * TQKV__QUERY_BLOCK(dim);
+            p.units = q + head_dim - 1;
+            p.row_floats = head_dim;
+            p.results = scores + j;
+            p.result_floats = TQKV__TILE;
+            p.factors = factors + b * TQKV__TILE + j;
+            p.add = b > 0;
+            TQKV__I(score_integers)(p, n_rows);
+        }
+}
+
+/* The weights of a row times the norms of a block as integers; behind them, at TQKV__WEIGHTS_UNIT, their unit. Weights
+   from n on are another row's. */
+#define TQKV__WEIGHTS_UNIT (TQKV__TILE / 2)
+TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors,
+                                                int n, float *to)
+{
+    TQKV__ALIGNED float x[TQKV__TILE];
+    if (n < TQKV__TILE) {
+        memset(x, 0, sizeof x);
+        memcpy(x, weights, (size_t)n * sizeof *x);
+        weights = x;
+    }
+    TQKV__UNROLL
+    for (int j = 0; j < TQKV__TILE; j += TQKV__INTEGER_LANES)
+        TQKV__(store)(x + j, TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j)));
+    const uint32_t largest = TQKV__I(largest_bits)(x, TQKV__TILE);
+    TQKV__I(round_floats)(x, TQKV__TILE, tqkv__integer_scale(largest), (int16_t *)(void *)to);
+    to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
+}
+
+/* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for TQKV__STEP dimensions from `first` on.
+   ready: they are interleaved in tile */
+TQKV__OP void TQKV__I(add_rows_of)(const int rows, const bool ready, const TQKV__I(product) * p, int first,
+                                   const int8_t *tile)
+{
+    const int16_t *w = p->rows;
+    const int8_t *at = p->at.codes + first;
+    TQKV__(codes) sums[TQKV__PRODUCT_ROWS][4], x[4];
+    TQKV__UNROLL
+    for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__I(no_codes)();
+    for (int j = 0; j < p->n; j += 2, w += 2, at += 2 * p->at.stride, tile += ready ? 4 * TQKV__BYTES : 0) {
+        if (ready) {
+            TQKV__UNROLL
+            for (int v = 0; v < 4; v++) x[v] = TQKV__I(load_codes)(tile + v * TQKV__BYTES);
+        } else {
+            tqkv__prefetch(false, (const uint8_t *)at + p->at.ahead, 1);
+            tqkv__prefetch(false, (const uint8_t *)at + (ptrdiff_t)p->at.stride + p->at.ahead, 1);
+            TQKV__I(interleave)(at, p->at.stride, x);
+        }
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            const TQKV__(codes) y = TQKV__I(repeat)(w + 2 * r * p->row_floats);
+            TQKV__UNROLL
+            for (int v = 0; v < 4; v++) sums[r][v] = TQKV__I(dot)(sums[r][v], x[v], y);
+        }
+    }
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) {
+        float *to = p->results + r * p->result_floats + first;
+        const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
+        TQKV__I(natural_order)(sums[r]);
+        TQKV__UNROLL
+        for (int v = 0; v < 4; v++, to += TQKV__INTEGER_LANES)
+            if (first + v * TQKV__INTEGER_LANES < p->dim)
+                TQKV__(store)(to, TQKV__(fma)(TQKV__I(to_floats)(sums[r][v]), unit, TQKV__(load)(to)));
+    }
+}
+
+/* Few rows interleave the positions for themselves. More share them, STEP dimensions after the other. */
+TQKV__TARGET static void TQKV__I(add_integers)(TQKV__I(product) p, int n_rows)
+{
+    TQKV__ALIGNED int8_t tile[TQKV__TILE * 2 * TQKV__BYTES];
+    for (int d = 0; d < p.dim; d += TQKV__STEP) {
+        TQKV__I(product) now = p;
+        for (int j = 0; n_rows > 2 && j < p.n; j += 2) {
+            TQKV__(codes) x[4];
+            TQKV__I(interleave)(p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, x);
+            memcpy(tile + j * 2 * TQKV__BYTES, x, sizeof x);
+        }
+        if (n_rows == 1)
+            TQKV__I(add_rows_of)(1, false, &now, d, NULL);
+        else if (n_rows == 2)
+            TQKV__I(add_rows_of)(2, false, &now, d, NULL);
+        for (int left = n_rows > 2 ? n_rows : 0, rows; left > 0; left -= rows) {
+            rows = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
+            if (rows == 1)
+                TQKV__I(add_rows_of)(1, true, &now, d, tile);
+            else if (rows == 2)
+                TQKV__I(add_rows_of)(2, true, &now, d, tile);
+            else
+                TQKV__I(add_rows_of)(TQKV__PRODUCT_ROWS, true, &now, d, tile);
+            TQKV__I(advance)(&now, rows);
+        }
+    }
+}
+
+/* out[d] += weights[j] * value j of halves, in the order of positions; a weight of 0 adds nothing. weights: [n] */
+TQKV__TARGET static void TQKV__I(add_halves)(const tqkv__stream *s, const uint8_t *codes, const tqkv__run *run,
+                                             const float *weights, float *out)
+{
+    for (int d = 0; d < s->head_dim; d += 16) {
+        TQKV__VECTOR sums[16 / TQKV__INTEGER_LANES];
+        TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[i] = TQKV__(load)(out + d + i * TQKV__INTEGER_LANES);
+        for (int j = 0; j < run->n; j++) {
+            if (weights[j] == 0.0f) continue;
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+                sums[i] = TQKV__(fma)(
+                    TQKV__(set1)(weights[j]),
+                    TQKV__(load_f16)(codes + (size_t)j * s->row_bytes + 2 * (d + i * TQKV__INTEGER_LANES)), sums[i]);
+        }
+        TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) TQKV__(store)(out + d + i * TQKV__INTEGER_LANES, sums[i]);
+    }
+}
+
+TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                                     const float *weights, int n_rows, float *scaled, float *out)
+{
+    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__BLOCK];
+    const int dim = s->block_dim, head_dim = s->head_dim;
+    if (s->kind == TQKV__HALF) {
+        const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot);
+        tqkv__prefetch(false, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
+        for (int row = 0; row < n_rows; row++)
+            TQKV__I(add_halves)(s, codes, run, weights + row * TQKV__TILE, out + row * head_dim);
+        return;
+    }
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
+    for (int b = 0; b < head_dim / dim; b++) {
+        TQKV__I(product) p;
+        for (int row = 0; b * dim % s->norm_dim == 0 && row < n_rows; row++) TQKV__I(round_weights)
+        (s, weights + row * TQKV__TILE, factors + b * TQKV__TILE, run->n, scaled + row * TQKV__TILE);
+        p.n = run->n;
+        p.at = TQKV__I(open_integers)(s, kv_head, run, 0, run->n, b * dim, dim, room);
+        p.dim = dim;
+        p.rows = (const int16_t *)(const void *)scaled;
+        p.units = scaled + TQKV__WEIGHTS_UNIT;
+        p.row_floats = TQKV__TILE;
+        p.results = out + b * dim;
+        p.result_floats = head_dim;
+        p.factors = NULL;
+        p.add = true;
+        TQKV__I(add_integers)(p, n_rows);
+    }
+}
+
+static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
+                                                 TQKV__I(round_query),
+                                                 {TQKV__ISA_NAME,
+                                                  TQKV__INTEGER_LANES,
+                                                  {16, 1},
+                                                  &TQKV__(codec),
+                                                  TQKV__I(integer_score_tile),
+                                                  TQKV__(softmax_tile),
+                                                  TQKV__(add_sums),
+                                                  TQKV__I(integer_value_tile)}};
+
+/* These macros belong to one set. */
+#undef TQKV__VECTOR
+#undef TQKV__STEP
+#undef TQKV__PADDED
+#undef TQKV__BYTES
+#undef TQKV__SLICE
+#undef TQKV__DECODE_INTEGERS
+#undef TQKV__DECODER_OF
+#undef TQKV__QUERY_BLOCK
+#undef TQKV__WEIGHTS_UNIT
+#undef TQKV__INTEGER_LANES
+#undef TQKV__PRODUCT_ROWS
+#undef TQKV__ISA_NAME
+#undef TQKV__
+#undef TQKV__I
+#undef TQKV__TARGET
+#endif /* TQKV__INTEGER_LANES */
+
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
 #define TQKV__SETS
 #define TQKV__NESTED /* the file that a set includes is tqkv.h again */
@@ -4019,7 +4791,14 @@ TQKV__OP __m512 tqkv__round_avx512(__m512 x) { return _mm512_roundscale_ps(x, 8)
 TQKV__OP __m512 tqkv__exp2_avx512(__m512 n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
 TQKV__OP float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
 TQKV__OP float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
-TQKV__OP float tqkv__sum_lanes_avx512(__m512 x) { return _mm512_reduce_add_ps(x); }
+/* Of 16 sums, in one order for all sets: lane i and i + 8, then i + 4, i + 2, i + 1. */
+TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
+{
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(*x), _mm512_extractf32x8_ps(*x, 1));
+    __m128 m = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    m = _mm_add_ps(m, _mm_movehl_ps(m, m));
+    return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
+}
 
 /* value where x >= least or x is NaN, else 0 */
 TQKV__OP __m512 tqkv__zero_below_avx512(__m512 least, __m512 x, __m512 value)
@@ -4457,9 +5236,10 @@ TQKV__OP float tqkv__largest_lane_avx2(__m256 x)
     m = _mm_max_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
 }
-TQKV__OP float tqkv__sum_lanes_avx2(__m256 x)
+TQKV__OP float tqkv__sum_16_avx2(const __m256 *x)
 {
-    __m128 m = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m256 half = _mm256_add_ps(x[0], x[1]);
+    __m128 m = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
     m = _mm_add_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
@@ -4861,7 +5641,12 @@ TQKV__OP float32x4_t tqkv__exp2_neon(float32x4_t n)
 }
 TQKV__OP float tqkv__first_lane_neon(float32x4_t x) { return vgetq_lane_f32(x, 0); }
 TQKV__OP float tqkv__largest_lane_neon(float32x4_t x) { return vmaxvq_f32(x); }
-TQKV__OP float tqkv__sum_lanes_neon(float32x4_t x) { return vaddvq_f32(x); }
+TQKV__OP float tqkv__sum_16_neon(const float32x4_t *x)
+{
+    const float32x4_t four = vaddq_f32(vaddq_f32(x[0], x[2]), vaddq_f32(x[1], x[3]));
+    const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+    return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
 TQKV__OP float32x4_t tqkv__zero_below_neon(float32x4_t least, float32x4_t x, float32x4_t value)
 {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(value), vcltq_f32(x, least)));
@@ -5162,6 +5947,307 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 #include "tqkv.h"
 #endif
 
+/* >>integer-sets: what each instruction set brings to >>integer-kernels */
+
+#ifdef TQKV__AVX512
+/* -- AVX-512, with the products of VNNI -- */
+
+#define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")))
+
+TQKV__OP void tqkv__i_load_books_avx512(const int bits, const int8_t *centroids, __m512i *books)
+{
+    (void)bits; /* 64 entries are one register */
+    books[0] = _mm512_loadu_si512((const void *)centroids);
+}
+/* Byte i: eight bits from bit i * bits - low of a field on, which has `left` codes. */
+TQKV__OP __m512i tqkv__i_field_avx512(const int bits, const int low, int left, const uint8_t *p)
+{
+    const uint64_t mask = left * bits / 8 < 64 ? ((uint64_t)1 << left * bits / 8) - 1 : ~(uint64_t)0;
+    const uint64_t at = (uint64_t)bits * 0x0706050403020100u + (uint64_t)(64 - low) * 0x0101010101010101u;
+    __m512i words;
+    if (bits == 8) return _mm512_maskz_loadu_epi8(mask, (const void *)p);
+    if (bits == 4)
+        words = _mm512_cvtepu32_epi64(_mm256_maskz_loadu_epi8((__mmask32)mask, (const void *)p));
+    else if (bits == 2)
+        words = _mm512_cvtepu16_epi64(_mm_maskz_loadu_epi8((__mmask16)mask, (const void *)p));
+    else
+        words = _mm512_cvtepu8_epi64(_mm_maskz_loadu_epi8((__mmask16)mask, (const void *)p));
+    return _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), words);
+}
+/* Bits above a code find its copy in the table. */
+TQKV__OP void tqkv__i_decode_codes_avx512(const tqkv_format format, const __m512i *books, int left, const uint8_t *p,
+                                          const uint8_t *upper, int8_t *to)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    __m512i index = tqkv__i_field_avx512(main, 0, left, p);
+    if (upper_bits)
+        index = _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)((1 << main) - 1)), index,
+                                          tqkv__i_field_avx512(upper_bits, main, left, upper), 0xca);
+    _mm512_storeu_si512((void *)to, _mm512_permutexvar_epi8(index, books[0]));
+}
+TQKV__OP __m512i tqkv__i_open_avx512(const int8_t *p)
+{
+    return _mm512_cvtepi8_epi16(tqkv__load_256_avx512((const uint8_t *)p));
+}
+/* GCC 12 copies the sums of the intrinsic, and spills them. */
+TQKV__OP __m512i tqkv__i_dot_avx512(__m512i sums, __m512i codes, __m512i integers)
+{
+#ifdef __clang__
+    return _mm512_dpwssd_epi32(sums, codes, integers);
+#else
+    __asm__("vpdpwssd\t{%2, %1, %0|%0, %1, %2}" : "+v"(sums) : "v"(codes), "v"(integers));
+    return sums;
+#endif
+}
+TQKV__OP __m512i tqkv__i_repeat_avx512(const int16_t *p)
+{
+    int32_t lane;
+    memcpy(&lane, p, sizeof lane);
+    return _mm512_set1_epi32(lane);
+}
+/* Half h of vector v: dimensions 16 h + 8 v on, of v + 2 from 32 on */
+TQKV__OP void tqkv__i_interleave_avx512(const int8_t *p, size_t stride, __m512i *x)
+{
+    const __m512i a = _mm512_loadu_si512((const void *)p), b = _mm512_loadu_si512((const void *)(p + stride));
+    const __m512i low = _mm512_unpacklo_epi8(a, b), high = _mm512_unpackhi_epi8(a, b);
+    x[0] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(low));
+    x[1] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(high));
+    x[2] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(low, 1));
+    x[3] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(high, 1));
+}
+TQKV__OP void tqkv__i_natural_order_avx512(__m512i *x)
+{
+    TQKV__UNROLL
+    for (int v = 0; v < 4; v += 2) {
+        const __m512i a = x[v], b = x[v + 1];
+        x[v] = _mm512_shuffle_i64x2(a, b, 0x44);
+        x[v + 1] = _mm512_shuffle_i64x2(a, b, 0xee);
+    }
+}
+/* Lanes of four vectors added up in each quarter: lane i of it is vector i's. */
+TQKV__OP __m512i tqkv__i_sum_four_codes_avx512(const __m512i *x)
+{
+    const __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
+    const __m512i b = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
+    return _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+}
+TQKV__OP __m512i tqkv__i_sum_codes_across_avx512(const __m512i *x)
+{
+    const __m512i a = _mm512_add_epi32(_mm512_shuffle_i32x4(x[0], x[1], 0x88), _mm512_shuffle_i32x4(x[0], x[1], 0xdd));
+    const __m512i b = _mm512_add_epi32(_mm512_shuffle_i32x4(x[2], x[3], 0x88), _mm512_shuffle_i32x4(x[2], x[3], 0xdd));
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+}
+TQKV__OP __m512 tqkv__i_to_floats_avx512(__m512i x) { return _mm512_cvtepi32_ps(x); }
+TQKV__OP __m512i tqkv__i_round_codes_avx512(__m512 x) { return _mm512_cvtps_epi32(x); }
+TQKV__OP void tqkv__i_store_words_avx512(int16_t *p, __m512i x)
+{
+    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(x));
+}
+TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
+
+#define TQKV__(name)        tqkv__##name##_avx512
+#define TQKV__I(name)       tqkv__i_##name##_avx512
+#define TQKV__ISA_NAME      "avx512"
+#define TQKV__INTEGER_LANES 16
+#define TQKV__PRODUCT_ROWS  4 /* rows whose sums fit in registers */
+#include "tqkv.h"
+#endif
+
+#ifdef TQKV__AVX2
+/* -- AVX2 -- */
+
+#define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
+
+TQKV__OP void tqkv__i_load_books_avx2(const int bits, const int8_t *centroids, __m256i *books)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++)
+        if (i == 0 || i < (1 << bits) / 16)
+            books[i] = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i));
+}
+/* The next 32 or 16 codes of a field, a byte each */
+TQKV__OP __m256i tqkv__i_field_avx2(const int bits, int left, const uint8_t *p)
+{
+    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
+    const __m256i at = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    uint8_t bytes[32] = {0};
+    memcpy(bytes, p, (size_t)(left == 32 ? 4 * bits : 2 * bits));
+    if (bits == 8) return _mm256_loadu_si256((const __m256i *)(const void *)bytes);
+    if (bits == 4) {
+        const __m256i x = _mm256_cvtepu8_epi16(tqkv__load_128(bytes));
+        return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi16(x, 4)), _mm256_set1_epi8(15));
+    }
+    if (bits == 2) {
+        __m256i x = _mm256_cvtepu8_epi32(tqkv__load_64(bytes));
+        x = _mm256_or_si256(x, _mm256_slli_epi32(x, 12));
+        return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi32(x, 6)), _mm256_set1_epi8(3));
+    }
+    int32_t word;
+    memcpy(&word, bytes, sizeof word);
+    const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(word), at);
+    return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit), _mm256_set1_epi8(1));
+}
+/* Look-ups take the lowest four bits of an index, blends its highest. */
+TQKV__OP __m256i tqkv__i_look_up_avx2(const int bits, const __m256i *books, __m256i index)
+{
+    if (bits < 5) return _mm256_shuffle_epi8(books[0], index);
+    const __m256i fifth = _mm256_slli_epi16(index, 3), sixth = _mm256_slli_epi16(index, 2);
+    const __m256i low =
+        _mm256_blendv_epi8(_mm256_shuffle_epi8(books[0], index), _mm256_shuffle_epi8(books[1], index), fifth);
+    if (bits == 5) return low;
+    const __m256i high =
+        _mm256_blendv_epi8(_mm256_shuffle_epi8(books[2], index), _mm256_shuffle_epi8(books[3], index), fifth);
+    return _mm256_blendv_epi8(low, high, sixth);
+}
+TQKV__OP void tqkv__i_decode_codes_avx2(const tqkv_format format, const __m256i *books, int left, const uint8_t *p,
+                                        const uint8_t *upper, int8_t *to)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
+    __m256i index = tqkv__i_field_avx2(main, left, p);
+    if (upper_bits)
+        index = _mm256_or_si256(index, _mm256_slli_epi16(tqkv__i_field_avx2(upper_bits, left, upper), main));
+    if (main == 8) index = _mm256_and_si256(index, _mm256_set1_epi8((char)((1 << bits) - 1)));
+    _mm256_storeu_si256((__m256i *)(void *)to, tqkv__i_look_up_avx2(bits, books, index));
+}
+TQKV__OP __m256i tqkv__i_open_avx2(const int8_t *p) { return _mm256_cvtepi8_epi16(tqkv__load_128((const uint8_t *)p)); }
+TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i codes, __m256i integers)
+{
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(codes, integers));
+}
+TQKV__OP __m256i tqkv__i_repeat_avx2(const int16_t *p)
+{
+    int32_t lane;
+    memcpy(&lane, p, sizeof lane);
+    return _mm256_set1_epi32(lane);
+}
+TQKV__OP void tqkv__i_interleave_avx2(const int8_t *p, size_t stride, __m256i *x)
+{
+    TQKV__UNROLL
+    for (int v = 0; v < 4; v += 2, p += 16) {
+        const __m128i a = tqkv__load_128((const uint8_t *)p), b = tqkv__load_128((const uint8_t *)p + stride);
+        x[v] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
+        x[v + 1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
+    }
+}
+#define tqkv__i_natural_order_avx2(x) ((void)(x))
+TQKV__OP __m256i tqkv__i_sum_four_codes_avx2(const __m256i *x)
+{
+    return _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
+}
+TQKV__OP __m256i tqkv__i_sum_codes_across_avx2(const __m256i *x)
+{
+    return _mm256_add_epi32(_mm256_permute2x128_si256(x[0], x[1], 0x20), _mm256_permute2x128_si256(x[0], x[1], 0x31));
+}
+TQKV__OP __m256 tqkv__i_to_floats_avx2(__m256i x) { return _mm256_cvtepi32_ps(x); }
+TQKV__OP __m256i tqkv__i_round_codes_avx2(__m256 x) { return _mm256_cvtps_epi32(x); }
+TQKV__OP void tqkv__i_store_words_avx2(int16_t *p, __m256i x)
+{
+    _mm_storeu_si128((__m128i *)(void *)p, _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
+}
+TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
+{
+    __m128i m = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4e));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(m, _mm_shuffle_epi32(m, 0xb1)));
+}
+
+#define TQKV__(name)        tqkv__##name##_avx2
+#define TQKV__I(name)       tqkv__i_##name##_avx2
+#define TQKV__ISA_NAME      "avx2"
+#define TQKV__INTEGER_LANES 8
+#define TQKV__PRODUCT_ROWS  2
+#include "tqkv.h"
+#endif
+
+#ifdef TQKV__NEON
+/* -- NEON -- */
+
+#define TQKV__TARGET
+
+TQKV__OP void tqkv__i_load_books_neon(const int bits, const int8_t *centroids, uint32x4_t *books)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++)
+        if (i == 0 || i < (1 << bits) / 16) books[i] = vreinterpretq_u32_s8(vld1q_s8(centroids + 16 * i));
+}
+/* The next 16 codes of a field, a byte each, from bit `to` of it on; other bits may be set. */
+TQKV__OP uint8x16_t tqkv__i_field_neon(const int bits, const int to, const uint8_t *p)
+{
+    uint8_t at[16];
+    int8_t shift[16];
+    uint64_t bytes = 0;
+    if (bits == 8) return vld1q_u8(p);
+    TQKV__UNROLL
+    for (int i = 0; i < 16; i++) {
+        at[i] = (uint8_t)(i * bits / 8);
+        shift[i] = (int8_t)(to - i * bits % 8);
+    }
+    memcpy(&bytes, p, 2 * (size_t)bits);
+    const uint8x16_t spread = vqtbl1q_u8(vcombine_u8(vcreate_u8(bytes), vdup_n_u8(0)), vld1q_u8(at));
+    return vshlq_u8(spread, vld1q_s8(shift));
+}
+TQKV__OP void tqkv__i_decode_codes_neon(const tqkv_format format, const uint32x4_t *books, int left, const uint8_t *p,
+                                        const uint8_t *upper, int8_t *to)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
+    uint8x16_t index = tqkv__i_field_neon(main, 0, p), found;
+    uint8x16x4_t book;
+    (void)left; /* always 16 */
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) book.val[i] = vreinterpretq_u8_u32(books[i < (1 << bits) / 16 ? i : 0]);
+    const uint8x16x2_t half = {{book.val[0], book.val[1]}};
+    if (upper_bits)
+        index = vbslq_u8(vdupq_n_u8((uint8_t)((1 << main) - 1)), index, tqkv__i_field_neon(upper_bits, main, upper));
+    index = vandq_u8(index, vdupq_n_u8((uint8_t)((1 << bits) - 1)));
+    if (bits == 6)
+        found = vqtbl4q_u8(book, index);
+    else if (bits == 5)
+        found = vqtbl2q_u8(half, index);
+    else
+        found = vqtbl1q_u8(book.val[0], index);
+    vst1q_s8(to, vreinterpretq_s8_u8(found));
+}
+TQKV__OP uint32x4_t tqkv__i_open_neon(const int8_t *p) { return vreinterpretq_u32_s16(vmovl_s8(vld1_s8(p))); }
+TQKV__OP uint32x4_t tqkv__i_dot_neon(uint32x4_t sums, uint32x4_t codes, uint32x4_t integers)
+{
+    const int16x8_t x = vreinterpretq_s16_u32(codes), y = vreinterpretq_s16_u32(integers);
+    const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
+    return vaddq_u32(sums, vreinterpretq_u32_s32(vpaddq_s32(low, high)));
+}
+TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int16_t *p)
+{
+    uint32_t lane;
+    memcpy(&lane, p, sizeof lane);
+    return vdupq_n_u32(lane);
+}
+TQKV__OP void tqkv__i_interleave_neon(const int8_t *p, size_t stride, uint32x4_t *x)
+{
+    const int8x16_t a = vld1q_s8(p), b = vld1q_s8(p + stride);
+    const int8x16_t low = vzip1q_s8(a, b), high = vzip2q_s8(a, b);
+    x[0] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
+    x[1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
+    x[2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
+    x[3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
+}
+#define tqkv__i_natural_order_neon(x) ((void)(x))
+TQKV__OP uint32x4_t tqkv__i_sum_four_codes_neon(const uint32x4_t *x)
+{
+    return vpaddq_u32(vpaddq_u32(x[0], x[1]), vpaddq_u32(x[2], x[3]));
+}
+TQKV__OP uint32x4_t tqkv__i_sum_codes_across_neon(const uint32x4_t *x) { return *x; }
+TQKV__OP float32x4_t tqkv__i_to_floats_neon(uint32x4_t x) { return vcvtq_f32_s32(vreinterpretq_s32_u32(x)); }
+TQKV__OP uint32x4_t tqkv__i_round_codes_neon(float32x4_t x) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(x)); }
+TQKV__OP void tqkv__i_store_words_neon(int16_t *p, uint32x4_t x) { vst1_s16(p, vmovn_s32(vreinterpretq_s32_u32(x))); }
+TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
+
+#define TQKV__(name)        tqkv__##name##_neon
+#define TQKV__I(name)       tqkv__i_##name##_neon
+#define TQKV__ISA_NAME      "neon"
+#define TQKV__INTEGER_LANES 4
+#define TQKV__PRODUCT_ROWS  4
+#include "tqkv.h"
+#endif
+
 #undef TQKV__NESTED
 #ifdef TQKV__OPTIMISED
 #undef TQKV__OPTIMISED
@@ -5241,6 +6327,29 @@ static const tqkv__isa *tqkv__isa_for_both(int key_dim, int value_dim)
 
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
 
+/* Integers beside the floats of a set, or of a narrower one where the processor lacks their products. */
+static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
+{
+    static const tqkv__integers *const all[] = {
+#ifdef TQKV__AVX512
+        &tqkv__i_integers_avx512,
+#endif
+#ifdef TQKV__AVX2
+        &tqkv__i_integers_avx2,
+#endif
+#ifdef TQKV__NEON
+        &tqkv__i_integers_neon,
+#endif
+        &tqkv__integers_scalar};
+    const size_t n = sizeof all / sizeof *all;
+#ifdef TQKV__AVX512
+    if (isa == &tqkv__isa_avx512 && !__builtin_cpu_supports("avx512vnni")) isa = &tqkv__isa_avx2;
+#endif
+    for (size_t i = 0; i < n; i++)
+        if (all[i]->floats == isa) return all[i];
+    return &tqkv__integers_scalar;
+}
+
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
 
 TQKV_API tqkv_result tqkv_isa_force(const char *name)
@@ -5276,6 +6385,21 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     if ((uintptr_t)a->sinks % sizeof(float)) return TQKV__INVALID("sinks: not aligned as floats");
     if (tqkv__sinks_valid(a->sinks, a->n_heads)) return TQKV_OK;
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
+}
+
+#define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
+
+/* Changes to the integers of the set, if the call asks for them. */
+static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
+{
+    if (a->call.arithmetic == TQKV_FLOAT) return TQKV_OK;
+    if (a->call.arithmetic != TQKV_INTEGER) return TQKV__INVALID("arithmetic: no tqkv_arithmetic");
+    if (a->keys.book_bits > 6 || a->values.book_bits > 6)
+        return TQKV__REFUSE(UNSUPPORTED, "arithmetic: the centroids of TQ8 do not fit integers of 8 bits");
+    const tqkv__integers *integers = tqkv__integers_for(a->isa);
+    a->isa = &integers->isa;
+    a->round_query = integers->round_query;
+    return TQKV_OK;
 }
 
 /* Resolves and checks everything except the stores' buffers and the resident range. */
@@ -5316,6 +6440,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
         !tqkv__size_multiply(r->n_rows, (size_t)r->value_dim, &r->out_elements) || r->out_elements > SIZE_MAX / 64 ||
         r->n_rows > (size_t)INT_MAX)
         return TQKV__INVALID("n_queries * n_heads * head_dim is too large");
+    if ((result = tqkv__take_arithmetic(r)) != TQKV_OK) return result;
     return tqkv__check_tree_and_sinks(call);
 }
 
@@ -5342,6 +6467,8 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
     if ((result = tqkv__attention_range(a, r)) != TQKV_OK) return result;
     tqkv__fill_planes(&r->keys);
     tqkv__fill_planes(&r->values);
+    if (r->round_query) tqkv__fill_integers(&r->keys);
+    if (r->round_query) tqkv__fill_integers(&r->values);
     return TQKV_OK;
 }
 
@@ -5546,9 +6673,10 @@ static void tqkv__merge_row(int value_dim, float *out, float *max, float *sum, c
 {
     if (source_sum == 0.0f) return;
     const float largest = source_max > *max ? source_max : *max;
-    const float keep = *sum == 0.0f ? 0.0f : expf(*max - largest), add = expf(source_max - largest);
-    for (int d = 0; d < value_dim; d++) out[d] = out[d] * keep + source[d] * add;
-    *sum = *sum * keep + source_sum * add;
+    const float keep = *sum == 0.0f ? 0.0f : tqkv__exp(TQKV__AS_FLOAT(*max - largest));
+    const float add = tqkv__exp(TQKV__AS_FLOAT(source_max - largest));
+    for (int d = 0; d < value_dim; d++) out[d] = tqkv__sum_of_products(out[d], keep, source[d], add);
+    *sum = tqkv__sum_of_products(*sum, keep, source_sum, add);
     *max = largest;
 }
 
@@ -5565,7 +6693,8 @@ static void tqkv__clear_sums(const tqkv__sums *sums, size_t n_rows, int value_di
     for (size_t i = 0; i < n_rows; i++) sums->max[i] = -INFINITY;
 }
 
-static void tqkv__merge_sums(const tqkv__sums *into, const tqkv__sums *from, size_t n_rows, int value_dim)
+static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__sums *from, size_t n_rows,
+                                            int value_dim)
 {
     for (size_t i = 0; i < n_rows; i++)
         tqkv__merge_row(value_dim, into->out + i * (size_t)value_dim, &into->max[i], &into->sum[i],
@@ -5584,10 +6713,11 @@ static void tqkv__end_piece(const tqkv__attention *a, int n_rows, const tqkv__su
 {
     for (int row = 0; row < n_rows; row++) {
         if (piece->sum[row] == 0.0f) continue;
-        const float factor = piece->max[row] > sums->max[row] ? expf(sums->max[row] - piece->max[row]) : 1.0f;
+        const bool more = piece->max[row] > sums->max[row];
+        const float factor = more ? tqkv__exp(TQKV__AS_FLOAT(sums->max[row] - piece->max[row])) : 1.0f;
         const size_t at = (size_t)row * (size_t)a->value_dim;
         a->isa->add_sums(a->value_dim, factor, piece->out + at, sums->out + at);
-        sums->sum[row] = sums->sum[row] * factor + piece->sum[row];
+        sums->sum[row] = tqkv__fma(sums->sum[row], factor, piece->sum[row]);
         sums->max[row] = piece->max[row];
         piece->sum[row] = 0.0f;
     }
@@ -5690,7 +6820,10 @@ static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *it
         a->isa->codec->widen(a->call.query_type, query, NULL, a->key_dim, natural);
         if (a->rotate_queries) a->isa->codec->rotate(natural, a->key_dim);
         tqkv__scale(natural, a->key_dim, a->call.scale);
-        tqkv__to_decoded(a->isa, &a->keys, natural, arranged);
+        if (a->round_query && a->keys.kind != TQKV__HALF)
+            a->round_query(&a->keys, natural, arranged);
+        else
+            tqkv__to_decoded(a->isa, &a->keys, natural, arranged);
     }
 }
 
@@ -5706,7 +6839,7 @@ static TQKV__NOINLINE double tqkv__center_score(const tqkv__attention *a, int kv
     for (int d = 0; d < a->key_dim; d++) c[d] = (double)center[d];
     if (rotated) tqkv__rotate_double(c, a->key_dim);
     a->isa->codec->widen(a->call.query_type, query, NULL, a->key_dim, q);
-    for (int d = 0; d < a->key_dim; d++) sum += c[d] * (double)q[d];
+    for (int d = 0; d < a->key_dim; d++) sum += tqkv__rounded_double(c[d] * (double)q[d]);
     return sum * (double)a->call.scale;
 }
 
@@ -5726,11 +6859,11 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
 {
     if (*sum == 0.0f) return;
     const double exact = (double)*max + score;
-    const float rounded = (float)exact, factor = (float)exp(exact - (double)rounded);
+    const float rounded = TQKV__AS_FLOAT((float)exact), factor = tqkv__exp((float)(exact - (double)rounded));
+    *sum = TQKV__AS_FLOAT(*sum * factor);
     for (int d = 0; d < a->value_dim; d++)
-        out[d] = out[d] * factor + (value_center ? *sum * factor * value_center[d] : 0.0f);
+        out[d] = tqkv__sum_of_products(out[d], factor, *sum, value_center ? value_center[d] : 0.0f);
     *max = rounded;
-    *sum *= factor;
 }
 
 static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum);
@@ -5798,7 +6931,7 @@ static tqkv__sums tqkv__sums_of_item(const tqkv__part *part, const tqkv__item *i
     return tqkv__sums_from(&all, before + (size_t)item->first_row, a->value_dim);
 }
 
-static void tqkv__attend_unit(const tqkv__job *job, const tqkv__part *part, int unit, float *slot)
+static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__part *part, int unit, float *slot)
 {
     const tqkv__attention *a = part->a;
     const tqkv__item item = tqkv__item_of(part, unit % part->n_items);
@@ -5844,12 +6977,14 @@ static void tqkv__attend_task(void *context, int index)
 {
     tqkv__job *job = (tqkv__job *)context;
     float *slot = job->slots + (size_t)index * job->slot_floats;
+    const uint64_t mode = tqkv__fp_exact();
     for (;;) {
         const int unit = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-        if (unit >= job->n_units) return;
+        if (unit >= job->n_units) break;
         const tqkv__part *part = tqkv__part_of(job, unit);
         tqkv__attend_unit(job, part, unit - part->first_unit, slot);
     }
+    tqkv__fp_restore(mode);
 }
 
 static int tqkv__chunk_rows(int head_dim)
@@ -6000,8 +7135,9 @@ static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, flo
     float factor = 0.0f;
     if (sum != 0.0f) {
         const float sink = a->call.sinks ? a->call.sinks[head] : -INFINITY;
-        const float largest = sink > max ? sink : max, keep = expf(max - largest);
-        factor = keep / (sum * keep + expf(sink - largest));
+        const float largest = sink > max ? sink : max, keep = tqkv__exp(TQKV__AS_FLOAT(max - largest));
+        const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
+        factor = TQKV__AS_FLOAT(keep / tqkv__sum_of_products(sum, keep, of_sink, 1.0f));
     }
     tqkv__scale(out, a->value_dim, factor);
     if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
@@ -6279,6 +7415,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->attention.sinks = desc->sinks;
     c->attention.parallel = desc->parallel;
     c->attention.allocator = desc->allocator;
+    c->attention.arithmetic = desc->arithmetic;
     tqkv_result r = tqkv__attention_shape(&c->attention, &resolved);
     if (r != TQKV_OK) return r;
     c->attention = resolved.call;
@@ -6286,6 +7423,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->matrix_group = desc->matrix_group;
     c->metal = desc->metal;
     if (c->metal && (r = tqkv__check_metal(&c->keys, &c->values)) != TQKV_OK) return r;
+    if (c->metal && resolved.round_query) return TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
     return TQKV_OK;
 }
@@ -6574,6 +7712,7 @@ static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
     desc.allocator = c->attention.allocator;
     desc.metal = c->metal;
     desc.matrix_group = c->matrix_group;
+    desc.arithmetic = c->attention.arithmetic;
     return desc;
 }
 
@@ -6609,6 +7748,7 @@ TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc 
         if (desc->allocator.alloc || desc->allocator.free) copied.allocator = desc->allocator;
         if (desc->metal) copied.metal = desc->metal;
         if (desc->matrix_group) copied.matrix_group = desc->matrix_group;
+        if (desc->arithmetic) copied.arithmetic = desc->arithmetic;
     }
     if (copied.capacity > 0 && copied.capacity < c->attention.end - c->first)
         return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
@@ -6929,6 +8069,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     found.allocator = desc->allocator;
     found.metal = desc->metal;
     found.matrix_group = desc->matrix_group;
+    found.arithmetic = desc->arithmetic;
     if (!tqkv__resolve_allocator(&found.allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     ahead.memory = found.allocator;
     r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, centers, end - first));
@@ -7250,8 +8391,8 @@ enum {
     TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */
     TQKV__ITEMS_OF_MERGE = 6,
     TQKV__ARGUMENTS_ALIGNMENT = 256, /* of a batch's items, which kernels see as constant memory: what Macs document */
-    TQKV__SECOND_ARGS = 4,   /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
-    TQKV__ONLY_CHECKED = -1, /* in place of an index */
+    TQKV__SECOND_ARGS = 4,           /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
+    TQKV__ONLY_CHECKED = -1,         /* in place of an index */
     TQKV__DIM_UNIT = 16
 };
 
@@ -8101,6 +9242,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     memset(&to->allocator, 0, sizeof to->allocator);
     r = tqkv__attention_shape(to, a);
     if (r == TQKV_OK) r = tqkv__check_kernels(a->key_dim, a->value_dim);
+    if (r == TQKV_OK && a->round_query) r = TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     a->matrix_group = from->matrix_group;
     if (r != TQKV_OK || !a->keys.pages == !a->values.pages) return r;
     return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");

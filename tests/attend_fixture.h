@@ -27,6 +27,7 @@ typedef struct attend_row {
     attend_way way;
     bool bits_alone;      /* expected is not computed: that takes longest */
     attend_poison poison; /* NaN in a resident position that only some queries see: the others must not change */
+    tqkv_arithmetic arithmetic;
 } attend_row;
 
 typedef struct attend_problem {
@@ -38,6 +39,7 @@ typedef struct attend_problem {
     double *expected;                   /* as out */
     size_t n_rows, head_dim, value_dim; /* n_rows = n_queries * n_heads */
     int64_t poisoned;                   /* position, or -1 */
+    double tolerance;                   /* relative L2 */
 } attend_problem;
 
 /* 40 positions of a linear store, one query of two heads. */
@@ -148,6 +150,11 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     a->tree = problem->tree = row->tree ? attend_make_tree(row->n_queries) : NULL;
     a->query_basis = row->query_basis;
     a->output_basis = row->output_basis;
+    a->arithmetic = row->arithmetic;
+    problem->tolerance = ATTEND_TOLERANCE;
+    if (row->arithmetic == TQKV_INTEGER)
+        problem->tolerance = 2e-4 + 5e-5 * (double)row->query_size *
+                                        (row->scale != 0.0f ? fabs(row->scale) * sqrt((double)row->head_dim) : 1.0);
     attend_fill_store(&problem->keys, a, 11, DATA_GAUSSIAN);
     attend_fill_store(&problem->values, a, 12, DATA_STUDENT);
     problem->head_dim = (size_t)row->head_dim;
@@ -193,7 +200,7 @@ static inline void attend_check(const attend_problem *problem, const float *out,
         int query = (int)(i / n_heads);
         if (problem->poisoned >= 0 && reference_is_visible(&problem->attention, query, problem->poisoned)) continue;
         double error = reference_relative_error(out + i * d, problem->expected + i * d, d);
-        CHECK(error <= ATTEND_TOLERANCE, "%s: query %d head %d: relative error %.3g", what, query, (int)(i % n_heads),
+        CHECK(error <= problem->tolerance, "%s: query %d head %d: relative error %.3g", what, query, (int)(i % n_heads),
               error);
         checked++;
     }

@@ -427,8 +427,23 @@ static inline const float *reference_norms_at(const tqkv_store *s, int kv_head, 
     return s->norms + row * (size_t)reference_norms_per_row(s->format, s->head_dim);
 }
 
-/* One stored row in the original basis. row: [head_dim] */
-static inline void reference_decode(const tqkv_store *s, int kv_head, int64_t position, double *row)
+/* The integer centroid of a code, times the step of its book. */
+static inline double reference_integer_centroid(int bits, int code)
+{
+    static const double steps[5] = {0.0251706206, 0.0244347833, 0.0261686062, 0.0276549527, 0.0319480885};
+    static const unsigned char books[5][32] = {{18, 60},
+                                               {10, 31, 55, 88},
+                                               {5, 15, 25, 36, 48, 62, 79, 104},
+                                               {2, 7, 12, 17, 22, 27, 32, 38, 44, 50, 57, 65, 73, 84, 97, 118},
+                                               {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 26, 28, 30,  33,
+                                                35, 38, 41, 44, 47, 50, 53, 57, 61, 65, 70, 76, 82, 90, 100, 116}};
+    int half = 1 << (bits - 1);
+    int place = code < half ? half - 1 - code : code - half;
+    return (code < half ? -1.0 : 1.0) * (double)books[bits - 2][place] * steps[bits - 2];
+}
+
+/* One stored row in the original basis; integers: with the centroids of TQKV_INTEGER. row: [head_dim] */
+static inline void reference_decode_as(bool integers, const tqkv_store *s, int kv_head, int64_t position, double *row)
 {
     const uint8_t *codes = reference_codes_at(s, kv_head, position);
     const float *center = reference_center(s, kv_head);
@@ -441,15 +456,23 @@ static inline void reference_decode(const tqkv_store *s, int kv_head, int64_t po
     }
     const float *norms = reference_norms_at(s, kv_head, position);
     for (int j = 0; j < d; j++) {
+        const int bits = reference_bits(s->format);
         double norm = (double)norms[j / block];
-        if (s->format == TQKV_I8)
+        if (s->format == TQKV_I8) {
             row[j] = (codes[j] < 128 ? codes[j] : codes[j] - 256) * norm;
-        else
-            row[j] = (double)test_codebook(reference_bits(s->format))[reference_code_at(codes, s->format, d, j)] *
-                     (reference_has_one_norm(d) ? norm / sqrt((double)d) : norm / (double)reference_block_scale(s));
+            continue;
+        }
+        const int code = reference_code_at(codes, s->format, d, j);
+        row[j] = (integers ? reference_integer_centroid(bits, code) : (double)test_codebook(bits)[code]) *
+                 (reference_has_one_norm(d) ? norm / sqrt((double)d) : norm / (double)reference_block_scale(s));
     }
     if (reference_is_rotated(s)) reference_unrotate_double(row, d);
     for (int j = 0; center && j < d; j++) row[j] += (double)center[j];
+}
+
+static inline void reference_decode(const tqkv_store *s, int kv_head, int64_t position, double *row)
+{
+    reference_decode_as(false, s, kv_head, position, row);
 }
 
 /* ---- Attention, in double ---- */
@@ -492,11 +515,11 @@ static inline bool reference_is_visible(const tqkv_attention *a, int query, int6
 }
 
 /* All resident rows of one head in the original basis: [end - oldest][head_dim]. Freed by the caller. */
-static inline double *reference_decode_all(const tqkv_store *s, int kv_head, int64_t oldest, int64_t end)
+static inline double *reference_decode_all(const tqkv_store *s, int kv_head, int64_t oldest, int64_t end, bool integers)
 {
     double *rows = (double *)test_alloc((size_t)(end - oldest) * (size_t)s->head_dim * sizeof *rows);
     for (int64_t p = oldest; p < end; p++)
-        reference_decode(s, kv_head, p, rows + (size_t)(p - oldest) * (size_t)s->head_dim);
+        reference_decode_as(integers, s, kv_head, p, rows + (size_t)(p - oldest) * (size_t)s->head_dim);
     return rows;
 }
 
@@ -543,8 +566,9 @@ static inline void reference_attend(const tqkv_attention *a, const float *q, dou
     size_t d = (size_t)shape.head_dim;
     double query[REFERENCE_MAX_DIM];
     for (int kv_head = 0; kv_head < a->keys->n_kv_heads; kv_head++) {
-        double *keys = reference_decode_all(a->keys, kv_head, shape.oldest, shape.end);
-        double *values = reference_decode_all(a->values, kv_head, shape.oldest, shape.end);
+        const bool integers = a->arithmetic == TQKV_INTEGER;
+        double *keys = reference_decode_all(a->keys, kv_head, shape.oldest, shape.end, integers);
+        double *values = reference_decode_all(a->values, kv_head, shape.oldest, shape.end, integers);
         for (int i = 0; i < shape.n_queries * shape.group; i++) {
             int query_index = i / shape.group, head = kv_head * shape.group + i % shape.group;
             size_t row = (size_t)query_index * (size_t)shape.n_heads + (size_t)head;

@@ -170,11 +170,12 @@ TEST_TARGETS += test-compile
 # ---- Goldens and coverage ----
 
 .PHONY: goldens coverage
-goldens: $(TEST_BUILD)/make_goldens ## regenerate tests/goldens.h, after a deliberate change of the codes only
-	$< > $(TEST_BUILD)/goldens.h
-	mv $(TEST_BUILD)/goldens.h tests/goldens.h
+goldens: $(TEST_BUILD)/make_goldens ## regenerate tests/goldens.h and attend_goldens.h, after a deliberate change only
+	TQKV_ISA=scalar $< > $(TEST_BUILD)/goldens.h
+	TQKV_ISA=scalar $< attend > $(TEST_BUILD)/attend_goldens.h
+	mv $(TEST_BUILD)/goldens.h $(TEST_BUILD)/attend_goldens.h tests
 
-$(TEST_BUILD)/make_goldens: tests/make_goldens.c tests/golden.h tests/data.h tqkv.h
+$(TEST_BUILD)/make_goldens: tests/make_goldens.c tests/golden.h tests/attend_golden.h tests/data.h tqkv.h
 	@mkdir -p $(@D)
 	$(CC) $(STANDARD) -O2 $(TEST_FLAGS) $< -o $@ $(LIBRARIES)
 

@@ -1,5 +1,6 @@
-/* In every build codes and norms hash to the values of goldens.h. */
-#include "golden.h"
+/* In every build codes, norms and outputs in integers hash to the values of goldens.h and attend_goldens.h. */
+#include "attend_golden.h"
+#include "attend_goldens.h"
 #include "goldens.h"
 #include "runner.h"
 
@@ -19,6 +20,21 @@ static void check_golden(const void *parameters)
           (unsigned long long)goldens[index].norms);
 }
 
+static void check_attended(const void *parameters)
+{
+    int index = *(const int *)parameters;
+    attend_golden_case c;
+    uint64_t hash;
+    char name[GOLDEN_NAME_SIZE];
+    REQUIRE(attend_golden_find(index, &c), "no case %d", index);
+    attend_golden_name(&c, name);
+    REQUIRE(!strcmp(name, attend_goldens[index].name), "attend_goldens.h has %s at %d", attend_goldens[index].name,
+            index);
+    REQUIRE(attend_golden_make(&c, &hash), "attention failed");
+    CHECK(hash == attend_goldens[index].out, "the output hashes to %016llx, not %016llx", (unsigned long long)hash,
+          (unsigned long long)attend_goldens[index].out);
+}
+
 static void check_complete(const void *parameters)
 {
     (void)parameters;
@@ -26,11 +42,17 @@ static void check_complete(const void *parameters)
     golden_case c;
     CHECK(golden_find(n_goldens - 1, &c) && !golden_find(n_goldens, &c), "%d goldens are not the cases of golden.h",
           n_goldens);
+    int n_attended = (int)(sizeof attend_goldens / sizeof *attend_goldens);
+    attend_golden_case attended;
+    CHECK(attend_golden_find(n_attended - 1, &attended) && !attend_golden_find(n_attended, &attended),
+          "%d goldens are not the cases of attend_golden.h", n_attended);
 }
 
 void test_golden_cases(void)
 {
     int n_goldens = (int)(sizeof goldens / sizeof *goldens);
     for (int i = 0; i < n_goldens; i++) test_add(check_golden, &i, sizeof i, "golden/%s", goldens[i].name);
+    int n_attended = (int)(sizeof attend_goldens / sizeof *attend_goldens);
+    for (int i = 0; i < n_attended; i++) test_add(check_attended, &i, sizeof i, "golden/%s", attend_goldens[i].name);
     test_add(check_complete, NULL, 0, "golden/complete");
 }

@@ -1,0 +1,239 @@
+/* The golden cases of attention in integers: formats, sizes and options, and the hashes of the outputs. */
+#ifndef TQKV_TESTS_ATTEND_GOLDEN_H
+#define TQKV_TESTS_ATTEND_GOLDEN_H
+
+#include "golden.h"
+
+typedef struct attend_golden {
+    const char *name;
+    uint64_t out; /* XXH3-64 of the output, floats as little-endian bytes */
+} attend_golden;
+
+typedef enum attend_golden_option {
+    ATTEND_PLAIN,
+    ATTEND_WINDOW,
+    ATTEND_RING,     /* wraps inside a tile */
+    ATTEND_PAGES,    /* in a mixed order */
+    ATTEND_TREE,     /* drafts with three branches */
+    ATTEND_SOFTCAP,  /* and sinks */
+    ATTEND_CENTERS,  /* and sinks */
+    ATTEND_SLICES,   /* three, merged */
+    ATTEND_NARROW,   /* values of another head_dim */
+    ATTEND_MANY,     /* more rows than an item holds */
+    ATTEND_LONG,     /* two stretches */
+    ATTEND_BFLOAT16, /* queries; outputs are halves */
+    ATTEND_ROTATED,  /* queries and outputs */
+    ATTEND_GOLDEN_OPTIONS
+} attend_golden_option;
+
+typedef struct attend_golden_case {
+    tqkv_format keys, values;
+    int head_dim, option;
+} attend_golden_case;
+
+enum { ATTEND_GOLDEN_HEADS = 2, ATTEND_GOLDEN_GROUP = 2, ATTEND_GOLDEN_PAGE = 64 };
+
+/* Sets *found to case number `index`: each format with each size, pairs, and each option with each format. 0 past the last. */
+static inline int attend_golden_find(int index, attend_golden_case *found)
+{
+    static const tqkv_format formats[9] = {TQKV_F16, TQKV_TQ4, TQKV_TQ5,       TQKV_TQ6,      TQKV_TQ2,
+                                           TQKV_TQ3, TQKV_I8,  TQKV_TQ5_BYTES, TQKV_TQ6_BYTES};
+    static const tqkv_format pairs[8][2] = {{TQKV_I8, TQKV_TQ4},  {TQKV_F16, TQKV_TQ4}, {TQKV_TQ4, TQKV_F16},
+                                            {TQKV_I8, TQKV_F16},  {TQKV_TQ6, TQKV_TQ2}, {TQKV_TQ3, TQKV_I8},
+                                            {TQKV_TQ5, TQKV_TQ4}, {TQKV_F16, TQKV_I8}};
+    static const int sizes[6] = {128, 64, 80, 256, 512, 48};
+    attend_golden_case c;
+    c.option = ATTEND_PLAIN;
+    for (c.head_dim = 32; c.head_dim <= 1024; c.head_dim += 16)
+        for (int f = 0; f < 9; f++) {
+            c.keys = c.values = formats[f];
+            if (tqkv_row_bytes(c.keys, c.head_dim) == 0 || index-- > 0) continue;
+            *found = c;
+            return 1;
+        }
+    for (int i = 0; i < 8; i++) {
+        c.keys = pairs[i][0];
+        c.values = pairs[i][1];
+        c.head_dim = i % 2 ? 576 : 128;
+        if (index-- > 0) continue;
+        *found = c;
+        return 1;
+    }
+    for (c.option = 1; c.option < ATTEND_GOLDEN_OPTIONS; c.option++)
+        for (int f = 0; f < 9; f++) {
+            c.keys = formats[f];
+            c.values = formats[(f + c.option) % 9];
+            c.head_dim = sizes[(f + c.option) % 6];
+            if (index-- > 0) continue;
+            *found = c;
+            return 1;
+        }
+    return 0;
+}
+
+static inline void attend_golden_name(const attend_golden_case *c, char name[GOLDEN_NAME_SIZE])
+{
+    static const char *const options[ATTEND_GOLDEN_OPTIONS] = {"plain",   "window",   "ring",   "pages",  "tree",
+                                                               "softcap", "centers",  "slices", "narrow", "many",
+                                                               "long",    "bfloat16", "rotated"};
+    snprintf(name, GOLDEN_NAME_SIZE, "attend/%s-%s/%d/%s", tqkv_format_name(c->keys), tqkv_format_name(c->values),
+             c->head_dim, options[c->option]);
+}
+
+/* Everything that a case needs, and its attention. */
+typedef struct attend_golden_problem {
+    tqkv_attention attention;
+    tqkv_store keys, values;
+    float *q, *out, *slice; /* slice: out, max and sum of a slice behind each other */
+    float *centers;         /* of the keys, then of the values */
+    size_t n_rows, n_out;
+    int n_tokens;
+} attend_golden_problem;
+
+static inline float *attend_golden_rows(uint64_t seed, data_kind kind, int n_rows, int head_dim)
+{
+    float *rows = (float *)malloc((size_t)n_rows * (size_t)head_dim * sizeof *rows);
+    if (rows) data_rows(seed, kind, rows, n_rows, head_dim);
+    return rows;
+}
+
+/* Makes and fills one store of n_tokens positions. 0 on failure. */
+static inline int attend_golden_fill(const attend_golden_case *c, int n_tokens, uint64_t seed, const float *center,
+                                     tqkv_store *s)
+{
+    static const int32_t pages[3] = {2, 0, 1};
+    const int n = ATTEND_GOLDEN_HEADS * n_tokens;
+    s->n_kv_heads = ATTEND_GOLDEN_HEADS;
+    s->capacity = c->option == ATTEND_RING ? 100 : c->option == ATTEND_PAGES ? 3 * ATTEND_GOLDEN_PAGE : n_tokens;
+    s->ring = c->option == ATTEND_RING;
+    s->center = center;
+    if (c->option == ATTEND_PAGES) {
+        s->pages = pages;
+        s->n_pages = 3;
+        s->page_size = ATTEND_GOLDEN_PAGE;
+    }
+    s->codes_size = tqkv_codes_size(s);
+    s->norms_size = tqkv_norms_size(s);
+    s->codes = malloc(s->codes_size + 1);
+    s->norms = (float *)malloc(s->norms_size + 1);
+    float *rows = attend_golden_rows(seed, seed == 1 ? DATA_GAUSSIAN : DATA_STUDENT, n, s->head_dim);
+    const int ok = s->codes && s->norms && rows && tqkv_encode(s, rows, n_tokens, 0) == TQKV_OK;
+    free(rows);
+    return ok;
+}
+
+/* Sets the options that are not the stores'. */
+static inline void attend_golden_set(const attend_golden_case *c, tqkv_attention *a)
+{
+    static const float sinks[ATTEND_GOLDEN_HEADS * ATTEND_GOLDEN_GROUP] = {-1.0f, 0.5f, 3.0f, 0.0f};
+    static const uint64_t tree[7] = {0x1, 0x3, 0x5, 0xb, 0x13, 0x25, 0x41};
+    if (c->option == ATTEND_WINDOW) a->window = 37;
+    if (c->option == ATTEND_SOFTCAP) a->softcap = 2.5f;
+    if (c->option == ATTEND_SOFTCAP || c->option == ATTEND_CENTERS) a->sinks = sinks;
+    if (c->option == ATTEND_MANY) a->n_queries = 70;
+    if (c->option == ATTEND_LONG) a->n_queries = 1;
+    if (c->option == ATTEND_TREE) {
+        a->n_queries = 7;
+        a->tree = tree;
+    }
+    if (c->option == ATTEND_BFLOAT16) {
+        a->query_type = TQKV_TYPE_BF16;
+        a->output_type = TQKV_TYPE_F16;
+    }
+    if (c->option == ATTEND_ROTATED) a->query_basis = a->output_basis = TQKV_ROTATED;
+}
+
+/* Keeps the upper halves of the queries, as bfloat16. */
+static inline void attend_golden_narrow(float *q, size_t n)
+{
+    uint16_t *narrow = (uint16_t *)malloc(n * sizeof *narrow);
+    for (size_t i = 0; narrow && i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, &q[i], sizeof bits);
+        narrow[i] = (uint16_t)(bits >> 16);
+    }
+    if (narrow) memcpy(q, narrow, n * sizeof *narrow);
+    free(narrow);
+}
+
+/* 0 on failure; attend_golden_close in any case. */
+static inline int attend_golden_open(const attend_golden_case *c, attend_golden_problem *p)
+{
+    tqkv_attention *a = &p->attention;
+    memset(p, 0, sizeof *p);
+    p->n_tokens = c->option == ATTEND_LONG ? 2100 : c->option == ATTEND_RING ? 150 : 133;
+    p->keys.format = c->keys;
+    p->values.format = c->values;
+    p->keys.head_dim = p->values.head_dim = c->head_dim;
+    if (c->option == ATTEND_NARROW) p->values.head_dim = c->head_dim > 64 ? 64 : 96;
+    if (c->option == ATTEND_CENTERS)
+        p->centers = attend_golden_rows(3, DATA_GAUSSIAN, 2 * ATTEND_GOLDEN_HEADS, c->head_dim);
+    const float *value_center = p->centers ? p->centers + ATTEND_GOLDEN_HEADS * c->head_dim : NULL;
+    int ok = attend_golden_fill(c, p->n_tokens, 1, p->centers, &p->keys);
+    ok = attend_golden_fill(c, p->n_tokens, 2, value_center, &p->values) && ok;
+    a->keys = &p->keys;
+    a->values = &p->values;
+    a->n_heads = ATTEND_GOLDEN_HEADS * ATTEND_GOLDEN_GROUP;
+    a->n_queries = 3;
+    a->end = p->n_tokens;
+    a->arithmetic = TQKV_INTEGER;
+    attend_golden_set(c, a);
+    p->n_rows = (size_t)a->n_queries * (size_t)a->n_heads;
+    p->n_out = p->n_rows * (size_t)p->values.head_dim;
+    p->q = attend_golden_rows(4, DATA_GAUSSIAN, (int)p->n_rows, c->head_dim);
+    p->out = (float *)calloc(p->n_out + 2 * p->n_rows, sizeof(float));
+    p->slice = (float *)calloc(p->n_out + 2 * p->n_rows, sizeof(float));
+    if (p->q && c->option == ATTEND_BFLOAT16) attend_golden_narrow(p->q, p->n_rows * (size_t)c->head_dim);
+    return ok && p->q && p->out && p->slice;
+}
+
+static inline void attend_golden_close(attend_golden_problem *p)
+{
+    free(p->keys.codes);
+    free(p->keys.norms);
+    free(p->values.codes);
+    free(p->values.norms);
+    free(p->q);
+    free(p->out);
+    free(p->slice);
+    free(p->centers);
+}
+
+static inline int attend_golden_in_slices(attend_golden_problem *p)
+{
+    const int cuts[4] = {0, 50, 51, p->n_tokens};
+    const tqkv_attention *a = &p->attention;
+    float *max = p->out + p->n_out, *slice_max = p->slice + p->n_out;
+    int ok = tqkv_attend_partial(a, p->q, 0, cuts[1], p->out, max, max + p->n_rows) == TQKV_OK;
+    for (int i = 1; ok && i < 3; i++)
+        ok = tqkv_attend_partial(a, p->q, cuts[i], cuts[i + 1] - cuts[i], p->slice, slice_max, slice_max + p->n_rows) ==
+                 TQKV_OK &&
+             tqkv_attend_merge(a, p->out, max, max + p->n_rows, p->slice, slice_max, slice_max + p->n_rows) == TQKV_OK;
+    return ok && tqkv_attend_finish(a, p->out, max, max + p->n_rows) == TQKV_OK;
+}
+
+/* Attends and hashes the output. 0 on failure. */
+static inline int attend_golden_make(const attend_golden_case *c, uint64_t *hash)
+{
+    attend_golden_problem p;
+    int ok = attend_golden_open(c, &p);
+    if (ok)
+        ok =
+            c->option == ATTEND_SLICES ? attend_golden_in_slices(&p) : tqkv_attend(&p.attention, p.q, p.out) == TQKV_OK;
+    if (ok && c->option == ATTEND_BFLOAT16) {
+        uint8_t *bytes = (uint8_t *)p.out;
+        for (size_t i = 0; i < p.n_out; i++) {
+            uint16_t half;
+            memcpy(&half, bytes + 2 * i, sizeof half);
+            bytes[2 * i] = (uint8_t)half;
+            bytes[2 * i + 1] = (uint8_t)(half >> 8);
+        }
+    } else if (ok) {
+        data_to_little_endian(p.out, p.n_out);
+    }
+    *hash = ok ? XXH3_64bits(p.out, p.n_out * (c->option == ATTEND_BFLOAT16 ? 2 : sizeof(float))) : 0;
+    attend_golden_close(&p);
+    return ok;
+}
+
+#endif
