@@ -39,19 +39,26 @@
      >>metal          all of it on Apple's GPUs, with tqkv_metal.m
 
      implementation
-     >>shared         one row a format, tables, argument structs; also compiled as Metal
-     >>plan           what tqkv_metal.m takes from >>metal-plan
-     >>common         sizes, names, what a valid store is
+     >>shared         one row a format, tables; also compiled as Metal
+     >>needs          what the implementation needs of the compiler, and xxHash
+     >>common         sizes, names, what a valid store is, which positions and rows are valid
      >>exact          arithmetic whose bits depend on nothing but its operands
      >>codec          rotation, norms, quantising, packing, and back: the specification
      >>attend         types of attention, and attention in plain C
-     >>attend-kernels, >>encode-kernels     loops, compiled once for each instruction set
-     >>avx512, >>avx2, >>neon               what a set brings to them
-     >>sets           which set is in use
+     >>integer        attention in integers, in plain C
+     >>kernels, >>attend-kernels, >>encode-kernels, >>integer-kernels
+                      loops, compiled once for each instruction set
+     >>avx512, >>avx2, >>neon, >>integer-sets
+                      what a set brings to them
+     >>isa-code       which set is in use
      >>driver         tqkv_attend: checks, tasks, results
-     >>owner          tqkv_cache
-     >>metal-plan     each Metal call as a plan of dispatches
+     >>cache-code     tqkv_cache
      >>snapshot       save and load
+
+     for GPUs alone
+     >>metal-sizes    function constants, sizes, argument structs; also compiled as Metal
+     >>metal-plan     what tqkv_metal.m takes from >>metal-code
+     >>metal-code     each Metal call as a plan of dispatches
      >>licence
 
    BUILD OPTIONS (define before the include that has TQKV_IMPLEMENTATION)
@@ -218,9 +225,8 @@ typedef struct tqkv_store {
     bool ring;
     bool unrotated; /* for caches written without the rotation; TQ5, TQ6, TQ8 and their _BYTES forms only. The rotation
                        spreads the heavy tails of real values: without it the error grows by up to four digits. */
-    float
-        block_scale; /* TQ formats, head_dim 512 and 1024: encoding multiplies the values by it, decoding divides; 0 = 1 */
-    void *codes;     /* any alignment; a multiple of 64 reads fastest */
+    float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
+    void *codes;       /* any alignment; a multiple of 64 reads fastest */
     size_t codes_size; /* bytes */
     float *norms;      /* may be NULL for F16 */
     size_t norms_size; /* bytes */
@@ -606,8 +612,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 #undef TQKV_IMPLEMENTATION
 #endif
 
-/* >>shared */
-/* One source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible without the implementation. */
+/* >>shared: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
+   without the implementation. */
 #if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED) || defined(__METAL_VERSION__)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
@@ -891,6 +897,8 @@ TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__IMPLEMENTED)
 #define TQKV__IMPLEMENTED
 
+/* >>needs: what the implementation needs of the compiler, and xxHash */
+
 #if defined(_MSC_VER) && !defined(__clang__)
 #error "tqkv.h: MSVC cannot compile the implementation; compile this file with clang-cl, or use MinGW"
 #endif
@@ -942,7 +950,7 @@ TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 #include <xmmintrin.h>
 #endif
 
-/* >>common: sizes, formats and the checks of a store */
+/* >>common: sizes, formats, the checks of a store, of its positions and of rows */
 
 #ifndef TQKV_EXPLAIN
 #define TQKV_EXPLAIN(text) ((void)0)
@@ -950,6 +958,11 @@ TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 /* Passes text to TQKV_EXPLAIN and evaluates to the result. */
 #define TQKV__REFUSE(result, text) (TQKV_EXPLAIN(text), TQKV_##result)
 #define TQKV__INVALID(text)        TQKV__REFUSE(INVALID_ARGUMENT, text)
+
+/* Checks of what private functions take for granted; for tests. */
+#ifndef TQKV_ASSERT
+#define TQKV_ASSERT(condition) ((void)0)
+#endif
 
 #define TQKV__NOINLINE __attribute__((noinline))
 #define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
@@ -994,10 +1007,9 @@ static size_t tqkv__type_size(tqkv_type type)
 }
 #define TQKV__NO_TYPE "type, query_type or output_type: no tqkv_type"
 
+#define TQKV__SIZE_TEXT(x, dim, ...) #dim ", "
 #define TQKV__HEAD_DIMS                                                                                                \
-    "head_dim: none of 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512, 576, 640, "     \
-    "768, "                                                                                                            \
-    "896 and 1024; pad rows with zeros and set scale"
+    "head_dim: none of " TQKV__SIZES(TQKV__SIZE_TEXT, ) "to which rows can be padded with zeros; set scale then"
 static bool tqkv__head_dim_known(int head_dim) { return TQKV__RUNS(head_dim) != 0; }
 
 #define TQKV__BLOCK 256
@@ -1080,6 +1092,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
 }
 
 static bool tqkv__all_finite(const float *x, size_t n);
+static uint32_t tqkv__bits(float x);
 
 /* Follows tqkv__stream_shape in calls that add or subtract the centre. */
 static tqkv_result tqkv__stream_center(const tqkv_store *store, tqkv__stream *s)
@@ -1106,6 +1119,16 @@ static const float *tqkv__center_of(const tqkv__stream *s, int kv_head)
 /* In bytes */
 static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
 
+/* The bytes of the centroids, repeated where they are few. Codebooks are symmetric: centroid n - 1 - c is -centroid c.
+   For TQ8 the lower half is enough: look-ups take ~c for a code c of the upper half, and flip the sign. */
+static void tqkv__fill_planes(tqkv__stream *s)
+{
+    if (s->kind == TQKV__BOOK)
+        for (int i = 0; i < 128; i++)
+            for (int p = 0; p < 4; p++)
+                s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i % (1 << s->book_bits)]) >> (8 * p));
+}
+
 static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
 {
     tqkv_result r = tqkv__stream_shape(store, s);
@@ -1119,6 +1142,7 @@ static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
         return TQKV__INVALID("codes and norms overlap");
     s->codes = (uint8_t *)store->codes;
     s->norms = store->norms;
+    tqkv__fill_planes(s);
     if (tqkv__overlap(s->codes, s->codes_size, s->center, tqkv__center_size(s)) ||
         tqkv__overlap(s->norms, s->norms_size, s->center, tqkv__center_size(s)))
         return TQKV__INVALID("center overlaps codes or norms");
@@ -1140,6 +1164,7 @@ static int64_t tqkv__room(const tqkv__stream *s) { return s->pages ? (int64_t)s-
 
 static int tqkv__slot(const tqkv__stream *s, int64_t position)
 {
+    TQKV_ASSERT(position >= 0 && (s->ring || position < tqkv__room(s)));
     if (s->pages) return s->pages[position / s->page_size] * s->page_size + (int)(position % s->page_size);
     return (int)(s->ring ? position % s->capacity : position);
 }
@@ -1153,6 +1178,7 @@ static int tqkv__slots_left(const tqkv__stream *s, int64_t position)
 
 static uint8_t *tqkv__codes_at(const tqkv__stream *s, int kv_head, int slot)
 {
+    TQKV_ASSERT(kv_head >= 0 && kv_head < s->n_kv_heads && slot >= 0 && slot < s->capacity);
     return s->codes + ((size_t)kv_head * (size_t)s->capacity + (size_t)slot) * s->row_bytes;
 }
 
@@ -1239,10 +1265,11 @@ static bool tqkv__all_distinct(const int32_t *ids, int64_t n)
     enum { at_a_time = 32768 };
     uint8_t marks[at_a_time / 8];
     int64_t low = n > 1 ? INT32_MAX : 0, high = -1;
-    for (int64_t i = 0; n > 1 && i < n; i++) {
-        if (ids[i] >= 0 && ids[i] < low) low = ids[i];
-        if (ids[i] > high) high = ids[i];
-    }
+    if (n > 1)
+        for (int64_t i = 0; i < n; i++) {
+            if (ids[i] >= 0 && ids[i] < low) low = ids[i];
+            if (ids[i] > high) high = ids[i];
+        }
     for (; low <= high; low += at_a_time) {
         memset(marks, 0, sizeof marks);
         for (int64_t i = 0; i < n; i++) {
@@ -1529,8 +1556,9 @@ static void tqkv__rotate_double(double *x, int head_dim)
         }
     for (int j = 0; j < head_dim; j++) {
         y[j] = m > 1 ? 0.0 : x[j];
-        for (int c = 0; m > 1 && c < m; c++)
-            y[j] += (tqkv__matrix_row(m, j / n)[c / 8] >> (c % 8)) & 1 ? -x[c * n + j % n] : x[c * n + j % n];
+        if (m > 1)
+            for (int c = 0; c < m; c++)
+                y[j] += (tqkv__matrix_row(m, j / n)[c / 8] >> (c % 8)) & 1 ? -x[c * n + j % n] : x[c * n + j % n];
     }
     for (int j = 0; j < head_dim; j++) x[j] = y[j] / sqrt((double)head_dim);
 }
@@ -1700,7 +1728,8 @@ static void tqkv__widen_row(tqkv_type type, const void *src, const float *center
         for (int i = 0; i < n; i++) row[i] = tqkv__float_from_half(tqkv__half_at(src, (size_t)i));
     else
         for (int i = 0; i < n; i++) row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
-    for (int i = 0; center && i < n; i++) row[i] = TQKV__AS_FLOAT(row[i] - center[i]);
+    if (center)
+        for (int i = 0; i < n; i++) row[i] = TQKV__AS_FLOAT(row[i] - center[i]);
 }
 
 /* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
@@ -1724,10 +1753,11 @@ static void tqkv__narrow_row(tqkv_type type, const float *row, int n, void *dst)
 {
     uint8_t *to = (uint8_t *)dst;
     if (type == TQKV_TYPE_F32) memcpy(dst, row, (size_t)n * sizeof(float));
-    for (int i = 0; type != TQKV_TYPE_F32 && i < n; i++, to += 2) {
-        const uint16_t half = type == TQKV_TYPE_F16 ? tqkv__half_rounded(row[i]) : tqkv__bfloat16_rounded(row[i]);
-        memcpy(to, &half, sizeof half);
-    }
+    if (type != TQKV_TYPE_F32)
+        for (int i = 0; i < n; i++, to += 2) {
+            const uint16_t half = type == TQKV_TYPE_F16 ? tqkv__half_rounded(row[i]) : tqkv__bfloat16_rounded(row[i]);
+            memcpy(to, &half, sizeof half);
+        }
 }
 
 /* codes: [head_dim] -> row: [row_bytes]: the field of main bits, then the field of upper bits */
@@ -1753,15 +1783,6 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
         if (upper_bits) code |= upper[i * upper_bits / 8] >> (i * upper_bits % 8) << main_bits;
         codes[i] = (uint8_t)(code & code_mask);
     }
-}
-
-/* The bytes of the centroids, repeated where they are few. Codebooks are symmetric: centroid n - 1 - c is -centroid c.
-   For TQ8 the lower half is enough: look-ups take ~c for a code c of the upper half, and flip the sign. */
-static void tqkv__fill_planes(tqkv__stream *s)
-{
-    for (int i = 0; s->kind == TQKV__BOOK && i < 128; i++)
-        for (int p = 0; p < 4; p++)
-            s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i % (1 << s->book_bits)]) >> (8 * p));
 }
 
 /* Beyond every boundary. max(v, -TQKV__FAR) has the code of v and is never NaN. */
@@ -1807,8 +1828,9 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
         const float centroid = bits <= 4 ? s->codebook[i % (1 << bits)] : 0.0f;
         q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
     }
-    for (int p = 0; bits == 8 && p < 4; p++)
-        for (int i = 0; i < 128; i++) q->planes[p][i] = (uint8_t)(tqkv__bits(q->bounds[i]) >> (8 * p));
+    if (bits == 8)
+        for (int p = 0; p < 4; p++)
+            for (int i = 0; i < 128; i++) q->planes[p][i] = (uint8_t)(tqkv__bits(q->bounds[i]) >> (8 * p));
 }
 
 /* Source and destination of a row. src, of the stream's type, center (or NULL): [head_dim], codes: [row_bytes], norms:
@@ -1906,7 +1928,6 @@ static tqkv_result tqkv__encode_target(const tqkv_store *store, const void *src,
     if (r != TQKV_OK || (r = tqkv__check_rows(s, src, n_tokens, &bytes)) != TQKV_OK) return r;
     if (tqkv__encoding_overlaps(s, src, bytes))
         return TQKV__INVALID("src overlaps the store"); /* it may overlap the centre, which is only read */
-    if (s->book_bits == 8) tqkv__fill_planes(s);        /* encoding decodes it */
     return TQKV_OK;
 }
 
@@ -1923,6 +1944,26 @@ static bool tqkv__rows_finite(const tqkv__stream *s, const void *src, int n_toke
 {
     return tqkv__codec_for(s->head_dim)
         ->rows_finite(s->type, src, (size_t)n_tokens * (size_t)s->n_kv_heads * (size_t)s->head_dim);
+}
+
+static tqkv_result tqkv__check_finite(const tqkv__stream *s, const void *src, int n_tokens)
+{
+    return tqkv__rows_finite(s, src, n_tokens) ? TQKV_OK : TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+}
+
+/* Opens a shape, whose buffers are not looked at, for rows of a source; *bytes: their size. */
+static tqkv_result tqkv__open_source(const tqkv_store *shape, const void *src, int n_tokens, tqkv__stream *s,
+                                     size_t *bytes)
+{
+    tqkv_result r = tqkv__stream_shape(shape, s);
+    if (r == TQKV_OK) r = tqkv__stream_center(shape, s);
+    return r == TQKV_OK ? tqkv__check_rows(s, src, n_tokens, bytes) : r;
+}
+
+/* Whether a call that reads a source writes over it or over the centre. */
+static bool tqkv__source_overlaps(const tqkv__stream *s, const void *src, size_t bytes, const void *to, size_t size)
+{
+    return tqkv__overlap(src, bytes, to, size) || tqkv__overlap(s->center, tqkv__center_size(s), to, size);
 }
 
 /* The first token to write. Of a run longer than a ring only the last tokens are kept: each slot is written once. */
@@ -1943,15 +1984,16 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from
     if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
     for (int t = from; t < to; t++) {
         const int slot = tqkv__slot(s, position + t);
-        for (int h = 0; slot >= 0 && h < s->n_kv_heads; h++) {
-            const size_t source_row = (size_t)t * (size_t)s->n_kv_heads + (size_t)h;
-            rows[n].src = tqkv__source_row(s, src, source_row);
-            rows[n].center = tqkv__center_of(s, h);
-            rows[n].codes = tqkv__codes_at(s, h, slot);
-            rows[n].norms = tqkv__norms_at(s, h, slot);
-            if (++n == batch) codec->encode_rows(s, &q, rows, n);
-            n %= batch;
-        }
+        if (slot >= 0)
+            for (int h = 0; h < s->n_kv_heads; h++) {
+                const size_t source_row = (size_t)t * (size_t)s->n_kv_heads + (size_t)h;
+                rows[n].src = tqkv__source_row(s, src, source_row);
+                rows[n].center = tqkv__center_of(s, h);
+                rows[n].codes = tqkv__codes_at(s, h, slot);
+                rows[n].norms = tqkv__norms_at(s, h, slot);
+                if (++n == batch) codec->encode_rows(s, &q, rows, n);
+                n %= batch;
+            }
     }
     if (n) codec->encode_rows(s, &q, rows, n);
     tqkv__fp_restore(mode);
@@ -1961,8 +2003,7 @@ TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n
 {
     tqkv__stream s;
     tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s);
-    if (r == TQKV_OK && !tqkv__rows_finite(&s, src, n_tokens))
-        r = TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+    if (r == TQKV_OK) r = tqkv__check_finite(&s, src, n_tokens);
     if (r == TQKV_OK) tqkv__encode_tokens(&s, src, tqkv__first_kept(&s, n_tokens), n_tokens, position);
     return r;
 }
@@ -1986,10 +2027,10 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src,
     pool.pages = NULL;
     tqkv_result r = tqkv__encode_target(&pool, src, n_tokens, &s);
     if (r == TQKV_OK) r = tqkv__check_slots(&s, slots, n_tokens);
-    if (r == TQKV_OK && !tqkv__rows_finite(&s, src, n_tokens))
-        r = TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+    if (r == TQKV_OK) r = tqkv__check_finite(&s, src, n_tokens);
     if (r != TQKV_OK) return r;
     s.pages = slots; /* a table with pages of one position; -1 leaves it out */
+    s.n_pages = n_tokens;
     s.page_size = 1;
     tqkv__encode_tokens(&s, src, 0, n_tokens, 0);
     return TQKV_OK;
@@ -2000,16 +2041,13 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_
     tqkv__stream s;
     size_t bytes;
     float norms[TQKV_MAX_HEAD_DIM / 128];
-    tqkv_result r = tqkv__stream_shape(store, &s);
-    if (r == TQKV_OK) r = tqkv__stream_center(store, &s);
+    tqkv_result r = tqkv__open_source(store, src, n_tokens, &s, &bytes);
     if (r != TQKV_OK) return r;
-    if ((r = tqkv__check_rows(&s, src, n_tokens, &bytes)) != TQKV_OK) return r;
     const size_t scaled_bytes = bytes / tqkv__type_size(s.type) * sizeof(float);
-    if (!tqkv__floats_at(scaled) || tqkv__overlap(src, bytes, scaled, scaled_bytes) ||
-        tqkv__overlap(s.center, tqkv__center_size(&s), scaled, scaled_bytes))
+    if (!tqkv__floats_at(scaled) || tqkv__source_overlaps(&s, src, bytes, scaled, scaled_bytes))
         return TQKV__INVALID("scaled: NULL, not aligned as floats, or overlaps src or the centre");
+    if ((r = tqkv__check_finite(&s, src, n_tokens)) != TQKV_OK) return r;
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
-    if (!tqkv__rows_finite(&s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
     const uint64_t mode = tqkv__fp_exact();
     for (int i = 0; i < n_tokens; i++)
         for (int h = 0; h < s.n_kv_heads; h++, src = tqkv__source_row(&s, src, 1), scaled += s.head_dim) {
@@ -2058,7 +2096,7 @@ TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_t
     if (r != TQKV_OK || (r = tqkv__check_rows(&s, src, n_tokens, &bytes)) != TQKV_OK) return r;
     if (!tqkv__floats_at(mean) || tqkv__overlap(src, bytes, mean, tqkv__center_size(&s)))
         return TQKV__INVALID("mean: NULL, not aligned as floats, or overlaps src");
-    if (!tqkv__rows_finite(&s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+    if ((r = tqkv__check_finite(&s, src, n_tokens)) != TQKV_OK) return r;
     const size_t head_dim = (size_t)s.head_dim, n_kv_heads = (size_t)s.n_kv_heads;
     for (size_t h = 0; h < n_kv_heads; h++) {
         double sums[TQKV_MAX_HEAD_DIM] = {0};
@@ -2136,17 +2174,15 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
     float norms[TQKV_MAX_HEAD_DIM / 128];
     size_t bytes;
-    tqkv_result r = tqkv__stream_shape(shape, &s);
-    if (r == TQKV_OK) r = tqkv__stream_center(shape, &s);
-    if (r != TQKV_OK || (r = tqkv__check_rows(&s, src, n_tokens, &bytes)) != TQKV_OK) return r;
+    tqkv_result r = tqkv__open_source(shape, src, n_tokens, &s, &bytes);
+    if (r != TQKV_OK) return r;
     const size_t out_size = (size_t)s.n_kv_heads * sizeof *out;
-    if (!out || (uintptr_t)out % __alignof__(tqkv_quality) || tqkv__overlap(src, bytes, out, out_size) ||
-        tqkv__overlap(s.center, tqkv__center_size(&s), out, out_size))
+    if (!tqkv__aligned_at(out, __alignof__(tqkv_quality)) || tqkv__source_overlaps(&s, src, bytes, out, out_size))
         return TQKV__INVALID("out: NULL, not aligned as tqkv_quality, or overlaps src or the centre");
-    if (!tqkv__rows_finite(&s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+    if ((r = tqkv__check_finite(&s, src, n_tokens)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &q);
-    if (s.book_bits == 8) tqkv__fill_planes(&s);
+    tqkv__fill_planes(&s);
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
@@ -2287,7 +2323,8 @@ static void tqkv__softmax_row_scalar(const tqkv__attention *a, const tqkv__span 
 {
     float largest = *max, total = 0.0f;
     const bool seen = span->to > span->from;
-    for (int j = 0; !seen && j < TQKV__TILE; j++) scores[j] = 0.0f;
+    if (!seen)
+        for (int j = 0; j < TQKV__TILE; j++) scores[j] = 0.0f;
     if (!seen) return; /* the maximum may still be -infinity */
     for (int j = span->from; j < span->to; j++) {
         if (!tqkv__span_has(span, j)) continue;
@@ -2326,12 +2363,13 @@ static void tqkv__add_sums_scalar(int n, float factor, float *added, float *sums
 /* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
    farther ones push out what is in use (32k positions: 1.1 to 1.5 times slower at half or twice the distance). They go to
    the L2 cache: on a Zen 4 core F16 is then twice and I8 1.6 times as fast as with requests to the L1, to which few lines
-   can be on their way (D=128, 32k). `near` asks for the L1: for formats with a field of upper bits, which wait for
-   look-ups and not for memory (TQ5 1.3 times, TQ6 1.2 times as fast there). near is a constant. */
-static TQKV__INLINE void tqkv__prefetch(const bool near, const uint8_t *codes, size_t size)
+   can be on their way (D=128, 32k). Formats with a field of upper bits take the L1: they wait for look-ups and not for
+   memory (TQ5 1.3 times, TQ6 1.2 times as fast there). cache is a constant. */
+enum { TQKV__L1 = 1, TQKV__L2 };
+static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, size_t size)
 {
     for (size_t i = 0; i < size; i += 64) {
-        if (near)
+        if (cache == TQKV__L1)
             __builtin_prefetch((const void *)((uintptr_t)codes + i), 0, 3);
         else
             __builtin_prefetch((const void *)((uintptr_t)codes + i), 0, 2);
@@ -2604,16 +2642,18 @@ static void tqkv__integer_value_tile_scalar(const tqkv__stream *s, int kv_head, 
 {
     int8_t integers[TQKV__TILE * TQKV__BLOCK];
     (void)scaled; /* for vectors */
-    for (int row = 0; s->kind == TQKV__HALF && row < n_rows; row++)
-        tqkv__add_halves(s, kv_head, run, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
-    for (int b = 0; s->kind != TQKV__HALF && b < s->head_dim / s->block_dim; b++) {
-        for (int j = 0; j < run->n; j++)
-            tqkv__integers_at(s, tqkv__codes_at(s, kv_head, run->slot + j), b * s->block_dim, s->block_dim,
-                              integers + j * s->block_dim);
+    if (s->kind == TQKV__HALF)
         for (int row = 0; row < n_rows; row++)
-            tqkv__add_integers(s, kv_head, run, b, integers, weights + row * TQKV__TILE,
-                               out + (size_t)row * (size_t)s->head_dim + b * s->block_dim);
-    }
+            tqkv__add_halves(s, kv_head, run, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
+    if (s->kind != TQKV__HALF)
+        for (int b = 0; b < s->head_dim / s->block_dim; b++) {
+            for (int j = 0; j < run->n; j++)
+                tqkv__integers_at(s, tqkv__codes_at(s, kv_head, run->slot + j), b * s->block_dim, s->block_dim,
+                                  integers + j * s->block_dim);
+            for (int row = 0; row < n_rows; row++)
+                tqkv__add_integers(s, kv_head, run, b, integers, weights + row * TQKV__TILE,
+                                   out + (size_t)row * (size_t)s->head_dim + b * s->block_dim);
+        }
 }
 
 /* Integer arithmetic of an instruction set, and that of floats beside which it is used. */
@@ -2686,17 +2726,18 @@ TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, in
 {
     uint8_t *p = (uint8_t *)dst;
     if (type == TQKV_TYPE_F32) memcpy(dst, row, (size_t)n * sizeof(float));
-    for (int i = 0; type == TQKV_TYPE_F16 && i < n; i += TQKV__LANES, p += 2 * TQKV__LANES)
-        TQKV__(store_half)(p, TQKV__(load)(row + i));
-    for (int i = 0; type == TQKV_TYPE_BF16 && i < n; i += TQKV__LANES, p += 2 * TQKV__LANES) {
-        TQKV__(words) bits, nan;
-        TQKV__(codes) words;
-        memcpy(&bits, row + i, sizeof bits);
-        nan = (TQKV__(words))((bits & 0x7fffffffu) > 0x7f800000u); /* all ones, or 0 */
-        bits = (((bits + 0x7fffu + ((bits >> 16) & 1u)) & ~nan) | ((bits | 0x400000u) & nan)) >> 16;
-        memcpy(&words, &bits, sizeof words);
-        TQKV__(store_words)(p, words);
-    }
+    if (type == TQKV_TYPE_F16)
+        for (int i = 0; i < n; i += TQKV__LANES, p += 2 * TQKV__LANES) TQKV__(store_half)(p, TQKV__(load)(row + i));
+    if (type == TQKV_TYPE_BF16)
+        for (int i = 0; i < n; i += TQKV__LANES, p += 2 * TQKV__LANES) {
+            TQKV__(words) bits, nan;
+            TQKV__(codes) words;
+            memcpy(&bits, row + i, sizeof bits);
+            nan = (TQKV__(words))((bits & 0x7fffffffu) > 0x7f800000u); /* all ones, or 0 */
+            bits = (((bits + 0x7fffu + ((bits >> 16) & 1u)) & ~nan) | ((bits | 0x400000u) & nan)) >> 16;
+            memcpy(&words, &bits, sizeof words);
+            TQKV__(store_words)(p, words);
+        }
 }
 
 /* >>attend-kernels: attention's inner loops */
@@ -2808,10 +2849,11 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
         TQKV__(mask)(x, spans[row], seen && softcap == 0.0f ? -INFINITY : 0.0f);
         shrink[row] = 0.0f;
         if (!seen) continue;
-        for (int j = 0; softcap > 0.0f && j < TQKV__TILE; j += TQKV__LANES) {
-            const TQKV__VECTOR ratio = (TQKV__(load)(x + j) + TQKV__(set1)(offsets[row])) / TQKV__(set1)(softcap);
-            TQKV__(store)(x + j, TQKV__(fma)(TQKV__(tanh)(ratio), TQKV__(set1)(softcap), TQKV__(set1)(0.0f)));
-        }
+        if (softcap > 0.0f)
+            for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) {
+                const TQKV__VECTOR ratio = (TQKV__(load)(x + j) + TQKV__(set1)(offsets[row])) / TQKV__(set1)(softcap);
+                TQKV__(store)(x + j, TQKV__(fma)(TQKV__(tanh)(ratio), TQKV__(set1)(softcap), TQKV__(set1)(0.0f)));
+            }
         if (softcap > 0.0f) TQKV__(mask)(x, spans[row], -INFINITY);
         TQKV__UNROLL
         for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) largest = TQKV__(max)(TQKV__(load)(x + j), largest);
@@ -2847,11 +2889,12 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
     const TQKV__VECTOR factor = TQKV__(set1)(!norms ? 1.0f : one ? tqkv__factor(s, 1.0f) : s->block_scale);
     const int blocks = s->head_dim / s->block_dim, per_row = s->norms_per_row, n = run->n;
     const size_t tile_size = (size_t)(TQKV__TILE * per_row) * sizeof(float);
-    if (norms) tqkv__prefetch(false, (const uint8_t *)(norms + (ptrdiff_t)run->ahead * per_row), tile_size);
+    if (norms) tqkv__prefetch(TQKV__L2, (const uint8_t *)(norms + (ptrdiff_t)run->ahead * per_row), tile_size);
     for (int b = 0; b < blocks; b++, factors += TQKV__TILE) {
         const float *norm = norms ? norms + b * s->block_dim / s->norm_dim : NULL;
         const bool whole = norm && per_row == 1 && n == TQKV__TILE;
-        for (int j = 0; !whole && j < TQKV__TILE; j++) factors[j] = j >= n ? 0.0f : norm ? norm[j * per_row] : 1.0f;
+        if (!whole)
+            for (int j = 0; j < TQKV__TILE; j++) factors[j] = j >= n ? 0.0f : norm ? norm[j * per_row] : 1.0f;
         for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) {
             const TQKV__VECTOR x = TQKV__(load)(whole ? norm + j : factors + j);
             TQKV__(store)(factors + j, one ? x * factor : x / factor);
@@ -3124,7 +3167,8 @@ TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const TQKV__(keys) * k
     TQKV__UNROLL
     for (int m = 0; m < 4; m++)
         if (format != TQKV__FLOATS)
-            tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, keys->p[m] + (ptrdiff_t)keys->at + ahead, (size_t)size);
+            tqkv__prefetch(TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2, keys->p[m] + (ptrdiff_t)keys->at + ahead,
+                           (size_t)size);
 }
 
 /* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4. On vectors of 16 most runs are taken one vector
@@ -3256,7 +3300,8 @@ TQKV__OP void TQKV__(accumulate_vectors)(const tqkv_format format, const int per
     int j = 0;
     TQKV__(move_sums)(false, rows, width, block, sums, out);
     do { /* n > 0: a loop that may run no times costs copies of all sums */
-        if (format != TQKV__FLOATS && k == 0) tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p + ahead, (size_t)size);
+        if (format != TQKV__FLOATS && k == 0)
+            tqkv__prefetch(TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2, p + ahead, (size_t)size);
         TQKV__(add_weighted)(format, per_lane, rows, k, width, table, p, upper, &weights, sums);
         p += stride;
         upper += stride;
@@ -3292,7 +3337,7 @@ TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_la
     if (run) TQKV__(move_sums)(false, rows, per_lane, block, sums, out);
     if (single) TQKV__(move_sums)(false, rows, 1, block, one, last);
     do {
-        if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__UPPER_BITS(format) > 0, p + ahead, size);
+        if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2, p + ahead, size);
         if (run) TQKV__(add_weighted)(format, per_lane, rows, 0, per_lane, table, p, upper, &weights, sums);
         if (single) TQKV__(add_weighted)(format, 1, rows, 0, 1, table, p + bytes, upper + upper_bytes, &weights, one);
         p += stride;
@@ -3412,7 +3457,7 @@ TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(block) * block, int n_row
     for (int j = 0; j < n; j += stretch) {
         const uint8_t *codes = block->codes;
         block->n = n - j < stretch ? n - j : stretch;
-        tqkv__prefetch(false, codes + block->ahead, (size_t)block->n * block->stride);
+        tqkv__prefetch(TQKV__L2, codes + block->ahead, (size_t)block->n * block->stride);
         loops->decode(block, block->n, x);
         for (int i = block->n; i % TQKV__LANES; i++)
             memcpy(x + i * TQKV__X_STRIDE(block->dim), x + (i - 1) * TQKV__X_STRIDE(block->dim),
@@ -4096,7 +4141,8 @@ TQKV__OP void TQKV__(quantise_as)(const int bits, const tqkv__stream *s, const t
     TQKV__(codes) below[4], four[4];
     TQKV__VECTOR bounds[32 / TQKV__LANES];
     if (bits) TQKV__(load_below)(bits, q->below, below);
-    for (int i = 0; bits && i < 32 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
+    if (bits)
+        for (int i = 0; i < 32 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
     for (const float *end = y + s->head_dim; y < end; scales++)
         for (int left = s->norm_dim, n; left > 0; left -= n, y += n, codes += n) {
             n = left < 4 * TQKV__LANES ? left : 4 * TQKV__LANES;
@@ -4380,12 +4426,13 @@ TQKV__TARGET static TQKV__I(source) TQKV__I(open_integers)(const tqkv__stream *s
     for (int i = 0; i < n; i += TQKV__SLICE, row += TQKV__SLICE * s->row_bytes) {
         const int now = n - i < TQKV__SLICE ? n - i : TQKV__SLICE;
         int8_t *to = room + i * padded;
-        if (first == 0) tqkv__prefetch(false, row + ahead, (size_t)now * s->row_bytes);
+        if (first == 0) tqkv__prefetch(TQKV__L2, row + ahead, (size_t)now * s->row_bytes);
         if (s->kind != TQKV__GRID) TQKV__I(decoders)[s->format](s, row, first, now, dim, to);
-        for (int k = 0; s->kind == TQKV__GRID && k < now; k++, to += padded) {
-            memset(to + dim, 0, (size_t)(padded - dim));
-            memcpy(to, row + (size_t)k * s->row_bytes + first, (size_t)dim);
-        }
+        if (s->kind == TQKV__GRID)
+            for (int k = 0; k < now; k++, to += padded) {
+                memset(to + dim, 0, (size_t)(padded - dim));
+                memcpy(to, row + (size_t)k * s->row_bytes + first, (size_t)dim);
+            }
     }
     if (n < rows) memset(room + n * padded, 0, (size_t)((rows - n) * padded)); /* their products are not used */
     return decoded;
@@ -4403,8 +4450,9 @@ TQKV__OP uint32_t TQKV__I(largest_bits)(const float *x, int n)
 TQKV__OP void TQKV__I(round_floats)(const float *x, int n, float scale, int16_t *to)
 {
     if (!(scale > 0.0f)) memset(to, 0, (size_t)n * sizeof *to);
-    for (int i = 0; scale > 0.0f && i < n; i += TQKV__INTEGER_LANES)
-        TQKV__I(store_words)(to + i, TQKV__I(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale)));
+    if (scale > 0.0f)
+        for (int i = 0; i < n; i += TQKV__INTEGER_LANES)
+            TQKV__I(store_words)(to + i, TQKV__I(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale)));
 }
 
 /* The integers of a query, each block's padded with zeros to whole vectors. Its unit is in the place of the last value.
@@ -4448,7 +4496,7 @@ TQKV__OP void TQKV__I(score_four)(const int rows, const TQKV__I(product) * p, co
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
             const int8_t *at = codes + (size_t)i * p->at.stride + d;
-            if (d % 64 == 0) tqkv__prefetch(false, (const uint8_t *)at + p->at.ahead, 1);
+            if (d % 64 == 0) tqkv__prefetch(TQKV__L2, (const uint8_t *)at + p->at.ahead, 1);
             x[i] = TQKV__I(open)(at);
         }
         TQKV__UNROLL
@@ -4528,7 +4576,7 @@ TQKV__OP void TQKV__I(score_halves)(const int rows, const tqkv__stream *s, const
 TQKV__TARGET static void TQKV__I(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
                                                        const tqkv__run *run, const float *q, int n_rows, float *scores)
 {
-    tqkv__prefetch(false, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
     for (int row = 0; row < n_rows; row += 2, q += 2 * s->head_dim, scores += 2 * TQKV__TILE) {
         if (row + 1 < n_rows)
             TQKV__I(score_halves)(2, s, codes, run->n, q, scores);
@@ -4600,8 +4648,8 @@ TQKV__OP void TQKV__I(add_rows_of)(const int rows, const bool ready, const TQKV_
             TQKV__UNROLL
             for (int v = 0; v < 4; v++) x[v] = TQKV__I(load_codes)(tile + v * TQKV__BYTES);
         } else {
-            tqkv__prefetch(false, (const uint8_t *)at + p->at.ahead, 1);
-            tqkv__prefetch(false, (const uint8_t *)at + (ptrdiff_t)p->at.stride + p->at.ahead, 1);
+            tqkv__prefetch(TQKV__L2, (const uint8_t *)at + p->at.ahead, 1);
+            tqkv__prefetch(TQKV__L2, (const uint8_t *)at + (ptrdiff_t)p->at.stride + p->at.ahead, 1);
             TQKV__I(interleave)(at, p->at.stride, x);
         }
         TQKV__UNROLL
@@ -4629,11 +4677,12 @@ TQKV__TARGET static void TQKV__I(add_integers)(TQKV__I(product) p, int n_rows)
     TQKV__ALIGNED int8_t tile[TQKV__TILE * 2 * TQKV__BYTES];
     for (int d = 0; d < p.dim; d += TQKV__STEP) {
         TQKV__I(product) now = p;
-        for (int j = 0; n_rows > 2 && j < p.n; j += 2) {
-            TQKV__(codes) x[4];
-            TQKV__I(interleave)(p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, x);
-            memcpy(tile + j * 2 * TQKV__BYTES, x, sizeof x);
-        }
+        if (n_rows > 2)
+            for (int j = 0; j < p.n; j += 2) {
+                TQKV__(codes) x[4];
+                TQKV__I(interleave)(p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, x);
+                memcpy(tile + j * 2 * TQKV__BYTES, x, sizeof x);
+            }
         if (n_rows == 1)
             TQKV__I(add_rows_of)(1, false, &now, d, NULL);
         else if (n_rows == 2)
@@ -4680,7 +4729,8 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
     const int dim = s->block_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
         const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot);
-        tqkv__prefetch(false, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
+        tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes,
+                       (size_t)run->n * s->row_bytes);
         for (int row = 0; row < n_rows; row++)
             TQKV__I(add_halves)(s, codes, run, weights + row * TQKV__TILE, out + row * head_dim);
         return;
@@ -4907,11 +4957,13 @@ TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const 
 {
     if (bits == 2) table[0] = _mm512_broadcast_f32x4(_mm_loadu_ps(s->codebook));
     if (bits == 3) table[0] = _mm512_broadcast_f32x8(_mm256_loadu_ps(s->codebook));
-    for (int i = 0; nibbles && bits > 3 && i < 1 << (bits - 4); i++) table[i] = _mm512_loadu_ps(s->codebook + 16 * i);
-    for (int p = 0; !nibbles && p < 4; p++) {
-        table[p] = _mm512_loadu_ps((const void *)s->planes[p]);
-        if (bits == 8) table[4 + p] = _mm512_loadu_ps((const void *)(s->planes[p] + 64));
-    }
+    if (nibbles && bits > 3)
+        for (int i = 0; i < 1 << (bits - 4); i++) table[i] = _mm512_loadu_ps(s->codebook + 16 * i);
+    if (!nibbles)
+        for (int p = 0; p < 4; p++) {
+            table[p] = _mm512_loadu_ps((const void *)s->planes[p]);
+            if (bits == 8) table[4 + p] = _mm512_loadu_ps((const void *)(s->planes[p] + 64));
+        }
 }
 TQKV__OP __m512 tqkv__centroids_of_packed_avx512(const int bits, const int per_lane, const int k, const __m512 *table,
                                                  const uint8_t *p, const uint8_t *upper)
@@ -6254,7 +6306,7 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 #pragma GCC pop_options
 #endif
 
-/* >>sets: which instruction set is in use */
+/* >>isa-code: which instruction set is in use */
 
 /* Best first; the choice is among those that the processor has. */
 static const tqkv__isa *const tqkv__isas[] = {
@@ -6365,10 +6417,11 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name)
 
 static bool tqkv__sinks_valid(const float *sinks, int n_heads)
 {
-    for (int h = 0; sinks && h < n_heads; h++) {
-        const float negated = -sinks[h]; /* -INFINITY is no sink; NaN and +INFINITY are refused */
-        if (!tqkv__all_finite(&sinks[h], 1) && !(negated > 0.0f)) return false;
-    }
+    if (sinks)
+        for (int h = 0; h < n_heads; h++) {
+            const float negated = -sinks[h]; /* -INFINITY is no sink; NaN and +INFINITY are refused */
+            if (!tqkv__all_finite(&sinks[h], 1) && !(negated > 0.0f)) return false;
+        }
     return true;
 }
 
@@ -6465,8 +6518,6 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
     if ((result = tqkv__stream_open(a->keys, &r->keys)) != TQKV_OK) return result;
     if ((result = tqkv__stream_open(a->values, &r->values)) != TQKV_OK) return result;
     if ((result = tqkv__attention_range(a, r)) != TQKV_OK) return result;
-    tqkv__fill_planes(&r->keys);
-    tqkv__fill_planes(&r->values);
     if (r->round_query) tqkv__fill_integers(&r->keys);
     if (r->round_query) tqkv__fill_integers(&r->values);
     return TQKV_OK;
@@ -6482,6 +6533,15 @@ static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, in
     if (*to < *from) *to = *from;
 }
 
+/* What the queries [first_query, last_query] see together. */
+static void tqkv__visible_to(const tqkv__attention *a, int first_query, int last_query, int64_t first, int64_t end,
+                             int64_t *from, int64_t *to)
+{
+    int64_t unused;
+    tqkv__visible(a, first_query, first, end, from, &unused);
+    tqkv__visible(a, last_query, first, end, &unused, to);
+}
+
 /* Whether a query sees position j of the newest n_queries. */
 static bool tqkv__tree_has(const tqkv__attention *a, int j)
 {
@@ -6493,9 +6553,8 @@ static bool tqkv__tree_has(const tqkv__attention *a, int j)
 /* Checks the entries of the pages that hold positions of [first, end) which some query sees. */
 static tqkv_result tqkv__check_seen(const tqkv__attention *a, int64_t first, int64_t end)
 {
-    int64_t from, to, unused, base = a->call.end - a->call.n_queries; /* of the tree */
-    tqkv__visible(a, 0, first, end, &from, &unused);
-    tqkv__visible(a, a->call.n_queries - 1, first, end, &unused, &to);
+    int64_t from, to, base = a->call.end - a->call.n_queries; /* of the tree */
+    tqkv__visible_to(a, 0, a->call.n_queries - 1, first, end, &from, &to);
     if (!a->call.tree || base > to) base = to;
     tqkv_result r = tqkv__check_pages(&a->keys, from, base);
     if (r == TQKV_OK) r = tqkv__check_pages(&a->values, from, base);
@@ -6591,11 +6650,11 @@ static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__run
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
     const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot) + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
-    for (size_t i = 0; i < size; i += 4096) tqkv__prefetch(true, codes + i, 1);
-    tqkv__prefetch(true, codes + size - 1, 1);
+    for (size_t i = 0; i < size; i += 4096) tqkv__prefetch(TQKV__L1, codes + i, 1);
+    tqkv__prefetch(TQKV__L1, codes + size - 1, 1);
     if (!norms_size) return;
     const float *norms = tqkv__norms_at(s, kv_head, run->slot) + (ptrdiff_t)run->ahead * s->norms_per_row;
-    tqkv__prefetch(true, (const uint8_t *)norms, norms_size + 63); /* they may begin within a line */
+    tqkv__prefetch(TQKV__L1, (const uint8_t *)norms, norms_size + 63); /* they may begin within a line */
 }
 
 /* value_tile, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each position is added
@@ -6731,9 +6790,8 @@ static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, 
 {
     const int kv_head = item->kv_head, first_row = item->first_row, n_rows = item->n_rows;
     tqkv__tile *tile = &tiles[0], *before = NULL;
-    int64_t from, to, unused;
-    tqkv__visible(a, first_row / a->group, first, end, &from, &unused);
-    tqkv__visible(a, (first_row + n_rows - 1) / a->group, first, end, &unused, &to);
+    int64_t from, to;
+    tqkv__visible_to(a, first_row / a->group, (first_row + n_rows - 1) / a->group, first, end, &from, &to);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
         memset(tiles[i].scores + n_rows * TQKV__TILE, 0, TQKV__TILE * sizeof(float));
     for (int64_t position = from; position < to; position = tile->position + tile->n) {
@@ -6791,6 +6849,7 @@ typedef struct tqkv__job {
 
 static tqkv__item tqkv__item_of(const tqkv__part *part, int index)
 {
+    TQKV_ASSERT(index >= 0 && index < part->n_items);
     const int rows = part->a->call.n_queries * part->a->group,
               first_row = index / part->a->n_kv_heads * part->rows_each;
     const tqkv__item item = {index % part->a->n_kv_heads, first_row,
@@ -6996,15 +7055,13 @@ static int tqkv__chunk_rows(int head_dim)
 static void tqkv__cut(const tqkv__attention *a, int64_t first, int64_t end, const void *q, void *out, float *max,
                       float *sum, tqkv__part *part)
 {
-    int64_t unused;
     memset(part, 0, sizeof *part);
     part->a = a;
     part->q = q;
     part->out = out;
     part->max = max;
     part->sum = sum;
-    tqkv__visible(a, 0, first, end, &part->first, &unused);
-    tqkv__visible(a, a->call.n_queries - 1, first, end, &unused, &part->end);
+    tqkv__visible_to(a, 0, a->call.n_queries - 1, first, end, &part->first, &part->end);
     if (part->end < part->first) part->end = part->first;
     part->stretch = part->wave = part->first / TQKV__STRETCH;
     part->n_stretches = part->end > part->first ? (part->end - 1) / TQKV__STRETCH - part->stretch + 1 : 1;
@@ -7089,8 +7146,11 @@ static void tqkv__run_waves(tqkv__job *job)
 /* Attends all parts after all checks, with the hooks of the first. */
 static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
 {
-    tqkv__job job = {parts, n_parts, 0, 0, 0, false, NULL, NULL, 0, 0};
+    tqkv__job job;
     const tqkv_allocator *allocator = &parts[0].a->call.allocator;
+    memset(&job, 0, sizeof job);
+    job.parts = parts;
+    job.n_parts = n_parts;
     const size_t totals = tqkv__divide(&job);
     int64_t n_units = 0;
     for (int i = 0; i < n_parts; i++) {
@@ -7111,7 +7171,11 @@ static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
     job.slots = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float);
     job.waves = job.slots + (size_t)job.n_tasks * job.slot_floats;
     float *total = job.waves + job.wave_floats;
-    for (int i = 0; job.spread && i < n_parts; total += parts[i++].sums_floats) parts[i].total = total;
+    if (job.spread)
+        for (int i = 0; i < n_parts; i++) {
+            parts[i].total = total;
+            total += parts[i].sums_floats;
+        }
     if (job.spread)
         tqkv__run_waves(&job);
     else
@@ -7159,6 +7223,7 @@ typedef struct tqkv__arrays {
 
 static void tqkv__add_array(tqkv__arrays *arrays, const void *at, size_t size)
 {
+    TQKV_ASSERT(arrays->n < 8);
     arrays->at[arrays->n] = at;
     arrays->size[arrays->n++] = size;
 }
@@ -7245,14 +7310,15 @@ static bool tqkv__parts_overlap(const tqkv__part *parts, int n)
         high = (uintptr_t)parts[i].out + tqkv__out_size(&parts[i]);
     }
     for (int i = 0; i < n; i++) apart = apart && !tqkv__reads(parts[i].a, parts[i].q, (const void *)low, high - low);
-    for (int i = 0; !apart && i < n; i++)
-        for (int j = 0; j < n; j++) {
-            if (i == j) continue;
-            const void *out = parts[i].out;
-            const size_t size = tqkv__out_size(&parts[i]);
-            if (tqkv__reads(parts[j].a, parts[j].q, out, size)) return true;
-            if (tqkv__overlap(parts[j].out, tqkv__out_size(&parts[j]), out, size)) return true;
-        }
+    if (!apart)
+        for (int i = 0; i < n; i++)
+            for (int j = 0; j < n; j++) {
+                if (i == j) continue;
+                const void *out = parts[i].out;
+                const size_t size = tqkv__out_size(&parts[i]);
+                if (tqkv__reads(parts[j].a, parts[j].q, out, size)) return true;
+                if (tqkv__overlap(parts[j].out, tqkv__out_size(&parts[j]), out, size)) return true;
+            }
     return false;
 }
 
@@ -7352,7 +7418,7 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
     return r;
 }
 
-/* >>owner: tqkv_cache, see >>cache */
+/* >>cache-code: tqkv_cache */
 
 struct tqkv_cache {
     tqkv_attention attention; /* one query over all appended positions; defaults resolved, sinks in the block */
@@ -7533,8 +7599,15 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     if (tqkv__encoding_overlaps(&values, k, tqkv__rows_size(&c->keys, n_tokens)) ||
         tqkv__encoding_overlaps(&keys, v, tqkv__rows_size(&c->values, n_tokens)))
         return TQKV__INVALID("k or v overlaps the cache");
-    tqkv__append_job job = {{&keys, &values}, {k, v}, n_tokens, tqkv__append_tasks(c, n_tokens),
-                            c->attention.end, false,  {false}};
+    tqkv__append_job job;
+    memset(&job, 0, sizeof job);
+    job.streams[0] = &keys;
+    job.streams[1] = &values;
+    job.src[0] = k;
+    job.src[1] = v;
+    job.n_tokens = n_tokens;
+    job.n_tasks = tqkv__append_tasks(c, n_tokens);
+    job.position = c->attention.end;
     const tqkv_parallel serial = {tqkv__run_serial, NULL},
                         *parallel = job.n_tasks > 1 ? &c->attention.parallel : &serial;
     parallel->run(parallel->user, 2 * job.n_tasks, tqkv__append_task, &job);
@@ -7690,45 +7763,48 @@ TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int 
     return TQKV_OK;
 }
 
+/* The fields of a desc, and where a cache has them: those that a snapshot holds, then those that another desc may bring. */
+// clang-format off
+#define TQKV__CACHE_SHAPE(row)                                                                                         \
+    row(head_dim,     keys.head_dim)       row(value_dim,  values.head_dim)                                            \
+    row(n_kv_heads,   keys.n_kv_heads)     row(n_heads,    attention.n_heads)                                          \
+    row(capacity,     keys.capacity)       row(ring,       keys.ring)                                                  \
+    row(key_format,   keys.format)         row(value_format, values.format)                                            \
+    row(window,       attention.window)    row(scale,      attention.scale)     row(softcap,  attention.softcap)
+#define TQKV__CACHE_USE(row)                                                                                           \
+    row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
+    row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
+    row(matrix_group, matrix_group)        row(arithmetic, attention.arithmetic)
+// clang-format on
+
 /* The desc that makes a cache like c. */
 static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
 {
+#define TQKV__FIELD_OF(field, place) desc.field = c->place;
     tqkv_cache_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.head_dim = c->keys.head_dim;
-    desc.value_dim = c->values.head_dim;
-    desc.type = c->keys.type;
-    desc.n_kv_heads = c->keys.n_kv_heads;
-    desc.n_heads = c->attention.n_heads;
-    desc.capacity = c->keys.capacity;
-    desc.key_format = c->keys.format;
-    desc.value_format = c->values.format;
-    desc.ring = c->keys.ring;
-    desc.window = c->attention.window;
-    desc.scale = c->attention.scale;
-    desc.softcap = c->attention.softcap;
-    desc.sinks = c->attention.sinks;
-    desc.parallel = c->attention.parallel;
-    desc.allocator = c->attention.allocator;
-    desc.metal = c->metal;
-    desc.matrix_group = c->matrix_group;
-    desc.arithmetic = c->attention.arithmetic;
+    TQKV__CACHE_SHAPE(TQKV__FIELD_OF)
+    TQKV__CACHE_USE(TQKV__FIELD_OF)
     return desc;
 }
 
-/* Whether the nonzero fields of `wanted`, other than hooks and sinks, are those of `found`. */
+/* Takes over the nonzero fields that another desc may bring. */
+static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
+{
+    if (from->type) to->type = from->type;
+    if (from->sinks) to->sinks = from->sinks;
+    if (from->parallel.run) to->parallel = from->parallel;
+    if (from->allocator.alloc || from->allocator.free) to->allocator = from->allocator;
+    if (from->metal) to->metal = from->metal;
+    if (from->matrix_group) to->matrix_group = from->matrix_group;
+    if (from->arithmetic) to->arithmetic = from->arithmetic;
+}
+
+/* Whether the nonzero fields of the shape of `wanted` are those of `found`. */
 static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
 {
-    return (!wanted->head_dim || wanted->head_dim == found->head_dim) &&
-           (!wanted->value_dim || wanted->value_dim == found->value_dim) &&
-           (!wanted->n_kv_heads || wanted->n_kv_heads == found->n_kv_heads) &&
-           (!wanted->n_heads || wanted->n_heads == found->n_heads) &&
-           (!wanted->capacity || wanted->capacity == found->capacity) &&
-           (!wanted->key_format || wanted->key_format == found->key_format) &&
-           (!wanted->value_format || wanted->value_format == found->value_format) && (!wanted->ring || found->ring) &&
-           (!wanted->window || wanted->window == found->window) &&
-           (wanted->scale == 0.0f || wanted->scale == found->scale) &&
-           (wanted->softcap == 0.0f || wanted->softcap == found->softcap);
+#define TQKV__FIELD_MATCHES(field, place) &&(!wanted->field || wanted->field == found->field)
+    return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
 }
 
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
@@ -7742,13 +7818,7 @@ TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc 
         if (desc->capacity) copied.capacity = desc->capacity;
         copied.ring = copied.ring || desc->ring;
         if (!tqkv__desc_matches(desc, &copied)) return TQKV__INVALID("a field of desc is not the cache's");
-        if (desc->type) copied.type = desc->type;
-        if (desc->sinks) copied.sinks = desc->sinks;
-        if (desc->parallel.run) copied.parallel = desc->parallel;
-        if (desc->allocator.alloc || desc->allocator.free) copied.allocator = desc->allocator;
-        if (desc->metal) copied.metal = desc->metal;
-        if (desc->matrix_group) copied.matrix_group = desc->matrix_group;
-        if (desc->arithmetic) copied.arithmetic = desc->arithmetic;
+        tqkv__take_use(desc, &copied);
     }
     if (copied.capacity > 0 && copied.capacity < c->attention.end - c->first)
         return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
@@ -8063,13 +8133,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
         tqkv__cache_resolve(&found, &checked) != TQKV_OK)
         return TQKV_CORRUPT;
     if (!tqkv__desc_matches(desc, &found)) return TQKV__INVALID("a field of desc is not the snapshot's");
-    found.type = desc->type;
-    found.sinks = desc->sinks;
-    found.parallel = desc->parallel;
-    found.allocator = desc->allocator;
-    found.metal = desc->metal;
-    found.matrix_group = desc->matrix_group;
-    found.arithmetic = desc->arithmetic;
+    tqkv__take_use(desc, &found);
     if (!tqkv__resolve_allocator(&found.allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     ahead.memory = found.allocator;
     r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, centers, end - first));
@@ -9480,11 +9544,12 @@ static bool tqkv__outputs_overlap(const tqkv__batch_item *items, int n, uint64_t
     bool ascend = true;
     for (int i = 1; ascend && i < n; i++)
         ascend = items[i].out >= items[i - 1].out + row * (uint64_t)items[i - 1].merge.n_rows;
-    for (int i = 0; !ascend && i < n; i++)
-        for (int j = 0; j < i; j++)
-            if (items[i].out < items[j].out + row * (uint64_t)items[j].merge.n_rows &&
-                items[j].out < items[i].out + row * (uint64_t)items[i].merge.n_rows)
-                return true;
+    if (!ascend)
+        for (int i = 0; i < n; i++)
+            for (int j = 0; j < i; j++)
+                if (items[i].out < items[j].out + row * (uint64_t)items[j].merge.n_rows &&
+                    items[j].out < items[i].out + row * (uint64_t)items[i].merge.n_rows)
+                    return true;
     return false;
 }
 

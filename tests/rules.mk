@@ -5,7 +5,7 @@ TEST_HEADERS := tqkv.h $(wildcard tests/*.h) examples/thread_pool.h examples/dat
 TEST_BUILD := $(BUILD)/tests
 # The sets that `make test` runs; isa/known compares them with tqkv.h. POSIX is for popen and pthreads.
 ISAS := scalar avx2 avx512 neon
-TEST_FLAGS := -D_POSIX_C_SOURCE=200809L -DTQKV_METAL -DTEST_ISAS='"$(ISAS)"' $(WARNINGS) -I. $(CPPFLAGS)
+TEST_FLAGS := -D_POSIX_C_SOURCE=200809L -DTQKV_METAL '-DTQKV_ASSERT(x)=((x) ? (void)0 : abort())' -DTEST_ISAS='"$(ISAS)"' $(WARNINGS) -I. $(CPPFLAGS)
 
 # Cases whose results must not depend on the compiler; cases that are quick enough for an emulator.
 EXACT_CASES := golden tables codec/ types/
