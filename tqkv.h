@@ -7185,8 +7185,8 @@ enum {
     TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */
     TQKV__ITEMS_OF_MERGE = 6,
     TQKV__ARGUMENTS_ALIGNMENT = 256, /* of a batch's items, which kernels see as constant memory: what Macs document */
-    TQKV__SECOND_ARGS = 4,   /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
-    TQKV__ONLY_CHECKED = -1, /* in place of an index */
+    TQKV__SECOND_ARGS = 4,           /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
+    TQKV__ONLY_CHECKED = -1,         /* in place of an index */
     TQKV__DIM_UNIT = 16
 };
 

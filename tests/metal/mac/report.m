@@ -5,6 +5,7 @@
    formats at each head_dim. --brief: one head_dim. `result` lines have the bits of what the GPU computed: those of two
    libraries can be compared. Ends with status 1 if the library is refused or a result is wrong. */
 #define TQKV_IMPLEMENTATION
+#define TQKV_SHARED
 #include "report.h"
 #include "../../../tqkv.h"
 #include <math.h>
