@@ -479,6 +479,13 @@ TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
 /* The text of the context's last failure in any thread, or of its creation, cut to size - 1 bytes; "" if there is none. */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
+/* Whether the GPU computes what the processor does, for such caches: head_dim, value_dim, heads, formats, type, scale,
+   softcap and matrix_group of desc count. Codes, norms and decoded rows of 48 tokens must have the processor's bits,
+   attention of one and of three queries its values. Takes milliseconds, and the time to build pipelines, most of which
+   such caches need anyway. Each version of the system has its own compiler of shaders: call it once after an update.
+   TQKV_METAL_ERROR: something differs; the text says what. */
+TQKV_METAL_API tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc);
+
 /* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4, of halves and bfloat16s of 2. */
 typedef struct tqkv_metal_buffer {
     tqkv_metal_object buffer; /* id<MTLBuffer> */

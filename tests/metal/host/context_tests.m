@@ -215,6 +215,46 @@ static void run_memory(const void *parameters)
     tqkv_metal_destroy(m); /* frees `left` too */
 }
 
+/* Formats, types and groups as caches may have them; what a context cannot serve is refused with its text. */
+static void run_self_test(const void *parameters)
+{
+    (void)parameters;
+    const tqkv_cache_desc descs[] = {
+        {.head_dim = 64, .n_kv_heads = 1},
+        {.head_dim = 128, .n_kv_heads = 2, .n_heads = 8, .key_format = TQKV_TQ4, .value_format = TQKV_TQ4},
+        {.head_dim = 192, .value_dim = 128, .n_kv_heads = 1, .n_heads = 2, .type = TQKV_TYPE_F16},
+        {.head_dim = 80, .n_kv_heads = 1, .type = TQKV_TYPE_BF16, .softcap = 30.0f},
+        {.head_dim = 64, .n_kv_heads = 1, .key_format = TQKV_F16, .value_format = TQKV_F16}};
+    for (size_t i = 0; i < sizeof descs / sizeof *descs; i++) {
+        char text[400];
+        const tqkv_result r = tqkv_metal_self_test(test_host.metal, &descs[i]);
+        tqkv_metal_error(test_host.metal, text, sizeof text);
+        CHECK(r == TQKV_OK, "case %zu: %s, \"%s\"", i, tqkv_result_string(r), text);
+    }
+    const tqkv_cache_desc unknown = {.head_dim = 100, .n_kv_heads = 1}, empty = {.head_dim = 64};
+    CHECK_REFUSED(test_host.metal, tqkv_metal_self_test(test_host.metal, &unknown), TQKV_UNSUPPORTED, "head_dim 32");
+    CHECK_REFUSED(test_host.metal, tqkv_metal_self_test(test_host.metal, &empty), TQKV_INVALID_ARGUMENT, "self-test");
+    CHECK_RESULT(tqkv_metal_self_test(NULL, &unknown), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_self_test(test_host.metal, NULL), TQKV_INVALID_ARGUMENT);
+}
+
+#ifdef STANDIN
+/* A GPU that computes otherwise: after dispatch n of the test one value of a buffer that it wrote is another. */
+static void run_self_test_fails(const void *parameters)
+{
+    (void)parameters;
+    const char *const words[] = {"self-test: keys of", "decoded keys", "decoded values", "outputs", "outputs"};
+    const int dispatches[] = {1, 2, 3, 5, 7}; /* encode_kv; decode twice; attend and attend_merge twice */
+    const tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1};
+    for (int i = 0; i < 5; i++) {
+        standin_spoil(dispatches[i]);
+        CHECK_REFUSED(test_host.metal, tqkv_metal_self_test(test_host.metal, &desc), TQKV_METAL_ERROR, words[i]);
+        standin_spoil(0);
+    }
+    CHECK_RESULT(tqkv_metal_self_test(test_host.metal, &desc), TQKV_OK);
+}
+#endif
+
 /* -- Threads: one context, one encoder a thread -- */
 
 enum { THREADS = 6, ROUNDS = 4 };
@@ -718,6 +758,7 @@ void context_host_cases(void)
     for (int i = 0; i < 4; i++)
         test_add(run_source_fallback, &refused[i], sizeof refused[i], "context/source/%s", refused[i].name);
     test_add(run_memory, NULL, 0, "context/memory");
+    test_add(run_self_test, NULL, 0, "context/self_test");
     const char *const threads[] = {"caches", "recording", "memory"};
     for (int i = 0; i < 3; i++) test_add(run_threads, &i, sizeof i, "context/threads/%s", threads[i]);
 #ifdef STANDIN
@@ -740,6 +781,7 @@ void context_host_cases(void)
     test_add(run_wrapped_device, NULL, 0, "context/wrapped_device");
     test_add(run_other_encoder, NULL, 0, "context/other_encoder");
     test_add(run_memory_in_force, NULL, 0, "context/memory_in_force");
+    test_add(run_self_test_fails, NULL, 0, "context/self_test_fails");
     test_add(run_half_recorded, NULL, 0, "context/half_recorded");
     test_add(run_given_back, NULL, 0, "context/given_back");
     test_add(run_recorded_again, NULL, 0, "context/recorded_again");
