@@ -628,6 +628,70 @@ tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_q
     return r == TQKV_OK ? r : tqkv__refuse(m, r, "cache_scratch");
 }
 
+/* -- Pipelines ahead of time -- */
+
+static tqkv_result tqkv__build_all(tqkv_metal *m, tqkv_result planned, const char *call, const tqkv__dispatch *d, int n)
+{
+    const tqkv__pipeline *pipeline;
+    tqkv_result r = planned;
+    if (r != TQKV_OK) return tqkv__refuse(m, r, call);
+    for (int i = 0; i < n && r == TQKV_OK; i++) r = tqkv__get_pipeline(m, &d[i].kernel, &pipeline);
+    return r;
+}
+
+/* Attention of so many queries, alone and in batches. d: its plan */
+static tqkv_result tqkv__build_attention(tqkv_metal *m, tqkv_result planned, tqkv__dispatch d[2], bool batches)
+{
+    const tqkv_result r = tqkv__build_all(m, tqkv__avoid_matrices(m, planned, d), "prepare", d, 2);
+    if (r != TQKV_OK || !batches) return r;
+    for (int i = 0; i < 2; i++) d[i].kernel.constants[TQKV_FC_BATCH] = 1 + true;
+    return tqkv__build_all(m, r, "prepare", d, 2);
+}
+
+/* The store without the processor's copy of its page table. */
+static tqkv_metal_store tqkv__any_pages(const tqkv_metal_store *s)
+{
+    tqkv_metal_store any = *s;
+    if (s->pages.buffer) any.shape.pages = NULL;
+    return any;
+}
+
+/* The last number of queries that can need a pipeline of its own: more of them fill all columns of a threadgroup. */
+enum { TQKV__MOST_PREPARED = TQKV__MOST_MATRIX_COLUMNS(64) };
+
+tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, bool batches)
+{
+    tqkv__dispatch d[2];
+    const tqkv_metal_buffer none = {nil, 0};
+    if (!m || !a || !a->keys || !a->values || max_queries < 0) return TQKV_INVALID_ARGUMENT;
+    const tqkv_metal_store keys = tqkv__any_pages(a->keys), values = tqkv__any_pages(a->values);
+    tqkv_metal_attention call = *a;
+    call.keys = &keys;
+    call.values = &values;
+    call.attention.tree = NULL;
+    tqkv_result r =
+        tqkv__build_all(m, tqkv__plan_encode_kv(&keys, &values, none, none, 0, 0, none, d), "prepare", d, 1);
+    for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++) {
+        call.attention.n_queries = n;
+        r = tqkv__build_attention(m, tqkv__plan_attend(&call, none, none, none, d), d, batches);
+    }
+    return r;
+}
+
+tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max_queries)
+{
+    tqkv__dispatch d[2];
+    const tqkv_metal_buffer none = {nil, 0};
+    tqkv_metal_buffer memory;
+    if (max_queries < 0) return TQKV_INVALID_ARGUMENT;
+    tqkv_result r = tqkv_metal_find(m, c, &memory);
+    if (r != TQKV_OK) return r;
+    r = tqkv__build_all(m, tqkv__plan_cache_append(c, memory, none, none, 0, none, d), "prepare", d, 1);
+    for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++)
+        r = tqkv__build_attention(m, tqkv__plan_cache_attend(c, memory, none, n, none, none, d), d, false);
+    return r;
+}
+
 /* The blocking calls of a cache copy their rows into a block of shared memory, and the result out of it. */
 static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
