@@ -493,6 +493,13 @@ TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
 /* The text of the context's last failure in any thread, or of its creation, cut to size - 1 bytes; "" if there is none. */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
+/* Whether the GPU computes what the processor does, for such caches: head_dim, value_dim, heads, formats, type, scale,
+   softcap and matrix_group of desc count. Codes, norms and decoded rows of 48 tokens must have the processor's bits,
+   attention of one and of three queries its values. Takes milliseconds, and the time to build pipelines, most of which
+   such caches need anyway. Each version of the system has its own compiler of shaders: call it once after an update.
+   TQKV_METAL_ERROR: something differs; the text says what. */
+TQKV_METAL_API tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc);
+
 /* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4, of halves and bfloat16s of 2. */
 typedef struct tqkv_metal_buffer {
     tqkv_metal_object buffer; /* id<MTLBuffer> */
@@ -599,6 +606,14 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_obj
                                                    tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                    tqkv_metal_buffer out);
 TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);
+
+/* Builds the pipelines of such calls now: encode_kv into the two stores, with their pages if they have a table, and
+   attention of 1 to max_queries queries (0: 1), in batches, too, if asked. No pages are looked at, and of buffers only
+   whether they are there: centres, sinks, a tree and pages have pipelines of their own. Any thread may call it while others
+   record; those do not wait. Other calls build theirs on first use, which takes up to a second each. */
+TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries,
+                                              bool batches);
+TQKV_METAL_API tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max_queries);
 
 #ifdef __cplusplus
 }
@@ -8982,7 +8997,8 @@ TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int h
    These numbers come from sizes and `make model`, not from measurements on Apple's hardware.
 
    columns       Query rows of a KV head in a threadgroup, as many as registers hold: each key and value is decoded once
-                 for all of them. Rows are divided evenly: 9 rows are 5 + 4, not 8 + 1, for the same two passes.
+                 for all of them. The rows of one query are divided evenly: 9 rows are 5 + 4, not 8 + 1, for the same two
+                 passes. For several queries: tqkv__choose_columns.
    n_simdgroups  4, or as many as the pipeline allows. Each walks its own tiles, and together they hide the latency of
                  loads. They share tables and queries in threadgroup memory.
    stretches     512 slots up to slot 8192, 2048 beyond. A simdgroup's float sums run over a quarter of that, so they
@@ -9048,6 +9064,17 @@ static bool tqkv__choose_matrix(const tqkv__attention *a)
    thread, takes 32 up to D=128. */
 static int tqkv__matrix_rows(const tqkv__attention *a) { return a->key_dim <= 64 ? 32 : a->key_dim <= 128 ? 16 : 8; }
 
+/* A number of columns has a pipeline of its own, and Metal takes up to a second for one. One query has always the same rows:
+   they are its columns. For several they are a power of two, so that a server, whose calls differ in their numbers of
+   queries, does not wait for Metal's compiler in mid-run. */
+static int tqkv__choose_columns(int64_t rows, int n_queries)
+{
+    int columns = 1;
+    if (n_queries == 1) return (int)rows;
+    while (columns < rows) columns *= 2;
+    return columns;
+}
+
 /* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums */
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, size_t most_sums,
                                       tqkv__split *split)
@@ -9067,7 +9094,7 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     split->n_splits = full ? 1 : stretches ? n_stretches : n_sections;
     split->sections_each = full ? n_sections : stretches ? 0 : 1;
     split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
-    split->columns = (int)((rows + blocks - 1) / blocks);
+    split->columns = tqkv__choose_columns((rows + blocks - 1) / blocks, a->call.n_queries);
     split->n_simdgroups = end > 4 ? 4 : end > 1 ? (int)end : 1;
     const size_t n = (size_t)split->n_partials;
     if (a->n_rows > SIZE_MAX / row / (n + 1)) return TQKV__INVALID("scratch of more than SIZE_MAX bytes");

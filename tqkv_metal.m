@@ -7,10 +7,11 @@
    compiled shaders into the object.
 
    tqkv.h plans what a call binds and dispatches (>>plan, >>metal-plan). This file checks a plan against Metal's objects
-   and records it. Contents: errors, pipelines, recording, calls, shared memory, caches, the context. */
+   and records it. Contents: errors, pipelines, recording, calls, shared memory, caches, self-test, the context. */
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
 #include <dispatch/dispatch.h>
+#include <math.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -627,6 +628,70 @@ tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_q
     return r == TQKV_OK ? r : tqkv__refuse(m, r, "cache_scratch");
 }
 
+/* -- Pipelines ahead of time -- */
+
+static tqkv_result tqkv__build_all(tqkv_metal *m, tqkv_result planned, const char *call, const tqkv__dispatch *d, int n)
+{
+    const tqkv__pipeline *pipeline;
+    tqkv_result r = planned;
+    if (r != TQKV_OK) return tqkv__refuse(m, r, call);
+    for (int i = 0; i < n && r == TQKV_OK; i++) r = tqkv__get_pipeline(m, &d[i].kernel, &pipeline);
+    return r;
+}
+
+/* Attention of so many queries, alone and in batches. d: its plan */
+static tqkv_result tqkv__build_attention(tqkv_metal *m, tqkv_result planned, tqkv__dispatch d[2], bool batches)
+{
+    const tqkv_result r = tqkv__build_all(m, tqkv__avoid_matrices(m, planned, d), "prepare", d, 2);
+    if (r != TQKV_OK || !batches) return r;
+    for (int i = 0; i < 2; i++) d[i].kernel.constants[TQKV_FC_BATCH] = 1 + true;
+    return tqkv__build_all(m, r, "prepare", d, 2);
+}
+
+/* The store without the processor's copy of its page table. */
+static tqkv_metal_store tqkv__any_pages(const tqkv_metal_store *s)
+{
+    tqkv_metal_store any = *s;
+    if (s->pages.buffer) any.shape.pages = NULL;
+    return any;
+}
+
+/* The last number of queries that can need a pipeline of its own: more of them fill all columns of a threadgroup. */
+enum { TQKV__MOST_PREPARED = TQKV__MOST_MATRIX_COLUMNS(64) };
+
+tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, bool batches)
+{
+    tqkv__dispatch d[2];
+    const tqkv_metal_buffer none = {nil, 0};
+    if (!m || !a || !a->keys || !a->values || max_queries < 0) return TQKV_INVALID_ARGUMENT;
+    const tqkv_metal_store keys = tqkv__any_pages(a->keys), values = tqkv__any_pages(a->values);
+    tqkv_metal_attention call = *a;
+    call.keys = &keys;
+    call.values = &values;
+    call.attention.tree = NULL;
+    tqkv_result r =
+        tqkv__build_all(m, tqkv__plan_encode_kv(&keys, &values, none, none, 0, 0, none, d), "prepare", d, 1);
+    for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++) {
+        call.attention.n_queries = n;
+        r = tqkv__build_attention(m, tqkv__plan_attend(&call, none, none, none, d), d, batches);
+    }
+    return r;
+}
+
+tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max_queries)
+{
+    tqkv__dispatch d[2];
+    const tqkv_metal_buffer none = {nil, 0};
+    tqkv_metal_buffer memory;
+    if (max_queries < 0) return TQKV_INVALID_ARGUMENT;
+    tqkv_result r = tqkv_metal_find(m, c, &memory);
+    if (r != TQKV_OK) return r;
+    r = tqkv__build_all(m, tqkv__plan_cache_append(c, memory, none, none, 0, none, d), "prepare", d, 1);
+    for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++)
+        r = tqkv__build_attention(m, tqkv__plan_cache_attend(c, memory, none, n, none, none, d), d, false);
+    return r;
+}
+
 /* The blocking calls of a cache copy their rows into a block of shared memory, and the result out of it. */
 static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
@@ -666,6 +731,167 @@ static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const 
     r = tqkv__run(m, "attend", r, d, 2);
     if (r == TQKV_OK) memcpy(out, block->begin + sizes[0], sizes[1]);
     tqkv__give_back(m, block);
+    return r;
+}
+
+/* -- The self-test: one cache on the GPU, one on the processor -- */
+
+enum { TQKV__TRIAL_TOKENS = 48, TQKV__TRIAL_QUERIES = 3 };
+enum { TQKV__TRIAL_K, TQKV__TRIAL_V, TQKV__TRIAL_Q, TQKV__TRIAL_OUT, TQKV__TRIAL_EXPECTED, TQKV__TRIAL_PARTS };
+
+typedef struct tqkv__trial {
+    tqkv_metal *m;
+    tqkv_cache_desc desc;
+    tqkv_cache *gpu, *own;
+    char *parts[TQKV__TRIAL_PARTS]; /* rows of desc.type, in one block */
+    size_t sizes[TQKV__TRIAL_PARTS];
+} tqkv__trial;
+
+static size_t tqkv__trial_width(tqkv_type type) { return type == TQKV_TYPE_F32 ? 4 : 2; }
+
+/* Values of magnitudes from 1/8 to 2. */
+static void tqkv__trial_fill(tqkv_type type, size_t size, uint32_t seed, char *rows)
+{
+    for (size_t i = 0; i < size; i += tqkv__trial_width(type)) {
+        seed = seed * 1664525u + 1013904223u;
+        const uint32_t sign = seed >> 31, exponent = seed >> 29 & 3u, mantissa = seed >> 6 & 0x7fffffu;
+        const uint32_t bits = sign << 31 | (124u + exponent) << 23 | mantissa;
+        const uint16_t half = (uint16_t)(sign << 15 | (12u + exponent) << 10 | mantissa >> 13),
+                       upper = (uint16_t)(bits >> 16);
+        memcpy(rows + i,
+               type == TQKV_TYPE_F32   ? (const void *)&bits
+               : type == TQKV_TYPE_F16 ? &half
+                                       : &upper,
+               tqkv__trial_width(type));
+    }
+}
+
+static double tqkv__trial_value(tqkv_type type, const char *rows, size_t i)
+{
+    float value = 0;
+    uint16_t half = 0;
+    if (type == TQKV_TYPE_F32) {
+        memcpy(&value, rows + 4 * i, 4);
+        return (double)value;
+    }
+    memcpy(&half, rows + 2 * i, 2);
+    const int width = type == TQKV_TYPE_F16 ? 10 : 7, bias = type == TQKV_TYPE_F16 ? 15 : 127;
+    const int exponent = (half & 0x7fff) >> width, mantissa = half & ((1 << width) - 1);
+    const double magnitude = exponent ? ldexp((double)(mantissa + (1 << width)), exponent - bias - width)
+                                      : ldexp((double)mantissa, 1 - bias - width);
+    return half & 0x8000 ? -magnitude : magnitude;
+}
+
+static tqkv_result tqkv__trial_differs(const tqkv__trial *t, const char *what)
+{
+    return tqkv__fail(t->m, TQKV_METAL_ERROR, "self-test: %s of head_dim %d, %s/%s differ from the processor's", what,
+                      t->desc.head_dim, tqkv_format_name(tqkv_cache_keys(t->own)->format),
+                      tqkv_format_name(tqkv_cache_values(t->own)->format));
+}
+
+/* The rows of keys or values that the two caches decode. */
+typedef struct tqkv__trial_decode {
+    tqkv_metal *m;
+    tqkv_metal_store store;
+    tqkv_metal_buffer rows;
+} tqkv__trial_decode;
+
+static tqkv_result tqkv__record_trial(void *user, tqkv_metal_object encoder)
+{
+    const tqkv__trial_decode *d = (const tqkv__trial_decode *)user;
+    return tqkv_metal_decode(d->m, encoder, &d->store, 0, TQKV__TRIAL_TOKENS, TQKV_ORIGINAL, d->rows);
+}
+
+static tqkv_result tqkv__try_store(const tqkv__trial *t, const tqkv_store *gpu, const tqkv_store *own, int part,
+                                   const char *name)
+{
+    tqkv__trial_decode d = {t->m, {*gpu, {nil, 0}, {nil, 0}, {nil, 0}, {nil, 0}}, {nil, 0}};
+    const bool norms = own->norms_size != 0;
+    if (memcmp(gpu->codes, own->codes, own->codes_size) || (norms && memcmp(gpu->norms, own->norms, own->norms_size)))
+        return tqkv__trial_differs(t, name);
+    tqkv_result r = tqkv_metal_find(t->m, gpu->codes, &d.store.codes);
+    if (r == TQKV_OK && norms) r = tqkv_metal_find(t->m, gpu->norms, &d.store.norms);
+    if (r != TQKV_OK) return r;
+    tqkv__memory *block = tqkv__take_staging(t->m, t->sizes[part], &d.rows);
+    if (!block) return TQKV_OUT_OF_MEMORY;
+    r = tqkv__run_as(t->m, "self-test", tqkv__record_trial, &d);
+    /* the source is not needed any more */
+    if (r == TQKV_OK) r = tqkv_decode(own, 0, TQKV__TRIAL_TOKENS, TQKV_ORIGINAL, t->parts[part]);
+    if (r == TQKV_OK && memcmp(block->begin, t->parts[part], t->sizes[part]))
+        r = tqkv__trial_differs(t, part == TQKV__TRIAL_K ? "decoded keys" : "decoded values");
+    tqkv__give_back(t->m, block);
+    return r;
+}
+
+/* Attention is compared by values: float sums in another order, then rounded to the type of rows. */
+static tqkv_result tqkv__try_attention(const tqkv__trial *t, int n_queries)
+{
+    const double limit = t->desc.type == TQKV_TYPE_F32 ? 2e-5 : t->desc.type == TQKV_TYPE_F16 ? 1e-3 : 8e-3;
+    const size_t n = t->sizes[TQKV__TRIAL_OUT] / TQKV__TRIAL_QUERIES / tqkv__trial_width(t->desc.type);
+    double wrong = 0, all = 0;
+    tqkv_result r = tqkv_cache_attend(t->gpu, t->parts[TQKV__TRIAL_Q], n_queries, t->parts[TQKV__TRIAL_OUT]);
+    if (r == TQKV_OK) r = tqkv_cache_attend(t->own, t->parts[TQKV__TRIAL_Q], n_queries, t->parts[TQKV__TRIAL_EXPECTED]);
+    if (r != TQKV_OK) return r;
+    for (size_t i = 0; i < n * (size_t)n_queries; i++) {
+        const double expected = tqkv__trial_value(t->desc.type, t->parts[TQKV__TRIAL_EXPECTED], i),
+                     difference = tqkv__trial_value(t->desc.type, t->parts[TQKV__TRIAL_OUT], i) - expected;
+        wrong += difference * difference;
+        all += expected * expected;
+    }
+    return wrong <= limit * limit * all ? TQKV_OK : tqkv__trial_differs(t, "outputs");
+}
+
+static tqkv_result tqkv__open_trial(tqkv__trial *t)
+{
+    const tqkv_cache_desc *d = &t->desc;
+    t->desc.metal = t->m;
+    tqkv_result r = tqkv_cache_create(d, &t->gpu);
+    t->desc.metal = NULL;
+    if (r == TQKV_OK) r = tqkv_cache_create(d, &t->own);
+    if (r != TQKV_OK) return tqkv__refuse(t->m, r, "self-test");
+    const size_t width = tqkv__trial_width(d->type), n_heads = (size_t)(d->n_heads ? d->n_heads : d->n_kv_heads),
+                 key_dim = (size_t)d->head_dim, value_dim = (size_t)(d->value_dim ? d->value_dim : d->head_dim);
+    const size_t tokens = TQKV__TRIAL_TOKENS * (size_t)d->n_kv_heads * width,
+                 queries = TQKV__TRIAL_QUERIES * n_heads * width;
+    const size_t sizes[] = {tokens * key_dim, tokens * value_dim, queries * key_dim, queries * value_dim,
+                            queries * value_dim};
+    size_t all = 0;
+    memcpy(t->sizes, sizes, sizeof sizes);
+    for (int i = 0; i < TQKV__TRIAL_PARTS; i++) all += sizes[i];
+    t->parts[0] = (char *)calloc(all, 1);
+    if (!t->parts[0]) return tqkv__fail(t->m, TQKV_OUT_OF_MEMORY, "no memory for a self-test");
+    for (int i = 1; i < TQKV__TRIAL_PARTS; i++) t->parts[i] = t->parts[i - 1] + sizes[i - 1];
+    for (int i = TQKV__TRIAL_K; i <= TQKV__TRIAL_Q; i++)
+        tqkv__trial_fill(d->type, sizes[i], 1u + (uint32_t)i, t->parts[i]);
+    return TQKV_OK;
+}
+
+tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc)
+{
+    if (!m || !desc) return TQKV_INVALID_ARGUMENT;
+    tqkv__trial t = {.m = m, .desc = {.capacity = TQKV__TRIAL_TOKENS}};
+    t.desc.head_dim = desc->head_dim;
+    t.desc.value_dim = desc->value_dim;
+    t.desc.n_kv_heads = desc->n_kv_heads;
+    t.desc.n_heads = desc->n_heads;
+    t.desc.key_format = desc->key_format;
+    t.desc.value_format = desc->value_format;
+    t.desc.type = desc->type;
+    t.desc.scale = desc->scale;
+    t.desc.softcap = desc->softcap;
+    t.desc.matrix_group = desc->matrix_group;
+    tqkv_result r = tqkv__open_trial(&t);
+    const void *k = t.parts[TQKV__TRIAL_K], *v = t.parts[TQKV__TRIAL_V];
+    if (r == TQKV_OK) r = tqkv_cache_append(t.gpu, k, v, TQKV__TRIAL_TOKENS);
+    if (r == TQKV_OK) r = tqkv_cache_append(t.own, k, v, TQKV__TRIAL_TOKENS);
+    if (r == TQKV_OK) r = tqkv__try_store(&t, tqkv_cache_keys(t.gpu), tqkv_cache_keys(t.own), TQKV__TRIAL_K, "keys");
+    if (r == TQKV_OK)
+        r = tqkv__try_store(&t, tqkv_cache_values(t.gpu), tqkv_cache_values(t.own), TQKV__TRIAL_V, "values");
+    if (r == TQKV_OK) r = tqkv__try_attention(&t, 1);
+    if (r == TQKV_OK) r = tqkv__try_attention(&t, TQKV__TRIAL_QUERIES);
+    free(t.parts[0]);
+    tqkv_cache_destroy(t.gpu);
+    tqkv_cache_destroy(t.own);
     return r;
 }
 

@@ -53,6 +53,20 @@ BUGS = {
         "FAIL context/failures"),
     "descriptor_leaked": (
         "tqkv__new_commands", r"    TQKV__RELEASE\(descriptor\);\n", "", "ASAN", "rotate/d64", "leaked"),
+    "self_test_without_codes": (
+        "tqkv__try_store", r"memcmp\(gpu->codes.*?\) \|\|", "", "ASAN", "context/self_test_fails",
+        "FAIL context/self_test_fails"),
+    "self_test_without_decoding": (
+        "tqkv__try_store", r" && memcmp\(block->begin", " && false && memcmp(block->begin", "ASAN",
+        "context/self_test_fails", "FAIL context/self_test_fails"),
+    "self_test_of_nothing": (
+        "tqkv__try_attention", r"wrong <= limit", "wrong <= 1e9 || wrong <= limit", "ASAN", "context/self_test_fails",
+        "FAIL context/self_test_fails"),
+    "few_prepared": (
+        "tqkv_metal_cache_prepare", r"n \+\+|n\+\+", "n += 8", "ASAN", "context/prepared", "FAIL context/prepared/cache"),
+    "batches_not_prepared": (
+        "tqkv__build_attention", r"\|\| !batches", "|| batches", "ASAN", "context/prepared",
+        "FAIL context/prepared/stores"),
     "size_unchecked": (
         "tqkv__check_binding", r"b->at\.offset > length \|\| b->size > length - b->at\.offset", "false", "ASAN",
         "refusals/encode", "FAIL refusals/encode|heap-buffer-overflow"),

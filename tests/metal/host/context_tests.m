@@ -215,6 +215,46 @@ static void run_memory(const void *parameters)
     tqkv_metal_destroy(m); /* frees `left` too */
 }
 
+/* Formats, types and groups as caches may have them; what a context cannot serve is refused with its text. */
+static void run_self_test(const void *parameters)
+{
+    (void)parameters;
+    const tqkv_cache_desc descs[] = {
+        {.head_dim = 64, .n_kv_heads = 1},
+        {.head_dim = 128, .n_kv_heads = 2, .n_heads = 8, .key_format = TQKV_TQ4, .value_format = TQKV_TQ4},
+        {.head_dim = 192, .value_dim = 128, .n_kv_heads = 1, .n_heads = 2, .type = TQKV_TYPE_F16},
+        {.head_dim = 80, .n_kv_heads = 1, .type = TQKV_TYPE_BF16, .softcap = 30.0f},
+        {.head_dim = 64, .n_kv_heads = 1, .key_format = TQKV_F16, .value_format = TQKV_F16}};
+    for (size_t i = 0; i < sizeof descs / sizeof *descs; i++) {
+        char text[400];
+        const tqkv_result r = tqkv_metal_self_test(test_host.metal, &descs[i]);
+        tqkv_metal_error(test_host.metal, text, sizeof text);
+        CHECK(r == TQKV_OK, "case %zu: %s, \"%s\"", i, tqkv_result_string(r), text);
+    }
+    const tqkv_cache_desc unknown = {.head_dim = 100, .n_kv_heads = 1}, empty = {.head_dim = 64};
+    CHECK_REFUSED(test_host.metal, tqkv_metal_self_test(test_host.metal, &unknown), TQKV_UNSUPPORTED, "head_dim 32");
+    CHECK_REFUSED(test_host.metal, tqkv_metal_self_test(test_host.metal, &empty), TQKV_INVALID_ARGUMENT, "self-test");
+    CHECK_RESULT(tqkv_metal_self_test(NULL, &unknown), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_self_test(test_host.metal, NULL), TQKV_INVALID_ARGUMENT);
+}
+
+#ifdef STANDIN
+/* A GPU that computes otherwise: after dispatch n of the test one value of a buffer that it wrote is another. */
+static void run_self_test_fails(const void *parameters)
+{
+    (void)parameters;
+    const char *const words[] = {"self-test: keys of", "decoded keys", "decoded values", "outputs", "outputs"};
+    const int dispatches[] = {1, 2, 3, 5, 7}; /* encode_kv; decode twice; attend and attend_merge twice */
+    const tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1};
+    for (int i = 0; i < 5; i++) {
+        standin_spoil(dispatches[i]);
+        CHECK_REFUSED(test_host.metal, tqkv_metal_self_test(test_host.metal, &desc), TQKV_METAL_ERROR, words[i]);
+        standin_spoil(0);
+    }
+    CHECK_RESULT(tqkv_metal_self_test(test_host.metal, &desc), TQKV_OK);
+}
+#endif
+
 /* -- Threads: one context, one encoder a thread -- */
 
 enum { THREADS = 6, ROUNDS = 4 };
@@ -570,6 +610,66 @@ static void run_half_recorded(const void *parameters)
     tqkv_metal_destroy(m);
 }
 
+/* After prepare no call of its kind builds a pipeline. */
+static void run_prepared(const void *parameters)
+{
+    (void)parameters;
+    tqkv_metal *m = host_context();
+    REQUIRE(m, "no context");
+    tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 3, .capacity = 8, .metal = m};
+    tqkv_cache *cache = NULL;
+    float *x = host_floats(4, 9 * 3 * 64), out[9 * 3 * 64];
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_cache_prepare(m, cache, 9), TQKV_OK);
+    standin_fail_at(0);
+    CHECK_RESULT(tqkv_cache_append(cache, x, x, 8), TQKV_OK);
+    for (int n = 9; n > 0; n--) CHECK_RESULT(tqkv_cache_attend(cache, x, n, out), TQKV_OK);
+    CHECK(standin_calls() == 10 * 3 + 2, "%d calls that can fail", standin_calls()); /* and one staging block */
+    CHECK_REFUSED(m, tqkv_metal_cache_prepare(m, (tqkv_cache *)(void *)x, 1), TQKV_INVALID_ARGUMENT, "outside");
+    CHECK_RESULT(tqkv_metal_cache_prepare(m, cache, -1), TQKV_INVALID_ARGUMENT);
+    tqkv_cache_destroy(cache);
+    free(x);
+    tqkv_metal_destroy(m);
+}
+
+/* The same of stores, in batches, with pages whose entries nobody knows yet. */
+static void run_prepared_stores(const void *parameters)
+{
+    const bool paged = *(const bool *)parameters;
+    tqkv_metal *m = host_context();
+    int32_t pages[2] = {1, 0};
+    tqkv_store stores[2] = {test_store(TQKV_TQ4, 64, 1, 128, false), test_store(TQKV_TQ5, 64, 1, 128, false)};
+    tqkv_metal_store s[2] = {host_store(&stores[0]), host_store(&stores[1])};
+    const tqkv_metal_buffer table = host_buffer(pages, sizeof pages), none = {nil, 0};
+    for (int i = 0; paged && i < 2; i++) s[i].pages = table, s[i].shape.n_pages = 2, s[i].shape.page_size = 64;
+    tqkv_metal_attention a = {.keys = &s[0], .values = &s[1], .attention.n_heads = 2};
+    REQUIRE(m, "no context");
+    CHECK_RESULT(tqkv_metal_prepare(m, &a, 4, true), TQKV_OK);
+    standin_fail_at(0);
+    const tqkv_metal_buffer q = host_zeros(4 * 2 * 256), out = host_zeros(4 * 2 * 256);
+    size_t arguments, scratch;
+    a.attention.end = 3;
+    a.attention.n_queries = 3;
+    CHECK_RESULT(tqkv_metal_attend_batch_sizes(m, &a, 1, &arguments, &scratch), TQKV_OK);
+    const tqkv_metal_buffer ab = host_zeros(arguments), sb = host_zeros(scratch);
+    host_work work = host_begin(false);
+    standin_fail_at(0);
+    CHECK_RESULT(tqkv_metal_encode_kv(m, work.encoder, &s[0], &s[1], q, q, 4, 0, none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, sb, out), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend_batch(m, work.encoder, &a, 1, &q, ab, sb, &out), TQKV_OK);
+    CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls());
+    host_end(&work);
+    CHECK_RESULT(tqkv_metal_prepare(m, NULL, 1, false), TQKV_INVALID_ARGUMENT);
+    const tqkv_metal_buffer all[] = {q, out, ab, sb, table};
+    for (int i = 0; i < 5; i++) host_release(all[i]);
+    for (int i = 0; i < 2; i++) {
+        s[i].pages = none;
+        host_store_release(&s[i]);
+        test_store_free(&stores[i]);
+    }
+    tqkv_metal_destroy(m);
+}
+
 /* Calls that wait release what they used: a second round leaves no more objects than the first. */
 static void run_given_back(const void *parameters)
 {
@@ -718,6 +818,7 @@ void context_host_cases(void)
     for (int i = 0; i < 4; i++)
         test_add(run_source_fallback, &refused[i], sizeof refused[i], "context/source/%s", refused[i].name);
     test_add(run_memory, NULL, 0, "context/memory");
+    test_add(run_self_test, NULL, 0, "context/self_test");
     const char *const threads[] = {"caches", "recording", "memory"};
     for (int i = 0; i < 3; i++) test_add(run_threads, &i, sizeof i, "context/threads/%s", threads[i]);
 #ifdef STANDIN
@@ -740,8 +841,12 @@ void context_host_cases(void)
     test_add(run_wrapped_device, NULL, 0, "context/wrapped_device");
     test_add(run_other_encoder, NULL, 0, "context/other_encoder");
     test_add(run_memory_in_force, NULL, 0, "context/memory_in_force");
+    test_add(run_self_test_fails, NULL, 0, "context/self_test_fails");
     test_add(run_half_recorded, NULL, 0, "context/half_recorded");
     test_add(run_given_back, NULL, 0, "context/given_back");
+    test_add(run_prepared, NULL, 0, "context/prepared/cache");
+    for (int i = 0; i < 2; i++)
+        test_add(run_prepared_stores, &(bool){i == 1}, sizeof(bool), "context/prepared/%s", i ? "pages" : "stores");
     test_add(run_recorded_again, NULL, 0, "context/recorded_again");
     test_add(run_devices, NULL, 0, "context/devices");
     test_add(run_failures, NULL, 0, "context/failures");

@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 NSString *const MTLCommandBufferEncoderInfoErrorKey = @"MTLCommandBufferEncoderInfoErrorKey";
-static atomic_int live, calls, fail_at, devices;
+static atomic_int live, calls, fail_at, devices, spoil; /* spoil: dispatches until the one with wrong values */
 static standin_device the_device;
 static const char *compiled;                                /* the library that any source becomes */
 static pthread_mutex_t machine = PTHREAD_MUTEX_INITIALIZER; /* simt.h runs one launch at a time */
@@ -34,6 +34,7 @@ void standin_fail_at(int n)
     fail_at = n;
 }
 
+void standin_spoil(int n) { spoil = n; }
 int standin_calls(void) { return calls; }
 int standin_live_objects(void) { return live; }
 
@@ -332,6 +333,15 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     function->library->run([function->function_name UTF8String], &launch, error, sizeof error);
     pthread_mutex_unlock(&machine);
     if (error[0]) misuse("%s", error);
+    if (atomic_load_explicit(&spoil, memory_order_relaxed) && count(&spoil, -1) == 0)
+        [self spoilWhat:[function->function_name UTF8String]];
+}
+/* Flips the sign of a value, or bits of a code, in the first bytes of the first buffer that the kernel writes. */
+- (void)spoilWhat:(const char *)name
+{
+    const int index = !strncmp(name, "tqkv_encode", 11) ? 2 : !strncmp(name, "tqkv_decode", 11) ? 3 : 4;
+    unsigned char *bytes = launch.buffers[index];
+    for (int i = 0; i < 64; i++) bytes[i] ^= 0x80;
 }
 @end
 
