@@ -60,7 +60,7 @@ $(XCRUN_BUILD)/default.metallib: $(SHADER_NAMES:%=$(XCRUN_BUILD)/%.air)
 
 AIR_LLVM := 14
 AIR_TOOLS := clang-$(AIR_LLVM) opt-$(AIR_LLVM) llvm-as-$(AIR_LLVM)
-AIR_SOURCES := $(wildcard metallib/air/*.py) metallib/air/shim/metal_stdlib tests/metal/prep.py
+AIR_SOURCES := $(wildcard metallib/air/*.py) metallib/air/shim/metal_stdlib metallib/msl.py
 AIR_BUILD := metallib/air/build.py --llvm $(AIR_LLVM)
 
 # Through the one file: a change of tqkv.h that Metal does not see builds nothing.

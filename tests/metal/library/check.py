@@ -19,10 +19,10 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.join(HERE, "..", "..", "..")
-sys.path[:0] = [HERE, os.path.join(HERE, ".."), os.path.join(ROOT, "metallib", "air")]
+sys.path[:0] = [HERE, os.path.join(ROOT, "metallib"), os.path.join(ROOT, "metallib", "air")]
 import container  # noqa: E402
 import launch  # noqa: E402
-import prep  # noqa: E402
+import msl  # noqa: E402
 import reader  # noqa: E402
 import samples  # noqa: E402
 from build import TARGETS  # noqa: E402
@@ -41,16 +41,16 @@ def shaders():
     """{kernel: (file, arguments)} of shaders/"""
     found = {}
     for path in sorted(glob.glob(os.path.join(ROOT, "shaders", "*.metal"))):
-        found.update({name: (path, arguments) for name, arguments in prep.kernels(prep.read(path))})
+        found.update({name: (path, arguments) for name, arguments in msl.kernels(msl.read(path))})
     return found
 
 
 @functools.lru_cache(None)
 def declared(path):
     """{name: (type, index)} of the function constants that a shader sees."""
-    numbers = dict(re.findall(r"(?m)^#define (TQKV_FC_\w+)\s+(\d+)", prep.read(os.path.join(ROOT, "tqkv.h"))))
-    parts = "".join(prep.read(part) for part in prep.included(path, []))
-    return {name: (kind, int(numbers[index])) for kind, name, index in prep.FUNCTION_CONSTANT.findall(parts)}
+    numbers = dict(re.findall(r"(?m)^#define (TQKV_FC_\w+)\s+(\d+)", msl.read(os.path.join(ROOT, "tqkv.h"))))
+    parts = "".join(msl.read(part) for part in msl.included(path, []))
+    return {name: (kind, int(numbers[index])) for kind, name, index in msl.FUNCTION_CONSTANT.findall(parts)}
 
 
 def check_module(library, function, text=None):

@@ -101,7 +101,7 @@ class Module:
         return found
 
     def check(self, shader, constants, library, triple):
-        """shader: the kernel's arguments as prep.py reads them. constants: the container's."""
+        """shader: the kernel's arguments as msl.py reads them. constants: the container's."""
         self.expect(not re.search(r'(?m)^(?![@!;]).*\bptr\b', self.text), "opaque pointer")
         self.expect(f'target datalayout = "{LAYOUT}"' in self.text, "data layout")
         self.expect(f'target triple = "{triple}"' in self.text, f"triple, not {triple}")
