@@ -3,7 +3,8 @@
 
 usage: bugs.py BUILD_FOLDER [part of a name]...
 
-Takes LLC, CPP and LINK from the environment: what compiles the modules and launchers, and links the driver. Each bug
+Takes LLC, CPP and LINK from the environment: what compiles the modules and launchers, and links the driver; LIBRARY and
+LIBRARY_SOURCE: a library without bugs. Each bug
 builds a library of one kernel. Then either check.py's comparison with the shader reports it, or the driver that runs the
 library's bitcode.
 """
@@ -136,8 +137,8 @@ def execute(folder, cases):
 
 def check_copy(folder, case):
     """A case of check.py over the copy of the builder."""
-    status, output = shell(f"python3 {folder}/tests/metal/library/check.py metallib/default.metallib metallib/tqkv.metal "
-                           f"{folder}/check {case}")
+    status, output = shell(f"python3 {folder}/tests/metal/library/check.py {os.environ['LIBRARY']} "
+                           f"{os.environ['LIBRARY_SOURCE']} {folder}/check {case}")
     return output if status else ""
 
 
