@@ -37,9 +37,11 @@ CLANG = ["-x", "c++", "-std=c++17", "-target", "spir64-unknown-unknown", "-nostd
          "-fno-exceptions", "-fno-rtti", "-fno-ident", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-emit-llvm",
          "-c", "-Xclang", "-fdump-record-layouts"]
 # As Apple's: a loop to be unrolled stays a loop with its metadata. The back end unrolls it when it knows the function
-# constants. Functions are inlined first, so that convergent calls are seen.
+# constants, unless jump threading has given it a second way back to its start. A vector that is loaded stays one load.
+# Functions are inlined first, so that convergent calls are seen.
 OPT = ["-data-layout=" + lower.LAYOUT, "-pragma-unroll-threshold=0", "-unroll-threshold=0", "-unroll-full-max-count=0",
-       "-vectorize-loops=false", "-vectorize-slp=false", "-disable-loop-idiom-memcpy", "-S", "-o", "-",
+       "-jump-threading-threshold=0", "-vectorize-loops=false", "-vectorize-slp=false", "-disable-vector-combine",
+       "-disable-loop-idiom-memcpy", "-S", "-o", "-",
        "-passes=internalize,globaldce,always-inline,globaldce,default<O2>,globaldce,instnamer"]
 Source = collections.namedtuple("Source", "path bitcode structs declared kernels")
 Built = collections.namedtuple("Built", "name bitcode constants refusal")
