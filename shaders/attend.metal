@@ -56,7 +56,7 @@
             open_item(items[item], group.z, task); \
         else \
             open_place(args, group.y, group.z, task); \
-        attend_with_formats<D, V>(args, task); \
+        attend<D, V>(args, task); \
     }
 // clang-format on
 

@@ -9,8 +9,8 @@
 // The values of a key may come in any order if those of the queries do, and so may the rows of O^T. So a lane takes
 // neighbouring codes of a row, and loads up to 16 bytes at a time.
 //
-// Letters: D head_dim, W code width of a stored value, KW and VW these of keys and values, F matrices side by side that
-// hold the columns, N values that a lane loads at a time.
+// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, N values that a lane
+// loads at a time.
 #ifndef TQKV_ATTEND_MATRIX_H
 #define TQKV_ATTEND_MATRIX_H
 #include "attend.h"
@@ -158,6 +158,7 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
         float shift = key_centered ? score_of_center<D>(args, task, x) : 0.0f;
         if (rotate_queries) rotate_row<D>(x, task.lane);
         float size = size_of_row<D>(x), inverse = 1.0f / size; // powers of two: both products are exact
+        TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
             task.weights[(c - first) * uint(D) + task.lane * uint(TQKV_LANE_VALUES(D)) + uint(i)] = x[i] * inverse;
         if (task.lane != 0) continue;
@@ -168,10 +169,10 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
 }
 
 // Number of the value of a query at row k of right factor s.
-template <int D, int W>
+template <int D>
 inline uint query_value(uint s, uint k)
 {
-    const uint N = MATRIX_KEY_VALUES(D, W);
+    const uint N = uint(BY_CODE_WIDTH(key_format, MATRIX_KEY_VALUES, D));
     return s / (N / 2u) * (4u * N) + k / 2u * N + s % (N / 2u) * 2u + k % 2u;
 }
 
@@ -183,7 +184,7 @@ inline threadgroup right_pair *query_at(thread const attend_task &task, uint num
 
 // The rows of a pass as pairs of right factors: [F][D / 16][32 lanes]. A column that is not used repeats the last one. A
 // barrier must precede it, and follow.
-template <int D, int W, int F>
+template <int D, int F>
 inline void arrange_queries(thread const attend_task &task, uint first)
 {
     uint begin = first / 8u, end = min(begin + uint(MATRIX_PASS), uint(F)), n = uint(D / 16);
@@ -192,7 +193,7 @@ inline void arrange_queries(thread const attend_task &task, uint first)
         TQKV_UNROLL
         for (int i = 0; i < 4; i++) {
             uint c = min(number / n * 8u + TQKV_RIGHT_COLUMN(task.lane, i % 2), columns - 1u), s = number % n * 2u;
-            uint value = query_value<D, W>(s + uint(i / 2), TQKV_RIGHT_ROW(task.lane, i % 2));
+            uint value = query_value<D>(s + uint(i / 2), TQKV_RIGHT_ROW(task.lane, i % 2));
             x[i] = task.weights[(c - first) * uint(D) + value];
         }
         *query_at(task, number) = right_of(x[0], x[1], x[2], x[3], false);
@@ -200,14 +201,14 @@ inline void arrange_queries(thread const attend_task &task, uint first)
 }
 
 // A barrier must precede and follow it.
-template <int D, int W, int F>
+template <int D, int F>
 inline void load_matrix_queries(constant tqkv__attend_args &args, thread const attend_task &task, column_memory memory)
 {
     for (uint first = 0; first < columns; first += uint(8 * MATRIX_PASS)) {
         if (first != 0) threadgroup_barrier(mem_flags::mem_threadgroup);
         load_query_rows<D>(args, task, first, memory);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        arrange_queries<D, W, F>(task, first);
+        arrange_queries<D, F>(task, first);
     }
 }
 
@@ -332,22 +333,57 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
     }
 }
 
+// As any_keys of attend.h.
+template <int D, int F>
+struct any_key_batch {
+    key_batch<D, 4, F> of_4;
+    key_batch<D, 8, F> of_8;
+    key_batch<D, 16, F> of_16;
+};
+
+template <int D, int W, int F>
+inline void load_first_batch(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                             thread key_batch<D, W, F> &keys)
+{
+    TQKV_UNROLL
+    for (int b = 0; b < MATRIX_KEY_BATCH(D, W, F); b++) load_key_chunk<D, W>(args, task, base, uint(b), keys.chunks[b]);
+}
+
+template <int D, int F>
+inline void open_key_batch(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                           thread any_key_batch<D, F> &keys)
+{
+    if (code_width(key_format) == 4) load_first_batch<D, 4, F>(args, task, base, keys.of_4);
+    if (code_width(key_format) == 8) load_first_batch<D, 8, F>(args, task, base, keys.of_8);
+    if (code_width(key_format) == 16) load_first_batch<D, 16, F>(args, task, base, keys.of_16);
+}
+
+template <int D, int F>
+inline void score_any_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                                  uint next_base, thread const value_book &book, thread any_key_batch<D, F> &keys,
+                                  thread sum_matrix (&score)[4][F])
+{
+    if (code_width(key_format) == 4) score_matrix_tile<D, 4, F>(args, task, base, next_base, book, keys.of_4, score);
+    if (code_width(key_format) == 8) score_matrix_tile<D, 8, F>(args, task, base, next_base, book, keys.of_8, score);
+    if (code_width(key_format) == 16) score_matrix_tile<D, 16, F>(args, task, base, next_base, book, keys.of_16, score);
+}
+
 // ---- Softmax of one tile ----
 
 // What a simdgroup carries from tile to tile.
-template <int D, int KW, int F>
+template <int D, int F>
 struct matrix_walk {
     uint tile;                     // its next one
     uint gap_begin, after_gap;     // from gap_begin on it goes on with tile after_gap
     tile_memory base;              // of that tile
     int least_newest, most_newest; // of the columns
-    key_batch<D, KW, F> keys;      // of that tile
+    any_key_batch<D, F> keys;      // of that tile
     tile_norms norms;              // likewise, with few columns
 };
 
 // Whether all columns of the threadgroup see all slots of a tile, and no slot belongs to another tile.
-template <int D, int KW, int F>
-inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread const matrix_walk<D, KW, F> &walk)
+template <int D, int F>
+inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread const matrix_walk<D, F> &walk)
 {
     uint slot = first_slot_of_tile(args, tile);
     int first = position_of_slot(args, slot), last = position_of_slot(args, slot + 31u);
@@ -372,11 +408,11 @@ inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task
         for (int f = 0; f < F; f++) {
             TQKV_UNROLL
             for (int i = 0; i < 2; i++) {
+                float own = score[p][f].elements[i];
                 int newest = state.newest[f][i];
                 bool seen = position <= newest && (args.window == 0 || position > newest - args.window);
                 if (has_tree) seen = seen && tree_shows(args, task.tree, newest, position);
-                float own = finite ? score[p][f].elements[i] : as_type<float>(0x7fc00000u);
-                score[p][f].elements[i] = seen ? own : -INFINITY;
+                score[p][f].elements[i] = seen ? finite ? own : as_type<float>(0x7fc00000u) : -INFINITY;
             }
         }
         norms.values[p] = finite ? norms.values[p] : 0.0f;
@@ -585,9 +621,48 @@ inline void add_matrix_values(constant tqkv__attend_args &args, thread const att
         for (int h = 0; h < 2; h++) {
             if (W == 16 && !whole) clear_not_finite<W, N>(values[h].raw);
             multiply_values<D, W, F>(j, values[h], book, right[h], state);
-            if (j + 1 < chunks) load_value_chunk<D, W>(args, task, base, uint(j + 1), uint(h), values[h]);
+            load_value_chunk<D, W>(args, task, base, uint((j + 1) % chunks), uint(h), values[h]);
         }
     }
+}
+
+// As any_keys of attend.h: the first chunk of a tile.
+template <int D>
+struct any_value_chunks {
+    value_chunk<D, 4> of_4[2];
+    value_chunk<D, 8> of_8[2];
+    value_chunk<D, 16> of_16[2];
+};
+
+template <int D, int W>
+inline void load_first_chunks(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                              thread value_chunk<D, W> (&values)[2])
+{
+    TQKV_UNROLL
+    for (int h = 0; h < 2; h++) load_value_chunk<D, W>(args, task, base, 0u, uint(h), values[h]);
+}
+
+template <int D>
+inline void open_value_chunks(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                              thread any_value_chunks<D> &values)
+{
+    if (code_width(value_format) == 4) load_first_chunks<D, 4>(args, task, base, values.of_4);
+    if (code_width(value_format) == 8) load_first_chunks<D, 8>(args, task, base, values.of_8);
+    if (code_width(value_format) == 16) load_first_chunks<D, 16>(args, task, base, values.of_16);
+}
+
+template <int D, int F>
+inline void add_any_matrix_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                                  bool whole, thread const tile_norms &norms, thread const value_book &book,
+                                  thread any_value_chunks<D> &values, thread sum_matrix (&weight)[4][F],
+                                  thread matrix_state<D, F> &state)
+{
+    if (code_width(value_format) == 4)
+        add_matrix_values<D, 4, F>(args, task, base, whole, norms, book, values.of_4, weight, state);
+    if (code_width(value_format) == 8)
+        add_matrix_values<D, 8, F>(args, task, base, whole, norms, book, values.of_8, weight, state);
+    if (code_width(value_format) == 16)
+        add_matrix_values<D, 16, F>(args, task, base, whole, norms, book, values.of_16, weight, state);
 }
 
 // ---- The simdgroups' results as one ----
@@ -659,10 +734,10 @@ inline void combine_states(thread const attend_task &task, uint c, column_memory
 #define MATRIX_SUM_COLUMNS 4
 
 // Stores the simdgroup's sums of element i of matrix f.
-template <int D, int VW, int F>
+template <int D, int F>
 inline void store_sums(thread const attend_task &task, int f, int i, thread const matrix_state<D, F> &state)
 {
-    const int N = MATRIX_OUT_VALUES(D, VW);
+    const int N = BY_CODE_WIDTH(value_format, MATRIX_OUT_VALUES, D);
     uint k = task.simdgroup * uint(MATRIX_SUM_COLUMNS) + TQKV__MATRIX_COLUMN(task.lane) / 2u;
     threadgroup float *row = task.sums + k * uint(D + 4) + TQKV__MATRIX_ROW(task.lane) * uint(N);
     TQKV_UNROLL
@@ -744,14 +819,14 @@ inline void combine_four(thread const attend_task &task, uint D, column_memory m
 }
 
 // Adds the sums of element i of matrix f up, four values of a column a thread.
-template <int D, int VW, int F>
+template <int D, int F>
 inline void combine_sums(thread const attend_task &task, int f, int i, column_memory memory, stretch_end how,
                          thread const matrix_state<D, F> &state)
 {
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, first = uint(f * 8 + i);
     four_sums own;
     open_four(task, uint(D), first, thread_index, memory, how, own); // its loads are under way before the barrier
-    store_sums<D, VW, F>(task, f, i, state);
+    store_sums<D, F>(task, f, i, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint at = thread_index; at < uint(D); at += n_threads) {
         if (at != thread_index) open_four(task, uint(D), first, at, memory, how, own);
@@ -761,7 +836,7 @@ inline void combine_sums(thread const attend_task &task, int f, int i, column_me
 }
 
 // As keep_stretch of attend.h.
-template <int D, int VW, int F>
+template <int D, int F>
 inline uint keep_matrix_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
                                 uint stretch, column_memory memory, thread matrix_state<D, F> &state)
 {
@@ -779,7 +854,7 @@ inline uint keep_matrix_stretch(constant tqkv__attend_args &args, thread const a
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
-        for (int i = 0; i < 2; i++) combine_sums<D, VW, F>(task, f, i, memory, how, state);
+        for (int i = 0; i < 2; i++) combine_sums<D, F>(task, f, i, memory, how, state);
     }
     return how.to_total ? 0u : partial;
 }
@@ -831,30 +906,29 @@ inline void clear_matrices(thread matrix_state<D, F> &state)
 }
 
 // The simdgroup's tiles before tile `end`.
-template <int D, int KW, int VW, int F>
+template <int D, int F>
 inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const attend_task &task, uint end,
                              thread const value_book &key_book, thread const value_book &out_book,
-                             thread matrix_walk<D, KW, F> &walk, thread matrix_state<D, F> &state)
+                             thread matrix_walk<D, F> &walk, thread matrix_state<D, F> &state)
 {
     while (walk.tile < end) {
         uint tile = walk.tile;
         tile_memory base = walk.base;
         walk.tile = step_over(tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
         walk.base = find_tile(args, task.pages, walk.tile);
-        bool whole = sees_whole_tile<D, KW, F>(args, tile, walk);
+        bool whole = sees_whole_tile<D, F>(args, tile, walk);
         tile_norms norms;
         next_tile_norms<D, F>(args, task, base, walk.base, walk.norms, norms);
-        value_chunk<D, VW> values[2];
-        TQKV_UNROLL
-        for (int h = 0; h < 2; h++) load_value_chunk<D, VW>(args, task, base.values, 0u, uint(h), values[h]);
+        any_value_chunks<D> values;
+        open_value_chunks<D>(args, task, base.values, values);
         sum_matrix score[4][F];
-        score_matrix_tile<D, KW, F>(args, task, base.keys, walk.base.keys, key_book, walk.keys, score);
+        score_any_matrix_tile<D, F>(args, task, base.keys, walk.base.keys, key_book, walk.keys, score);
         weigh_matrix_tile<D, F>(args, task, tile, whole, norms, score, state);
-        add_matrix_values<D, VW, F>(args, task, base.values, whole, norms, out_book, values, score, state);
+        add_any_matrix_values<D, F>(args, task, base.values, whole, norms, out_book, values, score, state);
     }
 }
 
-template <int D, int KW, int VW, int F>
+template <int D, int F>
 inline void attend_by_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
@@ -864,7 +938,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     tile_range seen = tiles_seen(args, task.first_column);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     matrix_state<D, F> state;
-    matrix_walk<D, KW, F> walk;
+    matrix_walk<D, F> walk;
     walk.gap_begin = seen.gap_begin;
     walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
     walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
@@ -872,13 +946,11 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     walk.base = find_tile(args, task.pages, walk.tile);
     walk.least_newest = newest_seen(args, row_of_column(args, task.first_column).query);
     walk.most_newest = newest_seen(args, row_of_column(args, task.first_column + columns - 1u).query);
-    TQKV_UNROLL
-    for (int b = 0; b < MATRIX_KEY_BATCH(D, KW, F); b++)
-        load_key_chunk<D, KW>(args, task, walk.base.keys, uint(b), walk.keys.chunks[b]);
+    open_key_batch<D, F>(args, task, walk.base.keys, walk.keys);
     if (F <= 2) load_tile_norms<D>(args, task, walk.base, walk.norms);
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
-    load_matrix_queries<D, KW, F>(args, task, memory);
+    load_matrix_queries<D, F>(args, task, memory);
     threadgroup uchar *pairs = (threadgroup uchar *)(table_memory + 256 + max(1u << codebook_bits(value_format), 4u));
     value_book key_book = open_value_book(key_format, tables, pairs, task.lane);
     value_book out_book = open_value_book(value_format, tables + 256, pairs, task.lane);
@@ -889,39 +961,23 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
         clear_matrices<D, F>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_matrix_tiles<D, KW, VW, F>(args, task, end, key_book, out_book, walk, state);
-        partial = keep_matrix_stretch<D, VW, F>(args, task, own, stretch, memory, state);
+        add_matrix_tiles<D, F>(args, task, end, key_book, out_book, walk, state);
+        partial = keep_matrix_stretch<D, F>(args, task, own, stretch, memory, state);
     }
     store_columns(args, task, partial, memory);
 }
 
-// The widths of keys and values, and how many columns there are, choose the code here and nowhere else.
-template <int D, int KW, int VW>
+// How many columns there are chooses the code here and nowhere else.
+template <int D>
 inline void attend_with_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     const int most = TQKV__MOST_MATRIX_COLUMNS(D) / 8;
-    if (columns <= 8)
-        attend_by_matrices<D, KW, VW, 1>(args, task);
-    else if (columns <= 16 && most >= 2)
-        attend_by_matrices < D, KW, VW, most<2 ? 1 : 2>(args, task);
+    if (most == 1 || columns <= 8)
+        attend_by_matrices<D, 1>(args, task);
+    else if (most == 2 || columns <= 16)
+        attend_by_matrices<D, 2>(args, task);
     else
-        attend_by_matrices<D, KW, VW, most>(args, task);
-}
-
-template <int D, int KW>
-inline void attend_matrix_with_keys(constant tqkv__attend_args &args, thread const attend_task &task)
-{
-    if (code_width(value_format) == 4) attend_with_matrices<D, KW, 4>(args, task);
-    if (code_width(value_format) == 8) attend_with_matrices<D, KW, 8>(args, task);
-    if (code_width(value_format) == 16) attend_with_matrices<D, KW, 16>(args, task);
-}
-
-template <int D>
-inline void attend_matrix_with_formats(constant tqkv__attend_args &args, thread const attend_task &task)
-{
-    if (code_width(key_format) == 4) attend_matrix_with_keys<D, 4>(args, task);
-    if (code_width(key_format) == 8) attend_matrix_with_keys<D, 8>(args, task);
-    if (code_width(key_format) == 16) attend_matrix_with_keys<D, 16>(args, task);
+        attend_by_matrices<D, most>(args, task);
 }
 
 #endif

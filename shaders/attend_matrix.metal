@@ -54,7 +54,7 @@
             open_item(items[item], group.z, task); \
         else \
             open_place(args, group.y, group.z, task); \
-        attend_matrix_with_formats<D>(args, task); \
+        attend_with_matrices<D>(args, task); \
     }
 // clang-format on
 

@@ -79,9 +79,10 @@ inline float reduce_block(bool largest, uint lane, thread float *piece)
         const int n = J / (2 * distance);
         bool upper = (lane & uint(distance)) != 0;
         TQKV_UNROLL
-        for (int j = 0; j < n; j++) {
-            float keep = upper ? piece[j + n] : piece[j], give = upper ? piece[j] : piece[j + n];
-            float other = simd_shuffle_xor(distance < S ? piece[j] : give, ushort(distance));
+        for (int j = 0; j < J / 2; j++) {
+            if (j >= n) continue;
+            float low = piece[j], high = piece[j + n], keep = upper ? high : low, give = upper ? low : high;
+            float other = simd_shuffle_xor(distance < S ? low : give, ushort(distance));
             piece[j] = distance >= S ? joined(largest, keep, other) : upper ? keep : other;
         }
     }
