@@ -39,11 +39,15 @@ ifneq ($(and $(AIR_INSTALLED),$(shell command -v $(LLC) 2>/dev/null)),)
 test-metallib-quick: $(METAL_BUILD)/library/driver check-metallib-source
 	@echo "== $(LIBRARY): container, modules, refusals"
 	@python3 $(LIBRARY_TESTS)/check.py $(LIBRARY) $(LIBRARY_SOURCE) $(METAL_BUILD)/library/check
+	@echo "== $(LIBRARY): pipelines of it, by LLVM's optimiser"
+	@python3 $(LIBRARY_TESTS)/specialise.py $(LIBRARY)
 	@echo "== $(LIBRARY): its bitcode on the CPU"
 	@$< --one-schedule
 
 test-metallib: ## the library in the box: its bitcode on the CPU, an independent reader, planted bugs
 test-metallib: check-metallib-rebuilt test-metallib-quick $(METAL_BUILD)/library-of-source/driver check-metallib-source-cuda test-metallib-bugs
+	@echo "== $(LIBRARY): all its pipelines, by LLVM's optimiser"
+	@python3 $(LIBRARY_TESTS)/specialise.py $(LIBRARY) --all
 	@echo "== $(LIBRARY): its bitcode on the CPU, every schedule"
 	@$(METAL_BUILD)/library/driver
 	@$(METAL_BUILD)/library/driver --flush
