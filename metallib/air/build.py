@@ -34,8 +34,8 @@ TARGETS = {
 # spir64: clang leaves structs in arguments alone there. No line of the standard headers is read.
 CLANG = ["-x", "c++", "-std=c++17", "-target", "spir64-unknown-unknown", "-nostdinc", "-nostdinc++", "-isystem",
          os.path.join(HERE, "shim"), "-O2", "-Xclang", "-disable-llvm-passes", "-ffp-contract=off", "-fno-jump-tables",
-         "-fno-exceptions", "-fno-rtti", "-fno-ident", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-emit-llvm",
-         "-c", "-Xclang", "-fdump-record-layouts"]
+         "-fno-strict-aliasing", "-fno-exceptions", "-fno-rtti", "-fno-ident", "-Wall", "-Wextra", "-Werror",
+         "-Wno-unknown-pragmas", "-emit-llvm", "-c", "-Xclang", "-fdump-record-layouts"]
 # As Apple's: a loop to be unrolled stays a loop with its metadata. The back end unrolls it when it knows the function
 # constants, unless jump threading has given it a second way back to its start. A vector that is loaded stays one load.
 # Functions are inlined first, so that convergent calls are seen.
@@ -101,6 +101,7 @@ class Builder:
         raw = run([f"opt-{self.args.llvm}", *OPT, f"-internalize-public-api-list={name}", source.bitcode]).decode()
         module = lower.Kernel(name, raw)
         module.lower()
+        module.split_tables()
         module.set_constants(source.declared, os.path.basename(source.path))
         text = module.text(self.target, arguments, source.structs)
         return Built(name, b"" if self.lines else self.assemble(name, text), module.listed, "")

@@ -36,7 +36,7 @@ CALLS = {
 # Conversions are calls: the start of the name, with the type from before and after.
 CONVERSIONS = {"uitofp": "f.{1}.u.{0}", "sitofp": "f.{1}.s.{0}", "fptoui": "u.{1}.f.{0}", "fptosi": "s.{1}.f.{0}"}
 COMPARISONS = {"umin": "ult", "umax": "ugt", "smin": "slt", "smax": "sgt", "usub.sat": "ugt"}
-KEPT = ("tbaa", "range", "llvm.loop", "dbg")  # metadata of instructions; dbg for check alone
+KEPT = ("range", "llvm.loop", "dbg")  # metadata of instructions; dbg for check alone
 HINT = (r" (?:noundef|nonnull|readnone|writeonly|signext|zeroext|immarg|noalias|align \d+|dereferenceable_or_null\(\d+\)%s)"
         r"(?=[ ,)])")
 # Apple's modules have the second kind, too, but of a kernel's own parameters alone.
@@ -44,11 +44,12 @@ HINTS_OF_PARAMETERS, HINTS = re.compile(HINT % ""), re.compile(HINT % r"|nocaptu
 
 
 def split(text):
-    """Splits at commas outside of all brackets."""
-    depth, parts, last = 0, [], 0
+    """Splits at commas outside of all brackets and strings."""
+    depth, parts, last, in_string = 0, [], 0, False
     for i, c in enumerate(text):
-        depth += (c in "(<{[") - (c in ")>}]")
-        if c == "," and depth == 0:
+        in_string ^= c == '"'
+        depth += not in_string and (c in "(<{[") - (c in ")>}]")
+        if c == "," and depth == 0 and not in_string:
             parts.append(text[last:i].strip())
             last = i + 1
     return [p for p in parts + [text[last:].strip()] if p]
@@ -135,6 +136,29 @@ class Kernel:
             return [test, f"  %{name}.difference = sub {kind} {a}, {b}",
                     f"  %{name} = select i1 %{name}.test, {kind} %{name}.difference, {kind} 0"]
         return [test, f"  %{name} = select i1 %{name}.test, {kind} {a}, {kind} {b}"]
+
+    def split_tables(self):
+        """A table for each member of a constant struct that the kernel uses. Nothing changes where it uses the whole."""
+        for line in list(self.globals):
+            match = re.match(r"(@\S+) = (.*addrspace\(2\) constant) (%\S+) \{ (.*) \}, align (\d+)$", line)
+            if not match:
+                continue
+            name, linkage, kind, values, align = match.groups()
+            types = split(re.search(rf"^{re.escape(kind)} = type {{ (.*) }}$", "\n".join(self.types), re.M).group(1))
+            member = re.compile(rf"{re.escape(kind)}, {re.escape(kind)} addrspace\(2\)\* {re.escape(name)}, i64 0, i32 (\d+)")
+            body, used = "\n".join(self.body), set()
+
+            def place(found):
+                number = int(found.group(1))
+                used.add(number)
+                return f"{types[number]}, {types[number]} addrspace(2)* {name}.{number}, i64 0"
+
+            body = member.sub(place, body)
+            if re.search(rf"{re.escape(name)}(?![\w.])", body):
+                continue
+            self.body = body.split("\n")
+            self.globals.remove(line)
+            self.globals += [f"{name}.{n} = {linkage} {split(values)[n]}, align {align}" for n in sorted(used)]
 
     def set_constants(self, declared, source):
         """Function constants are globals that an initialiser copies from those that the runtime sets."""
