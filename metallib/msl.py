@@ -5,6 +5,7 @@ import re
 ATTRIBUTE = re.compile(r"\[\[\s*(\w+)\s*(?:\(\s*(\w+)\s*\))?\s*\]\]")
 FUNCTION_CONSTANT = re.compile(r"(?m)^constant\s+(\w+)\s+(\w+)\s*\[\[\s*function_constant\(\s*(\w+)\s*\)\s*\]\]\s*;")
 KERNEL = re.compile(r"\bkernel\s+void\s+([\w#]+)\s*\(")
+LIST = re.compile(r"(?m)^#define\s+(\w+)[ \t]+((?:[^\n]*\\\n)*[^\n]*)")
 DEFINE = re.compile(r"(?m)^#define\s+(\w+)\((\w+(?:, \w+)*)\)((?:[^\n]*\\\n)*[^\n]*)")
 
 
@@ -54,10 +55,18 @@ def expand_kernel_macros(source):
     return expanded
 
 
-def kernels(source):
-    """[(name, [(type, argument name, [(attribute, index)])])] of all kernels."""
+def argument_lists(path):
+    """{name: text} of the macros without parameters that list arguments of kernels, in the file and its headers."""
+    found = (macro for part in included(path, []) for macro in LIST.findall(without_comments(read(part))))
+    return {name: body.replace("\\\n", "\n") for name, body in found if ATTRIBUTE.search(body)}
+
+
+def kernels(path):
+    """[(name, [(type, argument name, [(attribute, index)])])] of all kernels of a file."""
     found = []
-    text = expand_kernel_macros(source)
+    text = expand_kernel_macros(read(path))
+    for name, arguments in argument_lists(path).items():
+        text = re.sub(rf"\b{name}\b", lambda _: arguments, text)
     for match in KERNEL.finditer(text):
         arguments = []
         for argument in split_arguments(text[match.end():closing(text, match.end() - 1)]):

@@ -18,7 +18,8 @@ METALLIB_SDK := $(if $(filter ios%,$(TARGET)),iphoneos,macosx)
 XCRUN_METAL := $(shell xcrun --sdk $(METALLIB_SDK) --find metal 2>/dev/null)
 METALLIB_BY ?= $(if $(XCRUN_METAL),xcrun,air)
 
-# LLVM 14 is the last whose pointers have types, as in all that Apple's runtimes read. Newer systems have it no more.
+# LLVM 14 is the last whose pointers have types, as in all that Apple's runtimes read. Later releases of Debian and Ubuntu do
+# not package it.
 CODENAME := $(shell . /etc/os-release 2>/dev/null && echo $$VERSION_CODENAME)
 DEB_TEST += python3 $(if $(filter bookworm jammy noble,$(CODENAME)),clang-14 llvm-14)
 

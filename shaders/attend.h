@@ -50,9 +50,8 @@ struct attend_task {
     device const uchar *q;     // [n_queries][n_heads][KD]
     stream_rows keys, values;  // of the KV head
     device float *partial_out; // [n_partials][n_queries][n_heads][VD]: sum of weight * value
-    device float
-        *partial_state;         // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in
-                                // powers of two), sum of the weights
+    // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in powers of two), sum of the weights
+    device float *partial_state;
     device const float *center; // [n_kv_heads][KD]: of the keys
     page_tables pages;
     device const uint *tree;    // [n_queries][2]
@@ -758,17 +757,11 @@ inline void clear_sums(thread column_state<D> &state)
     }
 }
 
-inline uint step_over(uint tile, uint gap_begin, uint after_gap)
-{
-    return tile < gap_begin ? tile : max(tile, after_gap);
-}
-
 // What a simdgroup carries from tile to tile. D: of the keys
 template <int D>
 struct tile_walk {
-    uint tile;                 // its next one
-    uint gap_begin, after_gap; // from gap_begin on it goes on with tile after_gap
-    tile_place next;           // the place of that tile
+    tile_steps steps;
+    tile_place next; // the place of the next tile
     any_keys<D> keys;
 };
 
@@ -779,10 +772,10 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
                       thread column_state<VD> &state)
 {
     threadgroup float *weights = task.weights + task.simdgroup * uint(32 * TQKV__MAX_COLUMNS(VD));
-    while (walk.tile < end) {
+    while (walk.steps.tile < end) {
         tile_place at = walk.next;
-        walk.tile = step_over(walk.tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
-        walk.next = open_tile(args, task.pages, walk.tile, at.row);
+        next_tile(walk.steps, task.n_simdgroups);
+        walk.next = open_tile(args, task.pages, walk.steps.tile, at.row);
         float score[TQKV__MAX_COLUMNS(KD)];
         uint row = existing_row(args, at.row), value_slot = value_slot_of(args, at.base.values + row);
         float key_scale = row_scale<KD>(key_format, task.keys, at.base.keys + row, args.key_block_scale);
@@ -797,20 +790,14 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     }
 }
 
-// Adds a stretch to the partial result of its section, and at the end of a section that to the result of all. So every
-// way to share the stretches among threadgroups does the same additions in the same order. Returns the partial result
-// that has the total.
+// Adds a stretch to the partial results. Returns the number of the one that has the total.
 template <int D>
-inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
-                         uint stretch, thread column_state<D> &state)
+inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_end how,
+                         thread column_state<D> &state)
 {
-    const int C = TQKV__MAX_COLUMNS(D);
-    bool several = args.sections_each > 1, last = stretch + 1u == own.end || (stretch + 1u) % TQKV__SECTION == 0;
-    uint partial = several ? 1u : task.split;
-    add_to_partial<D>(args, task, partial, stretch == own.begin || stretch % TQKV__SECTION == 0, task.kept, state);
-    if (!several || !last) return partial;
-    add_to_partial<D>(args, task, 0u, stretch / TQKV__SECTION == own.begin / TQKV__SECTION, task.kept + 2 * C, state);
-    return 0u;
+    add_to_partial<D>(args, task, how.partial, how.copy, task.kept, state);
+    if (how.to_total) add_to_partial<D>(args, task, 0u, how.copy_to_total, task.kept + 2 * TQKV__MAX_COLUMNS(D), state);
+    return how.total;
 }
 
 template <int KD, int VD>
@@ -821,11 +808,8 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     column_state<VD> state;
     tile_walk<KD> walk;
-    walk.gap_begin = seen.gap_begin;
-    walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
-    walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
-    walk.tile = step_over(walk.tile, walk.gap_begin, walk.after_gap);
-    walk.next = open_tile(args, task.pages, walk.tile, row_of_lane<KD>(task.lane));
+    walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
+    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(task.lane));
     open_keys<KD>(args, task, walk.next.base.keys, walk.keys);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
     load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
@@ -845,9 +829,63 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
         add_tiles<KD, VD>(args, task, end, key_book, value_book, walk, state);
         combine_states<VD>(task, state);
         combine_outputs<VD>(task, state); // after a barrier: task.sums may be the queries' memory
-        partial = keep_stretch<VD>(args, task, own, stretch, state);
+        partial = keep_stretch<VD>(args, task, end_of_stretch(args, own, stretch, task.split), state);
     }
     store_state<VD>(args, task, partial, state);
 }
+
+// The arguments of attend and attend_matrix. codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a
+// row]
+// clang-format off
+#define ATTEND_ARGUMENTS \
+    constant tqkv__attend_args &call [[buffer(0)]], \
+    device const uchar *q [[buffer(1)]], \
+    device const uchar *key_codes [[buffer(2)]], \
+    device const float *key_norms [[buffer(3)]], \
+    device const uchar *value_codes [[buffer(4)]], \
+    device const float *value_norms [[buffer(5)]], \
+    device float *partial_out [[buffer(6)]], \
+    device float *partial_state [[buffer(7)]], \
+    device const float *key_center [[buffer(8)]], \
+    device const int *key_pages [[buffer(9)]], \
+    device const int *value_pages [[buffer(10)]], \
+    device const uint *tree [[buffer(11)]], \
+    constant tqkv__batch_item *items [[buffer(12)]], \
+    threadgroup float *tables [[threadgroup(0)]], \
+    threadgroup float *queries [[threadgroup(1)]], \
+    threadgroup float *states [[threadgroup(3)]], \
+    uint3 group [[threadgroup_position_in_grid]], \
+    uint lane [[thread_index_in_simdgroup]], \
+    uint simdgroup [[simdgroup_index_in_threadgroup]], \
+    uint n_simdgroups [[simdgroups_per_threadgroup]]
+
+// `args` and `task` of these arguments, but for threadgroup memory that the two kernels share out in their own ways. D: of
+// the keys, V: of the values
+#define ATTEND_TASK(D, V) \
+    uint item = batch ? item_of(items, group.z, false) : 0u; \
+    constant tqkv__attend_args &args = batch ? items[item].attend : call; \
+    if (batch && args.kv_len == 0) return; \
+    attend_task task; \
+    task.q = q; \
+    task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_slots, group.x); \
+    task.values = stream_of_head<V>(value_format, value_codes, value_norms, args.value_slots, group.x); \
+    task.partial_out = partial_out; \
+    task.partial_state = partial_state; \
+    task.center = key_center; \
+    task.pages.keys = key_pages; \
+    task.pages.values = value_pages; \
+    task.tree = tree; \
+    task.tables = tables; \
+    task.queries = queries; \
+    task.kept = states; \
+    task.kv_head = group.x; \
+    task.lane = lane; \
+    task.simdgroup = simdgroup; \
+    task.n_simdgroups = n_simdgroups; \
+    if (batch) \
+        open_item(items[item], group.z, task); \
+    else \
+        open_place(args, group.y, group.z, task);
+// clang-format on
 
 #endif

@@ -13,17 +13,7 @@
 // loads at a time.
 #ifndef TQKV_ATTEND_MATRIX_H
 #define TQKV_ATTEND_MATRIX_H
-#include "attend.h"
-#include "fragments.h"
-
-// Values of a row that lie between two changes of the factor of its codes, for any format of this width.
-#define MATRIX_BLOCK(D, W)     ((W) == 8 ? TQKV__NORM_BLOCK(TQKV__GRID, D) : (D))
-#define MATRIX_POWER_OF_TWO(n) ((n) & -(n)) // the largest that divides n
-#define MATRIX_VALUES(n, W)    (MATRIX_POWER_OF_TWO(n) < 128 / (W) ? MATRIX_POWER_OF_TWO(n) : 128 / (W))
-// A row of keys: chunks of 4*N values. Lanes with the elements of column 2t of a left factor have values t*N .. of each.
-#define MATRIX_KEY_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 4, W)
-// A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each.
-#define MATRIX_OUT_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 8, W)
+#include "matrix_columns.h"
 
 // Matrices whose queries are loaded at a time.
 #define MATRIX_PASS 2
@@ -31,17 +21,6 @@
 // Row of a tile that is row or column k of matrix p. Lanes with column 2t of a left factor load the codes of row t for
 // one element and of row t + 4 for the other: those of one load lie together.
 inline uint tile_row(int p, uint k) { return uint(p) * 8u + k / 2u + k % 2u * 4u; }
-
-// What a lane keeps of the columns of its elements.
-template <int D, int F>
-struct matrix_state {
-    int newest[F][2];    // position that the column's query sees; negative: none
-    float factor[F][2];  // of products of keys and the query: then they are scores in powers of two
-    float shift[F][2];   // as in attend.h
-    float maximum[F][2]; // as in attend.h
-    float sum[F][2];     // of the weights of the lane's rows
-    sum_matrix out[D / 8][F];
-};
 
 // Norms of the lane's rows of a tile, where a row has one. They are loaded long before they are used: nothing is computed
 // from them before that.
@@ -86,7 +65,7 @@ inline float scale_of_norm(uint format, float norm, float block_scale)
     return has_norms(format) && one_norm<D>(format) ? code_scale<D>(format, norm, block_scale) : 1.0f;
 }
 
-// Those of the tile at slot `base`, which the walk holds if there are few columns. Then it loads those at `next_base`.
+// The norms of the tile at slot `base`. With few columns the walk holds them, and loads those of the tile at `next_base`.
 template <int D, int F>
 inline void next_tile_norms(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
                             tile_memory next_base, thread tile_norms &held, thread tile_norms &norms)
@@ -101,33 +80,6 @@ inline void next_tile_norms(constant tqkv__attend_args &args, thread const atten
         norms.values[p] = held.values[p];
     }
     load_tile_norms<D>(args, task, next_base, held);
-}
-
-// Threadgroup memory of columns.
-struct column_memory {
-    threadgroup float *kept;             // [2][columns][2]: maximum and sum of the section so far, and of all before it
-    threadgroup float *shifts, *factors; // [columns]
-    threadgroup float *totals;           // [columns][2]: maximum and sum
-    threadgroup uint *rows;              // [columns]: row in a partial result
-    threadgroup float *parts;            // [columns][4]: what the sums of the simdgroups are multiplied by,
-    threadgroup float *shares;           // [columns][4]: and those of the section so far, of the stretch, of the
-                                         // earlier sections and of the section
-};
-
-template <int F>
-inline column_memory column_memory_of(threadgroup float *numbers)
-{
-    const int C = 8 * F;
-    column_memory memory;
-    memory.kept = numbers;
-    memory.shifts = memory.kept + 4 * C;
-    memory.factors = memory.shifts + C;
-    memory.totals = memory.factors + C;
-    threadgroup float *rows = memory.totals + 2 * C;
-    memory.rows = (threadgroup uint *)rows;
-    memory.parts = rows + C;
-    memory.shares = memory.parts + 4 * C;
-    return memory;
 }
 
 // ---- Queries ----
@@ -373,9 +325,8 @@ inline void score_any_matrix_tile(constant tqkv__attend_args &args, thread const
 // What a simdgroup carries from tile to tile.
 template <int D, int F>
 struct matrix_walk {
-    uint tile;                     // its next one
-    uint gap_begin, after_gap;     // from gap_begin on it goes on with tile after_gap
-    tile_memory base;              // of that tile
+    tile_steps steps;
+    tile_memory base;              // of the next tile
     int least_newest, most_newest; // of the columns
     any_key_batch<D, F> keys;      // of that tile
     tile_norms norms;              // likewise, with few columns
@@ -665,213 +616,6 @@ inline void add_any_matrix_values(constant tqkv__attend_args &args, thread const
         add_matrix_values<D, 16, F>(args, task, base, whole, norms, book, values.of_16, weight, state);
 }
 
-// ---- The simdgroups' results as one ----
-
-// How a stretch's sums go into the partial results.
-struct stretch_end {
-    uint used;                    // columns
-    ulong section;                // distance of the section's partial result from the first
-    bool copy;                    // the section begins
-    bool to_total, copy_to_total; // it ends, and is added to the first
-};
-
-// Adds maximum and sum of a column to those of the kept ones, [2]. The two factors of the columns' sums go to `factors`.
-inline void add_column(bool copy, threadgroup float *kept, threadgroup float *total, threadgroup float *factors)
-{
-    shares both = shares_of(copy ? -INFINITY : kept[0], total[0]);
-    float sum = fma(both.added, total[1], copy ? 0.0f : both.kept * kept[1]);
-    factors[0] = both.kept;
-    factors[1] = both.added;
-    total[0] = kept[0] = both.largest;
-    total[1] = kept[1] = sum;
-}
-
-// Maxima and sums of the simdgroup's columns.
-template <int D, int F>
-inline void store_states(thread const attend_task &task, thread const matrix_state<D, F> &state)
-{
-    threadgroup float *own = task.states + task.simdgroup * uint(16 * F);
-    float sum[F][2];
-    TQKV_UNROLL
-    for (int f = 0; f < F; f++) {
-        TQKV_UNROLL
-        for (int i = 0; i < 2; i++) sum[f][i] = sum_of_column(state.sum[f][i]);
-    }
-    if (TQKV__MATRIX_ROW(task.lane) != 0) return;
-    TQKV_UNROLL
-    for (int f = 0; f < F; f++) {
-        TQKV_UNROLL
-        for (int i = 0; i < 2; i++) {
-            uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
-            own[c * 2u] = state.maximum[f][i] == NOTHING_SEEN ? -INFINITY : state.maximum[f][i];
-            own[c * 2u + 1u] = sum[f][i];
-        }
-    }
-}
-
-// Maximum and sum of a column, and all factors of its sums.
-template <int F>
-inline void combine_states(thread const attend_task &task, uint c, column_memory memory, stretch_end how)
-{
-    const uint C = uint(8 * F);
-    threadgroup const float *states = task.states + c * 2u;
-    threadgroup float *total = memory.totals + c * 2u, *factors = memory.shares + c * 4u;
-    float largest = -INFINITY, sum = 0.0f;
-    for (uint s = 0; s < task.n_simdgroups; s++) largest = max(largest, states[s * C * 2u]);
-    for (uint s = 0; s < task.n_simdgroups; s++) {
-        float share = share_of(states[s * C * 2u], largest);
-        sum = fma(share, states[s * C * 2u + 1u], sum);
-        memory.parts[c * 4u + s] = share;
-    }
-    total[0] = largest;
-    total[1] = sum;
-    add_column(how.copy, memory.kept + c * 2u, total, factors);
-    if (how.to_total) add_column(how.copy_to_total, memory.kept + (C + c) * 2u, total, factors + 2);
-}
-
-// Columns of a pass, one of two neighbours of each lane, are in the memory of the sums: [simdgroup][column][D + 4]. Lanes
-// that store together use different banks.
-#define MATRIX_SUM_COLUMNS 4
-
-// Stores the simdgroup's sums of element i of matrix f.
-template <int D, int F>
-inline void store_sums(thread const attend_task &task, int f, int i, thread const matrix_state<D, F> &state)
-{
-    const int N = BY_CODE_WIDTH(value_format, MATRIX_OUT_VALUES, D);
-    uint k = task.simdgroup * uint(MATRIX_SUM_COLUMNS) + TQKV__MATRIX_COLUMN(task.lane) / 2u;
-    threadgroup float *row = task.sums + k * uint(D + 4) + TQKV__MATRIX_ROW(task.lane) * uint(N);
-    TQKV_UNROLL
-    for (int b = 0; b < D / 8; b += 4) {
-        float4 four;
-        four.x = state.out[b][f].elements[i];
-        four.y = state.out[b + 1][f].elements[i];
-        four.z = state.out[b + 2][f].elements[i];
-        four.w = state.out[b + 3][f].elements[i];
-        *(threadgroup float4 *)(row + b / N * 8 * N + b % N) = four;
-    }
-}
-
-inline void store_four(thread const float *x, device float *to)
-{
-    device packed_float4 *four = (device packed_float4 *)to;
-    four->x = x[0];
-    four->y = x[1];
-    four->z = x[2];
-    four->w = x[3];
-}
-
-// x = factor * x + other * y
-inline void add_four(float factor, thread float *x, float other, thread const float *y)
-{
-    TQKV_UNROLL
-    for (int i = 0; i < 4; i++) x[i] = fma(other, y[i], factor * x[i]);
-}
-
-// Four neighbouring values of a column.
-struct four_sums {
-    uint column;
-    bool used;
-    threadgroup const float *from; // of the first simdgroup
-    device float *to;              // in the first partial result
-    float kept[4];                 // of the section so far
-};
-
-// Number `at` of a pass.
-inline void open_four(thread const attend_task &task, uint D, uint first, uint at, column_memory memory,
-                      stretch_end how, thread four_sums &own)
-{
-    uint k = at / (D / 4u), value = at % (D / 4u) * 4u;
-    own.column = first + k * 2u;
-    own.used = at < D && own.column < how.used;
-    own.from = task.sums + k * (D + 4u) + value;
-    own.to = task.partial_out + (row_offset(memory.rows[own.used ? own.column : 0u], D) + ulong(value));
-    TQKV_UNROLL
-    for (int i = 0; i < 4; i++) own.kept[i] = 0.0f;
-    if (own.used && !how.copy) load_floats<4>(own.to + how.section, own.kept);
-}
-
-// Adds them up, simdgroup after simdgroup: a fixed order.
-inline void combine_four(thread const attend_task &task, uint D, column_memory memory, stretch_end how,
-                         thread four_sums &own)
-{
-    float4 parts = *(threadgroup const float4 *)(memory.parts + own.column * 4u);
-    float4 shares = *(threadgroup const float4 *)(memory.shares + own.column * 4u);
-    threadgroup const float *from = own.from;
-    float sum[4], total[4];
-    TQKV_UNROLL
-    for (int i = 0; i < 4; i++) sum[i] = total[i] = 0.0f;
-    TQKV_UNROLL
-    for (int s = 0; s < TQKV__MATRIX_SIMDGROUPS; s++) {
-        if (uint(s) >= task.n_simdgroups) continue;
-        float4 four = *(threadgroup const float4 *)(from + uint(s * MATRIX_SUM_COLUMNS) * (D + 4u));
-        float part = s == 0 ? parts.x : s == 1 ? parts.y : s == 2 ? parts.z : parts.w;
-        sum[0] = fma(part, four.x, sum[0]);
-        sum[1] = fma(part, four.y, sum[1]);
-        sum[2] = fma(part, four.z, sum[2]);
-        sum[3] = fma(part, four.w, sum[3]);
-    }
-    add_four(shares.x, own.kept, shares.y, sum);
-    store_four(own.kept, own.to + how.section);
-    if (!how.to_total) return;
-    if (!how.copy_to_total) load_floats<4>(own.to, total);
-    add_four(shares.z, total, shares.w, own.kept);
-    store_four(total, own.to);
-}
-
-// Adds the sums of element i of matrix f up, four values of a column a thread.
-template <int D, int F>
-inline void combine_sums(thread const attend_task &task, int f, int i, column_memory memory, stretch_end how,
-                         thread const matrix_state<D, F> &state)
-{
-    uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, first = uint(f * 8 + i);
-    four_sums own;
-    open_four(task, uint(D), first, thread_index, memory, how, own); // its loads are under way before the barrier
-    store_sums<D, F>(task, f, i, state);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint at = thread_index; at < uint(D); at += n_threads) {
-        if (at != thread_index) open_four(task, uint(D), first, at, memory, how, own);
-        if (own.used) combine_four(task, uint(D), memory, how, own);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-}
-
-// As keep_stretch of attend.h.
-template <int D, int F>
-inline uint keep_matrix_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
-                                uint stretch, column_memory memory, thread matrix_state<D, F> &state)
-{
-    bool several = args.sections_each > 1, last = stretch + 1u == own.end || (stretch + 1u) % TQKV__SECTION == 0;
-    uint rows = uint(args.n_queries) * uint(args.group), partial = several ? 1u : task.split;
-    stretch_end how;
-    how.used = min(uint(columns), rows - task.first_column);
-    how.section = row_offset(partial, rows * uint(args.n_kv_heads)) * ulong(D);
-    how.copy = stretch == own.begin || stretch % TQKV__SECTION == 0;
-    how.to_total = several && last;
-    how.copy_to_total = stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
-    store_states<D, F>(task, state);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, task.lane, memory, how);
-    TQKV_UNROLL
-    for (int f = 0; f < F; f++) {
-        TQKV_UNROLL
-        for (int i = 0; i < 2; i++) combine_sums<D, F>(task, f, i, memory, how, state);
-    }
-    return how.to_total ? 0u : partial;
-}
-
-// Maxima, sums and the scores of the centre, for attend_merge.
-inline void store_columns(constant tqkv__attend_args &args, thread const attend_task &task, uint partial,
-                          column_memory memory)
-{
-    uint c = task.lane;
-    if (task.simdgroup != 0 || c >= columns || task.first_column + c >= uint(args.n_queries) * uint(args.group)) return;
-    query_row row = row_of_column(args, task.first_column + c);
-    ulong to = partial_row(args, task, partial + 1u, row) * 2u;
-    task.partial_state[to] = memory.totals[c * 2u];
-    task.partial_state[to + 1u] = memory.totals[c * 2u + 1u];
-    if (key_centered && task.split == 0) task.partial_state[partial_row(args, task, 0u, row) * 2u] = memory.shifts[c];
-}
-
 // ---- The kernel ----
 
 template <int D, int F>
@@ -911,11 +655,11 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
                              thread const value_book &key_book, thread const value_book &out_book,
                              thread matrix_walk<D, F> &walk, thread matrix_state<D, F> &state)
 {
-    while (walk.tile < end) {
-        uint tile = walk.tile;
+    while (walk.steps.tile < end) {
+        uint tile = walk.steps.tile;
         tile_memory base = walk.base;
-        walk.tile = step_over(tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
-        walk.base = find_tile(args, task.pages, walk.tile);
+        next_tile(walk.steps, task.n_simdgroups);
+        walk.base = find_tile(args, task.pages, walk.steps.tile);
         bool whole = sees_whole_tile<D, F>(args, tile, walk);
         tile_norms norms;
         next_tile_norms<D, F>(args, task, base, walk.base, walk.norms, norms);
@@ -939,11 +683,8 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     matrix_state<D, F> state;
     matrix_walk<D, F> walk;
-    walk.gap_begin = seen.gap_begin;
-    walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
-    walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
-    walk.tile = step_over(walk.tile, walk.gap_begin, walk.after_gap);
-    walk.base = find_tile(args, task.pages, walk.tile);
+    walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
+    walk.base = find_tile(args, task.pages, walk.steps.tile);
     walk.least_newest = newest_seen(args, row_of_column(args, task.first_column).query);
     walk.most_newest = newest_seen(args, row_of_column(args, task.first_column + columns - 1u).query);
     open_key_batch<D, F>(args, task, walk.base.keys, walk.keys);
@@ -962,7 +703,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
         clear_matrices<D, F>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
         add_matrix_tiles<D, F>(args, task, end, key_book, out_book, walk, state);
-        partial = keep_matrix_stretch<D, F>(args, task, own, stretch, memory, state);
+        partial = keep_columns<D, F>(args, task, end_of_stretch(args, own, stretch, task.split), memory, state);
     }
     store_columns(args, task, partial, memory);
 }

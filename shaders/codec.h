@@ -132,7 +132,7 @@ inline void load_squares(uint format, threadgroup float *squares, uint thread_in
     for (uint i = thread_index; i < 1u << bits; i += n_threads) squares[i] = centroids[i] * centroids[i];
 }
 
-// What quantise adds to a code, for whoever packs it to take away: all bits are above the code's.
+// What quantise adds to a code: all its bits are above the code's. Whoever packs the code takes it away.
 inline uint code_offset(uint bits) { return guessed_by_line(bits) ? 0x4b400000u : 0u; }
 
 // What load_cells and load_squares have made and, where shuffles are cheap, each lane's part of up to 32 numbers.

@@ -82,7 +82,7 @@ class Builder:
         numbers = {name: int(n) for name, n in re.findall(r"(?m)^#define (TQKV_FC_\w+)\s+(\d+)", header)}
         declared = [(kind, name, numbers[index]) for part in parts
                     for kind, name, index in msl.FUNCTION_CONSTANT.findall(msl.read(part))]
-        kernels = [k for k in msl.kernels(msl.read(path)) if re.fullmatch(self.args.only, k[0])]
+        kernels = [k for k in msl.kernels(path) if re.fullmatch(self.args.only, k[0])]
         return Source(path, base + ".bc", metadata.layouts(dump), declared, kernels)
 
     def assemble(self, name, text):

@@ -41,7 +41,7 @@ def shaders():
     """{kernel: (file, arguments)} of shaders/"""
     found = {}
     for path in sorted(glob.glob(os.path.join(ROOT, "shaders", "*.metal"))):
-        found.update({name: (path, arguments) for name, arguments in msl.kernels(msl.read(path))})
+        found.update({name: (path, arguments) for name, arguments in msl.kernels(path)})
     return found
 
 
