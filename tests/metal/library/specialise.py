@@ -3,9 +3,10 @@
 
 usage: specialise.py LIBRARY [--all] [--list] [--table] [part of a name]...
 
-A case is KERNEL/FORMATS/COLUMNS/OPTION. Without --all: one or a few of each kernel. Of what is left of a kernel there must be
-no array in thread memory, no pointer to thread memory that is chosen while it runs, no loop that was to be unrolled, and
-no calculation of constants; as many products of matrices as its columns need. --table prints what each kernel comes to.
+A case is KERNEL/FORMATS/COLUMNS/OPTION. Without --all: one or a few of each kernel; with it every format, number of columns
+and option, and every pair of formats at head_dim 128. Of what is left of a kernel there must be no array in thread memory, no
+pointer to thread memory that is chosen while it runs, no loop that was to be unrolled, and no calculation of constants; as
+many products of matrices as its columns need. --table prints what each kernel comes to.
 
 LLVM 14 unrolls a loop of more than 16384 instructions so late that it leaves the loop's arrays in memory: sroa once more
 shows whether they have to be there.
@@ -44,7 +45,7 @@ def most_columns(kernel):
     head_dim = int(kernel.rsplit("_d", 1)[1].split("_")[0])
     if "attend_matrix" in kernel:
         return 32 if head_dim <= 128 else 8
-    return 8 if head_dim <= 256 else 2048 // head_dim * (1 if head_dim > 512 else 1)
+    return 8 if head_dim <= 256 else 2048 // head_dim
 
 
 def cases(kernel, constants, everything):
@@ -52,9 +53,11 @@ def cases(kernel, constants, everything):
     used = {number for _, _, number in constants}
     options = [name for name, changed in OPTIONS.items() if not changed or {NUMBERS[n] for n in changed} & used]
     names = list(FORMATS)
-    pairs = [(f,) for f in names] if NUMBERS["VALUE_FORMAT"] not in used else [(f, g) for f in names for g in names]
-    if NUMBERS["FORMAT"] not in used:
-        pairs = [()]
+    pairs = list(zip(names, names[3:] + names[:3]))
+    if NUMBERS["FORMAT"] not in used or NUMBERS["VALUE_FORMAT"] not in used:
+        pairs = [(f,) for f in names] if NUMBERS["FORMAT"] in used else [()]
+    elif kernel.endswith("_d128"):
+        pairs = [(f, g) for f in names for g in names]
     usual = PAIR[:len(pairs[0])]
     if NUMBERS["COLUMNS"] not in used:
         columns, middle = [0], 0
@@ -65,7 +68,7 @@ def cases(kernel, constants, everything):
     if not everything:
         found = [Case(kernel, usual, middle, "")]
         if kernel.endswith("_d128"):
-            found += [Case(kernel, pairs[0], columns[-1], ""), Case(kernel, usual, columns[0], "everything")]
+            found += [Case(kernel, ("f16", "f16")[:len(usual)], columns[-1], ""), Case(kernel, usual, columns[0], "everything")]
         return found
     found = [Case(kernel, pair, middle, "") for pair in pairs]
     found += [Case(kernel, (f, f)[:len(usual)], n, "") for f in names for n in columns]
