@@ -360,10 +360,11 @@ inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task
             TQKV_UNROLL
             for (int i = 0; i < 2; i++) {
                 float own = score[p][f].elements[i];
+                own = finite ? own : as_type<float>(0x7fc00000u);
                 int newest = state.newest[f][i];
                 bool seen = position <= newest && (args.window == 0 || position > newest - args.window);
                 if (has_tree) seen = seen && tree_shows(args, task.tree, newest, position);
-                score[p][f].elements[i] = seen ? finite ? own : as_type<float>(0x7fc00000u) : -INFINITY;
+                score[p][f].elements[i] = seen ? own : -INFINITY;
             }
         }
         norms.values[p] = finite ? norms.values[p] : 0.0f;
