@@ -10,8 +10,7 @@ import os
 import re
 import sys
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests", "metal"))
-import prep  # noqa: E402
+import msl
 
 TITLE = """// All shaders of tqkv in one file, written by `make metallib`: do not edit. MIT licence, as tqkv.h. Compile it without
 // fast math: fastMathEnabled NO in MTLCompileOptions.
@@ -81,12 +80,12 @@ class Amalgam:
         if path in self.seen:
             return ""
         self.seen.add(path)
-        text = prep.read(path)
+        text = msl.read(path)
         if os.path.basename(path) == "tqkv.h":
             text = seen_by_metal(text)
         include = r'(?m)^#include "([^"]+)".*\n'
         headers = [self.expand(os.path.join(os.path.dirname(path), name)) for name in re.findall(include, text)]
-        text = prep.FUNCTION_CONSTANT.sub(self.declare, re.sub(include, "", text))
+        text = msl.FUNCTION_CONSTANT.sub(self.declare, re.sub(include, "", text))
         return "".join(headers) + f"\n// ---- {path} ----\n\n" + text.rstrip() + "\n"
 
 
