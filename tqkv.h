@@ -7818,7 +7818,7 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
 /* Whether the nonzero fields of the shape of `wanted` are those of `found`. */
 static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
 {
-#define TQKV__FIELD_MATCHES(field, place) &&(!wanted->field || wanted->field == found->field)
+#define TQKV__FIELD_MATCHES(field, place) &&(wanted->field == 0 || wanted->field == found->field)
     return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
 }
 
