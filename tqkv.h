@@ -50,8 +50,7 @@
                       loops, compiled once for each instruction set
      >>avx512, >>avx2, >>neon, >>integer-sets
                       what a set brings to them
-     >>isa-code       which set is in use
-     >>driver         tqkv_attend: checks, tasks, results
+     >>driver         which set is in use; tqkv_attend: checks, tasks, results
      >>cache-code     tqkv_cache
      >>snapshot       save and load
 
@@ -6321,7 +6320,7 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 #pragma GCC pop_options
 #endif
 
-/* >>isa-code: which instruction set is in use */
+/* >>driver: which instruction set is in use; tqkv_attend and its slices: checks, tasks, results */
 
 /* Best first; the choice is among those that the processor has. */
 static const tqkv__isa *const tqkv__isas[] = {
@@ -6427,8 +6426,6 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name)
     __atomic_store_n(&tqkv__isa_chosen, isa, __ATOMIC_RELEASE);
     return TQKV_OK;
 }
-
-/* >>driver: tqkv_attend and its slices: checks, tasks, results */
 
 static bool tqkv__sinks_valid(const float *sinks, int n_heads)
 {
