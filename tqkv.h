@@ -462,8 +462,8 @@ typedef struct tqkv_metal_desc {
     const void *library_bytes; /* its content; copied */
     size_t library_size;
     tqkv_metal_object library; /* id<MTLLibrary> of that device. Retained. */
-    /* The content of metallib/tqkv.metal, UTF-8, or NULL. The system compiles it if there is no library, or if it refuses
-       the library or one pipeline of each kind of kernel, which are then built to see. It is not read later. */
+    /* The content of metallib/tqkv.metal, UTF-8, or NULL; copied. The system compiles from it, each on its first use, the
+       kernels that it refuses from the library, or all if there is no library or it is refused. */
     const char *library_source;
     char *error; /* [error_size] or NULL: on failure the reason, in Metal's words if it has any */
     size_t error_size;
@@ -471,8 +471,9 @@ typedef struct tqkv_metal_desc {
 
 /* Runs one small kernel and waits for it. TQKV_UNSUPPORTED: no Metal device, or one without family Apple7 or simdgroups
    of 32. TQKV_TABLE_MISMATCH: the library was built from another version of this header; the text names the table.
-   TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. If the source took the library's place, the text says so and
-   why, although the result is TQKV_OK: "library refused: ...; compiled from source". */
+   TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. If the source took the library's place, or later that of one
+   kernel, the text says so and why, although the result is TQKV_OK: "library refused: ...; compiled from source". If Metal
+   refuses only the kernels that multiply matrices, attention goes on without: "...; attention without matrices". */
 TQKV_METAL_API tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out);
 /* Call it after all calls have returned, recorded work has completed, and the context's caches and memory are gone. */
 TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
