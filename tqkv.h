@@ -6995,7 +6995,7 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
                                   /* decode, attend: rotate the centre before it is used */
 #define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
-#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back */
+#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back; tables: multiply matrices */
 #define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated, queries are not */
 #define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head in a threadgroup */
 #define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
@@ -7261,7 +7261,8 @@ typedef struct tqkv__dispatch {
 TQKV_API const tqkv__binding *tqkv__overlapping(const tqkv__dispatch *d, int i);
 
 /* The calls of >>metal. The processor's pointers in shapes and attentions are not read. */
-TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, tqkv__dispatch *d);
+/* product: the product of matrices alone, else all but that */
+TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, bool product, tqkv__dispatch *d);
 TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens, int64_t position,
                                        tqkv_metal_buffer not_finite, tqkv__dispatch *d);
 TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
@@ -7582,9 +7583,10 @@ static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const tqkv__encode_strea
     return TQKV_OK;
 }
 
-TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, tqkv__dispatch *d)
+TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, bool product, tqkv__dispatch *d)
 {
     tqkv__plan_begin(d, TQKV__TABLES, 0, 0);
+    tqkv__plan_constant(d, TQKV_FC_UNROTATE, product);
     tqkv__plan_bind(d, "report", 0, report, sizeof(tqkv__table_report), true);
     d->grid[0] = 1;
     d->n_simdgroups = 1;

@@ -1129,20 +1129,30 @@ static tqkv_result tqkv__open_device(tqkv_metal *m, const tqkv_metal_desc *desc)
     return m->unused ? TQKV_OK : tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no buffer");
 }
 
-/* Compares the shaders' tables with those of tqkv.h. */
+/* Compares the shaders' tables with those of tqkv.h. Then it looks where the GPU's matrices lie: attention can do without
+   them, so a failure there is only a text. */
 static tqkv_result tqkv__check_tables(tqkv_metal *m)
 {
+    char text[300];
     tqkv__dispatch d;
     tqkv_metal_buffer buffer;
     tqkv__memory *block = tqkv__take_staging(m, sizeof(tqkv__table_report), &buffer);
     if (!block) return TQKV_OUT_OF_MEMORY;
     tqkv__table_report *report = (tqkv__table_report *)(void *)block->begin;
     memset(report, 0, sizeof *report);
-    tqkv__plan_tables(buffer, &d);
+    tqkv__plan_tables(buffer, false, &d);
     tqkv_result r = tqkv__run(m, "tables", TQKV_OK, &d, 1);
     const char *stale = r == TQKV_OK ? tqkv__stale_table(report) : NULL;
-    m->matrices = r == TQKV_OK && tqkv__matrices_as_expected(report);
     if (stale) r = tqkv__fail(m, TQKV_TABLE_MISMATCH, "the library's %s differs from that of tqkv.h", stale);
+    if (r == TQKV_OK) {
+        tqkv__plan_tables(buffer, true, &d);
+        const tqkv_result product = tqkv__run(m, "matrices", TQKV_OK, &d, 1);
+        m->matrices = product == TQKV_OK && tqkv__matrices_as_expected(report);
+        tqkv_metal_error(m, text, sizeof text);
+        if (!m->matrices)
+            tqkv__fail(m, r, "%s; attention without matrices",
+                       product == TQKV_OK ? "this GPU's matrices lie otherwise" : text);
+    }
     tqkv__give_back(m, block);
     return r;
 }

@@ -296,7 +296,7 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 #define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
                                   /* decode, attend: rotate the centre before it is used */
 #define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
-#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back */
+#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back; tables: multiply matrices */
 #define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated, queries are not */
 #define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head in a threadgroup */
 #define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
@@ -4788,8 +4788,10 @@ ROTATE(1024)
 // ---- shaders/tables.metal ----
 
 // tables: reports the shaders' codebooks, boundaries, signs, version and argument sizes. The host compares them with
-// its own, and so refuses a library that was built from another version of tqkv.h. It also multiplies two matrices, which
-// tells whether their elements lie as expected. One simdgroup.
+// its own, and so refuses a library that was built from another version of tqkv.h. Or, in a pipeline of its own, which may fail,
+// it multiplies two matrices: that tells whether their elements lie as expected. One simdgroup.
+
+#define multiplies unrotate // the same function constant
 
 inline float test_element(uint row, uint column, uint seed) { return float(TQKV__MATRIX_TEST(row, column, seed)); }
 
@@ -4822,6 +4824,14 @@ kernel void tqkv_tables(device tqkv__table_report *report [[buffer(0)]],
                         uint thread_index [[thread_index_in_threadgroup]],
                         uint n_simdgroups [[simdgroups_per_threadgroup]])
 {
+    if (multiplies) {
+        if (thread_index >= 32u) return;
+        sum_matrix product;
+        multiply_test(thread_index, product);
+        report->matrix_product[thread_index][0] = product.elements[0];
+        report->matrix_product[thread_index][1] = product.elements[1];
+        return;
+    }
     if (thread_index == 0) {
         int n_structs = 0;
         report->table_version = TQKV_TABLE_VERSION;
@@ -4835,10 +4845,5 @@ kernel void tqkv_tables(device tqkv__table_report *report [[buffer(0)]],
     device uchar *to = (device uchar *)&report->tables;
     constant uchar *from = (constant uchar *)&tqkv__tables;
     for (uint i = thread_index; i < uint(sizeof(tqkv__table_set)); i += n_simdgroups * 32u) to[i] = from[i];
-    if (thread_index >= 32u) return;
-    sum_matrix product;
-    multiply_test(thread_index, product);
-    report->matrix_product[thread_index][0] = product.elements[0];
-    report->matrix_product[thread_index][1] = product.elements[1];
 }
 #endif

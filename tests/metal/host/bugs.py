@@ -88,7 +88,7 @@ BUGS = {
         "tqkv__check_binding", r"b->at\.offset % b->alignment", "false", "ASAN", "refusals/encode",
         "FAIL refusals/encode|misaligned address"),
     "matrices_in_another_order": (
-        "tqkv__avoid_matrices", r"!m->matrices && ", "!m && ", "ASAN", "attend/matrices",
+        "tqkv__avoid_matrices", r" && !tqkv__has_matrices\(m\)", " && !m", "ASAN", "attend/matrices",
         "FAIL attend/matrices/in_another_order"),
     "device_by_pointer_alone": (
         "tqkv__is_device", r"return \[one", "return false && [one", "ASAN", "context/wrapped_device",
@@ -105,8 +105,8 @@ BUGS = {
         "tqkv__check_binding", r"!tqkv__is_device\(m, \[buffer device\]\)", "false", "ASAN", "context/other_device",
         "FAIL context/other_device"),
     "recorded_before_the_second_pipeline": (
-        "tqkv__record", r"!= TQKV_OK\) return r;\n    for .*",
-        "!= TQKV_OK) return r; else tqkv__record_dispatch(m, encoder, pipelines[i], &d[i]);", "ASAN",
+        "tqkv__record", r"pipelines\[i\]\)\) != TQKV_OK\) return r;\n    for .*",
+        "pipelines[i])) != TQKV_OK) return r; else tqkv__record_dispatch(m, encoder, pipelines[i], &d[i]);", "ASAN",
         "context/half_recorded", "FAIL context/half_recorded"),
     "no_barrier": (
         "tqkv__record_dispatch", r"if \(d->barrier\)", "if (false)", "ASAN", "attend/long", "FAIL attend/long"),

@@ -689,7 +689,8 @@ static void *open_library(NSData *data, NSError **error)
     if (!function) misuse("a pipeline without function");
     if (fails(error)) return nil;
     StandinFunction *of = (StandinFunction *)function;
-    if (refused && strstr([[of name] UTF8String], refused) && (refused_everywhere || !of->library->only)) {
+    NSString *called = [NSString stringWithFormat:@"%@ %d", [of name], (int)of -> constants -> value[4]];
+    if (refused && strstr([called UTF8String], refused) && (refused_everywhere || !of->library->only)) {
         set_error(error, @"refused by name");
         return nil;
     }
