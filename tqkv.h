@@ -475,8 +475,8 @@ typedef struct tqkv_metal_desc {
     const void *library_bytes; /* its content; copied */
     size_t library_size;
     tqkv_metal_object library; /* id<MTLLibrary> of that device. Retained. */
-    /* The content of metallib/tqkv.metal, UTF-8, or NULL. The system compiles it if there is no library, or if it refuses
-       the library or one pipeline of each kind of kernel, which are then built to see. It is not read later. */
+    /* The content of metallib/tqkv.metal, UTF-8, or NULL; copied. The system compiles from it, each on its first use, the
+       kernels that it refuses from the library, or all if there is no library or it is refused. */
     const char *library_source;
     char *error; /* [error_size] or NULL: on failure the reason, in Metal's words if it has any */
     size_t error_size;
@@ -484,8 +484,9 @@ typedef struct tqkv_metal_desc {
 
 /* Runs one small kernel and waits for it. TQKV_UNSUPPORTED: no Metal device, or one without family Apple7 or simdgroups
    of 32. TQKV_TABLE_MISMATCH: the library was built from another version of this header; the text names the table.
-   TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. If the source took the library's place, the text says so and
-   why, although the result is TQKV_OK: "library refused: ...; compiled from source". */
+   TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. If the source took the library's place, or later that of one
+   kernel, the text says so and why, although the result is TQKV_OK: "library refused: ...; compiled from source". If Metal
+   refuses only the kernels that multiply matrices, attention goes on without: "...; attention without matrices". */
 TQKV_METAL_API tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out);
 /* Call it after all calls have returned, recorded work has completed, and the context's caches and memory are gone. */
 TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
@@ -8261,7 +8262,7 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
                                   /* decode, attend: rotate the centre before it is used */
 #define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
-#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back */
+#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back; tables: multiply matrices */
 #define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated, queries are not */
 #define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head in a threadgroup */
 #define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
@@ -8527,7 +8528,8 @@ typedef struct tqkv__dispatch {
 TQKV_API const tqkv__binding *tqkv__overlapping(const tqkv__dispatch *d, int i);
 
 /* The calls of >>metal. The processor's pointers in shapes and attentions are not read. */
-TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, tqkv__dispatch *d);
+/* product: the product of matrices alone, else all but that */
+TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, bool product, tqkv__dispatch *d);
 TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens, int64_t position,
                                        tqkv_metal_buffer not_finite, tqkv__dispatch *d);
 TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
@@ -8848,9 +8850,10 @@ static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const tqkv__encode_strea
     return TQKV_OK;
 }
 
-TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, tqkv__dispatch *d)
+TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, bool product, tqkv__dispatch *d)
 {
     tqkv__plan_begin(d, TQKV__TABLES, 0, 0);
+    tqkv__plan_constant(d, TQKV_FC_UNROTATE, product);
     tqkv__plan_bind(d, "report", 0, report, sizeof(tqkv__table_report), true);
     d->grid[0] = 1;
     d->n_simdgroups = 1;

@@ -58,6 +58,18 @@ def seen_by_metal(header):
     return "".join(kept) + "#endif\n" * sum(a is None for a in answers)
 
 
+def one_by_one(text):
+    """Each kernel under a condition of its own: TQKV_ONLY and TQKV_ONLY_NAME leave the others out."""
+    def under(match):
+        return f"#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_{match.group('name')})\n{match.group(0)}\n#endif"
+
+    macros = dict(re.findall(r"(?m)^#define (\w+)\(\w+(?:, \w+)*\)(?: \\\n|\s)\s*kernel void (\w+)##", text))
+    for macro, prefix in macros.items():
+        text = re.sub(rf"(?m)^{macro}\((\w+)(?:, \w+)*\)$",
+                      lambda m: f"#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_{prefix}{m.group(1)})\n{m.group(0)}\n#endif", text)
+    return re.sub(r"(?ms)^kernel void (?P<name>\w+)\(.*?^}$", under, text)
+
+
 class Amalgam:
     def __init__(self):
         self.seen, self.constants = set(), {}
@@ -86,6 +98,7 @@ class Amalgam:
         include = r'(?m)^#include "([^"]+)".*\n'
         headers = [self.expand(os.path.join(os.path.dirname(path), name)) for name in re.findall(include, text)]
         text = msl.FUNCTION_CONSTANT.sub(self.declare, re.sub(include, "", text))
+        text = one_by_one(text)
         return "".join(headers) + f"\n// ---- {path} ----\n\n" + text.rstrip() + "\n"
 
 

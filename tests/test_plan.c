@@ -159,7 +159,7 @@ static void check_rows(const void *row)
     CHECK(binding(&d, "rows").size == 5 * 64 * sizeof(float) && constant(&d, TQKV_FC_UNROTATE) == 1, "a rotation");
     CHECK_RESULT(tqkv__plan_rotate(none, 5, 65, false, &d), TQKV_UNSUPPORTED);
     CHECK_RESULT(tqkv__plan_rotate(none, -1, 64, false, &d), TQKV_INVALID_ARGUMENT);
-    tqkv__plan_tables(at(4, 0), &d);
+    tqkv__plan_tables(at(4, 0), true, &d);
     check_dispatch(&d);
     CHECK(d.grid[0] == 1 && !d.rows && d.kernel.head_dim == 0, "tables");
 }

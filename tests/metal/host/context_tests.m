@@ -361,10 +361,11 @@ static void *begin_together(void *parameter)
 
 static void run_threads(const void *parameters)
 {
-    static void *(*const works[])(void *) = {work_thread, record_thread, memory_thread};
+    static void *(*const works[])(void *) = {work_thread, record_thread, memory_thread, record_thread};
     worker workers[THREADS];
     atomic_int missing = THREADS;
-    tqkv_metal *m = host_context();
+    const tqkv_metal_desc from_source = {.device = test_host.device, .library_source = source_text()};
+    tqkv_metal *m = *(const int *)parameters == 3 ? create(from_source, TQKV_OK, "") : host_context();
     REQUIRE(m, "no context");
     for (int i = 0; i < THREADS; i++) {
         workers[i].metal = m;
@@ -429,12 +430,93 @@ static void run_source_of_stale(const void *parameters)
         tqkv_metal_desc desc = {.library_path = path, .library_source = source_text()};
         char text[400];
         tqkv_metal *m = create(desc, TQKV_OK, c->words);
+        check_works(m); /* a library without kernels is no stale one: each is compiled when it is needed */
         tqkv_metal_error(m, text, sizeof text);
         CHECK(!strncmp(text, "library refused: ", 17) && strstr(text, "; compiled from source"), "the text is \"%s\"",
               text);
-        check_works(m);
         tqkv_metal_destroy(m);
     }
+}
+
+/* A good library one of whose kernels Metal refuses: the source serves that one. */
+static void run_refused_kernel(const void *parameters)
+{
+    (void)parameters;
+    @autoreleasepool {
+        char text[400];
+        tqkv_metal_desc desc = {.library_path = test_host.library, .library_source = source_text()};
+        desc.device = test_host.device;
+        const tqkv_metal_buffer rows = host_zeros(512);
+        standin_refuse("tqkv_rotate_d64", false);
+        tqkv_metal *m = create(desc, TQKV_OK, "");
+        check_works(m);
+        tqkv_metal_error(m, text, sizeof text);
+        CHECK(!strcmp(text, "library refused: tqkv_rotate_d64: refused by name; compiled from source"), "%s", text);
+        tqkv_metal_destroy(m);
+        m = create(desc, TQKV_OK, "");
+        standin_refuse("tqkv_rotate_d64", true);
+        host_work work = host_begin(false);
+        CHECK_REFUSED(m, tqkv_metal_rotate(m, work.encoder, rows, 2, 64), TQKV_METAL_ERROR,
+                      "refused by name; then: tqkv_rotate_d64: refused by name");
+        host_end(&work);
+        standin_refuse(NULL, false);
+        tqkv_metal_destroy(m);
+        host_release(rows);
+    }
+}
+
+/* A GPU without matrices: the context can be made all the same. */
+static void run_no_product(const void *parameters)
+{
+    (void)parameters;
+    const tqkv_metal_desc desc = {.library_path = test_host.library};
+    standin_refuse("tqkv_tables 1", true);
+    tqkv_metal *m = create(desc, TQKV_OK, "tqkv_tables: refused by name; attention without matrices");
+    standin_refuse(NULL, false);
+    const tqkv_cache_desc cache = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 4};
+    standin_refuse("attend_matrix", true); /* nobody asks for it */
+    CHECK_RESULT(tqkv_metal_self_test(m, &cache), TQKV_OK);
+    standin_refuse(NULL, false);
+    tqkv_metal_destroy(m);
+}
+
+/* Where Metal takes no kernel that multiplies matrices, a context attends without them and says so. */
+static void run_without_matrices(const void *parameters)
+{
+    const int way = *(const int *)parameters; /* 0: a call that waits, 1: prepare, 2: recorded, 3: in a batch */
+    char text[400];
+    tqkv_metal *m = host_context();
+    tqkv_store s = test_store(TQKV_TQ4, 64, 1, 64, false);
+    float *x = host_floats(5, 64 * 64), expected[4 * 64];
+    const tqkv_attention own = {.keys = &s, .values = &s, .n_heads = 4, .end = 64};
+    const tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 4};
+    REQUIRE(m, "no context");
+    CHECK_RESULT(tqkv_encode(&s, x, 64, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_attend(&own, x, expected), TQKV_OK);
+    tqkv_metal_store gpu = host_store(&s);
+    const tqkv_metal_attention a = {.keys = &gpu, .values = &gpu, .attention = {.n_heads = 4, .end = 64}};
+    const tqkv_metal_buffer q = host_buffer(x, sizeof expected), out = host_zeros(sizeof expected),
+                            scratch = host_zeros(65536), arguments = host_zeros(1024);
+    standin_refuse("attend_matrix", true);
+    if (way == 0) CHECK_RESULT(tqkv_metal_self_test(m, &desc), TQKV_OK);
+    if (way == 1) CHECK_RESULT(tqkv_metal_prepare(m, &a, 2, true), TQKV_OK);
+    host_work work = host_begin(false);
+    if (way == 3)
+        CHECK_RESULT(tqkv_metal_attend_batch(m, work.encoder, &a, 1, &q, arguments, scratch, &out), TQKV_OK);
+    else
+        CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, scratch, out), TQKV_OK);
+    host_end(&work);
+    standin_refuse(NULL, false);
+    tqkv_metal_error(m, text, sizeof text);
+    CHECK(strstr(text, "refused by name; attention without matrices"), "the text is \"%s\"", text);
+    for (int i = 0; i < 4 * 64; i++)
+        CHECK(fabs((double)((float *)host_contents(out))[i] - (double)expected[i]) < 1e-4, "value %d", i);
+    const tqkv_metal_buffer all[] = {q, out, scratch, arguments};
+    for (int i = 0; i < 4; i++) host_release(all[i]);
+    host_store_release(&gpu);
+    test_store_free(&s);
+    free(x);
+    tqkv_metal_destroy(m);
 }
 
 enum { BY_PATH, BY_BYTES, BY_OBJECT, EMBEDDED };
@@ -465,7 +547,9 @@ static void run_source_failures(const void *parameters)
             const tqkv_result r = tqkv_metal_create(&desc, &m);
             standin_fail_at(0);
             const bool fell_back = strstr(text, "; compiled from source") != NULL;
-            CHECK(fell_back == (r == TQKV_OK), "call %d failed: %s, \"%s\"", n, tqkv_result_string(r), text);
+            const bool without = strstr(text, "attention without matrices") != NULL;
+            CHECK((fell_back || without) == (r == TQKV_OK), "call %d failed: %s, \"%s\"", n, tqkv_result_string(r),
+                  text);
             if (r == TQKV_OK) check_works(m);
             from_source += fell_back;
             tqkv_metal_destroy(m);
@@ -473,8 +557,8 @@ static void run_source_failures(const void *parameters)
         [library release];
     }
     CHECK(standin_live_objects() == live, "%d objects leaked", standin_live_objects() - live);
-    /* the library; function and pipeline of tables and of eight families; command buffer, encoder and completion */
-    CHECK(from_source == (form != BY_OBJECT) + 2 * 9 + 3, "%d of %d failures led to the source", from_source, n_calls);
+    /* the library; function and pipeline of tables; command buffer, encoder and completion */
+    CHECK(from_source == (form != BY_OBJECT) + 2 + 3, "%d of %d failures led to the source", from_source, n_calls);
 }
 
 /* A context refuses the objects of another device. */
@@ -790,16 +874,17 @@ static void run_failures(const void *parameters)
         @autoreleasepool {
             standin_fail_at(n);
             const tqkv_result r = live_through(text, sizeof text);
-            CHECK(r == TQKV_METAL_ERROR || r == TQKV_OUT_OF_MEMORY || r == TQKV_UNSUPPORTED, "call %d failed: %s", n,
-                  tqkv_result_string(r));
+            const bool without = strstr(text, "attention without matrices") != NULL; /* their test failed: no more */
+            CHECK(without || r == TQKV_METAL_ERROR || r == TQKV_OUT_OF_MEMORY || r == TQKV_UNSUPPORTED,
+                  "call %d failed: %s", n, tqkv_result_string(r));
             with_words += strstr(text, STANDIN_WORDS) != NULL;
             with_label += strstr(text, "; tqkv attend faulted") != NULL;
         }
         standin_fail_at(0);
         CHECK(standin_live_objects() == live, "call %d failed: %d objects leaked", n, standin_live_objects() - live);
     }
-    /* the library, then function and pipeline of tables, encode_kv, attend and attend_merge, and three completions */
-    CHECK(with_words == 1 + 2 * 4 + 3, "%d failures of %d came with Metal's words", with_words, n_calls);
+    /* the library, then function and pipeline of tables twice, encode_kv, attend and attend_merge, and four completions */
+    CHECK(with_words == 1 + 2 * 5 + 4, "%d failures of %d came with Metal's words", with_words, n_calls);
     CHECK(with_label == 1, "%d failures named the attention", with_label);
 }
 
@@ -819,8 +904,8 @@ void context_host_cases(void)
         test_add(run_source_fallback, &refused[i], sizeof refused[i], "context/source/%s", refused[i].name);
     test_add(run_memory, NULL, 0, "context/memory");
     test_add(run_self_test, NULL, 0, "context/self_test");
-    const char *const threads[] = {"caches", "recording", "memory"};
-    for (int i = 0; i < 3; i++) test_add(run_threads, &i, sizeof i, "context/threads/%s", threads[i]);
+    const char *const threads[] = {"caches", "recording", "memory", "source"};
+    for (int i = 0; i < 4; i++) test_add(run_threads, &i, sizeof i, "context/threads/%s", threads[i]);
 #ifdef STANDIN
     const char *const stale[] = {"codebook_2",   "codebook_3",   "codebook_4",   "codebook_5",   "codebook_6",
                                  "codebook_8",   "boundaries_2", "boundaries_3", "boundaries_4", "boundaries_5",
@@ -828,7 +913,7 @@ void context_host_cases(void)
                                  "rotate_args",  "attend_args",  "merge_args",   "batch_item",   "dispatch"};
     for (int i = 0; i < 20; i++) test_add(run_stale, stale[i], strlen(stale[i]) + 1, "context/stale/%s", stale[i]);
     const refused_library stale_libraries[] = {{"stale", "signs", 0, "signs differs"},
-                                               {"no_pipelines", "tables_alone", 0, "tqkv_encode_d128"}};
+                                               {"no_kernels", "tables_alone", 0, ""}};
     for (int i = 0; i < 2; i++)
         test_add(run_source_of_stale, &stale_libraries[i], sizeof stale_libraries[i], "context/source/%s",
                  stale_libraries[i].name);
@@ -837,6 +922,9 @@ void context_host_cases(void)
         if ((i == EMBEDDED) == test_host.embedded)
             test_add(run_source_failures, &i, sizeof i, "context/source/failures/%s", forms[i]);
     test_add(run_missing_kernels, NULL, 0, "context/missing_kernels");
+    test_add(run_refused_kernel, NULL, 0, "context/source/kernel");
+    test_add(run_no_product, NULL, 0, "context/no_product");
+    for (int i = 0; i < 4; i++) test_add(run_without_matrices, &i, sizeof i, "context/without_matrices/%d", i);
     test_add(run_other_device, NULL, 0, "context/other_device");
     test_add(run_wrapped_device, NULL, 0, "context/wrapped_device");
     test_add(run_other_encoder, NULL, 0, "context/other_encoder");

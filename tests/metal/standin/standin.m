@@ -16,6 +16,8 @@
 NSString *const MTLCommandBufferEncoderInfoErrorKey = @"MTLCommandBufferEncoderInfoErrorKey";
 static atomic_int live, calls, fail_at, devices, spoil; /* spoil: dispatches until the one with wrong values */
 static standin_device the_device;
+static const char *refused; /* part of the names of kernels without pipelines */
+static bool refused_everywhere;
 static const char *compiled;                                /* the library that any source becomes */
 static pthread_mutex_t machine = PTHREAD_MUTEX_INITIALIZER; /* simt.h runs one launch at a time */
 
@@ -32,6 +34,12 @@ void standin_fail_at(int n)
 {
     calls = 0;
     fail_at = n;
+}
+
+void standin_refuse(const char *part, bool everywhere)
+{
+    refused = part;
+    refused_everywhere = everywhere;
 }
 
 void standin_spoil(int n) { spoil = n; }
@@ -149,7 +157,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 @end
 
 @implementation MTLCompileOptions
-@synthesize fastMathEnabled;
+@synthesize fastMathEnabled, preprocessorMacros;
 - (id)init
 {
     if ((self = [super init])) count(&live, 1);
@@ -158,6 +166,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 }
 - (void)dealloc
 {
+    [preprocessorMacros release];
     count(&live, -1);
     [super dealloc];
 }
@@ -211,6 +220,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     standin_find_function find;
     standin_run_function run;
     standin_name_function name;
+    NSString *only;      /* the one kernel of a compiled source */
     id<MTLDevice> owner; /* not retained */
 }
 @end
@@ -265,6 +275,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 @implementation StandinLibrary
 - (void)dealloc
 {
+    [only release];
     if (handle) dlclose(handle);
     [super dealloc];
 }
@@ -284,7 +295,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 {
     standin_kernel found;
     if (fails(error)) return nil;
-    if (!find([function_name UTF8String], &found)) {
+    if ((only && ![only isEqual:function_name]) || !find([function_name UTF8String], &found)) {
         set_error(error, [NSString stringWithFormat:@"there is no function %@ in the library", function_name]);
         return nil;
     }
@@ -658,10 +669,18 @@ static void *open_library(NSData *data, NSError **error)
 - (id<MTLLibrary>)newLibraryWithSource:(NSString *)source options:(MTLCompileOptions *)options error:(NSError **)error
 {
     if (!source || !options || [options fastMathEnabled]) misuse("shaders compiled with fast math");
-    const char *library = compiled ? compiled : getenv("STANDIN_COMPILED");
-    if ([source rangeOfString:@"kernel void tqkv_tables("].length && library)
-        return [self newLibraryFrom:[NSData dataWithContentsOfFile:[NSString stringWithUTF8String:library]]
-                              error:error];
+    const char *path = compiled ? compiled : getenv("STANDIN_COMPILED");
+    NSDictionary *macros = [options preprocessorMacros];
+    NSString *macro = nil;
+    for (NSString *key in macros)
+        if ([key hasPrefix:@"TQKV_ONLY_"]) macro = key;
+    if (![macros objectForKey:@"TQKV_ONLY"] || !macro) misuse("a source compiled whole, which takes minutes");
+    if ([source rangeOfString:[NSString stringWithFormat:@"defined(%@)", macro]].length && path) {
+        NSData *data = [NSData dataWithContentsOfFile:[NSString stringWithUTF8String:path]];
+        StandinLibrary *library = (StandinLibrary *)[self newLibraryFrom:data error:error];
+        if (library) library->only = [[macro substringFromIndex:10] copy];
+        return library;
+    }
     if (!fails(error)) set_error(error, @"program_source:1:1: error: no shaders");
     return nil;
 }
@@ -669,6 +688,12 @@ static void *open_library(NSData *data, NSError **error)
 {
     if (!function) misuse("a pipeline without function");
     if (fails(error)) return nil;
+    StandinFunction *of = (StandinFunction *)function;
+    NSString *called = [NSString stringWithFormat:@"%@ %d", [of name], (int)of -> constants -> value[4]];
+    if (refused && strstr([called UTF8String], refused) && (refused_everywhere || !of->library->only)) {
+        set_error(error, @"refused by name");
+        return nil;
+    }
     StandinPipeline *pipeline = [[StandinPipeline alloc] init];
     pipeline->function = (StandinFunction *)[function retain];
     return pipeline;
