@@ -4404,12 +4404,15 @@ TQKV__OP void TQKV__I(decode_integers)(const tqkv_format format, const tqkv__str
     TQKV__(codes) books[4];
     if (TQKV__KIND(format) != TQKV__BOOK || TQKV__BOOK_BITS(format) > 6) return; /* not called */
     TQKV__I(load_books)(TQKV__BOOK_BITS(format), s->centroids, books);
-    int d = 0;
-    for (; d + TQKV__STEP <= dim; d += TQKV__STEP) TQKV__I(decode_step)
-    (format, books, TQKV__STEP, s->row_bytes, p + d * main / 8, upper + d * upper_bits / 8, n, to + d,
-     TQKV__PADDED(dim));
-    if (TQKV__STEP > 16 && d < dim) TQKV__I(decode_step)
-    (format, books, dim - d, s->row_bytes, p + d * main / 8, upper + d * upper_bits / 8, n, to + d, TQKV__PADDED(dim));
+    for (int d = 0; d < dim; d += TQKV__STEP) {
+        const uint8_t *at = p + d * main / 8, *upper_at = upper + d * upper_bits / 8;
+        const int left = dim - d, padded = TQKV__PADDED(dim);
+        if (TQKV__STEP == 16 || left >= TQKV__STEP) {
+            TQKV__I(decode_step)(format, books, TQKV__STEP, s->row_bytes, at, upper_at, n, to + d, padded);
+        } else {
+            TQKV__I(decode_step)(format, books, left, s->row_bytes, at, upper_at, n, to + d, padded);
+        }
+    }
 }
 
 #define TQKV__DECODE_INTEGERS(unused, format, ...)                                                                     \
@@ -4561,8 +4564,10 @@ TQKV__OP void TQKV__I(score_rows_of)(const tqkv_format format, const int rows, c
     if (format != TQKV_I8) TQKV__I(load_books)(TQKV__BOOK_BITS(format), p->at.centroids, books);
     for (int j = 0; j < p->n; j += TQKV__INTEGER_LANES) {
         TQKV__(codes) fours[TQKV__PRODUCT_ROWS * TQKV__INTEGER_LANES / 4];
-        for (int i = 0; i < TQKV__INTEGER_LANES / 4; i++) TQKV__I(score_four)
-        (format, rows, p, books, p->at.codes + (size_t)(j + 4 * i) * p->at.stride, fours + i, TQKV__INTEGER_LANES / 4);
+        for (int i = 0; i < TQKV__INTEGER_LANES / 4; i++) {
+            const int8_t *codes = p->at.codes + (size_t)(j + 4 * i) * p->at.stride;
+            TQKV__I(score_four)(format, rows, p, books, codes, fours + i, TQKV__INTEGER_LANES / 4);
+        }
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
             float *to = p->results + r * TQKV__TILE + j;
@@ -4708,9 +4713,11 @@ TQKV__OP void TQKV__I(open_pair)(const tqkv_format format, const TQKV__(codes) *
     tqkv__prefetch(TQKV__L2, at + (ptrdiff_t)stride + ahead, 1);
     if (format == TQKV_I8) TQKV__I(interleave)((const int8_t *)at, stride, x);
 #if TQKV__PACKED_ROWS
-    if (format != TQKV_I8) TQKV__I(interleave_bytes)
-    (TQKV__I(look_up)(format, books, TQKV__STEP, at, at),
-     TQKV__I(look_up)(format, books, TQKV__STEP, at + stride, at + stride), x);
+    if (format != TQKV_I8) {
+        const TQKV__(codes) a = TQKV__I(look_up)(format, books, TQKV__STEP, at, at);
+        const TQKV__(codes) b = TQKV__I(look_up)(format, books, TQKV__STEP, at + stride, at + stride);
+        TQKV__I(interleave_bytes)(a, b, x);
+    }
 #endif
     (void)books;
 }
@@ -4847,8 +4854,11 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
     for (int b = 0; b < head_dim / dim; b++) {
         TQKV__I(product) p;
-        for (int row = 0; b * dim % s->norm_dim == 0 && row < n_rows; row++) TQKV__I(round_weights)
-        (s, weights + row * TQKV__TILE, factors + b * TQKV__TILE, run->n, scaled + row * TQKV__TILE);
+        const float *of_block = factors + b * TQKV__TILE;
+        for (int row = 0; b * dim % s->norm_dim == 0 && row < n_rows; row++) {
+            const int at = row * TQKV__TILE;
+            TQKV__I(round_weights)(s, weights + at, of_block, run->n, scaled + at);
+        }
         p.n = run->n;
         p.at = TQKV__I(open_integers)(s, kv_head, run, 0, run->n, b * dim, dim, n_rows, room);
         p.dim = dim;
@@ -5775,9 +5785,6 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *runs, flo
 #define TQKV__DECODED_SCORE_ROWS 3
 #define TQKV__SUMS               8 /* vectors of sums of values in registers */
 #include "tqkv.h"
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
 
 #elif defined(TQKV__NEON)
 #include <arm_neon.h>
@@ -6329,6 +6336,9 @@ TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
 #define TQKV__PRODUCT_ROWS  2
 #define TQKV__PACKED_ROWS   0
 #include "tqkv.h"
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
 #endif
 
 #ifdef TQKV__NEON
