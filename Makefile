@@ -122,7 +122,13 @@ include tests/rules.mk
 
 # ---- Everything together ----
 
-TEST_TARGETS += format-check
+TEST_TARGETS += format-check test-docs
+
+# Links between the documents, and the names in docs/architecture.md.
+.PHONY: test-docs
+test-docs:
+	@echo "== documents"
+	@python3 docs/check.py
 
 .PHONY: test clean format format-check
 test: $(TEST_TARGETS) ## run all tests: no GPU, no network

@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Checks the documents: relative links and their anchors, and that architecture.md names what exists.
+
+usage: check.py
+
+In architecture.md a word in backticks that looks like a tag, a name of C or a path must be one: `>>tag` a section of
+tqkv.h, `tqkv__name` or `some_name` a word of the sources, `folder/file` a file. Words with NAME, `*` or `...` are patterns.
+"""
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+OMITTED = {"build", ".git"}
+SOURCES = ("tqkv.h", "tqkv_metal.m", "Makefile", "shaders/*", "tests/*.[ch]", "tests/*.mk", "tests/metal/*.*",
+           "tests/metal/host/*.*", "bench/*.[ch]", "metallib/*.mk")
+
+
+def documents():
+    return sorted(p for p in ROOT.rglob("*.md") if not OMITTED & set(p.relative_to(ROOT).parts))
+
+
+def without_code(text):
+    return re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.S | re.M)
+
+
+def anchors(path):
+    """As GitHub makes them: lower case, spaces to hyphens, other punctuation left out."""
+    headings = re.findall(r"^#+ +(.*)$", re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.S | re.M), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def broken_links(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(path.read_text(encoding="utf-8"))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = path.parent / name if name else path
+        if not file.exists():
+            yield f"{target}: no such file"
+        elif anchor and file.suffix == ".md" and anchor not in anchors(file):
+            yield f"{target}: no such heading"
+
+
+def unknown_names(path):
+    texts = [p.read_text(encoding="utf-8") for pattern in SOURCES for p in ROOT.glob(pattern) if p.is_file()]
+    words = set(re.findall(r"\w+", "\n".join(texts)))
+    tags = set(re.findall(r"^/\* (>>[\w-]+)", texts[0], re.M))
+    for quoted in sorted(set(re.findall(r"`([^`\n]+)`", path.read_text(encoding="utf-8")))):
+        word = quoted.split("(")[0]
+        if re.search(r"NAME|\*|\.\.\.", quoted):
+            continue
+        if quoted.startswith(">>"):
+            known = quoted in tags
+        elif re.fullmatch(r"[\w.-]+(/[\w.-]*)+", quoted):
+            known = (ROOT / quoted).exists() or quoted.split("/")[0] in known_stems(texts)
+        elif re.fullmatch(r"\w*_\w*|[a-z]+", word):
+            known = word in words
+        else:
+            continue
+        if not known:
+            yield f"`{quoted}`: nothing has this name"
+
+
+def known_stems(texts):
+    """First parts of test cases' names."""
+    return set(re.findall(r'"([a-z_]+)/', "\n".join(texts)))
+
+
+def main():
+    found = [(p, text) for p in documents() for text in broken_links(p)]
+    found += [(p, text) for p in [ROOT / "docs/architecture.md"] for text in unknown_names(p)]
+    for path, text in found:
+        print(f"{path.relative_to(ROOT)}: {text}")
+    bad = len({p for p, _ in found})
+    print(f"{len(documents()) - bad} passed, {bad} failed")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
