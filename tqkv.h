@@ -4258,7 +4258,7 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
                                              int n_rows)
 {
     enum { buffer = 3072, most_norms = buffer / 32 }; /* 12 KiB: a part of an L1 cache, and of the stack */
-    TQKV__ALIGNED float rotated[buffer], norms[most_norms], scales[most_norms];
+    TQKV__ALIGNED float rotated[buffer + 16], norms[most_norms], scales[most_norms]; /* fours are loaded beyond a row */
     float *sums = scales; /* a row that is quantised needs its scales no more */
     TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];
     const float *values[most_norms];
