@@ -1045,17 +1045,16 @@ typedef struct tqkv__stream {
     size_t codes_size, norms_size; /* bytes in use */
     tqkv_type type;                /* of the caller's rows; tqkv__check_rows checks it */
     const float *center;           /* [n_kv_heads][head_dim] or NULL */
-    const int32_t *pages;          /* [n_pages] or NULL */
-    int n_pages, page_size;
-    uint8_t planes[4][128]; /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
-    int8_t centroids[64];   /* integers, and their step; see tqkv__fill_integers */
+    const int32_t *pages;          /* [n_pages] or NULL: no table, or one that the processor does not know */
+    int n_pages, page_size;        /* 0 without a table */
+    uint8_t planes[4][128];        /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
+    int8_t centroids[64];          /* integers, and their step; see tqkv__fill_integers */
     float step;
 } tqkv__stream;
 
 /* Takes a page table and checks it, except for its entries. */
 static tqkv_result tqkv__table_shape(const tqkv_store *store, tqkv__stream *s)
 {
-    if (!store->pages) return TQKV_OK;
     if (store->ring) return TQKV__INVALID("pages: the store is a ring");
     if (store->n_pages < 0) return TQKV__INVALID("n_pages is negative");
     if (store->page_size <= 0 || store->page_size % 64 || store->capacity % store->page_size)
@@ -1103,7 +1102,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (!tqkv__array_size(s->n_kv_heads, s->capacity, 1, s->row_bytes, &s->codes_size) ||
         !tqkv__array_size(s->n_kv_heads, s->capacity, s->norms_per_row, sizeof(float), &s->norms_size))
         return TQKV__INVALID("a store of more than SIZE_MAX bytes");
-    return tqkv__table_shape(store, s);
+    return store->pages ? tqkv__table_shape(store, s) : TQKV_OK;
 }
 
 static bool tqkv__all_finite(const float *x, size_t n);
@@ -1175,7 +1174,10 @@ static bool tqkv__stream_overlaps(const tqkv__stream *s, const void *p, size_t s
 }
 
 /* The positions that a store without a ring can have. */
-static int64_t tqkv__room(const tqkv__stream *s) { return s->pages ? (int64_t)s->n_pages * s->page_size : s->capacity; }
+static int64_t tqkv__room(const tqkv__stream *s)
+{
+    return s->page_size ? (int64_t)s->n_pages * s->page_size : s->capacity;
+}
 
 static int tqkv__slot(const tqkv__stream *s, int64_t position)
 {
@@ -1513,10 +1515,16 @@ static bool tqkv__values_finite(tqkv_type type, const void *x, size_t n)
 /* Row `row` of the Hadamard matrix of order m: bit j = (p[j>>3] >> (j&7)) & 1, 1 is -1 */
 static const uint8_t *tqkv__matrix_row(int m, int row)
 {
-    return m == 12   ? tqkv__tables.hadamard_12[row]
-           : m == 20 ? tqkv__tables.hadamard_20[row]
-           : m == 28 ? tqkv__tables.hadamard_28[row]
-                     : tqkv__tables.hadamard_36[row];
+    switch (m) {
+    case 12:
+        return tqkv__tables.hadamard_12[row];
+    case 20:
+        return tqkv__tables.hadamard_20[row];
+    case 28:
+        return tqkv__tables.hadamard_28[row];
+    default:
+        return tqkv__tables.hadamard_36[row];
+    }
 }
 
 /* out[b] = sum over c = 0 .. m-1 of P[b][c] * x[c], in that order, for each column of x as [m][n]; P is of order m > 1. */
@@ -4098,7 +4106,7 @@ TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q
     const TQKV__VECTOR w = TQKV__(fold)((int)(q->half & 255), v, &side);
     const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
     const TQKV__(codes) count = TQKV__(below)(bits, below, TQKV__(truncate)(cell));
-    return TQKV__(finish)(count, TQKV__(bound)(bits, bounds, count), w, side);
+    return TQKV__(code_from)(count, TQKV__(bound)(bits, bounds, count), w, side);
 }
 
 /* Quantises TQ8 where tables are too large for instructions: vectors find the cells of a block, loads the counts and
@@ -4127,7 +4135,7 @@ TQKV__OP void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, i
             const int at = d + i * TQKV__LANES;
             const TQKV__VECTOR w = TQKV__(fold)(128, TQKV__(load)(y + at) * TQKV__(set1)(scale), &side);
             memcpy(&four[i], cells + at, sizeof four[i]);
-            four[i] = TQKV__(finish)(four[i], TQKV__(load)(bounds + at), w, side);
+            four[i] = TQKV__(code_from)(four[i], TQKV__(load)(bounds + at), w, side);
         }
         const TQKV__(codes) narrow = TQKV__(narrow)(four);
         memcpy(codes + d, &narrow, sizeof narrow);
@@ -5250,7 +5258,7 @@ TQKV__OP __m512 tqkv__bound_avx512(const int bits, const __m512 *bounds, __m512i
     return bits < 6 ? _mm512_permutexvar_ps(index, bounds[0]) : _mm512_permutex2var_ps(bounds[0], index, bounds[1]);
 }
 /* The code, from the count before the cell and the one boundary that may lie in it */
-TQKV__OP __m512i tqkv__finish_avx512(__m512i count, __m512 bound, __m512 w, __m512i side)
+TQKV__OP __m512i tqkv__code_from_avx512(__m512i count, __m512 bound, __m512 w, __m512i side)
 {
     const __mmask16 above = _mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ);
     return _mm512_xor_si512(_mm512_mask_sub_epi32(count, above, count, _mm512_set1_epi32(-1)), side);
@@ -5682,7 +5690,7 @@ TQKV__OP __m256 tqkv__bound_avx2(const int bits, const __m256 *bounds, __m256i i
     if (bits <= 4) return _mm256_permutevar8x32_ps(bounds[0], index);
     return bits == 5 ? tqkv__permute_16_avx2(bounds, index) : tqkv__permute_32_avx2(bounds, index);
 }
-TQKV__OP __m256i tqkv__finish_avx2(__m256i count, __m256 bound, __m256 w, __m256i side)
+TQKV__OP __m256i tqkv__code_from_avx2(__m256i count, __m256 bound, __m256 w, __m256i side)
 {
     const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(bound, w, _CMP_LE_OQ));
     return _mm256_xor_si256(_mm256_sub_epi32(count, above), side);
@@ -6047,7 +6055,7 @@ TQKV__OP float32x4_t tqkv__bound_neon(const int bits, const float32x4_t *bounds,
 {
     return tqkv__permute_table_neon(bits == 6 ? 5 : 4, bounds, index);
 }
-TQKV__OP uint32x4_t tqkv__finish_neon(uint32x4_t count, float32x4_t bound, float32x4_t w, uint32x4_t side)
+TQKV__OP uint32x4_t tqkv__code_from_neon(uint32x4_t count, float32x4_t bound, float32x4_t w, uint32x4_t side)
 {
     return veorq_u32(vsubq_u32(count, vcleq_f32(bound, w)), side);
 }
@@ -8778,22 +8786,28 @@ static bool tqkv__plan_bind_center(tqkv__dispatch *d, const char *name, int inde
     return used;
 }
 
-/* The shape of a store in buffers. With pages, shape->pages is the processor's copy of the table, or only not NULL. */
+/* Takes the page table of a store in buffers; its entries are known to the processor if shape.pages is set. */
+static tqkv_result tqkv__plan_table(const tqkv_metal_store *store, tqkv__stream *s)
+{
+    if (store->pages.buffer) return tqkv__table_shape(&store->shape, s);
+    return store->shape.pages ? TQKV__INVALID("pages: no buffer") : TQKV_OK;
+}
+
+/* The shape of a store in buffers, without its table. */
 static tqkv_result tqkv__plan_store(const tqkv_metal_store *store, tqkv_store *shape)
 {
-    static const int32_t not_known = 0;
     if (!store) return TQKV__INVALID("a store is NULL");
     *shape = store->shape;
-    if (shape->pages && !store->pages.buffer) return TQKV__INVALID("pages: no buffer");
-    if (store->pages.buffer && !shape->pages) shape->pages = &not_known;
+    shape->pages = NULL;
     return TQKV_OK;
 }
 
 static tqkv_result tqkv__plan_open(const tqkv_metal_store *store, tqkv__stream *s)
 {
     tqkv_store shape;
-    const tqkv_result r = tqkv__plan_store(store, &shape);
-    return r == TQKV_OK ? tqkv__stream_shape(&shape, s) : r;
+    tqkv_result r = tqkv__plan_store(store, &shape);
+    if (r == TQKV_OK) r = tqkv__stream_shape(&shape, s);
+    return r == TQKV_OK ? tqkv__plan_table(store, s) : r;
 }
 
 /* From here on positions take the place of slots: only the kernel looks at the table. */
@@ -9433,7 +9447,7 @@ typedef struct tqkv__plan_call {
 /* tqkv__attention_shape of `from` */
 static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan_call *call, tqkv__attention *a)
 {
-    static const uint64_t not_known[64] = {0}; /* as if no query saw any of its positions */
+    static const uint64_t not_known[64] = {0}; /* of as many queries as a tree has: none sees any of its positions */
     tqkv_attention *to = &call->attention;
     if (!from) return TQKV__INVALID("the attention is NULL");
     if (from->attention.tree && !from->tree.buffer) return TQKV__INVALID("tree: no buffer");
@@ -9449,19 +9463,13 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     memset(&to->parallel, 0, sizeof to->parallel);
     memset(&to->allocator, 0, sizeof to->allocator);
     r = tqkv__attention_shape(to, a);
+    if (r == TQKV_OK) r = tqkv__plan_table(from->keys, &a->keys);
+    if (r == TQKV_OK) r = tqkv__plan_table(from->values, &a->values);
     if (r == TQKV_OK) r = tqkv__check_kernels(a->key_dim, a->value_dim);
     if (r == TQKV_OK && a->round_query) r = TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     a->matrix_group = from->matrix_group;
-    if (r != TQKV_OK || !a->keys.pages == !a->values.pages) return r;
+    if (r != TQKV_OK || !a->keys.page_size == !a->values.page_size) return r;
     return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
-}
-
-/* Checks the entries of pages that some query sees. */
-static tqkv_result tqkv__plan_seen(const tqkv_metal_attention *from, tqkv__attention *a)
-{
-    if (!from->keys->shape.pages) a->keys.pages = NULL;
-    if (!from->values->shape.pages) a->values.pages = NULL;
-    return tqkv__check_seen(a, a->first, a->call.end);
 }
 
 /* Positions take the place of slots. If a table is empty there are none, and the kernel reads neither table. */
@@ -9480,7 +9488,7 @@ static tqkv_result tqkv__plan_item(const tqkv_metal_attention *from, tqkv_metal_
     tqkv__attention a;
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
-    if (r == TQKV_OK) r = tqkv__plan_seen(from, &a);
+    if (r == TQKV_OK) r = tqkv__check_seen(&a, a.first, a.call.end);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     if (r != TQKV_OK) return r;
     const tqkv__attend_buffers b = {from->keys, from->values, from->sinks, from->tree, q, scratch, out};

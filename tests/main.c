@@ -21,6 +21,9 @@ static void add_all_cases(void)
     test_types_cases();
     test_value_dim_cases();
     test_plan_cases();
+    test_plan_pages_cases();
+    test_plan_batch_cases();
+    test_plan_split_cases();
     test_snapshot_cases();
     test_store_snapshot_cases();
     test_input_cases();

@@ -1,0 +1,99 @@
+/* Stores in buffers that are never read, plans of them, and what holds for every planned dispatch. */
+#ifndef TQKV_TESTS_PLAN_FIXTURE_H
+#define TQKV_TESTS_PLAN_FIXTURE_H
+
+#define TQKV_SHARED
+#include "runner.h"
+
+#include <limits.h>
+
+/* A buffer that is never read or written. */
+static inline tqkv_metal_buffer at(int number, size_t offset)
+{
+    static char things[8];
+    tqkv_metal_buffer b;
+    b.buffer = &things[number];
+    b.offset = offset;
+    return b;
+}
+
+static const tqkv_metal_buffer none = {NULL, 0};
+
+static inline tqkv_metal_store plan_store(tqkv_format format, int head_dim, int capacity, bool ring, int number)
+{
+    tqkv_metal_store s;
+    memset(&s, 0, sizeof s);
+    s.shape.format = format;
+    s.shape.head_dim = head_dim;
+    s.shape.n_kv_heads = 3;
+    s.shape.capacity = capacity;
+    s.shape.ring = ring;
+    s.codes = at(number, 0);
+    s.norms = at(number + 1, 0);
+    return s;
+}
+
+/* The last binding of that name. */
+static inline tqkv__binding binding(const tqkv__dispatch *d, const char *name)
+{
+    tqkv__binding found;
+    memset(&found, 0, sizeof found);
+    for (int i = 0; i < d->n_bindings; i++)
+        if (!strcmp(d->bindings[i].name, name)) found = d->bindings[i];
+    CHECK(found.name, "no %s", name);
+    return found;
+}
+
+/* -1: not set */
+static inline int constant(const tqkv__dispatch *d, int index) { return d->kernel.constants[index] - 1; }
+
+static const char *overlapping(const tqkv__dispatch *d)
+{
+    for (int i = 0; i < d->n_bindings; i++)
+        if (tqkv__overlapping(d, i)) return tqkv__overlapping(d, i)->name;
+    return "";
+}
+
+/* The limits of Metal: 32 KiB of threadgroup memory in multiples of 16, 1024 threads, one argument an index. */
+static inline void check_dispatch(const tqkv__dispatch *d)
+{
+    size_t memory = 0;
+    unsigned indices = 0;
+    for (int i = 0; i < d->n_args; i++) indices |= 1u << (i * TQKV__SECOND_ARGS);
+    for (int i = 0; i < d->n_bindings; i++) {
+        const int index = d->bindings[i].index;
+        if (index == TQKV__ONLY_CHECKED) continue;
+        CHECK(!(indices >> index & 1u), "index %d twice", index);
+        indices |= 1u << index;
+    }
+    CHECK((indices & (indices + 1)) == 0, "indices %x", indices); /* 0, 1, 2 ... without gaps */
+    for (int n = 1; n <= d->n_simdgroups; n++)
+        for (int i = 0; i < TQKV__MEMORIES; i++) {
+            const size_t size = d->memory[i] + (size_t)n * d->memory_each[i];
+            CHECK(size % 16 == 0, "%zu bytes of memory %d", size, i);
+            if (n == d->n_simdgroups) memory += size ? size : 16; /* the least that a dispatch can set */
+        }
+    CHECK(memory <= 32768, "%zu bytes of threadgroup memory", memory);
+    CHECK(d->n_simdgroups > 0 && d->n_simdgroups <= 32 && d->grid[1] && d->grid[2], "no threads");
+    CHECK(!*overlapping(d), "%s lies under another", overlapping(d));
+}
+
+static inline tqkv_result plan_attend(const tqkv_metal_attention *a, tqkv__dispatch d[2])
+{
+    const tqkv_result r = tqkv__plan_attend(a, at(4, 0), at(5, 0), at(6, 0), d);
+    for (int i = 0; i < 2 && r == TQKV_OK; i++) check_dispatch(&d[i]);
+    return r;
+}
+
+/* A pool of 5 pages, and a table of 4. */
+static inline tqkv_metal_store plan_pool(tqkv_format format, int number, const int32_t *pages)
+{
+    tqkv_metal_store s = plan_store(format, 64, 320, false, number);
+    s.shape.pages = pages;
+    s.shape.n_pages = 4;
+    s.shape.page_size = 64;
+    s.pages = at(7, 128 * (size_t)number);
+    return s;
+}
+
+#endif

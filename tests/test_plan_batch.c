@@ -1,0 +1,149 @@
+/* Plans of batches: items joined into one dispatch pair, and what they must agree in. */
+#include "plan_fixture.h"
+
+enum { ITEMS = 3 };
+
+/* Three sequences over pools that lie in the same buffers. */
+typedef struct plan_batch {
+    tqkv_metal_store keys[ITEMS], values[ITEMS];
+    tqkv_metal_attention items[ITEMS];
+    tqkv_metal_buffer q[ITEMS], out[ITEMS];
+    tqkv__batch_item arguments[ITEMS];
+    tqkv__batch batch;
+    tqkv__dispatch d[2];
+} plan_batch;
+
+static void set_up_batch(plan_batch *b)
+{
+    const int lengths[ITEMS] = {1000, 20, 3000}, n_queries[ITEMS] = {1, 3, 1};
+    memset(b, 0, sizeof *b);
+    for (int i = 0; i < ITEMS; i++) {
+        b->keys[i] = plan_store(TQKV_I8, 64, 3200, false, 0);
+        b->values[i] = plan_store(TQKV_TQ4, 64, 3200, false, 2);
+        b->keys[i].codes.offset = (size_t)i << 20;
+        b->values[i].norms.offset = (size_t)(ITEMS - i) << 18;
+        b->items[i].keys = &b->keys[i];
+        b->items[i].values = &b->values[i];
+        b->items[i].attention.n_heads = 6;
+        b->items[i].attention.n_queries = n_queries[i];
+        b->items[i].attention.end = lengths[i];
+        b->q[i] = at(4, (size_t)i * 8192);
+        b->out[i] = at(6, (size_t)i * 8192);
+    }
+    b->batch.items = b->items;
+    b->batch.n = ITEMS;
+    b->batch.q = b->q;
+    b->batch.out = b->out;
+    b->batch.scratch = at(5, 64);
+    b->batch.arguments = at(7, 0);
+    b->batch.matrices = true;
+}
+
+static tqkv_result planned(plan_batch *b) { return tqkv__plan_batch(&b->batch, b->arguments, b->d); }
+
+static void check_batch(const void *row)
+{
+    plan_batch b;
+    tqkv__dispatch alone[2];
+    size_t arguments, scratch, all = 0;
+    const tqkv__batch_item *items = b.arguments;
+    (void)row;
+    set_up_batch(&b);
+    CHECK_RESULT(planned(&b), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_batch_sizes(b.items, ITEMS, &arguments, &scratch), TQKV_OK);
+    CHECK(arguments == sizeof b.arguments && binding(b.d, "arguments").size == arguments, "arguments");
+    for (int i = 0; i < 2; i++) check_dispatch(&b.d[i]);
+    for (int i = 0; i < ITEMS; i++) {
+        CHECK_RESULT(tqkv__plan_attend(&b.items[i], b.q[i], b.batch.scratch, b.out[i], alone), TQKV_OK);
+        CHECK(!memcmp(&items[i].attend, &alone[0].args[0].attend, sizeof items[i].attend) &&
+                  !memcmp(&items[i].merge, &alone[1].args[0].merge, sizeof items[i].merge),
+              "item %d is planned otherwise alone", i);
+        CHECK(items[i].n_items == ITEMS && items[i].q == (uint32_t)i * 4096 && items[i].out == (uint32_t)i * 4096 &&
+                  items[i].key_codes == (uint32_t)i << 16 && items[i].value_norms == (uint32_t)(2 - i) << 16,
+              "offsets of item %d", i);
+        for (int j = 6; j <= 7; j++)
+            for (int k = 0; k < alone->n_bindings; k++)
+                if (alone->bindings[k].index == j) all += alone->bindings[k].size;
+    }
+    /* columns for 3 queries: 6 rows, in a power of two; splits of 512 slots: 2, 1 and 6 */
+    CHECK(constant(b.d, TQKV_FC_COLUMNS) == 8 && constant(b.d, TQKV_FC_MANY_QUERIES) == 1 &&
+              constant(b.d, TQKV_FC_BATCH) == 1 && constant(b.d + 1, TQKV_FC_BATCH) == 1,
+          "the kernel");
+    CHECK(items[0].first_group == 0 && items[1].first_group == 2 && items[2].first_group == 3 && b.d[0].grid[2] == 9 &&
+              b.d[0].grid[1] == 1 && b.d[0].grid[0] == 3,
+          "threadgroups");
+    CHECK(items[0].attend.n_splits == 2 && items[1].attend.n_splits == 1 && items[2].attend.n_splits == 6, "splits");
+    CHECK(items[1].first_row == 6 && items[2].first_row == 24 && b.d[1].grid[0] == 30, "rows");
+    CHECK(binding(b.d + 1, "sinks").size == 0 && items[0].partial_out == 0 && b.d[1].barrier == at(5, 0).buffer,
+          "merge");
+    CHECK(scratch >= all, "%zu bytes of scratch, not %zu", scratch, all);
+    b.items[1].attention.end = 0;
+    CHECK_RESULT(planned(&b), TQKV_OK);
+    CHECK(items[1].attend.kv_len == 0 && items[1].merge.n_partials == 0, "an item without positions");
+    b.batch.n = 0;
+    CHECK_RESULT(planned(&b), TQKV_OK);
+    CHECK(b.d[0].grid[0] == 0, "an empty batch is recorded");
+}
+
+static void check_batch_refusals(const void *row)
+{
+    plan_batch b;
+    (void)row;
+#define REFUSED(expected, change)                                                                                      \
+    do {                                                                                                               \
+        set_up_batch(&b);                                                                                              \
+        change;                                                                                                        \
+        CHECK_RESULT(planned(&b), TQKV_##expected);                                                                    \
+    } while (0)
+    REFUSED(INVALID_ARGUMENT, b.batch.n = -1);
+    REFUSED(INVALID_ARGUMENT, b.batch.items = NULL);
+    REFUSED(INVALID_ARGUMENT, b.batch.q = NULL);
+    REFUSED(INVALID_ARGUMENT, b.batch.out = NULL);
+    REFUSED(INVALID_ARGUMENT, b.items[1].keys = NULL);
+    REFUSED(OUT_OF_RANGE, b.items[2].attention.end = 3201);
+    REFUSED(UNSUPPORTED, b.keys[2].codes = at(1, 0));
+    REFUSED(UNSUPPORTED, b.q[1] = at(1, 0));
+    REFUSED(UNSUPPORTED, b.keys[2].shape.format = TQKV_TQ4);
+    REFUSED(UNSUPPORTED, b.items[2].attention.softcap = 3.0f);
+    REFUSED(UNSUPPORTED, b.items[2].attention.n_heads = 3);
+    REFUSED(UNSUPPORTED, for (int i = 0; i < b.batch.n; i++) b.items[i].attention.arithmetic = TQKV_INTEGER);
+    REFUSED(UNSUPPORTED, b.items[2].attention.output_type = TQKV_TYPE_F16);
+    REFUSED(UNSUPPORTED, b.items[2].sinks = at(7, 1024));
+    REFUSED(UNSUPPORTED, b.items[2].matrix_group = 2);
+    REFUSED(INVALID_ARGUMENT, b.items[2].matrix_group = -1);
+    REFUSED(UNSUPPORTED, b.values[1].center = at(7, 1024));
+    REFUSED(UNSUPPORTED, b.keys[2].pages = b.values[2].pages = at(7, 0);
+            b.keys[2].shape.n_pages = b.values[2].shape.n_pages = 50;
+            b.keys[2].shape.page_size = b.values[2].shape.page_size = 64);
+    if (sizeof(size_t) > 4) REFUSED(UNSUPPORTED, b.keys[2].codes.offset = (size_t)1 << (sizeof(size_t) > 4 ? 37 : 0));
+    REFUSED(INVALID_ARGUMENT, b.keys[2].codes.offset += 8);
+    REFUSED(INVALID_ARGUMENT, b.q[2].offset += 2);
+    REFUSED(INVALID_ARGUMENT, b.q[2].offset = SIZE_MAX - 3);
+    REFUSED(INVALID_ARGUMENT, b.out[2].offset = b.out[0].offset + 4);
+    REFUSED(INVALID_ARGUMENT, b.out[0].offset = b.out[2].offset);
+    REFUSED(OK, b.out[0].offset = 6 * 8192);
+#undef REFUSED
+}
+
+static void check_batch_memory(const void *row)
+{
+    plan_batch b;
+    size_t sizes[2];
+    (void)row;
+    set_up_batch(&b);
+    b.q[1] = at(6, 100);
+    b.q[0] = b.q[2] = at(6, 0);
+    CHECK_RESULT(planned(&b), TQKV_OK);
+    CHECK(*overlapping(b.d), "queries between the outputs");
+    CHECK_RESULT(tqkv__plan_batch_sizes(b.items, -1, &sizes[0], &sizes[1]), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_batch_sizes(NULL, 1, &sizes[0], &sizes[1]), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_batch_sizes(NULL, 0, &sizes[0], &sizes[1]), TQKV_OK);
+    CHECK(sizes[0] == 0 && sizes[1] == 0, "an empty batch needs memory");
+}
+
+void test_plan_batch_cases(void)
+{
+    test_add(check_batch, NULL, 0, "plan/batch");
+    test_add(check_batch_refusals, NULL, 0, "plan/batch/refusals");
+    test_add(check_batch_memory, NULL, 0, "plan/batch/memory");
+}

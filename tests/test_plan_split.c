@@ -1,0 +1,140 @@
+/* How the plan of attention divides the context, the query rows and the kernels. */
+#include "plan_fixture.h"
+
+/* Stretches of 512 positions up to 8192 and of 2048 beyond, all threadgroups together at least once. */
+static void check_stretches(const tqkv__dispatch d[2], int64_t end, size_t scratch)
+{
+    const tqkv__attend_args *args = &d[0].args[0].attend;
+    const tqkv__merge_args *merge = &d[1].args[0].merge;
+    const int64_t stretches = end <= 8192 ? (end + 511) / 512 : 16 + (end - 8192 + 2047) / 2048;
+    const int64_t n = stretches > 1 ? stretches : 1, sections = (n + 15) / 16;
+    const size_t row = ((size_t)d->kernel.head_dim * TQKV__DIM_UNIT + 2) * sizeof(float),
+                 n_rows = (size_t)merge->n_rows;
+    const bool full = d->grid[0] * d->grid[1] >= 256, each = !full && n_rows * row * (size_t)n <= 32 << 20;
+    const tqkv__binding state = binding(d, "scratch");
+    CHECK(state.at.offset + state.size <= scratch, "%zu bytes of scratch", state.at.offset + state.size);
+    CHECK(args->first_stretch == 0 && args->stretch_tiles == 16 && args->n_short == 16, "the stretches");
+    CHECK((int64_t)d->grid[2] == (full ? 1 : each ? n : sections), "%zu splits, %d stretches", d->grid[2], (int)n);
+    CHECK(args->sections_each == (full ? sections : each ? 0 : 1), "%d sections each", args->sections_each);
+    CHECK(state.at.offset + state.size == n_rows * (row * (full && sections > 1 ? 2 : d->grid[2]) + 2 * sizeof(float)),
+          "partial results");
+    CHECK(merge->n_partials == (int)d->grid[2] && merge->section == (each ? 16 : 1) && merge->before == 0, "the merge");
+}
+
+/* Contexts of all lengths: the blocks hold all rows, and the splits fit into the scratch of tqkv__plan_scratch. */
+static void check_split(const void *row)
+{
+    const int head_dim = *(const int *)row, groups[] = {1, 3, 8, 16}, queries[] = {1, 2, 9, 64, 300};
+    for (int g = 0; g < 4; g++)
+        for (int q = 0; q < 5; q++) {
+            const int capacity = 90000, rows = groups[g] * queries[q];
+            const tqkv_metal_store keys = plan_store(TQKV_TQ4, head_dim, capacity, false, 0),
+                                   values = plan_store(TQKV_TQ8, head_dim, capacity, false, 2);
+            size_t scratch = 0;
+            tqkv_metal_attention a;
+            memset(&a, 0, sizeof a);
+            a.keys = &keys;
+            a.values = &values;
+            a.attention.n_heads = 3 * groups[g];
+            a.attention.n_queries = queries[q];
+            CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), TQKV_OK);
+            for (a.attention.end = 0; a.attention.end <= capacity; a.attention.end += 2500) {
+                tqkv__dispatch d[2];
+                CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+                const int columns = constant(d, TQKV_FC_COLUMNS);
+                const bool matrix = d->kernel.family == TQKV__ATTEND_MATRIX;
+                const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
+                const int blocks = (int)d->grid[1], even = (rows + blocks - 1) / blocks;
+                CHECK(columns <= most && columns * blocks >= rows && columns * (blocks - 1) < rows,
+                      "%d rows as %d blocks of %d", rows, blocks, columns);
+                CHECK(queries[q] == 1 ? columns == even : columns < 2 * even && (columns & (columns - 1)) == 0,
+                      "%d columns for %d rows of %d queries", columns, rows, queries[q]);
+                check_stretches(d, a.attention.end, scratch);
+            }
+        }
+}
+
+/* The group, head_dim and matrix_group choose the kernel, never the number of queries: a query has the same bits in
+   company. The other kernel can take its place in the same scratch. */
+static void check_kernel(int head_dim, int group, int matrix_group, int n_queries)
+{
+    const tqkv_metal_store keys = plan_store(TQKV_TQ4, head_dim, 3000, false, 0),
+                           values = plan_store(TQKV_TQ8, head_dim, 3000, false, 2);
+    const bool has_matrices = head_dim == 64 || head_dim == 128 || head_dim == 256;
+    const bool matrix = has_matrices && group >= (matrix_group ? matrix_group : 4);
+    const int rows = group * n_queries;
+    size_t scratch = 0;
+    tqkv__dispatch d[2];
+    tqkv_metal_attention a;
+    memset(&a, 0, sizeof a);
+    a.keys = &keys;
+    a.values = &values;
+    a.attention.n_heads = 3 * group;
+    a.attention.n_queries = n_queries;
+    a.attention.end = 3000;
+    a.matrix_group = matrix_group;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(d[0].kernel.family == (matrix ? TQKV__ATTEND_MATRIX : TQKV__ATTEND), "group %d of %d, %d queries", group,
+          matrix_group, n_queries);
+    CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), TQKV_OK);
+    check_stretches(d, a.attention.end, scratch);
+    tqkv__plan_columns(d, false, 16);
+    const int columns = constant(d, TQKV_FC_COLUMNS);
+    CHECK(d[0].kernel.family == TQKV__ATTEND && columns <= TQKV__MAX_COLUMNS(head_dim) &&
+              columns * (int)d[0].grid[1] >= rows,
+          "%d rows as %zu blocks of %d", rows, d[0].grid[1], columns);
+    CHECK(d[0].memory_each[2] > 0 && d[0].memory[2] == 0, "the memory of another kernel");
+}
+
+static void check_kernels(const void *row)
+{
+    (void)row;
+    for (int i = 0; i < TQKV__KERNEL_DIMS; i++)
+        for (int group = 1; group <= 8; group++)
+            for (int matrix_group = 0; matrix_group <= 5; matrix_group++)
+                for (int n_queries = 1; n_queries <= 40; n_queries += 13)
+                    check_kernel(TQKV__KERNEL_DIM(i), group, matrix_group, n_queries);
+}
+
+/* A window has the stretches that its queries see together, wherever it stands, and all of a ring that wraps. */
+static void check_window(const void *row)
+{
+    tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 200000, false, 0), values = keys;
+    size_t scratch = 0;
+    tqkv__dispatch d[2];
+    tqkv_metal_attention a;
+    const tqkv__attend_args *args = &d[0].args[0].attend;
+    (void)row;
+    memset(&a, 0, sizeof a);
+    a.keys = &keys;
+    a.values = &values;
+    a.attention.window = 1000;
+    for (a.attention.n_queries = 1; a.attention.n_queries < 700; a.attention.n_queries += 300) {
+        CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), TQKV_OK);
+        for (a.attention.end = 0; a.attention.end < 200000; a.attention.end += 997) {
+            const int64_t seen = a.attention.end - 999 - a.attention.n_queries, first = seen < 0 ? 0 : seen;
+            CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+            CHECK(args->first_stretch == first / 512 && args->n_short == INT_MAX, "stretch %d", args->first_stretch);
+            CHECK((int64_t)d[0].grid[2] == (a.attention.end ? a.attention.end - 1 : 0) / 512 - first / 512 + 1,
+                  "%zu splits before %d", d[0].grid[2], (int)a.attention.end);
+            CHECK(binding(d, "scratch").at.offset + binding(d, "scratch").size <= scratch, "%zu bytes", scratch);
+        }
+    }
+    keys.shape.ring = values.shape.ring = true;
+    a.attention.n_queries = 1;
+    a.attention.end = 200100;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(args->first_stretch == 0 && d[0].grid[2] == 391, "%zu splits of a ring that wraps", d[0].grid[2]);
+    CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), TQKV_OK);
+    CHECK(binding(d, "scratch").at.offset + binding(d, "scratch").size <= scratch, "%zu bytes of a ring", scratch);
+}
+
+void test_plan_split_cases(void)
+{
+    for (int i = 0; i < TQKV__KERNEL_DIMS; i++) {
+        const int head_dim = TQKV__KERNEL_DIM(i);
+        test_add(check_split, &head_dim, sizeof head_dim, "plan/split/d%d", head_dim);
+    }
+    test_add(check_kernels, NULL, 0, "plan/kernels");
+    test_add(check_window, NULL, 0, "plan/window");
+}
