@@ -4790,7 +4790,8 @@ TQKV__TARGET static void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int
     TQKV__ALIGNED int8_t tile[TQKV__TILE * 2 * TQKV__BYTES];
     for (int j = 0; j < p.n; j += 2) {
         TQKV__(codes) x[4];
-        TQKV__I(interleave)(p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, x);
+        TQKV__I(open_pair)
+        (TQKV_I8, NULL, (const uint8_t *)p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, p.at.ahead, x);
         memcpy(tile + j * 2 * TQKV__BYTES, x, sizeof x);
     }
     for (int left = n_rows, rows; left > 0; left -= rows) {
