@@ -50,8 +50,7 @@
                       loops, compiled once for each instruction set
      >>avx512, >>avx2, >>neon, >>integer-sets
                       what a set brings to them
-     >>isa-code       which set is in use
-     >>driver         tqkv_attend: checks, tasks, results
+     >>driver         which set is in use; tqkv_attend: checks, tasks, results
      >>cache-code     tqkv_cache
      >>snapshot       save and load
 
@@ -476,8 +475,8 @@ typedef struct tqkv_metal_desc {
     const void *library_bytes; /* its content; copied */
     size_t library_size;
     tqkv_metal_object library; /* id<MTLLibrary> of that device. Retained. */
-    /* The content of metallib/tqkv.metal, UTF-8, or NULL. The system compiles it if there is no library, or if it refuses
-       the library or one pipeline of each kind of kernel, which are then built to see. It is not read later. */
+    /* The content of metallib/tqkv.metal, UTF-8, or NULL; copied. The system compiles from it, each on its first use, the
+       kernels that it refuses from the library, or all if there is no library or it is refused. */
     const char *library_source;
     char *error; /* [error_size] or NULL: on failure the reason, in Metal's words if it has any */
     size_t error_size;
@@ -485,13 +484,21 @@ typedef struct tqkv_metal_desc {
 
 /* Runs one small kernel and waits for it. TQKV_UNSUPPORTED: no Metal device, or one without family Apple7 or simdgroups
    of 32. TQKV_TABLE_MISMATCH: the library was built from another version of this header; the text names the table.
-   TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. If the source took the library's place, the text says so and
-   why, although the result is TQKV_OK: "library refused: ...; compiled from source". */
+   TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. If the source took the library's place, or later that of one
+   kernel, the text says so and why, although the result is TQKV_OK: "library refused: ...; compiled from source". If Metal
+   refuses only the kernels that multiply matrices, attention goes on without: "...; attention without matrices". */
 TQKV_METAL_API tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out);
 /* Call it after all calls have returned, recorded work has completed, and the context's caches and memory are gone. */
 TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
 /* The text of the context's last failure in any thread, or of its creation, cut to size - 1 bytes; "" if there is none. */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
+
+/* Whether the GPU computes what the processor does, for such caches: head_dim, value_dim, heads, formats, type, scale,
+   softcap and matrix_group of desc count. Codes, norms and decoded rows of 48 tokens must have the processor's bits,
+   attention of one and of three queries its values. Takes milliseconds, and the time to build pipelines, most of which
+   such caches need anyway. Each version of the system has its own compiler of shaders: call it once after an update.
+   TQKV_METAL_ERROR: something differs; the text says what. */
+TQKV_METAL_API tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc);
 
 /* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4, of halves and bfloat16s of 2. */
 typedef struct tqkv_metal_buffer {
@@ -599,6 +606,14 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_obj
                                                    tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                    tqkv_metal_buffer out);
 TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);
+
+/* Builds the pipelines of such calls now: encode_kv into the two stores, with their pages if they have a table, and
+   attention of 1 to max_queries queries (0: 1), in batches, too, if asked. No pages are looked at, and of buffers only
+   whether they are there: centres, sinks, a tree and pages have pipelines of their own. Any thread may call it while others
+   record; those do not wait. Other calls build theirs on first use, which takes up to a second each. */
+TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries,
+                                              bool batches);
+TQKV_METAL_API tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max_queries);
 
 #ifdef __cplusplus
 }
@@ -4340,10 +4355,12 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,   TQKV__LANES,        {TQK
    words when they are multiplied: a lane of 32 bits adds up the products of two. What a set brings besides its floats,
    with TQKV__(codes) for a vector of TQKV__INTEGER_LANES lanes:
 
-     load_books, decode_codes   codes to bytes
+     load_books, look_up        codes to bytes, TQKV__STEP of them
      open, dot, repeat          bytes of a key to words; products added to lanes; one lane everywhere
      interleave                 bytes of two values to lanes, a dimension of both in each
-     round_codes, store_words   floats to integers, lanes to words                                                    */
+     round_codes, store_words   floats to integers, lanes to words
+     TQKV__PACKED_ROWS          0, or the rows up to which codes without upper bits are not stored as bytes first: with
+                                widen, half of the bytes as words, and interleave_bytes                               */
 #ifdef TQKV__INTEGER_LANES
 
 #define TQKV__VECTOR TQKV__(vector)
@@ -4372,8 +4389,10 @@ TQKV__OP TQKV__(codes) TQKV__I(load_codes)(const void *p)
 TQKV__OP void TQKV__I(decode_step)(const tqkv_format format, const TQKV__(codes) * books, int left, size_t row_bytes,
                                    const uint8_t *p, const uint8_t *upper, int n, int8_t *to, int stride)
 {
-    for (int j = 0; j < n; j++, p += row_bytes, upper += row_bytes, to += stride)
-        TQKV__I(decode_codes)(format, books, left, p, upper, to);
+    for (int j = 0; j < n; j++, p += row_bytes, upper += row_bytes, to += stride) {
+        const TQKV__(codes) bytes = TQKV__I(look_up)(format, books, left, p, upper);
+        memcpy(to, &bytes, sizeof bytes);
+    }
 }
 
 /* Decodes the integers [first, first + dim) of n rows; row: the first one, to: [n][TQKV__PADDED(dim)] */
@@ -4385,12 +4404,15 @@ TQKV__OP void TQKV__I(decode_integers)(const tqkv_format format, const tqkv__str
     TQKV__(codes) books[4];
     if (TQKV__KIND(format) != TQKV__BOOK || TQKV__BOOK_BITS(format) > 6) return; /* not called */
     TQKV__I(load_books)(TQKV__BOOK_BITS(format), s->centroids, books);
-    int d = 0;
-    for (; d + TQKV__STEP <= dim; d += TQKV__STEP) TQKV__I(decode_step)
-    (format, books, TQKV__STEP, s->row_bytes, p + d * main / 8, upper + d * upper_bits / 8, n, to + d,
-     TQKV__PADDED(dim));
-    if (TQKV__STEP > 16 && d < dim) TQKV__I(decode_step)
-    (format, books, dim - d, s->row_bytes, p + d * main / 8, upper + d * upper_bits / 8, n, to + d, TQKV__PADDED(dim));
+    for (int d = 0; d < dim; d += TQKV__STEP) {
+        const uint8_t *at = p + d * main / 8, *upper_at = upper + d * upper_bits / 8;
+        const int left = dim - d, padded = TQKV__PADDED(dim);
+        if (TQKV__STEP == 16 || left >= TQKV__STEP) {
+            TQKV__I(decode_step)(format, books, TQKV__STEP, s->row_bytes, at, upper_at, n, to + d, padded);
+        } else {
+            TQKV__I(decode_step)(format, books, left, s->row_bytes, at, upper_at, n, to + d, padded);
+        }
+    }
 }
 
 #define TQKV__DECODE_INTEGERS(unused, format, ...)                                                                     \
@@ -4407,22 +4429,26 @@ static const TQKV__I(decoder) TQKV__I(decoders)[] = {NULL, TQKV__FORMATS(TQKV__D
 
 /* Where products find the integers of positions. */
 typedef struct TQKV__I(source) {
+    tqkv_format format; /* TQKV_I8: bytes, else codes for the loops that look them up */
     const int8_t *codes;
     size_t stride;   /* of positions */
     ptrdiff_t ahead; /* to those of the next tile, if they are read in place */
+    const int8_t *centroids;
 } TQKV__I(source);
 
-/* The integers [first, first + dim) of `n` slots from that of the run's position j on, I8's in place if they can be.
-   room: [n rounded up to slices][TQKV__PADDED(dim)] */
+/* The integers [first, first + dim) of `n` slots from that of the run's position j on, for n_rows rows. What can be read
+   in place stays there: I8, and codes that few rows look up. room: [n rounded up to slices][TQKV__PADDED(dim)] */
 TQKV__TARGET static TQKV__I(source) TQKV__I(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                           int j, int n, int first, int dim, int8_t *room)
+                                                           int j, int n, int first, int dim, int n_rows, int8_t *room)
 {
     const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot + j);
     const ptrdiff_t ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
     const int padded = TQKV__PADDED(dim), rows = (n + TQKV__SLICE - 1) / TQKV__SLICE * TQKV__SLICE;
-    const TQKV__I(source) in_place = {(const int8_t *)(row + first), s->row_bytes, ahead};
-    const TQKV__I(source) decoded = {room, (size_t)padded, 0};
-    if (s->kind == TQKV__GRID && n == rows && padded == dim) return in_place;
+    const bool looked_up = s->main_bits < 8 && !s->upper_bits && n_rows <= TQKV__PACKED_ROWS;
+    const TQKV__I(source)
+        in_place = {s->format, (const int8_t *)(row + first * s->main_bits / 8), s->row_bytes, ahead, s->centroids};
+    const TQKV__I(source) decoded = {TQKV_I8, room, (size_t)padded, 0, NULL};
+    if ((s->kind == TQKV__GRID || looked_up) && n == rows && padded == dim) return in_place;
     for (int i = 0; i < n; i += TQKV__SLICE, row += TQKV__SLICE * s->row_bytes) {
         const int now = n - i < TQKV__SLICE ? n - i : TQKV__SLICE;
         int8_t *to = room + i * padded;
@@ -4484,26 +4510,47 @@ typedef struct TQKV__I(product) {
     bool add;             /* to the scores */
 } TQKV__I(product);
 
-/* fours[row]: the products of four positions with a row, summed over the lanes */
-TQKV__OP void TQKV__I(score_four)(const int rows, const TQKV__I(product) * p, const int8_t *codes,
-                                  TQKV__(codes) * fours, int distance)
+/* Words of four positions from d on, half `half` of the bytes that were looked up; format: of the source */
+TQKV__OP void TQKV__I(open_four)(const tqkv_format format, const TQKV__(codes) * bytes, const int half,
+                                 const int8_t *codes, size_t stride, TQKV__(codes) * x)
 {
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        if (format == TQKV_I8) x[i] = TQKV__I(open)(codes + (size_t)i * stride);
+#if TQKV__PACKED_ROWS
+        if (format != TQKV_I8) x[i] = TQKV__I(widen)(bytes[i], half);
+#endif
+    }
+    (void)bytes, (void)half;
+}
+
+/* fours[row]: the products of four positions with a row, summed over the lanes. format, rows: constants */
+TQKV__OP void TQKV__I(score_four)(const tqkv_format format, const int rows, const TQKV__I(product) * p,
+                                  const TQKV__(codes) * books, const int8_t *codes, TQKV__(codes) * fours, int distance)
+{
+    const int halves = format == TQKV_I8 ? 1 : 2, step = 2 * halves * TQKV__INTEGER_LANES;
     const int16_t *q = p->rows;
-    TQKV__(codes) sums[TQKV__PRODUCT_ROWS][4], x[4];
+    const size_t stride = p->at.stride;
+    TQKV__(codes) sums[TQKV__PRODUCT_ROWS][4], bytes[4], x[4];
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__I(no_codes)();
-    for (int d = 0; d < p->dim; d += 2 * TQKV__INTEGER_LANES, q += 2 * TQKV__INTEGER_LANES) {
+    for (int d = 0; d < p->dim; d += step) {
+        const int8_t *at = codes + d * TQKV__MAIN_BITS(format) / 8;
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
-            const int8_t *at = codes + (size_t)i * p->at.stride + d;
-            if (d % 64 == 0) tqkv__prefetch(TQKV__L2, (const uint8_t *)at + p->at.ahead, 1);
-            x[i] = TQKV__I(open)(at);
+            const uint8_t *row = (const uint8_t *)at + (size_t)i * stride;
+            if (d * TQKV__MAIN_BITS(format) / 8 % 64 == 0) tqkv__prefetch(TQKV__L2, row + p->at.ahead, 1);
+            if (format != TQKV_I8) bytes[i] = TQKV__I(look_up)(format, books, TQKV__STEP, row, row);
         }
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            const TQKV__(codes) y = TQKV__I(load_codes)(q + 2 * r * p->row_floats);
+        for (int half = 0; half < halves; half++, q += 2 * TQKV__INTEGER_LANES) {
+            TQKV__I(open_four)(format, bytes, half, at, stride, x);
             TQKV__UNROLL
-            for (int i = 0; i < 4; i++) sums[r][i] = TQKV__I(dot)(sums[r][i], x[i], y);
+            for (int r = 0; r < rows; r++) {
+                const TQKV__(codes) y = TQKV__I(load_codes)(q + 2 * r * p->row_floats);
+                TQKV__UNROLL
+                for (int i = 0; i < 4; i++) sums[r][i] = TQKV__I(dot)(sums[r][i], x[i], y);
+            }
         }
     }
     TQKV__UNROLL
@@ -4511,12 +4558,16 @@ TQKV__OP void TQKV__I(score_four)(const int rows, const TQKV__I(product) * p, co
 }
 
 /* results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row, LANES positions at a time */
-TQKV__OP void TQKV__I(score_rows_of)(const int rows, const TQKV__I(product) * p)
+TQKV__OP void TQKV__I(score_rows_of)(const tqkv_format format, const int rows, const TQKV__I(product) * p)
 {
+    TQKV__(codes) books[4];
+    if (format != TQKV_I8) TQKV__I(load_books)(TQKV__BOOK_BITS(format), p->at.centroids, books);
     for (int j = 0; j < p->n; j += TQKV__INTEGER_LANES) {
         TQKV__(codes) fours[TQKV__PRODUCT_ROWS * TQKV__INTEGER_LANES / 4];
-        for (int i = 0; i < TQKV__INTEGER_LANES / 4; i++) TQKV__I(score_four)
-        (rows, p, p->at.codes + (size_t)(j + 4 * i) * p->at.stride, fours + i, TQKV__INTEGER_LANES / 4);
+        for (int i = 0; i < TQKV__INTEGER_LANES / 4; i++) {
+            const int8_t *codes = p->at.codes + (size_t)(j + 4 * i) * p->at.stride;
+            TQKV__I(score_four)(format, rows, p, books, codes, fours + i, TQKV__INTEGER_LANES / 4);
+        }
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
             float *to = p->results + r * TQKV__TILE + j;
@@ -4536,16 +4587,37 @@ TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
     p->results += rows * p->result_floats;
 }
 
+#if TQKV__PACKED_ROWS
+/* As score_integers, for codes that are looked up. */
+TQKV__TARGET static void TQKV__I(score_packed)(const TQKV__I(product) * p, int n_rows)
+{
+    if (p->at.format == TQKV_TQ4 && n_rows == 1)
+        TQKV__I(score_rows_of)(TQKV_TQ4, 1, p);
+    else if (p->at.format == TQKV_TQ4)
+        TQKV__I(score_rows_of)(TQKV_TQ4, 2, p);
+    else if (n_rows == 1)
+        TQKV__I(score_rows_of)(TQKV_TQ2, 1, p);
+    else
+        TQKV__I(score_rows_of)(TQKV_TQ2, 2, p);
+}
+#endif
+
 TQKV__TARGET static void TQKV__I(score_integers)(TQKV__I(product) p, int n_rows)
 {
+#if TQKV__PACKED_ROWS
+    if (p.at.format != TQKV_I8) {
+        TQKV__I(score_packed)(&p, n_rows);
+        return;
+    }
+#endif
     for (int left = n_rows, now; left > 0; left -= now) {
         now = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
         if (now == 1)
-            TQKV__I(score_rows_of)(1, &p);
+            TQKV__I(score_rows_of)(TQKV_I8, 1, &p);
         else if (now == 2)
-            TQKV__I(score_rows_of)(2, &p);
+            TQKV__I(score_rows_of)(TQKV_I8, 2, &p);
         else
-            TQKV__I(score_rows_of)(TQKV__PRODUCT_ROWS, &p);
+            TQKV__I(score_rows_of)(TQKV_I8, TQKV__PRODUCT_ROWS, &p);
         TQKV__I(advance)(&p, now);
     }
 }
@@ -4600,7 +4672,7 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
         for (int j = 0; j < run->n; j += TQKV__SLICE) {
             TQKV__I(product) p;
             p.n = run->n - j < TQKV__SLICE ? run->n - j : TQKV__SLICE;
-            p.at = TQKV__I(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, room);
+            p.at = TQKV__I(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, n_rows, room);
             p.dim = dim;
             p.rows = (const int16_t *)(const void *)q + b * TQKV__QUERY_BLOCK(dim);
             p.units = q + head_dim - 1;
@@ -4633,14 +4705,32 @@ TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const flo
     to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
 }
 
+/* TQKV__STEP dimensions of two positions, interleaved; asks for those of the next tile. */
+TQKV__OP void TQKV__I(open_pair)(const tqkv_format format, const TQKV__(codes) * books, const uint8_t *at,
+                                 size_t stride, ptrdiff_t ahead, TQKV__(codes) * x)
+{
+    tqkv__prefetch(TQKV__L2, at + ahead, 1);
+    tqkv__prefetch(TQKV__L2, at + (ptrdiff_t)stride + ahead, 1);
+    if (format == TQKV_I8) TQKV__I(interleave)((const int8_t *)at, stride, x);
+#if TQKV__PACKED_ROWS
+    if (format != TQKV_I8) {
+        const TQKV__(codes) a = TQKV__I(look_up)(format, books, TQKV__STEP, at, at);
+        const TQKV__(codes) b = TQKV__I(look_up)(format, books, TQKV__STEP, at + stride, at + stride);
+        TQKV__I(interleave_bytes)(a, b, x);
+    }
+#endif
+    (void)books;
+}
+
 /* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for TQKV__STEP dimensions from `first` on.
-   ready: they are interleaved in tile */
-TQKV__OP void TQKV__I(add_rows_of)(const int rows, const bool ready, const TQKV__I(product) * p, int first,
-                                   const int8_t *tile)
+   format: of the source; ready: it is interleaved in tile. format, rows, ready: constants */
+TQKV__OP void TQKV__I(add_rows_of)(const tqkv_format format, const int rows, const bool ready,
+                                   const TQKV__I(product) * p, int first, const int8_t *tile)
 {
     const int16_t *w = p->rows;
-    const int8_t *at = p->at.codes + first;
-    TQKV__(codes) sums[TQKV__PRODUCT_ROWS][4], x[4];
+    const int8_t *at = p->at.codes + first * TQKV__MAIN_BITS(format) / 8;
+    TQKV__(codes) sums[TQKV__PRODUCT_ROWS][4], x[4], books[4];
+    if (format != TQKV_I8) TQKV__I(load_books)(TQKV__BOOK_BITS(format), p->at.centroids, books);
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__I(no_codes)();
     for (int j = 0; j < p->n; j += 2, w += 2, at += 2 * p->at.stride, tile += ready ? 4 * TQKV__BYTES : 0) {
@@ -4648,9 +4738,7 @@ TQKV__OP void TQKV__I(add_rows_of)(const int rows, const bool ready, const TQKV_
             TQKV__UNROLL
             for (int v = 0; v < 4; v++) x[v] = TQKV__I(load_codes)(tile + v * TQKV__BYTES);
         } else {
-            tqkv__prefetch(TQKV__L2, (const uint8_t *)at + p->at.ahead, 1);
-            tqkv__prefetch(TQKV__L2, (const uint8_t *)at + (ptrdiff_t)p->at.stride + p->at.ahead, 1);
-            TQKV__I(interleave)(at, p->at.stride, x);
+            TQKV__I(open_pair)(format, books, (const uint8_t *)at, p->at.stride, p->at.ahead, x);
         }
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
@@ -4671,32 +4759,60 @@ TQKV__OP void TQKV__I(add_rows_of)(const int rows, const bool ready, const TQKV_
     }
 }
 
-/* Few rows interleave the positions for themselves. More share them, STEP dimensions after the other. */
-TQKV__TARGET static void TQKV__I(add_integers)(TQKV__I(product) p, int n_rows)
+#if TQKV__PACKED_ROWS
+/* As add_integers, for codes that are looked up. */
+TQKV__TARGET static void TQKV__I(add_packed)(const TQKV__I(product) * p, int n_rows)
+{
+    for (int d = 0; d < p->dim; d += TQKV__STEP) {
+        if (p->at.format == TQKV_TQ4 && n_rows == 1)
+            TQKV__I(add_rows_of)(TQKV_TQ4, 1, false, p, d, NULL);
+        else if (p->at.format == TQKV_TQ4)
+            TQKV__I(add_rows_of)(TQKV_TQ4, 2, false, p, d, NULL);
+        else if (n_rows == 1)
+            TQKV__I(add_rows_of)(TQKV_TQ2, 1, false, p, d, NULL);
+        else
+            TQKV__I(add_rows_of)(TQKV_TQ2, 2, false, p, d, NULL);
+    }
+}
+#endif
+
+/* The sums of all rows for TQKV__STEP dimensions from d on, whose positions they share interleaved. */
+TQKV__TARGET static void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int n_rows)
 {
     TQKV__ALIGNED int8_t tile[TQKV__TILE * 2 * TQKV__BYTES];
-    for (int d = 0; d < p.dim; d += TQKV__STEP) {
-        TQKV__I(product) now = p;
-        if (n_rows > 2)
-            for (int j = 0; j < p.n; j += 2) {
-                TQKV__(codes) x[4];
-                TQKV__I(interleave)(p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, x);
-                memcpy(tile + j * 2 * TQKV__BYTES, x, sizeof x);
-            }
+    for (int j = 0; j < p.n; j += 2) {
+        TQKV__(codes) x[4];
+        TQKV__I(interleave)(p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, x);
+        memcpy(tile + j * 2 * TQKV__BYTES, x, sizeof x);
+    }
+    for (int left = n_rows, rows; left > 0; left -= rows) {
+        rows = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
+        if (rows == 1)
+            TQKV__I(add_rows_of)(TQKV_I8, 1, true, &p, d, tile);
+        else if (rows == 2)
+            TQKV__I(add_rows_of)(TQKV_I8, 2, true, &p, d, tile);
+        else
+            TQKV__I(add_rows_of)(TQKV_I8, TQKV__PRODUCT_ROWS, true, &p, d, tile);
+        TQKV__I(advance)(&p, rows);
+    }
+}
+
+/* Few rows interleave the positions for themselves. */
+TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n_rows)
+{
+#if TQKV__PACKED_ROWS
+    if (p->at.format != TQKV_I8) {
+        TQKV__I(add_packed)(p, n_rows);
+        return;
+    }
+#endif
+    for (int d = 0; d < p->dim; d += TQKV__STEP) {
         if (n_rows == 1)
-            TQKV__I(add_rows_of)(1, false, &now, d, NULL);
+            TQKV__I(add_rows_of)(TQKV_I8, 1, false, p, d, NULL);
         else if (n_rows == 2)
-            TQKV__I(add_rows_of)(2, false, &now, d, NULL);
-        for (int left = n_rows > 2 ? n_rows : 0, rows; left > 0; left -= rows) {
-            rows = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
-            if (rows == 1)
-                TQKV__I(add_rows_of)(1, true, &now, d, tile);
-            else if (rows == 2)
-                TQKV__I(add_rows_of)(2, true, &now, d, tile);
-            else
-                TQKV__I(add_rows_of)(TQKV__PRODUCT_ROWS, true, &now, d, tile);
-            TQKV__I(advance)(&now, rows);
-        }
+            TQKV__I(add_rows_of)(TQKV_I8, 2, false, p, d, NULL);
+        else
+            TQKV__I(add_interleaved)(*p, d, n_rows);
     }
 }
 
@@ -4738,10 +4854,13 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
     for (int b = 0; b < head_dim / dim; b++) {
         TQKV__I(product) p;
-        for (int row = 0; b * dim % s->norm_dim == 0 && row < n_rows; row++) TQKV__I(round_weights)
-        (s, weights + row * TQKV__TILE, factors + b * TQKV__TILE, run->n, scaled + row * TQKV__TILE);
+        const float *of_block = factors + b * TQKV__TILE;
+        for (int row = 0; b * dim % s->norm_dim == 0 && row < n_rows; row++) {
+            const int at = row * TQKV__TILE;
+            TQKV__I(round_weights)(s, weights + at, of_block, run->n, scaled + at);
+        }
         p.n = run->n;
-        p.at = TQKV__I(open_integers)(s, kv_head, run, 0, run->n, b * dim, dim, room);
+        p.at = TQKV__I(open_integers)(s, kv_head, run, 0, run->n, b * dim, dim, n_rows, room);
         p.dim = dim;
         p.rows = (const int16_t *)(const void *)scaled;
         p.units = scaled + TQKV__WEIGHTS_UNIT;
@@ -4750,7 +4869,7 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
         p.result_floats = head_dim;
         p.factors = NULL;
         p.add = true;
-        TQKV__I(add_integers)(p, n_rows);
+        TQKV__I(add_integers)(&p, n_rows);
     }
 }
 
@@ -4777,6 +4896,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__WEIGHTS_UNIT
 #undef TQKV__INTEGER_LANES
 #undef TQKV__PRODUCT_ROWS
+#undef TQKV__PACKED_ROWS
 #undef TQKV__ISA_NAME
 #undef TQKV__
 #undef TQKV__I
@@ -5665,9 +5785,6 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *runs, flo
 #define TQKV__DECODED_SCORE_ROWS 3
 #define TQKV__SUMS               8 /* vectors of sums of values in registers */
 #include "tqkv.h"
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
 
 #elif defined(TQKV__NEON)
 #include <arm_neon.h>
@@ -6027,15 +6144,15 @@ TQKV__OP __m512i tqkv__i_field_avx512(const int bits, const int low, int left, c
     return _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), words);
 }
 /* Bits above a code find its copy in the table. */
-TQKV__OP void tqkv__i_decode_codes_avx512(const tqkv_format format, const __m512i *books, int left, const uint8_t *p,
-                                          const uint8_t *upper, int8_t *to)
+TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const __m512i *books, int left, const uint8_t *p,
+                                        const uint8_t *upper)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
     __m512i index = tqkv__i_field_avx512(main, 0, left, p);
     if (upper_bits)
         index = _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)((1 << main) - 1)), index,
                                           tqkv__i_field_avx512(upper_bits, main, left, upper), 0xca);
-    _mm512_storeu_si512((void *)to, _mm512_permutexvar_epi8(index, books[0]));
+    return _mm512_permutexvar_epi8(index, books[0]);
 }
 TQKV__OP __m512i tqkv__i_open_avx512(const int8_t *p)
 {
@@ -6058,14 +6175,22 @@ TQKV__OP __m512i tqkv__i_repeat_avx512(const int16_t *p)
     return _mm512_set1_epi32(lane);
 }
 /* Half h of vector v: dimensions 16 h + 8 v on, of v + 2 from 32 on */
-TQKV__OP void tqkv__i_interleave_avx512(const int8_t *p, size_t stride, __m512i *x)
+TQKV__OP void tqkv__i_interleave_bytes_avx512(__m512i a, __m512i b, __m512i *x)
 {
-    const __m512i a = _mm512_loadu_si512((const void *)p), b = _mm512_loadu_si512((const void *)(p + stride));
     const __m512i low = _mm512_unpacklo_epi8(a, b), high = _mm512_unpackhi_epi8(a, b);
     x[0] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(low));
     x[1] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(high));
     x[2] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(low, 1));
     x[3] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(high, 1));
+}
+TQKV__OP void tqkv__i_interleave_avx512(const int8_t *p, size_t stride, __m512i *x)
+{
+    tqkv__i_interleave_bytes_avx512(_mm512_loadu_si512((const void *)p), _mm512_loadu_si512((const void *)(p + stride)),
+                                    x);
+}
+TQKV__OP __m512i tqkv__i_widen_avx512(__m512i bytes, const int half)
+{
+    return _mm512_cvtepi8_epi16(half ? _mm512_extracti64x4_epi64(bytes, 1) : _mm512_castsi512_si256(bytes));
 }
 TQKV__OP void tqkv__i_natural_order_avx512(__m512i *x)
 {
@@ -6102,6 +6227,7 @@ TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_
 #define TQKV__ISA_NAME      "avx512"
 #define TQKV__INTEGER_LANES 16
 #define TQKV__PRODUCT_ROWS  4 /* rows whose sums fit in registers */
+#define TQKV__PACKED_ROWS   2
 #include "tqkv.h"
 #endif
 
@@ -6140,7 +6266,7 @@ TQKV__OP __m256i tqkv__i_field_avx2(const int bits, int left, const uint8_t *p)
     return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit), _mm256_set1_epi8(1));
 }
 /* Look-ups take the lowest four bits of an index, blends its highest. */
-TQKV__OP __m256i tqkv__i_look_up_avx2(const int bits, const __m256i *books, __m256i index)
+TQKV__OP __m256i tqkv__i_centroids_avx2(const int bits, const __m256i *books, __m256i index)
 {
     if (bits < 5) return _mm256_shuffle_epi8(books[0], index);
     const __m256i fifth = _mm256_slli_epi16(index, 3), sixth = _mm256_slli_epi16(index, 2);
@@ -6151,15 +6277,15 @@ TQKV__OP __m256i tqkv__i_look_up_avx2(const int bits, const __m256i *books, __m2
         _mm256_blendv_epi8(_mm256_shuffle_epi8(books[2], index), _mm256_shuffle_epi8(books[3], index), fifth);
     return _mm256_blendv_epi8(low, high, sixth);
 }
-TQKV__OP void tqkv__i_decode_codes_avx2(const tqkv_format format, const __m256i *books, int left, const uint8_t *p,
-                                        const uint8_t *upper, int8_t *to)
+TQKV__OP __m256i tqkv__i_look_up_avx2(const tqkv_format format, const __m256i *books, int left, const uint8_t *p,
+                                      const uint8_t *upper)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
     __m256i index = tqkv__i_field_avx2(main, left, p);
     if (upper_bits)
         index = _mm256_or_si256(index, _mm256_slli_epi16(tqkv__i_field_avx2(upper_bits, left, upper), main));
     if (main == 8) index = _mm256_and_si256(index, _mm256_set1_epi8((char)((1 << bits) - 1)));
-    _mm256_storeu_si256((__m256i *)(void *)to, tqkv__i_look_up_avx2(bits, books, index));
+    return tqkv__i_centroids_avx2(bits, books, index);
 }
 TQKV__OP __m256i tqkv__i_open_avx2(const int8_t *p) { return _mm256_cvtepi8_epi16(tqkv__load_128((const uint8_t *)p)); }
 TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i codes, __m256i integers)
@@ -6208,7 +6334,11 @@ TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
 #define TQKV__ISA_NAME      "avx2"
 #define TQKV__INTEGER_LANES 8
 #define TQKV__PRODUCT_ROWS  2
+#define TQKV__PACKED_ROWS   0
 #include "tqkv.h"
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
 #endif
 
 #ifdef TQKV__NEON
@@ -6238,8 +6368,8 @@ TQKV__OP uint8x16_t tqkv__i_field_neon(const int bits, const int to, const uint8
     const uint8x16_t spread = vqtbl1q_u8(vcombine_u8(vcreate_u8(bytes), vdup_n_u8(0)), vld1q_u8(at));
     return vshlq_u8(spread, vld1q_s8(shift));
 }
-TQKV__OP void tqkv__i_decode_codes_neon(const tqkv_format format, const uint32x4_t *books, int left, const uint8_t *p,
-                                        const uint8_t *upper, int8_t *to)
+TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const uint32x4_t *books, int left, const uint8_t *p,
+                                         const uint8_t *upper)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
     uint8x16_t index = tqkv__i_field_neon(main, 0, p), found;
@@ -6257,7 +6387,7 @@ TQKV__OP void tqkv__i_decode_codes_neon(const tqkv_format format, const uint32x4
         found = vqtbl2q_u8(half, index);
     else
         found = vqtbl1q_u8(book.val[0], index);
-    vst1q_s8(to, vreinterpretq_s8_u8(found));
+    return vreinterpretq_u32_u8(found);
 }
 TQKV__OP uint32x4_t tqkv__i_open_neon(const int8_t *p) { return vreinterpretq_u32_s16(vmovl_s8(vld1_s8(p))); }
 TQKV__OP uint32x4_t tqkv__i_dot_neon(uint32x4_t sums, uint32x4_t codes, uint32x4_t integers)
@@ -6297,6 +6427,7 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 #define TQKV__ISA_NAME      "neon"
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCT_ROWS  4
+#define TQKV__PACKED_ROWS   0
 #include "tqkv.h"
 #endif
 
@@ -6306,7 +6437,7 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 #pragma GCC pop_options
 #endif
 
-/* >>isa-code: which instruction set is in use */
+/* >>driver: which instruction set is in use; tqkv_attend and its slices: checks, tasks, results */
 
 /* Best first; the choice is among those that the processor has. */
 static const tqkv__isa *const tqkv__isas[] = {
@@ -6412,8 +6543,6 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name)
     __atomic_store_n(&tqkv__isa_chosen, isa, __ATOMIC_RELEASE);
     return TQKV_OK;
 }
-
-/* >>driver: tqkv_attend and its slices: checks, tasks, results */
 
 static bool tqkv__sinks_valid(const float *sinks, int n_heads)
 {
@@ -6768,7 +6897,8 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
 #define TQKV__PIECE   256
 
 /* Adds the sums of a piece to those of its stretch, and clears them for the next one, whose maximum goes on from here. */
-static void tqkv__end_piece(const tqkv__attention *a, int n_rows, const tqkv__sums *piece, const tqkv__sums *sums)
+static TQKV__NOINLINE void tqkv__end_piece(const tqkv__attention *a, int n_rows, const tqkv__sums *piece,
+                                           const tqkv__sums *sums)
 {
     for (int row = 0; row < n_rows; row++) {
         if (piece->sum[row] == 0.0f) continue;
@@ -7803,7 +7933,7 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
 /* Whether the nonzero fields of the shape of `wanted` are those of `found`. */
 static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
 {
-#define TQKV__FIELD_MATCHES(field, place) &&(!wanted->field || wanted->field == found->field)
+#define TQKV__FIELD_MATCHES(field, place) &&(wanted->field == 0 || wanted->field == found->field)
     return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
 }
 
@@ -8249,7 +8379,7 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
                                   /* decode, attend: rotate the centre before it is used */
 #define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
-#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back */
+#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back; tables: multiply matrices */
 #define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated, queries are not */
 #define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head in a threadgroup */
 #define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
@@ -8515,7 +8645,8 @@ typedef struct tqkv__dispatch {
 TQKV_API const tqkv__binding *tqkv__overlapping(const tqkv__dispatch *d, int i);
 
 /* The calls of >>metal. The processor's pointers in shapes and attentions are not read. */
-TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, tqkv__dispatch *d);
+/* product: the product of matrices alone, else all but that */
+TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, bool product, tqkv__dispatch *d);
 TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens, int64_t position,
                                        tqkv_metal_buffer not_finite, tqkv__dispatch *d);
 TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
@@ -8836,9 +8967,10 @@ static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const tqkv__encode_strea
     return TQKV_OK;
 }
 
-TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, tqkv__dispatch *d)
+TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, bool product, tqkv__dispatch *d)
 {
     tqkv__plan_begin(d, TQKV__TABLES, 0, 0);
+    tqkv__plan_constant(d, TQKV_FC_UNROTATE, product);
     tqkv__plan_bind(d, "report", 0, report, sizeof(tqkv__table_report), true);
     d->grid[0] = 1;
     d->n_simdgroups = 1;
@@ -8982,7 +9114,8 @@ TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int h
    These numbers come from sizes and `make model`, not from measurements on Apple's hardware.
 
    columns       Query rows of a KV head in a threadgroup, as many as registers hold: each key and value is decoded once
-                 for all of them. Rows are divided evenly: 9 rows are 5 + 4, not 8 + 1, for the same two passes.
+                 for all of them. The rows of one query are divided evenly: 9 rows are 5 + 4, not 8 + 1, for the same two
+                 passes. For several queries: tqkv__choose_columns.
    n_simdgroups  4, or as many as the pipeline allows. Each walks its own tiles, and together they hide the latency of
                  loads. They share tables and queries in threadgroup memory.
    stretches     512 slots up to slot 8192, 2048 beyond. A simdgroup's float sums run over a quarter of that, so they
@@ -9048,6 +9181,17 @@ static bool tqkv__choose_matrix(const tqkv__attention *a)
    thread, takes 32 up to D=128. */
 static int tqkv__matrix_rows(const tqkv__attention *a) { return a->key_dim <= 64 ? 32 : a->key_dim <= 128 ? 16 : 8; }
 
+/* A number of columns has a pipeline of its own, and Metal takes up to a second for one. One query has always the same rows:
+   they are its columns. For several they are a power of two, so that a server, whose calls differ in their numbers of
+   queries, does not wait for Metal's compiler in mid-run. */
+static int tqkv__choose_columns(int64_t rows, int n_queries)
+{
+    int columns = 1;
+    if (n_queries == 1) return (int)rows;
+    while (columns < rows) columns *= 2;
+    return columns;
+}
+
 /* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums */
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, size_t most_sums,
                                       tqkv__split *split)
@@ -9067,7 +9211,7 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     split->n_splits = full ? 1 : stretches ? n_stretches : n_sections;
     split->sections_each = full ? n_sections : stretches ? 0 : 1;
     split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
-    split->columns = (int)((rows + blocks - 1) / blocks);
+    split->columns = tqkv__choose_columns((rows + blocks - 1) / blocks, a->call.n_queries);
     split->n_simdgroups = end > 4 ? 4 : end > 1 ? (int)end : 1;
     const size_t n = (size_t)split->n_partials;
     if (a->n_rows > SIZE_MAX / row / (n + 1)) return TQKV__INVALID("scratch of more than SIZE_MAX bytes");

@@ -7,10 +7,11 @@
    compiled shaders into the object.
 
    tqkv.h plans what a call binds and dispatches (>>plan, >>metal-plan). This file checks a plan against Metal's objects
-   and records it. Contents: errors, pipelines, recording, calls, shared memory, caches, the context. */
+   and records it. Contents: errors, pipelines, recording, calls, shared memory, caches, self-test, the context. */
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
 #include <dispatch/dispatch.h>
+#include <math.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -49,15 +50,24 @@ typedef struct tqkv__memory {
     struct tqkv__memory *next;
 } tqkv__memory;
 
+/* The library of one kernel, compiled from the source. */
+typedef struct tqkv__compiled {
+    tqkv__kernel kernel; /* without constants */
+    id<MTLLibrary> library;
+    struct tqkv__compiled *next;
+} tqkv__compiled;
+
 struct tqkv_metal {
     tqkv__backend backend; /* first: tqkv.h finds it there */
     id<MTLDevice> device;
     id<MTLCommandQueue> queue;
-    id<MTLLibrary> library;
-    id<MTLBuffer> unused; /* bound to kernel arguments that a call lacks */
-    bool matrices;        /* the GPU's matrices are as attend_matrix expects */
-    pthread_mutex_t lock; /* of all fields below */
+    id<MTLLibrary> library; /* nil: all kernels come from the source */
+    NSString *source;       /* for kernels that the library lacks or Metal refuses; nil: none */
+    id<MTLBuffer> unused;   /* bound to kernel arguments that a call lacks */
+    pthread_mutex_t lock;   /* of all fields below */
+    bool matrices;          /* the GPU's matrices are as attend_matrix expects, and its pipelines were built so far */
     tqkv__pipeline *pipelines;
+    tqkv__compiled *compiled;
     tqkv__memory *memory;
     tqkv__memory *staging; /* one of them, which waits for the next blocking call of a cache; NULL while in use */
     char error[400];
@@ -128,13 +138,76 @@ static void tqkv__set_values(const tqkv__kernel *kernel, MTLFunctionConstantValu
     }
 }
 
-static tqkv_result tqkv__build_pipeline(tqkv_metal *m, tqkv__pipeline *p)
+/* Fast math off: codes and norms must be the same bytes as those of tqkv.h. Of the source only that kernel: all of them
+   take minutes. */
+static id<MTLLibrary> tqkv__compile(tqkv_metal *m, NSString *function, NSError **error)
+{
+    MTLCompileOptions *options = [[MTLCompileOptions alloc] init];
+    NSString *only = [@"TQKV_ONLY_" stringByAppendingString:function];
+    [options setPreprocessorMacros:[NSDictionary dictionaryWithObjectsAndKeys:@"1", @"TQKV_ONLY", @"1", only, nil]];
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wdeprecated-declarations" /* its successor is of macOS 15 */
+    [options setFastMathEnabled:NO];
+#pragma clang diagnostic pop
+    id<MTLLibrary> library = [m->device newLibraryWithSource:m->source options:options error:error];
+    TQKV__RELEASE(options);
+    return library;
+}
+
+static void tqkv__free_compiled(tqkv__compiled *c)
+{
+    TQKV__RELEASE(c->library);
+    free(c);
+}
+
+/* The caller holds the lock. */
+static tqkv__compiled *tqkv__find_compiled(const tqkv_metal *m, const tqkv__kernel *kernel)
+{
+    tqkv__compiled *c = m->compiled;
+    while (c && memcmp(&c->kernel, kernel, sizeof *kernel) != 0) c = c->next;
+    return c;
+}
+
+/* The library of a kernel, which the context keeps, compiled on first use and outside the lock. nil and a text if that
+   fails. */
+static id<MTLLibrary> tqkv__get_compiled(tqkv_metal *m, const tqkv__kernel *kernel)
+{
+    NSError *error = nil;
+    tqkv__kernel any = *kernel;
+    NSString *name = tqkv__function_name(kernel);
+    memset(any.constants, 0, sizeof any.constants);
+    pthread_mutex_lock(&m->lock);
+    tqkv__compiled *c = tqkv__find_compiled(m, &any), *made = NULL;
+    pthread_mutex_unlock(&m->lock);
+    if (c) return c->library;
+    made = (tqkv__compiled *)calloc(1, sizeof *made);
+    if (!made) return (void)tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no memory for a library"), nil;
+    made->kernel = any;
+    made->library = tqkv__compile(m, name, &error);
+    if (!made->library) {
+        tqkv__fail(m, TQKV_METAL_ERROR, "library_source: %s: %s", [name UTF8String], tqkv__error_text(error));
+        tqkv__free_compiled(made);
+        return nil;
+    }
+    pthread_mutex_lock(&m->lock);
+    c = tqkv__find_compiled(m, &any); /* another thread may have been faster */
+    if (!c) {
+        made->next = m->compiled;
+        m->compiled = made;
+    }
+    pthread_mutex_unlock(&m->lock);
+    if (!c) return made->library;
+    tqkv__free_compiled(made);
+    return c->library;
+}
+
+static tqkv_result tqkv__build_from(tqkv_metal *m, id<MTLLibrary> library, tqkv__pipeline *p)
 {
     NSError *error = nil;
     NSString *name = tqkv__function_name(&p->kernel);
     MTLFunctionConstantValues *values = [[MTLFunctionConstantValues alloc] init];
     tqkv__set_values(&p->kernel, values);
-    id<MTLFunction> function = [m->library newFunctionWithName:name constantValues:values error:&error];
+    id<MTLFunction> function = [library newFunctionWithName:name constantValues:values error:&error];
     TQKV__RELEASE(values);
     if (!function) return tqkv__fail(m, TQKV_METAL_ERROR, "%s: %s", [name UTF8String], tqkv__error_text(error));
     p->state = [m->device newComputePipelineStateWithFunction:function error:&error];
@@ -145,6 +218,21 @@ static tqkv_result tqkv__build_pipeline(tqkv_metal *m, tqkv__pipeline *p)
     const int width = (int)[p->state threadExecutionWidth];
     TQKV__RELEASE(p->state);
     return tqkv__fail(m, TQKV_UNSUPPORTED, "%s: simdgroups of %d threads, not 32", [name UTF8String], width);
+}
+
+/* From the library, or from the source where Metal refuses the library's kernel or there is no library. */
+static tqkv_result tqkv__build_pipeline(tqkv_metal *m, tqkv__pipeline *p)
+{
+    char library_text[180] = "", source_text[180];
+    tqkv_result r = m->library ? tqkv__build_from(m, m->library, p) : TQKV_METAL_ERROR;
+    if (r != TQKV_METAL_ERROR || !m->source) return r;
+    if (m->library) tqkv_metal_error(m, library_text, sizeof library_text);
+    id<MTLLibrary> library = tqkv__get_compiled(m, &p->kernel);
+    if (library) r = tqkv__build_from(m, library, p);
+    if (!m->library) return r;
+    if (r == TQKV_OK) return tqkv__fail(m, r, "library refused: %s; compiled from source", library_text);
+    tqkv_metal_error(m, source_text, sizeof source_text);
+    return tqkv__fail(m, r, "library refused: %s; then: %s", library_text, source_text);
 }
 
 /* The caller holds the lock. A list is enough: a program has one pipeline a format pair, head_dim and column count. */
@@ -446,20 +534,63 @@ tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention 
     return r == TQKV_OK ? r : tqkv__refuse(m, r, "attend_scratch");
 }
 
-/* Where the GPU's matrices lie otherwise, attend takes the place of attend_matrix. */
-static tqkv_result tqkv__avoid_matrices(const tqkv_metal *m, tqkv_result r, tqkv__dispatch *d)
+static bool tqkv__has_matrices(tqkv_metal *m)
 {
-    if (m && r == TQKV_OK && !m->matrices && d->kernel.family == TQKV__ATTEND_MATRIX)
+    pthread_mutex_lock(&m->lock);
+    const bool has = m->matrices;
+    pthread_mutex_unlock(&m->lock);
+    return has;
+}
+
+/* Where the GPU's matrices lie otherwise, attend takes the place of attend_matrix. */
+static tqkv_result tqkv__avoid_matrices(tqkv_metal *m, tqkv_result r, tqkv__dispatch *d)
+{
+    if (m && r == TQKV_OK && d->kernel.family == TQKV__ATTEND_MATRIX && !tqkv__has_matrices(m))
         tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
     return r;
+}
+
+/* Whether a call failed because Metal refuses attend_matrix. Then nothing is recorded, the context does without from now on,
+   its text says so, and the call can be planned anew. */
+static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv__dispatch *d)
+{
+    char text[300];
+    const tqkv__pipeline *attend;
+    tqkv__dispatch lanes = *d;
+    if (r != TQKV_METAL_ERROR || d->kernel.family != TQKV__ATTEND_MATRIX) return false;
+    pthread_mutex_lock(&m->lock);
+    const bool built = tqkv__find_pipeline(m, &d->kernel) != NULL; /* then something else failed */
+    pthread_mutex_unlock(&m->lock);
+    if (built) return false;
+    tqkv_metal_error(m, text, sizeof text);
+    tqkv__plan_columns(&lanes, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
+    if (tqkv__get_pipeline(m, &lanes.kernel, &attend) != TQKV_OK) {
+        tqkv__fail(m, TQKV_METAL_ERROR, "%s", text);
+        return false;
+    }
+    pthread_mutex_lock(&m->lock);
+    m->matrices = false;
+    pthread_mutex_unlock(&m->lock);
+    tqkv__fail(m, TQKV_OK, "%s; attention without matrices", text);
+    return true;
+}
+
+/* Records a planned attention. */
+static tqkv_result tqkv__record_attend(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, tqkv_result planned,
+                                       tqkv__dispatch d[2])
+{
+    tqkv_result r = tqkv__avoid_matrices(m, planned, d);
+    r = tqkv__record(m, encoder, "attend", r, d, 2);
+    if (!m || !tqkv__lost_matrices(m, r, d)) return r;
+    r = tqkv__avoid_matrices(m, TQKV_OK, d);
+    return tqkv__record(m, encoder, "attend", r, d, 2);
 }
 
 tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                               tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
 {
     tqkv__dispatch d[2];
-    const tqkv_result r = tqkv__avoid_matrices(m, tqkv__plan_attend(a, q, scratch, out, d), d);
-    return tqkv__record(m, encoder, "attend", r, d, 2);
+    return tqkv__record_attend(m, encoder, tqkv__plan_attend(a, q, scratch, out, d), d);
 }
 
 tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
@@ -476,7 +607,7 @@ tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, co
 {
     tqkv__dispatch d[2];
     if (!m) return TQKV_INVALID_ARGUMENT;
-    const tqkv__batch batch = {items, n_items, q, out, arguments, scratch, m->matrices};
+    tqkv__batch batch = {items, n_items, q, out, arguments, scratch, tqkv__has_matrices(m)};
     const size_t n = n_items > 0 ? (size_t)n_items : 0, most = SIZE_MAX / sizeof(tqkv__batch_item);
     const tqkv__binding binding = {
         "arguments", 0, arguments, (n < most ? n : most) * sizeof(tqkv__batch_item), TQKV__ARGUMENTS_ALIGNMENT, false};
@@ -484,8 +615,11 @@ tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, co
     if (r != TQKV_OK) return r;
     char *bytes = n ? (char *)[(id<MTLBuffer>)arguments.buffer contents] : NULL;
     if (n && !bytes) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "arguments: memory of the GPU alone");
-    r = tqkv__plan_batch(&batch, n ? (tqkv__batch_item *)(void *)(bytes + arguments.offset) : NULL, d);
-    return tqkv__record(m, encoder, "attend_batch", r, d, 2);
+    tqkv__batch_item *to = n ? (tqkv__batch_item *)(void *)(bytes + arguments.offset) : NULL;
+    r = tqkv__record(m, encoder, "attend_batch", tqkv__plan_batch(&batch, to, d), d, 2);
+    if (!tqkv__lost_matrices(m, r, d)) return r;
+    batch.matrices = false;
+    return tqkv__record(m, encoder, "attend_batch", tqkv__plan_batch(&batch, to, d), d, 2);
 }
 
 /* -- Memory that processor and GPU share -- */
@@ -615,8 +749,7 @@ tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, co
     tqkv_metal_buffer memory;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    r = tqkv__avoid_matrices(m, tqkv__plan_cache_attend(c, memory, q, n_queries, scratch, out, d), d);
-    return tqkv__record(m, encoder, "attend", r, d, 2);
+    return tqkv__record_attend(m, encoder, tqkv__plan_cache_attend(c, memory, q, n_queries, scratch, out, d), d);
 }
 
 tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes)
@@ -625,6 +758,71 @@ tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_q
     size_t rows_sizes[2];
     const tqkv_result r = tqkv__plan_cache_sizes(c, n_queries, rows_sizes, bytes);
     return r == TQKV_OK ? r : tqkv__refuse(m, r, "cache_scratch");
+}
+
+/* -- Pipelines ahead of time -- */
+
+static tqkv_result tqkv__build_all(tqkv_metal *m, tqkv_result planned, const char *call, const tqkv__dispatch *d, int n)
+{
+    const tqkv__pipeline *pipeline;
+    tqkv_result r = planned;
+    if (r != TQKV_OK) return tqkv__refuse(m, r, call);
+    for (int i = 0; i < n && r == TQKV_OK; i++) r = tqkv__get_pipeline(m, &d[i].kernel, &pipeline);
+    return r;
+}
+
+/* Attention of so many queries, alone and in batches. d: its plan */
+static tqkv_result tqkv__build_attention(tqkv_metal *m, tqkv_result planned, tqkv__dispatch d[2], bool batches)
+{
+    tqkv_result r = tqkv__build_all(m, tqkv__avoid_matrices(m, planned, d), "prepare", d, 2);
+    if (tqkv__lost_matrices(m, r, d)) r = tqkv__build_all(m, tqkv__avoid_matrices(m, TQKV_OK, d), "prepare", d, 2);
+    if (r != TQKV_OK || !batches) return r;
+    for (int i = 0; i < 2; i++) d[i].kernel.constants[TQKV_FC_BATCH] = 1 + true;
+    return tqkv__build_all(m, r, "prepare", d, 2);
+}
+
+/* The store without the processor's copy of its page table. */
+static tqkv_metal_store tqkv__any_pages(const tqkv_metal_store *s)
+{
+    tqkv_metal_store any = *s;
+    if (s->pages.buffer) any.shape.pages = NULL;
+    return any;
+}
+
+/* The last number of queries that can need a pipeline of its own: more of them fill all columns of a threadgroup. */
+enum { TQKV__MOST_PREPARED = TQKV__MOST_MATRIX_COLUMNS(64) };
+
+tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, bool batches)
+{
+    tqkv__dispatch d[2];
+    const tqkv_metal_buffer none = {nil, 0};
+    if (!m || !a || !a->keys || !a->values || max_queries < 0) return TQKV_INVALID_ARGUMENT;
+    const tqkv_metal_store keys = tqkv__any_pages(a->keys), values = tqkv__any_pages(a->values);
+    tqkv_metal_attention call = *a;
+    call.keys = &keys;
+    call.values = &values;
+    call.attention.tree = NULL;
+    tqkv_result r =
+        tqkv__build_all(m, tqkv__plan_encode_kv(&keys, &values, none, none, 0, 0, none, d), "prepare", d, 1);
+    for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++) {
+        call.attention.n_queries = n;
+        r = tqkv__build_attention(m, tqkv__plan_attend(&call, none, none, none, d), d, batches);
+    }
+    return r;
+}
+
+tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max_queries)
+{
+    tqkv__dispatch d[2];
+    const tqkv_metal_buffer none = {nil, 0};
+    tqkv_metal_buffer memory;
+    if (max_queries < 0) return TQKV_INVALID_ARGUMENT;
+    tqkv_result r = tqkv_metal_find(m, c, &memory);
+    if (r != TQKV_OK) return r;
+    r = tqkv__build_all(m, tqkv__plan_cache_append(c, memory, none, none, 0, none, d), "prepare", d, 1);
+    for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++)
+        r = tqkv__build_attention(m, tqkv__plan_cache_attend(c, memory, none, n, none, none, d), d, false);
+    return r;
 }
 
 /* The blocking calls of a cache copy their rows into a block of shared memory, and the result out of it. */
@@ -664,8 +862,170 @@ static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const 
     memcpy(block->begin, q, sizes[0]);
     r = tqkv__avoid_matrices(m, tqkv__plan_cache_attend(c, memory, qb, n_queries, scratch, ob, d), d);
     r = tqkv__run(m, "attend", r, d, 2);
+    if (tqkv__lost_matrices(m, r, d)) r = tqkv__run(m, "attend", tqkv__avoid_matrices(m, TQKV_OK, d), d, 2);
     if (r == TQKV_OK) memcpy(out, block->begin + sizes[0], sizes[1]);
     tqkv__give_back(m, block);
+    return r;
+}
+
+/* -- The self-test: one cache on the GPU, one on the processor -- */
+
+enum { TQKV__TRIAL_TOKENS = 48, TQKV__TRIAL_QUERIES = 3 };
+enum { TQKV__TRIAL_K, TQKV__TRIAL_V, TQKV__TRIAL_Q, TQKV__TRIAL_OUT, TQKV__TRIAL_EXPECTED, TQKV__TRIAL_PARTS };
+
+typedef struct tqkv__trial {
+    tqkv_metal *m;
+    tqkv_cache_desc desc;
+    tqkv_cache *gpu, *own;
+    char *parts[TQKV__TRIAL_PARTS]; /* rows of desc.type, in one block */
+    size_t sizes[TQKV__TRIAL_PARTS];
+} tqkv__trial;
+
+static size_t tqkv__trial_width(tqkv_type type) { return type == TQKV_TYPE_F32 ? 4 : 2; }
+
+/* Values of magnitudes from 1/8 to 2. */
+static void tqkv__trial_fill(tqkv_type type, size_t size, uint32_t seed, char *rows)
+{
+    for (size_t i = 0; i < size; i += tqkv__trial_width(type)) {
+        seed = seed * 1664525u + 1013904223u;
+        const uint32_t sign = seed >> 31, exponent = seed >> 29 & 3u, mantissa = seed >> 6 & 0x7fffffu;
+        const uint32_t bits = sign << 31 | (124u + exponent) << 23 | mantissa;
+        const uint16_t half = (uint16_t)(sign << 15 | (12u + exponent) << 10 | mantissa >> 13),
+                       upper = (uint16_t)(bits >> 16);
+        memcpy(rows + i,
+               type == TQKV_TYPE_F32   ? (const void *)&bits
+               : type == TQKV_TYPE_F16 ? &half
+                                       : &upper,
+               tqkv__trial_width(type));
+    }
+}
+
+static double tqkv__trial_value(tqkv_type type, const char *rows, size_t i)
+{
+    float value = 0;
+    uint16_t half = 0;
+    if (type == TQKV_TYPE_F32) {
+        memcpy(&value, rows + 4 * i, 4);
+        return (double)value;
+    }
+    memcpy(&half, rows + 2 * i, 2);
+    const int width = type == TQKV_TYPE_F16 ? 10 : 7, bias = type == TQKV_TYPE_F16 ? 15 : 127;
+    const int exponent = (half & 0x7fff) >> width, mantissa = half & ((1 << width) - 1);
+    const double magnitude = exponent ? ldexp((double)(mantissa + (1 << width)), exponent - bias - width)
+                                      : ldexp((double)mantissa, 1 - bias - width);
+    return half & 0x8000 ? -magnitude : magnitude;
+}
+
+static tqkv_result tqkv__trial_differs(const tqkv__trial *t, const char *what)
+{
+    return tqkv__fail(t->m, TQKV_METAL_ERROR, "self-test: %s of head_dim %d, %s/%s differ from the processor's", what,
+                      t->desc.head_dim, tqkv_format_name(tqkv_cache_keys(t->own)->format),
+                      tqkv_format_name(tqkv_cache_values(t->own)->format));
+}
+
+/* The rows of keys or values that the two caches decode. */
+typedef struct tqkv__trial_decode {
+    tqkv_metal *m;
+    tqkv_metal_store store;
+    tqkv_metal_buffer rows;
+} tqkv__trial_decode;
+
+static tqkv_result tqkv__record_trial(void *user, tqkv_metal_object encoder)
+{
+    const tqkv__trial_decode *d = (const tqkv__trial_decode *)user;
+    return tqkv_metal_decode(d->m, encoder, &d->store, 0, TQKV__TRIAL_TOKENS, TQKV_ORIGINAL, d->rows);
+}
+
+static tqkv_result tqkv__try_store(const tqkv__trial *t, const tqkv_store *gpu, const tqkv_store *own, int part,
+                                   const char *name)
+{
+    tqkv__trial_decode d = {t->m, {*gpu, {nil, 0}, {nil, 0}, {nil, 0}, {nil, 0}}, {nil, 0}};
+    const bool norms = own->norms_size != 0;
+    if (memcmp(gpu->codes, own->codes, own->codes_size) || (norms && memcmp(gpu->norms, own->norms, own->norms_size)))
+        return tqkv__trial_differs(t, name);
+    tqkv_result r = tqkv_metal_find(t->m, gpu->codes, &d.store.codes);
+    if (r == TQKV_OK && norms) r = tqkv_metal_find(t->m, gpu->norms, &d.store.norms);
+    if (r != TQKV_OK) return r;
+    tqkv__memory *block = tqkv__take_staging(t->m, t->sizes[part], &d.rows);
+    if (!block) return TQKV_OUT_OF_MEMORY;
+    r = tqkv__run_as(t->m, "self-test", tqkv__record_trial, &d);
+    /* the source is not needed any more */
+    if (r == TQKV_OK) r = tqkv_decode(own, 0, TQKV__TRIAL_TOKENS, TQKV_ORIGINAL, t->parts[part]);
+    if (r == TQKV_OK && memcmp(block->begin, t->parts[part], t->sizes[part]))
+        r = tqkv__trial_differs(t, part == TQKV__TRIAL_K ? "decoded keys" : "decoded values");
+    tqkv__give_back(t->m, block);
+    return r;
+}
+
+/* Attention is compared by values: float sums in another order, then rounded to the type of rows. */
+static tqkv_result tqkv__try_attention(const tqkv__trial *t, int n_queries)
+{
+    const double limit = t->desc.type == TQKV_TYPE_F32 ? 2e-5 : t->desc.type == TQKV_TYPE_F16 ? 1e-3 : 8e-3;
+    const size_t n = t->sizes[TQKV__TRIAL_OUT] / TQKV__TRIAL_QUERIES / tqkv__trial_width(t->desc.type);
+    double wrong = 0, all = 0;
+    tqkv_result r = tqkv_cache_attend(t->gpu, t->parts[TQKV__TRIAL_Q], n_queries, t->parts[TQKV__TRIAL_OUT]);
+    if (r == TQKV_OK) r = tqkv_cache_attend(t->own, t->parts[TQKV__TRIAL_Q], n_queries, t->parts[TQKV__TRIAL_EXPECTED]);
+    if (r != TQKV_OK) return r;
+    for (size_t i = 0; i < n * (size_t)n_queries; i++) {
+        const double expected = tqkv__trial_value(t->desc.type, t->parts[TQKV__TRIAL_EXPECTED], i),
+                     difference = tqkv__trial_value(t->desc.type, t->parts[TQKV__TRIAL_OUT], i) - expected;
+        wrong += difference * difference;
+        all += expected * expected;
+    }
+    return wrong <= limit * limit * all ? TQKV_OK : tqkv__trial_differs(t, "outputs");
+}
+
+static tqkv_result tqkv__open_trial(tqkv__trial *t)
+{
+    const tqkv_cache_desc *d = &t->desc;
+    t->desc.metal = t->m;
+    tqkv_result r = tqkv_cache_create(d, &t->gpu);
+    t->desc.metal = NULL;
+    if (r == TQKV_OK) r = tqkv_cache_create(d, &t->own);
+    if (r != TQKV_OK) return tqkv__refuse(t->m, r, "self-test");
+    const size_t width = tqkv__trial_width(d->type), n_heads = (size_t)(d->n_heads ? d->n_heads : d->n_kv_heads),
+                 key_dim = (size_t)d->head_dim, value_dim = (size_t)(d->value_dim ? d->value_dim : d->head_dim);
+    const size_t tokens = TQKV__TRIAL_TOKENS * (size_t)d->n_kv_heads * width,
+                 queries = TQKV__TRIAL_QUERIES * n_heads * width;
+    const size_t sizes[] = {tokens * key_dim, tokens * value_dim, queries * key_dim, queries * value_dim,
+                            queries * value_dim};
+    size_t all = 0;
+    memcpy(t->sizes, sizes, sizeof sizes);
+    for (int i = 0; i < TQKV__TRIAL_PARTS; i++) all += sizes[i];
+    t->parts[0] = (char *)calloc(all, 1);
+    if (!t->parts[0]) return tqkv__fail(t->m, TQKV_OUT_OF_MEMORY, "no memory for a self-test");
+    for (int i = 1; i < TQKV__TRIAL_PARTS; i++) t->parts[i] = t->parts[i - 1] + sizes[i - 1];
+    for (int i = TQKV__TRIAL_K; i <= TQKV__TRIAL_Q; i++)
+        tqkv__trial_fill(d->type, sizes[i], 1u + (uint32_t)i, t->parts[i]);
+    return TQKV_OK;
+}
+
+tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc)
+{
+    if (!m || !desc) return TQKV_INVALID_ARGUMENT;
+    tqkv__trial t = {.m = m, .desc = {.capacity = TQKV__TRIAL_TOKENS}};
+    t.desc.head_dim = desc->head_dim;
+    t.desc.value_dim = desc->value_dim;
+    t.desc.n_kv_heads = desc->n_kv_heads;
+    t.desc.n_heads = desc->n_heads;
+    t.desc.key_format = desc->key_format;
+    t.desc.value_format = desc->value_format;
+    t.desc.type = desc->type;
+    t.desc.scale = desc->scale;
+    t.desc.softcap = desc->softcap;
+    t.desc.matrix_group = desc->matrix_group;
+    tqkv_result r = tqkv__open_trial(&t);
+    const void *k = t.parts[TQKV__TRIAL_K], *v = t.parts[TQKV__TRIAL_V];
+    if (r == TQKV_OK) r = tqkv_cache_append(t.gpu, k, v, TQKV__TRIAL_TOKENS);
+    if (r == TQKV_OK) r = tqkv_cache_append(t.own, k, v, TQKV__TRIAL_TOKENS);
+    if (r == TQKV_OK) r = tqkv__try_store(&t, tqkv_cache_keys(t.gpu), tqkv_cache_keys(t.own), TQKV__TRIAL_K, "keys");
+    if (r == TQKV_OK)
+        r = tqkv__try_store(&t, tqkv_cache_values(t.gpu), tqkv_cache_values(t.own), TQKV__TRIAL_V, "values");
+    if (r == TQKV_OK) r = tqkv__try_attention(&t, 1);
+    if (r == TQKV_OK) r = tqkv__try_attention(&t, TQKV__TRIAL_QUERIES);
+    free(t.parts[0]);
+    tqkv_cache_destroy(t.gpu);
+    tqkv_cache_destroy(t.own);
     return r;
 }
 
@@ -710,20 +1070,13 @@ static tqkv_result tqkv__load_path(tqkv_metal *m, const char *path)
     return m->library ? TQKV_OK : tqkv__fail(m, TQKV_METAL_ERROR, "%s: %s", path, tqkv__error_text(error));
 }
 
-/* Fast math off: codes and norms must be the same bytes as those of tqkv.h. */
+/* Kernels are compiled when they are needed. */
 static tqkv_result tqkv__load_source(tqkv_metal *m, const char *source)
 {
-    NSError *error = nil;
     NSString *text = [NSString stringWithUTF8String:source];
     if (!text || !source[0]) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "library_source is empty or not UTF-8");
-    MTLCompileOptions *options = [[MTLCompileOptions alloc] init];
-#pragma clang diagnostic push
-#pragma clang diagnostic ignored "-Wdeprecated-declarations" /* its successor is of macOS 15 */
-    [options setFastMathEnabled:NO];
-#pragma clang diagnostic pop
-    m->library = [m->device newLibraryWithSource:text options:options error:&error];
-    TQKV__RELEASE(options);
-    return m->library ? TQKV_OK : tqkv__fail(m, TQKV_METAL_ERROR, "library_source: %s", tqkv__error_text(error));
+    m->source = TQKV__RETAIN(text);
+    return TQKV_OK;
 }
 
 static bool tqkv__has_library(const tqkv_metal_desc *desc)
@@ -776,36 +1129,31 @@ static tqkv_result tqkv__open_device(tqkv_metal *m, const tqkv_metal_desc *desc)
     return m->unused ? TQKV_OK : tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no buffer");
 }
 
-/* Compares the shaders' tables with those of tqkv.h. */
+/* Compares the shaders' tables with those of tqkv.h. Then it looks where the GPU's matrices lie: attention can do without
+   them, so a failure there is only a text. */
 static tqkv_result tqkv__check_tables(tqkv_metal *m)
 {
+    char text[300];
     tqkv__dispatch d;
     tqkv_metal_buffer buffer;
     tqkv__memory *block = tqkv__take_staging(m, sizeof(tqkv__table_report), &buffer);
     if (!block) return TQKV_OUT_OF_MEMORY;
     tqkv__table_report *report = (tqkv__table_report *)(void *)block->begin;
     memset(report, 0, sizeof *report);
-    tqkv__plan_tables(buffer, &d);
+    tqkv__plan_tables(buffer, false, &d);
     tqkv_result r = tqkv__run(m, "tables", TQKV_OK, &d, 1);
     const char *stale = r == TQKV_OK ? tqkv__stale_table(report) : NULL;
-    m->matrices = r == TQKV_OK && tqkv__matrices_as_expected(report);
     if (stale) r = tqkv__fail(m, TQKV_TABLE_MISMATCH, "the library's %s differs from that of tqkv.h", stale);
-    tqkv__give_back(m, block);
-    return r;
-}
-
-/* Builds one pipeline of each family and forgets it: does Metal's compiler take the library's kernels? */
-static tqkv_result tqkv__try_pipelines(tqkv_metal *m)
-{
-    tqkv_result r = TQKV_OK;
-    for (int family = TQKV__TABLES + 1; family <= TQKV__ATTEND_MATRIX && r == TQKV_OK; family++) {
-        tqkv__pipeline p = {.kernel = {.family = (uint8_t)family, .head_dim = 128 / TQKV__DIM_UNIT}};
-        for (int i = 0; i < TQKV__CONSTANTS; i++) p.kernel.constants[i] = 1 + true;
-        p.kernel.constants[TQKV_FC_FORMAT] = 1 + TQKV_I8;
-        p.kernel.constants[TQKV_FC_VALUE_FORMAT] = 1 + TQKV_TQ4;
-        r = tqkv__build_pipeline(m, &p);
-        TQKV__RELEASE(p.state);
+    if (r == TQKV_OK) {
+        tqkv__plan_tables(buffer, true, &d);
+        const tqkv_result product = tqkv__run(m, "matrices", TQKV_OK, &d, 1);
+        m->matrices = product == TQKV_OK && tqkv__matrices_as_expected(report);
+        tqkv_metal_error(m, text, sizeof text);
+        if (!m->matrices)
+            tqkv__fail(m, r, "%s; attention without matrices",
+                       product == TQKV_OK ? "this GPU's matrices lie otherwise" : text);
     }
+    tqkv__give_back(m, block);
     return r;
 }
 
@@ -816,17 +1164,24 @@ static void tqkv__drop_library(tqkv_metal *m)
         m->pipelines = p->next;
         tqkv__free_pipeline(p);
     }
+    while (m->compiled) {
+        tqkv__compiled *c = m->compiled;
+        m->compiled = c->next;
+        tqkv__free_compiled(c);
+    }
     TQKV__RELEASE(m->library);
+    TQKV__RELEASE(m->source);
 }
 
-/* The library, or the source if there is one and Metal refuses the library. A wrong argument is refused either way. */
+/* The library, or the source if there is one and Metal refuses the library. A wrong argument is refused either way. With
+   both, single kernels that Metal refuses come from the source, too. */
 static tqkv_result tqkv__open_library(tqkv_metal *m, const tqkv_metal_desc *desc)
 {
     char library_text[180], source_text[180];
     const bool may_fall_back = desc->library_source && tqkv__has_library(desc);
     tqkv_result r = tqkv__load_library(m, desc);
     if (r == TQKV_OK) r = tqkv__check_tables(m);
-    if (r == TQKV_OK && may_fall_back) r = tqkv__try_pipelines(m);
+    if (r == TQKV_OK && may_fall_back) return tqkv__load_source(m, desc->library_source);
     if (!may_fall_back || (r != TQKV_METAL_ERROR && r != TQKV_TABLE_MISMATCH)) return r;
     tqkv_metal_error(m, library_text, sizeof library_text);
     tqkv__drop_library(m);

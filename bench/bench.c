@@ -14,21 +14,38 @@ typedef struct pair {
     const char *name;
     tqkv_format keys, values;
     tqkv_type type; /* of queries and outputs */
+    tqkv_arithmetic arithmetic;
+    const char *beside; /* the pair whose floats it is compared with, or NULL */
 } pair;
 
+#define PAIR(name, keys, values)                                                                                       \
+    {                                                                                                                  \
+        name, keys, values, TQKV_TYPE_F32, TQKV_FLOAT, NULL                                                            \
+    }
+#define INTEGERS(name, keys, values)                                                                                   \
+    {                                                                                                                  \
+        name "_int", keys, values, TQKV_TYPE_F32, TQKV_INTEGER, name                                                   \
+    }
 static const pair pairs[] = {
-    {"f16", TQKV_F16, TQKV_F16, TQKV_TYPE_F32},
-    {"i8", TQKV_I8, TQKV_I8, TQKV_TYPE_F32},
-    {"tq8", TQKV_TQ8, TQKV_TQ8, TQKV_TYPE_F32},
-    {"tq6", TQKV_TQ6, TQKV_TQ6, TQKV_TYPE_F32},
-    {"tq5", TQKV_TQ5, TQKV_TQ5, TQKV_TYPE_F32},
-    {"tq4", TQKV_TQ4, TQKV_TQ4, TQKV_TYPE_F32},
-    {"tq3", TQKV_TQ3, TQKV_TQ3, TQKV_TYPE_F32},
-    {"tq2", TQKV_TQ2, TQKV_TQ2, TQKV_TYPE_F32},
-    {"tq6_bytes", TQKV_TQ6_BYTES, TQKV_TQ6_BYTES, TQKV_TYPE_F32},
-    {"tq5_bytes", TQKV_TQ5_BYTES, TQKV_TQ5_BYTES, TQKV_TYPE_F32},
-    {"default", TQKV_I8, TQKV_TQ4, TQKV_TYPE_F32},
-    {"default_bf16", TQKV_I8, TQKV_TQ4, TQKV_TYPE_BF16},
+    PAIR("f16", TQKV_F16, TQKV_F16),
+    PAIR("i8", TQKV_I8, TQKV_I8),
+    PAIR("tq8", TQKV_TQ8, TQKV_TQ8),
+    PAIR("tq6", TQKV_TQ6, TQKV_TQ6),
+    PAIR("tq5", TQKV_TQ5, TQKV_TQ5),
+    PAIR("tq4", TQKV_TQ4, TQKV_TQ4),
+    PAIR("tq3", TQKV_TQ3, TQKV_TQ3),
+    PAIR("tq2", TQKV_TQ2, TQKV_TQ2),
+    PAIR("tq6_bytes", TQKV_TQ6_BYTES, TQKV_TQ6_BYTES),
+    PAIR("tq5_bytes", TQKV_TQ5_BYTES, TQKV_TQ5_BYTES),
+    PAIR("default", TQKV_I8, TQKV_TQ4),
+    {"default_bf16", TQKV_I8, TQKV_TQ4, TQKV_TYPE_BF16, TQKV_FLOAT, "default"},
+    INTEGERS("i8", TQKV_I8, TQKV_I8),
+    INTEGERS("tq6", TQKV_TQ6, TQKV_TQ6),
+    INTEGERS("tq5", TQKV_TQ5, TQKV_TQ5),
+    INTEGERS("tq4", TQKV_TQ4, TQKV_TQ4),
+    INTEGERS("tq3", TQKV_TQ3, TQKV_TQ3),
+    INTEGERS("tq2", TQKV_TQ2, TQKV_TQ2),
+    INTEGERS("default", TQKV_I8, TQKV_TQ4),
 };
 
 /* Rows of other types to encode, beside the floats of the same format. */
@@ -47,8 +64,8 @@ enum { TYPES = TQKV_TYPE_BF16 + 1, TYPED_ROWS = sizeof typed_rows / sizeof *type
 enum { FORMATS = TQKV_TQ2 + 1 };
 
 typedef struct options {
-    int head_dim, context, group, queries, rounds, quick, help; /* 0: all, or the default */
-    const char *isa, *format, *only, *chart, *peers[2];         /* peers: shared objects */
+    int head_dim, context, group, queries, rounds, threads, quick, help; /* 0: all, or the default */
+    const char *isa, *format, *only, *chart, *peers[2];                  /* peers: shared objects */
 } options;
 
 typedef struct bench {
@@ -191,7 +208,7 @@ static void print_pair(const bench *b, const timing *t, const bench_shape *shape
     print_ratio(b, name, "limit", timing_median(of_limit, n));
     if (shape->n_queries > 1) print_ratio(b, name, "fma", timing_median(of_fma, n));
     if (entry != f16) print_ratio(b, name, "f16", timing_ratio(t, entry, f16));
-    const timing_entry *floats = p->type && !b->options.format ? timing_find(t, "default") : NULL;
+    const timing_entry *floats = p->beside ? timing_find(t, p->beside) : NULL;
     if (floats) print_ratio(b, name, "floats", timing_ratio(t, entry, floats));
 }
 
@@ -238,7 +255,9 @@ static const int head_dims[] = {64, 80, 96, 128, 192, 256, 512};
 static bool wanted(const bench *b, const pair *p)
 {
     const char *format = b->options.format;
-    return !format || strcmp(format, p->name) == 0 || p->keys == TQKV_F16; /* the others are compared with F16 */
+    const bool integers = p->arithmetic == TQKV_INTEGER; /* beside their floats */
+    return !format || strcmp(format, integers ? p->beside : p->name) == 0 ||
+           p->keys == TQKV_F16; /* the others are compared with F16 */
 }
 
 static timing_limits limits_of(const options *o)
@@ -295,6 +314,7 @@ static void run_shape(bench *b, const bench_shape *shape)
         if (!wanted(b, &pairs[i])) continue;
         works[i] = (attend_work){attention, &b->keys[pairs[i].keys], &b->values[pairs[i].values], 0, q, out};
         works[i].attention.query_type = works[i].attention.output_type = pairs[i].type;
+        works[i].attention.arithmetic = pairs[i].arithmetic;
         if (pairs[i].type) works[i].q = halves;
         timing_add(&t, pairs[i].name, run_attend, &works[i]);
     }
@@ -341,10 +361,11 @@ static void close_streams(bench *b)
 
 static bool chosen(int option, int value) { return option == 0 || option == value; }
 
-/* Runs all groups and numbers of queries. 128 queries, and the chart's contexts, run at one shape only. */
+/* Runs all groups and numbers of queries. 128 queries, and the chart's contexts, run at one shape only. Groups of 6 and 64
+   are those of models: 24 heads over 4 of 256, 64 over one of 512. */
 static void run_context(bench *b, int head_dim, int n_positions, bool chart_only)
 {
-    static const int groups[] = {2, 8}, queries[] = {1, 8, 128};
+    static const int groups[] = {2, 6, 8, 64}, queries[] = {1, 8, 128};
     const options *o = &b->options;
     open_streams(b, head_dim, n_positions);
     for (int g = 0; g < COUNT(groups); g++)
@@ -353,6 +374,8 @@ static void run_context(bench *b, int head_dim, int n_positions, bool chart_only
             const bool first = groups[g] == 2 && queries[i] == 1;
             if (!chosen(o->group, groups[g]) || !chosen(o->queries, queries[i])) continue;
             if ((chart_only || o->quick) && !first) continue;
+            if ((groups[g] == 6 && head_dim != 256) || (groups[g] == 64 && (head_dim != 512 || queries[i] > 1)))
+                continue;
             if (queries[i] == 128 && (head_dim != 128 || groups[g] != 2 || n_positions < 4096)) continue;
             run_shape(b, &shape);
         }
@@ -432,7 +455,7 @@ static void run_encoders(bench *b, int head_dim)
     t.n_entries = 0;
     timing_add(&t, "memcpy", run_copy, &copy);
     for (int i = 0; i < COUNT(pairs); i++) {
-        if (pairs[i].keys != pairs[i].values || !wanted(b, &pairs[i])) continue;
+        if (pairs[i].keys != pairs[i].values || pairs[i].arithmetic || !wanted(b, &pairs[i])) continue;
         encode_open(&works[pairs[i].keys], pairs[i].keys, TQKV_TYPE_F32, head_dim, source);
         timing_add(&t, pairs[i].name, run_encode, &works[pairs[i].keys]);
     }
@@ -700,6 +723,85 @@ static void run_threads(bench *b)
     free(out);
 }
 
+/* ---- A whole machine ---- */
+
+enum { MACHINE_DIM = 128, MACHINE_POSITIONS = 32768, MACHINE_GROUP = 2, MACHINE_READS = 64 };
+
+typedef struct machine_read {
+    bench *b;
+    thread_pool *pool;
+    float sums[MACHINE_READS];
+} machine_read;
+
+static void read_part(void *context, int i)
+{
+    machine_read *work = (machine_read *)context;
+    const size_t at = (size_t)i * PEAK_READ_BYTES % PEAK_MEMORY_BYTES;
+    work->sums[i] = work->b->peak->read(work->b->memory + at / sizeof(float));
+}
+
+static void run_machine_read(void *user)
+{
+    machine_read *work = (machine_read *)user;
+    pool_run(work->pool, MACHINE_READS, read_part, work);
+}
+
+/* Prints wall times, and the bytes of codes and norms a second, of the read bandwidth of the same threads and rounds. */
+static void print_machine(const bench *b, const timing *t, int threads)
+{
+    const timing_entry *read = timing_find(t, "read");
+    const double read_rate = (double)MACHINE_READS * PEAK_READ_BYTES / timing_median(read->wall, t->n_rounds);
+    printf("\n%d threads: head_dim %d, %d positions, group %d; read %.1f GB/s; %d rounds\n", threads, MACHINE_DIM,
+           MACHINE_POSITIONS, MACHINE_GROUP, 1e-9 * read_rate, t->n_rounds);
+    printf("  %-28s %10s %10s %8s\n", "", "wall us", "GB/s", "of read");
+    for (int i = 0; i < COUNT(pairs); i++) {
+        const timing_entry *entry = timing_find(t, pairs[i].name);
+        if (!entry) continue;
+        char name[96];
+        const double seconds = timing_median(entry->wall, t->n_rounds), rate = stored_bytes(b, &pairs[i]) / seconds;
+        printf("  %-28s %10.1f %10.1f %8.2f\n", entry->name, 1e6 * seconds, 1e-9 * rate, rate / read_rate);
+        snprintf(name, sizeof name, "threads%d_%s_d%d_n%d_g%d", threads, pairs[i].name, MACHINE_DIM, MACHINE_POSITIONS,
+                 MACHINE_GROUP);
+        print_ratio(b, name, "read", rate / read_rate);
+    }
+}
+
+/* One token by all threads, every format, both arithmetics in turns. */
+static void run_machine(bench *b, int threads)
+{
+    static timing t;
+    static attend_work works[COUNT(pairs)];
+    const int n = BENCH_KV_HEADS * MACHINE_GROUP * MACHINE_DIM;
+    float *q = (float *)bench_alloc((size_t)n * sizeof *q), *out = (float *)bench_alloc((size_t)n * sizeof *out);
+    const timing_limits limits = limits_of(&b->options);
+    thread_pool pool;
+    machine_read read = {b, &pool, {0}};
+    bench_fill(q, (size_t)n, 3);
+    open_streams(b, MACHINE_DIM, MACHINE_POSITIONS);
+    pool_start(&pool, threads - 1); /* beside this thread */
+    t.n_entries = 0;
+    timing_add(&t, "read", run_machine_read, &read);
+    for (int i = 0; i < COUNT(pairs); i++) {
+        if (!wanted(b, &pairs[i]) || pairs[i].type) continue;
+        works[i] = (attend_work){{.n_heads = BENCH_KV_HEADS * MACHINE_GROUP, .end = MACHINE_POSITIONS},
+                                 &b->keys[pairs[i].keys],
+                                 &b->values[pairs[i].values],
+                                 0,
+                                 q,
+                                 out};
+        works[i].attention.arithmetic = pairs[i].arithmetic;
+        works[i].attention.parallel = (tqkv_parallel){pool_run, &pool};
+        timing_add(&t, pairs[i].name, run_attend, &works[i]);
+    }
+    timing_run(&t, &limits);
+    print_machine(b, &t, threads);
+    pool_stop(&pool);
+    close_streams(b);
+    fflush(stdout);
+    free(q);
+    free(out);
+}
+
 /* ---- The program ---- */
 
 static void print_peaks(bench *b)
@@ -727,6 +829,10 @@ static void run_isa(bench *b, const peak *p)
     bench_check(tqkv_isa_force(p->isa));
     b->peak = p;
     print_peaks(b);
+    if (o->threads) {
+        run_machine(b, o->threads);
+        return;
+    }
     for (int i = 0; i < COUNT(head_dims); i++) {
         if (!chosen(o->head_dim, head_dims[i]) || (o->quick && head_dims[i] != 128)) continue;
         if (!o->only || strcmp(o->only, "encode") == 0) run_encoders(b, head_dims[i]);
@@ -743,9 +849,10 @@ static void print_help(void)
            "  --format NAME    this format, and F16 to compare it with; `default` is I8 keys and TQ4 values\n"
            "  --head-dim N     64, 80, 96, 128, 192, 256 or 512\n"
            "  --context N      512, 1024, 2048, 4096, 8192, 16384 or 32768 positions\n"
-           "  --group N        2 or 8 query heads a KV head\n"
+           "  --group N        2 or 8 query heads a KV head; 6 at head_dim 256, 64 at 512\n"
            "  --queries N      1, 8 or 128\n"
            "  --only WHAT      encode, decode, pages (and batches) or threads (appends and batches)\n"
+           "  --threads N      only one token by so many threads, of every format, against their read bandwidth\n"
            "  --rounds N       this many rounds, at most %d; else 3 to 15, as many as fit into a second\n"
            "  --quick          one head_dim, short contexts, few rounds\n"
            "  --ggml FILE, --ik FILE  peers: bench/ggml.c as a shared object, see bench/rules.mk\n"
@@ -764,10 +871,11 @@ static bool parse_options(options *o, int argc, char **argv)
         const char *name;
         int *number;
         const char **text;
-    } known[] = {{"--ggml", NULL, &o->peers[0]},     {"--ik", NULL, &o->peers[1]},     {"--isa", NULL, &o->isa},
-                 {"--format", NULL, &o->format},     {"--only", NULL, &o->only},       {"--chart", NULL, &o->chart},
-                 {"--head-dim", &o->head_dim, NULL}, {"--context", &o->context, NULL}, {"--group", &o->group, NULL},
-                 {"--queries", &o->queries, NULL},   {"--rounds", &o->rounds, NULL}};
+    } known[] = {
+        {"--ggml", NULL, &o->peers[0]},     {"--ik", NULL, &o->peers[1]},     {"--isa", NULL, &o->isa},
+        {"--format", NULL, &o->format},     {"--only", NULL, &o->only},       {"--chart", NULL, &o->chart},
+        {"--head-dim", &o->head_dim, NULL}, {"--context", &o->context, NULL}, {"--group", &o->group, NULL},
+        {"--queries", &o->queries, NULL},   {"--rounds", &o->rounds, NULL},   {"--threads", &o->threads, NULL}};
     for (int i = 1; i < argc; i++) {
         int k = 0;
         if (strcmp(argv[i], "--quick") == 0) o->quick = 1;

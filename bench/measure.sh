@@ -5,7 +5,7 @@
 #        measure.sh FILE gpu    `make bench-gpu`, on a machine with an NVIDIA GPU
 #
 # COMMIT=... names the commit where there is no git. PEERS=... are shared objects, FLAGS=... options of build/bench for a
-# short run.
+# short run, THREADS=... a number of threads for the whole machine.
 set -e
 file=$1
 kind=$2
@@ -60,6 +60,8 @@ run_bench() {
             # shellcheck disable=SC2086
             build/bench --isa $isa $peers $shape $FLAGS
         done
+        # shellcheck disable=SC2086
+        if [ -n "$THREADS" ]; then build/bench --isa $isa --threads "$THREADS" $FLAGS; fi
     done
     bench/build.sh build/options
 }

@@ -23,9 +23,9 @@ LONG, SHORT = 131072, 8192  # positions on a GPU
 
 
 def name_of(entry):
-    """A row's name: `tq4_integer` is TQ4 by TQKV_INTEGER."""
-    integer = entry.endswith("_integer")
-    base = entry[:-len("_integer")] if integer else entry
+    """A row's name: `tq4_int` is TQ4 by TQKV_INTEGER."""
+    integer = entry.endswith("_int")
+    base = entry[:-len("_int")] if integer else entry
     return NAMES.get(base, base) + (", integers" if integer else "")
 
 
@@ -35,7 +35,7 @@ class Set:
     """One instruction set of a processor: times of encoding by head_dim, of attention by shape, and peaks."""
 
     def __init__(self):
-        self.peak, self.attend, self.encode, self.ratios = "", {}, {}, {}
+        self.peak, self.attend, self.encode, self.ratios, self.threads = "", {}, {}, {}, {}
 
 
 class Result:
@@ -53,6 +53,7 @@ class Result:
         fact = re.match(r"# ([a-z ]+): (.*)", line)
         isa = re.match(r"instruction set (\w+)", line)
         encode = re.match(r"encode: head_dim (\d+)", line)
+        threads = re.match(r"(\d+) threads: .*read ([\d.]+) GB/s", line)
         attend = re.match(r"attention: head_dim (\d+), (\d+) positions, group (\d+), (\d+) quer", line)
         if fact:
             self.facts[fact[1]] = fact[2]
@@ -65,7 +66,9 @@ class Result:
             self.table = self.set.encode.setdefault(int(encode[1]), {})
         elif attend:
             self.table = self.set.attend.setdefault(tuple(int(x) for x in attend.groups()), {})
-        elif line.startswith("  ") and self.sets and len(words) >= 5 and re.fullmatch(r"[\d.]+", words[1]):
+        elif threads:
+            self.table = self.set.threads.setdefault((threads[1], threads[2]), {})
+        elif line.startswith("  ") and self.sets and len(words) >= 4 and re.fullmatch(r"[\d.]+", words[1]):
             self.table[words[0]] = words[1:]
         elif line.startswith("build ") and len(words) == 4:
             self.builds.append((words[1], int(words[2]), float(words[3])))
@@ -171,6 +174,15 @@ def pages_table(result):
     return table([""] + head, rows) if len(head) > 2 else ""
 
 
+def threads_table(result):
+    """One token by all threads: microseconds of wall time, and GB/s of codes and norms."""
+    found = [(isa, n, read, rows) for isa, one in result.sets.items() for (n, read), rows in one.threads.items()]
+    entries = list(dict.fromkeys(e for *_, rows in found for e in rows))
+    head = [""] + [f"{SETS[isa]}, {n} threads, read {read} GB/s" for isa, n, read, _ in found]
+    cells = [[f"{microseconds(rows[e])} ({float(rows[e][1]):.0f} GB/s)" if e in rows else "-" for *_, rows in found] for e in entries]
+    return table(head, [[name_of(e)] + row for e, row in zip(entries, cells)]) if found else ""
+
+
 def build_table(result):
     names = {"default": "all sets", "TQKV_NO_AVX512": "`TQKV_NO_AVX512`", "TQKV_NO_AVX2": "`TQKV_NO_AVX2`: plain C alone",
              "TQKV_METAL": "`TQKV_METAL`", "debug": "all sets, -O0"}
@@ -203,6 +215,9 @@ def processor_section(result):
     if pages:
         parts += ["Speed over pages of 64 in random order, of a linear store's; of a batch, of a loop of calls; of two threads, of "
                   "one:", pages]
+    threads = threads_table(result)
+    if threads:
+        parts += ["One token over 32,768 positions by all threads, microseconds of wall time:", threads]
     if result.builds:
         parts += ["What the build options cost, `bench/build.sh`:", build_table(result)]
     return paragraphs(parts)

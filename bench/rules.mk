@@ -3,7 +3,7 @@
 # build/bench --help. A full run also writes the chart's data.
 #
 # `make bench-results NAME=zen4` writes bench/results/zen4.txt in about five minutes, `make bench-page` then BENCHMARKS.md.
-# GGML_AVX2_PREFIX: a ggml without AVX-512, to compare with on AVX2.
+# GGML_AVX2_PREFIX: a ggml without AVX-512, to compare with on AVX2. THREADS=16: one token by so many threads, too.
 
 BENCH_FLAGS ?=
 BENCH_HEADERS := $(wildcard bench/*.h) examples/thread_pool.h bench/rules.mk tqkv.h
@@ -37,7 +37,7 @@ bench: $(BUILD)/bench $(BENCH_PEERS) ## measure speed; GGML_PREFIX=... and IK_PR
 NAME ?= $(MACHINE)
 .PHONY: bench-results bench-results-gpu bench-page test-bench-page
 bench-results: $(BUILD)/bench $(BENCH_PEERS) ## measure for BENCHMARKS.md: NAME=... of the machine
-	@CC="$(CC)" PEERS="$(BENCH_PEERS)" FLAGS="$(BENCH_FLAGS)" sh bench/measure.sh bench/results/$(NAME).txt cpu
+	@CC="$(CC)" PEERS="$(BENCH_PEERS)" FLAGS="$(BENCH_FLAGS)" THREADS="$(THREADS)" sh bench/measure.sh bench/results/$(NAME).txt cpu
 
 bench-results-gpu: ## the same on a machine with an NVIDIA GPU
 	@CC="$(CC)" sh bench/measure.sh bench/results/$(NAME).txt gpu

@@ -350,6 +350,7 @@ int main(int argc, char **argv)
         if (strcmp(o.command, commands[i].name) != 0) continue;
         model m;
         if (!model_load(&m, o.model_path, o.n_threads)) stop(o.model_path, "is no model, or damaged");
+        m.integers = o.integers;
         commands[i].run(&m, &o);
         model_free(&m);
         return 0;

@@ -32,6 +32,7 @@ typedef struct model {
     float *norm_out;  /* [d_model] */
     linear logits;
     thread_pool pool;
+    bool integers; /* attention multiplies integers */
 } model;
 
 /* Reads one matrix with ten bits a weight. A row is a half, the scale; n_in bytes, the low 8 bits of the codes; n_in/4

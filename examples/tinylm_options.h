@@ -41,7 +41,7 @@ typedef struct options {
     int center_tokens; /* keys whose mean becomes the caches' centre; 0: no centre */
     float temperature, bias, before_rotary;
     uint64_t seed;
-    bool all, tree;
+    bool all, tree, integers;
 } options;
 
 static void stop(const char *what, const char *why)
@@ -68,7 +68,8 @@ static void usage(void)
          "tinylm resume FILE [options]\n"
          "tinylm speculate PROMPT [--tree] [options]\n"
          "options: --keys F --values F (f16 i8 tq8 tq6 tq5 tq4 tq3 tq2; or for both f32 q8_0 q4_0 q8_0r q4_0r)\n"
-         "         --bytes N --temperature T --seed N --threads N --model FILE");
+         "         --bytes N --temperature T --seed N --threads N --model FILE\n"
+         "         --integer (attention in integers; tq8 stays in floats)");
     exit(2);
 }
 
@@ -134,6 +135,8 @@ static void parse_arguments(options *o, int argc, char **argv)
             o->all = true;
         } else if (strcmp(argv[i], "--tree") == 0) {
             o->tree = true;
+        } else if (strcmp(argv[i], "--integer") == 0) {
+            o->integers = true;
         } else if (strncmp(argv[i], "--", 2) == 0) {
             if (i + 1 == argc) usage();
             parse_option(o, argv[i], argv[i + 1]);

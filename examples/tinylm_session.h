@@ -91,6 +91,7 @@ static void session_create(session *s, model *m, const format_choice *keys, cons
             tqkv_cache_desc desc = layer_desc(s, shape);
             desc.key_format = keys->format;
             desc.value_format = values->format;
+            if (m->integers && keys->format != TQKV_TQ8 && values->format != TQKV_TQ8) desc.arithmetic = TQKV_INTEGER;
             check(tqkv_cache_create(&desc, &s->caches[i]), "cache");
             if (shape->key_center) check(tqkv_cache_set_center(s->caches[i], shape->key_center, NULL), "center");
         } else {

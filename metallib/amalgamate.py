@@ -10,8 +10,7 @@ import os
 import re
 import sys
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests", "metal"))
-import prep  # noqa: E402
+import msl
 
 TITLE = """// All shaders of tqkv in one file, written by `make metallib`: do not edit. MIT licence, as tqkv.h. Compile it without
 // fast math: fastMathEnabled NO in MTLCompileOptions.
@@ -59,6 +58,18 @@ def seen_by_metal(header):
     return "".join(kept) + "#endif\n" * sum(a is None for a in answers)
 
 
+def one_by_one(text):
+    """Each kernel under a condition of its own: TQKV_ONLY and TQKV_ONLY_NAME leave the others out."""
+    def under(match):
+        return f"#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_{match.group('name')})\n{match.group(0)}\n#endif"
+
+    macros = dict(re.findall(r"(?m)^#define (\w+)\(\w+(?:, \w+)*\)(?: \\\n|\s)\s*kernel void (\w+)##", text))
+    for macro, prefix in macros.items():
+        text = re.sub(rf"(?m)^{macro}\((\w+)(?:, \w+)*\)$",
+                      lambda m: f"#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_{prefix}{m.group(1)})\n{m.group(0)}\n#endif", text)
+    return re.sub(r"(?ms)^kernel void (?P<name>\w+)\(.*?^}$", under, text)
+
+
 class Amalgam:
     def __init__(self):
         self.seen, self.constants = set(), {}
@@ -81,12 +92,13 @@ class Amalgam:
         if path in self.seen:
             return ""
         self.seen.add(path)
-        text = prep.read(path)
+        text = msl.read(path)
         if os.path.basename(path) == "tqkv.h":
             text = seen_by_metal(text)
         include = r'(?m)^#include "([^"]+)".*\n'
         headers = [self.expand(os.path.join(os.path.dirname(path), name)) for name in re.findall(include, text)]
-        text = prep.FUNCTION_CONSTANT.sub(self.declare, re.sub(include, "", text))
+        text = msl.FUNCTION_CONSTANT.sub(self.declare, re.sub(include, "", text))
+        text = one_by_one(text)
         return "".join(headers) + f"\n// ---- {path} ----\n\n" + text.rstrip() + "\n"
 
 

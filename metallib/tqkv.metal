@@ -283,6 +283,12 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
      {0x30, 0x3f, 0xfc, 0x0c, 0x02}, {0x9a, 0x95, 0x56, 0xa6, 0x0b}, {0xc0, 0xfc, 0xf0, 0x33, 0x08}, {0x6a, 0x56, 0x5a, 0x99, 0x0e}}};
 // clang-format on
 
+#define TQKV__ASSERT_SIZE(type, bytes) static_assert(sizeof(type) == (bytes), "size of " #type)
+TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
+
+/* >>metal-sizes: function constants, sizes of dispatches and argument structs; also compiled as Metal */
+#define TQKV__METAL_SIZES
+
 /* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ. A
    kernel and its function constants make a pipeline. */
 #define TQKV_FC_FORMAT       0    /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
@@ -290,7 +296,7 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
                                   /* decode, attend: rotate the centre before it is used */
 #define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
-#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back */
+#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back; tables: multiply matrices */
 #define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated, queries are not */
 #define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head in a threadgroup */
 #define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
@@ -469,8 +475,6 @@ typedef struct tqkv__table_report {
     float matrix_product[32][2]; /* each lane's elements of TQKV__MATRIX_TEST with seed 3, times that with seed 5 */
 } tqkv__table_report;
 
-#define TQKV__ASSERT_SIZE(type, bytes) static_assert(sizeof(type) == (bytes), "size of " #type)
-TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
 TQKV__ASSERT_SIZE(tqkv__attend_args, 116);
@@ -2296,17 +2300,39 @@ inline void attend_with_formats(constant tqkv__attend_args &args, thread const a
     }
 // clang-format on
 
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_d32)
 ATTEND(32, 32, 32)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_d48)
 ATTEND(48, 48, 48)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_d64)
 ATTEND(64, 64, 64)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_d80)
 ATTEND(80, 80, 80)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_d96)
 ATTEND(96, 96, 96)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_d128)
 ATTEND(128, 128, 128)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_d192)
 ATTEND(192, 192, 192)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_d256)
 ATTEND(256, 256, 256)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_d512)
 ATTEND(512, 512, 512)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_d1024)
 ATTEND(1024, 1024, 1024)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_d192_128)
 ATTEND(192_128, 192, 128)
+#endif
 
 // ---- shaders/fragments.h ----
 
@@ -3501,9 +3527,15 @@ inline void attend_matrix_with_formats(constant tqkv__attend_args &args, thread 
     }
 // clang-format on
 
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_matrix_d64)
 ATTEND_MATRIX(64)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_matrix_d128)
 ATTEND_MATRIX(128)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_matrix_d256)
 ATTEND_MATRIX(256)
+#endif
 
 // ---- shaders/merge.h ----
 
@@ -3718,16 +3750,36 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
     }
 // clang-format on
 
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_merge_d32)
 ATTEND_MERGE(32)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_merge_d48)
 ATTEND_MERGE(48)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_merge_d64)
 ATTEND_MERGE(64)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_merge_d80)
 ATTEND_MERGE(80)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_merge_d96)
 ATTEND_MERGE(96)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_merge_d128)
 ATTEND_MERGE(128)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_merge_d192)
 ATTEND_MERGE(192)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_merge_d256)
 ATTEND_MERGE(256)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_merge_d512)
 ATTEND_MERGE(512)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_merge_d1024)
 ATTEND_MERGE(1024)
+#endif
 
 // ---- shaders/decode.h ----
 
@@ -3836,16 +3888,36 @@ inline void decode_rows(constant tqkv__rows_args &args, thread const decode_task
     }
 // clang-format on
 
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_decode_d32)
 DECODE(32)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_decode_d48)
 DECODE(48)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_decode_d64)
 DECODE(64)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_decode_d80)
 DECODE(80)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_decode_d96)
 DECODE(96)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_decode_d128)
 DECODE(128)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_decode_d192)
 DECODE(192)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_decode_d256)
 DECODE(256)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_decode_d512)
 DECODE(512)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_decode_d1024)
 DECODE(1024)
+#endif
 
 // ---- shaders/encode.h ----
 
@@ -4458,16 +4530,36 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
     }
 // clang-format on
 
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_d32)
 ENCODE(32)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_d48)
 ENCODE(48)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_d64)
 ENCODE(64)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_d80)
 ENCODE(80)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_d96)
 ENCODE(96)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_d128)
 ENCODE(128)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_d192)
 ENCODE(192)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_d256)
 ENCODE(256)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_d512)
 ENCODE(512)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_d1024)
 ENCODE(1024)
+#endif
 
 // ---- shaders/encode_kv.metal ----
 
@@ -4529,17 +4621,39 @@ constant bool value_paged [[function_constant(TQKV_FC_VALUE_PAGES)]];
     }
 // clang-format on
 
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_kv_d32)
 ENCODE_KV(32, 32, 32)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_kv_d48)
 ENCODE_KV(48, 48, 48)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_kv_d64)
 ENCODE_KV(64, 64, 64)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_kv_d80)
 ENCODE_KV(80, 80, 80)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_kv_d96)
 ENCODE_KV(96, 96, 96)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_kv_d128)
 ENCODE_KV(128, 128, 128)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_kv_d192)
 ENCODE_KV(192, 192, 192)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_kv_d256)
 ENCODE_KV(256, 256, 256)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_kv_d512)
 ENCODE_KV(512, 512, 512)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_kv_d1024)
 ENCODE_KV(1024, 1024, 1024)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_kv_d192_128)
 ENCODE_KV(192_128, 192, 128)
+#endif
 
 // ---- shaders/probe.metal ----
 
@@ -4571,16 +4685,36 @@ ENCODE_KV(192_128, 192, 128)
     }
 // clang-format on
 
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_probe_d32)
 PROBE(32)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_probe_d48)
 PROBE(48)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_probe_d64)
 PROBE(64)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_probe_d80)
 PROBE(80)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_probe_d96)
 PROBE(96)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_probe_d128)
 PROBE(128)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_probe_d192)
 PROBE(192)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_probe_d256)
 PROBE(256)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_probe_d512)
 PROBE(512)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_probe_d1024)
 PROBE(1024)
+#endif
 
 // ---- shaders/rotate.metal ----
 
@@ -4620,22 +4754,44 @@ inline void rotate_in_place(constant tqkv__rotate_args &args, device uchar *rows
     }
 // clang-format on
 
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_rotate_d32)
 ROTATE(32)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_rotate_d48)
 ROTATE(48)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_rotate_d64)
 ROTATE(64)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_rotate_d80)
 ROTATE(80)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_rotate_d96)
 ROTATE(96)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_rotate_d128)
 ROTATE(128)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_rotate_d192)
 ROTATE(192)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_rotate_d256)
 ROTATE(256)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_rotate_d512)
 ROTATE(512)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_rotate_d1024)
 ROTATE(1024)
+#endif
 
 // ---- shaders/tables.metal ----
 
 // tables: reports the shaders' codebooks, boundaries, signs, version and argument sizes. The host compares them with
-// its own, and so refuses a library that was built from another version of tqkv.h. It also multiplies two matrices, which
-// tells whether their elements lie as expected. One simdgroup.
+// its own, and so refuses a library that was built from another version of tqkv.h. Or, in a pipeline of its own, which may fail,
+// it multiplies two matrices: that tells whether their elements lie as expected. One simdgroup.
+
+#define multiplies unrotate // the same function constant
 
 inline float test_element(uint row, uint column, uint seed) { return float(TQKV__MATRIX_TEST(row, column, seed)); }
 
@@ -4663,10 +4819,19 @@ inline void multiply_test(uint lane, thread sum_matrix &product)
 #define STORE_SIZE(name) report->struct_sizes[n_structs++] = uint(sizeof(tqkv__##name));
 // clang-format on
 
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_tables)
 kernel void tqkv_tables(device tqkv__table_report *report [[buffer(0)]],
                         uint thread_index [[thread_index_in_threadgroup]],
                         uint n_simdgroups [[simdgroups_per_threadgroup]])
 {
+    if (multiplies) {
+        if (thread_index >= 32u) return;
+        sum_matrix product;
+        multiply_test(thread_index, product);
+        report->matrix_product[thread_index][0] = product.elements[0];
+        report->matrix_product[thread_index][1] = product.elements[1];
+        return;
+    }
     if (thread_index == 0) {
         int n_structs = 0;
         report->table_version = TQKV_TABLE_VERSION;
@@ -4680,9 +4845,5 @@ kernel void tqkv_tables(device tqkv__table_report *report [[buffer(0)]],
     device uchar *to = (device uchar *)&report->tables;
     constant uchar *from = (constant uchar *)&tqkv__tables;
     for (uint i = thread_index; i < uint(sizeof(tqkv__table_set)); i += n_simdgroups * 32u) to[i] = from[i];
-    if (thread_index >= 32u) return;
-    sum_matrix product;
-    multiply_test(thread_index, product);
-    report->matrix_product[thread_index][0] = product.elements[0];
-    report->matrix_product[thread_index][1] = product.elements[1];
 }
+#endif

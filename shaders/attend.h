@@ -50,9 +50,8 @@ struct attend_task {
     device const uchar *q;     // [n_queries][n_heads][KD]
     stream_rows keys, values;  // of the KV head
     device float *partial_out; // [n_partials][n_queries][n_heads][VD]: sum of weight * value
-    device float
-        *partial_state;         // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in
-                                // powers of two), sum of the weights
+    // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in powers of two), sum of the weights
+    device float *partial_state;
     device const float *center; // [n_kv_heads][KD]: of the keys
     page_tables pages;
     device const uint *tree;    // [n_queries][2]
@@ -157,10 +156,10 @@ inline float row_scale(uint format, stream_rows rows, uint slot, float block_sca
 #define KEY_BATCH(D, W) (KEY_STEPS(D, W) % 2 == 0 ? 2 : (D) * (W) / 32 <= 40 ? KEY_STEPS(D, W) : 1)
 
 // The row of a tile whose score a lane ends with.
-template <int D, int W>
+template <int D>
 inline uint row_of_lane(uint lane)
 {
-    const uint R = KEY_LANES(D, W);
+    const uint R = uint(BY_CODE_WIDTH(key_format, KEY_LANES, D));
     return lane % R * (32u / R) + lane / R;
 }
 
@@ -175,10 +174,10 @@ struct key_steps {
 
 // A query in threadgroup memory has 4 floats of padding after every N values. Lanes that share a row of keys then read
 // different banks.
-template <int D, int W>
+template <int D>
 inline uint padded(uint value)
 {
-    return value + value / uint(KEY_VALUES(D, W)) * 4u;
+    return value + value / uint(BY_CODE_WIDTH(key_format, KEY_VALUES, D)) * 4u;
 }
 
 // The score of the keys' centre: all scores of the query lack it. Every lane of the row has the result. x: the lane's
@@ -198,7 +197,7 @@ inline float score_of_center(constant tqkv__attend_args &args, thread const atte
 }
 
 // TQKV_ROWS(D) columns at a time. Lanes beyond the last column repeat it and store nothing.
-template <int D, int W>
+template <int D>
 inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
@@ -213,9 +212,9 @@ inline void load_queries(constant tqkv__attend_args &args, thread const attend_t
         float shift = key_centered ? score_of_center<D>(args, task, x) : 0.0f;
         if (key_centered && part == 0 && own < columns) task.kept[column] = shift;
         if (rotate_queries) rotate_row<D>(x, part);
+        TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
-            if (own < columns)
-                task.queries[column * padded<D, W>(D) + padded<D, W>(value_of_lane<L, C>(part, i))] = x[i];
+            if (own < columns) task.queries[column * padded<D>(D) + padded<D>(value_of_lane<L, C>(part, i))] = x[i];
     }
 }
 
@@ -258,6 +257,7 @@ inline void multiply_keys(thread const raw_codes<W, KEY_VALUES(D, W)> (&raw)[R],
                           threadgroup const float *queries, thread const codebook &book, thread float (&dot)[R][C])
 {
     const int N = KEY_VALUES(D, W);
+    threadgroup const float *own = queries + padded<D>(first);
     TQKV_UNROLL
     for (int i = 0; i < N; i += 4) {
         float x[R][4];
@@ -265,8 +265,7 @@ inline void multiply_keys(thread const raw_codes<W, KEY_VALUES(D, W)> (&raw)[R],
         for (int r = 0; r < R; r++) values_at<W, N, 4>(key_format, raw[r], i, book, x[r]);
         FOR_COLUMNS(c)
         {
-            uint at = uint(c) * padded<D, W>(D) + padded<D, W>(first) + uint(i);
-            float4 q = *(threadgroup const float4 *)(queries + at);
+            float4 q = *(threadgroup const float4 *)(own + (uint(c) * padded<D>(D) + uint(i)));
             TQKV_UNROLL
             for (int r = 0; r < R; r++)
                 dot[r][c] = fma(x[r][3], q.w, fma(x[r][2], q.z, fma(x[r][1], q.y, fma(x[r][0], q.x, dot[r][c]))));
@@ -283,11 +282,12 @@ inline void reduce_scatter(uint part, thread float (&total)[R][C])
     for (int distance = R / 2; distance > 0; distance /= 2) {
         bool upper = (part & uint(distance)) != 0;
         TQKV_UNROLL
-        for (int r = 0; r < distance; r++) {
+        for (int r = 0; r < R / 2; r++) {
+            if (r >= distance) continue;
             FOR_COLUMNS(c)
             {
-                float keep = upper ? total[r + distance][c] : total[r][c];
-                float give = upper ? total[r][c] : total[r + distance][c];
+                float low = total[r][c], high = total[r + distance][c];
+                float keep = upper ? high : low, give = upper ? low : high;
                 total[r][c] = keep + simd_shuffle_xor(give, ushort(distance));
             }
         }
@@ -341,6 +341,41 @@ inline void score_tile(constant tqkv__attend_args &args, thread const attend_tas
     else
         reduce_scatter<R, C>(part, total);
     FOR_COLUMNS(c) score[c] = one_norm<D>(key_format) ? dot[0][c] : total[0][c];
+}
+
+// The width of the keys' codes is known when the pipeline is built: one member is used, and the others disappear.
+template <int D>
+struct any_keys {
+    key_steps<D, 4> of_4;
+    key_steps<D, 8> of_8;
+    key_steps<D, 16> of_16;
+};
+
+// The first codes and factors of the tile at slot `base`.
+template <int D, int W>
+inline void load_first_keys(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                            thread key_steps<D, W> &keys)
+{
+    load_key_codes<D, W>(args, task, base, 0u, keys);
+    if (!one_norm<D>(key_format)) load_key_scales<D, W>(args, task, base, 0u, keys);
+}
+
+template <int D>
+inline void open_keys(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                      thread any_keys<D> &keys)
+{
+    if (code_width(key_format) == 4) load_first_keys<D, 4>(args, task, base, keys.of_4);
+    if (code_width(key_format) == 8) load_first_keys<D, 8>(args, task, base, keys.of_8);
+    if (code_width(key_format) == 16) load_first_keys<D, 16>(args, task, base, keys.of_16);
+}
+
+template <int D>
+inline void score_any_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint next_base,
+                           thread const codebook &book, thread any_keys<D> &keys, thread float *score)
+{
+    if (code_width(key_format) == 4) score_tile<D, 4>(args, task, base, next_base, book, keys.of_4, score);
+    if (code_width(key_format) == 8) score_tile<D, 8>(args, task, base, next_base, book, keys.of_8, score);
+    if (code_width(key_format) == 16) score_tile<D, 16>(args, task, base, next_base, book, keys.of_16, score);
 }
 
 // ---- Softmax of one tile ----
@@ -508,20 +543,58 @@ inline void add_value_step(thread const value_step<D, W> &step, uint number, uin
     }
 }
 
-// `steps` holds the first steps of the tile at slot `base`. A later step is loaded when an earlier one makes room.
+// `steps` holds the first steps of the tile at slot `base`. A later step is loaded when an earlier one makes room. The last
+// ones stand apart: a load under a condition would keep the loops over `steps` from being unrolled.
 template <int D, int W>
 inline void add_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
                        thread const codebook &book, thread value_step<D, W> (&steps)[VALUE_BATCH(D, W)],
                        threadgroup const float *weights, thread column_state<D> &state)
 {
     const int L = VALUE_LANES(D), B = VALUE_BATCH(D, W);
-    for (uint first = 0; first < uint(L); first += uint(B)) {
+    for (uint first = 0; first + uint(B) < uint(L); first += uint(B)) {
         TQKV_UNROLL
         for (int b = 0; b < B; b++) {
             add_value_step<D, W>(steps[b], first + uint(b), task.lane, book, weights, state);
-            if (first + uint(B) < uint(L)) load_value_step<D, W>(args, task, base, first + uint(B + b), steps[b]);
+            load_value_step<D, W>(args, task, base, first + uint(B + b), steps[b]);
         }
     }
+    TQKV_UNROLL
+    for (int b = 0; b < B; b++) add_value_step<D, W>(steps[b], uint(L - B + b), task.lane, book, weights, state);
+}
+
+// As any_keys.
+template <int D>
+struct any_values {
+    value_step<D, 4> of_4[VALUE_BATCH(D, 4)];
+    value_step<D, 8> of_8[VALUE_BATCH(D, 8)];
+    value_step<D, 16> of_16[VALUE_BATCH(D, 16)];
+};
+
+template <int D, int W>
+inline void load_first_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                              thread value_step<D, W> (&steps)[VALUE_BATCH(D, W)])
+{
+    TQKV_UNROLL
+    for (int b = 0; b < VALUE_BATCH(D, W); b++) load_value_step<D, W>(args, task, base, uint(b), steps[b]);
+}
+
+template <int D>
+inline void open_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                        thread any_values<D> &values)
+{
+    if (code_width(value_format) == 4) load_first_values<D, 4>(args, task, base, values.of_4);
+    if (code_width(value_format) == 8) load_first_values<D, 8>(args, task, base, values.of_8);
+    if (code_width(value_format) == 16) load_first_values<D, 16>(args, task, base, values.of_16);
+}
+
+template <int D>
+inline void add_any_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                           thread const codebook &book, thread any_values<D> &values, threadgroup const float *weights,
+                           thread column_state<D> &state)
+{
+    if (code_width(value_format) == 4) add_values<D, 4>(args, task, base, book, values.of_4, weights, state);
+    if (code_width(value_format) == 8) add_values<D, 8>(args, task, base, book, values.of_8, weights, state);
+    if (code_width(value_format) == 16) add_values<D, 16>(args, task, base, book, values.of_16, weights, state);
 }
 
 // ---- The simdgroups' results as one ----
@@ -684,81 +757,63 @@ inline void clear_sums(thread column_state<D> &state)
     }
 }
 
-inline uint step_over(uint tile, uint gap_begin, uint after_gap)
-{
-    return tile < gap_begin ? tile : max(tile, after_gap);
-}
-
 // What a simdgroup carries from tile to tile. D: of the keys
-template <int D, int KW>
+template <int D>
 struct tile_walk {
-    uint tile;                 // its next one
-    uint gap_begin, after_gap; // from gap_begin on it goes on with tile after_gap
-    tile_place next;           // the place of that tile
-    key_steps<D, KW> keys;
+    tile_steps steps;
+    tile_place next; // the place of the next tile
+    any_keys<D> keys;
 };
 
 // The simdgroup's tiles before tile `end`.
-template <int KD, int VD, int KW, int VW>
+template <int KD, int VD>
 inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task &task, uint end,
-                      thread const codebook &key_book, thread const codebook &value_book,
-                      thread tile_walk<KD, KW> &walk, thread column_state<VD> &state)
+                      thread const codebook &key_book, thread const codebook &value_book, thread tile_walk<KD> &walk,
+                      thread column_state<VD> &state)
 {
     threadgroup float *weights = task.weights + task.simdgroup * uint(32 * TQKV__MAX_COLUMNS(VD));
-    while (walk.tile < end) {
+    while (walk.steps.tile < end) {
         tile_place at = walk.next;
-        walk.tile = step_over(walk.tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
-        walk.next = open_tile(args, task.pages, walk.tile, at.row);
+        next_tile(walk.steps, task.n_simdgroups);
+        walk.next = open_tile(args, task.pages, walk.steps.tile, at.row);
         float score[TQKV__MAX_COLUMNS(KD)];
         uint row = existing_row(args, at.row), value_slot = value_slot_of(args, at.base.values + row);
         float key_scale = row_scale<KD>(key_format, task.keys, at.base.keys + row, args.key_block_scale);
         float value_scale = row_scale<VD>(value_format, task.values, value_slot, args.value_block_scale);
-        value_step<VD, VW> values[VALUE_BATCH(VD, VW)];
-        TQKV_UNROLL
-        for (int b = 0; b < VALUE_BATCH(VD, VW); b++)
-            load_value_step<VD, VW>(args, task, at.base.values, uint(b), values[b]);
-        score_tile<KD, KW>(args, task, at.base.keys, walk.next.base.keys, key_book, walk.keys, score);
+        any_values<VD> values;
+        open_values<VD>(args, task, at.base.values, values);
+        score_any_tile<KD>(args, task, at.base.keys, walk.next.base.keys, key_book, walk.keys, score);
         weigh_tile<VD>(args, task, at, key_scale, value_scale, score, state, weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        add_values<VD, VW>(args, task, at.base.values, value_book, values, weights, state);
+        add_any_values<VD>(args, task, at.base.values, value_book, values, weights, state);
         simdgroup_barrier(mem_flags::mem_threadgroup); // before the next tile overwrites the weights
     }
 }
 
-// Adds a stretch to the partial result of its section, and at the end of a section that to the result of all. So every
-// way to share the stretches among threadgroups does the same additions in the same order. Returns the partial result
-// that has the total.
+// Adds a stretch to the partial results. Returns the number of the one that has the total.
 template <int D>
-inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
-                         uint stretch, thread column_state<D> &state)
+inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_end how,
+                         thread column_state<D> &state)
 {
-    const int C = TQKV__MAX_COLUMNS(D);
-    bool several = args.sections_each > 1, last = stretch + 1u == own.end || (stretch + 1u) % TQKV__SECTION == 0;
-    uint partial = several ? 1u : task.split;
-    add_to_partial<D>(args, task, partial, stretch == own.begin || stretch % TQKV__SECTION == 0, task.kept, state);
-    if (!several || !last) return partial;
-    add_to_partial<D>(args, task, 0u, stretch / TQKV__SECTION == own.begin / TQKV__SECTION, task.kept + 2 * C, state);
-    return 0u;
+    add_to_partial<D>(args, task, how.partial, how.copy, task.kept, state);
+    if (how.to_total) add_to_partial<D>(args, task, 0u, how.copy_to_total, task.kept + 2 * TQKV__MAX_COLUMNS(D), state);
+    return how.total;
 }
 
-template <int KD, int VD, int KW, int VW>
+template <int KD, int VD>
 inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
     tile_range seen = tiles_seen(args, task.first_column);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     column_state<VD> state;
-    tile_walk<KD, KW> walk;
-    walk.gap_begin = seen.gap_begin;
-    walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
-    walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
-    walk.tile = step_over(walk.tile, walk.gap_begin, walk.after_gap);
-    walk.next = open_tile(args, task.pages, walk.tile, row_of_lane<KD, KW>(task.lane));
-    load_key_codes<KD, KW>(args, task, walk.next.base.keys, 0u, walk.keys);
-    if (!one_norm<KD>(key_format)) load_key_scales<KD, KW>(args, task, walk.next.base.keys, 0u, walk.keys);
+    tile_walk<KD> walk;
+    walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
+    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(task.lane));
+    open_keys<KD>(args, task, walk.next.base.keys, walk.keys);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
     load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
-    load_queries<KD, KW>(args, task);
+    load_queries<KD>(args, task);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     codebook key_book = open_codebook(key_format, task.tables, task.lane);
     codebook value_book = open_codebook(value_format, task.tables + 256, task.lane);
@@ -771,29 +826,66 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
         clear_sums<VD>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_tiles<KD, VD, KW, VW>(args, task, end, key_book, value_book, walk, state);
+        add_tiles<KD, VD>(args, task, end, key_book, value_book, walk, state);
         combine_states<VD>(task, state);
         combine_outputs<VD>(task, state); // after a barrier: task.sums may be the queries' memory
-        partial = keep_stretch<VD>(args, task, own, stretch, state);
+        partial = keep_stretch<VD>(args, task, end_of_stretch(args, own, stretch, task.split), state);
     }
     store_state<VD>(args, task, partial, state);
 }
 
-// The widths of keys and values choose the code here and nowhere else.
-template <int KD, int VD, int KW>
-inline void attend_with_keys(constant tqkv__attend_args &args, thread const attend_task &task)
-{
-    if (code_width(value_format) == 4) attend<KD, VD, KW, 4>(args, task);
-    if (code_width(value_format) == 8) attend<KD, VD, KW, 8>(args, task);
-    if (code_width(value_format) == 16) attend<KD, VD, KW, 16>(args, task);
-}
+// The arguments of attend and attend_matrix. codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a
+// row]
+// clang-format off
+#define ATTEND_ARGUMENTS \
+    constant tqkv__attend_args &call [[buffer(0)]], \
+    device const uchar *q [[buffer(1)]], \
+    device const uchar *key_codes [[buffer(2)]], \
+    device const float *key_norms [[buffer(3)]], \
+    device const uchar *value_codes [[buffer(4)]], \
+    device const float *value_norms [[buffer(5)]], \
+    device float *partial_out [[buffer(6)]], \
+    device float *partial_state [[buffer(7)]], \
+    device const float *key_center [[buffer(8)]], \
+    device const int *key_pages [[buffer(9)]], \
+    device const int *value_pages [[buffer(10)]], \
+    device const uint *tree [[buffer(11)]], \
+    constant tqkv__batch_item *items [[buffer(12)]], \
+    threadgroup float *tables [[threadgroup(0)]], \
+    threadgroup float *queries [[threadgroup(1)]], \
+    threadgroup float *states [[threadgroup(3)]], \
+    uint3 group [[threadgroup_position_in_grid]], \
+    uint lane [[thread_index_in_simdgroup]], \
+    uint simdgroup [[simdgroup_index_in_threadgroup]], \
+    uint n_simdgroups [[simdgroups_per_threadgroup]]
 
-template <int KD, int VD>
-inline void attend_with_formats(constant tqkv__attend_args &args, thread const attend_task &task)
-{
-    if (code_width(key_format) == 4) attend_with_keys<KD, VD, 4>(args, task);
-    if (code_width(key_format) == 8) attend_with_keys<KD, VD, 8>(args, task);
-    if (code_width(key_format) == 16) attend_with_keys<KD, VD, 16>(args, task);
-}
+// `args` and `task` of these arguments, but for threadgroup memory that the two kernels share out in their own ways. D: of
+// the keys, V: of the values
+#define ATTEND_TASK(D, V) \
+    uint item = batch ? item_of(items, group.z, false) : 0u; \
+    constant tqkv__attend_args &args = batch ? items[item].attend : call; \
+    if (batch && args.kv_len == 0) return; \
+    attend_task task; \
+    task.q = q; \
+    task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_slots, group.x); \
+    task.values = stream_of_head<V>(value_format, value_codes, value_norms, args.value_slots, group.x); \
+    task.partial_out = partial_out; \
+    task.partial_state = partial_state; \
+    task.center = key_center; \
+    task.pages.keys = key_pages; \
+    task.pages.values = value_pages; \
+    task.tree = tree; \
+    task.tables = tables; \
+    task.queries = queries; \
+    task.kept = states; \
+    task.kv_head = group.x; \
+    task.lane = lane; \
+    task.simdgroup = simdgroup; \
+    task.n_simdgroups = n_simdgroups; \
+    if (batch) \
+        open_item(items[item], group.z, task); \
+    else \
+        open_place(args, group.y, group.z, task);
+// clang-format on
 
 #endif

@@ -9,21 +9,11 @@
 // The values of a key may come in any order if those of the queries do, and so may the rows of O^T. So a lane takes
 // neighbouring codes of a row, and loads up to 16 bytes at a time.
 //
-// Letters: D head_dim, W code width of a stored value, KW and VW these of keys and values, F matrices side by side that
-// hold the columns, N values that a lane loads at a time.
+// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, N values that a lane
+// loads at a time.
 #ifndef TQKV_ATTEND_MATRIX_H
 #define TQKV_ATTEND_MATRIX_H
-#include "attend.h"
-#include "fragments.h"
-
-// Values of a row that lie between two changes of the factor of its codes, for any format of this width.
-#define MATRIX_BLOCK(D, W)     ((W) == 8 ? TQKV__NORM_BLOCK(TQKV__GRID, D) : (D))
-#define MATRIX_POWER_OF_TWO(n) ((n) & -(n)) // the largest that divides n
-#define MATRIX_VALUES(n, W)    (MATRIX_POWER_OF_TWO(n) < 128 / (W) ? MATRIX_POWER_OF_TWO(n) : 128 / (W))
-// A row of keys: chunks of 4*N values. Lanes with the elements of column 2t of a left factor have values t*N .. of each.
-#define MATRIX_KEY_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 4, W)
-// A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each.
-#define MATRIX_OUT_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 8, W)
+#include "matrix_columns.h"
 
 // Matrices whose queries are loaded at a time.
 #define MATRIX_PASS 2
@@ -31,17 +21,6 @@
 // Row of a tile that is row or column k of matrix p. Lanes with column 2t of a left factor load the codes of row t for
 // one element and of row t + 4 for the other: those of one load lie together.
 inline uint tile_row(int p, uint k) { return uint(p) * 8u + k / 2u + k % 2u * 4u; }
-
-// What a lane keeps of the columns of its elements.
-template <int D, int F>
-struct matrix_state {
-    int newest[F][2];    // position that the column's query sees; negative: none
-    float factor[F][2];  // of products of keys and the query: then they are scores in powers of two
-    float shift[F][2];   // as in attend.h
-    float maximum[F][2]; // as in attend.h
-    float sum[F][2];     // of the weights of the lane's rows
-    sum_matrix out[D / 8][F];
-};
 
 // Norms of the lane's rows of a tile, where a row has one. They are loaded long before they are used: nothing is computed
 // from them before that.
@@ -86,7 +65,7 @@ inline float scale_of_norm(uint format, float norm, float block_scale)
     return has_norms(format) && one_norm<D>(format) ? code_scale<D>(format, norm, block_scale) : 1.0f;
 }
 
-// Those of the tile at slot `base`, which the walk holds if there are few columns. Then it loads those at `next_base`.
+// The norms of the tile at slot `base`. With few columns the walk holds them, and loads those of the tile at `next_base`.
 template <int D, int F>
 inline void next_tile_norms(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
                             tile_memory next_base, thread tile_norms &held, thread tile_norms &norms)
@@ -101,33 +80,6 @@ inline void next_tile_norms(constant tqkv__attend_args &args, thread const atten
         norms.values[p] = held.values[p];
     }
     load_tile_norms<D>(args, task, next_base, held);
-}
-
-// Threadgroup memory of columns.
-struct column_memory {
-    threadgroup float *kept;             // [2][columns][2]: maximum and sum of the section so far, and of all before it
-    threadgroup float *shifts, *factors; // [columns]
-    threadgroup float *totals;           // [columns][2]: maximum and sum
-    threadgroup uint *rows;              // [columns]: row in a partial result
-    threadgroup float *parts;            // [columns][4]: what the sums of the simdgroups are multiplied by,
-    threadgroup float *shares;           // [columns][4]: and those of the section so far, of the stretch, of the
-                                         // earlier sections and of the section
-};
-
-template <int F>
-inline column_memory column_memory_of(threadgroup float *numbers)
-{
-    const int C = 8 * F;
-    column_memory memory;
-    memory.kept = numbers;
-    memory.shifts = memory.kept + 4 * C;
-    memory.factors = memory.shifts + C;
-    memory.totals = memory.factors + C;
-    threadgroup float *rows = memory.totals + 2 * C;
-    memory.rows = (threadgroup uint *)rows;
-    memory.parts = rows + C;
-    memory.shares = memory.parts + 4 * C;
-    return memory;
 }
 
 // ---- Queries ----
@@ -158,6 +110,7 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
         float shift = key_centered ? score_of_center<D>(args, task, x) : 0.0f;
         if (rotate_queries) rotate_row<D>(x, task.lane);
         float size = size_of_row<D>(x), inverse = 1.0f / size; // powers of two: both products are exact
+        TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
             task.weights[(c - first) * uint(D) + task.lane * uint(TQKV_LANE_VALUES(D)) + uint(i)] = x[i] * inverse;
         if (task.lane != 0) continue;
@@ -168,10 +121,10 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
 }
 
 // Number of the value of a query at row k of right factor s.
-template <int D, int W>
+template <int D>
 inline uint query_value(uint s, uint k)
 {
-    const uint N = MATRIX_KEY_VALUES(D, W);
+    const uint N = uint(BY_CODE_WIDTH(key_format, MATRIX_KEY_VALUES, D));
     return s / (N / 2u) * (4u * N) + k / 2u * N + s % (N / 2u) * 2u + k % 2u;
 }
 
@@ -183,7 +136,7 @@ inline threadgroup right_pair *query_at(thread const attend_task &task, uint num
 
 // The rows of a pass as pairs of right factors: [F][D / 16][32 lanes]. A column that is not used repeats the last one. A
 // barrier must precede it, and follow.
-template <int D, int W, int F>
+template <int D, int F>
 inline void arrange_queries(thread const attend_task &task, uint first)
 {
     uint begin = first / 8u, end = min(begin + uint(MATRIX_PASS), uint(F)), n = uint(D / 16);
@@ -192,7 +145,7 @@ inline void arrange_queries(thread const attend_task &task, uint first)
         TQKV_UNROLL
         for (int i = 0; i < 4; i++) {
             uint c = min(number / n * 8u + TQKV_RIGHT_COLUMN(task.lane, i % 2), columns - 1u), s = number % n * 2u;
-            uint value = query_value<D, W>(s + uint(i / 2), TQKV_RIGHT_ROW(task.lane, i % 2));
+            uint value = query_value<D>(s + uint(i / 2), TQKV_RIGHT_ROW(task.lane, i % 2));
             x[i] = task.weights[(c - first) * uint(D) + value];
         }
         *query_at(task, number) = right_of(x[0], x[1], x[2], x[3], false);
@@ -200,14 +153,14 @@ inline void arrange_queries(thread const attend_task &task, uint first)
 }
 
 // A barrier must precede and follow it.
-template <int D, int W, int F>
+template <int D, int F>
 inline void load_matrix_queries(constant tqkv__attend_args &args, thread const attend_task &task, column_memory memory)
 {
     for (uint first = 0; first < columns; first += uint(8 * MATRIX_PASS)) {
         if (first != 0) threadgroup_barrier(mem_flags::mem_threadgroup);
         load_query_rows<D>(args, task, first, memory);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        arrange_queries<D, W, F>(task, first);
+        arrange_queries<D, F>(task, first);
     }
 }
 
@@ -332,22 +285,56 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
     }
 }
 
+// As any_keys of attend.h.
+template <int D, int F>
+struct any_key_batch {
+    key_batch<D, 4, F> of_4;
+    key_batch<D, 8, F> of_8;
+    key_batch<D, 16, F> of_16;
+};
+
+template <int D, int W, int F>
+inline void load_first_batch(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                             thread key_batch<D, W, F> &keys)
+{
+    TQKV_UNROLL
+    for (int b = 0; b < MATRIX_KEY_BATCH(D, W, F); b++) load_key_chunk<D, W>(args, task, base, uint(b), keys.chunks[b]);
+}
+
+template <int D, int F>
+inline void open_key_batch(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                           thread any_key_batch<D, F> &keys)
+{
+    if (code_width(key_format) == 4) load_first_batch<D, 4, F>(args, task, base, keys.of_4);
+    if (code_width(key_format) == 8) load_first_batch<D, 8, F>(args, task, base, keys.of_8);
+    if (code_width(key_format) == 16) load_first_batch<D, 16, F>(args, task, base, keys.of_16);
+}
+
+template <int D, int F>
+inline void score_any_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                                  uint next_base, thread const value_book &book, thread any_key_batch<D, F> &keys,
+                                  thread sum_matrix (&score)[4][F])
+{
+    if (code_width(key_format) == 4) score_matrix_tile<D, 4, F>(args, task, base, next_base, book, keys.of_4, score);
+    if (code_width(key_format) == 8) score_matrix_tile<D, 8, F>(args, task, base, next_base, book, keys.of_8, score);
+    if (code_width(key_format) == 16) score_matrix_tile<D, 16, F>(args, task, base, next_base, book, keys.of_16, score);
+}
+
 // ---- Softmax of one tile ----
 
 // What a simdgroup carries from tile to tile.
-template <int D, int KW, int F>
+template <int D, int F>
 struct matrix_walk {
-    uint tile;                     // its next one
-    uint gap_begin, after_gap;     // from gap_begin on it goes on with tile after_gap
-    tile_memory base;              // of that tile
+    tile_steps steps;
+    tile_memory base;              // of the next tile
     int least_newest, most_newest; // of the columns
-    key_batch<D, KW, F> keys;      // of that tile
+    any_key_batch<D, F> keys;      // of that tile
     tile_norms norms;              // likewise, with few columns
 };
 
 // Whether all columns of the threadgroup see all slots of a tile, and no slot belongs to another tile.
-template <int D, int KW, int F>
-inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread const matrix_walk<D, KW, F> &walk)
+template <int D, int F>
+inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread const matrix_walk<D, F> &walk)
 {
     uint slot = first_slot_of_tile(args, tile);
     int first = position_of_slot(args, slot), last = position_of_slot(args, slot + 31u);
@@ -372,10 +359,11 @@ inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task
         for (int f = 0; f < F; f++) {
             TQKV_UNROLL
             for (int i = 0; i < 2; i++) {
+                float own = score[p][f].elements[i];
+                own = finite ? own : as_type<float>(0x7fc00000u);
                 int newest = state.newest[f][i];
                 bool seen = position <= newest && (args.window == 0 || position > newest - args.window);
                 if (has_tree) seen = seen && tree_shows(args, task.tree, newest, position);
-                float own = finite ? score[p][f].elements[i] : as_type<float>(0x7fc00000u);
                 score[p][f].elements[i] = seen ? own : -INFINITY;
             }
         }
@@ -585,216 +573,48 @@ inline void add_matrix_values(constant tqkv__attend_args &args, thread const att
         for (int h = 0; h < 2; h++) {
             if (W == 16 && !whole) clear_not_finite<W, N>(values[h].raw);
             multiply_values<D, W, F>(j, values[h], book, right[h], state);
-            if (j + 1 < chunks) load_value_chunk<D, W>(args, task, base, uint(j + 1), uint(h), values[h]);
+            load_value_chunk<D, W>(args, task, base, uint((j + 1) % chunks), uint(h), values[h]);
         }
     }
 }
 
-// ---- The simdgroups' results as one ----
-
-// How a stretch's sums go into the partial results.
-struct stretch_end {
-    uint used;                    // columns
-    ulong section;                // distance of the section's partial result from the first
-    bool copy;                    // the section begins
-    bool to_total, copy_to_total; // it ends, and is added to the first
+// As any_keys of attend.h: the first chunk of a tile.
+template <int D>
+struct any_value_chunks {
+    value_chunk<D, 4> of_4[2];
+    value_chunk<D, 8> of_8[2];
+    value_chunk<D, 16> of_16[2];
 };
 
-// Adds maximum and sum of a column to those of the kept ones, [2]. The two factors of the columns' sums go to `factors`.
-inline void add_column(bool copy, threadgroup float *kept, threadgroup float *total, threadgroup float *factors)
+template <int D, int W>
+inline void load_first_chunks(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                              thread value_chunk<D, W> (&values)[2])
 {
-    shares both = shares_of(copy ? -INFINITY : kept[0], total[0]);
-    float sum = fma(both.added, total[1], copy ? 0.0f : both.kept * kept[1]);
-    factors[0] = both.kept;
-    factors[1] = both.added;
-    total[0] = kept[0] = both.largest;
-    total[1] = kept[1] = sum;
+    TQKV_UNROLL
+    for (int h = 0; h < 2; h++) load_value_chunk<D, W>(args, task, base, 0u, uint(h), values[h]);
 }
 
-// Maxima and sums of the simdgroup's columns.
+template <int D>
+inline void open_value_chunks(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                              thread any_value_chunks<D> &values)
+{
+    if (code_width(value_format) == 4) load_first_chunks<D, 4>(args, task, base, values.of_4);
+    if (code_width(value_format) == 8) load_first_chunks<D, 8>(args, task, base, values.of_8);
+    if (code_width(value_format) == 16) load_first_chunks<D, 16>(args, task, base, values.of_16);
+}
+
 template <int D, int F>
-inline void store_states(thread const attend_task &task, thread const matrix_state<D, F> &state)
+inline void add_any_matrix_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                                  bool whole, thread const tile_norms &norms, thread const value_book &book,
+                                  thread any_value_chunks<D> &values, thread sum_matrix (&weight)[4][F],
+                                  thread matrix_state<D, F> &state)
 {
-    threadgroup float *own = task.states + task.simdgroup * uint(16 * F);
-    float sum[F][2];
-    TQKV_UNROLL
-    for (int f = 0; f < F; f++) {
-        TQKV_UNROLL
-        for (int i = 0; i < 2; i++) sum[f][i] = sum_of_column(state.sum[f][i]);
-    }
-    if (TQKV__MATRIX_ROW(task.lane) != 0) return;
-    TQKV_UNROLL
-    for (int f = 0; f < F; f++) {
-        TQKV_UNROLL
-        for (int i = 0; i < 2; i++) {
-            uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
-            own[c * 2u] = state.maximum[f][i] == NOTHING_SEEN ? -INFINITY : state.maximum[f][i];
-            own[c * 2u + 1u] = sum[f][i];
-        }
-    }
-}
-
-// Maximum and sum of a column, and all factors of its sums.
-template <int F>
-inline void combine_states(thread const attend_task &task, uint c, column_memory memory, stretch_end how)
-{
-    const uint C = uint(8 * F);
-    threadgroup const float *states = task.states + c * 2u;
-    threadgroup float *total = memory.totals + c * 2u, *factors = memory.shares + c * 4u;
-    float largest = -INFINITY, sum = 0.0f;
-    for (uint s = 0; s < task.n_simdgroups; s++) largest = max(largest, states[s * C * 2u]);
-    for (uint s = 0; s < task.n_simdgroups; s++) {
-        float share = share_of(states[s * C * 2u], largest);
-        sum = fma(share, states[s * C * 2u + 1u], sum);
-        memory.parts[c * 4u + s] = share;
-    }
-    total[0] = largest;
-    total[1] = sum;
-    add_column(how.copy, memory.kept + c * 2u, total, factors);
-    if (how.to_total) add_column(how.copy_to_total, memory.kept + (C + c) * 2u, total, factors + 2);
-}
-
-// Columns of a pass, one of two neighbours of each lane, are in the memory of the sums: [simdgroup][column][D + 4]. Lanes
-// that store together use different banks.
-#define MATRIX_SUM_COLUMNS 4
-
-// Stores the simdgroup's sums of element i of matrix f.
-template <int D, int VW, int F>
-inline void store_sums(thread const attend_task &task, int f, int i, thread const matrix_state<D, F> &state)
-{
-    const int N = MATRIX_OUT_VALUES(D, VW);
-    uint k = task.simdgroup * uint(MATRIX_SUM_COLUMNS) + TQKV__MATRIX_COLUMN(task.lane) / 2u;
-    threadgroup float *row = task.sums + k * uint(D + 4) + TQKV__MATRIX_ROW(task.lane) * uint(N);
-    TQKV_UNROLL
-    for (int b = 0; b < D / 8; b += 4) {
-        float4 four;
-        four.x = state.out[b][f].elements[i];
-        four.y = state.out[b + 1][f].elements[i];
-        four.z = state.out[b + 2][f].elements[i];
-        four.w = state.out[b + 3][f].elements[i];
-        *(threadgroup float4 *)(row + b / N * 8 * N + b % N) = four;
-    }
-}
-
-inline void store_four(thread const float *x, device float *to)
-{
-    device packed_float4 *four = (device packed_float4 *)to;
-    four->x = x[0];
-    four->y = x[1];
-    four->z = x[2];
-    four->w = x[3];
-}
-
-// x = factor * x + other * y
-inline void add_four(float factor, thread float *x, float other, thread const float *y)
-{
-    TQKV_UNROLL
-    for (int i = 0; i < 4; i++) x[i] = fma(other, y[i], factor * x[i]);
-}
-
-// Four neighbouring values of a column.
-struct four_sums {
-    uint column;
-    bool used;
-    threadgroup const float *from; // of the first simdgroup
-    device float *to;              // in the first partial result
-    float kept[4];                 // of the section so far
-};
-
-// Number `at` of a pass.
-inline void open_four(thread const attend_task &task, uint D, uint first, uint at, column_memory memory,
-                      stretch_end how, thread four_sums &own)
-{
-    uint k = at / (D / 4u), value = at % (D / 4u) * 4u;
-    own.column = first + k * 2u;
-    own.used = at < D && own.column < how.used;
-    own.from = task.sums + k * (D + 4u) + value;
-    own.to = task.partial_out + (row_offset(memory.rows[own.used ? own.column : 0u], D) + ulong(value));
-    TQKV_UNROLL
-    for (int i = 0; i < 4; i++) own.kept[i] = 0.0f;
-    if (own.used && !how.copy) load_floats<4>(own.to + how.section, own.kept);
-}
-
-// Adds them up, simdgroup after simdgroup: a fixed order.
-inline void combine_four(thread const attend_task &task, uint D, column_memory memory, stretch_end how,
-                         thread four_sums &own)
-{
-    float4 parts = *(threadgroup const float4 *)(memory.parts + own.column * 4u);
-    float4 shares = *(threadgroup const float4 *)(memory.shares + own.column * 4u);
-    threadgroup const float *from = own.from;
-    float sum[4], total[4];
-    TQKV_UNROLL
-    for (int i = 0; i < 4; i++) sum[i] = total[i] = 0.0f;
-    TQKV_UNROLL
-    for (int s = 0; s < TQKV__MATRIX_SIMDGROUPS; s++) {
-        if (uint(s) >= task.n_simdgroups) continue;
-        float4 four = *(threadgroup const float4 *)(from + uint(s * MATRIX_SUM_COLUMNS) * (D + 4u));
-        float part = s == 0 ? parts.x : s == 1 ? parts.y : s == 2 ? parts.z : parts.w;
-        sum[0] = fma(part, four.x, sum[0]);
-        sum[1] = fma(part, four.y, sum[1]);
-        sum[2] = fma(part, four.z, sum[2]);
-        sum[3] = fma(part, four.w, sum[3]);
-    }
-    add_four(shares.x, own.kept, shares.y, sum);
-    store_four(own.kept, own.to + how.section);
-    if (!how.to_total) return;
-    if (!how.copy_to_total) load_floats<4>(own.to, total);
-    add_four(shares.z, total, shares.w, own.kept);
-    store_four(total, own.to);
-}
-
-// Adds the sums of element i of matrix f up, four values of a column a thread.
-template <int D, int VW, int F>
-inline void combine_sums(thread const attend_task &task, int f, int i, column_memory memory, stretch_end how,
-                         thread const matrix_state<D, F> &state)
-{
-    uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, first = uint(f * 8 + i);
-    four_sums own;
-    open_four(task, uint(D), first, thread_index, memory, how, own); // its loads are under way before the barrier
-    store_sums<D, VW, F>(task, f, i, state);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint at = thread_index; at < uint(D); at += n_threads) {
-        if (at != thread_index) open_four(task, uint(D), first, at, memory, how, own);
-        if (own.used) combine_four(task, uint(D), memory, how, own);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-}
-
-// As keep_stretch of attend.h.
-template <int D, int VW, int F>
-inline uint keep_matrix_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
-                                uint stretch, column_memory memory, thread matrix_state<D, F> &state)
-{
-    bool several = args.sections_each > 1, last = stretch + 1u == own.end || (stretch + 1u) % TQKV__SECTION == 0;
-    uint rows = uint(args.n_queries) * uint(args.group), partial = several ? 1u : task.split;
-    stretch_end how;
-    how.used = min(uint(columns), rows - task.first_column);
-    how.section = row_offset(partial, rows * uint(args.n_kv_heads)) * ulong(D);
-    how.copy = stretch == own.begin || stretch % TQKV__SECTION == 0;
-    how.to_total = several && last;
-    how.copy_to_total = stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
-    store_states<D, F>(task, state);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, task.lane, memory, how);
-    TQKV_UNROLL
-    for (int f = 0; f < F; f++) {
-        TQKV_UNROLL
-        for (int i = 0; i < 2; i++) combine_sums<D, VW, F>(task, f, i, memory, how, state);
-    }
-    return how.to_total ? 0u : partial;
-}
-
-// Maxima, sums and the scores of the centre, for attend_merge.
-inline void store_columns(constant tqkv__attend_args &args, thread const attend_task &task, uint partial,
-                          column_memory memory)
-{
-    uint c = task.lane;
-    if (task.simdgroup != 0 || c >= columns || task.first_column + c >= uint(args.n_queries) * uint(args.group)) return;
-    query_row row = row_of_column(args, task.first_column + c);
-    ulong to = partial_row(args, task, partial + 1u, row) * 2u;
-    task.partial_state[to] = memory.totals[c * 2u];
-    task.partial_state[to + 1u] = memory.totals[c * 2u + 1u];
-    if (key_centered && task.split == 0) task.partial_state[partial_row(args, task, 0u, row) * 2u] = memory.shifts[c];
+    if (code_width(value_format) == 4)
+        add_matrix_values<D, 4, F>(args, task, base, whole, norms, book, values.of_4, weight, state);
+    if (code_width(value_format) == 8)
+        add_matrix_values<D, 8, F>(args, task, base, whole, norms, book, values.of_8, weight, state);
+    if (code_width(value_format) == 16)
+        add_matrix_values<D, 16, F>(args, task, base, whole, norms, book, values.of_16, weight, state);
 }
 
 // ---- The kernel ----
@@ -831,30 +651,29 @@ inline void clear_matrices(thread matrix_state<D, F> &state)
 }
 
 // The simdgroup's tiles before tile `end`.
-template <int D, int KW, int VW, int F>
+template <int D, int F>
 inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const attend_task &task, uint end,
                              thread const value_book &key_book, thread const value_book &out_book,
-                             thread matrix_walk<D, KW, F> &walk, thread matrix_state<D, F> &state)
+                             thread matrix_walk<D, F> &walk, thread matrix_state<D, F> &state)
 {
-    while (walk.tile < end) {
-        uint tile = walk.tile;
+    while (walk.steps.tile < end) {
+        uint tile = walk.steps.tile;
         tile_memory base = walk.base;
-        walk.tile = step_over(tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
-        walk.base = find_tile(args, task.pages, walk.tile);
-        bool whole = sees_whole_tile<D, KW, F>(args, tile, walk);
+        next_tile(walk.steps, task.n_simdgroups);
+        walk.base = find_tile(args, task.pages, walk.steps.tile);
+        bool whole = sees_whole_tile<D, F>(args, tile, walk);
         tile_norms norms;
         next_tile_norms<D, F>(args, task, base, walk.base, walk.norms, norms);
-        value_chunk<D, VW> values[2];
-        TQKV_UNROLL
-        for (int h = 0; h < 2; h++) load_value_chunk<D, VW>(args, task, base.values, 0u, uint(h), values[h]);
+        any_value_chunks<D> values;
+        open_value_chunks<D>(args, task, base.values, values);
         sum_matrix score[4][F];
-        score_matrix_tile<D, KW, F>(args, task, base.keys, walk.base.keys, key_book, walk.keys, score);
+        score_any_matrix_tile<D, F>(args, task, base.keys, walk.base.keys, key_book, walk.keys, score);
         weigh_matrix_tile<D, F>(args, task, tile, whole, norms, score, state);
-        add_matrix_values<D, VW, F>(args, task, base.values, whole, norms, out_book, values, score, state);
+        add_any_matrix_values<D, F>(args, task, base.values, whole, norms, out_book, values, score, state);
     }
 }
 
-template <int D, int KW, int VW, int F>
+template <int D, int F>
 inline void attend_by_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
@@ -864,21 +683,16 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     tile_range seen = tiles_seen(args, task.first_column);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     matrix_state<D, F> state;
-    matrix_walk<D, KW, F> walk;
-    walk.gap_begin = seen.gap_begin;
-    walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
-    walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
-    walk.tile = step_over(walk.tile, walk.gap_begin, walk.after_gap);
-    walk.base = find_tile(args, task.pages, walk.tile);
+    matrix_walk<D, F> walk;
+    walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
+    walk.base = find_tile(args, task.pages, walk.steps.tile);
     walk.least_newest = newest_seen(args, row_of_column(args, task.first_column).query);
     walk.most_newest = newest_seen(args, row_of_column(args, task.first_column + columns - 1u).query);
-    TQKV_UNROLL
-    for (int b = 0; b < MATRIX_KEY_BATCH(D, KW, F); b++)
-        load_key_chunk<D, KW>(args, task, walk.base.keys, uint(b), walk.keys.chunks[b]);
+    open_key_batch<D, F>(args, task, walk.base.keys, walk.keys);
     if (F <= 2) load_tile_norms<D>(args, task, walk.base, walk.norms);
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
-    load_matrix_queries<D, KW, F>(args, task, memory);
+    load_matrix_queries<D, F>(args, task, memory);
     threadgroup uchar *pairs = (threadgroup uchar *)(table_memory + 256 + max(1u << codebook_bits(value_format), 4u));
     value_book key_book = open_value_book(key_format, tables, pairs, task.lane);
     value_book out_book = open_value_book(value_format, tables + 256, pairs, task.lane);
@@ -889,39 +703,23 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
         clear_matrices<D, F>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_matrix_tiles<D, KW, VW, F>(args, task, end, key_book, out_book, walk, state);
-        partial = keep_matrix_stretch<D, VW, F>(args, task, own, stretch, memory, state);
+        add_matrix_tiles<D, F>(args, task, end, key_book, out_book, walk, state);
+        partial = keep_columns<D, F>(args, task, end_of_stretch(args, own, stretch, task.split), memory, state);
     }
     store_columns(args, task, partial, memory);
 }
 
-// The widths of keys and values, and how many columns there are, choose the code here and nowhere else.
-template <int D, int KW, int VW>
+// How many columns there are chooses the code here and nowhere else.
+template <int D>
 inline void attend_with_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     const int most = TQKV__MOST_MATRIX_COLUMNS(D) / 8;
-    if (columns <= 8)
-        attend_by_matrices<D, KW, VW, 1>(args, task);
-    else if (columns <= 16 && most >= 2)
-        attend_by_matrices < D, KW, VW, most<2 ? 1 : 2>(args, task);
+    if (most == 1 || columns <= 8)
+        attend_by_matrices<D, 1>(args, task);
+    else if (most == 2 || columns <= 16)
+        attend_by_matrices<D, 2>(args, task);
     else
-        attend_by_matrices<D, KW, VW, most>(args, task);
-}
-
-template <int D, int KW>
-inline void attend_matrix_with_keys(constant tqkv__attend_args &args, thread const attend_task &task)
-{
-    if (code_width(value_format) == 4) attend_with_matrices<D, KW, 4>(args, task);
-    if (code_width(value_format) == 8) attend_with_matrices<D, KW, 8>(args, task);
-    if (code_width(value_format) == 16) attend_with_matrices<D, KW, 16>(args, task);
-}
-
-template <int D>
-inline void attend_matrix_with_formats(constant tqkv__attend_args &args, thread const attend_task &task)
-{
-    if (code_width(key_format) == 4) attend_matrix_with_keys<D, 4>(args, task);
-    if (code_width(key_format) == 8) attend_matrix_with_keys<D, 8>(args, task);
-    if (code_width(key_format) == 16) attend_matrix_with_keys<D, 16>(args, task);
+        attend_by_matrices<D, most>(args, task);
 }
 
 #endif

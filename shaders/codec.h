@@ -9,8 +9,13 @@
 inline uint main_bits(uint format) { return uint(TQKV__MAIN_BITS(format)); }
 inline uint upper_bits(uint format) { return uint(TQKV__UPPER_BITS(format)); }
 
-// The bits that code is written for. Fields of 2 bits take the code of 4, and load half as many words.
-inline uint code_width(uint format) { return max(main_bits(format), 4u); }
+// The bits that code is written for. Fields of 2 bits take the code of 4, and load half as many words. Not by max: that
+// may be a call that stays a call, and a pipeline would keep the code of all widths.
+inline uint code_width(uint format) { return main_bits(format) < 4u ? 4u : main_bits(format); }
+
+// A macro of head_dim and width, for the width of a format's codes.
+#define BY_CODE_WIDTH(format, SIZE, D)                                                                                 \
+    (code_width(format) == 4 ? SIZE(D, 4) : code_width(format) == 8 ? SIZE(D, 8) : SIZE(D, 16))
 
 // log2 of the number of centroids; 0 without a codebook.
 inline uint codebook_bits(uint format) { return uint(TQKV__BOOK_BITS(format)); }
@@ -65,24 +70,29 @@ inline void copy_table(constant float *source, uint n, threadgroup float *table,
 // Up to 4 bits the guess is a line: so near the boundaries that it is right or one too low.
 inline bool guessed_by_line(uint bits) { return bits <= 4; }
 inline float slope_of_line(uint bits) { return bits <= 2 ? 1.0f : bits == 3 ? 1.875f : 3.375f; }
+inline float last_guess(uint bits) { return bits <= 2 ? 2.0f : bits == 3 ? 6.0f : 14.0f; }
 
 // The guess is the lowest bits of this float: near 1.5 * 2^23 its unit is 1. 0 for NaN.
 inline float guess_of(float v, uint bits)
 {
-    float last = float((1u << bits) - 2u);
+    float last = last_guess(bits);
     return fma(saturate(fma(v, slope_of_line(bits) / last, 0.5f)), last, 12582912.0f);
 }
 
 // With more bits, cells of equal width divide the codebook's range. They are so narrow that none holds two boundaries.
 // There are 2n+1 cells: cell i is centred on (i - n)/density. No boundary is near the edge of a cell.
-inline uint cells_per_side(uint bits) { return bits == 5 ? 25u : bits == 6 ? 57u : 194u; }
+template <class T>
+inline T cells_per_side(uint bits)
+{
+    return bits == 5 ? T(25) : bits == 6 ? T(57) : T(194);
+}
 inline float cell_density(uint bits) { return bits == 5 ? 8.5f : bits == 6 ? 16.5f : 39.75f; }
 
 // Offset of the cell of v, in bytes; of cell 0 for NaN. A float near 1.5 * 2^20 has units of 1/8 in its lowest bits. A
 // cell has 8 bytes, so these bits are the offset and need no shift.
 inline uint cell_of(float v, uint bits)
 {
-    float n = 2.0f * float(cells_per_side(bits));
+    float n = 2.0f * cells_per_side<float>(bits);
     float inside = saturate(fma(v, cell_density(bits) / n, 0.5f));
     return as_type<uint>(fma(inside, n, 1572864.5f)) & 0xff8u;
 }
@@ -105,7 +115,7 @@ inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index,
     }
     for (uint i = thread_index; i <= n; i += n_threads) {
         uint first = i == 0 ? 0u : cell_of(boundaries[i - 1u], bits) + 8u;
-        uint last = i == n ? 16u * cells_per_side(bits) : cell_of(boundaries[i], bits);
+        uint last = i == n ? 16u * cells_per_side<uint>(bits) : cell_of(boundaries[i], bits);
         uint2 cell;
         cell.x = as_type<uint>(i == n ? INFINITY : boundaries[i]);
         cell.y = i;
@@ -122,7 +132,7 @@ inline void load_squares(uint format, threadgroup float *squares, uint thread_in
     for (uint i = thread_index; i < 1u << bits; i += n_threads) squares[i] = centroids[i] * centroids[i];
 }
 
-// What quantise adds to a code, for whoever packs it to take away: all bits are above the code's.
+// What quantise adds to a code: all its bits are above the code's. Whoever packs the code takes it away.
 inline uint code_offset(uint bits) { return guessed_by_line(bits) ? 0x4b400000u : 0u; }
 
 // What load_cells and load_squares have made and, where shuffles are cheap, each lane's part of up to 32 numbers.

@@ -10,7 +10,8 @@ using namespace metal;
 // compiler fuses the two, also with -fno-fast-math. Where a fused multiply-add is wanted, the code says fma.
 #pragma METAL fp contract(off)
 
-// For loops over arrays in registers. A loop that stays rolled puts its array into memory.
+// For loops over arrays in registers. A loop that stays rolled puts its array into memory, and so does an element of it that
+// is chosen while the kernel runs: read both elements, then choose.
 #ifndef TQKV_UNROLL
 #define TQKV_UNROLL _Pragma("clang loop unroll(full)")
 #endif

@@ -1,6 +1,21 @@
 // Encoding: a simdgroup takes 32/L rows at a time, with L lanes a row. The order of every rounded operation is that of
 // tqkv_encode, so codes and norms are the same bytes. A "part" below is the values that tqkv_encode sums first, D/32 of
 // them, or D/16 where 32 does not divide D.
+//
+// A row lies over its lanes in pieces. With D = 64 a row has 4 lanes, a lane 4 pieces, a piece 4 values and 2 parts:
+//
+//             lane 0     lane 1     lane 2     lane 3
+//   piece 0   0 .. 3     4 .. 7     8 .. 11    12 .. 15
+//   piece 1   16 .. 19   20 .. 23   24 .. 27   28 .. 31
+//   piece 2   32 .. 35   36 .. 39   40 .. 43   44 .. 47
+//   piece 3   48 .. 51   52 .. 55   56 .. 59   60 .. 63
+//
+// A part is longer than a piece from D = 256 on: 2 or 4 neighbouring lanes share it, and each continues the sum of the one
+// before. Sums of parts are added in pairs, first over the lanes, then over the pieces. In the first step over the lanes, 0
+// gives 1 its sums of pieces 2 and 3 and takes those of 0 and 1, and so on: lane l ends with that of one block, own_block(l).
+//
+// Letters: L lanes of a row, J pieces of a lane, C values of a piece, E of them that belong to one part, S lanes that share a
+// part, N values of a lane.
 #ifndef TQKV_ENCODE_H
 #define TQKV_ENCODE_H
 #include "codec.h"
@@ -79,9 +94,10 @@ inline float reduce_block(bool largest, uint lane, thread float *piece)
         const int n = J / (2 * distance);
         bool upper = (lane & uint(distance)) != 0;
         TQKV_UNROLL
-        for (int j = 0; j < n; j++) {
-            float keep = upper ? piece[j + n] : piece[j], give = upper ? piece[j] : piece[j + n];
-            float other = simd_shuffle_xor(distance < S ? piece[j] : give, ushort(distance));
+        for (int j = 0; j < J / 2; j++) {
+            if (j >= n) continue;
+            float low = piece[j], high = piece[j + n], keep = upper ? high : low, give = upper ? low : high;
+            float other = simd_shuffle_xor(distance < S ? low : give, ushort(distance));
             piece[j] = distance >= S ? joined(largest, keep, other) : upper ? keep : other;
         }
     }

@@ -1,7 +1,9 @@
 // tables: reports the shaders' codebooks, boundaries, signs, version and argument sizes. The host compares them with
-// its own, and so refuses a library that was built from another version of tqkv.h. It also multiplies two matrices, which
-// tells whether their elements lie as expected. One simdgroup.
+// its own, and so refuses a library that was built from another version of tqkv.h. Or, in a pipeline of its own, which may fail,
+// it multiplies two matrices: that tells whether their elements lie as expected. One simdgroup.
 #include "fragments.h"
+
+constant bool multiplies [[function_constant(TQKV_FC_UNROTATE)]];
 
 inline float test_element(uint row, uint column, uint seed) { return float(TQKV__MATRIX_TEST(row, column, seed)); }
 
@@ -33,6 +35,14 @@ kernel void tqkv_tables(device tqkv__table_report *report [[buffer(0)]],
                         uint thread_index [[thread_index_in_threadgroup]],
                         uint n_simdgroups [[simdgroups_per_threadgroup]])
 {
+    if (multiplies) {
+        if (thread_index >= 32u) return;
+        sum_matrix product;
+        multiply_test(thread_index, product);
+        report->matrix_product[thread_index][0] = product.elements[0];
+        report->matrix_product[thread_index][1] = product.elements[1];
+        return;
+    }
     if (thread_index == 0) {
         int n_structs = 0;
         report->table_version = TQKV_TABLE_VERSION;
@@ -46,9 +56,4 @@ kernel void tqkv_tables(device tqkv__table_report *report [[buffer(0)]],
     device uchar *to = (device uchar *)&report->tables;
     constant uchar *from = (constant uchar *)&tqkv__tables;
     for (uint i = thread_index; i < uint(sizeof(tqkv__table_set)); i += n_simdgroups * 32u) to[i] = from[i];
-    if (thread_index >= 32u) return;
-    sum_matrix product;
-    multiply_test(thread_index, product);
-    report->matrix_product[thread_index][0] = product.elements[0];
-    report->matrix_product[thread_index][1] = product.elements[1];
 }

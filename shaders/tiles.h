@@ -137,12 +137,61 @@ inline uint first_slot_of_tile(constant tqkv__attend_args &args, uint number)
     return short_store && args.key_capacity < 32 ? 0u : min(number * 32u, uint(args.key_capacity) - 32u);
 }
 
-// Of the row of a tile; newer than all queries if the row belongs to another tile.
+// The position of a tile's row; newer than all queries if the row belongs to another tile.
 inline int position_in_tile(constant tqkv__attend_args &args, uint number, uint row)
 {
     uint first = first_slot_of_tile(args, number);
     bool own = first + row >= number * 32u && first + row < uint(args.key_capacity);
     return own ? position_of_slot(args, first + existing_row(args, row)) : 0x7fffffff;
+}
+
+// The tiles of one simdgroup, one after another.
+struct tile_steps {
+    uint tile;                 // the next one
+    uint gap_begin, after_gap; // from gap_begin on it goes on with tile after_gap
+};
+
+inline uint step_over(uint tile, uint gap_begin, uint after_gap)
+{
+    return tile < gap_begin ? tile : max(tile, after_gap);
+}
+
+// From the first tile of the stretches on.
+inline tile_steps open_steps(constant tqkv__attend_args &args, tile_range seen, stretch_range own, uint simdgroup,
+                             uint n_simdgroups)
+{
+    tile_steps steps;
+    uint first = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), simdgroup, n_simdgroups);
+    steps.gap_begin = seen.gap_begin;
+    steps.after_gap = own_tile(seen.gap_end, simdgroup, n_simdgroups);
+    steps.tile = step_over(first, steps.gap_begin, steps.after_gap);
+    return steps;
+}
+
+inline void next_tile(thread tile_steps &steps, uint n_simdgroups)
+{
+    steps.tile = step_over(steps.tile + n_simdgroups, steps.gap_begin, steps.after_gap);
+}
+
+// Where the sums of a stretch go: to the partial result of its section and, at the section's end, with those to the result
+// of all. So every way to share the stretches among threadgroups does the same additions in the same order.
+struct stretch_end {
+    uint partial;                 // number of the section's partial result
+    bool copy;                    // the section begins: the sums are copied, not added
+    bool to_total, copy_to_total; // the section ends, and is added or copied to partial result 0
+    uint total;                   // number of the partial result that has the sums of all stretches so far
+};
+
+inline stretch_end end_of_stretch(constant tqkv__attend_args &args, stretch_range own, uint stretch, uint split)
+{
+    stretch_end how;
+    bool several = args.sections_each > 1, last = stretch + 1u == own.end || (stretch + 1u) % TQKV__SECTION == 0;
+    how.partial = several ? 1u : split;
+    how.copy = stretch == own.begin || stretch % TQKV__SECTION == 0;
+    how.to_total = several && last;
+    how.copy_to_total = stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
+    how.total = how.to_total ? 0u : how.partial;
+    return how;
 }
 
 struct page_tables {

@@ -36,7 +36,7 @@ refuses() {
 }
 
 # The runners compile the vector sets in each language and at each level of optimisation.
-one_set='-include tests/one_set.h'
+one_set=-DTQKV_NO_AVX2
 
 # in_language COMPILER STANDARD: one and two translation units
 in_language() {
@@ -72,6 +72,22 @@ accepts bytes/reordered clang -std=c99 -O2 -fassociative-math -freciprocal-math 
     $WARNINGS $CPPFLAGS -I. tests/compile_bytes.c -o "$folder/bytes-reordered" -lm
 "$folder/bytes-reordered" >"$folder/bytes-reordered.txt"
 accepts bytes/equal cmp "$folder/bytes.txt" "$folder/bytes-reordered.txt"
+# Sets that are left out, and what only a GPU needs. The program prints the best set that is left.
+# sets NAME SETS COMMAND...: the compiled program finds one of the sets
+sets() {
+    name=$1
+    expected=$2
+    shift 2
+    accepts "sets/$name" "$@" $WARNINGS $CPPFLAGS -I. tests/compile_sets.c -o "$folder/sets" -lm
+    "$folder/sets" >"$folder/log" 2>&1 && grep -qx "$expected" "$folder/log"
+    report "sets/$name/run" $?
+}
+sets no-avx512 'avx2\|scalar\|neon' gcc -std=c99 -O1 -DTQKV_NO_AVX512
+sets no-avx2 'scalar\|neon' gcc -std=c99 -O1 -DTQKV_NO_AVX2
+sets metal 'scalar\|neon' gcc -std=c99 -O1 -DTQKV_NO_AVX2 -DTQKV_METAL
+# clang compiles no sets where it does not optimise; gcc optimises them.
+sets clang-O0 scalar clang -std=c99 -O0
+
 # Private means private: a second program may hold its own static copy beside the extern one.
 nm "$folder/static" | grep -q ' T tqkv_' && status=1 || status=0
 echo "TQKV_STATIC leaves public symbols" >"$folder/log"

@@ -62,7 +62,7 @@ static void check_equal(const void *parameters)
     CHECK_RESULT(tqkv_decode(&values, 0, 1, TQKV_ORIGINAL, decoded), TQKV_OK);
     for (int i = 0; i < d; i++) expected[i] = (double)decoded[i];
     for (int h = 0; h < heads; h++) {
-        const double error = reference_relative_error(out + h * d, expected, d);
+        const double error = reference_relative_error(out + h * d, expected, (size_t)d);
         CHECK(error <= 5e-6, "relative error %.3g", error);
     }
     test_store_free(&keys);

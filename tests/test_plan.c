@@ -159,7 +159,7 @@ static void check_rows(const void *row)
     CHECK(binding(&d, "rows").size == 5 * 64 * sizeof(float) && constant(&d, TQKV_FC_UNROTATE) == 1, "a rotation");
     CHECK_RESULT(tqkv__plan_rotate(none, 5, 65, false, &d), TQKV_UNSUPPORTED);
     CHECK_RESULT(tqkv__plan_rotate(none, -1, 64, false, &d), TQKV_INVALID_ARGUMENT);
-    tqkv__plan_tables(at(4, 0), &d);
+    tqkv__plan_tables(at(4, 0), true, &d);
     check_dispatch(&d);
     CHECK(d.grid[0] == 1 && !d.rows && d.kernel.head_dim == 0, "tables");
 }
@@ -512,8 +512,8 @@ static void check_batch(const void *row)
             for (int k = 0; k < alone->n_bindings; k++)
                 if (alone->bindings[k].index == j) all += alone->bindings[k].size;
     }
-    /* columns for 3 queries: 6 rows; splits of 512 slots: 2, 1 and 6 */
-    CHECK(constant(b.d, TQKV_FC_COLUMNS) == 6 && constant(b.d, TQKV_FC_MANY_QUERIES) == 1 &&
+    /* columns for 3 queries: 6 rows, in a power of two; splits of 512 slots: 2, 1 and 6 */
+    CHECK(constant(b.d, TQKV_FC_COLUMNS) == 8 && constant(b.d, TQKV_FC_MANY_QUERIES) == 1 &&
               constant(b.d, TQKV_FC_BATCH) == 1 && constant(b.d + 1, TQKV_FC_BATCH) == 1,
           "the kernel");
     CHECK(items[0].first_group == 0 && items[1].first_group == 2 && items[2].first_group == 3 && b.d[0].grid[2] == 9 &&
@@ -749,9 +749,11 @@ static void check_split(const void *row)
                 const int columns = constant(d, TQKV_FC_COLUMNS);
                 const bool matrix = d->kernel.family == TQKV__ATTEND_MATRIX;
                 const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
-                CHECK(columns <= most && columns * (int)d->grid[1] >= rows &&
-                          columns * (int)d->grid[1] - rows < (int)d->grid[1],
-                      "%d rows as %zu blocks of %d", rows, d->grid[1], columns);
+                const int blocks = (int)d->grid[1], even = (rows + blocks - 1) / blocks;
+                CHECK(columns <= most && columns * blocks >= rows && columns * (blocks - 1) < rows,
+                      "%d rows as %d blocks of %d", rows, blocks, columns);
+                CHECK(queries[q] == 1 ? columns == even : columns < 2 * even && (columns & (columns - 1)) == 0,
+                      "%d columns for %d rows of %d queries", columns, rows, queries[q]);
                 check_stretches(d, a.attention.end, scratch);
             }
         }

@@ -18,11 +18,11 @@ import sys
 import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[:0] = [HERE, os.path.join(HERE, "..", "..", "tests", "metal")]
+sys.path[:0] = [HERE, os.path.join(HERE, "..")]
 import container  # noqa: E402
 import lower  # noqa: E402
 import metadata  # noqa: E402
-import prep  # noqa: E402
+import msl  # noqa: E402
 
 Target = collections.namedtuple("Target", "system version triple air metal sdk frame_pointer format")
 TARGETS = {
@@ -34,12 +34,14 @@ TARGETS = {
 # spir64: clang leaves structs in arguments alone there. No line of the standard headers is read.
 CLANG = ["-x", "c++", "-std=c++17", "-target", "spir64-unknown-unknown", "-nostdinc", "-nostdinc++", "-isystem",
          os.path.join(HERE, "shim"), "-O2", "-Xclang", "-disable-llvm-passes", "-ffp-contract=off", "-fno-jump-tables",
-         "-fno-exceptions", "-fno-rtti", "-fno-ident", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-emit-llvm",
-         "-c", "-Xclang", "-fdump-record-layouts"]
+         "-fno-strict-aliasing", "-fno-exceptions", "-fno-rtti", "-fno-ident", "-Wall", "-Wextra", "-Werror",
+         "-Wno-unknown-pragmas", "-emit-llvm", "-c", "-Xclang", "-fdump-record-layouts"]
 # As Apple's: a loop to be unrolled stays a loop with its metadata. The back end unrolls it when it knows the function
-# constants. Functions are inlined first, so that convergent calls are seen.
+# constants, unless jump threading has given it a second way back to its start. A vector that is loaded stays one load.
+# Functions are inlined first, so that convergent calls are seen.
 OPT = ["-data-layout=" + lower.LAYOUT, "-pragma-unroll-threshold=0", "-unroll-threshold=0", "-unroll-full-max-count=0",
-       "-vectorize-loops=false", "-vectorize-slp=false", "-disable-loop-idiom-memcpy", "-S", "-o", "-",
+       "-jump-threading-threshold=0", "-vectorize-loops=false", "-vectorize-slp=false", "-disable-vector-combine",
+       "-disable-loop-idiom-memcpy", "-S", "-o", "-",
        "-passes=internalize,globaldce,always-inline,globaldce,default<O2>,globaldce,instnamer"]
 Source = collections.namedtuple("Source", "path bitcode structs declared kernels")
 Built = collections.namedtuple("Built", "name bitcode constants refusal")
@@ -65,22 +67,22 @@ class Builder:
     def prepare(self):
         """Copies of the shaders without attributes; lines stay lines. Function constants are external."""
         for path in self.args.shaders:
-            for part in prep.included(path, []):
-                text = prep.FUNCTION_CONSTANT.sub(r"extern constant \1 \2;", prep.read(part))
+            for part in msl.included(path, []):
+                text = msl.FUNCTION_CONSTANT.sub(r"extern constant \1 \2;", msl.read(part))
                 with open(os.path.join(self.folder, os.path.basename(part)), "w", encoding="utf-8") as f:
-                    f.write(f'#line 1 "{part}"\n' + prep.ATTRIBUTE.sub(prep.blank, text))
+                    f.write(f'#line 1 "{part}"\n' + msl.ATTRIBUTE.sub(msl.blank, text))
 
     def compile(self, path):
         """The bitcode of one file, what it declares, and its kernels."""
         base = os.path.join(self.folder, os.path.basename(path))
         dump = run([f"clang-{self.args.llvm}", *CLANG, *self.lines, *self.defines, "-I" + (os.path.dirname(path) or "."), base, "-o",
                     base + ".bc"]).decode()
-        parts = prep.included(path, [])
-        header = prep.read(os.path.join(os.path.dirname(path), "..", "tqkv.h"))
+        parts = msl.included(path, [])
+        header = msl.read(os.path.join(os.path.dirname(path), "..", "tqkv.h"))
         numbers = {name: int(n) for name, n in re.findall(r"(?m)^#define (TQKV_FC_\w+)\s+(\d+)", header)}
         declared = [(kind, name, numbers[index]) for part in parts
-                    for kind, name, index in prep.FUNCTION_CONSTANT.findall(prep.read(part))]
-        kernels = [k for k in prep.kernels(prep.read(path)) if re.fullmatch(self.args.only, k[0])]
+                    for kind, name, index in msl.FUNCTION_CONSTANT.findall(msl.read(part))]
+        kernels = [k for k in msl.kernels(path) if re.fullmatch(self.args.only, k[0])]
         return Source(path, base + ".bc", metadata.layouts(dump), declared, kernels)
 
     def assemble(self, name, text):
@@ -99,6 +101,7 @@ class Builder:
         raw = run([f"opt-{self.args.llvm}", *OPT, f"-internalize-public-api-list={name}", source.bitcode]).decode()
         module = lower.Kernel(name, raw)
         module.lower()
+        module.split_tables()
         module.set_constants(source.declared, os.path.basename(source.path))
         text = module.text(self.target, arguments, source.structs)
         return Built(name, b"" if self.lines else self.assemble(name, text), module.listed, "")

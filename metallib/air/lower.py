@@ -29,25 +29,27 @@ CALLS = {
     "air.atomic.global.store.i32": ("void", "i32 addrspace(1)*, i32, i32, i32, i1", PLAIN),
     "llvm.lifetime.start.p0i8": ("void", "i64, i8*", PLAIN), "llvm.lifetime.end.p0i8": ("void", "i64, i8*", PLAIN),
     "llvm.memset.p0i8.i64": ("void", "i8*, i8, i64, i1", PLAIN), "air.fma.f32": ("float", "float, float, float", CONST),
-    **{f"air.{name}.f32": ("float", "float", CONST) for name in ("rint", "fabs", "sqrt", "tanh", "fast_exp2")},
+    **{f"air.{name}.f32": ("float", "float", CONST) for name in ("rint", "sqrt", "tanh", "fast_exp2")},
     **{f"air.{name}.f32": ("float", "float, float", CONST) for name in ("fmax", "fmin")},
-    **{f"air.{name}.{sign}.i32": ("i32", "i32, i32", CONST) for name in ("min", "max") for sign in "su"},
     **{f"air.convert.f.f32.{sign}.i{bits}": ("float", f"i{bits}", CONST) for sign in "su" for bits in (8, 16, 32)},
     **{f"air.convert.{sign}.i{bits}.f.f32": (f"i{bits}", "float", CONST) for sign in "su" for bits in (8, 16, 32)}}
 # Conversions are calls: the start of the name, with the type from before and after.
 CONVERSIONS = {"uitofp": "f.{1}.u.{0}", "sitofp": "f.{1}.s.{0}", "fptoui": "u.{1}.f.{0}", "fptosi": "s.{1}.f.{0}"}
-COMPARISONS = {"umin": "ult", "umax": "ugt", "smin": "slt", "smax": "sgt"}
-KEPT = ("tbaa", "range", "llvm.loop", "dbg")  # metadata of instructions; dbg for check alone
-HINTS = re.compile(r" (?:noundef|nonnull|nocapture|readonly|readnone|writeonly|signext|zeroext|immarg|noalias|"
-                   r"align \d+|dereferenceable(?:_or_null)?\(\d+\))(?=[ ,)])")
+COMPARISONS = {"umin": "ult", "umax": "ugt", "smin": "slt", "smax": "sgt", "usub.sat": "ugt"}
+KEPT = ("range", "llvm.loop", "dbg")  # metadata of instructions; dbg for check alone
+HINT = (r" (?:noundef|nonnull|readnone|writeonly|signext|zeroext|immarg|noalias|align \d+|dereferenceable_or_null\(\d+\)%s)"
+        r"(?=[ ,)])")
+# Apple's modules have the second kind, too, but of a kernel's own parameters alone.
+HINTS_OF_PARAMETERS, HINTS = re.compile(HINT % ""), re.compile(HINT % r"|nocapture|readonly|dereferenceable\(\d+\)")
 
 
 def split(text):
-    """Splits at commas outside of all brackets."""
-    depth, parts, last = 0, [], 0
+    """Splits at commas outside of all brackets and strings."""
+    depth, parts, last, in_string = 0, [], 0, False
     for i, c in enumerate(text):
-        depth += (c in "(<{[") - (c in ")>}]")
-        if c == "," and depth == 0:
+        in_string ^= c == '"'
+        depth += not in_string and (c in "(<{[") - (c in ")>}]")
+        if c == "," and depth == 0 and not in_string:
             parts.append(text[last:i].strip())
             last = i + 1
     return [p for p in parts + [text[last:].strip()] if p]
@@ -65,7 +67,7 @@ class Kernel:
     def __init__(self, name, text):
         self.name = name
         self.header = re.search(rf"(?m)^define .*@{name}\((.*)\).*{{$", text).group(1)
-        self.header = split(HINTS.sub("", f" {self.header})")[:-1])
+        self.header = split(HINTS_OF_PARAMETERS.sub("", f" {self.header})")[:-1])
         body = re.search(rf"(?ms)^define .*@{name}\(.*?{{$\n(.*?)^}}$", text).group(1)
         body = re.sub(r"\n\s+(i\d+ [^\n]+)(?=\n)|\n  \]", lambda m: " " + (m.group(1) or "]"), body)  # switch: one line
         self.body = [re.sub(r" +; preds = .*", "", line) for line in body.splitlines() if line]
@@ -124,13 +126,39 @@ class Kernel:
 
     @staticmethod
     def call(name, line):
-        """Smaller and larger by comparison: runtimes before macOS 14 do not know LLVM's functions."""
-        match = re.search(r"call (i\d+) @llvm\.([us](?:min|max))\.i\d+\(i\d+ (\S+), i\d+ (\S+)\)", line)
+        """By comparison: runtimes before macOS 14 do not know these functions of LLVM."""
+        match = re.search(r"call (i\d+) @llvm\.([us](?:min|max)|usub\.sat)\.i\d+\(i\d+ (\S+), i\d+ (\S+)\)", line)
         if not match:
             return [line]
         kind, function, a, b = match.groups()
-        return [f"  %{name}.test = icmp {COMPARISONS[function]} {kind} {a}, {b}",
-                f"  %{name} = select i1 %{name}.test, {kind} {a}, {kind} {b}"]
+        test = f"  %{name}.test = icmp {COMPARISONS[function]} {kind} {a}, {b}"
+        if function == "usub.sat":
+            return [test, f"  %{name}.difference = sub {kind} {a}, {b}",
+                    f"  %{name} = select i1 %{name}.test, {kind} %{name}.difference, {kind} 0"]
+        return [test, f"  %{name} = select i1 %{name}.test, {kind} {a}, {kind} {b}"]
+
+    def split_tables(self):
+        """A table for each member of a constant struct that the kernel uses. Nothing changes where it uses the whole."""
+        for line in list(self.globals):
+            match = re.match(r"(@\S+) = (.*addrspace\(2\) constant) (%\S+) \{ (.*) \}, align (\d+)$", line)
+            if not match:
+                continue
+            name, linkage, kind, values, align = match.groups()
+            types = split(re.search(rf"^{re.escape(kind)} = type {{ (.*) }}$", "\n".join(self.types), re.M).group(1))
+            member = re.compile(rf"{re.escape(kind)}, {re.escape(kind)} addrspace\(2\)\* {re.escape(name)}, i64 0, i32 (\d+)")
+            body, used = "\n".join(self.body), set()
+
+            def place(found):
+                number = int(found.group(1))
+                used.add(number)
+                return f"{types[number]}, {types[number]} addrspace(2)* {name}.{number}, i64 0"
+
+            body = member.sub(place, body)
+            if re.search(rf"{re.escape(name)}(?![\w.])", body):
+                continue
+            self.body = body.split("\n")
+            self.globals.remove(line)
+            self.globals += [f"{name}.{n} = {linkage} {split(values)[n]}, align {align}" for n in sorted(used)]
 
     def set_constants(self, declared, source):
         """Function constants are globals that an initialiser copies from those that the runtime sets."""
@@ -217,11 +245,11 @@ class Kernel:
         metadata = Metadata(1 + max(map(int, self.nodes), default=-1))
         metadata.module(target)
         try:
-            metadata.kernel(self.name, [type_of(p) for p in self.header], arguments, structs)
+            metadata.kernel(self.name, [type_of(HINTS.sub("", p)) for p in self.header], arguments, structs)
         except Refusal as refusal:
             raise Refusal(f"{self.place}{refusal}") from None
         metadata.constants(self.constants)
-        parameters = (p.replace("* %", '* "air-buffer-no-alias" %') for p in header)
+        parameters = (re.sub(r"\* (.*%)", r'* "air-buffer-no-alias" \1', p) for p in header)
         nodes = [f"!{n} = {node}" for n, node in self.nodes.items() if "!DI" not in node]
         lines = [f'source_filename = "{self.name}"', f'target datalayout = "{LAYOUT}"',
                  f'target triple = "{target.triple}"', *self.types, *self.globals, *self.made,

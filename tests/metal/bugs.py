@@ -103,7 +103,7 @@ BUGS = {
         "shaders/encode.h", "TQKV__NORM_BLOCK(TQKV__BOOK, D)", "(D)", "encode", (512, 1024), "plain", "defect/block_norms_of_d512", "norms of tq5 d512"),
     "no_barrier_before_values": (
         "shaders/attend.h",
-        "        simdgroup_barrier(mem_flags::mem_threadgroup);\n        add_values", "        add_values", "attend",
+        "        simdgroup_barrier(mem_flags::mem_threadgroup);\n        add_any_values", "        add_any_values", "attend",
         (64,),
         "tsan", "defect/barrier_before_next_tile", "data race"),
     "no_barrier_before_next_tile": (
@@ -126,10 +126,10 @@ BUGS = {
         "shaders/tiles.h", "return tile + (simdgroup + n_simdgroups - tile % n_simdgroups) % n_simdgroups;",
         "return tile + simdgroup % n_simdgroups;", "attend", (32, 64, 128), "plain", "attend/company", "other bits alone"),
     "section_forgotten": (
-        "shaders/attend.h", "stretch / TQKV__SECTION == own.begin / TQKV__SECTION", "true", "attend", (32,), "plain",
+        "shaders/tiles.h", "stretch / TQKV__SECTION == own.begin / TQKV__SECTION", "true", "attend", (32,), "plain",
         "attend/sections", "relative error"),
     "section_of_another": (
-        "shaders/attend.h", "uint partial = several ? 1u : task.split;", "uint partial = task.split;", "attend", (32,), "plain",
+        "shaders/tiles.h", "how.partial = several ? 1u : split;", "how.partial = split;", "attend", (32,), "plain",
         "attend/sections", "relative error"),
     "state_overwritten": (
         "shaders/attend.h", "states[(task.simdgroup * uint(C) + uint(c)) * 2u] = state.maximum[c];",
@@ -167,13 +167,13 @@ BUGS = {
         "tqkv.h", "(((lane) >> 4 << 2) | ((lane) >> 1 & 3))", "((lane) >> 2)", "tables", (), "plain",
         "machine/matrix_places", "the check says they do not"),
     "sums_added_before_they_are_stored": (
-        "shaders/attend_matrix.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    for (uint at = thread_index",
+        "shaders/matrix_columns.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    for (uint at = thread_index",
         "    for (uint at = thread_index", "attend_matrix", (64,), "plain", "attend/pair/tq4_tq4/d64", "FAIL attend/pair/tq4_tq4/d64"),
     "sums_overwritten_by_the_next_pass": (
-        "shaders/attend_matrix.h", "how, own);\n    }\n    threadgroup_barrier(mem_flags::mem_threadgroup);\n", "how, own);\n    }\n",
+        "shaders/matrix_columns.h", "how, own);\n    }\n    threadgroup_barrier(mem_flags::mem_threadgroup);\n", "how, own);\n    }\n",
         "attend_matrix", (64,), "plain", "attend/pair/tq4_tq4/d64", "by matrices"),
     "totals_without_barrier": (
-        "shaders/attend_matrix.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (task.simdgroup == 0 && task.lane",
+        "shaders/matrix_columns.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (task.simdgroup == 0 && task.lane",
         "    if (task.simdgroup == 0 && task.lane", "attend_matrix", (64,), "tsan", "attend/pair/tq4_tq4/d64", "data race"),
     "queries_arranged_without_barrier": (
         "shaders/attend_matrix.h", "        threadgroup_barrier(mem_flags::mem_threadgroup);\n        arrange_queries",
@@ -185,7 +185,7 @@ BUGS = {
         "shaders/attend_matrix.h", "last <= walk.least_newest &&", "last <= walk.least_newest + 2 &&", "attend_matrix", (64,),
         "plain", "attend/resident/exactly_full", "by matrices"),
     "sums_of_the_first_simdgroup": (
-        "shaders/attend_matrix.h", "s == 0 ? parts.x : s == 1 ? parts.y", "s <= 1 ? parts.x", "attend_matrix",
+        "shaders/matrix_columns.h", "s == 0 ? parts.x : s == 1 ? parts.y", "s <= 1 ? parts.x", "attend_matrix",
         (64,), "plain", "attend/option/large_scores", "by matrices"),
     "queries_of_a_pass_overwritten": (
         "shaders/attend_matrix.h", "if (first != 0) threadgroup_barrier(mem_flags::mem_threadgroup);", "", "attend_matrix", (128,), "tsan",
@@ -194,7 +194,7 @@ BUGS = {
         "shaders/attend_matrix.h", "memory.rows[c] = at;", "memory.rows[c] = head;", "attend_matrix",
         (128,), "plain", "attend/shape/group2_queries40_columns32_simdgroups1_stretches5_share1", "by matrices"),
     "unscaled_merge_of_matrices": (
-        "shaders/attend_matrix.h", "float share = share_of(states[s * C * 2u], largest);",
+        "shaders/matrix_columns.h", "float share = share_of(states[s * C * 2u], largest);",
         "float share = 1.0f;", "attend_matrix", (64,), "plain", "attend/option/large_scores", "by matrices"),
     "masked_norm_kept": (
         "shaders/attend_matrix.h", "norms.values[p] = finite ? norms.values[p] : 0.0f;", "norms.values[p] += 0.0f;", "attend_matrix",

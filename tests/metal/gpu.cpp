@@ -396,6 +396,9 @@ std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std
 std::string gpu_tables(tqkv__table_report *report)
 {
     tqkv__dispatch d;
-    tqkv__plan_tables(gpu_buffer(report), &d);
+    tqkv__plan_tables(gpu_buffer(report), false, &d);
+    const std::string wrong = gpu_run(d);
+    if (!wrong.empty()) return wrong;
+    tqkv__plan_tables(gpu_buffer(report), true, &d);
     return gpu_run(d);
 }

@@ -4,8 +4,12 @@
 usage: lint.py SHADER...            one line a finding, status 1 if there is any
        lint.py --expect SHADER...   every line marked '// lint: RULE' must give that finding, and no other line any
 """
+import os
 import re
 import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "metallib"))
+from msl import argument_lists  # noqa: E402
 
 SPACES = ("device", "constant", "threadgroup", "thread")
 TYPE = (r"(?:float|half|bool|int|uint|uchar|ushort|ulong|char|short|long|void|size_t|u?int\d+_t|float[234]|uint[234]|"
@@ -80,6 +84,7 @@ class Shader:
         with open(path, encoding="utf-8") as f:
             self.source = f.read()
         self.path = path
+        self.lists = argument_lists(path)
         self.text = without_comments(self.source).replace("\\\n", " \n")
         self.type = TYPE.replace("STRUCTS", "|".join(sorted(structs)) or "float")
         self.findings = []
@@ -134,7 +139,8 @@ class Shader:
             start = match.end()
             for offset, argument in split_arguments(self.text[start:closing(self.text, match.end() - 1)]):
                 at = start + offset + len(argument) - len(argument.lstrip())
-                self.check_argument(at, argument, used)
+                for _, listed in split_arguments(self.lists.get(argument.strip(), argument)):
+                    self.check_argument(at, listed, used)
 
     def check_argument(self, at, argument, used):
         attributes = ATTRIBUTE.findall(argument)

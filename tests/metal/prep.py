@@ -13,75 +13,14 @@ import os
 import re
 import sys
 
-ATTRIBUTE = re.compile(r"\[\[\s*(\w+)\s*(?:\(\s*(\w+)\s*\))?\s*\]\]")
-FUNCTION_CONSTANT = re.compile(r"(?m)^constant\s+(\w+)\s+(\w+)\s*\[\[\s*function_constant\(\s*(\w+)\s*\)\s*\]\]\s*;")
-KERNEL = re.compile(r"\bkernel\s+void\s+([\w#]+)\s*\(")
-DEFINE = re.compile(r"(?m)^#define\s+(\w+)\((\w+(?:, \w+)*)\)((?:[^\n]*\\\n)*[^\n]*)")
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "metallib"))
+from msl import ATTRIBUTE, FUNCTION_CONSTANT, blank, included, kernels, read, without_comments  # noqa: E402
+
 CUDA_WORDS = {"device": "", "constant": "const", "threadgroup": "", "thread": "", "kernel": "__device__",
               "inline": "__device__ __forceinline__"}
 POSITIONS = {"threadgroup_position_in_grid", "thread_position_in_threadgroup", "threads_per_threadgroup",
              "threadgroups_per_grid", "thread_index_in_threadgroup", "thread_index_in_simdgroup",
              "simdgroup_index_in_threadgroup", "simdgroups_per_threadgroup"}
-
-
-def blank(match):
-    """The matched text as spaces; lines stay lines."""
-    return re.sub(r"[^\n\\]", " ", match.group(0))
-
-
-def without_comments(source):
-    return re.sub(r"//[^\n]*|/\*.*?\*/", blank, source, flags=re.S)
-
-
-def closing(source, start):
-    """Index of the parenthesis that closes the one at start."""
-    depth = 0
-    for i in range(start, len(source)):
-        depth += {"(": 1, ")": -1}.get(source[i], 0)
-        if depth == 0:
-            return i
-    raise SystemExit("unbalanced parentheses")
-
-
-def split_arguments(text):
-    """Splits at commas outside of all brackets."""
-    depth, parts, last = 0, [], 0
-    for i, c in enumerate(text):
-        depth += {"(": 1, "<": 1, "[": 1, ")": -1, ">": -1, "]": -1}.get(c, 0)
-        if c == "," and depth == 0:
-            parts.append(text[last:i])
-            last = i + 1
-    return [p.strip() for p in parts + [text[last:]] if p.strip()]
-
-
-def expand_kernel_macros(source):
-    """Source followed by every use at column 0 of a macro whose body defines kernels, expanded."""
-    source = without_comments(source)
-    expanded = DEFINE.sub(blank, source)
-    for name, parameters, body in DEFINE.findall(source):
-        if not KERNEL.search(body):
-            continue
-        for values in re.findall(r"(?m)^" + name + r"\((\w+(?:, \w+)*)\)", source):
-            text = body.replace("\\\n", "\n")
-            for parameter, value in zip(parameters.split(", "), values.split(", ")):
-                text = re.sub(r"##\s*" + parameter + r"\b", value, text)
-                text = re.sub(r"\b" + parameter + r"\b", value, text)
-            expanded += "\n" + text
-    return expanded
-
-
-def kernels(source):
-    """[(name, [(type, argument name, [(attribute, index)])])] of all kernels."""
-    found = []
-    text = expand_kernel_macros(source)
-    for match in KERNEL.finditer(text):
-        arguments = []
-        for argument in split_arguments(text[match.end():closing(text, match.end() - 1)]):
-            attributes = ATTRIBUTE.findall(argument)
-            kind, name = re.match(r"(.*?)(\w+)$", ATTRIBUTE.sub("", argument).strip(), re.S).groups()
-            arguments.append((" ".join(kind.split()), name, attributes))
-        found.append((match.group(1), arguments))
-    return found
 
 
 def strip_words(text):
@@ -109,16 +48,6 @@ def constant_mask(paths):
     return " | ".join(["0u"] + ["1u << " + n for n in sorted(set(names))])
 
 
-def included(path, seen):
-    """The file and every shader header it includes by quotes, headers first."""
-    for name in re.findall(r'(?m)^#include "([^"]+)"', read(path)):
-        other = os.path.normpath(os.path.join(os.path.dirname(path), name))
-        if other not in seen and os.path.basename(other) != "tqkv.h" and os.path.exists(other):
-            included(other, seen)
-    seen.append(path)
-    return seen
-
-
 def launcher(name, arguments, mode, mask):
     values, masks = [], {"buffer": 0, "threadgroup": 0}
     for kind, argument, attributes in arguments:
@@ -143,11 +72,6 @@ def launcher(name, arguments, mode, mask):
     return f"#if !defined(SIMT_HEAD_DIM) || SIMT_HEAD_DIM == {number}\n{call}#endif\n"
 
 
-def read(path):
-    with open(path, encoding="utf-8") as f:
-        return f.read()
-
-
 def main():
     mode, folder, shaders = sys.argv[1], sys.argv[2], sys.argv[3:]
     os.makedirs(folder, exist_ok=True)
@@ -159,7 +83,7 @@ def main():
             name += ".cu" if mode == "cuda" else ".cpp"
             if mode != "clang":
                 mask = constant_mask(included(path, []))
-                text += '\n#line 1 "launchers"\n' + "".join(launcher(k, a, mode, mask) for k, a in kernels(source))
+                text += '\n#line 1 "launchers"\n' + "".join(launcher(k, a, mode, mask) for k, a in kernels(path))
         with open(name, "w", encoding="utf-8") as f:
             f.write(text)
 

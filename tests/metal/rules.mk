@@ -19,7 +19,7 @@ SHADER_IMPLEMENTATION := $(TEST_BUILD)/$(REFERENCE_BUILD_CXX)/test_tables.o
 TYPE_CHECK := clang -x c++ $(SHADER_FLAGS) -isystem tests/metal/shim/clang -nostdinc -target aarch64-none-elf -Wconversion \
 	-Wdouble-promotion -fsyntax-only
 
-$(METAL_BUILD)/%/prepared: tests/metal/prep.py $(SHADER_SOURCES)
+$(METAL_BUILD)/%/prepared: tests/metal/prep.py metallib/msl.py $(SHADER_SOURCES)
 	@python3 tests/metal/prep.py $* $(@D)/source $(SHADER_SOURCES)
 	@touch $@
 

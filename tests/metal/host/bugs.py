@@ -24,10 +24,10 @@ BUGS = {
     "free_without_lock": ("tqkv__memory_free", LOCK, "", "TSAN", "context/threads", "data race"),
     "find_without_lock": ("tqkv_metal_find", LOCK, "", "TSAN", "context/threads", "data race"),
     "function_leaked": (
-        "tqkv__build_pipeline", r"    TQKV__RELEASE\(function\);\n", "", "ASAN", "rotate/d64", "leaked"),
-    "values_leaked": ("tqkv__build_pipeline", r"    TQKV__RELEASE\(values\);\n", "", "ASAN", "rotate/d64", "leaked"),
+        "tqkv__build_from", r"    TQKV__RELEASE\(function\);\n", "", "ASAN", "rotate/d64", "leaked"),
+    "values_leaked": ("tqkv__build_from", r"    TQKV__RELEASE\(values\);\n", "", "ASAN", "rotate/d64", "leaked"),
     "state_leaked_on_failure": (
-        "tqkv__build_pipeline", r"    TQKV__RELEASE\(p->state\);\n", "    p->state = nil;\n", "ASAN", "context/devices",
+        "tqkv__build_from", r"    TQKV__RELEASE\(p->state\);\n", "    p->state = nil;\n", "ASAN", "context/devices",
         "leaked"),
     "state_kept_under_arc": (
         "tqkv__free_pipeline", r"    TQKV__RELEASE\(p->state\);\n", "", "ARC", "rotate/d64", "leaked"),
@@ -53,6 +53,34 @@ BUGS = {
         "FAIL context/failures"),
     "descriptor_leaked": (
         "tqkv__new_commands", r"    TQKV__RELEASE\(descriptor\);\n", "", "ASAN", "rotate/d64", "leaked"),
+    "self_test_without_codes": (
+        "tqkv__try_store", r"memcmp\(gpu->codes.*?\) \|\|", "", "ASAN", "context/self_test_fails",
+        "FAIL context/self_test_fails"),
+    "self_test_without_decoding": (
+        "tqkv__try_store", r" && memcmp\(block->begin", " && false && memcmp(block->begin", "ASAN",
+        "context/self_test_fails", "FAIL context/self_test_fails"),
+    "self_test_of_nothing": (
+        "tqkv__try_attention", r"wrong <= limit", "wrong <= 1e9 || wrong <= limit", "ASAN", "context/self_test_fails",
+        "FAIL context/self_test_fails"),
+    "few_prepared": (
+        "tqkv_metal_cache_prepare", r"n \+\+|n\+\+", "n += 8", "ASAN", "context/prepared", "FAIL context/prepared/cache"),
+    "batches_not_prepared": (
+        "tqkv__build_attention", r"\|\| !batches", "|| batches", "ASAN", "context/prepared",
+        "FAIL context/prepared/stores"),
+    "source_compiled_whole": (
+        "tqkv__compile", r"    \[options setPreprocessorMacros.*\n", "    (void)only;\n", "ASAN", "context/source/alone",
+        "misuse"),
+    "compiled_library_leaked": (
+        "tqkv__free_compiled", r"    TQKV__RELEASE\(c->library\);\n", "", "ASAN", "context/source/alone", "leaked"),
+    "compiled_without_lock": ("tqkv__get_compiled", LOCK, "", "TSAN", "context/threads/source", "data race"),
+    "source_not_released": (
+        "tqkv__drop_library", r"    TQKV__RELEASE\(m->source\);\n", "", "ASAN", "context/source/alone", "LeakSanitizer"),
+    "matrices_not_given_up": (
+        "tqkv__lost_matrices", r"    m->matrices = false;\n", "", "ASAN", "context/without_matrices",
+        "FAIL context/without_matrices"),
+    "matrices_given_up_in_silence": (
+        "tqkv__lost_matrices", r"    tqkv__fail\(m, TQKV_OK.*\n", "", "ASAN", "context/without_matrices",
+        "FAIL context/without_matrices"),
     "size_unchecked": (
         "tqkv__check_binding", r"b->at\.offset > length \|\| b->size > length - b->at\.offset", "false", "ASAN",
         "refusals/encode", "FAIL refusals/encode|heap-buffer-overflow"),
@@ -60,7 +88,7 @@ BUGS = {
         "tqkv__check_binding", r"b->at\.offset % b->alignment", "false", "ASAN", "refusals/encode",
         "FAIL refusals/encode|misaligned address"),
     "matrices_in_another_order": (
-        "tqkv__avoid_matrices", r"!m->matrices && ", "!m && ", "ASAN", "attend/matrices",
+        "tqkv__avoid_matrices", r" && !tqkv__has_matrices\(m\)", " && !m", "ASAN", "attend/matrices",
         "FAIL attend/matrices/in_another_order"),
     "device_by_pointer_alone": (
         "tqkv__is_device", r"return \[one", "return false && [one", "ASAN", "context/wrapped_device",
@@ -77,8 +105,8 @@ BUGS = {
         "tqkv__check_binding", r"!tqkv__is_device\(m, \[buffer device\]\)", "false", "ASAN", "context/other_device",
         "FAIL context/other_device"),
     "recorded_before_the_second_pipeline": (
-        "tqkv__record", r"!= TQKV_OK\) return r;\n    for .*",
-        "!= TQKV_OK) return r; else tqkv__record_dispatch(m, encoder, pipelines[i], &d[i]);", "ASAN",
+        "tqkv__record", r"pipelines\[i\]\)\) != TQKV_OK\) return r;\n    for .*",
+        "pipelines[i])) != TQKV_OK) return r; else tqkv__record_dispatch(m, encoder, pipelines[i], &d[i]);", "ASAN",
         "context/half_recorded", "FAIL context/half_recorded"),
     "no_barrier": (
         "tqkv__record_dispatch", r"if \(d->barrier\)", "if (false)", "ASAN", "attend/long", "FAIL attend/long"),
@@ -94,9 +122,9 @@ BUGS = {
     "stale_tables_accepted": (
         "tqkv__check_tables", r"if \(stale\)", "if (false)", "ASAN", "context/stale/signs", "FAIL context/stale/signs"),
     "compiled_with_fast_math": (
-        "tqkv__load_source", r"    \[options setFastMathEnabled:NO\];\n", "", "ASAN", "context/source/alone", "misuse"),
+        "tqkv__compile", r"    \[options setFastMathEnabled:NO\];\n", "", "ASAN", "context/source/alone", "misuse"),
     "options_leaked": (
-        "tqkv__load_source", r"    TQKV__RELEASE\(options\);\n", "", "ASAN", "context/source/alone", "leaked"),
+        "tqkv__compile", r"    TQKV__RELEASE\(options\);\n", "", "ASAN", "context/source/alone", "leaked"),
     "refused_library_kept": (
         "tqkv__open_library", r"    tqkv__drop_library\(m\);\n", "", "ASAN", "context/source/stale", "leaked"),
     "fallback_not_said": (
@@ -108,12 +136,6 @@ BUGS = {
     "no_fallback_from_stale_tables": (
         "tqkv__open_library", r"r != TQKV_METAL_ERROR && r != TQKV_TABLE_MISMATCH", "r != TQKV_METAL_ERROR", "ASAN",
         "context/source/stale", "FAIL context/source/stale"),
-    "pipelines_not_tried": (
-        "tqkv__try_pipelines", r"family <= TQKV__ATTEND_MATRIX", "family <= TQKV__TABLES", "ASAN",
-        "context/source/no_pipelines", "FAIL context/source/no_pipelines"),
-    "tried_pipeline_leaked": (
-        "tqkv__try_pipelines", r"        TQKV__RELEASE\(p\.state\);\n", "", "ASAN", "context/source/failures/path",
-        "leaked"),
     "failure_of_the_gpu_ignored": (
         "tqkv__run_as", r"if \(\[commands status\] == MTLCommandBufferStatusCompleted\)", "if (true)", "ASAN",
         "context/failures", "FAIL context/failures"),

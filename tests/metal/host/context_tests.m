@@ -215,6 +215,46 @@ static void run_memory(const void *parameters)
     tqkv_metal_destroy(m); /* frees `left` too */
 }
 
+/* Formats, types and groups as caches may have them; what a context cannot serve is refused with its text. */
+static void run_self_test(const void *parameters)
+{
+    (void)parameters;
+    const tqkv_cache_desc descs[] = {
+        {.head_dim = 64, .n_kv_heads = 1},
+        {.head_dim = 128, .n_kv_heads = 2, .n_heads = 8, .key_format = TQKV_TQ4, .value_format = TQKV_TQ4},
+        {.head_dim = 192, .value_dim = 128, .n_kv_heads = 1, .n_heads = 2, .type = TQKV_TYPE_F16},
+        {.head_dim = 80, .n_kv_heads = 1, .type = TQKV_TYPE_BF16, .softcap = 30.0f},
+        {.head_dim = 64, .n_kv_heads = 1, .key_format = TQKV_F16, .value_format = TQKV_F16}};
+    for (size_t i = 0; i < sizeof descs / sizeof *descs; i++) {
+        char text[400];
+        const tqkv_result r = tqkv_metal_self_test(test_host.metal, &descs[i]);
+        tqkv_metal_error(test_host.metal, text, sizeof text);
+        CHECK(r == TQKV_OK, "case %zu: %s, \"%s\"", i, tqkv_result_string(r), text);
+    }
+    const tqkv_cache_desc unknown = {.head_dim = 100, .n_kv_heads = 1}, empty = {.head_dim = 64};
+    CHECK_REFUSED(test_host.metal, tqkv_metal_self_test(test_host.metal, &unknown), TQKV_UNSUPPORTED, "head_dim 32");
+    CHECK_REFUSED(test_host.metal, tqkv_metal_self_test(test_host.metal, &empty), TQKV_INVALID_ARGUMENT, "self-test");
+    CHECK_RESULT(tqkv_metal_self_test(NULL, &unknown), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_self_test(test_host.metal, NULL), TQKV_INVALID_ARGUMENT);
+}
+
+#ifdef STANDIN
+/* A GPU that computes otherwise: after dispatch n of the test one value of a buffer that it wrote is another. */
+static void run_self_test_fails(const void *parameters)
+{
+    (void)parameters;
+    const char *const words[] = {"self-test: keys of", "decoded keys", "decoded values", "outputs", "outputs"};
+    const int dispatches[] = {1, 2, 3, 5, 7}; /* encode_kv; decode twice; attend and attend_merge twice */
+    const tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1};
+    for (int i = 0; i < 5; i++) {
+        standin_spoil(dispatches[i]);
+        CHECK_REFUSED(test_host.metal, tqkv_metal_self_test(test_host.metal, &desc), TQKV_METAL_ERROR, words[i]);
+        standin_spoil(0);
+    }
+    CHECK_RESULT(tqkv_metal_self_test(test_host.metal, &desc), TQKV_OK);
+}
+#endif
+
 /* -- Threads: one context, one encoder a thread -- */
 
 enum { THREADS = 6, ROUNDS = 4 };
@@ -321,10 +361,11 @@ static void *begin_together(void *parameter)
 
 static void run_threads(const void *parameters)
 {
-    static void *(*const works[])(void *) = {work_thread, record_thread, memory_thread};
+    static void *(*const works[])(void *) = {work_thread, record_thread, memory_thread, record_thread};
     worker workers[THREADS];
     atomic_int missing = THREADS;
-    tqkv_metal *m = host_context();
+    const tqkv_metal_desc from_source = {.device = test_host.device, .library_source = source_text()};
+    tqkv_metal *m = *(const int *)parameters == 3 ? create(from_source, TQKV_OK, "") : host_context();
     REQUIRE(m, "no context");
     for (int i = 0; i < THREADS; i++) {
         workers[i].metal = m;
@@ -389,12 +430,93 @@ static void run_source_of_stale(const void *parameters)
         tqkv_metal_desc desc = {.library_path = path, .library_source = source_text()};
         char text[400];
         tqkv_metal *m = create(desc, TQKV_OK, c->words);
+        check_works(m); /* a library without kernels is no stale one: each is compiled when it is needed */
         tqkv_metal_error(m, text, sizeof text);
         CHECK(!strncmp(text, "library refused: ", 17) && strstr(text, "; compiled from source"), "the text is \"%s\"",
               text);
-        check_works(m);
         tqkv_metal_destroy(m);
     }
+}
+
+/* A good library one of whose kernels Metal refuses: the source serves that one. */
+static void run_refused_kernel(const void *parameters)
+{
+    (void)parameters;
+    @autoreleasepool {
+        char text[400];
+        tqkv_metal_desc desc = {.library_path = test_host.library, .library_source = source_text()};
+        desc.device = test_host.device;
+        const tqkv_metal_buffer rows = host_zeros(512);
+        standin_refuse("tqkv_rotate_d64", false);
+        tqkv_metal *m = create(desc, TQKV_OK, "");
+        check_works(m);
+        tqkv_metal_error(m, text, sizeof text);
+        CHECK(!strcmp(text, "library refused: tqkv_rotate_d64: refused by name; compiled from source"), "%s", text);
+        tqkv_metal_destroy(m);
+        m = create(desc, TQKV_OK, "");
+        standin_refuse("tqkv_rotate_d64", true);
+        host_work work = host_begin(false);
+        CHECK_REFUSED(m, tqkv_metal_rotate(m, work.encoder, rows, 2, 64), TQKV_METAL_ERROR,
+                      "refused by name; then: tqkv_rotate_d64: refused by name");
+        host_end(&work);
+        standin_refuse(NULL, false);
+        tqkv_metal_destroy(m);
+        host_release(rows);
+    }
+}
+
+/* A GPU without matrices: the context can be made all the same. */
+static void run_no_product(const void *parameters)
+{
+    (void)parameters;
+    const tqkv_metal_desc desc = {.library_path = test_host.library};
+    standin_refuse("tqkv_tables 1", true);
+    tqkv_metal *m = create(desc, TQKV_OK, "tqkv_tables: refused by name; attention without matrices");
+    standin_refuse(NULL, false);
+    const tqkv_cache_desc cache = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 4};
+    standin_refuse("attend_matrix", true); /* nobody asks for it */
+    CHECK_RESULT(tqkv_metal_self_test(m, &cache), TQKV_OK);
+    standin_refuse(NULL, false);
+    tqkv_metal_destroy(m);
+}
+
+/* Where Metal takes no kernel that multiplies matrices, a context attends without them and says so. */
+static void run_without_matrices(const void *parameters)
+{
+    const int way = *(const int *)parameters; /* 0: a call that waits, 1: prepare, 2: recorded, 3: in a batch */
+    char text[400];
+    tqkv_metal *m = host_context();
+    tqkv_store s = test_store(TQKV_TQ4, 64, 1, 64, false);
+    float *x = host_floats(5, 64 * 64), expected[4 * 64];
+    const tqkv_attention own = {.keys = &s, .values = &s, .n_heads = 4, .end = 64};
+    const tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 4};
+    REQUIRE(m, "no context");
+    CHECK_RESULT(tqkv_encode(&s, x, 64, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_attend(&own, x, expected), TQKV_OK);
+    tqkv_metal_store gpu = host_store(&s);
+    const tqkv_metal_attention a = {.keys = &gpu, .values = &gpu, .attention = {.n_heads = 4, .end = 64}};
+    const tqkv_metal_buffer q = host_buffer(x, sizeof expected), out = host_zeros(sizeof expected),
+                            scratch = host_zeros(65536), arguments = host_zeros(1024);
+    standin_refuse("attend_matrix", true);
+    if (way == 0) CHECK_RESULT(tqkv_metal_self_test(m, &desc), TQKV_OK);
+    if (way == 1) CHECK_RESULT(tqkv_metal_prepare(m, &a, 2, true), TQKV_OK);
+    host_work work = host_begin(false);
+    if (way == 3)
+        CHECK_RESULT(tqkv_metal_attend_batch(m, work.encoder, &a, 1, &q, arguments, scratch, &out), TQKV_OK);
+    else
+        CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, scratch, out), TQKV_OK);
+    host_end(&work);
+    standin_refuse(NULL, false);
+    tqkv_metal_error(m, text, sizeof text);
+    CHECK(strstr(text, "refused by name; attention without matrices"), "the text is \"%s\"", text);
+    for (int i = 0; i < 4 * 64; i++)
+        CHECK(fabs((double)((float *)host_contents(out))[i] - (double)expected[i]) < 1e-4, "value %d", i);
+    const tqkv_metal_buffer all[] = {q, out, scratch, arguments};
+    for (int i = 0; i < 4; i++) host_release(all[i]);
+    host_store_release(&gpu);
+    test_store_free(&s);
+    free(x);
+    tqkv_metal_destroy(m);
 }
 
 enum { BY_PATH, BY_BYTES, BY_OBJECT, EMBEDDED };
@@ -425,7 +547,9 @@ static void run_source_failures(const void *parameters)
             const tqkv_result r = tqkv_metal_create(&desc, &m);
             standin_fail_at(0);
             const bool fell_back = strstr(text, "; compiled from source") != NULL;
-            CHECK(fell_back == (r == TQKV_OK), "call %d failed: %s, \"%s\"", n, tqkv_result_string(r), text);
+            const bool without = strstr(text, "attention without matrices") != NULL;
+            CHECK((fell_back || without) == (r == TQKV_OK), "call %d failed: %s, \"%s\"", n, tqkv_result_string(r),
+                  text);
             if (r == TQKV_OK) check_works(m);
             from_source += fell_back;
             tqkv_metal_destroy(m);
@@ -433,8 +557,8 @@ static void run_source_failures(const void *parameters)
         [library release];
     }
     CHECK(standin_live_objects() == live, "%d objects leaked", standin_live_objects() - live);
-    /* the library; function and pipeline of tables and of eight families; command buffer, encoder and completion */
-    CHECK(from_source == (form != BY_OBJECT) + 2 * 9 + 3, "%d of %d failures led to the source", from_source, n_calls);
+    /* the library; function and pipeline of tables; command buffer, encoder and completion */
+    CHECK(from_source == (form != BY_OBJECT) + 2 + 3, "%d of %d failures led to the source", from_source, n_calls);
 }
 
 /* A context refuses the objects of another device. */
@@ -570,6 +694,66 @@ static void run_half_recorded(const void *parameters)
     tqkv_metal_destroy(m);
 }
 
+/* After prepare no call of its kind builds a pipeline. */
+static void run_prepared(const void *parameters)
+{
+    (void)parameters;
+    tqkv_metal *m = host_context();
+    REQUIRE(m, "no context");
+    tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 3, .capacity = 8, .metal = m};
+    tqkv_cache *cache = NULL;
+    float *x = host_floats(4, 9 * 3 * 64), out[9 * 3 * 64];
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_cache_prepare(m, cache, 9), TQKV_OK);
+    standin_fail_at(0);
+    CHECK_RESULT(tqkv_cache_append(cache, x, x, 8), TQKV_OK);
+    for (int n = 9; n > 0; n--) CHECK_RESULT(tqkv_cache_attend(cache, x, n, out), TQKV_OK);
+    CHECK(standin_calls() == 10 * 3 + 2, "%d calls that can fail", standin_calls()); /* and one staging block */
+    CHECK_REFUSED(m, tqkv_metal_cache_prepare(m, (tqkv_cache *)(void *)x, 1), TQKV_INVALID_ARGUMENT, "outside");
+    CHECK_RESULT(tqkv_metal_cache_prepare(m, cache, -1), TQKV_INVALID_ARGUMENT);
+    tqkv_cache_destroy(cache);
+    free(x);
+    tqkv_metal_destroy(m);
+}
+
+/* The same of stores, in batches, with pages whose entries nobody knows yet. */
+static void run_prepared_stores(const void *parameters)
+{
+    const bool paged = *(const bool *)parameters;
+    tqkv_metal *m = host_context();
+    int32_t pages[2] = {1, 0};
+    tqkv_store stores[2] = {test_store(TQKV_TQ4, 64, 1, 128, false), test_store(TQKV_TQ5, 64, 1, 128, false)};
+    tqkv_metal_store s[2] = {host_store(&stores[0]), host_store(&stores[1])};
+    const tqkv_metal_buffer table = host_buffer(pages, sizeof pages), none = {nil, 0};
+    for (int i = 0; paged && i < 2; i++) s[i].pages = table, s[i].shape.n_pages = 2, s[i].shape.page_size = 64;
+    tqkv_metal_attention a = {.keys = &s[0], .values = &s[1], .attention.n_heads = 2};
+    REQUIRE(m, "no context");
+    CHECK_RESULT(tqkv_metal_prepare(m, &a, 4, true), TQKV_OK);
+    standin_fail_at(0);
+    const tqkv_metal_buffer q = host_zeros(4 * 2 * 256), out = host_zeros(4 * 2 * 256);
+    size_t arguments, scratch;
+    a.attention.end = 3;
+    a.attention.n_queries = 3;
+    CHECK_RESULT(tqkv_metal_attend_batch_sizes(m, &a, 1, &arguments, &scratch), TQKV_OK);
+    const tqkv_metal_buffer ab = host_zeros(arguments), sb = host_zeros(scratch);
+    host_work work = host_begin(false);
+    standin_fail_at(0);
+    CHECK_RESULT(tqkv_metal_encode_kv(m, work.encoder, &s[0], &s[1], q, q, 4, 0, none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, sb, out), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend_batch(m, work.encoder, &a, 1, &q, ab, sb, &out), TQKV_OK);
+    CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls());
+    host_end(&work);
+    CHECK_RESULT(tqkv_metal_prepare(m, NULL, 1, false), TQKV_INVALID_ARGUMENT);
+    const tqkv_metal_buffer all[] = {q, out, ab, sb, table};
+    for (int i = 0; i < 5; i++) host_release(all[i]);
+    for (int i = 0; i < 2; i++) {
+        s[i].pages = none;
+        host_store_release(&s[i]);
+        test_store_free(&stores[i]);
+    }
+    tqkv_metal_destroy(m);
+}
+
 /* Calls that wait release what they used: a second round leaves no more objects than the first. */
 static void run_given_back(const void *parameters)
 {
@@ -690,16 +874,17 @@ static void run_failures(const void *parameters)
         @autoreleasepool {
             standin_fail_at(n);
             const tqkv_result r = live_through(text, sizeof text);
-            CHECK(r == TQKV_METAL_ERROR || r == TQKV_OUT_OF_MEMORY || r == TQKV_UNSUPPORTED, "call %d failed: %s", n,
-                  tqkv_result_string(r));
+            const bool without = strstr(text, "attention without matrices") != NULL; /* their test failed: no more */
+            CHECK(without || r == TQKV_METAL_ERROR || r == TQKV_OUT_OF_MEMORY || r == TQKV_UNSUPPORTED,
+                  "call %d failed: %s", n, tqkv_result_string(r));
             with_words += strstr(text, STANDIN_WORDS) != NULL;
             with_label += strstr(text, "; tqkv attend faulted") != NULL;
         }
         standin_fail_at(0);
         CHECK(standin_live_objects() == live, "call %d failed: %d objects leaked", n, standin_live_objects() - live);
     }
-    /* the library, then function and pipeline of tables, encode_kv, attend and attend_merge, and three completions */
-    CHECK(with_words == 1 + 2 * 4 + 3, "%d failures of %d came with Metal's words", with_words, n_calls);
+    /* the library, then function and pipeline of tables twice, encode_kv, attend and attend_merge, and four completions */
+    CHECK(with_words == 1 + 2 * 5 + 4, "%d failures of %d came with Metal's words", with_words, n_calls);
     CHECK(with_label == 1, "%d failures named the attention", with_label);
 }
 
@@ -718,8 +903,9 @@ void context_host_cases(void)
     for (int i = 0; i < 4; i++)
         test_add(run_source_fallback, &refused[i], sizeof refused[i], "context/source/%s", refused[i].name);
     test_add(run_memory, NULL, 0, "context/memory");
-    const char *const threads[] = {"caches", "recording", "memory"};
-    for (int i = 0; i < 3; i++) test_add(run_threads, &i, sizeof i, "context/threads/%s", threads[i]);
+    test_add(run_self_test, NULL, 0, "context/self_test");
+    const char *const threads[] = {"caches", "recording", "memory", "source"};
+    for (int i = 0; i < 4; i++) test_add(run_threads, &i, sizeof i, "context/threads/%s", threads[i]);
 #ifdef STANDIN
     const char *const stale[] = {"codebook_2",   "codebook_3",   "codebook_4",   "codebook_5",   "codebook_6",
                                  "codebook_8",   "boundaries_2", "boundaries_3", "boundaries_4", "boundaries_5",
@@ -727,7 +913,7 @@ void context_host_cases(void)
                                  "rotate_args",  "attend_args",  "merge_args",   "batch_item",   "dispatch"};
     for (int i = 0; i < 20; i++) test_add(run_stale, stale[i], strlen(stale[i]) + 1, "context/stale/%s", stale[i]);
     const refused_library stale_libraries[] = {{"stale", "signs", 0, "signs differs"},
-                                               {"no_pipelines", "tables_alone", 0, "tqkv_encode_d128"}};
+                                               {"no_kernels", "tables_alone", 0, ""}};
     for (int i = 0; i < 2; i++)
         test_add(run_source_of_stale, &stale_libraries[i], sizeof stale_libraries[i], "context/source/%s",
                  stale_libraries[i].name);
@@ -736,12 +922,19 @@ void context_host_cases(void)
         if ((i == EMBEDDED) == test_host.embedded)
             test_add(run_source_failures, &i, sizeof i, "context/source/failures/%s", forms[i]);
     test_add(run_missing_kernels, NULL, 0, "context/missing_kernels");
+    test_add(run_refused_kernel, NULL, 0, "context/source/kernel");
+    test_add(run_no_product, NULL, 0, "context/no_product");
+    for (int i = 0; i < 4; i++) test_add(run_without_matrices, &i, sizeof i, "context/without_matrices/%d", i);
     test_add(run_other_device, NULL, 0, "context/other_device");
     test_add(run_wrapped_device, NULL, 0, "context/wrapped_device");
     test_add(run_other_encoder, NULL, 0, "context/other_encoder");
     test_add(run_memory_in_force, NULL, 0, "context/memory_in_force");
+    test_add(run_self_test_fails, NULL, 0, "context/self_test_fails");
     test_add(run_half_recorded, NULL, 0, "context/half_recorded");
     test_add(run_given_back, NULL, 0, "context/given_back");
+    test_add(run_prepared, NULL, 0, "context/prepared/cache");
+    for (int i = 0; i < 2; i++)
+        test_add(run_prepared_stores, &(bool){i == 1}, sizeof(bool), "context/prepared/%s", i ? "pages" : "stores");
     test_add(run_recorded_again, NULL, 0, "context/recorded_again");
     test_add(run_devices, NULL, 0, "context/devices");
     test_add(run_failures, NULL, 0, "context/failures");

@@ -29,16 +29,11 @@ static unsigned lane_xor(uint16_t mask) { return simt::current->thread_index_in_
 
 AIR(float, air_fma, "fma.f32", (float a, float b, float c)) { return fmaf(a, b, c); }
 AIR(float, air_rint, "rint.f32", (float x)) { return rintf(x); }
-AIR(float, air_fabs, "fabs.f32", (float x)) { return fabsf(x); }
 AIR(float, air_fmax, "fmax.f32", (float a, float b)) { return fmaxf(a, b); }
 AIR(float, air_fmin, "fmin.f32", (float a, float b)) { return fminf(a, b); }
 AIR(float, air_sqrt, "sqrt.f32", (float x)) { return sqrtf(x); }
 AIR(float, air_tanh, "tanh.f32", (float x)) { return tanhf(x); }
 AIR(float, air_exp2, "fast_exp2.f32", (float x)) { return exp2f(x); }
-AIR(int32_t, air_min_s, "min.s.i32", (int32_t a, int32_t b)) { return b < a ? b : a; }
-AIR(int32_t, air_max_s, "max.s.i32", (int32_t a, int32_t b)) { return a < b ? b : a; }
-AIR(uint32_t, air_min_u, "min.u.i32", (uint32_t a, uint32_t b)) { return b < a ? b : a; }
-AIR(uint32_t, air_max_u, "max.u.i32", (uint32_t a, uint32_t b)) { return a < b ? b : a; }
 AIR(float, air_from_u32, "convert.f.f32.u.i32", (uint32_t x)) { return (float)x; }
 AIR(float, air_from_s32, "convert.f.f32.s.i32", (int32_t x)) { return (float)x; }
 AIR(float, air_from_u16, "convert.f.f32.u.i16", (uint16_t x)) { return (float)x; }

@@ -3,9 +3,10 @@
 
 usage: bugs.py BUILD_FOLDER [part of a name]...
 
-Takes LLC, CPP and LINK from the environment: what compiles the modules and launchers, and links the driver. Each bug
-builds a library of one kernel. Then either check.py's comparison with the shader reports it, or the driver that runs the
-library's bitcode.
+Takes LLC, CPP and LINK from the environment: what compiles the modules and launchers, and links the driver; LIBRARY and
+LIBRARY_SOURCE: a library without bugs. Each bug
+builds a library of one kernel. Then either check.py's comparison with the shader reports it, or specialise.py, or the driver
+that runs the library's bitcode.
 """
 import os
 import re
@@ -18,8 +19,9 @@ import check  # noqa: E402
 import reader  # noqa: E402
 from planted import edit, run_all, shell  # noqa: E402
 
-# name: (file, text, replacement, kernel, cases to run on its bitcode or nothing, what the report must say). The first
+# name: (file, text, replacement, kernel, cases to run on its bitcode, SPECIALISE or nothing, what the report must say). The first
 # three may be tuples: several edits.
+SPECIALISE = "specialise"
 BUGS = {
     "address_space_of_metadata": (
         "metallib/air/metadata.py", '"constant": 2', '"constant": 1', "rotate_d32", "",
@@ -93,6 +95,26 @@ BUGS = {
     "vector_element_swapped": (
         "metallib/air/shim/metal_stdlib", "packed_float4 &v) : x(v.x), y(v.y)",
         "packed_float4 &v) : x(v.y), y(v.x)", "rotate_d128", "rotate/d128", "FAIL rotate/d128"),
+    # Pipelines that would be slow.
+    "width_by_a_call": (
+        ("shaders/codec.h", *("metallib/air/shim/metal_stdlib",) * 2, "metallib/air/lower.py"),
+        ("return main_bits(format) < 4u ? 4u : main_bits(format);", "AIR(float, sqrt,", "return a > b ? a : b;", "CALLS = {"),
+        ("return max(main_bits(format), 4u);", 'AIR(uint, max, "max.u.i32", uint, uint);\nAIR(float, sqrt,',
+         "return T(air::max(uint(a), uint(b)));", 'CALLS = {"air.max.u.i32": ("i32", "i32, i32", CONST),'),
+        "attend_d64", SPECIALISE, r"constants that are not calculated: air\.max\.u\.i32"),
+    "computed_index": (
+        "shaders/attend.h", "float keep = upper ? high : low, give = upper ? low : high;",
+        "float keep = total[r + int(upper) * distance][c], give = upper ? low : high;", "attend_d128", SPECIALISE,
+        r"FAIL attend_d128/i8-tq4/4: in thread memory: \[4 x \[8 x float\]\]"),
+    "load_under_a_condition": (
+        ("shaders/attend_matrix.h", "metallib/air/build.py"),
+        ("            load_value_chunk<D, W>(args, task, base, uint((j + 1) % chunks)", '"-jump-threading-threshold=0", '),
+        ("            if (j + 1 < chunks) load_value_chunk<D, W>(args, task, base, uint(j + 1)", ""), "attend_matrix_d128",
+        SPECIALISE, "FAIL attend_matrix_d128/f16-f16/32: in thread memory"),
+    "rolled_loop": (
+        "shaders/attend.h", "        TQKV_UNROLL\n        for (int i = 0; i < TQKV_LANE_VALUES(D); i++)\n            if (own",
+        "        for (int i = 0; i < TQKV_LANE_VALUES(D); i++)\n            if (own", "attend_d1024", SPECIALISE,
+        r"in thread memory: \[32 x float\]"),
     # The library's bitcode finds a shader's bug.
     "shader": (
         "shaders/rotate.h", "x[i + distance] = a - b;", "x[i + distance] = b - a;", "rotate_d64", "rotate/d64", "FAIL rotate/d64"),
@@ -105,7 +127,7 @@ BUGS = {
 def plant(bug, folder):
     edits = zip(*((e,) if isinstance(e, str) else e for e in BUGS[bug][:3]))
     shutil.rmtree(folder, ignore_errors=True)
-    for part in ("shaders", "metallib/air", "tests/metal"):
+    for part in ("shaders", "metallib", "tests/metal"):
         shutil.copytree(part, f"{folder}/{part}", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy("tqkv.h", folder)
     return "".join(edit(f"{folder}/{file}", text, replacement) for file, text, replacement in edits)
@@ -136,8 +158,13 @@ def execute(folder, cases):
 
 def check_copy(folder, case):
     """A case of check.py over the copy of the builder."""
-    status, output = shell(f"python3 {folder}/tests/metal/library/check.py metallib/default.metallib metallib/tqkv.metal "
-                           f"{folder}/check {case}")
+    status, output = shell(f"python3 {folder}/tests/metal/library/check.py {os.environ['LIBRARY']} "
+                           f"{os.environ['LIBRARY_SOURCE']} {folder}/check {case}")
+    return output if status else ""
+
+
+def specialise(library):
+    status, output = shell(f"python3 {HERE}/specialise.py {library}")
     return output if status else ""
 
 
@@ -151,7 +178,9 @@ def run_bug(bug, build):
     status, report = shell(f"python3 {folder}/metallib/air/build.py --only 'tqkv_{kernel}' -o {folder}/out.metallib "
                            f"{folder}/shaders/*.metal")
     if not status:
-        report = check_copy(folder, cases) if cases == "lowering" else execute(folder, cases) if cases else inspect(f"{folder}/out.metallib")
+        library = f"{folder}/out.metallib"
+        report = check_copy(folder, cases) if cases == "lowering" else specialise(library) if cases == SPECIALISE else \
+            execute(folder, cases) if cases else inspect(library)
     if not report:
         return "nothing was reported"
     if "no such kernel" in report:

@@ -18,14 +18,19 @@ float air.simd_shuffle_xor.f32(float, i16)
 float air.simd_sum.f32(float)
 float air.simd_max.f32(float)
 float air.fma.f32(float, float, float)
+float air.fmax.f32(float, float)
+float air.fmin.f32(float, float)
 float air.sqrt.f32(float)
+float air.tanh.f32(float)
 float air.fast_exp2.f32(float)
-i32 air.min.s.i32(i32, i32)
-i32 air.min.u.i32(i32, i32)
+float air.convert.f.f32.s.i8(i8)
+float air.convert.f.f32.u.i8(i8)
+float air.convert.f.f32.u.i16(i16)
 float air.convert.f.f32.s.i32(i32)
 float air.convert.f.f32.u.i32(i32)
 i32 air.convert.s.i32.f.f32(float)
 i32 air.convert.u.i32.f.f32(float)
+<64 x float> air.simdgroup_matrix_8x8_multiply_accumulate.v64f32.v64f32.v64f32.v64f32(<64 x float>, <64 x float>, <64 x float>)
 void air.atomic.global.store.i32(i32 addrspace(1)*, i32, i32, i32, i1)
 void llvm.lifetime.start.p0i8(i64, i8*)
 void llvm.lifetime.end.p0i8(i64, i8*)
@@ -34,23 +39,14 @@ void llvm.memset.p0i8.i64(i8*, i8, i64, i1)
 # In published text only, as half functions, or under Apple's names for other widths.
 READ_OF = """
 i1 air.simd_any(i1)
-<64 x float> air.simdgroup_matrix_8x8_multiply_accumulate.v64f32.v64f32.v64f32.v64f32(<64 x float>, <64 x float>, <64 x float>)
 i32 air.simd_shuffle_xor.u.i32(i32, i16)
-float air.fmax.f32(float, float)
-float air.fmin.f32(float, float)
-float air.fabs.f32(float)
 float air.rint.f32(float)
-float air.tanh.f32(float)
-i32 air.max.s.i32(i32, i32)
-i32 air.max.u.i32(i32, i32)
-float air.convert.f.f32.s.i8(i8)
-float air.convert.f.f32.u.i8(i8)
-float air.convert.f.f32.u.i16(i16)
 """
 KNOWN = {line.split("(")[0].split()[-1]: line for line in (SEEN + READ_OF).split("\n") if line}
 TOGETHER = re.compile(r"air\.(?:wg\.barrier|simdgroup\.barrier|simd_[\w.]+|simdgroup_matrix_[\w.]+)")
-# Attributes that readers before macOS 14 know.
+# Attributes that readers before macOS 14 know: of functions, and of a kernel's parameters.
 WORDS = {"nounwind", "convergent", "readnone"}
+PARAMETER_WORDS = re.compile(r"nocapture|readonly|dereferenceable\(\d+\)")
 
 
 def arguments(text):
@@ -101,7 +97,7 @@ class Module:
         return found
 
     def check(self, shader, constants, library, triple):
-        """shader: the kernel's arguments as prep.py reads them. constants: the container's."""
+        """shader: the kernel's arguments as msl.py reads them. constants: the container's."""
         self.expect(not re.search(r'(?m)^(?![@!;]).*\bptr\b', self.text), "opaque pointer")
         self.expect(f'target datalayout = "{LAYOUT}"' in self.text, "data layout")
         self.expect(f'target triple = "{triple}"' in self.text, f"triple, not {triple}")
@@ -129,7 +125,10 @@ class Module:
             self.expect(fact["location_index"] == index, f"{place}index {fact['location_index']}, not {index}")
             constant = space == 2 or " const " in kind
             self.expect(fact["access"] == ("air.read" if constant else "air.read_write"), f"{place}{fact['access']}")
-            self.expect(('"air-buffer-no-alias"' in parameter), f"{place}without air-buffer-no-alias")
+            words = parameter.split("*", 1)[1].split()[:-1]
+            self.expect('"air-buffer-no-alias"' in words, f"{place}without air-buffer-no-alias")
+            words = {word for word in words if word != '"air-buffer-no-alias"' and not PARAMETER_WORDS.fullmatch(word)}
+            self.expect(not words, f"{place}attributes {sorted(words)}")
             self.expect(("buffer_size" in fact) == kind.endswith("&"), f"{place}buffer_size")
             self.expect(("struct_type_info" in fact) == ("%struct" in parameter or "%\"struct" in parameter), f"{place}struct")
 

@@ -1,8 +1,9 @@
-# The library's own bitcode on the machine of simt.h, and what a reader that shares nothing with the builder finds in it.
+# The library of the present shaders: its own bitcode on the machine of simt.h, and what a reader that shares nothing with the builder finds in it.
 
 LIBRARY_TESTS := tests/metal/library
-# Another library: make test-metallib LIBRARY=FILE
-LIBRARY ?= $(METALLIB)
+# Another library, and the source beside it: make test-metallib-quick LIBRARY=FILE LIBRARY_SOURCE=FILE
+LIBRARY ?= $(METALLIB_PRESENT)
+LIBRARY_SOURCE ?= $(METALLIB_PRESENT_SOURCE)
 LLC := llc-$(AIR_LLVM)
 LIBRARY_CPP := clang++ -std=c++14 -Itests/metal
 LIBRARY_PLAIN := $(patsubst %,$(METAL_BUILD)/plain/%.o,simt runner $(SHADER_TESTS)) $(SHADER_IMPLEMENTATION)
@@ -27,58 +28,62 @@ endef
 $(eval $(call library_driver,library,$(LIBRARY)))
 $(eval $(call library_driver,library-of-source,$(METALLIB_BUILD)/source/default.metallib))
 
-$(METALLIB_BUILD)/source/default.metallib: $(METALLIB_SOURCE) $(AIR_SOURCES)
+$(METALLIB_BUILD)/source/default.metallib: $(LIBRARY_SOURCE) $(AIR_SOURCES)
 	@mkdir -p $(@D)/shaders
-	@cp $(METALLIB_SOURCE) $(@D)/shaders && cp tqkv.h $(@D)
+	@cp $(LIBRARY_SOURCE) $(@D)/shaders/tqkv.metal && cp tqkv.h $(@D)
 	@python3 $(AIR_BUILD) --keep $(@D)/modules -o $@ $(@D)/shaders/tqkv.metal
 
 .PHONY: test-metallib-quick test-metallib check-metallib-source check-metallib-source-cuda \
 	test-metallib-bugs compare-metallib
-ifneq ($(shell command -v $(LLC) 2>/dev/null),)
+ifneq ($(and $(AIR_INSTALLED),$(shell command -v $(LLC) 2>/dev/null)),)
 test-metallib-quick: $(METAL_BUILD)/library/driver check-metallib-source
 	@echo "== $(LIBRARY): container, modules, refusals"
-	@python3 $(LIBRARY_TESTS)/check.py $(LIBRARY) $(METALLIB_SOURCE) $(METAL_BUILD)/library/check
+	@python3 $(LIBRARY_TESTS)/check.py $(LIBRARY) $(LIBRARY_SOURCE) $(METAL_BUILD)/library/check
+	@echo "== $(LIBRARY): pipelines of it, by LLVM's optimiser"
+	@python3 $(LIBRARY_TESTS)/specialise.py $(LIBRARY)
 	@echo "== $(LIBRARY): its bitcode on the CPU"
 	@$< --one-schedule
 
 test-metallib: ## the library in the box: its bitcode on the CPU, an independent reader, planted bugs
 test-metallib: check-metallib-rebuilt test-metallib-quick $(METAL_BUILD)/library-of-source/driver check-metallib-source-cuda test-metallib-bugs
+	@echo "== $(LIBRARY): all its pipelines, by LLVM's optimiser"
+	@python3 $(LIBRARY_TESTS)/specialise.py $(LIBRARY) --all
 	@echo "== $(LIBRARY): its bitcode on the CPU, every schedule"
 	@$(METAL_BUILD)/library/driver
 	@$(METAL_BUILD)/library/driver --flush
-	@echo "== $(METALLIB_SOURCE): its bitcode on the CPU"
+	@echo "== $(LIBRARY_SOURCE): its bitcode on the CPU"
 	@$(METAL_BUILD)/library-of-source/driver --one-schedule
 
 # Plants bugs in copies of the builder and of a shader. BUGS: parts of names.
 test-metallib-bugs: $(METAL_BUILD)/library/driver
 	@echo "== metallib/air: planted bugs"
 	@LINK="$(CXX) $(METAL_BUILD)/library/air.o $(LIBRARY_PLAIN)" LLC="$(LLC) -O1 -mattr=-f16c -relocation-model=pic" \
-	CPP="$(LIBRARY_CPP) -O1" python3 $(LIBRARY_TESTS)/bugs.py $(METAL_BUILD) $(BUGS)
+	CPP="$(LIBRARY_CPP) -O1" LIBRARY="$(LIBRARY)" LIBRARY_SOURCE="$(LIBRARY_SOURCE)" python3 $(LIBRARY_TESTS)/bugs.py $(METAL_BUILD) $(BUGS)
 
 # Compares with libraries of Apple's compiler in a folder: shapes of metadata, records, attributes, functions.
-compare-metallib: ## compare metallib/default.metallib with libraries made by Apple's compiler: APPLE=FOLDER
+compare-metallib: ## compare the library with libraries made by Apple's compiler: APPLE=FOLDER
 	@test -n "$(APPLE)" || { echo "compare-metallib needs APPLE=FOLDER with .metallib files"; exit 1; }
 	@python3 $(LIBRARY_TESTS)/compare.py $(LIBRARY) $(APPLE)
 else
 test-metallib-quick test-metallib test-metallib-bugs compare-metallib:
-	@echo "skipped: no $(LLC), make deps-test installs it"
+	@echo "skipped: no LLVM $(AIR_LLVM), make deps-test installs it"
 endif
 
 # The one file passes what the separate shaders pass.
-check-metallib-source: $(METALLIB_SOURCE)
-	@echo "== $(METALLIB_SOURCE): type check with address spaces, compiled for the CPU"
-	@for mode in clang cpu cuda; do python3 tests/metal/prep.py $$mode $(METAL_BUILD)/one/$$mode $(METALLIB_SOURCE) || exit 1; done
-	@$(TYPE_CHECK) $(METAL_BUILD)/one/clang/tqkv.metal.cpp
-	@$(CXX) $(SHADER_CPU) -fsyntax-only $(METAL_BUILD)/one/cpu/tqkv.metal.cpp
+check-metallib-source: $(LIBRARY_SOURCE)
+	@echo "== $(LIBRARY_SOURCE): type check with address spaces, compiled for the CPU"
+	@for mode in clang cpu cuda; do python3 tests/metal/prep.py $$mode $(METAL_BUILD)/one/$$mode $(LIBRARY_SOURCE) || exit 1; done
+	@$(TYPE_CHECK) $(METAL_BUILD)/one/clang/$(notdir $(LIBRARY_SOURCE)).cpp
+	@$(CXX) $(SHADER_CPU) -fsyntax-only $(METAL_BUILD)/one/cpu/$(notdir $(LIBRARY_SOURCE)).cpp
 	@echo "2 passed, 0 failed"
 
 check-metallib-source-cuda: check-metallib-source
-	@echo "== $(METALLIB_SOURCE): compiled as CUDA"
+	@echo "== $(LIBRARY_SOURCE): compiled as CUDA"
 ifeq ($(NVCC),)
 	@echo "skipped: no nvcc"
 else
 	@echo '#define SIMT_CONSTANTS $(CUDA_CONSTANTS)' > $(METAL_BUILD)/one/pipeline.h
-	@$(NVCC) $(CUDA_FLAGS) -include $(METAL_BUILD)/one/pipeline.h -cubin $(METAL_BUILD)/one/cuda/tqkv.metal.cu \
+	@$(NVCC) $(CUDA_FLAGS) -include $(METAL_BUILD)/one/pipeline.h -cubin $(METAL_BUILD)/one/cuda/$(notdir $(LIBRARY_SOURCE)).cu \
 		-o $(METAL_BUILD)/one/tqkv.cubin
 	@echo "1 passed, 0 failed"
 endif

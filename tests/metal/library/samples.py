@@ -64,7 +64,9 @@ kernel void tqkv_lowered(device uint *out [[buffer(0)]], device const uint *x [[
     out[8] = uint(int(as_type<float>(x[2])));
     device const uchar *at = bytes + x[1];
     out[9] = at[x[1] + 1u];
-    device uchar *to = (device uchar *)(out + 10) + x[1];
+    out[10] = max(x[0], x[1]) - x[1];
+    out[11] = max(x[1], x[0]) - x[0];
+    device uchar *to = (device uchar *)(out + 12) + x[1];
     to[1] = uchar(at[0]);
     to[x[1]] = 7;
 }
@@ -72,9 +74,9 @@ kernel void tqkv_lowered(device uint *out [[buffer(0)]], device const uint *x [[
 
 
 def lowered(x, bits):
-    """What that kernel writes, of x and of the bits of floats; bytes count up from 0 and words from 10 on are zero."""
+    """What that kernel writes, of x and of the bits of floats; bytes count up from 0 and words from 12 on are zero."""
     words = [min(x[0], x[1]), max(x[0], x[1]), x[0], x[1], bits(-2.5), bits(float(x[0])), bits(float(x[0] - 2**32)), 9,
-             2**32 - 0 + 2, 2 * x[1] + 1]
+             2**32 - 0 + 2, 2 * x[1] + 1, max(x[0] - x[1], 0), max(x[1] - x[0], 0)]
     memory = bytearray(16)
     memory[x[1] + 1], memory[2 * x[1]] = x[1], 7
     return [w % 2**32 for w in words], bytes(memory)

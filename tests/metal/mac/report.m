@@ -266,6 +266,20 @@ static void run_on_threads(tqkv_metal *m, int n)
         if (started[i]) pthread_join(threads[i], NULL);
 }
 
+/* What a program does after an update of the system: the second time pipelines are there. */
+static void run_self_test(tqkv_metal *m, int head_dim, int group)
+{
+    char what[40];
+    const tqkv_cache_desc desc = {.head_dim = head_dim, .n_kv_heads = KV_HEADS, .n_heads = KV_HEADS * group};
+    snprintf(what, sizeof what, "self-test of d%d, group %d", head_dim, group);
+    const double start = report_seconds();
+    if (!succeeded(m, what, tqkv_metal_self_test(m, &desc))) return;
+    const double built = report_seconds();
+    if (succeeded(m, what, tqkv_metal_self_test(m, &desc)))
+        printf("%s: ok, %.0f ms, with pipelines built %.1f ms\n", what, (built - start) * 1e3,
+               (report_seconds() - built) * 1e3);
+}
+
 static bool has_option(int argc, char **argv, const char *option)
 {
     for (int i = 2; i < argc; i++)
@@ -292,6 +306,8 @@ int main(int argc, char **argv)
         add_all();
     else
         add_usual();
+    if (m) run_self_test(m, 64, 1);
+    if (m && n_jobs > 10) run_self_test(m, 128, 4);
     if (m) run_on_threads(m, has_option(argc, argv, "--one-thread") ? 1 : 4);
     printf("%d results, %d wrong, %.1f s with every pipeline built\n", n_results, n_wrong, report_seconds() - start);
     tqkv_metal_destroy(m);

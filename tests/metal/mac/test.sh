@@ -54,6 +54,7 @@ for XCODE in none 16 26 26-toolchain; do
     cmp -s "$folder/printed" "$folder/report.txt" || grep -qv '^The report is' "$folder/printed" || failed "the terminal"
     said "Xcode $XCODE" '^pipeline tqkv_attend_matrix_d128: ok'
     said "Xcode $XCODE" '^result pair/d64/i8/tq4/group4/1 .* ok'
+    said "Xcode $XCODE" '^self-test of d64, group 1: ok'
     said "Xcode $XCODE" '^token 64/8 of 64, tq4/tq4'
     said "Xcode $XCODE" '^source: *5 results, *0 with other bits'
     said "Xcode $XCODE" 'all as expected'

@@ -23,6 +23,11 @@ int standin_calls(void);
 /* Counted too: tqkv_metal.m is compiled with these in place of calloc and pthread_mutex_init. */
 void *standin_calloc(size_t n, size_t size);
 int standin_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes);
+/* Dispatch n from now on, from 1, writes wrong values where a kernel of its family writes; 0: none. */
+void standin_spoil(int n);
+/* Libraries that are no compiled source have no pipeline for kernels whose names, with a space and function constant 4 behind
+   them, contain this; NULL: all have. everywhere: nor have compiled sources. */
+void standin_refuse(const char *part, bool everywhere);
 /* The text of an injected failure. */
 #define STANDIN_WORDS "injected failure"
 

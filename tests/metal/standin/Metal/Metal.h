@@ -69,7 +69,9 @@ extern NSString *const MTLCommandBufferEncoderInfoErrorKey;
 
 @interface MTLCompileOptions : NSObject {
     BOOL fastMathEnabled;
+    NSDictionary *preprocessorMacros;
 }
+@property(copy) NSDictionary *preprocessorMacros;
 @property BOOL fastMathEnabled; /* YES at first */
 @end
 
