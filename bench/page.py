@@ -14,9 +14,9 @@ import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NAMES = {"f16": "F16", "i8": "I8", "tq8": "TQ8", "tq6": "TQ6", "tq5": "TQ5", "tq4": "TQ4", "tq3": "TQ3", "tq2": "TQ2",
-         "tq6_bytes": "TQ6_BYTES", "tq5_bytes": "TQ5_BYTES", "default": "I8 keys, TQ4 values", "i8_tq4": "I8 keys, TQ4 values",
-         "default_bf16": "the same, bfloat16 queries", "i8_of_f16": "I8 of halves", "i8_of_bf16": "I8 of bfloat16",
-         "tq4_of_f16": "TQ4 of halves", "tq4_of_bf16": "TQ4 of bfloat16"}
+         "tq6_bytes": "TQ6_BYTES", "tq5_bytes": "TQ5_BYTES", "default": "I8 keys, TQ4 values",
+         "i8_tq4": "I8 keys, TQ4 values", "default_bf16": "the same, bfloat16 queries", "i8_of_f16": "I8 of halves",
+         "i8_of_bf16": "I8 of bfloat16", "tq4_of_f16": "TQ4 of halves", "tq4_of_bf16": "TQ4 of bfloat16"}
 SETS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "scalar": "plain C"}
 DECODE, EIGHT, MANY = (128, 32768, 2, 1), (128, 4096, 2, 8), (128, 4096, 2, 128)
 LONG, SHORT = 131072, 8192  # positions on a GPU
@@ -129,7 +129,8 @@ def share(row):
 def main_row(one, entry):
     """[format, one token, share, x F16, x ggml, 8 queries, share, 128 queries, share, encode]"""
     decode, of_peer = one.attend[DECODE][entry], one.ratios.get(f"decode_{entry}_d128_n32768_g2_peers_best_f16")
-    row = [microseconds(decode), share(decode), "-" if entry == "f16" else decode[7], f"{of_peer:.1f}" if of_peer else "-"]
+    of_f16 = "-" if entry == "f16" else decode[7]
+    row = [microseconds(decode), share(decode), of_f16, f"{of_peer:.1f}" if of_peer else "-"]
     for shape in (EIGHT, MANY):
         found = one.attend.get(shape, {}).get(entry)
         row += [microseconds(found), found[6]] if found else ["-", "-"]
@@ -158,7 +159,8 @@ def by_head_dim(result, values):
     sets = [result.sets[isa] for isa in result.sets]
     dims = sorted({d for one in sets for d in one.encode} | {s[0] for one in sets for s in one.attend})
     found = {d: [values(one, d) for one in sets] for d in dims}
-    entries = list(dict.fromkeys(e for d in dims for cells in found[d] for e in cells if not is_peer(e) and e != "memcpy"))
+    entries = [e for e in dict.fromkeys(e for d in dims for cells in found[d] for e in cells)
+               if not is_peer(e) and e != "memcpy"]
     rows = [[name_of(e)] + [" / ".join(cells.get(e, "-") for cells in found[d]) for d in dims] for e in entries]
     return table(["head_dim"] + [str(d) for d in dims], rows)
 
@@ -167,7 +169,8 @@ def pages_table(result):
     """Speed over pages, of a linear store's; of a batch, of a loop of calls; of two threads that append, of one."""
     rows, head = [], []
     for isa, one in result.sets.items():
-        paged = {m[1]: v for k, v in one.ratios.items() for m in [re.match(r"paged_(\w+?)_d\d+_n\d+_g\d+_linear", k)] if m}
+        paged = {m[1]: v for name, v in one.ratios.items()
+                 for m in [re.match(r"paged_(\w+?)_d\d+_n\d+_g\d+_linear", name)] if m}
         others = [one.ratios.get(n) for n in ("batch_default_s16_loop", "append_tq4_d128_t2_t1")]
         head = [name_of(e) for e in paged] + ["batch of 16", "two threads append"]
         rows.append([SETS[isa]] + [f"{v:.2f}" if v else "-" for v in [*paged.values(), *others]])
@@ -179,27 +182,31 @@ def threads_table(result):
     found = [(isa, n, read, rows) for isa, one in result.sets.items() for (n, read), rows in one.threads.items()]
     entries = list(dict.fromkeys(e for *_, rows in found for e in rows))
     head = [""] + [f"{SETS[isa]}, {n} threads, read {read} GB/s" for isa, n, read, _ in found]
-    cells = [[f"{microseconds(rows[e])} ({float(rows[e][1]):.0f} GB/s)" if e in rows else "-" for *_, rows in found] for e in entries]
-    return table(head, [[name_of(e)] + row for e, row in zip(entries, cells)]) if found else ""
+
+    def cell(row):
+        return f"{microseconds(row)} ({float(row[1]):.0f} GB/s)" if row else "-"
+
+    return table(head, [[name_of(e)] + [cell(rows.get(e)) for *_, rows in found] for e in entries]) if found else ""
 
 
 def build_table(result):
-    names = {"default": "all sets", "TQKV_NO_AVX512": "`TQKV_NO_AVX512`", "TQKV_NO_AVX2": "`TQKV_NO_AVX2`: plain C alone",
-             "TQKV_METAL": "`TQKV_METAL`", "debug": "all sets, -O0"}
+    names = {"default": "all sets", "TQKV_NO_AVX512": "`TQKV_NO_AVX512`", "TQKV_METAL": "`TQKV_METAL`",
+             "TQKV_NO_AVX2": "`TQKV_NO_AVX2`: plain C alone", "debug": "all sets, -O0"}
     rows = [[names[n], f"{size / 1e3:.0f}", f"{seconds:.1f}"] for n, size, seconds in result.builds]
     return table(["build", "KB of code", "seconds of processor time"], rows)
 
 
 def facts_lines(result):
     f = result.facts
-    return (f"Commit {f['commit']}; measured on {f['date']} in {int(f['seconds']) / 60:.0f} minutes; load {f['load before']} "
-            f"before and {f['load after']} after; {f['system']}, {f['compiler']}.")
+    minutes = round(int(f["seconds"]) / 60)
+    return (f"Commit {f['commit']}; measured on {f['date']} in {minutes} minutes; load {f['load before']} before and "
+            f"{f['load after']} after; {f['system']}, {f['compiler']}.")
 
 
 def processor_section(result):
     parts = [f"## {result.facts['machine']}", facts_lines(result),
-             "head_dim 128, 16 query heads over 8 KV heads, one thread. 1 query: over 32,768 positions. 8 and 128: over 4,096. "
-             "Microseconds."]
+             "head_dim 128, 16 query heads over 8 KV heads, one thread. 1 query: over 32,768 positions. 8 and 128: over "
+             "4,096. Microseconds."]
     parts += [set_table(isa, one) for isa, one in result.sets.items()]
     sets = " / ".join(SETS[isa] for isa in result.sets)
 
@@ -213,8 +220,8 @@ def processor_section(result):
               f"Encoding, GB/s of float32 input, {sets}:", by_head_dim(result, encode)]
     pages = pages_table(result)
     if pages:
-        parts += ["Speed over pages of 64 in random order, of a linear store's; of a batch, of a loop of calls; of two threads, of "
-                  "one:", pages]
+        parts += ["Speed over pages of 64 in random order, of a linear store's; of a batch, of a loop of calls; of two "
+                  "threads, of one:", pages]
     threads = threads_table(result)
     if threads:
         parts += ["One token over 32,768 positions by all threads, microseconds of wall time:", threads]
@@ -242,7 +249,8 @@ def gpu_row(result, entry):
 def torch_row(result):
     shapes = [f"g{g}/q1/{LONG}" for g in (1, 2, 4, 8, 16)] + [f"g2/q8/{LONG}", f"g2/q512/{SHORT}"]
     times = [result.times.get(f"torch/f16/d128/{s}") for s in shapes]
-    return [["PyTorch " + result.torch + ", f16"] + [f"{t:,.0f}" if t else "-" for t in times] + ["-"]] if any(times) else []
+    cells = [f"{t:,.0f}" if t else "-" for t in times]
+    return [["PyTorch " + result.torch + ", f16"] + cells + ["-"]] if any(times) else []
 
 
 def gpu_sizes(result, entries):
@@ -258,13 +266,14 @@ def gpu_sizes(result, entries):
 def gpu_section(result):
     entries = list(dict.fromkeys(m[1] for n in result.times for m in [re.match(r"attend/(\w+)/d128/", n)] if m))
     copy, adds = result.limits["copy_bandwidth"], result.limits["multiply_adds"]
-    head = ["", "group 1", "2", "4", "8", "16", "8 queries, group 2", "512 queries over 8k, group 2", "encode 128k tokens"]
+    head = ["", "group 1", "2", "4", "8", "16", "8 queries, group 2", "512 queries over 8k, group 2",
+            "encode 128k tokens"]
     parts = [f"## {result.facts['machine']}", facts_lines(result),
-             "The Metal shaders as CUDA (`tests/cuda/shim`): no hardware of Apple's, and no kernels made for this GPU. Limits: "
-             f"copying {copy / 1e12:.2f} TB/s, {adds / 1e12:.1f} T float multiply-adds/s. Groups of 4 and more multiply "
-             "matrices by default, TQ4 and I8 here from 2 on; a matrix product may pass the limit of float multiply-adds.",
-             "head_dim 128, 8 KV heads, one query over 128k positions unless the column says otherwise; microseconds (share of "
-             "the limit; of encoding, input over copy bandwidth).",
+             "The Metal shaders as CUDA (`tests/cuda/shim`): no hardware of Apple's, and no kernels made for this GPU. "
+             f"Limits: copying {copy / 1e12:.2f} TB/s, {adds / 1e12:.1f} T float multiply-adds/s. Groups of 4 and more "
+             "multiply matrices by default, TQ4 and I8 here from 2 on; these may pass the limit of multiply-adds.",
+             "head_dim 128, 8 KV heads, one query over 128k positions unless the column says otherwise; microseconds "
+             "(share of the limit; of encoding, input over copy bandwidth).",
              table(head, [gpu_row(result, e) for e in entries] + torch_row(result)),
              "One query over 128k positions, groups of 2 / 8, microseconds:", gpu_sizes(result, entries)]
     batches = [f"{name_of(m[1])} at a group of {m[2]}: {result.times[n]:.0f} microseconds, "
@@ -332,10 +341,12 @@ def milliseconds(one, entry):
 def part_number(result):
     isa, one = next(iter(result.sets.items()))
     peers = dict(best_peers(one.attend[DECODE]))
-    ggml = f"; ggml's fastest f16 way takes {float(peers['ggml f16'][0]) / 1e3:.1f} ms there" if "ggml f16" in peers else ""
-    return wrapped(f"One token over 32,768 positions (head_dim 128, 16 query heads, 8 KV heads) takes {milliseconds(one, 'tq4')} "
-                   f"ms from TQ4 and {milliseconds(one, 'f16')} ms from F16 on one core with {SETS[isa]}{ggml} "
-                   "([BENCHMARKS.md](BENCHMARKS.md)).")
+    ggml = ""
+    if "ggml f16" in peers:
+        ggml = f"; ggml's fastest f16 way takes {float(peers['ggml f16'][0]) / 1e3:.1f} ms there"
+    return wrapped("One token over 32,768 positions (head_dim 128, 16 query heads, 8 KV heads) takes "
+                   f"{milliseconds(one, 'tq4')} ms from TQ4 and {milliseconds(one, 'f16')} ms from F16 on one core with "
+                   f"{SETS[isa]}{ggml} ([BENCHMARKS.md](BENCHMARKS.md)).")
 
 
 def part_speed(result):
