@@ -155,12 +155,15 @@ def set_table(isa, one):
 
 
 def by_head_dim(result, values):
-    """Rows of formats, columns of head sizes; a cell has a number for each set. values(one, head_dim): {entry: text}"""
+    """Rows of formats, columns of head sizes; a cell has a number for each set. values(one, head_dim): {entry: text}
+
+    Without the variants whose times follow from the others: bytes, and rows of other types.
+    """
     sets = [result.sets[isa] for isa in result.sets]
     dims = sorted({d for one in sets for d in one.encode} | {s[0] for one in sets for s in one.attend})
     found = {d: [values(one, d) for one in sets] for d in dims}
     entries = [e for e in dict.fromkeys(e for d in dims for cells in found[d] for e in cells)
-               if not is_peer(e) and e != "memcpy"]
+               if not is_peer(e) and not re.search("memcpy|_bytes|_of_|bf16", e)]
     rows = [[name_of(e)] + [" / ".join(cells.get(e, "-") for cells in found[d]) for d in dims] for e in entries]
     return table(["head_dim"] + [str(d) for d in dims], rows)
 
