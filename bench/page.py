@@ -306,7 +306,8 @@ Made by `make bench-page` from `bench/results`; `bench/page.py` has the words.
   model. Codes of 256 random tokens are repeated along the context. Encoding reads from the second-level cache.
 - Microseconds are processor time of one thread, medians of 3 to 15 rounds. Other programs change them by the cache and
   the bandwidth that they take. Times are not portable; shares and ratios are, roughly.
-- "I8 keys, TQ4 values" is the default. "integers" is `TQKV_INTEGER`, the other rows are `TQKV_FLOAT`.
+- "I8 keys, TQ4 values" is the default. "integers" is `TQKV_INTEGER`, whose limit here is that of floats all the same: its
+  share may pass 1. The other rows are `TQKV_FLOAT`.
 
 ## Make it anew
 
