@@ -4258,7 +4258,7 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
                                              int n_rows)
 {
     enum { buffer = 3072, most_norms = buffer / 32 }; /* 12 KiB: a part of an L1 cache, and of the stack */
-    TQKV__ALIGNED float rotated[buffer], norms[most_norms], scales[most_norms];
+    TQKV__ALIGNED float rotated[buffer + 16], norms[most_norms], scales[most_norms]; /* fours are loaded beyond a row */
     float *sums = scales; /* a row that is quantised needs its scales no more */
     TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];
     const float *values[most_norms];
@@ -4855,10 +4855,10 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
     for (int b = 0; b < head_dim / dim; b++) {
         TQKV__I(product) p;
         const float *of_block = factors + b * TQKV__TILE;
-        for (int row = 0; b * dim % s->norm_dim == 0 && row < n_rows; row++) {
-            const int at = row * TQKV__TILE;
-            TQKV__I(round_weights)(s, weights + at, of_block, run->n, scaled + at);
-        }
+        if (b * dim % s->norm_dim == 0)
+            for (int at = 0; at < n_rows * TQKV__TILE; at += TQKV__TILE) {
+                TQKV__I(round_weights)(s, weights + at, of_block, run->n, scaled + at);
+            }
         p.n = run->n;
         p.at = TQKV__I(open_integers)(s, kv_head, run, 0, run->n, b * dim, dim, n_rows, room);
         p.dim = dim;

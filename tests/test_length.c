@@ -314,6 +314,7 @@ enum { STACK = 65536, STACK_LIMIT = 49152 };
 typedef struct stack_row {
     tqkv_format keys, values;
     int head_dim;
+    tqkv_arithmetic arithmetic;
 } stack_row;
 
 typedef struct stack_thread {
@@ -336,6 +337,7 @@ static void *call_all(void *argument)
     desc.key_format = t->row->keys;
     desc.value_format = t->row->values;
     desc.softcap = 5.0f;
+    desc.arithmetic = t->row->arithmetic;
     bool good = tqkv_cache_create(&desc, &cache) == TQKV_OK;
     good = good && tqkv_cache_set_center(cache, t->rows, t->q) == TQKV_OK;
     good = good && tqkv_cache_append(cache, t->rows, t->rows, 90) == TQKV_OK;
@@ -386,14 +388,20 @@ static void add_stack(void)
 {
     static const int with_matrix[] = {80, 96, 576};
     for (int i = 0; i < 6; i++) {
-        const stack_row row = {i % 2 ? TQKV_TQ6 : TQKV_TQ4, TQKV_TQ8, with_matrix[i / 2]};
+        const stack_row row = {i % 2 ? TQKV_TQ6 : TQKV_TQ4, TQKV_TQ8, with_matrix[i / 2], TQKV_FLOAT};
         test_add(check_stack, &row, sizeof row, "attend/stack/%s-%s/%d", tqkv_format_name(row.keys),
                  tqkv_format_name(row.values), row.head_dim);
     }
     for (int i = 0; i < 16; i++) {
         const stack_row row = {test_formats[i % TEST_FORMATS], test_formats[(i + 1 + i / TEST_FORMATS) % TEST_FORMATS],
-                               test_head_dims[(i + i / TEST_FORMATS) % 6]};
+                               test_head_dims[(i + i / TEST_FORMATS) % 6], TQKV_FLOAT};
         test_add(check_stack, &row, sizeof row, "attend/stack/%s-%s/%d", tqkv_format_name(row.keys),
+                 tqkv_format_name(row.values), row.head_dim);
+    }
+    for (int i = 0; i < 9; i++) {
+        const stack_row row = {i % 3 ? TQKV_TQ6 : TQKV_F16, i % 2 ? TQKV_I8 : TQKV_TQ5,
+                               i < 6 ? test_head_dims[i] : with_matrix[i - 6], TQKV_INTEGER};
+        test_add(check_stack, &row, sizeof row, "integer/stack/%s-%s/%d", tqkv_format_name(row.keys),
                  tqkv_format_name(row.values), row.head_dim);
     }
 }

@@ -1,6 +1,6 @@
 /* make test-long: what `make test` shows at a few lengths, at random ones. Attention's error over contexts to 2^20
    positions, against double precision for four rows of each case, and the bits of queries in company, on each
-   instruction set of the machine. Options: --list, --seed N, parts of case names. */
+   instruction set of the machine; in integers also from set to set. Options: --list, --seed N, parts of case names. */
 #include "tests/attend_fixture.h"
 
 enum {
@@ -30,6 +30,7 @@ typedef struct long_row {
     float sigma;         /* standard deviation of the scores */
     float sink, softcap; /* 0: none */
     uint64_t seed;
+    tqkv_arithmetic arithmetic;
 } long_row;
 
 /* Sum of four uniform numbers, scaled to variance 1: near Gaussian, and fast. */
@@ -72,7 +73,7 @@ static void expect_row(const tqkv_attention *a, int head, int query, const float
     double largest = a->sinks ? (double)a->sinks[head] : -INFINITY, sum = 0.0;
     for (int64_t p = shape.oldest; p < shape.end; p++) {
         if (!reference_is_visible(a, query, p)) continue;
-        reference_decode(&keys, kv_head, p, row);
+        reference_decode_as(a->arithmetic == TQKV_INTEGER, &keys, kv_head, p, row);
         const double score = scores[p - shape.oldest] = reference_score(a, rotated, row, shape.scale);
         if (score > largest) largest = score;
     }
@@ -80,7 +81,7 @@ static void expect_row(const tqkv_attention *a, int head, int query, const float
     for (int64_t p = shape.oldest; p < shape.end; p++) {
         if (!reference_is_visible(a, query, p)) continue;
         const double weight = exp(scores[p - shape.oldest] - largest);
-        reference_decode(&values, kv_head, p, row);
+        reference_decode_as(a->arithmetic == TQKV_INTEGER, &values, kv_head, p, row);
         for (int i = 0; i < d; i++) out[i] += weight * row[i];
         sum += weight;
     }
@@ -104,16 +105,17 @@ static double error_of(const tqkv_attention *a, const size_t *rows, const double
 
 /* Attends with each instruction set and prints a line. */
 static void attend_on_all(const tqkv_attention *a, const float *q, size_t n_elements, const size_t *rows,
-                          const double *expected)
+                          const double *expected, float sigma)
 {
+    const double tolerance = a->arithmetic == TQKV_INTEGER ? 2e-4 + 5e-5 * (double)sigma : ATTEND_TOLERANCE;
     float *out = (float *)test_alloc(n_elements * sizeof *out);
     for (int i = 0; i < ISAS; i++) {
         if (tqkv_isa_force(isas[i]) != TQKV_OK) continue;
         memset(out, 0xff, n_elements * sizeof *out);
         CHECK_RESULT(tqkv_attend(a, q, out), TQKV_OK);
         const double error = error_of(a, rows, expected, out);
-        CHECK(error <= ATTEND_TOLERANCE, "%s: relative error %.3g", isas[i], error);
-        if (!(error <= worst[i])) worst[i] = error;
+        CHECK(error <= tolerance, "%s: relative error %.3g", isas[i], error);
+        if (!a->arithmetic && !(error <= worst[i])) worst[i] = error;
         printf("  %s %.2g", isas[i], error);
     }
     CHECK_RESULT(tqkv_isa_force(NULL), TQKV_OK);
@@ -143,15 +145,17 @@ static void check_error(const void *parameters)
     a.window = row->window;
     a.softcap = row->softcap;
     a.sinks = row->sink != 0.0f ? sinks : NULL;
+    a.arithmetic = row->arithmetic;
     size_t rows[SAMPLED_ROWS] = {0, n_rows - 1}; /* the first, the last, and any */
     for (int i = 2; i < SAMPLED_ROWS; i++) rows[i] = (size_t)data_below(&random, (int)n_rows);
     for (int i = 0; i < SAMPLED_ROWS; i++)
         expect_row(&a, (int)rows[i] % n_heads, (int)rows[i] / n_heads, q + rows[i] * (size_t)d, expected + i * d);
-    printf("%s-%s %d/%d heads of %d, %d queries, %d positions to %lld, window %d, mean %g, scores %g, sink %g, cap %g:",
-           tqkv_format_name(row->keys), tqkv_format_name(row->values), n_heads, row->n_kv_heads, d, row->n_queries,
-           row->n_positions, (long long)row->end, row->window, (double)row->mean, (double)row->sigma, (double)row->sink,
-           (double)row->softcap);
-    attend_on_all(&a, q, n_elements, rows, expected);
+    printf(
+        "%s%s-%s %d/%d heads of %d, %d queries, %d positions to %lld, window %d, mean %g, scores %g, sink %g, cap %g:",
+        row->arithmetic ? "integer " : "", tqkv_format_name(row->keys), tqkv_format_name(row->values), n_heads,
+        row->n_kv_heads, d, row->n_queries, row->n_positions, (long long)row->end, row->window, (double)row->mean,
+        (double)row->sigma, (double)row->sink, (double)row->softcap);
+    attend_on_all(&a, q, n_elements, rows, expected, row->sigma);
     test_store_free(&keys);
     test_store_free(&values);
     free(q);
@@ -324,22 +328,56 @@ static void check_company(const void *parameters)
     attend_tear_down(&problem);
 }
 
+/* In integers all sets give the same bits. */
+static void check_integers(const void *parameters)
+{
+    const int index = *(const int *)parameters;
+    data_random random = {(first_seed << 32) + (uint64_t)(COMPANIES + index)};
+    attend_row row = company_row(index, &random);
+    row.arithmetic = TQKV_INTEGER;
+    row.head_dim = test_all_head_dims[data_below(&random, TEST_ALL_HEAD_DIMS)];
+    if (row.head_dim > 256) row.n_queries = 1 + row.n_queries % 8;
+    if (row.key_format == TQKV_TQ8) row.key_format = TQKV_TQ6_BYTES;
+    if (row.value_format == TQKV_TQ8) row.value_format = TQKV_TQ6_BYTES;
+    attend_problem problem;
+    attend_set_up(&problem, &row);
+    const size_t bytes = problem.n_rows * problem.head_dim * sizeof(float);
+    float *first = NULL;
+    for (int i = 0; i < ISAS; i++) {
+        if (tqkv_isa_force(isas[i]) != TQKV_OK) continue;
+        compare_all(&problem, &random);
+        if (!first) {
+            first = (float *)test_alloc(bytes);
+            memcpy(first, problem.out, bytes);
+        }
+        CHECK(!memcmp(first, problem.out, bytes), "%s gives other bits", isas[i]);
+        comparisons[i] += COMPARISONS + 1;
+    }
+    CHECK_RESULT(tqkv_isa_force(NULL), TQKV_OK);
+    free(first);
+    attend_tear_down(&problem);
+}
+
 /* ---- The program ---- */
 
 /* The table of docs/robustness.md: one long float sum had errors of up to 1.4e-3 here. */
 static void add_lengths(void)
 {
     static const long_row rows[] = {
-        {TQKV_I8, TQKV_F16, 128, 8, 4, 128, 32768, 0, 32768, 1.0f, 3.0f, 0.0f, 0.0f, 1},
-        {TQKV_I8, TQKV_F16, 32, 1, 8, 512, 131072, 0, 131072, 1.0f, 3.0f, 0.0f, 0.0f, 1},
-        {TQKV_I8, TQKV_F16, 32, 1, 8, 512, 1048576, 0, 1048576, 1.0f, 3.0f, 0.0f, 0.0f, 1},
-        {TQKV_I8, TQKV_F16, 32, 64, 1, 1, 131072, 0, 131072, 1.0f, 3.0f, 0.0f, 0.0f, 1},
+        {TQKV_I8, TQKV_F16, 128, 8, 4, 128, 32768, 0, 32768, 1.0f, 3.0f, 0.0f, 0.0f, 1, TQKV_FLOAT},
+        {TQKV_I8, TQKV_F16, 32, 1, 8, 512, 131072, 0, 131072, 1.0f, 3.0f, 0.0f, 0.0f, 1, TQKV_FLOAT},
+        {TQKV_I8, TQKV_F16, 32, 1, 8, 512, 1048576, 0, 1048576, 1.0f, 3.0f, 0.0f, 0.0f, 1, TQKV_FLOAT},
+        {TQKV_I8, TQKV_F16, 32, 64, 1, 1, 131072, 0, 131072, 1.0f, 3.0f, 0.0f, 0.0f, 1, TQKV_FLOAT},
     };
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
         test_add(check_error, &rows[i], sizeof *rows, "long/many/%d", (int)i);
     for (int power = 10; power <= 20; power += 2) {
-        const long_row row = {TQKV_I8, TQKV_F16, 64, 1, 8, 1, 1 << power, 0, 1 << power, 1.0f, 3.0f, 0.0f, 0.0f, 1};
+        const long_row row = {TQKV_I8,    TQKV_F16, 64,   1,    8,    1, 1 << power, 0,
+                              1 << power, 1.0f,     3.0f, 0.0f, 0.0f, 1, TQKV_FLOAT};
+        const long_row integers = {TQKV_TQ4,   TQKV_I8, 64,   1,    8,    1, 1 << power,  0,
+                                   1 << power, 1.0f,    3.0f, 0.0f, 0.0f, 1, TQKV_INTEGER};
         test_add(check_error, &row, sizeof row, "long/lengths/%d", row.n_positions);
+        test_add(check_error, &integers, sizeof integers, "long/integer_lengths/%d", row.n_positions);
     }
 }
 
@@ -354,6 +392,7 @@ static void add_random(void)
         test_add(check_error, &row, sizeof row, "long/small/%02d", i);
     }
     for (int i = 0; i < COMPANIES; i++) test_add(check_company, &i, sizeof i, "long/company/%03d", i);
+    for (int i = 0; i < COMPANIES; i++) test_add(check_integers, &i, sizeof i, "long/integers/%03d", i);
 }
 
 int main(int argc, char **argv)
