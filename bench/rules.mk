@@ -1,11 +1,15 @@
 # `make bench` measures this machine's limits and how close tqkv comes to them. With GGML_PREFIX=FOLDER also ggml, and with
 # IK_PREFIX=FOLDER the ggml of ik_llama.cpp: headers are in FOLDER/include and libraries in FOLDER/lib. BENCH_FLAGS: see
 # build/bench --help. A full run also writes the chart's data.
+#
+# `make bench-results NAME=zen4` writes bench/results/zen4.txt in about five minutes, `make bench-page` then BENCHMARKS.md.
+# GGML_AVX2_PREFIX: a ggml without AVX-512, to compare with on AVX2. THREADS=16: one token by so many threads, too.
 
 BENCH_FLAGS ?=
 BENCH_HEADERS := $(wildcard bench/*.h) examples/thread_pool.h bench/rules.mk tqkv.h
 BENCH_COMPILE = $(CC) $(STANDARD) -D_POSIX_C_SOURCE=200809L $(CPPFLAGS) $(CFLAGS) $(WARNINGS)
-BENCH_PEERS := $(if $(GGML_PREFIX),$(BUILD)/peer-ggml.so) $(if $(IK_PREFIX),$(BUILD)/peer-ik.so)
+BENCH_PEERS := $(if $(GGML_PREFIX),$(BUILD)/peer-ggml.so) $(if $(IK_PREFIX),$(BUILD)/peer-ik.so) \
+	$(if $(GGML_AVX2_PREFIX),$(BUILD)/peer-ggml-avx2.so)
 
 $(BUILD)/bench: bench/bench.c $(BENCH_HEADERS)
 	@mkdir -p $(@D)
@@ -13,6 +17,8 @@ $(BUILD)/bench: bench/bench.c $(BENCH_HEADERS)
 
 $(BUILD)/peer-ggml.so: PREFIX_OF_PEER = $(GGML_PREFIX)
 $(BUILD)/peer-ggml.so: PEER_FLAGS = -lggml -lggml-cpu -lggml-base
+$(BUILD)/peer-ggml-avx2.so: PREFIX_OF_PEER = $(GGML_AVX2_PREFIX)
+$(BUILD)/peer-ggml-avx2.so: PEER_FLAGS = -lggml -lggml-cpu -lggml-base
 $(BUILD)/peer-ik.so: PREFIX_OF_PEER = $(IK_PREFIX)
 $(BUILD)/peer-ik.so: PEER_FLAGS = -DPEER_IK -lggml
 $(BUILD)/peer-%.so: bench/ggml.c $(BENCH_HEADERS)
@@ -25,6 +31,25 @@ bench: $(BUILD)/bench $(BENCH_PEERS) ## measure speed; GGML_PREFIX=... and IK_PR
 	@mkdir -p $(BUILD)/charts
 	@$< $(if $(GGML_PREFIX),--ggml $(BUILD)/peer-ggml.so) $(if $(IK_PREFIX),--ik $(BUILD)/peer-ik.so) \
 		$(or $(BENCH_FLAGS),--chart $(BUILD)/charts/speed.txt)
+
+# ---- BENCHMARKS.md, from saved results ----
+
+NAME ?= $(MACHINE)
+.PHONY: bench-results bench-results-gpu bench-page test-bench-page
+bench-results: $(BUILD)/bench $(BENCH_PEERS) ## measure for BENCHMARKS.md: NAME=... of the machine
+	@CC="$(CC)" PEERS="$(BENCH_PEERS)" FLAGS="$(BENCH_FLAGS)" THREADS="$(THREADS)" sh bench/measure.sh bench/results/$(NAME).txt cpu
+
+bench-results-gpu: ## the same on a machine with an NVIDIA GPU
+	@CC="$(CC)" sh bench/measure.sh bench/results/$(NAME).txt gpu
+
+bench-page: ## make BENCHMARKS.md and the other documents' tables from bench/results
+	@python3 bench/page.py
+
+test-bench-page:
+	@echo "== BENCHMARKS.md"
+	@python3 bench/page.py --check
+
+TEST_TARGETS += test-bench-page
 
 # Checks that the benchmark builds and measures, not the speed.
 .PHONY: test-bench

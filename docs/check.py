@@ -4,7 +4,8 @@
 usage: check.py
 
 In architecture.md a word in backticks that looks like a tag, a name of C or a path must be one: `>>tag` a section of
-tqkv.h, `tqkv__name` or `some_name` a word of the sources, `folder/file` a file. Words with NAME, `*` or `...` are patterns.
+tqkv.h, `tqkv__name` or `some_name` a word of the sources, `folder/file` a file. Words with NAME, `*` or `...` are
+patterns.
 """
 import pathlib
 import re
@@ -26,7 +27,8 @@ def without_code(text):
 
 def anchors(path):
     """As GitHub makes them: lower case, spaces to hyphens, other punctuation left out."""
-    headings = re.findall(r"^#+ +(.*)$", re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.S | re.M), re.M)
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+    headings = re.findall(r"^#+ +(.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 

@@ -2,7 +2,7 @@
 """A model of Apple's GPUs: predicts the time of a decode step of attention and of encoding from counted operations and
 published figures. Nothing was measured on Apple's hardware.
 
-usage: model.py BUILD_FOLDER             tables, as they stand in BENCHMARKS.md, and lines `ratio NAME VALUE`
+usage: model.py BUILD_FOLDER             tables, as they stand in docs/apple-model.md, and lines `ratio NAME VALUE`
        model.py BUILD_FOLDER --check     a few pipelines: what must hold of the counts
 Takes the command that compiles a shader to LLVM's code from the environment: MODEL_COMPILE.
 """
