@@ -66,12 +66,12 @@
      TQKV_API               linkage of the public functions, by default `extern`
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing.
-     TQKV_NO_AVX512         leaves AVX-512 out: @@ KB and @@ s of gcc -O2 instead of @@ and @@
-    TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: @@ KB and @@ s
-    TQKV_METAL             adds what tqkv_metal.m needs, for both of them; defined on Apple's systems, unless TQKV_NO_METAL
-                           is
-    TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files of their own which have it, and
-                           links them with one object
+     TQKV_NO_AVX512         leaves AVX-512 out: 210 KB and 5 s of gcc -O2 instead of 416 and 11
+     TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: 77 KB and 1.4 s
+     TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there, unless
+                            TQKV_NO_METAL is defined
+     TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
+                            them with one object
     TQKV_ALLOW_FAST_MATH   compiles despite -ffast-math or a part of it. Codes and norms may then differ from other
                             builds and backends. NaN or Inf in attention is undefined.
 
