@@ -72,7 +72,7 @@
                             TQKV_NO_METAL is defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
                             them with one object
-    TQKV_ALLOW_FAST_MATH   compiles despite -ffast-math or a part of it. Codes and norms may then differ from other
+     TQKV_ALLOW_FAST_MATH   compiles despite -ffast-math or a part of it. Codes and norms may then differ from other
                             builds and backends. NaN or Inf in attention is undefined.
 
      Codes and norms are the same bytes on every backend, compiler and optimisation level. The caller's floating-point
