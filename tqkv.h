@@ -2948,6 +2948,7 @@ typedef struct TQKV__(loops) {
     void (*decode)(const TQKV__(block) *, int n, float *x);
     void (*score)(const TQKV__(block) *, int rows);
     void (*accumulate)(const TQKV__(block) *, int rows);
+    void (*add_rest)(const TQKV__(block) *, int rows);
 } TQKV__(loops);
 
 /* Bytes of a run in the field of main bits, and in the field of upper bits. */
@@ -3049,14 +3050,15 @@ typedef struct TQKV__(rows) {
     size_t offset[TQKV__ROWS]; /* of each row, in floats */
 } TQKV__(rows);
 
-/* The rows that a loop for `rows` of them takes from a block: the last one again for those that it lacks. */
+/* Row r of a loop, in a block: of three rows in the loop for four the last stands twice. Only that loop has a row 3. */
+TQKV__OP int TQKV__(row_in)(const TQKV__(block) * block, const int r) { return r < 3 ? r : block->n_rows - 1; }
+
 TQKV__OP TQKV__(rows) TQKV__(open_rows)(const int rows, int stride, const TQKV__(block) * block)
 {
     TQKV__(rows) all;
     all.at = block->rows;
     TQKV__UNROLL
-    for (int r = 0; r < rows; r++)
-        all.offset[r] = (size_t)((r < 3 || r < block->n_rows ? r : block->n_rows - 1) * stride);
+    for (int r = 0; r < rows; r++) all.offset[r] = (size_t)(TQKV__(row_in)(block, r) * stride);
     return all;
 }
 
@@ -3228,12 +3230,15 @@ TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, 
                                    float (*fours)[TQKV__LANES * TQKV__LANES / 4])
 {
     const TQKV__VECTOR factors = TQKV__(load)(block->factors + first);
+    TQKV__VECTOR before[TQKV__ROWS];
+    float *to[TQKV__ROWS];
     TQKV__UNROLL
     for (int r = 0; r < rows; r++) {
-        float *to = block->results + r * TQKV__TILE + first;
-        const TQKV__VECTOR before = block->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
-        if (r < 3 || r < block->n_rows) TQKV__(store)(to, TQKV__(fma)(TQKV__(sum_across)(fours[r]), factors, before));
+        to[r] = block->results + TQKV__(row_in)(block, r) * TQKV__TILE + first;
+        before[r] = block->add ? TQKV__(load)(to[r]) : TQKV__(set1)(0.0f);
     }
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) TQKV__(store)(to[r], TQKV__(fma)(TQKV__(sum_across)(fours[r]), factors, before[r]));
 }
 
 /* scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
@@ -3298,14 +3303,13 @@ TQKV__OP void TQKV__(move_sums)(const bool store, const int rows, const int widt
                                 TQKV__VECTOR (*sums)[8], float *out)
 {
     TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        const bool last = r == 3 && block->n_rows == 3; /* it has no place of its own */
-        float *row = out + (last ? 2 : r) * block->result_stride;
-        TQKV__UNROLL
-        for (int v = 0; v < width; v++) {
-            if (!store) sums[r][v] = TQKV__(load)(row + v * TQKV__LANES);
-            if (store && !last) TQKV__(store)(row + v * TQKV__LANES, sums[r][v]);
-        }
+    for (int i = 0; i < rows * width; i++) { /* in this order gcc 12 keeps all of them in registers */
+        const int r = store ? i % rows : i / width, v = store ? i / rows : i % width;
+        float *at = out + TQKV__(row_in)(block, r) * block->result_stride + v * TQKV__LANES;
+        if (store)
+            TQKV__(store)(at, sums[r][v]);
+        else
+            sums[r][v] = TQKV__(load)(at);
     }
 }
 
@@ -3371,7 +3375,7 @@ TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_la
     if (single) TQKV__(move_sums)(true, rows, 1, block, one, last);
 }
 
-/* out[row] += sum_j weights[row][j] * value[j] */
+/* out[row] += sum_j weights[row][j] * value[j], for the whole runs of a block */
 TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const TQKV__(block) * block)
 {
     const int run = TQKV__RUN(format);
@@ -3379,14 +3383,28 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
     float *out = block->results;
     TQKV__VECTOR table[8];
     TQKV__(load_codebook)(format, block->stream, table);
-    for (int left = block->dim / TQKV__LANES, count; left > 0; left -= count, out += count * TQKV__LANES) {
+    for (int left = block->dim / TQKV__LANES; left >= run; left -= run, out += run * TQKV__LANES) {
+        TQKV__(accumulate_run)(format, rows, block, table, p, upper, out);
+        p += TQKV__(run_bytes)(format, run);
+        upper += TQKV__(upper_bytes)(format, run);
+    }
+}
+
+/* The same for what is behind them. A function of its own: in one with whole runs gcc 12 spills a sum of four rows. */
+TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const TQKV__(block) * block)
+{
+    const int run = TQKV__RUN(format), vectors = block->dim / TQKV__LANES, whole = vectors / run * run;
+    const uint8_t *p = block->codes + TQKV__(run_bytes)(format, whole);
+    const uint8_t *upper = block->codes + block->upper + TQKV__(upper_bytes)(format, whole);
+    float *out = block->results + whole * TQKV__LANES;
+    TQKV__VECTOR table[8];
+    TQKV__(load_codebook)(format, block->stream, table);
+    for (int left = vectors - whole, count; left > 0; left -= count, out += count * TQKV__LANES) {
         const bool five = 5 * rows <= TQKV__SUMS, odd = TQKV__LANES == 16 && left & 1;
-        count = left >= run ? run : run > 4 && left >= 4 ? (five && left == 5 ? 5 : 4) : left;
-        if (left >= run)
-            TQKV__(accumulate_run)(format, rows, block, table, p, upper, out);
-        else if (run > 4 && left >= 4)
+        count = run > 4 && left >= 4 ? (five && left == 5 ? 5 : 4) : left;
+        if (run > 4 && left >= 4)
             TQKV__(accumulate_rest)
-        (format, 4, true, TQKV__LANES == 16 && count == 5, rows, block, table, p, upper, out);
+            (format, 4, true, TQKV__LANES == 16 && count == 5, rows, block, table, p, upper, out);
         else if (run * TQKV__LANES > 16)
             TQKV__(accumulate_rest)(format, 2, TQKV__LANES < 16 || left > 1, odd, rows, block, table, p, upper, out);
         p += TQKV__(run_bytes)(format, count);
@@ -3423,6 +3441,11 @@ TQKV__OP void TQKV__(accumulate_rows)(const tqkv_format format, const TQKV__(blo
     if (TQKV__DIRECT(format)) TQKV__BY_ROWS(accumulate, TQKV__VALUE_ROWS(format));
 }
 
+TQKV__OP void TQKV__(rest_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
+{
+    if (TQKV__DIRECT(format)) TQKV__BY_ROWS(add_rest, TQKV__VALUE_ROWS(format));
+}
+
 TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
 {
     if (TQKV__BOOK_BITS(format) == 8 && !TQKV__DIRECT(format))
@@ -3439,6 +3462,10 @@ TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) 
     TQKV__TARGET static void TQKV__(accumulate_##format)(const TQKV__(block) * block, int rows)                        \
     {                                                                                                                  \
         TQKV__(accumulate_rows)(format, block, rows);                                                                  \
+    }                                                                                                                  \
+    TQKV__TARGET static void TQKV__(rest_##format)(const TQKV__(block) * block, int rows)                              \
+    {                                                                                                                  \
+        TQKV__(rest_rows)(format, block, rows);                                                                        \
     }
 #define TQKV__DECODE_LOOP(unused, format, ...)                                                                         \
     TQKV__TARGET static void TQKV__(decode_##format)(const TQKV__(block) * block, int n, float *x)                     \
@@ -3450,9 +3477,10 @@ TQKV__FORMATS(TQKV__ROW_LOOPS, )
 TQKV__ROW_LOOPS(, TQKV__FLOATS, )
 
 #define TQKV__LOOPS_OF(unused, format, ...)                                                                            \
-    {TQKV__(decode_##format), TQKV__(score_##format), TQKV__(accumulate_##format)},
+    {TQKV__(decode_##format), TQKV__(score_##format), TQKV__(accumulate_##format), TQKV__(rest_##format)},
 static const TQKV__(loops) TQKV__(loops_by_format)[] = {
-    {NULL, TQKV__(score_TQKV__FLOATS), TQKV__(accumulate_TQKV__FLOATS)}, TQKV__FORMATS(TQKV__LOOPS_OF, )};
+    {NULL, TQKV__(score_TQKV__FLOATS), TQKV__(accumulate_TQKV__FLOATS), TQKV__(rest_TQKV__FLOATS)},
+    TQKV__FORMATS(TQKV__LOOPS_OF, )};
 
 /* Runs the loop over all rows of a block, at most `most` at a time. Three take the loop for four, with one row twice: as two
    and one they would decode everything twice. */
@@ -3468,6 +3496,15 @@ static void TQKV__(by_rows)(TQKV__(block) * block, int n_rows, int most, void (*
     }
     block->rows = rows;
     block->results = results;
+}
+
+/* Adds the values of a block, of that format, to all rows. */
+static void TQKV__(add_values)(tqkv_format format, TQKV__(block) * block, int n_rows, int most)
+{
+    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[format];
+    const int run = TQKV__RUN(format) * TQKV__LANES;
+    if (block->dim >= run) TQKV__(by_rows)(block, n_rows, most, loops->accumulate);
+    if (block->dim % run) TQKV__(by_rows)(block, n_rows, most, loops->add_rest);
 }
 
 /* Attends from decoded positions. Few at a time stay in the L1 cache, and each is decoded once. */
@@ -3489,7 +3526,7 @@ TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(block) * block, int n_row
         if (keys)
             TQKV__(by_rows)(block, n_rows, TQKV__DECODED_SCORE_ROWS, TQKV__(score_TQKV__FLOATS));
         else
-            TQKV__(by_rows)(block, n_rows, TQKV__ROWS, TQKV__(accumulate_TQKV__FLOATS));
+            TQKV__(add_values)(TQKV__FLOATS, block, n_rows, TQKV__ROWS);
         block->codes = codes + (size_t)stretch * block->stride;
         block->rows += keys ? 0 : stretch;
         block->results += keys ? stretch : 0;
@@ -3507,8 +3544,10 @@ TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows,
     const int most = keys ? TQKV__KEY_ROWS(s->format) : TQKV__VALUE_ROWS(s->format);
     if (!TQKV__DIRECT(s->format) || (n_rows > (s->kind == TQKV__BOOK ? most : TQKV__ROWS) && !any))
         TQKV__(attend_decoded)(block, n_rows, keys);
+    else if (keys)
+        TQKV__(by_rows)(block, n_rows, most, loops->score);
     else
-        TQKV__(by_rows)(block, n_rows, most, keys ? loops->score : loops->accumulate);
+        TQKV__(add_values)(s->format, block, n_rows, most);
 }
 
 /* Opens the block of values from `before` on for the run. */
