@@ -3402,11 +3402,12 @@ TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const T
     for (int left = vectors - whole, count; left > 0; left -= count, out += count * TQKV__LANES) {
         const bool five = 5 * rows <= TQKV__SUMS, odd = TQKV__LANES == 16 && left & 1;
         count = run > 4 && left >= 4 ? (five && left == 5 ? 5 : 4) : left;
-        if (run > 4 && left >= 4)
+        if (run > 4 && left >= 4) {
             TQKV__(accumulate_rest)
             (format, 4, true, TQKV__LANES == 16 && count == 5, rows, block, table, p, upper, out);
-        else if (run * TQKV__LANES > 16)
+        } else if (run * TQKV__LANES > 16) {
             TQKV__(accumulate_rest)(format, 2, TQKV__LANES < 16 || left > 1, odd, rows, block, table, p, upper, out);
+        }
         p += TQKV__(run_bytes)(format, count);
         upper += TQKV__(upper_bytes)(format, count);
     }
