@@ -792,12 +792,15 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
 
 // Adds a stretch to the partial results. Returns the number of the one that has the total.
 template <int D>
-inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_end how,
-                         thread column_state<D> &state)
+inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
+                         uint stretch, thread column_state<D> &state)
 {
-    add_to_partial<D>(args, task, how.partial, how.copy, task.kept, state);
-    if (how.to_total) add_to_partial<D>(args, task, 0u, how.copy_to_total, task.kept + 2 * TQKV__MAX_COLUMNS(D), state);
-    return how.total;
+    uint partial = partial_of_section(args, task.split);
+    add_to_partial<D>(args, task, partial, begins_section(own, stretch), task.kept, state);
+    if (!ends_section(args, own, stretch)) return partial;
+    threadgroup float *kept = task.kept + 2 * TQKV__MAX_COLUMNS(D);
+    add_to_partial<D>(args, task, 0u, in_first_section(own, stretch), kept, state);
+    return 0u;
 }
 
 template <int KD, int VD>
@@ -829,7 +832,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
         add_tiles<KD, VD>(args, task, end, key_book, value_book, walk, state);
         combine_states<VD>(task, state);
         combine_outputs<VD>(task, state); // after a barrier: task.sums may be the queries' memory
-        partial = keep_stretch<VD>(args, task, end_of_stretch(args, own, stretch, task.split), state);
+        partial = keep_stretch<VD>(args, task, own, stretch, state);
     }
     store_state<VD>(args, task, partial, state);
 }

@@ -704,7 +704,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
         clear_matrices<D, F>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
         add_matrix_tiles<D, F>(args, task, end, key_book, out_book, walk, state);
-        partial = keep_columns<D, F>(args, task, end_of_stretch(args, own, stretch, task.split), memory, state);
+        partial = keep_columns<D, F>(args, task, own, stretch, memory, state);
     }
     store_columns(args, task, partial, memory);
 }
