@@ -543,21 +543,24 @@ inline void add_value_step(thread const value_step<D, W> &step, uint number, uin
     }
 }
 
-// `steps` holds the first steps of the tile at slot `base`. A later step is loaded when an earlier one makes room. The last
-// ones stand apart: a load under a condition would keep the loops over `steps` from being unrolled.
+// `steps` holds the first steps of the tile at slot `base`. A later step is loaded when an earlier one makes room. With
+// plain loads the last steps stand apart.
 template <int D, int W>
 inline void add_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
                        thread const codebook &book, thread value_step<D, W> (&steps)[VALUE_BATCH(D, W)],
                        threadgroup const float *weights, thread column_state<D> &state)
 {
     const int L = VALUE_LANES(D), B = VALUE_BATCH(D, W);
-    for (uint first = 0; first + uint(B) < uint(L); first += uint(B)) {
+    const uint end = TQKV_PLAIN_LOADS ? uint(L - B) : uint(L);
+    for (uint first = 0; first < end; first += uint(B)) {
         TQKV_UNROLL
         for (int b = 0; b < B; b++) {
             add_value_step<D, W>(steps[b], first + uint(b), task.lane, book, weights, state);
-            load_value_step<D, W>(args, task, base, first + uint(B + b), steps[b]);
+            if (TQKV_PLAIN_LOADS || first + uint(B) < uint(L))
+                load_value_step<D, W>(args, task, base, first + uint(B + b), steps[b]);
         }
     }
+    if (!TQKV_PLAIN_LOADS) return;
     TQKV_UNROLL
     for (int b = 0; b < B; b++) add_value_step<D, W>(steps[b], uint(L - B + b), task.lane, book, weights, state);
 }
