@@ -543,21 +543,24 @@ inline void add_value_step(thread const value_step<D, W> &step, uint number, uin
     }
 }
 
-// `steps` holds the first steps of the tile at slot `base`. A later step is loaded when an earlier one makes room. The last
-// ones stand apart: a load under a condition would keep the loops over `steps` from being unrolled.
+// `steps` holds the first steps of the tile at slot `base`. A later step is loaded when an earlier one makes room. With
+// plain loads the last steps stand apart.
 template <int D, int W>
 inline void add_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
                        thread const codebook &book, thread value_step<D, W> (&steps)[VALUE_BATCH(D, W)],
                        threadgroup const float *weights, thread column_state<D> &state)
 {
     const int L = VALUE_LANES(D), B = VALUE_BATCH(D, W);
-    for (uint first = 0; first + uint(B) < uint(L); first += uint(B)) {
+    const uint end = TQKV_PLAIN_LOADS ? uint(L - B) : uint(L);
+    for (uint first = 0; first < end; first += uint(B)) {
         TQKV_UNROLL
         for (int b = 0; b < B; b++) {
             add_value_step<D, W>(steps[b], first + uint(b), task.lane, book, weights, state);
-            load_value_step<D, W>(args, task, base, first + uint(B + b), steps[b]);
+            if (TQKV_PLAIN_LOADS || first + uint(B) < uint(L))
+                load_value_step<D, W>(args, task, base, first + uint(B + b), steps[b]);
         }
     }
+    if (!TQKV_PLAIN_LOADS) return;
     TQKV_UNROLL
     for (int b = 0; b < B; b++) add_value_step<D, W>(steps[b], uint(L - B + b), task.lane, book, weights, state);
 }
@@ -792,12 +795,15 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
 
 // Adds a stretch to the partial results. Returns the number of the one that has the total.
 template <int D>
-inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_end how,
-                         thread column_state<D> &state)
+inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
+                         uint stretch, thread column_state<D> &state)
 {
-    add_to_partial<D>(args, task, how.partial, how.copy, task.kept, state);
-    if (how.to_total) add_to_partial<D>(args, task, 0u, how.copy_to_total, task.kept + 2 * TQKV__MAX_COLUMNS(D), state);
-    return how.total;
+    uint partial = partial_of_section(args, task.split);
+    add_to_partial<D>(args, task, partial, begins_section(own, stretch), task.kept, state);
+    if (!ends_section(args, own, stretch)) return partial;
+    threadgroup float *kept = task.kept + 2 * TQKV__MAX_COLUMNS(D);
+    add_to_partial<D>(args, task, 0u, in_first_section(own, stretch), kept, state);
+    return 0u;
 }
 
 template <int KD, int VD>
@@ -829,7 +835,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
         add_tiles<KD, VD>(args, task, end, key_book, value_book, walk, state);
         combine_states<VD>(task, state);
         combine_outputs<VD>(task, state); // after a barrier: task.sums may be the queries' memory
-        partial = keep_stretch<VD>(args, task, end_of_stretch(args, own, stretch, task.split), state);
+        partial = keep_stretch<VD>(args, task, own, stretch, state);
     }
     store_state<VD>(args, task, partial, state);
 }

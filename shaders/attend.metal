@@ -11,7 +11,7 @@
         task.sums = queries + (args.sections_each == 0 ? 0 : TQKV__QUERY_FLOATS(D) * int(columns)); \
         task.weights = weights; \
         task.states = states + 4 * TQKV__MAX_COLUMNS(V); \
-        attend<D, V>(args, task); \
+        TQKV_LONG_CALL(attend<D, V>(args, task)); \
     }
 // clang-format on
 

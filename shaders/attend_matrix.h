@@ -573,7 +573,8 @@ inline void add_matrix_values(constant tqkv__attend_args &args, thread const att
         for (int h = 0; h < 2; h++) {
             if (W == 16 && !whole) clear_not_finite<W, N>(values[h].raw);
             multiply_values<D, W, F>(j, values[h], book, right[h], state);
-            load_value_chunk<D, W>(args, task, base, uint((j + 1) % chunks), uint(h), values[h]);
+            if (TQKV_PLAIN_LOADS || j + 1 < chunks)
+                load_value_chunk<D, W>(args, task, base, uint((j + 1) % chunks), uint(h), values[h]);
         }
     }
 }
@@ -704,7 +705,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
         clear_matrices<D, F>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
         add_matrix_tiles<D, F>(args, task, end, key_book, out_book, walk, state);
-        partial = keep_columns<D, F>(args, task, end_of_stretch(args, own, stretch, task.split), memory, state);
+        partial = keep_columns<D, F>(args, task, own, stretch, memory, state);
     }
     store_columns(args, task, partial, memory);
 }

@@ -10,7 +10,7 @@
         task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
         task.sums = args.sections_each == 0 ? queries : task.weights; \
         task.states = states + TQKV__MATRIX_KEPT_BYTES(TQKV__MATRICES(int(columns))) / 4; \
-        attend_with_matrices<D>(args, task); \
+        TQKV_LONG_CALL(attend_with_matrices<D>(args, task)); \
     }
 // clang-format on
 

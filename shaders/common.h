@@ -29,6 +29,17 @@ using namespace metal;
 #define TQKV_CHEAP_SHUFFLE false
 #endif
 
+// Whether loops load ahead without a condition. A load under one keeps Metal's compiler from unrolling loops over what it
+// loads. nvcc unrolls them, and then a condition is faster.
+#ifndef TQKV_PLAIN_LOADS
+#define TQKV_PLAIN_LOADS true
+#endif
+
+// A kernel's call of its long function. The CUDA shim repeats the call under conditions, of which one is true: it says why.
+#ifndef TQKV_LONG_CALL
+#define TQKV_LONG_CALL(...) __VA_ARGS__
+#endif
+
 // Layout of a row of D values over L lanes. A piece of the row is L*C values: each lane owns C neighbouring ones. Lane
 // l has the values (j*L + l)*C .. +C-1 of the row at x[j*C], for each piece j.
 #define TQKV_PIECES(D, L, C) ((D) / ((L) * (C)))

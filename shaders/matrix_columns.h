@@ -58,9 +58,10 @@ inline column_memory column_memory_of(threadgroup float *numbers)
 
 // Where the sums of a stretch's columns go.
 struct column_end {
-    stretch_end stretch;
-    uint used;     // columns
-    ulong section; // distance of the section's partial result from the first
+    uint used;                    // columns
+    ulong section;                // distance of the section's partial result from the first
+    bool copy;                    // the section begins
+    bool to_total, copy_to_total; // it ends, and is added or copied to the first
 };
 
 // Adds maximum and sum of a column to those of the kept ones, [2]. The two factors of the columns' sums go to `factors`.
@@ -113,8 +114,8 @@ inline void combine_states(thread const attend_task &task, uint c, column_memory
     }
     total[0] = largest;
     total[1] = sum;
-    add_column(how.stretch.copy, memory.kept + c * 2u, total, factors);
-    if (how.stretch.to_total) add_column(how.stretch.copy_to_total, memory.kept + (C + c) * 2u, total, factors + 2);
+    add_column(how.copy, memory.kept + c * 2u, total, factors);
+    if (how.to_total) add_column(how.copy_to_total, memory.kept + (C + c) * 2u, total, factors + 2);
 }
 
 // Columns of a pass, one of two neighbours of each lane, are in the memory of the sums: [simdgroup][column][D + 4]. Lanes
@@ -175,7 +176,7 @@ inline void open_four(thread const attend_task &task, uint D, uint first, uint a
     own.to = task.partial_out + (row_offset(memory.rows[own.used ? own.column : 0u], D) + ulong(value));
     TQKV_UNROLL
     for (int i = 0; i < 4; i++) own.kept[i] = 0.0f;
-    if (own.used && !how.stretch.copy) load_floats<4>(own.to + how.section, own.kept);
+    if (own.used && !how.copy) load_floats<4>(own.to + how.section, own.kept);
 }
 
 // Adds them up, simdgroup after simdgroup: a fixed order.
@@ -200,8 +201,8 @@ inline void combine_four(thread const attend_task &task, uint D, column_memory m
     }
     add_four(shares.x, own.kept, shares.y, sum);
     store_four(own.kept, own.to + how.section);
-    if (!how.stretch.to_total) return;
-    if (!how.stretch.copy_to_total) load_floats<4>(own.to, total);
+    if (!how.to_total) return;
+    if (!how.copy_to_total) load_floats<4>(own.to, total);
     add_four(shares.z, total, shares.w, own.kept);
     store_four(total, own.to);
 }
@@ -225,14 +226,16 @@ inline void combine_sums(thread const attend_task &task, int f, int i, column_me
 
 // As keep_stretch of attend.h.
 template <int D, int F>
-inline uint keep_columns(constant tqkv__attend_args &args, thread const attend_task &task, stretch_end stretch,
-                         column_memory memory, thread matrix_state<D, F> &state)
+inline uint keep_columns(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
+                         uint stretch, column_memory memory, thread matrix_state<D, F> &state)
 {
-    uint rows = uint(args.n_queries) * uint(args.group);
+    uint rows = uint(args.n_queries) * uint(args.group), partial = partial_of_section(args, task.split);
     column_end how;
-    how.stretch = stretch;
     how.used = min(uint(columns), rows - task.first_column);
-    how.section = row_offset(stretch.partial, rows * uint(args.n_kv_heads)) * ulong(D);
+    how.section = row_offset(partial, rows * uint(args.n_kv_heads)) * ulong(D);
+    how.copy = begins_section(own, stretch);
+    how.to_total = ends_section(args, own, stretch);
+    how.copy_to_total = in_first_section(own, stretch);
     store_states<D, F>(task, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, task.lane, memory, how);
@@ -241,7 +244,7 @@ inline uint keep_columns(constant tqkv__attend_args &args, thread const attend_t
         TQKV_UNROLL
         for (int i = 0; i < 2; i++) combine_sums<D, F>(task, f, i, memory, how, state);
     }
-    return stretch.total;
+    return how.to_total ? 0u : partial;
 }
 
 // Maxima, sums and the scores of the centre, for attend_merge.

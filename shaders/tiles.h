@@ -173,25 +173,30 @@ inline void next_tile(thread tile_steps &steps, uint n_simdgroups)
     steps.tile = step_over(steps.tile + n_simdgroups, steps.gap_begin, steps.after_gap);
 }
 
-// Where the sums of a stretch go: to the partial result of its section and, at the section's end, with those to the result
-// of all. So every way to share the stretches among threadgroups does the same additions in the same order.
-struct stretch_end {
-    uint partial;                 // number of the section's partial result
-    bool copy;                    // the section begins: the sums are copied, not added
-    bool to_total, copy_to_total; // the section ends, and is added or copied to partial result 0
-    uint total;                   // number of the partial result that has the sums of all stretches so far
-};
-
-inline stretch_end end_of_stretch(constant tqkv__attend_args &args, stretch_range own, uint stretch, uint split)
+// The sums of a stretch go to the partial result of its section and, at the section's end, with those to the result of all,
+// partial result 0. So every way to share the stretches among threadgroups does the same additions in the same order.
+inline uint partial_of_section(constant tqkv__attend_args &args, uint split)
 {
-    stretch_end how;
-    bool several = args.sections_each > 1, last = stretch + 1u == own.end || (stretch + 1u) % TQKV__SECTION == 0;
-    how.partial = several ? 1u : split;
-    how.copy = stretch == own.begin || stretch % TQKV__SECTION == 0;
-    how.to_total = several && last;
-    how.copy_to_total = stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
-    how.total = how.to_total ? 0u : how.partial;
-    return how;
+    return args.sections_each > 1 ? 1u : split;
+}
+
+// Then the sums are copied, not added.
+inline bool begins_section(stretch_range own, uint stretch)
+{
+    return stretch == own.begin || stretch % TQKV__SECTION == 0;
+}
+
+// Whether the section ends and is not itself the result of all.
+inline bool ends_section(constant tqkv__attend_args &args, stretch_range own, uint stretch)
+{
+    bool last = stretch + 1u == own.end || (stretch + 1u) % TQKV__SECTION == 0;
+    return args.sections_each > 1 && last;
+}
+
+// Then the section is copied to the result of all, not added.
+inline bool in_first_section(stretch_range own, uint stretch)
+{
+    return stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
 }
 
 struct page_tables {

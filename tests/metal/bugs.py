@@ -129,7 +129,7 @@ BUGS = {
         "shaders/tiles.h", "stretch / TQKV__SECTION == own.begin / TQKV__SECTION", "true", "attend", (32,), "plain",
         "attend/sections", "relative error"),
     "section_of_another": (
-        "shaders/tiles.h", "how.partial = several ? 1u : split;", "how.partial = split;", "attend", (32,), "plain",
+        "shaders/tiles.h", "return args.sections_each > 1 ? 1u : split;", "return split;", "attend", (32,), "plain",
         "attend/sections", "relative error"),
     "state_overwritten": (
         "shaders/attend.h", "states[(task.simdgroup * uint(C) + uint(c)) * 2u] = state.maximum[c];",

@@ -108,8 +108,8 @@ BUGS = {
         r"FAIL attend_d128/i8-tq4/4: in thread memory: \[4 x \[8 x float\]\]"),
     "load_under_a_condition": (
         ("shaders/attend_matrix.h", "metallib/air/build.py"),
-        ("            load_value_chunk<D, W>(args, task, base, uint((j + 1) % chunks)", '"-jump-threading-threshold=0", '),
-        ("            if (j + 1 < chunks) load_value_chunk<D, W>(args, task, base, uint(j + 1)", ""), "attend_matrix_d128",
+        ("if (TQKV_PLAIN_LOADS || j + 1 < chunks)", '"-jump-threading-threshold=0", '),
+        ("if (j + 1 < chunks)", ""), "attend_matrix_d128",
         SPECIALISE, "FAIL attend_matrix_d128/f16-f16/32: in thread memory"),
     "rolled_loop": (
         "shaders/attend.h", "        TQKV_UNROLL\n        for (int i = 0; i < TQKV_LANE_VALUES(D); i++)\n            if (own",
