@@ -54,8 +54,8 @@ typedef enum tqkv_type {
 
 /* ---- The implementation starts here: stop reading if you only want the API. ---- */
 
-/* >>shared */
-/* One source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible without the implementation. */
+/* >>shared: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
+   without the implementation. */
 #define TQKV__SHARED
 
 #define TQKV_TABLE_VERSION 6 /* changes with the tables, the argument structs, or their meaning in the kernels */
@@ -495,7 +495,8 @@ using namespace metal;
 // compiler fuses the two, also with -fno-fast-math. Where a fused multiply-add is wanted, the code says fma.
 #pragma METAL fp contract(off)
 
-// For loops over arrays in registers. A loop that stays rolled puts its array into memory.
+// For loops over arrays in registers. A loop that stays rolled puts its array into memory, and so does an element of it that
+// is chosen while the kernel runs: read both elements, then choose.
 #ifndef TQKV_UNROLL
 #define TQKV_UNROLL _Pragma("clang loop unroll(full)")
 #endif
@@ -511,6 +512,17 @@ using namespace metal;
 // metal-benchmarks, commit dc2adc6). A shim for hardware with a full crossbar sets it.
 #ifndef TQKV_CHEAP_SHUFFLE
 #define TQKV_CHEAP_SHUFFLE false
+#endif
+
+// Whether loops load ahead without a condition. A load under one keeps Metal's compiler from unrolling loops over what it
+// loads. nvcc unrolls them, and then a condition is faster.
+#ifndef TQKV_PLAIN_LOADS
+#define TQKV_PLAIN_LOADS true
+#endif
+
+// A kernel's call of its long function. The CUDA shim repeats the call under conditions, of which one is true: it says why.
+#ifndef TQKV_LONG_CALL
+#define TQKV_LONG_CALL(...) __VA_ARGS__
 #endif
 
 // Layout of a row of D values over L lanes. A piece of the row is L*C values: each lane owns C neighbouring ones. Lane
@@ -718,8 +730,13 @@ inline void store_typed_row(uint type, thread const float *x, uint lane, device 
 inline uint main_bits(uint format) { return uint(TQKV__MAIN_BITS(format)); }
 inline uint upper_bits(uint format) { return uint(TQKV__UPPER_BITS(format)); }
 
-// The bits that code is written for. Fields of 2 bits take the code of 4, and load half as many words.
-inline uint code_width(uint format) { return max(main_bits(format), 4u); }
+// The bits that code is written for. Fields of 2 bits take the code of 4, and load half as many words. Not by max: that
+// may be a call that stays a call, and a pipeline would keep the code of all widths.
+inline uint code_width(uint format) { return main_bits(format) < 4u ? 4u : main_bits(format); }
+
+// A macro of head_dim and width, for the width of a format's codes.
+#define BY_CODE_WIDTH(format, SIZE, D)                                                                                 \
+    (code_width(format) == 4 ? SIZE(D, 4) : code_width(format) == 8 ? SIZE(D, 8) : SIZE(D, 16))
 
 // log2 of the number of centroids; 0 without a codebook.
 inline uint codebook_bits(uint format) { return uint(TQKV__BOOK_BITS(format)); }
@@ -774,24 +791,29 @@ inline void copy_table(constant float *source, uint n, threadgroup float *table,
 // Up to 4 bits the guess is a line: so near the boundaries that it is right or one too low.
 inline bool guessed_by_line(uint bits) { return bits <= 4; }
 inline float slope_of_line(uint bits) { return bits <= 2 ? 1.0f : bits == 3 ? 1.875f : 3.375f; }
+inline float last_guess(uint bits) { return bits <= 2 ? 2.0f : bits == 3 ? 6.0f : 14.0f; }
 
 // The guess is the lowest bits of this float: near 1.5 * 2^23 its unit is 1. 0 for NaN.
 inline float guess_of(float v, uint bits)
 {
-    float last = float((1u << bits) - 2u);
+    float last = last_guess(bits);
     return fma(saturate(fma(v, slope_of_line(bits) / last, 0.5f)), last, 12582912.0f);
 }
 
 // With more bits, cells of equal width divide the codebook's range. They are so narrow that none holds two boundaries.
 // There are 2n+1 cells: cell i is centred on (i - n)/density. No boundary is near the edge of a cell.
-inline uint cells_per_side(uint bits) { return bits == 5 ? 25u : bits == 6 ? 57u : 194u; }
+template <class T>
+inline T cells_per_side(uint bits)
+{
+    return bits == 5 ? T(25) : bits == 6 ? T(57) : T(194);
+}
 inline float cell_density(uint bits) { return bits == 5 ? 8.5f : bits == 6 ? 16.5f : 39.75f; }
 
 // Offset of the cell of v, in bytes; of cell 0 for NaN. A float near 1.5 * 2^20 has units of 1/8 in its lowest bits. A
 // cell has 8 bytes, so these bits are the offset and need no shift.
 inline uint cell_of(float v, uint bits)
 {
-    float n = 2.0f * float(cells_per_side(bits));
+    float n = 2.0f * cells_per_side<float>(bits);
     float inside = saturate(fma(v, cell_density(bits) / n, 0.5f));
     return as_type<uint>(fma(inside, n, 1572864.5f)) & 0xff8u;
 }
@@ -814,7 +836,7 @@ inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index,
     }
     for (uint i = thread_index; i <= n; i += n_threads) {
         uint first = i == 0 ? 0u : cell_of(boundaries[i - 1u], bits) + 8u;
-        uint last = i == n ? 16u * cells_per_side(bits) : cell_of(boundaries[i], bits);
+        uint last = i == n ? 16u * cells_per_side<uint>(bits) : cell_of(boundaries[i], bits);
         uint2 cell;
         cell.x = as_type<uint>(i == n ? INFINITY : boundaries[i]);
         cell.y = i;
@@ -831,7 +853,7 @@ inline void load_squares(uint format, threadgroup float *squares, uint thread_in
     for (uint i = thread_index; i < 1u << bits; i += n_threads) squares[i] = centroids[i] * centroids[i];
 }
 
-// What quantise adds to a code, for whoever packs it to take away: all bits are above the code's.
+// What quantise adds to a code: all its bits are above the code's. Whoever packs the code takes it away.
 inline uint code_offset(uint bits) { return guessed_by_line(bits) ? 0x4b400000u : 0u; }
 
 // What load_cells and load_squares have made and, where shuffles are cheap, each lane's part of up to 32 numbers.
@@ -1383,12 +1405,66 @@ inline uint first_slot_of_tile(constant tqkv__attend_args &args, uint number)
     return short_store && args.key_capacity < 32 ? 0u : min(number * 32u, uint(args.key_capacity) - 32u);
 }
 
-// Of the row of a tile; newer than all queries if the row belongs to another tile.
+// The position of a tile's row; newer than all queries if the row belongs to another tile.
 inline int position_in_tile(constant tqkv__attend_args &args, uint number, uint row)
 {
     uint first = first_slot_of_tile(args, number);
     bool own = first + row >= number * 32u && first + row < uint(args.key_capacity);
     return own ? position_of_slot(args, first + existing_row(args, row)) : 0x7fffffff;
+}
+
+// The tiles of one simdgroup, one after another.
+struct tile_steps {
+    uint tile;                 // the next one
+    uint gap_begin, after_gap; // from gap_begin on it goes on with tile after_gap
+};
+
+inline uint step_over(uint tile, uint gap_begin, uint after_gap)
+{
+    return tile < gap_begin ? tile : max(tile, after_gap);
+}
+
+// From the first tile of the stretches on.
+inline tile_steps open_steps(constant tqkv__attend_args &args, tile_range seen, stretch_range own, uint simdgroup,
+                             uint n_simdgroups)
+{
+    tile_steps steps;
+    uint first = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), simdgroup, n_simdgroups);
+    steps.gap_begin = seen.gap_begin;
+    steps.after_gap = own_tile(seen.gap_end, simdgroup, n_simdgroups);
+    steps.tile = step_over(first, steps.gap_begin, steps.after_gap);
+    return steps;
+}
+
+inline void next_tile(thread tile_steps &steps, uint n_simdgroups)
+{
+    steps.tile = step_over(steps.tile + n_simdgroups, steps.gap_begin, steps.after_gap);
+}
+
+// The sums of a stretch go to the partial result of its section and, at the section's end, with those to the result of all,
+// partial result 0. So every way to share the stretches among threadgroups does the same additions in the same order.
+inline uint partial_of_section(constant tqkv__attend_args &args, uint split)
+{
+    return args.sections_each > 1 ? 1u : split;
+}
+
+// Then the sums are copied, not added.
+inline bool begins_section(stretch_range own, uint stretch)
+{
+    return stretch == own.begin || stretch % TQKV__SECTION == 0;
+}
+
+// Whether the section ends and is not itself the result of all.
+inline bool ends_section(constant tqkv__attend_args &args, stretch_range own, uint stretch)
+{
+    bool last = stretch + 1u == own.end || (stretch + 1u) % TQKV__SECTION == 0;
+    return args.sections_each > 1 && last;
+}
+
+// Then the section is copied to the result of all, not added.
+inline bool in_first_section(stretch_range own, uint stretch)
+{
+    return stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
 }
 
 struct page_tables {
@@ -1489,9 +1565,8 @@ struct attend_task {
     device const uchar *q;     // [n_queries][n_heads][KD]
     stream_rows keys, values;  // of the KV head
     device float *partial_out; // [n_partials][n_queries][n_heads][VD]: sum of weight * value
-    device float
-        *partial_state;         // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in
-                                // powers of two), sum of the weights
+    // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in powers of two), sum of the weights
+    device float *partial_state;
     device const float *center; // [n_kv_heads][KD]: of the keys
     page_tables pages;
     device const uint *tree;    // [n_queries][2]
@@ -1596,10 +1671,10 @@ inline float row_scale(uint format, stream_rows rows, uint slot, float block_sca
 #define KEY_BATCH(D, W) (KEY_STEPS(D, W) % 2 == 0 ? 2 : (D) * (W) / 32 <= 40 ? KEY_STEPS(D, W) : 1)
 
 // The row of a tile whose score a lane ends with.
-template <int D, int W>
+template <int D>
 inline uint row_of_lane(uint lane)
 {
-    const uint R = KEY_LANES(D, W);
+    const uint R = uint(BY_CODE_WIDTH(key_format, KEY_LANES, D));
     return lane % R * (32u / R) + lane / R;
 }
 
@@ -1614,10 +1689,10 @@ struct key_steps {
 
 // A query in threadgroup memory has 4 floats of padding after every N values. Lanes that share a row of keys then read
 // different banks.
-template <int D, int W>
+template <int D>
 inline uint padded(uint value)
 {
-    return value + value / uint(KEY_VALUES(D, W)) * 4u;
+    return value + value / uint(BY_CODE_WIDTH(key_format, KEY_VALUES, D)) * 4u;
 }
 
 // The score of the keys' centre: all scores of the query lack it. Every lane of the row has the result. x: the lane's
@@ -1637,7 +1712,7 @@ inline float score_of_center(constant tqkv__attend_args &args, thread const atte
 }
 
 // TQKV_ROWS(D) columns at a time. Lanes beyond the last column repeat it and store nothing.
-template <int D, int W>
+template <int D>
 inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
@@ -1652,9 +1727,9 @@ inline void load_queries(constant tqkv__attend_args &args, thread const attend_t
         float shift = key_centered ? score_of_center<D>(args, task, x) : 0.0f;
         if (key_centered && part == 0 && own < columns) task.kept[column] = shift;
         if (rotate_queries) rotate_row<D>(x, part);
+        TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
-            if (own < columns)
-                task.queries[column * padded<D, W>(D) + padded<D, W>(value_of_lane<L, C>(part, i))] = x[i];
+            if (own < columns) task.queries[column * padded<D>(D) + padded<D>(value_of_lane<L, C>(part, i))] = x[i];
     }
 }
 
@@ -1697,6 +1772,7 @@ inline void multiply_keys(thread const raw_codes<W, KEY_VALUES(D, W)> (&raw)[R],
                           threadgroup const float *queries, thread const codebook &book, thread float (&dot)[R][C])
 {
     const int N = KEY_VALUES(D, W);
+    threadgroup const float *own = queries + padded<D>(first);
     TQKV_UNROLL
     for (int i = 0; i < N; i += 4) {
         float x[R][4];
@@ -1704,8 +1780,7 @@ inline void multiply_keys(thread const raw_codes<W, KEY_VALUES(D, W)> (&raw)[R],
         for (int r = 0; r < R; r++) values_at<W, N, 4>(key_format, raw[r], i, book, x[r]);
         FOR_COLUMNS(c)
         {
-            uint at = uint(c) * padded<D, W>(D) + padded<D, W>(first) + uint(i);
-            float4 q = *(threadgroup const float4 *)(queries + at);
+            float4 q = *(threadgroup const float4 *)(own + (uint(c) * padded<D>(D) + uint(i)));
             TQKV_UNROLL
             for (int r = 0; r < R; r++)
                 dot[r][c] = fma(x[r][3], q.w, fma(x[r][2], q.z, fma(x[r][1], q.y, fma(x[r][0], q.x, dot[r][c]))));
@@ -1722,11 +1797,12 @@ inline void reduce_scatter(uint part, thread float (&total)[R][C])
     for (int distance = R / 2; distance > 0; distance /= 2) {
         bool upper = (part & uint(distance)) != 0;
         TQKV_UNROLL
-        for (int r = 0; r < distance; r++) {
+        for (int r = 0; r < R / 2; r++) {
+            if (r >= distance) continue;
             FOR_COLUMNS(c)
             {
-                float keep = upper ? total[r + distance][c] : total[r][c];
-                float give = upper ? total[r][c] : total[r + distance][c];
+                float low = total[r][c], high = total[r + distance][c];
+                float keep = upper ? high : low, give = upper ? low : high;
                 total[r][c] = keep + simd_shuffle_xor(give, ushort(distance));
             }
         }
@@ -1780,6 +1856,41 @@ inline void score_tile(constant tqkv__attend_args &args, thread const attend_tas
     else
         reduce_scatter<R, C>(part, total);
     FOR_COLUMNS(c) score[c] = one_norm<D>(key_format) ? dot[0][c] : total[0][c];
+}
+
+// The width of the keys' codes is known when the pipeline is built: one member is used, and the others disappear.
+template <int D>
+struct any_keys {
+    key_steps<D, 4> of_4;
+    key_steps<D, 8> of_8;
+    key_steps<D, 16> of_16;
+};
+
+// The first codes and factors of the tile at slot `base`.
+template <int D, int W>
+inline void load_first_keys(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                            thread key_steps<D, W> &keys)
+{
+    load_key_codes<D, W>(args, task, base, 0u, keys);
+    if (!one_norm<D>(key_format)) load_key_scales<D, W>(args, task, base, 0u, keys);
+}
+
+template <int D>
+inline void open_keys(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                      thread any_keys<D> &keys)
+{
+    if (code_width(key_format) == 4) load_first_keys<D, 4>(args, task, base, keys.of_4);
+    if (code_width(key_format) == 8) load_first_keys<D, 8>(args, task, base, keys.of_8);
+    if (code_width(key_format) == 16) load_first_keys<D, 16>(args, task, base, keys.of_16);
+}
+
+template <int D>
+inline void score_any_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint next_base,
+                           thread const codebook &book, thread any_keys<D> &keys, thread float *score)
+{
+    if (code_width(key_format) == 4) score_tile<D, 4>(args, task, base, next_base, book, keys.of_4, score);
+    if (code_width(key_format) == 8) score_tile<D, 8>(args, task, base, next_base, book, keys.of_8, score);
+    if (code_width(key_format) == 16) score_tile<D, 16>(args, task, base, next_base, book, keys.of_16, score);
 }
 
 // ---- Softmax of one tile ----
@@ -1947,20 +2058,61 @@ inline void add_value_step(thread const value_step<D, W> &step, uint number, uin
     }
 }
 
-// `steps` holds the first steps of the tile at slot `base`. A later step is loaded when an earlier one makes room.
+// `steps` holds the first steps of the tile at slot `base`. A later step is loaded when an earlier one makes room. With
+// plain loads the last steps stand apart.
 template <int D, int W>
 inline void add_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
                        thread const codebook &book, thread value_step<D, W> (&steps)[VALUE_BATCH(D, W)],
                        threadgroup const float *weights, thread column_state<D> &state)
 {
     const int L = VALUE_LANES(D), B = VALUE_BATCH(D, W);
-    for (uint first = 0; first < uint(L); first += uint(B)) {
+    const uint end = TQKV_PLAIN_LOADS ? uint(L - B) : uint(L);
+    for (uint first = 0; first < end; first += uint(B)) {
         TQKV_UNROLL
         for (int b = 0; b < B; b++) {
             add_value_step<D, W>(steps[b], first + uint(b), task.lane, book, weights, state);
-            if (first + uint(B) < uint(L)) load_value_step<D, W>(args, task, base, first + uint(B + b), steps[b]);
+            if (TQKV_PLAIN_LOADS || first + uint(B) < uint(L))
+                load_value_step<D, W>(args, task, base, first + uint(B + b), steps[b]);
         }
     }
+    if (!TQKV_PLAIN_LOADS) return;
+    TQKV_UNROLL
+    for (int b = 0; b < B; b++) add_value_step<D, W>(steps[b], uint(L - B + b), task.lane, book, weights, state);
+}
+
+// As any_keys.
+template <int D>
+struct any_values {
+    value_step<D, 4> of_4[VALUE_BATCH(D, 4)];
+    value_step<D, 8> of_8[VALUE_BATCH(D, 8)];
+    value_step<D, 16> of_16[VALUE_BATCH(D, 16)];
+};
+
+template <int D, int W>
+inline void load_first_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                              thread value_step<D, W> (&steps)[VALUE_BATCH(D, W)])
+{
+    TQKV_UNROLL
+    for (int b = 0; b < VALUE_BATCH(D, W); b++) load_value_step<D, W>(args, task, base, uint(b), steps[b]);
+}
+
+template <int D>
+inline void open_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                        thread any_values<D> &values)
+{
+    if (code_width(value_format) == 4) load_first_values<D, 4>(args, task, base, values.of_4);
+    if (code_width(value_format) == 8) load_first_values<D, 8>(args, task, base, values.of_8);
+    if (code_width(value_format) == 16) load_first_values<D, 16>(args, task, base, values.of_16);
+}
+
+template <int D>
+inline void add_any_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                           thread const codebook &book, thread any_values<D> &values, threadgroup const float *weights,
+                           thread column_state<D> &state)
+{
+    if (code_width(value_format) == 4) add_values<D, 4>(args, task, base, book, values.of_4, weights, state);
+    if (code_width(value_format) == 8) add_values<D, 8>(args, task, base, book, values.of_8, weights, state);
+    if (code_width(value_format) == 16) add_values<D, 16>(args, task, base, book, values.of_16, weights, state);
 }
 
 // ---- The simdgroups' results as one ----
@@ -2123,81 +2275,66 @@ inline void clear_sums(thread column_state<D> &state)
     }
 }
 
-inline uint step_over(uint tile, uint gap_begin, uint after_gap)
-{
-    return tile < gap_begin ? tile : max(tile, after_gap);
-}
-
 // What a simdgroup carries from tile to tile. D: of the keys
-template <int D, int KW>
+template <int D>
 struct tile_walk {
-    uint tile;                 // its next one
-    uint gap_begin, after_gap; // from gap_begin on it goes on with tile after_gap
-    tile_place next;           // the place of that tile
-    key_steps<D, KW> keys;
+    tile_steps steps;
+    tile_place next; // the place of the next tile
+    any_keys<D> keys;
 };
 
 // The simdgroup's tiles before tile `end`.
-template <int KD, int VD, int KW, int VW>
+template <int KD, int VD>
 inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task &task, uint end,
-                      thread const codebook &key_book, thread const codebook &value_book,
-                      thread tile_walk<KD, KW> &walk, thread column_state<VD> &state)
+                      thread const codebook &key_book, thread const codebook &value_book, thread tile_walk<KD> &walk,
+                      thread column_state<VD> &state)
 {
     threadgroup float *weights = task.weights + task.simdgroup * uint(32 * TQKV__MAX_COLUMNS(VD));
-    while (walk.tile < end) {
+    while (walk.steps.tile < end) {
         tile_place at = walk.next;
-        walk.tile = step_over(walk.tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
-        walk.next = open_tile(args, task.pages, walk.tile, at.row);
+        next_tile(walk.steps, task.n_simdgroups);
+        walk.next = open_tile(args, task.pages, walk.steps.tile, at.row);
         float score[TQKV__MAX_COLUMNS(KD)];
         uint row = existing_row(args, at.row), value_slot = value_slot_of(args, at.base.values + row);
         float key_scale = row_scale<KD>(key_format, task.keys, at.base.keys + row, args.key_block_scale);
         float value_scale = row_scale<VD>(value_format, task.values, value_slot, args.value_block_scale);
-        value_step<VD, VW> values[VALUE_BATCH(VD, VW)];
-        TQKV_UNROLL
-        for (int b = 0; b < VALUE_BATCH(VD, VW); b++)
-            load_value_step<VD, VW>(args, task, at.base.values, uint(b), values[b]);
-        score_tile<KD, KW>(args, task, at.base.keys, walk.next.base.keys, key_book, walk.keys, score);
+        any_values<VD> values;
+        open_values<VD>(args, task, at.base.values, values);
+        score_any_tile<KD>(args, task, at.base.keys, walk.next.base.keys, key_book, walk.keys, score);
         weigh_tile<VD>(args, task, at, key_scale, value_scale, score, state, weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        add_values<VD, VW>(args, task, at.base.values, value_book, values, weights, state);
+        add_any_values<VD>(args, task, at.base.values, value_book, values, weights, state);
         simdgroup_barrier(mem_flags::mem_threadgroup); // before the next tile overwrites the weights
     }
 }
 
-// Adds a stretch to the partial result of its section, and at the end of a section that to the result of all. So every
-// way to share the stretches among threadgroups does the same additions in the same order. Returns the partial result
-// that has the total.
+// Adds a stretch to the partial results. Returns the number of the one that has the total.
 template <int D>
 inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
                          uint stretch, thread column_state<D> &state)
 {
-    const int C = TQKV__MAX_COLUMNS(D);
-    bool several = args.sections_each > 1, last = stretch + 1u == own.end || (stretch + 1u) % TQKV__SECTION == 0;
-    uint partial = several ? 1u : task.split;
-    add_to_partial<D>(args, task, partial, stretch == own.begin || stretch % TQKV__SECTION == 0, task.kept, state);
-    if (!several || !last) return partial;
-    add_to_partial<D>(args, task, 0u, stretch / TQKV__SECTION == own.begin / TQKV__SECTION, task.kept + 2 * C, state);
+    uint partial = partial_of_section(args, task.split);
+    add_to_partial<D>(args, task, partial, begins_section(own, stretch), task.kept, state);
+    if (!ends_section(args, own, stretch)) return partial;
+    threadgroup float *kept = task.kept + 2 * TQKV__MAX_COLUMNS(D);
+    add_to_partial<D>(args, task, 0u, in_first_section(own, stretch), kept, state);
     return 0u;
 }
 
-template <int KD, int VD, int KW, int VW>
+template <int KD, int VD>
 inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
     tile_range seen = tiles_seen(args, task.first_column);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     column_state<VD> state;
-    tile_walk<KD, KW> walk;
-    walk.gap_begin = seen.gap_begin;
-    walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
-    walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
-    walk.tile = step_over(walk.tile, walk.gap_begin, walk.after_gap);
-    walk.next = open_tile(args, task.pages, walk.tile, row_of_lane<KD, KW>(task.lane));
-    load_key_codes<KD, KW>(args, task, walk.next.base.keys, 0u, walk.keys);
-    if (!one_norm<KD>(key_format)) load_key_scales<KD, KW>(args, task, walk.next.base.keys, 0u, walk.keys);
+    tile_walk<KD> walk;
+    walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
+    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(task.lane));
+    open_keys<KD>(args, task, walk.next.base.keys, walk.keys);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
     load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
-    load_queries<KD, KW>(args, task);
+    load_queries<KD>(args, task);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     codebook key_book = open_codebook(key_format, task.tables, task.lane);
     codebook value_book = open_codebook(value_format, task.tables + 256, task.lane);
@@ -2210,7 +2347,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
         clear_sums<VD>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_tiles<KD, VD, KW, VW>(args, task, end, key_book, value_book, walk, state);
+        add_tiles<KD, VD>(args, task, end, key_book, value_book, walk, state);
         combine_states<VD>(task, state);
         combine_outputs<VD>(task, state); // after a barrier: task.sums may be the queries' memory
         partial = keep_stretch<VD>(args, task, own, stretch, state);
@@ -2218,22 +2355,59 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     store_state<VD>(args, task, partial, state);
 }
 
-// The widths of keys and values choose the code here and nowhere else.
-template <int KD, int VD, int KW>
-inline void attend_with_keys(constant tqkv__attend_args &args, thread const attend_task &task)
-{
-    if (code_width(value_format) == 4) attend<KD, VD, KW, 4>(args, task);
-    if (code_width(value_format) == 8) attend<KD, VD, KW, 8>(args, task);
-    if (code_width(value_format) == 16) attend<KD, VD, KW, 16>(args, task);
-}
+// The arguments of attend and attend_matrix. codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a
+// row]
+// clang-format off
+#define ATTEND_ARGUMENTS \
+    constant tqkv__attend_args &call [[buffer(0)]], \
+    device const uchar *q [[buffer(1)]], \
+    device const uchar *key_codes [[buffer(2)]], \
+    device const float *key_norms [[buffer(3)]], \
+    device const uchar *value_codes [[buffer(4)]], \
+    device const float *value_norms [[buffer(5)]], \
+    device float *partial_out [[buffer(6)]], \
+    device float *partial_state [[buffer(7)]], \
+    device const float *key_center [[buffer(8)]], \
+    device const int *key_pages [[buffer(9)]], \
+    device const int *value_pages [[buffer(10)]], \
+    device const uint *tree [[buffer(11)]], \
+    constant tqkv__batch_item *items [[buffer(12)]], \
+    threadgroup float *tables [[threadgroup(0)]], \
+    threadgroup float *queries [[threadgroup(1)]], \
+    threadgroup float *states [[threadgroup(3)]], \
+    uint3 group [[threadgroup_position_in_grid]], \
+    uint lane [[thread_index_in_simdgroup]], \
+    uint simdgroup [[simdgroup_index_in_threadgroup]], \
+    uint n_simdgroups [[simdgroups_per_threadgroup]]
 
-template <int KD, int VD>
-inline void attend_with_formats(constant tqkv__attend_args &args, thread const attend_task &task)
-{
-    if (code_width(key_format) == 4) attend_with_keys<KD, VD, 4>(args, task);
-    if (code_width(key_format) == 8) attend_with_keys<KD, VD, 8>(args, task);
-    if (code_width(key_format) == 16) attend_with_keys<KD, VD, 16>(args, task);
-}
+// `args` and `task` of these arguments, but for threadgroup memory that the two kernels share out in their own ways. D: of
+// the keys, V: of the values
+#define ATTEND_TASK(D, V) \
+    uint item = batch ? item_of(items, group.z, false) : 0u; \
+    constant tqkv__attend_args &args = batch ? items[item].attend : call; \
+    if (batch && args.kv_len == 0) return; \
+    attend_task task; \
+    task.q = q; \
+    task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_slots, group.x); \
+    task.values = stream_of_head<V>(value_format, value_codes, value_norms, args.value_slots, group.x); \
+    task.partial_out = partial_out; \
+    task.partial_state = partial_state; \
+    task.center = key_center; \
+    task.pages.keys = key_pages; \
+    task.pages.values = value_pages; \
+    task.tree = tree; \
+    task.tables = tables; \
+    task.queries = queries; \
+    task.kept = states; \
+    task.kv_head = group.x; \
+    task.lane = lane; \
+    task.simdgroup = simdgroup; \
+    task.n_simdgroups = n_simdgroups; \
+    if (batch) \
+        open_item(items[item], group.z, task); \
+    else \
+        open_place(args, group.y, group.z, task);
+// clang-format on
 
 #endif
 
@@ -2242,61 +2416,16 @@ inline void attend_with_formats(constant tqkv__attend_args &args, thread const a
 // attend: partial attention of stretches of the context; attend_merge makes one result of them. Threadgroups: x KV
 // heads, y blocks of query rows, z splits of the context.
 
-// codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a row]. D: of the keys, V: of the
-// values. NAME: D, or D_V where V differs
+// D: of the keys, V: of the values. NAME: D, or D_V where V differs
 // clang-format off
 #define ATTEND(NAME, D, V) \
-    kernel void tqkv_attend_d##NAME( \
-        constant tqkv__attend_args &call [[buffer(0)]], \
-        device const uchar *q [[buffer(1)]], \
-        device const uchar *key_codes [[buffer(2)]], \
-        device const float *key_norms [[buffer(3)]], \
-        device const uchar *value_codes [[buffer(4)]], \
-        device const float *value_norms [[buffer(5)]], \
-        device float *partial_out [[buffer(6)]], \
-        device float *partial_state [[buffer(7)]], \
-        device const float *key_center [[buffer(8)]], \
-        device const int *key_pages [[buffer(9)]], \
-        device const int *value_pages [[buffer(10)]], \
-        device const uint *tree [[buffer(11)]], \
-        constant tqkv__batch_item *items [[buffer(12)]], \
-        threadgroup float *tables [[threadgroup(0)]], \
-        threadgroup float *queries [[threadgroup(1)]], \
-        threadgroup float *weights [[threadgroup(2)]], \
-        threadgroup float *states [[threadgroup(3)]], \
-        uint3 group [[threadgroup_position_in_grid]], \
-        uint lane [[thread_index_in_simdgroup]], \
-        uint simdgroup [[simdgroup_index_in_threadgroup]], \
-        uint n_simdgroups [[simdgroups_per_threadgroup]]) \
+    kernel void tqkv_attend_d##NAME(threadgroup float *weights [[threadgroup(2)]], ATTEND_ARGUMENTS) \
     { \
-        uint item = batch ? item_of(items, group.z, false) : 0u; \
-        constant tqkv__attend_args &args = batch ? items[item].attend : call; \
-        if (batch && args.kv_len == 0) return; \
-        attend_task task; \
-        task.q = q; \
-        task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_slots, group.x); \
-        task.values = stream_of_head<V>(value_format, value_codes, value_norms, args.value_slots, group.x); \
-        task.partial_out = partial_out; \
-        task.partial_state = partial_state; \
-        task.center = key_center; \
-        task.pages.keys = key_pages; \
-        task.pages.values = value_pages; \
-        task.tree = tree; \
-        task.tables = tables; \
-        task.queries = queries; \
+        ATTEND_TASK(D, V) \
         task.sums = queries + (args.sections_each == 0 ? 0 : TQKV__QUERY_FLOATS(D) * int(columns)); \
         task.weights = weights; \
-        task.kept = states; \
         task.states = states + 4 * TQKV__MAX_COLUMNS(V); \
-        task.kv_head = group.x; \
-        task.lane = lane; \
-        task.simdgroup = simdgroup; \
-        task.n_simdgroups = n_simdgroups; \
-        if (batch) \
-            open_item(items[item], group.z, task); \
-        else \
-            open_place(args, group.y, group.z, task); \
-        attend_with_formats<D, V>(args, task); \
+        TQKV_LONG_CALL(attend<D, V>(args, task)); \
     }
 // clang-format on
 
@@ -2538,6 +2667,270 @@ inline left_part left_of_rows(uint format, thread const raw_codes<W, N> &a, thre
 
 #endif
 
+// ---- shaders/matrix_columns.h ----
+
+// The columns of attend_matrix: what a lane and a threadgroup keep of them, and how the sums of the simdgroups become one at
+// the end of a stretch.
+//
+// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns.
+#ifndef TQKV_MATRIX_COLUMNS_H
+#define TQKV_MATRIX_COLUMNS_H
+
+// Values of a row that lie between two changes of the factor of its codes, for any format of this width.
+#define MATRIX_BLOCK(D, W)     ((W) == 8 ? TQKV__NORM_BLOCK(TQKV__GRID, D) : (D))
+#define MATRIX_POWER_OF_TWO(n) ((n) & -(n)) // the largest that divides n
+#define MATRIX_VALUES(n, W)    (MATRIX_POWER_OF_TWO(n) < 128 / (W) ? MATRIX_POWER_OF_TWO(n) : 128 / (W))
+// A row of keys: chunks of 4*N values. Lanes with the elements of column 2t of a left factor have values t*N .. of each.
+#define MATRIX_KEY_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 4, W)
+// A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each.
+#define MATRIX_OUT_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 8, W)
+
+// What a lane keeps of the columns of its elements.
+template <int D, int F>
+struct matrix_state {
+    int newest[F][2];    // position that the column's query sees; negative: none
+    float factor[F][2];  // of products of keys and the query: then they are scores in powers of two
+    float shift[F][2];   // as in attend.h
+    float maximum[F][2]; // as in attend.h
+    float sum[F][2];     // of the weights of the lane's rows
+    sum_matrix out[D / 8][F];
+};
+
+// Threadgroup memory of columns.
+struct column_memory {
+    threadgroup float *kept;             // [2][columns][2]: maximum and sum of the section so far, and of all before it
+    threadgroup float *shifts, *factors; // [columns]
+    threadgroup float *totals;           // [columns][2]: maximum and sum
+    threadgroup uint *rows;              // [columns]: row in a partial result
+    threadgroup float *parts;            // [columns][4]: what the sums of the simdgroups are multiplied by,
+    threadgroup float *shares;           // [columns][4]: and those of the section so far, of the stretch, of the
+                                         // earlier sections and of the section
+};
+
+template <int F>
+inline column_memory column_memory_of(threadgroup float *numbers)
+{
+    const int C = 8 * F;
+    column_memory memory;
+    memory.kept = numbers;
+    memory.shifts = memory.kept + 4 * C;
+    memory.factors = memory.shifts + C;
+    memory.totals = memory.factors + C;
+    threadgroup float *rows = memory.totals + 2 * C;
+    memory.rows = (threadgroup uint *)rows;
+    memory.parts = rows + C;
+    memory.shares = memory.parts + 4 * C;
+    return memory;
+}
+
+// ---- The simdgroups' results as one ----
+
+// Where the sums of a stretch's columns go.
+struct column_end {
+    uint used;                    // columns
+    ulong section;                // distance of the section's partial result from the first
+    bool copy;                    // the section begins
+    bool to_total, copy_to_total; // it ends, and is added or copied to the first
+};
+
+// Adds maximum and sum of a column to those of the kept ones, [2]. The two factors of the columns' sums go to `factors`.
+inline void add_column(bool copy, threadgroup float *kept, threadgroup float *total, threadgroup float *factors)
+{
+    shares both = shares_of(copy ? -INFINITY : kept[0], total[0]);
+    float sum = fma(both.added, total[1], copy ? 0.0f : both.kept * kept[1]);
+    factors[0] = both.kept;
+    factors[1] = both.added;
+    total[0] = kept[0] = both.largest;
+    total[1] = kept[1] = sum;
+}
+
+// Maxima and sums of the simdgroup's columns.
+template <int D, int F>
+inline void store_states(thread const attend_task &task, thread const matrix_state<D, F> &state)
+{
+    threadgroup float *own = task.states + task.simdgroup * uint(16 * F);
+    float sum[F][2];
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) sum[f][i] = sum_of_column(state.sum[f][i]);
+    }
+    if (TQKV__MATRIX_ROW(task.lane) != 0) return;
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
+            own[c * 2u] = state.maximum[f][i] == NOTHING_SEEN ? -INFINITY : state.maximum[f][i];
+            own[c * 2u + 1u] = sum[f][i];
+        }
+    }
+}
+
+// Maximum and sum of a column, and all factors of its sums.
+template <int F>
+inline void combine_states(thread const attend_task &task, uint c, column_memory memory, column_end how)
+{
+    const uint C = uint(8 * F);
+    threadgroup const float *states = task.states + c * 2u;
+    threadgroup float *total = memory.totals + c * 2u, *factors = memory.shares + c * 4u;
+    float largest = -INFINITY, sum = 0.0f;
+    for (uint s = 0; s < task.n_simdgroups; s++) largest = max(largest, states[s * C * 2u]);
+    for (uint s = 0; s < task.n_simdgroups; s++) {
+        float share = share_of(states[s * C * 2u], largest);
+        sum = fma(share, states[s * C * 2u + 1u], sum);
+        memory.parts[c * 4u + s] = share;
+    }
+    total[0] = largest;
+    total[1] = sum;
+    add_column(how.copy, memory.kept + c * 2u, total, factors);
+    if (how.to_total) add_column(how.copy_to_total, memory.kept + (C + c) * 2u, total, factors + 2);
+}
+
+// Columns of a pass, one of two neighbours of each lane, are in the memory of the sums: [simdgroup][column][D + 4]. Lanes
+// that store together use different banks.
+#define MATRIX_SUM_COLUMNS 4
+
+// Stores the simdgroup's sums of element i of matrix f.
+template <int D, int F>
+inline void store_sums(thread const attend_task &task, int f, int i, thread const matrix_state<D, F> &state)
+{
+    const int N = BY_CODE_WIDTH(value_format, MATRIX_OUT_VALUES, D);
+    uint k = task.simdgroup * uint(MATRIX_SUM_COLUMNS) + TQKV__MATRIX_COLUMN(task.lane) / 2u;
+    threadgroup float *row = task.sums + k * uint(D + 4) + TQKV__MATRIX_ROW(task.lane) * uint(N);
+    TQKV_UNROLL
+    for (int b = 0; b < D / 8; b += 4) {
+        float4 four;
+        four.x = state.out[b][f].elements[i];
+        four.y = state.out[b + 1][f].elements[i];
+        four.z = state.out[b + 2][f].elements[i];
+        four.w = state.out[b + 3][f].elements[i];
+        *(threadgroup float4 *)(row + b / N * 8 * N + b % N) = four;
+    }
+}
+
+inline void store_four(thread const float *x, device float *to)
+{
+    device packed_float4 *four = (device packed_float4 *)to;
+    four->x = x[0];
+    four->y = x[1];
+    four->z = x[2];
+    four->w = x[3];
+}
+
+// x = factor * x + other * y
+inline void add_four(float factor, thread float *x, float other, thread const float *y)
+{
+    TQKV_UNROLL
+    for (int i = 0; i < 4; i++) x[i] = fma(other, y[i], factor * x[i]);
+}
+
+// Four neighbouring values of a column.
+struct four_sums {
+    uint column;
+    bool used;
+    threadgroup const float *from; // of the first simdgroup
+    device float *to;              // in the first partial result
+    float kept[4];                 // of the section so far
+};
+
+// Number `at` of a pass.
+inline void open_four(thread const attend_task &task, uint D, uint first, uint at, column_memory memory, column_end how,
+                      thread four_sums &own)
+{
+    uint k = at / (D / 4u), value = at % (D / 4u) * 4u;
+    own.column = first + k * 2u;
+    own.used = at < D && own.column < how.used;
+    own.from = task.sums + k * (D + 4u) + value;
+    own.to = task.partial_out + (row_offset(memory.rows[own.used ? own.column : 0u], D) + ulong(value));
+    TQKV_UNROLL
+    for (int i = 0; i < 4; i++) own.kept[i] = 0.0f;
+    if (own.used && !how.copy) load_floats<4>(own.to + how.section, own.kept);
+}
+
+// Adds them up, simdgroup after simdgroup: a fixed order.
+inline void combine_four(thread const attend_task &task, uint D, column_memory memory, column_end how,
+                         thread four_sums &own)
+{
+    float4 parts = *(threadgroup const float4 *)(memory.parts + own.column * 4u);
+    float4 shares = *(threadgroup const float4 *)(memory.shares + own.column * 4u);
+    threadgroup const float *from = own.from;
+    float sum[4], total[4];
+    TQKV_UNROLL
+    for (int i = 0; i < 4; i++) sum[i] = total[i] = 0.0f;
+    TQKV_UNROLL
+    for (int s = 0; s < TQKV__MATRIX_SIMDGROUPS; s++) {
+        if (uint(s) >= task.n_simdgroups) continue;
+        float4 four = *(threadgroup const float4 *)(from + uint(s * MATRIX_SUM_COLUMNS) * (D + 4u));
+        float part = s == 0 ? parts.x : s == 1 ? parts.y : s == 2 ? parts.z : parts.w;
+        sum[0] = fma(part, four.x, sum[0]);
+        sum[1] = fma(part, four.y, sum[1]);
+        sum[2] = fma(part, four.z, sum[2]);
+        sum[3] = fma(part, four.w, sum[3]);
+    }
+    add_four(shares.x, own.kept, shares.y, sum);
+    store_four(own.kept, own.to + how.section);
+    if (!how.to_total) return;
+    if (!how.copy_to_total) load_floats<4>(own.to, total);
+    add_four(shares.z, total, shares.w, own.kept);
+    store_four(total, own.to);
+}
+
+// Adds the sums of element i of matrix f up, four values of a column a thread.
+template <int D, int F>
+inline void combine_sums(thread const attend_task &task, int f, int i, column_memory memory, column_end how,
+                         thread const matrix_state<D, F> &state)
+{
+    uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, first = uint(f * 8 + i);
+    four_sums own;
+    open_four(task, uint(D), first, thread_index, memory, how, own); // its loads are under way before the barrier
+    store_sums<D, F>(task, f, i, state);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint at = thread_index; at < uint(D); at += n_threads) {
+        if (at != thread_index) open_four(task, uint(D), first, at, memory, how, own);
+        if (own.used) combine_four(task, uint(D), memory, how, own);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// As keep_stretch of attend.h.
+template <int D, int F>
+inline uint keep_columns(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
+                         uint stretch, column_memory memory, thread matrix_state<D, F> &state)
+{
+    uint rows = uint(args.n_queries) * uint(args.group), partial = partial_of_section(args, task.split);
+    column_end how;
+    how.used = min(uint(columns), rows - task.first_column);
+    how.section = row_offset(partial, rows * uint(args.n_kv_heads)) * ulong(D);
+    how.copy = begins_section(own, stretch);
+    how.to_total = ends_section(args, own, stretch);
+    how.copy_to_total = in_first_section(own, stretch);
+    store_states<D, F>(task, state);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, task.lane, memory, how);
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) combine_sums<D, F>(task, f, i, memory, how, state);
+    }
+    return how.to_total ? 0u : partial;
+}
+
+// Maxima, sums and the scores of the centre, for attend_merge.
+inline void store_columns(constant tqkv__attend_args &args, thread const attend_task &task, uint partial,
+                          column_memory memory)
+{
+    uint c = task.lane;
+    if (task.simdgroup != 0 || c >= columns || task.first_column + c >= uint(args.n_queries) * uint(args.group)) return;
+    query_row row = row_of_column(args, task.first_column + c);
+    ulong to = partial_row(args, task, partial + 1u, row) * 2u;
+    task.partial_state[to] = memory.totals[c * 2u];
+    task.partial_state[to + 1u] = memory.totals[c * 2u + 1u];
+    if (key_centered && task.split == 0) task.partial_state[partial_row(args, task, 0u, row) * 2u] = memory.shifts[c];
+}
+
+#endif
+
 // ---- shaders/attend_matrix.h ----
 
 // Attention as attend.h, by products of 8x8 matrices: for groups of query heads that fill their columns. A product has a
@@ -2551,19 +2944,10 @@ inline left_part left_of_rows(uint format, thread const raw_codes<W, N> &a, thre
 // The values of a key may come in any order if those of the queries do, and so may the rows of O^T. So a lane takes
 // neighbouring codes of a row, and loads up to 16 bytes at a time.
 //
-// Letters: D head_dim, W code width of a stored value, KW and VW these of keys and values, F matrices side by side that
-// hold the columns, N values that a lane loads at a time.
+// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, N values that a lane
+// loads at a time.
 #ifndef TQKV_ATTEND_MATRIX_H
 #define TQKV_ATTEND_MATRIX_H
-
-// Values of a row that lie between two changes of the factor of its codes, for any format of this width.
-#define MATRIX_BLOCK(D, W)     ((W) == 8 ? TQKV__NORM_BLOCK(TQKV__GRID, D) : (D))
-#define MATRIX_POWER_OF_TWO(n) ((n) & -(n)) // the largest that divides n
-#define MATRIX_VALUES(n, W)    (MATRIX_POWER_OF_TWO(n) < 128 / (W) ? MATRIX_POWER_OF_TWO(n) : 128 / (W))
-// A row of keys: chunks of 4*N values. Lanes with the elements of column 2t of a left factor have values t*N .. of each.
-#define MATRIX_KEY_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 4, W)
-// A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each.
-#define MATRIX_OUT_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 8, W)
 
 // Matrices whose queries are loaded at a time.
 #define MATRIX_PASS 2
@@ -2571,17 +2955,6 @@ inline left_part left_of_rows(uint format, thread const raw_codes<W, N> &a, thre
 // Row of a tile that is row or column k of matrix p. Lanes with column 2t of a left factor load the codes of row t for
 // one element and of row t + 4 for the other: those of one load lie together.
 inline uint tile_row(int p, uint k) { return uint(p) * 8u + k / 2u + k % 2u * 4u; }
-
-// What a lane keeps of the columns of its elements.
-template <int D, int F>
-struct matrix_state {
-    int newest[F][2];    // position that the column's query sees; negative: none
-    float factor[F][2];  // of products of keys and the query: then they are scores in powers of two
-    float shift[F][2];   // as in attend.h
-    float maximum[F][2]; // as in attend.h
-    float sum[F][2];     // of the weights of the lane's rows
-    sum_matrix out[D / 8][F];
-};
 
 // Norms of the lane's rows of a tile, where a row has one. They are loaded long before they are used: nothing is computed
 // from them before that.
@@ -2626,7 +2999,7 @@ inline float scale_of_norm(uint format, float norm, float block_scale)
     return has_norms(format) && one_norm<D>(format) ? code_scale<D>(format, norm, block_scale) : 1.0f;
 }
 
-// Those of the tile at slot `base`, which the walk holds if there are few columns. Then it loads those at `next_base`.
+// The norms of the tile at slot `base`. With few columns the walk holds them, and loads those of the tile at `next_base`.
 template <int D, int F>
 inline void next_tile_norms(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
                             tile_memory next_base, thread tile_norms &held, thread tile_norms &norms)
@@ -2641,33 +3014,6 @@ inline void next_tile_norms(constant tqkv__attend_args &args, thread const atten
         norms.values[p] = held.values[p];
     }
     load_tile_norms<D>(args, task, next_base, held);
-}
-
-// Threadgroup memory of columns.
-struct column_memory {
-    threadgroup float *kept;             // [2][columns][2]: maximum and sum of the section so far, and of all before it
-    threadgroup float *shifts, *factors; // [columns]
-    threadgroup float *totals;           // [columns][2]: maximum and sum
-    threadgroup uint *rows;              // [columns]: row in a partial result
-    threadgroup float *parts;            // [columns][4]: what the sums of the simdgroups are multiplied by,
-    threadgroup float *shares;           // [columns][4]: and those of the section so far, of the stretch, of the
-                                         // earlier sections and of the section
-};
-
-template <int F>
-inline column_memory column_memory_of(threadgroup float *numbers)
-{
-    const int C = 8 * F;
-    column_memory memory;
-    memory.kept = numbers;
-    memory.shifts = memory.kept + 4 * C;
-    memory.factors = memory.shifts + C;
-    memory.totals = memory.factors + C;
-    threadgroup float *rows = memory.totals + 2 * C;
-    memory.rows = (threadgroup uint *)rows;
-    memory.parts = rows + C;
-    memory.shares = memory.parts + 4 * C;
-    return memory;
 }
 
 // ---- Queries ----
@@ -2698,6 +3044,7 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
         float shift = key_centered ? score_of_center<D>(args, task, x) : 0.0f;
         if (rotate_queries) rotate_row<D>(x, task.lane);
         float size = size_of_row<D>(x), inverse = 1.0f / size; // powers of two: both products are exact
+        TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
             task.weights[(c - first) * uint(D) + task.lane * uint(TQKV_LANE_VALUES(D)) + uint(i)] = x[i] * inverse;
         if (task.lane != 0) continue;
@@ -2708,10 +3055,10 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
 }
 
 // Number of the value of a query at row k of right factor s.
-template <int D, int W>
+template <int D>
 inline uint query_value(uint s, uint k)
 {
-    const uint N = MATRIX_KEY_VALUES(D, W);
+    const uint N = uint(BY_CODE_WIDTH(key_format, MATRIX_KEY_VALUES, D));
     return s / (N / 2u) * (4u * N) + k / 2u * N + s % (N / 2u) * 2u + k % 2u;
 }
 
@@ -2723,7 +3070,7 @@ inline threadgroup right_pair *query_at(thread const attend_task &task, uint num
 
 // The rows of a pass as pairs of right factors: [F][D / 16][32 lanes]. A column that is not used repeats the last one. A
 // barrier must precede it, and follow.
-template <int D, int W, int F>
+template <int D, int F>
 inline void arrange_queries(thread const attend_task &task, uint first)
 {
     uint begin = first / 8u, end = min(begin + uint(MATRIX_PASS), uint(F)), n = uint(D / 16);
@@ -2732,7 +3079,7 @@ inline void arrange_queries(thread const attend_task &task, uint first)
         TQKV_UNROLL
         for (int i = 0; i < 4; i++) {
             uint c = min(number / n * 8u + TQKV_RIGHT_COLUMN(task.lane, i % 2), columns - 1u), s = number % n * 2u;
-            uint value = query_value<D, W>(s + uint(i / 2), TQKV_RIGHT_ROW(task.lane, i % 2));
+            uint value = query_value<D>(s + uint(i / 2), TQKV_RIGHT_ROW(task.lane, i % 2));
             x[i] = task.weights[(c - first) * uint(D) + value];
         }
         *query_at(task, number) = right_of(x[0], x[1], x[2], x[3], false);
@@ -2740,14 +3087,14 @@ inline void arrange_queries(thread const attend_task &task, uint first)
 }
 
 // A barrier must precede and follow it.
-template <int D, int W, int F>
+template <int D, int F>
 inline void load_matrix_queries(constant tqkv__attend_args &args, thread const attend_task &task, column_memory memory)
 {
     for (uint first = 0; first < columns; first += uint(8 * MATRIX_PASS)) {
         if (first != 0) threadgroup_barrier(mem_flags::mem_threadgroup);
         load_query_rows<D>(args, task, first, memory);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        arrange_queries<D, W, F>(task, first);
+        arrange_queries<D, F>(task, first);
     }
 }
 
@@ -2872,22 +3219,56 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
     }
 }
 
+// As any_keys of attend.h.
+template <int D, int F>
+struct any_key_batch {
+    key_batch<D, 4, F> of_4;
+    key_batch<D, 8, F> of_8;
+    key_batch<D, 16, F> of_16;
+};
+
+template <int D, int W, int F>
+inline void load_first_batch(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                             thread key_batch<D, W, F> &keys)
+{
+    TQKV_UNROLL
+    for (int b = 0; b < MATRIX_KEY_BATCH(D, W, F); b++) load_key_chunk<D, W>(args, task, base, uint(b), keys.chunks[b]);
+}
+
+template <int D, int F>
+inline void open_key_batch(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                           thread any_key_batch<D, F> &keys)
+{
+    if (code_width(key_format) == 4) load_first_batch<D, 4, F>(args, task, base, keys.of_4);
+    if (code_width(key_format) == 8) load_first_batch<D, 8, F>(args, task, base, keys.of_8);
+    if (code_width(key_format) == 16) load_first_batch<D, 16, F>(args, task, base, keys.of_16);
+}
+
+template <int D, int F>
+inline void score_any_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                                  uint next_base, thread const value_book &book, thread any_key_batch<D, F> &keys,
+                                  thread sum_matrix (&score)[4][F])
+{
+    if (code_width(key_format) == 4) score_matrix_tile<D, 4, F>(args, task, base, next_base, book, keys.of_4, score);
+    if (code_width(key_format) == 8) score_matrix_tile<D, 8, F>(args, task, base, next_base, book, keys.of_8, score);
+    if (code_width(key_format) == 16) score_matrix_tile<D, 16, F>(args, task, base, next_base, book, keys.of_16, score);
+}
+
 // ---- Softmax of one tile ----
 
 // What a simdgroup carries from tile to tile.
-template <int D, int KW, int F>
+template <int D, int F>
 struct matrix_walk {
-    uint tile;                     // its next one
-    uint gap_begin, after_gap;     // from gap_begin on it goes on with tile after_gap
-    tile_memory base;              // of that tile
+    tile_steps steps;
+    tile_memory base;              // of the next tile
     int least_newest, most_newest; // of the columns
-    key_batch<D, KW, F> keys;      // of that tile
+    any_key_batch<D, F> keys;      // of that tile
     tile_norms norms;              // likewise, with few columns
 };
 
 // Whether all columns of the threadgroup see all slots of a tile, and no slot belongs to another tile.
-template <int D, int KW, int F>
-inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread const matrix_walk<D, KW, F> &walk)
+template <int D, int F>
+inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread const matrix_walk<D, F> &walk)
 {
     uint slot = first_slot_of_tile(args, tile);
     int first = position_of_slot(args, slot), last = position_of_slot(args, slot + 31u);
@@ -2912,10 +3293,11 @@ inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task
         for (int f = 0; f < F; f++) {
             TQKV_UNROLL
             for (int i = 0; i < 2; i++) {
+                float own = score[p][f].elements[i];
+                own = finite ? own : as_type<float>(0x7fc00000u);
                 int newest = state.newest[f][i];
                 bool seen = position <= newest && (args.window == 0 || position > newest - args.window);
                 if (has_tree) seen = seen && tree_shows(args, task.tree, newest, position);
-                float own = finite ? score[p][f].elements[i] : as_type<float>(0x7fc00000u);
                 score[p][f].elements[i] = seen ? own : -INFINITY;
             }
         }
@@ -3125,216 +3507,49 @@ inline void add_matrix_values(constant tqkv__attend_args &args, thread const att
         for (int h = 0; h < 2; h++) {
             if (W == 16 && !whole) clear_not_finite<W, N>(values[h].raw);
             multiply_values<D, W, F>(j, values[h], book, right[h], state);
-            if (j + 1 < chunks) load_value_chunk<D, W>(args, task, base, uint(j + 1), uint(h), values[h]);
+            if (TQKV_PLAIN_LOADS || j + 1 < chunks)
+                load_value_chunk<D, W>(args, task, base, uint((j + 1) % chunks), uint(h), values[h]);
         }
     }
 }
 
-// ---- The simdgroups' results as one ----
-
-// How a stretch's sums go into the partial results.
-struct stretch_end {
-    uint used;                    // columns
-    ulong section;                // distance of the section's partial result from the first
-    bool copy;                    // the section begins
-    bool to_total, copy_to_total; // it ends, and is added to the first
+// As any_keys of attend.h: the first chunk of a tile.
+template <int D>
+struct any_value_chunks {
+    value_chunk<D, 4> of_4[2];
+    value_chunk<D, 8> of_8[2];
+    value_chunk<D, 16> of_16[2];
 };
 
-// Adds maximum and sum of a column to those of the kept ones, [2]. The two factors of the columns' sums go to `factors`.
-inline void add_column(bool copy, threadgroup float *kept, threadgroup float *total, threadgroup float *factors)
+template <int D, int W>
+inline void load_first_chunks(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                              thread value_chunk<D, W> (&values)[2])
 {
-    shares both = shares_of(copy ? -INFINITY : kept[0], total[0]);
-    float sum = fma(both.added, total[1], copy ? 0.0f : both.kept * kept[1]);
-    factors[0] = both.kept;
-    factors[1] = both.added;
-    total[0] = kept[0] = both.largest;
-    total[1] = kept[1] = sum;
+    TQKV_UNROLL
+    for (int h = 0; h < 2; h++) load_value_chunk<D, W>(args, task, base, 0u, uint(h), values[h]);
 }
 
-// Maxima and sums of the simdgroup's columns.
+template <int D>
+inline void open_value_chunks(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                              thread any_value_chunks<D> &values)
+{
+    if (code_width(value_format) == 4) load_first_chunks<D, 4>(args, task, base, values.of_4);
+    if (code_width(value_format) == 8) load_first_chunks<D, 8>(args, task, base, values.of_8);
+    if (code_width(value_format) == 16) load_first_chunks<D, 16>(args, task, base, values.of_16);
+}
+
 template <int D, int F>
-inline void store_states(thread const attend_task &task, thread const matrix_state<D, F> &state)
+inline void add_any_matrix_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                                  bool whole, thread const tile_norms &norms, thread const value_book &book,
+                                  thread any_value_chunks<D> &values, thread sum_matrix (&weight)[4][F],
+                                  thread matrix_state<D, F> &state)
 {
-    threadgroup float *own = task.states + task.simdgroup * uint(16 * F);
-    float sum[F][2];
-    TQKV_UNROLL
-    for (int f = 0; f < F; f++) {
-        TQKV_UNROLL
-        for (int i = 0; i < 2; i++) sum[f][i] = sum_of_column(state.sum[f][i]);
-    }
-    if (TQKV__MATRIX_ROW(task.lane) != 0) return;
-    TQKV_UNROLL
-    for (int f = 0; f < F; f++) {
-        TQKV_UNROLL
-        for (int i = 0; i < 2; i++) {
-            uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
-            own[c * 2u] = state.maximum[f][i] == NOTHING_SEEN ? -INFINITY : state.maximum[f][i];
-            own[c * 2u + 1u] = sum[f][i];
-        }
-    }
-}
-
-// Maximum and sum of a column, and all factors of its sums.
-template <int F>
-inline void combine_states(thread const attend_task &task, uint c, column_memory memory, stretch_end how)
-{
-    const uint C = uint(8 * F);
-    threadgroup const float *states = task.states + c * 2u;
-    threadgroup float *total = memory.totals + c * 2u, *factors = memory.shares + c * 4u;
-    float largest = -INFINITY, sum = 0.0f;
-    for (uint s = 0; s < task.n_simdgroups; s++) largest = max(largest, states[s * C * 2u]);
-    for (uint s = 0; s < task.n_simdgroups; s++) {
-        float share = share_of(states[s * C * 2u], largest);
-        sum = fma(share, states[s * C * 2u + 1u], sum);
-        memory.parts[c * 4u + s] = share;
-    }
-    total[0] = largest;
-    total[1] = sum;
-    add_column(how.copy, memory.kept + c * 2u, total, factors);
-    if (how.to_total) add_column(how.copy_to_total, memory.kept + (C + c) * 2u, total, factors + 2);
-}
-
-// Columns of a pass, one of two neighbours of each lane, are in the memory of the sums: [simdgroup][column][D + 4]. Lanes
-// that store together use different banks.
-#define MATRIX_SUM_COLUMNS 4
-
-// Stores the simdgroup's sums of element i of matrix f.
-template <int D, int VW, int F>
-inline void store_sums(thread const attend_task &task, int f, int i, thread const matrix_state<D, F> &state)
-{
-    const int N = MATRIX_OUT_VALUES(D, VW);
-    uint k = task.simdgroup * uint(MATRIX_SUM_COLUMNS) + TQKV__MATRIX_COLUMN(task.lane) / 2u;
-    threadgroup float *row = task.sums + k * uint(D + 4) + TQKV__MATRIX_ROW(task.lane) * uint(N);
-    TQKV_UNROLL
-    for (int b = 0; b < D / 8; b += 4) {
-        float4 four;
-        four.x = state.out[b][f].elements[i];
-        four.y = state.out[b + 1][f].elements[i];
-        four.z = state.out[b + 2][f].elements[i];
-        four.w = state.out[b + 3][f].elements[i];
-        *(threadgroup float4 *)(row + b / N * 8 * N + b % N) = four;
-    }
-}
-
-inline void store_four(thread const float *x, device float *to)
-{
-    device packed_float4 *four = (device packed_float4 *)to;
-    four->x = x[0];
-    four->y = x[1];
-    four->z = x[2];
-    four->w = x[3];
-}
-
-// x = factor * x + other * y
-inline void add_four(float factor, thread float *x, float other, thread const float *y)
-{
-    TQKV_UNROLL
-    for (int i = 0; i < 4; i++) x[i] = fma(other, y[i], factor * x[i]);
-}
-
-// Four neighbouring values of a column.
-struct four_sums {
-    uint column;
-    bool used;
-    threadgroup const float *from; // of the first simdgroup
-    device float *to;              // in the first partial result
-    float kept[4];                 // of the section so far
-};
-
-// Number `at` of a pass.
-inline void open_four(thread const attend_task &task, uint D, uint first, uint at, column_memory memory,
-                      stretch_end how, thread four_sums &own)
-{
-    uint k = at / (D / 4u), value = at % (D / 4u) * 4u;
-    own.column = first + k * 2u;
-    own.used = at < D && own.column < how.used;
-    own.from = task.sums + k * (D + 4u) + value;
-    own.to = task.partial_out + (row_offset(memory.rows[own.used ? own.column : 0u], D) + ulong(value));
-    TQKV_UNROLL
-    for (int i = 0; i < 4; i++) own.kept[i] = 0.0f;
-    if (own.used && !how.copy) load_floats<4>(own.to + how.section, own.kept);
-}
-
-// Adds them up, simdgroup after simdgroup: a fixed order.
-inline void combine_four(thread const attend_task &task, uint D, column_memory memory, stretch_end how,
-                         thread four_sums &own)
-{
-    float4 parts = *(threadgroup const float4 *)(memory.parts + own.column * 4u);
-    float4 shares = *(threadgroup const float4 *)(memory.shares + own.column * 4u);
-    threadgroup const float *from = own.from;
-    float sum[4], total[4];
-    TQKV_UNROLL
-    for (int i = 0; i < 4; i++) sum[i] = total[i] = 0.0f;
-    TQKV_UNROLL
-    for (int s = 0; s < TQKV__MATRIX_SIMDGROUPS; s++) {
-        if (uint(s) >= task.n_simdgroups) continue;
-        float4 four = *(threadgroup const float4 *)(from + uint(s * MATRIX_SUM_COLUMNS) * (D + 4u));
-        float part = s == 0 ? parts.x : s == 1 ? parts.y : s == 2 ? parts.z : parts.w;
-        sum[0] = fma(part, four.x, sum[0]);
-        sum[1] = fma(part, four.y, sum[1]);
-        sum[2] = fma(part, four.z, sum[2]);
-        sum[3] = fma(part, four.w, sum[3]);
-    }
-    add_four(shares.x, own.kept, shares.y, sum);
-    store_four(own.kept, own.to + how.section);
-    if (!how.to_total) return;
-    if (!how.copy_to_total) load_floats<4>(own.to, total);
-    add_four(shares.z, total, shares.w, own.kept);
-    store_four(total, own.to);
-}
-
-// Adds the sums of element i of matrix f up, four values of a column a thread.
-template <int D, int VW, int F>
-inline void combine_sums(thread const attend_task &task, int f, int i, column_memory memory, stretch_end how,
-                         thread const matrix_state<D, F> &state)
-{
-    uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, first = uint(f * 8 + i);
-    four_sums own;
-    open_four(task, uint(D), first, thread_index, memory, how, own); // its loads are under way before the barrier
-    store_sums<D, VW, F>(task, f, i, state);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint at = thread_index; at < uint(D); at += n_threads) {
-        if (at != thread_index) open_four(task, uint(D), first, at, memory, how, own);
-        if (own.used) combine_four(task, uint(D), memory, how, own);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-}
-
-// As keep_stretch of attend.h.
-template <int D, int VW, int F>
-inline uint keep_matrix_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
-                                uint stretch, column_memory memory, thread matrix_state<D, F> &state)
-{
-    bool several = args.sections_each > 1, last = stretch + 1u == own.end || (stretch + 1u) % TQKV__SECTION == 0;
-    uint rows = uint(args.n_queries) * uint(args.group), partial = several ? 1u : task.split;
-    stretch_end how;
-    how.used = min(uint(columns), rows - task.first_column);
-    how.section = row_offset(partial, rows * uint(args.n_kv_heads)) * ulong(D);
-    how.copy = stretch == own.begin || stretch % TQKV__SECTION == 0;
-    how.to_total = several && last;
-    how.copy_to_total = stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
-    store_states<D, F>(task, state);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, task.lane, memory, how);
-    TQKV_UNROLL
-    for (int f = 0; f < F; f++) {
-        TQKV_UNROLL
-        for (int i = 0; i < 2; i++) combine_sums<D, VW, F>(task, f, i, memory, how, state);
-    }
-    return how.to_total ? 0u : partial;
-}
-
-// Maxima, sums and the scores of the centre, for attend_merge.
-inline void store_columns(constant tqkv__attend_args &args, thread const attend_task &task, uint partial,
-                          column_memory memory)
-{
-    uint c = task.lane;
-    if (task.simdgroup != 0 || c >= columns || task.first_column + c >= uint(args.n_queries) * uint(args.group)) return;
-    query_row row = row_of_column(args, task.first_column + c);
-    ulong to = partial_row(args, task, partial + 1u, row) * 2u;
-    task.partial_state[to] = memory.totals[c * 2u];
-    task.partial_state[to + 1u] = memory.totals[c * 2u + 1u];
-    if (key_centered && task.split == 0) task.partial_state[partial_row(args, task, 0u, row) * 2u] = memory.shifts[c];
+    if (code_width(value_format) == 4)
+        add_matrix_values<D, 4, F>(args, task, base, whole, norms, book, values.of_4, weight, state);
+    if (code_width(value_format) == 8)
+        add_matrix_values<D, 8, F>(args, task, base, whole, norms, book, values.of_8, weight, state);
+    if (code_width(value_format) == 16)
+        add_matrix_values<D, 16, F>(args, task, base, whole, norms, book, values.of_16, weight, state);
 }
 
 // ---- The kernel ----
@@ -3371,30 +3586,29 @@ inline void clear_matrices(thread matrix_state<D, F> &state)
 }
 
 // The simdgroup's tiles before tile `end`.
-template <int D, int KW, int VW, int F>
+template <int D, int F>
 inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const attend_task &task, uint end,
                              thread const value_book &key_book, thread const value_book &out_book,
-                             thread matrix_walk<D, KW, F> &walk, thread matrix_state<D, F> &state)
+                             thread matrix_walk<D, F> &walk, thread matrix_state<D, F> &state)
 {
-    while (walk.tile < end) {
-        uint tile = walk.tile;
+    while (walk.steps.tile < end) {
+        uint tile = walk.steps.tile;
         tile_memory base = walk.base;
-        walk.tile = step_over(tile + task.n_simdgroups, walk.gap_begin, walk.after_gap);
-        walk.base = find_tile(args, task.pages, walk.tile);
-        bool whole = sees_whole_tile<D, KW, F>(args, tile, walk);
+        next_tile(walk.steps, task.n_simdgroups);
+        walk.base = find_tile(args, task.pages, walk.steps.tile);
+        bool whole = sees_whole_tile<D, F>(args, tile, walk);
         tile_norms norms;
         next_tile_norms<D, F>(args, task, base, walk.base, walk.norms, norms);
-        value_chunk<D, VW> values[2];
-        TQKV_UNROLL
-        for (int h = 0; h < 2; h++) load_value_chunk<D, VW>(args, task, base.values, 0u, uint(h), values[h]);
+        any_value_chunks<D> values;
+        open_value_chunks<D>(args, task, base.values, values);
         sum_matrix score[4][F];
-        score_matrix_tile<D, KW, F>(args, task, base.keys, walk.base.keys, key_book, walk.keys, score);
+        score_any_matrix_tile<D, F>(args, task, base.keys, walk.base.keys, key_book, walk.keys, score);
         weigh_matrix_tile<D, F>(args, task, tile, whole, norms, score, state);
-        add_matrix_values<D, VW, F>(args, task, base.values, whole, norms, out_book, values, score, state);
+        add_any_matrix_values<D, F>(args, task, base.values, whole, norms, out_book, values, score, state);
     }
 }
 
-template <int D, int KW, int VW, int F>
+template <int D, int F>
 inline void attend_by_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
@@ -3404,21 +3618,16 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     tile_range seen = tiles_seen(args, task.first_column);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     matrix_state<D, F> state;
-    matrix_walk<D, KW, F> walk;
-    walk.gap_begin = seen.gap_begin;
-    walk.after_gap = own_tile(seen.gap_end, task.simdgroup, task.n_simdgroups);
-    walk.tile = own_tile(max(seen.begin, first_tile_of_stretch(args, own.begin)), task.simdgroup, task.n_simdgroups);
-    walk.tile = step_over(walk.tile, walk.gap_begin, walk.after_gap);
-    walk.base = find_tile(args, task.pages, walk.tile);
+    matrix_walk<D, F> walk;
+    walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
+    walk.base = find_tile(args, task.pages, walk.steps.tile);
     walk.least_newest = newest_seen(args, row_of_column(args, task.first_column).query);
     walk.most_newest = newest_seen(args, row_of_column(args, task.first_column + columns - 1u).query);
-    TQKV_UNROLL
-    for (int b = 0; b < MATRIX_KEY_BATCH(D, KW, F); b++)
-        load_key_chunk<D, KW>(args, task, walk.base.keys, uint(b), walk.keys.chunks[b]);
+    open_key_batch<D, F>(args, task, walk.base.keys, walk.keys);
     if (F <= 2) load_tile_norms<D>(args, task, walk.base, walk.norms);
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
-    load_matrix_queries<D, KW, F>(args, task, memory);
+    load_matrix_queries<D, F>(args, task, memory);
     threadgroup uchar *pairs = (threadgroup uchar *)(table_memory + 256 + max(1u << codebook_bits(value_format), 4u));
     value_book key_book = open_value_book(key_format, tables, pairs, task.lane);
     value_book out_book = open_value_book(value_format, tables + 256, pairs, task.lane);
@@ -3429,39 +3638,23 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
         clear_matrices<D, F>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_matrix_tiles<D, KW, VW, F>(args, task, end, key_book, out_book, walk, state);
-        partial = keep_matrix_stretch<D, VW, F>(args, task, own, stretch, memory, state);
+        add_matrix_tiles<D, F>(args, task, end, key_book, out_book, walk, state);
+        partial = keep_columns<D, F>(args, task, own, stretch, memory, state);
     }
     store_columns(args, task, partial, memory);
 }
 
-// The widths of keys and values, and how many columns there are, choose the code here and nowhere else.
-template <int D, int KW, int VW>
+// How many columns there are chooses the code here and nowhere else.
+template <int D>
 inline void attend_with_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     const int most = TQKV__MOST_MATRIX_COLUMNS(D) / 8;
-    if (columns <= 8)
-        attend_by_matrices<D, KW, VW, 1>(args, task);
-    else if (columns <= 16 && most >= 2)
-        attend_by_matrices < D, KW, VW, most<2 ? 1 : 2>(args, task);
+    if (most == 1 || columns <= 8)
+        attend_by_matrices<D, 1>(args, task);
+    else if (most == 2 || columns <= 16)
+        attend_by_matrices<D, 2>(args, task);
     else
-        attend_by_matrices<D, KW, VW, most>(args, task);
-}
-
-template <int D, int KW>
-inline void attend_matrix_with_keys(constant tqkv__attend_args &args, thread const attend_task &task)
-{
-    if (code_width(value_format) == 4) attend_with_matrices<D, KW, 4>(args, task);
-    if (code_width(value_format) == 8) attend_with_matrices<D, KW, 8>(args, task);
-    if (code_width(value_format) == 16) attend_with_matrices<D, KW, 16>(args, task);
-}
-
-template <int D>
-inline void attend_matrix_with_formats(constant tqkv__attend_args &args, thread const attend_task &task)
-{
-    if (code_width(key_format) == 4) attend_matrix_with_keys<D, 4>(args, task);
-    if (code_width(key_format) == 8) attend_matrix_with_keys<D, 8>(args, task);
-    if (code_width(key_format) == 16) attend_matrix_with_keys<D, 16>(args, task);
+        attend_by_matrices<D, most>(args, task);
 }
 
 #endif
@@ -3471,59 +3664,15 @@ inline void attend_matrix_with_formats(constant tqkv__attend_args &args, thread 
 // attend_matrix: what attend does, by products of matrices. Threadgroups: x KV heads, y blocks of query rows, z splits of
 // the context.
 
-// codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a row]
 // clang-format off
 #define ATTEND_MATRIX(D) \
-    kernel void tqkv_attend_matrix_d##D( \
-        constant tqkv__attend_args &call [[buffer(0)]], \
-        device const uchar *q [[buffer(1)]], \
-        device const uchar *key_codes [[buffer(2)]], \
-        device const float *key_norms [[buffer(3)]], \
-        device const uchar *value_codes [[buffer(4)]], \
-        device const float *value_norms [[buffer(5)]], \
-        device float *partial_out [[buffer(6)]], \
-        device float *partial_state [[buffer(7)]], \
-        device const float *key_center [[buffer(8)]], \
-        device const int *key_pages [[buffer(9)]], \
-        device const int *value_pages [[buffer(10)]], \
-        device const uint *tree [[buffer(11)]], \
-        constant tqkv__batch_item *items [[buffer(12)]], \
-        threadgroup float *tables [[threadgroup(0)]], \
-        threadgroup float *queries [[threadgroup(1)]], \
-        threadgroup float *states [[threadgroup(3)]], \
-        uint3 group [[threadgroup_position_in_grid]], \
-        uint lane [[thread_index_in_simdgroup]], \
-        uint simdgroup [[simdgroup_index_in_threadgroup]], \
-        uint n_simdgroups [[simdgroups_per_threadgroup]]) \
+    kernel void tqkv_attend_matrix_d##D(ATTEND_ARGUMENTS) \
     { \
-        uint item = batch ? item_of(items, group.z, false) : 0u; \
-        constant tqkv__attend_args &args = batch ? items[item].attend : call; \
-        if (batch && args.kv_len == 0) return; \
-        attend_task task; \
-        task.q = q; \
-        task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_slots, group.x); \
-        task.values = stream_of_head<D>(value_format, value_codes, value_norms, args.value_slots, group.x); \
-        task.partial_out = partial_out; \
-        task.partial_state = partial_state; \
-        task.center = key_center; \
-        task.pages.keys = key_pages; \
-        task.pages.values = value_pages; \
-        task.tree = tree; \
-        task.tables = tables; \
-        task.queries = queries; \
+        ATTEND_TASK(D, D) \
         task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
         task.sums = args.sections_each == 0 ? queries : task.weights; \
-        task.kept = states; \
         task.states = states + TQKV__MATRIX_KEPT_BYTES(TQKV__MATRICES(int(columns))) / 4; \
-        task.kv_head = group.x; \
-        task.lane = lane; \
-        task.simdgroup = simdgroup; \
-        task.n_simdgroups = n_simdgroups; \
-        if (batch) \
-            open_item(items[item], group.z, task); \
-        else \
-            open_place(args, group.y, group.z, task); \
-        attend_matrix_with_formats<D>(args, task); \
+        TQKV_LONG_CALL(attend_with_matrices<D>(args, task)); \
     }
 // clang-format on
 
@@ -3924,6 +4073,21 @@ DECODE(1024)
 // Encoding: a simdgroup takes 32/L rows at a time, with L lanes a row. The order of every rounded operation is that of
 // tqkv_encode, so codes and norms are the same bytes. A "part" below is the values that tqkv_encode sums first, D/32 of
 // them, or D/16 where 32 does not divide D.
+//
+// A row lies over its lanes in pieces. With D = 64 a row has 4 lanes, a lane 4 pieces, a piece 4 values and 2 parts:
+//
+//             lane 0     lane 1     lane 2     lane 3
+//   piece 0   0 .. 3     4 .. 7     8 .. 11    12 .. 15
+//   piece 1   16 .. 19   20 .. 23   24 .. 27   28 .. 31
+//   piece 2   32 .. 35   36 .. 39   40 .. 43   44 .. 47
+//   piece 3   48 .. 51   52 .. 55   56 .. 59   60 .. 63
+//
+// A part is longer than a piece from D = 256 on: 2 or 4 neighbouring lanes share it, and each continues the sum of the one
+// before. Sums of parts are added in pairs, first over the lanes, then over the pieces. In the first step over the lanes, 0
+// gives 1 its sums of pieces 2 and 3 and takes those of 0 and 1, and so on: lane l ends with that of one block, own_block(l).
+//
+// Letters: L lanes of a row, J pieces of a lane, C values of a piece, E of them that belong to one part, S lanes that share a
+// part, N values of a lane.
 #ifndef TQKV_ENCODE_H
 #define TQKV_ENCODE_H
 
@@ -4000,9 +4164,10 @@ inline float reduce_block(bool largest, uint lane, thread float *piece)
         const int n = J / (2 * distance);
         bool upper = (lane & uint(distance)) != 0;
         TQKV_UNROLL
-        for (int j = 0; j < n; j++) {
-            float keep = upper ? piece[j + n] : piece[j], give = upper ? piece[j] : piece[j + n];
-            float other = simd_shuffle_xor(distance < S ? piece[j] : give, ushort(distance));
+        for (int j = 0; j < J / 2; j++) {
+            if (j >= n) continue;
+            float low = piece[j], high = piece[j + n], keep = upper ? high : low, give = upper ? low : high;
+            float other = simd_shuffle_xor(distance < S ? low : give, ushort(distance));
             piece[j] = distance >= S ? joined(largest, keep, other) : upper ? keep : other;
         }
     }
