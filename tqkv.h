@@ -4216,7 +4216,8 @@ TQKV__OP void TQKV__(quantise_as)(const int bits, const tqkv__stream *s, const t
                 four[i] = bits ? TQKV__(quantise)(bits, q, below, bounds, v) : TQKV__(quantise_i8)(v);
             }
             const TQKV__(codes) bytes = TQKV__(narrow)(four);
-            if (n == 4 * TQKV__LANES)
+            const bool whole = n == 4 * TQKV__LANES || s->main_bits < 8; /* packing reads whole vectors */
+            if (whole)
                 memcpy(codes, &bytes, sizeof bytes);
             else
                 memcpy(codes, &bytes, (size_t)n);
