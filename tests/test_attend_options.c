@@ -1,31 +1,7 @@
 /* Each option of attention with each head_dim. */
-#include "attend_fixture.h"
+#include "attend_option_list.h"
 
 void test_check_attend(const void *parameters);
-
-static void place(attend_row *row, bool ring, int capacity, int64_t end)
-{
-    row->key_ring = row->value_ring = ring;
-    row->key_capacity = row->value_capacity = capacity;
-    row->end = end;
-    row->n_queries = 3;
-}
-
-typedef struct option {
-    const char *name;
-    void (*apply)(attend_row *row);
-} option;
-
-#define OPTION(name, statement)                                                                                        \
-    static void name(attend_row *row) { statement; }
-#include "attend_options.h"
-#undef OPTION
-
-#define OPTION(name, statement) {#name, name},
-static const option options[] = {
-#include "attend_options.h"
-};
-#undef OPTION
 
 void test_attend_options_cases(void)
 {

@@ -1,6 +1,6 @@
 /* Attention in integers: against double precision with the integer centroids, its bits in company, what it refuses. The
  * hashes of its outputs are in attend_goldens.h. */
-#include "attend_fixture.h"
+#include "attend_option_list.h"
 #include "counting.h"
 
 #include <fenv.h>
@@ -10,30 +10,6 @@ void test_check_attend(const void *parameters);
 static tqkv_format offered(tqkv_format format) { return format == TQKV_TQ8 ? TQKV_TQ6_BYTES : format; }
 
 /* ---- Each option, with sizes and formats in turn ---- */
-
-static void place(attend_row *row, bool ring, int capacity, int64_t end)
-{
-    row->key_ring = row->value_ring = ring;
-    row->key_capacity = row->value_capacity = capacity;
-    row->end = end;
-    row->n_queries = 3;
-}
-
-typedef struct option {
-    const char *name;
-    void (*apply)(attend_row *row);
-} option;
-
-#define OPTION(name, statement)                                                                                        \
-    static void name(attend_row *row) { statement; }
-#include "attend_options.h"
-#undef OPTION
-
-#define OPTION(name, statement) {#name, name},
-static const option options[] = {
-#include "attend_options.h"
-};
-#undef OPTION
 
 static void add_options(void)
 {
