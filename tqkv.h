@@ -8636,7 +8636,7 @@ enum {
     TQKV__ITEMS_OF_MERGE = 6,
     TQKV__ARGUMENTS_ALIGNMENT = 256, /* of a batch's items, which kernels see as constant memory: what Macs document */
     TQKV__SECOND_ARGS = 4,           /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
-    TQKV__ONLY_CHECKED = -1,         /* in place of an index */
+    TQKV_METAL_ONLY_CHECKED = -1,    /* in place of an index */
     TQKV__DIM_UNIT = 16
 };
 
@@ -8644,32 +8644,32 @@ enum {
 #define TQKV__KERNELS_TEXT                                                                                             \
     "a GPU takes head_dim " TQKV__KERNELS(TQKV__KERNEL_DIM_TEXT, ) "and keys of 192 with values of 128"
 
-typedef enum tqkv__family {
-    TQKV__TABLES,
-    TQKV__ENCODE,
-    TQKV__ENCODE_KV,
-    TQKV__PROBE,
-    TQKV__DECODE,
-    TQKV__ROTATE,
-    TQKV__ATTEND,
-    TQKV__ATTEND_MERGE,
-    TQKV__ATTEND_MATRIX
-} tqkv__family;
+typedef enum tqkv_metal_family {
+    TQKV_METAL_TABLES,
+    TQKV_METAL_ENCODE,
+    TQKV_METAL_ENCODE_KV,
+    TQKV_METAL_PROBE,
+    TQKV_METAL_DECODE,
+    TQKV_METAL_ROTATE,
+    TQKV_METAL_ATTEND,
+    TQKV_METAL_ATTEND_MERGE,
+    TQKV_METAL_ATTEND_MATRIX
+} tqkv_metal_family;
 
 /* Identifies a pipeline. Only bytes, without padding: two kernels can be compared with memcmp. */
-typedef struct tqkv__kernel {
+typedef struct tqkv_metal_kernel {
     uint8_t family, head_dim, value_dim; /* in units of TQKV__DIM_UNIT, 0 = none; value_dim: if it differs */
     uint8_t constants[TQKV__CONSTANTS];  /* by TQKV_FC_*: value + 1, 0 = not set */
-} tqkv__kernel;
+} tqkv_metal_kernel;
 
 /* A buffer argument. size 0: the call has none. */
-typedef struct tqkv__binding {
+typedef struct tqkv_metal_binding {
     const char *name; /* for error texts */
     int index;
     tqkv_metal_buffer at;
     size_t size, alignment;
     bool written;
-} tqkv__binding;
+} tqkv_metal_binding;
 
 typedef union tqkv__args {
     tqkv__rows_args rows;
@@ -8678,48 +8678,49 @@ typedef union tqkv__args {
     tqkv__merge_args merge;
 } tqkv__args;
 
-typedef struct tqkv__dispatch {
-    tqkv__kernel kernel;
+typedef struct tqkv_metal_dispatch {
+    tqkv_metal_kernel kernel;
     tqkv__args args[2];
     size_t args_size; /* of each */
     int n_args, n_bindings;
-    tqkv__binding bindings[TQKV__BINDINGS];
+    tqkv_metal_binding bindings[TQKV__BINDINGS];
     size_t memory[TQKV__MEMORIES], memory_each[TQKV__MEMORIES]; /* bytes per threadgroup, and per simdgroup */
     size_t grid[3];                                             /* threadgroups; nothing to do if the first is 0 */
     bool rows;                 /* grid[0] counts simdgroups instead, each for one or several rows */
     int n_simdgroups;          /* per threadgroup, or as many as the pipeline allows */
     tqkv_metal_object barrier; /* a buffer that the previous dispatch writes, or NULL */
-} tqkv__dispatch;
+} tqkv_metal_dispatch;
 
 /* A binding before binding i that overlaps it while one of the two is written, or NULL. */
-TQKV_API const tqkv__binding *tqkv__overlapping(const tqkv__dispatch *d, int i);
+TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i);
 
 /* The calls of >>metal. The processor's pointers in shapes and attentions are not read. */
 /* product: the product of matrices alone, else all but that */
-TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, bool product, tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens, int64_t position,
-                                       tqkv_metal_buffer not_finite, tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                          tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                          tqkv_metal_buffer not_finite, tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_encode_slots(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
-                                             tqkv_metal_buffer slots, const int32_t *known,
-                                             tqkv_metal_buffer not_finite, tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                                tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                                tqkv_metal_buffer slots, const int32_t *known,
-                                                tqkv_metal_buffer not_finite, tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                      tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions, tqkv_basis basis,
-                                       tqkv_metal_buffer dst, tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
-                                       tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *a, size_t *bytes);
+TQKV_API void tqkv_metal_plan_tables(tqkv_metal_buffer report, bool product, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
+                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                               tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
+                                                  tqkv_metal_buffer slots, const int32_t *known,
+                                                  tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                                     tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                                     tqkv_metal_buffer slots, const int32_t *known,
+                                                     tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
+                                           tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions,
+                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                            tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *a, size_t *bytes);
 /* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
-TQKV_API void tqkv__plan_columns(tqkv__dispatch *d, bool matrix, int columns);
-TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
-                                       tqkv_metal_buffer out, tqkv__dispatch d[2]);
+TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns);
+TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q,
+                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2]);
 
 /* A batch. arguments: the memory of that buffer, for n items. matrices: whether attend_matrix may be used */
 typedef struct tqkv__batch {
@@ -8729,19 +8730,20 @@ typedef struct tqkv__batch {
     tqkv_metal_buffer arguments, scratch;
     bool matrices;
 } tqkv__batch;
-TQKV_API tqkv_result tqkv__plan_batch_sizes(const tqkv_metal_attention *items, int n_items, size_t *arguments,
-                                            size_t *scratch);
-TQKV_API tqkv_result tqkv__plan_batch(const tqkv__batch *batch, tqkv__batch_item *arguments, tqkv__dispatch d[2]);
+TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
+                                                        size_t *arguments, size_t *scratch);
+TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv__batch *batch, tqkv__batch_item *arguments,
+                                                  tqkv_metal_dispatch d[2]);
 
 /* For a cache that lies at `memory`. rows_sizes: bytes of q and of the output. */
-TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
-                                             tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
-                                             tqkv__dispatch *d);
-TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t rows_sizes[2],
-                                            size_t *scratch_size);
-TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
-                                             int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                             tqkv__dispatch d[2]);
+TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
+                                                  tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                                  tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t rows_sizes[2],
+                                                 size_t *scratch_size);
+TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
+                                                  int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                                  tqkv_metal_dispatch d[2]);
 
 /* Whether attend_matrix may be used on the GPU that made the report. */
 TQKV_API bool tqkv__matrices_as_expected(const tqkv__table_report *report);
@@ -8766,20 +8768,20 @@ static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
     return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
 }
 
-static bool tqkv__bindings_overlap(const tqkv__binding *a, const tqkv__binding *b)
+static bool tqkv__bindings_overlap(const tqkv_metal_binding *a, const tqkv_metal_binding *b)
 {
     if (!a->size || !b->size || a->at.buffer != b->at.buffer || (!a->written && !b->written)) return false;
     return a->at.offset < b->at.offset ? b->at.offset - a->at.offset < a->size : a->at.offset - b->at.offset < b->size;
 }
 
-TQKV_API const tqkv__binding *tqkv__overlapping(const tqkv__dispatch *d, int i)
+TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i)
 {
     for (int j = 0; j < i; j++)
         if (tqkv__bindings_overlap(&d->bindings[i], &d->bindings[j])) return &d->bindings[j];
     return NULL;
 }
 
-static void tqkv__plan_begin(tqkv__dispatch *d, tqkv__family family, int head_dim, int value_dim)
+static void tqkv__plan_begin(tqkv_metal_dispatch *d, tqkv_metal_family family, int head_dim, int value_dim)
 {
     memset(d, 0, sizeof *d);
     d->kernel.family = (uint8_t)family;
@@ -8788,29 +8790,29 @@ static void tqkv__plan_begin(tqkv__dispatch *d, tqkv__family family, int head_di
     d->grid[1] = d->grid[2] = 1;
 }
 
-static void tqkv__plan_constant(tqkv__dispatch *d, int constant, int value)
+static void tqkv__plan_constant(tqkv_metal_dispatch *d, int constant, int value)
 {
     d->kernel.constants[constant] = (uint8_t)(value + 1);
 }
 
-static void tqkv__plan_bind(tqkv__dispatch *d, const char *name, int index, tqkv_metal_buffer at, size_t size,
+static void tqkv__plan_bind(tqkv_metal_dispatch *d, const char *name, int index, tqkv_metal_buffer at, size_t size,
                             bool written)
 {
-    const tqkv__binding binding = {name, index, at, size, 4, written};
+    const tqkv_metal_binding binding = {name, index, at, size, 4, written};
     d->bindings[d->n_bindings++] = binding;
 }
 
 /* Binds `rows` rows of `dim` values of the caller's type, which the kernel learns from the constant. */
-static void tqkv__plan_bind_rows(tqkv__dispatch *d, const char *name, int index, tqkv_metal_buffer at, int constant,
-                                 tqkv_type type, size_t n_values, bool written)
+static void tqkv__plan_bind_rows(tqkv_metal_dispatch *d, const char *name, int index, tqkv_metal_buffer at,
+                                 int constant, tqkv_type type, size_t n_values, bool written)
 {
     tqkv__plan_bind(d, name, index, at, n_values * tqkv__type_size(type), written);
     d->bindings[d->n_bindings - 1].alignment = tqkv__type_size(type);
-    if (index != TQKV__ONLY_CHECKED) tqkv__plan_constant(d, constant, (int)type);
+    if (index != TQKV_METAL_ONLY_CHECKED) tqkv__plan_constant(d, constant, (int)type);
 }
 
 /* Binds codes and norms at index and index + 1. Kernels load 16 bytes of codes at a time. */
-static void tqkv__plan_bind_store(tqkv__dispatch *d, const char *const names[2], int index,
+static void tqkv__plan_bind_store(tqkv_metal_dispatch *d, const char *const names[2], int index,
                                   const tqkv_metal_store *store, const tqkv__stream *s, bool written)
 {
     tqkv__plan_bind(d, names[0], index, store->codes, s->codes_size, written);
@@ -8819,7 +8821,7 @@ static void tqkv__plan_bind_store(tqkv__dispatch *d, const char *const names[2],
 }
 
 /* Binds the centre at index, if the call uses it. Returns whether it does. */
-static bool tqkv__plan_bind_center(tqkv__dispatch *d, const char *name, int index, const tqkv_metal_store *store,
+static bool tqkv__plan_bind_center(tqkv_metal_dispatch *d, const char *name, int index, const tqkv_metal_store *store,
                                    const tqkv__stream *s, bool used)
 {
     const size_t size = (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
@@ -8863,7 +8865,7 @@ static tqkv_result tqkv__plan_positions(tqkv__stream *s)
 }
 
 /* Binds the page table at index, if there is one, and names the constant that says so. */
-static void tqkv__plan_bind_pages(tqkv__dispatch *d, const char *name, int index, tqkv_metal_buffer at,
+static void tqkv__plan_bind_pages(tqkv_metal_dispatch *d, const char *name, int index, tqkv_metal_buffer at,
                                   const tqkv__stream *s, int constant)
 {
     tqkv__plan_bind(d, name, index, at, tqkv__table_size(s), false);
@@ -8886,7 +8888,7 @@ static tqkv_result tqkv__plan_check_pages(const tqkv_store *shape, int64_t first
                : TQKV__INVALID("pages: a page twice among those to write");
 }
 
-static void tqkv__plan_bind_flag(tqkv__dispatch *d, int index, tqkv_metal_buffer at)
+static void tqkv__plan_bind_flag(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer at)
 {
     tqkv__plan_bind(d, "not_finite", index, at, at.buffer ? sizeof(uint32_t) : 0, true);
 }
@@ -8901,7 +8903,7 @@ static tqkv_metal_buffer tqkv__buffer_after(tqkv_metal_buffer at, size_t bytes)
 
 /* Plans `each` of n_units, rows or lanes, a simdgroup, and 4 simdgroups a threadgroup, which share the codebook's cells
    (up to 3 KiB). */
-static void tqkv__plan_simdgroups(tqkv__dispatch *d, size_t n_units, size_t each)
+static void tqkv__plan_simdgroups(tqkv_metal_dispatch *d, size_t n_units, size_t each)
 {
     const size_t n = n_units / each + (n_units % each != 0);
     d->rows = true;
@@ -8921,8 +8923,8 @@ static tqkv_result tqkv__plan_values(const tqkv__stream *s, int n_tokens, size_t
 }
 
 /* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory */
-static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int slots, int n_tokens, int64_t position,
-                                   size_t *n_values)
+static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slots, int n_tokens,
+                                   int64_t position, size_t *n_values)
 {
     const tqkv_result r = tqkv__plan_values(s, n_tokens, n_values);
     if (r != TQKV_OK) return r;
@@ -8937,7 +8939,7 @@ static tqkv_result tqkv__plan_rows(tqkv__dispatch *d, const tqkv__stream *s, int
     args->page_size = s->n_pages ? s->page_size : 0;
     args->n_pages = s->n_pages ? slots / s->page_size : 0;
     d->args_size = sizeof *args;
-    if (d->kernel.family == TQKV__DECODE)
+    if (d->kernel.family == TQKV_METAL_DECODE)
         tqkv__plan_simdgroups(d, n_rows * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
     else
         tqkv__plan_simdgroups(d, n_rows, (size_t)TQKV__ENCODE_ROWS(s->head_dim));
@@ -8963,7 +8965,7 @@ typedef struct tqkv__encode_stream {
 } tqkv__encode_stream;
 
 /* Memory at `index` for the rows of each simdgroup. Metal takes no empty memory. */
-static void tqkv__plan_encode_memory(tqkv__dispatch *d, int index, int head_dim)
+static void tqkv__plan_encode_memory(tqkv_metal_dispatch *d, int index, int head_dim)
 {
     const size_t rows = (size_t)TQKV__ROW_BYTES(head_dim, 1);
     d->memory[index] = 16;
@@ -8996,7 +8998,7 @@ static tqkv_result tqkv__plan_places(const tqkv_store *shape, const tqkv__places
 }
 
 /* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; the centre where it says. */
-static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const tqkv__encode_stream *e, const tqkv__places *places)
+static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e, const tqkv__places *places)
 {
     size_t all, kept;
     tqkv__stream *s = e->stream;
@@ -9023,9 +9025,9 @@ static tqkv_result tqkv__plan_stream(tqkv__dispatch *d, const tqkv__encode_strea
     return TQKV_OK;
 }
 
-TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, bool product, tqkv__dispatch *d)
+TQKV_API void tqkv_metal_plan_tables(tqkv_metal_buffer report, bool product, tqkv_metal_dispatch *d)
 {
-    tqkv__plan_begin(d, TQKV__TABLES, 0, 0);
+    tqkv__plan_begin(d, TQKV_METAL_TABLES, 0, 0);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, product);
     tqkv__plan_bind(d, "report", 0, report, sizeof(tqkv__table_report), true);
     d->grid[0] = 1;
@@ -9033,28 +9035,29 @@ TQKV_API void tqkv__plan_tables(tqkv_metal_buffer report, bool product, tqkv__di
 }
 
 static tqkv_result tqkv__plan_encode_at(const tqkv_metal_store *store, tqkv_metal_buffer src,
-                                        const tqkv__places *places, tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+                                        const tqkv__places *places, tqkv_metal_buffer not_finite,
+                                        tqkv_metal_dispatch *d)
 {
     tqkv__stream s;
     const tqkv__encode_stream e = {{"src", "codes", "norms", "center", "pages"}, store, &s, src, 5, 6};
     tqkv_result r = tqkv__plan_target(store, places, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
-    tqkv__plan_begin(d, TQKV__ENCODE, s.head_dim, s.head_dim);
+    tqkv__plan_begin(d, TQKV_METAL_ENCODE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 4, not_finite);
     return tqkv__plan_stream(d, &e, places);
 }
 
-TQKV_API tqkv_result tqkv__plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                       int64_t position, tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
 {
     const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
     return tqkv__plan_encode_at(store, src, &places, not_finite, d);
 }
 
-TQKV_API tqkv_result tqkv__plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                             tqkv_metal_buffer slots, const int32_t *known,
-                                             tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                                  tqkv_metal_buffer slots, const int32_t *known,
+                                                  tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
 {
     const tqkv__places places = {n_tokens, 0, true, slots, known};
     return tqkv__plan_encode_at(store, src, &places, not_finite, d);
@@ -9062,7 +9065,7 @@ TQKV_API tqkv_result tqkv__plan_encode_slots(const tqkv_metal_store *store, tqkv
 
 static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                            tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__places *places,
-                                           tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+                                           tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
 {
     tqkv__stream ks, vs;
     const tqkv__encode_stream key = {
@@ -9074,32 +9077,33 @@ static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const t
     if (r != TQKV_OK) return r;
     if (ks.n_kv_heads != vs.n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
     if ((r = tqkv__check_kernels(ks.head_dim, vs.head_dim)) != TQKV_OK) return r;
-    tqkv__plan_begin(d, TQKV__ENCODE_KV, ks.head_dim, vs.head_dim);
+    tqkv__plan_begin(d, TQKV_METAL_ENCODE_KV, ks.head_dim, vs.head_dim);
     tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
     r = tqkv__plan_stream(d, &key, places);
     return r == TQKV_OK ? tqkv__plan_stream(d, &value, places) : r;
 }
 
-TQKV_API tqkv_result tqkv__plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                          tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                          tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                               tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
 {
     const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
     return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
 }
 
-TQKV_API tqkv_result tqkv__plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                                tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                                tqkv_metal_buffer slots, const int32_t *known,
-                                                tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                                     tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                                     tqkv_metal_buffer slots, const int32_t *known,
+                                                     tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
 {
     const tqkv__places places = {n_tokens, 0, true, slots, known};
     return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
 }
 
-TQKV_API tqkv_result tqkv__plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                      tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv__dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
+                                           tqkv_metal_dispatch *d)
 {
     tqkv__stream s;
     size_t n_values;
@@ -9107,7 +9111,7 @@ TQKV_API tqkv_result tqkv__plan_probe(const tqkv_metal_store *store, tqkv_metal_
     tqkv_result r = tqkv__stream_shape(&store->shape, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
-    tqkv__plan_begin(d, TQKV__PROBE, s.head_dim, s.head_dim);
+    tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
     if ((r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0, &n_values)) != TQKV_OK) return r;
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated);
@@ -9119,8 +9123,8 @@ TQKV_API tqkv_result tqkv__plan_probe(const tqkv_metal_store *store, tqkv_metal_
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
-                                       tqkv_basis basis, tqkv_metal_buffer dst, tqkv__dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
+                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_dispatch *d)
 {
     static const char *const names[] = {"codes", "norms"};
     tqkv__stream s;
@@ -9135,7 +9139,7 @@ TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *store, int64_t po
     if (n_positions > slots) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
     if ((r = tqkv__plan_check_pages(&store->shape, position, n_positions, false)) != TQKV_OK) return r;
-    tqkv__plan_begin(d, TQKV__DECODE, s.head_dim, s.head_dim);
+    tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
     if ((r = tqkv__plan_rows(d, &s, slots, n_positions, position, &n_values)) != TQKV_OK) return r;
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, s.rotated && basis == TQKV_ORIGINAL);
@@ -9148,15 +9152,15 @@ TQKV_API tqkv_result tqkv__plan_decode(const tqkv_metal_store *store, int64_t po
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv__plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
-                                       tqkv__dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                            tqkv_metal_dispatch *d)
 {
     size_t size;
     const tqkv_result r = tqkv__check_kernels(head_dim, head_dim);
     if (r != TQKV_OK) return r;
     if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size))
         return TQKV__INVALID("n_rows is negative or too large");
-    tqkv__plan_begin(d, TQKV__ROTATE, head_dim, head_dim);
+    tqkv__plan_begin(d, TQKV_METAL_ROTATE, head_dim, head_dim);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
     d->args[0].rotate.n_rows = n_rows;
     d->args_size = sizeof d->args[0].rotate;
@@ -9333,7 +9337,7 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     tqkv__plan_division(args->value_page_size, &args->value_page_factor, &args->value_page_shift);
 }
 
-static void tqkv__plan_attend_constants(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b)
+static void tqkv__plan_attend_constants(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b)
 {
     const tqkv__attend_args *args = &d->args[0].attend;
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)a->keys.format);
@@ -9347,8 +9351,8 @@ static void tqkv__plan_attend_constants(tqkv__dispatch *d, const tqkv__attention
 }
 
 /* Partial results: sums at `index`, their states behind it. */
-static void tqkv__plan_bind_partials(tqkv__dispatch *d, int index, tqkv_metal_buffer scratch, const tqkv__split *split,
-                                     bool written)
+static void tqkv__plan_bind_partials(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer scratch,
+                                     const tqkv__split *split, bool written)
 {
     tqkv__plan_bind(d, "scratch", index, scratch, split->sums_size, written);
     tqkv__plan_bind(d, "scratch", index + 1, tqkv__buffer_after(scratch, split->sums_size),
@@ -9363,7 +9367,7 @@ static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buf
 
 /* The memory of queries and sums, the largest part, holds only the columns in use: it limits the threadgroups on a
    core. */
-static void tqkv__plan_attend_memory(tqkv__dispatch *d, size_t key_dim, size_t value_dim, int columns)
+static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, size_t value_dim, int columns)
 {
     const size_t sums = d->args[0].attend.sections_each ? TQKV__ATTEND_SUM_BYTES(value_dim) : 0;
     d->memory[1] = (TQKV__ATTEND_QUERY_BYTES(key_dim) + sums) / TQKV__MAX_COLUMNS(key_dim) * (size_t)columns;
@@ -9374,7 +9378,7 @@ static void tqkv__plan_attend_memory(tqkv__dispatch *d, size_t key_dim, size_t v
 }
 
 /* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. */
-static void tqkv__plan_matrix_memory(tqkv__dispatch *d, size_t head_dim, int columns)
+static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, int columns)
 {
     const size_t matrices = TQKV__MATRICES(columns), queries = TQKV__MATRIX_QUERY_BYTES(head_dim) * matrices,
                  rows = TQKV__MATRIX_QUERY_BYTES(head_dim) * (columns <= 8 ? 1 : 2),
@@ -9386,13 +9390,13 @@ static void tqkv__plan_matrix_memory(tqkv__dispatch *d, size_t head_dim, int col
     d->memory_each[3] = TQKV__MATRIX_STATE_BYTES(matrices);
 }
 
-TQKV_API void tqkv__plan_columns(tqkv__dispatch *d, bool matrix, int columns)
+TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
 {
     const int head_dim = d->kernel.head_dim * TQKV__DIM_UNIT, value_dim = d->kernel.value_dim * TQKV__DIM_UNIT;
     const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
     const size_t rows = (size_t)d->args[0].attend.n_queries * (size_t)d->args[0].attend.group;
     if (columns > most) columns = most;
-    d->kernel.family = matrix ? TQKV__ATTEND_MATRIX : TQKV__ATTEND;
+    d->kernel.family = matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND;
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
     d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
     if (matrix)
@@ -9402,13 +9406,13 @@ TQKV_API void tqkv__plan_columns(tqkv__dispatch *d, bool matrix, int columns)
     d->grid[1] = (rows + (size_t)columns - 1) / (size_t)columns;
 }
 
-static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                      const tqkv__split *split)
 {
     static const char *const key_names[] = {"keys' codes", "keys' norms"};
     static const char *const value_names[] = {"values' codes", "values' norms"};
     const bool center = tqkv__center_counts(a, b);
-    tqkv__plan_begin(d, TQKV__ATTEND, a->key_dim, a->value_dim);
+    tqkv__plan_begin(d, TQKV_METAL_ATTEND, a->key_dim, a->value_dim);
     tqkv__plan_attend_args(a, b, split, &d->args[0].attend);
     d->args_size = sizeof d->args[0].attend;
     d->n_args = 1;
@@ -9418,18 +9422,18 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
     tqkv__plan_bind_rows(d, "q", 1, b->q, TQKV_FC_TYPE, a->call.query_type, a->q_elements, false);
     tqkv__plan_bind_store(d, key_names, 2, b->keys, &a->keys, false);
     tqkv__plan_bind_store(d, value_names, 4, b->values, &a->values, false);
-    tqkv__plan_bind(d, "sinks", TQKV__ONLY_CHECKED, b->sinks,
+    tqkv__plan_bind(d, "sinks", TQKV_METAL_ONLY_CHECKED, b->sinks,
                     b->sinks.buffer ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
     tqkv__plan_bind_partials(d, 6, b->scratch, split, true);
     tqkv__plan_bind_center(d, "keys' center", 8, b->keys, &a->keys, center);
-    tqkv__plan_bind_center(d, "values' center", TQKV__ONLY_CHECKED, b->values, &a->values, true);
+    tqkv__plan_bind_center(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->values, &a->values, true);
     tqkv__plan_bind_pages(d, "keys' pages", 9, b->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_bind_pages(d, "values' pages", 10, b->values->pages, &a->values, TQKV_FC_PAGES);
     tqkv__plan_bind(d, "tree", 11, b->tree, a->call.tree ? (size_t)a->call.n_queries * sizeof(uint64_t) : 0, false);
     tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->tree, 0, false);
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
-    tqkv__plan_bind_rows(d, "out", TQKV__ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type, a->out_elements,
+    tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type, a->out_elements,
                          true);
     tqkv__plan_columns(d, split->matrix, split->columns);
     d->grid[0] = (size_t)a->n_kv_heads;
@@ -9437,7 +9441,7 @@ static void tqkv__plan_attend_splits(tqkv__dispatch *d, const tqkv__attention *a
     d->n_simdgroups = split->n_simdgroups;
 }
 
-static void tqkv__plan_attend_merge(tqkv__dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                     const tqkv__split *split)
 {
     const int length = split->sections_each ? 1 : TQKV__SECTION, before = split->first_stretch % length;
@@ -9445,7 +9449,7 @@ static void tqkv__plan_attend_merge(tqkv__dispatch *d, const tqkv__attention *a,
               n_sections = (before + n_results - 1) / length + 1;
     const tqkv__merge_args args = {(int32_t)a->n_rows, a->call.n_heads, a->group, n_results, length, before};
     const bool sinks = b->sinks.buffer != NULL;
-    tqkv__plan_begin(d, TQKV__ATTEND_MERGE, a->value_dim, a->value_dim);
+    tqkv__plan_begin(d, TQKV_METAL_ATTEND_MERGE, a->value_dim, a->value_dim);
     d->args[0].merge = args;
     d->args_size = sizeof args;
     d->n_args = 1;
@@ -9468,7 +9472,7 @@ static void tqkv__plan_attend_merge(tqkv__dispatch *d, const tqkv__attention *a,
 }
 
 static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__attend_buffers *b, size_t most_sums,
-                                        tqkv__dispatch d[2])
+                                        tqkv_metal_dispatch d[2])
 {
     tqkv__split split;
     int64_t first, end;
@@ -9524,7 +9528,7 @@ static tqkv_result tqkv__plan_attention_positions(tqkv__attention *a)
 }
 
 static tqkv_result tqkv__plan_item(const tqkv_metal_attention *from, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
-                                   tqkv_metal_buffer out, size_t most_sums, tqkv__dispatch d[2])
+                                   tqkv_metal_buffer out, size_t most_sums, tqkv_metal_dispatch d[2])
 {
     tqkv__plan_call call;
     tqkv__attention a;
@@ -9537,8 +9541,8 @@ static tqkv_result tqkv__plan_item(const tqkv_metal_attention *from, tqkv_metal_
     return tqkv__plan_attention(&a, &b, most_sums, d);
 }
 
-TQKV_API tqkv_result tqkv__plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
-                                       tqkv_metal_buffer out, tqkv__dispatch d[2])
+TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q,
+                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2])
 {
     return tqkv__plan_item(from, q, scratch, out, TQKV__MOST_SUMS, d);
 }
@@ -9569,14 +9573,14 @@ static tqkv_result tqkv__plan_scratch_within(const tqkv_metal_attention *from, s
     return r == TQKV_OK ? tqkv__plan_most_scratch(&a, most_sums, bytes) : r;
 }
 
-TQKV_API tqkv_result tqkv__plan_scratch(const tqkv_metal_attention *from, size_t *bytes)
+TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *from, size_t *bytes)
 {
     return tqkv__plan_scratch_within(from, TQKV__MOST_SUMS, bytes);
 }
 
 /* ---- Batches: each item planned as a call of its own, and the plans joined ---- */
 
-static tqkv__binding *tqkv__binding_at(tqkv__dispatch *d, int index)
+static tqkv_metal_binding *tqkv__binding_at(tqkv_metal_dispatch *d, int index)
 {
     int i = 0;
     while (d->bindings[i].index != index) i++;
@@ -9590,15 +9594,15 @@ static bool tqkv__joins(int constant)
            constant == TQKV_FC_SHORT_STORE || constant == TQKV_FC_PAGES || constant == TQKV_FC_TREE;
 }
 
-static bool tqkv__sees_nothing(const tqkv__dispatch *attend) { return attend->args[0].attend.kv_len == 0; }
+static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return attend->args[0].attend.kv_len == 0; }
 
 /* Item i alone, with the scratch from *used on. An item without positions has no partial results. */
-static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *used, tqkv__dispatch d[2])
+static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *used, tqkv_metal_dispatch d[2])
 {
     const tqkv_result r = tqkv__plan_item(&b->items[i], b->q[i], tqkv__buffer_after(b->scratch, *used), b->out[i],
                                           (size_t)TQKV__MOST_SUMS / (size_t)b->n, d);
     if (r != TQKV_OK) return r;
-    if (!b->matrices && d->kernel.family == TQKV__ATTEND_MATRIX)
+    if (!b->matrices && d->kernel.family == TQKV_METAL_ATTEND_MATRIX)
         tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
     if (tqkv__sees_nothing(d)) d[1].args[0].merge.n_partials = d[1].args[0].merge.before = 0;
     const size_t bytes = tqkv__binding_at(d, 6)->size + tqkv__binding_at(d, 7)->size;
@@ -9608,7 +9612,7 @@ static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *us
 }
 
 /* Adds the range of an item to that of all. */
-static tqkv_result tqkv__join_binding(tqkv__binding *all, const tqkv__binding *one)
+static tqkv_result tqkv__join_binding(tqkv_metal_binding *all, const tqkv_metal_binding *one)
 {
     if (!one->size) return TQKV_OK;
     if (one->at.offset % one->alignment || one->at.offset > SIZE_MAX / 2 || one->size > SIZE_MAX / 2)
@@ -9626,9 +9630,9 @@ static tqkv_result tqkv__join_binding(tqkv__binding *all, const tqkv__binding *o
 }
 
 /* Adds the plan of an item to that of the items before it. */
-static tqkv_result tqkv__join(tqkv__dispatch *all, const tqkv__dispatch *one)
+static tqkv_result tqkv__join(tqkv_metal_dispatch *all, const tqkv_metal_dispatch *one)
 {
-    const bool attend = one->kernel.family != TQKV__ATTEND_MERGE;
+    const bool attend = one->kernel.family != TQKV_METAL_ATTEND_MERGE;
     const tqkv__attend_args *args = &one->args[0].attend;
     uint8_t *constants = all->kernel.constants;
     bool same = all->kernel.family == one->kernel.family && all->kernel.head_dim == one->kernel.head_dim &&
@@ -9651,12 +9655,12 @@ static tqkv_result tqkv__join(tqkv__dispatch *all, const tqkv__dispatch *one)
 }
 
 /* All items' plans in one, and the bytes of scratch. */
-static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__dispatch d[2])
+static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv_metal_dispatch d[2])
 {
     bool paged = false, unpaged = false;
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < b->n; i++) {
-        tqkv__dispatch own[2];
+        tqkv_metal_dispatch own[2];
         if ((r = tqkv__plan_batch_item(b, i, used, own)) != TQKV_OK) return r;
         if (b->items[i].sinks.buffer != b->items[0].sinks.buffer ||
             b->items[i].sinks.offset != b->items[0].sinks.offset)
@@ -9677,14 +9681,15 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__di
 }
 
 /* The place of an item's array in what is bound for all; 0 if it has none. */
-static bool tqkv__item_offset(const tqkv__binding *all, const tqkv__binding *one, size_t unit, uint32_t *offset)
+static bool tqkv__item_offset(const tqkv_metal_binding *all, const tqkv_metal_binding *one, size_t unit,
+                              uint32_t *offset)
 {
     const size_t at = one->size ? (one->at.offset - all->at.offset) / unit : 0;
     *offset = (uint32_t)at;
     return at <= UINT32_MAX;
 }
 
-static tqkv_result tqkv__write_offsets(tqkv__dispatch all[2], tqkv__dispatch one[2], tqkv__batch_item *to)
+static tqkv_result tqkv__write_offsets(tqkv_metal_dispatch all[2], tqkv_metal_dispatch one[2], tqkv__batch_item *to)
 {
     const struct {
         int dispatch, bound, index; /* bound: where the kernel has it, index: in the plan of an item */
@@ -9698,7 +9703,7 @@ static tqkv_result tqkv__write_offsets(tqkv__dispatch all[2], tqkv__dispatch one
                   {0, 11, 11, 4, &to->tree},          {1, 4, 4, TQKV__ROWS_UNIT, &to->out},
                   {1, 5, 5, 4, &to->value_center}};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
-        tqkv__dispatch *bound = &all[arrays[i].dispatch], *own = &one[arrays[i].dispatch];
+        tqkv_metal_dispatch *bound = &all[arrays[i].dispatch], *own = &one[arrays[i].dispatch];
         if (!tqkv__item_offset(tqkv__binding_at(bound, arrays[i].bound), tqkv__binding_at(own, arrays[i].index),
                                arrays[i].unit, arrays[i].offset))
             return TQKV__REFUSE(UNSUPPORTED, "arrays of a batch's items lie too far apart");
@@ -9707,12 +9712,12 @@ static tqkv_result tqkv__write_offsets(tqkv__dispatch all[2], tqkv__dispatch one
 }
 
 /* Writes the items, and counts their threadgroups and rows. */
-static tqkv_result tqkv__write_items(const tqkv__batch *b, tqkv__batch_item *items, tqkv__dispatch d[2])
+static tqkv_result tqkv__write_items(const tqkv__batch *b, tqkv__batch_item *items, tqkv_metal_dispatch d[2])
 {
     const size_t columns = (size_t)d->kernel.constants[TQKV_FC_COLUMNS] - 1;
     size_t used = 0, groups = 0, n_rows = 0;
     for (int i = 0; i < b->n; i++) {
-        tqkv__dispatch own[2];
+        tqkv_metal_dispatch own[2];
         tqkv_result r = tqkv__plan_batch_item(b, i, &used, own);
         if (r == TQKV_OK) r = tqkv__write_offsets(d, own, &items[i]);
         if (r != TQKV_OK) return r;
@@ -9748,11 +9753,11 @@ static bool tqkv__outputs_overlap(const tqkv__batch_item *items, int n, uint64_t
 }
 
 /* What one dispatch for all items has in place of an item's: the items, all scratch, and a threadgroup's memory. */
-static void tqkv__plan_joined(const tqkv__batch *b, size_t used, tqkv__dispatch d[2])
+static void tqkv__plan_joined(const tqkv__batch *b, size_t used, tqkv_metal_dispatch d[2])
 {
     const int sums[2] = {6, 1}, items[2] = {TQKV__ITEMS_OF_ATTEND, TQKV__ITEMS_OF_MERGE};
     for (int i = 0; i < 2; i++) {
-        tqkv__binding *scratch = tqkv__binding_at(&d[i], sums[i]), *at = tqkv__binding_at(&d[i], items[i]);
+        tqkv_metal_binding *scratch = tqkv__binding_at(&d[i], sums[i]), *at = tqkv__binding_at(&d[i], items[i]);
         scratch->at = b->scratch;
         scratch->size = used;
         tqkv__binding_at(&d[i], sums[i] + 1)->size = 0; /* the items say where the states are */
@@ -9761,10 +9766,11 @@ static void tqkv__plan_joined(const tqkv__batch *b, size_t used, tqkv__dispatch 
         at->alignment = TQKV__ARGUMENTS_ALIGNMENT;
         tqkv__plan_constant(&d[i], TQKV_FC_BATCH, true);
     }
-    tqkv__plan_columns(d, d->kernel.family == TQKV__ATTEND_MATRIX, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
+    tqkv__plan_columns(d, d->kernel.family == TQKV_METAL_ATTEND_MATRIX, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
 }
 
-TQKV_API tqkv_result tqkv__plan_batch(const tqkv__batch *b, tqkv__batch_item *arguments, tqkv__dispatch d[2])
+TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv__batch *b, tqkv__batch_item *arguments,
+                                                  tqkv_metal_dispatch d[2])
 {
     size_t used = 0;
     memset(d, 0, 2 * sizeof *d);
@@ -9780,8 +9786,8 @@ TQKV_API tqkv_result tqkv__plan_batch(const tqkv__batch *b, tqkv__batch_item *ar
     return tqkv__outputs_overlap(arguments, b->n, row) ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv__plan_batch_sizes(const tqkv_metal_attention *items, int n_items, size_t *arguments,
-                                            size_t *scratch)
+TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
+                                                        size_t *arguments, size_t *scratch)
 {
     size_t all = 0, own = 0;
     if (n_items < 0 || (n_items && !items)) return TQKV__INVALID("n_items is negative, or items is NULL");
@@ -9815,17 +9821,17 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     return store;
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
-                                             tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
-                                             tqkv__dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
+                                                  tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                                  tqkv_metal_dispatch *d)
 {
     const tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
                            values = tqkv__store_in_buffer(c, memory, &c->values);
-    return tqkv__plan_encode_kv(&keys, &values, k, v, n_tokens, c->attention.end, not_finite, d);
+    return tqkv_metal_plan_encode_kv(&keys, &values, k, v, n_tokens, c->attention.end, not_finite, d);
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t rows_sizes[2],
-                                            size_t *scratch_size)
+TQKV_API tqkv_result tqkv_metal_plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t rows_sizes[2],
+                                                 size_t *scratch_size)
 {
     tqkv__attention a;
     if (!c || n_queries <= 0) return TQKV__INVALID("the cache is NULL or n_queries not positive");
@@ -9836,9 +9842,9 @@ TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, 
     return tqkv__plan_most_scratch(&a, TQKV__MOST_SUMS, scratch_size);
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
-                                             int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                             tqkv__dispatch d[2])
+TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
+                                                  int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                                  tqkv_metal_dispatch d[2])
 {
     tqkv__attention a;
     if (!c || n_queries <= 0) return TQKV__INVALID("the cache is NULL or n_queries not positive");

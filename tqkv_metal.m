@@ -36,7 +36,7 @@
 #endif
 
 typedef struct tqkv__pipeline {
-    tqkv__kernel kernel;
+    tqkv_metal_kernel kernel;
     id<MTLComputePipelineState> state;
     int max_simdgroups;
     struct tqkv__pipeline *next;
@@ -52,7 +52,7 @@ typedef struct tqkv__memory {
 
 /* The library of one kernel, compiled from the source. */
 typedef struct tqkv__compiled {
-    tqkv__kernel kernel; /* without constants */
+    tqkv_metal_kernel kernel; /* without constants */
     id<MTLLibrary> library;
     struct tqkv__compiled *next;
 } tqkv__compiled;
@@ -106,17 +106,17 @@ void tqkv_metal_error(tqkv_metal *m, char *text, size_t size)
 
 /* -- Pipelines: built on first use, kept as long as the context -- */
 
-static NSString *tqkv__function_name(const tqkv__kernel *kernel)
+static NSString *tqkv__function_name(const tqkv_metal_kernel *kernel)
 {
-    static const char *const families[] = {[TQKV__TABLES] = "tables",
-                                           [TQKV__ENCODE] = "encode",
-                                           [TQKV__ENCODE_KV] = "encode_kv",
-                                           [TQKV__PROBE] = "probe",
-                                           [TQKV__DECODE] = "decode",
-                                           [TQKV__ROTATE] = "rotate",
-                                           [TQKV__ATTEND] = "attend",
-                                           [TQKV__ATTEND_MERGE] = "attend_merge",
-                                           [TQKV__ATTEND_MATRIX] = "attend_matrix"};
+    static const char *const families[] = {[TQKV_METAL_TABLES] = "tables",
+                                           [TQKV_METAL_ENCODE] = "encode",
+                                           [TQKV_METAL_ENCODE_KV] = "encode_kv",
+                                           [TQKV_METAL_PROBE] = "probe",
+                                           [TQKV_METAL_DECODE] = "decode",
+                                           [TQKV_METAL_ROTATE] = "rotate",
+                                           [TQKV_METAL_ATTEND] = "attend",
+                                           [TQKV_METAL_ATTEND_MERGE] = "attend_merge",
+                                           [TQKV_METAL_ATTEND_MATRIX] = "attend_matrix"};
     const char *family = families[kernel->family];
     const int head_dim = kernel->head_dim * TQKV__DIM_UNIT, value_dim = kernel->value_dim * TQKV__DIM_UNIT;
     if (!head_dim) return [NSString stringWithFormat:@"tqkv_%s", family];
@@ -124,7 +124,7 @@ static NSString *tqkv__function_name(const tqkv__kernel *kernel)
     return [NSString stringWithFormat:@"tqkv_%s_d%d_%d", family, head_dim, value_dim];
 }
 
-static void tqkv__set_values(const tqkv__kernel *kernel, MTLFunctionConstantValues *values)
+static void tqkv__set_values(const tqkv_metal_kernel *kernel, MTLFunctionConstantValues *values)
 {
     for (unsigned i = 0; i < TQKV__CONSTANTS; i++) {
         const uint32_t value = kernel->constants[i] - 1u;
@@ -161,7 +161,7 @@ static void tqkv__free_compiled(tqkv__compiled *c)
 }
 
 /* The caller holds the lock. */
-static tqkv__compiled *tqkv__find_compiled(const tqkv_metal *m, const tqkv__kernel *kernel)
+static tqkv__compiled *tqkv__find_compiled(const tqkv_metal *m, const tqkv_metal_kernel *kernel)
 {
     tqkv__compiled *c = m->compiled;
     while (c && memcmp(&c->kernel, kernel, sizeof *kernel) != 0) c = c->next;
@@ -170,10 +170,10 @@ static tqkv__compiled *tqkv__find_compiled(const tqkv_metal *m, const tqkv__kern
 
 /* The library of a kernel, which the context keeps, compiled on first use and outside the lock. nil and a text if that
    fails. */
-static id<MTLLibrary> tqkv__get_compiled(tqkv_metal *m, const tqkv__kernel *kernel)
+static id<MTLLibrary> tqkv__get_compiled(tqkv_metal *m, const tqkv_metal_kernel *kernel)
 {
     NSError *error = nil;
-    tqkv__kernel any = *kernel;
+    tqkv_metal_kernel any = *kernel;
     NSString *name = tqkv__function_name(kernel);
     memset(any.constants, 0, sizeof any.constants);
     pthread_mutex_lock(&m->lock);
@@ -236,7 +236,7 @@ static tqkv_result tqkv__build_pipeline(tqkv_metal *m, tqkv__pipeline *p)
 }
 
 /* The caller holds the lock. A list is enough: a program has one pipeline a format pair, head_dim and column count. */
-static const tqkv__pipeline *tqkv__find_pipeline(const tqkv_metal *m, const tqkv__kernel *kernel)
+static const tqkv__pipeline *tqkv__find_pipeline(const tqkv_metal *m, const tqkv_metal_kernel *kernel)
 {
     const tqkv__pipeline *p = m->pipelines;
     while (p && memcmp(&p->kernel, kernel, sizeof *kernel) != 0) p = p->next;
@@ -264,7 +264,7 @@ static const tqkv__pipeline *tqkv__keep_pipeline(tqkv_metal *m, tqkv__pipeline *
 }
 
 /* Building takes up to a second, so it happens outside the lock. */
-static tqkv_result tqkv__get_pipeline(tqkv_metal *m, const tqkv__kernel *kernel, const tqkv__pipeline **out)
+static tqkv_result tqkv__get_pipeline(tqkv_metal *m, const tqkv_metal_kernel *kernel, const tqkv__pipeline **out)
 {
     tqkv_result r;
     pthread_mutex_lock(&m->lock);
@@ -296,7 +296,7 @@ static bool tqkv__is_device(const tqkv_metal *m, id<MTLDevice> device)
            [[one valueForKey:@"registryID"] isEqual:[other valueForKey:@"registryID"]];
 }
 
-static tqkv_result tqkv__check_binding(tqkv_metal *m, const tqkv__binding *b)
+static tqkv_result tqkv__check_binding(tqkv_metal *m, const tqkv_metal_binding *b)
 {
     if (!b->size) return TQKV_OK;
     id<MTLBuffer> buffer = b->at.buffer;
@@ -313,10 +313,10 @@ static tqkv_result tqkv__check_binding(tqkv_metal *m, const tqkv__binding *b)
     return TQKV_OK;
 }
 
-static tqkv_result tqkv__check_bindings(tqkv_metal *m, const tqkv__dispatch *d)
+static tqkv_result tqkv__check_bindings(tqkv_metal *m, const tqkv_metal_dispatch *d)
 {
     for (int i = 0; i < d->n_bindings; i++) {
-        const tqkv__binding *other = tqkv__overlapping(d, i);
+        const tqkv_metal_binding *other = tqkv_metal_overlapping(d, i);
         const tqkv_result r = tqkv__check_binding(m, &d->bindings[i]);
         if (r != TQKV_OK) return r;
         if (other) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s and %s overlap", other->name, d->bindings[i].name);
@@ -332,13 +332,13 @@ static tqkv_result tqkv__check_encoder(tqkv_metal *m, id<MTLComputeCommandEncode
     return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "%s: no MTLComputeCommandEncoder; for Metal 4 see docs/metal.md", call);
 }
 
-static void tqkv__bind_all(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv__dispatch *d)
+static void tqkv__bind_all(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv_metal_dispatch *d)
 {
     for (int i = 0; i < d->n_args; i++)
         [encoder setBytes:&d->args[i] length:d->args_size atIndex:(NSUInteger)i * TQKV__SECOND_ARGS];
     for (int i = 0; i < d->n_bindings; i++) {
-        const tqkv__binding *b = &d->bindings[i];
-        if (b->index == TQKV__ONLY_CHECKED) continue;
+        const tqkv_metal_binding *b = &d->bindings[i];
+        if (b->index == TQKV_METAL_ONLY_CHECKED) continue;
         [encoder setBuffer:b->size ? (id<MTLBuffer>)b->at.buffer : m->unused
                     offset:b->size ? b->at.offset : 0
                    atIndex:(NSUInteger)b->index];
@@ -346,7 +346,7 @@ static void tqkv__bind_all(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, 
 }
 
 static void tqkv__record_dispatch(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv__pipeline *p,
-                                  const tqkv__dispatch *d)
+                                  const tqkv_metal_dispatch *d)
 {
     const NSUInteger n = (NSUInteger)(d->n_simdgroups < p->max_simdgroups ? d->n_simdgroups : p->max_simdgroups);
     const NSUInteger width = d->rows ? (d->grid[0] + n - 1) / n : d->grid[0];
@@ -374,7 +374,7 @@ static tqkv_result tqkv__refuse(tqkv_metal *m, tqkv_result r, const char *call)
 
 /* Records one or two dispatches, or nothing. planned: the result of tqkv.h's checks. */
 static tqkv_result tqkv__record(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const char *call,
-                                tqkv_result planned, const tqkv__dispatch *d, int n)
+                                tqkv_result planned, const tqkv_metal_dispatch *d, int n)
 {
     const tqkv__pipeline *pipelines[2];
     tqkv_result r = planned;
@@ -441,7 +441,7 @@ typedef struct tqkv__call {
     tqkv_metal *m;
     const char *name;
     tqkv_result planned;
-    const tqkv__dispatch *d;
+    const tqkv_metal_dispatch *d;
     int n;
 } tqkv__call;
 
@@ -451,7 +451,7 @@ static tqkv_result tqkv__record_call(void *user, tqkv_metal_object encoder)
     return tqkv__record(c->m, encoder, c->name, c->planned, c->d, c->n);
 }
 
-static tqkv_result tqkv__run(tqkv_metal *m, const char *name, tqkv_result planned, const tqkv__dispatch *d, int n)
+static tqkv_result tqkv__run(tqkv_metal *m, const char *name, tqkv_result planned, const tqkv_metal_dispatch *d, int n)
 {
     tqkv__call call = {m, name, planned, d, n};
     return tqkv__run_as(m, name, tqkv__record_call, &call);
@@ -462,8 +462,8 @@ static tqkv_result tqkv__run(tqkv_metal *m, const char *name, tqkv_result planne
 tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
                               tqkv_metal_buffer src, int n_tokens, int64_t position, tqkv_metal_buffer not_finite)
 {
-    tqkv__dispatch d;
-    const tqkv_result r = tqkv__plan_encode(s, src, n_tokens, position, not_finite, &d);
+    tqkv_metal_dispatch d;
+    const tqkv_result r = tqkv_metal_plan_encode(s, src, n_tokens, position, not_finite, &d);
     return tqkv__record(m, encoder, "encode", r, &d, 1);
 }
 
@@ -471,8 +471,8 @@ tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object encoder, const
                                  const tqkv_metal_store *values, tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                  int64_t position, tqkv_metal_buffer not_finite)
 {
-    tqkv__dispatch d;
-    const tqkv_result r = tqkv__plan_encode_kv(keys, values, k, v, n_tokens, position, not_finite, &d);
+    tqkv_metal_dispatch d;
+    const tqkv_result r = tqkv_metal_plan_encode_kv(keys, values, k, v, n_tokens, position, not_finite, &d);
     return tqkv__record(m, encoder, "encode_kv", r, &d, 1);
 }
 
@@ -480,8 +480,8 @@ tqkv_result tqkv_metal_encode_slots(tqkv_metal *m, tqkv_metal_object encoder, co
                                     tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer slots, const int32_t *known,
                                     tqkv_metal_buffer not_finite)
 {
-    tqkv__dispatch d;
-    const tqkv_result r = tqkv__plan_encode_slots(s, src, n_tokens, slots, known, not_finite, &d);
+    tqkv_metal_dispatch d;
+    const tqkv_result r = tqkv_metal_plan_encode_slots(s, src, n_tokens, slots, known, not_finite, &d);
     return tqkv__record(m, encoder, "encode_slots", r, &d, 1);
 }
 
@@ -490,47 +490,47 @@ tqkv_result tqkv_metal_encode_kv_slots(tqkv_metal *m, tqkv_metal_object encoder,
                                        int n_tokens, tqkv_metal_buffer slots, const int32_t *known,
                                        tqkv_metal_buffer not_finite)
 {
-    tqkv__dispatch d;
-    const tqkv_result r = tqkv__plan_encode_kv_slots(keys, values, k, v, n_tokens, slots, known, not_finite, &d);
+    tqkv_metal_dispatch d;
+    const tqkv_result r = tqkv_metal_plan_encode_kv_slots(keys, values, k, v, n_tokens, slots, known, not_finite, &d);
     return tqkv__record(m, encoder, "encode_kv_slots", r, &d, 1);
 }
 
 tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s, tqkv_metal_buffer src,
                              int n_tokens, tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite)
 {
-    tqkv__dispatch d;
-    const tqkv_result r = tqkv__plan_probe(s, src, n_tokens, scaled, not_finite, &d);
+    tqkv_metal_dispatch d;
+    const tqkv_result r = tqkv_metal_plan_probe(s, src, n_tokens, scaled, not_finite, &d);
     return tqkv__record(m, encoder, "probe", r, &d, 1);
 }
 
 tqkv_result tqkv_metal_decode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s, int64_t position,
                               int n_positions, tqkv_basis basis, tqkv_metal_buffer dst)
 {
-    tqkv__dispatch d;
-    const tqkv_result r = tqkv__plan_decode(s, position, n_positions, basis, dst, &d);
+    tqkv_metal_dispatch d;
+    const tqkv_result r = tqkv_metal_plan_decode(s, position, n_positions, basis, dst, &d);
     return tqkv__record(m, encoder, "decode", r, &d, 1);
 }
 
 tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows, int n_rows,
                               int head_dim)
 {
-    tqkv__dispatch d;
-    const tqkv_result r = tqkv__plan_rotate(rows, n_rows, head_dim, false, &d);
+    tqkv_metal_dispatch d;
+    const tqkv_result r = tqkv_metal_plan_rotate(rows, n_rows, head_dim, false, &d);
     return tqkv__record(m, encoder, "rotate", r, &d, 1);
 }
 
 tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows, int n_rows,
                                 int head_dim)
 {
-    tqkv__dispatch d;
-    const tqkv_result r = tqkv__plan_rotate(rows, n_rows, head_dim, true, &d);
+    tqkv_metal_dispatch d;
+    const tqkv_result r = tqkv_metal_plan_rotate(rows, n_rows, head_dim, true, &d);
     return tqkv__record(m, encoder, "unrotate", r, &d, 1);
 }
 
 tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention *a, size_t *bytes)
 {
     if (!m || !bytes) return TQKV_INVALID_ARGUMENT;
-    const tqkv_result r = tqkv__plan_scratch(a, bytes);
+    const tqkv_result r = tqkv_metal_plan_attend_scratch(a, bytes);
     return r == TQKV_OK ? r : tqkv__refuse(m, r, "attend_scratch");
 }
 
@@ -543,21 +543,21 @@ static bool tqkv__has_matrices(tqkv_metal *m)
 }
 
 /* Where the GPU's matrices lie otherwise, attend takes the place of attend_matrix. */
-static tqkv_result tqkv__avoid_matrices(tqkv_metal *m, tqkv_result r, tqkv__dispatch *d)
+static tqkv_result tqkv__avoid_matrices(tqkv_metal *m, tqkv_result r, tqkv_metal_dispatch *d)
 {
-    if (m && r == TQKV_OK && d->kernel.family == TQKV__ATTEND_MATRIX && !tqkv__has_matrices(m))
+    if (m && r == TQKV_OK && d->kernel.family == TQKV_METAL_ATTEND_MATRIX && !tqkv__has_matrices(m))
         tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
     return r;
 }
 
 /* Whether a call failed because Metal refuses attend_matrix. Then nothing is recorded, the context does without from now on,
    its text says so, and the call can be planned anew. */
-static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv__dispatch *d)
+static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_dispatch *d)
 {
     char text[300];
     const tqkv__pipeline *attend;
-    tqkv__dispatch lanes = *d;
-    if (r != TQKV_METAL_ERROR || d->kernel.family != TQKV__ATTEND_MATRIX) return false;
+    tqkv_metal_dispatch lanes = *d;
+    if (r != TQKV_METAL_ERROR || d->kernel.family != TQKV_METAL_ATTEND_MATRIX) return false;
     pthread_mutex_lock(&m->lock);
     const bool built = tqkv__find_pipeline(m, &d->kernel) != NULL; /* then something else failed */
     pthread_mutex_unlock(&m->lock);
@@ -577,7 +577,7 @@ static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv__dispat
 
 /* Records a planned attention. */
 static tqkv_result tqkv__record_attend(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, tqkv_result planned,
-                                       tqkv__dispatch d[2])
+                                       tqkv_metal_dispatch d[2])
 {
     tqkv_result r = tqkv__avoid_matrices(m, planned, d);
     r = tqkv__record(m, encoder, "attend", r, d, 2);
@@ -589,15 +589,15 @@ static tqkv_result tqkv__record_attend(tqkv_metal *m, id<MTLComputeCommandEncode
 tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                               tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
 {
-    tqkv__dispatch d[2];
-    return tqkv__record_attend(m, encoder, tqkv__plan_attend(a, q, scratch, out, d), d);
+    tqkv_metal_dispatch d[2];
+    return tqkv__record_attend(m, encoder, tqkv_metal_plan_attend(a, q, scratch, out, d), d);
 }
 
 tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
                                           size_t *arguments, size_t *scratch)
 {
     if (!m || !arguments || !scratch) return TQKV_INVALID_ARGUMENT;
-    const tqkv_result r = tqkv__plan_batch_sizes(items, n_items, arguments, scratch);
+    const tqkv_result r = tqkv_metal_plan_attend_batch_sizes(items, n_items, arguments, scratch);
     return r == TQKV_OK ? r : tqkv__refuse(m, r, "attend_batch_sizes");
 }
 
@@ -605,21 +605,21 @@ tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, co
                                     int n_items, const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                     tqkv_metal_buffer scratch, const tqkv_metal_buffer *out)
 {
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     if (!m) return TQKV_INVALID_ARGUMENT;
     tqkv__batch batch = {items, n_items, q, out, arguments, scratch, tqkv__has_matrices(m)};
     const size_t n = n_items > 0 ? (size_t)n_items : 0, most = SIZE_MAX / sizeof(tqkv__batch_item);
-    const tqkv__binding binding = {
+    const tqkv_metal_binding binding = {
         "arguments", 0, arguments, (n < most ? n : most) * sizeof(tqkv__batch_item), TQKV__ARGUMENTS_ALIGNMENT, false};
     tqkv_result r = tqkv__check_binding(m, &binding);
     if (r != TQKV_OK) return r;
     char *bytes = n ? (char *)[(id<MTLBuffer>)arguments.buffer contents] : NULL;
     if (n && !bytes) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "arguments: memory of the GPU alone");
     tqkv__batch_item *to = n ? (tqkv__batch_item *)(void *)(bytes + arguments.offset) : NULL;
-    r = tqkv__record(m, encoder, "attend_batch", tqkv__plan_batch(&batch, to, d), d, 2);
+    r = tqkv__record(m, encoder, "attend_batch", tqkv_metal_plan_attend_batch(&batch, to, d), d, 2);
     if (!tqkv__lost_matrices(m, r, d)) return r;
     batch.matrices = false;
-    return tqkv__record(m, encoder, "attend_batch", tqkv__plan_batch(&batch, to, d), d, 2);
+    return tqkv__record(m, encoder, "attend_batch", tqkv_metal_plan_attend_batch(&batch, to, d), d, 2);
 }
 
 /* -- Memory that processor and GPU share -- */
@@ -733,11 +733,11 @@ tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffe
 tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c, tqkv_metal_buffer k,
                                     tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite)
 {
-    tqkv__dispatch d;
+    tqkv_metal_dispatch d;
     tqkv_metal_buffer memory;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    r = tqkv__plan_cache_append(c, memory, k, v, n_tokens, not_finite, &d);
+    r = tqkv_metal_plan_cache_append(c, memory, k, v, n_tokens, not_finite, &d);
     if ((r = tqkv__record(m, encoder, "encode_kv", r, &d, 1)) == TQKV_OK) tqkv__cache_advance(c, n_tokens);
     return r;
 }
@@ -745,24 +745,25 @@ tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tq
 tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c, tqkv_metal_buffer q,
                                     int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
 {
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     tqkv_metal_buffer memory;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    return tqkv__record_attend(m, encoder, tqkv__plan_cache_attend(c, memory, q, n_queries, scratch, out, d), d);
+    return tqkv__record_attend(m, encoder, tqkv_metal_plan_cache_attend(c, memory, q, n_queries, scratch, out, d), d);
 }
 
 tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes)
 {
     if (!m || !bytes) return TQKV_INVALID_ARGUMENT;
     size_t rows_sizes[2];
-    const tqkv_result r = tqkv__plan_cache_sizes(c, n_queries, rows_sizes, bytes);
+    const tqkv_result r = tqkv_metal_plan_cache_sizes(c, n_queries, rows_sizes, bytes);
     return r == TQKV_OK ? r : tqkv__refuse(m, r, "cache_scratch");
 }
 
 /* -- Pipelines ahead of time -- */
 
-static tqkv_result tqkv__build_all(tqkv_metal *m, tqkv_result planned, const char *call, const tqkv__dispatch *d, int n)
+static tqkv_result tqkv__build_all(tqkv_metal *m, tqkv_result planned, const char *call, const tqkv_metal_dispatch *d,
+                                   int n)
 {
     const tqkv__pipeline *pipeline;
     tqkv_result r = planned;
@@ -772,7 +773,7 @@ static tqkv_result tqkv__build_all(tqkv_metal *m, tqkv_result planned, const cha
 }
 
 /* Attention of so many queries, alone and in batches. d: its plan */
-static tqkv_result tqkv__build_attention(tqkv_metal *m, tqkv_result planned, tqkv__dispatch d[2], bool batches)
+static tqkv_result tqkv__build_attention(tqkv_metal *m, tqkv_result planned, tqkv_metal_dispatch d[2], bool batches)
 {
     tqkv_result r = tqkv__build_all(m, tqkv__avoid_matrices(m, planned, d), "prepare", d, 2);
     if (tqkv__lost_matrices(m, r, d)) r = tqkv__build_all(m, tqkv__avoid_matrices(m, TQKV_OK, d), "prepare", d, 2);
@@ -794,7 +795,7 @@ enum { TQKV__MOST_PREPARED = TQKV__MOST_MATRIX_COLUMNS(64) };
 
 tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, bool batches)
 {
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     const tqkv_metal_buffer none = {nil, 0};
     if (!m || !a || !a->keys || !a->values || max_queries < 0) return TQKV_INVALID_ARGUMENT;
     const tqkv_metal_store keys = tqkv__any_pages(a->keys), values = tqkv__any_pages(a->values);
@@ -803,32 +804,32 @@ tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int
     call.values = &values;
     call.attention.tree = NULL;
     tqkv_result r =
-        tqkv__build_all(m, tqkv__plan_encode_kv(&keys, &values, none, none, 0, 0, none, d), "prepare", d, 1);
+        tqkv__build_all(m, tqkv_metal_plan_encode_kv(&keys, &values, none, none, 0, 0, none, d), "prepare", d, 1);
     for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++) {
         call.attention.n_queries = n;
-        r = tqkv__build_attention(m, tqkv__plan_attend(&call, none, none, none, d), d, batches);
+        r = tqkv__build_attention(m, tqkv_metal_plan_attend(&call, none, none, none, d), d, batches);
     }
     return r;
 }
 
 tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max_queries)
 {
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     const tqkv_metal_buffer none = {nil, 0};
     tqkv_metal_buffer memory;
     if (max_queries < 0) return TQKV_INVALID_ARGUMENT;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    r = tqkv__build_all(m, tqkv__plan_cache_append(c, memory, none, none, 0, none, d), "prepare", d, 1);
+    r = tqkv__build_all(m, tqkv_metal_plan_cache_append(c, memory, none, none, 0, none, d), "prepare", d, 1);
     for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++)
-        r = tqkv__build_attention(m, tqkv__plan_cache_attend(c, memory, none, n, none, none, d), d, false);
+        r = tqkv__build_attention(m, tqkv_metal_plan_cache_attend(c, memory, none, n, none, none, d), d, false);
     return r;
 }
 
 /* The blocking calls of a cache copy their rows into a block of shared memory, and the result out of it. */
 static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
-    tqkv__dispatch d;
+    tqkv_metal_dispatch d;
     const size_t k_size = tqkv__rows_size(tqkv_cache_keys(c), n_tokens),
                  v_size = tqkv__rows_size(tqkv_cache_values(c), n_tokens);
     const tqkv_metal_buffer none = {nil, 0};
@@ -841,7 +842,7 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
     const tqkv_metal_buffer vb = {kb.buffer, kb.offset + k_size};
     memcpy(block->begin, k, k_size);
     memcpy(block->begin + k_size, v, v_size);
-    r = tqkv__plan_cache_append(c, memory, kb, vb, n_tokens, none, &d);
+    r = tqkv_metal_plan_cache_append(c, memory, kb, vb, n_tokens, none, &d);
     r = tqkv__run(m, "encode_kv", r, &d, 1);
     tqkv__give_back(m, block);
     return r;
@@ -849,18 +850,18 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
 
 static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const void *q, int n_queries, void *out)
 {
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     size_t sizes[2], scratch_size; /* of q and of the output, multiples of 32 */
     tqkv_metal_buffer memory, qb;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
-    if (r == TQKV_OK) r = tqkv__plan_cache_sizes(c, n_queries, sizes, &scratch_size);
+    if (r == TQKV_OK) r = tqkv_metal_plan_cache_sizes(c, n_queries, sizes, &scratch_size);
     if (r != TQKV_OK) return r;
     tqkv__memory *block = tqkv__take_staging(m, sizes[0] + sizes[1] + scratch_size, &qb);
     if (!block) return TQKV_OUT_OF_MEMORY;
     const tqkv_metal_buffer ob = {qb.buffer, qb.offset + sizes[0]},
                             scratch = {qb.buffer, qb.offset + sizes[0] + sizes[1]};
     memcpy(block->begin, q, sizes[0]);
-    r = tqkv__avoid_matrices(m, tqkv__plan_cache_attend(c, memory, qb, n_queries, scratch, ob, d), d);
+    r = tqkv__avoid_matrices(m, tqkv_metal_plan_cache_attend(c, memory, qb, n_queries, scratch, ob, d), d);
     r = tqkv__run(m, "attend", r, d, 2);
     if (tqkv__lost_matrices(m, r, d)) r = tqkv__run(m, "attend", tqkv__avoid_matrices(m, TQKV_OK, d), d, 2);
     if (r == TQKV_OK) memcpy(out, block->begin + sizes[0], sizes[1]);
@@ -1134,18 +1135,18 @@ static tqkv_result tqkv__open_device(tqkv_metal *m, const tqkv_metal_desc *desc)
 static tqkv_result tqkv__check_tables(tqkv_metal *m)
 {
     char text[300];
-    tqkv__dispatch d;
+    tqkv_metal_dispatch d;
     tqkv_metal_buffer buffer;
     tqkv__memory *block = tqkv__take_staging(m, sizeof(tqkv__table_report), &buffer);
     if (!block) return TQKV_OUT_OF_MEMORY;
     tqkv__table_report *report = (tqkv__table_report *)(void *)block->begin;
     memset(report, 0, sizeof *report);
-    tqkv__plan_tables(buffer, false, &d);
+    tqkv_metal_plan_tables(buffer, false, &d);
     tqkv_result r = tqkv__run(m, "tables", TQKV_OK, &d, 1);
     const char *stale = r == TQKV_OK ? tqkv__stale_table(report) : NULL;
     if (stale) r = tqkv__fail(m, TQKV_TABLE_MISMATCH, "the library's %s differs from that of tqkv.h", stale);
     if (r == TQKV_OK) {
-        tqkv__plan_tables(buffer, true, &d);
+        tqkv_metal_plan_tables(buffer, true, &d);
         const tqkv_result product = tqkv__run(m, "matrices", TQKV_OK, &d, 1);
         m->matrices = product == TQKV_OK && tqkv__matrices_as_expected(report);
         tqkv_metal_error(m, text, sizeof text);

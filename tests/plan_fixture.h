@@ -34,9 +34,9 @@ static inline tqkv_metal_store plan_store(tqkv_format format, int head_dim, int 
 }
 
 /* The last binding of that name. */
-static inline tqkv__binding binding(const tqkv__dispatch *d, const char *name)
+static inline tqkv_metal_binding binding(const tqkv_metal_dispatch *d, const char *name)
 {
-    tqkv__binding found;
+    tqkv_metal_binding found;
     memset(&found, 0, sizeof found);
     for (int i = 0; i < d->n_bindings; i++)
         if (!strcmp(d->bindings[i].name, name)) found = d->bindings[i];
@@ -45,24 +45,24 @@ static inline tqkv__binding binding(const tqkv__dispatch *d, const char *name)
 }
 
 /* -1: not set */
-static inline int constant(const tqkv__dispatch *d, int index) { return d->kernel.constants[index] - 1; }
+static inline int constant(const tqkv_metal_dispatch *d, int index) { return d->kernel.constants[index] - 1; }
 
-static const char *overlapping(const tqkv__dispatch *d)
+static const char *overlapping(const tqkv_metal_dispatch *d)
 {
     for (int i = 0; i < d->n_bindings; i++)
-        if (tqkv__overlapping(d, i)) return tqkv__overlapping(d, i)->name;
+        if (tqkv_metal_overlapping(d, i)) return tqkv_metal_overlapping(d, i)->name;
     return "";
 }
 
 /* The limits of Metal: 32 KiB of threadgroup memory in multiples of 16, 1024 threads, one argument an index. */
-static inline void check_dispatch(const tqkv__dispatch *d)
+static inline void check_dispatch(const tqkv_metal_dispatch *d)
 {
     size_t memory = 0;
     unsigned indices = 0;
     for (int i = 0; i < d->n_args; i++) indices |= 1u << (i * TQKV__SECOND_ARGS);
     for (int i = 0; i < d->n_bindings; i++) {
         const int index = d->bindings[i].index;
-        if (index == TQKV__ONLY_CHECKED) continue;
+        if (index == TQKV_METAL_ONLY_CHECKED) continue;
         CHECK(!(indices >> index & 1u), "index %d twice", index);
         indices |= 1u << index;
     }
@@ -78,9 +78,9 @@ static inline void check_dispatch(const tqkv__dispatch *d)
     CHECK(!*overlapping(d), "%s lies under another", overlapping(d));
 }
 
-static inline tqkv_result plan_attend(const tqkv_metal_attention *a, tqkv__dispatch d[2])
+static inline tqkv_result plan_attend(const tqkv_metal_attention *a, tqkv_metal_dispatch d[2])
 {
-    const tqkv_result r = tqkv__plan_attend(a, at(4, 0), at(5, 0), at(6, 0), d);
+    const tqkv_result r = tqkv_metal_plan_attend(a, at(4, 0), at(5, 0), at(6, 0), d);
     for (int i = 0; i < 2 && r == TQKV_OK; i++) check_dispatch(&d[i]);
     return r;
 }

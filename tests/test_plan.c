@@ -5,44 +5,44 @@
 
 static void check_encode(const void *row)
 {
-    tqkv__dispatch d;
+    tqkv_metal_dispatch d;
     const tqkv_metal_store linear = plan_store(TQKV_TQ5, 64, 10, false, 0),
                            ring = plan_store(TQKV_I8, 512, 10, true, 2);
     const size_t token = 3 * 512 * sizeof(float);
     (void)row;
-    CHECK_RESULT(tqkv__plan_encode(&ring, at(4, 8), 24, 7, at(5, 0), &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&ring, at(4, 8), 24, 7, at(5, 0), &d), TQKV_OK);
     check_dispatch(&d);
     CHECK(d.args[0].rows.n_tokens == 10 && d.args[0].rows.first_slot == 1, "%d tokens at %d", d.args[0].rows.n_tokens,
           d.args[0].rows.first_slot);
     CHECK(binding(&d, "src").at.offset == 8 + 14 * token && binding(&d, "src").size == 10 * token, "the source");
     CHECK(binding(&d, "codes").size == 3 * 10 * 512 && binding(&d, "norms").size == 3 * 10 * 4 * sizeof(float),
           "the store's sizes");
-    CHECK(d.kernel.family == TQKV__ENCODE && d.kernel.head_dim == 512 / TQKV__DIM_UNIT &&
+    CHECK(d.kernel.family == TQKV_METAL_ENCODE && d.kernel.head_dim == 512 / TQKV__DIM_UNIT &&
               constant(&d, TQKV_FC_ROTATED) == 1 && constant(&d, TQKV_FC_FORMAT) == TQKV_I8 &&
               constant(&d, TQKV_FC_VALUE_FORMAT) == -1,
           "the kernel");
     CHECK(d.rows && d.grid[0] == 4 && d.args[0].rows.block_scale == 1.0f, "%zu simdgroups for 30 rows", d.grid[0]);
-    CHECK_RESULT(tqkv__plan_encode(&ring, at(4, SIZE_MAX - 3), 24, 7, none, &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&ring, at(4, SIZE_MAX - 3), 24, 7, none, &d), TQKV_OK);
     CHECK(binding(&d, "src").at.offset > SIZE_MAX - 16, "an offset that wraps");
-    CHECK_RESULT(tqkv__plan_encode(&linear, at(4, 0), 4, 6, none, &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&linear, at(4, 0), 4, 6, none, &d), TQKV_OK);
     CHECK(d.args[0].rows.first_slot == 6 && d.args[0].rows.capacity == 10 && !binding(&d, "not_finite").size, "linear");
-    CHECK_RESULT(tqkv__plan_encode(&linear, at(4, 0), 0, 10, none, &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&linear, at(4, 0), 0, 10, none, &d), TQKV_OK);
     CHECK(d.grid[0] == 0, "nothing to encode");
-    CHECK_RESULT(tqkv__plan_encode(&linear, at(0, 0), 4, 6, none, &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&linear, at(0, 0), 4, 6, none, &d), TQKV_OK);
     CHECK(!strcmp(overlapping(&d), "src"), "the source in the store: %s", overlapping(&d));
-    CHECK_RESULT(tqkv__plan_encode(&linear, none, 5, 6, none, &d), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv__plan_encode(&linear, none, -1, 0, none, &d), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv__plan_encode(NULL, none, 1, 0, none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_encode(&linear, none, 5, 6, none, &d), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_metal_plan_encode(&linear, none, -1, 0, none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_encode(NULL, none, 1, 0, none, &d), TQKV_INVALID_ARGUMENT);
 }
 
 static void check_encode_kv(const void *row)
 {
-    tqkv__dispatch d;
+    tqkv_metal_dispatch d;
     const tqkv_metal_store keys = plan_store(TQKV_F16, 64, 10, true, 0), values = plan_store(TQKV_TQ8, 64, 12, true, 2);
     const tqkv_metal_store wide = plan_store(TQKV_TQ8, 128, 12, true, 2);
     tqkv_metal_store fewer = values, longer = keys;
     (void)row;
-    CHECK_RESULT(tqkv__plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 11, 3, at(6, 0), &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 11, 3, at(6, 0), &d), TQKV_OK);
     check_dispatch(&d);
     CHECK(d.n_args == 2 && d.args[0].rows.n_tokens == 10 && d.args[1].rows.n_tokens == 11, "tokens of both");
     CHECK(d.grid[0] == 1 && d.grid[2] == 2, "simdgroups for the 33 rows of the longer");
@@ -51,48 +51,49 @@ static void check_encode_kv(const void *row)
           "the kernel");
     CHECK(binding(&d, "keys' norms").size == 0 && binding(&d, "values' norms").size == 3 * 12 * sizeof(float), "norms");
     longer.shape.capacity = 500;
-    CHECK_RESULT(tqkv__plan_encode_kv(&longer, &values, at(4, 0), at(5, 0), 400, 3, at(6, 0), &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(&longer, &values, at(4, 0), at(5, 0), 400, 3, at(6, 0), &d), TQKV_OK);
     const size_t one = d.grid[0];
-    CHECK_RESULT(tqkv__plan_encode_kv(&values, &longer, at(4, 0), at(5, 0), 400, 3, at(6, 0), &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(&values, &longer, at(4, 0), at(5, 0), 400, 3, at(6, 0), &d), TQKV_OK);
     CHECK(d.args[0].rows.n_tokens == 12 && d.args[1].rows.n_tokens == 400, "tokens of both");
     CHECK(one == d.grid[0] && one * TQKV__ENCODE_ROWS(64) >= 1200, "%zu, %zu simdgroups", one, d.grid[0]);
     fewer.shape.n_kv_heads = 2;
-    CHECK_RESULT(tqkv__plan_encode_kv(&keys, &wide, none, none, 1, 0, none, &d), TQKV_UNSUPPORTED);
-    CHECK_RESULT(tqkv__plan_encode_kv(&keys, &fewer, none, none, 1, 0, none, &d), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv__plan_encode_kv(&keys, NULL, none, none, 1, 0, none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &wide, none, none, 1, 0, none, &d), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &fewer, none, none, 1, 0, none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, NULL, none, none, 1, 0, none, &d), TQKV_INVALID_ARGUMENT);
 }
 
 static void check_rows(const void *row)
 {
-    tqkv__dispatch d;
+    tqkv_metal_dispatch d;
     const tqkv_metal_store linear = plan_store(TQKV_TQ5, 64, 10, false, 0),
                            ring = plan_store(TQKV_I8, 512, 10, true, 2);
     (void)row;
-    CHECK_RESULT(tqkv__plan_probe(&linear, none, INT_MAX, none, none, &d), TQKV_INVALID_ARGUMENT); /* rows > 2^31 */
-    CHECK_RESULT(tqkv__plan_probe(&linear, at(4, 0), 7, at(5, 0), none, &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_probe(&linear, none, INT_MAX, none, none, &d),
+                 TQKV_INVALID_ARGUMENT); /* rows > 2^31 */
+    CHECK_RESULT(tqkv_metal_plan_probe(&linear, at(4, 0), 7, at(5, 0), none, &d), TQKV_OK);
     check_dispatch(&d);
     CHECK(d.args[0].rows.n_tokens == 7 && binding(&d, "scaled").size == 7 * 3 * 64 * sizeof(float), "a probe");
-    CHECK_RESULT(tqkv__plan_decode(&ring, 95, 10, TQKV_ORIGINAL, at(4, 0), &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_decode(&ring, 95, 10, TQKV_ORIGINAL, at(4, 0), &d), TQKV_OK);
     check_dispatch(&d);
     CHECK(constant(&d, TQKV_FC_UNROTATE) == 1 && d.args[0].rows.first_slot == 5, "slot %d", d.args[0].rows.first_slot);
-    CHECK_RESULT(tqkv__plan_decode(&ring, 95, 10, TQKV_ROTATED, at(4, 0), &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_decode(&ring, 95, 10, TQKV_ROTATED, at(4, 0), &d), TQKV_OK);
     CHECK(constant(&d, TQKV_FC_UNROTATE) == 0, "left rotated");
-    CHECK_RESULT(tqkv__plan_decode(&ring, 95, 11, TQKV_ROTATED, none, &d), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv__plan_decode(&linear, 8, 3, TQKV_ROTATED, none, &d), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv__plan_decode(&linear, 0, 1, test_no_basis(2), none, &d), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv__plan_rotate(at(4, 0), 5, 64, true, &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_decode(&ring, 95, 11, TQKV_ROTATED, none, &d), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_metal_plan_decode(&linear, 8, 3, TQKV_ROTATED, none, &d), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_metal_plan_decode(&linear, 0, 1, test_no_basis(2), none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_rotate(at(4, 0), 5, 64, true, &d), TQKV_OK);
     check_dispatch(&d);
     CHECK(binding(&d, "rows").size == 5 * 64 * sizeof(float) && constant(&d, TQKV_FC_UNROTATE) == 1, "a rotation");
-    CHECK_RESULT(tqkv__plan_rotate(none, 5, 65, false, &d), TQKV_UNSUPPORTED);
-    CHECK_RESULT(tqkv__plan_rotate(none, -1, 64, false, &d), TQKV_INVALID_ARGUMENT);
-    tqkv__plan_tables(at(4, 0), true, &d);
+    CHECK_RESULT(tqkv_metal_plan_rotate(none, 5, 65, false, &d), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv_metal_plan_rotate(none, -1, 64, false, &d), TQKV_INVALID_ARGUMENT);
+    tqkv_metal_plan_tables(at(4, 0), true, &d);
     check_dispatch(&d);
     CHECK(d.grid[0] == 1 && !d.rows && d.kernel.head_dim == 0, "tables");
 }
 
 static void check_attend(const void *row)
 {
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     tqkv_metal_attention a;
     const tqkv_metal_store keys = plan_store(TQKV_I8, 64, 100, true, 0), values = plan_store(TQKV_F16, 64, 40, true, 2);
     const tqkv__attend_args *args = &d[0].args[0].attend;
@@ -122,7 +123,7 @@ static void check_attend(const void *row)
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
     CHECK(args->kv_len == 0 && args->key_oldest_slot == 0 && d[0].n_simdgroups == 1, "an empty store");
     a.sinks = at(5, 8);
-    CHECK_RESULT(tqkv__plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), d), TQKV_OK);
     CHECK(!strcmp(overlapping(d), "sinks"), "sinks in the scratch: %s", overlapping(d));
     a.attention.kv_len = 1;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OUT_OF_RANGE);
@@ -134,7 +135,7 @@ static void check_tree(const void *row)
 {
     const uint64_t tree[64] = {1, 3, 5};
     const int32_t pages[] = {3, -1, 2, 0};
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     tqkv_metal_attention a;
     const tqkv_metal_store keys = plan_store(TQKV_I8, 64, 100, false, 0),
                            values = plan_store(TQKV_F16, 64, 100, true, 2);
@@ -160,7 +161,7 @@ static void check_tree(const void *row)
     a.tree = none;
     CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
     a.tree = at(5, 8);
-    CHECK_RESULT(tqkv__plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), d), TQKV_OK);
     CHECK(!strcmp(overlapping(d), "scratch"), "a tree in the scratch: %s", overlapping(d));
     a.keys = &paged; /* positions 64, 65 and 66, of the entry -1: the tree shows the second and the third only to 1 */
     a.values = &paged_values;
@@ -176,7 +177,7 @@ static void check_tree(const void *row)
 /* The centres of keys and values. In attend the keys' changes nothing without sinks or a softcap. */
 static void check_center(const void *row)
 {
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     tqkv_metal_store keys = plan_store(TQKV_I8, 64, 10, false, 0), values = plan_store(TQKV_F16, 64, 10, false, 2);
     const size_t size = 3 * 64 * sizeof(float);
     tqkv_metal_attention a;
@@ -187,12 +188,12 @@ static void check_center(const void *row)
     a.attention.end = 10;
     keys.center = at(7, 0);
     values.center = at(7, size);
-    CHECK_RESULT(tqkv__plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 4, 3, none, d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 4, 3, none, d), TQKV_OK);
     check_dispatch(d);
     CHECK(binding(d, "keys' center").size == size && binding(d, "values' center").at.offset == size &&
               constant(d, TQKV_FC_CENTER) == 1 && constant(d, TQKV_FC_VALUE_CENTER) == 1,
           "encode_kv");
-    CHECK_RESULT(tqkv__plan_decode(&keys, 0, 10, TQKV_ROTATED, at(4, 0), d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_decode(&keys, 0, 10, TQKV_ROTATED, at(4, 0), d), TQKV_OK);
     check_dispatch(d);
     CHECK(constant(d, TQKV_FC_CENTER) == 1 && constant(d, TQKV_FC_ROTATED) == 1, "decode");
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
@@ -206,7 +207,7 @@ static void check_center(const void *row)
     a.attention.softcap = 3.0f;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
     CHECK(constant(d, TQKV_FC_CENTER) == 1 && constant(d + 1, TQKV_FC_CENTER) == 0, "attend with softcap");
-    CHECK_RESULT(tqkv__plan_attend(&a, at(4, 0), at(5, 0), at(7, size), d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(7, size), d), TQKV_OK);
     CHECK(!strcmp(overlapping(d), "values' center"), "the output in the centre: %s", overlapping(d));
 }
 
@@ -221,29 +222,29 @@ static void check_head_dim(const void *row)
     const tqkv_metal_store keys = plan_store(TQKV_I8, d, 10, true, 0), values = plan_store(TQKV_TQ3, d, 10, true, 2),
                            others = plan_store(TQKV_TQ3, 128, 10, true, 2);
     tqkv_metal_attention a;
-    tqkv__dispatch p[6];
+    tqkv_metal_dispatch p[6];
     size_t scratch;
     memset(&a, 0, sizeof a);
     a.keys = &keys;
     a.values = &values;
     a.attention.end = 10;
     CHECK(TQKV__HAS_KERNELS(d) == known, "kernels of %d", d);
-    CHECK_RESULT(tqkv__plan_encode(&keys, at(4, 0), 40, 7, none, &p[0]), expected);
-    CHECK_RESULT(tqkv__plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 9, 3, none, &p[1]), expected);
-    CHECK_RESULT(tqkv__plan_probe(&keys, at(4, 0), 7, at(5, 0), none, &p[2]), expected);
-    CHECK_RESULT(tqkv__plan_decode(&keys, 0, 10, TQKV_ORIGINAL, at(4, 0), &p[3]), expected);
-    CHECK_RESULT(tqkv__plan_rotate(at(4, 0), 5, d, true, &p[4]), expected);
+    CHECK_RESULT(tqkv_metal_plan_encode(&keys, at(4, 0), 40, 7, none, &p[0]), expected);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 9, 3, none, &p[1]), expected);
+    CHECK_RESULT(tqkv_metal_plan_probe(&keys, at(4, 0), 7, at(5, 0), none, &p[2]), expected);
+    CHECK_RESULT(tqkv_metal_plan_decode(&keys, 0, 10, TQKV_ORIGINAL, at(4, 0), &p[3]), expected);
+    CHECK_RESULT(tqkv_metal_plan_rotate(at(4, 0), 5, d, true, &p[4]), expected);
     for (int i = 0; i < 5 && known; i++) {
         check_dispatch(&p[i]);
         CHECK(p[i].kernel.head_dim * TQKV__DIM_UNIT == d && !p[i].kernel.value_dim, "the kernel");
     }
-    CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), expected);
+    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), expected);
     CHECK_RESULT(plan_attend(&a, p), expected);
     a.values = &others;
     const tqkv_result pair = d == 128 || d == 192 ? TQKV_OK : TQKV_UNSUPPORTED;
-    CHECK_RESULT(tqkv__plan_encode_kv(&keys, &others, at(4, 0), at(5, 0), 9, 3, none, p), pair);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &others, at(4, 0), at(5, 0), 9, 3, none, p), pair);
     if (pair == TQKV_OK) check_dispatch(p);
-    CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), pair);
+    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), pair);
     CHECK_RESULT(plan_attend(&a, p), pair);
     if (d != 192) return;
     CHECK(p[0].kernel.value_dim * TQKV__DIM_UNIT == 128 && p[1].kernel.head_dim * TQKV__DIM_UNIT == 128, "the kernels");
@@ -254,7 +255,7 @@ static void check_head_dim(const void *row)
 /* Each type has its sizes, its alignment and its constant. */
 static void check_types(const void *row)
 {
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     tqkv_metal_store s = plan_store(TQKV_TQ4, 80, 5, true, 0), v = s;
     tqkv_metal_attention a;
     (void)row;
@@ -267,15 +268,15 @@ static void check_types(const void *row)
         v.shape.type = type == TQKV_TYPE_F32 ? TQKV_TYPE_BF16 : TQKV_TYPE_F32;
         a.attention.query_type = s.shape.type;
         a.attention.output_type = v.shape.type;
-        CHECK_RESULT(tqkv__plan_encode_kv(&s, &v, at(4, 2), at(5, 0), 7, 0, none, d), TQKV_OK);
-        const tqkv__binding k = binding(d, "k"), values = binding(d, "v");
+        CHECK_RESULT(tqkv_metal_plan_encode_kv(&s, &v, at(4, 2), at(5, 0), 7, 0, none, d), TQKV_OK);
+        const tqkv_metal_binding k = binding(d, "k"), values = binding(d, "v");
         CHECK(k.size == 5 * token * size && k.alignment == size && k.at.offset == 2 + 2 * token * size, "the keys");
         CHECK(values.size == 5 * token * (6 - size) && constant(d, TQKV_FC_TYPE) == type &&
                   constant(d, TQKV_FC_VALUE_TYPE) == (int)v.shape.type,
               "the values");
-        CHECK_RESULT(tqkv__plan_probe(&s, at(4, 0), 7, at(5, 0), none, d), TQKV_OK);
+        CHECK_RESULT(tqkv_metal_plan_probe(&s, at(4, 0), 7, at(5, 0), none, d), TQKV_OK);
         CHECK(binding(d, "src").size == 7 * token * size && binding(d, "scaled").size == 7 * token * 4, "a probe");
-        CHECK_RESULT(tqkv__plan_decode(&s, 0, 5, TQKV_ORIGINAL, at(4, 0), d), TQKV_OK);
+        CHECK_RESULT(tqkv_metal_plan_decode(&s, 0, 5, TQKV_ORIGINAL, at(4, 0), d), TQKV_OK);
         CHECK(binding(d, "dst").size == 5 * token * size && constant(d, TQKV_FC_TYPE) == type, "decoded rows");
         CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
         CHECK(binding(d, "q").size == token * size && constant(d, TQKV_FC_TYPE) == type, "queries");
@@ -284,9 +285,9 @@ static void check_types(const void *row)
               "outputs");
     }
     s.shape.type = test_no_type(3);
-    CHECK_RESULT(tqkv__plan_encode(&s, none, 1, 0, none, d), TQKV_UNSUPPORTED);
-    CHECK_RESULT(tqkv__plan_probe(&s, none, 1, none, none, d), TQKV_UNSUPPORTED);
-    CHECK_RESULT(tqkv__plan_decode(&s, 0, 1, TQKV_ORIGINAL, none, d), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, none, 1, 0, none, d), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv_metal_plan_probe(&s, none, 1, none, none, d), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv_metal_plan_decode(&s, 0, 1, TQKV_ORIGINAL, none, d), TQKV_UNSUPPORTED);
     a.attention.output_type = test_no_type(-1);
     CHECK_RESULT(plan_attend(&a, d), TQKV_UNSUPPORTED);
 }
@@ -294,7 +295,7 @@ static void check_types(const void *row)
 static void check_cache_plan(const void *row)
 {
     const cache_row shape = {TQKV_I8, TQKV_TQ4, 64, 8, true, 20, 15};
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
     desc.sinks = cache_sinks;
     tqkv_cache *cache = cache_make(&shape, &desc);
@@ -302,7 +303,7 @@ static void check_cache_plan(const void *row)
     size_t rows[2] = {0, 0}, most = 0;
     (void)row;
     REQUIRE(cache, "no cache");
-    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 256), at(1, 0), 1, at(2, 0), at(3, 0), d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 256), at(1, 0), 1, at(2, 0), at(3, 0), d), TQKV_OK);
     CHECK(args->kv_len == 3 && args->key_oldest_slot == 4, "after a truncation: %d", args->kv_len);
     const char *codes = (const char *)tqkv_cache_values(cache)->codes;
     CHECK(binding(d, "values' codes").at.offset == 256 + (size_t)(codes - (const char *)cache), "where the codes lie");
@@ -310,22 +311,22 @@ static void check_cache_plan(const void *row)
     check_dispatch(&d[0]);
     check_dispatch(&d[1]);
     tqkv__cache_advance(cache, 7);
-    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 0), none, 1, none, none, d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 0), none, 1, none, none, d), TQKV_OK);
     CHECK(tqkv_cache_end(cache) == 22 && args->kv_len == 8, "after an advance: %d", args->kv_len);
-    CHECK_RESULT(tqkv__plan_cache_append(cache, at(0, 0), at(1, 0), at(2, 0), 3, none, d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_cache_append(cache, at(0, 0), at(1, 0), at(2, 0), 3, none, d), TQKV_OK);
     check_dispatch(d);
-    CHECK(d->args[0].rows.first_slot == 22 % 8 && d->kernel.family == TQKV__ENCODE_KV, "an append");
-    CHECK_RESULT(tqkv__plan_cache_sizes(cache, 2, rows, &most), TQKV_OK);
+    CHECK(d->args[0].rows.first_slot == 22 % 8 && d->kernel.family == TQKV_METAL_ENCODE_KV, "an append");
+    CHECK_RESULT(tqkv_metal_plan_cache_sizes(cache, 2, rows, &most), TQKV_OK);
     CHECK(rows[0] == 2 * CACHE_HEADS * CACHE_GROUP * 64 * sizeof(float) && rows[1] == rows[0] && most > rows[0],
           "%zu, %zu and %zu bytes", rows[0], rows[1], most);
-    CHECK_RESULT(tqkv__plan_cache_sizes(cache, 0, rows, &most), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv__plan_cache_sizes(NULL, 1, rows, &most), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_cache_sizes(cache, 0, rows, &most), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_cache_sizes(NULL, 1, rows, &most), TQKV_INVALID_ARGUMENT);
     tqkv_cache_destroy(cache);
     desc.head_dim = 192;
     desc.value_dim = 128;
     desc.type = TQKV_TYPE_BF16;
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
-    CHECK_RESULT(tqkv__plan_cache_sizes(cache, 1, rows, &most), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_cache_sizes(cache, 1, rows, &most), TQKV_OK);
     CHECK(rows[0] == CACHE_HEADS * CACHE_GROUP * 192 * 2 && rows[1] == CACHE_HEADS * CACHE_GROUP * 128 * 2,
           "%zu and %zu bytes", rows[0], rows[1]);
     CHECK(tqkv__rows_size(tqkv_cache_values(cache), 3) == 3 * CACHE_HEADS * 128 * 2, "rows of values");
@@ -340,7 +341,7 @@ static void check_cache_kernels(const void *row)
         for (int least = 0; least <= 5; least++) {
             tqkv_cache_desc desc;
             tqkv_cache *cache, *fork = NULL;
-            tqkv__dispatch d[2];
+            tqkv_metal_dispatch d[2];
             memset(&desc, 0, sizeof desc);
             desc.head_dim = 64;
             desc.n_kv_heads = 2;
@@ -352,10 +353,11 @@ static void check_cache_kernels(const void *row)
             CHECK_RESULT(tqkv_cache_fork(cache, NULL, &fork), TQKV_OK);
             const bool matrix = group >= (least ? least : 4);
             for (int i = 0; i < 2; i++) {
-                CHECK_RESULT(tqkv__plan_cache_attend(i ? fork : cache, at(0, 0), at(1, 0), 1, at(2, 0), at(3, 0), d),
-                             TQKV_OK);
-                CHECK(d[0].kernel.family == (matrix ? TQKV__ATTEND_MATRIX : TQKV__ATTEND), "group %d of %d", group,
-                      least);
+                CHECK_RESULT(
+                    tqkv_metal_plan_cache_attend(i ? fork : cache, at(0, 0), at(1, 0), 1, at(2, 0), at(3, 0), d),
+                    TQKV_OK);
+                CHECK(d[0].kernel.family == (matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND), "group %d of %d",
+                      group, least);
             }
             tqkv_cache_destroy(fork);
             tqkv_cache_destroy(cache);

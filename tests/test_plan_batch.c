@@ -10,7 +10,7 @@ typedef struct plan_batch {
     tqkv_metal_buffer q[ITEMS], out[ITEMS];
     tqkv__batch_item arguments[ITEMS];
     tqkv__batch batch;
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
 } plan_batch;
 
 static void set_up_batch(plan_batch *b)
@@ -39,22 +39,22 @@ static void set_up_batch(plan_batch *b)
     b->batch.matrices = true;
 }
 
-static tqkv_result planned(plan_batch *b) { return tqkv__plan_batch(&b->batch, b->arguments, b->d); }
+static tqkv_result planned(plan_batch *b) { return tqkv_metal_plan_attend_batch(&b->batch, b->arguments, b->d); }
 
 static void check_batch(const void *row)
 {
     plan_batch b;
-    tqkv__dispatch alone[2];
+    tqkv_metal_dispatch alone[2];
     size_t arguments, scratch, all = 0;
     const tqkv__batch_item *items = b.arguments;
     (void)row;
     set_up_batch(&b);
     CHECK_RESULT(planned(&b), TQKV_OK);
-    CHECK_RESULT(tqkv__plan_batch_sizes(b.items, ITEMS, &arguments, &scratch), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(b.items, ITEMS, &arguments, &scratch), TQKV_OK);
     CHECK(arguments == sizeof b.arguments && binding(b.d, "arguments").size == arguments, "arguments");
     for (int i = 0; i < 2; i++) check_dispatch(&b.d[i]);
     for (int i = 0; i < ITEMS; i++) {
-        CHECK_RESULT(tqkv__plan_attend(&b.items[i], b.q[i], b.batch.scratch, b.out[i], alone), TQKV_OK);
+        CHECK_RESULT(tqkv_metal_plan_attend(&b.items[i], b.q[i], b.batch.scratch, b.out[i], alone), TQKV_OK);
         CHECK(!memcmp(&items[i].attend, &alone[0].args[0].attend, sizeof items[i].attend) &&
                   !memcmp(&items[i].merge, &alone[1].args[0].merge, sizeof items[i].merge),
               "item %d is planned otherwise alone", i);
@@ -135,9 +135,9 @@ static void check_batch_memory(const void *row)
     b.q[0] = b.q[2] = at(6, 0);
     CHECK_RESULT(planned(&b), TQKV_OK);
     CHECK(*overlapping(b.d), "queries between the outputs");
-    CHECK_RESULT(tqkv__plan_batch_sizes(b.items, -1, &sizes[0], &sizes[1]), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv__plan_batch_sizes(NULL, 1, &sizes[0], &sizes[1]), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv__plan_batch_sizes(NULL, 0, &sizes[0], &sizes[1]), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(b.items, -1, &sizes[0], &sizes[1]), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(NULL, 1, &sizes[0], &sizes[1]), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(NULL, 0, &sizes[0], &sizes[1]), TQKV_OK);
     CHECK(sizes[0] == 0 && sizes[1] == 0, "an empty batch needs memory");
 }
 

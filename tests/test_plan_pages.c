@@ -1,13 +1,13 @@
 /* Plans of dispatches over page tables, and of encoding by slots. */
 #include "plan_fixture.h"
 
-/* What tqkv__plan_encode, _encode_kv and _decode say of positions [position, position + n). */
+/* What tqkv_metal_plan_encode, _encode_kv and _decode say of positions [position, position + n). */
 static void check_paged_rows(const tqkv_metal_store *s, int n, int64_t position, tqkv_result written, tqkv_result read)
 {
-    tqkv__dispatch d;
-    CHECK_RESULT(tqkv__plan_encode(s, at(4, 0), n, position, none, &d), written);
-    CHECK_RESULT(tqkv__plan_encode_kv(s, s, at(4, 0), at(5, 0), n, position, none, &d), written);
-    CHECK_RESULT(tqkv__plan_decode(s, position, n, TQKV_ORIGINAL, at(4, 0), &d), read);
+    tqkv_metal_dispatch d;
+    CHECK_RESULT(tqkv_metal_plan_encode(s, at(4, 0), n, position, none, &d), written);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(s, s, at(4, 0), at(5, 0), n, position, none, &d), written);
+    CHECK_RESULT(tqkv_metal_plan_decode(s, position, n, TQKV_ORIGINAL, at(4, 0), &d), read);
 }
 
 static void check_paged_encode(const void *row)
@@ -15,15 +15,15 @@ static void check_paged_encode(const void *row)
     int32_t pages[] = {3, -1, 3, 0};
     tqkv_metal_store s = plan_pool(TQKV_TQ5, 0, pages);
     const tqkv_metal_store values = plan_store(TQKV_I8, 64, 320, true, 2);
-    tqkv__dispatch d;
+    tqkv_metal_dispatch d;
     (void)row;
-    CHECK_RESULT(tqkv__plan_encode(&s, at(4, 0), 65, 130, none, &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 0), 65, 130, none, &d), TQKV_OK);
     check_dispatch(&d);
     CHECK(d.args[0].rows.first_slot == 130 && d.args[0].rows.page_size == 64 && d.args[0].rows.n_pages == 5 &&
               d.args[0].rows.capacity == 320 && constant(&d, TQKV_FC_PAGES) == 1 && binding(&d, "pages").size == 16,
           "the table");
     CHECK(binding(&d, "codes").size == 3 * 320 * 40, "the pool");
-    CHECK_RESULT(tqkv__plan_encode_kv(&s, &values, at(4, 0), at(5, 0), 65, 130, none, &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(&s, &values, at(4, 0), at(5, 0), 65, 130, none, &d), TQKV_OK);
     check_dispatch(&d);
     CHECK(constant(&d, TQKV_FC_PAGES) == 1 && constant(&d, TQKV_FC_VALUE_PAGES) == 0, "only the keys have pages");
     check_paged_rows(&s, 64, 64, TQKV_OUT_OF_RANGE, TQKV_OUT_OF_RANGE); /* -1 */
@@ -42,7 +42,7 @@ static void check_paged_refusals(const void *row)
 {
     const int32_t pages[] = {3, 1, 2, 0};
     tqkv_metal_store s = plan_pool(TQKV_TQ5, 0, NULL);
-    tqkv__dispatch d;
+    tqkv_metal_dispatch d;
     (void)row;
     s.shape.n_pages = 0;
     check_paged_rows(&s, 1, 0, TQKV_OUT_OF_RANGE, TQKV_OUT_OF_RANGE);
@@ -60,7 +60,7 @@ static void check_paged_refusals(const void *row)
     s.pages = none;
     check_paged_rows(&s, 1, 0, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT);
     s.pages = at(0, 8);
-    CHECK_RESULT(tqkv__plan_encode(&s, at(4, 0), 1, 0, none, &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 0), 1, 0, none, &d), TQKV_OK);
     CHECK(!strcmp(overlapping(&d), "codes"), "a table in the codes: %s", overlapping(&d));
 }
 
@@ -69,10 +69,11 @@ static void check_slots(const void *row)
     int32_t slots[] = {9, -1, 0, -1};
     tqkv_metal_store s = plan_store(TQKV_TQ5, 64, 10, true, 0);
     const tqkv_metal_store values = plan_store(TQKV_I8, 64, 12, false, 2);
-    tqkv__dispatch d;
+    tqkv_metal_dispatch d;
     (void)row;
     s.shape.pages = slots; /* neither the table nor the ring is looked at */
-    CHECK_RESULT(tqkv__plan_encode_kv_slots(&s, &values, at(4, 0), at(5, 0), 4, at(7, 4), slots, none, &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv_slots(&s, &values, at(4, 0), at(5, 0), 4, at(7, 4), slots, none, &d),
+                 TQKV_OK);
     check_dispatch(&d);
     CHECK(d.args[0].rows.page_size == 1 && d.args[0].rows.n_pages == 10 && d.args[1].rows.n_pages == 12 &&
               d.args[0].rows.capacity == 10 && d.args[0].rows.first_slot == 0 && d.args[0].rows.n_tokens == 4,
@@ -80,27 +81,27 @@ static void check_slots(const void *row)
     CHECK(constant(&d, TQKV_FC_PAGES) == 1 && constant(&d, TQKV_FC_VALUE_PAGES) == 1 && binding(&d, "slots").size == 16,
           "the kernel");
     slots[0] = 10;
-    CHECK_RESULT(tqkv__plan_encode_slots(&values, at(4, 0), 4, at(7, 4), slots, none, &d), TQKV_OK);
-    CHECK_RESULT(tqkv__plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &d), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv__plan_encode_kv_slots(&values, &s, at(4, 0), at(5, 0), 4, at(7, 4), slots, none, &d),
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(&values, at(4, 0), 4, at(7, 4), slots, none, &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &d), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv_slots(&values, &s, at(4, 0), at(5, 0), 4, at(7, 4), slots, none, &d),
                  TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv__plan_encode_slots(&s, at(4, 0), 4, at(7, 4), NULL, none, &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 4, at(7, 4), NULL, none, &d), TQKV_OK);
     check_dispatch(&d);
     slots[0] = -2;
-    CHECK_RESULT(tqkv__plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &d), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &d), TQKV_OUT_OF_RANGE);
     slots[0] = 0;
-    CHECK_RESULT(tqkv__plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &d), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv__plan_encode_slots(&s, at(4, 0), 2, at(7, 4), slots, none, &d), TQKV_OK);
-    CHECK_RESULT(tqkv__plan_encode_slots(&s, at(4, 0), -1, at(7, 4), slots, none, &d), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv__plan_encode_slots(NULL, at(4, 0), 2, at(7, 4), slots, none, &d), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv__plan_encode_slots(&s, at(4, 0), 0, none, slots, none, &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 2, at(7, 4), slots, none, &d), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), -1, at(7, 4), slots, none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(NULL, at(4, 0), 2, at(7, 4), slots, none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 0, none, slots, none, &d), TQKV_OK);
     CHECK(d.grid[0] == 0 && constant(&d, TQKV_FC_PAGES) == 0, "no tokens");
 }
 
 static void check_paged_attend(const void *row)
 {
     int32_t pages[] = {3, -1, 2, 0};
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     tqkv_metal_attention a;
     tqkv_metal_store keys = plan_pool(TQKV_I8, 0, pages), values = plan_pool(TQKV_F16, 2, pages);
     const tqkv_metal_store linear = plan_store(TQKV_F16, 64, 320, false, 2);
@@ -123,14 +124,14 @@ static void check_paged_attend(const void *row)
     values.pages = keys.pages;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
     CHECK(constant(d, TQKV_FC_SAME_SLOTS) == 1, "one table is looked up twice");
-    CHECK_RESULT(tqkv__plan_scratch(&a, &paged_scratch), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &paged_scratch), TQKV_OK);
     a.values = &linear;
     CHECK_RESULT(plan_attend(&a, d), TQKV_UNSUPPORTED);
     keys.shape.pages = NULL; /* not known here */
     CHECK_RESULT(plan_attend(&a, d), TQKV_UNSUPPORTED);
     keys.pages = none;
     keys.shape.capacity = 256;
-    CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
     CHECK(scratch == paged_scratch, "%zu bytes with pages, %zu without", paged_scratch, scratch);
 }
 
@@ -138,7 +139,7 @@ static void check_paged_attend(const void *row)
 static void check_page_division(const void *row)
 {
     const int page_sizes[] = {64, 128, 192, 320, 448, 4032, 65600, 1 << 20, 33554432 + 64, 1 << 30, INT_MAX / 64 * 64};
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     tqkv_metal_attention a;
     const tqkv__attend_args *args = &d[0].args[0].attend;
     (void)row;
@@ -163,7 +164,7 @@ static void check_page_division(const void *row)
 static void check_unknown_pages(const void *row)
 {
     const int32_t pages[] = {3, -1, 2, 0};
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     tqkv_metal_attention a;
     tqkv_metal_store keys = plan_pool(TQKV_I8, 0, NULL), values = plan_pool(TQKV_F16, 2, NULL);
     const tqkv__attend_args *args = &d[0].args[0].attend;

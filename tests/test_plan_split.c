@@ -2,7 +2,7 @@
 #include "plan_fixture.h"
 
 /* Stretches of 512 positions up to 8192 and of 2048 beyond, all threadgroups together at least once. */
-static void check_stretches(const tqkv__dispatch d[2], int64_t end, size_t scratch)
+static void check_stretches(const tqkv_metal_dispatch d[2], int64_t end, size_t scratch)
 {
     const tqkv__attend_args *args = &d[0].args[0].attend;
     const tqkv__merge_args *merge = &d[1].args[0].merge;
@@ -11,7 +11,7 @@ static void check_stretches(const tqkv__dispatch d[2], int64_t end, size_t scrat
     const size_t row = ((size_t)d->kernel.head_dim * TQKV__DIM_UNIT + 2) * sizeof(float),
                  n_rows = (size_t)merge->n_rows;
     const bool full = d->grid[0] * d->grid[1] >= 256, each = !full && n_rows * row * (size_t)n <= 32 << 20;
-    const tqkv__binding state = binding(d, "scratch");
+    const tqkv_metal_binding state = binding(d, "scratch");
     CHECK(state.at.offset + state.size <= scratch, "%zu bytes of scratch", state.at.offset + state.size);
     CHECK(args->first_stretch == 0 && args->stretch_tiles == 16 && args->n_short == 16, "the stretches");
     CHECK((int64_t)d->grid[2] == (full ? 1 : each ? n : sections), "%zu splits, %d stretches", d->grid[2], (int)n);
@@ -21,7 +21,7 @@ static void check_stretches(const tqkv__dispatch d[2], int64_t end, size_t scrat
     CHECK(merge->n_partials == (int)d->grid[2] && merge->section == (each ? 16 : 1) && merge->before == 0, "the merge");
 }
 
-/* Contexts of all lengths: the blocks hold all rows, and the splits fit into the scratch of tqkv__plan_scratch. */
+/* Contexts of all lengths: the blocks hold all rows, and the splits fit into the scratch of tqkv_metal_plan_attend_scratch. */
 static void check_split(const void *row)
 {
     const int head_dim = *(const int *)row, groups[] = {1, 3, 8, 16}, queries[] = {1, 2, 9, 64, 300};
@@ -37,12 +37,12 @@ static void check_split(const void *row)
             a.values = &values;
             a.attention.n_heads = 3 * groups[g];
             a.attention.n_queries = queries[q];
-            CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), TQKV_OK);
+            CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
             for (a.attention.end = 0; a.attention.end <= capacity; a.attention.end += 2500) {
-                tqkv__dispatch d[2];
+                tqkv_metal_dispatch d[2];
                 CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
                 const int columns = constant(d, TQKV_FC_COLUMNS);
-                const bool matrix = d->kernel.family == TQKV__ATTEND_MATRIX;
+                const bool matrix = d->kernel.family == TQKV_METAL_ATTEND_MATRIX;
                 const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
                 const int blocks = (int)d->grid[1], even = (rows + blocks - 1) / blocks;
                 CHECK(columns <= most && columns * blocks >= rows && columns * (blocks - 1) < rows,
@@ -64,7 +64,7 @@ static void check_kernel(int head_dim, int group, int matrix_group, int n_querie
     const bool matrix = has_matrices && group >= (matrix_group ? matrix_group : 4);
     const int rows = group * n_queries;
     size_t scratch = 0;
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     tqkv_metal_attention a;
     memset(&a, 0, sizeof a);
     a.keys = &keys;
@@ -74,13 +74,13 @@ static void check_kernel(int head_dim, int group, int matrix_group, int n_querie
     a.attention.end = 3000;
     a.matrix_group = matrix_group;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
-    CHECK(d[0].kernel.family == (matrix ? TQKV__ATTEND_MATRIX : TQKV__ATTEND), "group %d of %d, %d queries", group,
-          matrix_group, n_queries);
-    CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), TQKV_OK);
+    CHECK(d[0].kernel.family == (matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND), "group %d of %d, %d queries",
+          group, matrix_group, n_queries);
+    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
     check_stretches(d, a.attention.end, scratch);
     tqkv__plan_columns(d, false, 16);
     const int columns = constant(d, TQKV_FC_COLUMNS);
-    CHECK(d[0].kernel.family == TQKV__ATTEND && columns <= TQKV__MAX_COLUMNS(head_dim) &&
+    CHECK(d[0].kernel.family == TQKV_METAL_ATTEND && columns <= TQKV__MAX_COLUMNS(head_dim) &&
               columns * (int)d[0].grid[1] >= rows,
           "%d rows as %zu blocks of %d", rows, d[0].grid[1], columns);
     CHECK(d[0].memory_each[2] > 0 && d[0].memory[2] == 0, "the memory of another kernel");
@@ -101,7 +101,7 @@ static void check_window(const void *row)
 {
     tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 200000, false, 0), values = keys;
     size_t scratch = 0;
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     tqkv_metal_attention a;
     const tqkv__attend_args *args = &d[0].args[0].attend;
     (void)row;
@@ -110,7 +110,7 @@ static void check_window(const void *row)
     a.values = &values;
     a.attention.window = 1000;
     for (a.attention.n_queries = 1; a.attention.n_queries < 700; a.attention.n_queries += 300) {
-        CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), TQKV_OK);
+        CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
         for (a.attention.end = 0; a.attention.end < 200000; a.attention.end += 997) {
             const int64_t seen = a.attention.end - 999 - a.attention.n_queries, first = seen < 0 ? 0 : seen;
             CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
@@ -125,7 +125,7 @@ static void check_window(const void *row)
     a.attention.end = 200100;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
     CHECK(args->first_stretch == 0 && d[0].grid[2] == 391, "%zu splits of a ring that wraps", d[0].grid[2]);
-    CHECK_RESULT(tqkv__plan_scratch(&a, &scratch), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
     CHECK(binding(d, "scratch").at.offset + binding(d, "scratch").size <= scratch, "%zu bytes of a ring", scratch);
 }
 

@@ -81,7 +81,7 @@ const void *find_pipeline(const device_dispatch &d)
 }
 
 // The buffers of the plan are pointers to the device's memory.
-void launch(const tqkv__dispatch &planned)
+void launch(const tqkv_metal_dispatch &planned)
 {
     const gpu_dispatch d = gpu_planned(planned);
     const void *kernel = find_pipeline(d);
@@ -195,8 +195,8 @@ void free_stream(const tqkv_store &s)
 void encode(const tqkv_store &s, const void *source, int n_tokens, int position)
 {
     const tqkv_metal_store store = gpu_store(&s);
-    tqkv__dispatch d;
-    check_plan(tqkv__plan_encode(&store, gpu_buffer(source), n_tokens, position, gpu_buffer(nullptr), &d));
+    tqkv_metal_dispatch d;
+    check_plan(tqkv_metal_plan_encode(&store, gpu_buffer(source), n_tokens, position, gpu_buffer(nullptr), &d));
     launch(d);
 }
 
@@ -240,7 +240,7 @@ struct attention {
 // Formats whose narrow groups multiply matrices on this GPU (tqkv__choose_matrix has the times).
 bool gains_at_two(tqkv_format format) { return format == TQKV_TQ4 || format == TQKV_I8; }
 
-void plan_attention(const attention &a, const tqkv_store &keys, const tqkv_store &values, tqkv__dispatch d[2])
+void plan_attention(const attention &a, const tqkv_store &keys, const tqkv_store &values, tqkv_metal_dispatch d[2])
 {
     tqkv_attention call = {};
     call.keys = &keys;
@@ -250,7 +250,7 @@ void plan_attention(const attention &a, const tqkv_store &keys, const tqkv_store
     call.end = a.shape.positions;
     gpu_attention planned(call);
     planned.metal.matrix_group = gains_at_two(a.shape.keys) && gains_at_two(a.shape.values) ? 2 : 0;
-    check_plan(tqkv__plan_attend(&planned.metal, gpu_buffer(a.q), gpu_buffer(nullptr), gpu_buffer(a.out), d));
+    check_plan(tqkv_metal_plan_attend(&planned.metal, gpu_buffer(a.q), gpu_buffer(nullptr), gpu_buffer(a.out), d));
     gpu_force(d, a.split);
     gpu_set_scratch(d, a.sums, a.state);
 }
@@ -259,16 +259,16 @@ void plan_attention(const attention &a, const tqkv_store &keys, const tqkv_store
 // multiprocessors of this GPU once. Where rows alone do that, the plan stays.
 gpu_split choose_split(attention a, const tqkv_store &keys, const tqkv_store &values)
 {
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     if (opt.planned) return {0, 0, 0, 0, opt.kernel};
     a.split.kernel = opt.kernel;
     plan_attention(a, keys, values, d);
-    if (d[0].kernel.family == TQKV__ATTEND_MATRIX) { // this GPU has registers for more than the plan's
+    if (d[0].kernel.family == TQKV_METAL_ATTEND_MATRIX) { // this GPU has registers for more than the plan's
         a.split.columns = std::min(a.shape.n_queries * a.shape.group, opt.columns ? opt.columns : MATRIX_ROWS);
         plan_attention(a, keys, values, d);
     }
     const int columns = d[0].kernel.constants[TQKV_FC_COLUMNS] - 1;
-    const bool few = columns <= 2 && a.shape.head_dim <= 128 && d[0].kernel.family == TQKV__ATTEND;
+    const bool few = columns <= 2 && a.shape.head_dim <= 128 && d[0].kernel.family == TQKV_METAL_ATTEND;
     const int n_simdgroups = opt.n_simdgroups ? opt.n_simdgroups : few ? 8 : 4;
     a.split = {columns, n_simdgroups, 0, 0, opt.kernel};
     plan_attention(a, keys, values, d);
@@ -285,7 +285,7 @@ gpu_split choose_split(attention a, const tqkv_store &keys, const tqkv_store &va
     const int wanted = wave / (int)(d[0].grid[0] * d[0].grid[1]), allowed = tiles / (2 * n_simdgroups);
     // A product rounds its sum towards 0: a simdgroup adds up at most 64 tiles. Else the errors of a million positions
     // add up to 4e-5.
-    const int least = d[0].kernel.family == TQKV__ATTEND_MATRIX ? tiles / (64 * n_simdgroups) : 1;
+    const int least = d[0].kernel.family == TQKV_METAL_ATTEND_MATRIX ? tiles / (64 * n_simdgroups) : 1;
     const int n = std::max(least, std::min(wanted, allowed));
     return {columns, n_simdgroups, wanted > 1 ? std::max(1, n) : 0, 0, opt.kernel};
 }
@@ -293,7 +293,7 @@ gpu_split choose_split(attention a, const tqkv_store &keys, const tqkv_store &va
 attention make_attention(const attend_shape &shape, const tqkv_store &keys, const tqkv_store &values)
 {
     attention a = {};
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     a.shape = shape;
     a.split = choose_split(a, keys, values);
     a.n_rows = shape.n_queries * shape.group * N_KV_HEADS;
@@ -314,7 +314,7 @@ void free_attention(const attention &a)
 
 void attend(const attention &a, const tqkv_store &keys, const tqkv_store &values)
 {
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     plan_attention(a, keys, values, d);
     launch(d[0]);
     launch(d[1]);
@@ -473,8 +473,8 @@ void bench_decode(tqkv_format format, int head_dim, int positions)
     float *out = device_array<float>(elements);
     fill_stream(s, 3);
     const tqkv_metal_store store = gpu_store(&s);
-    tqkv__dispatch d;
-    check_plan(tqkv__plan_decode(&store, 0, positions, TQKV_ORIGINAL, gpu_buffer(out), &d));
+    tqkv_metal_dispatch d;
+    check_plan(tqkv_metal_plan_decode(&store, 0, positions, TQKV_ORIGINAL, gpu_buffer(out), &d));
     if (opt.list) return launch(d);
     report(name, time_calls(1, [&](int) { launch(d); }));
     report_ratio(name + "/copy", (stored_bytes(s) + (double)elements * 4) / copy_bandwidth * 1e6 / times[name]);
@@ -561,8 +561,8 @@ batch_memory make_batch_memory(const sequences &s, int group)
     batch_memory m = {};
     size_t arguments, bytes = 0, own;
     m.row = (size_t)(group * N_KV_HEADS * 128);
-    check_plan(tqkv__plan_batch_sizes(s.calls.data(), SEQUENCES, &arguments, &bytes));
-    check_plan(tqkv__plan_scratch(&s.calls[ALL_PAGES], &own));
+    check_plan(tqkv_metal_plan_attend_batch_sizes(s.calls.data(), SEQUENCES, &arguments, &bytes));
+    check_plan(tqkv_metal_plan_attend_scratch(&s.calls[ALL_PAGES], &own));
     m.q = device_array<float>(m.row * SEQUENCES);
     m.out = device_array<float>(m.row * SEQUENCES);
     m.scratch = device_array<float>(std::max(bytes, own) / sizeof(float));
@@ -576,20 +576,20 @@ batch_memory make_batch_memory(const sequences &s, int group)
     return m;
 }
 
-void plan_batch(const sequences &s, batch_memory &m, tqkv__dispatch d[2])
+void plan_batch(const sequences &s, batch_memory &m, tqkv_metal_dispatch d[2])
 {
     const tqkv__batch batch = {s.calls.data(),         SEQUENCES,           m.qs.data(),
                                m.outs.data(),          gpu_buffer(m.items), gpu_buffer(m.scratch),
                                opt.kernel != GPU_LANES};
-    check_plan(tqkv__plan_batch(&batch, m.planned.data(), d));
+    check_plan(tqkv_metal_plan_attend_batch(&batch, m.planned.data(), d));
 }
 
 void attend_sequence(const sequences &s, const batch_memory &m, size_t i)
 {
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     const size_t at = i < SEQUENCES ? i : 0;
-    check_plan(tqkv__plan_attend(&s.calls[i], m.qs[at], gpu_buffer(m.scratch), m.outs[at], d));
-    for (const tqkv__dispatch &one : d) launch(one);
+    check_plan(tqkv_metal_plan_attend(&s.calls[i], m.qs[at], gpu_buffer(m.scratch), m.outs[at], d));
+    for (const tqkv_metal_dispatch &one : d) launch(one);
 }
 
 // Both ways must write the same bits.
@@ -635,10 +635,10 @@ void bench_batch(tqkv_format key_format, tqkv_format value_format, int group)
     if (!is_wanted(name)) return;
     for (size_t i = 0; i < copies.size(); i++)
         make_sequences(key_format, value_format, group, 10 + (uint32_t)i, copies[i]);
-    std::vector<std::vector<tqkv__dispatch>> plans;
+    std::vector<std::vector<tqkv_metal_dispatch>> plans;
     std::vector<batch_memory> memory;
     for (sequences &s : copies) {
-        tqkv__dispatch d[2];
+        tqkv_metal_dispatch d[2];
         memory.push_back(make_batch_memory(s, group));
         plan_batch(s, memory.back(), d);
         if (!opt.list)
@@ -647,7 +647,7 @@ void bench_batch(tqkv_format key_format, tqkv_format value_format, int group)
         plans.push_back({d[0], d[1]});
     }
     const auto all = [&](int i) {
-        for (const tqkv__dispatch &d : plans[(size_t)i]) launch(d);
+        for (const tqkv_metal_dispatch &d : plans[(size_t)i]) launch(d);
     };
     const auto loop = [&](int i) {
         for (size_t j = 0; j < SEQUENCES; j++) attend_sequence(copies[(size_t)i], memory[(size_t)i], j);

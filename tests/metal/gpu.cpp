@@ -108,10 +108,10 @@ std::string gpu_dispatch::run() const
     return "";
 }
 
-gpu_dispatch gpu_planned(const tqkv__dispatch &planned)
+gpu_dispatch gpu_planned(const tqkv_metal_dispatch &planned)
 {
     static const char *const families[] = {"tables", "encode", "encode_kv",    "probe",        "decode",
-                                           "rotate", "attend", "attend_merge", "attend_matrix"}; // by tqkv__family
+                                           "rotate", "attend", "attend_merge", "attend_matrix"}; // by tqkv_metal_family
     const size_t n = (size_t)planned.n_simdgroups, x = planned.grid[0];
     gpu_dispatch d(families[planned.kernel.family], planned.kernel.head_dim * TQKV__DIM_UNIT,
                    planned.kernel.value_dim * TQKV__DIM_UNIT);
@@ -122,8 +122,8 @@ gpu_dispatch gpu_planned(const tqkv__dispatch &planned)
         d.by_value[i * TQKV__SECOND_ARGS] = true;
     }
     for (int i = 0; i < planned.n_bindings; i++) {
-        const tqkv__binding &b = planned.bindings[i];
-        if (b.index == TQKV__ONLY_CHECKED) continue;
+        const tqkv_metal_binding &b = planned.bindings[i];
+        if (b.index == TQKV_METAL_ONLY_CHECKED) continue;
         d.output(b.index, (char *)b.at.buffer + b.at.offset, b.size);
         d.written[b.index] = b.written;
     }
@@ -133,16 +133,16 @@ gpu_dispatch gpu_planned(const tqkv__dispatch &planned)
         (unsigned)n);
 }
 
-std::string gpu_run(const tqkv__dispatch &planned)
+std::string gpu_run(const tqkv_metal_dispatch &planned)
 {
     for (int i = 0; i < planned.n_bindings; i++) {
-        const tqkv__binding *other = tqkv__overlapping(&planned, i);
+        const tqkv_metal_binding *other = tqkv_metal_overlapping(&planned, i);
         if (other) return std::string(other->name) + " and " + planned.bindings[i].name + " overlap";
     }
     return planned.grid[0] ? gpu_planned(planned).run() : "";
 }
 
-// ---- Arguments of tqkv__plan_* ----
+// ---- Arguments of tqkv_metal_plan_* ----
 
 tqkv_metal_buffer gpu_buffer(const void *bytes) { return {const_cast<void *>(bytes), 0}; }
 
@@ -164,7 +164,7 @@ gpu_attention::gpu_attention(const tqkv_attention &a) : keys(gpu_store(a.keys)),
     if (!gpu_known_tables) metal.attention.tree = nullptr;
 }
 
-tqkv__binding *gpu_find(tqkv__dispatch *d, int index)
+tqkv_metal_binding *gpu_find(tqkv_metal_dispatch *d, int index)
 {
     for (int i = 0; i < d->n_bindings; i++)
         if (d->bindings[i].index == index) return &d->bindings[i];
@@ -173,10 +173,10 @@ tqkv__binding *gpu_find(tqkv__dispatch *d, int index)
 
 bool gpu_has_matrices(int head_dim) { return head_dim == 64 || head_dim == 128 || head_dim == 256; }
 
-static bool is_by_matrices(const tqkv__dispatch &d) { return d.kernel.family == TQKV__ATTEND_MATRIX; }
+static bool is_by_matrices(const tqkv_metal_dispatch &d) { return d.kernel.family == TQKV_METAL_ATTEND_MATRIX; }
 
 // All slots of the keys' store, whether a query sees them or not.
-static void force_stretches(tqkv__dispatch d[2], gpu_split split, int value_dim)
+static void force_stretches(tqkv_metal_dispatch d[2], gpu_split split, int value_dim)
 {
     tqkv__attend_args &args = d[0].args[0].attend;
     tqkv__merge_args &merge = d[1].args[0].merge;
@@ -203,7 +203,7 @@ static void force_stretches(tqkv__dispatch d[2], gpu_split split, int value_dim)
     gpu_find(&d[0], 7)->size = gpu_find(&d[1], 2)->size = rows * 2 + (size_t)merge.n_rows * 2 * sizeof(float);
 }
 
-void gpu_force(tqkv__dispatch d[2], gpu_split split)
+void gpu_force(tqkv_metal_dispatch d[2], gpu_split split)
 {
     const int head_dim = d[0].kernel.head_dim * TQKV__DIM_UNIT, value_dim = d[1].kernel.head_dim * TQKV__DIM_UNIT;
     const bool by_matrices =
@@ -219,7 +219,7 @@ void gpu_force(tqkv__dispatch d[2], gpu_split split)
     if (split.n_stretches || split.share) force_stretches(d, split, value_dim);
 }
 
-void gpu_set_scratch(tqkv__dispatch d[2], float *sums, float *state)
+void gpu_set_scratch(tqkv_metal_dispatch d[2], float *sums, float *state)
 {
     gpu_find(&d[0], 6)->at = gpu_find(&d[1], 1)->at = gpu_buffer(sums);
     gpu_find(&d[0], 7)->at = gpu_find(&d[1], 2)->at = gpu_buffer(state);
@@ -227,74 +227,75 @@ void gpu_set_scratch(tqkv__dispatch d[2], float *sums, float *state)
 
 // ---- Calls ----
 
-static std::string run_planned(tqkv_result r, const tqkv__dispatch &d)
+static std::string run_planned(tqkv_result r, const tqkv_metal_dispatch &d)
 {
     return r == TQKV_OK ? gpu_run(d) : tqkv_result_string(r);
 }
 
 std::string gpu_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position, uint32_t *not_finite)
 {
-    tqkv__dispatch d;
+    tqkv_metal_dispatch d;
     const tqkv_metal_store store = gpu_store(s);
     if (not_finite) *not_finite = 0;
-    return run_planned(tqkv__plan_encode(&store, gpu_buffer(src), n_tokens, position, gpu_buffer(not_finite), &d), d);
+    return run_planned(tqkv_metal_plan_encode(&store, gpu_buffer(src), n_tokens, position, gpu_buffer(not_finite), &d),
+                       d);
 }
 
 std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v, int n_tokens,
                           int64_t position, uint32_t *not_finite)
 {
-    tqkv__dispatch d;
+    tqkv_metal_dispatch d;
     const tqkv_metal_store ks = gpu_store(keys), vs = gpu_store(values);
     if (not_finite) *not_finite = 0;
-    return run_planned(
-        tqkv__plan_encode_kv(&ks, &vs, gpu_buffer(k), gpu_buffer(v), n_tokens, position, gpu_buffer(not_finite), &d),
-        d);
+    return run_planned(tqkv_metal_plan_encode_kv(&ks, &vs, gpu_buffer(k), gpu_buffer(v), n_tokens, position,
+                                                 gpu_buffer(not_finite), &d),
+                       d);
 }
 
 std::string gpu_encode_slots(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v,
                              int n_tokens, const int32_t *slots, uint32_t *not_finite)
 {
-    tqkv__dispatch d;
+    tqkv_metal_dispatch d;
     const tqkv_metal_store ks = gpu_store(keys), vs = gpu_store(values ? values : keys);
     const tqkv_metal_buffer at = gpu_buffer(slots), flag = gpu_buffer(not_finite);
     const int32_t *known = gpu_known_tables ? slots : nullptr;
     if (not_finite) *not_finite = 0;
-    if (!values) return run_planned(tqkv__plan_encode_slots(&ks, gpu_buffer(k), n_tokens, at, known, flag, &d), d);
+    if (!values) return run_planned(tqkv_metal_plan_encode_slots(&ks, gpu_buffer(k), n_tokens, at, known, flag, &d), d);
     return run_planned(
-        tqkv__plan_encode_kv_slots(&ks, &vs, gpu_buffer(k), gpu_buffer(v), n_tokens, at, known, flag, &d), d);
+        tqkv_metal_plan_encode_kv_slots(&ks, &vs, gpu_buffer(k), gpu_buffer(v), n_tokens, at, known, flag, &d), d);
 }
 
 std::string gpu_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled, uint32_t *not_finite)
 {
-    tqkv__dispatch d;
+    tqkv_metal_dispatch d;
     if (not_finite) *not_finite = 0;
     const tqkv_metal_store store = gpu_store(s);
     return run_planned(
-        tqkv__plan_probe(&store, gpu_buffer(src), n_tokens, gpu_buffer(scaled), gpu_buffer(not_finite), &d), d);
+        tqkv_metal_plan_probe(&store, gpu_buffer(src), n_tokens, gpu_buffer(scaled), gpu_buffer(not_finite), &d), d);
 }
 
 std::string gpu_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, void *dst)
 {
-    tqkv__dispatch d;
+    tqkv_metal_dispatch d;
     const tqkv_metal_store store = gpu_store(s);
-    return run_planned(tqkv__plan_decode(&store, position, n_positions, basis, gpu_buffer(dst), &d), d);
+    return run_planned(tqkv_metal_plan_decode(&store, position, n_positions, basis, gpu_buffer(dst), &d), d);
 }
 
 std::string gpu_rotate(float *rows, int n_rows, int head_dim, bool unrotate)
 {
-    tqkv__dispatch d;
-    return run_planned(tqkv__plan_rotate(gpu_buffer(rows), n_rows, head_dim, unrotate, &d), d);
+    tqkv_metal_dispatch d;
+    return run_planned(tqkv_metal_plan_rotate(gpu_buffer(rows), n_rows, head_dim, unrotate, &d), d);
 }
 
 std::string gpu_attend(const tqkv_attention *a, const void *q, void *out, gpu_split split)
 {
     const gpu_attention attention(*a);
-    tqkv__dispatch d[2];
+    tqkv_metal_dispatch d[2];
     size_t bytes = 0;
-    tqkv_result r = tqkv__plan_scratch(&attention.metal, &bytes);
+    tqkv_result r = tqkv_metal_plan_attend_scratch(&attention.metal, &bytes);
     std::vector<float> scratch(bytes / sizeof(float), NAN), sums, state;
     if (r == TQKV_OK)
-        r = tqkv__plan_attend(&attention.metal, gpu_buffer(q), gpu_buffer(scratch.data()), gpu_buffer(out), d);
+        r = tqkv_metal_plan_attend(&attention.metal, gpu_buffer(q), gpu_buffer(scratch.data()), gpu_buffer(out), d);
     if (r == TQKV_OK && (split.columns || split.n_simdgroups || split.n_stretches || split.share || split.kernel)) {
         gpu_force(d, split);
         sums.assign(gpu_find(&d[0], 6)->size / sizeof(float), NAN); // apart, so that a sanitizer sees the end of each
@@ -376,15 +377,15 @@ std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std
         outs.push_back({nullptr, out_size});
         out_size += values_size(items[i], items[i].output_type, items[i].values->head_dim);
     }
-    tqkv_result r = tqkv__plan_batch_sizes(metal.data(), (int)n, &arguments_size, &scratch_size);
+    tqkv_result r = tqkv_metal_plan_attend_batch_sizes(metal.data(), (int)n, &arguments_size, &scratch_size);
     std::vector<char> results(out_size, (char)0xff);
     std::vector<float> scratch(scratch_size / sizeof(float), NAN);
     std::vector<tqkv__batch_item> arguments(n);
     for (tqkv_metal_buffer &b : outs) b.buffer = results.data();
     const tqkv__batch batch = {
         metal.data(), (int)n, qs.data(), outs.data(), gpu_buffer(arguments.data()), gpu_buffer(scratch.data()), !lanes};
-    tqkv__dispatch d[2];
-    if (r == TQKV_OK) r = tqkv__plan_batch(&batch, arguments.data(), d);
+    tqkv_metal_dispatch d[2];
+    if (r == TQKV_OK) r = tqkv_metal_plan_attend_batch(&batch, arguments.data(), d);
     std::string wrong = run_planned(r, d[0]);
     if (wrong.empty()) wrong = gpu_run(d[1]);
     for (size_t i = 0; i < n; i++)
@@ -395,10 +396,10 @@ std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std
 
 std::string gpu_tables(tqkv__table_report *report)
 {
-    tqkv__dispatch d;
-    tqkv__plan_tables(gpu_buffer(report), false, &d);
+    tqkv_metal_dispatch d;
+    tqkv_metal_plan_tables(gpu_buffer(report), false, &d);
     const std::string wrong = gpu_run(d);
     if (!wrong.empty()) return wrong;
-    tqkv__plan_tables(gpu_buffer(report), true, &d);
+    tqkv_metal_plan_tables(gpu_buffer(report), true, &d);
     return gpu_run(d);
 }

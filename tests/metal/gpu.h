@@ -1,4 +1,4 @@
-// The library's GPU calls on the machine of simt.h or on a real device. tqkv__plan_* of tqkv.h plans every dispatch, as
+// The library's GPU calls on the machine of simt.h or on a real device. tqkv_metal_plan_* of tqkv.h plans every dispatch, as
 // it does for tqkv_metal.m; the code here only runs what was planned. A Metal buffer is a pointer to plain memory here.
 #ifndef TQKV_TESTS_GPU_H
 #define TQKV_TESTS_GPU_H
@@ -35,17 +35,17 @@ struct gpu_dispatch : device_dispatch {
 };
 
 // A planned dispatch, as tqkv_metal.m would record it. Refers to `planned` for its argument structs.
-gpu_dispatch gpu_planned(const tqkv__dispatch &planned);
-std::string gpu_run(const tqkv__dispatch &planned);
+gpu_dispatch gpu_planned(const tqkv_metal_dispatch &planned);
+std::string gpu_run(const tqkv_metal_dispatch &planned);
 
-// ---- Arguments of tqkv__plan_* ----
+// ---- Arguments of tqkv_metal_plan_* ----
 
 tqkv_metal_buffer gpu_buffer(const void *bytes);
 tqkv_metal_store gpu_store(const tqkv_store *s);
 // Whether stores with pages pass the processor's copy of the table, too.
 extern bool gpu_known_tables;
 
-// The arguments of tqkv__plan_attend for an attention on the CPU.
+// The arguments of tqkv_metal_plan_attend for an attention on the CPU.
 struct gpu_attention {
     explicit gpu_attention(const tqkv_attention &a);
     gpu_attention(const gpu_attention &) = delete;
@@ -68,9 +68,9 @@ bool gpu_has_matrices(int head_dim);
 
 // Divides a planned attention in another way. The two buffers of scratch change their sizes: gpu_set_scratch must
 // follow.
-void gpu_force(tqkv__dispatch d[2], gpu_split split);
-tqkv__binding *gpu_find(tqkv__dispatch *d, int index);                // NULL if the index is not bound
-void gpu_set_scratch(tqkv__dispatch d[2], float *sums, float *state); // bindings 6 and 7 of attend
+void gpu_force(tqkv_metal_dispatch d[2], gpu_split split);
+tqkv_metal_binding *gpu_find(tqkv_metal_dispatch *d, int index);           // NULL if the index is not bound
+void gpu_set_scratch(tqkv_metal_dispatch d[2], float *sums, float *state); // bindings 6 and 7 of attend
 
 // ---- Calls ----
 

@@ -109,7 +109,7 @@ BUGS = {
     "no_barrier": (
         "tqkv__record_dispatch", r"if \(d->barrier\)", "if (false)", "ASAN", "attend/long", "FAIL attend/long"),
     "absent_buffer_unbound": (
-        "tqkv__bind_all", r"b->index == TQKV__ONLY_CHECKED", "b->index == TQKV__ONLY_CHECKED || !b->size", "ASAN",
+        "tqkv__bind_all", r"b->index == TQKV_METAL_ONLY_CHECKED", "b->index == TQKV_METAL_ONLY_CHECKED || !b->size", "ASAN",
         "attend/pair/f16_f16", "misuse"),
     "unused_buffer_too_short": (
         "tqkv__open_device", r"newBufferWithLength:sizeof\(tqkv__batch_item\)", "newBufferWithLength:16", "ASAN",
