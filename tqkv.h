@@ -310,13 +310,15 @@ typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
    2^-24 |s|, and exp turns that into a share of its weight. TQKV_INTEGER: against double precision with the integer
    centroids, at most 2e-4 plus 5e-5 times the deviation of the scores. */
 typedef struct tqkv_attention {
-    const tqkv_store *keys, *values; /* same n_kv_heads; head_dim may differ */
-    int n_heads;                     /* query heads; 0 = n_kv_heads */
-    int n_queries;                   /* 0 = 1 */
-    int64_t end;                     /* positions appended so far */
+    /* same n_kv_heads; head_dim may differ. One stream may be both: the same store, or two that describe the same bytes in
+       the same way. Each row is then decoded once for its score and its sum. */
+    const tqkv_store *keys, *values;
+    int n_heads;   /* query heads; 0 = n_kv_heads */
+    int n_queries; /* 0 = 1 */
+    int64_t end;   /* positions appended so far */
     int kv_len;    /* resident positions, the newest; 0 = min(end, capacity), paged: min(end, n_pages * page_size) */
     int window;    /* 0 = no window */
-    float scale;   /* 0 = 1/sqrt(head_dim of the keys) */
+    float scale;   /* 0 = 1/sqrt(head_dim of the keys, with that of the tail) */
     float softcap; /* 0 = off */
     const float *sinks;       /* [n_heads] or NULL: adds exp(sink) to the softmax's denominator; -INFINITY: no sink */
     tqkv_basis query_basis;   /* TQKV_ROTATED: q is rotated already */
@@ -329,10 +331,14 @@ typedef struct tqkv_attention {
        of tree[i] is set and j <= i: for drafts with several branches. Higher bits are ignored. */
     const uint64_t *tree;
     tqkv_arithmetic arithmetic;
+    /* More dimensions of each key, or NULL: a stream with a format, rotation and centre of its own, and n_kv_heads,
+       capacity, ring and page table of the keys. A row of q is the keys' part, then the tail's; query_basis is that of
+       each part whose stream is rotated. */
+    const tqkv_store *tail;
 } tqkv_attention;
 
-/* q: [n_queries][n_heads][head_dim of the keys], out: [n_queries][n_heads][head_dim of the values]. TQKV_NOT_FINITE if q
-   holds NaN or Inf, or a sink is NaN or +Inf. A score beyond the range of float makes a result NaN. */
+/* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
+   TQKV_NOT_FINITE if q holds NaN or Inf, or a sink is NaN or +Inf. A score beyond the range of float makes a result NaN. */
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const void *q, void *out);
 
 /* Each item as tqkv_attend does it, to the same bits, in one use of the hook that is cut evenly: for many sequences, of
@@ -2256,12 +2262,13 @@ TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
 
 /* A checked tqkv_attention. A row is one query of one head: row = query * group + (head within the group). */
 typedef struct tqkv__attention {
-    tqkv_attention call; /* defaults resolved */
-    tqkv__stream keys, values;
-    int n_kv_heads, group, key_dim, value_dim; /* dims: of a query, of an output */
+    tqkv_attention call;                       /* defaults resolved */
+    tqkv__stream keys, values, tail;           /* tail: if call.tail is set, see tqkv__key_part */
+    int n_kv_heads, group, key_dim, value_dim; /* dims: of a query with all its parts, of an output */
     int64_t first;                             /* resident positions [first, call.end) */
-    bool rotate_queries, unrotate_output;
-    size_t n_rows, q_elements, out_elements; /* n_queries * n_heads, and times key_dim or value_dim */
+    bool rotate_queries, unrotate_output;      /* rotate_queries: the keys' part */
+    bool shared;                               /* keys and values are one stream */
+    size_t n_rows, q_elements, out_elements;   /* n_queries * n_heads, and times key_dim or value_dim */
     const struct tqkv__isa *isa;
     int matrix_group; /* on a GPU; 0 = the default */
     /* Makes integers of a query; NULL: floats. See tqkv__integers. */
@@ -2285,8 +2292,9 @@ typedef struct tqkv__isa {
     int lanes;           /* floats in a vector */
     int nibble_order[2]; /* see tqkv__to_decoded */
     const tqkv__codec *codec;
-    /* scores[row][j] = q[row] . key[slot + j] for j < n, with run's slot and n; q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
-    void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q, int n_rows,
+    /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with run's slot and n; add: to the scores of another part of the
+       keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
+    void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q, int n_rows, bool add,
                        float *scores);
     /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to
        the new maximum. offsets are added to the scores before a softcap. spans, offsets, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
@@ -2303,7 +2311,7 @@ typedef struct tqkv__isa {
 static const tqkv__isa *tqkv__isa_for(int head_dim);
 
 static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
-                                    int n_rows, float *scores)
+                                    int n_rows, bool add, float *scores)
 {
     float key[TQKV_MAX_HEAD_DIM];
     for (int j = 0; j < run->n; j++) {
@@ -2311,10 +2319,11 @@ static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tq
         for (int row = 0; row < n_rows; row++) {
             const float *query = q + (size_t)row * (size_t)s->head_dim;
             float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0}; /* eight chains: less latency, smaller errors */
+            float *score = &scores[row * TQKV__TILE + j];
             for (int d = 0; d < s->head_dim; d += 8)
                 for (int i = 0; i < 8; i++) sums[i] += query[d + i] * key[d + i];
-            scores[row * TQKV__TILE + j] =
-                ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+            *score = (add ? *score : 0.0f) +
+                     (((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7])));
         }
     }
 }
@@ -2560,10 +2569,10 @@ static float tqkv__score_half(const tqkv__stream *s, const float *key, const flo
     return tqkv__sum_16(lanes);
 }
 
-static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, const float *norms, const float *query)
+static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, const float *norms, const float *query,
+                                  float score)
 {
     const int16_t *q = (const int16_t *)(const void *)query;
-    float score = 0.0f;
     for (int b = 0; b < s->head_dim / s->block_dim; b++) {
         const float factor = TQKV__AS_FLOAT(tqkv__block_factor(s, norms, b) * query[s->head_dim - 1]);
         int32_t sum = 0;
@@ -2574,7 +2583,7 @@ static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, cons
 }
 
 static void tqkv__integer_score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
-                                            int n_rows, float *scores)
+                                            int n_rows, bool add, float *scores)
 {
     float half[TQKV_MAX_HEAD_DIM];
     int8_t key[TQKV_MAX_HEAD_DIM];
@@ -2587,8 +2596,10 @@ static void tqkv__integer_score_tile_scalar(const tqkv__stream *s, int kv_head, 
             tqkv__integers_at(s, codes, 0, s->head_dim, key);
         for (int row = 0; row < n_rows; row++) {
             const float *query = q + (size_t)row * (size_t)s->head_dim;
-            scores[row * TQKV__TILE + j] =
-                s->kind == TQKV__HALF ? tqkv__score_half(s, half, query) : tqkv__score_integers(s, key, norms, query);
+            float *score = &scores[row * TQKV__TILE + j];
+            const float before = add ? *score : 0.0f;
+            *score = s->kind == TQKV__HALF ? TQKV__AS_FLOAT(before + tqkv__score_half(s, half, query))
+                                           : tqkv__score_integers(s, key, norms, query, before);
         }
     }
 }
@@ -3565,11 +3576,11 @@ static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, const tqkv__r
     block->n = run->n;
     block->dim = s->block_dim;
     block->factors = NULL;
-    block->add = before > 0;
+    block->add = false;
 }
 
 TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
-                                            int n_rows, float *scores)
+                                            int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__(block) block;
@@ -3581,6 +3592,7 @@ TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, 
         block.results = scores;
         block.result_stride = TQKV__TILE;
         block.factors = factors + d / s->block_dim * TQKV__TILE;
+        block.add = add || d > 0;
         TQKV__(attend_block)(&block, n_rows, true);
     }
 }
@@ -4671,9 +4683,9 @@ TQKV__TARGET static void TQKV__I(score_integers)(TQKV__I(product) p, int n_rows)
     }
 }
 
-/* scores[row][j] = query[row] . key j of halves, in 16 sums */
+/* scores[row][j] (+)= query[row] . key j of halves, in 16 sums */
 TQKV__OP void TQKV__I(score_halves)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n, const float *q,
-                                    float *scores)
+                                    bool add, float *scores)
 {
     for (int j = 0; j < n; j++, codes += s->row_bytes) {
         TQKV__VECTOR sums[2][16 / TQKV__INTEGER_LANES];
@@ -4690,30 +4702,32 @@ TQKV__OP void TQKV__I(score_halves)(const int rows, const tqkv__stream *s, const
             }
         }
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) scores[r * TQKV__TILE + j] = TQKV__(sum_16)(sums[r]);
+        for (int r = 0; r < rows; r++)
+            scores[r * TQKV__TILE + j] = (add ? scores[r * TQKV__TILE + j] : 0.0f) + TQKV__(sum_16)(sums[r]);
     }
 }
 
 TQKV__TARGET static void TQKV__I(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                       const tqkv__run *run, const float *q, int n_rows, float *scores)
+                                                       const tqkv__run *run, const float *q, int n_rows, bool add,
+                                                       float *scores)
 {
     tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
     for (int row = 0; row < n_rows; row += 2, q += 2 * s->head_dim, scores += 2 * TQKV__TILE) {
         if (row + 1 < n_rows)
-            TQKV__I(score_halves)(2, s, codes, run->n, q, scores);
+            TQKV__I(score_halves)(2, s, codes, run->n, q, add, scores);
         else
-            TQKV__I(score_halves)(1, s, codes, run->n, q, scores);
+            TQKV__I(score_halves)(1, s, codes, run->n, q, add, scores);
     }
 }
 
 TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                     const float *q, int n_rows, float *scores)
+                                                     const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__ALIGNED int8_t room[TQKV__SLICE * TQKV__BLOCK];
     const int dim = s->block_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
-        TQKV__I(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, q, n_rows, scores);
+        TQKV__I(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, q, n_rows, add, scores);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
@@ -4729,7 +4743,7 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
             p.results = scores + j;
             p.result_floats = TQKV__TILE;
             p.factors = factors + b * TQKV__TILE + j;
-            p.add = b > 0;
+            p.add = add || b > 0;
             TQKV__I(score_integers)(p, n_rows);
         }
 }
@@ -6619,19 +6633,50 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-#define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
+#define TQKV__FLOATS_ON_GPU  "arithmetic: a GPU multiplies floats only"
+#define TQKV__NO_TAIL_ON_GPU "tail: not on a GPU"
 
 /* Changes to the integers of the set, if the call asks for them. */
 static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
 {
     if (a->call.arithmetic == TQKV_FLOAT) return TQKV_OK;
     if (a->call.arithmetic != TQKV_INTEGER) return TQKV__INVALID("arithmetic: no tqkv_arithmetic");
-    if (a->keys.book_bits > 6 || a->values.book_bits > 6)
+    if (a->keys.book_bits > 6 || a->values.book_bits > 6 || a->tail.book_bits > 6)
         return TQKV__REFUSE(UNSUPPORTED, "arithmetic: the centroids of TQ8 do not fit integers of 8 bits");
     const tqkv__integers *integers = tqkv__integers_for(a->isa);
     a->isa = &integers->isa;
     a->round_query = integers->round_query;
     return TQKV_OK;
+}
+
+/* Part 0 or 1 of the keys: their stream, then the tail; NULL: no such part. */
+static const tqkv__stream *tqkv__key_part(const tqkv__attention *a, int part)
+{
+    return part == 0 ? &a->keys : part == 1 && a->call.tail ? &a->tail : NULL;
+}
+
+/* Takes the tail, which lies in the slots of the keys. */
+static tqkv_result tqkv__take_tail(tqkv__attention *a)
+{
+    const tqkv__stream *keys = &a->keys, *tail = &a->tail;
+    if (!a->call.tail) return TQKV_OK;
+    const tqkv_result r = tqkv__stream_shape(a->call.tail, &a->tail);
+    if (r != TQKV_OK) return r;
+    if (tail->n_kv_heads != keys->n_kv_heads) return TQKV__INVALID("tail: n_kv_heads is not that of the keys");
+    if (tail->capacity != keys->capacity || tail->ring != keys->ring)
+        return TQKV__INVALID("tail: capacity or ring is not that of the keys");
+    if (tail->pages != keys->pages || tail->n_pages != keys->n_pages || tail->page_size != keys->page_size)
+        return TQKV__INVALID("tail: the page table is not that of the keys");
+    a->key_dim += tail->head_dim;
+    if (tqkv__isa_for(tail->head_dim)->lanes < a->isa->lanes) a->isa = tqkv__isa_for(tail->head_dim);
+    return TQKV_OK;
+}
+
+/* 1/sqrt(n). In a column of TQKV__SIZES for the sizes of streams; double is enough for their sums: no 1/sqrt(n) lies so near
+   to the middle of two floats. */
+static float tqkv__inverse_root(int n)
+{
+    return tqkv__head_dim_known(n) ? TQKV__INV_SQRT(n) : (float)(1.0 / sqrt((double)n));
 }
 
 /* Resolves and checks everything except the stores' buffers and the resident range. */
@@ -6649,13 +6694,14 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     r->n_kv_heads = r->keys.n_kv_heads;
     if (!call->n_heads) call->n_heads = r->n_kv_heads;
     if (!call->n_queries) call->n_queries = 1;
-    if (call->scale == 0.0f) call->scale = TQKV__INV_SQRT(r->key_dim);
+    r->isa = tqkv__isa_for_both(r->key_dim, r->value_dim);
+    if ((result = tqkv__take_tail(r)) != TQKV_OK) return result;
+    if (call->scale == 0.0f) call->scale = tqkv__inverse_root(r->key_dim);
     if (!(call->softcap > 0.0f)) call->softcap = 0.0f;
     if (!call->parallel.run) call->parallel.run = tqkv__run_serial;
     r->group = call->n_heads / r->n_kv_heads;
     r->rotate_queries = r->keys.rotated && a->query_basis == TQKV_ORIGINAL;
     r->unrotate_output = r->values.rotated && a->output_basis == TQKV_ORIGINAL;
-    r->isa = tqkv__isa_for_both(r->key_dim, r->value_dim);
     if (r->values.n_kv_heads != r->n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
@@ -6690,15 +6736,45 @@ static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attentio
     return TQKV_OK;
 }
 
+/* Are the rows of two streams laid out alike, over the same bytes? */
+static bool tqkv__same_bytes(const tqkv__stream *a, const tqkv__stream *b)
+{
+    return a->codes == b->codes && (a->norms == b->norms || !a->norms_size) && a->format == b->format &&
+           a->head_dim == b->head_dim && a->n_kv_heads == b->n_kv_heads && a->capacity == b->capacity &&
+           a->rotated == b->rotated && a->block_scale == b->block_scale;
+}
+
+/* Refuses streams that share bytes, but are neither one stream nor, by their page tables, two in one pool. Finds whether
+   keys and values are one. */
+static tqkv_result tqkv__check_streams(tqkv__attention *a)
+{
+    const tqkv__stream *k = &a->keys, *v = &a->values;
+    const bool alike = tqkv__same_bytes(k, v), one_table = k->pages == v->pages && k->n_pages == v->n_pages;
+    a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center;
+    for (int part = 0; part < 2 && a->call.tail; part++) {
+        const tqkv__stream *s = part ? v : k;
+        if (tqkv__encoding_overlaps(s, a->tail.codes, a->tail.codes_size) ||
+            tqkv__encoding_overlaps(s, a->tail.norms, a->tail.norms_size))
+            return TQKV__INVALID("tail: overlaps the keys or the values");
+    }
+    if (a->shared || (alike && k->pages && v->pages && !one_table)) return TQKV_OK;
+    if (!tqkv__encoding_overlaps(k, v->codes, v->codes_size) && !tqkv__encoding_overlaps(k, v->norms, v->norms_size))
+        return TQKV_OK;
+    return TQKV__INVALID("keys and values share bytes, but are not described in the same way");
+}
+
 static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
 {
     tqkv_result result = tqkv__attention_shape(a, r);
     if (result != TQKV_OK) return result;
     if ((result = tqkv__stream_open(a->keys, &r->keys)) != TQKV_OK) return result;
     if ((result = tqkv__stream_open(a->values, &r->values)) != TQKV_OK) return result;
+    if (a->tail && (result = tqkv__stream_open(a->tail, &r->tail)) != TQKV_OK) return result;
+    if ((result = tqkv__check_streams(r)) != TQKV_OK) return result;
     if ((result = tqkv__attention_range(a, r)) != TQKV_OK) return result;
     if (r->round_query) tqkv__fill_integers(&r->keys);
     if (r->round_query) tqkv__fill_integers(&r->values);
+    if (r->round_query && a->tail) tqkv__fill_integers(&r->tail);
     return TQKV_OK;
 }
 
@@ -6962,7 +7038,17 @@ static TQKV__NOINLINE void tqkv__end_piece(const tqkv__attention *a, int n_rows,
     }
 }
 
-/* Adds positions [first, end) to the sums of an item's rows; q: [n_rows][key_dim], offsets: [n_rows], piece: scratch for sums.
+/* The scores of a tile: the sum of those of the parts of the keys, in their order. q: as tqkv__arrange_queries gives them */
+static void tqkv__score_tile(const tqkv__attention *a, int kv_head, tqkv__tile *tile, const float *q, int n_rows)
+{
+    float *scores = tile->scores + tile->begin;
+    a->isa->score_tile(&a->keys, kv_head, &tile->keys, q, n_rows, false, scores);
+    if (!a->call.tail) return;
+    a->isa->score_tile(&a->tail, kv_head, &tile->keys, q + (size_t)n_rows * (size_t)a->keys.head_dim, n_rows, true,
+                       scores);
+}
+
+/* Adds positions [first, end) to the sums of an item's rows; q: as tqkv__arrange_queries gives them, offsets: [n_rows], piece: scratch for sums.
    A tile's values are added after the next tile's scores. These steps are independent, and the processor overlaps them. */
 static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, int64_t first, int64_t end,
                               const float *q, const float *offsets, tqkv__tile tiles[2], const tqkv__sums *piece,
@@ -6984,9 +7070,10 @@ static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, 
         tile->values = tqkv__run_of(&a->values, tile, to);
         if (position + tile->n < to) {
             tqkv__touch_next(&a->keys, kv_head, &tile->keys);
-            tqkv__touch_next(&a->values, kv_head, &tile->values);
+            if (a->call.tail) tqkv__touch_next(&a->tail, kv_head, &tile->keys);
+            if (!a->shared) tqkv__touch_next(&a->values, kv_head, &tile->values);
         }
-        a->isa->score_tile(&a->keys, kv_head, &tile->keys, q, n_rows, tile->scores + tile->begin);
+        tqkv__score_tile(a, kv_head, tile, q, n_rows);
         if (before) tqkv__add_values(a, kv_head, before, n_rows, piece->out);
         if (before && before->position / TQKV__PIECE != position / TQKV__PIECE) tqkv__end_piece(a, n_rows, piece, sums);
         a->isa->softmax_tile(a, tile->spans, offsets, n_rows, tile->scores, piece->max, piece->sum, piece->out);
@@ -7050,36 +7137,58 @@ static const void *tqkv__query_at(const tqkv__attention *a, const void *q, size_
     return (const uint8_t *)q + row * (size_t)a->key_dim * tqkv__type_size(a->call.query_type);
 }
 
-/* Brings an item's queries into the keys' basis and order, times scale; arranged: [n_rows][key_dim] */
-static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
+/* A part of the caller's query: [head_dim] of part 0 or 1 of the keys */
+static const void *tqkv__query_part(const tqkv__attention *a, const void *query, int part)
+{
+    return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
+}
+
+/* Brings one part of an item's queries into the basis and order of its stream, times scale; arranged: [n_rows][head_dim] */
+static void tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
+                               float *arranged)
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
-    for (int i = 0; i < item->n_rows; i++, arranged += a->key_dim) {
+    const tqkv__stream *s = tqkv__key_part(a, part);
+    for (int i = 0; i < item->n_rows; i++, arranged += s->head_dim) {
         const void *query = tqkv__query_at(a, q, tqkv__caller_row(a, item, i));
-        a->isa->codec->widen(a->call.query_type, query, NULL, a->key_dim, natural);
-        if (a->rotate_queries) a->isa->codec->rotate(natural, a->key_dim);
-        tqkv__scale(natural, a->key_dim, a->call.scale);
-        if (a->round_query && a->keys.kind != TQKV__HALF)
-            a->round_query(&a->keys, natural, arranged);
+        a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, s->head_dim, natural);
+        if (s->rotated && a->call.query_basis == TQKV_ORIGINAL) a->isa->codec->rotate(natural, s->head_dim);
+        tqkv__scale(natural, s->head_dim, a->call.scale);
+        if (a->round_query && s->kind != TQKV__HALF)
+            a->round_query(s, natural, arranged);
         else
-            tqkv__to_decoded(a->isa, &a->keys, natural, arranged);
+            tqkv__to_decoded(a->isa, s, natural, arranged);
     }
 }
 
-/* scale * q.c, for the centre c of the keys: what is missing in all scores of a row. In double: it may be a thousand
-   times as large as what differs between scores. query: [key_dim], the caller's */
-static TQKV__NOINLINE double tqkv__center_score(const tqkv__attention *a, int kv_head, const void *query)
+/* arranged: [n_rows][head_dim] of the keys, then of the tail */
+static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
+{
+    tqkv__arrange_part(a, item, q, 0, arranged);
+    if (a->call.tail) tqkv__arrange_part(a, item, q, 1, arranged + (size_t)item->n_rows * (size_t)a->keys.head_dim);
+}
+
+/* q.c, for the centre c of a part of the keys. query: [key_dim], the caller's */
+static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int kv_head, int part, const void *query)
 {
     float q[TQKV_MAX_HEAD_DIM];
     double c[TQKV_MAX_HEAD_DIM], sum = 0.0;
-    const float *center = tqkv__center_of(&a->keys, kv_head);
-    const bool rotated = a->keys.rotated && !a->rotate_queries; /* the caller has rotated q */
+    const tqkv__stream *s = tqkv__key_part(a, part);
+    const float *center = tqkv__center_of(s, kv_head);
     if (!center) return 0.0;
-    for (int d = 0; d < a->key_dim; d++) c[d] = (double)center[d];
-    if (rotated) tqkv__rotate_double(c, a->key_dim);
-    a->isa->codec->widen(a->call.query_type, query, NULL, a->key_dim, q);
-    for (int d = 0; d < a->key_dim; d++) sum += tqkv__rounded_double(c[d] * (double)q[d]);
-    return sum * (double)a->call.scale;
+    for (int d = 0; d < s->head_dim; d++) c[d] = (double)center[d];
+    if (s->rotated && a->call.query_basis == TQKV_ROTATED) tqkv__rotate_double(c, s->head_dim);
+    a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, s->head_dim, q);
+    for (int d = 0; d < s->head_dim; d++) sum += tqkv__rounded_double(c[d] * (double)q[d]);
+    return sum;
+}
+
+/* scale * q.c of all parts: what is missing in all scores of a row. In double: it may be a thousand times as large as what
+   differs between scores. query: [key_dim], the caller's */
+static double tqkv__center_score(const tqkv__attention *a, int kv_head, const void *query)
+{
+    const double tail = a->call.tail ? tqkv__center_product(a, kv_head, 1, query) : 0.0;
+    return (tqkv__center_product(a, kv_head, 0, query) + tail) * (double)a->call.scale;
 }
 
 /* The parts of an item's scores that come from a centre; offsets: [n_rows], read if there is a softcap */
@@ -7122,7 +7231,7 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__ite
     float center[TQKV_MAX_HEAD_DIM]; /* of the values */
     TQKV__ALIGNED float wide[TQKV_MAX_HEAD_DIM];
     const tqkv_type type = part->max ? TQKV_TYPE_F32 : a->call.output_type;
-    const bool scored = a->keys.center && a->call.softcap == 0.0f && (part->max || a->call.sinks);
+    const bool scored = (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (part->max || a->call.sinks);
     memset(center, 0, sizeof center);
     tqkv__add_center(&a->values, item->kv_head, a->values.rotated, center);
     for (int i = 0; i < item->n_rows; i++) {
@@ -7434,6 +7543,7 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
 static bool tqkv__reads(const tqkv__attention *a, const void *q, const void *p, size_t size)
 {
     return tqkv__stream_overlaps(&a->keys, p, size) || tqkv__stream_overlaps(&a->values, p, size) ||
+           (a->call.tail && tqkv__stream_overlaps(&a->tail, p, size)) ||
            tqkv__overlap(q, a->q_elements * tqkv__type_size(a->call.query_type), p, size) ||
            tqkv__overlap(a->call.sinks, (size_t)a->call.n_heads * sizeof(float), p, size) ||
            tqkv__overlap(a->call.tree, (size_t)a->call.n_queries * sizeof(uint64_t), p, size);
@@ -9513,6 +9623,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (r == TQKV_OK) r = tqkv__plan_table(from->values, &a->values);
     if (r == TQKV_OK) r = tqkv__check_kernels(a->key_dim, a->value_dim);
     if (r == TQKV_OK && a->round_query) r = TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
+    if (r == TQKV_OK && a->call.tail) r = TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TAIL_ON_GPU);
     a->matrix_group = from->matrix_group;
     if (r != TQKV_OK || !a->keys.page_size == !a->values.page_size) return r;
     return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");

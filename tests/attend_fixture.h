@@ -28,16 +28,21 @@ typedef struct attend_row {
     bool bits_alone;      /* expected is not computed: that takes longest */
     attend_poison poison; /* NaN in a resident position that only some queries see: the others must not change */
     tqkv_arithmetic arithmetic;
+    bool shared;  /* the keys are the values: value_format, value_dim and value_center do not count */
+    int tail_dim; /* 0: no tail */
+    tqkv_format tail_format;
+    float tail_center;
 } attend_row;
 
 typedef struct attend_problem {
     tqkv_attention attention;
-    tqkv_store keys, values;
+    tqkv_store keys, values, tail;
     float *q, *sinks, *out;             /* [n_queries][n_heads][head_dim], [n_heads], as q, but value_dim */
     uint64_t *tree;                     /* [n_queries] or NULL */
     float *key_center, *value_center;   /* [n_kv_heads][head_dim], with value_dim, or NULL */
+    float *tail_center;                 /* [n_kv_heads][tail_dim] or NULL */
     double *expected;                   /* as out */
-    size_t n_rows, head_dim, value_dim; /* n_rows = n_queries * n_heads */
+    size_t n_rows, head_dim, value_dim; /* n_rows = n_queries * n_heads; head_dim: of a query, with the tail's */
     int64_t poisoned;                   /* position, or -1 */
     double tolerance;                   /* relative L2 */
 } attend_problem;
@@ -124,21 +129,37 @@ static inline uint64_t *attend_make_tree(int n_queries)
     return tree;
 }
 
+/* Encodes the values, unless the keys are the values, and the tail, if there is one. */
+static inline void attend_fill_others(attend_problem *problem, const attend_row *row)
+{
+    tqkv_attention *a = &problem->attention;
+    if (!row->shared) attend_fill_store(&problem->values, a, 12, DATA_STUDENT);
+    if (!row->tail_dim) return;
+    problem->tail = test_store(row->tail_format, row->tail_dim, row->n_kv_heads, row->key_capacity, row->key_ring);
+    problem->tail.center = problem->tail_center = attend_make_center(&problem->tail, 17, row->tail_center);
+    a->tail = &problem->tail;
+    attend_fill_store(&problem->tail, a, 18, DATA_GAUSSIAN);
+}
+
 static inline void attend_set_up(attend_problem *problem, const attend_row *row)
 {
-    const int value_dim = row->value_dim ? row->value_dim : row->head_dim;
+    const int value_dim = row->value_dim && !row->shared ? row->value_dim : row->head_dim;
+    const int query_dim = row->head_dim + row->tail_dim;
     memset(problem, 0, sizeof *problem);
     problem->keys = test_store(row->key_format, row->head_dim, row->n_kv_heads, row->key_capacity, row->key_ring);
-    problem->values = test_store(row->value_format, value_dim, row->n_kv_heads, row->value_capacity, row->value_ring);
+    if (!row->shared)
+        problem->values =
+            test_store(row->value_format, value_dim, row->n_kv_heads, row->value_capacity, row->value_ring);
     problem->keys.unrotated = row->keys_unrotated;
     problem->values.unrotated = row->values_unrotated;
     problem->keys.block_scale = problem->values.block_scale = row->block_scale;
     problem->keys.center = problem->key_center = attend_make_center(&problem->keys, 14, row->key_center);
-    problem->values.center = problem->value_center = attend_make_center(&problem->values, 15, row->value_center);
+    if (!row->shared)
+        problem->values.center = problem->value_center = attend_make_center(&problem->values, 15, row->value_center);
     problem->sinks = attend_make_sinks(row);
     tqkv_attention *a = &problem->attention;
     a->keys = &problem->keys;
-    a->values = &problem->values;
+    a->values = row->shared ? &problem->keys : &problem->values;
     a->n_heads = row->n_kv_heads * row->group;
     a->n_queries = row->n_queries;
     a->end = row->end;
@@ -154,14 +175,14 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     problem->tolerance = ATTEND_TOLERANCE;
     if (row->arithmetic == TQKV_INTEGER)
         problem->tolerance = 2e-4 + 5e-5 * (double)row->query_size *
-                                        (row->scale != 0.0f ? fabs(row->scale) * sqrt((double)row->head_dim) : 1.0);
+                                        (row->scale != 0.0f ? fabs(row->scale) * sqrt((double)query_dim) : 1.0);
     attend_fill_store(&problem->keys, a, 11, DATA_GAUSSIAN);
-    attend_fill_store(&problem->values, a, 12, DATA_STUDENT);
-    problem->head_dim = (size_t)row->head_dim;
+    attend_fill_others(problem, row);
+    problem->head_dim = (size_t)query_dim;
     problem->value_dim = (size_t)value_dim;
     problem->n_rows = (size_t)row->n_queries * (size_t)a->n_heads;
     size_t count = problem->n_rows * problem->head_dim, out_count = problem->n_rows * problem->value_dim;
-    problem->q = test_rows(13, DATA_GAUSSIAN, (int)problem->n_rows, row->head_dim);
+    problem->q = test_rows(13, DATA_GAUSSIAN, (int)problem->n_rows, query_dim);
     problem->out = (float *)test_alloc_filled(out_count * sizeof(float), 0xff);
     problem->expected = (double *)test_alloc(out_count * sizeof(double));
     for (size_t i = 0; i < count; i++) problem->q[i] *= row->query_size;
@@ -173,7 +194,8 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
                             : row->poison == POISON_BRANCH ? row->end - row->n_queries + 1
                                                            : oldest;
         attend_poison_position(&problem->keys, problem->poisoned, false);
-        attend_poison_position(&problem->values, problem->poisoned, false);
+        if (!row->shared) attend_poison_position(&problem->values, problem->poisoned, false);
+        if (row->tail_dim) attend_poison_position(&problem->tail, problem->poisoned, false);
     }
     if (!row->bits_alone) reference_attend(a, problem->q, problem->expected);
 }
@@ -182,11 +204,13 @@ static inline void attend_tear_down(attend_problem *problem)
 {
     test_store_free(&problem->keys);
     test_store_free(&problem->values);
+    test_store_free(&problem->tail);
     free(problem->q);
     free(problem->sinks);
     free(problem->tree);
     free(problem->key_center);
     free(problem->value_center);
+    free(problem->tail_center);
     free(problem->out);
     free(problem->expected);
 }

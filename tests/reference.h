@@ -484,8 +484,8 @@ static inline int64_t reference_room(const tqkv_store *s)
 }
 
 typedef struct reference_shape {
-    int head_dim, value_dim, n_heads, n_queries, group;
-    int64_t oldest, end; /* resident positions are [oldest, end) */
+    int key_dim, value_dim, n_heads, n_queries, group; /* key_dim: of a query, with the tail's */
+    int64_t oldest, end;                               /* resident positions are [oldest, end) */
     double scale;
 } reference_shape;
 
@@ -494,14 +494,14 @@ static inline reference_shape reference_attention_shape(const tqkv_attention *a)
     reference_shape shape;
     int64_t keys = reference_room(a->keys), values = reference_room(a->values),
             capacity = keys < values ? keys : values;
-    shape.head_dim = a->keys->head_dim;
+    shape.key_dim = a->keys->head_dim + (a->tail ? a->tail->head_dim : 0);
     shape.value_dim = a->values->head_dim;
     shape.n_heads = a->n_heads ? a->n_heads : a->keys->n_kv_heads;
     shape.n_queries = a->n_queries ? a->n_queries : 1;
     shape.group = shape.n_heads / a->keys->n_kv_heads;
     shape.end = a->end;
     shape.oldest = a->end - (a->kv_len ? a->kv_len : a->end < capacity ? a->end : capacity);
-    shape.scale = a->scale != 0.0f ? (double)a->scale : 1.0 / sqrt((double)shape.head_dim);
+    shape.scale = a->scale != 0.0f ? (double)a->scale : 1.0 / sqrt((double)shape.key_dim);
     return shape;
 }
 
@@ -523,21 +523,36 @@ static inline double *reference_decode_all(const tqkv_store *s, int kv_head, int
     return rows;
 }
 
+/* The same of the keys and their tail together: [end - oldest][key_dim] */
+static inline double *reference_decode_keys(const tqkv_attention *a, int kv_head, bool integers)
+{
+    reference_shape shape = reference_attention_shape(a);
+    size_t d = (size_t)shape.key_dim;
+    double *rows = (double *)test_alloc((size_t)(shape.end - shape.oldest) * d * sizeof *rows);
+    for (int64_t p = shape.oldest; p < shape.end; p++) {
+        double *row = rows + (size_t)(p - shape.oldest) * d;
+        reference_decode_as(integers, a->keys, kv_head, p, row);
+        if (a->tail) reference_decode_as(integers, a->tail, kv_head, p, row + a->keys->head_dim);
+    }
+    return rows;
+}
+
+/* query, key: [key_dim] */
 static inline double reference_score(const tqkv_attention *a, const double *query, const double *key, double scale)
 {
     double sum = 0.0;
-    for (int j = 0; j < a->keys->head_dim; j++) sum += query[j] * key[j];
+    for (int j = 0; j < reference_attention_shape(a).key_dim; j++) sum += query[j] * key[j];
     double cap = (double)a->softcap;
     return cap > 0.0 ? cap * tanh(sum * scale / cap) : sum * scale;
 }
 
-/* One query of one head. query: [head_dim], out: [value_dim], original basis; keys: [end - oldest][head_dim], values: with
+/* One query of one head. query: [key_dim], out: [value_dim], original basis; keys: [end - oldest][key_dim], values: with
  * value_dim */
 static inline void reference_attend_row(const tqkv_attention *a, int head, int query_index, const double *query,
                                         const double *keys, const double *values, double *out)
 {
     reference_shape shape = reference_attention_shape(a);
-    size_t d = (size_t)shape.head_dim, value_dim = (size_t)shape.value_dim, count = (size_t)(shape.end - shape.oldest);
+    size_t d = (size_t)shape.key_dim, value_dim = (size_t)shape.value_dim, count = (size_t)(shape.end - shape.oldest);
     double *scores = (double *)test_alloc(count * sizeof *scores);
     double largest = a->sinks ? (double)a->sinks[head] : -INFINITY, sum = 0.0;
     bool any = false;
@@ -559,15 +574,15 @@ static inline void reference_attend_row(const tqkv_attention *a, int head, int q
     free(scores);
 }
 
-/* q: [n_queries][n_heads][head_dim], out: with value_dim, in the bases that the attention names */
+/* q: [n_queries][n_heads][key_dim], out: with value_dim, in the bases that the attention names */
 static inline void reference_attend(const tqkv_attention *a, const float *q, double *out)
 {
     reference_shape shape = reference_attention_shape(a);
-    size_t d = (size_t)shape.head_dim;
-    double query[REFERENCE_MAX_DIM];
+    size_t d = (size_t)shape.key_dim;
+    double query[2 * REFERENCE_MAX_DIM];
     for (int kv_head = 0; kv_head < a->keys->n_kv_heads; kv_head++) {
         const bool integers = a->arithmetic == TQKV_INTEGER;
-        double *keys = reference_decode_all(a->keys, kv_head, shape.oldest, shape.end, integers);
+        double *keys = reference_decode_keys(a, kv_head, integers);
         double *values = reference_decode_all(a->values, kv_head, shape.oldest, shape.end, integers);
         for (int i = 0; i < shape.n_queries * shape.group; i++) {
             int query_index = i / shape.group, head = kv_head * shape.group + i % shape.group;
@@ -575,7 +590,9 @@ static inline void reference_attend(const tqkv_attention *a, const float *q, dou
             double *to = out + row * (size_t)shape.value_dim;
             for (size_t j = 0; j < d; j++) query[j] = (double)q[row * d + j];
             if (a->query_basis == TQKV_ROTATED && reference_is_rotated(a->keys))
-                reference_unrotate_double(query, shape.head_dim);
+                reference_unrotate_double(query, a->keys->head_dim);
+            if (a->query_basis == TQKV_ROTATED && a->tail && reference_is_rotated(a->tail))
+                reference_unrotate_double(query + a->keys->head_dim, a->tail->head_dim);
             reference_attend_row(a, head, query_index, query, keys, values, to);
             if (a->output_basis == TQKV_ROTATED && reference_is_rotated(a->values))
                 reference_rotate_double(to, shape.value_dim);

@@ -8,6 +8,7 @@
 
 enum {
     D = 64,
+    TAIL = 32,
     HEADS = 2,
     N_HEADS = 4,
     CAPACITY = 8,
@@ -24,8 +25,9 @@ typedef struct memory {
     float key_norms[HEADS * CAPACITY * 8], value_norms[HEADS * CAPACITY * 8];
     unsigned char pool_codes[HEADS * POOL * D];
     float pool_norms[HEADS * POOL];
+    unsigned char tail_codes[2 * HEADS * CAPACITY * TAIL];
     int32_t pages[2], slots[TOKENS + 1]; /* an even number: tqkv_quality lies in out */
-    float src[TOKENS * HEADS * D], src2[TOKENS * HEADS * D], q[ROWS * D], sinks[N_HEADS];
+    float src[TOKENS * HEADS * D], src2[TOKENS * HEADS * D], q[ROWS * (D + TAIL)], sinks[N_HEADS];
     float out[ROWS * D + SPARE], center[HEADS * D], max[ROWS], sum[ROWS], other_out[ROWS * D], other_max[ROWS],
         other_sum[ROWS];
 } memory;
@@ -33,7 +35,7 @@ typedef struct memory {
 /* The arguments of all calls. They are valid until a change is applied. */
 typedef struct world {
     memory *m;
-    tqkv_store keys, values;
+    tqkv_store keys, values, tail;
     const tqkv_store *store;
     tqkv_attention attention;
     const tqkv_attention *a;
@@ -107,7 +109,7 @@ static void fill_memory(memory *m)
     memset(m, 0xff, sizeof *m);
     data_rows(1, DATA_GAUSSIAN, m->src, TOKENS * HEADS, D);
     data_rows(2, DATA_GAUSSIAN, m->src2, TOKENS * HEADS, D);
-    data_rows(3, DATA_GAUSSIAN, m->q, ROWS, D);
+    data_rows(3, DATA_GAUSSIAN, m->q, ROWS, D + TAIL);
     data_rows(4, DATA_GAUSSIAN, m->other_out, ROWS, D);
     data_rows(5, DATA_GAUSSIAN, m->center, HEADS, D);
     for (int i = 0; i < ROWS; i++) {
@@ -124,6 +126,8 @@ static void make_world(world *w, memory *m)
     w->m = m;
     w->keys = make_store(TQKV_TQ8, m->key_codes, m->key_norms);
     w->values = make_store(TQKV_TQ5, m->value_codes, m->value_norms);
+    w->tail = make_store(TQKV_F16, m->tail_codes, NULL);
+    w->tail.head_dim = TAIL;
     w->store = &w->keys;
     w->src = m->src;
     w->src2 = m->src2;
@@ -173,6 +177,13 @@ static void use_pages(world *w)
     w->keys.page_size = POOL / 2;
     CHECK_RESULT(tqkv_encode(&w->keys, w->m->src, TOKENS, 0), TQKV_OK);
     CHECK_RESULT(tqkv_encode(&w->keys, w->m->src2, TOKENS, 3), TQKV_OK);
+}
+
+/* Gives the keys a second part, whose halves are 0. */
+static void use_tail(world *w)
+{
+    memset(w->m->tail_codes, 0, sizeof w->m->tail_codes);
+    w->attention.tail = &w->tail;
 }
 
 static void free_world(world *w)
