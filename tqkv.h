@@ -32,6 +32,7 @@
      >>formats        formats and their sizes
      >>result         result codes
      >>isa            the instruction set in use
+     >>threads        who runs the tasks of a call
      >>store          one stream in the caller's memory: encode, decode, probe
      >>rotate         the rotation alone
      >>attention      attention over two stores, whole or in slices
@@ -43,6 +44,7 @@
      >>needs          what the implementation needs of the compiler, and xxHash
      >>common         sizes, names, what a valid store is, which positions and rows are valid
      >>exact          arithmetic whose bits depend on nothing but its operands
+     >>team           tqkv_team
      >>codec          rotation, norms, quantising, packing, and back: the specification
      >>attend         types of attention, and attention in plain C
      >>integer        attention in integers, in plain C
@@ -80,11 +82,14 @@
 
    THREADS
 
-     Calls that only read an object (attend, decode, save, the getters) may run at once. A call that writes an object
-     (encode into a store, append, truncate, destroy) needs exclusive access to it. Different objects are independent.
+     Calls that only read an object (attend, decode, save, the getters) may run at once. A call that writes a cache (append,
+     truncate, destroy) needs exclusive access to it. Different objects are independent.
+     A store is the memory of its slots: calls on one store, or on stores over the same pool, may run at once if none
+     writes a slot that another writes or sees. So two threads may encode into different slots, and one may encode a position
+     while others attend to those before it.
      The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
-     on the caller's threads; the number of threads does not change any bit of the results. A call takes at most 48 KiB
-     of stack.
+     on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not change
+     any bit of the results. A call takes at most 48 KiB of stack.
 
    MATHEMATICS
 
@@ -209,6 +214,45 @@ TQKV_API const char *tqkv_isa_name(void);
    TQKV_UNSUPPORTED if the processor lacks the set. */
 TQKV_API tqkv_result tqkv_isa_force(const char *name);
 
+/* >>threads
+   Runs task(context, i) once for each i in [0, count), in any order, on any threads; returns after all have ended.
+   Threads that share a cache or a store may call `run` at once; it must allow that. tqkv never calls `run` from its own
+   tasks; a pool whose other tasks call tqkv must allow `run` inside a task. Neither `run` nor a task may throw or
+   longjmp through tqkv: the call's scratch would leak, and its tasks might go on. */
+typedef void (*tqkv_task)(void *context, int index);
+typedef struct tqkv_parallel {
+    void (*run)(void *user, int count, tqkv_task task, void *context);
+    void *user;
+} tqkv_parallel;
+
+/* A hook for threads that are there already: of an engine that calls each operation on all its threads at once, as ggml
+   does, and has no pool to lend. All call tqkv_team_begin. It returns true in thread 0, whose calls to tqkv the others then
+   help with; in these it returns false after tqkv_team_end, when there is nothing left to do. Example:
+
+     void attention(layer *l, int thread, int n_threads)             // on all threads, with one l
+     {
+         if (!tqkv_team_begin(l->team, thread, n_threads)) return;
+         l->result = tqkv_encode(&l->keys, l->k, 1, l->position);    // l->keys.parallel = tqkv_team_parallel(l->team)
+         if (l->result == TQKV_OK) l->result = tqkv_encode(&l->values, l->v, 1, l->position);
+         l->attention.end = l->position + 1;                         // l->attention.parallel: the same
+         if (l->result == TQKV_OK) l->result = tqkv_attend(&l->attention, l->q, l->out);
+         tqkv_team_end(l->team);
+     }
+
+   Both calls wait until all n_threads threads have come to tqkv_team_begin. The next begin may follow at once; another number of
+   threads only after all have returned. Waiting threads spin, and after a while give way to others. One team serves all
+   layers; two operations at once need two. */
+typedef struct tqkv_team tqkv_team;
+/* allocator: NULL = malloc, free. *out is NULL on failure. */
+TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team **out);
+TQKV_API void tqkv_team_destroy(tqkv_team *team); /* NULL is fine. No thread may be between begin and end. */
+TQKV_API bool tqkv_team_begin(tqkv_team *team, int thread, int n_threads);
+TQKV_API void tqkv_team_end(tqkv_team *team); /* by thread 0 */
+/* The hook, for calls of thread 0 between begin and end. Elsewhere the calling thread, one at a time, runs all tasks. */
+TQKV_API tqkv_parallel tqkv_team_parallel(tqkv_team *team);
+/* Scratch for the same calls: memory that the team keeps, so that after the first calls nothing is allocated. */
+TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team);
+
 /* >>store
    One stream (keys or values) of one layer in the caller's memory:
    codes [n_kv_heads][capacity][row_bytes], norms [n_kv_heads][capacity][norms_per_row], nothing else.
@@ -237,6 +281,7 @@ typedef struct tqkv_store {
                        bfloat16 are those of the same value as a float. Attention does not look at it. */
     const int32_t *pages;   /* [n_pages], or NULL: not paged. Not with ring. */
     int n_pages, page_size; /* page_size: in positions, a multiple of 64 that divides capacity */
+    tqkv_parallel parallel; /* for encode and encode_slots, of many rows; zero = the calling thread alone */
 } tqkv_store;
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -286,17 +331,7 @@ TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim);
 TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim);
 
 /* >>attention
-   Runs task(context, i) once for each i in [0, count), in any order, on any threads; returns after all have ended.
-   Threads that share a cache or a store may call `run` at once; it must allow that. tqkv never calls `run` from its own
-   tasks; a pool whose other tasks call tqkv must allow `run` inside a task. Neither `run` nor a task may throw or
-   longjmp through tqkv: the call's scratch would leak, and its tasks might go on. */
-typedef void (*tqkv_task)(void *context, int index);
-typedef struct tqkv_parallel {
-    void (*run)(void *user, int count, tqkv_task task, void *context);
-    void *user;
-} tqkv_parallel;
-
-/* How the processor multiplies. TQKV_INTEGER: rotated queries and weights as integers of 16 bits, codes as integers of 8
+   How the processor multiplies. TQKV_INTEGER: rotated queries and weights as integers of 16 bits, codes as integers of 8
    bits, with exact sums: the same bits on every processor, compiler and number of threads, and less time where arithmetic
    binds. F16 streams stay floats. Not for TQ8 or on a GPU: TQKV_UNSUPPORTED. */
 typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
@@ -942,6 +977,10 @@ TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__unix__) || defined(__APPLE__)
+#include <sched.h>
+#define TQKV__YIELD sched_yield
+#endif
 
 #ifdef __has_include
 #if !__has_include("xxhash.h")
@@ -1389,6 +1428,195 @@ static void tqkv__run_serial(void *user, int count, tqkv_task task, void *contex
 {
     (void)user;
     for (int i = 0; i < count; i++) task(context, i);
+}
+
+/* >>team: tqkv_team */
+
+/* Fields that threads write at different times lie on different cache lines. */
+struct tqkv_team {
+    tqkv_allocator memory;
+    struct {
+        void *at;
+        size_t size;
+        bool used;
+    } kept[4]; /* scratch; two blocks are in use at most */
+    /* One run of the hook. Thread 0 writes these while no other thread is inside. */
+    tqkv_task task;
+    void *context;
+    int count;
+    unsigned n_runs;
+    char line_0[64];
+    int next; /* the next task */
+    char line_1[64];
+    unsigned open; /* the number of the run whose tasks may be taken, or 0 */
+    char line_2[64];
+    int inside; /* threads beside thread 0 that may be taking tasks */
+    char line_3[64];
+    int n_threads, arrived, left; /* of this begin */
+    bool full, ended;             /* all threads have arrived; thread 0 has ended it */
+};
+
+static void *tqkv__team_alloc(void *user, size_t size)
+{
+    enum { most = 1 << 26 }; /* larger blocks are caches, not scratch */
+    tqkv_team *team = (tqkv_team *)user;
+    const tqkv_allocator *memory = &team->memory;
+    int best = -1;
+    for (int i = 0; i < 4; i++) { /* the smallest that is large enough, else one to replace */
+        const size_t held = team->kept[i].size, found = best < 0 ? 0 : team->kept[best].size;
+        if (team->kept[i].used) continue;
+        if (best < 0 || (found < size ? held > found : held >= size && held < found)) best = i;
+    }
+    if (best < 0 || size > most) return memory->alloc(memory->user, size);
+    if (team->kept[best].size < size) {
+        if (team->kept[best].at) memory->free(memory->user, team->kept[best].at, team->kept[best].size);
+        team->kept[best].at = memory->alloc(memory->user, size);
+        team->kept[best].size = team->kept[best].at ? size : 0;
+    }
+    team->kept[best].used = team->kept[best].at != NULL;
+    return team->kept[best].at;
+}
+
+static void tqkv__team_free(void *user, void *pointer, size_t size)
+{
+    tqkv_team *team = (tqkv_team *)user;
+    for (int i = 0; i < 4; i++)
+        if (team->kept[i].at == pointer) {
+            team->kept[i].used = false;
+            return;
+        }
+    team->memory.free(team->memory.user, pointer, size);
+}
+
+/* Waits for a moment: the other threads are about to come, or lack a core. */
+static void tqkv__spin(int *spins)
+{
+    enum { patience = 100 }; /* some microseconds */
+    if (++*spins < patience) {
+#if defined(__x86_64__) || defined(__i386__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        __asm__ volatile("yield");
+#endif
+        return;
+    }
+#ifdef TQKV__YIELD
+    TQKV__YIELD();
+#endif
+}
+
+static void tqkv__take_tasks(tqkv_team *team)
+{
+    while (__atomic_load_n(&team->next, __ATOMIC_RELAXED) <
+           team->count) { /* it grows by one a thread beyond the count */
+        const int index = __atomic_fetch_add(&team->next, 1, __ATOMIC_RELAXED);
+        if (index < team->count) team->task(team->context, index);
+    }
+}
+
+/* The hook. A helper counts itself in before it looks whether tasks are open, and thread 0 closes before it looks who is
+   inside: one of them sees the other, so no helper has a task or looks at `task` when this returns. */
+static void tqkv__team_run(void *user, int count, tqkv_task task, void *context)
+{
+    tqkv_team *team = (tqkv_team *)user;
+    int spins = 0;
+    if (count <= 1) {
+        tqkv__run_serial(NULL, count, task, context);
+        return;
+    }
+    team->task = task;
+    team->context = context;
+    team->count = count;
+    if (++team->n_runs == 0) team->n_runs = 1;
+    __atomic_store_n(&team->next, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&team->open, team->n_runs, __ATOMIC_SEQ_CST);
+    tqkv__take_tasks(team);
+    __atomic_store_n(&team->open, 0, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&team->inside, __ATOMIC_SEQ_CST) > 0) tqkv__spin(&spins);
+}
+
+/* Runs tasks of thread 0's calls until it has ended and all threads have arrived. */
+static void tqkv__team_help(tqkv_team *team)
+{
+    unsigned known = 0; /* the last run, of which no task is left */
+    int spins = 0;
+    while (!__atomic_load_n(&team->ended, __ATOMIC_ACQUIRE) || !__atomic_load_n(&team->full, __ATOMIC_ACQUIRE)) {
+        const unsigned open = __atomic_load_n(&team->open, __ATOMIC_RELAXED);
+        tqkv__spin(&spins);
+        if (open == 0 || open == known) continue;
+        __atomic_fetch_add(&team->inside, 1, __ATOMIC_SEQ_CST);
+        known = __atomic_load_n(&team->open, __ATOMIC_SEQ_CST);
+        if (known) tqkv__take_tasks(team);
+        __atomic_fetch_sub(&team->inside, 1, __ATOMIC_SEQ_CST);
+        spins = 0;
+    }
+}
+
+/* The last thread to leave opens the next begin. */
+static void tqkv__team_leave(tqkv_team *team, int n_threads)
+{
+    if (__atomic_add_fetch(&team->left, 1, __ATOMIC_ACQ_REL) < n_threads) return;
+    __atomic_store_n(&team->arrived, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&team->left, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&team->ended, false, __ATOMIC_RELAXED);
+    __atomic_store_n(&team->full, false, __ATOMIC_RELEASE);
+}
+
+TQKV_API bool tqkv_team_begin(tqkv_team *team, int thread, int n_threads)
+{
+    int spins = 0;
+    while (__atomic_load_n(&team->full, __ATOMIC_ACQUIRE)) tqkv__spin(&spins); /* some have not left the last one yet */
+    if (thread == 0) team->n_threads = n_threads;
+    if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) >= n_threads)
+        __atomic_store_n(&team->full, true, __ATOMIC_RELEASE);
+    if (thread == 0) return true;
+    tqkv__team_help(team);
+    tqkv__team_leave(team, n_threads);
+    return false;
+}
+
+TQKV_API void tqkv_team_end(tqkv_team *team)
+{
+    int spins = 0;
+    __atomic_store_n(&team->ended, true, __ATOMIC_RELEASE);
+    while (!__atomic_load_n(&team->full, __ATOMIC_ACQUIRE)) tqkv__spin(&spins);
+    tqkv__team_leave(team, team->n_threads);
+}
+
+TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team **out)
+{
+    tqkv_allocator memory = {NULL, NULL, NULL};
+    if (!out) return TQKV__INVALID("out is NULL");
+    *out = NULL;
+    if (allocator) memory = *allocator;
+    if (!tqkv__resolve_allocator(&memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");
+    tqkv_team *team = (tqkv_team *)memory.alloc(memory.user, sizeof *team);
+    if (!team) return TQKV_OUT_OF_MEMORY;
+    memset(team, 0, sizeof *team);
+    team->memory = memory;
+    *out = team;
+    return TQKV_OK;
+}
+
+TQKV_API void tqkv_team_destroy(tqkv_team *team)
+{
+    if (!team) return;
+    const tqkv_allocator memory = team->memory;
+    for (int i = 0; i < 4; i++)
+        if (team->kept[i].at) memory.free(memory.user, team->kept[i].at, team->kept[i].size);
+    memory.free(memory.user, team, sizeof *team);
+}
+
+TQKV_API tqkv_parallel tqkv_team_parallel(tqkv_team *team)
+{
+    const tqkv_parallel parallel = {tqkv__team_run, team};
+    return parallel;
+}
+
+TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team)
+{
+    const tqkv_allocator allocator = {tqkv__team_alloc, tqkv__team_free, team};
+    return allocator;
 }
 
 /* >>exact: arithmetic that gives the same bits for every compiler, flag and floating-point mode of the caller */
@@ -1998,7 +2226,7 @@ static bool tqkv__source_overlaps(const tqkv__stream *s, const void *src, size_t
 /* The first token to write. Of a run longer than a ring only the last tokens are kept: each slot is written once. */
 static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
 {
-    return n_tokens > s->capacity ? n_tokens - s->capacity : 0;
+    return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
 }
 
 /* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. */
@@ -2028,13 +2256,91 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from
     tqkv__fp_restore(mode);
 }
 
+/* Encodes the same tokens into some streams, each from its own source: tasks for some tokens of one of them. One run tests
+   for NaN and Inf, the next encodes. */
+enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
+typedef struct tqkv__encode_job {
+    const tqkv__stream *streams[TQKV__ENCODE_STREAMS];
+    const void *src[TQKV__ENCODE_STREAMS];
+    tqkv_parallel parallel;
+    int n_streams, n_tokens, n_tasks; /* n_tasks: of each stream */
+    int64_t position;
+    bool encode;
+    bool bad[TQKV__ENCODE_STREAMS * TQKV__ENCODE_TASKS];
+} tqkv__encode_job;
+
+static void tqkv__encode_task(void *context, int index)
+{
+    tqkv__encode_job *job = (tqkv__encode_job *)context;
+    const int stream = index / job->n_tasks, part = index % job->n_tasks;
+    const tqkv__stream *s = job->streams[stream];
+    const void *src = job->src[stream];
+    const int first = job->encode ? tqkv__first_kept(s, job->n_tokens) : 0;
+    const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
+    const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
+    if (job->encode)
+        tqkv__encode_tokens(s, src, from, to, job->position);
+    else
+        job->bad[index] =
+            !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from * (size_t)s->n_kv_heads), to - from);
+}
+
+static void tqkv__encode_job_open(tqkv__encode_job *job, const tqkv_parallel *parallel, int n_tokens, int64_t position)
+{
+    memset(job, 0, sizeof *job);
+    job->parallel = *parallel;
+    if (!job->parallel.run) job->parallel.run = tqkv__run_serial;
+    job->n_tokens = n_tokens;
+    job->position = position;
+}
+
+static void tqkv__add_stream(tqkv__encode_job *job, const tqkv__stream *s, const void *src)
+{
+    TQKV_ASSERT(job->n_streams < TQKV__ENCODE_STREAMS);
+    job->streams[job->n_streams] = s;
+    job->src[job->n_streams++] = src;
+}
+
+/* Tasks for a stream: one for each 64 KiB of floats, which take about ten microseconds. */
+static void tqkv__run_encode_tasks(tqkv__encode_job *job)
+{
+    const int64_t wanted = (int64_t)job->n_tokens * job->streams[0]->n_kv_heads * job->streams[0]->head_dim / 16384;
+    job->n_tasks = wanted < 1 ? 1 : wanted < TQKV__ENCODE_TASKS ? (int)wanted : TQKV__ENCODE_TASKS;
+    if (job->parallel.run == tqkv__run_serial) job->n_tasks = 1;
+    if (job->n_tasks > 1)
+        job->parallel.run(job->parallel.user, job->n_streams * job->n_tasks, tqkv__encode_task, job);
+    else
+        tqkv__run_serial(NULL, job->n_streams, tqkv__encode_task, job);
+}
+
+/* Whether no source holds NaN or infinity. Rows that are left out or dropped count, too. */
+static bool tqkv__sources_finite(tqkv__encode_job *job)
+{
+    job->encode = false;
+    tqkv__run_encode_tasks(job);
+    for (int i = 0; i < job->n_streams * job->n_tasks; i++)
+        if (job->bad[i]) return false;
+    return true;
+}
+
+/* Encodes after all checks but that for NaN and infinity. */
+static tqkv_result tqkv__encode_sources(tqkv__encode_job *job)
+{
+    if (!tqkv__sources_finite(job)) return TQKV__REFUSE(NOT_FINITE, "the source holds NaN or infinity");
+    job->encode = true;
+    tqkv__run_encode_tasks(job);
+    return TQKV_OK;
+}
+
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n_tokens, int64_t position)
 {
     tqkv__stream s;
-    tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s);
-    if (r == TQKV_OK) r = tqkv__check_finite(&s, src, n_tokens);
-    if (r == TQKV_OK) tqkv__encode_tokens(&s, src, tqkv__first_kept(&s, n_tokens), n_tokens, position);
-    return r;
+    tqkv__encode_job job;
+    const tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s);
+    if (r != TQKV_OK) return r;
+    tqkv__encode_job_open(&job, &store->parallel, n_tokens, position);
+    tqkv__add_stream(&job, &s, src);
+    return tqkv__encode_sources(&job);
 }
 
 static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slots, int n)
@@ -2050,19 +2356,20 @@ static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slots
 TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src, int n_tokens, const int32_t *slots)
 {
     tqkv__stream s;
+    tqkv__encode_job job;
     if (!store) return TQKV__INVALID("a store is NULL");
     tqkv_store pool = *store;
     pool.ring = false;
     pool.pages = NULL;
     tqkv_result r = tqkv__encode_target(&pool, src, n_tokens, &s);
     if (r == TQKV_OK) r = tqkv__check_slots(&s, slots, n_tokens);
-    if (r == TQKV_OK) r = tqkv__check_finite(&s, src, n_tokens);
     if (r != TQKV_OK) return r;
     s.pages = slots; /* a table with pages of one position; -1 leaves it out */
     s.n_pages = n_tokens;
     s.page_size = 1;
-    tqkv__encode_tokens(&s, src, 0, n_tokens, 0);
-    return TQKV_OK;
+    tqkv__encode_job_open(&job, &store->parallel, n_tokens, 0);
+    tqkv__add_stream(&job, &s, src);
+    return tqkv__encode_sources(&job);
 }
 
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
@@ -7843,42 +8150,6 @@ TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
     c->first = tqkv__oldest(c, c->attention.end);
 }
 
-/* State of an append's tasks, for some tokens of keys or values each. One run tests for NaN and Inf, the next
-   encodes. */
-enum { TQKV__APPEND_TASKS = 16 };
-typedef struct tqkv__append_job {
-    const tqkv__stream *streams[2];
-    const void *src[2];
-    int n_tokens, n_tasks; /* n_tasks: of each stream */
-    int64_t position;
-    bool encode;
-    bool bad[2 * TQKV__APPEND_TASKS];
-} tqkv__append_job;
-
-/* Tasks for one stream: one for each 64 KiB of floats, which take about ten microseconds. */
-static int tqkv__append_tasks(const tqkv_cache *c, int n_tokens)
-{
-    const int64_t n = (int64_t)n_tokens * c->keys.n_kv_heads * c->keys.head_dim / 16384;
-    if (c->attention.parallel.run == tqkv__run_serial || n <= 1) return 1;
-    return n < TQKV__APPEND_TASKS ? (int)n : TQKV__APPEND_TASKS;
-}
-
-static void tqkv__append_task(void *context, int index)
-{
-    tqkv__append_job *job = (tqkv__append_job *)context;
-    const int stream = index / job->n_tasks, part = index % job->n_tasks;
-    const tqkv__stream *s = job->streams[stream];
-    const void *src = job->src[stream];
-    const int first = job->encode ? tqkv__first_kept(s, job->n_tokens) : 0;
-    const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
-    const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
-    if (job->encode)
-        tqkv__encode_tokens(s, src, from, to, job->position);
-    else
-        job->bad[index] =
-            !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from * (size_t)s->n_kv_heads), to - from);
-}
-
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
     tqkv__stream keys, values;
@@ -7889,25 +8160,16 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     if (tqkv__encoding_overlaps(&values, k, tqkv__rows_size(&c->keys, n_tokens)) ||
         tqkv__encoding_overlaps(&keys, v, tqkv__rows_size(&c->values, n_tokens)))
         return TQKV__INVALID("k or v overlaps the cache");
-    tqkv__append_job job;
-    memset(&job, 0, sizeof job);
-    job.streams[0] = &keys;
-    job.streams[1] = &values;
-    job.src[0] = k;
-    job.src[1] = v;
-    job.n_tokens = n_tokens;
-    job.n_tasks = tqkv__append_tasks(c, n_tokens);
-    job.position = c->attention.end;
-    const tqkv_parallel serial = {tqkv__run_serial, NULL},
-                        *parallel = job.n_tasks > 1 ? &c->attention.parallel : &serial;
-    parallel->run(parallel->user, 2 * job.n_tasks, tqkv__append_task, &job);
-    for (int i = 0; i < 2 * job.n_tasks; i++)
-        if (job.bad[i]) return TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
-    job.encode = true;
-    if (c->metal)
+    tqkv__encode_job job;
+    tqkv__encode_job_open(&job, &c->attention.parallel, n_tokens, c->attention.end);
+    tqkv__add_stream(&job, &keys, k);
+    tqkv__add_stream(&job, &values, v);
+    if (!c->metal)
+        r = tqkv__encode_sources(&job);
+    else if (tqkv__sources_finite(&job))
         r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens);
     else
-        parallel->run(parallel->user, 2 * job.n_tasks, tqkv__append_task, &job);
+        r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r == TQKV_OK) tqkv__cache_advance(c, n_tokens);
     return r;
 }

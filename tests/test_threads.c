@@ -312,9 +312,249 @@ static void check_hook(const void *parameters)
     attend_tear_down(&problem);
 }
 
+/* ---- tqkv_team: threads that are there already ---- */
+
+enum { TEAM_PROMPT = 400, TEAM_LONG = 2600, TEAM_ITEMS = 3, TEAM_ROW = CACHE_HEADS * DIM };
+enum { TEAM_WIDE = QUERIES * CACHE_HEADS * CACHE_GROUP * DIM };
+
+typedef struct team_work {
+    tqkv_team *team; /* NULL: none */
+    int n_threads, calls_failed;
+    tqkv_store stores[2]; /* keys, values */
+    tqkv_cache *cache;
+    const float *rows, *q;
+    int32_t slots[TEAM_PROMPT]; /* of the last positions, backwards */
+    float one[TEAM_WIDE], items[TEAM_ITEMS][TEAM_WIDE], cached[TEAM_WIDE];
+} team_work;
+
+static void team_work_open(team_work *w, tqkv_team *team, int n_threads, const float *rows, const float *q)
+{
+    const cache_row row = {TQKV_I8, TQKV_TQ3, DIM, TEAM_LONG, true, 0, -1};
+    tqkv_cache_desc desc = cache_desc(&row, NULL);
+    memset(w, 0, sizeof *w);
+    w->team = team;
+    w->n_threads = n_threads;
+    w->rows = rows;
+    w->q = q;
+    w->stores[0] = test_store(TQKV_TQ5, DIM, CACHE_HEADS, TEAM_LONG, false);
+    w->stores[1] = test_store(TQKV_TQ4, DIM, CACHE_HEADS, TEAM_LONG, false);
+    for (int i = 0; i < TEAM_PROMPT; i++) w->slots[i] = TEAM_LONG - 1 - i;
+    if (team) {
+        desc.parallel = tqkv_team_parallel(team);
+        desc.allocator = tqkv_team_allocator(team);
+        w->stores[0].parallel = w->stores[1].parallel = desc.parallel;
+    }
+    CHECK_RESULT(tqkv_cache_create(&desc, &w->cache), TQKV_OK);
+}
+
+static void team_work_close(team_work *w)
+{
+    test_store_free(&w->stores[0]);
+    test_store_free(&w->stores[1]);
+    tqkv_cache_destroy(w->cache);
+}
+
+/* Every call that takes a hook: a prompt, single tokens, one long and several short contexts. */
+static void do_team_work(team_work *w)
+{
+    tqkv_attention a, items[TEAM_ITEMS];
+    const void *queries[TEAM_ITEMS];
+    void *outs[TEAM_ITEMS];
+    int bad = 0;
+    const float *last = w->rows + (TEAM_LONG - TEAM_PROMPT) * TEAM_ROW;
+    memset(&a, 0, sizeof a);
+    a.keys = &w->stores[0];
+    a.values = &w->stores[1];
+    a.n_heads = CACHE_HEADS * CACHE_GROUP;
+    a.n_queries = QUERIES;
+    a.end = TEAM_LONG;
+    if (w->team) {
+        a.parallel = tqkv_team_parallel(w->team);
+        a.allocator = tqkv_team_allocator(w->team);
+    }
+    for (int i = 0; i < 2; i++) {
+        bad += tqkv_encode(&w->stores[i], w->rows, TEAM_LONG - TEAM_PROMPT - 1, 0) != TQKV_OK;
+        bad += tqkv_encode(&w->stores[i], last - TEAM_ROW, 1, TEAM_LONG - TEAM_PROMPT - 1) != TQKV_OK;
+        bad += tqkv_encode_slots(&w->stores[i], last, TEAM_PROMPT, w->slots) != TQKV_OK;
+    }
+    bad += tqkv_attend(&a, w->q, w->one) != TQKV_OK;
+    for (int i = 0; i < TEAM_ITEMS; i++) {
+        items[i] = a;
+        items[i].end = i == 1 ? TEAM_LONG : 9 * (i + 1);
+        queries[i] = w->q;
+        outs[i] = w->items[i];
+    }
+    bad += tqkv_attend_batch(items, TEAM_ITEMS, queries, outs) != TQKV_OK;
+    bad += tqkv_cache_append(w->cache, w->rows, w->rows, TEAM_PROMPT) != TQKV_OK;
+    bad += tqkv_cache_attend(w->cache, w->q, QUERIES, w->cached) != TQKV_OK;
+    w->calls_failed += bad;
+}
+
+typedef struct team_thread {
+    team_work *work;
+    int index;
+} team_thread;
+
+static void *work_in_team(void *context)
+{
+    team_thread *t = (team_thread *)context;
+    for (int round = 0; round < ROUNDS; round++) {
+        if (!tqkv_team_begin(t->work->team, t->index, t->work->n_threads)) continue;
+        do_team_work(t->work);
+        tqkv_team_end(t->work->team);
+    }
+    return NULL;
+}
+
+static void check_team(const void *parameters)
+{
+    const int n_threads = *(const int *)parameters;
+    counting counter;
+    static team_work together, alone;
+    team_thread threads[THREADS];
+    memset(&counter, 0, sizeof counter);
+    const tqkv_allocator allocator = counting_allocator(&counter);
+    tqkv_team *team = NULL;
+    CHECK_RESULT(tqkv_team_create(&allocator, &team), TQKV_OK);
+    float *rows = cache_data(41, TEAM_LONG, DIM), *q = test_rows(42, DATA_GAUSSIAN, TEAM_WIDE / DIM, DIM);
+    team_work_open(&together, team, n_threads, rows, q);
+    team_work_open(&alone, NULL, 1, rows, q);
+    for (int i = 0; i < n_threads; i++) {
+        const team_thread one = {&together, i};
+        threads[i] = one;
+    }
+    for (int round = 0; round < ROUNDS; round++) do_team_work(&alone);
+    run_threads(n_threads, work_in_team, threads, sizeof *threads);
+    const int calls = counter.calls;
+    run_threads(n_threads, work_in_team, threads, sizeof *threads);
+    CHECK(counter.calls == calls, "%d allocations after the first calls", counter.calls - calls);
+    for (int round = 0; round < ROUNDS; round++) do_team_work(&alone);
+    do_team_work(&together); /* the hook outside of begin and end: this thread alone */
+    do_team_work(&alone);
+    CHECK(!together.calls_failed && !alone.calls_failed, "%d calls failed", together.calls_failed);
+    CHECK(!memcmp(together.one, alone.one, sizeof alone.one), "attend: other bits");
+    CHECK(!memcmp(together.items, alone.items, sizeof alone.items), "attend_batch: other bits");
+    CHECK(!memcmp(together.cached, alone.cached, sizeof alone.cached), "the cache: other bits");
+    for (int i = 0; i < 2; i++)
+        CHECK(!memcmp(together.stores[i].codes, alone.stores[i].codes, alone.stores[i].codes_size), "other codes");
+    team_work_close(&together);
+    team_work_close(&alone);
+    tqkv_team_destroy(team);
+    CHECK_NO_LEAK(&counter);
+    free(rows);
+    free(q);
+}
+
+/* A source with NaN, and an allocator that fails, leave a team as it was. */
+static void check_team_refusals(const void *parameters)
+{
+    (void)parameters;
+    counting counter;
+    memset(&counter, 0, sizeof counter);
+    tqkv_allocator allocator = counting_allocator(&counter);
+    tqkv_team *team = NULL;
+    CHECK_RESULT(tqkv_team_create(&allocator, NULL), TQKV_INVALID_ARGUMENT);
+    allocator.free = NULL;
+    CHECK_RESULT(tqkv_team_create(&allocator, &team), TQKV_INVALID_ARGUMENT);
+    allocator = counting_allocator(&counter);
+    counter.fail_at = 1;
+    CHECK_RESULT(tqkv_team_create(&allocator, &team), TQKV_OUT_OF_MEMORY);
+    CHECK(!team, "a team without memory");
+    CHECK_RESULT(tqkv_team_create(&allocator, &team), TQKV_OK);
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+    attend_problem problem;
+    attend_set_up(&problem, &row);
+    problem.attention.parallel = tqkv_team_parallel(team);
+    problem.attention.allocator = tqkv_team_allocator(team);
+    problem.keys.parallel = problem.attention.parallel;
+    counter.fail_at = counter.calls + 1;
+    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OUT_OF_MEMORY);
+    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
+    attend_check(&problem, problem.out, "out");
+    float *source = test_rows(5, DATA_GAUSSIAN, 40 * 2 * 8, 64);
+    source[40 * 2 * 64 - 1] = (float)NAN;
+    CHECK_RESULT(tqkv_encode(&problem.keys, source, 40, 0), TQKV_NOT_FINITE);
+    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
+    attend_check(&problem, problem.out, "after a refused encode");
+    free(source);
+    attend_tear_down(&problem);
+    tqkv_team_destroy(team);
+    tqkv_team_destroy(NULL);
+    CHECK_NO_LEAK(&counter);
+}
+
+/* ---- One store, written by many: each thread its own slots; others attend to older ones ---- */
+
+enum { OLD = 70, OWN = 37 };
+
+typedef struct writing_thread {
+    tqkv_store keys, values;
+    const float *rows, *q;
+    int index, failures;
+    float out[CACHE_HEADS * DIM];
+} writing_thread;
+
+static void *write_slots(void *context)
+{
+    writing_thread *t = (writing_thread *)context;
+    const int first = OLD + t->index / 2 * OWN;
+    int32_t slots[OWN];
+    tqkv_attention a;
+    memset(&a, 0, sizeof a);
+    a.keys = &t->keys;
+    a.values = &t->values;
+    a.end = OLD;
+    const float *own = t->rows + (size_t)first * TEAM_ROW;
+    for (int i = 0; i < OWN; i++) slots[i] = first + i;
+    for (int round = 0; round < ROUNDS; round++) {
+        if (t->index % 2) {
+            t->failures += tqkv_attend(&a, t->q, t->out) != TQKV_OK;
+            continue;
+        }
+        t->failures += tqkv_encode(&t->keys, own, OWN, first) != TQKV_OK;
+        t->failures += tqkv_encode_slots(&t->values, own, OWN, slots) != TQKV_OK;
+    }
+    return NULL;
+}
+
+static void check_one_store(const void *parameters)
+{
+    const int index = *(const int *)parameters, total = OLD + THREADS / 2 * OWN;
+    static writing_thread threads[THREADS];
+    tqkv_store keys = test_store(test_formats[index], DIM, CACHE_HEADS, total, false), alone = keys;
+    tqkv_store values = test_store(test_formats[(index + 3) % TEST_FORMATS], DIM, CACHE_HEADS, total, false);
+    float *rows = cache_data(43, total, DIM), *q = test_rows(44, DATA_GAUSSIAN, CACHE_HEADS, DIM);
+    alone = test_store(keys.format, DIM, CACHE_HEADS, total, false);
+    CHECK_RESULT(tqkv_encode(&keys, rows, OLD, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(&values, rows, OLD, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(&alone, rows, total, 0), TQKV_OK);
+    memset(threads, 0, sizeof threads);
+    for (int i = 0; i < THREADS; i++) {
+        threads[i].keys = keys;
+        threads[i].values = values;
+        threads[i].rows = rows;
+        threads[i].q = q;
+        threads[i].index = i;
+    }
+    write_slots(&threads[1]); /* what all readers expect */
+    run_threads(THREADS, write_slots, threads, sizeof *threads);
+    for (int i = 0; i < THREADS; i++) CHECK(!threads[i].failures, "%d calls failed", threads[i].failures);
+    for (int i = 3; i < THREADS; i += 2)
+        CHECK(!memcmp(threads[i].out, threads[1].out, sizeof threads[1].out), "other bits beside an encode");
+    CHECK(!memcmp(keys.codes, alone.codes, keys.codes_size), "other codes");
+    test_store_free(&keys);
+    test_store_free(&values);
+    test_store_free(&alone);
+    free(rows);
+    free(q);
+}
+
 void test_threads_cases(void)
 {
     test_add(check_own_caches, NULL, 0, "threads/own_caches");
+    for (int n = 1; n <= THREADS; n += 1 + n / 2) test_add(check_team, &n, sizeof n, "threads/team/%d", n);
+    test_add(check_team_refusals, NULL, 0, "threads/team/refusals");
+    for (int i = 0; i < TEST_FORMATS; i += 3) test_add(check_one_store, &i, sizeof i, "threads/one_store/%d", i);
     for (size_t i = 0; i < sizeof reading_rows / sizeof *reading_rows; i++)
         test_add(check_one_cache, &reading_rows[i], sizeof *reading_rows, "threads/one_cache/%s", reading_rows[i].name);
     for (size_t i = 0; i < sizeof pool_rows / sizeof *pool_rows; i++)
