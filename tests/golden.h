@@ -116,4 +116,51 @@ static inline int golden_make(const golden_case *c, golden *made)
     return ok;
 }
 
+/* ---- Conversions, from each format to each other one ---- */
+
+typedef struct golden_pair {
+    tqkv_format from, to;
+    int head_dim;
+} golden_pair;
+
+/* Sets *found to pair number `index`. 0 past the last. The _BYTES formats have the codes of TQ5 and TQ6. */
+static inline int golden_pair_find(int index, golden_pair *found)
+{
+    static const tqkv_format formats[8] = {TQKV_F16, TQKV_TQ4, TQKV_TQ5, TQKV_TQ6,
+                                           TQKV_TQ8, TQKV_I8,  TQKV_TQ3, TQKV_TQ2};
+    if (index >= 2 * 8 * 7) return 0;
+    found->head_dim = index < 8 * 7 ? 80 : 512;
+    found->from = formats[index % (8 * 7) / 7];
+    found->to = formats[(index % (8 * 7) / 7 + 1 + index % 7) % 8];
+    return 1;
+}
+
+static inline void golden_pair_name(const golden_pair *p, char name[GOLDEN_NAME_SIZE])
+{
+    snprintf(name, GOLDEN_NAME_SIZE, "%s-%s/%d", tqkv_format_name(p->from), tqkv_format_name(p->to), p->head_dim);
+}
+
+/* Encodes rows, converts them and hashes what they became. 0 on failure. */
+static inline int golden_pair_make(const golden_pair *p, golden *made)
+{
+    static uint8_t codes[2][GOLDEN_CAPACITY * GOLDEN_HEADS * 1024];
+    static float norms[2][GOLDEN_CAPACITY * GOLDEN_HEADS * 4], source[GOLDEN_TOKENS * GOLDEN_HEADS * 512];
+    tqkv_store stores[2];
+    for (int i = 0; i < 2; i++) {
+        const golden_case shape = {i ? (int)p->to : (int)p->from, p->head_dim, DATA_STUDENT, GOLDEN_PLAIN};
+        stores[i] = golden_store(&shape);
+        stores[i].codes = codes[i];
+        stores[i].norms = norms[i];
+    }
+    memset(codes[1], 0xa5, sizeof codes[1]);
+    memset(norms[1], 0xa5, sizeof norms[1]);
+    data_rows((uint64_t)p->head_dim, DATA_STUDENT, source, GOLDEN_TOKENS * GOLDEN_HEADS, p->head_dim);
+    if (tqkv_encode(&stores[0], source, GOLDEN_TOKENS, GOLDEN_POSITION) != TQKV_OK) return 0;
+    if (tqkv_store_convert(&stores[1], &stores[0], GOLDEN_POSITION, GOLDEN_TOKENS) != TQKV_OK) return 0;
+    made->codes = XXH3_64bits(codes[1], stores[1].codes_size);
+    data_to_little_endian(norms[1], stores[1].norms_size / sizeof(float));
+    made->norms = XXH3_64bits(norms[1], stores[1].norms_size);
+    return 1;
+}
+
 #endif

@@ -8,6 +8,7 @@ static void add_all_cases(void)
     test_golden_cases();
     test_codec_cases();
     test_codec_error_cases();
+    test_convert_cases();
     test_captured_cases();
     test_attend_cases();
     test_attend_options_cases();

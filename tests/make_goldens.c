@@ -2,6 +2,27 @@
 #define TQKV_IMPLEMENTATION
 #include "attend_golden.h"
 
+static void print_golden(const char *name, const golden *made)
+{
+    printf("    {\"%s\", UINT64_C(0x%016llx), UINT64_C(0x%016llx)},\n", name, (unsigned long long)made->codes,
+           (unsigned long long)made->norms);
+}
+
+static int print_conversions(void)
+{
+    golden_pair p;
+    printf("\n/* What tqkv_store_convert writes. */\nstatic const golden conversion_goldens[] = {\n");
+    for (int i = 0; golden_pair_find(i, &p); i++) {
+        char name[GOLDEN_NAME_SIZE];
+        golden made;
+        if (!golden_pair_make(&p, &made)) return 1;
+        golden_pair_name(&p, name);
+        print_golden(name, &made);
+    }
+    printf("};\n");
+    return 0;
+}
+
 static int print_codes(void)
 {
     golden_case c;
@@ -13,11 +34,10 @@ static int print_codes(void)
         golden made;
         if (!golden_make(&c, &made)) return 1;
         golden_name(&c, name);
-        printf("    {\"%s\", UINT64_C(0x%016llx), UINT64_C(0x%016llx)},\n", name, (unsigned long long)made.codes,
-               (unsigned long long)made.norms);
+        print_golden(name, &made);
     }
     printf("};\n");
-    return 0;
+    return print_conversions();
 }
 
 static int print_outputs(void)

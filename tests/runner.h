@@ -79,6 +79,7 @@ void test_tables_cases(void);
 void test_golden_cases(void);
 void test_codec_cases(void);
 void test_codec_error_cases(void);
+void test_convert_cases(void);
 void test_captured_cases(void);
 void test_attend_cases(void);
 void test_attend_options_cases(void);

@@ -4,6 +4,14 @@
 #include "goldens.h"
 #include "runner.h"
 
+static void compare(const golden *made, const golden *expected)
+{
+    CHECK(made->codes == expected->codes, "codes hash to %016llx, not %016llx", (unsigned long long)made->codes,
+          (unsigned long long)expected->codes);
+    CHECK(made->norms == expected->norms, "norms hash to %016llx, not %016llx", (unsigned long long)made->norms,
+          (unsigned long long)expected->norms);
+}
+
 static void check_golden(const void *parameters)
 {
     int index = *(const int *)parameters;
@@ -14,10 +22,21 @@ static void check_golden(const void *parameters)
     golden_name(&c, name);
     REQUIRE(!strcmp(name, goldens[index].name), "goldens.h has %s at %d", goldens[index].name, index);
     REQUIRE(golden_make(&c, &made), "encode failed");
-    CHECK(made.codes == goldens[index].codes, "codes hash to %016llx, not %016llx", (unsigned long long)made.codes,
-          (unsigned long long)goldens[index].codes);
-    CHECK(made.norms == goldens[index].norms, "norms hash to %016llx, not %016llx", (unsigned long long)made.norms,
-          (unsigned long long)goldens[index].norms);
+    compare(&made, &goldens[index]);
+}
+
+static void check_converted(const void *parameters)
+{
+    int index = *(const int *)parameters;
+    golden_pair p;
+    golden made;
+    char name[GOLDEN_NAME_SIZE];
+    REQUIRE(golden_pair_find(index, &p), "no pair %d", index);
+    golden_pair_name(&p, name);
+    REQUIRE(!strcmp(name, conversion_goldens[index].name), "goldens.h has %s at %d", conversion_goldens[index].name,
+            index);
+    REQUIRE(golden_pair_make(&p, &made), "conversion failed");
+    compare(&made, &conversion_goldens[index]);
 }
 
 static void check_attended(const void *parameters)
@@ -42,6 +61,10 @@ static void check_complete(const void *parameters)
     golden_case c;
     CHECK(golden_find(n_goldens - 1, &c) && !golden_find(n_goldens, &c), "%d goldens are not the cases of golden.h",
           n_goldens);
+    int n_converted = (int)(sizeof conversion_goldens / sizeof *conversion_goldens);
+    golden_pair converted;
+    CHECK(golden_pair_find(n_converted - 1, &converted) && !golden_pair_find(n_converted, &converted),
+          "%d goldens are not the pairs of golden.h", n_converted);
     int n_attended = (int)(sizeof attend_goldens / sizeof *attend_goldens);
     attend_golden_case attended;
     CHECK(attend_golden_find(n_attended - 1, &attended) && !attend_golden_find(n_attended, &attended),
@@ -52,6 +75,9 @@ void test_golden_cases(void)
 {
     int n_goldens = (int)(sizeof goldens / sizeof *goldens);
     for (int i = 0; i < n_goldens; i++) test_add(check_golden, &i, sizeof i, "golden/%s", goldens[i].name);
+    int n_converted = (int)(sizeof conversion_goldens / sizeof *conversion_goldens);
+    for (int i = 0; i < n_converted; i++)
+        test_add(check_converted, &i, sizeof i, "golden/%s", conversion_goldens[i].name);
     int n_attended = (int)(sizeof attend_goldens / sizeof *attend_goldens);
     for (int i = 0; i < n_attended; i++) test_add(check_attended, &i, sizeof i, "golden/%s", attend_goldens[i].name);
     test_add(check_complete, NULL, 0, "golden/complete");

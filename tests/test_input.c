@@ -247,6 +247,9 @@ static tqkv_result load_store(world *w)
     return tqkv_store_load(w->store, w->position, w->n_positions, w->read, &w->store_snapshot);
 }
 
+/* From the keys to the values. */
+static tqkv_result convert(world *w) { return tqkv_store_convert(&w->values, w->store, w->position, w->n_positions); }
+
 /* Sets of calls. */
 enum {
     ENCODE = 1 << 0,
@@ -272,9 +275,10 @@ enum {
     SLOTS = 1 << 20,
     SAVE_STORE = 1 << 21,
     LOAD_STORE = 1 << 22,
-    ALL = 2 * LOAD_STORE - 1,
+    CONVERT = 1 << 23,
+    ALL = 2 * CONVERT - 1,
     CODEC = ENCODE | PROBE | DECODE | MEASURE | MEAN,
-    STORED = SAVE_STORE | LOAD_STORE,
+    STORED = SAVE_STORE | LOAD_STORE | CONVERT,
     ROTATIONS = ROTATE | UNROTATE,
     RESIDENT = ATTEND | PARTIAL,                           /* these read stored positions */
     ATTENTION = RESIDENT | MERGE | FINISH,                 /* these take a tqkv_attention */
@@ -312,7 +316,8 @@ static const input_call calls[] = {{ENCODE, "encode", encode},
                                    {SAVE, "save", save},
                                    {LOAD, "load", load},
                                    {SAVE_STORE, "store_save", save_store},
-                                   {LOAD_STORE, "store_load", load_store}};
+                                   {LOAD_STORE, "store_load", load_store},
+                                   {CONVERT, "store_convert", convert}};
 
 enum { N_CALLS = sizeof calls / sizeof *calls };
 
