@@ -36,6 +36,7 @@
      >>store          one stream in the caller's memory: encode, decode, probe
      >>rotate         the rotation alone
      >>attention      attention over two stores, whole or in slices
+     >>index          scores of an index, and the choice of blocks by them
      >>cache          a cache that owns its memory; save and load, of stores too
      >>metal          all of it on Apple's GPUs, with tqkv_metal.m
 
@@ -53,6 +54,7 @@
      >>avx512, >>avx2, >>neon, >>integer-sets
                       what a set brings to them
      >>driver         which set is in use; tqkv_attend: checks, tasks, results
+     >>index-code     tqkv_index_scores, tqkv_index_choose
      >>cache-code     tqkv_cache
      >>snapshot       save and load
 
@@ -412,6 +414,43 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *a, float *out
                                              const float *src_sum);
 /* Adds the sinks, divides and rotates back: out becomes the output of tqkv_attend. */
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
+
+/* >>index
+   What a query attends to may be chosen by a small index: keys of their own, one for each `ratio` positions of the
+   context, which some heads score.
+
+       s(i, j) = sum_h weights[i][h] * f( q(i, h).k(j) ),   f(x) = max(x, 0) with relu, else x
+
+   The score of a block of keys is the largest or the mean of its keys' scores that the query sees. Within 2e-5 of the
+   largest |s| against double precision on the same codes; the same bits alone and among other queries. */
+typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
+typedef struct tqkv_index {
+    const tqkv_store *keys; /* n_kv_heads 1, any format */
+    int n_heads, n_queries; /* query heads of the index; 0 = 1 */
+    int64_t end;            /* keys appended so far */
+    int kv_len;             /* resident keys, as tqkv_attention's */
+    int ratio;            /* positions of the context that a key stands for: key j for those from j * ratio on. 0 = 1 */
+    const float *weights; /* [n_queries][n_heads] or NULL: 1 */
+    bool relu;
+    int block; /* keys a block; 0 = 1 */
+    tqkv_pool pool;
+    int first, newest; /* so many of the first blocks, and of the newest that a query sees, are always chosen */
+    tqkv_type query_type;
+    tqkv_basis query_basis;
+    tqkv_parallel parallel;
+    tqkv_allocator allocator; /* scratch, for some heads and queries at a time */
+    tqkv_arithmetic arithmetic;
+    int64_t positions; /* of the context so far; 0 = end * ratio. Query i is at positions - n_queries + i. It sees the
+                          resident keys whose positions are all at or before its own */
+} tqkv_index;
+
+/* q: [n_queries][n_heads][head_dim]; scores: [n_queries][number of blocks up to end], -INFINITY where a query sees no key
+   of a block. TQKV_NOT_FINITE if q or weights hold NaN or Inf. */
+TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *x, const void *q, float *scores);
+/* The k best blocks of each query, ascending, of equal ones the lower; -1 after the last. scores as above; a block with
+   -INFINITY is never chosen. The blocks of `first` and `newest` come before all others, lower ones first. list: [n_queries][k].
+   Reads only the shape of keys. TQKV_NOT_FINITE if the score of a block that its query sees is NaN. */
+TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *x, const float *scores, int k, int32_t *list);
 
 /* >>cache
    A cache that owns its memory: one layer's keys and values, and their positions. */
@@ -2765,6 +2804,10 @@ typedef struct tqkv__isa {
        in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
     void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights, int n_rows,
                        float *scaled, float *out);
+    /* sums[j] += weights[row] * f(scores[row][j] + offsets[row]), row after row, each rounded once; f: see >>index.
+       weights, offsets: [n_rows], scores: [n_rows][TQKV__TILE], sums: [TQKV__TILE] */
+    void (*sum_heads)(const float *scores, const float *weights, const float *offsets, bool relu, int n_rows,
+                      float *sums);
 } tqkv__isa;
 
 static const tqkv__isa *tqkv__isa_for(int head_dim);
@@ -2851,6 +2894,16 @@ static void tqkv__add_sums_scalar(int n, float factor, float *added, float *sums
     }
 }
 
+static void tqkv__sum_heads_scalar(const float *scores, const float *weights, const float *offsets, bool relu,
+                                   int n_rows, float *sums)
+{
+    for (int row = 0; row < n_rows; row++, scores += TQKV__TILE)
+        for (int j = 0; j < TQKV__TILE; j++) {
+            const float score = TQKV__AS_FLOAT(scores[j] + offsets[row]);
+            sums[j] = tqkv__fma(weights[row], relu && score < 0.0f ? 0.0f : score, sums[j]);
+        }
+}
+
 /* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
    farther ones push out what is in use (32k positions: 1.1 to 1.5 times slower at half or twice the distance). They go to
    the L2 cache: on a Zen 4 core F16 is then twice and I8 1.6 times as fast as with requests to the L1, to which few lines
@@ -2874,7 +2927,8 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
                                            tqkv__score_tile_scalar,
                                            tqkv__softmax_tile_scalar,
                                            tqkv__add_sums_scalar,
-                                           tqkv__value_tile_scalar};
+                                           tqkv__value_tile_scalar,
+                                           tqkv__sum_heads_scalar};
 
 /* >>integer: attention in integers, with the same bits on every processor
 
@@ -3165,7 +3219,8 @@ static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
                                                       tqkv__integer_score_tile_scalar,
                                                       tqkv__integer_softmax_tile_scalar,
                                                       tqkv__add_sums_scalar,
-                                                      tqkv__integer_value_tile_scalar}};
+                                                      tqkv__integer_value_tile_scalar,
+                                                      tqkv__sum_heads_scalar}};
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
@@ -3371,6 +3426,20 @@ TQKV__TARGET static void TQKV__(add_sums)(int n, float factor, float *added, flo
     for (int i = 0; i < n; i += TQKV__LANES) {
         TQKV__(store)(sums + i, TQKV__(fma)(TQKV__(load)(sums + i), factors, TQKV__(load)(added + i)));
         TQKV__(store)(added + i, TQKV__(set1)(0.0f));
+    }
+}
+
+TQKV__TARGET static void TQKV__(sum_heads)(const float *scores, const float *weights, const float *offsets, bool relu,
+                                           int n_rows, float *sums)
+{
+    const TQKV__VECTOR least = TQKV__(set1)(relu ? 0.0f : -INFINITY);
+    for (int row = 0; row < n_rows; row++, scores += TQKV__TILE) {
+        const TQKV__VECTOR weight = TQKV__(set1)(weights[row]), offset = TQKV__(set1)(offsets[row]);
+        TQKV__UNROLL
+        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) {
+            const TQKV__VECTOR score = TQKV__(max)(least, TQKV__(load)(scores + j) + offset);
+            TQKV__(store)(sums + j, TQKV__(fma)(weight, score, TQKV__(load)(sums + j)));
+        }
     }
 }
 
@@ -4847,7 +4916,7 @@ static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(widen),   
 
 static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,   TQKV__LANES,        {TQKV__NIBBLE_ORDER},
                                       &TQKV__(codec),   TQKV__(score_tile), TQKV__(softmax_tile),
-                                      TQKV__(add_sums), TQKV__(value_tile)};
+                                      TQKV__(add_sums), TQKV__(value_tile), TQKV__(sum_heads)};
 
 /* These macros belong to one set. */
 #undef TQKV__VECTOR
@@ -5405,7 +5474,8 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
                                                   TQKV__I(integer_score_tile),
                                                   TQKV__(softmax_tile),
                                                   TQKV__(add_sums),
-                                                  TQKV__I(integer_value_tile)}};
+                                                  TQKV__I(integer_value_tile),
+                                                  TQKV__(sum_heads)}};
 
 /* These macros belong to one set. */
 #undef TQKV__VECTOR
@@ -7338,11 +7408,11 @@ typedef struct tqkv__tile {
     TQKV__ALIGNED float scaled[TQKV__CHUNK_ROWS * TQKV__TILE];       /* for value_tile */
 } tqkv__tile;
 
-/* The slots of a tile. While it is computed the next tile of [.., end) is fetched, which a page table may put anywhere. */
-static tqkv__run tqkv__run_of(const tqkv__stream *s, const tqkv__tile *tile, int64_t end)
+/* The slots of a tile of n positions. While it is computed the next tile of [.., end) is fetched, which a page table may put anywhere. */
+static tqkv__run tqkv__run_of(const tqkv__stream *s, int64_t position, int n, int64_t end)
 {
-    tqkv__run run = {tqkv__slot(s, tile->position), tile->n, TQKV__TILE};
-    const int64_t next = tile->position + tile->n;
+    tqkv__run run = {tqkv__slot(s, position), n, TQKV__TILE};
+    const int64_t next = position + n;
     if (!s->pages || next >= end || next % s->page_size) return run;
     const int32_t page = s->pages[next / s->page_size]; /* not checked if a tree hides it */
     if (page >= 0 && page < s->capacity / s->page_size) run.ahead = page * s->page_size - run.slot;
@@ -7517,8 +7587,8 @@ static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, 
         tile->n = tqkv__tile_length(a, position, to);
         tile->begin = (int)(position % TQKV__TILE);
         if (!tqkv__find_spans(a, item, first, end, tile)) continue; /* a tree hides it */
-        tile->keys = tqkv__run_of(&a->keys, tile, to);
-        tile->values = tqkv__run_of(&a->values, tile, to);
+        tile->keys = tqkv__run_of(&a->keys, position, tile->n, to);
+        tile->values = tqkv__run_of(&a->values, position, tile->n, to);
         if (position + tile->n < to) {
             tqkv__touch_next(&a->keys, kv_head, &tile->keys);
             if (a->call.tail) tqkv__touch_next(&a->tail, kv_head, &tile->keys);
@@ -8157,6 +8227,402 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
     if (a.call.sinks) tqkv__add_array(&arrays, a.call.sinks, (size_t)a.call.n_heads * sizeof(float));
     if ((r = tqkv__check_arrays(&arrays, 1)) == TQKV_OK) tqkv__finish(&a, out, max, sum);
     return r;
+}
+
+/* >>index-code: scores of an index of keys, and the choice of blocks by them */
+
+/* A checked tqkv_index. A row of `a` is one query of one head; its values are the keys again. */
+typedef struct tqkv__index {
+    tqkv__attention a;
+    tqkv_index call; /* defaults resolved */
+    int64_t blocks;  /* up to end */
+} tqkv__index;
+
+/* Resolves and checks everything except the keys' buffers. */
+static tqkv_result tqkv__index_shape(const tqkv_index *index, tqkv__index *x)
+{
+    tqkv_attention a;
+    tqkv_result r;
+    if (!index) return TQKV__INVALID("the index is NULL");
+    x->call = *index;
+    if (index->ratio < 0 || index->block < 0 || index->first < 0 || index->newest < 0 || index->positions < 0)
+        return TQKV__INVALID("ratio, block, first, newest or positions is negative");
+    if (index->pool != TQKV_POOL_MAX && index->pool != TQKV_POOL_MEAN) return TQKV__INVALID("pool: no tqkv_pool");
+    memset(&a, 0, sizeof a);
+    a.keys = a.values = index->keys;
+    a.n_heads = index->n_heads;
+    a.n_queries = index->n_queries;
+    a.end = index->end;
+    a.kv_len = index->kv_len;
+    a.scale = 1.0f;
+    a.query_basis = index->query_basis;
+    a.parallel = index->parallel;
+    a.allocator = index->allocator;
+    a.query_type = index->query_type;
+    a.arithmetic = index->arithmetic;
+    if ((r = tqkv__attention_shape(&a, &x->a)) != TQKV_OK) return r;
+    if (x->a.n_kv_heads != 1) return TQKV__INVALID("keys of an index: n_kv_heads is not 1");
+    if ((r = tqkv__attention_range(&a, &x->a)) != TQKV_OK) return r;
+    if (!x->call.ratio) x->call.ratio = 1;
+    if (!x->call.block) x->call.block = 1;
+    if (index->end > INT64_MAX / x->call.ratio) return TQKV__INVALID("end * ratio is too large");
+    if (!index->positions) x->call.positions = index->end * x->call.ratio;
+    x->blocks = index->end / x->call.block + (index->end % x->call.block > 0);
+    if (x->blocks > INT32_MAX) return TQKV__INVALID("more blocks than an int32_t counts");
+    return TQKV_OK;
+}
+
+/* The keys that a query sees end here; they begin at the first resident one. */
+static int64_t tqkv__index_end(const tqkv__index *x, int query)
+{
+    const int64_t end = (x->call.positions - x->a.call.n_queries + query + 1) / x->call.ratio;
+    return end < x->a.first ? x->a.first : end < x->a.call.end ? end : x->a.call.end;
+}
+
+/* Checks scores: [n_queries][blocks] */
+static tqkv_result tqkv__index_array(const tqkv__index *x, const float *scores, size_t *size)
+{
+    if (!tqkv__floats_at(scores)) return TQKV__INVALID("scores: NULL or not aligned as floats");
+    if (!tqkv__array_size(x->a.call.n_queries, (int)x->blocks, 1, sizeof(float), size))
+        return TQKV__INVALID("scores of more than SIZE_MAX bytes");
+    return TQKV_OK;
+}
+
+/* -- Scores. A unit of work is an item, as many queries as share decoded keys, over a range of blocks. -- */
+
+typedef struct tqkv__scoring {
+    const tqkv__index *x;
+    const void *q;
+    float *scores;
+    int queries_each, n_items, n_units, n_tasks; /* queries of an item */
+    int64_t blocks_each;                         /* of a range */
+    int next;                                    /* unit; atomic */
+    float *slots;                                /* [n_tasks][slot_floats] */
+    size_t slot_floats;
+} tqkv__scoring;
+
+/* An item at work; all but the tile lies in the task's slot. */
+typedef struct tqkv__scored {
+    int first_query, n_queries;
+    double *totals;           /* [n_queries], of the block in progress: TQKV_POOL_MEAN */
+    float *tile, *sums;       /* [rows of a tile][TQKV__TILE], [n_queries][TQKV__TILE] */
+    float *q;                 /* arranged: [n_queries][n_heads][head_dim] */
+    float *weights, *offsets; /* [n_queries][n_heads] */
+} tqkv__scored;
+
+static int tqkv__tile_rows(const tqkv__index *x)
+{
+    const int rows = x->a.call.n_heads * x->a.call.n_queries, most = tqkv__chunk_rows(x->a.key_dim);
+    return rows < most ? rows : most;
+}
+
+static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float *slot)
+{
+    const tqkv__index *x = job->x;
+    const size_t each = (size_t)job->queries_each, rows = each * (size_t)x->a.call.n_heads;
+    tqkv__scored s;
+    s.first_query = item * job->queries_each;
+    s.n_queries = x->a.call.n_queries - s.first_query;
+    if (s.n_queries > job->queries_each) s.n_queries = job->queries_each;
+    s.tile = slot;
+    s.sums = s.tile + tqkv__tile_rows(x) * TQKV__TILE;
+    s.q = s.sums + each * TQKV__TILE;
+    s.totals = (double *)(void *)(s.q + rows * (size_t)x->a.key_dim);
+    s.weights = (float *)(void *)(s.totals + each);
+    s.offsets = s.weights + rows;
+    return s;
+}
+
+/* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their scores. */
+static void tqkv__arrange_scored(const tqkv__scoring *job, const tqkv__scored *s)
+{
+    const tqkv__attention *a = &job->x->a;
+    const int n_heads = a->call.n_heads;
+    const tqkv__item item = {0, s->first_query * n_heads, s->n_queries * n_heads};
+    tqkv__arrange_queries(a, &item, job->q, s->q);
+    for (int i = 0; i < item.n_rows; i++) {
+        const size_t row = (size_t)item.first_row + (size_t)i;
+        s->weights[i] = job->x->call.weights ? job->x->call.weights[row] : 1.0f;
+        s->offsets[i] = (float)tqkv__center_score(a, 0, tqkv__query_at(a, job->q, row));
+    }
+}
+
+/* sums[query][j]: the score of each key of the run */
+static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const tqkv__run *run)
+{
+    const int n_heads = x->a.call.n_heads, n_rows = s->n_queries * n_heads, most = tqkv__tile_rows(x);
+    memset(s->sums, 0, (size_t)s->n_queries * TQKV__TILE * sizeof(float));
+    for (int row = 0, n; row < n_rows; row += n) {
+        n = n_rows - row < most ? n_rows - row : most;
+        const int heads = n < n_heads ? n : n_heads; /* whole queries, or some heads of one */
+        x->a.isa->score_tile(&x->a.keys, 0, run, s->q + (size_t)row * (size_t)x->a.key_dim, n, false, s->tile);
+        for (int i = 0; i < n; i += heads)
+            x->a.isa->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
+                                heads, s->sums + (row + i) / n_heads * TQKV__TILE);
+    }
+}
+
+/* Pools the scores of the keys [position, position + n), which a query sees up to `end`. out: of block 0 */
+static void tqkv__pool(const tqkv__index *x, const float *sums, int64_t position, int n, int64_t end, double *total,
+                       float *out)
+{
+    const int size = x->call.block;
+    if (size == 1) {
+        memcpy(out + position, sums, (size_t)n * sizeof(float));
+        return;
+    }
+    for (int j = 0, left; j < n; j += left) {
+        const int64_t block = (position + j) / size, first = block * size,
+                      last = end - first < size ? end : first + size;
+        left = last - (position + j) < n - j ? (int)(last - (position + j)) : n - j;
+        if (x->call.pool == TQKV_POOL_MAX) {
+            for (int i = j; i < j + left; i++)
+                if (sums[i] > out[block] || sums[i] != sums[i]) out[block] = sums[i];
+            continue;
+        }
+        for (int i = j; i < j + left; i++) *total += (double)sums[i];
+        *total = tqkv__rounded_double(*total);
+        if (position + j + left < last) return;
+        const int64_t seen = last - (first > x->a.first ? first : x->a.first);
+        out[block] = (float)tqkv__rounded_double(*total / (double)seen);
+        *total = 0.0;
+    }
+}
+
+static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, float *slot)
+{
+    const tqkv__index *x = job->x;
+    const tqkv__stream *keys = &x->a.keys;
+    const tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, slot);
+    const int64_t block = unit / job->n_items * job->blocks_each;
+    const int64_t n_blocks = x->blocks - block < job->blocks_each ? x->blocks - block : job->blocks_each;
+    int64_t from = block * x->call.block, to = tqkv__index_end(x, s.first_query + s.n_queries - 1);
+    if (to > from && to - from > n_blocks * x->call.block) to = from + n_blocks * x->call.block;
+    if (from < x->a.first) from = x->a.first;
+    tqkv__arrange_scored(job, &s);
+    for (int i = 0; i < s.n_queries; i++) {
+        float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks + block;
+        for (int64_t b = 0; b < n_blocks; b++) out[b] = -INFINITY;
+        s.totals[i] = 0.0;
+    }
+    for (int64_t position = from, n; position < to; position += n) {
+        const int room = tqkv__slots_left(keys, position);
+        n = TQKV__TILE - position % TQKV__TILE;
+        if (n > room) n = room;
+        if (n > to - position) n = to - position;
+        const tqkv__run run = tqkv__run_of(keys, position, (int)n, to);
+        if (position + n < to) tqkv__touch_next(keys, 0, &run);
+        tqkv__score_keys(x, &s, &run);
+        for (int i = 0; i < s.n_queries; i++) {
+            const int64_t end = tqkv__index_end(x, s.first_query + i), seen = end - position < n ? end - position : n;
+            float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks;
+            if (seen > 0) tqkv__pool(x, s.sums + i * TQKV__TILE, position, (int)seen, end, &s.totals[i], out);
+        }
+    }
+}
+
+static void tqkv__score_task(void *context, int index)
+{
+    tqkv__scoring *job = (tqkv__scoring *)context;
+    const uint64_t mode = tqkv__fp_exact();
+    for (;;) {
+        const int unit = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        if (unit >= job->n_units) break;
+        tqkv__score_unit(job, unit, job->slots + (size_t)index * job->slot_floats);
+    }
+    tqkv__fp_restore(mode);
+}
+
+/* Cuts the work. Arranging the queries of a unit costs as much as 40 keys. */
+static tqkv_result tqkv__divide_scoring(tqkv__scoring *job)
+{
+    enum { keys_each = 4096 };
+    const tqkv__index *x = job->x;
+    const bool hook = x->a.call.parallel.run != tqkv__run_serial;
+    const int rows = tqkv__tile_rows(x), n_heads = x->a.call.n_heads;
+    job->queries_each = rows > n_heads ? rows / n_heads : 1;
+    job->n_items = (x->a.call.n_queries - 1) / job->queries_each + 1;
+    job->blocks_each = !hook ? x->blocks : x->call.block < keys_each ? keys_each / x->call.block : 1;
+    if (job->blocks_each < 1) job->blocks_each = 1;
+    const int64_t ranges = (x->blocks + job->blocks_each - 1) / job->blocks_each;
+    if (ranges > (INT_MAX - TQKV__TASKS) / job->n_items) return TQKV__INVALID("more units of work than an int counts");
+    job->n_units = (int)ranges * job->n_items;
+    job->n_tasks = !hook ? 1 : job->n_units < TQKV__TASKS ? job->n_units : (int)TQKV__TASKS;
+    const size_t each = (size_t)job->queries_each, all = each * (size_t)n_heads;
+    job->slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (size_t)(x->a.key_dim + 2) + 2 * each;
+    job->slot_floats = (job->slot_floats + 15) / 16 * 16; /* whole cache lines */
+    return TQKV_OK;
+}
+
+static tqkv_result tqkv__run_scoring(tqkv__scoring *job)
+{
+    const tqkv_attention *call = &job->x->a.call;
+    const tqkv_result r = tqkv__divide_scoring(job);
+    if (r != TQKV_OK || job->n_units == 0) return r;
+    const size_t size = ((size_t)job->n_tasks * job->slot_floats + 16) * sizeof(float);
+    float *memory = (float *)call->allocator.alloc(call->allocator.user, size);
+    if (!memory) return TQKV_OUT_OF_MEMORY;
+    job->slots = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float);
+    memset(job->slots, 0,
+           (size_t)job->n_tasks * job->slot_floats * sizeof(float)); /* scores behind a run's end are read */
+    call->parallel.run(call->parallel.user, job->n_tasks, tqkv__score_task, job);
+    call->allocator.free(call->allocator.user, memory, size);
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, float *scores)
+{
+    tqkv__index x;
+    tqkv__scoring job;
+    tqkv__arrays arrays = {{scores}, {0}, 1, sizeof(float)};
+    tqkv_result r = tqkv__index_shape(index, &x);
+    if (r == TQKV_OK) r = tqkv__stream_open(index->keys, &x.a.keys);
+    if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &arrays.size[0]);
+    if (r == TQKV_OK) r = tqkv__check_attend(&x.a, q, &arrays);
+    if (r == TQKV_OK) r = tqkv__check_pages(&x.a.keys, x.a.first, tqkv__index_end(&x, x.a.call.n_queries - 1));
+    if (r != TQKV_OK) return r;
+    if ((uintptr_t)index->weights % sizeof(float)) return TQKV__INVALID("weights: not aligned as floats");
+    if (tqkv__overlap(index->weights, x.a.n_rows * sizeof(float), scores, arrays.size[0]))
+        return TQKV__INVALID("scores overlap the weights");
+    if (index->weights && !tqkv__all_finite(index->weights, x.a.n_rows))
+        return TQKV__REFUSE(NOT_FINITE, "weights hold NaN or infinity");
+    if (x.a.round_query) tqkv__fill_integers(&x.a.keys);
+    memset(&job, 0, sizeof job);
+    job.x = &x;
+    job.q = q;
+    job.scores = scores;
+    return tqkv__run_scoring(&job);
+}
+
+/* -- The choice -- */
+
+/* Blocks that a query sees, by number: [from, old) and [recent, to) come before all others. */
+typedef struct tqkv__seen_blocks {
+    int64_t from, old, recent, to;
+} tqkv__seen_blocks;
+
+static tqkv__seen_blocks tqkv__blocks_of(const tqkv__index *x, int query)
+{
+    tqkv__seen_blocks seen = {0, 0, 0, 0};
+    const int64_t size = x->call.block, end = tqkv__index_end(x, query);
+    if (end <= x->a.first) return seen;
+    seen.from = x->a.first / size;
+    seen.to = (end - 1) / size + 1;
+    seen.old = x->call.first > seen.from ? x->call.first : seen.from;
+    if (seen.old > seen.to) seen.old = seen.to;
+    seen.recent = seen.to - x->call.newest > seen.old ? seen.to - x->call.newest : seen.old;
+    return seen;
+}
+
+/* Orders scores as floats do; 0 for -infinity, which is no block. */
+static uint32_t tqkv__score_key(float score)
+{
+    const uint32_t bits = tqkv__bits(score);
+    return bits == 0xff800000u ? 0 : bits == 0x80000000u ? bits : bits >> 31 ? ~bits : bits | 0x80000000u; /* -0 is 0 */
+}
+
+/* The n-th largest key of n_scores scores, and how many equal ones are among those n; 0 < n <= n_scores. Each pass counts
+   the next bits of the keys that agree with it so far. */
+static uint32_t tqkv__nth_key(const float *scores, int64_t n_scores, int64_t n, int64_t *equal)
+{
+    static const uint8_t shifts[4] = {32, 21, 10, 0};
+    uint32_t counts[1 << 11], key = 0;
+    for (int pass = 1; pass < 4; pass++) {
+        const int shift = shifts[pass], width = shifts[pass - 1] - shift;
+        uint32_t at = (1u << width) - 1;
+        memset(counts, 0, sizeof counts);
+        for (int64_t i = 0; i < n_scores; i++) {
+            const uint32_t x = tqkv__score_key(scores[i]);
+            if ((uint64_t)x >> shifts[pass - 1] == key) counts[x >> shift & ((1u << width) - 1)]++;
+        }
+        for (; counts[at] < n; at--) n -= counts[at];
+        key = key << width | at;
+    }
+    *equal = n;
+    return key;
+}
+
+/* A list in progress. */
+typedef struct tqkv__choice {
+    const float *scores;
+    int32_t *list;
+    int64_t n, k; /* chosen so far, and at most */
+} tqkv__choice;
+
+/* Takes the blocks of [from, to) with larger keys, and the first `equal` ones with that key. */
+static void tqkv__take_blocks(tqkv__choice *c, int64_t from, int64_t to, uint32_t key, int64_t equal)
+{
+    for (int64_t b = from; b < to && c->n < c->k; b++) {
+        const uint32_t x = tqkv__score_key(c->scores[b]);
+        if (x == 0 || x < key || (x == key && equal-- <= 0)) continue;
+        c->list[c->n++] = (int32_t)b;
+    }
+}
+
+static int64_t tqkv__count_blocks(const float *scores, int64_t from, int64_t to)
+{
+    int64_t n = 0;
+    for (int64_t b = from; b < to; b++) n += tqkv__score_key(scores[b]) != 0;
+    return n;
+}
+
+/* What a task needs to choose for one query. */
+typedef struct tqkv__choosing {
+    const tqkv__index *x;
+    const float *scores;
+    int k;
+    int32_t *list;
+} tqkv__choosing;
+
+static void tqkv__choose_task(void *context, int query)
+{
+    const tqkv__choosing *job = (const tqkv__choosing *)context;
+    const tqkv__seen_blocks seen = tqkv__blocks_of(job->x, query);
+    tqkv__choice c = {job->scores + query * job->x->blocks, job->list + (int64_t)query * job->k, 0, job->k};
+    int64_t left = c.k - tqkv__count_blocks(c.scores, seen.from, seen.old), equal = 0;
+    left -= tqkv__count_blocks(c.scores, seen.recent, seen.to);
+    tqkv__take_blocks(&c, seen.from, seen.old, 0, 0);
+    if (left >= seen.recent - seen.old) {
+        tqkv__take_blocks(&c, seen.old, seen.recent, 0, 0);
+    } else if (left > 0) {
+        const uint32_t key = tqkv__nth_key(c.scores + seen.old, seen.recent - seen.old, left, &equal);
+        tqkv__take_blocks(&c, seen.old, seen.recent, key, equal);
+    }
+    tqkv__take_blocks(&c, seen.recent, seen.to, 0, 0);
+    while (c.n < c.k) c.list[c.n++] = -1;
+}
+
+/* Whether a query sees a block whose score is NaN. */
+static bool tqkv__scores_nan(const tqkv__index *x, const float *scores)
+{
+    uint32_t bad = 0;
+    for (int i = 0; i < x->a.call.n_queries; i++, scores += x->blocks) {
+        const tqkv__seen_blocks seen = tqkv__blocks_of(x, i);
+        for (int64_t b = seen.from; b < seen.to; b++) bad |= (tqkv__bits(scores[b]) & 0x7fffffffu) > 0x7f800000u;
+    }
+    return bad != 0;
+}
+
+TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *index, const float *scores, int k, int32_t *list)
+{
+    tqkv__index x;
+    size_t size, list_size;
+    tqkv_result r = tqkv__index_shape(index, &x);
+    if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &size);
+    if (r != TQKV_OK) return r;
+    if (k < 0) return TQKV__INVALID("k is negative");
+    if (!tqkv__aligned_at(list, sizeof *list)) return TQKV__INVALID("list: NULL or not aligned as int32_t");
+    if (!tqkv__array_size(x.a.call.n_queries, k, 1, sizeof *list, &list_size))
+        return TQKV__INVALID("a list of more than SIZE_MAX bytes");
+    if (tqkv__overlap(scores, size, list, list_size)) return TQKV__INVALID("the list overlaps the scores");
+    if (tqkv__scores_nan(&x, scores)) return TQKV__REFUSE(NOT_FINITE, "scores hold NaN");
+    tqkv__choosing job = {&x, scores, k, list};
+    const tqkv_parallel *parallel = &x.a.call.parallel;
+    if (x.a.call.n_queries == 1)
+        tqkv__choose_task(&job, 0);
+    else
+        parallel->run(parallel->user, x.a.call.n_queries, tqkv__choose_task, &job);
+    return TQKV_OK;
 }
 
 /* >>cache-code: tqkv_cache */

@@ -1,0 +1,425 @@
+/* Scores of an index against double precision, their bits in company, and the choice of blocks against a sort. */
+#include "counting.h"
+#include "reference.h"
+
+/* ---- Problems at random ---- */
+
+typedef struct problem {
+    tqkv_index index;
+    tqkv_store keys;
+    int32_t pages[8];
+    int64_t first, n_blocks; /* the oldest resident key */
+    int n_rows;              /* queries times heads */
+    float *q, *weights, *center, *scores;
+    uint16_t *halves; /* q as bfloat16 */
+} problem;
+
+static void run_backwards(void *user, int count, tqkv_task task, void *context)
+{
+    (void)user;
+    for (int i = count - 1; i >= 0; i--) task(context, i);
+}
+
+/* Where keys lie: linear, ring or pages in another order. */
+static void place_keys(problem *p, data_random *random, tqkv_format format, int head_dim)
+{
+    const int place = data_below(random, 3), capacity = place == 2 ? 512 : 1 + data_below(random, 500);
+    int end = 1 + data_below(random, place == 1 ? 3 * capacity : capacity);
+    p->keys = test_store(format, head_dim, 1, capacity, place == 1);
+    if (place == 2) {
+        for (int i = 0; i < 8; i++) p->pages[i] = (int32_t)(5 * i + 3) % 8;
+        p->keys.pages = p->pages;
+        p->keys.n_pages = 8;
+        p->keys.page_size = 64;
+    }
+    const int held = end < capacity ? end : capacity;
+    p->index.end = end;
+    p->index.kv_len = data_below(random, 3) ? 0 : 1 + data_below(random, held);
+    p->first = end - (p->index.kv_len ? p->index.kv_len : held);
+}
+
+static void set_options(problem *p, data_random *random)
+{
+    tqkv_index *x = &p->index;
+    static const int heads[6] = {1, 2, 5, 16, 64, 71}, blocks[6] = {0, 1, 4, 16, 64, 100};
+    x->n_heads = heads[data_below(random, 6)];
+    x->n_queries = data_below(random, 3) ? 1 + data_below(random, x->n_heads > 16 ? 3 : 20) : 0;
+    x->ratio = data_below(random, 2) ? 4 : 0;
+    if (x->ratio && data_below(random, 2)) x->positions = x->end * x->ratio + data_below(random, 3 * x->ratio);
+    x->block = blocks[data_below(random, 6)];
+    x->pool = data_below(random, 2) ? TQKV_POOL_MEAN : TQKV_POOL_MAX;
+    x->relu = data_below(random, 2);
+    x->query_basis = data_below(random, 2) ? TQKV_ROTATED : TQKV_ORIGINAL;
+    x->query_type = data_below(random, 2) ? TQKV_TYPE_BF16 : TQKV_TYPE_F32;
+    if (data_below(random, 2)) x->parallel.run = run_backwards;
+}
+
+static void set_up(problem *p, int seed)
+{
+    static const int dims[6] = {32, 64, 80, 128, 128, 512};
+    data_random random = {(uint64_t)seed};
+    memset(p, 0, sizeof *p);
+    const bool integers = data_below(&random, 3) == 0;
+    tqkv_format format = test_formats[data_below(&random, TEST_FORMATS)];
+    if (integers && format == TQKV_TQ8) format = TQKV_TQ4;
+    const int d = dims[data_below(&random, 6)];
+    place_keys(p, &random, format, d);
+    set_options(p, &random);
+    p->index.keys = &p->keys;
+    p->index.arithmetic = integers ? TQKV_INTEGER : TQKV_FLOAT;
+    const int n_queries = p->index.n_queries ? p->index.n_queries : 1, size = p->index.block ? p->index.block : 1;
+    p->n_rows = n_queries * p->index.n_heads;
+    p->n_blocks = (p->index.end + size - 1) / size;
+    if (data_below(&random, 2)) p->keys.center = p->center = test_rows(3, DATA_GAUSSIAN, 1, d);
+    const int resident = (int)(p->index.end - p->first);
+    float *rows = test_rows((uint64_t)seed, DATA_GAUSSIAN, resident, d);
+    CHECK_RESULT(tqkv_encode(&p->keys, rows, resident, p->first), TQKV_OK);
+    free(rows);
+    p->q = test_rows((uint64_t)seed + 1, DATA_GAUSSIAN, p->n_rows, d);
+    p->halves = (uint16_t *)test_alloc((size_t)(p->n_rows * d) * sizeof *p->halves);
+    for (int i = 0; i < p->n_rows * d; i++) {
+        uint32_t bits;
+        memcpy(&bits, &p->q[i], sizeof bits);
+        p->halves[i] = (uint16_t)(bits >> 16);
+        bits &= 0xffff0000u;
+        if (p->index.query_type == TQKV_TYPE_BF16) memcpy(&p->q[i], &bits, sizeof bits);
+    }
+    p->weights =
+        data_below(&random, 3) ? test_rows((uint64_t)seed + 2, DATA_STUDENT, n_queries, p->index.n_heads) : NULL;
+    p->index.weights = p->weights;
+    p->scores = (float *)test_alloc_filled((size_t)(n_queries * p->n_blocks) * sizeof(float), 0xff);
+}
+
+static const void *queries_of(const problem *p)
+{
+    return p->index.query_type == TQKV_TYPE_BF16 ? (const void *)p->halves : (const void *)p->q;
+}
+
+static void tear_down(problem *p)
+{
+    test_store_free(&p->keys);
+    free(p->q);
+    free(p->halves);
+    free(p->weights);
+    free(p->center);
+    free(p->scores);
+}
+
+/* ---- Scores ---- */
+
+/* The keys that a query sees end here. */
+static int64_t seen_end(const tqkv_index *x, int query)
+{
+    const int ratio = x->ratio ? x->ratio : 1, n_queries = x->n_queries ? x->n_queries : 1;
+    const int64_t at = (x->positions ? x->positions : x->end * ratio) - n_queries + query;
+    int64_t end = 0;
+    while (end < x->end && end * ratio + ratio - 1 <= at) end++;
+    return end;
+}
+
+/* The score of one key for one query; keys: [end - first][head_dim] */
+static double expected_key(const problem *p, int query, const double *key)
+{
+    const tqkv_index *x = &p->index;
+    const int d = p->keys.head_dim;
+    double total = 0.0, row[REFERENCE_MAX_DIM];
+    for (int h = 0; h < x->n_heads; h++) {
+        const int at = query * x->n_heads + h;
+        double sum = 0.0;
+        for (int i = 0; i < d; i++) row[i] = (double)p->q[at * d + i];
+        if (x->query_basis == TQKV_ROTATED && reference_is_rotated(&p->keys)) reference_unrotate_double(row, d);
+        for (int i = 0; i < d; i++) sum += row[i] * key[i];
+        total += (p->weights ? (double)p->weights[at] : 1.0) * (x->relu && sum < 0.0 ? 0.0 : sum);
+    }
+    return total;
+}
+
+/* expected: [n_blocks] of one query; returns its largest magnitude among keys */
+static double expect_query(const problem *p, int query, const double *keys, double *expected)
+{
+    const int size = p->index.block ? p->index.block : 1;
+    const int64_t end = seen_end(&p->index, query);
+    double largest = 0.0;
+    for (int64_t b = 0; b < p->n_blocks; b++) expected[b] = -INFINITY;
+    for (int64_t b = p->first / size; b < p->n_blocks; b++) {
+        double sum = 0.0;
+        int n = 0;
+        for (int64_t j = b * size; j < (b + 1) * size && j < end; j++) {
+            if (j < p->first) continue;
+            const double score = expected_key(p, query, keys + (j - p->first) * p->keys.head_dim);
+            if (fabs(score) > largest) largest = fabs(score);
+            sum += score;
+            if (n++ == 0 || score > expected[b]) expected[b] = score;
+        }
+        if (n && p->index.pool == TQKV_POOL_MEAN) expected[b] = sum / n;
+    }
+    return largest;
+}
+
+static void check_scores(const void *parameters)
+{
+    problem p;
+    set_up(&p, *(const int *)parameters);
+    const bool integers = p.index.arithmetic == TQKV_INTEGER;
+    const int n_queries = p.index.n_queries ? p.index.n_queries : 1;
+    double *keys = reference_decode_all(&p.keys, 0, p.first, p.index.end, integers);
+    double *expected = (double *)test_alloc((size_t)p.n_blocks * sizeof *expected);
+    CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), p.scores), TQKV_OK);
+    for (int i = 0; i < n_queries; i++) {
+        const double largest = expect_query(&p, i, keys, expected), allowed = (integers ? 1e-4 : 2e-5) * largest;
+        for (int64_t b = 0; b < p.n_blocks; b++) {
+            const double got = (double)p.scores[i * p.n_blocks + b];
+            CHECK(got == expected[b] || fabs(got - expected[b]) <= allowed, "query %d block %d: %g, not %g", i, (int)b,
+                  got, expected[b]);
+        }
+    }
+    free(keys);
+    free(expected);
+    tear_down(&p);
+}
+
+/* Each query alone has the bits that it has among others, with and without the hook. */
+static void check_alone(const void *parameters)
+{
+    problem p;
+    set_up(&p, *(const int *)parameters);
+    tqkv_index one = p.index;
+    const int n_queries = p.index.n_queries ? p.index.n_queries : 1, d = p.keys.head_dim;
+    float *alone = (float *)test_alloc((size_t)p.n_blocks * sizeof *alone);
+    CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), p.scores), TQKV_OK);
+    one.n_queries = 1;
+    one.query_type = TQKV_TYPE_F32;
+    one.parallel.run = p.index.parallel.run ? NULL : run_backwards;
+    for (int i = 0; i < n_queries; i++) {
+        const int row = i * p.index.n_heads;
+        one.weights = p.weights ? p.weights + row : NULL;
+        one.positions = (p.index.positions ? p.index.positions : p.index.end * (p.index.ratio ? p.index.ratio : 1)) -
+                        n_queries + 1 + i;
+        if (one.positions <= 0) continue;
+        CHECK_RESULT(tqkv_index_scores(&one, p.q + row * d, alone), TQKV_OK);
+        CHECK(!memcmp(alone, p.scores + i * p.n_blocks, (size_t)p.n_blocks * sizeof *alone), "query %d differs", i);
+    }
+    free(alone);
+    tear_down(&p);
+}
+
+/* Integers give the same bits with each instruction set. */
+static void check_sets(const void *parameters)
+{
+    static const char *const sets[4] = {"scalar", "avx2", "avx512", "neon"};
+    const char *in_use = tqkv_isa_name();
+    problem p;
+    set_up(&p, *(const int *)parameters);
+    const size_t bytes = (size_t)((p.index.n_queries ? p.index.n_queries : 1) * p.n_blocks) * sizeof(float);
+    float *first = (float *)test_alloc(bytes);
+    if (p.keys.format != TQKV_TQ8) p.index.arithmetic = TQKV_INTEGER;
+    for (int i = 0; i < 4 && p.index.arithmetic == TQKV_INTEGER; i++) {
+        if (tqkv_isa_force(sets[i]) != TQKV_OK) continue;
+        CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), i ? p.scores : first), TQKV_OK);
+        CHECK(i == 0 || !memcmp(first, p.scores, bytes), "%s gives other bits", sets[i]);
+    }
+    CHECK_RESULT(tqkv_isa_force(in_use), TQKV_OK);
+    free(first);
+    tear_down(&p);
+}
+
+/* ---- The choice ---- */
+
+static const float *sorted_scores;
+
+static int by_score(const void *a, const void *b)
+{
+    const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+    if (sorted_scores[x] != sorted_scores[y]) return sorted_scores[x] > sorted_scores[y] ? -1 : 1;
+    return x < y ? -1 : x > y;
+}
+
+static int by_number(const void *a, const void *b) { return *(const int32_t *)a < *(const int32_t *)b ? -1 : 1; }
+
+/* The blocks of one query by a sort; scores are changed. list: [n_blocks], of which k count */
+static void expect_choice(const tqkv_index *x, int64_t n_blocks, int query, float *scores, int k, int32_t *list)
+{
+    const int64_t end = seen_end(x, query), seen = end ? (end - 1) / x->block + 1 : 0;
+    int n = 0;
+    for (int64_t b = 0; b < seen; b++) {
+        if (scores[b] == -(float)INFINITY) continue;
+        list[n++] = (int32_t)b;
+        if (b < x->first || b >= seen - x->newest) scores[b] = (float)INFINITY;
+    }
+    sorted_scores = scores;
+    qsort(list, (size_t)n, sizeof *list, by_score);
+    if (n > k) n = k;
+    qsort(list, (size_t)n, sizeof *list, by_number);
+    for (int64_t i = n; i < n_blocks || i < k; i++) list[i] = -1;
+}
+
+/* Scores with many ties, both zeros, and invisible blocks. */
+static void make_scores(data_random *random, float *scores, int64_t n)
+{
+    const int kind = data_below(random, 4);
+    for (int64_t i = 0; i < n; i++) {
+        scores[i] = data_student(random) * (kind == 0 ? 1e-30f : 100.0f);
+        if (kind == 1) scores[i] = (float)data_below(random, 5) - 2.0f;
+        if (kind == 2) scores[i] = data_below(random, 2) ? 0.0f : -0.0f;
+        if (kind == 3 && data_below(random, 3) == 0) scores[i] = -(float)INFINITY;
+    }
+}
+
+/* 100 choices. */
+static void check_choices(const void *parameters)
+{
+    enum { MOST = 3000, QUERIES = 4 };
+    data_random random = {(uint64_t)(*(const int *)parameters + 100)};
+    float *scores = (float *)test_alloc(QUERIES * MOST * sizeof *scores);
+    int32_t *list = (int32_t *)test_alloc(QUERIES * 2 * MOST * sizeof *list);
+    int32_t *expected = (int32_t *)test_alloc(2 * MOST * sizeof *expected);
+    tqkv_store keys = test_store(TQKV_TQ4, 32, 1, 4 * MOST, false);
+    keys.codes = NULL; /* only the shape is read */
+    for (int round = 0; round < 100; round++) {
+        tqkv_index x;
+        memset(&x, 0, sizeof x);
+        x.keys = &keys;
+        x.n_heads = 64;
+        x.n_queries = 1 + data_below(&random, QUERIES);
+        x.block = 1 + data_below(&random, 4);
+        x.end = data_below(&random, MOST);
+        x.first = data_below(&random, 4);
+        x.newest = data_below(&random, 4);
+        if (data_below(&random, 2)) x.parallel.run = run_backwards;
+        const int64_t n = (x.end + x.block - 1) / x.block;
+        const int k = data_below(&random, 3) ? data_below(&random, 40) : data_below(&random, 2 * MOST);
+        make_scores(&random, scores, x.n_queries * n);
+        memset(list, 0x77, QUERIES * 2 * MOST * sizeof *list);
+        CHECK_RESULT(tqkv_index_choose(&x, scores, k, list), TQKV_OK);
+        for (int i = 0; i < x.n_queries; i++) {
+            expect_choice(&x, n, i, scores + i * n, k, expected);
+            CHECK(!memcmp(expected, list + (size_t)i * (size_t)k, (size_t)k * sizeof *list),
+                  "round %d query %d: %d of %d blocks differ", round, i, k, (int)n);
+        }
+        CHECK(list[x.n_queries * k] == 0x77777777, "written behind the list");
+    }
+    keys.codes = NULL;
+    free(scores);
+    free(list);
+    free(expected);
+    free(keys.norms);
+}
+
+/* ---- What is refused, and faults ---- */
+
+typedef struct bad_row {
+    const char *name;
+    void (*change)(problem *p);
+    tqkv_result scores, choose;
+} bad_row;
+
+static void bad_keys(problem *p) { p->index.keys = NULL; }
+static void bad_codes(problem *p) { p->keys.codes_size = 1; }
+static void bad_heads(problem *p) { p->index.n_heads = -1; }
+static void bad_kv_heads(problem *p) { p->keys.n_kv_heads = 2; }
+static void bad_ratio(problem *p) { p->index.ratio = -1; }
+static void bad_block(problem *p) { p->index.block = -4; }
+static void bad_first(problem *p) { p->index.first = -1; }
+static void bad_newest(problem *p) { p->index.newest = -1; }
+static void bad_positions(problem *p) { p->index.positions = -1; }
+static void bad_pool(problem *p) { memset(&p->index.pool, 7, sizeof p->index.pool); }
+static void bad_arithmetic(problem *p) { memset(&p->index.arithmetic, 7, sizeof p->index.arithmetic); }
+static void bad_end(problem *p) { p->index.end = (int64_t)p->keys.capacity + 1, p->keys.ring = false; }
+static void bad_blocks(problem *p) { p->keys.ring = true, p->index.end = (int64_t)1 << 40, p->index.block = 1; }
+static void bad_weights(problem *p)
+{
+    p->index.weights = p->q, p->q[0] = (float)NAN, p->index.query_type = TQKV_TYPE_BF16;
+}
+static void bad_queries(problem *p) { p->q[0] = (float)INFINITY, p->index.query_type = TQKV_TYPE_F32; }
+static void bad_allocator(problem *p) { p->index.allocator.alloc = counting_alloc; }
+static void bad_overlap(problem *p) { p->index.weights = p->scores; }
+
+static void check_refused(const void *parameters)
+{
+    const bad_row *row = (const bad_row *)parameters;
+    problem p;
+    set_up(&p, 5);
+    const size_t bytes = (size_t)((p.index.n_queries ? p.index.n_queries : 1) * p.n_blocks) * sizeof(float);
+    float *before = (float *)test_alloc_filled(bytes, 0xff);
+    int32_t list[4] = {7, 7, 7, 7};
+    row->change(&p);
+    test_explained = NULL;
+    CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), p.scores), row->scores);
+    CHECK(test_explained, "no text");
+    CHECK(!memcmp(before, p.scores, bytes), "a refused call has written");
+    memset(p.scores, 0, bytes);
+    CHECK_RESULT(tqkv_index_choose(&p.index, p.scores, 1, list), row->choose);
+    CHECK(row->choose == TQKV_OK || list[0] == 7, "a refused call has written");
+    free(before);
+    tear_down(&p);
+}
+
+static void check_bad_choice(const void *parameters)
+{
+    tqkv_store keys = test_store(TQKV_I8, 64, 1, 8, false);
+    tqkv_index x;
+    float scores[9] = {1, 2, 3, 4, 5, 6, 7, (float)NAN, 9};
+    int32_t list[4] = {7, 7, 7, 7};
+    (void)parameters;
+    memset(&x, 0, sizeof x);
+    x.keys = &keys;
+    x.end = 8;
+    CHECK_RESULT(tqkv_index_choose(&x, scores, 2, list), TQKV_NOT_FINITE);
+    x.end = 7;
+    CHECK_RESULT(tqkv_index_choose(&x, scores, -1, list), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_index_choose(&x, NULL, 2, list), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_index_choose(&x, scores, 2, NULL), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_index_choose(&x, scores, 2, (int32_t *)(void *)scores), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_index_choose(&x, scores, 2, (int32_t *)((uintptr_t)list + 2)), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_index_choose(NULL, scores, 2, list), TQKV_INVALID_ARGUMENT);
+    CHECK(list[0] == 7 && list[1] == 7, "a refused call has written");
+    CHECK_RESULT(tqkv_index_choose(&x, scores, 2, list), TQKV_OK);
+    CHECK(list[0] == 5 && list[1] == 6 && list[2] == 7, "the best of seven: %d, %d", (int)list[0], (int)list[1]);
+    test_store_free(&keys);
+}
+
+static void check_fault(const void *parameters)
+{
+    counting counter = {0, 1, 0, 0, 0};
+    problem p;
+    set_up(&p, 5);
+    (void)parameters;
+    const size_t bytes = (size_t)((p.index.n_queries ? p.index.n_queries : 1) * p.n_blocks) * sizeof(float);
+    float *before = (float *)test_alloc_filled(bytes, 0xff);
+    p.index.allocator = counting_allocator(&counter);
+    CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), p.scores), TQKV_OUT_OF_MEMORY);
+    CHECK(!memcmp(before, p.scores, bytes), "a failed call has written");
+    CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), p.scores), TQKV_OK);
+    CHECK_NO_LEAK(&counter);
+    free(before);
+    tear_down(&p);
+}
+
+void test_index_cases(void)
+{
+    static const bad_row bad[] = {{"keys", bad_keys, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
+                                  {"codes", bad_codes, TQKV_INVALID_ARGUMENT, TQKV_OK},
+                                  {"heads", bad_heads, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
+                                  {"kv_heads", bad_kv_heads, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
+                                  {"ratio", bad_ratio, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
+                                  {"block", bad_block, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
+                                  {"first", bad_first, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
+                                  {"newest", bad_newest, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
+                                  {"positions", bad_positions, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
+                                  {"pool", bad_pool, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
+                                  {"arithmetic", bad_arithmetic, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
+                                  {"end", bad_end, TQKV_OUT_OF_RANGE, TQKV_OUT_OF_RANGE},
+                                  {"blocks", bad_blocks, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
+                                  {"weights", bad_weights, TQKV_NOT_FINITE, TQKV_OK},
+                                  {"queries", bad_queries, TQKV_NOT_FINITE, TQKV_OK},
+                                  {"allocator", bad_allocator, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
+                                  {"overlap", bad_overlap, TQKV_INVALID_ARGUMENT, TQKV_OK}};
+    for (int i = 0; i < 60; i++) test_add(check_scores, &i, sizeof i, "index/scores/%d", i);
+    for (int i = 0; i < 20; i++) test_add(check_alone, &i, sizeof i, "index/alone/%d", i);
+    for (int i = 0; i < 10; i++) test_add(check_sets, &i, sizeof i, "index/sets/%d", i);
+    for (int i = 0; i < 10; i++) test_add(check_choices, &i, sizeof i, "index/choices/%d", i);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        test_add(check_refused, &bad[i], sizeof bad[i], "index/refused/%s", bad[i].name);
+    test_add(check_bad_choice, NULL, 0, "index/refused/choice");
+    test_add(check_fault, NULL, 0, "index/fault");
+}
