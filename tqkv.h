@@ -39,6 +39,7 @@
      >>index          scores of an index, and the choice of blocks by them
      >>cache          a cache that owns its memory; save and load, of stores too
      >>metal          all of it on Apple's GPUs, with tqkv_metal.m
+     >>metal-plan     the same as plans, for engines that dispatch kernels themselves
 
      implementation
      >>shared         one row a format, tables; also compiled as Metal
@@ -60,7 +61,7 @@
 
      for GPUs alone
      >>metal-sizes    function constants, sizes, argument structs; also compiled as Metal
-     >>metal-plan     what tqkv_metal.m takes from >>metal-code
+     >>metal-host     what tqkv_metal.m takes beside >>metal-plan
      >>metal-code     each Metal call as a plan of dispatches
      >>licence
 
@@ -706,6 +707,133 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_ca
 TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries,
                                               bool batches);
 TQKV_METAL_API tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max_queries);
+
+#ifdef TQKV_METAL
+/* >>metal-plan
+   The same calls for engines that encode their own dispatches: Metal 4, MLX, ggml-metal. tqkv_metal_plan_X says what
+   tqkv_metal_X records: one dispatch, or two that run one after the other. It needs TQKV_METAL beside TQKV_IMPLEMENTATION,
+   but neither tqkv_metal.m nor Metal: buffers are only compared, so `buffer` may be any pointer that stands for one.
+   For each dispatch, unless launch.threadgroups[0] is 0: take the pipeline of `kernel`, give it arguments and bindings,
+   wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md has the
+   steps for Metal, examples/metal_plan.cpp is such an engine. */
+enum {
+    TQKV_METAL_NAME = 32,       /* bytes of a kernel's name, with the zero */
+    TQKV_METAL_CONSTANTS = 32,  /* function constants have indices below */
+    TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
+    TQKV_METAL_BINDINGS = 16,
+    TQKV_METAL_MEMORIES = 4,
+    TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
+};
+
+typedef enum tqkv_metal_family {
+    TQKV_METAL_TABLES,
+    TQKV_METAL_ENCODE,
+    TQKV_METAL_ENCODE_KV,
+    TQKV_METAL_PROBE,
+    TQKV_METAL_DECODE,
+    TQKV_METAL_ROTATE,
+    TQKV_METAL_ATTEND,
+    TQKV_METAL_ATTEND_MERGE,
+    TQKV_METAL_ATTEND_MATRIX
+} tqkv_metal_family;
+
+/* Identifies a pipeline. Only bytes, without padding: a program keeps its pipelines by them and compares with memcmp. */
+typedef struct tqkv_metal_kernel {
+    uint8_t family, head_dim, value_dim; /* in units of 16, 0 = none; value_dim: if it differs */
+    uint8_t constants[TQKV_METAL_CONSTANTS];
+} tqkv_metal_kernel;
+
+/* The name of its function in the library. */
+TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME]);
+typedef enum tqkv_metal_constant { TQKV_METAL_UNSET, TQKV_METAL_BOOL, TQKV_METAL_UINT } tqkv_metal_constant;
+/* The type of function constant `index` and, unless it is not set, its value: 0 or 1 of a bool. */
+TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel *kernel, int index, uint32_t *value);
+
+/* A struct in constant memory: Metal's setBytes, or a copy in a buffer at a multiple of 256. */
+typedef struct tqkv_metal_arguments {
+    int index;
+    size_t size;
+    unsigned char bytes[TQKV_METAL_ARGUMENTS];
+} tqkv_metal_arguments;
+
+/* Bytes [at.offset, at.offset + size) of at.buffer, for buffer argument `index`, or TQKV_METAL_ONLY_CHECKED: another
+   dispatch of the call takes them. size 0: the call has no such array; any buffer of 256 bytes goes there, not read or
+   written. The caller checks that the buffer is long enough, and that the offset is a multiple of alignment. */
+typedef struct tqkv_metal_binding {
+    const char *name; /* for error texts */
+    int index;
+    tqkv_metal_buffer at;
+    size_t size, alignment;
+    bool written;
+} tqkv_metal_binding;
+
+typedef struct tqkv_metal_dispatch {
+    tqkv_metal_kernel kernel;
+    int n_arguments, n_bindings;
+    tqkv_metal_arguments arguments[2];
+    tqkv_metal_binding bindings[TQKV_METAL_BINDINGS];
+    tqkv_metal_object barrier; /* a buffer that the dispatch before writes and this one reads, or NULL */
+    /* Of a threadgroup and of each of its simdgroups, in bytes; sizes: tqkv_metal_plan_launch reads these. */
+    size_t memory[TQKV_METAL_MEMORIES], memory_each[TQKV_METAL_MEMORIES];
+    size_t grid[3];
+    bool rows;        /* grid[0] counts simdgroups, each for one or several rows, else threadgroups */
+    int n_simdgroups; /* of a threadgroup, or as many as the pipeline allows */
+} tqkv_metal_dispatch;
+
+/* What a pipeline runs. max_threads: the most that it allows a threadgroup, at least 32 */
+typedef struct tqkv_metal_launch {
+    size_t threadgroups[3];             /* nothing to do if the first is 0 */
+    size_t threads;                     /* of a threadgroup: simdgroups of 32, in a row */
+    size_t memory[TQKV_METAL_MEMORIES]; /* bytes at each index of threadgroup memory; 16 where the kernel takes none */
+} tqkv_metal_launch;
+TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t max_threads, tqkv_metal_launch *out);
+/* A binding before binding i that overlaps it while one of the two is written, or NULL. Such a call must not run. */
+TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i);
+
+/* Once a library: whether it was built from this header. Both dispatches write `report`, of so many bytes, zero before.
+   The first holds the tables, the second the product of two matrices, which a system may refuse. */
+TQKV_API size_t tqkv_metal_report_size(void);
+TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_dispatch d[2]);
+/* The first difference between the library's tables and sizes and this header's; NULL if there is none. */
+TQKV_API const char *tqkv_metal_stale_table(const void *report);
+/* Whether the GPU's matrices lie as attend_matrix needs them. If not, or if the system refuses that kernel:
+   tqkv_metal_plan_lanes. */
+TQKV_API bool tqkv_metal_has_matrices(const void *report);
+
+/* Shapes, units and results are those of tqkv_metal_X. On failure *d is undefined. */
+TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
+                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                               tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
+                                                  tqkv_metal_buffer slots, const int32_t *known,
+                                                  tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                                     tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                                     tqkv_metal_buffer slots, const int32_t *known,
+                                                     tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
+                                           tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions,
+                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                            tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *a, size_t *bytes);
+TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q,
+                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2]);
+/* Puts attend in the place of attend_matrix in a planned attention; buffers and arguments stay. d: its first dispatch */
+TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
+                                                        size_t *arguments, size_t *scratch);
+/* contents: where the processor writes the bytes of arguments. matrices: whether attend_matrix may be used */
+TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
+                                                  const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
+                                                  void *contents, tqkv_metal_buffer scratch,
+                                                  const tqkv_metal_buffer *out, bool matrices,
+                                                  tqkv_metal_dispatch d[2]);
+#endif /* TQKV_METAL */
 
 #ifdef __cplusplus
 }
@@ -9409,6 +9537,12 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_TREE        18  /* bool: attend: a tree hides some of the newest n_queries positions */
 #define TQKV_FC_BATCH       19  /* bool: attend, attend_merge: arguments and offsets come from items */
 
+#define TQKV__CONSTANTS 20 /* of them */
+/* Those that are uint, a bit each. */
+#define TQKV__NUMBERS                                                                                                  \
+    (1u << TQKV_FC_FORMAT | 1u << TQKV_FC_VALUE_FORMAT | 1u << TQKV_FC_COLUMNS | 1u << TQKV_FC_TYPE |                  \
+     1u << TQKV_FC_VALUE_TYPE)
+
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
 
@@ -9579,136 +9713,44 @@ TQKV__ASSERT_SIZE(tqkv__table_report, 4500);
 #endif
 /* <<metal-sizes */
 
-/* >>metal-plan: the interface between tqkv_metal.m and the implementation, visible with TQKV_SHARED. It plans a Metal call
-   in plain C: kernel, function constants, arguments, buffers, grid, and all checks except those of Metal's own objects. */
-#if defined(TQKV__METAL_SIZES) && !defined(__METAL_VERSION__) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_PLAN)
-#define TQKV__METAL_PLAN
+/* >>metal-host: what tqkv_metal.m and the tests take from >>metal-code beside >>metal-plan, visible with TQKV_SHARED */
+#if defined(TQKV__METAL_SIZES) && !defined(__METAL_VERSION__) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_HOST)
+#define TQKV__METAL_HOST
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 enum {
     TQKV__SIMD_WIDTH = 32,
-    TQKV__CONSTANTS = 20,
-    TQKV__BINDINGS = 16,
-    TQKV__MEMORIES = 4,
     TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */
     TQKV__ITEMS_OF_MERGE = 6,
     TQKV__ARGUMENTS_ALIGNMENT = 256, /* of a batch's items, which kernels see as constant memory: what Macs document */
     TQKV__SECOND_ARGS = 4,           /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
-    TQKV_METAL_ONLY_CHECKED = -1,    /* in place of an index */
-    TQKV__DIM_UNIT = 16
+    TQKV__DIM_UNIT = 16              /* of a kernel's head_dim and value_dim */
 };
 
 #define TQKV__KERNEL_DIM_TEXT(x, n, size) #size ", "
 #define TQKV__KERNELS_TEXT                                                                                             \
     "a GPU takes head_dim " TQKV__KERNELS(TQKV__KERNEL_DIM_TEXT, ) "and keys of 192 with values of 128"
 
-typedef enum tqkv_metal_family {
-    TQKV_METAL_TABLES,
-    TQKV_METAL_ENCODE,
-    TQKV_METAL_ENCODE_KV,
-    TQKV_METAL_PROBE,
-    TQKV_METAL_DECODE,
-    TQKV_METAL_ROTATE,
-    TQKV_METAL_ATTEND,
-    TQKV_METAL_ATTEND_MERGE,
-    TQKV_METAL_ATTEND_MATRIX
-} tqkv_metal_family;
-
-/* Identifies a pipeline. Only bytes, without padding: two kernels can be compared with memcmp. */
-typedef struct tqkv_metal_kernel {
-    uint8_t family, head_dim, value_dim; /* in units of TQKV__DIM_UNIT, 0 = none; value_dim: if it differs */
-    uint8_t constants[TQKV__CONSTANTS];  /* by TQKV_FC_*: value + 1, 0 = not set */
-} tqkv_metal_kernel;
-
-/* A buffer argument. size 0: the call has none. */
-typedef struct tqkv_metal_binding {
-    const char *name; /* for error texts */
-    int index;
-    tqkv_metal_buffer at;
-    size_t size, alignment;
-    bool written;
-} tqkv_metal_binding;
-
-typedef union tqkv__args {
-    tqkv__rows_args rows;
-    tqkv__rotate_args rotate;
-    tqkv__attend_args attend;
-    tqkv__merge_args merge;
-} tqkv__args;
-
-typedef struct tqkv_metal_dispatch {
-    tqkv_metal_kernel kernel;
-    tqkv__args args[2];
-    size_t args_size; /* of each */
-    int n_args, n_bindings;
-    tqkv_metal_binding bindings[TQKV__BINDINGS];
-    size_t memory[TQKV__MEMORIES], memory_each[TQKV__MEMORIES]; /* bytes per threadgroup, and per simdgroup */
-    size_t grid[3];                                             /* threadgroups; nothing to do if the first is 0 */
-    bool rows;                 /* grid[0] counts simdgroups instead, each for one or several rows */
-    int n_simdgroups;          /* per threadgroup, or as many as the pipeline allows */
-    tqkv_metal_object barrier; /* a buffer that the previous dispatch writes, or NULL */
-} tqkv_metal_dispatch;
-
-/* A binding before binding i that overlaps it while one of the two is written, or NULL. */
-TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i);
-
-/* The calls of >>metal. The processor's pointers in shapes and attentions are not read. */
-/* product: the product of matrices alone, else all but that */
-TQKV_API void tqkv_metal_plan_tables(tqkv_metal_buffer report, bool product, tqkv_metal_dispatch *d);
-TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
-                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
-TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                               tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
-TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
-                                                  tqkv_metal_buffer slots, const int32_t *known,
-                                                  tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
-TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                                     tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                                     tqkv_metal_buffer slots, const int32_t *known,
-                                                     tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
-TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
-                                           tqkv_metal_dispatch *d);
-TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions,
-                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_dispatch *d);
-TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
-                                            tqkv_metal_dispatch *d);
-TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *a, size_t *bytes);
+/* The arguments of a dispatch of attend, of attend_merge, and number i of one that encodes or decodes. */
+TQKV_API tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d);
+TQKV_API tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d);
+TQKV_API tqkv__rows_args tqkv__rows_args_of(const tqkv_metal_dispatch *d, int i);
+/* Puts others in their place. */
+TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args);
 /* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
 TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns);
-TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q,
-                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2]);
-
-/* A batch. arguments: the memory of that buffer, for n items. matrices: whether attend_matrix may be used */
-typedef struct tqkv__batch {
-    const tqkv_metal_attention *items;
-    int n;
-    const tqkv_metal_buffer *q, *out;
-    tqkv_metal_buffer arguments, scratch;
-    bool matrices;
-} tqkv__batch;
-TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
-                                                        size_t *arguments, size_t *scratch);
-TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv__batch *batch, tqkv__batch_item *arguments,
-                                                  tqkv_metal_dispatch d[2]);
 
 /* For a cache that lies at `memory`. rows_sizes: bytes of q and of the output. */
-TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
-                                                  tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
-                                                  tqkv_metal_dispatch *d);
-TQKV_API tqkv_result tqkv_metal_plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t rows_sizes[2],
-                                                 size_t *scratch_size);
-TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
-                                                  int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                                  tqkv_metal_dispatch d[2]);
-
-/* Whether attend_matrix may be used on the GPU that made the report. */
-TQKV_API bool tqkv__matrices_as_expected(const tqkv__table_report *report);
-/* The first difference between the shaders' tables and sizes and this header's; NULL if there is none. */
-TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report);
+TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
+                                             tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                             tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t rows_sizes[2],
+                                            size_t *scratch_size);
+TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
+                                             int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                             tqkv_metal_dispatch d[2]);
 
 #ifdef __cplusplus
 }
@@ -9717,8 +9759,9 @@ TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report);
 
 #if defined(TQKV_IMPLEMENTATION) && defined(TQKV_METAL) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_CODE)
 #define TQKV__METAL_CODE
+#define TQKV__NO_DISPATCH "d: NULL"
 
-/* >>metal-code: the plans of >>metal-plan, which tqkv_metal.m records */
+/* >>metal-code: the plans of >>metal-plan */
 
 /* Follows tqkv__stream_shape and tqkv__attention_shape. value_dim: in calls of both streams, else head_dim */
 static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
@@ -9736,9 +9779,88 @@ static bool tqkv__bindings_overlap(const tqkv_metal_binding *a, const tqkv_metal
 
 TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i)
 {
-    for (int j = 0; j < i; j++)
+    for (int j = 0; d && i < d->n_bindings && j < i; j++)
         if (tqkv__bindings_overlap(&d->bindings[i], &d->bindings[j])) return &d->bindings[j];
     return NULL;
+}
+
+TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME])
+{
+    static const char *const families[] = {"tables", "encode", "encode_kv",    "probe",        "decode",
+                                           "rotate", "attend", "attend_merge", "attend_matrix"}; /* tqkv_metal_family */
+    const int dims[] = {kernel->head_dim * TQKV__DIM_UNIT, kernel->value_dim * TQKV__DIM_UNIT};
+    char *at = name;
+    const char *parts[] = {"tqkv_", families[kernel->family]};
+    for (int i = 0; i < 2; i++) {
+        memcpy(at, parts[i], strlen(parts[i]));
+        at += strlen(parts[i]);
+    }
+    for (int i = 0; i < 2 && dims[i]; i++) {
+        int unit = 1;
+        *at++ = '_';
+        if (i == 0) *at++ = 'd';
+        while (dims[i] / unit >= 10) unit *= 10;
+        for (; unit; unit /= 10) *at++ = (char)('0' + dims[i] / unit % 10);
+    }
+    *at = 0;
+}
+
+TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel *kernel, int index, uint32_t *value)
+{
+    if (index < 0 || index >= TQKV_METAL_CONSTANTS || !kernel->constants[index]) return TQKV_METAL_UNSET;
+    *value = kernel->constants[index] - 1u;
+    return TQKV__NUMBERS >> index & 1u ? TQKV_METAL_UINT : TQKV_METAL_BOOL;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t max_threads, tqkv_metal_launch *out)
+{
+    if (!d || !out || max_threads < TQKV__SIMD_WIDTH) return TQKV__INVALID("d or out is NULL, or max_threads below 32");
+    const size_t most = max_threads / TQKV__SIMD_WIDTH, planned = (size_t)d->n_simdgroups,
+                 n = planned < most ? planned : most;
+    out->threadgroups[0] = d->rows ? d->grid[0] / n + (d->grid[0] % n != 0) : d->grid[0];
+    out->threadgroups[1] = d->grid[1];
+    out->threadgroups[2] = d->grid[2];
+    out->threads = n * TQKV__SIMD_WIDTH;
+    for (int i = 0; i < TQKV_METAL_MEMORIES; i++) {
+        const size_t size = d->memory[i] + n * d->memory_each[i];
+        out->memory[i] = size ? size : 16; /* the least: a length would stay set for later dispatches */
+    }
+    return TQKV_OK;
+}
+
+TQKV_API tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d)
+{
+    tqkv__attend_args args;
+    memcpy(&args, d->arguments[0].bytes, sizeof args);
+    return args;
+}
+
+TQKV_API tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d)
+{
+    tqkv__merge_args args;
+    memcpy(&args, d->arguments[0].bytes, sizeof args);
+    return args;
+}
+
+TQKV_API tqkv__rows_args tqkv__rows_args_of(const tqkv_metal_dispatch *d, int i)
+{
+    tqkv__rows_args args;
+    memcpy(&args, d->arguments[i].bytes, sizeof args);
+    return args;
+}
+
+TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
+{
+    memcpy(d->arguments[0].bytes, args, d->arguments[0].size);
+}
+
+static void tqkv__plan_args(tqkv_metal_dispatch *d, const void *args, size_t size)
+{
+    tqkv_metal_arguments *to = &d->arguments[d->n_arguments];
+    TQKV_ASSERT(size <= sizeof to->bytes);
+    to->index = d->n_arguments++ ? TQKV__SECOND_ARGS : 0;
+    to->size = size;
+    memcpy(to->bytes, args, size);
 }
 
 static void tqkv__plan_begin(tqkv_metal_dispatch *d, tqkv_metal_family family, int head_dim, int value_dim)
@@ -9890,15 +10012,15 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
     if (r != TQKV_OK) return r;
     if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
     const size_t n_rows = (size_t)n_tokens * (size_t)s->n_kv_heads;
-    tqkv__rows_args *args = &d->args[d->n_args++].rows;
-    args->n_tokens = n_tokens;
-    args->n_kv_heads = s->n_kv_heads;
-    args->capacity = slots;
-    args->first_slot = n_tokens ? tqkv__slot(s, position) : 0;
-    args->block_scale = s->block_scale;
-    args->page_size = s->n_pages ? s->page_size : 0;
-    args->n_pages = s->n_pages ? slots / s->page_size : 0;
-    d->args_size = sizeof *args;
+    tqkv__rows_args args;
+    args.n_tokens = n_tokens;
+    args.n_kv_heads = s->n_kv_heads;
+    args.capacity = slots;
+    args.first_slot = n_tokens ? tqkv__slot(s, position) : 0;
+    args.block_scale = s->block_scale;
+    args.page_size = s->n_pages ? s->page_size : 0;
+    args.n_pages = s->n_pages ? slots / s->page_size : 0;
+    tqkv__plan_args(d, &args, sizeof args);
     if (d->kernel.family == TQKV_METAL_DECODE)
         tqkv__plan_simdgroups(d, n_rows * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
     else
@@ -9962,7 +10084,7 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
 {
     size_t all, kept;
     tqkv__stream *s = e->stream;
-    const int index = d->n_args ? TQKV__SECOND_ARGS : 0, slots = s->capacity, n_tokens = places->n_tokens;
+    const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slots = s->capacity, n_tokens = places->n_tokens;
     tqkv_result r = tqkv__plan_values(s, n_tokens, &all);
     if (r == TQKV_OK) r = tqkv__plan_places(&e->store->shape, places, s);
     if (r != TQKV_OK) return r;
@@ -9985,13 +10107,19 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
     return TQKV_OK;
 }
 
-TQKV_API void tqkv_metal_plan_tables(tqkv_metal_buffer report, bool product, tqkv_metal_dispatch *d)
+TQKV_API size_t tqkv_metal_report_size(void) { return sizeof(tqkv__table_report); }
+
+TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_dispatch d[2])
 {
-    tqkv__plan_begin(d, TQKV_METAL_TABLES, 0, 0);
-    tqkv__plan_constant(d, TQKV_FC_UNROTATE, product);
-    tqkv__plan_bind(d, "report", 0, report, sizeof(tqkv__table_report), true);
-    d->grid[0] = 1;
-    d->n_simdgroups = 1;
+    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    for (int i = 0; i < 2; i++) {
+        tqkv__plan_begin(&d[i], TQKV_METAL_TABLES, 0, 0);
+        tqkv__plan_constant(&d[i], TQKV_FC_UNROTATE, i);
+        tqkv__plan_bind(&d[i], "report", 0, report, sizeof(tqkv__table_report), true);
+        d[i].grid[0] = 1;
+        d[i].n_simdgroups = 1;
+    }
+    return TQKV_OK;
 }
 
 static tqkv_result tqkv__plan_encode_at(const tqkv_metal_store *store, tqkv_metal_buffer src,
@@ -10000,6 +10128,7 @@ static tqkv_result tqkv__plan_encode_at(const tqkv_metal_store *store, tqkv_meta
 {
     tqkv__stream s;
     const tqkv__encode_stream e = {{"src", "codes", "norms", "center", "pages"}, store, &s, src, 5, 6};
+    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_target(store, places, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
@@ -10032,6 +10161,7 @@ static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const t
         {"k", "keys' codes", "keys' norms", "keys' center", "keys' pages"}, keys, &ks, k, 9, 11};
     const tqkv__encode_stream value = {
         {"v", "values' codes", "values' norms", "values' center", "values' pages"}, values, &vs, v, 10, 12};
+    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_target(keys, places, &ks);
     if (r == TQKV_OK) r = tqkv__plan_target(values, places, &vs);
     if (r != TQKV_OK) return r;
@@ -10067,7 +10197,7 @@ TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_m
 {
     tqkv__stream s;
     size_t n_values;
-    if (!store) return TQKV__INVALID("a store is NULL");
+    if (!store || !d) return TQKV__INVALID(d ? "a store is NULL" : TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__stream_shape(&store->shape, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
@@ -10089,6 +10219,7 @@ TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64
     static const char *const names[] = {"codes", "norms"};
     tqkv__stream s;
     size_t n_values;
+    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_open(store, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
@@ -10116,15 +10247,15 @@ TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, 
                                             tqkv_metal_dispatch *d)
 {
     size_t size;
+    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     const tqkv_result r = tqkv__check_kernels(head_dim, head_dim);
     if (r != TQKV_OK) return r;
     if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size))
         return TQKV__INVALID("n_rows is negative or too large");
     tqkv__plan_begin(d, TQKV_METAL_ROTATE, head_dim, head_dim);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
-    d->args[0].rotate.n_rows = n_rows;
-    d->args_size = sizeof d->args[0].rotate;
-    d->n_args = 1;
+    const tqkv__rotate_args args = {n_rows};
+    tqkv__plan_args(d, &args, sizeof args);
     tqkv__plan_bind(d, "rows", 1, rows, size, true);
     tqkv__plan_simdgroups(d, (size_t)n_rows * (size_t)TQKV__ROW_LANES(head_dim), TQKV__SIMD_WIDTH);
     return TQKV_OK;
@@ -10267,6 +10398,7 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
                                    tqkv__attend_args *args)
 {
     const int kv_len = (int)(a->call.end - a->first);
+    memset(args, 0, sizeof *args);
     args->n_queries = a->call.n_queries;
     args->n_kv_heads = a->n_kv_heads;
     args->group = a->group;
@@ -10297,9 +10429,9 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     tqkv__plan_division(args->value_page_size, &args->value_page_factor, &args->value_page_shift);
 }
 
-static void tqkv__plan_attend_constants(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b)
+static void tqkv__plan_attend_constants(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                        const tqkv__attend_args *args)
 {
-    const tqkv__attend_args *args = &d->args[0].attend;
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)a->keys.format);
     tqkv__plan_constant(d, TQKV_FC_VALUE_FORMAT, (int)a->values.format);
     tqkv__plan_constant(d, TQKV_FC_ROTATE_QUERIES, a->rotate_queries);
@@ -10329,7 +10461,7 @@ static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buf
    core. */
 static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, size_t value_dim, int columns)
 {
-    const size_t sums = d->args[0].attend.sections_each ? TQKV__ATTEND_SUM_BYTES(value_dim) : 0;
+    const size_t sums = tqkv__attend_args_of(d).sections_each ? TQKV__ATTEND_SUM_BYTES(value_dim) : 0;
     d->memory[1] = (TQKV__ATTEND_QUERY_BYTES(key_dim) + sums) / TQKV__MAX_COLUMNS(key_dim) * (size_t)columns;
     d->memory[2] = 0;
     d->memory[3] = TQKV__ATTEND_KEPT_BYTES(value_dim);
@@ -10342,7 +10474,7 @@ static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, in
 {
     const size_t matrices = TQKV__MATRICES(columns), queries = TQKV__MATRIX_QUERY_BYTES(head_dim) * matrices,
                  rows = TQKV__MATRIX_QUERY_BYTES(head_dim) * (columns <= 8 ? 1 : 2),
-                 sums = TQKV__MATRIX_SUM_BYTES(head_dim) + (d->args[0].attend.sections_each ? queries : 0);
+                 sums = TQKV__MATRIX_SUM_BYTES(head_dim) + (tqkv__attend_args_of(d).sections_each ? queries : 0);
     d->memory[1] = queries + rows > sums ? queries + rows : sums;
     d->memory[2] = 0;
     d->memory[3] = TQKV__MATRIX_KEPT_BYTES(matrices);
@@ -10354,7 +10486,8 @@ TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int column
 {
     const int head_dim = d->kernel.head_dim * TQKV__DIM_UNIT, value_dim = d->kernel.value_dim * TQKV__DIM_UNIT;
     const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
-    const size_t rows = (size_t)d->args[0].attend.n_queries * (size_t)d->args[0].attend.group;
+    const tqkv__attend_args args = tqkv__attend_args_of(d);
+    const size_t rows = (size_t)args.n_queries * (size_t)args.group;
     if (columns > most) columns = most;
     d->kernel.family = matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND;
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
@@ -10366,6 +10499,12 @@ TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int column
     d->grid[1] = (rows + (size_t)columns - 1) / (size_t)columns;
 }
 
+TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d)
+{
+    if (d->kernel.family == TQKV_METAL_ATTEND_MATRIX)
+        tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
+}
+
 static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                      const tqkv__split *split)
 {
@@ -10373,10 +10512,10 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     static const char *const value_names[] = {"values' codes", "values' norms"};
     const bool center = tqkv__center_counts(a, b);
     tqkv__plan_begin(d, TQKV_METAL_ATTEND, a->key_dim, a->value_dim);
-    tqkv__plan_attend_args(a, b, split, &d->args[0].attend);
-    d->args_size = sizeof d->args[0].attend;
-    d->n_args = 1;
-    tqkv__plan_attend_constants(d, a, b);
+    tqkv__attend_args args;
+    tqkv__plan_attend_args(a, b, split, &args);
+    tqkv__plan_args(d, &args, sizeof args);
+    tqkv__plan_attend_constants(d, a, b, &args);
     tqkv__plan_constant(d, TQKV_FC_CENTER, center);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, center && a->keys.rotated && !a->rotate_queries);
     tqkv__plan_bind_rows(d, "q", 1, b->q, TQKV_FC_TYPE, a->call.query_type, a->q_elements, false);
@@ -10410,9 +10549,7 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     const tqkv__merge_args args = {(int32_t)a->n_rows, a->call.n_heads, a->group, n_results, length, before};
     const bool sinks = b->sinks.buffer != NULL;
     tqkv__plan_begin(d, TQKV_METAL_ATTEND_MERGE, a->value_dim, a->value_dim);
-    d->args[0].merge = args;
-    d->args_size = sizeof args;
-    d->n_args = 1;
+    tqkv__plan_args(d, &args, sizeof args);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, a->unrotate_output);
     tqkv__plan_constant(d, TQKV_FC_SINKS, sinks);
     tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__center_counts(a, b) && !(a->call.softcap > 0.0f));
@@ -10505,6 +10642,7 @@ static tqkv_result tqkv__plan_item(const tqkv_metal_attention *from, tqkv_metal_
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q,
                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2])
 {
+    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     return tqkv__plan_item(from, q, scratch, out, TQKV__MOST_SUMS, d);
 }
 
@@ -10536,7 +10674,7 @@ static tqkv_result tqkv__plan_scratch_within(const tqkv_metal_attention *from, s
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *from, size_t *bytes)
 {
-    return tqkv__plan_scratch_within(from, TQKV__MOST_SUMS, bytes);
+    return bytes ? tqkv__plan_scratch_within(from, TQKV__MOST_SUMS, bytes) : TQKV_INVALID_ARGUMENT;
 }
 
 /* ---- Batches: each item planned as a call of its own, and the plans joined ---- */
@@ -10555,7 +10693,15 @@ static bool tqkv__joins(int constant)
            constant == TQKV_FC_SHORT_STORE || constant == TQKV_FC_PAGES || constant == TQKV_FC_TREE;
 }
 
-static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return attend->args[0].attend.kv_len == 0; }
+static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return tqkv__attend_args_of(attend).kv_len == 0; }
+
+typedef struct tqkv__batch {
+    const tqkv_metal_attention *items;
+    int n;
+    const tqkv_metal_buffer *q, *out;
+    tqkv_metal_buffer arguments, scratch;
+    bool matrices;
+} tqkv__batch;
 
 /* Item i alone, with the scratch from *used on. An item without positions has no partial results. */
 static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *used, tqkv_metal_dispatch d[2])
@@ -10563,9 +10709,12 @@ static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *us
     const tqkv_result r = tqkv__plan_item(&b->items[i], b->q[i], tqkv__buffer_after(b->scratch, *used), b->out[i],
                                           (size_t)TQKV__MOST_SUMS / (size_t)b->n, d);
     if (r != TQKV_OK) return r;
-    if (!b->matrices && d->kernel.family == TQKV_METAL_ATTEND_MATRIX)
-        tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
-    if (tqkv__sees_nothing(d)) d[1].args[0].merge.n_partials = d[1].args[0].merge.before = 0;
+    if (!b->matrices) tqkv_metal_plan_lanes(d);
+    if (tqkv__sees_nothing(d)) {
+        tqkv__merge_args merge = tqkv__merge_args_of(&d[1]);
+        merge.n_partials = merge.before = 0;
+        tqkv__replace_args(&d[1], &merge);
+    }
     const size_t bytes = tqkv__binding_at(d, 6)->size + tqkv__binding_at(d, 7)->size;
     if (bytes > SIZE_MAX / 2 - *used) return TQKV__INVALID("scratch of more than SIZE_MAX / 2 bytes");
     *used += bytes;
@@ -10594,12 +10743,13 @@ static tqkv_result tqkv__join_binding(tqkv_metal_binding *all, const tqkv_metal_
 static tqkv_result tqkv__join(tqkv_metal_dispatch *all, const tqkv_metal_dispatch *one)
 {
     const bool attend = one->kernel.family != TQKV_METAL_ATTEND_MERGE;
-    const tqkv__attend_args *args = &one->args[0].attend;
+    const tqkv__attend_args args = tqkv__attend_args_of(one);
+    tqkv__attend_args all_args = tqkv__attend_args_of(all);
     uint8_t *constants = all->kernel.constants;
     bool same = all->kernel.family == one->kernel.family && all->kernel.head_dim == one->kernel.head_dim &&
                 all->kernel.value_dim == one->kernel.value_dim;
-    if (attend) same = same && all->grid[0] == one->grid[0] && all->args[0].attend.group == args->group;
-    for (int i = 0; i < TQKV__CONSTANTS; i++) {
+    if (attend) same = same && all->grid[0] == one->grid[0] && all_args.group == args.group;
+    for (int i = 0; i < TQKV_METAL_CONSTANTS; i++) {
         const uint8_t own = one->kernel.constants[i];
         if (!attend || !tqkv__joins(i)) same = same && constants[i] == own;
         if (attend && tqkv__joins(i) && (i == TQKV_FC_SAME_SLOTS ? own < constants[i] : own > constants[i]))
@@ -10610,8 +10760,10 @@ static tqkv_result tqkv__join(tqkv_metal_dispatch *all, const tqkv_metal_dispatc
     for (int i = 0; r == TQKV_OK && i < one->n_bindings; i++)
         r = tqkv__join_binding(&all->bindings[i], &one->bindings[i]);
     if (one->n_simdgroups > all->n_simdgroups) all->n_simdgroups = one->n_simdgroups;
-    if (attend && args->sections_each > all->args[0].attend.sections_each)
-        all->args[0].attend.sections_each = args->sections_each;
+    if (attend && args.sections_each > all_args.sections_each) {
+        all_args.sections_each = args.sections_each;
+        tqkv__replace_args(all, &all_args);
+    }
     return r;
 }
 
@@ -10682,9 +10834,9 @@ static tqkv_result tqkv__write_items(const tqkv__batch *b, tqkv__batch_item *ite
         tqkv_result r = tqkv__plan_batch_item(b, i, &used, own);
         if (r == TQKV_OK) r = tqkv__write_offsets(d, own, &items[i]);
         if (r != TQKV_OK) return r;
-        const size_t rows = (size_t)own->args[0].attend.n_queries * (size_t)own->args[0].attend.group;
-        items[i].attend = own[0].args[0].attend;
-        items[i].merge = own[1].args[0].merge;
+        items[i].attend = tqkv__attend_args_of(&own[0]);
+        items[i].merge = tqkv__merge_args_of(&own[1]);
+        const size_t rows = (size_t)items[i].attend.n_queries * (size_t)items[i].attend.group;
         items[i].n_items = b->n;
         items[i].first_group = (int32_t)groups;
         items[i].first_row = (int32_t)n_rows;
@@ -10730,28 +10882,34 @@ static void tqkv__plan_joined(const tqkv__batch *b, size_t used, tqkv_metal_disp
     tqkv__plan_columns(d, d->kernel.family == TQKV_METAL_ATTEND_MATRIX, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv__batch *b, tqkv__batch_item *arguments,
-                                                  tqkv_metal_dispatch d[2])
+TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
+                                                  const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
+                                                  void *contents, tqkv_metal_buffer scratch,
+                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch d[2])
 {
+    const tqkv__batch b = {items, n_items, q, out, arguments, scratch, matrices};
+    tqkv__batch_item *to = (tqkv__batch_item *)contents;
     size_t used = 0;
+    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     memset(d, 0, 2 * sizeof *d);
-    if (b->n < 0) return TQKV__INVALID("n_items is negative");
-    if (b->n == 0) return TQKV_OK;
-    if (!b->items || !b->q || !b->out || !arguments) return TQKV__INVALID("items, q, out or the arguments are NULL");
-    tqkv_result r = tqkv__join_items(b, &used, d);
+    if (n_items < 0) return TQKV__INVALID("n_items is negative");
+    if (n_items == 0) return TQKV_OK;
+    if (!items || !q || !out || !contents) return TQKV__INVALID("items, q, out or contents is NULL");
+    tqkv_result r = tqkv__join_items(&b, &used, d);
     if (r != TQKV_OK) return r;
-    tqkv__plan_joined(b, used, d);
-    if ((r = tqkv__write_items(b, arguments, d)) != TQKV_OK) return r;
+    tqkv__plan_joined(&b, used, d);
+    if ((r = tqkv__write_items(&b, to, d)) != TQKV_OK) return r;
     const int head_dim = d[1].kernel.head_dim * TQKV__DIM_UNIT, type = d[1].kernel.constants[TQKV_FC_TYPE] - 1;
     const size_t row = (size_t)head_dim * tqkv__type_size((tqkv_type)type) / TQKV__ROWS_UNIT;
-    return tqkv__outputs_overlap(arguments, b->n, row) ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
+    return tqkv__outputs_overlap(to, n_items, row) ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
                                                         size_t *arguments, size_t *scratch)
 {
     size_t all = 0, own = 0;
-    if (n_items < 0 || (n_items && !items)) return TQKV__INVALID("n_items is negative, or items is NULL");
+    if (n_items < 0 || (n_items && !items) || !arguments || !scratch)
+        return TQKV__INVALID("n_items is negative, or items, arguments or scratch is NULL");
     if (!tqkv__size_multiply((size_t)n_items, sizeof(tqkv__batch_item), arguments))
         return TQKV__INVALID("n_items is too large");
     for (int i = 0; i < n_items; i++) {
@@ -10782,17 +10940,17 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     return store;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
-                                                  tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
-                                                  tqkv_metal_dispatch *d)
+TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
+                                             tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                             tqkv_metal_dispatch *d)
 {
     const tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
                            values = tqkv__store_in_buffer(c, memory, &c->values);
     return tqkv_metal_plan_encode_kv(&keys, &values, k, v, n_tokens, c->attention.end, not_finite, d);
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t rows_sizes[2],
-                                                 size_t *scratch_size)
+TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t rows_sizes[2],
+                                            size_t *scratch_size)
 {
     tqkv__attention a;
     if (!c || n_queries <= 0) return TQKV__INVALID("the cache is NULL or n_queries not positive");
@@ -10803,9 +10961,9 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_sizes(const tqkv_cache *c, int n_quer
     return tqkv__plan_most_scratch(&a, TQKV__MOST_SUMS, scratch_size);
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
-                                                  int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                                  tqkv_metal_dispatch d[2])
+TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
+                                             int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                             tqkv_metal_dispatch d[2])
 {
     tqkv__attention a;
     if (!c || n_queries <= 0) return TQKV__INVALID("the cache is NULL or n_queries not positive");
@@ -10821,8 +10979,9 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
     return tqkv__plan_attention(&a, &b, TQKV__MOST_SUMS, d);
 }
 
-TQKV_API bool tqkv__matrices_as_expected(const tqkv__table_report *report)
+TQKV_API bool tqkv_metal_has_matrices(const void *bytes)
 {
+    const tqkv__table_report *report = (const tqkv__table_report *)bytes;
     for (int lane = 0; lane < TQKV__SIMD_WIDTH; lane++)
         for (int i = 0; i < 2; i++) {
             const int row = TQKV__MATRIX_ROW(lane), column = TQKV__MATRIX_COLUMN(lane) + i;
@@ -10834,8 +10993,9 @@ TQKV_API bool tqkv__matrices_as_expected(const tqkv__table_report *report)
 }
 
 /* Compares the sizes first, because the places of the tables depend on them. */
-TQKV_API const char *tqkv__stale_table(const tqkv__table_report *report)
+TQKV_API const char *tqkv_metal_stale_table(const void *bytes)
 {
+    const tqkv__table_report *report = (const tqkv__table_report *)bytes;
 #define TQKV__STRUCT_NAME(name) "size of tqkv__" #name,
 #define TQKV__STRUCT_SIZE(name) sizeof(tqkv__##name),
 #define TQKV__DIFFERS(member)   memcmp(report->tables.member, tqkv__tables.member, sizeof report->tables.member) != 0

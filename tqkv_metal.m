@@ -6,7 +6,7 @@
    One C or C++ file of the program defines TQKV_IMPLEMENTATION. -DTQKV_METALLIB_EMBED='"default.metallib"' puts the
    compiled shaders into the object.
 
-   tqkv.h plans what a call binds and dispatches (>>plan, >>metal-plan). This file checks a plan against Metal's objects
+   tqkv.h plans what a call binds and dispatches (>>metal-plan). This file checks a plan against Metal's objects
    and records it. Contents: errors, pipelines, recording, calls, shared memory, caches, self-test, the context. */
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
@@ -38,7 +38,7 @@
 typedef struct tqkv__pipeline {
     tqkv_metal_kernel kernel;
     id<MTLComputePipelineState> state;
-    int max_simdgroups;
+    NSUInteger max_threads;
     struct tqkv__pipeline *next;
 } tqkv__pipeline;
 
@@ -108,33 +108,19 @@ void tqkv_metal_error(tqkv_metal *m, char *text, size_t size)
 
 static NSString *tqkv__function_name(const tqkv_metal_kernel *kernel)
 {
-    static const char *const families[] = {[TQKV_METAL_TABLES] = "tables",
-                                           [TQKV_METAL_ENCODE] = "encode",
-                                           [TQKV_METAL_ENCODE_KV] = "encode_kv",
-                                           [TQKV_METAL_PROBE] = "probe",
-                                           [TQKV_METAL_DECODE] = "decode",
-                                           [TQKV_METAL_ROTATE] = "rotate",
-                                           [TQKV_METAL_ATTEND] = "attend",
-                                           [TQKV_METAL_ATTEND_MERGE] = "attend_merge",
-                                           [TQKV_METAL_ATTEND_MATRIX] = "attend_matrix"};
-    const char *family = families[kernel->family];
-    const int head_dim = kernel->head_dim * TQKV__DIM_UNIT, value_dim = kernel->value_dim * TQKV__DIM_UNIT;
-    if (!head_dim) return [NSString stringWithFormat:@"tqkv_%s", family];
-    if (!value_dim) return [NSString stringWithFormat:@"tqkv_%s_d%d", family, head_dim];
-    return [NSString stringWithFormat:@"tqkv_%s_d%d_%d", family, head_dim, value_dim];
+    char name[TQKV_METAL_NAME];
+    tqkv_metal_kernel_name(kernel, name);
+    return [NSString stringWithUTF8String:name];
 }
 
 static void tqkv__set_values(const tqkv_metal_kernel *kernel, MTLFunctionConstantValues *values)
 {
-    for (unsigned i = 0; i < TQKV__CONSTANTS; i++) {
-        const uint32_t value = kernel->constants[i] - 1u;
-        const bool flag = value != 0, is_number = i == TQKV_FC_FORMAT || i == TQKV_FC_VALUE_FORMAT ||
-                                                  i == TQKV_FC_COLUMNS || i == TQKV_FC_TYPE || i == TQKV_FC_VALUE_TYPE;
-        if (!kernel->constants[i]) continue;
-        if (is_number)
-            [values setConstantValue:&value type:MTLDataTypeUInt atIndex:i];
-        else
-            [values setConstantValue:&flag type:MTLDataTypeBool atIndex:i];
+    for (int i = 0; i < TQKV_METAL_CONSTANTS; i++) {
+        uint32_t value = 0;
+        const tqkv_metal_constant type = tqkv_metal_kernel_constant(kernel, i, &value);
+        const bool flag = value != 0;
+        if (type == TQKV_METAL_UINT) [values setConstantValue:&value type:MTLDataTypeUInt atIndex:(NSUInteger)i];
+        if (type == TQKV_METAL_BOOL) [values setConstantValue:&flag type:MTLDataTypeBool atIndex:(NSUInteger)i];
     }
 }
 
@@ -213,8 +199,8 @@ static tqkv_result tqkv__build_from(tqkv_metal *m, id<MTLLibrary> library, tqkv_
     p->state = [m->device newComputePipelineStateWithFunction:function error:&error];
     TQKV__RELEASE(function);
     if (!p->state) return tqkv__fail(m, TQKV_METAL_ERROR, "%s: %s", [name UTF8String], tqkv__error_text(error));
-    p->max_simdgroups = (int)([p->state maxTotalThreadsPerThreadgroup] / TQKV__SIMD_WIDTH);
-    if ([p->state threadExecutionWidth] == TQKV__SIMD_WIDTH && p->max_simdgroups > 0) return TQKV_OK;
+    p->max_threads = [p->state maxTotalThreadsPerThreadgroup];
+    if ([p->state threadExecutionWidth] == TQKV__SIMD_WIDTH && p->max_threads >= TQKV__SIMD_WIDTH) return TQKV_OK;
     const int width = (int)[p->state threadExecutionWidth];
     TQKV__RELEASE(p->state);
     return tqkv__fail(m, TQKV_UNSUPPORTED, "%s: simdgroups of %d threads, not 32", [name UTF8String], width);
@@ -334,8 +320,8 @@ static tqkv_result tqkv__check_encoder(tqkv_metal *m, id<MTLComputeCommandEncode
 
 static void tqkv__bind_all(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv_metal_dispatch *d)
 {
-    for (int i = 0; i < d->n_args; i++)
-        [encoder setBytes:&d->args[i] length:d->args_size atIndex:(NSUInteger)i * TQKV__SECOND_ARGS];
+    for (int i = 0; i < d->n_arguments; i++)
+        [encoder setBytes:d->arguments[i].bytes length:d->arguments[i].size atIndex:(NSUInteger)d->arguments[i].index];
     for (int i = 0; i < d->n_bindings; i++) {
         const tqkv_metal_binding *b = &d->bindings[i];
         if (b->index == TQKV_METAL_ONLY_CHECKED) continue;
@@ -348,21 +334,18 @@ static void tqkv__bind_all(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, 
 static void tqkv__record_dispatch(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv__pipeline *p,
                                   const tqkv_metal_dispatch *d)
 {
-    const NSUInteger n = (NSUInteger)(d->n_simdgroups < p->max_simdgroups ? d->n_simdgroups : p->max_simdgroups);
-    const NSUInteger width = d->rows ? (d->grid[0] + n - 1) / n : d->grid[0];
+    tqkv_metal_launch launch;
+    if (tqkv_metal_plan_launch(d, p->max_threads, &launch) != TQKV_OK) return;
     if (d->barrier) {
         const id<MTLResource> written[] = {d->barrier};
         [encoder memoryBarrierWithResources:written count:1];
     }
     [encoder setComputePipelineState:p->state];
     tqkv__bind_all(m, encoder, d);
-    for (NSUInteger i = 0; i < TQKV__MEMORIES;
-         i++) { /* a length would stay set for later dispatches; 16 is the least */
-        const NSUInteger size = d->memory[i] + n * d->memory_each[i];
-        [encoder setThreadgroupMemoryLength:size ? size : 16 atIndex:i];
-    }
-    [encoder dispatchThreadgroups:MTLSizeMake(width, d->grid[1], d->grid[2])
-            threadsPerThreadgroup:MTLSizeMake(n * TQKV__SIMD_WIDTH, 1, 1)];
+    for (NSUInteger i = 0; i < TQKV_METAL_MEMORIES; i++)
+        [encoder setThreadgroupMemoryLength:launch.memory[i] atIndex:i];
+    [encoder dispatchThreadgroups:MTLSizeMake(launch.threadgroups[0], launch.threadgroups[1], launch.threadgroups[2])
+            threadsPerThreadgroup:MTLSizeMake(launch.threads, 1, 1)];
 }
 
 /* A call that tqkv.h refused. */
@@ -545,8 +528,7 @@ static bool tqkv__has_matrices(tqkv_metal *m)
 /* Where the GPU's matrices lie otherwise, attend takes the place of attend_matrix. */
 static tqkv_result tqkv__avoid_matrices(tqkv_metal *m, tqkv_result r, tqkv_metal_dispatch *d)
 {
-    if (m && r == TQKV_OK && d->kernel.family == TQKV_METAL_ATTEND_MATRIX && !tqkv__has_matrices(m))
-        tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
+    if (m && r == TQKV_OK && !tqkv__has_matrices(m)) tqkv_metal_plan_lanes(d);
     return r;
 }
 
@@ -563,7 +545,7 @@ static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_d
     pthread_mutex_unlock(&m->lock);
     if (built) return false;
     tqkv_metal_error(m, text, sizeof text);
-    tqkv__plan_columns(&lanes, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
+    tqkv_metal_plan_lanes(&lanes);
     if (tqkv__get_pipeline(m, &lanes.kernel, &attend) != TQKV_OK) {
         tqkv__fail(m, TQKV_METAL_ERROR, "%s", text);
         return false;
@@ -607,7 +589,7 @@ tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, co
 {
     tqkv_metal_dispatch d[2];
     if (!m) return TQKV_INVALID_ARGUMENT;
-    tqkv__batch batch = {items, n_items, q, out, arguments, scratch, tqkv__has_matrices(m)};
+    const bool matrices = tqkv__has_matrices(m);
     const size_t n = n_items > 0 ? (size_t)n_items : 0, most = SIZE_MAX / sizeof(tqkv__batch_item);
     const tqkv_metal_binding binding = {
         "arguments", 0, arguments, (n < most ? n : most) * sizeof(tqkv__batch_item), TQKV__ARGUMENTS_ALIGNMENT, false};
@@ -615,11 +597,12 @@ tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, co
     if (r != TQKV_OK) return r;
     char *bytes = n ? (char *)[(id<MTLBuffer>)arguments.buffer contents] : NULL;
     if (n && !bytes) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "arguments: memory of the GPU alone");
-    tqkv__batch_item *to = n ? (tqkv__batch_item *)(void *)(bytes + arguments.offset) : NULL;
-    r = tqkv__record(m, encoder, "attend_batch", tqkv_metal_plan_attend_batch(&batch, to, d), d, 2);
+    void *to = n ? bytes + arguments.offset : NULL;
+    r = tqkv_metal_plan_attend_batch(items, n_items, q, arguments, to, scratch, out, matrices, d);
+    r = tqkv__record(m, encoder, "attend_batch", r, d, 2);
     if (!tqkv__lost_matrices(m, r, d)) return r;
-    batch.matrices = false;
-    return tqkv__record(m, encoder, "attend_batch", tqkv_metal_plan_attend_batch(&batch, to, d), d, 2);
+    r = tqkv_metal_plan_attend_batch(items, n_items, q, arguments, to, scratch, out, false, d);
+    return tqkv__record(m, encoder, "attend_batch", r, d, 2);
 }
 
 /* -- Memory that processor and GPU share -- */
@@ -737,7 +720,7 @@ tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tq
     tqkv_metal_buffer memory;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    r = tqkv_metal_plan_cache_append(c, memory, k, v, n_tokens, not_finite, &d);
+    r = tqkv__plan_cache_append(c, memory, k, v, n_tokens, not_finite, &d);
     if ((r = tqkv__record(m, encoder, "encode_kv", r, &d, 1)) == TQKV_OK) tqkv__cache_advance(c, n_tokens);
     return r;
 }
@@ -749,14 +732,14 @@ tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, co
     tqkv_metal_buffer memory;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    return tqkv__record_attend(m, encoder, tqkv_metal_plan_cache_attend(c, memory, q, n_queries, scratch, out, d), d);
+    return tqkv__record_attend(m, encoder, tqkv__plan_cache_attend(c, memory, q, n_queries, scratch, out, d), d);
 }
 
 tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes)
 {
     if (!m || !bytes) return TQKV_INVALID_ARGUMENT;
     size_t rows_sizes[2];
-    const tqkv_result r = tqkv_metal_plan_cache_sizes(c, n_queries, rows_sizes, bytes);
+    const tqkv_result r = tqkv__plan_cache_sizes(c, n_queries, rows_sizes, bytes);
     return r == TQKV_OK ? r : tqkv__refuse(m, r, "cache_scratch");
 }
 
@@ -820,9 +803,9 @@ tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max
     if (max_queries < 0) return TQKV_INVALID_ARGUMENT;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    r = tqkv__build_all(m, tqkv_metal_plan_cache_append(c, memory, none, none, 0, none, d), "prepare", d, 1);
+    r = tqkv__build_all(m, tqkv__plan_cache_append(c, memory, none, none, 0, none, d), "prepare", d, 1);
     for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++)
-        r = tqkv__build_attention(m, tqkv_metal_plan_cache_attend(c, memory, none, n, none, none, d), d, false);
+        r = tqkv__build_attention(m, tqkv__plan_cache_attend(c, memory, none, n, none, none, d), d, false);
     return r;
 }
 
@@ -842,7 +825,7 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
     const tqkv_metal_buffer vb = {kb.buffer, kb.offset + k_size};
     memcpy(block->begin, k, k_size);
     memcpy(block->begin + k_size, v, v_size);
-    r = tqkv_metal_plan_cache_append(c, memory, kb, vb, n_tokens, none, &d);
+    r = tqkv__plan_cache_append(c, memory, kb, vb, n_tokens, none, &d);
     r = tqkv__run(m, "encode_kv", r, &d, 1);
     tqkv__give_back(m, block);
     return r;
@@ -854,14 +837,14 @@ static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const 
     size_t sizes[2], scratch_size; /* of q and of the output, multiples of 32 */
     tqkv_metal_buffer memory, qb;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
-    if (r == TQKV_OK) r = tqkv_metal_plan_cache_sizes(c, n_queries, sizes, &scratch_size);
+    if (r == TQKV_OK) r = tqkv__plan_cache_sizes(c, n_queries, sizes, &scratch_size);
     if (r != TQKV_OK) return r;
     tqkv__memory *block = tqkv__take_staging(m, sizes[0] + sizes[1] + scratch_size, &qb);
     if (!block) return TQKV_OUT_OF_MEMORY;
     const tqkv_metal_buffer ob = {qb.buffer, qb.offset + sizes[0]},
                             scratch = {qb.buffer, qb.offset + sizes[0] + sizes[1]};
     memcpy(block->begin, q, sizes[0]);
-    r = tqkv__avoid_matrices(m, tqkv_metal_plan_cache_attend(c, memory, qb, n_queries, scratch, ob, d), d);
+    r = tqkv__avoid_matrices(m, tqkv__plan_cache_attend(c, memory, qb, n_queries, scratch, ob, d), d);
     r = tqkv__run(m, "attend", r, d, 2);
     if (tqkv__lost_matrices(m, r, d)) r = tqkv__run(m, "attend", tqkv__avoid_matrices(m, TQKV_OK, d), d, 2);
     if (r == TQKV_OK) memcpy(out, block->begin + sizes[0], sizes[1]);
@@ -1135,20 +1118,18 @@ static tqkv_result tqkv__open_device(tqkv_metal *m, const tqkv_metal_desc *desc)
 static tqkv_result tqkv__check_tables(tqkv_metal *m)
 {
     char text[300];
-    tqkv_metal_dispatch d;
+    tqkv_metal_dispatch d[2];
     tqkv_metal_buffer buffer;
-    tqkv__memory *block = tqkv__take_staging(m, sizeof(tqkv__table_report), &buffer);
+    const size_t size = tqkv_metal_report_size();
+    tqkv__memory *block = tqkv__take_staging(m, size, &buffer);
     if (!block) return TQKV_OUT_OF_MEMORY;
-    tqkv__table_report *report = (tqkv__table_report *)(void *)block->begin;
-    memset(report, 0, sizeof *report);
-    tqkv_metal_plan_tables(buffer, false, &d);
-    tqkv_result r = tqkv__run(m, "tables", TQKV_OK, &d, 1);
-    const char *stale = r == TQKV_OK ? tqkv__stale_table(report) : NULL;
+    memset(block->begin, 0, size);
+    tqkv_result r = tqkv__run(m, "tables", tqkv_metal_plan_tables(buffer, d), &d[0], 1);
+    const char *stale = r == TQKV_OK ? tqkv_metal_stale_table(block->begin) : NULL;
     if (stale) r = tqkv__fail(m, TQKV_TABLE_MISMATCH, "the library's %s differs from that of tqkv.h", stale);
     if (r == TQKV_OK) {
-        tqkv_metal_plan_tables(buffer, true, &d);
-        const tqkv_result product = tqkv__run(m, "matrices", TQKV_OK, &d, 1);
-        m->matrices = product == TQKV_OK && tqkv__matrices_as_expected(report);
+        const tqkv_result product = tqkv__run(m, "matrices", TQKV_OK, &d[1], 1);
+        m->matrices = product == TQKV_OK && tqkv_metal_has_matrices(block->begin);
         tqkv_metal_error(m, text, sizeof text);
         if (!m->matrices)
             tqkv__fail(m, r, "%s; attention without matrices",

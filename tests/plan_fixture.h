@@ -47,6 +47,11 @@ static inline tqkv_metal_binding binding(const tqkv_metal_dispatch *d, const cha
 /* -1: not set */
 static inline int constant(const tqkv_metal_dispatch *d, int index) { return d->kernel.constants[index] - 1; }
 
+/* The arguments of a planned attention, and number i of a call that encodes or decodes. */
+static inline tqkv__attend_args attend_args(const tqkv_metal_dispatch d[2]) { return tqkv__attend_args_of(&d[0]); }
+static inline tqkv__merge_args merge_args(const tqkv_metal_dispatch d[2]) { return tqkv__merge_args_of(&d[1]); }
+static inline tqkv__rows_args rows_args(const tqkv_metal_dispatch *d, int i) { return tqkv__rows_args_of(d, i); }
+
 static const char *overlapping(const tqkv_metal_dispatch *d)
 {
     for (int i = 0; i < d->n_bindings; i++)
@@ -59,7 +64,7 @@ static inline void check_dispatch(const tqkv_metal_dispatch *d)
 {
     size_t memory = 0;
     unsigned indices = 0;
-    for (int i = 0; i < d->n_args; i++) indices |= 1u << (i * TQKV__SECOND_ARGS);
+    for (int i = 0; i < d->n_arguments; i++) indices |= 1u << d->arguments[i].index;
     for (int i = 0; i < d->n_bindings; i++) {
         const int index = d->bindings[i].index;
         if (index == TQKV_METAL_ONLY_CHECKED) continue;
@@ -67,12 +72,16 @@ static inline void check_dispatch(const tqkv_metal_dispatch *d)
         indices |= 1u << index;
     }
     CHECK((indices & (indices + 1)) == 0, "indices %x", indices); /* 0, 1, 2 ... without gaps */
-    for (int n = 1; n <= d->n_simdgroups; n++)
-        for (int i = 0; i < TQKV__MEMORIES; i++) {
-            const size_t size = d->memory[i] + (size_t)n * d->memory_each[i];
-            CHECK(size % 16 == 0, "%zu bytes of memory %d", size, i);
-            if (n == d->n_simdgroups) memory += size ? size : 16; /* the least that a dispatch can set */
+    for (size_t n = 1; n <= (size_t)d->n_simdgroups; n++) {
+        tqkv_metal_launch launch;
+        memory = 0;
+        CHECK_RESULT(tqkv_metal_plan_launch(d, 32 * n + 31, &launch), TQKV_OK);
+        CHECK(launch.threads == 32 * n && !launch.threadgroups[0] == !d->grid[0], "%zu threads", launch.threads);
+        for (int i = 0; i < TQKV_METAL_MEMORIES; i++) {
+            CHECK(launch.memory[i] && launch.memory[i] % 16 == 0, "%zu bytes of memory %d", launch.memory[i], i);
+            memory += launch.memory[i];
         }
+    }
     CHECK(memory <= 32768, "%zu bytes of threadgroup memory", memory);
     CHECK(d->n_simdgroups > 0 && d->n_simdgroups <= 32 && d->grid[1] && d->grid[2], "no threads");
     CHECK(!*overlapping(d), "%s lies under another", overlapping(d));

@@ -12,8 +12,8 @@ static void check_encode(const void *row)
     (void)row;
     CHECK_RESULT(tqkv_metal_plan_encode(&ring, at(4, 8), 24, 7, at(5, 0), &d), TQKV_OK);
     check_dispatch(&d);
-    CHECK(d.args[0].rows.n_tokens == 10 && d.args[0].rows.first_slot == 1, "%d tokens at %d", d.args[0].rows.n_tokens,
-          d.args[0].rows.first_slot);
+    CHECK(rows_args(&d, 0).n_tokens == 10 && rows_args(&d, 0).first_slot == 1, "%d tokens at %d",
+          rows_args(&d, 0).n_tokens, rows_args(&d, 0).first_slot);
     CHECK(binding(&d, "src").at.offset == 8 + 14 * token && binding(&d, "src").size == 10 * token, "the source");
     CHECK(binding(&d, "codes").size == 3 * 10 * 512 && binding(&d, "norms").size == 3 * 10 * 4 * sizeof(float),
           "the store's sizes");
@@ -21,11 +21,12 @@ static void check_encode(const void *row)
               constant(&d, TQKV_FC_ROTATED) == 1 && constant(&d, TQKV_FC_FORMAT) == TQKV_I8 &&
               constant(&d, TQKV_FC_VALUE_FORMAT) == -1,
           "the kernel");
-    CHECK(d.rows && d.grid[0] == 4 && d.args[0].rows.block_scale == 1.0f, "%zu simdgroups for 30 rows", d.grid[0]);
+    CHECK(d.rows && d.grid[0] == 4 && rows_args(&d, 0).block_scale == 1.0f, "%zu simdgroups for 30 rows", d.grid[0]);
     CHECK_RESULT(tqkv_metal_plan_encode(&ring, at(4, SIZE_MAX - 3), 24, 7, none, &d), TQKV_OK);
     CHECK(binding(&d, "src").at.offset > SIZE_MAX - 16, "an offset that wraps");
     CHECK_RESULT(tqkv_metal_plan_encode(&linear, at(4, 0), 4, 6, none, &d), TQKV_OK);
-    CHECK(d.args[0].rows.first_slot == 6 && d.args[0].rows.capacity == 10 && !binding(&d, "not_finite").size, "linear");
+    CHECK(rows_args(&d, 0).first_slot == 6 && rows_args(&d, 0).capacity == 10 && !binding(&d, "not_finite").size,
+          "linear");
     CHECK_RESULT(tqkv_metal_plan_encode(&linear, at(4, 0), 0, 10, none, &d), TQKV_OK);
     CHECK(d.grid[0] == 0, "nothing to encode");
     CHECK_RESULT(tqkv_metal_plan_encode(&linear, at(0, 0), 4, 6, none, &d), TQKV_OK);
@@ -44,7 +45,7 @@ static void check_encode_kv(const void *row)
     (void)row;
     CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 11, 3, at(6, 0), &d), TQKV_OK);
     check_dispatch(&d);
-    CHECK(d.n_args == 2 && d.args[0].rows.n_tokens == 10 && d.args[1].rows.n_tokens == 11, "tokens of both");
+    CHECK(d.n_arguments == 2 && rows_args(&d, 0).n_tokens == 10 && rows_args(&d, 1).n_tokens == 11, "tokens of both");
     CHECK(d.grid[0] == 1 && d.grid[2] == 2, "simdgroups for the 33 rows of the longer");
     CHECK(constant(&d, TQKV_FC_FORMAT) == TQKV_F16 && constant(&d, TQKV_FC_VALUE_FORMAT) == TQKV_TQ8 &&
               constant(&d, TQKV_FC_ROTATED) == 0 && constant(&d, TQKV_FC_VALUE_ROTATED) == 1,
@@ -54,7 +55,7 @@ static void check_encode_kv(const void *row)
     CHECK_RESULT(tqkv_metal_plan_encode_kv(&longer, &values, at(4, 0), at(5, 0), 400, 3, at(6, 0), &d), TQKV_OK);
     const size_t one = d.grid[0];
     CHECK_RESULT(tqkv_metal_plan_encode_kv(&values, &longer, at(4, 0), at(5, 0), 400, 3, at(6, 0), &d), TQKV_OK);
-    CHECK(d.args[0].rows.n_tokens == 12 && d.args[1].rows.n_tokens == 400, "tokens of both");
+    CHECK(rows_args(&d, 0).n_tokens == 12 && rows_args(&d, 1).n_tokens == 400, "tokens of both");
     CHECK(one == d.grid[0] && one * TQKV__ENCODE_ROWS(64) >= 1200, "%zu, %zu simdgroups", one, d.grid[0]);
     fewer.shape.n_kv_heads = 2;
     CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &wide, none, none, 1, 0, none, &d), TQKV_UNSUPPORTED);
@@ -64,7 +65,7 @@ static void check_encode_kv(const void *row)
 
 static void check_rows(const void *row)
 {
-    tqkv_metal_dispatch d;
+    tqkv_metal_dispatch d, both[2];
     const tqkv_metal_store linear = plan_store(TQKV_TQ5, 64, 10, false, 0),
                            ring = plan_store(TQKV_I8, 512, 10, true, 2);
     (void)row;
@@ -72,10 +73,11 @@ static void check_rows(const void *row)
                  TQKV_INVALID_ARGUMENT); /* rows > 2^31 */
     CHECK_RESULT(tqkv_metal_plan_probe(&linear, at(4, 0), 7, at(5, 0), none, &d), TQKV_OK);
     check_dispatch(&d);
-    CHECK(d.args[0].rows.n_tokens == 7 && binding(&d, "scaled").size == 7 * 3 * 64 * sizeof(float), "a probe");
+    CHECK(rows_args(&d, 0).n_tokens == 7 && binding(&d, "scaled").size == 7 * 3 * 64 * sizeof(float), "a probe");
     CHECK_RESULT(tqkv_metal_plan_decode(&ring, 95, 10, TQKV_ORIGINAL, at(4, 0), &d), TQKV_OK);
     check_dispatch(&d);
-    CHECK(constant(&d, TQKV_FC_UNROTATE) == 1 && d.args[0].rows.first_slot == 5, "slot %d", d.args[0].rows.first_slot);
+    CHECK(constant(&d, TQKV_FC_UNROTATE) == 1 && rows_args(&d, 0).first_slot == 5, "slot %d",
+          rows_args(&d, 0).first_slot);
     CHECK_RESULT(tqkv_metal_plan_decode(&ring, 95, 10, TQKV_ROTATED, at(4, 0), &d), TQKV_OK);
     CHECK(constant(&d, TQKV_FC_UNROTATE) == 0, "left rotated");
     CHECK_RESULT(tqkv_metal_plan_decode(&ring, 95, 11, TQKV_ROTATED, none, &d), TQKV_OUT_OF_RANGE);
@@ -86,9 +88,79 @@ static void check_rows(const void *row)
     CHECK(binding(&d, "rows").size == 5 * 64 * sizeof(float) && constant(&d, TQKV_FC_UNROTATE) == 1, "a rotation");
     CHECK_RESULT(tqkv_metal_plan_rotate(none, 5, 65, false, &d), TQKV_UNSUPPORTED);
     CHECK_RESULT(tqkv_metal_plan_rotate(none, -1, 64, false, &d), TQKV_INVALID_ARGUMENT);
-    tqkv_metal_plan_tables(at(4, 0), true, &d);
-    check_dispatch(&d);
-    CHECK(d.grid[0] == 1 && !d.rows && d.kernel.head_dim == 0, "tables");
+    CHECK_RESULT(tqkv_metal_plan_tables(at(4, 0), both), TQKV_OK);
+    for (int i = 0; i < 2; i++) check_dispatch(&both[i]);
+    CHECK(both[1].grid[0] == 1 && !both[1].rows && both[1].kernel.head_dim == 0, "tables");
+}
+
+/* What an engine with its own encoder reads from a plan. */
+static void check_engine(const void *row)
+{
+    static const char *const names[] = {"tqkv_tables", "tqkv_encode_d1024", "tqkv_encode_kv_d192_128",
+                                        "tqkv_attend_d64"};
+    tqkv_metal_dispatch d[4], both[2];
+    tqkv_metal_launch launch;
+    char name[TQKV_METAL_NAME];
+    uint32_t value = 7;
+    const tqkv_metal_store large = plan_store(TQKV_TQ4, 1024, 10, false, 0),
+                           keys = plan_store(TQKV_I8, 192, 10, false, 0),
+                           values = plan_store(TQKV_TQ5, 128, 10, false, 2),
+                           small = plan_store(TQKV_F16, 64, 9, false, 0);
+    tqkv_metal_attention a;
+    (void)row;
+    memset(&a, 0, sizeof a);
+    a.keys = a.values = &small;
+    CHECK_RESULT(tqkv_metal_plan_tables(at(4, 0), both), TQKV_OK);
+    d[0] = both[1];
+    CHECK_RESULT(tqkv_metal_plan_encode(&large, at(4, 0), 9, 0, none, &d[1]), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 9, 0, none, &d[2]), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), both), TQKV_OK);
+    d[3] = both[0];
+    for (int i = 0; i < 4; i++) {
+        tqkv_metal_kernel_name(&d[i].kernel, name);
+        CHECK(!strcmp(name, names[i]), "%s, not %s", name, names[i]);
+    }
+    CHECK(tqkv_metal_kernel_constant(&d[2].kernel, TQKV_FC_VALUE_FORMAT, &value) == TQKV_METAL_UINT &&
+              value == TQKV_TQ5 && tqkv_metal_kernel_constant(&d[2].kernel, TQKV_FC_PAGES, &value) == TQKV_METAL_BOOL &&
+              value == 0 && tqkv_metal_kernel_constant(&d[2].kernel, TQKV_FC_SINKS, &value) == TQKV_METAL_UNSET,
+          "constants");
+    CHECK(!tqkv_metal_kernel_constant(&d[2].kernel, -1, &value) &&
+              !tqkv_metal_kernel_constant(&d[2].kernel, 32, &value) && !value,
+          "constants that are none");
+    CHECK(d[2].arguments[0].index == 0 && d[2].arguments[1].index == 4 &&
+              d[2].arguments[1].size == sizeof(tqkv__rows_args),
+          "arguments");
+    CHECK_RESULT(tqkv_metal_plan_launch(&d[1], 64, &launch), TQKV_OK); /* 27 rows, 4 a simdgroup */
+    CHECK(launch.threadgroups[0] == 4 && launch.threads == 64 && launch.memory[3] == 16, "%zu threadgroups of %zu",
+          launch.threadgroups[0], launch.threads);
+    CHECK_RESULT(tqkv_metal_plan_launch(&d[1], 31, &launch), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_launch(NULL, 64, &launch), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_launch(&d[1], 64, NULL), TQKV_INVALID_ARGUMENT);
+}
+
+/* Nowhere to write a plan. */
+static void check_no_plan(const void *row)
+{
+    const tqkv_metal_store s = plan_store(TQKV_I8, 64, 10, false, 0);
+    tqkv_metal_attention a;
+    (void)row;
+    memset(&a, 0, sizeof a);
+    a.keys = a.values = &s;
+    const tqkv_result results[] = {tqkv_metal_plan_tables(none, NULL),
+                                   tqkv_metal_plan_encode(&s, none, 1, 0, none, NULL),
+                                   tqkv_metal_plan_encode_kv(&s, &s, none, none, 1, 0, none, NULL),
+                                   tqkv_metal_plan_encode_slots(&s, none, 1, none, NULL, none, NULL),
+                                   tqkv_metal_plan_encode_kv_slots(&s, &s, none, none, 1, none, NULL, none, NULL),
+                                   tqkv_metal_plan_probe(&s, none, 1, none, none, NULL),
+                                   tqkv_metal_plan_decode(&s, 0, 1, TQKV_ORIGINAL, none, NULL),
+                                   tqkv_metal_plan_rotate(none, 1, 64, false, NULL),
+                                   tqkv_metal_plan_attend_scratch(&a, NULL),
+                                   tqkv_metal_plan_attend(&a, none, none, none, NULL),
+                                   tqkv_metal_plan_attend_batch(&a, 1, &none, none, &a, none, &none, true, NULL),
+                                   tqkv_metal_plan_attend_batch_sizes(&a, 1, NULL, NULL)};
+    for (size_t i = 0; i < sizeof results / sizeof *results; i++)
+        CHECK(results[i] == TQKV_INVALID_ARGUMENT, "call %zu: %s", i, tqkv_result_string(results[i]));
+    CHECK(!tqkv_metal_overlapping(NULL, 1), "no dispatch");
 }
 
 static void check_attend(const void *row)
@@ -96,7 +168,6 @@ static void check_attend(const void *row)
     tqkv_metal_dispatch d[2];
     tqkv_metal_attention a;
     const tqkv_metal_store keys = plan_store(TQKV_I8, 64, 100, true, 0), values = plan_store(TQKV_F16, 64, 40, true, 2);
-    const tqkv__attend_args *args = &d[0].args[0].attend;
     (void)row;
     memset(&a, 0, sizeof a);
     a.keys = &keys;
@@ -105,23 +176,24 @@ static void check_attend(const void *row)
     a.attention.n_queries = 4;
     a.attention.end = 1030;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
-    CHECK(args->kv_len == 40 && args->key_oldest_slot == 90 && args->value_oldest_slot == 30, "oldest slots %d, %d",
-          args->key_oldest_slot, args->value_oldest_slot);
+    CHECK(attend_args(d).kv_len == 40 && attend_args(d).key_oldest_slot == 90 && attend_args(d).value_oldest_slot == 30,
+          "oldest slots %d, %d", attend_args(d).key_oldest_slot, attend_args(d).value_oldest_slot);
     CHECK(constant(d, TQKV_FC_ROTATE_QUERIES) == 1 && constant(d, TQKV_FC_SAME_SLOTS) == 0 &&
               constant(d, TQKV_FC_MANY_QUERIES) == 1 && constant(d, TQKV_FC_SOFTCAP) == 0,
           "the kernel");
     CHECK(constant(d + 1, TQKV_FC_UNROTATE) == 0 && constant(d + 1, TQKV_FC_SINKS) == 0, "the merge");
-    CHECK(args->group == 2 && d[1].grid[0] == 24 && d[1].args[0].merge.n_rows == 24, "rows");
+    CHECK(attend_args(d).group == 2 && d[1].grid[0] == 24 && merge_args(d).n_rows == 24, "rows");
     CHECK(d[1].barrier == at(5, 0).buffer && !d[0].barrier, "a barrier between the two");
     a.attention.window = 10;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
-    CHECK(args->window == 10, "window %d", args->window);
+    CHECK(attend_args(d).window == 10, "window %d", attend_args(d).window);
     a.attention.window = 40; /* all resident positions: the same as no window */
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
-    CHECK(args->window == 0, "window %d", args->window);
+    CHECK(attend_args(d).window == 0, "window %d", attend_args(d).window);
     a.attention.end = a.attention.kv_len = 0;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
-    CHECK(args->kv_len == 0 && args->key_oldest_slot == 0 && d[0].n_simdgroups == 1, "an empty store");
+    CHECK(attend_args(d).kv_len == 0 && attend_args(d).key_oldest_slot == 0 && d[0].n_simdgroups == 1,
+          "an empty store");
     a.sinks = at(5, 8);
     CHECK_RESULT(tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), d), TQKV_OK);
     CHECK(!strcmp(overlapping(d), "sinks"), "sinks in the scratch: %s", overlapping(d));
@@ -299,34 +371,34 @@ static void check_cache_plan(const void *row)
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
     desc.sinks = cache_sinks;
     tqkv_cache *cache = cache_make(&shape, &desc);
-    const tqkv__attend_args *args = &d[0].args[0].attend;
     size_t rows[2] = {0, 0}, most = 0;
     (void)row;
     REQUIRE(cache, "no cache");
-    CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 256), at(1, 0), 1, at(2, 0), at(3, 0), d), TQKV_OK);
-    CHECK(args->kv_len == 3 && args->key_oldest_slot == 4, "after a truncation: %d", args->kv_len);
+    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 256), at(1, 0), 1, at(2, 0), at(3, 0), d), TQKV_OK);
+    CHECK(attend_args(d).kv_len == 3 && attend_args(d).key_oldest_slot == 4, "after a truncation: %d",
+          attend_args(d).kv_len);
     const char *codes = (const char *)tqkv_cache_values(cache)->codes;
     CHECK(binding(d, "values' codes").at.offset == 256 + (size_t)(codes - (const char *)cache), "where the codes lie");
     CHECK(binding(d, "sinks").size && binding(d, "sinks").at.buffer == at(0, 0).buffer, "sinks are in the cache");
     check_dispatch(&d[0]);
     check_dispatch(&d[1]);
     tqkv__cache_advance(cache, 7);
-    CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 0), none, 1, none, none, d), TQKV_OK);
-    CHECK(tqkv_cache_end(cache) == 22 && args->kv_len == 8, "after an advance: %d", args->kv_len);
-    CHECK_RESULT(tqkv_metal_plan_cache_append(cache, at(0, 0), at(1, 0), at(2, 0), 3, none, d), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 0), none, 1, none, none, d), TQKV_OK);
+    CHECK(tqkv_cache_end(cache) == 22 && attend_args(d).kv_len == 8, "after an advance: %d", attend_args(d).kv_len);
+    CHECK_RESULT(tqkv__plan_cache_append(cache, at(0, 0), at(1, 0), at(2, 0), 3, none, d), TQKV_OK);
     check_dispatch(d);
-    CHECK(d->args[0].rows.first_slot == 22 % 8 && d->kernel.family == TQKV_METAL_ENCODE_KV, "an append");
-    CHECK_RESULT(tqkv_metal_plan_cache_sizes(cache, 2, rows, &most), TQKV_OK);
+    CHECK(rows_args(d, 0).first_slot == 22 % 8 && d->kernel.family == TQKV_METAL_ENCODE_KV, "an append");
+    CHECK_RESULT(tqkv__plan_cache_sizes(cache, 2, rows, &most), TQKV_OK);
     CHECK(rows[0] == 2 * CACHE_HEADS * CACHE_GROUP * 64 * sizeof(float) && rows[1] == rows[0] && most > rows[0],
           "%zu, %zu and %zu bytes", rows[0], rows[1], most);
-    CHECK_RESULT(tqkv_metal_plan_cache_sizes(cache, 0, rows, &most), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_cache_sizes(NULL, 1, rows, &most), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_cache_sizes(cache, 0, rows, &most), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_cache_sizes(NULL, 1, rows, &most), TQKV_INVALID_ARGUMENT);
     tqkv_cache_destroy(cache);
     desc.head_dim = 192;
     desc.value_dim = 128;
     desc.type = TQKV_TYPE_BF16;
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_plan_cache_sizes(cache, 1, rows, &most), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_cache_sizes(cache, 1, rows, &most), TQKV_OK);
     CHECK(rows[0] == CACHE_HEADS * CACHE_GROUP * 192 * 2 && rows[1] == CACHE_HEADS * CACHE_GROUP * 128 * 2,
           "%zu and %zu bytes", rows[0], rows[1]);
     CHECK(tqkv__rows_size(tqkv_cache_values(cache), 3) == 3 * CACHE_HEADS * 128 * 2, "rows of values");
@@ -353,9 +425,8 @@ static void check_cache_kernels(const void *row)
             CHECK_RESULT(tqkv_cache_fork(cache, NULL, &fork), TQKV_OK);
             const bool matrix = group >= (least ? least : 4);
             for (int i = 0; i < 2; i++) {
-                CHECK_RESULT(
-                    tqkv_metal_plan_cache_attend(i ? fork : cache, at(0, 0), at(1, 0), 1, at(2, 0), at(3, 0), d),
-                    TQKV_OK);
+                CHECK_RESULT(tqkv__plan_cache_attend(i ? fork : cache, at(0, 0), at(1, 0), 1, at(2, 0), at(3, 0), d),
+                             TQKV_OK);
                 CHECK(d[0].kernel.family == (matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND), "group %d of %d",
                       group, least);
             }
@@ -372,7 +443,7 @@ static void check_stale(const void *row)
     tqkv__table_report report;
     (void)row;
     memset(&report, 0, sizeof report);
-    CHECK(!strcmp(tqkv__stale_table(&report), "table version"), "an empty report");
+    CHECK(!strcmp(tqkv_metal_stale_table(&report), "table version"), "an empty report");
     report.table_version = TQKV_TABLE_VERSION;
     const uint32_t sizes[] = {sizeof(tqkv__table_set),   sizeof(tqkv__rows_args),  sizeof(tqkv__rotate_args),
                               sizeof(tqkv__attend_args), sizeof(tqkv__merge_args), sizeof(tqkv__batch_item)};
@@ -382,15 +453,15 @@ static void check_stale(const void *row)
         const int32_t kernel_sizes[] = {TQKV__KERNEL_SIZES(TQKV__KERNEL_DIM(i))};
         memcpy(report.kernel_sizes[i], kernel_sizes, sizeof kernel_sizes);
     }
-    CHECK(!tqkv__stale_table(&report), "not stale: %s", tqkv__stale_table(&report));
-    CHECK(!tqkv__matrices_as_expected(&report), "a product of zeros");
+    CHECK(!tqkv_metal_stale_table(&report), "not stale: %s", tqkv_metal_stale_table(&report));
+    CHECK(!tqkv_metal_has_matrices(&report), "a product of zeros");
     for (size_t i = 0; i < offsetof(tqkv__table_report, matrix_product); i++) {
         ((unsigned char *)&report)[i] ^= 1;
-        CHECK(tqkv__stale_table(&report), "byte %zu of %zu", i, sizeof report);
+        CHECK(tqkv_metal_stale_table(&report), "byte %zu of %zu", i, sizeof report);
         ((unsigned char *)&report)[i] ^= 1;
     }
     report.tables.signs[5] ^= 8;
-    CHECK(!strcmp(tqkv__stale_table(&report), "table signs"), "signs");
+    CHECK(!strcmp(tqkv_metal_stale_table(&report), "table signs"), "signs");
 }
 
 /* Starts with the same member as struct tqkv_metal. */
@@ -459,6 +530,8 @@ void test_plan_cases(void)
     test_add(check_encode, NULL, 0, "plan/encode");
     test_add(check_encode_kv, NULL, 0, "plan/encode_kv");
     test_add(check_rows, NULL, 0, "plan/rows");
+    test_add(check_engine, NULL, 0, "plan/engine");
+    test_add(check_no_plan, NULL, 0, "plan/no_plan");
     test_add(check_attend, NULL, 0, "plan/attend");
     test_add(check_tree, NULL, 0, "plan/tree");
     test_add(check_center, NULL, 0, "plan/center");

@@ -9,7 +9,13 @@ typedef struct plan_batch {
     tqkv_metal_attention items[ITEMS];
     tqkv_metal_buffer q[ITEMS], out[ITEMS];
     tqkv__batch_item arguments[ITEMS];
-    tqkv__batch batch;
+    struct {
+        const tqkv_metal_attention *items;
+        int n;
+        const tqkv_metal_buffer *q, *out;
+        tqkv_metal_buffer arguments, scratch;
+        bool matrices;
+    } batch;
     tqkv_metal_dispatch d[2];
 } plan_batch;
 
@@ -39,7 +45,11 @@ static void set_up_batch(plan_batch *b)
     b->batch.matrices = true;
 }
 
-static tqkv_result planned(plan_batch *b) { return tqkv_metal_plan_attend_batch(&b->batch, b->arguments, b->d); }
+static tqkv_result planned(plan_batch *b)
+{
+    return tqkv_metal_plan_attend_batch(b->batch.items, b->batch.n, b->batch.q, b->batch.arguments, b->arguments,
+                                        b->batch.scratch, b->batch.out, b->batch.matrices, b->d);
+}
 
 static void check_batch(const void *row)
 {
@@ -55,8 +65,8 @@ static void check_batch(const void *row)
     for (int i = 0; i < 2; i++) check_dispatch(&b.d[i]);
     for (int i = 0; i < ITEMS; i++) {
         CHECK_RESULT(tqkv_metal_plan_attend(&b.items[i], b.q[i], b.batch.scratch, b.out[i], alone), TQKV_OK);
-        CHECK(!memcmp(&items[i].attend, &alone[0].args[0].attend, sizeof items[i].attend) &&
-                  !memcmp(&items[i].merge, &alone[1].args[0].merge, sizeof items[i].merge),
+        CHECK(!memcmp(&items[i].attend, alone[0].arguments[0].bytes, sizeof items[i].attend) &&
+                  !memcmp(&items[i].merge, alone[1].arguments[0].bytes, sizeof items[i].merge),
               "item %d is planned otherwise alone", i);
         CHECK(items[i].n_items == ITEMS && items[i].q == (uint32_t)i * 4096 && items[i].out == (uint32_t)i * 4096 &&
                   items[i].key_codes == (uint32_t)i << 16 && items[i].value_norms == (uint32_t)(2 - i) << 16,

@@ -19,8 +19,8 @@ static void check_paged_encode(const void *row)
     (void)row;
     CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 0), 65, 130, none, &d), TQKV_OK);
     check_dispatch(&d);
-    CHECK(d.args[0].rows.first_slot == 130 && d.args[0].rows.page_size == 64 && d.args[0].rows.n_pages == 5 &&
-              d.args[0].rows.capacity == 320 && constant(&d, TQKV_FC_PAGES) == 1 && binding(&d, "pages").size == 16,
+    CHECK(rows_args(&d, 0).first_slot == 130 && rows_args(&d, 0).page_size == 64 && rows_args(&d, 0).n_pages == 5 &&
+              rows_args(&d, 0).capacity == 320 && constant(&d, TQKV_FC_PAGES) == 1 && binding(&d, "pages").size == 16,
           "the table");
     CHECK(binding(&d, "codes").size == 3 * 320 * 40, "the pool");
     CHECK_RESULT(tqkv_metal_plan_encode_kv(&s, &values, at(4, 0), at(5, 0), 65, 130, none, &d), TQKV_OK);
@@ -75,8 +75,8 @@ static void check_slots(const void *row)
     CHECK_RESULT(tqkv_metal_plan_encode_kv_slots(&s, &values, at(4, 0), at(5, 0), 4, at(7, 4), slots, none, &d),
                  TQKV_OK);
     check_dispatch(&d);
-    CHECK(d.args[0].rows.page_size == 1 && d.args[0].rows.n_pages == 10 && d.args[1].rows.n_pages == 12 &&
-              d.args[0].rows.capacity == 10 && d.args[0].rows.first_slot == 0 && d.args[0].rows.n_tokens == 4,
+    CHECK(rows_args(&d, 0).page_size == 1 && rows_args(&d, 0).n_pages == 10 && rows_args(&d, 1).n_pages == 12 &&
+              rows_args(&d, 0).capacity == 10 && rows_args(&d, 0).first_slot == 0 && rows_args(&d, 0).n_tokens == 4,
           "a table of slots");
     CHECK(constant(&d, TQKV_FC_PAGES) == 1 && constant(&d, TQKV_FC_VALUE_PAGES) == 1 && binding(&d, "slots").size == 16,
           "the kernel");
@@ -105,7 +105,6 @@ static void check_paged_attend(const void *row)
     tqkv_metal_attention a;
     tqkv_metal_store keys = plan_pool(TQKV_I8, 0, pages), values = plan_pool(TQKV_F16, 2, pages);
     const tqkv_metal_store linear = plan_store(TQKV_F16, 64, 320, false, 2);
-    const tqkv__attend_args *args = &d[0].args[0].attend;
     size_t paged_scratch, scratch;
     (void)row;
     memset(&a, 0, sizeof a);
@@ -115,8 +114,9 @@ static void check_paged_attend(const void *row)
     CHECK_RESULT(plan_attend(&a, d), TQKV_OUT_OF_RANGE); /* sees the entry of -1 */
     a.attention.window = 122;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
-    CHECK(args->kv_len == 250 && args->key_capacity == 256 && args->key_slots == 320 && args->value_slots == 320 &&
-              args->key_page_size == 64 && args->key_last_page == 4 && args->value_last_page == 4,
+    CHECK(attend_args(d).kv_len == 250 && attend_args(d).key_capacity == 256 && attend_args(d).key_slots == 320 &&
+              attend_args(d).value_slots == 320 && attend_args(d).key_page_size == 64 &&
+              attend_args(d).key_last_page == 4 && attend_args(d).value_last_page == 4,
           "arguments");
     CHECK(constant(d, TQKV_FC_PAGES) == 1 && constant(d, TQKV_FC_SAME_SLOTS) == 0 && constant(d, TQKV_FC_TREE) == 0 &&
               binding(d, "keys' pages").size == 16 && binding(d, "values' pages").at.offset == 256,
@@ -141,7 +141,6 @@ static void check_page_division(const void *row)
     const int page_sizes[] = {64, 128, 192, 320, 448, 4032, 65600, 1 << 20, 33554432 + 64, 1 << 30, INT_MAX / 64 * 64};
     tqkv_metal_dispatch d[2];
     tqkv_metal_attention a;
-    const tqkv__attend_args *args = &d[0].args[0].attend;
     (void)row;
     for (size_t i = 0; i < sizeof page_sizes / sizeof *page_sizes; i++) {
         tqkv_metal_store s = plan_pool(TQKV_TQ4, 0, NULL);
@@ -154,8 +153,9 @@ static void check_page_division(const void *row)
         CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
         for (uint32_t page = 0; page <= last / tiles; page += 1 + page / 50)
             for (uint32_t tile = page * tiles, n = 0; n < 2; n++, tile += tiles - 1)
-                CHECK(tile > last ||
-                          (uint32_t)((uint64_t)tile * args->key_page_factor >> 32) >> args->key_page_shift == page,
+                CHECK(tile > last || (uint32_t)((uint64_t)tile * attend_args(d).key_page_factor >> 32) >>
+                                             attend_args(d).key_page_shift ==
+                                         page,
                       "tile %u of pages of %d", tile, page_sizes[i]);
     }
 }
@@ -167,7 +167,6 @@ static void check_unknown_pages(const void *row)
     tqkv_metal_dispatch d[2];
     tqkv_metal_attention a;
     tqkv_metal_store keys = plan_pool(TQKV_I8, 0, NULL), values = plan_pool(TQKV_F16, 2, NULL);
-    const tqkv__attend_args *args = &d[0].args[0].attend;
     (void)row;
     memset(&a, 0, sizeof a);
     a.keys = &keys;
@@ -179,7 +178,7 @@ static void check_unknown_pages(const void *row)
     a.attention.end = 0;
     values.shape.n_pages = 0;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
-    CHECK(constant(d, TQKV_FC_PAGES) == 0 && args->key_capacity == 320, "an empty table is read");
+    CHECK(constant(d, TQKV_FC_PAGES) == 0 && attend_args(d).key_capacity == 320, "an empty table is read");
     keys.shape.pages = pages;
     keys.pages = none;
     CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);

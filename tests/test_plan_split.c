@@ -4,21 +4,25 @@
 /* Stretches of 512 positions up to 8192 and of 2048 beyond, all threadgroups together at least once. */
 static void check_stretches(const tqkv_metal_dispatch d[2], int64_t end, size_t scratch)
 {
-    const tqkv__attend_args *args = &d[0].args[0].attend;
-    const tqkv__merge_args *merge = &d[1].args[0].merge;
     const int64_t stretches = end <= 8192 ? (end + 511) / 512 : 16 + (end - 8192 + 2047) / 2048;
     const int64_t n = stretches > 1 ? stretches : 1, sections = (n + 15) / 16;
     const size_t row = ((size_t)d->kernel.head_dim * TQKV__DIM_UNIT + 2) * sizeof(float),
-                 n_rows = (size_t)merge->n_rows;
+                 n_rows = (size_t)merge_args(d).n_rows;
     const bool full = d->grid[0] * d->grid[1] >= 256, each = !full && n_rows * row * (size_t)n <= 32 << 20;
     const tqkv_metal_binding state = binding(d, "scratch");
     CHECK(state.at.offset + state.size <= scratch, "%zu bytes of scratch", state.at.offset + state.size);
-    CHECK(args->first_stretch == 0 && args->stretch_tiles == 16 && args->n_short == 16, "the stretches");
+    CHECK(attend_args(d).first_stretch == 0 && attend_args(d).stretch_tiles == 16 && attend_args(d).n_short == 16,
+          "the stretches");
     CHECK((int64_t)d->grid[2] == (full ? 1 : each ? n : sections), "%zu splits, %d stretches", d->grid[2], (int)n);
-    CHECK(args->sections_each == (full ? sections : each ? 0 : 1), "%d sections each", args->sections_each);
+    CHECK(attend_args(d).sections_each == (full   ? sections
+                                           : each ? 0
+                                                  : 1),
+          "%d sections each", attend_args(d).sections_each);
     CHECK(state.at.offset + state.size == n_rows * (row * (full && sections > 1 ? 2 : d->grid[2]) + 2 * sizeof(float)),
           "partial results");
-    CHECK(merge->n_partials == (int)d->grid[2] && merge->section == (each ? 16 : 1) && merge->before == 0, "the merge");
+    CHECK(merge_args(d).n_partials == (int)d->grid[2] && merge_args(d).section == (each ? 16 : 1) &&
+              merge_args(d).before == 0,
+          "the merge");
 }
 
 /* Contexts of all lengths: the blocks hold all rows, and the splits fit into the scratch of tqkv_metal_plan_attend_scratch. */
@@ -103,7 +107,6 @@ static void check_window(const void *row)
     size_t scratch = 0;
     tqkv_metal_dispatch d[2];
     tqkv_metal_attention a;
-    const tqkv__attend_args *args = &d[0].args[0].attend;
     (void)row;
     memset(&a, 0, sizeof a);
     a.keys = &keys;
@@ -114,7 +117,8 @@ static void check_window(const void *row)
         for (a.attention.end = 0; a.attention.end < 200000; a.attention.end += 997) {
             const int64_t seen = a.attention.end - 999 - a.attention.n_queries, first = seen < 0 ? 0 : seen;
             CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
-            CHECK(args->first_stretch == first / 512 && args->n_short == INT_MAX, "stretch %d", args->first_stretch);
+            CHECK(attend_args(d).first_stretch == first / 512 && attend_args(d).n_short == INT_MAX, "stretch %d",
+                  attend_args(d).first_stretch);
             CHECK((int64_t)d[0].grid[2] == (a.attention.end ? a.attention.end - 1 : 0) / 512 - first / 512 + 1,
                   "%zu splits before %d", d[0].grid[2], (int)a.attention.end);
             CHECK(binding(d, "scratch").at.offset + binding(d, "scratch").size <= scratch, "%zu bytes", scratch);
@@ -124,7 +128,7 @@ static void check_window(const void *row)
     a.attention.n_queries = 1;
     a.attention.end = 200100;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
-    CHECK(args->first_stretch == 0 && d[0].grid[2] == 391, "%zu splits of a ring that wraps", d[0].grid[2]);
+    CHECK(attend_args(d).first_stretch == 0 && d[0].grid[2] == 391, "%zu splits of a ring that wraps", d[0].grid[2]);
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
     CHECK(binding(d, "scratch").at.offset + binding(d, "scratch").size <= scratch, "%zu bytes of a ring", scratch);
 }

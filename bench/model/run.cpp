@@ -284,11 +284,12 @@ void print_plan(tqkv_format format, int group, int n_positions, int kernel)
     if (tqkv_metal_plan_attend(&planned.metal, nothing, nothing, nothing, d) != TQKV_OK) fail("tqkv_metal_plan_attend");
     gpu_force(d, {0, 0, 0, 0, kernel});
     size_t bytes = 0;
-    for (int i = 0; i < TQKV__MEMORIES; i++) bytes += d[0].memory[i] + d[0].memory_each[i] * (size_t)d[0].n_simdgroups;
+    for (int i = 0; i < TQKV_METAL_MEMORIES; i++)
+        bytes += d[0].memory[i] + d[0].memory_each[i] * (size_t)d[0].n_simdgroups;
     printf("kernel %d\nthreadgroups %lld\nsimdgroups %d\nmemory %zu\n",
            d[0].kernel.family == TQKV_METAL_ATTEND_MATRIX ? GPU_MATRICES : GPU_LANES,
            (long long)d[0].grid[0] * d[0].grid[1] * d[0].grid[2], d[0].n_simdgroups, bytes);
-    const tqkv__attend_args &args = d[0].args[0].attend;
+    const tqkv__attend_args args = tqkv__attend_args_of(&d[0]);
     printf("short %d\ngrowth %d\n", args.n_short, TQKV__STRETCH_GROWTH);
 }
 

@@ -578,10 +578,9 @@ batch_memory make_batch_memory(const sequences &s, int group)
 
 void plan_batch(const sequences &s, batch_memory &m, tqkv_metal_dispatch d[2])
 {
-    const tqkv__batch batch = {s.calls.data(),         SEQUENCES,           m.qs.data(),
-                               m.outs.data(),          gpu_buffer(m.items), gpu_buffer(m.scratch),
-                               opt.kernel != GPU_LANES};
-    check_plan(tqkv_metal_plan_attend_batch(&batch, m.planned.data(), d));
+    check_plan(tqkv_metal_plan_attend_batch(s.calls.data(), SEQUENCES, m.qs.data(), gpu_buffer(m.items),
+                                            m.planned.data(), gpu_buffer(m.scratch), m.outs.data(),
+                                            opt.kernel != GPU_LANES, d));
 }
 
 void attend_sequence(const sequences &s, const batch_memory &m, size_t i)

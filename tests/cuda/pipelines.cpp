@@ -14,7 +14,7 @@ struct simt_arguments {
     uint32_t threadgroup_offsets[8];
     uint64_t values[2][15];
 };
-static_assert(sizeof(tqkv__args) <= sizeof simt_arguments::values[0], "argument structs travel with the launch");
+static_assert(sizeof(tqkv__attend_args) <= sizeof simt_arguments::values[0], "argument structs travel with the launch");
 
 std::string cuda_pipeline_name(const device_dispatch &d)
 {

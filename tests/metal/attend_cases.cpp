@@ -140,7 +140,7 @@ void run_planned(const void *parameters)
     const tqkv_metal_buffer none = gpu_buffer(nullptr);
     tqkv_metal_dispatch d[2];
     CHECK_RESULT(tqkv_metal_plan_attend(&attention.metal, none, none, none, d), TQKV_OK);
-    CHECK(d[1].args[0].merge.n_partials > 1, "the plan does not split this context");
+    CHECK(tqkv__merge_args_of(&d[1]).n_partials > 1, "the plan does not split this context");
     attend_tear_down(&problem);
     check_attend(*row, {as_planned});
 }

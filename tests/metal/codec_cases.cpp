@@ -228,7 +228,7 @@ void run_tables(const void *)
     tqkv__table_report report;
     memset(&report, 0xa5, sizeof report);
     CHECK_RUN(gpu_tables(&report));
-    const char *stale = tqkv__stale_table(&report);
+    const char *stale = tqkv_metal_stale_table(&report);
     CHECK(!stale, "stale: %s", stale);
     CHECK(XXH3_64bits(&report.tables, sizeof report.tables) == TQKV_HASH_TABLES, "stale: some table");
 }

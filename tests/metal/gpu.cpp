@@ -13,6 +13,17 @@ const int gpu_head_dims[] = {TQKV__KERNELS(HEAD_DIM_OF, )};
 
 // ---- Dispatches ----
 
+gpu_dispatch::gpu_dispatch(const tqkv_metal_kernel &planned) : device_dispatch()
+{
+    static_assert((int)TQKV_METAL_NAME <= (int)DEVICE_NAME_SIZE, "names of kernels");
+    tqkv_metal_kernel_name(&planned, kernel);
+    for (int i = 0; i < TQKV_METAL_CONSTANTS; i++) {
+        const tqkv_metal_constant type = tqkv_metal_kernel_constant(&planned, i, &constants[i]);
+        constant_set[i] = type != TQKV_METAL_UNSET;
+        constant_is_bool[i] = type == TQKV_METAL_BOOL;
+    }
+}
+
 gpu_dispatch::gpu_dispatch(const char *family, int head_dim, int value_dim) : device_dispatch()
 {
     std::string suffix = head_dim ? "_d" + std::to_string(head_dim) : "";
@@ -23,8 +34,7 @@ gpu_dispatch::gpu_dispatch(const char *family, int head_dim, int value_dim) : de
 gpu_dispatch &gpu_dispatch::constant(int index, int value)
 {
     constant_set[index] = true;
-    constant_is_bool[index] = index != TQKV_FC_FORMAT && index != TQKV_FC_VALUE_FORMAT && index != TQKV_FC_COLUMNS &&
-                              index != TQKV_FC_TYPE && index != TQKV_FC_VALUE_TYPE;
+    constant_is_bool[index] = !(TQKV__NUMBERS >> index & 1u);
     constants[index] = (uint32_t)value;
     return *this;
 }
@@ -110,16 +120,12 @@ std::string gpu_dispatch::run() const
 
 gpu_dispatch gpu_planned(const tqkv_metal_dispatch &planned)
 {
-    static const char *const families[] = {"tables", "encode", "encode_kv",    "probe",        "decode",
-                                           "rotate", "attend", "attend_merge", "attend_matrix"}; // by tqkv_metal_family
-    const size_t n = (size_t)planned.n_simdgroups, x = planned.grid[0];
-    gpu_dispatch d(families[planned.kernel.family], planned.kernel.head_dim * TQKV__DIM_UNIT,
-                   planned.kernel.value_dim * TQKV__DIM_UNIT);
-    for (int i = 0; i < TQKV__CONSTANTS; i++)
-        if (planned.kernel.constants[i]) d.constant(i, planned.kernel.constants[i] - 1);
-    for (int i = 0; i < planned.n_args; i++) {
-        d.input(i * TQKV__SECOND_ARGS, &planned.args[i], planned.args_size);
-        d.by_value[i * TQKV__SECOND_ARGS] = true;
+    gpu_dispatch d(planned.kernel);
+    tqkv_metal_launch launch = {};
+    for (int i = 0; i < planned.n_arguments; i++) {
+        const tqkv_metal_arguments &a = planned.arguments[i];
+        d.input(a.index, a.bytes, a.size);
+        d.by_value[a.index] = true;
     }
     for (int i = 0; i < planned.n_bindings; i++) {
         const tqkv_metal_binding &b = planned.bindings[i];
@@ -127,10 +133,13 @@ gpu_dispatch gpu_planned(const tqkv_metal_dispatch &planned)
         d.output(b.index, (char *)b.at.buffer + b.at.offset, b.size);
         d.written[b.index] = b.written;
     }
-    for (int i = 0; i < TQKV__MEMORIES; i++) d.memory(i, planned.memory[i] + n * planned.memory_each[i]);
-    return d.grid(
-        {(unsigned)(planned.rows ? (x + n - 1) / n : x), (unsigned)planned.grid[1], (unsigned)planned.grid[2]},
-        (unsigned)n);
+    if (tqkv_metal_plan_launch(&planned, simt::max_threads, &launch) != TQKV_OK) return d;
+    for (int i = 0; i < TQKV_METAL_MEMORIES; i++)
+        if (planned.memory[i] || planned.memory_each[i])
+            d.memory(i, launch.memory[i]); // else unbound: reported if used
+    const size_t *groups = launch.threadgroups;
+    return d.grid({(unsigned)groups[0], (unsigned)groups[1], (unsigned)groups[2]},
+                  (unsigned)launch.threads / simt::simd_width);
 }
 
 std::string gpu_run(const tqkv_metal_dispatch &planned)
@@ -178,8 +187,8 @@ static bool is_by_matrices(const tqkv_metal_dispatch &d) { return d.kernel.famil
 // All slots of the keys' store, whether a query sees them or not.
 static void force_stretches(tqkv_metal_dispatch d[2], gpu_split split, int value_dim)
 {
-    tqkv__attend_args &args = d[0].args[0].attend;
-    tqkv__merge_args &merge = d[1].args[0].merge;
+    tqkv__attend_args args = tqkv__attend_args_of(&d[0]);
+    tqkv__merge_args merge = tqkv__merge_args_of(&d[1]);
     const int tiles = (args.key_capacity + 31) / 32;
     if (split.n_stretches) {
         args.stretch_tiles = std::max(1, (tiles + split.n_stretches - 1) / split.n_stretches);
@@ -197,6 +206,8 @@ static void force_stretches(tqkv_metal_dispatch d[2], gpu_split split, int value
     d[0].grid[2] = (size_t)args.n_splits;
     const int most = split.n_simdgroups ? split.n_simdgroups : TQKV__MERGE_SIMDGROUPS(value_dim);
     d[1].n_simdgroups = std::min(n_sections, std::min(most, TQKV__MERGE_SIMDGROUPS(value_dim)));
+    tqkv__replace_args(&d[0], &args);
+    tqkv__replace_args(&d[1], &merge);
     tqkv__plan_columns(&d[0], is_by_matrices(d[0]), d[0].kernel.constants[TQKV_FC_COLUMNS] - 1);
     const size_t rows = (size_t)merge.n_rows * (size_t)n_partials * sizeof(float);
     gpu_find(&d[0], 6)->size = gpu_find(&d[1], 1)->size = rows * (size_t)value_dim;
@@ -382,10 +393,10 @@ std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std
     std::vector<float> scratch(scratch_size / sizeof(float), NAN);
     std::vector<tqkv__batch_item> arguments(n);
     for (tqkv_metal_buffer &b : outs) b.buffer = results.data();
-    const tqkv__batch batch = {
-        metal.data(), (int)n, qs.data(), outs.data(), gpu_buffer(arguments.data()), gpu_buffer(scratch.data()), !lanes};
     tqkv_metal_dispatch d[2];
-    if (r == TQKV_OK) r = tqkv_metal_plan_attend_batch(&batch, arguments.data(), d);
+    if (r == TQKV_OK)
+        r = tqkv_metal_plan_attend_batch(metal.data(), (int)n, qs.data(), gpu_buffer(arguments.data()),
+                                         arguments.data(), gpu_buffer(scratch.data()), outs.data(), !lanes, d);
     std::string wrong = run_planned(r, d[0]);
     if (wrong.empty()) wrong = gpu_run(d[1]);
     for (size_t i = 0; i < n; i++)
@@ -396,10 +407,7 @@ std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std
 
 std::string gpu_tables(tqkv__table_report *report)
 {
-    tqkv_metal_dispatch d;
-    tqkv_metal_plan_tables(gpu_buffer(report), false, &d);
-    const std::string wrong = gpu_run(d);
-    if (!wrong.empty()) return wrong;
-    tqkv_metal_plan_tables(gpu_buffer(report), true, &d);
-    return gpu_run(d);
+    tqkv_metal_dispatch d[2];
+    const std::string wrong = run_planned(tqkv_metal_plan_tables(gpu_buffer(report), d), d[0]);
+    return wrong.empty() ? gpu_run(d[1]) : wrong;
 }

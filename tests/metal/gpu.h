@@ -23,6 +23,7 @@ extern bool gpu_on_device;
 
 // One dispatch of tqkv_<family>_d<head_dim>, of tqkv_<family> where head_dim is 0, or with _<value_dim> behind it.
 struct gpu_dispatch : device_dispatch {
+    explicit gpu_dispatch(const tqkv_metal_kernel &planned);
     gpu_dispatch(const char *family, int head_dim, int value_dim);
     gpu_dispatch &constant(int index, int value);
     gpu_dispatch &input(int index, const void *bytes, size_t size);

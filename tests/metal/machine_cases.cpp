@@ -157,7 +157,7 @@ void run_matrix_places(const void *)
 {
     tqkv__table_report report;
     CHECK_RUN(gpu_tables(&report));
-    CHECK(tqkv__matrices_as_expected(&report), "elements lie as expected, and the check says they do not");
+    CHECK(tqkv_metal_has_matrices(&report), "elements lie as expected, and the check says they do not");
     for (int other = 0; other < 2; other++) {
         simt::matrix_place kept[simt::simd_width];
         memcpy(kept, simt::matrix_places, sizeof kept);
@@ -168,7 +168,7 @@ void run_matrix_places(const void *)
         }
         CHECK_RUN(gpu_tables(&report));
         memcpy(simt::matrix_places, kept, sizeof kept);
-        CHECK(!tqkv__matrices_as_expected(&report), "elements lie otherwise, and nothing shows it");
+        CHECK(!tqkv_metal_has_matrices(&report), "elements lie otherwise, and nothing shows it");
     }
 }
 

@@ -66,6 +66,15 @@ $(eval $(call shader_variant,plain,$(CXX),-O2,,,))
 $(eval $(call shader_variant,asan,clang++,$(SHADER_ASAN),-DSIMT_ASAN,,--one-schedule))
 $(eval $(call shader_variant,tsan,clang++,$(SHADER_TSAN),-DSIMT_TSAN,$(SHADER_TSAN_RUN),--one-schedule))
 
+# An engine with an encoder of its own, with the machine in place of a GPU.
+$(METAL_BUILD)/plain/metal_plan: examples/metal_plan.cpp tqkv.h tests/metal/simt.h $(SHADER_NAMES:%=$(METAL_BUILD)/plain/%.metal.o) \
+		$(METAL_BUILD)/plain/simt.o $(METAL_BUILD)/plain/runner.o $(SHADER_IMPLEMENTATION)
+	@$(CXX) -O1 $(filter-out -DTQKV_METAL,$(SHADER_TEST_FLAGS)) $(IMPLEMENTED) $(filter-out %.h,$^) -o $@ -lm
+
+.PHONY: demo-plan
+demo-plan: $(METAL_BUILD)/plain/metal_plan ## build and run examples/metal_plan.cpp: plans of Metal calls, run here
+	@$<
+
 .PHONY: test-shaders-flush
 test-shaders-flush: $(METAL_BUILD)/plain/driver
 	@echo "== shaders on a machine that flushes subnormals"
@@ -121,10 +130,11 @@ endif
 SCHEDULED_CASES := attend/shape attend/option attend/planned attend/tree attend/poison batch/ pages/ rotate/ encode_kv/
 
 .PHONY: test-shaders-once test-shaders-quick test-shaders
-test-shaders-once: $(METAL_BUILD)/plain/driver
+test-shaders-once: $(METAL_BUILD)/plain/driver $(METAL_BUILD)/plain/metal_plan
 	@echo "== shaders on the CPU"
 	@$< --one-schedule
 	@$< $(SCHEDULED_CASES)
+	@$(METAL_BUILD)/plain/metal_plan >/dev/null && echo "1 passed, 0 failed"
 
 test-shaders-quick: check-shaders lint-shaders test-shaders-once
 

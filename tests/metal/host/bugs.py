@@ -95,7 +95,7 @@ BUGS = {
         "tqkv__check_encoder", r"\[encoder respondsToSelector.*?\)\]", "true", "ASAN", "context/other_encoder",
         "NSInvalidArgumentException|FAIL"),
     "memory_stays_in_force": (
-        "tqkv__record_dispatch", r"\[encoder setThreadgroupMemoryLength", "if (size) [encoder setThreadgroupMemoryLength",
+        "tqkv__record_dispatch", r"\[encoder setThreadgroupMemoryLength", "if (launch.memory[i] > 16) [encoder setThreadgroupMemoryLength",
         "ASAN", "context/memory_in_force", "misuse"),
     "overlap_unchecked": (
         "tqkv__check_bindings", r"if \(other\)", "if (false)", "ASAN", "refusals/attend", "FAIL refusals/attend"),
@@ -115,8 +115,7 @@ BUGS = {
         "tqkv__open_device", r"newBufferWithLength:sizeof\(tqkv__batch_item\)", "newBufferWithLength:16", "ASAN",
         "attend/pair/f16_f16", "misuse"),
     "pipeline_limit_ignored": (
-        "tqkv__record_dispatch", r"d->n_simdgroups < p->max_simdgroups \? d->n_simdgroups : p->max_simdgroups",
-        "d->n_simdgroups", "ASAN", "context/devices", "misuse"),
+        "tqkv__record_dispatch", r"p->max_threads, &launch", "1024, &launch", "ASAN", "context/devices", "misuse"),
     "stale_tables_accepted": (
         "tqkv__check_tables", r"if \(stale\)", "if (false)", "ASAN", "context/stale/signs", "FAIL context/stale/signs"),
     "compiled_with_fast_math": (
