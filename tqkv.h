@@ -284,7 +284,8 @@ typedef struct tqkv_store {
                        bfloat16 are those of the same value as a float. Attention does not look at it. */
     const int32_t *pages;   /* [n_pages], or NULL: not paged. Not with ring. */
     int n_pages, page_size; /* page_size: in positions, a multiple of 64 that divides capacity */
-    tqkv_parallel parallel; /* for encode and encode_slots, of many rows; zero = the calling thread alone */
+    tqkv_parallel
+        parallel; /* for encode, encode_slots and store_convert, of many rows; zero = the calling thread alone */
 } tqkv_store;
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -318,6 +319,7 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
    F16 are rotated on the way, rows of the same format and block_scale copied. TQKV_INVALID_ARGUMENT unless n_kv_heads,
    head_dim, unrotated (F16 goes with either) and the centre are the same. A page may not occur twice among those written.
    TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
+   Many rows go to tasks of to->parallel.
    In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither store
    has pages, and the row of `to` (row_bytes, norms_per_row) is no longer. Rows move down in ascending order, each
    after it was read; what these stores held at other positions is lost. Memory that overlaps otherwise is refused. All
@@ -502,9 +504,10 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
    [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident. */
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
-   capacity (TQKV_OUT_OF_RANGE if too small for them), ring, type, sinks, parallel, allocator, metal, matrix_group,
-   arithmetic. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring. *out is NULL on
-   failure. */
+   capacity (TQKV_OUT_OF_RANGE if too small for them), ring, key_format and value_format (as tqkv_store_convert, on the
+   hook's threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic. Its other nonzero fields must match. So a full
+   linear cache grows, or with ring = true goes on as a ring, and one that needs less memory goes on in fewer bits. *out is
+   NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c); /* the stores behind it; NULL for NULL */
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c);
@@ -2480,12 +2483,16 @@ static void tqkv__add_stream(tqkv__encode_job *job, const tqkv__stream *s, const
     job->src[job->n_streams++] = src;
 }
 
-/* Tasks for a stream: one for each 64 KiB of floats, which take about ten microseconds. */
+/* Tasks for tokens of a stream: one for each 64 KiB of floats, which take about ten microseconds. */
+static int tqkv__tasks_for(const tqkv__stream *s, int n_tokens)
+{
+    const int64_t wanted = (int64_t)n_tokens * s->n_kv_heads * s->head_dim / 16384;
+    return wanted < 1 ? 1 : wanted < TQKV__ENCODE_TASKS ? (int)wanted : TQKV__ENCODE_TASKS;
+}
+
 static void tqkv__run_encode_tasks(tqkv__encode_job *job)
 {
-    const int64_t wanted = (int64_t)job->n_tokens * job->streams[0]->n_kv_heads * job->streams[0]->head_dim / 16384;
-    job->n_tasks = wanted < 1 ? 1 : wanted < TQKV__ENCODE_TASKS ? (int)wanted : TQKV__ENCODE_TASKS;
-    if (job->parallel.run == tqkv__run_serial) job->n_tasks = 1;
+    job->n_tasks = job->parallel.run == tqkv__run_serial ? 1 : tqkv__tasks_for(job->streams[0], job->n_tokens);
     if (job->n_tasks > 1)
         job->parallel.run(job->parallel.user, job->n_streams * job->n_tasks, tqkv__encode_task, job);
     else
@@ -2718,8 +2725,8 @@ static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tq
 }
 
 /* Converts n positions in ascending order of their slots, so that it can be done in place: of a ring that wraps, the
-   newer ones first. After tqkv__convert_open. */
-static void tqkv__convert_positions(const tqkv__stream *from, const tqkv__stream *to, int64_t position, int64_t n)
+   newer ones first. */
+static void tqkv__convert_range(const tqkv__stream *from, const tqkv__stream *to, int64_t position, int64_t n)
 {
     const int64_t room = from->ring ? tqkv__slots_left(from, position) : n, before = n < room ? n : room;
     const uint64_t mode = tqkv__fp_exact();
@@ -2730,17 +2737,44 @@ static void tqkv__convert_positions(const tqkv__stream *from, const tqkv__stream
     tqkv__fp_restore(mode);
 }
 
-TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to_store, const tqkv_store *from_store, int64_t position,
-                                        int n_positions)
+typedef struct tqkv__convert_job {
+    const tqkv__stream *from, *to;
+    int64_t position;
+    int n, n_tasks;
+} tqkv__convert_job;
+
+static void tqkv__convert_task(void *context, int index)
+{
+    const tqkv__convert_job *job = (const tqkv__convert_job *)context;
+    const int64_t first = (int64_t)job->n * index / job->n_tasks, end = (int64_t)job->n * (index + 1) / job->n_tasks;
+    tqkv__convert_range(job->from, job->to, job->position + first, end - first);
+}
+
+/* Converts the positions [position, position + n) on the threads of a hook or, in place, in order. */
+static tqkv_result tqkv__convert(const tqkv_store *to_store, const tqkv_store *from_store, int64_t position, int n,
+                                 const tqkv_parallel *parallel)
 {
     tqkv__stream to, from;
-    const tqkv_result r = tqkv__convert_open(to_store, from_store, position, n_positions, &to, &from);
+    const tqkv_result r = tqkv__convert_open(to_store, from_store, position, n, &to, &from);
     if (r != TQKV_OK) return r;
-    if (tqkv__same_rows(&to, &from))
-        tqkv__move_rows(&from, position, &to, position, n_positions);
+    if (tqkv__same_rows(&to, &from)) {
+        tqkv__move_rows(&from, position, &to, position, n);
+        return r;
+    }
+    tqkv__convert_job job = {&from, &to, position, n, 1};
+    const bool in_place = to.codes == from.codes || (to.norms_size && to.norms == from.norms);
+    if (parallel->run && !in_place) job.n_tasks = tqkv__tasks_for(&to, n);
+    if (job.n_tasks > 1)
+        parallel->run(parallel->user, job.n_tasks, tqkv__convert_task, &job);
     else
-        tqkv__convert_positions(&from, &to, position, n_positions);
+        tqkv__convert_task(&job, 0);
     return r;
+}
+
+TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *from, int64_t position, int n_positions)
+{
+    const tqkv_parallel serial = {NULL, NULL};
+    return tqkv__convert(to, from, position, n_positions, to ? &to->parallel : &serial);
 }
 
 TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean)
@@ -8987,15 +9021,13 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     return TQKV_OK;
 }
 
-/* Moves n positions of keys and values; see tqkv__move_rows. */
-static void tqkv__move_positions(const tqkv_cache *from, int64_t source, const tqkv_cache *to, int64_t target,
-                                 int64_t n)
+/* Moves n positions of keys and values down; see tqkv__move_rows. */
+static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t target, int64_t n)
 {
-    const tqkv_store *const stores[2][2] = {{&from->keys, &to->keys}, {&from->values, &to->values}};
+    const tqkv_store *const stores[2] = {&c->keys, &c->values};
     for (int i = 0; i < 2; i++) {
-        tqkv__stream a, b;
-        if (tqkv__stream_open(stores[i][0], &a) == TQKV_OK && tqkv__stream_open(stores[i][1], &b) == TQKV_OK)
-            tqkv__move_rows(&a, source, &b, target, n);
+        tqkv__stream s;
+        if (tqkv__stream_open(stores[i], &s) == TQKV_OK) tqkv__move_rows(&s, source, &s, target, n);
     }
 }
 
@@ -9006,7 +9038,7 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
     if (count < 0) return TQKV__INVALID("count is negative");
     if (first < 0 || first > c->attention.end || count > c->attention.end - first)
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
-    tqkv__move_positions(c, first + count, c, first, c->attention.end - first - count);
+    tqkv__move_positions(c, first + count, first, c->attention.end - first - count);
     c->attention.end -= count;
     return TQKV_OK;
 }
@@ -9025,7 +9057,7 @@ TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int 
     const int64_t first = c->attention.end - n;
     for (int i = 0, next; i < n_kept; i = next) {
         for (next = i + 1; next < n_kept && kept[next] == kept[next - 1] + 1;) next++;
-        tqkv__move_positions(c, first + kept[i], c, first + i, next - i);
+        tqkv__move_positions(c, first + kept[i], first + i, next - i);
     }
     c->attention.end = first + n_kept;
     return TQKV_OK;
@@ -9084,21 +9116,28 @@ TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc 
     tqkv_cache *copy;
     if (desc) {
         if (desc->capacity) copied.capacity = desc->capacity;
+        if (desc->key_format) copied.key_format = desc->key_format;
+        if (desc->value_format) copied.value_format = desc->value_format;
         copied.ring = copied.ring || desc->ring;
         if (!tqkv__desc_matches(desc, &copied)) return TQKV__INVALID("a field of desc is not the cache's");
         tqkv__take_use(desc, &copied);
     }
     if (copied.capacity > 0 && copied.capacity < c->attention.end - c->first)
         return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
-    const tqkv_result r = tqkv_cache_create(&copied, &copy);
+    tqkv_result r = tqkv_cache_create(&copied, &copy);
     if (r != TQKV_OK) return r;
     tqkv__cache_center(copy, 0, c->keys.center);
     tqkv__cache_center(copy, 1, c->values.center);
-    tqkv__move_positions(c, c->first, copy, c->first, c->attention.end - c->first);
+    const int resident = (int)(c->attention.end - c->first);
+    r = tqkv__convert(&copy->keys, &c->keys, c->first, resident, &copied.parallel);
+    if (r == TQKV_OK) r = tqkv__convert(&copy->values, &c->values, c->first, resident, &copied.parallel);
     copy->first = c->first;
     copy->attention.end = c->attention.end;
-    *out = copy;
-    return TQKV_OK;
+    if (r == TQKV_OK)
+        *out = copy;
+    else
+        tqkv_cache_destroy(copy);
+    return r;
 }
 
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c->keys : NULL; }

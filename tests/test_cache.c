@@ -379,8 +379,69 @@ static void check_fork(const void *parameters)
     free(b);
 }
 
+static void run_backwards(void *user, int count, tqkv_task task, void *context)
+{
+    *(int *)user += count;
+    while (count-- > 0) task(context, count);
+}
+
+/* A fork in other formats has the bytes of tqkv_store_convert, however many tasks make them. A row that cannot be converted
+   fails the fork. */
+static void check_convert(const void *parameters)
+{
+    const cache_row *row = (const cache_row *)parameters;
+    const int d = row->head_dim;
+    counting counter = {0, 0, 0, 0, 0};
+    tqkv_cache_desc desc = cache_desc(row, &counter), changed;
+    tqkv_cache *cache = NULL, *copies[2] = {NULL, NULL};
+    float *center = cache_data(5, 1, d);
+    int n_tasks = 0;
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    REQUIRE(cache, "no cache");
+    CHECK_RESULT(tqkv_cache_set_center(cache, center, center), TQKV_OK);
+    cache_append_seed(cache, 21, row->n_tokens, d);
+    memset(&changed, 0, sizeof changed);
+    changed.key_format = TQKV_TQ4;
+    changed.value_format = TQKV_TQ3;
+    changed.capacity = row->capacity + 3;
+    CHECK_RESULT(tqkv_cache_fork(cache, &changed, &copies[0]), TQKV_OK);
+    changed.parallel.run = run_backwards;
+    changed.parallel.user = &n_tasks;
+    CHECK_RESULT(tqkv_cache_fork(cache, &changed, &copies[1]), TQKV_OK);
+    REQUIRE(copies[0] && copies[1], "no fork");
+    CHECK((n_tasks > 0) == (row->n_tokens * CACHE_HEADS * d >= 2 * 16384), "%d tasks", n_tasks);
+    stream a = stream_of_cache(copies[0]), b = stream_of_cache(copies[1]);
+    CHECK(stream_is_equal(&a, &b), "tasks change the bytes");
+    const int first = (int)tqkv_cache_first(cache), n = (int)tqkv_cache_end(cache) - first;
+    tqkv_store keys = test_store(TQKV_TQ4, d, CACHE_HEADS, row->capacity + 3, row->ring);
+    keys.center = center;
+    CHECK_RESULT(tqkv_store_convert(&keys, tqkv_cache_keys(cache), first, n), TQKV_OK);
+    for (int p = first; p < first + n; p++)
+        CHECK(!memcmp(reference_codes_at(&keys, 1, p), reference_codes_at(tqkv_cache_keys(copies[0]), 1, p),
+                      (size_t)d / 2),
+              "position %d", p);
+    cache_append_seed(copies[0], 60, 2, d);
+    check_attend(copies[0], &desc, 2, row->ring ? row->capacity + 2 : n + 2);
+    tqkv_cache_keys(cache)->norms[first] = (float)NAN;
+    tqkv_cache *none = copies[0];
+    if (!row->ring) CHECK_RESULT(tqkv_cache_fork(cache, &changed, &none), TQKV_NOT_FINITE);
+    if (!row->ring) CHECK(!none, "a fork that failed");
+    stream_free(&a);
+    stream_free(&b);
+    test_store_free(&keys);
+    tqkv_cache_destroy(copies[0]);
+    tqkv_cache_destroy(copies[1]);
+    tqkv_cache_destroy(cache);
+    CHECK_NO_LEAK(&counter);
+    free(center);
+}
+
 void test_cache_cases(void)
 {
+    static const cache_row converted[] = {{TQKV_I8, TQKV_I8, 64, 20, false, 15, -1},
+                                          {TQKV_TQ6, TQKV_F16, 80, 20, true, 31, -1},
+                                          {TQKV_I8, TQKV_TQ3, 512, 70, false, 64, -1}};
+    for (int i = 0; i < 3; i++) test_add(check_convert, &converted[i], sizeof converted[i], "cache/convert/%d", i);
     for (int i = 0; i < 2 * TEST_FORMATS; i++) {
         cache_row row = {test_formats[i % TEST_FORMATS],
                          test_formats[(3 * i + i / TEST_FORMATS) % TEST_FORMATS],
