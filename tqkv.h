@@ -5102,14 +5102,16 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,   TQKV__LANES,        {TQK
 #undef TQKV__TARGET
 #endif /* TQKV__LANES */
 
-/* >>integer-kernels: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions, and bytes
-   words when they are multiplied: a lane of 32 bits adds up the products of two. What a set brings besides its floats,
-   with TQKV__(codes) for a vector of TQKV__INTEGER_LANES lanes:
+/* >>integer-kernels: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions. A lane of
+   32 bits adds up TQKV__PRODUCTS products: two of words, to which the bytes are widened, or four of bytes with the high
+   and the low bytes of an integer, in two sums. What a set brings besides its floats, with TQKV__(codes) for a vector of
+   TQKV__INTEGER_LANES lanes, as TQKV__S(name) if it has nothing to do with products, else as TQKV__I(name):
 
      load_books, look_up        codes to bytes, TQKV__STEP of them
-     open, dot, repeat          bytes of a key to words; products added to lanes; one lane everywhere
-     interleave                 bytes of two values to lanes, a dimension of both in each
-     round_codes, store_words   floats to integers, lanes to words
+     open, dot, whole           bytes of a key as dot takes them; products added to a sum; the sum in one integer a lane
+     interleave                 bytes of TQKV__PRODUCTS values to lanes, a dimension of all in each
+     round_codes, store_words   floats to integers, lanes to the 16 bits in which products find them
+     load_row, repeat           those of a vector of dimensions, those of TQKV__PRODUCTS positions in each lane
      TQKV__PACKED_ROWS          0, or the rows up to which codes without upper bits are not stored as bytes first: with
                                 widen, half of the bytes as words, and interleave_bytes                               */
 #ifdef TQKV__INTEGER_LANES
@@ -5118,13 +5120,14 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,   TQKV__LANES,        {TQK
 /* Integers that decode_codes writes and that interleave reads of a row; rows of integers are padded to that. */
 #define TQKV__STEP        (4 * TQKV__INTEGER_LANES)
 #define TQKV__PADDED(dim) (((dim) + TQKV__STEP - 1) / TQKV__STEP * TQKV__STEP)
-#define TQKV__BYTES       (4 * TQKV__INTEGER_LANES) /* of a vector */
+#define TQKV__BYTES       (4 * TQKV__INTEGER_LANES)              /* of a vector */
+#define TQKV__WORDS       (TQKV__PRODUCTS * TQKV__INTEGER_LANES) /* that a vector of codes is multiplied with */
 /* Keys that are decoded together. */
 #define TQKV__SLICE 16
 
-TQKV__OP TQKV__(codes) TQKV__I(no_codes)(void)
+TQKV__OP TQKV__I(sum) TQKV__I(no_sum)(void)
 {
-    TQKV__(codes) zero;
+    TQKV__I(sum) zero;
     memset(&zero, 0, sizeof zero);
     return zero;
 }
@@ -5141,7 +5144,7 @@ TQKV__OP void TQKV__I(decode_step)(const tqkv_format format, const TQKV__(codes)
                                    const uint8_t *p, const uint8_t *upper, int n, int8_t *to, int stride)
 {
     for (int j = 0; j < n; j++, p += row_bytes, upper += row_bytes, to += stride) {
-        const TQKV__(codes) bytes = TQKV__I(look_up)(format, books, left, p, upper);
+        const TQKV__(codes) bytes = TQKV__S(look_up)(format, books, left, p, upper);
         memcpy(to, &bytes, sizeof bytes);
     }
 }
@@ -5154,7 +5157,7 @@ TQKV__OP void TQKV__I(decode_integers)(const tqkv_format format, const tqkv__str
     const uint8_t *p = row + first * main / 8, *upper = row + (s->head_dim * main + first * upper_bits) / 8;
     TQKV__(codes) books[4];
     if (TQKV__KIND(format) != TQKV__BOOK || TQKV__BOOK_BITS(format) > 6) return; /* not called */
-    TQKV__I(load_books)(TQKV__BOOK_BITS(format), s->centroids, books);
+    TQKV__S(load_books)(TQKV__BOOK_BITS(format), s->centroids, books);
     for (int d = 0; d < dim; d += TQKV__STEP) {
         const uint8_t *at = p + d * main / 8, *upper_at = upper + d * upper_bits / 8;
         const int left = dim - d, padded = TQKV__PADDED(dim);
@@ -5218,9 +5221,10 @@ TQKV__TARGET static TQKV__I(source) TQKV__I(open_integers)(const tqkv__stream *s
 /* The largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
 TQKV__OP uint32_t TQKV__I(largest_bits)(const float *x, int n)
 {
-    TQKV__(codes) largest = TQKV__I(no_codes)();
+    TQKV__(codes) largest;
+    memset(&largest, 0, sizeof largest);
     for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
-    return TQKV__I(largest_code)(largest);
+    return TQKV__S(largest_code)(largest);
 }
 
 /* Rounds n floats times scale to integers; a scale of 0 gives 0, whatever the floats are. to: [n] */
@@ -5229,13 +5233,12 @@ TQKV__OP void TQKV__I(round_floats)(const float *x, int n, float scale, int16_t 
     if (!(scale > 0.0f)) memset(to, 0, (size_t)n * sizeof *to);
     if (scale > 0.0f)
         for (int i = 0; i < n; i += TQKV__INTEGER_LANES)
-            TQKV__I(store_words)(to + i, TQKV__I(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale)));
+            TQKV__I(store_words)(to + i, TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale)));
 }
 
 /* The integers of a query, each block's padded with zeros to whole vectors. Its unit is in the place of the last value.
    query, to: [head_dim] */
-#define TQKV__QUERY_BLOCK(dim)                                                                                         \
-    (((dim) + 2 * TQKV__INTEGER_LANES - 1) / (2 * TQKV__INTEGER_LANES) * 2 * TQKV__INTEGER_LANES)
+#define TQKV__QUERY_BLOCK(dim) (((dim) + TQKV__WORDS - 1) / TQKV__WORDS * TQKV__WORDS)
 TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float *query, float *to)
 {
     const int dim = s->block_dim, size = TQKV__QUERY_BLOCK(dim);
@@ -5279,40 +5282,45 @@ TQKV__OP void TQKV__I(open_four)(const tqkv_format format, const TQKV__(codes) *
 TQKV__OP void TQKV__I(score_four)(const tqkv_format format, const int rows, const TQKV__I(product) * p,
                                   const TQKV__(codes) * books, const int8_t *codes, TQKV__(codes) * fours, int distance)
 {
-    const int halves = format == TQKV_I8 ? 1 : 2, step = 2 * halves * TQKV__INTEGER_LANES;
+    const int halves = format == TQKV_I8 ? 1 : 2, step = halves * TQKV__WORDS;
     const int16_t *q = p->rows;
     const size_t stride = p->at.stride;
-    TQKV__(codes) sums[TQKV__PRODUCT_ROWS][4], bytes[4], x[4];
+    TQKV__I(sum) sums[TQKV__PRODUCT_ROWS][4];
+    TQKV__(codes) bytes[4], x[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__I(no_codes)();
+    for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__I(no_sum)();
     for (int d = 0; d < p->dim; d += step) {
         const int8_t *at = codes + d * TQKV__MAIN_BITS(format) / 8;
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
             const uint8_t *row = (const uint8_t *)at + (size_t)i * stride;
             if (d * TQKV__MAIN_BITS(format) / 8 % 64 == 0) tqkv__prefetch(TQKV__L2, row + p->at.ahead, 1);
-            if (format != TQKV_I8) bytes[i] = TQKV__I(look_up)(format, books, TQKV__STEP, row, row);
+            if (format != TQKV_I8) bytes[i] = TQKV__S(look_up)(format, books, TQKV__STEP, row, row);
         }
         TQKV__UNROLL
-        for (int half = 0; half < halves; half++, q += 2 * TQKV__INTEGER_LANES) {
+        for (int half = 0; half < halves; half++, q += TQKV__WORDS) {
             TQKV__I(open_four)(format, bytes, half, at, stride, x);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) {
-                const TQKV__(codes) y = TQKV__I(load_codes)(q + 2 * r * p->row_floats);
+                const TQKV__I(row) y = TQKV__I(load_row)(q + 2 * r * p->row_floats);
                 TQKV__UNROLL
                 for (int i = 0; i < 4; i++) sums[r][i] = TQKV__I(dot)(sums[r][i], x[i], y);
             }
         }
     }
     TQKV__UNROLL
-    for (int r = 0; r < rows; r++) fours[r * distance] = TQKV__I(sum_four_codes)(sums[r]);
+    for (int r = 0; r < rows; r++) {
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++) x[i] = TQKV__I(whole)(sums[r][i]);
+        fours[r * distance] = TQKV__S(sum_four_codes)(x);
+    }
 }
 
 /* results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row, LANES positions at a time */
 TQKV__OP void TQKV__I(score_rows_of)(const tqkv_format format, const int rows, const TQKV__I(product) * p)
 {
     TQKV__(codes) books[4];
-    if (format != TQKV_I8) TQKV__I(load_books)(TQKV__BOOK_BITS(format), p->at.centroids, books);
+    if (format != TQKV_I8) TQKV__S(load_books)(TQKV__BOOK_BITS(format), p->at.centroids, books);
     for (int j = 0; j < p->n; j += TQKV__INTEGER_LANES) {
         TQKV__(codes) fours[TQKV__PRODUCT_ROWS * TQKV__INTEGER_LANES / 4];
         for (int i = 0; i < TQKV__INTEGER_LANES / 4; i++) {
@@ -5322,10 +5330,10 @@ TQKV__OP void TQKV__I(score_rows_of)(const tqkv_format format, const int rows, c
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
             float *to = p->results + r * TQKV__TILE + j;
-            const TQKV__(codes) sum = TQKV__I(sum_codes_across)(fours + r * TQKV__INTEGER_LANES / 4);
+            const TQKV__(codes) sum = TQKV__S(sum_codes_across)(fours + r * TQKV__INTEGER_LANES / 4);
             const TQKV__VECTOR factor = TQKV__(load)(p->factors + j) * TQKV__(set1)(p->units[r * p->row_floats]);
             const TQKV__VECTOR before = p->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
-            TQKV__(store)(to, TQKV__(fma)(TQKV__I(to_floats)(sum), factor, before));
+            TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(sum), factor, before));
         }
     }
 }
@@ -5458,17 +5466,17 @@ TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const flo
     to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
 }
 
-/* TQKV__STEP dimensions of two positions, interleaved; asks for those of the next tile. */
-TQKV__OP void TQKV__I(open_pair)(const tqkv_format format, const TQKV__(codes) * books, const uint8_t *at,
-                                 size_t stride, ptrdiff_t ahead, TQKV__(codes) * x)
+/* TQKV__STEP dimensions of TQKV__PRODUCTS positions, interleaved; asks for those of the next tile. */
+TQKV__OP void TQKV__I(open_group)(const tqkv_format format, const TQKV__(codes) * books, const uint8_t *at,
+                                  size_t stride, ptrdiff_t ahead, TQKV__(codes) * x)
 {
-    tqkv__prefetch(TQKV__L2, at + ahead, 1);
-    tqkv__prefetch(TQKV__L2, at + (ptrdiff_t)stride + ahead, 1);
+    TQKV__UNROLL
+    for (int i = 0; i < TQKV__PRODUCTS; i++) tqkv__prefetch(TQKV__L2, at + i * (ptrdiff_t)stride + ahead, 1);
     if (format == TQKV_I8) TQKV__I(interleave)((const int8_t *)at, stride, x);
 #if TQKV__PACKED_ROWS
     if (format != TQKV_I8) {
-        const TQKV__(codes) a = TQKV__I(look_up)(format, books, TQKV__STEP, at, at);
-        const TQKV__(codes) b = TQKV__I(look_up)(format, books, TQKV__STEP, at + stride, at + stride);
+        const TQKV__(codes) a = TQKV__S(look_up)(format, books, TQKV__STEP, at, at);
+        const TQKV__(codes) b = TQKV__S(look_up)(format, books, TQKV__STEP, at + stride, at + stride);
         TQKV__I(interleave_bytes)(a, b, x);
     }
 #endif
@@ -5482,20 +5490,22 @@ TQKV__OP void TQKV__I(add_rows_of)(const tqkv_format format, const int rows, con
 {
     const int16_t *w = p->rows;
     const int8_t *at = p->at.codes + first * TQKV__MAIN_BITS(format) / 8;
-    TQKV__(codes) sums[TQKV__PRODUCT_ROWS][4], x[4], books[4];
-    if (format != TQKV_I8) TQKV__I(load_books)(TQKV__BOOK_BITS(format), p->at.centroids, books);
+    TQKV__I(sum) sums[TQKV__PRODUCT_ROWS][4];
+    TQKV__(codes) x[4], books[4];
+    if (format != TQKV_I8) TQKV__S(load_books)(TQKV__BOOK_BITS(format), p->at.centroids, books);
     TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__I(no_codes)();
-    for (int j = 0; j < p->n; j += 2, w += 2, at += 2 * p->at.stride, tile += ready ? 4 * TQKV__BYTES : 0) {
+    for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__I(no_sum)();
+    for (int j = 0; j < p->n; j += TQKV__PRODUCTS, w += TQKV__PRODUCTS, at += TQKV__PRODUCTS * p->at.stride) {
         if (ready) {
             TQKV__UNROLL
             for (int v = 0; v < 4; v++) x[v] = TQKV__I(load_codes)(tile + v * TQKV__BYTES);
+            tile += 4 * TQKV__BYTES;
         } else {
-            TQKV__I(open_pair)(format, books, (const uint8_t *)at, p->at.stride, p->at.ahead, x);
+            TQKV__I(open_group)(format, books, (const uint8_t *)at, p->at.stride, p->at.ahead, x);
         }
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
-            const TQKV__(codes) y = TQKV__I(repeat)(w + 2 * r * p->row_floats);
+            const TQKV__I(row) y = TQKV__I(repeat)(w + 2 * r * p->row_floats);
             TQKV__UNROLL
             for (int v = 0; v < 4; v++) sums[r][v] = TQKV__I(dot)(sums[r][v], x[v], y);
         }
@@ -5504,11 +5514,13 @@ TQKV__OP void TQKV__I(add_rows_of)(const tqkv_format format, const int rows, con
     for (int r = 0; r < rows; r++) {
         float *to = p->results + r * p->result_floats + first;
         const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-        TQKV__I(natural_order)(sums[r]);
+        TQKV__UNROLL
+        for (int v = 0; v < 4; v++) x[v] = TQKV__I(whole)(sums[r][v]);
+        TQKV__S(natural_order)(x);
         TQKV__UNROLL
         for (int v = 0; v < 4; v++, to += TQKV__INTEGER_LANES)
             if (first + v * TQKV__INTEGER_LANES < p->dim)
-                TQKV__(store)(to, TQKV__(fma)(TQKV__I(to_floats)(sums[r][v]), unit, TQKV__(load)(to)));
+                TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(x[v]), unit, TQKV__(load)(to)));
     }
 }
 
@@ -5532,12 +5544,12 @@ TQKV__TARGET static void TQKV__I(add_packed)(const TQKV__I(product) * p, int n_r
 /* The sums of all rows for TQKV__STEP dimensions from d on, whose positions they share interleaved. */
 TQKV__TARGET static void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int n_rows)
 {
-    TQKV__ALIGNED int8_t tile[TQKV__TILE * 2 * TQKV__BYTES];
-    for (int j = 0; j < p.n; j += 2) {
+    TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * 4 * TQKV__BYTES];
+    for (int j = 0; j < p.n; j += TQKV__PRODUCTS) {
         TQKV__(codes) x[4];
-        TQKV__I(open_pair)
+        TQKV__I(open_group)
         (TQKV_I8, NULL, (const uint8_t *)p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, p.at.ahead, x);
-        memcpy(tile + j * 2 * TQKV__BYTES, x, sizeof x);
+        memcpy(tile + j / TQKV__PRODUCTS * 4 * TQKV__BYTES, x, sizeof x);
     }
     for (int left = n_rows, rows; left > 0; left -= rows) {
         rows = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
@@ -5644,6 +5656,9 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__STEP
 #undef TQKV__PADDED
 #undef TQKV__BYTES
+#undef TQKV__WORDS
+#undef TQKV__PRODUCTS
+#undef TQKV__S
 #undef TQKV__SLICE
 #undef TQKV__DECODE_INTEGERS
 #undef TQKV__DECODER_OF
@@ -6543,6 +6558,9 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *runs, flo
 
 #elif defined(TQKV__NEON)
 #include <arm_neon.h>
+#ifdef __linux__
+#include <sys/auxv.h>
+#endif
 
 /* >>neon: part of every AArch64 */
 
@@ -6878,6 +6896,8 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")))
 
+typedef __m512i tqkv__i_sum_avx512, tqkv__i_row_avx512;
+
 TQKV__OP void tqkv__i_load_books_avx512(const int bits, const int8_t *centroids, __m512i *books)
 {
     (void)bits; /* 64 entries are one register */
@@ -6923,6 +6943,8 @@ TQKV__OP __m512i tqkv__i_dot_avx512(__m512i sums, __m512i codes, __m512i integer
     return sums;
 #endif
 }
+#define tqkv__i_whole_avx512(sum) (sum)
+#define tqkv__i_load_row_avx512   tqkv__i_load_codes_avx512
 TQKV__OP __m512i tqkv__i_repeat_avx512(const int16_t *p)
 {
     int32_t lane;
@@ -6979,8 +7001,10 @@ TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_
 
 #define TQKV__(name)        tqkv__##name##_avx512
 #define TQKV__I(name)       tqkv__i_##name##_avx512
+#define TQKV__S(name)       tqkv__i_##name##_avx512
 #define TQKV__ISA_NAME      "avx512"
 #define TQKV__INTEGER_LANES 16
+#define TQKV__PRODUCTS      2
 #define TQKV__PRODUCT_ROWS  4 /* rows whose sums fit in registers */
 #define TQKV__PACKED_ROWS   2
 #include "tqkv.h"
@@ -6990,6 +7014,8 @@ TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_
 /* -- AVX2 -- */
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
+
+typedef __m256i tqkv__i_sum_avx2, tqkv__i_row_avx2;
 
 TQKV__OP void tqkv__i_load_books_avx2(const int bits, const int8_t *centroids, __m256i *books)
 {
@@ -7047,6 +7073,8 @@ TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i codes, __m256i integers)
 {
     return _mm256_add_epi32(sums, _mm256_madd_epi16(codes, integers));
 }
+#define tqkv__i_whole_avx2(sum) (sum)
+#define tqkv__i_load_row_avx2   tqkv__i_load_codes_avx2
 TQKV__OP __m256i tqkv__i_repeat_avx2(const int16_t *p)
 {
     int32_t lane;
@@ -7086,8 +7114,36 @@ TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
 
 #define TQKV__(name)        tqkv__##name##_avx2
 #define TQKV__I(name)       tqkv__i_##name##_avx2
+#define TQKV__S(name)       tqkv__i_##name##_avx2
 #define TQKV__ISA_NAME      "avx2"
 #define TQKV__INTEGER_LANES 8
+#define TQKV__PRODUCTS      2
+#define TQKV__PRODUCT_ROWS  2
+#define TQKV__PACKED_ROWS   0
+#include "tqkv.h"
+
+/* -- AVX2, with a product and a sum in one instruction: AVX-VNNI -- */
+
+#define TQKV__TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
+
+typedef __m256i tqkv__i_sum_avxvnni, tqkv__i_row_avxvnni;
+TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i integers)
+{
+    return _mm256_dpwssd_avx_epi32(sums, codes, integers);
+}
+#define tqkv__i_open_avxvnni        tqkv__i_open_avx2
+#define tqkv__i_whole_avxvnni       tqkv__i_whole_avx2
+#define tqkv__i_load_row_avxvnni    tqkv__i_load_codes_avxvnni
+#define tqkv__i_repeat_avxvnni      tqkv__i_repeat_avx2
+#define tqkv__i_interleave_avxvnni  tqkv__i_interleave_avx2
+#define tqkv__i_store_words_avxvnni tqkv__i_store_words_avx2
+
+#define TQKV__(name)        tqkv__##name##_avx2
+#define TQKV__I(name)       tqkv__i_##name##_avxvnni
+#define TQKV__S(name)       tqkv__i_##name##_avx2
+#define TQKV__ISA_NAME      "avx2"
+#define TQKV__INTEGER_LANES 8
+#define TQKV__PRODUCTS      2
 #define TQKV__PRODUCT_ROWS  2
 #define TQKV__PACKED_ROWS   0
 #include "tqkv.h"
@@ -7100,6 +7156,8 @@ TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
 /* -- NEON -- */
 
 #define TQKV__TARGET
+
+typedef uint32x4_t tqkv__i_sum_neon, tqkv__i_row_neon;
 
 TQKV__OP void tqkv__i_load_books_neon(const int bits, const int8_t *centroids, uint32x4_t *books)
 {
@@ -7145,22 +7203,23 @@ TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const uint32x
     return vreinterpretq_u32_u8(found);
 }
 TQKV__OP uint32x4_t tqkv__i_open_neon(const int8_t *p) { return vreinterpretq_u32_s16(vmovl_s8(vld1_s8(p))); }
+/* Lane i adds up the products of words i and i + 4. */
 TQKV__OP uint32x4_t tqkv__i_dot_neon(uint32x4_t sums, uint32x4_t codes, uint32x4_t integers)
 {
     const int16x8_t x = vreinterpretq_s16_u32(codes), y = vreinterpretq_s16_u32(integers);
-    const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
-    return vaddq_u32(sums, vreinterpretq_u32_s32(vpaddq_s32(low, high)));
+    const int32x4_t low = vmlal_s16(vreinterpretq_s32_u32(sums), vget_low_s16(x), vget_low_s16(y));
+    return vreinterpretq_u32_s32(vmlal_high_s16(low, x, y));
 }
+#define tqkv__i_whole_neon(sum) (sum)
+#define tqkv__i_load_row_neon   tqkv__i_load_codes_neon
 TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int16_t *p)
 {
-    uint32_t lane;
-    memcpy(&lane, p, sizeof lane);
-    return vdupq_n_u32(lane);
+    return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(p), vld1_dup_s16(p + 1)));
 }
 TQKV__OP void tqkv__i_interleave_neon(const int8_t *p, size_t stride, uint32x4_t *x)
 {
-    const int8x16_t a = vld1q_s8(p), b = vld1q_s8(p + stride);
-    const int8x16_t low = vzip1q_s8(a, b), high = vzip2q_s8(a, b);
+    const uint32x4_t a = vreinterpretq_u32_s8(vld1q_s8(p)), b = vreinterpretq_u32_s8(vld1q_s8(p + stride));
+    const int8x16_t low = vreinterpretq_s8_u32(vzip1q_u32(a, b)), high = vreinterpretq_s8_u32(vzip2q_u32(a, b));
     x[0] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
     x[1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
     x[2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
@@ -7179,9 +7238,80 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 
 #define TQKV__(name)        tqkv__##name##_neon
 #define TQKV__I(name)       tqkv__i_##name##_neon
+#define TQKV__S(name)       tqkv__i_##name##_neon
 #define TQKV__ISA_NAME      "neon"
 #define TQKV__INTEGER_LANES 4
+#define TQKV__PRODUCTS      2
 #define TQKV__PRODUCT_ROWS  4
+#define TQKV__PACKED_ROWS   0
+#include "tqkv.h"
+
+/* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed. -- */
+
+#ifdef __clang__
+#define TQKV__TARGET __attribute__((target("dotprod")))
+#else
+#define TQKV__TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
+#endif
+
+typedef struct tqkv__i_digits {
+    uint32x4_t high, low;
+} tqkv__i_sum_dotprod, tqkv__i_row_dotprod;
+
+/* sums + the products of each lane's four bytes. Compilers hide the intrinsic where the file is for an older target. */
+TQKV__OP uint32x4_t tqkv__i_dot_bytes(uint32x4_t sums, uint32x4_t x, uint32x4_t y)
+{
+    __asm__("sdot\t%0.4s, %1.16b, %2.16b" : "+w"(sums) : "w"(x), "w"(y));
+    return sums;
+}
+TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_dotprod(tqkv__i_sum_dotprod sums, uint32x4_t codes, tqkv__i_row_dotprod row)
+{
+    sums.high = tqkv__i_dot_bytes(sums.high, codes, row.high);
+    sums.low = tqkv__i_dot_bytes(sums.low, codes, row.low);
+    return sums;
+}
+TQKV__OP uint32x4_t tqkv__i_whole_dotprod(tqkv__i_sum_dotprod sums)
+{
+    return vaddq_u32(vshlq_n_u32(sums.high, 8), sums.low);
+}
+/* The high bytes of four integers, then their low ones */
+TQKV__OP void tqkv__i_store_words_dotprod(int16_t *p, uint32x4_t x)
+{
+    const int16x4_t words = vmovn_s32(vreinterpretq_s32_u32(x));
+    vst1_s8((int8_t *)(void *)p, vmovn_s16(vcombine_s16(vrshr_n_s16(words, 8), words)));
+}
+TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const int16_t *p)
+{
+    const uint32x4x2_t x = vld2q_u32((const uint32_t *)(const void *)p);
+    const tqkv__i_row_dotprod row = {x.val[0], x.val[1]};
+    return row;
+}
+TQKV__OP tqkv__i_row_dotprod tqkv__i_repeat_dotprod(const int16_t *p)
+{
+    const uint32_t *lanes = (const uint32_t *)(const void *)p;
+    const tqkv__i_row_dotprod row = {vld1q_dup_u32(lanes), vld1q_dup_u32(lanes + 1)};
+    return row;
+}
+TQKV__OP uint32x4_t tqkv__i_open_dotprod(const int8_t *p) { return vreinterpretq_u32_s8(vld1q_s8(p)); }
+TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, uint32x4_t *x)
+{
+    const int8x16_t a = vld1q_s8(p), b = vld1q_s8(p + stride), c = vld1q_s8(p + 2 * stride),
+                    d = vld1q_s8(p + 3 * stride);
+    const uint16x8_t ab = vreinterpretq_u16_s8(vzip1q_s8(a, b)), cd = vreinterpretq_u16_s8(vzip1q_s8(c, d));
+    const uint16x8_t ab_high = vreinterpretq_u16_s8(vzip2q_s8(a, b)), cd_high = vreinterpretq_u16_s8(vzip2q_s8(c, d));
+    x[0] = vreinterpretq_u32_u16(vzip1q_u16(ab, cd));
+    x[1] = vreinterpretq_u32_u16(vzip2q_u16(ab, cd));
+    x[2] = vreinterpretq_u32_u16(vzip1q_u16(ab_high, cd_high));
+    x[3] = vreinterpretq_u32_u16(vzip2q_u16(ab_high, cd_high));
+}
+
+#define TQKV__(name)        tqkv__##name##_neon
+#define TQKV__I(name)       tqkv__i_##name##_dotprod
+#define TQKV__S(name)       tqkv__i_##name##_neon
+#define TQKV__ISA_NAME      "neon"
+#define TQKV__INTEGER_LANES 4
+#define TQKV__PRODUCTS      4
+#define TQKV__PRODUCT_ROWS  2
 #define TQKV__PACKED_ROWS   0
 #include "tqkv.h"
 #endif
@@ -7226,7 +7356,9 @@ static bool tqkv__isa_present(const tqkv__isa *isa)
     return isa != NULL;
 }
 
-static const tqkv__isa *tqkv__isa_chosen; /* the library's only variable: set once, or by tqkv_isa_force */
+/* The library's only variables: set once, or by tqkv_isa_force */
+static const tqkv__isa *tqkv__isa_chosen;
+static char tqkv__products; /* of integers. 1: those that every processor of a set has, 2: AVX-VNNI or DotProd */
 
 static const tqkv__isa *tqkv__isa_named(const char *name)
 {
@@ -7265,26 +7397,43 @@ static const tqkv__isa *tqkv__isa_for_both(int key_dim, int value_dim)
 
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
 
-/* Integers beside the floats of a set, or of a narrower one where the processor lacks their products. */
+static bool tqkv__products_present(void)
+{
+#if defined(TQKV__AVX2)
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax >> 4 & 1;
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return true;
+#elif defined(TQKV__NEON) && defined(__linux__)
+    return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+    return false;
+#endif
+}
+
+/* Asked once: it takes microseconds in a virtual machine. */
+static bool tqkv__has_products(void)
+{
+    char known = __atomic_load_n(&tqkv__products, __ATOMIC_RELAXED);
+    if (!known) known = tqkv__products_present() ? 2 : 1;
+    __atomic_store_n(&tqkv__products, known, __ATOMIC_RELAXED);
+    return known == 2;
+}
+
+/* Integers beside the floats of a set, by the best products that the processor has. */
 static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
 {
-    static const tqkv__integers *const all[] = {
+    const bool best = tqkv__has_products();
 #ifdef TQKV__AVX512
-        &tqkv__i_integers_avx512,
+    if (isa == &tqkv__isa_avx512 && __builtin_cpu_supports("avx512vnni")) return &tqkv__i_integers_avx512;
 #endif
 #ifdef TQKV__AVX2
-        &tqkv__i_integers_avx2,
+    if (isa != &tqkv__isa_scalar) return best ? &tqkv__i_integers_avxvnni : &tqkv__i_integers_avx2;
 #endif
 #ifdef TQKV__NEON
-        &tqkv__i_integers_neon,
+    if (isa != &tqkv__isa_scalar) return best ? &tqkv__i_integers_dotprod : &tqkv__i_integers_neon;
 #endif
-        &tqkv__integers_scalar};
-    const size_t n = sizeof all / sizeof *all;
-#ifdef TQKV__AVX512
-    if (isa == &tqkv__isa_avx512 && !__builtin_cpu_supports("avx512vnni")) isa = &tqkv__isa_avx2;
-#endif
-    for (size_t i = 0; i < n; i++)
-        if (all[i]->floats == isa) return all[i];
+    (void)isa, (void)best;
     return &tqkv__integers_scalar;
 }
 

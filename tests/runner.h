@@ -107,6 +107,7 @@ void test_isa_cases(void);
 void test_threads_cases(void);
 
 /* The codec's tables for the independent reference, defined in test_tables.c. */
+char test_set_products(char products);  /* tqkv__products; returns what it was. 0: not asked yet */
 const float *test_codebook(int bits);   /* [1 << bits] */
 const float *test_boundaries(int bits); /* [(1 << bits) - 1] */
 const uint8_t *test_signs(void);        /* [64] */

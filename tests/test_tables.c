@@ -10,6 +10,13 @@ void test_explain(const char *text);
 
 #include <math.h>
 
+char test_set_products(char products)
+{
+    const char before = tqkv__products;
+    tqkv__products = products;
+    return before;
+}
+
 const float *test_codebook(int bits)
 {
     return bits == 2   ? tqkv__tables.codebook_2
