@@ -257,7 +257,16 @@ TQKV_API tqkv_parallel tqkv_team_parallel(tqkv_team *team);
 TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team);
 
 /* >>store
-   One stream (keys or values) of one layer in the caller's memory:
+   Where the caller's rows lie: that of a token (or position, or query) t and a head h begins at value t * token + h * head.
+   0: as in [token][head][dim] without gaps, that is dim for head and n_heads * dim for token. For [head][token][dim]: token =
+   dim, head = n_tokens * dim; for a third of fused projections: token = 3 * n_heads * dim. Rows that are read may share
+   values, rows that are written may not. What lies between the rows of an output may be another output of the same strides;
+   for all else it counts as written in the checks of what overlaps, but is not touched. Not on a GPU: TQKV_UNSUPPORTED. */
+typedef struct tqkv_strides {
+    size_t token, head;
+} tqkv_strides;
+
+/* One stream (keys or values) of one layer in the caller's memory:
    codes [n_kv_heads][capacity][row_bytes], norms [n_kv_heads][capacity][norms_per_row], nothing else.
    Linear: position p is slot p. Ring: slot p mod capacity. Paged: a pool of `capacity` slots for many sequences, each with
    a store of its own over the same codes and norms; position p is slot pages[p / page_size] * page_size + p % page_size.
@@ -286,6 +295,7 @@ typedef struct tqkv_store {
     int n_pages, page_size; /* page_size: in positions, a multiple of 64 that divides capacity */
     tqkv_parallel
         parallel; /* for encode, encode_slots and store_convert, of many rows; zero = the calling thread alone */
+    tqkv_strides strides; /* of rows given to encode, probe, mean and measure, and written by decode */
 } tqkv_store;
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -379,6 +389,7 @@ typedef struct tqkv_attention {
     tqkv_allocator allocator; /* scratch; zero = malloc, free */
     tqkv_type query_type, output_type; /* of q and out. Outputs are rounded once, at the end; too large for a half:
                                           infinity. Sums of slices are always float. */
+    tqkv_strides query_strides, output_strides; /* of q and out; sums of slices have no gaps */
     /* [n_queries], at most 64, or NULL. Of the newest n_queries positions query i sees position j of them only if bit j
        of tree[i] is set and j <= i: for drafts with several branches. Higher bits are ignored. */
     const uint64_t *tree;
@@ -494,6 +505,11 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms, both st
 /* Centres of the keys and the values, as tqkv_store's: [n_kv_heads][head_dim or value_dim], copied; NULL: none. Only while end is 0,
    else TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. */
 TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values);
+/* Strides of the rows that later calls take and give; NULL, and at first: none. Copies and snapshots have none. */
+typedef struct tqkv_cache_layout {
+    tqkv_strides k, v, q, out;
+} tqkv_cache_layout;
+TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout);
 /* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
    the oldest resident position. 0 is always valid and empties the cache. */
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
@@ -1247,7 +1263,8 @@ static size_t tqkv__type_size(tqkv_type type)
 {
     return type == TQKV_TYPE_F32 ? sizeof(float) : type == TQKV_TYPE_F16 || type == TQKV_TYPE_BF16 ? 2 : 0;
 }
-#define TQKV__NO_TYPE "type, query_type or output_type: no tqkv_type"
+#define TQKV__ROWS_SHARED "strides: rows that are written share values"
+#define TQKV__NO_TYPE     "type, query_type or output_type: no tqkv_type"
 
 #define TQKV__SIZE_TEXT(x, dim, ...) #dim ", "
 #define TQKV__HEAD_DIMS                                                                                                \
@@ -1271,6 +1288,7 @@ typedef struct tqkv__stream {
     float *norms;
     size_t codes_size, norms_size; /* bytes in use */
     tqkv_type type;                /* of the caller's rows; tqkv__check_rows checks it */
+    tqkv_strides strides;          /* likewise */
     const float *center;           /* [n_kv_heads][head_dim] or NULL */
     const int32_t *pages;          /* [n_pages] or NULL: no table, or one that the processor does not know */
     int n_pages, page_size;        /* 0 without a table */
@@ -1278,6 +1296,43 @@ typedef struct tqkv__stream {
     int8_t centroids[64];          /* integers, and their step; see tqkv__fill_integers */
     float step;
 } tqkv__stream;
+
+/* Strides with their defaults. n_heads * dim does not overflow. */
+static tqkv_strides tqkv__strides_of(tqkv_strides strides, int n_heads, int dim)
+{
+    if (!strides.head) strides.head = (size_t)dim;
+    if (!strides.token) strides.token = (size_t)n_heads * (size_t)dim;
+    return strides;
+}
+
+static bool tqkv__without_gaps(tqkv_strides strides, int n_heads, int dim)
+{
+    return strides.head == (size_t)dim && strides.token == (size_t)n_heads * (size_t)dim;
+}
+
+/* Bytes from the first of [n][n_heads] rows to the end of the last one; false if one cannot compute with them. */
+static bool tqkv__rows_extent(tqkv_strides strides, int n, int n_heads, int dim, size_t value_size, size_t *bytes)
+{
+    size_t token, head;
+    *bytes = 0;
+    if (strides.token > SIZE_MAX / 64 || strides.head > SIZE_MAX / 64) return false;
+    if (n <= 0 || n_heads <= 0) return true;
+    if (!tqkv__size_multiply((size_t)n - 1, strides.token, &token) ||
+        !tqkv__size_multiply((size_t)n_heads - 1, strides.head, &head) || token > SIZE_MAX - head ||
+        token + head > SIZE_MAX - (size_t)dim)
+        return false;
+    return tqkv__size_multiply(token + head + (size_t)dim, value_size, bytes) && *bytes <= SIZE_MAX / 8;
+}
+
+/* Whether no two of [n][n_heads] rows share a value; follows tqkv__rows_extent. */
+static bool tqkv__rows_distinct(tqkv_strides strides, int n, int n_heads, int dim)
+{
+    const size_t row = (size_t)dim, heads = n_heads > 1 ? (size_t)(n_heads - 1) * strides.head + row : row;
+    const size_t tokens = n > 1 ? (size_t)(n - 1) * strides.token + row : row;
+    if (n <= 1) return n_heads <= 1 || strides.head >= row;
+    if (n_heads <= 1) return strides.token >= row;
+    return (strides.head >= row && strides.token >= heads) || (strides.token >= row && strides.head >= tokens);
+}
 
 /* Takes a page table and checks it, except for its entries. */
 static tqkv_result tqkv__table_shape(const tqkv_store *store, tqkv__stream *s)
@@ -1317,6 +1372,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->n_kv_heads = store->n_kv_heads;
     s->capacity = store->capacity;
     s->type = store->type;
+    s->strides = tqkv__strides_of(store->strides, store->n_kv_heads, store->head_dim);
     s->ring = store->ring;
     s->rotated = s->kind != TQKV__HALF && !store->unrotated;
     s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
@@ -1553,13 +1609,13 @@ static tqkv_result tqkv__open_positions(const tqkv_store *store, int n, int64_t 
     return tqkv__check_positions(s, n, position);
 }
 
-/* Row `index` of src: [n][head_dim] */
-static const void *tqkv__source_row(const tqkv__stream *s, const void *src, size_t index)
+/* The caller's row of a token and a head. */
+static const void *tqkv__source_row(const tqkv__stream *s, const void *src, size_t token, size_t head)
 {
-    return (const uint8_t *)src + index * (size_t)s->head_dim * tqkv__type_size(s->type);
+    return (const uint8_t *)src + (token * s->strides.token + head * s->strides.head) * tqkv__type_size(s->type);
 }
 
-/* Checks p: [n][n_kv_heads][head_dim] of the stream's type; *bytes: their size. */
+/* Checks p: [n][n_kv_heads] rows of the stream's type and strides; *bytes: their size, with gaps. */
 static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n, size_t *bytes)
 {
     const size_t size = tqkv__type_size(s->type);
@@ -1567,9 +1623,9 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     if (!p) return TQKV__INVALID("the rows are NULL");
     if (n < 0) return TQKV__INVALID("the number of tokens or positions is negative");
     if ((uintptr_t)p % size) return TQKV__INVALID("the rows are not aligned as their type");
-    if (!tqkv__array_size(n, s->n_kv_heads, s->head_dim, sizeof(float), bytes))
+    if (!tqkv__array_size(n, s->n_kv_heads, s->head_dim, sizeof(float), bytes) ||
+        !tqkv__rows_extent(s->strides, n, s->n_kv_heads, s->head_dim, size, bytes))
         return TQKV__INVALID("rows of more than SIZE_MAX bytes");
-    *bytes = *bytes / sizeof(float) * size;
     return TQKV_OK;
 }
 
@@ -1581,7 +1637,10 @@ static bool tqkv__encoding_overlaps(const tqkv__stream *s, const void *p, size_t
 
 TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
 {
-    return (size_t)n_tokens * (size_t)s->n_kv_heads * (size_t)s->head_dim * tqkv__type_size(s->type);
+    size_t bytes;
+    const tqkv_strides strides = tqkv__strides_of(s->strides, s->n_kv_heads, s->head_dim);
+    const size_t size = tqkv__type_size(s->type);
+    return tqkv__rows_extent(strides, n_tokens, s->n_kv_heads, s->head_dim, size, &bytes) ? bytes : 0;
 }
 
 static void *tqkv__malloc(void *user, size_t size)
@@ -2379,10 +2438,24 @@ static tqkv_result tqkv__encode_open(const tqkv_store *store, const void *src, i
     return r == TQKV_OK ? tqkv__check_written(s, n_tokens, position) : r;
 }
 
+/* Whether [n][n_heads] rows hold neither NaN nor infinity: in one go, or token by token, or row by row. */
+static bool tqkv__all_rows_finite(const tqkv__codec *codec, tqkv_type type, const void *p, tqkv_strides strides, int n,
+                                  int n_heads, int dim)
+{
+    const size_t size = tqkv__type_size(type), row = (size_t)dim, heads = (size_t)n_heads;
+    if (tqkv__without_gaps(strides, n_heads, dim)) return codec->rows_finite(type, p, (size_t)n * heads * row);
+    const size_t runs = strides.head == row ? 1 : heads, length = heads / runs * row;
+    for (size_t t = 0; t < (size_t)n; t++)
+        for (size_t h = 0; h < runs; h++)
+            if (!codec->rows_finite(type, (const uint8_t *)p + (t * strides.token + h * strides.head) * size, length))
+                return false;
+    return true;
+}
+
 static bool tqkv__rows_finite(const tqkv__stream *s, const void *src, int n_tokens)
 {
-    return tqkv__codec_for(s->head_dim)
-        ->rows_finite(s->type, src, (size_t)n_tokens * (size_t)s->n_kv_heads * (size_t)s->head_dim);
+    return tqkv__all_rows_finite(tqkv__codec_for(s->head_dim), s->type, src, s->strides, n_tokens, s->n_kv_heads,
+                                 s->head_dim);
 }
 
 static tqkv_result tqkv__check_finite(const tqkv__stream *s, const void *src, int n_tokens)
@@ -2425,8 +2498,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from
         const int slot = tqkv__slot(s, position + t);
         if (slot >= 0)
             for (int h = 0; h < s->n_kv_heads; h++) {
-                const size_t source_row = (size_t)t * (size_t)s->n_kv_heads + (size_t)h;
-                rows[n].src = tqkv__source_row(s, src, source_row);
+                rows[n].src = tqkv__source_row(s, src, (size_t)t, (size_t)h);
                 rows[n].center = tqkv__center_of(s, h);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
@@ -2463,8 +2535,7 @@ static void tqkv__encode_task(void *context, int index)
     if (job->encode)
         tqkv__encode_tokens(s, src, from, to, job->position);
     else
-        job->bad[index] =
-            !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from * (size_t)s->n_kv_heads), to - from);
+        job->bad[index] = !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from, 0), to - from);
 }
 
 static void tqkv__encode_job_open(tqkv__encode_job *job, const tqkv_parallel *parallel, int n_tokens, int64_t position)
@@ -2565,15 +2636,16 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_
     float norms[TQKV_MAX_HEAD_DIM / 128];
     tqkv_result r = tqkv__open_source(store, src, n_tokens, &s, &bytes);
     if (r != TQKV_OK) return r;
-    const size_t scaled_bytes = bytes / tqkv__type_size(s.type) * sizeof(float);
+    const size_t scaled_bytes = (size_t)n_tokens * (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float);
     if (!tqkv__floats_at(scaled) || tqkv__source_overlaps(&s, src, bytes, scaled, scaled_bytes))
         return TQKV__INVALID("scaled: NULL, not aligned as floats, or overlaps src or the centre");
     if ((r = tqkv__check_finite(&s, src, n_tokens)) != TQKV_OK) return r;
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
     for (int i = 0; i < n_tokens; i++)
-        for (int h = 0; h < s.n_kv_heads; h++, src = tqkv__source_row(&s, src, 1), scaled += s.head_dim) {
-            codec->widen(s.type, src, tqkv__center_of(&s, h), s.head_dim, scaled);
+        for (int h = 0; h < s.n_kv_heads; h++, scaled += s.head_dim) {
+            const void *row = tqkv__source_row(&s, src, (size_t)i, (size_t)h);
+            codec->widen(s.type, row, tqkv__center_of(&s, h), s.head_dim, scaled);
             codec->scale_row(&s, scaled, norms);
         }
     tqkv__fp_restore(mode);
@@ -2590,20 +2662,19 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
     if ((r = tqkv__check_rows(&s, dst, n_positions, &bytes)) != TQKV_OK) return r;
     if (!tqkv__basis_known(basis)) return TQKV__INVALID("basis: no tqkv_basis");
     if (tqkv__stream_overlaps(&s, dst, bytes)) return TQKV__INVALID("dst overlaps the store");
+    if (!tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
-    float wide[TQKV_MAX_HEAD_DIM], *row = s.type == TQKV_TYPE_F32 ? (float *)dst : wide;
+    float wide[TQKV_MAX_HEAD_DIM];
     for (int p = 0; p < n_positions; p++) {
         const int slot = tqkv__slot(&s, position + p);
         for (int h = 0; h < s.n_kv_heads; h++) {
+            void *to = (void *)(uintptr_t)tqkv__source_row(&s, dst, (size_t)p, (size_t)h);
+            float *row = s.type == TQKV_TYPE_F32 ? (float *)to : wide;
             tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), row);
             if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(row, s.head_dim);
             tqkv__add_center(&s, h, s.rotated && basis == TQKV_ROTATED, row);
-            if (row == wide)
-                codec->narrow(s.type, row, s.head_dim, dst);
-            else
-                row += s.head_dim;
-            dst = (uint8_t *)dst + (size_t)s.head_dim * tqkv__type_size(s.type);
+            if (row == wide) codec->narrow(s.type, row, s.head_dim, to);
         }
     }
     tqkv__fp_restore(mode);
@@ -2791,8 +2862,7 @@ TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_t
         double sums[TQKV_MAX_HEAD_DIM] = {0};
         for (size_t t = 0; t < (size_t)n_tokens; t++) {
             float row[TQKV_MAX_HEAD_DIM];
-            tqkv__codec_for(s.head_dim)
-                ->widen(s.type, tqkv__source_row(&s, src, t * n_kv_heads + h), NULL, s.head_dim, row);
+            tqkv__codec_for(s.head_dim)->widen(s.type, tqkv__source_row(&s, src, t, h), NULL, s.head_dim, row);
             for (size_t d = 0; d < head_dim; d++) sums[d] += (double)row[d];
         }
         for (size_t d = 0; d < head_dim; d++) mean[h * head_dim + d] = n_tokens ? (float)(sums[d] / n_tokens) : 0.0f;
@@ -2875,9 +2945,9 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
-        m.first = tqkv__source_row(&s, src, (size_t)h);
+        m.first = tqkv__source_row(&s, src, 0, (size_t)h);
         for (int t = 0; t < n_tokens; t++) {
-            const void *at = tqkv__source_row(&s, src, (size_t)t * (size_t)s.n_kv_heads + (size_t)h);
+            const void *at = tqkv__source_row(&s, src, (size_t)t, (size_t)h);
             const tqkv__row row = {at, tqkv__center_of(&s, h), codes, norms};
             codec->encode_rows(&s, &q, &row, 1);
             tqkv__add_moments(&s, h, &row, &m);
@@ -2929,6 +2999,7 @@ typedef struct tqkv__attention {
     bool rotate_queries, unrotate_output;      /* rotate_queries: the keys' part */
     bool shared;                               /* keys and values are one stream */
     size_t n_rows, q_elements, out_elements;   /* n_queries * n_heads, and times key_dim or value_dim */
+    size_t q_size, out_size;                   /* bytes of the caller's rows, with gaps */
     const struct tqkv__isa *isa;
     int matrix_group; /* on a GPU; 0 = the default */
     /* Makes integers of a query; NULL: floats. See tqkv__integers. */
@@ -7475,6 +7546,7 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
 
 #define TQKV__FLOATS_ON_GPU  "arithmetic: a GPU multiplies floats only"
 #define TQKV__NO_TAIL_ON_GPU "tail: not on a GPU"
+#define TQKV__GAPS_ON_GPU    "strides: not on a GPU"
 
 /* Changes to the integers of the set, if the call asks for them. */
 static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
@@ -7519,6 +7591,21 @@ static float tqkv__inverse_root(int n)
     return tqkv__head_dim_known(n) ? TQKV__INV_SQRT(n) : (float)(1.0 / sqrt((double)n));
 }
 
+/* Resolves the strides of q and out, and finds their sizes. */
+static tqkv_result tqkv__take_strides(tqkv__attention *a)
+{
+    tqkv_attention *call = &a->call;
+    const int n = call->n_queries, n_heads = call->n_heads;
+    call->query_strides = tqkv__strides_of(call->query_strides, n_heads, a->key_dim);
+    call->output_strides = tqkv__strides_of(call->output_strides, n_heads, a->value_dim);
+    const size_t q_type = tqkv__type_size(call->query_type), out_type = tqkv__type_size(call->output_type);
+    if (!tqkv__rows_extent(call->query_strides, n, n_heads, a->key_dim, q_type, &a->q_size) ||
+        !tqkv__rows_extent(call->output_strides, n, n_heads, a->value_dim, out_type, &a->out_size))
+        return TQKV__INVALID("query_strides or output_strides: rows of more than SIZE_MAX bytes");
+    if (tqkv__rows_distinct(call->output_strides, n, n_heads, a->value_dim)) return TQKV_OK;
+    return TQKV__INVALID(TQKV__ROWS_SHARED);
+}
+
 /* Resolves and checks everything except the stores' buffers and the resident range. */
 static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attention *r)
 {
@@ -7558,6 +7645,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
         !tqkv__size_multiply(r->n_rows, (size_t)r->value_dim, &r->out_elements) || r->out_elements > SIZE_MAX / 64 ||
         r->n_rows > (size_t)INT_MAX)
         return TQKV__INVALID("n_queries * n_heads * head_dim is too large");
+    if ((result = tqkv__take_strides(r)) != TQKV_OK) return result;
     if ((result = tqkv__take_arithmetic(r)) != TQKV_OK) return result;
     return tqkv__check_tree_and_sinks(call);
 }
@@ -7963,10 +8051,25 @@ static size_t tqkv__caller_row(const tqkv__attention *a, const tqkv__item *item,
     return (size_t)(row / a->group) * (size_t)a->call.n_heads + (size_t)(item->kv_head * a->group + row % a->group);
 }
 
-/* The caller's query or output `row`. */
+/* The value at which a row of the caller begins. */
+static size_t tqkv__row_begin(const tqkv__attention *a, tqkv_strides strides, size_t row)
+{
+    const size_t n_heads = (size_t)a->call.n_heads;
+    return row / n_heads * strides.token + row % n_heads * strides.head;
+}
+
 static const void *tqkv__query_at(const tqkv__attention *a, const void *q, size_t row)
 {
-    return (const uint8_t *)q + row * (size_t)a->key_dim * tqkv__type_size(a->call.query_type);
+    return (const uint8_t *)q + tqkv__row_begin(a, a->call.query_strides, row) * tqkv__type_size(a->call.query_type);
+}
+
+/* Sums of slices have no gaps. */
+static void *tqkv__output_at(const tqkv__part *part, size_t row)
+{
+    const tqkv__attention *a = part->a;
+    if (part->max) return (float *)part->out + row * (size_t)a->value_dim;
+    return (uint8_t *)part->out +
+           tqkv__row_begin(a, a->call.output_strides, row) * tqkv__type_size(a->call.output_type);
 }
 
 /* A part of the caller's query: [head_dim] of part 0 or 1 of the keys */
@@ -8068,8 +8171,8 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__ite
     tqkv__add_center(&a->values, item->kv_head, a->values.rotated, center);
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
-        uint8_t *to = (uint8_t *)part->out + row * (size_t)a->value_dim * tqkv__type_size(type);
-        float *out = type == TQKV_TYPE_F32 ? (float *)(void *)to : wide, max = sums->max[i], sum = sums->sum[i];
+        void *to = tqkv__output_at(part, row);
+        float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, part->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
         if (scored || a->values.center) tqkv__add_centers(a, score, a->values.center ? center : NULL, out, &max, &sum);
@@ -8375,8 +8478,7 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
 static bool tqkv__reads(const tqkv__attention *a, const void *q, const void *p, size_t size)
 {
     return tqkv__stream_overlaps(&a->keys, p, size) || tqkv__stream_overlaps(&a->values, p, size) ||
-           (a->call.tail && tqkv__stream_overlaps(&a->tail, p, size)) ||
-           tqkv__overlap(q, a->q_elements * tqkv__type_size(a->call.query_type), p, size) ||
+           (a->call.tail && tqkv__stream_overlaps(&a->tail, p, size)) || tqkv__overlap(q, a->q_size, p, size) ||
            tqkv__overlap(a->call.sinks, (size_t)a->call.n_heads * sizeof(float), p, size) ||
            tqkv__overlap(a->call.tree, (size_t)a->call.n_queries * sizeof(uint64_t), p, size);
 }
@@ -8390,14 +8492,16 @@ static tqkv_result tqkv__check_attend(const tqkv__attention *a, const void *q, c
         if (tqkv__reads(a, q, arrays->at[i], arrays->size[i]))
             return TQKV__INVALID("an output overlaps q, a store, the sinks or the tree");
     const tqkv_result r = tqkv__check_arrays(arrays, arrays->n);
-    if (r != TQKV_OK || a->isa->codec->rows_finite(a->call.query_type, q, a->q_elements)) return r;
+    if (r != TQKV_OK || tqkv__all_rows_finite(a->isa->codec, a->call.query_type, q, a->call.query_strides,
+                                              a->call.n_queries, a->call.n_heads, a->key_dim))
+        return r;
     return TQKV__REFUSE(NOT_FINITE, "q holds NaN or infinity");
 }
 
 static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const void *q, const void *out)
 {
     const size_t size = tqkv__type_size(a->call.output_type);
-    const tqkv__arrays arrays = {{out}, {a->out_elements * size}, 1, size};
+    const tqkv__arrays arrays = {{out}, {a->out_size}, 1, size};
     return tqkv__check_attend(a, q, &arrays);
 }
 
@@ -8416,9 +8520,27 @@ TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q,
     return r == TQKV_OK ? tqkv__attend(&a, q, out) : r;
 }
 
-static size_t tqkv__out_size(const tqkv__part *part)
+/* Whether rows of two outputs share bytes. Outputs of the same strides may lie between each other's rows. */
+static bool tqkv__output_rows_overlap(const tqkv__part *x, const tqkv__part *y)
 {
-    return part->a->out_elements * tqkv__type_size(part->a->call.output_type);
+    const tqkv__attention *a = x->a, *b = y->a;
+    const size_t size = tqkv__type_size(a->call.output_type);
+    const tqkv_strides s = a->call.output_strides;
+    if (!tqkv__overlap(x->out, a->out_size, y->out, b->out_size)) return false;
+    if (s.token != b->call.output_strides.token || s.head != b->call.output_strides.head ||
+        a->value_dim != b->value_dim || a->call.output_type != b->call.output_type)
+        return true;
+    const int64_t token = (int64_t)(s.token * size), head = (int64_t)(s.head * size),
+                  row = (int64_t)((size_t)a->value_dim * size);
+    const int64_t apart = (int64_t)((uintptr_t)y->out - (uintptr_t)x->out);
+    for (int h = 1 - a->call.n_heads; h < b->call.n_heads; h++) {
+        const int64_t rest = apart + h * head; /* a row of y and one of x differ by this and some tokens */
+        int64_t t = -rest / token;             /* overlap needs |rest + t * token| < row: t or a neighbour */
+        for (t--; t <= -rest / token + 1; t++)
+            if (t > -a->call.n_queries && t < b->call.n_queries && rest + t * token < row && rest + t * token > -row)
+                return true;
+    }
+    return false;
 }
 
 /* Whether the output of one call overlaps an array of another. Outputs that ascend, apart from all that is read, need no
@@ -8429,17 +8551,15 @@ static bool tqkv__parts_overlap(const tqkv__part *parts, int n)
     bool apart = true;
     for (int i = 0; i < n; i++) {
         apart = apart && (uintptr_t)parts[i].out >= high;
-        high = (uintptr_t)parts[i].out + tqkv__out_size(&parts[i]);
+        high = (uintptr_t)parts[i].out + parts[i].a->out_size;
     }
     for (int i = 0; i < n; i++) apart = apart && !tqkv__reads(parts[i].a, parts[i].q, (const void *)low, high - low);
     if (!apart)
         for (int i = 0; i < n; i++)
             for (int j = 0; j < n; j++) {
                 if (i == j) continue;
-                const void *out = parts[i].out;
-                const size_t size = tqkv__out_size(&parts[i]);
-                if (tqkv__reads(parts[j].a, parts[j].q, out, size)) return true;
-                if (tqkv__overlap(parts[j].out, tqkv__out_size(&parts[j]), out, size)) return true;
+                if (tqkv__reads(parts[j].a, parts[j].q, parts[i].out, parts[i].a->out_size)) return true;
+                if (tqkv__output_rows_overlap(&parts[i], &parts[j])) return true;
             }
     return false;
 }
@@ -9148,6 +9268,20 @@ TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, con
         return TQKV__INVALID("a centre lies in the cache");
     tqkv__cache_center(c, 0, keys);
     tqkv__cache_center(c, 1, values);
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout)
+{
+    tqkv_cache_layout none;
+    memset(&none, 0, sizeof none);
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    if (c->metal && layout) return TQKV__REFUSE(UNSUPPORTED, TQKV__GAPS_ON_GPU);
+    if (!layout) layout = &none;
+    c->keys.strides = layout->k;
+    c->values.strides = layout->v;
+    c->attention.query_strides = layout->q;
+    c->attention.output_strides = layout->out;
     return TQKV_OK;
 }
 
@@ -10198,6 +10332,8 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
 {
     const tqkv_result r = tqkv__plan_values(s, n_tokens, n_values);
     if (r != TQKV_OK) return r;
+    if (!tqkv__without_gaps(s->strides, s->n_kv_heads, s->head_dim))
+        return TQKV__REFUSE(UNSUPPORTED, TQKV__GAPS_ON_GPU);
     if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
     const size_t n_rows = (size_t)n_tokens * (size_t)s->n_kv_heads;
     tqkv__rows_args args;
@@ -10799,6 +10935,9 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (r == TQKV_OK) r = tqkv__check_kernels(a->key_dim, a->value_dim);
     if (r == TQKV_OK && a->round_query) r = TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     if (r == TQKV_OK && a->call.tail) r = TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TAIL_ON_GPU);
+    if (r == TQKV_OK && (!tqkv__without_gaps(a->call.query_strides, a->call.n_heads, a->key_dim) ||
+                         !tqkv__without_gaps(a->call.output_strides, a->call.n_heads, a->value_dim)))
+        r = TQKV__REFUSE(UNSUPPORTED, TQKV__GAPS_ON_GPU);
     a->matrix_group = from->matrix_group;
     if (r != TQKV_OK || !a->keys.page_size == !a->values.page_size) return r;
     return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");

@@ -33,6 +33,7 @@ static void add_all_cases(void)
     test_fault_cases();
     test_file_cases();
     test_isa_cases();
+    test_strides_cases();
     test_threads_cases();
 }
 

@@ -104,6 +104,7 @@ void test_input_cases(void);
 void test_fault_cases(void);
 void test_file_cases(void);
 void test_isa_cases(void);
+void test_strides_cases(void);
 void test_threads_cases(void);
 
 /* The codec's tables for the independent reference, defined in test_tables.c. */

@@ -1,0 +1,281 @@
+/* Strides of sources, queries and outputs: the bits of the same rows without gaps, and nothing written between them. */
+#include "attend_fixture.h"
+#include "cache_fixture.h"
+
+enum { TOKENS = 37, DIM = 64, HEADS = CACHE_HEADS, QUERY_HEADS = CACHE_HEADS * CACHE_GROUP, GAP_BYTE = 0xee };
+
+typedef struct layout_row {
+    const char *name;
+    int token, head, begin; /* in dims; for TOKENS tokens of HEADS heads */
+} layout_row;
+
+static const layout_row layouts[] = {{"fused", 3 * HEADS, 1, HEADS},
+                                     {"head_major", 1, TOKENS, 0},
+                                     {"gaps", 5 * HEADS, 2, 1},
+                                     {"gaps_head_major", 2, 2 * TOKENS, 0}};
+
+static size_t type_size(tqkv_type type) { return type == TQKV_TYPE_F32 ? 4 : 2; }
+
+static tqkv_strides strides_of(const layout_row *l)
+{
+    const tqkv_strides s = {(size_t)(l->token * DIM), (size_t)(l->head * DIM)};
+    return s;
+}
+
+/* The row of token t and head h in memory of that layout. */
+static uint8_t *row_at(const layout_row *l, void *memory, size_t size, int t, int h)
+{
+    return (uint8_t *)memory + (size_t)(l->begin + t * l->token + h * l->head) * DIM * size;
+}
+
+static size_t memory_size(const layout_row *l, size_t size, int n, int n_heads)
+{
+    return (size_t)(l->begin + (n - 1) * l->token + (n_heads - 1) * l->head + 1) * DIM * size;
+}
+
+/* The rows [n][n_heads] in that layout, GAP_BYTE between them. */
+static void *spread_rows(const layout_row *l, const void *rows, size_t size, int n, int n_heads)
+{
+    void *memory = test_alloc_filled(memory_size(l, size, n, n_heads), GAP_BYTE);
+    for (int i = 0; i < n * n_heads; i++)
+        memcpy(row_at(l, memory, size, i / n_heads, i % n_heads), (const uint8_t *)rows + (size_t)i * DIM * size,
+               DIM * size);
+    return memory;
+}
+
+static bool is_spread(const layout_row *l, const void *memory, const void *rows, size_t size, int n, int n_heads)
+{
+    void *expected = spread_rows(l, rows, size, n, n_heads);
+    const bool same = !memcmp(expected, memory, memory_size(l, size, n, n_heads));
+    free(expected);
+    return same;
+}
+
+static bool is_same_store(const tqkv_store *a, const tqkv_store *b)
+{
+    return !memcmp(a->codes, b->codes, a->codes_size) && (!a->norms_size || !memcmp(a->norms, b->norms, a->norms_size));
+}
+
+/* ---- Encode, encode_slots, probe, mean, measure, decode ---- */
+
+typedef struct codec_row {
+    layout_row layout;
+    tqkv_type type;
+    tqkv_format format;
+} codec_row;
+
+static void check_codec(const void *parameters)
+{
+    const codec_row *row = (const codec_row *)parameters;
+    const layout_row *l = &row->layout;
+    const size_t size = type_size(row->type), values = TOKENS * HEADS * DIM;
+    tqkv_store packed = test_store(row->format, DIM, HEADS, TOKENS, false), strided = packed;
+    uint16_t *halves = (uint16_t *)test_alloc(values * sizeof(float));
+    float *rows = (float *)(void *)halves, scaled[2][TOKENS * HEADS * DIM], mean[2][HEADS * DIM];
+    tqkv_quality quality[2][HEADS];
+    int32_t slots[TOKENS];
+    data_rows(3, DATA_GAUSSIAN, rows, TOKENS * HEADS, DIM);
+    for (size_t i = 0; i < values && size == 2; i++)
+        halves[i] = (uint16_t)(0x3c00u + i * 2654435761u % 1024u); /* finite in both types */
+    for (int i = 0; i < TOKENS; i++) slots[i] = i;
+    strided = test_store(row->format, DIM, HEADS, TOKENS, false);
+    packed.type = strided.type = row->type;
+    strided.strides = strides_of(l);
+    void *memory = spread_rows(l, rows, size, TOKENS, HEADS);
+    const void *src = row_at(l, memory, size, 0, 0);
+    CHECK_RESULT(tqkv_encode(&packed, rows, TOKENS, 0), TQKV_OK);
+    for (int way = 0; way < 2; way++) {
+        memset(strided.codes, 0, strided.codes_size);
+        CHECK_RESULT(way ? tqkv_encode(&strided, src, TOKENS, 0) : tqkv_encode_slots(&strided, src, TOKENS, slots),
+                     TQKV_OK);
+        CHECK(is_same_store(&packed, &strided), "other codes, way %d", way);
+    }
+    const tqkv_store *const stores[2] = {&packed, &strided};
+    const void *const sources[2] = {rows, src};
+    for (int i = 0; i < 2; i++) {
+        CHECK_RESULT(tqkv_probe(stores[i], sources[i], TOKENS, scaled[i]), TQKV_OK);
+        CHECK_RESULT(tqkv_mean(stores[i], sources[i], TOKENS, mean[i]), TQKV_OK);
+        CHECK_RESULT(tqkv_measure(stores[i], sources[i], TOKENS, quality[i]), TQKV_OK);
+    }
+    CHECK(!memcmp(scaled[0], scaled[1], sizeof scaled[0]), "probe");
+    CHECK(!memcmp(mean[0], mean[1], sizeof mean[0]), "mean");
+    CHECK(!memcmp(quality[0], quality[1], sizeof quality[0]), "measure");
+    CHECK_RESULT(tqkv_decode(&packed, 0, TOKENS, TQKV_ORIGINAL, rows), TQKV_OK);
+    CHECK_RESULT(tqkv_decode(&strided, 0, TOKENS, TQKV_ORIGINAL, row_at(l, memory, size, 0, 0)), TQKV_OK);
+    CHECK(is_spread(l, memory, rows, size, TOKENS, HEADS), "decode");
+    memset(row_at(l, memory, size, TOKENS - 1, HEADS - 1) + (DIM - 1) * size, 0xff, size); /* NaN */
+    CHECK_RESULT(tqkv_encode(&strided, src, TOKENS, 0), TQKV_NOT_FINITE);
+    CHECK(is_same_store(&packed, &strided), "a refused encode has written");
+    test_store_free(&packed);
+    test_store_free(&strided);
+    free(halves);
+    free(memory);
+}
+
+/* ---- Attention, whole, as a slice, in a batch whose outputs interleave, and by a cache ---- */
+
+static void check_attend(const void *parameters)
+{
+    enum { N = 3 };
+    const codec_row *row = (const codec_row *)parameters;
+    layout_row l = row->layout;
+    if (l.token < l.head)
+        l.head = l.head / TOKENS * N; /* head by head: for N queries */
+    else
+        l.token *= CACHE_GROUP;
+    attend_row problem_row = attend_default_row(row->format, TQKV_TQ4, DIM);
+    problem_row.n_queries = N;
+    attend_problem problem;
+    attend_set_up(&problem, &problem_row);
+    const size_t size = type_size(row->type), bytes = problem.n_rows * DIM * sizeof(float);
+    tqkv_attention packed = problem.attention, a = packed;
+    float *slice = (float *)test_alloc(2 * bytes), max[2][N * QUERY_HEADS], sum[2][N * QUERY_HEADS];
+    void *q = spread_rows(&l, problem.q, sizeof(float), N, QUERY_HEADS);
+    const void *q_at = row_at(&l, q, sizeof(float), 0, 0);
+    void *out = test_alloc_filled(memory_size(&l, size, N, QUERY_HEADS), GAP_BYTE),
+         *out_at = row_at(&l, out, size, 0, 0);
+    a.query_strides = a.output_strides = strides_of(&l);
+    packed.output_type = a.output_type = row->type;
+    CHECK_RESULT(tqkv_attend(&packed, problem.q, problem.out), TQKV_OK);
+    CHECK_RESULT(tqkv_attend(&a, q_at, out_at), TQKV_OK);
+    CHECK(is_spread(&l, out, problem.out, size, N, QUERY_HEADS), "attend");
+    for (int i = 0; i < 2; i++)
+        CHECK_RESULT(tqkv_attend_partial(i ? &a : &packed, i ? q_at : problem.q, 3, 20,
+                                         slice + (size_t)i * problem.n_rows * DIM, max[i], sum[i]),
+                     TQKV_OK);
+    CHECK(!memcmp(slice, slice + problem.n_rows * DIM, bytes) && !memcmp(max[0], max[1], sizeof max[0]), "a slice");
+    memset(row_at(&l, q, sizeof(float), N - 1, QUERY_HEADS - 1), 0xff, sizeof(float));
+    CHECK_RESULT(tqkv_attend(&a, q_at, out_at), TQKV_NOT_FINITE);
+    free(slice);
+    free(q);
+    free(out);
+    attend_tear_down(&problem);
+}
+
+/* Two sequences write every other token of one array; and every other head. */
+static void check_batch(const void *parameters)
+{
+    enum { N = 3, WIDE = QUERY_HEADS * DIM };
+    const bool by_heads = *(const bool *)parameters;
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, DIM);
+    row.n_queries = N;
+    attend_problem problem;
+    attend_set_up(&problem, &row);
+    float out[2 * N * WIDE];
+    const tqkv_strides s = {2 * WIDE, (size_t)(by_heads ? 2 * (int)DIM : (int)DIM)};
+    const tqkv_attention one = problem.attention;
+    tqkv_attention items[2] = {one, one};
+    const void *q[2] = {problem.q, problem.q};
+    void *outs[2] = {out, out + (by_heads ? (int)DIM : (int)WIDE)};
+    items[0].output_strides = items[1].output_strides = s;
+    items[1].end--;
+    CHECK_RESULT(tqkv_attend_batch(items, 2, q, outs), TQKV_OK);
+    for (int i = 0; i < 2; i++) {
+        tqkv_attention alone = one;
+        alone.end = items[i].end;
+        CHECK_RESULT(tqkv_attend(&alone, problem.q, problem.out), TQKV_OK);
+        for (int r = 0; r < N * QUERY_HEADS; r++)
+            CHECK(!memcmp(problem.out + r * DIM,
+                          (const float *)outs[i] + (size_t)(r / QUERY_HEADS) * s.token +
+                              (size_t)(r % QUERY_HEADS) * s.head,
+                          DIM * sizeof(float)),
+                  "item %d, row %d", i, r);
+    }
+    outs[1] = out + DIM / 2; /* each row of one lies in one of the other, or between two */
+    CHECK_RESULT(tqkv_attend_batch(items, 2, q, outs), TQKV_INVALID_ARGUMENT);
+    outs[1] = out + 2 * WIDE; /* the second token of the first */
+    CHECK_RESULT(tqkv_attend_batch(items, 2, q, outs), TQKV_INVALID_ARGUMENT);
+    attend_tear_down(&problem);
+}
+
+static void check_cache(const void *parameters)
+{
+    const layout_row *l = (const layout_row *)parameters;
+    const cache_row row = {TQKV_TQ5, TQKV_TQ4, DIM, TOKENS, false, 0, -1};
+    tqkv_cache_desc desc = cache_desc(&row, NULL);
+    desc.n_heads = HEADS;
+    tqkv_cache *caches[2], *copy;
+    tqkv_cache_layout layout;
+    float *rows = cache_data(5, TOKENS, DIM), out[TOKENS * HEADS * DIM];
+    void *src = spread_rows(l, rows, sizeof(float), TOKENS, HEADS);
+    void *to = test_alloc_filled(memory_size(l, sizeof(float), TOKENS, HEADS), GAP_BYTE);
+    const void *at = row_at(l, src, sizeof(float), 0, 0);
+    layout.k = layout.v = layout.q = layout.out = strides_of(l);
+    for (int i = 0; i < 2; i++) CHECK_RESULT(tqkv_cache_create(&desc, &caches[i]), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_set_layout(caches[1], &layout), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_append(caches[0], rows, rows, TOKENS), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_append(caches[1], at, at, TOKENS), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_attend(caches[0], rows, TOKENS, out), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_attend(caches[1], at, TOKENS, row_at(l, to, sizeof(float), 0, 0)), TQKV_OK);
+    CHECK(is_spread(l, to, out, sizeof(float), TOKENS, HEADS), "other bits");
+    CHECK_RESULT(tqkv_cache_fork(caches[1], NULL, &copy), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_set_layout(caches[1], NULL), TQKV_OK);
+    for (int i = 0; i < 2; i++) {
+        float *again = (float *)test_alloc(sizeof out);
+        CHECK_RESULT(tqkv_cache_attend(i ? copy : caches[1], rows, TOKENS, again), TQKV_OK);
+        CHECK(!memcmp(again, out, sizeof out), "without gaps, %d", i);
+        free(again);
+    }
+    for (int i = 0; i < 2; i++) tqkv_cache_destroy(caches[i]);
+    tqkv_cache_destroy(copy);
+    free(rows);
+    free(src);
+    free(to);
+}
+
+/* ---- Refusals ---- */
+
+typedef struct refusal_row {
+    const char *name;
+    tqkv_strides out; /* of 3 queries of QUERY_HEADS heads */
+    bool source;      /* refused for sources, too */
+} refusal_row;
+
+static const refusal_row refusals[] = {{"heads", {0, DIM - 1}, false},
+                                       {"tokens", {HEADS * DIM - 1, 0}, false},
+                                       {"interleaved", {DIM / 2, 4 * DIM}, false},
+                                       {"token_size", {SIZE_MAX / 63, 0}, true},
+                                       {"head_size", {0, SIZE_MAX / 63}, true},
+                                       {"token_overflow", {SIZE_MAX, 0}, true},
+                                       {"head_overflow", {0, SIZE_MAX / 2 + 1}, true}};
+
+static void check_refusal(const void *parameters)
+{
+    const refusal_row *row = (const refusal_row *)parameters;
+    attend_row problem_row = attend_default_row(TQKV_I8, TQKV_TQ4, DIM);
+    problem_row.n_queries = 3;
+    attend_problem problem;
+    attend_set_up(&problem, &problem_row);
+    tqkv_attention a = problem.attention;
+    a.output_strides = row->out;
+    CHECK_RESULT(tqkv_attend(&a, problem.q, problem.out), TQKV_INVALID_ARGUMENT);
+    CHECK(strstr(test_explained, "strides"), "%s", test_explained);
+    tqkv_store s = problem.keys;
+    s.strides = row->out;
+    CHECK_RESULT(tqkv_decode(&s, 0, 3, TQKV_ORIGINAL, problem.out), TQKV_INVALID_ARGUMENT);
+    if (row->source) CHECK_RESULT(tqkv_encode(&s, problem.q, 3, 0), TQKV_INVALID_ARGUMENT);
+    a.output_strides.token = a.output_strides.head = 0;
+    a.query_strides = row->out;
+    if (row->source) CHECK_RESULT(tqkv_attend(&a, problem.q, problem.out), TQKV_INVALID_ARGUMENT);
+    attend_tear_down(&problem);
+}
+
+void test_strides_cases(void)
+{
+    static const tqkv_type types[] = {TQKV_TYPE_F32, TQKV_TYPE_F16, TQKV_TYPE_BF16};
+    int n = 0;
+    for (size_t i = 0; i < sizeof layouts / sizeof *layouts; i++) {
+        for (int type = 0; type < 3; type++) {
+            const codec_row row = {layouts[i], types[type], test_formats[n++ % TEST_FORMATS]};
+            test_add(check_codec, &row, sizeof row, "strides/codec/%s/%d", layouts[i].name, type);
+            test_add(check_attend, &row, sizeof row, "strides/attend/%s/%d", layouts[i].name, type);
+        }
+        test_add(check_cache, &layouts[i], sizeof *layouts, "strides/cache/%s", layouts[i].name);
+    }
+    for (int i = 0; i < 2; i++) {
+        const bool by_heads = i;
+        test_add(check_batch, &by_heads, sizeof by_heads, "strides/batch/%s", by_heads ? "heads" : "tokens");
+    }
+    for (size_t i = 0; i < sizeof refusals / sizeof *refusals; i++)
+        test_add(check_refusal, &refusals[i], sizeof *refusals, "strides/refused/%s", refusals[i].name);
+}
