@@ -43,8 +43,8 @@ test-projects:
 	@sh examples/tests/projects.sh $(abspath $(BUILD))/projects
 
 TEST_TARGETS += test-examples test-projects
-DEB_TEST += cmake
-BREW_TEST += cmake
+DEB_TEST += cmake meson clang
+BREW_TEST += cmake meson
 
 # ---- Charts: docs/*.svg from what the examples and `make bench` print ----
 

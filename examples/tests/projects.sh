@@ -37,7 +37,7 @@ refused() {
 
 rm -rf "$out"
 mkdir -p "$out/vendored" "$out/empty"
-# The library is compiled four times here; its speed is not looked at.
+# The library is compiled several times here; its speed is not looked at.
 export CFLAGS="-O0 -DTQKV_NO_AVX2"
 packages='libxxhash-dev.*Homebrew.s xxhash'
 
@@ -88,5 +88,50 @@ check "make uninstalls" env MAKEFLAGS= make uninstall PREFIX=/opt/tqkv DESTDIR="
 check "nothing is left" test -z "$(find "$out/by-make" ! -type d)"
 
 check "make builds and runs" env MAKEFLAGS= make -C examples/make OUT="$out/make" run
+
+# Meson: as a subproject, and installed: the files of `make install`.
+if command -v meson >/dev/null; then
+    mkdir -p "$out/meson/meson/subprojects"
+    cp -r examples/make examples/meson "$out/meson"
+    ln -s "$PWD" "$out/meson/meson/subprojects/tqkv"
+    tree=$out/by-meson
+    check "meson configures" meson setup "$out/meson/build" "$out/meson/meson"
+    check "meson builds and runs" meson test -C "$out/meson/build"
+    check "tqkv configures with meson" meson setup --prefix /opt/tqkv "$out/meson/tqkv" .
+    check "meson installs" env DESTDIR="$tree" meson install --no-rebuild -C "$out/meson/tqkv"
+    check "meson installs what cmake does" diff -r -x cmake "$out/by-cmake" "$tree"
+else
+    echo "skipped: no meson"
+fi
+
+# The Swift package, without Swift: what its manifest names is there, nothing beside it is unnamed, and clang reads the
+# modules, as Swift's importer would, and the sources with the flags of SwiftPM.
+package=packaging/swift
+modules="-fmodules -fmodules-cache-path=$out/modules -fmodule-map-file=$package/CTqkv/include/module.modulemap
+    -fmodule-map-file=$package/CXxhash/module.modulemap -I$package/CTqkv/include
+    $(pkg-config --cflags libxxhash)"
+for path in $(sed -n 's/.* path: "\([^"]*\)".*/\1/p' Package.swift); do check "Package.swift: $path" test -d "$path"; done
+for file in metallib/*; do check "Package.swift: $file" grep -q "\"${file#metallib/}\"" Package.swift; done
+cat >"$out/user.m" <<'END'
+@import CTqkv;
+@import CXxhash;
+int main(void)
+{
+    tqkv_cache_desc desc = {.head_dim = 128, .n_kv_heads = 8, .n_heads = 32, .capacity = 64};
+    tqkv_cache *cache = 0;
+    tqkv_metal_desc metal = {.library_path = "default.metallib"};
+    const tqkv_result result = tqkv_cache_create(&desc, &cache);
+    tqkv_cache_destroy(cache);
+    return result != TQKV_OK || metal.error_size || XXH_VERSION_NUMBER < 800;
+}
+END
+check "the module compiles" clang $modules $CFLAGS -c $package/CTqkv/tqkv.c -o "$out/swift_tqkv.o"
+for metal in TQKV_METAL TQKV_NO_METAL; do
+    check "clang imports the module, $metal" clang -x objective-c $modules -D$metal -c "$out/user.m" -o "$out/user.o"
+done
+check "the module's program links" clang "$out/user.o" "$out/swift_tqkv.o" -o "$out/user" -lm
+check "the module's program runs" "$out/user"
+if command -v swift >/dev/null; then check "Swift reads the manifest" swift package describe; fi
+
 echo "$passed passed, $failed failed"
 test "$failed" -eq 0

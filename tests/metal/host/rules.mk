@@ -174,6 +174,9 @@ test-metal: $(HOST_PROGRAMS) $(HOST_LIBRARY) $(HOST_STALE:%=$(HOST_BUILD)/stale/
 	@$(HOST_RUN) $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY)
 	@$(HOST_RUN) sh tests/metal/mac/test.sh $(HOST_BUILD) $(HOST_LIBRARY)
 ifneq ($(HOST_GNUSTEP),)
+	@clang -fsyntax-only $(HOST_GNUSTEP) -fmodules -fmodules-cache-path=$(HOST_BUILD)/modules -Ipackaging/swift/CTqkv/include \
+		-fmodule-map-file=packaging/swift/CTqkv/include/module.modulemap -D_GNU_SOURCE -DTQKV_METAL \
+		packaging/swift/CTqkvMetal/tqkv_metal.m && echo "1 passed, 0 failed"
 	@echo "== tqkv_metal.m: under ARC"
 	@$(HOST_RUN) $(HOST_BUILD)/runner-arc --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale $(HOST_ARC_CASES)
 	@$(HOST_RUN) $(HOST_BUILD)/metal_encode_attend-arc $(HOST_LIBRARY)

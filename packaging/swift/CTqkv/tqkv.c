@@ -1,0 +1,2 @@
+#define TQKV_IMPLEMENTATION
+#include "../../../tqkv.h"

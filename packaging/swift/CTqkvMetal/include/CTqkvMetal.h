@@ -1,0 +1,2 @@
+/* The Metal calls are declared with the others. */
+#include "CTqkv.h"
