@@ -115,7 +115,7 @@
    for I8, 32 bits per 128 values.
 
      format      bits  code of a value               row of D values, in bytes
-     F16           16  IEEE half, not rotated        2*D, little-endian; beyond +-65504 clamped to it
+     F16           16  IEEE half; rotated if asked   2*D, little-endian; beyond +-65504 clamped to it
      TQ4            4  index into 16 centroids       D/2; element 2i in the low nibble of byte i
      TQ5            5  index into 32 centroids       D/2 low nibbles, then D/8 of fifth bits
      TQ6            6  index into 64 centroids       D/2 low nibbles, then D/4 of upper bit pairs
@@ -293,9 +293,9 @@ typedef struct tqkv_store {
                        bfloat16 are those of the same value as a float. Attention does not look at it. */
     const int32_t *pages;   /* [n_pages], or NULL: not paged. Not with ring. */
     int n_pages, page_size; /* page_size: in positions, a multiple of 64 that divides capacity */
-    tqkv_parallel
-        parallel; /* for encode, encode_slots and store_convert, of many rows; zero = the calling thread alone */
-    tqkv_strides strides; /* of rows given to encode, probe, mean and measure, and written by decode */
+    tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
+    tqkv_strides strides;   /* of rows given to encode, probe, mean and measure, and written by decode */
+    bool rotated; /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
 } tqkv_store;
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -311,7 +311,7 @@ TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tok
 TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *s, const void *src, int n_tokens, const int32_t *slots);
 
 /* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries. They are
-   rotated, divided by the norm, and scaled to unit variance; I8: in steps of the grid; F16: the source. src, scaled:
+   rotated, divided by the norm, and scaled to unit variance; I8: in steps of the grid; F16: what is rounded. src, scaled:
    [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled);
 
@@ -326,8 +326,8 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
 
 /* Writes the positions [position, position + n_positions) of `from` into `to`, which may have another format, block_scale,
    capacity and page table: decoded in the basis of the codes and encoded there, the same bytes on every machine. Rows of
-   F16 are rotated on the way, rows of the same format and block_scale copied. TQKV_INVALID_ARGUMENT unless n_kv_heads,
-   head_dim, unrotated (F16 goes with either) and the centre are the same. A page may not occur twice among those written.
+   F16 that are not rotated are on the way, rows of the same format and block_scale are copied. TQKV_INVALID_ARGUMENT unless
+   n_kv_heads, head_dim, unrotated (F16 goes with either) and the centre are the same. A page may not occur twice among those written.
    TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
    Many rows go to tasks of to->parallel.
    In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither store
@@ -1357,6 +1357,8 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (!tqkv__head_dim_known(store->head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
     if (store->unrotated && !TQKV__PLAIN(store->format))
         return TQKV__REFUSE(UNSUPPORTED, "unrotated: only TQ5, TQ6, TQ8 and their _BYTES forms can be");
+    if (store->rotated && TQKV__KIND(store->format) != TQKV__HALF)
+        return TQKV__REFUSE(UNSUPPORTED, "rotated: for F16 alone; other formats are, unless unrotated says otherwise");
     if (store->n_kv_heads <= 0) return TQKV__INVALID("n_kv_heads is not positive");
     if (store->capacity <= 0) return TQKV__INVALID("capacity is not positive");
     if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f))
@@ -1374,7 +1376,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->type = store->type;
     s->strides = tqkv__strides_of(store->strides, store->n_kv_heads, store->head_dim);
     s->ring = store->ring;
-    s->rotated = s->kind != TQKV__HALF && !store->unrotated;
+    s->rotated = s->kind == TQKV__HALF ? store->rotated : !store->unrotated;
     s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
     s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
     s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
@@ -2155,12 +2157,12 @@ static void tqkv__norms_i8(const tqkv__stream *s, const float *y, float *norms, 
 }
 
 /* Rotates a centred row, finds its norms and scales it, in place: all of encoding before the comparison with the
-   boundaries. Leaves F16 as it is. row: [head_dim], norms: [norms_per_row]. */
+   boundaries. F16 is not scaled. row: [head_dim], norms: [norms_per_row]. */
 static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, float *row, float *norms)
 {
     float scales[TQKV_MAX_HEAD_DIM / 128];
-    if (s->kind == TQKV__HALF) return;
     if (s->rotated) tqkv__rotate_row(row, s->head_dim);
+    if (s->kind == TQKV__HALF) return;
     if (s->kind == TQKV__GRID)
         tqkv__norms_i8(s, row, norms, scales);
     else
@@ -4902,8 +4904,8 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, fl
     float row_norms[16], scales[16]; /* whole vectors */
     float copy[TQKV_MAX_HEAD_DIM];
     const float *y = row;
-    if (s->kind == TQKV__HALF) return;
     if (s->rotated) TQKV__(rotate)(row, s->head_dim);
+    if (s->kind == TQKV__HALF) return;
     if (!TQKV__POWER(s->head_dim)) y = (const float *)memcpy(copy, row, (size_t)s->head_dim * sizeof(float));
     TQKV__(norms)(s, &y, 1, row_norms, scales);
     memcpy(norms, row_norms, (size_t)s->norms_per_row * sizeof(float));
@@ -5069,10 +5071,13 @@ TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const t
         type = TQKV_TYPE_F32;
         src = row;
     }
+    if (s->rotated) {
+        TQKV__(hadamard)(type, src, s->head_dim, true, row);
+        type = TQKV_TYPE_F32;
+        src = row;
+    }
     if (half) TQKV__(store_f16_row)(type, src, s->head_dim, source->codes);
-    if (!s->rotated) return (const float *)src;
-    TQKV__(hadamard)(type, src, s->head_dim, true, row);
-    return row;
+    return (const float *)src;
 }
 
 /* Takes a few rows through each step: steps of one row depend on each other, rows do not. */
@@ -9454,7 +9459,7 @@ TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? &
          16      4  head_dim                                              0 without one
          20      4  n_kv_heads                                 56      8  XXH3-64 of the 56 bytes before
          24      4  bit 0: unrotated; bit 1: has a           then:
-                    centre                                            codes, norms and their hash, as above
+                    centre; bit 2: F16, rotated                       codes, norms and their hash, as above
          28      4  block_scale (float32); 1 where it
                     has no effect                                                                                     */
 
@@ -9770,12 +9775,13 @@ static const char tqkv__store_magic[9] = "tqks\r\n\x1a\n";
 /* header: [TQKV__STORE_HEADER_SIZE] */
 static void tqkv__store_header(const tqkv__stream *s, int64_t position, int n, uint8_t *header)
 {
-    const bool unrotated = s->kind != TQKV__HALF && !s->rotated, scaled = s->kind == TQKV__BOOK && s->norms_per_row > 1;
+    const bool half = s->kind == TQKV__HALF, scaled = s->kind == TQKV__BOOK && s->norms_per_row > 1;
+    const uint32_t other_basis = s->rotated == half ? half ? 4u : 1u : 0u;
     const uint32_t fields[6] = {TQKV__STORE_VERSION,
                                 (uint32_t)s->format,
                                 (uint32_t)s->head_dim,
                                 (uint32_t)s->n_kv_heads,
-                                (unrotated ? 1u : 0u) | (s->center ? 2u : 0u),
+                                other_basis | (s->center ? 2u : 0u),
                                 tqkv__bits(scaled ? s->block_scale : 1.0f)};
     memcpy(header, tqkv__store_magic, 8);
     for (int i = 0; i < 6; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
@@ -10237,6 +10243,7 @@ static bool tqkv__plan_bind_center(tqkv_metal_dispatch *d, const char *name, int
 /* Takes the page table of a store in buffers; its entries are known to the processor if shape.pages is set. */
 static tqkv_result tqkv__plan_table(const tqkv_metal_store *store, tqkv__stream *s)
 {
+    if (s->kind == TQKV__HALF && s->rotated) return TQKV__REFUSE(UNSUPPORTED, "rotated: not on a GPU");
     if (store->pages.buffer) return tqkv__table_shape(&store->shape, s);
     return store->shape.pages ? TQKV__INVALID("pages: no buffer") : TQKV_OK;
 }

@@ -24,6 +24,7 @@ typedef enum golden_option {
     GOLDEN_UNROTATED,
     GOLDEN_BLOCK_SCALE,
     GOLDEN_CENTER,
+    GOLDEN_ROTATED, /* F16 */
     GOLDEN_OPTIONS
 } golden_option;
 
@@ -42,6 +43,7 @@ static inline int golden_is_offered(const golden_case *c)
         return codebook && c->format != TQKV_TQ4 && c->format != TQKV_TQ3 && c->format != TQKV_TQ2;
     if (c->option == GOLDEN_BLOCK_SCALE) return codebook && power && c->head_dim >= 512;
     if (c->option == GOLDEN_CENTER && c->head_dim == 80) return 1;
+    if (c->option == GOLDEN_ROTATED) return c->format == TQKV_F16 && c->kind <= DATA_OUTLIERS;
     if (c->option == GOLDEN_CENTER) return (c->head_dim == 64 || c->head_dim == 512) && c->kind <= DATA_OUTLIERS;
     return 1;
 }
@@ -70,7 +72,7 @@ static inline int golden_find(int index, golden_case *found)
 
 static inline void golden_name(const golden_case *c, char name[GOLDEN_NAME_SIZE])
 {
-    static const char *const suffix[GOLDEN_OPTIONS] = {"", "/unrotated", "/block_scale", "/center"};
+    static const char *const suffix[GOLDEN_OPTIONS] = {"", "/unrotated", "/block_scale", "/center", "/rotated"};
     snprintf(name, GOLDEN_NAME_SIZE, "%s/%d/%s%s", tqkv_format_name((tqkv_format)c->format), c->head_dim,
              data_kind_name(c->kind), suffix[c->option]);
 }
@@ -84,6 +86,7 @@ static inline tqkv_store golden_store(const golden_case *c)
     store.n_kv_heads = GOLDEN_HEADS;
     store.capacity = GOLDEN_CAPACITY;
     store.unrotated = c->option == GOLDEN_UNROTATED;
+    store.rotated = c->option == GOLDEN_ROTATED;
     store.block_scale = c->option == GOLDEN_BLOCK_SCALE ? 0.8125f : 0.0f;
     store.codes_size = tqkv_codes_size(&store);
     store.norms_size = tqkv_norms_size(&store);

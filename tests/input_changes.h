@@ -30,6 +30,8 @@ CHANGE(misaligned_norms, BUFFERS, INVALID_ARGUMENT, w->keys.norms = (float *)((u
 CHANGE(unrotated_tq4, STORE, UNSUPPORTED, w->keys.format = TQKV_TQ4; w->keys.unrotated = true)
 CHANGE(unrotated_i8, STORE, UNSUPPORTED, w->keys.format = TQKV_I8; w->keys.unrotated = true)
 CHANGE(unrotated_f16, STORE, UNSUPPORTED, w->keys.format = TQKV_F16; w->keys.unrotated = true; w->keys.codes_size *= 2)
+CHANGE(rotated_tq8, STORE, UNSUPPORTED, w->keys.rotated = true)
+CHANGE(rotated_f16, ENCODE | RESIDENT, OK, w->keys.format = TQKV_F16; w->keys.rotated = true; w->keys.codes_size *= 2)
 CHANGE(negative_block_scale, STORE, INVALID_ARGUMENT, w->keys.block_scale = -1.0f)
 CHANGE(nan_block_scale, STORE, INVALID_ARGUMENT, w->keys.block_scale = (float)NAN)
 CHANGE(infinite_block_scale, STORE, INVALID_ARGUMENT, w->keys.block_scale = (float)INFINITY)

@@ -41,7 +41,7 @@ static inline bool reference_can_be_unrotated(tqkv_format format)
 
 static inline bool reference_is_rotated(const tqkv_store *store)
 {
-    return store->format != TQKV_F16 && !store->unrotated;
+    return store->format == TQKV_F16 ? store->rotated : !store->unrotated;
 }
 
 static inline size_t reference_row_bytes(tqkv_format format, int head_dim)

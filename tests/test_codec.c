@@ -62,6 +62,7 @@ static void check_encode(const void *parameters)
     tqkv_store shape = golden_store(c);
     tqkv_store store = test_store(shape.format, shape.head_dim, GOLDEN_HEADS, GOLDEN_CAPACITY, false);
     store.unrotated = shape.unrotated;
+    store.rotated = shape.rotated;
     store.block_scale = shape.block_scale;
     float center[GOLDEN_HEADS * TQKV_MAX_HEAD_DIM];
     golden_center(c, center);

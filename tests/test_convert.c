@@ -8,9 +8,9 @@ enum { HEADS = 2, CAPACITY = 20, FIRST = 3, COUNT = 15 }; /* more rows than are 
 typedef struct convert_row {
     tqkv_format from, to;
     int head_dim;
-    bool ring; /* with positions around its end */
-    bool center, unrotated;
-    float block_scale; /* of `to` */
+    bool ring;                       /* with positions around its end */
+    bool center, unrotated, rotated; /* unrotated: TQ formats; rotated: F16 */
+    float block_scale;               /* of `to` */
 } convert_row;
 
 /* Positions that both stores hold; a ring's are around its end. */
@@ -24,6 +24,7 @@ static tqkv_store make_source(const convert_row *row, const float *center)
     float *rows = test_rows(9, DATA_STUDENT, (COUNT + earlier) * HEADS, row->head_dim);
     s.center = center;
     s.unrotated = row->unrotated && row->from != TQKV_F16;
+    s.rotated = row->rotated && row->from == TQKV_F16;
     CHECK_RESULT(tqkv_encode(&s, rows, COUNT + earlier, first - earlier), TQKV_OK);
     free(rows);
     return s;
@@ -35,6 +36,7 @@ static tqkv_store shape_of_target(const convert_row *row, const tqkv_store *sour
     tqkv_store s = *source;
     s.format = row->to;
     s.unrotated = row->unrotated && row->to != TQKV_F16;
+    s.rotated = row->rotated && row->to == TQKV_F16;
     s.block_scale = row->block_scale;
     s.codes_size = tqkv_codes_size(&s);
     s.norms_size = tqkv_norms_size(&s);
@@ -50,7 +52,7 @@ static void expect_row(const tqkv_store *from, const tqkv_store *to, int head, i
     plain.center = target.center = NULL;
     const bool rotated = reference_is_rotated(from) && reference_is_rotated(to);
     CHECK_RESULT(tqkv_decode(&plain, position, 1, rotated ? TQKV_ROTATED : TQKV_ORIGINAL, all), TQKV_OK);
-    target.unrotated = target.unrotated || rotated;
+    if (rotated) target.unrotated = !(target.rotated = false);
     reference_encode_row(&target, head, row, codes, norms, scaled);
 }
 
@@ -140,7 +142,7 @@ static void check_not_finite(const void *parameters)
     static const float bad[] = {(float)NAN, (float)INFINITY, 2e31f};
     (void)parameters;
     for (int i = 0; i < 3; i++) {
-        const convert_row row = {TQKV_TQ4, TQKV_TQ2, 64, false, false, false, 0.0f};
+        const convert_row row = {TQKV_TQ4, TQKV_TQ2, 64, false, false, false, false, 0.0f};
         tqkv_store from = make_source(&row, NULL), to = test_store(TQKV_TQ2, 64, HEADS, CAPACITY, false);
         tqkv_store copy = test_store(TQKV_TQ4, 64, HEADS, CAPACITY, false);
         from.norms[CAPACITY + FIRST + COUNT - 1] = bad[i];
@@ -152,7 +154,7 @@ static void check_not_finite(const void *parameters)
         test_store_free(&to);
         test_store_free(&from);
     }
-    const convert_row halves = {TQKV_F16, TQKV_TQ2, 64, false, false, false, 0.0f};
+    const convert_row halves = {TQKV_F16, TQKV_TQ2, 64, false, false, false, false, 0.0f};
     tqkv_store from = make_source(&halves, NULL), to = test_store(TQKV_TQ2, 64, HEADS, CAPACITY, false);
     ((uint8_t *)from.codes)[128 * FIRST + 1] = 0x7c; /* infinity */
     ((uint8_t *)from.codes)[128 * FIRST] = 0;
@@ -184,6 +186,12 @@ void test_convert_cases(void)
     test_add(check_pair, &row, sizeof row, "convert/unrotated");
     row.to = TQKV_F16;
     test_add(check_pair, &row, sizeof row, "convert/unrotated_f16");
+    row.unrotated = false;
+    row.rotated = true;
+    test_add(check_pair, &row, sizeof row, "convert/rotated_f16");
+    row.from = TQKV_F16;
+    row.to = TQKV_TQ3;
+    test_add(check_pair, &row, sizeof row, "convert/from_rotated_f16");
     test_add(check_places, NULL, 0, "convert/places");
     test_add(check_not_finite, NULL, 0, "convert/not_finite");
 }
