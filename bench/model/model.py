@@ -3,6 +3,7 @@
 published figures. Nothing was measured on Apple's hardware.
 
 usage: model.py BUILD_FOLDER             tables, as they stand in docs/apple-model.md, and lines `ratio NAME VALUE`
+       model.py BUILD_FOLDER --models    the table of models' shapes alone
        model.py BUILD_FOLDER --check     a few pipelines: what must hold of the counts
 Takes the command that compiles a shader to LLVM's code from the environment: MODEL_COMPILE.
 """
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import chips
 import count
@@ -20,7 +22,7 @@ FORMATS = {"F16": 1, "TQ4": 2, "TQ5": 3, "TQ6": 4, "TQ8": 5, "I8": 8}
 BITS = {"F16": 16, "TQ4": 4, "TQ5": 5, "TQ6": 6, "TQ8": 8, "I8": 8}
 GROUPS = (2, 4, 8)
 WIDE_GROUPS = (4, 8, 16)  # of the kernel that multiplies matrices
-HEAD_DIM, KV_HEADS, POSITIONS = 128, 8, 32768
+POSITIONS = 32768
 SIMDGROUPS = 4  # of a counted threadgroup
 LANES, MATRICES = 1, 2  # the kernels, as in tests/metal/gpu.h
 COUNTED = 512  # positions of a counted threadgroup
@@ -30,7 +32,22 @@ ARRANGEMENTS = {"lanes across the dimension": 0, "a lane a position": 1, "four l
 SHOWN = ("M1", "M2 Pro", "M4", "M4 Max", "M5", "M5 Max")  # where a table has not all chips
 KERNELS = {LANES: "Lanes", MATRICES: "Matrices"}
 LETTERS = {"bandwidth": "B", "threadgroup": "T", "issue": "I", "complex": "C", "data cache": "D"}
-VALUES = 2 * KV_HEADS * POSITIONS * HEAD_DIM  # keys and values
+
+
+class Shape(NamedTuple):
+    """Query heads are left out: a group says how many a KV head has."""
+    kv_heads: int = 8
+    head_dim: int = 128
+
+    def values(self):
+        """Keys and values of all positions."""
+        return 2 * self.kv_heads * POSITIONS * self.head_dim
+
+
+BASE = Shape()
+MODELS = ((32, Shape(8, 128)), (32, Shape(4, 128)), (24, Shape(4, 256)), (64, Shape(8, 64)), (64, Shape(1, 512)))
+MODEL_FORMATS = ("TQ4", "I8", "F16")
+VALUES = BASE.values()
 
 
 class Machine:
@@ -38,22 +55,23 @@ class Machine:
 
     def __init__(self, build):
         self.build = build
+        self.planned = False
         self.objects = [f"{build}/model/run.o"] + [f"{build}/plain/{name}.o"
                                                    for name in ("gpu", "simt", "attend_merge.metal")]
 
-    def source(self, shader):
+    def source(self, shader, head_dim):
         """The prepared shader with the kernels of this head_dim alone, to save compile time."""
         with open(f"{self.build}/model/source/{shader}.metal.cpp", encoding="utf-8") as f:
             text = f.read()
-        text = re.sub(r"(?m)^[A-Z_]+\((?!%d[,)])\d[\d_]*(?:, \d+)*\)$" % HEAD_DIM, "", text)
-        return re.sub(r"(?m)^SIMT_KERNEL\(\w+_d(?!%d,)\d[\d_]*,.*$" % HEAD_DIM, "", text)
+        text = re.sub(r"(?m)^[A-Z_]+\((?!%d[,)])\d[\d_]*(?:, \d+)*\)$" % head_dim, "", text)
+        return re.sub(r"(?m)^SIMT_KERNEL\(\w+_d(?!%d,)\d[\d_]*,.*$" % head_dim, "", text)
 
-    def run(self, shader, kernel, constants, arguments):
+    def run(self, shader, kernel, constants, arguments, head_dim=BASE.head_dim):
         name = f"{self.build}/model/{shader}_" + "_".join(str(a) for a in arguments)
         values = ",".join(str(constants.get(i, -1)) for i in range(32))
         code = subprocess.run(os.environ["MODEL_COMPILE"].split() +
                               ["-iquote", f"{self.build}/model/source", f"-DMODEL_CONSTANTS={values}", "-", "-o", "-"],
-                              input=self.source(shader), check=True, stdout=subprocess.PIPE, text=True).stdout
+                              input=self.source(shader, head_dim), check=True, stdout=subprocess.PIPE, text=True).stdout
         classes, instrumented = count.instrument(code, kernel)
         with open(name + ".ll", "w", encoding="utf-8") as f:
             f.write(instrumented)
@@ -62,29 +80,33 @@ class Machine:
         output = subprocess.run([name] + [str(a) for a in arguments], check=True, stdout=subprocess.PIPE, text=True)
         return count.total(classes, output.stdout)
 
-    def attend(self, format_name, group, kernel=LANES, positions=COUNTED):
-        """Operations for 32 values of keys and values, of one threadgroup of the whole."""
+    def attend(self, format_name, group, kernel=LANES, positions=COUNTED, head_dim=BASE.head_dim, columns=None):
+        """Operations for 32 values of keys and values, of the threadgroups that share a stretch of a KV head. columns:
+        query rows of each, by default all"""
         number, family = FORMATS[format_name], {LANES: "attend", MATRICES: "attend_matrix"}[kernel]
-        constants = {0: number, 1: number, 2: 0, 5: int(format_name != "F16"), 6: group, 7: 0, 8: 0, 9: 1, 10: 0, 12: 0,
-                     14: 0, 16: 0, 18: 0, 19: 0}
-        counts = self.run(family, f"tqkv_{family}_d{HEAD_DIM}", constants,
-                          ["attend", number, group, positions, kernel])
-        return scaled(counts, 32.0 / (2 * positions * HEAD_DIM))
+        columns = columns or group
+        constants = {0: number, 1: number, 2: 0, 5: int(format_name != "F16"), 6: columns, 7: 0, 8: 0, 9: 1, 10: 0,
+                     12: 0, 14: 0, 16: 0, 18: 0, 19: 0}
+        counts = self.run(family, f"tqkv_{family}_d{head_dim}", constants,
+                          ["attend", number, group, positions, kernel, head_dim, columns], head_dim)
+        return scaled(counts, 32.0 / (2 * positions * head_dim))
 
-    def plan(self, group, kernel):
+    def plan(self, group, kernel, shape=BASE):
         """How tqkv.h divides a token of this many heads a group, the same for all formats. kernel: 0 for the planned"""
         program = f"{self.build}/model/plan"
-        subprocess.run(["clang++", *self.objects, "-o", program, "-lm"], check=True)
-        output = subprocess.run([program, "plan", str(FORMATS["TQ4"]), str(group), str(POSITIONS), str(kernel)],
-                                check=True,
-                                stdout=subprocess.PIPE, text=True).stdout
+        if not self.planned:
+            subprocess.run(["clang++", *self.objects, "-o", program, "-lm"], check=True)
+            self.planned = True
+        output = subprocess.run([program, "plan", str(FORMATS["TQ4"]), str(group), str(POSITIONS), str(kernel),
+                                 str(shape.head_dim), str(shape.kv_heads)], check=True, stdout=subprocess.PIPE,
+                                text=True).stdout
         return {line.split()[0]: int(line.split()[1]) for line in output.splitlines()}
 
     def encode(self, format_name, tokens=256):
         number = FORMATS[format_name]
         constants = {0: number, 2: int(format_name != "F16"), 12: 0, 14: 0, 16: 0}
-        counts = self.run("encode", f"tqkv_encode_d{HEAD_DIM}", constants, ["encode", number, tokens])
-        return scaled(counts, 32.0 / (tokens * HEAD_DIM))
+        counts = self.run("encode", f"tqkv_encode_d{BASE.head_dim}", constants, ["encode", number, tokens])
+        return scaled(counts, 32.0 / (tokens * BASE.head_dim))
 
     def lookup(self, way, rounds=64):
         """Operations to look up 32 values: those of the loop without its multiply-adds and loads."""
@@ -100,7 +122,7 @@ class Machine:
         """Operations for 32 values of keys."""
         few = self.run("scores", "tqkv_scores", {0: ARRANGEMENTS[way]}, ["scores", ARRANGEMENTS[way], rows])
         many = self.run("scores", "tqkv_scores", {0: ARRANGEMENTS[way]}, ["scores", ARRANGEMENTS[way], 2 * rows])
-        return scaled(Counter({k: many[k] - few[k] for k in many}), 32.0 / (rows * HEAD_DIM))
+        return scaled(Counter({k: many[k] - few[k] for k in many}), 32.0 / (rows * BASE.head_dim))
 
 
 def scaled(counts, factor):
@@ -124,15 +146,16 @@ def core_cycles(counts, banks):
     return cycles
 
 
-def stored_bytes(format_name):
-    """Of keys, values, and their norms."""
-    norms = 0 if format_name == "F16" else 4 * VALUES // HEAD_DIM
-    return VALUES * BITS[format_name] // 8 + norms
+def stored_bytes(format_name, shape=BASE):
+    """Of keys, values, and their norms: one for 256 values at most, of I8 for 128."""
+    n_values = shape.values()
+    norm = min(shape.head_dim, 128 if format_name == "I8" else 256)
+    return n_values * BITS[format_name] // 8 + (0 if format_name == "F16" else 4 * n_values // norm)
 
 
-def partial_bytes(plan, group):
+def partial_bytes(plan, shape=BASE):
     """The stretches' sums, written and read again by the merge."""
-    return 2 * plan["threadgroups"] * group * (HEAD_DIM + 2) * 4
+    return 2 * plan["threadgroups"] * plan["columns"] * (shape.head_dim + 2) * 4
 
 
 def times(chip, counts, n_values, n_bytes, banks, simdgroups):
@@ -145,24 +168,25 @@ def times(chip, counts, n_values, n_bytes, banks, simdgroups):
     return seconds
 
 
-def unevenness(plan, cores):
+def unevenness(plan, cores, shape=BASE):
     """How much longer the busiest core works than if all worked alike. Each threadgroup goes to the core that is free
     first. The first stretches are short."""
-    stretches = plan["threadgroups"] // KV_HEADS
-    work = [1 if i < plan["short"] else plan["growth"] for i in range(stretches) for _ in range(KV_HEADS)]
+    each = shape.kv_heads * plan["blocks"]
+    work = [1 if i < plan["short"] else plan["growth"] for i in range(plan["threadgroups"] // each) for _ in range(each)]
     load = [0] * cores
     for job in work:
         load[load.index(min(load))] += job
     return max(load) * cores / sum(work)
 
 
-def attend_times(chip, counts, format_name, group, plan, banks=16):
-    """A core runs whole threadgroups, as many at a time as its threadgroup memory holds."""
+def attend_times(chip, counts, format_name, plan, banks=16, shape=BASE):
+    """A core runs whole threadgroups, as many at a time as its threadgroup memory holds. Those that read the same codes
+    for other query rows are taken to find them in a cache."""
     share = plan["threadgroups"] / chips.CHIPS[chip][0]
     resident = min(share, chips.THREADGROUP_MEMORY // plan["memory"])
-    seconds = times(chip, counts, VALUES, stored_bytes(format_name) + partial_bytes(plan, group), banks,
+    seconds = times(chip, counts, shape.values(), stored_bytes(format_name, shape) + partial_bytes(plan, shape), banks,
                     resident * plan["simdgroups"])
-    longer = unevenness(plan, chips.CHIPS[chip][0])
+    longer = unevenness(plan, chips.CHIPS[chip][0], shape)
     return {name: t if name == "bandwidth" else t * longer for name, t in seconds.items()}
 
 
@@ -232,13 +256,13 @@ def cell(seconds):
 
 def attend_cell(chip, counts, name, group, plans, kernel):
     """With 16 banks and, if that is another figure, with 32."""
-    cells = [cell(attend_times(chip, counts[name, group, kernel], name, group, plans[group, kernel], banks))
+    cells = [cell(attend_times(chip, counts[name, group, kernel], name, plans[group, kernel], banks))
              for banks in chips.THREADGROUP_BANKS]
     return cells[0] if cells[0] == cells[1] else " to ".join(cells)
 
 
 def print_formats(counts, plans):
-    print(f"\nAttention at {POSITIONS} positions, {KV_HEADS} KV heads, head_dim {HEAD_DIM}, by the planned kernel: "
+    print(f"\nAttention at {POSITIONS} positions, {BASE.kv_heads} KV heads, head_dim {BASE.head_dim}, by the planned kernel: "
           "microseconds, what limits, share of the bandwidth; if two, with 16 and 32 banks:\n")
     for names, shown in ((("TQ4", "I8", "F16"), list(chips.CHIPS)), (("TQ8", "TQ6", "TQ5"), SHOWN)):
         heads = [f"{n}, {g}" for n in names for g in GROUPS]
@@ -256,6 +280,29 @@ def print_kernels(counts, plans):
     print("| format, group | " + " | ".join(heads) + " |\n|---" + "|---" * len(heads) + "|")
     for chip in SHOWN:
         print(f"| {chip} | " + " | ".join(attend_cell(chip, counts, n, g, plans, k) for n, g, k in columns) + " |")
+
+
+def print_models(machine):
+    """The shapes of today's models, each by its planned kernel."""
+    print(f"\nOne token over {POSITIONS} positions at the shapes of models (query heads/KV heads of head_dim), by the "
+          "planned kernel: microseconds, what limits, time over that of F16; if two, with 16 and 32 banks:\n")
+    print("| shape, kernel | format | " + " | ".join(SHOWN) + " |\n|---|---" + "|---" * len(SHOWN) + "|")
+    for heads, shape in MODELS:
+        group = heads // shape.kv_heads
+        plan = machine.plan(group, 0, shape)
+        counts = {name: machine.attend(name, group, plan["kernel"], COUNTED, shape.head_dim, plan["columns"])
+                  for name in MODEL_FORMATS}
+        label = f"{heads}/{shape.kv_heads} of {shape.head_dim}, {KERNELS[plan['kernel']].lower()}"
+        for name in MODEL_FORMATS:
+            cells = []
+            for chip in SHOWN:
+                pairs = []
+                for banks in chips.THREADGROUP_BANKS:
+                    time, limit, _ = verdict(attend_times(chip, counts[name], name, plan, banks, shape))
+                    half, _, _ = verdict(attend_times(chip, counts["F16"], "F16", plan, banks, shape))
+                    pairs.append(f"{time * 1e6:,.0f} {LETTERS[limit]} {time / half:.2f}")
+                cells.append(pairs[0] if pairs[0] == pairs[1] else " to ".join(pairs))
+            print(f"| {label} | {name} | " + " | ".join(cells) + " |")
 
 
 def with_lookup(counts, old, new):
@@ -318,7 +365,7 @@ def print_ratios(counts, plans):
         for group in GROUPS:
             for banks in chips.THREADGROUP_BANKS:
                 planned = counts["TQ4", group, plans[group]["kernel"]]
-                _, limit, share = verdict(attend_times(chip, planned, "TQ4", group, plans[group], banks))
+                _, limit, share = verdict(attend_times(chip, planned, "TQ4", plans[group], banks))
                 name = f"{chip.lower().replace(' ', '_')}_group{group}_banks{banks}"
                 print(f"ratio apple_model_tq4_share_{name} {share:.3f} {limit}")
 
@@ -346,6 +393,7 @@ def report(machine):
         counts = dict(zip(shapes, pool.map(lambda shape: machine.attend(*shape), shapes)))
     plans = planned_dispatches(machine)
     print_formats(counts, plans)
+    print_models(machine)
     print_kernels(counts, plans)
     print_cycles(counts, LANES, GROUPS)
     print_cycles(counts, MATRICES, WIDE_GROUPS)
@@ -397,7 +445,7 @@ def main():
     machine = Machine(sys.argv[1])
     if sys.argv[2:] == ["--check"]:
         sys.exit(0 if check(machine) else 1)
-    report(machine)
+    (print_models if sys.argv[2:] == ["--models"] else report)(machine)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,12 @@ $(METAL_BUILD)/model/run.o: bench/model/run.cpp $(SHADER_TEST_HEADERS)
 	@mkdir -p $(@D)
 	@$(CXX) -O2 $(SHADER_TEST_FLAGS) -c $< -o $@
 
-.PHONY: model test-model
+.PHONY: model model-shapes test-model
 model: $(METAL_BUILD)/model/prepared $(MODEL_OBJECTS) ## predict the speed on Apple's GPUs from counted operations
 	@MODEL_COMPILE="$(MODEL_COMPILE)" python3 bench/model/model.py $(METAL_BUILD)
+
+model-shapes: $(METAL_BUILD)/model/prepared $(MODEL_OBJECTS) # of the model's tables that of the shapes of models
+	@MODEL_COMPILE="$(MODEL_COMPILE)" python3 bench/model/model.py $(METAL_BUILD) --models
 
 test-model: $(METAL_BUILD)/model/prepared $(MODEL_OBJECTS)
 	@echo "== shaders: counted operations"

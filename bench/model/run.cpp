@@ -1,8 +1,8 @@
 // Runs one counted kernel on the machine of simt.h and prints how often its blocks ran and what its accesses cost. If a
 // result is wrong, it prints no counts.
-//   run attend FORMAT GROUP POSITIONS KERNEL               one KV head of head_dim 128, one threadgroup of 4 simdgroups
-//   run plan FORMAT GROUP POSITIONS KERNEL                 prints how 8 KV heads are planned; counts nothing
-//   run encode FORMAT TOKENS
+//   run attend FORMAT GROUP POSITIONS KERNEL HEAD_DIM COLUMNS   one KV head, threadgroups of 4 simdgroups and so many rows
+//   run plan FORMAT GROUP POSITIONS KERNEL HEAD_DIM KV_HEADS    prints how it is planned; counts nothing
+//   run encode FORMAT TOKENS                               head_dim 128
 //   run lookup WAY ROUNDS                                  variants/lookup.metal
 //   run scores WAY ROWS                                    variants/scores.metal
 #define TQKV_IMPLEMENTATION
@@ -18,7 +18,7 @@
 namespace
 {
 
-enum { head_dim = 128, n_simdgroups = 4 };
+enum { base_dim = 128, n_simdgroups = 4 };
 
 struct lane_counts {
     std::vector<uint64_t> of[simt::simd_width];
@@ -221,7 +221,7 @@ struct owned_store {
     tqkv_store store = {};
     std::vector<float> codes, norms; // codes are floats for alignment
 
-    owned_store(tqkv_format format, int n_positions)
+    owned_store(tqkv_format format, int n_positions, int head_dim = base_dim)
     {
         store.format = format;
         store.head_dim = head_dim;
@@ -241,20 +241,19 @@ struct owned_store {
 };
 
 // kernel: GPU_LANES or GPU_MATRICES
-void run_attend(tqkv_format format, int group, int n_positions, int kernel)
+void run_attend(tqkv_format format, int group, int n_positions, int kernel, int head_dim, int columns)
 {
-    owned_store keys(format, n_positions), values(format, n_positions);
-    size_t n = (size_t)n_positions * head_dim;
+    owned_store keys(format, n_positions, head_dim), values(format, n_positions, head_dim);
+    const size_t n = (size_t)n_positions * (size_t)head_dim;
     keys.encode(gaussian(n));
     values.encode(gaussian(n));
-    std::vector<float> q = gaussian((size_t)group * head_dim), out(q.size()), expected(q.size());
+    std::vector<float> q = gaussian((size_t)(group * head_dim)), out(q.size()), expected(q.size());
     tqkv_attention a = {};
     a.keys = &keys.store;
     a.values = &values.store;
     a.n_heads = group;
     a.end = n_positions;
-    const int most = kernel == GPU_MATRICES ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
-    std::string wrong = gpu_attend(&a, q.data(), out.data(), {std::min(group, most), n_simdgroups, 1, 0, kernel});
+    std::string wrong = gpu_attend(&a, q.data(), out.data(), {columns, n_simdgroups, 1, 0, kernel});
     if (!wrong.empty()) fail(wrong);
     if (tqkv_attend(&a, q.data(), expected.data()) != TQKV_OK) fail("tqkv_attend");
     double difference = 0, size = 0;
@@ -267,13 +266,12 @@ void run_attend(tqkv_format format, int group, int n_positions, int kernel)
 }
 
 // kernel: 0 for the planned one
-void print_plan(tqkv_format format, int group, int n_positions, int kernel)
+void print_plan(tqkv_format format, int group, int n_positions, int kernel, int head_dim, int n_heads)
 {
-    const int n_heads = 8;
-    owned_store store(format, n_positions);
+    owned_store store(format, n_positions, head_dim);
     store.store.n_kv_heads = n_heads;
-    store.store.codes_size *= n_heads;
-    store.store.norms_size *= n_heads;
+    store.store.codes_size *= (size_t)n_heads;
+    store.store.norms_size *= (size_t)n_heads;
     tqkv_attention a = {};
     a.keys = a.values = &store.store;
     a.n_heads = group * n_heads;
@@ -290,13 +288,14 @@ void print_plan(tqkv_format format, int group, int n_positions, int kernel)
            d[0].kernel.family == TQKV_METAL_ATTEND_MATRIX ? GPU_MATRICES : GPU_LANES,
            (long long)d[0].grid[0] * d[0].grid[1] * d[0].grid[2], d[0].n_simdgroups, bytes);
     const tqkv__attend_args args = tqkv__attend_args_of(&d[0]);
-    printf("short %d\ngrowth %d\n", args.n_short, TQKV__STRETCH_GROWTH);
+    printf("short %d\ngrowth %d\nblocks %zu\ncolumns %d\n", args.n_short, TQKV__STRETCH_GROWTH, d[0].grid[1],
+           d[0].kernel.constants[TQKV_FC_COLUMNS] - 1);
 }
 
 void run_encode(tqkv_format format, int n_tokens)
 {
     owned_store counted(format, n_tokens), expected(format, n_tokens);
-    std::vector<float> rows = gaussian((size_t)n_tokens * head_dim);
+    std::vector<float> rows = gaussian((size_t)n_tokens * base_dim);
     expected.encode(rows);
     std::string wrong = gpu_encode(&counted.store, rows.data(), n_tokens, 0, nullptr);
     if (!wrong.empty()) fail(wrong);
@@ -342,7 +341,7 @@ void run_scores(int way, int n_rows)
     std::vector<uint32_t> memory(n_words + 32);
     uint32_t *codes =
         (uint32_t *)(((uintptr_t)memory.data() + 127) / 128 * 128); // rows are aligned to lines as on a GPU
-    std::vector<float> queries = gaussian(4 * head_dim), scores((size_t)n_rows * 4);
+    std::vector<float> queries = gaussian(4 * base_dim), scores((size_t)n_rows * 4);
     for (uint32_t &word : memory) word = (uint32_t)generator();
     tqkv__rotate_args args = {n_rows};
     std::string wrong = gpu_dispatch("scores", 0, 0)
@@ -358,9 +357,9 @@ void run_scores(int way, int n_rows)
     for (size_t row = 0; row < (size_t)n_rows; row++)
         for (size_t c = 0; c < 4; c++) {
             double expected = 0;
-            for (size_t i = 0; i < head_dim; i++)
+            for (size_t i = 0; i < base_dim; i++)
                 expected += (double)tqkv__tables.codebook_4[codes[row * 16 + i / 8] >> (i % 8 * 4) & 15] *
-                            (double)queries[c * head_dim + i];
+                            (double)queries[c * base_dim + i];
             // Sums of 128 products of size 1 are about 11.
             if (!(fabs((double)scores[row * 4 + c] - expected) < 2e-4)) fail("scores " + std::to_string(way));
         }
@@ -389,10 +388,12 @@ void print_counts()
 int main(int argc, char **argv)
 {
     gpu_schedules = {{simt::ascending, 1, 0xff, false}};
-    if (argc == 6 && !strcmp(argv[1], "attend"))
-        run_attend((tqkv_format)atoi(argv[2]), atoi(argv[3]), atoi(argv[4]), atoi(argv[5]));
-    else if (argc == 6 && !strcmp(argv[1], "plan")) {
-        print_plan((tqkv_format)atoi(argv[2]), atoi(argv[3]), atoi(argv[4]), atoi(argv[5]));
+    if (argc == 8 && !strcmp(argv[1], "attend"))
+        run_attend((tqkv_format)atoi(argv[2]), atoi(argv[3]), atoi(argv[4]), atoi(argv[5]), atoi(argv[6]),
+                   atoi(argv[7]));
+    else if (argc == 8 && !strcmp(argv[1], "plan")) {
+        print_plan((tqkv_format)atoi(argv[2]), atoi(argv[3]), atoi(argv[4]), atoi(argv[5]), atoi(argv[6]),
+                   atoi(argv[7]));
         return 0;
     } else if (argc == 4 && !strcmp(argv[1], "encode"))
         run_encode((tqkv_format)atoi(argv[2]), atoi(argv[3]));
