@@ -740,7 +740,7 @@ enum {
     TQKV_METAL_NAME = 32,       /* bytes of a kernel's name, with the zero */
     TQKV_METAL_CONSTANTS = 32,  /* function constants have indices below */
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
-    TQKV_METAL_BINDINGS = 16,
+    TQKV_METAL_BINDINGS = 20,
     TQKV_METAL_MEMORIES = 4,
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
 };
@@ -843,6 +843,22 @@ TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, 
 TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *a, size_t *bytes);
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q,
                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2]);
+TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
+                                                    int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                                    tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                    tqkv_metal_dispatch d[2]);
+TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a, tqkv_metal_buffer out,
+                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                  tqkv_metal_buffer src_out, tqkv_metal_buffer src_max,
+                                                  tqkv_metal_buffer src_sum, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *a, tqkv_metal_buffer out,
+                                                        tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                        const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
+                                                        tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                        tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
+                                                   tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                   tqkv_metal_buffer out, tqkv_metal_dispatch *d);
 /* Puts attend in the place of attend_matrix in a planned attention; buffers and arguments stay. d: its first dispatch */
 TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d);
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
@@ -8621,6 +8637,22 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
     return r;
 }
 
+static tqkv_result tqkv__check_slice(const tqkv__attention *a, int64_t first, int count)
+{
+    if (count < 0) return TQKV__INVALID("count is negative");
+    if (first < a->first || first > a->call.end || count > a->call.end - first)
+        return TQKV__REFUSE(OUT_OF_RANGE, "the slice leaves the resident positions");
+    return tqkv__check_seen(a, first, first + count);
+}
+
+static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv__attention *from)
+{
+    if (from->value_dim == a->value_dim && from->call.n_heads == a->call.n_heads &&
+        from->call.n_queries == a->call.n_queries)
+        return TQKV_OK;
+    return TQKV__INVALID("the slices differ in the values' head_dim, n_heads or n_queries");
+}
+
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const void *q, int64_t first, int count,
                                          float *out, float *max, float *sum)
 {
@@ -8628,12 +8660,9 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__attention_open(attention, &a);
     if (r != TQKV_OK) return r;
-    if (count < 0) return TQKV__INVALID("count is negative");
-    if (first < a.first || first > a.call.end || count > a.call.end - first)
-        return TQKV__REFUSE(OUT_OF_RANGE, "the slice leaves the resident positions");
+    if ((r = tqkv__check_slice(&a, first, count)) != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if ((r = tqkv__check_attend(&a, q, &arrays)) != TQKV_OK) return r;
-    if ((r = tqkv__check_seen(&a, first, first + count)) != TQKV_OK) return r;
     return tqkv__attend_range(&a, first, first + count, q, out, max, sum);
 }
 
@@ -8645,9 +8674,8 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__attention_shape(attention, &a);
     if (r == TQKV_OK) r = tqkv__attention_shape(slice, &from);
+    if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &from);
     if (r != TQKV_OK) return r;
-    if (from.value_dim != a.value_dim || from.call.n_heads != a.call.n_heads || from.call.n_queries != a.call.n_queries)
-        return TQKV__INVALID("the slices differ in the values' head_dim, n_heads or n_queries");
     tqkv__add_slice(&arrays, &a, out, max, sum);
     tqkv__add_slice(&arrays, &a, src_out, src_max, src_sum);
     if ((r = tqkv__check_arrays(&arrays, 3)) != TQKV_OK) return r;
@@ -9859,8 +9887,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_VALUE_FORMAT 1    /* uint: encode_kv, attend: that of the values */
 #define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
                                   /* decode, attend: rotate the centre before it is used */
-#define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
-#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back; tables: multiply matrices */
+                                  /* attend_merge: rotate the slice before it is added */
+#define TQKV_FC_VALUE_ROTATED 3   /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
+#define TQKV_FC_UNROTATE      4   /* bool: decode, rotate, attend_merge: rotate rows back; tables: multiply matrices */
+                                  /* attend_merge that adds a slice: rotate it back */
 #define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated, queries are not */
 #define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head in a threadgroup */
 #define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
@@ -9879,8 +9909,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_VALUE_PAGES 17  /* bool: encode_kv: the values' slots */
 #define TQKV_FC_TREE        18  /* bool: attend: a tree hides some of the newest n_queries positions */
 #define TQKV_FC_BATCH       19  /* bool: attend, attend_merge: arguments and offsets come from items */
+#define TQKV_FC_FROM_SLICE  20  /* bool: attend_merge: of partial results there is one, a slice: out, max and sum */
+#define TQKV_FC_TO_SLICE    21  /* bool: attend_merge: makes a slice; from one: adds it to the one that is there */
 
-#define TQKV__CONSTANTS 20 /* of them */
+#define TQKV__CONSTANTS 22 /* of them */
 /* Those that are uint, a bit each. */
 #define TQKV__NUMBERS                                                                                                  \
     (1u << TQKV_FC_FORMAT | 1u << TQKV_FC_VALUE_FORMAT | 1u << TQKV_FC_COLUMNS | 1u << TQKV_FC_TYPE |                  \
@@ -9993,6 +10025,7 @@ typedef struct tqkv__attend_args {
     int32_t group;                  /* query heads a KV head */
     int32_t kv_len;                 /* query i is at position kv_len - n_queries + i; before 0 it sees nothing */
     int32_t window;                 /* 0: none, or at least kv_len */
+    int32_t slice_end;              /* positions from here on are not seen; kv_len, or less in a slice */
     int32_t first_stretch;          /* that a query sees */
     int32_t stretch_tiles, n_short; /* TQKV__STRETCH_OF_TILE */
     int32_t n_splits;               /* threadgroups along the context */
@@ -10047,9 +10080,9 @@ typedef struct tqkv__table_report {
 
 TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 116);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 120);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 204);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 208);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4500);
 
 #endif
@@ -10642,14 +10675,12 @@ static int tqkv__stretch_of(int64_t tile, int n_short)
     return (int)TQKV__STRETCH_OF_TILE(tile, length, n);
 }
 
-/* Slots of the keys that some query sees, as tiles [*first, *end). A ring that wraps: all. */
-static void tqkv__tiles_seen(const tqkv__attention *a, int64_t *first, int64_t *end)
+/* Slots of the keys before slice_end that some query sees, as tiles [*first, *end). A ring that wraps: all. */
+static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_t *first, int64_t *end)
 {
-    const int64_t resident = a->call.end - a->first; /* the queries see fewer if there is a window */
-    const int64_t seen = a->call.window && a->call.window - 1 < resident - a->call.n_queries
-                             ? a->call.window - 1 + a->call.n_queries
-                             : resident;
-    const int64_t slot = seen > 0 ? tqkv__slot(&a->keys, a->call.end - seen) : 0;
+    int64_t from, to;
+    tqkv__visible_to(a, 0, a->call.n_queries - 1, a->first, slice_end, &from, &to);
+    const int64_t seen = to - from, slot = seen > 0 ? tqkv__slot(&a->keys, from) : 0;
     const bool wraps = seen > a->keys.capacity - slot;
     *first = wraps ? 0 : slot / TQKV__SIMD_WIDTH;
     *end = ((wraps ? a->keys.capacity : slot + seen) + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
@@ -10717,9 +10748,17 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     return TQKV_OK;
 }
 
+/* max and sum: of a slice, which also says so. The two of a slice that is read */
+typedef struct tqkv__slice_buffers {
+    bool from, to;
+    tqkv_metal_buffer max, sum, src_max, src_sum;
+} tqkv__slice_buffers;
+
 typedef struct tqkv__attend_buffers {
     const tqkv_metal_store *keys, *values;
     tqkv_metal_buffer sinks, tree, q, scratch, out;
+    tqkv__slice_buffers slice; /* zero: attends to all positions */
+    int64_t slice_end;         /* of the positions to attend to */
 } tqkv__attend_buffers;
 
 /* A division by the tiles of a page, d: a GPU takes tens of instructions for one. With 2^shift < d <= 2^(shift+1) the factor
@@ -10750,6 +10789,7 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     args->group = a->group;
     args->kv_len = kv_len;
     args->window = a->call.window < kv_len ? a->call.window : 0;
+    args->slice_end = (int)(b->slice_end - a->first);
     args->first_stretch = split->first_stretch;
     args->stretch_tiles = TQKV__STRETCH_TILES;
     args->n_short = split->n_short;
@@ -10797,10 +10837,24 @@ static void tqkv__plan_bind_partials(tqkv_metal_dispatch *d, int index, tqkv_met
                     split->scratch_size - split->sums_size, written);
 }
 
-/* The keys' centre adds the same to all scores of a query. That shows under softcap and beside sinks. */
+/* The keys' centre adds the same to all scores of a query. That shows under softcap, beside sinks and in a slice. */
 static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buffers *b)
 {
-    return b->keys->center.buffer && (a->call.softcap > 0.0f || b->sinks.buffer);
+    return b->keys->center.buffer && (a->call.softcap > 0.0f || b->sinks.buffer || b->slice.to);
+}
+
+/* Slices of attend_merge, from index 7 on, and of attend, which does not use them. */
+static void tqkv__plan_bind_slices(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__slice_buffers *slice)
+{
+    const bool merge = d->kernel.family == TQKV_METAL_ATTEND_MERGE;
+    const size_t size = a->n_rows * sizeof(float), written = slice->to ? size : 0, read = slice->from ? size : 0;
+    tqkv__plan_bind(d, "max", merge ? 7 : TQKV_METAL_ONLY_CHECKED, slice->max, written, true);
+    tqkv__plan_bind(d, "sum", merge ? 8 : TQKV_METAL_ONLY_CHECKED, slice->sum, written, true);
+    if (!merge) return;
+    tqkv__plan_bind(d, "src_max", 9, slice->src_max, read, false);
+    tqkv__plan_bind(d, "src_sum", 10, slice->src_sum, read, false);
+    tqkv__plan_constant(d, TQKV_FC_FROM_SLICE, slice->from);
+    tqkv__plan_constant(d, TQKV_FC_TO_SLICE, slice->to);
 }
 
 /* The memory of queries and sums, the largest part, holds only the columns in use: it limits the threadgroups on a
@@ -10880,10 +10934,34 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type, a->out_elements,
                          true);
+    tqkv__plan_bind_slices(d, a, &b->slice);
     tqkv__plan_columns(d, split->matrix, split->columns);
     d->grid[0] = (size_t)a->n_kv_heads;
     d->grid[2] = (size_t)split->n_splits;
     d->n_simdgroups = split->n_simdgroups;
+}
+
+/* What all calls of attend_merge have; without the partial results and the values' centre. */
+static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                   int n_partials, int section, int before, bool unrotate)
+{
+    const bool sinks = b->sinks.buffer != NULL;
+    const tqkv__merge_args args = {(int32_t)a->n_rows, a->call.n_heads, a->group, n_partials, section, before};
+    tqkv__plan_begin(d, TQKV_METAL_ATTEND_MERGE, a->value_dim, a->value_dim);
+    tqkv__plan_args(d, &args, sizeof args);
+    tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, false);
+    tqkv__plan_constant(d, TQKV_FC_SINKS, sinks);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__center_counts(a, b) && !(a->call.softcap > 0.0f));
+    tqkv__plan_bind(d, "sinks", 3, b->sinks, sinks ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
+    tqkv__plan_bind_rows(d, "out", 4, b->out, TQKV_FC_TYPE, b->slice.to ? TQKV_TYPE_F32 : a->call.output_type,
+                         a->out_elements, true);
+    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_MERGE, b->tree, 0, false);
+    tqkv__plan_constant(d, TQKV_FC_BATCH, false);
+    tqkv__plan_bind_slices(d, a, &b->slice);
+    d->memory_each[0] = TQKV__MERGE_BYTES((size_t)a->value_dim, 1);
+    d->grid[0] = a->n_rows;
+    d->n_simdgroups = 1;
 }
 
 static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
@@ -10891,26 +10969,14 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
 {
     const int length = split->sections_each ? 1 : TQKV__SECTION, before = split->first_stretch % length;
     const int n_results = split->sections_each > 1 ? 1 : split->n_partials,
-              n_sections = (before + n_results - 1) / length + 1;
-    const tqkv__merge_args args = {(int32_t)a->n_rows, a->call.n_heads, a->group, n_results, length, before};
-    const bool sinks = b->sinks.buffer != NULL;
-    tqkv__plan_begin(d, TQKV_METAL_ATTEND_MERGE, a->value_dim, a->value_dim);
-    tqkv__plan_args(d, &args, sizeof args);
-    tqkv__plan_constant(d, TQKV_FC_UNROTATE, a->unrotate_output);
-    tqkv__plan_constant(d, TQKV_FC_SINKS, sinks);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__center_counts(a, b) && !(a->call.softcap > 0.0f));
+              n_sections = (before + n_results - 1) / length + 1, most = TQKV__MERGE_SIMDGROUPS(a->value_dim);
+    const bool unrotate = a->unrotate_output && !b->slice.to;
+    tqkv__plan_merge_begin(d, a, b, n_results, length, before, unrotate);
     tqkv__plan_bind_partials(d, 1, b->scratch, split, false);
-    tqkv__plan_bind(d, "sinks", 3, b->sinks, sinks ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
-    tqkv__plan_bind_rows(d, "out", 4, b->out, TQKV_FC_TYPE, a->call.output_type, a->out_elements, true);
     const bool center = tqkv__plan_bind_center(d, "values' center", 5, b->values, &a->values, true);
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
-    tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, center && a->values.rotated && !a->unrotate_output);
-    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_MERGE, b->tree, 0, false);
-    tqkv__plan_constant(d, TQKV_FC_BATCH, false);
-    d->memory_each[0] = TQKV__MERGE_BYTES((size_t)a->value_dim, 1);
-    d->grid[0] = a->n_rows;
-    d->n_simdgroups = TQKV__MERGE_SIMDGROUPS(a->value_dim);
-    if (d->n_simdgroups > n_sections) d->n_simdgroups = n_sections;
+    tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, center && a->values.rotated && !unrotate);
+    d->n_simdgroups = most < n_sections ? most : n_sections;
     d->barrier = b->scratch.buffer;
 }
 
@@ -10919,12 +10985,25 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 {
     tqkv__split split;
     int64_t first, end;
-    tqkv__tiles_seen(a, &first, &end);
+    tqkv__tiles_seen(a, b->slice_end, &first, &end);
     const tqkv_result r = tqkv__choose_split(a, first, end, most_sums, &split);
     if (r != TQKV_OK) return r;
     tqkv__plan_attend_splits(&d[0], a, b, &split);
     tqkv__plan_attend_merge(&d[1], a, b, &split);
     return TQKV_OK;
+}
+
+/* attend_merge of a slice of the caller: b->slice.to: adds it to another, else finishes it. */
+static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                             tqkv_metal_buffer src_out, bool unrotate)
+{
+    tqkv__plan_merge_begin(d, a, b, 0, 1, 0, unrotate);
+    tqkv__plan_bind(d, "src_out", 1, src_out, a->out_elements * sizeof(float), false);
+    tqkv__plan_bind(d, "scratch", 2, src_out, 0, false);
+    tqkv__plan_bind(d, "values' center", 5, src_out, 0, false);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, false); /* the slices have what the centres add */
+    tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, false);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, false);
 }
 
 /* An attention over buffers as one over stores. */
@@ -10974,18 +11053,46 @@ static tqkv_result tqkv__plan_attention_positions(tqkv__attention *a)
     return r == TQKV_OK ? tqkv__plan_positions(&a->values) : r;
 }
 
-static tqkv_result tqkv__plan_item(const tqkv_metal_attention *from, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
-                                   tqkv_metal_buffer out, size_t most_sums, tqkv_metal_dispatch d[2])
+/* Attends to [first, first + count) or, with count -1, to all resident positions. */
+static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t first, int count, size_t most_sums,
+                                      tqkv__attend_buffers *b, tqkv_metal_dispatch d[2])
 {
     tqkv__plan_call call;
     tqkv__attention a;
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
-    if (r == TQKV_OK) r = tqkv__check_seen(&a, a.first, a.call.end);
-    if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     if (r != TQKV_OK) return r;
-    const tqkv__attend_buffers b = {from->keys, from->values, from->sinks, from->tree, q, scratch, out};
-    return tqkv__plan_attention(&a, &b, most_sums, d);
+    b->keys = from->keys;
+    b->values = from->values;
+    b->tree = from->tree;
+    b->slice_end = a.call.end;
+    if (b->slice.to) {
+        if ((r = tqkv__check_slice(&a, first, count)) != TQKV_OK) return r;
+        a.first = first;
+        b->slice_end = first + count;
+    } else {
+        b->sinks = from->sinks;
+        if ((r = tqkv__check_seen(&a, a.first, a.call.end)) != TQKV_OK) return r;
+    }
+    r = tqkv__plan_attention_positions(&a);
+    return r == TQKV_OK ? tqkv__plan_attention(&a, b, most_sums, d) : r;
+}
+
+static tqkv__attend_buffers tqkv__buffers_of_call(tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
+{
+    tqkv__attend_buffers b;
+    memset(&b, 0, sizeof b);
+    b.q = q;
+    b.scratch = scratch;
+    b.out = out;
+    return b;
+}
+
+static tqkv_result tqkv__plan_item(const tqkv_metal_attention *from, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
+                                   tqkv_metal_buffer out, size_t most_sums, tqkv_metal_dispatch d[2])
+{
+    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
+    return tqkv__plan_call_of(from, 0, 0, most_sums, &b, d);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q,
@@ -10993,6 +11100,65 @@ TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *from, tq
 {
     if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     return tqkv__plan_item(from, q, scratch, out, TQKV__MOST_SUMS, d);
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *from, tqkv_metal_buffer q,
+                                                    int64_t first, int count, tqkv_metal_buffer scratch,
+                                                    tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                    tqkv_metal_dispatch d[2])
+{
+    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
+    b.slice.to = true;
+    b.slice.max = max;
+    b.slice.sum = sum;
+    return tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, &b, d);
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *from, tqkv_metal_buffer out,
+                                                        tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                        const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
+                                                        tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                        tqkv_metal_dispatch *d)
+{
+    tqkv__plan_call call;
+    tqkv__attention a, other;
+    tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
+    const tqkv__slice_buffers slices = {true, true, max, sum, src_max, src_sum};
+    tqkv_result r = tqkv__plan_shape(from, &call, &a);
+    if (r == TQKV_OK) r = tqkv__plan_shape(slice, &call, &other);
+    if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &other);
+    if (r != TQKV_OK) return r;
+    b.keys = from->keys;
+    b.slice = slices;
+    tqkv__plan_slice(d, &a, &b, src_out, other.values.rotated && !a.values.rotated);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, a.values.rotated && !other.values.rotated);
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a, tqkv_metal_buffer out,
+                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                  tqkv_metal_buffer src_out, tqkv_metal_buffer src_max,
+                                                  tqkv_metal_buffer src_sum, tqkv_metal_dispatch *d)
+{
+    return tqkv_metal_plan_attend_merge_slice(a, out, max, sum, a, src_out, src_max, src_sum, d);
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *from, tqkv_metal_buffer src_out,
+                                                   tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                   tqkv_metal_buffer out, tqkv_metal_dispatch *d)
+{
+    tqkv__plan_call call;
+    tqkv__attention a;
+    tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
+    const tqkv_result r = tqkv__plan_shape(from, &call, &a);
+    if (r != TQKV_OK) return r;
+    b.keys = from->keys;
+    b.sinks = from->sinks;
+    b.slice.from = true;
+    b.slice.src_max = src_max;
+    b.slice.src_sum = src_sum;
+    tqkv__plan_slice(d, &a, &b, src_out, a.unrotate_output);
+    return TQKV_OK;
 }
 
 /* The most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot of a
@@ -11320,11 +11486,11 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
     if (r != TQKV_OK) return r;
     const tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
                            values = tqkv__store_in_buffer(c, memory, &c->values);
-    tqkv__attend_buffers b = {&keys, &values, memory, memory, q, scratch, out};
-    if (a.call.sinks)
-        b.sinks = tqkv__buffer_of_part(c, memory, a.call.sinks);
-    else
-        b.sinks.buffer = NULL;
+    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
+    b.keys = &keys;
+    b.values = &values;
+    b.slice_end = a.call.end;
+    if (a.call.sinks) b.sinks = tqkv__buffer_of_part(c, memory, a.call.sinks);
     return tqkv__plan_attention(&a, &b, TQKV__MOST_SUMS, d);
 }
 

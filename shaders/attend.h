@@ -433,7 +433,8 @@ inline void load_weights(threadgroup const float *weights, uint row, thread floa
 
 // Dot products to weights of the online softmax. A masked position scores -INFINITY by selection, never by arithmetic:
 // nothing that its slot holds can spread. The maximum is raised only when a score exceeds it by 11. Weights stay below
-// 2^11, and most tiles skip the rescaling. Each column decides for itself: its bits do not depend on the others.
+// 2^11.5, and most tiles skip the rescaling. It is a whole number: see maximum_of_slice. Each column decides for itself:
+// its bits do not depend on the others.
 template <int D>
 inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_task &task, tile_place at, float key_scale,
                        float value_scale, thread float *score, thread column_state<D> &state,
@@ -453,7 +454,7 @@ inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_tas
     if (simd_any(raise)) {
         FOR_COLUMNS(c)
         {
-            float largest = simd_max(score[c]);
+            float largest = rint(simd_max(score[c]));
             largest = largest > state.maximum[c] + 11.0f ? largest : state.maximum[c];
             float shrink = share_of(state.maximum[c], largest);
             state.maximum[c] = largest;

@@ -384,7 +384,7 @@ inline void raise_maxima(thread sum_matrix (&score)[4][F], thread matrix_state<D
             float largest = -INFINITY;
             TQKV_UNROLL
             for (int p = 0; p < 4; p++) largest = max(largest, score[p][f].elements[i]);
-            largest = max_of_column(largest);
+            largest = rint(max_of_column(largest));
             before[f][i] = state.maximum[f][i];
             began = began || before[f][i] != NOTHING_SEEN;
             state.maximum[f][i] = largest > before[f][i] + 11.0f ? largest : before[f][i];
@@ -687,7 +687,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     matrix_walk<D, F> walk;
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
     walk.base = find_tile(args, task.pages, walk.steps.tile);
-    walk.least_newest = newest_seen(args, row_of_column(args, task.first_column).query);
+    walk.least_newest = min(newest_seen(args, row_of_column(args, task.first_column).query), args.slice_end - 1);
     walk.most_newest = newest_seen(args, row_of_column(args, task.first_column + columns - 1u).query);
     open_key_batch<D, F>(args, task, walk.base.keys, walk.keys);
     if (F <= 2) load_tile_norms<D>(args, task, walk.base, walk.norms);

@@ -1,4 +1,4 @@
-// attend_merge: one result of attention from partial ones. One threadgroup a query row, along x.
+// attend_merge: one result of attention from partial ones, or slices. One threadgroup a query row, along x.
 #include "merge.h"
 
 constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
@@ -8,8 +8,12 @@ constant bool value_centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
 constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 constant bool batch [[function_constant(TQKV_FC_BATCH)]];
+constant bool rotate_slice [[function_constant(TQKV_FC_ROTATED)]];
+constant bool from_slice [[function_constant(TQKV_FC_FROM_SLICE)]];
+constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
 
-// partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_rows][D]
+// partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_rows][D], max
+// to src_sum: [n_rows]
 // clang-format off
 #define ATTEND_MERGE(D) \
     kernel void tqkv_attend_merge_d##D( \
@@ -20,6 +24,10 @@ constant bool batch [[function_constant(TQKV_FC_BATCH)]];
         device uchar *out [[buffer(4)]], \
         device const float *center [[buffer(5)]], \
         constant tqkv__batch_item *items [[buffer(6)]], \
+        device float *max [[buffer(7)]], \
+        device float *sum [[buffer(8)]], \
+        device const float *src_max [[buffer(9)]], \
+        device const float *src_sum [[buffer(10)]], \
         threadgroup float *shared [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -35,6 +43,13 @@ constant bool batch [[function_constant(TQKV_FC_BATCH)]];
         task.shared = shared; \
         task.row = group.x; \
         task.type = row_type; \
+        task.max = max; \
+        task.sum = sum; \
+        task.src_max = src_max; \
+        task.src_sum = src_sum; \
+        task.from_slice = from_slice; \
+        task.to_slice = to_slice; \
+        task.rotate = rotate_slice; \
         task.unrotate = unrotate; \
         task.shifted = key_centered; \
         task.centered = value_centered; \

@@ -1,6 +1,7 @@
 // The end of attention for one query row: brings the sums of the partial results to one maximum, adds them and the
 // sink, divides, and turns the result back from the rotated basis. One threadgroup a row: its simdgroups share the
-// sections.
+// sections. The same in parts, with slices of the caller: partial results to a slice, a slice to another, a slice to the
+// result.
 #ifndef TQKV_MERGE_H
 #define TQKV_MERGE_H
 #include "rotate.h"
@@ -8,13 +9,16 @@
 
 // What a threadgroup works on, and the place of this thread in it.
 struct merge_task {
-    device const float *partial_out;   // [n_partials][n_rows][D]
+    device const float *partial_out;   // [n_partials][n_rows][D], or [n_rows][D]: of the slice that is read
     device const float *partial_state; // [1 + n_partials][n_rows][2]: shift of all scores, unused; then maximum (in
                                        // powers of two), sum of the weights
     device uchar *out;                 // [n_rows][D]
+    device float *max, *sum;           // [n_rows]: of the slice that is written
+    device const float *src_max, *src_sum; // [n_rows]: of the slice that is read
     threadgroup float *shared;         // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
     uint row, type;                    // type: of the output
     float sink;                        // in powers of two; -INFINITY: none. It is added to the denominator only
+    bool from_slice, to_slice, rotate; // from one to another: it is added; rotate, unrotate: change its basis before
     bool unrotate;
     bool shifted;               // the keys have a centre, which adds partial_state of the row to all scores
     bool centered, rotated;     // the values have a centre, and it is rotated before it is added
@@ -116,11 +120,19 @@ inline void add_sections(constant tqkv__merge_args &args, thread const merge_tas
     threadgroup_barrier(mem_flags::mem_threadgroup); // before the next sections overwrite these
 }
 
-// The simdgroup's sums as load_row would load them. Without a matrix that is where they are.
+// The sums of a row as load_row would load them.
 template <int D>
-inline void spread_row(thread const merge_task &task, thread const row_sums<D> &row, thread float *x)
+struct spread_sums {
+    float maximum, sum, x[TQKV_LANE_VALUES(D)];
+};
+
+// The simdgroup's sums. Without a matrix they are where they are to be.
+template <int D>
+inline void spread_row(thread const merge_task &task, thread const row_sums<D> &row, thread spread_sums<D> &to)
 {
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D), E = MERGE_VALUES(D);
+    to.maximum = row.maximum;
+    to.sum = row.sum;
     if (TQKV__RUNS(D) > 1 && task.lane < uint(TQKV__NORM_LANES(D))) {
         TQKV_UNROLL
         for (int i = 0; i < E; i++) task.shared[int(task.lane) * E + i] = row.out[i];
@@ -129,31 +141,74 @@ inline void spread_row(thread const merge_task &task, thread const row_sums<D> &
     uint part = lane_of_row<D>(task.lane);
     TQKV_UNROLL
     for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
-        x[i] = TQKV__RUNS(D) > 1 ? task.shared[value_of_lane<L, C>(part, i)] : row.out[i % E];
+        to.x[i] = TQKV__RUNS(D) > 1 ? task.shared[value_of_lane<L, C>(part, i)] : row.out[i % E];
+}
+
+// The row of a slice. out: [n_rows][D], max, sum: [n_rows]
+template <int D>
+inline void load_slice(device const float *out, device const float *max, device const float *sum, uint number, uint part,
+                       thread spread_sums<D> &row)
+{
+    row.maximum = maximum_of_slice(max[number]);
+    row.sum = sum[number];
+    load_row<D>(out + row_offset(number, D), part, row.x);
+}
+
+// The slice that is read or, added to the one that is written, both. Additions are those of add_sums.
+template <int D>
+inline void add_slice(thread const merge_task &task, uint part, thread spread_sums<D> &row)
+{
+    load_slice<D>(task.partial_out, task.src_max, task.src_sum, task.row, part, row);
+    if (!task.to_slice) return;
+    if (task.rotate) rotate_row<D>(row.x, part);
+    if (task.unrotate) unrotate_row<D>(row.x, part, signs_of_row<D>(part));
+    spread_sums<D> before;
+    load_slice<D>((device const float *)task.out, task.max, task.sum, task.row, part, before);
+    simdgroup_barrier(mem_flags::mem_device); // before some lane overwrites what another has yet to load
+    shares both = shares_of(before.maximum, row.maximum);
+    row.maximum = both.largest;
+    row.sum = fma(both.added, row.sum, both.kept * before.sum);
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) row.x[i] = fma(both.added, row.x[i], both.kept * before.x[i]);
+}
+
+// Adds the sink and divides. Returns the share of the values' weights.
+template <int D>
+inline float divide_row(thread const merge_task &task, thread spread_sums<D> &row)
+{
+    shares both = shares_of(row.maximum, task.sink);
+    float sum = both.kept * row.sum + (task.sink == -INFINITY ? 0.0f : both.added);
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) row.x[i] = sum == 0.0f ? 0.0f : both.kept * row.x[i] / sum;
+    return sum == 0.0f ? 0.0f : both.kept * row.sum / sum;
 }
 
 template <int D>
 inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &task)
 {
-    const int E = MERGE_VALUES(D);
     uint n_sections = (uint(args.before) + uint(args.n_partials) + uint(args.section) - 1u) / uint(args.section);
     uint part = lane_of_row<D>(task.lane), signs = task.unrotate ? signs_of_row<D>(part) : 0u;
-    row_sums<D> total;
-    clear_row<D>(total);
-    for (uint first = 0; first < n_sections; first += task.n_simdgroups)
-        add_sections<D>(args, task, first, n_sections, total);
-    if (task.simdgroup != 0) return;
-    if (task.shifted && args.n_partials > 0) total.maximum += task.partial_state[ulong(task.row) * 2u];
-    shares both = shares_of(total.maximum, task.sink);
-    float sum = both.kept * total.sum + (task.sink == -INFINITY ? 0.0f : both.added), x[TQKV_LANE_VALUES(D)];
-    TQKV_UNROLL
-    for (int i = 0; i < E; i++) total.out[i] = sum == 0.0f ? 0.0f : both.kept * total.out[i] / sum;
-    spread_row<D>(task, total, x);
-    if (task.unrotate) unrotate_row<D>(x, part, signs);
-    float weight = sum == 0.0f ? 0.0f : both.kept * total.sum / sum;
+    spread_sums<D> row;
+    if (task.from_slice) {
+        add_slice<D>(task, part, row);
+    } else {
+        row_sums<D> total;
+        clear_row<D>(total);
+        for (uint first = 0; first < n_sections; first += task.n_simdgroups)
+            add_sections<D>(args, task, first, n_sections, total);
+        if (task.simdgroup != 0) return;
+        spread_row<D>(task, total, row);
+        if (task.shifted && args.n_partials > 0) row.maximum += task.partial_state[ulong(task.row) * 2u];
+    }
+    float weight = task.to_slice ? row.sum : divide_row<D>(task, row);
+    if (task.unrotate && !task.to_slice) unrotate_row<D>(row.x, part, signs);
     if (task.centered)
-        add_center<D>(task.center, task.row % uint(args.n_heads) / uint(args.group), task.rotated, weight, part, x);
-    if (task.lane < uint(TQKV__ROW_LANES(D))) store_typed_row<D>(task.type, x, part, task.out, row_offset(task.row, D));
+        add_center<D>(task.center, task.row % uint(args.n_heads) / uint(args.group), task.rotated, weight, part, row.x);
+    if (task.lane < uint(TQKV__ROW_LANES(D)))
+        store_typed_row<D>(task.type, row.x, part, task.out, row_offset(task.row, D));
+    if (!task.to_slice || task.lane != 0) return;
+    task.max[task.row] = row.maximum * TQKV_LN2;
+    task.sum[task.row] = row.sum;
 }
 
 #endif

@@ -4,6 +4,15 @@
 #include "common.h"
 
 #define TQKV_LOG2E 1.44269504f
+#define TQKV_LN2   0.693147181f
+
+// A maximum of a slice, in powers of e as on the processor. Maxima here are whole numbers, in powers of two: rounding to
+// powers of e and back is undone, so slices have the bits of the whole call. A processor's maximum is as close as it was.
+inline float maximum_of_slice(float max)
+{
+    float maximum = max * TQKV_LOG2E, whole = rint(maximum);
+    return fabs(maximum - whole) <= fabs(maximum) * (1.0f / 4194304.0f) ? whole : maximum;
+}
 
 // 2^(own - largest), and exactly 1 where the two are equal: then adding nothing changes no bit. The maximum of nothing
 // is -INFINITY and its share is 0. Both are selected, because -INFINITY minus -INFINITY is NaN. The fast exponential

@@ -76,7 +76,7 @@ struct tile_range {
 
 inline tile_range tiles_seen(constant tqkv__attend_args &args, uint first_column)
 {
-    int newest = newest_seen(args, row_of_column(args, first_column + columns - 1u).query);
+    int newest = min(newest_seen(args, row_of_column(args, first_column + columns - 1u).query), args.slice_end - 1);
     int oldest = newest_seen(args, row_of_column(args, first_column).query) - args.window + 1;
     if (args.window == 0 || oldest < 0) oldest = 0;
     uint capacity = uint(args.key_capacity), slot = uint(args.key_oldest_slot) + uint(oldest);
@@ -137,12 +137,13 @@ inline uint first_slot_of_tile(constant tqkv__attend_args &args, uint number)
     return short_store && args.key_capacity < 32 ? 0u : min(number * 32u, uint(args.key_capacity) - 32u);
 }
 
-// The position of a tile's row; newer than all queries if the row belongs to another tile.
+// The position of a tile's row; newer than all queries if the row belongs to another tile or slice.
 inline int position_in_tile(constant tqkv__attend_args &args, uint number, uint row)
 {
     uint first = first_slot_of_tile(args, number);
-    bool own = first + row >= number * 32u && first + row < uint(args.key_capacity);
-    return own ? position_of_slot(args, first + existing_row(args, row)) : 0x7fffffff;
+    int position = position_of_slot(args, first + existing_row(args, row));
+    bool own = first + row >= number * 32u && first + row < uint(args.key_capacity) && position < args.slice_end;
+    return own ? position : 0x7fffffff;
 }
 
 // The tiles of one simdgroup, one after another.

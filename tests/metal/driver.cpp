@@ -42,6 +42,7 @@ int main(int argc, char **argv)
     codec_shader_cases();
     attend_shader_cases();
     page_shader_cases();
+    slice_shader_cases();
     defect_shader_cases();
 #ifdef GPU_CUDA
     cuda_shader_cases(gpu_on_device && !strcmp(library, "list"));

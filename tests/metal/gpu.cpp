@@ -298,15 +298,16 @@ std::string gpu_rotate(float *rows, int n_rows, int head_dim, bool unrotate)
     return run_planned(tqkv_metal_plan_rotate(gpu_buffer(rows), n_rows, head_dim, unrotate, &d), d);
 }
 
-std::string gpu_attend(const tqkv_attention *a, const void *q, void *out, gpu_split split)
+// Plans by `plan(attention, scratch, d)`, divides and runs.
+template <typename F>
+static std::string run_attention(const tqkv_attention *a, gpu_split split, F plan)
 {
     const gpu_attention attention(*a);
     tqkv_metal_dispatch d[2];
     size_t bytes = 0;
     tqkv_result r = tqkv_metal_plan_attend_scratch(&attention.metal, &bytes);
     std::vector<float> scratch(bytes / sizeof(float), NAN), sums, state;
-    if (r == TQKV_OK)
-        r = tqkv_metal_plan_attend(&attention.metal, gpu_buffer(q), gpu_buffer(scratch.data()), gpu_buffer(out), d);
+    if (r == TQKV_OK) r = plan(&attention.metal, gpu_buffer(scratch.data()), d);
     if (r == TQKV_OK && (split.columns || split.n_simdgroups || split.n_stretches || split.share || split.kernel)) {
         gpu_force(d, split);
         sums.assign(gpu_find(&d[0], 6)->size / sizeof(float), NAN); // apart, so that a sanitizer sees the end of each
@@ -315,6 +316,50 @@ std::string gpu_attend(const tqkv_attention *a, const void *q, void *out, gpu_sp
     }
     const std::string wrong = run_planned(r, d[0]);
     return wrong.empty() ? gpu_run(d[1]) : wrong;
+}
+
+std::string gpu_attend(const tqkv_attention *a, const void *q, void *out, gpu_split split)
+{
+    return run_attention(a, split,
+                         [&](const tqkv_metal_attention *metal, tqkv_metal_buffer scratch, tqkv_metal_dispatch *d) {
+                             return tqkv_metal_plan_attend(metal, gpu_buffer(q), scratch, gpu_buffer(out), d);
+                         });
+}
+
+std::string gpu_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, gpu_slice &to,
+                               gpu_split split)
+{
+    return run_attention(a, split,
+                         [&](const tqkv_metal_attention *metal, tqkv_metal_buffer scratch, tqkv_metal_dispatch *d) {
+                             return tqkv_metal_plan_attend_partial(metal, gpu_buffer(q), first, count, scratch,
+                                                                   gpu_buffer(to.out.data()), gpu_buffer(to.max.data()),
+                                                                   gpu_buffer(to.sum.data()), d);
+                         });
+}
+
+std::string gpu_attend_merge_slice(const tqkv_attention *a, gpu_slice &to, const tqkv_attention *slice,
+                                   const gpu_slice &from)
+{
+    const gpu_attention attention(*a), other(*slice);
+    tqkv_metal_dispatch d;
+    const tqkv_metal_buffer out = gpu_buffer(to.out.data()), max = gpu_buffer(to.max.data()),
+                            sum = gpu_buffer(to.sum.data()), src_out = gpu_buffer(from.out.data()),
+                            src_max = gpu_buffer(from.max.data()), src_sum = gpu_buffer(from.sum.data());
+    const tqkv_result r =
+        a == slice ? tqkv_metal_plan_attend_merge(&attention.metal, out, max, sum, src_out, src_max, src_sum, &d)
+                   : tqkv_metal_plan_attend_merge_slice(&attention.metal, out, max, sum, &other.metal, src_out, src_max,
+                                                        src_sum, &d);
+    return run_planned(r, d);
+}
+
+std::string gpu_attend_finish(const tqkv_attention *a, const gpu_slice &from, void *out)
+{
+    const gpu_attention attention(*a);
+    tqkv_metal_dispatch d;
+    const tqkv_result r =
+        tqkv_metal_plan_attend_finish(&attention.metal, gpu_buffer(from.out.data()), gpu_buffer(from.max.data()),
+                                      gpu_buffer(from.sum.data()), gpu_buffer(out), &d);
+    return run_planned(r, d);
 }
 
 namespace

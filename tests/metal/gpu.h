@@ -6,6 +6,7 @@
 #include "tqkv.h"
 #include "device.h"
 #include "simt.h"
+#include <math.h>
 #include <string>
 #include <vector>
 
@@ -86,6 +87,16 @@ std::string gpu_probe(const tqkv_store *s, const void *src, int n_tokens, float 
 std::string gpu_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, void *dst);
 std::string gpu_rotate(float *rows, int n_rows, int head_dim, bool unrotate);
 std::string gpu_attend(const tqkv_attention *a, const void *q, void *out, gpu_split split);
+// Slices. out: [n_queries][n_heads][head_dim of the values], max, sum: [n_queries][n_heads]
+struct gpu_slice {
+    std::vector<float> out, max, sum;
+    explicit gpu_slice(size_t n_rows, size_t value_dim) : out(n_rows * value_dim, NAN), max(n_rows, NAN), sum(max) {}
+};
+std::string gpu_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, gpu_slice &to,
+                               gpu_split split);
+std::string gpu_attend_merge_slice(const tqkv_attention *a, gpu_slice &to, const tqkv_attention *slice,
+                                   const gpu_slice &from);
+std::string gpu_attend_finish(const tqkv_attention *a, const gpu_slice &from, void *out);
 // Copies what the items read into one block of memory. With lanes attend takes the place of attend_matrix.
 std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std::vector<const void *> &q,
                              const std::vector<void *> &out, bool lanes);

@@ -8,6 +8,7 @@
 void codec_shader_cases();
 void attend_shader_cases();
 void page_shader_cases();
+void slice_shader_cases();
 void defect_shader_cases();
 void machine_cases();
 

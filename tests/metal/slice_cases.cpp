@@ -1,0 +1,279 @@
+// Slices: attend_merge from partial results to a slice, from a slice to another, from a slice to the result. Against the
+// double-precision reference, the processor's slices, and the bits of the whole call.
+#include "shader_cases.h"
+#include <algorithm>
+#include <math.h>
+
+namespace
+{
+
+gpu_slice make_slice(const attend_problem &p) { return gpu_slice(p.n_rows, p.value_dim); }
+
+void attend_slice(const attend_problem &p, int64_t first, int64_t end, bool on_processor, gpu_split split,
+                  gpu_slice &to)
+{
+    const int count = (int)(end - first);
+    if (on_processor)
+        CHECK_RESULT(tqkv_attend_partial(&p.attention, p.q, first, count, to.out.data(), to.max.data(), to.sum.data()),
+                     TQKV_OK);
+    else
+        CHECK_RUN(gpu_attend_partial(&p.attention, p.q, first, count, to, split));
+}
+
+// ---- Random problems in random slices ----
+
+attend_row random_row(data_random *random)
+{
+    const int head_dims[] = {32, 48, 64, 80, 96, 128, 192, 256, 512, 1024};
+    attend_row p =
+        attend_default_row(test_formats[data_below(random, TEST_FORMATS)],
+                           test_formats[data_below(random, TEST_FORMATS)], head_dims[data_below(random, 10)]);
+    p.n_kv_heads = 1 + data_below(random, 2);
+    p.group = 1 + data_below(random, 5);
+    p.n_queries = data_below(random, 2) ? 1 : 1 + data_below(random, 12);
+    p.key_ring = p.value_ring = data_below(random, 2) != 0;
+    p.key_capacity = 1 + data_below(random, 150);
+    p.value_capacity = data_below(random, 3) ? p.key_capacity : 1 + data_below(random, 150);
+    const int capacity = std::min(p.key_capacity, p.value_capacity);
+    p.end = p.key_ring ? 1 + data_below(random, 400) : 1 + data_below(random, capacity);
+    p.window = data_below(random, 2) ? 0 : 1 + data_below(random, 100);
+    p.softcap = data_below(random, 4) ? 0.0f : 3.0f;
+    p.block_scale = p.head_dim >= 512 && data_below(random, 2) ? 1.25f : 0.0f;
+    p.query_size = data_below(random, 4) ? 1.5f : 25.0f;
+    p.sinks = (attend_sinks)data_below(random, 4);
+    p.query_basis = data_below(random, 3) ? TQKV_ORIGINAL : TQKV_ROTATED;
+    p.output_basis = data_below(random, 3) ? TQKV_ORIGINAL : TQKV_ROTATED;
+    p.key_center = data_below(random, 3) ? 0.0f : 0.5f;
+    p.value_center = data_below(random, 3) ? 0.0f : 4.0f;
+    p.tree = p.n_queries > 1 && data_below(random, 3) == 0;
+    return p;
+}
+
+// Four slices of the resident positions, one of them empty, merged in some order. Some are the processor's, and the last
+// merge and the end may be.
+void run_random(const void *parameters)
+{
+    const int seed = *(const int *)parameters;
+    data_random random = {(uint64_t)seed + 900};
+    const attend_row row = random_row(&random);
+    attend_problem p;
+    attend_set_up(&p, &row);
+    const reference_shape shape = reference_attention_shape(&p.attention);
+    const int resident = (int)(shape.end - shape.oldest);
+    int64_t cuts[5] = {shape.oldest, 0, 0, 0, shape.end};
+    for (int i = 1; i < 4; i++) cuts[i] = shape.oldest + data_below(&random, resident + 1);
+    cuts[2] = cuts[1];
+    std::sort(cuts, cuts + 5);
+    const gpu_split split = {GPU_MOST, 1 + data_below(&random, 4), 1 + data_below(&random, 5),
+                             GPU_EACH + data_below(&random, 3)};
+    const bool mixed = data_below(&random, 2) != 0;
+    gpu_slice total = make_slice(p), other = total;
+    const int order = data_below(&random, 4);
+    for (int i = 0; i < 4; i++) {
+        const int at = (i + order) % 4;
+        attend_slice(p, cuts[at], cuts[at + 1], mixed && data_below(&random, 2), split, i ? other : total);
+        if (!i) continue;
+        if (mixed && data_below(&random, 3) == 0)
+            CHECK_RESULT(tqkv_attend_merge(&p.attention, total.out.data(), total.max.data(), total.sum.data(),
+                                           other.out.data(), other.max.data(), other.sum.data()),
+                         TQKV_OK);
+        else
+            CHECK_RUN(gpu_attend_merge_slice(&p.attention, total, &p.attention, other));
+    }
+    if (mixed && data_below(&random, 3) == 0) {
+        CHECK_RESULT(tqkv_attend_finish(&p.attention, total.out.data(), total.max.data(), total.sum.data()), TQKV_OK);
+        std::copy(total.out.begin(), total.out.end(), p.out);
+    } else {
+        CHECK_RUN(gpu_attend_finish(&p.attention, total, p.out));
+    }
+    attend_check(&p, p.out, "slices");
+    attend_tear_down(&p);
+}
+
+// ---- The bits of the whole call ----
+
+struct bits_row {
+    attend_row problem;
+    gpu_split split;
+    std::vector<int> *cuts; // the last is the end
+};
+
+void run_bits(const void *parameters)
+{
+    const bits_row *row = (const bits_row *)parameters;
+    attend_problem p;
+    attend_set_up(&p, &row->problem);
+    CHECK_RUN(gpu_attend(&p.attention, p.q, p.out, row->split));
+    gpu_slice total = make_slice(p), other = total;
+    std::vector<float> out(p.n_rows * p.value_dim, NAN);
+    int begin = 0;
+    for (int end : *row->cuts) {
+        attend_slice(p, begin, end, false, row->split, begin ? other : total);
+        if (begin) CHECK_RUN(gpu_attend_merge_slice(&p.attention, total, &p.attention, other));
+        begin = end;
+    }
+    CHECK_RUN(gpu_attend_finish(&p.attention, total, out.data()));
+    CHECK(!memcmp(out.data(), p.out, out.size() * sizeof(float)), "slices have other bits than the whole call");
+    attend_tear_down(&p);
+}
+
+void add_bits(const char *name, const attend_row &problem, gpu_split split, const std::vector<int> &cuts)
+{
+    bits_row row = {problem, split, new std::vector<int>(cuts)}; // for as long as the program
+    row.problem.bits_alone = true;
+    test_add(run_bits, &row, sizeof row, "slice/bits/%s", name);
+}
+
+// Stretches of 512 positions; of 32, so that there are sections of 512 and then 2048 positions; by both kernels.
+void add_all_bits()
+{
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+    row.n_kv_heads = 1;
+    row.key_capacity = row.value_capacity = 1700;
+    row.end = 1690;
+    row.sinks = SINKS_SOME;
+    row.query_size = 10.0f; // maxima differ between the slices
+    const std::vector<int> cuts = {512, 1024, 1536, 1690};
+    add_bits("lanes", row, as_planned, cuts);
+    row.group = 4;
+    row.n_queries = 3;
+    add_bits("matrices", row, as_planned, cuts);
+    row.softcap = 4.0f;
+    row.key_center = 0.5f; // under softcap it is a part of each score
+    row.n_queries = 1;
+    add_bits("softcap", row, as_planned, {1024, 1536, 1690});
+    row = attend_default_row(TQKV_TQ3, TQKV_F16, 32);
+    row.n_kv_heads = 1;
+    row.key_capacity = row.value_capacity = 4800;
+    row.end = 4790;
+    row.query_size = 10.0f;
+    row.sinks = SINKS_SOME;
+    for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING})
+        add_bits(("sections/share" + std::to_string(share)).c_str(), row, {0, 2, 150, share},
+                 {416, 448, 480, 512, 2560, 4608, 4790});
+    row.window = 1200;
+    add_bits("window", row, {0, 2, 150, 0}, {3584, 4096, 4608, 4790});
+}
+
+// ---- Slices of other formats, of numbers at random ----
+
+struct basis_row {
+    int head_dim;
+    tqkv_format values, slice;
+    tqkv_type type;
+};
+
+void fill_slice(data_random *random, float offset, gpu_slice &to)
+{
+    for (float &x : to.out) x = (float)data_gaussian(random);
+    for (float &x : to.sum) x = 0.5f + (float)data_below(random, 1000) / 100.0f;
+    for (float &x : to.max) x = offset + (float)data_gaussian(random);
+    to.max[0] = -INFINITY; // saw nothing
+    to.sum[0] = 0.0f;
+    std::fill(to.out.begin(), to.out.begin() + (long)(to.out.size() / to.max.size()), 0.0f);
+}
+
+// merge_slice and finish against the processor's.
+void run_basis(const void *parameters)
+{
+    const basis_row *row = (const basis_row *)parameters;
+    const size_t d = (size_t)row->head_dim, n_rows = 2 * 3 * 3;
+    tqkv_store keys = test_store(TQKV_I8, row->head_dim, 3, 8, false), values = keys, others = keys;
+    values.format = row->values;
+    others.format = row->slice;
+    tqkv_attention a = {}, b = {};
+    const float sinks[6] = {0.5f, -1.0f, 2.0f, -INFINITY, 0.0f, 1.0f};
+    a.keys = b.keys = &keys;
+    a.values = &values;
+    b.values = &others;
+    a.n_heads = b.n_heads = 6;
+    a.n_queries = b.n_queries = 3;
+    a.sinks = sinks;
+    data_random random = {(uint64_t)row->head_dim};
+    gpu_slice total(n_rows, d), other(n_rows, d);
+    fill_slice(&random, 3.0f, total);
+    fill_slice(&random, 2.0f, other);
+    gpu_slice expected = total;
+    CHECK_RUN(gpu_attend_merge_slice(&a, total, &b, other));
+    CHECK_RESULT(tqkv_attend_merge_slice(&a, expected.out.data(), expected.max.data(), expected.sum.data(), &b,
+                                         other.out.data(), other.max.data(), other.sum.data()),
+                 TQKV_OK);
+    std::vector<float> out(n_rows * d, NAN);
+    CHECK_RUN(gpu_attend_finish(&a, total, out.data()));
+    tqkv_attention typed = a;
+    typed.output_type = row->type;
+    std::vector<uint16_t> narrow(n_rows * d, 0xffff);
+    CHECK_RUN(gpu_attend_finish(&typed, total, narrow.data()));
+    for (size_t i = 0; i < narrow.size(); i++)
+        CHECK(narrow[i] == reference_narrow(row->type, out[i]), "value %zu rounded", i);
+    CHECK_RESULT(tqkv_attend_finish(&a, expected.out.data(), expected.max.data(), expected.sum.data()), TQKV_OK);
+    for (size_t i = 0; i < n_rows; i++) {
+        const std::vector<double> right(&expected.out[i * d], &expected.out[i * d] + d);
+        const double error = reference_relative_error(&out[i * d], right.data(), d);
+        CHECK(error <= 2e-6, "row %zu: relative error %.3g", i, error);
+        CHECK(fabsf(total.max[i] - expected.max[i]) <= 1e-6f * fabsf(expected.max[i]) ||
+                  total.max[i] == expected.max[i],
+              "row %zu: max %g, the processor's %g", i, (double)total.max[i], (double)expected.max[i]);
+    }
+    test_store_free(&keys);
+}
+
+void add_bases()
+{
+    const tqkv_format formats[][2] = {{TQKV_TQ4, TQKV_F16}, {TQKV_F16, TQKV_I8}, {TQKV_I8, TQKV_TQ2}};
+    for (int head_dim : gpu_head_dims)
+        for (int i = 0; i < 3; i++) {
+            const basis_row row = {head_dim, formats[i][0], formats[i][1], i % 2 ? TQKV_TYPE_F16 : TQKV_TYPE_BF16};
+            test_add(run_basis, &row, sizeof row, "slice/basis/d%d/%d", head_dim, i);
+        }
+}
+
+// ---- What lies beyond a slice ----
+
+// Positions behind the slice, in its last tile, and before it hold NaN: the slice keeps its bits. Pages stand for others.
+void run_beyond(const void *parameters)
+{
+    const int number = *(const int *)parameters;
+    const tqkv_format formats[] = {TQKV_F16, TQKV_TQ4, TQKV_I8};
+    attend_row row = attend_default_row(formats[number % 3], formats[number / 3 % 3], 64);
+    row.group = number % 2 ? 4 : 2;
+    row.n_queries = 2;
+    row.end = 300;
+    row.key_capacity = row.value_capacity = 320;
+    row.bits_alone = true;
+    const int32_t pages[] = {4, 2, 0, 1, 3};
+    attend_problem p;
+    attend_set_up(&p, &row);
+    if (number % 4 == 3)
+        for (tqkv_store *s : {&p.keys, &p.values}) {
+            s->pages = pages;
+            s->n_pages = 5;
+            s->page_size = 64;
+        }
+    gpu_slice clean = make_slice(p), poisoned = clean;
+    const int64_t first = 70 + number, end = 250 - number;
+    attend_slice(p, first, end, false, as_planned, clean);
+    for (int64_t at : {first - 1, end, end + 1, (int64_t)299})
+        for (tqkv_store *s : {&p.keys, &p.values}) attend_poison_position(s, at, true);
+    attend_slice(p, first, end, false, as_planned, poisoned);
+    CHECK(clean.out == poisoned.out && clean.max == poisoned.max && clean.sum == poisoned.sum,
+          "a slot beyond was read");
+    gpu_slice expected = make_slice(p);
+    attend_slice(p, first, end, true, as_planned, expected);
+    for (size_t i = 0; i < p.n_rows; i++) {
+        const double got = (double)clean.max[i] + log((double)clean.sum[i]),
+                     right = (double)expected.max[i] + log((double)expected.sum[i]);
+        CHECK(fabs(got - right) <= 1e-5, "row %zu: %g, the processor's %g", i, got, right);
+    }
+    attend_tear_down(&p);
+}
+
+} // namespace
+
+void slice_shader_cases()
+{
+    for (int seed = 0; seed < 60; seed++) test_add(run_random, &seed, sizeof seed, "slice/random/%d", seed);
+    add_all_bits();
+    if (!gpu_schedules[0].flush_subnormals) add_bases();
+    for (int i = 0; i < 9; i++) test_add(run_beyond, &i, sizeof i, "slice/beyond/%d", i);
+}
