@@ -683,6 +683,32 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_m
 TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                                              tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
 
+/* As tqkv_attend_partial, tqkv_attend_merge, tqkv_attend_merge_slice and tqkv_attend_finish; slices of GPU and processor
+   may be merged. But max is only within 8 of the largest score, and finish reads src_out, src_max and src_sum and
+   writes out, another buffer, in output_type. scratch: as for tqkv_metal_attend. Sinks are read by finish alone. Merges
+   and finish look at no buffers of the stores.
+   Merged in order, slices of linear or paged stores without centres have the bits of tqkv_metal_attend if each but the
+   first is one section of the context: [0, 8192), then 32,768 positions each, under a window 8,192; in place of the first
+   section also its stretches of 512. The last may be shorter. */
+TQKV_METAL_API tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder,
+                                                     const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
+                                                     int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                                     tqkv_metal_buffer max, tqkv_metal_buffer sum);
+TQKV_METAL_API tqkv_result tqkv_metal_attend_merge(tqkv_metal *m, tqkv_metal_object encoder,
+                                                   const tqkv_metal_attention *a, tqkv_metal_buffer out,
+                                                   tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                   tqkv_metal_buffer src_out, tqkv_metal_buffer src_max,
+                                                   tqkv_metal_buffer src_sum);
+TQKV_METAL_API tqkv_result tqkv_metal_attend_merge_slice(tqkv_metal *m, tqkv_metal_object encoder,
+                                                         const tqkv_metal_attention *a, tqkv_metal_buffer out,
+                                                         tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                         const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
+                                                         tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum);
+TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_object encoder,
+                                                    const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
+                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                    tqkv_metal_buffer out);
+
 /* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in two dispatches that are cut evenly
    over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types, bases, sinks and
    matrix_group, and all or none have a softcap, centres and pages; window, scale, softcap's size, tree, n_queries and
@@ -10941,7 +10967,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     d->n_simdgroups = split->n_simdgroups;
 }
 
-/* What all calls of attend_merge have; without the partial results and the values' centre. */
+/* What all calls of attend_merge have; without what is read, and the centres. */
 static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                    int n_partials, int section, int before, bool unrotate)
 {
@@ -10952,7 +10978,6 @@ static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, false);
     tqkv__plan_constant(d, TQKV_FC_SINKS, sinks);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__center_counts(a, b) && !(a->call.softcap > 0.0f));
     tqkv__plan_bind(d, "sinks", 3, b->sinks, sinks ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
     tqkv__plan_bind_rows(d, "out", 4, b->out, TQKV_FC_TYPE, b->slice.to ? TQKV_TYPE_F32 : a->call.output_type,
                          a->out_elements, true);
@@ -10974,6 +10999,7 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     tqkv__plan_merge_begin(d, a, b, n_results, length, before, unrotate);
     tqkv__plan_bind_partials(d, 1, b->scratch, split, false);
     const bool center = tqkv__plan_bind_center(d, "values' center", 5, b->values, &a->values, true);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__center_counts(a, b) && !(a->call.softcap > 0.0f));
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
     tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, center && a->values.rotated && !unrotate);
     d->n_simdgroups = most < n_sections ? most : n_sections;
@@ -11128,7 +11154,6 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attenti
     if (r == TQKV_OK) r = tqkv__plan_shape(slice, &call, &other);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &other);
     if (r != TQKV_OK) return r;
-    b.keys = from->keys;
     b.slice = slices;
     tqkv__plan_slice(d, &a, &b, src_out, other.values.rotated && !a.values.rotated);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, a.values.rotated && !other.values.rotated);
@@ -11152,7 +11177,6 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *f
     tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
     const tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r != TQKV_OK) return r;
-    b.keys = from->keys;
     b.sinks = from->sinks;
     b.slice.from = true;
     b.slice.src_max = src_max;

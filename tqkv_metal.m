@@ -558,21 +558,58 @@ static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_d
 }
 
 /* Records a planned attention. */
-static tqkv_result tqkv__record_attend(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, tqkv_result planned,
-                                       tqkv_metal_dispatch d[2])
+static tqkv_result tqkv__record_attend(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const char *call,
+                                       tqkv_result planned, tqkv_metal_dispatch d[2])
 {
     tqkv_result r = tqkv__avoid_matrices(m, planned, d);
-    r = tqkv__record(m, encoder, "attend", r, d, 2);
+    r = tqkv__record(m, encoder, call, r, d, 2);
     if (!m || !tqkv__lost_matrices(m, r, d)) return r;
     r = tqkv__avoid_matrices(m, TQKV_OK, d);
-    return tqkv__record(m, encoder, "attend", r, d, 2);
+    return tqkv__record(m, encoder, call, r, d, 2);
 }
 
 tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                               tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
 {
     tqkv_metal_dispatch d[2];
-    return tqkv__record_attend(m, encoder, tqkv_metal_plan_attend(a, q, scratch, out, d), d);
+    return tqkv__record_attend(m, encoder, "attend", tqkv_metal_plan_attend(a, q, scratch, out, d), d);
+}
+
+tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
+                                      tqkv_metal_buffer q, int64_t first, int count, tqkv_metal_buffer scratch,
+                                      tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum)
+{
+    tqkv_metal_dispatch d[2];
+    const tqkv_result r = tqkv_metal_plan_attend_partial(a, q, first, count, scratch, out, max, sum, d);
+    return tqkv__record_attend(m, encoder, "attend_partial", r, d);
+}
+
+tqkv_result tqkv_metal_attend_merge(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
+                                    tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                    tqkv_metal_buffer src_out, tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum)
+{
+    tqkv_metal_dispatch d;
+    const tqkv_result r = tqkv_metal_plan_attend_merge(a, out, max, sum, src_out, src_max, src_sum, &d);
+    return tqkv__record(m, encoder, "attend_merge", r, &d, 1);
+}
+
+tqkv_result tqkv_metal_attend_merge_slice(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
+                                          tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                          const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
+                                          tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum)
+{
+    tqkv_metal_dispatch d;
+    const tqkv_result r = tqkv_metal_plan_attend_merge_slice(a, out, max, sum, slice, src_out, src_max, src_sum, &d);
+    return tqkv__record(m, encoder, "attend_merge_slice", r, &d, 1);
+}
+
+tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
+                                     tqkv_metal_buffer src_out, tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                     tqkv_metal_buffer out)
+{
+    tqkv_metal_dispatch d;
+    const tqkv_result r = tqkv_metal_plan_attend_finish(a, src_out, src_max, src_sum, out, &d);
+    return tqkv__record(m, encoder, "attend_finish", r, &d, 1);
 }
 
 tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
@@ -732,7 +769,8 @@ tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, co
     tqkv_metal_buffer memory;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    return tqkv__record_attend(m, encoder, tqkv__plan_cache_attend(c, memory, q, n_queries, scratch, out, d), d);
+    const tqkv_result planned = tqkv__plan_cache_attend(c, memory, q, n_queries, scratch, out, d);
+    return tqkv__record_attend(m, encoder, "attend", planned, d);
 }
 
 tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes)

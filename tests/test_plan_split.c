@@ -133,6 +133,108 @@ static void check_window(const void *row)
     CHECK(binding(d, "scratch").at.offset + binding(d, "scratch").size <= scratch, "%zu bytes of a ring", scratch);
 }
 
+/* A slice is a context that begins with its first position and sees none from its end on. */
+static void check_partial(const void *row)
+{
+    tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 70000, false, 0), values = keys;
+    size_t scratch = 0;
+    tqkv_metal_dispatch d[2];
+    tqkv_metal_attention a;
+    const tqkv__attend_args *args = &d[0].args[0].attend;
+    (void)row;
+    memset(&a, 0, sizeof a);
+    keys.center = values.center = at(7, 0);
+    a.keys = &keys;
+    a.values = &values;
+    a.sinks = at(7, 8192);
+    a.attention.end = 69000;
+    a.attention.output_type = TQKV_TYPE_F16;
+    for (int window = 0; window <= 40000; window += 20000) {
+        a.attention.window = window;
+        CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
+        for (int first = 0; first < 69000; first += 1777)
+            for (int count = 0; count <= 69000 - first; count += 9999) {
+                CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, at(4, 0), first, count, at(5, 0), at(6, 0), at(6, 4096),
+                                                            at(6, 8192), d),
+                             TQKV_OK);
+                for (int i = 0; i < 2; i++) check_dispatch(&d[i]);
+                CHECK(args->kv_len == 69000 - first && args->slice_end == count && args->key_oldest_slot == first,
+                      "positions %d to %d of %d", args->key_oldest_slot, args->slice_end, args->kv_len);
+                CHECK(binding(d, "scratch").at.offset + binding(d, "scratch").size <= scratch, "%zu bytes", scratch);
+            }
+    }
+    a.attention.window = 0;
+    CHECK_RESULT(
+        tqkv_metal_plan_attend_partial(&a, at(4, 0), 600, 900, at(5, 0), at(6, 0), at(6, 4096), at(6, 8192), d),
+        TQKV_OK);
+    CHECK(args->first_stretch == 1 && d[0].grid[2] == 2, "%zu stretches from %d on", d[0].grid[2], args->first_stretch);
+    CHECK(constant(&d[1], TQKV_FC_TO_SLICE) == 1 && constant(&d[1], TQKV_FC_FROM_SLICE) == 0 &&
+              constant(&d[1], TQKV_FC_UNROTATE) == 0 && constant(&d[1], TQKV_FC_SINKS) == 0 &&
+              constant(&d[1], TQKV_FC_CENTER) == 1 && constant(&d[1], TQKV_FC_VALUE_ROTATED) == 1,
+          "the merge");
+    CHECK(binding(&d[1], "out").size == 3 * 64 * sizeof(float) && binding(&d[1], "max").size == 3 * sizeof(float) &&
+              binding(d, "sinks").size == 0,
+          "floats, without sinks");
+    a.attention.kv_len = 5000;
+    CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, none, 63999, 1, none, none, none, none, d), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, none, 68999, 2, none, none, none, none, d), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, none, INT64_MAX, 1, none, none, none, none, d), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, none, 65000, -1, none, none, none, none, d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend_partial(NULL, none, 0, 1, none, none, none, none, d), TQKV_INVALID_ARGUMENT);
+}
+
+/* Merges of slices, from each basis to each, and the end. */
+static void check_slices(const void *row)
+{
+    const tqkv_format formats[] = {TQKV_TQ4, TQKV_F16};
+    tqkv_metal_store keys = plan_store(TQKV_I8, 192, 100, false, 0), values[2];
+    tqkv_metal_dispatch d;
+    tqkv_metal_attention a[2];
+    const size_t size = 6 * 128 * sizeof(float);
+    (void)row;
+    memset(a, 0, sizeof a);
+    for (int i = 0; i < 2; i++) {
+        values[i] = plan_store(formats[i], 128, 100, false, 2);
+        a[i].keys = &keys;
+        a[i].values = &values[i];
+        a[i].attention.n_heads = 6;
+        a[i].attention.output_type = TQKV_TYPE_BF16;
+    }
+    for (int i = 0; i < 4; i++) {
+        CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(&a[i / 2], at(4, 0), at(4, size), at(4, size + 24), &a[i % 2],
+                                                        at(5, 0), at(5, size), at(5, size + 24), &d),
+                     TQKV_OK);
+        check_dispatch(&d);
+        CHECK(constant(&d, TQKV_FC_ROTATED) == (i == 1) && constant(&d, TQKV_FC_UNROTATE) == (i == 2) &&
+                  constant(&d, TQKV_FC_FROM_SLICE) == 1 && constant(&d, TQKV_FC_TO_SLICE) == 1,
+              "bases %d", i);
+        CHECK(d.grid[0] == 6 && d.kernel.head_dim == 8 && binding(&d, "src_out").size == size &&
+                  binding(&d, "out").size == size && binding(&d, "src_sum").size == 24,
+              "6 rows of 128 floats");
+    }
+    CHECK_RESULT(tqkv_metal_plan_attend_merge(a, at(4, 0), at(4, size), at(4, size + 24), at(4, size + 48), at(5, 0),
+                                              at(4, size + 20), &d),
+                 TQKV_OK);
+    CHECK(!strcmp(overlapping(&d), "max") && constant(&d, TQKV_FC_ROTATED) == 0, "src_sum in max: %s", overlapping(&d));
+    a[0].sinks = at(7, 0);
+    for (int i = 0; i < 2; i++) {
+        CHECK_RESULT(tqkv_metal_plan_attend_finish(&a[i], at(5, 0), at(5, size), at(5, size + 24), at(4, 2), &d),
+                     TQKV_OK);
+        check_dispatch(&d);
+        CHECK(constant(&d, TQKV_FC_UNROTATE) == !i && constant(&d, TQKV_FC_SINKS) == !i &&
+                  constant(&d, TQKV_FC_TO_SLICE) == 0 && binding(&d, "out").size == size / 2,
+              "the end of %d", i);
+    }
+    CHECK_RESULT(tqkv_metal_plan_attend_finish(a, at(4, 0), at(5, size), at(5, size + 24), at(4, 2), &d), TQKV_OK);
+    CHECK(*overlapping(&d), "src_out is out");
+    a[1].attention.n_queries = 2;
+    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(a, none, none, none, &a[1], none, none, none, &d),
+                 TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(a, none, none, none, NULL, none, none, none, &d),
+                 TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend_finish(NULL, none, none, none, none, &d), TQKV_INVALID_ARGUMENT);
+}
+
 void test_plan_split_cases(void)
 {
     for (int i = 0; i < TQKV__KERNEL_DIMS; i++) {
@@ -141,4 +243,6 @@ void test_plan_split_cases(void)
     }
     test_add(check_kernels, NULL, 0, "plan/kernels");
     test_add(check_window, NULL, 0, "plan/window");
+    test_add(check_partial, NULL, 0, "plan/slice/partial");
+    test_add(check_slices, NULL, 0, "plan/slice/merge");
 }

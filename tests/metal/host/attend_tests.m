@@ -69,6 +69,122 @@ static void run_attend(const void *parameters)
     attend_tear_down(&problem);
 }
 
+/* Buffers of a slice. */
+typedef struct slice_buffers {
+    tqkv_metal_buffer out, max, sum;
+} slice_buffers;
+
+static slice_buffers open_slice(const attend_problem *p)
+{
+    const slice_buffers s = {host_zeros(p->n_rows * p->value_dim * sizeof(float)),
+                             host_zeros(p->n_rows * sizeof(float)), host_zeros(p->n_rows * sizeof(float))};
+    return s;
+}
+
+static void close_slice(slice_buffers *s)
+{
+    host_release(s->out);
+    host_release(s->max);
+    host_release(s->sum);
+}
+
+/* Records three slices into one encoder, each merged into the first, then the end. In order: a serial encoder. */
+static tqkv_result attend_in_slices(const attend_buffers *b, const attend_problem *p, slice_buffers *slices)
+{
+    tqkv_metal *m = test_host.metal;
+    const tqkv_metal_attention *a = &b->attention;
+    const reference_shape shape = reference_attention_shape(&p->attention);
+    const int all = (int)(shape.end - shape.oldest), counts[] = {all / 3, 0, all - all / 3};
+    int64_t first = shape.oldest;
+    host_work work = host_begin(false);
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; i < 3 && r == TQKV_OK; i++) {
+        slice_buffers *s = &slices[i > 0];
+        r = tqkv_metal_attend_partial(m, work.encoder, a, b->q, first, counts[i], b->scratch, s->out, s->max, s->sum);
+        first += counts[i];
+        if (i == 1 && r == TQKV_OK)
+            r = tqkv_metal_attend_merge(m, work.encoder, a, slices->out, slices->max, slices->sum, s->out, s->max,
+                                        s->sum);
+        if (i == 2 && r == TQKV_OK)
+            r = tqkv_metal_attend_merge_slice(m, work.encoder, a, slices->out, slices->max, slices->sum, a, s->out,
+                                              s->max, s->sum);
+    }
+    if (r == TQKV_OK) r = tqkv_metal_attend_finish(m, work.encoder, a, slices->out, slices->max, slices->sum, b->out);
+    host_end(&work);
+    return r;
+}
+
+static void run_slices(const void *parameters)
+{
+    attend_problem problem;
+    attend_buffers b;
+    attend_set_up(&problem, parameters);
+    open_buffers(&b, &problem);
+    slice_buffers slices[2] = {open_slice(&problem), open_slice(&problem)};
+    CHECK_RESULT(attend_in_slices(&b, &problem, slices), TQKV_OK);
+    attend_check(&problem, host_contents(b.out), "slices");
+    for (int i = 0; i < 2; i++) close_slice(&slices[i]);
+    close_buffers(&b);
+    attend_tear_down(&problem);
+}
+
+static void add_slices(void)
+{
+    for (int i = 0; i < 6; i++) {
+        attend_row row =
+            attend_default_row(i % 2 ? TQKV_I8 : TQKV_F16, i % 3 ? TQKV_TQ4 : TQKV_F16, i % 3 == 2 ? 48 : 64);
+        row.key_ring = row.value_ring = i % 2 != 0;
+        row.end = i % 2 ? 1000 : 45;
+        row.group = i == 5 ? 4 : 2;
+        row.n_queries = 1 + i;
+        row.sinks = i > 2 ? SINKS_SOME : SINKS_NONE;
+        test_add(run_slices, &row, sizeof row, "attend/slices/%d", i);
+    }
+}
+
+/* What the calls over slices refuse, and in which words. */
+static void run_slice_refusals(const void *parameters)
+{
+    attend_problem problem;
+    attend_buffers b;
+    tqkv_metal *m = test_host.metal;
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+    (void)parameters;
+    attend_set_up(&problem, &row);
+    open_buffers(&b, &problem);
+    slice_buffers s = open_slice(&problem), other = open_slice(&problem);
+    const tqkv_metal_attention *a = &b.attention;
+    host_work work = host_begin(false);
+    id<MTLComputeCommandEncoder> e = work.encoder;
+    CHECK_REFUSED(m, tqkv_metal_attend_partial(m, e, a, b.q, 30, 11, b.scratch, s.out, s.max, s.sum), TQKV_OUT_OF_RANGE,
+                  "attend_partial");
+    CHECK_REFUSED(m, tqkv_metal_attend_partial(m, e, a, b.q, 0, 9, b.scratch, s.out, none, s.sum),
+                  TQKV_INVALID_ARGUMENT, "max: no buffer");
+    CHECK_REFUSED(m, tqkv_metal_attend_partial(m, e, a, b.q, 0, 9, b.scratch, s.out, s.sum, s.sum),
+                  TQKV_INVALID_ARGUMENT, "max and sum overlap");
+    CHECK_REFUSED(m, tqkv_metal_attend_partial(m, nil, a, b.q, 0, 9, b.scratch, s.out, s.max, s.sum),
+                  TQKV_INVALID_ARGUMENT, "no encoder");
+    CHECK_RESULT(tqkv_metal_attend_partial(NULL, e, a, b.q, 0, 9, b.scratch, s.out, s.max, s.sum),
+                 TQKV_INVALID_ARGUMENT);
+    CHECK_REFUSED(m, tqkv_metal_attend_merge(m, e, a, s.out, s.max, s.sum, s.out, other.max, other.sum),
+                  TQKV_INVALID_ARGUMENT, "overlap");
+    CHECK_REFUSED(m, tqkv_metal_attend_merge(m, e, NULL, s.out, s.max, s.sum, other.out, other.max, other.sum),
+                  TQKV_INVALID_ARGUMENT, "attend_merge");
+    CHECK_REFUSED(m, tqkv_metal_attend_merge_slice(m, e, a, s.out, s.max, s.sum, NULL, other.out, other.max, other.sum),
+                  TQKV_INVALID_ARGUMENT, "attend_merge_slice");
+    CHECK_REFUSED(m, tqkv_metal_attend_finish(m, e, a, s.out, s.max, s.sum, s.out), TQKV_INVALID_ARGUMENT,
+                  "out and src_out overlap");
+    s.max.offset += 4;
+    CHECK_REFUSED(m, tqkv_metal_attend_finish(m, e, a, s.out, s.max, s.sum, b.out), TQKV_INVALID_ARGUMENT,
+                  "src_max: needs");
+    s.max.offset -= 4;
+    host_end(&work);
+    close_slice(&s);
+    close_slice(&other);
+    close_buffers(&b);
+    attend_tear_down(&problem);
+}
+
 /* Scratch sized before the first position suffices up to the last one. */
 static void run_scratch_grows(const void *parameters)
 {
@@ -287,6 +403,8 @@ void attend_host_cases(void)
     add_options();
     test_add(run_scratch_grows, NULL, 0, "attend/scratch");
     test_add(run_refusals, NULL, 0, "refusals/attend");
+    add_slices();
+    test_add(run_slice_refusals, NULL, 0, "refusals/slices");
 #ifdef STANDIN
     add_kernels_wanted();
 #endif
