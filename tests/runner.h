@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { TEST_NAME_SIZE = 96, TEST_ROW_SIZE = 160 };
+enum { TEST_NAME_SIZE = 96, TEST_ROW_SIZE = 224 };
 
 typedef struct test_case {
     char name[TEST_NAME_SIZE];

@@ -140,7 +140,6 @@ static void check_partial(const void *row)
     size_t scratch = 0;
     tqkv_metal_dispatch d[2];
     tqkv_metal_attention a;
-    const tqkv__attend_args *args = &d[0].args[0].attend;
     (void)row;
     memset(&a, 0, sizeof a);
     keys.center = values.center = at(7, 0);
@@ -158,8 +157,10 @@ static void check_partial(const void *row)
                                                             at(6, 8192), d),
                              TQKV_OK);
                 for (int i = 0; i < 2; i++) check_dispatch(&d[i]);
-                CHECK(args->kv_len == 69000 - first && args->slice_end == count && args->key_oldest_slot == first,
-                      "positions %d to %d of %d", args->key_oldest_slot, args->slice_end, args->kv_len);
+                CHECK(attend_args(d).kv_len == 69000 - first && attend_args(d).slice_end == count &&
+                          attend_args(d).key_oldest_slot == first,
+                      "positions %d to %d of %d", attend_args(d).key_oldest_slot, attend_args(d).slice_end,
+                      attend_args(d).kv_len);
                 CHECK(binding(d, "scratch").at.offset + binding(d, "scratch").size <= scratch, "%zu bytes", scratch);
             }
     }
@@ -167,7 +168,8 @@ static void check_partial(const void *row)
     CHECK_RESULT(
         tqkv_metal_plan_attend_partial(&a, at(4, 0), 600, 900, at(5, 0), at(6, 0), at(6, 4096), at(6, 8192), d),
         TQKV_OK);
-    CHECK(args->first_stretch == 1 && d[0].grid[2] == 2, "%zu stretches from %d on", d[0].grid[2], args->first_stretch);
+    CHECK(attend_args(d).first_stretch == 1 && d[0].grid[2] == 2, "%zu stretches from %d on", d[0].grid[2],
+          attend_args(d).first_stretch);
     CHECK(constant(&d[1], TQKV_FC_TO_SLICE) == 1 && constant(&d[1], TQKV_FC_FROM_SLICE) == 0 &&
               constant(&d[1], TQKV_FC_UNROTATE) == 0 && constant(&d[1], TQKV_FC_SINKS) == 0 &&
               constant(&d[1], TQKV_FC_CENTER) == 1 && constant(&d[1], TQKV_FC_VALUE_ROTATED) == 1,

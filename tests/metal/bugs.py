@@ -212,6 +212,28 @@ BUGS = {
     "wrong_last_tile": (
         "shaders/tiles.h", "first + row >= number * 32u &&", "", "attend", (64,), "plain", "attend/resident/",
         "relative error"),
+    # Slices.
+    "seen_beyond_a_slice": (
+        "shaders/tiles.h", " && position < args.slice_end", "", "attend", (64,), "plain", "slice/beyond", "a slot beyond was read"),
+    "whole_tile_beyond_a_slice": (
+        "shaders/attend_matrix.h", "min(newest_seen(args, row_of_column(args, task.first_column).query), args.slice_end - 1)",
+        "newest_seen(args, row_of_column(args, task.first_column).query)", "attend_matrix", (64,), "plain", "slice/beyond",
+        "a slot beyond was read"),
+    "maximum_left_as_it_was_rounded": (
+        "shaders/softmax.h", "? whole : maximum", "? maximum : maximum", "attend_merge", (64,), "plain", "slice/bits/lanes",
+        "other bits than the whole"),
+    "maximum_not_whole": (
+        "shaders/attend.h", "rint(simd_max(score[c]))", "simd_max(score[c])", "attend", (64,), "plain", "slice/bits/lanes",
+        "other bits than the whole"),
+    "maximum_of_matrices_not_whole": (
+        "shaders/attend_matrix.h", "rint(max_of_column(largest))", "max_of_column(largest)", "attend_matrix", (64,), "plain",
+        "slice/bits/matrices", "other bits than the whole"),
+    "slice_in_another_basis": (
+        "shaders/merge.h", "if (task.rotate) rotate_row<D>(row.x, part);", "", "attend_merge", (64,), "plain",
+        "slice/basis/d64", "relative error"),
+    "slice_overwritten_while_read": (
+        "shaders/merge.h", "    simdgroup_barrier(mem_flags::mem_device); //", "    //", "attend_merge", (48,), "tsan",
+        "slice/basis/d48", "data race"),
     # Page tables and trees.
     "values_through_the_table_of_keys": (
         "shaders/tiles.h", "slot_in_pages(pages.values,", "slot_in_pages(pages.keys,", "attend", (64,), "plain",
