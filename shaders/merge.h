@@ -9,11 +9,11 @@
 
 // What a threadgroup works on, and the place of this thread in it.
 struct merge_task {
-    device const float *partial_out;   // [n_partials][n_rows][D], or [n_rows][D]: of the slice that is read
-    device const float *partial_state; // [1 + n_partials][n_rows][2]: shift of all scores, unused; then maximum (in
-                                       // powers of two), sum of the weights
-    device uchar *out;                 // [n_rows][D]
-    device float *max, *sum;           // [n_rows]: of the slice that is written
+    device const float *partial_out;       // [n_partials][n_rows][D], or [n_rows][D]: of the slice that is read
+    device const float *partial_state;     // [1 + n_partials][n_rows][2]: shift of all scores, unused; then maximum (in
+                                           // powers of two), sum of the weights
+    device uchar *out;                     // [n_rows][D]
+    device float *max, *sum;               // [n_rows]: of the slice that is written
     device const float *src_max, *src_sum; // [n_rows]: of the slice that is read
     threadgroup float *shared;         // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
     uint row, type;                    // type: of the output
@@ -144,32 +144,25 @@ inline void spread_row(thread const merge_task &task, thread const row_sums<D> &
         to.x[i] = TQKV__RUNS(D) > 1 ? task.shared[value_of_lane<L, C>(part, i)] : row.out[i % E];
 }
 
-// The row of a slice. out: [n_rows][D], max, sum: [n_rows]
-template <int D>
-inline void load_slice(device const float *out, device const float *max, device const float *sum, uint number, uint part,
-                       thread spread_sums<D> &row)
-{
-    row.maximum = maximum_of_slice(max[number]);
-    row.sum = sum[number];
-    load_row<D>(out + row_offset(number, D), part, row.x);
-}
-
 // The slice that is read or, added to the one that is written, both. Additions are those of add_sums.
 template <int D>
 inline void add_slice(thread const merge_task &task, uint part, thread spread_sums<D> &row)
 {
-    load_slice<D>(task.partial_out, task.src_max, task.src_sum, task.row, part, row);
+    ulong first = row_offset(task.row, D);
+    row.maximum = maximum_of_slice(task.src_max[task.row]);
+    row.sum = task.src_sum[task.row];
+    load_row<D>(task.partial_out + first, part, row.x);
     if (!task.to_slice) return;
     if (task.rotate) rotate_row<D>(row.x, part);
     if (task.unrotate) unrotate_row<D>(row.x, part, signs_of_row<D>(part));
-    spread_sums<D> before;
-    load_slice<D>((device const float *)task.out, task.max, task.sum, task.row, part, before);
+    float before = maximum_of_slice(task.max[task.row]), sum = task.sum[task.row], x[TQKV_LANE_VALUES(D)];
+    load_typed_row<D>(uint(TQKV_TYPE_F32), task.out, first, part, x);
     simdgroup_barrier(mem_flags::mem_device); // before some lane overwrites what another has yet to load
-    shares both = shares_of(before.maximum, row.maximum);
+    shares both = shares_of(before, row.maximum);
     row.maximum = both.largest;
-    row.sum = fma(both.added, row.sum, both.kept * before.sum);
+    row.sum = fma(both.added, row.sum, both.kept * sum);
     TQKV_UNROLL
-    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) row.x[i] = fma(both.added, row.x[i], both.kept * before.x[i]);
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) row.x[i] = fma(both.added, row.x[i], both.kept * x[i]);
 }
 
 // Adds the sink and divides. Returns the share of the values' weights.
