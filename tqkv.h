@@ -366,6 +366,9 @@ typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
 /* out = sum_j softmax_j( cap( scale * q.k_j ) ) v_j,   cap(x) = softcap > 0 ? softcap * tanh(x/softcap) : x
    Query head h reads KV head h / (n_heads/n_kv_heads). Query i is at position end - n_queries + i. It sees the resident
    positions up to its own; a window limits them to the newest `window`. A query that sees nothing gives zeros.
+   With non_causal it sees those behind it, too: all resident ones or, under a window, those of which it is at most
+   window - 1 positions away in either direction. Without a window its own position then does not matter, and may not be
+   resident: for cross-attention. To let a part of a prompt see itself, attend with `end` behind that part.
    Slots that no query sees change nothing, whatever they hold.
    On the processor the relative L2 error against double precision on the same codes is at most 2e-5 at any length, for
    scores with a standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to
@@ -395,6 +398,7 @@ typedef struct tqkv_attention {
        of tree[i] is set and j <= i: for drafts with several branches. Higher bits are ignored. */
     const uint64_t *tree;
     tqkv_arithmetic arithmetic;
+    bool non_causal; /* not with a tree or on a GPU */
     /* More dimensions of each key, or NULL: a stream with a format, rotation and centre of its own, and n_kv_heads,
        capacity, ring and page table of the keys. A row of q is the keys' part, then the tail's; query_basis is that of
        each part whose stream is rotated. */
@@ -485,6 +489,7 @@ typedef struct tqkv_cache_desc {
     tqkv_type type;           /* of k, v, q and out */
     int matrix_group;         /* on a GPU: as that of tqkv_metal_attention */
     tqkv_arithmetic arithmetic;
+    bool non_causal; /* every query sees all resident positions: for cross-attention; see tqkv_attention */
 } tqkv_cache_desc;
 
 /* *out is NULL on failure. */
@@ -522,7 +527,7 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
    capacity (TQKV_OUT_OF_RANGE if too small for them), ring, key_format and value_format (as tqkv_store_convert, on the
-   hook's threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic. Its other nonzero fields must match. So a full
+   hook's threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal. Its other nonzero fields must match. So a full
    linear cache grows, or with ring = true goes on as a ring, and one that needs less memory goes on in fewer bits. *out is
    NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
@@ -536,7 +541,7 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc supplies what a snapshot lacks: type, parallel, allocator, metal, matrix_group, arithmetic, and sinks for the
+/* desc supplies what a snapshot lacks: type, parallel, allocator, metal, matrix_group, arithmetic, non_causal, and sinks for the
    snapshot's n_heads. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT. TQKV_CORRUPT: a missing or changed byte. *out
    is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
@@ -546,9 +551,10 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
    it lies: a snapshot of a paged store loads into other pages, a linear store or a ring. */
 TQKV_API tqkv_result tqkv_store_save(const tqkv_store *s, int64_t position, int n_positions, tqkv_write write,
                                      void *user);
-/* The snapshot must be of these positions, of a store with the same format, head_dim, n_kv_heads, unrotated, block_scale
-   and centre, else TQKV_INVALID_ARGUMENT. A page may not occur twice among those written. TQKV_CORRUPT: a missing or
-   changed byte. After TQKV_CORRUPT or TQKV_IO these positions may hold anything; all others are as they were. */
+/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, unrotated, block_scale
+   and centre, else TQKV_INVALID_ARGUMENT. They may have been other positions: rows come back in their order, to where there
+   is room. A page may not occur twice among those written. TQKV_CORRUPT: a missing or changed byte. After TQKV_CORRUPT or
+   TQKV_IO these positions may hold anything; all others are as they were. */
 TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int n_positions, tqkv_read read,
                                      void *user);
 
@@ -7586,6 +7592,7 @@ struct tqkv__mask_place {
 
 static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
 {
+    if (a->tree && a->non_causal) return TQKV__INVALID("tree: not with non_causal");
     if (a->tree && (a->n_queries > 64 || (uintptr_t)a->tree % offsetof(struct tqkv__mask_place, mask)))
         return TQKV__INVALID("tree: more than 64 queries, or not aligned as uint64_t");
     if ((uintptr_t)a->sinks % sizeof(float)) return TQKV__INVALID("sinks: not aligned as floats");
@@ -7596,6 +7603,7 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
 #define TQKV__FLOATS_ON_GPU  "arithmetic: a GPU multiplies floats only"
 #define TQKV__NO_TAIL_ON_GPU "tail: not on a GPU"
 #define TQKV__GAPS_ON_GPU    "strides: not on a GPU"
+#define TQKV__CAUSAL_ON_GPU  "non_causal: not on a GPU"
 
 /* Changes to the integers of the set, if the call asks for them. */
 static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
@@ -7759,7 +7767,8 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
 static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, int64_t end, int64_t *from, int64_t *to)
 {
     const int64_t position = a->call.end - a->call.n_queries + query;
-    *to = position + 1 < end ? position + 1 : end;
+    const int64_t ahead = !a->call.non_causal ? 1 : a->call.window ? a->call.window : INT64_MAX;
+    *to = end - position > ahead ? position + ahead : end;
     *from = a->call.window && position - a->call.window + 1 > first ? position - a->call.window + 1 : first;
     if (*from > end) *from = end;
     if (*to < *from) *to = *from;
@@ -9194,6 +9203,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->attention.parallel = desc->parallel;
     c->attention.allocator = desc->allocator;
     c->attention.arithmetic = desc->arithmetic;
+    c->attention.non_causal = desc->non_causal;
     tqkv_result r = tqkv__attention_shape(&c->attention, &resolved);
     if (r != TQKV_OK) return r;
     c->attention = resolved.call;
@@ -9202,6 +9212,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->metal = desc->metal;
     if (c->metal && (r = tqkv__check_metal(&c->keys, &c->values)) != TQKV_OK) return r;
     if (c->metal && resolved.round_query) return TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
+    if (c->metal && desc->non_causal) return TQKV__REFUSE(UNSUPPORTED, TQKV__CAUSAL_ON_GPU);
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
     return TQKV_OK;
 }
@@ -9431,7 +9442,8 @@ TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int 
 #define TQKV__CACHE_USE(row)                                                                                           \
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
-    row(matrix_group, matrix_group)        row(arithmetic, attention.arithmetic)
+    row(matrix_group, matrix_group)        row(arithmetic, attention.arithmetic)                                       \
+    row(non_causal,   attention.non_causal)
 // clang-format on
 
 /* The desc that makes a cache like c. */
@@ -9455,6 +9467,7 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (from->metal) to->metal = from->metal;
     if (from->matrix_group) to->matrix_group = from->matrix_group;
     if (from->arithmetic) to->arithmetic = from->arithmetic;
+    to->non_causal = to->non_causal || from->non_causal;
 }
 
 /* Whether the nonzero fields of the shape of `wanted` are those of `found`. */
@@ -9875,7 +9888,8 @@ TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, 
     return r == TQKV_OK ? tqkv__move_stored(&pipe, &s, position, position + n_positions) : r;
 }
 
-/* Every size comes from the store: a header that differs from the one that this store writes is refused. */
+/* Every size comes from the store: a header that differs from the one that this store writes is refused, but for the first
+   position. */
 TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, int n_positions, tqkv_read read,
                                      void *user)
 {
@@ -9892,9 +9906,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
     r = tqkv__move(&pipe, header, sizeof header);
     if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
     if (r != TQKV_OK) return r;
-    if (memcmp(header, expected, name) != 0) return TQKV_CORRUPT;
+    if (memcmp(header, expected, name) != 0 || tqkv__get(header + 32, 8) > (uint64_t)INT64_MAX) return TQKV_CORRUPT;
+    memcpy(expected + 32, header + 32, 8); /* where the positions were is not compared */
     if (memcmp(header, expected, sizeof header) != 0)
-        return TQKV__INVALID("the snapshot is of another store or of other positions");
+        return TQKV__INVALID("the snapshot is of another store or of another number of positions");
     return tqkv__move_stored(&pipe, &s, position, position + n_positions);
 }
 
@@ -11062,6 +11077,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (r == TQKV_OK) r = tqkv__check_kernels(a->key_dim, a->value_dim);
     if (r == TQKV_OK && a->round_query) r = TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     if (r == TQKV_OK && a->call.tail) r = TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TAIL_ON_GPU);
+    if (r == TQKV_OK && a->call.non_causal) r = TQKV__REFUSE(UNSUPPORTED, TQKV__CAUSAL_ON_GPU);
     if (r == TQKV_OK && (!tqkv__without_gaps(a->call.query_strides, a->call.n_heads, a->key_dim) ||
                          !tqkv__without_gaps(a->call.output_strides, a->call.n_heads, a->value_dim)))
         r = TQKV__REFUSE(UNSUPPORTED, TQKV__GAPS_ON_GPU);

@@ -28,6 +28,7 @@ typedef struct attend_row {
     bool bits_alone;      /* expected is not computed: that takes longest */
     attend_poison poison; /* NaN in a resident position that only some queries see: the others must not change */
     tqkv_arithmetic arithmetic;
+    bool non_causal;
     bool shared;  /* the keys are the values: value_format, value_dim and value_center do not count */
     int tail_dim; /* 0: no tail */
     tqkv_format tail_format;
@@ -168,6 +169,7 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     a->scale = row->scale;
     a->softcap = row->softcap;
     a->sinks = problem->sinks;
+    a->non_causal = row->non_causal;
     a->tree = problem->tree = row->tree ? attend_make_tree(row->n_queries) : NULL;
     a->query_basis = row->query_basis;
     a->output_basis = row->output_basis;

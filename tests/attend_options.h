@@ -121,3 +121,14 @@ OPTION(tree_of_everything, everything(row); row->tree = true; row->way = WAY_PAR
 OPTION(tree_in_slices, everything(row); row->tree = true; row->way = WAY_SLICES)
 OPTION(tree_with_poison, tree(row); row->poison = POISON_BRANCH)
 OPTION(tree_with_poison_f16, tree_with_poison(row); row->key_format = row->value_format = TQKV_F16)
+
+/* ---- Queries that see what is behind them ---- */
+
+OPTION(non_causal, row->n_queries = 6; row->non_causal = true)
+OPTION(non_causal_window, non_causal(row); row->n_queries = 20; row->window = 5)
+OPTION(non_causal_ring, place(row, true, 48, 120); non_causal_window(row))
+OPTION(non_causal_far, place(row, true, 40, INT64_MAX); non_causal_window(row))
+OPTION(non_causal_cross, place(row, false, 8, 5); row->n_queries = 12; row->non_causal = true)
+OPTION(non_causal_everything, everything(row); row->non_causal = true; row->way = WAY_PARALLEL)
+OPTION(non_causal_slices, everything(row); row->non_causal = true; row->way = WAY_SLICES)
+OPTION(non_causal_long, long_context(row); row->non_causal = true; row->window = 2070)

@@ -510,7 +510,8 @@ static inline bool reference_is_visible(const tqkv_attention *a, int query, int6
     reference_shape shape = reference_attention_shape(a);
     int64_t at = shape.end - shape.n_queries + query, guess = position - (shape.end - shape.n_queries);
     if (a->tree && guess >= 0 && guess < 64 && !(a->tree[query] >> guess & 1)) return false;
-    return position >= shape.oldest && position < shape.end && position <= at &&
+    if (a->non_causal && a->window > 0 && position - at >= a->window) return false;
+    return position >= shape.oldest && position < shape.end && (a->non_causal || position <= at) &&
            (a->window <= 0 || position > at - a->window);
 }
 

