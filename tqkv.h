@@ -3913,9 +3913,8 @@ TQKV__OP void TQKV__(dot_run)(const int per_lane, const tqkv_format format, cons
     if (TQKV__(whole_runs)(format)) {
         TQKV__UNROLL
         for (int m = 0; m < 4; m++) {
-            TQKV__(values)
-            (format, per_lane, 0, per_lane, TQKV__(reload)(rows, table), keys->p[m] + keys->at,
-             keys->p[m] + keys->upper, x);
+            const uint8_t *p = keys->p[m] + keys->at, *upper = keys->p[m] + keys->upper;
+            TQKV__(values)(format, per_lane, 0, per_lane, TQKV__(reload)(rows, table), p, upper, x);
             TQKV__UNROLL
             for (int k = 0; k < per_lane; k++) {
                 TQKV__UNROLL
@@ -4226,8 +4225,8 @@ TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const T
         const bool five = 5 * rows <= TQKV__SUMS, odd = TQKV__LANES == 16 && left & 1;
         count = run > 4 && left >= 4 ? (five && left == 5 ? 5 : 4) : left;
         if (run > 4 && left >= 4) {
-            TQKV__(accumulate_rest)
-            (format, 4, true, TQKV__LANES == 16 && count == 5, rows, block, table, p, upper, out);
+            const bool last = TQKV__LANES == 16 && count == 5;
+            TQKV__(accumulate_rest)(format, 4, true, last, rows, block, table, p, upper, out);
         } else if (run * TQKV__LANES > 16) {
             TQKV__(accumulate_rest)(format, 2, TQKV__LANES < 16 || left > 1, odd, rows, block, table, p, upper, out);
         }
@@ -4921,8 +4920,8 @@ TQKV__TARGET static void TQKV__(correct_norms)(const tqkv__stream *s, int n, con
     const TQKV__VECTOR root = TQKV__(set1)(several ? s->block_scale : TQKV__SQRT(s->head_dim));
     for (int i = 0; i < n; i += TQKV__LANES) {
         const TQKV__VECTOR norm = TQKV__(load)(norms + i), length = TQKV__(sqrt)(TQKV__(load)(sums + i) * part);
-        TQKV__(store)
-        (norms + i, TQKV__(zero_below)(TQKV__(set1)(TQKV__NEXT_NORM), norm, norm * TQKV__(rounded)(root / length)));
+        const TQKV__VECTOR next = norm * TQKV__(rounded)(root / length);
+        TQKV__(store)(norms + i, TQKV__(zero_below)(TQKV__(set1)(TQKV__NEXT_NORM), norm, next));
     }
 }
 

@@ -28,15 +28,19 @@ def closing(source, start):
     raise SystemExit("unbalanced parentheses")
 
 
-def split_arguments(text):
-    """Splits at commas outside of all brackets."""
-    depth, parts, last = 0, [], 0
+def arguments_at(text):
+    """[(index, text)] between the commas outside of all brackets."""
+    depth, last, parts = 0, 0, []
     for i, c in enumerate(text):
         depth += {"(": 1, "<": 1, "[": 1, ")": -1, ">": -1, "]": -1}.get(c, 0)
         if c == "," and depth == 0:
-            parts.append(text[last:i])
+            parts.append((last, text[last:i]))
             last = i + 1
-    return [p.strip() for p in parts + [text[last:]] if p.strip()]
+    return parts + [(last, text[last:])]
+
+
+def split_arguments(text):
+    return [part.strip() for _, part in arguments_at(text) if part.strip()]
 
 
 def expand_kernel_macros(source):

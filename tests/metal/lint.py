@@ -9,7 +9,7 @@ import re
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "metallib"))
-from msl import argument_lists  # noqa: E402
+from msl import ATTRIBUTE, argument_lists, arguments_at, closing, without_comments  # noqa: E402
 
 SPACES = ("device", "constant", "threadgroup", "thread")
 TYPE = (r"(?:float|half|bool|int|uint|uchar|ushort|ulong|char|short|long|void|size_t|u?int\d+_t|float[234]|uint[234]|"
@@ -48,35 +48,7 @@ PATTERNS = {
 }
 FUNCTION = re.compile(r"(?m)^(?!inline\b|kernel\b|constant\b|template\b|struct\b|typedef\b|using\b|enum\b|namespace\b)"
                       r"[A-Za-z_][\w<>:, ]*[ *&]\w+\([^;]*?\)\s*\{")
-ATTRIBUTE = re.compile(r"\[\[\s*(\w+)\s*(?:\(\s*(\w+)\s*\))?\s*\]\]")
 KERNEL = re.compile(r"\bkernel\s+(\w+)\s+([\w#]+)\s*\(")
-
-
-def blank(match):
-    return re.sub(r"[^\n]", " ", match.group(0))
-
-
-def without_comments(text):
-    return re.sub(r"//[^\n]*|/\*.*?\*/", blank, text, flags=re.S)
-
-
-def closing(text, start):
-    depth = 0
-    for i in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[i], 0)
-        if depth == 0:
-            return i
-    return len(text)
-
-
-def split_arguments(text):
-    depth, last, parts = 0, 0, []
-    for i, c in enumerate(text):
-        depth += {"(": 1, "<": 1, "[": 1, ")": -1, ">": -1, "]": -1}.get(c, 0)
-        if c == "," and depth == 0:
-            parts.append((last, text[last:i]))
-            last = i + 1
-    return parts + [(last, text[last:])]
 
 
 class Shader:
@@ -137,9 +109,9 @@ class Shader:
                 self.report(match.start(), "kernel-returns")
             used = set()
             start = match.end()
-            for offset, argument in split_arguments(self.text[start:closing(self.text, match.end() - 1)]):
+            for offset, argument in arguments_at(self.text[start:closing(self.text, match.end() - 1)]):
                 at = start + offset + len(argument) - len(argument.lstrip())
-                for _, listed in split_arguments(self.lists.get(argument.strip(), argument)):
+                for _, listed in arguments_at(self.lists.get(argument.strip(), argument)):
                     self.check_argument(at, listed, used)
 
     def check_argument(self, at, argument, used):
