@@ -5286,11 +5286,12 @@ TQKV__OP void TQKV__I(decode_integers)(const tqkv_format format, const tqkv__str
     for (int d = 0; d < dim; d += TQKV__STEP) {
         const uint8_t *at = p + d * main / 8, *upper_at = upper + d * upper_bits / 8;
         const int left = dim - d, padded = TQKV__PADDED(dim);
-        if (TQKV__STEP == 16 || left >= TQKV__STEP) {
+        if (left >= TQKV__STEP)
             TQKV__I(decode_step)(format, books, TQKV__STEP, s->row_bytes, at, upper_at, n, to + d, padded);
-        } else {
+        else if (left == 16 || TQKV__STEP <= 32)
+            TQKV__I(decode_step)(format, books, 16, s->row_bytes, at, upper_at, n, to + d, padded);
+        else
             TQKV__I(decode_step)(format, books, left, s->row_bytes, at, upper_at, n, to + d, padded);
-        }
     }
 }
 
@@ -5315,8 +5316,14 @@ typedef struct TQKV__I(source) {
     const int8_t *centroids;
 } TQKV__I(source);
 
-/* The integers [first, first + dim) of `n` slots from that of the run's position j on, for n_rows rows. What can be read
-   in place stays there: I8, and codes that few rows look up. room: [n rounded up to slices][TQKV__PADDED(dim)] */
+/* Copies dim integers of a row, and zeros behind them; to: [padded]. Sizes that the compiler knows take no calls. */
+TQKV__OP void TQKV__I(copy_integers)(const uint8_t *row, int dim, int padded, int8_t *to)
+{
+    for (int d = 0; d < dim; d += 16) memcpy(to + d, row + d, 16);
+    for (int d = dim; d < padded; d += 16) memset(to + d, 0, 16);
+}
+
+/* The integers [first, first + dim) of `n` slots from that of the run's position j on, for n_rows rows. What can be read in place stays there: I8, and codes that few rows look up. room: [n rounded up to slices][TQKV__PADDED(dim)] */
 TQKV__TARGET static TQKV__I(source) TQKV__I(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
                                                            int j, int n, int first, int dim, int n_rows, int8_t *room)
 {
@@ -5327,17 +5334,15 @@ TQKV__TARGET static TQKV__I(source) TQKV__I(open_integers)(const tqkv__stream *s
     const TQKV__I(source)
         in_place = {s->format, (const int8_t *)(row + first * s->main_bits / 8), s->row_bytes, ahead, s->centroids};
     const TQKV__I(source) decoded = {TQKV_I8, room, (size_t)padded, 0, NULL};
-    if ((s->kind == TQKV__GRID || looked_up) && n == rows && padded == dim) return in_place;
+    if ((s->kind == TQKV__GRID || looked_up) && n == rows) return in_place;
     for (int i = 0; i < n; i += TQKV__SLICE, row += TQKV__SLICE * s->row_bytes) {
         const int now = n - i < TQKV__SLICE ? n - i : TQKV__SLICE;
         int8_t *to = room + i * padded;
         if (first == 0) tqkv__prefetch(TQKV__L2, row + ahead, (size_t)now * s->row_bytes);
         if (s->kind != TQKV__GRID) TQKV__I(decoders)[s->format](s, row, first, now, dim, to);
         if (s->kind == TQKV__GRID)
-            for (int k = 0; k < now; k++, to += padded) {
-                memset(to + dim, 0, (size_t)(padded - dim));
-                memcpy(to, row + (size_t)k * s->row_bytes + first, (size_t)dim);
-            }
+            for (int k = 0; k < now; k++)
+                TQKV__I(copy_integers)(row + (size_t)k * s->row_bytes + first, dim, padded, to + k * padded);
     }
     if (n < rows) memset(room + n * padded, 0, (size_t)((rows - n) * padded)); /* their products are not used */
     return decoded;
@@ -5391,16 +5396,16 @@ typedef struct TQKV__I(product) {
 
 /* Words of four positions from d on, half `half` of the bytes that were looked up; format: of the source */
 TQKV__OP void TQKV__I(open_four)(const tqkv_format format, const TQKV__(codes) * bytes, const int half,
-                                 const int8_t *codes, size_t stride, TQKV__(codes) * x)
+                                 const int8_t *codes, size_t stride, int left, TQKV__(codes) * x)
 {
     TQKV__UNROLL
     for (int i = 0; i < 4; i++) {
-        if (format == TQKV_I8) x[i] = TQKV__I(open)(codes + (size_t)i * stride);
+        if (format == TQKV_I8) x[i] = TQKV__I(open)(codes + (size_t)i * stride, left);
 #if TQKV__PACKED_ROWS
         if (format != TQKV_I8) x[i] = TQKV__I(widen)(bytes[i], half);
 #endif
     }
-    (void)bytes, (void)half;
+    (void)bytes, (void)half, (void)left;
 }
 
 /* fours[row]: the products of four positions with a row, summed over the lanes. format, rows: constants */
@@ -5416,15 +5421,17 @@ TQKV__OP void TQKV__I(score_four)(const tqkv_format format, const int rows, cons
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__I(no_sum)();
     for (int d = 0; d < p->dim; d += step) {
         const int8_t *at = codes + d * TQKV__MAIN_BITS(format) / 8;
+        const int left = p->dim - d;
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
             const uint8_t *row = (const uint8_t *)at + (size_t)i * stride;
             if (d * TQKV__MAIN_BITS(format) / 8 % 64 == 0) tqkv__prefetch(TQKV__L2, row + p->at.ahead, 1);
-            if (format != TQKV_I8) bytes[i] = TQKV__S(look_up)(format, books, TQKV__STEP, row, row);
+            if (format != TQKV_I8) bytes[i] = TQKV__S(look_up)(format, books, left, row, row);
         }
         TQKV__UNROLL
         for (int half = 0; half < halves; half++, q += TQKV__WORDS) {
-            TQKV__I(open_four)(format, bytes, half, at, stride, x);
+            if (half && left <= TQKV__WORDS) break;
+            TQKV__I(open_four)(format, bytes, half, at, stride, left, x);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) {
                 const TQKV__I(row) y = TQKV__I(load_row)(q + 2 * r * p->row_floats);
@@ -5593,15 +5600,15 @@ TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const flo
 
 /* TQKV__STEP dimensions of TQKV__PRODUCTS positions, interleaved; asks for those of the next tile. */
 TQKV__OP void TQKV__I(open_group)(const tqkv_format format, const TQKV__(codes) * books, const uint8_t *at,
-                                  size_t stride, ptrdiff_t ahead, TQKV__(codes) * x)
+                                  size_t stride, ptrdiff_t ahead, int left, TQKV__(codes) * x)
 {
     TQKV__UNROLL
     for (int i = 0; i < TQKV__PRODUCTS; i++) tqkv__prefetch(TQKV__L2, at + i * (ptrdiff_t)stride + ahead, 1);
-    if (format == TQKV_I8) TQKV__I(interleave)((const int8_t *)at, stride, x);
+    if (format == TQKV_I8) TQKV__I(interleave)((const int8_t *)at, stride, left, x);
 #if TQKV__PACKED_ROWS
     if (format != TQKV_I8) {
-        const TQKV__(codes) a = TQKV__S(look_up)(format, books, TQKV__STEP, at, at);
-        const TQKV__(codes) b = TQKV__S(look_up)(format, books, TQKV__STEP, at + stride, at + stride);
+        const TQKV__(codes) a = TQKV__S(look_up)(format, books, left, at, at);
+        const TQKV__(codes) b = TQKV__S(look_up)(format, books, left, at + stride, at + stride);
         TQKV__I(interleave_bytes)(a, b, x);
     }
 #endif
@@ -5626,7 +5633,7 @@ TQKV__OP void TQKV__I(add_rows_of)(const tqkv_format format, const int rows, con
             for (int v = 0; v < 4; v++) x[v] = TQKV__I(load_codes)(tile + v * TQKV__BYTES);
             tile += 4 * TQKV__BYTES;
         } else {
-            TQKV__I(open_group)(format, books, (const uint8_t *)at, p->at.stride, p->at.ahead, x);
+            TQKV__I(open_group)(format, books, (const uint8_t *)at, p->at.stride, p->at.ahead, p->dim - first, x);
         }
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
@@ -5673,7 +5680,8 @@ TQKV__TARGET static void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int
     for (int j = 0; j < p.n; j += TQKV__PRODUCTS) {
         TQKV__(codes) x[4];
         TQKV__I(open_group)
-        (TQKV_I8, NULL, (const uint8_t *)p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, p.at.ahead, x);
+        (TQKV_I8, NULL, (const uint8_t *)p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, p.at.ahead, p.dim - d,
+         x);
         memcpy(tile + j / TQKV__PRODUCTS * 4 * TQKV__BYTES, x, sizeof x);
     }
     for (int left = n_rows, rows; left > 0; left -= rows) {
@@ -7031,7 +7039,7 @@ TQKV__OP void tqkv__i_load_books_avx512(const int bits, const int8_t *centroids,
 /* Byte i: eight bits from bit i * bits - low of a field on, which has `left` codes. */
 TQKV__OP __m512i tqkv__i_field_avx512(const int bits, const int low, int left, const uint8_t *p)
 {
-    const uint64_t mask = left * bits / 8 < 64 ? ((uint64_t)1 << left * bits / 8) - 1 : ~(uint64_t)0;
+    const uint64_t mask = ~(uint64_t)0 >> (64 - (left < 64 ? left : 64) * bits / 8);
     const uint64_t at = (uint64_t)bits * 0x0706050403020100u + (uint64_t)(64 - low) * 0x0101010101010101u;
     __m512i words;
     if (bits == 8) return _mm512_maskz_loadu_epi8(mask, (const void *)p);
@@ -7054,9 +7062,10 @@ TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const __m512i 
                                           tqkv__i_field_avx512(upper_bits, main, left, upper), 0xca);
     return _mm512_permutexvar_epi8(index, books[0]);
 }
-TQKV__OP __m512i tqkv__i_open_avx512(const int8_t *p)
+TQKV__OP __m512i tqkv__i_open_avx512(const int8_t *p, int left)
 {
-    return _mm512_cvtepi8_epi16(tqkv__load_256_avx512((const uint8_t *)p));
+    if (left >= 32) return _mm512_cvtepi8_epi16(tqkv__load_256_avx512((const uint8_t *)p));
+    return _mm512_cvtepi8_epi16(_mm256_castsi128_si256(tqkv__load_128((const uint8_t *)p)));
 }
 /* GCC 12 copies the sums of the intrinsic, and spills them. */
 TQKV__OP __m512i tqkv__i_dot_avx512(__m512i sums, __m512i codes, __m512i integers)
@@ -7085,10 +7094,14 @@ TQKV__OP void tqkv__i_interleave_bytes_avx512(__m512i a, __m512i b, __m512i *x)
     x[2] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(low, 1));
     x[3] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(high, 1));
 }
-TQKV__OP void tqkv__i_interleave_avx512(const int8_t *p, size_t stride, __m512i *x)
+TQKV__OP __m512i tqkv__i_load_left_avx512(const int8_t *p, int left)
 {
-    tqkv__i_interleave_bytes_avx512(_mm512_loadu_si512((const void *)p), _mm512_loadu_si512((const void *)(p + stride)),
-                                    x);
+    if (left >= 64) return _mm512_loadu_si512((const void *)p);
+    return _mm512_maskz_loadu_epi8(((uint64_t)1 << left) - 1, (const void *)p);
+}
+TQKV__OP void tqkv__i_interleave_avx512(const int8_t *p, size_t stride, int left, __m512i *x)
+{
+    tqkv__i_interleave_bytes_avx512(tqkv__i_load_left_avx512(p, left), tqkv__i_load_left_avx512(p + stride, left), x);
 }
 TQKV__OP __m512i tqkv__i_widen_avx512(__m512i bytes, const int half)
 {
@@ -7149,26 +7162,32 @@ TQKV__OP void tqkv__i_load_books_avx2(const int bits, const int8_t *centroids, _
         if (i == 0 || i < (1 << bits) / 16)
             books[i] = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i));
 }
+/* 16 bytes of which n come from p; n: a constant. Bytes that are stored to be loaded at once would be waited for. */
+TQKV__OP __m128i tqkv__i_load_first_avx2(const int n, const uint8_t *p)
+{
+    int32_t word = 0;
+    if (n == 16) return tqkv__load_128(p);
+    if (n == 8) return tqkv__load_64(p);
+    memcpy(&word, p, (size_t)(n == 4 ? 4 : 2));
+    return _mm_cvtsi32_si128(word);
+}
 /* The next 32 or 16 codes of a field, a byte each */
-TQKV__OP __m256i tqkv__i_field_avx2(const int bits, int left, const uint8_t *p)
+TQKV__OP __m256i tqkv__i_field_avx2(const int bits, const int left, const uint8_t *p)
 {
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
     const __m256i at = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-    uint8_t bytes[32] = {0};
-    memcpy(bytes, p, (size_t)(left == 32 ? 4 * bits : 2 * bits));
-    if (bits == 8) return _mm256_loadu_si256((const __m256i *)(const void *)bytes);
+    const __m128i first = tqkv__i_load_first_avx2(bits == 8 ? 16 : left * bits / 8, p);
+    if (bits == 8) return _mm256_set_m128i(left == 32 ? tqkv__load_128(p + 16) : _mm_setzero_si128(), first);
     if (bits == 4) {
-        const __m256i x = _mm256_cvtepu8_epi16(tqkv__load_128(bytes));
+        const __m256i x = _mm256_cvtepu8_epi16(first);
         return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi16(x, 4)), _mm256_set1_epi8(15));
     }
     if (bits == 2) {
-        __m256i x = _mm256_cvtepu8_epi32(tqkv__load_64(bytes));
+        __m256i x = _mm256_cvtepu8_epi32(first);
         x = _mm256_or_si256(x, _mm256_slli_epi32(x, 12));
         return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi32(x, 6)), _mm256_set1_epi8(3));
     }
-    int32_t word;
-    memcpy(&word, bytes, sizeof word);
-    const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(word), at);
+    const __m256i spread = _mm256_shuffle_epi8(_mm256_broadcastd_epi32(first), at);
     return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit), _mm256_set1_epi8(1));
 }
 /* Look-ups take the lowest four bits of an index, blends its highest. */
@@ -7193,7 +7212,11 @@ TQKV__OP __m256i tqkv__i_look_up_avx2(const tqkv_format format, const __m256i *b
     if (main == 8) index = _mm256_and_si256(index, _mm256_set1_epi8((char)((1 << bits) - 1)));
     return tqkv__i_centroids_avx2(bits, books, index);
 }
-TQKV__OP __m256i tqkv__i_open_avx2(const int8_t *p) { return _mm256_cvtepi8_epi16(tqkv__load_128((const uint8_t *)p)); }
+TQKV__OP __m256i tqkv__i_open_avx2(const int8_t *p, int left)
+{
+    (void)left; /* always 16 or more, as in NEON */
+    return _mm256_cvtepi8_epi16(tqkv__load_128((const uint8_t *)p));
+}
 TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i codes, __m256i integers)
 {
     return _mm256_add_epi32(sums, _mm256_madd_epi16(codes, integers));
@@ -7206,10 +7229,11 @@ TQKV__OP __m256i tqkv__i_repeat_avx2(const int16_t *p)
     memcpy(&lane, p, sizeof lane);
     return _mm256_set1_epi32(lane);
 }
-TQKV__OP void tqkv__i_interleave_avx2(const int8_t *p, size_t stride, __m256i *x)
+/* Behind the end of a row come its last bytes again. */
+TQKV__OP void tqkv__i_interleave_avx2(const int8_t *p, size_t stride, int left, __m256i *x)
 {
     TQKV__UNROLL
-    for (int v = 0; v < 4; v += 2, p += 16) {
+    for (int v = 0; v<4; v += 2, p += left> 16 ? 16 : 0) {
         const __m128i a = tqkv__load_128((const uint8_t *)p), b = tqkv__load_128((const uint8_t *)p + stride);
         x[v] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
         x[v + 1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
@@ -7327,7 +7351,11 @@ TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const uint32x
         found = vqtbl1q_u8(book.val[0], index);
     return vreinterpretq_u32_u8(found);
 }
-TQKV__OP uint32x4_t tqkv__i_open_neon(const int8_t *p) { return vreinterpretq_u32_s16(vmovl_s8(vld1_s8(p))); }
+TQKV__OP uint32x4_t tqkv__i_open_neon(const int8_t *p, int left)
+{
+    (void)left;
+    return vreinterpretq_u32_s16(vmovl_s8(vld1_s8(p)));
+}
 /* Lane i adds up the products of words i and i + 4. */
 TQKV__OP uint32x4_t tqkv__i_dot_neon(uint32x4_t sums, uint32x4_t codes, uint32x4_t integers)
 {
@@ -7341,8 +7369,9 @@ TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int16_t *p)
 {
     return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(p), vld1_dup_s16(p + 1)));
 }
-TQKV__OP void tqkv__i_interleave_neon(const int8_t *p, size_t stride, uint32x4_t *x)
+TQKV__OP void tqkv__i_interleave_neon(const int8_t *p, size_t stride, int left, uint32x4_t *x)
 {
+    (void)left;
     const uint32x4_t a = vreinterpretq_u32_s8(vld1q_s8(p)), b = vreinterpretq_u32_s8(vld1q_s8(p + stride));
     const int8x16_t low = vreinterpretq_s8_u32(vzip1q_u32(a, b)), high = vreinterpretq_s8_u32(vzip2q_u32(a, b));
     x[0] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
@@ -7417,9 +7446,14 @@ TQKV__OP tqkv__i_row_dotprod tqkv__i_repeat_dotprod(const int16_t *p)
     const tqkv__i_row_dotprod row = {vld1q_dup_u32(lanes), vld1q_dup_u32(lanes + 1)};
     return row;
 }
-TQKV__OP uint32x4_t tqkv__i_open_dotprod(const int8_t *p) { return vreinterpretq_u32_s8(vld1q_s8(p)); }
-TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, uint32x4_t *x)
+TQKV__OP uint32x4_t tqkv__i_open_dotprod(const int8_t *p, int left)
 {
+    (void)left;
+    return vreinterpretq_u32_s8(vld1q_s8(p));
+}
+TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int left, uint32x4_t *x)
+{
+    (void)left;
     const int8x16_t a = vld1q_s8(p), b = vld1q_s8(p + stride), c = vld1q_s8(p + 2 * stride),
                     d = vld1q_s8(p + 3 * stride);
     const uint16x8_t ab = vreinterpretq_u16_s8(vzip1q_s8(a, b)), cd = vreinterpretq_u16_s8(vzip1q_s8(c, d));
