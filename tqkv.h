@@ -572,8 +572,8 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int 
 
    Threads. Many threads may use one context at once, each with its own encoder.
 
-   Sizes. head_dim 32, 48, 64, 80, 96, 128, 192, 256, 512 or 1024, and keys of 192 with values of 128; others are
-   TQKV_UNSUPPORTED. */
+   Sizes. head_dim 32, 48, 64, 80, 96, 128, 192, 256, 448, 512 or 1024, keys of 192 with values of 128, and a tail of 64 for
+   keys of 448 or 512; others are TQKV_UNSUPPORTED. */
 #ifdef TQKV_STATIC
 #define TQKV_METAL_API extern /* defined in their own file */
 #else
@@ -642,7 +642,7 @@ typedef struct tqkv_metal_store {
 TQKV_METAL_API tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
                                              tqkv_metal_buffer src, int n_tokens, int64_t position,
                                              tqkv_metal_buffer not_finite);
-/* Keys and values of the same tokens in one dispatch; stores of the same n_kv_heads. */
+/* Keys and values, or keys and their tail, of the same tokens in one dispatch; stores of the same n_kv_heads. */
 TQKV_METAL_API tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *keys,
                                                 const tqkv_metal_store *values, tqkv_metal_buffer k,
                                                 tqkv_metal_buffer v, int n_tokens, int64_t position,
@@ -672,7 +672,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object 
 
 /* tqkv_attention with buffers. NaN and Inf in q or sinks are not detected; they spread. */
 typedef struct tqkv_metal_attention {
-    tqkv_attention attention; /* its keys, values, sinks, parallel and allocator are not read */
+    tqkv_attention attention; /* its keys, values, tail, sinks, parallel and allocator are not read */
     const tqkv_metal_store *keys, *values;
     tqkv_metal_buffer sinks; /* float [n_heads]; zero = none */
     /* uint64_t [n_queries], at most 64; zero = none. attention.tree, if it is not NULL, is what it will hold when the
@@ -681,6 +681,7 @@ typedef struct tqkv_metal_attention {
     /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128 and 256; 0 = 4. With a small
        number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a sequence. */
     int matrix_group;
+    const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
 } tqkv_metal_attention;
 
 /* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
@@ -772,7 +773,7 @@ enum {
     TQKV_METAL_NAME = 32,       /* bytes of a kernel's name, with the zero */
     TQKV_METAL_CONSTANTS = 32,  /* function constants have indices below */
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
-    TQKV_METAL_BINDINGS = 20,
+    TQKV_METAL_BINDINGS = 24,
     TQKV_METAL_MEMORIES = 4,
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
 };
@@ -7633,10 +7634,9 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-#define TQKV__FLOATS_ON_GPU  "arithmetic: a GPU multiplies floats only"
-#define TQKV__NO_TAIL_ON_GPU "tail: not on a GPU"
-#define TQKV__GAPS_ON_GPU    "strides: not on a GPU"
-#define TQKV__CAUSAL_ON_GPU  "non_causal: not on a GPU"
+#define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
+#define TQKV__GAPS_ON_GPU   "strides: not on a GPU"
+#define TQKV__CAUSAL_ON_GPU "non_causal: not on a GPU"
 
 /* Changes to the integers of the set, if the call asks for them. */
 static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
@@ -9980,20 +9980,27 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_VALUE_TYPE 15   /* uint: encode_kv: that of the values */
 #define TQKV_FC_PAGES      16   /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
                                 /* attend: the slots of keys and values */
-#define TQKV_FC_VALUE_PAGES 17  /* bool: encode_kv: the values' slots */
-#define TQKV_FC_TREE        18  /* bool: attend: a tree hides some of the newest n_queries positions */
-#define TQKV_FC_BATCH       19  /* bool: attend, attend_merge: arguments and offsets come from items */
-#define TQKV_FC_FROM_SLICE  20  /* bool: attend_merge: of partial results there is one, a slice: out, max and sum */
-#define TQKV_FC_TO_SLICE    21  /* bool: attend_merge: makes a slice; from one: adds it to the one that is there */
+#define TQKV_FC_VALUE_PAGES  17 /* bool: encode_kv: the values' slots */
+#define TQKV_FC_TREE         18 /* bool: attend: a tree hides some of the newest n_queries positions */
+#define TQKV_FC_BATCH        19 /* bool: attend, attend_merge: arguments and offsets come from items */
+#define TQKV_FC_FROM_SLICE   20 /* bool: attend_merge: of partial results there is one, a slice: out, max and sum */
+#define TQKV_FC_TO_SLICE     21 /* bool: attend_merge: makes a slice; from one: adds it to the one that is there */
+#define TQKV_FC_TAIL_FORMAT  22 /* uint: attend: that of the keys' tail; 0: there is none */
+#define TQKV_FC_ROTATE_TAIL  23 /* bool: attend: the tail is rotated, queries are not */
+#define TQKV_FC_TAIL_CENTER  24 /* bool: attend: as TQKV_FC_CENTER, of the tail */
+#define TQKV_FC_TAIL_ROTATED 25 /* bool: attend: rotate the tail's centre before it is used */
 
-#define TQKV__CONSTANTS 22 /* of them */
+#define TQKV__CONSTANTS 26 /* of them */
 /* Those that are uint, a bit each. */
 #define TQKV__NUMBERS                                                                                                  \
     (1u << TQKV_FC_FORMAT | 1u << TQKV_FC_VALUE_FORMAT | 1u << TQKV_FC_COLUMNS | 1u << TQKV_FC_TYPE |                  \
-     1u << TQKV_FC_VALUE_TYPE)
+     1u << TQKV_FC_VALUE_TYPE | 1u << TQKV_FC_TAIL_FORMAT)
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
-#define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
+#define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) <= 512 ? 4 : 2)
+
+/* head_dim of the tail that keys of head_dim D may have; 0: none */
+#define TQKV__TAIL_DIM(D) ((D) == 448 || (D) == 512 ? 64 : 0)
 
 /* Lanes of a simdgroup that share a row: a lane has its values from all runs, for the matrix across them. */
 #define TQKV__ROW_LANES(D) (TQKV__RUNS(D) > 1 ? (D) / TQKV__RUNS(D) : 32)
@@ -10019,9 +10026,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
                               /* (1) of encode, (0) of probe: with a matrix */
                               /*     the rows of n simdgroups */
 #define TQKV__ROW_BYTES(D, n) (TQKV__RUNS(D) > 1 ? (n)*128 * (TQKV__RUNS(D) + 1) : 0)
-#define TQKV__TABLE_BYTES     1024                                       /* (0) of decode: a codebook */
-                                                                         /* (2) of encode: squares of its centroids */
-#define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
+#define TQKV__TABLE_BYTES     1024 /* (0) of decode: a codebook */
+                                   /* (2) of encode: squares of its centroids */
+#define TQKV__ATTEND_TABLE_BYTES                                                                                       \
+    (2 * TQKV__TABLE_BYTES) /* (0) codebooks of keys and values; TABLE_BYTES for a tail's */
 #define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums or: */
 #define TQKV__ATTEND_SUM_BYTES(D)       (4 * (D)*TQKV__MAX_COLUMNS(D))   /*     the sums, of several stretches */
 #define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
@@ -10056,16 +10064,16 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
         TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),                                 \
         TQKV__ATTEND_WEIGHT_BYTES(D, 1), TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1),                   \
-        TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D),                    \
+        TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
         TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__MATRIX_KEPT_BYTES(1),                            \
         TQKV__MATRIX_STATE_BYTES(1)
-enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 19 };
+enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 20 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
-   TQKV__NARROW_VALUES in encode_kv and attend. */
+   TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for values. */
 #define TQKV__KERNELS(row, x)                                                                                          \
     row(x, 0, 32) row(x, 1, 48) row(x, 2, 64) row(x, 3, 80) row(x, 4, 96) row(x, 5, 128) row(x, 6, 192) row(x, 7, 256) \
-        row(x, 8, 512) row(x, 9, 1024)
+        row(x, 8, 448) row(x, 9, 512) row(x, 10, 1024)
 #define TQKV__WIDE_KEYS     192
 #define TQKV__NARROW_VALUES 128
 /* head_dim number i of the kernels, or 0; whether D has kernels */
@@ -10135,7 +10143,7 @@ typedef struct tqkv__batch_item {
     tqkv__merge_args merge;
     int32_t n_items, first_group, first_row; /* of the batch; threadgroups and query rows of the items before */
     uint32_t q, key_codes, key_norms, value_codes, value_norms, partial_out, partial_state, key_center;
-    uint32_t key_pages, value_pages, tree, out, value_center;
+    uint32_t key_pages, value_pages, tree, out, value_center, tail_codes, tail_norms, tail_center;
 } tqkv__batch_item;
 
 /* The structs that C and the shaders share. */
@@ -10156,8 +10164,8 @@ TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
 TQKV__ASSERT_SIZE(tqkv__attend_args, 120);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 208);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4500);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 220);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4620);
 
 #endif
 #endif
@@ -10181,7 +10189,8 @@ enum {
 
 #define TQKV__KERNEL_DIM_TEXT(x, n, size) #size ", "
 #define TQKV__KERNELS_TEXT                                                                                             \
-    "a GPU takes head_dim " TQKV__KERNELS(TQKV__KERNEL_DIM_TEXT, ) "and keys of 192 with values of 128"
+    "a GPU takes head_dim " TQKV__KERNELS(                                                                             \
+        TQKV__KERNEL_DIM_TEXT, ) "and keys of 192 with values of 128, of 448 or 512 with a tail of 64"
 
 /* The arguments of a dispatch of attend, of attend_merge, and number i of one that encodes or decodes. */
 TQKV_API tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d);
@@ -10218,6 +10227,13 @@ static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
 {
     const bool wide = head_dim == TQKV__WIDE_KEYS && value_dim == TQKV__NARROW_VALUES;
     if (wide || (head_dim == value_dim && TQKV__HAS_KERNELS(head_dim))) return TQKV_OK;
+    return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
+}
+
+/* tail_dim: 0 without a tail */
+static tqkv_result tqkv__check_tail(int head_dim, int tail_dim)
+{
+    if (!tail_dim || tail_dim == TQKV__TAIL_DIM(head_dim)) return TQKV_OK;
     return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
 }
 
@@ -10619,7 +10635,9 @@ static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const t
     if (r == TQKV_OK) r = tqkv__plan_target(values, places, &vs);
     if (r != TQKV_OK) return r;
     if (ks.n_kv_heads != vs.n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
-    if ((r = tqkv__check_kernels(ks.head_dim, vs.head_dim)) != TQKV_OK) return r;
+    const bool tail = vs.head_dim == TQKV__TAIL_DIM(ks.head_dim);
+    r = tail ? TQKV_OK : tqkv__check_kernels(ks.head_dim, vs.head_dim);
+    if (r != TQKV_OK) return r;
     tqkv__plan_begin(d, TQKV_METAL_ENCODE_KV, ks.head_dim, vs.head_dim);
     tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
@@ -10775,13 +10793,14 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_
    speed there: hence 4. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
-    return a->group >= (a->matrix_group ? a->matrix_group : 4) && a->key_dim == a->value_dim &&
-           (a->key_dim == 64 || a->key_dim == 128 || a->key_dim == 256);
+    const int head_dim = a->keys.head_dim;
+    return a->group >= (a->matrix_group ? a->matrix_group : 4) && head_dim == a->value_dim &&
+           (head_dim == 64 || head_dim == 128 || head_dim == 256);
 }
 
 /* Query rows of a threadgroup that multiplies matrices: 64 registers of sums. The benchmark's GPU, with 255 registers a
    thread, takes 32 up to D=128. */
-static int tqkv__matrix_rows(const tqkv__attention *a) { return a->key_dim <= 64 ? 32 : a->key_dim <= 128 ? 16 : 8; }
+static int tqkv__matrix_rows(int head_dim) { return head_dim <= 64 ? 32 : head_dim <= 128 ? 16 : 8; }
 
 /* A number of columns has a pipeline of its own, and Metal takes up to a second for one. One query has always the same rows:
    they are its columns. For several they are a power of two, so that a server, whose calls differ in their numbers of
@@ -10800,7 +10819,7 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
 {
     split->matrix = tqkv__choose_matrix(a);
     const int64_t rows = (int64_t)a->call.n_queries * a->group,
-                  most = split->matrix ? tqkv__matrix_rows(a) : TQKV__MAX_COLUMNS(a->key_dim);
+                  most = split->matrix ? tqkv__matrix_rows(a->keys.head_dim) : TQKV__MAX_COLUMNS(a->keys.head_dim);
     const int64_t blocks = (rows + most - 1) / most, section = TQKV__SECTION;
     const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
     split->n_short = a->call.window ? INT_MAX : TQKV__SHORT_STRETCHES;
@@ -10829,7 +10848,7 @@ typedef struct tqkv__slice_buffers {
 } tqkv__slice_buffers;
 
 typedef struct tqkv__attend_buffers {
-    const tqkv_metal_store *keys, *values;
+    const tqkv_metal_store *keys, *values, *tail; /* tail: NULL without one */
     tqkv_metal_buffer sinks, tree, q, scratch, out;
     tqkv__slice_buffers slice; /* zero: attends to all positions */
     int64_t slice_end;         /* of the positions to attend to */
@@ -10911,10 +10930,16 @@ static void tqkv__plan_bind_partials(tqkv_metal_dispatch *d, int index, tqkv_met
                     split->scratch_size - split->sums_size, written);
 }
 
-/* The keys' centre adds the same to all scores of a query. That shows under softcap, beside sinks and in a slice. */
-static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buffers *b)
+static int tqkv__planned_tail(const tqkv_metal_dispatch *d)
 {
-    return b->keys->center.buffer && (a->call.softcap > 0.0f || b->sinks.buffer || b->slice.to);
+    return d->kernel.constants[TQKV_FC_TAIL_FORMAT] > 1 ? TQKV__TAIL_DIM(d->kernel.head_dim * TQKV__DIM_UNIT) : 0;
+}
+
+/* The centre of the keys or of their tail adds the same to all scores of a query. That shows under softcap, beside sinks and
+   in a slice. */
+static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv_metal_store *part)
+{
+    return part && part->center.buffer && (a->call.softcap > 0.0f || b->sinks.buffer || b->slice.to);
 }
 
 /* Slices of attend_merge, from index 7 on, and of attend, which does not use them. */
@@ -10936,7 +10961,8 @@ static void tqkv__plan_bind_slices(tqkv_metal_dispatch *d, const tqkv__attention
 static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, size_t value_dim, int columns)
 {
     const size_t sums = tqkv__attend_args_of(d).sections_each ? TQKV__ATTEND_SUM_BYTES(value_dim) : 0;
-    d->memory[1] = (TQKV__ATTEND_QUERY_BYTES(key_dim) + sums) / TQKV__MAX_COLUMNS(key_dim) * (size_t)columns;
+    const size_t tail = sizeof(float) * (size_t)TQKV__QUERY_FLOATS(tqkv__planned_tail(d));
+    d->memory[1] = ((TQKV__ATTEND_QUERY_BYTES(key_dim) + sums) / TQKV__MAX_COLUMNS(key_dim) + tail) * (size_t)columns;
     d->memory[2] = 0;
     d->memory[3] = TQKV__ATTEND_KEPT_BYTES(value_dim);
     d->memory_each[2] = TQKV__ATTEND_WEIGHT_BYTES(value_dim, 1);
@@ -10965,7 +10991,7 @@ TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int column
     if (columns > most) columns = most;
     d->kernel.family = matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND;
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
-    d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
+    d->memory[0] = TQKV__ATTEND_TABLE_BYTES + (tqkv__planned_tail(d) ? TQKV__TABLE_BYTES : 0);
     if (matrix)
         tqkv__plan_matrix_memory(d, (size_t)head_dim, columns);
     else
@@ -10979,13 +11005,27 @@ TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d)
         tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
 }
 
+/* Binds the tail of the keys, if there is one. It lies in the slots of the keys. */
+static void tqkv__plan_bind_tail(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b)
+{
+    static const char *const names[] = {"tail's codes", "tail's norms"};
+    const bool center = tqkv__center_counts(a, b, b->tail), rotate = a->call.query_basis == TQKV_ORIGINAL;
+    const tqkv_metal_store *tail = b->tail ? b->tail : b->keys; /* then nothing is bound */
+    tqkv__plan_constant(d, TQKV_FC_TAIL_FORMAT, b->tail ? (int)a->tail.format : 0);
+    tqkv__plan_constant(d, TQKV_FC_ROTATE_TAIL, a->tail.rotated && rotate);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER, center);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_ROTATED, center && a->tail.rotated && !rotate);
+    tqkv__plan_bind_store(d, names, 13, tail, &a->tail, false);
+    tqkv__plan_bind_center(d, "tail's center", 15, tail, &a->tail, center);
+}
+
 static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                      const tqkv__split *split)
 {
     static const char *const key_names[] = {"keys' codes", "keys' norms"};
     static const char *const value_names[] = {"values' codes", "values' norms"};
-    const bool center = tqkv__center_counts(a, b);
-    tqkv__plan_begin(d, TQKV_METAL_ATTEND, a->key_dim, a->value_dim);
+    const bool center = tqkv__center_counts(a, b, b->keys);
+    tqkv__plan_begin(d, TQKV_METAL_ATTEND, a->keys.head_dim, a->value_dim);
     tqkv__attend_args args;
     tqkv__plan_attend_args(a, b, split, &args);
     tqkv__plan_args(d, &args, sizeof args);
@@ -11006,6 +11046,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->tree, 0, false);
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
+    tqkv__plan_bind_tail(d, a, b);
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type, a->out_elements,
                          true);
     tqkv__plan_bind_slices(d, a, &b->slice);
@@ -11047,7 +11088,8 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     tqkv__plan_merge_begin(d, a, b, n_results, length, before, unrotate);
     tqkv__plan_bind_partials(d, 1, b->scratch, split, false);
     const bool center = tqkv__plan_bind_center(d, "values' center", 5, b->values, &a->values, true);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__center_counts(a, b) && !(a->call.softcap > 0.0f));
+    const bool shifted = tqkv__center_counts(a, b, b->keys) || tqkv__center_counts(a, b, b->tail);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, shifted && !(a->call.softcap > 0.0f));
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
     tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, center && a->values.rotated && !unrotate);
     d->n_simdgroups = most < n_sections ? most : n_sections;
@@ -11083,8 +11125,55 @@ static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, c
 /* An attention over buffers as one over stores. */
 typedef struct tqkv__plan_call {
     tqkv_attention attention;
-    tqkv_store keys, values;
+    tqkv_store keys, values, tail;
 } tqkv__plan_call;
+
+static bool tqkv__same_buffer(tqkv_metal_buffer a, tqkv_metal_buffer b)
+{
+    return a.buffer == b.buffer && (a.offset == b.offset || !a.buffer);
+}
+
+/* Whether two stores have the same page table, or none. */
+static bool tqkv__same_table(const tqkv_metal_store *a, const tqkv_metal_store *b)
+{
+    const tqkv_store *x = &a->shape, *y = &b->shape;
+    return tqkv__same_buffer(a->pages, b->pages) &&
+           (!a->pages.buffer || (x->n_pages == y->n_pages && x->page_size == y->page_size && x->pages == y->pages));
+}
+
+/* Of the bytes that a store takes from a buffer on, whether some belong to another store. */
+static bool tqkv__stores_overlap(const tqkv_metal_store *a, const tqkv__stream *s, const tqkv_metal_store *b,
+                                 const tqkv__stream *t)
+{
+    const tqkv_metal_binding codes[] = {{"", 0, a->codes, s->codes_size, 1, true},
+                                        {"", 0, b->codes, t->codes_size, 1, true}},
+                             norms[] = {{"", 0, a->norms, s->norms_size, 1, true},
+                                        {"", 0, b->norms, t->norms_size, 1, true}};
+    return a->codes.buffer &&
+           (tqkv__bindings_overlap(&codes[0], &codes[1]) || tqkv__bindings_overlap(&codes[0], &norms[1]) ||
+            tqkv__bindings_overlap(&norms[0], &codes[1]) || tqkv__bindings_overlap(&norms[0], &norms[1]));
+}
+
+/* Streams that share bytes must be one stream, or by their page tables two in one pool. The tail lies in the keys' slots. */
+static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, const tqkv__attention *a)
+{
+    const tqkv__stream *k = &a->keys, *v = &a->values;
+    const bool alike = tqkv__same_buffer(from->keys->codes, from->values->codes) && k->format == v->format &&
+                       (!k->norms_size || tqkv__same_buffer(from->keys->norms, from->values->norms)) &&
+                       k->head_dim == v->head_dim && from->keys->shape.capacity == from->values->shape.capacity &&
+                       k->rotated == v->rotated && k->block_scale == v->block_scale;
+    const bool paged = from->keys->pages.buffer && from->values->pages.buffer;
+    const bool one = tqkv__same_table(from->keys, from->values) && k->ring == v->ring &&
+                     tqkv__same_buffer(from->keys->center, from->values->center);
+    if (!(alike && (one || paged)) && tqkv__stores_overlap(from->keys, k, from->values, v))
+        return TQKV__INVALID("keys and values share bytes, but are not described in the same way");
+    if (!from->tail) return TQKV_OK;
+    if (!tqkv__same_table(from->keys, from->tail)) return TQKV__INVALID("tail: the page table is not that of the keys");
+    if (!tqkv__stores_overlap(from->keys, k, from->tail, &a->tail) &&
+        !tqkv__stores_overlap(from->values, v, from->tail, &a->tail))
+        return TQKV_OK;
+    return TQKV__INVALID("tail: overlaps the keys or the values");
+}
 
 /* tqkv__attention_shape of `from` */
 static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan_call *call, tqkv__attention *a)
@@ -11096,10 +11185,12 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (from->matrix_group < 0) return TQKV__INVALID("matrix_group is negative");
     tqkv_result r = tqkv__plan_store(from->keys, &call->keys);
     if (r == TQKV_OK) r = tqkv__plan_store(from->values, &call->values);
+    if (r == TQKV_OK && from->tail) r = tqkv__plan_store(from->tail, &call->tail);
     if (r != TQKV_OK) return r;
     *to = from->attention;
     to->keys = &call->keys;
     to->values = &call->values;
+    to->tail = from->tail ? &call->tail : NULL;
     if (from->tree.buffer && !to->tree) to->tree = not_known;
     to->sinks = NULL;
     memset(&to->parallel, 0, sizeof to->parallel);
@@ -11107,9 +11198,9 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     r = tqkv__attention_shape(to, a);
     if (r == TQKV_OK) r = tqkv__plan_table(from->keys, &a->keys);
     if (r == TQKV_OK) r = tqkv__plan_table(from->values, &a->values);
-    if (r == TQKV_OK) r = tqkv__check_kernels(a->key_dim, a->value_dim);
+    if (r == TQKV_OK) r = tqkv__check_kernels(a->keys.head_dim, a->value_dim);
+    if (r == TQKV_OK) r = tqkv__check_tail(a->keys.head_dim, a->tail.head_dim);
     if (r == TQKV_OK && a->round_query) r = TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
-    if (r == TQKV_OK && a->call.tail) r = TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TAIL_ON_GPU);
     if (r == TQKV_OK && a->call.non_causal) r = TQKV__REFUSE(UNSUPPORTED, TQKV__CAUSAL_ON_GPU);
     if (r == TQKV_OK && (!tqkv__without_gaps(a->call.query_strides, a->call.n_heads, a->key_dim) ||
                          !tqkv__without_gaps(a->call.output_strides, a->call.n_heads, a->value_dim)))
@@ -11135,10 +11226,12 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
     tqkv__plan_call call;
     tqkv__attention a;
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
+    if (r == TQKV_OK) r = tqkv__plan_check_streams(from, &a);
     if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
     if (r != TQKV_OK) return r;
     b->keys = from->keys;
     b->values = from->values;
+    b->tail = from->tail;
     b->tree = from->tree;
     b->slice_end = a.call.end;
     if (b->slice.to) {
@@ -11402,7 +11495,8 @@ static tqkv_result tqkv__write_offsets(tqkv_metal_dispatch all[2], tqkv_metal_di
                   {0, 6, 7, 4, &to->partial_state},   {0, 8, 8, 4, &to->key_center},
                   {0, 9, 9, 4, &to->key_pages},       {0, 10, 10, 4, &to->value_pages},
                   {0, 11, 11, 4, &to->tree},          {1, 4, 4, TQKV__ROWS_UNIT, &to->out},
-                  {1, 5, 5, 4, &to->value_center}};
+                  {1, 5, 5, 4, &to->value_center},    {0, 13, 13, TQKV__CODES_UNIT, &to->tail_codes},
+                  {0, 14, 14, 4, &to->tail_norms},    {0, 15, 15, 4, &to->tail_center}};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
         tqkv_metal_dispatch *bound = &all[arrays[i].dispatch], *own = &one[arrays[i].dispatch];
         if (!tqkv__item_offset(tqkv__binding_at(bound, arrays[i].bound), tqkv__binding_at(own, arrays[i].index),

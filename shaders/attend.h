@@ -4,12 +4,13 @@
 // the end of a stretch. A key or value is decoded once for all columns: that decides the speed.
 //
 // Within a tile
-//   keys     up to 4 lanes share a row and load 16 bytes at a time; a reduction leaves each lane the score of one row
+//   keys     up to 4 lanes share a row and load 16 bytes at a time; a reduction leaves each lane the score of one row;
+//            likewise the tail, a second part of each key, whose scores are added
 //   softmax  one row a lane
 //   values   the lanes lie across the row; the weights come from threadgroup memory
 //
-// Letters: D head_dim, W code width of a stored value, K and V before either: of keys and of values. C most columns,
-// the same for both head_dims. N values that a lane loads at a time, R lanes that share a row of keys, V output values
+// Letters: D head_dim, W code width of a stored value, K and V before either: of keys and of values; T that of a tail. C
+// most columns, the same for all head_dims. N values that a lane loads at a time, R lanes that share a row of keys, V output values
 // of a column that a lane keeps.
 #ifndef TQKV_ATTEND_H
 #define TQKV_ATTEND_H
@@ -25,6 +26,10 @@ constant bool softcap [[function_constant(TQKV_FC_SOFTCAP)]];
 constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
 constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
+constant uint tail_format [[function_constant(TQKV_FC_TAIL_FORMAT)]];
+constant bool rotate_tail [[function_constant(TQKV_FC_ROTATE_TAIL)]];
+constant bool tail_centered [[function_constant(TQKV_FC_TAIL_CENTER)]];
+constant bool rotate_tail_center [[function_constant(TQKV_FC_TAIL_ROTATED)]];
 
 // A loop over columns runs to the constant maximum and tests inside. It unrolls into registers, and the iterations
 // beyond `columns` disappear when the pipeline is built.
@@ -36,8 +41,10 @@ constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 // The running maximum starts here, below every score. It is finite, so a masked score minus it is -INFINITY, not NaN.
 #define NOTHING_SEEN (-3.0e38f)
 
-// Output values of a column that a lane keeps: pieces of 8 values, D/256 of them where 32 lanes do not span the row.
-#define LANE_SUMS(D) ((D) <= 256 ? 8 : (D) / 32)
+// Output values of a column that a lane keeps: pieces of 8 values, several where 32 lanes do not span the row. Pieces lie
+// LANE_SPAN(D) * 8 values apart: so many lanes have values.
+#define LANE_SUMS(D) ((D) <= 256 ? 8 : ((D) + 511) / 512 * 16)
+#define LANE_SPAN(D) ((D) / LANE_SUMS(D))
 
 // The codes and norms of one KV head.
 struct stream_rows {
@@ -47,16 +54,17 @@ struct stream_rows {
 
 // What a threadgroup works on, and the place of this thread in it. n_heads is n_kv_heads * group.
 struct attend_task {
-    device const uchar *q;     // [n_queries][n_heads][KD]
-    stream_rows keys, values;  // of the KV head
-    device float *partial_out; // [n_partials][n_queries][n_heads][VD]: sum of weight * value
+    device const uchar *q;          // [n_queries][n_heads][KD + T]
+    stream_rows keys, values, tail; // of the KV head; tail: if there is one
+    device float *partial_out;      // [n_partials][n_queries][n_heads][VD]: sum of weight * value
     // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in powers of two), sum of the weights
     device float *partial_state;
-    device const float *center; // [n_kv_heads][KD]: of the keys
+    device const float *center, *tail_center; // [n_kv_heads][KD]: of the keys; [n_kv_heads][T]
     page_tables pages;
-    device const uint *tree;    // [n_queries][2]
-    threadgroup float *tables;  // [2][256]: codebooks of keys and values
-    threadgroup float *queries; // [columns][padded KD]
+    device const uint *tree;         // [n_queries][2]
+    threadgroup float *tables;       // [3][256]: codebooks of keys, values and tail
+    threadgroup float *queries;      // [columns][padded KD]
+    threadgroup float *tail_queries; // [columns][padded T]
     threadgroup float *sums;    // [columns][VD]: of a stretch. After the only stretch they take the queries' memory
     threadgroup float *weights; // [n_simdgroups][32][C]
     threadgroup float *kept;    // [2][C][2]: maximum and sum of the section so far, and of all earlier sections. Before
@@ -102,6 +110,9 @@ inline void open_item(constant tqkv__batch_item &item, uint number, thread atten
     task.partial_state = task.partial_out + item.partial_state;
     task.partial_out += item.partial_out;
     task.center += item.key_center;
+    task.tail.codes += row_offset(item.tail_codes, TQKV__CODES_UNIT);
+    task.tail.norms += item.tail_norms;
+    task.tail_center += item.tail_center;
     task.pages.keys += item.key_pages;
     task.pages.values += item.value_pages;
     task.tree += item.tree;
@@ -139,6 +150,45 @@ inline float row_scale(uint format, stream_rows rows, uint slot, float block_sca
     return one_norm<D>(format) ? stored_scale<D>(format, rows, slot, 0u, block_scale) : 1.0f;
 }
 
+// ---- Parts of a key: its stream, and its tail ----
+
+// Values of a tail behind each of D values of a query.
+template <int D>
+inline uint tail_values()
+{
+    return TQKV__TAIL_DIM(D) != 0 && tail_format != 0 ? uint(TQKV__TAIL_DIM(D)) : 0u;
+}
+
+// Whether all scores of a query lack the same number, in task.kept.
+inline bool has_shifts() { return key_centered || tail_centered; }
+
+// One part of the keys, and of the queries. `format` and all bools are function constants.
+struct key_part {
+    uint format;
+    stream_rows rows; // of the KV head
+    float block_scale;
+    threadgroup float *queries;
+    bool rotate, centered, rotate_center;
+    device const float *center;
+    uint first; // value of a query
+};
+
+inline key_part first_part(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    key_part part = {key_format,    task.keys,      args.key_block_scale,
+                     task.queries,  rotate_queries, key_centered,
+                     rotate_center, task.center,    0u};
+    return part;
+}
+
+template <int D>
+inline key_part tail_part(thread const attend_task &task)
+{
+    key_part part = {tail_format,        task.tail,        1.0f,   task.tail_queries, rotate_tail, tail_centered,
+                     rotate_tail_center, task.tail_center, uint(D)};
+    return part;
+}
+
 // ---- Keys: layout over the lanes ----
 
 // Values of a row that a lane loads at a time: 16 bytes of codes, 8 where 16 do not divide the row, or the whole row.
@@ -157,10 +207,18 @@ inline float row_scale(uint format, stream_rows rows, uint slot, float block_sca
 
 // The row of a tile whose score a lane ends with.
 template <int D>
-inline uint row_of_lane(uint lane)
+inline uint row_of_lane(uint format, uint lane)
 {
-    const uint R = uint(BY_CODE_WIDTH(key_format, KEY_LANES, D));
+    const uint R = uint(BY_CODE_WIDTH(format, KEY_LANES, D));
     return lane % R * (32u / R) + lane / R;
+}
+
+// And the lane that ends with the score of a row.
+template <int D>
+inline uint lane_of_tile_row(uint format, uint row)
+{
+    const uint R = uint(BY_CODE_WIDTH(format, KEY_LANES, D));
+    return row % (32u / R) * R + row / (32u / R);
 }
 
 // Codes of the next steps of a lane's R rows, and for rows of several norms the factors of the next block.
@@ -175,20 +233,21 @@ struct key_steps {
 // A query in threadgroup memory has 4 floats of padding after every N values. Lanes that share a row of keys then read
 // different banks.
 template <int D>
-inline uint padded(uint value)
+inline uint padded(uint format, uint value)
 {
-    return value + value / uint(BY_CODE_WIDTH(key_format, KEY_VALUES, D)) * 4u;
+    return value + value / uint(BY_CODE_WIDTH(format, KEY_VALUES, D)) * 4u;
 }
 
-// The score of the keys' centre: all scores of the query lack it. Every lane of the row has the result. x: the lane's
-// part of the query
+// The score of the centre of a part of the keys: all scores of the query lack it. Every lane of the row has the result. x: the
+// lane's values of the query
 template <int D>
-inline float score_of_center(constant tqkv__attend_args &args, thread const attend_task &task, thread const float *x)
+inline float score_of_center(constant tqkv__attend_args &args, thread const attend_task &task,
+                             thread const key_part &keys, thread const float *x)
 {
     float center[TQKV_LANE_VALUES(D)], dot = 0.0f;
     uint part = lane_of_row<D>(task.lane);
-    load_row<D>(task.center + row_offset(task.kv_head, D), part, center);
-    if (rotate_center) rotate_row<D>(center, part);
+    load_row<D>(keys.center + row_offset(task.kv_head, D), part, center);
+    if (keys.rotate_center) rotate_row<D>(center, part);
     TQKV_UNROLL
     for (int i = 0; i < TQKV_LANE_VALUES(D); i++) dot = fma(x[i], center[i], dot);
     TQKV_UNROLL
@@ -196,43 +255,65 @@ inline float score_of_center(constant tqkv__attend_args &args, thread const atte
     return dot * (args.scale * TQKV_LOG2E);
 }
 
-// TQKV_ROWS(D) columns at a time. Lanes beyond the last column repeat it and store nothing.
+// The values of a query that belong to a part of the keys: row `row` of all queries, `each` values long.
 template <int D>
-inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task)
+inline void load_query(thread const attend_task &task, thread const key_part &keys, uint row, uint each,
+                       thread float *x)
+{
+    load_typed_row<D>(row_type, task.q, row_offset(row, each) + ulong(keys.first), lane_of_row<D>(task.lane), x);
+}
+
+// TQKV_ROWS(D) columns at a time. Lanes beyond the last column repeat it and store nothing. each: values of a query
+template <int D>
+inline void load_query_part(constant tqkv__attend_args &args, thread const attend_task &task,
+                            thread const key_part &keys, uint each)
 {
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
+    const uint length = padded<D>(keys.format, D);
     uint part = lane_of_row<D>(task.lane);
     for (uint c = task.simdgroup * uint(TQKV_ROWS(D)); c < columns; c += task.n_simdgroups * uint(TQKV_ROWS(D))) {
         uint own = c + task.lane / uint(L), column = min(own, columns - 1u);
         query_row row = row_of_column(args, task.first_column + column);
         uint head = task.kv_head * uint(args.group) + uint(row.head);
-        uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
         float x[TQKV_LANE_VALUES(D)];
-        load_typed_row<D>(row_type, task.q, row_offset(at, D), part, x);
-        float shift = key_centered ? score_of_center<D>(args, task, x) : 0.0f;
-        if (key_centered && part == 0 && own < columns) task.kept[column] = shift;
-        if (rotate_queries) rotate_row<D>(x, part);
+        load_query<D>(task, keys, uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head, each, x);
+        float shift = keys.centered ? score_of_center<D>(args, task, keys, x) : 0.0f;
+        if (has_shifts() && part == 0 && own < columns)
+            task.kept[column] = keys.first == 0 ? shift : task.kept[column] + shift;
+        if (keys.rotate) rotate_row<D>(x, part);
         TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
-            if (own < columns) task.queries[column * padded<D>(D) + padded<D>(value_of_lane<L, C>(part, i))] = x[i];
+            if (own < columns)
+                keys.queries[column * length + padded<D>(keys.format, value_of_lane<L, C>(part, i))] = x[i];
     }
+}
+
+template <int D>
+inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    const int T = TQKV__TAIL_DIM(D) != 0 ? TQKV__TAIL_DIM(D) : 64;
+    const uint each = uint(D) + tail_values<D>();
+    load_query_part<D>(args, task, first_part(args, task), each);
+    if (tail_values<D>() == 0) return;
+    if (has_shifts()) threadgroup_barrier(mem_flags::mem_threadgroup);
+    load_query_part<T>(args, task, tail_part<D>(task), each);
 }
 
 // ---- Keys: one tile ----
 
 // Codes of the batch that begins with step `step`, of the tile at slot `base`.
 template <int D, int W>
-inline void load_key_codes(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint step,
-                           thread key_steps<D, W> &keys)
+inline void load_key_codes(constant tqkv__attend_args &args, thread const attend_task &task,
+                           thread const key_part &part, uint base, uint step, thread key_steps<D, W> &keys)
 {
     const int N = KEY_VALUES(D, W), R = KEY_LANES(D, W);
-    device const uchar *tile = task.keys.codes + ulong(base) * ulong(row_bytes<D>(key_format));
+    device const uchar *tile = part.rows.codes + ulong(base) * ulong(row_bytes<D>(part.format));
     TQKV_UNROLL
     for (int b = 0; b < KEY_BATCH(D, W); b++) {
         TQKV_UNROLL
         for (int r = 0; r < R; r++) {
             uint row = existing_row(args, uint(r * (32 / R)) + task.lane / uint(R));
-            load_codes<D, W, N>(key_format, tile + row * row_bytes<D>(key_format),
+            load_codes<D, W, N>(part.format, tile + row * row_bytes<D>(part.format),
                                 ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
         }
     }
@@ -240,32 +321,32 @@ inline void load_key_codes(constant tqkv__attend_args &args, thread const attend
 
 // Factors of block `block` of the lane's rows in the tile at slot `base`.
 template <int D, int W>
-inline void load_key_scales(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint block,
-                            thread key_steps<D, W> &keys)
+inline void load_key_scales(constant tqkv__attend_args &args, thread const attend_task &task,
+                            thread const key_part &part, uint base, uint block, thread key_steps<D, W> &keys)
 {
     const int R = KEY_LANES(D, W);
     TQKV_UNROLL
     for (int r = 0; r < R; r++) {
         uint slot = base + existing_row(args, uint(r * (32 / R)) + task.lane / uint(R));
-        keys.scale[r] = stored_scale<D>(key_format, task.keys, slot, block, args.key_block_scale);
+        keys.scale[r] = stored_scale<D>(part.format, part.rows, slot, block, part.block_scale);
     }
 }
 
 // dot[r][c] += q_c . k over N values of each of the lane's R rows, from value `first` on.
 template <int D, int W, int R, int C>
-inline void multiply_keys(thread const raw_codes<W, KEY_VALUES(D, W)> (&raw)[R], uint first,
-                          threadgroup const float *queries, thread const codebook &book, thread float (&dot)[R][C])
+inline void multiply_keys(thread const key_part &part, thread const raw_codes<W, KEY_VALUES(D, W)> (&raw)[R],
+                          uint first, thread const codebook &book, thread float (&dot)[R][C])
 {
     const int N = KEY_VALUES(D, W);
-    threadgroup const float *own = queries + padded<D>(first);
+    threadgroup const float *own = part.queries + padded<D>(part.format, first);
     TQKV_UNROLL
     for (int i = 0; i < N; i += 4) {
         float x[R][4];
         TQKV_UNROLL
-        for (int r = 0; r < R; r++) values_at<W, N, 4>(key_format, raw[r], i, book, x[r]);
+        for (int r = 0; r < R; r++) values_at<W, N, 4>(part.format, raw[r], i, book, x[r]);
         FOR_COLUMNS(c)
         {
-            float4 q = *(threadgroup const float4 *)(own + (uint(c) * padded<D>(D) + uint(i)));
+            float4 q = *(threadgroup const float4 *)(own + (uint(c) * padded<D>(part.format, D) + uint(i)));
             TQKV_UNROLL
             for (int r = 0; r < R; r++)
                 dot[r][c] = fma(x[r][3], q.w, fma(x[r][2], q.z, fma(x[r][1], q.y, fma(x[r][0], q.x, dot[r][c]))));
@@ -310,13 +391,14 @@ inline void add_block(thread const float (&scale)[R], thread float (&dot)[R][C],
 
 // score[c] = q_c . k of the lane's row, without the factor of rows that have one norm. `keys` holds the first codes and
 // factors of the tile at slot `base`; at the end it holds those of the tile at `next_base`.
-template <int D, int W>
-inline void score_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint next_base,
-                       thread const codebook &book, thread key_steps<D, W> &keys, thread float *score)
+template <int D, int W, int C>
+inline void score_tile(constant tqkv__attend_args &args, thread const attend_task &task, thread const key_part &part,
+                       uint base, uint next_base, thread const codebook &book, thread key_steps<D, W> &keys,
+                       thread float *score)
 {
-    const int C = TQKV__MAX_COLUMNS(D), N = KEY_VALUES(D, W), R = KEY_LANES(D, W), B = KEY_BATCH(D, W);
-    const uint steps = uint(D / (N * R)), block_steps = steps / (uint(D) / norm_block<D>(key_format));
-    uint part = task.lane % uint(R);
+    const int N = KEY_VALUES(D, W), R = KEY_LANES(D, W), B = KEY_BATCH(D, W);
+    const uint steps = uint(D / (N * R)), block_steps = steps / (uint(D) / norm_block<D>(part.format));
+    uint own = task.lane % uint(R);
     float dot[R][C], total[R][C];
     TQKV_UNROLL
     for (int r = 0; r < R; r++) {
@@ -327,20 +409,20 @@ inline void score_tile(constant tqkv__attend_args &args, thread const attend_tas
         TQKV_UNROLL
         for (int b = 0; b < B; b++) {
             uint step = batch + uint(b), next = step + 1u;
-            multiply_keys<D, W, R, C>(keys.raw[b], (step * uint(R) + part) * uint(N), task.queries, book, dot);
-            if (one_norm<D>(key_format) || next % block_steps != 0) continue;
+            multiply_keys<D, W, R, C>(part, keys.raw[b], (step * uint(R) + own) * uint(N), book, dot);
+            if (one_norm<D>(part.format) || next % block_steps != 0) continue;
             add_block<R, C>(keys.scale, dot, total);
             bool last = next == steps;
-            load_key_scales<D, W>(args, task, last ? next_base : base, last ? 0u : next / block_steps, keys);
+            load_key_scales<D, W>(args, task, part, last ? next_base : base, last ? 0u : next / block_steps, keys);
         }
         bool last = batch + uint(B) >= steps;
-        load_key_codes<D, W>(args, task, last ? next_base : base, last ? 0u : batch + uint(B), keys);
+        load_key_codes<D, W>(args, task, part, last ? next_base : base, last ? 0u : batch + uint(B), keys);
     }
-    if (one_norm<D>(key_format))
-        reduce_scatter<R, C>(part, dot);
+    if (one_norm<D>(part.format))
+        reduce_scatter<R, C>(own, dot);
     else
-        reduce_scatter<R, C>(part, total);
-    FOR_COLUMNS(c) score[c] = one_norm<D>(key_format) ? dot[0][c] : total[0][c];
+        reduce_scatter<R, C>(own, total);
+    FOR_COLUMNS(c) score[c] = one_norm<D>(part.format) ? dot[0][c] : total[0][c];
 }
 
 // The width of the keys' codes is known when the pipeline is built: one member is used, and the others disappear.
@@ -351,31 +433,77 @@ struct any_keys {
     key_steps<D, 16> of_16;
 };
 
+// Without a tail.
+template <>
+struct any_keys<0> {
+};
+
 // The first codes and factors of the tile at slot `base`.
 template <int D, int W>
-inline void load_first_keys(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                            thread key_steps<D, W> &keys)
+inline void load_first_keys(constant tqkv__attend_args &args, thread const attend_task &task,
+                            thread const key_part &part, uint base, thread key_steps<D, W> &keys)
 {
-    load_key_codes<D, W>(args, task, base, 0u, keys);
-    if (!one_norm<D>(key_format)) load_key_scales<D, W>(args, task, base, 0u, keys);
+    load_key_codes<D, W>(args, task, part, base, 0u, keys);
+    if (!one_norm<D>(part.format)) load_key_scales<D, W>(args, task, part, base, 0u, keys);
 }
 
 template <int D>
-inline void open_keys(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                      thread any_keys<D> &keys)
+inline void open_keys(constant tqkv__attend_args &args, thread const attend_task &task, thread const key_part &part,
+                      uint base, thread any_keys<D> &keys)
 {
-    if (code_width(key_format) == 4) load_first_keys<D, 4>(args, task, base, keys.of_4);
-    if (code_width(key_format) == 8) load_first_keys<D, 8>(args, task, base, keys.of_8);
-    if (code_width(key_format) == 16) load_first_keys<D, 16>(args, task, base, keys.of_16);
+    if (code_width(part.format) == 4) load_first_keys<D, 4>(args, task, part, base, keys.of_4);
+    if (code_width(part.format) == 8) load_first_keys<D, 8>(args, task, part, base, keys.of_8);
+    if (code_width(part.format) == 16) load_first_keys<D, 16>(args, task, part, base, keys.of_16);
 }
 
-template <int D>
-inline void score_any_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint next_base,
-                           thread const codebook &book, thread any_keys<D> &keys, thread float *score)
+template <int D, int C>
+inline void score_any_tile(constant tqkv__attend_args &args, thread const attend_task &task,
+                           thread const key_part &part, uint base, uint next_base, thread const codebook &book,
+                           thread any_keys<D> &keys, thread float *score)
 {
-    if (code_width(key_format) == 4) score_tile<D, 4>(args, task, base, next_base, book, keys.of_4, score);
-    if (code_width(key_format) == 8) score_tile<D, 8>(args, task, base, next_base, book, keys.of_8, score);
-    if (code_width(key_format) == 16) score_tile<D, 16>(args, task, base, next_base, book, keys.of_16, score);
+    if (code_width(part.format) == 4) score_tile<D, 4, C>(args, task, part, base, next_base, book, keys.of_4, score);
+    if (code_width(part.format) == 8) score_tile<D, 8, C>(args, task, part, base, next_base, book, keys.of_8, score);
+    if (code_width(part.format) == 16) score_tile<D, 16, C>(args, task, part, base, next_base, book, keys.of_16, score);
+}
+
+// ---- The tail of one tile ----
+
+template <int D, int T>
+inline void open_tail(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                      thread any_keys<T> &keys)
+{
+    if (tail_format != 0) open_keys<T>(args, task, tail_part<D>(task), base, keys);
+}
+
+template <int D, int T>
+inline void open_tail(constant tqkv__attend_args &, thread const attend_task &, uint, thread any_keys<0> &)
+{
+}
+
+// Adds the scores of the tail to those of the keys. The two leave a row's score with different lanes: `row` is that of the
+// keys' lane. key_scale becomes the factor of the sum.
+template <int D, int T, int C>
+inline void add_tail(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint next_base,
+                     uint row, thread const codebook &book, thread any_keys<T> &keys, thread float &key_scale,
+                     thread float *score)
+{
+    if (tail_format == 0) return;
+    float tail[C];
+    score_any_tile<T, C>(args, task, tail_part<D>(task), base, next_base, book, keys, tail);
+    float scale = row_scale<T>(tail_format, task.tail, base + existing_row(args, row), 1.0f);
+    const bool same = BY_CODE_WIDTH(key_format, KEY_LANES, D) == BY_CODE_WIDTH(tail_format, KEY_LANES, T);
+    FOR_COLUMNS(c)
+    {
+        float own = same ? tail[c] : simd_shuffle(tail[c], ushort(lane_of_tile_row<T>(tail_format, row)));
+        score[c] = fma(own, scale, score[c] * key_scale);
+    }
+    key_scale = 1.0f;
+}
+
+template <int D, int T, int C>
+inline void add_tail(constant tqkv__attend_args &, thread const attend_task &, uint, uint, uint,
+                     thread const codebook &, thread any_keys<0> &, thread float &, thread float *)
+{
 }
 
 // ---- Softmax of one tile ----
@@ -384,7 +512,7 @@ inline void score_any_tile(constant tqkv__attend_args &args, thread const attend
 inline float score_of(constant tqkv__attend_args &args, float dot, float factor, float shift)
 {
     if (!softcap) return dot * factor;
-    float score = key_centered ? fma(dot, factor, shift) : dot * factor;
+    float score = has_shifts() ? fma(dot, factor, shift) : dot * factor;
     return args.softcap * TQKV_LOG2E * precise::tanh(score / (args.softcap * TQKV_LOG2E));
 }
 
@@ -511,8 +639,8 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
                                     : values.codes + ulong(value_slot_of(args, base + row)) * ulong(bytes);
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
-        uint part = min(task.lane % uint(VALUE_LANES(D)), uint(D / LANE_SUMS(D)) - 1u);
-        uint first = (uint(j * VALUE_LANES(D)) + part) * 8u;
+        uint part = min(task.lane % uint(VALUE_LANES(D)), uint(LANE_SPAN(D)) - 1u);
+        uint first = (uint(j * LANE_SPAN(D)) + part) * 8u;
         load_codes<D, W, 8>(value_format, codes, first, step.raw[j]);
         step.scale[j] = 1.0f;
         if (!one_norm<D>(value_format))
@@ -656,7 +784,7 @@ inline void combine_outputs(thread const attend_task &task, thread column_state<
             {
                 TQKV_UNROLL
                 for (int i = 0; i < V; i += 4) {
-                    uint at = uint(c * D) + (uint(i / 8 * L) + task.lane) * 8u + uint(i % 8);
+                    uint at = uint(c * D) + (uint(i / 8 * LANE_SPAN(D)) + task.lane) * 8u + uint(i % 8);
                     threadgroup float4 *to = (threadgroup float4 *)(sums + at);
                     float4 sum = *to; // the first simdgroup finds something else here
                     sum.x = (s == 0 ? 0.0f : sum.x) + state.out[c][i];
@@ -767,29 +895,47 @@ struct tile_walk {
     tile_steps steps;
     tile_place next; // the place of the next tile
     any_keys<D> keys;
+    any_keys<TQKV__TAIL_DIM(D)> tail;
 };
+
+struct codebooks {
+    codebook keys, values, tail;
+};
+
+// A barrier must precede.
+inline codebooks open_codebooks(thread const attend_task &task)
+{
+    codebooks books;
+    books.keys = open_codebook(key_format, task.tables, task.lane);
+    books.values = open_codebook(value_format, task.tables + 256, task.lane);
+    books.tail = open_codebook(tail_format, task.tables + 512, task.lane);
+    return books;
+}
 
 // The simdgroup's tiles before tile `end`.
 template <int KD, int VD>
 inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task &task, uint end,
-                      thread const codebook &key_book, thread const codebook &value_book, thread tile_walk<KD> &walk,
-                      thread column_state<VD> &state)
+                      thread const codebooks &books, thread tile_walk<KD> &walk, thread column_state<VD> &state)
 {
     threadgroup float *weights = task.weights + task.simdgroup * uint(32 * TQKV__MAX_COLUMNS(VD));
     while (walk.steps.tile < end) {
         tile_place at = walk.next;
         next_tile(walk.steps, task.n_simdgroups);
         walk.next = open_tile(args, task.pages, walk.steps.tile, at.row);
-        float score[TQKV__MAX_COLUMNS(KD)];
+        const int C = TQKV__MAX_COLUMNS(KD), T = TQKV__TAIL_DIM(KD);
+        float score[C];
         uint row = existing_row(args, at.row), value_slot = value_slot_of(args, at.base.values + row);
         float key_scale = row_scale<KD>(key_format, task.keys, at.base.keys + row, args.key_block_scale);
         float value_scale = row_scale<VD>(value_format, task.values, value_slot, args.value_block_scale);
         any_values<VD> values;
         open_values<VD>(args, task, at.base.values, values);
-        score_any_tile<KD>(args, task, at.base.keys, walk.next.base.keys, key_book, walk.keys, score);
+        score_any_tile<KD, C>(args, task, first_part(args, task), at.base.keys, walk.next.base.keys, books.keys,
+                              walk.keys, score);
+        add_tail<KD, T, C>(args, task, at.base.keys, walk.next.base.keys, at.row, books.tail, walk.tail, key_scale,
+                           score);
         weigh_tile<VD>(args, task, at, key_scale, value_scale, score, state, weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        add_any_values<VD>(args, task, at.base.values, value_book, values, weights, state);
+        add_any_values<VD>(args, task, at.base.values, books.values, values, weights, state);
         simdgroup_barrier(mem_flags::mem_threadgroup); // before the next tile overwrites the weights
     }
 }
@@ -816,16 +962,17 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     column_state<VD> state;
     tile_walk<KD> walk;
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(task.lane));
-    open_keys<KD>(args, task, walk.next.base.keys, walk.keys);
+    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
+    open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
+    open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.keys, walk.tail);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
     load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
+    if (tail_values<KD>() != 0) load_codebook(tail_format, task.tables + 512, thread_index, task.n_simdgroups * 32u);
     load_queries<KD>(args, task);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    codebook key_book = open_codebook(key_format, task.tables, task.lane);
-    codebook value_book = open_codebook(value_format, task.tables + 256, task.lane);
+    codebooks books = open_codebooks(task);
     find_newest<VD>(args, task.first_column, state);
-    if (key_centered) {
+    if (has_shifts()) {
         const int C = TQKV__MAX_COLUMNS(VD);
         FOR_COLUMNS(c) state.shift[c] = task.kept[c];
         store_shifts<VD>(args, task);
@@ -833,7 +980,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
         clear_sums<VD>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_tiles<KD, VD>(args, task, end, key_book, value_book, walk, state);
+        add_tiles<KD, VD>(args, task, end, books, walk, state);
         combine_states<VD>(task, state);
         combine_outputs<VD>(task, state); // after a barrier: task.sums may be the queries' memory
         partial = keep_stretch<VD>(args, task, own, stretch, state);
@@ -858,6 +1005,9 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     device const int *value_pages [[buffer(10)]], \
     device const uint *tree [[buffer(11)]], \
     constant tqkv__batch_item *items [[buffer(12)]], \
+    device const uchar *tail_codes [[buffer(13)]], \
+    device const float *tail_norms [[buffer(14)]], \
+    device const float *tail_center [[buffer(15)]], \
     threadgroup float *tables [[threadgroup(0)]], \
     threadgroup float *queries [[threadgroup(1)]], \
     threadgroup float *states [[threadgroup(3)]], \
@@ -876,9 +1026,11 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     task.q = q; \
     task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_slots, group.x); \
     task.values = stream_of_head<V>(value_format, value_codes, value_norms, args.value_slots, group.x); \
+    task.tail = stream_of_head<64>(tail_format, tail_codes, tail_norms, args.key_slots, group.x); \
     task.partial_out = partial_out; \
     task.partial_state = partial_state; \
     task.center = key_center; \
+    task.tail_center = tail_center; \
     task.pages.keys = key_pages; \
     task.pages.values = value_pages; \
     task.tree = tree; \

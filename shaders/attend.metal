@@ -8,7 +8,8 @@
     kernel void tqkv_attend_d##NAME(threadgroup float *weights [[threadgroup(2)]], ATTEND_ARGUMENTS) \
     { \
         ATTEND_TASK(D, V) \
-        task.sums = queries + (args.sections_each == 0 ? 0 : TQKV__QUERY_FLOATS(D) * int(columns)); \
+        task.tail_queries = queries + TQKV__QUERY_FLOATS(D) * int(columns); \
+        task.sums = queries + (args.sections_each == 0 ? 0 : TQKV__QUERY_FLOATS(D + int(tail_values<D>())) * int(columns)); \
         task.weights = weights; \
         task.states = states + 4 * TQKV__MAX_COLUMNS(V); \
         TQKV_LONG_CALL(attend<D, V>(args, task)); \
@@ -23,6 +24,7 @@ ATTEND(96, 96, 96)
 ATTEND(128, 128, 128)
 ATTEND(192, 192, 192)
 ATTEND(256, 256, 256)
+ATTEND(448, 448, 448)
 ATTEND(512, 512, 512)
 ATTEND(1024, 1024, 1024)
 ATTEND(192_128, 192, 128)

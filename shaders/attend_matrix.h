@@ -107,7 +107,7 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
         uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
         float x[TQKV_LANE_VALUES(D)];
         load_typed_row<D>(row_type, task.q, row_offset(at, D), task.lane, x);
-        float shift = key_centered ? score_of_center<D>(args, task, x) : 0.0f;
+        float shift = key_centered ? score_of_center<D>(args, task, first_part(args, task), x) : 0.0f;
         if (rotate_queries) rotate_row<D>(x, task.lane);
         float size = size_of_row<D>(x), inverse = 1.0f / size; // powers of two: both products are exact
         TQKV_UNROLL

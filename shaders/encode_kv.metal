@@ -1,4 +1,4 @@
-// encode_kv: keys and values of the same tokens in one dispatch, each with its own format and type. Threadgroups along
+// encode_kv: keys and values, or keys and their tail, of the same tokens in one dispatch, each with its own format and type. Threadgroups along
 // x for the rows as in encode; z = 0 for keys and 1 for values.
 #include "encode.h"
 
@@ -65,6 +65,9 @@ ENCODE_KV(96, 96, 96)
 ENCODE_KV(128, 128, 128)
 ENCODE_KV(192, 192, 192)
 ENCODE_KV(256, 256, 256)
+ENCODE_KV(448, 448, 448)
 ENCODE_KV(512, 512, 512)
 ENCODE_KV(1024, 1024, 1024)
 ENCODE_KV(192_128, 192, 128)
+ENCODE_KV(448_64, 448, 64)
+ENCODE_KV(512_64, 512, 64)

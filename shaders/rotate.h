@@ -18,14 +18,17 @@ inline void butterflies(thread float *x, int distance)
     }
 }
 
-// Row `row` of the Hadamard matrix of order M, 12 or 20: bit j is set where value j is subtracted.
+// Row `row` of the Hadamard matrix of order M, 12, 20 or 28: bit j is set where value j is subtracted.
 template <int M>
 inline uint matrix_row(int row)
 {
     uint bits = 0;
     TQKV_UNROLL
     for (int i = 0; i < (M + 7) / 8; i++)
-        bits |= uint(M == 12 ? tqkv__tables.hadamard_12[row][i] : tqkv__tables.hadamard_20[row][i]) << (8 * i);
+        bits |= uint(M == 12   ? tqkv__tables.hadamard_12[row][i]
+                     : M == 20 ? tqkv__tables.hadamard_20[row][i]
+                               : tqkv__tables.hadamard_28[row][i])
+                << (8 * i);
     return bits;
 }
 

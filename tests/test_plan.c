@@ -324,6 +324,70 @@ static void check_head_dim(const void *row)
           "sizes");
 }
 
+/* A tail lies in the slots of the keys. Streams that share bytes are one stream. */
+static void check_tail(const void *row)
+{
+    tqkv_metal_dispatch d[2];
+    tqkv_metal_store keys = plan_store(TQKV_TQ4, 512, 100, false, 0), tail = plan_store(TQKV_F16, 64, 100, false, 2),
+                     other = keys;
+    const size_t part = 3 * 64 * sizeof(float);
+    tqkv_metal_attention a;
+    size_t scratch;
+    (void)row;
+    memset(&a, 0, sizeof a);
+    a.keys = a.values = &keys;
+    a.tail = &tail;
+    a.attention.end = 100;
+    a.attention.n_heads = 12;
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &tail, at(4, 0), at(5, 0), 9, 3, none, d), TQKV_OK);
+    check_dispatch(d);
+    CHECK(d->kernel.head_dim * TQKV__DIM_UNIT == 512 && d->kernel.value_dim * TQKV__DIM_UNIT == 64, "the kernel");
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    check_dispatch(&d[0]);
+    check_dispatch(&d[1]);
+    CHECK(constant(d, TQKV_FC_TAIL_FORMAT) == TQKV_F16 && binding(d, "tail's codes").size == 3 * 100 * 128 &&
+              binding(d, "q").size == 12 * 576 * sizeof(float) && binding(d, "out").size == 12 * 512 * sizeof(float) &&
+              attend_args(d).scale == (float)(1.0 / 24.0),
+          "sizes");
+    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
+    tail.shape.format = TQKV_I8;
+    tail.center = at(3, 4096);
+    a.sinks = at(3, 8192);
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(constant(d, TQKV_FC_ROTATE_TAIL) == 1 && constant(d, TQKV_FC_TAIL_CENTER) == 1 &&
+              constant(d, TQKV_FC_CENTER) == 0 && constant(d + 1, TQKV_FC_CENTER) == 1 &&
+              binding(d, "tail's center").size == part,
+          "the tail's centre");
+    a.attention.query_basis = TQKV_ROTATED;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(constant(d, TQKV_FC_ROTATE_TAIL) == 0 && constant(d, TQKV_FC_TAIL_ROTATED) == 1, "a rotated query");
+    tail.shape.capacity = 90;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
+    tail.shape.capacity = 100;
+    tail.shape.head_dim = 128;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_UNSUPPORTED);
+    tail.shape.head_dim = 64;
+    tail.pages = at(7, 0);
+    tail.shape.page_size = 64;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
+    tail.pages = none;
+    tail.codes = at(0, 3 * 100 * 256 - 16);
+    CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
+    a.tail = NULL;
+    a.values = &other;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    other.shape.format = TQKV_TQ3;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
+    other.shape.format = TQKV_TQ4;
+    other.codes = at(0, 256);
+    CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
+    keys.shape.head_dim = other.shape.head_dim = 256; /* no tail for keys of 256 */
+    a.values = &keys;
+    a.tail = &tail;
+    tail.codes = at(2, 0);
+    CHECK_RESULT(plan_attend(&a, d), TQKV_UNSUPPORTED);
+}
+
 /* Each type has its sizes, its alignment and its constant. */
 static void check_types(const void *row)
 {
@@ -537,6 +601,7 @@ void test_plan_cases(void)
     test_add(check_center, NULL, 0, "plan/center");
     for (int i = 0; i < TEST_ALL_HEAD_DIMS; i++)
         test_add(check_head_dim, &test_all_head_dims[i], sizeof(int), "plan/head_dim/%d", test_all_head_dims[i]);
+    test_add(check_tail, NULL, 0, "plan/tail");
     test_add(check_types, NULL, 0, "plan/types");
     test_add(check_cache_plan, NULL, 0, "plan/cache");
     test_add(check_cache_kernels, NULL, 0, "plan/cache_kernels");

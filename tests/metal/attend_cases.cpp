@@ -47,12 +47,13 @@ static tqkv_attention call_of_one_query(const tqkv_attention &call, int query)
 static void check_alone(const tqkv_attention &call, const float *q, const float *out, int query, gpu_split split)
 {
     const tqkv_attention a = call_of_one_query(call, query);
-    const size_t values = (size_t)a.n_heads * (size_t)a.keys->head_dim, first = (size_t)query * values;
+    const size_t heads = (size_t)a.n_heads, q_values = heads * (size_t)reference_attention_shape(&a).key_dim,
+                 values = heads * (size_t)a.values->head_dim;
     std::vector<float> alone(values, NAN);
     if (a.kv_len <= 0) return;
-    CHECK_RUN(gpu_attend(&a, q + first, alone.data(), split));
-    CHECK(!memcmp(alone.data(), out + first, values * sizeof(float)), "query %d of %d has other bits alone", query,
-          call.n_queries);
+    CHECK_RUN(gpu_attend(&a, q + (size_t)query * q_values, alone.data(), split));
+    CHECK(!memcmp(alone.data(), out + (size_t)query * values, values * sizeof(float)),
+          "query %d of %d has other bits alone", query, call.n_queries);
 }
 
 // Encodes Gaussian rows and their sums with `mean`, 4096 rows again and again.
@@ -513,10 +514,75 @@ void run_company(const void *parameters)
     attend_tear_down(&problem);
 }
 
-// All parameters at random, from a seed.
-void add_random(int seed)
+// One stream of keys and values, with a tail or without.
+shader_attend_row latent_row(tqkv_format keys, tqkv_format tail, int head_dim, int group)
 {
-    data_random random = {(uint64_t)seed};
+    shader_attend_row row = default_row(keys, keys, head_dim);
+    row.problem.shared = true;
+    row.problem.n_kv_heads = 1;
+    row.problem.group = group;
+    row.problem.tail_dim = tail ? 64 : 0;
+    row.problem.tail_format = tail;
+    return row;
+}
+
+// Every format of a part, head_dim, group; the options in turns.
+void add_latent_options(int i, attend_row &p)
+{
+    p.n_queries = 1 + i % 3;
+    p.window = i % 5 == 2 ? 19 : 0;
+    p.softcap = i % 6 == 3 ? 4.0f : 0.0f;
+    p.sinks = i % 4 == 1 ? SINKS_SOME : SINKS_NONE;
+    p.key_center = i % 3 == 1 ? 2.0f : 0.0f;
+    p.tail_center = p.tail_dim && i % 3 > 0 ? 3.0f : 0.0f;
+    p.key_ring = p.value_ring = i % 7 == 4;
+    p.end = p.key_ring ? 117 : 40;
+    p.tree = p.n_queries > 1 && i % 8 == 7;
+    p.query_basis = i % 4 == 2 ? TQKV_ROTATED : TQKV_ORIGINAL;
+    p.output_basis = i % 5 == 3 ? TQKV_ROTATED : TQKV_ORIGINAL;
+    p.block_scale = p.head_dim == 512 && i % 9 == 5 ? 1.25f : 0.0f;
+}
+
+void add_latents()
+{
+    const tqkv_format tails[] = {TQKV_F16, TQKV_I8, TQKV_FORMAT_DEFAULT, TQKV_TQ5};
+    const int groups[] = {8, 2, 16, 64, 8, 4, 16, 128, 1};
+    int i = 0;
+    for (int head_dim : {512, 448})
+        for (tqkv_format keys : test_formats) {
+            shader_attend_row row = latent_row(keys, tails[i % 4], head_dim, groups[i % 9]);
+            add_latent_options(i, row.problem);
+            if (row.problem.group > 16) row.problem.n_queries = 1;
+            row.split = {GPU_MOST, 2, 3, GPU_EACH + i % 3};
+            add(row, ("latent/d" + std::to_string(head_dim) + "/" + tqkv_format_name(keys)).c_str());
+            i++;
+        }
+    for (tqkv_format tail : test_formats) { // the tail's row of a lane differs from that of the keys
+        shader_attend_row row = latent_row(i % 2 ? TQKV_TQ4 : TQKV_I8, tail, i % 3 ? 512 : 448, 8);
+        add_latent_options(i++, row.problem);
+        add(row, (std::string("latent/tail/") + tqkv_format_name(tail)).c_str());
+    }
+    for (attend_poison poison : {POISON_NEWEST, POISON_OLDEST})
+        for (tqkv_format keys : {TQKV_F16, TQKV_TQ4, TQKV_I8}) {
+            shader_attend_row row = latent_row(keys, TQKV_F16, 512, 8);
+            row.problem.n_queries = 3;
+            row.problem.window = poison == POISON_OLDEST ? 20 : 0;
+            row.problem.poison = poison;
+            add(row, (std::string("latent/poison/") + tqkv_format_name(keys) +
+                      (poison == POISON_NEWEST ? "/newest" : "/oldest"))
+                         .c_str());
+        }
+    shader_attend_row row = latent_row(TQKV_TQ4, TQKV_F16, 512, 8); // values of their own beside a tail
+    row.problem.shared = false;
+    row.problem.value_format = TQKV_I8;
+    row.problem.value_center = 1.0f;
+    add(row, "latent/own_values");
+}
+
+// All parameters at random, from a seed.
+void add_random(int seed, bool latent)
+{
+    data_random random = {(uint64_t)seed + (latent ? 7000 : 0)};
     const int head_dims[] = {32, 48, 64, 64, 80, 96, 128, 128, 192, 256, 512, 1024};
     shader_attend_row row =
         default_row(test_formats[data_below(&random, TEST_FORMATS)], test_formats[data_below(&random, TEST_FORMATS)],
@@ -548,7 +614,17 @@ void add_random(int seed)
     row.split.n_stretches = 1 + data_below(&random, 5);
     row.split.share = GPU_EACH + data_below(&random, 3);
     p.tree = p.n_queries > 1 && data_below(&random, 3) == 0;
-    add(row, ("random/" + std::to_string(seed)).c_str());
+    if (latent) {
+        p.head_dim = data_below(&random, 3) ? 512 : 448;
+        p.block_scale = 0.0f;
+        p.shared = true;
+        p.value_capacity = p.key_capacity;
+        p.tail_dim = data_below(&random, 3) ? 64 : 0;
+        p.tail_format = test_formats[data_below(&random, TEST_FORMATS)];
+        p.tail_center = data_below(&random, 3) ? 0.0f : 1.0f;
+        row.split.columns = GPU_MOST;
+    }
+    add(row, ((latent ? "latent/random/" : "random/") + std::to_string(seed)).c_str());
 }
 
 } // namespace
@@ -575,5 +651,7 @@ void attend_shader_cases()
         const int positions = sanitized ? 1 << 13 : share == GPU_EVERYTHING || gpu_on_device ? 1 << 20 : 1 << 18;
         add_length({TQKV_I8, TQKV_F16, 32, 1, 1, 1, positions, share});
     }
-    for (int seed = 0; seed < 150; seed++) add_random(seed);
+    for (int seed = 0; seed < 150; seed++) add_random(seed, false);
+    add_latents();
+    for (int seed = 0; seed < 25; seed++) add_random(seed, true);
 }

@@ -209,6 +209,19 @@ BUGS = {
         "shaders/attend_matrix.h", "largest > before[f][i] + 11.0f ? largest : before[f][i];",
         "max(largest, before[f][i]);", "attend_matrix", (64, 128), "plain", "attend/company",
         "other bits alone"),
+    # Keys of two parts.
+    "tail_ignored": (
+        "shaders/attend.h", "score[c] = fma(own, scale, score[c] * key_scale);", "score[c] = fma(0.0f * own, scale, score[c] * key_scale);",
+        "attend", (512,), "plain", "latent/d512", "relative error"),
+    "tail_of_another_row": (
+        "shaders/attend.h", "same ? tail[c] : simd_shuffle(tail[c], ushort(lane_of_tile_row<T>(tail_format, row)))", "tail[c]",
+        "attend", (512,), "plain", "latent/tail", "relative error"),
+    "tail_without_center": (
+        "shaders/attend.h", "keys.first == 0 ? shift : task.kept[column] + shift;", "keys.first == 0 ? shift : task.kept[column];",
+        "attend", (512,), "plain", "latent/d512", "relative error"),
+    "tail_of_the_first_item": (
+        "shaders/attend.h", "    task.tail.codes += row_offset(item.tail_codes, TQKV__CODES_UNIT);\n", "", "attend", (512,), "plain",
+        "batch/2", "other bits alone"),
     "wrong_last_tile": (
         "shaders/tiles.h", "first + row >= number * 32u &&", "", "attend", (64,), "plain", "attend/resident/",
         "relative error"),

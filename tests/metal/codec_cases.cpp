@@ -322,6 +322,11 @@ void add_types()
         row.centered = (int)keys % 2 != 0;
         test_add(run_encode_kv, &row, sizeof row, "encode_kv/%s_%s/d192_128", tqkv_format_name(keys),
                  tqkv_format_name(row.value_format));
+        row.head_dim = (int)keys % 2 ? 512 : 448; // the tail in the values' place
+        row.value_dim = 64;
+        row.n_tokens = 5;
+        test_add(run_encode_kv, &row, sizeof row, "encode_kv/%s_%s/d%d_64", tqkv_format_name(keys),
+                 tqkv_format_name(row.value_format), row.head_dim);
     }
 }
 

@@ -163,10 +163,12 @@ tqkv_metal_store gpu_store(const tqkv_store *s)
     return store;
 }
 
-gpu_attention::gpu_attention(const tqkv_attention &a) : keys(gpu_store(a.keys)), values(gpu_store(a.values)), metal()
+gpu_attention::gpu_attention(const tqkv_attention &a)
+    : keys(gpu_store(a.keys)), values(gpu_store(a.values)), tail(gpu_store(a.tail ? a.tail : a.keys)), metal()
 {
     metal.keys = &keys;
     metal.values = &values;
+    metal.tail = a.tail ? &tail : nullptr;
     metal.attention = a;
     metal.sinks = gpu_buffer(a.sinks);
     metal.tree = gpu_buffer(a.tree);
@@ -387,6 +389,8 @@ size_t values_size(const tqkv_attention &a, tqkv_type type, int head_dim)
     return (size_t)a.n_queries * (size_t)a.n_heads * (size_t)head_dim * (type == TQKV_TYPE_F32 ? 4 : 2);
 }
 
+int query_dim(const tqkv_attention &a) { return a.keys->head_dim + (a.tail ? a.tail->head_dim : 0); }
+
 tqkv_metal_store put_store(block &to, const tqkv_store &s)
 {
     tqkv_metal_store store = gpu_store(&s);
@@ -402,9 +406,9 @@ size_t size_of_items(const std::vector<tqkv_attention> &items)
 {
     size_t size = 4096;
     for (const tqkv_attention &a : items) {
-        for (const tqkv_store *s : {a.keys, a.values})
+        for (const tqkv_store *s : {a.keys, a.values, a.tail ? a.tail : a.keys})
             size += s->codes_size + s->norms_size + (size_t)(s->n_kv_heads * s->head_dim + s->n_pages) * 4 + 128;
-        size += values_size(a, a.query_type, a.keys->head_dim) + (size_t)a.n_queries * 8 + 64;
+        size += values_size(a, a.query_type, query_dim(a)) + (size_t)a.n_queries * 8 + 64;
     }
     return size;
 }
@@ -421,15 +425,20 @@ std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std
     std::vector<tqkv_metal_buffer> qs, outs;
     const tqkv_metal_buffer sinks = in.put(items[0].sinks, (size_t)items[0].n_heads * sizeof(float));
     size_t out_size = 0, arguments_size = 0, scratch_size = 0;
-    stores.reserve(2 * n);
+    stores.reserve(3 * n);
     for (size_t i = 0; i < n; i++) {
-        for (const tqkv_store *s : {items[i].keys, items[i].values}) stores.push_back(put_store(in, *s));
-        metal[i].attention = items[i];
-        metal[i].keys = &stores[2 * i];
-        metal[i].values = &stores[2 * i + 1];
+        const tqkv_attention &item = items[i];
+        stores.push_back(put_store(in, *item.keys));
+        stores.push_back(item.values == item.keys ? stores.back() : put_store(in, *item.values));
+        stores.push_back(item.tail ? put_store(in, *item.tail) : stores.back());
+        stores.back().pages = stores[3 * i].pages;
+        metal[i].attention = item;
+        metal[i].keys = &stores[3 * i];
+        metal[i].values = &stores[3 * i + 1];
+        metal[i].tail = item.tail ? &stores[3 * i + 2] : nullptr;
         metal[i].sinks = sinks;
         metal[i].tree = in.put(items[i].tree, (size_t)items[i].n_queries * sizeof(uint64_t));
-        qs.push_back(in.put(q[i], values_size(items[i], items[i].query_type, items[i].keys->head_dim)));
+        qs.push_back(in.put(q[i], values_size(items[i], items[i].query_type, query_dim(items[i]))));
         outs.push_back({nullptr, out_size});
         out_size += values_size(items[i], items[i].output_type, items[i].values->head_dim);
     }

@@ -52,7 +52,7 @@ struct gpu_attention {
     explicit gpu_attention(const tqkv_attention &a);
     gpu_attention(const gpu_attention &) = delete;
     gpu_attention &operator=(const gpu_attention &) = delete;
-    const tqkv_metal_store keys, values;
+    const tqkv_metal_store keys, values, tail;
     tqkv_metal_attention metal;
 };
 

@@ -23,9 +23,10 @@ void run_entry_points(const void *)
             CHECK(simt::find_kernel(name.c_str()) != nullptr, "%s is missing", name.c_str());
             expected++;
         }
-    for (const char *name : {"tqkv_tables", "tqkv_encode_kv_d192_128", "tqkv_attend_d192_128"})
+    for (const char *name : {"tqkv_tables", "tqkv_encode_kv_d192_128", "tqkv_encode_kv_d448_64",
+                             "tqkv_encode_kv_d512_64", "tqkv_attend_d192_128"})
         CHECK(simt::find_kernel(name) != nullptr, "%s is missing", name);
-    expected += 2;
+    expected += 4;
     for (int head_dim : test_head_dims)
         if (gpu_has_matrices(head_dim)) {
             std::string name = "tqkv_attend_matrix_d" + std::to_string(head_dim);

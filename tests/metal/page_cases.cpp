@@ -253,12 +253,17 @@ void share_page(const tqkv_store &linear, pool *paged, int from, int to)
     paged->table[(size_t)to] = paged->table[(size_t)from];
 }
 
-enum { LINEAR = 512 };
+enum {
+    LINEAR = 512,
+    LATENT_SEED = 20,
+    LATENT_BATCH = 24
+}; // from LATENT_SEED on one stream is keys and values, and has a tail
 
 attend_row random_row(int seed, data_random *random)
 {
-    const int head_dims[] = {64, 128, 64, 80, 256, 32, 48, 192, 512, 128};
-    const int d = head_dims[seed % 10], positions = d > 128 ? 100 : 200;
+    const int head_dims[] = {64, 128, 64, 80, 256, 32, 48, 192, 512, 128, 448, 512};
+    const bool latent = seed >= LATENT_SEED;
+    const int d = latent ? head_dims[10 + seed % 2] : head_dims[seed % 10], positions = d > 128 ? 100 : 200;
     attend_row row = attend_default_row(test_formats[data_below(random, TEST_FORMATS)],
                                         test_formats[data_below(random, TEST_FORMATS)], d);
     row.key_capacity = row.value_capacity = LINEAR; // whole tiles, so the last one is where it is in a pool
@@ -272,6 +277,9 @@ attend_row random_row(int seed, data_random *random)
     row.sinks = (attend_sinks)(seed % 4);
     row.key_center = row.value_center = seed % 8 ? 0.0f : 0.5f;
     row.bits_alone = true;
+    row.shared = latent;
+    row.tail_dim = latent ? 64 : 0;
+    row.tail_format = seed % 4 ? TQKV_F16 : TQKV_I8;
     return row;
 }
 
@@ -284,6 +292,20 @@ void check_close(const float *got, const float *expected, size_t n_rows, size_t 
     }
 }
 
+// The tail in the pages of the keys; NULL without one. `twin` makes a table of the same pages.
+std::unique_ptr<pool> make_tail(const attend_problem &problem, const pool &keys, data_random *twin, data_random *random,
+                                tqkv_attention *paged)
+{
+    if (!problem.attention.tail) return nullptr;
+    std::unique_ptr<pool> tail(new pool(problem.tail, keys.store.page_size, LINEAR, twin));
+    tail->table = keys.table;
+    copy_seen(*paged, problem.tail, tail.get(), random);
+    tail->store.pages = keys.store.pages;
+    tail->store.n_pages = keys.store.n_pages;
+    paged->tail = &tail->store;
+    return tail;
+}
+
 void run_attend(const void *parameters)
 {
     const int seed = *(const int *)parameters;
@@ -294,9 +316,9 @@ void run_attend(const void *parameters)
     const gpu_split whole = {0, 0, 0, 0, kernel};
     attend_problem problem;
     attend_set_up(&problem, &row);
-    const bool one_table = seed % 3 == 1;
+    const bool one_table = seed % 3 == 1 || row.shared;
     const int page_size = 64 << data_below(&random, 2);
-    data_random twin = random;
+    data_random twin = random, tail_twin = random;
     pool keys(problem.keys, page_size, LINEAR, &random),
         values(problem.values, seed % 3 == 2 ? 192 : page_size, one_table ? LINEAR : (int)row.end,
                one_table ? &twin : &random);
@@ -307,7 +329,9 @@ void run_attend(const void *parameters)
     paged.keys = &keys.store;
     paged.values = &values.store;
     copy_seen(paged, problem.keys, &keys, &random);
-    copy_seen(paged, problem.values, &values, &random);
+    if (!row.shared) copy_seen(paged, problem.values, &values, &random);
+    if (row.shared) paged.values = paged.keys;
+    const std::unique_ptr<pool> tail = make_tail(problem, keys, &tail_twin, &random, &paged);
     const size_t n = problem.n_rows * problem.value_dim;
     std::vector<float> expected(n), got(n, NAN), again(n, NAN);
     CHECK_RUN(gpu_attend(&problem.attention, problem.q, expected.data(), whole));
@@ -370,11 +394,17 @@ attend_row row_of_item(const attend_row &common, int seed, bool paged, data_rand
 // Each item has the bits that it has alone.
 void run_batch(const void *parameters)
 {
-    const int seed = *(const int *)parameters, head_dims[] = {64, 128, 80, 64, 192, 32};
+    const int seed = *(const int *)parameters, head_dims[] = {64, 128, 80, 64, 192, 32, 512, 448};
+    const bool latent = seed >= LATENT_BATCH;
     data_random random = {(uint64_t)seed + 900};
-    const bool paged = seed % 2 != 0, lanes = seed % 4 > 1;
+    const bool paged = seed % 2 != 0 && !latent, lanes = seed % 4 > 1;
     attend_row common = attend_default_row(test_formats[data_below(&random, TEST_FORMATS)],
-                                           test_formats[data_below(&random, TEST_FORMATS)], head_dims[seed % 6]);
+                                           test_formats[data_below(&random, TEST_FORMATS)],
+                                           latent ? head_dims[6 + seed % 2] : head_dims[seed % 6]);
+    common.shared = latent;
+    common.tail_dim = latent ? 64 : 0;
+    common.tail_format = seed % 3 ? TQKV_F16 : TQKV_I8;
+    common.tail_center = seed % 4 ? 0.0f : 0.5f;
     common.value_dim = common.head_dim == 192 ? 128 : 0;
     common.group = seed % 3 ? 4 : 1 + data_below(&random, 5);
     common.softcap = seed % 5 == 1 ? 3.0f : 0.0f;
@@ -426,7 +456,8 @@ void page_shader_cases()
 {
     add_codec();
     add_slots();
-    for (int seed = 0; seed < 20; seed++) test_add(run_attend, &seed, sizeof seed, "pages/attend/%d", seed);
+    for (int seed = 0; seed < LATENT_SEED + 8; seed++)
+        test_add(run_attend, &seed, sizeof seed, "pages/attend/%d", seed);
     test_add(run_empty, nullptr, 0, "pages/empty");
-    for (int seed = 0; seed < 24; seed++) test_add(run_batch, &seed, sizeof seed, "batch/%d", seed);
+    for (int seed = 0; seed < LATENT_BATCH + 6; seed++) test_add(run_batch, &seed, sizeof seed, "batch/%d", seed);
 }

@@ -23,7 +23,8 @@ static MTLFunctionConstantValues *constants(void)
                    {TQKV_FC_VALUE_FORMAT, TQKV_TQ4},
                    {TQKV_FC_COLUMNS, 4},
                    {TQKV_FC_TYPE, TQKV_TYPE_F32},
-                   {TQKV_FC_VALUE_TYPE, TQKV_TYPE_F32}};
+                   {TQKV_FC_VALUE_TYPE, TQKV_TYPE_F32},
+                   {TQKV_FC_TAIL_FORMAT, 0}};
     MTLFunctionConstantValues *values = [[MTLFunctionConstantValues alloc] init];
     for (uint32_t i = 0; i < TQKV__CONSTANTS; i++) {
         const bool flag = i == TQKV_FC_ROTATED || i == TQKV_FC_VALUE_ROTATED || i == TQKV_FC_UNROTATE ||
