@@ -770,7 +770,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_ca
    wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md has the
    steps for Metal, examples/metal_plan.cpp is such an engine. */
 enum {
-    TQKV_METAL_NAME = 32,       /* bytes of a kernel's name, with the zero */
+    TQKV_METAL_NAME = 48,       /* bytes of a kernel's name, with the zero */
     TQKV_METAL_CONSTANTS = 32,  /* function constants have indices below */
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
     TQKV_METAL_BINDINGS = 24,
@@ -10320,10 +10320,13 @@ TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
     memcpy(d->arguments[0].bytes, args, d->arguments[0].size);
 }
 
+/* The largest structs fit a dispatch, and what is bound for arguments that a call lacks. */
+typedef char tqkv__args_fit[sizeof(tqkv__attend_args) <= TQKV_METAL_ARGUMENTS ? 1 : -1];
+typedef char tqkv__item_fits[sizeof(tqkv__batch_item) <= TQKV_METAL_ARGUMENTS ? 1 : -1];
+
 static void tqkv__plan_args(tqkv_metal_dispatch *d, const void *args, size_t size)
 {
     tqkv_metal_arguments *to = &d->arguments[d->n_arguments];
-    TQKV_ASSERT(size <= sizeof to->bytes);
     to->index = d->n_arguments++ ? TQKV__SECOND_ARGS : 0;
     to->size = size;
     memcpy(to->bytes, args, size);
