@@ -490,26 +490,32 @@ typedef struct tqkv_cache_desc {
     int matrix_group;         /* on a GPU: as that of tqkv_metal_attention */
     tqkv_arithmetic arithmetic;
     bool non_causal; /* every query sees all resident positions: for cross-attention; see tqkv_attention */
+    bool shared;     /* a latent cache: the keys are the values. value_format and value_dim: those of the keys, or 0 */
+    int tail_dim;    /* further dimensions of each key, in a stream of their own; 0: none */
+    tqkv_format tail_format; /* 0 = F16 */
 } tqkv_cache_desc;
 
 /* *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out);
 TQKV_API void tqkv_cache_destroy(tqkv_cache *c); /* NULL is fine */
 
-/* k: [n_tokens][n_kv_heads][head_dim], v: with value_dim, at positions end, end + 1 ...; outside of the cache's memory.
+/* k: [n_tokens][n_kv_heads][head_dim, then tail_dim], v: [n_tokens][n_kv_heads][value_dim], or NULL if the keys are the
+   values; at positions end, end + 1 ...; outside of the cache's memory.
    Tasks of `parallel` encode long runs, to the same bytes. All or nothing: TQKV_OUT_OF_RANGE if a linear cache would
    overflow. To prefill a ring, append and attend in pieces of at most capacity - window + 1 tokens: then every query
    still finds its whole window. */
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens);
-/* The newest n_queries positions attend; q: [n_queries][n_heads][head_dim], out: with value_dim. Nothing to do for 0. */
+/* The newest n_queries positions attend; q: [n_queries][n_heads][head_dim, then tail_dim], out: with value_dim. Nothing to
+   do for 0. */
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out);
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c); /* positions appended; 0 for NULL */
 /* The oldest resident position; 0 for NULL. After truncate, keep, fork or load a ring may hold fewer positions than its
    capacity: tqkv_attend over its stores then needs kv_len = end - first, which is not its default. */
 TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c);
-TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms, both streams; 0 for NULL */
-/* Centres of the keys and the values, as tqkv_store's: [n_kv_heads][head_dim or value_dim], copied; NULL: none. Only while end is 0,
-   else TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. */
+TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms of all streams; 0 for NULL */
+/* Centres as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values: [n_kv_heads][value_dim],
+   NULL if the keys are the values, which then have the keys' centre. Only while end is 0, else TQKV_INVALID_ARGUMENT. Snapshots
+   keep them; tqkv_cache_bytes does not count them. */
 TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values);
 /* Strides of the rows that later calls take and give; NULL, and at first: none. Copies and snapshots have none. */
 typedef struct tqkv_cache_layout {
@@ -526,13 +532,14 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
    [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident. */
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
-   capacity (TQKV_OUT_OF_RANGE if too small for them), ring, key_format and value_format (as tqkv_store_convert, on the
-   hook's threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal. Its other nonzero fields must match. So a full
+   capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
+   threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal. Its other nonzero fields must match. So a full
    linear cache grows, or with ring = true goes on as a ring, and one that needs less memory goes on in fewer bits. *out is
    NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
-TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c); /* the stores behind it; NULL for NULL */
-TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c);
+TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c);   /* the stores behind it; NULL for NULL */
+TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c); /* the keys if they are the values */
+TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c);   /* NULL without one */
 
 /* Both return the bytes moved, fewer at the end of a file or on failure; tqkv calls again until all or 0 bytes move. */
 typedef size_t (*tqkv_write)(void *user, const void *bytes, size_t n);
@@ -9175,15 +9182,34 @@ TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *index, const float *sco
 /* >>cache-code: tqkv_cache */
 
 struct tqkv_cache {
-    tqkv_attention attention; /* one query over all appended positions; defaults resolved, sinks in the block */
-    tqkv_store keys, values;
-    float *centers; /* room for the keys' and the values': [n_kv_heads][head_dim], [n_kv_heads][value_dim] */
-    int64_t first;  /* resident positions [first, attention.end) */
+    tqkv_attention attention;      /* one query over all appended positions; defaults resolved, sinks in the block */
+    tqkv_store keys, values, tail; /* values: only their shape if the keys are the values; tail: zeros without one */
+    bool shared;                   /* the keys are the values */
+    float *centers;                /* room for those of its streams, one after the other: [n_kv_heads][head_dim] */
+    int64_t first;                 /* resident positions [first, attention.end) */
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
     size_t size; /* of the block with the struct, the sinks, the codes and the norms */
 };
+
+/* The streams of a cache, in the order of its memory and of snapshots: keys, values, tail. NULL: it has no such stream. */
+enum { TQKV__CACHE_STREAMS = 3 };
+static tqkv_store *tqkv__stream_of(const tqkv_cache *c, int i)
+{
+    const tqkv_store *const all[TQKV__CACHE_STREAMS] = {&c->keys, c->shared ? NULL : &c->values,
+                                                        c->tail.head_dim ? &c->tail : NULL};
+    return (tqkv_store *)(uintptr_t)all[i];
+}
+
+/* Floats of the centres of the streams before number n; false on overflow. */
+static bool tqkv__center_floats(const tqkv_cache *c, int n, size_t *floats)
+{
+    size_t dims = 0;
+    for (int i = 0; i < n; i++)
+        if (tqkv__stream_of(c, i)) dims += (size_t)tqkv__stream_of(c, i)->head_dim;
+    return tqkv__size_multiply(dims, (size_t)c->keys.n_kv_heads, floats) && *floats <= SIZE_MAX / sizeof(float);
+}
 
 /* Starts each part of the block on a cache line: attention to codes that straddle two takes a tenth longer. */
 static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
@@ -9212,22 +9238,47 @@ static tqkv_result tqkv__check_metal(const tqkv_store *keys, const tqkv_store *v
 #endif
 }
 
-/* Resolves the defaults of a desc; checks it and the shapes of both stores. */
-static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *c)
+/* Takes the shapes of the streams. */
+static tqkv_result tqkv__cache_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
-    tqkv__attention resolved;
-    memset(c, 0, sizeof *c);
     c->keys.format = desc->key_format ? desc->key_format : TQKV_I8;
     c->keys.head_dim = desc->head_dim;
     c->keys.n_kv_heads = desc->n_kv_heads;
     c->keys.capacity = desc->capacity;
     c->keys.ring = desc->ring;
+    c->keys.type = desc->type;
     c->values = c->keys;
-    c->values.format = desc->value_format ? desc->value_format : TQKV_TQ4;
+    c->shared = desc->shared;
+    if (!c->shared) c->values.format = desc->value_format ? desc->value_format : TQKV_TQ4;
     if (desc->value_dim) c->values.head_dim = desc->value_dim;
-    c->keys.type = c->values.type = c->attention.query_type = c->attention.output_type = desc->type;
-    c->attention.keys = &c->keys;
-    c->attention.values = &c->values;
+    if (c->shared &&
+        (c->values.head_dim != desc->head_dim || (desc->value_format && desc->value_format != c->keys.format)))
+        return TQKV__INVALID("shared: value_format or value_dim is not that of the keys");
+    if (!desc->tail_dim && desc->tail_format) return TQKV__INVALID("tail_format: there is no tail_dim");
+    if (!desc->tail_dim) return TQKV_OK;
+    c->tail = c->keys;
+    c->tail.format = desc->tail_format ? desc->tail_format : TQKV_F16;
+    c->tail.head_dim = desc->tail_dim;
+    return TQKV_OK;
+}
+
+/* Points the attention at the streams. */
+static void tqkv__cache_attach(tqkv_attention *a, const tqkv_cache *c)
+{
+    a->keys = &c->keys;
+    a->values = c->shared ? &c->keys : &c->values;
+    a->tail = c->tail.head_dim ? &c->tail : NULL;
+}
+
+/* Resolves the defaults of a desc; checks it and the shapes of all streams. */
+static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *c)
+{
+    tqkv__attention resolved;
+    memset(c, 0, sizeof *c);
+    tqkv_result r = tqkv__cache_shapes(desc, c);
+    if (r != TQKV_OK) return r;
+    c->attention.query_type = c->attention.output_type = desc->type;
+    tqkv__cache_attach(&c->attention, c);
     c->attention.n_heads = desc->n_heads;
     c->attention.window = desc->window;
     c->attention.scale = desc->scale;
@@ -9237,7 +9288,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->attention.allocator = desc->allocator;
     c->attention.arithmetic = desc->arithmetic;
     c->attention.non_causal = desc->non_causal;
-    tqkv_result r = tqkv__attention_shape(&c->attention, &resolved);
+    r = tqkv__attention_shape(&c->attention, &resolved);
     if (r != TQKV_OK) return r;
     c->attention = resolved.call;
     if (desc->matrix_group < 0) return TQKV__INVALID("matrix_group is negative");
@@ -9246,47 +9297,66 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     if (c->metal && (r = tqkv__check_metal(&c->keys, &c->values)) != TQKV_OK) return r;
     if (c->metal && resolved.round_query) return TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     if (c->metal && desc->non_causal) return TQKV__REFUSE(UNSUPPORTED, TQKV__CAUSAL_ON_GPU);
+    if (c->metal && (c->shared || desc->tail_dim))
+        return TQKV__REFUSE(UNSUPPORTED, "shared, tail_dim: caches of a GPU have neither");
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
     return TQKV_OK;
+}
+
+/* Where the parts of a cache's block begin. */
+typedef struct tqkv__cache_block {
+    size_t sinks, centers, codes[TQKV__CACHE_STREAMS], norms[TQKV__CACHE_STREAMS], size;
+} tqkv__cache_block;
+
+/* Divides the block; false on overflow. */
+static bool tqkv__divide_block(const tqkv_cache *c, size_t sinks_size, tqkv__cache_block *block)
+{
+    size_t floats;
+    memset(block, 0, sizeof *block);
+    block->size = sizeof *c;
+    bool fits = tqkv__center_floats(c, TQKV__CACHE_STREAMS, &floats) &&
+                tqkv__reserve(&block->size, sinks_size, &block->sinks) &&
+                tqkv__reserve(&block->size, floats * sizeof(float), &block->centers);
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *s = tqkv__stream_of(c, i);
+        if (!s) continue;
+        fits = fits && tqkv__reserve(&block->size, tqkv_codes_size(s), &block->codes[i]) &&
+               tqkv__reserve(&block->size, tqkv_norms_size(s), &block->norms[i]);
+    }
+    return fits && block->size <= SIZE_MAX - 63;
 }
 
 TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out)
 {
     tqkv_cache c;
-    size_t sinks, centers, centers_size, key_codes, key_norms, value_codes, value_norms, end = sizeof c;
+    tqkv__cache_block block;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc) return TQKV__INVALID("desc is NULL");
     const tqkv_result r = tqkv__cache_resolve(desc, &c);
     if (r != TQKV_OK) return r;
-    c.keys.codes_size = tqkv_codes_size(&c.keys);
-    c.keys.norms_size = tqkv_norms_size(&c.keys);
-    c.values.codes_size = tqkv_codes_size(&c.values);
-    c.values.norms_size = tqkv_norms_size(&c.values);
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
-    if (!tqkv__array_size(1, c.keys.n_kv_heads, c.keys.head_dim + c.values.head_dim, sizeof(float), &centers_size) ||
-        !tqkv__reserve(&end, sinks_size, &sinks) || !tqkv__reserve(&end, centers_size, &centers) ||
-        !tqkv__reserve(&end, c.keys.codes_size, &key_codes) || !tqkv__reserve(&end, c.keys.norms_size, &key_norms) ||
-        !tqkv__reserve(&end, c.values.codes_size, &value_codes) ||
-        !tqkv__reserve(&end, c.values.norms_size, &value_norms) || end > SIZE_MAX - 63)
-        return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
-    c.size = end + 63;
-    char *block = (char *)c.memory.alloc(c.memory.user, c.size);
-    if (!block) return TQKV_OUT_OF_MEMORY;
-    char *lines = block + (64 - (uintptr_t)block % 64) % 64;
-    c.centers = (float *)(void *)(lines + centers);
-    c.keys.codes = lines + key_codes;
-    c.keys.norms = (float *)(void *)(lines + key_norms);
-    c.values.codes = lines + value_codes;
-    c.values.norms = (float *)(void *)(lines + value_norms);
-    if (sinks_size) {
-        memcpy(lines + sinks, desc->sinks, sinks_size);
-        c.attention.sinks = (const float *)(const void *)(lines + sinks);
+    if (!tqkv__divide_block(&c, sinks_size, &block)) return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
+    c.size = block.size + 63;
+    char *memory = (char *)c.memory.alloc(c.memory.user, c.size);
+    if (!memory) return TQKV_OUT_OF_MEMORY;
+    char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
+    c.centers = (float *)(void *)(lines + block.centers);
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        tqkv_store *s = tqkv__stream_of(&c, i);
+        if (!s) continue;
+        s->codes_size = tqkv_codes_size(s);
+        s->norms_size = tqkv_norms_size(s);
+        s->codes = lines + block.codes[i];
+        s->norms = (float *)(void *)(lines + block.norms[i]);
     }
-    *out = (tqkv_cache *)(void *)block;
-    c.attention.keys = &(*out)->keys;
-    c.attention.values = &(*out)->values;
-    memcpy(block, &c, sizeof c);
+    if (sinks_size) {
+        memcpy(lines + block.sinks, desc->sinks, sinks_size);
+        c.attention.sinks = (const float *)(const void *)(lines + block.sinks);
+    }
+    *out = (tqkv_cache *)(void *)memory;
+    memcpy(memory, &c, sizeof c);
+    tqkv__cache_attach(&(*out)->attention, *out);
     return TQKV_OK;
 }
 
@@ -9309,20 +9379,47 @@ TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
     c->first = tqkv__oldest(c, c->attention.end);
 }
 
+/* The streams that an append fills, with their sources. */
+typedef struct tqkv__append {
+    tqkv__stream streams[TQKV__CACHE_STREAMS];
+    const void *src[TQKV__CACHE_STREAMS];
+    size_t size[TQKV__CACHE_STREAMS]; /* of src */
+    int n;
+} tqkv__append;
+
+/* Opens stream i for its part of the caller's rows. Rows of k hold those of the tail, too. */
+static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, const void *v, int n_tokens,
+                                     tqkv__append *append)
+{
+    tqkv_store store = *tqkv__stream_of(c, i);
+    const void *src = i == 1 ? v : k;
+    if (i != 1)
+        store.strides = tqkv__strides_of(c->keys.strides, store.n_kv_heads, c->keys.head_dim + c->tail.head_dim);
+    if (i == 2 && k) src = (const uint8_t *)k + (size_t)c->keys.head_dim * tqkv__type_size(store.type);
+    const tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[append->n]);
+    if (r != TQKV_OK) return r;
+    append->src[append->n] = src;
+    append->size[append->n++] = tqkv__rows_size(&store, n_tokens);
+    return TQKV_OK;
+}
+
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
-    tqkv__stream keys, values;
-    tqkv_result r;
-    if (!c) return TQKV__INVALID("the cache is NULL");
-    if ((r = tqkv__encode_open(&c->keys, k, n_tokens, c->attention.end, &keys)) != TQKV_OK) return r;
-    if ((r = tqkv__encode_open(&c->values, v, n_tokens, c->attention.end, &values)) != TQKV_OK) return r;
-    if (tqkv__encoding_overlaps(&values, k, tqkv__rows_size(&c->keys, n_tokens)) ||
-        tqkv__encoding_overlaps(&keys, v, tqkv__rows_size(&c->values, n_tokens)))
-        return TQKV__INVALID("k or v overlaps the cache");
+    tqkv__append append;
     tqkv__encode_job job;
+    tqkv_result r = TQKV_OK;
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    if (c->shared && v) return TQKV__INVALID("v: the keys are the values");
+    append.n = 0;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        if (tqkv__stream_of(c, i) && (r = tqkv__append_open(c, i, k, v, n_tokens, &append)) != TQKV_OK) return r;
     tqkv__encode_job_open(&job, &c->attention.parallel, n_tokens, c->attention.end);
-    tqkv__add_stream(&job, &keys, k);
-    tqkv__add_stream(&job, &values, v);
+    for (int i = 0; i < append.n; i++) {
+        for (int j = 0; j < append.n; j++)
+            if (tqkv__encoding_overlaps(&append.streams[i], append.src[j], append.size[j]))
+                return TQKV__INVALID("k or v overlaps the cache");
+        tqkv__add_stream(&job, &append.streams[i], append.src[i]);
+    }
     if (!c->metal)
         r = tqkv__encode_sources(&job);
     else if (tqkv__sources_finite(&job))
@@ -9355,28 +9452,33 @@ TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queri
     return r == TQKV_OK ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out) : r;
 }
 
-/* Where the centre of keys (part 0) or values (part 1) lies. */
-static float *tqkv__center_room(const tqkv_cache *c, int part)
+/* Where the centre of stream i lies. */
+static float *tqkv__center_room(const tqkv_cache *c, int i)
 {
-    return c->centers + (part ? (size_t)c->keys.n_kv_heads * (size_t)c->keys.head_dim : 0);
+    size_t before = 0;
+    (void)tqkv__center_floats(c, i, &before); /* of a cache that exists */
+    return c->centers + before;
 }
 
-/* Takes center as that of keys (part 0) or values (part 1); NULL: none. */
-static void tqkv__cache_center(tqkv_cache *c, int part, const float *center)
+/* Takes center as that of stream i, its heads `stride` floats apart; NULL: none. */
+static void tqkv__cache_center(tqkv_cache *c, int i, const float *center, size_t stride)
 {
-    tqkv_store *s = part ? &c->values : &c->keys;
-    const size_t n = (size_t)s->n_kv_heads * (size_t)s->head_dim;
-    float *own = tqkv__center_room(c, part);
+    tqkv_store *s = tqkv__stream_of(c, i);
+    if (!s) return;
+    const size_t dim = (size_t)s->head_dim;
+    float *own = tqkv__center_room(c, i);
     s->center = center ? own : NULL;
-    if (center && center != own) memmove(own, center, n * sizeof(float));
+    for (size_t h = 0; center && h < (size_t)s->n_kv_heads; h++)
+        memmove(own + h * dim, center + h * stride, dim * sizeof(float));
 }
 
 TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (c->attention.end != 0) return TQKV__INVALID("a centre: the cache holds positions encoded without it");
-    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads;
-    const size_t n_keys = n_kv_heads * (size_t)c->keys.head_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
+    if (c->shared && values) return TQKV__INVALID("values: they have the centre of the keys");
+    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
+    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
     if ((uintptr_t)keys % sizeof(float) || (uintptr_t)values % sizeof(float))
         return TQKV__INVALID("a centre is not aligned as floats");
     if ((keys && !tqkv__all_finite(keys, n_keys)) || (values && !tqkv__all_finite(values, n_values)))
@@ -9384,8 +9486,9 @@ TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, con
     if (tqkv__overlap(c, c->size, keys, n_keys * sizeof(float)) ||
         tqkv__overlap(c, c->size, values, n_values * sizeof(float)))
         return TQKV__INVALID("a centre lies in the cache");
-    tqkv__cache_center(c, 0, keys);
-    tqkv__cache_center(c, 1, values);
+    tqkv__cache_center(c, 0, keys, key_dim);
+    tqkv__cache_center(c, 1, values, (size_t)c->values.head_dim);
+    tqkv__cache_center(c, 2, keys ? keys + c->keys.head_dim : NULL, key_dim);
     return TQKV_OK;
 }
 
@@ -9409,7 +9512,12 @@ TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c) { return c ? c->first : 0
 
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
 {
-    return c ? c->keys.codes_size + c->keys.norms_size + c->values.codes_size + c->values.norms_size : 0;
+    size_t bytes = 0;
+    for (int i = 0; c && i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *s = tqkv__stream_of(c, i);
+        if (s) bytes += s->codes_size + s->norms_size;
+    }
+    return bytes;
 }
 
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
@@ -9422,13 +9530,13 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     return TQKV_OK;
 }
 
-/* Moves n positions of keys and values down; see tqkv__move_rows. */
+/* Moves n positions of all streams down; see tqkv__move_rows. */
 static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t target, int64_t n)
 {
-    const tqkv_store *const stores[2] = {&c->keys, &c->values};
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         tqkv__stream s;
-        if (tqkv__stream_open(stores[i], &s) == TQKV_OK) tqkv__move_rows(&s, source, &s, target, n);
+        const tqkv_store *store = tqkv__stream_of(c, i);
+        if (store && tqkv__stream_open(store, &s) == TQKV_OK) tqkv__move_rows(&s, source, &s, target, n);
     }
 }
 
@@ -9471,7 +9579,8 @@ TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int 
     row(n_kv_heads,   keys.n_kv_heads)     row(n_heads,    attention.n_heads)                                          \
     row(capacity,     keys.capacity)       row(ring,       keys.ring)                                                  \
     row(key_format,   keys.format)         row(value_format, values.format)                                            \
-    row(window,       attention.window)    row(scale,      attention.scale)     row(softcap,  attention.softcap)
+    row(window,       attention.window)    row(scale,      attention.scale)     row(softcap,  attention.softcap)       \
+    row(shared,       shared)              row(tail_dim,   tail.head_dim)       row(tail_format, tail.format)
 #define TQKV__CACHE_USE(row)                                                                                           \
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
@@ -9520,7 +9629,9 @@ TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc 
     if (desc) {
         if (desc->capacity) copied.capacity = desc->capacity;
         if (desc->key_format) copied.key_format = desc->key_format;
-        if (desc->value_format) copied.value_format = desc->value_format;
+        if (desc->value_format || c->shared)
+            copied.value_format = desc->value_format ? desc->value_format : copied.key_format;
+        if (desc->tail_format) copied.tail_format = desc->tail_format;
         copied.ring = copied.ring || desc->ring;
         if (!tqkv__desc_matches(desc, &copied)) return TQKV__INVALID("a field of desc is not the cache's");
         tqkv__take_use(desc, &copied);
@@ -9529,11 +9640,13 @@ TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc 
         return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
     tqkv_result r = tqkv_cache_create(&copied, &copy);
     if (r != TQKV_OK) return r;
-    tqkv__cache_center(copy, 0, c->keys.center);
-    tqkv__cache_center(copy, 1, c->values.center);
     const int resident = (int)(c->attention.end - c->first);
-    r = tqkv__convert(&copy->keys, &c->keys, c->first, resident, &copied.parallel);
-    if (r == TQKV_OK) r = tqkv__convert(&copy->values, &c->values, c->first, resident, &copied.parallel);
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *from = tqkv__stream_of(c, i);
+        if (!from) continue;
+        tqkv__cache_center(copy, i, from->center, (size_t)from->head_dim);
+        r = tqkv__convert(tqkv__stream_of(copy, i), from, c->first, resident, &copied.parallel);
+    }
     copy->first = c->first;
     copy->attention.end = c->attention.end;
     if (r == TQKV_OK)
@@ -9544,7 +9657,8 @@ TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc 
 }
 
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c->keys : NULL; }
-TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? &c->values : NULL; }
+TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? c->attention.values : NULL; }
+TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c) { return c ? c->attention.tail : NULL; }
 
 /* >>snapshot: caches and stores as bytes, all little-endian
 
@@ -9564,7 +9678,9 @@ TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? &
                     to 31: the values' head_dim, or 0               8  XXH3-64 of this centre, codes and norms
                     where it is the keys'
 
-   Version 1, always with version 1 of the codes, has one head_dim, no centres and neither TQ3 nor TQ2.
+   Version 1, always with version 1 of the codes, has one head_dim, no centres and neither TQ3 nor TQ2. Version 3, for
+   caches whose keys are the values (bit 4 at 40: there are no others) or with a tail, which comes last (bit 3: it has a
+   centre), has 16 more bytes before the header's hash: the tail's head_dim, its format, and two zeros.
 
    Positions of a store:
      offset  bytes  field                                 offset  bytes  field
@@ -9578,11 +9694,12 @@ TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? &
          28      4  block_scale (float32); 1 where it
                     has no effect                                                                                     */
 
-#define TQKV__SNAPSHOT_VERSION  2
+#define TQKV__SNAPSHOT_VERSION  3 /* 2 for caches that need no more */
 #define TQKV__CODES_VERSION     2 /* changes with the tables or the rotation */
 #define TQKV__CODES_VERSION_OLD 6 /* builds wrote 2 to 6 for the same ones */
 #define TQKV__STORE_VERSION     1
 #define TQKV__HEADER_SIZE       72 /* without its hash */
+#define TQKV__HEADER_MORE       16 /* of version 3 */
 #define TQKV__STORE_HEADER_SIZE 56
 
 static void tqkv__put(uint8_t *bytes, int n, uint64_t x)
@@ -9680,12 +9797,14 @@ static tqkv_result tqkv__move_stream(tqkv__pipe *pipe, const tqkv__stream *s, in
 
 static tqkv_result tqkv__move_streams(tqkv__pipe *pipe, const tqkv_cache *c)
 {
-    tqkv__stream keys, values;
-    tqkv_result r;
-    if ((r = tqkv__stream_open(&c->keys, &keys)) != TQKV_OK) return r;
-    if ((r = tqkv__stream_open(&c->values, &values)) != TQKV_OK) return r;
-    if ((r = tqkv__move_stream(pipe, &keys, c->first, c->attention.end)) != TQKV_OK) return r;
-    return tqkv__move_stream(pipe, &values, c->first, c->attention.end);
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++) {
+        tqkv__stream s;
+        if (!tqkv__stream_of(c, i)) continue;
+        r = tqkv__stream_open(tqkv__stream_of(c, i), &s);
+        if (r == TQKV_OK) r = tqkv__move_stream(pipe, &s, c->first, c->attention.end);
+    }
+    return r;
 }
 
 static void tqkv__pipe_open(tqkv__pipe *pipe, tqkv_write write, tqkv_read read, void *user)
@@ -9699,49 +9818,83 @@ static void tqkv__pipe_open(tqkv__pipe *pipe, tqkv_write write, tqkv_read read, 
 
 static const char tqkv__magic[9] = "tqkv\r\n\x1a\n";
 
-TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user)
+/* Bytes of a header of that version. */
+static size_t tqkv__header_size(uint32_t version) { return TQKV__HEADER_SIZE + (version > 2 ? TQKV__HEADER_MORE : 0); }
+
+/* header: [tqkv__header_size(version)] */
+static void tqkv__cache_header(const tqkv_cache *c, uint32_t version, uint8_t *header)
 {
-    tqkv__pipe pipe;
-    uint8_t header[TQKV__HEADER_SIZE];
-    if (!c || !write) return TQKV__INVALID("the cache or write is NULL");
     const tqkv_store *keys = &c->keys;
     const tqkv_attention *a = &c->attention;
     const uint32_t value_dim = c->values.head_dim == keys->head_dim ? 0 : (uint32_t)c->values.head_dim;
-    const uint32_t flags =
-        (keys->ring ? 1u : 0u) | (keys->center ? 2u : 0u) | (c->values.center ? 4u : 0u) | value_dim << 16;
-    const uint32_t fields[12] = {TQKV__SNAPSHOT_VERSION,     TQKV__CODES_VERSION,        (uint32_t)keys->head_dim,
-                                 (uint32_t)keys->n_kv_heads, (uint32_t)a->n_heads,       (uint32_t)keys->capacity,
-                                 (uint32_t)keys->format,     (uint32_t)c->values.format, flags,
-                                 (uint32_t)a->window,        tqkv__bits(a->scale),       tqkv__bits(a->softcap)};
+    const uint32_t flags = (keys->ring ? 1u : 0u) | (keys->center ? 2u : 0u) |
+                           (!c->shared && c->values.center ? 4u : 0u) | (c->tail.center ? 8u : 0u) |
+                           (c->shared ? 16u : 0u) | value_dim << 16;
+    const uint32_t fields[12] = {version,
+                                 TQKV__CODES_VERSION,
+                                 (uint32_t)keys->head_dim,
+                                 (uint32_t)keys->n_kv_heads,
+                                 (uint32_t)a->n_heads,
+                                 (uint32_t)keys->capacity,
+                                 (uint32_t)keys->format,
+                                 (uint32_t)c->values.format,
+                                 flags,
+                                 (uint32_t)a->window,
+                                 tqkv__bits(a->scale),
+                                 tqkv__bits(a->softcap)};
+    const uint32_t more[4] = {(uint32_t)c->tail.head_dim, (uint32_t)c->tail.format, 0, 0};
     memcpy(header, tqkv__magic, 8);
     for (int i = 0; i < 12; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
     tqkv__put(header + 56, 8, (uint64_t)c->first);
     tqkv__put(header + 64, 8, (uint64_t)c->attention.end);
+    for (int i = 0; version > 2 && i < 4; i++) tqkv__put(header + TQKV__HEADER_SIZE + 4 * i, 4, more[i]);
+}
+
+TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user)
+{
+    tqkv__pipe pipe;
+    uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE];
+    if (!c || !write) return TQKV__INVALID("the cache or write is NULL");
+    const uint32_t version = c->shared || c->tail.head_dim ? TQKV__SNAPSHOT_VERSION : 2;
+    tqkv__cache_header(c, version, header);
     tqkv__pipe_open(&pipe, write, NULL, user);
-    tqkv_result r = tqkv__move(&pipe, header, sizeof header);
+    tqkv_result r = tqkv__move(&pipe, header, tqkv__header_size(version));
     if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
     return r == TQKV_OK ? tqkv__move_streams(&pipe, c) : r;
 }
 
-/* The desc, the centres' flags and the resident range of a header; false if no cache can have written it. */
+/* Takes what only version 3 has; false if no cache can have written it. */
+static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv_cache_desc *d)
+{
+    uint32_t more[4];
+    for (int i = 0; i < 4; i++) more[i] = (uint32_t)tqkv__get(header + TQKV__HEADER_SIZE + 4 * i, 4);
+    if (more[0] > TQKV_MAX_HEAD_DIM || more[1] > 15 || !more[0] != !more[1] || more[2] || more[3]) return false;
+    d->shared = flags & 16;
+    d->tail_dim = (int)more[0];
+    d->tail_format = (tqkv_format)more[1];
+    if (d->shared && (flags & 4 || d->value_format != d->key_format || d->value_dim != d->head_dim)) return false;
+    return d->tail_dim ? tqkv__format_known(d->tail_format) : d->shared && !(flags & 8);
+}
+
+/* The desc, the centres' flags, a bit a stream, and the resident range of a header; false if no cache can have written it. */
 static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32_t *centers, int64_t *first,
                                int64_t *end)
 {
     uint32_t fields[12];
     for (int i = 0; i < 12; i++) fields[i] = (uint32_t)tqkv__get(header + 8 + 4 * i, 4);
-    const bool old = fields[0] == 1 && fields[1] == 1;
+    const bool old = fields[0] == 1 && fields[1] == 1, latest = fields[0] == TQKV__SNAPSHOT_VERSION;
     if (fields[0] > TQKV__SNAPSHOT_VERSION || fields[1] > TQKV__CODES_VERSION_OLD) {
         TQKV_EXPLAIN("the snapshot was written by a newer version of tqkv");
         return false;
     }
-    if (!old && (fields[0] != TQKV__SNAPSHOT_VERSION || fields[1] < TQKV__CODES_VERSION)) return false;
+    if (!old && (fields[0] < 2 || fields[1] < TQKV__CODES_VERSION)) return false;
     for (int i = 6; i < 8; i++) /* in C++ the enum takes 4 bits */
         if (fields[i] > 15 || !tqkv__format_known((tqkv_format)fields[i]) || (old && fields[i] > TQKV_I8)) return false;
     if (old && fields[8] > 1) return false;
     for (int i = 2; i < 10; i++)
         if (fields[i] > (uint32_t)INT_MAX) return false;
     const uint32_t flags = fields[8] & 0xffffu, value_dim = fields[8] >> 16;
-    if (flags > 7 || fields[4] == 0 || value_dim == fields[2]) return false;
+    if (flags > (latest ? 31u : 7u) || fields[4] == 0 || value_dim == fields[2]) return false;
     d->head_dim = (int)fields[2];
     d->value_dim = (int)(value_dim ? value_dim : fields[2]);
     d->n_kv_heads = (int)fields[3];
@@ -9750,12 +9903,13 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32
     d->key_format = (tqkv_format)fields[6];
     d->value_format = (tqkv_format)fields[7];
     d->ring = flags & 1;
-    *centers = flags >> 1;
+    *centers = flags >> 1 & 7;
     d->window = (int)fields[9];
     d->scale = tqkv__float(fields[10]);
     d->softcap = tqkv__float(fields[11]);
     *first = (int64_t)tqkv__get(header + 56, 8);
     *end = (int64_t)tqkv__get(header + 64, 8);
+    if (latest && !tqkv__parse_more(header, flags, d)) return false;
     if (fields[11] >> 31) return false; /* no cache has a negative softcap */
     return d->scale != 0.0f && *first >= 0 && *first <= *end && *end - *first <= d->capacity &&
            (d->ring || *first == 0);
@@ -9812,21 +9966,44 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
    header announces if that is less. A file that was cut short cannot make load allocate much. */
 static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, int64_t resident)
 {
-    const size_t keys = tqkv_codes_size(&c->keys) + tqkv_norms_size(&c->keys);
-    const size_t values = tqkv_codes_size(&c->values) + tqkv_norms_size(&c->values), rows = keys + values;
-    const size_t center = (size_t)c->keys.n_kv_heads * sizeof(float); /* for each value of a head */
-    const size_t key_center = center * (size_t)c->keys.head_dim, value_center = center * (size_t)c->values.head_dim;
-    const size_t announced = rows / (size_t)c->keys.capacity * (size_t)resident + (centers & 1 ? key_center : 0) +
-                             (centers & 2 ? value_center : 0) + 16; /* and two hashes */
-    const size_t all = rows + key_center + value_center;            /* there is always room for centres */
+    size_t all = 0, announced = 0;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *s = tqkv__stream_of(c, i);
+        if (!s) continue;
+        const size_t rows = tqkv_codes_size(s) + tqkv_norms_size(s);
+        const size_t center = (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
+        all += rows + center; /* there is always room for centres */
+        announced +=
+            rows / (size_t)s->capacity * (size_t)resident + (centers >> i & 1 ? center : 0) + 8; /* and a hash */
+    }
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
+}
+
+/* Reads the header, as long as its version has it, and its hash. header: [TQKV__HEADER_SIZE + TQKV__HEADER_MORE] */
+static tqkv_result tqkv__read_header(tqkv__pipe *pipe, uint8_t *header)
+{
+    memset(header, 0, TQKV__HEADER_SIZE + TQKV__HEADER_MORE);
+    tqkv_result r = tqkv__move(pipe, header, TQKV__HEADER_SIZE);
+    const size_t size = tqkv__header_size((uint32_t)tqkv__get(header + 8, 4) == TQKV__SNAPSHOT_VERSION ? 3 : 2);
+    if (r == TQKV_OK) r = tqkv__move(pipe, header + TQKV__HEADER_SIZE, size - TQKV__HEADER_SIZE);
+    return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
+}
+
+/* Room for the centres that the snapshot has: zeros, until they are read. */
+static void tqkv__open_centers(tqkv_cache *c, uint32_t centers)
+{
+    size_t floats = 0;
+    (void)tqkv__center_floats(c, TQKV__CACHE_STREAMS, &floats);
+    memset(c->centers, 0, floats * sizeof(float));
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        if (centers >> i & 1) tqkv__stream_of(c, i)->center = tqkv__center_room(c, i);
 }
 
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out)
 {
     tqkv__pipe pipe;
     tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
-    uint8_t header[TQKV__HEADER_SIZE];
+    uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE];
     tqkv_cache_desc found;
     tqkv_cache *c, checked;
     uint32_t centers;
@@ -9835,8 +10012,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     *out = NULL;
     if (!desc || !read) return TQKV__INVALID("desc or read is NULL");
     tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
-    tqkv_result r = tqkv__move(&pipe, header, sizeof header);
-    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
+    tqkv_result r = tqkv__read_header(&pipe, header);
     if (r != TQKV_OK) return r;
     memset(&found, 0, sizeof found);
     if (memcmp(header, tqkv__magic, 8) != 0 || !tqkv__parse_header(header, &found, &centers, &first, &end) ||
@@ -9852,9 +10028,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
         tqkv__drop_held(&ahead);
         return r;
     }
-    memset(c->centers, 0, (size_t)c->keys.n_kv_heads * (size_t)(c->keys.head_dim + c->values.head_dim) * sizeof(float));
-    if (centers & 1) tqkv__cache_center(c, 0, tqkv__center_room(c, 0));
-    if (centers & 2) tqkv__cache_center(c, 1, tqkv__center_room(c, 1)); /* zeros, until it is read */
+    tqkv__open_centers(c, centers);
     c->first = first;
     c->attention.end = end;
     r = tqkv__move_streams(&pipe, c);

@@ -15,6 +15,7 @@ static void add_all_cases(void)
     test_length_cases();
     test_integer_cases();
     test_latent_cases();
+    test_latent_cache_cases();
     test_index_cases();
     test_defect_cases();
     test_pages_cases();

@@ -86,6 +86,7 @@ void test_attend_options_cases(void);
 void test_length_cases(void);
 void test_integer_cases(void);
 void test_latent_cases(void);
+void test_latent_cache_cases(void);
 void test_index_cases(void);
 void test_defect_cases(void);
 void test_pages_cases(void);

@@ -156,7 +156,8 @@ typedef struct header_row {
 
 static const header_row header_rows[] = {
     {"magic", 0, 1, 'T'},
-    {"version", 8, 4, 3},
+    {"version", 8, 4, 4},
+    {"version_of_latent_caches", 8, 4, 3},
     {"version_1_of_tables_2", 8, 4, 1},
     {"codes_version", 12, 4, 7},
     {"codes_version_1", 12, 4, 1},
