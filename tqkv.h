@@ -403,6 +403,13 @@ typedef struct tqkv_attention {
        capacity, ring and page table of the keys. A row of q is the keys' part, then the tail's; query_basis is that of
        each part whose stream is rotated. */
     const tqkv_store *tail;
+    /* [n_queries][list_heads][list_length], or NULL: all positions. Ascending numbers of blocks, the first -1 ends a row; block
+       b is the positions from b * list_block on. A query sees what it would see without a list, if it is in a block of its row
+       or among the newest list_newest positions that it would see. Blocks beyond the end, and positions that are gone, are
+       nothing. A list that names all blocks gives the result without a list, bit for bit. Not on a GPU. */
+    const int32_t *list;
+    int list_length, list_heads; /* list_heads: 0 = 1, or n_kv_heads: a row for each */
+    int list_block, list_newest; /* list_block: 1, 4, 16, 64 or 128 positions */
 } tqkv_attention;
 
 /* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
@@ -7641,9 +7648,10 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-#define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
-#define TQKV__GAPS_ON_GPU   "strides: not on a GPU"
-#define TQKV__CAUSAL_ON_GPU "non_causal: not on a GPU"
+#define TQKV__FLOATS_ON_GPU  "arithmetic: a GPU multiplies floats only"
+#define TQKV__GAPS_ON_GPU    "strides: not on a GPU"
+#define TQKV__CAUSAL_ON_GPU  "non_causal: not on a GPU"
+#define TQKV__NO_LIST_ON_GPU "list: not on a GPU"
 
 /* Changes to the integers of the set, if the call asks for them. */
 static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
@@ -7788,6 +7796,49 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
     return TQKV__INVALID("keys and values share bytes, but are not described in the same way");
 }
 
+static const int32_t *tqkv__list_row(const tqkv__attention *a, int query, int kv_head)
+{
+    const size_t heads = (size_t)a->call.list_heads, head = heads > 1 ? (size_t)kv_head : 0;
+    return a->call.list + ((size_t)query * heads + head) * (size_t)a->call.list_length;
+}
+
+static int tqkv__list_shift(int block)
+{
+    for (int shift = 0; shift <= 7; shift++)
+        if (block == 1 << shift && (0xd5 >> shift & 1)) return shift; /* 1, 4, 16, 64, 128 */
+    return -1;
+}
+
+/* Checks a row: ascending numbers, then -1. */
+static tqkv_result tqkv__check_row(const int32_t *row, int n)
+{
+    int32_t before = -1;
+    for (int i = 0; i < n && row[i] != -1; before = row[i++])
+        if (row[i] <= before) return TQKV__INVALID("list: a row is not ascending, or has a negative number but -1");
+    return TQKV_OK;
+}
+
+static tqkv_result tqkv__check_list(tqkv__attention *a)
+{
+    tqkv_attention *call = &a->call;
+    size_t size;
+    if (!call->list) return TQKV_OK;
+    if (!call->list_heads) call->list_heads = 1;
+    if (call->list_length < 0 || call->list_newest < 0) return TQKV__INVALID("list_length or list_newest is negative");
+    if (call->list_heads != 1 && call->list_heads != a->n_kv_heads)
+        return TQKV__INVALID("list_heads: neither 1 nor n_kv_heads");
+    if (tqkv__list_shift(call->list_block) < 0) return TQKV__INVALID("list_block: none of 1, 4, 16, 64 and 128");
+    if (!tqkv__aligned_at(call->list, sizeof *call->list)) return TQKV__INVALID("list: not aligned as int32_t");
+    if (!tqkv__array_size(call->n_queries, call->list_heads, call->list_length, sizeof *call->list, &size))
+        return TQKV__INVALID("a list of more than SIZE_MAX bytes");
+    for (int i = 0; i < call->n_queries; i++)
+        for (int h = 0; h < call->list_heads; h++) {
+            const tqkv_result r = tqkv__check_row(tqkv__list_row(a, i, h), call->list_length);
+            if (r != TQKV_OK) return r;
+        }
+    return TQKV_OK;
+}
+
 static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
 {
     tqkv_result result = tqkv__attention_shape(a, r);
@@ -7797,6 +7848,7 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
     if (a->tail && (result = tqkv__stream_open(a->tail, &r->tail)) != TQKV_OK) return result;
     if ((result = tqkv__check_streams(r)) != TQKV_OK) return result;
     if ((result = tqkv__attention_range(a, r)) != TQKV_OK) return result;
+    if ((result = tqkv__check_list(r)) != TQKV_OK) return result;
     if (r->round_query) tqkv__fill_integers(&r->keys);
     if (r->round_query) tqkv__fill_integers(&r->values);
     if (r->round_query && a->tail) tqkv__fill_integers(&r->tail);
@@ -7831,10 +7883,147 @@ static bool tqkv__tree_has(const tqkv__attention *a, int j)
     return false;
 }
 
+/* What a query sees of a context by its list: the blocks entries[0 .. n_before), then all blocks from `recent` on, where the
+   newest positions begin. The positions of these blocks, visible or not, have the ranks base, base + 1 ...: attention goes
+   from rank to rank as it goes from position to position without a list. Tiles, pieces and stretches are cut by rank, so a
+   query's bits depend on its own list only. The first visible block has its positions as ranks: a list of all blocks
+   changes no bit. */
+typedef struct tqkv__list {
+    const int32_t *entries;           /* from the first visible block on */
+    int shift;                        /* a block is 1 << shift positions */
+    int64_t n_before, recent, hidden; /* positions of block `recent` before `hidden` are not seen */
+    int64_t base, from, to;           /* ranks from .. to are visible */
+} tqkv__list;
+
+/* The first of n ascending entries that is not below `block`. */
+static int64_t tqkv__entry_at(const int32_t *entries, int64_t n, int64_t block)
+{
+    int64_t low = 0;
+    while (low < n) {
+        const int64_t middle = low + (n - low) / 2;
+        if (entries[middle] < block)
+            low = middle + 1;
+        else
+            n = middle;
+    }
+    return low;
+}
+
+/* The ranks before a position. */
+static int64_t tqkv__rank_of(const tqkv__list *l, int64_t position)
+{
+    const int64_t block = position >> l->shift, inside = position & (((int64_t)1 << l->shift) - 1);
+    if (block >= l->recent) return l->base + ((l->n_before + block - l->recent) << l->shift) + inside;
+    const int64_t at = tqkv__entry_at(l->entries, l->n_before, block);
+    return l->base + (at << l->shift) + (at < l->n_before && l->entries[at] == block ? inside : 0);
+}
+
+static int64_t tqkv__position_of(const tqkv__list *l, int64_t rank)
+{
+    const int64_t at = (rank - l->base) >> l->shift;
+    const int64_t block = at < l->n_before ? l->entries[at] : l->recent + at - l->n_before;
+    return (block << l->shift) + (rank & (((int64_t)1 << l->shift) - 1));
+}
+
+/* Whether a tree hides a position from a query. */
+static bool tqkv__tree_hides(const tqkv__attention *a, int query, int64_t position)
+{
+    const int64_t j = position - (a->call.end - a->call.n_queries);
+    return a->call.tree && j >= 0 && !(a->call.tree[query] >> j & 1);
+}
+
+/* Where the newest list_newest positions of [from, to) begin that a query sees. */
+static int64_t tqkv__newest_from(const tqkv__attention *a, int query, int64_t from, int64_t to)
+{
+    int left = a->call.list_newest;
+    while (a->call.tree && left > 0 && to > from && to > a->call.end - a->call.n_queries)
+        left -= !tqkv__tree_hides(a, query, --to);
+    return to - from < left ? from : to - left;
+}
+
+/* The list of a query, as far as it looks at positions [first, end). */
+static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, int64_t first, int64_t end)
+{
+    tqkv__list l;
+    int64_t from, to, n = 0;
+    l.entries = tqkv__list_row(a, query, kv_head);
+    l.shift = tqkv__list_shift(a->call.list_block);
+    while (n < a->call.list_length && l.entries[n] >= 0) n++;
+    tqkv__visible(a, query, a->first, a->call.end, &from, &to);
+    const int64_t gone = tqkv__entry_at(l.entries, n, from >> l.shift);
+    l.entries += gone;
+    n -= gone;
+    l.base = from >> l.shift << l.shift;
+    l.hidden = tqkv__newest_from(a, query, from, to);
+    l.recent = l.hidden < to ? l.hidden >> l.shift : (to >> l.shift) + (to % ((int64_t)1 << l.shift) > 0);
+    l.n_before = tqkv__entry_at(l.entries, n, l.recent);
+    if (l.hidden == to || (l.n_before < n && l.entries[l.n_before] == l.recent)) l.hidden = 0;
+    tqkv__visible(a, query, first, end, &from, &to);
+    l.from = tqkv__rank_of(&l, from);
+    l.to = tqkv__rank_of(&l, to);
+    return l;
+}
+
+/* Of the ranks [rank, rank + n), n <= 64, those whose positions a query does not see, as bits. */
+static uint64_t tqkv__hidden_ranks(const tqkv__attention *a, int query, const tqkv__list *l, int64_t rank, int n)
+{
+    uint64_t hidden = 0;
+    const int64_t last = tqkv__position_of(l, rank + n - 1);
+    const bool tree = a->call.tree && last >= a->call.end - a->call.n_queries;
+    if (!tree && (l->hidden == 0 || rank + n <= l->base + (l->n_before << l->shift))) return 0;
+    for (int j = 0; j < n; j++) {
+        const int64_t position = tqkv__position_of(l, rank + j);
+        const bool before = position < l->hidden && position >> l->shift >= l->recent;
+        if (before || tqkv__tree_hides(a, query, position)) hidden |= (uint64_t)1 << j;
+    }
+    return hidden;
+}
+
+/* The ranks that some query looks at in [first, end). */
+static void tqkv__listed_to(const tqkv__attention *a, int64_t first, int64_t end, int64_t *from, int64_t *to)
+{
+    *from = INT64_MAX;
+    *to = 0;
+    for (int i = 0; i < a->call.n_queries; i++)
+        for (int h = 0; h < a->call.list_heads; h++) {
+            const tqkv__list l = tqkv__open_list(a, i, h, first, end);
+            if (l.from < *from) *from = l.from;
+            if (l.to > *to) *to = l.to;
+        }
+    if (*from > *to) *from = *to;
+}
+
+/* As tqkv__check_pages, for the positions of a list. */
+static tqkv_result tqkv__check_listed(const tqkv__attention *a, const tqkv__stream *s, int query, const tqkv__list *l)
+{
+    int64_t checked = 0; /* the end of the last page that was checked */
+    tqkv_result r = TQKV_OK;
+    for (int64_t rank = l->from; s->pages && r == TQKV_OK && rank < l->to; rank++) {
+        const int64_t position = tqkv__position_of(l, rank);
+        if (position < checked || tqkv__hidden_ranks(a, query, l, rank, 1)) continue;
+        r = tqkv__check_pages(s, position, position + 1);
+        checked = (position / s->page_size + 1) * s->page_size;
+    }
+    return r;
+}
+
+static tqkv_result tqkv__check_lists_seen(const tqkv__attention *a, int64_t first, int64_t end)
+{
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; i < a->call.n_queries; i++)
+        for (int h = 0; r == TQKV_OK && h < a->call.list_heads; h++) {
+            const tqkv__list l = tqkv__open_list(a, i, h, first, end);
+            r = tqkv__check_listed(a, &a->keys, i, &l);
+            if (r == TQKV_OK) r = tqkv__check_listed(a, &a->values, i, &l);
+        }
+    return r;
+}
+
 /* Checks the entries of the pages that hold positions of [first, end) which some query sees. */
 static tqkv_result tqkv__check_seen(const tqkv__attention *a, int64_t first, int64_t end)
 {
     int64_t from, to, base = a->call.end - a->call.n_queries; /* of the tree */
+    if (a->call.list) return a->keys.pages || a->values.pages ? tqkv__check_lists_seen(a, first, end) : TQKV_OK;
     tqkv__visible_to(a, 0, a->call.n_queries - 1, first, end, &from, &to);
     if (!a->call.tree || base > to) base = to;
     tqkv_result r = tqkv__check_pages(&a->keys, from, base);
@@ -7894,11 +8083,23 @@ static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t
     return n > value_room ? value_room : (int)n;
 }
 
+/* Where the ranks [rank, rank + n) of a tile lie. */
+typedef struct tqkv__ranks {
+    int64_t rank;
+    int n;
+    bool together;                                /* in both stores one row after the other */
+    uint64_t hidden;                              /* places that the query does not see, as bits */
+    int32_t keys[TQKV__TILE], values[TQKV__TILE]; /* slots; -1: hidden */
+} tqkv__ranks;
+
 /* A tile in progress: n positions from `position` on. Its scores, later weights, begin at scores[row][begin]. */
 typedef struct tqkv__tile {
     int64_t position;
     int n, begin;
     tqkv__run keys, values;
+    const struct tqkv__ranks *ranks;                                 /* of a list, or NULL */
+    const tqkv__attention *streams;                                  /* that hold it: the caller's, or gathered ones */
+    int kv_head;                                                     /* there */
     bool whole;                                                      /* every row sees all of it */
     tqkv__span spans[TQKV__CHUNK_ROWS];                              /* what each row sees of it */
     TQKV__ALIGNED float scores[(TQKV__CHUNK_ROWS + 1) * TQKV__TILE]; /* room for whole vectors at a tile's end */
@@ -7932,10 +8133,12 @@ static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__run
 
 /* value_tile, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each position is added
    alone, and only to rows that give it a weight. */
-static void tqkv__add_values(const tqkv__attention *a, int kv_head, tqkv__tile *tile, int n_rows, float *out)
+static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
+    const tqkv__attention *a = tile->streams;
     const tqkv__stream *s = &a->values;
     const tqkv__run *run = &tile->values;
+    const int kv_head = tile->kv_head;
     const float *weights = tile->scores + tile->begin;
     if (s->kind != TQKV__HALF || tile->whole ||
         tqkv__halves_finite(tqkv__codes_at(s, kv_head, run->slot), (size_t)run->n * (size_t)s->head_dim)) {
@@ -8057,48 +8260,255 @@ static TQKV__NOINLINE void tqkv__end_piece(const tqkv__attention *a, int n_rows,
 }
 
 /* The scores of a tile: the sum of those of the parts of the keys, in their order. q: as tqkv__arrange_queries gives them */
-static void tqkv__score_tile(const tqkv__attention *a, int kv_head, tqkv__tile *tile, const float *q, int n_rows)
+static void tqkv__score_tile(tqkv__tile *tile, const float *q, int n_rows)
 {
+    const tqkv__attention *a = tile->streams;
     float *scores = tile->scores + tile->begin;
-    a->isa->score_tile(&a->keys, kv_head, &tile->keys, q, n_rows, false, scores);
+    a->isa->score_tile(&a->keys, tile->kv_head, &tile->keys, q, n_rows, false, scores);
     if (!a->call.tail) return;
-    a->isa->score_tile(&a->tail, kv_head, &tile->keys, q + (size_t)n_rows * (size_t)a->keys.head_dim, n_rows, true,
-                       scores);
+    a->isa->score_tile(&a->tail, tile->kv_head, &tile->keys, q + (size_t)n_rows * (size_t)a->keys.head_dim, n_rows,
+                       true, scores);
 }
 
-/* Adds positions [first, end) to the sums of an item's rows; q: as tqkv__arrange_queries gives them, offsets: [n_rows], piece: scratch for sums.
-   A tile's values are added after the next tile's scores. These steps are independent, and the processor overlaps them. */
-static void tqkv__attend_rows(const tqkv__attention *a, const tqkv__item *item, int64_t first, int64_t end,
-                              const float *q, const float *offsets, tqkv__tile tiles[2], const tqkv__sums *piece,
-                              const tqkv__sums *sums)
+/* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a piece
+   and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the processor
+   overlaps them. */
+typedef struct tqkv__work {
+    const tqkv__attention *a;
+    const tqkv__item *item;
+    const float *q, *offsets;
+    tqkv__tile *tiles; /* [2] */
+    tqkv__tile *before;
+    tqkv__sums piece, sums;
+    const tqkv__list *list;          /* or NULL */
+    const tqkv__attention *gathered; /* with a list: streams in scratch */
+    tqkv__ranks ranks[3];            /* with a list: of the tile before, of this one and of the next */
+} tqkv__work;
+
+/* Rows are short: a call of memcpy for each would take longer than the copy. */
+static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
 {
-    const int kv_head = item->kv_head, first_row = item->first_row, n_rows = item->n_rows;
-    tqkv__tile *tile = &tiles[0], *before = NULL;
+    for (; size >= 64; size -= 64, to += 64, from += 64) memcpy(to, from, 64);
+    for (; size >= 16; size -= 16, to += 16, from += 16) memcpy(to, from, 16);
+    if (size) memcpy(to, from, size);
+}
+
+/* Copies rows to slots of another stream from `slot` on; those that are hidden become zeros, because they may be NaN. */
+static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slots,
+                         const tqkv__stream *to, int slot)
+{
+    const size_t norms = (size_t)from->norms_per_row, size = from->row_bytes;
+    const uint8_t *codes = tqkv__codes_at(from, kv_head, 0);
+    const float *of_rows = tqkv__norms_at(from, kv_head, 0);
+    uint8_t *row = tqkv__codes_at(to, 0, slot);
+    float *norm = tqkv__norms_at(to, 0, slot);
+    for (int j = 0; j < ranks->n; j++, row += size) {
+        if (slots[j] < 0)
+            memset(row, 0, size);
+        else
+            tqkv__copy_row(row, codes + (size_t)slots[j] * size, size);
+        for (size_t i = 0; i < norms; i++) *norm++ = slots[j] < 0 ? 0.0f : of_rows[(size_t)slots[j] * norms + i];
+    }
+}
+
+/* Asks for the rows of a tile. */
+static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slots)
+{
+    const size_t norms = (size_t)s->norms_per_row * sizeof(float);
+    const uint8_t *codes = tqkv__codes_at(s, kv_head, 0), *of_rows = (const uint8_t *)tqkv__norms_at(s, kv_head, 0);
+    const int step = ranks->together ? ranks->n : 1;
+    for (int j = 0; j < ranks->n; j += step) {
+        if (slots[j] < 0) continue;
+        tqkv__prefetch(TQKV__L1, codes + (size_t)slots[j] * s->row_bytes, (size_t)step * s->row_bytes);
+        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slots[j] * norms, (size_t)step * norms);
+    }
+}
+
+static void tqkv__ask_keys(const tqkv__work *w, const tqkv__ranks *ranks)
+{
+    tqkv__ask(&w->a->keys, w->item->kv_head, ranks, ranks->keys);
+    if (w->a->call.tail) tqkv__ask(&w->a->tail, w->item->kv_head, ranks, ranks->keys);
+}
+
+static void tqkv__ask_values(const tqkv__work *w, const tqkv__ranks *ranks)
+{
+    if (!w->a->shared) tqkv__ask(&w->a->values, w->item->kv_head, ranks, ranks->values);
+}
+
+/* The tile that is free. */
+static tqkv__tile *tqkv__next_tile(const tqkv__work *w, int64_t position, int n)
+{
+    tqkv__tile *tile = &w->tiles[w->before == &w->tiles[0]];
+    tile->position = position;
+    tile->n = n;
+    tile->begin = (int)(position % TQKV__TILE);
+    tile->streams = w->a;
+    tile->kv_head = w->item->kv_head;
+    tile->ranks = NULL;
+    return tile;
+}
+
+static void tqkv__add_before(tqkv__work *w)
+{
+    tqkv__tile *tile = w->before;
+    if (!tile) return;
+    if (tile->ranks && !tile->ranks->together && !w->a->shared)
+        tqkv__gather(&w->a->values, w->item->kv_head, tile->ranks, tile->ranks->values, &w->gathered->values,
+                     tile->values.slot);
+    tqkv__add_values(tile, w->item->n_rows, w->piece.out);
+}
+
+static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
+{
+    const int n_rows = w->item->n_rows;
+    tqkv__score_tile(tile, w->q, n_rows);
+    if (tile->ranks) tqkv__ask_values(w, tile->ranks);
+    tqkv__add_before(w);
+    if (w->before && w->before->position / TQKV__PIECE != tile->position / TQKV__PIECE)
+        tqkv__end_piece(w->a, n_rows, &w->piece, &w->sums);
+    w->a->isa->softmax_tile(w->a, tile->spans, w->offsets, n_rows, tile->scores, w->piece.max, w->piece.sum,
+                            w->piece.out);
+    w->before = tile;
+}
+
+/* Adds positions [first, end) to the sums of an item's rows. */
+static void tqkv__attend_rows(tqkv__work *w, int64_t first, int64_t end)
+{
+    const tqkv__attention *a = w->a;
+    const tqkv__item *item = w->item;
     int64_t from, to;
-    tqkv__visible_to(a, first_row / a->group, (first_row + n_rows - 1) / a->group, first, end, &from, &to);
-    for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
-        memset(tiles[i].scores + n_rows * TQKV__TILE, 0, TQKV__TILE * sizeof(float));
-    for (int64_t position = from; position < to; position = tile->position + tile->n) {
-        if (before) tile = &tiles[before == &tiles[0]];
-        tile->position = position;
-        tile->n = tqkv__tile_length(a, position, to);
-        tile->begin = (int)(position % TQKV__TILE);
+    tqkv__visible_to(a, item->first_row / a->group, (item->first_row + item->n_rows - 1) / a->group, first, end, &from,
+                     &to);
+    for (int64_t position = from, n; position < to; position += n) {
+        n = tqkv__tile_length(a, position, to);
+        tqkv__tile *tile = tqkv__next_tile(w, position, (int)n);
         if (!tqkv__find_spans(a, item, first, end, tile)) continue; /* a tree hides it */
         tile->keys = tqkv__run_of(&a->keys, position, tile->n, to);
         tile->values = tqkv__run_of(&a->values, position, tile->n, to);
-        if (position + tile->n < to) {
-            tqkv__touch_next(&a->keys, kv_head, &tile->keys);
-            if (a->call.tail) tqkv__touch_next(&a->tail, kv_head, &tile->keys);
-            if (!a->shared) tqkv__touch_next(&a->values, kv_head, &tile->values);
+        if (position + n < to) {
+            tqkv__touch_next(&a->keys, item->kv_head, &tile->keys);
+            if (a->call.tail) tqkv__touch_next(&a->tail, item->kv_head, &tile->keys);
+            if (!a->shared) tqkv__touch_next(&a->values, item->kv_head, &tile->values);
         }
-        tqkv__score_tile(a, kv_head, tile, q, n_rows);
-        if (before) tqkv__add_values(a, kv_head, before, n_rows, piece->out);
-        if (before && before->position / TQKV__PIECE != position / TQKV__PIECE) tqkv__end_piece(a, n_rows, piece, sums);
-        a->isa->softmax_tile(a, tile->spans, offsets, n_rows, tile->scores, piece->max, piece->sum, piece->out);
-        before = tile;
+        tqkv__attend_tile(w, tile);
     }
-    if (before) tqkv__add_values(a, kv_head, before, n_rows, piece->out);
-    tqkv__end_piece(a, n_rows, piece, sums);
+}
+
+/* -- Lists: tiles of ranks. Scattered rows are gathered into scratch, where they are a tile as others are. -- */
+
+/* Bytes of the scratch of a stream: rows of two tiles, then their norms. */
+static size_t tqkv__gathered_codes(const tqkv__stream *s) { return (2 * TQKV__TILE * s->row_bytes + 63) / 64 * 64; }
+static size_t tqkv__gathered_size(const tqkv__stream *s)
+{
+    return tqkv__gathered_codes(s) + 2 * TQKV__TILE * (size_t)s->norms_per_row * sizeof(float);
+}
+
+/* Scratch for the lists of an attention, in floats. */
+static size_t tqkv__gathered_floats(const tqkv__attention *a)
+{
+    const size_t tail = a->call.tail ? tqkv__gathered_size(&a->tail) : 0;
+    if (!a->call.list) return 0;
+    return (tqkv__gathered_size(&a->keys) + tail + tqkv__gathered_size(&a->values)) / sizeof(float) + 16;
+}
+
+/* Puts a stream of two tiles at `memory`; returns what is behind it. */
+static uint8_t *tqkv__place_stream(tqkv__stream *s, uint8_t *memory)
+{
+    s->codes = memory;
+    s->norms = (float *)(void *)(memory + tqkv__gathered_codes(s));
+    s->n_kv_heads = 1;
+    s->capacity = 2 * TQKV__TILE;
+    s->ring = false;
+    s->pages = NULL;
+    s->n_pages = s->page_size = 0;
+    return memory + tqkv__gathered_size(s);
+}
+
+/* The attention over gathered tiles; tile i of a work has the slots from TQKV__TILE * i on. */
+static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__attention *gathered)
+{
+    uint8_t *memory = (uint8_t *)scratch;
+    memory += (64 - (uintptr_t)memory % 64) % 64;
+    *gathered = *a;
+    memory = tqkv__place_stream(&gathered->keys, memory);
+    if (a->call.tail) memory = tqkv__place_stream(&gathered->tail, memory);
+    if (a->shared)
+        gathered->values = gathered->keys;
+    else
+        tqkv__place_stream(&gathered->values, memory);
+}
+
+static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slots)
+{
+    const bool hidden = ranks->hidden && !ranks->together;
+    for (int j = 0; j < ranks->n; j++)
+        slots[j] =
+            hidden && ranks->hidden >> j & 1 ? -1 : (int32_t)tqkv__slot(s, tqkv__position_of(l, ranks->rank + j));
+}
+
+/* Finds the next tile of ranks [rank, end) of which the query sees something; n is 0 if there is none. */
+static void tqkv__find_ranks(const tqkv__work *w, int64_t rank, int64_t end, tqkv__ranks *ranks)
+{
+    const tqkv__attention *a = w->a;
+    const tqkv__stream *k = &a->keys, *v = &a->values;
+    ranks->n = 0;
+    for (int64_t n; rank < end; rank += n) {
+        n = TQKV__TILE - rank % TQKV__TILE;
+        if (n > end - rank) n = end - rank;
+        const int64_t position = tqkv__position_of(w->list, rank), last = tqkv__position_of(w->list, rank + n - 1);
+        ranks->together = last - position == n - 1;
+        if (ranks->together) n = tqkv__tile_length(a, position, last + 1); /* as without a list */
+        ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, w->list, rank, (int)n);
+        if (ranks->hidden == tqkv__bits_below((int)n)) continue;
+        ranks->rank = rank;
+        ranks->n = (int)n;
+        tqkv__find_slots(k, w->list, ranks, ranks->keys);
+        if (k->pages == v->pages && k->ring == v->ring && (k->capacity == v->capacity || !k->ring))
+            memcpy(ranks->values, ranks->keys, (size_t)n * sizeof *ranks->keys);
+        else
+            tqkv__find_slots(v, w->list, ranks, ranks->values);
+        return;
+    }
+}
+
+/* Makes a tile of ranks; scattered ones get the keys in scratch now, and the values before they are added. */
+static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *ranks, const tqkv__ranks *next)
+{
+    const tqkv__attention *a = w->a;
+    tqkv__tile *tile = tqkv__next_tile(w, ranks->rank, ranks->n);
+    const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE, n = ranks->n;
+    const bool ahead = ranks->together && next->n && next->together; /* the loops ask for the next tile */
+    const tqkv__run keys = {ranks->together ? ranks->keys[0] : slot, n, ahead ? next->keys[0] - ranks->keys[0] : 0};
+    const tqkv__run values = {ranks->together ? ranks->values[0] : slot, n,
+                              ahead ? next->values[0] - ranks->values[0] : 0};
+    const tqkv__span span = {tile->begin, tile->begin + n, ranks->hidden << tile->begin};
+    for (int row = 0; row < w->item->n_rows; row++) tile->spans[row] = span;
+    tile->whole = !ranks->hidden;
+    tile->keys = keys;
+    tile->values = values;
+    if (!ahead) tqkv__ask_keys(w, next);
+    tile->ranks = ranks;
+    if (ranks->together) return tile;
+    tqkv__gather(&a->keys, kv_head, ranks, ranks->keys, &w->gathered->keys, slot);
+    if (a->call.tail) tqkv__gather(&a->tail, kv_head, ranks, ranks->keys, &w->gathered->tail, slot);
+    tile->streams = w->gathered;
+    tile->kv_head = 0;
+    return tile;
+}
+
+/* Adds ranks [first, end) of the list of an item's query to the sums of its rows. */
+static void tqkv__attend_ranks(tqkv__work *w, int64_t first, int64_t end)
+{
+    if (first < w->list->from) first = w->list->from;
+    if (end > w->list->to) end = w->list->to;
+    tqkv__find_ranks(w, first, end, &w->ranks[0]);
+    tqkv__ask_keys(w, &w->ranks[0]);
+    for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
+        const tqkv__ranks *ranks = &w->ranks[now];
+        tqkv__ranks *next = &w->ranks[(now + 1) % 3];
+        tqkv__find_ranks(w, ranks->rank + ranks->n, end, next);
+        tqkv__attend_tile(w, tqkv__place_tile(w, ranks, next));
+    }
 }
 
 /* A job is one call or many. A unit of its work is an item over all stretches or, if some item alone is much of the work
@@ -8112,8 +8522,10 @@ typedef struct tqkv__part {
     const void *q; /* the caller's, as out, max and sum */
     void *out;
     float *max, *sum;             /* NULL: finish the rows */
-    int64_t first, end;           /* positions that some query sees */
+    int64_t slice[2];             /* the positions looked at */
+    int64_t first, end;           /* those that some query sees; of lists: ranks */
     int64_t stretch, n_stretches; /* the first stretch, and their number */
+    int n_rows; /* of a KV head that may share an item: all of them, or with a list those of a query */
     int rows_each, n_items;
     int first_unit;       /* units of the parts before, in this wave */
     int64_t wave, n_wave; /* spread: the first stretch in this wave, and their number */
@@ -8135,10 +8547,10 @@ typedef struct tqkv__job {
 static tqkv__item tqkv__item_of(const tqkv__part *part, int index)
 {
     TQKV_ASSERT(index >= 0 && index < part->n_items);
-    const int rows = part->a->call.n_queries * part->a->group,
-              first_row = index / part->a->n_kv_heads * part->rows_each;
-    const tqkv__item item = {index % part->a->n_kv_heads, first_row,
-                             rows - first_row < part->rows_each ? rows - first_row : part->rows_each};
+    const int each = (part->n_rows - 1) / part->rows_each + 1, i = index / part->a->n_kv_heads;
+    const int before = i % each * part->rows_each, left = part->n_rows - before;
+    const tqkv__item item = {index % part->a->n_kv_heads, i / each * part->n_rows + before,
+                             left < part->rows_each ? left : part->rows_each};
     return item;
 }
 
@@ -8284,15 +8696,25 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__ite
     }
 }
 
-static void tqkv__attend_stretch(const tqkv__part *part, const tqkv__item *item, int64_t stretch, const float *q,
-                                 const float *offsets, tqkv__tile tiles[2], const tqkv__sums *piece,
-                                 const tqkv__sums *sums)
+/* The sums of one stretch */
+static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t stretch, const tqkv__sums *sums)
 {
-    const int64_t first = stretch * TQKV__STRETCH; /* the last stretch may end early */
-    const int64_t end = part->end - first > TQKV__STRETCH ? first + TQKV__STRETCH : part->end;
-    tqkv__clear_sums(piece, (size_t)item->n_rows, part->a->value_dim);
-    tqkv__clear_sums(sums, (size_t)item->n_rows, part->a->value_dim);
-    tqkv__attend_rows(part->a, item, first > part->first ? first : part->first, end, q, offsets, tiles, piece, sums);
+    const int64_t begin = stretch * TQKV__STRETCH, first = begin > part->first ? begin : part->first;
+    const int64_t end =
+        part->end - begin > TQKV__STRETCH ? begin + TQKV__STRETCH : part->end; /* the last may end early */
+    const int n_rows = w->item->n_rows;
+    w->before = NULL;
+    w->sums = *sums;
+    tqkv__clear_sums(&w->piece, (size_t)n_rows, part->a->value_dim);
+    tqkv__clear_sums(sums, (size_t)n_rows, part->a->value_dim);
+    for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
+        memset(w->tiles[i].scores + n_rows * TQKV__TILE, 0, TQKV__TILE * sizeof(float));
+    if (w->list)
+        tqkv__attend_ranks(w, first, end);
+    else
+        tqkv__attend_rows(w, first, end);
+    tqkv__add_before(w);
+    tqkv__end_piece(w->a, n_rows, &w->piece, sums);
 }
 
 /* The sums of n_rows rows in memory. */
@@ -8316,25 +8738,39 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
 {
     const tqkv__attention *a = part->a;
     const tqkv__item item = tqkv__item_of(part, unit % part->n_items);
-    const size_t rows = (size_t)part->rows_each;
-    tqkv__tile *tiles = (tqkv__tile *)(void *)slot;
+    const size_t rows = (size_t)part->rows_each, floats = rows * (size_t)(a->value_dim + 2);
     float *q = slot + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + rows * (size_t)a->key_dim;
     float offsets[TQKV__CHUNK_ROWS];
-    const size_t floats = rows * (size_t)(a->value_dim + 2);
-    const tqkv__sums piece = tqkv__sums_at(next, rows, a->value_dim);
+    tqkv__attention gathered;
+    tqkv__list list;
+    tqkv__work w;
+    w.a = a;
+    w.item = &item;
+    w.q = q;
+    w.offsets = offsets;
+    w.tiles = (tqkv__tile *)(void *)slot;
+    w.piece = tqkv__sums_at(next, rows, a->value_dim);
+    w.list = a->call.list ? &list : NULL;
+    w.gathered = &gathered;
+    next += floats;
+    if (w.list) {
+        list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, part->slice[0], part->slice[1]);
+        tqkv__open_gathered(a, next, &gathered);
+        next += tqkv__gathered_floats(a);
+    }
     tqkv__arrange_queries(a, &item, part->q, q);
     tqkv__find_offsets(a, &item, part->q, offsets);
     if (job->spread) {
         const int64_t stretch = unit / part->n_items;
         const tqkv__sums to = tqkv__sums_of_item(part, &item, part->now + (size_t)stretch * part->sums_floats);
-        tqkv__attend_stretch(part, &item, part->wave + stretch, q, offsets, tiles, &piece, &to);
+        tqkv__attend_stretch(part, &w, part->wave + stretch, &to);
         return;
     }
-    const tqkv__sums all = tqkv__sums_at(next + floats, rows, a->value_dim);
-    const tqkv__sums one = tqkv__sums_at(next + 2 * floats, rows, a->value_dim);
-    tqkv__attend_stretch(part, &item, part->stretch, q, offsets, tiles, &piece, &all);
+    const tqkv__sums all = tqkv__sums_at(next, rows, a->value_dim);
+    const tqkv__sums one = tqkv__sums_at(next + floats, rows, a->value_dim);
+    tqkv__attend_stretch(part, &w, part->stretch, &all);
     for (int64_t i = 1; i < part->n_stretches; i++) {
-        tqkv__attend_stretch(part, &item, part->stretch + i, q, offsets, tiles, &piece, &one);
+        tqkv__attend_stretch(part, &w, part->stretch + i, &one);
         tqkv__merge_sums(&all, &one, (size_t)item.n_rows, a->value_dim);
     }
     tqkv__deliver(part, &item, &all);
@@ -8374,16 +8810,17 @@ static int tqkv__chunk_rows(int head_dim)
     return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
 }
 
-/* Query rows of an item: as many as there are, evenly, up to TQKV__CHUNK_ROWS and 144 KiB of sums. Sums that only fit the L2
+/* Query rows of an item: as many of `all` as there are, evenly, up to TQKV__CHUNK_ROWS and 144 KiB of sums. Sums that only fit the L2
    cache cost less than decoding once more: 64 heads of 512 take 0.92 (TQ4), 0.88 (I8) and 0.86 times (TQ4, integers) the time of
-   16 rows an item on an AMD EPYC with 1 MiB of L2. But 32 KiB where tasks would be left without work. */
-static int tqkv__item_rows(const tqkv__attention *a, int64_t n_stretches)
+   16 rows an item on an AMD EPYC with 1 MiB of L2. But 32 KiB where
+   tasks would be left without work, of which there is `others` times that of these rows. */
+static int tqkv__item_rows(const tqkv__attention *a, int all, int64_t others)
 {
-    const int dim = a->key_dim > a->value_dim ? a->key_dim : a->value_dim, all = a->call.n_queries * a->group;
+    const int dim = a->key_dim > a->value_dim ? a->key_dim : a->value_dim;
     const int most = 36864 / dim < TQKV__CHUNK_ROWS ? 36864 / dim : TQKV__CHUNK_ROWS;
     int n = (all - 1) / most + 1;
     if (a->call.parallel.run != tqkv__run_serial)
-        while (n * 2 * tqkv__chunk_rows(dim) <= all && n_stretches * a->n_kv_heads * n < TQKV__TASKS) n *= 2;
+        while (n * 2 * tqkv__chunk_rows(dim) <= all && others * n < TQKV__TASKS) n *= 2;
     return (all - 1) / n + 1;
 }
 
@@ -8397,12 +8834,19 @@ static void tqkv__cut(const tqkv__attention *a, int64_t first, int64_t end, cons
     part->out = out;
     part->max = max;
     part->sum = sum;
-    tqkv__visible_to(a, 0, a->call.n_queries - 1, first, end, &part->first, &part->end);
+    part->slice[0] = first;
+    part->slice[1] = end;
+    if (a->call.list)
+        tqkv__listed_to(a, first, end, &part->first, &part->end);
+    else
+        tqkv__visible_to(a, 0, a->call.n_queries - 1, first, end, &part->first, &part->end);
     if (part->end < part->first) part->end = part->first;
     part->stretch = part->wave = part->first / TQKV__STRETCH;
     part->n_stretches = part->end > part->first ? (part->end - 1) / TQKV__STRETCH - part->stretch + 1 : 1;
-    part->rows_each = tqkv__item_rows(a, part->n_stretches);
-    part->n_items = a->n_kv_heads * ((a->call.n_queries * a->group - 1) / part->rows_each + 1);
+    part->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
+    const int parts = a->n_kv_heads * (a->call.list ? a->call.n_queries : 1);
+    part->rows_each = tqkv__item_rows(a, part->n_rows, part->n_stretches * parts);
+    part->n_items = parts * ((part->n_rows - 1) / part->rows_each + 1);
     part->sums_floats = a->n_rows * ((size_t)a->value_dim + 2);
 }
 
@@ -8490,8 +8934,8 @@ static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
     int64_t n_units = 0;
     for (int i = 0; i < n_parts; i++) {
         const size_t rows = (size_t)parts[i].rows_each, sums = rows * (size_t)(parts[i].a->value_dim + 2);
-        const size_t slot =
-            2 * sizeof(tqkv__tile) / sizeof(float) + rows * (size_t)parts[i].a->key_dim + (job.spread ? 1 : 3) * sums;
+        const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + rows * (size_t)parts[i].a->key_dim +
+                            (job.spread ? 1 : 3) * sums + tqkv__gathered_floats(parts[i].a);
         if (slot > job.slot_floats) job.slot_floats = slot;
         parts[i].first_unit = (int)n_units;
         n_units += parts[i].n_items;
@@ -8585,13 +9029,21 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
     return TQKV_OK;
 }
 
+/* Bytes of a list. */
+static size_t tqkv__list_size(const tqkv__attention *a)
+{
+    if (!a->call.list) return 0;
+    return (size_t)a->call.n_queries * (size_t)a->call.list_heads * (size_t)a->call.list_length * sizeof(int32_t);
+}
+
 /* Whether an attention reads memory at p. */
 static bool tqkv__reads(const tqkv__attention *a, const void *q, const void *p, size_t size)
 {
     return tqkv__stream_overlaps(&a->keys, p, size) || tqkv__stream_overlaps(&a->values, p, size) ||
            (a->call.tail && tqkv__stream_overlaps(&a->tail, p, size)) || tqkv__overlap(q, a->q_size, p, size) ||
            tqkv__overlap(a->call.sinks, (size_t)a->call.n_heads * sizeof(float), p, size) ||
-           tqkv__overlap(a->call.tree, (size_t)a->call.n_queries * sizeof(uint64_t), p, size);
+           tqkv__overlap(a->call.tree, (size_t)a->call.n_queries * sizeof(uint64_t), p, size) ||
+           tqkv__overlap(a->call.list, tqkv__list_size(a), p, size);
 }
 
 /* Checks the outputs in arrays against what the call reads, and q for NaN and infinity. */
@@ -8601,7 +9053,7 @@ static tqkv_result tqkv__check_attend(const tqkv__attention *a, const void *q, c
         return TQKV__INVALID("q: NULL or not aligned as its type");
     for (int i = 0; i < arrays->n; i++)
         if (tqkv__reads(a, q, arrays->at[i], arrays->size[i]))
-            return TQKV__INVALID("an output overlaps q, a store, the sinks or the tree");
+            return TQKV__INVALID("an output overlaps q, a store, the sinks, the tree or the list");
     const tqkv_result r = tqkv__check_arrays(arrays, arrays->n);
     if (r != TQKV_OK || tqkv__all_rows_finite(a->isa->codec, a->call.query_type, q, a->call.query_strides,
                                               a->call.n_queries, a->call.n_heads, a->key_dim))
@@ -11382,6 +11834,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (r == TQKV_OK && (!tqkv__without_gaps(a->call.query_strides, a->call.n_heads, a->key_dim) ||
                          !tqkv__without_gaps(a->call.output_strides, a->call.n_heads, a->value_dim)))
         r = TQKV__REFUSE(UNSUPPORTED, TQKV__GAPS_ON_GPU);
+    if (r == TQKV_OK && a->call.list) r = TQKV__REFUSE(UNSUPPORTED, TQKV__NO_LIST_ON_GPU);
     a->matrix_group = from->matrix_group;
     if (r != TQKV_OK || !a->keys.page_size == !a->values.page_size) return r;
     return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");

@@ -33,6 +33,9 @@ typedef struct attend_row {
     int tail_dim; /* 0: no tail */
     tqkv_format tail_format;
     float tail_center;
+    int list_block, list_newest; /* list_block 0: no list */
+    float list_share;            /* of the blocks, named at random */
+    bool list_by_head;           /* a row for each KV head */
 } attend_row;
 
 typedef struct attend_problem {
@@ -40,6 +43,7 @@ typedef struct attend_problem {
     tqkv_store keys, values, tail;
     float *q, *sinks, *out;             /* [n_queries][n_heads][head_dim], [n_heads], as q, but value_dim */
     uint64_t *tree;                     /* [n_queries] or NULL */
+    int32_t *list;                      /* or NULL */
     float *key_center, *value_center;   /* [n_kv_heads][head_dim], with value_dim, or NULL */
     float *tail_center;                 /* [n_kv_heads][tail_dim] or NULL */
     double *expected;                   /* as out */
@@ -69,7 +73,8 @@ static inline bool attend_is_seen(const tqkv_attention *a, int64_t position)
 {
     reference_shape shape = reference_attention_shape(a);
     for (int i = 0; i < shape.n_queries; i++)
-        if (reference_is_visible(a, i, position)) return true;
+        for (int h = 0; reference_is_visible(a, i, position) && h < a->keys->n_kv_heads; h++)
+            if (reference_is_listed(a, i, h, position)) return true;
     return false;
 }
 
@@ -130,6 +135,30 @@ static inline uint64_t *attend_make_tree(int n_queries)
     return tree;
 }
 
+/* Names blocks at random: gone ones, too, and one beyond the end. Numbers behind a row's -1 mean nothing. */
+static inline void attend_make_list(attend_problem *problem, const attend_row *row)
+{
+    tqkv_attention *a = &problem->attention;
+    data_random random = {(uint64_t)(row->list_block + row->head_dim)};
+    if (!row->list_block) return;
+    const int64_t resident = a->end - reference_attention_shape(a).oldest;
+    const int64_t first = (a->end - resident) / row->list_block - 2, last = a->end / row->list_block + 1;
+    a->list_block = row->list_block;
+    a->list_newest = row->list_newest;
+    a->list_heads = row->list_by_head ? row->n_kv_heads : 0;
+    a->list_length = (int)(last - first) + 3;
+    const int n_rows = row->n_queries * (row->list_by_head ? row->n_kv_heads : 1);
+    problem->list = (int32_t *)test_alloc((size_t)(n_rows * a->list_length) * sizeof(int32_t));
+    for (int i = 0; i < n_rows; i++) {
+        int32_t *to = problem->list + i * a->list_length, *end = to + a->list_length;
+        for (int64_t b = first < 0 ? 0 : first; b <= last && b <= INT32_MAX; b++)
+            if (data_below(&random, 1000) < (int)(row->list_share * 1000.0f)) *to++ = (int32_t)b;
+        *to++ = -1;
+        while (to < end) *to++ = data_below(&random, 3) - 5;
+    }
+    a->list = problem->list;
+}
+
 /* Encodes the values, unless the keys are the values, and the tail, if there is one. */
 static inline void attend_fill_others(attend_problem *problem, const attend_row *row)
 {
@@ -178,6 +207,7 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     if (row->arithmetic == TQKV_INTEGER)
         problem->tolerance = 2e-4 + 5e-5 * (double)row->query_size *
                                         (row->scale != 0.0f ? fabs(row->scale) * sqrt((double)query_dim) : 1.0);
+    attend_make_list(problem, row);
     attend_fill_store(&problem->keys, a, 11, DATA_GAUSSIAN);
     attend_fill_others(problem, row);
     problem->head_dim = (size_t)query_dim;
@@ -210,6 +240,7 @@ static inline void attend_tear_down(attend_problem *problem)
     free(problem->q);
     free(problem->sinks);
     free(problem->tree);
+    free(problem->list);
     free(problem->key_center);
     free(problem->value_center);
     free(problem->tail_center);

@@ -17,6 +17,7 @@ static void add_all_cases(void)
     test_latent_cases();
     test_latent_cache_cases();
     test_index_cases();
+    test_list_cases();
     test_defect_cases();
     test_pages_cases();
     test_batch_cases();

@@ -515,6 +515,20 @@ static inline bool reference_is_visible(const tqkv_attention *a, int query, int6
            (a->window <= 0 || position > at - a->window);
 }
 
+/* Whether a list shows a position to a query, which would see it without one. */
+static inline bool reference_is_listed(const tqkv_attention *a, int query, int kv_head, int64_t position)
+{
+    if (!a->list) return true;
+    const int heads = a->list_heads ? a->list_heads : 1;
+    const int32_t *row = a->list + (query * heads + (heads > 1 ? kv_head : 0)) * a->list_length;
+    for (int i = 0; i < a->list_length && row[i] >= 0; i++)
+        if (row[i] == position / a->list_block) return true;
+    int newer = 0;
+    for (int64_t p = position + 1; p < a->end && newer < a->list_newest; p++)
+        newer += reference_is_visible(a, query, p);
+    return newer < a->list_newest;
+}
+
 /* All resident rows of one head in the original basis: [end - oldest][head_dim]. Freed by the caller. */
 static inline double *reference_decode_all(const tqkv_store *s, int kv_head, int64_t oldest, int64_t end, bool integers)
 {
@@ -555,23 +569,27 @@ static inline void reference_attend_row(const tqkv_attention *a, int head, int q
     reference_shape shape = reference_attention_shape(a);
     size_t d = (size_t)shape.key_dim, value_dim = (size_t)shape.value_dim, count = (size_t)(shape.end - shape.oldest);
     double *scores = (double *)test_alloc(count * sizeof *scores);
+    bool *seen = (bool *)test_alloc(count * sizeof *seen);
     double largest = a->sinks ? (double)a->sinks[head] : -INFINITY, sum = 0.0;
     bool any = false;
     memset(out, 0, value_dim * sizeof *out);
     for (size_t i = 0; i < count; i++) {
-        if (!reference_is_visible(a, query_index, shape.oldest + (int64_t)i)) continue;
+        seen[i] = reference_is_visible(a, query_index, shape.oldest + (int64_t)i) &&
+                  reference_is_listed(a, query_index, head / shape.group, shape.oldest + (int64_t)i);
+        if (!seen[i]) continue;
         scores[i] = reference_score(a, query, keys + i * d, shape.scale);
         largest = scores[i] > largest ? scores[i] : largest;
         any = true;
     }
     for (size_t i = 0; i < count; i++) {
-        if (!reference_is_visible(a, query_index, shape.oldest + (int64_t)i)) continue;
+        if (!seen[i]) continue;
         double weight = exp(scores[i] - largest);
         sum += weight;
         for (size_t j = 0; j < value_dim; j++) out[j] += weight * values[i * value_dim + j];
     }
     if (a->sinks) sum += exp((double)a->sinks[head] - largest);
     for (size_t j = 0; any && j < value_dim; j++) out[j] /= sum;
+    free(seen);
     free(scores);
 }
 

@@ -88,6 +88,7 @@ void test_integer_cases(void);
 void test_latent_cases(void);
 void test_latent_cache_cases(void);
 void test_index_cases(void);
+void test_list_cases(void);
 void test_defect_cases(void);
 void test_pages_cases(void);
 void test_batch_cases(void);
