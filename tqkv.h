@@ -406,7 +406,7 @@ typedef struct tqkv_attention {
     /* [n_queries][list_heads][list_length], or NULL: all positions. Ascending numbers of blocks, the first -1 ends a row; block
        b is the positions from b * list_block on. A query sees what it would see without a list, if it is in a block of its row
        or among the newest list_newest positions that it would see. Blocks beyond the end, and positions that are gone, are
-       nothing. A list that names all blocks gives the result without a list, bit for bit. Not on a GPU. */
+       nothing. A list that names all blocks gives the result without a list, bit for bit. */
     const int32_t *list;
     int list_length, list_heads; /* list_heads: 0 = 1, or n_kv_heads: a row for each */
     int list_block, list_newest; /* list_block: 1, 4, 16, 64 or 128 positions */
@@ -696,6 +696,11 @@ typedef struct tqkv_metal_attention {
        number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a sequence. */
     int matrix_group;
     const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
+    /* int32_t [n_queries][list_heads][list_length]; zero = none. Kernels read it when they run; attention.list, if it is not
+       NULL, is what it will hold then. Without that what follows the first -1 of a row, and a bad entry (negative, or not
+       larger than all before it) is left out. A list of all blocks gives the bits that there are without, but not in a ring
+       that has wrapped. Not in batches and slices. */
+    tqkv_metal_buffer list;
 } tqkv_metal_attention;
 
 /* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
@@ -744,6 +749,25 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_obj
                                                    const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                                    tqkv_metal_buffer scratch, const tqkv_metal_buffer *out);
 
+/* tqkv_index with buffers. NaN and Inf in q, weights or scores are not detected. */
+typedef struct tqkv_metal_index {
+    tqkv_index index; /* its keys, weights, parallel and allocator are not read */
+    const tqkv_metal_store *keys;
+    tqkv_metal_buffer weights; /* float [n_queries][n_heads]; zero = 1 */
+} tqkv_metal_index;
+
+/* As tqkv_index_scores. head_dim 64 or 128, and a GPU whose matrices lie as attention needs them; else TQKV_UNSUPPORTED. */
+TQKV_METAL_API tqkv_result tqkv_metal_index_scores(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
+                                                   tqkv_metal_buffer q, tqkv_metal_buffer scores);
+/* Bytes of scratch that the choice needs at most, for any `end`; 0 for many queries, or few blocks. */
+TQKV_METAL_API tqkv_result tqkv_metal_index_choose_scratch(tqkv_metal *m, const tqkv_metal_index *x, size_t *bytes);
+/* As tqkv_index_choose: the same list for the same scores, but a block whose score is NaN is chosen only as one of `first`
+   and `newest`. scores: float [n_queries][number of blocks up to end], list: int32_t [n_queries][k]. Of keys only the
+   shape is read. */
+TQKV_METAL_API tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
+                                                   tqkv_metal_buffer scores, int k, tqkv_metal_buffer scratch,
+                                                   tqkv_metal_buffer list);
+
 /* For programs without an encoder: calls record(user, encoder), commits to the context's queue and waits. If record
    fails, nothing runs and its result is returned. */
 typedef tqkv_result (*tqkv_metal_record)(void *user, tqkv_metal_object encoder);
@@ -789,6 +813,7 @@ enum {
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
     TQKV_METAL_BINDINGS = 24,
     TQKV_METAL_MEMORIES = 4,
+    TQKV_METAL_CHOOSE_DISPATCHES = 4,
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
 };
 
@@ -801,7 +826,10 @@ typedef enum tqkv_metal_family {
     TQKV_METAL_ROTATE,
     TQKV_METAL_ATTEND,
     TQKV_METAL_ATTEND_MERGE,
-    TQKV_METAL_ATTEND_MATRIX
+    TQKV_METAL_ATTEND_MATRIX,
+    TQKV_METAL_INDEX_CHOOSE,
+    TQKV_METAL_ATTEND_LIST,
+    TQKV_METAL_INDEX_SCORES
 } tqkv_metal_family;
 
 /* Identifies a pipeline. Only bytes, without padding: a program keeps its pipelines by them and compares with memcmp. */
@@ -906,6 +934,9 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attenti
 TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
                                                    tqkv_metal_buffer out, tqkv_metal_dispatch *d);
+/* With lists: the dispatch that comes before those of tqkv_metal_plan_attend. */
+TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *a, tqkv_metal_buffer scratch,
+                                                 tqkv_metal_dispatch *d);
 /* Puts attend in the place of attend_matrix in a planned attention; buffers and arguments stay. d: its first dispatch */
 TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d);
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
@@ -916,6 +947,13 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *it
                                                   void *contents, tqkv_metal_buffer scratch,
                                                   const tqkv_metal_buffer *out, bool matrices,
                                                   tqkv_metal_dispatch d[2]);
+TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *x, tqkv_metal_buffer q,
+                                                  tqkv_metal_buffer scores, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_index_choose_scratch(const tqkv_metal_index *x, size_t *bytes);
+/* n: how many of the dispatches are used, which run one after the other */
+TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqkv_metal_buffer scores, int k,
+                                                  tqkv_metal_buffer scratch, tqkv_metal_buffer list,
+                                                  tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES], int *n);
 #endif /* TQKV_METAL */
 
 #ifdef __cplusplus
@@ -7648,10 +7686,9 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-#define TQKV__FLOATS_ON_GPU  "arithmetic: a GPU multiplies floats only"
-#define TQKV__GAPS_ON_GPU    "strides: not on a GPU"
-#define TQKV__CAUSAL_ON_GPU  "non_causal: not on a GPU"
-#define TQKV__NO_LIST_ON_GPU "list: not on a GPU"
+#define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
+#define TQKV__GAPS_ON_GPU   "strides: not on a GPU"
+#define TQKV__CAUSAL_ON_GPU "non_causal: not on a GPU"
 
 /* Changes to the integers of the set, if the call asks for them. */
 static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
@@ -7818,7 +7855,8 @@ static tqkv_result tqkv__check_row(const int32_t *row, int n)
     return TQKV_OK;
 }
 
-static tqkv_result tqkv__check_list(tqkv__attention *a)
+/* The numbers of a list, but not its entries. */
+static tqkv_result tqkv__list_shape(tqkv__attention *a)
 {
     tqkv_attention *call = &a->call;
     size_t size;
@@ -7828,15 +7866,21 @@ static tqkv_result tqkv__check_list(tqkv__attention *a)
     if (call->list_heads != 1 && call->list_heads != a->n_kv_heads)
         return TQKV__INVALID("list_heads: neither 1 nor n_kv_heads");
     if (tqkv__list_shift(call->list_block) < 0) return TQKV__INVALID("list_block: none of 1, 4, 16, 64 and 128");
-    if (!tqkv__aligned_at(call->list, sizeof *call->list)) return TQKV__INVALID("list: not aligned as int32_t");
     if (!tqkv__array_size(call->n_queries, call->list_heads, call->list_length, sizeof *call->list, &size))
         return TQKV__INVALID("a list of more than SIZE_MAX bytes");
-    for (int i = 0; i < call->n_queries; i++)
-        for (int h = 0; h < call->list_heads; h++) {
-            const tqkv_result r = tqkv__check_row(tqkv__list_row(a, i, h), call->list_length);
-            if (r != TQKV_OK) return r;
-        }
     return TQKV_OK;
+}
+
+static tqkv_result tqkv__check_list(tqkv__attention *a)
+{
+    const tqkv_attention *call = &a->call;
+    tqkv_result r = tqkv__list_shape(a);
+    if (!call->list || r != TQKV_OK) return r;
+    if (!tqkv__aligned_at(call->list, sizeof *call->list)) return TQKV__INVALID("list: not aligned as int32_t");
+    for (int i = 0; i < call->n_queries; i++)
+        for (int h = 0; r == TQKV_OK && h < call->list_heads; h++)
+            r = tqkv__check_row(tqkv__list_row(a, i, h), call->list_length);
+    return r;
 }
 
 static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
@@ -10615,8 +10659,9 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_ROTATE_TAIL  23 /* bool: attend: the tail is rotated, queries are not */
 #define TQKV_FC_TAIL_CENTER  24 /* bool: attend: as TQKV_FC_CENTER, of the tail */
 #define TQKV_FC_TAIL_ROTATED 25 /* bool: attend: rotate the tail's centre before it is used */
+#define TQKV_FC_LIST         26 /* bool: attend: queries see listed blocks alone */
 
-#define TQKV__CONSTANTS 26 /* of them */
+#define TQKV__CONSTANTS 27 /* of them */
 /* Those that are uint, a bit each. */
 #define TQKV__NUMBERS                                                                                                  \
     (1u << TQKV_FC_FORMAT | 1u << TQKV_FC_VALUE_FORMAT | 1u << TQKV_FC_COLUMNS | 1u << TQKV_FC_TYPE |                  \
@@ -10678,6 +10723,11 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
+
+/* Digits of a score that index_choose counts at a time. Scratch of a query, in words: three passes of counts a chunk, and two
+   words a pass; none for one chunk. */
+#define TQKV__CHOOSE_COUNTS     2048
+#define TQKV__CHOOSE_SCRATCH(n) ((n) > 1 ? (n)*3 * TQKV__CHOOSE_COUNTS + 6 : 0)
 
 /* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side, 8 up to D=128. */
 #define TQKV__ENCODE_ROWS(D) (TQKV__RUNS(D) > 1 ? 128 / TQKV__ROW_LANES(D) : (D) == 32 ? 64 : 4096 / (D))
@@ -10748,8 +10798,24 @@ typedef struct tqkv__attend_args {
     int32_t value_page_size, value_last_page;
     uint32_t key_page_factor, value_page_factor; /* page of a tile: the upper word of the product of tile and factor, */
     int32_t key_page_shift, value_page_shift;    /* shifted to the right */
-    int32_t first_of_tree; /* read if TQKV_FC_TREE: position kv_len - n_queries, or INT_MAX without a tree */
+    int32_t first_of_tree;           /* read if TQKV_FC_TREE: position kv_len - n_queries, or INT_MAX without a tree */
+    int32_t list_heads, list_row;    /* read if TQKV_FC_LIST; integers of a row that attend_list wrote */
+    int32_t list_shift, list_inside; /* as in tqkv__list_args */
+    int32_t list_base, list_slots;   /* slot of that block's first position; from list_slots on there is none */
 } tqkv__attend_args;
+
+/* attend_list. Positions count from the oldest resident one, and blocks from its block, number first_block, of which it is
+   position `inside`. A row that it writes: how many ranks there are, how many entries come before the newest blocks, the
+   first of these, the position before which they are not seen, the position of rank 0 in blocks, times their size; then the
+   entries. */
+#define TQKV__LIST_HEADER 8
+typedef struct tqkv__list_args {
+    int32_t n_queries, list_heads, list_length;
+    int32_t shift;                     /* a block is 1 << shift positions */
+    int32_t newest;                    /* positions that are seen beside the list */
+    int32_t kv_len, window, slice_end; /* as in tqkv__attend_args */
+    int32_t first_block, inside;
+} tqkv__list_args;
 
 typedef struct tqkv__merge_args {
     int32_t n_rows;  /* n_queries * n_heads */
@@ -10759,6 +10825,29 @@ typedef struct tqkv__merge_args {
     int32_t section; /* partial results of a section: TQKV__SECTION or, if they are sections, 1 */
     int32_t before;  /* those of the first section that are left out */
 } tqkv__merge_args;
+
+/* index_choose: a query sees the keys before seen + (seen_rest + its number) / ratio. */
+typedef struct tqkv__choose_args {
+    int32_t seen, seen_rest, ratio;
+    int32_t end;             /* keys */
+    int32_t block, n_blocks; /* keys a block; blocks of a row of scores */
+    int32_t from;            /* the block of the first resident key */
+    int32_t k, first, newest;
+    int32_t chunk, n_chunks;       /* blocks of a threadgroup; threadgroups of a row */
+    int32_t first_pass, last_pass; /* of this dispatch: 0 to 2 count digits, 3 writes */
+} tqkv__choose_args;
+
+/* index_scores. `keys` is that of a call whose heads are those of the index; its resident positions are the keys from number
+   first_key on. */
+#define TQKV__INDEX_KEYS 1024 /* whose scores are in threadgroup memory at a time */
+#define TQKV__POOL_MEAN  1    /* tqkv_pool */
+typedef struct tqkv__index_args {
+    tqkv__attend_args keys;
+    int32_t seen, seen_rest, ratio, end, block, n_blocks; /* as in tqkv__choose_args */
+    int32_t first_key;
+    int32_t blocks_each; /* of a threadgroup: TQKV__INDEX_KEYS keys at most, or one block */
+    int32_t pool, relu, has_weights;
+} tqkv__index_args;
 
 /* One call of a batch. The threadgroups of attend number blocks of query rows first, then splits, then items. Offsets
    are from where the buffer is bound, in units of: */
@@ -10774,8 +10863,9 @@ typedef struct tqkv__batch_item {
 
 /* The structs that C and the shaders share. */
 #define TQKV__SHARED_STRUCTS(row)                                                                                      \
-    row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item)
-enum { TQKV__N_SHARED_STRUCTS = 6 };
+    row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item) row(choose_args)   \
+        row(list_args) row(index_args)
+enum { TQKV__N_SHARED_STRUCTS = 9 };
 
 /* Output of the kernel `tables`: the tables and sizes that the shaders were compiled with. */
 typedef struct tqkv__table_report {
@@ -10788,10 +10878,13 @@ typedef struct tqkv__table_report {
 
 TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 120);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 144);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 220);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4620);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 244);
+TQKV__ASSERT_SIZE(tqkv__choose_args, 56);
+TQKV__ASSERT_SIZE(tqkv__list_args, 40);
+TQKV__ASSERT_SIZE(tqkv__index_args, 188);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4632);
 
 #endif
 #endif
@@ -10878,8 +10971,9 @@ TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispa
 
 TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME])
 {
-    static const char *const families[] = {"tables", "encode", "encode_kv",    "probe",        "decode",
-                                           "rotate", "attend", "attend_merge", "attend_matrix"}; /* tqkv_metal_family */
+    static const char *const families[] = {
+        "tables",       "encode",        "encode_kv",    "probe",       "decode",      "rotate", "attend",
+        "attend_merge", "attend_matrix", "index_choose", "attend_list", "index_scores"}; /* tqkv_metal_family */
     const int dims[] = {kernel->head_dim * TQKV__DIM_UNIT, kernel->value_dim * TQKV__DIM_UNIT};
     char *at = name;
     const char *parts[] = {"tqkv_", families[kernel->family]};
@@ -11447,9 +11541,10 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
                                       tqkv__split *split)
 {
     split->matrix = tqkv__choose_matrix(a);
-    const int64_t rows = (int64_t)a->call.n_queries * a->group,
-                  most = split->matrix ? tqkv__matrix_rows(a->keys.head_dim) : TQKV__MAX_COLUMNS(a->keys.head_dim);
-    const int64_t blocks = (rows + most - 1) / most, section = TQKV__SECTION;
+    const int64_t each = a->call.list ? a->group : (int64_t)a->call.n_queries * a->group; /* rows that share tiles */
+    const int64_t most = split->matrix ? tqkv__matrix_rows(a->keys.head_dim) : TQKV__MAX_COLUMNS(a->keys.head_dim);
+    const int64_t parts = (each + most - 1) / most, section = TQKV__SECTION;
+    const int64_t blocks = a->call.list ? parts * a->call.n_queries : parts;
     const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
     split->n_short = a->call.window ? INT_MAX : TQKV__SHORT_STRETCHES;
     split->first_stretch = tqkv__stretch_of(first, split->n_short);
@@ -11461,7 +11556,7 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     split->n_splits = full ? 1 : stretches ? n_stretches : n_sections;
     split->sections_each = full ? n_sections : stretches ? 0 : 1;
     split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
-    split->columns = tqkv__choose_columns((rows + blocks - 1) / blocks, a->call.n_queries);
+    split->columns = tqkv__choose_columns((each + parts - 1) / parts, a->call.list ? 1 : a->call.n_queries);
     split->n_simdgroups = end > 4 ? 4 : end > 1 ? (int)end : 1;
     const size_t n = (size_t)split->n_partials;
     if (a->n_rows > SIZE_MAX / row / (n + 1)) return TQKV__INVALID("scratch of more than SIZE_MAX bytes");
@@ -11481,7 +11576,51 @@ typedef struct tqkv__attend_buffers {
     tqkv_metal_buffer sinks, tree, q, scratch, out;
     tqkv__slice_buffers slice; /* zero: attends to all positions */
     int64_t slice_end;         /* of the positions to attend to */
+    tqkv_metal_buffer list;    /* rows of attend_list */
 } tqkv__attend_buffers;
+
+/* ---- Lists of blocks ---- */
+
+static tqkv_result tqkv__check_list_rows(const tqkv__attention *a)
+{
+    const tqkv_attention *c = &a->call;
+    size_t size;
+    if (c->list_length <= INT_MAX - TQKV__LIST_HEADER && c->n_queries <= INT_MAX / c->list_heads &&
+        tqkv__array_size(c->n_queries, c->list_heads, c->list_length + TQKV__LIST_HEADER, 2 * sizeof(int32_t), &size))
+        return TQKV_OK;
+    return TQKV__INVALID("list: too large for a GPU");
+}
+
+static size_t tqkv__list_rows_size(const tqkv__attention *a)
+{
+    const size_t row = ((size_t)a->call.list_length + TQKV__LIST_HEADER) * sizeof(int32_t);
+    return a->call.list ? ((size_t)a->call.n_queries * (size_t)a->call.list_heads * row + 15) / 16 * 16 : 0;
+}
+
+/* Positions of its block before the oldest resident one. */
+static int tqkv__list_inside(const tqkv__attention *a) { return (int)(a->first % a->call.list_block); }
+
+/* Whether resident positions have ascending slots, and enough before them, so that ranks can take slots. */
+static bool tqkv__list_in_order(const tqkv__attention *a)
+{
+    const int64_t slot = a->call.end > a->first ? tqkv__slot(&a->keys, a->first) : 0;
+    return slot >= tqkv__list_inside(a) && slot + (a->call.end - a->first) <= a->keys.capacity;
+}
+
+/* The tiles before which ranks end at most; with ascending slots not beyond *end. */
+static void tqkv__listed_tiles(const tqkv__attention *a, int64_t *end)
+{
+    const tqkv_attention *c = &a->call;
+    const int64_t size = c->list_block, resident = c->end - a->first, inside = tqkv__list_inside(a);
+    const int64_t from = c->window && c->window < resident ? resident - c->window : 0; /* that the last query sees */
+    const int64_t base = tqkv__list_in_order(a) && resident ? tqkv__slot(&a->keys, a->first) - inside : 0;
+    const int64_t most = c->list_newest + (c->tree ? 64 : 0),
+                  newest = c->list_newest ? (most + 2 * size - 2) / size : 0;
+    const int64_t listed = c->list_length + newest, all = (inside + resident + size - 1) / size;
+    const int64_t to = base + (from + inside) / size * size + (listed < all ? listed : all) * size;
+    const int64_t tiles = (to + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
+    if (tiles < *end || !tqkv__list_in_order(a)) *end = tiles;
+}
 
 /* A division by the tiles of a page, d: a GPU takes tens of instructions for one. With 2^shift < d <= 2^(shift+1) the factor
    2^(32+shift) / d, rounded up, is at most d / 2^(32+shift) of itself too large: that is exact for tiles below 2^26. */
@@ -11528,6 +11667,14 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     args->first_of_tree = a->call.tree ? kv_len - a->call.n_queries : INT_MAX;
     args->key_slots = b->keys->shape.capacity;
     args->value_slots = b->values->shape.capacity;
+    if (a->call.list) {
+        args->list_heads = a->call.list_heads;
+        args->list_row = TQKV__LIST_HEADER + a->call.list_length;
+        args->list_shift = tqkv__list_shift(a->call.list_block);
+        args->list_inside = tqkv__list_inside(a);
+        args->list_base = tqkv__list_in_order(a) ? args->key_oldest_slot - args->list_inside : 0;
+        args->list_slots = tqkv__list_in_order(a) ? args->key_capacity : INT_MAX;
+    }
     if (!a->keys.n_pages) return;
     args->key_page_size = a->keys.page_size;
     args->value_page_size = a->values.page_size;
@@ -11616,7 +11763,8 @@ TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int column
     const int head_dim = d->kernel.head_dim * TQKV__DIM_UNIT, value_dim = d->kernel.value_dim * TQKV__DIM_UNIT;
     const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
     const tqkv__attend_args args = tqkv__attend_args_of(d);
-    const size_t rows = (size_t)args.n_queries * (size_t)args.group;
+    const bool list = d->kernel.constants[TQKV_FC_LIST] == 1 + true; /* then each query has threadgroups of its own */
+    const size_t n_queries = (size_t)args.n_queries, rows = (list ? 1 : n_queries) * (size_t)args.group;
     if (columns > most) columns = most;
     d->kernel.family = matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND;
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
@@ -11625,7 +11773,7 @@ TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int column
         tqkv__plan_matrix_memory(d, (size_t)head_dim, columns);
     else
         tqkv__plan_attend_memory(d, (size_t)head_dim, (size_t)(value_dim ? value_dim : head_dim), columns);
-    d->grid[1] = (rows + (size_t)columns - 1) / (size_t)columns;
+    d->grid[1] = (rows + (size_t)columns - 1) / (size_t)columns * (list ? n_queries : 1);
 }
 
 TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d)
@@ -11676,6 +11824,9 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->tree, 0, false);
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
     tqkv__plan_bind_tail(d, a, b);
+    tqkv__plan_bind(d, "lists", 16, b->list, tqkv__list_rows_size(a), false);
+    tqkv__plan_constant(d, TQKV_FC_LIST, a->call.list != NULL);
+    if (a->call.list) d->barrier = b->list.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type, a->out_elements,
                          true);
     tqkv__plan_bind_slices(d, a, &b->slice);
@@ -11731,6 +11882,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     tqkv__split split;
     int64_t first, end;
     tqkv__tiles_seen(a, b->slice_end, &first, &end);
+    if (a->call.list) tqkv__listed_tiles(a, &end);
     const tqkv_result r = tqkv__choose_split(a, first, end, most_sums, &split);
     if (r != TQKV_OK) return r;
     tqkv__plan_attend_splits(&d[0], a, b, &split);
@@ -11808,9 +11960,11 @@ static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, co
 static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan_call *call, tqkv__attention *a)
 {
     static const uint64_t not_known[64] = {0}; /* of as many queries as a tree has: none sees any of its positions */
+    static const int32_t not_read[1] = {0};
     tqkv_attention *to = &call->attention;
     if (!from) return TQKV__INVALID("the attention is NULL");
     if (from->attention.tree && !from->tree.buffer) return TQKV__INVALID("tree: no buffer");
+    if (from->attention.list && !from->list.buffer) return TQKV__INVALID("list: no buffer");
     if (from->matrix_group < 0) return TQKV__INVALID("matrix_group is negative");
     tqkv_result r = tqkv__plan_store(from->keys, &call->keys);
     if (r == TQKV_OK) r = tqkv__plan_store(from->values, &call->values);
@@ -11821,6 +11975,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     to->values = &call->values;
     to->tail = from->tail ? &call->tail : NULL;
     if (from->tree.buffer && !to->tree) to->tree = not_known;
+    if (from->list.buffer && !to->list) to->list = not_read;
     to->sinks = NULL;
     memset(&to->parallel, 0, sizeof to->parallel);
     memset(&to->allocator, 0, sizeof to->allocator);
@@ -11829,12 +11984,13 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (r == TQKV_OK) r = tqkv__plan_table(from->values, &a->values);
     if (r == TQKV_OK) r = tqkv__check_kernels(a->keys.head_dim, a->value_dim);
     if (r == TQKV_OK) r = tqkv__check_tail(a->keys.head_dim, a->tail.head_dim);
+    if (r == TQKV_OK) r = from->attention.list ? tqkv__check_list(a) : tqkv__list_shape(a);
+    if (r == TQKV_OK && a->call.list) r = tqkv__check_list_rows(a);
     if (r == TQKV_OK && a->round_query) r = TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     if (r == TQKV_OK && a->call.non_causal) r = TQKV__REFUSE(UNSUPPORTED, TQKV__CAUSAL_ON_GPU);
     if (r == TQKV_OK && (!tqkv__without_gaps(a->call.query_strides, a->call.n_heads, a->key_dim) ||
                          !tqkv__without_gaps(a->call.output_strides, a->call.n_heads, a->value_dim)))
         r = TQKV__REFUSE(UNSUPPORTED, TQKV__GAPS_ON_GPU);
-    if (r == TQKV_OK && a->call.list) r = TQKV__REFUSE(UNSUPPORTED, TQKV__NO_LIST_ON_GPU);
     a->matrix_group = from->matrix_group;
     if (r != TQKV_OK || !a->keys.page_size == !a->values.page_size) return r;
     return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
@@ -11864,13 +12020,17 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
     b->tail = from->tail;
     b->tree = from->tree;
     b->slice_end = a.call.end;
+    b->list = b->scratch;
+    b->scratch = tqkv__buffer_after(b->scratch, tqkv__list_rows_size(&a));
     if (b->slice.to) {
+        if (a.call.list) return TQKV__REFUSE(UNSUPPORTED, "lists in a slice: not on a GPU");
         if ((r = tqkv__check_slice(&a, first, count)) != TQKV_OK) return r;
         a.first = first;
         b->slice_end = first + count;
     } else {
         b->sinks = from->sinks;
-        if ((r = tqkv__check_seen(&a, a.first, a.call.end)) != TQKV_OK) return r;
+        if (!a.call.list || from->attention.list) r = tqkv__check_seen(&a, a.first, a.call.end);
+        if (r != TQKV_OK) return r;
     }
     r = tqkv__plan_attention_positions(&a);
     return r == TQKV_OK ? tqkv__plan_attention(&a, b, most_sums, d) : r;
@@ -11891,6 +12051,40 @@ static tqkv_result tqkv__plan_item(const tqkv_metal_attention *from, tqkv_metal_
 {
     tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
     return tqkv__plan_call_of(from, 0, 0, most_sums, &b, d);
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *from, tqkv_metal_buffer scratch,
+                                                 tqkv_metal_dispatch *d)
+{
+    tqkv__plan_call call;
+    tqkv__attention a;
+    tqkv__list_args args;
+    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    tqkv_result r = tqkv__plan_shape(from, &call, &a);
+    if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
+    if (r != TQKV_OK) return r;
+    if (!a.call.list) return TQKV__INVALID("list: no buffer");
+    const int64_t first_block = a.first / a.call.list_block;
+    const size_t n_rows = (size_t)a.call.n_queries * (size_t)a.call.list_heads;
+    args.n_queries = a.call.n_queries;
+    args.list_heads = a.call.list_heads;
+    args.list_length = a.call.list_length;
+    args.shift = tqkv__list_shift(a.call.list_block);
+    args.newest = a.call.list_newest;
+    args.kv_len = args.slice_end = (int32_t)(a.call.end - a.first);
+    args.window = a.call.window < args.kv_len ? a.call.window : 0;
+    args.first_block = first_block < INT_MAX ? (int32_t)first_block : INT_MAX;
+    args.inside = tqkv__list_inside(&a);
+    tqkv__plan_begin(d, TQKV_METAL_ATTEND_LIST, 0, 0);
+    tqkv__plan_args(d, &args, sizeof args);
+    tqkv__plan_bind(d, "list", 1, from->list, n_rows * (size_t)args.list_length * sizeof(int32_t), false);
+    tqkv__plan_bind(d, "scratch", 2, scratch, tqkv__list_rows_size(&a), true);
+    tqkv__plan_bind(d, "tree", 3, from->tree, a.call.tree ? (size_t)args.n_queries * sizeof(uint64_t) : 0, false);
+    tqkv__plan_constant(d, TQKV_FC_TREE, a.call.tree != NULL);
+    d->memory[0] = TQKV__SIMD_WIDTH * sizeof(uint32_t);
+    d->grid[0] = n_rows;
+    d->n_simdgroups = args.list_length / 32 < 31 ? args.list_length / 32 + 1 : 32;
+    return TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q,
@@ -11963,7 +12157,8 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums,
 {
     tqkv__split split;
     const int64_t section = (int64_t)TQKV__SECTION * TQKV__STRETCH_TILES, width = TQKV__SIMD_WIDTH;
-    const int64_t seen = (int64_t)a->call.window - 1 + a->call.n_queries, all = (a->keys.capacity + width - 1) / width;
+    const int64_t seen = (int64_t)a->call.window - 1 + a->call.n_queries,
+                  all = (a->keys.capacity + width - 1) / width + (a->call.list ? 8 : 0);
     const bool part = a->call.window && !a->keys.ring && seen / width + 2 < all;
     const int64_t first = part ? section - 1 : 0, end = part ? section + (seen + width - 2) / width : all;
     const tqkv_result r = tqkv__choose_split(a, first, end, most_sums, &split);
@@ -11971,6 +12166,7 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums,
     const size_t stretches = most_sums + a->n_rows * 2 * sizeof(float);
     *bytes = split.scratch_size;
     if (split.sections_each == 1 && *bytes < stretches) *bytes = stretches;
+    *bytes += tqkv__list_rows_size(a);
     return TQKV_OK;
 }
 
@@ -12085,6 +12281,7 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv_met
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < b->n; i++) {
         tqkv_metal_dispatch own[2];
+        if (b->items[i].list.buffer) return TQKV__REFUSE(UNSUPPORTED, "lists in a batch: not on a GPU");
         if ((r = tqkv__plan_batch_item(b, i, used, own)) != TQKV_OK) return r;
         if (b->items[i].sinks.buffer != b->items[0].sinks.buffer ||
             b->items[i].sinks.offset != b->items[0].sinks.offset)
@@ -12231,6 +12428,221 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attenti
         all += own;
     }
     *scratch = all;
+    return TQKV_OK;
+}
+
+/* ---- Indexes ---- */
+
+/* tqkv__index_shape of `from` */
+static tqkv_result tqkv__plan_index_open(const tqkv_metal_index *from, tqkv__index *x)
+{
+    static const int32_t not_known[1] = {0};
+    if (!from || !from->keys) return TQKV__INVALID("the index or its keys are NULL");
+    tqkv_store keys = from->keys->shape;
+    tqkv_index call = from->index;
+    if (keys.pages && !from->keys->pages.buffer) return TQKV__INVALID("pages: no buffer");
+    if (!keys.pages && from->keys->pages.buffer) keys.pages = not_known;
+    call.keys = &keys;
+    call.weights = NULL;
+    memset(&call.parallel, 0, sizeof call.parallel);
+    memset(&call.allocator, 0, sizeof call.allocator);
+    const tqkv_result r = tqkv__index_shape(&call, x);
+    if (r != TQKV_OK) return r;
+    if (x->a.round_query) return TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
+    return call.end > INT_MAX ? TQKV__REFUSE(UNSUPPORTED, "an index of 2^31 keys: not on a GPU") : TQKV_OK;
+}
+
+/* The keys before seen + (rest + i) / ratio are at positions that query i sees. */
+static void tqkv__plan_keys_seen(const tqkv__index *x, int32_t *seen, int32_t *rest)
+{
+    const int64_t first = x->call.positions - x->a.call.n_queries + 1, ratio = x->call.ratio, end = x->a.call.end;
+    const int64_t whole = first < 0 ? (first + 1) / ratio - 1 : first / ratio;
+    *seen = (int32_t)(whole < end ? whole : end);
+    *rest = (int32_t)(first - whole * ratio);
+}
+
+/* Blocks of a threadgroup: 256 threadgroups if that gives each 128 keys, and most 1024. */
+static int tqkv__index_blocks_each(const tqkv__index *x)
+{
+    const int64_t keys = (x->a.call.end - x->a.first) * x->a.call.n_queries / 256 / 128 * 128;
+    const int64_t each = keys < 128 ? 128 : keys < TQKV__INDEX_KEYS ? keys : TQKV__INDEX_KEYS;
+    return each > x->call.block ? (int)(each / x->call.block) : 1;
+}
+
+static void tqkv__plan_index_args(const tqkv__index *x, const tqkv_metal_index *from, tqkv__index_args *args)
+{
+    const tqkv__attention *a = &x->a;
+    memset(args, 0, sizeof *args);
+    args->keys.n_queries = a->call.n_queries;
+    args->keys.n_kv_heads = 1;
+    args->keys.group = a->call.n_heads;
+    args->keys.kv_len = (int32_t)(a->call.end - a->first);
+    args->keys.key_capacity = args->keys.value_capacity = a->keys.capacity;
+    args->keys.key_oldest_slot = args->keys.kv_len ? tqkv__slot(&a->keys, a->first) : 0;
+    args->keys.scale = 1.0f;
+    args->keys.key_block_scale = a->keys.block_scale;
+    args->keys.key_slots = from->keys->shape.capacity;
+    if (a->keys.n_pages) {
+        args->keys.key_page_size = a->keys.page_size;
+        args->keys.key_last_page = args->keys.key_slots / a->keys.page_size - 1;
+        tqkv__plan_division(a->keys.page_size, &args->keys.key_page_factor, &args->keys.key_page_shift);
+    }
+    tqkv__plan_keys_seen(x, &args->seen, &args->seen_rest);
+    args->ratio = x->call.ratio;
+    args->end = (int32_t)a->call.end;
+    args->block = x->call.block;
+    args->n_blocks = (int32_t)x->blocks;
+    args->first_key = (int32_t)a->first;
+    args->blocks_each = tqkv__index_blocks_each(x);
+    args->pool = (int32_t)x->call.pool;
+    args->relu = x->call.relu;
+    args->has_weights = from->weights.buffer != NULL;
+}
+
+static void tqkv__plan_index_constants(tqkv_metal_dispatch *d, const tqkv__index *x, bool center)
+{
+    const tqkv__attention *a = &x->a;
+    tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)a->keys.format);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_FORMAT,
+                        (int)a->keys.format); /* not used, as the others that are not said here */
+    tqkv__plan_constant(d, TQKV_FC_ROTATE_QUERIES, a->rotate_queries);
+    tqkv__plan_constant(d, TQKV_FC_COLUMNS, a->call.n_heads < 32 ? a->call.n_heads : 32);
+    tqkv__plan_constant(d, TQKV_FC_MANY_QUERIES, a->call.n_queries > 1);
+    tqkv__plan_constant(d, TQKV_FC_SOFTCAP, false);
+    tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, true);
+    tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, false);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, center);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, center && a->keys.rotated && !a->rotate_queries);
+    tqkv__plan_constant(d, TQKV_FC_TREE, false);
+    tqkv__plan_constant(d, TQKV_FC_BATCH, false);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_FORMAT, 0);
+    tqkv__plan_constant(d, TQKV_FC_ROTATE_TAIL, false);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER, false);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_ROTATED, false);
+    tqkv__plan_constant(d, TQKV_FC_LIST, true);
+}
+
+static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args, const tqkv_metal_index *from,
+                             tqkv_metal_buffer q, tqkv_metal_buffer scores, tqkv_metal_dispatch *d)
+{
+    static const char *const names[] = {"keys' codes", "keys' norms"};
+    const tqkv__attention *a = &x->a;
+    const size_t n_queries = (size_t)a->call.n_queries, head_dim = (size_t)a->key_dim,
+                 matrices = TQKV__MATRICES(a->call.n_heads), queries = TQKV__MATRIX_QUERY_BYTES(head_dim);
+    tqkv__plan_begin(d, TQKV_METAL_INDEX_SCORES, a->key_dim, a->key_dim);
+    tqkv__plan_args(d, args, sizeof *args);
+    tqkv__plan_bind_rows(d, "q", 1, q, TQKV_FC_TYPE, a->call.query_type, a->q_elements, false);
+    tqkv__plan_bind_store(d, names, 2, from->keys, &a->keys, false);
+    tqkv__plan_bind(d, "weights", 4, from->weights, from->weights.buffer ? a->n_rows * sizeof(float) : 0, false);
+    tqkv__plan_bind(d, "scores", 5, scores, n_queries * (size_t)x->blocks * sizeof(float), true);
+    const bool center = tqkv__plan_bind_center(d, "keys' center", 6, from->keys, &a->keys, true);
+    tqkv__plan_bind_pages(d, "keys' pages", 7, from->keys->pages, &a->keys, TQKV_FC_PAGES);
+    tqkv__plan_index_constants(d, x, center);
+    d->memory[0] = TQKV__TABLE_BYTES;
+    d->memory[1] = queries * (matrices + (a->call.n_heads <= 8 ? 1 : 2));
+    d->memory[2] = TQKV__INDEX_KEYS * sizeof(float);
+    d->memory[3] = TQKV__MATRIX_KEPT_BYTES(matrices);
+    d->grid[0] = (size_t)((x->blocks + args->blocks_each - 1) / args->blocks_each);
+    d->grid[1] = n_queries;
+    d->n_simdgroups = TQKV__MATRIX_SIMDGROUPS;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, tqkv_metal_buffer q,
+                                                  tqkv_metal_buffer scores, tqkv_metal_dispatch *d)
+{
+    tqkv__index_args args;
+    tqkv__index x;
+    size_t size;
+    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    tqkv_result r = tqkv__plan_index_open(from, &x);
+    if (r != TQKV_OK) return r;
+    if (x.a.key_dim != 64 && x.a.key_dim != 128)
+        return TQKV__REFUSE(UNSUPPORTED, "an index on a GPU has a head_dim of 64 or 128");
+    if (!tqkv__array_size(x.a.call.n_queries, (int)x.blocks, 1, sizeof(float), &size))
+        return TQKV__INVALID("scores of more than SIZE_MAX bytes");
+    if (from->keys->shape.pages) {
+        const int64_t end = tqkv__index_end(&x, x.a.call.n_queries - 1);
+        if ((r = tqkv__check_pages(&x.a.keys, x.a.first, end)) != TQKV_OK) return r;
+    }
+    if ((r = tqkv__plan_positions(&x.a.keys)) != TQKV_OK) return r;
+    tqkv__plan_index_args(&x, from, &args);
+    tqkv__plan_score(&x, &args, from, q, scores, d);
+    return TQKV_OK;
+}
+
+/* How a row of scores is divided: one threadgroup up to 16384 blocks, or where many queries fill the GPU. Else chunks of 8192
+   blocks or more, at most 64: each dispatch adds up the counts of all chunks in every threadgroup. */
+enum { TQKV__CHOOSE_BLOCKS = 8192, TQKV__CHOOSE_CHUNKS = 64, TQKV__CHOOSE_QUERIES = 16 };
+
+static void tqkv__plan_chunks(int64_t n_blocks, int n_queries, tqkv__choose_args *args)
+{
+    const int64_t usual = TQKV__CHOOSE_BLOCKS, least = (n_blocks + TQKV__CHOOSE_CHUNKS - 1) / TQKV__CHOOSE_CHUNKS;
+    const bool one = n_blocks <= 2 * usual || n_queries >= TQKV__CHOOSE_QUERIES;
+    args->chunk = (int32_t)(one ? n_blocks : least < usual ? usual : least);
+    args->n_chunks = (int32_t)(one ? 1 : (n_blocks + args->chunk - 1) / args->chunk);
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_index_choose_scratch(const tqkv_metal_index *from, size_t *bytes)
+{
+    tqkv__index x;
+    tqkv__choose_args args;
+    const tqkv_result r = tqkv__plan_index_open(from, &x);
+    if (r != TQKV_OK) return r;
+    const int64_t keys = x.a.keys.ring ? INT_MAX : tqkv__room(&x.a.keys);
+    tqkv__plan_chunks((keys + x.call.block - 1) / x.call.block, x.a.call.n_queries, &args);
+    *bytes = (size_t)x.a.call.n_queries * (size_t)TQKV__CHOOSE_SCRATCH(args.n_chunks) * sizeof(uint32_t);
+    return TQKV_OK;
+}
+
+static void tqkv__plan_choose(const tqkv__choose_args *args, size_t n_queries, const tqkv_metal_buffer buffers[3],
+                              tqkv_metal_dispatch *d)
+{
+    const int each = TQKV__SIMD_WIDTH * 4, most = 1024 / TQKV__SIMD_WIDTH;
+    tqkv__plan_begin(d, TQKV_METAL_INDEX_CHOOSE, 0, 0);
+    tqkv__plan_args(d, args, sizeof *args);
+    tqkv__plan_bind(d, "scores", 1, buffers[0], n_queries * (size_t)args->n_blocks * sizeof(float), false);
+    tqkv__plan_bind(d, "scratch", 2, buffers[1],
+                    n_queries * (size_t)TQKV__CHOOSE_SCRATCH(args->n_chunks) * sizeof(uint32_t), true);
+    tqkv__plan_bind(d, "list", 3, buffers[2], n_queries * (size_t)args->k * sizeof(int32_t), true);
+    d->memory[0] = TQKV__CHOOSE_COUNTS * sizeof(uint32_t);
+    d->memory[1] = (TQKV__SIMD_WIDTH + 4) * sizeof(uint32_t);
+    d->grid[0] = args->k ? (size_t)args->n_chunks : 0;
+    d->grid[1] = n_queries;
+    d->n_simdgroups = args->chunk / each < most ? args->chunk / each + 1 : most;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
+                                                  tqkv_metal_buffer scratch, tqkv_metal_buffer list,
+                                                  tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES], int *n)
+{
+    const tqkv_metal_buffer buffers[3] = {scores, scratch, list};
+    tqkv__choose_args args;
+    tqkv__index x;
+    size_t size;
+    const tqkv_result r = tqkv__plan_index_open(from, &x);
+    if (r != TQKV_OK) return r;
+    const int n_queries = x.a.call.n_queries;
+    if (k < 0 || !tqkv__array_size(n_queries, k, 1, sizeof(int32_t), &size) ||
+        !tqkv__array_size(n_queries, (int)x.blocks, 1, sizeof(float), &size))
+        return TQKV__INVALID("k is negative, or scores or list too large");
+    memset(&args, 0, sizeof args);
+    tqkv__plan_keys_seen(&x, &args.seen, &args.seen_rest);
+    tqkv__plan_chunks(x.blocks, n_queries, &args);
+    args.ratio = x.call.ratio;
+    args.end = (int32_t)x.a.call.end;
+    args.block = x.call.block;
+    args.n_blocks = (int32_t)x.blocks;
+    args.from = (int32_t)(x.a.first / x.call.block);
+    args.k = k;
+    args.first = x.call.first;
+    args.newest = x.call.newest;
+    *n = args.n_chunks > 1 ? TQKV_METAL_CHOOSE_DISPATCHES : 1;
+    for (int i = 0; i < *n; i++) {
+        args.first_pass = i;
+        args.last_pass = *n > 1 ? i : TQKV_METAL_CHOOSE_DISPATCHES - 1;
+        tqkv__plan_choose(&args, (size_t)n_queries, buffers, &d[i]);
+        if (i) d[i].barrier = scratch.buffer;
+    }
     return TQKV_OK;
 }
 

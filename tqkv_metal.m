@@ -355,11 +355,11 @@ static tqkv_result tqkv__refuse(tqkv_metal *m, tqkv_result r, const char *call)
                       r == TQKV_UNSUPPORTED ? "; " TQKV__KERNELS_TEXT : "");
 }
 
-/* Records one or two dispatches, or nothing. planned: the result of tqkv.h's checks. */
+/* Records up to TQKV_METAL_CHOOSE_DISPATCHES dispatches, or nothing. planned: the result of tqkv.h's checks. */
 static tqkv_result tqkv__record(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const char *call,
                                 tqkv_result planned, const tqkv_metal_dispatch *d, int n)
 {
-    const tqkv__pipeline *pipelines[2];
+    const tqkv__pipeline *pipelines[TQKV_METAL_CHOOSE_DISPATCHES];
     tqkv_result r = planned;
     if (!m) return TQKV_INVALID_ARGUMENT;
     if (r != TQKV_OK) return tqkv__refuse(m, r, call);
@@ -557,22 +557,26 @@ static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_d
     return true;
 }
 
-/* Records a planned attention. */
+/* Records a planned attention: the last two of n dispatches. */
 static tqkv_result tqkv__record_attend(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const char *call,
-                                       tqkv_result planned, tqkv_metal_dispatch d[2])
+                                       tqkv_result planned, tqkv_metal_dispatch *d, int n)
 {
-    tqkv_result r = tqkv__avoid_matrices(m, planned, d);
-    r = tqkv__record(m, encoder, call, r, d, 2);
-    if (!m || !tqkv__lost_matrices(m, r, d)) return r;
-    r = tqkv__avoid_matrices(m, TQKV_OK, d);
-    return tqkv__record(m, encoder, call, r, d, 2);
+    tqkv_metal_dispatch *attend = d + n - 2;
+    tqkv_result r = tqkv__avoid_matrices(m, planned, attend);
+    r = tqkv__record(m, encoder, call, r, d, n);
+    if (!m || !tqkv__lost_matrices(m, r, attend)) return r;
+    r = tqkv__avoid_matrices(m, TQKV_OK, attend);
+    return tqkv__record(m, encoder, call, r, d, n);
 }
 
 tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                               tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
 {
-    tqkv_metal_dispatch d[2];
-    return tqkv__record_attend(m, encoder, "attend", tqkv_metal_plan_attend(a, q, scratch, out, d), d);
+    tqkv_metal_dispatch d[3];
+    const int before = a && a->list.buffer;
+    tqkv_result r = before ? tqkv_metal_plan_attend_list(a, scratch, d) : TQKV_OK;
+    if (r == TQKV_OK) r = tqkv_metal_plan_attend(a, q, scratch, out, d + before);
+    return tqkv__record_attend(m, encoder, "attend", r, d, before + 2);
 }
 
 tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
@@ -581,7 +585,7 @@ tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder, 
 {
     tqkv_metal_dispatch d[2];
     const tqkv_result r = tqkv_metal_plan_attend_partial(a, q, first, count, scratch, out, max, sum, d);
-    return tqkv__record_attend(m, encoder, "attend_partial", r, d);
+    return tqkv__record_attend(m, encoder, "attend_partial", r, d, 2);
 }
 
 tqkv_result tqkv_metal_attend_merge(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
@@ -640,6 +644,32 @@ tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, co
     if (!tqkv__lost_matrices(m, r, d)) return r;
     r = tqkv_metal_plan_attend_batch(items, n_items, q, arguments, to, scratch, out, false, d);
     return tqkv__record(m, encoder, "attend_batch", r, d, 2);
+}
+
+tqkv_result tqkv_metal_index_scores(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
+                                    tqkv_metal_buffer q, tqkv_metal_buffer scores)
+{
+    tqkv_metal_dispatch d;
+    const tqkv_result r = tqkv_metal_plan_index_scores(x, q, scores, &d);
+    if (m && r == TQKV_OK && !tqkv__has_matrices(m))
+        return tqkv__fail(m, TQKV_UNSUPPORTED, "index_scores: this GPU's matrices lie otherwise, or Metal refuses them");
+    return tqkv__record(m, encoder, "index_scores", r, &d, 1);
+}
+
+tqkv_result tqkv_metal_index_choose_scratch(tqkv_metal *m, const tqkv_metal_index *x, size_t *bytes)
+{
+    if (!m || !bytes) return TQKV_INVALID_ARGUMENT;
+    const tqkv_result r = tqkv_metal_plan_index_choose_scratch(x, bytes);
+    return r == TQKV_OK ? r : tqkv__refuse(m, r, "index_choose_scratch");
+}
+
+tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
+                                    tqkv_metal_buffer scores, int k, tqkv_metal_buffer scratch, tqkv_metal_buffer list)
+{
+    tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES];
+    int n = 0;
+    const tqkv_result r = tqkv_metal_plan_index_choose(x, scores, k, scratch, list, d, &n);
+    return tqkv__record(m, encoder, "index_choose", r, d, n);
 }
 
 /* -- Memory that processor and GPU share -- */
@@ -770,7 +800,7 @@ tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, co
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
     const tqkv_result planned = tqkv__plan_cache_attend(c, memory, q, n_queries, scratch, out, d);
-    return tqkv__record_attend(m, encoder, "attend", planned, d);
+    return tqkv__record_attend(m, encoder, "attend", planned, d, 2);
 }
 
 tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes)
@@ -826,6 +856,8 @@ tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int
     call.attention.tree = NULL;
     tqkv_result r =
         tqkv__build_all(m, tqkv_metal_plan_encode_kv(&keys, &values, none, none, 0, 0, none, d), "prepare", d, 1);
+    if (r == TQKV_OK && a->list.buffer)
+        r = tqkv__build_all(m, tqkv_metal_plan_attend_list(&call, none, d), "prepare", d, 1);
     for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++) {
         call.attention.n_queries = n;
         r = tqkv__build_attention(m, tqkv_metal_plan_attend(&call, none, none, none, d), d, batches);

@@ -61,6 +61,7 @@ struct attend_task {
     device float *partial_state;
     device const float *center, *tail_center; // [n_kv_heads][KD]: of the keys; [n_kv_heads][T]
     page_tables pages;
+    device const int *list_rows;     // [n_queries][list_heads][list_row]: of attend_list
     device const uint *tree;         // [n_queries][2]
     threadgroup float *tables;       // [3][256]: codebooks of keys, values and tail
     threadgroup float *queries;      // [columns][padded KD]
@@ -71,6 +72,7 @@ struct attend_task {
                                 // them [C]: the centre's score in powers of two
     threadgroup float *states;  // [n_simdgroups][C][2]: maximum and sum
     uint kv_head, first_column, split;
+    uint end_column; // of those columns that there are
     uint lane, simdgroup, n_simdgroups;
 };
 
@@ -87,14 +89,22 @@ struct column_state {
 inline uint blocks_of_rows(constant tqkv__attend_args &args)
 {
     uint each = max(uint(columns), 1u); // 0 where shaders are only checked
+    if (has_list) return uint(args.n_queries) * ((uint(args.group) + each - 1u) / each); // of one query each
     return (uint(args.n_queries) * uint(args.group) + each - 1u) / each;
 }
 
 // Blocks of rows and splits count from the last. Those have the most to do, and none begins when the others are done.
 inline void open_place(constant tqkv__attend_args &args, uint block, uint split, thread attend_task &task)
 {
-    task.first_column = (blocks_of_rows(args) - 1u - block) * columns;
+    uint number = blocks_of_rows(args) - 1u - block, group = uint(args.group);
+    task.first_column = number * columns;
+    task.end_column = uint(args.n_queries) * group;
     task.split = uint(args.n_splits) - 1u - split;
+    if (!has_list) return;
+    uint blocks = blocks_of_rows(args) / uint(args.n_queries), query = number / blocks;
+    task.first_column = query * group + number % blocks * columns;
+    task.end_column = (query + 1u) * group;
+    open_list(args, task.list_rows, query, task.kv_head, task.pages.list);
 }
 
 // The arrays of an item of a batch, and its threadgroup `number` of the batch.
@@ -307,13 +317,12 @@ inline void load_key_codes(constant tqkv__attend_args &args, thread const attend
                            thread const key_part &part, uint base, uint step, thread key_steps<D, W> &keys)
 {
     const int N = KEY_VALUES(D, W), R = KEY_LANES(D, W);
-    device const uchar *tile = part.rows.codes + ulong(base) * ulong(row_bytes<D>(part.format));
     TQKV_UNROLL
     for (int b = 0; b < KEY_BATCH(D, W); b++) {
         TQKV_UNROLL
         for (int r = 0; r < R; r++) {
-            uint row = existing_row(args, uint(r * (32 / R)) + task.lane / uint(R));
-            load_codes<D, W, N>(part.format, tile + row * row_bytes<D>(part.format),
+            uint row = uint(r * (32 / R)) + task.lane / uint(R);
+            load_codes<D, W, N>(part.format, key_codes(args, part.rows.codes, row_bytes<D>(part.format), base, row),
                                 ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
         }
     }
@@ -327,7 +336,7 @@ inline void load_key_scales(constant tqkv__attend_args &args, thread const atten
     const int R = KEY_LANES(D, W);
     TQKV_UNROLL
     for (int r = 0; r < R; r++) {
-        uint slot = base + existing_row(args, uint(r * (32 / R)) + task.lane / uint(R));
+        uint slot = key_slot(args, base, uint(r * (32 / R)) + task.lane / uint(R));
         keys.scale[r] = stored_scale<D>(part.format, part.rows, slot, block, part.block_scale);
     }
 }
@@ -490,7 +499,7 @@ inline void add_tail(constant tqkv__attend_args &args, thread const attend_task 
     if (tail_format == 0) return;
     float tail[C];
     score_any_tile<T, C>(args, task, tail_part<D>(task), base, next_base, book, keys, tail);
-    float scale = row_scale<T>(tail_format, task.tail, base + existing_row(args, row), 1.0f);
+    float scale = row_scale<T>(tail_format, task.tail, key_slot(args, base, row), 1.0f);
     const bool same = BY_CODE_WIDTH(key_format, KEY_LANES, D) == BY_CODE_WIDTH(tail_format, KEY_LANES, T);
     FOR_COLUMNS(c)
     {
@@ -633,10 +642,8 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
 {
     const uint block = norm_block<D>(value_format), bytes = row_bytes<D>(value_format);
     stream_rows values = task.values;
-    uint row = existing_row(args, value_row_of_lane<D>(number, task.lane));
-    device const uchar *codes = same_slots || paged
-                                    ? values.codes + ulong(base) * ulong(bytes) + row * bytes
-                                    : values.codes + ulong(value_slot_of(args, base + row)) * ulong(bytes);
+    uint row = value_row_of_lane<D>(number, task.lane);
+    device const uchar *codes = value_codes(args, values.codes, bytes, base, row);
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
         uint part = min(task.lane % uint(VALUE_LANES(D)), uint(LANE_SPAN(D)) - 1u);
@@ -644,7 +651,7 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
         load_codes<D, W, 8>(value_format, codes, first, step.raw[j]);
         step.scale[j] = 1.0f;
         if (!one_norm<D>(value_format))
-            step.scale[j] = stored_scale<D>(value_format, values, value_slot_of(args, base + row), first / block,
+            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, base, row), first / block,
                                             args.value_block_scale);
     }
 }
@@ -816,7 +823,7 @@ inline void add_to_partial(constant tqkv__attend_args &args, thread const attend
     query_row row = row_of_column(args, task.first_column);
     FOR_COLUMNS(c)
     {
-        if (row.query == args.n_queries) continue;
+        if (task.first_column + uint(c) >= task.end_column) continue;
         shares both = shares_of(copy ? -INFINITY : kept[c * 2], state.maximum[c]);
         state.sum[c] = fma(both.added, state.sum[c], copy ? 0.0f : both.kept * kept[c * 2 + 1]);
         state.maximum[c] = both.largest;
@@ -844,7 +851,7 @@ inline void store_shifts(constant tqkv__attend_args &args, thread const attend_t
     query_row row = row_of_column(args, task.first_column);
     FOR_COLUMNS(c)
     {
-        if (row.query == args.n_queries) continue;
+        if (task.first_column + uint(c) >= task.end_column) continue;
         task.partial_state[partial_row(args, task, 0u, row) * 2u] = task.kept[c];
         row = next_row(args, row);
     }
@@ -859,7 +866,7 @@ inline void store_state(constant tqkv__attend_args &args, thread const attend_ta
     query_row row = row_of_column(args, task.first_column);
     FOR_COLUMNS(c)
     {
-        if (row.query == args.n_queries) continue;
+        if (task.first_column + uint(c) >= task.end_column) continue;
         ulong to = partial_row(args, task, partial + 1u, row) * 2u; // the first are the shifts
         task.partial_state[to] = state.maximum[c];
         task.partial_state[to + 1u] = state.sum[c];
@@ -924,9 +931,9 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
         walk.next = open_tile(args, task.pages, walk.steps.tile, at.row);
         const int C = TQKV__MAX_COLUMNS(KD), T = TQKV__TAIL_DIM(KD);
         float score[C];
-        uint row = existing_row(args, at.row), value_slot = value_slot_of(args, at.base.values + row);
-        float key_scale = row_scale<KD>(key_format, task.keys, at.base.keys + row, args.key_block_scale);
-        float value_scale = row_scale<VD>(value_format, task.values, value_slot, args.value_block_scale);
+        uint key = key_slot(args, at.base.keys, at.row), value = value_slot(args, at.base.values, at.row);
+        float key_scale = row_scale<KD>(key_format, task.keys, key, args.key_block_scale);
+        float value_scale = row_scale<VD>(value_format, task.values, value, args.value_block_scale);
         any_values<VD> values;
         open_values<VD>(args, task, at.base.values, values);
         score_any_tile<KD, C>(args, task, first_part(args, task), at.base.keys, walk.next.base.keys, books.keys,
@@ -957,7 +964,7 @@ template <int KD, int VD>
 inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
-    tile_range seen = tiles_seen(args, task.first_column);
+    tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     column_state<VD> state;
     tile_walk<KD> walk;
@@ -1008,6 +1015,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     device const uchar *tail_codes [[buffer(13)]], \
     device const float *tail_norms [[buffer(14)]], \
     device const float *tail_center [[buffer(15)]], \
+    device const int *list_rows [[buffer(16)]], \
     threadgroup float *tables [[threadgroup(0)]], \
     threadgroup float *queries [[threadgroup(1)]], \
     threadgroup float *states [[threadgroup(3)]], \
@@ -1033,6 +1041,8 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     task.tail_center = tail_center; \
     task.pages.keys = key_pages; \
     task.pages.values = value_pages; \
+    task.pages.lane = lane; \
+    task.list_rows = list_rows; \
     task.tree = tree; \
     task.tables = tables; \
     task.queries = queries; \

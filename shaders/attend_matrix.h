@@ -37,8 +37,8 @@ inline void load_norms(constant tqkv__attend_args &args, uint format, stream_row
     device const float *at = rows.norms + (ulong(first) + ulong(row));
     TQKV_UNROLL
     for (int p = 0; p < 4; p++)
-        norms[p] =
-            short_store ? rows.norms[first + existing_row(args, tile_row(p, TQKV__MATRIX_ROW(lane)))] : at[8 * p];
+        norms[p] = short_store || has_list ? rows.norms[key_slot(args, first, tile_row(p, TQKV__MATRIX_ROW(lane)))]
+                                           : at[8 * p];
 }
 
 template <int D>
@@ -46,15 +46,15 @@ inline void load_tile_norms(constant tqkv__attend_args &args, thread const atten
                             thread tile_norms &norms)
 {
     load_norms<D>(args, key_format, task.keys, base.keys, task.lane, norms.keys);
-    if (same_slots || paged) {
+    if (same_slots || paged || has_list) {
         load_norms<D>(args, value_format, task.values, base.values, task.lane, norms.values);
         return;
     }
     if (!has_norms(value_format) || !one_norm<D>(value_format)) return;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint row = existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
-        norms.values[p] = task.values.norms[value_slot_of(args, base.values + row)];
+        uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
+        norms.values[p] = task.values.norms[value_slot(args, base.values, row)];
     }
 }
 
@@ -102,7 +102,7 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
 {
     uint end = min(first + uint(8 * MATRIX_PASS), uint(columns));
     for (uint c = first + task.simdgroup; c < end; c += task.n_simdgroups) {
-        query_row row = row_of_column(args, task.first_column + c);
+        query_row row = row_of_column(args, min(task.first_column + c, task.end_column - 1u));
         uint head = task.kv_head * uint(args.group) + uint(row.head);
         uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
         float x[TQKV_LANE_VALUES(D)];
@@ -115,7 +115,7 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
             task.weights[(c - first) * uint(D) + task.lane * uint(TQKV_LANE_VALUES(D)) + uint(i)] = x[i] * inverse;
         if (task.lane != 0) continue;
         memory.shifts[c] = shift;
-        memory.factors[c] = size * (args.scale * TQKV_LOG2E);
+        memory.factors[c] = size;
         memory.rows[c] = at;
     }
 }
@@ -177,12 +177,12 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
                            thread key_chunk<D, W> &keys)
 {
     const int N = MATRIX_KEY_VALUES(D, W);
-    device const uchar *tile = task.keys.codes + ulong(base) * ulong(row_bytes<D>(key_format));
+    const uint bytes = row_bytes<D>(key_format);
     uint first = (chunk * 4u + TQKV__MATRIX_COLUMN(task.lane) / 2u) * uint(N);
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint row = existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
-        load_codes<D, W, N>(key_format, tile + row * row_bytes<D>(key_format), first, keys.raw[p]);
+        uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
+        load_codes<D, W, N>(key_format, key_codes(args, task.keys.codes, bytes, base, row), first, keys.raw[p]);
     }
 }
 
@@ -243,7 +243,7 @@ inline void add_key_block(constant tqkv__attend_args &args, thread const attend_
 {
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = base + existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        uint slot = key_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         float scale =
             one_norm<D>(key_format) ? 1.0f : stored_scale<D>(key_format, task.keys, slot, block, args.key_block_scale);
         TQKV_UNROLL
@@ -336,6 +336,7 @@ struct matrix_walk {
 template <int D, int F>
 inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread const matrix_walk<D, F> &walk)
 {
+    if (has_list) return false;
     uint slot = first_slot_of_tile(args, tile);
     int first = position_of_slot(args, slot), last = position_of_slot(args, slot + 31u);
     if (has_tree && last >= args.first_of_tree) return false;
@@ -346,14 +347,14 @@ inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread 
 // A masked position scores -INFINITY by selection, as in attend.h. The value's norm of a row that some column does not
 // see may be NaN: then the scores of those that see it are, and the norm becomes 0.
 template <int D, int F>
-inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint tile,
+inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint tile, tile_memory base,
                       thread const matrix_state<D, F> &state, thread tile_norms &norms,
                       thread sum_matrix (&score)[4][F])
 {
     const bool has_norm = has_norms(value_format) && one_norm<D>(value_format);
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        int position = position_in_tile(args, tile, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        int position = position_of_row(args, base, tile, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         bool finite = !has_norm || fabs(norms.values[p]) < INFINITY;
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
@@ -405,8 +406,8 @@ inline void raise_maxima(thread sum_matrix (&score)[4][F], thread matrix_state<D
 
 // Products to weights, without the values' scales.
 template <int D, int F>
-inline void weigh_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint tile, bool whole,
-                              thread tile_norms &norms, thread sum_matrix (&score)[4][F],
+inline void weigh_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint tile,
+                              tile_memory base, bool whole, thread tile_norms &norms, thread sum_matrix (&score)[4][F],
                               thread matrix_state<D, F> &state)
 {
     bool raise = false;
@@ -421,7 +422,7 @@ inline void weigh_matrix_tile(constant tqkv__attend_args &args, thread const att
                     score_of(args, score[p][f].elements[i], scale * state.factor[f][i], state.shift[f][i]);
         }
     }
-    if (!whole) mask_tile<D, F>(args, task, tile, state, norms, score);
+    if (!whole) mask_tile<D, F>(args, task, tile, base, state, norms, score);
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL
@@ -464,11 +465,7 @@ inline void load_value_chunk(constant tqkv__attend_args &args, thread const atte
     TQKV_UNROLL
     for (int i = 0; i < 4; i++) {
         uint k = TQKV__MATRIX_COLUMN(task.lane) + uint(i % 2), row = tile_row(2 * int(half_tile) + i / 2, k);
-        row = existing_row(args, row);
-        device const uchar *codes = same_slots || paged
-                                        ? task.values.codes + ulong(base) * ulong(bytes) + row * bytes
-                                        : task.values.codes + ulong(value_slot_of(args, base + row)) * ulong(bytes);
-        load_codes<D, W, N>(value_format, codes, first, values.raw[i]);
+        load_codes<D, W, N>(value_format, value_codes(args, task.values.codes, bytes, base, row), first, values.raw[i]);
     }
 }
 
@@ -532,11 +529,11 @@ inline void scale_weights(constant tqkv__attend_args &args, thread const attend_
     float scaled[4][F][2];
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = base + existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         float scale = scale_of_norm<D>(value_format, norms.values[p], args.value_block_scale);
         if (!one_norm<D>(value_format))
-            scale =
-                stored_scale<D>(value_format, task.values, value_slot_of(args, slot), block, args.value_block_scale);
+            scale = stored_scale<D>(value_format, task.values,
+                                    value_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane))), block,
+                                    args.value_block_scale);
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
             TQKV_UNROLL
@@ -630,7 +627,7 @@ inline void open_columns(constant tqkv__attend_args &args, thread const attend_t
         for (int i = 0; i < 2; i++) {
             uint c = min(uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane), columns - 1u);
             state.newest[f][i] = newest_seen(args, row_of_column(args, task.first_column + c).query);
-            state.factor[f][i] = memory.factors[c];
+            state.factor[f][i] = memory.factors[c] * (args.scale * TQKV_LOG2E);
             state.shift[f][i] = key_centered ? memory.shifts[c] : 0.0f;
         }
     }
@@ -669,7 +666,7 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
         open_value_chunks<D>(args, task, base.values, values);
         sum_matrix score[4][F];
         score_any_matrix_tile<D, F>(args, task, base.keys, walk.base.keys, key_book, walk.keys, score);
-        weigh_matrix_tile<D, F>(args, task, tile, whole, norms, score, state);
+        weigh_matrix_tile<D, F>(args, task, tile, base, whole, norms, score, state);
         add_any_matrix_values<D, F>(args, task, base.values, whole, norms, out_book, values, score, state);
     }
 }
@@ -681,7 +678,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     threadgroup float *table_memory = task.tables;
     threadgroup code_value *tables = (threadgroup code_value *)table_memory;
     column_memory memory = column_memory_of<F>(task.kept);
-    tile_range seen = tiles_seen(args, task.first_column);
+    tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     matrix_state<D, F> state;
     matrix_walk<D, F> walk;

@@ -231,7 +231,7 @@ inline uint keep_columns(constant tqkv__attend_args &args, thread const attend_t
 {
     uint rows = uint(args.n_queries) * uint(args.group), partial = partial_of_section(args, task.split);
     column_end how;
-    how.used = min(uint(columns), rows - task.first_column);
+    how.used = min(uint(columns), task.end_column - task.first_column);
     how.section = row_offset(partial, rows * uint(args.n_kv_heads)) * ulong(D);
     how.copy = begins_section(own, stretch);
     how.to_total = ends_section(args, own, stretch);
@@ -252,7 +252,7 @@ inline void store_columns(constant tqkv__attend_args &args, thread const attend_
                           column_memory memory)
 {
     uint c = task.lane;
-    if (task.simdgroup != 0 || c >= columns || task.first_column + c >= uint(args.n_queries) * uint(args.group)) return;
+    if (task.simdgroup != 0 || c >= columns || task.first_column + c >= task.end_column) return;
     query_row row = row_of_column(args, task.first_column + c);
     ulong to = partial_row(args, task, partial + 1u, row) * 2u;
     task.partial_state[to] = memory.totals[c * 2u];

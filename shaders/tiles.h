@@ -2,6 +2,9 @@
 // oldest resident one. A tile is a range of 32 slots, not of positions, so a ring does not wrap inside a tile. Only the
 // mask knows positions. With page tables a slot here is what it would be in a linear store, and a tile lies in one page:
 // only tile_memory knows where.
+// With a list of blocks the positions of the blocks have ranks 0, 1, 2 .., and take the slots from list_base on, one after
+// the other: a tile is 32 of these slots, whose rows may lie anywhere. A list of all blocks gives the tiles that there are
+// without one.
 #ifndef TQKV_TILES_H
 #define TQKV_TILES_H
 #include "common.h"
@@ -13,6 +16,7 @@ constant bool short_store [[function_constant(TQKV_FC_SHORT_STORE)]];
 constant bool paged [[function_constant(TQKV_FC_PAGES)]];
 constant bool has_tree [[function_constant(TQKV_FC_TREE)]];
 constant bool batch [[function_constant(TQKV_FC_BATCH)]];
+constant bool has_list [[function_constant(TQKV_FC_LIST)]];
 
 inline int position_of_slot(constant tqkv__attend_args &args, uint slot)
 {
@@ -68,14 +72,51 @@ inline bool tree_shows(constant tqkv__attend_args &args, device const uint *tree
     return (tree[query * 2u + bit / 32u] >> (bit % 32u) & 1u) != 0;
 }
 
+// A row that attend_list wrote, of the query of a threadgroup.
+struct listed_blocks {
+    device const int *blocks; // [n_before], then all from `recent` on, whose positions before `hidden` are not seen
+    int n_ranks, n_before, recent, hidden;
+    int base; // slot of rank 0
+};
+
+inline void open_list(constant tqkv__attend_args &args, device const int *rows, uint query, uint kv_head,
+                      thread listed_blocks &list)
+{
+    uint heads = uint(args.list_heads), head = heads > 1u ? kv_head : 0u;
+    device const int *row = rows + row_offset(query * heads + head, uint(args.list_row));
+    list.blocks = row + TQKV__LIST_HEADER;
+    list.n_ranks = row[0];
+    list.n_before = row[1];
+    list.recent = row[2];
+    list.hidden = row[3];
+    list.base = args.list_base + row[4];
+}
+
+// The position of row `row` of a tile; newer than all queries if it is not seen, or in another tile.
+inline int listed_position(constant tqkv__attend_args &args, thread const listed_blocks &list, uint tile, uint row)
+{
+    uint slots = uint(args.list_slots), slot = (slots < 32u ? 0u : min(tile * 32u, slots - 32u)) + row;
+    int rank = int(slot) - list.base;
+    if (slot < tile * 32u || rank < 0 || rank >= list.n_ranks) return 0x7fffffff;
+    int entry = rank >> args.list_shift, from = entry - list.n_before;
+    int block = from < 0 ? list.blocks[entry] : list.recent + from;
+    int position = (block << args.list_shift) + (rank & ((1 << args.list_shift) - 1)) - args.list_inside;
+    return position < 0 || (from >= 0 && position < list.hidden) ? 0x7fffffff : position;
+}
+
 // The tiles of the store that some of the threadgroup's columns sees: [begin, end) without [gap_begin, gap_end). A ring
 // that wraps has a gap if its newest positions, in the first slots, do not meet the oldest ones.
 struct tile_range {
     uint begin, end, gap_begin, gap_end;
 };
 
-inline tile_range tiles_seen(constant tqkv__attend_args &args, uint first_column)
+inline tile_range tiles_seen(constant tqkv__attend_args &args, uint first_column, thread const listed_blocks &list)
 {
+    if (has_list) {
+        uint first = uint(list.base);
+        tile_range listed = {first / 32u, (first + uint(list.n_ranks) + 31u) / 32u, 0u, 0u};
+        return listed;
+    }
     int newest = min(newest_seen(args, row_of_column(args, first_column + columns - 1u).query), args.slice_end - 1);
     int oldest = newest_seen(args, row_of_column(args, first_column).query) - args.window + 1;
     if (args.window == 0 || oldest < 0) oldest = 0;
@@ -202,12 +243,42 @@ inline bool in_first_section(stretch_range own, uint stretch)
 
 struct page_tables {
     device const int *keys, *values; // [n_pages]
+    listed_blocks list;
+    uint lane;
 };
 
-// Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself.
+// Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. With a list
+// those of the row with the lane's number, and its position.
 struct tile_memory {
     uint keys, values;
+    int position;
 };
+
+// Slots in memory of a row of a tile. All lanes of the simdgroup must come here together.
+inline uint key_slot(constant tqkv__attend_args &args, uint base, uint row)
+{
+    return has_list ? simd_shuffle(base, ushort(row)) : base + existing_row(args, row);
+}
+
+inline uint value_slot(constant tqkv__attend_args &args, uint base, uint row)
+{
+    return has_list ? simd_shuffle(base, ushort(row)) : value_slot_of(args, base + existing_row(args, row));
+}
+
+// Codes of such a row, of `bytes` each. As one sum, so that the part of all rows is computed once.
+inline device const uchar *key_codes(constant tqkv__attend_args &args, device const uchar *codes, uint bytes, uint base,
+                                     uint row)
+{
+    if (has_list) return codes + ulong(simd_shuffle(base, ushort(row))) * ulong(bytes);
+    return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
+}
+
+inline device const uchar *value_codes(constant tqkv__attend_args &args, device const uchar *codes, uint bytes, uint base,
+                                       uint row)
+{
+    if (has_list || !(same_slots || paged)) return codes + ulong(value_slot(args, base, row)) * ulong(bytes);
+    return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
+}
 
 // A tile is opened before it is known whether some query sees it: its entry may be anything.
 inline uint slot_in_pages(device const int *pages, int page_size, uint factor, int shift, int last_page, uint tile)
@@ -217,11 +288,10 @@ inline uint slot_in_pages(device const int *pages, int page_size, uint factor, i
     return (page - at) * uint(page_size) + tile * 32u;
 }
 
-inline tile_memory find_tile(constant tqkv__attend_args &args, page_tables pages, uint number)
+// Through the tables: where the rows of the tile with slot `first` begin.
+inline tile_memory find_in_pages(constant tqkv__attend_args &args, thread const page_tables &pages, uint first)
 {
-    uint first = first_slot_of_tile(args, number);
-    tile_memory result = {first, first};
-    if (!paged) return result;
+    tile_memory result = {0u, 0u, 0};
     result.keys = slot_in_pages(pages.keys, args.key_page_size, args.key_page_factor, args.key_page_shift,
                                 args.key_last_page, first / 32u);
     first = min(first, uint(args.value_capacity) - 32u); // a longer table of the keys
@@ -231,18 +301,49 @@ inline tile_memory find_tile(constant tqkv__attend_args &args, page_tables pages
     return result;
 }
 
+// The row with the lane's number. One that is not seen lies where the oldest position does.
+inline tile_memory find_listed(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)
+{
+    int position = listed_position(args, pages.list, number, pages.lane);
+    uint at = position == 0x7fffffff ? 0u : uint(position), keys = uint(args.key_oldest_slot) + at;
+    keys = keys < uint(args.key_capacity) ? keys : keys - uint(args.key_capacity);
+    tile_memory result = {keys, keys, position};
+    if (paged) {
+        tile_memory tile = find_in_pages(args, pages, keys / 32u * 32u);
+        result.keys = tile.keys + keys % 32u;
+        result.values = tile.values + keys % 32u;
+    } else if (!same_slots) {
+        result.values = value_slot_of(args, keys);
+    }
+    return result;
+}
+
+inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)
+{
+    if (has_list) return find_listed(args, pages, number);
+    uint first = first_slot_of_tile(args, number);
+    tile_memory result = {first, first, 0};
+    return paged ? find_in_pages(args, pages, first) : result;
+}
+
+// The position of row `row` of a tile that was found; newer than all queries if it belongs to another tile.
+inline int position_of_row(constant tqkv__attend_args &args, tile_memory base, uint number, uint row)
+{
+    return has_list ? int(simd_shuffle(uint(base.position), ushort(row))) : position_in_tile(args, number, row);
+}
+
 struct tile_place {
     tile_memory base;
     uint row;     // of this lane
     int position; // of the lane's row
 };
 
-inline tile_place open_tile(constant tqkv__attend_args &args, page_tables pages, uint number, uint row)
+inline tile_place open_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number, uint row)
 {
     tile_place result;
     result.base = find_tile(args, pages, number);
     result.row = row;
-    result.position = position_in_tile(args, number, row);
+    result.position = position_of_row(args, result.base, number, row);
     return result;
 }
 

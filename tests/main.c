@@ -29,6 +29,7 @@ static void add_all_cases(void)
     test_plan_pages_cases();
     test_plan_batch_cases();
     test_plan_split_cases();
+    test_plan_index_cases();
     test_snapshot_cases();
     test_store_snapshot_cases();
     test_input_cases();

@@ -100,6 +100,7 @@ void test_plan_cases(void);
 void test_plan_pages_cases(void);
 void test_plan_batch_cases(void);
 void test_plan_split_cases(void);
+void test_plan_index_cases(void);
 void test_snapshot_cases(void);
 void test_store_snapshot_cases(void);
 void test_input_cases(void);

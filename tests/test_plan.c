@@ -509,8 +509,8 @@ static void check_stale(const void *row)
     memset(&report, 0, sizeof report);
     CHECK(!strcmp(tqkv_metal_stale_table(&report), "table version"), "an empty report");
     report.table_version = TQKV_TABLE_VERSION;
-    const uint32_t sizes[] = {sizeof(tqkv__table_set),   sizeof(tqkv__rows_args),  sizeof(tqkv__rotate_args),
-                              sizeof(tqkv__attend_args), sizeof(tqkv__merge_args), sizeof(tqkv__batch_item)};
+#define SHARED_SIZE(name) sizeof(tqkv__##name),
+    const uint32_t sizes[] = {TQKV__SHARED_STRUCTS(SHARED_SIZE)};
     memcpy(report.struct_sizes, sizes, sizeof sizes);
     report.tables = tqkv__tables;
     for (int i = 0; i < TQKV__KERNEL_DIMS; i++) {

@@ -27,6 +27,7 @@ CALLS = {
     "air.simdgroup_matrix_8x8_multiply_accumulate.v64f32.v64f32.v64f32.v64f32":
         ("<64 x float>", "<64 x float>, <64 x float>, <64 x float>", TOGETHER),
     "air.atomic.global.store.i32": ("void", "i32 addrspace(1)*, i32, i32, i32, i1", PLAIN),
+    "air.atomic.local.add.u.i32": ("i32", "i32 addrspace(3)*, i32, i32, i32, i1", PLAIN),
     "llvm.lifetime.start.p0i8": ("void", "i64, i8*", PLAIN), "llvm.lifetime.end.p0i8": ("void", "i64, i8*", PLAIN),
     "llvm.memset.p0i8.i64": ("void", "i8*, i8, i64, i1", PLAIN), "air.fma.f32": ("float", "float, float, float", CONST),
     **{f"air.{name}.f32": ("float", "float", CONST) for name in ("rint", "sqrt", "tanh", "fast_exp2")},

@@ -12,7 +12,7 @@ enum { PAIR_BYTES = 64 << 10, MOST_SHARED_BYTES = PAIR_BYTES + (32 << 10) }; // 
 struct simt_arguments {
     void *buffers[DEVICE_BUFFERS];
     uint32_t threadgroup_offsets[8];
-    uint64_t values[2][15];
+    uint64_t values[2][32];
 };
 static_assert(sizeof(tqkv__attend_args) <= sizeof simt_arguments::values[0], "argument structs travel with the launch");
 
@@ -39,7 +39,7 @@ const void *cuda_pipeline(const std::string &folder, const std::string &name, st
     }
     cudaError_t result = cudaLibraryLoadFromFile(&library, path.c_str(), nullptr, nullptr, 0, nullptr, nullptr, 0);
     if (result == cudaSuccess) result = cudaLibraryGetKernel(&kernel, library, entry.c_str());
-    if (result == cudaSuccess && name.find("attend_matrix") == 0)
+    if (result == cudaSuccess && (name.find("attend_matrix") == 0 || name.find("index_scores") == 0))
         result =
             cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_SHARED_BYTES);
     if (result != cudaSuccess) {
@@ -54,20 +54,20 @@ static size_t aligned(size_t size) { return (size + 15) / 16 * 16; }
 
 // Of attend_matrix memory 0 is cut to the codebooks that it has: three threadgroups fit on a multiprocessor then. The
 // shim's table of pairs lies behind them.
-static size_t table_bytes(const device_dispatch &d)
+static size_t table_bytes(const device_dispatch &d, bool values_too)
 {
     const uint32_t formats[] = {d.constants[TQKV_FC_FORMAT], d.constants[TQKV_FC_VALUE_FORMAT]};
     const bool pairs = std::any_of(formats, formats + 2, [](uint32_t f) {
         return TQKV__KIND(f) == TQKV__BOOK && TQKV__MAIN_BITS(f) == 4 && TQKV__UPPER_BITS(f) == 0;
     });
-    const int values = std::max(1 << TQKV__BOOK_BITS(formats[1]), 4);
+    const int values = values_too ? std::max(1 << TQKV__BOOK_BITS(formats[1]), 4) : 0;
     return TQKV__TABLE_BYTES + (size_t)values * sizeof(float) + (pairs ? PAIR_BYTES : 0);
 }
 
 static size_t memory_bytes(const device_dispatch &d, int i)
 {
-    const bool by_matrices = std::string(d.kernel).find("attend_matrix") != std::string::npos;
-    return aligned(i == 0 && by_matrices ? table_bytes(d) : d.threadgroup_bytes[i]);
+    const bool attend = strstr(d.kernel, "attend_matrix"), index = strstr(d.kernel, "index_scores");
+    return aligned(i == 0 && (attend || index) ? table_bytes(d, attend) : d.threadgroup_bytes[i]);
 }
 
 size_t cuda_shared_bytes(const device_dispatch &d)

@@ -266,6 +266,19 @@ BUGS = {
     "sums_of_the_first_item": (
         "shaders/attend.h", "    task.partial_out += item.partial_out;\n", "", "attend", (64,), "plain", "batch/3",
         "other bits alone"),
+    # The index.
+    "tie_to_the_higher_block": (
+        "shaders/index_choose.h", "(is_equal && equal < made.wanted)", "(is_equal && equal >= (sums.all >> 16) - made.wanted)",
+        "index_choose", (), "plain", "index/choose/100_of_700", "entry"),
+    "digits_counted_without_barrier": (
+        "shaders/index_choose.h", "bins[i] = 0u;\n    threadgroup_barrier(mem_flags::mem_threadgroup);", "bins[i] = 0u;",
+        "index_choose", (), "tsan", "index/choose/40_of_300", "data race"),
+    "sums_before_overwritten": (
+        "shaders/scan.h", "    threadgroup_barrier(mem_flags::mem_threadgroup); // before others", "    // before others",
+        "index_choose", (), "tsan", "index/choose/512_of_4096", "data race"),
+    "zeros_of_two_signs_differ": (
+        "shaders/index_choose.h", "if (bits == 0x80000000u) bits = 0u;", "", "index_choose", (), "plain",
+        "index/choose/60_of_500", "entry"),
     "tree_by_lanes": (
         "shaders/tiles.h", "tree[query * 2u + bit / 32u]", "tree[query * 2u]", "attend", (64,), "plain", "attend/tree/64",
         "relative error"),

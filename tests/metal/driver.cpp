@@ -43,6 +43,8 @@ int main(int argc, char **argv)
     attend_shader_cases();
     page_shader_cases();
     slice_shader_cases();
+    list_shader_cases();
+    index_shader_cases();
     defect_shader_cases();
 #ifdef GPU_CUDA
     cuda_shader_cases(gpu_on_device && !strcmp(library, "list"));

@@ -172,7 +172,10 @@ gpu_attention::gpu_attention(const tqkv_attention &a)
     metal.attention = a;
     metal.sinks = gpu_buffer(a.sinks);
     metal.tree = gpu_buffer(a.tree);
-    if (!gpu_known_tables) metal.attention.tree = nullptr;
+    metal.list = gpu_buffer(a.list);
+    if (gpu_known_tables) return;
+    metal.attention.tree = nullptr;
+    metal.attention.list = nullptr;
 }
 
 tqkv_metal_binding *gpu_find(tqkv_metal_dispatch *d, int index)
@@ -300,6 +303,12 @@ std::string gpu_rotate(float *rows, int n_rows, int head_dim, bool unrotate)
     return run_planned(tqkv_metal_plan_rotate(gpu_buffer(rows), n_rows, head_dim, unrotate, &d), d);
 }
 
+static std::string run_list(const tqkv_metal_attention &a, const std::vector<float> &scratch)
+{
+    tqkv_metal_dispatch d;
+    return run_planned(tqkv_metal_plan_attend_list(&a, gpu_buffer(scratch.data()), &d), d);
+}
+
 // Plans by `plan(attention, scratch, d)`, divides and runs.
 template <typename F>
 static std::string run_attention(const tqkv_attention *a, gpu_split split, F plan)
@@ -316,7 +325,8 @@ static std::string run_attention(const tqkv_attention *a, gpu_split split, F pla
         state.assign(gpu_find(&d[0], 7)->size / sizeof(float), NAN);
         gpu_set_scratch(d, sums.data(), state.data());
     }
-    const std::string wrong = run_planned(r, d[0]);
+    std::string wrong = r == TQKV_OK && a->list ? run_list(attention.metal, scratch) : "";
+    if (wrong.empty()) wrong = run_planned(r, d[0]);
     return wrong.empty() ? gpu_run(d[1]) : wrong;
 }
 
@@ -456,6 +466,36 @@ std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std
     for (size_t i = 0; i < n; i++)
         memcpy(out[i], results.data() + outs[i].offset,
                values_size(items[i], items[i].output_type, items[i].values->head_dim));
+    return wrong;
+}
+
+gpu_index::gpu_index(const tqkv_index &x) : keys(gpu_store(x.keys)), metal()
+{
+    metal.index = x;
+    metal.keys = &keys;
+    metal.weights = gpu_buffer(x.weights);
+}
+
+std::string gpu_index_scores(const tqkv_index *x, const void *q, float *scores)
+{
+    const gpu_index index(*x);
+    tqkv_metal_dispatch d;
+    return run_planned(tqkv_metal_plan_index_scores(&index.metal, gpu_buffer(q), gpu_buffer(scores), &d), d);
+}
+
+std::string gpu_index_choose(const tqkv_index *x, const float *scores, int k, int32_t *list)
+{
+    const gpu_index index(*x);
+    tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES];
+    size_t bytes = 0;
+    int n = 0;
+    tqkv_result r = tqkv_metal_plan_index_choose_scratch(&index.metal, &bytes);
+    std::vector<uint32_t> scratch(bytes / sizeof(uint32_t), 0xffffffffu);
+    if (r == TQKV_OK)
+        r = tqkv_metal_plan_index_choose(&index.metal, gpu_buffer(scores), k, gpu_buffer(scratch.data()),
+                                         gpu_buffer(list), d, &n);
+    std::string wrong = r == TQKV_OK ? "" : tqkv_result_string(r);
+    for (int i = 0; wrong.empty() && i < n; i++) wrong = gpu_run(d[i]);
     return wrong;
 }
 

@@ -100,6 +100,16 @@ std::string gpu_attend_finish(const tqkv_attention *a, const gpu_slice &from, vo
 // Copies what the items read into one block of memory. With lanes attend takes the place of attend_matrix.
 std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std::vector<const void *> &q,
                              const std::vector<void *> &out, bool lanes);
+// The arguments of an index on the CPU.
+struct gpu_index {
+    explicit gpu_index(const tqkv_index &x);
+    gpu_index(const gpu_index &) = delete;
+    gpu_index &operator=(const gpu_index &) = delete;
+    const tqkv_metal_store keys;
+    tqkv_metal_index metal;
+};
+std::string gpu_index_scores(const tqkv_index *x, const void *q, float *scores);
+std::string gpu_index_choose(const tqkv_index *x, const float *scores, int k, int32_t *list);
 std::string gpu_tables(tqkv__table_report *report);
 
 #endif

@@ -55,6 +55,7 @@ float *host_floats(uint64_t seed, size_t count);
 void codec_host_cases(void);
 void attend_host_cases(void);
 void page_host_cases(void);
+void index_host_cases(void);
 void cache_host_cases(void);
 void context_host_cases(void);
 void standin_host_cases(void);

@@ -29,6 +29,7 @@ int main(int argc, char **argv)
     codec_host_cases();
     attend_host_cases();
     page_host_cases();
+    index_host_cases();
     cache_host_cases();
     context_host_cases();
     standin_host_cases();

@@ -109,6 +109,10 @@ AIR(void, air_store, "atomic.global.store.i32", (uint32_t * at, uint32_t v, int3
 {
     __atomic_store_n(at, v, __ATOMIC_RELAXED);
 }
+AIR(uint32_t, air_add, "atomic.local.add.u.i32", (uint32_t * at, uint32_t v, int32_t, int32_t, bool))
+{
+    return __atomic_fetch_add(at, v, __ATOMIC_RELAXED);
+}
 
 // LLVM calls this for fpext of a half where the processor has no instruction.
 extern "C" float air_half(uint16_t bits) __asm__("__gnu_h2f_ieee");

@@ -135,11 +135,11 @@ class Tests:
 
     def kernels(self):
         reader.expect(sorted(self.functions) == sorted(shaders()), "the kernels are not those of shaders/")
-        one = [name for name in self.functions  # the others: of two head_dims; by matrices only some have kernels
-               if not re.search(r"_d\d+_\d+$|^tqkv_attend_matrix_", name)]
+        one = [name for name in self.functions  # the others: of two head_dims or of none; by matrices only some have kernels
+               if re.search(r"(?<!_matrix)(?<!_scores)_d\d+$", name)]
         dims = {int(d) for d in re.findall(r"_d(\d+)\b", " ".join(one))}
-        families = {re.sub(r"_d\d+$", "", name) for name in one} - {"tqkv_tables"}
-        reader.expect(len(one) == len(dims) * len(families) + 1, "a family lacks a head_dim")
+        families = {re.sub(r"_d\d+$", "", name) for name in one}
+        reader.expect(len(one) == len(dims) * len(families), "a family lacks a head_dim")
 
     def attributes(self):
         for name, function in self.functions.items():

@@ -32,7 +32,7 @@ NUMBERS = {name: int(n) for name, n in re.findall(r"(?m)^#define TQKV_FC_(\w+)\s
 DEFAULTS = {**dict.fromkeys(NUMBERS, 0), "ROTATED": 1, "VALUE_ROTATED": 1, "UNROTATE": 1, "ROTATE_QUERIES": 1, "SAME_SLOTS": 1}
 PAIR = ("i8", "tq4")
 # What a pipeline may have besides. Names of function constants: those that change.
-EVERYTHING = ("MANY_QUERIES", "SOFTCAP", "SHORT_STORE", "SINKS", "CENTER", "VALUE_CENTER", "PAGES", "VALUE_PAGES", "TREE", "BATCH")
+EVERYTHING = ("MANY_QUERIES", "SOFTCAP", "SHORT_STORE", "SINKS", "CENTER", "VALUE_CENTER", "PAGES", "VALUE_PAGES", "TREE", "BATCH", "LIST")
 OPTIONS = {"": {}, "everything": dict.fromkeys(EVERYTHING, 1),
            **{name.lower(): {name: 1 - DEFAULTS[name]} for name in NUMBERS
               if name not in ("FORMAT", "VALUE_FORMAT", "COLUMNS", "TYPE", "VALUE_TYPE")},
@@ -43,7 +43,7 @@ Found = collections.namedtuple("Found", "instructions arrays pointers rolled cal
 
 def most_columns(kernel):
     head_dim = int(kernel.rsplit("_d", 1)[1].split("_")[0])
-    if "attend_matrix" in kernel:
+    if "attend_matrix" in kernel or "index_scores" in kernel:
         return 32 if head_dim <= 128 else 8
     return 8 if head_dim <= 256 else 2048 // head_dim
 
@@ -63,7 +63,7 @@ def cases(kernel, constants, everything):
         columns, middle = [0], 0
     else:
         most = most_columns(kernel)
-        columns = [n for n in (1, 2, 4, 8, 16, 32) if n <= most and (n >= 8 or "matrix" not in kernel)]
+        columns = [n for n in (1, 2, 4, 8, 16, 32) if n <= most and (n >= 8 or "matrix" not in kernel and "scores" not in kernel)]
         middle = columns[len(columns) // 2]
     if not everything:
         found = [Case(kernel, usual, middle, "")]
@@ -118,10 +118,11 @@ def check(found, case):
     reader.expect(not found.pointers, f"pointers to thread memory that are chosen: {', '.join(found.pointers)}")
     reader.expect(not found.rolled, f"{found.rolled} loops are not unrolled")
     reader.expect(not found.calls, f"constants that are not calculated: {', '.join(found.calls)}")
-    if "attend_matrix" in case.kernel:
+    if "attend_matrix" in case.kernel or "index_scores" in case.kernel:
         head_dim = int(case.kernel.rsplit("_d", 1)[1])
         matrices = 1 if case.columns <= 8 else 2 if case.columns <= 16 else 4
-        reader.expect(found.products == head_dim * matrices, f"{found.products} products, not {head_dim * matrices}")
+        wanted = head_dim * matrices // (2 if "index_scores" in case.kernel else 1) # values are the other half
+        reader.expect(found.products == wanted, f"{found.products} products, not {wanted}")
 
 
 def print_table(rows):

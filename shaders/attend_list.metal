@@ -1,0 +1,99 @@
+// attend_list: the caller's lists of blocks as attention takes them: without bad entries, and without blocks that the query
+// does not see. Nothing else reads the caller's lists. Threadgroups: x rows of the lists.
+#include "scan.h"
+
+constant bool has_tree [[function_constant(TQKV_FC_TREE)]];
+
+// Positions count from the oldest resident one, and blocks from its block: `inside` positions of that are gone.
+struct list_range {
+    int from, to;   // positions that the query looks at, and their blocks [first, last]
+    int first, last;
+    int recent;     // all blocks from here on are seen,
+    int newest;     // and without a list none before this position
+};
+
+// Where the newest positions begin that the query sees whatever its list. They end before `to`.
+inline int newest_from(constant tqkv__list_args &args, device const uint *tree, uint query, int from, int to)
+{
+    int left = args.newest, base = args.kv_len - args.n_queries;
+    while (has_tree && left > 0 && to > from && to > base) {
+        to--;
+        uint bit = uint(to - base);
+        left -= int(tree[query * 2u + bit / 32u] >> (bit % 32u) & 1u);
+    }
+    return to - from < left ? from : to - left;
+}
+
+inline list_range range_of_query(constant tqkv__list_args &args, device const uint *tree, uint query)
+{
+    list_range range;
+    int to = max(args.kv_len - args.n_queries + int(query) + 1, 0);
+    range.from = args.window != 0 ? max(to - args.window, 0) : 0;
+    range.newest = newest_from(args, tree, query, range.from, to);
+    int begins = range.newest < to ? range.newest + args.inside : to + args.inside + (1 << args.shift) - 1;
+    range.recent = begins >> args.shift;
+    range.to = max(min(to, args.slice_end), range.from);
+    range.first = (range.from + args.inside) >> args.shift;
+    range.last = (range.to + args.inside - 1) >> args.shift;
+    return range;
+}
+
+// An entry so that what comes later and is not larger is bad: -1 ends a row.
+inline uint order_of_entry(int entry) { return entry == -1 ? 0x80000000u : entry < 0 ? 0u : uint(entry) + 1u; }
+
+// Copies the good entries of a row that are before `recent`. row: as in tqkv.h, without its header
+inline void clean_row(constant tqkv__list_args &args, thread const scan_place &at, device const int *list,
+                      thread const list_range &range, thread uint &n_before, thread bool &has_last,
+                      thread bool &has_recent, device int *row)
+{
+    uint n_threads = at.n_simdgroups * 32u, largest = 0u, last = 0u, recent = 0u;
+    for (uint first = 0; first < uint(args.list_length); first += n_threads) {
+        uint i = first + at.simdgroup * 32u + at.lane;
+        int entry = i < uint(args.list_length) ? list[i] : -2;
+        uint order = order_of_entry(entry);
+        scanned before = max_to_thread(at, order);
+        bool good = entry >= 0 && order > max(largest, before.before) && entry >= args.first_block;
+        int block = good ? entry - args.first_block : -1;
+        bool kept = good && block >= range.first && block <= range.last && block < range.recent;
+        scanned place = sum_to_thread(at, (kept ? 1u : 0u) + (kept && block == range.last ? 1u << 16 : 0u));
+        if (kept) row[n_before + (place.before & 0xffffu)] = block;
+        n_before += place.all & 0xffffu;
+        last += place.all >> 16;
+        recent += sum_to_thread(at, good && block == range.recent ? 1u : 0u).all;
+        largest = max(largest, before.all);
+    }
+    has_last = last != 0;
+    has_recent = recent != 0;
+}
+
+// list: [n_queries][list_heads][list_length], rows: [n_queries][list_heads][TQKV__LIST_HEADER + list_length], tree:
+// [n_queries][2]
+kernel void tqkv_attend_list(constant tqkv__list_args &args [[buffer(0)]],
+                             device const int *list [[buffer(1)]],
+                             device int *rows [[buffer(2)]],
+                             device const uint *tree [[buffer(3)]],
+                             threadgroup uint *shared [[threadgroup(0)]],
+                             uint3 group [[threadgroup_position_in_grid]],
+                             uint lane [[thread_index_in_simdgroup]],
+                             uint simdgroup [[simdgroup_index_in_threadgroup]],
+                             uint n_simdgroups [[simdgroups_per_threadgroup]])
+{
+    scan_place at = {lane, simdgroup, n_simdgroups, shared};
+    list_range range = range_of_query(args, tree, group.x / uint(args.list_heads));
+    device int *row = rows + row_offset(group.x, uint(TQKV__LIST_HEADER + args.list_length));
+    uint n_before = 0u;
+    bool has_last = false, has_recent = false;
+    clean_row(args, at, list + row_offset(group.x, uint(args.list_length)), range, n_before, has_last, has_recent,
+              row + TQKV__LIST_HEADER);
+    if (simdgroup != 0 || lane != 0) return;
+    int size = 1 << args.shift, in_last = ((range.to + args.inside - 1) & (size - 1)) + 1, n = int(n_before) * size;
+    if (range.last >= range.recent)
+        n += (range.last - range.recent) * size + in_last;
+    else if (has_last)
+        n += in_last - size;
+    row[0] = range.to > range.from ? n : 0;
+    row[1] = int(n_before);
+    row[2] = range.recent;
+    row[3] = has_recent ? 0 : range.newest;
+    row[4] = range.first * size;
+}
