@@ -47,6 +47,7 @@ in_language() {
     tag=$compiler-$standard
     accepts "$tag/implementation" $compile -c tests/compile_impl.c -o "$folder/$tag-impl.o"
     accepts "$tag/user" $compile -c tests/compile_user.c -o "$folder/$tag-user.o"
+    accepts "$tag/metal_user" $compile -DTQKV_METAL -fsyntax-only tests/compile_user.c
     accepts "$tag/link" "$compiler" "$folder/$tag-impl.o" "$folder/$tag-user.o" -o "$folder/$tag" -lm
     accepts "$tag/run" "$folder/$tag"
     for flag in -ffast-math -ffinite-math-only; do

@@ -17,24 +17,18 @@ static void print_device(id<MTLDevice> device)
 /* Keys of I8, values of TQ4, four columns, no options. */
 static MTLFunctionConstantValues *constants(void)
 {
-    const struct {
-        uint32_t index, value;
-    } numbers[] = {{TQKV_FC_FORMAT, TQKV_I8},
-                   {TQKV_FC_VALUE_FORMAT, TQKV_TQ4},
-                   {TQKV_FC_COLUMNS, 4},
-                   {TQKV_FC_TYPE, TQKV_TYPE_F32},
-                   {TQKV_FC_VALUE_TYPE, TQKV_TYPE_F32},
-                   {TQKV_FC_TAIL_FORMAT, 0}};
+    static const uint32_t chosen[TQKV__CONSTANTS] = {
+        [TQKV_FC_FORMAT] = TQKV_I8,   [TQKV_FC_VALUE_FORMAT] = TQKV_TQ4, [TQKV_FC_COLUMNS] = 4,
+        [TQKV_FC_ROTATED] = 1,        [TQKV_FC_VALUE_ROTATED] = 1,       [TQKV_FC_UNROTATE] = 1,
+        [TQKV_FC_ROTATE_QUERIES] = 1, [TQKV_FC_SAME_SLOTS] = 1};
     MTLFunctionConstantValues *values = [[MTLFunctionConstantValues alloc] init];
     for (uint32_t i = 0; i < TQKV__CONSTANTS; i++) {
-        const bool flag = i == TQKV_FC_ROTATED || i == TQKV_FC_VALUE_ROTATED || i == TQKV_FC_UNROTATE ||
-                          i == TQKV_FC_ROTATE_QUERIES || i == TQKV_FC_SAME_SLOTS;
-        bool is_number = false;
-        for (size_t j = 0; j < sizeof numbers / sizeof *numbers; j++) is_number = is_number || numbers[j].index == i;
-        if (!is_number) [values setConstantValue:&flag type:MTLDataTypeBool atIndex:i];
+        const bool flag = chosen[i] != 0;
+        if (TQKV__NUMBERS >> i & 1u)
+            [values setConstantValue:&chosen[i] type:MTLDataTypeUInt atIndex:i];
+        else
+            [values setConstantValue:&flag type:MTLDataTypeBool atIndex:i];
     }
-    for (size_t j = 0; j < sizeof numbers / sizeof *numbers; j++)
-        [values setConstantValue:&numbers[j].value type:MTLDataTypeUInt atIndex:numbers[j].index];
     return values;
 }
 
