@@ -393,7 +393,7 @@ void attend_host_cases(void)
                      tqkv_format_name(test_formats[v]));
         }
     for (int d = 0; d < TQKV__KERNEL_DIMS; d++) {
-        attend_row row = attend_default_row(test_formats[d], TQKV_TQ4, TQKV__KERNEL_DIM(d));
+        attend_row row = attend_default_row(test_formats[d % TEST_FORMATS], TQKV_TQ4, TQKV__KERNEL_DIM(d));
         row.n_queries = 3;
         add_named(row, "head_dim", row.head_dim);
     }
