@@ -651,6 +651,77 @@ static void run_pages(bench *b)
     free(pages);
 }
 
+/* ---- Latent caches: 64 heads over one stream that is keys and values, without and with a tail of halves ---- */
+
+enum { LATENT_DIM = 512, LATENT_TAIL = 64, LATENT_HEADS = 64, LATENT_POSITIONS = 32768, LATENT_ROWS = 8 };
+
+/* A stream of one KV head. */
+static void open_latent(bench_stream *stream, tqkv_format format, int head_dim)
+{
+    const size_t n = (size_t)BENCH_SOURCE_TOKENS * BENCH_KV_HEADS * (size_t)head_dim;
+    float *source = (float *)bench_alloc(n * sizeof *source);
+    bench_fill(source, n, 1);
+    bench_stream_open(stream, format, head_dim, LATENT_POSITIONS, source);
+    for (int i = 0; i < stream->n_layers; i++) stream->layers[i].n_kv_heads = 1;
+    free(source);
+}
+
+/* Prints the time of each row and its share of the multiply-add peak in the same round. */
+static void print_latent(const bench *b, const timing *t, const attend_work *works)
+{
+    const timing_entry *fma = timing_find(t, "fma");
+    printf("\nlatent: %d heads over one stream of %d, %d positions; %d rounds\n", LATENT_HEADS, LATENT_DIM,
+           LATENT_POSITIONS, t->n_rounds);
+    for (int i = 0; i + 1 < t->n_entries; i++) {
+        const timing_entry *entry = &t->entries[i + 1];
+        const int dims = 2 * LATENT_DIM + (works[i].attention.tail ? LATENT_TAIL : 0);
+        const double macs = (double)LATENT_HEADS * LATENT_POSITIONS * dims;
+        const double share = timing_ratio(t, entry, fma) * macs / peak_fma_count(b->peak);
+        char name[96];
+        print_times(t, entry);
+        printf(" %8.2f\n", share);
+        snprintf(name, sizeof name, "latent_%s_n%d_g%d", entry->name, LATENT_POSITIONS, LATENT_HEADS);
+        print_ratio(b, name, "fma", share);
+    }
+    fflush(stdout);
+}
+
+static void run_latent(bench *b)
+{
+    static timing t;
+    static attend_work works[LATENT_ROWS];
+    const timing_limits limits = limits_of(&b->options);
+    const size_t n = (size_t)LATENT_HEADS * (LATENT_DIM + LATENT_TAIL);
+    float *q = (float *)bench_alloc(n * sizeof *q), *out = (float *)bench_alloc(n * sizeof *out);
+    bench_stream tail;
+    int n_works = 0;
+    bench_fill(q, n, 3);
+    open_latent(&tail, TQKV_F16, LATENT_TAIL);
+    t.n_entries = 0;
+    timing_add(&t, "fma", run_fma, b);
+    for (int i = 0; i < COUNT(pairs); i++) {
+        const bool rows = pairs[i].keys == TQKV_TQ4 || pairs[i].keys == TQKV_I8;
+        if (pairs[i].keys != pairs[i].values || !rows || !wanted(b, &pairs[i])) continue;
+        bench_stream *keys = &b->keys[pairs[i].keys];
+        if (!keys->layers) open_latent(keys, pairs[i].keys, LATENT_DIM);
+        for (int with = 0; with < 2; with++) {
+            char name[TIMING_NAME];
+            attend_work *work = &works[n_works++];
+            *work = (attend_work){{.n_heads = LATENT_HEADS, .end = LATENT_POSITIONS}, keys, keys, 0, q, out};
+            work->attention.arithmetic = pairs[i].arithmetic;
+            if (with) work->attention.tail = tail.layers;
+            snprintf(name, sizeof name, "%s_d%d%s", pairs[i].name, LATENT_DIM, with ? "_t64" : "");
+            timing_add(&t, name, run_attend, work);
+        }
+    }
+    timing_run(&t, &limits);
+    print_latent(b, &t, works);
+    bench_stream_close(&tail);
+    close_streams(b);
+    free(q);
+    free(out);
+}
+
 /* ---- Threads ---- */
 
 enum { APPENDED = 4096, APPEND_COUNTS = 3 };
@@ -839,6 +910,7 @@ static void run_isa(bench *b, const peak *p)
     }
     if (!o->only || strcmp(o->only, "decode") == 0) run_decode(b);
     if (o->only ? strcmp(o->only, "pages") == 0 : !o->quick) run_pages(b);
+    if (o->only ? strcmp(o->only, "latent") == 0 : !o->quick) run_latent(b);
     if (o->only ? strcmp(o->only, "threads") == 0 : !o->quick) run_threads(b);
 }
 
@@ -851,7 +923,7 @@ static void print_help(void)
            "  --context N      512, 1024, 2048, 4096, 8192, 16384 or 32768 positions\n"
            "  --group N        2 or 8 query heads a KV head; 6 at head_dim 256, 64 at 512\n"
            "  --queries N      1, 8 or 128\n"
-           "  --only WHAT      encode, decode, pages (and batches) or threads (appends and batches)\n"
+           "  --only WHAT      encode, decode, pages (and batches), latent or threads (appends and batches)\n"
            "  --threads N      only one token by so many threads, of every format, against their read bandwidth\n"
            "  --rounds N       this many rounds, at most %d; else 3 to 15, as many as fit into a second\n"
            "  --quick          one head_dim, short contexts, few rounds\n"
@@ -888,7 +960,7 @@ static bool parse_options(options *o, int argc, char **argv)
     }
     const bool format_known = !o->format || strncmp(o->format, "default", 7) == 0 || tqkv_format_from_name(o->format);
     const bool isa_known = !o->isa || tqkv_isa_force(o->isa) == TQKV_OK;
-    static const char *const parts[] = {"encode", "decode", "pages", "threads"};
+    static const char *const parts[] = {"encode", "decode", "pages", "latent", "threads"};
     bool only_known = !o->only;
     for (int i = 0; i < COUNT(parts); i++) only_known = only_known || strcmp(o->only, parts[i]) == 0;
     return o->rounds <= TIMING_MAX_ROUNDS && format_known && isa_known && only_known;
