@@ -9,6 +9,7 @@
 
 #include "engine.h"
 
+#include "latent.h"
 #include "padding.h"
 #include "speculation.h"
 #include "store_snapshot.h"
@@ -289,6 +290,23 @@ static void test_store_snapshot(void)
     check("store_snapshot/same", memcmp(decoded, again, sizeof again) == 0);
 }
 
+/* Of one position all heads get the latent, but for its error. */
+static void test_latent(void)
+{
+    enum { LATENT = 512, ROW_DIM = 576, LATENT_HEADS = 64 };
+    static float row[ROW_DIM], queries[LATENT_HEADS * ROW_DIM], out[LATENT_HEADS * LATENT];
+    double error = 0.0, size = 0.0;
+    fill(row, ROW_DIM);
+    fill(queries, LATENT_HEADS * ROW_DIM);
+    check("latent/attend", attend_latent(row, 1, queries, out) == TQKV_OK);
+    for (int i = 0; i < LATENT_HEADS * LATENT; i++) {
+        const double difference = (double)out[i] - (double)row[i % LATENT];
+        error += difference * difference;
+        size += (double)row[i % LATENT] * (double)row[i % LATENT];
+    }
+    check("latent/rows", error < 0.02 * size);
+}
+
 int main(void)
 {
     fill(k, TOKENS * ROW);
@@ -298,6 +316,7 @@ int main(void)
     test_engine();
     test_padding();
     test_typed();
+    test_latent();
     test_threads_and_window();
     test_slices();
     test_context_shift();

@@ -91,6 +91,8 @@ check "snapshot_file: the old file" grep -q "before it: no error, 5 positions" "
 check "snapshot_file: the new file" grep -q "again: no error, 8 positions" "$work/snapshot_file"
 
 # One bit of a half is 5e-4 of a value; TQ4 has an error of 0.1 of a value, I8 of 0.006.
+"$bin/latent" >"$work/latent"
+check "latent" test "$(grep -c 'as expected$' "$work/latent")" -eq 6 -a "$(grep -c 'NOT' "$work/latent")" -eq 0
 "$bin/engine" 20 >"$work/engine"
 check "engine" awk '
     $2 == "f16" { n++; bad += $10 + 0 > 1e-3 || $11 != 1769472 }
