@@ -410,6 +410,14 @@ typedef struct tqkv_attention {
     const int32_t *list;
     int list_length, list_heads; /* list_heads: 0 = 1, or n_kv_heads: a row for each */
     int list_block, list_newest; /* list_block: 1, 4, 16, 64 or 128 positions */
+    /* Some positions as halves, too: those below exact_first are read from first_keys and first_values, and the newest
+       exact_last, up to `end`, from last_keys and last_values; all others, and those of a stream whose store here is NULL or
+       that is F16 itself, from keys and values, whose codes at these positions are not looked at. Stores of F16 with n_kv_heads,
+       head_dim and centre of the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or paged, as long as they
+       hold these positions: else TQKV_OUT_OF_RANGE. If the keys are the values, so are their halves. A tail is always read
+       from its own store. Not on a GPU. */
+    const tqkv_store *first_keys, *first_values, *last_keys, *last_values;
+    int exact_first, exact_last;
 } tqkv_attention;
 
 /* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
@@ -2846,6 +2854,13 @@ static bool tqkv__same_rows(const tqkv__stream *a, const tqkv__stream *b)
            (a->block_scale == b->block_scale || a->kind != TQKV__BOOK || a->norms_per_row == 1);
 }
 
+/* Of streams with the same n_kv_heads and head_dim. */
+static bool tqkv__same_center(const tqkv__stream *a, const tqkv__stream *b)
+{
+    return a->center == b->center ||
+           (a->center && b->center && memcmp(a->center, b->center, tqkv__center_size(a)) == 0);
+}
+
 /* Opens two stores whose positions [position, position + n) are to be converted, and makes all checks. */
 static tqkv_result tqkv__convert_open(const tqkv_store *to_store, const tqkv_store *from_store, int64_t position, int n,
                                       tqkv__stream *to, tqkv__stream *from)
@@ -2858,8 +2873,7 @@ static tqkv_result tqkv__convert_open(const tqkv_store *to_store, const tqkv_sto
         return TQKV__INVALID("the stores differ in head_dim or n_kv_heads");
     if (to->rotated != from->rotated && to->kind != TQKV__HALF && from->kind != TQKV__HALF)
         return TQKV__INVALID("unrotated: the stores differ in it");
-    if (!to->center != !from->center || (to->center && memcmp(to->center, from->center, tqkv__center_size(to)) != 0))
-        return TQKV__INVALID("center: the stores differ in it");
+    if (!tqkv__same_center(to, from)) return TQKV__INVALID("center: the stores differ in it");
     if (!tqkv__stays_apart(to, from))
         return TQKV__INVALID("`to` overlaps `from`, other than with shorter rows from the same address on");
     for (int p = 0; p < n && !tqkv__same_rows(to, from); p++)
@@ -3108,6 +3122,11 @@ typedef struct tqkv__attention {
     int matrix_group; /* on a GPU; 0 = the default */
     /* Makes integers of a query; NULL: floats. See tqkv__integers. */
     void (*round_query)(const tqkv__stream *s, const float *query, float *to);
+    /* Positions below exact_below are halves in ends[0][side], and from exact_from on in ends[1][side], where exact[][side] is
+       set; side 0: keys, 1: values. See tqkv__stream_at. */
+    int64_t exact_below, exact_from;
+    bool exact[2][2];
+    tqkv__stream ends[2][2]; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
 /* Slots of a tile in one stream: [slot, slot + n). The codes `ahead` slots further on will be read next. */
@@ -7686,9 +7705,10 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-#define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
-#define TQKV__GAPS_ON_GPU   "strides: not on a GPU"
-#define TQKV__CAUSAL_ON_GPU "non_causal: not on a GPU"
+#define TQKV__FLOATS_ON_GPU  "arithmetic: a GPU multiplies floats only"
+#define TQKV__GAPS_ON_GPU    "strides: not on a GPU"
+#define TQKV__CAUSAL_ON_GPU  "non_causal: not on a GPU"
+#define TQKV__NO_ENDS_ON_GPU "exact_first, exact_last: not on a GPU"
 
 /* Changes to the integers of the set, if the call asks for them. */
 static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
@@ -7753,7 +7773,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
 {
     tqkv_result result;
     tqkv_attention *call = &r->call;
-    memset(r, 0, sizeof *r);
+    memset(r, 0, offsetof(tqkv__attention, ends));
     if (!a) return TQKV__INVALID("the attention is NULL");
     if ((result = tqkv__stream_shape(a->keys, &r->keys)) != TQKV_OK) return result;
     if ((result = tqkv__stream_shape(a->values, &r->values)) != TQKV_OK) return result;
@@ -7775,6 +7795,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
+    if (call->exact_first < 0 || call->exact_last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
     if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
         return TQKV__INVALID("scale or softcap is NaN or infinite");
     if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
@@ -7831,6 +7852,69 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
     if (!tqkv__encoding_overlaps(k, v->codes, v->codes_size) && !tqkv__encoding_overlaps(k, v->norms, v->norms_size))
         return TQKV_OK;
     return TQKV__INVALID("keys and values share bytes, but are not described in the same way");
+}
+
+/* Opens the store that holds positions [low, high) of a stream as halves. */
+static tqkv_result tqkv__open_end(const tqkv__attention *a, const tqkv_store *store, const tqkv__stream *codes,
+                                  int64_t low, int64_t high, tqkv__stream *s)
+{
+    const tqkv_result r = tqkv__stream_open(store, s);
+    if (r != TQKV_OK) return r;
+    if (s->kind != TQKV__HALF || s->rotated != codes->rotated)
+        return TQKV__INVALID("exact_first or exact_last: a store that is not F16, or rotated otherwise than the codes");
+    if (s->head_dim != codes->head_dim || s->n_kv_heads != codes->n_kv_heads)
+        return TQKV__INVALID("exact_first or exact_last: a store of other head_dim or n_kv_heads than the codes");
+    if (!tqkv__same_center(s, codes))
+        return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
+    if (s->ring ? a->call.end - low > s->capacity : high > tqkv__room(s))
+        return TQKV__REFUSE(OUT_OF_RANGE, "exact_first or exact_last: a store that does not hold so many positions");
+    return TQKV_OK;
+}
+
+/* Takes the positions that are kept as halves; follows tqkv__check_streams and tqkv__attention_range. */
+static tqkv_result tqkv__take_ends(tqkv__attention *a)
+{
+    const tqkv_attention *call = &a->call;
+    const tqkv_store *const stores[2][2] = {{call->first_keys, call->first_values},
+                                            {call->last_keys, call->last_values}};
+    const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
+    const int64_t from = call->exact_last < call->end ? call->end - call->exact_last : 0;
+    for (int i = 0; i < 4; i++) {
+        const int last = i / 2, side = i % 2;
+        const tqkv__stream *codes = side ? &a->values : &a->keys;
+        const tqkv_store *store = stores[last][a->shared ? 0 : side];
+        if (!store || codes->kind == TQKV__HALF || (last ? from == call->end : below == 0)) continue;
+        const tqkv_result r =
+            tqkv__open_end(a, store, codes, last ? from : 0, last ? call->end : below, &a->ends[last][side]);
+        if (r != TQKV_OK) return r;
+        a->exact[last][side] = true;
+        if (last)
+            a->exact_from = from;
+        else
+            a->exact_below = below;
+    }
+    return TQKV_OK;
+}
+
+/* The keys (side 0) or values (1) of a position. */
+static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int64_t position)
+{
+    if (position < a->exact_below && a->exact[0][side]) return &a->ends[0][side];
+    if (position >= a->exact_from && a->exact[1][side]) return &a->ends[1][side];
+    return side ? &a->values : &a->keys;
+}
+
+/* Tells positions apart that may lie in different streams. */
+static int tqkv__place_of(const tqkv__attention *a, int64_t position)
+{
+    return (position < a->exact_below) + 2 * (position >= a->exact_from);
+}
+
+/* The first position behind this one that has another place. */
+static int64_t tqkv__border_behind(const tqkv__attention *a, int64_t position)
+{
+    const int64_t from = position < a->exact_from ? a->exact_from : INT64_MAX;
+    return position < a->exact_below && a->exact_below < from ? a->exact_below : from;
 }
 
 static const int32_t *tqkv__list_row(const tqkv__attention *a, int query, int kv_head)
@@ -7896,7 +7980,7 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
     if (r->round_query) tqkv__fill_integers(&r->keys);
     if (r->round_query) tqkv__fill_integers(&r->values);
     if (r->round_query && a->tail) tqkv__fill_integers(&r->tail);
-    return TQKV_OK;
+    return a->exact_first || a->exact_last ? tqkv__take_ends(r) : TQKV_OK;
 }
 
 /* The positions that a query sees: [*from, *to), within [first, end). */
@@ -8037,14 +8121,16 @@ static void tqkv__listed_to(const tqkv__attention *a, int64_t first, int64_t end
     if (*from > *to) *from = *to;
 }
 
-/* As tqkv__check_pages, for the positions of a list. */
-static tqkv_result tqkv__check_listed(const tqkv__attention *a, const tqkv__stream *s, int query, const tqkv__list *l)
+/* As tqkv__check_pages, for the positions of a list in [low, high). */
+static tqkv_result tqkv__check_listed(const tqkv__attention *a, const tqkv__stream *s, int64_t low, int64_t high,
+                                      int query, const tqkv__list *l)
 {
     int64_t checked = 0; /* the end of the last page that was checked */
     tqkv_result r = TQKV_OK;
     for (int64_t rank = l->from; s->pages && r == TQKV_OK && rank < l->to; rank++) {
         const int64_t position = tqkv__position_of(l, rank);
-        if (position < checked || tqkv__hidden_ranks(a, query, l, rank, 1)) continue;
+        if (position < checked || position < low || position >= high || tqkv__hidden_ranks(a, query, l, rank, 1))
+            continue;
         r = tqkv__check_pages(s, position, position + 1);
         checked = (position / s->page_size + 1) * s->page_size;
     }
@@ -8057,26 +8143,39 @@ static tqkv_result tqkv__check_lists_seen(const tqkv__attention *a, int64_t firs
     for (int i = 0; i < a->call.n_queries; i++)
         for (int h = 0; r == TQKV_OK && h < a->call.list_heads; h++) {
             const tqkv__list l = tqkv__open_list(a, i, h, first, end);
-            r = tqkv__check_listed(a, &a->keys, i, &l);
-            if (r == TQKV_OK) r = tqkv__check_listed(a, &a->values, i, &l);
+            r = tqkv__check_listed(a, &a->keys, 0, end, i, &l);
+            if (r == TQKV_OK) r = tqkv__check_listed(a, &a->values, 0, end, i, &l);
+            for (int e = 0; r == TQKV_OK && e < 4; e++)
+                if (a->exact[e / 2][e % 2])
+                    r = tqkv__check_listed(a, &a->ends[e / 2][e % 2], e / 2 ? a->exact_from : 0,
+                                           e / 2 ? end : a->exact_below, i, &l);
         }
     return r;
 }
 
-/* Checks the entries of the pages that hold positions of [first, end) which some query sees. */
+/* Checks the entries of the pages that hold positions of [first, end), in all streams. */
+static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, int64_t end)
+{
+    tqkv_result r = tqkv__check_pages(&a->keys, first, end);
+    if (r == TQKV_OK) r = tqkv__check_pages(&a->values, first, end);
+    for (int i = 0; r == TQKV_OK && i < 4; i++) {
+        const int64_t low = i / 2 && a->exact_from > first ? a->exact_from : first;
+        const int64_t high = i / 2 || a->exact_below > end ? end : a->exact_below;
+        if (a->exact[i / 2][i % 2]) r = tqkv__check_pages(&a->ends[i / 2][i % 2], low, high);
+    }
+    return r;
+}
+
+/* As tqkv__check_entries, for the positions that some query sees. */
 static tqkv_result tqkv__check_seen(const tqkv__attention *a, int64_t first, int64_t end)
 {
     int64_t from, to, base = a->call.end - a->call.n_queries; /* of the tree */
-    if (a->call.list) return a->keys.pages || a->values.pages ? tqkv__check_lists_seen(a, first, end) : TQKV_OK;
+    if (a->call.list) return tqkv__check_lists_seen(a, first, end);
     tqkv__visible_to(a, 0, a->call.n_queries - 1, first, end, &from, &to);
     if (!a->call.tree || base > to) base = to;
-    tqkv_result r = tqkv__check_pages(&a->keys, from, base);
-    if (r == TQKV_OK) r = tqkv__check_pages(&a->values, from, base);
-    for (int64_t at = base < from ? from : base; r == TQKV_OK && at < to; at++) {
-        if (!tqkv__tree_has(a, (int)(at - (a->call.end - a->call.n_queries)))) continue;
-        r = tqkv__check_pages(&a->keys, at, at + 1);
-        if (r == TQKV_OK) r = tqkv__check_pages(&a->values, at, at + 1);
-    }
+    tqkv_result r = tqkv__check_entries(a, from, base);
+    for (int64_t at = base < from ? from : base; r == TQKV_OK && at < to; at++)
+        if (tqkv__tree_has(a, (int)(at - (a->call.end - a->call.n_queries)))) r = tqkv__check_entries(a, at, at + 1);
     return r;
 }
 
@@ -8115,32 +8214,40 @@ static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const 
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
-/* A tile is contiguous in both stores: it ends where a ring wraps or a page ends, and at positions that are a multiple of TQKV__TILE.
-   Its scores are at the position modulo TQKV__TILE. A query's sums are then the same bits alone or in a batch.
-   Otherwise prefill and decode drift apart: a last bit changes the next layer's keys, and now and then a code. */
+/* A tile is contiguous in all its streams: it ends where a ring wraps, a page ends, or other streams begin, and at positions
+   that are a multiple of TQKV__TILE. Its scores are at the position modulo TQKV__TILE. A query's sums are then the same
+   bits alone or in a batch. Otherwise prefill and decode drift apart: a last bit changes the next layer's keys, and now and
+   then a code. */
 static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t end)
 {
-    const int64_t aligned = TQKV__TILE - position % TQKV__TILE;
+    const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = tqkv__border_behind(a, position) - position;
     int64_t n = end - position < aligned ? end - position : aligned;
-    const int key_room = tqkv__slots_left(&a->keys, position), value_room = tqkv__slots_left(&a->values, position);
+    const tqkv__stream *keys = tqkv__stream_at(a, 0, position), *values = tqkv__stream_at(a, 1, position);
+    const int key_room = tqkv__slots_left(keys, position), value_room = tqkv__slots_left(values, position);
+    if (n > border) n = border;
     if (n > key_room) n = key_room;
-    return n > value_room ? value_room : (int)n;
+    if (n > value_room) n = value_room;
+    if (a->call.tail && n > tqkv__slots_left(&a->keys, position)) n = tqkv__slots_left(&a->keys, position);
+    return (int)n;
 }
 
 /* Where the ranks [rank, rank + n) of a tile lie. */
 typedef struct tqkv__ranks {
     int64_t rank;
     int n;
-    bool together;                                /* in both stores one row after the other */
-    uint64_t hidden;                              /* places that the query does not see, as bits */
-    int32_t keys[TQKV__TILE], values[TQKV__TILE]; /* slots; -1: hidden */
+    bool together;                                                  /* in all streams one row after the other */
+    uint64_t hidden;                                                /* places that the query does not see, as bits */
+    const tqkv__stream *streams[2];                                 /* keys and values */
+    int32_t keys[TQKV__TILE], values[TQKV__TILE], tail[TQKV__TILE]; /* slots; -1: hidden */
 } tqkv__ranks;
 
 /* A tile in progress: n positions from `position` on. Its scores, later weights, begin at scores[row][begin]. */
 typedef struct tqkv__tile {
     int64_t position;
     int n, begin;
-    tqkv__run keys, values;
+    int place; /* see tqkv__place_of */
+    const tqkv__stream *key_stream, *value_stream;
+    tqkv__run keys, values, tail;
     const struct tqkv__ranks *ranks;                                 /* of a list, or NULL */
     const tqkv__attention *streams;                                  /* that hold it: the caller's, or gathered ones */
     int kv_head;                                                     /* there */
@@ -8180,7 +8287,7 @@ static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__run
 static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__attention *a = tile->streams;
-    const tqkv__stream *s = &a->values;
+    const tqkv__stream *s = tile->value_stream;
     const tqkv__run *run = &tile->values;
     const int kv_head = tile->kv_head;
     const float *weights = tile->scores + tile->begin;
@@ -8308,10 +8415,27 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int n_rows)
 {
     const tqkv__attention *a = tile->streams;
     float *scores = tile->scores + tile->begin;
-    a->isa->score_tile(&a->keys, tile->kv_head, &tile->keys, q, n_rows, false, scores);
+    const int before = tile->key_stream == &a->keys ? 0 : a->key_dim; /* dimensions of q before those for halves */
+    a->isa->score_tile(tile->key_stream, tile->kv_head, &tile->keys, q + (size_t)n_rows * (size_t)before, n_rows, false,
+                       scores);
     if (!a->call.tail) return;
-    a->isa->score_tile(&a->tail, tile->kv_head, &tile->keys, q + (size_t)n_rows * (size_t)a->keys.head_dim, n_rows,
+    a->isa->score_tile(&a->tail, tile->kv_head, &tile->tail, q + (size_t)n_rows * (size_t)a->keys.head_dim, n_rows,
                        true, scores);
+}
+
+/* Sums of values have the order of the stream that is added to them: brings them into that of another. */
+static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, const tqkv__stream *to, int n_rows,
+                            float *out)
+{
+    float turned[TQKV_MAX_HEAD_DIM];
+    if (a->isa->lanes == 1 || (from->main_bits < 8) == (to->main_bits < 8)) return;
+    for (int row = 0; row < n_rows; row++, out += a->value_dim) {
+        if (from->main_bits < 8)
+            tqkv__to_natural(a->isa, from, out, turned);
+        else
+            tqkv__to_decoded(a->isa, to, out, turned);
+        memcpy(out, turned, (size_t)a->value_dim * sizeof(float));
+    }
 }
 
 /* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a piece
@@ -8370,13 +8494,14 @@ static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ran
 
 static void tqkv__ask_keys(const tqkv__work *w, const tqkv__ranks *ranks)
 {
-    tqkv__ask(&w->a->keys, w->item->kv_head, ranks, ranks->keys);
-    if (w->a->call.tail) tqkv__ask(&w->a->tail, w->item->kv_head, ranks, ranks->keys);
+    if (!ranks->n) return;
+    tqkv__ask(ranks->streams[0], w->item->kv_head, ranks, ranks->keys);
+    if (w->a->call.tail) tqkv__ask(&w->a->tail, w->item->kv_head, ranks, ranks->tail);
 }
 
 static void tqkv__ask_values(const tqkv__work *w, const tqkv__ranks *ranks)
 {
-    if (!w->a->shared) tqkv__ask(&w->a->values, w->item->kv_head, ranks, ranks->values);
+    if (!w->a->shared) tqkv__ask(ranks->streams[1], w->item->kv_head, ranks, ranks->values);
 }
 
 /* The tile that is free. */
@@ -8397,9 +8522,20 @@ static void tqkv__add_before(tqkv__work *w)
     tqkv__tile *tile = w->before;
     if (!tile) return;
     if (tile->ranks && !tile->ranks->together && !w->a->shared)
-        tqkv__gather(&w->a->values, w->item->kv_head, tile->ranks, tile->ranks->values, &w->gathered->values,
+        tqkv__gather(tile->ranks->streams[1], w->item->kv_head, tile->ranks, tile->ranks->values, tile->value_stream,
                      tile->values.slot);
     tqkv__add_values(tile, w->item->n_rows, w->piece.out);
+}
+
+/* Ends the piece before a tile if it is another, or lies elsewhere. */
+static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
+{
+    const tqkv__tile *before = w->before;
+    const int n_rows = w->item->n_rows;
+    if (!before) return;
+    if (before->place == tile->place && before->position / TQKV__PIECE == tile->position / TQKV__PIECE) return;
+    tqkv__end_piece(w->a, n_rows, &w->piece, &w->sums);
+    tqkv__turn_sums(w->a, before->value_stream, tile->value_stream, n_rows, w->sums.out);
 }
 
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
@@ -8408,11 +8544,29 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
     tqkv__score_tile(tile, w->q, n_rows);
     if (tile->ranks) tqkv__ask_values(w, tile->ranks);
     tqkv__add_before(w);
-    if (w->before && w->before->position / TQKV__PIECE != tile->position / TQKV__PIECE)
-        tqkv__end_piece(w->a, n_rows, &w->piece, &w->sums);
+    tqkv__end_piece_before(w, tile);
     w->a->isa->softmax_tile(w->a, tile->spans, w->offsets, n_rows, tile->scores, w->piece.max, w->piece.sum,
                             w->piece.out);
     w->before = tile;
+}
+
+/* Finds where a tile lies; the next one of [.., end) is fetched while it is computed. */
+static void tqkv__find_runs(const tqkv__attention *a, int64_t end, tqkv__tile *tile)
+{
+    tile->place = tqkv__place_of(a, tile->position);
+    tile->key_stream = tqkv__stream_at(a, 0, tile->position);
+    tile->value_stream = tqkv__stream_at(a, 1, tile->position);
+    tile->keys = tqkv__run_of(tile->key_stream, tile->position, tile->n, end);
+    tile->values = tqkv__run_of(tile->value_stream, tile->position, tile->n, end);
+    if (a->call.tail) tile->tail = tqkv__run_of(&a->tail, tile->position, tile->n, end);
+}
+
+static void tqkv__touch_streams(const tqkv__tile *tile)
+{
+    const tqkv__attention *a = tile->streams;
+    tqkv__touch_next(tile->key_stream, tile->kv_head, &tile->keys);
+    if (a->call.tail) tqkv__touch_next(&a->tail, tile->kv_head, &tile->tail);
+    if (!a->shared) tqkv__touch_next(tile->value_stream, tile->kv_head, &tile->values);
 }
 
 /* Adds positions [first, end) to the sums of an item's rows. */
@@ -8427,13 +8581,8 @@ static void tqkv__attend_rows(tqkv__work *w, int64_t first, int64_t end)
         n = tqkv__tile_length(a, position, to);
         tqkv__tile *tile = tqkv__next_tile(w, position, (int)n);
         if (!tqkv__find_spans(a, item, first, end, tile)) continue; /* a tree hides it */
-        tile->keys = tqkv__run_of(&a->keys, position, tile->n, to);
-        tile->values = tqkv__run_of(&a->values, position, tile->n, to);
-        if (position + n < to) {
-            tqkv__touch_next(&a->keys, item->kv_head, &tile->keys);
-            if (a->call.tail) tqkv__touch_next(&a->tail, item->kv_head, &tile->keys);
-            if (!a->shared) tqkv__touch_next(&a->values, item->kv_head, &tile->values);
-        }
+        tqkv__find_runs(a, to, tile);
+        if (position + n < to) tqkv__touch_streams(tile);
         tqkv__attend_tile(w, tile);
     }
 }
@@ -8450,9 +8599,12 @@ static size_t tqkv__gathered_size(const tqkv__stream *s)
 /* Scratch for the lists of an attention, in floats. */
 static size_t tqkv__gathered_floats(const tqkv__attention *a)
 {
-    const size_t tail = a->call.tail ? tqkv__gathered_size(&a->tail) : 0;
+    size_t size = 0;
     if (!a->call.list) return 0;
-    return (tqkv__gathered_size(&a->keys) + tail + tqkv__gathered_size(&a->values)) / sizeof(float) + 16;
+    for (int i = 0; i < 4; i++)
+        if (a->exact[i / 2][i % 2]) size += tqkv__gathered_size(&a->ends[i / 2][i % 2]);
+    if (a->call.tail) size += tqkv__gathered_size(&a->tail);
+    return (tqkv__gathered_size(&a->keys) + tqkv__gathered_size(&a->values) + size) / sizeof(float) + 16;
 }
 
 /* Puts a stream of two tiles at `memory`; returns what is behind it. */
@@ -8476,10 +8628,13 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
     *gathered = *a;
     memory = tqkv__place_stream(&gathered->keys, memory);
     if (a->call.tail) memory = tqkv__place_stream(&gathered->tail, memory);
-    if (a->shared)
-        gathered->values = gathered->keys;
-    else
-        tqkv__place_stream(&gathered->values, memory);
+    if (!a->shared) memory = tqkv__place_stream(&gathered->values, memory);
+    for (int i = 0; i < 4; i++)
+        if (a->exact[i / 2][i % 2]) memory = tqkv__place_stream(&gathered->ends[i / 2][i % 2], memory);
+    if (!a->shared) return;
+    gathered->values = gathered->keys;
+    for (int i = 0; i < 2; i++)
+        if (a->exact[i][1]) gathered->ends[i][1] = gathered->ends[i][0];
 }
 
 static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slots)
@@ -8490,52 +8645,75 @@ static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const t
             hidden && ranks->hidden >> j & 1 ? -1 : (int32_t)tqkv__slot(s, tqkv__position_of(l, ranks->rank + j));
 }
 
+/* The same for all streams of a tile, which begins at `position`. */
+static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, int64_t position, tqkv__ranks *ranks)
+{
+    const tqkv__stream *k = tqkv__stream_at(a, 0, position), *v = tqkv__stream_at(a, 1, position);
+    ranks->streams[0] = k;
+    ranks->streams[1] = v;
+    tqkv__find_slots(k, l, ranks, ranks->keys);
+    if (k->pages == v->pages && k->ring == v->ring && (k->capacity == v->capacity || !k->ring))
+        memcpy(ranks->values, ranks->keys, (size_t)ranks->n * sizeof *ranks->keys);
+    else
+        tqkv__find_slots(v, l, ranks, ranks->values);
+    if (a->call.tail) tqkv__find_slots(&a->tail, l, ranks, ranks->tail);
+}
+
 /* Finds the next tile of ranks [rank, end) of which the query sees something; n is 0 if there is none. */
 static void tqkv__find_ranks(const tqkv__work *w, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
-    const tqkv__stream *k = &a->keys, *v = &a->values;
     ranks->n = 0;
     for (int64_t n; rank < end; rank += n) {
         n = TQKV__TILE - rank % TQKV__TILE;
         if (n > end - rank) n = end - rank;
         const int64_t position = tqkv__position_of(w->list, rank), last = tqkv__position_of(w->list, rank + n - 1);
+        const int64_t border = tqkv__border_behind(a, position);
         ranks->together = last - position == n - 1;
-        if (ranks->together) n = tqkv__tile_length(a, position, last + 1); /* as without a list */
+        if (ranks->together)
+            n = tqkv__tile_length(a, position, last + 1); /* as without a list */
+        else if (last >= border)
+            n = tqkv__rank_of(w->list, border) - rank;
         ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, w->list, rank, (int)n);
         if (ranks->hidden == tqkv__bits_below((int)n)) continue;
         ranks->rank = rank;
         ranks->n = (int)n;
-        tqkv__find_slots(k, w->list, ranks, ranks->keys);
-        if (k->pages == v->pages && k->ring == v->ring && (k->capacity == v->capacity || !k->ring))
-            memcpy(ranks->values, ranks->keys, (size_t)n * sizeof *ranks->keys);
-        else
-            tqkv__find_slots(v, w->list, ranks, ranks->values);
+        tqkv__find_slots_of(a, w->list, position, ranks);
         return;
     }
+}
+
+/* Slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first slot, or -1 */
+static tqkv__run tqkv__run_of_ranks(const tqkv__ranks *ranks, const int32_t *slots, int scratch, int64_t ahead)
+{
+    const tqkv__run run = {ranks->together ? slots[0] : scratch, ranks->n, ahead < 0 ? 0 : (int)ahead - slots[0]};
+    return run;
 }
 
 /* Makes a tile of ranks; scattered ones get the keys in scratch now, and the values before they are added. */
 static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *ranks, const tqkv__ranks *next)
 {
-    const tqkv__attention *a = w->a;
+    const tqkv__attention *a = w->a, *streams = ranks->together ? a : w->gathered;
     tqkv__tile *tile = tqkv__next_tile(w, ranks->rank, ranks->n);
-    const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE, n = ranks->n;
-    const bool ahead = ranks->together && next->n && next->together; /* the loops ask for the next tile */
-    const tqkv__run keys = {ranks->together ? ranks->keys[0] : slot, n, ahead ? next->keys[0] - ranks->keys[0] : 0};
-    const tqkv__run values = {ranks->together ? ranks->values[0] : slot, n,
-                              ahead ? next->values[0] - ranks->values[0] : 0};
-    const tqkv__span span = {tile->begin, tile->begin + n, ranks->hidden << tile->begin};
+    const int64_t position = tqkv__position_of(w->list, ranks->rank);
+    const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE;
+    const bool ahead = ranks->together && next->n && next->together && ranks->streams[0] == next->streams[0] &&
+                       ranks->streams[1] == next->streams[1]; /* the loops ask for the next tile */
+    const tqkv__span span = {tile->begin, tile->begin + ranks->n, ranks->hidden << tile->begin};
     for (int row = 0; row < w->item->n_rows; row++) tile->spans[row] = span;
     tile->whole = !ranks->hidden;
-    tile->keys = keys;
-    tile->values = values;
+    tile->place = tqkv__place_of(a, position);
+    tile->key_stream = tqkv__stream_at(streams, 0, position);
+    tile->value_stream = tqkv__stream_at(streams, 1, position);
+    tile->keys = tqkv__run_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
+    tile->values = tqkv__run_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
+    if (a->call.tail) tile->tail = tqkv__run_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
     if (!ahead) tqkv__ask_keys(w, next);
     tile->ranks = ranks;
     if (ranks->together) return tile;
-    tqkv__gather(&a->keys, kv_head, ranks, ranks->keys, &w->gathered->keys, slot);
-    if (a->call.tail) tqkv__gather(&a->tail, kv_head, ranks, ranks->keys, &w->gathered->tail, slot);
-    tile->streams = w->gathered;
+    tqkv__gather(ranks->streams[0], kv_head, ranks, ranks->keys, tile->key_stream, slot);
+    if (a->call.tail) tqkv__gather(&a->tail, kv_head, ranks, ranks->tail, &streams->tail, slot);
+    tile->streams = streams;
     tile->kv_head = 0;
     return tile;
 }
@@ -8632,12 +8810,11 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings one part of an item's queries into the basis and order of its stream, times scale; arranged: [n_rows][head_dim] */
+/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale; arranged: [n_rows][head_dim] */
 static void tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
-                               float *arranged)
+                               const tqkv__stream *s, float *arranged)
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
-    const tqkv__stream *s = tqkv__key_part(a, part);
     for (int i = 0; i < item->n_rows; i++, arranged += s->head_dim) {
         const void *query = tqkv__query_at(a, q, tqkv__caller_row(a, item, i));
         a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, s->head_dim, natural);
@@ -8650,11 +8827,20 @@ static void tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
     }
 }
 
-/* arranged: [n_rows][head_dim] of the keys, then of the tail */
+/* Floats of an arranged query. */
+static size_t tqkv__query_floats(const tqkv__attention *a)
+{
+    return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
+}
+
+/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these */
 static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
-    tqkv__arrange_part(a, item, q, 0, arranged);
-    if (a->call.tail) tqkv__arrange_part(a, item, q, 1, arranged + (size_t)item->n_rows * (size_t)a->keys.head_dim);
+    const size_t n_rows = (size_t)item->n_rows;
+    tqkv__arrange_part(a, item, q, 0, &a->keys, arranged);
+    if (a->call.tail) tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + n_rows * (size_t)a->keys.head_dim);
+    if (a->exact[0][0] || a->exact[1][0])
+        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim);
 }
 
 /* q.c, for the centre c of a part of the keys. query: [key_dim], the caller's */
@@ -8759,6 +8945,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
         tqkv__attend_rows(w, first, end);
     tqkv__add_before(w);
     tqkv__end_piece(w->a, n_rows, &w->piece, sums);
+    if (w->before) tqkv__turn_sums(w->a, w->before->value_stream, &w->a->values, n_rows, sums->out);
 }
 
 /* The sums of n_rows rows in memory. */
@@ -8783,7 +8970,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     const tqkv__attention *a = part->a;
     const tqkv__item item = tqkv__item_of(part, unit % part->n_items);
     const size_t rows = (size_t)part->rows_each, floats = rows * (size_t)(a->value_dim + 2);
-    float *q = slot + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + rows * (size_t)a->key_dim;
+    float *q = slot + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + rows * tqkv__query_floats(a);
     float offsets[TQKV__CHUNK_ROWS];
     tqkv__attention gathered;
     tqkv__list list;
@@ -8978,7 +9165,7 @@ static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
     int64_t n_units = 0;
     for (int i = 0; i < n_parts; i++) {
         const size_t rows = (size_t)parts[i].rows_each, sums = rows * (size_t)(parts[i].a->value_dim + 2);
-        const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + rows * (size_t)parts[i].a->key_dim +
+        const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + rows * tqkv__query_floats(parts[i].a) +
                             (job.spread ? 1 : 3) * sums + tqkv__gathered_floats(parts[i].a);
         if (slot > job.slot_floats) job.slot_floats = slot;
         parts[i].first_unit = (int)n_units;
@@ -9083,6 +9270,8 @@ static size_t tqkv__list_size(const tqkv__attention *a)
 /* Whether an attention reads memory at p. */
 static bool tqkv__reads(const tqkv__attention *a, const void *q, const void *p, size_t size)
 {
+    for (int i = 0; i < 4; i++)
+        if (a->exact[i / 2][i % 2] && tqkv__stream_overlaps(&a->ends[i / 2][i % 2], p, size)) return true;
     return tqkv__stream_overlaps(&a->keys, p, size) || tqkv__stream_overlaps(&a->values, p, size) ||
            (a->call.tail && tqkv__stream_overlaps(&a->tail, p, size)) || tqkv__overlap(q, a->q_size, p, size) ||
            tqkv__overlap(a->call.sinks, (size_t)a->call.n_heads * sizeof(float), p, size) ||
@@ -11988,6 +12177,8 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (r == TQKV_OK && a->call.list) r = tqkv__check_list_rows(a);
     if (r == TQKV_OK && a->round_query) r = TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     if (r == TQKV_OK && a->call.non_causal) r = TQKV__REFUSE(UNSUPPORTED, TQKV__CAUSAL_ON_GPU);
+    if (r == TQKV_OK && (a->call.exact_first || a->call.exact_last))
+        r = TQKV__REFUSE(UNSUPPORTED, TQKV__NO_ENDS_ON_GPU);
     if (r == TQKV_OK && (!tqkv__without_gaps(a->call.query_strides, a->call.n_heads, a->key_dim) ||
                          !tqkv__without_gaps(a->call.output_strides, a->call.n_heads, a->value_dim)))
         r = TQKV__REFUSE(UNSUPPORTED, TQKV__GAPS_ON_GPU);

@@ -36,20 +36,22 @@ typedef struct attend_row {
     int list_block, list_newest; /* list_block 0: no list */
     float list_share;            /* of the blocks, named at random */
     bool list_by_head;           /* a row for each KV head */
+    int exact_first, exact_last; /* positions as halves */
+    int codes_of_ends;           /* 1: the keys, 2: the values have no halves */
 } attend_row;
 
 typedef struct attend_problem {
     tqkv_attention attention;
-    tqkv_store keys, values, tail;
-    float *q, *sinks, *out;             /* [n_queries][n_heads][head_dim], [n_heads], as q, but value_dim */
-    uint64_t *tree;                     /* [n_queries] or NULL */
-    int32_t *list;                      /* or NULL */
-    float *key_center, *value_center;   /* [n_kv_heads][head_dim], with value_dim, or NULL */
-    float *tail_center;                 /* [n_kv_heads][tail_dim] or NULL */
-    double *expected;                   /* as out */
-    size_t n_rows, head_dim, value_dim; /* n_rows = n_queries * n_heads; head_dim: of a query, with the tail's */
-    int64_t poisoned;                   /* position, or -1 */
-    double tolerance;                   /* relative L2 */
+    tqkv_store keys, values, tail, ends[2][2]; /* ends: of the first and of the last positions, of keys and values */
+    float *q, *sinks, *out;                    /* [n_queries][n_heads][head_dim], [n_heads], as q, but value_dim */
+    uint64_t *tree;                            /* [n_queries] or NULL */
+    int32_t *list;                             /* or NULL */
+    float *key_center, *value_center;          /* [n_kv_heads][head_dim], with value_dim, or NULL */
+    float *tail_center;                        /* [n_kv_heads][tail_dim] or NULL */
+    double *expected;                          /* as out */
+    size_t n_rows, head_dim, value_dim;        /* n_rows = n_queries * n_heads; head_dim: of a query, with the tail's */
+    int64_t poisoned;                          /* position, or -1 */
+    double tolerance;                          /* relative L2 */
 } attend_problem;
 
 /* 40 positions of a linear store, one query of two heads. */
@@ -90,19 +92,53 @@ static inline void attend_poison_position(tqkv_store *s, int64_t position, bool 
     }
 }
 
-/* Encodes the newest positions before `end` that the store can hold. Then fills those that no query
- * sees with NaN. */
-static inline void attend_fill_store(tqkv_store *s, const tqkv_attention *a, uint64_t seed, data_kind kind)
+/* Encodes positions [first, end). Then fills those that no query sees with NaN. */
+static inline void attend_fill_positions(tqkv_store *s, const tqkv_attention *a, int64_t first, int64_t end,
+                                         uint64_t seed, data_kind kind)
 {
-    int64_t first = s->ring && a->end > s->capacity ? a->end - s->capacity : 0;
-    int count = (int)(a->end - first);
+    int count = (int)(end - first);
     float *source = test_rows(seed, kind, count * s->n_kv_heads, s->head_dim);
     const int token = s->n_kv_heads * s->head_dim;
     for (int i = 0; s->center && i < count * token; i++) source[i] += s->center[i % token];
     CHECK_RESULT(tqkv_encode(s, source, count, first), TQKV_OK);
-    for (int64_t p = first; p < a->end; p++)
+    for (int64_t p = first; p < end; p++)
         if (!attend_is_seen(a, p)) attend_poison_position(s, p, true);
     free(source);
+}
+
+/* The same for the newest positions before `end` that the store can hold. */
+static inline void attend_fill_store(tqkv_store *s, const tqkv_attention *a, uint64_t seed, data_kind kind)
+{
+    int64_t first = s->ring && a->end > s->capacity ? a->end - s->capacity : 0;
+    attend_fill_positions(s, a, first, a->end, seed, kind);
+}
+
+/* Halves of the first positions in a linear store, of the last ones in a ring that holds no more or a multiple of 64. They
+ * have nothing to do with the codes, which are filled with NaN where they must not be read. */
+static inline void attend_fill_ends(attend_problem *problem, const attend_row *row)
+{
+    tqkv_attention *a = &problem->attention;
+    tqkv_store *const codes[2] = {&problem->keys, row->shared ? &problem->keys : &problem->values};
+    const tqkv_store **const stores[2][2] = {{&a->first_keys, &a->first_values}, {&a->last_keys, &a->last_values}};
+    a->exact_first = row->exact_first;
+    a->exact_last = row->exact_last;
+    for (int last = 0; last < 2; last++)
+        for (int side = 0; side < (row->shared ? 1 : 2); side++) {
+            const int n = last ? row->exact_last : row->exact_first;
+            const int64_t first = last && row->end > n ? row->end - n : 0, end = last || n > row->end ? row->end : n;
+            tqkv_store *s = &problem->ends[last][side];
+            if (!n || row->codes_of_ends == side + 1) continue;
+            *s = test_store(TQKV_F16, codes[side]->head_dim, row->n_kv_heads, last && n % 2 ? (n + 63) / 64 * 64 : n,
+                            last);
+            s->rotated = reference_is_rotated(codes[side]);
+            s->center = codes[side]->center;
+            *stores[last][side] = s;
+            attend_fill_positions(s, a, first, end, 30 + (uint64_t)(2 * last + side), DATA_GAUSSIAN);
+            if (row->shared) *stores[last][1] = s;
+        }
+    for (int side = 0; side < 2; side++)
+        for (int64_t p = reference_attention_shape(a).oldest; p < row->end; p++)
+            if (reference_store_of(a, side, p) != codes[side]) attend_poison_position(codes[side], p, true);
 }
 
 static inline float *attend_make_sinks(const attend_row *row)
@@ -210,6 +246,7 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     attend_make_list(problem, row);
     attend_fill_store(&problem->keys, a, 11, DATA_GAUSSIAN);
     attend_fill_others(problem, row);
+    attend_fill_ends(problem, row);
     problem->head_dim = (size_t)query_dim;
     problem->value_dim = (size_t)value_dim;
     problem->n_rows = (size_t)row->n_queries * (size_t)a->n_heads;
@@ -228,6 +265,10 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
         attend_poison_position(&problem->keys, problem->poisoned, false);
         if (!row->shared) attend_poison_position(&problem->values, problem->poisoned, false);
         if (row->tail_dim) attend_poison_position(&problem->tail, problem->poisoned, false);
+        for (int side = 0; side < 2; side++) {
+            const tqkv_store *s = reference_store_of(a, side, problem->poisoned);
+            if (s->format == TQKV_F16) attend_poison_position((tqkv_store *)(uintptr_t)s, problem->poisoned, false);
+        }
     }
     if (!row->bits_alone) reference_attend(a, problem->q, problem->expected);
 }
@@ -237,6 +278,7 @@ static inline void attend_tear_down(attend_problem *problem)
     test_store_free(&problem->keys);
     test_store_free(&problem->values);
     test_store_free(&problem->tail);
+    for (int i = 0; i < 4; i++) test_store_free(&problem->ends[i / 2][i % 2]);
     free(problem->q);
     free(problem->sinks);
     free(problem->tree);

@@ -132,3 +132,32 @@ OPTION(non_causal_cross, place(row, false, 8, 5); row->n_queries = 12; row->non_
 OPTION(non_causal_everything, everything(row); row->non_causal = true; row->way = WAY_PARALLEL)
 OPTION(non_causal_slices, everything(row); row->non_causal = true; row->way = WAY_SLICES)
 OPTION(non_causal_long, long_context(row); row->non_causal = true; row->window = 2070)
+
+/* ---- Positions as halves ---- */
+
+OPTION(ends, row->exact_first = 3; row->exact_last = 9)
+OPTION(ends_first, place(row, false, 130, 127); row->exact_first = 67)
+OPTION(ends_last, place(row, true, 148, 275); row->exact_last = 70)
+OPTION(ends_of_all, row->exact_first = 30; row->exact_last = 27; row->n_queries = 4)
+OPTION(ends_only, row->exact_first = 64; row->exact_last = 64; row->n_queries = 4)
+OPTION(ends_of_keys, place(row, false, 200, 190); row->exact_first = 9; row->exact_last = 65; row->codes_of_ends = 2)
+OPTION(ends_of_values, place(row, false, 200, 190); row->exact_first = 90; row->exact_last = 128;
+       row->codes_of_ends = 1)
+OPTION(ends_long, long_context(row); row->exact_first = 4; row->exact_last = 128)
+OPTION(ends_long_parallel, long_wrapped(row); row->exact_last = 65; row->way = WAY_PARALLEL)
+OPTION(ends_in_slices, place(row, false, 300, 290); row->exact_first = 5; row->exact_last = 64; row->way = WAY_SLICES)
+OPTION(ends_in_window, place(row, true, 48, 75); row->window = 13; row->exact_last = 7)
+OPTION(ends_beyond_window, place(row, true, 48, 75); row->window = 13; row->exact_first = 4; row->exact_last = 30)
+OPTION(ends_of_everything, everything(row); row->exact_first = 4; row->exact_last = 17; row->key_center = 2.0f;
+       row->value_center = 2.0f)
+OPTION(ends_many_rows, many_rows(row); row->exact_first = 2; row->exact_last = 11)
+OPTION(ends_in_tree, tree(row); row->exact_last = 5)
+OPTION(ends_rotated, both_rotated(row); centers_with_sinks(row); row->exact_first = 4; row->exact_last = 12;
+       row->way = WAY_SLICES)
+OPTION(ends_unrotated, row->key_format = TQKV_TQ6; row->keys_unrotated = true; row->exact_last = 10)
+OPTION(ends_of_f16, row->key_format = TQKV_F16; row->exact_first = 4; row->exact_last = 10)
+OPTION(ends_poison_newest, poison_newest(row); row->exact_last = 8)
+OPTION(ends_poison_oldest, poison_oldest(row); row->exact_first = 40)
+OPTION(ends_before_start, queries_before_start(row); row->exact_first = 3; row->exact_last = 3)
+OPTION(ends_with_tail, place(row, true, 148, 275); row->tail_dim = 64; row->tail_format = TQKV_I8; row->exact_last = 70)
+OPTION(ends_shared, row->shared = true; row->exact_first = 4; row->exact_last = 7)

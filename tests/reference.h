@@ -449,13 +449,10 @@ static inline void reference_decode_as(bool integers, const tqkv_store *s, int k
     const float *center = reference_center(s, kv_head);
     int d = s->head_dim, block = reference_block(s->format, d);
     if (s->format == TQKV_F16) {
-        for (int j = 0; j < d; j++)
-            row[j] =
-                reference_half_value((uint16_t)(codes[2 * j] | codes[2 * j + 1] << 8)) + (center ? center[j] : 0.0);
-        return;
+        for (int j = 0; j < d; j++) row[j] = reference_half_value((uint16_t)(codes[2 * j] | codes[2 * j + 1] << 8));
     }
-    const float *norms = reference_norms_at(s, kv_head, position);
-    for (int j = 0; j < d; j++) {
+    const float *norms = s->format == TQKV_F16 ? NULL : reference_norms_at(s, kv_head, position);
+    for (int j = 0; norms && j < d; j++) {
         const int bits = reference_bits(s->format);
         double norm = (double)norms[j / block];
         if (s->format == TQKV_I8) {
@@ -481,6 +478,16 @@ static inline void reference_decode(const tqkv_store *s, int kv_head, int64_t po
 static inline int64_t reference_room(const tqkv_store *s)
 {
     return s->pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
+}
+
+/* Where a position of the keys (side 0) or the values is read: from the codes, or as halves. */
+static inline const tqkv_store *reference_store_of(const tqkv_attention *a, int side, int64_t position)
+{
+    const tqkv_store *codes = side ? a->values : a->keys, *first = side ? a->first_values : a->first_keys,
+                     *last = side ? a->last_values : a->last_keys;
+    if (codes->format == TQKV_F16) return codes;
+    if (first && position < a->exact_first) return first;
+    return last && position >= a->end - a->exact_last ? last : codes;
 }
 
 typedef struct reference_shape {
@@ -529,12 +536,23 @@ static inline bool reference_is_listed(const tqkv_attention *a, int query, int k
     return newer < a->list_newest;
 }
 
-/* All resident rows of one head in the original basis: [end - oldest][head_dim]. Freed by the caller. */
+/* Positions [oldest, end) of one head in the original basis: [end - oldest][head_dim]. Freed by the caller. */
 static inline double *reference_decode_all(const tqkv_store *s, int kv_head, int64_t oldest, int64_t end, bool integers)
 {
     double *rows = (double *)test_alloc((size_t)(end - oldest) * (size_t)s->head_dim * sizeof *rows);
     for (int64_t p = oldest; p < end; p++)
         reference_decode_as(integers, s, kv_head, p, rows + (size_t)(p - oldest) * (size_t)s->head_dim);
+    return rows;
+}
+
+/* All resident values of one head in the original basis: [end - oldest][value_dim]. Freed by the caller. */
+static inline double *reference_decode_values(const tqkv_attention *a, int kv_head, bool integers)
+{
+    reference_shape shape = reference_attention_shape(a);
+    size_t d = (size_t)shape.value_dim;
+    double *rows = (double *)test_alloc((size_t)(shape.end - shape.oldest) * d * sizeof *rows);
+    for (int64_t p = shape.oldest; p < shape.end; p++)
+        reference_decode_as(integers, reference_store_of(a, 1, p), kv_head, p, rows + (size_t)(p - shape.oldest) * d);
     return rows;
 }
 
@@ -546,7 +564,7 @@ static inline double *reference_decode_keys(const tqkv_attention *a, int kv_head
     double *rows = (double *)test_alloc((size_t)(shape.end - shape.oldest) * d * sizeof *rows);
     for (int64_t p = shape.oldest; p < shape.end; p++) {
         double *row = rows + (size_t)(p - shape.oldest) * d;
-        reference_decode_as(integers, a->keys, kv_head, p, row);
+        reference_decode_as(integers, reference_store_of(a, 0, p), kv_head, p, row);
         if (a->tail) reference_decode_as(integers, a->tail, kv_head, p, row + a->keys->head_dim);
     }
     return rows;
@@ -602,7 +620,7 @@ static inline void reference_attend(const tqkv_attention *a, const float *q, dou
     for (int kv_head = 0; kv_head < a->keys->n_kv_heads; kv_head++) {
         const bool integers = a->arithmetic == TQKV_INTEGER;
         double *keys = reference_decode_keys(a, kv_head, integers);
-        double *values = reference_decode_all(a->values, kv_head, shape.oldest, shape.end, integers);
+        double *values = reference_decode_values(a, kv_head, integers);
         for (int i = 0; i < shape.n_queries * shape.group; i++) {
             int query_index = i / shape.group, head = kv_head * shape.group + i % shape.group;
             size_t row = (size_t)query_index * (size_t)shape.n_heads + (size_t)head;
