@@ -11293,7 +11293,6 @@ static bool tqkv__plan_bind_center(tqkv_metal_dispatch *d, const char *name, int
 /* Takes the page table of a store in buffers; its entries are known to the processor if shape.pages is set. */
 static tqkv_result tqkv__plan_table(const tqkv_metal_store *store, tqkv__stream *s)
 {
-    if (s->kind == TQKV__HALF && s->rotated) return TQKV__REFUSE(UNSUPPORTED, "rotated: not on a GPU");
     if (store->pages.buffer) return tqkv__table_shape(&store->shape, s);
     return store->shape.pages ? TQKV__INVALID("pages: no buffer") : TQKV_OK;
 }

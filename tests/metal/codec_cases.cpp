@@ -11,7 +11,7 @@ struct codec_row {
     tqkv_format format, value_format;
     int head_dim, n_kv_heads, capacity, n_tokens;
     int64_t position;
-    bool ring, unrotated;
+    bool ring, unrotated, rotated; // rotated: of F16
     float block_scale;
     data_kind kind;
     bool centered;
@@ -55,6 +55,7 @@ tqkv_store make_store(const codec_row *row, const std::vector<float> &center)
     s.type = row->type;
     s.center = row->centered ? center.data() : nullptr;
     s.unrotated = row->unrotated;
+    s.rotated = row->rotated && row->format == TQKV_F16;
     s.block_scale = row->block_scale;
     return s;
 }
@@ -236,7 +237,7 @@ void run_tables(const void *)
 bool has_kernels(int golden)
 {
     golden_case c;
-    return golden_find(golden, &c) && TQKV__HAS_KERNELS(c.head_dim) && c.option != GOLDEN_ROTATED;
+    return golden_find(golden, &c) && TQKV__HAS_KERNELS(c.head_dim);
 }
 
 codec_row default_row(tqkv_format format, int head_dim)
@@ -275,6 +276,12 @@ void add_codec_rows(tqkv_format format, int head_dim)
         row.block_scale = 1.25f;
         test_add(run_codec, &row, sizeof row, "encode/%s/d%d/block_scale", name, head_dim);
         row.block_scale = 0.0f;
+    }
+    if (format == TQKV_F16) {
+        row.rotated = row.centered = true;
+        test_add(run_codec, &row, sizeof row, "encode/f16/d%d/rotated", head_dim);
+        test_add(run_not_finite, &row, sizeof row, "encode/f16/d%d/rotated_not_finite", head_dim);
+        test_add(run_encode_kv, &row, sizeof row, "encode_kv/f16_f16/d%d/rotated", head_dim);
     }
     if (!reference_can_be_unrotated(format)) return;
     row.unrotated = true;
