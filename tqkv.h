@@ -11011,8 +11011,9 @@ typedef struct tqkv__merge_args {
     int32_t n_heads; /* row r is of head r modulo n_heads */
     int32_t group;   /* query heads a KV head */
     int32_t n_partials;
-    int32_t section; /* partial results of a section: TQKV__SECTION or, if they are sections, 1 */
-    int32_t before;  /* those of the first section that are left out */
+    int32_t section;         /* partial results of a section: TQKV__SECTION or, if they are sections, 1 */
+    int32_t before;          /* those of the first section that are left out */
+    int32_t n_first, n_last; /* partial results of the first and last positions, before and behind the others */
 } tqkv__merge_args;
 
 /* index_choose: a query sees the keys before seen + (seen_rest + its number) / ratio. */
@@ -11068,8 +11069,8 @@ typedef struct tqkv__table_report {
 TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
 TQKV__ASSERT_SIZE(tqkv__attend_args, 144);
-TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 244);
+TQKV__ASSERT_SIZE(tqkv__merge_args, 32);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 252);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 56);
 TQKV__ASSERT_SIZE(tqkv__list_args, 40);
 TQKV__ASSERT_SIZE(tqkv__index_args, 188);
@@ -11670,6 +11671,7 @@ typedef struct tqkv__split {
     int columns, n_simdgroups, n_splits, first_stretch, n_short, sections_each, n_partials;
     bool matrix;
     size_t sums_size, scratch_size; /* [n_partials][n_rows][head_dim]; scratch: also [1 + n_partials][n_rows][2] */
+    size_t sums_at, states_at;      /* of the two, in scratch */
 } tqkv__split;
 
 static int tqkv__stretch_of(int64_t tile, int n_short)
@@ -11724,7 +11726,8 @@ static int tqkv__choose_columns(int64_t rows, int n_queries)
     return columns;
 }
 
-/* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums */
+/* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums; SIZE_MAX: each stretch
+   has its own, and all are short */
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, size_t most_sums,
                                       tqkv__split *split)
 {
@@ -11734,12 +11737,12 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     const int64_t parts = (each + most - 1) / most, section = TQKV__SECTION;
     const int64_t blocks = a->call.list ? parts * a->call.n_queries : parts;
     const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
-    split->n_short = a->call.window ? INT_MAX : TQKV__SHORT_STRETCHES;
+    split->n_short = a->call.window || most_sums == SIZE_MAX ? INT_MAX : TQKV__SHORT_STRETCHES;
     split->first_stretch = tqkv__stretch_of(first, split->n_short);
     const int last = tqkv__stretch_of(end > first ? end - 1 : first, split->n_short);
     const int n_stretches = last - split->first_stretch + 1;
     const int n_sections = (int)(last / section - split->first_stretch / section) + 1;
-    const bool full = blocks * a->n_kv_heads >= TQKV__FULL;
+    const bool full = blocks * a->n_kv_heads >= TQKV__FULL && most_sums != SIZE_MAX;
     const bool stretches = !full && a->n_rows <= most_sums / row / (size_t)n_stretches;
     split->n_splits = full ? 1 : stretches ? n_stretches : n_sections;
     split->sections_each = full ? n_sections : stretches ? 0 : 1;
@@ -11750,6 +11753,8 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     if (a->n_rows > SIZE_MAX / row / (n + 1)) return TQKV__INVALID("scratch of more than SIZE_MAX bytes");
     split->sums_size = a->out_elements * sizeof(float) * n;
     split->scratch_size = a->n_rows * (row * n + 2 * sizeof(float));
+    split->sums_at = 0;
+    split->states_at = split->sums_size;
     return TQKV_OK;
 }
 
@@ -11889,8 +11894,8 @@ static void tqkv__plan_attend_constants(tqkv_metal_dispatch *d, const tqkv__atte
 static void tqkv__plan_bind_partials(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer scratch,
                                      const tqkv__split *split, bool written)
 {
-    tqkv__plan_bind(d, "scratch", index, scratch, split->sums_size, written);
-    tqkv__plan_bind(d, "scratch", index + 1, tqkv__buffer_after(scratch, split->sums_size),
+    tqkv__plan_bind(d, "scratch", index, tqkv__buffer_after(scratch, split->sums_at), split->sums_size, written);
+    tqkv__plan_bind(d, "scratch", index + 1, tqkv__buffer_after(scratch, split->states_at),
                     split->scratch_size - split->sums_size, written);
 }
 
@@ -12026,10 +12031,12 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
 
 /* What all calls of attend_merge have; without what is read, and the centres. */
 static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
-                                   int n_partials, int section, int before, bool unrotate)
+                                   tqkv__merge_args args, bool unrotate)
 {
     const bool sinks = b->sinks.buffer != NULL;
-    const tqkv__merge_args args = {(int32_t)a->n_rows, a->call.n_heads, a->group, n_partials, section, before};
+    args.n_rows = (int32_t)a->n_rows;
+    args.n_heads = a->call.n_heads;
+    args.group = a->group;
     tqkv__plan_begin(d, TQKV_METAL_ATTEND_MERGE, a->value_dim, a->value_dim);
     tqkv__plan_args(d, &args, sizeof args);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
@@ -12053,7 +12060,8 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     const int n_results = split->sections_each > 1 ? 1 : split->n_partials,
               n_sections = (before + n_results - 1) / length + 1, most = TQKV__MERGE_SIMDGROUPS(a->value_dim);
     const bool unrotate = a->unrotate_output && !b->slice.to;
-    tqkv__plan_merge_begin(d, a, b, n_results, length, before, unrotate);
+    const tqkv__merge_args args = {0, 0, 0, n_results, length, before, 0, 0};
+    tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind_partials(d, 1, b->scratch, split, false);
     const bool center = tqkv__plan_bind_center(d, "values' center", 5, b->values, &a->values, true);
     const bool shifted = tqkv__center_counts(a, b, b->keys) || tqkv__center_counts(a, b, b->tail);
@@ -12082,7 +12090,8 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                              tqkv_metal_buffer src_out, bool unrotate)
 {
-    tqkv__plan_merge_begin(d, a, b, 0, 1, 0, unrotate);
+    const tqkv__merge_args args = {0, 0, 0, 0, 1, 0, 0, 0};
+    tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind(d, "src_out", 1, src_out, a->out_elements * sizeof(float), false);
     tqkv__plan_bind(d, "scratch", 2, src_out, 0, false);
     tqkv__plan_bind(d, "values' center", 5, src_out, 0, false);

@@ -9,11 +9,11 @@
 
 // What a threadgroup works on, and the place of this thread in it.
 struct merge_task {
-    device const float *partial_out;       // [n_partials][n_rows][D], or [n_rows][D]: of the slice that is read
-    device const float *partial_state;     // [1 + n_partials][n_rows][2]: shift of all scores, unused; then maximum (in
-                                           // powers of two), sum of the weights
-    device uchar *out;                     // [n_rows][D]
-    device float *max, *sum;               // [n_rows]: of the slice that is written
+    device const float *partial_out;   // [n_partials][n_rows][D], or [n_rows][D]: of the slice that is read
+    device const float *partial_state; // [1 + n_partials][n_rows][2]: shift of all scores, unused; then maximum (in
+                                       // powers of two), sum of the weights. Parts of the context: one after another
+    device uchar *out;                 // [n_rows][D]
+    device float *max, *sum;           // [n_rows]: of the slice that is written
     device const float *src_max, *src_sum; // [n_rows]: of the slice that is read
     threadgroup float *shared;         // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
     uint row, type;                    // type: of the output
@@ -67,20 +67,52 @@ inline void add_sums(float maximum, float sum, thread const float *out, thread r
 // Partial results that a simdgroup loads at a time: several loads are under way, in at most 32 registers.
 #define MERGE_BATCH(D) (MERGE_VALUES(D) <= 4 ? 8 : 32 / MERGE_VALUES(D))
 
-// Adds the partial results [first, end). A load beyond the last one repeats it.
+// The partial results of a section, [first, end). part: parts of the context before theirs, each with a row of shifts
+struct section_range {
+    uint first, end, part;
+};
+
+// The partial results of the first positions are the first section, those of the last ones the last. In memory both lie
+// before the others.
+inline uint count_sections(constant tqkv__merge_args &args)
+{
+    uint n = (uint(args.before) + uint(args.n_partials) + uint(args.section) - 1u) / uint(args.section);
+    return n + (args.n_first > 0 ? 1u : 0u) + (args.n_last > 0 ? 1u : 0u);
+}
+
+inline section_range range_of_section(constant tqkv__merge_args &args, uint section)
+{
+    uint length = uint(args.section), before = uint(args.before), n_ends = uint(args.n_first) + uint(args.n_last);
+    section_range range = {0u, uint(args.n_first), 0u};
+    if (args.n_first > 0) {
+        if (section == 0u) return range;
+        section--;
+        range.part++;
+    }
+    uint first = max(section * length, before) - before;
+    bool last = first >= uint(args.n_partials);
+    if (!last && args.n_last > 0) range.part++;
+    range.first = last ? uint(args.n_first) : n_ends + first;
+    range.end = last ? n_ends : n_ends + min((section + 1u) * length - before, uint(args.n_partials));
+    return range;
+}
+
+// Adds the partial results of a section. A load beyond the last one repeats it.
 template <int D>
-inline void add_partials(constant tqkv__merge_args &args, thread const merge_task &task, uint first, uint end,
+inline void add_partials(constant tqkv__merge_args &args, thread const merge_task &task, section_range range,
                          thread row_sums<D> &row)
 {
     const int E = MERGE_VALUES(D), B = MERGE_BATCH(D);
-    for (; first < end; first += uint(B)) {
+    uint end = range.end;
+    ulong states = ulong(uint(args.n_rows)) * ulong(range.part + 1u);
+    for (uint first = range.first; first < end; first += uint(B)) {
         float out[B][E], state[B][2];
         TQKV_UNROLL
         for (int i = 0; i < B; i++) {
             ulong at = row_offset(min(first + uint(i), end - 1u), uint(args.n_rows)) + task.row;
             load_floats<E>(task.partial_out + at * ulong(D) + task.part * uint(E), out[i]);
-            state[i][0] = task.partial_state[(at + uint(args.n_rows)) * 2u];
-            state[i][1] = task.partial_state[(at + uint(args.n_rows)) * 2u + 1u];
+            state[i][0] = task.partial_state[(at + states) * 2u];
+            state[i][1] = task.partial_state[(at + states) * 2u + 1u];
         }
         TQKV_UNROLL
         for (int i = 0; i < B; i++)
@@ -94,12 +126,10 @@ inline void add_sections(constant tqkv__merge_args &args, thread const merge_tas
                          thread row_sums<D> &total)
 {
     const int E = MERGE_VALUES(D);
-    uint section = first + task.simdgroup, length = uint(args.section), before = uint(args.before);
+    uint section = first + task.simdgroup;
     row_sums<D> row;
     clear_row<D>(row);
-    if (section < n_sections)
-        add_partials<D>(args, task, max(section * length, before) - before,
-                        min((section + 1u) * length - before, uint(args.n_partials)), row);
+    if (section < n_sections) add_partials<D>(args, task, range_of_section(args, section), row);
     threadgroup float *own = task.shared + task.simdgroup * uint(D + 4);
     if (task.lane < uint(TQKV__NORM_LANES(D))) {
         TQKV_UNROLL
@@ -179,7 +209,7 @@ inline float divide_row(thread const merge_task &task, thread spread_sums<D> &ro
 template <int D>
 inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &task)
 {
-    uint n_sections = (uint(args.before) + uint(args.n_partials) + uint(args.section) - 1u) / uint(args.section);
+    uint n_sections = count_sections(args);
     uint part = lane_of_row<D>(task.lane), signs = task.unrotate ? signs_of_row<D>(part) : 0u;
     spread_sums<D> row;
     if (task.from_slice) {
@@ -191,7 +221,7 @@ inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &
             add_sections<D>(args, task, first, n_sections, total);
         if (task.simdgroup != 0) return;
         spread_row<D>(task, total, row);
-        if (task.shifted && args.n_partials > 0) row.maximum += task.partial_state[ulong(task.row) * 2u];
+        if (task.shifted && n_sections > 0u) row.maximum += task.partial_state[ulong(task.row) * 2u];
     }
     float weight = task.to_slice ? row.sum : divide_row<D>(task, row);
     if (task.unrotate && !task.to_slice) unrotate_row<D>(row.x, part, signs);
