@@ -5,14 +5,15 @@
 enum { MAX_BYTES = 1 << 16, MAX_QUERIES = 66, FEW_QUERIES = 6, MAX_GROUP = 5, MAX_CAPACITY = 256, MAX_PAGES = 8 };
 
 typedef struct problem {
-    tqkv_store keys, values;
-    int32_t pages[2][MAX_PAGES]; /* of keys and of values */
+    tqkv_store keys, values, tail; /* values: zeros if the keys are the values; tail: zeros without one */
+    int32_t pages[2][MAX_PAGES];   /* of keys and of values */
     tqkv_attention attention;
     float sinks[3 * MAX_GROUP];
     uint64_t tree[MAX_QUERIES];
-    float *q, *out; /* [n_queries][n_heads][head_dim of the keys, of the values] */
+    float *q, *out; /* [n_queries][n_heads][key_dim or value_dim] */
     size_t n_out, n_rows;
-    bool is_tame; /* all numbers have ordinary size, so double precision can check the result */
+    int key_dim, value_dim; /* key_dim: with the tail's */
+    bool is_tame;           /* all numbers have ordinary size, so double precision can check the result */
 } problem;
 
 /* Codes: the input's bytes, repeated and mixed. Norms: the input's bit patterns; if tame, values near 1. */
@@ -73,11 +74,9 @@ static tqkv_store read_store(fuzz_input *input, int head_dim, int n_kv_heads, in
 static void read_options(fuzz_input *input, problem *p, bool many)
 {
     tqkv_attention *a = &p->attention;
-    const int64_t rooms[2] = {reference_room(&p->keys), reference_room(&p->values)};
+    const int64_t rooms[2] = {reference_room(a->keys), reference_room(a->values)};
     const int room = (int)(rooms[0] < rooms[1] ? rooms[0] : rooms[1]), smaller = room < 255 ? room : 255;
     uint8_t flags = fuzz_byte(input);
-    a->keys = &p->keys;
-    a->values = &p->values;
     a->n_heads = fuzz_range(input, 0, MAX_GROUP) * p->keys.n_kv_heads;
     a->n_queries = fuzz_range(input, 0, FEW_QUERIES) * (many ? MAX_QUERIES / FEW_QUERIES : 1);
     a->end = flags & 1 ? (int64_t)fuzz_bits(input, 8) : fuzz_range(input, 0, smaller);
@@ -101,6 +100,27 @@ static void read_tree(fuzz_input *input, problem *p, bool many)
     for (int i = 0; many && i < MAX_QUERIES; i++) p->tree[i] = data_bits(&random) | data_bits(&random);
 }
 
+/* A second part of the keys, in their slots. */
+static tqkv_store read_tail(fuzz_input *input, const tqkv_store *keys)
+{
+    tqkv_store s = *keys;
+    const uint8_t shape = fuzz_byte(input), flags = fuzz_byte(input);
+    s.format = test_formats[shape % TEST_FORMATS];
+    s.head_dim = test_all_head_dims[shape / TEST_FORMATS % 9];
+    s.unrotated = false;
+    s.center = flags & 1 ? fuzz_new_floats(1, s.n_kv_heads, s.head_dim) : NULL;
+    s.codes_size = tqkv_codes_size(&s);
+    s.norms_size = tqkv_norms_size(&s);
+    return s;
+}
+
+static void free_centers(problem *p)
+{
+    free((void *)(uintptr_t)p->keys.center);
+    free((void *)(uintptr_t)p->values.center);
+    free((void *)(uintptr_t)p->tail.center);
+}
+
 static bool set_up(fuzz_input *input, problem *p)
 {
     memset(p, 0, sizeof *p);
@@ -109,35 +129,43 @@ static bool set_up(fuzz_input *input, problem *p)
     int head_dim = fuzz_head_dim(input), n_kv_heads = fuzz_range(input, 1, 3);
     const int value_dim = kind & 128 ? test_all_head_dims[(kind >> 2 & 31) % TEST_ALL_HEAD_DIMS] : head_dim;
     p->keys = read_store(input, head_dim, n_kv_heads, p->pages[0]);
-    p->values = read_store(input, value_dim, n_kv_heads, p->pages[1]);
-    if (!p->keys.codes_size || !p->values.codes_size || p->keys.codes_size + p->values.codes_size > MAX_BYTES) {
-        free((void *)(uintptr_t)p->keys.center); /* some formats are never unrotated */
-        free((void *)(uintptr_t)p->values.center);
+    const bool shared = !(kind & 128) && kind & 4, tailed = !(kind & 128) && kind & 8;
+    if (!shared) p->values = read_store(input, value_dim, n_kv_heads, p->pages[1]);
+    if (tailed) p->tail = read_tail(input, &p->keys);
+    const bool valid = p->keys.codes_size && (shared || p->values.codes_size); /* some formats are never unrotated */
+    if (!valid || p->keys.codes_size + p->values.codes_size + p->tail.codes_size > MAX_BYTES) {
+        free_centers(p);
         return false;
     }
+    p->attention.keys = &p->keys;
+    p->attention.values = shared ? &p->keys : &p->values;
+    p->attention.tail = tailed ? &p->tail : NULL;
+    p->key_dim = head_dim + p->tail.head_dim;
+    p->value_dim = value_dim;
     const bool many = (kind & 66) == 66;
     read_options(input, p, many);
     if (kind & 2) read_tree(input, p, many);
     fill_store(input, &p->keys, p->is_tame);
-    fill_store(input, &p->values, p->is_tame);
+    if (!shared) fill_store(input, &p->values, p->is_tame);
+    if (tailed) fill_store(input, &p->tail, p->is_tame);
     p->n_rows = (size_t)(p->attention.n_heads ? p->attention.n_heads : n_kv_heads) *
                 (size_t)(p->attention.n_queries ? p->attention.n_queries : 1);
     p->n_out = p->n_rows * (size_t)value_dim;
-    p->q = fuzz_new_floats((int)p->n_rows, head_dim, 1);
+    p->q = fuzz_new_floats((int)p->n_rows, p->key_dim, 1);
     p->out = fuzz_new_floats((int)p->n_rows, value_dim, 1);
     if (p->is_tame)
-        fuzz_data(fuzz_byte(input), DATA_GAUSSIAN, p->q, (int)p->n_rows, head_dim);
+        fuzz_data(fuzz_byte(input), DATA_GAUSSIAN, p->q, (int)p->n_rows, p->key_dim);
     else
-        fuzz_rows(input, p->q, (int)p->n_rows, head_dim);
+        fuzz_rows(input, p->q, (int)p->n_rows, p->key_dim);
     return true;
 }
 
 static void tear_down(problem *p)
 {
-    free((void *)(uintptr_t)p->keys.center);
-    free((void *)(uintptr_t)p->values.center);
+    free_centers(p);
     test_store_free(&p->keys);
     test_store_free(&p->values);
+    test_store_free(&p->tail);
     free(p->q);
     free(p->out);
 }
@@ -207,7 +235,8 @@ static void check_same_again(problem *p)
     CHECK_RESULT(tqkv_attend(&other, p->q, again), TQKV_OK);
     CHECK(is_same(again, p->out, p->n_out), "other bits in another order of tasks");
     overwrite_unseen(&p->attention, &p->keys);
-    overwrite_unseen(&p->attention, &p->values);
+    if (p->values.codes) overwrite_unseen(&p->attention, &p->values);
+    if (p->tail.codes) overwrite_unseen(&p->attention, &p->tail);
     CHECK_RESULT(tqkv_attend(&p->attention, p->q, again), TQKV_OK);
     CHECK(is_same(again, p->out, p->n_out), "slots that are not seen were read");
     free(again);
@@ -217,12 +246,12 @@ static void check_same_again(problem *p)
 static void check_batch(const problem *p)
 {
     const size_t one = p->n_out / (size_t)(p->attention.n_queries ? p->attention.n_queries : 1);
-    const size_t q_one = p->n_rows * (size_t)p->keys.head_dim / (p->n_out / one);
+    const size_t q_one = p->n_rows * (size_t)p->key_dim / (p->n_out / one);
     float *outs = fuzz_new_floats((int)(p->n_out + one), 1, 1);
     tqkv_attention items[2] = {p->attention, p->attention};
     items[1].n_queries = 1;
     items[1].tree = NULL;
-    const void *q[2] = {p->q, p->q + p->n_rows * (size_t)p->keys.head_dim - q_one};
+    const void *q[2] = {p->q, p->q + p->n_rows * (size_t)p->key_dim - q_one};
     void *out[2] = {outs, outs + p->n_out};
     const tqkv_result alone = tqkv_attend(&items[1], q[1], out[1]);
     float *expected = fuzz_new_floats((int)one, 1, 1);
@@ -239,7 +268,7 @@ static void check_batch(const problem *p)
 
 static void check_numbers(const problem *p, const float *out, const double *expected)
 {
-    size_t d = (size_t)p->values.head_dim;
+    size_t d = (size_t)p->value_dim;
     for (size_t row = 0; row < p->n_rows; row++) {
         double error = reference_relative_error(out + row * d, expected + row * d, d);
         CHECK(error <= 2e-5, "row %d: relative error %.3g", (int)row, error);
@@ -274,19 +303,22 @@ static void check_error(const problem *p, const tqkv_attention *a, const float *
 /* The same sequence in linear stores gives the same bits. Their rows, those that are seen, are the reference's. */
 static void check_linear(const problem *p, const float *sliced)
 {
-    tqkv_store keys = p->keys, values = p->values;
+    tqkv_store keys = p->keys, values = p->values, tail = p->tail;
     tqkv_attention a = p->attention;
     float *out = fuzz_new_floats((int)p->n_out, 1, 1);
     a.keys = &keys;
-    a.values = &values;
+    a.values = p->attention.values == &p->keys ? &keys : &values;
+    if (a.tail) a.tail = &tail;
     a.kv_len = (int)(a.end - reference_attention_shape(&p->attention).oldest);
     if (keys.pages) keys = without_pages(&p->attention, &p->keys);
     if (values.pages) values = without_pages(&p->attention, &p->values);
+    if (tail.pages) tail = without_pages(&p->attention, &p->tail);
     if (a.end > 0) CHECK_RESULT(tqkv_attend(&a, p->q, out), TQKV_OK);
     if (a.end > 0) CHECK(is_same(out, p->out, p->n_out), "pages change the result");
     if (p->is_tame && a.end > 0) check_error(p, &a, sliced);
     if (keys.pages != p->keys.pages) test_store_free(&keys);
     if (values.pages != p->values.pages) test_store_free(&values);
+    if (tail.pages != p->tail.pages) test_store_free(&tail);
     free(out);
 }
 
@@ -310,7 +342,7 @@ static void check_types(fuzz_input *input, problem *p)
     const uint8_t types = fuzz_byte(input);
     typed.query_type = test_no_type(types % 3);
     typed.output_type = test_no_type(types / 3 % 3);
-    void *q = fuzz_typed(typed.query_type, p->q, p->n_rows * (size_t)p->keys.head_dim);
+    void *q = fuzz_typed(typed.query_type, p->q, p->n_rows * (size_t)p->key_dim);
     const size_t size = p->n_out * (typed.output_type == TQKV_TYPE_F32 ? sizeof(float) : sizeof(uint16_t));
     void *out = test_alloc_filled(size, 0xff);
     const tqkv_result result = tqkv_attend(&p->attention, p->q, p->out);

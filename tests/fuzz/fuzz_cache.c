@@ -13,18 +13,41 @@ enum { MAX_OPERATIONS = 40, MAX_QUERIES = 5, MAX_HEADS = 8, MAX_PAGES = 6 };
 typedef struct model {
     tqkv_cache_desc desc;
     tqkv_cache *cache;
-    tqkv_store keys, values; /* linear, all positions */
-    int positions;           /* capacity of the model */
+    tqkv_store keys, values, tail; /* linear, all positions; values: the keys again if they are the values */
+    int positions;                 /* capacity of the model */
     int64_t base, first, end;
     counting counter;
     float sinks[MAX_HEADS];
-    float *centers[2]; /* of keys and values, or NULL */
+    float *centers[4]; /* as set_center takes them, then the keys' and the tail's parts of the first one; or NULL */
     bool edits;        /* operations 8 to 15 remove, keep and fork */
 } model;
 
 static int n_heads(const model *m) { return m->desc.n_heads ? m->desc.n_heads : m->desc.n_kv_heads; }
 
+static int key_dim(const model *m) { return m->desc.head_dim + m->desc.tail_dim; }
+
 static int value_dim(const model *m) { return m->desc.value_dim ? m->desc.value_dim : m->desc.head_dim; }
+
+static void read_latent(fuzz_input *input, tqkv_cache_desc *desc)
+{
+    static const int dims[4] = {32, 64, 48, 128};
+    const uint8_t kind = fuzz_byte(input);
+    desc->shared = kind & 1;
+    desc->tail_dim = kind & 2 ? dims[kind >> 2 & 3] : 0;
+    desc->tail_format = test_no_format(desc->tail_dim ? (kind >> 4) % (TEST_FORMATS + 1) : 0);
+    if (!desc->shared) return;
+    desc->value_dim = 0;
+    desc->value_format = TQKV_FORMAT_DEFAULT;
+}
+
+/* Columns [from, from + dim) of n rows of k, or of its centre; NULL stays NULL. */
+static float *part_of(const model *m, const float *rows, int from, int dim, int n)
+{
+    float *part = rows ? fuzz_new_floats(n, dim, 1) : NULL;
+    for (int i = 0; part && i < n; i++)
+        memcpy(part + i * dim, rows + i * key_dim(m) + from, (size_t)dim * sizeof *part);
+    return part;
+}
 
 static void read_desc(fuzz_input *input, model *m)
 {
@@ -51,8 +74,11 @@ static void read_desc(fuzz_input *input, model *m)
         desc->value_dim = dims[(numbers + flags) & 7];
         desc->type = test_no_type(numbers % 3);
     }
-    m->centers[0] = flags & 16 ? test_rows(1, DATA_GAUSSIAN, desc->n_kv_heads, desc->head_dim) : NULL;
-    m->centers[1] = flags & 32 ? test_rows(2, DATA_STUDENT, desc->n_kv_heads, value_dim(m)) : NULL;
+    if (numbers & 128) read_latent(input, desc);
+    m->centers[0] = flags & 16 ? test_rows(1, DATA_GAUSSIAN, desc->n_kv_heads, key_dim(m)) : NULL;
+    m->centers[1] = flags & 32 && !desc->shared ? test_rows(2, DATA_STUDENT, desc->n_kv_heads, value_dim(m)) : NULL;
+    m->centers[2] = part_of(m, m->centers[0], 0, desc->head_dim, desc->n_kv_heads);
+    m->centers[3] = part_of(m, m->centers[0], desc->head_dim, desc->tail_dim, desc->n_kv_heads);
 }
 
 static bool set_up(fuzz_input *input, model *m)
@@ -65,8 +91,13 @@ static bool set_up(fuzz_input *input, model *m)
     m->positions = 2 * m->desc.capacity + 10;
     m->keys = test_store(keys, m->desc.head_dim, m->desc.n_kv_heads, m->positions, false);
     m->values = test_store(values, value_dim(m), m->desc.n_kv_heads, m->positions, false);
-    m->keys.center = m->centers[0];
-    m->values.center = m->centers[1];
+    m->keys.center = m->centers[2];
+    m->values.center = m->desc.shared ? m->centers[2] : m->centers[1];
+    if (m->desc.tail_dim) {
+        const tqkv_format tail = tqkv_cache_tail(m->cache)->format;
+        m->tail = test_store(tail, m->desc.tail_dim, m->desc.n_kv_heads, m->positions, false);
+        m->tail.center = m->centers[3];
+    }
     CHECK_RESULT(tqkv_cache_set_center(m->cache, m->centers[0], m->centers[1]), TQKV_OK);
     return true;
 }
@@ -75,10 +106,10 @@ static void tear_down(model *m)
 {
     tqkv_cache_destroy(m->cache);
     CHECK_NO_LEAK(&m->counter);
-    free(m->centers[0]);
-    free(m->centers[1]);
+    for (int i = 0; i < 4; i++) free(m->centers[i]);
     test_store_free(&m->keys);
     test_store_free(&m->values);
+    test_store_free(&m->tail);
 }
 
 /* ---- The cache against the model ---- */
@@ -104,6 +135,7 @@ static void check_state(const model *m)
         for (int head = 0; head < m->desc.n_kv_heads; head++) {
             check_row(m, tqkv_cache_keys(m->cache), &m->keys, head, at);
             check_row(m, tqkv_cache_values(m->cache), &m->values, head, at);
+            if (m->tail.codes) check_row(m, tqkv_cache_tail(m->cache), &m->tail, head, at);
         }
 }
 
@@ -128,7 +160,7 @@ static void make_rows(fuzz_input *input, const model *m, float *keys, float *val
     static const data_kind key_kinds[4] = {DATA_GAUSSIAN, DATA_ZEROS, DATA_ONE_HOT, DATA_CONSTANT};
     static const data_kind value_kinds[4] = {DATA_STUDENT, DATA_OUTLIERS, DATA_MAGNITUDES, DATA_ZEROS};
     uint8_t kinds = fuzz_byte(input);
-    fuzz_data(kinds, key_kinds[kinds & 3], keys, n_rows, m->desc.head_dim);
+    fuzz_data(kinds, key_kinds[kinds & 3], keys, n_rows, key_dim(m));
     fuzz_data((uint64_t)kinds + 1, value_kinds[kinds >> 2 & 3], values, n_rows, value_dim(m));
 }
 
@@ -137,21 +169,27 @@ static void append(fuzz_input *input, model *m)
     int heads = m->desc.n_kv_heads, n = fuzz_range(input, 0, m->desc.capacity + 3);
     uint8_t bad = fuzz_byte(input);
     if (m->end + n > m->positions) n = (int)(m->positions - m->end);
-    const size_t n_keys = (size_t)(n * heads * m->desc.head_dim), n_values = (size_t)(n * heads * value_dim(m));
+    const size_t n_keys = (size_t)(n * heads * key_dim(m)), n_values = (size_t)(n * heads * value_dim(m));
     float *keys = fuzz_new_floats((int)n_keys, 1, 1), *values = fuzz_new_floats((int)n_values, 1, 1);
     make_rows(input, m, keys, values, n * heads);
     bool is_bad = bad >= 224 && n;
-    if (is_bad) (bad & 1 ? keys : values)[bad % (bad & 1 ? n_keys : n_values)] = bad & 2 ? NAN : -INFINITY;
+    const bool bad_key = bad & 1 || m->desc.shared;
+    if (is_bad) (bad_key ? keys : values)[bad % (bad_key ? n_keys : n_values)] = bad & 2 ? NAN : -INFINITY;
     void *k = fuzz_typed(m->desc.type, keys, n_keys), *v = fuzz_typed(m->desc.type, values, n_values);
     bool fits = m->desc.ring ? m->base + m->end <= INT64_MAX - n : m->end + n <= m->desc.capacity;
     tqkv_result expected = !fits ? TQKV_OUT_OF_RANGE : is_bad ? TQKV_NOT_FINITE : TQKV_OK;
-    tqkv_result result = tqkv_cache_append(m->cache, k, v, n);
+    tqkv_result result = tqkv_cache_append(m->cache, k, m->desc.shared ? NULL : v, n);
     CHECK(result == expected || result == TQKV_OUT_OF_MEMORY, "append: %s, not %s", tqkv_result_string(result),
           tqkv_result_string(expected));
     CHECK(result != TQKV_OUT_OF_MEMORY || m->counter.fail_at, "no allocation failed");
     if (result == TQKV_OK) {
-        model_append(m, &m->keys, keys, n);
-        model_append(m, &m->values, values, n);
+        float *main = part_of(m, keys, 0, m->desc.head_dim, n * heads);
+        float *tail = part_of(m, keys, m->desc.head_dim, m->desc.tail_dim, n * heads);
+        model_append(m, &m->keys, main, n);
+        model_append(m, &m->values, m->desc.shared ? main : values, n);
+        if (m->tail.codes) model_append(m, &m->tail, tail, n);
+        free(main);
+        free(tail);
         m->end += n;
         if (m->end - m->first > m->desc.capacity) m->first = m->end - m->desc.capacity;
     }
@@ -183,6 +221,7 @@ static tqkv_attention attention_of(const model *m, const tqkv_store *keys, const
     memset(&a, 0, sizeof a);
     a.keys = keys;
     a.values = values;
+    a.tail = !m->tail.codes ? NULL : keys == &m->keys ? &m->tail : tqkv_cache_tail(m->cache);
     a.n_heads = n_heads(m);
     a.n_queries = n_queries;
     a.end = m->end + (keys == &m->keys ? 0 : m->base);
@@ -261,13 +300,18 @@ static void attend_pages(const model *m, int n, const float *q, const float *flo
     int32_t pages[2][MAX_PAGES];
     tqkv_store keys = pool_of(m, tqkv_cache_keys(m->cache), pages[0]);
     tqkv_store values = pool_of(m, tqkv_cache_values(m->cache), pages[1]);
+    tqkv_store tail;
     float *out = fuzz_new_floats((int)n_out, 1, 1);
-    const tqkv_attention a = attention_of(m, &keys, &values, n);
+    tqkv_attention a = attention_of(m, &keys, m->desc.shared ? &keys : &values, n);
+    memset(&tail, 0, sizeof tail);
+    if (a.tail) tail = pool_of(m, a.tail, pages[0]);
+    if (a.tail) a.tail = &tail;
     CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
     if (!m->desc.ring || m->end <= m->desc.capacity)
         CHECK(!memcmp(out, floats, n_out * sizeof *out), "pages change the result");
     check_answers(m, n, NULL, q, out);
     free(out);
+    test_store_free(&tail);
     test_store_free(&keys);
     test_store_free(&values);
 }
@@ -275,7 +319,7 @@ static void attend_pages(const model *m, int n, const float *q, const float *flo
 static void attend(fuzz_input *input, model *m)
 {
     const tqkv_type type = m->desc.type;
-    int n = fuzz_range(input, 0, MAX_QUERIES), d = m->desc.head_dim;
+    int n = fuzz_range(input, 0, MAX_QUERIES), d = key_dim(m);
     const size_t n_out = (size_t)(n * n_heads(m) * value_dim(m));
     const size_t size = n_out * (type == TQKV_TYPE_F32 ? sizeof(float) : sizeof(uint16_t));
     float *q = fuzz_new_floats(n, n_heads(m), d), *floats = fuzz_new_floats((int)n_out, 1, 1);
@@ -331,8 +375,9 @@ static void move_positions(model *m, stream *s, uint64_t bits)
     positions[0] = (uint64_t)(m->base + m->first);
     positions[1] = (uint64_t)(m->base + m->end);
     for (int i = 0; i < 16; i++) s->bytes[56 + i] = (uint8_t)(positions[i / 8] >> (8 * (i % 8)));
-    hash = XXH3_64bits(s->bytes, 72);
-    for (int i = 0; i < 8; i++) s->bytes[72 + i] = (uint8_t)(hash >> (8 * i));
+    const size_t header = s->bytes[8] == 3 ? 88 : 72; /* by its version */
+    hash = XXH3_64bits(s->bytes, header);
+    for (size_t i = 0; i < 8; i++) s->bytes[header + i] = (uint8_t)(hash >> (8 * i));
 }
 
 static void save_and_load(fuzz_input *input, model *m, bool move)
@@ -367,10 +412,11 @@ static void save_and_load(fuzz_input *input, model *m, bool move)
 /* Moves n positions of the model down. */
 static void model_move(model *m, int64_t from, int64_t to, int64_t n)
 {
-    tqkv_store *stores[2] = {&m->keys, &m->values};
-    for (int i = 0; i < 2 * m->desc.n_kv_heads && n > 0; i++) {
-        const tqkv_store *s = stores[i % 2];
-        const int head = i / 2;
+    tqkv_store *stores[3] = {&m->keys, &m->values, &m->tail};
+    for (int i = 0; i < 3 * m->desc.n_kv_heads && n > 0; i++) {
+        const tqkv_store *s = stores[i % 3];
+        const int head = i / 3;
+        if (!s->codes) continue;
         const size_t norms = (size_t)reference_norms_per_row(s->format, s->head_dim) * sizeof(float);
         memmove((void *)(uintptr_t)reference_codes_at(s, head, to), reference_codes_at(s, head, from),
                 (size_t)n * reference_row_bytes(s->format, s->head_dim));

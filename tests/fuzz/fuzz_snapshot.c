@@ -6,7 +6,7 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-enum { HEADER = 72, MAX_FILE = 1 << 15, MAX_MEMORY = 1 << 18, MAX_SINKS = 64 };
+enum { HEADER = 72, MORE = 16, MAX_FILE = 1 << 15, MAX_MEMORY = 1 << 18, MAX_SINKS = 64 };
 
 typedef struct control {
     bool is_made, fix_header, fix_streams, with_sinks;
@@ -50,44 +50,72 @@ static uint64_t get(const uint8_t *bytes, int n)
     return value;
 }
 
+enum { STREAMS = 3 };
+
+static bool is_latent(const uint8_t *file) { return get(file + 8, 4) == 3; }
+
+static size_t header_size(const uint8_t *file) { return HEADER + (is_latent(file) ? MORE : 0); }
+
+/* By the header's fields: whether the cache has stream i, keys, values and tail. */
+static bool has_stream(const uint8_t *file, int i)
+{
+    return i == 0 || (i == 1 ? !is_latent(file) || !(file[40] & 16) : is_latent(file) && get(file + HEADER, 4));
+}
+
 /* The head_dim of a stream by the header's fields. */
-static uint64_t dim_of(const uint8_t *file, int format_at)
+static uint64_t dim_of(const uint8_t *file, int i)
 {
     const uint64_t value_dim = get(file + 42, 2);
-    return format_at == 36 && value_dim ? value_dim : get(file + 16, 4);
+    return i == 2 ? get(file + HEADER, 4) : i == 1 && value_dim ? value_dim : get(file + 16, 4);
 }
 
 /* The bytes of a stream's centre by the header's fields. */
-static size_t center_size(const uint8_t *file, int format_at)
+static size_t center_size(const uint8_t *file, int i)
 {
-    const bool has = get(file + 40, 4) & (format_at == 32 ? 2 : 4);
-    return has ? 4 * (size_t)dim_of(file, format_at) * (size_t)get(file + 20, 4) : 0;
+    const bool has = file[40] & 2 << i;
+    return has ? 4 * (size_t)dim_of(file, i) * (size_t)get(file + 20, 4) : 0;
 }
 
 /* The size of a stream by the header's fields; more than MAX_FILE if it does not fit. */
-static size_t stream_size(const uint8_t *file, int format_at)
+static size_t stream_size(const uint8_t *file, int i)
 {
-    uint64_t head_dim = dim_of(file, format_at), heads = get(file + 20, 4), format = get(file + format_at, 4);
+    const uint64_t format = get(file + (i == 2 ? HEADER + 4 : 32 + 4 * i), 4);
+    uint64_t head_dim = dim_of(file, i), heads = get(file + 20, 4);
     uint64_t resident = get(file + 64, 8) - get(file + 56, 8);
     if (head_dim > 1024 || heads > MAX_FILE || resident > MAX_FILE || format < 1 || format > TEST_FORMATS)
         return MAX_FILE + 1;
     tqkv_format f = test_no_format((int)format);
     uint64_t row = tqkv_row_bytes(f, (int)head_dim) + 4 * (uint64_t)tqkv_norms_per_row(f, (int)head_dim);
-    uint64_t bytes = heads * resident * row + center_size(file, format_at);
+    uint64_t bytes = heads * resident * row + center_size(file, i);
     return bytes > MAX_FILE ? MAX_FILE + 1 : (size_t)bytes;
 }
 
 static void fix_checksums(const control *c, uint8_t *file, size_t size)
 {
-    if (size < HEADER + 8) return;
-    if (c->fix_header) put(file + HEADER, 8, XXH3_64bits(file, HEADER));
-    size_t at = HEADER + 8;
-    for (int format_at = 32; c->fix_streams && format_at <= 36; format_at += 4) {
-        size_t n = stream_size(file, format_at);
+    if (size < header_size(file) + 8) return;
+    if (c->fix_header) put(file + header_size(file), 8, XXH3_64bits(file, header_size(file)));
+    size_t at = header_size(file) + 8;
+    for (int i = 0; c->fix_streams && i < STREAMS; i++) {
+        if (!has_stream(file, i)) continue;
+        size_t n = stream_size(file, i);
         if (at + n + 8 > size) return;
         put(file + at + n, 8, XXH3_64bits(file + at, n));
         at += n + 8;
     }
+}
+
+/* Makes the header that of a latent cache: keys that are the values, a tail, or both. */
+static void make_latent(fuzz_input *input, uint8_t *file)
+{
+    const uint8_t kind = fuzz_byte(input), format = fuzz_byte(input);
+    const bool shared = kind % 3 != 1, tail = kind % 3 != 0;
+    put(file + 8, 4, 3);
+    if (shared) put(file + 36, 4, get(file + 32, 4));
+    file[40] = (uint8_t)((file[40] & (shared ? 3 : 7)) | (shared ? 16 : 0) | (tail && kind & 64 ? 8 : 0));
+    if (shared) put(file + 42, 2, 0);
+    put(file + HEADER, 4, tail ? (uint64_t)test_all_head_dims[kind / 3 % 8] : 0);
+    put(file + HEADER + 4, 4, tail ? 1 + format % TEST_FORMATS : 0);
+    put(file + HEADER + 8, 8, 0);
 }
 
 /* Builds the file of a possible cache: valid until it is edited. */
@@ -114,14 +142,17 @@ static size_t make_file(fuzz_input *input, uint8_t *file)
     for (int i = 0; i < 12; i++) put(file + 8 + 4 * i, 4, fields[i]);
     put(file + 56, 8, first);
     put(file + 64, 8, first + resident);
-    size_t size = HEADER + 8 + stream_size(file, 32) + 8 + stream_size(file, 36) + 8;
+    if (flags & 128 && !first_version) make_latent(input, file);
+    size_t size = header_size(file) + 8, begins[STREAMS] = {0};
+    for (int i = 0; i < STREAMS && size <= MAX_FILE; i++) {
+        begins[i] = size;
+        if (has_stream(file, i)) size += stream_size(file, i) + 8;
+    }
     if (size > MAX_FILE) return 0;
     data_random random = {fuzz_bits(input, 2)};
-    for (size_t i = HEADER; i < size; i++) file[i] = (uint8_t)data_bits(&random);
-    for (int format_at = 32; format_at <= 36; format_at += 4) { /* centres are finite */
-        uint8_t *center = file + HEADER + 8 + (format_at == 32 ? 0 : stream_size(file, 32) + 8);
-        for (size_t i = 3; i < center_size(file, format_at); i += 4) center[i] &= 0xbf;
-    }
+    for (size_t i = header_size(file); i < size; i++) file[i] = (uint8_t)data_bits(&random);
+    for (int i = 0; i < STREAMS; i++) /* centres are finite */
+        for (size_t at = 3; has_stream(file, i) && at < center_size(file, i); at += 4) file[begins[i] + at] &= 0xbf;
     control all = {true, true, true, false, 0, 0, 0, 0, 0, 0, false};
     fix_checksums(&all, file, size);
     return size;
@@ -159,7 +190,12 @@ static tqkv_cache_desc make_desc(const control *c, const uint8_t *file, size_t s
     if (c->match & 8) desc.key_format = test_no_format((int)get(file + 32, 2));
     if (c->match & 16) desc.value_format = test_no_format((int)get(file + 36, 2));
     if (c->match & 32) desc.ring = get(file + 40, 1) & 1;
-    if (c->match & 64) desc.value_dim = (int)dim_of(file, 36);
+    if (c->match & 64) desc.value_dim = (int)dim_of(file, 1);
+    if (c->match & 64 && size >= HEADER + MORE && is_latent(file)) {
+        desc.shared = file[40] & 16;
+        desc.tail_dim = (int)get(file + HEADER, 2);
+        desc.tail_format = test_no_format((int)get(file + HEADER + 4, 1));
+    }
     if (c->match & 64) memcpy(&desc.softcap, file + 52, 4);
     if (c->with_sinks && get(file + 24, 4) <= MAX_SINKS) desc.sinks = sinks; /* as many as n_heads: the caller's word */
     return desc;
@@ -184,7 +220,9 @@ static void attend(tqkv_cache *cache, const float *q, int n_queries, float *out)
 static void use_cache(tqkv_cache *cache)
 {
     const tqkv_store *keys = tqkv_cache_keys(cache);
-    int d = keys->head_dim, value_dim = tqkv_cache_values(cache)->head_dim, kv_heads = keys->n_kv_heads;
+    const tqkv_store *tail = tqkv_cache_tail(cache), *shared = tqkv_cache_values(cache) == keys ? keys : NULL;
+    int d = keys->head_dim + (tail ? tail->head_dim : 0), value_dim = tqkv_cache_values(cache)->head_dim;
+    const int kv_heads = keys->n_kv_heads;
     if (kv_heads > 8) return;
     float *rows = fuzz_new_floats(3, kv_heads, d), *q = fuzz_new_floats(2, MAX_SINKS * kv_heads, d);
     float *out = fuzz_new_floats(2, MAX_SINKS * kv_heads, value_dim), *values = fuzz_new_floats(3, kv_heads, value_dim);
@@ -193,7 +231,7 @@ static void use_cache(tqkv_cache *cache)
     fuzz_data(2, DATA_GAUSSIAN, q, 2 * MAX_SINKS * kv_heads, d);
     int64_t end = tqkv_cache_end(cache);
     attend(cache, q, 2, out);
-    tqkv_result result = tqkv_cache_append(cache, rows, values, 3);
+    tqkv_result result = tqkv_cache_append(cache, rows, shared ? NULL : values, 3);
     CHECK(result == TQKV_OK || result == TQKV_OUT_OF_RANGE, "append: %s", tqkv_result_string(result));
     CHECK(tqkv_cache_end(cache) == end + (result == TQKV_OK ? 3 : 0), "end after append");
     attend(cache, q, 1, out);
