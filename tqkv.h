@@ -349,7 +349,9 @@ typedef struct tqkv_quality {
     double kurtosis; /* of the values that tqkv_probe shows: fourth moment over squared second; 3: Gaussian */
     double beyond;   /* share of these values beyond the last boundary */
 } tqkv_quality;
-/* Encodes and decodes the rows, without a store; out: [n_kv_heads], zeros for no tokens. codes and norms may be NULL. */
+/* Encodes and decodes the rows, without a store; out: [n_kv_heads], zeros for no tokens. codes and norms may be NULL. A stream
+   that is keys and values has one error, which outputs meet twice, in the weights and in what they weigh: the two
+   effects add up. */
 TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out);
 
 /* >>rotate

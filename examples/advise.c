@@ -1,9 +1,10 @@
 /* Which formats a model's keys and values bear, from a capture of them (data/README.md has the format).
- *   advise [--bits N] [--plant-bias LENGTHS] [--no-center] [FILE]
+ *   advise [--bits N] [--plant-bias LENGTHS] [--no-center] [--shared] [FILE]
  *   advise --chart [FILE]    the keys' errors by the length of a planted bias, as columns for a chart
  * --bits: the pair to suggest takes at most so many bits a value, keys and values averaged, norms included (5).
  * --plant-bias: adds to all keys of a head a constant vector of so many times their length, as a biased projection does.
- * --no-center: for engines that cannot set a centre. */
+ * --no-center: for engines that cannot set a centre.
+ * --shared: the keys are the values, too, as in a latent cache: one format for both. The file's values are not looked at. */
 #include "../tqkv.h"
 #include "capture_file.h"
 
@@ -20,6 +21,7 @@ typedef struct trial {
     double bits;                /* a value, norms included */
     double error[2], beyond[2]; /* of tqkv_measure, the worst head */
     double output[2];           /* error of the layer's output when only this stream is quantised */
+    double both[2];             /* the same when it is keys and values at once; of --shared, in the keys' trials */
 } trial;
 
 typedef struct stream {
@@ -33,7 +35,7 @@ typedef struct stream {
 
 typedef struct options {
     double bits, bias;
-    bool no_center, chart;
+    bool no_center, chart, shared;
     const char *path;
 } options;
 
@@ -93,7 +95,21 @@ static void try_format(const capture *all, const captured_layer *layer, stream *
     free(out);
 }
 
-static void measure_layer(const capture *all, const captured_layer *layer, stream streams[2])
+/* One store as keys and values: the same noise in scores and sums. */
+static void try_shared(const capture *all, const captured_layer *layer, stream *s, int format, const float *exact)
+{
+    const int n_rows = all->n_queries * layer->n_heads;
+    float *out = (float *)allocate((size_t)(n_rows * layer->head_dim), sizeof *out);
+    for (int centered = 0; centered < 2; centered++) {
+        tqkv_store store = filled_store(all, layer, s, formats[format], centered != 0);
+        stored_attention(all, layer, &store, &store, out);
+        s->trials[format].both[centered] = relative_error(exact, out, n_rows, layer->head_dim);
+        free_store(&store);
+    }
+    free(out);
+}
+
+static void measure_layer(const capture *all, const captured_layer *layer, bool shared, stream streams[2])
 {
     memset(streams, 0, 2 * sizeof *streams);
     streams[0].name = "keys";
@@ -105,6 +121,7 @@ static void measure_layer(const capture *all, const captured_layer *layer, strea
     for (int f = 0; f < N_FORMATS; f++) {
         try_format(all, layer, streams, true, f, exact);
         try_format(all, layer, streams, false, f, exact);
+        if (shared) try_shared(all, layer, &streams[0], f, exact);
     }
     free(exact);
 }
@@ -219,6 +236,42 @@ static void suggest_pair(const capture *all, stream (*layers)[2], double budget)
                tqkv_format_name(formats[keys]), tqkv_format_name(formats[values]), best_bits, least);
 }
 
+/* What one stream as keys and values does to the output, beside what it does as one of them. */
+static void print_shared(const stream streams[2])
+{
+    const bool centered = streams[0].use_center;
+    printf(" keys and values: one stream%s\n", centered ? ", with the centre" : "");
+    printf("  %-6s %6s %10s %10s %10s\n", "format", "bits", "as keys", "as values", "as both");
+    for (int f = 0; f < N_FORMATS; f++) {
+        const trial *t = &streams[0].trials[f];
+        printf("  %-6s %6.2f %10.2e %10.2e %10.2e\n", tqkv_format_name(formats[f]), t->bits, t->output[centered],
+               streams[1].trials[f].output[centered], t->both[centered]);
+    }
+    int fewest = F16;
+    for (int f = 0; f < N_FORMATS; f++)
+        if (streams[0].trials[f].both[centered] <= bearable) fewest = f;
+    printf("  verdict: %s moves the output by %.2g, at most %g is bearable\n", tqkv_format_name(formats[fewest]),
+           streams[0].trials[fewest].both[centered], bearable);
+}
+
+/* The format of least error for a stream that is keys and values. */
+static void suggest_shared(const capture *all, stream (*layers)[2], double budget)
+{
+    for (int f = 0; f < N_FORMATS; f++) { /* from most bits */
+        double error = 0, bits = 0;
+        for (int i = 0; i < all->n_layers; i++) {
+            const trial *t = &layers[i][0].trials[f];
+            error += t->both[layers[i][0].use_center] / all->n_layers;
+            bits += t->bits / all->n_layers;
+        }
+        if (bits > budget) continue;
+        printf("\nfor %g bits a value: %s (%.2f bits, mean error of the outputs %.2g)\n", budget,
+               tqkv_format_name(formats[f]), bits, error);
+        return;
+    }
+    printf("\nno format takes %g bits a value or fewer\n", budget);
+}
+
 static void advise(const capture *all, const options *o)
 {
     stream(*layers)[2] = (stream(*)[2])allocate((size_t)all->n_layers, sizeof *layers);
@@ -228,14 +281,21 @@ static void advise(const capture *all, const options *o)
     for (int i = 0; i < all->n_layers; i++) {
         const captured_layer *layer = &all->layers[i];
         if (o->bias > 0) plant_bias(all, layer, o->bias);
-        measure_layer(all, layer, layers[i]);
+        if (o->shared)
+            memcpy(layer->values, layer->keys,
+                   (size_t)(all->n_positions * layer->n_kv_heads * layer->head_dim) * sizeof *layer->keys);
+        measure_layer(all, layer, o->shared, layers[i]);
         printf("\nlayer %d: head_dim %d, %d KV heads\n", i, layer->head_dim, layer->n_kv_heads);
         for (int k = 0; k < 2; k++) {
             decide_center(&layers[i][k], o);
-            print_stream(&layers[i][k]);
+            if (!k || !o->shared) print_stream(&layers[i][k]);
         }
+        if (o->shared) print_shared(layers[i]);
     }
-    suggest_pair(all, layers, o->bits);
+    if (o->shared)
+        suggest_shared(all, layers, o->bits);
+    else
+        suggest_pair(all, layers, o->bits);
     for (int i = 0; i < all->n_layers; i++)
         for (int k = 0; k < 2; k++) free(layers[i][k].center);
     free(layers);
@@ -293,6 +353,8 @@ int main(int argc, char **argv)
             o.bias = number("--plant-bias", argv[i]);
         } else if (strcmp(argv[i], "--no-center") == 0) {
             o.no_center = true;
+        } else if (strcmp(argv[i], "--shared") == 0) {
+            o.shared = true;
         } else if (strcmp(argv[i], "--chart") == 0) {
             o.chart = true;
         } else {

@@ -142,6 +142,11 @@ check "advise/error" awk '$1 == "tq4" { n++; bad += $4 < 8e-3 || $4 > 1e-2 || $3
     END { exit bad > 0 || n != 8 }' "$work/advise"
 "$bin/advise" --bits 2 >"$work/advise"
 check "advise/no pair" grep -q "no pair takes 2 bits" "$work/advise"
+# The errors of one stream as keys and as values add up.
+"$bin/advise" --shared >"$work/advise"
+check "advise/shared" grep -q "for 5 bits a value: tq4 (4.25 bits" "$work/advise"
+check "advise/both" awk '$1 == "tq4" && NF == 5 { n++; bad += $5 < 0.9 * ($3 + $4) || $5 > 1.1 * ($3 + $4) }
+    END { exit bad > 0 || n != 4 }' "$work/advise"
 refused "advise/short" "damaged" "$bin/advise" "$work/short"
 refused "advise/bits" "needs a number" "$bin/advise" --bits none
 
