@@ -702,7 +702,8 @@ typedef struct tqkv_metal_attention {
     /* uint64_t [n_queries], at most 64; zero = none. attention.tree, if it is not NULL, is what it will hold when the
        kernels run. It is read only to know which entries of pages are seen. */
     tqkv_metal_buffer tree;
-    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128 and 256; 0 = 4. With a small
+    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128 and 256, 0 = 4, and at 448 and 512,
+       0 = 8. With a small
        number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a sequence. */
     int matrix_group;
     const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
@@ -10878,9 +10879,17 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 /* An element of a matrix for that test: below 64, and any two are different. */
 #define TQKV__MATRIX_TEST(row, column, seed) (((row)*8 + (column)) * (seed) % 64)
 
-/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. */
-#define TQKV__MOST_MATRIX_COLUMNS(D) ((D) <= 128 ? 32 : 8)
-#define TQKV__MATRIX_SIMDGROUPS      4                                              /* at most, of a threadgroup */
+/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. Of longer rows, whose sums
+   TQKV__LONG_SIMDGROUPS share, threadgroup memory holds the queries of 8; a shim may have more. */
+#ifndef TQKV__LONG_COLUMNS
+#define TQKV__LONG_COLUMNS 8
+#endif
+#define TQKV__MOST_MATRIX_COLUMNS(D) ((D) <= 128 ? 32 : (D) <= 256 ? 8 : TQKV__LONG_COLUMNS)
+#define TQKV__LONG_SIMDGROUPS        8
+#define TQKV__LONG_WEIGHT_BYTES(n)   (8192 * (n)) /* of (1): a tile's weights of each simdgroup, or */
+#define TQKV__LONG_ROW_BYTES(D)      (16 * (D))   /*     four queries */
+#define TQKV__LONG_PART              64           /* values of a row a simdgroup */
+#define TQKV__MATRIX_SIMDGROUPS      4            /* at most, of a threadgroup */
 #define TQKV__MATRICES(columns)      ((columns) <= 8 ? 1 : (columns) <= 16 ? 2 : 4) /* that hold so many */
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
@@ -10899,7 +10908,7 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /*     of n simdgroups */
 #define TQKV__MATRIX_QUERY_BYTES(D)     (32 * (D))                       /* (1) of attend_matrix: 8 queries, and */
 #define TQKV__MATRIX_SUM_BYTES(D)       (64 * ((D) + 4)) /*     padded sums of 4 simdgroups and columns */
-#define TQKV__MATRIX_KEPT_BYTES(n)      (544 * (n))      /* (3) of n matrices of columns: 17 numbers a column, and */
+#define TQKV__MATRIX_KEPT_BYTES(n)      (576 * (n))      /* (3) of n matrices of columns: 18 numbers a column, and */
 #define TQKV__MATRIX_STATE_BYTES(n)     (64 * (n))       /*     maximum and sum of a simdgroup */
 #define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
 
@@ -10933,8 +10942,8 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
         TQKV__ATTEND_WEIGHT_BYTES(D, 1), TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1),                   \
         TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
         TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__MATRIX_KEPT_BYTES(1),                            \
-        TQKV__MATRIX_STATE_BYTES(1)
-enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 20 };
+        TQKV__MATRIX_STATE_BYTES(1), TQKV__LONG_WEIGHT_BYTES(1)
+enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 21 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for values. */
@@ -11076,7 +11085,7 @@ TQKV__ASSERT_SIZE(tqkv__batch_item, 252);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 56);
 TQKV__ASSERT_SIZE(tqkv__list_args, 40);
 TQKV__ASSERT_SIZE(tqkv__index_args, 188);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4632);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4676);
 
 #endif
 #endif
@@ -11141,6 +11150,9 @@ static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
     return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
 }
 
+/* Whether attend_matrix has sums of such rows in several simdgroups, TQKV__LONG_SIMDGROUPS a threadgroup. */
+static bool tqkv__is_long(int head_dim) { return head_dim == 448 || head_dim == 512; }
+
 /* tail_dim: 0 without a tail */
 static tqkv_result tqkv__check_tail(int head_dim, int tail_dim)
 {
@@ -11195,6 +11207,8 @@ TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t
     if (!d || !out || max_threads < TQKV__SIMD_WIDTH) return TQKV__INVALID("d or out is NULL, or max_threads below 32");
     const size_t most = max_threads / TQKV__SIMD_WIDTH, planned = (size_t)d->n_simdgroups,
                  n = planned < most ? planned : most;
+    if (n < planned && d->kernel.family == TQKV_METAL_ATTEND_MATRIX && planned == TQKV__LONG_SIMDGROUPS)
+        return TQKV__REFUSE(UNSUPPORTED, "max_threads is below the 256 of this kernel: see tqkv_metal_plan_lanes");
     out->threadgroups[0] = d->rows ? d->grid[0] / n + (d->grid[0] % n != 0) : d->grid[0];
     out->threadgroups[1] = d->grid[1];
     out->threadgroups[2] = d->grid[2];
@@ -11708,9 +11722,9 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_
    speed there: hence 4. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
-    const int head_dim = a->keys.head_dim;
-    return a->group >= (a->matrix_group ? a->matrix_group : 4) && head_dim == a->value_dim &&
-           (head_dim == 64 || head_dim == 128 || head_dim == 256);
+    const int head_dim = a->keys.head_dim, least = tqkv__is_long(head_dim) ? 8 : 4;
+    return a->group >= (a->matrix_group ? a->matrix_group : least) && head_dim == a->value_dim &&
+           (head_dim == 64 || head_dim == 128 || head_dim == 256 || tqkv__is_long(head_dim));
 }
 
 /* Query rows of a threadgroup that multiplies matrices: 64 registers of sums. The benchmark's GPU, with 255 registers a
@@ -11750,7 +11764,8 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     split->sections_each = full ? n_sections : stretches ? 0 : 1;
     split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
     split->columns = tqkv__choose_columns((each + parts - 1) / parts, a->call.list ? 1 : a->call.n_queries);
-    split->n_simdgroups = end > 4 ? 4 : end > 1 ? (int)end : 1;
+    const bool shared = split->matrix && tqkv__is_long(a->keys.head_dim); /* rows by all simdgroups of a threadgroup */
+    split->n_simdgroups = shared ? TQKV__LONG_SIMDGROUPS : end > 4 ? 4 : end > 1 ? (int)end : 1;
     const size_t n = (size_t)split->n_partials;
     if (a->n_rows > SIZE_MAX / row / (n + 1)) return TQKV__INVALID("scratch of more than SIZE_MAX bytes");
     split->sums_size = a->out_elements * sizeof(float) * n;
@@ -11940,6 +11955,19 @@ static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, siz
     d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(value_dim, 1);
 }
 
+/* As tqkv__plan_matrix_memory, of rows that several simdgroups share. */
+static void tqkv__plan_long_memory(tqkv_metal_dispatch *d, size_t head_dim, int columns)
+{
+    const size_t matrices = TQKV__MATRICES(columns), tail = (size_t)tqkv__planned_tail(d),
+                 rows = TQKV__LONG_ROW_BYTES(head_dim), weights = TQKV__LONG_WEIGHT_BYTES(matrices);
+    d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
+    d->memory[1] = TQKV__MATRIX_QUERY_BYTES(head_dim + tail) * matrices + (rows > weights ? rows : weights);
+    d->memory[2] = 0;
+    d->memory[3] = TQKV__MATRIX_KEPT_BYTES(matrices) + (tail ? TQKV__TABLE_BYTES : 0);
+    d->memory_each[2] = 0;
+    d->memory_each[3] = TQKV__MATRIX_STATE_BYTES(matrices);
+}
+
 /* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. */
 static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, int columns)
 {
@@ -11964,7 +11992,9 @@ TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int column
     d->kernel.family = matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND;
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
     d->memory[0] = TQKV__ATTEND_TABLE_BYTES + (tqkv__planned_tail(d) ? TQKV__TABLE_BYTES : 0);
-    if (matrix)
+    if (matrix && tqkv__is_long(head_dim))
+        tqkv__plan_long_memory(d, (size_t)head_dim, columns);
+    else if (matrix)
         tqkv__plan_matrix_memory(d, (size_t)head_dim, columns);
     else
         tqkv__plan_attend_memory(d, (size_t)head_dim, (size_t)(value_dim ? value_dim : head_dim), columns);
@@ -11973,8 +12003,9 @@ TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int column
 
 TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d)
 {
-    if (d->kernel.family == TQKV_METAL_ATTEND_MATRIX)
-        tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
+    if (d->kernel.family != TQKV_METAL_ATTEND_MATRIX) return;
+    tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
+    if (d->n_simdgroups > 4) d->n_simdgroups = 4;
 }
 
 /* Binds the tail of the keys, if there is one. It lies in the slots of the keys. */

@@ -187,6 +187,13 @@ static id<MTLLibrary> tqkv__get_compiled(tqkv_metal *m, const tqkv_metal_kernel 
     return c->library;
 }
 
+/* The threads that a kernel cannot do without. */
+static NSUInteger tqkv__needs_threads(const tqkv_metal_kernel *kernel)
+{
+    const bool shared = kernel->family == TQKV_METAL_ATTEND_MATRIX && kernel->head_dim * TQKV__DIM_UNIT > 256;
+    return shared ? TQKV__LONG_SIMDGROUPS * TQKV__SIMD_WIDTH : 0;
+}
+
 static tqkv_result tqkv__build_from(tqkv_metal *m, id<MTLLibrary> library, tqkv__pipeline *p)
 {
     NSError *error = nil;
@@ -200,6 +207,11 @@ static tqkv_result tqkv__build_from(tqkv_metal *m, id<MTLLibrary> library, tqkv_
     TQKV__RELEASE(function);
     if (!p->state) return tqkv__fail(m, TQKV_METAL_ERROR, "%s: %s", [name UTF8String], tqkv__error_text(error));
     p->max_threads = [p->state maxTotalThreadsPerThreadgroup];
+    if (tqkv__needs_threads(&p->kernel) > p->max_threads) {
+        TQKV__RELEASE(p->state);
+        return tqkv__fail(m, TQKV_METAL_ERROR, "%s: %d threads a threadgroup are too few", [name UTF8String],
+                          (int)p -> max_threads);
+    }
     if ([p->state threadExecutionWidth] == TQKV__SIMD_WIDTH && p->max_threads >= TQKV__SIMD_WIDTH) return TQKV_OK;
     const int width = (int)[p->state threadExecutionWidth];
     TQKV__RELEASE(p->state);
@@ -652,7 +664,8 @@ tqkv_result tqkv_metal_index_scores(tqkv_metal *m, tqkv_metal_object encoder, co
     tqkv_metal_dispatch d;
     const tqkv_result r = tqkv_metal_plan_index_scores(x, q, scores, &d);
     if (m && r == TQKV_OK && !tqkv__has_matrices(m))
-        return tqkv__fail(m, TQKV_UNSUPPORTED, "index_scores: this GPU's matrices lie otherwise, or Metal refuses them");
+        return tqkv__fail(m, TQKV_UNSUPPORTED,
+                          "index_scores: this GPU's matrices lie otherwise, or Metal refuses them");
     return tqkv__record(m, encoder, "index_scores", r, &d, 1);
 }
 

@@ -63,7 +63,8 @@ struct attend_task {
     page_tables pages;
     device const int *list_rows;     // [n_queries][list_heads][list_row]: of attend_list
     device const uint *tree;         // [n_queries][2]
-    threadgroup float *tables;       // [3][256]: codebooks of keys, values and tail
+    threadgroup float *tables;       // [2][256]: codebooks of keys and values
+    threadgroup float *tail_table;   // [256]: of the tail
     threadgroup float *queries;      // [columns][padded KD]
     threadgroup float *tail_queries; // [columns][padded T]
     threadgroup float *sums;    // [columns][VD]: of a stretch. After the only stretch they take the queries' memory
@@ -915,7 +916,7 @@ inline codebooks open_codebooks(thread const attend_task &task)
     codebooks books;
     books.keys = open_codebook(key_format, task.tables, task.lane);
     books.values = open_codebook(value_format, task.tables + 256, task.lane);
-    books.tail = open_codebook(tail_format, task.tables + 512, task.lane);
+    books.tail = open_codebook(tail_format, task.tail_table, task.lane);
     return books;
 }
 
@@ -974,7 +975,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.keys, walk.tail);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
     load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
-    if (tail_values<KD>() != 0) load_codebook(tail_format, task.tables + 512, thread_index, task.n_simdgroups * 32u);
+    if (tail_values<KD>() != 0) load_codebook(tail_format, task.tail_table, thread_index, task.n_simdgroups * 32u);
     load_queries<KD>(args, task);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     codebooks books = open_codebooks(task);

@@ -11,6 +11,7 @@
         task.tail_queries = queries + TQKV__QUERY_FLOATS(D) * int(columns); \
         task.sums = queries + (args.sections_each == 0 ? 0 : TQKV__QUERY_FLOATS(D + int(tail_values<D>())) * int(columns)); \
         task.weights = weights; \
+        task.tail_table = tables + 512; \
         task.states = states + 4 * TQKV__MAX_COLUMNS(V); \
         TQKV_LONG_CALL(attend<D, V>(args, task)); \
     }

@@ -10,13 +10,13 @@
 // neighbouring codes of a row, and loads up to 16 bytes at a time.
 //
 // Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, N values that a lane
-// loads at a time.
+// loads at a time, P values of a row that a simdgroup has sums of: all, but of long rows a part (attend_long.h).
 #ifndef TQKV_ATTEND_MATRIX_H
 #define TQKV_ATTEND_MATRIX_H
 #include "matrix_columns.h"
 
-// Matrices whose queries are loaded at a time.
-#define MATRIX_PASS 2
+// Columns whose queries are loaded at a time.
+#define MATRIX_PASS(D) ((D) <= 256 ? 16 : 4)
 
 // Row of a tile that is row or column k of matrix p. Lanes with column 2t of a left factor load the codes of row t for
 // one element and of row t + 4 for the other: those of one load lie together.
@@ -95,72 +95,83 @@ inline float size_of_row(thread const float *x)
     return exponent == 0 || exponent > 0x7e800000u ? 1.0f : as_type<float>(exponent);
 }
 
-// Rows of a pass as floats: [columns][D], in task.weights: there are no weights in memory here.
+// Rows of a pass as floats: [columns][D], in task.weights: there are no weights in memory here. each: values of a query
 template <int D>
-inline void load_query_rows(constant tqkv__attend_args &args, thread const attend_task &task, uint first,
-                            column_memory memory)
+inline void load_query_rows(constant tqkv__attend_args &args, thread const attend_task &task,
+                            thread const key_part &keys, uint each, uint first, column_memory memory)
 {
-    uint end = min(first + uint(8 * MATRIX_PASS), uint(columns));
+    const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
+    uint end = min(first + uint(MATRIX_PASS(D)), uint(columns)), part = lane_of_row<D>(task.lane);
     for (uint c = first + task.simdgroup; c < end; c += task.n_simdgroups) {
         query_row row = row_of_column(args, min(task.first_column + c, task.end_column - 1u));
         uint head = task.kv_head * uint(args.group) + uint(row.head);
         uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
         float x[TQKV_LANE_VALUES(D)];
-        load_typed_row<D>(row_type, task.q, row_offset(at, D), task.lane, x);
-        float shift = key_centered ? score_of_center<D>(args, task, first_part(args, task), x) : 0.0f;
-        if (rotate_queries) rotate_row<D>(x, task.lane);
+        load_query<D>(task, keys, at, each, x);
+        float shift = keys.centered ? score_of_center<D>(args, task, keys, x) : 0.0f;
+        if (keys.rotate) rotate_row<D>(x, part);
         float size = size_of_row<D>(x), inverse = 1.0f / size; // powers of two: both products are exact
         TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
-            task.weights[(c - first) * uint(D) + task.lane * uint(TQKV_LANE_VALUES(D)) + uint(i)] = x[i] * inverse;
+            if (task.lane < uint(L))
+                task.weights[(c - first) * uint(D) + value_of_lane<L, C>(part, i)] = x[i] * inverse;
         if (task.lane != 0) continue;
-        memory.shifts[c] = shift;
-        memory.factors[c] = size;
-        memory.rows[c] = at;
+        if (keys.first == 0) {
+            memory.shifts[c] = shift;
+            memory.factors[c] = size;
+            memory.rows[c] = at;
+        } else {
+            memory.shifts[c] += shift;
+            memory.tails[c] = size / memory.factors[c];
+        }
     }
 }
 
 // Number of the value of a query at row k of right factor s.
 template <int D>
-inline uint query_value(uint s, uint k)
+inline uint query_value(uint format, uint s, uint k)
 {
-    const uint N = uint(BY_CODE_WIDTH(key_format, MATRIX_KEY_VALUES, D));
+    const uint N = uint(BY_CODE_WIDTH(format, MATRIX_KEY_VALUES, D));
     return s / (N / 2u) * (4u * N) + k / 2u * N + s % (N / 2u) * 2u + k % 2u;
 }
 
-inline threadgroup right_pair *query_at(thread const attend_task &task, uint number)
+inline threadgroup right_pair *query_at(thread const key_part &keys, uint number, uint lane)
 {
-    threadgroup float *queries = task.queries;
-    return (threadgroup right_pair *)queries + number * 32u + task.lane;
+    threadgroup float *queries = keys.queries;
+    return (threadgroup right_pair *)queries + number * 32u + lane;
 }
 
 // The rows of a pass as pairs of right factors: [F][D / 16][32 lanes]. A column that is not used repeats the last one. A
 // barrier must precede it, and follow.
 template <int D, int F>
-inline void arrange_queries(thread const attend_task &task, uint first)
+inline void arrange_queries(thread const attend_task &task, thread const key_part &keys, uint first)
 {
-    uint begin = first / 8u, end = min(begin + uint(MATRIX_PASS), uint(F)), n = uint(D / 16);
+    const uint pass = uint(MATRIX_PASS(D)), n = uint(D / 16);
+    uint begin = first / 8u, end = min((first + pass + 7u) / 8u, uint(F));
     for (uint number = begin * n + task.simdgroup; number < end * n; number += task.n_simdgroups) {
         float x[4];
+        bool own = true; // both columns of a lane belong to one pass
         TQKV_UNROLL
         for (int i = 0; i < 4; i++) {
             uint c = min(number / n * 8u + TQKV_RIGHT_COLUMN(task.lane, i % 2), columns - 1u), s = number % n * 2u;
-            uint value = query_value<D>(s + uint(i / 2), TQKV_RIGHT_ROW(task.lane, i % 2));
-            x[i] = task.weights[(c - first) * uint(D) + value];
+            uint value = query_value<D>(keys.format, s + uint(i / 2), TQKV_RIGHT_ROW(task.lane, i % 2));
+            if (pass < 8u) own = own && c >= first && c < first + pass;
+            x[i] = own ? task.weights[(c - first) * uint(D) + value] : 0.0f;
         }
-        *query_at(task, number) = right_of(x[0], x[1], x[2], x[3], false);
+        if (own) *query_at(keys, number, task.lane) = right_of(x[0], x[1], x[2], x[3], false);
     }
 }
 
 // A barrier must precede and follow it.
 template <int D, int F>
-inline void load_matrix_queries(constant tqkv__attend_args &args, thread const attend_task &task, column_memory memory)
+inline void load_matrix_queries(constant tqkv__attend_args &args, thread const attend_task &task,
+                                thread const key_part &keys, uint each, column_memory memory)
 {
-    for (uint first = 0; first < columns; first += uint(8 * MATRIX_PASS)) {
+    for (uint first = 0; first < columns; first += uint(MATRIX_PASS(D))) {
         if (first != 0) threadgroup_barrier(mem_flags::mem_threadgroup);
-        load_query_rows<D>(args, task, first, memory);
+        load_query_rows<D>(args, task, keys, each, first, memory);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        arrange_queries<D, F>(task, first);
+        arrange_queries<D, F>(task, keys, first);
     }
 }
 
@@ -173,16 +184,16 @@ struct key_chunk {
 };
 
 template <int D, int W>
-inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint chunk,
-                           thread key_chunk<D, W> &keys)
+inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend_task &task,
+                           thread const key_part &part, uint base, uint chunk, thread key_chunk<D, W> &keys)
 {
     const int N = MATRIX_KEY_VALUES(D, W);
-    const uint bytes = row_bytes<D>(key_format);
+    const uint bytes = row_bytes<D>(part.format);
     uint first = (chunk * 4u + TQKV__MATRIX_COLUMN(task.lane) / 2u) * uint(N);
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
-        load_codes<D, W, N>(key_format, key_codes(args, task.keys.codes, bytes, base, row), first, keys.raw[p]);
+        load_codes<D, W, N>(part.format, key_codes(args, part.rows.codes, bytes, base, row), first, keys.raw[p]);
     }
 }
 
@@ -196,7 +207,7 @@ struct key_batch {
 
 // Values i .. i + 3 of the lane's rows as left factors.
 template <int D, int W, int F>
-inline void decode_keys(thread const key_chunk<D, W> &keys, int i, thread const value_book &book,
+inline void decode_keys(uint format, thread const key_chunk<D, W> &keys, int i, thread const value_book &book,
                         thread left_block (&left)[2])
 {
     const int N = MATRIX_KEY_VALUES(D, W);
@@ -204,7 +215,7 @@ inline void decode_keys(thread const key_chunk<D, W> &keys, int i, thread const 
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL
         for (int k = 0; k < 2; k++)
-            left[p / 2].parts[k][p % 2] = left_of_neighbours<W, N, F>(key_format, keys.raw[p], i + 2 * k, false, book);
+            left[p / 2].parts[k][p % 2] = left_of_neighbours<W, N, F>(format, keys.raw[p], i + 2 * k, false, book);
     }
 }
 
@@ -220,32 +231,34 @@ inline void clear_scores(thread sum_matrix (&score)[4][F])
 
 // score[p] += K Q^T over a chunk.
 template <int D, int W, int F>
-inline void multiply_chunk(thread const attend_task &task, uint chunk, thread const key_chunk<D, W> &keys,
-                           thread const value_book &book, thread sum_matrix (&score)[4][F])
+inline void multiply_chunk(thread const attend_task &task, thread const key_part &part, uint chunk,
+                           thread const key_chunk<D, W> &keys, thread const value_book &book,
+                           thread sum_matrix (&score)[4][F])
 {
     const int N = MATRIX_KEY_VALUES(D, W);
-    bool exact = !has_codebook(key_format);
+    bool exact = !has_codebook(part.format);
     TQKV_UNROLL
     for (int i = 0; i < N; i += 4) {
         left_block left[2];
         right_pair right[F];
         TQKV_UNROLL
-        for (int f = 0; f < F; f++) right[f] = *query_at(task, uint(f * D / 16) + chunk * uint(N / 4) + uint(i / 4));
-        decode_keys<D, W, F>(keys, i, book, left);
-        multiply<2, F>(left, right, false, exact, has_pairs(key_format), score);
+        for (int f = 0; f < F; f++)
+            right[f] = *query_at(part, uint(f * D / 16) + chunk * uint(N / 4) + uint(i / 4), task.lane);
+        decode_keys<D, W, F>(part.format, keys, i, book, left);
+        multiply<2, F>(left, right, false, exact, has_pairs(part.format), score);
     }
 }
 
 // At the end of a block: total += scale * score, and score starts again.
 template <int D, int F>
-inline void add_key_block(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint block,
-                          thread sum_matrix (&score)[4][F], thread sum_matrix (&total)[4][F])
+inline void add_key_block(constant tqkv__attend_args &args, thread const attend_task &task, thread const key_part &part,
+                          uint base, uint block, thread sum_matrix (&score)[4][F], thread sum_matrix (&total)[4][F])
 {
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint slot = key_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         float scale =
-            one_norm<D>(key_format) ? 1.0f : stored_scale<D>(key_format, task.keys, slot, block, args.key_block_scale);
+            one_norm<D>(part.format) ? 1.0f : stored_scale<D>(part.format, part.rows, slot, block, part.block_scale);
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
             TQKV_UNROLL
@@ -259,23 +272,24 @@ inline void add_key_block(constant tqkv__attend_args &args, thread const attend_
 // score = q . k, without the factor of rows that have one norm. `keys` holds the first chunks of the tile at slot `base`;
 // at the end it holds those of the tile at `next_base`.
 template <int D, int W, int F>
-inline void score_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                              uint next_base, thread const value_book &book, thread key_batch<D, W, F> &keys,
-                              thread sum_matrix (&score)[4][F])
+inline void score_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task,
+                              thread const key_part &part, uint base, uint next_base, thread const value_book &book,
+                              thread key_batch<D, W, F> &keys, thread sum_matrix (&score)[4][F])
 {
     const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W, F);
     // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk.
-    const bool in_one = one_norm<D>(key_format) && D <= 128;
-    const uint block_chunks = one_norm<D>(key_format) ? 1u : norm_block<D>(key_format) / uint(4 * N);
+    const bool in_one = one_norm<D>(part.format) && D <= 128;
+    const uint block_chunks = one_norm<D>(part.format) ? 1u : norm_block<D>(part.format) / uint(4 * N);
     sum_matrix total[4][F];
     clear_scores<F>(score);
     if (!in_one) clear_scores<F>(total);
     TQKV_UNROLL
     for (int j = 0; j < chunks; j++) {
-        multiply_chunk<D, W, F>(task, uint(j), keys.chunks[j % B], book, score);
-        load_key_chunk<D, W>(args, task, j + B < chunks ? base : next_base, uint((j + B) % chunks), keys.chunks[j % B]);
+        multiply_chunk<D, W, F>(task, part, uint(j), keys.chunks[j % B], book, score);
+        load_key_chunk<D, W>(args, task, part, j + B < chunks ? base : next_base, uint((j + B) % chunks),
+                             keys.chunks[j % B]);
         if (!in_one && uint(j + 1) % block_chunks == 0)
-            add_key_block<D, F>(args, task, base, uint(j) / block_chunks, score, total);
+            add_key_block<D, F>(args, task, part, base, uint(j) / block_chunks, score, total);
     }
     if (in_one) return;
     TQKV_UNROLL
@@ -294,61 +308,77 @@ struct any_key_batch {
 };
 
 template <int D, int W, int F>
-inline void load_first_batch(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                             thread key_batch<D, W, F> &keys)
+inline void load_first_batch(constant tqkv__attend_args &args, thread const attend_task &task,
+                             thread const key_part &part, uint base, thread key_batch<D, W, F> &keys)
 {
     TQKV_UNROLL
-    for (int b = 0; b < MATRIX_KEY_BATCH(D, W, F); b++) load_key_chunk<D, W>(args, task, base, uint(b), keys.chunks[b]);
+    for (int b = 0; b < MATRIX_KEY_BATCH(D, W, F); b++)
+        load_key_chunk<D, W>(args, task, part, base, uint(b), keys.chunks[b]);
 }
 
 template <int D, int F>
-inline void open_key_batch(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                           thread any_key_batch<D, F> &keys)
+inline void open_key_batch(constant tqkv__attend_args &args, thread const attend_task &task,
+                           thread const key_part &part, uint base, thread any_key_batch<D, F> &keys)
 {
-    if (code_width(key_format) == 4) load_first_batch<D, 4, F>(args, task, base, keys.of_4);
-    if (code_width(key_format) == 8) load_first_batch<D, 8, F>(args, task, base, keys.of_8);
-    if (code_width(key_format) == 16) load_first_batch<D, 16, F>(args, task, base, keys.of_16);
+    if (code_width(part.format) == 4) load_first_batch<D, 4, F>(args, task, part, base, keys.of_4);
+    if (code_width(part.format) == 8) load_first_batch<D, 8, F>(args, task, part, base, keys.of_8);
+    if (code_width(part.format) == 16) load_first_batch<D, 16, F>(args, task, part, base, keys.of_16);
 }
 
 template <int D, int F>
-inline void score_any_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                                  uint next_base, thread const value_book &book, thread any_key_batch<D, F> &keys,
-                                  thread sum_matrix (&score)[4][F])
+inline void score_any_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task,
+                                  thread const key_part &part, uint base, uint next_base, thread const value_book &book,
+                                  thread any_key_batch<D, F> &keys, thread sum_matrix (&score)[4][F])
 {
-    if (code_width(key_format) == 4) score_matrix_tile<D, 4, F>(args, task, base, next_base, book, keys.of_4, score);
-    if (code_width(key_format) == 8) score_matrix_tile<D, 8, F>(args, task, base, next_base, book, keys.of_8, score);
-    if (code_width(key_format) == 16) score_matrix_tile<D, 16, F>(args, task, base, next_base, book, keys.of_16, score);
+    if (code_width(part.format) == 4)
+        score_matrix_tile<D, 4, F>(args, task, part, base, next_base, book, keys.of_4, score);
+    if (code_width(part.format) == 8)
+        score_matrix_tile<D, 8, F>(args, task, part, base, next_base, book, keys.of_8, score);
+    if (code_width(part.format) == 16)
+        score_matrix_tile<D, 16, F>(args, task, part, base, next_base, book, keys.of_16, score);
 }
 
 // ---- Softmax of one tile ----
+
+// The oldest and the newest of the newest positions that the columns see.
+struct newest_range {
+    int least, most;
+};
+
+inline newest_range newest_of_columns(constant tqkv__attend_args &args, uint first_column)
+{
+    newest_range newest;
+    newest.least = min(newest_seen(args, row_of_column(args, first_column).query), args.slice_end - 1);
+    newest.most = newest_seen(args, row_of_column(args, first_column + columns - 1u).query);
+    return newest;
+}
 
 // What a simdgroup carries from tile to tile.
 template <int D, int F>
 struct matrix_walk {
     tile_steps steps;
-    tile_memory base;              // of the next tile
-    int least_newest, most_newest; // of the columns
-    any_key_batch<D, F> keys;      // of that tile
-    tile_norms norms;              // likewise, with few columns
+    tile_memory base; // of the next tile
+    newest_range newest;
+    any_key_batch<D, F> keys; // of that tile
+    tile_norms norms;         // likewise, with few columns
 };
 
 // Whether all columns of the threadgroup see all slots of a tile, and no slot belongs to another tile.
-template <int D, int F>
-inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread const matrix_walk<D, F> &walk)
+inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, newest_range newest)
 {
     if (has_list) return false;
     uint slot = first_slot_of_tile(args, tile);
     int first = position_of_slot(args, slot), last = position_of_slot(args, slot + 31u);
     if (has_tree && last >= args.first_of_tree) return false;
-    return !short_store && slot == tile * 32u && last - first == 31 && last <= walk.least_newest &&
-           (args.window == 0 || first > walk.most_newest - args.window);
+    return !short_store && slot == tile * 32u && last - first == 31 && last <= newest.least &&
+           (args.window == 0 || first > newest.most - args.window);
 }
 
 // A masked position scores -INFINITY by selection, as in attend.h. The value's norm of a row that some column does not
 // see may be NaN: then the scores of those that see it are, and the norm becomes 0.
-template <int D, int F>
+template <int D, int P, int F>
 inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint tile, tile_memory base,
-                      thread const matrix_state<D, F> &state, thread tile_norms &norms,
+                      thread const matrix_state<P, F> &state, thread tile_norms &norms,
                       thread sum_matrix (&score)[4][F])
 {
     const bool has_norm = has_norms(value_format) && one_norm<D>(value_format);
@@ -404,7 +434,25 @@ inline void raise_maxima(thread sum_matrix (&score)[4][F], thread matrix_state<D
     }
 }
 
-// Products to weights, without the values' scales.
+// Scores to weights, without the values' scales.
+template <int P, int F>
+inline void weigh_scores(thread sum_matrix (&score)[4][F], thread matrix_state<P, F> &state)
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++) {
+                float share = fast::exp2(score[p][f].elements[i] - state.maximum[f][i]);
+                score[p][f].elements[i] = share;
+                state.sum[f][i] += share;
+            }
+        }
+    }
+}
+
+// Products to weights.
 template <int D, int F>
 inline void weigh_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint tile,
                               tile_memory base, bool whole, thread tile_norms &norms, thread sum_matrix (&score)[4][F],
@@ -422,7 +470,7 @@ inline void weigh_matrix_tile(constant tqkv__attend_args &args, thread const att
                     score_of(args, score[p][f].elements[i], scale * state.factor[f][i], state.shift[f][i]);
         }
     }
-    if (!whole) mask_tile<D, F>(args, task, tile, base, state, norms, score);
+    if (!whole) mask_tile<D>(args, task, tile, base, state, norms, score);
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL
@@ -432,18 +480,7 @@ inline void weigh_matrix_tile(constant tqkv__attend_args &args, thread const att
         }
     }
     if (simd_any(raise)) raise_maxima<D, F>(score, state);
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) {
-            TQKV_UNROLL
-            for (int i = 0; i < 2; i++) {
-                float share = fast::exp2(score[p][f].elements[i] - state.maximum[f][i]);
-                score[p][f].elements[i] = share;
-                state.sum[f][i] += share;
-            }
-        }
-    }
+    weigh_scores(score, state);
 }
 
 // ---- Values of one tile ----
@@ -505,9 +542,9 @@ inline void decode_values(thread const value_chunk<D, W> &values, int i, thread 
 }
 
 // out += V^T P^T over a chunk and half of the tile.
-template <int D, int W, int F>
+template <int D, int W, int P, int F>
 inline void multiply_values(int chunk, thread const value_chunk<D, W> &values, thread const value_book &book,
-                            thread const right_pair (&right)[F], thread matrix_state<D, F> &state)
+                            thread const right_pair (&right)[F], thread matrix_state<P, F> &state)
 {
     const int N = MATRIX_OUT_VALUES(D, W);
     const int G = N % 4 == 0 ? 2 : 1; // blocks that take turns
@@ -569,7 +606,7 @@ inline void add_matrix_values(constant tqkv__attend_args &args, thread const att
         TQKV_UNROLL
         for (int h = 0; h < 2; h++) {
             if (W == 16 && !whole) clear_not_finite<W, N>(values[h].raw);
-            multiply_values<D, W, F>(j, values[h], book, right[h], state);
+            multiply_values(j, values[h], book, right[h], state);
             if (TQKV_PLAIN_LOADS || j + 1 < chunks)
                 load_value_chunk<D, W>(args, task, base, uint((j + 1) % chunks), uint(h), values[h]);
         }
@@ -617,9 +654,9 @@ inline void add_any_matrix_values(constant tqkv__attend_args &args, thread const
 
 // ---- The kernel ----
 
-template <int D, int F>
+template <int P, int F>
 inline void open_columns(constant tqkv__attend_args &args, thread const attend_task &task, column_memory memory,
-                         thread matrix_state<D, F> &state)
+                         thread matrix_state<P, F> &state)
 {
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
@@ -628,13 +665,13 @@ inline void open_columns(constant tqkv__attend_args &args, thread const attend_t
             uint c = min(uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane), columns - 1u);
             state.newest[f][i] = newest_seen(args, row_of_column(args, task.first_column + c).query);
             state.factor[f][i] = memory.factors[c] * (args.scale * TQKV_LOG2E);
-            state.shift[f][i] = key_centered ? memory.shifts[c] : 0.0f;
+            state.shift[f][i] = has_shifts() ? memory.shifts[c] : 0.0f;
         }
     }
 }
 
-template <int D, int F>
-inline void clear_matrices(thread matrix_state<D, F> &state)
+template <int P, int F>
+inline void clear_matrices(thread matrix_state<P, F> &state)
 {
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
@@ -644,7 +681,7 @@ inline void clear_matrices(thread matrix_state<D, F> &state)
             state.sum[f][i] = 0.0f;
         }
         TQKV_UNROLL
-        for (int b = 0; b < D / 8; b++) clear_matrix(state.out[b][f]);
+        for (int b = 0; b < P / 8; b++) clear_matrix(state.out[b][f]);
     }
 }
 
@@ -659,13 +696,14 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
         tile_memory base = walk.base;
         next_tile(walk.steps, task.n_simdgroups);
         walk.base = find_tile(args, task.pages, walk.steps.tile);
-        bool whole = sees_whole_tile<D, F>(args, tile, walk);
+        bool whole = sees_whole_tile(args, tile, walk.newest);
         tile_norms norms;
         next_tile_norms<D, F>(args, task, base, walk.base, walk.norms, norms);
         any_value_chunks<D> values;
         open_value_chunks<D>(args, task, base.values, values);
         sum_matrix score[4][F];
-        score_any_matrix_tile<D, F>(args, task, base.keys, walk.base.keys, key_book, walk.keys, score);
+        score_any_matrix_tile<D, F>(args, task, first_part(args, task), base.keys, walk.base.keys, key_book, walk.keys,
+                                    score);
         weigh_matrix_tile<D, F>(args, task, tile, base, whole, norms, score, state);
         add_any_matrix_values<D, F>(args, task, base.values, whole, norms, out_book, values, score, state);
     }
@@ -684,22 +722,21 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     matrix_walk<D, F> walk;
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
     walk.base = find_tile(args, task.pages, walk.steps.tile);
-    walk.least_newest = min(newest_seen(args, row_of_column(args, task.first_column).query), args.slice_end - 1);
-    walk.most_newest = newest_seen(args, row_of_column(args, task.first_column + columns - 1u).query);
-    open_key_batch<D, F>(args, task, walk.base.keys, walk.keys);
+    walk.newest = newest_of_columns(args, task.first_column);
+    open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
     if (F <= 2) load_tile_norms<D>(args, task, walk.base, walk.norms);
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
-    load_matrix_queries<D, F>(args, task, memory);
+    load_matrix_queries<D, F>(args, task, first_part(args, task), uint(D), memory);
     threadgroup uchar *pairs = (threadgroup uchar *)(table_memory + 256 + max(1u << codebook_bits(value_format), 4u));
     value_book key_book = open_value_book(key_format, tables, pairs, task.lane);
     value_book out_book = open_value_book(value_format, tables + 256, pairs, task.lane);
     if (has_pairs(key_format)) load_pairs(tables, false, thread_index, n_threads, pairs);
     if (has_pairs(value_format)) load_pairs(tables + 256, true, thread_index, n_threads, pairs);
-    open_columns<D, F>(args, task, memory, state);
+    open_columns(args, task, memory, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
-        clear_matrices<D, F>(state);
+        clear_matrices(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
         add_matrix_tiles<D, F>(args, task, end, key_book, out_book, walk, state);
         partial = keep_columns<D, F>(args, task, own, stretch, memory, state);

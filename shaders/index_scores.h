@@ -60,7 +60,7 @@ inline void open_heads(constant tqkv__index_args &call, thread const attend_task
                        uint head, column_memory memory, thread index_columns<F> &heads)
 {
     uint thread_index = task.simdgroup * 32u + task.lane, n_heads = uint(call.keys.group);
-    load_matrix_queries<D, F>(call.keys, task, memory);
+    load_matrix_queries<D, F>(call.keys, task, first_part(call.keys, task), uint(D), memory);
     for (uint c = thread_index; c < uint(8 * F); c += task.n_simdgroups * 32u) {
         bool used = c < columns && head + c < n_heads;
         memory.totals[c] = !used ? 0.0f : call.has_weights != 0 ? index.weights[head + c] : 1.0f;
@@ -114,13 +114,13 @@ inline void score_keys(constant tqkv__index_args &call, thread attend_task &task
         any_key_batch<D, F> keys;
         uint base = slot_of_key(call, task, first + task.simdgroup * 32u);
         task.first_column = index.query * n_heads + head;
-        open_key_batch<D, F>(call.keys, task, base, keys);
+        open_key_batch<D, F>(call.keys, task, first_part(call.keys, task), base, keys);
         threadgroup_barrier(mem_flags::mem_threadgroup); // before the queries of the last pass are overwritten
         open_heads<D, F>(call, task, index, head, memory, heads);
         for (uint tile = task.simdgroup; tile < tiles; tile += task.n_simdgroups) {
             sum_matrix score[4][F];
             uint next = slot_of_key(call, task, first + (tile + task.n_simdgroups) * 32u);
-            score_any_matrix_tile<D, F>(call.keys, task, base, next, book, keys, score);
+            score_any_matrix_tile<D, F>(call.keys, task, first_part(call.keys, task), base, next, book, keys, score);
             add_heads<D, F>(call, task, head == 0, base, heads, score, index.scores + tile * 32u);
             base = next;
         }

@@ -1,36 +1,41 @@
 // The columns of attend_matrix: what a lane and a threadgroup keep of them, and how the sums of the simdgroups become one at
 // the end of a stretch.
 //
-// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns.
+// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, P values of a row that a
+// simdgroup has sums of.
 #ifndef TQKV_MATRIX_COLUMNS_H
 #define TQKV_MATRIX_COLUMNS_H
 #include "attend.h"
 #include "fragments.h"
 
 // Values of a row that lie between two changes of the factor of its codes, for any format of this width.
-#define MATRIX_BLOCK(D, W)     ((W) == 8 ? TQKV__NORM_BLOCK(TQKV__GRID, D) : (D))
+#define MATRIX_BLOCK(D, W)                                                                                             \
+    ((W) == 16 ? (D) : (W) == 8 ? TQKV__NORM_BLOCK(TQKV__GRID, D) : TQKV__NORM_BLOCK(TQKV__BOOK, D))
 #define MATRIX_POWER_OF_TWO(n) ((n) & -(n)) // the largest that divides n
 #define MATRIX_VALUES(n, W)    (MATRIX_POWER_OF_TWO(n) < 128 / (W) ? MATRIX_POWER_OF_TWO(n) : 128 / (W))
 // A row of keys: chunks of 4*N values. Lanes with the elements of column 2t of a left factor have values t*N .. of each.
 #define MATRIX_KEY_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 4, W)
-// A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each.
-#define MATRIX_OUT_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 8, W)
+// A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each. Where simdgroups share a row,
+// chunks are not longer than their parts.
+#define MATRIX_WHOLE_OUT(D, W)  MATRIX_VALUES(MATRIX_BLOCK(D, W) / 8, W)
+#define MATRIX_OUT_VALUES(D, W) ((D) <= 256 || MATRIX_WHOLE_OUT(D, W) <= 8 ? MATRIX_WHOLE_OUT(D, W) : 8)
 
 // What a lane keeps of the columns of its elements.
-template <int D, int F>
+template <int P, int F>
 struct matrix_state {
     int newest[F][2];    // position that the column's query sees; negative: none
     float factor[F][2];  // of products of keys and the query: then they are scores in powers of two
     float shift[F][2];   // as in attend.h
     float maximum[F][2]; // as in attend.h
     float sum[F][2];     // of the weights of the lane's rows
-    sum_matrix out[D / 8][F];
+    sum_matrix out[P / 8][F];
 };
 
 // Threadgroup memory of columns.
 struct column_memory {
     threadgroup float *kept;             // [2][columns][2]: maximum and sum of the section so far, and of all before it
     threadgroup float *shifts, *factors; // [columns]
+    threadgroup float *tails;            // [columns]: what products of the tail are multiplied by, over `factors`
     threadgroup float *totals;           // [columns][2]: maximum and sum
     threadgroup uint *rows;              // [columns]: row in a partial result
     threadgroup float *parts;            // [columns][4]: what the sums of the simdgroups are multiplied by,
@@ -46,7 +51,8 @@ inline column_memory column_memory_of(threadgroup float *numbers)
     memory.kept = numbers;
     memory.shifts = memory.kept + 4 * C;
     memory.factors = memory.shifts + C;
-    memory.totals = memory.factors + C;
+    memory.tails = memory.factors + C;
+    memory.totals = memory.tails + C;
     threadgroup float *rows = memory.totals + 2 * C;
     memory.rows = (threadgroup uint *)rows;
     memory.parts = rows + C;
@@ -64,6 +70,19 @@ struct column_end {
     bool to_total, copy_to_total; // it ends, and is added or copied to the first
 };
 
+inline column_end open_end(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
+                           uint stretch, uint D)
+{
+    uint rows = uint(args.n_queries) * uint(args.group);
+    column_end how;
+    how.used = min(uint(columns), task.end_column - task.first_column);
+    how.section = row_offset(partial_of_section(args, task.split), rows * uint(args.n_kv_heads)) * ulong(D);
+    how.copy = begins_section(own, stretch);
+    how.to_total = ends_section(args, own, stretch);
+    how.copy_to_total = in_first_section(own, stretch);
+    return how;
+}
+
 // Adds maximum and sum of a column to those of the kept ones, [2]. The two factors of the columns' sums go to `factors`.
 inline void add_column(bool copy, threadgroup float *kept, threadgroup float *total, threadgroup float *factors)
 {
@@ -76,8 +95,8 @@ inline void add_column(bool copy, threadgroup float *kept, threadgroup float *to
 }
 
 // Maxima and sums of the simdgroup's columns.
-template <int D, int F>
-inline void store_states(thread const attend_task &task, thread const matrix_state<D, F> &state)
+template <int P, int F>
+inline void store_states(thread const attend_task &task, thread const matrix_state<P, F> &state)
 {
     threadgroup float *own = task.states + task.simdgroup * uint(16 * F);
     float sum[F][2];
@@ -98,9 +117,9 @@ inline void store_states(thread const attend_task &task, thread const matrix_sta
     }
 }
 
-// Maximum and sum of a column, and all factors of its sums.
+// Maximum and sum of a column, and all factors of its sums. apart: the simdgroups have sums of their own, not parts of a row
 template <int F>
-inline void combine_states(thread const attend_task &task, uint c, column_memory memory, column_end how)
+inline void combine_states(thread const attend_task &task, bool apart, uint c, column_memory memory, column_end how)
 {
     const uint C = uint(8 * F);
     threadgroup const float *states = task.states + c * 2u;
@@ -110,7 +129,7 @@ inline void combine_states(thread const attend_task &task, uint c, column_memory
     for (uint s = 0; s < task.n_simdgroups; s++) {
         float share = share_of(states[s * C * 2u], largest);
         sum = fma(share, states[s * C * 2u + 1u], sum);
-        memory.parts[c * 4u + s] = share;
+        if (apart) memory.parts[c * 4u + s] = share;
     }
     total[0] = largest;
     total[1] = sum;
@@ -229,22 +248,16 @@ template <int D, int F>
 inline uint keep_columns(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
                          uint stretch, column_memory memory, thread matrix_state<D, F> &state)
 {
-    uint rows = uint(args.n_queries) * uint(args.group), partial = partial_of_section(args, task.split);
-    column_end how;
-    how.used = min(uint(columns), task.end_column - task.first_column);
-    how.section = row_offset(partial, rows * uint(args.n_kv_heads)) * ulong(D);
-    how.copy = begins_section(own, stretch);
-    how.to_total = ends_section(args, own, stretch);
-    how.copy_to_total = in_first_section(own, stretch);
-    store_states<D, F>(task, state);
+    column_end how = open_end(args, task, own, stretch, uint(D));
+    store_states(task, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, task.lane, memory, how);
+    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, true, task.lane, memory, how);
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
         for (int i = 0; i < 2; i++) combine_sums<D, F>(task, f, i, memory, how, state);
     }
-    return how.to_total ? 0u : partial;
+    return how.to_total ? 0u : partial_of_section(args, task.split);
 }
 
 // Maxima, sums and the scores of the centre, for attend_merge.
@@ -257,7 +270,7 @@ inline void store_columns(constant tqkv__attend_args &args, thread const attend_
     ulong to = partial_row(args, task, partial + 1u, row) * 2u;
     task.partial_state[to] = memory.totals[c * 2u];
     task.partial_state[to + 1u] = memory.totals[c * 2u + 1u];
-    if (key_centered && task.split == 0) task.partial_state[partial_row(args, task, 0u, row) * 2u] = memory.shifts[c];
+    if (has_shifts() && task.split == 0) task.partial_state[partial_row(args, task, 0u, row) * 2u] = memory.shifts[c];
 }
 
 #endif

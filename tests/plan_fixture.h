@@ -72,9 +72,14 @@ static inline void check_dispatch(const tqkv_metal_dispatch *d)
         indices |= 1u << index;
     }
     CHECK((indices & (indices + 1)) == 0, "indices %x", indices); /* 0, 1, 2 ... without gaps */
+    const bool shared = d->kernel.family == TQKV_METAL_ATTEND_MATRIX && d->kernel.head_dim * TQKV__DIM_UNIT > 256;
     for (size_t n = 1; n <= (size_t)d->n_simdgroups; n++) {
         tqkv_metal_launch launch;
         memory = 0;
+        if (shared && n < TQKV__LONG_SIMDGROUPS) { /* which share each row */
+            CHECK_RESULT(tqkv_metal_plan_launch(d, 32 * n + 31, &launch), TQKV_UNSUPPORTED);
+            continue;
+        }
         CHECK_RESULT(tqkv_metal_plan_launch(d, 32 * n + 31, &launch), TQKV_OK);
         CHECK(launch.threads == 32 * n && !launch.threadgroups[0] == !d->grid[0], "%zu threads", launch.threads);
         for (int i = 0; i < TQKV_METAL_MEMORIES; i++) {

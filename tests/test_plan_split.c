@@ -64,8 +64,9 @@ static void check_kernel(int head_dim, int group, int matrix_group, int n_querie
 {
     const tqkv_metal_store keys = plan_store(TQKV_TQ4, head_dim, 3000, false, 0),
                            values = plan_store(TQKV_TQ8, head_dim, 3000, false, 2);
-    const bool has_matrices = head_dim == 64 || head_dim == 128 || head_dim == 256;
-    const bool matrix = has_matrices && group >= (matrix_group ? matrix_group : 4);
+    const bool shared = head_dim == 448 || head_dim == 512,
+               has_matrices = shared || head_dim == 64 || head_dim == 128 || head_dim == 256;
+    const bool matrix = has_matrices && group >= (matrix_group ? matrix_group : shared ? 8 : 4);
     const int rows = group * n_queries;
     size_t scratch = 0;
     tqkv_metal_dispatch d[2];
@@ -82,6 +83,7 @@ static void check_kernel(int head_dim, int group, int matrix_group, int n_querie
           group, matrix_group, n_queries);
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
     check_stretches(d, a.attention.end, scratch);
+    CHECK(!(matrix && shared) || d[0].n_simdgroups == TQKV__LONG_SIMDGROUPS, "%d simdgroups", d[0].n_simdgroups);
     tqkv__plan_columns(d, false, 16);
     const int columns = constant(d, TQKV_FC_COLUMNS);
     CHECK(d[0].kernel.family == TQKV_METAL_ATTEND && columns <= TQKV__MAX_COLUMNS(head_dim) &&

@@ -6,7 +6,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { PAIR_BYTES = 64 << 10, MOST_SHARED_BYTES = PAIR_BYTES + (32 << 10) }; // 32 KiB are Metal's
+enum { PAIR_BYTES = 64 << 10, MOST_SHARED_BYTES = 227 << 10 }; // of a threadgroup
 
 // As in the shim.
 struct simt_arguments {
@@ -56,8 +56,9 @@ static size_t aligned(size_t size) { return (size + 15) / 16 * 16; }
 // shim's table of pairs lies behind them.
 static size_t table_bytes(const device_dispatch &d, bool values_too)
 {
-    const uint32_t formats[] = {d.constants[TQKV_FC_FORMAT], d.constants[TQKV_FC_VALUE_FORMAT]};
-    const bool pairs = std::any_of(formats, formats + 2, [](uint32_t f) {
+    const uint32_t formats[] = {d.constants[TQKV_FC_FORMAT], d.constants[TQKV_FC_VALUE_FORMAT],
+                                d.constants[TQKV_FC_TAIL_FORMAT]};
+    const bool pairs = std::any_of(formats, formats + 3, [](uint32_t f) {
         return TQKV__KIND(f) == TQKV__BOOK && TQKV__MAIN_BITS(f) == 4 && TQKV__UPPER_BITS(f) == 0;
     });
     const int values = values_too ? std::max(1 << TQKV__BOOK_BITS(formats[1]), 4) : 0;

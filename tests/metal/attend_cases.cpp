@@ -9,7 +9,7 @@ static std::vector<gpu_split> with_both_kernels(std::vector<gpu_split> splits, c
 {
     if (!gpu_has_matrices(row.head_dim)) return splits;
     gpu_split other = splits.back();
-    other.kernel = row.group >= 4 ? GPU_LANES : GPU_MATRICES;
+    other.kernel = row.group >= (row.head_dim > 256 ? 8 : 4) ? GPU_LANES : GPU_MATRICES;
     splits.push_back(other);
     return splits;
 }
@@ -572,7 +572,24 @@ void add_latents()
                       (poison == POISON_NEWEST ? "/newest" : "/oldest"))
                          .c_str());
         }
-    shader_attend_row row = latent_row(TQKV_TQ4, TQKV_F16, 512, 8); // values of their own beside a tail
+    shader_attend_row row = latent_row(TQKV_TQ4, TQKV_F16, 512, 8);
+    row.problem.end = row.problem.key_capacity = row.problem.value_capacity = 700;
+    for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING}) { // stretches that do not end with a round
+        row.split = {GPU_MOST, 8, 7, share};
+        add(row, ("latent/rounds/share" + std::to_string(share)).c_str());
+    }
+    row.problem.query_size = 40.0f; // scores in the hundreds
+    add(row, "latent/large_scores");
+    row = latent_row(TQKV_I8, TQKV_I8, 448, 8); // a ring whose newest positions are far from the oldest in use
+    row.problem.key_ring = row.problem.value_ring = true;
+    row.problem.key_capacity = row.problem.value_capacity = 2100;
+    row.problem.end = 2100 * 3 + 100;
+    row.problem.kv_len = 330;
+    row.split = {GPU_MOST, 8, 1};
+    add(row, "latent/gap/d448");
+    row.problem.head_dim = 512;
+    add(row, "latent/gap/d512");
+    row = latent_row(TQKV_TQ4, TQKV_F16, 512, 8); // values of their own beside a tail
     row.problem.shared = false;
     row.problem.value_format = TQKV_I8;
     row.problem.value_center = 1.0f;

@@ -219,6 +219,27 @@ BUGS = {
     "tail_without_center": (
         "shaders/attend.h", "keys.first == 0 ? shift : task.kept[column] + shift;", "keys.first == 0 ? shift : task.kept[column];",
         "attend", (512,), "plain", "latent/d512", "relative error"),
+    "tail_ignored_by_matrices": (
+        "shaders/attend_long.h", "float factor = memory.tails[c];", "float factor = 0.0f * memory.tails[c];", "attend_matrix",
+        (512,), "plain", "latent/d512", "relative error"),
+    "sizes_of_the_parts_mixed_up": (
+        "shaders/attend_matrix.h", "memory.tails[c] = size / memory.factors[c];", "memory.tails[c] = 1.0f;", "attend_matrix",
+        (512,), "plain", "latent/d512", "relative error"),
+    "weights_read_before_they_are_stored": (
+        "shaders/attend_long.h", "        store_tile_weights<F>(task, score);\n        threadgroup_barrier(mem_flags::mem_threadgroup);\n",
+        "        store_tile_weights<F>(task, score);\n", "attend_matrix", (512,), "tsan", "latent/d512/tq4", "data race"),
+    "weights_of_the_round_before_overwritten": (
+        "shaders/attend_long.h", "        threadgroup_barrier(mem_flags::mem_threadgroup); // and the weights of the round before are used\n", "",
+        "attend_matrix", (512,), "tsan", "latent/rounds", "data race"),
+    "maxima_of_the_own_tile": (
+        "shaders/attend_long.h", "largest = max(largest, maxima[s * 8 * F]);", "largest = max(largest, maxima[0 * s]);",
+        "attend_matrix", (512,), "plain", "latent/large_scores", "relative error"),
+    "norms_of_the_first_block": (
+        "shaders/attend_long.h", "chunk / block_chunks, right);", "0u * chunk, right);", "attend_matrix", (512,), "plain",
+        "latent/d512/i8", "relative error"),
+    "tile_of_another_stretch": (
+        "shaders/attend_long.h", "return tile >= rounds.begin && tile < rounds.end &&", "return tile >= rounds.begin &&", "attend_matrix",
+        (512,), "plain", "latent/rounds", "relative error"),
     "tail_of_the_first_item": (
         "shaders/attend.h", "    task.tail.codes += row_offset(item.tail_codes, TQKV__CODES_UNIT);\n", "", "attend", (512,), "plain",
         "batch/2", "other bits alone"),

@@ -185,7 +185,12 @@ tqkv_metal_binding *gpu_find(tqkv_metal_dispatch *d, int index)
     return nullptr;
 }
 
-bool gpu_has_matrices(int head_dim) { return head_dim == 64 || head_dim == 128 || head_dim == 256; }
+static bool is_long(int head_dim) { return head_dim == 448 || head_dim == 512; }
+
+bool gpu_has_matrices(int head_dim)
+{
+    return head_dim == 64 || head_dim == 128 || head_dim == 256 || is_long(head_dim);
+}
 
 static bool is_by_matrices(const tqkv_metal_dispatch &d) { return d.kernel.family == TQKV_METAL_ATTEND_MATRIX; }
 
@@ -232,6 +237,7 @@ void gpu_force(tqkv_metal_dispatch d[2], gpu_split split)
                                                      : planned);
     if (split.n_simdgroups)
         d[0].n_simdgroups = by_matrices ? std::min(split.n_simdgroups, TQKV__MATRIX_SIMDGROUPS) : split.n_simdgroups;
+    if (by_matrices && is_long(head_dim)) d[0].n_simdgroups = TQKV__LONG_SIMDGROUPS;
     if (split.n_stretches || split.share) force_stretches(d, split, value_dim);
 }
 

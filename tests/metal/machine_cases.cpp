@@ -24,10 +24,11 @@ void run_entry_points(const void *)
             expected++;
         }
     for (const char *name : {"tqkv_tables", "tqkv_encode_kv_d192_128", "tqkv_encode_kv_d448_64",
-                             "tqkv_encode_kv_d512_64", "tqkv_attend_d192_128"})
+                             "tqkv_encode_kv_d512_64", "tqkv_attend_d192_128", "tqkv_attend_list", "tqkv_index_choose",
+                             "tqkv_index_scores_d64", "tqkv_index_scores_d128"})
         CHECK(simt::find_kernel(name) != nullptr, "%s is missing", name);
-    expected += 4;
-    for (int head_dim : test_head_dims)
+    expected += 8;
+    for (int head_dim : gpu_head_dims)
         if (gpu_has_matrices(head_dim)) {
             std::string name = "tqkv_attend_matrix_d" + std::to_string(head_dim);
             CHECK(simt::find_kernel(name.c_str()) != nullptr, "%s is missing", name.c_str());
@@ -72,12 +73,15 @@ void run_memory_limits(const void *)
 {
     for (int d : gpu_head_dims) {
         const int n = 8; // simdgroups
-        int attend = TQKV__ATTEND_TABLE_BYTES + TQKV__ATTEND_QUERY_BYTES(d) + TQKV__ATTEND_WEIGHT_BYTES(d, n) +
+        const int tail = TQKV__TAIL_DIM(d), tail_table = tail ? TQKV__TABLE_BYTES : 0;
+        int attend = TQKV__ATTEND_TABLE_BYTES + tail_table + TQKV__ATTEND_QUERY_BYTES(d) +
+                     4 * TQKV__QUERY_FLOATS(tail) * TQKV__MAX_COLUMNS(d) + TQKV__ATTEND_WEIGHT_BYTES(d, n) +
                      TQKV__ATTEND_STATE_BYTES(d, n);
         const int matrices = TQKV__MOST_MATRIX_COLUMNS(d) / 8;
-        const int queries = TQKV__MATRIX_QUERY_BYTES(d) * matrices;
-        int by_matrices = TQKV__ATTEND_TABLE_BYTES + TQKV__MATRIX_KEPT_BYTES(matrices) +
-                          TQKV__MATRIX_STATE_BYTES(matrices) * n + queries + TQKV__MATRIX_SUM_BYTES(d);
+        const int queries = TQKV__MATRIX_QUERY_BYTES(d + tail) * matrices;
+        const int sums = d > 256 ? TQKV__LONG_WEIGHT_BYTES(matrices) : TQKV__MATRIX_SUM_BYTES(d);
+        int by_matrices = TQKV__ATTEND_TABLE_BYTES + TQKV__MATRIX_KEPT_BYTES(matrices) + tail_table +
+                          TQKV__MATRIX_STATE_BYTES(matrices) * n + queries + sums;
         CHECK(attend <= 32768, "attend at D=%d takes %d bytes", d, attend);
         CHECK(!gpu_has_matrices(d) || by_matrices <= 32768, "attend_matrix at D=%d takes %d bytes", d, by_matrices);
         CHECK(TQKV__MERGE_BYTES(d, TQKV__MERGE_SIMDGROUPS(d)) <= 32768, "attend_merge at D=%d", d);

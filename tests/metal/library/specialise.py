@@ -69,6 +69,8 @@ def cases(kernel, constants, everything):
         found = [Case(kernel, usual, middle, "")]
         if kernel.endswith("_d128"):
             found += [Case(kernel, ("f16", "f16")[:len(usual)], columns[-1], ""), Case(kernel, usual, columns[0], "everything")]
+        if re.search(r"attend(_matrix)?_d(448|512)$", kernel):
+            found.append(Case(kernel, ("tq4", "tq4"), columns[-1], "tail_format"))
         return found
     found = [Case(kernel, pair, middle, "") for pair in pairs]
     found += [Case(kernel, (f, f)[:len(usual)], n, "") for f in names for n in columns]

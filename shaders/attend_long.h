@@ -1,0 +1,439 @@
+// attend_matrix for rows too long for the sums of one simdgroup: head_dim 448 and 512, which latent caches have. The
+// simdgroups of a threadgroup go through the context together, in rounds of one tile each.
+//
+// Within a round
+//   scores   each simdgroup has those of its own tile, as in attend_matrix.h, and adds those of the tail
+//   softmax  they agree on the maxima of the columns; each turns its own scores into weights, in threadgroup memory
+//   values   each simdgroup adds up its own part of the rows, over all tiles of the round
+// So a threadgroup fetches a row once, and a simdgroup has registers for the sums of its part.
+//
+// Letters: as in attend_matrix.h; T head_dim of a tail.
+#ifndef TQKV_ATTEND_LONG_H
+#define TQKV_ATTEND_LONG_H
+#include "attend_matrix.h"
+
+// The rounds of a stretch: `tiles` of them from tile `first` on. Tiles outside [begin, end) and in the gap are left out.
+struct long_rounds {
+    uint first, begin, end, gap_begin, gap_end;
+};
+
+inline long_rounds open_rounds(constant tqkv__attend_args &args, tile_range seen, uint stretch)
+{
+    long_rounds rounds;
+    rounds.first = first_tile_of_stretch(args, stretch);
+    rounds.begin = max(seen.begin, rounds.first);
+    rounds.end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
+    rounds.gap_begin = seen.gap_begin;
+    rounds.gap_end = seen.gap_end;
+    return rounds;
+}
+
+inline bool has_tile(long_rounds rounds, uint tile)
+{
+    return tile >= rounds.begin && tile < rounds.end && (tile < rounds.gap_begin || tile >= rounds.gap_end);
+}
+
+// The first tile of the round that has a tile.
+inline uint round_of(long_rounds rounds, uint tile)
+{
+    const uint n = uint(TQKV__LONG_SIMDGROUPS);
+    return tile - (tile - rounds.first) % n;
+}
+
+inline uint next_round(long_rounds rounds, uint round)
+{
+    uint next = round + uint(TQKV__LONG_SIMDGROUPS);
+    bool inside = next >= rounds.gap_begin && next + uint(TQKV__LONG_SIMDGROUPS) <= rounds.gap_end;
+    return inside ? round_of(rounds, rounds.gap_end) : next;
+}
+
+// ---- Scores ----
+
+struct value_books {
+    value_book keys, values, tail;
+};
+
+// Scores of the tail, times what makes them as large as those of the keys, which get their own factors.
+template <int D, int T, int F>
+inline void add_matrix_tail(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                            thread const value_book &book, column_memory memory, thread float (&norms)[4],
+                            thread sum_matrix (&score)[4][F])
+{
+    sum_matrix tail[4][F];
+    any_key_batch<T, F> keys;
+    float tail_norms[4];
+    open_key_batch<T, F>(args, task, tail_part<D>(task), base, keys);
+    load_norms<T>(args, tail_format, task.tail, base, task.lane, tail_norms);
+    score_any_matrix_tile<T, F>(args, task, tail_part<D>(task), base, base, book, keys, tail);
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            uint c = min(uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane), columns - 1u);
+            float factor = memory.tails[c];
+            TQKV_UNROLL
+            for (int p = 0; p < 4; p++) {
+                float own = tail[p][f].elements[i] * (factor * scale_of_norm<T>(tail_format, tail_norms[p], 1.0f));
+                float scale = scale_of_norm<D>(key_format, norms[p], args.key_block_scale);
+                score[p][f].elements[i] = fma(score[p][f].elements[i], scale, own);
+            }
+        }
+    }
+}
+
+// What a simdgroup carries from round to round: the first codes of its next tile.
+template <int D, int F>
+struct long_walk {
+    newest_range newest;
+    tile_memory base;
+    any_key_batch<D, F> keys;
+};
+
+template <int D, int F>
+inline void open_walk(constant tqkv__attend_args &args, thread const attend_task &task, uint round,
+                      thread long_walk<D, F> &walk)
+{
+    walk.base = find_tile(args, task.pages, round + task.simdgroup);
+    open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
+}
+
+// Scores in powers of two of the simdgroup's tile of a round; next: the next round.
+template <int D, int F>
+inline void score_long_tile(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds,
+                            uint round, uint next, thread const value_books &books, column_memory memory,
+                            thread const matrix_state<TQKV__LONG_PART, F> &state, thread long_walk<D, F> &walk,
+                            thread sum_matrix (&score)[4][F])
+{
+    const int T = TQKV__TAIL_DIM(D);
+    const uint tile = round + task.simdgroup;
+    const bool exists = has_tile(rounds, tile), whole = sees_whole_tile(args, tile, walk.newest);
+    tile_memory base = walk.base;
+    tile_norms norms; // none of the values: their scales come with the weights
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) norms.keys[p] = norms.values[p] = 0.0f;
+    load_norms<D>(args, key_format, task.keys, base.keys, task.lane, norms.keys);
+    walk.base = find_tile(args, task.pages, next + task.simdgroup);
+    score_any_matrix_tile<D, F>(args, task, first_part(args, task), base.keys, walk.base.keys, books.keys, walk.keys,
+                                score);
+    if (tail_format != 0) add_matrix_tail<D, T, F>(args, task, base.keys, books.tail, memory, norms.keys, score);
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        float scale = tail_format != 0 ? 1.0f : scale_of_norm<D>(key_format, norms.keys[p], args.key_block_scale);
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++)
+                score[p][f].elements[i] =
+                    score_of(args, score[p][f].elements[i], scale * state.factor[f][i], state.shift[f][i]);
+        }
+    }
+    if (!whole) mask_tile<D>(args, task, tile, base, state, norms, score);
+    if (exists) return;
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) score[p][f].elements[0] = score[p][f].elements[1] = -INFINITY;
+    }
+}
+
+// ---- Softmax ----
+
+// The largest score of each column in the simdgroup's tile: [simdgroups][columns]. A barrier must follow.
+template <int F>
+inline void store_maxima(thread const attend_task &task, thread const sum_matrix (&score)[4][F])
+{
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            float largest = -INFINITY;
+            TQKV_UNROLL
+            for (int p = 0; p < 4; p++) largest = max(largest, score[p][f].elements[i]);
+            largest = max_of_column(largest);
+            if (TQKV__MATRIX_ROW(task.lane) == 0)
+                task.states[task.simdgroup * uint(8 * F) + uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane)] = largest;
+        }
+    }
+}
+
+// Raises the maxima as attend.h does it, by the scores of all tiles of the round: all simdgroups to the same.
+template <int P, int F>
+inline void raise_to_round(thread const attend_task &task, thread matrix_state<P, F> &state)
+{
+    bool raised = false;
+    float shrink[F][2];
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            threadgroup const float *maxima = task.states + uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
+            float largest = -INFINITY, before = state.maximum[f][i];
+            TQKV_UNROLL
+            for (int s = 0; s < TQKV__LONG_SIMDGROUPS; s++) largest = max(largest, maxima[s * 8 * F]);
+            largest = largest > before + 11.0f ? largest : before;
+            shrink[f][i] = share_of(before, largest);
+            state.maximum[f][i] = largest;
+            raised = raised || largest != before;
+        }
+    }
+    if (!simd_any(raised)) return;
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            state.sum[f][i] *= shrink[f][i];
+            TQKV_UNROLL
+            for (int b = 0; b < P / 8; b++) state.out[b][f].elements[i] *= shrink[f][i];
+        }
+    }
+}
+
+// The weights of a tile in threadgroup memory, as the lanes have them: [simdgroups][4][F][32][2]
+template <int F>
+inline threadgroup float2 *weights_at(thread const attend_task &task, uint simdgroup, int p, int f)
+{
+    threadgroup float *weights = task.weights;
+    return (threadgroup float2 *)weights + (((simdgroup * 4u + uint(p)) * uint(F) + uint(f)) * 32u + task.lane);
+}
+
+template <int F>
+inline void store_tile_weights(thread const attend_task &task, thread const sum_matrix (&weight)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            float2 two;
+            two.x = weight[p][f].elements[0];
+            two.y = weight[p][f].elements[1];
+            *weights_at<F>(task, task.simdgroup, p, f) = two;
+        }
+    }
+}
+
+// ---- Values ----
+
+// Weights of tile number `number` of the round with the values' scales of a block, as right factors. Where no weight is, a
+// norm may be NaN.
+template <int D, int F>
+inline void scale_long_weights(constant tqkv__attend_args &args, thread const attend_task &task, uint number, uint base,
+                               uint block, thread right_pair (&right)[2][F])
+{
+    float scaled[4][F][2];
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        uint slot = value_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        float scale = stored_scale<D>(value_format, task.values, slot, block, args.value_block_scale);
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            float2 two = *weights_at<F>(task, number, p, f);
+            scaled[p][f][0] = two.x * (two.x > 0.0f ? scale : 0.0f);
+            scaled[p][f][1] = two.y * (two.y > 0.0f ? scale : 0.0f);
+        }
+    }
+    TQKV_UNROLL
+    for (int h = 0; h < 2; h++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++)
+            right[h][f] = right_of_sums(scaled[2 * h][f][0], scaled[2 * h][f][1], scaled[2 * h + 1][f][0],
+                                        scaled[2 * h + 1][f][1], has_norms(value_format));
+    }
+}
+
+// Chunks of a simdgroup's part of a row.
+#define LONG_CHUNKS(D, W) (TQKV__LONG_PART / (8 * MATRIX_OUT_VALUES(D, W)))
+
+template <int D, int W>
+inline void load_part(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint chunk,
+                      thread value_chunk<D, W> (&values)[2])
+{
+    TQKV_UNROLL
+    for (int h = 0; h < 2; h++)
+        load_value_chunk<D, W>(args, task, base, task.simdgroup * uint(LONG_CHUNKS(D, W)) + chunk, uint(h), values[h]);
+}
+
+// Adds the simdgroup's part of the values of a tile. `values` holds their first chunk, then that of the tile at next_base.
+template <int D, int W, int F>
+inline void add_part(constant tqkv__attend_args &args, thread const attend_task &task, uint number, uint base,
+                     uint next_base, bool whole, thread const value_book &book, thread value_chunk<D, W> (&values)[2],
+                     thread matrix_state<TQKV__LONG_PART, F> &state)
+{
+    const int N = MATRIX_OUT_VALUES(D, W), chunks = LONG_CHUNKS(D, W);
+    const uint block_chunks = norm_block<D>(value_format) / uint(8 * N), first = task.simdgroup * uint(chunks);
+    right_pair right[2][F];
+    TQKV_UNROLL
+    for (int j = 0; j < chunks; j++) {
+        uint chunk = first + uint(j);
+        if (j == 0 || chunk % block_chunks == 0)
+            scale_long_weights<D, F>(args, task, number, base, chunk / block_chunks, right);
+        TQKV_UNROLL
+        for (int h = 0; h < 2; h++) {
+            if (W == 16 && !whole) clear_not_finite<W, N>(values[h].raw);
+            multiply_values(j, values[h], book, right[h], state);
+        }
+        load_part<D, W>(args, task, j + 1 < chunks ? base : next_base, uint((j + 1) % chunks), values);
+    }
+}
+
+// The same for all tiles of a round.
+template <int D, int W, int F>
+inline void add_parts(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds, uint round,
+                      newest_range newest, thread const value_book &book,
+                      thread matrix_state<TQKV__LONG_PART, F> &state)
+{
+    value_chunk<D, W> values[2];
+    uint base = find_tile(args, task.pages, round).values;
+    load_part<D, W>(args, task, base, 0u, values);
+    for (uint s = 0; s < uint(TQKV__LONG_SIMDGROUPS); s++) {
+        uint tile = round + s, next_base = find_tile(args, task.pages, tile + 1u).values;
+        if (has_tile(rounds, tile))
+            add_part<D, W, F>(args, task, s, base, next_base, sees_whole_tile(args, tile, newest), book, values, state);
+        else
+            load_part<D, W>(args, task, next_base, 0u, values);
+        base = next_base;
+    }
+}
+
+// ---- The end of a stretch ----
+
+// Adds the simdgroup's part of the sums to a partial result and, at the end of a section, to the first.
+template <int D, int F>
+inline void store_part(thread const attend_task &task, column_memory memory, column_end how,
+                       thread const matrix_state<TQKV__LONG_PART, F> &state)
+{
+    const uint N = uint(BY_CODE_WIDTH(value_format, MATRIX_OUT_VALUES, D));
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
+            if (c >= how.used) continue;
+            float4 shares = *(threadgroup const float4 *)(memory.shares + c * 4u);
+            device float *to = task.partial_out + row_offset(memory.rows[c], D) +
+                               (task.simdgroup * uint(TQKV__LONG_PART) + TQKV__MATRIX_ROW(task.lane) * N);
+            TQKV_UNROLL
+            for (int b = 0; b < TQKV__LONG_PART / 8; b++) {
+                device float *total = to + (uint(b) / N * 8u * N + uint(b) % N), *section = total + how.section;
+                float sum = fma(shares.y, state.out[b][f].elements[i], how.copy ? 0.0f : shares.x * *section);
+                *section = sum;
+                if (how.to_total) *total = fma(shares.w, sum, how.copy_to_total ? 0.0f : shares.z * *total);
+            }
+        }
+    }
+}
+
+// As keep_stretch of attend.h.
+template <int D, int F>
+inline uint keep_parts(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
+                       uint stretch, column_memory memory, thread matrix_state<TQKV__LONG_PART, F> &state)
+{
+    column_end how = open_end(args, task, own, stretch, uint(D));
+    threadgroup_barrier(mem_flags::mem_threadgroup); // the states' memory holds maxima
+    store_states(task, state);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, false, task.lane, memory, how);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (task.simdgroup * uint(TQKV__LONG_PART) < uint(D)) store_part<D, F>(task, memory, how, state);
+    return how.to_total ? 0u : partial_of_section(args, task.split);
+}
+
+// ---- The kernel ----
+
+template <int D, int F>
+inline void add_rounds(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds,
+                       thread const value_books &books, column_memory memory,
+                       thread matrix_state<TQKV__LONG_PART, F> &state)
+{
+    long_walk<D, F> walk;
+    walk.newest = newest_of_columns(args, task.first_column);
+    uint round = round_of(rounds, rounds.begin);
+    open_walk<D, F>(args, task, round, walk);
+    while (round < rounds.end) {
+        uint next = next_round(rounds, round);
+        sum_matrix score[4][F];
+        score_long_tile<D, F>(args, task, rounds, round, next, books, memory, state, walk, score);
+        store_maxima<F>(task, score);
+        threadgroup_barrier(mem_flags::mem_threadgroup); // and the weights of the round before are used
+        raise_to_round(task, state);
+        weigh_scores(score, state);
+        store_tile_weights<F>(task, score);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (task.simdgroup * uint(TQKV__LONG_PART) < uint(D)) {
+            if (code_width(value_format) == 4)
+                add_parts<D, 4, F>(args, task, rounds, round, walk.newest, books.values, state);
+            if (code_width(value_format) == 8)
+                add_parts<D, 8, F>(args, task, rounds, round, walk.newest, books.values, state);
+            if (code_width(value_format) == 16)
+                add_parts<D, 16, F>(args, task, rounds, round, walk.newest, books.values, state);
+        }
+        round = next;
+    }
+}
+
+// The codebooks of all streams. A barrier must precede what looks values up, and the first half of it precede `pairs`.
+inline void load_books(thread const attend_task &task, uint thread_index, uint n_threads)
+{
+    threadgroup float *tables = task.tables, *tail = task.tail_table;
+    load_value_book(key_format, false, (threadgroup code_value *)tables, thread_index, n_threads);
+    load_value_book(value_format, true, (threadgroup code_value *)tables + 256, thread_index, n_threads);
+    if (tail_format != 0) load_value_book(tail_format, false, (threadgroup code_value *)tail, thread_index, n_threads);
+}
+
+inline value_books open_books(thread const attend_task &task, uint thread_index, uint n_threads)
+{
+    threadgroup float *memory = task.tables, *tail_memory = task.tail_table;
+    threadgroup code_value *tables = (threadgroup code_value *)memory, *tail = (threadgroup code_value *)tail_memory;
+    threadgroup uchar *pairs = (threadgroup uchar *)(memory + 256 + max(1u << codebook_bits(value_format), 4u));
+    value_books books;
+    books.keys = open_value_book(key_format, tables, pairs, task.lane);
+    books.values = open_value_book(value_format, tables + 256, pairs, task.lane);
+    books.tail = open_value_book(tail_format, tail, pairs, task.lane);
+    if (has_pairs(key_format))
+        load_pairs(tables, false, thread_index, n_threads, pairs);
+    else if (has_pairs(tail_format)) // of the same codebook, if both are
+        load_pairs(tail, false, thread_index, n_threads, pairs);
+    if (has_pairs(value_format)) load_pairs(tables + 256, true, thread_index, n_threads, pairs);
+    return books;
+}
+
+template <int D, int F>
+inline void attend_rounds(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    const int T = TQKV__TAIL_DIM(D);
+    const uint each = uint(D) + tail_values<D>();
+    uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
+    column_memory memory = column_memory_of<F>(task.kept);
+    tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
+    stretch_range own = stretches_of_threadgroup(args, seen, task.split);
+    matrix_state<TQKV__LONG_PART, F> state;
+    load_books(task, thread_index, n_threads);
+    load_matrix_queries<D, F>(args, task, first_part(args, task), each, memory);
+    if (tail_format != 0) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        load_matrix_queries<T, F>(args, task, tail_part<D>(task), each, memory);
+    }
+    value_books books = open_books(task, thread_index, n_threads);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    open_columns(args, task, memory, state);
+    for (uint stretch = own.begin; stretch < own.end; stretch++) {
+        clear_matrices(state);
+        add_rounds<D, F>(args, task, open_rounds(args, seen, stretch), books, memory, state);
+        partial = keep_parts<D, F>(args, task, own, stretch, memory, state);
+    }
+    store_columns(args, task, partial, memory);
+}
+
+// As attend_with_matrices.
+template <int D>
+inline void attend_long_rows(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    const int most = TQKV__MOST_MATRIX_COLUMNS(D) / 8;
+    if (most == 1 || columns <= 8)
+        attend_rounds<D, 1>(args, task);
+    else if (most == 2 || columns <= 16)
+        attend_rounds < D, most<2 ? 1 : 2>(args, task);
+    else
+        attend_rounds<D, most>(args, task);
+}
+
+#endif
