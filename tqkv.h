@@ -525,6 +525,9 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
 /* The newest n_queries positions attend; q: [n_queries][n_heads][head_dim, then tail_dim], out: with value_dim. Nothing to
    do for 0. */
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out);
+/* The same with a list of blocks, a tree or both: those of `a`, whose other fields are ignored. Not on a GPU. */
+TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention *a, const void *q, int n_queries,
+                                            void *out);
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c); /* positions appended; 0 for NULL */
 /* The oldest resident position; 0 for NULL. After truncate, keep, fork or load a ring may hold fewer positions than its
    capacity: tqkv_attend over its stores then needs kv_len = end - first, which is not its default. */
@@ -10118,26 +10121,51 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     return r;
 }
 
-static tqkv_result tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqkv__attention *a)
+/* some: NULL, or an attention with the list and the tree */
+static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attention *some, int n_queries,
+                                         tqkv__attention *a)
 {
     tqkv_attention attention = c->attention;
     attention.n_queries = n_queries;
+    if (some) {
+        attention.tree = some->tree;
+        attention.list = some->list;
+        attention.list_length = some->list_length;
+        attention.list_heads = some->list_heads;
+        attention.list_block = some->list_block;
+        attention.list_newest = some->list_newest;
+    }
     const tqkv_result r = tqkv__attention_open(&attention, a);
     a->first = c->first; /* after a truncation fewer positions than kv_len's default, or none */
     a->matrix_group = c->matrix_group;
     return r;
 }
 
-TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out)
+static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                      void *out)
 {
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
-    tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
+    tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
+    if (c->metal && (a.call.list || a.call.tree))
+        return TQKV__REFUSE(UNSUPPORTED, "list or tree: not in a cache on a GPU");
     if (!c->metal) return tqkv__attend(&a, q, out);
     r = tqkv__check_q_out(&a, q, out);
     return r == TQKV_OK ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out) : r;
+}
+
+TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out)
+{
+    return tqkv__cache_attend(c, NULL, q, n_queries, out);
+}
+
+TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention *a, const void *q, int n_queries,
+                                            void *out)
+{
+    if (!a) return TQKV__INVALID("the attention is NULL");
+    return tqkv__cache_attend(c, a, q, n_queries, out);
 }
 
 /* Where the centre of stream i lies. */
@@ -12910,7 +12938,7 @@ TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, 
 {
     tqkv__attention a;
     if (!c || n_queries <= 0) return TQKV__INVALID("the cache is NULL or n_queries not positive");
-    const tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
+    const tqkv_result r = tqkv__cache_attention(c, NULL, n_queries, &a);
     if (r != TQKV_OK) return r;
     rows_sizes[0] = a.q_elements * tqkv__type_size(a.call.query_type);
     rows_sizes[1] = a.out_elements * tqkv__type_size(a.call.output_type);
@@ -12923,7 +12951,7 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
 {
     tqkv__attention a;
     if (!c || n_queries <= 0) return TQKV__INVALID("the cache is NULL or n_queries not positive");
-    const tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
+    const tqkv_result r = tqkv__cache_attention(c, NULL, n_queries, &a);
     if (r != TQKV_OK) return r;
     const tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
                            values = tqkv__store_in_buffer(c, memory, &c->values);

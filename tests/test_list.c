@@ -1,6 +1,7 @@
 /* Attention over lists of blocks: against double precision, the bits of a list of all blocks and of queries in company,
  * pages that no list names, and what is refused. */
 #include "attend_option_list.h"
+#include "cache_fixture.h"
 #include "counting.h"
 
 void test_check_attend(const void *parameters);
@@ -173,6 +174,47 @@ static void check_pages(const void *parameters)
     attend_tear_down(&p);
 }
 
+/* ---- The cache ---- */
+
+/* A cache gives what attention over its stores gives: linear, or a ring that forgot some of its positions. */
+static void check_cache(const void *parameters)
+{
+    const bool ring = *(const int *)parameters != 0;
+    const cache_row row = {TQKV_I8, TQKV_TQ4, 64, 200, ring, ring ? 300 : 150, ring ? 280 : -1};
+    const uint64_t tree[3] = {1, 3, 5};
+    int32_t list[2][3][20];
+    tqkv_cache_desc desc = cache_desc(&row, NULL);
+    desc.window = 150;
+    tqkv_cache *c = cache_make(&row, &desc);
+    float *q = test_rows(7, DATA_GAUSSIAN, 3 * 4, 64), out[2][3 * 4 * 64];
+    REQUIRE(c, "no cache");
+    for (int i = 0; i < 120; i++) (&list[0][0][0])[i] = 20 + i % 20 * 2;
+    tqkv_attention a = cache_attention(c, &desc, 3, (int)(tqkv_cache_end(c) - tqkv_cache_first(c)));
+    a.list = &list[0][0][0];
+    a.list_length = 20;
+    a.list_heads = 2;
+    a.list_block = 4;
+    a.list_newest = 6;
+    a.tree = tree;
+    CHECK_RESULT(tqkv_attend(&a, q, out[0]), TQKV_OK);
+    a.keys = a.values = NULL; /* ignored */
+    a.n_heads = a.n_queries = a.window = -1;
+    CHECK_RESULT(tqkv_cache_attend_some(c, &a, q, 3, out[1]), TQKV_OK);
+    CHECK(!memcmp(out[0], out[1], sizeof out[0]), "the cache's output is another");
+    a.list_block = 5;
+    CHECK_RESULT(tqkv_cache_attend_some(c, &a, q, 3, out[1]), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_cache_attend_some(c, NULL, q, 3, out[1]), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_cache_attend_some(NULL, &a, q, 3, out[1]), TQKV_INVALID_ARGUMENT);
+    CHECK(!memcmp(out[0], out[1], sizeof out[0]), "a refused call has written");
+    a.list = NULL;
+    a.tree = NULL;
+    CHECK_RESULT(tqkv_cache_attend_some(c, &a, q, 3, out[0]), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_attend(c, q, 3, out[1]), TQKV_OK);
+    CHECK(!memcmp(out[0], out[1], sizeof out[0]), "without a list the output is another");
+    free(q);
+    tqkv_cache_destroy(c);
+}
+
 /* ---- What is refused ---- */
 
 typedef struct bad_list {
@@ -255,6 +297,7 @@ void test_list_cases(void)
     add_full();
     for (int i = 0; i < 15; i++) test_add(check_alone, &i, sizeof i, "list/alone/%d", i);
     for (int i = 0; i < 10; i++) test_add(check_pages, &i, sizeof i, "list/pages/%d", i);
+    for (int i = 0; i < 2; i++) test_add(check_cache, &i, sizeof i, "list/cache/%s", i ? "ring" : "linear");
     for (size_t i = 0; i < sizeof bad_lists / sizeof *bad_lists; i++)
         test_add(check_refused, &bad_lists[i], sizeof bad_lists[i], "list/refused/%s", bad_lists[i].name);
     test_add(check_memory, NULL, 0, "list/memory");
