@@ -8493,8 +8493,8 @@ static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ran
     const int step = ranks->together ? ranks->n : 1;
     for (int j = 0; j < ranks->n; j += step) {
         if (slots[j] < 0) continue;
-        tqkv__prefetch(TQKV__L1, codes + (size_t)slots[j] * s->row_bytes, (size_t)step * s->row_bytes);
-        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slots[j] * norms, (size_t)step * norms);
+        tqkv__prefetch(TQKV__L2, codes + (size_t)slots[j] * s->row_bytes, (size_t)step * s->row_bytes);
+        if (norms) tqkv__prefetch(TQKV__L2, of_rows + (size_t)slots[j] * norms, (size_t)step * norms);
     }
 }
 
