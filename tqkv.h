@@ -8670,6 +8670,7 @@ static void tqkv__find_ranks(const tqkv__work *w, int64_t rank, int64_t end, tqk
 {
     const tqkv__attention *a = w->a;
     ranks->n = 0;
+    ranks->together = false;
     for (int64_t n; rank < end; rank += n) {
         n = TQKV__TILE - rank % TQKV__TILE;
         if (n > end - rank) n = end - rank;
