@@ -11,6 +11,7 @@
 
 #include "latent.h"
 #include "padding.h"
+#include "sparse.h"
 #include "speculation.h"
 #include "store_snapshot.h"
 #include "threads.h"
@@ -290,6 +291,31 @@ static void test_store_snapshot(void)
     check("store_snapshot/same", memcmp(decoded, again, sizeof again) == 0);
 }
 
+/* With k above the number of positions sparse attention is attention. */
+static void test_sparse(void)
+{
+    enum { KEYS = 128 };
+    tqkv_cache *cache = cache_of(TQKV_TQ4, 0, TOKENS);
+    static unsigned char codes[TOKENS * KEYS];
+    static float norms[TOKENS], index_q[4 * KEYS], scores[TOKENS], keys[TOKENS * KEYS];
+    static int32_t list[TOKENS + 4];
+    tqkv_store store = {.format = TQKV_I8, .head_dim = KEYS, .n_kv_heads = 1, .capacity = TOKENS};
+    store.codes = codes;
+    store.codes_size = sizeof codes;
+    store.norms = norms;
+    store.norms_size = sizeof norms;
+    tqkv_index index = {.keys = &store, .n_heads = 4, .end = TOKENS, .ratio = 1, .block = 1, .relu = true};
+    fill(keys, TOKENS * KEYS);
+    fill(index_q, 4 * KEYS);
+    bool good = tqkv_encode(&store, keys, TOKENS, 0) == TQKV_OK;
+    good &= attend_sparse(cache, &index, index_q, TOKENS + 4, scores, list, q, out) == TQKV_OK;
+    check("sparse/all",
+          good && tqkv_cache_attend(cache, q, 1, expected) == TQKV_OK && !memcmp(out, expected, WIDE * sizeof *out));
+    good = attend_sparse(cache, &index, index_q, TOKENS / 2, scores, list, q, out) == TQKV_OK;
+    check("sparse/half", good && memcmp(out, expected, WIDE * sizeof *out) != 0);
+    tqkv_cache_destroy(cache);
+}
+
 /* Of one position all heads get the latent, but for its error. */
 static void test_latent(void)
 {
@@ -317,6 +343,7 @@ int main(void)
     test_padding();
     test_typed();
     test_latent();
+    test_sparse();
     test_threads_and_window();
     test_slices();
     test_context_shift();

@@ -93,6 +93,8 @@ check "snapshot_file: the new file" grep -q "again: no error, 8 positions" "$wor
 # One bit of a half is 5e-4 of a value; TQ4 has an error of 0.1 of a value, I8 of 0.006.
 "$bin/latent" >"$work/latent"
 check "latent" test "$(grep -c 'as expected$' "$work/latent")" -eq 6 -a "$(grep -c 'NOT' "$work/latent")" -eq 0
+"$bin/sparse" >"$work/sparse"
+check "sparse" test "$(grep -c 'as expected$' "$work/sparse")" -eq 1
 "$bin/engine" 20 >"$work/engine"
 check "engine" awk '
     $2 == "f16" { n++; bad += $10 + 0 > 1e-3 || $11 != 1769472 }
