@@ -320,14 +320,14 @@ static void test_sparse(void)
 static void test_latent(void)
 {
     enum { LATENT = 512, ROW_DIM = 576, LATENT_HEADS = 64 };
-    static float row[ROW_DIM], queries[LATENT_HEADS * ROW_DIM], out[LATENT_HEADS * LATENT];
+    static float row[ROW_DIM], queries[LATENT_HEADS * ROW_DIM], sums[LATENT_HEADS * LATENT];
     double error = 0.0, size = 0.0;
     fill(row, ROW_DIM);
     fill(queries, LATENT_HEADS * ROW_DIM);
-    check("latent/attend", attend_latent(row, 1, queries, out) == TQKV_OK);
+    check("latent/attend", attend_latent(row, 1, queries, sums) == TQKV_OK);
     for (int i = 0; i < LATENT_HEADS * LATENT; i++) {
-        const double difference = (double)out[i] - (double)row[i % LATENT];
-        error += difference * difference;
+        const double wrong = (double)sums[i] - (double)row[i % LATENT];
+        error += wrong * wrong;
         size += (double)row[i % LATENT] * (double)row[i % LATENT];
     }
     check("latent/rows", error < 0.02 * size);
