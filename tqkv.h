@@ -510,6 +510,11 @@ typedef struct tqkv_cache_desc {
     bool shared;     /* a latent cache: the keys are the values. value_format and value_dim: those of the keys, or 0 */
     int tail_dim;    /* further dimensions of each key, in a stream of their own; 0: none */
     tqkv_format tail_format; /* 0 = F16 */
+    /* So many of the first and of the newest positions are kept as halves, too, and read as these: most of the weight is
+       there. Their sum is at most the capacity; F16 streams and the tail need none. Which positions are halves depends on
+       the end alone: queries of a batch that stand before it have fewer of them behind them. After truncate, remove and keep the
+       newest may be left as codes until new ones come. Not on a GPU. */
+    int exact_first, exact_last;
 } tqkv_cache_desc;
 
 /* *out is NULL on failure. */
@@ -528,6 +533,9 @@ TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queri
 /* The same with a list of blocks, a tree or both: those of `a`, whose other fields are ignored. Not on a GPU. */
 TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention *a, const void *q, int n_queries,
                                             void *out);
+/* What tqkv_cache_attend attends to, as it is now, for one query: for slices and batches of caches. kv_len is 0 if nothing is
+   resident; do not attend then. All zeros for NULL. */
+TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c);
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c); /* positions appended; 0 for NULL */
 /* The oldest resident position; 0 for NULL. After truncate, keep, fork or load a ring may hold fewer positions than its
    capacity: tqkv_attend over its stores then needs kv_len = end - first, which is not its default. */
@@ -9877,8 +9885,11 @@ struct tqkv_cache {
     tqkv_attention attention;      /* one query over all appended positions; defaults resolved, sinks in the block */
     tqkv_store keys, values, tail; /* values: only their shape if the keys are the values; tail: zeros without one */
     bool shared;                   /* the keys are the values */
-    float *centers;                /* room for those of its streams, one after the other: [n_kv_heads][head_dim] */
-    int64_t first;                 /* resident positions [first, attention.end) */
+    tqkv_store ends[2][2];         /* halves of the first and of the newest positions: keys, values; zeros without */
+    int exact_first, exact_last;
+    int64_t exact_below, exact_from; /* positions [0, exact_below) and [exact_from, end) have halves */
+    float *centers;                  /* room for those of its streams, one after the other: [n_kv_heads][head_dim] */
+    int64_t first;                   /* resident positions [first, attention.end) */
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
@@ -9886,12 +9897,42 @@ struct tqkv_cache {
 };
 
 /* The streams of a cache, in the order of its memory and of snapshots: keys, values, tail. NULL: it has no such stream. */
-enum { TQKV__CACHE_STREAMS = 3 };
+enum { TQKV__CACHE_STREAMS = 3, TQKV__CACHE_STORES = 7 };
 static tqkv_store *tqkv__stream_of(const tqkv_cache *c, int i)
 {
     const tqkv_store *const all[TQKV__CACHE_STREAMS] = {&c->keys, c->shared ? NULL : &c->values,
                                                         c->tail.head_dim ? &c->tail : NULL};
     return (tqkv_store *)(uintptr_t)all[i];
+}
+
+/* Halves number i: of the first positions' keys and values, then of the newest ones'. NULL: there are none. */
+enum { TQKV__CACHE_ENDS = 4 };
+static tqkv_store *tqkv__end_of(const tqkv_cache *c, int i)
+{
+    const tqkv_store *s = &c->ends[i / 2][i % 2];
+    return s->head_dim ? (tqkv_store *)(uintptr_t)s : NULL;
+}
+
+/* All stores: the streams, then the halves. */
+static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
+{
+    return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
+}
+
+/* The positions [*low, *high) of halves number i that attention reads. */
+static void tqkv__end_range(const tqkv_cache *c, int i, int64_t *low, int64_t *high)
+{
+    const int64_t end = c->attention.end, newest = end > c->exact_last ? end - c->exact_last : 0;
+    *low = i < 2 ? 0 : newest > c->exact_from ? newest : c->exact_from;
+    if (i >= 2 && *low < c->first) *low = c->first;
+    *high = i < 2 ? c->exact_below : end;
+}
+
+/* The halves take over the centres of the codes. */
+static void tqkv__share_centers(tqkv_cache *c)
+{
+    for (int i = 0; i < TQKV__CACHE_ENDS; i++)
+        if (tqkv__end_of(c, i)) tqkv__end_of(c, i)->center = tqkv__stream_of(c, i % 2)->center;
 }
 
 /* Floats of the centres of the streams before number n; false on overflow. */
@@ -9930,6 +9971,29 @@ static tqkv_result tqkv__check_metal(const tqkv_store *keys, const tqkv_store *v
 #endif
 }
 
+/* Takes the shapes of the halves. A ring of whole tiles: none of them wraps. */
+static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
+{
+    const int first = desc->exact_first, last = desc->exact_last;
+    if (first < 0 || last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
+    if ((first || last) && (int64_t)first + last > desc->capacity)
+        return TQKV__INVALID("exact_first + exact_last is above the capacity");
+    if (last > INT_MAX - TQKV__TILE) return TQKV__INVALID("exact_last is too large");
+    c->exact_first = first;
+    c->exact_last = last;
+    for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
+        const tqkv_store *codes = i % 2 ? &c->values : &c->keys;
+        tqkv_store *s = &c->ends[i / 2][i % 2];
+        if (!(i < 2 ? first : last) || codes->format == TQKV_F16 || (i % 2 && c->shared)) continue;
+        *s = *codes;
+        s->format = TQKV_F16;
+        s->rotated = true;
+        s->ring = i >= 2;
+        s->capacity = i < 2 ? first : (last + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE;
+    }
+    return TQKV_OK;
+}
+
 /* Takes the shapes of the streams. */
 static tqkv_result tqkv__cache_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
@@ -9960,6 +10024,10 @@ static void tqkv__cache_attach(tqkv_attention *a, const tqkv_cache *c)
     a->keys = &c->keys;
     a->values = c->shared ? &c->keys : &c->values;
     a->tail = c->tail.head_dim ? &c->tail : NULL;
+    a->first_keys = tqkv__end_of(c, 0);
+    a->first_values = tqkv__end_of(c, c->shared ? 0 : 1);
+    a->last_keys = tqkv__end_of(c, 2);
+    a->last_values = tqkv__end_of(c, c->shared ? 2 : 3);
 }
 
 /* Resolves the defaults of a desc; checks it and the shapes of all streams. */
@@ -9968,6 +10036,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     tqkv__attention resolved;
     memset(c, 0, sizeof *c);
     tqkv_result r = tqkv__cache_shapes(desc, c);
+    if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
     if (r != TQKV_OK) return r;
     c->attention.query_type = c->attention.output_type = desc->type;
     tqkv__cache_attach(&c->attention, c);
@@ -9991,13 +10060,14 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     if (c->metal && desc->non_causal) return TQKV__REFUSE(UNSUPPORTED, TQKV__CAUSAL_ON_GPU);
     if (c->metal && (c->shared || desc->tail_dim))
         return TQKV__REFUSE(UNSUPPORTED, "shared, tail_dim: caches of a GPU have neither");
+    if (c->metal && (c->exact_first || c->exact_last)) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_ENDS_ON_GPU);
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
     return TQKV_OK;
 }
 
 /* Where the parts of a cache's block begin. */
 typedef struct tqkv__cache_block {
-    size_t sinks, centers, codes[TQKV__CACHE_STREAMS], norms[TQKV__CACHE_STREAMS], size;
+    size_t sinks, centers, codes[TQKV__CACHE_STORES], norms[TQKV__CACHE_STORES], size;
 } tqkv__cache_block;
 
 /* Divides the block; false on overflow. */
@@ -10009,8 +10079,8 @@ static bool tqkv__divide_block(const tqkv_cache *c, size_t sinks_size, tqkv__cac
     bool fits = tqkv__center_floats(c, TQKV__CACHE_STREAMS, &floats) &&
                 tqkv__reserve(&block->size, sinks_size, &block->sinks) &&
                 tqkv__reserve(&block->size, floats * sizeof(float), &block->centers);
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *s = tqkv__stream_of(c, i);
+    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
+        const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         fits = fits && tqkv__reserve(&block->size, tqkv_codes_size(s), &block->codes[i]) &&
                tqkv__reserve(&block->size, tqkv_norms_size(s), &block->norms[i]);
@@ -10034,8 +10104,8 @@ TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache *
     if (!memory) return TQKV_OUT_OF_MEMORY;
     char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
     c.centers = (float *)(void *)(lines + block.centers);
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        tqkv_store *s = tqkv__stream_of(&c, i);
+    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
+        tqkv_store *s = tqkv__store_of(&c, i);
         if (!s) continue;
         s->codes_size = tqkv_codes_size(s);
         s->norms_size = tqkv_norms_size(s);
@@ -10067,17 +10137,38 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 
 TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
-    c->attention.end += n_tokens;
-    c->first = tqkv__oldest(c, c->attention.end);
+    const int64_t end = c->attention.end + n_tokens, room = (c->exact_last + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE;
+    if (c->attention.end <= c->exact_below) c->exact_below = end < c->exact_first ? end : c->exact_first;
+    if (c->exact_from < end - room) c->exact_from = end - room;
+    c->attention.end = end;
+    c->first = tqkv__oldest(c, end);
 }
 
-/* The streams that an append fills, with their sources. */
+/* The streams that an append fills, with their sources, and halves, with theirs. */
 typedef struct tqkv__append {
-    tqkv__stream streams[TQKV__CACHE_STREAMS];
-    const void *src[TQKV__CACHE_STREAMS];
+    tqkv__stream streams[TQKV__CACHE_STREAMS], ends[TQKV__CACHE_ENDS];
+    const void *src[TQKV__CACHE_STREAMS], *end_src[TQKV__CACHE_ENDS];
     size_t size[TQKV__CACHE_STREAMS]; /* of src */
-    int n;
+    int n, n_ends, end_tokens[TQKV__CACHE_ENDS];
 } tqkv__append;
+
+/* Opens the halves of keys or values for the tokens that they keep: a ring all of them, the others those below exact_first. */
+static tqkv_result tqkv__append_ends(const tqkv_cache *c, int side, const tqkv_store *codes, const void *src,
+                                     int n_tokens, tqkv__append *append)
+{
+    for (int i = side; i < TQKV__CACHE_ENDS; i += 2) {
+        if (!tqkv__end_of(c, i)) continue;
+        tqkv_store store = *tqkv__end_of(c, i);
+        const int64_t left = i < 2 ? c->exact_first - c->attention.end : n_tokens;
+        store.type = codes->type;
+        store.strides = codes->strides;
+        const tqkv_result r = tqkv__stream_open(&store, &append->ends[append->n_ends]);
+        if (r != TQKV_OK) return r;
+        append->end_src[append->n_ends] = src;
+        append->end_tokens[append->n_ends++] = left < 0 ? 0 : left < n_tokens ? (int)left : n_tokens;
+    }
+    return TQKV_OK;
+}
 
 /* Opens stream i for its part of the caller's rows. Rows of k hold those of the tail, too. */
 static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, const void *v, int n_tokens,
@@ -10092,7 +10183,18 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
     if (r != TQKV_OK) return r;
     append->src[append->n] = src;
     append->size[append->n++] = tqkv__rows_size(&store, n_tokens);
-    return TQKV_OK;
+    return i < 2 ? tqkv__append_ends(c, i, &store, src, n_tokens, append) : TQKV_OK;
+}
+
+static bool tqkv__append_overlaps(const tqkv__append *append)
+{
+    for (int j = 0; j < append->n; j++) {
+        for (int i = 0; i < append->n; i++)
+            if (tqkv__encoding_overlaps(&append->streams[i], append->src[j], append->size[j])) return true;
+        for (int i = 0; i < append->n_ends; i++)
+            if (tqkv__encoding_overlaps(&append->ends[i], append->src[j], append->size[j])) return true;
+    }
+    return false;
 }
 
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens)
@@ -10102,24 +10204,43 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     tqkv_result r = TQKV_OK;
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (c->shared && v) return TQKV__INVALID("v: the keys are the values");
-    append.n = 0;
+    append.n = append.n_ends = 0;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
         if (tqkv__stream_of(c, i) && (r = tqkv__append_open(c, i, k, v, n_tokens, &append)) != TQKV_OK) return r;
+    if (tqkv__append_overlaps(&append)) return TQKV__INVALID("k or v overlaps the cache");
     tqkv__encode_job_open(&job, &c->attention.parallel, n_tokens, c->attention.end);
-    for (int i = 0; i < append.n; i++) {
-        for (int j = 0; j < append.n; j++)
-            if (tqkv__encoding_overlaps(&append.streams[i], append.src[j], append.size[j]))
-                return TQKV__INVALID("k or v overlaps the cache");
-        tqkv__add_stream(&job, &append.streams[i], append.src[i]);
-    }
+    for (int i = 0; i < append.n; i++) tqkv__add_stream(&job, &append.streams[i], append.src[i]);
     if (!c->metal)
         r = tqkv__encode_sources(&job);
     else if (tqkv__sources_finite(&job))
         r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens);
     else
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
-    if (r == TQKV_OK) tqkv__cache_advance(c, n_tokens);
+    if (r != TQKV_OK) return r;
+    for (int i = 0; i < append.n_ends; i++) /* few rows */
+        tqkv__encode_tokens(&append.ends[i], append.end_src[i], tqkv__first_kept(&append.ends[i], append.end_tokens[i]),
+                            append.end_tokens[i], c->attention.end);
+    tqkv__cache_advance(c, n_tokens);
     return r;
+}
+
+static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
+{
+    int64_t low, high;
+    tqkv__end_range(c, 2, &low, &high);
+    a->exact_first = (int)c->exact_below;
+    a->exact_last = (int)(high - low);
+}
+
+TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
+{
+    tqkv_attention view;
+    memset(&view, 0, sizeof view);
+    if (!c) return view;
+    view = c->attention;
+    view.kv_len = (int)(c->attention.end - c->first);
+    tqkv__count_ends(c, &view);
+    return view;
 }
 
 /* some: NULL, or an attention with the list and the tree */
@@ -10136,6 +10257,7 @@ static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attenti
         attention.list_block = some->list_block;
         attention.list_newest = some->list_newest;
     }
+    tqkv__count_ends(c, &attention);
     const tqkv_result r = tqkv__attention_open(&attention, a);
     a->first = c->first; /* after a truncation fewer positions than kv_len's default, or none */
     a->matrix_group = c->matrix_group;
@@ -10206,6 +10328,7 @@ TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, con
     tqkv__cache_center(c, 0, keys, key_dim);
     tqkv__cache_center(c, 1, values, (size_t)c->values.head_dim);
     tqkv__cache_center(c, 2, keys ? keys + c->keys.head_dim : NULL, key_dim);
+    tqkv__share_centers(c);
     return TQKV_OK;
 }
 
@@ -10230,8 +10353,8 @@ TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c) { return c ? c->first : 0
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
 {
     size_t bytes = 0;
-    for (int i = 0; c && i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *s = tqkv__stream_of(c, i);
+    for (int i = 0; c && i < TQKV__CACHE_STORES; i++) {
+        const tqkv_store *s = tqkv__store_of(c, i);
         if (s) bytes += s->codes_size + s->norms_size;
     }
     return bytes;
@@ -10243,6 +10366,8 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
         return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
     if (end == 0) c->first = 0;
+    if (c->exact_below > end) c->exact_below = end;
+    if (c->exact_from > end) c->exact_from = end;
     c->attention.end = end;
     return TQKV_OK;
 }
@@ -10257,6 +10382,45 @@ static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t ta
     }
 }
 
+/* The same for the halves: of the first positions as far as there are any, of the newest ones if all have them. */
+static void tqkv__move_ends(const tqkv_cache *c, int64_t source, int64_t target, int64_t n)
+{
+    const int64_t below = c->exact_below - source < n ? c->exact_below - source : n;
+    for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
+        tqkv__stream s;
+        const tqkv_store *store = tqkv__end_of(c, i);
+        if (!store || (i >= 2 && target < c->exact_from) || tqkv__stream_open(store, &s) != TQKV_OK) continue;
+        tqkv__move_rows(&s, source, &s, target, i < 2 ? below : n);
+    }
+}
+
+static void tqkv__reverse_rows(uint8_t *rows, int n, size_t size)
+{
+    uint8_t row[2 * TQKV_MAX_HEAD_DIM];
+    for (uint8_t *last = rows + (size_t)n * size; rows + size < last; rows += size) {
+        last -= size;
+        memcpy(row, rows, size);
+        memcpy(rows, last, size);
+        memcpy(last, row, size);
+    }
+}
+
+/* Position p + by of the rings of halves becomes position p. */
+static void tqkv__turn_rings(const tqkv_cache *c, int64_t by)
+{
+    for (int i = 2; i < TQKV__CACHE_ENDS; i++) {
+        tqkv__stream s;
+        if (!tqkv__end_of(c, i) || tqkv__stream_open(tqkv__end_of(c, i), &s) != TQKV_OK) continue;
+        const int n = (int)(by % s.capacity);
+        for (int h = 0; h < s.n_kv_heads; h++) {
+            uint8_t *rows = tqkv__codes_at(&s, h, 0);
+            tqkv__reverse_rows(rows, n, s.row_bytes);
+            tqkv__reverse_rows(rows + (size_t)n * s.row_bytes, s.capacity - n, s.row_bytes);
+            tqkv__reverse_rows(rows, s.capacity, s.row_bytes);
+        }
+    }
+}
+
 TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t count)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
@@ -10264,7 +10428,14 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
     if (count < 0) return TQKV__INVALID("count is negative");
     if (first < 0 || first > c->attention.end || count > c->attention.end - first)
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
-    tqkv__move_positions(c, first + count, first, c->attention.end - first - count);
+    const int64_t behind = first + count, n = c->attention.end - behind;
+    tqkv__move_positions(c, behind, first, n);
+    tqkv__move_ends(c, behind, first, n);
+    if (first < c->exact_from) {
+        tqkv__turn_rings(c, count);
+        c->exact_from = (behind > c->exact_from ? behind : c->exact_from) - count;
+    }
+    if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
     c->attention.end -= count;
     return TQKV_OK;
 }
@@ -10281,11 +10452,16 @@ TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int 
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
     const int64_t first = c->attention.end - n;
+    int64_t below = first;
     for (int i = 0, next; i < n_kept; i = next) {
         for (next = i + 1; next < n_kept && kept[next] == kept[next - 1] + 1;) next++;
         tqkv__move_positions(c, first + kept[i], first + i, next - i);
+        tqkv__move_ends(c, first + kept[i], first + i, next - i);
+        for (int j = i; j < next && first + kept[j] < c->exact_below;) below = first + ++j;
     }
     c->attention.end = first + n_kept;
+    if (c->exact_below > below) c->exact_below = below;
+    if (first < c->exact_from) c->exact_from = c->attention.end; /* their rows did not move */
     return TQKV_OK;
 }
 
@@ -10297,7 +10473,8 @@ TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int 
     row(capacity,     keys.capacity)       row(ring,       keys.ring)                                                  \
     row(key_format,   keys.format)         row(value_format, values.format)                                            \
     row(window,       attention.window)    row(scale,      attention.scale)     row(softcap,  attention.softcap)       \
-    row(shared,       shared)              row(tail_dim,   tail.head_dim)       row(tail_format, tail.format)
+    row(shared,       shared)              row(tail_dim,   tail.head_dim)       row(tail_format, tail.format)          \
+    row(exact_first,  exact_first)         row(exact_last, exact_last)
 #define TQKV__CACHE_USE(row)                                                                                           \
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
@@ -10336,6 +10513,24 @@ static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_d
     return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
 }
 
+/* Copies the halves that attention reads, or makes them of a stream that was F16. */
+static tqkv_result tqkv__fork_ends(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
+{
+    tqkv_result r = TQKV_OK;
+    tqkv__share_centers(copy);
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_ENDS; i++) {
+        const tqkv_store *to = tqkv__end_of(copy, i), *from = tqkv__end_of(c, i);
+        int64_t low, high;
+        tqkv__end_range(c, i, &low, &high);
+        if (!from && low < c->first) low = c->first;
+        if (to && low < high)
+            r = tqkv__convert(to, from ? from : tqkv__stream_of(c, i % 2), low, (int)(high - low), parallel);
+        if (i >= 2) copy->exact_from = low;
+    }
+    copy->exact_below = c->exact_below;
+    return r;
+}
+
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
 {
     if (!out) return TQKV__INVALID("out is NULL");
@@ -10364,6 +10559,7 @@ TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc 
         tqkv__cache_center(copy, i, from->center, (size_t)from->head_dim);
         r = tqkv__convert(tqkv__stream_of(copy, i), from, c->first, resident, &copied.parallel);
     }
+    if (r == TQKV_OK) r = tqkv__fork_ends(c, copy, &copied.parallel);
     copy->first = c->first;
     copy->attention.end = c->attention.end;
     if (r == TQKV_OK)
@@ -10397,7 +10593,10 @@ TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c) { return c ? c->
 
    Version 1, always with version 1 of the codes, has one head_dim, no centres and neither TQ3 nor TQ2. Version 3, for
    caches whose keys are the values (bit 4 at 40: there are no others) or with a tail, which comes last (bit 3: it has a
-   centre), has 16 more bytes before the header's hash: the tail's head_dim, its format, and two zeros.
+   centre), has 16 more bytes before the header's hash: the tail's head_dim, its format, and two zeros. Version 4, for
+   caches with halves of the first and the newest positions, has exact_first and exact_last in place of the zeros, and
+   8 more bytes: how many first and how many newest positions have halves. These follow the streams: first positions' keys and
+   values, newest ones' keys and values, as codes with a hash; those of F16 streams, and values that are the keys, have none.
 
    Positions of a store:
      offset  bytes  field                                 offset  bytes  field
@@ -10411,12 +10610,12 @@ TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c) { return c ? c->
          28      4  block_scale (float32); 1 where it
                     has no effect                                                                                     */
 
-#define TQKV__SNAPSHOT_VERSION  3 /* 2 for caches that need no more */
+#define TQKV__SNAPSHOT_VERSION  4 /* 2 or 3 for caches that need no more */
 #define TQKV__CODES_VERSION     2 /* changes with the tables or the rotation */
 #define TQKV__CODES_VERSION_OLD 6 /* builds wrote 2 to 6 for the same ones */
 #define TQKV__STORE_VERSION     1
 #define TQKV__HEADER_SIZE       72 /* without its hash */
-#define TQKV__HEADER_MORE       16 /* of version 3 */
+#define TQKV__HEADER_MORE       24 /* of version 4; version 3 has 16 */
 #define TQKV__STORE_HEADER_SIZE 56
 
 static void tqkv__put(uint8_t *bytes, int n, uint64_t x)
@@ -10521,6 +10720,14 @@ static tqkv_result tqkv__move_streams(tqkv__pipe *pipe, const tqkv_cache *c)
         r = tqkv__stream_open(tqkv__stream_of(c, i), &s);
         if (r == TQKV_OK) r = tqkv__move_stream(pipe, &s, c->first, c->attention.end);
     }
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_ENDS; i++) {
+        tqkv__stream s;
+        int64_t low, high;
+        if (!tqkv__end_of(c, i)) continue;
+        tqkv__end_range(c, i, &low, &high);
+        r = tqkv__stream_open(tqkv__end_of(c, i), &s);
+        if (r == TQKV_OK) r = tqkv__move_stored(pipe, &s, low, high);
+    }
     return r;
 }
 
@@ -10536,7 +10743,10 @@ static void tqkv__pipe_open(tqkv__pipe *pipe, tqkv_write write, tqkv_read read, 
 static const char tqkv__magic[9] = "tqkv\r\n\x1a\n";
 
 /* Bytes of a header of that version. */
-static size_t tqkv__header_size(uint32_t version) { return TQKV__HEADER_SIZE + (version > 2 ? TQKV__HEADER_MORE : 0); }
+static size_t tqkv__header_size(uint32_t version)
+{
+    return TQKV__HEADER_SIZE + (version == 4 ? TQKV__HEADER_MORE : version == 3 ? 16 : 0);
+}
 
 /* header: [tqkv__header_size(version)] */
 static void tqkv__cache_header(const tqkv_cache *c, uint32_t version, uint8_t *header)
@@ -10559,12 +10769,16 @@ static void tqkv__cache_header(const tqkv_cache *c, uint32_t version, uint8_t *h
                                  (uint32_t)a->window,
                                  tqkv__bits(a->scale),
                                  tqkv__bits(a->softcap)};
-    const uint32_t more[4] = {(uint32_t)c->tail.head_dim, (uint32_t)c->tail.format, 0, 0};
+    tqkv_attention ends;
+    tqkv__count_ends(c, &ends);
+    const uint32_t more[6] = {(uint32_t)c->tail.head_dim, (uint32_t)c->tail.format,   (uint32_t)c->exact_first,
+                              (uint32_t)c->exact_last,    (uint32_t)ends.exact_first, (uint32_t)ends.exact_last};
     memcpy(header, tqkv__magic, 8);
     for (int i = 0; i < 12; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
     tqkv__put(header + 56, 8, (uint64_t)c->first);
     tqkv__put(header + 64, 8, (uint64_t)c->attention.end);
-    for (int i = 0; version > 2 && i < 4; i++) tqkv__put(header + TQKV__HEADER_SIZE + 4 * i, 4, more[i]);
+    for (size_t at = TQKV__HEADER_SIZE, i = 0; at < tqkv__header_size(version); at += 4, i++)
+        tqkv__put(header + at, 4, more[i]);
 }
 
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user)
@@ -10572,7 +10786,7 @@ TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void
     tqkv__pipe pipe;
     uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE];
     if (!c || !write) return TQKV__INVALID("the cache or write is NULL");
-    const uint32_t version = c->shared || c->tail.head_dim ? TQKV__SNAPSHOT_VERSION : 2;
+    const uint32_t version = c->exact_first || c->exact_last ? 4 : c->shared || c->tail.head_dim ? 3 : 2;
     tqkv__cache_header(c, version, header);
     tqkv__pipe_open(&pipe, write, NULL, user);
     tqkv_result r = tqkv__move(&pipe, header, tqkv__header_size(version));
@@ -10580,26 +10794,35 @@ TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void
     return r == TQKV_OK ? tqkv__move_streams(&pipe, c) : r;
 }
 
-/* Takes what only version 3 has; false if no cache can have written it. */
-static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv_cache_desc *d)
+/* Takes what only versions 3 and 4 have; ends: the numbers of positions with halves. False if no cache can have written it. */
+static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv_cache_desc *d, int ends[2])
 {
-    uint32_t more[4];
-    for (int i = 0; i < 4; i++) more[i] = (uint32_t)tqkv__get(header + TQKV__HEADER_SIZE + 4 * i, 4);
-    if (more[0] > TQKV_MAX_HEAD_DIM || more[1] > 15 || !more[0] != !more[1] || more[2] || more[3]) return false;
+    uint32_t more[6];
+    const bool exact = (uint32_t)tqkv__get(header + 8, 4) == 4;
+    for (int i = 0; i < 6; i++) more[i] = (uint32_t)tqkv__get(header + TQKV__HEADER_SIZE + 4 * i, 4);
+    if (more[0] > TQKV_MAX_HEAD_DIM || more[1] > 15 || !more[0] != !more[1] || exact == (!more[2] && !more[3]))
+        return false;
+    if (more[2] > (uint32_t)INT_MAX || more[3] > (uint32_t)INT_MAX || more[4] > more[2] || more[5] > more[3])
+        return false;
     d->shared = flags & 16;
     d->tail_dim = (int)more[0];
     d->tail_format = (tqkv_format)more[1];
+    d->exact_first = (int)more[2];
+    d->exact_last = (int)more[3];
+    ends[0] = (int)more[4];
+    ends[1] = (int)more[5];
     if (d->shared && (flags & 4 || d->value_format != d->key_format || d->value_dim != d->head_dim)) return false;
-    return d->tail_dim ? tqkv__format_known(d->tail_format) : d->shared && !(flags & 8);
+    if (!d->tail_dim) return (d->shared || exact) && !(flags & 8);
+    return tqkv__format_known(d->tail_format);
 }
 
 /* The desc, the centres' flags, a bit a stream, and the resident range of a header; false if no cache can have written it. */
 static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32_t *centers, int64_t *first,
-                               int64_t *end)
+                               int64_t *end, int ends[2])
 {
     uint32_t fields[12];
     for (int i = 0; i < 12; i++) fields[i] = (uint32_t)tqkv__get(header + 8 + 4 * i, 4);
-    const bool old = fields[0] == 1 && fields[1] == 1, latest = fields[0] == TQKV__SNAPSHOT_VERSION;
+    const bool old = fields[0] == 1 && fields[1] == 1, latest = fields[0] >= 3;
     if (fields[0] > TQKV__SNAPSHOT_VERSION || fields[1] > TQKV__CODES_VERSION_OLD) {
         TQKV_EXPLAIN("the snapshot was written by a newer version of tqkv");
         return false;
@@ -10626,7 +10849,9 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32
     d->softcap = tqkv__float(fields[11]);
     *first = (int64_t)tqkv__get(header + 56, 8);
     *end = (int64_t)tqkv__get(header + 64, 8);
-    if (latest && !tqkv__parse_more(header, flags, d)) return false;
+    ends[0] = ends[1] = 0;
+    if (latest && !tqkv__parse_more(header, flags, d, ends)) return false;
+    if (ends[0] > *end || ends[1] > *end) return false;
     if (fields[11] >> 31) return false; /* no cache has a negative softcap */
     return d->scale != 0.0f && *first >= 0 && *first <= *end && *end - *first <= d->capacity &&
            (d->ring || *first == 0);
@@ -10681,7 +10906,7 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
 
 /* Bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all that the
    header announces if that is less. A file that was cut short cannot make load allocate much. */
-static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, int64_t resident)
+static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, int64_t resident, const int ends[2])
 {
     size_t all = 0, announced = 0;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
@@ -10693,6 +10918,12 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, int64_t 
         announced +=
             rows / (size_t)s->capacity * (size_t)resident + (centers >> i & 1 ? center : 0) + 8; /* and a hash */
     }
+    for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
+        const tqkv_store *s = tqkv__end_of(c, i);
+        if (!s) continue;
+        all += tqkv_codes_size(s);
+        announced += tqkv_codes_size(s) / (size_t)s->capacity * (size_t)ends[i / 2] + 8;
+    }
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
@@ -10701,7 +10932,7 @@ static tqkv_result tqkv__read_header(tqkv__pipe *pipe, uint8_t *header)
 {
     memset(header, 0, TQKV__HEADER_SIZE + TQKV__HEADER_MORE);
     tqkv_result r = tqkv__move(pipe, header, TQKV__HEADER_SIZE);
-    const size_t size = tqkv__header_size((uint32_t)tqkv__get(header + 8, 4) == TQKV__SNAPSHOT_VERSION ? 3 : 2);
+    const size_t size = tqkv__header_size((uint32_t)tqkv__get(header + 8, 4));
     if (r == TQKV_OK) r = tqkv__move(pipe, header + TQKV__HEADER_SIZE, size - TQKV__HEADER_SIZE);
     return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
 }
@@ -10714,6 +10945,7 @@ static void tqkv__open_centers(tqkv_cache *c, uint32_t centers)
     memset(c->centers, 0, floats * sizeof(float));
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
         if (centers >> i & 1) tqkv__stream_of(c, i)->center = tqkv__center_room(c, i);
+    tqkv__share_centers(c);
 }
 
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out)
@@ -10725,6 +10957,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     tqkv_cache *c, checked;
     uint32_t centers;
     int64_t first, end;
+    int ends[2];
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc || !read) return TQKV__INVALID("desc or read is NULL");
@@ -10732,14 +10965,14 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     tqkv_result r = tqkv__read_header(&pipe, header);
     if (r != TQKV_OK) return r;
     memset(&found, 0, sizeof found);
-    if (memcmp(header, tqkv__magic, 8) != 0 || !tqkv__parse_header(header, &found, &centers, &first, &end) ||
+    if (memcmp(header, tqkv__magic, 8) != 0 || !tqkv__parse_header(header, &found, &centers, &first, &end, ends) ||
         tqkv__cache_resolve(&found, &checked) != TQKV_OK)
         return TQKV_CORRUPT;
     if (!tqkv__desc_matches(desc, &found)) return TQKV__INVALID("a field of desc is not the snapshot's");
     tqkv__take_use(desc, &found);
     if (!tqkv__resolve_allocator(&found.allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     ahead.memory = found.allocator;
-    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, centers, end - first));
+    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, centers, end - first, ends));
     if (r == TQKV_OK) r = tqkv_cache_create(&found, &c);
     if (r != TQKV_OK) {
         tqkv__drop_held(&ahead);
@@ -10748,6 +10981,8 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     tqkv__open_centers(c, centers);
     c->first = first;
     c->attention.end = end;
+    c->exact_below = ends[0];
+    c->exact_from = end - ends[1];
     r = tqkv__move_streams(&pipe, c);
     tqkv__drop_held(&ahead);
     if (r == TQKV_OK)

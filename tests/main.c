@@ -22,6 +22,7 @@ static void add_all_cases(void)
     test_pages_cases();
     test_batch_cases();
     test_cache_cases();
+    test_ends_cases();
     test_center_cases();
     test_types_cases();
     test_value_dim_cases();

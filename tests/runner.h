@@ -93,6 +93,7 @@ void test_defect_cases(void);
 void test_pages_cases(void);
 void test_batch_cases(void);
 void test_cache_cases(void);
+void test_ends_cases(void);
 void test_center_cases(void);
 void test_types_cases(void);
 void test_value_dim_cases(void);

@@ -35,7 +35,7 @@ typedef struct memory {
 /* The arguments of all calls. They are valid until a change is applied. */
 typedef struct world {
     memory *m;
-    tqkv_store keys, values, tail;
+    tqkv_store keys, values, ends, tail;
     const tqkv_store *store;
     tqkv_attention attention;
     const tqkv_attention *a;
@@ -184,6 +184,21 @@ static void use_tail(world *w)
 {
     memset(w->m->tail_codes, 0, sizeof w->m->tail_codes);
     w->attention.tail = &w->tail;
+}
+
+/* Gives the attention halves of its keys, in the memory of the pool. */
+static void use_ends(world *w)
+{
+    w->ends = w->keys;
+    w->ends.format = TQKV_F16;
+    w->ends.rotated = true;
+    w->ends.codes = w->m->pool_codes;
+    w->ends.codes_size = sizeof w->m->pool_codes;
+    CHECK_RESULT(tqkv_encode(&w->ends, w->m->src, TOKENS, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(&w->ends, w->m->src2, TOKENS, 3), TQKV_OK);
+    w->attention.first_keys = w->attention.last_keys = &w->ends;
+    w->attention.exact_first = 1;
+    w->attention.exact_last = 2;
 }
 
 static void free_world(world *w)

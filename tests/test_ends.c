@@ -1,0 +1,306 @@
+/* Caches that keep their first and newest positions as halves, too: which ones, with which bytes, after any edits; attention
+ * over them; snapshots and forks. */
+#include "cache_fixture.h"
+
+enum { MOST = 400, QUERIES = 3 };
+
+typedef struct ends_row {
+    tqkv_format key_format, value_format;
+    int head_dim, value_dim, capacity, exact_first, exact_last, tail_dim, window;
+    bool ring, shared, center;
+    tqkv_arithmetic arithmetic;
+} ends_row;
+
+/* A cache, and the number of the row that each position was appended with. */
+typedef struct ends_model {
+    tqkv_cache *cache;
+    const ends_row *row;
+    int key_dim, value_dim;
+    float *k, *v; /* [MOST][CACHE_HEADS][key_dim], with value_dim */
+    float *center;
+    int rows[MOST], end, n_used;
+} ends_model;
+
+static tqkv_cache_desc describe(const ends_row *row)
+{
+    const cache_row plain = {row->key_format, row->value_format, row->head_dim, row->capacity, row->ring, 0, -1};
+    tqkv_cache_desc desc = cache_desc(&plain, NULL);
+    if (row->shared) desc.value_format = TQKV_FORMAT_DEFAULT;
+    desc.value_dim = row->shared ? 0 : row->value_dim;
+    desc.shared = row->shared;
+    desc.tail_dim = row->tail_dim;
+    desc.window = row->window;
+    desc.exact_first = row->exact_first;
+    desc.exact_last = row->exact_last;
+    desc.arithmetic = row->arithmetic;
+    return desc;
+}
+
+static bool model_open(ends_model *m, const ends_row *row)
+{
+    const tqkv_cache_desc desc = describe(row);
+    memset(m, 0, sizeof *m);
+    m->row = row;
+    m->key_dim = row->head_dim + row->tail_dim;
+    m->value_dim = row->value_dim && !row->shared ? row->value_dim : row->head_dim;
+    m->k = test_rows(1, DATA_STUDENT, MOST * CACHE_HEADS, m->key_dim);
+    m->v = test_rows(2, DATA_STUDENT, MOST * CACHE_HEADS, m->value_dim);
+    m->center = test_rows(3, DATA_GAUSSIAN, CACHE_HEADS, m->key_dim > m->value_dim ? m->key_dim : m->value_dim);
+    CHECK_RESULT(tqkv_cache_create(&desc, &m->cache), TQKV_OK);
+    if (m->cache && row->center)
+        CHECK_RESULT(tqkv_cache_set_center(m->cache, m->center, row->shared ? NULL : m->center), TQKV_OK);
+    return m->cache != NULL;
+}
+
+static void model_close(ends_model *m)
+{
+    tqkv_cache_destroy(m->cache);
+    free(m->k);
+    free(m->v);
+    free(m->center);
+}
+
+static void model_append(ends_model *m, int n)
+{
+    const float *k = m->k + m->n_used * CACHE_HEADS * m->key_dim, *v = m->v + m->n_used * CACHE_HEADS * m->value_dim;
+    REQUIRE(m->n_used + n <= MOST, "too many tokens");
+    CHECK_RESULT(tqkv_cache_append(m->cache, k, m->row->shared ? NULL : v, n), TQKV_OK);
+    while (n-- > 0) m->rows[m->end++] = m->n_used++;
+}
+
+/* The halves of a position are those of the row that it was appended with. */
+static void check_half(const ends_model *m, const tqkv_store *s, int side, int position)
+{
+    const int dim = side ? m->value_dim : m->key_dim, row = m->rows[position];
+    for (int h = 0; h < CACHE_HEADS; h++) {
+        uint8_t codes[2 * REFERENCE_MAX_DIM];
+        float norms[1], scaled[REFERENCE_MAX_DIM];
+        const float *source = (side ? m->v : m->k) + (row * CACHE_HEADS + h) * dim;
+        reference_encode_row(s, h, source, codes, norms, scaled);
+        CHECK(!memcmp(reference_codes_at(s, h, position), codes, 2 * (size_t)s->head_dim),
+              "%s: position %d is not row %d", side ? "values" : "keys", position, row);
+    }
+}
+
+static void check_halves(const ends_model *m)
+{
+    const tqkv_attention a = tqkv_cache_view(m->cache);
+    const tqkv_store *const stores[2][2] = {{a.first_keys, a.first_values}, {a.last_keys, a.last_values}};
+    CHECK(a.end == m->end, "end is %d, not %d", (int)a.end, m->end);
+    CHECK(a.exact_first <= m->row->exact_first && a.exact_last <= m->row->exact_last && a.exact_first <= m->end &&
+              a.exact_last <= m->end,
+          "%d and %d positions", a.exact_first, a.exact_last);
+    for (int side = 0; side < (m->row->shared ? 1 : 2); side++) {
+        for (int p = 0; stores[0][side] && p < a.exact_first; p++) check_half(m, stores[0][side], side, p);
+        for (int p = m->end - a.exact_last; stores[1][side] && p < m->end; p++) check_half(m, stores[1][side], side, p);
+    }
+}
+
+/* All that the end asks for are halves. */
+static void check_all_there(const ends_model *m)
+{
+    const tqkv_attention a = tqkv_cache_view(m->cache);
+    const int first = m->row->exact_first, last = m->row->exact_last;
+    CHECK(a.exact_first == (first < m->end ? first : m->end), "%d first positions", a.exact_first);
+    CHECK(a.exact_last == (last < m->end ? last : m->end), "%d newest positions", a.exact_last);
+}
+
+/* [QUERIES][heads][value_dim]: what the cache answers; checked against double precision. Freed by the caller. */
+static float *attend(const ends_model *m)
+{
+    const int heads = CACHE_HEADS * CACHE_GROUP, count = QUERIES * heads * m->value_dim;
+    tqkv_attention a = tqkv_cache_view(m->cache);
+    float *q = test_rows(4, DATA_GAUSSIAN, QUERIES * heads, m->key_dim);
+    float *out = (float *)test_alloc((size_t)count * sizeof *out), *view = test_rows(5, DATA_ZEROS, count / 32, 32);
+    double *expected = (double *)test_alloc((size_t)count * sizeof *expected);
+    a.n_queries = QUERIES;
+    CHECK_RESULT(tqkv_cache_attend(m->cache, q, QUERIES, out), TQKV_OK);
+    CHECK_RESULT(tqkv_attend(&a, q, view), TQKV_OK);
+    CHECK(!memcmp(out, view, (size_t)count * sizeof *out), "attention over the view has other bits");
+    reference_attend(&a, q, expected);
+    const double error = reference_relative_error(out, expected, (size_t)count);
+    CHECK(error <= (a.arithmetic == TQKV_INTEGER ? 3e-4 : 2e-5), "end %d: relative error %.3g", m->end, error);
+    free(q);
+    free(view);
+    free(expected);
+    return out;
+}
+
+static tqkv_cache *reloaded(const tqkv_cache *cache, const ends_row *row)
+{
+    tqkv_cache_desc desc;
+    tqkv_cache *loaded = NULL;
+    stream saved = stream_of_cache(cache);
+    memset(&desc, 0, sizeof desc);
+    desc.exact_last = row->exact_last;
+    desc.arithmetic = row->arithmetic;
+    CHECK_RESULT(tqkv_cache_load(&desc, stream_read, &saved, &loaded), TQKV_OK);
+    if (loaded) {
+        stream again = stream_of_cache(loaded);
+        CHECK(stream_is_equal(&saved, &again), "the loaded cache saves other bytes");
+        stream_free(&again);
+    }
+    stream_free(&saved);
+    return loaded;
+}
+
+/* One by one, in pieces, at once, and loaded: the same bits. */
+static void check_pieces(const void *parameters)
+{
+    const ends_row *row = (const ends_row *)parameters;
+    static const int sizes[3][4] = {{1, 1, 1, 1}, {3, 64, 1, 29}, {150, 150, 150, 150}};
+    float *outs[4] = {NULL, NULL, NULL, NULL};
+    size_t bytes = 0;
+    for (int way = 0; way < 3; way++) {
+        ends_model m;
+        if (!model_open(&m, row)) continue;
+        for (int i = 0; m.end < 150; i++) {
+            const int n = sizes[way][i % 4];
+            model_append(&m, n < 150 - m.end ? n : 150 - m.end);
+        }
+        check_halves(&m);
+        check_all_there(&m);
+        outs[way] = attend(&m);
+        bytes = (size_t)(QUERIES * CACHE_HEADS * CACHE_GROUP * m.value_dim) * sizeof(float);
+        if (way == 2) {
+            tqkv_cache *loaded = reloaded(m.cache, row);
+            tqkv_cache_destroy(m.cache);
+            m.cache = loaded;
+            if (loaded) {
+                check_all_there(&m);
+                outs[3] = attend(&m);
+            }
+        }
+        model_close(&m);
+    }
+    for (int way = 1; way < 4; way++)
+        CHECK(outs[0] && outs[way] && !memcmp(outs[0], outs[way], bytes), "way %d gives other bits", way);
+    for (int way = 0; way < 4; way++) free(outs[way]);
+}
+
+static void model_remove(ends_model *m, int first, int count)
+{
+    CHECK_RESULT(tqkv_cache_remove(m->cache, first, count), TQKV_OK);
+    memmove(m->rows + first, m->rows + first + count, (size_t)(m->end - first - count) * sizeof *m->rows);
+    m->end -= count;
+}
+
+static void model_keep(ends_model *m, data_random *random, int n)
+{
+    int kept[MOST], n_kept = 0;
+    const int first = m->end - n;
+    for (int i = 0; i < n; i++)
+        if (data_below(random, 2)) kept[n_kept++] = i;
+    CHECK_RESULT(tqkv_cache_keep(m->cache, n, kept, n_kept), TQKV_OK);
+    for (int i = 0; i < n_kept; i++) m->rows[first + i] = m->rows[first + kept[i]];
+    m->end = first + n_kept;
+}
+
+static void model_fork(ends_model *m, bool load)
+{
+    tqkv_cache *copy = NULL;
+    if (load)
+        copy = reloaded(m->cache, m->row);
+    else
+        CHECK_RESULT(tqkv_cache_fork(m->cache, NULL, &copy), TQKV_OK);
+    if (!copy) return;
+    tqkv_cache_destroy(m->cache);
+    m->cache = copy;
+}
+
+/* Edits at random: halves are always those of their positions, and come back with new positions. */
+static void check_edits(const void *parameters)
+{
+    const ends_row *row = (const ends_row *)parameters;
+    data_random random = {(uint64_t)row->head_dim + (uint64_t)row->exact_last};
+    ends_model m;
+    if (!model_open(&m, row)) return;
+    for (int step = 0; m.n_used < MOST - 140; step++) {
+        const int first = (int)tqkv_cache_first(m.cache), resident = m.end - first, what = data_below(&random, 8);
+        const int room = row->ring ? MOST : row->capacity - m.end, some = data_below(&random, resident + 1);
+        if (what < 3 && room > 0) {
+            const int n = 1 + data_below(&random, data_below(&random, 3) ? 5 : 70);
+            model_append(&m, n < room ? n : room);
+        } else if (what == 3) {
+            m.end -= some / 4;
+            CHECK_RESULT(tqkv_cache_truncate(m.cache, m.end), TQKV_OK);
+        } else if (what == 4 && !row->ring) {
+            model_remove(&m, m.end - some, data_below(&random, some + 1));
+        } else if (what == 5) {
+            model_keep(&m, &random, data_below(&random, 2) ? some / 8 : some);
+        } else if (what > 5) {
+            model_fork(&m, what == 6);
+        }
+        check_halves(&m);
+        if (step % 16 == 0 && tqkv_cache_first(m.cache) < m.end) free(attend(&m));
+    }
+    if (!row->ring) model_remove(&m, 0, m.end);
+    for (int i = 0; i < 70; i++) model_append(&m, 1);
+    check_halves(&m);
+    const tqkv_attention a = tqkv_cache_view(m.cache);
+    CHECK(a.exact_last == (row->exact_last < 70 ? row->exact_last : 70), "%d newest positions", a.exact_last);
+    model_close(&m);
+}
+
+/* What remains of the halves where it can: a part of the middle removed, the newest taken back by few. */
+static void check_remains(const void *parameters)
+{
+    static const ends_row row = {TQKV_TQ4, TQKV_TQ3, 64, 0, 200, 4, 40, 0, 0, false, false, false, TQKV_FLOAT};
+    ends_model m;
+    (void)parameters;
+    if (!model_open(&m, &row)) return;
+    model_append(&m, 190);
+    model_remove(&m, 4, 100);
+    check_all_there(&m);
+    CHECK_RESULT(tqkv_cache_truncate(m.cache, m.end -= 20), TQKV_OK); /* the ring has 24 more than it must */
+    check_all_there(&m);
+    model_remove(&m, m.end - 10, 5);
+    check_halves(&m);
+    CHECK(tqkv_cache_view(m.cache).exact_last == 39, "%d newest positions", tqkv_cache_view(m.cache).exact_last);
+    model_append(&m, 1);
+    check_all_there(&m);
+    model_remove(&m, 2, 1);
+    CHECK(tqkv_cache_view(m.cache).exact_first == 3, "%d first positions", tqkv_cache_view(m.cache).exact_first);
+    model_close(&m);
+}
+
+/* A cache of halves goes on in codes: its halves are those of its newest and first rows. */
+static void check_fork_from_f16(const void *parameters)
+{
+    static const ends_row row = {TQKV_F16, TQKV_F16, 64, 0, 200, 4, 64, 0, 0, true, false, false, TQKV_FLOAT};
+    ends_model m;
+    tqkv_cache_desc desc;
+    tqkv_cache *copy = NULL;
+    (void)parameters;
+    if (!model_open(&m, &row)) return;
+    model_append(&m, 150);
+    CHECK(!tqkv_cache_view(m.cache).last_keys, "halves of halves");
+    memset(&desc, 0, sizeof desc);
+    desc.key_format = desc.value_format = TQKV_TQ4;
+    CHECK_RESULT(tqkv_cache_fork(m.cache, &desc, &copy), TQKV_OK);
+    tqkv_cache_destroy(m.cache);
+    m.cache = copy;
+    REQUIRE(copy, "no fork");
+    check_all_there(&m);
+    free(attend(&m));
+    const size_t ends = 2 * CACHE_HEADS * 64 * 2 * (4 + 64), codes = 2 * CACHE_HEADS * (64 / 2 + 4) * 200;
+    CHECK(tqkv_cache_bytes(copy) == ends + codes, "%d bytes", (int)tqkv_cache_bytes(copy));
+    model_close(&m);
+}
+
+void test_ends_cases(void)
+{
+    static const ends_row rows[] = {{TQKV_TQ4, TQKV_TQ4, 64, 0, 200, 4, 64, 0, 0, false, false, false, TQKV_FLOAT},
+                                    {TQKV_TQ3, TQKV_TQ2, 128, 64, 160, 3, 70, 0, 0, true, false, true, TQKV_FLOAT},
+                                    {TQKV_I8, TQKV_TQ4, 80, 0, 200, 0, 33, 0, 30, true, false, true, TQKV_FLOAT},
+                                    {TQKV_TQ6, TQKV_F16, 64, 0, 200, 70, 10, 0, 0, false, false, false, TQKV_FLOAT},
+                                    {TQKV_TQ4, TQKV_TQ4, 512, 0, 160, 4, 64, 64, 0, false, true, true, TQKV_FLOAT},
+                                    {TQKV_I8, TQKV_I8, 64, 0, 160, 64, 96, 0, 0, false, false, false, TQKV_INTEGER},
+                                    {TQKV_TQ4, TQKV_TQ2, 128, 0, 150, 5, 64, 0, 0, true, false, true, TQKV_INTEGER}};
+    for (int i = 0; i < (int)(sizeof rows / sizeof *rows); i++) {
+        test_add(check_pieces, &rows[i], sizeof rows[i], "ends/pieces/%d", i);
+        test_add(check_edits, &rows[i], sizeof rows[i], "ends/edits/%d", i);
+    }
+    test_add(check_remains, NULL, 0, "ends/remains");
+    test_add(check_fork_from_f16, NULL, 0, "ends/fork_from_f16");
+}
