@@ -23,6 +23,7 @@ typedef enum attend_golden_option {
     ATTEND_LONG,     /* two stretches */
     ATTEND_BFLOAT16, /* queries; outputs are halves */
     ATTEND_ROTATED,  /* queries and outputs */
+    ATTEND_LATENT,   /* keys that are the values, with a tail of the second format */
     ATTEND_GOLDEN_OPTIONS
 } attend_golden_option;
 
@@ -73,9 +74,9 @@ static inline int attend_golden_find(int index, attend_golden_case *found)
 
 static inline void attend_golden_name(const attend_golden_case *c, char name[GOLDEN_NAME_SIZE])
 {
-    static const char *const options[ATTEND_GOLDEN_OPTIONS] = {"plain",   "window",   "ring",   "pages",  "tree",
-                                                               "softcap", "centers",  "slices", "narrow", "many",
-                                                               "long",    "bfloat16", "rotated"};
+    static const char *const options[ATTEND_GOLDEN_OPTIONS] = {"plain",   "window",   "ring",    "pages",  "tree",
+                                                               "softcap", "centers",  "slices",  "narrow", "many",
+                                                               "long",    "bfloat16", "rotated", "latent"};
     snprintf(name, GOLDEN_NAME_SIZE, "attend/%s-%s/%d/%s", tqkv_format_name(c->keys), tqkv_format_name(c->values),
              c->head_dim, options[c->option]);
 }
@@ -83,7 +84,7 @@ static inline void attend_golden_name(const attend_golden_case *c, char name[GOL
 /* Everything that a case needs, and its attention. */
 typedef struct attend_golden_problem {
     tqkv_attention attention;
-    tqkv_store keys, values;
+    tqkv_store keys, values, tail;
     float *q, *out, *slice; /* slice: out, max and sum of a slice behind each other */
     float *centers;         /* of the keys, then of the values */
     size_t n_rows, n_out;
@@ -156,6 +157,16 @@ static inline void attend_golden_narrow(float *q, size_t n)
     free(narrow);
 }
 
+/* Makes the second stream a tail, and the keys the values. */
+static inline void attend_golden_share(const attend_golden_case *c, attend_golden_problem *p)
+{
+    if (c->option != ATTEND_LATENT) return;
+    p->tail = p->values;
+    memset(&p->values, 0, sizeof p->values);
+    p->attention.values = &p->keys;
+    p->attention.tail = &p->tail;
+}
+
 /* 0 on failure; attend_golden_close in any case. */
 static inline int attend_golden_open(const attend_golden_case *c, attend_golden_problem *p)
 {
@@ -165,7 +176,7 @@ static inline int attend_golden_open(const attend_golden_case *c, attend_golden_
     p->keys.format = c->keys;
     p->values.format = c->values;
     p->keys.head_dim = p->values.head_dim = c->head_dim;
-    if (c->option == ATTEND_NARROW) p->values.head_dim = c->head_dim > 64 ? 64 : 96;
+    if (c->option == ATTEND_NARROW || c->option == ATTEND_LATENT) p->values.head_dim = c->head_dim > 64 ? 64 : 96;
     if (c->option == ATTEND_CENTERS)
         p->centers = attend_golden_rows(3, DATA_GAUSSIAN, 2 * ATTEND_GOLDEN_HEADS, c->head_dim);
     const float *value_center = p->centers ? p->centers + ATTEND_GOLDEN_HEADS * c->head_dim : NULL;
@@ -173,14 +184,15 @@ static inline int attend_golden_open(const attend_golden_case *c, attend_golden_
     ok = attend_golden_fill(c, p->n_tokens, 2, value_center, &p->values) && ok;
     a->keys = &p->keys;
     a->values = &p->values;
+    attend_golden_share(c, p);
     a->n_heads = ATTEND_GOLDEN_HEADS * ATTEND_GOLDEN_GROUP;
     a->n_queries = 3;
     a->end = p->n_tokens;
     a->arithmetic = TQKV_INTEGER;
     attend_golden_set(c, a);
     p->n_rows = (size_t)a->n_queries * (size_t)a->n_heads;
-    p->n_out = p->n_rows * (size_t)p->values.head_dim;
-    p->q = attend_golden_rows(4, DATA_GAUSSIAN, (int)p->n_rows, c->head_dim);
+    p->n_out = p->n_rows * (size_t)a->values->head_dim;
+    p->q = attend_golden_rows(4, DATA_GAUSSIAN, (int)p->n_rows, c->head_dim + p->tail.head_dim);
     p->out = (float *)calloc(p->n_out + 2 * p->n_rows, sizeof(float));
     p->slice = (float *)calloc(p->n_out + 2 * p->n_rows, sizeof(float));
     if (p->q && c->option == ATTEND_BFLOAT16) attend_golden_narrow(p->q, p->n_rows * (size_t)c->head_dim);
@@ -193,6 +205,8 @@ static inline void attend_golden_close(attend_golden_problem *p)
     free(p->keys.norms);
     free(p->values.codes);
     free(p->values.norms);
+    free(p->tail.codes);
+    free(p->tail.norms);
     free(p->q);
     free(p->out);
     free(p->slice);

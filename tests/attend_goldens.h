@@ -315,4 +315,13 @@ static const attend_golden attend_goldens[] = {
     {"attend/i8-f16/128/rotated", UINT64_C(0x4ca8374332a760f7)},
     {"attend/tq5_bytes-tq4/64/rotated", UINT64_C(0x9dae54061e6c7953)},
     {"attend/tq6_bytes-tq5/80/rotated", UINT64_C(0x04754f617f11dd0e)},
+    {"attend/f16-tq2/64/latent", UINT64_C(0x01ec7a8d0b5cc349)},
+    {"attend/tq4-tq3/80/latent", UINT64_C(0xf3bbd8da7cde94d7)},
+    {"attend/tq5-i8/256/latent", UINT64_C(0x377ba95c997a18bc)},
+    {"attend/tq6-tq5_bytes/512/latent", UINT64_C(0x4793b2f8b55b55a2)},
+    {"attend/tq2-tq6_bytes/48/latent", UINT64_C(0x842f802d86853b26)},
+    {"attend/tq3-f16/128/latent", UINT64_C(0x8e7ce3eb94ca3ecd)},
+    {"attend/i8-tq4/64/latent", UINT64_C(0x36ed362265ca9286)},
+    {"attend/tq5_bytes-tq5/80/latent", UINT64_C(0x28cf1421c739f411)},
+    {"attend/tq6_bytes-tq6/256/latent", UINT64_C(0x7d22b44186082c55)},
 };
