@@ -110,7 +110,8 @@ package=packaging/swift
 modules="-fmodules -fmodules-cache-path=$out/modules -fmodule-map-file=$package/CTqkv/include/module.modulemap
     -fmodule-map-file=$package/CXxhash/module.modulemap -I$package/CTqkv/include
     $(pkg-config --cflags libxxhash)"
-for path in $(sed -n 's/.* path: "\([^"]*\)".*/\1/p' Package.swift); do check "Package.swift: $path" test -d "$path"; done
+paths=$(sed -n 's/.* path: "\([^"]*\)".*/\1/p' Package.swift)
+for path in $paths; do check "Package.swift: $path" test -d "$path"; done
 for file in metallib/*; do check "Package.swift: $file" grep -q "\"${file#metallib/}\"" Package.swift; done
 cat >"$out/user.m" <<'END'
 @import CTqkv;
