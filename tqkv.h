@@ -292,7 +292,8 @@ typedef struct tqkv_store {
     tqkv_type type; /* of rows given to encode, probe, mean and measure, and written by decode. The codes of a half or a
                        bfloat16 are those of the same value as a float. Attention does not look at it. */
     const int32_t *pages;   /* [n_pages], or NULL: not paged. Not with ring. */
-    int n_pages, page_size; /* page_size: in positions, a multiple of 64 that divides capacity */
+    int n_pages, page_size; /* page_size: in positions, any that divides capacity; on a GPU a multiple of 64, which is
+                               quickest on the processor too. 1: pages is the slot of each position. */
     tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
     tqkv_strides strides;   /* of rows given to encode, probe, mean and measure, and written by decode */
     bool rotated; /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
@@ -1463,8 +1464,8 @@ static tqkv_result tqkv__table_shape(const tqkv_store *store, tqkv__stream *s)
 {
     if (store->ring) return TQKV__INVALID("pages: the store is a ring");
     if (store->n_pages < 0) return TQKV__INVALID("n_pages is negative");
-    if (store->page_size <= 0 || store->page_size % 64 || store->capacity % store->page_size)
-        return TQKV__INVALID("page_size: no multiple of 64 that divides capacity"); /* a tile is in one page */
+    if (store->page_size <= 0 || store->capacity % store->page_size)
+        return TQKV__INVALID("page_size: not positive, or does not divide capacity");
     if ((uintptr_t)store->pages % sizeof(int32_t)) return TQKV__INVALID("pages: not aligned as int32_t");
     s->pages = store->pages;
     s->n_pages = store->n_pages;
@@ -8228,20 +8229,35 @@ static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const 
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
-/* A tile is contiguous in all its streams: it ends where a ring wraps, a page ends, or other streams begin, and at positions
-   that are a multiple of TQKV__TILE. Its scores are at the position modulo TQKV__TILE. A query's sums are then the same
-   bits alone or in a batch. Otherwise prefill and decode drift apart: a last bit changes the next layer's keys, and now and
-   then a code. */
+/* Whether pages end within tiles: rows are then gathered where they do not lie together. */
+static bool tqkv__small_pages(const tqkv__attention *a)
+{
+    bool small = a->keys.page_size % TQKV__TILE || a->values.page_size % TQKV__TILE;
+    for (int i = 0; i < 4; i++)
+        small = small || (a->exact[i / 2][i % 2] && a->ends[i / 2][i % 2].page_size % TQKV__TILE);
+    return small;
+}
+
+/* Positions from this one on that a tile may take. */
+static int tqkv__tile_room(const tqkv__stream *s, int64_t position)
+{
+    return s->page_size % TQKV__TILE ? TQKV__TILE : tqkv__slots_left(s, position);
+}
+
+/* A tile is contiguous in all its streams, or gathered: it ends where a ring wraps, a large page ends, or other streams begin,
+   and at positions that are a multiple of TQKV__TILE. Its scores are at the position modulo TQKV__TILE. A query's sums are
+   then the same bits alone or in a batch. Otherwise prefill and decode drift apart: a last bit changes the next layer's
+   keys, and now and then a code. */
 static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t end)
 {
     const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = tqkv__border_behind(a, position) - position;
     int64_t n = end - position < aligned ? end - position : aligned;
     const tqkv__stream *keys = tqkv__stream_at(a, 0, position), *values = tqkv__stream_at(a, 1, position);
-    const int key_room = tqkv__slots_left(keys, position), value_room = tqkv__slots_left(values, position);
+    const int key_room = tqkv__tile_room(keys, position), value_room = tqkv__tile_room(values, position);
     if (n > border) n = border;
     if (n > key_room) n = key_room;
     if (n > value_room) n = value_room;
-    if (a->call.tail && n > tqkv__slots_left(&a->keys, position)) n = tqkv__slots_left(&a->keys, position);
+    if (a->call.tail && n > tqkv__tile_room(&a->keys, position)) n = tqkv__tile_room(&a->keys, position);
     return (int)n;
 }
 
@@ -8252,7 +8268,7 @@ typedef struct tqkv__ranks {
     bool together;                                                  /* in all streams one row after the other */
     uint64_t hidden;                                                /* places that the query does not see, as bits */
     const tqkv__stream *streams[2];                                 /* keys and values */
-    int32_t keys[TQKV__TILE], values[TQKV__TILE], tail[TQKV__TILE]; /* slots; -1: hidden */
+    int32_t keys[TQKV__TILE], values[TQKV__TILE], tail[TQKV__TILE]; /* slots; -1: hidden, or no page */
 } tqkv__ranks;
 
 /* A tile in progress: n positions from `position` on. Its scores, later weights, begin at scores[row][begin]. */
@@ -8262,7 +8278,7 @@ typedef struct tqkv__tile {
     int place; /* see tqkv__place_of */
     const tqkv__stream *key_stream, *value_stream;
     tqkv__run keys, values, tail;
-    const struct tqkv__ranks *ranks;                                 /* of a list, or NULL */
+    const struct tqkv__ranks *ranks;                                 /* of a list or of small pages, or NULL */
     const tqkv__attention *streams;                                  /* that hold it: the caller's, or gathered ones */
     int kv_head;                                                     /* there */
     bool whole;                                                      /* every row sees all of it */
@@ -8462,9 +8478,9 @@ typedef struct tqkv__work {
     tqkv__tile *tiles; /* [2] */
     tqkv__tile *before;
     tqkv__sums piece, sums;
-    const tqkv__list *list;          /* or NULL */
-    const tqkv__attention *gathered; /* with a list: streams in scratch */
-    tqkv__ranks ranks[3];            /* with a list: of the tile before, of this one and of the next */
+    const tqkv__list *list;          /* or NULL: ranks are positions */
+    const tqkv__attention *gathered; /* with a list or small pages: streams in scratch */
+    tqkv__ranks ranks[3];            /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
 
 /* Rows are short: a call of memcpy for each would take longer than the copy. */
@@ -8601,7 +8617,7 @@ static void tqkv__attend_rows(tqkv__work *w, int64_t first, int64_t end)
     }
 }
 
-/* -- Lists: tiles of ranks. Scattered rows are gathered into scratch, where they are a tile as others are. -- */
+/* -- Lists and small pages: tiles of ranks. Scattered rows are gathered into scratch, where they are a tile as others are. -- */
 
 /* Bytes of the scratch of a stream: rows of two tiles, then their norms. */
 static size_t tqkv__gathered_codes(const tqkv__stream *s) { return (2 * TQKV__TILE * s->row_bytes + 63) / 64 * 64; }
@@ -8610,11 +8626,11 @@ static size_t tqkv__gathered_size(const tqkv__stream *s)
     return tqkv__gathered_codes(s) + 2 * TQKV__TILE * (size_t)s->norms_per_row * sizeof(float);
 }
 
-/* Scratch for the lists of an attention, in floats. */
+/* Scratch for the scattered rows of an attention, in floats. */
 static size_t tqkv__gathered_floats(const tqkv__attention *a)
 {
     size_t size = 0;
-    if (!a->call.list) return 0;
+    if (!a->call.list && !tqkv__small_pages(a)) return 0;
     for (int i = 0; i < 4; i++)
         if (a->exact[i / 2][i % 2]) size += tqkv__gathered_size(&a->ends[i / 2][i % 2]);
     if (a->call.tail) size += tqkv__gathered_size(&a->tail);
@@ -8651,32 +8667,77 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
         if (a->exact[i][1]) gathered->ends[i][1] = gathered->ends[i][0];
 }
 
+/* The slots of n positions; -1 where a page is none: nothing sees it, for it would have been refused. */
+static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32_t *slots)
+{
+    const int size = s->pages ? s->page_size : n, n_pages = s->pages ? s->capacity / size : 0;
+    const int32_t *page = s->pages ? s->pages + position / size : NULL;
+    int at = s->pages ? (int)(position % size) : tqkv__slot(s, position);
+    for (int j = 0, end; j < n; at = 0) {
+        const bool known = !page || (*page >= 0 && *page < n_pages);
+        int slot = page ? *page++ * (known ? size : 0) + at : at;
+        for (end = !page || n - j < size - at ? n : j + size - at; j < end; j++) slots[j] = known ? slot++ : -1;
+    }
+}
+
 static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slots)
 {
     const bool hidden = ranks->hidden && !ranks->together;
+    if (!l) {
+        tqkv__slots_of(s, ranks->rank, ranks->n, slots);
+        return;
+    }
     for (int j = 0; j < ranks->n; j++)
         slots[j] =
             hidden && ranks->hidden >> j & 1 ? -1 : (int32_t)tqkv__slot(s, tqkv__position_of(l, ranks->rank + j));
 }
 
-/* The same for all streams of a tile, which begins at `position`. */
+/* The same for all streams of a tile, which begins at `position`; without a list ranks are positions. */
 static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, int64_t position, tqkv__ranks *ranks)
 {
     const tqkv__stream *k = tqkv__stream_at(a, 0, position), *v = tqkv__stream_at(a, 1, position);
     ranks->streams[0] = k;
     ranks->streams[1] = v;
     tqkv__find_slots(k, l, ranks, ranks->keys);
-    if (k->pages == v->pages && k->ring == v->ring && (k->capacity == v->capacity || !k->ring))
+    if (k->pages == v->pages && k->page_size == v->page_size && k->ring == v->ring && k->capacity == v->capacity)
         memcpy(ranks->values, ranks->keys, (size_t)ranks->n * sizeof *ranks->keys);
     else
         tqkv__find_slots(v, l, ranks, ranks->values);
     if (a->call.tail) tqkv__find_slots(&a->tail, l, ranks, ranks->tail);
 }
 
+static bool tqkv__in_order(const int32_t *slots, int n)
+{
+    int32_t differs = 0;
+    for (int j = 0; j < n; j++) differs |= slots[j] ^ (slots[0] + j);
+    return !differs && slots[0] >= 0;
+}
+
+/* Whether the rows of a tile lie together, although pages end within it. */
+static bool tqkv__lies_together(const tqkv__attention *a, const tqkv__ranks *ranks)
+{
+    return tqkv__in_order(ranks->keys, ranks->n) && tqkv__in_order(ranks->values, ranks->n) &&
+           (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
+}
+
+/* Finds the tile at `position`, before `end`, of stores with small pages; n is 0 if there is none. What a row sees of it stands in
+   the tile's spans. */
+static void tqkv__find_paged(const tqkv__attention *a, int64_t position, int64_t end, tqkv__ranks *ranks)
+{
+    ranks->rank = position;
+    ranks->n = position < end ? tqkv__tile_length(a, position, end) : 0;
+    ranks->hidden = 0;
+    ranks->together = false;
+    if (!ranks->n) return;
+    tqkv__find_slots_of(a, NULL, position, ranks);
+    ranks->together = tqkv__lies_together(a, ranks);
+}
+
 /* Finds the next tile of ranks [rank, end) of which the query sees something; n is 0 if there is none. */
 static void tqkv__find_ranks(const tqkv__work *w, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
+    const bool small = tqkv__small_pages(a);
     ranks->n = 0;
     ranks->together = false;
     for (int64_t n; rank < end; rank += n) {
@@ -8689,11 +8750,13 @@ static void tqkv__find_ranks(const tqkv__work *w, int64_t rank, int64_t end, tqk
             n = tqkv__tile_length(a, position, last + 1); /* as without a list */
         else if (last >= border)
             n = tqkv__rank_of(w->list, border) - rank;
+        ranks->together = ranks->together && !small;
         ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, w->list, rank, (int)n);
         if (ranks->hidden == tqkv__bits_below((int)n)) continue;
         ranks->rank = rank;
         ranks->n = (int)n;
         tqkv__find_slots_of(a, w->list, position, ranks);
+        if (small) ranks->together = tqkv__lies_together(a, ranks);
         return;
     }
 }
@@ -8710,7 +8773,7 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
 {
     const tqkv__attention *a = w->a, *streams = ranks->together ? a : w->gathered;
     tqkv__tile *tile = tqkv__next_tile(w, ranks->rank, ranks->n);
-    const int64_t position = tqkv__position_of(w->list, ranks->rank);
+    const int64_t position = w->list ? tqkv__position_of(w->list, ranks->rank) : ranks->rank;
     const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE;
     const bool ahead = ranks->together && next->n && next->together && ranks->streams[0] == next->streams[0] &&
                        ranks->streams[1] == next->streams[1]; /* the loops ask for the next tile */
@@ -8731,6 +8794,26 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;
+}
+
+/* As tqkv__attend_rows, for small pages. */
+static void tqkv__attend_pages(tqkv__work *w, int64_t first, int64_t end)
+{
+    const tqkv__attention *a = w->a;
+    const tqkv__item *item = w->item;
+    int64_t from, to;
+    tqkv__visible_to(a, item->first_row / a->group, (item->first_row + item->n_rows - 1) / a->group, first, end, &from,
+                     &to);
+    tqkv__find_paged(a, from, to, &w->ranks[0]);
+    tqkv__ask_keys(w, &w->ranks[0]);
+    for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
+        const tqkv__ranks *ranks = &w->ranks[now];
+        tqkv__ranks *next = &w->ranks[(now + 1) % 3];
+        tqkv__find_paged(a, ranks->rank + ranks->n, to, next);
+        tqkv__tile *tile = tqkv__place_tile(w, ranks, next);
+        tqkv__find_spans(a, item, first, end, tile);
+        tqkv__attend_tile(w, tile);
+    }
 }
 
 /* Adds ranks [first, end) of the list of an item's query to the sums of its rows. */
@@ -8956,6 +9039,8 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
         memset(w->tiles[i].scores + n_rows * TQKV__TILE, 0, TQKV__TILE * sizeof(float));
     if (w->list)
         tqkv__attend_ranks(w, first, end);
+    else if (tqkv__small_pages(w->a))
+        tqkv__attend_pages(w, first, end);
     else
         tqkv__attend_rows(w, first, end);
     tqkv__add_before(w);
@@ -8999,11 +9084,9 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     w.list = a->call.list ? &list : NULL;
     w.gathered = &gathered;
     next += floats;
-    if (w.list) {
-        list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, part->slice[0], part->slice[1]);
-        tqkv__open_gathered(a, next, &gathered);
-        next += tqkv__gathered_floats(a);
-    }
+    if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, part->slice[0], part->slice[1]);
+    if (tqkv__gathered_floats(a)) tqkv__open_gathered(a, next, &gathered);
+    next += tqkv__gathered_floats(a);
     tqkv__arrange_queries(a, &item, part->q, q);
     tqkv__find_offsets(a, &item, part->q, offsets);
     if (job->spread) {
@@ -11574,6 +11657,8 @@ static bool tqkv__plan_bind_center(tqkv_metal_dispatch *d, const char *name, int
 /* Takes the page table of a store in buffers; its entries are known to the processor if shape.pages is set. */
 static tqkv_result tqkv__plan_table(const tqkv_metal_store *store, tqkv__stream *s)
 {
+    if (store->pages.buffer && store->shape.page_size % 64)
+        return TQKV__INVALID("page_size: no multiple of 64, which a GPU needs");
     if (store->pages.buffer) return tqkv__table_shape(&store->shape, s);
     return store->shape.pages ? TQKV__INVALID("pages: no buffer") : TQKV_OK;
 }

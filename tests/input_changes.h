@@ -52,8 +52,6 @@ CHANGE(paged, STORE | SLOTS, OK, use_pages(w)) /* a snapshot of a linear store t
 CHANGE(paged_ring, STORE, INVALID_ARGUMENT, use_pages(w); w->keys.ring = true)
 CHANGE(page_size_zero, STORE, INVALID_ARGUMENT, use_pages(w); w->keys.page_size = 0)
 CHANGE(page_size_negative, STORE, INVALID_ARGUMENT, use_pages(w); w->keys.page_size = -64)
-CHANGE(page_size_small, STORE, INVALID_ARGUMENT, use_pages(w); w->keys.page_size = 32)
-CHANGE(page_size_odd, STORE, INVALID_ARGUMENT, use_pages(w); w->keys.capacity = 96; w->keys.page_size = 96)
 CHANGE(page_size_no_divisor, STORE, INVALID_ARGUMENT, use_pages(w); w->keys.capacity = 96)
 CHANGE(n_pages_negative, STORE, INVALID_ARGUMENT, use_pages(w); w->keys.n_pages = -1)
 CHANGE(pages_misaligned, STORE, INVALID_ARGUMENT, use_pages(w);

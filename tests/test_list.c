@@ -128,9 +128,11 @@ static void check_alone(const void *parameters)
 /* Pages hold the same positions as a linear store; those that no list names are not looked at. */
 static void check_pages(const void *parameters)
 {
-    enum { PAGE = 64, PAGES = 11 };
-    int32_t table[PAGES];
-    attend_row row = company_row(*(const int *)parameters);
+    enum { SLOTS = 704 };
+    const int index = *(const int *)parameters, sizes[] = {64, 16, 64, 1}, page_size = sizes[index % 4];
+    const int n_pages = SLOTS / page_size;
+    int32_t table[SLOTS];
+    attend_row row = company_row(index);
     attend_problem p;
     tqkv_store pools[2];
     row.shared = false;
@@ -141,14 +143,14 @@ static void check_pages(const void *parameters)
     attend_set_up(&p, &row);
     tqkv_attention a = p.attention;
     const size_t bytes = p.n_rows * p.value_dim * sizeof(float);
-    for (int i = 0; i < PAGES; i++) table[i] = (int32_t)(3 * i + 1) % PAGES;
+    for (int i = 0; i < n_pages; i++) table[i] = (int32_t)(3 * i + 1) % n_pages;
     for (int i = 0; i < 2; i++) {
         const tqkv_store *from = i ? a.values : a.keys;
         stream s = stream_empty();
-        pools[i] = test_store(from->format, from->head_dim, from->n_kv_heads, PAGE * PAGES, false);
+        pools[i] = test_store(from->format, from->head_dim, from->n_kv_heads, SLOTS, false);
         pools[i].pages = table;
-        pools[i].n_pages = PAGES;
-        pools[i].page_size = PAGE;
+        pools[i].n_pages = n_pages;
+        pools[i].page_size = page_size;
         CHECK_RESULT(tqkv_store_save(from, 0, (int)a.end, stream_write, &s), TQKV_OK);
         CHECK_RESULT(tqkv_store_load(&pools[i], 0, (int)a.end, stream_read, &s), TQKV_OK);
         stream_free(&s);
@@ -158,15 +160,15 @@ static void check_pages(const void *parameters)
     a.keys = &pools[0];
     a.values = &pools[1];
     int seen_page = -1;
-    for (int page = 0; page < PAGES; page++) {
+    for (int page = 0; page < n_pages; page++) {
         bool seen = false;
-        for (int j = 0; j < PAGE; j++) seen = seen || attend_is_seen(&a, page * PAGE + j);
+        for (int j = 0; j < page_size; j++) seen = seen || attend_is_seen(&a, page * page_size + j);
         if (seen) seen_page = page;
-        if (!seen) table[page] = page % 2 ? -1 : PAGES;
+        if (!seen) table[page] = page % 2 ? -1 : n_pages;
     }
     CHECK_RESULT(tqkv_attend(&a, p.q, out), TQKV_OK);
     CHECK(!memcmp(out, p.out, bytes), "pages give other bits");
-    table[seen_page] = PAGES;
+    table[seen_page] = n_pages;
     CHECK_RESULT(tqkv_attend(&a, p.q, out), TQKV_OUT_OF_RANGE);
     free(out);
     test_store_free(&pools[0]);

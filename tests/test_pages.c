@@ -1,20 +1,22 @@
 /* Paged stores: the rows and the attention of a linear store, whatever the table. */
 #include "attend_fixture.h"
 
-enum { PAGES_HEADS = 2, POOL_PAGES = 9 };
+enum { PAGES_HEADS = 2, POOL_PAGES = 9, POOL_SLOTS = POOL_PAGES * 64 };
 
-/* A pool of POOL_PAGES pages. */
+/* Slots of a pool of so large pages: POOL_PAGES of them, or more if they are small. */
+static int pool_slots(int page_size) { return page_size > 64 ? POOL_PAGES * page_size : POOL_SLOTS; }
+
 static tqkv_store make_pool(tqkv_format format, int head_dim, int page_size)
 {
-    tqkv_store s = test_store(format, head_dim, PAGES_HEADS, POOL_PAGES * page_size, false);
+    tqkv_store s = test_store(format, head_dim, PAGES_HEADS, pool_slots(page_size), false);
     s.page_size = page_size;
     return s;
 }
 
-/* [POOL_PAGES]: every page once, shuffled */
-static void shuffle_pages(data_random *random, int32_t *pages)
+/* Every page once, shuffled; pages: [n] */
+static void shuffle_pages(data_random *random, int n, int32_t *pages)
 {
-    for (int i = 0; i < POOL_PAGES; i++) {
+    for (int i = 0; i < n; i++) {
         const int j = data_below(random, i + 1);
         if (j < i) pages[i] = pages[j];
         pages[j] = i;
@@ -57,15 +59,16 @@ static void check_decoded(const tqkv_store *pool, const tqkv_store *linear, int6
 static void check_encode(const void *parameters)
 {
     const tqkv_format format = *(const tqkv_format *)parameters;
+    const int page_sizes[] = {64, 1, 48}, page_size = page_sizes[format % 3];
     const int pieces[] = {1, 70, 0, 64, 15}, d = 64;
     data_random random = {(uint64_t)format};
-    int32_t pages[POOL_PAGES];
-    tqkv_store pool = make_pool(format, d, 64), linear = test_store(format, d, PAGES_HEADS, 150, false);
+    int32_t pages[POOL_SLOTS];
+    tqkv_store pool = make_pool(format, d, page_size), linear = test_store(format, d, PAGES_HEADS, 150, false);
     float *rows = test_rows(3, DATA_GAUSSIAN, 150 * PAGES_HEADS, d), *center = test_rows(4, DATA_GAUSSIAN, 2, d);
-    shuffle_pages(&random, pages);
-    pages[3] = -1; /* of positions that nothing sees or writes */
+    shuffle_pages(&random, pool.capacity / page_size, pages);
     pool.pages = pages;
-    pool.n_pages = 4;
+    pool.n_pages = 256 / page_size;
+    pages[pool.n_pages - 1] = -1; /* of positions that nothing sees or writes */
     pool.center = linear.center = center;
     CHECK_RESULT(tqkv_encode(&linear, rows, 150, 0), TQKV_OK);
     for (int i = 0, at = 0; i < 5; at += pieces[i++])
@@ -149,7 +152,7 @@ static tqkv_store copy_to_pages(const tqkv_store *linear, const tqkv_attention *
     const size_t row = reference_row_bytes(pool.format, pool.head_dim);
     const size_t norms = (size_t)reference_norms_per_row(pool.format, pool.head_dim) * sizeof(float);
     pool.pages = pages;
-    pool.n_pages = POOL_PAGES;
+    pool.n_pages = pool.capacity / page_size;
     pool.center = linear->center;
     for (int p = 0; p < a->end; p++)
         for (int h = 0; h < PAGES_HEADS; h++) {
@@ -157,7 +160,7 @@ static tqkv_store copy_to_pages(const tqkv_store *linear, const tqkv_attention *
             if (norms)
                 memcpy((void *)(uintptr_t)reference_norms_at(&pool, h, p), reference_norms_at(linear, h, p), norms);
         }
-    for (int i = 0; i < POOL_PAGES; i++) {
+    for (int i = 0; i < pool.n_pages; i++) {
         bool seen = false;
         for (int p = i * page_size; p < (i + 1) * page_size; p++) seen = seen || attend_is_seen(a, p);
         if (!seen) pages[i] = -1;
@@ -174,12 +177,13 @@ static void run_backwards(void *user, int count, tqkv_task task, void *context)
 /* The same bits as over linear stores, whole and as a slice; sometimes only the keys or the values have pages. */
 static void check_attend(const void *parameters)
 {
-    const int index = *(const int *)parameters, page_size = 64 << index % 3;
+    const int index = *(const int *)parameters, small[] = {1, 16, 48, 9, 32, 96, 144};
+    const int page_size = index < 60 ? 64 << index % 3 : small[index % 7];
     data_random random = {(uint64_t)index};
     attend_row row = attend_default_row(test_formats[index % TEST_FORMATS], test_formats[(index + 2) % TEST_FORMATS],
                                         index % 2 ? 64 : 32);
-    row.key_capacity = row.value_capacity = POOL_PAGES * page_size;
-    row.end = 1 + data_below(&random, POOL_PAGES * page_size);
+    row.key_capacity = row.value_capacity = pool_slots(page_size);
+    row.end = 1 + data_below(&random, pool_slots(page_size));
     row.n_queries = 1 + data_below(&random, index % 4 ? 5 : 64);
     row.window = index % 5 == 1 ? 1 + data_below(&random, 200) : 0;
     row.kv_len = index % 5 == 2 ? 1 + data_below(&random, (int)row.end) : 0;
@@ -187,12 +191,17 @@ static void check_attend(const void *parameters)
     row.key_center = index % 4 == 1 ? 2.0f : 0.0f;
     row.tree = index % 4 == 0;
     row.bits_alone = true;
+    row.exact_first = index % 8 == 5 ? 70 : 0; /* linear stores beside the paged ones */
+    row.exact_last = index % 8 > 4 ? 30 : 0;
+    row.non_causal = index % 7 == 3 && !row.tree;
+    row.arithmetic =
+        index % 3 == 2 && row.key_format != TQKV_TQ8 && row.value_format != TQKV_TQ8 ? TQKV_INTEGER : TQKV_FLOAT;
     attend_problem problem;
     attend_set_up(&problem, &row);
     tqkv_attention *a = &problem.attention, paged = *a;
-    int32_t key_pages[POOL_PAGES], value_pages[POOL_PAGES];
-    shuffle_pages(&random, key_pages);
-    shuffle_pages(&random, value_pages);
+    int32_t key_pages[POOL_SLOTS], value_pages[POOL_SLOTS];
+    shuffle_pages(&random, pool_slots(page_size) / page_size, key_pages);
+    shuffle_pages(&random, pool_slots(page_size) / page_size, value_pages);
     tqkv_store keys = copy_to_pages(&problem.keys, a, page_size, key_pages);
     tqkv_store values = copy_to_pages(&problem.values, a, page_size, value_pages);
     if (index % 6 != 5) paged.keys = &keys;
@@ -308,7 +317,7 @@ void test_pages_cases(void)
         test_add(check_encode, &format, sizeof format, "pages/encode/%s", tqkv_format_name(format));
         test_add(check_slots, &format, sizeof format, "pages/slots/%s", tqkv_format_name(format));
     }
-    for (int i = 0; i < 60; i++) test_add(check_attend, &i, sizeof i, "pages/attend/%d", i);
+    for (int i = 0; i < 120; i++) test_add(check_attend, &i, sizeof i, "pages/attend/%d", i);
     test_add(check_twice, NULL, 0, "pages/twice");
     test_add(check_hidden, NULL, 0, "pages/hidden");
     test_add(check_shared, NULL, 0, "pages/shared");
