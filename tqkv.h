@@ -724,6 +724,9 @@ typedef struct tqkv_metal_attention {
        larger than all before it) is left out. A list of all blocks gives the bits that there are without, but not in a ring
        that has wrapped. Not in batches and slices. */
     tqkv_metal_buffer list;
+    /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages. Not with a list or a tail, in slices,
+       batches or public plans. */
+    const tqkv_metal_store *first_keys, *first_values, *last_keys, *last_values;
 } tqkv_metal_attention;
 
 /* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
@@ -7720,10 +7723,10 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-#define TQKV__FLOATS_ON_GPU  "arithmetic: a GPU multiplies floats only"
-#define TQKV__GAPS_ON_GPU    "strides: not on a GPU"
-#define TQKV__CAUSAL_ON_GPU  "non_causal: not on a GPU"
-#define TQKV__NO_ENDS_ON_GPU "exact_first, exact_last: not on a GPU"
+#define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
+#define TQKV__GAPS_ON_GPU   "strides: not on a GPU"
+#define TQKV__CAUSAL_ON_GPU "non_causal: not on a GPU"
+#define TQKV__ENDS_ON_GPU   "exact_first, exact_last: not in plans, slices, batches or with a list on a GPU"
 
 /* Changes to the integers of the set, if the call asks for them. */
 static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
@@ -7869,12 +7872,10 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
     return TQKV__INVALID("keys and values share bytes, but are not described in the same way");
 }
 
-/* Opens the store that holds positions [low, high) of a stream as halves. */
-static tqkv_result tqkv__open_end(const tqkv__attention *a, const tqkv_store *store, const tqkv__stream *codes,
-                                  int64_t low, int64_t high, tqkv__stream *s)
+/* Checks the store that holds positions [low, high) of a stream as halves. */
+static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream *codes, int64_t low, int64_t high,
+                                   const tqkv__stream *s)
 {
-    const tqkv_result r = tqkv__stream_open(store, s);
-    if (r != TQKV_OK) return r;
     if (s->kind != TQKV__HALF || s->rotated != codes->rotated)
         return TQKV__INVALID("exact_first or exact_last: a store that is not F16, or rotated otherwise than the codes");
     if (s->head_dim != codes->head_dim || s->n_kv_heads != codes->n_kv_heads)
@@ -7886,8 +7887,9 @@ static tqkv_result tqkv__open_end(const tqkv__attention *a, const tqkv_store *st
     return TQKV_OK;
 }
 
-/* Takes the positions that are kept as halves; follows tqkv__check_streams and tqkv__attention_range. */
-static tqkv_result tqkv__take_ends(tqkv__attention *a)
+/* Takes the positions that are kept as halves, from stores opened by `open`; follows tqkv__check_streams and
+   tqkv__attention_range. */
+static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
     const tqkv_store *const stores[2][2] = {{call->first_keys, call->first_values},
@@ -7899,8 +7901,9 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a)
         const tqkv__stream *codes = side ? &a->values : &a->keys;
         const tqkv_store *store = stores[last][a->shared ? 0 : side];
         if (!store || codes->kind == TQKV__HALF || (last ? from == call->end : below == 0)) continue;
-        const tqkv_result r =
-            tqkv__open_end(a, store, codes, last ? from : 0, last ? call->end : below, &a->ends[last][side]);
+        tqkv__stream *s = &a->ends[last][side];
+        tqkv_result r = open(store, s);
+        if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? from : 0, last ? call->end : below, s);
         if (r != TQKV_OK) return r;
         a->exact[last][side] = true;
         if (last)
@@ -7995,7 +7998,7 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
     if (r->round_query) tqkv__fill_integers(&r->keys);
     if (r->round_query) tqkv__fill_integers(&r->values);
     if (r->round_query && a->tail) tqkv__fill_integers(&r->tail);
-    return a->exact_first || a->exact_last ? tqkv__take_ends(r) : TQKV_OK;
+    return a->exact_first || a->exact_last ? tqkv__take_ends(r, tqkv__stream_open) : TQKV_OK;
 }
 
 /* The positions that a query sees: [*from, *to), within [first, end). */
@@ -11465,6 +11468,11 @@ TQKV_API tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d);
 TQKV_API tqkv__rows_args tqkv__rows_args_of(const tqkv_metal_dispatch *d, int i);
 /* Puts others in their place. */
 TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args);
+/* tqkv_metal_plan_attend with exact_first and exact_last: a dispatch for each part of the context, then the merge. */
+enum { TQKV__MOST_DISPATCHES = 4 };
+TQKV_API tqkv_result tqkv__plan_attend_parts(const tqkv_metal_attention *a, tqkv_metal_buffer q,
+                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
+                                             int *n);
 /* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
 TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns);
 
@@ -11476,7 +11484,7 @@ TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, 
                                             size_t *scratch_size);
 TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
                                              int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                             tqkv_metal_dispatch d[2]);
+                                             tqkv_metal_dispatch *d, int *n);
 
 #ifdef __cplusplus
 }
@@ -12133,9 +12141,10 @@ typedef struct tqkv__slice_buffers {
 typedef struct tqkv__attend_buffers {
     const tqkv_metal_store *keys, *values, *tail; /* tail: NULL without one */
     tqkv_metal_buffer sinks, tree, q, scratch, out;
-    tqkv__slice_buffers slice; /* zero: attends to all positions */
-    int64_t slice_end;         /* of the positions to attend to */
-    tqkv_metal_buffer list;    /* rows of attend_list */
+    tqkv__slice_buffers slice;          /* zero: attends to all positions */
+    int64_t slice_end;                  /* of the positions to attend to */
+    const tqkv_metal_store *ends[2][2]; /* of tqkv__attention */
+    tqkv_metal_buffer list;             /* rows of attend_list */
 } tqkv__attend_buffers;
 
 /* ---- Lists of blocks ---- */
@@ -12435,16 +12444,19 @@ static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention
     d->n_simdgroups = 1;
 }
 
+/* Merges all parts of the context: splits [first positions, others, last positions], of those that there are. */
 static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
-                                    const tqkv__split *split)
+                                    const tqkv__split splits[3], const tqkv__split *all)
 {
+    const tqkv__split *split = &splits[1];
     const int length = split->sections_each ? 1 : TQKV__SECTION, before = split->first_stretch % length;
-    const int n_results = split->sections_each > 1 ? 1 : split->n_partials,
-              n_sections = (before + n_results - 1) / length + 1, most = TQKV__MERGE_SIMDGROUPS(a->value_dim);
+    const int n_results = split->sections_each > 1 ? 1 : split->n_partials, most = TQKV__MERGE_SIMDGROUPS(a->value_dim);
+    const int n_sections =
+        (before + n_results + length - 1) / length + (splits[0].n_partials > 0) + (splits[2].n_partials > 0);
     const bool unrotate = a->unrotate_output && !b->slice.to;
-    const tqkv__merge_args args = {0, 0, 0, n_results, length, before, 0, 0};
+    const tqkv__merge_args args = {0, 0, 0, n_results, length, before, splits[0].n_partials, splits[2].n_partials};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
-    tqkv__plan_bind_partials(d, 1, b->scratch, split, false);
+    tqkv__plan_bind_partials(d, 1, b->scratch, all, false);
     const bool center = tqkv__plan_bind_center(d, "values' center", 5, b->values, &a->values, true);
     const bool shifted = tqkv__center_counts(a, b, b->keys) || tqkv__center_counts(a, b, b->tail);
     tqkv__plan_constant(d, TQKV_FC_CENTER, shifted && !(a->call.softcap > 0.0f));
@@ -12454,17 +12466,70 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     d->barrier = b->scratch.buffer;
 }
 
-static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__attend_buffers *b, size_t most_sums,
-                                        tqkv_metal_dispatch d[2])
+/* Part i of the context, [borders[i], borders[i + 1]): 0 and 2 are read as halves where stores hold them so. */
+static void tqkv__find_borders(const tqkv__attention *a, int64_t slice_end, int64_t borders[4])
 {
-    tqkv__split split;
-    int64_t first, end;
-    tqkv__tiles_seen(a, b->slice_end, &first, &end);
-    if (a->call.list) tqkv__listed_tiles(a, &end);
-    const tqkv_result r = tqkv__choose_split(a, first, end, most_sums, &split);
-    if (r != TQKV_OK) return r;
-    tqkv__plan_attend_splits(&d[0], a, b, &split);
-    tqkv__plan_attend_merge(&d[1], a, b, &split);
+    const bool first = a->exact[0][0] || a->exact[0][1], last = a->exact[1][0] || a->exact[1][1];
+    borders[0] = borders[1] = a->first;
+    borders[2] = borders[3] = slice_end;
+    if (first && a->exact_below > a->first) borders[1] = a->exact_below < slice_end ? a->exact_below : slice_end;
+    if (last && a->exact_from < slice_end) borders[2] = a->exact_from;
+    if (borders[2] < borders[1]) borders[2] = borders[1];
+}
+
+/* The attention to part i alone. */
+static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, const int64_t borders[4],
+                            tqkv__attention *part, tqkv__attend_buffers *buffers)
+{
+    const int last = i / 2;
+    *part = *a;
+    *buffers = *b;
+    part->first = borders[i];
+    buffers->slice_end = borders[i + 1];
+    if (i != 1 && a->exact[last][0]) part->keys = a->ends[last][0];
+    if (i != 1 && a->exact[last][0]) buffers->keys = b->ends[last][0];
+    if (i != 1 && a->exact[last][1]) part->values = a->ends[last][1];
+    if (i != 1 && a->exact[last][1]) buffers->values = b->ends[last][1];
+}
+
+/* A dispatch for each part of the context, then the merge: *n in all, at most TQKV__MOST_DISPATCHES. Partial results and
+   states of the first and last part lie before the others, whose number may be more than the merge reads. */
+static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__attend_buffers *b, size_t most_sums,
+                                        tqkv_metal_dispatch *d, int *n)
+{
+    static const int order[3] = {0, 2, 1};
+    tqkv__split splits[3], all;
+    tqkv__attention part;
+    tqkv__attend_buffers buffers;
+    int64_t borders[4], first, end;
+    memset(splits, 0, sizeof splits);
+    memset(&all, 0, sizeof all);
+    tqkv__find_borders(a, b->slice_end, borders);
+    const bool halves = borders[0] < borders[1] || borders[2] < borders[3];
+    for (int i = 0; i < 3; i++) {
+        const int p = order[i];
+        tqkv__split *own = &splits[p];
+        if (borders[p] == borders[p + 1] && (p != 1 || halves)) continue;
+        tqkv__take_part(a, b, p, borders, &part, &buffers);
+        tqkv__tiles_seen(&part, buffers.slice_end, &first, &end);
+        if (a->call.list) tqkv__listed_tiles(&part, &end);
+        const tqkv_result r = tqkv__choose_split(&part, first, end, p == 1 ? most_sums : SIZE_MAX, own);
+        if (r != TQKV_OK) return r;
+        if (own->scratch_size > SIZE_MAX / 4) return TQKV__INVALID("scratch of more than SIZE_MAX / 4 bytes");
+        own->sums_at = all.sums_size;
+        own->states_at = all.scratch_size - all.sums_size;
+        all.sums_size += own->sums_size;
+        all.scratch_size += own->scratch_size;
+    }
+    all.states_at = all.sums_size;
+    *n = 0;
+    for (int p = 0; p < 3; p++) {
+        if (!splits[p].n_partials) continue;
+        splits[p].states_at += all.sums_size;
+        tqkv__take_part(a, b, p, borders, &part, &buffers);
+        tqkv__plan_attend_splits(&d[(*n)++], &part, &buffers, &splits[p]);
+    }
+    tqkv__plan_attend_merge(&d[(*n)++], a, b, splits, &all);
     return TQKV_OK;
 }
 
@@ -12485,7 +12550,7 @@ static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, c
 /* An attention over buffers as one over stores. */
 typedef struct tqkv__plan_call {
     tqkv_attention attention;
-    tqkv_store keys, values, tail;
+    tqkv_store keys, values, tail, ends[2][2];
 } tqkv__plan_call;
 
 static bool tqkv__same_buffer(tqkv_metal_buffer a, tqkv_metal_buffer b)
@@ -12535,6 +12600,29 @@ static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, co
     return TQKV__INVALID("tail: overlaps the keys or the values");
 }
 
+/* The stores of the positions that are kept as halves. Their centres are buffers, too. */
+static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv__plan_call *call)
+{
+    const tqkv_metal_store *const ends[2][2] = {{from->first_keys, from->first_values},
+                                                {from->last_keys, from->last_values}};
+    tqkv_attention *to = &call->attention;
+    const tqkv_store **const shapes[2][2] = {{&to->first_keys, &to->first_values}, {&to->last_keys, &to->last_values}};
+    for (int i = 0; i < 4; i++) {
+        const tqkv_metal_store *end = ends[i / 2][i % 2], *codes = i % 2 ? from->values : from->keys;
+        tqkv_store *shape = &call->ends[i / 2][i % 2];
+        *shapes[i / 2][i % 2] = end ? shape : NULL;
+        if (!end || !(i / 2 ? to->exact_last : to->exact_first)) continue;
+        tqkv__plan_store(end, shape);
+        shape->center = codes->shape.center;
+        if (end->center.buffer != codes->center.buffer || end->center.offset != codes->center.offset)
+            return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
+        if (end->pages.buffer || shape->n_pages || to->tail)
+            return TQKV__REFUSE(UNSUPPORTED,
+                                "exact_first or exact_last with pages of their own or a tail: not on a GPU");
+    }
+    return TQKV_OK;
+}
+
 /* tqkv__attention_shape of `from` */
 static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan_call *call, tqkv__attention *a)
 {
@@ -12553,6 +12641,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     to->keys = &call->keys;
     to->values = &call->values;
     to->tail = from->tail ? &call->tail : NULL;
+    if ((r = tqkv__plan_end_shapes(from, call)) != TQKV_OK) return r;
     if (from->tree.buffer && !to->tree) to->tree = not_known;
     if (from->list.buffer && !to->list) to->list = not_read;
     to->sinks = NULL;
@@ -12567,8 +12656,6 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (r == TQKV_OK && a->call.list) r = tqkv__check_list_rows(a);
     if (r == TQKV_OK && a->round_query) r = TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     if (r == TQKV_OK && a->call.non_causal) r = TQKV__REFUSE(UNSUPPORTED, TQKV__CAUSAL_ON_GPU);
-    if (r == TQKV_OK && (a->call.exact_first || a->call.exact_last))
-        r = TQKV__REFUSE(UNSUPPORTED, TQKV__NO_ENDS_ON_GPU);
     if (r == TQKV_OK && (!tqkv__without_gaps(a->call.query_strides, a->call.n_heads, a->key_dim) ||
                          !tqkv__without_gaps(a->call.output_strides, a->call.n_heads, a->value_dim)))
         r = TQKV__REFUSE(UNSUPPORTED, TQKV__GAPS_ON_GPU);
@@ -12586,15 +12673,35 @@ static tqkv_result tqkv__plan_attention_positions(tqkv__attention *a)
     return r == TQKV_OK ? tqkv__plan_positions(&a->values) : r;
 }
 
-/* Attends to [first, first + count) or, with count -1, to all resident positions. */
+/* Takes the positions that are kept as halves; slots of positions follow. */
+static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__attention *a, tqkv__attend_buffers *b)
+{
+    if (!a->call.exact_first && !a->call.exact_last) return TQKV_OK;
+    if (a->call.list) return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
+    const tqkv_result r = tqkv__take_ends(a, tqkv__stream_shape);
+    if (r != TQKV_OK) return r;
+    b->ends[0][0] = from->first_keys;
+    b->ends[0][1] = from->first_values;
+    b->ends[1][0] = from->last_keys;
+    b->ends[1][1] = from->last_values;
+    for (int last = 0; last < 2; last++)
+        if (a->keys.page_size && a->exact[last][0] != a->exact[last][1])
+            return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
+    const bool last = a->exact[1][0] || a->exact[1][1], meet = last && a->exact_from < a->exact_below;
+    if (!meet || (a->exact[0][0] == a->exact[1][0] && a->exact[0][1] == a->exact[1][1])) return TQKV_OK;
+    return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
+}
+
+/* Attends to [first, first + count) if b says slice, else to all resident positions. */
 static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t first, int count, size_t most_sums,
-                                      tqkv__attend_buffers *b, tqkv_metal_dispatch d[2])
+                                      tqkv__attend_buffers *b, tqkv_metal_dispatch *d, int *n)
 {
     tqkv__plan_call call;
     tqkv__attention a;
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r == TQKV_OK) r = tqkv__plan_check_streams(from, &a);
     if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
+    if (r == TQKV_OK) r = tqkv__plan_ends(from, &a, b);
     if (r != TQKV_OK) return r;
     b->keys = from->keys;
     b->values = from->values;
@@ -12614,7 +12721,17 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
         if (r != TQKV_OK) return r;
     }
     r = tqkv__plan_attention_positions(&a);
-    return r == TQKV_OK ? tqkv__plan_attention(&a, b, most_sums, d) : r;
+    return r == TQKV_OK ? tqkv__plan_attention(&a, b, most_sums, d, n) : r;
+}
+
+/* The same in two dispatches. */
+static tqkv_result tqkv__plan_pair(const tqkv_metal_attention *from, int64_t first, int count, size_t most_sums,
+                                   tqkv__attend_buffers *b, tqkv_metal_dispatch d[2])
+{
+    int n;
+    if (from && (from->attention.exact_first || from->attention.exact_last))
+        return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
+    return tqkv__plan_call_of(from, first, count, most_sums, b, d, &n);
 }
 
 static tqkv__attend_buffers tqkv__buffers_of_call(tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
@@ -12627,11 +12744,19 @@ static tqkv__attend_buffers tqkv__buffers_of_call(tqkv_metal_buffer q, tqkv_meta
     return b;
 }
 
+TQKV_API tqkv_result tqkv__plan_attend_parts(const tqkv_metal_attention *from, tqkv_metal_buffer q,
+                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
+                                             int *n)
+{
+    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
+    return tqkv__plan_call_of(from, 0, 0, TQKV__MOST_SUMS, &b, d, n);
+}
+
 static tqkv_result tqkv__plan_item(const tqkv_metal_attention *from, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
                                    tqkv_metal_buffer out, size_t most_sums, tqkv_metal_dispatch d[2])
 {
     tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    return tqkv__plan_call_of(from, 0, 0, most_sums, &b, d);
+    return tqkv__plan_pair(from, 0, 0, most_sums, &b, d);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *from, tqkv_metal_buffer scratch,
@@ -12684,7 +12809,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *
     b.slice.to = true;
     b.slice.max = max;
     b.slice.sum = sum;
-    return tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, &b, d);
+    return tqkv__plan_pair(from, first, count, TQKV__MOST_SUMS, &b, d);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *from, tqkv_metal_buffer out,
@@ -12732,6 +12857,19 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *f
     return TQKV_OK;
 }
 
+/* The most scratch for positions that are kept as halves: a stretch more than they fill, or all of a ring. */
+static size_t tqkv__scratch_of_end(const tqkv__attention *a, int last)
+{
+    const tqkv_attention *call = &a->call;
+    const tqkv_store *keys = last ? call->last_keys : call->first_keys,
+                     *values = last ? call->last_values : call->first_values;
+    const int64_t n = last ? call->exact_last : call->exact_first, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
+    const int64_t ring = keys ? keys->ring ? keys->capacity : 0 : a->keys.ring ? a->keys.capacity : 0;
+    if (n <= 0 || (!keys && !values)) return 0;
+    const size_t stretches = (size_t)((n > ring ? n : ring) / length + 2);
+    return a->n_rows * sizeof(float) * (stretches * ((size_t)a->value_dim + 2) + 2);
+}
+
 /* The most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot of a
    section. If the whole store takes sections, a part of it may take stretches, up to their limit. */
 static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums, size_t *bytes)
@@ -12748,6 +12886,7 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums,
     *bytes = split.scratch_size;
     if (split.sections_each == 1 && *bytes < stretches) *bytes = stretches;
     *bytes += tqkv__list_rows_size(a);
+    for (int last = 0; last < 2; last++) *bytes += tqkv__scratch_of_end(a, last);
     return TQKV_OK;
 }
 
@@ -13268,7 +13407,7 @@ TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, 
 
 TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
                                              int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                             tqkv_metal_dispatch d[2])
+                                             tqkv_metal_dispatch *d, int *n)
 {
     tqkv__attention a;
     if (!c || n_queries <= 0) return TQKV__INVALID("the cache is NULL or n_queries not positive");
@@ -13281,7 +13420,7 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
     b.values = &values;
     b.slice_end = a.call.end;
     if (a.call.sinks) b.sinks = tqkv__buffer_of_part(c, memory, a.call.sinks);
-    return tqkv__plan_attention(&a, &b, TQKV__MOST_SUMS, d);
+    return tqkv__plan_attention(&a, &b, TQKV__MOST_SUMS, d, n);
 }
 
 TQKV_API bool tqkv_metal_has_matrices(const void *bytes)

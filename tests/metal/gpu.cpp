@@ -164,12 +164,20 @@ tqkv_metal_store gpu_store(const tqkv_store *s)
 }
 
 gpu_attention::gpu_attention(const tqkv_attention &a)
-    : keys(gpu_store(a.keys)), values(gpu_store(a.values)), tail(gpu_store(a.tail ? a.tail : a.keys)), metal()
+    : keys(gpu_store(a.keys)), values(gpu_store(a.values)), tail(gpu_store(a.tail ? a.tail : a.keys)), ends(), metal()
 {
     metal.keys = &keys;
     metal.values = &values;
     metal.tail = a.tail ? &tail : nullptr;
     metal.attention = a;
+    const tqkv_store *const stores[] = {a.first_keys, a.first_values, a.last_keys, a.last_values};
+    const tqkv_metal_store **const to[] = {&metal.first_keys, &metal.first_values, &metal.last_keys,
+                                           &metal.last_values};
+    for (int i = 0; i < 4; i++) {
+        if (!stores[i]) continue;
+        ends[i] = gpu_store(stores[i]);
+        *to[i] = &ends[i];
+    }
     metal.sinks = gpu_buffer(a.sinks);
     metal.tree = gpu_buffer(a.tree);
     metal.list = gpu_buffer(a.list);
@@ -315,17 +323,19 @@ static std::string run_list(const tqkv_metal_attention &a, const std::vector<flo
     return run_planned(tqkv_metal_plan_attend_list(&a, gpu_buffer(scratch.data()), &d), d);
 }
 
-// Plans by `plan(attention, scratch, d)`, divides and runs.
+// Plans by `plan(attention, scratch, d, &n)`, divides two dispatches, and runs.
 template <typename F>
 static std::string run_attention(const tqkv_attention *a, gpu_split split, F plan)
 {
     const gpu_attention attention(*a);
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    int n = 2;
     size_t bytes = 0;
     tqkv_result r = tqkv_metal_plan_attend_scratch(&attention.metal, &bytes);
     std::vector<float> scratch(bytes / sizeof(float), NAN), sums, state;
-    if (r == TQKV_OK) r = plan(&attention.metal, gpu_buffer(scratch.data()), d);
-    if (r == TQKV_OK && (split.columns || split.n_simdgroups || split.n_stretches || split.share || split.kernel)) {
+    if (r == TQKV_OK) r = plan(&attention.metal, gpu_buffer(scratch.data()), d, &n);
+    if (r == TQKV_OK && n == 2 &&
+        (split.columns || split.n_simdgroups || split.n_stretches || split.share || split.kernel)) {
         gpu_force(d, split);
         sums.assign(gpu_find(&d[0], 6)->size / sizeof(float), NAN); // apart, so that a sanitizer sees the end of each
         state.assign(gpu_find(&d[0], 7)->size / sizeof(float), NAN);
@@ -333,26 +343,27 @@ static std::string run_attention(const tqkv_attention *a, gpu_split split, F pla
     }
     std::string wrong = r == TQKV_OK && a->list ? run_list(attention.metal, scratch) : "";
     if (wrong.empty()) wrong = run_planned(r, d[0]);
-    return wrong.empty() ? gpu_run(d[1]) : wrong;
+    for (int i = 1; i < n && wrong.empty(); i++) wrong = gpu_run(d[i]);
+    return wrong;
 }
 
 std::string gpu_attend(const tqkv_attention *a, const void *q, void *out, gpu_split split)
 {
-    return run_attention(a, split,
-                         [&](const tqkv_metal_attention *metal, tqkv_metal_buffer scratch, tqkv_metal_dispatch *d) {
-                             return tqkv_metal_plan_attend(metal, gpu_buffer(q), scratch, gpu_buffer(out), d);
-                         });
+    return run_attention(
+        a, split, [&](const tqkv_metal_attention *metal, tqkv_metal_buffer scratch, tqkv_metal_dispatch *d, int *n) {
+            return tqkv__plan_attend_parts(metal, gpu_buffer(q), scratch, gpu_buffer(out), d, n);
+        });
 }
 
 std::string gpu_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, gpu_slice &to,
                                gpu_split split)
 {
-    return run_attention(a, split,
-                         [&](const tqkv_metal_attention *metal, tqkv_metal_buffer scratch, tqkv_metal_dispatch *d) {
-                             return tqkv_metal_plan_attend_partial(metal, gpu_buffer(q), first, count, scratch,
-                                                                   gpu_buffer(to.out.data()), gpu_buffer(to.max.data()),
-                                                                   gpu_buffer(to.sum.data()), d);
-                         });
+    return run_attention(
+        a, split, [&](const tqkv_metal_attention *metal, tqkv_metal_buffer scratch, tqkv_metal_dispatch *d, int *) {
+            return tqkv_metal_plan_attend_partial(metal, gpu_buffer(q), first, count, scratch,
+                                                  gpu_buffer(to.out.data()), gpu_buffer(to.max.data()),
+                                                  gpu_buffer(to.sum.data()), d);
+        });
 }
 
 std::string gpu_attend_merge_slice(const tqkv_attention *a, gpu_slice &to, const tqkv_attention *slice,

@@ -53,6 +53,7 @@ struct gpu_attention {
     gpu_attention(const gpu_attention &) = delete;
     gpu_attention &operator=(const gpu_attention &) = delete;
     const tqkv_metal_store keys, values, tail;
+    tqkv_metal_store ends[4]; // first keys and values, last keys and values
     tqkv_metal_attention metal;
 };
 

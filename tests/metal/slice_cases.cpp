@@ -268,11 +268,64 @@ void run_beyond(const void *parameters)
     attend_tear_down(&p);
 }
 
+// ---- Positions that are kept as halves ----
+
+// Slots of codes that halves replace hold NaN, and halves have nothing to do with the codes.
+void run_ends(const void *parameters)
+{
+    const attend_row *row = (const attend_row *)parameters;
+    attend_problem p;
+    attend_set_up(&p, row);
+    CHECK_RUN(gpu_attend(&p.attention, p.q, p.out, as_planned));
+    attend_check(&p, p.out, "ends");
+    attend_tear_down(&p);
+}
+
+void add_ends(int seed)
+{
+    data_random random = {(uint64_t)seed + 700};
+    attend_row row = random_row(&random);
+    if (row.key_format == TQKV_F16) row.key_format = TQKV_I8;
+    row.keys_unrotated = row.values_unrotated = false;
+    row.key_capacity = row.value_capacity = 100 + data_below(&random, 100);
+    row.end = row.key_ring ? 50 + data_below(&random, 300) : row.key_capacity - data_below(&random, 50);
+    row.exact_first = data_below(&random, 3) ? 1 + data_below(&random, 20) : 0;
+    row.exact_last = data_below(&random, 4) ? 1 + data_below(&random, 80) : 0;
+    if (seed % 8 == 7) row.exact_first = row.key_ring ? 0 : (int)row.end; // all
+    row.codes_of_ends = seed % 5 == 4 ? 1 + data_below(&random, 2) : 0;
+    test_add(run_ends, &row, sizeof row, "slice/ends/%d", seed);
+}
+
+// Of a context that is cut into stretches, sections and threadgroups that take everything.
+void add_long_ends()
+{
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+    row.n_kv_heads = 1;
+    row.key_capacity = row.value_capacity = 1700;
+    row.end = 1690;
+    row.exact_first = 4;
+    row.exact_last = 600;
+    row.sinks = SINKS_SOME;
+    row.key_center = row.value_center = 0.5f;
+    test_add(run_ends, &row, sizeof row, "slice/ends/long");
+    row.group = 4;
+    test_add(run_ends, &row, sizeof row, "slice/ends/long/matrices");
+    row.n_kv_heads = 8;
+    row.n_queries = 300; // a threadgroup takes everything
+    row.end = row.key_capacity = row.value_capacity = 400;
+    row.exact_last = 64;
+    row.head_dim = 32;
+    row.group = 1;
+    test_add(run_ends, &row, sizeof row, "slice/ends/everything");
+}
+
 } // namespace
 
 void slice_shader_cases()
 {
     for (int seed = 0; seed < 60; seed++) test_add(run_random, &seed, sizeof seed, "slice/random/%d", seed);
+    for (int seed = 0; seed < 40; seed++) add_ends(seed);
+    add_long_ends();
     add_all_bits();
     if (!gpu_schedules[0].flush_subnormals) add_bases();
     for (int i = 0; i < 9; i++) test_add(run_beyond, &i, sizeof i, "slice/beyond/%d", i);
