@@ -371,7 +371,7 @@ static tqkv_result tqkv__refuse(tqkv_metal *m, tqkv_result r, const char *call)
 static tqkv_result tqkv__record(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const char *call,
                                 tqkv_result planned, const tqkv_metal_dispatch *d, int n)
 {
-    const tqkv__pipeline *pipelines[TQKV_METAL_CHOOSE_DISPATCHES];
+    const tqkv__pipeline *pipelines[1 + TQKV__MOST_DISPATCHES];
     tqkv_result r = planned;
     if (!m) return TQKV_INVALID_ARGUMENT;
     if (r != TQKV_OK) return tqkv__refuse(m, r, call);
@@ -538,24 +538,27 @@ static bool tqkv__has_matrices(tqkv_metal *m)
 }
 
 /* Where the GPU's matrices lie otherwise, attend takes the place of attend_matrix. */
-static tqkv_result tqkv__avoid_matrices(tqkv_metal *m, tqkv_result r, tqkv_metal_dispatch *d)
+static tqkv_result tqkv__avoid_matrices(tqkv_metal *m, tqkv_result r, tqkv_metal_dispatch *d, int n)
 {
-    if (m && r == TQKV_OK && !tqkv__has_matrices(m)) tqkv_metal_plan_lanes(d);
+    for (int i = 0; m && r == TQKV_OK && i < n; i++)
+        if (!tqkv__has_matrices(m)) tqkv_metal_plan_lanes(&d[i]);
     return r;
 }
 
 /* Whether a call failed because Metal refuses attend_matrix. Then nothing is recorded, the context does without from now on,
    its text says so, and the call can be planned anew. */
-static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_dispatch *d)
+static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_dispatch *d, int n)
 {
     char text[300];
     const tqkv__pipeline *attend;
-    tqkv_metal_dispatch lanes = *d;
-    if (r != TQKV_METAL_ERROR || d->kernel.family != TQKV_METAL_ATTEND_MATRIX) return false;
+    const tqkv_metal_dispatch *missing = NULL;
+    if (r != TQKV_METAL_ERROR) return false;
     pthread_mutex_lock(&m->lock);
-    const bool built = tqkv__find_pipeline(m, &d->kernel) != NULL; /* then something else failed */
+    for (int i = 0; i < n && !missing; i++)
+        if (d[i].kernel.family == TQKV_METAL_ATTEND_MATRIX && !tqkv__find_pipeline(m, &d[i].kernel)) missing = &d[i];
     pthread_mutex_unlock(&m->lock);
-    if (built) return false;
+    if (!missing) return false; /* something else failed */
+    tqkv_metal_dispatch lanes = *missing;
     tqkv_metal_error(m, text, sizeof text);
     tqkv_metal_plan_lanes(&lanes);
     if (tqkv__get_pipeline(m, &lanes.kernel, &attend) != TQKV_OK) {
@@ -573,22 +576,22 @@ static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_d
 static tqkv_result tqkv__record_attend(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const char *call,
                                        tqkv_result planned, tqkv_metal_dispatch *d, int n)
 {
-    tqkv_metal_dispatch *attend = d + n - 2;
-    tqkv_result r = tqkv__avoid_matrices(m, planned, attend);
+    tqkv_result r = tqkv__avoid_matrices(m, planned, d, n);
     r = tqkv__record(m, encoder, call, r, d, n);
-    if (!m || !tqkv__lost_matrices(m, r, attend)) return r;
-    r = tqkv__avoid_matrices(m, TQKV_OK, attend);
+    if (!m || !tqkv__lost_matrices(m, r, d, n)) return r;
+    r = tqkv__avoid_matrices(m, TQKV_OK, d, n);
     return tqkv__record(m, encoder, call, r, d, n);
 }
 
 tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                               tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
 {
-    tqkv_metal_dispatch d[3];
+    tqkv_metal_dispatch d[1 + TQKV__MOST_DISPATCHES];
     const int before = a && a->list.buffer;
+    int n = 0;
     tqkv_result r = before ? tqkv_metal_plan_attend_list(a, scratch, d) : TQKV_OK;
-    if (r == TQKV_OK) r = tqkv_metal_plan_attend(a, q, scratch, out, d + before);
-    return tqkv__record_attend(m, encoder, "attend", r, d, before + 2);
+    if (r == TQKV_OK) r = tqkv__plan_attend_parts(a, q, scratch, out, d + before, &n);
+    return tqkv__record_attend(m, encoder, "attend", r, d, before + n);
 }
 
 tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
@@ -653,7 +656,7 @@ tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, co
     void *to = n ? bytes + arguments.offset : NULL;
     r = tqkv_metal_plan_attend_batch(items, n_items, q, arguments, to, scratch, out, matrices, d);
     r = tqkv__record(m, encoder, "attend_batch", r, d, 2);
-    if (!tqkv__lost_matrices(m, r, d)) return r;
+    if (!tqkv__lost_matrices(m, r, d, 2)) return r;
     r = tqkv_metal_plan_attend_batch(items, n_items, q, arguments, to, scratch, out, false, d);
     return tqkv__record(m, encoder, "attend_batch", r, d, 2);
 }
@@ -808,12 +811,13 @@ tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tq
 tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c, tqkv_metal_buffer q,
                                     int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
 {
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    int n = 0;
     tqkv_metal_buffer memory;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    const tqkv_result planned = tqkv__plan_cache_attend(c, memory, q, n_queries, scratch, out, d);
-    return tqkv__record_attend(m, encoder, "attend", planned, d, 2);
+    const tqkv_result planned = tqkv__plan_cache_attend(c, memory, q, n_queries, scratch, out, d, &n);
+    return tqkv__record_attend(m, encoder, "attend", planned, d, n);
 }
 
 tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes)
@@ -837,10 +841,12 @@ static tqkv_result tqkv__build_all(tqkv_metal *m, tqkv_result planned, const cha
 }
 
 /* Attention of so many queries, alone and in batches. d: its plan */
-static tqkv_result tqkv__build_attention(tqkv_metal *m, tqkv_result planned, tqkv_metal_dispatch d[2], bool batches)
+static tqkv_result tqkv__build_attention(tqkv_metal *m, tqkv_result planned, tqkv_metal_dispatch *d, int n,
+                                         bool batches)
 {
-    tqkv_result r = tqkv__build_all(m, tqkv__avoid_matrices(m, planned, d), "prepare", d, 2);
-    if (tqkv__lost_matrices(m, r, d)) r = tqkv__build_all(m, tqkv__avoid_matrices(m, TQKV_OK, d), "prepare", d, 2);
+    tqkv_result r = tqkv__build_all(m, tqkv__avoid_matrices(m, planned, d, n), "prepare", d, n);
+    if (tqkv__lost_matrices(m, r, d, n))
+        r = tqkv__build_all(m, tqkv__avoid_matrices(m, TQKV_OK, d, n), "prepare", d, n);
     if (r != TQKV_OK || !batches) return r;
     for (int i = 0; i < 2; i++) d[i].kernel.constants[TQKV_FC_BATCH] = 1 + true;
     return tqkv__build_all(m, r, "prepare", d, 2);
@@ -859,7 +865,8 @@ enum { TQKV__MOST_PREPARED = TQKV__MOST_MATRIX_COLUMNS(64) };
 
 tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, bool batches)
 {
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    int n_planned = 0;
     const tqkv_metal_buffer none = {nil, 0};
     if (!m || !a || !a->keys || !a->values || max_queries < 0) return TQKV_INVALID_ARGUMENT;
     const tqkv_metal_store keys = tqkv__any_pages(a->keys), values = tqkv__any_pages(a->values);
@@ -873,22 +880,26 @@ tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int
         r = tqkv__build_all(m, tqkv_metal_plan_attend_list(&call, none, d), "prepare", d, 1);
     for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++) {
         call.attention.n_queries = n;
-        r = tqkv__build_attention(m, tqkv_metal_plan_attend(&call, none, none, none, d), d, batches);
+        r = tqkv__plan_attend_parts(&call, none, none, none, d, &n_planned);
+        r = tqkv__build_attention(m, r, d, n_planned, batches && n_planned == 2);
     }
     return r;
 }
 
 tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max_queries)
 {
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    int n_planned = 0;
     const tqkv_metal_buffer none = {nil, 0};
     tqkv_metal_buffer memory;
     if (max_queries < 0) return TQKV_INVALID_ARGUMENT;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
     r = tqkv__build_all(m, tqkv__plan_cache_append(c, memory, none, none, 0, none, d), "prepare", d, 1);
-    for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++)
-        r = tqkv__build_attention(m, tqkv__plan_cache_attend(c, memory, none, n, none, none, d), d, false);
+    for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++) {
+        r = tqkv__plan_cache_attend(c, memory, none, n, none, none, d, &n_planned);
+        r = tqkv__build_attention(m, r, d, n_planned, false);
+    }
     return r;
 }
 
@@ -916,7 +927,8 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
 
 static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const void *q, int n_queries, void *out)
 {
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    int n = 0;
     size_t sizes[2], scratch_size; /* of q and of the output, multiples of 32 */
     tqkv_metal_buffer memory, qb;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
@@ -927,9 +939,9 @@ static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const 
     const tqkv_metal_buffer ob = {qb.buffer, qb.offset + sizes[0]},
                             scratch = {qb.buffer, qb.offset + sizes[0] + sizes[1]};
     memcpy(block->begin, q, sizes[0]);
-    r = tqkv__avoid_matrices(m, tqkv__plan_cache_attend(c, memory, qb, n_queries, scratch, ob, d), d);
-    r = tqkv__run(m, "attend", r, d, 2);
-    if (tqkv__lost_matrices(m, r, d)) r = tqkv__run(m, "attend", tqkv__avoid_matrices(m, TQKV_OK, d), d, 2);
+    r = tqkv__plan_cache_attend(c, memory, qb, n_queries, scratch, ob, d, &n);
+    r = tqkv__run(m, "attend", tqkv__avoid_matrices(m, r, d, n), d, n);
+    if (tqkv__lost_matrices(m, r, d, n)) r = tqkv__run(m, "attend", tqkv__avoid_matrices(m, TQKV_OK, d, n), d, n);
     if (r == TQKV_OK) memcpy(out, block->begin + sizes[0], sizes[1]);
     tqkv__give_back(m, block);
     return r;

@@ -431,14 +431,15 @@ static void check_types(const void *row)
 static void check_cache_plan(const void *row)
 {
     const cache_row shape = {TQKV_I8, TQKV_TQ4, 64, 8, true, 20, 15};
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    int n = 0;
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
     desc.sinks = cache_sinks;
     tqkv_cache *cache = cache_make(&shape, &desc);
     size_t rows[2] = {0, 0}, most = 0;
     (void)row;
     REQUIRE(cache, "no cache");
-    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 256), at(1, 0), 1, at(2, 0), at(3, 0), d), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 256), at(1, 0), 1, at(2, 0), at(3, 0), d, &n), TQKV_OK);
     CHECK(attend_args(d).kv_len == 3 && attend_args(d).key_oldest_slot == 4, "after a truncation: %d",
           attend_args(d).kv_len);
     const char *codes = (const char *)tqkv_cache_values(cache)->codes;
@@ -447,7 +448,7 @@ static void check_cache_plan(const void *row)
     check_dispatch(&d[0]);
     check_dispatch(&d[1]);
     tqkv__cache_advance(cache, 7);
-    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 0), none, 1, none, none, d), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 0), none, 1, none, none, d, &n), TQKV_OK);
     CHECK(tqkv_cache_end(cache) == 22 && attend_args(d).kv_len == 8, "after an advance: %d", attend_args(d).kv_len);
     CHECK_RESULT(tqkv__plan_cache_append(cache, at(0, 0), at(1, 0), at(2, 0), 3, none, d), TQKV_OK);
     check_dispatch(d);
@@ -477,7 +478,8 @@ static void check_cache_kernels(const void *row)
         for (int least = 0; least <= 5; least++) {
             tqkv_cache_desc desc;
             tqkv_cache *cache, *fork = NULL;
-            tqkv_metal_dispatch d[2];
+            tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+            int n = 0;
             memset(&desc, 0, sizeof desc);
             desc.head_dim = 64;
             desc.n_kv_heads = 2;
@@ -489,8 +491,9 @@ static void check_cache_kernels(const void *row)
             CHECK_RESULT(tqkv_cache_fork(cache, NULL, &fork), TQKV_OK);
             const bool matrix = group >= (least ? least : 4);
             for (int i = 0; i < 2; i++) {
-                CHECK_RESULT(tqkv__plan_cache_attend(i ? fork : cache, at(0, 0), at(1, 0), 1, at(2, 0), at(3, 0), d),
-                             TQKV_OK);
+                CHECK_RESULT(
+                    tqkv__plan_cache_attend(i ? fork : cache, at(0, 0), at(1, 0), 1, at(2, 0), at(3, 0), d, &n),
+                    TQKV_OK);
                 CHECK(d[0].kernel.family == (matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND), "group %d of %d",
                       group, least);
             }

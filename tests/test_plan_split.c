@@ -239,6 +239,67 @@ static void check_slices(const void *row)
     CHECK_RESULT(tqkv_metal_plan_attend_finish(NULL, none, none, none, none, &d), TQKV_INVALID_ARGUMENT);
 }
 
+/* A dispatch for the first positions, for the others, for the last ones, and the merge, in the scratch that is asked for. */
+static void check_ends(const void *row)
+{
+    const tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 9000, false, 0),
+                           values = plan_store(TQKV_I8, 64, 9000, false, 2);
+    tqkv_metal_store first = plan_store(TQKV_F16, 64, 20, false, 4), last = plan_store(TQKV_F16, 64, 704, true, 4);
+    size_t scratch = 0;
+    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    tqkv_metal_attention a;
+    int n = 0;
+    (void)row;
+    memset(&a, 0, sizeof a);
+    first.shape.rotated = last.shape.rotated = true;
+    a.keys = &keys;
+    a.values = &values;
+    a.first_keys = a.first_values = &first;
+    a.last_keys = a.last_values = &last;
+    a.attention.exact_first = 20;
+    a.attention.exact_last = 700;
+    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
+    for (a.attention.end = 0; a.attention.end <= 9000; a.attention.end += 113) {
+        const int end = (int)a.attention.end, most = end > 720 ? 4 : end > 20 ? 3 : 2;
+        CHECK_RESULT(tqkv__plan_attend_parts(&a, at(1, 0), at(6, 0), at(7, 0), d, &n), TQKV_OK);
+        CHECK(n == most, "%d dispatches at %d", n, end);
+        for (int i = 0; i < n; i++) check_dispatch(&d[i]);
+        CHECK(binding(&d[n - 1], "scratch").at.offset + binding(&d[n - 1], "scratch").size <= scratch, "%zu bytes",
+              scratch);
+    }
+    a.attention.end = 2000;
+    CHECK_RESULT(tqkv__plan_attend_parts(&a, at(1, 0), at(6, 0), at(7, 0), d, &n), TQKV_OK);
+    for (int i = 0; i < 3; i++) {
+        const int begins[] = {0, 20, 1300}, ends[] = {20, 1300, 2000};
+        const tqkv__attend_args args = attend_args(&d[i]);
+        CHECK(args.kv_len == 2000 - begins[i] && args.slice_end == ends[i] - begins[i], "part %d", i);
+        CHECK(constant(&d[i], TQKV_FC_FORMAT) == (i == 1 ? TQKV_TQ4 : TQKV_F16) &&
+                  constant(&d[i], TQKV_FC_VALUE_FORMAT) == (i == 1 ? TQKV_I8 : TQKV_F16) &&
+                  constant(&d[i], TQKV_FC_ROTATE_QUERIES) == 1,
+              "the kernel of part %d", i);
+    }
+    const tqkv__merge_args merge = tqkv__merge_args_of(&d[3]);
+    CHECK(merge.n_first == 1 && merge.n_partials == 3 && merge.n_last == 2, "partial results: %d, %d, %d",
+          merge.n_first, merge.n_partials, merge.n_last);
+    CHECK_RESULT(tqkv_metal_plan_attend(&a, none, none, none, d), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, none, 0, 9, none, none, none, none, d), TQKV_UNSUPPORTED);
+    first.shape.rotated = false;
+    CHECK_RESULT(tqkv__plan_attend_parts(&a, none, none, none, d, &n), TQKV_INVALID_ARGUMENT);
+    first.shape.rotated = true;
+    first.center = at(7, 0);
+    CHECK_RESULT(tqkv__plan_attend_parts(&a, none, none, none, d, &n), TQKV_INVALID_ARGUMENT);
+    first.center = none;
+    first.shape.capacity = 19;
+    CHECK_RESULT(tqkv__plan_attend_parts(&a, none, none, none, d, &n), TQKV_OUT_OF_RANGE);
+    first.shape.capacity = 20;
+    a.attention.exact_first = -1;
+    CHECK_RESULT(tqkv__plan_attend_parts(&a, none, none, none, d, &n), TQKV_INVALID_ARGUMENT);
+    a.attention.exact_first = 1500; /* meets the last, and has keys only */
+    a.first_values = NULL;
+    first.shape.capacity = 1500;
+    CHECK_RESULT(tqkv__plan_attend_parts(&a, none, none, none, d, &n), TQKV_UNSUPPORTED);
+}
+
 void test_plan_split_cases(void)
 {
     for (int i = 0; i < TQKV__KERNEL_DIMS; i++) {
@@ -249,4 +310,5 @@ void test_plan_split_cases(void)
     test_add(check_window, NULL, 0, "plan/window");
     test_add(check_partial, NULL, 0, "plan/slice/partial");
     test_add(check_slices, NULL, 0, "plan/slice/merge");
+    test_add(check_ends, NULL, 0, "plan/ends");
 }

@@ -5,7 +5,7 @@
 static const tqkv_metal_buffer none = {nil, 0};
 
 typedef struct attend_buffers {
-    tqkv_metal_store keys, values;
+    tqkv_metal_store keys, values, ends[4];
     tqkv_metal_attention attention;
     tqkv_metal_buffer q, out, scratch;
     size_t size, scratch_size; /* of q and out */
@@ -28,6 +28,12 @@ static void open_buffers(attend_buffers *b, const attend_problem *p)
     a->keys = &b->keys;
     a->values = &b->values;
     a->attention = *from;
+    const tqkv_metal_store **const to[] = {&a->first_keys, &a->first_values, &a->last_keys, &a->last_values};
+    for (int i = 0; i < 4; i++) {
+        if (!p->ends[i / 2][i % 2].codes) continue;
+        b->ends[i] = host_store(&p->ends[i / 2][i % 2]);
+        *to[i] = &b->ends[i];
+    }
     if (p->sinks) a->sinks = host_buffer(p->sinks, (size_t)from->n_heads * sizeof(float));
     if (p->tree) a->tree = host_buffer(p->tree, (size_t)from->n_queries * sizeof(uint64_t));
     b->size = p->n_rows * p->head_dim * sizeof(float);
@@ -42,6 +48,8 @@ static void close_buffers(attend_buffers *b)
 {
     host_store_release(&b->keys);
     host_store_release(&b->values);
+    for (int i = 0; i < 4; i++)
+        if (b->ends[i].codes.buffer) host_store_release(&b->ends[i]);
     host_release(b->q);
     host_release(b->out);
     host_release(b->scratch);
@@ -384,6 +392,23 @@ static void add_options(void)
     add(row, "block_scale");
 }
 
+/* Positions that are kept as halves: up to four dispatches. */
+static void add_ends(void)
+{
+    for (int i = 0; i < 6; i++) {
+        attend_row row = attend_default_row(i % 2 ? TQKV_I8 : TQKV_TQ4, i % 3 ? TQKV_TQ4 : TQKV_F16, 64);
+        row.key_ring = row.value_ring = i % 2 != 0;
+        row.end = i % 2 ? 1000 : 45;
+        row.group = i > 3 ? 4 : 2;
+        row.n_queries = 1 + i;
+        row.exact_first = i % 3 == 1 ? 0 : 5;
+        row.exact_last = i == 2 ? 0 : 20;
+        row.codes_of_ends = i == 5;
+        row.sinks = i > 2 ? SINKS_SOME : SINKS_NONE;
+        add_named(row, "ends", i);
+    }
+}
+
 void attend_host_cases(void)
 {
     for (int k = 0; k < TEST_FORMATS; k++)
@@ -403,6 +428,7 @@ void attend_host_cases(void)
     add_options();
     test_add(run_scratch_grows, NULL, 0, "attend/scratch");
     test_add(run_refusals, NULL, 0, "refusals/attend");
+    add_ends();
     add_slices();
     test_add(run_slice_refusals, NULL, 0, "refusals/slices");
 #ifdef STANDIN
