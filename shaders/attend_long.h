@@ -149,7 +149,7 @@ inline void store_maxima(thread const attend_task &task, thread const sum_matrix
             float largest = -INFINITY;
             TQKV_UNROLL
             for (int p = 0; p < 4; p++) largest = max(largest, score[p][f].elements[i]);
-            largest = max_of_column(largest);
+            largest = rint(max_of_column(largest));
             if (TQKV__MATRIX_ROW(task.lane) == 0)
                 task.states[task.simdgroup * uint(8 * F) + uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane)] = largest;
         }

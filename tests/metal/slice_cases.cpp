@@ -151,6 +151,13 @@ void add_all_bits()
     for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING})
         add_bits(("sections/share" + std::to_string(share)).c_str(), row, {0, 2, 150, share},
                  {416, 448, 480, 512, 2560, 4608, 4790});
+    attend_row wide = attend_default_row(TQKV_I8, TQKV_TQ4, 512);
+    wide.n_kv_heads = 1;
+    wide.group = 8;
+    wide.key_capacity = wide.value_capacity = 320;
+    wide.end = 300;
+    wide.query_size = 10.0f;
+    add_bits("long_rows", wide, {0, 0, 10}, {192, 224, 256, 288, 300});
     row.window = 1200;
     add_bits("window", row, {0, 2, 150, 0}, {3584, 4096, 4608, 4790});
 }
