@@ -213,17 +213,28 @@ inline void store_tile_weights(thread const attend_task &task, thread const sum_
 
 // ---- Values ----
 
-// Weights of tile number `number` of the round with the values' scales of a block, as right factors. Where no weight is, a
-// norm may be NaN.
+// The values' norms of a block in the lane's rows of a tile. They are loaded a tile ahead: nothing is computed from them before.
+template <int D>
+inline void load_part_norms(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint block,
+                            thread float (&norms)[4])
+{
+    if (!has_norms(value_format)) return;
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        uint slot = value_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        norms[p] = task.values.norms[ulong(slot) * ulong(uint(D) / norm_block<D>(value_format)) + block];
+    }
+}
+
+// Weights of tile number `number` of the round with these norms, as right factors. Where no weight is, a norm may be NaN.
 template <int D, int F>
-inline void scale_long_weights(constant tqkv__attend_args &args, thread const attend_task &task, uint number, uint base,
-                               uint block, thread right_pair (&right)[2][F])
+inline void scale_long_weights(constant tqkv__attend_args &args, thread const attend_task &task, uint number,
+                               thread const float (&norms)[4], thread right_pair (&right)[2][F])
 {
     float scaled[4][F][2];
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = value_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
-        float scale = stored_scale<D>(value_format, task.values, slot, block, args.value_block_scale);
+        float scale = has_norms(value_format) ? code_scale<D>(value_format, norms[p], args.value_block_scale) : 1.0f;
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
             float2 two = *weights_at<F>(task, number, p, f);
@@ -252,10 +263,32 @@ inline void load_part(constant tqkv__attend_args &args, thread const attend_task
         load_value_chunk<D, W>(args, task, base, task.simdgroup * uint(LONG_CHUNKS(D, W)) + chunk, uint(h), values[h]);
 }
 
-// Adds the simdgroup's part of the values of a tile. `values` holds their first chunk, then that of the tile at next_base.
+// What a lane loads ahead of a tile's values: the first chunk of the simdgroup's part, and its norms.
+template <int D, int W>
+struct part_values {
+    value_chunk<D, W> chunk[2];
+    float norms[4];
+};
+
+// The first block of the simdgroup's part of a row; of halves 0.
+template <int D>
+inline uint block_of_part(uint simdgroup)
+{
+    return simdgroup * uint(TQKV__LONG_PART) / norm_block<D>(value_format);
+}
+
+template <int D, int W>
+inline void open_part(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                      thread part_values<D, W> &values)
+{
+    load_part<D, W>(args, task, base, 0u, values.chunk);
+    load_part_norms<D>(args, task, base, block_of_part<D>(task.simdgroup), values.norms);
+}
+
+// Adds the simdgroup's part of the values of a tile. `values` was opened for it, and is then for the tile at next_base.
 template <int D, int W, int F>
 inline void add_part(constant tqkv__attend_args &args, thread const attend_task &task, uint number, uint base,
-                     uint next_base, bool whole, thread const value_book &book, thread value_chunk<D, W> (&values)[2],
+                     uint next_base, bool whole, thread const value_book &book, thread part_values<D, W> &values,
                      thread matrix_state<TQKV__LONG_PART, F> &state)
 {
     const int N = MATRIX_OUT_VALUES(D, W), chunks = LONG_CHUNKS(D, W);
@@ -264,14 +297,16 @@ inline void add_part(constant tqkv__attend_args &args, thread const attend_task 
     TQKV_UNROLL
     for (int j = 0; j < chunks; j++) {
         uint chunk = first + uint(j);
-        if (j == 0 || chunk % block_chunks == 0)
-            scale_long_weights<D, F>(args, task, number, base, chunk / block_chunks, right);
+        bool begins = j != 0 && chunk % block_chunks == 0; // a block
+        if (begins) load_part_norms<D>(args, task, base, chunk / block_chunks, values.norms);
+        if (begins || j == 0) scale_long_weights<D, F>(args, task, number, values.norms, right);
+        if (j + 1 == chunks) load_part_norms<D>(args, task, next_base, block_of_part<D>(task.simdgroup), values.norms);
         TQKV_UNROLL
         for (int h = 0; h < 2; h++) {
-            if (W == 16 && !whole) clear_not_finite<W, N>(values[h].raw);
-            multiply_values(j, values[h], book, right[h], state);
+            if (W == 16 && !whole) clear_not_finite<W, N>(values.chunk[h].raw);
+            multiply_values(j, values.chunk[h], book, right[h], state);
         }
-        load_part<D, W>(args, task, j + 1 < chunks ? base : next_base, uint((j + 1) % chunks), values);
+        load_part<D, W>(args, task, j + 1 < chunks ? base : next_base, uint((j + 1) % chunks), values.chunk);
     }
 }
 
@@ -281,15 +316,15 @@ inline void add_parts(constant tqkv__attend_args &args, thread const attend_task
                       newest_range newest, thread const value_book &book,
                       thread matrix_state<TQKV__LONG_PART, F> &state)
 {
-    value_chunk<D, W> values[2];
+    part_values<D, W> values;
     uint base = find_tile(args, task.pages, round).values;
-    load_part<D, W>(args, task, base, 0u, values);
+    open_part<D, W>(args, task, base, values);
     for (uint s = 0; s < uint(TQKV__LONG_SIMDGROUPS); s++) {
         uint tile = round + s, next_base = find_tile(args, task.pages, tile + 1u).values;
         if (has_tile(rounds, tile))
             add_part<D, W, F>(args, task, s, base, next_base, sees_whole_tile(args, tile, newest), book, values, state);
         else
-            load_part<D, W>(args, task, next_base, 0u, values);
+            open_part<D, W>(args, task, next_base, values);
         base = next_base;
     }
 }

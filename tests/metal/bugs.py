@@ -235,7 +235,7 @@ BUGS = {
         "shaders/attend_long.h", "largest = max(largest, maxima[s * 8 * F]);", "largest = max(largest, maxima[0 * s]);",
         "attend_matrix", (512,), "plain", "latent/large_scores", "relative error"),
     "norms_of_the_first_block": (
-        "shaders/attend_long.h", "chunk / block_chunks, right);", "0u * chunk, right);", "attend_matrix", (512,), "plain",
+        "shaders/attend_long.h", "return simdgroup * uint(TQKV__LONG_PART) / norm_block<D>(value_format);", "return 0u * simdgroup;", "attend_matrix", (512,), "plain",
         "latent/d512/i8", "relative error"),
     "tile_of_another_stretch": (
         "shaders/attend_long.h", "return tile >= rounds.begin && tile < rounds.end &&", "return tile >= rounds.begin &&", "attend_matrix",
