@@ -10146,7 +10146,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     if (c->metal && desc->non_causal) return TQKV__REFUSE(UNSUPPORTED, TQKV__CAUSAL_ON_GPU);
     if (c->metal && (c->shared || desc->tail_dim))
         return TQKV__REFUSE(UNSUPPORTED, "shared, tail_dim: caches of a GPU have neither");
-    if (c->metal && (c->exact_first || c->exact_last)) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_ENDS_ON_GPU);
+    if (c->metal && (c->exact_first || c->exact_last)) return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
     return TQKV_OK;
 }
