@@ -253,7 +253,8 @@ TQKV_API bool tqkv_team_begin(tqkv_team *team, int thread, int n_threads);
 TQKV_API void tqkv_team_end(tqkv_team *team); /* by thread 0 */
 /* The hook, for calls of thread 0 between begin and end. Elsewhere the calling thread, one at a time, runs all tasks. */
 TQKV_API tqkv_parallel tqkv_team_parallel(tqkv_team *team);
-/* Scratch for the same calls: memory that the team keeps, so that after the first calls nothing is allocated. */
+/* Scratch for the same calls, and caches, which must be destroyed before the team. The team keeps what is freed, so that
+   after the first calls nothing is allocated. */
 TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team);
 
 /* >>store
@@ -1803,14 +1804,13 @@ static void tqkv__run_serial(void *user, int count, tqkv_task task, void *contex
 
 /* >>team: tqkv_team */
 
+enum { TQKV__KEPT = 4 };
+
 /* Fields that threads write at different times lie on different cache lines. */
 struct tqkv_team {
     tqkv_allocator memory;
-    struct {
-        void *at;
-        size_t size;
-        bool used;
-    } kept[4]; /* scratch; two blocks are in use at most */
+    uint8_t *kept[TQKV__KEPT];    /* scratch that is not in use */
+    size_t kept_size[TQKV__KEPT]; /* 0: none */
     /* One run of the hook. Thread 0 writes these while no other thread is inside. */
     tqkv_task task;
     void *context;
@@ -1827,36 +1827,47 @@ struct tqkv_team {
     bool full, ended;             /* all threads have arrived; thread 0 has ended it */
 };
 
+enum { TQKV__KEPT_HEADER = 64, TQKV__KEPT_MOST = 1 << 26 }; /* larger blocks are caches, not scratch */
+
+/* Blocks begin with their size, which may be above what was asked for. */
 static void *tqkv__team_alloc(void *user, size_t size)
 {
-    enum { most = 1 << 26 }; /* larger blocks are caches, not scratch */
     tqkv_team *team = (tqkv_team *)user;
-    const tqkv_allocator *memory = &team->memory;
-    int best = -1;
-    for (int i = 0; i < 4; i++) { /* the smallest that is large enough, else one to replace */
-        const size_t held = team->kept[i].size, found = best < 0 ? 0 : team->kept[best].size;
-        if (team->kept[i].used) continue;
-        if (best < 0 || (found < size ? held > found : held >= size && held < found)) best = i;
+    int best = -1; /* the smallest of those kept that is large enough */
+    for (int i = 0; i < TQKV__KEPT; i++)
+        if (team->kept_size[i] >= size && (best < 0 || team->kept_size[i] < team->kept_size[best])) best = i;
+    uint8_t *block = NULL;
+    if (best >= 0) {
+        block = team->kept[best];
+        team->kept_size[best] = 0;
+    } else if (size <= SIZE_MAX - TQKV__KEPT_HEADER) {
+        block = (uint8_t *)team->memory.alloc(team->memory.user, size + TQKV__KEPT_HEADER);
+        if (block) memcpy(block, &size, sizeof size);
     }
-    if (best < 0 || size > most) return memory->alloc(memory->user, size);
-    if (team->kept[best].size < size) {
-        if (team->kept[best].at) memory->free(memory->user, team->kept[best].at, team->kept[best].size);
-        team->kept[best].at = memory->alloc(memory->user, size);
-        team->kept[best].size = team->kept[best].at ? size : 0;
-    }
-    team->kept[best].used = team->kept[best].at != NULL;
-    return team->kept[best].at;
+    return block ? block + TQKV__KEPT_HEADER : NULL;
 }
 
+static void tqkv__drop_block(tqkv_team *team, uint8_t *block, size_t size)
+{
+    team->memory.free(team->memory.user, block, size + TQKV__KEPT_HEADER);
+}
+
+/* Keeps the largest blocks. */
 static void tqkv__team_free(void *user, void *pointer, size_t size)
 {
     tqkv_team *team = (tqkv_team *)user;
-    for (int i = 0; i < 4; i++)
-        if (team->kept[i].at == pointer) {
-            team->kept[i].used = false;
-            return;
-        }
-    team->memory.free(team->memory.user, pointer, size);
+    uint8_t *block = (uint8_t *)pointer - TQKV__KEPT_HEADER;
+    int least = 0;
+    memcpy(&size, block, sizeof size);
+    for (int i = 1; i < TQKV__KEPT; i++)
+        if (team->kept_size[i] < team->kept_size[least]) least = i;
+    if (size > TQKV__KEPT_MOST || size <= team->kept_size[least]) {
+        tqkv__drop_block(team, block, size);
+        return;
+    }
+    if (team->kept_size[least]) tqkv__drop_block(team, team->kept[least], team->kept_size[least]);
+    team->kept[least] = block;
+    team->kept_size[least] = size;
 }
 
 /* Waits for a moment: the other threads are about to come, or lack a core. */
@@ -1973,8 +1984,8 @@ TQKV_API void tqkv_team_destroy(tqkv_team *team)
 {
     if (!team) return;
     const tqkv_allocator memory = team->memory;
-    for (int i = 0; i < 4; i++)
-        if (team->kept[i].at) memory.free(memory.user, team->kept[i].at, team->kept[i].size);
+    for (int i = 0; i < TQKV__KEPT; i++)
+        if (team->kept_size[i]) tqkv__drop_block(team, team->kept[i], team->kept_size[i]);
     memory.free(memory.user, team, sizeof *team);
 }
 

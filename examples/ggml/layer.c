@@ -50,7 +50,7 @@ static struct ggml_context *open_context(size_t bytes)
 
 /* ---- The comparison: three sequences, a prompt each, then some tokens ---- */
 
-enum { SEQUENCES = 3, ROUNDS = 5, PAGE = 64, PAGES_EACH = 2, MOST = PAGE * PAGES_EACH, POOL = 8 * PAGE };
+enum { SEQUENCES = 3, ROUNDS = 5, PAGE = 64, MOST = 2 * PAGE, POOL = 8 * PAGE };
 static const shape small = {8, 2, 64};
 static const int prompts[SEQUENCES] = {70, 5, 33};
 
@@ -129,9 +129,9 @@ static void compute(kv_layer *l, const float *fused, int n_tokens, int n_threads
 }
 
 /* Returns the largest distance from F32; all outputs go to `outs`, [ROUNDS][token][head][dim]. */
-static double compare(tqkv_format keys, tqkv_format values, int n_threads, float *outs)
+static double compare(tqkv_format keys, tqkv_format values, int page_size, int n_threads, float *outs)
 {
-    static const int32_t pages[SEQUENCES][PAGES_EACH] = {{5, 0}, {3, 7}, {2, 6}};
+    static int32_t pages[SEQUENCES][MOST];
     const size_t row = (size_t)fused_row(), wide = (size_t)(small.n_heads * small.head_dim);
     static kv_batch batch;
     kv_layer layer;
@@ -145,16 +145,18 @@ static double compare(tqkv_format keys, tqkv_format values, int n_threads, float
         h[s].rows = (float *)take(MOST * row * sizeof *h[s].rows);
         h[s].n = 0;
     }
+    const int n_pages = MOST / page_size, all_pages = POOL / page_size; /* a power of two: times 5 shuffles them */
+    for (int i = 0; i < SEQUENCES * n_pages; i++) pages[i % SEQUENCES][i / SEQUENCES] = (5 * i + 3) % all_pages;
     random_state = 1;
     for (int round = 0; round < ROUNDS; round++) {
         memset(&batch, 0, sizeof batch);
-        batch.page_size = PAGE;
+        batch.page_size = page_size;
         for (int s = 0; s < SEQUENCES; s++) {
             const int n = round ? 1 : prompts[s];
             float *to = fused + (size_t)batch.n_tokens * row;
             fill(to, (size_t)n * row);
             memcpy(h[s].rows + (size_t)h[s].n * row, to, (size_t)n * row * sizeof *to);
-            require(kv_batch_add(&batch, pages[s], PAGES_EACH, h[s].n, n), "no room in the batch");
+            require(kv_batch_add(&batch, pages[s], n_pages, h[s].n, n), "no room in the batch");
             h[s].n += n;
         }
         compute(&layer, fused, batch.n_tokens, n_threads, outs);
@@ -186,14 +188,16 @@ static int test(void)
     int passed = 0, failed = 0;
     require(alone && outs, "out of memory");
     for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++)
-        for (int n_threads = 1; n_threads <= 3; n_threads++) {
-            const double d = compare(pairs[i].keys, pairs[i].values, n_threads, n_threads == 1 ? alone : outs);
-            const bool same = n_threads == 1 || !memcmp(alone, outs, floats * sizeof *outs);
+        for (int run = 0; run < 4; run++) { /* one to three threads, then pages of one cell */
+            const int n_threads = run < 3 ? run + 1 : 2, page_size = run < 3 ? PAGE : 1;
+            const double d = compare(pairs[i].keys, pairs[i].values, page_size, n_threads, run ? outs : alone);
+            const bool same = run == 0 || !memcmp(alone, outs, floats * sizeof *outs);
             const bool good = same && d < pairs[i].limit;
             good ? passed++ : failed++;
             if (!good)
-                printf("FAIL %s/%s on %d threads: %.2g from F32, %s bits\n", tqkv_format_name(pairs[i].keys),
-                       tqkv_format_name(pairs[i].values), n_threads, d, same ? "the same" : "other");
+                printf("FAIL %s/%s on %d threads, pages of %d: %.2g from F32, %s bits\n",
+                       tqkv_format_name(pairs[i].keys), tqkv_format_name(pairs[i].values), n_threads, page_size, d,
+                       same ? "the same" : "other");
         }
     free(alone);
     free(outs);

@@ -14,6 +14,7 @@
 #include "sparse.h"
 #include "speculation.h"
 #include "store_snapshot.h"
+#include "team.h"
 #include "threads.h"
 #include "typed.h"
 #include "view.h"
@@ -169,6 +170,22 @@ static void test_typed(void)
         mean += value / (HEADS * 128.0);
     }
     check("typed/output", fabs(mean - 1.0) < 0.05);
+}
+
+/* With real threads: tests/test_threads.c. */
+static void test_team(void)
+{
+    team_layer l = {.q = q, .k = k, .v = v, .out = out};
+    tqkv_cache *alone = make_cache(TQKV_TQ6, 8, 0, (tqkv_parallel){0});
+    check("team/create", tqkv_team_create(NULL, &l.team) == TQKV_OK);
+    l.cache = make_cache(TQKV_TQ6, 8, 0, tqkv_team_parallel(l.team));
+    attention_on_all_threads(&l, 0, 1);
+    check("team/result", l.result == TQKV_OK && tqkv_cache_append(alone, k, v, 1) == TQKV_OK &&
+                             tqkv_cache_attend(alone, q, 1, expected) == TQKV_OK);
+    check("team/output", memcmp(out, expected, WIDE * sizeof *out) == 0);
+    tqkv_cache_destroy(l.cache);
+    tqkv_cache_destroy(alone);
+    tqkv_team_destroy(l.team);
 }
 
 static void test_threads_and_window(void)
@@ -344,6 +361,7 @@ int main(void)
     test_typed();
     test_latent();
     test_sparse();
+    test_team();
     test_threads_and_window();
     test_slices();
     test_context_shift();
