@@ -297,6 +297,27 @@ BUGS = {
     "sums_before_overwritten": (
         "shaders/scan.h", "    threadgroup_barrier(mem_flags::mem_threadgroup); // before others", "    // before others",
         "index_choose", (), "tsan", "index/choose/512_of_4096", "data race"),
+    "entry_followed_out_of_the_store": (
+        "shaders/attend_list.metal", "block <= range.last && ", "", "attend_list", (), "asan", "list/bad_entries/1",
+        "AddressSanitizer"),
+    "block_seen_twice": (
+        "shaders/attend_list.metal", "order > max(largest, before.before)", "order >= max(largest, before.before)", "attend_list",
+        (), "plain", "list/bad_entries/16", "bad entries change bits"),
+    "entries_behind_the_first_minus_one": (
+        "shaders/attend_list.metal", "entry == -1 ? 0x80000000u :", "", "attend_list", (), "plain", "list/random",
+        "relative error"),
+    "newest_without_its_first_block": (
+        "shaders/attend_list.metal", "row[3] = has_recent ? 0 : range.newest;", "row[3] = range.newest;", "attend_list", (),
+        "plain", "list/random", "relative error"),
+    "rows_of_a_list_by_the_first_head": (
+        "shaders/tiles.h", "head = heads > 1u ? kv_head : 0u;", "head = 0u * kv_head;", "attend", (64,), "plain", "list/random",
+        "relative error"),
+    "weights_of_the_first_heads": (
+        "shaders/index_scores.h", "index.weights[head + c]", "index.weights[c]", "index_scores", (64,), "plain",
+        "index/scores/tq2", "block"),
+    "queries_of_the_next_pass_too_early": (
+        "shaders/index_scores.h", "        threadgroup_barrier(mem_flags::mem_threadgroup); // before the queries",
+        "        // before the queries", "index_scores", (64,), "tsan", "index/scores/tq2", "data race"),
     "zeros_of_two_signs_differ": (
         "shaders/index_choose.h", "if (bits == 0x80000000u) bits = 0u;", "", "index_choose", (), "plain",
         "index/choose/60_of_500", "entry"),
