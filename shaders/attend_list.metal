@@ -55,11 +55,13 @@ inline void clean_row(constant tqkv__list_args &args, thread const scan_place &a
         bool good = entry >= 0 && order > max(largest, before.before) && entry >= args.first_block;
         int block = good ? entry - args.first_block : -1;
         bool kept = good && block >= range.first && block <= range.last && block < range.recent;
-        scanned place = sum_to_thread(at, (kept ? 1u : 0u) + (kept && block == range.last ? 1u << 16 : 0u));
+        uint counts = (kept ? 1u : 0u) + (kept && block == range.last ? 1u << 16 : 0u); // each at most once in a row
+        counts += good && block == range.recent ? 1u << 24 : 0u;
+        scanned place = sum_to_thread(at, counts);
         if (kept) row[n_before + (place.before & 0xffffu)] = block;
         n_before += place.all & 0xffffu;
-        last += place.all >> 16;
-        recent += sum_to_thread(at, good && block == range.recent ? 1u : 0u).all;
+        last += (place.all >> 16) & 0xffu;
+        recent += place.all >> 24;
         largest = max(largest, before.all);
     }
     has_last = last != 0;

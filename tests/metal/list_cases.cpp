@@ -33,7 +33,7 @@ std::vector<int32_t> random_lists(const list_row &row, const tqkv_attention &a, 
         std::vector<int32_t> own;
         for (int b = blocks - room; b < blocks; b++)
             if (row.length >= room || data_below(random, room) < row.length) own.push_back(b);
-        if (data_below(random, 3) || (int)own.size() > row.length) own.resize(std::min((int)own.size(), row.length));
+        if (data_below(random, 3) || (int)own.size() > row.length) own.resize(std::min(own.size(), (size_t)row.length));
         if ((int)own.size() < row.length) own.push_back(-1);
         while ((int)own.size() < row.length) own.push_back(data_below(random, blocks));
         list.insert(list.end(), own.begin(), own.end());

@@ -1,7 +1,125 @@
-/* The index through the Metal API, recorded with nothing read back. */
+/* The index through the Metal API, and attention over lists of blocks. */
 #include "host.h"
+#include "tests/attend_fixture.h"
 
 enum { KEYS = 20000, QUERIES = 2, CHOSEN = 50 };
+enum { POSITIONS = 700, DIM = 64, INDEX_HEADS = 5, GROUP = 4, BLOCK = 16, BLOCKS = 7 };
+
+/* The stores and rows of a layer: an index of keys, keys and values; 2 KV heads. */
+typedef struct layer {
+    tqkv_store stores[3];
+    tqkv_metal_store gpu[3];
+    float *q, *index_q, *weights;
+} layer;
+
+static void open_layer(layer *l)
+{
+    const tqkv_format formats[] = {TQKV_TQ4, TQKV_I8, TQKV_TQ4};
+    for (int i = 0; i < 3; i++) {
+        const int heads = i ? 2 : 1;
+        float *rows = host_floats(31 + (uint64_t)i, (size_t)(POSITIONS * heads * DIM));
+        l->stores[i] = test_store(formats[i], DIM, heads, POSITIONS, false);
+        CHECK_RESULT(tqkv_encode(&l->stores[i], rows, POSITIONS, 0), TQKV_OK);
+        l->gpu[i] = host_store(&l->stores[i]);
+        free(rows);
+    }
+    l->q = host_floats(41, QUERIES * 2 * GROUP * DIM);
+    l->index_q = host_floats(42, QUERIES * INDEX_HEADS * DIM);
+    l->weights = host_floats(43, QUERIES * INDEX_HEADS);
+}
+
+static void close_layer(layer *l)
+{
+    for (int i = 0; i < 3; i++) {
+        host_store_release(&l->gpu[i]);
+        test_store_free(&l->stores[i]);
+    }
+    free(l->q);
+    free(l->index_q);
+    free(l->weights);
+}
+
+static tqkv_attention attention_of(const layer *l)
+{
+    const tqkv_attention a = {.keys = &l->stores[1],
+                              .values = &l->stores[2],
+                              .n_heads = 2 * GROUP,
+                              .n_queries = QUERIES,
+                              .end = POSITIONS,
+                              .list_length = BLOCKS,
+                              .list_block = BLOCK,
+                              .list_newest = 5};
+    return a;
+}
+
+/* By the processor, from the GPU's scores: the same choice, and attention to it. */
+static void check_sparse(const layer *l, const tqkv_index *x, const float *scores, const int32_t *list,
+                         const float *out)
+{
+    enum { ROWS = QUERIES * 2 * GROUP };
+    int32_t chosen[QUERIES * BLOCKS];
+    float *expected = test_alloc(ROWS * DIM * sizeof(float));
+    double reference[DIM];
+    CHECK_RESULT(tqkv_index_choose(x, scores, BLOCKS, chosen), TQKV_OK);
+    CHECK(!memcmp(chosen, list, sizeof chosen), "another choice: %d, not %d", list[0], chosen[0]);
+    tqkv_attention a = attention_of(l);
+    a.list = chosen;
+    CHECK_RESULT(tqkv_attend(&a, l->q, expected), TQKV_OK);
+    for (int i = 0; i < ROWS; i++) {
+        for (int d = 0; d < DIM; d++) reference[d] = (double)expected[i * DIM + d];
+        const double error = reference_relative_error(out + i * DIM, reference, DIM);
+        CHECK(error <= 2 * ATTEND_TOLERANCE, "row %d: relative error %.3g", i, error);
+    }
+    free(expected);
+}
+
+/* Scores, choice and attention in one encoder, with nothing read back. */
+static void run_sparse(const void *concurrent)
+{
+    layer l;
+    size_t bytes, choose_bytes;
+    tqkv_metal *m = test_host.metal;
+    open_layer(&l);
+    tqkv_metal_index x = {.keys = &l.gpu[0]};
+    x.index.n_heads = INDEX_HEADS;
+    x.index.n_queries = QUERIES;
+    x.index.end = POSITIONS;
+    x.index.relu = true;
+    x.index.block = BLOCK;
+    x.index.first = x.index.newest = 1;
+    x.weights = host_buffer(l.weights, QUERIES * INDEX_HEADS * sizeof(float));
+    const int n_blocks = (POSITIONS + BLOCK - 1) / BLOCK;
+    tqkv_metal_attention a = {.attention = attention_of(&l), .keys = &l.gpu[1], .values = &l.gpu[2]};
+    tqkv_metal_buffer index_q = host_buffer(l.index_q, QUERIES * INDEX_HEADS * DIM * sizeof(float)),
+                      scores = host_zeros((size_t)(QUERIES * n_blocks) * sizeof(float)),
+                      q = host_buffer(l.q, QUERIES * 2 * GROUP * DIM * sizeof(float)),
+                      out = host_zeros(QUERIES * 2 * GROUP * DIM * sizeof(float));
+    a.list = host_zeros(QUERIES * BLOCKS * sizeof(int32_t));
+    CHECK_RESULT(tqkv_metal_index_choose_scratch(m, &x, &choose_bytes), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &bytes), TQKV_OK);
+    CHECK(choose_bytes == 0, "%zu bytes of scratch", choose_bytes);
+    CHECK_RESULT(tqkv_metal_prepare(m, &a, 1, false), TQKV_OK);
+    tqkv_metal_buffer scratch = host_zeros(bytes);
+    const tqkv_metal_buffer none = {nil, 0};
+    host_work w = host_begin(*(const bool *)concurrent);
+    CHECK_RESULT(tqkv_metal_index_scores(m, w.encoder, &x, index_q, scores), TQKV_OK);
+    const id<MTLResource> written[] = {(id<MTLBuffer>)scores.buffer, (id<MTLBuffer>)a.list.buffer};
+    if (*(const bool *)concurrent) [w.encoder memoryBarrierWithResources:written count:1];
+    CHECK_RESULT(tqkv_metal_index_choose(m, w.encoder, &x, scores, BLOCKS, none, a.list), TQKV_OK);
+    if (*(const bool *)concurrent) [w.encoder memoryBarrierWithResources:written + 1 count:1];
+    CHECK_RESULT(tqkv_metal_attend(m, w.encoder, &a, q, scratch, out), TQKV_OK);
+    host_end(&w);
+    x.index.keys = &l.stores[0];
+    check_sparse(&l, &x.index, host_contents(scores), host_contents(a.list), host_contents(out));
+    host_release(x.weights);
+    host_release(a.list);
+    host_release(index_q);
+    host_release(scores);
+    host_release(q);
+    host_release(out);
+    host_release(scratch);
+    close_layer(&l);
+}
 
 /* Scores that ascend: the newest blocks are the best. */
 static void run_choose(const void *parameters)
@@ -39,4 +157,11 @@ static void run_choose(const void *parameters)
     free(scores);
 }
 
-void index_host_cases(void) { test_add(run_choose, NULL, 0, "index/choose"); }
+void index_host_cases(void)
+{
+    test_add(run_choose, NULL, 0, "index/choose");
+    for (int concurrent = 0; concurrent < 2; concurrent++) {
+        const bool own = concurrent != 0;
+        test_add(run_sparse, &own, sizeof own, "index/sparse/%s", own ? "concurrent" : "serial");
+    }
+}
