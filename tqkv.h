@@ -854,7 +854,7 @@ typedef enum tqkv_metal_family {
     TQKV_METAL_ATTEND,
     TQKV_METAL_ATTEND_MERGE,
     TQKV_METAL_ATTEND_MATRIX,
-    TQKV_METAL_INDEX_CHOOSE,
+    TQKV_METAL_INDEX_CHOICE,
     TQKV_METAL_ATTEND_LIST,
     TQKV_METAL_INDEX_SCORES
 } tqkv_metal_family;
@@ -11285,7 +11285,7 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
 
-/* Digits of a score that index_choose counts at a time. Scratch of a query, in words: three passes of counts a chunk, and two
+/* Digits of a score that index_choice counts at a time. Scratch of a query, in words: three passes of counts a chunk, and two
    words a pass; none for one chunk. */
 #define TQKV__CHOOSE_COUNTS     2048
 #define TQKV__CHOOSE_SCRATCH(n) ((n) > 1 ? (n)*3 * TQKV__CHOOSE_COUNTS + 6 : 0)
@@ -11388,7 +11388,7 @@ typedef struct tqkv__merge_args {
     int32_t n_first, n_last; /* partial results of the first and last positions, before and behind the others */
 } tqkv__merge_args;
 
-/* index_choose: a query sees the keys before seen + (seen_rest + its number) / ratio. */
+/* index_choice: a query sees the keys before seen + (seen_rest + its number) / ratio. */
 typedef struct tqkv__choose_args {
     int32_t seen, seen_rest, ratio;
     int32_t end;             /* keys */
@@ -11543,7 +11543,7 @@ TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[
 {
     static const char *const families[] = {
         "tables",       "encode",        "encode_kv",    "probe",       "decode",      "rotate", "attend",
-        "attend_merge", "attend_matrix", "index_choose", "attend_list", "index_scores"}; /* tqkv_metal_family */
+        "attend_merge", "attend_matrix", "index_choice", "attend_list", "index_scores"}; /* tqkv_metal_family */
     const int dims[] = {kernel->head_dim * TQKV__DIM_UNIT, kernel->value_dim * TQKV__DIM_UNIT};
     char *at = name;
     const char *parts[] = {"tqkv_", families[kernel->family]};
@@ -13329,7 +13329,7 @@ static void tqkv__plan_choose(const tqkv__choose_args *args, size_t n_queries, c
                               tqkv_metal_dispatch *d)
 {
     const int each = TQKV__SIMD_WIDTH * 4, most = 1024 / TQKV__SIMD_WIDTH;
-    tqkv__plan_begin(d, TQKV_METAL_INDEX_CHOOSE, 0, 0);
+    tqkv__plan_begin(d, TQKV_METAL_INDEX_CHOICE, 0, 0);
     tqkv__plan_args(d, args, sizeof *args);
     tqkv__plan_bind(d, "scores", 1, buffers[0], n_queries * (size_t)args->n_blocks * sizeof(float), false);
     tqkv__plan_bind(d, "scratch", 2, buffers[1],

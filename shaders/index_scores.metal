@@ -1,4 +1,4 @@
-// index_scores: what index_choose takes. Threadgroups: x ranges of blocks, y queries.
+// index_scores: what index_choice takes. Threadgroups: x ranges of blocks, y queries.
 #include "index_scores.h"
 
 // q: [n_queries][n_heads][D], codes: [capacity][row_bytes], norms: [capacity], weights: [n_queries][n_heads], out:

@@ -289,14 +289,14 @@ BUGS = {
         "other bits alone"),
     # The index.
     "tie_to_the_higher_block": (
-        "shaders/index_choose.h", "(is_equal && equal < made.wanted)", "(is_equal && equal >= (sums.all >> 16) - made.wanted)",
-        "index_choose", (), "plain", "index/choose/100_of_700", "entry"),
+        "shaders/index_choice.h", "(is_equal && equal < made.wanted)", "(is_equal && equal >= (sums.all >> 16) - made.wanted)",
+        "index_choice", (), "plain", "index/choose/100_of_700", "entry"),
     "digits_counted_without_barrier": (
-        "shaders/index_choose.h", "bins[i] = 0u;\n    threadgroup_barrier(mem_flags::mem_threadgroup);", "bins[i] = 0u;",
-        "index_choose", (), "tsan", "index/choose/40_of_300", "data race"),
+        "shaders/index_choice.h", "bins[i] = 0u;\n    threadgroup_barrier(mem_flags::mem_threadgroup);", "bins[i] = 0u;",
+        "index_choice", (), "tsan", "index/choose/40_of_300", "data race"),
     "sums_before_overwritten": (
         "shaders/scan.h", "    threadgroup_barrier(mem_flags::mem_threadgroup); // before others", "    // before others",
-        "index_choose", (), "tsan", "index/choose/512_of_4096", "data race"),
+        "index_choice", (), "tsan", "index/choose/512_of_4096", "data race"),
     "entry_followed_out_of_the_store": (
         "shaders/attend_list.metal", "block <= range.last && ", "", "attend_list", (), "asan", "list/bad_entries/1",
         "AddressSanitizer"),
@@ -319,7 +319,7 @@ BUGS = {
         "shaders/index_scores.h", "        threadgroup_barrier(mem_flags::mem_threadgroup); // before the queries",
         "        // before the queries", "index_scores", (64,), "tsan", "index/scores/tq2", "data race"),
     "zeros_of_two_signs_differ": (
-        "shaders/index_choose.h", "if (bits == 0x80000000u) bits = 0u;", "", "index_choose", (), "plain",
+        "shaders/index_choice.h", "if (bits == 0x80000000u) bits = 0u;", "", "index_choice", (), "plain",
         "index/choose/60_of_500", "entry"),
     "tree_by_lanes": (
         "shaders/tiles.h", "tree[query * 2u + bit / 32u]", "tree[query * 2u]", "attend", (64,), "plain", "attend/tree/64",

@@ -24,7 +24,7 @@ void run_entry_points(const void *)
             expected++;
         }
     for (const char *name : {"tqkv_tables", "tqkv_encode_kv_d192_128", "tqkv_encode_kv_d448_64",
-                             "tqkv_encode_kv_d512_64", "tqkv_attend_d192_128", "tqkv_attend_list", "tqkv_index_choose",
+                             "tqkv_encode_kv_d512_64", "tqkv_attend_d192_128", "tqkv_attend_list", "tqkv_index_choice",
                              "tqkv_index_scores_d64", "tqkv_index_scores_d128"})
         CHECK(simt::find_kernel(name) != nullptr, "%s is missing", name);
     expected += 8;

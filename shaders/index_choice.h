@@ -1,8 +1,8 @@
 // The choice of blocks by their scores: exact, by digits of the scores' bits from the highest on. Each of three passes counts
 // the digits of those scores that agree with the k-th best so far; a fourth writes. Where a row is short one threadgroup does
 // all four. Else its chunks have a threadgroup each and the passes are dispatches, which hand on their counts in scratch.
-#ifndef TQKV_INDEX_CHOOSE_H
-#define TQKV_INDEX_CHOOSE_H
+#ifndef TQKV_INDEX_CHOICE_H
+#define TQKV_INDEX_CHOICE_H
 #include "index.h"
 #include "scan.h"
 

@@ -1,8 +1,8 @@
-// index_choose: the blocks with the best scores, ascending. Threadgroups: x chunks of a row of scores, y queries.
-#include "index_choose.h"
+// index_choice: the blocks with the best scores, ascending. Threadgroups: x chunks of a row of scores, y queries.
+#include "index_choice.h"
 
 // scores: [n_queries][n_blocks], list: [n_queries][k]
-kernel void tqkv_index_choose(constant tqkv__choose_args &args [[buffer(0)]],
+kernel void tqkv_index_choice(constant tqkv__choose_args &args [[buffer(0)]],
                               device const float *scores [[buffer(1)]],
                               device uint *counts [[buffer(2)]],
                               device int *list [[buffer(3)]],
