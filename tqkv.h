@@ -10157,7 +10157,6 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     if (c->metal && desc->non_causal) return TQKV__REFUSE(UNSUPPORTED, TQKV__CAUSAL_ON_GPU);
     if (c->metal && (c->shared || desc->tail_dim))
         return TQKV__REFUSE(UNSUPPORTED, "shared, tail_dim: caches of a GPU have neither");
-    if (c->metal && (c->exact_first || c->exact_last)) return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
     return TQKV_OK;
 }
@@ -10314,7 +10313,7 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     else
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r != TQKV_OK) return r;
-    for (int i = 0; i < append.n_ends; i++) /* few rows */
+    for (int i = 0; i < append.n_ends && !c->metal; i++) /* few rows */
         tqkv__encode_tokens(&append.ends[i], append.end_src[i], tqkv__first_kept(&append.ends[i], append.end_tokens[i]),
                             append.end_tokens[i], c->attention.end);
     tqkv__cache_advance(c, n_tokens);
@@ -11490,7 +11489,7 @@ TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int column
 /* For a cache that lies at `memory`. rows_sizes: bytes of q and of the output. */
 TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
                                              tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
-                                             tqkv_metal_dispatch *d);
+                                             tqkv_metal_dispatch *d, int *n);
 TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t rows_sizes[2],
                                             size_t *scratch_size);
 TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
@@ -13395,13 +13394,37 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     return store;
 }
 
+/* The halves of the first (0) or newest (2) positions for the tokens that they keep: those of keys, of values or of both. */
+static tqkv_result tqkv__plan_append_halves(const tqkv_cache *c, tqkv_metal_buffer memory, int first,
+                                            tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                            tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n)
+{
+    const tqkv_store *const ends[2] = {tqkv__end_of(c, first), tqkv__end_of(c, first + 1)};
+    const int64_t end = c->attention.end, left = first ? n_tokens : c->exact_first - end;
+    const int kept = left < 0 ? 0 : left < n_tokens ? (int)left : n_tokens;
+    tqkv_metal_store stores[2];
+    if ((!ends[0] && !ends[1]) || (n_tokens && !kept)) return TQKV_OK;
+    for (int side = 0; side < 2; side++) {
+        if (!ends[side]) continue;
+        stores[side] = tqkv__store_in_buffer(c, memory, ends[side]);
+        stores[side].shape.type = tqkv__stream_of(c, side)->type;
+    }
+    d += (*n)++;
+    if (ends[0] && ends[1]) return tqkv_metal_plan_encode_kv(&stores[0], &stores[1], k, v, kept, end, not_finite, d);
+    return tqkv_metal_plan_encode(&stores[!ends[0]], ends[0] ? k : v, kept, end, not_finite, d);
+}
+
 TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
                                              tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
-                                             tqkv_metal_dispatch *d)
+                                             tqkv_metal_dispatch *d, int *n)
 {
     const tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
                            values = tqkv__store_in_buffer(c, memory, &c->values);
-    return tqkv_metal_plan_encode_kv(&keys, &values, k, v, n_tokens, c->attention.end, not_finite, d);
+    tqkv_result r = tqkv_metal_plan_encode_kv(&keys, &values, k, v, n_tokens, c->attention.end, not_finite, d);
+    *n = 1;
+    for (int first = 0; r == TQKV_OK && first <= 2; first += 2)
+        r = tqkv__plan_append_halves(c, memory, first, k, v, n_tokens, not_finite, d, n);
+    return r;
 }
 
 TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t rows_sizes[2],
@@ -13413,6 +13436,8 @@ TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, 
     if (r != TQKV_OK) return r;
     rows_sizes[0] = a.q_elements * tqkv__type_size(a.call.query_type);
     rows_sizes[1] = a.out_elements * tqkv__type_size(a.call.output_type);
+    a.call.exact_first = c->exact_first; /* as many as there will ever be */
+    a.call.exact_last = c->exact_last;
     return tqkv__plan_most_scratch(&a, TQKV__MOST_SUMS, scratch_size);
 }
 
@@ -13431,6 +13456,12 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
     b.values = &values;
     b.slice_end = a.call.end;
     if (a.call.sinks) b.sinks = tqkv__buffer_of_part(c, memory, a.call.sinks);
+    tqkv_metal_store ends[TQKV__CACHE_ENDS];
+    for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
+        if (!a.exact[i / 2][i % 2]) continue;
+        ends[i] = tqkv__store_in_buffer(c, memory, tqkv__end_of(c, i));
+        b.ends[i / 2][i % 2] = &ends[i];
+    }
     return tqkv__plan_attention(&a, &b, TQKV__MOST_SUMS, d, n);
 }
 

@@ -799,12 +799,13 @@ tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffe
 tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c, tqkv_metal_buffer k,
                                     tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite)
 {
-    tqkv_metal_dispatch d;
+    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    int n = 0;
     tqkv_metal_buffer memory;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    r = tqkv__plan_cache_append(c, memory, k, v, n_tokens, not_finite, &d);
-    if ((r = tqkv__record(m, encoder, "encode_kv", r, &d, 1)) == TQKV_OK) tqkv__cache_advance(c, n_tokens);
+    r = tqkv__plan_cache_append(c, memory, k, v, n_tokens, not_finite, d, &n);
+    if ((r = tqkv__record(m, encoder, "encode_kv", r, d, n)) == TQKV_OK) tqkv__cache_advance(c, n_tokens);
     return r;
 }
 
@@ -895,7 +896,8 @@ tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max
     if (max_queries < 0) return TQKV_INVALID_ARGUMENT;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    r = tqkv__build_all(m, tqkv__plan_cache_append(c, memory, none, none, 0, none, d), "prepare", d, 1);
+    r = tqkv__plan_cache_append(c, memory, none, none, 0, none, d, &n_planned);
+    r = tqkv__build_all(m, r, "prepare", d, n_planned);
     for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++) {
         r = tqkv__plan_cache_attend(c, memory, none, n, none, none, d, &n_planned);
         r = tqkv__build_attention(m, r, d, n_planned, false);
@@ -906,7 +908,8 @@ tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max
 /* The blocking calls of a cache copy their rows into a block of shared memory, and the result out of it. */
 static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
-    tqkv_metal_dispatch d;
+    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    int n = 0;
     const size_t k_size = tqkv__rows_size(tqkv_cache_keys(c), n_tokens),
                  v_size = tqkv__rows_size(tqkv_cache_values(c), n_tokens);
     const tqkv_metal_buffer none = {nil, 0};
@@ -919,8 +922,8 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
     const tqkv_metal_buffer vb = {kb.buffer, kb.offset + k_size};
     memcpy(block->begin, k, k_size);
     memcpy(block->begin + k_size, v, v_size);
-    r = tqkv__plan_cache_append(c, memory, kb, vb, n_tokens, none, &d);
-    r = tqkv__run(m, "encode_kv", r, &d, 1);
+    r = tqkv__plan_cache_append(c, memory, kb, vb, n_tokens, none, d, &n);
+    r = tqkv__run(m, "encode_kv", r, d, n);
     tqkv__give_back(m, block);
     return r;
 }

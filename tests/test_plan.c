@@ -450,7 +450,7 @@ static void check_cache_plan(const void *row)
     tqkv__cache_advance(cache, 7);
     CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 0), none, 1, none, none, d, &n), TQKV_OK);
     CHECK(tqkv_cache_end(cache) == 22 && attend_args(d).kv_len == 8, "after an advance: %d", attend_args(d).kv_len);
-    CHECK_RESULT(tqkv__plan_cache_append(cache, at(0, 0), at(1, 0), at(2, 0), 3, none, d), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_cache_append(cache, at(0, 0), at(1, 0), at(2, 0), 3, none, d, &n), TQKV_OK);
     check_dispatch(d);
     CHECK(rows_args(d, 0).first_slot == 22 % 8 && d->kernel.family == TQKV_METAL_ENCODE_KV, "an append");
     CHECK_RESULT(tqkv__plan_cache_sizes(cache, 2, rows, &most), TQKV_OK);
