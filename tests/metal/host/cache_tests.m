@@ -275,8 +275,64 @@ static void run_refusals(const void *parameters)
     tqkv_cache_destroy(gpu);
 }
 
+typedef struct ends_row {
+    cache_row cache;
+    int first, last;
+} ends_row;
+
+/* Halves of the first and newest positions: written by the GPU or by the processor they have the same bytes, through
+   appends of either kind, truncation, removal and forks. */
+static void run_ends(const void *parameters)
+{
+    const ends_row *ends = parameters;
+    const cache_row *row = &ends->cache;
+    tqkv_cache_desc plain = cache_desc(row, NULL);
+    plain.exact_first = ends->first;
+    plain.exact_last = ends->last;
+    tqkv_cache_desc metal = plain;
+    metal.metal = test_host.metal;
+    tqkv_cache *cpu = cache_make(row, &plain), *gpu = cache_make(row, &metal), *fork = NULL;
+    REQUIRE(cpu && gpu, "no caches");
+    compare_caches(gpu, cpu, row, "built");
+    const size_t kv = (size_t)(CACHE_HEADS * row->head_dim), n_out = kv * CACHE_GROUP;
+    float *k = cache_data(71, 1, row->head_dim), *v = cache_data(72, 1, row->head_dim), *q = host_floats(73, n_out),
+          *out = test_alloc(n_out * sizeof *out), *expected = test_alloc(n_out * sizeof *out);
+    for (int i = 0; i < 3; i++) {
+        record_step(gpu, k, v, q, row->head_dim, out);
+        CHECK_RESULT(tqkv_cache_append(cpu, k, v, 1), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_attend(cpu, q, 1, expected), TQKV_OK);
+        check_close(out, expected, n_out, "recorded");
+    }
+    stream_memory saved[2] = {{0}, {0}};
+    CHECK_RESULT(tqkv_cache_save(cpu, write_memory, &saved[0]), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_save(gpu, write_memory, &saved[1]), TQKV_OK);
+    CHECK(saved[0].size == saved[1].size && !memcmp(saved[0].bytes, saved[1].bytes, saved[0].size), "snapshots differ");
+    for (int i = 0; i < 2; i++) {
+        tqkv_cache *c = i ? gpu : cpu;
+        CHECK_RESULT(tqkv_cache_truncate(c, tqkv_cache_end(c) - 5), TQKV_OK);
+        cache_append_seed(c, 74, 2, row->head_dim);
+        if (!row->ring) CHECK_RESULT(tqkv_cache_remove(c, 2, 4), TQKV_OK);
+    }
+    compare_caches(gpu, cpu, row, "edited");
+    CHECK_RESULT(tqkv_cache_fork(gpu, NULL, &fork), TQKV_OK);
+    compare_caches(fork, cpu, row, "forked");
+    tqkv_cache_destroy(fork);
+    tqkv_cache_destroy(cpu);
+    tqkv_cache_destroy(gpu);
+    for (int i = 0; i < 2; i++) free(saved[i].bytes);
+    free(k);
+    free(v);
+    free(q);
+    free(out);
+    free(expected);
+}
+
 void cache_host_cases(void)
 {
+    const ends_row ends[] = {{{TQKV_I8, TQKV_TQ4, 64, 90, false, 60, -1}, 4, 30},
+                             {{TQKV_TQ4, TQKV_TQ3, 128, 40, true, 100, -1}, 4, 16},
+                             {{TQKV_F16, TQKV_TQ4, 64, 90, false, 7, -1}, 8, 20},
+                             {{TQKV_TQ4, TQKV_TQ4, 64, 90, false, 60, -1}, 0, 70}};
     const cache_row rows[] = {{TQKV_FORMAT_DEFAULT, TQKV_FORMAT_DEFAULT, 64, 40, false, 33, -1},
                               {TQKV_TQ4, TQKV_TQ4, 128, 16, true, 50, -1},
                               {TQKV_F16, TQKV_F16, 64, 16, true, 10, 6},
@@ -289,6 +345,7 @@ void cache_host_cases(void)
     for (int i = 0; i < 2; i++) test_add(run_one_memory, &rows[i], sizeof rows[i], "cache/one_memory/%d", i);
     for (int i = 0; i < 2; i++) test_add(run_recorded, &steps[i], sizeof steps[i], "cache/recorded/%d", i);
     for (int i = 0; i < 2; i++) test_add(run_edited, &steps[i], sizeof steps[i], "cache/edited/%d", i);
+    for (int i = 0; i < 4; i++) test_add(run_ends, &ends[i], sizeof ends[i], "cache/ends/%d", i);
     test_add(run_types, NULL, 0, "cache/types");
     test_add(run_refusals, NULL, 0, "refusals/cache");
 }
