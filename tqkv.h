@@ -8536,16 +8536,16 @@ static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ran
     }
 }
 
-static void tqkv__ask_keys(const tqkv__work *w, const tqkv__ranks *ranks)
+static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
 {
     if (!ranks->n) return;
-    tqkv__ask(ranks->streams[0], w->item->kv_head, ranks, ranks->keys);
-    if (w->a->call.tail) tqkv__ask(&w->a->tail, w->item->kv_head, ranks, ranks->tail);
+    tqkv__ask(ranks->streams[0], kv_head, ranks, ranks->keys);
+    if (a->call.tail) tqkv__ask(&a->tail, kv_head, ranks, ranks->tail);
 }
 
-static void tqkv__ask_values(const tqkv__work *w, const tqkv__ranks *ranks)
+static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
 {
-    if (!w->a->shared) tqkv__ask(ranks->streams[1], w->item->kv_head, ranks, ranks->values);
+    if (!a->shared && ranks->n) tqkv__ask(ranks->streams[1], kv_head, ranks, ranks->values);
 }
 
 /* The tile that is free. */
@@ -8586,7 +8586,7 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
 {
     const int n_rows = w->item->n_rows;
     tqkv__score_tile(tile, w->q, n_rows);
-    if (tile->ranks) tqkv__ask_values(w, tile->ranks);
+    if (tile->ranks) tqkv__ask_values(w->a, w->item->kv_head, tile->ranks);
     tqkv__add_before(w);
     tqkv__end_piece_before(w, tile);
     w->a->isa->softmax_tile(w->a, tile->spans, w->offsets, n_rows, tile->scores, w->piece.max, w->piece.sum,
@@ -8701,9 +8701,12 @@ static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const t
         tqkv__slots_of(s, ranks->rank, ranks->n, slots);
         return;
     }
-    for (int j = 0; j < ranks->n; j++)
-        slots[j] =
-            hidden && ranks->hidden >> j & 1 ? -1 : (int32_t)tqkv__slot(s, tqkv__position_of(l, ranks->rank + j));
+    for (int j = 0, left; j < ranks->n;) { /* block after block */
+        int64_t position = tqkv__position_of(l, ranks->rank + j);
+        left = (1 << l->shift) - (int)((ranks->rank + j - l->base) & ((1 << l->shift) - 1));
+        for (; left > 0 && j < ranks->n; left--, j++, position++)
+            slots[j] = hidden && ranks->hidden >> j & 1 ? -1 : tqkv__slot(s, position);
+    }
 }
 
 /* The same for all streams of a tile, which begins at `position`; without a list ranks are positions. */
@@ -8800,7 +8803,7 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
     tile->keys = tqkv__run_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__run_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__run_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
-    if (!ahead) tqkv__ask_keys(w, next);
+    if (!ahead) tqkv__ask_keys(a, kv_head, next);
     tile->ranks = ranks;
     if (ranks->together) return tile;
     tqkv__gather(ranks->streams[0], kv_head, ranks, ranks->keys, tile->key_stream, slot);
@@ -8819,7 +8822,7 @@ static void tqkv__attend_pages(tqkv__work *w, int64_t first, int64_t end)
     tqkv__visible_to(a, item->first_row / a->group, (item->first_row + item->n_rows - 1) / a->group, first, end, &from,
                      &to);
     tqkv__find_paged(a, from, to, &w->ranks[0]);
-    tqkv__ask_keys(w, &w->ranks[0]);
+    tqkv__ask_keys(w->a, w->item->kv_head, &w->ranks[0]);
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];
@@ -8830,17 +8833,30 @@ static void tqkv__attend_pages(tqkv__work *w, int64_t first, int64_t end)
     }
 }
 
+/* Asks for the first tile of the next KV head, which has the same list and comes next: nothing else would in time. */
+static void tqkv__ask_next_head(const tqkv__work *w, int64_t first, int64_t end)
+{
+    tqkv__ranks ranks;
+    const int kv_head = w->item->kv_head + 1;
+    if (kv_head == w->a->n_kv_heads || w->a->call.list_heads > 1) return;
+    tqkv__find_ranks(w, first, end, &ranks);
+    tqkv__ask_keys(w->a, kv_head, &ranks);
+    tqkv__ask_values(w->a, kv_head, &ranks);
+}
+
 /* Adds ranks [first, end) of the list of an item's query to the sums of its rows. */
 static void tqkv__attend_ranks(tqkv__work *w, int64_t first, int64_t end)
 {
+    const tqkv__attention *a = w->a;
     if (first < w->list->from) first = w->list->from;
     if (end > w->list->to) end = w->list->to;
     tqkv__find_ranks(w, first, end, &w->ranks[0]);
-    tqkv__ask_keys(w, &w->ranks[0]);
+    if (w->item->kv_head == 0 || a->call.list_heads > 1) tqkv__ask_keys(a, w->item->kv_head, &w->ranks[0]);
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];
         tqkv__find_ranks(w, ranks->rank + ranks->n, end, next);
+        if (!next->n) tqkv__ask_next_head(w, first, end);
         tqkv__attend_tile(w, tqkv__place_tile(w, ranks, next));
     }
 }
