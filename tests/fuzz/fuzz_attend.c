@@ -43,7 +43,8 @@ static void add_pages(tqkv_store *s, uint8_t flags, int32_t *pages)
 {
     data_random random = {(uint64_t)flags << 8 | (uint64_t)s->capacity};
     s->ring = false;
-    s->page_size = 64 << data_below(&random, 2);
+    const int sizes[] = {64, 128, 1, 16, 48};
+    s->page_size = sizes[data_below(&random, 5)];
     s->n_pages = data_below(&random, MAX_PAGES + 1);
     s->pages = pages;
     const int n = 1 + s->capacity % (MAX_CAPACITY / s->page_size);
