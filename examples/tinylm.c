@@ -10,7 +10,7 @@
  *     --tree                                                   the same with branches; compared with greedy decoding
  *
  * Options: --keys F, --values F, --bytes N, --temperature T, --seed N, --threads N, --model FILE. Formats: f16 i8 tq8
- * tq6 tq5 tq4 tq3 tq2; or the plain cache for comparison: f32, q8_0, q4_0, and q8_0r, q4_0r with llama.cpp's rotation.
+ * tq6 tq5 tq4 tq3 tq2, and --first N --last N keep these positions as halves, too; or the plain cache for comparison: f32, q8_0, q4_0, and q8_0r, q4_0r with llama.cpp's rotation.
  * tinylm_session.h has the calls of tqkv in a forward pass. This file has save, resume and the removal of rejected
  * tokens. */
 #define _POSIX_C_SOURCE  200809L
@@ -351,6 +351,9 @@ int main(int argc, char **argv)
         model m;
         if (!model_load(&m, o.model_path, o.n_threads)) stop(o.model_path, "is no model, or damaged");
         m.integers = o.integers;
+        m.exact_first = o.exact_first;
+        m.exact_last = o.exact_last;
+        m.batch = o.batch;
         commands[i].run(&m, &o);
         model_free(&m);
         return 0;

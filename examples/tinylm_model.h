@@ -32,7 +32,9 @@ typedef struct model {
     float *norm_out;  /* [d_model] */
     linear logits;
     thread_pool pool;
-    bool integers; /* attention multiplies integers */
+    bool integers;               /* attention multiplies integers */
+    int exact_first, exact_last; /* positions that the caches keep as halves, too */
+    int batch;                   /* positions that go through together; 0: BATCH */
 } model;
 
 /* Reads one matrix with ten bits a weight. A row is a half, the scale; n_in bytes, the low 8 bits of the codes; n_in/4

@@ -38,6 +38,7 @@ typedef struct options {
     const char *command, *model_path, *file, *prompt;
     const format_choice *keys, *values; /* both or neither */
     int n_bytes, n_windows, n_threads;
+    int exact_first, exact_last, batch;
     int center_tokens; /* keys whose mean becomes the caches' centre; 0: no centre */
     float temperature, bias, before_rotary;
     uint64_t seed;
@@ -69,7 +70,8 @@ static void usage(void)
          "tinylm speculate PROMPT [--tree] [options]\n"
          "options: --keys F --values F (f16 i8 tq8 tq6 tq5 tq4 tq3 tq2; or for both f32 q8_0 q4_0 q8_0r q4_0r)\n"
          "         --bytes N --temperature T --seed N --threads N --model FILE\n"
-         "         --integer (attention in integers; tq8 stays in floats)");
+         "         --integer (attention in integers; tq8 stays in floats)\n"
+         "         --first N --last N (positions as halves, too) --batch N (positions at a time)");
     exit(2);
 }
 
@@ -113,6 +115,12 @@ static void parse_option(options *o, const char *name, const char *value)
         if (o->before_rotary > 1) stop(name, "is a share, at most 1");
     } else if (strcmp(name, "--center") == 0) {
         o->center_tokens = number(name, value, 1, WINDOW_BYTES);
+    } else if (strcmp(name, "--first") == 0) {
+        o->exact_first = number(name, value, 0, WINDOW_BYTES / 4);
+    } else if (strcmp(name, "--last") == 0) {
+        o->exact_last = number(name, value, 0, WINDOW_BYTES / 4);
+    } else if (strcmp(name, "--batch") == 0) {
+        o->batch = number(name, value, 1, 128);
     } else if (strcmp(name, "--model") == 0) {
         o->model_path = value;
     } else if (strcmp(name, "--text") == 0) {

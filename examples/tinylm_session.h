@@ -46,6 +46,8 @@ static tqkv_cache_desc layer_desc(session *s, const model_layer *shape)
     desc.capacity = desc.ring ? shape->window + BATCH : s->capacity;
     desc.window = shape->window;
     desc.softcap = shape->softcap;
+    desc.exact_first = desc.ring ? 0 : s->m->exact_first; /* a ring forgets the first positions */
+    desc.exact_last = s->m->exact_last;
     desc.parallel = (tqkv_parallel){pool_run, &s->m->pool};
     return desc;
 }
@@ -187,9 +189,10 @@ static void mlp(session *s, int index, int n)
 static void forward(session *s, const unsigned char *bytes, int n, float *logits)
 {
     model *m = s->m;
+    const int most = m->batch ? m->batch : BATCH;
     if (n > s->capacity - s->end) stop("context", "full");
     for (int done = 0, batch; done < n; done += batch) {
-        batch = n - done < BATCH ? n - done : BATCH;
+        batch = n - done < most ? n - done : most;
         for (int i = 0; i < batch; i++)
             memcpy(s->x + i * m->d_model, m->embedding + bytes[done + i] * m->d_model,
                    sizeof(float) * (size_t)m->d_model);

@@ -161,6 +161,13 @@ check "recent_window" awk '
 check "recent_window/cost" awk '$1 > 0 && NF == 7 { n++; bad += $2 <= 0 || $6 != $5 + 256 } END { exit bad > 0 || n != 3 }' \
     "$work/recent_window"
 
+# What was converted is within a tenth, or 2e-4, of a cache that had its formats from the start, or better.
+"$bin/pressure" >"$work/pressure"
+check "pressure" awk '$3 > 0 { n++; bad += $4 > 1.1 * $5 + 2e-4 || (n > 1 && $3 >= kib); kib = $3 }
+    END { exit bad > 0 || n != 4 }' "$work/pressure"
+"$bin/checkpoints" >"$work/checkpoints"
+check "checkpoints" test "$(grep -c 'the same logits' "$work/checkpoints")" -eq 4
+
 # However many shifts: attention with turned queries is that over turned keys, on the same codes and, but for noise, on codes
 # of recomputed keys. A key's error stays that of one encoding; encoded again it adds one a shift until the key is dropped.
 "$bin/context_shift" >"$work/context_shift"
