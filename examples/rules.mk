@@ -1,6 +1,5 @@
 # The examples' own targets: their tests, and the charts of docs/.
 
-# recent_window is left out: another quarter of a minute to compile and run.
 DEMOS += engine latent sparse advise tinylm context_shift pressure checkpoints server threads_pthread threads_openmp snapshot_file
 
 # Without an OpenMP compiler the example still builds, and runs on one thread.
@@ -47,7 +46,7 @@ TEST_TARGETS += $(if $(GGML_PREFIX),test-ggml)
 # ---- The tests ----
 
 .PHONY: test-examples
-test-examples: $(addprefix $(BUILD)/,encode_attend engine latent sparse real_kv advise tinylm tinylm_test recent_window context_shift pressure checkpoints server threads_pthread threads_openmp snapshot_file $(MPI_FOUND:%=mpi_context))
+test-examples: $(addprefix $(BUILD)/,encode_attend engine latent sparse real_kv advise tinylm tinylm_test context_shift pressure checkpoints server threads_pthread threads_openmp snapshot_file $(MPI_FOUND:%=mpi_context))
 	@echo "== examples"
 	@MPI_RUN="$(if $(MPI_FOUND),$(MPI_RUN))" sh examples/tests/test.sh $(BUILD)
 	@CC="$(CC)" CFLAGS="$(STANDARD) $(CPPFLAGS) $(IMPLEMENTED) $(WARNINGS) -Wno-unknown-pragmas" \

@@ -79,7 +79,8 @@ static void session_scratch(session *s, model *m, int capacity)
     for (int i = 0; i < 7; i++) *arrays[i] = floats(BATCH * (i < 2 ? model_width : widest));
 }
 
-static void session_create(session *s, model *m, const format_choice *keys, const format_choice *values, int capacity)
+static inline void session_create(session *s, model *m, const format_choice *keys, const format_choice *values,
+                                  int capacity)
 {
     session_scratch(s, m, capacity);
     s->keys = keys;
@@ -116,7 +117,7 @@ static void session_destroy(session *s)
 }
 
 /* Removes the positions from `end` on. */
-static void session_truncate(session *s, int end)
+static inline void session_truncate(session *s, int end)
 {
     for (int i = 0; i < s->m->n_layers && s->keys->format; i++)
         check(tqkv_cache_truncate(s->caches[i], end), "truncate");

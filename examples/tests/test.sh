@@ -152,14 +152,9 @@ check "advise/both" awk '$1 == "tq4" && NF == 5 { n++; bad += $5 < 0.9 * ($3 + $
 refused "advise/short" "damaged" "$bin/advise" "$work/short"
 refused "advise/bits" "needs a number" "$bin/advise" --bits none
 
-# Two exact caches merge to one exact cache. With the newest positions exact, less than half of the divergence is left.
-"$bin/recent_window" 1 >"$work/recent_window"
-check "recent_window" awk '
-    $1 == "f16" { n++; bad += $4 > 1e-6 }
-    $1 == "i8" || $1 ~ /^tq/ { n++; bad += $3 < 1e-4 || $4 > $3 / 2 }
-    END { exit bad > 0 || n != 4 }' "$work/recent_window"
-check "recent_window/cost" awk '$1 > 0 && NF == 7 { n++; bad += $2 <= 0 || $6 != $5 + 256 } END { exit bad > 0 || n != 3 }' \
-    "$work/recent_window"
+# With 4 first and 64 newest positions as halves less than an eighth of the divergence is left.
+"$bin/tinylm" score --windows 1 --keys tq4 --values tq4 --batch 8 --first 4 --last 64 >"$work/ends"
+check "tinylm/ends" awk '$1 == "tq4" { n++; bad += $7 > 6e-4 || $7 < 1e-5 } END { exit bad > 0 || n != 1 }' "$work/ends"
 
 # What was converted is within a tenth, or 2e-4, of a cache that had its formats from the start, or better.
 "$bin/pressure" >"$work/pressure"
