@@ -138,6 +138,8 @@ advice() {
 advice biased "4 keys: use a centre,4 values: fine" --plant-bias 50
 advice no_center "2 keys: keep F16,2 keys: keys need I8,4 values: fine" --plant-bias 50 --no-center
 advice captured "4 keys: fine,4 values: fine"
+check "advise/later" awk '/a centre of the first 256/ { n++ } /worse; it wants about/ { worse++ }
+    END { exit n != 8 || worse < 1 }' "$work/advise"
 check "advise/pair" grep -q "for 5 bits a value: keys tq5, values tq4 (4.68 bits" "$work/advise"
 # tqkv_measure's error of tq4 is that of real_kv where little is constant, and larger by its share elsewhere.
 check "advise/error" awk '$1 == "tq4" { n++; bad += $4 < 8e-3 || $4 > 1e-2 || $3 < $4 * 0.99 || $3 > 2 * $4 }
