@@ -330,8 +330,9 @@ void add_long_ends()
 
 void slice_shader_cases()
 {
-    for (int seed = 0; seed < 60; seed++) test_add(run_random, &seed, sizeof seed, "slice/random/%d", seed);
-    for (int seed = 0; seed < 40; seed++) add_ends(seed);
+    const int n = gpu_on_device ? 12 : 60, n_ends = gpu_on_device ? 12 : 40; // each has pipelines of its own
+    for (int seed = 0; seed < n; seed++) test_add(run_random, &seed, sizeof seed, "slice/random/%d", seed);
+    for (int seed = 0; seed < n_ends; seed++) add_ends(seed);
     add_long_ends();
     add_all_bits();
     if (!gpu_schedules[0].flush_subnormals) add_bases();
