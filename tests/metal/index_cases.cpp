@@ -124,12 +124,14 @@ void add_scores()
 // ---- The choice ----
 
 struct choose_row {
-    int n_queries, end, kv_len, ratio, block, first, newest, k, values; // values: of different scores; 0: all differ
+    int n_queries, end, kv_len, ratio, block, first, newest, k,
+        values; // values: of different scores; 0: all differ; -2: zeros
 };
 
 float score_at_random(const choose_row &row, data_random *random)
 {
     const float special[] = {INFINITY, -INFINITY, 0.0f, -0.0f, 1e-40f, -1e-40f, 3.0e38f, -3.0e38f};
+    if (row.values == -2) return data_below(random, 2) ? 0.0f : -0.0f;
     if (row.values < 0 && data_below(random, 4) == 0) return special[data_below(random, 8)];
     if (row.values > 0) return (float)(data_below(random, row.values) - row.values / 2);
     return ((float)data_below(random, 1 << 24) - 8e6f) * (data_below(random, 2) ? 1e-3f : 1e3f);
@@ -170,7 +172,7 @@ void add_choose()
         {2, 900, 300, 1, 7, 99, 3, 50, 2}, {9, 6, 0, 1, 1, 2, 2, 5, 0},       {1, 1000, 0, 1, 1, 0, 0, 999, 1},
         {1, 2000, 0, 1, 1, 30, 40, 64, 0}, {1, 640, 0, 1, 64, 9, 9, 4, 0},    {40, 200, 0, 128, 1, 0, 1, 17, -1},
         {2, 4096, 0, 1, 1, 0, 0, 512, 5},  {1, 17000, 0, 1, 1, 1, 1, 700, 0}, {2, 20000, 9000, 1, 1, 3, 2, 9000, 4},
-        {1, 33000, 0, 2, 1, 0, 5, 64, -1}, {1, 0, 0, 1, 1, 1, 1, 4, 0}};
+        {1, 33000, 0, 2, 1, 0, 5, 64, -1}, {1, 0, 0, 1, 1, 1, 1, 4, 0},       {1, 200, 0, 1, 1, 0, 0, 90, -2}};
     for (const choose_row &row : rows)
         test_add(run_choose, &row, sizeof row, "index/choose/%d_of_%d_by_%d_values%d", row.k, row.end, row.block,
                  row.values);
