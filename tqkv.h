@@ -809,7 +809,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, t
    or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
    The two calls below record into an encoder. An append counts at once, and attention can be recorded after it;
-   truncate if the command buffer fails. The processor sees the codes after the buffer has completed. */
+   truncate if the command buffer fails. The processor sees the codes after the buffer has completed. A shared cache takes
+   the rows of its tail as v, apart from those of the keys, and nothing without one. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
                                                    tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                    tqkv_metal_buffer not_finite);
@@ -818,7 +819,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_obj
                                                    tqkv_metal_buffer out);
 TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);
 
-/* Builds the pipelines of such calls now: encode_kv into the two stores, with their pages if they have a table, and
+/* Builds the pipelines of such calls now: encode_kv into the two stores (keys and tail, if there is one; encode, if the keys are
+   the values), with their pages if they have a table, and
    attention of 1 to max_queries queries (0: 1), in batches, too, if asked. No pages are looked at, and of buffers only
    whether they are there: centres, sinks, a tree and pages have pipelines of their own. Any thread may call it while others
    record; those do not wait. Other calls build theirs on first use, which takes up to a second each. */
@@ -10070,16 +10072,19 @@ static const tqkv__backend *tqkv__backend_of(const tqkv_metal *m) { return (cons
 
 #ifdef TQKV_METAL
 static tqkv_result tqkv__check_kernels(int head_dim, int value_dim);
+static tqkv_result tqkv__check_tail(int head_dim, int tail_dim);
 #endif
 
 /* Whether a GPU has kernels for a cache of these stores. */
-static tqkv_result tqkv__check_metal(const tqkv_store *keys, const tqkv_store *values)
+static tqkv_result tqkv__check_metal(const tqkv_store *keys, const tqkv_store *values, const tqkv_store *tail)
 {
 #ifdef TQKV_METAL
-    return tqkv__check_kernels(keys->head_dim, values->head_dim);
+    const tqkv_result r = tqkv__check_kernels(keys->head_dim, values->head_dim);
+    return r == TQKV_OK ? tqkv__check_tail(keys->head_dim, tail->head_dim) : r;
 #else
     (void)keys;
     (void)values;
+    (void)tail;
     return TQKV__REFUSE(UNSUPPORTED, "metal: tqkv.h was compiled without TQKV_METAL");
 #endif
 }
@@ -10168,11 +10173,13 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     if (desc->matrix_group < 0) return TQKV__INVALID("matrix_group is negative");
     c->matrix_group = desc->matrix_group;
     c->metal = desc->metal;
-    if (c->metal && (r = tqkv__check_metal(&c->keys, &c->values)) != TQKV_OK) return r;
+    if (c->metal && (r = tqkv__check_metal(&c->keys, &c->values, &c->tail)) != TQKV_OK) return r;
     if (c->metal && resolved.round_query) return TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     if (c->metal && desc->non_causal) return TQKV__REFUSE(UNSUPPORTED, TQKV__CAUSAL_ON_GPU);
-    if (c->metal && (c->shared || desc->tail_dim))
-        return TQKV__REFUSE(UNSUPPORTED, "shared, tail_dim: caches of a GPU have neither");
+    if (c->metal && desc->tail_dim && !c->shared)
+        return TQKV__REFUSE(UNSUPPORTED, "tail_dim: caches of a GPU have it with shared only");
+    if (c->metal && c->shared && (desc->exact_first || desc->exact_last))
+        return TQKV__REFUSE(UNSUPPORTED, "exact_first, exact_last: caches of a GPU have them without shared only");
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
     return TQKV_OK;
 }
@@ -13434,9 +13441,12 @@ TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buf
                                              tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                              tqkv_metal_dispatch *d, int *n)
 {
+    const bool tail = c->tail.head_dim > 0;
     const tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
-                           values = tqkv__store_in_buffer(c, memory, &c->values);
-    tqkv_result r = tqkv_metal_plan_encode_kv(&keys, &values, k, v, n_tokens, c->attention.end, not_finite, d);
+                           others = tqkv__store_in_buffer(c, memory, tail ? &c->tail : &c->values);
+    tqkv_result r = c->shared && !tail
+                        ? tqkv_metal_plan_encode(&keys, k, n_tokens, c->attention.end, not_finite, d)
+                        : tqkv_metal_plan_encode_kv(&keys, &others, k, v, n_tokens, c->attention.end, not_finite, d);
     *n = 1;
     for (int first = 0; r == TQKV_OK && first <= 2; first += 2)
         r = tqkv__plan_append_halves(c, memory, first, k, v, n_tokens, not_finite, d, n);
@@ -13466,8 +13476,10 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
     const tqkv_result r = tqkv__cache_attention(c, NULL, n_queries, &a);
     if (r != TQKV_OK) return r;
     const tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
-                           values = tqkv__store_in_buffer(c, memory, &c->values);
+                           values = tqkv__store_in_buffer(c, memory, c->shared ? &c->keys : &c->values),
+                           tail = tqkv__store_in_buffer(c, memory, c->tail.head_dim ? &c->tail : &c->keys);
     tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
+    if (c->tail.head_dim) b.tail = &tail;
     b.keys = &keys;
     b.values = &values;
     b.slice_end = a.call.end;

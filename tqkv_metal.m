@@ -870,13 +870,17 @@ tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int
     int n_planned = 0;
     const tqkv_metal_buffer none = {nil, 0};
     if (!m || !a || !a->keys || !a->values || max_queries < 0) return TQKV_INVALID_ARGUMENT;
-    const tqkv_metal_store keys = tqkv__any_pages(a->keys), values = tqkv__any_pages(a->values);
+    const tqkv_metal_store keys = tqkv__any_pages(a->keys), values = tqkv__any_pages(a->values),
+                           others = tqkv__any_pages(a->tail ? a->tail : a->values);
     tqkv_metal_attention call = *a;
     call.keys = &keys;
     call.values = &values;
+    call.tail = a->tail ? &others : NULL;
     call.attention.tree = NULL;
-    tqkv_result r =
-        tqkv__build_all(m, tqkv_metal_plan_encode_kv(&keys, &values, none, none, 0, 0, none, d), "prepare", d, 1);
+    tqkv_result r = a->keys == a->values && !a->tail
+                        ? tqkv_metal_plan_encode(&keys, none, 0, 0, none, d)
+                        : tqkv_metal_plan_encode_kv(&keys, &others, none, none, 0, 0, none, d);
+    r = tqkv__build_all(m, r, "prepare", d, 1);
     if (r == TQKV_OK && a->list.buffer)
         r = tqkv__build_all(m, tqkv_metal_plan_attend_list(&call, none, d), "prepare", d, 1);
     for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++) {
@@ -905,13 +909,21 @@ tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max
     return r;
 }
 
+/* Parts of rows, one behind the other: `size` bytes at `first` of each of n rows of `row` bytes. */
+static void tqkv__copy_parts(char *to, const void *rows, size_t n, size_t row, size_t first, size_t size)
+{
+    for (size_t i = 0; i < n; i++) memcpy(to + i * size, (const char *)rows + i * row + first, size);
+}
+
 /* The blocking calls of a cache copy their rows into a block of shared memory, and the result out of it. */
 static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
     tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
     int n = 0;
-    const size_t k_size = tqkv__rows_size(tqkv_cache_keys(c), n_tokens),
-                 v_size = tqkv__rows_size(tqkv_cache_values(c), n_tokens);
+    const tqkv_store *keys = tqkv_cache_keys(c), *tail = tqkv_cache_tail(c),
+                     *others = tail ? tail : tqkv_cache_values(c);
+    const size_t k_size = tqkv__rows_size(keys, n_tokens), v_size = v || tail ? tqkv__rows_size(others, n_tokens) : 0;
+    const size_t rows = (size_t)n_tokens * (size_t)keys->n_kv_heads;
     const tqkv_metal_buffer none = {nil, 0};
     tqkv_metal_buffer memory, kb;
     if (!n_tokens) return TQKV_OK;
@@ -920,8 +932,11 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
     tqkv__memory *block = tqkv__take_staging(m, k_size + v_size, &kb);
     if (!block) return TQKV_OUT_OF_MEMORY;
     const tqkv_metal_buffer vb = {kb.buffer, kb.offset + k_size};
-    memcpy(block->begin, k, k_size);
-    memcpy(block->begin + k_size, v, v_size);
+    tqkv__copy_parts(block->begin, k, rows, (k_size + (tail ? v_size : 0)) / rows, 0, k_size / rows);
+    if (tail)
+        tqkv__copy_parts(block->begin + k_size, k, rows, (k_size + v_size) / rows, k_size / rows, v_size / rows);
+    else if (v)
+        memcpy(block->begin + k_size, v, v_size);
     r = tqkv__plan_cache_append(c, memory, kb, vb, n_tokens, none, d, &n);
     r = tqkv__run(m, "encode_kv", r, d, n);
     tqkv__give_back(m, block);

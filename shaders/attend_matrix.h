@@ -156,7 +156,8 @@ inline void arrange_queries(thread const attend_task &task, thread const key_par
             uint c = min(number / n * 8u + TQKV_RIGHT_COLUMN(task.lane, i % 2), columns - 1u), s = number % n * 2u;
             uint value = query_value<D>(keys.format, s + uint(i / 2), TQKV_RIGHT_ROW(task.lane, i % 2));
             if (pass < 8u) own = own && c >= first && c < first + pass;
-            x[i] = own ? task.weights[(c - first) * uint(D) + value] : 0.0f;
+            uint row = pass < 8u ? min(c - first, pass - 1u) : c - first; // a load under a condition stays in its loop
+            x[i] = task.weights[row * uint(D) + value];
         }
         if (own) *query_at(keys, number, task.lane) = right_of(x[0], x[1], x[2], x[3], false);
     }

@@ -95,6 +95,48 @@ static void run_both_sides(const void *parameters)
     free(from_gpu.bytes);
 }
 
+/* One stream as keys and values, with a tail or without: the processor's snapshot and, within rounding, its outputs. */
+static void run_latent(const void *parameters)
+{
+    enum { N = 40, HEADS = 8 };
+    const bool tail = *(const bool *)parameters;
+    const size_t each = 512 + (tail ? 64 : 0);
+    tqkv_cache_desc desc = {.head_dim = 512,
+                            .n_kv_heads = 1,
+                            .n_heads = HEADS,
+                            .capacity = N,
+                            .key_format = TQKV_TQ4,
+                            .shared = true,
+                            .tail_dim = tail ? 64 : 0};
+    float *k = host_floats(64, N * each), *q = host_floats(65, HEADS * each), out[2][HEADS * 512];
+    stream_memory saved[2] = {{0}, {0}};
+    for (int i = 0; i < 2; i++) {
+        tqkv_cache *cache;
+        desc.metal = i ? test_host.metal : NULL;
+        REQUIRE(tqkv_cache_create(&desc, &cache) == TQKV_OK, "no cache");
+        CHECK_RESULT(tqkv_cache_append(cache, k, NULL, N - 1), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_append(cache, k + (N - 1) * each, NULL, 1), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_append(cache, k, k, 1), TQKV_INVALID_ARGUMENT);
+        CHECK_RESULT(tqkv_cache_attend(cache, q, 1, out[i]), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_save(cache, write_memory, &saved[i]), TQKV_OK);
+        tqkv_cache_destroy(cache);
+    }
+    CHECK(saved[0].size == saved[1].size && !memcmp(saved[0].bytes, saved[1].bytes, saved[0].size), "snapshots differ");
+    double wrong = 0, all = 0;
+    for (size_t i = 0; i < HEADS * 512; i++) {
+        wrong += ((double)out[0][i] - (double)out[1][i]) * ((double)out[0][i] - (double)out[1][i]);
+        all += (double)out[0][i] * (double)out[0][i];
+    }
+    CHECK(all > 0 && wrong <= all * 1.6e-9, "relative difference %g", sqrt(wrong / all));
+    tqkv_cache *cache;
+    desc.shared = false;
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), tail ? TQKV_UNSUPPORTED : TQKV_OK);
+    if (!tail) tqkv_cache_destroy(cache);
+    for (int i = 0; i < 2; i++) free(saved[i].bytes);
+    free(k);
+    free(q);
+}
+
 /* A cache of keys of 192, values of 128 and rows of bfloat16: the processor's snapshot, and its outputs but for one
    rounding more. */
 static void run_types(const void *parameters)
@@ -347,5 +389,9 @@ void cache_host_cases(void)
     for (int i = 0; i < 2; i++) test_add(run_edited, &steps[i], sizeof steps[i], "cache/edited/%d", i);
     for (int i = 0; i < 4; i++) test_add(run_ends, &ends[i], sizeof ends[i], "cache/ends/%d", i);
     test_add(run_types, NULL, 0, "cache/types");
+    for (int tail = 0; tail < 2; tail++) {
+        const bool has_tail = tail != 0;
+        test_add(run_latent, &has_tail, sizeof has_tail, "cache/latent/tail%d", tail);
+    }
     test_add(run_refusals, NULL, 0, "refusals/cache");
 }
