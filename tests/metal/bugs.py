@@ -214,7 +214,7 @@ BUGS = {
         "shaders/attend.h", "score[c] = fma(own, scale, score[c] * key_scale);", "score[c] = fma(0.0f * own, scale, score[c] * key_scale);",
         "attend", (512,), "plain", "latent/d512", "relative error"),
     "tail_of_another_row": (
-        "shaders/attend.h", "same ? tail[c] : simd_shuffle(tail[c], ushort(lane_of_tile_row<T>(tail_format, row)))", "tail[c]",
+        "shaders/attend.h", "same ? tail[c] : simd_shuffle(", "same || row < 32u ? tail[c] : simd_shuffle(",
         "attend", (512,), "plain", "latent/tail", "relative error"),
     "tail_without_center": (
         "shaders/attend.h", "keys.first == 0 ? shift : task.kept[column] + shift;", "keys.first == 0 ? shift : task.kept[column];",
@@ -232,7 +232,7 @@ BUGS = {
         "shaders/attend_long.h", "        threadgroup_barrier(mem_flags::mem_threadgroup); // and the weights of the round before are used\n", "",
         "attend_matrix", (512,), "tsan", "latent/rounds", "data race"),
     "maxima_of_the_own_tile": (
-        "shaders/attend_long.h", "largest = max(largest, maxima[s * 8 * F]);", "largest = max(largest, maxima[0 * s]);",
+        "shaders/attend_long.h", "largest = max(largest, maxima[s * 8 * F]);", "largest = max(largest, maxima[task.simdgroup * uint(8 * F)]);",
         "attend_matrix", (512,), "plain", "latent/large_scores", "relative error"),
     "norms_of_the_first_block": (
         "shaders/attend_long.h", "return simdgroup * uint(TQKV__LONG_PART) / norm_block<D>(value_format);", "return 0u * simdgroup;", "attend_matrix", (512,), "plain",
