@@ -90,13 +90,13 @@ BUGS = {
         "shaders/encode.h", "if (source.centered && !cleared)", "if (source.centered)", "encode", (64,), "plain",
         "encode/tq4/d64/center_not_finite", "codes differ"),
     "center_without_sinks": (
-        "shaders/merge.h", "n_partials > 0) total.maximum += ", "n_partials > 0) total.maximum += 0.0f * ",
+        "shaders/merge.h", "n_sections > 0u) row.maximum += ", "n_sections > 0u) row.maximum += 0.0f * ",
         "attend_merge", (64, 128), "plain", "attend/center", "relative error"),
     "center_of_values_beside_sinks": (
-        "shaders/merge.h", "sum == 0.0f ? 0.0f : both.kept * total.sum / sum", "1.0f", "attend_merge", (64, 128), "plain",
+        "shaders/merge.h", "return sum == 0.0f ? 0.0f : both.kept * row.sum / sum", "return 1.0f", "attend_merge", (64, 128), "plain",
         "attend/center", "relative error"),
     "center_under_softcap": (
-        "shaders/attend.h", "key_centered ? fma(dot, factor, shift) : dot * factor", "dot * factor + 0.0f * shift", "attend",
+        "shaders/attend.h", "has_shifts() ? fma(dot, factor, shift) : dot * factor", "dot * factor + 0.0f * shift", "attend",
         (64, 128), "plain", "attend/center", "relative error"),
     # Defects of earlier systems.
     "norms_of_both_blocks": (
@@ -156,8 +156,8 @@ BUGS = {
         "attend", (64,), "plain",
         "defect/nan_in_unused_slots", "relative error"),
     "offset_of_32_bits": (
-        "shaders/attend.h", "values.codes + ulong(base) * ulong(bytes) + row * bytes",
-        "values.codes + base * bytes + row * bytes", "attend", (1024,), "plain", "defect/offsets_beyond_4_gib",
+        "shaders/tiles.h", "(value_slot(args, base, row)) * ulong(bytes);\n    return codes + ulong(base) * ulong(bytes)",
+        "(value_slot(args, base, row)) * ulong(bytes);\n    return codes + base * bytes", "attend", (1024,), "plain", "defect/offsets_beyond_4_gib",
         "relative error"),
     # Products of matrices.
     "wrong_element_layout": (
@@ -182,7 +182,7 @@ BUGS = {
         "shaders/attend_matrix.h", "position <= newest &&", "position < newest &&", "attend_matrix", (64,), "plain",
         "attend/resident/window/one_query", "by matrices"),
     "whole_tile_off_by_one": (
-        "shaders/attend_matrix.h", "last <= walk.least_newest &&", "last <= walk.least_newest + 2 &&", "attend_matrix", (64,),
+        "shaders/attend_matrix.h", "last <= newest.least &&", "last <= newest.least + 2 &&", "attend_matrix", (64,),
         "plain", "attend/resident/exactly_full", "by matrices"),
     "sums_of_the_first_simdgroup": (
         "shaders/matrix_columns.h", "s == 0 ? parts.x : s == 1 ? parts.y", "s <= 1 ? parts.x", "attend_matrix",
@@ -203,7 +203,7 @@ BUGS = {
         "shaders/attend_matrix.h", "clear_not_finite<W, N>(values[h].raw);", "values[h].raw[0].main[0] += 0u;", "attend_matrix", (256,), "plain",
         "attend/poison", "by matrices"),
     "queries_of_matrices_as_halves": (
-        "shaders/attend_matrix.h", "load_typed_row<D>(row_type,", "load_typed_row<D>(uint(TQKV_TYPE_F16),", "attend_matrix", (64,),
+        "shaders/attend.h", "load_typed_row<D>(row_type,", "load_typed_row<D>(uint(TQKV_TYPE_F16),", "attend_matrix", (64,),
         "plain", "attend/types/6", "became"),
     "matrix_maxima_raised_together": (
         "shaders/attend_matrix.h", "largest > before[f][i] + 11.0f ? largest : before[f][i];",
@@ -250,8 +250,8 @@ BUGS = {
     "seen_beyond_a_slice": (
         "shaders/tiles.h", " && position < args.slice_end", "", "attend", (64,), "plain", "slice/beyond", "a slot beyond was read"),
     "whole_tile_beyond_a_slice": (
-        "shaders/attend_matrix.h", "min(newest_seen(args, row_of_column(args, task.first_column).query), args.slice_end - 1)",
-        "newest_seen(args, row_of_column(args, task.first_column).query)", "attend_matrix", (64,), "plain", "slice/beyond",
+        "shaders/attend_matrix.h", "min(newest_seen(args, row_of_column(args, first_column).query), args.slice_end - 1)",
+        "newest_seen(args, row_of_column(args, first_column).query)", "attend_matrix", (64,), "plain", "slice/beyond",
         "a slot beyond was read"),
     "maximum_left_as_it_was_rounded": (
         "shaders/softmax.h", "? whole : maximum", "? maximum : maximum", "attend_merge", (64,), "plain", "slice/bits/lanes",
@@ -268,6 +268,9 @@ BUGS = {
     "slice_overwritten_while_read": (
         "shaders/merge.h", "    simdgroup_barrier(mem_flags::mem_device); //", "    //", "attend_merge", (48,), "tsan",
         "slice/basis/d48", "data race"),
+    "ends_in_the_place_of_others": (
+        "shaders/merge.h", "if (!last && args.n_last > 0) range.part++;", "", "attend_merge", (32, 64), "plain", "slice/ends/long",
+        "relative error"),
     # Page tables and trees.
     "values_through_the_table_of_keys": (
         "shaders/tiles.h", "slot_in_pages(pages.values,", "slot_in_pages(pages.keys,", "attend", (64,), "plain",
