@@ -14,6 +14,7 @@ typedef struct model {
     tqkv_cache_desc desc;
     tqkv_cache *cache;
     tqkv_store keys, values, tail; /* linear, all positions; values: the keys again if they are the values */
+    tqkv_store halves[2];          /* of all positions of keys and values, if the cache has some */
     int positions;                 /* capacity of the model */
     int64_t base, first, end;
     counting counter;
@@ -38,6 +39,12 @@ static void read_latent(fuzz_input *input, tqkv_cache_desc *desc)
     if (!desc->shared) return;
     desc->value_dim = 0;
     desc->value_format = TQKV_FORMAT_DEFAULT;
+}
+
+static void read_ends(fuzz_input *input, tqkv_cache_desc *desc)
+{
+    desc->exact_first = fuzz_range(input, 0, desc->capacity < 9 ? desc->capacity : 9);
+    desc->exact_last = fuzz_range(input, 0, desc->capacity - desc->exact_first);
 }
 
 /* Columns [from, from + dim) of n rows of k, or of its centre; NULL stays NULL. */
@@ -75,6 +82,7 @@ static void read_desc(fuzz_input *input, model *m)
         desc->type = test_no_type(numbers % 3);
     }
     if (numbers & 128) read_latent(input, desc);
+    if (numbers & 128 && flags & 8) read_ends(input, desc);
     m->centers[0] = flags & 16 ? test_rows(1, DATA_GAUSSIAN, desc->n_kv_heads, key_dim(m)) : NULL;
     m->centers[1] = flags & 32 && !desc->shared ? test_rows(2, DATA_STUDENT, desc->n_kv_heads, value_dim(m)) : NULL;
     m->centers[2] = part_of(m, m->centers[0], 0, desc->head_dim, desc->n_kv_heads);
@@ -99,6 +107,12 @@ static bool set_up(fuzz_input *input, model *m)
         m->tail.center = m->centers[3];
     }
     CHECK_RESULT(tqkv_cache_set_center(m->cache, m->centers[0], m->centers[1]), TQKV_OK);
+    for (int side = 0; side < 2 && (m->desc.exact_first || m->desc.exact_last); side++) {
+        const tqkv_store *codes = side ? &m->values : &m->keys;
+        m->halves[side] = test_store(TQKV_F16, codes->head_dim, codes->n_kv_heads, m->positions, false);
+        m->halves[side].rotated = true;
+        m->halves[side].center = codes->center;
+    }
     return true;
 }
 
@@ -110,6 +124,8 @@ static void tear_down(model *m)
     test_store_free(&m->keys);
     test_store_free(&m->values);
     test_store_free(&m->tail);
+    test_store_free(&m->halves[0]);
+    test_store_free(&m->halves[1]);
 }
 
 /* ---- The cache against the model ---- */
@@ -126,6 +142,18 @@ static void check_row(const model *m, const tqkv_store *store, const tqkv_store 
               "norms of position %d", (int)at);
 }
 
+static void check_halves(const model *m)
+{
+    const tqkv_attention a = tqkv_cache_view(m->cache);
+    const tqkv_store *const first[2] = {a.first_keys, a.first_values}, *const last[2] = {a.last_keys, a.last_values};
+    for (int i = 0; i < 2 * m->desc.n_kv_heads; i++) {
+        for (int at = 0; first[i % 2] && at < a.exact_first; at++)
+            check_row(m, first[i % 2], &m->halves[i % 2], i / 2, at);
+        for (int64_t at = m->end - a.exact_last; last[i % 2] && at < m->end; at++)
+            check_row(m, last[i % 2], &m->halves[i % 2], i / 2, at);
+    }
+}
+
 static void check_state(const model *m)
 {
     CHECK(tqkv_cache_end(m->cache) == m->base + m->end, "end");
@@ -137,6 +165,7 @@ static void check_state(const model *m)
             check_row(m, tqkv_cache_values(m->cache), &m->values, head, at);
             if (m->tail.codes) check_row(m, tqkv_cache_tail(m->cache), &m->tail, head, at);
         }
+    if (m->halves[0].codes) check_halves(m);
 }
 
 /* ---- Append ---- */
@@ -188,6 +217,8 @@ static void append(fuzz_input *input, model *m)
         model_append(m, &m->keys, main, n);
         model_append(m, &m->values, m->desc.shared ? main : values, n);
         if (m->tail.codes) model_append(m, &m->tail, tail, n);
+        if (m->halves[0].codes) model_append(m, &m->halves[0], main, n);
+        if (m->halves[1].codes) model_append(m, &m->halves[1], m->desc.shared ? main : values, n);
         free(main);
         free(tail);
         m->end += n;
@@ -230,6 +261,14 @@ static tqkv_attention attention_of(const model *m, const tqkv_store *keys, const
     a.scale = m->desc.scale;
     a.softcap = m->desc.softcap;
     a.sinks = m->desc.sinks;
+    const tqkv_attention view = tqkv_cache_view(m->cache);
+    const bool modelled = keys == &m->keys;
+    a.exact_first = view.exact_first;
+    a.exact_last = view.exact_last;
+    a.first_keys = !view.first_keys || !modelled ? view.first_keys : &m->halves[0];
+    a.first_values = !view.first_values || !modelled ? view.first_values : &m->halves[1];
+    a.last_keys = !view.last_keys || !modelled ? view.last_keys : &m->halves[0];
+    a.last_values = !view.last_values || !modelled ? view.last_values : &m->halves[1];
     return a;
 }
 
@@ -392,7 +431,7 @@ static void save_and_load(fuzz_input *input, model *m, bool move)
     stream s = stream_empty();
     s.call.largest = fuzz_byte(input);
     CHECK_RESULT(tqkv_cache_save(m->cache, stream_write, &s), TQKV_OK);
-    if (move) move_positions(m, &s, fuzz_bits(input, 8));
+    if (move && !m->halves[0].codes) move_positions(m, &s, fuzz_bits(input, 8));
     stream_rewind(&s);
     tqkv_cache *loaded = NULL;
     tqkv_result result = tqkv_cache_load(&desc, stream_read, &s, &loaded);
@@ -412,10 +451,10 @@ static void save_and_load(fuzz_input *input, model *m, bool move)
 /* Moves n positions of the model down. */
 static void model_move(model *m, int64_t from, int64_t to, int64_t n)
 {
-    tqkv_store *stores[3] = {&m->keys, &m->values, &m->tail};
-    for (int i = 0; i < 3 * m->desc.n_kv_heads && n > 0; i++) {
-        const tqkv_store *s = stores[i % 3];
-        const int head = i / 3;
+    tqkv_store *stores[5] = {&m->keys, &m->values, &m->tail, &m->halves[0], &m->halves[1]};
+    for (int i = 0; i < 5 * m->desc.n_kv_heads && n > 0; i++) {
+        const tqkv_store *s = stores[i % 5];
+        const int head = i / 5;
         if (!s->codes) continue;
         const size_t norms = (size_t)reference_norms_per_row(s->format, s->head_dim) * sizeof(float);
         memmove((void *)(uintptr_t)reference_codes_at(s, head, to), reference_codes_at(s, head, from),
@@ -473,8 +512,12 @@ static void fork_cache(fuzz_input *input, model *m)
     desc.capacity = changed ? capacity : 0;
     desc.ring = ring;
     const bool fits = !desc.capacity || desc.capacity >= m->end - m->first;
+    const bool ends_fit = !desc.capacity || m->desc.exact_first + m->desc.exact_last <= desc.capacity;
     const tqkv_result result = tqkv_cache_fork(m->cache, changed ? &desc : NULL, &copy);
-    CHECK(result == (fits ? TQKV_OK : TQKV_OUT_OF_RANGE) || (result == TQKV_OUT_OF_MEMORY && m->counter.fail_at),
+    CHECK(result == (!fits      ? TQKV_OUT_OF_RANGE
+                     : ends_fit ? TQKV_OK
+                                : TQKV_INVALID_ARGUMENT) ||
+              (result == TQKV_OUT_OF_MEMORY && m->counter.fail_at),
           "fork: %s", tqkv_result_string(result));
     CHECK((copy != NULL) == (result == TQKV_OK), "fork: a cache, or none");
     if (!copy) return;
