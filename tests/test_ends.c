@@ -288,8 +288,73 @@ static void check_fork_from_f16(const void *parameters)
     model_close(&m);
 }
 
+/* [PAGED][CACHE_HEADS][64] rows in a store: linear, or in pages of a pool; of a table with -1 only those before 64 and
+ * from 192 on. */
+enum { PAGED = 300 };
+
+static tqkv_store make_paged(tqkv_format format, int page_size, const int32_t *pages, const float *rows)
+{
+    tqkv_store s = test_store(format, 64, CACHE_HEADS, page_size ? 8 * 64 / page_size * page_size : PAGED, false);
+    const int token = CACHE_HEADS * 64;
+    s.rotated = format == TQKV_F16;
+    s.pages = pages;
+    s.page_size = page_size;
+    s.n_pages = page_size ? (PAGED + page_size - 1) / page_size : 0;
+    const bool parts = pages && pages[1] < 0;
+    CHECK_RESULT(tqkv_encode(&s, rows, parts ? 64 : PAGED, 0), TQKV_OK);
+    if (parts) CHECK_RESULT(tqkv_encode(&s, rows + 192 * token, PAGED - 192, 192), TQKV_OK);
+    return s;
+}
+
+/* One pool of pages with the first and the newest positions: the bits of linear stores with all. */
+static void check_pages(const void *parameters)
+{
+    const int page_size = *(const int *)parameters, n_pages = (PAGED + page_size - 1) / page_size;
+    static const int32_t ends[5] = {3, -1, -1, 0, 6};
+    int32_t pages[PAGED];
+    float *k = test_rows(1, DATA_STUDENT, PAGED * CACHE_HEADS, 64),
+          *v = test_rows(2, DATA_STUDENT, PAGED * CACHE_HEADS, 64);
+    float *q = test_rows(3, DATA_GAUSSIAN, QUERIES * CACHE_HEADS, 64), outs[2][QUERIES * CACHE_HEADS * 64],
+          other[QUERIES * CACHE_HEADS * 64];
+    for (int i = 0; i < n_pages; i++) pages[i] = n_pages - 1 - i;
+    for (int way = 0; way < 2; way++) {
+        tqkv_store stores[4];
+        for (int i = 0; i < 4; i++)
+            stores[i] = make_paged(i < 2 ? TQKV_TQ4 : TQKV_F16,
+                                   !way    ? 0
+                                   : i < 2 ? page_size
+                                           : 64,
+                                   !way    ? NULL
+                                   : i < 2 ? pages
+                                           : ends,
+                                   i % 2 ? v : k);
+        tqkv_attention a;
+        memset(&a, 0, sizeof a);
+        a.keys = &stores[0];
+        a.values = &stores[1];
+        a.first_keys = a.last_keys = &stores[2];
+        a.first_values = a.last_values = &stores[3];
+        a.exact_first = 4;
+        a.exact_last = 70;
+        a.n_queries = QUERIES;
+        a.end = PAGED;
+        CHECK_RESULT(tqkv_attend(&a, q, outs[way]), TQKV_OK);
+        a.exact_last = 110; /* page 2 of the halves is none */
+        CHECK_RESULT(tqkv_attend(&a, q, other), way ? TQKV_OUT_OF_RANGE : TQKV_OK);
+        for (int i = 0; i < 4; i++) test_store_free(&stores[i]);
+    }
+    free(k);
+    free(v);
+    free(q);
+    CHECK(!memcmp(outs[0], outs[1], sizeof outs[0]), "pages change bits");
+}
+
 void test_ends_cases(void)
 {
+    static const int page_sizes[3] = {64, 48, 1};
+    for (int i = 0; i < 3; i++)
+        test_add(check_pages, &page_sizes[i], sizeof page_sizes[i], "ends/pages/%d", page_sizes[i]);
+
     static const ends_row rows[] = {{TQKV_TQ4, TQKV_TQ4, 64, 0, 200, 4, 64, 0, 0, false, false, false, TQKV_FLOAT},
                                     {TQKV_TQ3, TQKV_TQ2, 128, 64, 160, 3, 70, 0, 0, true, false, true, TQKV_FLOAT},
                                     {TQKV_I8, TQKV_TQ4, 80, 0, 200, 0, 33, 0, 30, true, false, true, TQKV_FLOAT},

@@ -161,6 +161,10 @@ void test_fault_cases(void)
         test_add(check_attend, &row, sizeof row, "fault/attend%s%s", row.partial ? "_partial" : "",
                  i >= 2 ? "/parallel" : "");
     }
+    fault_row ends = {attend_default_row(TQKV_I8, TQKV_TQ4, 128), false};
+    ends.attend.exact_first = 2;
+    ends.attend.exact_last = 20;
+    test_add(check_attend, &ends, sizeof ends, "fault/attend/ends");
     for (int i = 0; i < TEST_FORMATS / 2; i++) {
         cache_row row = {test_formats[2 * i], test_formats[TEST_FORMATS - 1 - 2 * i], 64, 8, i % 2 != 0, 6, -1};
         const char *name = tqkv_format_name(row.key_format);
