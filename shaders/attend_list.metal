@@ -6,10 +6,10 @@ constant bool has_tree [[function_constant(TQKV_FC_TREE)]];
 
 // Positions count from the oldest resident one, and blocks from its block: `inside` positions of that are gone.
 struct list_range {
-    int from, to;   // positions that the query looks at, and their blocks [first, last]
+    int from, to; // positions that the query looks at, and their blocks [first, last]
     int first, last;
-    int recent;     // all blocks from here on are seen,
-    int newest;     // and without a list none before this position
+    int recent; // all blocks from here on are seen,
+    int newest; // and without a list none before this position
 };
 
 // Where the newest positions begin that the query sees whatever its list. They end before `to`.
@@ -70,14 +70,10 @@ inline void clean_row(constant tqkv__list_args &args, thread const scan_place &a
 
 // list: [n_queries][list_heads][list_length], rows: [n_queries][list_heads][TQKV__LIST_HEADER + list_length], tree:
 // [n_queries][2]
-kernel void tqkv_attend_list(constant tqkv__list_args &args [[buffer(0)]],
-                             device const int *list [[buffer(1)]],
-                             device int *rows [[buffer(2)]],
-                             device const uint *tree [[buffer(3)]],
-                             threadgroup uint *shared [[threadgroup(0)]],
-                             uint3 group [[threadgroup_position_in_grid]],
-                             uint lane [[thread_index_in_simdgroup]],
-                             uint simdgroup [[simdgroup_index_in_threadgroup]],
+kernel void tqkv_attend_list(constant tqkv__list_args &args [[buffer(0)]], device const int *list [[buffer(1)]],
+                             device int *rows [[buffer(2)]], device const uint *tree [[buffer(3)]],
+                             threadgroup uint *shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
+                             uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
                              uint n_simdgroups [[simdgroups_per_threadgroup]])
 {
     scan_place at = {lane, simdgroup, n_simdgroups, shared};

@@ -16,11 +16,11 @@ struct choice {
 // What a threadgroup works on, and the place of this thread in it.
 struct choose_task {
     device const float *scores; // [n_blocks], of the query
-    device uint *counts;        // [CHOOSE_PASSES][n_chunks][TQKV__CHOOSE_COUNTS]: of the query. Behind them a choice a pass
-    device int *list;           // [k]
-    threadgroup uint *bins;     // [TQKV__CHOOSE_COUNTS]
-    uint chunk, seen;           // seen: blocks up to the last that the query sees some key of
-    scan_place at;              // its memory has room for two more numbers
+    device uint *counts;    // [CHOOSE_PASSES][n_chunks][TQKV__CHOOSE_COUNTS]: of the query. Behind them a choice a pass
+    device int *list;       // [k]
+    threadgroup uint *bins; // [TQKV__CHOOSE_COUNTS]
+    uint chunk, seen;       // seen: blocks up to the last that the query sees some key of
+    scan_place at;          // its memory has room for two more numbers
 };
 
 inline uint thread_of(thread const choose_task &task) { return task.at.simdgroup * 32u + task.at.lane; }

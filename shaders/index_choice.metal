@@ -2,14 +2,10 @@
 #include "index_choice.h"
 
 // scores: [n_queries][n_blocks], list: [n_queries][k]
-kernel void tqkv_index_choice(constant tqkv__choose_args &args [[buffer(0)]],
-                              device const float *scores [[buffer(1)]],
-                              device uint *counts [[buffer(2)]],
-                              device int *list [[buffer(3)]],
-                              threadgroup uint *bins [[threadgroup(0)]],
-                              threadgroup uint *shared [[threadgroup(1)]],
-                              uint3 group [[threadgroup_position_in_grid]],
-                              uint lane [[thread_index_in_simdgroup]],
+kernel void tqkv_index_choice(constant tqkv__choose_args &args [[buffer(0)]], device const float *scores [[buffer(1)]],
+                              device uint *counts [[buffer(2)]], device int *list [[buffer(3)]],
+                              threadgroup uint *bins [[threadgroup(0)]], threadgroup uint *shared [[threadgroup(1)]],
+                              uint3 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
                               uint simdgroup [[simdgroup_index_in_threadgroup]],
                               uint n_simdgroups [[simdgroups_per_threadgroup]])
 {

@@ -144,7 +144,8 @@ inline void add_score(float x, thread pooled &block)
 inline void store_block(constant tqkv__index_args &call, thread const index_task &index, uint block,
                         thread const pooled &found)
 {
-    uint begin = block * uint(call.block), first = max(begin, index.from), end = min(begin + uint(call.block), index.to);
+    uint begin = block * uint(call.block), first = max(begin, index.from),
+         end = min(begin + uint(call.block), index.to);
     index.out[block] = call.pool == TQKV__POOL_MEAN ? found.sum / float(end - first) : found.largest;
 }
 
@@ -209,7 +210,8 @@ inline void score_index(constant tqkv__index_args &call, thread attend_task &tas
 
 // How many heads there are chooses the code here and nowhere else.
 template <int D>
-inline void score_index_blocks(constant tqkv__index_args &call, thread attend_task &task, thread const index_task &index)
+inline void score_index_blocks(constant tqkv__index_args &call, thread attend_task &task,
+                               thread const index_task &index)
 {
     if (columns <= 8)
         score_index<D, 1>(call, task, index);

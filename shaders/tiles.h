@@ -273,8 +273,8 @@ inline device const uchar *key_codes(constant tqkv__attend_args &args, device co
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 
-inline device const uchar *value_codes(constant tqkv__attend_args &args, device const uchar *codes, uint bytes, uint base,
-                                       uint row)
+inline device const uchar *value_codes(constant tqkv__attend_args &args, device const uchar *codes, uint bytes,
+                                       uint base, uint row)
 {
     if (has_list || !(same_slots || paged)) return codes + ulong(value_slot(args, base, row)) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;

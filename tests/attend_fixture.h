@@ -178,7 +178,8 @@ static inline void attend_make_list(attend_problem *problem, const attend_row *r
     data_random random = {(uint64_t)(row->list_block + row->head_dim)};
     if (!row->list_block) return;
     const int64_t resident = a->end - reference_attention_shape(a).oldest;
-    const int64_t first = (a->end - resident) / row->list_block - 2, last = a->end / row->list_block + (a->end < INT64_MAX);
+    const int64_t first = (a->end - resident) / row->list_block - 2,
+                  last = a->end / row->list_block + (a->end < INT64_MAX);
     a->list_block = row->list_block;
     a->list_newest = row->list_newest;
     a->list_heads = row->list_by_head ? row->n_kv_heads : 0;

@@ -274,6 +274,7 @@ static void check_choices(const void *parameters)
     int32_t *list = (int32_t *)test_alloc(QUERIES * 2 * MOST * sizeof *list);
     int32_t *expected = (int32_t *)test_alloc(2 * MOST * sizeof *expected);
     tqkv_store keys = test_store(TQKV_TQ4, 32, 1, 4 * MOST, false);
+    void *codes = keys.codes;
     keys.codes = NULL; /* only the shape is read */
     for (int round = 0; round < 100; round++) {
         tqkv_index x;
@@ -298,10 +299,10 @@ static void check_choices(const void *parameters)
         }
         CHECK(list[x.n_queries * k] == 0x77777777, "written behind the list");
     }
-    keys.codes = NULL;
     free(scores);
     free(list);
     free(expected);
+    free(codes);
     free(keys.norms);
 }
 

@@ -237,8 +237,8 @@ struct attention {
     float *q, *out, *sums, *state;
 };
 
-// Formats whose narrow groups multiply matrices on this GPU (tqkv__choose_matrix has the times).
-bool gains_at_two(tqkv_format format) { return format == TQKV_TQ4 || format == TQKV_I8; }
+// Whether narrow groups multiply matrices on this GPU (tqkv__choose_matrix has the times).
+bool gains_at_two(const tqkv_store &s) { return (s.format == TQKV_TQ4 || s.format == TQKV_I8) && s.head_dim <= 256; }
 
 void plan_attention(const attention &a, const tqkv_store &keys, const tqkv_store &values, tqkv_metal_dispatch d[2])
 {
@@ -249,7 +249,7 @@ void plan_attention(const attention &a, const tqkv_store &keys, const tqkv_store
     call.n_queries = a.shape.n_queries;
     call.end = a.shape.positions;
     gpu_attention planned(call);
-    planned.metal.matrix_group = gains_at_two(a.shape.keys) && gains_at_two(a.shape.values) ? 2 : 0;
+    planned.metal.matrix_group = gains_at_two(keys) && gains_at_two(values) ? 2 : 0;
     check_plan(tqkv_metal_plan_attend(&planned.metal, gpu_buffer(a.q), gpu_buffer(nullptr), gpu_buffer(a.out), d));
     gpu_force(d, a.split);
     gpu_set_scratch(d, a.sums, a.state);

@@ -633,6 +633,7 @@ void add_random(int seed, bool latent)
     p.tree = p.n_queries > 1 && data_below(&random, 3) == 0;
     if (latent) {
         p.head_dim = data_below(&random, 3) ? 512 : 448;
+        if (p.query_size > 10.0f) p.query_size = 10.0f; // the bound holds to that size of scores
         p.block_scale = 0.0f;
         p.shared = true;
         p.value_capacity = p.key_capacity;

@@ -338,10 +338,10 @@ static void run_other_refusals(const void *parameters)
     CHECK_REFUSED(m, tqkv_metal_probe(m, w.encoder, &gpu, a, 4, a, none), TQKV_INVALID_ARGUMENT, "overlap");
     CHECK_REFUSED(m, tqkv_metal_probe(m, w.encoder, NULL, a, 4, b, none), TQKV_INVALID_ARGUMENT, "probe");
     CHECK_REFUSED(m, tqkv_metal_rotate(m, w.encoder, far, 12, 64), TQKV_INVALID_ARGUMENT, "rows: needs");
-    CHECK_REFUSED(
-        m, tqkv_metal_rotate(m, w.encoder, a, 1, 112), TQKV_UNSUPPORTED,
-        "a GPU takes head_dim 32, 48, 64, 80, 96, 128, 192, 256, 448, 512, 1024, and keys of 192 with values of 128, of 448 or "
-        "512 with a tail of 64");
+    CHECK_REFUSED(m, tqkv_metal_rotate(m, w.encoder, a, 1, 112), TQKV_UNSUPPORTED,
+                  "a GPU takes head_dim 32, 48, 64, 80, 96, 128, 192, 256, 448, 512, 1024, and keys of 192 with values "
+                  "of 128, of 448 or "
+                  "512 with a tail of 64");
     CHECK_REFUSED(m, tqkv_metal_unrotate(m, w.encoder, a, -1, 64), TQKV_INVALID_ARGUMENT, "unrotate");
     CHECK_REFUSED(m, tqkv_metal_encode_kv(m, w.encoder, &gpu, &narrow, a, b, 2, 0, none), TQKV_UNSUPPORTED, "kv");
     refuse_halves(&gpu, w.encoder, b);
