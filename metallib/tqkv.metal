@@ -17,7 +17,7 @@ using namespace metal;
    for I8, 32 bits per 128 values.
 
      format      bits  code of a value               row of D values, in bytes
-     F16           16  IEEE half, not rotated        2*D, little-endian; beyond +-65504 clamped to it
+     F16           16  IEEE half; rotated if asked   2*D, little-endian; beyond +-65504 clamped to it
      TQ4            4  index into 16 centroids       D/2; element 2i in the low nibble of byte i
      TQ5            5  index into 32 centroids       D/2 low nibbles, then D/8 of fifth bits
      TQ6            6  index into 64 centroids       D/2 low nibbles, then D/4 of upper bit pairs
@@ -295,8 +295,10 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 #define TQKV_FC_VALUE_FORMAT 1    /* uint: encode_kv, attend: that of the values */
 #define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
                                   /* decode, attend: rotate the centre before it is used */
-#define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
-#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back; tables: multiply matrices */
+                                  /* attend_merge: rotate the slice before it is added */
+#define TQKV_FC_VALUE_ROTATED 3   /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
+#define TQKV_FC_UNROTATE      4   /* bool: decode, rotate, attend_merge: rotate rows back; tables: multiply matrices */
+                                  /* attend_merge that adds a slice: rotate it back */
 #define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated, queries are not */
 #define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head in a threadgroup */
 #define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
@@ -312,12 +314,28 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 #define TQKV_FC_VALUE_TYPE 15   /* uint: encode_kv: that of the values */
 #define TQKV_FC_PAGES      16   /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
                                 /* attend: the slots of keys and values */
-#define TQKV_FC_VALUE_PAGES 17  /* bool: encode_kv: the values' slots */
-#define TQKV_FC_TREE        18  /* bool: attend: a tree hides some of the newest n_queries positions */
-#define TQKV_FC_BATCH       19  /* bool: attend, attend_merge: arguments and offsets come from items */
+#define TQKV_FC_VALUE_PAGES  17 /* bool: encode_kv: the values' slots */
+#define TQKV_FC_TREE         18 /* bool: attend: a tree hides some of the newest n_queries positions */
+#define TQKV_FC_BATCH        19 /* bool: attend, attend_merge: arguments and offsets come from items */
+#define TQKV_FC_FROM_SLICE   20 /* bool: attend_merge: of partial results there is one, a slice: out, max and sum */
+#define TQKV_FC_TO_SLICE     21 /* bool: attend_merge: makes a slice; from one: adds it to the one that is there */
+#define TQKV_FC_TAIL_FORMAT  22 /* uint: attend: that of the keys' tail; 0: there is none */
+#define TQKV_FC_ROTATE_TAIL  23 /* bool: attend: the tail is rotated, queries are not */
+#define TQKV_FC_TAIL_CENTER  24 /* bool: attend: as TQKV_FC_CENTER, of the tail */
+#define TQKV_FC_TAIL_ROTATED 25 /* bool: attend: rotate the tail's centre before it is used */
+#define TQKV_FC_LIST         26 /* bool: attend: queries see listed blocks alone */
+
+#define TQKV__CONSTANTS 27 /* of them */
+/* Those that are uint, a bit each. */
+#define TQKV__NUMBERS                                                                                                  \
+    (1u << TQKV_FC_FORMAT | 1u << TQKV_FC_VALUE_FORMAT | 1u << TQKV_FC_COLUMNS | 1u << TQKV_FC_TYPE |                  \
+     1u << TQKV_FC_VALUE_TYPE | 1u << TQKV_FC_TAIL_FORMAT)
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
-#define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) == 512 ? 4 : 2)
+#define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) <= 512 ? 4 : 2)
+
+/* head_dim of the tail that keys of head_dim D may have; 0: none */
+#define TQKV__TAIL_DIM(D) ((D) == 448 || (D) == 512 ? 64 : 0)
 
 /* Lanes of a simdgroup that share a row: a lane has its values from all runs, for the matrix across them. */
 #define TQKV__ROW_LANES(D) (TQKV__RUNS(D) > 1 ? (D) / TQKV__RUNS(D) : 32)
@@ -333,9 +351,17 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 /* An element of a matrix for that test: below 64, and any two are different. */
 #define TQKV__MATRIX_TEST(row, column, seed) (((row)*8 + (column)) * (seed) % 64)
 
-/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. */
-#define TQKV__MOST_MATRIX_COLUMNS(D) ((D) <= 128 ? 32 : 8)
-#define TQKV__MATRIX_SIMDGROUPS      4                                              /* at most, of a threadgroup */
+/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. Of longer rows, whose sums
+   TQKV__LONG_SIMDGROUPS share, threadgroup memory holds the queries of 8; a shim may have more. */
+#ifndef TQKV__LONG_COLUMNS
+#define TQKV__LONG_COLUMNS 8
+#endif
+#define TQKV__MOST_MATRIX_COLUMNS(D) ((D) <= 128 ? 32 : (D) <= 256 ? 8 : TQKV__LONG_COLUMNS)
+#define TQKV__LONG_SIMDGROUPS        8
+#define TQKV__LONG_WEIGHT_BYTES(n)   (8192 * (n)) /* of (1): a tile's weights of each simdgroup, or */
+#define TQKV__LONG_ROW_BYTES(D)      (16 * (D))   /*     four queries */
+#define TQKV__LONG_PART              64           /* values of a row a simdgroup */
+#define TQKV__MATRIX_SIMDGROUPS      4            /* at most, of a threadgroup */
 #define TQKV__MATRICES(columns)      ((columns) <= 8 ? 1 : (columns) <= 16 ? 2 : 4) /* that hold so many */
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
@@ -343,9 +369,10 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
                               /* (1) of encode, (0) of probe: with a matrix */
                               /*     the rows of n simdgroups */
 #define TQKV__ROW_BYTES(D, n) (TQKV__RUNS(D) > 1 ? (n)*128 * (TQKV__RUNS(D) + 1) : 0)
-#define TQKV__TABLE_BYTES     1024                                       /* (0) of decode: a codebook */
-                                                                         /* (2) of encode: squares of its centroids */
-#define TQKV__ATTEND_TABLE_BYTES        (2 * TQKV__TABLE_BYTES)          /* (0) codebooks of keys and values */
+#define TQKV__TABLE_BYTES     1024 /* (0) of decode: a codebook */
+                                   /* (2) of encode: squares of its centroids */
+#define TQKV__ATTEND_TABLE_BYTES                                                                                       \
+    (2 * TQKV__TABLE_BYTES) /* (0) codebooks of keys and values; TABLE_BYTES for a tail's */
 #define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums or: */
 #define TQKV__ATTEND_SUM_BYTES(D)       (4 * (D)*TQKV__MAX_COLUMNS(D))   /*     the sums, of several stretches */
 #define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
@@ -353,7 +380,7 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 #define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /*     of n simdgroups */
 #define TQKV__MATRIX_QUERY_BYTES(D)     (32 * (D))                       /* (1) of attend_matrix: 8 queries, and */
 #define TQKV__MATRIX_SUM_BYTES(D)       (64 * ((D) + 4)) /*     padded sums of 4 simdgroups and columns */
-#define TQKV__MATRIX_KEPT_BYTES(n)      (544 * (n))      /* (3) of n matrices of columns: 17 numbers a column, and */
+#define TQKV__MATRIX_KEPT_BYTES(n)      (576 * (n))      /* (3) of n matrices of columns: 18 numbers a column, and */
 #define TQKV__MATRIX_STATE_BYTES(n)     (64 * (n))       /*     maximum and sum of a simdgroup */
 #define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
 
@@ -369,6 +396,11 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
 
+/* Digits of a score that index_choice counts at a time. Scratch of a query, in words: three passes of counts a chunk, and two
+   words a pass; none for one chunk. */
+#define TQKV__CHOOSE_COUNTS     2048
+#define TQKV__CHOOSE_SCRATCH(n) ((n) > 1 ? (n)*3 * TQKV__CHOOSE_COUNTS + 6 : 0)
+
 /* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side, 8 up to D=128. */
 #define TQKV__ENCODE_ROWS(D) (TQKV__RUNS(D) > 1 ? 128 / TQKV__ROW_LANES(D) : (D) == 32 ? 64 : 4096 / (D))
 
@@ -380,16 +412,16 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
         TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),                                 \
         TQKV__ATTEND_WEIGHT_BYTES(D, 1), TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1),                   \
-        TQKV__MERGE_BYTES(D, 1), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D),                    \
+        TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
         TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__MATRIX_KEPT_BYTES(1),                            \
-        TQKV__MATRIX_STATE_BYTES(1)
-enum { TQKV__KERNEL_DIMS = 10, TQKV__N_KERNEL_SIZES = 19 };
+        TQKV__MATRIX_STATE_BYTES(1), TQKV__LONG_WEIGHT_BYTES(1)
+enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 21 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
-   TQKV__NARROW_VALUES in encode_kv and attend. */
+   TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for values. */
 #define TQKV__KERNELS(row, x)                                                                                          \
     row(x, 0, 32) row(x, 1, 48) row(x, 2, 64) row(x, 3, 80) row(x, 4, 96) row(x, 5, 128) row(x, 6, 192) row(x, 7, 256) \
-        row(x, 8, 512) row(x, 9, 1024)
+        row(x, 8, 448) row(x, 9, 512) row(x, 10, 1024)
 #define TQKV__WIDE_KEYS     192
 #define TQKV__NARROW_VALUES 128
 /* head_dim number i of the kernels, or 0; whether D has kernels */
@@ -423,6 +455,7 @@ typedef struct tqkv__attend_args {
     int32_t group;                  /* query heads a KV head */
     int32_t kv_len;                 /* query i is at position kv_len - n_queries + i; before 0 it sees nothing */
     int32_t window;                 /* 0: none, or at least kv_len */
+    int32_t slice_end;              /* positions from here on are not seen; kv_len, or less in a slice */
     int32_t first_stretch;          /* that a query sees */
     int32_t stretch_tiles, n_short; /* TQKV__STRETCH_OF_TILE */
     int32_t n_splits;               /* threadgroups along the context */
@@ -437,17 +470,57 @@ typedef struct tqkv__attend_args {
     int32_t value_page_size, value_last_page;
     uint32_t key_page_factor, value_page_factor; /* page of a tile: the upper word of the product of tile and factor, */
     int32_t key_page_shift, value_page_shift;    /* shifted to the right */
-    int32_t first_of_tree; /* read if TQKV_FC_TREE: position kv_len - n_queries, or INT_MAX without a tree */
+    int32_t first_of_tree;           /* read if TQKV_FC_TREE: position kv_len - n_queries, or INT_MAX without a tree */
+    int32_t list_heads, list_row;    /* read if TQKV_FC_LIST; integers of a row that attend_list wrote */
+    int32_t list_shift, list_inside; /* as in tqkv__list_args */
+    int32_t list_base, list_slots;   /* slot of that block's first position; from list_slots on there is none */
 } tqkv__attend_args;
+
+/* attend_list. Positions count from the oldest resident one, and blocks from its block, number first_block, of which it is
+   position `inside`. A row that it writes: how many ranks there are, how many entries come before the newest blocks, the
+   first of these, the position before which they are not seen, the position of rank 0 in blocks, times their size; then the
+   entries. */
+#define TQKV__LIST_HEADER 8
+typedef struct tqkv__list_args {
+    int32_t n_queries, list_heads, list_length;
+    int32_t shift;                     /* a block is 1 << shift positions */
+    int32_t newest;                    /* positions that are seen beside the list */
+    int32_t kv_len, window, slice_end; /* as in tqkv__attend_args */
+    int32_t first_block, inside;
+} tqkv__list_args;
 
 typedef struct tqkv__merge_args {
     int32_t n_rows;  /* n_queries * n_heads */
     int32_t n_heads; /* row r is of head r modulo n_heads */
     int32_t group;   /* query heads a KV head */
     int32_t n_partials;
-    int32_t section; /* partial results of a section: TQKV__SECTION or, if they are sections, 1 */
-    int32_t before;  /* those of the first section that are left out */
+    int32_t section;         /* partial results of a section: TQKV__SECTION or, if they are sections, 1 */
+    int32_t before;          /* those of the first section that are left out */
+    int32_t n_first, n_last; /* partial results of the first and last positions, before and behind the others */
 } tqkv__merge_args;
+
+/* index_choice: a query sees the keys before seen + (seen_rest + its number) / ratio. */
+typedef struct tqkv__choose_args {
+    int32_t seen, seen_rest, ratio;
+    int32_t end;             /* keys */
+    int32_t block, n_blocks; /* keys a block; blocks of a row of scores */
+    int32_t from;            /* the block of the first resident key */
+    int32_t k, first, newest;
+    int32_t chunk, n_chunks;       /* blocks of a threadgroup; threadgroups of a row */
+    int32_t first_pass, last_pass; /* of this dispatch: 0 to 2 count digits, 3 writes */
+} tqkv__choose_args;
+
+/* index_scores. `keys` is that of a call whose heads are those of the index; its resident positions are the keys from number
+   first_key on. */
+#define TQKV__INDEX_KEYS 1024 /* whose scores are in threadgroup memory at a time */
+#define TQKV__POOL_MEAN  1    /* tqkv_pool */
+typedef struct tqkv__index_args {
+    tqkv__attend_args keys;
+    int32_t seen, seen_rest, ratio, end, block, n_blocks; /* as in tqkv__choose_args */
+    int32_t first_key;
+    int32_t blocks_each; /* of a threadgroup: TQKV__INDEX_KEYS keys at most, or one block */
+    int32_t pool, relu, has_weights;
+} tqkv__index_args;
 
 /* One call of a batch. The threadgroups of attend number blocks of query rows first, then splits, then items. Offsets
    are from where the buffer is bound, in units of: */
@@ -458,13 +531,14 @@ typedef struct tqkv__batch_item {
     tqkv__merge_args merge;
     int32_t n_items, first_group, first_row; /* of the batch; threadgroups and query rows of the items before */
     uint32_t q, key_codes, key_norms, value_codes, value_norms, partial_out, partial_state, key_center;
-    uint32_t key_pages, value_pages, tree, out, value_center;
+    uint32_t key_pages, value_pages, tree, out, value_center, tail_codes, tail_norms, tail_center;
 } tqkv__batch_item;
 
 /* The structs that C and the shaders share. */
 #define TQKV__SHARED_STRUCTS(row)                                                                                      \
-    row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item)
-enum { TQKV__N_SHARED_STRUCTS = 6 };
+    row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item) row(choose_args)   \
+        row(list_args) row(index_args)
+enum { TQKV__N_SHARED_STRUCTS = 9 };
 
 /* Output of the kernel `tables`: the tables and sizes that the shaders were compiled with. */
 typedef struct tqkv__table_report {
@@ -477,10 +551,13 @@ typedef struct tqkv__table_report {
 
 TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 116);
-TQKV__ASSERT_SIZE(tqkv__merge_args, 24);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 204);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4500);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 144);
+TQKV__ASSERT_SIZE(tqkv__merge_args, 32);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 252);
+TQKV__ASSERT_SIZE(tqkv__choose_args, 56);
+TQKV__ASSERT_SIZE(tqkv__list_args, 40);
+TQKV__ASSERT_SIZE(tqkv__index_args, 188);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4676);
 
 // ---- shaders/common.h ----
 
@@ -1099,14 +1176,17 @@ inline void butterflies(thread float *x, int distance)
     }
 }
 
-// Row `row` of the Hadamard matrix of order M, 12 or 20: bit j is set where value j is subtracted.
+// Row `row` of the Hadamard matrix of order M, 12, 20 or 28: bit j is set where value j is subtracted.
 template <int M>
 inline uint matrix_row(int row)
 {
     uint bits = 0;
     TQKV_UNROLL
     for (int i = 0; i < (M + 7) / 8; i++)
-        bits |= uint(M == 12 ? tqkv__tables.hadamard_12[row][i] : tqkv__tables.hadamard_20[row][i]) << (8 * i);
+        bits |= uint(M == 12   ? tqkv__tables.hadamard_12[row][i]
+                     : M == 20 ? tqkv__tables.hadamard_20[row][i]
+                               : tqkv__tables.hadamard_28[row][i])
+                << (8 * i);
     return bits;
 }
 
@@ -1240,6 +1320,15 @@ inline void add_center(device const float *center, uint kv_head, bool rotated, f
 #define TQKV_SOFTMAX_H
 
 #define TQKV_LOG2E 1.44269504f
+#define TQKV_LN2   0.693147181f
+
+// A maximum of a slice, in powers of e as on the processor. Maxima here are whole numbers, in powers of two: rounding to
+// powers of e and back is undone, so slices have the bits of the whole call. A processor's maximum is as close as it was.
+inline float maximum_of_slice(float max)
+{
+    float maximum = max * TQKV_LOG2E, whole = rint(maximum);
+    return fabs(maximum - whole) <= fabs(maximum) * (1.0f / 4194304.0f) ? whole : maximum;
+}
 
 // 2^(own - largest), and exactly 1 where the two are equal: then adding nothing changes no bit. The maximum of nothing
 // is -INFINITY and its share is 0. Both are selected, because -INFINITY minus -INFINITY is NaN. The fast exponential
@@ -1271,6 +1360,9 @@ inline shares shares_of(float kept, float added)
 // oldest resident one. A tile is a range of 32 slots, not of positions, so a ring does not wrap inside a tile. Only the
 // mask knows positions. With page tables a slot here is what it would be in a linear store, and a tile lies in one page:
 // only tile_memory knows where.
+// With a list of blocks the positions of the blocks have ranks 0, 1, 2 .., and take the slots from list_base on, one after
+// the other: a tile is 32 of these slots, whose rows may lie anywhere. A list of all blocks gives the tiles that there are
+// without one.
 #ifndef TQKV_TILES_H
 #define TQKV_TILES_H
 
@@ -1281,6 +1373,7 @@ constant bool short_store [[function_constant(TQKV_FC_SHORT_STORE)]];
 constant bool paged [[function_constant(TQKV_FC_PAGES)]];
 constant bool has_tree [[function_constant(TQKV_FC_TREE)]];
 constant bool batch [[function_constant(TQKV_FC_BATCH)]];
+constant bool has_list [[function_constant(TQKV_FC_LIST)]];
 
 inline int position_of_slot(constant tqkv__attend_args &args, uint slot)
 {
@@ -1336,15 +1429,52 @@ inline bool tree_shows(constant tqkv__attend_args &args, device const uint *tree
     return (tree[query * 2u + bit / 32u] >> (bit % 32u) & 1u) != 0;
 }
 
+// A row that attend_list wrote, of the query of a threadgroup.
+struct listed_blocks {
+    device const int *blocks; // [n_before], then all from `recent` on, whose positions before `hidden` are not seen
+    int n_ranks, n_before, recent, hidden;
+    int base; // slot of rank 0
+};
+
+inline void open_list(constant tqkv__attend_args &args, device const int *rows, uint query, uint kv_head,
+                      thread listed_blocks &list)
+{
+    uint heads = uint(args.list_heads), head = heads > 1u ? kv_head : 0u;
+    device const int *row = rows + row_offset(query * heads + head, uint(args.list_row));
+    list.blocks = row + TQKV__LIST_HEADER;
+    list.n_ranks = row[0];
+    list.n_before = row[1];
+    list.recent = row[2];
+    list.hidden = row[3];
+    list.base = args.list_base + row[4];
+}
+
+// The position of row `row` of a tile; newer than all queries if it is not seen, or in another tile.
+inline int listed_position(constant tqkv__attend_args &args, thread const listed_blocks &list, uint tile, uint row)
+{
+    uint slots = uint(args.list_slots), slot = (slots < 32u ? 0u : min(tile * 32u, slots - 32u)) + row;
+    int rank = int(slot) - list.base;
+    if (slot < tile * 32u || rank < 0 || rank >= list.n_ranks) return 0x7fffffff;
+    int entry = rank >> args.list_shift, from = entry - list.n_before;
+    int block = from < 0 ? list.blocks[entry] : list.recent + from;
+    int position = (block << args.list_shift) + (rank & ((1 << args.list_shift) - 1)) - args.list_inside;
+    return position < 0 || (from >= 0 && position < list.hidden) ? 0x7fffffff : position;
+}
+
 // The tiles of the store that some of the threadgroup's columns sees: [begin, end) without [gap_begin, gap_end). A ring
 // that wraps has a gap if its newest positions, in the first slots, do not meet the oldest ones.
 struct tile_range {
     uint begin, end, gap_begin, gap_end;
 };
 
-inline tile_range tiles_seen(constant tqkv__attend_args &args, uint first_column)
+inline tile_range tiles_seen(constant tqkv__attend_args &args, uint first_column, thread const listed_blocks &list)
 {
-    int newest = newest_seen(args, row_of_column(args, first_column + columns - 1u).query);
+    if (has_list) {
+        uint first = uint(list.base);
+        tile_range listed = {first / 32u, (first + uint(list.n_ranks) + 31u) / 32u, 0u, 0u};
+        return listed;
+    }
+    int newest = min(newest_seen(args, row_of_column(args, first_column + columns - 1u).query), args.slice_end - 1);
     int oldest = newest_seen(args, row_of_column(args, first_column).query) - args.window + 1;
     if (args.window == 0 || oldest < 0) oldest = 0;
     uint capacity = uint(args.key_capacity), slot = uint(args.key_oldest_slot) + uint(oldest);
@@ -1405,12 +1535,13 @@ inline uint first_slot_of_tile(constant tqkv__attend_args &args, uint number)
     return short_store && args.key_capacity < 32 ? 0u : min(number * 32u, uint(args.key_capacity) - 32u);
 }
 
-// The position of a tile's row; newer than all queries if the row belongs to another tile.
+// The position of a tile's row; newer than all queries if the row belongs to another tile or slice.
 inline int position_in_tile(constant tqkv__attend_args &args, uint number, uint row)
 {
     uint first = first_slot_of_tile(args, number);
-    bool own = first + row >= number * 32u && first + row < uint(args.key_capacity);
-    return own ? position_of_slot(args, first + existing_row(args, row)) : 0x7fffffff;
+    int position = position_of_slot(args, first + existing_row(args, row));
+    bool own = first + row >= number * 32u && first + row < uint(args.key_capacity) && position < args.slice_end;
+    return own ? position : 0x7fffffff;
 }
 
 // The tiles of one simdgroup, one after another.
@@ -1469,12 +1600,42 @@ inline bool in_first_section(stretch_range own, uint stretch)
 
 struct page_tables {
     device const int *keys, *values; // [n_pages]
+    listed_blocks list;
+    uint lane;
 };
 
-// Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself.
+// Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. With a list
+// those of the row with the lane's number, and its position.
 struct tile_memory {
     uint keys, values;
+    int position;
 };
+
+// Slots in memory of a row of a tile. All lanes of the simdgroup must come here together.
+inline uint key_slot(constant tqkv__attend_args &args, uint base, uint row)
+{
+    return has_list ? simd_shuffle(base, ushort(row)) : base + existing_row(args, row);
+}
+
+inline uint value_slot(constant tqkv__attend_args &args, uint base, uint row)
+{
+    return has_list ? simd_shuffle(base, ushort(row)) : value_slot_of(args, base + existing_row(args, row));
+}
+
+// Codes of such a row, of `bytes` each. As one sum, so that the part of all rows is computed once.
+inline device const uchar *key_codes(constant tqkv__attend_args &args, device const uchar *codes, uint bytes, uint base,
+                                     uint row)
+{
+    if (has_list) return codes + ulong(simd_shuffle(base, ushort(row))) * ulong(bytes);
+    return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
+}
+
+inline device const uchar *value_codes(constant tqkv__attend_args &args, device const uchar *codes, uint bytes,
+                                       uint base, uint row)
+{
+    if (has_list || !(same_slots || paged)) return codes + ulong(value_slot(args, base, row)) * ulong(bytes);
+    return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
+}
 
 // A tile is opened before it is known whether some query sees it: its entry may be anything.
 inline uint slot_in_pages(device const int *pages, int page_size, uint factor, int shift, int last_page, uint tile)
@@ -1484,11 +1645,10 @@ inline uint slot_in_pages(device const int *pages, int page_size, uint factor, i
     return (page - at) * uint(page_size) + tile * 32u;
 }
 
-inline tile_memory find_tile(constant tqkv__attend_args &args, page_tables pages, uint number)
+// Through the tables: where the rows of the tile with slot `first` begin.
+inline tile_memory find_in_pages(constant tqkv__attend_args &args, thread const page_tables &pages, uint first)
 {
-    uint first = first_slot_of_tile(args, number);
-    tile_memory result = {first, first};
-    if (!paged) return result;
+    tile_memory result = {0u, 0u, 0};
     result.keys = slot_in_pages(pages.keys, args.key_page_size, args.key_page_factor, args.key_page_shift,
                                 args.key_last_page, first / 32u);
     first = min(first, uint(args.value_capacity) - 32u); // a longer table of the keys
@@ -1498,18 +1658,49 @@ inline tile_memory find_tile(constant tqkv__attend_args &args, page_tables pages
     return result;
 }
 
+// The row with the lane's number. One that is not seen lies where the oldest position does.
+inline tile_memory find_listed(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)
+{
+    int position = listed_position(args, pages.list, number, pages.lane);
+    uint at = position == 0x7fffffff ? 0u : uint(position), keys = uint(args.key_oldest_slot) + at;
+    keys = keys < uint(args.key_capacity) ? keys : keys - uint(args.key_capacity);
+    tile_memory result = {keys, keys, position};
+    if (paged) {
+        tile_memory tile = find_in_pages(args, pages, keys / 32u * 32u);
+        result.keys = tile.keys + keys % 32u;
+        result.values = tile.values + keys % 32u;
+    } else if (!same_slots) {
+        result.values = value_slot_of(args, keys);
+    }
+    return result;
+}
+
+inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)
+{
+    if (has_list) return find_listed(args, pages, number);
+    uint first = first_slot_of_tile(args, number);
+    tile_memory result = {first, first, 0};
+    return paged ? find_in_pages(args, pages, first) : result;
+}
+
+// The position of row `row` of a tile that was found; newer than all queries if it belongs to another tile.
+inline int position_of_row(constant tqkv__attend_args &args, tile_memory base, uint number, uint row)
+{
+    return has_list ? int(simd_shuffle(uint(base.position), ushort(row))) : position_in_tile(args, number, row);
+}
+
 struct tile_place {
     tile_memory base;
     uint row;     // of this lane
     int position; // of the lane's row
 };
 
-inline tile_place open_tile(constant tqkv__attend_args &args, page_tables pages, uint number, uint row)
+inline tile_place open_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number, uint row)
 {
     tile_place result;
     result.base = find_tile(args, pages, number);
     result.row = row;
-    result.position = position_in_tile(args, number, row);
+    result.position = position_of_row(args, result.base, number, row);
     return result;
 }
 
@@ -1523,12 +1714,13 @@ inline tile_place open_tile(constant tqkv__attend_args &args, page_tables pages,
 // the end of a stretch. A key or value is decoded once for all columns: that decides the speed.
 //
 // Within a tile
-//   keys     up to 4 lanes share a row and load 16 bytes at a time; a reduction leaves each lane the score of one row
+//   keys     up to 4 lanes share a row and load 16 bytes at a time; a reduction leaves each lane the score of one row;
+//            likewise the tail, a second part of each key, whose scores are added
 //   softmax  one row a lane
 //   values   the lanes lie across the row; the weights come from threadgroup memory
 //
-// Letters: D head_dim, W code width of a stored value, K and V before either: of keys and of values. C most columns,
-// the same for both head_dims. N values that a lane loads at a time, R lanes that share a row of keys, V output values
+// Letters: D head_dim, W code width of a stored value, K and V before either: of keys and of values; T that of a tail. C
+// most columns, the same for all head_dims. N values that a lane loads at a time, R lanes that share a row of keys, V output values
 // of a column that a lane keeps.
 #ifndef TQKV_ATTEND_H
 #define TQKV_ATTEND_H
@@ -1540,6 +1732,10 @@ constant bool softcap [[function_constant(TQKV_FC_SOFTCAP)]];
 constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
 constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
+constant uint tail_format [[function_constant(TQKV_FC_TAIL_FORMAT)]];
+constant bool rotate_tail [[function_constant(TQKV_FC_ROTATE_TAIL)]];
+constant bool tail_centered [[function_constant(TQKV_FC_TAIL_CENTER)]];
+constant bool rotate_tail_center [[function_constant(TQKV_FC_TAIL_ROTATED)]];
 
 // A loop over columns runs to the constant maximum and tests inside. It unrolls into registers, and the iterations
 // beyond `columns` disappear when the pipeline is built.
@@ -1551,8 +1747,10 @@ constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 // The running maximum starts here, below every score. It is finite, so a masked score minus it is -INFINITY, not NaN.
 #define NOTHING_SEEN (-3.0e38f)
 
-// Output values of a column that a lane keeps: pieces of 8 values, D/256 of them where 32 lanes do not span the row.
-#define LANE_SUMS(D) ((D) <= 256 ? 8 : (D) / 32)
+// Output values of a column that a lane keeps: pieces of 8 values, several where 32 lanes do not span the row. Pieces lie
+// LANE_SPAN(D) * 8 values apart: so many lanes have values.
+#define LANE_SUMS(D) ((D) <= 256 ? 8 : ((D) + 511) / 512 * 16)
+#define LANE_SPAN(D) ((D) / LANE_SUMS(D))
 
 // The codes and norms of one KV head.
 struct stream_rows {
@@ -1562,22 +1760,26 @@ struct stream_rows {
 
 // What a threadgroup works on, and the place of this thread in it. n_heads is n_kv_heads * group.
 struct attend_task {
-    device const uchar *q;     // [n_queries][n_heads][KD]
-    stream_rows keys, values;  // of the KV head
-    device float *partial_out; // [n_partials][n_queries][n_heads][VD]: sum of weight * value
+    device const uchar *q;          // [n_queries][n_heads][KD + T]
+    stream_rows keys, values, tail; // of the KV head; tail: if there is one
+    device float *partial_out;      // [n_partials][n_queries][n_heads][VD]: sum of weight * value
     // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in powers of two), sum of the weights
     device float *partial_state;
-    device const float *center; // [n_kv_heads][KD]: of the keys
+    device const float *center, *tail_center; // [n_kv_heads][KD]: of the keys; [n_kv_heads][T]
     page_tables pages;
-    device const uint *tree;    // [n_queries][2]
-    threadgroup float *tables;  // [2][256]: codebooks of keys and values
-    threadgroup float *queries; // [columns][padded KD]
+    device const int *list_rows;     // [n_queries][list_heads][list_row]: of attend_list
+    device const uint *tree;         // [n_queries][2]
+    threadgroup float *tables;       // [2][256]: codebooks of keys and values
+    threadgroup float *tail_table;   // [256]: of the tail
+    threadgroup float *queries;      // [columns][padded KD]
+    threadgroup float *tail_queries; // [columns][padded T]
     threadgroup float *sums;    // [columns][VD]: of a stretch. After the only stretch they take the queries' memory
     threadgroup float *weights; // [n_simdgroups][32][C]
     threadgroup float *kept;    // [2][C][2]: maximum and sum of the section so far, and of all earlier sections. Before
                                 // them [C]: the centre's score in powers of two
     threadgroup float *states;  // [n_simdgroups][C][2]: maximum and sum
     uint kv_head, first_column, split;
+    uint end_column; // of those columns that there are
     uint lane, simdgroup, n_simdgroups;
 };
 
@@ -1594,14 +1796,22 @@ struct column_state {
 inline uint blocks_of_rows(constant tqkv__attend_args &args)
 {
     uint each = max(uint(columns), 1u); // 0 where shaders are only checked
+    if (has_list) return uint(args.n_queries) * ((uint(args.group) + each - 1u) / each); // of one query each
     return (uint(args.n_queries) * uint(args.group) + each - 1u) / each;
 }
 
 // Blocks of rows and splits count from the last. Those have the most to do, and none begins when the others are done.
 inline void open_place(constant tqkv__attend_args &args, uint block, uint split, thread attend_task &task)
 {
-    task.first_column = (blocks_of_rows(args) - 1u - block) * columns;
+    uint number = blocks_of_rows(args) - 1u - block, group = uint(args.group);
+    task.first_column = number * columns;
+    task.end_column = uint(args.n_queries) * group;
     task.split = uint(args.n_splits) - 1u - split;
+    if (!has_list) return;
+    uint blocks = blocks_of_rows(args) / uint(args.n_queries), query = number / blocks;
+    task.first_column = query * group + number % blocks * columns;
+    task.end_column = (query + 1u) * group;
+    open_list(args, task.list_rows, query, task.kv_head, task.pages.list);
 }
 
 // The arrays of an item of a batch, and its threadgroup `number` of the batch.
@@ -1617,6 +1827,9 @@ inline void open_item(constant tqkv__batch_item &item, uint number, thread atten
     task.partial_state = task.partial_out + item.partial_state;
     task.partial_out += item.partial_out;
     task.center += item.key_center;
+    task.tail.codes += row_offset(item.tail_codes, TQKV__CODES_UNIT);
+    task.tail.norms += item.tail_norms;
+    task.tail_center += item.tail_center;
     task.pages.keys += item.key_pages;
     task.pages.values += item.value_pages;
     task.tree += item.tree;
@@ -1654,6 +1867,45 @@ inline float row_scale(uint format, stream_rows rows, uint slot, float block_sca
     return one_norm<D>(format) ? stored_scale<D>(format, rows, slot, 0u, block_scale) : 1.0f;
 }
 
+// ---- Parts of a key: its stream, and its tail ----
+
+// Values of a tail behind each of D values of a query.
+template <int D>
+inline uint tail_values()
+{
+    return TQKV__TAIL_DIM(D) != 0 && tail_format != 0 ? uint(TQKV__TAIL_DIM(D)) : 0u;
+}
+
+// Whether all scores of a query lack the same number, in task.kept.
+inline bool has_shifts() { return key_centered || tail_centered; }
+
+// One part of the keys, and of the queries. `format` and all bools are function constants.
+struct key_part {
+    uint format;
+    stream_rows rows; // of the KV head
+    float block_scale;
+    threadgroup float *queries;
+    bool rotate, centered, rotate_center;
+    device const float *center;
+    uint first; // value of a query
+};
+
+inline key_part first_part(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    key_part part = {key_format,    task.keys,      args.key_block_scale,
+                     task.queries,  rotate_queries, key_centered,
+                     rotate_center, task.center,    0u};
+    return part;
+}
+
+template <int D>
+inline key_part tail_part(thread const attend_task &task)
+{
+    key_part part = {tail_format,        task.tail,        1.0f,   task.tail_queries, rotate_tail, tail_centered,
+                     rotate_tail_center, task.tail_center, uint(D)};
+    return part;
+}
+
 // ---- Keys: layout over the lanes ----
 
 // Values of a row that a lane loads at a time: 16 bytes of codes, 8 where 16 do not divide the row, or the whole row.
@@ -1672,10 +1924,18 @@ inline float row_scale(uint format, stream_rows rows, uint slot, float block_sca
 
 // The row of a tile whose score a lane ends with.
 template <int D>
-inline uint row_of_lane(uint lane)
+inline uint row_of_lane(uint format, uint lane)
 {
-    const uint R = uint(BY_CODE_WIDTH(key_format, KEY_LANES, D));
+    const uint R = uint(BY_CODE_WIDTH(format, KEY_LANES, D));
     return lane % R * (32u / R) + lane / R;
+}
+
+// And the lane that ends with the score of a row.
+template <int D>
+inline uint lane_of_tile_row(uint format, uint row)
+{
+    const uint R = uint(BY_CODE_WIDTH(format, KEY_LANES, D));
+    return row % (32u / R) * R + row / (32u / R);
 }
 
 // Codes of the next steps of a lane's R rows, and for rows of several norms the factors of the next block.
@@ -1690,20 +1950,21 @@ struct key_steps {
 // A query in threadgroup memory has 4 floats of padding after every N values. Lanes that share a row of keys then read
 // different banks.
 template <int D>
-inline uint padded(uint value)
+inline uint padded(uint format, uint value)
 {
-    return value + value / uint(BY_CODE_WIDTH(key_format, KEY_VALUES, D)) * 4u;
+    return value + value / uint(BY_CODE_WIDTH(format, KEY_VALUES, D)) * 4u;
 }
 
-// The score of the keys' centre: all scores of the query lack it. Every lane of the row has the result. x: the lane's
-// part of the query
+// The score of the centre of a part of the keys: all scores of the query lack it. Every lane of the row has the result. x: the
+// lane's values of the query
 template <int D>
-inline float score_of_center(constant tqkv__attend_args &args, thread const attend_task &task, thread const float *x)
+inline float score_of_center(constant tqkv__attend_args &args, thread const attend_task &task,
+                             thread const key_part &keys, thread const float *x)
 {
     float center[TQKV_LANE_VALUES(D)], dot = 0.0f;
     uint part = lane_of_row<D>(task.lane);
-    load_row<D>(task.center + row_offset(task.kv_head, D), part, center);
-    if (rotate_center) rotate_row<D>(center, part);
+    load_row<D>(keys.center + row_offset(task.kv_head, D), part, center);
+    if (keys.rotate_center) rotate_row<D>(center, part);
     TQKV_UNROLL
     for (int i = 0; i < TQKV_LANE_VALUES(D); i++) dot = fma(x[i], center[i], dot);
     TQKV_UNROLL
@@ -1711,43 +1972,64 @@ inline float score_of_center(constant tqkv__attend_args &args, thread const atte
     return dot * (args.scale * TQKV_LOG2E);
 }
 
-// TQKV_ROWS(D) columns at a time. Lanes beyond the last column repeat it and store nothing.
+// The values of a query that belong to a part of the keys: row `row` of all queries, `each` values long.
 template <int D>
-inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task)
+inline void load_query(thread const attend_task &task, thread const key_part &keys, uint row, uint each,
+                       thread float *x)
+{
+    load_typed_row<D>(row_type, task.q, row_offset(row, each) + ulong(keys.first), lane_of_row<D>(task.lane), x);
+}
+
+// TQKV_ROWS(D) columns at a time. Lanes beyond the last column repeat it and store nothing. each: values of a query
+template <int D>
+inline void load_query_part(constant tqkv__attend_args &args, thread const attend_task &task,
+                            thread const key_part &keys, uint each)
 {
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
+    const uint length = padded<D>(keys.format, D);
     uint part = lane_of_row<D>(task.lane);
     for (uint c = task.simdgroup * uint(TQKV_ROWS(D)); c < columns; c += task.n_simdgroups * uint(TQKV_ROWS(D))) {
         uint own = c + task.lane / uint(L), column = min(own, columns - 1u);
         query_row row = row_of_column(args, task.first_column + column);
         uint head = task.kv_head * uint(args.group) + uint(row.head);
-        uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
         float x[TQKV_LANE_VALUES(D)];
-        load_typed_row<D>(row_type, task.q, row_offset(at, D), part, x);
-        float shift = key_centered ? score_of_center<D>(args, task, x) : 0.0f;
-        if (key_centered && part == 0 && own < columns) task.kept[column] = shift;
-        if (rotate_queries) rotate_row<D>(x, part);
+        load_query<D>(task, keys, uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head, each, x);
+        float shift = keys.centered ? score_of_center<D>(args, task, keys, x) : 0.0f;
+        if (has_shifts() && part == 0 && own < columns)
+            task.kept[column] = keys.first == 0 ? shift : task.kept[column] + shift;
+        if (keys.rotate) rotate_row<D>(x, part);
         TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
-            if (own < columns) task.queries[column * padded<D>(D) + padded<D>(value_of_lane<L, C>(part, i))] = x[i];
+            if (own < columns)
+                keys.queries[column * length + padded<D>(keys.format, value_of_lane<L, C>(part, i))] = x[i];
     }
+}
+
+template <int D>
+inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    const int T = TQKV__TAIL_DIM(D) != 0 ? TQKV__TAIL_DIM(D) : 64;
+    const uint each = uint(D) + tail_values<D>();
+    load_query_part<D>(args, task, first_part(args, task), each);
+    if (tail_values<D>() == 0) return;
+    if (has_shifts()) threadgroup_barrier(mem_flags::mem_threadgroup);
+    load_query_part<T>(args, task, tail_part<D>(task), each);
 }
 
 // ---- Keys: one tile ----
 
 // Codes of the batch that begins with step `step`, of the tile at slot `base`.
 template <int D, int W>
-inline void load_key_codes(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint step,
-                           thread key_steps<D, W> &keys)
+inline void load_key_codes(constant tqkv__attend_args &args, thread const attend_task &task,
+                           thread const key_part &part, uint base, uint step, thread key_steps<D, W> &keys)
 {
     const int N = KEY_VALUES(D, W), R = KEY_LANES(D, W);
-    device const uchar *tile = task.keys.codes + ulong(base) * ulong(row_bytes<D>(key_format));
     TQKV_UNROLL
     for (int b = 0; b < KEY_BATCH(D, W); b++) {
         TQKV_UNROLL
         for (int r = 0; r < R; r++) {
-            uint row = existing_row(args, uint(r * (32 / R)) + task.lane / uint(R));
-            load_codes<D, W, N>(key_format, tile + row * row_bytes<D>(key_format),
+            uint row = uint(r * (32 / R)) + task.lane / uint(R);
+            load_codes<D, W, N>(part.format, key_codes(args, part.rows.codes, row_bytes<D>(part.format), base, row),
                                 ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
         }
     }
@@ -1755,32 +2037,32 @@ inline void load_key_codes(constant tqkv__attend_args &args, thread const attend
 
 // Factors of block `block` of the lane's rows in the tile at slot `base`.
 template <int D, int W>
-inline void load_key_scales(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint block,
-                            thread key_steps<D, W> &keys)
+inline void load_key_scales(constant tqkv__attend_args &args, thread const attend_task &task,
+                            thread const key_part &part, uint base, uint block, thread key_steps<D, W> &keys)
 {
     const int R = KEY_LANES(D, W);
     TQKV_UNROLL
     for (int r = 0; r < R; r++) {
-        uint slot = base + existing_row(args, uint(r * (32 / R)) + task.lane / uint(R));
-        keys.scale[r] = stored_scale<D>(key_format, task.keys, slot, block, args.key_block_scale);
+        uint slot = key_slot(args, base, uint(r * (32 / R)) + task.lane / uint(R));
+        keys.scale[r] = stored_scale<D>(part.format, part.rows, slot, block, part.block_scale);
     }
 }
 
 // dot[r][c] += q_c . k over N values of each of the lane's R rows, from value `first` on.
 template <int D, int W, int R, int C>
-inline void multiply_keys(thread const raw_codes<W, KEY_VALUES(D, W)> (&raw)[R], uint first,
-                          threadgroup const float *queries, thread const codebook &book, thread float (&dot)[R][C])
+inline void multiply_keys(thread const key_part &part, thread const raw_codes<W, KEY_VALUES(D, W)> (&raw)[R],
+                          uint first, thread const codebook &book, thread float (&dot)[R][C])
 {
     const int N = KEY_VALUES(D, W);
-    threadgroup const float *own = queries + padded<D>(first);
+    threadgroup const float *own = part.queries + padded<D>(part.format, first);
     TQKV_UNROLL
     for (int i = 0; i < N; i += 4) {
         float x[R][4];
         TQKV_UNROLL
-        for (int r = 0; r < R; r++) values_at<W, N, 4>(key_format, raw[r], i, book, x[r]);
+        for (int r = 0; r < R; r++) values_at<W, N, 4>(part.format, raw[r], i, book, x[r]);
         FOR_COLUMNS(c)
         {
-            float4 q = *(threadgroup const float4 *)(own + (uint(c) * padded<D>(D) + uint(i)));
+            float4 q = *(threadgroup const float4 *)(own + (uint(c) * padded<D>(part.format, D) + uint(i)));
             TQKV_UNROLL
             for (int r = 0; r < R; r++)
                 dot[r][c] = fma(x[r][3], q.w, fma(x[r][2], q.z, fma(x[r][1], q.y, fma(x[r][0], q.x, dot[r][c]))));
@@ -1825,13 +2107,14 @@ inline void add_block(thread const float (&scale)[R], thread float (&dot)[R][C],
 
 // score[c] = q_c . k of the lane's row, without the factor of rows that have one norm. `keys` holds the first codes and
 // factors of the tile at slot `base`; at the end it holds those of the tile at `next_base`.
-template <int D, int W>
-inline void score_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint next_base,
-                       thread const codebook &book, thread key_steps<D, W> &keys, thread float *score)
+template <int D, int W, int C>
+inline void score_tile(constant tqkv__attend_args &args, thread const attend_task &task, thread const key_part &part,
+                       uint base, uint next_base, thread const codebook &book, thread key_steps<D, W> &keys,
+                       thread float *score)
 {
-    const int C = TQKV__MAX_COLUMNS(D), N = KEY_VALUES(D, W), R = KEY_LANES(D, W), B = KEY_BATCH(D, W);
-    const uint steps = uint(D / (N * R)), block_steps = steps / (uint(D) / norm_block<D>(key_format));
-    uint part = task.lane % uint(R);
+    const int N = KEY_VALUES(D, W), R = KEY_LANES(D, W), B = KEY_BATCH(D, W);
+    const uint steps = uint(D / (N * R)), block_steps = steps / (uint(D) / norm_block<D>(part.format));
+    uint own = task.lane % uint(R);
     float dot[R][C], total[R][C];
     TQKV_UNROLL
     for (int r = 0; r < R; r++) {
@@ -1842,20 +2125,20 @@ inline void score_tile(constant tqkv__attend_args &args, thread const attend_tas
         TQKV_UNROLL
         for (int b = 0; b < B; b++) {
             uint step = batch + uint(b), next = step + 1u;
-            multiply_keys<D, W, R, C>(keys.raw[b], (step * uint(R) + part) * uint(N), task.queries, book, dot);
-            if (one_norm<D>(key_format) || next % block_steps != 0) continue;
+            multiply_keys<D, W, R, C>(part, keys.raw[b], (step * uint(R) + own) * uint(N), book, dot);
+            if (one_norm<D>(part.format) || next % block_steps != 0) continue;
             add_block<R, C>(keys.scale, dot, total);
             bool last = next == steps;
-            load_key_scales<D, W>(args, task, last ? next_base : base, last ? 0u : next / block_steps, keys);
+            load_key_scales<D, W>(args, task, part, last ? next_base : base, last ? 0u : next / block_steps, keys);
         }
         bool last = batch + uint(B) >= steps;
-        load_key_codes<D, W>(args, task, last ? next_base : base, last ? 0u : batch + uint(B), keys);
+        load_key_codes<D, W>(args, task, part, last ? next_base : base, last ? 0u : batch + uint(B), keys);
     }
-    if (one_norm<D>(key_format))
-        reduce_scatter<R, C>(part, dot);
+    if (one_norm<D>(part.format))
+        reduce_scatter<R, C>(own, dot);
     else
-        reduce_scatter<R, C>(part, total);
-    FOR_COLUMNS(c) score[c] = one_norm<D>(key_format) ? dot[0][c] : total[0][c];
+        reduce_scatter<R, C>(own, total);
+    FOR_COLUMNS(c) score[c] = one_norm<D>(part.format) ? dot[0][c] : total[0][c];
 }
 
 // The width of the keys' codes is known when the pipeline is built: one member is used, and the others disappear.
@@ -1866,31 +2149,77 @@ struct any_keys {
     key_steps<D, 16> of_16;
 };
 
+// Without a tail.
+template <>
+struct any_keys<0> {
+};
+
 // The first codes and factors of the tile at slot `base`.
 template <int D, int W>
-inline void load_first_keys(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                            thread key_steps<D, W> &keys)
+inline void load_first_keys(constant tqkv__attend_args &args, thread const attend_task &task,
+                            thread const key_part &part, uint base, thread key_steps<D, W> &keys)
 {
-    load_key_codes<D, W>(args, task, base, 0u, keys);
-    if (!one_norm<D>(key_format)) load_key_scales<D, W>(args, task, base, 0u, keys);
+    load_key_codes<D, W>(args, task, part, base, 0u, keys);
+    if (!one_norm<D>(part.format)) load_key_scales<D, W>(args, task, part, base, 0u, keys);
 }
 
 template <int D>
-inline void open_keys(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                      thread any_keys<D> &keys)
+inline void open_keys(constant tqkv__attend_args &args, thread const attend_task &task, thread const key_part &part,
+                      uint base, thread any_keys<D> &keys)
 {
-    if (code_width(key_format) == 4) load_first_keys<D, 4>(args, task, base, keys.of_4);
-    if (code_width(key_format) == 8) load_first_keys<D, 8>(args, task, base, keys.of_8);
-    if (code_width(key_format) == 16) load_first_keys<D, 16>(args, task, base, keys.of_16);
+    if (code_width(part.format) == 4) load_first_keys<D, 4>(args, task, part, base, keys.of_4);
+    if (code_width(part.format) == 8) load_first_keys<D, 8>(args, task, part, base, keys.of_8);
+    if (code_width(part.format) == 16) load_first_keys<D, 16>(args, task, part, base, keys.of_16);
 }
 
-template <int D>
-inline void score_any_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint next_base,
-                           thread const codebook &book, thread any_keys<D> &keys, thread float *score)
+template <int D, int C>
+inline void score_any_tile(constant tqkv__attend_args &args, thread const attend_task &task,
+                           thread const key_part &part, uint base, uint next_base, thread const codebook &book,
+                           thread any_keys<D> &keys, thread float *score)
 {
-    if (code_width(key_format) == 4) score_tile<D, 4>(args, task, base, next_base, book, keys.of_4, score);
-    if (code_width(key_format) == 8) score_tile<D, 8>(args, task, base, next_base, book, keys.of_8, score);
-    if (code_width(key_format) == 16) score_tile<D, 16>(args, task, base, next_base, book, keys.of_16, score);
+    if (code_width(part.format) == 4) score_tile<D, 4, C>(args, task, part, base, next_base, book, keys.of_4, score);
+    if (code_width(part.format) == 8) score_tile<D, 8, C>(args, task, part, base, next_base, book, keys.of_8, score);
+    if (code_width(part.format) == 16) score_tile<D, 16, C>(args, task, part, base, next_base, book, keys.of_16, score);
+}
+
+// ---- The tail of one tile ----
+
+template <int D, int T>
+inline void open_tail(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                      thread any_keys<T> &keys)
+{
+    if (tail_format != 0) open_keys<T>(args, task, tail_part<D>(task), base, keys);
+}
+
+template <int D, int T>
+inline void open_tail(constant tqkv__attend_args &, thread const attend_task &, uint, thread any_keys<0> &)
+{
+}
+
+// Adds the scores of the tail to those of the keys. The two leave a row's score with different lanes: `row` is that of the
+// keys' lane. key_scale becomes the factor of the sum.
+template <int D, int T, int C>
+inline void add_tail(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint next_base,
+                     uint row, thread const codebook &book, thread any_keys<T> &keys, thread float &key_scale,
+                     thread float *score)
+{
+    if (tail_format == 0) return;
+    float tail[C];
+    score_any_tile<T, C>(args, task, tail_part<D>(task), base, next_base, book, keys, tail);
+    float scale = row_scale<T>(tail_format, task.tail, key_slot(args, base, row), 1.0f);
+    const bool same = BY_CODE_WIDTH(key_format, KEY_LANES, D) == BY_CODE_WIDTH(tail_format, KEY_LANES, T);
+    FOR_COLUMNS(c)
+    {
+        float own = same ? tail[c] : simd_shuffle(tail[c], ushort(lane_of_tile_row<T>(tail_format, row)));
+        score[c] = fma(own, scale, score[c] * key_scale);
+    }
+    key_scale = 1.0f;
+}
+
+template <int D, int T, int C>
+inline void add_tail(constant tqkv__attend_args &, thread const attend_task &, uint, uint, uint,
+                     thread const codebook &, thread any_keys<0> &, thread float &, thread float *)
+{
 }
 
 // ---- Softmax of one tile ----
@@ -1899,7 +2228,7 @@ inline void score_any_tile(constant tqkv__attend_args &args, thread const attend
 inline float score_of(constant tqkv__attend_args &args, float dot, float factor, float shift)
 {
     if (!softcap) return dot * factor;
-    float score = key_centered ? fma(dot, factor, shift) : dot * factor;
+    float score = has_shifts() ? fma(dot, factor, shift) : dot * factor;
     return args.softcap * TQKV_LOG2E * precise::tanh(score / (args.softcap * TQKV_LOG2E));
 }
 
@@ -1948,7 +2277,8 @@ inline void load_weights(threadgroup const float *weights, uint row, thread floa
 
 // Dot products to weights of the online softmax. A masked position scores -INFINITY by selection, never by arithmetic:
 // nothing that its slot holds can spread. The maximum is raised only when a score exceeds it by 11. Weights stay below
-// 2^11, and most tiles skip the rescaling. Each column decides for itself: its bits do not depend on the others.
+// 2^11.5, and most tiles skip the rescaling. It is a whole number: see maximum_of_slice. Each column decides for itself:
+// its bits do not depend on the others.
 template <int D>
 inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_task &task, tile_place at, float key_scale,
                        float value_scale, thread float *score, thread column_state<D> &state,
@@ -1968,7 +2298,7 @@ inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_tas
     if (simd_any(raise)) {
         FOR_COLUMNS(c)
         {
-            float largest = simd_max(score[c]);
+            float largest = rint(simd_max(score[c]));
             largest = largest > state.maximum[c] + 11.0f ? largest : state.maximum[c];
             float shrink = share_of(state.maximum[c], largest);
             state.maximum[c] = largest;
@@ -2019,18 +2349,16 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
 {
     const uint block = norm_block<D>(value_format), bytes = row_bytes<D>(value_format);
     stream_rows values = task.values;
-    uint row = existing_row(args, value_row_of_lane<D>(number, task.lane));
-    device const uchar *codes = same_slots || paged
-                                    ? values.codes + ulong(base) * ulong(bytes) + row * bytes
-                                    : values.codes + ulong(value_slot_of(args, base + row)) * ulong(bytes);
+    uint row = value_row_of_lane<D>(number, task.lane);
+    device const uchar *codes = value_codes(args, values.codes, bytes, base, row);
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
-        uint part = min(task.lane % uint(VALUE_LANES(D)), uint(D / LANE_SUMS(D)) - 1u);
-        uint first = (uint(j * VALUE_LANES(D)) + part) * 8u;
+        uint part = min(task.lane % uint(VALUE_LANES(D)), uint(LANE_SPAN(D)) - 1u);
+        uint first = (uint(j * LANE_SPAN(D)) + part) * 8u;
         load_codes<D, W, 8>(value_format, codes, first, step.raw[j]);
         step.scale[j] = 1.0f;
         if (!one_norm<D>(value_format))
-            step.scale[j] = stored_scale<D>(value_format, values, value_slot_of(args, base + row), first / block,
+            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, base, row), first / block,
                                             args.value_block_scale);
     }
 }
@@ -2170,7 +2498,7 @@ inline void combine_outputs(thread const attend_task &task, thread column_state<
             {
                 TQKV_UNROLL
                 for (int i = 0; i < V; i += 4) {
-                    uint at = uint(c * D) + (uint(i / 8 * L) + task.lane) * 8u + uint(i % 8);
+                    uint at = uint(c * D) + (uint(i / 8 * LANE_SPAN(D)) + task.lane) * 8u + uint(i % 8);
                     threadgroup float4 *to = (threadgroup float4 *)(sums + at);
                     float4 sum = *to; // the first simdgroup finds something else here
                     sum.x = (s == 0 ? 0.0f : sum.x) + state.out[c][i];
@@ -2202,7 +2530,7 @@ inline void add_to_partial(constant tqkv__attend_args &args, thread const attend
     query_row row = row_of_column(args, task.first_column);
     FOR_COLUMNS(c)
     {
-        if (row.query == args.n_queries) continue;
+        if (task.first_column + uint(c) >= task.end_column) continue;
         shares both = shares_of(copy ? -INFINITY : kept[c * 2], state.maximum[c]);
         state.sum[c] = fma(both.added, state.sum[c], copy ? 0.0f : both.kept * kept[c * 2 + 1]);
         state.maximum[c] = both.largest;
@@ -2230,7 +2558,7 @@ inline void store_shifts(constant tqkv__attend_args &args, thread const attend_t
     query_row row = row_of_column(args, task.first_column);
     FOR_COLUMNS(c)
     {
-        if (row.query == args.n_queries) continue;
+        if (task.first_column + uint(c) >= task.end_column) continue;
         task.partial_state[partial_row(args, task, 0u, row) * 2u] = task.kept[c];
         row = next_row(args, row);
     }
@@ -2245,7 +2573,7 @@ inline void store_state(constant tqkv__attend_args &args, thread const attend_ta
     query_row row = row_of_column(args, task.first_column);
     FOR_COLUMNS(c)
     {
-        if (row.query == args.n_queries) continue;
+        if (task.first_column + uint(c) >= task.end_column) continue;
         ulong to = partial_row(args, task, partial + 1u, row) * 2u; // the first are the shifts
         task.partial_state[to] = state.maximum[c];
         task.partial_state[to + 1u] = state.sum[c];
@@ -2281,29 +2609,47 @@ struct tile_walk {
     tile_steps steps;
     tile_place next; // the place of the next tile
     any_keys<D> keys;
+    any_keys<TQKV__TAIL_DIM(D)> tail;
 };
+
+struct codebooks {
+    codebook keys, values, tail;
+};
+
+// A barrier must precede.
+inline codebooks open_codebooks(thread const attend_task &task)
+{
+    codebooks books;
+    books.keys = open_codebook(key_format, task.tables, task.lane);
+    books.values = open_codebook(value_format, task.tables + 256, task.lane);
+    books.tail = open_codebook(tail_format, task.tail_table, task.lane);
+    return books;
+}
 
 // The simdgroup's tiles before tile `end`.
 template <int KD, int VD>
 inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task &task, uint end,
-                      thread const codebook &key_book, thread const codebook &value_book, thread tile_walk<KD> &walk,
-                      thread column_state<VD> &state)
+                      thread const codebooks &books, thread tile_walk<KD> &walk, thread column_state<VD> &state)
 {
     threadgroup float *weights = task.weights + task.simdgroup * uint(32 * TQKV__MAX_COLUMNS(VD));
     while (walk.steps.tile < end) {
         tile_place at = walk.next;
         next_tile(walk.steps, task.n_simdgroups);
         walk.next = open_tile(args, task.pages, walk.steps.tile, at.row);
-        float score[TQKV__MAX_COLUMNS(KD)];
-        uint row = existing_row(args, at.row), value_slot = value_slot_of(args, at.base.values + row);
-        float key_scale = row_scale<KD>(key_format, task.keys, at.base.keys + row, args.key_block_scale);
-        float value_scale = row_scale<VD>(value_format, task.values, value_slot, args.value_block_scale);
+        const int C = TQKV__MAX_COLUMNS(KD), T = TQKV__TAIL_DIM(KD);
+        float score[C];
+        uint key = key_slot(args, at.base.keys, at.row), value = value_slot(args, at.base.values, at.row);
+        float key_scale = row_scale<KD>(key_format, task.keys, key, args.key_block_scale);
+        float value_scale = row_scale<VD>(value_format, task.values, value, args.value_block_scale);
         any_values<VD> values;
         open_values<VD>(args, task, at.base.values, values);
-        score_any_tile<KD>(args, task, at.base.keys, walk.next.base.keys, key_book, walk.keys, score);
+        score_any_tile<KD, C>(args, task, first_part(args, task), at.base.keys, walk.next.base.keys, books.keys,
+                              walk.keys, score);
+        add_tail<KD, T, C>(args, task, at.base.keys, walk.next.base.keys, at.row, books.tail, walk.tail, key_scale,
+                           score);
         weigh_tile<VD>(args, task, at, key_scale, value_scale, score, state, weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        add_any_values<VD>(args, task, at.base.values, value_book, values, weights, state);
+        add_any_values<VD>(args, task, at.base.values, books.values, values, weights, state);
         simdgroup_barrier(mem_flags::mem_threadgroup); // before the next tile overwrites the weights
     }
 }
@@ -2325,21 +2671,22 @@ template <int KD, int VD>
 inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
-    tile_range seen = tiles_seen(args, task.first_column);
+    tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     column_state<VD> state;
     tile_walk<KD> walk;
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(task.lane));
-    open_keys<KD>(args, task, walk.next.base.keys, walk.keys);
+    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
+    open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
+    open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.keys, walk.tail);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
     load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
+    if (tail_values<KD>() != 0) load_codebook(tail_format, task.tail_table, thread_index, task.n_simdgroups * 32u);
     load_queries<KD>(args, task);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    codebook key_book = open_codebook(key_format, task.tables, task.lane);
-    codebook value_book = open_codebook(value_format, task.tables + 256, task.lane);
+    codebooks books = open_codebooks(task);
     find_newest<VD>(args, task.first_column, state);
-    if (key_centered) {
+    if (has_shifts()) {
         const int C = TQKV__MAX_COLUMNS(VD);
         FOR_COLUMNS(c) state.shift[c] = task.kept[c];
         store_shifts<VD>(args, task);
@@ -2347,7 +2694,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
         clear_sums<VD>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_tiles<KD, VD>(args, task, end, key_book, value_book, walk, state);
+        add_tiles<KD, VD>(args, task, end, books, walk, state);
         combine_states<VD>(task, state);
         combine_outputs<VD>(task, state); // after a barrier: task.sums may be the queries' memory
         partial = keep_stretch<VD>(args, task, own, stretch, state);
@@ -2372,6 +2719,10 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     device const int *value_pages [[buffer(10)]], \
     device const uint *tree [[buffer(11)]], \
     constant tqkv__batch_item *items [[buffer(12)]], \
+    device const uchar *tail_codes [[buffer(13)]], \
+    device const float *tail_norms [[buffer(14)]], \
+    device const float *tail_center [[buffer(15)]], \
+    device const int *list_rows [[buffer(16)]], \
     threadgroup float *tables [[threadgroup(0)]], \
     threadgroup float *queries [[threadgroup(1)]], \
     threadgroup float *states [[threadgroup(3)]], \
@@ -2390,11 +2741,15 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     task.q = q; \
     task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_slots, group.x); \
     task.values = stream_of_head<V>(value_format, value_codes, value_norms, args.value_slots, group.x); \
+    task.tail = stream_of_head<64>(tail_format, tail_codes, tail_norms, args.key_slots, group.x); \
     task.partial_out = partial_out; \
     task.partial_state = partial_state; \
     task.center = key_center; \
+    task.tail_center = tail_center; \
     task.pages.keys = key_pages; \
     task.pages.values = value_pages; \
+    task.pages.lane = lane; \
+    task.list_rows = list_rows; \
     task.tree = tree; \
     task.tables = tables; \
     task.queries = queries; \
@@ -2422,8 +2777,10 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     kernel void tqkv_attend_d##NAME(threadgroup float *weights [[threadgroup(2)]], ATTEND_ARGUMENTS) \
     { \
         ATTEND_TASK(D, V) \
-        task.sums = queries + (args.sections_each == 0 ? 0 : TQKV__QUERY_FLOATS(D) * int(columns)); \
+        task.tail_queries = queries + TQKV__QUERY_FLOATS(D) * int(columns); \
+        task.sums = queries + (args.sections_each == 0 ? 0 : TQKV__QUERY_FLOATS(D + int(tail_values<D>())) * int(columns)); \
         task.weights = weights; \
+        task.tail_table = tables + 512; \
         task.states = states + 4 * TQKV__MAX_COLUMNS(V); \
         TQKV_LONG_CALL(attend<D, V>(args, task)); \
     }
@@ -2453,6 +2810,9 @@ ATTEND(192, 192, 192)
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_d256)
 ATTEND(256, 256, 256)
 #endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_d448)
+ATTEND(448, 448, 448)
+#endif
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_d512)
 ATTEND(512, 512, 512)
 #endif
@@ -2461,6 +2821,186 @@ ATTEND(1024, 1024, 1024)
 #endif
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_d192_128)
 ATTEND(192_128, 192, 128)
+#endif
+
+// ---- shaders/scan.h ----
+
+// Sums and maxima over the threads up to one, in a fixed order.
+#ifndef TQKV_SCAN_H
+#define TQKV_SCAN_H
+
+// The sum over this lane and those before it.
+inline uint sum_to_lane(uint x, uint lane)
+{
+    TQKV_UNROLL
+    for (uint distance = 1; distance < 32; distance *= 2) {
+        uint other = simd_shuffle(x, ushort(lane >= distance ? lane - distance : lane));
+        x += lane >= distance ? other : 0u;
+    }
+    return x;
+}
+
+inline uint max_to_lane(uint x, uint lane)
+{
+    TQKV_UNROLL
+    for (uint distance = 1; distance < 32; distance *= 2)
+        x = max(x, simd_shuffle(x, ushort(lane >= distance ? lane - distance : lane)));
+    return x;
+}
+
+inline uint sum_of_lanes(uint x)
+{
+    TQKV_UNROLL
+    for (uint distance = 1; distance < 32; distance *= 2) x += simd_shuffle_xor(x, ushort(distance));
+    return x;
+}
+
+// A thread among those of its threadgroup, and memory for a number of each simdgroup.
+struct scan_place {
+    uint lane, simdgroup, n_simdgroups;
+    threadgroup uint *shared; // [32]
+};
+
+// Over all threads before this one, and over all.
+struct scanned {
+    uint before, all;
+};
+
+inline scanned sum_to_thread(thread const scan_place &at, uint x)
+{
+    scanned result = {0u, 0u};
+    uint to_lane = sum_to_lane(x, at.lane);
+    if (at.lane == 31u) at.shared[at.simdgroup] = to_lane;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint s = 0; s < at.n_simdgroups; s++) {
+        uint sum = at.shared[s];
+        result.before += s < at.simdgroup ? sum : 0u;
+        result.all += sum;
+    }
+    result.before += to_lane - x;
+    threadgroup_barrier(mem_flags::mem_threadgroup); // before others are stored
+    return result;
+}
+
+// The largest; 0 before the first.
+inline scanned max_to_thread(thread const scan_place &at, uint x)
+{
+    scanned result = {0u, 0u};
+    uint to_lane = max_to_lane(x, at.lane);
+    uint before_lane = simd_shuffle(to_lane, ushort(at.lane > 0u ? at.lane - 1u : 0u));
+    if (at.lane == 31u) at.shared[at.simdgroup] = to_lane;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint s = 0; s < at.n_simdgroups; s++) {
+        uint largest = at.shared[s];
+        result.before = s < at.simdgroup ? max(result.before, largest) : result.before;
+        result.all = max(result.all, largest);
+    }
+    result.before = at.lane > 0u ? max(result.before, before_lane) : result.before;
+    threadgroup_barrier(mem_flags::mem_threadgroup); // likewise
+    return result;
+}
+
+#endif
+
+// ---- shaders/attend_list.metal ----
+
+// attend_list: the caller's lists of blocks as attention takes them: without bad entries, and without blocks that the query
+// does not see. Nothing else reads the caller's lists. Threadgroups: x rows of the lists.
+
+// has_tree: declared above
+
+// Positions count from the oldest resident one, and blocks from its block: `inside` positions of that are gone.
+struct list_range {
+    int from, to; // positions that the query looks at, and their blocks [first, last]
+    int first, last;
+    int recent; // all blocks from here on are seen,
+    int newest; // and without a list none before this position
+};
+
+// Where the newest positions begin that the query sees whatever its list. They end before `to`.
+inline int newest_from(constant tqkv__list_args &args, device const uint *tree, uint query, int from, int to)
+{
+    int left = args.newest, base = args.kv_len - args.n_queries;
+    while (has_tree && left > 0 && to > from && to > base) {
+        to--;
+        uint bit = uint(to - base);
+        left -= int(tree[query * 2u + bit / 32u] >> (bit % 32u) & 1u);
+    }
+    return to - from < left ? from : to - left;
+}
+
+inline list_range range_of_query(constant tqkv__list_args &args, device const uint *tree, uint query)
+{
+    list_range range;
+    int to = max(args.kv_len - args.n_queries + int(query) + 1, 0);
+    range.from = args.window != 0 ? max(to - args.window, 0) : 0;
+    range.newest = newest_from(args, tree, query, range.from, to);
+    int begins = range.newest < to ? range.newest + args.inside : to + args.inside + (1 << args.shift) - 1;
+    range.recent = begins >> args.shift;
+    range.to = max(min(to, args.slice_end), range.from);
+    range.first = (range.from + args.inside) >> args.shift;
+    range.last = (range.to + args.inside - 1) >> args.shift;
+    return range;
+}
+
+// An entry so that what comes later and is not larger is bad: -1 ends a row.
+inline uint order_of_entry(int entry) { return entry == -1 ? 0x80000000u : entry < 0 ? 0u : uint(entry) + 1u; }
+
+// Copies the good entries of a row that are before `recent`. row: as in tqkv.h, without its header
+inline void clean_row(constant tqkv__list_args &args, thread const scan_place &at, device const int *list,
+                      thread const list_range &range, thread uint &n_before, thread bool &has_last,
+                      thread bool &has_recent, device int *row)
+{
+    uint n_threads = at.n_simdgroups * 32u, largest = 0u, last = 0u, recent = 0u;
+    for (uint first = 0; first < uint(args.list_length); first += n_threads) {
+        uint i = first + at.simdgroup * 32u + at.lane;
+        int entry = i < uint(args.list_length) ? list[i] : -2;
+        uint order = order_of_entry(entry);
+        scanned before = max_to_thread(at, order);
+        bool good = entry >= 0 && order > max(largest, before.before) && entry >= args.first_block;
+        int block = good ? entry - args.first_block : -1;
+        bool kept = good && block >= range.first && block <= range.last && block < range.recent;
+        uint counts = (kept ? 1u : 0u) + (kept && block == range.last ? 1u << 16 : 0u); // each at most once in a row
+        counts += good && block == range.recent ? 1u << 24 : 0u;
+        scanned place = sum_to_thread(at, counts);
+        if (kept) row[n_before + (place.before & 0xffffu)] = block;
+        n_before += place.all & 0xffffu;
+        last += (place.all >> 16) & 0xffu;
+        recent += place.all >> 24;
+        largest = max(largest, before.all);
+    }
+    has_last = last != 0;
+    has_recent = recent != 0;
+}
+
+// list: [n_queries][list_heads][list_length], rows: [n_queries][list_heads][TQKV__LIST_HEADER + list_length], tree:
+// [n_queries][2]
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_list)
+kernel void tqkv_attend_list(constant tqkv__list_args &args [[buffer(0)]], device const int *list [[buffer(1)]],
+                             device int *rows [[buffer(2)]], device const uint *tree [[buffer(3)]],
+                             threadgroup uint *shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
+                             uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+                             uint n_simdgroups [[simdgroups_per_threadgroup]])
+{
+    scan_place at = {lane, simdgroup, n_simdgroups, shared};
+    list_range range = range_of_query(args, tree, group.x / uint(args.list_heads));
+    device int *row = rows + row_offset(group.x, uint(TQKV__LIST_HEADER + args.list_length));
+    uint n_before = 0u;
+    bool has_last = false, has_recent = false;
+    clean_row(args, at, list + row_offset(group.x, uint(args.list_length)), range, n_before, has_last, has_recent,
+              row + TQKV__LIST_HEADER);
+    if (simdgroup != 0 || lane != 0) return;
+    int size = 1 << args.shift, in_last = ((range.to + args.inside - 1) & (size - 1)) + 1, n = int(n_before) * size;
+    if (range.last >= range.recent)
+        n += (range.last - range.recent) * size + in_last;
+    else if (has_last)
+        n += in_last - size;
+    row[0] = range.to > range.from ? n : 0;
+    row[1] = int(n_before);
+    row[2] = range.recent;
+    row[3] = has_recent ? 0 : range.newest;
+    row[4] = range.first * size;
+}
 #endif
 
 // ---- shaders/fragments.h ----
@@ -2672,34 +3212,39 @@ inline left_part left_of_rows(uint format, thread const raw_codes<W, N> &a, thre
 // The columns of attend_matrix: what a lane and a threadgroup keep of them, and how the sums of the simdgroups become one at
 // the end of a stretch.
 //
-// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns.
+// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, P values of a row that a
+// simdgroup has sums of.
 #ifndef TQKV_MATRIX_COLUMNS_H
 #define TQKV_MATRIX_COLUMNS_H
 
 // Values of a row that lie between two changes of the factor of its codes, for any format of this width.
-#define MATRIX_BLOCK(D, W)     ((W) == 8 ? TQKV__NORM_BLOCK(TQKV__GRID, D) : (D))
+#define MATRIX_BLOCK(D, W)                                                                                             \
+    ((W) == 16 ? (D) : (W) == 8 ? TQKV__NORM_BLOCK(TQKV__GRID, D) : TQKV__NORM_BLOCK(TQKV__BOOK, D))
 #define MATRIX_POWER_OF_TWO(n) ((n) & -(n)) // the largest that divides n
 #define MATRIX_VALUES(n, W)    (MATRIX_POWER_OF_TWO(n) < 128 / (W) ? MATRIX_POWER_OF_TWO(n) : 128 / (W))
 // A row of keys: chunks of 4*N values. Lanes with the elements of column 2t of a left factor have values t*N .. of each.
 #define MATRIX_KEY_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 4, W)
-// A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each.
-#define MATRIX_OUT_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 8, W)
+// A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each. Where simdgroups share a row,
+// chunks are not longer than their parts.
+#define MATRIX_WHOLE_OUT(D, W)  MATRIX_VALUES(MATRIX_BLOCK(D, W) / 8, W)
+#define MATRIX_OUT_VALUES(D, W) ((D) <= 256 || MATRIX_WHOLE_OUT(D, W) <= 8 ? MATRIX_WHOLE_OUT(D, W) : 8)
 
 // What a lane keeps of the columns of its elements.
-template <int D, int F>
+template <int P, int F>
 struct matrix_state {
     int newest[F][2];    // position that the column's query sees; negative: none
     float factor[F][2];  // of products of keys and the query: then they are scores in powers of two
     float shift[F][2];   // as in attend.h
     float maximum[F][2]; // as in attend.h
     float sum[F][2];     // of the weights of the lane's rows
-    sum_matrix out[D / 8][F];
+    sum_matrix out[P / 8][F];
 };
 
 // Threadgroup memory of columns.
 struct column_memory {
     threadgroup float *kept;             // [2][columns][2]: maximum and sum of the section so far, and of all before it
     threadgroup float *shifts, *factors; // [columns]
+    threadgroup float *tails;            // [columns]: what products of the tail are multiplied by, over `factors`
     threadgroup float *totals;           // [columns][2]: maximum and sum
     threadgroup uint *rows;              // [columns]: row in a partial result
     threadgroup float *parts;            // [columns][4]: what the sums of the simdgroups are multiplied by,
@@ -2715,7 +3260,8 @@ inline column_memory column_memory_of(threadgroup float *numbers)
     memory.kept = numbers;
     memory.shifts = memory.kept + 4 * C;
     memory.factors = memory.shifts + C;
-    memory.totals = memory.factors + C;
+    memory.tails = memory.factors + C;
+    memory.totals = memory.tails + C;
     threadgroup float *rows = memory.totals + 2 * C;
     memory.rows = (threadgroup uint *)rows;
     memory.parts = rows + C;
@@ -2733,6 +3279,19 @@ struct column_end {
     bool to_total, copy_to_total; // it ends, and is added or copied to the first
 };
 
+inline column_end open_end(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
+                           uint stretch, uint D)
+{
+    uint rows = uint(args.n_queries) * uint(args.group);
+    column_end how;
+    how.used = min(uint(columns), task.end_column - task.first_column);
+    how.section = row_offset(partial_of_section(args, task.split), rows * uint(args.n_kv_heads)) * ulong(D);
+    how.copy = begins_section(own, stretch);
+    how.to_total = ends_section(args, own, stretch);
+    how.copy_to_total = in_first_section(own, stretch);
+    return how;
+}
+
 // Adds maximum and sum of a column to those of the kept ones, [2]. The two factors of the columns' sums go to `factors`.
 inline void add_column(bool copy, threadgroup float *kept, threadgroup float *total, threadgroup float *factors)
 {
@@ -2745,8 +3304,8 @@ inline void add_column(bool copy, threadgroup float *kept, threadgroup float *to
 }
 
 // Maxima and sums of the simdgroup's columns.
-template <int D, int F>
-inline void store_states(thread const attend_task &task, thread const matrix_state<D, F> &state)
+template <int P, int F>
+inline void store_states(thread const attend_task &task, thread const matrix_state<P, F> &state)
 {
     threadgroup float *own = task.states + task.simdgroup * uint(16 * F);
     float sum[F][2];
@@ -2767,9 +3326,9 @@ inline void store_states(thread const attend_task &task, thread const matrix_sta
     }
 }
 
-// Maximum and sum of a column, and all factors of its sums.
+// Maximum and sum of a column, and all factors of its sums. apart: the simdgroups have sums of their own, not parts of a row
 template <int F>
-inline void combine_states(thread const attend_task &task, uint c, column_memory memory, column_end how)
+inline void combine_states(thread const attend_task &task, bool apart, uint c, column_memory memory, column_end how)
 {
     const uint C = uint(8 * F);
     threadgroup const float *states = task.states + c * 2u;
@@ -2779,7 +3338,7 @@ inline void combine_states(thread const attend_task &task, uint c, column_memory
     for (uint s = 0; s < task.n_simdgroups; s++) {
         float share = share_of(states[s * C * 2u], largest);
         sum = fma(share, states[s * C * 2u + 1u], sum);
-        memory.parts[c * 4u + s] = share;
+        if (apart) memory.parts[c * 4u + s] = share;
     }
     total[0] = largest;
     total[1] = sum;
@@ -2898,22 +3457,16 @@ template <int D, int F>
 inline uint keep_columns(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
                          uint stretch, column_memory memory, thread matrix_state<D, F> &state)
 {
-    uint rows = uint(args.n_queries) * uint(args.group), partial = partial_of_section(args, task.split);
-    column_end how;
-    how.used = min(uint(columns), rows - task.first_column);
-    how.section = row_offset(partial, rows * uint(args.n_kv_heads)) * ulong(D);
-    how.copy = begins_section(own, stretch);
-    how.to_total = ends_section(args, own, stretch);
-    how.copy_to_total = in_first_section(own, stretch);
-    store_states<D, F>(task, state);
+    column_end how = open_end(args, task, own, stretch, uint(D));
+    store_states(task, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, task.lane, memory, how);
+    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, true, task.lane, memory, how);
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
         for (int i = 0; i < 2; i++) combine_sums<D, F>(task, f, i, memory, how, state);
     }
-    return how.to_total ? 0u : partial;
+    return how.to_total ? 0u : partial_of_section(args, task.split);
 }
 
 // Maxima, sums and the scores of the centre, for attend_merge.
@@ -2921,12 +3474,12 @@ inline void store_columns(constant tqkv__attend_args &args, thread const attend_
                           column_memory memory)
 {
     uint c = task.lane;
-    if (task.simdgroup != 0 || c >= columns || task.first_column + c >= uint(args.n_queries) * uint(args.group)) return;
+    if (task.simdgroup != 0 || c >= columns || task.first_column + c >= task.end_column) return;
     query_row row = row_of_column(args, task.first_column + c);
     ulong to = partial_row(args, task, partial + 1u, row) * 2u;
     task.partial_state[to] = memory.totals[c * 2u];
     task.partial_state[to + 1u] = memory.totals[c * 2u + 1u];
-    if (key_centered && task.split == 0) task.partial_state[partial_row(args, task, 0u, row) * 2u] = memory.shifts[c];
+    if (has_shifts() && task.split == 0) task.partial_state[partial_row(args, task, 0u, row) * 2u] = memory.shifts[c];
 }
 
 #endif
@@ -2945,12 +3498,12 @@ inline void store_columns(constant tqkv__attend_args &args, thread const attend_
 // neighbouring codes of a row, and loads up to 16 bytes at a time.
 //
 // Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, N values that a lane
-// loads at a time.
+// loads at a time, P values of a row that a simdgroup has sums of: all, but of long rows a part (attend_long.h).
 #ifndef TQKV_ATTEND_MATRIX_H
 #define TQKV_ATTEND_MATRIX_H
 
-// Matrices whose queries are loaded at a time.
-#define MATRIX_PASS 2
+// Columns whose queries are loaded at a time.
+#define MATRIX_PASS(D) ((D) <= 256 ? 16 : 4)
 
 // Row of a tile that is row or column k of matrix p. Lanes with column 2t of a left factor load the codes of row t for
 // one element and of row t + 4 for the other: those of one load lie together.
@@ -2971,8 +3524,8 @@ inline void load_norms(constant tqkv__attend_args &args, uint format, stream_row
     device const float *at = rows.norms + (ulong(first) + ulong(row));
     TQKV_UNROLL
     for (int p = 0; p < 4; p++)
-        norms[p] =
-            short_store ? rows.norms[first + existing_row(args, tile_row(p, TQKV__MATRIX_ROW(lane)))] : at[8 * p];
+        norms[p] = short_store || has_list ? rows.norms[key_slot(args, first, tile_row(p, TQKV__MATRIX_ROW(lane)))]
+                                           : at[8 * p];
 }
 
 template <int D>
@@ -2980,15 +3533,15 @@ inline void load_tile_norms(constant tqkv__attend_args &args, thread const atten
                             thread tile_norms &norms)
 {
     load_norms<D>(args, key_format, task.keys, base.keys, task.lane, norms.keys);
-    if (same_slots || paged) {
+    if (same_slots || paged || has_list) {
         load_norms<D>(args, value_format, task.values, base.values, task.lane, norms.values);
         return;
     }
     if (!has_norms(value_format) || !one_norm<D>(value_format)) return;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint row = existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
-        norms.values[p] = task.values.norms[value_slot_of(args, base.values + row)];
+        uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
+        norms.values[p] = task.values.norms[value_slot(args, base.values, row)];
     }
 }
 
@@ -3029,72 +3582,84 @@ inline float size_of_row(thread const float *x)
     return exponent == 0 || exponent > 0x7e800000u ? 1.0f : as_type<float>(exponent);
 }
 
-// Rows of a pass as floats: [columns][D], in task.weights: there are no weights in memory here.
+// Rows of a pass as floats: [columns][D], in task.weights: there are no weights in memory here. each: values of a query
 template <int D>
-inline void load_query_rows(constant tqkv__attend_args &args, thread const attend_task &task, uint first,
-                            column_memory memory)
+inline void load_query_rows(constant tqkv__attend_args &args, thread const attend_task &task,
+                            thread const key_part &keys, uint each, uint first, column_memory memory)
 {
-    uint end = min(first + uint(8 * MATRIX_PASS), uint(columns));
+    const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
+    uint end = min(first + uint(MATRIX_PASS(D)), uint(columns)), part = lane_of_row<D>(task.lane);
     for (uint c = first + task.simdgroup; c < end; c += task.n_simdgroups) {
-        query_row row = row_of_column(args, task.first_column + c);
+        query_row row = row_of_column(args, min(task.first_column + c, task.end_column - 1u));
         uint head = task.kv_head * uint(args.group) + uint(row.head);
         uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
         float x[TQKV_LANE_VALUES(D)];
-        load_typed_row<D>(row_type, task.q, row_offset(at, D), task.lane, x);
-        float shift = key_centered ? score_of_center<D>(args, task, x) : 0.0f;
-        if (rotate_queries) rotate_row<D>(x, task.lane);
+        load_query<D>(task, keys, at, each, x);
+        float shift = keys.centered ? score_of_center<D>(args, task, keys, x) : 0.0f;
+        if (keys.rotate) rotate_row<D>(x, part);
         float size = size_of_row<D>(x), inverse = 1.0f / size; // powers of two: both products are exact
         TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
-            task.weights[(c - first) * uint(D) + task.lane * uint(TQKV_LANE_VALUES(D)) + uint(i)] = x[i] * inverse;
+            if (task.lane < uint(L))
+                task.weights[(c - first) * uint(D) + value_of_lane<L, C>(part, i)] = x[i] * inverse;
         if (task.lane != 0) continue;
-        memory.shifts[c] = shift;
-        memory.factors[c] = size * (args.scale * TQKV_LOG2E);
-        memory.rows[c] = at;
+        if (keys.first == 0) {
+            memory.shifts[c] = shift;
+            memory.factors[c] = size;
+            memory.rows[c] = at;
+        } else {
+            memory.shifts[c] += shift;
+            memory.tails[c] = size / memory.factors[c];
+        }
     }
 }
 
 // Number of the value of a query at row k of right factor s.
 template <int D>
-inline uint query_value(uint s, uint k)
+inline uint query_value(uint format, uint s, uint k)
 {
-    const uint N = uint(BY_CODE_WIDTH(key_format, MATRIX_KEY_VALUES, D));
+    const uint N = uint(BY_CODE_WIDTH(format, MATRIX_KEY_VALUES, D));
     return s / (N / 2u) * (4u * N) + k / 2u * N + s % (N / 2u) * 2u + k % 2u;
 }
 
-inline threadgroup right_pair *query_at(thread const attend_task &task, uint number)
+inline threadgroup right_pair *query_at(thread const key_part &keys, uint number, uint lane)
 {
-    threadgroup float *queries = task.queries;
-    return (threadgroup right_pair *)queries + number * 32u + task.lane;
+    threadgroup float *queries = keys.queries;
+    return (threadgroup right_pair *)queries + number * 32u + lane;
 }
 
 // The rows of a pass as pairs of right factors: [F][D / 16][32 lanes]. A column that is not used repeats the last one. A
 // barrier must precede it, and follow.
 template <int D, int F>
-inline void arrange_queries(thread const attend_task &task, uint first)
+inline void arrange_queries(thread const attend_task &task, thread const key_part &keys, uint first)
 {
-    uint begin = first / 8u, end = min(begin + uint(MATRIX_PASS), uint(F)), n = uint(D / 16);
+    const uint pass = uint(MATRIX_PASS(D)), n = uint(D / 16);
+    uint begin = first / 8u, end = min((first + pass + 7u) / 8u, uint(F));
     for (uint number = begin * n + task.simdgroup; number < end * n; number += task.n_simdgroups) {
         float x[4];
+        bool own = true; // both columns of a lane belong to one pass
         TQKV_UNROLL
         for (int i = 0; i < 4; i++) {
             uint c = min(number / n * 8u + TQKV_RIGHT_COLUMN(task.lane, i % 2), columns - 1u), s = number % n * 2u;
-            uint value = query_value<D>(s + uint(i / 2), TQKV_RIGHT_ROW(task.lane, i % 2));
-            x[i] = task.weights[(c - first) * uint(D) + value];
+            uint value = query_value<D>(keys.format, s + uint(i / 2), TQKV_RIGHT_ROW(task.lane, i % 2));
+            if (pass < 8u) own = own && c >= first && c < first + pass;
+            uint row = pass < 8u ? min(c - first, pass - 1u) : c - first; // a load under a condition stays in its loop
+            x[i] = task.weights[row * uint(D) + value];
         }
-        *query_at(task, number) = right_of(x[0], x[1], x[2], x[3], false);
+        if (own) *query_at(keys, number, task.lane) = right_of(x[0], x[1], x[2], x[3], false);
     }
 }
 
 // A barrier must precede and follow it.
 template <int D, int F>
-inline void load_matrix_queries(constant tqkv__attend_args &args, thread const attend_task &task, column_memory memory)
+inline void load_matrix_queries(constant tqkv__attend_args &args, thread const attend_task &task,
+                                thread const key_part &keys, uint each, column_memory memory)
 {
-    for (uint first = 0; first < columns; first += uint(8 * MATRIX_PASS)) {
+    for (uint first = 0; first < columns; first += uint(MATRIX_PASS(D))) {
         if (first != 0) threadgroup_barrier(mem_flags::mem_threadgroup);
-        load_query_rows<D>(args, task, first, memory);
+        load_query_rows<D>(args, task, keys, each, first, memory);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        arrange_queries<D, F>(task, first);
+        arrange_queries<D, F>(task, keys, first);
     }
 }
 
@@ -3107,16 +3672,16 @@ struct key_chunk {
 };
 
 template <int D, int W>
-inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint chunk,
-                           thread key_chunk<D, W> &keys)
+inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend_task &task,
+                           thread const key_part &part, uint base, uint chunk, thread key_chunk<D, W> &keys)
 {
     const int N = MATRIX_KEY_VALUES(D, W);
-    device const uchar *tile = task.keys.codes + ulong(base) * ulong(row_bytes<D>(key_format));
+    const uint bytes = row_bytes<D>(part.format);
     uint first = (chunk * 4u + TQKV__MATRIX_COLUMN(task.lane) / 2u) * uint(N);
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint row = existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
-        load_codes<D, W, N>(key_format, tile + row * row_bytes<D>(key_format), first, keys.raw[p]);
+        uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
+        load_codes<D, W, N>(part.format, key_codes(args, part.rows.codes, bytes, base, row), first, keys.raw[p]);
     }
 }
 
@@ -3130,7 +3695,7 @@ struct key_batch {
 
 // Values i .. i + 3 of the lane's rows as left factors.
 template <int D, int W, int F>
-inline void decode_keys(thread const key_chunk<D, W> &keys, int i, thread const value_book &book,
+inline void decode_keys(uint format, thread const key_chunk<D, W> &keys, int i, thread const value_book &book,
                         thread left_block (&left)[2])
 {
     const int N = MATRIX_KEY_VALUES(D, W);
@@ -3138,7 +3703,7 @@ inline void decode_keys(thread const key_chunk<D, W> &keys, int i, thread const 
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL
         for (int k = 0; k < 2; k++)
-            left[p / 2].parts[k][p % 2] = left_of_neighbours<W, N, F>(key_format, keys.raw[p], i + 2 * k, false, book);
+            left[p / 2].parts[k][p % 2] = left_of_neighbours<W, N, F>(format, keys.raw[p], i + 2 * k, false, book);
     }
 }
 
@@ -3154,32 +3719,34 @@ inline void clear_scores(thread sum_matrix (&score)[4][F])
 
 // score[p] += K Q^T over a chunk.
 template <int D, int W, int F>
-inline void multiply_chunk(thread const attend_task &task, uint chunk, thread const key_chunk<D, W> &keys,
-                           thread const value_book &book, thread sum_matrix (&score)[4][F])
+inline void multiply_chunk(thread const attend_task &task, thread const key_part &part, uint chunk,
+                           thread const key_chunk<D, W> &keys, thread const value_book &book,
+                           thread sum_matrix (&score)[4][F])
 {
     const int N = MATRIX_KEY_VALUES(D, W);
-    bool exact = !has_codebook(key_format);
+    bool exact = !has_codebook(part.format);
     TQKV_UNROLL
     for (int i = 0; i < N; i += 4) {
         left_block left[2];
         right_pair right[F];
         TQKV_UNROLL
-        for (int f = 0; f < F; f++) right[f] = *query_at(task, uint(f * D / 16) + chunk * uint(N / 4) + uint(i / 4));
-        decode_keys<D, W, F>(keys, i, book, left);
-        multiply<2, F>(left, right, false, exact, has_pairs(key_format), score);
+        for (int f = 0; f < F; f++)
+            right[f] = *query_at(part, uint(f * D / 16) + chunk * uint(N / 4) + uint(i / 4), task.lane);
+        decode_keys<D, W, F>(part.format, keys, i, book, left);
+        multiply<2, F>(left, right, false, exact, has_pairs(part.format), score);
     }
 }
 
 // At the end of a block: total += scale * score, and score starts again.
 template <int D, int F>
-inline void add_key_block(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint block,
-                          thread sum_matrix (&score)[4][F], thread sum_matrix (&total)[4][F])
+inline void add_key_block(constant tqkv__attend_args &args, thread const attend_task &task, thread const key_part &part,
+                          uint base, uint block, thread sum_matrix (&score)[4][F], thread sum_matrix (&total)[4][F])
 {
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = base + existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        uint slot = key_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         float scale =
-            one_norm<D>(key_format) ? 1.0f : stored_scale<D>(key_format, task.keys, slot, block, args.key_block_scale);
+            one_norm<D>(part.format) ? 1.0f : stored_scale<D>(part.format, part.rows, slot, block, part.block_scale);
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
             TQKV_UNROLL
@@ -3193,23 +3760,24 @@ inline void add_key_block(constant tqkv__attend_args &args, thread const attend_
 // score = q . k, without the factor of rows that have one norm. `keys` holds the first chunks of the tile at slot `base`;
 // at the end it holds those of the tile at `next_base`.
 template <int D, int W, int F>
-inline void score_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                              uint next_base, thread const value_book &book, thread key_batch<D, W, F> &keys,
-                              thread sum_matrix (&score)[4][F])
+inline void score_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task,
+                              thread const key_part &part, uint base, uint next_base, thread const value_book &book,
+                              thread key_batch<D, W, F> &keys, thread sum_matrix (&score)[4][F])
 {
     const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W, F);
     // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk.
-    const bool in_one = one_norm<D>(key_format) && D <= 128;
-    const uint block_chunks = one_norm<D>(key_format) ? 1u : norm_block<D>(key_format) / uint(4 * N);
+    const bool in_one = one_norm<D>(part.format) && D <= 128;
+    const uint block_chunks = one_norm<D>(part.format) ? 1u : norm_block<D>(part.format) / uint(4 * N);
     sum_matrix total[4][F];
     clear_scores<F>(score);
     if (!in_one) clear_scores<F>(total);
     TQKV_UNROLL
     for (int j = 0; j < chunks; j++) {
-        multiply_chunk<D, W, F>(task, uint(j), keys.chunks[j % B], book, score);
-        load_key_chunk<D, W>(args, task, j + B < chunks ? base : next_base, uint((j + B) % chunks), keys.chunks[j % B]);
+        multiply_chunk<D, W, F>(task, part, uint(j), keys.chunks[j % B], book, score);
+        load_key_chunk<D, W>(args, task, part, j + B < chunks ? base : next_base, uint((j + B) % chunks),
+                             keys.chunks[j % B]);
         if (!in_one && uint(j + 1) % block_chunks == 0)
-            add_key_block<D, F>(args, task, base, uint(j) / block_chunks, score, total);
+            add_key_block<D, F>(args, task, part, base, uint(j) / block_chunks, score, total);
     }
     if (in_one) return;
     TQKV_UNROLL
@@ -3228,66 +3796,83 @@ struct any_key_batch {
 };
 
 template <int D, int W, int F>
-inline void load_first_batch(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                             thread key_batch<D, W, F> &keys)
+inline void load_first_batch(constant tqkv__attend_args &args, thread const attend_task &task,
+                             thread const key_part &part, uint base, thread key_batch<D, W, F> &keys)
 {
     TQKV_UNROLL
-    for (int b = 0; b < MATRIX_KEY_BATCH(D, W, F); b++) load_key_chunk<D, W>(args, task, base, uint(b), keys.chunks[b]);
+    for (int b = 0; b < MATRIX_KEY_BATCH(D, W, F); b++)
+        load_key_chunk<D, W>(args, task, part, base, uint(b), keys.chunks[b]);
 }
 
 template <int D, int F>
-inline void open_key_batch(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                           thread any_key_batch<D, F> &keys)
+inline void open_key_batch(constant tqkv__attend_args &args, thread const attend_task &task,
+                           thread const key_part &part, uint base, thread any_key_batch<D, F> &keys)
 {
-    if (code_width(key_format) == 4) load_first_batch<D, 4, F>(args, task, base, keys.of_4);
-    if (code_width(key_format) == 8) load_first_batch<D, 8, F>(args, task, base, keys.of_8);
-    if (code_width(key_format) == 16) load_first_batch<D, 16, F>(args, task, base, keys.of_16);
+    if (code_width(part.format) == 4) load_first_batch<D, 4, F>(args, task, part, base, keys.of_4);
+    if (code_width(part.format) == 8) load_first_batch<D, 8, F>(args, task, part, base, keys.of_8);
+    if (code_width(part.format) == 16) load_first_batch<D, 16, F>(args, task, part, base, keys.of_16);
 }
 
 template <int D, int F>
-inline void score_any_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                                  uint next_base, thread const value_book &book, thread any_key_batch<D, F> &keys,
-                                  thread sum_matrix (&score)[4][F])
+inline void score_any_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task,
+                                  thread const key_part &part, uint base, uint next_base, thread const value_book &book,
+                                  thread any_key_batch<D, F> &keys, thread sum_matrix (&score)[4][F])
 {
-    if (code_width(key_format) == 4) score_matrix_tile<D, 4, F>(args, task, base, next_base, book, keys.of_4, score);
-    if (code_width(key_format) == 8) score_matrix_tile<D, 8, F>(args, task, base, next_base, book, keys.of_8, score);
-    if (code_width(key_format) == 16) score_matrix_tile<D, 16, F>(args, task, base, next_base, book, keys.of_16, score);
+    if (code_width(part.format) == 4)
+        score_matrix_tile<D, 4, F>(args, task, part, base, next_base, book, keys.of_4, score);
+    if (code_width(part.format) == 8)
+        score_matrix_tile<D, 8, F>(args, task, part, base, next_base, book, keys.of_8, score);
+    if (code_width(part.format) == 16)
+        score_matrix_tile<D, 16, F>(args, task, part, base, next_base, book, keys.of_16, score);
 }
 
 // ---- Softmax of one tile ----
+
+// The oldest and the newest of the newest positions that the columns see.
+struct newest_range {
+    int least, most;
+};
+
+inline newest_range newest_of_columns(constant tqkv__attend_args &args, uint first_column)
+{
+    newest_range newest;
+    newest.least = min(newest_seen(args, row_of_column(args, first_column).query), args.slice_end - 1);
+    newest.most = newest_seen(args, row_of_column(args, first_column + columns - 1u).query);
+    return newest;
+}
 
 // What a simdgroup carries from tile to tile.
 template <int D, int F>
 struct matrix_walk {
     tile_steps steps;
-    tile_memory base;              // of the next tile
-    int least_newest, most_newest; // of the columns
-    any_key_batch<D, F> keys;      // of that tile
-    tile_norms norms;              // likewise, with few columns
+    tile_memory base; // of the next tile
+    newest_range newest;
+    any_key_batch<D, F> keys; // of that tile
+    tile_norms norms;         // likewise, with few columns
 };
 
 // Whether all columns of the threadgroup see all slots of a tile, and no slot belongs to another tile.
-template <int D, int F>
-inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, thread const matrix_walk<D, F> &walk)
+inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, newest_range newest)
 {
+    if (has_list) return false;
     uint slot = first_slot_of_tile(args, tile);
     int first = position_of_slot(args, slot), last = position_of_slot(args, slot + 31u);
     if (has_tree && last >= args.first_of_tree) return false;
-    return !short_store && slot == tile * 32u && last - first == 31 && last <= walk.least_newest &&
-           (args.window == 0 || first > walk.most_newest - args.window);
+    return !short_store && slot == tile * 32u && last - first == 31 && last <= newest.least &&
+           (args.window == 0 || first > newest.most - args.window);
 }
 
 // A masked position scores -INFINITY by selection, as in attend.h. The value's norm of a row that some column does not
 // see may be NaN: then the scores of those that see it are, and the norm becomes 0.
-template <int D, int F>
-inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint tile,
-                      thread const matrix_state<D, F> &state, thread tile_norms &norms,
+template <int D, int P, int F>
+inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint tile, tile_memory base,
+                      thread const matrix_state<P, F> &state, thread tile_norms &norms,
                       thread sum_matrix (&score)[4][F])
 {
     const bool has_norm = has_norms(value_format) && one_norm<D>(value_format);
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        int position = position_in_tile(args, tile, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        int position = position_of_row(args, base, tile, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         bool finite = !has_norm || fabs(norms.values[p]) < INFINITY;
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
@@ -3318,7 +3903,7 @@ inline void raise_maxima(thread sum_matrix (&score)[4][F], thread matrix_state<D
             float largest = -INFINITY;
             TQKV_UNROLL
             for (int p = 0; p < 4; p++) largest = max(largest, score[p][f].elements[i]);
-            largest = max_of_column(largest);
+            largest = rint(max_of_column(largest));
             before[f][i] = state.maximum[f][i];
             began = began || before[f][i] != NOTHING_SEEN;
             state.maximum[f][i] = largest > before[f][i] + 11.0f ? largest : before[f][i];
@@ -3337,10 +3922,28 @@ inline void raise_maxima(thread sum_matrix (&score)[4][F], thread matrix_state<D
     }
 }
 
-// Products to weights, without the values' scales.
+// Scores to weights, without the values' scales.
+template <int P, int F>
+inline void weigh_scores(thread sum_matrix (&score)[4][F], thread matrix_state<P, F> &state)
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++) {
+                float share = fast::exp2(score[p][f].elements[i] - state.maximum[f][i]);
+                score[p][f].elements[i] = share;
+                state.sum[f][i] += share;
+            }
+        }
+    }
+}
+
+// Products to weights.
 template <int D, int F>
-inline void weigh_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint tile, bool whole,
-                              thread tile_norms &norms, thread sum_matrix (&score)[4][F],
+inline void weigh_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint tile,
+                              tile_memory base, bool whole, thread tile_norms &norms, thread sum_matrix (&score)[4][F],
                               thread matrix_state<D, F> &state)
 {
     bool raise = false;
@@ -3355,7 +3958,7 @@ inline void weigh_matrix_tile(constant tqkv__attend_args &args, thread const att
                     score_of(args, score[p][f].elements[i], scale * state.factor[f][i], state.shift[f][i]);
         }
     }
-    if (!whole) mask_tile<D, F>(args, task, tile, state, norms, score);
+    if (!whole) mask_tile<D>(args, task, tile, base, state, norms, score);
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL
@@ -3365,18 +3968,7 @@ inline void weigh_matrix_tile(constant tqkv__attend_args &args, thread const att
         }
     }
     if (simd_any(raise)) raise_maxima<D, F>(score, state);
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) {
-            TQKV_UNROLL
-            for (int i = 0; i < 2; i++) {
-                float share = fast::exp2(score[p][f].elements[i] - state.maximum[f][i]);
-                score[p][f].elements[i] = share;
-                state.sum[f][i] += share;
-            }
-        }
-    }
+    weigh_scores(score, state);
 }
 
 // ---- Values of one tile ----
@@ -3398,11 +3990,7 @@ inline void load_value_chunk(constant tqkv__attend_args &args, thread const atte
     TQKV_UNROLL
     for (int i = 0; i < 4; i++) {
         uint k = TQKV__MATRIX_COLUMN(task.lane) + uint(i % 2), row = tile_row(2 * int(half_tile) + i / 2, k);
-        row = existing_row(args, row);
-        device const uchar *codes = same_slots || paged
-                                        ? task.values.codes + ulong(base) * ulong(bytes) + row * bytes
-                                        : task.values.codes + ulong(value_slot_of(args, base + row)) * ulong(bytes);
-        load_codes<D, W, N>(value_format, codes, first, values.raw[i]);
+        load_codes<D, W, N>(value_format, value_codes(args, task.values.codes, bytes, base, row), first, values.raw[i]);
     }
 }
 
@@ -3442,9 +4030,9 @@ inline void decode_values(thread const value_chunk<D, W> &values, int i, thread 
 }
 
 // out += V^T P^T over a chunk and half of the tile.
-template <int D, int W, int F>
+template <int D, int W, int P, int F>
 inline void multiply_values(int chunk, thread const value_chunk<D, W> &values, thread const value_book &book,
-                            thread const right_pair (&right)[F], thread matrix_state<D, F> &state)
+                            thread const right_pair (&right)[F], thread matrix_state<P, F> &state)
 {
     const int N = MATRIX_OUT_VALUES(D, W);
     const int G = N % 4 == 0 ? 2 : 1; // blocks that take turns
@@ -3466,11 +4054,11 @@ inline void scale_weights(constant tqkv__attend_args &args, thread const attend_
     float scaled[4][F][2];
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = base + existing_row(args, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         float scale = scale_of_norm<D>(value_format, norms.values[p], args.value_block_scale);
         if (!one_norm<D>(value_format))
-            scale =
-                stored_scale<D>(value_format, task.values, value_slot_of(args, slot), block, args.value_block_scale);
+            scale = stored_scale<D>(value_format, task.values,
+                                    value_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane))), block,
+                                    args.value_block_scale);
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
             TQKV_UNROLL
@@ -3506,7 +4094,7 @@ inline void add_matrix_values(constant tqkv__attend_args &args, thread const att
         TQKV_UNROLL
         for (int h = 0; h < 2; h++) {
             if (W == 16 && !whole) clear_not_finite<W, N>(values[h].raw);
-            multiply_values<D, W, F>(j, values[h], book, right[h], state);
+            multiply_values(j, values[h], book, right[h], state);
             if (TQKV_PLAIN_LOADS || j + 1 < chunks)
                 load_value_chunk<D, W>(args, task, base, uint((j + 1) % chunks), uint(h), values[h]);
         }
@@ -3554,9 +4142,9 @@ inline void add_any_matrix_values(constant tqkv__attend_args &args, thread const
 
 // ---- The kernel ----
 
-template <int D, int F>
+template <int P, int F>
 inline void open_columns(constant tqkv__attend_args &args, thread const attend_task &task, column_memory memory,
-                         thread matrix_state<D, F> &state)
+                         thread matrix_state<P, F> &state)
 {
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
@@ -3564,14 +4152,14 @@ inline void open_columns(constant tqkv__attend_args &args, thread const attend_t
         for (int i = 0; i < 2; i++) {
             uint c = min(uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane), columns - 1u);
             state.newest[f][i] = newest_seen(args, row_of_column(args, task.first_column + c).query);
-            state.factor[f][i] = memory.factors[c];
-            state.shift[f][i] = key_centered ? memory.shifts[c] : 0.0f;
+            state.factor[f][i] = memory.factors[c] * (args.scale * TQKV_LOG2E);
+            state.shift[f][i] = has_shifts() ? memory.shifts[c] : 0.0f;
         }
     }
 }
 
-template <int D, int F>
-inline void clear_matrices(thread matrix_state<D, F> &state)
+template <int P, int F>
+inline void clear_matrices(thread matrix_state<P, F> &state)
 {
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
@@ -3581,7 +4169,7 @@ inline void clear_matrices(thread matrix_state<D, F> &state)
             state.sum[f][i] = 0.0f;
         }
         TQKV_UNROLL
-        for (int b = 0; b < D / 8; b++) clear_matrix(state.out[b][f]);
+        for (int b = 0; b < P / 8; b++) clear_matrix(state.out[b][f]);
     }
 }
 
@@ -3596,14 +4184,15 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
         tile_memory base = walk.base;
         next_tile(walk.steps, task.n_simdgroups);
         walk.base = find_tile(args, task.pages, walk.steps.tile);
-        bool whole = sees_whole_tile<D, F>(args, tile, walk);
+        bool whole = sees_whole_tile(args, tile, walk.newest);
         tile_norms norms;
         next_tile_norms<D, F>(args, task, base, walk.base, walk.norms, norms);
         any_value_chunks<D> values;
         open_value_chunks<D>(args, task, base.values, values);
         sum_matrix score[4][F];
-        score_any_matrix_tile<D, F>(args, task, base.keys, walk.base.keys, key_book, walk.keys, score);
-        weigh_matrix_tile<D, F>(args, task, tile, whole, norms, score, state);
+        score_any_matrix_tile<D, F>(args, task, first_part(args, task), base.keys, walk.base.keys, key_book, walk.keys,
+                                    score);
+        weigh_matrix_tile<D, F>(args, task, tile, base, whole, norms, score, state);
         add_any_matrix_values<D, F>(args, task, base.values, whole, norms, out_book, values, score, state);
     }
 }
@@ -3615,28 +4204,27 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     threadgroup float *table_memory = task.tables;
     threadgroup code_value *tables = (threadgroup code_value *)table_memory;
     column_memory memory = column_memory_of<F>(task.kept);
-    tile_range seen = tiles_seen(args, task.first_column);
+    tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     matrix_state<D, F> state;
     matrix_walk<D, F> walk;
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
     walk.base = find_tile(args, task.pages, walk.steps.tile);
-    walk.least_newest = newest_seen(args, row_of_column(args, task.first_column).query);
-    walk.most_newest = newest_seen(args, row_of_column(args, task.first_column + columns - 1u).query);
-    open_key_batch<D, F>(args, task, walk.base.keys, walk.keys);
+    walk.newest = newest_of_columns(args, task.first_column);
+    open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
     if (F <= 2) load_tile_norms<D>(args, task, walk.base, walk.norms);
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
-    load_matrix_queries<D, F>(args, task, memory);
+    load_matrix_queries<D, F>(args, task, first_part(args, task), uint(D), memory);
     threadgroup uchar *pairs = (threadgroup uchar *)(table_memory + 256 + max(1u << codebook_bits(value_format), 4u));
     value_book key_book = open_value_book(key_format, tables, pairs, task.lane);
     value_book out_book = open_value_book(value_format, tables + 256, pairs, task.lane);
     if (has_pairs(key_format)) load_pairs(tables, false, thread_index, n_threads, pairs);
     if (has_pairs(value_format)) load_pairs(tables + 256, true, thread_index, n_threads, pairs);
-    open_columns<D, F>(args, task, memory, state);
+    open_columns(args, task, memory, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
-        clear_matrices<D, F>(state);
+        clear_matrices(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
         add_matrix_tiles<D, F>(args, task, end, key_book, out_book, walk, state);
         partial = keep_columns<D, F>(args, task, own, stretch, memory, state);
@@ -3659,6 +4247,482 @@ inline void attend_with_matrices(constant tqkv__attend_args &args, thread const 
 
 #endif
 
+// ---- shaders/attend_long.h ----
+
+// attend_matrix for rows too long for the sums of one simdgroup: head_dim 448 and 512, which latent caches have. The
+// simdgroups of a threadgroup go through the context together, in rounds of one tile each.
+//
+// Within a round
+//   scores   each simdgroup has those of its own tile, as in attend_matrix.h, and adds those of the tail
+//   softmax  they agree on the maxima of the columns; each turns its own scores into weights, in threadgroup memory
+//   values   each simdgroup adds up its own part of the rows, over all tiles of the round
+// So a threadgroup fetches a row once, and a simdgroup has registers for the sums of its part.
+//
+// Letters: as in attend_matrix.h; T head_dim of a tail.
+#ifndef TQKV_ATTEND_LONG_H
+#define TQKV_ATTEND_LONG_H
+
+// The rounds of a stretch: `tiles` of them from tile `first` on. Tiles outside [begin, end) and in the gap are left out.
+struct long_rounds {
+    uint first, begin, end, gap_begin, gap_end;
+};
+
+inline long_rounds open_rounds(constant tqkv__attend_args &args, tile_range seen, uint stretch)
+{
+    long_rounds rounds;
+    rounds.first = first_tile_of_stretch(args, stretch);
+    rounds.begin = max(seen.begin, rounds.first);
+    rounds.end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
+    rounds.gap_begin = seen.gap_begin;
+    rounds.gap_end = seen.gap_end;
+    return rounds;
+}
+
+inline bool has_tile(long_rounds rounds, uint tile)
+{
+    return tile >= rounds.begin && tile < rounds.end && (tile < rounds.gap_begin || tile >= rounds.gap_end);
+}
+
+// The first tile of the round that has a tile.
+inline uint round_of(long_rounds rounds, uint tile)
+{
+    const uint n = uint(TQKV__LONG_SIMDGROUPS);
+    return tile - (tile - rounds.first) % n;
+}
+
+inline uint next_round(long_rounds rounds, uint round)
+{
+    uint next = round + uint(TQKV__LONG_SIMDGROUPS);
+    bool inside = next >= rounds.gap_begin && next + uint(TQKV__LONG_SIMDGROUPS) <= rounds.gap_end;
+    return inside ? round_of(rounds, rounds.gap_end) : next;
+}
+
+// ---- Scores ----
+
+struct value_books {
+    value_book keys, values, tail;
+};
+
+// Scores of the tail, times what makes them as large as those of the keys, which get their own factors.
+template <int D, int T, int F>
+inline void add_matrix_tail(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                            thread const value_book &book, column_memory memory, thread float (&norms)[4],
+                            thread sum_matrix (&score)[4][F])
+{
+    sum_matrix tail[4][F];
+    any_key_batch<T, F> keys;
+    float tail_norms[4];
+    open_key_batch<T, F>(args, task, tail_part<D>(task), base, keys);
+    load_norms<T>(args, tail_format, task.tail, base, task.lane, tail_norms);
+    score_any_matrix_tile<T, F>(args, task, tail_part<D>(task), base, base, book, keys, tail);
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            uint c = min(uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane), columns - 1u);
+            float factor = memory.tails[c];
+            TQKV_UNROLL
+            for (int p = 0; p < 4; p++) {
+                float own = tail[p][f].elements[i] * (factor * scale_of_norm<T>(tail_format, tail_norms[p], 1.0f));
+                float scale = scale_of_norm<D>(key_format, norms[p], args.key_block_scale);
+                score[p][f].elements[i] = fma(score[p][f].elements[i], scale, own);
+            }
+        }
+    }
+}
+
+// What a simdgroup carries from round to round: the first codes of its next tile.
+template <int D, int F>
+struct long_walk {
+    newest_range newest;
+    tile_memory base;
+    any_key_batch<D, F> keys;
+};
+
+template <int D, int F>
+inline void open_walk(constant tqkv__attend_args &args, thread const attend_task &task, uint round,
+                      thread long_walk<D, F> &walk)
+{
+    walk.base = find_tile(args, task.pages, round + task.simdgroup);
+    open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
+}
+
+// Scores in powers of two of the simdgroup's tile of a round; next: the next round.
+template <int D, int F>
+inline void score_long_tile(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds,
+                            uint round, uint next, thread const value_books &books, column_memory memory,
+                            thread const matrix_state<TQKV__LONG_PART, F> &state, thread long_walk<D, F> &walk,
+                            thread sum_matrix (&score)[4][F])
+{
+    const int T = TQKV__TAIL_DIM(D);
+    const uint tile = round + task.simdgroup;
+    const bool exists = has_tile(rounds, tile), whole = sees_whole_tile(args, tile, walk.newest);
+    tile_memory base = walk.base;
+    tile_norms norms; // none of the values: their scales come with the weights
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) norms.keys[p] = norms.values[p] = 0.0f;
+    load_norms<D>(args, key_format, task.keys, base.keys, task.lane, norms.keys);
+    walk.base = find_tile(args, task.pages, next + task.simdgroup);
+    score_any_matrix_tile<D, F>(args, task, first_part(args, task), base.keys, walk.base.keys, books.keys, walk.keys,
+                                score);
+    if (tail_format != 0) add_matrix_tail<D, T, F>(args, task, base.keys, books.tail, memory, norms.keys, score);
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        float scale = tail_format != 0 ? 1.0f : scale_of_norm<D>(key_format, norms.keys[p], args.key_block_scale);
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++)
+                score[p][f].elements[i] =
+                    score_of(args, score[p][f].elements[i], scale * state.factor[f][i], state.shift[f][i]);
+        }
+    }
+    if (!whole) mask_tile<D>(args, task, tile, base, state, norms, score);
+    if (exists) return;
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) score[p][f].elements[0] = score[p][f].elements[1] = -INFINITY;
+    }
+}
+
+// ---- Softmax ----
+
+// The largest score of each column in the simdgroup's tile: [simdgroups][columns]. A barrier must follow.
+template <int F>
+inline void store_maxima(thread const attend_task &task, thread const sum_matrix (&score)[4][F])
+{
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            float largest = -INFINITY;
+            TQKV_UNROLL
+            for (int p = 0; p < 4; p++) largest = max(largest, score[p][f].elements[i]);
+            largest = rint(max_of_column(largest));
+            if (TQKV__MATRIX_ROW(task.lane) == 0)
+                task.states[task.simdgroup * uint(8 * F) + uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane)] = largest;
+        }
+    }
+}
+
+// Raises the maxima as attend.h does it, by the scores of all tiles of the round: all simdgroups to the same.
+template <int P, int F>
+inline void raise_to_round(thread const attend_task &task, thread matrix_state<P, F> &state)
+{
+    bool raised = false;
+    float shrink[F][2];
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            threadgroup const float *maxima = task.states + uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
+            float largest = -INFINITY, before = state.maximum[f][i];
+            TQKV_UNROLL
+            for (int s = 0; s < TQKV__LONG_SIMDGROUPS; s++) largest = max(largest, maxima[s * 8 * F]);
+            largest = largest > before + 11.0f ? largest : before;
+            shrink[f][i] = share_of(before, largest);
+            state.maximum[f][i] = largest;
+            raised = raised || largest != before;
+        }
+    }
+    if (!simd_any(raised)) return;
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            state.sum[f][i] *= shrink[f][i];
+            TQKV_UNROLL
+            for (int b = 0; b < P / 8; b++) state.out[b][f].elements[i] *= shrink[f][i];
+        }
+    }
+}
+
+// The weights of a tile in threadgroup memory, as the lanes have them: [simdgroups][4][F][32][2]
+template <int F>
+inline threadgroup float2 *weights_at(thread const attend_task &task, uint simdgroup, int p, int f)
+{
+    threadgroup float *weights = task.weights;
+    return (threadgroup float2 *)weights + (((simdgroup * 4u + uint(p)) * uint(F) + uint(f)) * 32u + task.lane);
+}
+
+template <int F>
+inline void store_tile_weights(thread const attend_task &task, thread const sum_matrix (&weight)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            float2 two;
+            two.x = weight[p][f].elements[0];
+            two.y = weight[p][f].elements[1];
+            *weights_at<F>(task, task.simdgroup, p, f) = two;
+        }
+    }
+}
+
+// ---- Values ----
+
+// The values' norms of a block in the lane's rows of a tile. They are loaded a tile ahead: nothing is computed from them before.
+template <int D>
+inline void load_part_norms(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint block,
+                            thread float (&norms)[4])
+{
+    if (!has_norms(value_format)) return;
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        uint slot = value_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        norms[p] = task.values.norms[ulong(slot) * ulong(uint(D) / norm_block<D>(value_format)) + block];
+    }
+}
+
+// Weights of tile number `number` of the round with these norms, as right factors. Where no weight is, a norm may be NaN.
+template <int D, int F>
+inline void scale_long_weights(constant tqkv__attend_args &args, thread const attend_task &task, uint number,
+                               thread const float (&norms)[4], thread right_pair (&right)[2][F])
+{
+    float scaled[4][F][2];
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        float scale = has_norms(value_format) ? code_scale<D>(value_format, norms[p], args.value_block_scale) : 1.0f;
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            float2 two = *weights_at<F>(task, number, p, f);
+            scaled[p][f][0] = two.x * (two.x > 0.0f ? scale : 0.0f);
+            scaled[p][f][1] = two.y * (two.y > 0.0f ? scale : 0.0f);
+        }
+    }
+    TQKV_UNROLL
+    for (int h = 0; h < 2; h++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++)
+            right[h][f] = right_of_sums(scaled[2 * h][f][0], scaled[2 * h][f][1], scaled[2 * h + 1][f][0],
+                                        scaled[2 * h + 1][f][1], has_norms(value_format));
+    }
+}
+
+// Chunks of a simdgroup's part of a row.
+#define LONG_CHUNKS(D, W) (TQKV__LONG_PART / (8 * MATRIX_OUT_VALUES(D, W)))
+
+template <int D, int W>
+inline void load_part(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint chunk,
+                      thread value_chunk<D, W> (&values)[2])
+{
+    TQKV_UNROLL
+    for (int h = 0; h < 2; h++)
+        load_value_chunk<D, W>(args, task, base, task.simdgroup * uint(LONG_CHUNKS(D, W)) + chunk, uint(h), values[h]);
+}
+
+// What a lane loads ahead of a tile's values: the first chunk of the simdgroup's part, and its norms.
+template <int D, int W>
+struct part_values {
+    value_chunk<D, W> chunk[2];
+    float norms[4];
+};
+
+// The first block of the simdgroup's part of a row; of halves 0.
+template <int D>
+inline uint block_of_part(uint simdgroup)
+{
+    return simdgroup * uint(TQKV__LONG_PART) / norm_block<D>(value_format);
+}
+
+template <int D, int W>
+inline void open_part(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                      thread part_values<D, W> &values)
+{
+    load_part<D, W>(args, task, base, 0u, values.chunk);
+    load_part_norms<D>(args, task, base, block_of_part<D>(task.simdgroup), values.norms);
+}
+
+// Adds the simdgroup's part of the values of a tile. `values` was opened for it, and is then for the tile at next_base.
+template <int D, int W, int F>
+inline void add_part(constant tqkv__attend_args &args, thread const attend_task &task, uint number, uint base,
+                     uint next_base, bool whole, thread const value_book &book, thread part_values<D, W> &values,
+                     thread matrix_state<TQKV__LONG_PART, F> &state)
+{
+    const int N = MATRIX_OUT_VALUES(D, W), chunks = LONG_CHUNKS(D, W);
+    const uint block_chunks = norm_block<D>(value_format) / uint(8 * N), first = task.simdgroup * uint(chunks);
+    right_pair right[2][F];
+    TQKV_UNROLL
+    for (int j = 0; j < chunks; j++) {
+        uint chunk = first + uint(j);
+        bool begins = j != 0 && chunk % block_chunks == 0; // a block
+        if (begins) load_part_norms<D>(args, task, base, chunk / block_chunks, values.norms);
+        if (begins || j == 0) scale_long_weights<D, F>(args, task, number, values.norms, right);
+        if (j + 1 == chunks) load_part_norms<D>(args, task, next_base, block_of_part<D>(task.simdgroup), values.norms);
+        TQKV_UNROLL
+        for (int h = 0; h < 2; h++) {
+            if (W == 16 && !whole) clear_not_finite<W, N>(values.chunk[h].raw);
+            multiply_values(j, values.chunk[h], book, right[h], state);
+        }
+        load_part<D, W>(args, task, j + 1 < chunks ? base : next_base, uint((j + 1) % chunks), values.chunk);
+    }
+}
+
+// The same for all tiles of a round.
+template <int D, int W, int F>
+inline void add_parts(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds, uint round,
+                      newest_range newest, thread const value_book &book,
+                      thread matrix_state<TQKV__LONG_PART, F> &state)
+{
+    part_values<D, W> values;
+    uint base = find_tile(args, task.pages, round).values;
+    open_part<D, W>(args, task, base, values);
+    for (uint s = 0; s < uint(TQKV__LONG_SIMDGROUPS); s++) {
+        uint tile = round + s, next_base = find_tile(args, task.pages, tile + 1u).values;
+        if (has_tile(rounds, tile))
+            add_part<D, W, F>(args, task, s, base, next_base, sees_whole_tile(args, tile, newest), book, values, state);
+        else
+            open_part<D, W>(args, task, next_base, values);
+        base = next_base;
+    }
+}
+
+// ---- The end of a stretch ----
+
+// Adds the simdgroup's part of the sums to a partial result and, at the end of a section, to the first.
+template <int D, int F>
+inline void store_part(thread const attend_task &task, column_memory memory, column_end how,
+                       thread const matrix_state<TQKV__LONG_PART, F> &state)
+{
+    const uint N = uint(BY_CODE_WIDTH(value_format, MATRIX_OUT_VALUES, D));
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
+            if (c >= how.used) continue;
+            float4 shares = *(threadgroup const float4 *)(memory.shares + c * 4u);
+            device float *to = task.partial_out + row_offset(memory.rows[c], D) +
+                               (task.simdgroup * uint(TQKV__LONG_PART) + TQKV__MATRIX_ROW(task.lane) * N);
+            TQKV_UNROLL
+            for (int b = 0; b < TQKV__LONG_PART / 8; b++) {
+                device float *total = to + (uint(b) / N * 8u * N + uint(b) % N), *section = total + how.section;
+                float sum = fma(shares.y, state.out[b][f].elements[i], how.copy ? 0.0f : shares.x * *section);
+                *section = sum;
+                if (how.to_total) *total = fma(shares.w, sum, how.copy_to_total ? 0.0f : shares.z * *total);
+            }
+        }
+    }
+}
+
+// As keep_stretch of attend.h.
+template <int D, int F>
+inline uint keep_parts(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
+                       uint stretch, column_memory memory, thread matrix_state<TQKV__LONG_PART, F> &state)
+{
+    column_end how = open_end(args, task, own, stretch, uint(D));
+    threadgroup_barrier(mem_flags::mem_threadgroup); // the states' memory holds maxima
+    store_states(task, state);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, false, task.lane, memory, how);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (task.simdgroup * uint(TQKV__LONG_PART) < uint(D)) store_part<D, F>(task, memory, how, state);
+    return how.to_total ? 0u : partial_of_section(args, task.split);
+}
+
+// ---- The kernel ----
+
+template <int D, int F>
+inline void add_rounds(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds,
+                       thread const value_books &books, column_memory memory,
+                       thread matrix_state<TQKV__LONG_PART, F> &state)
+{
+    long_walk<D, F> walk;
+    walk.newest = newest_of_columns(args, task.first_column);
+    uint round = round_of(rounds, rounds.begin);
+    open_walk<D, F>(args, task, round, walk);
+    while (round < rounds.end) {
+        uint next = next_round(rounds, round);
+        sum_matrix score[4][F];
+        score_long_tile<D, F>(args, task, rounds, round, next, books, memory, state, walk, score);
+        store_maxima<F>(task, score);
+        threadgroup_barrier(mem_flags::mem_threadgroup); // and the weights of the round before are used
+        raise_to_round(task, state);
+        weigh_scores(score, state);
+        store_tile_weights<F>(task, score);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (task.simdgroup * uint(TQKV__LONG_PART) < uint(D)) {
+            if (code_width(value_format) == 4)
+                add_parts<D, 4, F>(args, task, rounds, round, walk.newest, books.values, state);
+            if (code_width(value_format) == 8)
+                add_parts<D, 8, F>(args, task, rounds, round, walk.newest, books.values, state);
+            if (code_width(value_format) == 16)
+                add_parts<D, 16, F>(args, task, rounds, round, walk.newest, books.values, state);
+        }
+        round = next;
+    }
+}
+
+// The codebooks of all streams. A barrier must precede what looks values up, and the first half of it precede `pairs`.
+inline void load_books(thread const attend_task &task, uint thread_index, uint n_threads)
+{
+    threadgroup float *tables = task.tables, *tail = task.tail_table;
+    load_value_book(key_format, false, (threadgroup code_value *)tables, thread_index, n_threads);
+    load_value_book(value_format, true, (threadgroup code_value *)tables + 256, thread_index, n_threads);
+    if (tail_format != 0) load_value_book(tail_format, false, (threadgroup code_value *)tail, thread_index, n_threads);
+}
+
+inline value_books open_books(thread const attend_task &task, uint thread_index, uint n_threads)
+{
+    threadgroup float *memory = task.tables, *tail_memory = task.tail_table;
+    threadgroup code_value *tables = (threadgroup code_value *)memory, *tail = (threadgroup code_value *)tail_memory;
+    threadgroup uchar *pairs = (threadgroup uchar *)(memory + 256 + max(1u << codebook_bits(value_format), 4u));
+    value_books books;
+    books.keys = open_value_book(key_format, tables, pairs, task.lane);
+    books.values = open_value_book(value_format, tables + 256, pairs, task.lane);
+    books.tail = open_value_book(tail_format, tail, pairs, task.lane);
+    if (has_pairs(key_format))
+        load_pairs(tables, false, thread_index, n_threads, pairs);
+    else if (has_pairs(tail_format)) // of the same codebook, if both are
+        load_pairs(tail, false, thread_index, n_threads, pairs);
+    if (has_pairs(value_format)) load_pairs(tables + 256, true, thread_index, n_threads, pairs);
+    return books;
+}
+
+template <int D, int F>
+inline void attend_rounds(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    const int T = TQKV__TAIL_DIM(D);
+    const uint each = uint(D) + tail_values<D>();
+    uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
+    column_memory memory = column_memory_of<F>(task.kept);
+    tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
+    stretch_range own = stretches_of_threadgroup(args, seen, task.split);
+    matrix_state<TQKV__LONG_PART, F> state;
+    load_books(task, thread_index, n_threads);
+    load_matrix_queries<D, F>(args, task, first_part(args, task), each, memory);
+    if (tail_format != 0) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        load_matrix_queries<T, F>(args, task, tail_part<D>(task), each, memory);
+    }
+    value_books books = open_books(task, thread_index, n_threads);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    open_columns(args, task, memory, state);
+    for (uint stretch = own.begin; stretch < own.end; stretch++) {
+        clear_matrices(state);
+        add_rounds<D, F>(args, task, open_rounds(args, seen, stretch), books, memory, state);
+        partial = keep_parts<D, F>(args, task, own, stretch, memory, state);
+    }
+    store_columns(args, task, partial, memory);
+}
+
+// As attend_with_matrices.
+template <int D>
+inline void attend_long_rows(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    const int most = TQKV__MOST_MATRIX_COLUMNS(D) / 8;
+    if (most == 1 || columns <= 8)
+        attend_rounds<D, 1>(args, task);
+    else if (most == 2 || columns <= 16)
+        attend_rounds < D, most<2 ? 1 : 2>(args, task);
+    else
+        attend_rounds<D, most>(args, task);
+}
+
+#endif
+
 // ---- shaders/attend_matrix.metal ----
 
 // attend_matrix: what attend does, by products of matrices. Threadgroups: x KV heads, y blocks of query rows, z splits of
@@ -3674,6 +4738,17 @@ inline void attend_with_matrices(constant tqkv__attend_args &args, thread const 
         task.states = states + TQKV__MATRIX_KEPT_BYTES(TQKV__MATRICES(int(columns))) / 4; \
         TQKV_LONG_CALL(attend_with_matrices<D>(args, task)); \
     }
+// Rows whose sums several simdgroups share: TQKV__LONG_SIMDGROUPS a threadgroup, no more and no fewer.
+#define ATTEND_LONG_MATRIX(D) \
+    kernel void tqkv_attend_matrix_d##D(ATTEND_ARGUMENTS) \
+    { \
+        ATTEND_TASK(D, D) \
+        task.tail_queries = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
+        task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D + int(tail_values<D>())) / 4 * TQKV__MATRICES(int(columns)); \
+        task.tail_table = states + TQKV__MATRIX_KEPT_BYTES(TQKV__MATRICES(int(columns))) / 4; \
+        task.states = task.tail_table + (tail_values<D>() != 0 ? TQKV__TABLE_BYTES / 4 : 0); \
+        TQKV_LONG_CALL(attend_long_rows<D>(args, task)); \
+    }
 // clang-format on
 
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_matrix_d64)
@@ -3685,24 +4760,34 @@ ATTEND_MATRIX(128)
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_matrix_d256)
 ATTEND_MATRIX(256)
 #endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_matrix_d448)
+ATTEND_LONG_MATRIX(448)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_matrix_d512)
+ATTEND_LONG_MATRIX(512)
+#endif
 
 // ---- shaders/merge.h ----
 
 // The end of attention for one query row: brings the sums of the partial results to one maximum, adds them and the
 // sink, divides, and turns the result back from the rotated basis. One threadgroup a row: its simdgroups share the
-// sections.
+// sections. The same in parts, with slices of the caller: partial results to a slice, a slice to another, a slice to the
+// result.
 #ifndef TQKV_MERGE_H
 #define TQKV_MERGE_H
 
 // What a threadgroup works on, and the place of this thread in it.
 struct merge_task {
-    device const float *partial_out;   // [n_partials][n_rows][D]
+    device const float *partial_out;   // [n_partials][n_rows][D], or [n_rows][D]: of the slice that is read
     device const float *partial_state; // [1 + n_partials][n_rows][2]: shift of all scores, unused; then maximum (in
-                                       // powers of two), sum of the weights
+                                       // powers of two), sum of the weights. Parts of the context: one after another
     device uchar *out;                 // [n_rows][D]
+    device float *max, *sum;           // [n_rows]: of the slice that is written
+    device const float *src_max, *src_sum; // [n_rows]: of the slice that is read
     threadgroup float *shared;         // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
     uint row, type;                    // type: of the output
     float sink;                        // in powers of two; -INFINITY: none. It is added to the denominator only
+    bool from_slice, to_slice, rotate; // from one to another: it is added; rotate, unrotate: change its basis before
     bool unrotate;
     bool shifted;               // the keys have a centre, which adds partial_state of the row to all scores
     bool centered, rotated;     // the values have a centre, and it is rotated before it is added
@@ -3751,20 +4836,52 @@ inline void add_sums(float maximum, float sum, thread const float *out, thread r
 // Partial results that a simdgroup loads at a time: several loads are under way, in at most 32 registers.
 #define MERGE_BATCH(D) (MERGE_VALUES(D) <= 4 ? 8 : 32 / MERGE_VALUES(D))
 
-// Adds the partial results [first, end). A load beyond the last one repeats it.
+// The partial results of a section, [first, end). part: parts of the context before theirs, each with a row of shifts
+struct section_range {
+    uint first, end, part;
+};
+
+// The partial results of the first positions are the first section, those of the last ones the last. In memory both lie
+// before the others.
+inline uint count_sections(constant tqkv__merge_args &args)
+{
+    uint n = (uint(args.before) + uint(args.n_partials) + uint(args.section) - 1u) / uint(args.section);
+    return n + (args.n_first > 0 ? 1u : 0u) + (args.n_last > 0 ? 1u : 0u);
+}
+
+inline section_range range_of_section(constant tqkv__merge_args &args, uint section)
+{
+    uint length = uint(args.section), before = uint(args.before), n_ends = uint(args.n_first) + uint(args.n_last);
+    section_range range = {0u, uint(args.n_first), 0u};
+    if (args.n_first > 0) {
+        if (section == 0u) return range;
+        section--;
+        range.part++;
+    }
+    uint first = max(section * length, before) - before;
+    bool last = first >= uint(args.n_partials);
+    if (!last && args.n_last > 0) range.part++;
+    range.first = last ? uint(args.n_first) : n_ends + first;
+    range.end = last ? n_ends : n_ends + min((section + 1u) * length - before, uint(args.n_partials));
+    return range;
+}
+
+// Adds the partial results of a section. A load beyond the last one repeats it.
 template <int D>
-inline void add_partials(constant tqkv__merge_args &args, thread const merge_task &task, uint first, uint end,
+inline void add_partials(constant tqkv__merge_args &args, thread const merge_task &task, section_range range,
                          thread row_sums<D> &row)
 {
     const int E = MERGE_VALUES(D), B = MERGE_BATCH(D);
-    for (; first < end; first += uint(B)) {
+    uint end = range.end;
+    ulong states = ulong(uint(args.n_rows)) * ulong(range.part + 1u);
+    for (uint first = range.first; first < end; first += uint(B)) {
         float out[B][E], state[B][2];
         TQKV_UNROLL
         for (int i = 0; i < B; i++) {
             ulong at = row_offset(min(first + uint(i), end - 1u), uint(args.n_rows)) + task.row;
             load_floats<E>(task.partial_out + at * ulong(D) + task.part * uint(E), out[i]);
-            state[i][0] = task.partial_state[(at + uint(args.n_rows)) * 2u];
-            state[i][1] = task.partial_state[(at + uint(args.n_rows)) * 2u + 1u];
+            state[i][0] = task.partial_state[(at + states) * 2u];
+            state[i][1] = task.partial_state[(at + states) * 2u + 1u];
         }
         TQKV_UNROLL
         for (int i = 0; i < B; i++)
@@ -3778,12 +4895,10 @@ inline void add_sections(constant tqkv__merge_args &args, thread const merge_tas
                          thread row_sums<D> &total)
 {
     const int E = MERGE_VALUES(D);
-    uint section = first + task.simdgroup, length = uint(args.section), before = uint(args.before);
+    uint section = first + task.simdgroup;
     row_sums<D> row;
     clear_row<D>(row);
-    if (section < n_sections)
-        add_partials<D>(args, task, max(section * length, before) - before,
-                        min((section + 1u) * length - before, uint(args.n_partials)), row);
+    if (section < n_sections) add_partials<D>(args, task, range_of_section(args, section), row);
     threadgroup float *own = task.shared + task.simdgroup * uint(D + 4);
     if (task.lane < uint(TQKV__NORM_LANES(D))) {
         TQKV_UNROLL
@@ -3804,11 +4919,19 @@ inline void add_sections(constant tqkv__merge_args &args, thread const merge_tas
     threadgroup_barrier(mem_flags::mem_threadgroup); // before the next sections overwrite these
 }
 
-// The simdgroup's sums as load_row would load them. Without a matrix that is where they are.
+// The sums of a row as load_row would load them.
 template <int D>
-inline void spread_row(thread const merge_task &task, thread const row_sums<D> &row, thread float *x)
+struct spread_sums {
+    float maximum, sum, x[TQKV_LANE_VALUES(D)];
+};
+
+// The simdgroup's sums. Without a matrix they are where they are to be.
+template <int D>
+inline void spread_row(thread const merge_task &task, thread const row_sums<D> &row, thread spread_sums<D> &to)
 {
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D), E = MERGE_VALUES(D);
+    to.maximum = row.maximum;
+    to.sum = row.sum;
     if (TQKV__RUNS(D) > 1 && task.lane < uint(TQKV__NORM_LANES(D))) {
         TQKV_UNROLL
         for (int i = 0; i < E; i++) task.shared[int(task.lane) * E + i] = row.out[i];
@@ -3817,38 +4940,74 @@ inline void spread_row(thread const merge_task &task, thread const row_sums<D> &
     uint part = lane_of_row<D>(task.lane);
     TQKV_UNROLL
     for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
-        x[i] = TQKV__RUNS(D) > 1 ? task.shared[value_of_lane<L, C>(part, i)] : row.out[i % E];
+        to.x[i] = TQKV__RUNS(D) > 1 ? task.shared[value_of_lane<L, C>(part, i)] : row.out[i % E];
+}
+
+// The slice that is read or, added to the one that is written, both. Additions are those of add_sums.
+template <int D>
+inline void add_slice(thread const merge_task &task, uint part, thread spread_sums<D> &row)
+{
+    ulong first = row_offset(task.row, D);
+    row.maximum = maximum_of_slice(task.src_max[task.row]);
+    row.sum = task.src_sum[task.row];
+    load_row<D>(task.partial_out + first, part, row.x);
+    if (!task.to_slice) return;
+    if (task.rotate) rotate_row<D>(row.x, part);
+    if (task.unrotate) unrotate_row<D>(row.x, part, signs_of_row<D>(part));
+    float before = maximum_of_slice(task.max[task.row]), sum = task.sum[task.row], x[TQKV_LANE_VALUES(D)];
+    load_typed_row<D>(uint(TQKV_TYPE_F32), task.out, first, part, x);
+    simdgroup_barrier(mem_flags::mem_device); // before some lane overwrites what another has yet to load
+    shares both = shares_of(before, row.maximum);
+    row.maximum = both.largest;
+    row.sum = fma(both.added, row.sum, both.kept * sum);
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) row.x[i] = fma(both.added, row.x[i], both.kept * x[i]);
+}
+
+// Adds the sink and divides. Returns the share of the values' weights.
+template <int D>
+inline float divide_row(thread const merge_task &task, thread spread_sums<D> &row)
+{
+    shares both = shares_of(row.maximum, task.sink);
+    float sum = both.kept * row.sum + (task.sink == -INFINITY ? 0.0f : both.added);
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) row.x[i] = sum == 0.0f ? 0.0f : both.kept * row.x[i] / sum;
+    return sum == 0.0f ? 0.0f : both.kept * row.sum / sum;
 }
 
 template <int D>
 inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &task)
 {
-    const int E = MERGE_VALUES(D);
-    uint n_sections = (uint(args.before) + uint(args.n_partials) + uint(args.section) - 1u) / uint(args.section);
+    uint n_sections = count_sections(args);
     uint part = lane_of_row<D>(task.lane), signs = task.unrotate ? signs_of_row<D>(part) : 0u;
-    row_sums<D> total;
-    clear_row<D>(total);
-    for (uint first = 0; first < n_sections; first += task.n_simdgroups)
-        add_sections<D>(args, task, first, n_sections, total);
-    if (task.simdgroup != 0) return;
-    if (task.shifted && args.n_partials > 0) total.maximum += task.partial_state[ulong(task.row) * 2u];
-    shares both = shares_of(total.maximum, task.sink);
-    float sum = both.kept * total.sum + (task.sink == -INFINITY ? 0.0f : both.added), x[TQKV_LANE_VALUES(D)];
-    TQKV_UNROLL
-    for (int i = 0; i < E; i++) total.out[i] = sum == 0.0f ? 0.0f : both.kept * total.out[i] / sum;
-    spread_row<D>(task, total, x);
-    if (task.unrotate) unrotate_row<D>(x, part, signs);
-    float weight = sum == 0.0f ? 0.0f : both.kept * total.sum / sum;
+    spread_sums<D> row;
+    if (task.from_slice) {
+        add_slice<D>(task, part, row);
+    } else {
+        row_sums<D> total;
+        clear_row<D>(total);
+        for (uint first = 0; first < n_sections; first += task.n_simdgroups)
+            add_sections<D>(args, task, first, n_sections, total);
+        if (task.simdgroup != 0) return;
+        spread_row<D>(task, total, row);
+        if (task.shifted && n_sections > 0u) row.maximum += task.partial_state[ulong(task.row) * 2u];
+    }
+    float weight = task.to_slice ? row.sum : divide_row<D>(task, row);
+    if (task.unrotate && !task.to_slice) unrotate_row<D>(row.x, part, signs);
     if (task.centered)
-        add_center<D>(task.center, task.row % uint(args.n_heads) / uint(args.group), task.rotated, weight, part, x);
-    if (task.lane < uint(TQKV__ROW_LANES(D))) store_typed_row<D>(task.type, x, part, task.out, row_offset(task.row, D));
+        add_center<D>(task.center, task.row % uint(args.n_heads) / uint(args.group), task.rotated, weight, part, row.x);
+    if (task.lane < uint(TQKV__ROW_LANES(D)))
+        store_typed_row<D>(task.type, row.x, part, task.out, row_offset(task.row, D));
+    if (!task.to_slice || task.lane != 0) return;
+    task.max[task.row] = row.maximum * TQKV_LN2;
+    task.sum[task.row] = row.sum;
 }
 
 #endif
 
 // ---- shaders/attend_merge.metal ----
 
-// attend_merge: one result of attention from partial ones. One threadgroup a query row, along x.
+// attend_merge: one result of attention from partial ones, or slices. One threadgroup a query row, along x.
 
 constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
 constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
@@ -3857,8 +5016,12 @@ constant bool value_centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
 constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 // row_type: declared above
 // batch: declared above
+#define rotate_slice rotate_center // the same function constant
+constant bool from_slice [[function_constant(TQKV_FC_FROM_SLICE)]];
+constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
 
-// partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_rows][D]
+// partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_rows][D], max
+// to src_sum: [n_rows]
 // clang-format off
 #define ATTEND_MERGE(D) \
     kernel void tqkv_attend_merge_d##D( \
@@ -3869,6 +5032,10 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         device uchar *out [[buffer(4)]], \
         device const float *center [[buffer(5)]], \
         constant tqkv__batch_item *items [[buffer(6)]], \
+        device float *max [[buffer(7)]], \
+        device float *sum [[buffer(8)]], \
+        device const float *src_max [[buffer(9)]], \
+        device const float *src_sum [[buffer(10)]], \
         threadgroup float *shared [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -3884,6 +5051,13 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
         task.shared = shared; \
         task.row = group.x; \
         task.type = row_type; \
+        task.max = max; \
+        task.sum = sum; \
+        task.src_max = src_max; \
+        task.src_sum = src_sum; \
+        task.from_slice = from_slice; \
+        task.to_slice = to_slice; \
+        task.rotate = rotate_slice; \
         task.unrotate = unrotate; \
         task.shifted = key_centered; \
         task.centered = value_centered; \
@@ -3922,6 +5096,9 @@ ATTEND_MERGE(192)
 #endif
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_merge_d256)
 ATTEND_MERGE(256)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_merge_d448)
+ATTEND_MERGE(448)
 #endif
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_merge_d512)
 ATTEND_MERGE(512)
@@ -4060,6 +5237,9 @@ DECODE(192)
 #endif
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_decode_d256)
 DECODE(256)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_decode_d448)
+DECODE(448)
 #endif
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_decode_d512)
 DECODE(512)
@@ -4719,6 +5899,9 @@ ENCODE(192)
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_d256)
 ENCODE(256)
 #endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_d448)
+ENCODE(448)
+#endif
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_d512)
 ENCODE(512)
 #endif
@@ -4728,7 +5911,7 @@ ENCODE(1024)
 
 // ---- shaders/encode_kv.metal ----
 
-// encode_kv: keys and values of the same tokens in one dispatch, each with its own format and type. Threadgroups along
+// encode_kv: keys and values, or keys and their tail, of the same tokens in one dispatch, each with its own format and type. Threadgroups along
 // x for the rows as in encode; z = 0 for keys and 1 for values.
 
 // key_format: declared above
@@ -4810,6 +5993,9 @@ ENCODE_KV(192, 192, 192)
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_kv_d256)
 ENCODE_KV(256, 256, 256)
 #endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_kv_d448)
+ENCODE_KV(448, 448, 448)
+#endif
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_kv_d512)
 ENCODE_KV(512, 512, 512)
 #endif
@@ -4818,6 +6004,546 @@ ENCODE_KV(1024, 1024, 1024)
 #endif
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_kv_d192_128)
 ENCODE_KV(192_128, 192, 128)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_kv_d448_64)
+ENCODE_KV(448_64, 448, 64)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_encode_kv_d512_64)
+ENCODE_KV(512_64, 512, 64)
+#endif
+
+// ---- shaders/index.h ----
+
+// What a query of an index sees.
+#ifndef TQKV_INDEX_H
+#define TQKV_INDEX_H
+
+// How many keys from key 0 on query `query` sees, resident or not.
+inline uint keys_seen(int seen, int rest, int ratio, int end, uint query)
+{
+    long keys = long(seen) + long((uint(rest) + query) / uint(ratio));
+    return keys < 0 ? 0u : keys < long(end) ? uint(keys) : uint(end);
+}
+
+inline uint blocks_seen(uint keys, uint block) { return keys / block + (keys % block != 0u ? 1u : 0u); }
+
+#endif
+
+// ---- shaders/index_choice.h ----
+
+// The choice of blocks by their scores: exact, by digits of the scores' bits from the highest on. Each of three passes counts
+// the digits of those scores that agree with the k-th best so far; a fourth writes. Where a row is short one threadgroup does
+// all four. Else its chunks have a threadgroup each and the passes are dispatches, which hand on their counts in scratch.
+#ifndef TQKV_INDEX_CHOICE_H
+#define TQKV_INDEX_CHOICE_H
+
+#define CHOOSE_PASSES 3
+
+// What the passes know of the k-th best score: its upper bits, and how many with these bits are to be chosen.
+struct choice {
+    uint bits, wanted;
+};
+
+// What a threadgroup works on, and the place of this thread in it.
+struct choose_task {
+    device const float *scores; // [n_blocks], of the query
+    device uint *counts;    // [CHOOSE_PASSES][n_chunks][TQKV__CHOOSE_COUNTS]: of the query. Behind them a choice a pass
+    device int *list;       // [k]
+    threadgroup uint *bins; // [TQKV__CHOOSE_COUNTS]
+    uint chunk, seen;       // seen: blocks up to the last that the query sees some key of
+    scan_place at;          // its memory has room for two more numbers
+};
+
+inline uint thread_of(thread const choose_task &task) { return task.at.simdgroup * 32u + task.at.lane; }
+
+// Lowest bit of the digit of a pass, and what keeps the bits of the passes before.
+inline uint digit_shift(uint pass) { return pass == 0 ? 21u : pass == 1 ? 10u : 0u; }
+inline uint digit_mask(uint pass) { return pass == 2 ? 1023u : 2047u; }
+inline uint bits_before(uint pass) { return pass == 0 ? 0u : ~0u << digit_shift(pass - 1u); }
+
+// A score as a number that ascends with it; 0 is never chosen. Zeros of both signs are equal.
+inline uint key_of_block(constant tqkv__choose_args &args, thread const choose_task &task, uint block)
+{
+    uint bits = as_type<uint>(task.scores[block]);
+    bool always = block < uint(args.first) || block + uint(args.newest) >= task.seen;
+    if (bits == 0xff800000u || block < uint(args.from) || block >= task.seen) return 0u; // -INFINITY
+    if (always) return ~0u;
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0u;
+    if (bits == 0x80000000u) bits = 0u;
+    return (bits & 0x80000000u) != 0u ? ~bits : bits | 0x80000000u;
+}
+
+inline device uint *counts_of(constant tqkv__choose_args &args, thread const choose_task &task, uint pass, uint chunk)
+{
+    return task.counts + (pass * uint(args.n_chunks) + chunk) * uint(TQKV__CHOOSE_COUNTS);
+}
+
+inline device uint *choice_after(constant tqkv__choose_args &args, thread const choose_task &task, uint pass)
+{
+    return counts_of(args, task, uint(CHOOSE_PASSES), 0u) + pass * 2u;
+}
+
+inline uint end_of_chunk(constant tqkv__choose_args &args, uint chunk)
+{
+    return min((chunk + 1u) * uint(args.chunk), uint(args.n_blocks));
+}
+
+// Counts the digits of a pass in the threadgroup's chunk.
+inline void count_digits(constant tqkv__choose_args &args, thread const choose_task &task, uint pass, choice made)
+{
+    threadgroup uint *bins = task.bins;
+    threadgroup atomic_uint *counters = (threadgroup atomic_uint *)bins;
+    uint n_threads = task.at.n_simdgroups * 32u;
+    for (uint i = thread_of(task); i < uint(TQKV__CHOOSE_COUNTS); i += n_threads) bins[i] = 0u;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint b = task.chunk * uint(args.chunk) + thread_of(task); b < end_of_chunk(args, task.chunk); b += n_threads) {
+        uint key = key_of_block(args, task, b);
+        if (key == 0u || ((key ^ made.bits) & bits_before(pass)) != 0u) continue;
+        atomic_fetch_add_explicit(&counters[(key >> digit_shift(pass)) & digit_mask(pass)], 1u, memory_order_relaxed);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (args.n_chunks == 1) return;
+    device uint *to = counts_of(args, task, pass, task.chunk);
+    for (uint i = thread_of(task); i < uint(TQKV__CHOOSE_COUNTS); i += n_threads) to[i] = bins[i];
+}
+
+// Of all chunks, into the bins.
+inline void sum_counts(constant tqkv__choose_args &args, thread const choose_task &task, uint pass)
+{
+    for (uint i = thread_of(task); i < uint(TQKV__CHOOSE_COUNTS); i += task.at.n_simdgroups * 32u) {
+        uint sum = 0u;
+        for (uint c = 0; c < uint(args.n_chunks); c++) sum += counts_of(args, task, pass, c)[i];
+        task.bins[i] = sum;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// The bin in which a count from the last one on reaches `wanted`, and the count before it; bin 0 if none does. Each lane adds
+// up its share of the bins, then two bins of the share in which it is reached: the first lanes have the last ones.
+inline choice find_digit(thread const choose_task &task, uint wanted)
+{
+    const uint each = uint(TQKV__CHOOSE_COUNTS) / 32u;
+    uint lane = task.at.lane, own = 0u, first = (31u - lane) * each;
+    for (uint i = 0; i < each; i++) own += task.bins[first + ((i + lane) & (each - 1u))]; // each lane another bank
+    uint to_lane = sum_to_lane(own, lane);
+    bool reached = to_lane >= wanted && to_lane - own < wanted;
+    choice found = {0u, 0u};
+    if (!simd_any(reached)) {
+        found.wanted = sum_of_lanes(own) - task.bins[0];
+        return found;
+    }
+    uint before = sum_of_lanes(reached ? to_lane - own : 0u), last = sum_of_lanes(reached ? first : 0u) + each - 1u;
+    uint upper = task.bins[last - 2u * lane], both = upper + task.bins[last - 2u * lane - 1u];
+    to_lane = sum_to_lane(both, lane) + before;
+    reached = to_lane >= wanted && to_lane - both < wanted;
+    bool in_upper = to_lane - both + upper >= wanted;
+    found.bits = sum_of_lanes(reached ? last - 2u * lane - (in_upper ? 0u : 1u) : 0u);
+    found.wanted = sum_of_lanes(reached ? to_lane - both + (in_upper ? 0u : upper) : 0u);
+    return found;
+}
+
+// What the counts of a pass say. Every thread has the result.
+inline choice narrow(constant tqkv__choose_args &args, thread const choose_task &task, uint pass, choice made)
+{
+    if (args.n_chunks > 1) sum_counts(args, task, pass);
+    if (task.at.simdgroup == 0) {
+        choice found = find_digit(task, made.wanted);
+        if (task.at.lane == 0) {
+            task.at.shared[32] = found.bits;
+            task.at.shared[33] = found.wanted;
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    made.bits |= task.at.shared[32] << digit_shift(pass);
+    made.wanted -= task.at.shared[33];
+    if (args.n_chunks > 1 && task.chunk == 0 && thread_of(task) == 0) {
+        device uint *to = choice_after(args, task, pass);
+        to[0] = made.bits;
+        to[1] = made.wanted;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup); // before the bins and `shared` are overwritten
+    return made;
+}
+
+// How many blocks of the chunks before are better than the k-th best, and how many as good, in the upper half.
+inline uint2 before_chunk(constant tqkv__choose_args &args, thread const choose_task &task, choice made)
+{
+    uint n_threads = task.at.n_simdgroups * 32u, better = 0u, equal = 0u;
+    for (uint pass = 0; pass < uint(CHOOSE_PASSES); pass++) {
+        uint digit = (made.bits >> digit_shift(pass)) & digit_mask(pass);
+        for (uint c = 0; c < task.chunk; c++) {
+            device const uint *counts = counts_of(args, task, pass, c);
+            for (uint i = digit + thread_of(task); i <= digit_mask(pass); i += n_threads) {
+                if (i > digit) better += counts[i];
+                if (i == digit && pass + 1u == uint(CHOOSE_PASSES)) equal += counts[i];
+            }
+        }
+    }
+    uint2 result;
+    result.x = sum_to_thread(task.at, better).all;
+    result.y = sum_to_thread(task.at, equal).all;
+    return result;
+}
+
+// Blocks that a thread writes at a time.
+#define CHOOSE_BLOCKS 4
+
+// Writes the chosen blocks of the chunk where those before end. Behind the last chunk's, -1.
+inline void write_list(constant tqkv__choose_args &args, thread const choose_task &task, choice made)
+{
+    uint n_threads = task.at.n_simdgroups * 32u, end = end_of_chunk(args, task.chunk);
+    uint2 before;
+    before.x = before.y = 0u;
+    if (args.n_chunks > 1) before = before_chunk(args, task, made);
+    for (uint first = task.chunk * uint(args.chunk); first < end; first += n_threads * uint(CHOOSE_BLOCKS)) {
+        uint keys[CHOOSE_BLOCKS], counts = 0u; // better ones, and equal ones in the upper half
+        uint block = first + thread_of(task) * uint(CHOOSE_BLOCKS);
+        TQKV_UNROLL
+        for (int i = 0; i < CHOOSE_BLOCKS; i++) {
+            keys[i] = block + uint(i) < end ? key_of_block(args, task, block + uint(i)) : 0u;
+            counts += keys[i] > made.bits ? 1u : keys[i] == made.bits && keys[i] != 0u ? 0x10000u : 0u;
+        }
+        scanned sums = sum_to_thread(task.at, counts);
+        uint better = before.x + (sums.before & 0xffffu), equal = before.y + (sums.before >> 16);
+        TQKV_UNROLL
+        for (int i = 0; i < CHOOSE_BLOCKS; i++) {
+            bool is_equal = keys[i] == made.bits && keys[i] != 0u;
+            uint to = better + min(equal, made.wanted);
+            if (keys[i] > made.bits || (is_equal && equal < made.wanted)) task.list[to] = int(block) + i;
+            better += keys[i] > made.bits ? 1u : 0u;
+            equal += is_equal ? 1u : 0u;
+        }
+        before.x += sums.all & 0xffffu;
+        before.y += sums.all >> 16;
+    }
+    if (task.chunk + 1u < uint(args.n_chunks)) return;
+    for (uint i = before.x + min(before.y, made.wanted) + thread_of(task); i < uint(args.k); i += n_threads)
+        task.list[i] = -1;
+}
+
+inline void choose_blocks(constant tqkv__choose_args &args, thread const choose_task &task)
+{
+    choice made = {0u, uint(args.k)};
+    if (args.first_pass > 1) {
+        device const uint *from = choice_after(args, task, uint(args.first_pass) - 2u);
+        made.bits = from[0];
+        made.wanted = from[1];
+    }
+    for (uint pass = uint(args.first_pass); pass <= uint(args.last_pass); pass++) {
+        if (pass > 0u) made = narrow(args, task, pass - 1u, made);
+        if (pass < uint(CHOOSE_PASSES)) count_digits(args, task, pass, made);
+    }
+    if (args.last_pass == CHOOSE_PASSES) write_list(args, task, made);
+}
+
+#endif
+
+// ---- shaders/index_choice.metal ----
+
+// index_choice: the blocks with the best scores, ascending. Threadgroups: x chunks of a row of scores, y queries.
+
+// scores: [n_queries][n_blocks], list: [n_queries][k]
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_index_choice)
+kernel void tqkv_index_choice(constant tqkv__choose_args &args [[buffer(0)]], device const float *scores [[buffer(1)]],
+                              device uint *counts [[buffer(2)]], device int *list [[buffer(3)]],
+                              threadgroup uint *bins [[threadgroup(0)]], threadgroup uint *shared [[threadgroup(1)]],
+                              uint3 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
+                              uint simdgroup [[simdgroup_index_in_threadgroup]],
+                              uint n_simdgroups [[simdgroups_per_threadgroup]])
+{
+    choose_task task;
+    task.scores = scores + row_offset(group.y, uint(args.n_blocks));
+    task.counts = counts + row_offset(group.y, uint(TQKV__CHOOSE_SCRATCH(args.n_chunks)));
+    task.list = list + row_offset(group.y, uint(args.k));
+    task.bins = bins;
+    task.chunk = group.x;
+    task.seen = blocks_seen(keys_seen(args.seen, args.seen_rest, args.ratio, args.end, group.y), uint(args.block));
+    task.at.lane = lane;
+    task.at.simdgroup = simdgroup;
+    task.at.n_simdgroups = n_simdgroups;
+    task.at.shared = shared;
+    choose_blocks(args, task);
+}
+#endif
+
+// ---- shaders/index_scores.h ----
+
+// Scores of an index: the heads of a query over one key are the columns of a product of matrices, whose elements are weighted
+// and added up in place. Keys are decoded as in attend_matrix.h, each tile 32 neighbouring keys whose slots the lanes look up.
+//
+// Letters: D head_dim, F matrices side by side that hold the heads of a pass.
+#ifndef TQKV_INDEX_SCORES_H
+#define TQKV_INDEX_SCORES_H
+
+// What a threadgroup works on besides its attend_task: some blocks of one query, with the keys [from, to) that it sees.
+struct index_task {
+    device const float *weights; // [n_heads] or, without, unused
+    device float *out;           // [n_blocks]
+    threadgroup float *scores;   // [TQKV__INDEX_KEYS]
+    uint query, first_block, end_block, from, to;
+};
+
+inline void open_index(constant tqkv__index_args &call, uint range, uint query, device const float *weights,
+                       device float *out, threadgroup float *scores, thread index_task &index)
+{
+    uint each = uint(call.blocks_each), seen = keys_seen(call.seen, call.seen_rest, call.ratio, call.end, query);
+    index.weights = weights + row_offset(query, uint(call.keys.group));
+    index.out = out + row_offset(query, uint(call.n_blocks));
+    index.scores = scores;
+    index.query = query;
+    index.first_block = range * each;
+    index.end_block = min(index.first_block + each, uint(call.n_blocks));
+    index.from = max(index.first_block * uint(call.block), uint(call.first_key));
+    index.to = min(index.end_block * uint(call.block), seen);
+}
+
+// What a lane needs of its columns.
+template <int F>
+struct index_columns {
+    float factor[F][2], shift[F][2], weight[F][2];
+};
+
+// Memory of the key with the lane's number in a tile that begins with key `first`; of some key where there is none.
+inline uint slot_of_key(constant tqkv__index_args &call, thread const attend_task &task, uint first)
+{
+    constant tqkv__attend_args &args = call.keys;
+    uint key = min(first + task.lane - uint(call.first_key), uint(args.kv_len) - 1u);
+    uint slot = uint(args.key_oldest_slot) + key;
+    slot = slot < uint(args.key_capacity) ? slot : slot - uint(args.key_capacity);
+    return paged ? find_in_pages(args, task.pages, slot / 32u * 32u).keys + slot % 32u : slot;
+}
+
+// The sum over the lanes that have the same row of a matrix. Every lane gets it.
+inline float sum_of_row(float x)
+{
+    TQKV_UNROLL
+    for (uint distance = 1; distance < 32; distance *= 2)
+        if (TQKV__MATRIX_ROW(distance) == 0) x += simd_shuffle_xor(x, ushort(distance));
+    return x;
+}
+
+// The heads of a pass: queries in threadgroup memory, factors and weights. A barrier must precede it.
+template <int D, int F>
+inline void open_heads(constant tqkv__index_args &call, thread const attend_task &task, thread const index_task &index,
+                       uint head, column_memory memory, thread index_columns<F> &heads)
+{
+    uint thread_index = task.simdgroup * 32u + task.lane, n_heads = uint(call.keys.group);
+    load_matrix_queries<D, F>(call.keys, task, first_part(call.keys, task), uint(D), memory);
+    for (uint c = thread_index; c < uint(8 * F); c += task.n_simdgroups * 32u) {
+        bool used = c < columns && head + c < n_heads;
+        memory.totals[c] = !used ? 0.0f : call.has_weights != 0 ? index.weights[head + c] : 1.0f;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane), loaded = min(c, columns - 1u);
+            heads.weight[f][i] = memory.totals[c];
+            heads.factor[f][i] = memory.factors[loaded];
+            heads.shift[f][i] = key_centered ? memory.shifts[loaded] * (1.0f / TQKV_LOG2E) : 0.0f;
+        }
+    }
+}
+
+// Adds the weighted scores of a pass to those of the tile's keys, in threadgroup memory.
+template <int D, int F>
+inline void add_heads(constant tqkv__index_args &call, thread const attend_task &task, bool first_pass, uint base,
+                      thread const index_columns<F> &heads, thread const sum_matrix (&score)[4][F],
+                      threadgroup float *scores)
+{
+    float norms[4], least = call.relu != 0 ? 0.0f : -INFINITY;
+    load_norms<D>(call.keys, key_format, task.keys, base, task.lane, norms);
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        float scale = scale_of_norm<D>(key_format, norms[p], call.keys.key_block_scale), sum = 0.0f;
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++) {
+                float own = fma(score[p][f].elements[i] * scale, heads.factor[f][i], heads.shift[f][i]);
+                sum = fma(heads.weight[f][i], max(own, least), sum);
+            }
+        }
+        sum = sum_of_row(sum);
+        uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
+        if (TQKV__MATRIX_COLUMN(task.lane) == 0) scores[row] = first_pass ? sum : scores[row] + sum;
+    }
+}
+
+// Scores of the n keys from key `first` on.
+template <int D, int F>
+inline void score_keys(constant tqkv__index_args &call, thread attend_task &task, thread const index_task &index,
+                       column_memory memory, thread const value_book &book, uint first, uint n)
+{
+    uint n_heads = uint(call.keys.group), tiles = (n + 31u) / 32u;
+    for (uint head = 0; head < n_heads; head += columns) {
+        index_columns<F> heads;
+        any_key_batch<D, F> keys;
+        uint base = slot_of_key(call, task, first + task.simdgroup * 32u);
+        task.first_column = index.query * n_heads + head;
+        open_key_batch<D, F>(call.keys, task, first_part(call.keys, task), base, keys);
+        threadgroup_barrier(mem_flags::mem_threadgroup); // before the queries of the last pass are overwritten
+        open_heads<D, F>(call, task, index, head, memory, heads);
+        for (uint tile = task.simdgroup; tile < tiles; tile += task.n_simdgroups) {
+            sum_matrix score[4][F];
+            uint next = slot_of_key(call, task, first + (tile + task.n_simdgroups) * 32u);
+            score_any_matrix_tile<D, F>(call.keys, task, first_part(call.keys, task), base, next, book, keys, score);
+            add_heads<D, F>(call, task, head == 0, base, heads, score, index.scores + tile * 32u);
+            base = next;
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// The largest score and the sum of scores of a block.
+struct pooled {
+    float largest, sum;
+};
+
+inline float larger_score(float x, float y) { return y > x || y != y ? y : x; }
+
+inline void add_score(float x, thread pooled &block)
+{
+    block.largest = larger_score(block.largest, x);
+    block.sum += x;
+}
+
+inline void store_block(constant tqkv__index_args &call, thread const index_task &index, uint block,
+                        thread const pooled &found)
+{
+    uint begin = block * uint(call.block), first = max(begin, index.from),
+         end = min(begin + uint(call.block), index.to);
+    index.out[block] = call.pool == TQKV__POOL_MEAN ? found.sum / float(end - first) : found.largest;
+}
+
+// Pools the n keys from key `first` on: small blocks a thread each, others a simdgroup each, whose lanes take turns. A block
+// of more keys than TQKV__INDEX_KEYS comes in pieces, and `found` stays from one to the next.
+inline void pool_keys(constant tqkv__index_args &call, thread const attend_task &task, thread const index_task &index,
+                      uint first, uint n, thread pooled &found)
+{
+    uint size = uint(call.block), end = first + n;
+    bool narrow = size <= 32u;
+    uint number = narrow ? task.simdgroup * 32u + task.lane : task.simdgroup, lane = narrow ? 0u : task.lane;
+    uint n_workers = narrow ? task.n_simdgroups * 32u : task.n_simdgroups, n_lanes = narrow ? 1u : 32u;
+    for (uint block = index.first_block + number; block < index.end_block; block += n_workers) {
+        uint begin = block * size, last = min(begin + size, end);
+        if (begin >= first || first == index.from) {
+            found.largest = -INFINITY;
+            found.sum = 0.0f;
+        }
+        if (begin >= end || begin + size <= first) {
+            if (lane == 0u) index.out[block] = -INFINITY;
+            continue;
+        }
+        uint skipped = begin < first ? (first - begin + n_lanes - 1u - lane) / n_lanes : 0u;
+        for (uint key = begin + lane + skipped * n_lanes; key < last; key += n_lanes)
+            add_score(index.scores[key - first], found);
+        if (begin + size > end && end < index.to) continue; // the next piece goes on
+        pooled all = found;
+        TQKV_UNROLL
+        for (uint distance = 1; distance < 32; distance *= 2) {
+            if (narrow) continue;
+            all.largest = larger_score(all.largest, simd_shuffle_xor(all.largest, ushort(distance)));
+            all.sum += simd_shuffle_xor(all.sum, ushort(distance));
+        }
+        if (lane == 0u) store_block(call, index, block, all);
+    }
+}
+
+template <int D, int F>
+inline void score_index(constant tqkv__index_args &call, thread attend_task &task, thread const index_task &index)
+{
+    uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u;
+    threadgroup float *table_memory = task.tables;
+    threadgroup code_value *table = (threadgroup code_value *)table_memory;
+    threadgroup uchar *pairs = (threadgroup uchar *)(table_memory + 256);
+    column_memory memory = column_memory_of<F>(task.kept);
+    pooled found = {-INFINITY, 0.0f};
+    if (index.from >= index.to) {
+        for (uint b = index.first_block + thread_index; b < index.end_block; b += n_threads) index.out[b] = -INFINITY;
+        return;
+    }
+    load_value_book(key_format, false, table, thread_index, n_threads);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    value_book book = open_value_book(key_format, table, pairs, task.lane);
+    if (has_pairs(key_format)) load_pairs(table, false, thread_index, n_threads, pairs);
+    for (uint first = index.from; first < index.to; first += uint(TQKV__INDEX_KEYS)) {
+        uint n = min(index.to - first, uint(TQKV__INDEX_KEYS));
+        score_keys<D, F>(call, task, index, memory, book, first, n);
+        pool_keys(call, task, index, first, n, found);
+        threadgroup_barrier(mem_flags::mem_threadgroup); // before the scores are overwritten
+    }
+}
+
+// How many heads there are chooses the code here and nowhere else.
+template <int D>
+inline void score_index_blocks(constant tqkv__index_args &call, thread attend_task &task,
+                               thread const index_task &index)
+{
+    if (columns <= 8)
+        score_index<D, 1>(call, task, index);
+    else if (columns <= 16)
+        score_index<D, 2>(call, task, index);
+    else
+        score_index<D, 4>(call, task, index);
+}
+
+#endif
+
+// ---- shaders/index_scores.metal ----
+
+// index_scores: what index_choice takes. Threadgroups: x ranges of blocks, y queries.
+
+// q: [n_queries][n_heads][D], codes: [capacity][row_bytes], norms: [capacity], weights: [n_queries][n_heads], out:
+// [n_queries][n_blocks], center: [D]
+// clang-format off
+#define INDEX_SCORES(D) \
+    kernel void tqkv_index_scores_d##D( \
+        constant tqkv__index_args &call [[buffer(0)]], \
+        device const uchar *q [[buffer(1)]], \
+        device const uchar *codes [[buffer(2)]], \
+        device const float *norms [[buffer(3)]], \
+        device const float *weights [[buffer(4)]], \
+        device float *out [[buffer(5)]], \
+        device const float *center [[buffer(6)]], \
+        device const int *pages [[buffer(7)]], \
+        threadgroup float *tables [[threadgroup(0)]], \
+        threadgroup float *queries [[threadgroup(1)]], \
+        threadgroup float *scores [[threadgroup(2)]], \
+        threadgroup float *states [[threadgroup(3)]], \
+        uint3 group [[threadgroup_position_in_grid]], \
+        uint lane [[thread_index_in_simdgroup]], \
+        uint simdgroup [[simdgroup_index_in_threadgroup]], \
+        uint n_simdgroups [[simdgroups_per_threadgroup]]) \
+    { \
+        attend_task task; \
+        index_task index; \
+        task.q = q; \
+        task.keys.codes = codes; \
+        task.keys.norms = norms; \
+        task.center = center; \
+        task.pages.keys = pages; \
+        task.pages.lane = lane; \
+        task.tables = tables; \
+        task.queries = queries; \
+        task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
+        task.kept = states; \
+        task.kv_head = 0u; \
+        task.end_column = (group.y + 1u) * uint(call.keys.group); \
+        task.lane = lane; \
+        task.simdgroup = simdgroup; \
+        task.n_simdgroups = n_simdgroups; \
+        open_index(call, group.x, group.y, weights, out, scores, index); \
+        score_index_blocks<D>(call, task, index); \
+    }
+// clang-format on
+
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_index_scores_d64)
+INDEX_SCORES(64)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_index_scores_d128)
+INDEX_SCORES(128)
 #endif
 
 // ---- shaders/probe.metal ----
@@ -4873,6 +6599,9 @@ PROBE(192)
 #endif
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_probe_d256)
 PROBE(256)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_probe_d448)
+PROBE(448)
 #endif
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_probe_d512)
 PROBE(512)
@@ -4942,6 +6671,9 @@ ROTATE(192)
 #endif
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_rotate_d256)
 ROTATE(256)
+#endif
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_rotate_d448)
+ROTATE(448)
 #endif
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_rotate_d512)
 ROTATE(512)
