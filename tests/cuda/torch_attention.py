@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Times PyTorch's scaled_dot_product_attention in float16 on the shapes of the benchmark.
+"""Times PyTorch's attention on the shapes of the benchmark: scaled_dot_product_attention in float16, and a latent cache in
+bfloat16 by it or by two products, whichever is faster.
 
 usage: torch_attention.py RESULTS
 
@@ -99,6 +100,42 @@ def main():
             if name.startswith("attend/") and name.endswith("/" + suffix):
                 print(f"ratio {name}/torch {best[0] / microseconds:.3f}")
     time_full_precision(times)
+    time_latent(times)
+
+
+def latent_ways():
+    """All heads read one row of 576 a position, whose first 512 values are the value too: heads are queries of one head."""
+    def products(q, k):
+        return torch.softmax(torch.matmul(q, k.mT) * 576 ** -0.5, -1) @ k[..., :512]
+
+    def fused(backend):
+        def call(q, k):
+            with sdpa_kernel(backend):
+                return functional.scaled_dot_product_attention(q, k, k[..., :512])
+        return call
+
+    ways = {"products": products}
+    ways.update({b.name: fused(b) for b in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION,
+                                            SDPBackend.EFFICIENT_ATTENTION)})
+    return ways
+
+
+def time_latent(times):
+    for positions in sorted({int(n.split("/")[4]) for n in times if re.match(r"latent/[^/]+/d512/h64/\d+$", n)}):
+        n_caches = max(1, -(-SEVERAL_CACHES // (positions * 576 * 2)))
+        caches = [torch.randn((1, 1, positions, 576), device="cuda", dtype=torch.bfloat16) for _ in range(n_caches)]
+        q = torch.randn((1, 1, 64, 576), device="cuda", dtype=torch.bfloat16)
+        found = []
+        for name, way in latent_ways().items():
+            try:
+                found.append((time_calls([lambda k=k, way=way: way(q, k) for k in caches * 2]), name))
+            except Exception:  # not every backend accepts every shape
+                torch.cuda.synchronize()
+        best = min(found)
+        print(f"time torch/bf16/latent/h64/{positions} {best[0]:.2f} {best[1]}", flush=True)
+        for name, microseconds in times.items():
+            if re.match(rf"latent/[^/]+/d512/h64/{positions}$", name):
+                print(f"ratio {name}/torch {best[0] / microseconds:.3f}")
 
 
 def time_full_precision(times):
