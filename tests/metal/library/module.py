@@ -40,6 +40,9 @@ void llvm.memset.p0i8.i64(i8*, i8, i64, i1)
 READ_OF = """
 i1 air.simd_any(i1)
 i32 air.simd_shuffle_xor.u.i32(i32, i16)
+float air.simd_shuffle.f32(float, i16)
+i32 air.simd_shuffle.u.i32(i32, i16)
+i32 air.atomic.local.add.u.i32(i32 addrspace(3)*, i32, i32, i32, i1)
 float air.rint.f32(float)
 """
 KNOWN = {line.split("(")[0].split()[-1]: line for line in (SEEN + READ_OF).split("\n") if line}
