@@ -13,6 +13,8 @@ ATTEND_CASES := attend/exact attend/pair attend/ring attend/group defect
 EMULATED_CASES := $(EXACT_CASES) snapshot $(ATTEND_CASES)
 # Without vectors every head size takes the same loops: attention in integers with options has all formats.
 NOT_PLAIN := -/plain
+# Formats whose loops are those of others: four of nine are enough for the emulator.
+ONE_WIDTH := -exact/tq2 -exact/tq3 -exact/tq5 -exact/tq6
 
 # $(1) name, $(2) compiler, $(3) flags, $(4) command that runs the program, $(5) parts of case names; empty for all,
 # $(6) further prerequisites of an object
@@ -33,7 +35,9 @@ TEST_TARGETS += test-$(1)
 endef
 
 # What one instruction set without sanitizers is enough for: the bits of more pairs, scratch of the largest shapes.
-ONCE_CASES := -attend/more_bits -attend/scratch/8x -attend/scratch/100x
+ONCE_CASES := -attend/more_bits -attend/scratch/8x -attend/scratch/100x -attend/long_in -attend/long_w
+# Besides, what sanitizers see in other cases: means of errors, bits of many contexts, each golden's loop.
+SANITIZED_CASES := $(ONCE_CASES) -codec_error -attend/bits -attend/equal -golden/tq -golden/convert
 
 # Reads of memory that nothing wrote, by what was computed from it.
 MSAN_CASES := attend/softcap attend/window attend/ring attend/exceptions attend/far attend/everything attend/slices \
@@ -50,16 +54,16 @@ $(eval $(call runner_variant,default,$(CC),-std=c99 -O2,,))
 $(eval $(call runner_variant,O0,$(CC),-std=c99 -O0,,$(EXACT_CASES)))
 $(eval $(call runner_variant,O3,$(CC),-std=c11 -O3 -ffp-contract=fast,,))
 $(eval $(call runner_variant,cxx,$(CXX),-x c++ -std=c++11 -O2,,$(EXACT_CASES)))
-$(eval $(call runner_variant,sanitize,$(CC),-std=c99 $(SANITIZE),,$(ONCE_CASES)))
+$(eval $(call runner_variant,sanitize,$(CC),-std=c99 $(SANITIZE),,$(SANITIZED_CASES)))
 else
 $(eval $(call runner_variant,gcc,gcc,-std=c99 -O2,,))
 $(eval $(call runner_variant,gcc-O0,gcc,-std=c99 -O0,,$(EXACT_CASES)))
 $(eval $(call runner_variant,gcc-O3,gcc,-std=c11 $(AGGRESSIVE),,$(EXACT_CASES) $(ATTEND_CASES)))
 $(eval $(call runner_variant,gxx,g++,-x c++ -std=c++11 -O2,,$(EXACT_CASES)))
 $(eval $(call runner_variant,clang,clang,-std=c99 -O2,,$(EXACT_CASES)))
-$(eval $(call runner_variant,clang-O0,clang,-std=c99 -O0 $(OVERFLOW),,golden tables codec/decode attend/ring cache -threads/ -cache/parallel))
+$(eval $(call runner_variant,clang-O0,clang,-std=c99 -O0 $(OVERFLOW),,golden $(NOT_PLAIN) tables codec/decode attend/ring cache -threads/ -cache/parallel))
 $(eval $(call runner_variant,clangxx-O3,clang++,-x c++ -std=c++11 $(AGGRESSIVE),,$(EXACT_CASES)))
-$(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE),,$(ONCE_CASES)))
+$(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE),,$(SANITIZED_CASES)))
 $(eval $(call runner_variant,msan,clang,-std=c99 -O1 -g1 -fsanitize=memory -fno-sanitize-recover=all,,$(MSAN_CASES)))
 $(eval $(call runner_variant,tsan,gcc,-std=c99 -O1 -g1 -fsanitize=thread,,threads/ batch/bits batch/waves))
 endif
@@ -108,7 +112,7 @@ $(CROSS_INCLUDE)/xxhash.h: /usr/include/xxhash.h
 	@mkdir -p $(@D)
 	@cp /usr/include/xxhash.h /usr/include/xxh3.h $(@D)
 
-$(eval $(call runner_variant,aarch64,aarch64-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_aarch64),$(EMULATED_CASES),$(CROSS_INCLUDE)/xxhash.h))
+$(eval $(call runner_variant,aarch64,aarch64-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_aarch64),$(EMULATED_CASES) $(ONE_WIDTH),$(CROSS_INCLUDE)/xxhash.h))
 $(eval $(call runner_variant,i386,i686-linux-gnu-gcc,-std=c99 -O2 -mno-sse -static -isystem $(CROSS_INCLUDE),$(QEMU_i386),$(EMULATED_CASES) $(NOT_PLAIN),$(CROSS_INCLUDE)/xxhash.h))
 $(eval $(call runner_variant,s390x,s390x-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_s390x),golden $(NOT_PLAIN) tables codec/reference/tq5/ codec/environment codec/half snapshot -held_back attend/pair/tq4 attend/pair/i8-i8,$(CROSS_INCLUDE)/xxhash.h))
 
