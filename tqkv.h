@@ -262,7 +262,7 @@ TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team);
    0: as in [token][head][dim] without gaps, that is dim for head and n_heads * dim for token. For [head][token][dim]: token =
    dim, head = n_tokens * dim; for a third of fused projections: token = 3 * n_heads * dim. Rows that are read may share
    values, rows that are written may not. What lies between the rows of an output may be another output of the same strides;
-   for all else it counts as written in the checks of what overlaps, but is not touched. Not on a GPU: TQKV_UNSUPPORTED. */
+   for all else it counts as written in the checks of what overlaps, but is not touched. On a GPU below 2^32. */
 typedef struct tqkv_strides {
     size_t token, head;
 } tqkv_strides;
@@ -402,7 +402,7 @@ typedef struct tqkv_attention {
        of tree[i] is set and j <= i: for drafts with several branches. Higher bits are ignored. */
     const uint64_t *tree;
     tqkv_arithmetic arithmetic;
-    bool non_causal; /* not with a tree or on a GPU */
+    bool non_causal; /* not with a tree */
     /* More dimensions of each key, or NULL: a stream with a format, rotation and centre of its own, and n_kv_heads,
        capacity, ring and page table of the keys. A row of q is the keys' part, then the tail's; query_basis is that of
        each part whose stream is rotated. */
@@ -881,7 +881,7 @@ typedef struct tqkv_metal_arguments {
 } tqkv_metal_arguments;
 
 /* Bytes [at.offset, at.offset + size) of at.buffer, for buffer argument `index`, or TQKV_METAL_ONLY_CHECKED: another
-   dispatch of the call takes them. size 0: the call has no such array; any buffer of 256 bytes goes there, not read or
+   dispatch of the call takes them. size 0: the call has no such array; any buffer of 512 bytes goes there, not read or
    written. The caller checks that the buffer is long enough, and that the offset is a multiple of alignment. */
 typedef struct tqkv_metal_binding {
     const char *name; /* for error texts */
@@ -1002,7 +1002,7 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqk
 #if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED) || defined(__METAL_VERSION__)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
-#define TQKV_TABLE_VERSION 6 /* changes with the tables, the argument structs, or their meaning in the kernels */
+#define TQKV_TABLE_VERSION 7 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
 #ifdef __METAL_VERSION__
@@ -7737,8 +7737,6 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
 }
 
 #define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
-#define TQKV__GAPS_ON_GPU   "strides: not on a GPU"
-#define TQKV__CAUSAL_ON_GPU "non_causal: not on a GPU"
 #define TQKV__ENDS_ON_GPU   "exact_first, exact_last: not in plans, slices, batches or with a list on a GPU"
 
 /* Changes to the integers of the set, if the call asks for them. */
@@ -9446,46 +9444,95 @@ TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q,
     return r == TQKV_OK ? tqkv__attend(&a, q, out) : r;
 }
 
-/* Whether rows of two outputs share bytes. Outputs of the same strides may lie between each other's rows. */
-static bool tqkv__output_rows_overlap(const tqkv__part *x, const tqkv__part *y)
+/* Where the output of a call lies, in bytes: [n][n_heads] rows. */
+typedef struct tqkv__output {
+    uint64_t begin, size;
+    int64_t token, head, row; /* strides; size of a row */
+    int n, n_heads;
+} tqkv__output;
+
+static tqkv__output tqkv__output_of(const tqkv__attention *a, uint64_t begin)
 {
-    const tqkv__attention *a = x->a, *b = y->a;
     const size_t size = tqkv__type_size(a->call.output_type);
-    const tqkv_strides s = a->call.output_strides;
-    if (!tqkv__overlap(x->out, a->out_size, y->out, b->out_size)) return false;
-    if (s.token != b->call.output_strides.token || s.head != b->call.output_strides.head ||
-        a->value_dim != b->value_dim || a->call.output_type != b->call.output_type)
-        return true;
-    const int64_t token = (int64_t)(s.token * size), head = (int64_t)(s.head * size),
-                  row = (int64_t)((size_t)a->value_dim * size);
-    const int64_t apart = (int64_t)((uintptr_t)y->out - (uintptr_t)x->out);
-    for (int h = 1 - a->call.n_heads; h < b->call.n_heads; h++) {
-        const int64_t rest = apart + h * head; /* a row of y and one of x differ by this and some tokens */
-        int64_t t = -rest / token;             /* overlap needs |rest + t * token| < row: t or a neighbour */
-        for (t--; t <= -rest / token + 1; t++)
-            if (t > -a->call.n_queries && t < b->call.n_queries && rest + t * token < row && rest + t * token > -row)
-                return true;
+    const tqkv__output x = {begin,
+                            a->out_size,
+                            (int64_t)(a->call.output_strides.token * size),
+                            (int64_t)(a->call.output_strides.head * size),
+                            (int64_t)((size_t)a->value_dim * size),
+                            a->call.n_queries,
+                            a->call.n_heads};
+    return x;
+}
+
+/* Whether rows of two outputs share bytes. Outputs of the same strides may lie between each other's rows. */
+static bool tqkv__output_rows_overlap(const tqkv__output *x, const tqkv__output *y)
+{
+    const int64_t apart = (int64_t)(y->begin - x->begin);
+    if (y->begin >= x->begin ? y->begin - x->begin >= x->size : x->begin - y->begin >= y->size) return false;
+    if (x->token != y->token || x->head != y->head || x->row != y->row) return true;
+    for (int h = 1 - x->n_heads; h < y->n_heads; h++) {
+        const int64_t rest = apart + h * x->head; /* a row of y and one of x differ by this and some tokens */
+        int64_t t = -rest / x->token;             /* overlap needs |rest + t * token| < row: t or a neighbour */
+        for (t--; t <= -rest / x->token + 1; t++)
+            if (t > -x->n && t < y->n && rest + t * x->token < x->row && rest + t * x->token > -x->row) return true;
     }
     return false;
+}
+
+/* Outputs in order. They share nothing if each begins behind the one before. Nor if, with the same strides, that is so of their
+   parts within the longer stride, and all these fit into it. */
+typedef struct tqkv__ascent {
+    tqkv__output first, last;
+    bool behind, between; /* so far */
+} tqkv__ascent;
+
+static tqkv__ascent tqkv__begin_ascent(const tqkv__output *first)
+{
+    const tqkv__ascent all = {*first, *first, true, true};
+    return all;
+}
+
+static uint64_t tqkv__inner_size(const tqkv__output *x)
+{
+    return (uint64_t)((x->token <= x->head ? (x->n - 1) * x->token : (x->n_heads - 1) * x->head) + x->row);
+}
+
+static void tqkv__ascend(tqkv__ascent *all, const tqkv__output *next)
+{
+    const tqkv__output *last = &all->last;
+    const uint64_t outer = (uint64_t)(last->token <= last->head ? last->head : last->token);
+    const bool alike = last->token == next->token && last->head == next->head && last->row == next->row;
+    all->behind = all->behind && next->begin >= last->begin && next->begin - last->begin >= last->size;
+    all->between = all->between && alike && next->begin >= last->begin &&
+                   next->begin - last->begin >= tqkv__inner_size(last) &&
+                   next->begin - all->first.begin + tqkv__inner_size(next) <= outer;
+    all->last = *next;
 }
 
 /* Whether the output of one call overlaps an array of another. Outputs that ascend, apart from all that is read, need no
    comparison of each with each. */
 static bool tqkv__parts_overlap(const tqkv__part *parts, int n)
 {
-    uintptr_t low = (uintptr_t)parts[0].out, high = low;
-    bool apart = true;
+    const tqkv__output first = tqkv__output_of(parts[0].a, (uintptr_t)parts[0].out);
+    const uintptr_t low = (uintptr_t)parts[0].out;
+    uintptr_t high = low;
+    tqkv__ascent all = tqkv__begin_ascent(&first);
     for (int i = 0; i < n; i++) {
-        apart = apart && (uintptr_t)parts[i].out >= high;
-        high = (uintptr_t)parts[i].out + parts[i].a->out_size;
+        const tqkv__output own = tqkv__output_of(parts[i].a, (uintptr_t)parts[i].out);
+        const uintptr_t end = (uintptr_t)parts[i].out + parts[i].a->out_size;
+        if (i) tqkv__ascend(&all, &own);
+        if (end > high) high = end;
     }
+    bool apart = all.behind || all.between;
     for (int i = 0; i < n; i++) apart = apart && !tqkv__reads(parts[i].a, parts[i].q, (const void *)low, high - low);
     if (!apart)
         for (int i = 0; i < n; i++)
             for (int j = 0; j < n; j++) {
                 if (i == j) continue;
                 if (tqkv__reads(parts[j].a, parts[j].q, parts[i].out, parts[i].a->out_size)) return true;
-                if (tqkv__output_rows_overlap(&parts[i], &parts[j])) return true;
+                const tqkv__output x = tqkv__output_of(parts[i].a, (uintptr_t)parts[i].out),
+                                   y = tqkv__output_of(parts[j].a, (uintptr_t)parts[j].out);
+                if (tqkv__output_rows_overlap(&x, &y)) return true;
             }
     return false;
 }
@@ -10175,7 +10222,6 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->metal = desc->metal;
     if (c->metal && (r = tqkv__check_metal(&c->keys, &c->values, &c->tail)) != TQKV_OK) return r;
     if (c->metal && resolved.round_query) return TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
-    if (c->metal && desc->non_causal) return TQKV__REFUSE(UNSUPPORTED, TQKV__CAUSAL_ON_GPU);
     if (c->metal && desc->tail_dim && !c->shared)
         return TQKV__REFUSE(UNSUPPORTED, "tail_dim: caches of a GPU have it with shared only");
     if (c->metal && c->shared && (desc->exact_first || desc->exact_last))
@@ -10456,7 +10502,6 @@ TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layou
     tqkv_cache_layout none;
     memset(&none, 0, sizeof none);
     if (!c) return TQKV__INVALID("the cache is NULL");
-    if (c->metal && layout) return TQKV__REFUSE(UNSUPPORTED, TQKV__GAPS_ON_GPU);
     if (!layout) layout = &none;
     c->keys.strides = layout->k;
     c->values.strides = layout->v;
@@ -11352,6 +11397,7 @@ typedef struct tqkv__rows_args {
     float block_scale;  /* not 0 */
     int32_t page_size;  /* read if TQKV_FC_PAGES, and n_pages: of the store */
     int32_t n_pages;
+    uint32_t token_stride, head_stride; /* of source or destination, in values */
 } tqkv__rows_args;
 
 typedef struct tqkv__rotate_args {
@@ -11363,9 +11409,11 @@ typedef struct tqkv__rotate_args {
 typedef struct tqkv__attend_args {
     int32_t n_queries;
     int32_t n_kv_heads;
-    int32_t group;                  /* query heads a KV head */
-    int32_t kv_len;                 /* query i is at position kv_len - n_queries + i; before 0 it sees nothing */
-    int32_t window;                 /* 0: none, or at least kv_len */
+    int32_t group; /* query heads a KV head */
+    int32_t kv_len;
+    int32_t first_newest; /* query i sees the positions up to first_newest + i, */
+    int32_t window;       /* so many of them, the last ones, of which there may be fewer; 0: all */
+    uint32_t query_token_stride, query_head_stride; /* in values */
     int32_t slice_end;              /* positions from here on are not seen; kv_len, or less in a slice */
     int32_t first_stretch;          /* that a query sees */
     int32_t stretch_tiles, n_short; /* TQKV__STRETCH_OF_TILE */
@@ -11394,9 +11442,9 @@ typedef struct tqkv__attend_args {
 #define TQKV__LIST_HEADER 8
 typedef struct tqkv__list_args {
     int32_t n_queries, list_heads, list_length;
-    int32_t shift;                     /* a block is 1 << shift positions */
-    int32_t newest;                    /* positions that are seen beside the list */
-    int32_t kv_len, window, slice_end; /* as in tqkv__attend_args */
+    int32_t shift;                                   /* a block is 1 << shift positions */
+    int32_t newest;                                  /* positions that are seen beside the list */
+    int32_t kv_len, first_newest, window, slice_end; /* as in tqkv__attend_args */
     int32_t first_block, inside;
 } tqkv__list_args;
 
@@ -11408,6 +11456,7 @@ typedef struct tqkv__merge_args {
     int32_t section;         /* partial results of a section: TQKV__SECTION or, if they are sections, 1 */
     int32_t before;          /* those of the first section that are left out */
     int32_t n_first, n_last; /* partial results of the first and last positions, before and behind the others */
+    uint32_t out_token_stride, out_head_stride; /* in values */
 } tqkv__merge_args;
 
 /* index_choice: a query sees the keys before seen + (seen_rest + its number) / ratio. */
@@ -11460,14 +11509,14 @@ typedef struct tqkv__table_report {
     float matrix_product[32][2]; /* each lane's elements of TQKV__MATRIX_TEST with seed 3, times that with seed 5 */
 } tqkv__table_report;
 
-TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
+TQKV__ASSERT_SIZE(tqkv__rows_args, 36);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 144);
-TQKV__ASSERT_SIZE(tqkv__merge_args, 32);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 252);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 156);
+TQKV__ASSERT_SIZE(tqkv__merge_args, 40);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 272);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 56);
-TQKV__ASSERT_SIZE(tqkv__list_args, 40);
-TQKV__ASSERT_SIZE(tqkv__index_args, 188);
+TQKV__ASSERT_SIZE(tqkv__list_args, 44);
+TQKV__ASSERT_SIZE(tqkv__index_args, 200);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4676);
 
 #endif
@@ -11485,6 +11534,7 @@ enum {
     TQKV__SIMD_WIDTH = 32,
     TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */
     TQKV__ITEMS_OF_MERGE = 6,
+    TQKV__UNUSED_BYTES = 512,        /* of the buffer in the place of arrays that a call lacks */
     TQKV__ARGUMENTS_ALIGNMENT = 256, /* of a batch's items, which kernels see as constant memory: what Macs document */
     TQKV__SECOND_ARGS = 4,           /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
     TQKV__DIM_UNIT = 16              /* of a kernel's head_dim and value_dim */
@@ -11509,15 +11559,17 @@ TQKV_API tqkv_result tqkv__plan_attend_parts(const tqkv_metal_attention *a, tqkv
 /* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
 TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns);
 
-/* For a cache that lies at `memory`. rows_sizes: bytes of q and of the output. */
-TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
-                                             tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
-                                             tqkv_metal_dispatch *d, int *n);
+/* The strides of tqkv_cache_append and tqkv_cache_attend, with their defaults. */
+TQKV_API tqkv_cache_layout tqkv__cache_layout_of(const tqkv_cache *c);
+/* For a cache that lies at `memory`. packed: rows without gaps, whatever its layout. rows_sizes: bytes of such q and output. */
+TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
+                                             tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                             tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n);
 TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t rows_sizes[2],
                                             size_t *scratch_size);
-TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
-                                             int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                             tqkv_metal_dispatch *d, int *n);
+TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
+                                             tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
+                                             tqkv_metal_buffer out, tqkv_metal_dispatch *d, int *n);
 
 #ifdef __cplusplus
 }
@@ -11634,9 +11686,9 @@ TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
     memcpy(d->arguments[0].bytes, args, d->arguments[0].size);
 }
 
-/* The largest structs fit a dispatch, and what is bound for arguments that a call lacks. */
+/* The largest structs fit a dispatch, and the buffer that is bound for arrays that a call lacks. */
 typedef char tqkv__args_fit[sizeof(tqkv__attend_args) <= TQKV_METAL_ARGUMENTS ? 1 : -1];
-typedef char tqkv__item_fits[sizeof(tqkv__batch_item) <= TQKV_METAL_ARGUMENTS ? 1 : -1];
+typedef char tqkv__item_fits[sizeof(tqkv__batch_item) <= TQKV__UNUSED_BYTES ? 1 : -1];
 
 static void tqkv__plan_args(tqkv_metal_dispatch *d, const void *args, size_t size)
 {
@@ -11667,11 +11719,11 @@ static void tqkv__plan_bind(tqkv_metal_dispatch *d, const char *name, int index,
     d->bindings[d->n_bindings++] = binding;
 }
 
-/* Binds `rows` rows of `dim` values of the caller's type, which the kernel learns from the constant. */
+/* Binds rows of the caller's type, which the kernel learns from the constant. */
 static void tqkv__plan_bind_rows(tqkv_metal_dispatch *d, const char *name, int index, tqkv_metal_buffer at,
-                                 int constant, tqkv_type type, size_t n_values, bool written)
+                                 int constant, tqkv_type type, size_t bytes, bool written)
 {
-    tqkv__plan_bind(d, name, index, at, n_values * tqkv__type_size(type), written);
+    tqkv__plan_bind(d, name, index, at, bytes, written);
     d->bindings[d->n_bindings - 1].alignment = tqkv__type_size(type);
     if (index != TQKV_METAL_ONLY_CHECKED) tqkv__plan_constant(d, constant, (int)type);
 }
@@ -11778,25 +11830,36 @@ static void tqkv__plan_simdgroups(tqkv_metal_dispatch *d, size_t n_units, size_t
     if (n > d->grid[0]) d->grid[0] = n; /* two rings may keep different numbers of rows */
 }
 
-/* The number of values of so many tokens, whose bytes as floats have a size. */
-static tqkv_result tqkv__plan_values(const tqkv__stream *s, int n_tokens, size_t *n_values)
+static tqkv_result tqkv__check_strides(tqkv_strides strides)
 {
-    size_t bytes;
-    if (!tqkv__type_size(s->type)) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
-    if (n_tokens < 0 || !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), &bytes))
+    if (strides.token <= UINT32_MAX && strides.head <= UINT32_MAX) return TQKV_OK;
+    return TQKV__REFUSE(UNSUPPORTED, "strides of 2^32 values or more: not on a GPU");
+}
+
+/* Of q, of the output and of the sums of a slice. */
+static tqkv_result tqkv__check_call_strides(const tqkv__attention *a)
+{
+    const tqkv_strides none = {0, 0};
+    tqkv_result r = tqkv__check_strides(a->call.query_strides);
+    if (r == TQKV_OK) r = tqkv__check_strides(a->call.output_strides);
+    return r == TQKV_OK ? tqkv__check_strides(tqkv__strides_of(none, a->call.n_heads, a->value_dim)) : r;
+}
+
+/* The bytes of the caller's rows of so many tokens, with gaps. As floats without gaps they have a size, too. */
+static tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n_tokens, size_t *bytes)
+{
+    const size_t size = tqkv__type_size(s->type);
+    if (!size) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
+    if (n_tokens < 0 || !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), bytes) ||
+        !tqkv__rows_extent(s->strides, n_tokens, s->n_kv_heads, s->head_dim, size, bytes))
         return TQKV__INVALID("the number of tokens or positions is negative or too large");
-    *n_values = bytes / sizeof(float);
-    return TQKV_OK;
+    return tqkv__check_strides(s->strides);
 }
 
 /* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory */
 static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slots, int n_tokens,
-                                   int64_t position, size_t *n_values)
+                                   int64_t position)
 {
-    const tqkv_result r = tqkv__plan_values(s, n_tokens, n_values);
-    if (r != TQKV_OK) return r;
-    if (!tqkv__without_gaps(s->strides, s->n_kv_heads, s->head_dim))
-        return TQKV__REFUSE(UNSUPPORTED, TQKV__GAPS_ON_GPU);
     if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
     const size_t n_rows = (size_t)n_tokens * (size_t)s->n_kv_heads;
     tqkv__rows_args args;
@@ -11807,6 +11870,8 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
     args.block_scale = s->block_scale;
     args.page_size = s->n_pages ? s->page_size : 0;
     args.n_pages = s->n_pages ? slots / s->page_size : 0;
+    args.token_stride = (uint32_t)s->strides.token;
+    args.head_stride = (uint32_t)s->strides.head;
     tqkv__plan_args(d, &args, sizeof args);
     if (d->kernel.family == TQKV_METAL_DECODE)
         tqkv__plan_simdgroups(d, n_rows * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
@@ -11872,15 +11937,16 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
     size_t all, kept;
     tqkv__stream *s = e->stream;
     const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slots = s->capacity, n_tokens = places->n_tokens;
-    tqkv_result r = tqkv__plan_values(s, n_tokens, &all);
+    tqkv_result r = tqkv__plan_extent(s, n_tokens, &all);
     if (r == TQKV_OK) r = tqkv__plan_places(&e->store->shape, places, s);
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
-    r = tqkv__plan_rows(d, s, slots, n_tokens - skipped, places->position + skipped, &kept);
+    r = tqkv__plan_extent(s, n_tokens - skipped, &kept);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, s, slots, n_tokens - skipped, places->position + skipped);
     if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
-    tqkv__plan_bind_rows(d, e->names[0], index + 1, tqkv__buffer_after(e->src, (all - kept) * tqkv__type_size(s->type)),
+    tqkv__plan_bind_rows(d, e->names[0], index + 1, tqkv__buffer_after(e->src, all - kept),
                          index ? TQKV_FC_VALUE_TYPE : TQKV_FC_TYPE, s->type, kept, false);
     tqkv__plan_bind_store(d, e->names + 1, index + 2, e->store, s, true);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_CENTER : TQKV_FC_CENTER,
@@ -11985,18 +12051,21 @@ TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_m
                                            tqkv_metal_dispatch *d)
 {
     tqkv__stream s;
-    size_t n_values;
+    size_t bytes;
     if (!store || !d) return TQKV__INVALID(d ? "a store is NULL" : TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__stream_shape(&store->shape, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
     tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
-    if ((r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0, &n_values)) != TQKV_OK) return r;
+    r = tqkv__plan_extent(&s, n_tokens, &bytes);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0);
+    if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated);
     tqkv__plan_encode_memory(d, 0, s.head_dim);
-    tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, n_values, false);
-    tqkv__plan_bind(d, "scaled", 2, scaled, n_values * sizeof(float), true);
+    tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
+    tqkv__plan_bind(d, "scaled", 2, scaled,
+                    (size_t)n_tokens * (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float), true);
     tqkv__plan_bind_flag(d, 3, not_finite);
     tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
     return TQKV_OK;
@@ -12007,7 +12076,7 @@ TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64
 {
     static const char *const names[] = {"codes", "norms"};
     tqkv__stream s;
-    size_t n_values;
+    size_t bytes;
     if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_open(store, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
@@ -12020,11 +12089,14 @@ TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
     if ((r = tqkv__plan_check_pages(&store->shape, position, n_positions, false)) != TQKV_OK) return r;
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
-    if ((r = tqkv__plan_rows(d, &s, slots, n_positions, position, &n_values)) != TQKV_OK) return r;
+    r = tqkv__plan_extent(&s, n_positions, &bytes);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slots, n_positions, position);
+    if (r != TQKV_OK) return r;
+    if (!tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, s.rotated && basis == TQKV_ORIGINAL);
     tqkv__plan_bind_store(d, names, 1, store, &s, false);
-    tqkv__plan_bind_rows(d, "dst", 3, dst, TQKV_FC_TYPE, s.type, n_values, true);
+    tqkv__plan_bind_rows(d, "dst", 3, dst, TQKV_FC_TYPE, s.type, bytes, true);
     tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
     tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated && basis == TQKV_ROTATED);
     tqkv__plan_bind_pages(d, "pages", 5, store->pages, &s, TQKV_FC_PAGES);
@@ -12241,6 +12313,26 @@ static bool tqkv__same_pages(const tqkv__attend_args *args, const tqkv__attend_b
            args->key_capacity == args->value_capacity;
 }
 
+/* What a query sees, counted from the oldest resident position: the positions up to first_newest and its number, and of those
+   the last `window`, or all. Without causality it looks as far ahead as back. */
+static void tqkv__plan_seen(const tqkv__attention *a, int32_t *first_newest, int32_t *window)
+{
+    const int kv_len = (int)(a->call.end - a->first), n = a->call.n_queries, own = a->call.window;
+    *first_newest = kv_len - n;
+    *window = own < kv_len ? own : 0;
+    if (!a->call.non_causal) return;
+    const bool all = !own || own >= kv_len + n;
+    *first_newest = all ? kv_len - 1 : kv_len - n + own - 1;
+    *window = all ? 0 : 2 * own - 1;
+}
+
+/* Whether these are integers. */
+static tqkv_result tqkv__check_non_causal(const tqkv__attention *a)
+{
+    if (!a->call.non_causal || a->call.end - a->first + a->call.n_queries <= INT_MAX / 2) return TQKV_OK;
+    return TQKV__REFUSE(UNSUPPORTED, "non_causal with 2^30 positions and queries: not on a GPU");
+}
+
 static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv__split *split,
                                    tqkv__attend_args *args)
 {
@@ -12250,7 +12342,9 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     args->n_kv_heads = a->n_kv_heads;
     args->group = a->group;
     args->kv_len = kv_len;
-    args->window = a->call.window < kv_len ? a->call.window : 0;
+    tqkv__plan_seen(a, &args->first_newest, &args->window);
+    args->query_token_stride = (uint32_t)a->call.query_strides.token;
+    args->query_head_stride = (uint32_t)a->call.query_strides.head;
     args->slice_end = (int)(b->slice_end - a->first);
     args->first_stretch = split->first_stretch;
     args->stretch_tiles = TQKV__STRETCH_TILES;
@@ -12331,6 +12425,12 @@ static void tqkv__plan_bind_slices(tqkv_metal_dispatch *d, const tqkv__attention
     tqkv__plan_bind(d, "src_sum", 10, slice->src_sum, read, false);
     tqkv__plan_constant(d, TQKV_FC_FROM_SLICE, slice->from);
     tqkv__plan_constant(d, TQKV_FC_TO_SLICE, slice->to);
+}
+
+/* Bytes of the output with its gaps, or of the sums of a slice, which have none. */
+static size_t tqkv__plan_out_size(const tqkv__attention *a, const tqkv__attend_buffers *b)
+{
+    return b->slice.to ? a->out_elements * sizeof(float) : a->out_size;
 }
 
 /* The memory of queries and sums, the largest part, holds only the columns in use: it limits the threadgroups on a
@@ -12426,7 +12526,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_attend_constants(d, a, b, &args);
     tqkv__plan_constant(d, TQKV_FC_CENTER, center);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, center && a->keys.rotated && !a->rotate_queries);
-    tqkv__plan_bind_rows(d, "q", 1, b->q, TQKV_FC_TYPE, a->call.query_type, a->q_elements, false);
+    tqkv__plan_bind_rows(d, "q", 1, b->q, TQKV_FC_TYPE, a->call.query_type, a->q_size, false);
     tqkv__plan_bind_store(d, key_names, 2, b->keys, &a->keys, false);
     tqkv__plan_bind_store(d, value_names, 4, b->values, &a->values, false);
     tqkv__plan_bind(d, "sinks", TQKV_METAL_ONLY_CHECKED, b->sinks,
@@ -12444,8 +12544,8 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind(d, "lists", 16, b->list, tqkv__list_rows_size(a), false);
     tqkv__plan_constant(d, TQKV_FC_LIST, a->call.list != NULL);
     if (a->call.list) d->barrier = b->list.buffer;
-    tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type, a->out_elements,
-                         true);
+    tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
+                         tqkv__plan_out_size(a, b), true);
     tqkv__plan_bind_slices(d, a, &b->slice);
     tqkv__plan_columns(d, split->matrix, split->columns);
     d->grid[0] = (size_t)a->n_kv_heads;
@@ -12458,9 +12558,12 @@ static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention
                                    tqkv__merge_args args, bool unrotate)
 {
     const bool sinks = b->sinks.buffer != NULL;
+    const size_t dim = (size_t)a->value_dim;
     args.n_rows = (int32_t)a->n_rows;
     args.n_heads = a->call.n_heads;
     args.group = a->group;
+    args.out_token_stride = (uint32_t)(b->slice.to ? (size_t)args.n_heads * dim : a->call.output_strides.token);
+    args.out_head_stride = (uint32_t)(b->slice.to ? dim : a->call.output_strides.head);
     tqkv__plan_begin(d, TQKV_METAL_ATTEND_MERGE, a->value_dim, a->value_dim);
     tqkv__plan_args(d, &args, sizeof args);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
@@ -12468,7 +12571,7 @@ static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention
     tqkv__plan_constant(d, TQKV_FC_SINKS, sinks);
     tqkv__plan_bind(d, "sinks", 3, b->sinks, sinks ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
     tqkv__plan_bind_rows(d, "out", 4, b->out, TQKV_FC_TYPE, b->slice.to ? TQKV_TYPE_F32 : a->call.output_type,
-                         a->out_elements, true);
+                         tqkv__plan_out_size(a, b), true);
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_MERGE, b->tree, 0, false);
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
     tqkv__plan_bind_slices(d, a, &b->slice);
@@ -12487,7 +12590,8 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     const int n_sections =
         (before + n_results + length - 1) / length + (splits[0].n_partials > 0) + (splits[2].n_partials > 0);
     const bool unrotate = a->unrotate_output && !b->slice.to;
-    const tqkv__merge_args args = {0, 0, 0, n_results, length, before, splits[0].n_partials, splits[2].n_partials};
+    const tqkv__merge_args args = {0, 0, 0, n_results, length, before, splits[0].n_partials, splits[2].n_partials,
+                                   0, 0};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind_partials(d, 1, b->scratch, all, false);
     const bool center = tqkv__plan_bind_center(d, "values' center", 5, b->values, &a->values, true);
@@ -12539,6 +12643,8 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     memset(&all, 0, sizeof all);
     tqkv__find_borders(a, b->slice_end, borders);
     const bool halves = borders[0] < borders[1] || borders[2] < borders[3];
+    const tqkv_result seen = tqkv__check_non_causal(a);
+    if (seen != TQKV_OK) return seen;
     for (int i = 0; i < 3; i++) {
         const int p = order[i];
         tqkv__split *own = &splits[p];
@@ -12570,7 +12676,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                              tqkv_metal_buffer src_out, bool unrotate)
 {
-    const tqkv__merge_args args = {0, 0, 0, 0, 1, 0, 0, 0};
+    const tqkv__merge_args args = {0, 0, 0, 0, 1, 0, 0, 0, 0, 0};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind(d, "src_out", 1, src_out, a->out_elements * sizeof(float), false);
     tqkv__plan_bind(d, "scratch", 2, src_out, 0, false);
@@ -12688,10 +12794,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (r == TQKV_OK) r = from->attention.list ? tqkv__check_list(a) : tqkv__list_shape(a);
     if (r == TQKV_OK && a->call.list) r = tqkv__check_list_rows(a);
     if (r == TQKV_OK && a->round_query) r = TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
-    if (r == TQKV_OK && a->call.non_causal) r = TQKV__REFUSE(UNSUPPORTED, TQKV__CAUSAL_ON_GPU);
-    if (r == TQKV_OK && (!tqkv__without_gaps(a->call.query_strides, a->call.n_heads, a->key_dim) ||
-                         !tqkv__without_gaps(a->call.output_strides, a->call.n_heads, a->value_dim)))
-        r = TQKV__REFUSE(UNSUPPORTED, TQKV__GAPS_ON_GPU);
+    if (r == TQKV_OK) r = tqkv__check_call_strides(a);
     a->matrix_group = from->matrix_group;
     if (r != TQKV_OK || !a->keys.page_size == !a->values.page_size) return r;
     return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
@@ -12803,6 +12906,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *fro
     if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
     if (r != TQKV_OK) return r;
     if (!a.call.list) return TQKV__INVALID("list: no buffer");
+    if ((r = tqkv__check_non_causal(&a)) != TQKV_OK) return r;
     const int64_t first_block = a.first / a.call.list_block;
     const size_t n_rows = (size_t)a.call.n_queries * (size_t)a.call.list_heads;
     args.n_queries = a.call.n_queries;
@@ -12811,7 +12915,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *fro
     args.shift = tqkv__list_shift(a.call.list_block);
     args.newest = a.call.list_newest;
     args.kv_len = args.slice_end = (int32_t)(a.call.end - a.first);
-    args.window = a.call.window < args.kv_len ? a.call.window : 0;
+    tqkv__plan_seen(&a, &args.first_newest, &args.window);
     args.first_block = first_block < INT_MAX ? (int32_t)first_block : INT_MAX;
     args.inside = tqkv__list_inside(&a);
     tqkv__plan_begin(d, TQKV_METAL_ATTEND_LIST, 0, 0);
@@ -13112,18 +13216,38 @@ static tqkv_result tqkv__write_items(const tqkv__batch *b, tqkv__batch_item *ite
     return TQKV_OK;
 }
 
-/* Whether outputs overlap. Those that ascend need no comparison of each with each. row: values of a row, in units */
-static bool tqkv__outputs_overlap(const tqkv__batch_item *items, int n, uint64_t row)
+/* value: bytes of one, dim: values of a row */
+static tqkv__output tqkv__output_of_item(const tqkv__batch_item *item, size_t value, int dim)
 {
-    bool ascend = true;
-    for (int i = 1; ascend && i < n; i++)
-        ascend = items[i].out >= items[i - 1].out + row * (uint64_t)items[i - 1].merge.n_rows;
-    if (!ascend)
-        for (int i = 0; i < n; i++)
-            for (int j = 0; j < i; j++)
-                if (items[i].out < items[j].out + row * (uint64_t)items[j].merge.n_rows &&
-                    items[j].out < items[i].out + row * (uint64_t)items[i].merge.n_rows)
-                    return true;
+    const int n_heads = item->merge.n_heads, n = item->merge.n_rows / n_heads;
+    const int64_t size = (int64_t)value, token = item->merge.out_token_stride * size,
+                  head = item->merge.out_head_stride * size, row = dim * size;
+    const tqkv__output x = {(uint64_t)item->out * TQKV__ROWS_UNIT,
+                            (uint64_t)((n - 1) * token + (n_heads - 1) * head + row),
+                            token,
+                            head,
+                            row,
+                            n,
+                            n_heads};
+    return x;
+}
+
+/* Whether outputs overlap. Those that ascend need no comparison of each with each. */
+static bool tqkv__outputs_overlap(const tqkv__batch_item *items, int n, size_t value, int dim)
+{
+    const tqkv__output first = tqkv__output_of_item(&items[0], value, dim);
+    tqkv__ascent all = tqkv__begin_ascent(&first);
+    for (int i = 1; i < n; i++) {
+        const tqkv__output own = tqkv__output_of_item(&items[i], value, dim);
+        tqkv__ascend(&all, &own);
+    }
+    if (all.behind || all.between) return false;
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < i; j++) {
+            const tqkv__output x = tqkv__output_of_item(&items[i], value, dim),
+                               y = tqkv__output_of_item(&items[j], value, dim);
+            if (tqkv__output_rows_overlap(&x, &y)) return true;
+        }
     return false;
 }
 
@@ -13162,8 +13286,8 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *it
     tqkv__plan_joined(&b, used, d);
     if ((r = tqkv__write_items(&b, to, d)) != TQKV_OK) return r;
     const int head_dim = d[1].kernel.head_dim * TQKV__DIM_UNIT, type = d[1].kernel.constants[TQKV_FC_TYPE] - 1;
-    const size_t row = (size_t)head_dim * tqkv__type_size((tqkv_type)type) / TQKV__ROWS_UNIT;
-    return tqkv__outputs_overlap(to, n_items, row) ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
+    const size_t value = tqkv__type_size((tqkv_type)type);
+    return tqkv__outputs_overlap(to, n_items, value, head_dim) ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
@@ -13230,6 +13354,8 @@ static void tqkv__plan_index_args(const tqkv__index *x, const tqkv_metal_index *
     args->keys.n_kv_heads = 1;
     args->keys.group = a->call.n_heads;
     args->keys.kv_len = (int32_t)(a->call.end - a->first);
+    args->keys.query_token_stride = (uint32_t)a->call.query_strides.token;
+    args->keys.query_head_stride = (uint32_t)a->call.query_strides.head;
     args->keys.key_capacity = args->keys.value_capacity = a->keys.capacity;
     args->keys.key_oldest_slot = args->keys.kv_len ? tqkv__slot(&a->keys, a->first) : 0;
     args->keys.scale = 1.0f;
@@ -13284,7 +13410,7 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
                  matrices = TQKV__MATRICES(a->call.n_heads), queries = TQKV__MATRIX_QUERY_BYTES(head_dim);
     tqkv__plan_begin(d, TQKV_METAL_INDEX_SCORES, a->key_dim, a->key_dim);
     tqkv__plan_args(d, args, sizeof *args);
-    tqkv__plan_bind_rows(d, "q", 1, q, TQKV_FC_TYPE, a->call.query_type, a->q_elements, false);
+    tqkv__plan_bind_rows(d, "q", 1, q, TQKV_FC_TYPE, a->call.query_type, a->q_size, false);
     tqkv__plan_bind_store(d, names, 2, from->keys, &a->keys, false);
     tqkv__plan_bind(d, "weights", 4, from->weights, from->weights.buffer ? a->n_rows * sizeof(float) : 0, false);
     tqkv__plan_bind(d, "scores", 5, scores, n_queries * (size_t)x->blocks * sizeof(float), true);
@@ -13318,6 +13444,7 @@ TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, 
         if ((r = tqkv__check_pages(&x.a.keys, x.a.first, end)) != TQKV_OK) return r;
     }
     if ((r = tqkv__plan_positions(&x.a.keys)) != TQKV_OK) return r;
+    if ((r = tqkv__check_strides(x.a.call.query_strides)) != TQKV_OK) return r;
     tqkv__plan_index_args(&x, from, &args);
     tqkv__plan_score(&x, &args, from, q, scores, d);
     return TQKV_OK;
@@ -13417,8 +13544,19 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     return store;
 }
 
+TQKV_API tqkv_cache_layout tqkv__cache_layout_of(const tqkv_cache *c)
+{
+    const tqkv_attention *a = &c->attention;
+    const int key_dim = c->keys.head_dim + c->tail.head_dim, value_dim = (c->shared ? &c->keys : &c->values)->head_dim;
+    const tqkv_cache_layout layout = {tqkv__strides_of(c->keys.strides, c->keys.n_kv_heads, key_dim),
+                                      tqkv__strides_of(c->values.strides, c->keys.n_kv_heads, value_dim),
+                                      tqkv__strides_of(a->query_strides, a->n_heads, key_dim),
+                                      tqkv__strides_of(a->output_strides, a->n_heads, value_dim)};
+    return layout;
+}
+
 /* The halves of the first (0) or newest (2) positions for the tokens that they keep: those of keys, of values or of both. */
-static tqkv_result tqkv__plan_append_halves(const tqkv_cache *c, tqkv_metal_buffer memory, int first,
+static tqkv_result tqkv__plan_append_halves(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed, int first,
                                             tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                             tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n)
 {
@@ -13431,25 +13569,29 @@ static tqkv_result tqkv__plan_append_halves(const tqkv_cache *c, tqkv_metal_buff
         if (!ends[side]) continue;
         stores[side] = tqkv__store_in_buffer(c, memory, ends[side]);
         stores[side].shape.type = tqkv__stream_of(c, side)->type;
+        if (!packed) stores[side].shape.strides = tqkv__stream_of(c, side)->strides;
     }
     d += (*n)++;
     if (ends[0] && ends[1]) return tqkv_metal_plan_encode_kv(&stores[0], &stores[1], k, v, kept, end, not_finite, d);
     return tqkv_metal_plan_encode(&stores[!ends[0]], ends[0] ? k : v, kept, end, not_finite, d);
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer k,
-                                             tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
-                                             tqkv_metal_dispatch *d, int *n)
+TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
+                                             tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                             tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n)
 {
     const bool tail = c->tail.head_dim > 0;
-    const tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
-                           others = tqkv__store_in_buffer(c, memory, tail ? &c->tail : &c->values);
+    const tqkv_strides none = {0, 0};
+    tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
+                     others = tqkv__store_in_buffer(c, memory, tail ? &c->tail : &c->values);
+    keys.shape.strides = packed ? none : c->keys.strides;
+    others.shape.strides = packed ? none : c->values.strides;
     tqkv_result r = c->shared && !tail
                         ? tqkv_metal_plan_encode(&keys, k, n_tokens, c->attention.end, not_finite, d)
                         : tqkv_metal_plan_encode_kv(&keys, &others, k, v, n_tokens, c->attention.end, not_finite, d);
     *n = 1;
     for (int first = 0; r == TQKV_OK && first <= 2; first += 2)
-        r = tqkv__plan_append_halves(c, memory, first, k, v, n_tokens, not_finite, d, n);
+        r = tqkv__plan_append_halves(c, memory, packed, first, k, v, n_tokens, not_finite, d, n);
     return r;
 }
 
@@ -13467,13 +13609,17 @@ TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, 
     return tqkv__plan_most_scratch(&a, TQKV__MOST_SUMS, scratch_size);
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer q,
-                                             int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                             tqkv_metal_dispatch *d, int *n)
+TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
+                                             tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
+                                             tqkv_metal_buffer out, tqkv_metal_dispatch *d, int *n)
 {
+    const tqkv_strides none = {0, 0};
     tqkv__attention a;
     if (!c || n_queries <= 0) return TQKV__INVALID("the cache is NULL or n_queries not positive");
-    const tqkv_result r = tqkv__cache_attention(c, NULL, n_queries, &a);
+    tqkv_result r = tqkv__cache_attention(c, NULL, n_queries, &a);
+    if (packed) a.call.query_strides = a.call.output_strides = none;
+    if (r == TQKV_OK) r = tqkv__take_strides(&a);
+    if (r == TQKV_OK) r = tqkv__check_call_strides(&a);
     if (r != TQKV_OK) return r;
     const tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
                            values = tqkv__store_in_buffer(c, memory, c->shared ? &c->keys : &c->values),

@@ -804,7 +804,7 @@ tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tq
     tqkv_metal_buffer memory;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    r = tqkv__plan_cache_append(c, memory, k, v, n_tokens, not_finite, d, &n);
+    r = tqkv__plan_cache_append(c, memory, false, k, v, n_tokens, not_finite, d, &n);
     if ((r = tqkv__record(m, encoder, "encode_kv", r, d, n)) == TQKV_OK) tqkv__cache_advance(c, n_tokens);
     return r;
 }
@@ -817,7 +817,7 @@ tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, co
     tqkv_metal_buffer memory;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    const tqkv_result planned = tqkv__plan_cache_attend(c, memory, q, n_queries, scratch, out, d, &n);
+    const tqkv_result planned = tqkv__plan_cache_attend(c, memory, false, q, n_queries, scratch, out, d, &n);
     return tqkv__record_attend(m, encoder, "attend", planned, d, n);
 }
 
@@ -900,20 +900,43 @@ tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max
     if (max_queries < 0) return TQKV_INVALID_ARGUMENT;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    r = tqkv__plan_cache_append(c, memory, none, none, 0, none, d, &n_planned);
+    r = tqkv__plan_cache_append(c, memory, false, none, none, 0, none, d, &n_planned);
     r = tqkv__build_all(m, r, "prepare", d, n_planned);
     for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++) {
-        r = tqkv__plan_cache_attend(c, memory, none, n, none, none, d, &n_planned);
+        r = tqkv__plan_cache_attend(c, memory, false, none, n, none, none, d, &n_planned);
         r = tqkv__build_attention(m, r, d, n_planned, false);
     }
     return r;
 }
 
-/* Parts of rows, one behind the other: `size` bytes at `first` of each of n rows of `row` bytes. */
-static void tqkv__copy_parts(char *to, const void *rows, size_t n, size_t row, size_t first, size_t size)
+/* Rows [n][n_heads] of the caller, or parts of them, without gaps: `size` bytes each. */
+typedef struct tqkv__rows_copy {
+    const tqkv_strides *strides;
+    size_t value, size; /* bytes of a value, and of what is copied of a row */
+    int n, n_heads;
+} tqkv__rows_copy;
+
+static size_t tqkv__row_of_copy(const tqkv__rows_copy *c, size_t i)
 {
-    for (size_t i = 0; i < n; i++) memcpy(to + i * size, (const char *)rows + i * row + first, size);
+    const size_t n_heads = (size_t)c->n_heads;
+    return (i / n_heads * c->strides->token + i % n_heads * c->strides->head) * c->value;
 }
+
+static size_t tqkv__copied_rows(const tqkv__rows_copy *c) { return (size_t)c->n * (size_t)c->n_heads; }
+
+static void tqkv__copy_in(const tqkv__rows_copy *c, const void *rows, char *to)
+{
+    for (size_t i = 0; i < tqkv__copied_rows(c); i++)
+        memcpy(to + i * c->size, (const char *)rows + tqkv__row_of_copy(c, i), c->size);
+}
+
+static void tqkv__copy_out(const tqkv__rows_copy *c, const char *from, void *rows)
+{
+    for (size_t i = 0; i < tqkv__copied_rows(c); i++)
+        memcpy((char *)rows + tqkv__row_of_copy(c, i), from + i * c->size, c->size);
+}
+
+static size_t tqkv__value_size(tqkv_type type) { return type == TQKV_TYPE_F32 ? 4 : 2; }
 
 /* The blocking calls of a cache copy their rows into a block of shared memory, and the result out of it. */
 static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens)
@@ -922,8 +945,12 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
     int n = 0;
     const tqkv_store *keys = tqkv_cache_keys(c), *tail = tqkv_cache_tail(c),
                      *others = tail ? tail : tqkv_cache_values(c);
-    const size_t k_size = tqkv__rows_size(keys, n_tokens), v_size = v || tail ? tqkv__rows_size(others, n_tokens) : 0;
-    const size_t rows = (size_t)n_tokens * (size_t)keys->n_kv_heads;
+    const tqkv_cache_layout layout = tqkv__cache_layout_of(c);
+    const size_t value = tqkv__value_size(keys->type), key_row = (size_t)keys->head_dim * value,
+                 other_row = v || tail ? (size_t)others->head_dim * value : 0;
+    const tqkv__rows_copy first = {&layout.k, value, key_row, n_tokens, keys->n_kv_heads},
+                          second = {tail ? &layout.k : &layout.v, value, other_row, n_tokens, keys->n_kv_heads};
+    const size_t k_size = tqkv__copied_rows(&first) * key_row, v_size = tqkv__copied_rows(&second) * other_row;
     const tqkv_metal_buffer none = {nil, 0};
     tqkv_metal_buffer memory, kb;
     if (!n_tokens) return TQKV_OK;
@@ -932,12 +959,9 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
     tqkv__memory *block = tqkv__take_staging(m, k_size + v_size, &kb);
     if (!block) return TQKV_OUT_OF_MEMORY;
     const tqkv_metal_buffer vb = {kb.buffer, kb.offset + k_size};
-    tqkv__copy_parts(block->begin, k, rows, (k_size + (tail ? v_size : 0)) / rows, 0, k_size / rows);
-    if (tail)
-        tqkv__copy_parts(block->begin + k_size, k, rows, (k_size + v_size) / rows, k_size / rows, v_size / rows);
-    else if (v)
-        memcpy(block->begin + k_size, v, v_size);
-    r = tqkv__plan_cache_append(c, memory, kb, vb, n_tokens, none, d, &n);
+    tqkv__copy_in(&first, k, block->begin);
+    if (v_size) tqkv__copy_in(&second, tail ? (const char *)k + key_row : v, block->begin + k_size);
+    r = tqkv__plan_cache_append(c, memory, true, kb, vb, n_tokens, none, d, &n);
     r = tqkv__run(m, "encode_kv", r, d, n);
     tqkv__give_back(m, block);
     return r;
@@ -956,11 +980,16 @@ static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const 
     if (!block) return TQKV_OUT_OF_MEMORY;
     const tqkv_metal_buffer ob = {qb.buffer, qb.offset + sizes[0]},
                             scratch = {qb.buffer, qb.offset + sizes[0] + sizes[1]};
-    memcpy(block->begin, q, sizes[0]);
-    r = tqkv__plan_cache_attend(c, memory, qb, n_queries, scratch, ob, d, &n);
+    const tqkv_cache_layout layout = tqkv__cache_layout_of(c);
+    const int n_heads = tqkv_cache_view(c).n_heads;
+    const size_t value = tqkv__value_size(tqkv_cache_keys(c)->type), rows = (size_t)n_queries * (size_t)n_heads;
+    const tqkv__rows_copy queries = {&layout.q, value, sizes[0] / rows, n_queries, n_heads},
+                          outputs = {&layout.out, value, sizes[1] / rows, n_queries, n_heads};
+    tqkv__copy_in(&queries, q, block->begin);
+    r = tqkv__plan_cache_attend(c, memory, true, qb, n_queries, scratch, ob, d, &n);
     r = tqkv__run(m, "attend", tqkv__avoid_matrices(m, r, d, n), d, n);
     if (tqkv__lost_matrices(m, r, d, n)) r = tqkv__run(m, "attend", tqkv__avoid_matrices(m, TQKV_OK, d, n), d, n);
-    if (r == TQKV_OK) memcpy(out, block->begin + sizes[0], sizes[1]);
+    if (r == TQKV_OK) tqkv__copy_out(&outputs, block->begin + sizes[0], out);
     tqkv__give_back(m, block);
     return r;
 }
@@ -978,12 +1007,10 @@ typedef struct tqkv__trial {
     size_t sizes[TQKV__TRIAL_PARTS];
 } tqkv__trial;
 
-static size_t tqkv__trial_width(tqkv_type type) { return type == TQKV_TYPE_F32 ? 4 : 2; }
-
 /* Values of magnitudes from 1/8 to 2. */
 static void tqkv__trial_fill(tqkv_type type, size_t size, uint32_t seed, char *rows)
 {
-    for (size_t i = 0; i < size; i += tqkv__trial_width(type)) {
+    for (size_t i = 0; i < size; i += tqkv__value_size(type)) {
         seed = seed * 1664525u + 1013904223u;
         const uint32_t sign = seed >> 31, exponent = seed >> 29 & 3u, mantissa = seed >> 6 & 0x7fffffu;
         const uint32_t bits = sign << 31 | (124u + exponent) << 23 | mantissa;
@@ -993,7 +1020,7 @@ static void tqkv__trial_fill(tqkv_type type, size_t size, uint32_t seed, char *r
                type == TQKV_TYPE_F32   ? (const void *)&bits
                : type == TQKV_TYPE_F16 ? &half
                                        : &upper,
-               tqkv__trial_width(type));
+               tqkv__value_size(type));
     }
 }
 
@@ -1058,7 +1085,7 @@ static tqkv_result tqkv__try_store(const tqkv__trial *t, const tqkv_store *gpu, 
 static tqkv_result tqkv__try_attention(const tqkv__trial *t, int n_queries)
 {
     const double limit = t->desc.type == TQKV_TYPE_F32 ? 2e-5 : t->desc.type == TQKV_TYPE_F16 ? 1e-3 : 8e-3;
-    const size_t n = t->sizes[TQKV__TRIAL_OUT] / TQKV__TRIAL_QUERIES / tqkv__trial_width(t->desc.type);
+    const size_t n = t->sizes[TQKV__TRIAL_OUT] / TQKV__TRIAL_QUERIES / tqkv__value_size(t->desc.type);
     double wrong = 0, all = 0;
     tqkv_result r = tqkv_cache_attend(t->gpu, t->parts[TQKV__TRIAL_Q], n_queries, t->parts[TQKV__TRIAL_OUT]);
     if (r == TQKV_OK) r = tqkv_cache_attend(t->own, t->parts[TQKV__TRIAL_Q], n_queries, t->parts[TQKV__TRIAL_EXPECTED]);
@@ -1080,7 +1107,7 @@ static tqkv_result tqkv__open_trial(tqkv__trial *t)
     t->desc.metal = NULL;
     if (r == TQKV_OK) r = tqkv_cache_create(d, &t->own);
     if (r != TQKV_OK) return tqkv__refuse(t->m, r, "self-test");
-    const size_t width = tqkv__trial_width(d->type), n_heads = (size_t)(d->n_heads ? d->n_heads : d->n_kv_heads),
+    const size_t width = tqkv__value_size(d->type), n_heads = (size_t)(d->n_heads ? d->n_heads : d->n_kv_heads),
                  key_dim = (size_t)d->head_dim, value_dim = (size_t)(d->value_dim ? d->value_dim : d->head_dim);
     const size_t tokens = TQKV__TRIAL_TOKENS * (size_t)d->n_kv_heads * width,
                  queries = TQKV__TRIAL_QUERIES * n_heads * width;

@@ -62,7 +62,7 @@ static void record(std::vector<command> &list, const tqkv_metal_dispatch &d)
 static void run(const command &c)
 {
     char name[TQKV_METAL_NAME];
-    alignas(16) static char nothing[256]; // for arrays that a call lacks
+    alignas(16) static char nothing[512]; // for arrays that a call lacks
     simt::launch l = {};
     tqkv_metal_kernel_name(&c.kernel, name);
     for (int i = 0; i < TQKV_METAL_CONSTANTS; i++) {

@@ -54,7 +54,7 @@ struct stream_rows {
 
 // What a threadgroup works on, and the place of this thread in it. n_heads is n_kv_heads * group.
 struct attend_task {
-    device const uchar *q;          // [n_queries][n_heads][KD + T]
+    device const uchar *q;          // [n_queries][n_heads][KD + T], with strides
     stream_rows keys, values, tail; // of the KV head; tail: if there is one
     device float *partial_out;      // [n_partials][n_queries][n_heads][VD]: sum of weight * value
     // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in powers of two), sum of the weights
@@ -266,18 +266,19 @@ inline float score_of_center(constant tqkv__attend_args &args, thread const atte
     return dot * (args.scale * TQKV_LOG2E);
 }
 
-// The values of a query that belong to a part of the keys: row `row` of all queries, `each` values long.
+// The values of a query that belong to a part of the keys. head: of all query heads
 template <int D>
-inline void load_query(thread const attend_task &task, thread const key_part &keys, uint row, uint each,
-                       thread float *x)
+inline void load_query(constant tqkv__attend_args &args, thread const attend_task &task, thread const key_part &keys,
+                       uint query, uint head, thread float *x)
 {
-    load_typed_row<D>(row_type, task.q, row_offset(row, each) + ulong(keys.first), lane_of_row<D>(task.lane), x);
+    ulong first = row_offset(query, args.query_token_stride) + row_offset(head, args.query_head_stride);
+    load_typed_row<D>(row_type, task.q, first + ulong(keys.first), lane_of_row<D>(task.lane), x);
 }
 
-// TQKV_ROWS(D) columns at a time. Lanes beyond the last column repeat it and store nothing. each: values of a query
+// TQKV_ROWS(D) columns at a time. Lanes beyond the last column repeat it and store nothing.
 template <int D>
 inline void load_query_part(constant tqkv__attend_args &args, thread const attend_task &task,
-                            thread const key_part &keys, uint each)
+                            thread const key_part &keys)
 {
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
     const uint length = padded<D>(keys.format, D);
@@ -287,7 +288,7 @@ inline void load_query_part(constant tqkv__attend_args &args, thread const atten
         query_row row = row_of_column(args, task.first_column + column);
         uint head = task.kv_head * uint(args.group) + uint(row.head);
         float x[TQKV_LANE_VALUES(D)];
-        load_query<D>(task, keys, uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head, each, x);
+        load_query<D>(args, task, keys, uint(row.query), head, x);
         float shift = keys.centered ? score_of_center<D>(args, task, keys, x) : 0.0f;
         if (has_shifts() && part == 0 && own < columns)
             task.kept[column] = keys.first == 0 ? shift : task.kept[column] + shift;
@@ -303,11 +304,10 @@ template <int D>
 inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     const int T = TQKV__TAIL_DIM(D) != 0 ? TQKV__TAIL_DIM(D) : 64;
-    const uint each = uint(D) + tail_values<D>();
-    load_query_part<D>(args, task, first_part(args, task), each);
+    load_query_part<D>(args, task, first_part(args, task));
     if (tail_values<D>() == 0) return;
     if (has_shifts()) threadgroup_barrier(mem_flags::mem_threadgroup);
-    load_query_part<T>(args, task, tail_part<D>(task), each);
+    load_query_part<T>(args, task, tail_part<D>(task));
 }
 
 // ---- Keys: one tile ----

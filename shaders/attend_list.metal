@@ -27,8 +27,8 @@ inline int newest_from(constant tqkv__list_args &args, device const uint *tree, 
 inline list_range range_of_query(constant tqkv__list_args &args, device const uint *tree, uint query)
 {
     list_range range;
-    int to = max(args.kv_len - args.n_queries + int(query) + 1, 0);
-    range.from = args.window != 0 ? max(to - args.window, 0) : 0;
+    int end = args.first_newest + int(query) + 1, to = max(min(end, args.kv_len), 0);
+    range.from = args.window != 0 ? max(end - args.window, 0) : 0;
     range.newest = newest_from(args, tree, query, range.from, to);
     int begins = range.newest < to ? range.newest + args.inside : to + args.inside + (1 << args.shift) - 1;
     range.recent = begins >> args.shift;

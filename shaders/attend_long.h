@@ -435,17 +435,16 @@ template <int D, int F>
 inline void attend_rounds(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     const int T = TQKV__TAIL_DIM(D);
-    const uint each = uint(D) + tail_values<D>();
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
     column_memory memory = column_memory_of<F>(task.kept);
     tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     matrix_state<TQKV__LONG_PART, F> state;
     load_books(task, thread_index, n_threads);
-    load_matrix_queries<D, F>(args, task, first_part(args, task), each, memory);
+    load_matrix_queries<D, F>(args, task, first_part(args, task), memory);
     if (tail_format != 0) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        load_matrix_queries<T, F>(args, task, tail_part<D>(task), each, memory);
+        load_matrix_queries<T, F>(args, task, tail_part<D>(task), memory);
     }
     value_books books = open_books(task, thread_index, n_threads);
     threadgroup_barrier(mem_flags::mem_threadgroup);

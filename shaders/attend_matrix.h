@@ -95,10 +95,10 @@ inline float size_of_row(thread const float *x)
     return exponent == 0 || exponent > 0x7e800000u ? 1.0f : as_type<float>(exponent);
 }
 
-// Rows of a pass as floats: [columns][D], in task.weights: there are no weights in memory here. each: values of a query
+// Rows of a pass as floats: [columns][D], in task.weights: there are no weights in memory here.
 template <int D>
 inline void load_query_rows(constant tqkv__attend_args &args, thread const attend_task &task,
-                            thread const key_part &keys, uint each, uint first, column_memory memory)
+                            thread const key_part &keys, uint first, column_memory memory)
 {
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
     uint end = min(first + uint(MATRIX_PASS(D)), uint(columns)), part = lane_of_row<D>(task.lane);
@@ -107,7 +107,7 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
         uint head = task.kv_head * uint(args.group) + uint(row.head);
         uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
         float x[TQKV_LANE_VALUES(D)];
-        load_query<D>(task, keys, at, each, x);
+        load_query<D>(args, task, keys, uint(row.query), head, x);
         float shift = keys.centered ? score_of_center<D>(args, task, keys, x) : 0.0f;
         if (keys.rotate) rotate_row<D>(x, part);
         float size = size_of_row<D>(x), inverse = 1.0f / size; // powers of two: both products are exact
@@ -166,11 +166,11 @@ inline void arrange_queries(thread const attend_task &task, thread const key_par
 // A barrier must precede and follow it.
 template <int D, int F>
 inline void load_matrix_queries(constant tqkv__attend_args &args, thread const attend_task &task,
-                                thread const key_part &keys, uint each, column_memory memory)
+                                thread const key_part &keys, column_memory memory)
 {
     for (uint first = 0; first < columns; first += uint(MATRIX_PASS(D))) {
         if (first != 0) threadgroup_barrier(mem_flags::mem_threadgroup);
-        load_query_rows<D>(args, task, keys, each, first, memory);
+        load_query_rows<D>(args, task, keys, first, memory);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         arrange_queries<D, F>(task, keys, first);
     }
@@ -728,7 +728,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     if (F <= 2) load_tile_norms<D>(args, task, walk.base, walk.norms);
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
-    load_matrix_queries<D, F>(args, task, first_part(args, task), uint(D), memory);
+    load_matrix_queries<D, F>(args, task, first_part(args, task), memory);
     threadgroup uchar *pairs = (threadgroup uchar *)(table_memory + 256 + max(1u << codebook_bits(value_format), 4u));
     value_book key_book = open_value_book(key_format, tables, pairs, task.lane);
     value_book out_book = open_value_book(value_format, tables + 256, pairs, task.lane);

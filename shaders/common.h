@@ -74,6 +74,12 @@ inline uint item_of(constant tqkv__batch_item *items, uint number, bool by_row)
     return low;
 }
 
+// Start of the caller's row of a token and head, in values.
+inline ulong source_offset(constant tqkv__rows_args &args, uint token, uint head)
+{
+    return row_offset(token, args.token_stride) + row_offset(head, args.head_stride);
+}
+
 // Slot of token t of the call. Slots wrap at most once.
 inline uint slot_of(constant tqkv__rows_args &args, uint token)
 {

@@ -24,7 +24,7 @@ struct decode_task {
     bool centered, rotated;     // there is a centre, and it is rotated before it is added
     device const uchar *codes;  // [n_kv_heads][capacity][row_bytes]
     device const float *norms;  // [n_kv_heads][capacity][norms of a row]
-    device uchar *out;          // [n_tokens][n_kv_heads][D]
+    device uchar *out;          // [n_tokens][n_kv_heads][D], with strides
     device const float *center; // [n_kv_heads][D]
     bool paged;
     device const int *pages; // [n_pages]
@@ -65,7 +65,8 @@ inline void decode_rows(constant tqkv__rows_args &args, thread const decode_task
         scale_codes<D>(format, task.norms + from * ulong(uint(D) / norm_block<D>(format)), args.block_scale, part, x);
     if (task.unrotate) unrotate_row<D>(x, part, signs_of_row<D>(part));
     if (task.centered) add_center<D>(task.center, row % n_heads, task.rotated, 1.0f, part, x);
-    if (own < n_rows) store_typed_row<D>(task.type, x, part, task.out, row_offset(row, D));
+    if (own < n_rows)
+        store_typed_row<D>(task.type, x, part, task.out, source_offset(args, row / n_heads, row % n_heads));
 }
 
 #endif

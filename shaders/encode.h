@@ -246,7 +246,7 @@ inline void store_bits(device uchar *to, thread const uint *words)
 
 // The row that a lane encodes, and the lane's number among the lanes of the row.
 struct encode_place {
-    uint lane, row, token, head;
+    uint lane, token, head;
     bool exists; // the row
 };
 
@@ -256,9 +256,9 @@ inline encode_place first_place(constant tqkv__rows_args &args, uint first_row, 
 {
     encode_place at;
     at.lane = lane % uint(ENCODE_LANES(D));
-    at.row = first_row + lane / uint(ENCODE_LANES(D));
-    at.token = at.row / uint(args.n_kv_heads);
-    at.head = at.row % uint(args.n_kv_heads);
+    uint row = first_row + lane / uint(ENCODE_LANES(D));
+    at.token = row / uint(args.n_kv_heads);
+    at.head = row % uint(args.n_kv_heads);
     at.exists = at.token < uint(args.n_tokens);
     return at;
 }
@@ -267,13 +267,23 @@ inline encode_place first_place(constant tqkv__rows_args &args, uint first_row, 
 template <int D>
 inline void next_place(constant tqkv__rows_args &args, uint step_tokens, uint step_heads, thread encode_place &at)
 {
-    at.row += uint(32 / ENCODE_LANES(D));
     at.token += step_tokens;
     at.head += step_heads;
     bool wrap = at.head >= uint(args.n_kv_heads);
     at.token += wrap ? 1u : 0u;
     at.head -= wrap ? uint(args.n_kv_heads) : 0u;
     at.exists = at.token < uint(args.n_tokens);
+}
+
+// The lane's row of the caller in the next pass, which begins at `from` in this one. A lane without one keeps the one it has.
+inline ulong next_source(constant tqkv__rows_args &args, uint step_tokens, uint step_heads,
+                         thread const encode_place &at, ulong from)
+{
+    bool wrap = at.head + step_heads >= uint(args.n_kv_heads);
+    ulong step = source_offset(args, step_tokens, step_heads),
+          back = source_offset(args, 1u, 0u) - source_offset(args, 0u, uint(args.n_kv_heads));
+    bool exists = at.token + step_tokens + (wrap ? 1u : 0u) < uint(args.n_tokens);
+    return exists ? from + step + (wrap ? back : 0u) : from;
 }
 
 // Stores the lower 16 bits of each word, those of a piece, 32 bits at a time: of two pieces a lane has one from its
@@ -450,21 +460,21 @@ inline threadgroup float *space_of_simdgroup(threadgroup float *space, uint simd
 struct encode_source {
     uint format, type;
     bool rotated, centered;
-    device const uchar *rows;       // [n_tokens][n_kv_heads][D]
+    device const uchar *rows;       // [n_tokens][n_kv_heads][D], with strides
     device const float *center;     // [n_kv_heads][D]
     threadgroup float *space;       // space_of_simdgroup
     device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf
 };
 
-// The lane's part of a row: before the rotation, if there is one.
+// The lane's part of the row that begins at value `from`: before the rotation, if there is one.
 template <int D>
-inline void load_source(thread const encode_source &source, uint row, uint lane, thread float *x)
+inline void load_source(thread const encode_source &source, ulong from, uint lane, thread float *x)
 {
     const int L = ENCODE_LANES(D);
     if (source.rotated)
-        load_typed_pieces<D, L, ROTATED_PIECE(D)>(source.type, source.rows, row_offset(row, D), lane, x);
+        load_typed_pieces<D, L, ROTATED_PIECE(D)>(source.type, source.rows, from, lane, x);
     else
-        load_typed_pieces<D, L, ENCODE_PIECE(D)>(source.type, source.rows, row_offset(row, D), lane, x);
+        load_typed_pieces<D, L, ENCODE_PIECE(D)>(source.type, source.rows, from, lane, x);
 }
 
 template <int D>
@@ -494,7 +504,7 @@ inline void rotate_source(thread const row_signs<D> &signs, uint lane, thread fl
 // value shows that there may be a NaN or Inf. Then the row is checked itself. x: as load_source has loaded it; head: of
 // the row; lane: of the simdgroup
 template <int D>
-inline void prepare_row(thread const encode_source &source, thread const row_signs<D> &signs, uint row, uint head,
+inline void prepare_row(thread const encode_source &source, thread const row_signs<D> &signs, ulong from, uint head,
                         uint lane, thread float *x)
 {
     uint part = lane % uint(ENCODE_LANES(D));
@@ -503,7 +513,7 @@ inline void prepare_row(thread const encode_source &source, thread const row_sig
         rotate_source<D>(signs, part, x);
     }
     if (!source.rotated || simd_any(!is_finite(x[0]))) {
-        if (source.rotated) load_source<D>(source, row, part, x);
+        if (source.rotated) load_source<D>(source, from, part, x);
         bool cleared = clear_if_not_finite<D>(x);
         if (cleared && part == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
         if (source.centered && !cleared) subtract_center<D>(source, head, part, x);
@@ -543,21 +553,23 @@ inline void encode_rows(constant tqkv__rows_args &args, thread const encode_sour
     encode_place at = first_place<D>(args, first_row, lane);
     row_signs<D> signs = open_signs<D>(at.lane);
     float next[N];
-    load_source<D>(source, min(at.row, n_rows - 1u), at.lane, next);
+    ulong from = source_offset(args, min(at.token, uint(args.n_tokens) - 1u), at.head);
+    load_source<D>(source, from, at.lane, next);
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
-        uint after = min(at.row + uint(ROWS), n_rows - 1u);
+        ulong after = next_source(args, step_tokens, step_heads, at, from);
         float x[N];
         TQKV_UNROLL
         for (int i = 0; i < N; i++) x[i] = next[i];
-        prepare_row<D>(source, signs, min(at.row, n_rows - 1u), at.head, lane, x);
-        if (LOADS_EARLY(D)) load_source<D>(source, after, at.lane, next);
+        prepare_row<D>(source, signs, from, at.head, lane, x);
+        from = after;
+        if (LOADS_EARLY(D)) load_source<D>(source, from, at.lane, next);
         float norm = normalise<D>(format, args.block_scale, at.lane, x);
         uint slot = target.paged ? paged_slot_of(args, target.pages, min(at.token, uint(args.n_tokens) - 1u))
                                  : slot_of(args, at.token);
         if (target.paged) at.exists = at.exists && slot < uint(args.capacity);
         ulong to = row_in_store(args, slot, at.head);
         store_codes<D>(format, target, at, target.codes + to * ulong(row_bytes<D>(format)), x);
-        if (!LOADS_EARLY(D)) load_source<D>(source, after, at.lane, next);
+        if (!LOADS_EARLY(D)) load_source<D>(source, from, at.lane, next);
         store_norms<D>(format, args.block_scale, to, at, x, norm, target.norms);
         next_place<D>(args, step_tokens, step_heads, at);
     }
@@ -574,9 +586,10 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
         float x[ENCODE_VALUES(D)];
         uint own = row + lane / uint(L), existing = min(own, n_rows - 1u);
-        uint head = source.centered ? existing % uint(args.n_kv_heads) : 0u;
-        load_source<D>(source, existing, part, x);
-        prepare_row<D>(source, signs, existing, head, lane, x);
+        uint head = existing % uint(args.n_kv_heads);
+        ulong from = source_offset(args, existing / uint(args.n_kv_heads), head);
+        load_source<D>(source, from, part, x);
+        prepare_row<D>(source, signs, from, head, lane, x);
         normalise<D>(source.format, args.block_scale, part, x);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++)

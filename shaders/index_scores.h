@@ -60,7 +60,7 @@ inline void open_heads(constant tqkv__index_args &call, thread const attend_task
                        uint head, column_memory memory, thread index_columns<F> &heads)
 {
     uint thread_index = task.simdgroup * 32u + task.lane, n_heads = uint(call.keys.group);
-    load_matrix_queries<D, F>(call.keys, task, first_part(call.keys, task), uint(D), memory);
+    load_matrix_queries<D, F>(call.keys, task, first_part(call.keys, task), memory);
     for (uint c = thread_index; c < uint(8 * F); c += task.n_simdgroups * 32u) {
         bool used = c < columns && head + c < n_heads;
         memory.totals[c] = !used ? 0.0f : call.has_weights != 0 ? index.weights[head + c] : 1.0f;

@@ -12,7 +12,7 @@ struct merge_task {
     device const float *partial_out;   // [n_partials][n_rows][D], or [n_rows][D]: of the slice that is read
     device const float *partial_state; // [1 + n_partials][n_rows][2]: shift of all scores, unused; then maximum (in
                                        // powers of two), sum of the weights. Parts of the context: one after another
-    device uchar *out;                 // [n_rows][D]
+    device uchar *out;                 // [n_queries][n_heads][D], with strides
     device float *max, *sum;           // [n_rows]: of the slice that is written
     device const float *src_max, *src_sum; // [n_rows]: of the slice that is read
     threadgroup float *shared;         // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
@@ -206,6 +206,13 @@ inline float divide_row(thread const merge_task &task, thread spread_sums<D> &ro
     return sum == 0.0f ? 0.0f : both.kept * row.sum / sum;
 }
 
+// Where the row's output begins.
+inline ulong output_offset(constant tqkv__merge_args &args, uint row)
+{
+    uint n_heads = uint(args.n_heads);
+    return row_offset(row / n_heads, args.out_token_stride) + row_offset(row % n_heads, args.out_head_stride);
+}
+
 template <int D>
 inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &task)
 {
@@ -228,7 +235,7 @@ inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &
     if (task.centered)
         add_center<D>(task.center, task.row % uint(args.n_heads) / uint(args.group), task.rotated, weight, part, row.x);
     if (task.lane < uint(TQKV__ROW_LANES(D)))
-        store_typed_row<D>(task.type, row.x, part, task.out, row_offset(task.row, D));
+        store_typed_row<D>(task.type, row.x, part, task.out, output_offset(args, task.row));
     if (!task.to_slice || task.lane != 0) return;
     task.max[task.row] = row.maximum * TQKV_LN2;
     task.sum[task.row] = row.sum;

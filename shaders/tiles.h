@@ -62,7 +62,7 @@ inline query_row next_row(constant tqkv__attend_args &args, query_row row)
 }
 
 // The newest position that a query sees; negative if it sees none.
-inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.kv_len - args.n_queries + query; }
+inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.first_newest + query; }
 
 // Whether the tree shows a position to the query that sees up to `newest`. tree: [n_queries][2], lower words first
 inline bool tree_shows(constant tqkv__attend_args &args, device const uint *tree, int newest, int position)

@@ -428,6 +428,144 @@ static void check_types(const void *row)
     CHECK_RESULT(plan_attend(&a, d), TQKV_UNSUPPORTED);
 }
 
+static void check_strides(const void *row)
+{
+    tqkv_metal_dispatch d[2];
+    tqkv_metal_store s = plan_store(TQKV_TQ5, 64, 10, true, 0);
+    tqkv_metal_attention a;
+    (void)row;
+    memset(&a, 0, sizeof a);
+    a.keys = a.values = &s;
+    a.attention.n_heads = 6;
+    a.attention.n_queries = 4;
+    a.attention.end = 7;
+    s.shape.type = TQKV_TYPE_F16;
+    s.shape.strides.token = 64; /* head by head, 24 tokens of each; the ring keeps 10 */
+    s.shape.strides.head = 24 * 64;
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 2), 24, 7, none, d), TQKV_OK);
+    CHECK(binding(d, "src").at.offset == 2 + 14 * 64 * 2 && binding(d, "src").size == (2 * 24 * 64 + 10 * 64) * 2 &&
+              rows_args(d, 0).token_stride == 64 && rows_args(d, 0).head_stride == 24 * 64,
+          "the source: %zu bytes from %zu on", binding(d, "src").size, binding(d, "src").at.offset);
+    CHECK_RESULT(tqkv_metal_plan_probe(&s, at(4, 0), 24, at(5, 0), none, d), TQKV_OK);
+    CHECK(binding(d, "src").size == 3 * 24 * 64 * 2 && binding(d, "scaled").size == 3 * 24 * 64 * 4, "a probe");
+    CHECK_RESULT(tqkv_metal_plan_decode(&s, 0, 3, TQKV_ORIGINAL, at(4, 0), d), TQKV_OK);
+    CHECK(binding(d, "dst").size == (2 * 24 + 3) * 64 * 2, "decoded rows");
+    s.shape.strides.head = 65; /* rows share values: only those that are read may */
+    CHECK_RESULT(tqkv_metal_plan_decode(&s, 0, 3, TQKV_ORIGINAL, at(4, 0), d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 0), 3, 0, none, d), TQKV_OK);
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(attend_args(d).query_token_stride == 6 * 64 && attend_args(d).query_head_stride == 64 &&
+              merge_args(d).out_token_stride == 6 * 64 && merge_args(d).out_head_stride == 64,
+          "the defaults of an attention");
+    a.attention.query_strides.token = 1000;
+    a.attention.output_strides.head = 4 * 70;
+    a.attention.output_strides.token = 70;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(attend_args(d).query_token_stride == 1000 && attend_args(d).query_head_stride == 64 &&
+              binding(d, "q").size == (3 * 1000 + 6 * 64) * 4,
+          "queries");
+    CHECK(merge_args(d).out_token_stride == 70 && merge_args(d).out_head_stride == 280 &&
+              binding(d, "out").size == (3 * 70 + 5 * 280 + 64) * 4 &&
+              binding(d + 1, "out").size == binding(d, "out").size,
+          "outputs");
+    CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, at(4, 0), 0, 7, at(5, 0), at(6, 0), at(7, 0), at(7, 256), d),
+                 TQKV_OK);
+    CHECK(merge_args(d).out_token_stride == 6 * 64 && binding(d + 1, "out").size == 4 * 6 * 64 * 4,
+          "sums have no gaps");
+    a.attention.output_strides.head = 65;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
+    if (sizeof(size_t) <= 4) return;
+    a.attention.output_strides.head = (size_t)UINT32_MAX + 1;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_UNSUPPORTED);
+    s.shape.strides.token = (size_t)UINT32_MAX + 1;
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 0), 3, 0, none, d), TQKV_UNSUPPORTED);
+}
+
+/* What queries see, as two numbers. */
+static void check_non_causal(const void *row)
+{
+    const struct {
+        int end, n_queries, window, first_newest, seen;
+    } cases[] = {{50, 4, 0, 49, 0},  {50, 4, 10, 55, 19}, {50, 4, 53, 98, 105},
+                 {50, 4, 54, 49, 0}, {3, 10, 12, 4, 23},  {50, 4, INT_MAX, 49, 0}};
+    tqkv_metal_store s = plan_store(TQKV_TQ5, 64, INT_MAX, false, 0);
+    tqkv_metal_dispatch d[2], list;
+    tqkv_metal_attention a;
+    (void)row;
+    memset(&a, 0, sizeof a);
+    a.keys = a.values = &s;
+    a.attention.list_block = 16;
+    a.attention.list_length = 1;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        a.list = none;
+        a.attention.non_causal = true;
+        a.attention.end = cases[i].end;
+        a.attention.n_queries = cases[i].n_queries;
+        a.attention.window = cases[i].window;
+        CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+        CHECK(attend_args(d).first_newest == cases[i].first_newest && attend_args(d).window == cases[i].seen &&
+                  attend_args(d).kv_len == cases[i].end,
+              "case %zu: %d, %d", i, attend_args(d).first_newest, attend_args(d).window);
+        a.list = at(7, 0);
+        CHECK_RESULT(tqkv_metal_plan_attend_list(&a, at(5, 0), &list), TQKV_OK);
+        tqkv__list_args args;
+        memcpy(&args, list.arguments[0].bytes, sizeof args);
+        CHECK(args.first_newest == cases[i].first_newest && args.window == cases[i].seen, "a list, case %zu", i);
+        a.attention.non_causal = false;
+        CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+        CHECK(attend_args(d).first_newest == cases[i].end - cases[i].n_queries, "causal, case %zu", i);
+    }
+    a.list = none;
+    a.attention.non_causal = true;
+    a.attention.end = 1 << 30;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_UNSUPPORTED);
+    a.list = at(7, 0);
+    CHECK_RESULT(tqkv_metal_plan_attend_list(&a, at(5, 0), &list), TQKV_UNSUPPORTED);
+    a.attention.non_causal = false;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+}
+
+/* Strides of a cache's rows, and what the blocking calls do, which copy rows without gaps. */
+static void check_cache_strides(const void *row)
+{
+    const cache_row shape = {TQKV_I8, TQKV_TQ4, 64, 40, false, 20, -1};
+    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    tqkv_cache_desc desc = cache_desc(&shape, NULL);
+    int n = 0;
+    (void)row;
+    desc.exact_first = 30;
+    tqkv_cache *cache = cache_make(&shape, &desc);
+    const tqkv_cache_layout layout = {{64, 640}, {1000, 0}, {0, 70}, {2000, 128}};
+    REQUIRE(cache, "no cache");
+    CHECK_RESULT(tqkv_cache_set_layout(cache, &layout), TQKV_OK);
+    for (int packed = 0; packed < 2; packed++) {
+        CHECK_RESULT(tqkv__plan_cache_append(cache, at(0, 0), packed, at(1, 0), at(2, 0), 3, none, d, &n), TQKV_OK);
+        CHECK(n == 2, "codes and halves");
+        for (int i = 0; i < 2; i++) {
+            CHECK(rows_args(&d[i], 0).token_stride == (packed ? CACHE_HEADS * 64 : 64) &&
+                      rows_args(&d[i], 0).head_stride == (packed ? 64 : 640),
+                  "keys, dispatch %d", i);
+            CHECK(rows_args(&d[i], 1).token_stride == (packed ? CACHE_HEADS * 64 : 1000) &&
+                      rows_args(&d[i], 1).head_stride == 64,
+                  "values, dispatch %d", i);
+        }
+        CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 0), packed, at(1, 0), 2, at(2, 0), at(3, 0), d, &n), TQKV_OK);
+        const int heads = CACHE_HEADS * CACHE_GROUP;
+        tqkv__merge_args merge;
+        memcpy(&merge, d[n - 1].arguments[0].bytes, sizeof merge);
+        CHECK((int)attend_args(d).query_token_stride == heads * 64 &&
+                  attend_args(d).query_head_stride == (packed ? 64 : 70),
+              "queries");
+        CHECK((int)merge.out_token_stride == (packed ? heads * 64 : 2000) &&
+                  merge.out_head_stride == (packed ? 64 : 128),
+              "outputs");
+    }
+    const tqkv_cache_layout resolved = tqkv__cache_layout_of(cache);
+    CHECK(resolved.v.token == 1000 && resolved.v.head == 64 && resolved.q.token == CACHE_HEADS * CACHE_GROUP * 64,
+          "the layout");
+    tqkv_cache_destroy(cache);
+}
+
 static void check_cache_plan(const void *row)
 {
     const cache_row shape = {TQKV_I8, TQKV_TQ4, 64, 8, true, 20, 15};
@@ -439,7 +577,7 @@ static void check_cache_plan(const void *row)
     size_t rows[2] = {0, 0}, most = 0;
     (void)row;
     REQUIRE(cache, "no cache");
-    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 256), at(1, 0), 1, at(2, 0), at(3, 0), d, &n), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 256), false, at(1, 0), 1, at(2, 0), at(3, 0), d, &n), TQKV_OK);
     CHECK(attend_args(d).kv_len == 3 && attend_args(d).key_oldest_slot == 4, "after a truncation: %d",
           attend_args(d).kv_len);
     const char *codes = (const char *)tqkv_cache_values(cache)->codes;
@@ -448,9 +586,9 @@ static void check_cache_plan(const void *row)
     check_dispatch(&d[0]);
     check_dispatch(&d[1]);
     tqkv__cache_advance(cache, 7);
-    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 0), none, 1, none, none, d, &n), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 0), false, none, 1, none, none, d, &n), TQKV_OK);
     CHECK(tqkv_cache_end(cache) == 22 && attend_args(d).kv_len == 8, "after an advance: %d", attend_args(d).kv_len);
-    CHECK_RESULT(tqkv__plan_cache_append(cache, at(0, 0), at(1, 0), at(2, 0), 3, none, d, &n), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_cache_append(cache, at(0, 0), false, at(1, 0), at(2, 0), 3, none, d, &n), TQKV_OK);
     check_dispatch(d);
     CHECK(rows_args(d, 0).first_slot == 22 % 8 && d->kernel.family == TQKV_METAL_ENCODE_KV, "an append");
     CHECK_RESULT(tqkv__plan_cache_sizes(cache, 2, rows, &most), TQKV_OK);
@@ -492,7 +630,7 @@ static void check_cache_kernels(const void *row)
             const bool matrix = group >= (least ? least : 4);
             for (int i = 0; i < 2; i++) {
                 CHECK_RESULT(
-                    tqkv__plan_cache_attend(i ? fork : cache, at(0, 0), at(1, 0), 1, at(2, 0), at(3, 0), d, &n),
+                    tqkv__plan_cache_attend(i ? fork : cache, at(0, 0), false, at(1, 0), 1, at(2, 0), at(3, 0), d, &n),
                     TQKV_OK);
                 CHECK(d[0].kernel.family == (matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND), "group %d of %d",
                       group, least);
@@ -606,6 +744,9 @@ void test_plan_cases(void)
         test_add(check_head_dim, &test_all_head_dims[i], sizeof(int), "plan/head_dim/%d", test_all_head_dims[i]);
     test_add(check_tail, NULL, 0, "plan/tail");
     test_add(check_types, NULL, 0, "plan/types");
+    test_add(check_strides, NULL, 0, "plan/strides");
+    test_add(check_non_causal, NULL, 0, "plan/non_causal");
+    test_add(check_cache_strides, NULL, 0, "plan/cache/strides");
     test_add(check_cache_plan, NULL, 0, "plan/cache");
     test_add(check_cache_kernels, NULL, 0, "plan/cache_kernels");
     test_add(check_stale, NULL, 0, "plan/stale");

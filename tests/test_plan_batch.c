@@ -51,6 +51,17 @@ static tqkv_result planned(plan_batch *b)
                                         b->batch.scratch, b->batch.out, b->batch.matrices, b->d);
 }
 
+/* Outputs in one array: strides, then where each begins, in values. */
+static void interleave(plan_batch *b, size_t token, size_t head, size_t first, size_t second, size_t third)
+{
+    const size_t begins[ITEMS] = {first, second, third};
+    for (int i = 0; i < ITEMS; i++) {
+        b->items[i].attention.output_strides.token = token;
+        b->items[i].attention.output_strides.head = head;
+        b->out[i].offset = begins[i] * sizeof(float);
+    }
+}
+
 static void check_batch(const void *row)
 {
     plan_batch b;
@@ -117,9 +128,6 @@ static void check_batch_refusals(const void *row)
     REFUSED(UNSUPPORTED, b.items[2].attention.softcap = 3.0f);
     REFUSED(UNSUPPORTED, b.items[2].attention.n_heads = 3);
     REFUSED(UNSUPPORTED, for (int i = 0; i < b.batch.n; i++) b.items[i].attention.arithmetic = TQKV_INTEGER);
-    REFUSED(UNSUPPORTED, b.items[2].attention.non_causal = true);
-    REFUSED(UNSUPPORTED, b.items[2].attention.query_strides.head = 1024);
-    REFUSED(UNSUPPORTED, b.items[2].attention.output_strides.token = 65536);
     REFUSED(UNSUPPORTED, b.items[2].attention.output_type = TQKV_TYPE_F16);
     REFUSED(UNSUPPORTED, b.items[2].sinks = at(7, 1024));
     REFUSED(UNSUPPORTED, b.items[2].matrix_group = 2);
@@ -135,6 +143,17 @@ static void check_batch_refusals(const void *row)
     REFUSED(INVALID_ARGUMENT, b.out[2].offset = b.out[0].offset + 4);
     REFUSED(INVALID_ARGUMENT, b.out[0].offset = b.out[2].offset);
     REFUSED(OK, b.out[0].offset = 6 * 8192);
+    REFUSED(OK, b.items[2].attention.non_causal = true);
+    REFUSED(OK, b.items[2].attention.query_strides.head = 1024);
+    REFUSED(OK, b.items[2].attention.output_strides.token = 65536);
+    REFUSED(OK, interleave(&b, 64, 5 * 64, 0, 64, 4 * 64));               /* head by head, one query behind the other */
+    REFUSED(INVALID_ARGUMENT, interleave(&b, 64, 5 * 64, 0, 32, 4 * 64)); /* from the middle of a row on */
+    REFUSED(INVALID_ARGUMENT, interleave(&b, 64, 4 * 64, 0, 64, 4 * 64)); /* the last one is on the next head's first */
+    REFUSED(OK, interleave(&b, 3 * 384, 64, 0, 384, 2 * 384));            /* tokens in turns */
+    REFUSED(OK, interleave(&b, 3 * 384, 64, 2 * 384, 384, 0));
+    REFUSED(INVALID_ARGUMENT,
+            interleave(&b, 2 * 384, 64, 0, 384, 3 * 384)); /* the last one is the second one's next token */
+    REFUSED(INVALID_ARGUMENT, interleave(&b, 3 * 384, 64, 0, 384, 384 + 63));
 #undef REFUSED
 }
 

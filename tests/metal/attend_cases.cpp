@@ -369,6 +369,32 @@ void add_options()
     add(row, "option/unrotated_keys");
 }
 
+void add_non_causal(const char *name, int n_queries, int64_t end, bool ring, int window, attend_poison poison)
+{
+    shader_attend_row row = default_row(TQKV_TQ4, TQKV_F16, 64);
+    row.problem.non_causal = true;
+    row.problem.n_queries = n_queries;
+    row.problem.end = end;
+    row.problem.key_capacity = row.problem.value_capacity = 100;
+    row.problem.key_ring = row.problem.value_ring = ring;
+    row.problem.window = window;
+    row.problem.poison = poison;
+    row.split = {GPU_MOST, 2, 2};
+    add(row, (std::string("option/non_causal/") + name).c_str());
+}
+
+void add_all_non_causal()
+{
+    add_non_causal("plain", 6, 90, false, 0, POISON_NONE);
+    add_non_causal("window", 40, 90, false, 5, POISON_NONE);
+    add_non_causal("wide_window", 70, 90, false, 50, POISON_NONE);
+    add_non_causal("window_ring", 12, 240, true, 30, POISON_NONE);
+    add_non_causal("more_queries_than_positions", 12, 5, false, 0, POISON_NONE);
+    add_non_causal("before_start", 30, 8, false, 12, POISON_NONE); // some see a part, some nothing
+    add_non_causal("far", 3, INT64_MAX, true, 7, POISON_NONE);
+    add_non_causal("poison", 30, 70, false, 4, POISON_NEWEST);
+}
+
 void add_tree(const char *name, int n_queries, int64_t end, bool ring, int window, attend_poison poison,
               tqkv_format format)
 {
@@ -631,6 +657,7 @@ void add_random(int seed, bool latent)
     row.split.n_stretches = 1 + data_below(&random, 5);
     row.split.share = GPU_EACH + data_below(&random, 3);
     p.tree = p.n_queries > 1 && data_below(&random, 3) == 0;
+    p.non_causal = !p.tree && p.n_queries > 1 && seed % 2;
     if (latent) {
         p.head_dim = data_below(&random, 3) ? 512 : 448;
         if (p.query_size > 10.0f) p.query_size = 10.0f; // the bound holds to that size of scores
@@ -657,6 +684,7 @@ void attend_shader_cases()
     add_sections();
     add_all_residencies();
     add_options();
+    add_all_non_causal();
     add_trees();
     for (int kernel : {GPU_LANES, GPU_MATRICES})
         test_add(run_full_tree, &kernel, sizeof kernel, "attend/tree/full/%d", kernel);

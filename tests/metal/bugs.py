@@ -246,6 +246,21 @@ BUGS = {
     "wrong_last_tile": (
         "shaders/tiles.h", "first + row >= number * 32u &&", "", "attend", (64,), "plain", "attend/resident/",
         "relative error"),
+    # Strides, and queries that look ahead.
+    "gaps_of_a_source_ignored": (
+        "shaders/encode.h", "exists ? from + step + (wrap ? back : 0u) : from", "exists ? from + step + 0u * back : from",
+        "encode", (64,), "plain", "strides/codec/f16/d64", "keys alone"),
+    "query_strides_ignored": (
+        "shaders/attend.h", "row_offset(query, args.query_token_stride) + row_offset(head, args.query_head_stride)",
+        "row_offset(query * uint(args.n_kv_heads) * uint(args.group) + head, uint(D))", "attend", (64,), "plain",
+        "strides/attend/6", "to head_major_gaps"),
+    "output_strides_ignored": (
+        "shaders/merge.h", "return row_offset(row / n_heads, args.out_token_stride) + row_offset(row % n_heads, args.out_head_stride);",
+        "return row_offset(row, args.out_token_stride < args.out_head_stride ? args.out_token_stride : args.out_head_stride) + 0u * n_heads;",
+        "attend_merge", (64,), "plain", "strides/attend/6", "to head_major_gaps"),
+    "causal_all_the_same": (
+        "shaders/tiles.h", "return args.first_newest + query;", "return min(args.first_newest, args.kv_len - args.n_queries) + query;",
+        "attend", (64,), "plain", "option/non_causal/plain", "relative error"),
     # Slices.
     "seen_beyond_a_slice": (
         "shaders/tiles.h", " && position < args.slice_end", "", "attend", (64,), "plain", "slice/beyond", "a slot beyond was read"),

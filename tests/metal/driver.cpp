@@ -42,6 +42,7 @@ int main(int argc, char **argv)
     codec_shader_cases();
     attend_shader_cases();
     page_shader_cases();
+    stride_shader_cases();
     slice_shader_cases();
     list_shader_cases();
     index_shader_cases();

@@ -411,9 +411,12 @@ tqkv_metal_buffer block::put(const void *from, size_t size)
     return at;
 }
 
-size_t values_size(const tqkv_attention &a, tqkv_type type, int head_dim)
+// Bytes of the rows of a call, with their gaps.
+size_t values_size(const tqkv_attention &a, tqkv_type type, tqkv_strides strides, int head_dim)
 {
-    return (size_t)a.n_queries * (size_t)a.n_heads * (size_t)head_dim * (type == TQKV_TYPE_F32 ? 4 : 2);
+    const size_t d = (size_t)head_dim, heads = (size_t)a.n_heads, token = strides.token ? strides.token : heads * d,
+                 head = strides.head ? strides.head : d;
+    return (((size_t)a.n_queries - 1) * token + (heads - 1) * head + d) * (type == TQKV_TYPE_F32 ? 4 : 2);
 }
 
 int query_dim(const tqkv_attention &a) { return a.keys->head_dim + (a.tail ? a.tail->head_dim : 0); }
@@ -435,7 +438,7 @@ size_t size_of_items(const std::vector<tqkv_attention> &items)
     for (const tqkv_attention &a : items) {
         for (const tqkv_store *s : {a.keys, a.values, a.tail ? a.tail : a.keys})
             size += s->codes_size + s->norms_size + (size_t)(s->n_kv_heads * s->head_dim + s->n_pages) * 4 + 128;
-        size += values_size(a, a.query_type, query_dim(a)) + (size_t)a.n_queries * 8 + 64;
+        size += values_size(a, a.query_type, a.query_strides, query_dim(a)) + (size_t)a.n_queries * 8 + 64;
     }
     return size;
 }
@@ -452,6 +455,8 @@ std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std
     std::vector<tqkv_metal_buffer> qs, outs;
     const tqkv_metal_buffer sinks = in.put(items[0].sinks, (size_t)items[0].n_heads * sizeof(float));
     size_t out_size = 0, arguments_size = 0, scratch_size = 0;
+    std::vector<size_t> out_sizes;
+    const bool spread = items[0].output_strides.token != 0; // then outputs lie in one array, from the first on
     stores.reserve(3 * n);
     for (size_t i = 0; i < n; i++) {
         const tqkv_attention &item = items[i];
@@ -465,12 +470,14 @@ std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std
         metal[i].tail = item.tail ? &stores[3 * i + 2] : nullptr;
         metal[i].sinks = sinks;
         metal[i].tree = in.put(items[i].tree, (size_t)items[i].n_queries * sizeof(uint64_t));
-        qs.push_back(in.put(q[i], values_size(items[i], items[i].query_type, query_dim(items[i]))));
-        outs.push_back({nullptr, out_size});
-        out_size += values_size(items[i], items[i].output_type, items[i].values->head_dim);
+        qs.push_back(in.put(q[i], values_size(item, item.query_type, item.query_strides, query_dim(item))));
+        out_sizes.push_back(values_size(item, item.output_type, item.output_strides, item.values->head_dim));
+        outs.push_back({nullptr, spread ? (size_t)((char *)out[i] - (char *)out[0]) : out_size});
+        out_size = std::max(out_size, outs[i].offset + out_sizes[i]);
     }
     tqkv_result r = tqkv_metal_plan_attend_batch_sizes(metal.data(), (int)n, &arguments_size, &scratch_size);
     std::vector<char> results(out_size, (char)0xff);
+    if (spread) memcpy(results.data(), out[0], out_size);
     std::vector<float> scratch(scratch_size / sizeof(float), NAN);
     std::vector<tqkv__batch_item> arguments(n);
     for (tqkv_metal_buffer &b : outs) b.buffer = results.data();
@@ -480,9 +487,8 @@ std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std
                                          arguments.data(), gpu_buffer(scratch.data()), outs.data(), !lanes, d);
     std::string wrong = run_planned(r, d[0]);
     if (wrong.empty()) wrong = gpu_run(d[1]);
-    for (size_t i = 0; i < n; i++)
-        memcpy(out[i], results.data() + outs[i].offset,
-               values_size(items[i], items[i].output_type, items[i].values->head_dim));
+    if (spread) memcpy(out[0], results.data(), out_size);
+    for (size_t i = 0; i < n && !spread; i++) memcpy(out[i], results.data() + outs[i].offset, out_sizes[i]);
     return wrong;
 }
 

@@ -199,6 +199,7 @@ list_row random_row(int seed, data_random *random)
     r.tree = r.n_queries > 1 && seed % 2;
     r.kv_len = seed % 7 == 3 ? 1 + data_below(random, (int)r.end) : 0;
     r.window = seed % 7 == 5 ? 1 + data_below(random, 200) : 0;
+    r.non_causal = !r.tree && seed % 3 == 0;
     r.softcap = seed % 6 == 5 ? 3.0f : 0.0f;
     r.sinks = (attend_sinks)(seed % 4);
     r.key_center = r.value_center = seed % 8 ? 0.0f : 0.5f;

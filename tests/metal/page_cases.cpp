@@ -273,6 +273,7 @@ attend_row random_row(int seed, data_random *random)
     row.tree = row.n_queries > 1 && seed % 2;
     row.kv_len = seed % 5 == 4 ? 1 + data_below(random, (int)row.end) : 0;
     row.window = seed % 7 == 3 ? 1 + data_below(random, 200) : 0;
+    row.non_causal = !row.tree && seed % 6 == 3;
     row.softcap = seed % 6 == 5 ? 3.0f : 0.0f;
     row.sinks = (attend_sinks)(seed % 4);
     row.key_center = row.value_center = seed % 8 ? 0.0f : 0.5f;
@@ -383,6 +384,7 @@ attend_row row_of_item(const attend_row &common, int seed, bool paged, data_rand
     row.key_capacity = row.value_capacity = paged ? 384 : (int)row.end + data_below(random, 40);
     row.n_queries = data_below(random, 3) ? 1 : 1 + data_below(random, 9);
     row.tree = row.n_queries > 1 && data_below(random, 2);
+    row.non_causal = row.n_queries > 1 && !row.tree;
     row.window = data_below(random, 4) ? 0 : 1 + data_below(random, 50);
     row.scale = data_below(random, 3) ? 0.0f : 0.05f;
     row.key_ring = !paged && data_below(random, 4) == 0;

@@ -46,6 +46,7 @@ attend_row random_row(data_random *random)
     p.key_center = data_below(random, 3) ? 0.0f : 0.5f;
     p.value_center = data_below(random, 3) ? 0.0f : 4.0f;
     p.tree = p.n_queries > 1 && data_below(random, 3) == 0;
+    p.non_causal = !p.tree && data_below(random, 3) == 0;
     return p;
 }
 

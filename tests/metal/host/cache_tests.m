@@ -317,6 +317,59 @@ static void run_refusals(const void *parameters)
     tqkv_cache_destroy(gpu);
 }
 
+/* Rows head by head, in both directions, and one behind the other: the same bits. In the call that waits and in one that is
+   recorded; nothing is written between the rows. */
+static void run_strides(const void *parameters)
+{
+    enum { D = 64, N = 3, GAP = 5, Q = CACHE_HEADS * CACHE_GROUP };
+    const cache_row row = {TQKV_TQ5, TQKV_TQ4, D, 40, false, 20, -1};
+    const tqkv_strides kv = {D, (N + GAP) * D}, by_heads = {D + GAP, (N + 1) * (D + GAP)};
+    const tqkv_cache_layout layout = {kv, kv, by_heads, by_heads};
+    const size_t kv_size = CACHE_HEADS * (N + GAP) * D, q_size = Q * (N + 1) * (D + GAP);
+    float *k = host_floats(71, kv_size), *q = host_floats(72, q_size), *packed_k = test_alloc(kv_size * sizeof *k),
+          *packed_q = test_alloc(q_size * sizeof *q), packed_out[N * Q * D], *out = host_floats(73, q_size),
+          *expected = host_floats(73, q_size);
+    tqkv_cache_desc desc = cache_desc(&row, NULL);
+    (void)parameters;
+    desc.metal = test_host.metal;
+    desc.non_causal = true;
+    desc.exact_first = 30;
+    for (int i = 0; i < N * CACHE_HEADS; i++)
+        memcpy(packed_k + i * D, k + i / CACHE_HEADS * D + i % CACHE_HEADS * (N + GAP) * D, D * sizeof *k);
+    for (int i = 0; i < N * Q; i++)
+        memcpy(packed_q + i * D, q + (size_t)(i / Q) * by_heads.token + (size_t)(i % Q) * by_heads.head, D * sizeof *q);
+    tqkv_cache *packed = cache_make(&row, &desc), *caches[2] = {cache_make(&row, &desc), cache_make(&row, &desc)};
+    REQUIRE(packed && caches[0] && caches[1], "no caches");
+    CHECK_RESULT(tqkv_cache_append(packed, packed_k, packed_k, N), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_attend(packed, packed_q, N, packed_out), TQKV_OK);
+    for (int i = 0; i < N * Q; i++)
+        memcpy(expected + (size_t)(i / Q) * by_heads.token + (size_t)(i % Q) * by_heads.head, packed_out + i * D,
+               D * sizeof *q);
+    for (int i = 0; i < 2; i++) CHECK_RESULT(tqkv_cache_set_layout(caches[i], &layout), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_append(caches[0], k, k, N), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_attend(caches[0], q, N, out), TQKV_OK);
+    CHECK(!memcmp(out, expected, q_size * sizeof *out), "other bits");
+    size_t scratch_size = 0;
+    CHECK_RESULT(tqkv_metal_cache_scratch(test_host.metal, caches[1], N, &scratch_size), TQKV_OK);
+    memset(out, 0, q_size * sizeof *out);
+    tqkv_metal_buffer kb = host_buffer(k, kv_size * sizeof *k), qb = host_buffer(q, q_size * sizeof *q),
+                      ob = host_zeros(q_size * sizeof *q), scratch = host_zeros(scratch_size), flag = host_zeros(4);
+    host_work work = host_begin(false);
+    CHECK_RESULT(tqkv_metal_cache_append(test_host.metal, work.encoder, caches[1], kb, kb, N, flag), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_cache_attend(test_host.metal, work.encoder, caches[1], qb, N, scratch, ob), TQKV_OK);
+    host_end(&work);
+    for (int i = 0; i < N * Q; i++)
+        memcpy(out + (size_t)(i / Q) * by_heads.token + (size_t)(i % Q) * by_heads.head, packed_out + i * D,
+               D * sizeof *q);
+    CHECK(!memcmp(host_contents(ob), out, q_size * sizeof *out), "other bits, recorded");
+    const tqkv_metal_buffer buffers[] = {kb, qb, ob, scratch, flag};
+    for (int i = 0; i < 5; i++) host_release(buffers[i]);
+    tqkv_cache_destroy(packed);
+    for (int i = 0; i < 2; i++) tqkv_cache_destroy(caches[i]);
+    float *const memory[] = {k, q, packed_k, packed_q, out, expected};
+    for (int i = 0; i < 6; i++) free(memory[i]);
+}
+
 typedef struct ends_row {
     cache_row cache;
     int first, last;
@@ -394,4 +447,5 @@ void cache_host_cases(void)
         test_add(run_latent, &has_tail, sizeof has_tail, "cache/latent/tail%d", tail);
     }
     test_add(run_refusals, NULL, 0, "refusals/cache");
+    test_add(run_strides, NULL, 0, "cache/strides");
 }
