@@ -292,9 +292,10 @@ typedef struct tqkv_store {
     const float *center;
     tqkv_type type; /* of rows given to encode, probe, mean and measure, and written by decode. The codes of a half or a
                        bfloat16 are those of the same value as a float. Attention does not look at it. */
-    const int32_t *pages;   /* [n_pages], or NULL: not paged. Not with ring. */
-    int n_pages, page_size; /* page_size: in positions, any that divides capacity; on a GPU a multiple of 64, which is
-                               quickest on the processor too. 1: pages is the slot of each position. */
+    const int32_t *pages; /* [n_pages], or NULL: not paged. Not with ring. */
+    int n_pages,
+        page_size; /* page_size: in positions, any that divides capacity; multiples of 64 are quickest. 1: pages is
+                               the slot of each position. */
     tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
     tqkv_strides strides;   /* of rows given to encode, probe, mean and measure, and written by decode */
     bool rotated; /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
@@ -11281,7 +11282,9 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_TAIL_ROTATED 25 /* bool: attend: rotate the tail's centre before it is used */
 #define TQKV_FC_LIST         26 /* bool: attend: queries see listed blocks alone */
 
-#define TQKV__CONSTANTS 27 /* of them */
+#define TQKV_FC_SMALL_PAGES 27 /* bool: attend: some pages end within tiles */
+
+#define TQKV__CONSTANTS 28 /* of them */
 /* Those that are uint, a bit each. */
 #define TQKV__NUMBERS                                                                                                  \
     (1u << TQKV_FC_FORMAT | 1u << TQKV_FC_VALUE_FORMAT | 1u << TQKV_FC_COLUMNS | 1u << TQKV_FC_TYPE |                  \
@@ -11750,8 +11753,6 @@ static bool tqkv__plan_bind_center(tqkv_metal_dispatch *d, const char *name, int
 /* Takes the page table of a store in buffers; its entries are known to the processor if shape.pages is set. */
 static tqkv_result tqkv__plan_table(const tqkv_metal_store *store, tqkv__stream *s)
 {
-    if (store->pages.buffer && store->shape.page_size % 64)
-        return TQKV__INVALID("page_size: no multiple of 64, which a GPU needs");
     if (store->pages.buffer) return tqkv__table_shape(&store->shape, s);
     return store->shape.pages ? TQKV__INVALID("pages: no buffer") : TQKV_OK;
 }
@@ -12295,6 +12296,12 @@ static void tqkv__listed_tiles(const tqkv__attention *a, int64_t *end)
     if (tiles < *end || !tqkv__list_in_order(a)) *end = tiles;
 }
 
+/* Whether some pages may end within tiles, which are then looked up row by row. */
+static bool tqkv__has_small_pages(const tqkv__attention *a)
+{
+    return a->keys.page_size % 64 || a->values.page_size % 64;
+}
+
 /* A division by the tiles of a page, d: a GPU takes tens of instructions for one. With 2^shift < d <= 2^(shift+1) the factor
    2^(32+shift) / d, rounded up, is at most d / 2^(32+shift) of itself too large: that is exact for tiles below 2^26. */
 static void tqkv__plan_division(int page_size, uint32_t *factor, int32_t *shift)
@@ -12375,6 +12382,7 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     args->value_page_size = a->values.page_size;
     args->key_last_page = args->key_slots / args->key_page_size - 1;
     args->value_last_page = args->value_slots / args->value_page_size - 1;
+    if (tqkv__has_small_pages(a)) return;
     tqkv__plan_division(args->key_page_size, &args->key_page_factor, &args->key_page_shift);
     tqkv__plan_division(args->value_page_size, &args->value_page_factor, &args->value_page_shift);
 }
@@ -12543,6 +12551,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind_tail(d, a, b);
     tqkv__plan_bind(d, "lists", 16, b->list, tqkv__list_rows_size(a), false);
     tqkv__plan_constant(d, TQKV_FC_LIST, a->call.list != NULL);
+    tqkv__plan_constant(d, TQKV_FC_SMALL_PAGES, tqkv__has_small_pages(a));
     if (a->call.list) d->barrier = b->list.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
                          tqkv__plan_out_size(a, b), true);
@@ -13054,7 +13063,8 @@ static tqkv_metal_binding *tqkv__binding_at(tqkv_metal_dispatch *d, int index)
 static bool tqkv__joins(int constant)
 {
     return constant == TQKV_FC_COLUMNS || constant == TQKV_FC_MANY_QUERIES || constant == TQKV_FC_SAME_SLOTS ||
-           constant == TQKV_FC_SHORT_STORE || constant == TQKV_FC_PAGES || constant == TQKV_FC_TREE;
+           constant == TQKV_FC_SHORT_STORE || constant == TQKV_FC_PAGES || constant == TQKV_FC_SMALL_PAGES ||
+           constant == TQKV_FC_TREE;
 }
 
 static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return tqkv__attend_args_of(attend).kv_len == 0; }
@@ -13154,7 +13164,8 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv_met
     }
     if (r != TQKV_OK || !paged) return r;
     if (unpaged) return TQKV__REFUSE(UNSUPPORTED, "some items of a batch have pages, others have none");
-    tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, false); /* items without positions look at no slot */
+    if (d->kernel.constants[TQKV_FC_SMALL_PAGES] != 1 + true)
+        tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, false); /* items without positions look at no slot */
     return TQKV_OK;
 }
 
@@ -13364,7 +13375,8 @@ static void tqkv__plan_index_args(const tqkv__index *x, const tqkv_metal_index *
     if (a->keys.n_pages) {
         args->keys.key_page_size = a->keys.page_size;
         args->keys.key_last_page = args->keys.key_slots / a->keys.page_size - 1;
-        tqkv__plan_division(a->keys.page_size, &args->keys.key_page_factor, &args->keys.key_page_shift);
+        if (!tqkv__has_small_pages(a))
+            tqkv__plan_division(a->keys.page_size, &args->keys.key_page_factor, &args->keys.key_page_shift);
     }
     tqkv__plan_keys_seen(x, &args->seen, &args->seen_rest);
     args->ratio = x->call.ratio;
@@ -13399,6 +13411,7 @@ static void tqkv__plan_index_constants(tqkv_metal_dispatch *d, const tqkv__index
     tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER, false);
     tqkv__plan_constant(d, TQKV_FC_TAIL_ROTATED, false);
     tqkv__plan_constant(d, TQKV_FC_LIST, true);
+    tqkv__plan_constant(d, TQKV_FC_SMALL_PAGES, tqkv__has_small_pages(a));
 }
 
 static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args, const tqkv_metal_index *from,

@@ -37,7 +37,7 @@ inline void load_norms(constant tqkv__attend_args &args, uint format, stream_row
     device const float *at = rows.norms + (ulong(first) + ulong(row));
     TQKV_UNROLL
     for (int p = 0; p < 4; p++)
-        norms[p] = short_store || has_list ? rows.norms[key_slot(args, first, tile_row(p, TQKV__MATRIX_ROW(lane)))]
+        norms[p] = short_store || rows_apart() ? rows.norms[key_slot(args, first, tile_row(p, TQKV__MATRIX_ROW(lane)))]
                                            : at[8 * p];
 }
 

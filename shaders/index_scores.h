@@ -42,7 +42,7 @@ inline uint slot_of_key(constant tqkv__index_args &call, thread const attend_tas
     uint key = min(first + task.lane - uint(call.first_key), uint(args.kv_len) - 1u);
     uint slot = uint(args.key_oldest_slot) + key;
     slot = slot < uint(args.key_capacity) ? slot : slot - uint(args.key_capacity);
-    return paged ? find_in_pages(args, task.pages, slot / 32u * 32u).keys + slot % 32u : slot;
+    return paged ? find_row(args, task.pages, slot).keys : slot;
 }
 
 // The sum over the lanes that have the same row of a matrix. Every lane gets it.

@@ -2,6 +2,7 @@
 // oldest resident one. A tile is a range of 32 slots, not of positions, so a ring does not wrap inside a tile. Only the
 // mask knows positions. With page tables a slot here is what it would be in a linear store, and a tile lies in one page:
 // only tile_memory knows where.
+// Pages that end within tiles, and lists, make rows lie anywhere: then each lane knows where one row of the tile is.
 // With a list of blocks the positions of the blocks have ranks 0, 1, 2 .., and take the slots from list_base on, one after
 // the other: a tile is 32 of these slots, whose rows may lie anywhere. A list of all blocks gives the tiles that there are
 // without one.
@@ -17,6 +18,9 @@ constant bool paged [[function_constant(TQKV_FC_PAGES)]];
 constant bool has_tree [[function_constant(TQKV_FC_TREE)]];
 constant bool batch [[function_constant(TQKV_FC_BATCH)]];
 constant bool has_list [[function_constant(TQKV_FC_LIST)]];
+constant bool small_pages [[function_constant(TQKV_FC_SMALL_PAGES)]];
+
+inline bool rows_apart() { return has_list || small_pages; }
 
 inline int position_of_slot(constant tqkv__attend_args &args, uint slot)
 {
@@ -247,8 +251,8 @@ struct page_tables {
     uint lane;
 };
 
-// Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. With a list
-// those of the row with the lane's number, and its position.
+// Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. Where rows
+// lie apart those of the row with the lane's number; with a list also its position.
 struct tile_memory {
     uint keys, values;
     int position;
@@ -257,26 +261,26 @@ struct tile_memory {
 // Slots in memory of a row of a tile. All lanes of the simdgroup must come here together.
 inline uint key_slot(constant tqkv__attend_args &args, uint base, uint row)
 {
-    return has_list ? simd_shuffle(base, ushort(row)) : base + existing_row(args, row);
+    return rows_apart() ? simd_shuffle(base, ushort(row)) : base + existing_row(args, row);
 }
 
 inline uint value_slot(constant tqkv__attend_args &args, uint base, uint row)
 {
-    return has_list ? simd_shuffle(base, ushort(row)) : value_slot_of(args, base + existing_row(args, row));
+    return rows_apart() ? simd_shuffle(base, ushort(row)) : value_slot_of(args, base + existing_row(args, row));
 }
 
 // Codes of such a row, of `bytes` each. As one sum, so that the part of all rows is computed once.
 inline device const uchar *key_codes(constant tqkv__attend_args &args, device const uchar *codes, uint bytes, uint base,
                                      uint row)
 {
-    if (has_list) return codes + ulong(simd_shuffle(base, ushort(row))) * ulong(bytes);
+    if (rows_apart()) return codes + ulong(simd_shuffle(base, ushort(row))) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 
 inline device const uchar *value_codes(constant tqkv__attend_args &args, device const uchar *codes, uint bytes,
                                        uint base, uint row)
 {
-    if (has_list || !(same_slots || paged)) return codes + ulong(value_slot(args, base, row)) * ulong(bytes);
+    if (rows_apart() || !(same_slots || paged)) return codes + ulong(value_slot(args, base, row)) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 
@@ -301,6 +305,29 @@ inline tile_memory find_in_pages(constant tqkv__attend_args &args, thread const 
     return result;
 }
 
+// The slot in memory of one slot of a linear store.
+inline uint slot_of_row(device const int *pages, int page_size, int last_page, uint slot)
+{
+    uint size = uint(page_size), page = min(uint(pages[slot / size]), uint(last_page));
+    return page * size + slot % size;
+}
+
+inline tile_memory find_row(constant tqkv__attend_args &args, thread const page_tables &pages, uint slot)
+{
+    tile_memory result = {0u, 0u, 0};
+    if (small_pages) {
+        result.keys = slot_of_row(pages.keys, args.key_page_size, args.key_last_page, slot);
+        slot = min(slot, uint(args.value_capacity) - 1u);
+        result.values =
+            same_slots ? result.keys : slot_of_row(pages.values, args.value_page_size, args.value_last_page, slot);
+    } else {
+        tile_memory tile = find_in_pages(args, pages, slot / 32u * 32u);
+        result.keys = tile.keys + slot % 32u;
+        result.values = tile.values + slot % 32u;
+    }
+    return result;
+}
+
 // The row with the lane's number. One that is not seen lies where the oldest position does.
 inline tile_memory find_listed(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)
 {
@@ -309,9 +336,8 @@ inline tile_memory find_listed(constant tqkv__attend_args &args, thread const pa
     keys = keys < uint(args.key_capacity) ? keys : keys - uint(args.key_capacity);
     tile_memory result = {keys, keys, position};
     if (paged) {
-        tile_memory tile = find_in_pages(args, pages, keys / 32u * 32u);
-        result.keys = tile.keys + keys % 32u;
-        result.values = tile.values + keys % 32u;
+        result = find_row(args, pages, keys);
+        result.position = position;
     } else if (!same_slots) {
         result.values = value_slot_of(args, keys);
     }
@@ -322,6 +348,7 @@ inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page
 {
     if (has_list) return find_listed(args, pages, number);
     uint first = first_slot_of_tile(args, number);
+    if (small_pages) return find_row(args, pages, first + existing_row(args, pages.lane));
     tile_memory result = {first, first, 0};
     return paged ? find_in_pages(args, pages, first) : result;
 }

@@ -56,6 +56,8 @@ static void check_paged_refusals(const void *row)
     s = plan_pool(TQKV_TQ5, 0, pages);
     s.shape.page_size = 96;
     check_paged_rows(&s, 1, 0, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT);
+    s.shape.page_size = 80; /* divides the pool */
+    check_paged_rows(&s, 1, 0, TQKV_OK, TQKV_OK);
     s = plan_pool(TQKV_TQ5, 0, pages);
     s.shape.ring = true;
     check_paged_rows(&s, 1, 0, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT);
@@ -126,7 +128,18 @@ static void check_paged_attend(const void *row)
           "the kernel");
     values.pages = keys.pages;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
-    CHECK(constant(d, TQKV_FC_SAME_SLOTS) == 1, "one table is looked up twice");
+    CHECK(constant(d, TQKV_FC_SAME_SLOTS) == 1 && constant(d, TQKV_FC_SMALL_PAGES) == 0,
+          "one table is looked up twice");
+    keys.shape.page_size = values.shape.page_size = 5;
+    a.attention.end = 18;
+    a.attention.window = 2;
+    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK(constant(d, TQKV_FC_SMALL_PAGES) == 1 && constant(d, TQKV_FC_SHORT_STORE) == 1 &&
+              attend_args(d).key_capacity == 20 && attend_args(d).key_last_page == 63,
+          "pages of 5");
+    keys.shape.page_size = values.shape.page_size = 64;
+    a.attention.end = 250;
+    a.attention.window = 122;
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &paged_scratch), TQKV_OK);
     a.values = &linear;
     CHECK_RESULT(plan_attend(&a, d), TQKV_UNSUPPORTED);

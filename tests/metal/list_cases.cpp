@@ -203,7 +203,7 @@ list_row random_row(int seed, data_random *random)
     r.softcap = seed % 6 == 5 ? 3.0f : 0.0f;
     r.sinks = (attend_sinks)(seed % 4);
     r.key_center = r.value_center = seed % 8 ? 0.0f : 0.5f;
-    row.page_size = seed % 4 == 2 ? 64 : 0;
+    row.page_size = seed % 4 == 2 ? seed % 8 == 6 ? 8 : 64 : 0;
     if (!row.page_size && seed % 3 == 1) { // a ring, wrapped or not
         r.key_ring = r.value_ring = true;
         r.key_capacity = 40 + data_below(random, 300);

@@ -222,8 +222,9 @@ void add_codec()
     for (int i = 0; i < TEST_FORMATS; i++) {
         const int head_dim = gpu_head_dims[i % 10];
         const codec_row row = {
-            test_formats[i],  test_formats[(i + 3) % TEST_FORMATS], head_dim,         head_dim == 192 ? 128 : 0,
-            i % 2 ? 64 : 192, head_dim > 256 ? 3 : 70 + i,          i % 2 ? 127 : 180};
+            test_formats[i],           test_formats[(i + 3) % TEST_FORMATS], head_dim,
+            head_dim == 192 ? 128 : 0, i % 3 == 2 ? 7 : i % 2 ? 64 : 192,    head_dim > 256 ? 3 : 70 + i,
+            i % 2 ? 127 : 180};
         test_add(run_codec, &row, sizeof row, "pages/encode/%s/d%d", tqkv_format_name(row.format), head_dim);
     }
     test_add(run_bad_entries, nullptr, 0, "pages/bad_entries");
@@ -318,7 +319,8 @@ void run_attend(const void *parameters)
     attend_problem problem;
     attend_set_up(&problem, &row);
     const bool one_table = seed % 3 == 1 || row.shared;
-    const int page_size = 64 << data_below(&random, 2);
+    const int small[] = {16, 1, 48, 7, 32}; // these end within tiles
+    const int page_size = seed % 4 == 2 ? small[seed / 4 % 5] : 64 << data_below(&random, 2);
     data_random twin = random, tail_twin = random;
     pool keys(problem.keys, page_size, LINEAR, &random),
         values(problem.values, seed % 3 == 2 ? 192 : page_size, one_table ? LINEAR : (int)row.end,
@@ -356,19 +358,19 @@ struct item {
     std::unique_ptr<pool> keys, values;
     tqkv_attention attention;
     std::vector<float> expected, got;
-    item(const attend_row &row, bool paged, data_random *random);
+    item(const attend_row &row, int page_size, data_random *random); // 0: no pages
     ~item() { attend_tear_down(&problem); }
     item(const item &) = delete;
 };
 
-item::item(const attend_row &row, bool paged, data_random *random)
+item::item(const attend_row &row, int page_size, data_random *random)
 {
     attend_set_up(&problem, &row);
     attention = problem.attention;
     expected.assign(problem.n_rows * problem.value_dim, NAN);
     got = expected;
-    if (!paged) return;
-    keys.reset(new pool(problem.keys, 64, row.key_capacity, random));
+    if (!page_size) return;
+    keys.reset(new pool(problem.keys, page_size, row.key_capacity, random));
     values.reset(new pool(problem.values, 128, row.key_capacity, random));
     attention.keys = &keys->store;
     attention.values = &values->store;
@@ -418,7 +420,8 @@ void run_batch(const void *parameters)
     std::vector<const void *> q;
     std::vector<void *> out;
     for (int i = 0; i < 1 + seed % 5; i++) {
-        items.emplace_back(new item(row_of_item(common, seed + i, paged, &random), paged, &random));
+        const int page_size = seed % 3 == 1 && i % 2 == 0 ? 16 : 64;
+        items.emplace_back(new item(row_of_item(common, seed + i, paged, &random), paged ? page_size : 0, &random));
         item &own = *items.back();
         if (i == 3) own.attention.end = own.attention.kv_len = 0; // sees nothing
         if (i == 3 && paged) own.keys->store.n_pages = 0;
