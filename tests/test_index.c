@@ -366,6 +366,10 @@ static void check_bad_choice(const void *parameters)
     x.keys = &keys;
     x.end = 8;
     CHECK_RESULT(tqkv_index_choose(&x, scores, 2, list), TQKV_NOT_FINITE);
+    x.end = 4;
+    x.n_queries = 2; /* NaN is the last score of the second one */
+    CHECK_RESULT(tqkv_index_choose(&x, scores, 2, list), TQKV_NOT_FINITE);
+    x.n_queries = 1;
     x.end = 7;
     CHECK_RESULT(tqkv_index_choose(&x, scores, -1, list), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_index_choose(&x, NULL, 2, list), TQKV_INVALID_ARGUMENT);

@@ -97,7 +97,13 @@ static attend_row company_row(int i)
     return row;
 }
 
-/* Each query alone, in a batch, has the bits that it has among nine. */
+static void run_backwards(void *user, int count, tqkv_task task, void *context)
+{
+    (void)user;
+    for (int i = count - 1; i >= 0; i--) task(context, i);
+}
+
+/* Each query alone, in a batch with a hook, has the bits that it has among nine without. */
 static void check_alone(const void *parameters)
 {
     const attend_row row = company_row(*(const int *)parameters);
@@ -117,6 +123,7 @@ static void check_alone(const void *parameters)
         q[i] = p.q + (size_t)i * n_heads * p.head_dim;
         out[i] = alone + (size_t)i * floats;
     }
+    items[0].parallel.run = run_backwards;
     CHECK_RESULT(tqkv_attend_batch(items, 9, q, out), TQKV_OK);
     CHECK(!memcmp(alone, p.out, p.n_rows * p.value_dim * sizeof *alone), "queries alone have other bits");
     free(alone);
@@ -226,6 +233,20 @@ typedef struct bad_list {
     tqkv_result expected;
 } bad_list;
 
+/* A bad list in the second call of a batch: the first one is not written either. */
+static void check_batch_refused(const attend_problem *p, tqkv_result expected)
+{
+    tqkv_attention items[2] = {p->attention, p->attention};
+    const void *q[2] = {p->q, p->q};
+    float written[2 * 4 * 64];
+    void *out[2] = {written, written + 4 * 64};
+    items[0].list = NULL;
+    memset(written, 0xff, sizeof written);
+    CHECK_RESULT(tqkv_attend_batch(items, 2, q, out), expected);
+    for (int i = 0; i < 2 * 4 * 64; i++)
+        CHECK((written[i] != written[i]) == (expected != TQKV_OK), "value %d of a batch", i);
+}
+
 static void check_refused(const void *parameters)
 {
     const bad_list *bad = (const bad_list *)parameters;
@@ -246,6 +267,7 @@ static void check_refused(const void *parameters)
     CHECK_RESULT(tqkv_attend(&p.attention, p.q, p.out), bad->expected);
     CHECK(bad->expected == TQKV_OK || test_explained, "no text");
     CHECK(bad->expected == TQKV_OK || !memcmp(before, p.out, sizeof before), "a refused call has written");
+    check_batch_refused(&p, bad->expected);
     CHECK_RESULT(tqkv_attend_partial(&p.attention, p.q, 0, 40, p.out, max, sum), bad->expected);
     for (int i = 0; bad->expected == TQKV_OK && i < 4 * 64; i++) CHECK(p.out[i] == p.out[i], "value %d", i);
     attend_tear_down(&p);
