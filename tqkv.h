@@ -516,7 +516,7 @@ typedef struct tqkv_cache_desc {
     /* So many of the first and of the newest positions are kept as halves, too, and read as these: most of the weight is
        there. Their sum is at most the capacity; F16 streams and the tail need none. Which positions are halves depends on
        the end alone: queries of a batch that stand before it have fewer of them behind them. After truncate, remove and keep the
-       newest may be left as codes until new ones come. Not on a GPU. */
+       newest may be left as codes until new ones come. On a GPU not with a tail. */
     int exact_first, exact_last;
 } tqkv_cache_desc;
 
@@ -533,7 +533,7 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
 /* The newest n_queries positions attend; q: [n_queries][n_heads][head_dim, then tail_dim], out: with value_dim. Nothing to
    do for 0. */
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out);
-/* The same with a list of blocks, a tree or both: those of `a`, whose other fields are ignored. Not on a GPU. */
+/* The same with a list of blocks, a tree or both: those of `a`, whose other fields are ignored. */
 TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention *a, const void *q, int n_queries,
                                             void *out);
 /* What tqkv_cache_attend attends to, as it is now, for one query: for slices and batches of caches. kv_len is 0 if nothing is
@@ -724,10 +724,9 @@ typedef struct tqkv_metal_attention {
     /* int32_t [n_queries][list_heads][list_length]; zero = none. Kernels read it when they run; attention.list, if it is not
        NULL, is what it will hold then. Without that what follows the first -1 of a row, and a bad entry (negative, or not
        larger than all before it) is left out. A list of all blocks gives the bits that there are without, but not in a ring
-       that has wrapped. Not in batches and slices. */
+       that has wrapped. */
     tqkv_metal_buffer list;
-    /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages. Not with a list or a tail, in slices,
-       batches or public plans. */
+    /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages. Not with a tail. */
     const tqkv_metal_store *first_keys, *first_values, *last_keys, *last_values;
 } tqkv_metal_attention;
 
@@ -763,10 +762,10 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_ob
                                                     tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
                                                     tqkv_metal_buffer out);
 
-/* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in two dispatches that are cut evenly
-   over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types, bases, sinks and
-   matrix_group, and all or none have a softcap, centres and pages; window, scale, softcap's size, tree, n_queries and
-   what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one buffer, at any
+/* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in as many dispatches as one item alone takes,
+   cut evenly over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types, bases, sinks and
+   matrix_group, in which of the stores of halves they have, and all or none have a softcap, centres, lists and pages; window,
+   scale, softcap's size, tree, blocks of the lists, exact_first, exact_last, n_queries and what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one buffer, at any
    offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that the
    processor can write, at a multiple of 256, with the bytes that the first call tells, for this call alone until it has
    completed; scratch as for tqkv_metal_attend. */
@@ -810,8 +809,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, t
    or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
    The two calls below record into an encoder. An append counts at once, and attention can be recorded after it;
-   truncate if the command buffer fails. The processor sees the codes after the buffer has completed. A shared cache takes
-   the rows of its tail as v, apart from those of the keys, and nothing without one. */
+   truncate if the command buffer fails. The processor sees the codes after the buffer has completed. Rows of a tail lie apart
+   from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of the keys. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
                                                    tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                    tqkv_metal_buffer not_finite);
@@ -819,6 +818,15 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_obj
                                                    tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                    tqkv_metal_buffer out);
 TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);
+/* As tqkv_cache_attend_some: with the list and the tree of `some`, in buffers, whose other fields are ignored; and what scratch
+   that takes. */
+TQKV_METAL_API tqkv_result tqkv_metal_cache_attend_some(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
+                                                        const tqkv_metal_attention *some, tqkv_metal_buffer q,
+                                                        int n_queries, tqkv_metal_buffer scratch,
+                                                        tqkv_metal_buffer out);
+TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tqkv_cache *c,
+                                                         const tqkv_metal_attention *some, int n_queries,
+                                                         size_t *bytes);
 
 /* Builds the pipelines of such calls now: encode_kv into the two stores (keys and tail, if there is one; encode, if the keys are
    the values), with their pages if they have a table, and
@@ -964,7 +972,8 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attenti
 TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
                                                    tqkv_metal_buffer out, tqkv_metal_dispatch *d);
-/* With lists: the dispatch that comes before those of tqkv_metal_plan_attend. */
+/* With lists: the dispatch that comes before those of tqkv_metal_plan_attend. Exact ends, and lists in slices and batches, take
+   more dispatches than these plans have: TQKV_UNSUPPORTED. */
 TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *a, tqkv_metal_buffer scratch,
                                                  tqkv_metal_dispatch *d);
 /* Puts attend in the place of attend_matrix in a planned attention; buffers and arguments stay. d: its first dispatch */
@@ -1266,7 +1275,9 @@ extern "C" {
 typedef struct tqkv__backend {
     tqkv_allocator memory; /* of codes, norms and the cache itself */
     tqkv_result (*append)(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens);
-    tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const void *q, int n_queries, void *out);
+    /* some: with the list and the tree, or NULL */
+    tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                          void *out);
 } tqkv__backend;
 
 /* What tqkv_metal.m takes of >>common and >>cache-code. rows_size: bytes of the caller's rows of so many tokens */
@@ -7738,7 +7749,9 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
 }
 
 #define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
-#define TQKV__ENDS_ON_GPU   "exact_first, exact_last: not in plans, slices, batches or with a list on a GPU"
+#define TQKV__ENDS_ON_GPU   "exact_first, exact_last: more dispatches than this plan has"
+#define TQKV__TAIL_ENDS_ON_GPU "exact_first, exact_last: not with a tail on a GPU"
+#define TQKV__LISTS_IN_PLAN "list: more dispatches than this plan has"
 
 /* Changes to the integers of the set, if the call asks for them. */
 static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
@@ -9609,12 +9622,18 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
     return r;
 }
 
-static tqkv_result tqkv__check_slice(const tqkv__attention *a, int64_t first, int count)
+static tqkv_result tqkv__check_slice_range(const tqkv__attention *a, int64_t first, int count)
 {
     if (count < 0) return TQKV__INVALID("count is negative");
     if (first < a->first || first > a->call.end || count > a->call.end - first)
         return TQKV__REFUSE(OUT_OF_RANGE, "the slice leaves the resident positions");
-    return tqkv__check_seen(a, first, first + count);
+    return TQKV_OK;
+}
+
+static tqkv_result tqkv__check_slice(const tqkv__attention *a, int64_t first, int count)
+{
+    const tqkv_result r = tqkv__check_slice_range(a, first, count);
+    return r == TQKV_OK ? tqkv__check_seen(a, first, first + count) : r;
 }
 
 static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv__attention *from)
@@ -10257,10 +10276,8 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->metal = desc->metal;
     if (c->metal && (r = tqkv__check_metal(&c->keys, &c->values, &c->tail)) != TQKV_OK) return r;
     if (c->metal && resolved.round_query) return TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
-    if (c->metal && desc->tail_dim && !c->shared)
-        return TQKV__REFUSE(UNSUPPORTED, "tail_dim: caches of a GPU have it with shared only");
-    if (c->metal && c->shared && (desc->exact_first || desc->exact_last))
-        return TQKV__REFUSE(UNSUPPORTED, "exact_first, exact_last: caches of a GPU have them without shared only");
+    if (c->metal && desc->tail_dim && (desc->exact_first || desc->exact_last))
+        return TQKV__REFUSE(UNSUPPORTED, TQKV__TAIL_ENDS_ON_GPU);
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
     return TQKV_OK;
 }
@@ -10472,11 +10489,9 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     if (n_queries == 0) return TQKV_OK;
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
-    if (c->metal && (a.call.list || a.call.tree))
-        return TQKV__REFUSE(UNSUPPORTED, "list or tree: not in a cache on a GPU");
     if (!c->metal) return tqkv__attend(&a, q, out);
     r = tqkv__check_q_out(&a, q, out);
-    return r == TQKV_OK ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out) : r;
+    return r == TQKV_OK ? tqkv__backend_of(c->metal)->attend(c->metal, c, some, q, n_queries, out) : r;
 }
 
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out)
@@ -11306,8 +11321,8 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_PAGES      16   /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
                                 /* attend: the slots of keys and values */
 #define TQKV_FC_VALUE_PAGES  17 /* bool: encode_kv: the values' slots */
-#define TQKV_FC_TREE         18 /* bool: attend: a tree hides some of the newest n_queries positions */
-#define TQKV_FC_BATCH        19 /* bool: attend, attend_merge: arguments and offsets come from items */
+#define TQKV_FC_TREE         18 /* bool: attend, attend_list: a tree hides some of the newest n_queries positions */
+#define TQKV_FC_BATCH        19 /* bool: attend, attend_merge, attend_list: arguments and offsets come from items */
 #define TQKV_FC_FROM_SLICE   20 /* bool: attend_merge: of partial results there is one, a slice: out, max and sum */
 #define TQKV_FC_TO_SLICE     21 /* bool: attend_merge: makes a slice; from one: adds it to the one that is there */
 #define TQKV_FC_TAIL_FORMAT  22 /* uint: attend: that of the keys' tail; 0: there is none */
@@ -11467,23 +11482,17 @@ typedef struct tqkv__attend_args {
     uint32_t key_page_factor, value_page_factor; /* page of a tile: the upper word of the product of tile and factor, */
     int32_t key_page_shift, value_page_shift;    /* shifted to the right */
     int32_t first_of_tree;           /* read if TQKV_FC_TREE: position kv_len - n_queries, or INT_MAX without a tree */
-    int32_t list_heads, list_row;    /* read if TQKV_FC_LIST; integers of a row that attend_list wrote */
-    int32_t list_shift, list_inside; /* as in tqkv__list_args */
-    int32_t list_base, list_slots;   /* slot of that block's first position; from list_slots on there is none */
+    /* Of lists: read if TQKV_FC_LIST, and by attend_list. Blocks count from that of the oldest resident position. */
+    int32_t list_heads, list_row;           /* integers of a row that attend_list wrote */
+    int32_t list_shift, list_inside;        /* a block is 1 << shift positions, and that position is number `inside` of its */
+    int32_t list_base, list_slots;          /* slot of that block's first position; from list_slots on there is none */
+    int32_t list_newest, list_first_block;  /* positions that are seen beside the list; number of that block */
 } tqkv__attend_args;
 
-/* attend_list. Positions count from the oldest resident one, and blocks from its block, number first_block, of which it is
-   position `inside`. A row that it writes: how many ranks there are, how many entries come before the newest blocks, the
-   first of these, the position before which they are not seen, the position of rank 0 in blocks, times their size; then the
-   entries. */
+/* attend_list has the arguments of attend. A row of a list has list_row - TQKV__LIST_HEADER entries. A row that it writes: how
+   many ranks there are, how many entries come before the newest blocks, the first of these, the position before which they
+   are not seen, the position of rank 0 in blocks, times their size; then the entries. */
 #define TQKV__LIST_HEADER 8
-typedef struct tqkv__list_args {
-    int32_t n_queries, list_heads, list_length;
-    int32_t shift;                                   /* a block is 1 << shift positions */
-    int32_t newest;                                  /* positions that are seen beside the list */
-    int32_t kv_len, first_newest, window, slice_end; /* as in tqkv__attend_args */
-    int32_t first_block, inside;
-} tqkv__list_args;
 
 typedef struct tqkv__merge_args {
     int32_t n_rows;  /* n_queries * n_heads */
@@ -11526,16 +11535,18 @@ typedef struct tqkv__index_args {
 typedef struct tqkv__batch_item {
     tqkv__attend_args attend;
     tqkv__merge_args merge;
-    int32_t n_items, first_group, first_row; /* of the batch; threadgroups and query rows of the items before */
+    int32_t n_items, first_group, first_row, first_list; /* of the batch; threadgroups, query rows and rows of lists of the */
+                                                         /* items before */
     uint32_t q, key_codes, key_norms, value_codes, value_norms, partial_out, partial_state, key_center;
     uint32_t key_pages, value_pages, tree, out, value_center, tail_codes, tail_norms, tail_center;
+    uint32_t list, list_rows; /* list_rows: in the buffer of partial_out */
 } tqkv__batch_item;
 
 /* The structs that C and the shaders share. */
 #define TQKV__SHARED_STRUCTS(row)                                                                                      \
     row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item) row(choose_args)   \
-        row(list_args) row(index_args)
-enum { TQKV__N_SHARED_STRUCTS = 9 };
+        row(index_args)
+enum { TQKV__N_SHARED_STRUCTS = 8 };
 
 /* Output of the kernel `tables`: the tables and sizes that the shaders were compiled with. */
 typedef struct tqkv__table_report {
@@ -11548,13 +11559,12 @@ typedef struct tqkv__table_report {
 
 TQKV__ASSERT_SIZE(tqkv__rows_args, 36);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 156);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 164);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 40);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 272);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 292);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 56);
-TQKV__ASSERT_SIZE(tqkv__list_args, 44);
-TQKV__ASSERT_SIZE(tqkv__index_args, 200);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4676);
+TQKV__ASSERT_SIZE(tqkv__index_args, 208);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4672);
 
 #endif
 #endif
@@ -11571,6 +11581,7 @@ enum {
     TQKV__SIMD_WIDTH = 32,
     TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */
     TQKV__ITEMS_OF_MERGE = 6,
+    TQKV__ITEMS_OF_LIST = 4,
     TQKV__UNUSED_BYTES = 512,        /* of the buffer in the place of arrays that a call lacks */
     TQKV__ARGUMENTS_ALIGNMENT = 256, /* of a batch's items, which kernels see as constant memory: what Macs document */
     TQKV__SECOND_ARGS = 4,           /* index of the values' arguments in encode_kv; every kernel's first are at 0 */
@@ -11588,25 +11599,38 @@ TQKV_API tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d);
 TQKV_API tqkv__rows_args tqkv__rows_args_of(const tqkv_metal_dispatch *d, int i);
 /* Puts others in their place. */
 TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args);
-/* tqkv_metal_plan_attend with exact_first and exact_last: a dispatch for each part of the context, then the merge. */
-enum { TQKV__MOST_DISPATCHES = 4 };
+/* Attention with all options: for each part of the context (first positions, codes, newest positions) its lists, then for each
+   attend, then the merge. */
+enum { TQKV__MOST_DISPATCHES = 7 };
 TQKV_API tqkv_result tqkv__plan_attend_parts(const tqkv_metal_attention *a, tqkv_metal_buffer q,
                                              tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
                                              int *n);
+TQKV_API tqkv_result tqkv__plan_partial_parts(const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
+                                              int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                              tqkv_metal_buffer max, tqkv_metal_buffer sum, tqkv_metal_dispatch *d,
+                                              int *n);
+TQKV_API tqkv_result tqkv__plan_batch_parts(const tqkv_metal_attention *items, int n_items, const tqkv_metal_buffer *q,
+                                            tqkv_metal_buffer arguments, void *contents, tqkv_metal_buffer scratch,
+                                            const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch *d,
+                                            int *n);
+/* Bytes of a batch's arguments. n_items: not negative */
+TQKV_API tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes);
 /* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
 TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns);
 
 /* The strides of tqkv_cache_append and tqkv_cache_attend, with their defaults. */
 TQKV_API tqkv_cache_layout tqkv__cache_layout_of(const tqkv_cache *c);
-/* For a cache that lies at `memory`. packed: rows without gaps, whatever its layout. rows_sizes: bytes of such q and output. */
+/* For a cache that lies at `memory`. packed: rows without gaps, whatever its layout. some: its lists and tree, or NULL.
+   rows_sizes: bytes of q and output without gaps. */
 TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
                                              tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                              tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n);
-TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t rows_sizes[2],
-                                            size_t *scratch_size);
+TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
+                                            size_t rows_sizes[2], size_t *scratch_size);
 TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
-                                             tqkv_metal_buffer out, tqkv_metal_dispatch *d, int *n);
+                                             const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
+                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
+                                             int *n);
 
 #ifdef __cplusplus
 }
@@ -11636,6 +11660,17 @@ static tqkv_result tqkv__check_tail(int head_dim, int tail_dim)
     if (!tail_dim || tail_dim == TQKV__TAIL_DIM(head_dim)) return TQKV_OK;
     return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
 }
+
+/* The parts of a context that attention takes in dispatches of their own: first positions that are kept as halves, the codes,
+   last positions that are. */
+enum { TQKV__FIRST_PART, TQKV__CODES_PART, TQKV__LAST_PART, TQKV__PARTS };
+
+/* What an attention dispatches, of those parts that there are. */
+typedef struct tqkv__attend_plan {
+    bool has[TQKV__PARTS], listed;
+    size_t scratch_size;
+    tqkv_metal_dispatch lists[TQKV__PARTS], attends[TQKV__PARTS], merge;
+} tqkv__attend_plan;
 
 static bool tqkv__bindings_overlap(const tqkv_metal_binding *a, const tqkv_metal_binding *b)
 {
@@ -12185,6 +12220,7 @@ typedef struct tqkv__split {
     bool matrix;
     size_t sums_size, scratch_size; /* [n_partials][n_rows][head_dim]; scratch: also [1 + n_partials][n_rows][2] */
     size_t sums_at, states_at;      /* of the two, in scratch */
+    size_t list_at;                 /* rows of attend_list, in their part of scratch */
 } tqkv__split;
 
 static int tqkv__stretch_of(int64_t tile, int n_short)
@@ -12284,8 +12320,28 @@ typedef struct tqkv__attend_buffers {
     tqkv__slice_buffers slice;          /* zero: attends to all positions */
     int64_t slice_end;                  /* of the positions to attend to */
     const tqkv_metal_store *ends[2][2]; /* of tqkv__attention */
-    tqkv_metal_buffer list;             /* rows of attend_list */
+    tqkv_metal_buffer list, list_rows;  /* the caller's, and what attend_list makes of them */
 } tqkv__attend_buffers;
+
+/* What a query sees, counted from the oldest resident position: the positions up to first_newest and its number, and of those
+   the last `window`, or all. Without causality it looks as far ahead as back. */
+static void tqkv__plan_seen(const tqkv__attention *a, int32_t *first_newest, int32_t *window)
+{
+    const int kv_len = (int)(a->call.end - a->first), n = a->call.n_queries, own = a->call.window;
+    *first_newest = kv_len - n;
+    *window = own < kv_len ? own : 0;
+    if (!a->call.non_causal) return;
+    const bool all = !own || own >= kv_len + n;
+    *first_newest = all ? kv_len - 1 : kv_len - n + own - 1;
+    *window = all ? 0 : 2 * own - 1;
+}
+
+/* Whether these are integers. */
+static tqkv_result tqkv__check_non_causal(const tqkv__attention *a)
+{
+    if (!a->call.non_causal || a->call.end - a->first + a->call.n_queries <= INT_MAX / 2) return TQKV_OK;
+    return TQKV__REFUSE(UNSUPPORTED, "non_causal with 2^30 positions and queries: not on a GPU");
+}
 
 /* ---- Lists of blocks ---- */
 
@@ -12308,26 +12364,43 @@ static size_t tqkv__list_rows_size(const tqkv__attention *a)
 /* Positions of its block before the oldest resident one. */
 static int tqkv__list_inside(const tqkv__attention *a) { return (int)(a->first % a->call.list_block); }
 
-/* Whether resident positions have ascending slots, and enough before them, so that ranks can take slots. */
-static bool tqkv__list_in_order(const tqkv__attention *a)
+/* Whether positions up to slice_end have ascending slots, and enough before them, so that ranks can take slots. */
+static bool tqkv__list_in_order(const tqkv__attention *a, int64_t slice_end)
 {
-    const int64_t slot = a->call.end > a->first ? tqkv__slot(&a->keys, a->first) : 0;
-    return slot >= tqkv__list_inside(a) && slot + (a->call.end - a->first) <= a->keys.capacity;
+    const int64_t slot = slice_end > a->first ? tqkv__slot(&a->keys, a->first) : 0;
+    return slot >= tqkv__list_inside(a) && slot + (slice_end - a->first) <= a->keys.capacity;
 }
 
-/* The tiles before which ranks end at most; with ascending slots not beyond *end. */
-static void tqkv__listed_tiles(const tqkv__attention *a, int64_t *end)
+/* The slot of the first position of the block of the oldest resident one. */
+static int64_t tqkv__list_base(const tqkv__attention *a, int64_t slice_end)
+{
+    if (!tqkv__list_in_order(a, slice_end) || slice_end == a->first) return 0;
+    return tqkv__slot(&a->keys, a->first) - tqkv__list_inside(a);
+}
+
+/* The first position, counted from the oldest resident one, of the block where the window of a query begins. */
+static int64_t tqkv__window_block(const tqkv__attention *a, int query)
+{
+    int32_t newest, window;
+    tqkv__plan_seen(a, &newest, &window);
+    const int64_t end = (int64_t)newest + query + 1, from = window && end > window ? end - window : 0;
+    return (from + tqkv__list_inside(a)) / a->call.list_block * a->call.list_block;
+}
+
+/* The tiles of ranks: from that of the first query's on, and before *end; with ascending slots not beyond the *end that there
+   was. */
+static void tqkv__listed_tiles(const tqkv__attention *a, int64_t slice_end, int64_t *first, int64_t *end)
 {
     const tqkv_attention *c = &a->call;
-    const int64_t size = c->list_block, resident = c->end - a->first, inside = tqkv__list_inside(a);
-    const int64_t from = c->window && c->window < resident ? resident - c->window : 0; /* that the last query sees */
-    const int64_t base = tqkv__list_in_order(a) && resident ? tqkv__slot(&a->keys, a->first) - inside : 0;
+    const int64_t size = c->list_block, width = TQKV__SIMD_WIDTH, base = tqkv__list_base(a, slice_end);
     const int64_t most = c->list_newest + (c->tree ? 64 : 0),
                   newest = c->list_newest ? (most + 2 * size - 2) / size : 0;
-    const int64_t listed = c->list_length + newest, all = (inside + resident + size - 1) / size;
-    const int64_t to = base + (from + inside) / size * size + (listed < all ? listed : all) * size;
-    const int64_t tiles = (to + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
-    if (tiles < *end || !tqkv__list_in_order(a)) *end = tiles;
+    const int64_t all = (tqkv__list_inside(a) + slice_end - a->first + size - 1) / size * size,
+                  listed = tqkv__window_block(a, c->n_queries - 1) + (c->list_length + newest) * size;
+    const int64_t tiles = (base + (listed < all ? listed : all) + width - 1) / width;
+    const int64_t begin = (base + tqkv__window_block(a, 0)) / width;
+    if (begin < *first) *first = begin;
+    if (tiles < *end || !tqkv__list_in_order(a, slice_end)) *end = tiles;
 }
 
 /* Whether some pages may end within tiles, which are then looked up row by row. */
@@ -12354,24 +12427,17 @@ static bool tqkv__same_pages(const tqkv__attend_args *args, const tqkv__attend_b
            args->key_capacity == args->value_capacity;
 }
 
-/* What a query sees, counted from the oldest resident position: the positions up to first_newest and its number, and of those
-   the last `window`, or all. Without causality it looks as far ahead as back. */
-static void tqkv__plan_seen(const tqkv__attention *a, int32_t *first_newest, int32_t *window)
+static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tqkv__attend_args *args)
 {
-    const int kv_len = (int)(a->call.end - a->first), n = a->call.n_queries, own = a->call.window;
-    *first_newest = kv_len - n;
-    *window = own < kv_len ? own : 0;
-    if (!a->call.non_causal) return;
-    const bool all = !own || own >= kv_len + n;
-    *first_newest = all ? kv_len - 1 : kv_len - n + own - 1;
-    *window = all ? 0 : 2 * own - 1;
-}
-
-/* Whether these are integers. */
-static tqkv_result tqkv__check_non_causal(const tqkv__attention *a)
-{
-    if (!a->call.non_causal || a->call.end - a->first + a->call.n_queries <= INT_MAX / 2) return TQKV_OK;
-    return TQKV__REFUSE(UNSUPPORTED, "non_causal with 2^30 positions and queries: not on a GPU");
+    const int64_t first_block = a->first / a->call.list_block;
+    args->list_heads = a->call.list_heads;
+    args->list_row = TQKV__LIST_HEADER + a->call.list_length;
+    args->list_shift = tqkv__list_shift(a->call.list_block);
+    args->list_inside = tqkv__list_inside(a);
+    args->list_base = (int)tqkv__list_base(a, slice_end);
+    args->list_slots = tqkv__list_in_order(a, slice_end) ? args->key_capacity : INT_MAX;
+    args->list_newest = a->call.list_newest;
+    args->list_first_block = first_block < INT_MAX ? (int32_t)first_block : INT_MAX;
 }
 
 static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv__split *split,
@@ -12403,14 +12469,7 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     args->first_of_tree = a->call.tree ? kv_len - a->call.n_queries : INT_MAX;
     args->key_slots = b->keys->shape.capacity;
     args->value_slots = b->values->shape.capacity;
-    if (a->call.list) {
-        args->list_heads = a->call.list_heads;
-        args->list_row = TQKV__LIST_HEADER + a->call.list_length;
-        args->list_shift = tqkv__list_shift(a->call.list_block);
-        args->list_inside = tqkv__list_inside(a);
-        args->list_base = tqkv__list_in_order(a) ? args->key_oldest_slot - args->list_inside : 0;
-        args->list_slots = tqkv__list_in_order(a) ? args->key_capacity : INT_MAX;
-    }
+    if (a->call.list) tqkv__plan_list_args(a, b->slice_end, args);
     if (!a->keys.n_pages) return;
     args->key_page_size = a->keys.page_size;
     args->value_page_size = a->values.page_size;
@@ -12514,13 +12573,19 @@ static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, in
     d->memory_each[3] = TQKV__MATRIX_STATE_BYTES(matrices);
 }
 
+/* Threadgroups of a KV head and split. */
+static size_t tqkv__row_blocks(const tqkv_metal_dispatch *d, const tqkv__attend_args *args, size_t columns)
+{
+    const bool list = d->kernel.constants[TQKV_FC_LIST] == 1 + true; /* then each query has threadgroups of its own */
+    const size_t n_queries = (size_t)args->n_queries, rows = (list ? 1 : n_queries) * (size_t)args->group;
+    return (rows + columns - 1) / columns * (list ? n_queries : 1);
+}
+
 TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
 {
     const int head_dim = d->kernel.head_dim * TQKV__DIM_UNIT, value_dim = d->kernel.value_dim * TQKV__DIM_UNIT;
     const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
     const tqkv__attend_args args = tqkv__attend_args_of(d);
-    const bool list = d->kernel.constants[TQKV_FC_LIST] == 1 + true; /* then each query has threadgroups of its own */
-    const size_t n_queries = (size_t)args.n_queries, rows = (list ? 1 : n_queries) * (size_t)args.group;
     if (columns > most) columns = most;
     d->kernel.family = matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND;
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
@@ -12531,7 +12596,7 @@ TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int column
         tqkv__plan_matrix_memory(d, (size_t)head_dim, columns);
     else
         tqkv__plan_attend_memory(d, (size_t)head_dim, (size_t)(value_dim ? value_dim : head_dim), columns);
-    d->grid[1] = (rows + (size_t)columns - 1) / (size_t)columns * (list ? n_queries : 1);
+    d->grid[1] = tqkv__row_blocks(d, &args, (size_t)columns);
 }
 
 TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d)
@@ -12583,10 +12648,10 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->tree, 0, false);
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
     tqkv__plan_bind_tail(d, a, b);
-    tqkv__plan_bind(d, "lists", 16, b->list, tqkv__list_rows_size(a), false);
+    tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
     tqkv__plan_constant(d, TQKV_FC_LIST, a->call.list != NULL);
     tqkv__plan_constant(d, TQKV_FC_SMALL_PAGES, tqkv__has_small_pages(a));
-    if (a->call.list) d->barrier = b->list.buffer;
+    if (a->call.list) d->barrier = b->list_rows.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
                          tqkv__plan_out_size(a, b), true);
     tqkv__plan_bind_slices(d, a, &b->slice);
@@ -12594,6 +12659,25 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     d->grid[0] = (size_t)a->n_kv_heads;
     d->grid[2] = (size_t)split->n_splits;
     d->n_simdgroups = split->n_simdgroups;
+}
+
+/* attend_list for a planned attend: it has its arguments. */
+static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                            const tqkv_metal_dispatch *attend)
+{
+    const size_t n_queries = (size_t)a->call.n_queries, n_rows = n_queries * (size_t)a->call.list_heads,
+                 length = (size_t)a->call.list_length;
+    tqkv__plan_begin(d, TQKV_METAL_ATTEND_LIST, 0, 0);
+    tqkv__plan_args(d, attend->arguments[0].bytes, attend->arguments[0].size);
+    tqkv__plan_bind(d, "list", 1, b->list, n_rows * length * sizeof(int32_t), false);
+    tqkv__plan_bind(d, "scratch", 2, b->list_rows, tqkv__list_rows_size(a), true);
+    tqkv__plan_bind(d, "tree", 3, b->tree, a->call.tree ? n_queries * sizeof(uint64_t) : 0, false);
+    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_LIST, b->tree, 0, false);
+    tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
+    tqkv__plan_constant(d, TQKV_FC_BATCH, false);
+    d->memory[0] = TQKV__SIMD_WIDTH * sizeof(uint32_t);
+    d->grid[0] = n_rows;
+    d->n_simdgroups = length / 32 < 31 ? (int)length / 32 + 1 : 32;
 }
 
 /* What all calls of attend_merge have; without what is read, and the centres. */
@@ -12672,47 +12756,77 @@ static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers
     if (i != 1 && a->exact[last][1]) buffers->values = b->ends[last][1];
 }
 
-/* A dispatch for each part of the context, then the merge: *n in all, at most TQKV__MOST_DISPATCHES. Partial results and
-   states of the first and last part lie before the others, whose number may be more than the merge reads. */
-static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__attend_buffers *b, size_t most_sums,
-                                        tqkv_metal_dispatch *d, int *n)
+/* Divides each part, and scratch: rows of lists, then sums, then states. Those of the first and last part lie before the others,
+   whose number may be more than the merge reads. *all: of all parts */
+static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__attend_buffers *b, const int64_t borders[4],
+                                     size_t most_sums, tqkv__split splits[TQKV__PARTS], tqkv__split *all)
 {
-    static const int order[3] = {0, 2, 1};
-    tqkv__split splits[3], all;
+    static const int order[] = {TQKV__FIRST_PART, TQKV__LAST_PART, TQKV__CODES_PART};
+    const bool halves = borders[0] < borders[1] || borders[2] < borders[3];
     tqkv__attention part;
     tqkv__attend_buffers buffers;
-    int64_t borders[4], first, end;
-    memset(splits, 0, sizeof splits);
-    memset(&all, 0, sizeof all);
-    tqkv__find_borders(a, b->slice_end, borders);
-    const bool halves = borders[0] < borders[1] || borders[2] < borders[3];
-    const tqkv_result seen = tqkv__check_non_causal(a);
-    if (seen != TQKV_OK) return seen;
-    for (int i = 0; i < 3; i++) {
+    int64_t first, end;
+    memset(splits, 0, TQKV__PARTS * sizeof *splits);
+    memset(all, 0, sizeof *all);
+    for (int i = 0; i < TQKV__PARTS; i++) {
         const int p = order[i];
         tqkv__split *own = &splits[p];
-        if (borders[p] == borders[p + 1] && (p != 1 || halves)) continue;
+        if (borders[p] == borders[p + 1] && (p != TQKV__CODES_PART || halves)) continue;
         tqkv__take_part(a, b, p, borders, &part, &buffers);
         tqkv__tiles_seen(&part, buffers.slice_end, &first, &end);
-        if (a->call.list) tqkv__listed_tiles(&part, &end);
-        const tqkv_result r = tqkv__choose_split(&part, first, end, p == 1 ? most_sums : SIZE_MAX, own);
+        if (a->call.list) tqkv__listed_tiles(&part, buffers.slice_end, &first, &end);
+        const tqkv_result r =
+            tqkv__choose_split(&part, first, end, p == TQKV__CODES_PART ? most_sums : SIZE_MAX, own);
         if (r != TQKV_OK) return r;
         if (own->scratch_size > SIZE_MAX / 4) return TQKV__INVALID("scratch of more than SIZE_MAX / 4 bytes");
-        own->sums_at = all.sums_size;
-        own->states_at = all.scratch_size - all.sums_size;
-        all.sums_size += own->sums_size;
-        all.scratch_size += own->scratch_size;
+        own->sums_at = all->sums_size;
+        own->states_at = all->scratch_size - all->sums_size;
+        own->list_at = all->list_at;
+        all->list_at += tqkv__list_rows_size(a);
+        all->sums_size += own->sums_size;
+        all->scratch_size += own->scratch_size;
     }
-    all.states_at = all.sums_size;
-    *n = 0;
-    for (int p = 0; p < 3; p++) {
-        if (!splits[p].n_partials) continue;
-        splits[p].states_at += all.sums_size;
-        tqkv__take_part(a, b, p, borders, &part, &buffers);
-        tqkv__plan_attend_splits(&d[(*n)++], &part, &buffers, &splits[p]);
-    }
-    tqkv__plan_attend_merge(&d[(*n)++], a, b, splits, &all);
+    all->states_at = all->sums_size;
     return TQKV_OK;
+}
+
+/* Lists and attend for each part of the context, then the merge. */
+static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__attend_buffers *b, size_t most_sums,
+                                        tqkv__attend_plan *plan)
+{
+    tqkv__split splits[TQKV__PARTS], all;
+    tqkv__attention part;
+    tqkv__attend_buffers behind = *b, buffers;
+    int64_t borders[4];
+    tqkv__find_borders(a, b->slice_end, borders);
+    tqkv_result r = tqkv__check_non_causal(a);
+    if (r == TQKV_OK) r = tqkv__split_parts(a, b, borders, most_sums, splits, &all);
+    if (r != TQKV_OK) return r;
+    behind.scratch = tqkv__buffer_after(b->scratch, all.list_at);
+    plan->listed = a->call.list != NULL;
+    plan->scratch_size = all.list_at + all.scratch_size;
+    for (int p = 0; p < TQKV__PARTS; p++) {
+        plan->has[p] = splits[p].n_partials > 0;
+        if (!plan->has[p]) continue;
+        splits[p].states_at += all.sums_size;
+        tqkv__take_part(a, &behind, p, borders, &part, &buffers);
+        buffers.list_rows = tqkv__buffer_after(b->scratch, splits[p].list_at);
+        tqkv__plan_attend_splits(&plan->attends[p], &part, &buffers, &splits[p]);
+        if (plan->listed) tqkv__plan_list(&plan->lists[p], &part, &buffers, &plan->attends[p]);
+    }
+    tqkv__plan_attend_merge(&plan->merge, a, &behind, splits, &all);
+    return TQKV_OK;
+}
+
+/* The dispatches of a plan, in their order: *n of them. */
+static void tqkv__order_dispatches(const tqkv__attend_plan *plan, tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES], int *n)
+{
+    *n = 0;
+    for (int p = 0; p < TQKV__PARTS; p++)
+        if (plan->has[p] && plan->listed) d[(*n)++] = plan->lists[p];
+    for (int p = 0; p < TQKV__PARTS; p++)
+        if (plan->has[p]) d[(*n)++] = plan->attends[p];
+    d[(*n)++] = plan->merge;
 }
 
 /* attend_merge of a slice of the caller: b->slice.to: adds it to another, else finishes it. */
@@ -12761,18 +12875,30 @@ static bool tqkv__stores_overlap(const tqkv_metal_store *a, const tqkv__stream *
             tqkv__bindings_overlap(&norms[0], &codes[1]) || tqkv__bindings_overlap(&norms[0], &norms[1]));
 }
 
+/* Whether keys and values lie in the same bytes in the same way. */
+static bool tqkv__plan_alike(const tqkv_metal_attention *from, const tqkv__attention *a)
+{
+    const tqkv__stream *k = &a->keys, *v = &a->values;
+    return tqkv__same_buffer(from->keys->codes, from->values->codes) && k->format == v->format &&
+           (!k->norms_size || tqkv__same_buffer(from->keys->norms, from->values->norms)) &&
+           k->head_dim == v->head_dim && from->keys->shape.capacity == from->values->shape.capacity &&
+           k->rotated == v->rotated && k->block_scale == v->block_scale;
+}
+
+/* Whether they are one stream. */
+static bool tqkv__plan_shared(const tqkv_metal_attention *from, const tqkv__attention *a)
+{
+    return tqkv__plan_alike(from, a) && from->keys->codes.buffer && tqkv__same_table(from->keys, from->values) &&
+           a->keys.ring == a->values.ring && tqkv__same_buffer(from->keys->center, from->values->center);
+}
+
 /* Streams that share bytes must be one stream, or by their page tables two in one pool. The tail lies in the keys' slots. */
 static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, const tqkv__attention *a)
 {
     const tqkv__stream *k = &a->keys, *v = &a->values;
-    const bool alike = tqkv__same_buffer(from->keys->codes, from->values->codes) && k->format == v->format &&
-                       (!k->norms_size || tqkv__same_buffer(from->keys->norms, from->values->norms)) &&
-                       k->head_dim == v->head_dim && from->keys->shape.capacity == from->values->shape.capacity &&
-                       k->rotated == v->rotated && k->block_scale == v->block_scale;
     const bool paged = from->keys->pages.buffer && from->values->pages.buffer;
-    const bool one = tqkv__same_table(from->keys, from->values) && k->ring == v->ring &&
-                     tqkv__same_buffer(from->keys->center, from->values->center);
-    if (!(alike && (one || paged)) && tqkv__stores_overlap(from->keys, k, from->values, v))
+    if (!(tqkv__plan_alike(from, a) && paged) && !tqkv__plan_shared(from, a) &&
+        tqkv__stores_overlap(from->keys, k, from->values, v))
         return TQKV__INVALID("keys and values share bytes, but are not described in the same way");
     if (!from->tail) return TQKV_OK;
     if (!tqkv__same_table(from->keys, from->tail)) return TQKV__INVALID("tail: the page table is not that of the keys");
@@ -12798,18 +12924,20 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
         shape->center = codes->shape.center;
         if (end->center.buffer != codes->center.buffer || end->center.offset != codes->center.offset)
             return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
-        if (end->pages.buffer || shape->n_pages || to->tail)
-            return TQKV__REFUSE(UNSUPPORTED,
-                                "exact_first or exact_last with pages of their own or a tail: not on a GPU");
+        if (to->tail) return TQKV__REFUSE(UNSUPPORTED, TQKV__TAIL_ENDS_ON_GPU);
+        if (end->pages.buffer || shape->n_pages)
+            return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last with pages of their own: not on a GPU");
     }
     return TQKV_OK;
 }
 
+/* In place of what the processor does not know. A tree of as many queries as one has: none sees any of its positions. */
+static const uint64_t tqkv__unknown_tree[64] = {0};
+static const int32_t tqkv__unknown_list[1] = {0};
+
 /* tqkv__attention_shape of `from` */
 static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan_call *call, tqkv__attention *a)
 {
-    static const uint64_t not_known[64] = {0}; /* of as many queries as a tree has: none sees any of its positions */
-    static const int32_t not_read[1] = {0};
     tqkv_attention *to = &call->attention;
     if (!from) return TQKV__INVALID("the attention is NULL");
     if (from->attention.tree && !from->tree.buffer) return TQKV__INVALID("tree: no buffer");
@@ -12824,8 +12952,8 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     to->values = &call->values;
     to->tail = from->tail ? &call->tail : NULL;
     if ((r = tqkv__plan_end_shapes(from, call)) != TQKV_OK) return r;
-    if (from->tree.buffer && !to->tree) to->tree = not_known;
-    if (from->list.buffer && !to->list) to->list = not_read;
+    if (from->tree.buffer && !to->tree) to->tree = tqkv__unknown_tree;
+    if (from->list.buffer && !to->list) to->list = tqkv__unknown_list;
     to->sinks = NULL;
     memset(&to->parallel, 0, sizeof to->parallel);
     memset(&to->allocator, 0, sizeof to->allocator);
@@ -12856,13 +12984,13 @@ static tqkv_result tqkv__plan_attention_positions(tqkv__attention *a)
 static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__attention *a, tqkv__attend_buffers *b)
 {
     if (!a->call.exact_first && !a->call.exact_last) return TQKV_OK;
-    if (a->call.list) return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
+    a->shared = tqkv__plan_shared(from, a);
     const tqkv_result r = tqkv__take_ends(a, tqkv__stream_shape);
     if (r != TQKV_OK) return r;
     b->ends[0][0] = from->first_keys;
-    b->ends[0][1] = from->first_values;
+    b->ends[0][1] = a->shared ? from->first_keys : from->first_values;
     b->ends[1][0] = from->last_keys;
-    b->ends[1][1] = from->last_values;
+    b->ends[1][1] = a->shared ? from->last_keys : from->last_values;
     for (int last = 0; last < 2; last++)
         if (a->keys.page_size && a->exact[last][0] != a->exact[last][1])
             return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
@@ -12871,9 +12999,27 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
     return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
 }
 
+/* Takes [first, first + count) if b says slice, else all resident positions, and checks the pages that the processor knows. */
+static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attention *a,
+                                    tqkv__attend_buffers *b)
+{
+    const bool known = !a->call.list || from->attention.list;
+    b->slice_end = a->call.end;
+    if (!b->slice.to) b->sinks = from->sinks;
+    if (b->slice.to) {
+        const tqkv_result r = tqkv__check_slice_range(a, first, count);
+        if (r != TQKV_OK) return r;
+        b->slice_end = first + count;
+    }
+    const int64_t from_position = b->slice.to ? first : a->first;
+    const tqkv_result r = known ? tqkv__check_seen(a, from_position, b->slice_end) : TQKV_OK;
+    a->first = from_position;
+    return r;
+}
+
 /* Attends to [first, first + count) if b says slice, else to all resident positions. */
 static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t first, int count, size_t most_sums,
-                                      tqkv__attend_buffers *b, tqkv_metal_dispatch *d, int *n)
+                                      tqkv__attend_buffers *b, tqkv__attend_plan *plan)
 {
     tqkv__plan_call call;
     tqkv__attention a;
@@ -12881,36 +13027,29 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
     if (r == TQKV_OK) r = tqkv__plan_check_streams(from, &a);
     if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
     if (r == TQKV_OK) r = tqkv__plan_ends(from, &a, b);
+    if (r == TQKV_OK) r = tqkv__plan_range(from, first, count, &a, b);
+    if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     if (r != TQKV_OK) return r;
     b->keys = from->keys;
     b->values = from->values;
     b->tail = from->tail;
     b->tree = from->tree;
-    b->slice_end = a.call.end;
-    b->list = b->scratch;
-    b->scratch = tqkv__buffer_after(b->scratch, tqkv__list_rows_size(&a));
-    if (b->slice.to) {
-        if (a.call.list) return TQKV__REFUSE(UNSUPPORTED, "lists in a slice: not on a GPU");
-        if ((r = tqkv__check_slice(&a, first, count)) != TQKV_OK) return r;
-        a.first = first;
-        b->slice_end = first + count;
-    } else {
-        b->sinks = from->sinks;
-        if (!a.call.list || from->attention.list) r = tqkv__check_seen(&a, a.first, a.call.end);
-        if (r != TQKV_OK) return r;
-    }
-    r = tqkv__plan_attention_positions(&a);
-    return r == TQKV_OK ? tqkv__plan_attention(&a, b, most_sums, d, n) : r;
+    b->list = from->list;
+    return tqkv__plan_attention(&a, b, most_sums, plan);
 }
 
-/* The same in two dispatches. */
-static tqkv_result tqkv__plan_pair(const tqkv_metal_attention *from, int64_t first, int count, size_t most_sums,
-                                   tqkv__attend_buffers *b, tqkv_metal_dispatch d[2])
+/* The same in attend and merge alone; lists come before, in tqkv_metal_plan_attend_list. */
+static tqkv_result tqkv__plan_pair(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attend_buffers *b,
+                                   tqkv_metal_dispatch d[2])
 {
-    int n;
+    tqkv__attend_plan plan;
     if (from && (from->attention.exact_first || from->attention.exact_last))
         return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
-    return tqkv__plan_call_of(from, first, count, most_sums, b, d, &n);
+    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &plan);
+    if (r != TQKV_OK) return r;
+    d[0] = plan.attends[TQKV__CODES_PART];
+    d[1] = plan.merge;
+    return TQKV_OK;
 }
 
 static tqkv__attend_buffers tqkv__buffers_of_call(tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
@@ -12927,57 +13066,57 @@ TQKV_API tqkv_result tqkv__plan_attend_parts(const tqkv_metal_attention *from, t
                                              tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
                                              int *n)
 {
+    tqkv__attend_plan plan;
     tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    return tqkv__plan_call_of(from, 0, 0, TQKV__MOST_SUMS, &b, d, n);
-}
-
-static tqkv_result tqkv__plan_item(const tqkv_metal_attention *from, tqkv_metal_buffer q, tqkv_metal_buffer scratch,
-                                   tqkv_metal_buffer out, size_t most_sums, tqkv_metal_dispatch d[2])
-{
-    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    return tqkv__plan_pair(from, 0, 0, most_sums, &b, d);
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *from, tqkv_metal_buffer scratch,
-                                                 tqkv_metal_dispatch *d)
-{
-    tqkv__plan_call call;
-    tqkv__attention a;
-    tqkv__list_args args;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    tqkv_result r = tqkv__plan_shape(from, &call, &a);
-    if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
-    if (r != TQKV_OK) return r;
-    if (!a.call.list) return TQKV__INVALID("list: no buffer");
-    if ((r = tqkv__check_non_causal(&a)) != TQKV_OK) return r;
-    const int64_t first_block = a.first / a.call.list_block;
-    const size_t n_rows = (size_t)a.call.n_queries * (size_t)a.call.list_heads;
-    args.n_queries = a.call.n_queries;
-    args.list_heads = a.call.list_heads;
-    args.list_length = a.call.list_length;
-    args.shift = tqkv__list_shift(a.call.list_block);
-    args.newest = a.call.list_newest;
-    args.kv_len = args.slice_end = (int32_t)(a.call.end - a.first);
-    tqkv__plan_seen(&a, &args.first_newest, &args.window);
-    args.first_block = first_block < INT_MAX ? (int32_t)first_block : INT_MAX;
-    args.inside = tqkv__list_inside(&a);
-    tqkv__plan_begin(d, TQKV_METAL_ATTEND_LIST, 0, 0);
-    tqkv__plan_args(d, &args, sizeof args);
-    tqkv__plan_bind(d, "list", 1, from->list, n_rows * (size_t)args.list_length * sizeof(int32_t), false);
-    tqkv__plan_bind(d, "scratch", 2, scratch, tqkv__list_rows_size(&a), true);
-    tqkv__plan_bind(d, "tree", 3, from->tree, a.call.tree ? (size_t)args.n_queries * sizeof(uint64_t) : 0, false);
-    tqkv__plan_constant(d, TQKV_FC_TREE, a.call.tree != NULL);
-    d->memory[0] = TQKV__SIMD_WIDTH * sizeof(uint32_t);
-    d->grid[0] = n_rows;
-    d->n_simdgroups = args.list_length / 32 < 31 ? args.list_length / 32 + 1 : 32;
-    return TQKV_OK;
+    const tqkv_result r = tqkv__plan_call_of(from, 0, 0, TQKV__MOST_SUMS, &b, &plan);
+    if (r == TQKV_OK) tqkv__order_dispatches(&plan, d, n);
+    return r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q,
                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2])
 {
     if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    return tqkv__plan_item(from, q, scratch, out, TQKV__MOST_SUMS, d);
+    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
+    return tqkv__plan_pair(from, 0, 0, &b, d);
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *from, tqkv_metal_buffer scratch,
+                                                 tqkv_metal_dispatch *d)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv__attend_plan plan;
+    tqkv__attend_buffers b = tqkv__buffers_of_call(none, scratch, none);
+    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    if (from && (from->attention.exact_first || from->attention.exact_last))
+        return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
+    const tqkv_result r = tqkv__plan_call_of(from, 0, 0, TQKV__MOST_SUMS, &b, &plan);
+    if (r != TQKV_OK) return r;
+    if (!plan.listed) return TQKV__INVALID("list: no buffer");
+    *d = plan.lists[TQKV__CODES_PART];
+    return TQKV_OK;
+}
+
+static tqkv__attend_buffers tqkv__buffers_of_slice(tqkv_metal_buffer q, tqkv_metal_buffer scratch,
+                                                   tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum)
+{
+    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
+    b.slice.to = true;
+    b.slice.max = max;
+    b.slice.sum = sum;
+    return b;
+}
+
+TQKV_API tqkv_result tqkv__plan_partial_parts(const tqkv_metal_attention *from, tqkv_metal_buffer q, int64_t first,
+                                              int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                              tqkv_metal_buffer max, tqkv_metal_buffer sum, tqkv_metal_dispatch *d,
+                                              int *n)
+{
+    tqkv__attend_plan plan;
+    tqkv__attend_buffers b = tqkv__buffers_of_slice(q, scratch, out, max, sum);
+    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, &b, &plan);
+    if (r == TQKV_OK) tqkv__order_dispatches(&plan, d, n);
+    return r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *from, tqkv_metal_buffer q,
@@ -12985,11 +13124,9 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *
                                                     tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum,
                                                     tqkv_metal_dispatch d[2])
 {
-    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    b.slice.to = true;
-    b.slice.max = max;
-    b.slice.sum = sum;
-    return tqkv__plan_pair(from, first, count, TQKV__MOST_SUMS, &b, d);
+    tqkv__attend_buffers b = tqkv__buffers_of_slice(q, scratch, out, max, sum);
+    if (from && from->list.buffer) return TQKV__REFUSE(UNSUPPORTED, TQKV__LISTS_IN_PLAN);
+    return tqkv__plan_pair(from, first, count, &b, d);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *from, tqkv_metal_buffer out,
@@ -13065,7 +13202,7 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums,
     const size_t stretches = most_sums + a->n_rows * 2 * sizeof(float);
     *bytes = split.scratch_size;
     if (split.sections_each == 1 && *bytes < stretches) *bytes = stretches;
-    *bytes += tqkv__list_rows_size(a);
+    *bytes += tqkv__list_rows_size(a) * (a->call.exact_first || a->call.exact_last ? TQKV__PARTS : 1);
     for (int last = 0; last < 2; last++) *bytes += tqkv__scratch_of_end(a, last);
     return TQKV_OK;
 }
@@ -13105,27 +13242,29 @@ static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return tqkv_
 
 typedef struct tqkv__batch {
     const tqkv_metal_attention *items;
-    int n;
+    int n, tables; /* tqkv__batch_tables */
     const tqkv_metal_buffer *q, *out;
     tqkv_metal_buffer arguments, scratch;
     bool matrices;
 } tqkv__batch;
 
 /* Item i alone, with the scratch from *used on. An item without positions has no partial results. */
-static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *used, tqkv_metal_dispatch d[2])
+static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *used, tqkv__attend_plan *own)
 {
-    const tqkv_result r = tqkv__plan_item(&b->items[i], b->q[i], tqkv__buffer_after(b->scratch, *used), b->out[i],
-                                          (size_t)TQKV__MOST_SUMS / (size_t)b->n, d);
+    tqkv__attend_buffers buffers =
+        tqkv__buffers_of_call(b->q[i], tqkv__buffer_after(b->scratch, *used), b->out[i]);
+    const tqkv_result r =
+        tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)b->n, &buffers, own);
     if (r != TQKV_OK) return r;
-    if (!b->matrices) tqkv_metal_plan_lanes(d);
-    if (tqkv__sees_nothing(d)) {
-        tqkv__merge_args merge = tqkv__merge_args_of(&d[1]);
+    for (int p = 0; p < TQKV__PARTS && !b->matrices; p++)
+        if (own->has[p]) tqkv_metal_plan_lanes(&own->attends[p]);
+    if (own->has[TQKV__CODES_PART] && tqkv__sees_nothing(&own->attends[TQKV__CODES_PART])) {
+        tqkv__merge_args merge = tqkv__merge_args_of(&own->merge);
         merge.n_partials = merge.before = 0;
-        tqkv__replace_args(&d[1], &merge);
+        tqkv__replace_args(&own->merge, &merge);
     }
-    const size_t bytes = tqkv__binding_at(d, 6)->size + tqkv__binding_at(d, 7)->size;
-    if (bytes > SIZE_MAX / 2 - *used) return TQKV__INVALID("scratch of more than SIZE_MAX / 2 bytes");
-    *used += bytes;
+    if (own->scratch_size > SIZE_MAX / 2 - *used) return TQKV__INVALID("scratch of more than SIZE_MAX / 2 bytes");
+    *used += own->scratch_size;
     return TQKV_OK;
 }
 
@@ -13147,10 +13286,11 @@ static tqkv_result tqkv__join_binding(tqkv_metal_binding *all, const tqkv_metal_
     return TQKV_OK;
 }
 
-/* Adds the plan of an item to that of the items before it. */
+/* Adds a dispatch of an item to that of the items before it. */
 static tqkv_result tqkv__join(tqkv_metal_dispatch *all, const tqkv_metal_dispatch *one)
 {
-    const bool attend = one->kernel.family != TQKV_METAL_ATTEND_MERGE;
+    const bool merge = one->kernel.family == TQKV_METAL_ATTEND_MERGE,
+               attend = !merge && one->kernel.family != TQKV_METAL_ATTEND_LIST;
     const tqkv__attend_args args = tqkv__attend_args_of(one);
     tqkv__attend_args all_args = tqkv__attend_args_of(all);
     uint8_t *constants = all->kernel.constants;
@@ -13159,9 +13299,9 @@ static tqkv_result tqkv__join(tqkv_metal_dispatch *all, const tqkv_metal_dispatc
     if (attend) same = same && all->grid[0] == one->grid[0] && all_args.group == args.group;
     for (int i = 0; i < TQKV_METAL_CONSTANTS; i++) {
         const uint8_t own = one->kernel.constants[i];
-        if (!attend || !tqkv__joins(i)) same = same && constants[i] == own;
-        if (attend && tqkv__joins(i) && (i == TQKV_FC_SAME_SLOTS ? own < constants[i] : own > constants[i]))
-            constants[i] = own;
+        const bool joins = !merge && tqkv__joins(i);
+        if (!joins) same = same && constants[i] == own;
+        if (joins && (i == TQKV_FC_SAME_SLOTS ? own < constants[i] : own > constants[i])) constants[i] = own;
     }
     if (!same) return TQKV__REFUSE(UNSUPPORTED, "items of a batch differ in heads, formats, types or options");
     tqkv_result r = TQKV_OK;
@@ -13175,89 +13315,185 @@ static tqkv_result tqkv__join(tqkv_metal_dispatch *all, const tqkv_metal_dispatc
     return r;
 }
 
+/* Adds the parts of an item. */
+static tqkv_result tqkv__join_parts(tqkv__attend_plan *all, const tqkv__attend_plan *own)
+{
+    tqkv_result r = tqkv__join(&all->merge, &own->merge);
+    if (all->listed != own->listed) return TQKV__REFUSE(UNSUPPORTED, "some items of a batch have lists, others none");
+    for (int p = 0; p < TQKV__PARTS && r == TQKV_OK; p++) {
+        if (!own->has[p]) continue;
+        if (!all->has[p]) {
+            all->attends[p] = own->attends[p];
+            all->lists[p] = own->lists[p];
+            all->has[p] = true;
+        }
+        r = tqkv__join(&all->attends[p], &own->attends[p]);
+        if (r == TQKV_OK && own->listed) r = tqkv__join(&all->lists[p], &own->lists[p]);
+    }
+    return r;
+}
+
 /* All items' plans in one, and the bytes of scratch. */
-static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv_metal_dispatch d[2])
+static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__attend_plan *all)
 {
     bool paged = false, unpaged = false;
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < b->n; i++) {
-        tqkv_metal_dispatch own[2];
-        if (b->items[i].list.buffer) return TQKV__REFUSE(UNSUPPORTED, "lists in a batch: not on a GPU");
-        if ((r = tqkv__plan_batch_item(b, i, used, own)) != TQKV_OK) return r;
+        tqkv__attend_plan own;
+        if ((r = tqkv__plan_batch_item(b, i, used, &own)) != TQKV_OK) return r;
         if (b->items[i].sinks.buffer != b->items[0].sinks.buffer ||
             b->items[i].sinks.offset != b->items[0].sinks.offset)
             return TQKV__REFUSE(UNSUPPORTED, "items of a batch differ in their sinks");
-        const bool has_pages = own->kernel.constants[TQKV_FC_PAGES] > 1;
-        paged = paged || has_pages;
-        unpaged = unpaged || (!has_pages && !tqkv__sees_nothing(own));
-        if (i == 0) {
-            d[0] = own[0];
-            d[1] = own[1];
+        if (own.has[TQKV__CODES_PART]) {
+            const tqkv_metal_dispatch *codes = &own.attends[TQKV__CODES_PART];
+            const bool has_pages = codes->kernel.constants[TQKV_FC_PAGES] > 1;
+            paged = paged || has_pages;
+            unpaged = unpaged || (!has_pages && !tqkv__sees_nothing(codes));
         }
-        for (int j = 0; r == TQKV_OK && j < 2; j++) r = tqkv__join(&d[j], &own[j]);
+        if (i == 0) *all = own;
+        r = tqkv__join_parts(all, &own);
     }
     if (r != TQKV_OK || !paged) return r;
     if (unpaged) return TQKV__REFUSE(UNSUPPORTED, "some items of a batch have pages, others have none");
-    if (d->kernel.constants[TQKV_FC_SMALL_PAGES] != 1 + true)
-        tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, false); /* items without positions look at no slot */
+    tqkv_metal_dispatch *codes = &all->attends[TQKV__CODES_PART];
+    if (codes->kernel.constants[TQKV_FC_SMALL_PAGES] != 1 + true)
+        tqkv__plan_constant(codes, TQKV_FC_SHORT_STORE, false); /* items without positions look at no slot */
     return TQKV_OK;
 }
+
+/* Where an array of an item is: its number in what is bound for all, and in the item's plan. */
+typedef struct tqkv__batch_array {
+    int bound, index;
+    size_t unit;
+    uint32_t *offset;
+} tqkv__batch_array;
 
 /* The place of an item's array in what is bound for all; 0 if it has none. */
-static bool tqkv__item_offset(const tqkv_metal_binding *all, const tqkv_metal_binding *one, size_t unit,
-                              uint32_t *offset)
+static tqkv_result tqkv__write_offsets(tqkv_metal_dispatch *all, tqkv_metal_dispatch *one,
+                                       const tqkv__batch_array *arrays, size_t n)
 {
-    const size_t at = one->size ? (one->at.offset - all->at.offset) / unit : 0;
-    *offset = (uint32_t)at;
-    return at <= UINT32_MAX;
-}
-
-static tqkv_result tqkv__write_offsets(tqkv_metal_dispatch all[2], tqkv_metal_dispatch one[2], tqkv__batch_item *to)
-{
-    const struct {
-        int dispatch, bound, index; /* bound: where the kernel has it, index: in the plan of an item */
-        size_t unit;
-        uint32_t *offset;
-    } arrays[] = {{0, 1, 1, TQKV__ROWS_UNIT, &to->q}, {0, 2, 2, TQKV__CODES_UNIT, &to->key_codes},
-                  {0, 3, 3, 4, &to->key_norms},       {0, 4, 4, TQKV__CODES_UNIT, &to->value_codes},
-                  {0, 5, 5, 4, &to->value_norms},     {0, 6, 6, 4, &to->partial_out},
-                  {0, 6, 7, 4, &to->partial_state},   {0, 8, 8, 4, &to->key_center},
-                  {0, 9, 9, 4, &to->key_pages},       {0, 10, 10, 4, &to->value_pages},
-                  {0, 11, 11, 4, &to->tree},          {1, 4, 4, TQKV__ROWS_UNIT, &to->out},
-                  {1, 5, 5, 4, &to->value_center},    {0, 13, 13, TQKV__CODES_UNIT, &to->tail_codes},
-                  {0, 14, 14, 4, &to->tail_norms},    {0, 15, 15, 4, &to->tail_center}};
-    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
-        tqkv_metal_dispatch *bound = &all[arrays[i].dispatch], *own = &one[arrays[i].dispatch];
-        if (!tqkv__item_offset(tqkv__binding_at(bound, arrays[i].bound), tqkv__binding_at(own, arrays[i].index),
-                               arrays[i].unit, arrays[i].offset))
-            return TQKV__REFUSE(UNSUPPORTED, "arrays of a batch's items lie too far apart");
+    for (size_t i = 0; i < n; i++) {
+        const tqkv_metal_binding *bound = tqkv__binding_at(all, arrays[i].bound),
+                                 *own = tqkv__binding_at(one, arrays[i].index);
+        const size_t at = own->size ? (own->at.offset - bound->at.offset) / arrays[i].unit : 0;
+        if (at > UINT32_MAX) return TQKV__REFUSE(UNSUPPORTED, "arrays of a batch's items lie too far apart");
+        *arrays[i].offset = (uint32_t)at;
     }
     return TQKV_OK;
+}
+
+/* Part p of an item. */
+static tqkv_result tqkv__write_part(tqkv__attend_plan *all, tqkv__attend_plan *own, int p, tqkv__batch_item *to)
+{
+    const tqkv__batch_array arrays[] = {
+        {1, 1, TQKV__ROWS_UNIT, &to->q},        {2, 2, TQKV__CODES_UNIT, &to->key_codes},
+        {3, 3, 4, &to->key_norms},              {4, 4, TQKV__CODES_UNIT, &to->value_codes},
+        {5, 5, 4, &to->value_norms},            {6, 6, 4, &to->partial_out},
+        {6, 7, 4, &to->partial_state},          {8, 8, 4, &to->key_center},
+        {9, 9, 4, &to->key_pages},              {10, 10, 4, &to->value_pages},
+        {11, 11, 4, &to->tree},                 {13, 13, TQKV__CODES_UNIT, &to->tail_codes},
+        {14, 14, 4, &to->tail_norms},           {15, 15, 4, &to->tail_center},
+        {6, 16, 4, &to->list_rows}};
+    const tqkv__batch_array list = {1, 1, 4, &to->list};
+    to->attend = tqkv__attend_args_of(&own->attends[p]);
+    const tqkv_result r =
+        tqkv__write_offsets(&all->attends[p], &own->attends[p], arrays, sizeof arrays / sizeof *arrays);
+    return r == TQKV_OK && own->listed ? tqkv__write_offsets(&all->lists[p], &own->lists[p], &list, 1) : r;
+}
+
+/* The merge of an item. */
+static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *own, tqkv__batch_item *to)
+{
+    const tqkv__batch_array arrays[] = {{1, 1, 4, &to->partial_out},
+                                        {1, 2, 4, &to->partial_state},
+                                        {4, 4, TQKV__ROWS_UNIT, &to->out},
+                                        {5, 5, 4, &to->value_center}};
+    to->merge = tqkv__merge_args_of(&own->merge);
+    return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays);
+}
+
+/* An item is described once for each part and once for the merge, which look for other numbers of threadgroups and other parts
+   of scratch; without halves once for all. */
+static int tqkv__batch_tables(const tqkv_metal_attention *items, int n)
+{
+    for (int i = 0; i < n; i++)
+        if (items[i].attention.exact_first || items[i].attention.exact_last) return TQKV__PARTS + 1;
+    return 1;
+}
+
+static size_t tqkv__batch_table_size(int n)
+{
+    const size_t unit = TQKV__ARGUMENTS_ALIGNMENT;
+    return ((size_t)n * sizeof(tqkv__batch_item) + unit - 1) / unit * unit;
+}
+
+TQKV_API tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes)
+{
+    const int n = tqkv__batch_tables(items, n_items);
+    if ((size_t)n_items > SIZE_MAX / 8 / sizeof(tqkv__batch_item)) return TQKV__INVALID("n_items is too large");
+    *bytes = n > 1 ? (size_t)n * tqkv__batch_table_size(n_items) : (size_t)n_items * sizeof(tqkv__batch_item);
+    return TQKV_OK;
+}
+
+/* Table number `number` of b->tables, or the only one. */
+static tqkv__batch_item *tqkv__batch_table(const tqkv__batch *b, void *contents, int number)
+{
+    char *first = (char *)contents;
+    return (tqkv__batch_item *)(void *)(first + (b->tables > 1 ? (size_t)number * tqkv__batch_table_size(b->n) : 0));
+}
+
+/* Threadgroups and rows of the items so far. */
+typedef struct tqkv__batch_counts {
+    size_t groups[TQKV__PARTS], lists[TQKV__PARTS], rows;
+} tqkv__batch_counts;
+
+/* Writes item i into all tables. */
+static tqkv_result tqkv__write_item(const tqkv__batch *b, int i, void *contents, tqkv__attend_plan *own,
+                                    tqkv__attend_plan *all, tqkv__batch_counts *counts)
+{
+    tqkv_result r = TQKV_OK;
+    for (int t = 0; t < b->tables; t++) {
+        tqkv__batch_item *to = tqkv__batch_table(b, contents, t) + i;
+        memset(to, 0, sizeof *to);
+        to->n_items = b->n;
+        to->first_row = (int32_t)counts->rows;
+    }
+    for (int p = 0; p < TQKV__PARTS && r == TQKV_OK; p++) {
+        const tqkv_metal_dispatch *attend = &all->attends[p];
+        tqkv__batch_item *to = tqkv__batch_table(b, contents, p) + i;
+        if (b->tables > 1 || p == TQKV__CODES_PART) to->first_group = (int32_t)counts->groups[p];
+        if (b->tables > 1 || p == TQKV__CODES_PART) to->first_list = (int32_t)counts->lists[p];
+        if (!own->has[p]) continue;
+        r = tqkv__write_part(all, own, p, to);
+        counts->groups[p] += tqkv__row_blocks(attend, &to->attend, (size_t)attend->kernel.constants[TQKV_FC_COLUMNS] - 1) *
+                             own->attends[p].grid[2];
+        if (own->listed) counts->lists[p] += own->lists[p].grid[0];
+        if (counts->groups[p] > INT_MAX || counts->lists[p] > INT_MAX)
+            return TQKV__INVALID("a batch of 2^31 rows or threadgroups");
+    }
+    counts->rows += own->merge.grid[0];
+    if (counts->rows > INT_MAX) return TQKV__INVALID("a batch of 2^31 rows or threadgroups");
+    return r == TQKV_OK ? tqkv__write_merge(all, own, tqkv__batch_table(b, contents, TQKV__PARTS) + i) : r;
 }
 
 /* Writes the items, and counts their threadgroups and rows. */
-static tqkv_result tqkv__write_items(const tqkv__batch *b, tqkv__batch_item *items, tqkv_metal_dispatch d[2])
+static tqkv_result tqkv__write_items(const tqkv__batch *b, void *contents, tqkv__attend_plan *all)
 {
-    const size_t columns = (size_t)d->kernel.constants[TQKV_FC_COLUMNS] - 1;
-    size_t used = 0, groups = 0, n_rows = 0;
+    tqkv__batch_counts counts;
+    size_t used = 0;
+    memset(&counts, 0, sizeof counts);
     for (int i = 0; i < b->n; i++) {
-        tqkv_metal_dispatch own[2];
-        tqkv_result r = tqkv__plan_batch_item(b, i, &used, own);
-        if (r == TQKV_OK) r = tqkv__write_offsets(d, own, &items[i]);
+        tqkv__attend_plan own;
+        tqkv_result r = tqkv__plan_batch_item(b, i, &used, &own);
+        if (r == TQKV_OK) r = tqkv__write_item(b, i, contents, &own, all, &counts);
         if (r != TQKV_OK) return r;
-        items[i].attend = tqkv__attend_args_of(&own[0]);
-        items[i].merge = tqkv__merge_args_of(&own[1]);
-        const size_t rows = (size_t)items[i].attend.n_queries * (size_t)items[i].attend.group;
-        items[i].n_items = b->n;
-        items[i].first_group = (int32_t)groups;
-        items[i].first_row = (int32_t)n_rows;
-        groups += (rows + columns - 1) / columns * own->grid[2];
-        n_rows += own[1].grid[0];
-        if (groups > INT_MAX || n_rows > INT_MAX) return TQKV__INVALID("a batch of 2^31 rows or threadgroups");
     }
-    d[0].grid[1] = 1;
-    d[0].grid[2] = groups;
-    d[1].grid[0] = n_rows;
+    for (int p = 0; p < TQKV__PARTS; p++) {
+        all->attends[p].grid[1] = 1;
+        all->attends[p].grid[2] = counts.groups[p];
+        all->lists[p].grid[0] = counts.lists[p];
+    }
+    all->merge.grid[0] = counts.rows;
     return TQKV_OK;
 }
 
@@ -13296,21 +13532,67 @@ static bool tqkv__outputs_overlap(const tqkv__batch_item *items, int n, size_t v
     return false;
 }
 
-/* What one dispatch for all items has in place of an item's: the items, all scratch, and a threadgroup's memory. */
-static void tqkv__plan_joined(const tqkv__batch *b, size_t used, tqkv_metal_dispatch d[2])
+/* What one dispatch for all items has in place of an item's: the items and all scratch. scratch: index of partial results, or of
+   rows of lists */
+static void tqkv__plan_joined(const tqkv__batch *b, int table, size_t used, int items, int scratch,
+                              tqkv_metal_dispatch *d)
 {
-    const int sums[2] = {6, 1}, items[2] = {TQKV__ITEMS_OF_ATTEND, TQKV__ITEMS_OF_MERGE};
-    for (int i = 0; i < 2; i++) {
-        tqkv_metal_binding *scratch = tqkv__binding_at(&d[i], sums[i]), *at = tqkv__binding_at(&d[i], items[i]);
-        scratch->at = b->scratch;
-        scratch->size = used;
-        tqkv__binding_at(&d[i], sums[i] + 1)->size = 0; /* the items say where the states are */
-        at->at = b->arguments;
-        at->size = (size_t)b->n * sizeof(tqkv__batch_item);
-        at->alignment = TQKV__ARGUMENTS_ALIGNMENT;
-        tqkv__plan_constant(&d[i], TQKV_FC_BATCH, true);
+    tqkv_metal_binding *sums = tqkv__binding_at(d, scratch), *at = tqkv__binding_at(d, items);
+    sums->at = b->scratch;
+    sums->size = used;
+    at->at = tqkv__buffer_after(b->arguments, b->tables > 1 ? (size_t)table * tqkv__batch_table_size(b->n) : 0);
+    at->size = (size_t)b->n * sizeof(tqkv__batch_item);
+    at->alignment = TQKV__ARGUMENTS_ALIGNMENT;
+    tqkv__plan_constant(d, TQKV_FC_BATCH, true);
+}
+
+/* The items say where states and rows of lists are in scratch. */
+static void tqkv__plan_all_joined(const tqkv__batch *b, size_t used, tqkv__attend_plan *all)
+{
+    for (int p = 0; p < TQKV__PARTS; p++) {
+        tqkv_metal_dispatch *d = &all->attends[p];
+        if (!all->has[p]) continue;
+        tqkv__plan_joined(b, p, used, TQKV__ITEMS_OF_ATTEND, 6, d);
+        tqkv__binding_at(d, 7)->size = tqkv__binding_at(d, 16)->size = 0;
+        tqkv__plan_columns(d, d->kernel.family == TQKV_METAL_ATTEND_MATRIX, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
+        if (all->listed) tqkv__plan_joined(b, p, used, TQKV__ITEMS_OF_LIST, 2, &all->lists[p]);
     }
-    tqkv__plan_columns(d, d->kernel.family == TQKV_METAL_ATTEND_MATRIX, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
+    tqkv__plan_joined(b, TQKV__PARTS, used, TQKV__ITEMS_OF_MERGE, 1, &all->merge);
+    tqkv__binding_at(&all->merge, 2)->size = 0;
+}
+
+/* items: at least one */
+static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__attend_plan *all)
+{
+    size_t used = 0;
+    if (!b->items || !b->q || !b->out || !contents) return TQKV__INVALID("items, q, out or contents is NULL");
+    tqkv_result r = tqkv__join_items(b, &used, all);
+    if (r != TQKV_OK) return r;
+    tqkv__plan_all_joined(b, used, all);
+    if ((r = tqkv__write_items(b, contents, all)) != TQKV_OK) return r;
+    const int head_dim = all->merge.kernel.head_dim * TQKV__DIM_UNIT,
+              type = all->merge.kernel.constants[TQKV_FC_TYPE] - 1;
+    const size_t value = tqkv__type_size((tqkv_type)type);
+    const tqkv__batch_item *merges = tqkv__batch_table(b, contents, TQKV__PARTS);
+    return tqkv__outputs_overlap(merges, b->n, value, head_dim) ? TQKV__INVALID("outputs of a batch overlap")
+                                                                : TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv__plan_batch_parts(const tqkv_metal_attention *items, int n_items, const tqkv_metal_buffer *q,
+                                            tqkv_metal_buffer arguments, void *contents, tqkv_metal_buffer scratch,
+                                            const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch *d,
+                                            int *n)
+{
+    tqkv__attend_plan all;
+    memset(d, 0, 2 * sizeof *d);
+    *n = 2;
+    if (n_items < 0) return TQKV__INVALID("n_items is negative");
+    if (n_items == 0) return TQKV_OK;
+    const int tables = items ? tqkv__batch_tables(items, n_items) : 1;
+    const tqkv__batch b = {items, n_items, tables, q, out, arguments, scratch, matrices};
+    const tqkv_result r = tqkv__plan_batch(&b, contents, &all);
+    if (r == TQKV_OK) tqkv__order_dispatches(&all, d, n);
+    return r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
@@ -13318,21 +13600,18 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *it
                                                   void *contents, tqkv_metal_buffer scratch,
                                                   const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch d[2])
 {
-    const tqkv__batch b = {items, n_items, q, out, arguments, scratch, matrices};
-    tqkv__batch_item *to = (tqkv__batch_item *)contents;
-    size_t used = 0;
+    tqkv_metal_dispatch all[TQKV__MOST_DISPATCHES];
+    int n;
     if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    memset(d, 0, 2 * sizeof *d);
-    if (n_items < 0) return TQKV__INVALID("n_items is negative");
-    if (n_items == 0) return TQKV_OK;
-    if (!items || !q || !out || !contents) return TQKV__INVALID("items, q, out or contents is NULL");
-    tqkv_result r = tqkv__join_items(&b, &used, d);
-    if (r != TQKV_OK) return r;
-    tqkv__plan_joined(&b, used, d);
-    if ((r = tqkv__write_items(&b, to, d)) != TQKV_OK) return r;
-    const int head_dim = d[1].kernel.head_dim * TQKV__DIM_UNIT, type = d[1].kernel.constants[TQKV_FC_TYPE] - 1;
-    const size_t value = tqkv__type_size((tqkv_type)type);
-    return tqkv__outputs_overlap(to, n_items, value, head_dim) ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
+    for (int i = 0; items && i < n_items; i++) {
+        if (items[i].list.buffer) return TQKV__REFUSE(UNSUPPORTED, TQKV__LISTS_IN_PLAN);
+        if (items[i].attention.exact_first || items[i].attention.exact_last)
+            return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
+    }
+    const tqkv_result r =
+        tqkv__plan_batch_parts(items, n_items, q, arguments, contents, scratch, out, matrices, all, &n);
+    for (int i = 0; i < 2; i++) d[i] = all[i];
+    return r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
@@ -13341,16 +13620,15 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attenti
     size_t all = 0, own = 0;
     if (n_items < 0 || (n_items && !items) || !arguments || !scratch)
         return TQKV__INVALID("n_items is negative, or items, arguments or scratch is NULL");
-    if (!tqkv__size_multiply((size_t)n_items, sizeof(tqkv__batch_item), arguments))
-        return TQKV__INVALID("n_items is too large");
-    for (int i = 0; i < n_items; i++) {
-        const tqkv_result r = tqkv__plan_scratch_within(&items[i], (size_t)TQKV__MOST_SUMS / (size_t)n_items, &own);
+    tqkv_result r = tqkv__batch_arguments(items, n_items, arguments);
+    for (int i = 0; i < n_items && r == TQKV_OK; i++) {
+        r = tqkv__plan_scratch_within(&items[i], (size_t)TQKV__MOST_SUMS / (size_t)n_items, &own);
         if (r != TQKV_OK) return r;
         if (own > SIZE_MAX - all) return TQKV__INVALID("scratch of more than SIZE_MAX bytes");
         all += own;
     }
     *scratch = all;
-    return TQKV_OK;
+    return r;
 }
 
 /* ---- Indexes ---- */
@@ -13627,27 +13905,55 @@ TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buf
                                              tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                              tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n)
 {
-    const bool tail = c->tail.head_dim > 0;
+    const bool tail = c->tail.head_dim > 0, apart = tail && !c->shared;
+    const int64_t end = c->attention.end;
     const tqkv_strides none = {0, 0};
     tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
-                     others = tqkv__store_in_buffer(c, memory, tail ? &c->tail : &c->values);
+                     others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
     keys.shape.strides = packed ? none : c->keys.strides;
     others.shape.strides = packed ? none : c->values.strides;
     tqkv_result r = c->shared && !tail
-                        ? tqkv_metal_plan_encode(&keys, k, n_tokens, c->attention.end, not_finite, d)
-                        : tqkv_metal_plan_encode_kv(&keys, &others, k, v, n_tokens, c->attention.end, not_finite, d);
+                        ? tqkv_metal_plan_encode(&keys, k, n_tokens, end, not_finite, d)
+                        : tqkv_metal_plan_encode_kv(&keys, &others, k, v, n_tokens, end, not_finite, d);
     *n = 1;
+    if (r == TQKV_OK && apart) {
+        tqkv_metal_store third = tqkv__store_in_buffer(c, memory, &c->tail);
+        third.shape.strides = none;
+        const tqkv_metal_binding *rows = tqkv__binding_at(d, 1);
+        r = tqkv_metal_plan_encode(&third, tqkv__buffer_after(rows->at, rows->size), n_tokens, end, not_finite,
+                                   &d[(*n)++]);
+    }
     for (int first = 0; r == TQKV_OK && first <= 2; first += 2)
         r = tqkv__plan_append_halves(c, memory, packed, first, k, v, n_tokens, not_finite, d, n);
     return r;
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, size_t rows_sizes[2],
-                                            size_t *scratch_size)
+/* The attention of a cache with the lists and the tree of `some`, of which the processor may not know the contents. */
+static tqkv_result tqkv__plan_cache_open(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
+                                         tqkv__attention *a)
+{
+    tqkv_attention call;
+    if (!c || n_queries <= 0) return TQKV__INVALID("the cache is NULL or n_queries not positive");
+    if (some && some->attention.tree && !some->tree.buffer) return TQKV__INVALID("tree: no buffer");
+    if (some && some->attention.list && !some->list.buffer) return TQKV__INVALID("list: no buffer");
+    memset(&call, 0, sizeof call);
+    if (some && some->tree.buffer) call.tree = some->attention.tree ? some->attention.tree : tqkv__unknown_tree;
+    tqkv_result r = tqkv__cache_attention(c, some ? &call : NULL, n_queries, a);
+    if (r != TQKV_OK || !some || !some->list.buffer) return r;
+    a->call.list = some->attention.list ? some->attention.list : tqkv__unknown_list;
+    a->call.list_length = some->attention.list_length;
+    a->call.list_heads = some->attention.list_heads;
+    a->call.list_block = some->attention.list_block;
+    a->call.list_newest = some->attention.list_newest;
+    r = some->attention.list ? tqkv__check_list(a) : tqkv__list_shape(a);
+    return r == TQKV_OK ? tqkv__check_list_rows(a) : r;
+}
+
+TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
+                                            size_t rows_sizes[2], size_t *scratch_size)
 {
     tqkv__attention a;
-    if (!c || n_queries <= 0) return TQKV__INVALID("the cache is NULL or n_queries not positive");
-    const tqkv_result r = tqkv__cache_attention(c, NULL, n_queries, &a);
+    const tqkv_result r = tqkv__plan_cache_open(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
     rows_sizes[0] = a.q_elements * tqkv__type_size(a.call.query_type);
     rows_sizes[1] = a.out_elements * tqkv__type_size(a.call.output_type);
@@ -13657,13 +13963,14 @@ TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, int n_queries, 
 }
 
 TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
-                                             tqkv_metal_buffer out, tqkv_metal_dispatch *d, int *n)
+                                             const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
+                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
+                                             int *n)
 {
     const tqkv_strides none = {0, 0};
     tqkv__attention a;
-    if (!c || n_queries <= 0) return TQKV__INVALID("the cache is NULL or n_queries not positive");
-    tqkv_result r = tqkv__cache_attention(c, NULL, n_queries, &a);
+    tqkv__attend_plan plan;
+    tqkv_result r = tqkv__plan_cache_open(c, some, n_queries, &a);
     if (packed) a.call.query_strides = a.call.output_strides = none;
     if (r == TQKV_OK) r = tqkv__take_strides(&a);
     if (r == TQKV_OK) r = tqkv__check_call_strides(&a);
@@ -13677,13 +13984,17 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
     b.values = &values;
     b.slice_end = a.call.end;
     if (a.call.sinks) b.sinks = tqkv__buffer_of_part(c, memory, a.call.sinks);
+    if (some) b.list = some->list;
+    if (some) b.tree = some->tree;
     tqkv_metal_store ends[TQKV__CACHE_ENDS];
     for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
         if (!a.exact[i / 2][i % 2]) continue;
-        ends[i] = tqkv__store_in_buffer(c, memory, tqkv__end_of(c, i));
+        ends[i] = tqkv__store_in_buffer(c, memory, tqkv__end_of(c, c->shared ? i - i % 2 : i));
         b.ends[i / 2][i % 2] = &ends[i];
     }
-    return tqkv__plan_attention(&a, &b, TQKV__MOST_SUMS, d, n);
+    r = tqkv__plan_attention(&a, &b, TQKV__MOST_SUMS, &plan);
+    if (r == TQKV_OK) tqkv__order_dispatches(&plan, d, n);
+    return r;
 }
 
 TQKV_API bool tqkv_metal_has_matrices(const void *bytes)

@@ -367,11 +367,11 @@ static tqkv_result tqkv__refuse(tqkv_metal *m, tqkv_result r, const char *call)
                       r == TQKV_UNSUPPORTED ? "; " TQKV__KERNELS_TEXT : "");
 }
 
-/* Records up to TQKV_METAL_CHOOSE_DISPATCHES dispatches, or nothing. planned: the result of tqkv.h's checks. */
+/* Records up to TQKV__MOST_DISPATCHES dispatches, or nothing. planned: the result of tqkv.h's checks. */
 static tqkv_result tqkv__record(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const char *call,
                                 tqkv_result planned, const tqkv_metal_dispatch *d, int n)
 {
-    const tqkv__pipeline *pipelines[1 + TQKV__MOST_DISPATCHES];
+    const tqkv__pipeline *pipelines[TQKV__MOST_DISPATCHES];
     tqkv_result r = planned;
     if (!m) return TQKV_INVALID_ARGUMENT;
     if (r != TQKV_OK) return tqkv__refuse(m, r, call);
@@ -572,7 +572,7 @@ static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_d
     return true;
 }
 
-/* Records a planned attention: the last two of n dispatches. */
+/* Records a planned attention of n dispatches. */
 static tqkv_result tqkv__record_attend(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const char *call,
                                        tqkv_result planned, tqkv_metal_dispatch *d, int n)
 {
@@ -586,21 +586,20 @@ static tqkv_result tqkv__record_attend(tqkv_metal *m, id<MTLComputeCommandEncode
 tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                               tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
 {
-    tqkv_metal_dispatch d[1 + TQKV__MOST_DISPATCHES];
-    const int before = a && a->list.buffer;
+    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
     int n = 0;
-    tqkv_result r = before ? tqkv_metal_plan_attend_list(a, scratch, d) : TQKV_OK;
-    if (r == TQKV_OK) r = tqkv__plan_attend_parts(a, q, scratch, out, d + before, &n);
-    return tqkv__record_attend(m, encoder, "attend", r, d, before + n);
+    const tqkv_result r = tqkv__plan_attend_parts(a, q, scratch, out, d, &n);
+    return tqkv__record_attend(m, encoder, "attend", r, d, n);
 }
 
 tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                                       tqkv_metal_buffer q, int64_t first, int count, tqkv_metal_buffer scratch,
                                       tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum)
 {
-    tqkv_metal_dispatch d[2];
-    const tqkv_result r = tqkv_metal_plan_attend_partial(a, q, first, count, scratch, out, max, sum, d);
-    return tqkv__record_attend(m, encoder, "attend_partial", r, d, 2);
+    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    int n = 0;
+    const tqkv_result r = tqkv__plan_partial_parts(a, q, first, count, scratch, out, max, sum, d, &n);
+    return tqkv__record_attend(m, encoder, "attend_partial", r, d, n);
 }
 
 tqkv_result tqkv_metal_attend_merge(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
@@ -643,22 +642,23 @@ tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, co
                                     int n_items, const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                     tqkv_metal_buffer scratch, const tqkv_metal_buffer *out)
 {
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
     if (!m) return TQKV_INVALID_ARGUMENT;
-    const bool matrices = tqkv__has_matrices(m);
-    const size_t n = n_items > 0 ? (size_t)n_items : 0, most = SIZE_MAX / sizeof(tqkv__batch_item);
-    const tqkv_metal_binding binding = {
-        "arguments", 0, arguments, (n < most ? n : most) * sizeof(tqkv__batch_item), TQKV__ARGUMENTS_ALIGNMENT, false};
-    tqkv_result r = tqkv__check_binding(m, &binding);
-    if (r != TQKV_OK) return r;
-    char *bytes = n ? (char *)[(id<MTLBuffer>)arguments.buffer contents] : NULL;
-    if (n && !bytes) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "arguments: memory of the GPU alone");
-    void *to = n ? bytes + arguments.offset : NULL;
-    r = tqkv_metal_plan_attend_batch(items, n_items, q, arguments, to, scratch, out, matrices, d);
-    r = tqkv__record(m, encoder, "attend_batch", r, d, 2);
-    if (!tqkv__lost_matrices(m, r, d, 2)) return r;
-    r = tqkv_metal_plan_attend_batch(items, n_items, q, arguments, to, scratch, out, false, d);
-    return tqkv__record(m, encoder, "attend_batch", r, d, 2);
+    const bool matrices = tqkv__has_matrices(m), some = items && n_items > 0;
+    int n = 0;
+    size_t size = 0;
+    tqkv_result r = some ? tqkv__batch_arguments(items, n_items, &size) : TQKV_OK;
+    if (r != TQKV_OK) return tqkv__refuse(m, r, "attend_batch");
+    const tqkv_metal_binding binding = {"arguments", 0, arguments, size, TQKV__ARGUMENTS_ALIGNMENT, false};
+    if ((r = tqkv__check_binding(m, &binding)) != TQKV_OK) return r;
+    char *bytes = some ? (char *)[(id<MTLBuffer>)arguments.buffer contents] : NULL;
+    if (some && !bytes) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "arguments: memory of the GPU alone");
+    void *to = some ? bytes + arguments.offset : NULL;
+    r = tqkv__plan_batch_parts(items, n_items, q, arguments, to, scratch, out, matrices, d, &n);
+    r = tqkv__record(m, encoder, "attend_batch", r, d, n);
+    if (!tqkv__lost_matrices(m, r, d, n)) return r;
+    r = tqkv__plan_batch_parts(items, n_items, q, arguments, to, scratch, out, false, d, &n);
+    return tqkv__record(m, encoder, "attend_batch", r, d, n);
 }
 
 tqkv_result tqkv_metal_index_scores(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
@@ -809,24 +809,37 @@ tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tq
     return r;
 }
 
-tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c, tqkv_metal_buffer q,
-                                    int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
+tqkv_result tqkv_metal_cache_attend_some(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
+                                         const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
+                                         tqkv_metal_buffer scratch, tqkv_metal_buffer out)
 {
     tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
     int n = 0;
     tqkv_metal_buffer memory;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    const tqkv_result planned = tqkv__plan_cache_attend(c, memory, false, q, n_queries, scratch, out, d, &n);
+    const tqkv_result planned = tqkv__plan_cache_attend(c, memory, false, some, q, n_queries, scratch, out, d, &n);
     return tqkv__record_attend(m, encoder, "attend", planned, d, n);
+}
+
+tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c, tqkv_metal_buffer q,
+                                    int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
+{
+    return tqkv_metal_cache_attend_some(m, encoder, c, NULL, q, n_queries, scratch, out);
+}
+
+tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tqkv_cache *c, const tqkv_metal_attention *some,
+                                          int n_queries, size_t *bytes)
+{
+    if (!m || !bytes) return TQKV_INVALID_ARGUMENT;
+    size_t rows_sizes[2];
+    const tqkv_result r = tqkv__plan_cache_sizes(c, some, n_queries, rows_sizes, bytes);
+    return r == TQKV_OK ? r : tqkv__refuse(m, r, "cache_scratch");
 }
 
 tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes)
 {
-    if (!m || !bytes) return TQKV_INVALID_ARGUMENT;
-    size_t rows_sizes[2];
-    const tqkv_result r = tqkv__plan_cache_sizes(c, n_queries, rows_sizes, bytes);
-    return r == TQKV_OK ? r : tqkv__refuse(m, r, "cache_scratch");
+    return tqkv_metal_cache_some_scratch(m, c, NULL, n_queries, bytes);
 }
 
 /* -- Pipelines ahead of time -- */
@@ -849,8 +862,8 @@ static tqkv_result tqkv__build_attention(tqkv_metal *m, tqkv_result planned, tqk
     if (tqkv__lost_matrices(m, r, d, n))
         r = tqkv__build_all(m, tqkv__avoid_matrices(m, TQKV_OK, d, n), "prepare", d, n);
     if (r != TQKV_OK || !batches) return r;
-    for (int i = 0; i < 2; i++) d[i].kernel.constants[TQKV_FC_BATCH] = 1 + true;
-    return tqkv__build_all(m, r, "prepare", d, 2);
+    for (int i = 0; i < n; i++) d[i].kernel.constants[TQKV_FC_BATCH] = 1 + true;
+    return tqkv__build_all(m, r, "prepare", d, n);
 }
 
 /* The store without the processor's copy of its page table. */
@@ -881,12 +894,10 @@ tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int
                         ? tqkv_metal_plan_encode(&keys, none, 0, 0, none, d)
                         : tqkv_metal_plan_encode_kv(&keys, &others, none, none, 0, 0, none, d);
     r = tqkv__build_all(m, r, "prepare", d, 1);
-    if (r == TQKV_OK && a->list.buffer)
-        r = tqkv__build_all(m, tqkv_metal_plan_attend_list(&call, none, d), "prepare", d, 1);
     for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++) {
         call.attention.n_queries = n;
         r = tqkv__plan_attend_parts(&call, none, none, none, d, &n_planned);
-        r = tqkv__build_attention(m, r, d, n_planned, batches && n_planned == 2);
+        r = tqkv__build_attention(m, r, d, n_planned, batches);
     }
     return r;
 }
@@ -903,7 +914,7 @@ tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max
     r = tqkv__plan_cache_append(c, memory, false, none, none, 0, none, d, &n_planned);
     r = tqkv__build_all(m, r, "prepare", d, n_planned);
     for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++) {
-        r = tqkv__plan_cache_attend(c, memory, false, none, n, none, none, d, &n_planned);
+        r = tqkv__plan_cache_attend(c, memory, false, NULL, none, n, none, none, d, &n_planned);
         r = tqkv__build_attention(m, r, d, n_planned, false);
     }
     return r;
@@ -943,53 +954,79 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
 {
     tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
     int n = 0;
-    const tqkv_store *keys = tqkv_cache_keys(c), *tail = tqkv_cache_tail(c),
-                     *others = tail ? tail : tqkv_cache_values(c);
+    const tqkv_store *keys = tqkv_cache_keys(c), *tail = tqkv_cache_tail(c);
     const tqkv_cache_layout layout = tqkv__cache_layout_of(c);
     const size_t value = tqkv__value_size(keys->type), key_row = (size_t)keys->head_dim * value,
-                 other_row = v || tail ? (size_t)others->head_dim * value : 0;
+                 tail_row = tail ? (size_t)tail->head_dim * value : 0,
+                 value_row = v ? (size_t)tqkv_cache_values(c)->head_dim * value : 0;
     const tqkv__rows_copy first = {&layout.k, value, key_row, n_tokens, keys->n_kv_heads},
-                          second = {tail ? &layout.k : &layout.v, value, other_row, n_tokens, keys->n_kv_heads};
-    const size_t k_size = tqkv__copied_rows(&first) * key_row, v_size = tqkv__copied_rows(&second) * other_row;
+                          second = {&layout.k, value, tail_row, n_tokens, keys->n_kv_heads},
+                          third = {&layout.v, value, value_row, n_tokens, keys->n_kv_heads};
+    const size_t rows = tqkv__copied_rows(&first), k_size = rows * key_row, tail_size = rows * tail_row,
+                 v_size = tqkv__copied_rows(&third) * value_row;
     const tqkv_metal_buffer none = {nil, 0};
     tqkv_metal_buffer memory, kb;
     if (!n_tokens) return TQKV_OK;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    tqkv__memory *block = tqkv__take_staging(m, k_size + v_size, &kb);
+    tqkv__memory *block = tqkv__take_staging(m, k_size + tail_size + v_size, &kb);
     if (!block) return TQKV_OUT_OF_MEMORY;
-    const tqkv_metal_buffer vb = {kb.buffer, kb.offset + k_size};
+    const tqkv_metal_buffer vb = {kb.buffer, kb.offset + k_size + (v ? tail_size : 0)};
     tqkv__copy_in(&first, k, block->begin);
-    if (v_size) tqkv__copy_in(&second, tail ? (const char *)k + key_row : v, block->begin + k_size);
+    if (tail) tqkv__copy_in(&second, (const char *)k + key_row, block->begin + k_size);
+    if (v) tqkv__copy_in(&third, v, block->begin + k_size + tail_size);
     r = tqkv__plan_cache_append(c, memory, true, kb, vb, n_tokens, none, d, &n);
     r = tqkv__run(m, "encode_kv", r, d, n);
     tqkv__give_back(m, block);
     return r;
 }
 
-static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const void *q, int n_queries, void *out)
+/* What a blocking attention has in one block of shared memory. */
+enum { TQKV__CALL_Q, TQKV__CALL_OUT, TQKV__CALL_SCRATCH, TQKV__CALL_LIST, TQKV__CALL_TREE, TQKV__CALL_PARTS };
+
+static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q,
+                                      int n_queries, void *out)
 {
     tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    tqkv_metal_attention call;
+    tqkv_metal_buffer memory, staged, parts[TQKV__CALL_PARTS];
+    const void *const from[] = {NULL, NULL, NULL, some ? some->list : NULL, some ? some->tree : NULL};
+    const size_t n_lists = (size_t)n_queries * (some && some->list_heads ? (size_t)some->list_heads : 1);
+    size_t sizes[TQKV__CALL_PARTS] = {0}, at[TQKV__CALL_PARTS], size = 0;
     int n = 0;
-    size_t sizes[2], scratch_size; /* of q and of the output, multiples of 32 */
-    tqkv_metal_buffer memory, qb;
+    memset(&call, 0, sizeof call);
     tqkv_result r = tqkv_metal_find(m, c, &memory);
-    if (r == TQKV_OK) r = tqkv__plan_cache_sizes(c, n_queries, sizes, &scratch_size);
+    if (some) call.attention = *some;
+    if (from[TQKV__CALL_LIST]) call.list = memory; /* so far any buffer */
+    if (from[TQKV__CALL_TREE]) call.tree = memory;
+    if (r == TQKV_OK) r = tqkv__plan_cache_sizes(c, &call, n_queries, sizes, &sizes[TQKV__CALL_SCRATCH]);
     if (r != TQKV_OK) return r;
-    tqkv__memory *block = tqkv__take_staging(m, sizes[0] + sizes[1] + scratch_size, &qb);
+    if (from[TQKV__CALL_LIST]) sizes[TQKV__CALL_LIST] = n_lists * (size_t)some->list_length * sizeof(int32_t);
+    if (from[TQKV__CALL_TREE]) sizes[TQKV__CALL_TREE] = (size_t)n_queries * sizeof(uint64_t);
+    for (int i = 0; i < TQKV__CALL_PARTS; i++) {
+        at[i] = size;
+        size += (sizes[i] + 15) / 16 * 16;
+    }
+    tqkv__memory *block = tqkv__take_staging(m, size, &staged);
     if (!block) return TQKV_OUT_OF_MEMORY;
-    const tqkv_metal_buffer ob = {qb.buffer, qb.offset + sizes[0]},
-                            scratch = {qb.buffer, qb.offset + sizes[0] + sizes[1]};
     const tqkv_cache_layout layout = tqkv__cache_layout_of(c);
     const int n_heads = tqkv_cache_view(c).n_heads;
     const size_t value = tqkv__value_size(tqkv_cache_keys(c)->type), rows = (size_t)n_queries * (size_t)n_heads;
-    const tqkv__rows_copy queries = {&layout.q, value, sizes[0] / rows, n_queries, n_heads},
-                          outputs = {&layout.out, value, sizes[1] / rows, n_queries, n_heads};
-    tqkv__copy_in(&queries, q, block->begin);
-    r = tqkv__plan_cache_attend(c, memory, true, qb, n_queries, scratch, ob, d, &n);
+    const tqkv__rows_copy queries = {&layout.q, value, sizes[TQKV__CALL_Q] / rows, n_queries, n_heads},
+                          outputs = {&layout.out, value, sizes[TQKV__CALL_OUT] / rows, n_queries, n_heads};
+    for (int i = 0; i < TQKV__CALL_PARTS; i++) {
+        parts[i].buffer = staged.buffer;
+        parts[i].offset = staged.offset + at[i];
+        if (from[i]) memcpy(block->begin + at[i], from[i], sizes[i]);
+    }
+    tqkv__copy_in(&queries, q, block->begin + at[TQKV__CALL_Q]);
+    if (from[TQKV__CALL_LIST]) call.list = parts[TQKV__CALL_LIST];
+    if (from[TQKV__CALL_TREE]) call.tree = parts[TQKV__CALL_TREE];
+    r = tqkv__plan_cache_attend(c, memory, true, &call, parts[TQKV__CALL_Q], n_queries, parts[TQKV__CALL_SCRATCH],
+                                parts[TQKV__CALL_OUT], d, &n);
     r = tqkv__run(m, "attend", tqkv__avoid_matrices(m, r, d, n), d, n);
     if (tqkv__lost_matrices(m, r, d, n)) r = tqkv__run(m, "attend", tqkv__avoid_matrices(m, TQKV_OK, d, n), d, n);
-    if (r == TQKV_OK) tqkv__copy_out(&outputs, block->begin + sizes[0], out);
+    if (r == TQKV_OK) tqkv__copy_out(&outputs, block->begin + at[TQKV__CALL_OUT], out);
     tqkv__give_back(m, block);
     return r;
 }

@@ -112,6 +112,7 @@ inline void open_place(constant tqkv__attend_args &args, uint block, uint split,
 inline void open_item(constant tqkv__batch_item &item, uint number, thread attend_task &task)
 {
     uint own = number - uint(item.first_group), blocks = blocks_of_rows(item.attend);
+    if (has_list) task.list_rows = (device const int *)task.partial_out + item.list_rows;
     open_place(item.attend, own % blocks, own / blocks, task);
     task.q += row_offset(item.q, TQKV__ROWS_UNIT);
     task.keys.codes += row_offset(item.key_codes, TQKV__CODES_UNIT);
@@ -1028,7 +1029,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
 // `args` and `task` of these arguments, but for threadgroup memory that the two kernels share out in their own ways. D: of
 // the keys, V: of the values
 #define ATTEND_TASK(D, V) \
-    uint item = batch ? item_of(items, group.z, false) : 0u; \
+    uint item = batch ? item_of(items, group.z, TQKV_BY_GROUP) : 0u; \
     constant tqkv__attend_args &args = batch ? items[item].attend : call; \
     if (batch && args.kv_len == 0) return; \
     attend_task task; \

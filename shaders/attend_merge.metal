@@ -34,7 +34,7 @@ constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        uint item = batch ? item_of(items, group.x, true) : 0u; \
+        uint item = batch ? item_of(items, group.x, TQKV_BY_ROW) : 0u; \
         constant tqkv__merge_args &args = batch ? items[item].merge : call; \
         merge_task task; \
         task.partial_out = partial_out; \

@@ -60,14 +60,20 @@ inline uint lane_of_row(uint lane)
 // Start of a row. In 64 bits: a buffer may be larger than 4 GiB.
 inline ulong row_offset(uint row, uint values) { return ulong(row) * ulong(values); }
 
-// The item of a batch that has threadgroup `number` of attend or, with by_row, that query row: the last one that begins
+// The item of a batch that has threadgroup `number` of attend, or that query row or row of lists: the last one that begins
 // there or before.
-inline uint item_of(constant tqkv__batch_item *items, uint number, bool by_row)
+enum { TQKV_BY_GROUP, TQKV_BY_ROW, TQKV_BY_LIST };
+inline int first_of_item(constant tqkv__batch_item &item, int by)
+{
+    return by == TQKV_BY_LIST ? item.first_list : by == TQKV_BY_ROW ? item.first_row : item.first_group;
+}
+
+inline uint item_of(constant tqkv__batch_item *items, uint number, int by)
 {
     uint low = 0, high = uint(items[0].n_items);
     while (high - low > 1u) {
         uint middle = (low + high) / 2u;
-        uint first = uint(by_row ? items[middle].first_row : items[middle].first_group);
+        uint first = uint(first_of_item(items[middle], by));
         low = first <= number ? middle : low;
         high = first <= number ? high : middle;
     }

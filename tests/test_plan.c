@@ -508,7 +508,7 @@ static void check_non_causal(const void *row)
               "case %zu: %d, %d", i, attend_args(d).first_newest, attend_args(d).window);
         a.list = at(7, 0);
         CHECK_RESULT(tqkv_metal_plan_attend_list(&a, at(5, 0), &list), TQKV_OK);
-        tqkv__list_args args;
+        tqkv__attend_args args;
         memcpy(&args, list.arguments[0].bytes, sizeof args);
         CHECK(args.first_newest == cases[i].first_newest && args.window == cases[i].seen, "a list, case %zu", i);
         a.attention.non_causal = false;
@@ -549,7 +549,7 @@ static void check_cache_strides(const void *row)
                       rows_args(&d[i], 1).head_stride == 64,
                   "values, dispatch %d", i);
         }
-        CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 0), packed, at(1, 0), 2, at(2, 0), at(3, 0), d, &n), TQKV_OK);
+        CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 0), packed, NULL, at(1, 0), 2, at(2, 0), at(3, 0), d, &n), TQKV_OK);
         const int heads = CACHE_HEADS * CACHE_GROUP;
         tqkv__merge_args merge;
         memcpy(&merge, d[n - 1].arguments[0].bytes, sizeof merge);
@@ -577,7 +577,7 @@ static void check_cache_plan(const void *row)
     size_t rows[2] = {0, 0}, most = 0;
     (void)row;
     REQUIRE(cache, "no cache");
-    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 256), false, at(1, 0), 1, at(2, 0), at(3, 0), d, &n), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 256), false, NULL, at(1, 0), 1, at(2, 0), at(3, 0), d, &n), TQKV_OK);
     CHECK(attend_args(d).kv_len == 3 && attend_args(d).key_oldest_slot == 4, "after a truncation: %d",
           attend_args(d).kv_len);
     const char *codes = (const char *)tqkv_cache_values(cache)->codes;
@@ -586,22 +586,22 @@ static void check_cache_plan(const void *row)
     check_dispatch(&d[0]);
     check_dispatch(&d[1]);
     tqkv__cache_advance(cache, 7);
-    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 0), false, none, 1, none, none, d, &n), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 0), false, NULL, none, 1, none, none, d, &n), TQKV_OK);
     CHECK(tqkv_cache_end(cache) == 22 && attend_args(d).kv_len == 8, "after an advance: %d", attend_args(d).kv_len);
     CHECK_RESULT(tqkv__plan_cache_append(cache, at(0, 0), false, at(1, 0), at(2, 0), 3, none, d, &n), TQKV_OK);
     check_dispatch(d);
     CHECK(rows_args(d, 0).first_slot == 22 % 8 && d->kernel.family == TQKV_METAL_ENCODE_KV, "an append");
-    CHECK_RESULT(tqkv__plan_cache_sizes(cache, 2, rows, &most), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_cache_sizes(cache, NULL, 2, rows, &most), TQKV_OK);
     CHECK(rows[0] == 2 * CACHE_HEADS * CACHE_GROUP * 64 * sizeof(float) && rows[1] == rows[0] && most > rows[0],
           "%zu, %zu and %zu bytes", rows[0], rows[1], most);
-    CHECK_RESULT(tqkv__plan_cache_sizes(cache, 0, rows, &most), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv__plan_cache_sizes(NULL, 1, rows, &most), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_cache_sizes(cache, NULL, 0, rows, &most), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv__plan_cache_sizes(NULL, NULL, 1, rows, &most), TQKV_INVALID_ARGUMENT);
     tqkv_cache_destroy(cache);
     desc.head_dim = 192;
     desc.value_dim = 128;
     desc.type = TQKV_TYPE_BF16;
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
-    CHECK_RESULT(tqkv__plan_cache_sizes(cache, 1, rows, &most), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_cache_sizes(cache, NULL, 1, rows, &most), TQKV_OK);
     CHECK(rows[0] == CACHE_HEADS * CACHE_GROUP * 192 * 2 && rows[1] == CACHE_HEADS * CACHE_GROUP * 128 * 2,
           "%zu and %zu bytes", rows[0], rows[1]);
     CHECK(tqkv__rows_size(tqkv_cache_values(cache), 3) == 3 * CACHE_HEADS * 128 * 2, "rows of values");
@@ -630,7 +630,7 @@ static void check_cache_kernels(const void *row)
             const bool matrix = group >= (least ? least : 4);
             for (int i = 0; i < 2; i++) {
                 CHECK_RESULT(
-                    tqkv__plan_cache_attend(i ? fork : cache, at(0, 0), false, at(1, 0), 1, at(2, 0), at(3, 0), d, &n),
+                    tqkv__plan_cache_attend(i ? fork : cache, at(0, 0), false, NULL, at(1, 0), 1, at(2, 0), at(3, 0), d, &n),
                     TQKV_OK);
                 CHECK(d[0].kernel.family == (matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND), "group %d of %d",
                       group, least);
@@ -687,9 +687,11 @@ static tqkv_result fake_append(tqkv_metal *m, const tqkv_cache *c, const void *k
     return tqkv_encode(tqkv_cache_values(c), v, n_tokens, tqkv_cache_end(c));
 }
 
-static tqkv_result fake_attend(tqkv_metal *m, const tqkv_cache *c, const void *q, int n_queries, void *out)
+static tqkv_result fake_attend(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q,
+                               int n_queries, void *out)
 {
     (void)c;
+    (void)some;
     fake_of(m)->attends++;
     if (fake_of(m)->answer == TQKV_OK) memcpy(out, q, (size_t)n_queries * sizeof(float));
     return fake_of(m)->answer;

@@ -106,6 +106,62 @@ static void check_batch(const void *row)
     CHECK(b.d[0].grid[0] == 0, "an empty batch is recorded");
 }
 
+/* With halves a dispatch for each part that some item has, each with a table of its own, and one for the merge; with lists as
+   many before them. */
+static void check_batch_parts(const void *row)
+{
+    plan_batch b;
+    static char tables[4 * 1024]; /* ITEMS are less than 1 KiB */
+    tqkv_metal_store first = plan_store(TQKV_F16, 64, 20, false, 4), last = plan_store(TQKV_F16, 64, 704, true, 4);
+    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    tqkv__batch_item items[4][ITEMS];
+    size_t arguments, scratch;
+    int n;
+    (void)row;
+    set_up_batch(&b);
+    first.shape.rotated = last.shape.rotated = true;
+    for (int i = 0; i < ITEMS; i++) {
+        b.items[i].first_keys = b.items[i].first_values = &first;
+        b.items[i].last_keys = b.items[i].last_values = &last;
+        b.items[i].attention.exact_last = 700;
+        b.items[i].attention.exact_first = i ? 20 : 0; /* the second has nothing but first positions */
+    }
+    CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(b.items, ITEMS, &arguments, &scratch), TQKV_OK);
+    CHECK(arguments == sizeof tables, "%zu bytes of arguments", arguments);
+    CHECK_RESULT(tqkv__plan_batch_parts(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, true, d, &n), TQKV_OK);
+    CHECK(n == 4, "%d dispatches", n);
+    for (int i = 0; i < n; i++) {
+        check_dispatch(&d[i]);
+        memcpy(items[i], tables + i * 1024, sizeof items[i]);
+        CHECK(binding(&d[i], "arguments").at.offset == (size_t)i * 1024, "the table of dispatch %d", i);
+        CHECK(binding(&d[i], "scratch").size <= scratch, "%zu bytes of scratch", scratch);
+    }
+    CHECK(items[0][0].first_group == 0 && items[0][1].first_group == 0 && items[0][2].first_group == 1 &&
+              d[0].grid[2] == 2,
+          "first positions: of items 1 and 2");
+    CHECK(items[1][1].first_group == 1 && items[1][2].first_group == 1 && d[1].grid[2] == 6,
+          "codes: of items 0 and 2: %zu", d[1].grid[2]);
+    CHECK(items[3][1].merge.n_first == 1 && items[3][1].merge.n_partials == 0 && items[3][2].first_row == 24,
+          "the merge");
+    for (int i = 0; i < ITEMS; i++) {
+        b.items[i].list = at(3, (size_t)i * 4096);
+        b.items[i].attention.list_length = 10 + i;
+        b.items[i].attention.list_block = 16;
+    }
+    CHECK_RESULT(tqkv__plan_batch_parts(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, true, d, &n), TQKV_OK);
+    CHECK(n == 7 && d[0].kernel.family == TQKV_METAL_ATTEND_LIST && d[0].grid[0] == 4, "%d dispatches with lists", n);
+    for (int i = 0; i < n; i++) check_dispatch(&d[i]);
+    memcpy(items[0], tables, sizeof items[0]);
+    CHECK(items[0][2].first_list == 3 && items[0][2].list == 1024 && items[0][1].list == 0, "where the lists lie");
+    CHECK_RESULT(planned(&b), TQKV_UNSUPPORTED);
+    b.items[1].list = none;
+    CHECK_RESULT(tqkv__plan_batch_parts(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, true, d, &n),
+                 TQKV_UNSUPPORTED);
+    b.items[1].list = at(2, 0);
+    CHECK_RESULT(tqkv__plan_batch_parts(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, true, d, &n),
+                 TQKV_UNSUPPORTED);
+}
+
 static void check_batch_refusals(const void *row)
 {
     plan_batch b;
@@ -176,6 +232,7 @@ static void check_batch_memory(const void *row)
 void test_plan_batch_cases(void)
 {
     test_add(check_batch, NULL, 0, "plan/batch");
+    test_add(check_batch_parts, NULL, 0, "plan/batch/parts");
     test_add(check_batch_refusals, NULL, 0, "plan/batch/refusals");
     test_add(check_batch_memory, NULL, 0, "plan/batch/memory");
 }

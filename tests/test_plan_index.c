@@ -136,6 +136,7 @@ static void check_list(const void *row)
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &bytes), TQKV_OK);
     const tqkv_metal_binding state = d[1].bindings[1];
     CHECK(state.at.offset + state.size <= bytes, "%zu bytes of scratch", bytes);
+    CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, none, 0, 9, none, none, none, none, d), TQKV_UNSUPPORTED);
     a.attention.list_heads = 2;
     CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
     a.attention.list_heads = 3;
@@ -146,6 +147,38 @@ static void check_list(const void *row)
     CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
     a.attention.list_length = INT_MAX;
     CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
+}
+
+/* A ring that has wrapped, with a window: scratch holds what a call takes. Part of a context has lists of its own. */
+static void check_list_scratch(const void *row)
+{
+    const tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 10000, true, 0),
+                           values = plan_store(TQKV_TQ4, 64, 10000, true, 2);
+    tqkv_metal_attention a;
+    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    size_t bytes;
+    int n;
+    (void)row;
+    memset(&a, 0, sizeof a);
+    a.keys = &keys;
+    a.values = &values;
+    a.attention.end = 15000;
+    a.attention.window = 5000;
+    a.list = at(7, 0);
+    a.attention.list_length = 200;
+    a.attention.list_block = 64;
+    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &bytes), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_attend_parts(&a, at(4, 0), at(5, 0), at(6, 0), d, &n), TQKV_OK);
+    const tqkv_metal_binding state = d[2].bindings[1];
+    CHECK(n == 3 && state.at.offset + state.size <= bytes, "%zu bytes, not %zu", bytes, state.at.offset + state.size);
+    CHECK_RESULT(tqkv__plan_partial_parts(&a, at(4, 0), 12000, 1000, at(5, 0), at(6, 0), at(6, 8192), at(6, 9216), d,
+                                          &n),
+                 TQKV_OK);
+    const tqkv__attend_args args = attend_args(&d[1]), list = attend_args(&d[0]);
+    CHECK(n == 3 && args.kv_len == 3000 && args.slice_end == 1000 && args.list_first_block == 187 &&
+              args.list_inside == 32 && !memcmp(&args, &list, sizeof args),
+          "the list of a slice");
+    for (int i = 0; i < n; i++) check_dispatch(&d[i]);
 }
 
 static void check_index_refusals(const void *row)
@@ -181,5 +214,6 @@ void test_plan_index_cases(void)
     test_add(check_choose, NULL, 0, "plan/index/choose");
     test_add(check_scores, NULL, 0, "plan/index/scores");
     test_add(check_list, NULL, 0, "plan/list");
+    test_add(check_list_scratch, NULL, 0, "plan/list/scratch");
     test_add(check_index_refusals, NULL, 0, "plan/index/refusals");
 }

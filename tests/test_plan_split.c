@@ -281,8 +281,21 @@ static void check_ends(const void *row)
     const tqkv__merge_args merge = tqkv__merge_args_of(&d[3]);
     CHECK(merge.n_first == 1 && merge.n_partials == 3 && merge.n_last == 2, "partial results: %d, %d, %d",
           merge.n_first, merge.n_partials, merge.n_last);
+    CHECK_RESULT(tqkv__plan_partial_parts(&a, at(1, 0), 15, 100, at(6, 0), at(7, 0), at(7, 4096), at(7, 8192), d, &n),
+                 TQKV_OK);
+    CHECK(n == 3 && attend_args(&d[0]).slice_end == 5 && attend_args(&d[1]).kv_len == 1980 &&
+              attend_args(&d[1]).slice_end == 95,
+          "parts of a slice");
     CHECK_RESULT(tqkv_metal_plan_attend(&a, none, none, none, d), TQKV_UNSUPPORTED);
     CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, none, 0, 9, none, none, none, none, d), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv_metal_plan_attend_list(&a, none, d), TQKV_UNSUPPORTED);
+    tqkv_metal_attention one = a; /* keys are values, and so are their halves */
+    one.values = one.keys;
+    one.first_values = one.last_values = NULL;
+    CHECK_RESULT(tqkv__plan_attend_parts(&one, at(1, 0), at(6, 0), at(7, 0), d, &n), TQKV_OK);
+    CHECK(n == 4 && constant(d, TQKV_FC_VALUE_FORMAT) == TQKV_F16 &&
+              binding(d, "values' codes").at.buffer == first.codes.buffer,
+          "halves of one stream");
     first.shape.rotated = false;
     CHECK_RESULT(tqkv__plan_attend_parts(&a, none, none, none, d, &n), TQKV_INVALID_ARGUMENT);
     first.shape.rotated = true;

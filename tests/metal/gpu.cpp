@@ -317,34 +317,33 @@ std::string gpu_rotate(float *rows, int n_rows, int head_dim, bool unrotate)
     return run_planned(tqkv_metal_plan_rotate(gpu_buffer(rows), n_rows, head_dim, unrotate, &d), d);
 }
 
-static std::string run_list(const tqkv_metal_attention &a, const std::vector<float> &scratch)
+static std::string run_all(tqkv_result r, const tqkv_metal_dispatch *d, int n)
 {
-    tqkv_metal_dispatch d;
-    return run_planned(tqkv_metal_plan_attend_list(&a, gpu_buffer(scratch.data()), &d), d);
+    std::string wrong = r == TQKV_OK ? "" : tqkv_result_string(r);
+    for (int i = 0; i < n && wrong.empty(); i++) wrong = gpu_run(d[i]);
+    return wrong;
 }
 
-// Plans by `plan(attention, scratch, d, &n)`, divides two dispatches, and runs.
+// Plans by `plan(attention, scratch, d, &n)`, divides attend and merge if there are no other parts, and runs.
 template <typename F>
 static std::string run_attention(const tqkv_attention *a, gpu_split split, F plan)
 {
     const gpu_attention attention(*a);
     tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
-    int n = 2;
+    int n = 0;
     size_t bytes = 0;
     tqkv_result r = tqkv_metal_plan_attend_scratch(&attention.metal, &bytes);
     std::vector<float> scratch(bytes / sizeof(float), NAN), sums, state;
     if (r == TQKV_OK) r = plan(&attention.metal, gpu_buffer(scratch.data()), d, &n);
-    if (r == TQKV_OK && n == 2 &&
+    tqkv_metal_dispatch *attend = d + (a->list ? 1 : 0);
+    if (r == TQKV_OK && d + n == attend + 2 &&
         (split.columns || split.n_simdgroups || split.n_stretches || split.share || split.kernel)) {
-        gpu_force(d, split);
-        sums.assign(gpu_find(&d[0], 6)->size / sizeof(float), NAN); // apart, so that a sanitizer sees the end of each
-        state.assign(gpu_find(&d[0], 7)->size / sizeof(float), NAN);
-        gpu_set_scratch(d, sums.data(), state.data());
+        gpu_force(attend, split);
+        sums.assign(gpu_find(attend, 6)->size / sizeof(float), NAN); // apart, so that a sanitizer sees the end of each
+        state.assign(gpu_find(attend, 7)->size / sizeof(float), NAN);
+        gpu_set_scratch(attend, sums.data(), state.data());
     }
-    std::string wrong = r == TQKV_OK && a->list ? run_list(attention.metal, scratch) : "";
-    if (wrong.empty()) wrong = run_planned(r, d[0]);
-    for (int i = 1; i < n && wrong.empty(); i++) wrong = gpu_run(d[i]);
-    return wrong;
+    return run_all(r, d, n);
 }
 
 std::string gpu_attend(const tqkv_attention *a, const void *q, void *out, gpu_split split)
@@ -359,10 +358,9 @@ std::string gpu_attend_partial(const tqkv_attention *a, const void *q, int64_t f
                                gpu_split split)
 {
     return run_attention(
-        a, split, [&](const tqkv_metal_attention *metal, tqkv_metal_buffer scratch, tqkv_metal_dispatch *d, int *) {
-            return tqkv_metal_plan_attend_partial(metal, gpu_buffer(q), first, count, scratch,
-                                                  gpu_buffer(to.out.data()), gpu_buffer(to.max.data()),
-                                                  gpu_buffer(to.sum.data()), d);
+        a, split, [&](const tqkv_metal_attention *metal, tqkv_metal_buffer scratch, tqkv_metal_dispatch *d, int *n) {
+            return tqkv__plan_partial_parts(metal, gpu_buffer(q), first, count, scratch, gpu_buffer(to.out.data()),
+                                            gpu_buffer(to.max.data()), gpu_buffer(to.sum.data()), d, n);
         });
 }
 
@@ -432,15 +430,70 @@ tqkv_metal_store put_store(block &to, const tqkv_store &s)
     return store;
 }
 
+size_t list_size(const tqkv_attention &a)
+{
+    const size_t heads = (size_t)std::max(a.list_heads, 1);
+    return a.list ? (size_t)a.n_queries * heads * (size_t)a.list_length * sizeof(int32_t) : 0;
+}
+
 size_t size_of_items(const std::vector<tqkv_attention> &items)
 {
     size_t size = 4096;
     for (const tqkv_attention &a : items) {
-        for (const tqkv_store *s : {a.keys, a.values, a.tail ? a.tail : a.keys})
-            size += s->codes_size + s->norms_size + (size_t)(s->n_kv_heads * s->head_dim + s->n_pages) * 4 + 128;
-        size += values_size(a, a.query_type, a.query_strides, query_dim(a)) + (size_t)a.n_queries * 8 + 64;
+        for (const tqkv_store *s :
+             {a.keys, a.values, a.tail, a.first_keys, a.first_values, a.last_keys, a.last_values})
+            if (s) size += s->codes_size + s->norms_size + (size_t)(s->n_kv_heads * s->head_dim + s->n_pages) * 4 + 128;
+        size += values_size(a, a.query_type, a.query_strides, query_dim(a)) + (size_t)a.n_queries * 8 + 128 + list_size(a);
     }
     return size;
+}
+
+// The items of a batch with all that they read in one block of memory.
+struct batch_items {
+    block in;
+    std::vector<tqkv_metal_store> stores; // seven an item
+    std::vector<tqkv_metal_attention> metal;
+    std::vector<tqkv_metal_buffer> q;
+    batch_items(const std::vector<tqkv_attention> &items, const std::vector<const void *> &queries);
+    void put(const tqkv_attention &item, const void *queries, tqkv_metal_buffer sinks);
+    const tqkv_metal_store *put(const tqkv_store *s);
+};
+
+const tqkv_metal_store *batch_items::put(const tqkv_store *s)
+{
+    if (!s) return nullptr;
+    stores.push_back(put_store(in, *s));
+    return &stores.back();
+}
+
+// Halves have the centre of the codes.
+void batch_items::put(const tqkv_attention &item, const void *queries, tqkv_metal_buffer sinks)
+{
+    tqkv_metal_attention a = {};
+    a.attention = item;
+    a.keys = put(item.keys);
+    a.values = item.values == item.keys ? a.keys : put(item.values);
+    a.tail = put(item.tail);
+    if (item.tail) stores.back().pages = a.keys->pages;
+    const tqkv_store *const from[] = {item.first_keys, item.first_values, item.last_keys, item.last_values};
+    const tqkv_metal_store **const to[] = {&a.first_keys, &a.first_values, &a.last_keys, &a.last_values};
+    for (int i = 0; i < 4; i++) {
+        *to[i] = put(from[i]);
+        if (from[i]) stores.back().center = i % 2 ? a.values->center : a.keys->center;
+    }
+    a.sinks = sinks;
+    a.tree = in.put(item.tree, (size_t)item.n_queries * sizeof(uint64_t));
+    a.list = in.put(item.list, list_size(item));
+    metal.push_back(a);
+    q.push_back(in.put(queries, values_size(item, item.query_type, item.query_strides, query_dim(item))));
+}
+
+batch_items::batch_items(const std::vector<tqkv_attention> &items, const std::vector<const void *> &queries)
+    : in(size_of_items(items))
+{
+    const tqkv_metal_buffer sinks = in.put(items[0].sinks, (size_t)items[0].n_heads * sizeof(float));
+    stores.reserve(7 * items.size());
+    for (size_t i = 0; i < items.size(); i++) put(items[i], queries[i], sinks);
 }
 
 } // namespace
@@ -448,47 +501,32 @@ size_t size_of_items(const std::vector<tqkv_attention> &items)
 std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std::vector<const void *> &q,
                              const std::vector<void *> &out, bool lanes)
 {
-    const size_t n = items.size();
-    block in(size_of_items(items));
-    std::vector<tqkv_metal_store> stores;
-    std::vector<tqkv_metal_attention> metal(n);
-    std::vector<tqkv_metal_buffer> qs, outs;
-    const tqkv_metal_buffer sinks = in.put(items[0].sinks, (size_t)items[0].n_heads * sizeof(float));
+    const int n_items = (int)items.size();
+    const batch_items batch(items, q);
+    std::vector<tqkv_metal_buffer> outs;
     size_t out_size = 0, arguments_size = 0, scratch_size = 0;
     std::vector<size_t> out_sizes;
     const bool spread = items[0].output_strides.token != 0; // then outputs lie in one array, from the first on
-    stores.reserve(3 * n);
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = 0; i < items.size(); i++) {
         const tqkv_attention &item = items[i];
-        stores.push_back(put_store(in, *item.keys));
-        stores.push_back(item.values == item.keys ? stores.back() : put_store(in, *item.values));
-        stores.push_back(item.tail ? put_store(in, *item.tail) : stores.back());
-        stores.back().pages = stores[3 * i].pages;
-        metal[i].attention = item;
-        metal[i].keys = &stores[3 * i];
-        metal[i].values = &stores[3 * i + 1];
-        metal[i].tail = item.tail ? &stores[3 * i + 2] : nullptr;
-        metal[i].sinks = sinks;
-        metal[i].tree = in.put(items[i].tree, (size_t)items[i].n_queries * sizeof(uint64_t));
-        qs.push_back(in.put(q[i], values_size(item, item.query_type, item.query_strides, query_dim(item))));
         out_sizes.push_back(values_size(item, item.output_type, item.output_strides, item.values->head_dim));
         outs.push_back({nullptr, spread ? (size_t)((char *)out[i] - (char *)out[0]) : out_size});
         out_size = std::max(out_size, outs[i].offset + out_sizes[i]);
     }
-    tqkv_result r = tqkv_metal_plan_attend_batch_sizes(metal.data(), (int)n, &arguments_size, &scratch_size);
-    std::vector<char> results(out_size, (char)0xff);
+    tqkv_result r = tqkv_metal_plan_attend_batch_sizes(batch.metal.data(), n_items, &arguments_size, &scratch_size);
+    std::vector<char> results(out_size, (char)0xff), arguments(arguments_size);
     if (spread) memcpy(results.data(), out[0], out_size);
     std::vector<float> scratch(scratch_size / sizeof(float), NAN);
-    std::vector<tqkv__batch_item> arguments(n);
     for (tqkv_metal_buffer &b : outs) b.buffer = results.data();
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    int n = 0;
     if (r == TQKV_OK)
-        r = tqkv_metal_plan_attend_batch(metal.data(), (int)n, qs.data(), gpu_buffer(arguments.data()),
-                                         arguments.data(), gpu_buffer(scratch.data()), outs.data(), !lanes, d);
-    std::string wrong = run_planned(r, d[0]);
-    if (wrong.empty()) wrong = gpu_run(d[1]);
+        r = tqkv__plan_batch_parts(batch.metal.data(), n_items, batch.q.data(), gpu_buffer(arguments.data()),
+                                   arguments.data(), gpu_buffer(scratch.data()), outs.data(), !lanes, d, &n);
+    const std::string wrong = run_all(r, d, n);
     if (spread) memcpy(out[0], results.data(), out_size);
-    for (size_t i = 0; i < n && !spread; i++) memcpy(out[i], results.data() + outs[i].offset, out_sizes[i]);
+    for (size_t i = 0; i < items.size() && !spread; i++)
+        memcpy(out[i], results.data() + outs[i].offset, out_sizes[i]);
     return wrong;
 }
 
@@ -517,9 +555,7 @@ std::string gpu_index_choose(const tqkv_index *x, const float *scores, int k, in
     if (r == TQKV_OK)
         r = tqkv_metal_plan_index_choose(&index.metal, gpu_buffer(scores), k, gpu_buffer(scratch.data()),
                                          gpu_buffer(list), d, &n);
-    std::string wrong = r == TQKV_OK ? "" : tqkv_result_string(r);
-    for (int i = 0; wrong.empty() && i < n; i++) wrong = gpu_run(d[i]);
-    return wrong;
+    return run_all(r, d, n);
 }
 
 std::string gpu_tables(tqkv__table_report *report)

@@ -288,6 +288,18 @@ void run_bad_entries(const void *parameters)
     }
 }
 
+// A window that begins in the second stretch, while its block begins in the first: the slots of a ring may lie so.
+void add_window()
+{
+    list_row row = make_row(TQKV_I8, TQKV_TQ4, 64, 128, 4);
+    row.row.key_ring = row.row.value_ring = true;
+    row.row.key_capacity = row.row.value_capacity = 1200;
+    row.row.end = 2400;
+    row.row.kv_len = 1000;
+    row.row.window = 680;
+    test_add(run_list, &row, sizeof row, "list/ring_window");
+}
+
 void add_full()
 {
     const int blocks[] = {1, 4, 16, 64, 128};
@@ -316,6 +328,7 @@ void list_shader_cases()
         test_add(run_list, &row, sizeof row, "list/random/%d", seed);
     }
     add_full();
+    add_window();
     for (int block : {1, 16}) {
         list_row row = make_row(TQKV_I8, TQKV_TQ4, 64, block, 100 / block);
         row.row.n_queries = 3;

@@ -257,7 +257,8 @@ void share_page(const tqkv_store &linear, pool *paged, int from, int to)
 enum {
     LINEAR = 512,
     LATENT_SEED = 20,
-    LATENT_BATCH = 24
+    LATENT_BATCH = 24,
+    PARTS_BATCH = 30
 }; // from LATENT_SEED on one stream is keys and values, and has a tail
 
 attend_row random_row(int seed, data_random *random)
@@ -395,11 +396,24 @@ attend_row row_of_item(const attend_row &common, int seed, bool paged, data_rand
     return row;
 }
 
+// What the items of seeds from PARTS_BATCH on have: halves of the first and last positions, lists, or both.
+void give_parts(attend_row *row, int seed, data_random *random)
+{
+    const int blocks[] = {1, 4, 16};
+    if (seed % 3 != 1) row->exact_first = data_below(random, 12);
+    if (seed % 3 != 1) row->exact_last = 1 + data_below(random, 40);
+    if (seed % 3 == 0) return;
+    row->list_block = blocks[data_below(random, 3)];
+    row->list_newest = data_below(random, 20);
+    row->list_share = 0.5f;
+    row->list_by_head = data_below(random, 2) != 0;
+}
+
 // Each item has the bits that it has alone.
 void run_batch(const void *parameters)
 {
     const int seed = *(const int *)parameters, head_dims[] = {64, 128, 80, 64, 192, 32, 512, 448};
-    const bool latent = seed >= LATENT_BATCH;
+    const bool parts = seed >= PARTS_BATCH, latent = seed >= LATENT_BATCH && (!parts || seed % 6 == 1);
     data_random random = {(uint64_t)seed + 900};
     const bool paged = seed % 2 != 0 && !latent, lanes = seed % 4 > 1;
     attend_row common = attend_default_row(test_formats[data_below(&random, TEST_FORMATS)],
@@ -415,13 +429,16 @@ void run_batch(const void *parameters)
     common.sinks = (attend_sinks)(seed % 3);
     common.key_center = common.value_center = seed % 4 ? 0.0f : 0.5f;
     common.bits_alone = true;
+    if (parts && common.key_format == TQKV_F16) common.key_format = TQKV_TQ4;
     std::vector<std::unique_ptr<item>> items;
     std::vector<tqkv_attention> calls;
     std::vector<const void *> q;
     std::vector<void *> out;
     for (int i = 0; i < 1 + seed % 5; i++) {
         const int page_size = seed % 3 == 1 && i % 2 == 0 ? 16 : 64;
-        items.emplace_back(new item(row_of_item(common, seed + i, paged, &random), paged ? page_size : 0, &random));
+        attend_row row = row_of_item(common, seed + i, paged, &random);
+        if (parts) give_parts(&row, seed, &random);
+        items.emplace_back(new item(row, paged ? page_size : 0, &random));
         item &own = *items.back();
         if (i == 3) own.attention.end = own.attention.kv_len = 0; // sees nothing
         if (i == 3 && paged) own.keys->store.n_pages = 0;
@@ -464,5 +481,5 @@ void page_shader_cases()
     for (int seed = 0; seed < LATENT_SEED + 8; seed++)
         test_add(run_attend, &seed, sizeof seed, "pages/attend/%d", seed);
     test_add(run_empty, nullptr, 0, "pages/empty");
-    for (int seed = 0; seed < LATENT_BATCH + 6; seed++) test_add(run_batch, &seed, sizeof seed, "batch/%d", seed);
+    for (int seed = 0; seed < PARTS_BATCH + 12; seed++) test_add(run_batch, &seed, sizeof seed, "batch/%d", seed);
 }

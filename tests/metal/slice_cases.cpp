@@ -276,9 +276,9 @@ void run_beyond(const void *parameters)
     attend_tear_down(&p);
 }
 
-// ---- Positions that are kept as halves ----
+// ---- Positions that are kept as halves, and lists ----
 
-// Slots of codes that halves replace hold NaN, and halves have nothing to do with the codes.
+// Slots of codes that halves replace hold NaN, and halves have nothing to do with the codes. Whole, and in two slices.
 void run_ends(const void *parameters)
 {
     const attend_row *row = (const attend_row *)parameters;
@@ -286,6 +286,14 @@ void run_ends(const void *parameters)
     attend_set_up(&p, row);
     CHECK_RUN(gpu_attend(&p.attention, p.q, p.out, as_planned));
     attend_check(&p, p.out, "ends");
+    const reference_shape shape = reference_attention_shape(&p.attention);
+    const int64_t cut = shape.oldest + (shape.end - shape.oldest) / 3;
+    gpu_slice total = make_slice(p), other = total;
+    attend_slice(p, shape.oldest, cut, false, as_planned, total);
+    attend_slice(p, cut, shape.end, false, as_planned, other);
+    CHECK_RUN(gpu_attend_merge_slice(&p.attention, total, &p.attention, other));
+    CHECK_RUN(gpu_attend_finish(&p.attention, total, p.out));
+    attend_check(&p, p.out, "ends, in slices");
     attend_tear_down(&p);
 }
 
@@ -301,7 +309,29 @@ void add_ends(int seed)
     row.exact_last = data_below(&random, 4) ? 1 + data_below(&random, 80) : 0;
     if (seed % 8 == 7) row.exact_first = row.key_ring ? 0 : (int)row.end; // all
     row.codes_of_ends = seed % 5 == 4 ? 1 + data_below(&random, 2) : 0;
+    if (seed % 3 == 0) row.head_dim = seed % 2 ? 512 : 128;
+    row.shared = seed % 3 == 0;
     test_add(run_ends, &row, sizeof row, "slice/ends/%d", seed);
+}
+
+// Lists, and most of them with halves.
+void add_lists(int seed)
+{
+    const int blocks[] = {1, 4, 16, 64, 128};
+    data_random random = {(uint64_t)seed + 500};
+    attend_row row = random_row(&random);
+    if (row.key_format == TQKV_F16) row.key_format = TQKV_I8;
+    row.keys_unrotated = row.values_unrotated = false;
+    row.query_size = 1.5f;
+    row.key_capacity = row.value_capacity = 100 + data_below(&random, 100);
+    row.end = row.key_ring ? 50 + data_below(&random, 300) : row.key_capacity - data_below(&random, 50);
+    row.exact_first = seed % 4 ? data_below(&random, 20) : 0;
+    row.exact_last = seed % 4 ? data_below(&random, 80) : 0;
+    row.list_block = blocks[seed % 5];
+    row.list_newest = data_below(&random, 3) ? data_below(&random, 60) : 0;
+    row.list_share = 0.6f;
+    row.list_by_head = data_below(&random, 2) != 0;
+    test_add(run_ends, &row, sizeof row, "slice/list/%d", seed);
 }
 
 // Of a context that is cut into stretches, sections and threadgroups that take everything.
@@ -334,6 +364,7 @@ void slice_shader_cases()
     const int n = gpu_on_device ? 12 : 60, n_ends = gpu_on_device ? 12 : 40; // each has pipelines of its own
     for (int seed = 0; seed < n; seed++) test_add(run_random, &seed, sizeof seed, "slice/random/%d", seed);
     for (int seed = 0; seed < n_ends; seed++) add_ends(seed);
+    for (int seed = 0; seed < (gpu_on_device ? 10 : 30); seed++) add_lists(seed);
     add_long_ends();
     add_all_bits();
     if (!gpu_schedules[0].flush_subnormals) add_bases();

@@ -4,6 +4,8 @@
 #include "tests/reference.h"
 #include <math.h>
 
+enum { LATENT_HEADS = 8, LATENT_OUT = 2 * LATENT_HEADS * 512 };
+
 typedef struct stream_memory {
     unsigned char *bytes;
     size_t size, at;
@@ -95,43 +97,63 @@ static void run_both_sides(const void *parameters)
     free(from_gpu.bytes);
 }
 
-/* One stream as keys and values, with a tail or without: the processor's snapshot and, within rounding, its outputs. */
+/* Keys with a tail or without, one stream with the values or not, with halves or without; all positions, or those of a list and
+   a tree: the processor's snapshot and, within rounding, its outputs. */
+typedef struct latent_row {
+    bool tail, apart;
+    int exact;
+} latent_row;
+
+static void check_some(const float out[2][LATENT_OUT], const char *what)
+{
+    double wrong = 0, all = 0;
+    for (size_t i = 0; i < LATENT_OUT; i++) {
+        wrong += ((double)out[0][i] - (double)out[1][i]) * ((double)out[0][i] - (double)out[1][i]);
+        all += (double)out[0][i] * (double)out[0][i];
+    }
+    CHECK(all > 0 && wrong <= all * 1.6e-9, "%s: relative difference %g", what, sqrt(wrong / all));
+}
+
 static void run_latent(const void *parameters)
 {
-    enum { N = 40, HEADS = 8 };
-    const bool tail = *(const bool *)parameters;
+    enum { N = 40, HEADS = LATENT_HEADS };
+    const latent_row row = *(const latent_row *)parameters;
+    const bool tail = row.tail;
     const size_t each = 512 + (tail ? 64 : 0);
+    const int32_t list[] = {0, 2, 7, -1, 3, 5};
+    const uint64_t tree[] = {1, 2}; /* the second query does not see the first */
+    const tqkv_attention some = {.list = list, .list_length = 3, .list_block = 4, .list_newest = 3, .tree = tree};
     tqkv_cache_desc desc = {.head_dim = 512,
                             .n_kv_heads = 1,
                             .n_heads = HEADS,
                             .capacity = N,
                             .key_format = TQKV_TQ4,
-                            .shared = true,
+                            .shared = !row.apart,
+                            .exact_first = row.exact,
+                            .exact_last = 2 * row.exact,
                             .tail_dim = tail ? 64 : 0};
-    float *k = host_floats(64, N * each), *q = host_floats(65, HEADS * each), out[2][HEADS * 512];
+    float *k = host_floats(64, N * each), *q = host_floats(65, 2 * HEADS * each), *v = row.apart ? k : NULL,
+          out[2][LATENT_OUT], listed[2][LATENT_OUT];
     stream_memory saved[2] = {{0}, {0}};
     for (int i = 0; i < 2; i++) {
         tqkv_cache *cache;
         desc.metal = i ? test_host.metal : NULL;
         REQUIRE(tqkv_cache_create(&desc, &cache) == TQKV_OK, "no cache");
-        CHECK_RESULT(tqkv_cache_append(cache, k, NULL, N - 1), TQKV_OK);
-        CHECK_RESULT(tqkv_cache_append(cache, k + (N - 1) * each, NULL, 1), TQKV_OK);
-        CHECK_RESULT(tqkv_cache_append(cache, k, k, 1), TQKV_INVALID_ARGUMENT);
-        CHECK_RESULT(tqkv_cache_attend(cache, q, 1, out[i]), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_append(cache, k, v, N - 1), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_append(cache, k + (N - 1) * each, v, 1), TQKV_OK);
+        if (!row.apart) CHECK_RESULT(tqkv_cache_append(cache, k, k, 1), TQKV_INVALID_ARGUMENT);
+        CHECK_RESULT(tqkv_cache_attend(cache, q, 2, out[i]), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_attend_some(cache, &some, q, 2, listed[i]), TQKV_OK);
         CHECK_RESULT(tqkv_cache_save(cache, write_memory, &saved[i]), TQKV_OK);
         tqkv_cache_destroy(cache);
     }
     CHECK(saved[0].size == saved[1].size && !memcmp(saved[0].bytes, saved[1].bytes, saved[0].size), "snapshots differ");
-    double wrong = 0, all = 0;
-    for (size_t i = 0; i < HEADS * 512; i++) {
-        wrong += ((double)out[0][i] - (double)out[1][i]) * ((double)out[0][i] - (double)out[1][i]);
-        all += (double)out[0][i] * (double)out[0][i];
-    }
-    CHECK(all > 0 && wrong <= all * 1.6e-9, "relative difference %g", sqrt(wrong / all));
+    check_some(out, "all");
+    check_some(listed, "of a list and a tree");
+    CHECK(memcmp(out[1], listed[1], sizeof out[1]) != 0, "the list was not used");
     tqkv_cache *cache;
-    desc.shared = false;
-    CHECK_RESULT(tqkv_cache_create(&desc, &cache), tail ? TQKV_UNSUPPORTED : TQKV_OK);
-    if (!tail) tqkv_cache_destroy(cache);
+    desc.exact_last = 1;
+    if (tail) CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_UNSUPPORTED);
     for (int i = 0; i < 2; i++) free(saved[i].bytes);
     free(k);
     free(q);
@@ -229,6 +251,36 @@ static void record_step(tqkv_cache *cache, const float *k, const float *v, const
     host_release(flag);
 }
 
+/* One query by lists that only the GPU knows, recorded. */
+static void compare_listed(tqkv_cache *gpu, tqkv_cache *cpu, size_t count)
+{
+    const int32_t list[] = {0, 1, 3, -1};
+    const tqkv_attention known = {.list = list, .list_length = 4, .list_block = 4, .list_newest = 2};
+    tqkv_metal_attention some = {.attention = known};
+    float *q = host_floats(90, count), *expected = test_alloc(count * sizeof *q);
+    size_t bytes = 0;
+    tqkv_metal *m = test_host.metal;
+    some.attention.list = NULL;
+    some.list = host_buffer(list, sizeof list);
+    CHECK_RESULT(tqkv_metal_cache_some_scratch(m, gpu, &some, 1, &bytes), TQKV_OK);
+    tqkv_metal_buffer qb = host_buffer(q, count * sizeof *q), ob = host_zeros(count * sizeof *q),
+                      scratch = host_zeros(bytes);
+    host_work work = host_begin(true);
+    CHECK_RESULT(tqkv_metal_cache_attend_some(m, work.encoder, gpu, &some, qb, 1, scratch, ob), TQKV_OK);
+    some.attention.list_block = 5;
+    CHECK_REFUSED(m, tqkv_metal_cache_attend_some(m, work.encoder, gpu, &some, qb, 1, scratch, ob),
+                  TQKV_INVALID_ARGUMENT, "attend");
+    host_end(&work);
+    CHECK_RESULT(tqkv_cache_attend_some(cpu, &known, q, 1, expected), TQKV_OK);
+    check_close(host_contents(ob), expected, count, "listed");
+    host_release(some.list);
+    host_release(qb);
+    host_release(ob);
+    host_release(scratch);
+    free(q);
+    free(expected);
+}
+
 static void run_recorded(const void *parameters)
 {
     const cache_row *row = parameters;
@@ -252,6 +304,7 @@ static void run_recorded(const void *parameters)
         free(v);
         free(q);
     }
+    compare_listed(gpu, cpu, count);
     free(a);
     free(b);
     tqkv_cache_destroy(cpu);
@@ -442,10 +495,8 @@ void cache_host_cases(void)
     for (int i = 0; i < 2; i++) test_add(run_edited, &steps[i], sizeof steps[i], "cache/edited/%d", i);
     for (int i = 0; i < 4; i++) test_add(run_ends, &ends[i], sizeof ends[i], "cache/ends/%d", i);
     test_add(run_types, NULL, 0, "cache/types");
-    for (int tail = 0; tail < 2; tail++) {
-        const bool has_tail = tail != 0;
-        test_add(run_latent, &has_tail, sizeof has_tail, "cache/latent/tail%d", tail);
-    }
+    const latent_row latent[] = {{false, false, 0}, {true, false, 0}, {false, false, 5}, {true, true, 0}};
+    for (int i = 0; i < 4; i++) test_add(run_latent, &latent[i], sizeof latent[i], "cache/latent/%d", i);
     test_add(run_refusals, NULL, 0, "refusals/cache");
     test_add(run_strides, NULL, 0, "cache/strides");
 }

@@ -156,12 +156,14 @@ enum { ROW = HEADS * GROUP * DIM, ROWS_OF_BATCH = 3 };
 
 typedef struct batch {
     tqkv_metal_attention items[2];
-    tqkv_metal_buffer rows, results, q[2], out[2], arguments, scratch;
+    tqkv_metal_buffer rows, results, lists, q[2], out[2], arguments, scratch;
     float *expected; /* [ROWS_OF_BATCH][ROW] */
 } batch;
 
-static void open_batch(batch *b, const pools *p)
+/* listed: each has a list of its own */
+static void open_batch(batch *b, const pools *p, bool listed)
 {
+    static const int32_t lists[][3] = {{0, 2, -1}, {1, 3, 4}, {0, 1, 2}};
     const int lengths[] = {TOKENS, 70}, queries[] = {1, 2}, first[] = {0, 1};
     float *rows = host_floats(23, ROWS_OF_BATCH * ROW);
     const size_t size = ROWS_OF_BATCH * ROW * sizeof(float);
@@ -170,13 +172,16 @@ static void open_batch(batch *b, const pools *p)
     b->expected = test_alloc(size);
     b->rows = host_buffer(rows, size);
     b->results = host_zeros(size);
+    b->lists = host_buffer(lists, sizeof lists);
     for (int i = 0; i < 2; i++) {
         const int at = first[i] * ROW;
         tqkv_attention host = {.keys = &p->keys, .values = &p->values, .n_heads = HEADS * GROUP};
         host.n_queries = queries[i];
         host.end = lengths[i];
+        if (listed) host.list = lists[first[i]], host.list_length = 3, host.list_block = 16;
         CHECK_RESULT(tqkv_attend(&host, rows + at, b->expected + at), TQKV_OK);
         b->items[i].attention = host;
+        if (listed) b->items[i].list = b->lists, b->items[i].list.offset += (size_t)first[i] * sizeof lists[0];
         b->items[i].keys = &p->gpu_keys;
         b->items[i].values = &p->gpu_values;
         b->q[i] = b->rows, b->q[i].offset += (size_t)at * sizeof(float);
@@ -219,10 +224,9 @@ static void run_batch(const void *parameters)
 {
     pools p;
     batch b;
-    (void)parameters;
     open_pools(&p);
     fill_pools(&p);
-    open_batch(&b, &p);
+    open_batch(&b, &p, *(const bool *)parameters);
     host_work w = host_begin(true);
     refuse_batches(&b, w.encoder);
     CHECK_RESULT(attend_batch(&b, 2, w.encoder), TQKV_OK);
@@ -230,6 +234,7 @@ static void run_batch(const void *parameters)
     check_close(host_contents(b.results), b.expected, ROWS_OF_BATCH * HEADS * GROUP);
     host_release(b.rows);
     host_release(b.results);
+    host_release(b.lists);
     host_release(b.arguments);
     host_release(b.scratch);
     free(b.expected);
@@ -274,6 +279,9 @@ void page_host_cases(void)
 {
     test_add(run_pages, NULL, 0, "pages/attend");
     test_add(run_slots, NULL, 0, "pages/slots");
-    test_add(run_batch, NULL, 0, "pages/batch");
+    for (int i = 0; i < 2; i++) {
+        const bool listed = i != 0;
+        test_add(run_batch, &listed, sizeof listed, listed ? "pages/batch/list" : "pages/batch");
+    }
     test_add(run_refusals, NULL, 0, "refusals/pages");
 }

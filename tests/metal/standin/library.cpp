@@ -12,9 +12,9 @@ extern "C" __attribute__((visibility("default"))) bool standin_find(const char *
     memset(found, 0, sizeof *found);
     if (!kernel) return false;
     found->constants = kernel->constants;
-    const bool merge = !strncmp(name, "tqkv_attend_merge", 17);
-    if (merge || !strncmp(name, "tqkv_attend", 11))
-        found->sizes[merge ? TQKV__ITEMS_OF_MERGE : TQKV__ITEMS_OF_ATTEND] = sizeof(tqkv__batch_item);
+    const bool merge = !strncmp(name, "tqkv_attend_merge", 17), list = !strcmp(name, "tqkv_attend_list");
+    const int items = merge ? TQKV__ITEMS_OF_MERGE : list ? TQKV__ITEMS_OF_LIST : TQKV__ITEMS_OF_ATTEND;
+    if (!strncmp(name, "tqkv_attend", 11)) found->sizes[items] = sizeof(tqkv__batch_item);
     return true;
 }
 
