@@ -7748,10 +7748,10 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-#define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
-#define TQKV__ENDS_ON_GPU   "exact_first, exact_last: more dispatches than this plan has"
+#define TQKV__FLOATS_ON_GPU    "arithmetic: a GPU multiplies floats only"
+#define TQKV__ENDS_ON_GPU      "exact_first, exact_last: more dispatches than this plan has"
 #define TQKV__TAIL_ENDS_ON_GPU "exact_first, exact_last: not with a tail on a GPU"
-#define TQKV__LISTS_IN_PLAN "list: more dispatches than this plan has"
+#define TQKV__LISTS_IN_PLAN    "list: more dispatches than this plan has"
 
 /* Changes to the integers of the set, if the call asks for them. */
 static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
@@ -11481,12 +11481,12 @@ typedef struct tqkv__attend_args {
     int32_t value_page_size, value_last_page;
     uint32_t key_page_factor, value_page_factor; /* page of a tile: the upper word of the product of tile and factor, */
     int32_t key_page_shift, value_page_shift;    /* shifted to the right */
-    int32_t first_of_tree;           /* read if TQKV_FC_TREE: position kv_len - n_queries, or INT_MAX without a tree */
+    int32_t first_of_tree; /* read if TQKV_FC_TREE: position kv_len - n_queries, or INT_MAX without a tree */
     /* Of lists: read if TQKV_FC_LIST, and by attend_list. Blocks count from that of the oldest resident position. */
-    int32_t list_heads, list_row;           /* integers of a row that attend_list wrote */
-    int32_t list_shift, list_inside;        /* a block is 1 << shift positions, and that position is number `inside` of its */
-    int32_t list_base, list_slots;          /* slot of that block's first position; from list_slots on there is none */
-    int32_t list_newest, list_first_block;  /* positions that are seen beside the list; number of that block */
+    int32_t list_heads, list_row;    /* integers of a row that attend_list wrote */
+    int32_t list_shift, list_inside; /* a block is 1 << shift positions, and that position is number `inside` of its */
+    int32_t list_base, list_slots;   /* slot of that block's first position; from list_slots on there is none */
+    int32_t list_newest, list_first_block; /* positions that are seen beside the list; number of that block */
 } tqkv__attend_args;
 
 /* attend_list has the arguments of attend. A row of a list has list_row - TQKV__LIST_HEADER entries. A row that it writes: how
@@ -11535,8 +11535,9 @@ typedef struct tqkv__index_args {
 typedef struct tqkv__batch_item {
     tqkv__attend_args attend;
     tqkv__merge_args merge;
-    int32_t n_items, first_group, first_row, first_list; /* of the batch; threadgroups, query rows and rows of lists of the */
-                                                         /* items before */
+    int32_t n_items, first_group, first_row,
+        first_list; /* of the batch; threadgroups, query rows and rows of lists of the */
+                    /* items before */
     uint32_t q, key_codes, key_norms, value_codes, value_norms, partial_out, partial_state, key_center;
     uint32_t key_pages, value_pages, tree, out, value_center, tail_codes, tail_norms, tail_center;
     uint32_t list, list_rows; /* list_rows: in the buffer of partial_out */
@@ -12775,8 +12776,7 @@ static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__atten
         tqkv__take_part(a, b, p, borders, &part, &buffers);
         tqkv__tiles_seen(&part, buffers.slice_end, &first, &end);
         if (a->call.list) tqkv__listed_tiles(&part, buffers.slice_end, &first, &end);
-        const tqkv_result r =
-            tqkv__choose_split(&part, first, end, p == TQKV__CODES_PART ? most_sums : SIZE_MAX, own);
+        const tqkv_result r = tqkv__choose_split(&part, first, end, p == TQKV__CODES_PART ? most_sums : SIZE_MAX, own);
         if (r != TQKV_OK) return r;
         if (own->scratch_size > SIZE_MAX / 4) return TQKV__INVALID("scratch of more than SIZE_MAX / 4 bytes");
         own->sums_at = all->sums_size;
@@ -13251,10 +13251,8 @@ typedef struct tqkv__batch {
 /* Item i alone, with the scratch from *used on. An item without positions has no partial results. */
 static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *used, tqkv__attend_plan *own)
 {
-    tqkv__attend_buffers buffers =
-        tqkv__buffers_of_call(b->q[i], tqkv__buffer_after(b->scratch, *used), b->out[i]);
-    const tqkv_result r =
-        tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)b->n, &buffers, own);
+    tqkv__attend_buffers buffers = tqkv__buffers_of_call(b->q[i], tqkv__buffer_after(b->scratch, *used), b->out[i]);
+    const tqkv_result r = tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)b->n, &buffers, own);
     if (r != TQKV_OK) return r;
     for (int p = 0; p < TQKV__PARTS && !b->matrices; p++)
         if (own->has[p]) tqkv_metal_plan_lanes(&own->attends[p]);
@@ -13385,15 +13383,14 @@ static tqkv_result tqkv__write_offsets(tqkv_metal_dispatch *all, tqkv_metal_disp
 /* Part p of an item. */
 static tqkv_result tqkv__write_part(tqkv__attend_plan *all, tqkv__attend_plan *own, int p, tqkv__batch_item *to)
 {
-    const tqkv__batch_array arrays[] = {
-        {1, 1, TQKV__ROWS_UNIT, &to->q},        {2, 2, TQKV__CODES_UNIT, &to->key_codes},
-        {3, 3, 4, &to->key_norms},              {4, 4, TQKV__CODES_UNIT, &to->value_codes},
-        {5, 5, 4, &to->value_norms},            {6, 6, 4, &to->partial_out},
-        {6, 7, 4, &to->partial_state},          {8, 8, 4, &to->key_center},
-        {9, 9, 4, &to->key_pages},              {10, 10, 4, &to->value_pages},
-        {11, 11, 4, &to->tree},                 {13, 13, TQKV__CODES_UNIT, &to->tail_codes},
-        {14, 14, 4, &to->tail_norms},           {15, 15, 4, &to->tail_center},
-        {6, 16, 4, &to->list_rows}};
+    const tqkv__batch_array arrays[] = {{1, 1, TQKV__ROWS_UNIT, &to->q}, {2, 2, TQKV__CODES_UNIT, &to->key_codes},
+                                        {3, 3, 4, &to->key_norms},       {4, 4, TQKV__CODES_UNIT, &to->value_codes},
+                                        {5, 5, 4, &to->value_norms},     {6, 6, 4, &to->partial_out},
+                                        {6, 7, 4, &to->partial_state},   {8, 8, 4, &to->key_center},
+                                        {9, 9, 4, &to->key_pages},       {10, 10, 4, &to->value_pages},
+                                        {11, 11, 4, &to->tree},          {13, 13, TQKV__CODES_UNIT, &to->tail_codes},
+                                        {14, 14, 4, &to->tail_norms},    {15, 15, 4, &to->tail_center},
+                                        {6, 16, 4, &to->list_rows}};
     const tqkv__batch_array list = {1, 1, 4, &to->list};
     to->attend = tqkv__attend_args_of(&own->attends[p]);
     const tqkv_result r =
@@ -13465,8 +13462,9 @@ static tqkv_result tqkv__write_item(const tqkv__batch *b, int i, void *contents,
         if (b->tables > 1 || p == TQKV__CODES_PART) to->first_list = (int32_t)counts->lists[p];
         if (!own->has[p]) continue;
         r = tqkv__write_part(all, own, p, to);
-        counts->groups[p] += tqkv__row_blocks(attend, &to->attend, (size_t)attend->kernel.constants[TQKV_FC_COLUMNS] - 1) *
-                             own->attends[p].grid[2];
+        counts->groups[p] +=
+            tqkv__row_blocks(attend, &to->attend, (size_t)attend->kernel.constants[TQKV_FC_COLUMNS] - 1) *
+            own->attends[p].grid[2];
         if (own->listed) counts->lists[p] += own->lists[p].grid[0];
         if (counts->groups[p] > INT_MAX || counts->lists[p] > INT_MAX)
             return TQKV__INVALID("a batch of 2^31 rows or threadgroups");
@@ -13574,14 +13572,12 @@ static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__
               type = all->merge.kernel.constants[TQKV_FC_TYPE] - 1;
     const size_t value = tqkv__type_size((tqkv_type)type);
     const tqkv__batch_item *merges = tqkv__batch_table(b, contents, TQKV__PARTS);
-    return tqkv__outputs_overlap(merges, b->n, value, head_dim) ? TQKV__INVALID("outputs of a batch overlap")
-                                                                : TQKV_OK;
+    return tqkv__outputs_overlap(merges, b->n, value, head_dim) ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv__plan_batch_parts(const tqkv_metal_attention *items, int n_items, const tqkv_metal_buffer *q,
                                             tqkv_metal_buffer arguments, void *contents, tqkv_metal_buffer scratch,
-                                            const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch *d,
-                                            int *n)
+                                            const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch *d, int *n)
 {
     tqkv__attend_plan all;
     memset(d, 0, 2 * sizeof *d);
@@ -13912,9 +13908,8 @@ TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buf
                      others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
     keys.shape.strides = packed ? none : c->keys.strides;
     others.shape.strides = packed ? none : c->values.strides;
-    tqkv_result r = c->shared && !tail
-                        ? tqkv_metal_plan_encode(&keys, k, n_tokens, end, not_finite, d)
-                        : tqkv_metal_plan_encode_kv(&keys, &others, k, v, n_tokens, end, not_finite, d);
+    tqkv_result r = c->shared && !tail ? tqkv_metal_plan_encode(&keys, k, n_tokens, end, not_finite, d)
+                                       : tqkv_metal_plan_encode_kv(&keys, &others, k, v, n_tokens, end, not_finite, d);
     *n = 1;
     if (r == TQKV_OK && apart) {
         tqkv_metal_store third = tqkv__store_in_buffer(c, memory, &c->tail);

@@ -33,7 +33,8 @@ inline list_range range_of_query(constant tqkv__attend_args &args, device const 
     int end = args.first_newest + int(query) + 1, to = max(min(end, args.kv_len), 0);
     range.from = args.window != 0 ? max(end - args.window, 0) : 0;
     range.newest = newest_from(args, tree, query, range.from, to);
-    int begins = range.newest < to ? range.newest + args.list_inside : to + args.list_inside + (1 << args.list_shift) - 1;
+    int begins =
+        range.newest < to ? range.newest + args.list_inside : to + args.list_inside + (1 << args.list_shift) - 1;
     range.recent = begins >> args.list_shift;
     range.to = max(min(to, args.slice_end), range.from);
     range.first = (range.from + args.list_inside) >> args.list_shift;
@@ -74,9 +75,9 @@ inline void clean_row(constant tqkv__attend_args &args, thread const scan_place 
 // list: [n_queries][list_heads][entries], rows: [n_queries][list_heads][list_row], tree: [n_queries][2]
 kernel void tqkv_attend_list(constant tqkv__attend_args &call [[buffer(0)]], device const int *list [[buffer(1)]],
                              device int *rows [[buffer(2)]], device const uint *tree [[buffer(3)]],
-                             constant tqkv__batch_item *items [[buffer(4)]], threadgroup uint *shared [[threadgroup(0)]],
-                             uint3 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
-                             uint simdgroup [[simdgroup_index_in_threadgroup]],
+                             constant tqkv__batch_item *items [[buffer(4)]],
+                             threadgroup uint *shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
+                             uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
                              uint n_simdgroups [[simdgroups_per_threadgroup]])
 {
     uint item = batch ? item_of(items, group.x, TQKV_BY_LIST) : 0u, number = group.x;

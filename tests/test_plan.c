@@ -549,7 +549,8 @@ static void check_cache_strides(const void *row)
                       rows_args(&d[i], 1).head_stride == 64,
                   "values, dispatch %d", i);
         }
-        CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 0), packed, NULL, at(1, 0), 2, at(2, 0), at(3, 0), d, &n), TQKV_OK);
+        CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 0), packed, NULL, at(1, 0), 2, at(2, 0), at(3, 0), d, &n),
+                     TQKV_OK);
         const int heads = CACHE_HEADS * CACHE_GROUP;
         tqkv__merge_args merge;
         memcpy(&merge, d[n - 1].arguments[0].bytes, sizeof merge);
@@ -577,7 +578,8 @@ static void check_cache_plan(const void *row)
     size_t rows[2] = {0, 0}, most = 0;
     (void)row;
     REQUIRE(cache, "no cache");
-    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 256), false, NULL, at(1, 0), 1, at(2, 0), at(3, 0), d, &n), TQKV_OK);
+    CHECK_RESULT(tqkv__plan_cache_attend(cache, at(0, 256), false, NULL, at(1, 0), 1, at(2, 0), at(3, 0), d, &n),
+                 TQKV_OK);
     CHECK(attend_args(d).kv_len == 3 && attend_args(d).key_oldest_slot == 4, "after a truncation: %d",
           attend_args(d).kv_len);
     const char *codes = (const char *)tqkv_cache_values(cache)->codes;
@@ -629,9 +631,9 @@ static void check_cache_kernels(const void *row)
             CHECK_RESULT(tqkv_cache_fork(cache, NULL, &fork), TQKV_OK);
             const bool matrix = group >= (least ? least : 4);
             for (int i = 0; i < 2; i++) {
-                CHECK_RESULT(
-                    tqkv__plan_cache_attend(i ? fork : cache, at(0, 0), false, NULL, at(1, 0), 1, at(2, 0), at(3, 0), d, &n),
-                    TQKV_OK);
+                CHECK_RESULT(tqkv__plan_cache_attend(i ? fork : cache, at(0, 0), false, NULL, at(1, 0), 1, at(2, 0),
+                                                     at(3, 0), d, &n),
+                             TQKV_OK);
                 CHECK(d[0].kernel.family == (matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND), "group %d of %d",
                       group, least);
             }

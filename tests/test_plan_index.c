@@ -171,9 +171,9 @@ static void check_list_scratch(const void *row)
     CHECK_RESULT(tqkv__plan_attend_parts(&a, at(4, 0), at(5, 0), at(6, 0), d, &n), TQKV_OK);
     const tqkv_metal_binding state = d[2].bindings[1];
     CHECK(n == 3 && state.at.offset + state.size <= bytes, "%zu bytes, not %zu", bytes, state.at.offset + state.size);
-    CHECK_RESULT(tqkv__plan_partial_parts(&a, at(4, 0), 12000, 1000, at(5, 0), at(6, 0), at(6, 8192), at(6, 9216), d,
-                                          &n),
-                 TQKV_OK);
+    CHECK_RESULT(
+        tqkv__plan_partial_parts(&a, at(4, 0), 12000, 1000, at(5, 0), at(6, 0), at(6, 8192), at(6, 9216), d, &n),
+        TQKV_OK);
     const tqkv__attend_args args = attend_args(&d[1]), list = attend_args(&d[0]);
     CHECK(n == 3 && args.kv_len == 3000 && args.slice_end == 1000 && args.list_first_block == 187 &&
               args.list_inside == 32 && !memcmp(&args, &list, sizeof args),

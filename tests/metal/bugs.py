@@ -308,6 +308,18 @@ BUGS = {
     "sums_of_the_first_item": (
         "shaders/attend.h", "    task.partial_out += item.partial_out;\n", "", "attend", (64,), "plain", "batch/3",
         "other bits alone"),
+    "list_of_another_item": (
+        "shaders/attend.h", "(device const int *)task.partial_out + item.list_rows;", "(device const int *)task.partial_out;",
+        "attend", (64,), "plain", "batch/3", "other bits alone"),
+    "entries_of_the_first_item": (
+        "shaders/attend_list.metal", "        list += items[item].list;\n", "", "attend_list", (), "plain", "batch/3",
+        "other bits alone"),
+    "list_of_another_item": (
+        "shaders/attend.h", "(device const int *)task.partial_out + item.list_rows;", "(device const int *)task.partial_out;",
+        "attend", (64,), "plain", "batch/3", "other bits alone"),
+    "entries_of_the_first_item": (
+        "shaders/attend_list.metal", "        list += items[item].list;\n", "", "attend_list", (), "plain", "batch/3",
+        "other bits alone"),
     # The index.
     "tie_to_the_higher_block": (
         "shaders/index_choice.h", "(is_equal && equal < made.wanted)", "(is_equal && equal >= (sums.all >> 16) - made.wanted)",

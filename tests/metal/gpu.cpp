@@ -440,10 +440,10 @@ size_t size_of_items(const std::vector<tqkv_attention> &items)
 {
     size_t size = 4096;
     for (const tqkv_attention &a : items) {
-        for (const tqkv_store *s :
-             {a.keys, a.values, a.tail, a.first_keys, a.first_values, a.last_keys, a.last_values})
+        for (const tqkv_store *s : {a.keys, a.values, a.tail, a.first_keys, a.first_values, a.last_keys, a.last_values})
             if (s) size += s->codes_size + s->norms_size + (size_t)(s->n_kv_heads * s->head_dim + s->n_pages) * 4 + 128;
-        size += values_size(a, a.query_type, a.query_strides, query_dim(a)) + (size_t)a.n_queries * 8 + 128 + list_size(a);
+        size +=
+            values_size(a, a.query_type, a.query_strides, query_dim(a)) + (size_t)a.n_queries * 8 + 128 + list_size(a);
     }
     return size;
 }
@@ -525,8 +525,7 @@ std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std
                                    arguments.data(), gpu_buffer(scratch.data()), outs.data(), !lanes, d, &n);
     const std::string wrong = run_all(r, d, n);
     if (spread) memcpy(out[0], results.data(), out_size);
-    for (size_t i = 0; i < items.size() && !spread; i++)
-        memcpy(out[i], results.data() + outs[i].offset, out_sizes[i]);
+    for (size_t i = 0; i < items.size() && !spread; i++) memcpy(out[i], results.data() + outs[i].offset, out_sizes[i]);
     return wrong;
 }
 
