@@ -134,7 +134,7 @@ static void check_list(const void *row)
     CHECK(list.grid[0] == 3 && binding(&list, "list").size == 3 * 8192, "%zu rows", list.grid[0]);
     CHECK(binding(&list, "scratch").size == 3 * (8192 + 32), "the cleaned rows");
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &bytes), TQKV_OK);
-    const tqkv_metal_binding state = d[1].bindings[1];
+    const tqkv_metal_binding state = binding(&d[1], "scratch");
     CHECK(state.at.offset + state.size <= bytes, "%zu bytes of scratch", bytes);
     CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, none, 0, 9, none, none, none, none, d), TQKV_UNSUPPORTED);
     a.attention.list_heads = 2;
@@ -169,7 +169,7 @@ static void check_list_scratch(const void *row)
     a.attention.list_block = 64;
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &bytes), TQKV_OK);
     CHECK_RESULT(tqkv__plan_attend_parts(&a, at(4, 0), at(5, 0), at(6, 0), d, &n), TQKV_OK);
-    const tqkv_metal_binding state = d[2].bindings[1];
+    const tqkv_metal_binding state = binding(&d[2], "scratch");
     CHECK(n == 3 && state.at.offset + state.size <= bytes, "%zu bytes, not %zu", bytes, state.at.offset + state.size);
     CHECK_RESULT(
         tqkv__plan_partial_parts(&a, at(4, 0), 12000, 1000, at(5, 0), at(6, 0), at(6, 8192), at(6, 9216), d, &n),

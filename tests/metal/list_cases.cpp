@@ -291,7 +291,8 @@ void run_bad_entries(const void *parameters)
 // A window that begins in the second stretch, while its block begins in the first: the slots of a ring may lie so.
 void add_window()
 {
-    list_row row = make_row(TQKV_I8, TQKV_TQ4, 64, 128, 4);
+    list_row row = make_row(TQKV_I8, TQKV_TQ4, 64, 128, 1);
+    row.newest = 224;
     row.row.key_ring = row.row.value_ring = true;
     row.row.key_capacity = row.row.value_capacity = 1200;
     row.row.end = 2400;
