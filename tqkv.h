@@ -5352,6 +5352,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,   TQKV__LANES,        {TQK
      interleave                 bytes of TQKV__PRODUCTS values to lanes, a dimension of all in each
      round_codes, store_words   floats to integers, lanes to the 16 bits in which products find them
      load_row, repeat           those of a vector of dimensions, those of TQKV__PRODUCTS positions in each lane
+     transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, TQKV__PRODUCTS bytes of all in each
      TQKV__PACKED_ROWS          0, or the rows up to which codes without upper bits are not stored as bytes first: with
                                 widen, half of the bytes as words, and interleave_bytes                               */
 #ifdef TQKV__INTEGER_LANES
@@ -5363,7 +5364,11 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,   TQKV__LANES,        {TQK
 #define TQKV__BYTES       (4 * TQKV__INTEGER_LANES)              /* of a vector */
 #define TQKV__WORDS       (TQKV__PRODUCTS * TQKV__INTEGER_LANES) /* that a vector of codes is multiplied with */
 /* Keys that are decoded together. */
-#define TQKV__SLICE 16
+#define TQKV__SLICE  16
+#define TQKV__SLICES (2 * TQKV__INTEGER_LANES > TQKV__SLICE ? 2 * TQKV__INTEGER_LANES : TQKV__SLICE)
+#ifndef TQKV__LANES_ROWS
+#define TQKV__LANES_ROWS 8
+#endif
 
 TQKV__OP TQKV__I(sum) TQKV__I(no_sum)(void)
 {
@@ -5563,6 +5568,15 @@ TQKV__OP void TQKV__I(score_four)(const tqkv_format format, const int rows, cons
     }
 }
 
+/* Scores of row r and the positions from j on, from the sums of their products */
+TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV__(codes) sum)
+{
+    float *to = p->results + r * TQKV__TILE + j;
+    const TQKV__VECTOR factor = TQKV__(load)(p->factors + j) * TQKV__(set1)(p->units[r * p->row_floats]);
+    const TQKV__VECTOR before = p->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
+    TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(sum), factor, before));
+}
+
 /* results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row, LANES positions at a time */
 TQKV__OP void TQKV__I(score_rows_of)(const tqkv_format format, const int rows, const TQKV__I(product) * p)
 {
@@ -5575,13 +5589,8 @@ TQKV__OP void TQKV__I(score_rows_of)(const tqkv_format format, const int rows, c
             TQKV__I(score_four)(format, rows, p, books, codes, fours + i, TQKV__INTEGER_LANES / 4);
         }
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            float *to = p->results + r * TQKV__TILE + j;
-            const TQKV__(codes) sum = TQKV__S(sum_codes_across)(fours + r * TQKV__INTEGER_LANES / 4);
-            const TQKV__VECTOR factor = TQKV__(load)(p->factors + j) * TQKV__(set1)(p->units[r * p->row_floats]);
-            const TQKV__VECTOR before = p->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
-            TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(sum), factor, before));
-        }
+        for (int r = 0; r < rows; r++)
+            TQKV__I(add_scores)(p, r, j, TQKV__S(sum_codes_across)(fours + r * TQKV__INTEGER_LANES / 4));
     }
 }
 
@@ -5628,6 +5637,58 @@ TQKV__TARGET static void TQKV__I(score_integers)(TQKV__I(product) p, int n_rows)
     }
 }
 
+/* As score_rows_of for the positions of two vectors, which are lanes of tile: [dim / TQKV__PRODUCTS][2][TQKV__BYTES] */
+TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p, const int8_t *tile)
+{
+    const int size = 2 * p->row_floats, half = rows > 4 ? rows / 2 : rows; /* two addresses need fewer offsets */
+    const int16_t *q[2] = {p->rows, p->rows + (rows - half) * size};
+    TQKV__I(sum) sums[2 * TQKV__PRODUCT_ROWS][2];
+    TQKV__UNROLL
+    for (int i = 0; i < 2 * rows; i++) sums[i / 2][i % 2] = TQKV__I(no_sum)();
+    for (int d = 0; d < p->dim; d += TQKV__PRODUCTS, tile += 2 * TQKV__BYTES) {
+        const TQKV__(codes) a = TQKV__I(load_codes)(tile), b = TQKV__I(load_codes)(tile + TQKV__BYTES);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            const TQKV__I(row) y = TQKV__I(repeat)(q[r / half] + (ptrdiff_t)(r % half) * size + d);
+            sums[r][0] = TQKV__I(dot)(sums[r][0], a, y);
+            sums[r][1] = TQKV__I(dot)(sums[r][1], b, y);
+        }
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < 2 * rows; i++)
+        TQKV__I(add_scores)(p, i / 2, i % 2 * TQKV__INTEGER_LANES, TQKV__I(whole)(sums[i / 2][i % 2]));
+}
+
+/* score_integers for many rows: turning the positions into lanes takes less time than adding up the lanes of each sum. */
+TQKV__TARGET static void TQKV__I(score_lanes)(TQKV__I(product) p, int n_rows)
+{
+    TQKV__ALIGNED int8_t tile[TQKV__BLOCK / TQKV__PRODUCTS * 2 * TQKV__BYTES];
+    for (int v = 0; v < 2; v++) {
+        const int first = v * TQKV__INTEGER_LANES < p.n ? v * TQKV__INTEGER_LANES : 0;
+        for (int d = 0; d < p.dim; d += 16) {
+            TQKV__(codes) x[16 / TQKV__PRODUCTS];
+            const int8_t *at = p.at.codes + (size_t)first * p.at.stride + d;
+            if (p.at.ahead && d % 64 == 0)
+                for (int j = 0; j < TQKV__INTEGER_LANES; j++)
+                    tqkv__prefetch(TQKV__L2, (const uint8_t *)at + (ptrdiff_t)j * (ptrdiff_t)p.at.stride + p.at.ahead, 1);
+            TQKV__I(transpose)(at, p.at.stride, x);
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__PRODUCTS; i++)
+                memcpy(tile + (2 * (d / TQKV__PRODUCTS + i) + v) * TQKV__BYTES, &x[i], sizeof x[i]);
+        }
+    }
+    for (int left = n_rows, rows; left > 0; left -= rows) {
+        rows = left >= 2 * TQKV__PRODUCT_ROWS ? 2 * TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
+        if (rows == 1)
+            TQKV__I(score_lanes_of)(1, &p, tile);
+        else if (rows == 2)
+            TQKV__I(score_lanes_of)(2, &p, tile);
+        else
+            TQKV__I(score_lanes_of)(2 * TQKV__PRODUCT_ROWS, &p, tile);
+        TQKV__I(advance)(&p, rows);
+    }
+}
+
 /* scores[row][j] (+)= query[row] . key j of halves, in 16 sums */
 TQKV__OP void TQKV__I(score_halves)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n, const float *q,
                                     bool add, float *scores)
@@ -5669,7 +5730,9 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
                                                      const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__ALIGNED int8_t room[TQKV__SLICE * TQKV__BLOCK];
+    TQKV__ALIGNED int8_t room[TQKV__SLICES * TQKV__BLOCK];
+    const bool lanes = n_rows >= TQKV__LANES_ROWS;
+    const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__SLICE;
     const int dim = s->block_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
         TQKV__I(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, q, n_rows, add, scores);
@@ -5677,9 +5740,9 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
     for (int b = 0; b < head_dim / dim; b++)
-        for (int j = 0; j < run->n; j += TQKV__SLICE) {
+        for (int j = 0; j < run->n; j += step) {
             TQKV__I(product) p;
-            p.n = run->n - j < TQKV__SLICE ? run->n - j : TQKV__SLICE;
+            p.n = run->n - j < step ? run->n - j : step;
             p.at = TQKV__I(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, n_rows, room);
             p.dim = dim;
             p.rows = (const int16_t *)(const void *)q + b * TQKV__QUERY_BLOCK(dim);
@@ -5689,7 +5752,10 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
             p.result_floats = TQKV__TILE;
             p.factors = factors + b * TQKV__TILE + j;
             p.add = add || b > 0;
-            TQKV__I(score_integers)(p, n_rows);
+            if (lanes)
+                TQKV__I(score_lanes)(p, n_rows);
+            else
+                TQKV__I(score_integers)(p, n_rows);
         }
 }
 
@@ -5699,17 +5765,32 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
 TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors,
                                                 int n, float *to)
 {
-    TQKV__ALIGNED float x[TQKV__TILE];
+    enum { VECTORS = TQKV__TILE / TQKV__INTEGER_LANES };
+    TQKV__ALIGNED float room[TQKV__TILE];
+    TQKV__VECTOR x[VECTORS];
+    TQKV__(codes) largest_of;
+    memset(&largest_of, 0, sizeof largest_of);
     if (n < TQKV__TILE) {
-        memset(x, 0, sizeof x);
-        memcpy(x, weights, (size_t)n * sizeof *x);
-        weights = x;
+        memset(room, 0, sizeof room);
+        memcpy(room, weights, (size_t)n * sizeof *room);
+        weights = room;
     }
     TQKV__UNROLL
-    for (int j = 0; j < TQKV__TILE; j += TQKV__INTEGER_LANES)
-        TQKV__(store)(x + j, TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j)));
-    const uint32_t largest = TQKV__I(largest_bits)(x, TQKV__TILE);
-    TQKV__I(round_floats)(x, TQKV__TILE, tqkv__integer_scale(largest), (int16_t *)(void *)to);
+    for (int i = 0; i < VECTORS; i++) {
+        const int j = i * TQKV__INTEGER_LANES;
+        x[i] = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
+        largest_of = TQKV__(larger_bits)(largest_of, x[i]);
+    }
+    const uint32_t largest = TQKV__S(largest_code)(largest_of);
+    const float scale = tqkv__integer_scale(largest);
+    if (scale > 0.0f) {
+        TQKV__UNROLL
+        for (int i = 0; i < VECTORS; i++)
+            TQKV__I(store_words)((int16_t *)(void *)to + i * TQKV__INTEGER_LANES,
+                                 TQKV__S(round_codes)(x[i] * TQKV__(set1)(scale)));
+    } else {
+        memset(to, 0, TQKV__TILE * sizeof(int16_t));
+    }
     to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
 }
 
@@ -5908,6 +5989,8 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__PRODUCTS
 #undef TQKV__S
 #undef TQKV__SLICE
+#undef TQKV__SLICES
+#undef TQKV__LANES_ROWS
 #undef TQKV__DECODE_INTEGERS
 #undef TQKV__DECODER_OF
 #undef TQKV__QUERY_BLOCK
@@ -7209,6 +7292,28 @@ TQKV__OP void tqkv__i_interleave_bytes_avx512(__m512i a, __m512i b, __m512i *x)
     x[2] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(low, 1));
     x[3] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(high, 1));
 }
+TQKV__OP void tqkv__i_transpose_avx512(const int8_t *p, size_t stride, __m512i *x)
+{
+    __m512i rows[4]; /* quarter l of rows[i]: position 4 l + i */
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        const uint8_t *at = (const uint8_t *)p + (size_t)i * stride;
+        rows[i] = _mm512_castsi128_si512(tqkv__load_128(at));
+        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(at + 4 * stride), 1);
+        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(at + 8 * stride), 2);
+        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(at + 12 * stride), 3);
+    }
+    TQKV__UNROLL
+    for (int half = 0; half < 2; half++) {
+        const __m512i a = half ? _mm512_unpackhi_epi16(rows[0], rows[1]) : _mm512_unpacklo_epi16(rows[0], rows[1]);
+        const __m512i b = half ? _mm512_unpackhi_epi16(rows[2], rows[3]) : _mm512_unpacklo_epi16(rows[2], rows[3]);
+        const __m512i low = _mm512_unpacklo_epi32(a, b), high = _mm512_unpackhi_epi32(a, b);
+        x[4 * half] = _mm512_srai_epi16(_mm512_unpacklo_epi8(low, low), 8);
+        x[4 * half + 1] = _mm512_srai_epi16(_mm512_unpackhi_epi8(low, low), 8);
+        x[4 * half + 2] = _mm512_srai_epi16(_mm512_unpacklo_epi8(high, high), 8);
+        x[4 * half + 3] = _mm512_srai_epi16(_mm512_unpackhi_epi8(high, high), 8);
+    }
+}
 TQKV__OP __m512i tqkv__i_load_left_avx512(const int8_t *p, int left)
 {
     if (left >= 64) return _mm512_loadu_si512((const void *)p);
@@ -7334,7 +7439,13 @@ TQKV__OP __m256i tqkv__i_open_avx2(const int8_t *p, int left)
 }
 TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i codes, __m256i integers)
 {
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(codes, integers));
+    const __m256i products = _mm256_madd_epi16(codes, integers);
+#ifdef __clang__
+    return _mm256_add_epi32(sums, products);
+#else
+    __asm__("vpaddd\t{%1, %0, %0|%0, %0, %1}" : "+x"(sums) : "x"(products));
+    return sums;
+#endif
 }
 #define tqkv__i_whole_avx2(sum) (sum)
 #define tqkv__i_load_row_avx2   tqkv__i_load_codes_avx2
@@ -7352,6 +7463,25 @@ TQKV__OP void tqkv__i_interleave_avx2(const int8_t *p, size_t stride, int left, 
         const __m128i a = tqkv__load_128((const uint8_t *)p), b = tqkv__load_128((const uint8_t *)p + stride);
         x[v] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
         x[v + 1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
+    }
+}
+TQKV__OP void tqkv__i_transpose_avx2(const int8_t *p, size_t stride, __m256i *x)
+{
+    __m256i rows[4]; /* half l of rows[i]: position 4 l + i */
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        const uint8_t *at = (const uint8_t *)p + (size_t)i * stride;
+        rows[i] = _mm256_set_m128i(tqkv__load_128(at + 4 * stride), tqkv__load_128(at));
+    }
+    TQKV__UNROLL
+    for (int half = 0; half < 2; half++) {
+        const __m256i a = half ? _mm256_unpackhi_epi16(rows[0], rows[1]) : _mm256_unpacklo_epi16(rows[0], rows[1]);
+        const __m256i b = half ? _mm256_unpackhi_epi16(rows[2], rows[3]) : _mm256_unpacklo_epi16(rows[2], rows[3]);
+        const __m256i low = _mm256_unpacklo_epi32(a, b), high = _mm256_unpackhi_epi32(a, b);
+        x[4 * half] = _mm256_srai_epi16(_mm256_unpacklo_epi8(low, low), 8);
+        x[4 * half + 1] = _mm256_srai_epi16(_mm256_unpackhi_epi8(low, low), 8);
+        x[4 * half + 2] = _mm256_srai_epi16(_mm256_unpacklo_epi8(high, high), 8);
+        x[4 * half + 3] = _mm256_srai_epi16(_mm256_unpackhi_epi8(high, high), 8);
     }
 }
 #define tqkv__i_natural_order_avx2(x) ((void)(x))
@@ -7393,13 +7523,19 @@ TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
 typedef __m256i tqkv__i_sum_avxvnni, tqkv__i_row_avxvnni;
 TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i integers)
 {
+#ifdef __clang__
     return _mm256_dpwssd_avx_epi32(sums, codes, integers);
+#else
+    __asm__("%{vex%} vpdpwssd\t{%2, %1, %0|%0, %1, %2}" : "+x"(sums) : "x"(codes), "x"(integers));
+    return sums;
+#endif
 }
 #define tqkv__i_open_avxvnni        tqkv__i_open_avx2
 #define tqkv__i_whole_avxvnni       tqkv__i_whole_avx2
 #define tqkv__i_load_row_avxvnni    tqkv__i_load_codes_avxvnni
 #define tqkv__i_repeat_avxvnni      tqkv__i_repeat_avx2
 #define tqkv__i_interleave_avxvnni  tqkv__i_interleave_avx2
+#define tqkv__i_transpose_avxvnni   tqkv__i_transpose_avx2
 #define tqkv__i_store_words_avxvnni tqkv__i_store_words_avx2
 
 #define TQKV__(name)        tqkv__##name##_avx2
@@ -7494,6 +7630,23 @@ TQKV__OP void tqkv__i_interleave_neon(const int8_t *p, size_t stride, int left, 
     x[2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
     x[3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
 }
+TQKV__OP void tqkv__i_transpose_neon(const int8_t *p, size_t stride, uint32x4_t *x)
+{
+    uint16x8_t rows[4];
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u16_s8(vld1q_s8(p + (size_t)i * stride));
+    TQKV__UNROLL
+    for (int half = 0; half < 2; half++) {
+        const uint16x8_t a = half ? vzip2q_u16(rows[0], rows[1]) : vzip1q_u16(rows[0], rows[1]);
+        const uint16x8_t b = half ? vzip2q_u16(rows[2], rows[3]) : vzip1q_u16(rows[2], rows[3]);
+        const uint32x4_t c = vreinterpretq_u32_u16(a), d = vreinterpretq_u32_u16(b);
+        const int8x16_t low = vreinterpretq_s8_u32(vzip1q_u32(c, d)), high = vreinterpretq_s8_u32(vzip2q_u32(c, d));
+        x[4 * half] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
+        x[4 * half + 1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
+        x[4 * half + 2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
+        x[4 * half + 3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
+    }
+}
 #define tqkv__i_natural_order_neon(x) ((void)(x))
 TQKV__OP uint32x4_t tqkv__i_sum_four_codes_neon(const uint32x4_t *x)
 {
@@ -7565,6 +7718,19 @@ TQKV__OP uint32x4_t tqkv__i_open_dotprod(const int8_t *p, int left)
 {
     (void)left;
     return vreinterpretq_u32_s8(vld1q_s8(p));
+}
+TQKV__OP void tqkv__i_transpose_dotprod(const int8_t *p, size_t stride, uint32x4_t *x)
+{
+    uint32x4_t rows[4];
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u32_s8(vld1q_s8(p + (size_t)i * stride));
+    TQKV__UNROLL
+    for (int half = 0; half < 2; half++) {
+        const uint32x4_t a = half ? vzip2q_u32(rows[0], rows[2]) : vzip1q_u32(rows[0], rows[2]);
+        const uint32x4_t b = half ? vzip2q_u32(rows[1], rows[3]) : vzip1q_u32(rows[1], rows[3]);
+        x[2 * half] = vzip1q_u32(a, b);
+        x[2 * half + 1] = vzip2q_u32(a, b);
+    }
 }
 TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int left, uint32x4_t *x)
 {
