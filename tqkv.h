@@ -5670,7 +5670,8 @@ TQKV__TARGET static void TQKV__I(score_lanes)(TQKV__I(product) p, int n_rows)
             const int8_t *at = p.at.codes + (size_t)first * p.at.stride + d;
             if (p.at.ahead && d % 64 == 0)
                 for (int j = 0; j < TQKV__INTEGER_LANES; j++)
-                    tqkv__prefetch(TQKV__L2, (const uint8_t *)at + (ptrdiff_t)j * (ptrdiff_t)p.at.stride + p.at.ahead, 1);
+                    tqkv__prefetch(TQKV__L2, (const uint8_t *)at + (ptrdiff_t)j * (ptrdiff_t)p.at.stride + p.at.ahead,
+                                   1);
             TQKV__I(transpose)(at, p.at.stride, x);
             TQKV__UNROLL
             for (int i = 0; i < 16 / TQKV__PRODUCTS; i++)
@@ -5786,8 +5787,8 @@ TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const flo
     if (scale > 0.0f) {
         TQKV__UNROLL
         for (int i = 0; i < VECTORS; i++)
-            TQKV__I(store_words)((int16_t *)(void *)to + i * TQKV__INTEGER_LANES,
-                                 TQKV__S(round_codes)(x[i] * TQKV__(set1)(scale)));
+            TQKV__I(store_words)
+            ((int16_t *)(void *)to + i * TQKV__INTEGER_LANES, TQKV__S(round_codes)(x[i] * TQKV__(set1)(scale)));
     } else {
         memset(to, 0, TQKV__TILE * sizeof(int16_t));
     }
