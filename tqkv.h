@@ -5352,7 +5352,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,   TQKV__LANES,        {TQK
      interleave                 bytes of TQKV__PRODUCTS values to lanes, a dimension of all in each
      round_codes, store_words   floats to integers, lanes to the 16 bits in which products find them
      load_row, repeat           those of a vector of dimensions, those of TQKV__PRODUCTS positions in each lane
-     transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, TQKV__PRODUCTS bytes of all in each
+     transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has TQKV__PRODUCTS integers
      TQKV__PACKED_ROWS          0, or the rows up to which codes without upper bits are not stored as bytes first: with
                                 widen, half of the bytes as words, and interleave_bytes                               */
 #ifdef TQKV__INTEGER_LANES
@@ -5786,9 +5786,8 @@ TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const flo
     const float scale = tqkv__integer_scale(largest);
     if (scale > 0.0f) {
         TQKV__UNROLL
-        for (int i = 0; i < VECTORS; i++)
-            TQKV__I(store_words)
-            ((int16_t *)(void *)to + i * TQKV__INTEGER_LANES, TQKV__S(round_codes)(x[i] * TQKV__(set1)(scale)));
+        for (int i = 0; i < VECTORS; i++) TQKV__I(store_words)
+        ((int16_t *)(void *)to + i * TQKV__INTEGER_LANES, TQKV__S(round_codes)(x[i] * TQKV__(set1)(scale)));
     } else {
         memset(to, 0, TQKV__TILE * sizeof(int16_t));
     }
@@ -7633,15 +7632,15 @@ TQKV__OP void tqkv__i_interleave_neon(const int8_t *p, size_t stride, int left, 
 }
 TQKV__OP void tqkv__i_transpose_neon(const int8_t *p, size_t stride, uint32x4_t *x)
 {
-    uint16x8_t rows[4];
+    int8x16_t rows[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u16_s8(vld1q_s8(p + (size_t)i * stride));
+    for (int i = 0; i < 4; i++) rows[i] = vld1q_s8(p + (size_t)i * stride);
     TQKV__UNROLL
     for (int half = 0; half < 2; half++) {
-        const uint16x8_t a = half ? vzip2q_u16(rows[0], rows[1]) : vzip1q_u16(rows[0], rows[1]);
-        const uint16x8_t b = half ? vzip2q_u16(rows[2], rows[3]) : vzip1q_u16(rows[2], rows[3]);
-        const uint32x4_t c = vreinterpretq_u32_u16(a), d = vreinterpretq_u32_u16(b);
-        const int8x16_t low = vreinterpretq_s8_u32(vzip1q_u32(c, d)), high = vreinterpretq_s8_u32(vzip2q_u32(c, d));
+        const int8x16_t a = half ? vzip2q_s8(rows[0], rows[1]) : vzip1q_s8(rows[0], rows[1]);
+        const int8x16_t b = half ? vzip2q_s8(rows[2], rows[3]) : vzip1q_s8(rows[2], rows[3]);
+        const uint16x8_t c = vreinterpretq_u16_s8(a), d = vreinterpretq_u16_s8(b);
+        const int8x16_t low = vreinterpretq_s8_u16(vzip1q_u16(c, d)), high = vreinterpretq_s8_u16(vzip2q_u16(c, d));
         x[4 * half] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
         x[4 * half + 1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
         x[4 * half + 2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
