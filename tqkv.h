@@ -5786,8 +5786,10 @@ TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const flo
     const float scale = tqkv__integer_scale(largest);
     if (scale > 0.0f) {
         TQKV__UNROLL
-        for (int i = 0; i < VECTORS; i++) TQKV__I(store_words)
-        ((int16_t *)(void *)to + i * TQKV__INTEGER_LANES, TQKV__S(round_codes)(x[i] * TQKV__(set1)(scale)));
+        for (int i = 0; i < VECTORS; i++) {
+            const TQKV__(codes) rounded = TQKV__S(round_codes)(x[i] * TQKV__(set1)(scale));
+            TQKV__I(store_words)((int16_t *)(void *)to + i * TQKV__INTEGER_LANES, rounded);
+        }
     } else {
         memset(to, 0, TQKV__TILE * sizeof(int16_t));
     }
