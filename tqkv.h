@@ -650,11 +650,12 @@ TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
 /* The text of the context's last failure in any thread, or of its creation, cut to size - 1 bytes; "" if there is none. */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
-/* Whether the GPU computes what the processor does, for such caches: head_dim, value_dim, heads, formats, type, scale,
-   softcap and matrix_group of desc count. Codes, norms and decoded rows of 48 tokens must have the processor's bits,
-   attention of one and of three queries its values. Takes milliseconds, and the time to build pipelines, most of which
-   such caches need anyway. Each version of the system has its own compiler of shaders: call it once after an update.
-   TQKV_METAL_ERROR: something differs; the text says what. */
+/* Whether the GPU computes what the processor does, for such caches: of desc all but the capacity and ring count. Codes,
+   norms and decoded rows of 48 tokens must have the processor's bits, attention of one and of three queries its values, also
+   with positions kept as halves, and to a list of blocks; where keys can be those of an index, its scores, too, and the blocks
+   that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches need anyway. Each version
+   of the system has its own compiler of shaders: call it once after an update. TQKV_METAL_ERROR: something differs; the text
+   says what, and by how much. */
 TQKV_METAL_API tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc);
 
 /* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4, of halves and bfloat16s of 2. */
@@ -828,13 +829,17 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tq
                                                          const tqkv_metal_attention *some, int n_queries,
                                                          size_t *bytes);
 
-/* Builds the pipelines of such calls now: encode_kv into the two stores (keys and tail, if there is one; encode, if the keys are
-   the values), with their pages if they have a table, and
-   attention of 1 to max_queries queries (0: 1), in batches, too, if asked. No pages are looked at, and of buffers only
-   whether they are there: centres, sinks, a tree and pages have pipelines of their own. Any thread may call it while others
-   record; those do not wait. Other calls build theirs on first use, which takes up to a second each. */
-TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries,
-                                              bool batches);
+/* Builds the pipelines of such calls now, wherever the context will stand: encode_kv into the two stores (keys and tail, if
+   there is one; encode, if the keys are the values), with their pages if they have a table, and into those of exact_first and
+   exact_last, as many as there will be; attention of 1 to max_queries queries (0: 1), with a list if there is one; and what
+   `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked at, and of buffers only
+   whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own. Any thread may call it while
+   others record; those do not wait. Other calls build theirs on first use, which takes up to a second each. */
+enum { TQKV_METAL_BATCHES = 1, TQKV_METAL_SLICES = 2 };
+TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, int also);
+/* The same of an index: encode into its keys, scores of one or of several queries, and the choice. */
+TQKV_METAL_API tqkv_result tqkv_metal_index_prepare(tqkv_metal *m, const tqkv_metal_index *x, int max_queries);
+/* Of a cache: append and attention. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max_queries);
 
 #ifdef TQKV_METAL
@@ -11784,6 +11789,9 @@ TQKV_API tqkv_result tqkv__plan_batch_parts(const tqkv_metal_attention *items, i
                                             int *n);
 /* Bytes of a batch's arguments. n_items: not negative */
 TQKV_API tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes);
+/* Gives an attention positions in every part that its context can have, as far as the stores go: what is planned of it names
+   all pipelines. */
+TQKV_API void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values);
 /* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
 TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns);
 
@@ -11800,6 +11808,9 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
                                              const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
                                              tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
                                              int *n);
+/* The same with positions in all parts, for the pipelines. */
+TQKV_API tqkv_result tqkv__plan_cache_all_parts(const tqkv_cache *c, tqkv_metal_buffer memory, int n_queries,
+                                                tqkv_metal_dispatch *d, int *n);
 
 #ifdef __cplusplus
 }
@@ -13241,6 +13252,24 @@ TQKV_API tqkv_result tqkv__plan_attend_parts(const tqkv_metal_attention *from, t
     return r;
 }
 
+static int64_t tqkv__positions_in(const tqkv_store *s)
+{
+    return s->n_pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
+}
+
+TQKV_API void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
+{
+    const tqkv_store *const stores[] = {keys, values};
+    const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
+    a->end = end;
+    a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
+    for (int i = 0; i < 2; i++) {
+        const int64_t room = tqkv__positions_in(stores[i]);
+        if (room < a->kv_len) a->kv_len = (int)room;
+        if (room < a->end && !stores[i]->ring) a->end = room;
+    }
+}
+
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q,
                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2])
 {
@@ -14061,8 +14090,9 @@ static tqkv_result tqkv__plan_append_halves(const tqkv_cache *c, tqkv_metal_buff
         if (!packed) stores[side].shape.strides = tqkv__stream_of(c, side)->strides;
     }
     d += (*n)++;
-    if (ends[0] && ends[1]) return tqkv_metal_plan_encode_kv(&stores[0], &stores[1], k, v, kept, end, not_finite, d);
-    return tqkv_metal_plan_encode(&stores[!ends[0]], ends[0] ? k : v, kept, end, not_finite, d);
+    const int64_t at = kept ? end : 0;
+    if (ends[0] && ends[1]) return tqkv_metal_plan_encode_kv(&stores[0], &stores[1], k, v, kept, at, not_finite, d);
+    return tqkv_metal_plan_encode(&stores[!ends[0]], ends[0] ? k : v, kept, at, not_finite, d);
 }
 
 TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
@@ -14125,6 +14155,33 @@ TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, const tqkv_meta
     return tqkv__plan_most_scratch(&a, TQKV__MOST_SUMS, scratch_size);
 }
 
+/* What an attention takes of a cache's memory. */
+static tqkv_result tqkv__plan_cache_streams(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv__attention *a,
+                                            tqkv__attend_buffers *b, tqkv_metal_dispatch *d, int *n)
+{
+    tqkv__attend_plan plan;
+    tqkv_result r = tqkv__take_strides(a);
+    if (r == TQKV_OK) r = tqkv__check_call_strides(a);
+    if (r != TQKV_OK) return r;
+    const tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
+                           values = tqkv__store_in_buffer(c, memory, c->shared ? &c->keys : &c->values),
+                           tail = tqkv__store_in_buffer(c, memory, c->tail.head_dim ? &c->tail : &c->keys);
+    if (c->tail.head_dim) b->tail = &tail;
+    b->keys = &keys;
+    b->values = &values;
+    b->slice_end = a->call.end;
+    if (a->call.sinks) b->sinks = tqkv__buffer_of_part(c, memory, a->call.sinks);
+    tqkv_metal_store ends[TQKV__CACHE_ENDS];
+    for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
+        if (!a->exact[i / 2][i % 2]) continue;
+        ends[i] = tqkv__store_in_buffer(c, memory, tqkv__end_of(c, c->shared ? i - i % 2 : i));
+        b->ends[i / 2][i % 2] = &ends[i];
+    }
+    r = tqkv__plan_attention(a, b, TQKV__MOST_SUMS, &plan);
+    if (r == TQKV_OK) tqkv__order_dispatches(&plan, d, n);
+    return r;
+}
+
 TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
                                              const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
                                              tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
@@ -14132,32 +14189,28 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
 {
     const tqkv_strides none = {0, 0};
     tqkv__attention a;
-    tqkv__attend_plan plan;
-    tqkv_result r = tqkv__plan_cache_open(c, some, n_queries, &a);
-    if (packed) a.call.query_strides = a.call.output_strides = none;
-    if (r == TQKV_OK) r = tqkv__take_strides(&a);
-    if (r == TQKV_OK) r = tqkv__check_call_strides(&a);
-    if (r != TQKV_OK) return r;
-    const tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
-                           values = tqkv__store_in_buffer(c, memory, c->shared ? &c->keys : &c->values),
-                           tail = tqkv__store_in_buffer(c, memory, c->tail.head_dim ? &c->tail : &c->keys);
     tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    if (c->tail.head_dim) b.tail = &tail;
-    b.keys = &keys;
-    b.values = &values;
-    b.slice_end = a.call.end;
-    if (a.call.sinks) b.sinks = tqkv__buffer_of_part(c, memory, a.call.sinks);
+    const tqkv_result r = tqkv__plan_cache_open(c, some, n_queries, &a);
+    if (packed) a.call.query_strides = a.call.output_strides = none;
     if (some) b.list = some->list;
     if (some) b.tree = some->tree;
-    tqkv_metal_store ends[TQKV__CACHE_ENDS];
-    for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
-        if (!a.exact[i / 2][i % 2]) continue;
-        ends[i] = tqkv__store_in_buffer(c, memory, tqkv__end_of(c, c->shared ? i - i % 2 : i));
-        b.ends[i / 2][i % 2] = &ends[i];
-    }
-    r = tqkv__plan_attention(&a, &b, TQKV__MOST_SUMS, &plan);
-    if (r == TQKV_OK) tqkv__order_dispatches(&plan, d, n);
-    return r;
+    return r == TQKV_OK ? tqkv__plan_cache_streams(c, memory, &a, &b, d, n) : r;
+}
+
+TQKV_API tqkv_result tqkv__plan_cache_all_parts(const tqkv_cache *c, tqkv_metal_buffer memory, int n_queries,
+                                                tqkv_metal_dispatch *d, int *n)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv__attention a;
+    tqkv__attend_buffers b = tqkv__buffers_of_call(none, none, none);
+    tqkv_attention call = c->attention;
+    call.n_queries = n_queries;
+    call.exact_first = c->exact_first;
+    call.exact_last = c->exact_last;
+    tqkv__take_all_parts(&call, call.keys, call.values);
+    const tqkv_result r = tqkv__attention_open(&call, &a);
+    a.matrix_group = c->matrix_group;
+    return r == TQKV_OK ? tqkv__plan_cache_streams(c, memory, &a, &b, d, n) : r;
 }
 
 TQKV_API bool tqkv_metal_has_matrices(const void *bytes)

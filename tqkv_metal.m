@@ -661,15 +661,19 @@ tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, co
     return tqkv__record(m, encoder, "attend_batch", r, d, n);
 }
 
+static tqkv_result tqkv__check_matrices(tqkv_metal *m)
+{
+    if (tqkv__has_matrices(m)) return TQKV_OK;
+    return tqkv__fail(m, TQKV_UNSUPPORTED, "index_scores: this GPU's matrices lie otherwise, or Metal refuses them");
+}
+
 tqkv_result tqkv_metal_index_scores(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
                                     tqkv_metal_buffer q, tqkv_metal_buffer scores)
 {
     tqkv_metal_dispatch d;
-    const tqkv_result r = tqkv_metal_plan_index_scores(x, q, scores, &d);
-    if (m && r == TQKV_OK && !tqkv__has_matrices(m))
-        return tqkv__fail(m, TQKV_UNSUPPORTED,
-                          "index_scores: this GPU's matrices lie otherwise, or Metal refuses them");
-    return tqkv__record(m, encoder, "index_scores", r, &d, 1);
+    const tqkv_result r = tqkv_metal_plan_index_scores(x, q, scores, &d),
+                      able = m && r == TQKV_OK ? tqkv__check_matrices(m) : TQKV_OK;
+    return able == TQKV_OK ? tqkv__record(m, encoder, "index_scores", r, &d, 1) : able;
 }
 
 tqkv_result tqkv_metal_index_choose_scratch(tqkv_metal *m, const tqkv_metal_index *x, size_t *bytes)
@@ -866,6 +870,30 @@ static tqkv_result tqkv__build_attention(tqkv_metal *m, tqkv_result planned, tqk
     return tqkv__build_all(m, r, "prepare", d, n);
 }
 
+/* What writes keys and values, or one of them. */
+static tqkv_result tqkv__build_encoding(tqkv_metal *m, const tqkv_metal_store *keys, const tqkv_metal_store *values)
+{
+    tqkv_metal_dispatch d;
+    const tqkv_metal_buffer none = {nil, 0};
+    const tqkv_result r = keys && values ? tqkv_metal_plan_encode_kv(keys, values, none, none, 0, 0, none, &d)
+                                         : tqkv_metal_plan_encode(keys ? keys : values, none, 0, 0, none, &d);
+    return keys || values ? tqkv__build_all(m, r, "prepare", &d, 1) : TQKV_OK;
+}
+
+/* Slices of it, their merge and their end. */
+static tqkv_result tqkv__build_slices(tqkv_metal *m, const tqkv_metal_attention *a)
+{
+    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    int n = 0;
+    const tqkv_metal_buffer none = {nil, 0};
+    const int count = a->attention.kv_len;
+    tqkv_result r = tqkv__plan_partial_parts(a, none, a->attention.end - count, count, none, none, none, none, d, &n);
+    if ((r = tqkv__build_attention(m, r, d, n, false)) != TQKV_OK) return r;
+    r = tqkv_metal_plan_attend_merge(a, none, none, none, none, none, none, d);
+    if (r == TQKV_OK) r = tqkv_metal_plan_attend_finish(a, none, none, none, none, d + 1);
+    return tqkv__build_all(m, r, "prepare", d, 2);
+}
+
 /* The store without the processor's copy of its page table. */
 static tqkv_metal_store tqkv__any_pages(const tqkv_metal_store *s)
 {
@@ -877,7 +905,7 @@ static tqkv_metal_store tqkv__any_pages(const tqkv_metal_store *s)
 /* The last number of queries that can need a pipeline of its own: more of them fill all columns of a threadgroup. */
 enum { TQKV__MOST_PREPARED = TQKV__MOST_MATRIX_COLUMNS(64) };
 
-tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, bool batches)
+tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, int also)
 {
     tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
     int n_planned = 0;
@@ -890,14 +918,40 @@ tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int
     call.values = &values;
     call.tail = a->tail ? &others : NULL;
     call.attention.tree = NULL;
-    tqkv_result r = a->keys == a->values && !a->tail
-                        ? tqkv_metal_plan_encode(&keys, none, 0, 0, none, d)
-                        : tqkv_metal_plan_encode_kv(&keys, &others, none, none, 0, 0, none, d);
-    r = tqkv__build_all(m, r, "prepare", d, 1);
+    tqkv__take_all_parts(&call.attention, &keys.shape, &values.shape);
+    tqkv_result r = tqkv__build_encoding(m, &keys, a->keys == a->values && !a->tail ? NULL : &others);
+    const bool shared = a->keys == a->values;
+    if (r == TQKV_OK && a->attention.exact_first)
+        r = tqkv__build_encoding(m, a->first_keys, shared ? NULL : a->first_values);
+    if (r == TQKV_OK && a->attention.exact_last)
+        r = tqkv__build_encoding(m, a->last_keys, shared ? NULL : a->last_values);
     for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++) {
         call.attention.n_queries = n;
         r = tqkv__plan_attend_parts(&call, none, none, none, d, &n_planned);
-        r = tqkv__build_attention(m, r, d, n_planned, batches);
+        r = tqkv__build_attention(m, r, d, n_planned, also & TQKV_METAL_BATCHES);
+        if (r == TQKV_OK && (also & TQKV_METAL_SLICES)) r = tqkv__build_slices(m, &call);
+    }
+    return r;
+}
+
+tqkv_result tqkv_metal_index_prepare(tqkv_metal *m, const tqkv_metal_index *x, int max_queries)
+{
+    tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES];
+    int n_planned = 0;
+    const tqkv_metal_buffer none = {nil, 0};
+    if (!m || !x || !x->keys || max_queries < 0) return TQKV_INVALID_ARGUMENT;
+    const tqkv_metal_store keys = tqkv__any_pages(x->keys);
+    tqkv_metal_index call = *x;
+    call.keys = &keys;
+    call.index.end = call.index.positions = 0;
+    call.index.kv_len = 0;
+    tqkv_result r = tqkv__check_matrices(m);
+    if (r == TQKV_OK) r = tqkv__build_encoding(m, &keys, NULL);
+    for (int n = 1; r == TQKV_OK && n <= 2 && n <= (max_queries ? max_queries : 1); n++) { /* one, or several */
+        call.index.n_queries = n;
+        r = tqkv__build_all(m, tqkv_metal_plan_index_scores(&call, none, none, d), "prepare", d, 1);
+        if (r == TQKV_OK) r = tqkv_metal_plan_index_choose(&call, none, 1, none, none, d, &n_planned);
+        if (r == TQKV_OK) r = tqkv__build_all(m, r, "prepare", d, n_planned);
     }
     return r;
 }
@@ -914,7 +968,7 @@ tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max
     r = tqkv__plan_cache_append(c, memory, false, none, none, 0, none, d, &n_planned);
     r = tqkv__build_all(m, r, "prepare", d, n_planned);
     for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++) {
-        r = tqkv__plan_cache_attend(c, memory, false, NULL, none, n, none, none, d, &n_planned);
+        r = tqkv__plan_cache_all_parts(c, memory, n, d, &n_planned);
         r = tqkv__build_attention(m, r, d, n_planned, false);
     }
     return r;
@@ -1033,7 +1087,8 @@ static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const 
 
 /* -- The self-test: one cache on the GPU, one on the processor -- */
 
-enum { TQKV__TRIAL_TOKENS = 48, TQKV__TRIAL_QUERIES = 3 };
+enum { TQKV__TRIAL_TOKENS = 48, TQKV__TRIAL_QUERIES = 3, TQKV__TRIAL_BLOCK = 4, TQKV__TRIAL_LISTED = 5 };
+enum { TQKV__TRIAL_BLOCKS = TQKV__TRIAL_TOKENS / TQKV__TRIAL_BLOCK };
 enum { TQKV__TRIAL_K, TQKV__TRIAL_V, TQKV__TRIAL_Q, TQKV__TRIAL_OUT, TQKV__TRIAL_EXPECTED, TQKV__TRIAL_PARTS };
 
 typedef struct tqkv__trial {
@@ -1077,14 +1132,49 @@ static double tqkv__trial_value(tqkv_type type, const char *rows, size_t i)
     return half & 0x8000 ? -magnitude : magnitude;
 }
 
-static tqkv_result tqkv__trial_differs(const tqkv__trial *t, const char *what)
+static tqkv_result tqkv__trial_differs(const tqkv__trial *t, const char *what, double by, const char *unit)
 {
-    return tqkv__fail(t->m, TQKV_METAL_ERROR, "self-test: %s of head_dim %d, %s/%s differ from the processor's", what,
+    const tqkv_store *tail = tqkv_cache_tail(t->own);
+    return tqkv__fail(t->m, TQKV_METAL_ERROR,
+                      "self-test: %s of head_dim %d, %s/%s%s%s differ from the processor's by %.3g%s", what,
                       t->desc.head_dim, tqkv_format_name(tqkv_cache_keys(t->own)->format),
-                      tqkv_format_name(tqkv_cache_values(t->own)->format));
+                      tqkv_format_name(tqkv_cache_values(t->own)->format), tail ? " and " : "",
+                      tail ? tqkv_format_name(tail->format) : "", by, unit);
 }
 
-/* The rows of keys or values that the two caches decode. */
+static tqkv_result tqkv__trial_bytes(const tqkv__trial *t, const char *what, const void *gpu, const void *own,
+                                     size_t size)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < size; i++) n += ((const char *)gpu)[i] != ((const char *)own)[i];
+    return n ? tqkv__trial_differs(t, what, 100.0 * (double)n / (double)size, "% of their bytes") : TQKV_OK;
+}
+
+/* By values: float sums in another order, then rounded to the type of rows. */
+static tqkv_result tqkv__trial_values(const tqkv__trial *t, const char *what, tqkv_type type, size_t n, const void *gpu,
+                                      const void *own)
+{
+    const double limit = type == TQKV_TYPE_F32 ? 2e-5 : type == TQKV_TYPE_F16 ? 1e-3 : 8e-3;
+    double wrong = 0, all = 0;
+    for (size_t i = 0; i < n; i++) {
+        const double expected = tqkv__trial_value(type, (const char *)own, i),
+                     difference = tqkv__trial_value(type, (const char *)gpu, i) - expected;
+        wrong += difference * difference;
+        all += expected * expected;
+    }
+    return wrong <= limit * limit * all ? TQKV_OK : tqkv__trial_differs(t, what, sqrt(wrong / all), " of their length");
+}
+
+/* A store of a cache of the context. */
+static tqkv_result tqkv__trial_store(tqkv_metal *m, const tqkv_store *s, tqkv_metal_store *out)
+{
+    memset(out, 0, sizeof *out);
+    out->shape = *s;
+    const tqkv_result r = tqkv_metal_find(m, s->codes, &out->codes);
+    return r == TQKV_OK && s->norms_size ? tqkv_metal_find(m, s->norms, &out->norms) : r;
+}
+
+/* The rows of a stream that the two caches decode. */
 typedef struct tqkv__trial_decode {
     tqkv_metal *m;
     tqkv_metal_store store;
@@ -1097,43 +1187,179 @@ static tqkv_result tqkv__record_trial(void *user, tqkv_metal_object encoder)
     return tqkv_metal_decode(d->m, encoder, &d->store, 0, TQKV__TRIAL_TOKENS, TQKV_ORIGINAL, d->rows);
 }
 
-static tqkv_result tqkv__try_store(const tqkv__trial *t, const tqkv_store *gpu, const tqkv_store *own, int part,
-                                   const char *name)
+/* names: of the codes and of the decoded rows. The source is not needed any more. */
+static tqkv_result tqkv__try_store(const tqkv__trial *t, const tqkv_store *gpu, const tqkv_store *own,
+                                   const char *const names[2])
 {
-    tqkv__trial_decode d = {t->m, {*gpu, {nil, 0}, {nil, 0}, {nil, 0}, {nil, 0}}, {nil, 0}};
-    const bool norms = own->norms_size != 0;
-    if (memcmp(gpu->codes, own->codes, own->codes_size) || (norms && memcmp(gpu->norms, own->norms, own->norms_size)))
-        return tqkv__trial_differs(t, name);
-    tqkv_result r = tqkv_metal_find(t->m, gpu->codes, &d.store.codes);
-    if (r == TQKV_OK && norms) r = tqkv_metal_find(t->m, gpu->norms, &d.store.norms);
+    tqkv__trial_decode d = {.m = t->m};
+    char *decoded = t->parts[TQKV__TRIAL_K];
+    const size_t size =
+        (size_t)TQKV__TRIAL_TOKENS * (size_t)own->n_kv_heads * (size_t)own->head_dim * tqkv__value_size(t->desc.type);
+    tqkv_result r = tqkv__trial_bytes(t, names[0], gpu->codes, own->codes, own->codes_size);
+    if (r == TQKV_OK) r = tqkv__trial_bytes(t, names[0], gpu->norms, own->norms, own->norms_size);
+    if (r == TQKV_OK) r = tqkv__trial_store(t->m, gpu, &d.store);
     if (r != TQKV_OK) return r;
-    tqkv__memory *block = tqkv__take_staging(t->m, t->sizes[part], &d.rows);
+    tqkv__memory *block = tqkv__take_staging(t->m, size, &d.rows);
     if (!block) return TQKV_OUT_OF_MEMORY;
     r = tqkv__run_as(t->m, "self-test", tqkv__record_trial, &d);
-    /* the source is not needed any more */
-    if (r == TQKV_OK) r = tqkv_decode(own, 0, TQKV__TRIAL_TOKENS, TQKV_ORIGINAL, t->parts[part]);
-    if (r == TQKV_OK && memcmp(block->begin, t->parts[part], t->sizes[part]))
-        r = tqkv__trial_differs(t, part == TQKV__TRIAL_K ? "decoded keys" : "decoded values");
+    if (r == TQKV_OK) r = tqkv_decode(own, 0, TQKV__TRIAL_TOKENS, TQKV_ORIGINAL, decoded);
+    if (r == TQKV_OK) r = tqkv__trial_bytes(t, names[1], block->begin, decoded, size);
     tqkv__give_back(t->m, block);
     return r;
 }
 
-/* Attention is compared by values: float sums in another order, then rounded to the type of rows. */
+static tqkv_result tqkv__try_stores(const tqkv__trial *t)
+{
+    static const char *const names[3][2] = {
+        {"keys", "decoded keys"}, {"values", "decoded values"}, {"tails", "decoded tails"}};
+    const tqkv_store *const gpu[] = {tqkv_cache_keys(t->gpu), tqkv_cache_values(t->gpu), tqkv_cache_tail(t->gpu)},
+                            *const own[] = {tqkv_cache_keys(t->own), tqkv_cache_values(t->own),
+                                            tqkv_cache_tail(t->own)};
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; i < 3 && r == TQKV_OK; i++)
+        if (own[i] && (i != 1 || !t->desc.shared)) r = tqkv__try_store(t, gpu[i], own[i], names[i]);
+    return r;
+}
+
 static tqkv_result tqkv__try_attention(const tqkv__trial *t, int n_queries)
 {
-    const double limit = t->desc.type == TQKV_TYPE_F32 ? 2e-5 : t->desc.type == TQKV_TYPE_F16 ? 1e-3 : 8e-3;
     const size_t n = t->sizes[TQKV__TRIAL_OUT] / TQKV__TRIAL_QUERIES / tqkv__value_size(t->desc.type);
-    double wrong = 0, all = 0;
-    tqkv_result r = tqkv_cache_attend(t->gpu, t->parts[TQKV__TRIAL_Q], n_queries, t->parts[TQKV__TRIAL_OUT]);
-    if (r == TQKV_OK) r = tqkv_cache_attend(t->own, t->parts[TQKV__TRIAL_Q], n_queries, t->parts[TQKV__TRIAL_EXPECTED]);
+    char *out = t->parts[TQKV__TRIAL_OUT], *expected = t->parts[TQKV__TRIAL_EXPECTED];
+    tqkv_result r = tqkv_cache_attend(t->gpu, t->parts[TQKV__TRIAL_Q], n_queries, out);
+    if (r == TQKV_OK) r = tqkv_cache_attend(t->own, t->parts[TQKV__TRIAL_Q], n_queries, expected);
     if (r != TQKV_OK) return r;
-    for (size_t i = 0; i < n * (size_t)n_queries; i++) {
-        const double expected = tqkv__trial_value(t->desc.type, t->parts[TQKV__TRIAL_EXPECTED], i),
-                     difference = tqkv__trial_value(t->desc.type, t->parts[TQKV__TRIAL_OUT], i) - expected;
-        wrong += difference * difference;
-        all += expected * expected;
+    return tqkv__trial_values(t, n_queries > 1 ? "outputs of three queries" : "outputs of one query", t->desc.type,
+                              n * (size_t)n_queries, out, expected);
+}
+
+/* The keys of the first KV head as those of an index, its choice, and attention to the blocks that it chose. Where an index
+   cannot be, the list is the processor's. Arrays lie one behind the other in a block of shared memory. */
+typedef struct tqkv__trial_list {
+    const tqkv__trial *t;
+    bool indexed;
+    tqkv_metal_store keys, values, tail, index_keys;
+    tqkv_metal_attention a;
+    tqkv_metal_index x;
+    tqkv_metal_buffer q, scores, list, scratch, out;
+    tqkv__memory *block;
+} tqkv__trial_list;
+
+static tqkv_result tqkv__record_trial_list(void *user, tqkv_metal_object encoder)
+{
+    const tqkv__trial_list *l = (const tqkv__trial_list *)user;
+    tqkv_metal *m = l->t->m;
+    tqkv_result r = TQKV_OK;
+    if (l->indexed) r = tqkv_metal_index_scores(m, encoder, &l->x, l->q, l->scores);
+    if (l->indexed && r == TQKV_OK)
+        r = tqkv_metal_index_choose(m, encoder, &l->x, l->scores, TQKV__TRIAL_LISTED, l->scratch, l->list);
+    return r == TQKV_OK ? tqkv_metal_attend(m, encoder, &l->a, l->q, l->scratch, l->out) : r;
+}
+
+/* An attention to a list, as the processor takes it. */
+static tqkv_attention tqkv__trial_view(const tqkv_cache *c, const int32_t *list)
+{
+    tqkv_attention a = tqkv_cache_view(c);
+    a.n_queries = TQKV__TRIAL_QUERIES;
+    a.exact_first = a.exact_last = 0;
+    a.list = list;
+    a.list_length = TQKV__TRIAL_LISTED;
+    a.list_block = TQKV__TRIAL_BLOCK;
+    return a;
+}
+
+static tqkv_result tqkv__open_trial_list(const tqkv__trial *t, tqkv__trial_list *l)
+{
+    const tqkv_store *keys = tqkv_cache_keys(t->gpu), *values = tqkv_cache_values(t->gpu),
+                     *tail = tqkv_cache_tail(t->gpu);
+    memset(l, 0, sizeof *l);
+    l->t = t;
+    l->indexed = (keys->head_dim == 64 || keys->head_dim == 128) && tqkv__has_matrices(t->m);
+    tqkv_result r = tqkv__trial_store(t->m, keys, &l->keys);
+    if (r == TQKV_OK) r = tqkv__trial_store(t->m, values, &l->values);
+    if (r == TQKV_OK && tail) r = tqkv__trial_store(t->m, tail, &l->tail);
+    l->a.attention = tqkv__trial_view(t->gpu, NULL);
+    if (r == TQKV_OK && l->a.attention.sinks) r = tqkv_metal_find(t->m, l->a.attention.sinks, &l->a.sinks);
+    l->a.keys = &l->keys;
+    l->a.values = &l->values;
+    l->a.tail = tail ? &l->tail : NULL;
+    l->a.matrix_group = t->desc.matrix_group;
+    l->index_keys = l->keys;
+    l->index_keys.shape.n_kv_heads = 1;
+    l->x.keys = &l->index_keys;
+    l->x.index.n_heads = l->a.attention.n_heads;
+    l->x.index.n_queries = TQKV__TRIAL_QUERIES;
+    l->x.index.end = TQKV__TRIAL_TOKENS;
+    l->x.index.block = TQKV__TRIAL_BLOCK;
+    l->x.index.relu = true;
+    l->x.index.query_type = t->desc.type;
+    return r;
+}
+
+/* Divides a block, and writes q and a list into it. */
+static tqkv_result tqkv__fill_trial_list(tqkv__trial_list *l)
+{
+    const tqkv__trial *t = l->t;
+    tqkv_metal_buffer *const to[] = {&l->q, &l->scores, &l->list, &l->scratch, &l->out};
+    size_t sizes[] = {t->sizes[TQKV__TRIAL_Q], sizeof(float) * TQKV__TRIAL_QUERIES * TQKV__TRIAL_BLOCKS,
+                      sizeof(int32_t) * TQKV__TRIAL_QUERIES * TQKV__TRIAL_LISTED, 0, t->sizes[TQKV__TRIAL_OUT]};
+    l->a.list.buffer = t->m->unused; /* for now */
+    tqkv_result r = tqkv_metal_attend_scratch(t->m, &l->a, &sizes[3]);
+    if (r != TQKV_OK) return r;
+    size_t size = 0;
+    for (int i = 0; i < 5; i++) size += sizes[i] = (sizes[i] + 255) / 256 * 256;
+    l->block = tqkv__take_staging(t->m, size, &l->q);
+    if (!l->block) return TQKV_OUT_OF_MEMORY;
+    for (int i = 1; i < 5; i++) {
+        *to[i] = *to[i - 1];
+        to[i]->offset += sizes[i - 1];
     }
-    return wrong <= limit * limit * all ? TQKV_OK : tqkv__trial_differs(t, "outputs");
+    memcpy(l->block->begin, t->parts[TQKV__TRIAL_Q], t->sizes[TQKV__TRIAL_Q]);
+    for (int i = 0; i < TQKV__TRIAL_QUERIES; i++) {
+        const int32_t row[TQKV__TRIAL_LISTED] = {0, 3 + i, 7, TQKV__TRIAL_BLOCKS - 1, -1};
+        memcpy(l->block->begin + l->list.offset + (size_t)i * sizeof row, row, sizeof row);
+    }
+    l->a.list = l->list;
+    return TQKV_OK;
+}
+
+/* The choice must be the same of the same scores. */
+static tqkv_result tqkv__check_trial_index(const tqkv__trial_list *l)
+{
+    float expected[TQKV__TRIAL_QUERIES * TQKV__TRIAL_BLOCKS], scores[TQKV__TRIAL_QUERIES * TQKV__TRIAL_BLOCKS];
+    int32_t list[TQKV__TRIAL_QUERIES * TQKV__TRIAL_LISTED];
+    const tqkv__trial *t = l->t;
+    tqkv_store keys = *tqkv_cache_keys(t->own);
+    tqkv_index x = l->x.index;
+    keys.n_kv_heads = 1;
+    x.keys = &keys;
+    memcpy(scores, l->block->begin + l->scores.offset, sizeof scores);
+    tqkv_result r = tqkv_index_scores(&x, t->parts[TQKV__TRIAL_Q], expected);
+    if (r == TQKV_OK)
+        r = tqkv__trial_values(t, "scores of an index", TQKV_TYPE_F32, TQKV__TRIAL_QUERIES * TQKV__TRIAL_BLOCKS, scores,
+                               expected);
+    if (r == TQKV_OK) r = tqkv_index_choose(&x, scores, TQKV__TRIAL_LISTED, list);
+    return r == TQKV_OK ? tqkv__trial_bytes(t, "chosen blocks", l->block->begin + l->list.offset, list, sizeof list)
+                        : r;
+}
+
+static tqkv_result tqkv__try_list(const tqkv__trial *t)
+{
+    tqkv__trial_list l;
+    char *expected = t->parts[TQKV__TRIAL_EXPECTED];
+    tqkv_result r = tqkv__open_trial_list(t, &l);
+    if (r == TQKV_OK) r = tqkv__fill_trial_list(&l);
+    if (r == TQKV_OK) r = tqkv__run_as(t->m, "self-test", tqkv__record_trial_list, &l);
+    if (r == TQKV_OK && l.indexed) r = tqkv__check_trial_index(&l);
+    if (r == TQKV_OK) {
+        const tqkv_attention a = tqkv__trial_view(t->own, (int32_t *)(void *)(l.block->begin + l.list.offset));
+        r = tqkv_attend(&a, t->parts[TQKV__TRIAL_Q], expected);
+    }
+    if (r == TQKV_OK)
+        r = tqkv__trial_values(t, "outputs of a list", t->desc.type,
+                               t->sizes[TQKV__TRIAL_OUT] / tqkv__value_size(t->desc.type),
+                               l.block->begin + l.out.offset, expected);
+    if (l.block) tqkv__give_back(t->m, l.block);
+    return r;
 }
 
 static tqkv_result tqkv__open_trial(tqkv__trial *t)
@@ -1145,7 +1371,8 @@ static tqkv_result tqkv__open_trial(tqkv__trial *t)
     if (r == TQKV_OK) r = tqkv_cache_create(d, &t->own);
     if (r != TQKV_OK) return tqkv__refuse(t->m, r, "self-test");
     const size_t width = tqkv__value_size(d->type), n_heads = (size_t)(d->n_heads ? d->n_heads : d->n_kv_heads),
-                 key_dim = (size_t)d->head_dim, value_dim = (size_t)(d->value_dim ? d->value_dim : d->head_dim);
+                 key_dim = (size_t)(d->head_dim + d->tail_dim),
+                 value_dim = (size_t)(d->value_dim ? d->value_dim : d->head_dim);
     const size_t tokens = TQKV__TRIAL_TOKENS * (size_t)d->n_kv_heads * width,
                  queries = TQKV__TRIAL_QUERIES * n_heads * width;
     const size_t sizes[] = {tokens * key_dim, tokens * value_dim, queries * key_dim, queries * value_dim,
@@ -1164,26 +1391,20 @@ static tqkv_result tqkv__open_trial(tqkv__trial *t)
 tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc)
 {
     if (!m || !desc) return TQKV_INVALID_ARGUMENT;
-    tqkv__trial t = {.m = m, .desc = {.capacity = TQKV__TRIAL_TOKENS}};
-    t.desc.head_dim = desc->head_dim;
-    t.desc.value_dim = desc->value_dim;
-    t.desc.n_kv_heads = desc->n_kv_heads;
-    t.desc.n_heads = desc->n_heads;
-    t.desc.key_format = desc->key_format;
-    t.desc.value_format = desc->value_format;
-    t.desc.type = desc->type;
-    t.desc.scale = desc->scale;
-    t.desc.softcap = desc->softcap;
-    t.desc.matrix_group = desc->matrix_group;
+    tqkv__trial t = {.m = m, .desc = *desc};
+    t.desc.capacity = TQKV__TRIAL_TOKENS;
+    t.desc.ring = false;
+    t.desc.window = desc->window ? TQKV__TRIAL_TOKENS / 2 : 0;
+    t.desc.exact_first = desc->exact_first ? 5 : 0;
+    t.desc.exact_last = desc->exact_last ? 9 : 0;
     tqkv_result r = tqkv__open_trial(&t);
-    const void *k = t.parts[TQKV__TRIAL_K], *v = t.parts[TQKV__TRIAL_V];
+    const void *k = t.parts[TQKV__TRIAL_K], *v = t.desc.shared ? NULL : t.parts[TQKV__TRIAL_V];
     if (r == TQKV_OK) r = tqkv_cache_append(t.gpu, k, v, TQKV__TRIAL_TOKENS);
     if (r == TQKV_OK) r = tqkv_cache_append(t.own, k, v, TQKV__TRIAL_TOKENS);
-    if (r == TQKV_OK) r = tqkv__try_store(&t, tqkv_cache_keys(t.gpu), tqkv_cache_keys(t.own), TQKV__TRIAL_K, "keys");
-    if (r == TQKV_OK)
-        r = tqkv__try_store(&t, tqkv_cache_values(t.gpu), tqkv_cache_values(t.own), TQKV__TRIAL_V, "values");
+    if (r == TQKV_OK) r = tqkv__try_stores(&t);
     if (r == TQKV_OK) r = tqkv__try_attention(&t, 1);
     if (r == TQKV_OK) r = tqkv__try_attention(&t, TQKV__TRIAL_QUERIES);
+    if (r == TQKV_OK) r = tqkv__try_list(&t);
     free(t.parts[0]);
     tqkv_cache_destroy(t.gpu);
     tqkv_cache_destroy(t.own);

@@ -54,14 +54,23 @@ BUGS = {
     "descriptor_leaked": (
         "tqkv__new_commands", r"    TQKV__RELEASE\(descriptor\);\n", "", "ASAN", "rotate/d64", "leaked"),
     "self_test_without_codes": (
-        "tqkv__try_store", r"memcmp\(gpu->codes.*?\) \|\|", "", "ASAN", "context/self_test_fails",
+        "tqkv__try_store", r"tqkv__trial_bytes\(t, names\[0\], gpu->codes.*?\)", "TQKV_OK", "ASAN", "context/self_test_fails",
         "FAIL context/self_test_fails"),
     "self_test_without_decoding": (
-        "tqkv__try_store", r" && memcmp\(block->begin", " && false && memcmp(block->begin", "ASAN",
+        "tqkv__try_store", r"tqkv__trial_bytes\(t, names\[1\].*?\)", "TQKV_OK", "ASAN",
         "context/self_test_fails", "FAIL context/self_test_fails"),
     "self_test_of_nothing": (
-        "tqkv__try_attention", r"wrong <= limit", "wrong <= 1e9 || wrong <= limit", "ASAN", "context/self_test_fails",
+        "tqkv__trial_values", r"wrong <= limit", "wrong <= 1e9 || wrong <= limit", "ASAN", "context/self_test_fails",
         "FAIL context/self_test_fails"),
+    "self_test_without_choice": (
+        "tqkv__check_trial_index", r"tqkv__trial_bytes\(t, \"chosen.*?\)", "TQKV_OK", "ASAN", "context/self_test_fails",
+        "FAIL context/self_test_fails"),
+    "ends_not_prepared": (
+        "tqkv_metal_prepare", r"tqkv__build_encoding\(m, a->last_keys.*?\)", "TQKV_OK", "ASAN", "context/prepared",
+        "FAIL context/prepared/ends"),
+    "merges_not_prepared": (
+        "tqkv__build_slices", r"tqkv__build_all\(m, r, \"prepare\", d, 2\)", "r", "ASAN", "context/prepared",
+        "FAIL context/prepared/stores"),
     "few_prepared": (
         "tqkv_metal_cache_prepare", r"int n = 1;", "int n = 2;", "ASAN", "context/prepared", "FAIL context/prepared/cache"),
     "batches_not_prepared": (

@@ -219,12 +219,17 @@ static void run_memory(const void *parameters)
 static void run_self_test(const void *parameters)
 {
     (void)parameters;
+    const float sinks[] = {1.0f, -2.0f};
     const tqkv_cache_desc descs[] = {
         {.head_dim = 64, .n_kv_heads = 1},
         {.head_dim = 128, .n_kv_heads = 2, .n_heads = 8, .key_format = TQKV_TQ4, .value_format = TQKV_TQ4},
         {.head_dim = 192, .value_dim = 128, .n_kv_heads = 1, .n_heads = 2, .type = TQKV_TYPE_F16},
         {.head_dim = 80, .n_kv_heads = 1, .type = TQKV_TYPE_BF16, .softcap = 30.0f},
-        {.head_dim = 64, .n_kv_heads = 1, .key_format = TQKV_F16, .value_format = TQKV_F16}};
+        {.head_dim = 64, .n_kv_heads = 1, .key_format = TQKV_F16, .value_format = TQKV_F16},
+        {.head_dim = 512, .n_kv_heads = 1, .n_heads = 8, .shared = true, .tail_dim = 64},
+        {.head_dim = 448, .n_kv_heads = 1, .n_heads = 2, .shared = true, .tail_dim = 64, .tail_format = TQKV_TQ8},
+        {.head_dim = 128, .n_kv_heads = 1, .n_heads = 2, .exact_first = 4, .exact_last = 64, .ring = true},
+        {.head_dim = 96, .n_kv_heads = 1, .n_heads = 2, .sinks = sinks, .window = 100}};
     for (size_t i = 0; i < sizeof descs / sizeof *descs; i++) {
         char text[400];
         const tqkv_result r = tqkv_metal_self_test(test_host.metal, &descs[i]);
@@ -243,15 +248,31 @@ static void run_self_test(const void *parameters)
 static void run_self_test_fails(const void *parameters)
 {
     (void)parameters;
-    const char *const words[] = {"self-test: keys of", "decoded keys", "decoded values", "outputs", "outputs"};
-    const int dispatches[] = {1, 2, 3, 5, 7}; /* encode_kv; decode twice; attend and attend_merge twice */
-    const tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1};
-    for (int i = 0; i < 5; i++) {
-        standin_spoil(dispatches[i]);
-        CHECK_REFUSED(test_host.metal, tqkv_metal_self_test(test_host.metal, &desc), TQKV_METAL_ERROR, words[i]);
+    const tqkv_cache_desc usual = {.head_dim = 64, .n_kv_heads = 1},
+                          latent = {.head_dim = 448, .n_kv_heads = 1, .shared = true, .tail_dim = 64},
+                          ends = {.head_dim = 64, .n_kv_heads = 1, .exact_first = 1, .exact_last = 1};
+    const struct {
+        tqkv_cache_desc desc;
+        int dispatch;
+        const char *words;
+    } cases[] = {{usual, 1, "self-test: keys of head_dim 64, i8/tq4 differ"},
+                 {usual, 2, "decoded keys"},
+                 {usual, 3, "decoded values"}, /* then attend and attend_merge, twice */
+                 {usual, 5, "outputs of one query"},
+                 {usual, 7, "outputs of three queries"},
+                 {usual, 8, "scores of an index"},
+                 {usual, 9, "chosen blocks"},
+                 {usual, 12, "outputs of a list"}, /* after attend_list and attend */
+                 {latent, 3, "decoded tails of head_dim 448, i8/i8 and f16"},
+                 {latent, 10, "outputs of a list"},
+                 {ends, 2, "outputs of one query"}}; /* encode_kv of the first positions as halves */
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        standin_spoil(cases[i].dispatch);
+        CHECK_REFUSED(test_host.metal, tqkv_metal_self_test(test_host.metal, &cases[i].desc), TQKV_METAL_ERROR,
+                      cases[i].words);
         standin_spoil(0);
     }
-    CHECK_RESULT(tqkv_metal_self_test(test_host.metal, &desc), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_self_test(test_host.metal, &usual), TQKV_OK);
 }
 #endif
 
@@ -499,7 +520,7 @@ static void run_without_matrices(const void *parameters)
                             scratch = host_zeros(65536), arguments = host_zeros(1024);
     standin_refuse("attend_matrix", true);
     if (way == 0) CHECK_RESULT(tqkv_metal_self_test(m, &desc), TQKV_OK);
-    if (way == 1) CHECK_RESULT(tqkv_metal_prepare(m, &a, 2, true), TQKV_OK);
+    if (way == 1) CHECK_RESULT(tqkv_metal_prepare(m, &a, 2, TQKV_METAL_BATCHES), TQKV_OK);
     host_work work = host_begin(false);
     if (way == 3)
         CHECK_RESULT(tqkv_metal_attend_batch(m, work.encoder, &a, 1, &q, arguments, scratch, &out), TQKV_OK);
@@ -694,25 +715,32 @@ static void run_half_recorded(const void *parameters)
     tqkv_metal_destroy(m);
 }
 
-/* After prepare no call of its kind builds a pipeline. */
+/* After prepare no call of its kind builds a pipeline, however the cache has grown. */
 static void run_prepared(const void *parameters)
 {
-    (void)parameters;
     tqkv_metal *m = host_context();
     REQUIRE(m, "no context");
-    tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 3, .capacity = 8, .metal = m};
+    tqkv_cache_desc desc = *(const tqkv_cache_desc *)parameters;
     tqkv_cache *cache = NULL;
-    float *x = host_floats(4, 9 * 3 * 64), out[9 * 3 * 64];
+    const size_t row = (size_t)desc.head_dim + (size_t)desc.tail_dim;
+    float *x = host_floats(4, 9 * 3 * row), *out = test_alloc(9 * 3 * row * sizeof *out);
+    desc.metal = m;
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     CHECK_RESULT(tqkv_metal_cache_prepare(m, cache, 9), TQKV_OK);
     standin_fail_at(0);
-    CHECK_RESULT(tqkv_cache_append(cache, x, x, 8), TQKV_OK);
-    for (int n = 9; n > 0; n--) CHECK_RESULT(tqkv_cache_attend(cache, x, n, out), TQKV_OK);
-    CHECK(standin_calls() == 10 * 3 + 2, "%d calls that can fail", standin_calls()); /* and one staging block */
+    int calls = 0;
+    for (int end = 1; end <= 12; end++, calls++) {
+        CHECK_RESULT(tqkv_cache_append(cache, x, desc.shared ? NULL : x, 1), TQKV_OK);
+        for (int n = 9; n > 0; n -= 4, calls++) CHECK_RESULT(tqkv_cache_attend(cache, x, n, out), TQKV_OK);
+    }
+    /* a command buffer, an encoder and a completion each; one or two staging blocks */
+    CHECK(standin_calls() <= calls * 3 + 2 * 2, "%d calls that can fail, of %d", standin_calls(), calls);
+    CHECK_RESULT(tqkv_metal_cache_prepare(m, cache, 1), TQKV_OK);
     CHECK_REFUSED(m, tqkv_metal_cache_prepare(m, (tqkv_cache *)(void *)x, 1), TQKV_INVALID_ARGUMENT, "outside");
     CHECK_RESULT(tqkv_metal_cache_prepare(m, cache, -1), TQKV_INVALID_ARGUMENT);
     tqkv_cache_destroy(cache);
     free(x);
+    free(out);
     tqkv_metal_destroy(m);
 }
 
@@ -728,9 +756,11 @@ static void run_prepared_stores(const void *parameters)
     for (int i = 0; paged && i < 2; i++) s[i].pages = table, s[i].shape.n_pages = 2, s[i].shape.page_size = 64;
     tqkv_metal_attention a = {.keys = &s[0], .values = &s[1], .attention.n_heads = 2};
     REQUIRE(m, "no context");
-    CHECK_RESULT(tqkv_metal_prepare(m, &a, 4, true), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_prepare(m, &a, 4, TQKV_METAL_BATCHES | TQKV_METAL_SLICES), TQKV_OK);
     standin_fail_at(0);
-    const tqkv_metal_buffer q = host_zeros(4 * 2 * 256), out = host_zeros(4 * 2 * 256);
+    const tqkv_metal_buffer q = host_zeros(4 * 2 * 256), out = host_zeros(4 * 2 * 256), max = host_zeros(32),
+                            sum = host_zeros(32), more = host_zeros(32), most = host_zeros(32),
+                            slice = host_zeros(4 * 2 * 256);
     size_t arguments, scratch;
     a.attention.end = 3;
     a.attention.n_queries = 3;
@@ -741,16 +771,99 @@ static void run_prepared_stores(const void *parameters)
     CHECK_RESULT(tqkv_metal_encode_kv(m, work.encoder, &s[0], &s[1], q, q, 4, 0, none), TQKV_OK);
     CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, sb, out), TQKV_OK);
     CHECK_RESULT(tqkv_metal_attend_batch(m, work.encoder, &a, 1, &q, ab, sb, &out), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend_partial(m, work.encoder, &a, q, 0, 2, sb, out, max, sum), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend_partial(m, work.encoder, &a, q, 2, 1, sb, slice, more, most), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend_merge(m, work.encoder, &a, out, max, sum, slice, more, most), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend_finish(m, work.encoder, &a, out, max, sum, slice), TQKV_OK);
     CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls());
     host_end(&work);
-    CHECK_RESULT(tqkv_metal_prepare(m, NULL, 1, false), TQKV_INVALID_ARGUMENT);
-    const tqkv_metal_buffer all[] = {q, out, ab, sb, table};
-    for (int i = 0; i < 5; i++) host_release(all[i]);
+    CHECK_RESULT(tqkv_metal_prepare(m, NULL, 1, 0), TQKV_INVALID_ARGUMENT);
+    const tqkv_metal_buffer all[] = {q, out, ab, sb, table, max, sum, more, most, slice};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) host_release(all[i]);
     for (int i = 0; i < 2; i++) {
         s[i].pages = none;
         host_store_release(&s[i]);
         test_store_free(&stores[i]);
     }
+    tqkv_metal_destroy(m);
+}
+
+/* Stores of positions that are kept as halves: a call for each end of the context that has positions. */
+static void run_prepared_ends(const void *parameters)
+{
+    (void)parameters;
+    tqkv_metal *m = host_context();
+    tqkv_store stores[4] = {test_store(TQKV_TQ4, 64, 1, 32, false), test_store(TQKV_TQ5, 64, 1, 32, false),
+                            test_store(TQKV_F16, 64, 1, 4, false), test_store(TQKV_F16, 64, 1, 32, false)};
+    tqkv_metal_store s[4];
+    stores[2].rotated = stores[3].rotated = true; /* as the codes */
+    for (int i = 0; i < 4; i++) s[i] = host_store(&stores[i]);
+    tqkv_metal_attention a = {.keys = &s[0], .values = &s[1], .first_keys = &s[2], .last_values = &s[3]};
+    a.attention.exact_first = 4;
+    a.attention.exact_last = 6;
+    REQUIRE(m, "no context");
+    CHECK_RESULT(tqkv_metal_prepare(m, &a, 1, 0), TQKV_OK);
+    size_t scratch;
+    CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &scratch), TQKV_OK);
+    const tqkv_metal_buffer q = host_zeros(20 * 256), out = host_zeros(256), sb = host_zeros(scratch), none = {nil, 0};
+    host_work work = host_begin(false);
+    standin_fail_at(0);
+    CHECK_RESULT(tqkv_metal_encode_kv(m, work.encoder, &s[0], &s[1], q, q, 20, 0, none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_encode(m, work.encoder, &s[2], q, 4, 0, none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_encode(m, work.encoder, &s[3], q, 20, 0, none), TQKV_OK);
+    for (a.attention.end = 10; a.attention.end <= 20; a.attention.end += 5)
+        CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, sb, out), TQKV_OK);
+    CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls());
+    host_end(&work);
+    host_release(q);
+    host_release(out);
+    host_release(sb);
+    for (int i = 0; i < 4; i++) {
+        host_store_release(&s[i]);
+        test_store_free(&stores[i]);
+    }
+    tqkv_metal_destroy(m);
+}
+
+/* An index and the list that it chooses. */
+static void run_prepared_index(const void *parameters)
+{
+    (void)parameters;
+    tqkv_metal *m = host_context();
+    tqkv_store store = test_store(TQKV_I8, 64, 1, 40000, false);
+    tqkv_metal_store s = host_store(&store);
+    tqkv_metal_index x = {.keys = &s, .index = {.n_heads = 2}};
+    tqkv_metal_attention a = {.keys = &s, .values = &s, .list = host_zeros(3 * 2 * sizeof(int32_t))};
+    a.attention.list_length = 2;
+    a.attention.list_block = 1;
+    REQUIRE(m, "no context");
+    CHECK_RESULT(tqkv_metal_index_prepare(m, &x, 3), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_prepare(m, &a, 3, 0), TQKV_OK);
+    size_t sizes[2];
+    a.attention.n_queries = 3;
+    CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &sizes[0]), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_index_choose_scratch(m, &x, &sizes[1]), TQKV_OK);
+    const tqkv_metal_buffer q = host_zeros(3 * 2 * 256), out = host_zeros(3 * 256), none = {nil, 0},
+                            scores = host_zeros(3 * 40000 * sizeof(float)), first = host_zeros(sizes[0]),
+                            second = host_zeros(sizes[1]);
+    host_work work = host_begin(false);
+    standin_fail_at(0);
+    CHECK_RESULT(tqkv_metal_encode(m, work.encoder, &s, q, 3, 0, none), TQKV_OK);
+    for (int n = 1; n <= 3; n += 2) {
+        x.index.n_queries = a.attention.n_queries = n;
+        x.index.end = a.attention.end = n == 1 ? 40000 : 3; /* a choice in several dispatches, and in one */
+        CHECK_RESULT(tqkv_metal_index_scores(m, work.encoder, &x, q, scores), TQKV_OK);
+        CHECK_RESULT(tqkv_metal_index_choose(m, work.encoder, &x, scores, 2, second, a.list), TQKV_OK);
+        CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, first, out), TQKV_OK);
+    }
+    CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls());
+    [work.encoder endEncoding]; /* nothing has to run */
+    CHECK_RESULT(tqkv_metal_index_prepare(m, NULL, 1), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_index_prepare(m, &x, -1), TQKV_INVALID_ARGUMENT);
+    const tqkv_metal_buffer all[] = {q, out, scores, first, second, a.list};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) host_release(all[i]);
+    host_store_release(&s);
+    test_store_free(&store);
     tqkv_metal_destroy(m);
 }
 
@@ -932,9 +1045,18 @@ void context_host_cases(void)
     test_add(run_self_test_fails, NULL, 0, "context/self_test_fails");
     test_add(run_half_recorded, NULL, 0, "context/half_recorded");
     test_add(run_given_back, NULL, 0, "context/given_back");
-    test_add(run_prepared, NULL, 0, "context/prepared/cache");
+    const tqkv_cache_desc prepared[] = {
+        {.head_dim = 64, .n_kv_heads = 1, .n_heads = 3, .capacity = 12},
+        {.head_dim = 64, .n_kv_heads = 1, .n_heads = 2, .capacity = 12, .exact_first = 4, .exact_last = 5},
+        {.head_dim = 64, .n_kv_heads = 1, .ring = true, .capacity = 7, .value_format = TQKV_F16, .exact_last = 3},
+        {.head_dim = 448, .n_kv_heads = 1, .n_heads = 2, .capacity = 12, .shared = true, .tail_dim = 64}};
+    const char *const prepared_names[] = {"cache", "cache_ends", "cache_ring", "cache_latent"};
+    for (int i = 0; i < 4; i++)
+        test_add(run_prepared, &prepared[i], sizeof prepared[i], "context/prepared/%s", prepared_names[i]);
     for (int i = 0; i < 2; i++)
         test_add(run_prepared_stores, &(bool){i == 1}, sizeof(bool), "context/prepared/%s", i ? "pages" : "stores");
+    test_add(run_prepared_ends, NULL, 0, "context/prepared/ends");
+    test_add(run_prepared_index, NULL, 0, "context/prepared/index");
     test_add(run_recorded_again, NULL, 0, "context/recorded_again");
     test_add(run_devices, NULL, 0, "context/devices");
     test_add(run_failures, NULL, 0, "context/failures");

@@ -98,7 +98,7 @@ static void run_sparse(const void *concurrent)
     CHECK_RESULT(tqkv_metal_index_choose_scratch(m, &x, &choose_bytes), TQKV_OK);
     CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &bytes), TQKV_OK);
     CHECK(choose_bytes == 0, "%zu bytes of scratch", choose_bytes);
-    CHECK_RESULT(tqkv_metal_prepare(m, &a, 1, false), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_prepare(m, &a, 1, 0), TQKV_OK);
     tqkv_metal_buffer scratch = host_zeros(bytes);
     const tqkv_metal_buffer none = {nil, 0};
     host_work w = host_begin(*(const bool *)concurrent);

@@ -350,9 +350,14 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 /* Flips the sign of a value, or bits of a code, in the first bytes of the first buffer that the kernel writes. */
 - (void)spoilWhat:(const char *)name
 {
-    const int index = !strncmp(name, "tqkv_encode", 11) ? 2 : !strncmp(name, "tqkv_decode", 11) ? 3 : 4;
-    unsigned char *bytes = launch.buffers[index];
-    for (int i = 0; i < 64; i++) bytes[i] ^= 0x80;
+    static const struct {
+        const char *family;
+        int index;
+    } written[] = {{"tqkv_encode", 2}, {"tqkv_decode", 3}, {"tqkv_index_scores", 5}, {"tqkv_index_choice", 3}, {"", 4}};
+    int i = 0;
+    while (strncmp(name, written[i].family, strlen(written[i].family))) i++;
+    unsigned char *bytes = launch.buffers[written[i].index];
+    for (i = 0; i < 32; i++) bytes[i] ^= 0x80;
 }
 @end
 
