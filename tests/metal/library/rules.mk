@@ -47,7 +47,7 @@ test-metallib-quick: $(METAL_BUILD)/library/driver check-metallib-source
 test-metallib: ## the library in the box: its bitcode on the CPU, an independent reader, planted bugs
 test-metallib: check-metallib-rebuilt test-metallib-quick $(METAL_BUILD)/library-of-source/driver check-metallib-source-cuda test-metallib-bugs
 	@echo "== $(LIBRARY): all its pipelines, by LLVM's optimiser"
-	@python3 $(LIBRARY_TESTS)/specialise.py $(LIBRARY) --all
+	@python3 $(LIBRARY_TESTS)/specialise.py $(LIBRARY) --all --table
 	@echo "== $(LIBRARY): its bitcode on the CPU, every schedule"
 	@$(METAL_BUILD)/library/driver
 	@$(METAL_BUILD)/library/driver --flush

@@ -6,7 +6,7 @@ usage: specialise.py LIBRARY [--all] [--list] [--table] [part of a name]...
 A case is KERNEL/FORMATS/COLUMNS/OPTION. Without --all: one or a few of each kernel; with it every format, number of columns
 and option, and every pair of formats at head_dim 128. Of what is left of a kernel there must be no array in thread memory, no
 pointer to thread memory that is chosen while it runs, no loop that was to be unrolled, and no calculation of constants; as
-many products of matrices as its columns need. --table prints what each kernel comes to.
+many products of matrices as its columns need. --table prints what each family of kernels comes to.
 
 LLVM 14 unrolls a loop of more than 16384 instructions so late that it leaves the loop's arrays in memory: sroa once more
 shows whether they have to be there.
@@ -135,11 +135,11 @@ def check(found, case):
 
 
 def print_table(rows):
-    print("| kernel | pipelines | instructions | arrays | loops not unrolled | seconds of the optimiser |\n|---|---|---|---|---|---|")
-    for kernel, found in rows.items():
+    print("| family | pipelines | instructions | arrays | loops not unrolled | optimiser's seconds each | in all |\n|---|---|---|---|---|---|---|")
+    for family, found in rows.items():
         sizes, times = sorted(f.instructions for f in found), sorted(f.seconds for f in found)
-        print(f"| {kernel[5:]} | {len(found)} | {sizes[0]} to {sizes[-1]} | {sum(len(f.arrays) for f in found)} | "
-              f"{sum(f.rolled for f in found)} | {times[0]:.2f} to {times[-1]:.2f} |")
+        print(f"| `{family}` | {len(found)} | {sizes[0]} to {sizes[-1]} | {sum(len(f.arrays) for f in found)} | "
+              f"{sum(f.rolled for f in found)} | {times[0]:.2f} to {times[-1]:.2f} | {sum(times):.0f} |")
 
 
 def main():
@@ -156,7 +156,7 @@ def main():
         return 0
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool: # a process runs one optimiser at a time
         for (_, _, case), found in zip(work, pool.map(specialise, *zip(*work))):
-            rows.setdefault(case.kernel, []).append(found)
+            rows.setdefault(re.sub(r"_d\d.*", "", case.kernel[5:]), []).append(found)
             try:
                 check(found, case)
             except reader.Damage as damage:
