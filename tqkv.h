@@ -9013,7 +9013,10 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
     tile->keys = tqkv__run_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__run_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__run_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
-    if (!ahead) tqkv__ask_keys(a, kv_head, next);
+    if (ahead)
+        tqkv__touch_streams(tile);
+    else
+        tqkv__ask_keys(a, kv_head, next);
     tile->ranks = ranks;
     if (ranks->together) return tile;
     tqkv__gather(ranks->streams[0], kv_head, ranks, ranks->keys, tile->key_stream, slot);
