@@ -232,7 +232,7 @@ typedef struct tqkv_parallel {
    does, and has no pool to lend. All call tqkv_team_begin. It returns true in thread 0, whose calls to tqkv the others then
    help with; in these it returns false after tqkv_team_end, when there is nothing left to do. Example:
 
-     void attention(layer *l, int thread, int n_threads)             // on all threads, with one l
+     void attend_layer(layer *l, int thread, int n_threads)          // on all threads, with one l
      {
          if (!tqkv_team_begin(l->team, thread, n_threads)) return;
          l->result = tqkv_encode(&l->keys, l->k, 1, l->position);    // l->keys.parallel = tqkv_team_parallel(l->team)

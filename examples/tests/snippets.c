@@ -1,4 +1,5 @@
-/* Runs the C code of README.md and docs/integrating.md, which snippets.sh cuts out, and checks what it computes. */
+/* Runs the C code of README.md, docs/integrating.md and tqkv.h's comments, which snippets.sh cuts out, and checks what it
+   computes. */
 #include "explain.h"
 
 #include <math.h>
@@ -41,6 +42,34 @@ static void check(const char *name, bool good)
 {
     good ? passed++ : failed++;
     if (!good) printf("FAIL snippets/%s\n", name);
+}
+
+/* The nodes of examples/ggml/tqkv_ggml.h, which needs ggml: `make test-ggml` runs it. Here only how they are called. */
+struct ggml_context;
+struct ggml_tensor {
+    int node;
+};
+struct kv_layer;
+
+static struct ggml_tensor *kv_write(struct ggml_context *context, struct kv_layer *layer, struct ggml_tensor *key,
+                                    struct ggml_tensor *value)
+{
+    return context || layer || key == value ? NULL : value;
+}
+
+static struct ggml_tensor *kv_attend(struct ggml_context *context, struct kv_layer *layer, struct ggml_tensor *query,
+                                     struct ggml_tensor *written)
+{
+    return context || layer || !written ? NULL : query;
+}
+
+static void test_llama_nodes(void)
+{
+    struct ggml_context *context = NULL;
+    struct kv_layer *layer = NULL;
+    struct ggml_tensor tensors[3], *k = &tensors[0], *v = &tensors[1], *q = &tensors[2];
+#include "llama_nodes.h"
+    check("llama/nodes", out == q);
 }
 
 static void fill(float *values, int count)
@@ -184,6 +213,55 @@ static void test_team(void)
                              tqkv_cache_attend(alone, q, 1, expected) == TQKV_OK);
     check("team/output", memcmp(out, expected, WIDE * sizeof *out) == 0);
     tqkv_cache_destroy(l.cache);
+    tqkv_cache_destroy(alone);
+    tqkv_team_destroy(l.team);
+}
+
+static int run_header_example(void)
+{
+#include "header_example.h"
+    return 0;
+}
+
+static void test_header_example(void)
+{
+    for (int i = 0; i < 8 * 128; i++) v[i] = 1.0f + (float)(i / 128); /* of a KV head all the same */
+    check("header/example", run_header_example() == 0);
+    check("header/output", fabsf(out[5 * 128] - 2.0f) < 0.5f); /* of the only position; four heads read a KV head */
+    fill(v, 8 * 128);
+}
+
+typedef struct layer {
+    tqkv_team *team;
+    tqkv_store keys, values;
+    tqkv_attention attention;
+    const float *k, *v, *q;
+    float *out;
+    int64_t position;
+    tqkv_result result;
+} layer;
+
+#include "header_team.h"
+
+/* As test_team, over stores. */
+static void test_header_team(void)
+{
+    layer l = {.k = k, .v = v, .q = q, .out = out};
+    tqkv_cache *cache = make_cache(TQKV_TQ6, 8, 0, (tqkv_parallel){0}),
+               *alone = make_cache(TQKV_TQ6, 8, 0, (tqkv_parallel){0});
+    check("header/team/create", tqkv_team_create(NULL, &l.team) == TQKV_OK);
+    l.keys = *tqkv_cache_keys(cache);
+    l.values = *tqkv_cache_values(cache);
+    l.attention = tqkv_cache_view(cache);
+    l.keys.parallel = l.values.parallel = l.attention.parallel = tqkv_team_parallel(l.team);
+    l.attention.keys = &l.keys;
+    l.attention.values = &l.values;
+    l.attention.kv_len = 1;
+    attend_layer(&l, 0, 1);
+    check("header/team/result", l.result == TQKV_OK && tqkv_cache_append(alone, k, v, 1) == TQKV_OK &&
+                                    tqkv_cache_attend(alone, q, 1, expected) == TQKV_OK);
+    check("header/team/output", memcmp(out, expected, WIDE * sizeof *out) == 0);
+    tqkv_cache_destroy(cache);
     tqkv_cache_destroy(alone);
     tqkv_team_destroy(l.team);
 }
@@ -362,6 +440,9 @@ int main(void)
     test_latent();
     test_sparse();
     test_team();
+    test_header_example();
+    test_header_team();
+    test_llama_nodes();
     test_threads_and_window();
     test_slices();
     test_context_shift();

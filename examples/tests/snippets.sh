@@ -1,5 +1,5 @@
 #!/bin/sh
-# Compiles and runs the C code of README.md and docs/integrating.md. Usage: snippets.sh FOLDER OBJECT, from the
+# Compiles and runs the C code of README.md, the guides and tqkv.h's comments. Usage: snippets.sh FOLDER OBJECT, from the
 # top folder, with CC and CFLAGS set. OBJECT holds the implementation of tqkv.h. A block that starts with "```c NAME"
 # becomes FOLDER/NAME.h; examples/tests/snippets.c includes it.
 out=$1
@@ -8,11 +8,16 @@ mkdir -p "$out"
 
 awk -v out="$out" '
     FNR == 1 { file = "" }
-    /^```c$/ { print "FAIL " FILENAME ":" FNR ": a block of C without a name"; bad = 1 }
-    /^```c / { file = out "/" $2 ".h"; print "#line " FNR + 1 " \"" FILENAME "\"" > file; next }
-    /^```/ { file = "" }
+    /^ *```c$/ { print "FAIL " FILENAME ":" FNR ": a block of C without a name"; bad = 1 }
+    function begin(name) { file = out "/" name ".h"; print "#line " FNR + 1 " \"" FILENAME "\"" > file }
+    /^ *```c / { begin($2); next }
+    /^ *```/ { file = "" }
+    FILENAME == "tqkv.h" && /^   EXAMPLE$/ { begin("header_example"); next }
+    FILENAME == "tqkv.h" && /in these it returns false after tqkv_team_end/ { begin("header_team"); next }
+    FILENAME == "tqkv.h" && /^   (CONTENTS|Both calls wait)/ { file = "" }
+    FILENAME == "tqkv.h" && /TQKV_IMPLEMENTATION starts|^#define TQKV_TABLE_VERSION/ { exit bad }
     file { print > file }
-    END { exit bad }' README.md docs/integrating.md || exit 1
+    END { exit bad }' README.md docs/integrating.md docs/llama.md tqkv.h || exit 1
 
 for block in "$out"/*.h; do
     grep -q "#include \"$(basename "$block")\"" examples/tests/snippets.c && continue
