@@ -11639,9 +11639,7 @@ typedef struct tqkv__attend_args {
     int32_t n_kv_heads;
     int32_t group; /* query heads a KV head */
     int32_t kv_len;
-    int32_t first_newest; /* query i sees the positions up to first_newest + i, */
-    int32_t window;       /* so many of them, the last ones, of which there may be fewer; 0: all */
-    uint32_t query_token_stride, query_head_stride; /* in values */
+    int32_t window;                 /* a query sees the last `window` positions up to its newest; 0: all up to it */
     int32_t slice_end;              /* positions from here on are not seen; kv_len, or less in a slice */
     int32_t first_stretch;          /* that a query sees */
     int32_t stretch_tiles, n_short; /* TQKV__STRETCH_OF_TILE */
@@ -11662,7 +11660,9 @@ typedef struct tqkv__attend_args {
     int32_t list_heads, list_row;    /* integers of a row that attend_list wrote */
     int32_t list_shift, list_inside; /* a block is 1 << shift positions, and that position is number `inside` of its */
     int32_t list_base, list_slots;   /* slot of that block's first position; from list_slots on there is none */
-    int32_t list_newest, list_first_block; /* positions that are seen beside the list; number of that block */
+    int32_t list_newest, list_first_block;          /* positions that are seen beside the list; number of that block */
+    int32_t first_newest;                           /* the newest position of query i is first_newest + i */
+    uint32_t query_token_stride, query_head_stride; /* in values */
 } tqkv__attend_args;
 
 /* attend_list has the arguments of attend. A row of a list has list_row - TQKV__LIST_HEADER entries. A row that it writes: how
