@@ -739,8 +739,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object en
 
 /* As tqkv_attend_partial, tqkv_attend_merge, tqkv_attend_merge_slice and tqkv_attend_finish; slices of GPU and processor
    may be merged. But max is only within 8 of the largest score, and finish reads src_out, src_max and src_sum and
-   writes out, another buffer, in output_type. scratch: as for tqkv_metal_attend. Sinks are read by finish alone. Merges
-   and finish look at no buffers of the stores.
+   writes out, another buffer, in output_type and with output_strides. scratch: as for tqkv_metal_attend. Sinks are read
+   by finish alone. Merges and finish look at no buffers of the stores.
    Merged in order, slices of linear or paged stores without centres have the bits of tqkv_metal_attend if each but the
    first is one section of the context: [0, 8192), then 32,768 positions each, under a window 8,192; in place of the first
    section also its stretches of 512. The last may be shorter. */

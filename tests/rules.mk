@@ -78,7 +78,7 @@ server-tsan: $(TEST_BUILD)/tsan/test_tables.o $(TEST_BUILD)/tsan/runner.o
 
 # ---- Each other instruction set of this processor; the runs above use the best one ----
 
-ISA_CASES := golden codec/ types/ value_dim/ latent/ attend/ pages/ batch/ index/ list/ captured/attend defect fault cache
+ISA_CASES := golden codec/ types/ value_dim/ latent/ attend/ pages/ batch/ strides/ index/ list/ captured/attend defect fault cache
 REFERENCE_BUILD := $(if $(filter Darwin,$(SYSTEM)),default,gcc)
 REFERENCE_BUILD_CXX := $(if $(filter Darwin,$(SYSTEM)),cxx,gxx)
 
