@@ -856,7 +856,7 @@ enum {
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
     TQKV_METAL_BINDINGS = 24,
     TQKV_METAL_MEMORIES = 4,
-    TQKV_METAL_CHOOSE_DISPATCHES = 4,
+    TQKV_METAL_CHOOSE_DISPATCHES = 3,
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
 };
 
@@ -11546,7 +11546,8 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV__LONG_ROW_BYTES(D)      (16 * (D))   /*     four queries */
 #define TQKV__LONG_PART              64           /* values of a row a simdgroup */
 #define TQKV__MATRIX_SIMDGROUPS      4            /* at most, of a threadgroup */
-#define TQKV__MATRICES(columns)      ((columns) <= 8 ? 1 : (columns) <= 16 ? 2 : 4) /* that hold so many */
+#define TQKV__MATRICES(columns)                                                                                        \
+    ((columns) <= 8 ? 1 : (columns) <= 16 ? 2 : (columns) <= 32 ? 4 : 8) /* that hold them */
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
 #define TQKV__CELL_BYTES 3120 /* (0) of encode: cells of the codebook */
@@ -11580,10 +11581,18 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
 
-/* Digits of a score that index_choice counts at a time. Scratch of a query, in words: three passes of counts a chunk, and two
-   words a pass; none for one chunk. */
-#define TQKV__CHOOSE_COUNTS     2048
-#define TQKV__CHOOSE_SCRATCH(n) ((n) > 1 ? (n)*3 * TQKV__CHOOSE_COUNTS + 6 : 0)
+/* Counts of a digit in index_choice, and sums of neighbouring ones. Scratch of a query, in words, where it has chunks: the
+   counts and sums of each, a header, and two words a block. */
+#define TQKV__CHOOSE_COUNTS 4096
+#define TQKV__CHOOSE_SUMS   64
+#define TQKV__CHOOSE_HEADER 4
+#define TQKV__CHOOSE_SCRATCH(chunks, blocks)                                                                           \
+    ((chunks) * (TQKV__CHOOSE_COUNTS + TQKV__CHOOSE_SUMS) + TQKV__CHOOSE_HEADER + 2 * (blocks))
+/* Steps: a chunk counts, a chunk gathers, the choice among the gathered blocks, the choice among all. */
+#define TQKV__CHOOSE_COUNT  0
+#define TQKV__CHOOSE_GATHER 1
+#define TQKV__CHOOSE_AMONG  2
+#define TQKV__CHOOSE_ALONE  3
 
 /* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side, 8 up to D=128. */
 #define TQKV__ENCODE_ROWS(D) (TQKV__RUNS(D) > 1 ? 128 / TQKV__ROW_LANES(D) : (D) == 32 ? 64 : 4096 / (D))
@@ -11688,14 +11697,17 @@ typedef struct tqkv__choose_args {
     int32_t block, n_blocks; /* keys a block; blocks of a row of scores */
     int32_t from;            /* the block of the first resident key */
     int32_t k, first, newest;
-    int32_t chunk, n_chunks;       /* blocks of a threadgroup; threadgroups of a row */
-    int32_t first_pass, last_pass; /* of this dispatch: 0 to 2 count digits, 3 writes */
+    int32_t chunk, n_chunks; /* blocks of a threadgroup, from `from` on; chunks of a row */
+    int32_t step;            /* TQKV__CHOOSE_COUNT to TQKV__CHOOSE_ALONE */
 } tqkv__choose_args;
 
 /* index_scores. `keys` is that of a call whose heads are those of the index; its resident positions are the keys from number
    first_key on. */
 #define TQKV__INDEX_KEYS 1024 /* whose scores are in threadgroup memory at a time */
-#define TQKV__POOL_MEAN  1    /* tqkv_pool */
+#ifndef TQKV__INDEX_COLUMNS   /* heads of a pass: threadgroup memory holds their queries. A shim may have more */
+#define TQKV__INDEX_COLUMNS 32
+#endif
+#define TQKV__POOL_MEAN 1 /* tqkv_pool */
 typedef struct tqkv__index_args {
     tqkv__attend_args keys;
     int32_t seen, seen_rest, ratio, end, block, n_blocks; /* as in tqkv__choose_args */
@@ -11739,7 +11751,7 @@ TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
 TQKV__ASSERT_SIZE(tqkv__attend_args, 164);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 40);
 TQKV__ASSERT_SIZE(tqkv__batch_item, 292);
-TQKV__ASSERT_SIZE(tqkv__choose_args, 56);
+TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 208);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4672);
 
@@ -13905,7 +13917,8 @@ static void tqkv__plan_index_constants(tqkv_metal_dispatch *d, const tqkv__index
     tqkv__plan_constant(d, TQKV_FC_VALUE_FORMAT,
                         (int)a->keys.format); /* not used, as the others that are not said here */
     tqkv__plan_constant(d, TQKV_FC_ROTATE_QUERIES, a->rotate_queries);
-    tqkv__plan_constant(d, TQKV_FC_COLUMNS, a->call.n_heads < 32 ? a->call.n_heads : 32);
+    tqkv__plan_constant(d, TQKV_FC_COLUMNS,
+                        a->call.n_heads < TQKV__INDEX_COLUMNS ? a->call.n_heads : TQKV__INDEX_COLUMNS);
     tqkv__plan_constant(d, TQKV_FC_MANY_QUERIES, a->call.n_queries > 1);
     tqkv__plan_constant(d, TQKV_FC_SOFTCAP, false);
     tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, true);
@@ -13927,8 +13940,7 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
 {
     static const char *const names[] = {"keys' codes", "keys' norms"};
     const tqkv__attention *a = &x->a;
-    const size_t n_queries = (size_t)a->call.n_queries, head_dim = (size_t)a->key_dim,
-                 matrices = TQKV__MATRICES(a->call.n_heads), queries = TQKV__MATRIX_QUERY_BYTES(head_dim);
+    const size_t n_queries = (size_t)a->call.n_queries, head_dim = (size_t)a->key_dim;
     tqkv__plan_begin(d, TQKV_METAL_INDEX_SCORES, a->key_dim, a->key_dim);
     tqkv__plan_args(d, args, sizeof *args);
     tqkv__plan_bind_rows(d, "q", 1, q, TQKV_FC_TYPE, a->call.query_type, a->q_size, false);
@@ -13939,7 +13951,8 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     tqkv__plan_bind_pages(d, "keys' pages", 7, from->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_index_constants(d, x, center);
     d->memory[0] = TQKV__TABLE_BYTES;
-    d->memory[1] = queries * (matrices + (a->call.n_heads <= 8 ? 1 : 2));
+    const size_t matrices = TQKV__MATRICES((int)d->kernel.constants[TQKV_FC_COLUMNS] - 1);
+    d->memory[1] = TQKV__MATRIX_QUERY_BYTES(head_dim) * matrices;
     d->memory[2] = TQKV__INDEX_KEYS * sizeof(float);
     d->memory[3] = TQKV__MATRIX_KEPT_BYTES(matrices);
     d->grid[0] = (size_t)((x->blocks + args->blocks_each - 1) / args->blocks_each);
@@ -13971,43 +13984,57 @@ TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, 
     return TQKV_OK;
 }
 
-/* How a row of scores is divided: one threadgroup up to 16384 blocks, or where many queries fill the GPU. Else chunks of 8192
-   blocks or more, at most 64: each dispatch adds up the counts of all chunks in every threadgroup. */
-enum { TQKV__CHOOSE_BLOCKS = 8192, TQKV__CHOOSE_CHUNKS = 64, TQKV__CHOOSE_QUERIES = 16 };
+/* How the resident blocks of a row are divided: one threadgroup up to 16384, or where many queries fill the GPU. Else at most
+   64 chunks of a multiple of 4096 blocks, eight a thread. */
+enum { TQKV__CHOOSE_BLOCKS = 4096, TQKV__CHOOSE_CHUNKS = 64, TQKV__CHOOSE_QUERIES = 16 };
+
+static bool tqkv__chooses_alone(int64_t n_blocks, int n_queries)
+{
+    return n_blocks <= 4 * TQKV__CHOOSE_BLOCKS || n_queries >= TQKV__CHOOSE_QUERIES;
+}
 
 static void tqkv__plan_chunks(int64_t n_blocks, int n_queries, tqkv__choose_args *args)
 {
-    const int64_t usual = TQKV__CHOOSE_BLOCKS, least = (n_blocks + TQKV__CHOOSE_CHUNKS - 1) / TQKV__CHOOSE_CHUNKS;
-    const bool one = n_blocks <= 2 * usual || n_queries >= TQKV__CHOOSE_QUERIES;
-    args->chunk = (int32_t)(one ? n_blocks : least < usual ? usual : least);
-    args->n_chunks = (int32_t)(one ? 1 : (n_blocks + args->chunk - 1) / args->chunk);
+    const int64_t most = (int64_t)TQKV__CHOOSE_BLOCKS * TQKV__CHOOSE_CHUNKS, each = (n_blocks + most - 1) / most;
+    const bool alone = tqkv__chooses_alone(n_blocks, n_queries);
+    args->chunk = (int32_t)(alone || each * TQKV__CHOOSE_BLOCKS > n_blocks ? n_blocks : each * TQKV__CHOOSE_BLOCKS);
+    args->n_chunks = (int32_t)(alone ? 1 : (n_blocks + args->chunk - 1) / args->chunk);
+}
+
+/* Words of a query. That of fewer blocks is not larger. */
+static size_t tqkv__choose_words(int64_t n_blocks, int n_queries)
+{
+    const size_t chunks = TQKV__CHOOSE_CHUNKS, blocks = (size_t)n_blocks;
+    return tqkv__chooses_alone(n_blocks, n_queries) ? 0 : TQKV__CHOOSE_SCRATCH(chunks, blocks);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_index_choose_scratch(const tqkv_metal_index *from, size_t *bytes)
 {
     tqkv__index x;
-    tqkv__choose_args args;
     const tqkv_result r = tqkv__plan_index_open(from, &x);
     if (r != TQKV_OK) return r;
-    const int64_t keys = x.a.keys.ring ? INT_MAX : tqkv__room(&x.a.keys);
-    tqkv__plan_chunks((keys + x.call.block - 1) / x.call.block, x.a.call.n_queries, &args);
-    *bytes = (size_t)x.a.call.n_queries * (size_t)TQKV__CHOOSE_SCRATCH(args.n_chunks) * sizeof(uint32_t);
+    const int64_t keys = tqkv__room(&x.a.keys),
+                  blocks = keys / x.call.block + 2; /* the first and the last may be cut */
+    *bytes = (size_t)x.a.call.n_queries * tqkv__choose_words(blocks, x.a.call.n_queries) * sizeof(uint32_t);
     return TQKV_OK;
 }
 
 static void tqkv__plan_choose(const tqkv__choose_args *args, size_t n_queries, const tqkv_metal_buffer buffers[3],
                               tqkv_metal_dispatch *d)
 {
-    const int each = TQKV__SIMD_WIDTH * 4, most = 1024 / TQKV__SIMD_WIDTH;
+    const int each = TQKV__SIMD_WIDTH * 8,
+              most = 512 / TQKV__SIMD_WIDTH; /* the steps of each thread would cost twice with 1024 */
+    const bool chunks = args->step == TQKV__CHOOSE_COUNT || args->step == TQKV__CHOOSE_GATHER;
+    const int64_t n_blocks = (int64_t)args->n_blocks - args->from;
     tqkv__plan_begin(d, TQKV_METAL_INDEX_CHOICE, 0, 0);
     tqkv__plan_args(d, args, sizeof *args);
     tqkv__plan_bind(d, "scores", 1, buffers[0], n_queries * (size_t)args->n_blocks * sizeof(float), false);
     tqkv__plan_bind(d, "scratch", 2, buffers[1],
-                    n_queries * (size_t)TQKV__CHOOSE_SCRATCH(args->n_chunks) * sizeof(uint32_t), true);
+                    n_queries * tqkv__choose_words(n_blocks, (int)n_queries) * sizeof(uint32_t), true);
     tqkv__plan_bind(d, "list", 3, buffers[2], n_queries * (size_t)args->k * sizeof(int32_t), true);
     d->memory[0] = TQKV__CHOOSE_COUNTS * sizeof(uint32_t);
-    d->memory[1] = (TQKV__SIMD_WIDTH + 4) * sizeof(uint32_t);
-    d->grid[0] = args->k ? (size_t)args->n_chunks : 0;
+    d->memory[1] = (2 * TQKV__CHOOSE_SUMS + TQKV__SIMD_WIDTH + 4) * sizeof(uint32_t);
+    d->grid[0] = !args->k ? 0 : chunks ? (size_t)args->n_chunks : 1;
     d->grid[1] = n_queries;
     d->n_simdgroups = args->chunk / each < most ? args->chunk / each + 1 : most;
 }
@@ -14028,19 +14055,18 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, 
         return TQKV__INVALID("k is negative, or scores or list too large");
     memset(&args, 0, sizeof args);
     tqkv__plan_keys_seen(&x, &args.seen, &args.seen_rest);
-    tqkv__plan_chunks(x.blocks, n_queries, &args);
+    args.from = (int32_t)(x.a.first / x.call.block);
+    tqkv__plan_chunks(x.blocks - args.from, n_queries, &args);
     args.ratio = x.call.ratio;
     args.end = (int32_t)x.a.call.end;
     args.block = x.call.block;
     args.n_blocks = (int32_t)x.blocks;
-    args.from = (int32_t)(x.a.first / x.call.block);
     args.k = k;
     args.first = x.call.first;
     args.newest = x.call.newest;
     *n = args.n_chunks > 1 ? TQKV_METAL_CHOOSE_DISPATCHES : 1;
     for (int i = 0; i < *n; i++) {
-        args.first_pass = i;
-        args.last_pass = *n > 1 ? i : TQKV_METAL_CHOOSE_DISPATCHES - 1;
+        args.step = *n > 1 ? i : TQKV__CHOOSE_ALONE;
         tqkv__plan_choose(&args, (size_t)n_queries, buffers, &d[i]);
         if (i) d[i].barrier = scratch.buffer;
     }

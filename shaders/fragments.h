@@ -68,6 +68,15 @@ inline right_pair right_of(float x0, float x1, float y0, float y1, bool)
     return pair;
 }
 
+// Elements k and k + 1 of column c of a right factor: of the first or the second of the pairs at `pairs`, one a lane.
+inline void store_right(threadgroup right_pair *pairs, uint k, uint c, uint second, float x, float y)
+{
+    uint lane = (k >> 2) << 4 | (k & 3u) << 1 | (c >> 2) << 3 | (c >> 1 & 1u), at = second * 2u + (c & 1u);
+    threadgroup float *own = (threadgroup float *)(pairs + lane);
+    own[at] = x;
+    own[8u + at] = y; // two lanes on
+}
+
 // The elements of two matrices of sums as those of right factors.
 inline right_pair right_of_sums(float x0, float x1, float y0, float y1, bool wide)
 {

@@ -1,14 +1,16 @@
-// The choice of blocks by their scores: exact, by digits of the scores' bits from the highest on. Each of three passes counts
-// the digits of those scores that agree with the k-th best so far; a fourth writes. Where a row is short one threadgroup does
-// all four. Else its chunks have a threadgroup each and the passes are dispatches, which hand on their counts in scratch.
+// The choice of blocks by their scores: exact, by digits of the scores' bits from the highest on. Each says more of the k-th
+// best score. One threadgroup does it alone where a row is short. Else there are three dispatches: chunks of the row count
+// the first digits of their blocks; each gathers its blocks whose digit is that of the k-th best or a better one; one
+// threadgroup chooses among those.
 #ifndef TQKV_INDEX_CHOICE_H
 #define TQKV_INDEX_CHOICE_H
 #include "index.h"
 #include "scan.h"
 
-#define CHOOSE_PASSES 3
+#define CHOOSE_DIGITS 3
+#define CHOOSE_BLOCKS 8 // that a thread takes at a time
 
-// What the passes know of the k-th best score: its upper bits, and how many with these bits are to be chosen.
+// What the digits so far say of the k-th best score: its upper bits, and how many with these bits are to be chosen.
 struct choice {
     uint bits, wanted;
 };
@@ -16,19 +18,24 @@ struct choice {
 // What a threadgroup works on, and the place of this thread in it.
 struct choose_task {
     device const float *scores; // [n_blocks], of the query
-    device uint *counts;    // [CHOOSE_PASSES][n_chunks][TQKV__CHOOSE_COUNTS]: of the query. Behind them a choice a pass
-    device int *list;       // [k]
-    threadgroup uint *bins; // [TQKV__CHOOSE_COUNTS]
-    uint chunk, seen;       // seen: blocks up to the last that the query sees some key of
-    scan_place at;          // its memory has room for two more numbers
+    device uint *counts;        // [n_chunks][TQKV__CHOOSE_COUNTS] of the query
+    device uint *sums;          // [n_chunks][TQKV__CHOOSE_SUMS]: of as many neighbouring counts each
+    device uint *header;        // gathered blocks, bits and wanted
+    device uint *gathered;      // [TQKV__CHOOSE_ROOM][2]: a block and its key
+    device int *list;           // [k]
+    threadgroup uint *bins;     // [TQKV__CHOOSE_COUNTS]
+    threadgroup uint *shared;   // [2][TQKV__CHOOSE_SUMS]
+    uint chunk, seen;           // seen: blocks up to the last that the query sees some key of
+    uint first, n;              // blocks of the threadgroup, or gathered ones
+    scan_place at;              // its memory has room for four more numbers
 };
 
 inline uint thread_of(thread const choose_task &task) { return task.at.simdgroup * 32u + task.at.lane; }
+inline uint threads_of(thread const choose_task &task) { return task.at.n_simdgroups * 32u; }
 
-// Lowest bit of the digit of a pass, and what keeps the bits of the passes before.
-inline uint digit_shift(uint pass) { return pass == 0 ? 21u : pass == 1 ? 10u : 0u; }
-inline uint digit_mask(uint pass) { return pass == 2 ? 1023u : 2047u; }
-inline uint bits_before(uint pass) { return pass == 0 ? 0u : ~0u << digit_shift(pass - 1u); }
+// Digits of 12, 12 and 8 bits: the lowest bit of one, and what keeps the bits above it.
+inline uint digit_shift(uint digit) { return digit == 0 ? 20u : digit == 1 ? 8u : 0u; }
+inline uint bits_before(uint digit) { return digit == 0 ? 0u : ~0u << digit_shift(digit - 1u); }
 
 // A score as a number that ascends with it; 0 is never chosen. Zeros of both signs are equal.
 inline uint key_of_block(constant tqkv__choose_args &args, thread const choose_task &task, uint block)
@@ -42,167 +49,259 @@ inline uint key_of_block(constant tqkv__choose_args &args, thread const choose_t
     return (bits & 0x80000000u) != 0u ? ~bits : bits | 0x80000000u;
 }
 
-inline device uint *counts_of(constant tqkv__choose_args &args, thread const choose_task &task, uint pass, uint chunk)
+// Key of number i of the threadgroup's blocks; 0 behind the last.
+inline uint key_at(constant tqkv__choose_args &args, thread const choose_task &task, uint i)
 {
-    return task.counts + (pass * uint(args.n_chunks) + chunk) * uint(TQKV__CHOOSE_COUNTS);
+    if (i >= task.n) return 0u;
+    return args.step == TQKV__CHOOSE_AMONG ? task.gathered[2u * i + 1u] : key_of_block(args, task, task.first + i);
 }
 
-inline device uint *choice_after(constant tqkv__choose_args &args, thread const choose_task &task, uint pass)
-{
-    return counts_of(args, task, uint(CHOOSE_PASSES), 0u) + pass * 2u;
-}
-
-inline uint end_of_chunk(constant tqkv__choose_args &args, uint chunk)
-{
-    return min((chunk + 1u) * uint(args.chunk), uint(args.n_blocks));
-}
-
-// Counts the digits of a pass in the threadgroup's chunk.
-inline void count_digits(constant tqkv__choose_args &args, thread const choose_task &task, uint pass, choice made)
+// Counts a digit of the blocks whose upper bits are those so far. A barrier follows.
+inline void count_digits(constant tqkv__choose_args &args, thread const choose_task &task, uint digit, choice made)
 {
     threadgroup uint *bins = task.bins;
     threadgroup atomic_uint *counters = (threadgroup atomic_uint *)bins;
-    uint n_threads = task.at.n_simdgroups * 32u;
+    uint n_threads = threads_of(task), mask = digit + 1u == uint(CHOOSE_DIGITS) ? 255u : 4095u;
     for (uint i = thread_of(task); i < uint(TQKV__CHOOSE_COUNTS); i += n_threads) bins[i] = 0u;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint b = task.chunk * uint(args.chunk) + thread_of(task); b < end_of_chunk(args, task.chunk); b += n_threads) {
-        uint key = key_of_block(args, task, b);
-        if (key == 0u || ((key ^ made.bits) & bits_before(pass)) != 0u) continue;
-        atomic_fetch_add_explicit(&counters[(key >> digit_shift(pass)) & digit_mask(pass)], 1u, memory_order_relaxed);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (args.n_chunks == 1) return;
-    device uint *to = counts_of(args, task, pass, task.chunk);
-    for (uint i = thread_of(task); i < uint(TQKV__CHOOSE_COUNTS); i += n_threads) to[i] = bins[i];
-}
-
-// Of all chunks, into the bins.
-inline void sum_counts(constant tqkv__choose_args &args, thread const choose_task &task, uint pass)
-{
-    for (uint i = thread_of(task); i < uint(TQKV__CHOOSE_COUNTS); i += task.at.n_simdgroups * 32u) {
-        uint sum = 0u;
-        for (uint c = 0; c < uint(args.n_chunks); c++) sum += counts_of(args, task, pass, c)[i];
-        task.bins[i] = sum;
+    for (uint first = thread_of(task); first < task.n; first += n_threads * uint(CHOOSE_BLOCKS)) {
+        uint keys[CHOOSE_BLOCKS];
+        TQKV_UNROLL
+        for (int i = 0; i < CHOOSE_BLOCKS; i++) keys[i] = key_at(args, task, first + uint(i) * n_threads);
+        TQKV_UNROLL
+        for (int i = 0; i < CHOOSE_BLOCKS; i++)
+            if (keys[i] != 0u && ((keys[i] ^ made.bits) & bits_before(digit)) == 0u)
+                atomic_fetch_add_explicit(&counters[(keys[i] >> digit_shift(digit)) & mask], 1u, memory_order_relaxed);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// The bin in which a count from the last one on reaches `wanted`, and the count before it; bin 0 if none does. Each lane adds
-// up its share of the bins, then two bins of the share in which it is reached: the first lanes have the last ones.
-inline choice find_digit(thread const choose_task &task, uint wanted)
+// Sums of neighbouring bins, to `shared`. A barrier follows.
+inline void sum_bins(thread const choose_task &task)
 {
-    const uint each = uint(TQKV__CHOOSE_COUNTS) / 32u;
-    uint lane = task.at.lane, own = 0u, first = (31u - lane) * each;
-    for (uint i = 0; i < each; i++) own += task.bins[first + ((i + lane) & (each - 1u))]; // each lane another bank
-    uint to_lane = sum_to_lane(own, lane);
-    bool reached = to_lane >= wanted && to_lane - own < wanted;
-    choice found = {0u, 0u};
-    if (!simd_any(reached)) {
-        found.wanted = sum_of_lanes(own) - task.bins[0];
-        return found;
+    const uint each = uint(TQKV__CHOOSE_COUNTS / TQKV__CHOOSE_SUMS);
+    for (uint s = task.at.simdgroup; s < uint(TQKV__CHOOSE_SUMS); s += task.at.n_simdgroups) {
+        uint sum = sum_of_lanes(task.bins[s * each + task.at.lane] + task.bins[s * each + 32u + task.at.lane]);
+        if (task.at.lane == 0) task.shared[s] = sum;
     }
-    uint before = sum_of_lanes(reached ? to_lane - own : 0u), last = sum_of_lanes(reached ? first : 0u) + each - 1u;
-    uint upper = task.bins[last - 2u * lane], both = upper + task.bins[last - 2u * lane - 1u];
-    to_lane = sum_to_lane(both, lane) + before;
-    reached = to_lane >= wanted && to_lane - both < wanted;
-    bool in_upper = to_lane - both + upper >= wanted;
-    found.bits = sum_of_lanes(reached ? last - 2u * lane - (in_upper ? 0u : 1u) : 0u);
-    found.wanted = sum_of_lanes(reached ? to_lane - both + (in_upper ? 0u : upper) : 0u);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// A number, and the sum before it.
+struct reached {
+    uint number, before;
+};
+
+// The number at which a sum over the TQKV__CHOOSE_SUMS numbers from the last one on, which begins with `before`, reaches
+// `wanted`; number 0 if it never does. All lanes of the simdgroup must come here together.
+inline reached find_number(threadgroup const uint *numbers, uint lane, uint before, uint wanted)
+{
+    uint last = 63u - 2u * lane, upper = numbers[last], both = upper + numbers[last - 1u];
+    uint to_lane = before + sum_to_lane(both, lane), to_upper = to_lane - both + upper;
+    bool here = to_lane - both < wanted && (to_lane >= wanted || lane == 31u), in_upper = to_upper >= wanted;
+    reached found;
+    found.number = sum_of_lanes(here ? last - (in_upper ? 0u : 1u) : 0u);
+    found.before = sum_of_lanes(here ? (in_upper ? to_lane - both : to_upper) : 0u);
     return found;
 }
 
-// What the counts of a pass say. Every thread has the result.
-inline choice narrow(constant tqkv__choose_args &args, thread const choose_task &task, uint pass, choice made)
+// What the bins say. Every thread has the result.
+inline choice narrow(thread const choose_task &task, uint digit, choice made)
 {
-    if (args.n_chunks > 1) sum_counts(args, task, pass);
+    threadgroup uint *result = task.at.shared + 32;
+    sum_bins(task);
     if (task.at.simdgroup == 0) {
-        choice found = find_digit(task, made.wanted);
+        reached group = find_number(task.shared, task.at.lane, 0u, made.wanted);
+        reached found = find_number(task.bins + group.number * 64u, task.at.lane, group.before, made.wanted);
         if (task.at.lane == 0) {
-            task.at.shared[32] = found.bits;
-            task.at.shared[33] = found.wanted;
+            result[0] = group.number * 64u + found.number;
+            result[1] = found.before;
         }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    made.bits |= task.at.shared[32] << digit_shift(pass);
-    made.wanted -= task.at.shared[33];
-    if (args.n_chunks > 1 && task.chunk == 0 && thread_of(task) == 0) {
-        device uint *to = choice_after(args, task, pass);
-        to[0] = made.bits;
-        to[1] = made.wanted;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup); // before the bins and `shared` are overwritten
+    made.bits |= result[0] << digit_shift(digit);
+    made.wanted -= result[1];
+    threadgroup_barrier(mem_flags::mem_threadgroup); // before the bins and the result are overwritten
     return made;
 }
 
-// How many blocks of the chunks before are better than the k-th best, and how many as good, in the upper half.
-inline uint2 before_chunk(constant tqkv__choose_args &args, thread const choose_task &task, choice made)
+// ---- Chunks ----
+
+inline void count_chunk(constant tqkv__choose_args &args, thread const choose_task &task)
 {
-    uint n_threads = task.at.n_simdgroups * 32u, better = 0u, equal = 0u;
-    for (uint pass = 0; pass < uint(CHOOSE_PASSES); pass++) {
-        uint digit = (made.bits >> digit_shift(pass)) & digit_mask(pass);
-        for (uint c = 0; c < task.chunk; c++) {
-            device const uint *counts = counts_of(args, task, pass, c);
-            for (uint i = digit + thread_of(task); i <= digit_mask(pass); i += n_threads) {
-                if (i > digit) better += counts[i];
-                if (i == digit && pass + 1u == uint(CHOOSE_PASSES)) equal += counts[i];
+    choice made = {0u, uint(args.k)};
+    count_digits(args, task, 0u, made);
+    sum_bins(task);
+    device uint *counts = task.counts + task.chunk * uint(TQKV__CHOOSE_COUNTS),
+                *sums = task.sums + task.chunk * uint(TQKV__CHOOSE_SUMS);
+    for (uint i = thread_of(task); i < uint(TQKV__CHOOSE_COUNTS); i += threads_of(task)) counts[i] = task.bins[i];
+    for (uint i = thread_of(task); i < uint(TQKV__CHOOSE_SUMS); i += threads_of(task)) sums[i] = task.shared[i];
+}
+
+// TQKV__CHOOSE_SUMS numbers of each chunk, `stride` apart, added up over all chunks and over those before the threadgroup's:
+// to `shared`. A barrier follows.
+inline void sum_chunks(constant tqkv__choose_args &args, thread const choose_task &task, device const uint *numbers,
+                       uint stride)
+{
+    threadgroup uint *shared = task.shared;
+    threadgroup atomic_uint *sums = (threadgroup atomic_uint *)shared;
+    uint lane = task.at.lane, n_chunks = uint(args.n_chunks), all[2], before[2];
+    for (uint i = thread_of(task); i < 2u * uint(TQKV__CHOOSE_SUMS); i += threads_of(task)) shared[i] = 0u;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    TQKV_UNROLL
+    for (int i = 0; i < 2; i++) all[i] = before[i] = 0u;
+    for (uint first = task.at.simdgroup; first < n_chunks; first += task.at.n_simdgroups * 4u) {
+        uint x[4][2];
+        TQKV_UNROLL
+        for (int c = 0; c < 4; c++) {
+            uint chunk = first + uint(c) * task.at.n_simdgroups, row = min(chunk, n_chunks - 1u) * stride + lane;
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++) x[c][i] = chunk < n_chunks ? numbers[row + uint(i) * 32u] : 0u;
+        }
+        TQKV_UNROLL
+        for (int c = 0; c < 4; c++) {
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++) {
+                all[i] += x[c][i];
+                before[i] += first + uint(c) * task.at.n_simdgroups < task.chunk ? x[c][i] : 0u;
             }
         }
     }
-    uint2 result;
-    result.x = sum_to_thread(task.at, better).all;
-    result.y = sum_to_thread(task.at, equal).all;
-    return result;
+    TQKV_UNROLL
+    for (int i = 0; i < 2; i++) {
+        atomic_fetch_add_explicit(&sums[lane + uint(i) * 32u], all[i], memory_order_relaxed);
+        atomic_fetch_add_explicit(&sums[uint(TQKV__CHOOSE_SUMS) + lane + uint(i) * 32u], before[i],
+                                  memory_order_relaxed);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Blocks that a thread writes at a time.
-#define CHOOSE_BLOCKS 4
-
-// Writes the chosen blocks of the chunk where those before end. Behind the last chunk's, -1.
-inline void write_list(constant tqkv__choose_args &args, thread const choose_task &task, choice made)
+// The sum of those numbers from number `first` on.
+inline uint sum_from(threadgroup const uint *numbers, uint lane, uint first)
 {
-    uint n_threads = task.at.n_simdgroups * 32u, end = end_of_chunk(args, task.chunk);
-    uint2 before;
-    before.x = before.y = 0u;
-    if (args.n_chunks > 1) before = before_chunk(args, task, made);
-    for (uint first = task.chunk * uint(args.chunk); first < end; first += n_threads * uint(CHOOSE_BLOCKS)) {
-        uint keys[CHOOSE_BLOCKS], counts = 0u; // better ones, and equal ones in the upper half
-        uint block = first + thread_of(task) * uint(CHOOSE_BLOCKS);
+    return sum_of_lanes((lane >= first ? numbers[lane] : 0u) + (lane + 32u >= first ? numbers[lane + 32u] : 0u));
+}
+
+// What the chunks' counts say of the first digit. To `shared` of `at`: digit, blocks with better ones, blocks that are
+// gathered by the chunks before and by all. A barrier follows.
+inline void find_digit_of_chunks(constant tqkv__choose_args &args, thread const choose_task &task)
+{
+    threadgroup uint *result = task.at.shared + 32, *all = task.shared, *early = all + TQKV__CHOOSE_SUMS;
+    reached group = {0u, 0u};
+    uint gathered = 0u, before = 0u;
+    for (int level = 0; level < 2; level++) {
+        bool fine = level == 1;
+        uint first = fine ? result[0] * uint(TQKV__CHOOSE_SUMS) : 0u;
+        sum_chunks(args, task, fine ? task.counts + first : task.sums,
+                   uint(fine ? TQKV__CHOOSE_COUNTS : TQKV__CHOOSE_SUMS));
+        if (task.at.simdgroup == 0) {
+            uint from = fine ? 0u : 1u;
+            group = find_number(all, task.at.lane, group.before, uint(args.k));
+            gathered += sum_from(all, task.at.lane, group.number + from);
+            before += sum_from(early, task.at.lane, group.number + from);
+            if (task.at.lane == 0) {
+                result[0] = first + group.number;
+                result[1] = group.before;
+                result[2] = before;
+                result[3] = gathered;
+            }
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+}
+
+inline void load_keys(constant tqkv__choose_args &args, thread const choose_task &task, uint first,
+                      thread uint (&keys)[CHOOSE_BLOCKS])
+{
+    TQKV_UNROLL
+    for (int i = 0; i < CHOOSE_BLOCKS; i++) keys[i] = key_at(args, task, first + uint(i));
+}
+
+// Gathers the chunk's blocks that may be chosen, ascending, where those of the chunks before end.
+inline void gather_chunk(constant tqkv__choose_args &args, thread const choose_task &task)
+{
+    uint own = thread_of(task) * uint(CHOOSE_BLOCKS), keys[CHOOSE_BLOCKS];
+    load_keys(args, task, own, keys); // under way while the digit is looked for
+    find_digit_of_chunks(args, task);
+    threadgroup const uint *result = task.at.shared + 32;
+    uint least = max(result[0] << digit_shift(0u), 1u), to = result[2];
+    if (task.chunk == 0 && thread_of(task) == 0) {
+        task.header[0] = result[3];
+        task.header[1] = result[0] << digit_shift(0u);
+        task.header[2] = uint(args.k) - result[1];
+    }
+    for (uint first = own; first - own < task.n; first += threads_of(task) * uint(CHOOSE_BLOCKS)) {
+        uint n = 0u;
+        if (first != own) load_keys(args, task, first, keys);
+        TQKV_UNROLL
+        for (int i = 0; i < CHOOSE_BLOCKS; i++) n += keys[i] >= least ? 1u : 0u;
+        scanned place = sum_to_thread(task.at, n);
+        uint at = to + place.before;
         TQKV_UNROLL
         for (int i = 0; i < CHOOSE_BLOCKS; i++) {
-            keys[i] = block + uint(i) < end ? key_of_block(args, task, block + uint(i)) : 0u;
-            counts += keys[i] > made.bits ? 1u : keys[i] == made.bits && keys[i] != 0u ? 0x10000u : 0u;
+            if (keys[i] < least) continue;
+            task.gathered[2u * at] = task.first + first + uint(i);
+            task.gathered[2u * at + 1u] = keys[i];
+            at++;
         }
+        to += place.all;
+    }
+}
+
+// ---- The choice by one threadgroup ----
+
+// Writes those blocks that are chosen, and -1 behind them.
+inline void write_list(constant tqkv__choose_args &args, thread const choose_task &task, choice made)
+{
+    uint2 before;
+    before.x = before.y = 0u;
+    for (uint first = 0; first < task.n; first += threads_of(task) * uint(CHOOSE_BLOCKS)) {
+        uint keys[CHOOSE_BLOCKS], counts = 0u; // better ones, and equal ones in the upper half
+        uint own = first + thread_of(task) * uint(CHOOSE_BLOCKS);
+        load_keys(args, task, own, keys);
+        TQKV_UNROLL
+        for (int i = 0; i < CHOOSE_BLOCKS; i++)
+            counts += keys[i] > made.bits ? 1u : keys[i] == made.bits && keys[i] != 0u ? 0x10000u : 0u;
         scanned sums = sum_to_thread(task.at, counts);
         uint better = before.x + (sums.before & 0xffffu), equal = before.y + (sums.before >> 16);
         TQKV_UNROLL
         for (int i = 0; i < CHOOSE_BLOCKS; i++) {
             bool is_equal = keys[i] == made.bits && keys[i] != 0u;
-            uint to = better + min(equal, made.wanted);
-            if (keys[i] > made.bits || (is_equal && equal < made.wanted)) task.list[to] = int(block) + i;
+            uint to = better + min(equal, made.wanted), number = own + uint(i);
+            if (keys[i] > made.bits || (is_equal && equal < made.wanted))
+                task.list[to] = int(args.step == TQKV__CHOOSE_AMONG ? task.gathered[2u * number] : task.first + number);
             better += keys[i] > made.bits ? 1u : 0u;
             equal += is_equal ? 1u : 0u;
         }
         before.x += sums.all & 0xffffu;
         before.y += sums.all >> 16;
     }
-    if (task.chunk + 1u < uint(args.n_chunks)) return;
-    for (uint i = before.x + min(before.y, made.wanted) + thread_of(task); i < uint(args.k); i += n_threads)
+    for (uint i = before.x + min(before.y, made.wanted) + thread_of(task); i < uint(args.k); i += threads_of(task))
         task.list[i] = -1;
 }
 
-inline void choose_blocks(constant tqkv__choose_args &args, thread const choose_task &task)
+inline void choose_alone(constant tqkv__choose_args &args, thread const choose_task &task, uint digit, choice made)
+{
+    for (; digit < uint(CHOOSE_DIGITS); digit++) {
+        count_digits(args, task, digit, made);
+        made = narrow(task, digit, made);
+    }
+    write_list(args, task, made);
+}
+
+inline void choose_blocks(constant tqkv__choose_args &args, thread choose_task &task)
 {
     choice made = {0u, uint(args.k)};
-    if (args.first_pass > 1) {
-        device const uint *from = choice_after(args, task, uint(args.first_pass) - 2u);
-        made.bits = from[0];
-        made.wanted = from[1];
+    task.first = uint(args.from) + task.chunk * uint(args.chunk);
+    task.n = min(uint(args.chunk), uint(args.n_blocks) - task.first);
+    if (args.step == TQKV__CHOOSE_COUNT) return count_chunk(args, task);
+    if (args.step == TQKV__CHOOSE_GATHER) return gather_chunk(args, task);
+    if (args.step == TQKV__CHOOSE_AMONG) {
+        task.n = task.header[0];
+        made.bits = task.header[1];
+        made.wanted = task.header[2];
     }
-    for (uint pass = uint(args.first_pass); pass <= uint(args.last_pass); pass++) {
-        if (pass > 0u) made = narrow(args, task, pass - 1u, made);
-        if (pass < uint(CHOOSE_PASSES)) count_digits(args, task, pass, made);
-    }
-    if (args.last_pass == CHOOSE_PASSES) write_list(args, task, made);
+    choose_alone(args, task, args.step == TQKV__CHOOSE_AMONG ? 1u : 0u, made);
 }
 
 #endif

@@ -29,12 +29,6 @@ inline void open_index(constant tqkv__index_args &call, uint range, uint query, 
     index.to = min(index.end_block * uint(call.block), seen);
 }
 
-// What a lane needs of its columns.
-template <int F>
-struct index_columns {
-    float factor[F][2], shift[F][2], weight[F][2];
-};
-
 // Memory of the key with the lane's number in a tile that begins with key `first`; of some key where there is none.
 inline uint slot_of_key(constant tqkv__index_args &call, thread const attend_task &task, uint first)
 {
@@ -54,53 +48,174 @@ inline float sum_of_row(float x)
     return x;
 }
 
-// The heads of a pass: queries in threadgroup memory, factors and weights. A barrier must precede it.
+// Heads whose queries a simdgroup loads at a time.
+#define INDEX_ROWS 4
+
+// The heads of a pass: their queries as pairs of right factors, [F][D / 16][32 lanes], their factors, shifts and weights. Columns
+// that are not used are 0. A barrier must precede and follow it.
 template <int D, int F>
-inline void open_heads(constant tqkv__index_args &call, thread const attend_task &task, thread const index_task &index,
-                       uint head, column_memory memory, thread index_columns<F> &heads)
+inline void load_heads(constant tqkv__index_args &call, thread const attend_task &task, thread const index_task &index,
+                       uint head, column_memory memory)
 {
-    uint thread_index = task.simdgroup * 32u + task.lane, n_heads = uint(call.keys.group);
-    load_matrix_queries<D, F>(call.keys, task, first_part(call.keys, task), memory);
-    for (uint c = thread_index; c < uint(8 * F); c += task.n_simdgroups * 32u) {
-        bool used = c < columns && head + c < n_heads;
-        memory.totals[c] = !used ? 0.0f : call.has_weights != 0 ? index.weights[head + c] : 1.0f;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    TQKV_UNROLL
-    for (int f = 0; f < F; f++) {
+    const int C = TQKV_LANE_VALUES(D);
+    const uint N = uint(BY_CODE_WIDTH(key_format, MATRIX_KEY_VALUES, D));
+    key_part part = first_part(call.keys, task);
+    uint n_used = min(uint(columns), uint(call.keys.group) - head);
+    threadgroup float *queries = part.queries;
+    threadgroup right_pair *pairs = (threadgroup right_pair *)queries;
+    for (uint c = task.simdgroup * 32u + task.lane; c < uint(8 * F); c += task.n_simdgroups * 32u)
+        memory.totals[c] = c >= n_used ? 0.0f : call.has_weights != 0 ? index.weights[head + c] : 1.0f;
+    for (uint first = task.simdgroup * uint(INDEX_ROWS); first < uint(8 * F);
+         first += task.n_simdgroups * uint(INDEX_ROWS)) {
+        float x[INDEX_ROWS][C];
         TQKV_UNROLL
-        for (int i = 0; i < 2; i++) {
-            uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane), loaded = min(c, columns - 1u);
-            heads.weight[f][i] = memory.totals[c];
-            heads.factor[f][i] = memory.factors[loaded];
-            heads.shift[f][i] = key_centered ? memory.shifts[loaded] * (1.0f / TQKV_LOG2E) : 0.0f;
+        for (int r = 0; r < INDEX_ROWS; r++)
+            load_query<D>(call.keys, task, part, index.query, head + min(first + uint(r), n_used - 1u), x[r]);
+        TQKV_UNROLL
+        for (int r = 0; r < INDEX_ROWS; r++) {
+            uint c = first + uint(r);
+            float shift = part.centered ? score_of_center<D>(call.keys, task, part, x[r]) : 0.0f;
+            if (part.rotate) rotate_row<D>(x[r], task.lane);
+            float size = size_of_row<D>(x[r]), inverse = c < n_used ? 1.0f / size : 0.0f;
+            TQKV_UNROLL
+            for (int i = 0; i < C; i += 2) { // neighbours, as in query_value
+                uint value = task.lane * uint(C) + uint(i), s = value / (4u * N) * (N / 2u) + value % N / 2u;
+                store_right(pairs + (c / 8u * uint(D / 16) + s / 2u) * 32u, value % (4u * N) / N * 2u, c % 8u, s % 2u,
+                            x[r][i] * inverse, x[r][i + 1] * inverse);
+            }
+            if (task.lane != 0) continue;
+            memory.shifts[c] = shift * (1.0f / TQKV_LOG2E);
+            memory.factors[c] = size;
         }
     }
 }
 
 // Adds the weighted scores of a pass to those of the tile's keys, in threadgroup memory.
 template <int D, int F>
-inline void add_heads(constant tqkv__index_args &call, thread const attend_task &task, bool first_pass, uint base,
-                      thread const index_columns<F> &heads, thread const sum_matrix (&score)[4][F],
+inline void add_heads(constant tqkv__index_args &call, thread const attend_task &task, bool first_pass,
+                      thread const float (&norms)[4], column_memory memory, thread const sum_matrix (&score)[4][F],
                       threadgroup float *scores)
 {
-    float norms[4], least = call.relu != 0 ? 0.0f : -INFINITY;
-    load_norms<D>(call.keys, key_format, task.keys, base, task.lane, norms);
+    float least = call.relu != 0 ? 0.0f : -INFINITY, sum[4], scale[4];
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        float scale = scale_of_norm<D>(key_format, norms[p], call.keys.key_block_scale), sum = 0.0f;
+        scale[p] = scale_of_norm<D>(key_format, norms[p], call.keys.key_block_scale);
+        sum[p] = 0.0f;
+    }
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
         TQKV_UNROLL
-        for (int f = 0; f < F; f++) {
+        for (int i = 0; i < 2; i++) {
+            uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
+            float factor = memory.factors[c], shift = key_centered ? memory.shifts[c] : 0.0f;
+            float weight = key_centered ? memory.totals[c] : memory.totals[c] * factor;
             TQKV_UNROLL
-            for (int i = 0; i < 2; i++) {
-                float own = fma(score[p][f].elements[i] * scale, heads.factor[f][i], heads.shift[f][i]);
-                sum = fma(heads.weight[f][i], max(own, least), sum);
+            for (int p = 0; p < 4; p++) {
+                float own = score[p][f].elements[i] * scale[p];
+                if (key_centered) own = fma(own, factor, shift);
+                sum[p] = fma(weight, max(own, least), sum[p]);
             }
         }
-        sum = sum_of_row(sum);
-        uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
-        if (TQKV__MATRIX_COLUMN(task.lane) == 0) scores[row] = first_pass ? sum : scores[row] + sum;
     }
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        float all = sum_of_row(sum[p]);
+        uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
+        if (TQKV__MATRIX_COLUMN(task.lane) == 0) scores[row] = first_pass ? all : scores[row] + all;
+    }
+}
+
+// Codes that a lane loads ahead: two chunks, of two tiles where a row is one chunk.
+#define INDEX_CHUNKS(D, W) ((D) / (4 * MATRIX_KEY_VALUES(D, W)))
+template <int D, int W>
+struct ahead {
+    key_chunk<D, W> chunks[2];
+};
+struct tile_slots {
+    uint now, next, second; // of the keys of this tile, of the simdgroup's next and the one after it
+};
+
+template <int D, int W>
+inline void load_ahead(constant tqkv__index_args &call, thread const attend_task &task, tile_slots slots,
+                       thread ahead<D, W> &keys)
+{
+    const bool one = INDEX_CHUNKS(D, W) == 1;
+    load_key_chunk<D, W>(call.keys, task, first_part(call.keys, task), slots.now, 0u, keys.chunks[0]);
+    load_key_chunk<D, W>(call.keys, task, first_part(call.keys, task), one ? slots.next : slots.now, one ? 0u : 1u,
+                         keys.chunks[1]);
+}
+
+// score = q . k of a tile without the factor of rows: at these head sizes each has one norm. `turn`: which chunk is first,
+// if a row has but one.
+template <int D, int W, int F>
+inline void score_index_tile(constant tqkv__index_args &call, thread const attend_task &task, tile_slots slots,
+                             thread const value_book &book, int turn, thread ahead<D, W> &keys,
+                             thread sum_matrix (&score)[4][F])
+{
+    const int chunks = INDEX_CHUNKS(D, W);
+    key_part part = first_part(call.keys, task);
+    clear_scores<F>(score);
+    TQKV_UNROLL
+    for (int j = 0; j < chunks; j++) {
+        int own = chunks == 1 ? turn : j % 2;
+        multiply_chunk<D, W, F>(task, part, uint(j), keys.chunks[own], book, score);
+        uint slot = chunks == 1 ? slots.second : j + 2 < chunks ? slots.now : slots.next;
+        load_key_chunk<D, W>(call.keys, task, part, slot, uint((j + 2) % chunks), keys.chunks[own]);
+    }
+}
+
+template <int D, int W, int F>
+inline void score_tiles(constant tqkv__index_args &call, thread const attend_task &task, bool first_pass, uint first,
+                        uint tiles, thread const value_book &book, column_memory memory, tile_slots slots,
+                        thread ahead<D, W> &keys, threadgroup float *scores)
+{
+    const int turns = INDEX_CHUNKS(D, W) == 1 ? 2 : 1;
+    uint step = task.n_simdgroups;
+    for (uint round = task.simdgroup; round < tiles; round += uint(turns) * step) {
+        TQKV_UNROLL
+        for (int turn = 0; turn < turns; turn++) {
+            uint tile = round + uint(turn) * step;
+            if (tile >= tiles) continue;
+            sum_matrix score[4][F];
+            float norms[4];
+            load_norms<D>(call.keys, key_format, task.keys, slots.now, task.lane, norms);
+            score_index_tile<D, W, F>(call, task, slots, book, turn, keys, score);
+            add_heads<D, F>(call, task, first_pass, norms, memory, score, scores + tile * 32u);
+            slots.now = slots.next;
+            slots.next = slots.second;
+            slots.second = slot_of_key(call, task, first + (tile + 3u * step) * 32u);
+        }
+    }
+}
+
+// As any_keys of attend.h.
+template <int D>
+struct any_ahead {
+    ahead<D, 4> of_4;
+    ahead<D, 8> of_8;
+    ahead<D, 16> of_16;
+};
+
+template <int D>
+inline void open_ahead(constant tqkv__index_args &call, thread const attend_task &task, tile_slots slots,
+                       thread any_ahead<D> &keys)
+{
+    if (code_width(key_format) == 4) load_ahead<D, 4>(call, task, slots, keys.of_4);
+    if (code_width(key_format) == 8) load_ahead<D, 8>(call, task, slots, keys.of_8);
+    if (code_width(key_format) == 16) load_ahead<D, 16>(call, task, slots, keys.of_16);
+}
+
+template <int D, int F>
+inline void score_any_tiles(constant tqkv__index_args &call, thread const attend_task &task, bool first_pass,
+                            uint first, uint tiles, thread const value_book &book, column_memory memory,
+                            tile_slots slots, thread any_ahead<D> &keys, threadgroup float *scores)
+{
+    if (code_width(key_format) == 4)
+        score_tiles<D, 4, F>(call, task, first_pass, first, tiles, book, memory, slots, keys.of_4, scores);
+    if (code_width(key_format) == 8)
+        score_tiles<D, 8, F>(call, task, first_pass, first, tiles, book, memory, slots, keys.of_8, scores);
+    if (code_width(key_format) == 16)
+        score_tiles<D, 16, F>(call, task, first_pass, first, tiles, book, memory, slots, keys.of_16, scores);
 }
 
 // Scores of the n keys from key `first` on.
@@ -110,20 +225,18 @@ inline void score_keys(constant tqkv__index_args &call, thread attend_task &task
 {
     uint n_heads = uint(call.keys.group), tiles = (n + 31u) / 32u;
     for (uint head = 0; head < n_heads; head += columns) {
-        index_columns<F> heads;
-        any_key_batch<D, F> keys;
-        uint base = slot_of_key(call, task, first + task.simdgroup * 32u);
-        task.first_column = index.query * n_heads + head;
-        open_key_batch<D, F>(call.keys, task, first_part(call.keys, task), base, keys);
-        threadgroup_barrier(mem_flags::mem_threadgroup); // before the queries of the last pass are overwritten
-        open_heads<D, F>(call, task, index, head, memory, heads);
-        for (uint tile = task.simdgroup; tile < tiles; tile += task.n_simdgroups) {
-            sum_matrix score[4][F];
-            uint next = slot_of_key(call, task, first + (tile + task.n_simdgroups) * 32u);
-            score_any_matrix_tile<D, F>(call.keys, task, first_part(call.keys, task), base, next, book, keys, score);
-            add_heads<D, F>(call, task, head == 0, base, heads, score, index.scores + tile * 32u);
-            base = next;
+        any_ahead<D> keys;
+        tile_slots slots;
+        slots.now = slot_of_key(call, task, first + task.simdgroup * 32u);
+        slots.next = slot_of_key(call, task, first + (task.simdgroup + task.n_simdgroups) * 32u);
+        slots.second = slot_of_key(call, task, first + (task.simdgroup + 2u * task.n_simdgroups) * 32u);
+        open_ahead<D>(call, task, slots, keys);
+        if (n_heads > columns || first == index.from) {
+            threadgroup_barrier(mem_flags::mem_threadgroup); // before the queries of the last pass are overwritten
+            load_heads<D, F>(call, task, index, head, memory);
+            threadgroup_barrier(mem_flags::mem_threadgroup);
         }
+        score_any_tiles<D, F>(call, task, head == 0, first, tiles, book, memory, slots, keys, index.scores);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
@@ -217,8 +330,10 @@ inline void score_index_blocks(constant tqkv__index_args &call, thread attend_ta
         score_index<D, 1>(call, task, index);
     else if (columns <= 16)
         score_index<D, 2>(call, task, index);
-    else
+    else if (TQKV__INDEX_COLUMNS <= 32 || columns <= 32)
         score_index<D, 4>(call, task, index);
+    else
+        score_index<D, 8>(call, task, index);
 }
 
 #endif

@@ -33,7 +33,6 @@
         task.pages.lane = lane; \
         task.tables = tables; \
         task.queries = queries; \
-        task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
         task.kept = states; \
         task.kv_head = 0u; \
         task.end_column = (group.y + 1u) * uint(call.keys.group); \

@@ -46,12 +46,9 @@ inline scanned sum_to_thread(thread const scan_place &at, uint x)
     uint to_lane = sum_to_lane(x, at.lane);
     if (at.lane == 31u) at.shared[at.simdgroup] = to_lane;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint s = 0; s < at.n_simdgroups; s++) {
-        uint sum = at.shared[s];
-        result.before += s < at.simdgroup ? sum : 0u;
-        result.all += sum;
-    }
-    result.before += to_lane - x;
+    uint sum = at.lane < at.n_simdgroups ? at.shared[at.lane] : 0u, to_simdgroup = sum_to_lane(sum, at.lane);
+    result.all = simd_shuffle(to_simdgroup, ushort(31));
+    result.before = simd_shuffle(to_simdgroup - sum, ushort(at.simdgroup)) + to_lane - x;
     threadgroup_barrier(mem_flags::mem_threadgroup); // before others are stored
     return result;
 }
@@ -64,11 +61,10 @@ inline scanned max_to_thread(thread const scan_place &at, uint x)
     uint before_lane = simd_shuffle(to_lane, ushort(at.lane > 0u ? at.lane - 1u : 0u));
     if (at.lane == 31u) at.shared[at.simdgroup] = to_lane;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint s = 0; s < at.n_simdgroups; s++) {
-        uint largest = at.shared[s];
-        result.before = s < at.simdgroup ? max(result.before, largest) : result.before;
-        result.all = max(result.all, largest);
-    }
+    uint to_simdgroup = max_to_lane(at.lane < at.n_simdgroups ? at.shared[at.lane] : 0u, at.lane);
+    uint before = simd_shuffle(to_simdgroup, ushort(at.simdgroup > 0u ? at.simdgroup - 1u : 0u));
+    result.all = simd_shuffle(to_simdgroup, ushort(31));
+    result.before = at.simdgroup > 0u ? before : 0u;
     result.before = at.lane > 0u ? max(result.before, before_lane) : result.before;
     threadgroup_barrier(mem_flags::mem_threadgroup); // likewise
     return result;

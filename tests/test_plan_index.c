@@ -42,8 +42,9 @@ static void check_choose(const void *row)
     int n;
     (void)row;
     CHECK_RESULT(plan_choose(&x, 2048, d, &n), TQKV_OK);
-    CHECK(n == 4 && d->grid[0] == 32 && !d[0].barrier && d[3].barrier, "%d dispatches of %zu", n, d->grid[0]);
-    CHECK(choose_args(&d[2]).first_pass == 2 && choose_args(&d[2]).last_pass == 2, "the pass");
+    CHECK(n == 3 && d[1].grid[0] == 64 && d[2].grid[0] == 1 && !d[0].barrier && d[2].barrier, "%d dispatches of %zu", n,
+          d->grid[0]);
+    CHECK(choose_args(&d[1]).step == TQKV__CHOOSE_GATHER && choose_args(&d[2]).step == TQKV__CHOOSE_AMONG, "the steps");
     CHECK_RESULT(tqkv_metal_plan_index_choose_scratch(&x, &bytes), TQKV_OK);
     CHECK(binding(d, "scratch").size <= bytes && binding(d, "list").size == 8192, "%zu bytes of scratch", bytes);
     x.index.n_queries = 40;

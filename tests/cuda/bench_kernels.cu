@@ -74,3 +74,7 @@ void bench_run_multiply_adds(int rounds, float *sink, cudaStream_t stream)
 {
     multiply_adds<<<FMA_BLOCKS, FMA_THREADS, 0, stream>>>(rounds, sink);
 }
+
+static __global__ void nothing() {}
+
+void bench_launch_nothing(cudaStream_t stream) { nothing<<<132, 128, 0, stream>>>(); }

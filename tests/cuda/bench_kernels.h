@@ -14,4 +14,7 @@ void bench_copy(char *to, const char *from, size_t n, cudaStream_t stream); // n
 double bench_multiply_adds(int rounds);
 void bench_run_multiply_adds(int rounds, float *sink, cudaStream_t stream);
 
+// One threadgroup a multiprocessor, which does nothing.
+void bench_launch_nothing(cudaStream_t stream);
+
 #endif

@@ -15,9 +15,11 @@ import sys
 
 
 def registers(family, head_dim, constants):
-    """Flags that limit the registers, where this lets one more threadgroup run on a multiprocessor."""
+    """Flags of a family, and those that limit the registers where this lets one more threadgroup run on a multiprocessor."""
     columns, batch = constants.split("_")[6], constants.split("_")[19]
     head_dim = int(head_dim.split("_")[0]) if head_dim else 0
+    if family == "index_scores":  # no product of it is wide
+        return ["-DSIMT_NARROW"]
     if constants.split("_")[26] == "1":  # lists: few threadgroups, and more to keep
         return []
     if family == "attend_matrix" and int(columns) <= 8 and head_dim <= 128:

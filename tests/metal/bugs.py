@@ -348,6 +348,9 @@ BUGS = {
     "queries_of_the_next_pass_too_early": (
         "shaders/index_scores.h", "        threadgroup_barrier(mem_flags::mem_threadgroup); // before the queries",
         "        // before the queries", "index_scores", (64,), "tsan", "index/scores/tq2", "data race"),
+    "gathered_behind_its_own_chunk": (
+        "shaders/index_choice.h", "task.at.n_simdgroups < task.chunk ?", "task.at.n_simdgroups <= task.chunk ?",
+        "index_choice", (), "plain", "index/choose/700_of_17000", "entry"),
     "zeros_of_two_signs_differ": (
         "shaders/index_choice.h", "if (bits == 0x80000000u) bits = 0u;", "", "index_choice", (), "plain",
         "index/choose/90_of_200", "entry"),

@@ -128,7 +128,10 @@ def check(found, case):
     if "attend_matrix" in case.kernel or "index_scores" in case.kernel:
         head_dim = int(case.kernel.rsplit("_d", 1)[1])
         matrices = 1 if case.columns <= 8 else 2 if case.columns <= 16 else 4
-        wanted = head_dim * matrices // (2 if "index_scores" in case.kernel else 1) # values are the other half
+        wanted = head_dim * matrices
+        if "index_scores" in case.kernel: # values are the other half; where a lane loads its part of a row at once, two tiles
+            width = 16 if case.formats[0] == "f16" else 8 if case.formats[0] in ("i8", "tq8") or "bytes" in case.formats[0] else 4
+            wanted = wanted // 2 * (2 if head_dim * width <= 512 else 1)
         if head_dim > 256: # scores of a whole row, and of a tail; values of a part
             wanted = (head_dim // 2 + 32 + 32 * (case.option == "tail_format")) * matrices
         reader.expect(found.products == wanted, f"{found.products} products, not {wanted}")
