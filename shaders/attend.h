@@ -112,7 +112,8 @@ inline void open_place(constant tqkv__attend_args &args, uint block, uint split,
 inline void open_item(constant tqkv__batch_item &item, uint number, thread attend_task &task)
 {
     uint own = number - uint(item.first_group), blocks = blocks_of_rows(item.attend);
-    if (has_list) task.list_rows = (device const int *)task.partial_out + item.list_rows;
+    device const float *scratch = task.partial_out;
+    if (has_list) task.list_rows = (device const int *)scratch + item.list_rows;
     open_place(item.attend, own % blocks, own / blocks, task);
     task.q += row_offset(item.q, TQKV__ROWS_UNIT);
     task.keys.codes += row_offset(item.key_codes, TQKV__CODES_UNIT);
