@@ -793,12 +793,14 @@ static void run_prepared_ends(const void *parameters)
 {
     (void)parameters;
     tqkv_metal *m = host_context();
-    tqkv_store stores[4] = {test_store(TQKV_TQ4, 64, 1, 32, false), test_store(TQKV_TQ5, 64, 1, 32, false),
-                            test_store(TQKV_F16, 64, 1, 4, false), test_store(TQKV_F16, 64, 1, 32, false)};
-    tqkv_metal_store s[4];
-    stores[2].rotated = stores[3].rotated = true; /* as the codes */
-    for (int i = 0; i < 4; i++) s[i] = host_store(&stores[i]);
-    tqkv_metal_attention a = {.keys = &s[0], .values = &s[1], .first_keys = &s[2], .last_values = &s[3]};
+    tqkv_store stores[5] = {test_store(TQKV_TQ4, 64, 1, 32, false), test_store(TQKV_TQ5, 64, 1, 32, false),
+                            test_store(TQKV_F16, 64, 1, 4, false), test_store(TQKV_F16, 64, 1, 32, false),
+                            test_store(TQKV_F16, 64, 1, 32, false)};
+    tqkv_metal_store s[5];
+    for (int i = 2; i < 5; i++) stores[i].rotated = true; /* as the codes */
+    for (int i = 0; i < 5; i++) s[i] = host_store(&stores[i]);
+    tqkv_metal_attention a = {.keys = &s[0], .values = &s[1], .first_keys = &s[2], .last_keys = &s[3]};
+    a.last_values = &s[4];
     a.attention.exact_first = 4;
     a.attention.exact_last = 6;
     REQUIRE(m, "no context");
@@ -810,7 +812,7 @@ static void run_prepared_ends(const void *parameters)
     standin_fail_at(0);
     CHECK_RESULT(tqkv_metal_encode_kv(m, work.encoder, &s[0], &s[1], q, q, 20, 0, none), TQKV_OK);
     CHECK_RESULT(tqkv_metal_encode(m, work.encoder, &s[2], q, 4, 0, none), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_encode(m, work.encoder, &s[3], q, 20, 0, none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_encode_kv(m, work.encoder, &s[3], &s[4], q, q, 20, 0, none), TQKV_OK);
     for (a.attention.end = 10; a.attention.end <= 20; a.attention.end += 5)
         CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, sb, out), TQKV_OK);
     CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls());
@@ -818,7 +820,7 @@ static void run_prepared_ends(const void *parameters)
     host_release(q);
     host_release(out);
     host_release(sb);
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 5; i++) {
         host_store_release(&s[i]);
         test_store_free(&stores[i]);
     }
