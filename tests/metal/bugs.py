@@ -309,13 +309,7 @@ BUGS = {
         "shaders/attend.h", "    task.partial_out += item.partial_out;\n", "", "attend", (64,), "plain", "batch/3",
         "other bits alone"),
     "list_of_another_item": (
-        "shaders/attend.h", "(device const int *)task.partial_out + item.list_rows;", "(device const int *)task.partial_out;",
-        "attend", (64,), "plain", "batch/3", "other bits alone"),
-    "entries_of_the_first_item": (
-        "shaders/attend_list.metal", "        list += items[item].list;\n", "", "attend_list", (), "plain", "batch/3",
-        "other bits alone"),
-    "list_of_another_item": (
-        "shaders/attend.h", "(device const int *)task.partial_out + item.list_rows;", "(device const int *)task.partial_out;",
+        "shaders/attend.h", "(device const int *)scratch + item.list_rows;", "(device const int *)scratch;",
         "attend", (64,), "plain", "batch/3", "other bits alone"),
     "entries_of_the_first_item": (
         "shaders/attend_list.metal", "        list += items[item].list;\n", "", "attend_list", (), "plain", "batch/3",
