@@ -65,7 +65,7 @@ enum { FORMATS = TQKV_TQ2 + 1 };
 
 typedef struct options {
     int head_dim, context, group, queries, rounds, threads, quick, help; /* 0: all, or the default */
-    const char *isa, *format, *only, *chart, *peers[2];                  /* peers: shared objects */
+    const char *isa, *format, *only, *peers[2];                          /* peers: shared objects */
 } options;
 
 typedef struct bench {
@@ -75,7 +75,6 @@ typedef struct bench {
     float *memory; /* [PEAK_MEMORY_BYTES / 4] */
     size_t read_at;
     volatile float sink;
-    FILE *chart;
     const peer_library *peers[2];                /* or NULL */
     bench_stream keys[FORMATS], values[FORMATS]; /* by format */
 } bench;
@@ -230,24 +229,6 @@ static void print_peers(const bench *b, const timing *t, const bench_shape *shap
     if (best > 0.0) print_ratio(b, name, "peers_best_f16", best);
 }
 
-/* Lines for the chart of time by context: one token, head_dim 128, 16 query heads. */
-static void chart_shape(const bench *b, const timing *t, const bench_shape *shape)
-{
-    static const char *const lines[][2] = {{"f16", "tqkv_f16"},
-                                           {"i8", "tqkv_i8"},
-                                           {"default", "tqkv_i8_tq4"},
-                                           {"tq4", "tqkv_tq4"},
-                                           {"ggml_flash_f16_contiguous", "ggml_flash_f16"},
-                                           {"ggml_flash_q8_0_contiguous", "ggml_flash_q8_0"}};
-    if (!b->chart || !b->best || shape->head_dim != 128 || shape->group != 2 || shape->n_queries != 1) return;
-    for (int i = 0; i < COUNT(lines); i++) {
-        const timing_entry *entry = timing_find(t, lines[i][0]);
-        if (!entry) continue;
-        fprintf(b->chart, "chart %s %d %.1f\n", lines[i][1], shape->n_positions,
-                1e6 * timing_median(entry->cpu, t->n_rounds));
-    }
-}
-
 static const int head_dims[] = {64, 80, 96, 128, 192, 256, 512};
 
 /* ---- Attention ---- */
@@ -285,7 +266,6 @@ static void print_shape(const bench *b, const timing *t, const bench_shape *shap
         print_pair(b, t, shape, &pairs[i], true);
         print_peers(b, t, shape, &pairs[i]);
     }
-    chart_shape(b, t, shape);
     fflush(stdout);
 }
 
@@ -361,9 +341,9 @@ static void close_streams(bench *b)
 
 static bool chosen(int option, int value) { return option == 0 || option == value; }
 
-/* Runs all groups and numbers of queries. 128 queries, and the chart's contexts, run at one shape only. Groups of 6 and 64
-   are those of models: 24 heads over 4 of 256, 64 over one of 512. */
-static void run_context(bench *b, int head_dim, int n_positions, bool chart_only)
+/* Runs all groups and numbers of queries; 128 queries at one shape only. Groups of 6 and 64 are those of models: 24
+   heads over 4 of 256, 64 over one of 512. */
+static void run_context(bench *b, int head_dim, int n_positions)
 {
     static const int groups[] = {2, 6, 8, 64}, queries[] = {1, 8, 128};
     const options *o = &b->options;
@@ -373,7 +353,7 @@ static void run_context(bench *b, int head_dim, int n_positions, bool chart_only
             const bench_shape shape = {head_dim, n_positions, groups[g], queries[i]};
             const bool first = groups[g] == 2 && queries[i] == 1;
             if (!chosen(o->group, groups[g]) || !chosen(o->queries, queries[i])) continue;
-            if ((chart_only || o->quick) && !first) continue;
+            if (o->quick && !first) continue;
             if ((groups[g] == 6 && head_dim != 256) || (groups[g] == 64 && (head_dim != 512 || queries[i] > 1)))
                 continue;
             if (queries[i] == 128 && (head_dim != 128 || groups[g] != 2 || n_positions < 4096)) continue;
@@ -393,8 +373,8 @@ static void run_decode(bench *b)
             const bool between = n != 4096 && (!power || (n != 512 && n != 32768));
             if (!chosen(o->head_dim, head_dims[i]) || !chosen(o->context, n)) continue;
             if (o->quick && (head_dims[i] != 128 || n > 4096)) continue;
-            if (between && o->context != n && !(b->chart && b->best && head_dims[i] == 128)) continue;
-            run_context(b, head_dims[i], n, between && o->context != n);
+            if (between && o->context != n) continue;
+            run_context(b, head_dims[i], n);
         }
 }
 
@@ -1080,7 +1060,6 @@ static void print_help(void)
            "  --rounds N       this many rounds, at most %d; else 3 to 15, as many as fit into a second\n"
            "  --quick          one head_dim, short contexts, few rounds\n"
            "  --ggml FILE, --ik FILE  peers: bench/ggml.c as a shared object, see bench/rules.mk\n"
-           "  --chart FILE     writes the lines of the chart of time by context there\n"
            "Times are processor time of the thread, medians over rounds in which all take turns; the limit is the "
            "larger of\n"
            "multiply-adds over the measured peak and stored bytes over the measured bandwidth, in the same round. "
@@ -1095,11 +1074,10 @@ static bool parse_options(options *o, int argc, char **argv)
         const char *name;
         int *number;
         const char **text;
-    } known[] = {
-        {"--ggml", NULL, &o->peers[0]},     {"--ik", NULL, &o->peers[1]},     {"--isa", NULL, &o->isa},
-        {"--format", NULL, &o->format},     {"--only", NULL, &o->only},       {"--chart", NULL, &o->chart},
-        {"--head-dim", &o->head_dim, NULL}, {"--context", &o->context, NULL}, {"--group", &o->group, NULL},
-        {"--queries", &o->queries, NULL},   {"--rounds", &o->rounds, NULL},   {"--threads", &o->threads, NULL}};
+    } known[] = {{"--ggml", NULL, &o->peers[0]},   {"--ik", NULL, &o->peers[1]},    {"--isa", NULL, &o->isa},
+                 {"--format", NULL, &o->format},   {"--only", NULL, &o->only},      {"--head-dim", &o->head_dim, NULL},
+                 {"--context", &o->context, NULL}, {"--group", &o->group, NULL},    {"--queries", &o->queries, NULL},
+                 {"--rounds", &o->rounds, NULL},   {"--threads", &o->threads, NULL}};
     for (int i = 1; i < argc; i++) {
         int k = 0;
         if (strcmp(argv[i], "--quick") == 0) o->quick = 1;
@@ -1143,16 +1121,11 @@ int main(int argc, char **argv)
         if (b.options.peers[i]) b.peers[i] = load_peer(b.options.peers[i]);
     b.memory = (float *)bench_alloc(PEAK_MEMORY_BYTES + PEAK_AHEAD);
     for (size_t i = 0; i < PEAK_MEMORY_BYTES / sizeof(float); i++) b.memory[i] = 1.0f;
-    if (b.options.chart && !(b.chart = fopen(b.options.chart, "w"))) {
-        perror(b.options.chart);
-        return 1;
-    }
     for (int i = 0; i < COUNT(peaks); i++) {
         const bool named = b.options.isa && strcmp(b.options.isa, peaks[i].isa) == 0;
         const bool all = !b.options.isa && (strcmp(peaks[i].isa, "scalar") != 0 || COUNT(peaks) == 1);
         if (named || (all && tqkv_isa_force(peaks[i].isa) == TQKV_OK)) run_isa(&b, &peaks[i]);
     }
-    if (b.chart && fclose(b.chart) != 0) return 1;
     free(b.memory);
     return 0;
 }

@@ -332,7 +332,8 @@ def commits_line(results):
 def page(results):
     sections = [gpu_section(r) if r.facts["kind"] == "gpu" else processor_section(r)
                 for r in sorted(results, key=lambda r: r.facts["kind"])]
-    return "\n\n".join([INTRODUCTION.format(commits=commits_line(results))] + sections) + "\n"
+    chart = "![One token over 32,768 positions, by format](docs/speed.svg)"  # of `make charts`
+    return "\n\n".join([INTRODUCTION.format(commits=commits_line(results)), chart] + sections) + "\n"
 
 
 # ---- Parts of other documents ----

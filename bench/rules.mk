@@ -1,6 +1,6 @@
 # `make bench` measures this machine's limits and how close tqkv comes to them. With GGML_PREFIX=FOLDER also ggml, and with
 # IK_PREFIX=FOLDER the ggml of ik_llama.cpp: headers are in FOLDER/include and libraries in FOLDER/lib. BENCH_FLAGS: see
-# build/bench --help. A full run also writes the chart's data.
+# build/bench --help.
 #
 # `make bench-results NAME=zen4` writes bench/results/zen4.txt in about five minutes, `make bench-page` then BENCHMARKS.md.
 # GGML_AVX2_PREFIX: a ggml without AVX-512, to compare with on AVX2. THREADS=16: one token by so many threads, too.
@@ -28,9 +28,7 @@ $(BUILD)/peer-%.so: bench/ggml.c $(BENCH_HEADERS)
 
 .PHONY: bench
 bench: $(BUILD)/bench $(BENCH_PEERS) ## measure speed; GGML_PREFIX=... and IK_PREFIX=... compare with peers
-	@mkdir -p $(BUILD)/charts
-	@$< $(if $(GGML_PREFIX),--ggml $(BUILD)/peer-ggml.so) $(if $(IK_PREFIX),--ik $(BUILD)/peer-ik.so) \
-		$(or $(BENCH_FLAGS),--chart $(BUILD)/charts/speed.txt)
+	@$< $(if $(GGML_PREFIX),--ggml $(BUILD)/peer-ggml.so) $(if $(IK_PREFIX),--ik $(BUILD)/peer-ik.so) $(BENCH_FLAGS)
 
 # ---- BENCHMARKS.md, from saved results ----
 
