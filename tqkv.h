@@ -1060,14 +1060,16 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqk
 // clang-format on
 
 /* One column of the row of D; without a row 0. A constant D gives a constant. */
-#define TQKV__RUNS(D)                                        (TQKV__SIZES(TQKV__RUNS_OF, D) 0)
+#define TQKV__MATRIX_ORDER(D)                                (TQKV__SIZES(TQKV__ORDER_OF, D) 0)
 #define TQKV__GRID_BLOCK(D)                                  (TQKV__SIZES(TQKV__GRID_BLOCK_OF, D) 0)
 #define TQKV__SQRT(D)                                        (TQKV__SIZES(TQKV__SQRT_OF, D) 0.0f)
 #define TQKV__INV_SQRT(D)                                    (TQKV__SIZES(TQKV__INV_SQRT_OF, D) 0.0f)
-#define TQKV__RUNS_OF(D, size, m, grid, root, inverse)       (D) == size ? m:
+#define TQKV__ORDER_OF(D, size, m, grid, root, inverse)      (D) == size ? m:
 #define TQKV__GRID_BLOCK_OF(D, size, m, grid, root, inverse) (D) == size ? grid:
 #define TQKV__SQRT_OF(D, size, m, grid, root, inverse)       (D) == size ? root:
 #define TQKV__INV_SQRT_OF(D, size, m, grid, root, inverse)   (D) == size ? inverse:
+/* Does R have a matrix across its runs? */
+#define TQKV__HAS_MATRIX(D) (((D) & ((D)-1)) != 0)
 
 /* 1e-10 as a float. A row whose norm is not above this is stored as zeros. */
 #define TQKV__MIN_NORM  1.00000001335143196001808973960578441619873046875e-10f
@@ -1417,7 +1419,7 @@ static size_t tqkv__type_size(tqkv_type type)
 #define TQKV__SIZE_TEXT(x, dim, ...) #dim ", "
 #define TQKV__HEAD_DIMS                                                                                                \
     "head_dim: none of " TQKV__SIZES(TQKV__SIZE_TEXT, ) "to which rows can be padded with zeros; set scale then"
-static bool tqkv__head_dim_known(int head_dim) { return TQKV__RUNS(head_dim) != 0; }
+static bool tqkv__head_dim_known(int head_dim) { return TQKV__MATRIX_ORDER(head_dim) != 0; }
 
 #define TQKV__BLOCK 256
 
@@ -2145,6 +2147,48 @@ static bool tqkv__values_finite(tqkv_type type, const void *x, size_t n)
     return !bad;
 }
 
+/* To the nearest integer, ties to even; |x| < 2^22 */
+static inline float tqkv__round(float x) { return TQKV__AS_FLOAT(tqkv__rounded(x + 12582912.0f) - 12582912.0f); }
+
+/* exp_parts, exp and tanh of the kernels, step by step. Tables, because constants may be wider than a float. */
+static void tqkv__exp_parts(float x, float *power, float *tail)
+{
+    static const float reduce[3] = {1.44269504f, -0.693359375f, 2.12194440e-4f};
+    static const float series[7] = {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f};
+    const float n = tqkv__round(tqkv__rounded(x * reduce[0]));
+    const float r = tqkv__fma(n, reduce[2], tqkv__fma(n, reduce[1], x));
+    float p = series[0];
+    for (int i = 1; i < 7; i++) p = tqkv__fma(p, r, series[i]);
+    *tail = TQKV__AS_FLOAT(p * r);
+    *power = tqkv__float((uint32_t)((int)n + 127) << 23);
+}
+
+/* e^x for x up to 87; 0 below -87. NaN stays NaN. */
+static TQKV__NOINLINE float tqkv__exp(float x)
+{
+    float power, tail;
+    if (x != x) return x;
+    if (x < -87.0f) return 0.0f;
+    tqkv__exp_parts(x < 87.0f ? x : 87.0f, &power, &tail);
+    return tqkv__fma(power, tail, power);
+}
+
+/* a*b + c*d */
+static inline float tqkv__sum_of_products(float a, float b, float c, float d)
+{
+    return TQKV__AS_FLOAT(tqkv__rounded(a * b) + tqkv__rounded(c * d));
+}
+
+static float tqkv__tanh(float x)
+{
+    float power, tail;
+    const float doubled = TQKV__AS_FLOAT(fabsf(x) * -2.0f);
+    if (x != x) return x;
+    tqkv__exp_parts(doubled > -40.0f ? doubled : -40.0f, &power, &tail);
+    const float m = tqkv__fma(power, tail, TQKV__AS_FLOAT(power - 1.0f));
+    return copysignf(TQKV__AS_FLOAT(fabsf(m) / TQKV__AS_FLOAT(2.0f + m)), x);
+}
+
 /* >>codec: rotation, norms, quantising, packing, and back */
 
 /* Row `row` of the Hadamard matrix of order m: bit j = (p[j>>3] >> (j&7)) & 1, 1 is -1 */
@@ -2181,7 +2225,7 @@ static void tqkv__mix_runs(float *x, int m, int n)
 /* Walsh-Hadamard transform of each run in natural order, then the matrix across the runs; unnormalised. x: [head_dim] */
 static void tqkv__hadamard(float *x, int head_dim)
 {
-    const int m = TQKV__RUNS(head_dim), n = m > 1 ? head_dim / m : head_dim;
+    const int m = TQKV__MATRIX_ORDER(head_dim), n = m > 1 ? head_dim / m : head_dim;
     for (int h = 1; h < n; h *= 2)
         for (int i = 0; i < head_dim; i += 2 * h)
             for (int j = i; j < i + h; j++) {
@@ -2201,7 +2245,7 @@ static void tqkv__flip_signs(float *x, int head_dim)
 /* y = R(s*x)/sqrt(D) in double, for sums of far larger terms. */
 static void tqkv__rotate_double(double *x, int head_dim)
 {
-    const int m = TQKV__RUNS(head_dim), n = m > 1 ? head_dim / m : head_dim;
+    const int m = TQKV__MATRIX_ORDER(head_dim), n = m > 1 ? head_dim / m : head_dim;
     double y[TQKV_MAX_HEAD_DIM];
     for (int j = 0; j < head_dim; j++)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
@@ -3354,48 +3398,6 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
 /* Smaller largest values count as this one, 2^-100: T over it is a float. */
 #define TQKV__INTEGER_LEAST 7.888609052210118e-31f
 
-/* To the nearest integer, ties to even; |x| < 2^22 */
-static inline float tqkv__round(float x) { return TQKV__AS_FLOAT(tqkv__rounded(x + 12582912.0f) - 12582912.0f); }
-
-/* exp_parts, exp and tanh of the kernels, step by step. Tables, because constants may be wider than a float. */
-static void tqkv__exp_parts(float x, float *power, float *tail)
-{
-    static const float reduce[3] = {1.44269504f, -0.693359375f, 2.12194440e-4f};
-    static const float series[7] = {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f};
-    const float n = tqkv__round(tqkv__rounded(x * reduce[0]));
-    const float r = tqkv__fma(n, reduce[2], tqkv__fma(n, reduce[1], x));
-    float p = series[0];
-    for (int i = 1; i < 7; i++) p = tqkv__fma(p, r, series[i]);
-    *tail = TQKV__AS_FLOAT(p * r);
-    *power = tqkv__float((uint32_t)((int)n + 127) << 23);
-}
-
-/* e^x for x up to 87; 0 below -87. NaN stays NaN. */
-static TQKV__NOINLINE float tqkv__exp(float x)
-{
-    float power, tail;
-    if (x != x) return x;
-    if (x < -87.0f) return 0.0f;
-    tqkv__exp_parts(x < 87.0f ? x : 87.0f, &power, &tail);
-    return tqkv__fma(power, tail, power);
-}
-
-/* a*b + c*d */
-static inline float tqkv__sum_of_products(float a, float b, float c, float d)
-{
-    return TQKV__AS_FLOAT(tqkv__rounded(a * b) + tqkv__rounded(c * d));
-}
-
-static float tqkv__tanh(float x)
-{
-    float power, tail;
-    const float doubled = TQKV__AS_FLOAT(fabsf(x) * -2.0f);
-    if (x != x) return x;
-    tqkv__exp_parts(doubled > -40.0f ? doubled : -40.0f, &power, &tail);
-    const float m = tqkv__fma(power, tail, TQKV__AS_FLOAT(power - 1.0f));
-    return copysignf(TQKV__AS_FLOAT(fabsf(m) / TQKV__AS_FLOAT(2.0f + m)), x);
-}
-
 /* The stream's integer centroids, repeated, and their step. The books are symmetric; these are the upper halves. Each
    has the step that adds the least distortion: 0.000, 0.003, 0.11, 1.4 and 7.3% with 2 to 6 bits. */
 static void tqkv__fill_integers(tqkv__stream *s)
@@ -3714,9 +3716,6 @@ TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, in
      : TQKV__KIND(format) == TQKV__BOOK ? TQKV__BOOK_ROWS(format, true)                                                \
                                         : TQKV__SCORE_ROWS)
 #define TQKV__VALUE_ROWS(format) (TQKV__KIND(format) == TQKV__BOOK ? TQKV__BOOK_ROWS(format, false) : TQKV__ROWS)
-
-/* Does R have no matrix? */
-#define TQKV__POWER(dim) (((dim) & ((dim)-1)) == 0)
 
 /* Distance between decoded rows. The gap keeps equal columns of many rows out of the same cache sets. */
 #define TQKV__X_STRIDE(dim) ((dim) + 16)
@@ -4735,7 +4734,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_runs)(tqkv_type type, cons
                                                             float *out)
 {
     TQKV__ALIGNED float runs[TQKV_MAX_HEAD_DIM];
-    const int m = TQKV__RUNS(head_dim), n = head_dim / m; /* n: 4 to 64 */
+    const int m = TQKV__MATRIX_ORDER(head_dim), n = head_dim / m; /* n: 4 to 64 */
     const float factor = TQKV__INV_SQRT(head_dim);
     if (n == 4 && TQKV__LANES > 4)
         TQKV__(hadamard_runs)(1, 4, type, in, head_dim, flip, runs);
@@ -4763,7 +4762,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_runs)(tqkv_type type, cons
 TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip, float *out)
 {
     int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;
-    if (!TQKV__POWER(head_dim)) {
+    if (TQKV__HAS_MATRIX(head_dim)) {
         TQKV__(rotate_runs)(type, in, head_dim, flip, out);
         return;
     }
@@ -4928,7 +4927,7 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
 {
     const uint8_t *bytes = (const uint8_t *)(const void *)y;
     TQKV__VECTOR x[32 / TQKV__LANES];
-    if (!TQKV__POWER(s->head_dim)) TQKV__(sum_of_row)(false, y, s->head_dim, sums);
+    if (TQKV__HAS_MATRIX(s->head_dim)) TQKV__(sum_of_row)(false, y, s->head_dim, sums);
 #define TQKV__SUM_FLOATS(D, n)                                                                                         \
     case D:                                                                                                            \
         TQKV__UNROLL                                                                                                   \
@@ -4951,7 +4950,7 @@ TQKV__OP void TQKV__(lanes_of_codes)(const int bits, const tqkv__stream *s, cons
 {
     TQKV__ALIGNED float x[TQKV_MAX_HEAD_DIM];
     const int words = TQKV__LANE_WORDS(s->head_dim);
-    if (!TQKV__POWER(s->head_dim)) {
+    if (TQKV__HAS_MATRIX(s->head_dim)) {
         for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
             TQKV__VECTOR four[4];
             TQKV__(squares)(bits, q, TQKV__(widen_bytes)(codes + d), four);
@@ -5075,7 +5074,7 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, fl
     const float *y = row;
     if (s->rotated) TQKV__(rotate)(row, s->head_dim);
     if (s->kind == TQKV__HALF) return;
-    if (!TQKV__POWER(s->head_dim)) y = (const float *)memcpy(copy, row, (size_t)s->head_dim * sizeof(float));
+    if (TQKV__HAS_MATRIX(s->head_dim)) y = (const float *)memcpy(copy, row, (size_t)s->head_dim * sizeof(float));
     TQKV__(norms)(s, &y, 1, row_norms, scales);
     memcpy(norms, row_norms, (size_t)s->norms_per_row * sizeof(float));
     for (int d = 0; d < s->head_dim; d += TQKV__LANES)
@@ -5235,7 +5234,7 @@ TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const t
     const bool half = s->kind == TQKV__HALF;
     const void *src = source->src;
     tqkv_type type = s->type;
-    if (source->center || (!s->rotated && !half && (type != TQKV_TYPE_F32 || !TQKV__POWER(s->head_dim)))) {
+    if (source->center || (!s->rotated && !half && (type != TQKV_TYPE_F32 || TQKV__HAS_MATRIX(s->head_dim)))) {
         TQKV__(widen)(type, src, source->center, s->head_dim, row);
         type = TQKV_TYPE_F32;
         src = row;
@@ -11522,7 +11521,7 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV__TAIL_DIM(D) ((D) == 448 || (D) == 512 ? 64 : 0)
 
 /* Lanes of a simdgroup that share a row: a lane has its values from all runs, for the matrix across them. */
-#define TQKV__ROW_LANES(D) (TQKV__RUNS(D) > 1 ? (D) / TQKV__RUNS(D) : 32)
+#define TQKV__ROW_LANES(D) (TQKV__HAS_MATRIX(D) ? (D) / TQKV__MATRIX_ORDER(D) : 32)
 
 /* Attention by products of 8x8 matrices. Element 0 or 1 of a lane's part of a matrix, Metal's thread_elements(), is in
    this row, and in this column plus 0 or 1. Metal does not promise it: the kernel `tables` multiplies two matrices that
@@ -11553,7 +11552,7 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV__CELL_BYTES 3120 /* (0) of encode: cells of the codebook */
                               /* (1) of encode, (0) of probe: with a matrix */
                               /*     the rows of n simdgroups */
-#define TQKV__ROW_BYTES(D, n) (TQKV__RUNS(D) > 1 ? (n)*128 * (TQKV__RUNS(D) + 1) : 0)
+#define TQKV__ROW_BYTES(D, n) (TQKV__HAS_MATRIX(D) ? (n)*128 * (TQKV__MATRIX_ORDER(D) + 1) : 0)
 #define TQKV__TABLE_BYTES     1024 /* (0) of decode: a codebook */
                                    /* (2) of encode: squares of its centroids */
 #define TQKV__ATTEND_TABLE_BYTES                                                                                       \
@@ -11595,7 +11594,7 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV__CHOOSE_ALONE  3
 
 /* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side, 8 up to D=128. */
-#define TQKV__ENCODE_ROWS(D) (TQKV__RUNS(D) > 1 ? 128 / TQKV__ROW_LANES(D) : (D) == 32 ? 64 : 4096 / (D))
+#define TQKV__ENCODE_ROWS(D) (TQKV__HAS_MATRIX(D) ? 128 / TQKV__ROW_LANES(D) : (D) == 32 ? 64 : 4096 / (D))
 
 /* Simdgroups that share a row's sections in attend_merge: 8 KiB of threadgroup memory. */
 #define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))

@@ -47,14 +47,14 @@ using namespace metal;
 // Layout of the rows of a simdgroup. Without a matrix one row: lane l owns the values l*D/32 .. of it. With a matrix,
 // TQKV_ROWS rows side by side: a lane owns one value of each run, so the matrix across the runs stays in the lane.
 #define TQKV_ROWS(D)        (32 / TQKV__ROW_LANES(D))
-#define TQKV_ROW_PIECE(D)   (TQKV__RUNS(D) > 1 ? 1 : (D) / 32)
+#define TQKV_ROW_PIECE(D)   (TQKV__HAS_MATRIX(D) ? 1 : (D) / 32)
 #define TQKV_LANE_VALUES(D) ((D) / TQKV__ROW_LANES(D))
 
 // A lane's number among the lanes of its row.
 template <int D>
 inline uint lane_of_row(uint lane)
 {
-    return TQKV__RUNS(D) > 1 ? lane % uint(TQKV__ROW_LANES(D)) : lane;
+    return TQKV__HAS_MATRIX(D) ? lane % uint(TQKV__ROW_LANES(D)) : lane;
 }
 
 // Start of a row. In 64 bits: a buffer may be larger than 4 GiB.

@@ -26,11 +26,11 @@ inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f
 // A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. In pieces of
 // four values the loads are dense. With a matrix a lane takes one value of each run for the rotation; then threadgroup
 // memory gives it as many neighbours: whole parts, one piece.
-#define ENCODE_LANES(D)  (TQKV__RUNS(D) > 1 ? TQKV__ROW_LANES(D) : (D) <= 128 ? (D) / 16 : (D) / 32)
-#define ENCODE_PIECE(D)  (TQKV__RUNS(D) > 1 ? TQKV__RUNS(D) : (D) <= 512 ? 4 : 8)
+#define ENCODE_LANES(D)  (TQKV__HAS_MATRIX(D) ? TQKV__ROW_LANES(D) : (D) <= 128 ? (D) / 16 : (D) / 32)
+#define ENCODE_PIECE(D)  (TQKV__HAS_MATRIX(D) ? TQKV__MATRIX_ORDER(D) : (D) <= 512 ? 4 : 8)
 #define ENCODE_VALUES(D) ((D) / ENCODE_LANES(D))
 #define ENCODE_PIECES(D) TQKV_PIECES(D, ENCODE_LANES(D), ENCODE_PIECE(D))
-#define ROTATED_PIECE(D) (TQKV__RUNS(D) > 1 ? 1 : ENCODE_PIECE(D))
+#define ROTATED_PIECE(D) (TQKV__HAS_MATRIX(D) ? 1 : ENCODE_PIECE(D))
 
 // Values of a part, and lanes that share one.
 #define PART_VALUES(D) ((D) / TQKV__NORM_LANES(D))
@@ -394,7 +394,7 @@ inline void store_codes(uint format, thread const encode_target &target, thread 
 }
 
 // The signs of the lane's values in every row: bits and, where a lane has few values, +-1.
-#define HAS_SIGN_FACTORS(D) (TQKV__RUNS(D) == 1 && ENCODE_VALUES(D) <= 16)
+#define HAS_SIGN_FACTORS(D) (!TQKV__HAS_MATRIX(D) && ENCODE_VALUES(D) <= 16)
 template <int D>
 struct row_signs {
     uint bits;
@@ -519,7 +519,7 @@ inline void prepare_row(thread const encode_source &source, thread const row_sig
         if (source.centered && !cleared) subtract_center<D>(source, head, part, x);
         if (source.rotated) rotate_source<D>(signs, part, x);
     }
-    if (source.rotated && TQKV__RUNS(D) > 1) gather_neighbours<D>(lane, source.space, x);
+    if (source.rotated && TQKV__HAS_MATRIX(D)) gather_neighbours<D>(lane, source.space, x);
 }
 
 // The corrected norm of the lane's own block. to: the row in the store

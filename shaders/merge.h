@@ -163,15 +163,15 @@ inline void spread_row(thread const merge_task &task, thread const row_sums<D> &
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D), E = MERGE_VALUES(D);
     to.maximum = row.maximum;
     to.sum = row.sum;
-    if (TQKV__RUNS(D) > 1 && task.lane < uint(TQKV__NORM_LANES(D))) {
+    if (TQKV__HAS_MATRIX(D) && task.lane < uint(TQKV__NORM_LANES(D))) {
         TQKV_UNROLL
         for (int i = 0; i < E; i++) task.shared[int(task.lane) * E + i] = row.out[i];
     }
-    if (TQKV__RUNS(D) > 1) simdgroup_barrier(mem_flags::mem_threadgroup);
+    if (TQKV__HAS_MATRIX(D)) simdgroup_barrier(mem_flags::mem_threadgroup);
     uint part = lane_of_row<D>(task.lane);
     TQKV_UNROLL
     for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
-        to.x[i] = TQKV__RUNS(D) > 1 ? task.shared[value_of_lane<L, C>(part, i)] : row.out[i % E];
+        to.x[i] = TQKV__HAS_MATRIX(D) ? task.shared[value_of_lane<L, C>(part, i)] : row.out[i % E];
 }
 
 // The slice that is read or, added to the one that is written, both. Additions are those of add_sums.

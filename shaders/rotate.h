@@ -64,8 +64,8 @@ inline void hadamard_from(thread float *x, uint lane, int start)
         TQKV_UNROLL
         for (int i = 0; i < N; i++) x[i] = fma(x[i], sign, simd_shuffle_xor(x[i], ushort(distance)));
     }
-    if (TQKV__RUNS(D) > 1) {
-        multiply_matrix<TQKV__RUNS(D)>(x);
+    if (TQKV__HAS_MATRIX(D)) {
+        multiply_matrix<TQKV__MATRIX_ORDER(D)>(x);
     } else {
         TQKV_UNROLL
         for (int distance = C; distance < N; distance *= 2) butterflies<N>(x, distance);
