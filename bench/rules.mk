@@ -58,6 +58,13 @@ test-bench: $(BUILD)/bench
 
 TEST_TARGETS += test-bench
 
+# Where the lines and the code of tqkv.h are; docs/notes/code-size.md says what for.
+.PHONY: bench-sections
+bench-sections: examples/make/tqkv.c tqkv.h ## lines and code of each section of tqkv.h
+	@mkdir -p $(BUILD)/bench
+	@$(CC) $(STANDARD) $(CPPFLAGS) -O2 -g -DTQKV_METAL -I. -c $< -o $(BUILD)/bench/sections.o
+	@python3 bench/sections.py tqkv.h $(BUILD)/bench/sections.o
+
 # ---- A prediction for the inner loops on an Apple core, made on any Linux machine ----
 
 ifneq ($(SYSTEM),Darwin)
