@@ -622,9 +622,11 @@ inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_tas
 #define VALUE_LANES(D)  ((D) <= 32 ? 4 : (D) <= 64 ? 8 : (D) <= 128 ? 16 : 32)
 #define VALUE_PIECES(D) (LANE_SUMS(D) / 8)
 
-// Steps that a lane loads before it uses the first of them: as many as 16 words of codes hold.
+// Steps that a lane loads before it uses the first of them.
 #define VALUE_WORDS(D, W) (VALUE_PIECES(D) * ((8 * (W) + 31) / 32))
-#define VALUE_BATCH(D, W) (16 / VALUE_WORDS(D, W) < VALUE_LANES(D) ? 16 / VALUE_WORDS(D, W) : VALUE_LANES(D))
+#define VALUE_ROOM(D)     TQKV_VALUE_WORDS(LANE_SUMS(D) * int(columns))
+#define VALUE_STEPS(D, W) (VALUE_ROOM(D) < VALUE_WORDS(D, W) ? 1 : VALUE_ROOM(D) / VALUE_WORDS(D, W))
+#define VALUE_BATCH(D, W) (VALUE_STEPS(D, W) < VALUE_LANES(D) ? VALUE_STEPS(D, W) : VALUE_LANES(D))
 
 template <int D>
 inline uint value_row_of_lane(uint step, uint lane)
@@ -691,6 +693,7 @@ inline void add_values(constant tqkv__attend_args &args, thread const attend_tas
 {
     const int L = VALUE_LANES(D), B = VALUE_BATCH(D, W);
     const uint end = TQKV_PLAIN_LOADS ? uint(L - B) : uint(L);
+    TQKV_UNROLL_VALUES(LANE_SUMS(D) * int(columns))
     for (uint first = 0; first < end; first += uint(B)) {
         TQKV_UNROLL
         for (int b = 0; b < B; b++) {

@@ -38,7 +38,7 @@ inline void load_norms(constant tqkv__attend_args &args, uint format, stream_row
     TQKV_UNROLL
     for (int p = 0; p < 4; p++)
         norms[p] = short_store || rows_apart() ? rows.norms[key_slot(args, first, tile_row(p, TQKV__MATRIX_ROW(lane)))]
-                                           : at[8 * p];
+                                               : at[8 * p];
 }
 
 template <int D>
@@ -103,7 +103,7 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
     uint end = min(first + uint(MATRIX_PASS(D)), uint(columns)), part = lane_of_row<D>(task.lane);
     for (uint c = first + task.simdgroup; c < end; c += task.n_simdgroups) {
-        query_row row = row_of_column(args, min(task.first_column + c, task.end_column - 1u));
+        query_row row = row_of_column(args, min(task.first_column + c, end_of_columns(args, task) - 1u));
         uint head = task.kv_head * uint(args.group) + uint(row.head);
         uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
         float x[TQKV_LANE_VALUES(D)];

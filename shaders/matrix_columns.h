@@ -62,6 +62,13 @@ inline column_memory column_memory_of(threadgroup float *numbers)
 
 // ---- The simdgroups' results as one ----
 
+// The end of the columns that there are. Without a list it is computed where it is needed: nvcc keeps task.end_column in a
+// register over all tiles, and spills others.
+inline uint end_of_columns(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    return has_list ? task.end_column : uint(args.n_queries) * uint(args.group);
+}
+
 // Where the sums of a stretch's columns go.
 struct column_end {
     uint used;                    // columns
@@ -75,7 +82,7 @@ inline column_end open_end(constant tqkv__attend_args &args, thread const attend
 {
     uint rows = uint(args.n_queries) * uint(args.group);
     column_end how;
-    how.used = min(uint(columns), task.end_column - task.first_column);
+    how.used = min(uint(columns), end_of_columns(args, task) - task.first_column);
     how.section = row_offset(partial_of_section(args, task.split), rows * uint(args.n_kv_heads)) * ulong(D);
     how.copy = begins_section(own, stretch);
     how.to_total = ends_section(args, own, stretch);
@@ -265,7 +272,7 @@ inline void store_columns(constant tqkv__attend_args &args, thread const attend_
                           column_memory memory)
 {
     uint c = task.lane;
-    if (task.simdgroup != 0 || c >= columns || task.first_column + c >= task.end_column) return;
+    if (task.simdgroup != 0 || c >= columns || task.first_column + c >= end_of_columns(args, task)) return;
     query_row row = row_of_column(args, task.first_column + c);
     ulong to = partial_row(args, task, partial + 1u, row) * 2u;
     task.partial_state[to] = memory.totals[c * 2u];
