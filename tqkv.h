@@ -4127,9 +4127,10 @@ TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int 
     }
 }
 
-/* Asks for the codes of four keys of the next tile. */
-TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const TQKV__(keys) * keys, ptrdiff_t ahead, int size)
+/* Asks for the codes of four keys of the next tile: of a whole run, because a loop for fewer lines costs more than they. */
+TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const TQKV__(keys) * keys, ptrdiff_t ahead)
 {
+    const int run = TQKV__RUN(format), size = TQKV__(run_bytes)(format, run) + TQKV__(upper_bytes)(format, run);
     TQKV__UNROLL
     for (int m = 0; m < 4; m++)
         if (format != TQKV__FLOATS)
@@ -4153,7 +4154,7 @@ TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const T
         const bool whole = left >= run * TQKV__LANES;
         count = any && !whole ? left / TQKV__LANES : TQKV__(run_length)(format, left);
         const int bytes = TQKV__(run_bytes)(format, count), upper_bytes = TQKV__(upper_bytes)(format, count);
-        TQKV__(ask_ahead)(format, keys, block->ahead, bytes + upper_bytes);
+        TQKV__(ask_ahead)(format, keys, block->ahead);
         if ((wide && packed && count > 2) || (any && (grid || !whole)))
             TQKV__(dot_vectors)(format, rows, count, table, keys, &queries, sums);
         else if (whole)
@@ -4289,14 +4290,16 @@ TQKV__OP void TQKV__(accumulate_run)(const tqkv_format format, const int rows, c
 }
 
 /* The same for a run of per_lane vectors, 4 or 2, if there is one, and one vector behind it, if `single`: in one pass, because
-   the sums of one vector alone would wait for each other. */
-TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_lane, bool run, bool single,
+   the sums of one vector alone would wait for each other. `run` and `single` are constants for a run of 2: tests in its loop
+   cost up to 0.1 of attention's time at head_dim 48. */
+TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_lane, const bool run, const bool single,
                                       const int rows, const TQKV__(block) * block, const TQKV__VECTOR *table,
                                       const uint8_t *p, const uint8_t *upper, float *out)
 {
     const int n = block->n, behind = run ? per_lane : 0;
     const int bytes = TQKV__(run_bytes)(format, behind), upper_bytes = TQKV__(upper_bytes)(format, behind);
-    const size_t stride = TQKV__(stride)(format, block), size = (size_t)(bytes + upper_bytes + 1);
+    const size_t stride = TQKV__(stride)(format, block);
+    const size_t size = (size_t)(TQKV__(run_bytes)(format, per_lane + 1) + TQKV__(upper_bytes)(format, per_lane + 1));
     const ptrdiff_t ahead = block->ahead;
     TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, block);
     TQKV__VECTOR sums[TQKV__ROWS][8], one[TQKV__ROWS][8];
@@ -4341,13 +4344,18 @@ TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const T
     TQKV__VECTOR table[8];
     TQKV__(load_codebook)(format, block->stream, table);
     for (int left = vectors - whole, count; left > 0; left -= count, out += count * TQKV__LANES) {
-        const bool five = 5 * rows <= TQKV__SUMS, odd = TQKV__LANES == 16 && left & 1;
+        const bool five = 5 * rows <= TQKV__SUMS;
         count = run > 4 && left >= 4 ? (five && left == 5 ? 5 : 4) : left;
         if (run > 4 && left >= 4) {
             const bool last = TQKV__LANES == 16 && count == 5;
             TQKV__(accumulate_rest)(format, 4, true, last, rows, block, table, p, upper, out);
         } else if (run * TQKV__LANES > 16) {
-            TQKV__(accumulate_rest)(format, 2, TQKV__LANES < 16 || left > 1, odd, rows, block, table, p, upper, out);
+            if (TQKV__LANES == 16 && left == 1)
+                TQKV__(accumulate_rest)(format, 2, false, true, rows, block, table, p, upper, out);
+            else if (TQKV__LANES == 16 && left == 3)
+                TQKV__(accumulate_rest)(format, 2, true, true, rows, block, table, p, upper, out);
+            else
+                TQKV__(accumulate_rest)(format, 2, true, false, rows, block, table, p, upper, out);
         }
         p += TQKV__(run_bytes)(format, count);
         upper += TQKV__(upper_bytes)(format, count);
