@@ -35,12 +35,12 @@ using namespace metal;
 #define TQKV_PLAIN_LOADS true
 #endif
 
-// Words of codes of values that a lane loads before it uses the first of them, where it keeps so many sums, and how often the
-// loop over them is unrolled. Batches of half the size make loops of half the length: nvcc's were longer than the caches of
-// instructions.
+// Words of codes of values, W bits each, that a lane loads before it uses the first of them, where it keeps so many sums, and
+// how often the loop over them is unrolled. Batches of half the size make loops of half the length: nvcc's were longer than
+// the caches of instructions.
 #ifndef TQKV_VALUE_WORDS
-#define TQKV_VALUE_WORDS(sums) 16
-#define TQKV_UNROLL_VALUES(sums)
+#define TQKV_VALUE_WORDS(W, sums) 16
+#define TQKV_UNROLL_VALUES(W, sums)
 #endif
 
 // A kernel's call of its long function. The CUDA shim repeats the call under conditions, of which one is true: it says why.
