@@ -11912,8 +11912,11 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 /* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side, 8 up to D=128. */
 #define TQKV__ENCODE_ROWS(D) (TQKV__HAS_MATRIX(D) ? 128 / TQKV__ROW_LANES(D) : (D) == 32 ? 64 : 4096 / (D))
 
-/* Simdgroups that share a row's sections in attend_merge: 8 KiB of threadgroup memory. */
-#define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))
+/* Simdgroups that share a row's sections in attend_merge: 8 KiB of threadgroup memory; a shim may have more. */
+#ifndef TQKV__MERGE_VALUES
+#define TQKV__MERGE_VALUES 2048
+#endif
+#define TQKV__MERGE_SIMDGROUPS(D) ((D) <= TQKV__MERGE_VALUES / 8 ? 8 : TQKV__MERGE_VALUES / (D))
 
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D)                                                                                          \

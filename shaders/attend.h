@@ -142,12 +142,18 @@ inline stream_rows stream_of_head(uint format, device const uchar *codes, device
     return rows;
 }
 
-// Factor of the codes of block `block` at a slot.
+// Norm of block `block` at a slot, and the factor of its codes.
+template <int D>
+inline float stored_norm(uint format, stream_rows rows, uint slot, uint block)
+{
+    return rows.norms[ulong(slot) * ulong(uint(D) / norm_block<D>(format)) + block];
+}
+
 template <int D>
 inline float stored_scale(uint format, stream_rows rows, uint slot, uint block, float block_scale)
 {
     if (!has_norms(format)) return 1.0f;
-    return code_scale<D>(format, rows.norms[ulong(slot) * ulong(uint(D) / norm_block<D>(format)) + block], block_scale);
+    return code_scale<D>(format, stored_norm<D>(format, rows, slot, block), block_scale);
 }
 
 template <int D>

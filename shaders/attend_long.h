@@ -53,18 +53,29 @@ struct value_books {
     value_book keys, values, tail;
 };
 
+// What a lane loads of a tile's tail before it is used: its first codes, and its norms.
+template <int T, int F>
+struct tail_codes {
+    any_key_batch<T, F> codes;
+    float norms[4];
+};
+
+template <int D, int T, int F>
+inline void open_tail(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                      thread tail_codes<T, F> &keys)
+{
+    open_key_batch<T, F>(args, task, tail_part<D>(task), base, keys.codes);
+    load_norms<T>(args, tail_format, task.tail, base, task.lane, keys.norms);
+}
+
 // Scores of the tail, times what makes them as large as those of the keys, which get their own factors.
 template <int D, int T, int F>
 inline void add_matrix_tail(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
                             thread const value_book &book, column_memory memory, thread float (&norms)[4],
-                            thread sum_matrix (&score)[4][F])
+                            thread tail_codes<T, F> &keys, thread sum_matrix (&score)[4][F])
 {
     sum_matrix tail[4][F];
-    any_key_batch<T, F> keys;
-    float tail_norms[4];
-    open_key_batch<T, F>(args, task, tail_part<D>(task), base, keys);
-    load_norms<T>(args, tail_format, task.tail, base, task.lane, tail_norms);
-    score_any_matrix_tile<T, F>(args, task, tail_part<D>(task), base, base, book, keys, tail);
+    score_any_matrix_tile<T, F>(args, task, tail_part<D>(task), base, base, book, keys.codes, tail);
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
@@ -73,7 +84,7 @@ inline void add_matrix_tail(constant tqkv__attend_args &args, thread const atten
             float factor = memory.tails[c];
             TQKV_UNROLL
             for (int p = 0; p < 4; p++) {
-                float own = tail[p][f].elements[i] * (factor * scale_of_norm<T>(tail_format, tail_norms[p], 1.0f));
+                float own = tail[p][f].elements[i] * (factor * scale_of_norm<T>(tail_format, keys.norms[p], 1.0f));
                 float scale = scale_of_norm<D>(key_format, norms[p], args.key_block_scale);
                 score[p][f].elements[i] = fma(score[p][f].elements[i], scale, own);
             }
@@ -112,10 +123,12 @@ inline void score_long_tile(constant tqkv__attend_args &args, thread const atten
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) norms.keys[p] = norms.values[p] = 0.0f;
     load_norms<D>(args, key_format, task.keys, base.keys, task.lane, norms.keys);
+    tail_codes<T, F> tail;
+    if (tail_format != 0) open_tail<D, T, F>(args, task, base.keys, tail);
     walk.base = find_tile(args, task.pages, next + task.simdgroup);
     score_any_matrix_tile<D, F>(args, task, first_part(args, task), base.keys, walk.base.keys, books.keys, walk.keys,
                                 score);
-    if (tail_format != 0) add_matrix_tail<D, T, F>(args, task, base.keys, books.tail, memory, norms.keys, score);
+    if (tail_format != 0) add_matrix_tail<D, T, F>(args, task, base.keys, books.tail, memory, norms.keys, tail, score);
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         float scale = tail_format != 0 ? 1.0f : scale_of_norm<D>(key_format, norms.keys[p], args.key_block_scale);
@@ -251,6 +264,83 @@ inline void scale_long_weights(constant tqkv__attend_args &args, thread const at
     }
 }
 
+// ---- Weights that are right factors already ----
+
+// Where products take right factors from threadgroup memory, the simdgroup of a tile makes them of its weights, one set for
+// each norm of a row. Simdgroups that multiply together must have the same norm.
+template <int D>
+inline bool shares_rights()
+{
+    return TQKV_STORED_RIGHTS && norm_block<D>(value_format) % uint(4 * TQKV__LONG_PART) == 0;
+}
+
+// Those of half h of a tile: [blocks][simdgroups][2][F]
+template <int F>
+inline threadgroup right_pair *rights_at(thread const attend_task &task, uint block, uint simdgroup, uint h)
+{
+    threadgroup float *weights = task.weights;
+    return (threadgroup right_pair *)weights + ((block * task.n_simdgroups + simdgroup) * 2u + h) * uint(F * 32);
+}
+
+template <int D, int F>
+inline void load_weight_norms(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                              thread float (&norms)[2][4])
+{
+    if (!has_norms(value_format)) return;
+    TQKV_UNROLL
+    for (int b = 0; b < 2; b++)
+        if (uint(b) < uint(D) / norm_block<D>(value_format)) load_part_norms<D>(args, task, base, uint(b), norms[b]);
+}
+
+template <int D, int F>
+inline void store_rights(constant tqkv__attend_args &args, thread const attend_task &task,
+                         thread const float (&norms)[2][4], thread const sum_matrix (&weight)[4][F])
+{
+    TQKV_UNROLL
+    for (int b = 0; b < 2; b++) {
+        if (uint(b) >= uint(D) / norm_block<D>(value_format)) continue;
+        float scaled[4][F][2];
+        TQKV_UNROLL
+        for (int p = 0; p < 4; p++) {
+            float scale =
+                has_norms(value_format) ? code_scale<D>(value_format, norms[b][p], args.value_block_scale) : 1.0f;
+            TQKV_UNROLL
+            for (int f = 0; f < F; f++) {
+                TQKV_UNROLL
+                for (int i = 0; i < 2; i++) {
+                    float x = weight[p][f].elements[i];
+                    scaled[p][f][i] = x * (x > 0.0f ? scale : 0.0f);
+                }
+            }
+        }
+        TQKV_UNROLL
+        for (int h = 0; h < 2; h++) {
+            TQKV_UNROLL
+            for (int f = 0; f < F; f++)
+                store_right(rights_at<F>(task, uint(b), task.simdgroup, uint(h)) + f * 32, task.lane,
+                            right_of_sums(scaled[2 * h][f][0], scaled[2 * h][f][1], scaled[2 * h + 1][f][0],
+                                          scaled[2 * h + 1][f][1], has_norms(value_format)));
+        }
+    }
+    publish_rights();
+}
+
+// As multiply_values.
+template <int D, int W, int P, int F>
+inline void multiply_by_rights(int chunk, thread const value_chunk<D, W> &values, thread const value_book &book,
+                               threadgroup const right_pair *right, uint lane, thread matrix_state<P, F> &state)
+{
+    const int N = MATRIX_OUT_VALUES(D, W);
+    const int G = N % 4 == 0 ? 2 : 1;
+    bool exact = !has_codebook(value_format), wide = has_norms(value_format);
+    TQKV_UNROLL
+    for (int i = 0; i < N; i += 2 * G) {
+        left_block left[G];
+        decode_values<D, W, G, F>(values, i, book, left);
+        multiply_stored<G, F>(left, right, 1u, lane, wide, exact, has_pairs(value_format), &state.out[chunk * N + i]);
+    }
+}
+
 // Chunks of a simdgroup's part of a row.
 #define LONG_CHUNKS(D, W) (TQKV__LONG_PART / (8 * MATRIX_OUT_VALUES(D, W)))
 
@@ -282,13 +372,13 @@ inline void open_part(constant tqkv__attend_args &args, thread const attend_task
                       thread part_values<D, W> &values)
 {
     load_part<D, W>(args, task, base, 0u, values.chunk);
-    load_part_norms<D>(args, task, base, block_of_part<D>(task.simdgroup), values.norms);
+    if (!shares_rights<D>()) load_part_norms<D>(args, task, base, block_of_part<D>(task.simdgroup), values.norms);
 }
 
-// Adds the simdgroup's part of the values of a tile. `values` was opened for it, and is then for the tile at next_base.
+// Adds the simdgroup's part of the values of a tile, which `values` was opened for.
 template <int D, int W, int F>
 inline void add_part(constant tqkv__attend_args &args, thread const attend_task &task, uint number, uint base,
-                     uint next_base, bool whole, thread const value_book &book, thread part_values<D, W> &values,
+                     bool whole, thread const value_book &book, thread part_values<D, W> &values,
                      thread matrix_state<TQKV__LONG_PART, F> &state)
 {
     const int N = MATRIX_OUT_VALUES(D, W), chunks = LONG_CHUNKS(D, W);
@@ -297,46 +387,79 @@ inline void add_part(constant tqkv__attend_args &args, thread const attend_task 
     TQKV_UNROLL
     for (int j = 0; j < chunks; j++) {
         uint chunk = first + uint(j);
-        bool begins = j != 0 && chunk % block_chunks == 0; // a block
+        bool begins = !shares_rights<D>() && j != 0 && chunk % block_chunks == 0; // a block
         if (begins) load_part_norms<D>(args, task, base, chunk / block_chunks, values.norms);
-        if (begins || j == 0) scale_long_weights<D, F>(args, task, number, values.norms, right);
-        if (j + 1 == chunks) load_part_norms<D>(args, task, next_base, block_of_part<D>(task.simdgroup), values.norms);
+        if (!shares_rights<D>() && (begins || j == 0))
+            scale_long_weights<D, F>(args, task, number, values.norms, right);
         TQKV_UNROLL
         for (int h = 0; h < 2; h++) {
             if (W == 16 && !whole) clear_not_finite<W, N>(values.chunk[h].raw);
-            multiply_values(j, values.chunk[h], book, right[h], state);
+            if (shares_rights<D>())
+                multiply_by_rights(j, values.chunk[h], book,
+                                   rights_at<F>(task, block_of_part<D>(task.simdgroup), number, uint(h)), task.lane,
+                                   state);
+            else
+                multiply_values(j, values.chunk[h], book, right[h], state);
         }
-        load_part<D, W>(args, task, j + 1 < chunks ? base : next_base, uint((j + 1) % chunks), values.chunk);
+        if (j + 1 < chunks) load_part<D, W>(args, task, base, uint(j + 1), values.chunk);
     }
 }
 
 // The same for all tiles of a round.
 template <int D, int W, int F>
 inline void add_parts(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds, uint round,
-                      newest_range newest, thread const value_book &book,
+                      newest_range newest, thread const value_book &book, thread part_values<D, W> &values,
                       thread matrix_state<TQKV__LONG_PART, F> &state)
 {
-    part_values<D, W> values;
     uint base = find_tile(args, task.pages, round).values;
-    open_part<D, W>(args, task, base, values);
     for (uint s = 0; s < uint(TQKV__LONG_SIMDGROUPS); s++) {
         uint tile = round + s, next_base = find_tile(args, task.pages, tile + 1u).values;
+        part_values<D, W> next;
+        open_part<D, W>(args, task, next_base, next);
         if (has_tile(rounds, tile))
-            add_part<D, W, F>(args, task, s, base, next_base, sees_whole_tile(args, tile, newest), book, values, state);
-        else
-            open_part<D, W>(args, task, next_base, values);
+            add_part<D, W, F>(args, task, s, base, sees_whole_tile(args, tile, newest), book, values, state);
+        values = next;
         base = next_base;
     }
+    finish_products<F>(state.out, TQKV__LONG_PART / 8);
+}
+
+template <int D>
+struct any_part_values {
+    part_values<D, 4> of_4;
+    part_values<D, 8> of_8;
+    part_values<D, 16> of_16;
+};
+
+// The values of the first tile of a round.
+template <int D>
+inline void open_parts(constant tqkv__attend_args &args, thread const attend_task &task, uint round,
+                       thread any_part_values<D> &values)
+{
+    uint base = find_tile(args, task.pages, round).values;
+    if (task.simdgroup * uint(TQKV__LONG_PART) >= uint(D)) return;
+    if (code_width(value_format) == 4) open_part<D, 4>(args, task, base, values.of_4);
+    if (code_width(value_format) == 8) open_part<D, 8>(args, task, base, values.of_8);
+    if (code_width(value_format) == 16) open_part<D, 16>(args, task, base, values.of_16);
 }
 
 // ---- The end of a stretch ----
 
+// M: 2 or 4
+template <int M>
+inline void store_floats(thread const float *x, device float *to)
+{
+    if (M == 4) return store_four(x, to);
+    to[0] = x[0];
+    to[1] = x[1];
+}
+
 // Adds the simdgroup's part of the sums to a partial result and, at the end of a section, to the first.
-template <int D, int F>
+template <int D, int N, int F>
 inline void store_part(thread const attend_task &task, column_memory memory, column_end how,
                        thread const matrix_state<TQKV__LONG_PART, F> &state)
 {
-    const uint N = uint(BY_CODE_WIDTH(value_format, MATRIX_OUT_VALUES, D));
+    const int M = N % 4 == 0 ? 4 : 2;
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
@@ -345,13 +468,23 @@ inline void store_part(thread const attend_task &task, column_memory memory, col
             if (c >= how.used) continue;
             float4 shares = *(threadgroup const float4 *)(memory.shares + c * 4u);
             device float *to = task.partial_out + row_offset(memory.rows[c], D) +
-                               (task.simdgroup * uint(TQKV__LONG_PART) + TQKV__MATRIX_ROW(task.lane) * N);
+                               (task.simdgroup * uint(TQKV__LONG_PART) + TQKV__MATRIX_ROW(task.lane) * uint(N));
             TQKV_UNROLL
-            for (int b = 0; b < TQKV__LONG_PART / 8; b++) {
-                device float *total = to + (uint(b) / N * 8u * N + uint(b) % N), *section = total + how.section;
-                float sum = fma(shares.y, state.out[b][f].elements[i], how.copy ? 0.0f : shares.x * *section);
-                *section = sum;
-                if (how.to_total) *total = fma(shares.w, sum, how.copy_to_total ? 0.0f : shares.z * *total);
+            for (int b = 0; b < TQKV__LONG_PART / 8; b += M) {
+                device float *total = to + (b / N * 8 * N + b % N), *section = total + how.section;
+                float own[M], kept[M], all[M];
+                TQKV_UNROLL
+                for (int j = 0; j < M; j++) {
+                    own[j] = state.out[b + j][f].elements[i];
+                    kept[j] = all[j] = 0.0f;
+                }
+                if (!how.copy) load_floats<M>(section, kept);
+                add_floats<M>(shares.x, kept, shares.y, own);
+                store_floats<M>(kept, section);
+                if (!how.to_total) continue;
+                if (!how.copy_to_total) load_floats<M>(total, all);
+                add_floats<M>(shares.z, all, shares.w, kept);
+                store_floats<M>(all, total);
             }
         }
     }
@@ -368,7 +501,11 @@ inline uint keep_parts(constant tqkv__attend_args &args, thread const attend_tas
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, false, task.lane, memory, how);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup * uint(TQKV__LONG_PART) < uint(D)) store_part<D, F>(task, memory, how, state);
+    if (task.simdgroup * uint(TQKV__LONG_PART) < uint(D)) {
+        if (code_width(value_format) == 4) store_part<D, MATRIX_OUT_VALUES(D, 4), F>(task, memory, how, state);
+        if (code_width(value_format) == 8) store_part<D, MATRIX_OUT_VALUES(D, 8), F>(task, memory, how, state);
+        if (code_width(value_format) == 16) store_part<D, MATRIX_OUT_VALUES(D, 16), F>(task, memory, how, state);
+    }
     return how.to_total ? 0u : partial_of_section(args, task.split);
 }
 
@@ -386,20 +523,28 @@ inline void add_rounds(constant tqkv__attend_args &args, thread const attend_tas
     while (round < rounds.end) {
         uint next = next_round(rounds, round);
         sum_matrix score[4][F];
+        any_part_values<D> values;
+        float norms[2][4];
+        uint base = walk.base.values;
         score_long_tile<D, F>(args, task, rounds, round, next, books, memory, state, walk, score);
+        open_parts<D>(args, task, round, values);
+        if (shares_rights<D>()) load_weight_norms<D, F>(args, task, base, norms);
         store_maxima<F>(task, score);
         threadgroup_barrier(mem_flags::mem_threadgroup); // and the weights of the round before are used
         raise_to_round(task, state);
         weigh_scores(score, state);
-        store_tile_weights<F>(task, score);
+        if (shares_rights<D>())
+            store_rights<D, F>(args, task, norms, score);
+        else
+            store_tile_weights<F>(task, score);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (task.simdgroup * uint(TQKV__LONG_PART) < uint(D)) {
             if (code_width(value_format) == 4)
-                add_parts<D, 4, F>(args, task, rounds, round, walk.newest, books.values, state);
+                add_parts<D, 4, F>(args, task, rounds, round, walk.newest, books.values, values.of_4, state);
             if (code_width(value_format) == 8)
-                add_parts<D, 8, F>(args, task, rounds, round, walk.newest, books.values, state);
+                add_parts<D, 8, F>(args, task, rounds, round, walk.newest, books.values, values.of_8, state);
             if (code_width(value_format) == 16)
-                add_parts<D, 16, F>(args, task, rounds, round, walk.newest, books.values, state);
+                add_parts<D, 16, F>(args, task, rounds, round, walk.newest, books.values, values.of_16, state);
         }
         round = next;
     }

@@ -15,8 +15,8 @@
 #define TQKV_ATTEND_MATRIX_H
 #include "matrix_columns.h"
 
-// Columns whose queries are loaded at a time.
-#define MATRIX_PASS(D) ((D) <= 256 ? 16 : 4)
+// Columns whose queries are loaded at a time: of long rows as many as the memory of weights holds.
+#define MATRIX_PASS(D, F) ((D) <= 256 ? 16 : 4 * (F))
 
 // Row of a tile that is row or column k of matrix p. Lanes with column 2t of a left factor load the codes of row t for
 // one element and of row t + 4 for the other: those of one load lie together.
@@ -95,13 +95,20 @@ inline float size_of_row(thread const float *x)
     return exponent == 0 || exponent > 0x7e800000u ? 1.0f : as_type<float>(exponent);
 }
 
+// Place of a value in row `row` of a pass. Lanes that store neighbours of one row, or load one value in 16 or 32 of several
+// rows, meet in few banks.
+inline uint staged_value(uint row, uint D, uint value)
+{
+    return row * D + (value ^ (((value >> 5) & 3u) << 3 ^ ((value >> 7) & 3u) << 1 ^ (row & 7u)));
+}
+
 // Rows of a pass as floats: [columns][D], in task.weights: there are no weights in memory here.
-template <int D>
+template <int D, int F>
 inline void load_query_rows(constant tqkv__attend_args &args, thread const attend_task &task,
                             thread const key_part &keys, uint first, column_memory memory)
 {
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
-    uint end = min(first + uint(MATRIX_PASS(D)), uint(columns)), part = lane_of_row<D>(task.lane);
+    uint end = min(first + uint(MATRIX_PASS(D, F)), uint(columns)), part = lane_of_row<D>(task.lane);
     for (uint c = first + task.simdgroup; c < end; c += task.n_simdgroups) {
         query_row row = row_of_column(args, min(task.first_column + c, end_of_columns(args, task) - 1u));
         uint head = task.kv_head * uint(args.group) + uint(row.head);
@@ -114,7 +121,7 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
         TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
             if (task.lane < uint(L))
-                task.weights[(c - first) * uint(D) + value_of_lane<L, C>(part, i)] = x[i] * inverse;
+                task.weights[staged_value(c - first, uint(D), value_of_lane<L, C>(part, i))] = x[i] * inverse;
         if (task.lane != 0) continue;
         if (keys.first == 0) {
             memory.shifts[c] = shift;
@@ -146,7 +153,7 @@ inline threadgroup right_pair *query_at(thread const key_part &keys, uint number
 template <int D, int F>
 inline void arrange_queries(thread const attend_task &task, thread const key_part &keys, uint first)
 {
-    const uint pass = uint(MATRIX_PASS(D)), n = uint(D / 16);
+    const uint pass = uint(MATRIX_PASS(D, F)), n = uint(D / 16);
     uint begin = first / 8u, end = min((first + pass + 7u) / 8u, uint(F));
     for (uint number = begin * n + task.simdgroup; number < end * n; number += task.n_simdgroups) {
         float x[4];
@@ -157,9 +164,13 @@ inline void arrange_queries(thread const attend_task &task, thread const key_par
             uint value = query_value<D>(keys.format, s + uint(i / 2), TQKV_RIGHT_ROW(task.lane, i % 2));
             if (pass < 8u) own = own && c >= first && c < first + pass;
             uint row = pass < 8u ? min(c - first, pass - 1u) : c - first; // a load under a condition stays in its loop
-            x[i] = task.weights[row * uint(D) + value];
+            x[i] = task.weights[staged_value(row, uint(D), value)];
         }
-        if (own) *query_at(keys, number, task.lane) = right_of(x[0], x[1], x[2], x[3], false);
+        right_pair right = right_of(x[0], x[1], x[2], x[3], false);
+        if (own && TQKV_STORED_RIGHTS)
+            store_right(query_at(keys, number, 0u), task.lane, right);
+        else if (own)
+            *query_at(keys, number, task.lane) = right;
     }
 }
 
@@ -168,12 +179,13 @@ template <int D, int F>
 inline void load_matrix_queries(constant tqkv__attend_args &args, thread const attend_task &task,
                                 thread const key_part &keys, column_memory memory)
 {
-    for (uint first = 0; first < columns; first += uint(MATRIX_PASS(D))) {
+    for (uint first = 0; first < columns; first += uint(MATRIX_PASS(D, F))) {
         if (first != 0) threadgroup_barrier(mem_flags::mem_threadgroup);
-        load_query_rows<D>(args, task, keys, first, memory);
+        load_query_rows<D, F>(args, task, keys, first, memory);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         arrange_queries<D, F>(task, keys, first);
     }
+    publish_rights();
 }
 
 // ---- Scores of one tile ----
@@ -199,7 +211,8 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
 }
 
 // Chunks that a lane loads before it uses the first of them: two, or one where the sums leave no registers for more.
-#define MATRIX_KEY_BATCH(D, W, F) ((F) > 2 || (D) / (4 * MATRIX_KEY_VALUES(D, W)) % 2 != 0 ? 1 : 2)
+#define MATRIX_KEY_BATCH(D, W, F)                                                                                      \
+    (((F) > 2 && !TQKV_STORED_RIGHTS) || (D) / (4 * MATRIX_KEY_VALUES(D, W)) % 2 != 0 ? 1 : 2)
 
 template <int D, int W, int F>
 struct key_batch {
@@ -242,6 +255,12 @@ inline void multiply_chunk(thread const attend_task &task, thread const key_part
     for (int i = 0; i < N; i += 4) {
         left_block left[2];
         right_pair right[F];
+        if (TQKV_STORED_RIGHTS) {
+            decode_keys<D, W, F>(part.format, keys, i, book, left);
+            multiply_stored<2, F>(left, query_at(part, chunk * uint(N / 4) + uint(i / 4), 0u), uint(D / 16), task.lane,
+                                  false, exact, has_pairs(part.format), score);
+            continue;
+        }
         TQKV_UNROLL
         for (int f = 0; f < F; f++)
             right[f] = *query_at(part, uint(f * D / 16) + chunk * uint(N / 4) + uint(i / 4), task.lane);
@@ -250,16 +269,26 @@ inline void multiply_chunk(thread const attend_task &task, thread const key_part
     }
 }
 
-// At the end of a block: total += scale * score, and score starts again.
-template <int D, int F>
-inline void add_key_block(constant tqkv__attend_args &args, thread const attend_task &task, thread const key_part &part,
-                          uint base, uint block, thread sum_matrix (&score)[4][F], thread sum_matrix (&total)[4][F])
+// Norms of a block in the lane's rows, where a row has several. They are loaded before the block is multiplied.
+template <int D>
+inline void load_key_norms(constant tqkv__attend_args &args, thread const attend_task &task,
+                           thread const key_part &part, uint base, uint block, thread float (&norms)[4])
 {
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint slot = key_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
-        float scale =
-            one_norm<D>(part.format) ? 1.0f : stored_scale<D>(part.format, part.rows, slot, block, part.block_scale);
+        norms[p] = one_norm<D>(part.format) ? 1.0f : stored_norm<D>(part.format, part.rows, slot, block);
+    }
+}
+
+// At the end of a block: total += scale * score, and score starts again.
+template <int D, int F>
+inline void add_key_block(thread const key_part &part, thread const float (&norms)[4], thread sum_matrix (&score)[4][F],
+                          thread sum_matrix (&total)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        float scale = one_norm<D>(part.format) ? 1.0f : code_scale<D>(part.format, norms[p], part.block_scale);
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
             TQKV_UNROLL
@@ -280,19 +309,27 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
     const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W, F);
     // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk.
     const bool in_one = one_norm<D>(part.format) && D <= 128;
-    const uint block_chunks = one_norm<D>(part.format) ? 1u : norm_block<D>(part.format) / uint(4 * N);
+    const uint parts = TQKV_STORED_RIGHTS && D % 128 == 0 ? uint(128 / (4 * N)) : 1u;
+    const uint block_chunks = one_norm<D>(part.format) ? parts : norm_block<D>(part.format) / uint(4 * N);
     sum_matrix total[4][F];
+    float norms[4];
     clear_scores<F>(score);
     if (!in_one) clear_scores<F>(total);
     TQKV_UNROLL
     for (int j = 0; j < chunks; j++) {
+        if (!in_one && uint(j) % block_chunks == 0)
+            load_key_norms<D>(args, task, part, base, uint(j) / block_chunks, norms);
         multiply_chunk<D, W, F>(task, part, uint(j), keys.chunks[j % B], book, score);
         load_key_chunk<D, W>(args, task, part, j + B < chunks ? base : next_base, uint((j + B) % chunks),
                              keys.chunks[j % B]);
-        if (!in_one && uint(j + 1) % block_chunks == 0)
-            add_key_block<D, F>(args, task, part, base, uint(j) / block_chunks, score, total);
+        if (in_one || uint(j + 1) % block_chunks != 0) continue;
+        finish_products<F>(score, 4);
+        add_key_block<D, F>(part, norms, score, total);
     }
-    if (in_one) return;
+    if (in_one) {
+        finish_products<F>(score, 4);
+        return;
+    }
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL

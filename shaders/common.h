@@ -43,6 +43,11 @@ using namespace metal;
 #define TQKV_UNROLL_VALUES(W, sums)
 #endif
 
+// Floats of partial results that a lane of attend_merge loads at a time.
+#ifndef TQKV_MERGE_FLOATS
+#define TQKV_MERGE_FLOATS 32
+#endif
+
 // A kernel's call of its long function. The CUDA shim repeats the call under conditions, of which one is true: it says why.
 #ifndef TQKV_LONG_CALL
 #define TQKV_LONG_CALL(...) __VA_ARGS__

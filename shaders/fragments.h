@@ -8,6 +8,9 @@
 
 // A shim for hardware without products of floats defines these itself: sums, factors, where elements of a right one lie,
 // and whether both codes of a byte are looked up at once.
+#ifndef TQKV_STORED_RIGHTS
+#define TQKV_STORED_RIGHTS false
+#endif
 #ifndef TQKV_SHIM_FACTORS
 #define TQKV_SHIM_PAIRS false
 
@@ -119,6 +122,27 @@ inline void multiply(thread const left_block (&left)[G], thread const right_pair
                          i == 0 ? right[f].y : right[f].w, sums[row][f]);
         }
     }
+}
+
+// Right factors in threadgroup memory, a pair of them in 32 right_pairs: where TQKV_STORED_RIGHTS, a shim multiplies by them
+// there. publish_rights comes before the barrier. Those of neighbouring columns lie `step` pairs of factors apart. The sums
+// are ready after finish_products.
+inline void store_right(threadgroup right_pair *to, uint lane, right_pair x) { to[lane] = x; }
+inline void publish_rights() {}
+
+template <int G, int F>
+inline void multiply_stored(thread const left_block (&left)[G], threadgroup const right_pair *right, uint step,
+                            uint lane, bool wide, bool exact, bool pairs, thread sum_matrix (*sums)[F])
+{
+    right_pair own[F];
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) own[f] = right[uint(f) * step * 32u + lane];
+    multiply<G, F>(left, own, wide, exact, pairs, sums);
+}
+
+template <int F>
+inline void finish_products(thread sum_matrix (*)[F], int)
+{
 }
 #endif
 

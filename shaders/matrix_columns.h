@@ -14,7 +14,9 @@
 #define MATRIX_POWER_OF_TWO(n) ((n) & -(n)) // the largest that divides n
 #define MATRIX_VALUES(n, W)    (MATRIX_POWER_OF_TWO(n) < 128 / (W) ? MATRIX_POWER_OF_TWO(n) : 128 / (W))
 // A row of keys: chunks of 4*N values. Lanes with the elements of column 2t of a left factor have values t*N .. of each.
-#define MATRIX_KEY_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 4, W)
+// With stored right factors two short chunks are loaded ahead, not a long one.
+#define MATRIX_WHOLE_KEY(D, W)  MATRIX_VALUES(MATRIX_BLOCK(D, W) / 4, W)
+#define MATRIX_KEY_VALUES(D, W) (TQKV_STORED_RIGHTS ? MATRIX_WHOLE_KEY(D, W) / 2 : MATRIX_WHOLE_KEY(D, W))
 // A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each. Where simdgroups share a row,
 // chunks are not longer than their parts.
 #define MATRIX_WHOLE_OUT(D, W)  MATRIX_VALUES(MATRIX_BLOCK(D, W) / 8, W)
@@ -176,10 +178,11 @@ inline void store_four(thread const float *x, device float *to)
 }
 
 // x = factor * x + other * y
-inline void add_four(float factor, thread float *x, float other, thread const float *y)
+template <int M>
+inline void add_floats(float factor, thread float *x, float other, thread const float *y)
 {
     TQKV_UNROLL
-    for (int i = 0; i < 4; i++) x[i] = fma(other, y[i], factor * x[i]);
+    for (int i = 0; i < M; i++) x[i] = fma(other, y[i], factor * x[i]);
 }
 
 // Four neighbouring values of a column.
@@ -225,11 +228,11 @@ inline void combine_four(thread const attend_task &task, uint D, column_memory m
         sum[2] = fma(part, four.z, sum[2]);
         sum[3] = fma(part, four.w, sum[3]);
     }
-    add_four(shares.x, own.kept, shares.y, sum);
+    add_floats<4>(shares.x, own.kept, shares.y, sum);
     store_four(own.kept, own.to + how.section);
     if (!how.to_total) return;
     if (!how.copy_to_total) load_floats<4>(own.to, total);
-    add_four(shares.z, total, shares.w, own.kept);
+    add_floats<4>(shares.z, total, shares.w, own.kept);
     store_four(total, own.to);
 }
 

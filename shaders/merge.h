@@ -64,8 +64,8 @@ inline void add_sums(float maximum, float sum, thread const float *out, thread r
     for (int i = 0; i < MERGE_VALUES(D); i++) row.out[i] = fma(both.added, out[i], both.kept * row.out[i]);
 }
 
-// Partial results that a simdgroup loads at a time: several loads are under way, in at most 32 registers.
-#define MERGE_BATCH(D) (MERGE_VALUES(D) <= 4 ? 8 : 32 / MERGE_VALUES(D))
+// Partial results that a simdgroup loads at a time: several loads are under way.
+#define MERGE_BATCH(D) (MERGE_VALUES(D) <= TQKV_MERGE_FLOATS / 8 ? 8 : TQKV_MERGE_FLOATS / MERGE_VALUES(D))
 
 // The partial results of a section, [first, end). part: parts of the context before theirs, each with a row of shifts
 struct section_range {

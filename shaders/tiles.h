@@ -38,7 +38,7 @@ inline uint existing_row(constant tqkv__attend_args &args, uint r)
 inline uint value_slot_of(constant tqkv__attend_args &args, uint slot)
 {
     if (same_slots || paged) return slot;
-    int at = args.value_oldest_slot + max(min(position_of_slot(args, slot), args.kv_len - 1), 0);
+    int at = args.value_oldest_slot + max(min(position_of_slot(args, slot), args.slice_end - 1), 0);
     return uint(at < args.value_capacity ? at : at - args.value_capacity);
 }
 

@@ -739,7 +739,7 @@ latent_memory make_latent_memory(const latent &l)
     const int kernel = opt.kernel ? opt.kernel : GPU_MATRICES;
     const int columns = kernel == GPU_LANES ? GPU_MOST : opt.columns ? opt.columns : MATRIX_ROWS;
     const int tiles = (l.rows.capacity + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
-    if (!opt.planned) m.split = {columns, 4, 0, 0, kernel};
+    if (!opt.planned) m.split = {columns, 8, 0, 0, kernel};
     plan_latent(l, m, d);
     const gpu_dispatch planned = gpu_planned(d[0]);
     int per_processor = 1, processors = 132;

@@ -65,8 +65,17 @@ static size_t table_bytes(const device_dispatch &d, bool values_too)
     return TQKV__TABLE_BYTES + (size_t)values * sizeof(float) + (pairs ? PAIR_BYTES : 0);
 }
 
+// The shim's weights of long rows, behind those that every machine has: one set for each norm of a row.
+static size_t more_weights(const device_dispatch &d)
+{
+    const int format = (int)d.constants[TQKV_FC_VALUE_FORMAT], columns = (int)d.constants[TQKV_FC_COLUMNS];
+    const bool sets = strstr(d.kernel, "attend_matrix_d512") && TQKV__KIND(format) == TQKV__BOOK;
+    return sets ? TQKV__LONG_WEIGHT_BYTES(TQKV__MATRICES(columns)) : 0;
+}
+
 static size_t memory_bytes(const device_dispatch &d, int i)
 {
+    if (i == 1) return aligned(d.threadgroup_bytes[1] + more_weights(d));
     const bool attend = strstr(d.kernel, "attend_matrix"), index = strstr(d.kernel, "index_scores");
     return aligned(i == 0 && (attend || index) ? table_bytes(d, attend) : d.threadgroup_bytes[i]);
 }

@@ -114,9 +114,9 @@ def latent_ways():
                 return functional.scaled_dot_product_attention(q, k, k[..., :512])
         return call
 
-    ways = {"products": products}
+    ways = {"products": products, "compiled products": torch.compile(products)}
     ways.update({b.name: fused(b) for b in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION,
-                                            SDPBackend.EFFICIENT_ATTENTION)})
+                                            SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)})
     return ways
 
 
@@ -129,6 +129,7 @@ def time_latent(times):
         for name, way in latent_ways().items():
             try:
                 found.append((time_calls([lambda k=k, way=way: way(q, k) for k in caches * 2]), name))
+                print(f"torch/bf16/latent/h64/{positions} {name} {found[-1][0]:.2f}", flush=True)
             except Exception:  # not every backend accepts every shape
                 torch.cuda.synchronize()
         best = min(found)

@@ -2,6 +2,7 @@
 // double-precision reference, the processor's slices, and the bits of the whole call.
 #include "shader_cases.h"
 #include <algorithm>
+#include <deque>
 #include <math.h>
 
 namespace
@@ -96,7 +97,7 @@ void run_random(const void *parameters)
 struct bits_row {
     attend_row problem;
     gpu_split split;
-    std::vector<int> *cuts; // the last is the end
+    const std::vector<int> *cuts; // the last is the end
 };
 
 void run_bits(const void *parameters)
@@ -120,7 +121,9 @@ void run_bits(const void *parameters)
 
 void add_bits(const char *name, const attend_row &problem, gpu_split split, const std::vector<int> &cuts)
 {
-    bits_row row = {problem, split, new std::vector<int>(cuts)}; // for as long as the program
+    static std::deque<std::vector<int>> kept; // for as long as the program
+    kept.push_back(cuts);
+    bits_row row = {problem, split, &kept.back()};
     row.problem.bits_alone = true;
     test_add(run_bits, &row, sizeof row, "slice/bits/%s", name);
 }
