@@ -5365,7 +5365,8 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,   TQKV__LANES,        {TQK
      round_codes, store_words   floats to integers, lanes to the 16 bits in which products find them
      load_row, repeat           those of a vector of dimensions, those of TQKV__PRODUCTS positions in each lane
      transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has TQKV__PRODUCTS integers
-     TQKV__PACKED_ROWS          0, or the rows up to which codes are multiplied as they are stored, with load_part and dot_bytes */
+     TQKV__PACKED_ROWS          0, or the rows up to which codes without upper bits are not stored as bytes first: with
+                                widen, half of the bytes as words, and interleave_bytes, or load_part and dot_bytes    */
 #ifdef TQKV__INTEGER_LANES
 
 #define TQKV__VECTOR TQKV__(vector)
@@ -5440,9 +5441,11 @@ static const TQKV__I(decoder) TQKV__I(decoders)[] = {NULL, TQKV__FORMATS(TQKV__D
 
 /* Where products find the integers of positions. */
 typedef struct TQKV__I(source) {
+    tqkv_format format; /* TQKV_I8: bytes, else codes for the loops that look them up */
     const int8_t *codes;
     size_t stride;   /* of positions */
     ptrdiff_t ahead; /* to those of the next tile, if they are read in place */
+    const int8_t *centroids;
 } TQKV__I(source);
 
 /* Copies dim integers of a row, and zeros behind them; to: [padded]. Sizes that the compiler knows take no calls. */
@@ -5452,17 +5455,18 @@ TQKV__OP void TQKV__I(copy_integers)(const uint8_t *row, int dim, int padded, in
     for (int d = dim; d < padded; d += 16) memset(to + d, 0, 16);
 }
 
-/* The integers [first, first + dim) of `n` slots from that of the run's position j on. I8 stays where it is, if it can.
-   room: [n rounded up to slices][TQKV__PADDED(dim)] */
+/* The integers [first, first + dim) of `n` slots from that of the run's position j on, for n_rows rows. What can be read in place stays there: I8, and codes that few rows look up. room: [n rounded up to slices][TQKV__PADDED(dim)] */
 TQKV__TARGET static TQKV__I(source) TQKV__I(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                           int j, int n, int first, int dim, int8_t *room)
+                                                           int j, int n, int first, int dim, int n_rows, int8_t *room)
 {
     const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot + j);
     const ptrdiff_t ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
     const int padded = TQKV__PADDED(dim), rows = (n + TQKV__SLICE - 1) / TQKV__SLICE * TQKV__SLICE;
-    const TQKV__I(source) in_place = {(const int8_t *)row + first, s->row_bytes, ahead};
-    const TQKV__I(source) decoded = {room, (size_t)padded, 0};
-    if (s->kind == TQKV__GRID && n == rows) return in_place;
+    const bool looked_up = s->main_bits < 8 && !s->upper_bits && n_rows <= TQKV__PACKED_ROWS;
+    const TQKV__I(source)
+        in_place = {s->format, (const int8_t *)(row + first * s->main_bits / 8), s->row_bytes, ahead, s->centroids};
+    const TQKV__I(source) decoded = {TQKV_I8, room, (size_t)padded, 0, NULL};
+    if ((s->kind == TQKV__GRID || looked_up) && n == rows) return in_place;
     for (int i = 0; i < n; i += TQKV__SLICE, row += TQKV__SLICE * s->row_bytes) {
         const int now = n - i < TQKV__SLICE ? n - i : TQKV__SLICE;
         int8_t *to = room + i * padded;
@@ -5522,27 +5526,50 @@ typedef struct TQKV__I(product) {
     bool add;             /* to the scores */
 } TQKV__I(product);
 
-/* fours[row]: the products of four positions with a row, summed over the lanes. rows: a constant */
-TQKV__OP void TQKV__I(score_four)(const int rows, const TQKV__I(product) * p, const int8_t *codes,
-                                  TQKV__(codes) * fours, int distance)
+/* Words of four positions from d on, half `half` of the bytes that were looked up; format: of the source */
+TQKV__OP void TQKV__I(open_four)(const tqkv_format format, const TQKV__(codes) * bytes, const int half,
+                                 const int8_t *codes, size_t stride, int left, TQKV__(codes) * x)
 {
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        if (format == TQKV_I8) x[i] = TQKV__I(open)(codes + (size_t)i * stride, left);
+#if TQKV__PACKED_ROWS
+        if (format != TQKV_I8) x[i] = TQKV__I(widen)(bytes[i], half);
+#endif
+    }
+    (void)bytes, (void)half, (void)left;
+}
+
+/* fours[row]: the products of four positions with a row, summed over the lanes. format, rows: constants */
+TQKV__OP void TQKV__I(score_four)(const tqkv_format format, const int rows, const TQKV__I(product) * p,
+                                  const TQKV__(codes) * books, const int8_t *codes, TQKV__(codes) * fours, int distance)
+{
+    const int halves = format == TQKV_I8 ? 1 : 2, step = halves * TQKV__WORDS;
+    const int16_t *q = p->rows;
     const size_t stride = p->at.stride;
     TQKV__I(sum) sums[TQKV__PRODUCT_ROWS][4];
-    TQKV__(codes) x[4];
+    TQKV__(codes) bytes[4], x[4];
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__I(no_sum)();
-    for (int d = 0; d < p->dim; d += TQKV__WORDS) {
+    for (int d = 0; d < p->dim; d += step) {
+        const int8_t *at = codes + d * TQKV__MAIN_BITS(format) / 8;
+        const int left = p->dim - d;
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
-            const int8_t *at = codes + (size_t)i * stride + d;
-            if (d % 64 == 0) tqkv__prefetch(TQKV__L2, (const uint8_t *)at + p->at.ahead, 1);
-            x[i] = TQKV__I(open)(at, p->dim - d);
+            const uint8_t *row = (const uint8_t *)at + (size_t)i * stride;
+            if (d * TQKV__MAIN_BITS(format) / 8 % 64 == 0) tqkv__prefetch(TQKV__L2, row + p->at.ahead, 1);
+            if (format != TQKV_I8) bytes[i] = TQKV__S(look_up)(format, books, left, row, row);
         }
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            const TQKV__I(row) y = TQKV__I(load_row)(p->rows + 2 * r * p->row_floats + d);
+        for (int half = 0; half < halves; half++, q += TQKV__WORDS) {
+            if (half && left <= TQKV__WORDS) break;
+            TQKV__I(open_four)(format, bytes, half, at, stride, left, x);
             TQKV__UNROLL
-            for (int i = 0; i < 4; i++) sums[r][i] = TQKV__I(dot)(sums[r][i], x[i], y);
+            for (int r = 0; r < rows; r++) {
+                const TQKV__I(row) y = TQKV__I(load_row)(q + 2 * r * p->row_floats);
+                TQKV__UNROLL
+                for (int i = 0; i < 4; i++) sums[r][i] = TQKV__I(dot)(sums[r][i], x[i], y);
+            }
         }
     }
     TQKV__UNROLL
@@ -5563,13 +5590,15 @@ TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV
 }
 
 /* results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row, LANES positions at a time */
-TQKV__OP void TQKV__I(score_rows_of)(const int rows, const TQKV__I(product) * p)
+TQKV__OP void TQKV__I(score_rows_of)(const tqkv_format format, const int rows, const TQKV__I(product) * p)
 {
+    TQKV__(codes) books[4];
+    if (format != TQKV_I8) TQKV__S(load_books)(TQKV__BOOK_BITS(format), p->at.centroids, books);
     for (int j = 0; j < p->n; j += TQKV__INTEGER_LANES) {
         TQKV__(codes) fours[TQKV__PRODUCT_ROWS * TQKV__INTEGER_LANES / 4];
         for (int i = 0; i < TQKV__INTEGER_LANES / 4; i++) {
             const int8_t *codes = p->at.codes + (size_t)(j + 4 * i) * p->at.stride;
-            TQKV__I(score_four)(rows, p, codes, fours + i, TQKV__INTEGER_LANES / 4);
+            TQKV__I(score_four)(format, rows, p, books, codes, fours + i, TQKV__INTEGER_LANES / 4);
         }
         TQKV__UNROLL
         for (int r = 0; r < rows; r++)
@@ -5585,16 +5614,37 @@ TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
     p->results += rows * p->result_floats;
 }
 
+#if TQKV__PACKED_ROWS
+/* As score_integers, for codes that are looked up. */
+TQKV__TARGET static void TQKV__I(score_looked_up)(const TQKV__I(product) * p, int n_rows)
+{
+    if (p->at.format == TQKV_TQ4 && n_rows == 1)
+        TQKV__I(score_rows_of)(TQKV_TQ4, 1, p);
+    else if (p->at.format == TQKV_TQ4)
+        TQKV__I(score_rows_of)(TQKV_TQ4, 2, p);
+    else if (n_rows == 1)
+        TQKV__I(score_rows_of)(TQKV_TQ2, 1, p);
+    else
+        TQKV__I(score_rows_of)(TQKV_TQ2, 2, p);
+}
+#endif
+
 TQKV__TARGET static void TQKV__I(score_integers)(TQKV__I(product) p, int n_rows)
 {
+#if TQKV__PACKED_ROWS
+    if (p.at.format != TQKV_I8) {
+        TQKV__I(score_looked_up)(&p, n_rows);
+        return;
+    }
+#endif
     for (int left = n_rows, now; left > 0; left -= now) {
         now = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
         if (now == 1)
-            TQKV__I(score_rows_of)(1, &p);
+            TQKV__I(score_rows_of)(TQKV_I8, 1, &p);
         else if (now == 2)
-            TQKV__I(score_rows_of)(2, &p);
+            TQKV__I(score_rows_of)(TQKV_I8, 2, &p);
         else
-            TQKV__I(score_rows_of)(TQKV__PRODUCT_ROWS, &p);
+            TQKV__I(score_rows_of)(TQKV_I8, TQKV__PRODUCT_ROWS, &p);
         TQKV__I(advance)(&p, now);
     }
 }
@@ -5653,54 +5703,41 @@ TQKV__TARGET static void TQKV__I(score_lanes)(TQKV__I(product) p, int n_rows)
 }
 
 #if TQKV__PACKED_ROWS
-/* -- Few rows: codes are multiplied as bytes, in the order in which they are stored, and an integer is 256 times its high byte plus
-   its low one, both signed. A part is the codes at one place of each byte: two for fields of 4 bits, four for 2.
-   Codes are c + 128, because the products want one factor unsigned; sums begin with -128 times that of the other. -- */
+/* -- Few rows: fields of 4 bits are multiplied as bytes, in the order in which they are stored, and an integer is 256 times its
+   high byte plus its low one, both signed. Part 0 is the lower code of each byte, part 1 the upper one. Codes are c + 128,
+   because the products want one factor unsigned; sums begin with -128 times that of the other. -- */
 
-/* The bytes of a vector that a position has, and the dimensions in their parts. */
-#define TQKV__PART_BYTES(format)   (TQKV__MAIN_BITS(format) == 2 ? TQKV__BYTES / 2 : TQKV__BYTES)
-#define TQKV__PARTS(format)        (8 / TQKV__MAIN_BITS(format))
-#define TQKV__CHUNK_VALUES(format) (TQKV__PART_BYTES(format) * TQKV__PARTS(format))
+/* Dimensions in both parts of a vector of codes */
+#define TQKV__CHUNK (2 * TQKV__BYTES)
 
-/* TQ4 and TQ2 with one and two rows, other codebooks in fields with one; see TQKV__BY_PARTS */
+/* TQ4 with one and two rows, TQ5 and TQ6 with one. 64 dimensions fill half a vector, and gain nothing. */
 static bool TQKV__I(is_packed)(const tqkv__stream *s, int n, int n_rows)
 {
-    return n_rows <= (s->upper_bits ? 1 : TQKV__PACKED_ROWS) && n % TQKV__SLICE == 0 && s->main_bits < 8;
+    return n_rows <= (s->upper_bits ? 1 : TQKV__PACKED_ROWS) && n % TQKV__SLICE == 0 && s->main_bits == 4 &&
+           s->block_dim > TQKV__BYTES;
 }
 
 /* The integers of a row of queries by parts, their high bytes and their low ones; starts: the first sums of both */
 typedef struct TQKV__I(digits) {
-    int8_t parts[2 * TQKV__BLOCK / TQKV__BYTES][2][TQKV__BYTES];
+    int8_t parts[TQKV__BLOCK / TQKV__BYTES][2][TQKV__BYTES];
     TQKV__(codes) starts[2];
 } TQKV__I(digits);
 
-/* format: a constant */
-TQKV__OP void TQKV__I(open_digits)(const tqkv_format format, const int16_t *words, int dim, TQKV__I(digits) * to)
+TQKV__OP void TQKV__I(open_digits)(const int16_t *words, int dim, TQKV__I(digits) * to)
 {
-    const int parts = TQKV__PARTS(format);
     to->starts[0] = to->starts[1] = TQKV__I(no_sum)();
-    for (int d = 0, at = 0; d < dim; d += TQKV__CHUNK_VALUES(format)) {
-        TQKV__(codes) bytes[2][2];
-        TQKV__I(split)(words + d, dim - d, bytes[0]);
-        TQKV__I(split)(words + d + TQKV__BYTES, dim - d - TQKV__BYTES, bytes[1]);
-        TQKV__UNROLL
-        for (int part = 0; part < parts; part++, at++) {
+    for (int d = 0; d < dim; d += TQKV__CHUNK)
+        for (int part = 0; part < 2; part++) {
+            TQKV__(codes) a[2], b[2];
+            TQKV__I(split)(words + d, dim - d, a);
+            TQKV__I(split)(words + d + TQKV__BYTES, dim - d - TQKV__BYTES, b);
             TQKV__UNROLL
             for (int i = 0; i < 2; i++) {
-                const TQKV__(codes) x = TQKV__I(part_of)(format, part, bytes[0][i], bytes[1][i]);
-                memcpy(to->parts[at][i], &x, sizeof x);
+                const TQKV__(codes) x = TQKV__I(part_of)(part, a[i], b[i]);
+                memcpy(to->parts[d / TQKV__BYTES + part][i], &x, sizeof x);
                 to->starts[i] = TQKV__I(less_bytes)(to->starts[i], x);
             }
         }
-    }
-}
-
-/* A part of a position, or of two that are `apart` bytes apart; left: dimensions from the chunk on */
-TQKV__OP TQKV__(codes) TQKV__I(load_chunk)(const tqkv_format format, const int part, TQKV__(codes) book, int left,
-                                           const uint8_t *p, const uint8_t *upper, size_t apart)
-{
-    const int most = TQKV__CHUNK_VALUES(format);
-    return TQKV__I(load_part)(format, part, book, left < most ? left : most, p, upper, apart);
 }
 
 /* The scores of 16 positions with one or two rows. p->at: not used */
@@ -5708,36 +5745,31 @@ TQKV__OP void TQKV__I(score_packed_16)(const tqkv_format format, const int rows,
                                        const TQKV__I(digits) * digits, TQKV__(codes) book, const uint8_t *row,
                                        const uint8_t *upper, size_t stride, ptrdiff_t ahead, int j)
 {
-    const int pairs = TQKV__MAIN_BITS(format) == 2, parts = TQKV__PARTS(format);
-    const int fours = pairs ? 2 : 4; /* vectors of four positions, or of eight */
     TQKV__(codes) sums[2][4];
-    for (int four = 0; four < fours; four++) {
+    for (int four = 0; four < 4; four++, row += 4 * stride, upper += 4 * stride) {
         TQKV__(codes) high[2][4], low[2][4];
-        const size_t first = (size_t)(four * 4 * (1 + pairs)) * stride;
         TQKV__UNROLL
         for (int i = 0; i < 4 * rows; i++) {
             high[i / 4][i % 4] = digits[i / 4].starts[0];
             low[i / 4][i % 4] = digits[i / 4].starts[1];
         }
-        for (int d = 0, at = 0; d < p->dim; d += TQKV__CHUNK_VALUES(format), at += TQKV__PARTS(format)) {
-            const uint8_t *main_at = row + first + d * TQKV__MAIN_BITS(format) / 8;
-            const uint8_t *upper_at = upper + first + d * TQKV__UPPER_BITS(format) / 8;
+        for (int d = 0; d < p->dim; d += TQKV__CHUNK) {
+            const uint8_t *main_at = row + d / 2, *upper_at = upper + d * TQKV__UPPER_BITS(format) / 8;
             TQKV__UNROLL
-            for (int i = 0; i < 4 * (1 + pairs); i++) {
+            for (int i = 0; i < 4; i++) {
                 tqkv__prefetch(TQKV__L2, main_at + (ptrdiff_t)((size_t)i * stride) + ahead, 1);
-                if (TQKV__UPPER_BITS(format) && !pairs)
+                if (TQKV__UPPER_BITS(format))
                     tqkv__prefetch(TQKV__L2, upper_at + (ptrdiff_t)((size_t)i * stride) + ahead, 1);
             }
             TQKV__UNROLL
-            for (int part = 0; part < parts; part++) {
+            for (int part = 0; part < 2; part++) {
                 TQKV__UNROLL
                 for (int i = 0; i < 4; i++) {
-                    const TQKV__(codes) x =
-                        TQKV__I(load_chunk)(format, part, book, p->dim - d, main_at + (size_t)i * stride,
-                                            upper_at + (size_t)i * stride, 4 * stride);
+                    const TQKV__(codes) x = TQKV__I(load_part)(
+                        format, part, book, p->dim - d, main_at + (size_t)i * stride, upper_at + (size_t)i * stride);
                     TQKV__UNROLL
                     for (int r = 0; r < rows; r++) {
-                        const int8_t(*y)[TQKV__BYTES] = digits[r].parts[at + part];
+                        const int8_t(*y)[TQKV__BYTES] = digits[r].parts[d / TQKV__BYTES + part];
                         high[r][i] = TQKV__I(dot_bytes)(high[r][i], x, TQKV__I(load_codes)(y[0]));
                         low[r][i] = TQKV__I(dot_bytes)(low[r][i], x, TQKV__I(load_codes)(y[1]));
                     }
@@ -5752,8 +5784,7 @@ TQKV__OP void TQKV__I(score_packed_16)(const tqkv_format format, const int rows,
         }
     }
     TQKV__UNROLL
-    for (int r = 0; r < rows; r++) TQKV__I(add_scores)
-    (p, r, j, pairs ? TQKV__I(sum_pairs_across)(sums[r]) : TQKV__S(sum_codes_across)(sums[r]));
+    for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_codes_across)(sums[r]));
 }
 
 TQKV__OP void TQKV__I(score_packed_as)(const tqkv_format format, const int rows, const TQKV__I(product) * p,
@@ -5761,21 +5792,18 @@ TQKV__OP void TQKV__I(score_packed_as)(const tqkv_format format, const int rows,
 {
     TQKV__I(digits) digits[2];
     const TQKV__(codes) book = TQKV__I(load_book)(s->centroids);
-    const uint8_t *upper = row + (s->head_dim * TQKV__MAIN_BITS(format) + first * TQKV__UPPER_BITS(format)) / 8;
-    row += first * TQKV__MAIN_BITS(format) / 8;
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) TQKV__I(open_digits)(format, p->rows + 2 * r * p->row_floats, p->dim, &digits[r]);
+    const uint8_t *upper = row + s->head_dim / 2 + first * TQKV__UPPER_BITS(format) / 8;
+    row += first / 2;
+    for (int r = 0; r < rows; r++) TQKV__I(open_digits)(p->rows + 2 * r * p->row_floats, p->dim, &digits[r]);
     for (int j = 0; j < p->n; j += TQKV__SLICE) {
         const size_t at = (size_t)j * s->row_bytes;
         TQKV__I(score_packed_16)(format, rows, p, digits, book, row + at, upper + at, s->row_bytes, ahead, j);
     }
 }
 
-/* macro(format, rows): where bytes take less time than words, or than storing the bytes first (D=128, one core of a Zen 5: TQ4
-   0.81 to 0.84 of it, with one row TQ5 0.80, TQ6 0.83, TQ3 0.86, TQ2 0.93). */
-#define TQKV__BY_PARTS(macro)                                                                                          \
-    macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ2, 1) macro(TQKV_TQ2, 2) macro(TQKV_TQ3, 1) macro(TQKV_TQ5, 1)  \
-        macro(TQKV_TQ6, 1)
+/* macro(format, rows): where this takes less time than words, or than storing the bytes first (D=128, one core of a Zen 5: TQ4
+   0.78 of it, with one row TQ5 0.77, TQ6 0.68) */
+#define TQKV__BY_PARTS(macro) macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ6, 1)
 
 /* row: the codes of the first position, first: dimension, ahead: slots */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const TQKV__I(product) * p, const tqkv__stream *s,
@@ -5857,7 +5885,7 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
                 break;
             }
 #endif
-            p.at = TQKV__I(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, room);
+            p.at = TQKV__I(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, n_rows, room);
             if (lanes)
                 TQKV__I(score_lanes)(p, n_rows);
             else
@@ -5902,32 +5930,41 @@ TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const flo
 }
 
 /* TQKV__STEP dimensions of TQKV__PRODUCTS positions, interleaved; asks for those of the next tile. */
-TQKV__OP void TQKV__I(open_group)(const TQKV__I(source) * at, int j, int first, int left, TQKV__(codes) * x)
+TQKV__OP void TQKV__I(open_group)(const tqkv_format format, const TQKV__(codes) * books, const uint8_t *at,
+                                  size_t stride, ptrdiff_t ahead, int left, TQKV__(codes) * x)
 {
-    const int8_t *codes = at->codes + (size_t)j * at->stride + first;
     TQKV__UNROLL
-    for (int i = 0; i < TQKV__PRODUCTS; i++)
-        tqkv__prefetch(TQKV__L2, (const uint8_t *)codes + i * (ptrdiff_t)at->stride + at->ahead, 1);
-    TQKV__I(interleave)(codes, at->stride, left, x);
+    for (int i = 0; i < TQKV__PRODUCTS; i++) tqkv__prefetch(TQKV__L2, at + i * (ptrdiff_t)stride + ahead, 1);
+    if (format == TQKV_I8) TQKV__I(interleave)((const int8_t *)at, stride, left, x);
+#if TQKV__PACKED_ROWS
+    if (format != TQKV_I8) {
+        const TQKV__(codes) a = TQKV__S(look_up)(format, books, left, at, at);
+        const TQKV__(codes) b = TQKV__S(look_up)(format, books, left, at + stride, at + stride);
+        TQKV__I(interleave_bytes)(a, b, x);
+    }
+#endif
+    (void)books;
 }
 
 /* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for TQKV__STEP dimensions from `first` on.
-   ready: they are interleaved in tile. rows, ready: constants */
-TQKV__OP void TQKV__I(add_rows_of)(const int rows, const bool ready, const TQKV__I(product) * p, int first,
-                                   const int8_t *tile)
+   format: of the source; ready: it is interleaved in tile. format, rows, ready: constants */
+TQKV__OP void TQKV__I(add_rows_of)(const tqkv_format format, const int rows, const bool ready,
+                                   const TQKV__I(product) * p, int first, const int8_t *tile)
 {
     const int16_t *w = p->rows;
+    const int8_t *at = p->at.codes + first * TQKV__MAIN_BITS(format) / 8;
     TQKV__I(sum) sums[TQKV__PRODUCT_ROWS][4];
-    TQKV__(codes) x[4];
+    TQKV__(codes) x[4], books[4];
+    if (format != TQKV_I8) TQKV__S(load_books)(TQKV__BOOK_BITS(format), p->at.centroids, books);
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__I(no_sum)();
-    for (int j = 0; j < p->n; j += TQKV__PRODUCTS, w += TQKV__PRODUCTS) {
+    for (int j = 0; j < p->n; j += TQKV__PRODUCTS, w += TQKV__PRODUCTS, at += TQKV__PRODUCTS * p->at.stride) {
         if (ready) {
             TQKV__UNROLL
             for (int v = 0; v < 4; v++) x[v] = TQKV__I(load_codes)(tile + v * TQKV__BYTES);
             tile += 4 * TQKV__BYTES;
         } else {
-            TQKV__I(open_group)(&p->at, j, first, p->dim - first, x);
+            TQKV__I(open_group)(format, books, (const uint8_t *)at, p->at.stride, p->at.ahead, p->dim - first, x);
         }
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
@@ -5950,23 +5987,42 @@ TQKV__OP void TQKV__I(add_rows_of)(const int rows, const bool ready, const TQKV_
     }
 }
 
+#if TQKV__PACKED_ROWS
+/* As add_integers, for codes that are looked up. */
+TQKV__TARGET static void TQKV__I(add_looked_up)(const TQKV__I(product) * p, int n_rows)
+{
+    for (int d = 0; d < p->dim; d += TQKV__STEP) {
+        if (p->at.format == TQKV_TQ4 && n_rows == 1)
+            TQKV__I(add_rows_of)(TQKV_TQ4, 1, false, p, d, NULL);
+        else if (p->at.format == TQKV_TQ4)
+            TQKV__I(add_rows_of)(TQKV_TQ4, 2, false, p, d, NULL);
+        else if (n_rows == 1)
+            TQKV__I(add_rows_of)(TQKV_TQ2, 1, false, p, d, NULL);
+        else
+            TQKV__I(add_rows_of)(TQKV_TQ2, 2, false, p, d, NULL);
+    }
+}
+#endif
+
 /* The sums of all rows for TQKV__STEP dimensions from d on, whose positions they share interleaved. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int n_rows)
+TQKV__TARGET static void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int n_rows)
 {
     TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * 4 * TQKV__BYTES];
     for (int j = 0; j < p.n; j += TQKV__PRODUCTS) {
         TQKV__(codes) x[4];
-        TQKV__I(open_group)(&p.at, j, d, p.dim - d, x);
+        TQKV__I(open_group)
+        (TQKV_I8, NULL, (const uint8_t *)p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, p.at.ahead, p.dim - d,
+         x);
         memcpy(tile + j / TQKV__PRODUCTS * 4 * TQKV__BYTES, x, sizeof x);
     }
     for (int left = n_rows, rows; left > 0; left -= rows) {
         rows = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
         if (rows == 1)
-            TQKV__I(add_rows_of)(1, true, &p, d, tile);
+            TQKV__I(add_rows_of)(TQKV_I8, 1, true, &p, d, tile);
         else if (rows == 2)
-            TQKV__I(add_rows_of)(2, true, &p, d, tile);
+            TQKV__I(add_rows_of)(TQKV_I8, 2, true, &p, d, tile);
         else
-            TQKV__I(add_rows_of)(TQKV__PRODUCT_ROWS, true, &p, d, tile);
+            TQKV__I(add_rows_of)(TQKV_I8, TQKV__PRODUCT_ROWS, true, &p, d, tile);
         TQKV__I(advance)(&p, rows);
     }
 }
@@ -5974,11 +6030,17 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_interleaved)(TQKV__I(product
 /* Few rows interleave the positions for themselves. */
 TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n_rows)
 {
+#if TQKV__PACKED_ROWS
+    if (p->at.format != TQKV_I8) {
+        TQKV__I(add_looked_up)(p, n_rows);
+        return;
+    }
+#endif
     for (int d = 0; d < p->dim; d += TQKV__STEP) {
         if (n_rows == 1)
-            TQKV__I(add_rows_of)(1, false, p, d, NULL);
+            TQKV__I(add_rows_of)(TQKV_I8, 1, false, p, d, NULL);
         else if (n_rows == 2)
-            TQKV__I(add_rows_of)(2, false, p, d, NULL);
+            TQKV__I(add_rows_of)(TQKV_I8, 2, false, p, d, NULL);
         else
             TQKV__I(add_interleaved)(*p, d, n_rows);
     }
@@ -5991,28 +6053,26 @@ TQKV__OP void TQKV__I(sum_part)(const tqkv_format format, const int part, const 
                                 ptrdiff_t ahead, int left, int8_t (*weights)[2][TQKV__TILE], const int32_t *starts,
                                 TQKV__(codes) (*results)[4])
 {
-    const int pairs = TQKV__MAIN_BITS(format) == 2;
     TQKV__(codes) high[2][4], low[2][4];
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) {
         high[i / 4][i % 4] = TQKV__I(no_sum)();
         low[i / 4][i % 4] = TQKV__I(set_lanes)(starts[i / 4]);
     }
-    for (int j = 0; j < p->n; j += 4 * (1 + pairs)) {
+    for (int j = 0; j < p->n; j += 4) {
         TQKV__(codes) x[4];
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
             const size_t at = (size_t)(j + i) * stride;
             if (part == 0) tqkv__prefetch(TQKV__L2, row + at + ahead, 1);
-            if (part == 0 && pairs) tqkv__prefetch(TQKV__L2, row + at + 4 * stride + ahead, 1);
-            if (part == 0 && TQKV__UPPER_BITS(format) && !pairs) tqkv__prefetch(TQKV__L2, upper + at + ahead, 1);
-            x[i] = TQKV__I(load_chunk)(format, part, book, left, row + at, upper + at, 4 * stride);
+            if (part == 0 && TQKV__UPPER_BITS(format)) tqkv__prefetch(TQKV__L2, upper + at + ahead, 1);
+            x[i] = TQKV__I(load_part)(format, part, book, left, row + at, upper + at);
         }
         TQKV__I(interleave_four)(x);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
-            const TQKV__(codes) y = TQKV__I(repeat_four)(pairs, weights[r][0] + j);
-            const TQKV__(codes) z = TQKV__I(repeat_four)(pairs, weights[r][1] + j);
+            const TQKV__(codes) y = TQKV__I(repeat_four)(weights[r][0] + j);
+            const TQKV__(codes) z = TQKV__I(repeat_four)(weights[r][1] + j);
             TQKV__UNROLL
             for (int t = 0; t < 4; t++) {
                 high[r][t] = TQKV__I(dot_bytes)(high[r][t], x[t], y);
@@ -6031,32 +6091,25 @@ TQKV__OP void TQKV__I(sum_part)(const tqkv_format format, const int part, const 
 TQKV__OP void TQKV__I(add_packed_as)(const tqkv_format format, const int rows, const TQKV__I(product) * p,
                                      const tqkv__stream *s, const uint8_t *row, int first, ptrdiff_t ahead)
 {
-    const int parts = TQKV__PARTS(format), vectors = TQKV__CHUNK_VALUES(format) / TQKV__INTEGER_LANES;
     TQKV__ALIGNED int8_t weights[2][2][TQKV__TILE];
     int32_t starts[2];
     const TQKV__(codes) book = TQKV__I(load_book)(s->centroids);
-    const uint8_t *upper = row + (s->head_dim * TQKV__MAIN_BITS(format) + first * TQKV__UPPER_BITS(format)) / 8;
-    row += first * TQKV__MAIN_BITS(format) / 8;
+    const uint8_t *upper = row + s->head_dim / 2 + first * TQKV__UPPER_BITS(format) / 8;
+    row += first / 2;
     TQKV__UNROLL
-    for (int r = 0; r < rows; r++)
-        starts[r] = TQKV__I(split_weights)(p->rows + 2 * r * p->row_floats, weights[r]) /
-                    (TQKV__MAIN_BITS(format) == 2 ? 2 : 1);
-    for (int d = 0; d < p->dim; d += TQKV__CHUNK_VALUES(format)) {
-        TQKV__(codes) sums[4][2][4], x[8];
+    for (int r = 0; r < rows; r++) starts[r] = TQKV__I(split_weights)(p->rows + 2 * r * p->row_floats, weights[r]);
+    for (int d = 0; d < p->dim; d += TQKV__CHUNK) {
+        TQKV__(codes) sums[2][2][4], x[8];
         TQKV__UNROLL
-        for (int part = 0; part < parts; part++) {
-            const uint8_t *at = row + d * TQKV__MAIN_BITS(format) / 8,
-                          *upper_at = upper + d * TQKV__UPPER_BITS(format) / 8;
-            TQKV__I(sum_part)
-            (format, part, rows, p, book, at, upper_at, s->row_bytes, ahead, p->dim - d, weights, starts, sums[part]);
-        }
-        TQKV__UNROLL
+        for (int part = 0; part < 2; part++) TQKV__I(sum_part)
+        (format, part, rows, p, book, row + d / 2, upper + d * TQKV__UPPER_BITS(format) / 8, s->row_bytes, ahead,
+         p->dim - d, weights, starts, sums[part]);
         for (int r = 0; r < rows; r++) {
             float *to = p->results + r * p->result_floats + d;
             const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-            TQKV__I(order_parts)(parts, r, sums, x);
+            TQKV__I(order_parts)(sums[0][r], sums[1][r], x);
             TQKV__UNROLL
-            for (int i = 0; i < vectors; i++, to += TQKV__INTEGER_LANES)
+            for (int i = 0; i < 8; i++, to += TQKV__INTEGER_LANES)
                 if (d + i * TQKV__INTEGER_LANES < p->dim)
                     TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(x[i]), unit, TQKV__(load)(to)));
         }
@@ -6132,7 +6185,7 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
             continue;
         }
 #endif
-        p.at = TQKV__I(open_integers)(s, kv_head, run, 0, run->n, b * dim, dim, room);
+        p.at = TQKV__I(open_integers)(s, kv_head, run, 0, run->n, b * dim, dim, n_rows, room);
         TQKV__I(add_integers)(&p, n_rows);
     }
 }
@@ -6167,9 +6220,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__INTEGER_LANES
 #undef TQKV__PRODUCT_ROWS
 #undef TQKV__PACKED_ROWS
-#undef TQKV__PART_BYTES
-#undef TQKV__PARTS
-#undef TQKV__CHUNK_VALUES
+#undef TQKV__CHUNK
 #undef TQKV__BY_PARTS
 #undef TQKV__SCORE_PACKED
 #undef TQKV__ADD_PACKED
@@ -7458,6 +7509,15 @@ TQKV__OP __m512i tqkv__i_repeat_avx512(const int16_t *p)
     memcpy(&lane, p, sizeof lane);
     return _mm512_set1_epi32(lane);
 }
+/* Half h of vector v: dimensions 16 h + 8 v on, of v + 2 from 32 on */
+TQKV__OP void tqkv__i_interleave_bytes_avx512(__m512i a, __m512i b, __m512i *x)
+{
+    const __m512i low = _mm512_unpacklo_epi8(a, b), high = _mm512_unpackhi_epi8(a, b);
+    x[0] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(low));
+    x[1] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(high));
+    x[2] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(low, 1));
+    x[3] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(high, 1));
+}
 TQKV__OP void tqkv__i_transpose_avx512(const int8_t *p, size_t stride, __m512i *x)
 {
     __m512i rows[4]; /* quarter l of rows[i]: position 4 l + i */
@@ -7485,15 +7545,13 @@ TQKV__OP __m512i tqkv__i_load_left_avx512(const int8_t *p, int left)
     if (left >= 64) return _mm512_loadu_si512((const void *)p);
     return _mm512_maskz_loadu_epi8(((uint64_t)1 << left) - 1, (const void *)p);
 }
-/* Half h of vector v: dimensions 16 h + 8 v on, of v + 2 from 32 on */
 TQKV__OP void tqkv__i_interleave_avx512(const int8_t *p, size_t stride, int left, __m512i *x)
 {
-    const __m512i a = tqkv__i_load_left_avx512(p, left), b = tqkv__i_load_left_avx512(p + stride, left);
-    const __m512i low = _mm512_unpacklo_epi8(a, b), high = _mm512_unpackhi_epi8(a, b);
-    x[0] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(low));
-    x[1] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(high));
-    x[2] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(low, 1));
-    x[3] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(high, 1));
+    tqkv__i_interleave_bytes_avx512(tqkv__i_load_left_avx512(p, left), tqkv__i_load_left_avx512(p + stride, left), x);
+}
+TQKV__OP __m512i tqkv__i_widen_avx512(__m512i bytes, const int half)
+{
+    return _mm512_cvtepi8_epi16(half ? _mm512_extracti64x4_epi64(bytes, 1) : _mm512_castsi512_si256(bytes));
 }
 TQKV__OP void tqkv__i_natural_order_avx512(__m512i *x)
 {
@@ -7543,13 +7601,11 @@ TQKV__OP void tqkv__i_split_avx512(const int16_t *words, int n, __m512i *bytes)
     bytes[0] = _mm512_inserti64x4(_mm512_castsi256_si512(high), next, 1);
     bytes[1] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
 }
-/* Those of a part, from the bytes of all dimensions of a chunk; for two positions in both halves */
-TQKV__OP __m512i tqkv__i_part_of_avx512(const tqkv_format format, const int part, __m512i a, __m512i b)
+/* Those of a part, from the bytes of all dimensions of a chunk */
+TQKV__OP __m512i tqkv__i_part_of_avx512(int part, __m512i a, __m512i b)
 {
     TQKV__ALIGNED int8_t at[64];
-    const int parts = 8 / TQKV__MAIN_BITS(format);
-    TQKV__UNROLL
-    for (int i = 0; i < 64; i++) at[i] = (int8_t)((i * parts + part) % 128);
+    for (int i = 0; i < 64; i++) at[i] = (int8_t)(2 * i + part);
     return _mm512_permutex2var_epi8(a, _mm512_load_si512((const void *)at), b);
 }
 TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i bytes)
@@ -7572,42 +7628,25 @@ TQKV__OP __m512i tqkv__i_join_avx512(__m512i high, __m512i low)
     return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
 }
 TQKV__OP __m512i tqkv__i_set_lanes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
-/* Lane i of quarter l: position 4 l + i, from pairs of positions four apart */
-TQKV__OP __m512i tqkv__i_sum_pairs_across_avx512(const __m512i *x)
+/* left: dimensions from the chunk on; upper: 8 upper bits a byte of TQ5, 4 of TQ6 */
+TQKV__OP __m512i tqkv__i_load_part_avx512(const tqkv_format format, const int part, __m512i book, int left,
+                                          const uint8_t *p, const uint8_t *upper)
 {
-    return _mm512_add_epi32(_mm512_shuffle_i32x4(x[0], x[1], 0x88), _mm512_shuffle_i32x4(x[0], x[1], 0xdd));
-}
-/* The bytes that `count` codes of a field take, of one position or of two */
-TQKV__OP __m512i tqkv__i_load_field_avx512(const bool two, int size, const uint8_t *p, size_t apart)
-{
-    if (!two) return _mm512_maskz_loadu_epi8(~(uint64_t)0 >> (64 - size), (const void *)p);
-    const __mmask32 mask = (__mmask32)(~(uint64_t)0 >> (64 - size));
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi8(mask, (const void *)p)),
-                              _mm256_maskz_loadu_epi8(mask, (const void *)(p + apart)), 1);
-}
-TQKV__OP __m512i tqkv__i_load_part_avx512(const tqkv_format format, const int part, __m512i book, int n,
-                                          const uint8_t *p, const uint8_t *upper, size_t apart)
-{
-    const int bits = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), parts = 8 / bits;
-    __m512i index = tqkv__i_load_field_avx512(bits == 2, n * bits / 8, p, apart);
-    if (part)
-        index =
-            _mm512_srlv_epi16(index, _mm512_set1_epi16((short)(part * bits))); /* other bits find a copy in the table */
+    const int n = left < 128 ? left : 128, upper_bits = TQKV__UPPER_BITS(format);
+    __m512i index = _mm512_maskz_loadu_epi8(~(uint64_t)0 >> (64 - n / 2), (const void *)p);
+    /* other bits find a copy in the table */
+    if (part) index = _mm512_srlv_epi16(index, _mm512_set1_epi16(4));
     if (upper_bits) {
-        const uint64_t step = (uint64_t)(parts * upper_bits), first = (uint64_t)(upper_bits * part - bits + 64) % 64;
+        const uint64_t step = (uint64_t)(2 * upper_bits), first = (uint64_t)(upper_bits * part - 4 + 64) % 64;
         const uint64_t at = first * 0x0101010101010101u + step * 0x0706050403020100u;
         const uint64_t mask = ~(uint64_t)0 >> (64 - n * upper_bits / 8);
         __m512i x;
-        if (step == 2)
+        if (upper_bits == 1)
             x = _mm512_cvtepu16_epi64(_mm_maskz_loadu_epi8((__mmask16)mask, (const void *)upper));
-        else if (bits == 4)
-            x = _mm512_cvtepu32_epi64(_mm256_maskz_loadu_epi8((__mmask32)mask, (const void *)upper));
         else
-            x = _mm512_cvtepu32_epi64(_mm256_inserti128_si256(
-                _mm256_castsi128_si256(_mm_maskz_loadu_epi8((__mmask16)mask, (const void *)upper)),
-                _mm_maskz_loadu_epi8((__mmask16)mask, (const void *)(upper + apart)), 1));
+            x = _mm512_cvtepu32_epi64(_mm256_maskz_loadu_epi8((__mmask32)mask, (const void *)upper));
         x = _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), x);
-        index = _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)((1 << bits) - 1)), index, x, 0xca);
+        index = _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), index, x, 0xca);
     }
     return _mm512_permutexvar_epi8(index, book);
 }
@@ -7621,13 +7660,12 @@ TQKV__OP void tqkv__i_interleave_four_avx512(__m512i *x)
     x[2] = _mm512_unpacklo_epi16(c, d);
     x[3] = _mm512_unpackhi_epi16(c, d);
 }
-/* Four bytes in all lanes; of pairs the next four in the upper half */
-TQKV__OP __m512i tqkv__i_repeat_four_avx512(const bool pairs, const int8_t *p)
+/* Four bytes in all lanes */
+TQKV__OP __m512i tqkv__i_repeat_four_avx512(const int8_t *p)
 {
-    int32_t lanes[2];
-    memcpy(lanes, p, pairs ? 8 : 4);
-    if (!pairs) return _mm512_set1_epi32(lanes[0]);
-    return _mm512_mask_set1_epi32(_mm512_set1_epi32(lanes[0]), 0xff00, lanes[1]);
+    int32_t lane;
+    memcpy(&lane, p, sizeof lane);
+    return _mm512_set1_epi32(lane);
 }
 /* The bytes of a tile's weights; returns -128 times the sum of the weights. */
 TQKV__OP int32_t tqkv__i_split_weights_avx512(const int16_t *words, int8_t (*to)[TQKV__TILE])
@@ -7641,41 +7679,20 @@ TQKV__OP int32_t tqkv__i_split_weights_avx512(const int16_t *words, int8_t (*to)
                       _mm512_add_epi32(_mm512_madd_epi16(_mm512_loadu_si512((const void *)words), ones),
                                        _mm512_madd_epi16(_mm512_loadu_si512((const void *)(words + 32)), ones)));
 }
-/* The parts' sums of row r in the order of their dimensions. sums: [parts][2][4], x: [4 parts], of pairs half of them */
-TQKV__OP void tqkv__i_order_parts_avx512(const int parts, int r, __m512i (*sums)[2][4], __m512i *x)
+/* The sums of both parts in the order of their dimensions. even, odd: [4], x: [8] */
+TQKV__OP void tqkv__i_order_parts_avx512(const __m512i *even, const __m512i *odd, __m512i *x)
 {
     TQKV__UNROLL
-    for (int group = 0; group < parts; group++) {
-        __m512i y[4], a, b, c, d;
-        if (parts == 2) {
-            TQKV__UNROLL
-            for (int k = 0; k < 4; k += 2) {
-                y[k] = _mm512_unpacklo_epi32(sums[0][r][2 * group + k / 2], sums[1][r][2 * group + k / 2]);
-                y[k + 1] = _mm512_unpackhi_epi32(sums[0][r][2 * group + k / 2], sums[1][r][2 * group + k / 2]);
-            }
-        }
-        if (parts == 4) {
-            a = _mm512_unpacklo_epi32(sums[0][r][group], sums[1][r][group]);
-            b = _mm512_unpacklo_epi32(sums[2][r][group], sums[3][r][group]);
-            c = _mm512_unpackhi_epi32(sums[0][r][group], sums[1][r][group]);
-            d = _mm512_unpackhi_epi32(sums[2][r][group], sums[3][r][group]);
-            y[0] = _mm512_unpacklo_epi64(a, b);
-            y[1] = _mm512_unpackhi_epi64(a, b);
-            y[2] = _mm512_unpacklo_epi64(c, d);
-            y[3] = _mm512_unpackhi_epi64(c, d);
-            TQKV__UNROLL
-            for (int k = 0; k < 4; k++) /* of two positions */
-                y[k] = _mm512_add_epi32(y[k], _mm512_shuffle_i64x2(y[k], y[k], 0x4e));
-        }
-        a = _mm512_shuffle_i32x4(y[0], y[1], 0x44);
-        b = _mm512_shuffle_i32x4(y[2], y[3], 0x44);
-        c = _mm512_shuffle_i32x4(y[0], y[1], 0xee);
-        d = _mm512_shuffle_i32x4(y[2], y[3], 0xee);
-        x[group] = _mm512_shuffle_i32x4(a, b, 0x88);
-        x[parts + group] = _mm512_shuffle_i32x4(a, b, 0xdd);
-        if (parts == 4) continue;
-        x[2 * parts + group] = _mm512_shuffle_i32x4(c, d, 0x88);
-        x[3 * parts + group] = _mm512_shuffle_i32x4(c, d, 0xdd);
+    for (int i = 0; i < 4; i += 2) {
+        const __m512i y0 = _mm512_unpacklo_epi32(even[i], odd[i]), y1 = _mm512_unpackhi_epi32(even[i], odd[i]);
+        const __m512i y2 = _mm512_unpacklo_epi32(even[i + 1], odd[i + 1]);
+        const __m512i y3 = _mm512_unpackhi_epi32(even[i + 1], odd[i + 1]);
+        const __m512i a = _mm512_shuffle_i32x4(y0, y1, 0x44), b = _mm512_shuffle_i32x4(y2, y3, 0x44);
+        const __m512i c = _mm512_shuffle_i32x4(y0, y1, 0xee), d = _mm512_shuffle_i32x4(y2, y3, 0xee);
+        x[i / 2] = _mm512_shuffle_i32x4(a, b, 0x88);
+        x[i / 2 + 2] = _mm512_shuffle_i32x4(a, b, 0xdd);
+        x[i / 2 + 4] = _mm512_shuffle_i32x4(c, d, 0x88);
+        x[i / 2 + 6] = _mm512_shuffle_i32x4(c, d, 0xdd);
     }
 }
 
