@@ -24,6 +24,8 @@ typedef enum attend_golden_option {
     ATTEND_BFLOAT16, /* queries; outputs are halves */
     ATTEND_ROTATED,  /* queries and outputs */
     ATTEND_LATENT,   /* keys that are the values, with a tail of the second format */
+    ATTEND_ONE,      /* one row a KV head, other sizes */
+    ATTEND_INDEX,    /* the scores of an index over the first KV head */
     ATTEND_GOLDEN_OPTIONS
 } attend_golden_option;
 
@@ -42,7 +44,7 @@ static inline int attend_golden_find(int index, attend_golden_case *found)
     static const tqkv_format pairs[8][2] = {{TQKV_I8, TQKV_TQ4},  {TQKV_F16, TQKV_TQ4}, {TQKV_TQ4, TQKV_F16},
                                             {TQKV_I8, TQKV_F16},  {TQKV_TQ6, TQKV_TQ2}, {TQKV_TQ3, TQKV_I8},
                                             {TQKV_TQ5, TQKV_TQ4}, {TQKV_F16, TQKV_I8}};
-    static const int sizes[6] = {128, 64, 80, 256, 512, 48};
+    static const int sizes[6] = {128, 64, 80, 256, 512, 48}, sizes_of_one[6] = {192, 96, 112, 288, 224, 160};
     attend_golden_case c;
     c.option = ATTEND_PLAIN;
     for (c.head_dim = 32; c.head_dim <= 1024; c.head_dim += 16)
@@ -64,7 +66,7 @@ static inline int attend_golden_find(int index, attend_golden_case *found)
         for (int f = 0; f < 9; f++) {
             c.keys = formats[f];
             c.values = formats[(f + c.option) % 9];
-            c.head_dim = sizes[(f + c.option) % 6];
+            c.head_dim = (c.option == ATTEND_ONE ? sizes_of_one : sizes)[(f + c.option) % 6];
             if (index-- > 0) continue;
             *found = c;
             return 1;
@@ -74,9 +76,9 @@ static inline int attend_golden_find(int index, attend_golden_case *found)
 
 static inline void attend_golden_name(const attend_golden_case *c, char name[GOLDEN_NAME_SIZE])
 {
-    static const char *const options[ATTEND_GOLDEN_OPTIONS] = {"plain",   "window",   "ring",    "pages",  "tree",
-                                                               "softcap", "centers",  "slices",  "narrow", "many",
-                                                               "long",    "bfloat16", "rotated", "latent"};
+    static const char *const options[ATTEND_GOLDEN_OPTIONS] = {
+        "plain",  "window", "ring", "pages",    "tree",    "softcap", "centers", "slices",
+        "narrow", "many",   "long", "bfloat16", "rotated", "latent",  "one",     "index"};
     snprintf(name, GOLDEN_NAME_SIZE, "attend/%s-%s/%d/%s", tqkv_format_name(c->keys), tqkv_format_name(c->values),
              c->head_dim, options[c->option]);
 }
@@ -132,7 +134,8 @@ static inline void attend_golden_set(const attend_golden_case *c, tqkv_attention
     if (c->option == ATTEND_SOFTCAP) a->softcap = 2.5f;
     if (c->option == ATTEND_SOFTCAP || c->option == ATTEND_CENTERS) a->sinks = sinks;
     if (c->option == ATTEND_MANY) a->n_queries = 70;
-    if (c->option == ATTEND_LONG) a->n_queries = 1;
+    if (c->option == ATTEND_LONG || c->option == ATTEND_ONE) a->n_queries = 1;
+    if (c->option == ATTEND_ONE) a->n_heads = ATTEND_GOLDEN_HEADS;
     if (c->option == ATTEND_TREE) {
         a->n_queries = 7;
         a->tree = tree;
@@ -226,14 +229,35 @@ static inline int attend_golden_in_slices(attend_golden_problem *p)
     return ok && tqkv_attend_finish(a, p->out, max, max + p->n_rows) == TQKV_OK;
 }
 
+/* The scores of an index, with the queries of the attention. Becomes n_out. */
+static inline int attend_golden_score(attend_golden_problem *p)
+{
+    static const float weights[12] = {0.3f, -1.0f, 2.0f, 0.01f, 1.0f, 0.7f, -0.2f, 5.0f, 0.0f, 1.5f, -3.0f, 0.9f};
+    tqkv_index x;
+    memset(&x, 0, sizeof x);
+    p->keys.n_kv_heads = 1;
+    x.keys = &p->keys;
+    x.n_heads = p->attention.n_heads;
+    x.n_queries = p->attention.n_queries;
+    x.end = p->n_tokens;
+    x.weights = weights;
+    x.relu = p->keys.head_dim != 64;
+    x.block = p->keys.head_dim == 128 ? 1 : 4;
+    x.pool = p->keys.head_dim == 80 ? TQKV_POOL_MAX : TQKV_POOL_MEAN;
+    x.arithmetic = TQKV_INTEGER;
+    p->n_out = (size_t)(x.n_queries * ((p->n_tokens + x.block - 1) / x.block));
+    return tqkv_index_scores(&x, p->q, p->out) == TQKV_OK;
+}
+
 /* Attends and hashes the output. 0 on failure. */
 static inline int attend_golden_make(const attend_golden_case *c, uint64_t *hash)
 {
     attend_golden_problem p;
     int ok = attend_golden_open(c, &p);
     if (ok)
-        ok =
-            c->option == ATTEND_SLICES ? attend_golden_in_slices(&p) : tqkv_attend(&p.attention, p.q, p.out) == TQKV_OK;
+        ok = c->option == ATTEND_SLICES  ? attend_golden_in_slices(&p)
+             : c->option == ATTEND_INDEX ? attend_golden_score(&p)
+                                         : tqkv_attend(&p.attention, p.q, p.out) == TQKV_OK;
     if (ok && c->option == ATTEND_BFLOAT16) {
         uint8_t *bytes = (uint8_t *)p.out;
         for (size_t i = 0; i < p.n_out; i++) {
