@@ -4369,7 +4369,7 @@ TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float 
     for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(block->dim)) {
         const uint8_t *codes = block->codes + (size_t)j * block->stride;
         for (int d = 0; d < block->dim; d += TQKV__LANES) {
-            TQKV__VECTOR centroids;
+            TQKV__VECTOR centroids = {0.0f};
             uint64_t eight = 0;
             TQKV__UNROLL
             for (int i = 0; i < TQKV__LANES; i++, eight >>= 8) {
@@ -11970,6 +11970,7 @@ typedef struct tqkv__rows_args {
     int32_t page_size;  /* read if TQKV_FC_PAGES, and n_pages: of the store */
     int32_t n_pages;
     uint32_t token_stride, head_stride; /* of source or destination, in values */
+    int32_t has_flag;                   /* not_finite is there to be written */
 } tqkv__rows_args;
 
 typedef struct tqkv__rotate_args {
@@ -12081,7 +12082,7 @@ typedef struct tqkv__table_report {
     float matrix_product[32][2]; /* each lane's elements of TQKV__MATRIX_TEST with seed 3, times that with seed 5 */
 } tqkv__table_report;
 
-TQKV__ASSERT_SIZE(tqkv__rows_args, 36);
+TQKV__ASSERT_SIZE(tqkv__rows_args, 40);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
 TQKV__ASSERT_SIZE(tqkv__attend_args, 164);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 40);
@@ -12456,7 +12457,8 @@ static tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n_tokens, size_t
     return tqkv__check_strides(s->strides);
 }
 
-/* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory */
+/* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory. What encodes has bound its flag
+   before, as its first buffer. */
 static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slots, int n_tokens,
                                    int64_t position)
 {
@@ -12472,6 +12474,7 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
     args.n_pages = s->n_pages ? slots / s->page_size : 0;
     args.token_stride = (uint32_t)s->strides.token;
     args.head_stride = (uint32_t)s->strides.head;
+    args.has_flag = d->n_bindings > 0 && d->bindings[0].size > 0;
     tqkv__plan_args(d, &args, sizeof args);
     if (d->kernel.family == TQKV_METAL_DECODE)
         tqkv__plan_simdgroups(d, n_rows * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
@@ -12657,6 +12660,7 @@ TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_m
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
     tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
+    tqkv__plan_bind_flag(d, 3, not_finite);
     r = tqkv__plan_extent(&s, n_tokens, &bytes);
     if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0);
     if (r != TQKV_OK) return r;
@@ -12666,7 +12670,6 @@ TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_m
     tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
     tqkv__plan_bind(d, "scaled", 2, scaled,
                     (size_t)n_tokens * (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float), true);
-    tqkv__plan_bind_flag(d, 3, not_finite);
     tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
     return TQKV_OK;
 }

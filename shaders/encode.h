@@ -459,11 +459,11 @@ inline threadgroup float *space_of_simdgroup(threadgroup float *space, uint simd
 // The rows of one stream, and what prepares them.
 struct encode_source {
     uint format, type;
-    bool rotated, centered;
+    bool rotated, centered, has_flag;
     device const uchar *rows;       // [n_tokens][n_kv_heads][D], with strides
     device const float *center;     // [n_kv_heads][D]
     threadgroup float *space;       // space_of_simdgroup
-    device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf
+    device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf, with has_flag
 };
 
 // The lane's part of the row that begins at value `from`: before the rotation, if there is one.
@@ -515,7 +515,7 @@ inline void prepare_row(thread const encode_source &source, thread const row_sig
     if (!source.rotated || simd_any(!is_finite(x[0]))) {
         if (source.rotated) load_source<D>(source, from, part, x);
         bool cleared = clear_if_not_finite<D>(x);
-        if (cleared && part == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
+        if (cleared && source.has_flag && part == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
         if (source.centered && !cleared) subtract_center<D>(source, head, part, x);
         if (source.rotated) rotate_source<D>(signs, part, x);
     }

@@ -29,7 +29,7 @@ constant bool paged [[function_constant(TQKV_FC_PAGES)]];
         load_cells(stream_format, cells, thread_index, n_simdgroups * 32u); \
         load_squares(stream_format, squares, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        encode_source source = {stream_format, row_type, rotated, centered, rows, center, \
+        encode_source source = {stream_format, row_type, rotated, centered, args.has_flag != 0, rows, center, \
                                 space_of_simdgroup<D>(space, simdgroup), not_finite}; \
         encode_target target = {codes, norms, open_quantiser(stream_format, cells, squares, lane), paged, pages}; \
         encode_rows<D>(args, source, target, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane); \

@@ -21,7 +21,7 @@ constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        encode_source source = {stream_format, row_type, rotated, centered, rows, center, \
+        encode_source source = {stream_format, row_type, rotated, centered, args.has_flag != 0, rows, center, \
                                 space_of_simdgroup<D>(space, simdgroup), not_finite}; \
         probe_rows<D>(args, source, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane, scaled); \
     }
