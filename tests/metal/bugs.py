@@ -120,17 +120,19 @@ BUGS = {
         "    if (thread_index != 0) return;", "attend", (128,), "tsan",
         "attend/shape/group4_queries9_columns3_simdgroups4_stretches40_share3", "data race"),
     "maxima_raised_together": (
-        "shaders/attend.h", "largest = largest > state.maximum[c] + 11.0f ? largest : state.maximum[c];",
-        "largest = max(largest, state.maximum[c]);", "attend", (32, 64, 128), "plain", "attend/company", "other bits alone"),
+        "shaders/attend.h",
+        "rint(simd_max(score[c]));\n            largest = largest > state.maximum[c] + 11.0f ? largest : state.maximum[c];",
+        "max(simd_max(score[c]), state.maximum[c]);", "attend", (32, 64, 128), "plain", "attend/company",
+        "other bits alone"),
     "tiles_counted_from_the_first_seen": (
         "shaders/tiles.h", "return tile + (simdgroup + n_simdgroups - tile % n_simdgroups) % n_simdgroups;",
         "return tile + simdgroup % n_simdgroups;", "attend", (32, 64, 128), "plain", "attend/company", "other bits alone"),
     "section_forgotten": (
-        "shaders/tiles.h", "stretch / TQKV__SECTION == own.begin / TQKV__SECTION", "true", "attend", (32,), "plain",
-        "attend/sections", "relative error"),
+        "shaders/tiles.h", "stretch / TQKV__SECTION == own.begin / TQKV__SECTION", "stretch >= own.begin", "attend", (32,),
+        "plain", "attend/sections", "relative error"),
     "section_of_another": (
-        "shaders/tiles.h", "return args.sections_each > 1 ? 1u : split;", "return split;", "attend", (32,), "plain",
-        "attend/sections", "relative error"),
+        "shaders/tiles.h", "return args.sections_each > 1 ? 1u : split;",
+        "return split + 0u * uint(args.sections_each);", "attend", (32,), "plain", "attend/sections", "relative error"),
     "state_overwritten": (
         "shaders/attend.h", "states[(task.simdgroup * uint(C) + uint(c)) * 2u] = state.maximum[c];",
         "states[uint(c) * 2u] = state.maximum[c];", "attend", (64,), "tsan", "defect/state_of_four_simdgroups",
@@ -191,7 +193,7 @@ BUGS = {
         "shaders/attend_matrix.h", "if (first != 0) threadgroup_barrier(mem_flags::mem_threadgroup);", "", "attend_matrix", (128,), "tsan",
         "attend/shape/group2_queries45_columns32_simdgroups2_stretches40_share3", "data race"),
     "rows_of_the_first_query": (
-        "shaders/attend_matrix.h", "memory.rows[c] = at;", "memory.rows[c] = head;", "attend_matrix",
+        "shaders/attend_matrix.h", "memory.rows[c] = at;", "memory.rows[c] = head + 0u * at;", "attend_matrix",
         (128,), "plain", "attend/shape/group2_queries40_columns32_simdgroups1_stretches5_share1", "by matrices"),
     "unscaled_merge_of_matrices": (
         "shaders/matrix_columns.h", "float share = share_of(states[s * C * 2u], largest);",
@@ -206,9 +208,14 @@ BUGS = {
         "shaders/attend.h", "load_typed_row<D>(row_type,", "load_typed_row<D>(uint(TQKV_TYPE_F16),", "attend_matrix", (64,),
         "plain", "attend/types/6", "became"),
     "matrix_maxima_raised_together": (
-        "shaders/attend_matrix.h", "largest > before[f][i] + 11.0f ? largest : before[f][i];",
-        "max(largest, before[f][i]);", "attend_matrix", (64, 128), "plain", "attend/company",
-        "other bits alone"),
+        "shaders/attend_matrix.h",
+        "rint(max_of_column(largest));\n            before[f][i] = state.maximum[f][i];\n"
+        "            began = began || before[f][i] != NOTHING_SEEN;\n"
+        "            state.maximum[f][i] = largest > before[f][i] + 11.0f ? largest : before[f][i];",
+        "max_of_column(largest);\n            before[f][i] = state.maximum[f][i];\n"
+        "            began = began || before[f][i] != NOTHING_SEEN;\n"
+        "            state.maximum[f][i] = max(largest, before[f][i]);",
+        "attend_matrix", (64, 128), "plain", "attend/company", "other bits alone"),
     # Keys of two parts.
     "tail_ignored": (
         "shaders/attend.h", "score[c] = fma(own, scale, score[c] * key_scale);", "score[c] = fma(0.0f * own, scale, score[c] * key_scale);",
@@ -325,8 +332,11 @@ BUGS = {
         "shaders/index_choice.h", "bins[i] = 0u;\n    threadgroup_barrier(mem_flags::mem_threadgroup);", "bins[i] = 0u;",
         "index_choice", (), "tsan", "index/choose/40_of_300", "data race"),
     "entry_followed_out_of_the_store": (
-        "shaders/attend_list.metal", "block <= range.last && ", "", "attend_list", (), "asan", "list/bad_entries/1",
-        "AddressSanitizer"),
+        "shaders/attend_list.metal", " && block <= range.last && block < range.recent;", ";", "attend_list", (), "asan",
+        "list/bad_entries/1", "AddressSanitizer"),
+    "entry_followed_out_of_the_slice": (
+        "shaders/attend_list.metal", "block <= range.last && ", "", "attend_list", (), "plain", "slice/list",
+        "relative error"),
     "block_seen_twice": (
         "shaders/attend_list.metal", "order > max(largest, before.before)", "order >= max(largest, before.before)", "attend_list",
         (), "plain", "list/bad_entries/16", "bad entries change bits"),
