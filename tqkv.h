@@ -5806,12 +5806,12 @@ TQKV__OP void TQKV__I(score_packed_as)(const tqkv_format format, const int rows,
 #define TQKV__BY_PARTS(macro) macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ6, 1)
 
 /* row: the codes of the first position, first: dimension, ahead: slots */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const TQKV__I(product) * p, const tqkv__stream *s,
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(TQKV__I(product) p, const tqkv__stream *s,
                                                               const uint8_t *row, int first, int ahead, int n_rows)
 {
     const ptrdiff_t bytes = (ptrdiff_t)ahead * (ptrdiff_t)s->row_bytes;
 #define TQKV__SCORE_PACKED(which, rows)                                                                                \
-    if (s->format == which && n_rows == rows) TQKV__I(score_packed_as)(which, rows, p, s, row, first, bytes);
+    if (s->format == which && n_rows == rows) TQKV__I(score_packed_as)(which, rows, &p, s, row, first, bytes);
     TQKV__BY_PARTS(TQKV__SCORE_PACKED)
 }
 #endif
@@ -5881,7 +5881,7 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
 #if TQKV__PACKED_ROWS
             if (j == 0 && TQKV__I(is_packed)(s, run->n, n_rows)) {
                 p.n = run->n;
-                TQKV__I(score_packed)(&p, s, tqkv__codes_at(s, kv_head, run->slot), b * dim, run->ahead, n_rows);
+                TQKV__I(score_packed)(p, s, tqkv__codes_at(s, kv_head, run->slot), b * dim, run->ahead, n_rows);
                 break;
             }
 #endif
@@ -6117,12 +6117,12 @@ TQKV__OP void TQKV__I(add_packed_as)(const tqkv_format format, const int rows, c
 }
 
 /* As score_packed. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_packed)(const TQKV__I(product) * p, const tqkv__stream *s,
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_packed)(TQKV__I(product) p, const tqkv__stream *s,
                                                             const uint8_t *row, int first, int ahead, int n_rows)
 {
     const ptrdiff_t bytes = (ptrdiff_t)ahead * (ptrdiff_t)s->row_bytes;
 #define TQKV__ADD_PACKED(which, rows)                                                                                  \
-    if (s->format == which && n_rows == rows) TQKV__I(add_packed_as)(which, rows, p, s, row, first, bytes);
+    if (s->format == which && n_rows == rows) TQKV__I(add_packed_as)(which, rows, &p, s, row, first, bytes);
     TQKV__BY_PARTS(TQKV__ADD_PACKED)
 }
 #endif
@@ -6181,7 +6181,7 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
         p.add = true;
 #if TQKV__PACKED_ROWS
         if (TQKV__I(is_packed)(s, run->n, n_rows)) {
-            TQKV__I(add_packed)(&p, s, tqkv__codes_at(s, kv_head, run->slot), b * dim, run->ahead, n_rows);
+            TQKV__I(add_packed)(p, s, tqkv__codes_at(s, kv_head, run->slot), b * dim, run->ahead, n_rows);
             continue;
         }
 #endif
