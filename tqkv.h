@@ -5702,6 +5702,20 @@ TQKV__TARGET static void TQKV__I(score_lanes)(TQKV__I(product) p, int n_rows)
     }
 }
 
+/* Scores of block b, but for its codes and the number of positions. factors: [blocks][TQKV__TILE] */
+TQKV__OP void TQKV__I(open_scores)(const tqkv__stream *s, int b, const float *q, bool add, const float *factors,
+                                   float *scores, TQKV__I(product) * p)
+{
+    p->dim = s->block_dim;
+    p->rows = (const int16_t *)(const void *)q + b * TQKV__QUERY_BLOCK(s->block_dim);
+    p->units = q + s->head_dim - 1;
+    p->row_floats = s->head_dim;
+    p->results = scores;
+    p->result_floats = TQKV__TILE;
+    p->factors = factors + b * TQKV__TILE;
+    p->add = add || b > 0;
+}
+
 #if TQKV__PACKED_ROWS
 /* -- Few rows: fields of 4 bits are multiplied as bytes, in the order in which they are stored, and an integer is 256 times its
    high byte plus its low one, both signed. Part 0 is the lower code of each byte, part 1 the upper one. Codes are c + 128,
@@ -5805,14 +5819,22 @@ TQKV__OP void TQKV__I(score_packed_as)(const tqkv_format format, const int rows,
    0.78 of it, with one row TQ5 0.77, TQ6 0.68) */
 #define TQKV__BY_PARTS(macro) macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ6, 1)
 
-/* row: the codes of the first position, first: dimension, ahead: slots */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(TQKV__I(product) p, const tqkv__stream *s,
-                                                              const uint8_t *row, int first, int ahead, int n_rows)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                                              const float *q, int n_rows, bool add, float *scores)
 {
-    const ptrdiff_t bytes = (ptrdiff_t)ahead * (ptrdiff_t)s->row_bytes;
+    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot);
+    const ptrdiff_t bytes = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
+    for (int b = 0; b < s->head_dim / s->block_dim; b++) {
+        TQKV__I(product) p;
+        p.n = run->n;
+        TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
 #define TQKV__SCORE_PACKED(which, rows)                                                                                \
-    if (s->format == which && n_rows == rows) TQKV__I(score_packed_as)(which, rows, &p, s, row, first, bytes);
-    TQKV__BY_PARTS(TQKV__SCORE_PACKED)
+    if (s->format == which && n_rows == rows)                                                                          \
+        TQKV__I(score_packed_as)(which, rows, &p, s, row, b * s->block_dim, bytes);
+        TQKV__BY_PARTS(TQKV__SCORE_PACKED)
+    }
 }
 #endif
 
@@ -5865,26 +5887,18 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
         TQKV__I(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, q, n_rows, add, scores);
         return;
     }
+#if TQKV__PACKED_ROWS
+    if (TQKV__I(is_packed)(s, run->n, n_rows)) {
+        TQKV__I(score_packed)(s, kv_head, run, q, n_rows, add, scores);
+        return;
+    }
+#endif
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
     for (int b = 0; b < head_dim / dim; b++)
         for (int j = 0; j < run->n; j += step) {
             TQKV__I(product) p;
             p.n = run->n - j < step ? run->n - j : step;
-            p.dim = dim;
-            p.rows = (const int16_t *)(const void *)q + b * TQKV__QUERY_BLOCK(dim);
-            p.units = q + head_dim - 1;
-            p.row_floats = head_dim;
-            p.results = scores + j;
-            p.result_floats = TQKV__TILE;
-            p.factors = factors + b * TQKV__TILE + j;
-            p.add = add || b > 0;
-#if TQKV__PACKED_ROWS
-            if (j == 0 && TQKV__I(is_packed)(s, run->n, n_rows)) {
-                p.n = run->n;
-                TQKV__I(score_packed)(p, s, tqkv__codes_at(s, kv_head, run->slot), b * dim, run->ahead, n_rows);
-                break;
-            }
-#endif
+            TQKV__I(open_scores)(s, b, q, add, factors + j, scores + j, &p);
             p.at = TQKV__I(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, n_rows, room);
             if (lanes)
                 TQKV__I(score_lanes)(p, n_rows);
@@ -6116,15 +6130,6 @@ TQKV__OP void TQKV__I(add_packed_as)(const tqkv_format format, const int rows, c
     }
 }
 
-/* As score_packed. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_packed)(TQKV__I(product) p, const tqkv__stream *s,
-                                                            const uint8_t *row, int first, int ahead, int n_rows)
-{
-    const ptrdiff_t bytes = (ptrdiff_t)ahead * (ptrdiff_t)s->row_bytes;
-#define TQKV__ADD_PACKED(which, rows)                                                                                  \
-    if (s->format == which && n_rows == rows) TQKV__I(add_packed_as)(which, rows, &p, s, row, first, bytes);
-    TQKV__BY_PARTS(TQKV__ADD_PACKED)
-}
 #endif
 
 /* out[d] += weights[j] * value j of halves, in the order of positions; a weight of 0 adds nothing. weights: [n] */
@@ -6148,6 +6153,43 @@ TQKV__TARGET static void TQKV__I(add_halves)(const tqkv__stream *s, const uint8_
     }
 }
 
+/* The sums of block b, but for its codes. */
+TQKV__OP void TQKV__I(open_sums)(const tqkv__stream *s, int b, int n, const float *weights, int n_rows,
+                                 const float *factors, float *scaled, float *out, TQKV__I(product) * p)
+{
+    if (b * s->block_dim % s->norm_dim == 0)
+        for (int at = 0; at < n_rows * TQKV__TILE; at += TQKV__TILE) {
+            TQKV__I(round_weights)(s, weights + at, factors + b * TQKV__TILE, n, scaled + at);
+        }
+    p->n = n;
+    p->dim = s->block_dim;
+    p->rows = (const int16_t *)(const void *)scaled;
+    p->units = scaled + TQKV__WEIGHTS_UNIT;
+    p->row_floats = TQKV__TILE;
+    p->results = out + b * s->block_dim;
+    p->result_floats = s->head_dim;
+    p->factors = NULL;
+    p->add = true;
+}
+
+#if TQKV__PACKED_ROWS
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_packed)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                                            const float *weights, int n_rows, float *scaled, float *out)
+{
+    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot);
+    const ptrdiff_t bytes = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
+    for (int b = 0; b < s->head_dim / s->block_dim; b++) {
+        TQKV__I(product) p;
+        TQKV__I(open_sums)(s, b, run->n, weights, n_rows, factors, scaled, out, &p);
+#define TQKV__ADD_PACKED(which, rows)                                                                                  \
+    if (s->format == which && n_rows == rows) TQKV__I(add_packed_as)(which, rows, &p, s, row, b * s->block_dim, bytes);
+        TQKV__BY_PARTS(TQKV__ADD_PACKED)
+    }
+}
+#endif
+
 TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
                                                      const float *weights, int n_rows, float *scaled, float *out)
 {
@@ -6162,29 +6204,16 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
             TQKV__I(add_halves)(s, codes, run, weights + row * TQKV__TILE, out + row * head_dim);
         return;
     }
+#if TQKV__PACKED_ROWS
+    if (TQKV__I(is_packed)(s, run->n, n_rows)) {
+        TQKV__I(add_packed)(s, kv_head, run, weights, n_rows, scaled, out);
+        return;
+    }
+#endif
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
     for (int b = 0; b < head_dim / dim; b++) {
         TQKV__I(product) p;
-        const float *of_block = factors + b * TQKV__TILE;
-        if (b * dim % s->norm_dim == 0)
-            for (int at = 0; at < n_rows * TQKV__TILE; at += TQKV__TILE) {
-                TQKV__I(round_weights)(s, weights + at, of_block, run->n, scaled + at);
-            }
-        p.n = run->n;
-        p.dim = dim;
-        p.rows = (const int16_t *)(const void *)scaled;
-        p.units = scaled + TQKV__WEIGHTS_UNIT;
-        p.row_floats = TQKV__TILE;
-        p.results = out + b * dim;
-        p.result_floats = head_dim;
-        p.factors = NULL;
-        p.add = true;
-#if TQKV__PACKED_ROWS
-        if (TQKV__I(is_packed)(s, run->n, n_rows)) {
-            TQKV__I(add_packed)(p, s, tqkv__codes_at(s, kv_head, run->slot), b * dim, run->ahead, n_rows);
-            continue;
-        }
-#endif
+        TQKV__I(open_sums)(s, b, run->n, weights, n_rows, factors, scaled, out, &p);
         p.at = TQKV__I(open_integers)(s, kv_head, run, 0, run->n, b * dim, dim, n_rows, room);
         TQKV__I(add_integers)(&p, n_rows);
     }
