@@ -14389,8 +14389,8 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose_scratch(const tqkv_metal_index
 static void tqkv__plan_choose(const tqkv__choose_args *args, size_t n_queries, const tqkv_metal_buffer buffers[3],
                               tqkv_metal_dispatch *d)
 {
-    const int each = TQKV__SIMD_WIDTH * 8,
-              most = 512 / TQKV__SIMD_WIDTH; /* the steps of each thread would cost twice with 1024 */
+    const int each = TQKV__SIMD_WIDTH * 4, /* CHOOSE_BLOCKS */
+        most = 1024 / TQKV__SIMD_WIDTH;
     const bool chunks = args->step == TQKV__CHOOSE_COUNT || args->step == TQKV__CHOOSE_GATHER;
     const int64_t n_blocks = (int64_t)args->n_blocks - args->from;
     tqkv__plan_begin(d, TQKV_METAL_INDEX_CHOICE, 0, 0);

@@ -630,7 +630,7 @@ inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_tas
 
 // Steps that a lane loads before it uses the first of them.
 #define VALUE_WORDS(D, W) (VALUE_PIECES(D) * ((8 * (W) + 31) / 32))
-#define VALUE_ROOM(D, W)  TQKV_VALUE_WORDS(W, LANE_SUMS(D) * int(columns))
+#define VALUE_ROOM(D, W)  TQKV_VALUE_WORDS(D, W, LANE_SUMS(D) * int(columns))
 #define VALUE_STEPS(D, W) (VALUE_ROOM(D, W) < VALUE_WORDS(D, W) ? 1 : VALUE_ROOM(D, W) / VALUE_WORDS(D, W))
 #define VALUE_BATCH(D, W) (VALUE_STEPS(D, W) < VALUE_LANES(D) ? VALUE_STEPS(D, W) : VALUE_LANES(D))
 
@@ -699,7 +699,7 @@ inline void add_values(constant tqkv__attend_args &args, thread const attend_tas
 {
     const int L = VALUE_LANES(D), B = VALUE_BATCH(D, W);
     const uint end = TQKV_PLAIN_LOADS ? uint(L - B) : uint(L);
-    TQKV_UNROLL_VALUES(W, LANE_SUMS(D) * int(columns))
+    TQKV_UNROLL_VALUES(D, W, LANE_SUMS(D) * int(columns))
     for (uint first = 0; first < end; first += uint(B)) {
         TQKV_UNROLL
         for (int b = 0; b < B; b++) {

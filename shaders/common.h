@@ -35,12 +35,12 @@ using namespace metal;
 #define TQKV_PLAIN_LOADS true
 #endif
 
-// Words of codes of values, W bits each, that a lane loads before it uses the first of them, where it keeps so many sums, and
-// how often the loop over them is unrolled. Batches of half the size make loops of half the length: nvcc's were longer than
+// Words of codes of values, W bits each, that a lane loads before it uses the first of them, where it keeps so many sums of
+// rows of D, and how often the loop over them is unrolled. Batches of half the size make loops of half the length: nvcc's were longer than
 // the caches of instructions.
 #ifndef TQKV_VALUE_WORDS
-#define TQKV_VALUE_WORDS(W, sums) 16
-#define TQKV_UNROLL_VALUES(W, sums)
+#define TQKV_VALUE_WORDS(D, W, sums) 16
+#define TQKV_UNROLL_VALUES(D, W, sums)
 #endif
 
 // Floats of partial results that a lane of attend_merge loads at a time.

@@ -8,7 +8,7 @@
 #include "scan.h"
 
 #define CHOOSE_DIGITS 3
-#define CHOOSE_BLOCKS 8 // that a thread takes at a time
+#define CHOOSE_BLOCKS 4 // that a thread takes at a time
 
 // What the digits so far say of the k-th best score: its upper bits, and how many with these bits are to be chosen.
 struct choice {

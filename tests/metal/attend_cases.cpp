@@ -646,7 +646,7 @@ void add_random(int seed, bool latent)
     p.softcap = data_below(&random, 4) ? 0.0f : 3.0f;
     p.scale = data_below(&random, 3) ? 0.0f : 0.05f;
     p.block_scale = p.head_dim >= 512 && data_below(&random, 2) ? 1.25f : 0.0f;
-    p.query_size = data_below(&random, 4) ? 1.5f : 25.0f;
+    p.query_size = data_below(&random, 4) ? 1.5f : 10.0f; // the bound holds to that size of scores
     p.sinks = (attend_sinks)data_below(&random, 4);
     p.query_basis = data_below(&random, 3) ? TQKV_ORIGINAL : TQKV_ROTATED;
     p.output_basis = data_below(&random, 3) ? TQKV_ORIGINAL : TQKV_ROTATED;
@@ -660,7 +660,6 @@ void add_random(int seed, bool latent)
     p.non_causal = !p.tree && p.n_queries > 1 && seed % 2;
     if (latent) {
         p.head_dim = data_below(&random, 3) ? 512 : 448;
-        if (p.query_size > 10.0f) p.query_size = 10.0f; // the bound holds to that size of scores
         p.block_scale = 0.0f;
         p.shared = true;
         p.value_capacity = p.key_capacity;

@@ -111,7 +111,7 @@ test-shaders-bugs: $(patsubst %,$(METAL_BUILD)/%/driver,plain asan tsan)
 
 # nvcc compiles the shaders without a GPU: the pipelines for I8 keys, TQ4 values and 4 columns.
 NVCC ?= $(shell command -v nvcc 2>/dev/null)
-CUDA_FLAGS := -x cu -std=c++17 -arch=sm_90a -fmad=false -D__METAL_VERSION__=300 -Itests/cuda/shim -Ishaders
+CUDA_FLAGS := -x cu -std=c++17 -arch=sm_90a -fmad=false -diag-suppress=20168,128 -D__METAL_VERSION__=300 -Itests/cuda/shim -Ishaders
 CUDA_CONSTANTS := 8, 2, 1, 1, 1, 1, 4, 1, 1, 1, 0, 1, 1, 1
 
 .PHONY: check-shaders-cuda
