@@ -1068,8 +1068,12 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqk
 #define TQKV__GRID_BLOCK_OF(D, size, m, grid, root, inverse) (D) == size ? grid:
 #define TQKV__SQRT_OF(D, size, m, grid, root, inverse)       (D) == size ? root:
 #define TQKV__INV_SQRT_OF(D, size, m, grid, root, inverse)   (D) == size ? inverse:
-/* Does R have a matrix across its runs? */
+/* Does R have a matrix across its runs? A library for Metal has no instruction that counts bits, which the short form is. */
+#ifdef __METAL_VERSION__
+#define TQKV__HAS_MATRIX(D) (TQKV__MATRIX_ORDER(D) > 1)
+#else
 #define TQKV__HAS_MATRIX(D) (((D) & ((D)-1)) != 0)
+#endif
 
 /* 1e-10 as a float. A row whose norm is not above this is stored as zeros. */
 #define TQKV__MIN_NORM  1.00000001335143196001808973960578441619873046875e-10f

@@ -58,7 +58,7 @@ typedef enum tqkv_type {
    without the implementation. */
 #define TQKV__SHARED
 
-#define TQKV_TABLE_VERSION 6 /* changes with the tables, the argument structs, or their meaning in the kernels */
+#define TQKV_TABLE_VERSION 7 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
 #define TQKV_TABLE constant
@@ -97,14 +97,16 @@ typedef enum tqkv_type {
 // clang-format on
 
 /* One column of the row of D; without a row 0. A constant D gives a constant. */
-#define TQKV__RUNS(D)                                        (TQKV__SIZES(TQKV__RUNS_OF, D) 0)
+#define TQKV__MATRIX_ORDER(D)                                (TQKV__SIZES(TQKV__ORDER_OF, D) 0)
 #define TQKV__GRID_BLOCK(D)                                  (TQKV__SIZES(TQKV__GRID_BLOCK_OF, D) 0)
 #define TQKV__SQRT(D)                                        (TQKV__SIZES(TQKV__SQRT_OF, D) 0.0f)
 #define TQKV__INV_SQRT(D)                                    (TQKV__SIZES(TQKV__INV_SQRT_OF, D) 0.0f)
-#define TQKV__RUNS_OF(D, size, m, grid, root, inverse)       (D) == size ? m:
+#define TQKV__ORDER_OF(D, size, m, grid, root, inverse)      (D) == size ? m:
 #define TQKV__GRID_BLOCK_OF(D, size, m, grid, root, inverse) (D) == size ? grid:
 #define TQKV__SQRT_OF(D, size, m, grid, root, inverse)       (D) == size ? root:
 #define TQKV__INV_SQRT_OF(D, size, m, grid, root, inverse)   (D) == size ? inverse:
+/* Does R have a matrix across its runs? A library for Metal has no instruction that counts bits, which the short form is. */
+#define TQKV__HAS_MATRIX(D) (TQKV__MATRIX_ORDER(D) > 1)
 
 /* 1e-10 as a float. A row whose norm is not above this is stored as zeros. */
 #define TQKV__MIN_NORM  1.00000001335143196001808973960578441619873046875e-10f
@@ -315,8 +317,8 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 #define TQKV_FC_PAGES      16   /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
                                 /* attend: the slots of keys and values */
 #define TQKV_FC_VALUE_PAGES  17 /* bool: encode_kv: the values' slots */
-#define TQKV_FC_TREE         18 /* bool: attend: a tree hides some of the newest n_queries positions */
-#define TQKV_FC_BATCH        19 /* bool: attend, attend_merge: arguments and offsets come from items */
+#define TQKV_FC_TREE         18 /* bool: attend, attend_list: a tree hides some of the newest n_queries positions */
+#define TQKV_FC_BATCH        19 /* bool: attend, attend_merge, attend_list: arguments and offsets come from items */
 #define TQKV_FC_FROM_SLICE   20 /* bool: attend_merge: of partial results there is one, a slice: out, max and sum */
 #define TQKV_FC_TO_SLICE     21 /* bool: attend_merge: makes a slice; from one: adds it to the one that is there */
 #define TQKV_FC_TAIL_FORMAT  22 /* uint: attend: that of the keys' tail; 0: there is none */
@@ -325,7 +327,9 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 #define TQKV_FC_TAIL_ROTATED 25 /* bool: attend: rotate the tail's centre before it is used */
 #define TQKV_FC_LIST         26 /* bool: attend: queries see listed blocks alone */
 
-#define TQKV__CONSTANTS 27 /* of them */
+#define TQKV_FC_SMALL_PAGES 27 /* bool: attend: some pages end within tiles */
+
+#define TQKV__CONSTANTS 28 /* of them */
 /* Those that are uint, a bit each. */
 #define TQKV__NUMBERS                                                                                                  \
     (1u << TQKV_FC_FORMAT | 1u << TQKV_FC_VALUE_FORMAT | 1u << TQKV_FC_COLUMNS | 1u << TQKV_FC_TYPE |                  \
@@ -338,7 +342,7 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 #define TQKV__TAIL_DIM(D) ((D) == 448 || (D) == 512 ? 64 : 0)
 
 /* Lanes of a simdgroup that share a row: a lane has its values from all runs, for the matrix across them. */
-#define TQKV__ROW_LANES(D) (TQKV__RUNS(D) > 1 ? (D) / TQKV__RUNS(D) : 32)
+#define TQKV__ROW_LANES(D) (TQKV__HAS_MATRIX(D) ? (D) / TQKV__MATRIX_ORDER(D) : 32)
 
 /* Attention by products of 8x8 matrices. Element 0 or 1 of a lane's part of a matrix, Metal's thread_elements(), is in
    this row, and in this column plus 0 or 1. Metal does not promise it: the kernel `tables` multiplies two matrices that
@@ -362,13 +366,14 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 #define TQKV__LONG_ROW_BYTES(D)      (16 * (D))   /*     four queries */
 #define TQKV__LONG_PART              64           /* values of a row a simdgroup */
 #define TQKV__MATRIX_SIMDGROUPS      4            /* at most, of a threadgroup */
-#define TQKV__MATRICES(columns)      ((columns) <= 8 ? 1 : (columns) <= 16 ? 2 : 4) /* that hold so many */
+#define TQKV__MATRICES(columns)                                                                                        \
+    ((columns) <= 8 ? 1 : (columns) <= 16 ? 2 : (columns) <= 32 ? 4 : 8) /* that hold them */
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
 #define TQKV__CELL_BYTES 3120 /* (0) of encode: cells of the codebook */
                               /* (1) of encode, (0) of probe: with a matrix */
                               /*     the rows of n simdgroups */
-#define TQKV__ROW_BYTES(D, n) (TQKV__RUNS(D) > 1 ? (n)*128 * (TQKV__RUNS(D) + 1) : 0)
+#define TQKV__ROW_BYTES(D, n) (TQKV__HAS_MATRIX(D) ? (n)*128 * (TQKV__MATRIX_ORDER(D) + 1) : 0)
 #define TQKV__TABLE_BYTES     1024 /* (0) of decode: a codebook */
                                    /* (2) of encode: squares of its centroids */
 #define TQKV__ATTEND_TABLE_BYTES                                                                                       \
@@ -396,16 +401,27 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
 
-/* Digits of a score that index_choice counts at a time. Scratch of a query, in words: three passes of counts a chunk, and two
-   words a pass; none for one chunk. */
-#define TQKV__CHOOSE_COUNTS     2048
-#define TQKV__CHOOSE_SCRATCH(n) ((n) > 1 ? (n)*3 * TQKV__CHOOSE_COUNTS + 6 : 0)
+/* Counts of a digit in index_choice, and sums of neighbouring ones. Scratch of a query, in words, where it has chunks: the
+   counts and sums of each, a header, and two words a block. */
+#define TQKV__CHOOSE_COUNTS 4096
+#define TQKV__CHOOSE_SUMS   64
+#define TQKV__CHOOSE_HEADER 4
+#define TQKV__CHOOSE_SCRATCH(chunks, blocks)                                                                           \
+    ((chunks) * (TQKV__CHOOSE_COUNTS + TQKV__CHOOSE_SUMS) + TQKV__CHOOSE_HEADER + 2 * (blocks))
+/* Steps: a chunk counts, a chunk gathers, the choice among the gathered blocks, the choice among all. */
+#define TQKV__CHOOSE_COUNT  0
+#define TQKV__CHOOSE_GATHER 1
+#define TQKV__CHOOSE_AMONG  2
+#define TQKV__CHOOSE_ALONE  3
 
 /* Rows of a simdgroup in encode, encode_kv and probe: 4 passes over the rows that fit side by side, 8 up to D=128. */
-#define TQKV__ENCODE_ROWS(D) (TQKV__RUNS(D) > 1 ? 128 / TQKV__ROW_LANES(D) : (D) == 32 ? 64 : 4096 / (D))
+#define TQKV__ENCODE_ROWS(D) (TQKV__HAS_MATRIX(D) ? 128 / TQKV__ROW_LANES(D) : (D) == 32 ? 64 : 4096 / (D))
 
-/* Simdgroups that share a row's sections in attend_merge: 8 KiB of threadgroup memory. */
-#define TQKV__MERGE_SIMDGROUPS(D) ((D) <= 256 ? 8 : 2048 / (D))
+/* Simdgroups that share a row's sections in attend_merge: 8 KiB of threadgroup memory; a shim may have more. */
+#ifndef TQKV__MERGE_VALUES
+#define TQKV__MERGE_VALUES 2048
+#endif
+#define TQKV__MERGE_SIMDGROUPS(D) ((D) <= TQKV__MERGE_VALUES / 8 ? 8 : TQKV__MERGE_VALUES / (D))
 
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D)                                                                                          \
@@ -441,6 +457,8 @@ typedef struct tqkv__rows_args {
     float block_scale;  /* not 0 */
     int32_t page_size;  /* read if TQKV_FC_PAGES, and n_pages: of the store */
     int32_t n_pages;
+    uint32_t token_stride, head_stride; /* of source or destination, in values */
+    int32_t has_flag;                   /* not_finite is there to be written */
 } tqkv__rows_args;
 
 typedef struct tqkv__rotate_args {
@@ -452,9 +470,9 @@ typedef struct tqkv__rotate_args {
 typedef struct tqkv__attend_args {
     int32_t n_queries;
     int32_t n_kv_heads;
-    int32_t group;                  /* query heads a KV head */
-    int32_t kv_len;                 /* query i is at position kv_len - n_queries + i; before 0 it sees nothing */
-    int32_t window;                 /* 0: none, or at least kv_len */
+    int32_t group; /* query heads a KV head */
+    int32_t kv_len;
+    int32_t window;                 /* a query sees the last `window` positions up to its newest; 0: all up to it */
     int32_t slice_end;              /* positions from here on are not seen; kv_len, or less in a slice */
     int32_t first_stretch;          /* that a query sees */
     int32_t stretch_tiles, n_short; /* TQKV__STRETCH_OF_TILE */
@@ -470,24 +488,20 @@ typedef struct tqkv__attend_args {
     int32_t value_page_size, value_last_page;
     uint32_t key_page_factor, value_page_factor; /* page of a tile: the upper word of the product of tile and factor, */
     int32_t key_page_shift, value_page_shift;    /* shifted to the right */
-    int32_t first_of_tree;           /* read if TQKV_FC_TREE: position kv_len - n_queries, or INT_MAX without a tree */
-    int32_t list_heads, list_row;    /* read if TQKV_FC_LIST; integers of a row that attend_list wrote */
-    int32_t list_shift, list_inside; /* as in tqkv__list_args */
+    int32_t first_of_tree; /* read if TQKV_FC_TREE: position kv_len - n_queries, or INT_MAX without a tree */
+    /* Of lists: read if TQKV_FC_LIST, and by attend_list. Blocks count from that of the oldest resident position. */
+    int32_t list_heads, list_row;    /* integers of a row that attend_list wrote */
+    int32_t list_shift, list_inside; /* a block is 1 << shift positions, and that position is number `inside` of its */
     int32_t list_base, list_slots;   /* slot of that block's first position; from list_slots on there is none */
+    int32_t list_newest, list_first_block;          /* positions that are seen beside the list; number of that block */
+    int32_t first_newest;                           /* the newest position of query i is first_newest + i */
+    uint32_t query_token_stride, query_head_stride; /* in values */
 } tqkv__attend_args;
 
-/* attend_list. Positions count from the oldest resident one, and blocks from its block, number first_block, of which it is
-   position `inside`. A row that it writes: how many ranks there are, how many entries come before the newest blocks, the
-   first of these, the position before which they are not seen, the position of rank 0 in blocks, times their size; then the
-   entries. */
+/* attend_list has the arguments of attend. A row of a list has list_row - TQKV__LIST_HEADER entries. A row that it writes: how
+   many ranks there are, how many entries come before the newest blocks, the first of these, the position before which they
+   are not seen, the position of rank 0 in blocks, times their size; then the entries. */
 #define TQKV__LIST_HEADER 8
-typedef struct tqkv__list_args {
-    int32_t n_queries, list_heads, list_length;
-    int32_t shift;                     /* a block is 1 << shift positions */
-    int32_t newest;                    /* positions that are seen beside the list */
-    int32_t kv_len, window, slice_end; /* as in tqkv__attend_args */
-    int32_t first_block, inside;
-} tqkv__list_args;
 
 typedef struct tqkv__merge_args {
     int32_t n_rows;  /* n_queries * n_heads */
@@ -497,6 +511,7 @@ typedef struct tqkv__merge_args {
     int32_t section;         /* partial results of a section: TQKV__SECTION or, if they are sections, 1 */
     int32_t before;          /* those of the first section that are left out */
     int32_t n_first, n_last; /* partial results of the first and last positions, before and behind the others */
+    uint32_t out_token_stride, out_head_stride; /* in values */
 } tqkv__merge_args;
 
 /* index_choice: a query sees the keys before seen + (seen_rest + its number) / ratio. */
@@ -506,14 +521,17 @@ typedef struct tqkv__choose_args {
     int32_t block, n_blocks; /* keys a block; blocks of a row of scores */
     int32_t from;            /* the block of the first resident key */
     int32_t k, first, newest;
-    int32_t chunk, n_chunks;       /* blocks of a threadgroup; threadgroups of a row */
-    int32_t first_pass, last_pass; /* of this dispatch: 0 to 2 count digits, 3 writes */
+    int32_t chunk, n_chunks; /* blocks of a threadgroup, from `from` on; chunks of a row */
+    int32_t step;            /* TQKV__CHOOSE_COUNT to TQKV__CHOOSE_ALONE */
 } tqkv__choose_args;
 
 /* index_scores. `keys` is that of a call whose heads are those of the index; its resident positions are the keys from number
    first_key on. */
 #define TQKV__INDEX_KEYS 1024 /* whose scores are in threadgroup memory at a time */
-#define TQKV__POOL_MEAN  1    /* tqkv_pool */
+#ifndef TQKV__INDEX_COLUMNS   /* heads of a pass: threadgroup memory holds their queries. A shim may have more */
+#define TQKV__INDEX_COLUMNS 32
+#endif
+#define TQKV__POOL_MEAN 1 /* tqkv_pool */
 typedef struct tqkv__index_args {
     tqkv__attend_args keys;
     int32_t seen, seen_rest, ratio, end, block, n_blocks; /* as in tqkv__choose_args */
@@ -529,16 +547,19 @@ typedef struct tqkv__index_args {
 typedef struct tqkv__batch_item {
     tqkv__attend_args attend;
     tqkv__merge_args merge;
-    int32_t n_items, first_group, first_row; /* of the batch; threadgroups and query rows of the items before */
+    int32_t n_items, first_group, first_row,
+        first_list; /* of the batch; threadgroups, query rows and rows of lists of the */
+                    /* items before */
     uint32_t q, key_codes, key_norms, value_codes, value_norms, partial_out, partial_state, key_center;
     uint32_t key_pages, value_pages, tree, out, value_center, tail_codes, tail_norms, tail_center;
+    uint32_t list, list_rows; /* list_rows: in the buffer of partial_out */
 } tqkv__batch_item;
 
 /* The structs that C and the shaders share. */
 #define TQKV__SHARED_STRUCTS(row)                                                                                      \
     row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item) row(choose_args)   \
-        row(list_args) row(index_args)
-enum { TQKV__N_SHARED_STRUCTS = 9 };
+        row(index_args)
+enum { TQKV__N_SHARED_STRUCTS = 8 };
 
 /* Output of the kernel `tables`: the tables and sizes that the shaders were compiled with. */
 typedef struct tqkv__table_report {
@@ -549,15 +570,14 @@ typedef struct tqkv__table_report {
     float matrix_product[32][2]; /* each lane's elements of TQKV__MATRIX_TEST with seed 3, times that with seed 5 */
 } tqkv__table_report;
 
-TQKV__ASSERT_SIZE(tqkv__rows_args, 28);
+TQKV__ASSERT_SIZE(tqkv__rows_args, 40);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 144);
-TQKV__ASSERT_SIZE(tqkv__merge_args, 32);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 252);
-TQKV__ASSERT_SIZE(tqkv__choose_args, 56);
-TQKV__ASSERT_SIZE(tqkv__list_args, 40);
-TQKV__ASSERT_SIZE(tqkv__index_args, 188);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4676);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 164);
+TQKV__ASSERT_SIZE(tqkv__merge_args, 40);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 292);
+TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
+TQKV__ASSERT_SIZE(tqkv__index_args, 208);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4672);
 
 // ---- shaders/common.h ----
 
@@ -597,6 +617,19 @@ using namespace metal;
 #define TQKV_PLAIN_LOADS true
 #endif
 
+// Words of codes of values, W bits each, that a lane loads before it uses the first of them, where it keeps so many sums of
+// rows of D, and how often the loop over them is unrolled. Batches of half the size make loops of half the length: nvcc's were longer than
+// the caches of instructions.
+#ifndef TQKV_VALUE_WORDS
+#define TQKV_VALUE_WORDS(D, W, sums) 16
+#define TQKV_UNROLL_VALUES(D, W, sums)
+#endif
+
+// Floats of partial results that a lane of attend_merge loads at a time.
+#ifndef TQKV_MERGE_FLOATS
+#define TQKV_MERGE_FLOATS 32
+#endif
+
 // A kernel's call of its long function. The CUDA shim repeats the call under conditions, of which one is true: it says why.
 #ifndef TQKV_LONG_CALL
 #define TQKV_LONG_CALL(...) __VA_ARGS__
@@ -609,31 +642,43 @@ using namespace metal;
 // Layout of the rows of a simdgroup. Without a matrix one row: lane l owns the values l*D/32 .. of it. With a matrix,
 // TQKV_ROWS rows side by side: a lane owns one value of each run, so the matrix across the runs stays in the lane.
 #define TQKV_ROWS(D)        (32 / TQKV__ROW_LANES(D))
-#define TQKV_ROW_PIECE(D)   (TQKV__RUNS(D) > 1 ? 1 : (D) / 32)
+#define TQKV_ROW_PIECE(D)   (TQKV__HAS_MATRIX(D) ? 1 : (D) / 32)
 #define TQKV_LANE_VALUES(D) ((D) / TQKV__ROW_LANES(D))
 
 // A lane's number among the lanes of its row.
 template <int D>
 inline uint lane_of_row(uint lane)
 {
-    return TQKV__RUNS(D) > 1 ? lane % uint(TQKV__ROW_LANES(D)) : lane;
+    return TQKV__HAS_MATRIX(D) ? lane % uint(TQKV__ROW_LANES(D)) : lane;
 }
 
 // Start of a row. In 64 bits: a buffer may be larger than 4 GiB.
 inline ulong row_offset(uint row, uint values) { return ulong(row) * ulong(values); }
 
-// The item of a batch that has threadgroup `number` of attend or, with by_row, that query row: the last one that begins
+// The item of a batch that has threadgroup `number` of attend, or that query row or row of lists: the last one that begins
 // there or before.
-inline uint item_of(constant tqkv__batch_item *items, uint number, bool by_row)
+enum { TQKV_BY_GROUP, TQKV_BY_ROW, TQKV_BY_LIST };
+inline int first_of_item(constant tqkv__batch_item &item, int by)
+{
+    return by == TQKV_BY_LIST ? item.first_list : by == TQKV_BY_ROW ? item.first_row : item.first_group;
+}
+
+inline uint item_of(constant tqkv__batch_item *items, uint number, int by)
 {
     uint low = 0, high = uint(items[0].n_items);
     while (high - low > 1u) {
         uint middle = (low + high) / 2u;
-        uint first = uint(by_row ? items[middle].first_row : items[middle].first_group);
+        uint first = uint(first_of_item(items[middle], by));
         low = first <= number ? middle : low;
         high = first <= number ? high : middle;
     }
     return low;
+}
+
+// Start of the caller's row of a token and head, in values.
+inline ulong source_offset(constant tqkv__rows_args &args, uint token, uint head)
+{
+    return row_offset(token, args.token_stride) + row_offset(head, args.head_stride);
 }
 
 // Slot of token t of the call. Slots wrap at most once.
@@ -1222,8 +1267,8 @@ inline void hadamard_from(thread float *x, uint lane, int start)
         TQKV_UNROLL
         for (int i = 0; i < N; i++) x[i] = fma(x[i], sign, simd_shuffle_xor(x[i], ushort(distance)));
     }
-    if (TQKV__RUNS(D) > 1) {
-        multiply_matrix<TQKV__RUNS(D)>(x);
+    if (TQKV__HAS_MATRIX(D)) {
+        multiply_matrix<TQKV__MATRIX_ORDER(D)>(x);
     } else {
         TQKV_UNROLL
         for (int distance = C; distance < N; distance *= 2) butterflies<N>(x, distance);
@@ -1360,6 +1405,7 @@ inline shares shares_of(float kept, float added)
 // oldest resident one. A tile is a range of 32 slots, not of positions, so a ring does not wrap inside a tile. Only the
 // mask knows positions. With page tables a slot here is what it would be in a linear store, and a tile lies in one page:
 // only tile_memory knows where.
+// Pages that end within tiles, and lists, make rows lie anywhere: then each lane knows where one row of the tile is.
 // With a list of blocks the positions of the blocks have ranks 0, 1, 2 .., and take the slots from list_base on, one after
 // the other: a tile is 32 of these slots, whose rows may lie anywhere. A list of all blocks gives the tiles that there are
 // without one.
@@ -1374,6 +1420,9 @@ constant bool paged [[function_constant(TQKV_FC_PAGES)]];
 constant bool has_tree [[function_constant(TQKV_FC_TREE)]];
 constant bool batch [[function_constant(TQKV_FC_BATCH)]];
 constant bool has_list [[function_constant(TQKV_FC_LIST)]];
+constant bool small_pages [[function_constant(TQKV_FC_SMALL_PAGES)]];
+
+inline bool rows_apart() { return has_list || small_pages; }
 
 inline int position_of_slot(constant tqkv__attend_args &args, uint slot)
 {
@@ -1391,7 +1440,7 @@ inline uint existing_row(constant tqkv__attend_args &args, uint r)
 inline uint value_slot_of(constant tqkv__attend_args &args, uint slot)
 {
     if (same_slots || paged) return slot;
-    int at = args.value_oldest_slot + max(min(position_of_slot(args, slot), args.kv_len - 1), 0);
+    int at = args.value_oldest_slot + max(min(position_of_slot(args, slot), args.slice_end - 1), 0);
     return uint(at < args.value_capacity ? at : at - args.value_capacity);
 }
 
@@ -1419,7 +1468,7 @@ inline query_row next_row(constant tqkv__attend_args &args, query_row row)
 }
 
 // The newest position that a query sees; negative if it sees none.
-inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.kv_len - args.n_queries + query; }
+inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.first_newest + query; }
 
 // Whether the tree shows a position to the query that sees up to `newest`. tree: [n_queries][2], lower words first
 inline bool tree_shows(constant tqkv__attend_args &args, device const uint *tree, int newest, int position)
@@ -1604,8 +1653,8 @@ struct page_tables {
     uint lane;
 };
 
-// Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. With a list
-// those of the row with the lane's number, and its position.
+// Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. Where rows
+// lie apart those of the row with the lane's number; with a list also its position.
 struct tile_memory {
     uint keys, values;
     int position;
@@ -1614,26 +1663,26 @@ struct tile_memory {
 // Slots in memory of a row of a tile. All lanes of the simdgroup must come here together.
 inline uint key_slot(constant tqkv__attend_args &args, uint base, uint row)
 {
-    return has_list ? simd_shuffle(base, ushort(row)) : base + existing_row(args, row);
+    return rows_apart() ? simd_shuffle(base, ushort(row)) : base + existing_row(args, row);
 }
 
 inline uint value_slot(constant tqkv__attend_args &args, uint base, uint row)
 {
-    return has_list ? simd_shuffle(base, ushort(row)) : value_slot_of(args, base + existing_row(args, row));
+    return rows_apart() ? simd_shuffle(base, ushort(row)) : value_slot_of(args, base + existing_row(args, row));
 }
 
 // Codes of such a row, of `bytes` each. As one sum, so that the part of all rows is computed once.
 inline device const uchar *key_codes(constant tqkv__attend_args &args, device const uchar *codes, uint bytes, uint base,
                                      uint row)
 {
-    if (has_list) return codes + ulong(simd_shuffle(base, ushort(row))) * ulong(bytes);
+    if (rows_apart()) return codes + ulong(simd_shuffle(base, ushort(row))) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 
 inline device const uchar *value_codes(constant tqkv__attend_args &args, device const uchar *codes, uint bytes,
                                        uint base, uint row)
 {
-    if (has_list || !(same_slots || paged)) return codes + ulong(value_slot(args, base, row)) * ulong(bytes);
+    if (rows_apart() || !(same_slots || paged)) return codes + ulong(value_slot(args, base, row)) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 
@@ -1658,6 +1707,29 @@ inline tile_memory find_in_pages(constant tqkv__attend_args &args, thread const 
     return result;
 }
 
+// The slot in memory of one slot of a linear store.
+inline uint slot_of_row(device const int *pages, int page_size, int last_page, uint slot)
+{
+    uint size = uint(page_size), page = min(uint(pages[slot / size]), uint(last_page));
+    return page * size + slot % size;
+}
+
+inline tile_memory find_row(constant tqkv__attend_args &args, thread const page_tables &pages, uint slot)
+{
+    tile_memory result = {0u, 0u, 0};
+    if (small_pages) {
+        result.keys = slot_of_row(pages.keys, args.key_page_size, args.key_last_page, slot);
+        slot = min(slot, uint(args.value_capacity) - 1u);
+        result.values =
+            same_slots ? result.keys : slot_of_row(pages.values, args.value_page_size, args.value_last_page, slot);
+    } else {
+        tile_memory tile = find_in_pages(args, pages, slot / 32u * 32u);
+        result.keys = tile.keys + slot % 32u;
+        result.values = tile.values + slot % 32u;
+    }
+    return result;
+}
+
 // The row with the lane's number. One that is not seen lies where the oldest position does.
 inline tile_memory find_listed(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)
 {
@@ -1666,9 +1738,8 @@ inline tile_memory find_listed(constant tqkv__attend_args &args, thread const pa
     keys = keys < uint(args.key_capacity) ? keys : keys - uint(args.key_capacity);
     tile_memory result = {keys, keys, position};
     if (paged) {
-        tile_memory tile = find_in_pages(args, pages, keys / 32u * 32u);
-        result.keys = tile.keys + keys % 32u;
-        result.values = tile.values + keys % 32u;
+        result = find_row(args, pages, keys);
+        result.position = position;
     } else if (!same_slots) {
         result.values = value_slot_of(args, keys);
     }
@@ -1679,6 +1750,7 @@ inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page
 {
     if (has_list) return find_listed(args, pages, number);
     uint first = first_slot_of_tile(args, number);
+    if (small_pages) return find_row(args, pages, first + existing_row(args, pages.lane));
     tile_memory result = {first, first, 0};
     return paged ? find_in_pages(args, pages, first) : result;
 }
@@ -1760,7 +1832,7 @@ struct stream_rows {
 
 // What a threadgroup works on, and the place of this thread in it. n_heads is n_kv_heads * group.
 struct attend_task {
-    device const uchar *q;          // [n_queries][n_heads][KD + T]
+    device const uchar *q;          // [n_queries][n_heads][KD + T], with strides
     stream_rows keys, values, tail; // of the KV head; tail: if there is one
     device float *partial_out;      // [n_partials][n_queries][n_heads][VD]: sum of weight * value
     // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in powers of two), sum of the weights
@@ -1818,6 +1890,8 @@ inline void open_place(constant tqkv__attend_args &args, uint block, uint split,
 inline void open_item(constant tqkv__batch_item &item, uint number, thread attend_task &task)
 {
     uint own = number - uint(item.first_group), blocks = blocks_of_rows(item.attend);
+    device const float *scratch = task.partial_out;
+    if (has_list) task.list_rows = (device const int *)scratch + item.list_rows;
     open_place(item.attend, own % blocks, own / blocks, task);
     task.q += row_offset(item.q, TQKV__ROWS_UNIT);
     task.keys.codes += row_offset(item.key_codes, TQKV__CODES_UNIT);
@@ -1846,12 +1920,18 @@ inline stream_rows stream_of_head(uint format, device const uchar *codes, device
     return rows;
 }
 
-// Factor of the codes of block `block` at a slot.
+// Norm of block `block` at a slot, and the factor of its codes.
+template <int D>
+inline float stored_norm(uint format, stream_rows rows, uint slot, uint block)
+{
+    return rows.norms[ulong(slot) * ulong(uint(D) / norm_block<D>(format)) + block];
+}
+
 template <int D>
 inline float stored_scale(uint format, stream_rows rows, uint slot, uint block, float block_scale)
 {
     if (!has_norms(format)) return 1.0f;
-    return code_scale<D>(format, rows.norms[ulong(slot) * ulong(uint(D) / norm_block<D>(format)) + block], block_scale);
+    return code_scale<D>(format, stored_norm<D>(format, rows, slot, block), block_scale);
 }
 
 template <int D>
@@ -1885,7 +1965,7 @@ struct key_part {
     stream_rows rows; // of the KV head
     float block_scale;
     threadgroup float *queries;
-    bool rotate, centered, rotate_center;
+    bool rotate, with_center, rotate_center;
     device const float *center;
     uint first; // value of a query
 };
@@ -1972,18 +2052,19 @@ inline float score_of_center(constant tqkv__attend_args &args, thread const atte
     return dot * (args.scale * TQKV_LOG2E);
 }
 
-// The values of a query that belong to a part of the keys: row `row` of all queries, `each` values long.
+// The values of a query that belong to a part of the keys. head: of all query heads
 template <int D>
-inline void load_query(thread const attend_task &task, thread const key_part &keys, uint row, uint each,
-                       thread float *x)
+inline void load_query(constant tqkv__attend_args &args, thread const attend_task &task, thread const key_part &keys,
+                       uint query, uint head, thread float *x)
 {
-    load_typed_row<D>(row_type, task.q, row_offset(row, each) + ulong(keys.first), lane_of_row<D>(task.lane), x);
+    ulong first = row_offset(query, args.query_token_stride) + row_offset(head, args.query_head_stride);
+    load_typed_row<D>(row_type, task.q, first + ulong(keys.first), lane_of_row<D>(task.lane), x);
 }
 
-// TQKV_ROWS(D) columns at a time. Lanes beyond the last column repeat it and store nothing. each: values of a query
+// TQKV_ROWS(D) columns at a time. Lanes beyond the last column repeat it and store nothing.
 template <int D>
 inline void load_query_part(constant tqkv__attend_args &args, thread const attend_task &task,
-                            thread const key_part &keys, uint each)
+                            thread const key_part &keys)
 {
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
     const uint length = padded<D>(keys.format, D);
@@ -1993,8 +2074,8 @@ inline void load_query_part(constant tqkv__attend_args &args, thread const atten
         query_row row = row_of_column(args, task.first_column + column);
         uint head = task.kv_head * uint(args.group) + uint(row.head);
         float x[TQKV_LANE_VALUES(D)];
-        load_query<D>(task, keys, uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head, each, x);
-        float shift = keys.centered ? score_of_center<D>(args, task, keys, x) : 0.0f;
+        load_query<D>(args, task, keys, uint(row.query), head, x);
+        float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
         if (has_shifts() && part == 0 && own < columns)
             task.kept[column] = keys.first == 0 ? shift : task.kept[column] + shift;
         if (keys.rotate) rotate_row<D>(x, part);
@@ -2009,11 +2090,10 @@ template <int D>
 inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     const int T = TQKV__TAIL_DIM(D) != 0 ? TQKV__TAIL_DIM(D) : 64;
-    const uint each = uint(D) + tail_values<D>();
-    load_query_part<D>(args, task, first_part(args, task), each);
+    load_query_part<D>(args, task, first_part(args, task));
     if (tail_values<D>() == 0) return;
     if (has_shifts()) threadgroup_barrier(mem_flags::mem_threadgroup);
-    load_query_part<T>(args, task, tail_part<D>(task), each);
+    load_query_part<T>(args, task, tail_part<D>(task));
 }
 
 // ---- Keys: one tile ----
@@ -2326,9 +2406,11 @@ inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_tas
 #define VALUE_LANES(D)  ((D) <= 32 ? 4 : (D) <= 64 ? 8 : (D) <= 128 ? 16 : 32)
 #define VALUE_PIECES(D) (LANE_SUMS(D) / 8)
 
-// Steps that a lane loads before it uses the first of them: as many as 16 words of codes hold.
+// Steps that a lane loads before it uses the first of them.
 #define VALUE_WORDS(D, W) (VALUE_PIECES(D) * ((8 * (W) + 31) / 32))
-#define VALUE_BATCH(D, W) (16 / VALUE_WORDS(D, W) < VALUE_LANES(D) ? 16 / VALUE_WORDS(D, W) : VALUE_LANES(D))
+#define VALUE_ROOM(D, W)  TQKV_VALUE_WORDS(D, W, LANE_SUMS(D) * int(columns))
+#define VALUE_STEPS(D, W) (VALUE_ROOM(D, W) < VALUE_WORDS(D, W) ? 1 : VALUE_ROOM(D, W) / VALUE_WORDS(D, W))
+#define VALUE_BATCH(D, W) (VALUE_STEPS(D, W) < VALUE_LANES(D) ? VALUE_STEPS(D, W) : VALUE_LANES(D))
 
 template <int D>
 inline uint value_row_of_lane(uint step, uint lane)
@@ -2395,6 +2477,7 @@ inline void add_values(constant tqkv__attend_args &args, thread const attend_tas
 {
     const int L = VALUE_LANES(D), B = VALUE_BATCH(D, W);
     const uint end = TQKV_PLAIN_LOADS ? uint(L - B) : uint(L);
+    TQKV_UNROLL_VALUES(D, W, LANE_SUMS(D) * int(columns))
     for (uint first = 0; first < end; first += uint(B)) {
         TQKV_UNROLL
         for (int b = 0; b < B; b++) {
@@ -2734,7 +2817,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
 // `args` and `task` of these arguments, but for threadgroup memory that the two kernels share out in their own ways. D: of
 // the keys, V: of the values
 #define ATTEND_TASK(D, V) \
-    uint item = batch ? item_of(items, group.z, false) : 0u; \
+    uint item = batch ? item_of(items, group.z, TQKV_BY_GROUP) : 0u; \
     constant tqkv__attend_args &args = batch ? items[item].attend : call; \
     if (batch && args.kv_len == 0) return; \
     attend_task task; \
@@ -2872,12 +2955,9 @@ inline scanned sum_to_thread(thread const scan_place &at, uint x)
     uint to_lane = sum_to_lane(x, at.lane);
     if (at.lane == 31u) at.shared[at.simdgroup] = to_lane;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint s = 0; s < at.n_simdgroups; s++) {
-        uint sum = at.shared[s];
-        result.before += s < at.simdgroup ? sum : 0u;
-        result.all += sum;
-    }
-    result.before += to_lane - x;
+    uint sum = at.lane < at.n_simdgroups ? at.shared[at.lane] : 0u, to_simdgroup = sum_to_lane(sum, at.lane);
+    result.all = simd_shuffle(to_simdgroup, ushort(31));
+    result.before = simd_shuffle(to_simdgroup - sum, ushort(at.simdgroup)) + to_lane - x;
     threadgroup_barrier(mem_flags::mem_threadgroup); // before others are stored
     return result;
 }
@@ -2890,11 +2970,10 @@ inline scanned max_to_thread(thread const scan_place &at, uint x)
     uint before_lane = simd_shuffle(to_lane, ushort(at.lane > 0u ? at.lane - 1u : 0u));
     if (at.lane == 31u) at.shared[at.simdgroup] = to_lane;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint s = 0; s < at.n_simdgroups; s++) {
-        uint largest = at.shared[s];
-        result.before = s < at.simdgroup ? max(result.before, largest) : result.before;
-        result.all = max(result.all, largest);
-    }
+    uint to_simdgroup = max_to_lane(at.lane < at.n_simdgroups ? at.shared[at.lane] : 0u, at.lane);
+    uint before = simd_shuffle(to_simdgroup, ushort(at.simdgroup > 0u ? at.simdgroup - 1u : 0u));
+    result.all = simd_shuffle(to_simdgroup, ushort(31));
+    result.before = at.simdgroup > 0u ? before : 0u;
     result.before = at.lane > 0u ? max(result.before, before_lane) : result.before;
     threadgroup_barrier(mem_flags::mem_threadgroup); // likewise
     return result;
@@ -2908,6 +2987,9 @@ inline scanned max_to_thread(thread const scan_place &at, uint x)
 // does not see. Nothing else reads the caller's lists. Threadgroups: x rows of the lists.
 
 // has_tree: declared above
+// batch: declared above
+
+inline uint entries_of(constant tqkv__attend_args &args) { return uint(args.list_row) - uint(TQKV__LIST_HEADER); }
 
 // Positions count from the oldest resident one, and blocks from its block: `inside` positions of that are gone.
 struct list_range {
@@ -2918,28 +3000,29 @@ struct list_range {
 };
 
 // Where the newest positions begin that the query sees whatever its list. They end before `to`.
-inline int newest_from(constant tqkv__list_args &args, device const uint *tree, uint query, int from, int to)
+inline int newest_from(constant tqkv__attend_args &args, device const uint *tree, uint query, int from, int to)
 {
-    int left = args.newest, base = args.kv_len - args.n_queries;
-    while (has_tree && left > 0 && to > from && to > base) {
+    int left = args.list_newest;
+    while (has_tree && left > 0 && to > from && to > args.first_of_tree) {
         to--;
-        uint bit = uint(to - base);
+        uint bit = uint(to - args.first_of_tree);
         left -= int(tree[query * 2u + bit / 32u] >> (bit % 32u) & 1u);
     }
     return to - from < left ? from : to - left;
 }
 
-inline list_range range_of_query(constant tqkv__list_args &args, device const uint *tree, uint query)
+inline list_range range_of_query(constant tqkv__attend_args &args, device const uint *tree, uint query)
 {
     list_range range;
-    int to = max(args.kv_len - args.n_queries + int(query) + 1, 0);
-    range.from = args.window != 0 ? max(to - args.window, 0) : 0;
+    int end = args.first_newest + int(query) + 1, to = max(min(end, args.kv_len), 0);
+    range.from = args.window != 0 ? max(end - args.window, 0) : 0;
     range.newest = newest_from(args, tree, query, range.from, to);
-    int begins = range.newest < to ? range.newest + args.inside : to + args.inside + (1 << args.shift) - 1;
-    range.recent = begins >> args.shift;
+    int begins =
+        range.newest < to ? range.newest + args.list_inside : to + args.list_inside + (1 << args.list_shift) - 1;
+    range.recent = begins >> args.list_shift;
     range.to = max(min(to, args.slice_end), range.from);
-    range.first = (range.from + args.inside) >> args.shift;
-    range.last = (range.to + args.inside - 1) >> args.shift;
+    range.first = (range.from + args.list_inside) >> args.list_shift;
+    range.last = (range.to + args.list_inside - 1) >> args.list_shift;
     return range;
 }
 
@@ -2947,18 +3030,18 @@ inline list_range range_of_query(constant tqkv__list_args &args, device const ui
 inline uint order_of_entry(int entry) { return entry == -1 ? 0x80000000u : entry < 0 ? 0u : uint(entry) + 1u; }
 
 // Copies the good entries of a row that are before `recent`. row: as in tqkv.h, without its header
-inline void clean_row(constant tqkv__list_args &args, thread const scan_place &at, device const int *list,
+inline void clean_row(constant tqkv__attend_args &args, thread const scan_place &at, device const int *list,
                       thread const list_range &range, thread uint &n_before, thread bool &has_last,
                       thread bool &has_recent, device int *row)
 {
     uint n_threads = at.n_simdgroups * 32u, largest = 0u, last = 0u, recent = 0u;
-    for (uint first = 0; first < uint(args.list_length); first += n_threads) {
+    for (uint first = 0; first < entries_of(args); first += n_threads) {
         uint i = first + at.simdgroup * 32u + at.lane;
-        int entry = i < uint(args.list_length) ? list[i] : -2;
+        int entry = i < entries_of(args) ? list[i] : -2;
         uint order = order_of_entry(entry);
         scanned before = max_to_thread(at, order);
-        bool good = entry >= 0 && order > max(largest, before.before) && entry >= args.first_block;
-        int block = good ? entry - args.first_block : -1;
+        bool good = entry >= 0 && order > max(largest, before.before) && entry >= args.list_first_block;
+        int block = good ? entry - args.list_first_block : -1;
         bool kept = good && block >= range.first && block <= range.last && block < range.recent;
         uint counts = (kept ? 1u : 0u) + (kept && block == range.last ? 1u << 16 : 0u); // each at most once in a row
         counts += good && block == range.recent ? 1u << 24 : 0u;
@@ -2973,24 +3056,33 @@ inline void clean_row(constant tqkv__list_args &args, thread const scan_place &a
     has_recent = recent != 0;
 }
 
-// list: [n_queries][list_heads][list_length], rows: [n_queries][list_heads][TQKV__LIST_HEADER + list_length], tree:
-// [n_queries][2]
+// list: [n_queries][list_heads][entries], rows: [n_queries][list_heads][list_row], tree: [n_queries][2]
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_attend_list)
-kernel void tqkv_attend_list(constant tqkv__list_args &args [[buffer(0)]], device const int *list [[buffer(1)]],
+kernel void tqkv_attend_list(constant tqkv__attend_args &call [[buffer(0)]], device const int *list [[buffer(1)]],
                              device int *rows [[buffer(2)]], device const uint *tree [[buffer(3)]],
+                             constant tqkv__batch_item *items [[buffer(4)]],
                              threadgroup uint *shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
                              uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
                              uint n_simdgroups [[simdgroups_per_threadgroup]])
 {
+    uint item = batch ? item_of(items, group.x, TQKV_BY_LIST) : 0u, number = group.x;
+    constant tqkv__attend_args &args = batch ? items[item].attend : call;
+    if (batch) {
+        number -= uint(items[item].first_list);
+        list += items[item].list;
+        rows += items[item].list_rows;
+        tree += items[item].tree;
+    }
     scan_place at = {lane, simdgroup, n_simdgroups, shared};
-    list_range range = range_of_query(args, tree, group.x / uint(args.list_heads));
-    device int *row = rows + row_offset(group.x, uint(TQKV__LIST_HEADER + args.list_length));
+    list_range range = range_of_query(args, tree, number / uint(args.list_heads));
+    device int *row = rows + row_offset(number, uint(args.list_row));
     uint n_before = 0u;
     bool has_last = false, has_recent = false;
-    clean_row(args, at, list + row_offset(group.x, uint(args.list_length)), range, n_before, has_last, has_recent,
+    clean_row(args, at, list + row_offset(number, entries_of(args)), range, n_before, has_last, has_recent,
               row + TQKV__LIST_HEADER);
     if (simdgroup != 0 || lane != 0) return;
-    int size = 1 << args.shift, in_last = ((range.to + args.inside - 1) & (size - 1)) + 1, n = int(n_before) * size;
+    int size = 1 << args.list_shift, in_last = ((range.to + args.list_inside - 1) & (size - 1)) + 1;
+    int n = int(n_before) * size;
     if (range.last >= range.recent)
         n += (range.last - range.recent) * size + in_last;
     else if (has_last)
@@ -3014,6 +3106,9 @@ kernel void tqkv_attend_list(constant tqkv__list_args &args [[buffer(0)]], devic
 
 // A shim for hardware without products of floats defines these itself: sums, factors, where elements of a right one lie,
 // and whether both codes of a byte are looked up at once.
+#ifndef TQKV_STORED_RIGHTS
+#define TQKV_STORED_RIGHTS false
+#endif
 #ifndef TQKV_SHIM_FACTORS
 #define TQKV_SHIM_PAIRS false
 
@@ -3074,6 +3169,15 @@ inline right_pair right_of(float x0, float x1, float y0, float y1, bool)
     return pair;
 }
 
+// Elements k and k + 1 of column c of a right factor: of the first or the second of the pairs at `pairs`, one a lane.
+inline void store_right(threadgroup right_pair *pairs, uint k, uint c, uint second, float x, float y)
+{
+    uint lane = (k >> 2) << 4 | (k & 3u) << 1 | (c >> 2) << 3 | (c >> 1 & 1u), at = second * 2u + (c & 1u);
+    threadgroup float *own = (threadgroup float *)(pairs + lane);
+    own[at] = x;
+    own[8u + at] = y; // two lanes on
+}
+
 // The elements of two matrices of sums as those of right factors.
 inline right_pair right_of_sums(float x0, float x1, float y0, float y1, bool wide)
 {
@@ -3116,6 +3220,27 @@ inline void multiply(thread const left_block (&left)[G], thread const right_pair
                          i == 0 ? right[f].y : right[f].w, sums[row][f]);
         }
     }
+}
+
+// Right factors in threadgroup memory, a pair of them in 32 right_pairs: where TQKV_STORED_RIGHTS, a shim multiplies by them
+// there. publish_rights comes before the barrier. Those of neighbouring columns lie `step` pairs of factors apart. The sums
+// are ready after finish_products.
+inline void store_right(threadgroup right_pair *to, uint lane, right_pair x) { to[lane] = x; }
+inline void publish_rights() {}
+
+template <int G, int F>
+inline void multiply_stored(thread const left_block (&left)[G], threadgroup const right_pair *right, uint step,
+                            uint lane, bool wide, bool exact, bool pairs, thread sum_matrix (*sums)[F])
+{
+    right_pair own[F];
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) own[f] = right[uint(f) * step * 32u + lane];
+    multiply<G, F>(left, own, wide, exact, pairs, sums);
+}
+
+template <int F>
+inline void finish_products(thread sum_matrix (*)[F], int)
+{
 }
 #endif
 
@@ -3223,7 +3348,9 @@ inline left_part left_of_rows(uint format, thread const raw_codes<W, N> &a, thre
 #define MATRIX_POWER_OF_TWO(n) ((n) & -(n)) // the largest that divides n
 #define MATRIX_VALUES(n, W)    (MATRIX_POWER_OF_TWO(n) < 128 / (W) ? MATRIX_POWER_OF_TWO(n) : 128 / (W))
 // A row of keys: chunks of 4*N values. Lanes with the elements of column 2t of a left factor have values t*N .. of each.
-#define MATRIX_KEY_VALUES(D, W) MATRIX_VALUES(MATRIX_BLOCK(D, W) / 4, W)
+// With stored right factors two short chunks are loaded ahead, not a long one.
+#define MATRIX_WHOLE_KEY(D, W)  MATRIX_VALUES(MATRIX_BLOCK(D, W) / 4, W)
+#define MATRIX_KEY_VALUES(D, W) (TQKV_STORED_RIGHTS ? MATRIX_WHOLE_KEY(D, W) / 2 : MATRIX_WHOLE_KEY(D, W))
 // A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each. Where simdgroups share a row,
 // chunks are not longer than their parts.
 #define MATRIX_WHOLE_OUT(D, W)  MATRIX_VALUES(MATRIX_BLOCK(D, W) / 8, W)
@@ -3271,6 +3398,13 @@ inline column_memory column_memory_of(threadgroup float *numbers)
 
 // ---- The simdgroups' results as one ----
 
+// The end of the columns that there are. Without a list it is computed where it is needed: nvcc keeps task.end_column in a
+// register over all tiles, and spills others.
+inline uint end_of_columns(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    return has_list ? task.end_column : uint(args.n_queries) * uint(args.group);
+}
+
 // Where the sums of a stretch's columns go.
 struct column_end {
     uint used;                    // columns
@@ -3284,7 +3418,7 @@ inline column_end open_end(constant tqkv__attend_args &args, thread const attend
 {
     uint rows = uint(args.n_queries) * uint(args.group);
     column_end how;
-    how.used = min(uint(columns), task.end_column - task.first_column);
+    how.used = min(uint(columns), end_of_columns(args, task) - task.first_column);
     how.section = row_offset(partial_of_section(args, task.split), rows * uint(args.n_kv_heads)) * ulong(D);
     how.copy = begins_section(own, stretch);
     how.to_total = ends_section(args, own, stretch);
@@ -3378,10 +3512,11 @@ inline void store_four(thread const float *x, device float *to)
 }
 
 // x = factor * x + other * y
-inline void add_four(float factor, thread float *x, float other, thread const float *y)
+template <int M>
+inline void add_floats(float factor, thread float *x, float other, thread const float *y)
 {
     TQKV_UNROLL
-    for (int i = 0; i < 4; i++) x[i] = fma(other, y[i], factor * x[i]);
+    for (int i = 0; i < M; i++) x[i] = fma(other, y[i], factor * x[i]);
 }
 
 // Four neighbouring values of a column.
@@ -3427,11 +3562,11 @@ inline void combine_four(thread const attend_task &task, uint D, column_memory m
         sum[2] = fma(part, four.z, sum[2]);
         sum[3] = fma(part, four.w, sum[3]);
     }
-    add_four(shares.x, own.kept, shares.y, sum);
+    add_floats<4>(shares.x, own.kept, shares.y, sum);
     store_four(own.kept, own.to + how.section);
     if (!how.to_total) return;
     if (!how.copy_to_total) load_floats<4>(own.to, total);
-    add_four(shares.z, total, shares.w, own.kept);
+    add_floats<4>(shares.z, total, shares.w, own.kept);
     store_four(total, own.to);
 }
 
@@ -3474,7 +3609,7 @@ inline void store_columns(constant tqkv__attend_args &args, thread const attend_
                           column_memory memory)
 {
     uint c = task.lane;
-    if (task.simdgroup != 0 || c >= columns || task.first_column + c >= task.end_column) return;
+    if (task.simdgroup != 0 || c >= columns || task.first_column + c >= end_of_columns(args, task)) return;
     query_row row = row_of_column(args, task.first_column + c);
     ulong to = partial_row(args, task, partial + 1u, row) * 2u;
     task.partial_state[to] = memory.totals[c * 2u];
@@ -3502,8 +3637,8 @@ inline void store_columns(constant tqkv__attend_args &args, thread const attend_
 #ifndef TQKV_ATTEND_MATRIX_H
 #define TQKV_ATTEND_MATRIX_H
 
-// Columns whose queries are loaded at a time.
-#define MATRIX_PASS(D) ((D) <= 256 ? 16 : 4)
+// Columns whose queries are loaded at a time: of long rows as many as the memory of weights holds.
+#define MATRIX_PASS(D, F) ((D) <= 256 ? 16 : 4 * (F))
 
 // Row of a tile that is row or column k of matrix p. Lanes with column 2t of a left factor load the codes of row t for
 // one element and of row t + 4 for the other: those of one load lie together.
@@ -3524,8 +3659,8 @@ inline void load_norms(constant tqkv__attend_args &args, uint format, stream_row
     device const float *at = rows.norms + (ulong(first) + ulong(row));
     TQKV_UNROLL
     for (int p = 0; p < 4; p++)
-        norms[p] = short_store || has_list ? rows.norms[key_slot(args, first, tile_row(p, TQKV__MATRIX_ROW(lane)))]
-                                           : at[8 * p];
+        norms[p] = short_store || rows_apart() ? rows.norms[key_slot(args, first, tile_row(p, TQKV__MATRIX_ROW(lane)))]
+                                               : at[8 * p];
 }
 
 template <int D>
@@ -3582,26 +3717,33 @@ inline float size_of_row(thread const float *x)
     return exponent == 0 || exponent > 0x7e800000u ? 1.0f : as_type<float>(exponent);
 }
 
-// Rows of a pass as floats: [columns][D], in task.weights: there are no weights in memory here. each: values of a query
-template <int D>
+// Place of a value in row `row` of a pass. Lanes that store neighbours of one row, or load one value in 16 or 32 of several
+// rows, meet in few banks.
+inline uint staged_value(uint row, uint D, uint value)
+{
+    return row * D + (value ^ (((value >> 5) & 3u) << 3 ^ ((value >> 7) & 3u) << 1 ^ (row & 7u)));
+}
+
+// Rows of a pass as floats: [columns][D], in task.weights: there are no weights in memory here.
+template <int D, int F>
 inline void load_query_rows(constant tqkv__attend_args &args, thread const attend_task &task,
-                            thread const key_part &keys, uint each, uint first, column_memory memory)
+                            thread const key_part &keys, uint first, column_memory memory)
 {
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
-    uint end = min(first + uint(MATRIX_PASS(D)), uint(columns)), part = lane_of_row<D>(task.lane);
+    uint end = min(first + uint(MATRIX_PASS(D, F)), uint(columns)), part = lane_of_row<D>(task.lane);
     for (uint c = first + task.simdgroup; c < end; c += task.n_simdgroups) {
-        query_row row = row_of_column(args, min(task.first_column + c, task.end_column - 1u));
+        query_row row = row_of_column(args, min(task.first_column + c, end_of_columns(args, task) - 1u));
         uint head = task.kv_head * uint(args.group) + uint(row.head);
         uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
         float x[TQKV_LANE_VALUES(D)];
-        load_query<D>(task, keys, at, each, x);
-        float shift = keys.centered ? score_of_center<D>(args, task, keys, x) : 0.0f;
+        load_query<D>(args, task, keys, uint(row.query), head, x);
+        float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
         if (keys.rotate) rotate_row<D>(x, part);
         float size = size_of_row<D>(x), inverse = 1.0f / size; // powers of two: both products are exact
         TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
             if (task.lane < uint(L))
-                task.weights[(c - first) * uint(D) + value_of_lane<L, C>(part, i)] = x[i] * inverse;
+                task.weights[staged_value(c - first, uint(D), value_of_lane<L, C>(part, i))] = x[i] * inverse;
         if (task.lane != 0) continue;
         if (keys.first == 0) {
             memory.shifts[c] = shift;
@@ -3633,7 +3775,7 @@ inline threadgroup right_pair *query_at(thread const key_part &keys, uint number
 template <int D, int F>
 inline void arrange_queries(thread const attend_task &task, thread const key_part &keys, uint first)
 {
-    const uint pass = uint(MATRIX_PASS(D)), n = uint(D / 16);
+    const uint pass = uint(MATRIX_PASS(D, F)), n = uint(D / 16);
     uint begin = first / 8u, end = min((first + pass + 7u) / 8u, uint(F));
     for (uint number = begin * n + task.simdgroup; number < end * n; number += task.n_simdgroups) {
         float x[4];
@@ -3644,23 +3786,28 @@ inline void arrange_queries(thread const attend_task &task, thread const key_par
             uint value = query_value<D>(keys.format, s + uint(i / 2), TQKV_RIGHT_ROW(task.lane, i % 2));
             if (pass < 8u) own = own && c >= first && c < first + pass;
             uint row = pass < 8u ? min(c - first, pass - 1u) : c - first; // a load under a condition stays in its loop
-            x[i] = task.weights[row * uint(D) + value];
+            x[i] = task.weights[staged_value(row, uint(D), value)];
         }
-        if (own) *query_at(keys, number, task.lane) = right_of(x[0], x[1], x[2], x[3], false);
+        right_pair right = right_of(x[0], x[1], x[2], x[3], false);
+        if (own && TQKV_STORED_RIGHTS)
+            store_right(query_at(keys, number, 0u), task.lane, right);
+        else if (own)
+            *query_at(keys, number, task.lane) = right;
     }
 }
 
 // A barrier must precede and follow it.
 template <int D, int F>
 inline void load_matrix_queries(constant tqkv__attend_args &args, thread const attend_task &task,
-                                thread const key_part &keys, uint each, column_memory memory)
+                                thread const key_part &keys, column_memory memory)
 {
-    for (uint first = 0; first < columns; first += uint(MATRIX_PASS(D))) {
+    for (uint first = 0; first < columns; first += uint(MATRIX_PASS(D, F))) {
         if (first != 0) threadgroup_barrier(mem_flags::mem_threadgroup);
-        load_query_rows<D>(args, task, keys, each, first, memory);
+        load_query_rows<D, F>(args, task, keys, first, memory);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         arrange_queries<D, F>(task, keys, first);
     }
+    publish_rights();
 }
 
 // ---- Scores of one tile ----
@@ -3686,7 +3833,8 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
 }
 
 // Chunks that a lane loads before it uses the first of them: two, or one where the sums leave no registers for more.
-#define MATRIX_KEY_BATCH(D, W, F) ((F) > 2 || (D) / (4 * MATRIX_KEY_VALUES(D, W)) % 2 != 0 ? 1 : 2)
+#define MATRIX_KEY_BATCH(D, W, F)                                                                                      \
+    (((F) > 2 && !TQKV_STORED_RIGHTS) || (D) / (4 * MATRIX_KEY_VALUES(D, W)) % 2 != 0 ? 1 : 2)
 
 template <int D, int W, int F>
 struct key_batch {
@@ -3729,6 +3877,12 @@ inline void multiply_chunk(thread const attend_task &task, thread const key_part
     for (int i = 0; i < N; i += 4) {
         left_block left[2];
         right_pair right[F];
+        if (TQKV_STORED_RIGHTS) {
+            decode_keys<D, W, F>(part.format, keys, i, book, left);
+            multiply_stored<2, F>(left, query_at(part, chunk * uint(N / 4) + uint(i / 4), 0u), uint(D / 16), task.lane,
+                                  false, exact, has_pairs(part.format), score);
+            continue;
+        }
         TQKV_UNROLL
         for (int f = 0; f < F; f++)
             right[f] = *query_at(part, uint(f * D / 16) + chunk * uint(N / 4) + uint(i / 4), task.lane);
@@ -3737,16 +3891,26 @@ inline void multiply_chunk(thread const attend_task &task, thread const key_part
     }
 }
 
-// At the end of a block: total += scale * score, and score starts again.
-template <int D, int F>
-inline void add_key_block(constant tqkv__attend_args &args, thread const attend_task &task, thread const key_part &part,
-                          uint base, uint block, thread sum_matrix (&score)[4][F], thread sum_matrix (&total)[4][F])
+// Norms of a block in the lane's rows, where a row has several. They are loaded before the block is multiplied.
+template <int D>
+inline void load_key_norms(constant tqkv__attend_args &args, thread const attend_task &task,
+                           thread const key_part &part, uint base, uint block, thread float (&norms)[4])
 {
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint slot = key_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
-        float scale =
-            one_norm<D>(part.format) ? 1.0f : stored_scale<D>(part.format, part.rows, slot, block, part.block_scale);
+        norms[p] = one_norm<D>(part.format) ? 1.0f : stored_norm<D>(part.format, part.rows, slot, block);
+    }
+}
+
+// At the end of a block: total += scale * score, and score starts again.
+template <int D, int F>
+inline void add_key_block(thread const key_part &part, thread const float (&norms)[4], thread sum_matrix (&score)[4][F],
+                          thread sum_matrix (&total)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        float scale = one_norm<D>(part.format) ? 1.0f : code_scale<D>(part.format, norms[p], part.block_scale);
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
             TQKV_UNROLL
@@ -3767,19 +3931,27 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
     const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W, F);
     // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk.
     const bool in_one = one_norm<D>(part.format) && D <= 128;
-    const uint block_chunks = one_norm<D>(part.format) ? 1u : norm_block<D>(part.format) / uint(4 * N);
+    const uint parts = TQKV_STORED_RIGHTS && D % 128 == 0 ? uint(128 / (4 * N)) : 1u;
+    const uint block_chunks = one_norm<D>(part.format) ? parts : norm_block<D>(part.format) / uint(4 * N);
     sum_matrix total[4][F];
+    float norms[4];
     clear_scores<F>(score);
     if (!in_one) clear_scores<F>(total);
     TQKV_UNROLL
     for (int j = 0; j < chunks; j++) {
+        if (!in_one && uint(j) % block_chunks == 0)
+            load_key_norms<D>(args, task, part, base, uint(j) / block_chunks, norms);
         multiply_chunk<D, W, F>(task, part, uint(j), keys.chunks[j % B], book, score);
         load_key_chunk<D, W>(args, task, part, j + B < chunks ? base : next_base, uint((j + B) % chunks),
                              keys.chunks[j % B]);
-        if (!in_one && uint(j + 1) % block_chunks == 0)
-            add_key_block<D, F>(args, task, part, base, uint(j) / block_chunks, score, total);
+        if (in_one || uint(j + 1) % block_chunks != 0) continue;
+        finish_products<F>(score, 4);
+        add_key_block<D, F>(part, norms, score, total);
     }
-    if (in_one) return;
+    if (in_one) {
+        finish_products<F>(score, 4);
+        return;
+    }
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL
@@ -4215,7 +4387,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     if (F <= 2) load_tile_norms<D>(args, task, walk.base, walk.norms);
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
-    load_matrix_queries<D, F>(args, task, first_part(args, task), uint(D), memory);
+    load_matrix_queries<D, F>(args, task, first_part(args, task), memory);
     threadgroup uchar *pairs = (threadgroup uchar *)(table_memory + 256 + max(1u << codebook_bits(value_format), 4u));
     value_book key_book = open_value_book(key_format, tables, pairs, task.lane);
     value_book out_book = open_value_book(value_format, tables + 256, pairs, task.lane);
@@ -4303,18 +4475,29 @@ struct value_books {
     value_book keys, values, tail;
 };
 
+// What a lane loads of a tile's tail before it is used: its first codes, and its norms.
+template <int T, int F>
+struct tail_codes {
+    any_key_batch<T, F> codes;
+    float norms[4];
+};
+
+template <int D, int T, int F>
+inline void open_tail(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                      thread tail_codes<T, F> &keys)
+{
+    open_key_batch<T, F>(args, task, tail_part<D>(task), base, keys.codes);
+    load_norms<T>(args, tail_format, task.tail, base, task.lane, keys.norms);
+}
+
 // Scores of the tail, times what makes them as large as those of the keys, which get their own factors.
 template <int D, int T, int F>
 inline void add_matrix_tail(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
                             thread const value_book &book, column_memory memory, thread float (&norms)[4],
-                            thread sum_matrix (&score)[4][F])
+                            thread tail_codes<T, F> &keys, thread sum_matrix (&score)[4][F])
 {
     sum_matrix tail[4][F];
-    any_key_batch<T, F> keys;
-    float tail_norms[4];
-    open_key_batch<T, F>(args, task, tail_part<D>(task), base, keys);
-    load_norms<T>(args, tail_format, task.tail, base, task.lane, tail_norms);
-    score_any_matrix_tile<T, F>(args, task, tail_part<D>(task), base, base, book, keys, tail);
+    score_any_matrix_tile<T, F>(args, task, tail_part<D>(task), base, base, book, keys.codes, tail);
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
@@ -4323,7 +4506,7 @@ inline void add_matrix_tail(constant tqkv__attend_args &args, thread const atten
             float factor = memory.tails[c];
             TQKV_UNROLL
             for (int p = 0; p < 4; p++) {
-                float own = tail[p][f].elements[i] * (factor * scale_of_norm<T>(tail_format, tail_norms[p], 1.0f));
+                float own = tail[p][f].elements[i] * (factor * scale_of_norm<T>(tail_format, keys.norms[p], 1.0f));
                 float scale = scale_of_norm<D>(key_format, norms[p], args.key_block_scale);
                 score[p][f].elements[i] = fma(score[p][f].elements[i], scale, own);
             }
@@ -4362,10 +4545,12 @@ inline void score_long_tile(constant tqkv__attend_args &args, thread const atten
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) norms.keys[p] = norms.values[p] = 0.0f;
     load_norms<D>(args, key_format, task.keys, base.keys, task.lane, norms.keys);
+    tail_codes<T, F> tail;
+    if (tail_format != 0) open_tail<D, T, F>(args, task, base.keys, tail);
     walk.base = find_tile(args, task.pages, next + task.simdgroup);
     score_any_matrix_tile<D, F>(args, task, first_part(args, task), base.keys, walk.base.keys, books.keys, walk.keys,
                                 score);
-    if (tail_format != 0) add_matrix_tail<D, T, F>(args, task, base.keys, books.tail, memory, norms.keys, score);
+    if (tail_format != 0) add_matrix_tail<D, T, F>(args, task, base.keys, books.tail, memory, norms.keys, tail, score);
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         float scale = tail_format != 0 ? 1.0f : scale_of_norm<D>(key_format, norms.keys[p], args.key_block_scale);
@@ -4501,6 +4686,83 @@ inline void scale_long_weights(constant tqkv__attend_args &args, thread const at
     }
 }
 
+// ---- Weights that are right factors already ----
+
+// Where products take right factors from threadgroup memory, the simdgroup of a tile makes them of its weights, one set for
+// each norm of a row. Simdgroups that multiply together must have the same norm.
+template <int D>
+inline bool shares_rights()
+{
+    return TQKV_STORED_RIGHTS && norm_block<D>(value_format) % uint(4 * TQKV__LONG_PART) == 0;
+}
+
+// Those of half h of a tile: [blocks][simdgroups][2][F]
+template <int F>
+inline threadgroup right_pair *rights_at(thread const attend_task &task, uint block, uint simdgroup, uint h)
+{
+    threadgroup float *weights = task.weights;
+    return (threadgroup right_pair *)weights + ((block * task.n_simdgroups + simdgroup) * 2u + h) * uint(F * 32);
+}
+
+template <int D, int F>
+inline void load_weight_norms(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                              thread float (&norms)[2][4])
+{
+    if (!has_norms(value_format)) return;
+    TQKV_UNROLL
+    for (int b = 0; b < 2; b++)
+        if (uint(b) < uint(D) / norm_block<D>(value_format)) load_part_norms<D>(args, task, base, uint(b), norms[b]);
+}
+
+template <int D, int F>
+inline void store_rights(constant tqkv__attend_args &args, thread const attend_task &task,
+                         thread const float (&norms)[2][4], thread const sum_matrix (&weight)[4][F])
+{
+    TQKV_UNROLL
+    for (int b = 0; b < 2; b++) {
+        if (uint(b) >= uint(D) / norm_block<D>(value_format)) continue;
+        float scaled[4][F][2];
+        TQKV_UNROLL
+        for (int p = 0; p < 4; p++) {
+            float scale =
+                has_norms(value_format) ? code_scale<D>(value_format, norms[b][p], args.value_block_scale) : 1.0f;
+            TQKV_UNROLL
+            for (int f = 0; f < F; f++) {
+                TQKV_UNROLL
+                for (int i = 0; i < 2; i++) {
+                    float x = weight[p][f].elements[i];
+                    scaled[p][f][i] = x * (x > 0.0f ? scale : 0.0f);
+                }
+            }
+        }
+        TQKV_UNROLL
+        for (int h = 0; h < 2; h++) {
+            TQKV_UNROLL
+            for (int f = 0; f < F; f++)
+                store_right(rights_at<F>(task, uint(b), task.simdgroup, uint(h)) + f * 32, task.lane,
+                            right_of_sums(scaled[2 * h][f][0], scaled[2 * h][f][1], scaled[2 * h + 1][f][0],
+                                          scaled[2 * h + 1][f][1], has_norms(value_format)));
+        }
+    }
+    publish_rights();
+}
+
+// As multiply_values.
+template <int D, int W, int P, int F>
+inline void multiply_by_rights(int chunk, thread const value_chunk<D, W> &values, thread const value_book &book,
+                               threadgroup const right_pair *right, uint lane, thread matrix_state<P, F> &state)
+{
+    const int N = MATRIX_OUT_VALUES(D, W);
+    const int G = N % 4 == 0 ? 2 : 1;
+    bool exact = !has_codebook(value_format), wide = has_norms(value_format);
+    TQKV_UNROLL
+    for (int i = 0; i < N; i += 2 * G) {
+        left_block left[G];
+        decode_values<D, W, G, F>(values, i, book, left);
+        multiply_stored<G, F>(left, right, 1u, lane, wide, exact, has_pairs(value_format), &state.out[chunk * N + i]);
+    }
+}
+
 // Chunks of a simdgroup's part of a row.
 #define LONG_CHUNKS(D, W) (TQKV__LONG_PART / (8 * MATRIX_OUT_VALUES(D, W)))
 
@@ -4532,13 +4794,13 @@ inline void open_part(constant tqkv__attend_args &args, thread const attend_task
                       thread part_values<D, W> &values)
 {
     load_part<D, W>(args, task, base, 0u, values.chunk);
-    load_part_norms<D>(args, task, base, block_of_part<D>(task.simdgroup), values.norms);
+    if (!shares_rights<D>()) load_part_norms<D>(args, task, base, block_of_part<D>(task.simdgroup), values.norms);
 }
 
-// Adds the simdgroup's part of the values of a tile. `values` was opened for it, and is then for the tile at next_base.
+// Adds the simdgroup's part of the values of a tile, which `values` was opened for.
 template <int D, int W, int F>
 inline void add_part(constant tqkv__attend_args &args, thread const attend_task &task, uint number, uint base,
-                     uint next_base, bool whole, thread const value_book &book, thread part_values<D, W> &values,
+                     bool whole, thread const value_book &book, thread part_values<D, W> &values,
                      thread matrix_state<TQKV__LONG_PART, F> &state)
 {
     const int N = MATRIX_OUT_VALUES(D, W), chunks = LONG_CHUNKS(D, W);
@@ -4547,46 +4809,97 @@ inline void add_part(constant tqkv__attend_args &args, thread const attend_task 
     TQKV_UNROLL
     for (int j = 0; j < chunks; j++) {
         uint chunk = first + uint(j);
-        bool begins = j != 0 && chunk % block_chunks == 0; // a block
+        bool begins = !shares_rights<D>() && j != 0 && chunk % block_chunks == 0; // a block
         if (begins) load_part_norms<D>(args, task, base, chunk / block_chunks, values.norms);
-        if (begins || j == 0) scale_long_weights<D, F>(args, task, number, values.norms, right);
-        if (j + 1 == chunks) load_part_norms<D>(args, task, next_base, block_of_part<D>(task.simdgroup), values.norms);
+        if (!shares_rights<D>() && (begins || j == 0))
+            scale_long_weights<D, F>(args, task, number, values.norms, right);
         TQKV_UNROLL
         for (int h = 0; h < 2; h++) {
             if (W == 16 && !whole) clear_not_finite<W, N>(values.chunk[h].raw);
-            multiply_values(j, values.chunk[h], book, right[h], state);
+            if (shares_rights<D>())
+                multiply_by_rights(j, values.chunk[h], book,
+                                   rights_at<F>(task, block_of_part<D>(task.simdgroup), number, uint(h)), task.lane,
+                                   state);
+            else
+                multiply_values(j, values.chunk[h], book, right[h], state);
         }
-        load_part<D, W>(args, task, j + 1 < chunks ? base : next_base, uint((j + 1) % chunks), values.chunk);
+        if (j + 1 < chunks) load_part<D, W>(args, task, base, uint(j + 1), values.chunk);
     }
+}
+
+// Word by word: Apple's modules copy no structs by a call.
+template <int D, int W>
+inline void copy_part(thread const part_values<D, W> &from, thread part_values<D, W> &to)
+{
+    const int N = MATRIX_OUT_VALUES(D, W);
+    TQKV_UNROLL
+    for (int i = 0; i < 8; i++) {
+        TQKV_UNROLL
+        for (int w = 0; w < (W * N + 31) / 32; w++)
+            to.chunk[i / 4].raw[i % 4].main[w] = from.chunk[i / 4].raw[i % 4].main[w];
+        TQKV_UNROLL
+        for (int w = 0; w < (2 * N + 31) / 32; w++)
+            to.chunk[i / 4].raw[i % 4].upper[w] = from.chunk[i / 4].raw[i % 4].upper[w];
+    }
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) to.norms[p] = from.norms[p];
 }
 
 // The same for all tiles of a round.
 template <int D, int W, int F>
 inline void add_parts(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds, uint round,
-                      newest_range newest, thread const value_book &book,
+                      newest_range newest, thread const value_book &book, thread part_values<D, W> &values,
                       thread matrix_state<TQKV__LONG_PART, F> &state)
 {
-    part_values<D, W> values;
     uint base = find_tile(args, task.pages, round).values;
-    open_part<D, W>(args, task, base, values);
     for (uint s = 0; s < uint(TQKV__LONG_SIMDGROUPS); s++) {
         uint tile = round + s, next_base = find_tile(args, task.pages, tile + 1u).values;
+        part_values<D, W> next;
+        open_part<D, W>(args, task, next_base, next);
         if (has_tile(rounds, tile))
-            add_part<D, W, F>(args, task, s, base, next_base, sees_whole_tile(args, tile, newest), book, values, state);
-        else
-            open_part<D, W>(args, task, next_base, values);
+            add_part<D, W, F>(args, task, s, base, sees_whole_tile(args, tile, newest), book, values, state);
+        copy_part<D, W>(next, values);
         base = next_base;
     }
+    finish_products<F>(state.out, TQKV__LONG_PART / 8);
+}
+
+template <int D>
+struct any_part_values {
+    part_values<D, 4> of_4;
+    part_values<D, 8> of_8;
+    part_values<D, 16> of_16;
+};
+
+// The values of the first tile of a round.
+template <int D>
+inline void open_parts(constant tqkv__attend_args &args, thread const attend_task &task, uint round,
+                       thread any_part_values<D> &values)
+{
+    uint base = find_tile(args, task.pages, round).values;
+    if (task.simdgroup * uint(TQKV__LONG_PART) >= uint(D)) return;
+    if (code_width(value_format) == 4) open_part<D, 4>(args, task, base, values.of_4);
+    if (code_width(value_format) == 8) open_part<D, 8>(args, task, base, values.of_8);
+    if (code_width(value_format) == 16) open_part<D, 16>(args, task, base, values.of_16);
 }
 
 // ---- The end of a stretch ----
 
+// M: 2 or 4
+template <int M>
+inline void store_floats(thread const float *x, device float *to)
+{
+    if (M == 4) return store_four(x, to);
+    to[0] = x[0];
+    to[1] = x[1];
+}
+
 // Adds the simdgroup's part of the sums to a partial result and, at the end of a section, to the first.
-template <int D, int F>
+template <int D, int N, int F>
 inline void store_part(thread const attend_task &task, column_memory memory, column_end how,
                        thread const matrix_state<TQKV__LONG_PART, F> &state)
 {
-    const uint N = uint(BY_CODE_WIDTH(value_format, MATRIX_OUT_VALUES, D));
+    const int M = N % 4 == 0 ? 4 : 2;
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
@@ -4595,13 +4908,23 @@ inline void store_part(thread const attend_task &task, column_memory memory, col
             if (c >= how.used) continue;
             float4 shares = *(threadgroup const float4 *)(memory.shares + c * 4u);
             device float *to = task.partial_out + row_offset(memory.rows[c], D) +
-                               (task.simdgroup * uint(TQKV__LONG_PART) + TQKV__MATRIX_ROW(task.lane) * N);
+                               (task.simdgroup * uint(TQKV__LONG_PART) + TQKV__MATRIX_ROW(task.lane) * uint(N));
             TQKV_UNROLL
-            for (int b = 0; b < TQKV__LONG_PART / 8; b++) {
-                device float *total = to + (uint(b) / N * 8u * N + uint(b) % N), *section = total + how.section;
-                float sum = fma(shares.y, state.out[b][f].elements[i], how.copy ? 0.0f : shares.x * *section);
-                *section = sum;
-                if (how.to_total) *total = fma(shares.w, sum, how.copy_to_total ? 0.0f : shares.z * *total);
+            for (int b = 0; b < TQKV__LONG_PART / 8; b += M) {
+                device float *total = to + (b / N * 8 * N + b % N), *section = total + how.section;
+                float own[M], kept[M], all[M];
+                TQKV_UNROLL
+                for (int j = 0; j < M; j++) {
+                    own[j] = state.out[b + j][f].elements[i];
+                    kept[j] = all[j] = 0.0f;
+                }
+                if (!how.copy) load_floats<M>(section, kept);
+                add_floats<M>(shares.x, kept, shares.y, own);
+                store_floats<M>(kept, section);
+                if (!how.to_total) continue;
+                if (!how.copy_to_total) load_floats<M>(total, all);
+                add_floats<M>(shares.z, all, shares.w, kept);
+                store_floats<M>(all, total);
             }
         }
     }
@@ -4618,7 +4941,11 @@ inline uint keep_parts(constant tqkv__attend_args &args, thread const attend_tas
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, false, task.lane, memory, how);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup * uint(TQKV__LONG_PART) < uint(D)) store_part<D, F>(task, memory, how, state);
+    if (task.simdgroup * uint(TQKV__LONG_PART) < uint(D)) {
+        if (code_width(value_format) == 4) store_part<D, MATRIX_OUT_VALUES(D, 4), F>(task, memory, how, state);
+        if (code_width(value_format) == 8) store_part<D, MATRIX_OUT_VALUES(D, 8), F>(task, memory, how, state);
+        if (code_width(value_format) == 16) store_part<D, MATRIX_OUT_VALUES(D, 16), F>(task, memory, how, state);
+    }
     return how.to_total ? 0u : partial_of_section(args, task.split);
 }
 
@@ -4636,20 +4963,28 @@ inline void add_rounds(constant tqkv__attend_args &args, thread const attend_tas
     while (round < rounds.end) {
         uint next = next_round(rounds, round);
         sum_matrix score[4][F];
+        any_part_values<D> values;
+        float norms[2][4];
+        uint base = walk.base.values;
         score_long_tile<D, F>(args, task, rounds, round, next, books, memory, state, walk, score);
+        open_parts<D>(args, task, round, values);
+        if (shares_rights<D>()) load_weight_norms<D, F>(args, task, base, norms);
         store_maxima<F>(task, score);
         threadgroup_barrier(mem_flags::mem_threadgroup); // and the weights of the round before are used
         raise_to_round(task, state);
         weigh_scores(score, state);
-        store_tile_weights<F>(task, score);
+        if (shares_rights<D>())
+            store_rights<D, F>(args, task, norms, score);
+        else
+            store_tile_weights<F>(task, score);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (task.simdgroup * uint(TQKV__LONG_PART) < uint(D)) {
             if (code_width(value_format) == 4)
-                add_parts<D, 4, F>(args, task, rounds, round, walk.newest, books.values, state);
+                add_parts<D, 4, F>(args, task, rounds, round, walk.newest, books.values, values.of_4, state);
             if (code_width(value_format) == 8)
-                add_parts<D, 8, F>(args, task, rounds, round, walk.newest, books.values, state);
+                add_parts<D, 8, F>(args, task, rounds, round, walk.newest, books.values, values.of_8, state);
             if (code_width(value_format) == 16)
-                add_parts<D, 16, F>(args, task, rounds, round, walk.newest, books.values, state);
+                add_parts<D, 16, F>(args, task, rounds, round, walk.newest, books.values, values.of_16, state);
         }
         round = next;
     }
@@ -4685,17 +5020,16 @@ template <int D, int F>
 inline void attend_rounds(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     const int T = TQKV__TAIL_DIM(D);
-    const uint each = uint(D) + tail_values<D>();
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
     column_memory memory = column_memory_of<F>(task.kept);
     tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     matrix_state<TQKV__LONG_PART, F> state;
     load_books(task, thread_index, n_threads);
-    load_matrix_queries<D, F>(args, task, first_part(args, task), each, memory);
+    load_matrix_queries<D, F>(args, task, first_part(args, task), memory);
     if (tail_format != 0) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        load_matrix_queries<T, F>(args, task, tail_part<D>(task), each, memory);
+        load_matrix_queries<T, F>(args, task, tail_part<D>(task), memory);
     }
     value_books books = open_books(task, thread_index, n_threads);
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -4781,7 +5115,7 @@ struct merge_task {
     device const float *partial_out;   // [n_partials][n_rows][D], or [n_rows][D]: of the slice that is read
     device const float *partial_state; // [1 + n_partials][n_rows][2]: shift of all scores, unused; then maximum (in
                                        // powers of two), sum of the weights. Parts of the context: one after another
-    device uchar *out;                 // [n_rows][D]
+    device uchar *out;                 // [n_queries][n_heads][D], with strides
     device float *max, *sum;           // [n_rows]: of the slice that is written
     device const float *src_max, *src_sum; // [n_rows]: of the slice that is read
     threadgroup float *shared;         // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
@@ -4833,8 +5167,8 @@ inline void add_sums(float maximum, float sum, thread const float *out, thread r
     for (int i = 0; i < MERGE_VALUES(D); i++) row.out[i] = fma(both.added, out[i], both.kept * row.out[i]);
 }
 
-// Partial results that a simdgroup loads at a time: several loads are under way, in at most 32 registers.
-#define MERGE_BATCH(D) (MERGE_VALUES(D) <= 4 ? 8 : 32 / MERGE_VALUES(D))
+// Partial results that a simdgroup loads at a time: several loads are under way.
+#define MERGE_BATCH(D) (MERGE_VALUES(D) <= TQKV_MERGE_FLOATS / 8 ? 8 : TQKV_MERGE_FLOATS / MERGE_VALUES(D))
 
 // The partial results of a section, [first, end). part: parts of the context before theirs, each with a row of shifts
 struct section_range {
@@ -4932,15 +5266,15 @@ inline void spread_row(thread const merge_task &task, thread const row_sums<D> &
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D), E = MERGE_VALUES(D);
     to.maximum = row.maximum;
     to.sum = row.sum;
-    if (TQKV__RUNS(D) > 1 && task.lane < uint(TQKV__NORM_LANES(D))) {
+    if (TQKV__HAS_MATRIX(D) && task.lane < uint(TQKV__NORM_LANES(D))) {
         TQKV_UNROLL
         for (int i = 0; i < E; i++) task.shared[int(task.lane) * E + i] = row.out[i];
     }
-    if (TQKV__RUNS(D) > 1) simdgroup_barrier(mem_flags::mem_threadgroup);
+    if (TQKV__HAS_MATRIX(D)) simdgroup_barrier(mem_flags::mem_threadgroup);
     uint part = lane_of_row<D>(task.lane);
     TQKV_UNROLL
     for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
-        to.x[i] = TQKV__RUNS(D) > 1 ? task.shared[value_of_lane<L, C>(part, i)] : row.out[i % E];
+        to.x[i] = TQKV__HAS_MATRIX(D) ? task.shared[value_of_lane<L, C>(part, i)] : row.out[i % E];
 }
 
 // The slice that is read or, added to the one that is written, both. Additions are those of add_sums.
@@ -4975,6 +5309,13 @@ inline float divide_row(thread const merge_task &task, thread spread_sums<D> &ro
     return sum == 0.0f ? 0.0f : both.kept * row.sum / sum;
 }
 
+// Where the row's output begins.
+inline ulong output_offset(constant tqkv__merge_args &args, uint row)
+{
+    uint n_heads = uint(args.n_heads);
+    return row_offset(row / n_heads, args.out_token_stride) + row_offset(row % n_heads, args.out_head_stride);
+}
+
 template <int D>
 inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &task)
 {
@@ -4997,7 +5338,7 @@ inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &
     if (task.centered)
         add_center<D>(task.center, task.row % uint(args.n_heads) / uint(args.group), task.rotated, weight, part, row.x);
     if (task.lane < uint(TQKV__ROW_LANES(D)))
-        store_typed_row<D>(task.type, row.x, part, task.out, row_offset(task.row, D));
+        store_typed_row<D>(task.type, row.x, part, task.out, output_offset(args, task.row));
     if (!task.to_slice || task.lane != 0) return;
     task.max[task.row] = row.maximum * TQKV_LN2;
     task.sum[task.row] = row.sum;
@@ -5020,8 +5361,8 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 constant bool from_slice [[function_constant(TQKV_FC_FROM_SLICE)]];
 constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
 
-// partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_rows][D], max
-// to src_sum: [n_rows]
+// partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_queries][n_heads][D],
+// with strides, max to src_sum: [n_rows]
 // clang-format off
 #define ATTEND_MERGE(D) \
     kernel void tqkv_attend_merge_d##D( \
@@ -5042,7 +5383,7 @@ constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        uint item = batch ? item_of(items, group.x, true) : 0u; \
+        uint item = batch ? item_of(items, group.x, TQKV_BY_ROW) : 0u; \
         constant tqkv__merge_args &args = batch ? items[item].merge : call; \
         merge_task task; \
         task.partial_out = partial_out; \
@@ -5133,7 +5474,7 @@ struct decode_task {
     bool centered, rotated;     // there is a centre, and it is rotated before it is added
     device const uchar *codes;  // [n_kv_heads][capacity][row_bytes]
     device const float *norms;  // [n_kv_heads][capacity][norms of a row]
-    device uchar *out;          // [n_tokens][n_kv_heads][D]
+    device uchar *out;          // [n_tokens][n_kv_heads][D], with strides
     device const float *center; // [n_kv_heads][D]
     bool paged;
     device const int *pages; // [n_pages]
@@ -5174,7 +5515,8 @@ inline void decode_rows(constant tqkv__rows_args &args, thread const decode_task
         scale_codes<D>(format, task.norms + from * ulong(uint(D) / norm_block<D>(format)), args.block_scale, part, x);
     if (task.unrotate) unrotate_row<D>(x, part, signs_of_row<D>(part));
     if (task.centered) add_center<D>(task.center, row % n_heads, task.rotated, 1.0f, part, x);
-    if (own < n_rows) store_typed_row<D>(task.type, x, part, task.out, row_offset(row, D));
+    if (own < n_rows)
+        store_typed_row<D>(task.type, x, part, task.out, source_offset(args, row / n_heads, row % n_heads));
 }
 
 #endif
@@ -5276,11 +5618,11 @@ inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f
 // A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. In pieces of
 // four values the loads are dense. With a matrix a lane takes one value of each run for the rotation; then threadgroup
 // memory gives it as many neighbours: whole parts, one piece.
-#define ENCODE_LANES(D)  (TQKV__RUNS(D) > 1 ? TQKV__ROW_LANES(D) : (D) <= 128 ? (D) / 16 : (D) / 32)
-#define ENCODE_PIECE(D)  (TQKV__RUNS(D) > 1 ? TQKV__RUNS(D) : (D) <= 512 ? 4 : 8)
+#define ENCODE_LANES(D)  (TQKV__HAS_MATRIX(D) ? TQKV__ROW_LANES(D) : (D) <= 128 ? (D) / 16 : (D) / 32)
+#define ENCODE_PIECE(D)  (TQKV__HAS_MATRIX(D) ? TQKV__MATRIX_ORDER(D) : (D) <= 512 ? 4 : 8)
 #define ENCODE_VALUES(D) ((D) / ENCODE_LANES(D))
 #define ENCODE_PIECES(D) TQKV_PIECES(D, ENCODE_LANES(D), ENCODE_PIECE(D))
-#define ROTATED_PIECE(D) (TQKV__RUNS(D) > 1 ? 1 : ENCODE_PIECE(D))
+#define ROTATED_PIECE(D) (TQKV__HAS_MATRIX(D) ? 1 : ENCODE_PIECE(D))
 
 // Values of a part, and lanes that share one.
 #define PART_VALUES(D) ((D) / TQKV__NORM_LANES(D))
@@ -5496,7 +5838,7 @@ inline void store_bits(device uchar *to, thread const uint *words)
 
 // The row that a lane encodes, and the lane's number among the lanes of the row.
 struct encode_place {
-    uint lane, row, token, head;
+    uint lane, token, head;
     bool exists; // the row
 };
 
@@ -5506,9 +5848,9 @@ inline encode_place first_place(constant tqkv__rows_args &args, uint first_row, 
 {
     encode_place at;
     at.lane = lane % uint(ENCODE_LANES(D));
-    at.row = first_row + lane / uint(ENCODE_LANES(D));
-    at.token = at.row / uint(args.n_kv_heads);
-    at.head = at.row % uint(args.n_kv_heads);
+    uint row = first_row + lane / uint(ENCODE_LANES(D));
+    at.token = row / uint(args.n_kv_heads);
+    at.head = row % uint(args.n_kv_heads);
     at.exists = at.token < uint(args.n_tokens);
     return at;
 }
@@ -5517,13 +5859,23 @@ inline encode_place first_place(constant tqkv__rows_args &args, uint first_row, 
 template <int D>
 inline void next_place(constant tqkv__rows_args &args, uint step_tokens, uint step_heads, thread encode_place &at)
 {
-    at.row += uint(32 / ENCODE_LANES(D));
     at.token += step_tokens;
     at.head += step_heads;
     bool wrap = at.head >= uint(args.n_kv_heads);
     at.token += wrap ? 1u : 0u;
     at.head -= wrap ? uint(args.n_kv_heads) : 0u;
     at.exists = at.token < uint(args.n_tokens);
+}
+
+// The lane's row of the caller in the next pass, which begins at `from` in this one. A lane without one keeps the one it has.
+inline ulong next_source(constant tqkv__rows_args &args, uint step_tokens, uint step_heads,
+                         thread const encode_place &at, ulong from)
+{
+    bool wrap = at.head + step_heads >= uint(args.n_kv_heads);
+    ulong step = source_offset(args, step_tokens, step_heads),
+          back = source_offset(args, 1u, 0u) - source_offset(args, 0u, uint(args.n_kv_heads));
+    bool exists = at.token + step_tokens + (wrap ? 1u : 0u) < uint(args.n_tokens);
+    return exists ? from + step + (wrap ? back : 0u) : from;
 }
 
 // Stores the lower 16 bits of each word, those of a piece, 32 bits at a time: of two pieces a lane has one from its
@@ -5634,7 +5986,7 @@ inline void store_codes(uint format, thread const encode_target &target, thread 
 }
 
 // The signs of the lane's values in every row: bits and, where a lane has few values, +-1.
-#define HAS_SIGN_FACTORS(D) (TQKV__RUNS(D) == 1 && ENCODE_VALUES(D) <= 16)
+#define HAS_SIGN_FACTORS(D) (!TQKV__HAS_MATRIX(D) && ENCODE_VALUES(D) <= 16)
 template <int D>
 struct row_signs {
     uint bits;
@@ -5699,22 +6051,22 @@ inline threadgroup float *space_of_simdgroup(threadgroup float *space, uint simd
 // The rows of one stream, and what prepares them.
 struct encode_source {
     uint format, type;
-    bool rotated, centered;
-    device const uchar *rows;       // [n_tokens][n_kv_heads][D]
+    bool rotated, centered, has_flag;
+    device const uchar *rows;       // [n_tokens][n_kv_heads][D], with strides
     device const float *center;     // [n_kv_heads][D]
     threadgroup float *space;       // space_of_simdgroup
-    device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf
+    device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf, with has_flag
 };
 
-// The lane's part of a row: before the rotation, if there is one.
+// The lane's part of the row that begins at value `from`: before the rotation, if there is one.
 template <int D>
-inline void load_source(thread const encode_source &source, uint row, uint lane, thread float *x)
+inline void load_source(thread const encode_source &source, ulong from, uint lane, thread float *x)
 {
     const int L = ENCODE_LANES(D);
     if (source.rotated)
-        load_typed_pieces<D, L, ROTATED_PIECE(D)>(source.type, source.rows, row_offset(row, D), lane, x);
+        load_typed_pieces<D, L, ROTATED_PIECE(D)>(source.type, source.rows, from, lane, x);
     else
-        load_typed_pieces<D, L, ENCODE_PIECE(D)>(source.type, source.rows, row_offset(row, D), lane, x);
+        load_typed_pieces<D, L, ENCODE_PIECE(D)>(source.type, source.rows, from, lane, x);
 }
 
 template <int D>
@@ -5744,7 +6096,7 @@ inline void rotate_source(thread const row_signs<D> &signs, uint lane, thread fl
 // value shows that there may be a NaN or Inf. Then the row is checked itself. x: as load_source has loaded it; head: of
 // the row; lane: of the simdgroup
 template <int D>
-inline void prepare_row(thread const encode_source &source, thread const row_signs<D> &signs, uint row, uint head,
+inline void prepare_row(thread const encode_source &source, thread const row_signs<D> &signs, ulong from, uint head,
                         uint lane, thread float *x)
 {
     uint part = lane % uint(ENCODE_LANES(D));
@@ -5753,13 +6105,13 @@ inline void prepare_row(thread const encode_source &source, thread const row_sig
         rotate_source<D>(signs, part, x);
     }
     if (!source.rotated || simd_any(!is_finite(x[0]))) {
-        if (source.rotated) load_source<D>(source, row, part, x);
+        if (source.rotated) load_source<D>(source, from, part, x);
         bool cleared = clear_if_not_finite<D>(x);
-        if (cleared && part == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
+        if (cleared && source.has_flag && part == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
         if (source.centered && !cleared) subtract_center<D>(source, head, part, x);
         if (source.rotated) rotate_source<D>(signs, part, x);
     }
-    if (source.rotated && TQKV__RUNS(D) > 1) gather_neighbours<D>(lane, source.space, x);
+    if (source.rotated && TQKV__HAS_MATRIX(D)) gather_neighbours<D>(lane, source.space, x);
 }
 
 // The corrected norm of the lane's own block. to: the row in the store
@@ -5793,21 +6145,23 @@ inline void encode_rows(constant tqkv__rows_args &args, thread const encode_sour
     encode_place at = first_place<D>(args, first_row, lane);
     row_signs<D> signs = open_signs<D>(at.lane);
     float next[N];
-    load_source<D>(source, min(at.row, n_rows - 1u), at.lane, next);
+    ulong from = source_offset(args, min(at.token, uint(args.n_tokens) - 1u), at.head);
+    load_source<D>(source, from, at.lane, next);
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
-        uint after = min(at.row + uint(ROWS), n_rows - 1u);
+        ulong after = next_source(args, step_tokens, step_heads, at, from);
         float x[N];
         TQKV_UNROLL
         for (int i = 0; i < N; i++) x[i] = next[i];
-        prepare_row<D>(source, signs, min(at.row, n_rows - 1u), at.head, lane, x);
-        if (LOADS_EARLY(D)) load_source<D>(source, after, at.lane, next);
+        prepare_row<D>(source, signs, from, at.head, lane, x);
+        from = after;
+        if (LOADS_EARLY(D)) load_source<D>(source, from, at.lane, next);
         float norm = normalise<D>(format, args.block_scale, at.lane, x);
         uint slot = target.paged ? paged_slot_of(args, target.pages, min(at.token, uint(args.n_tokens) - 1u))
                                  : slot_of(args, at.token);
         if (target.paged) at.exists = at.exists && slot < uint(args.capacity);
         ulong to = row_in_store(args, slot, at.head);
         store_codes<D>(format, target, at, target.codes + to * ulong(row_bytes<D>(format)), x);
-        if (!LOADS_EARLY(D)) load_source<D>(source, after, at.lane, next);
+        if (!LOADS_EARLY(D)) load_source<D>(source, from, at.lane, next);
         store_norms<D>(format, args.block_scale, to, at, x, norm, target.norms);
         next_place<D>(args, step_tokens, step_heads, at);
     }
@@ -5824,9 +6178,10 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
     for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
         float x[ENCODE_VALUES(D)];
         uint own = row + lane / uint(L), existing = min(own, n_rows - 1u);
-        uint head = source.centered ? existing % uint(args.n_kv_heads) : 0u;
-        load_source<D>(source, existing, part, x);
-        prepare_row<D>(source, signs, existing, head, lane, x);
+        uint head = existing % uint(args.n_kv_heads);
+        ulong from = source_offset(args, existing / uint(args.n_kv_heads), head);
+        load_source<D>(source, from, part, x);
+        prepare_row<D>(source, signs, from, head, lane, x);
         normalise<D>(source.format, args.block_scale, part, x);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++)
@@ -5868,7 +6223,7 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
         load_cells(stream_format, cells, thread_index, n_simdgroups * 32u); \
         load_squares(stream_format, squares, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        encode_source source = {stream_format, row_type, rotated, centered, rows, center, \
+        encode_source source = {stream_format, row_type, rotated, centered, args.has_flag != 0, rows, center, \
                                 space_of_simdgroup<D>(space, simdgroup), not_finite}; \
         encode_target target = {codes, norms, open_quantiser(stream_format, cells, squares, lane), paged, pages}; \
         encode_rows<D>(args, source, target, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane); \
@@ -5956,12 +6311,12 @@ constant bool value_paged [[function_constant(TQKV_FC_VALUE_PAGES)]];
         load_squares(group.z == 0 ? key_format : value_format, squares, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         if (group.z == 0) { \
-            encode_source source = {key_format, row_type, key_rotated, key_centered, keys, key_center, \
+            encode_source source = {key_format, row_type, key_rotated, key_centered, key_args.has_flag != 0, keys, key_center, \
                                     space_of_simdgroup<D>(space, simdgroup), not_finite}; \
             encode_target target = {key_codes, key_norms, open_quantiser(key_format, cells, squares, lane), paged, key_pages}; \
             encode_rows<D>(key_args, source, target, number * uint(TQKV__ENCODE_ROWS(D)), lane); \
         } else { \
-            encode_source source = {value_format, value_type, value_rotated, value_centered, values, value_center, \
+            encode_source source = {value_format, value_type, value_rotated, value_centered, value_args.has_flag != 0, values, value_center, \
                                     space_of_simdgroup<V>(space, simdgroup), not_finite}; \
             encode_target target = {value_codes, value_norms, open_quantiser(value_format, cells, squares, lane), value_paged, value_pages}; \
             encode_rows<V>(value_args, source, target, number * uint(TQKV__ENCODE_ROWS(V)), lane); \
@@ -6021,25 +6376,31 @@ ENCODE_KV(512_64, 512, 64)
 // How many keys from key 0 on query `query` sees, resident or not.
 inline uint keys_seen(int seen, int rest, int ratio, int end, uint query)
 {
-    long keys = long(seen) + long((uint(rest) + query) / uint(ratio));
+    uint more = uint(rest) + query; // a division takes tens of instructions
+    long keys = long(seen) + long(ratio == 1 ? more : more / uint(ratio));
     return keys < 0 ? 0u : keys < long(end) ? uint(keys) : uint(end);
 }
 
-inline uint blocks_seen(uint keys, uint block) { return keys / block + (keys % block != 0u ? 1u : 0u); }
+inline uint blocks_seen(uint keys, uint block)
+{
+    return block == 1u ? keys : keys / block + (keys % block != 0u ? 1u : 0u);
+}
 
 #endif
 
 // ---- shaders/index_choice.h ----
 
-// The choice of blocks by their scores: exact, by digits of the scores' bits from the highest on. Each of three passes counts
-// the digits of those scores that agree with the k-th best so far; a fourth writes. Where a row is short one threadgroup does
-// all four. Else its chunks have a threadgroup each and the passes are dispatches, which hand on their counts in scratch.
+// The choice of blocks by their scores: exact, by digits of the scores' bits from the highest on. Each says more of the k-th
+// best score. One threadgroup does it alone where a row is short. Else there are three dispatches: chunks of the row count
+// the first digits of their blocks; each gathers its blocks whose digit is that of the k-th best or a better one; one
+// threadgroup chooses among those.
 #ifndef TQKV_INDEX_CHOICE_H
 #define TQKV_INDEX_CHOICE_H
 
-#define CHOOSE_PASSES 3
+#define CHOOSE_DIGITS 3
+#define CHOOSE_BLOCKS 4 // that a thread takes at a time
 
-// What the passes know of the k-th best score: its upper bits, and how many with these bits are to be chosen.
+// What the digits so far say of the k-th best score: its upper bits, and how many with these bits are to be chosen.
 struct choice {
     uint bits, wanted;
 };
@@ -6047,19 +6408,24 @@ struct choice {
 // What a threadgroup works on, and the place of this thread in it.
 struct choose_task {
     device const float *scores; // [n_blocks], of the query
-    device uint *counts;    // [CHOOSE_PASSES][n_chunks][TQKV__CHOOSE_COUNTS]: of the query. Behind them a choice a pass
-    device int *list;       // [k]
-    threadgroup uint *bins; // [TQKV__CHOOSE_COUNTS]
-    uint chunk, seen;       // seen: blocks up to the last that the query sees some key of
-    scan_place at;          // its memory has room for two more numbers
+    device uint *counts;        // [n_chunks][TQKV__CHOOSE_COUNTS] of the query
+    device uint *sums;          // [n_chunks][TQKV__CHOOSE_SUMS]: of as many neighbouring counts each
+    device uint *header;        // gathered blocks, bits and wanted
+    device uint *gathered;      // [TQKV__CHOOSE_ROOM][2]: a block and its key
+    device int *list;           // [k]
+    threadgroup uint *bins;     // [TQKV__CHOOSE_COUNTS]
+    threadgroup uint *shared;   // [2][TQKV__CHOOSE_SUMS]
+    uint chunk, seen;           // seen: blocks up to the last that the query sees some key of
+    uint first, n;              // blocks of the threadgroup, or gathered ones
+    scan_place at;              // its memory has room for four more numbers
 };
 
 inline uint thread_of(thread const choose_task &task) { return task.at.simdgroup * 32u + task.at.lane; }
+inline uint threads_of(thread const choose_task &task) { return task.at.n_simdgroups * 32u; }
 
-// Lowest bit of the digit of a pass, and what keeps the bits of the passes before.
-inline uint digit_shift(uint pass) { return pass == 0 ? 21u : pass == 1 ? 10u : 0u; }
-inline uint digit_mask(uint pass) { return pass == 2 ? 1023u : 2047u; }
-inline uint bits_before(uint pass) { return pass == 0 ? 0u : ~0u << digit_shift(pass - 1u); }
+// Digits of 12, 12 and 8 bits: the lowest bit of one, and what keeps the bits above it.
+inline uint digit_shift(uint digit) { return digit == 0 ? 20u : digit == 1 ? 8u : 0u; }
+inline uint bits_before(uint digit) { return digit == 0 ? 0u : ~0u << digit_shift(digit - 1u); }
 
 // A score as a number that ascends with it; 0 is never chosen. Zeros of both signs are equal.
 inline uint key_of_block(constant tqkv__choose_args &args, thread const choose_task &task, uint block)
@@ -6073,167 +6439,259 @@ inline uint key_of_block(constant tqkv__choose_args &args, thread const choose_t
     return (bits & 0x80000000u) != 0u ? ~bits : bits | 0x80000000u;
 }
 
-inline device uint *counts_of(constant tqkv__choose_args &args, thread const choose_task &task, uint pass, uint chunk)
+// Key of number i of the threadgroup's blocks; 0 behind the last.
+inline uint key_at(constant tqkv__choose_args &args, thread const choose_task &task, uint i)
 {
-    return task.counts + (pass * uint(args.n_chunks) + chunk) * uint(TQKV__CHOOSE_COUNTS);
+    if (i >= task.n) return 0u;
+    return args.step == TQKV__CHOOSE_AMONG ? task.gathered[2u * i + 1u] : key_of_block(args, task, task.first + i);
 }
 
-inline device uint *choice_after(constant tqkv__choose_args &args, thread const choose_task &task, uint pass)
-{
-    return counts_of(args, task, uint(CHOOSE_PASSES), 0u) + pass * 2u;
-}
-
-inline uint end_of_chunk(constant tqkv__choose_args &args, uint chunk)
-{
-    return min((chunk + 1u) * uint(args.chunk), uint(args.n_blocks));
-}
-
-// Counts the digits of a pass in the threadgroup's chunk.
-inline void count_digits(constant tqkv__choose_args &args, thread const choose_task &task, uint pass, choice made)
+// Counts a digit of the blocks whose upper bits are those so far. A barrier follows.
+inline void count_digits(constant tqkv__choose_args &args, thread const choose_task &task, uint digit, choice made)
 {
     threadgroup uint *bins = task.bins;
     threadgroup atomic_uint *counters = (threadgroup atomic_uint *)bins;
-    uint n_threads = task.at.n_simdgroups * 32u;
+    uint n_threads = threads_of(task), mask = digit + 1u == uint(CHOOSE_DIGITS) ? 255u : 4095u;
     for (uint i = thread_of(task); i < uint(TQKV__CHOOSE_COUNTS); i += n_threads) bins[i] = 0u;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint b = task.chunk * uint(args.chunk) + thread_of(task); b < end_of_chunk(args, task.chunk); b += n_threads) {
-        uint key = key_of_block(args, task, b);
-        if (key == 0u || ((key ^ made.bits) & bits_before(pass)) != 0u) continue;
-        atomic_fetch_add_explicit(&counters[(key >> digit_shift(pass)) & digit_mask(pass)], 1u, memory_order_relaxed);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (args.n_chunks == 1) return;
-    device uint *to = counts_of(args, task, pass, task.chunk);
-    for (uint i = thread_of(task); i < uint(TQKV__CHOOSE_COUNTS); i += n_threads) to[i] = bins[i];
-}
-
-// Of all chunks, into the bins.
-inline void sum_counts(constant tqkv__choose_args &args, thread const choose_task &task, uint pass)
-{
-    for (uint i = thread_of(task); i < uint(TQKV__CHOOSE_COUNTS); i += task.at.n_simdgroups * 32u) {
-        uint sum = 0u;
-        for (uint c = 0; c < uint(args.n_chunks); c++) sum += counts_of(args, task, pass, c)[i];
-        task.bins[i] = sum;
+    for (uint first = thread_of(task); first < task.n; first += n_threads * uint(CHOOSE_BLOCKS)) {
+        uint keys[CHOOSE_BLOCKS];
+        TQKV_UNROLL
+        for (int i = 0; i < CHOOSE_BLOCKS; i++) keys[i] = key_at(args, task, first + uint(i) * n_threads);
+        TQKV_UNROLL
+        for (int i = 0; i < CHOOSE_BLOCKS; i++)
+            if (keys[i] != 0u && ((keys[i] ^ made.bits) & bits_before(digit)) == 0u)
+                atomic_fetch_add_explicit(&counters[(keys[i] >> digit_shift(digit)) & mask], 1u, memory_order_relaxed);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// The bin in which a count from the last one on reaches `wanted`, and the count before it; bin 0 if none does. Each lane adds
-// up its share of the bins, then two bins of the share in which it is reached: the first lanes have the last ones.
-inline choice find_digit(thread const choose_task &task, uint wanted)
+// Sums of neighbouring bins, to `shared`. A barrier follows.
+inline void sum_bins(thread const choose_task &task)
 {
-    const uint each = uint(TQKV__CHOOSE_COUNTS) / 32u;
-    uint lane = task.at.lane, own = 0u, first = (31u - lane) * each;
-    for (uint i = 0; i < each; i++) own += task.bins[first + ((i + lane) & (each - 1u))]; // each lane another bank
-    uint to_lane = sum_to_lane(own, lane);
-    bool reached = to_lane >= wanted && to_lane - own < wanted;
-    choice found = {0u, 0u};
-    if (!simd_any(reached)) {
-        found.wanted = sum_of_lanes(own) - task.bins[0];
-        return found;
+    const uint each = uint(TQKV__CHOOSE_COUNTS / TQKV__CHOOSE_SUMS);
+    for (uint s = task.at.simdgroup; s < uint(TQKV__CHOOSE_SUMS); s += task.at.n_simdgroups) {
+        uint sum = sum_of_lanes(task.bins[s * each + task.at.lane] + task.bins[s * each + 32u + task.at.lane]);
+        if (task.at.lane == 0) task.shared[s] = sum;
     }
-    uint before = sum_of_lanes(reached ? to_lane - own : 0u), last = sum_of_lanes(reached ? first : 0u) + each - 1u;
-    uint upper = task.bins[last - 2u * lane], both = upper + task.bins[last - 2u * lane - 1u];
-    to_lane = sum_to_lane(both, lane) + before;
-    reached = to_lane >= wanted && to_lane - both < wanted;
-    bool in_upper = to_lane - both + upper >= wanted;
-    found.bits = sum_of_lanes(reached ? last - 2u * lane - (in_upper ? 0u : 1u) : 0u);
-    found.wanted = sum_of_lanes(reached ? to_lane - both + (in_upper ? 0u : upper) : 0u);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// A number, and the sum before it.
+struct reached {
+    uint number, before;
+};
+
+// The number at which a sum over the TQKV__CHOOSE_SUMS numbers from the last one on, which begins with `before`, reaches
+// `wanted`; number 0 if it never does. All lanes of the simdgroup must come here together.
+inline reached find_number(threadgroup const uint *numbers, uint lane, uint before, uint wanted)
+{
+    uint last = 63u - 2u * lane, upper = numbers[last], both = upper + numbers[last - 1u];
+    uint to_lane = before + sum_to_lane(both, lane), to_upper = to_lane - both + upper;
+    bool here = to_lane - both < wanted && (to_lane >= wanted || lane == 31u), in_upper = to_upper >= wanted;
+    reached found;
+    found.number = sum_of_lanes(here ? last - (in_upper ? 0u : 1u) : 0u);
+    found.before = sum_of_lanes(here ? (in_upper ? to_lane - both : to_upper) : 0u);
     return found;
 }
 
-// What the counts of a pass say. Every thread has the result.
-inline choice narrow(constant tqkv__choose_args &args, thread const choose_task &task, uint pass, choice made)
+// What the bins say. Every thread has the result.
+inline choice narrow(thread const choose_task &task, uint digit, choice made)
 {
-    if (args.n_chunks > 1) sum_counts(args, task, pass);
+    threadgroup uint *result = task.at.shared + 32;
+    sum_bins(task);
     if (task.at.simdgroup == 0) {
-        choice found = find_digit(task, made.wanted);
+        reached group = find_number(task.shared, task.at.lane, 0u, made.wanted);
+        reached found = find_number(task.bins + group.number * 64u, task.at.lane, group.before, made.wanted);
         if (task.at.lane == 0) {
-            task.at.shared[32] = found.bits;
-            task.at.shared[33] = found.wanted;
+            result[0] = group.number * 64u + found.number;
+            result[1] = found.before;
         }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    made.bits |= task.at.shared[32] << digit_shift(pass);
-    made.wanted -= task.at.shared[33];
-    if (args.n_chunks > 1 && task.chunk == 0 && thread_of(task) == 0) {
-        device uint *to = choice_after(args, task, pass);
-        to[0] = made.bits;
-        to[1] = made.wanted;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup); // before the bins and `shared` are overwritten
+    made.bits |= result[0] << digit_shift(digit);
+    made.wanted -= result[1];
+    threadgroup_barrier(mem_flags::mem_threadgroup); // before the bins and the result are overwritten
     return made;
 }
 
-// How many blocks of the chunks before are better than the k-th best, and how many as good, in the upper half.
-inline uint2 before_chunk(constant tqkv__choose_args &args, thread const choose_task &task, choice made)
+// ---- Chunks ----
+
+inline void count_chunk(constant tqkv__choose_args &args, thread const choose_task &task)
 {
-    uint n_threads = task.at.n_simdgroups * 32u, better = 0u, equal = 0u;
-    for (uint pass = 0; pass < uint(CHOOSE_PASSES); pass++) {
-        uint digit = (made.bits >> digit_shift(pass)) & digit_mask(pass);
-        for (uint c = 0; c < task.chunk; c++) {
-            device const uint *counts = counts_of(args, task, pass, c);
-            for (uint i = digit + thread_of(task); i <= digit_mask(pass); i += n_threads) {
-                if (i > digit) better += counts[i];
-                if (i == digit && pass + 1u == uint(CHOOSE_PASSES)) equal += counts[i];
+    choice made = {0u, uint(args.k)};
+    count_digits(args, task, 0u, made);
+    sum_bins(task);
+    device uint *counts = task.counts + task.chunk * uint(TQKV__CHOOSE_COUNTS),
+                *sums = task.sums + task.chunk * uint(TQKV__CHOOSE_SUMS);
+    for (uint i = thread_of(task); i < uint(TQKV__CHOOSE_COUNTS); i += threads_of(task)) counts[i] = task.bins[i];
+    for (uint i = thread_of(task); i < uint(TQKV__CHOOSE_SUMS); i += threads_of(task)) sums[i] = task.shared[i];
+}
+
+// TQKV__CHOOSE_SUMS numbers of each chunk, `stride` apart, added up over all chunks and over those before the threadgroup's:
+// to `shared`. A barrier follows.
+inline void sum_chunks(constant tqkv__choose_args &args, thread const choose_task &task, device const uint *numbers,
+                       uint stride)
+{
+    threadgroup uint *shared = task.shared;
+    threadgroup atomic_uint *sums = (threadgroup atomic_uint *)shared;
+    uint lane = task.at.lane, n_chunks = uint(args.n_chunks), all[2], before[2];
+    for (uint i = thread_of(task); i < 2u * uint(TQKV__CHOOSE_SUMS); i += threads_of(task)) shared[i] = 0u;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    TQKV_UNROLL
+    for (int i = 0; i < 2; i++) all[i] = before[i] = 0u;
+    for (uint first = task.at.simdgroup; first < n_chunks; first += task.at.n_simdgroups * 4u) {
+        uint x[4][2];
+        TQKV_UNROLL
+        for (int c = 0; c < 4; c++) {
+            uint chunk = first + uint(c) * task.at.n_simdgroups, row = min(chunk, n_chunks - 1u) * stride + lane;
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++) x[c][i] = chunk < n_chunks ? numbers[row + uint(i) * 32u] : 0u;
+        }
+        TQKV_UNROLL
+        for (int c = 0; c < 4; c++) {
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++) {
+                all[i] += x[c][i];
+                before[i] += first + uint(c) * task.at.n_simdgroups < task.chunk ? x[c][i] : 0u;
             }
         }
     }
-    uint2 result;
-    result.x = sum_to_thread(task.at, better).all;
-    result.y = sum_to_thread(task.at, equal).all;
-    return result;
+    TQKV_UNROLL
+    for (int i = 0; i < 2; i++) {
+        atomic_fetch_add_explicit(&sums[lane + uint(i) * 32u], all[i], memory_order_relaxed);
+        atomic_fetch_add_explicit(&sums[uint(TQKV__CHOOSE_SUMS) + lane + uint(i) * 32u], before[i],
+                                  memory_order_relaxed);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Blocks that a thread writes at a time.
-#define CHOOSE_BLOCKS 4
-
-// Writes the chosen blocks of the chunk where those before end. Behind the last chunk's, -1.
-inline void write_list(constant tqkv__choose_args &args, thread const choose_task &task, choice made)
+// The sum of those numbers from number `first` on.
+inline uint sum_from(threadgroup const uint *numbers, uint lane, uint first)
 {
-    uint n_threads = task.at.n_simdgroups * 32u, end = end_of_chunk(args, task.chunk);
-    uint2 before;
-    before.x = before.y = 0u;
-    if (args.n_chunks > 1) before = before_chunk(args, task, made);
-    for (uint first = task.chunk * uint(args.chunk); first < end; first += n_threads * uint(CHOOSE_BLOCKS)) {
-        uint keys[CHOOSE_BLOCKS], counts = 0u; // better ones, and equal ones in the upper half
-        uint block = first + thread_of(task) * uint(CHOOSE_BLOCKS);
+    return sum_of_lanes((lane >= first ? numbers[lane] : 0u) + (lane + 32u >= first ? numbers[lane + 32u] : 0u));
+}
+
+// What the chunks' counts say of the first digit. To `shared` of `at`: digit, blocks with better ones, blocks that are
+// gathered by the chunks before and by all. A barrier follows.
+inline void find_digit_of_chunks(constant tqkv__choose_args &args, thread const choose_task &task)
+{
+    threadgroup uint *result = task.at.shared + 32, *all = task.shared, *early = all + TQKV__CHOOSE_SUMS;
+    reached group = {0u, 0u};
+    uint gathered = 0u, before = 0u;
+    for (int level = 0; level < 2; level++) {
+        bool fine = level == 1;
+        uint first = fine ? result[0] * uint(TQKV__CHOOSE_SUMS) : 0u;
+        sum_chunks(args, task, fine ? task.counts + first : task.sums,
+                   uint(fine ? TQKV__CHOOSE_COUNTS : TQKV__CHOOSE_SUMS));
+        if (task.at.simdgroup == 0) {
+            uint from = fine ? 0u : 1u;
+            group = find_number(all, task.at.lane, group.before, uint(args.k));
+            gathered += sum_from(all, task.at.lane, group.number + from);
+            before += sum_from(early, task.at.lane, group.number + from);
+            if (task.at.lane == 0) {
+                result[0] = first + group.number;
+                result[1] = group.before;
+                result[2] = before;
+                result[3] = gathered;
+            }
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+}
+
+inline void load_keys(constant tqkv__choose_args &args, thread const choose_task &task, uint first,
+                      thread uint (&keys)[CHOOSE_BLOCKS])
+{
+    TQKV_UNROLL
+    for (int i = 0; i < CHOOSE_BLOCKS; i++) keys[i] = key_at(args, task, first + uint(i));
+}
+
+// Gathers the chunk's blocks that may be chosen, ascending, where those of the chunks before end.
+inline void gather_chunk(constant tqkv__choose_args &args, thread const choose_task &task)
+{
+    uint own = thread_of(task) * uint(CHOOSE_BLOCKS), keys[CHOOSE_BLOCKS];
+    load_keys(args, task, own, keys); // under way while the digit is looked for
+    find_digit_of_chunks(args, task);
+    threadgroup const uint *result = task.at.shared + 32;
+    uint least = max(result[0] << digit_shift(0u), 1u), to = result[2];
+    if (task.chunk == 0 && thread_of(task) == 0) {
+        task.header[0] = result[3];
+        task.header[1] = result[0] << digit_shift(0u);
+        task.header[2] = uint(args.k) - result[1];
+    }
+    for (uint first = own; first - own < task.n; first += threads_of(task) * uint(CHOOSE_BLOCKS)) {
+        uint n = 0u;
+        if (first != own) load_keys(args, task, first, keys);
+        TQKV_UNROLL
+        for (int i = 0; i < CHOOSE_BLOCKS; i++) n += keys[i] >= least ? 1u : 0u;
+        scanned place = sum_to_thread(task.at, n);
+        uint at = to + place.before;
         TQKV_UNROLL
         for (int i = 0; i < CHOOSE_BLOCKS; i++) {
-            keys[i] = block + uint(i) < end ? key_of_block(args, task, block + uint(i)) : 0u;
-            counts += keys[i] > made.bits ? 1u : keys[i] == made.bits && keys[i] != 0u ? 0x10000u : 0u;
+            if (keys[i] < least) continue;
+            task.gathered[2u * at] = task.first + first + uint(i);
+            task.gathered[2u * at + 1u] = keys[i];
+            at++;
         }
+        to += place.all;
+    }
+}
+
+// ---- The choice by one threadgroup ----
+
+// Writes those blocks that are chosen, and -1 behind them.
+inline void write_list(constant tqkv__choose_args &args, thread const choose_task &task, choice made)
+{
+    uint2 before;
+    before.x = before.y = 0u;
+    for (uint first = 0; first < task.n; first += threads_of(task) * uint(CHOOSE_BLOCKS)) {
+        uint keys[CHOOSE_BLOCKS], counts = 0u; // better ones, and equal ones in the upper half
+        uint own = first + thread_of(task) * uint(CHOOSE_BLOCKS);
+        load_keys(args, task, own, keys);
+        TQKV_UNROLL
+        for (int i = 0; i < CHOOSE_BLOCKS; i++)
+            counts += keys[i] > made.bits ? 1u : keys[i] == made.bits && keys[i] != 0u ? 0x10000u : 0u;
         scanned sums = sum_to_thread(task.at, counts);
         uint better = before.x + (sums.before & 0xffffu), equal = before.y + (sums.before >> 16);
         TQKV_UNROLL
         for (int i = 0; i < CHOOSE_BLOCKS; i++) {
             bool is_equal = keys[i] == made.bits && keys[i] != 0u;
-            uint to = better + min(equal, made.wanted);
-            if (keys[i] > made.bits || (is_equal && equal < made.wanted)) task.list[to] = int(block) + i;
+            uint to = better + min(equal, made.wanted), number = own + uint(i);
+            if (keys[i] > made.bits || (is_equal && equal < made.wanted))
+                task.list[to] = int(args.step == TQKV__CHOOSE_AMONG ? task.gathered[2u * number] : task.first + number);
             better += keys[i] > made.bits ? 1u : 0u;
             equal += is_equal ? 1u : 0u;
         }
         before.x += sums.all & 0xffffu;
         before.y += sums.all >> 16;
     }
-    if (task.chunk + 1u < uint(args.n_chunks)) return;
-    for (uint i = before.x + min(before.y, made.wanted) + thread_of(task); i < uint(args.k); i += n_threads)
+    for (uint i = before.x + min(before.y, made.wanted) + thread_of(task); i < uint(args.k); i += threads_of(task))
         task.list[i] = -1;
 }
 
-inline void choose_blocks(constant tqkv__choose_args &args, thread const choose_task &task)
+inline void choose_alone(constant tqkv__choose_args &args, thread const choose_task &task, uint digit, choice made)
+{
+    for (; digit < uint(CHOOSE_DIGITS); digit++) {
+        count_digits(args, task, digit, made);
+        made = narrow(task, digit, made);
+    }
+    write_list(args, task, made);
+}
+
+inline void choose_blocks(constant tqkv__choose_args &args, thread choose_task &task)
 {
     choice made = {0u, uint(args.k)};
-    if (args.first_pass > 1) {
-        device const uint *from = choice_after(args, task, uint(args.first_pass) - 2u);
-        made.bits = from[0];
-        made.wanted = from[1];
+    task.first = uint(args.from) + task.chunk * uint(args.chunk);
+    task.n = min(uint(args.chunk), uint(args.n_blocks) - task.first);
+    if (args.step == TQKV__CHOOSE_COUNT) return count_chunk(args, task);
+    if (args.step == TQKV__CHOOSE_GATHER) return gather_chunk(args, task);
+    if (args.step == TQKV__CHOOSE_AMONG) {
+        task.n = task.header[0];
+        made.bits = task.header[1];
+        made.wanted = task.header[2];
     }
-    for (uint pass = uint(args.first_pass); pass <= uint(args.last_pass); pass++) {
-        if (pass > 0u) made = narrow(args, task, pass - 1u, made);
-        if (pass < uint(CHOOSE_PASSES)) count_digits(args, task, pass, made);
-    }
-    if (args.last_pass == CHOOSE_PASSES) write_list(args, task, made);
+    choose_alone(args, task, args.step == TQKV__CHOOSE_AMONG ? 1u : 0u, made);
 }
 
 #endif
@@ -6245,7 +6703,7 @@ inline void choose_blocks(constant tqkv__choose_args &args, thread const choose_
 // scores: [n_queries][n_blocks], list: [n_queries][k]
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_index_choice)
 kernel void tqkv_index_choice(constant tqkv__choose_args &args [[buffer(0)]], device const float *scores [[buffer(1)]],
-                              device uint *counts [[buffer(2)]], device int *list [[buffer(3)]],
+                              device uint *scratch [[buffer(2)]], device int *list [[buffer(3)]],
                               threadgroup uint *bins [[threadgroup(0)]], threadgroup uint *shared [[threadgroup(1)]],
                               uint3 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
                               uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -6253,15 +6711,21 @@ kernel void tqkv_index_choice(constant tqkv__choose_args &args [[buffer(0)]], de
 {
     choose_task task;
     task.scores = scores + row_offset(group.y, uint(args.n_blocks));
-    task.counts = counts + row_offset(group.y, uint(TQKV__CHOOSE_SCRATCH(args.n_chunks)));
+    uint n_chunks = args.step == TQKV__CHOOSE_ALONE ? 0u : uint(args.n_chunks);
+    task.counts = scratch + ulong(group.y) * TQKV__CHOOSE_SCRATCH(ulong(n_chunks), ulong(args.n_blocks - args.from));
+    task.sums = task.counts + n_chunks * uint(TQKV__CHOOSE_COUNTS);
+    task.header = task.sums + n_chunks * uint(TQKV__CHOOSE_SUMS);
+    task.gathered = task.header + TQKV__CHOOSE_HEADER;
     task.list = list + row_offset(group.y, uint(args.k));
     task.bins = bins;
     task.chunk = group.x;
     task.seen = blocks_seen(keys_seen(args.seen, args.seen_rest, args.ratio, args.end, group.y), uint(args.block));
+    task.first = task.n = 0u;
     task.at.lane = lane;
     task.at.simdgroup = simdgroup;
     task.at.n_simdgroups = n_simdgroups;
-    task.at.shared = shared;
+    task.shared = shared;
+    task.at.shared = shared + 2 * TQKV__CHOOSE_SUMS;
     choose_blocks(args, task);
 }
 #endif
@@ -6297,12 +6761,6 @@ inline void open_index(constant tqkv__index_args &call, uint range, uint query, 
     index.to = min(index.end_block * uint(call.block), seen);
 }
 
-// What a lane needs of its columns.
-template <int F>
-struct index_columns {
-    float factor[F][2], shift[F][2], weight[F][2];
-};
-
 // Memory of the key with the lane's number in a tile that begins with key `first`; of some key where there is none.
 inline uint slot_of_key(constant tqkv__index_args &call, thread const attend_task &task, uint first)
 {
@@ -6310,7 +6768,7 @@ inline uint slot_of_key(constant tqkv__index_args &call, thread const attend_tas
     uint key = min(first + task.lane - uint(call.first_key), uint(args.kv_len) - 1u);
     uint slot = uint(args.key_oldest_slot) + key;
     slot = slot < uint(args.key_capacity) ? slot : slot - uint(args.key_capacity);
-    return paged ? find_in_pages(args, task.pages, slot / 32u * 32u).keys + slot % 32u : slot;
+    return paged ? find_row(args, task.pages, slot).keys : slot;
 }
 
 // The sum over the lanes that have the same row of a matrix. Every lane gets it.
@@ -6322,53 +6780,174 @@ inline float sum_of_row(float x)
     return x;
 }
 
-// The heads of a pass: queries in threadgroup memory, factors and weights. A barrier must precede it.
+// Heads whose queries a simdgroup loads at a time.
+#define INDEX_ROWS 4
+
+// The heads of a pass: their queries as pairs of right factors, [F][D / 16][32 lanes], their factors, shifts and weights. Columns
+// that are not used are 0. A barrier must precede and follow it.
 template <int D, int F>
-inline void open_heads(constant tqkv__index_args &call, thread const attend_task &task, thread const index_task &index,
-                       uint head, column_memory memory, thread index_columns<F> &heads)
+inline void load_heads(constant tqkv__index_args &call, thread const attend_task &task, thread const index_task &index,
+                       uint head, column_memory memory)
 {
-    uint thread_index = task.simdgroup * 32u + task.lane, n_heads = uint(call.keys.group);
-    load_matrix_queries<D, F>(call.keys, task, first_part(call.keys, task), uint(D), memory);
-    for (uint c = thread_index; c < uint(8 * F); c += task.n_simdgroups * 32u) {
-        bool used = c < columns && head + c < n_heads;
-        memory.totals[c] = !used ? 0.0f : call.has_weights != 0 ? index.weights[head + c] : 1.0f;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    TQKV_UNROLL
-    for (int f = 0; f < F; f++) {
+    const int C = TQKV_LANE_VALUES(D);
+    const uint N = uint(BY_CODE_WIDTH(key_format, MATRIX_KEY_VALUES, D));
+    key_part part = first_part(call.keys, task);
+    uint n_used = min(uint(columns), uint(call.keys.group) - head);
+    threadgroup float *queries = part.queries;
+    threadgroup right_pair *pairs = (threadgroup right_pair *)queries;
+    for (uint c = task.simdgroup * 32u + task.lane; c < uint(8 * F); c += task.n_simdgroups * 32u)
+        memory.totals[c] = c >= n_used ? 0.0f : call.has_weights != 0 ? index.weights[head + c] : 1.0f;
+    for (uint first = task.simdgroup * uint(INDEX_ROWS); first < uint(8 * F);
+         first += task.n_simdgroups * uint(INDEX_ROWS)) {
+        float x[INDEX_ROWS][C];
         TQKV_UNROLL
-        for (int i = 0; i < 2; i++) {
-            uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane), loaded = min(c, columns - 1u);
-            heads.weight[f][i] = memory.totals[c];
-            heads.factor[f][i] = memory.factors[loaded];
-            heads.shift[f][i] = key_centered ? memory.shifts[loaded] * (1.0f / TQKV_LOG2E) : 0.0f;
+        for (int r = 0; r < INDEX_ROWS; r++)
+            load_query<D>(call.keys, task, part, index.query, head + min(first + uint(r), n_used - 1u), x[r]);
+        TQKV_UNROLL
+        for (int r = 0; r < INDEX_ROWS; r++) {
+            uint c = first + uint(r);
+            float shift = part.with_center ? score_of_center<D>(call.keys, task, part, x[r]) : 0.0f;
+            if (part.rotate) rotate_row<D>(x[r], task.lane);
+            float size = size_of_row<D>(x[r]), inverse = c < n_used ? 1.0f / size : 0.0f;
+            TQKV_UNROLL
+            for (int i = 0; i < C; i += 2) { // neighbours, as in query_value
+                uint value = task.lane * uint(C) + uint(i), s = value / (4u * N) * (N / 2u) + value % N / 2u;
+                store_right(pairs + (c / 8u * uint(D / 16) + s / 2u) * 32u, value % (4u * N) / N * 2u, c % 8u, s % 2u,
+                            x[r][i] * inverse, x[r][i + 1] * inverse);
+            }
+            if (task.lane != 0) continue;
+            memory.shifts[c] = shift * (1.0f / TQKV_LOG2E);
+            memory.factors[c] = size;
         }
     }
 }
 
 // Adds the weighted scores of a pass to those of the tile's keys, in threadgroup memory.
 template <int D, int F>
-inline void add_heads(constant tqkv__index_args &call, thread const attend_task &task, bool first_pass, uint base,
-                      thread const index_columns<F> &heads, thread const sum_matrix (&score)[4][F],
+inline void add_heads(constant tqkv__index_args &call, thread const attend_task &task, bool first_pass,
+                      thread const float (&norms)[4], column_memory memory, thread const sum_matrix (&score)[4][F],
                       threadgroup float *scores)
 {
-    float norms[4], least = call.relu != 0 ? 0.0f : -INFINITY;
-    load_norms<D>(call.keys, key_format, task.keys, base, task.lane, norms);
+    float least = call.relu != 0 ? 0.0f : -INFINITY, sum[4], scale[4];
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        float scale = scale_of_norm<D>(key_format, norms[p], call.keys.key_block_scale), sum = 0.0f;
+        scale[p] = scale_of_norm<D>(key_format, norms[p], call.keys.key_block_scale);
+        sum[p] = 0.0f;
+    }
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
         TQKV_UNROLL
-        for (int f = 0; f < F; f++) {
+        for (int i = 0; i < 2; i++) {
+            uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
+            float factor = memory.factors[c], shift = key_centered ? memory.shifts[c] : 0.0f;
+            float weight = key_centered ? memory.totals[c] : memory.totals[c] * factor;
             TQKV_UNROLL
-            for (int i = 0; i < 2; i++) {
-                float own = fma(score[p][f].elements[i] * scale, heads.factor[f][i], heads.shift[f][i]);
-                sum = fma(heads.weight[f][i], max(own, least), sum);
+            for (int p = 0; p < 4; p++) {
+                float own = score[p][f].elements[i] * scale[p];
+                if (key_centered) own = fma(own, factor, shift);
+                sum[p] = fma(weight, max(own, least), sum[p]);
             }
         }
-        sum = sum_of_row(sum);
-        uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
-        if (TQKV__MATRIX_COLUMN(task.lane) == 0) scores[row] = first_pass ? sum : scores[row] + sum;
     }
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        float all = sum_of_row(sum[p]);
+        uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
+        if (TQKV__MATRIX_COLUMN(task.lane) == 0) scores[row] = first_pass ? all : scores[row] + all;
+    }
+}
+
+// Codes that a lane loads ahead: two chunks, of two tiles where a row is one chunk.
+#define INDEX_CHUNKS(D, W) ((D) / (4 * MATRIX_KEY_VALUES(D, W)))
+template <int D, int W>
+struct ahead {
+    key_chunk<D, W> chunks[2];
+};
+struct tile_slots {
+    uint now, next, second; // of the keys of this tile, of the simdgroup's next and the one after it
+};
+
+template <int D, int W>
+inline void load_ahead(constant tqkv__index_args &call, thread const attend_task &task, tile_slots slots,
+                       thread ahead<D, W> &keys)
+{
+    const bool one = INDEX_CHUNKS(D, W) == 1;
+    load_key_chunk<D, W>(call.keys, task, first_part(call.keys, task), slots.now, 0u, keys.chunks[0]);
+    load_key_chunk<D, W>(call.keys, task, first_part(call.keys, task), one ? slots.next : slots.now, one ? 0u : 1u,
+                         keys.chunks[1]);
+}
+
+// score = q . k of a tile without the factor of rows: at these head sizes each has one norm. `turn`: which chunk is first,
+// if a row has but one.
+template <int D, int W, int F>
+inline void score_index_tile(constant tqkv__index_args &call, thread const attend_task &task, tile_slots slots,
+                             thread const value_book &book, int turn, thread ahead<D, W> &keys,
+                             thread sum_matrix (&score)[4][F])
+{
+    const int chunks = INDEX_CHUNKS(D, W);
+    key_part part = first_part(call.keys, task);
+    clear_scores<F>(score);
+    TQKV_UNROLL
+    for (int j = 0; j < chunks; j++) {
+        int own = chunks == 1 ? turn : j % 2;
+        multiply_chunk<D, W, F>(task, part, uint(j), keys.chunks[own], book, score);
+        uint slot = chunks == 1 ? slots.second : j + 2 < chunks ? slots.now : slots.next;
+        load_key_chunk<D, W>(call.keys, task, part, slot, uint((j + 2) % chunks), keys.chunks[own]);
+    }
+}
+
+template <int D, int W, int F>
+inline void score_tiles(constant tqkv__index_args &call, thread const attend_task &task, bool first_pass, uint first,
+                        uint tiles, thread const value_book &book, column_memory memory, tile_slots slots,
+                        thread ahead<D, W> &keys, threadgroup float *scores)
+{
+    const int turns = INDEX_CHUNKS(D, W) == 1 ? 2 : 1;
+    uint step = task.n_simdgroups;
+    for (uint round = task.simdgroup; round < tiles; round += uint(turns) * step) {
+        TQKV_UNROLL
+        for (int turn = 0; turn < turns; turn++) {
+            uint tile = round + uint(turn) * step;
+            if (tile >= tiles) continue;
+            sum_matrix score[4][F];
+            float norms[4];
+            load_norms<D>(call.keys, key_format, task.keys, slots.now, task.lane, norms);
+            score_index_tile<D, W, F>(call, task, slots, book, turn, keys, score);
+            add_heads<D, F>(call, task, first_pass, norms, memory, score, scores + tile * 32u);
+            slots.now = slots.next;
+            slots.next = slots.second;
+            slots.second = slot_of_key(call, task, first + (tile + 3u * step) * 32u);
+        }
+    }
+}
+
+// As any_keys of attend.h.
+template <int D>
+struct any_ahead {
+    ahead<D, 4> of_4;
+    ahead<D, 8> of_8;
+    ahead<D, 16> of_16;
+};
+
+template <int D>
+inline void open_ahead(constant tqkv__index_args &call, thread const attend_task &task, tile_slots slots,
+                       thread any_ahead<D> &keys)
+{
+    if (code_width(key_format) == 4) load_ahead<D, 4>(call, task, slots, keys.of_4);
+    if (code_width(key_format) == 8) load_ahead<D, 8>(call, task, slots, keys.of_8);
+    if (code_width(key_format) == 16) load_ahead<D, 16>(call, task, slots, keys.of_16);
+}
+
+template <int D, int F>
+inline void score_any_tiles(constant tqkv__index_args &call, thread const attend_task &task, bool first_pass,
+                            uint first, uint tiles, thread const value_book &book, column_memory memory,
+                            tile_slots slots, thread any_ahead<D> &keys, threadgroup float *scores)
+{
+    if (code_width(key_format) == 4)
+        score_tiles<D, 4, F>(call, task, first_pass, first, tiles, book, memory, slots, keys.of_4, scores);
+    if (code_width(key_format) == 8)
+        score_tiles<D, 8, F>(call, task, first_pass, first, tiles, book, memory, slots, keys.of_8, scores);
+    if (code_width(key_format) == 16)
+        score_tiles<D, 16, F>(call, task, first_pass, first, tiles, book, memory, slots, keys.of_16, scores);
 }
 
 // Scores of the n keys from key `first` on.
@@ -6378,20 +6957,18 @@ inline void score_keys(constant tqkv__index_args &call, thread attend_task &task
 {
     uint n_heads = uint(call.keys.group), tiles = (n + 31u) / 32u;
     for (uint head = 0; head < n_heads; head += columns) {
-        index_columns<F> heads;
-        any_key_batch<D, F> keys;
-        uint base = slot_of_key(call, task, first + task.simdgroup * 32u);
-        task.first_column = index.query * n_heads + head;
-        open_key_batch<D, F>(call.keys, task, first_part(call.keys, task), base, keys);
-        threadgroup_barrier(mem_flags::mem_threadgroup); // before the queries of the last pass are overwritten
-        open_heads<D, F>(call, task, index, head, memory, heads);
-        for (uint tile = task.simdgroup; tile < tiles; tile += task.n_simdgroups) {
-            sum_matrix score[4][F];
-            uint next = slot_of_key(call, task, first + (tile + task.n_simdgroups) * 32u);
-            score_any_matrix_tile<D, F>(call.keys, task, first_part(call.keys, task), base, next, book, keys, score);
-            add_heads<D, F>(call, task, head == 0, base, heads, score, index.scores + tile * 32u);
-            base = next;
+        any_ahead<D> keys;
+        tile_slots slots;
+        slots.now = slot_of_key(call, task, first + task.simdgroup * 32u);
+        slots.next = slot_of_key(call, task, first + (task.simdgroup + task.n_simdgroups) * 32u);
+        slots.second = slot_of_key(call, task, first + (task.simdgroup + 2u * task.n_simdgroups) * 32u);
+        open_ahead<D>(call, task, slots, keys);
+        if (n_heads > columns || first == index.from) {
+            threadgroup_barrier(mem_flags::mem_threadgroup); // before the queries of the last pass are overwritten
+            load_heads<D, F>(call, task, index, head, memory);
+            threadgroup_barrier(mem_flags::mem_threadgroup);
         }
+        score_any_tiles<D, F>(call, task, head == 0, first, tiles, book, memory, slots, keys, index.scores);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
@@ -6485,8 +7062,10 @@ inline void score_index_blocks(constant tqkv__index_args &call, thread attend_ta
         score_index<D, 1>(call, task, index);
     else if (columns <= 16)
         score_index<D, 2>(call, task, index);
-    else
+    else if (TQKV__INDEX_COLUMNS <= 32 || columns <= 32)
         score_index<D, 4>(call, task, index);
+    else
+        score_index<D, 8>(call, task, index);
 }
 
 #endif
@@ -6527,7 +7106,6 @@ inline void score_index_blocks(constant tqkv__index_args &call, thread attend_ta
         task.pages.lane = lane; \
         task.tables = tables; \
         task.queries = queries; \
-        task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
         task.kept = states; \
         task.kv_head = 0u; \
         task.end_column = (group.y + 1u) * uint(call.keys.group); \
@@ -6570,7 +7148,7 @@ INDEX_SCORES(128)
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        encode_source source = {stream_format, row_type, rotated, centered, rows, center, \
+        encode_source source = {stream_format, row_type, rotated, centered, args.has_flag != 0, rows, center, \
                                 space_of_simdgroup<D>(space, simdgroup), not_finite}; \
         probe_rows<D>(args, source, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane, scaled); \
     }

@@ -187,7 +187,7 @@ struct key_part {
     stream_rows rows; // of the KV head
     float block_scale;
     threadgroup float *queries;
-    bool rotate, centered, rotate_center;
+    bool rotate, with_center, rotate_center;
     device const float *center;
     uint first; // value of a query
 };
@@ -297,7 +297,7 @@ inline void load_query_part(constant tqkv__attend_args &args, thread const atten
         uint head = task.kv_head * uint(args.group) + uint(row.head);
         float x[TQKV_LANE_VALUES(D)];
         load_query<D>(args, task, keys, uint(row.query), head, x);
-        float shift = keys.centered ? score_of_center<D>(args, task, keys, x) : 0.0f;
+        float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
         if (has_shifts() && part == 0 && own < columns)
             task.kept[column] = keys.first == 0 ? shift : task.kept[column] + shift;
         if (keys.rotate) rotate_row<D>(x, part);

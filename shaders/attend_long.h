@@ -405,6 +405,24 @@ inline void add_part(constant tqkv__attend_args &args, thread const attend_task 
     }
 }
 
+// Word by word: Apple's modules copy no structs by a call.
+template <int D, int W>
+inline void copy_part(thread const part_values<D, W> &from, thread part_values<D, W> &to)
+{
+    const int N = MATRIX_OUT_VALUES(D, W);
+    TQKV_UNROLL
+    for (int i = 0; i < 8; i++) {
+        TQKV_UNROLL
+        for (int w = 0; w < (W * N + 31) / 32; w++)
+            to.chunk[i / 4].raw[i % 4].main[w] = from.chunk[i / 4].raw[i % 4].main[w];
+        TQKV_UNROLL
+        for (int w = 0; w < (2 * N + 31) / 32; w++)
+            to.chunk[i / 4].raw[i % 4].upper[w] = from.chunk[i / 4].raw[i % 4].upper[w];
+    }
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) to.norms[p] = from.norms[p];
+}
+
 // The same for all tiles of a round.
 template <int D, int W, int F>
 inline void add_parts(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds, uint round,
@@ -418,7 +436,7 @@ inline void add_parts(constant tqkv__attend_args &args, thread const attend_task
         open_part<D, W>(args, task, next_base, next);
         if (has_tile(rounds, tile))
             add_part<D, W, F>(args, task, s, base, sees_whole_tile(args, tile, newest), book, values, state);
-        values = next;
+        copy_part<D, W>(next, values);
         base = next_base;
     }
     finish_products<F>(state.out, TQKV__LONG_PART / 8);

@@ -74,7 +74,7 @@ inline void load_heads(constant tqkv__index_args &call, thread const attend_task
         TQKV_UNROLL
         for (int r = 0; r < INDEX_ROWS; r++) {
             uint c = first + uint(r);
-            float shift = part.centered ? score_of_center<D>(call.keys, task, part, x[r]) : 0.0f;
+            float shift = part.with_center ? score_of_center<D>(call.keys, task, part, x[r]) : 0.0f;
             if (part.rotate) rotate_row<D>(x[r], task.lane);
             float size = size_of_row<D>(x[r]), inverse = c < n_used ? 1.0f / size : 0.0f;
             TQKV_UNROLL
