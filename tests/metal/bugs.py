@@ -154,7 +154,7 @@ BUGS = {
         "shaders/attend.h", "state.shift[c]) : -INFINITY", "state.shift[c]) : -9.0f", "attend", (64,),
         "plain", "defect/nan_in_unused_slots", "relative error"),
     "weight_zero_times_nan": (
-        "shaders/attend.h", "if ((W == 16 || !one_norm<D>(value_format)) && weight[c] == 0.0f) continue;", "",
+        "shaders/attend_values.h", "if ((W == 16 || !one_norm<D>(value_format)) && weight[c] == 0.0f) continue;", "",
         "attend", (64,), "plain",
         "defect/nan_in_unused_slots", "relative error"),
     "offset_of_32_bits": (
@@ -251,7 +251,7 @@ BUGS = {
         "shaders/merge.h", "    if (task.centered)\n", "    if (task.centered && D != 512)\n", "attend_merge", (512,), "plain",
         "latent/d512", "relative error"),
     "tail_of_the_first_item": (
-        "shaders/attend.h", "    task.tail.codes += row_offset(item.tail_codes, TQKV__CODES_UNIT);\n", "", "attend", (512,), "plain",
+        "shaders/attend_task.h", "    task.tail.codes += row_offset(item.tail_codes, TQKV__CODES_UNIT);\n", "", "attend", (512,), "plain",
         "batch/2", "other bits alone"),
     "wrong_last_tile": (
         "shaders/tiles.h", "first + row >= number * 32u &&", "", "attend", (64,), "plain", "attend/resident/",
@@ -316,10 +316,10 @@ BUGS = {
         "shaders/common.h", "    return low;\n", "    return low > 0u ? low - 1u : low;\n", "attend_merge", (64,), "plain",
         "batch/3", "other bits alone"),
     "sums_of_the_first_item": (
-        "shaders/attend.h", "    task.partial_out += item.partial_out;\n", "", "attend", (64,), "plain", "batch/3",
+        "shaders/attend_task.h", "    task.partial_out += item.partial_out;\n", "", "attend", (64,), "plain", "batch/3",
         "other bits alone"),
     "list_of_another_item": (
-        "shaders/attend.h", "(device const int *)scratch + item.list_rows;", "(device const int *)scratch;",
+        "shaders/attend_task.h", "(device const int *)scratch + item.list_rows;", "(device const int *)scratch;",
         "attend", (64,), "plain", "batch/3", "other bits alone"),
     "entries_of_the_first_item": (
         "shaders/attend_list.metal", "        list += items[item].list;\n", "", "attend_list", (), "plain", "batch/3",
