@@ -33,6 +33,16 @@ static inline tqkv_metal_store plan_store(tqkv_format format, int head_dim, int 
     return s;
 }
 
+/* An attention over these, nothing else set. */
+static inline tqkv_metal_attention plan_attention(const tqkv_metal_store *keys, const tqkv_metal_store *values)
+{
+    tqkv_metal_attention a;
+    memset(&a, 0, sizeof a);
+    a.keys = keys;
+    a.values = values;
+    return a;
+}
+
 /* The last binding of that name. */
 static inline tqkv_metal_binding binding(const tqkv_metal_dispatch *d, const char *name)
 {

@@ -106,10 +106,8 @@ static void check_engine(const void *row)
                            keys = plan_store(TQKV_I8, 192, 10, false, 0),
                            values = plan_store(TQKV_TQ5, 128, 10, false, 2),
                            small = plan_store(TQKV_F16, 64, 9, false, 0);
-    tqkv_metal_attention a;
     (void)row;
-    memset(&a, 0, sizeof a);
-    a.keys = a.values = &small;
+    tqkv_metal_attention a = plan_attention(&small, &small);
     CHECK_RESULT(tqkv_metal_plan_tables(at(4, 0), both), TQKV_OK);
     d[0] = both[1];
     CHECK_RESULT(tqkv_metal_plan_encode(&large, at(4, 0), 9, 0, none, &d[1]), TQKV_OK);
@@ -142,10 +140,8 @@ static void check_engine(const void *row)
 static void check_no_plan(const void *row)
 {
     const tqkv_metal_store s = plan_store(TQKV_I8, 64, 10, false, 0);
-    tqkv_metal_attention a;
     (void)row;
-    memset(&a, 0, sizeof a);
-    a.keys = a.values = &s;
+    tqkv_metal_attention a = plan_attention(&s, &s);
     const tqkv_result results[] = {tqkv_metal_plan_tables(none, NULL),
                                    tqkv_metal_plan_encode(&s, none, 1, 0, none, NULL),
                                    tqkv_metal_plan_encode_kv(&s, &s, none, none, 1, 0, none, NULL),
@@ -166,12 +162,9 @@ static void check_no_plan(const void *row)
 static void check_attend(const void *row)
 {
     tqkv_metal_dispatch d[2];
-    tqkv_metal_attention a;
     const tqkv_metal_store keys = plan_store(TQKV_I8, 64, 100, true, 0), values = plan_store(TQKV_F16, 64, 40, true, 2);
     (void)row;
-    memset(&a, 0, sizeof a);
-    a.keys = &keys;
-    a.values = &values;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.n_heads = 6;
     a.attention.n_queries = 4;
     a.attention.end = 1030;
@@ -208,14 +201,11 @@ static void check_tree(const void *row)
     const uint64_t tree[64] = {1, 3, 5};
     const int32_t pages[] = {3, -1, 2, 0};
     tqkv_metal_dispatch d[2];
-    tqkv_metal_attention a;
     const tqkv_metal_store keys = plan_store(TQKV_I8, 64, 100, false, 0),
                            values = plan_store(TQKV_F16, 64, 100, true, 2);
     const tqkv_metal_store paged = plan_pool(TQKV_I8, 0, pages), paged_values = plan_pool(TQKV_F16, 2, pages);
     (void)row;
-    memset(&a, 0, sizeof a);
-    a.keys = &keys;
-    a.values = &values;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.end = 70;
     a.attention.n_queries = 3;
     a.tree = at(7, 4);
@@ -252,11 +242,8 @@ static void check_center(const void *row)
     tqkv_metal_dispatch d[2];
     tqkv_metal_store keys = plan_store(TQKV_I8, 64, 10, false, 0), values = plan_store(TQKV_F16, 64, 10, false, 2);
     const size_t size = 3 * 64 * sizeof(float);
-    tqkv_metal_attention a;
     (void)row;
-    memset(&a, 0, sizeof a);
-    a.keys = &keys;
-    a.values = &values;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.end = 10;
     keys.center = at(7, 0);
     values.center = at(7, size);
@@ -293,12 +280,9 @@ static void check_head_dim(const void *row)
     const tqkv_result expected = known ? TQKV_OK : TQKV_UNSUPPORTED;
     const tqkv_metal_store keys = plan_store(TQKV_I8, d, 10, true, 0), values = plan_store(TQKV_TQ3, d, 10, true, 2),
                            others = plan_store(TQKV_TQ3, 128, 10, true, 2);
-    tqkv_metal_attention a;
     tqkv_metal_dispatch p[6];
     size_t scratch;
-    memset(&a, 0, sizeof a);
-    a.keys = &keys;
-    a.values = &values;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.end = 10;
     CHECK(TQKV__HAS_KERNELS(d) == known, "kernels of %d", d);
     CHECK_RESULT(tqkv_metal_plan_encode(&keys, at(4, 0), 40, 7, none, &p[0]), expected);
@@ -331,11 +315,9 @@ static void check_tail(const void *row)
     tqkv_metal_store keys = plan_store(TQKV_TQ4, 512, 100, false, 0), tail = plan_store(TQKV_F16, 64, 100, false, 2),
                      other = keys;
     const size_t part = 3 * 64 * sizeof(float);
-    tqkv_metal_attention a;
     size_t scratch;
     (void)row;
-    memset(&a, 0, sizeof a);
-    a.keys = a.values = &keys;
+    tqkv_metal_attention a = plan_attention(&keys, &keys);
     a.tail = &tail;
     a.attention.end = 100;
     a.attention.n_heads = 12;
@@ -393,10 +375,8 @@ static void check_types(const void *row)
 {
     tqkv_metal_dispatch d[2];
     tqkv_metal_store s = plan_store(TQKV_TQ4, 80, 5, true, 0), v = s;
-    tqkv_metal_attention a;
     (void)row;
-    memset(&a, 0, sizeof a);
-    a.keys = a.values = &s;
+    tqkv_metal_attention a = plan_attention(&s, &s);
     a.attention.end = 5;
     for (int type = TQKV_TYPE_F32; type <= TQKV_TYPE_BF16; type++) {
         const size_t size = type == TQKV_TYPE_F32 ? 4 : 2, token = 3 * 80;
@@ -432,10 +412,8 @@ static void check_strides(const void *row)
 {
     tqkv_metal_dispatch d[2];
     tqkv_metal_store s = plan_store(TQKV_TQ5, 64, 10, true, 0);
-    tqkv_metal_attention a;
     (void)row;
-    memset(&a, 0, sizeof a);
-    a.keys = a.values = &s;
+    tqkv_metal_attention a = plan_attention(&s, &s);
     a.attention.n_heads = 6;
     a.attention.n_queries = 4;
     a.attention.end = 7;
@@ -490,10 +468,8 @@ static void check_non_causal(const void *row)
                  {50, 4, 54, 49, 0}, {3, 10, 12, 4, 23},  {50, 4, INT_MAX, 49, 0}};
     tqkv_metal_store s = plan_store(TQKV_TQ5, 64, INT_MAX, false, 0);
     tqkv_metal_dispatch d[2], list;
-    tqkv_metal_attention a;
     (void)row;
-    memset(&a, 0, sizeof a);
-    a.keys = a.values = &s;
+    tqkv_metal_attention a = plan_attention(&s, &s);
     a.attention.list_block = 16;
     a.attention.list_length = 1;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {

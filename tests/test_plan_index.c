@@ -111,13 +111,10 @@ static void check_list(const void *row)
 {
     tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 32768, false, 0),
                      values = plan_store(TQKV_TQ4, 64, 32768, false, 2);
-    tqkv_metal_attention a;
     tqkv_metal_dispatch d[2], list;
     size_t bytes;
     (void)row;
-    memset(&a, 0, sizeof a);
-    a.keys = &keys;
-    a.values = &values;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.n_heads = 15;
     a.attention.n_queries = 3;
     a.attention.end = 32768;
@@ -155,14 +152,11 @@ static void check_list_scratch(const void *row)
 {
     const tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 10000, true, 0),
                            values = plan_store(TQKV_TQ4, 64, 10000, true, 2);
-    tqkv_metal_attention a;
     tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
     size_t bytes;
     int n;
     (void)row;
-    memset(&a, 0, sizeof a);
-    a.keys = &keys;
-    a.values = &values;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.end = 15000;
     a.attention.window = 5000;
     a.list = at(7, 0);

@@ -107,14 +107,11 @@ static void check_paged_attend(const void *row)
 {
     int32_t pages[] = {3, -1, 2, 0};
     tqkv_metal_dispatch d[2];
-    tqkv_metal_attention a;
     tqkv_metal_store keys = plan_pool(TQKV_I8, 0, pages), values = plan_pool(TQKV_F16, 2, pages);
     const tqkv_metal_store linear = plan_store(TQKV_F16, 64, 320, false, 2);
     size_t paged_scratch, scratch;
     (void)row;
-    memset(&a, 0, sizeof a);
-    a.keys = &keys;
-    a.values = &values;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.end = 250;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OUT_OF_RANGE); /* sees the entry of -1 */
     a.attention.window = 122;
@@ -156,15 +153,13 @@ static void check_page_division(const void *row)
 {
     const int page_sizes[] = {64, 128, 192, 320, 448, 4032, 65600, 1 << 20, 33554432 + 64, 1 << 30, INT_MAX / 64 * 64};
     tqkv_metal_dispatch d[2];
-    tqkv_metal_attention a;
     (void)row;
     for (size_t i = 0; i < sizeof page_sizes / sizeof *page_sizes; i++) {
         tqkv_metal_store s = plan_pool(TQKV_TQ4, 0, NULL);
         const uint32_t tiles = (uint32_t)page_sizes[i] / 32, last = (uint32_t)INT_MAX / 32;
         s.shape.capacity = s.shape.page_size = page_sizes[i];
         s.shape.n_pages = 1;
-        memset(&a, 0, sizeof a);
-        a.keys = a.values = &s;
+        tqkv_metal_attention a = plan_attention(&s, &s);
         a.attention.end = 1;
         CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
         for (uint32_t page = 0; page <= last / tiles; page += 1 + page / 50)
@@ -181,12 +176,9 @@ static void check_unknown_pages(const void *row)
 {
     const int32_t pages[] = {3, -1, 2, 0};
     tqkv_metal_dispatch d[2];
-    tqkv_metal_attention a;
     tqkv_metal_store keys = plan_pool(TQKV_I8, 0, NULL), values = plan_pool(TQKV_F16, 2, NULL);
     (void)row;
-    memset(&a, 0, sizeof a);
-    a.keys = &keys;
-    a.values = &values;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.end = 250;
     CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
     a.attention.end = 257;

@@ -35,10 +35,7 @@ static void check_split(const void *row)
             const tqkv_metal_store keys = plan_store(TQKV_TQ4, head_dim, capacity, false, 0),
                                    values = plan_store(TQKV_TQ8, head_dim, capacity, false, 2);
             size_t scratch = 0;
-            tqkv_metal_attention a;
-            memset(&a, 0, sizeof a);
-            a.keys = &keys;
-            a.values = &values;
+            tqkv_metal_attention a = plan_attention(&keys, &values);
             a.attention.n_heads = 3 * groups[g];
             a.attention.n_queries = queries[q];
             CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
@@ -70,10 +67,7 @@ static void check_kernel(int head_dim, int group, int matrix_group, int n_querie
     const int rows = group * n_queries;
     size_t scratch = 0;
     tqkv_metal_dispatch d[2];
-    tqkv_metal_attention a;
-    memset(&a, 0, sizeof a);
-    a.keys = &keys;
-    a.values = &values;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.n_heads = 3 * group;
     a.attention.n_queries = n_queries;
     a.attention.end = 3000;
@@ -108,11 +102,8 @@ static void check_window(const void *row)
     tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 200000, false, 0), values = keys;
     size_t scratch = 0;
     tqkv_metal_dispatch d[2];
-    tqkv_metal_attention a;
     (void)row;
-    memset(&a, 0, sizeof a);
-    a.keys = &keys;
-    a.values = &values;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.window = 1000;
     for (a.attention.n_queries = 1; a.attention.n_queries < 700; a.attention.n_queries += 300) {
         CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
@@ -141,12 +132,9 @@ static void check_partial(const void *row)
     tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 70000, false, 0), values = keys;
     size_t scratch = 0;
     tqkv_metal_dispatch d[2];
-    tqkv_metal_attention a;
     (void)row;
-    memset(&a, 0, sizeof a);
+    tqkv_metal_attention a = plan_attention(&keys, &values);
     keys.center = values.center = at(7, 0);
-    a.keys = &keys;
-    a.values = &values;
     a.sinks = at(7, 8192);
     a.attention.end = 69000;
     a.attention.output_type = TQKV_TYPE_F16;
@@ -247,13 +235,10 @@ static void check_ends(const void *row)
     tqkv_metal_store first = plan_store(TQKV_F16, 64, 20, false, 4), last = plan_store(TQKV_F16, 64, 704, true, 4);
     size_t scratch = 0;
     tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
-    tqkv_metal_attention a;
     int n = 0;
     (void)row;
-    memset(&a, 0, sizeof a);
+    tqkv_metal_attention a = plan_attention(&keys, &values);
     first.shape.rotated = last.shape.rotated = true;
-    a.keys = &keys;
-    a.values = &values;
     a.first_keys = a.first_values = &first;
     a.last_keys = a.last_values = &last;
     a.attention.exact_first = 20;

@@ -369,10 +369,11 @@ void add_options()
     add(row, "option/unrotated_keys");
 }
 
-void add_non_causal(const char *name, int n_queries, int64_t end, bool ring, int window, attend_poison poison)
+// Stores of 100 slots, in two stretches with two simdgroups each.
+shader_attend_row row_of_100(tqkv_format keys, tqkv_format values, int n_queries, int64_t end, bool ring, int window,
+                             attend_poison poison)
 {
-    shader_attend_row row = default_row(TQKV_TQ4, TQKV_F16, 64);
-    row.problem.non_causal = true;
+    shader_attend_row row = default_row(keys, values, 64);
     row.problem.n_queries = n_queries;
     row.problem.end = end;
     row.problem.key_capacity = row.problem.value_capacity = 100;
@@ -380,6 +381,13 @@ void add_non_causal(const char *name, int n_queries, int64_t end, bool ring, int
     row.problem.window = window;
     row.problem.poison = poison;
     row.split = {GPU_MOST, 2, 2};
+    return row;
+}
+
+void add_non_causal(const char *name, int n_queries, int64_t end, bool ring, int window, attend_poison poison)
+{
+    shader_attend_row row = row_of_100(TQKV_TQ4, TQKV_F16, n_queries, end, ring, window, poison);
+    row.problem.non_causal = true;
     add(row, (std::string("option/non_causal/") + name).c_str());
 }
 
@@ -398,16 +406,9 @@ void add_all_non_causal()
 void add_tree(const char *name, int n_queries, int64_t end, bool ring, int window, attend_poison poison,
               tqkv_format format)
 {
-    shader_attend_row row = default_row(format, format, 64);
+    shader_attend_row row = row_of_100(format, format, n_queries, end, ring, window, poison);
     row.problem.tree = true;
-    row.problem.n_queries = n_queries;
-    row.problem.end = end;
-    row.problem.key_capacity = row.problem.value_capacity = 100;
-    row.problem.key_ring = row.problem.value_ring = ring;
-    row.problem.window = window;
-    row.problem.poison = poison;
     row.problem.n_kv_heads = n_queries == 64 ? 1 : 2;
-    row.split = {GPU_MOST, 2, 2};
     add(row, (std::string("tree/") + name).c_str());
 }
 
