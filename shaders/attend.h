@@ -7,7 +7,7 @@
 //   keys     up to 4 lanes share a row and load 16 bytes at a time; a reduction leaves each lane the score of one row;
 //            likewise the tail, a second part of each key, whose scores are added
 //   softmax  one row a lane
-//   values   the lanes lie across the row; the weights come from threadgroup memory
+//   values   the lanes lie across the row; the weights come from threadgroup memory (attend_values.h)
 //
 // Letters: D head_dim, W code width of a stored value, K and V before either: of keys and of values; T that of a tail. C
 // most columns, the same for all head_dims. N values that a lane loads at a time, R lanes that share a row of keys, V output values
@@ -318,9 +318,7 @@ template <int D>
 inline void open_keys(constant tqkv__attend_args &args, thread const attend_task &task, thread const key_part &part,
                       uint base, thread any_keys<D> &keys)
 {
-    if (code_width(part.format) == 4) load_first_keys<D, 4>(args, task, part, base, keys.of_4);
-    if (code_width(part.format) == 8) load_first_keys<D, 8>(args, task, part, base, keys.of_8);
-    if (code_width(part.format) == 16) load_first_keys<D, 16>(args, task, part, base, keys.of_16);
+    WITH_CODES(part.format, keys, load_first_keys<D, W>(args, task, part, base, codes));
 }
 
 template <int D, int C>
@@ -328,9 +326,7 @@ inline void score_any_tile(constant tqkv__attend_args &args, thread const attend
                            thread const key_part &part, uint base, uint next_base, thread const codebook &book,
                            thread any_keys<D> &keys, thread float *score)
 {
-    if (code_width(part.format) == 4) score_tile<D, 4, C>(args, task, part, base, next_base, book, keys.of_4, score);
-    if (code_width(part.format) == 8) score_tile<D, 8, C>(args, task, part, base, next_base, book, keys.of_8, score);
-    if (code_width(part.format) == 16) score_tile<D, 16, C>(args, task, part, base, next_base, book, keys.of_16, score);
+    WITH_CODES(part.format, keys, score_tile<D, W, C>(args, task, part, base, next_base, book, codes, score));
 }
 
 // ---- The tail of one tile ----

@@ -456,9 +456,7 @@ inline void open_parts(constant tqkv__attend_args &args, thread const attend_tas
 {
     uint base = find_tile(args, task.pages, round).values;
     if (task.simdgroup * uint(TQKV__LONG_PART) >= uint(D)) return;
-    if (code_width(value_format) == 4) open_part<D, 4>(args, task, base, values.of_4);
-    if (code_width(value_format) == 8) open_part<D, 8>(args, task, base, values.of_8);
-    if (code_width(value_format) == 16) open_part<D, 16>(args, task, base, values.of_16);
+    WITH_CODES(value_format, values, open_part<D, W>(args, task, base, codes));
 }
 
 // ---- The end of a stretch ----
@@ -557,12 +555,8 @@ inline void add_rounds(constant tqkv__attend_args &args, thread const attend_tas
             store_tile_weights<F>(task, score);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (task.simdgroup * uint(TQKV__LONG_PART) < uint(D)) {
-            if (code_width(value_format) == 4)
-                add_parts<D, 4, F>(args, task, rounds, round, walk.newest, books.values, values.of_4, state);
-            if (code_width(value_format) == 8)
-                add_parts<D, 8, F>(args, task, rounds, round, walk.newest, books.values, values.of_8, state);
-            if (code_width(value_format) == 16)
-                add_parts<D, 16, F>(args, task, rounds, round, walk.newest, books.values, values.of_16, state);
+            WITH_CODES(value_format, values,
+                       add_parts<D, W, F>(args, task, rounds, round, walk.newest, books.values, codes, state));
         }
         round = next;
     }

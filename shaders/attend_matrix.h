@@ -358,9 +358,7 @@ template <int D, int F>
 inline void open_key_batch(constant tqkv__attend_args &args, thread const attend_task &task,
                            thread const key_part &part, uint base, thread any_key_batch<D, F> &keys)
 {
-    if (code_width(part.format) == 4) load_first_batch<D, 4, F>(args, task, part, base, keys.of_4);
-    if (code_width(part.format) == 8) load_first_batch<D, 8, F>(args, task, part, base, keys.of_8);
-    if (code_width(part.format) == 16) load_first_batch<D, 16, F>(args, task, part, base, keys.of_16);
+    WITH_CODES(part.format, keys, load_first_batch<D, W, F>(args, task, part, base, codes));
 }
 
 template <int D, int F>
@@ -368,12 +366,7 @@ inline void score_any_matrix_tile(constant tqkv__attend_args &args, thread const
                                   thread const key_part &part, uint base, uint next_base, thread const value_book &book,
                                   thread any_key_batch<D, F> &keys, thread sum_matrix (&score)[4][F])
 {
-    if (code_width(part.format) == 4)
-        score_matrix_tile<D, 4, F>(args, task, part, base, next_base, book, keys.of_4, score);
-    if (code_width(part.format) == 8)
-        score_matrix_tile<D, 8, F>(args, task, part, base, next_base, book, keys.of_8, score);
-    if (code_width(part.format) == 16)
-        score_matrix_tile<D, 16, F>(args, task, part, base, next_base, book, keys.of_16, score);
+    WITH_CODES(part.format, keys, score_matrix_tile<D, W, F>(args, task, part, base, next_base, book, codes, score));
 }
 
 // ---- Softmax of one tile ----
@@ -671,9 +664,7 @@ template <int D>
 inline void open_value_chunks(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
                               thread any_value_chunks<D> &values)
 {
-    if (code_width(value_format) == 4) load_first_chunks<D, 4>(args, task, base, values.of_4);
-    if (code_width(value_format) == 8) load_first_chunks<D, 8>(args, task, base, values.of_8);
-    if (code_width(value_format) == 16) load_first_chunks<D, 16>(args, task, base, values.of_16);
+    WITH_CODES(value_format, values, load_first_chunks<D, W>(args, task, base, codes));
 }
 
 template <int D, int F>
@@ -682,12 +673,8 @@ inline void add_any_matrix_values(constant tqkv__attend_args &args, thread const
                                   thread any_value_chunks<D> &values, thread sum_matrix (&weight)[4][F],
                                   thread matrix_state<D, F> &state)
 {
-    if (code_width(value_format) == 4)
-        add_matrix_values<D, 4, F>(args, task, base, whole, norms, book, values.of_4, weight, state);
-    if (code_width(value_format) == 8)
-        add_matrix_values<D, 8, F>(args, task, base, whole, norms, book, values.of_8, weight, state);
-    if (code_width(value_format) == 16)
-        add_matrix_values<D, 16, F>(args, task, base, whole, norms, book, values.of_16, weight, state);
+    WITH_CODES(value_format, values,
+               add_matrix_values<D, W, F>(args, task, base, whole, norms, book, codes, weight, state));
 }
 
 // ---- The kernel ----

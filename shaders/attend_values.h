@@ -1,4 +1,5 @@
 // Sums of weight * value over a tile, for attend.h: the lanes lie across the row, and the weights come from threadgroup memory.
+// Letters: as in attend.h.
 #ifndef TQKV_ATTEND_VALUES_H
 #define TQKV_ATTEND_VALUES_H
 #include "attend_task.h"
@@ -160,9 +161,7 @@ template <int D>
 inline void open_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
                         thread any_values<D> &values)
 {
-    if (code_width(value_format) == 4) load_first_values<D, 4>(args, task, base, values.of_4);
-    if (code_width(value_format) == 8) load_first_values<D, 8>(args, task, base, values.of_8);
-    if (code_width(value_format) == 16) load_first_values<D, 16>(args, task, base, values.of_16);
+    WITH_CODES(value_format, values, load_first_values<D, W>(args, task, base, codes));
 }
 
 template <int D>
@@ -170,9 +169,7 @@ inline void add_any_values(constant tqkv__attend_args &args, thread const attend
                            thread const codebook &book, thread any_values<D> &values, threadgroup const float *weights,
                            thread column_state<D> &state)
 {
-    if (code_width(value_format) == 4) add_values<D, 4>(args, task, base, book, values.of_4, weights, state);
-    if (code_width(value_format) == 8) add_values<D, 8>(args, task, base, book, values.of_8, weights, state);
-    if (code_width(value_format) == 16) add_values<D, 16>(args, task, base, book, values.of_16, weights, state);
+    WITH_CODES(value_format, values, add_values<D, W>(args, task, base, book, codes, weights, state));
 }
 
 #endif

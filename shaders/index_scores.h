@@ -200,9 +200,7 @@ template <int D>
 inline void open_ahead(constant tqkv__index_args &call, thread const attend_task &task, tile_slots slots,
                        thread any_ahead<D> &keys)
 {
-    if (code_width(key_format) == 4) load_ahead<D, 4>(call, task, slots, keys.of_4);
-    if (code_width(key_format) == 8) load_ahead<D, 8>(call, task, slots, keys.of_8);
-    if (code_width(key_format) == 16) load_ahead<D, 16>(call, task, slots, keys.of_16);
+    WITH_CODES(key_format, keys, load_ahead<D, W>(call, task, slots, codes));
 }
 
 template <int D, int F>
@@ -210,12 +208,8 @@ inline void score_any_tiles(constant tqkv__index_args &call, thread const attend
                             uint first, uint tiles, thread const value_book &book, column_memory memory,
                             tile_slots slots, thread any_ahead<D> &keys, threadgroup float *scores)
 {
-    if (code_width(key_format) == 4)
-        score_tiles<D, 4, F>(call, task, first_pass, first, tiles, book, memory, slots, keys.of_4, scores);
-    if (code_width(key_format) == 8)
-        score_tiles<D, 8, F>(call, task, first_pass, first, tiles, book, memory, slots, keys.of_8, scores);
-    if (code_width(key_format) == 16)
-        score_tiles<D, 16, F>(call, task, first_pass, first, tiles, book, memory, slots, keys.of_16, scores);
+    WITH_CODES(key_format, keys,
+               score_tiles<D, W, F>(call, task, first_pass, first, tiles, book, memory, slots, codes, scores));
 }
 
 // Scores of the n keys from key `first` on.
