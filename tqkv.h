@@ -420,7 +420,7 @@ typedef struct tqkv_attention {
        that is F16 itself, from keys and values, whose codes at these positions are not looked at. Stores of F16 with n_kv_heads,
        head_dim and centre of the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or paged, as long as they
        hold these positions: else TQKV_OUT_OF_RANGE. If the keys are the values, so are their halves. A tail is always read
-       from its own store. On a GPU: tqkv_metal_attend alone. */
+       from its own store. On a GPU the stores of halves have no pages, and there is no tail. */
     const tqkv_store *first_keys, *first_values, *last_keys, *last_values;
     int exact_first, exact_last;
 } tqkv_attention;

@@ -46,7 +46,7 @@ run_bench() {
         for peer in $PEERS; do
             case $isa/$peer in
             avx2/*-avx2.so | avx512/*-ggml.so | neon/*-ggml.so) peers="$peers --ggml $peer" ;;
-            */*-ik.so) peers="$peers --ik $peer" ;;
+            avx512/*-ik.so | neon/*-ik.so) peers="$peers --ik $peer" ;;
             esac
         done
         build/bench --isa $isa --help >/dev/null 2>&1 || continue # not one of this processor

@@ -323,7 +323,7 @@ static void open_ggml(bench *b)
     ggml_build_forward_expand(b->graph, ggml_mul_mat(c, v_all, scores));
 }
 
-/* The median of up to nine runs, in milliseconds; of one if it takes seconds. */
+/* The median of the runs of a quarter of a second, at most nine, in milliseconds */
 static double measure(bench *b)
 {
     struct ggml_threadpool_params params = ggml_threadpool_params_default(b->n_threads);
@@ -333,7 +333,7 @@ static double measure(bench *b)
     int n = 0;
     plan.work_data = (uint8_t *)take(plan.work_size);
     if (b->n <= 8192) ggml_graph_compute(b->graph, &plan);
-    while (n < 9 && (n < 1 || seconds() - begin < 2.0)) {
+    while (n < 9 && (n < 1 || seconds() - begin < 0.25)) {
         const double start = seconds();
         require(ggml_graph_compute(b->graph, &plan) == GGML_STATUS_SUCCESS, "ggml failed");
         times[n++] = seconds() - start;
@@ -345,7 +345,7 @@ static double measure(bench *b)
     }
     free(plan.work_data);
     ggml_threadpool_free(pool);
-    return 1e3 * times[n / 2];
+    return 1e3 * times[(n - 1) / 2];
 }
 
 static double bench_way(const way *w, shape s, int n, int n_tokens, int n_threads)
@@ -382,21 +382,26 @@ static double bench_way(const way *w, shape s, int n, int n_tokens, int n_thread
 
 static int run_bench(int n_threads, int n_tokens)
 {
-    static const shape shapes[] = {{32, 8, 128}, {28, 4, 128}, {8, 4, 256}};
-    static const int lengths[] = {4096, 16384, 32768};
+    static const struct {
+        shape s;
+        int n;
+    } places[] = {{{32, 8, 128}, 4096},
+                  {{32, 8, 128}, 16384},
+                  {{32, 8, 128}, 32768},
+                  {{28, 4, 128}, 32768},
+                  {{8, 4, 256}, 32768}};
+    enum { PLACES = sizeof places / sizeof *places };
     printf("%d of n positions, %d threads, tqkv on %s: milliseconds a layer\n%-16s", n_tokens, n_threads,
            tqkv_isa_name(), "");
-    for (int s = 0; s < 3; s++)
-        for (int i = 0; i < 3; i++)
-            printf(" %d/%dx%d:%d", shapes[s].n_heads, shapes[s].n_kv_heads, shapes[s].head_dim, lengths[i]);
+    for (int i = 0; i < PLACES; i++)
+        printf(" %d/%dx%d:%d", places[i].s.n_heads, places[i].s.n_kv_heads, places[i].s.head_dim, places[i].n);
     printf("\n");
     for (int w = 0; w < WAYS; w++) {
         printf("%-16s", ways[w].name);
-        for (int s = 0; s < 3; s++)
-            for (int i = 0; i < 3; i++) {
-                printf(" %14.2f", bench_way(&ways[w], shapes[s], lengths[i], n_tokens, n_threads));
-                fflush(stdout);
-            }
+        for (int i = 0; i < PLACES; i++) {
+            printf(" %14.2f", bench_way(&ways[w], places[i].s, places[i].n, n_tokens, n_threads));
+            fflush(stdout);
+        }
         printf("\n");
     }
     return 0;
