@@ -420,7 +420,7 @@ typedef struct tqkv_attention {
        that is F16 itself, from keys and values, whose codes at these positions are not looked at. Stores of F16 with n_kv_heads,
        head_dim and centre of the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or paged, as long as they
        hold these positions: else TQKV_OUT_OF_RANGE. If the keys are the values, so are their halves. A tail is always read
-       from its own store. On a GPU the stores of halves have no pages, and there is no tail. */
+       from its own store. On a GPU the stores of halves have no pages, and keys with a tail have none beside them. */
     const tqkv_store *first_keys, *first_values, *last_keys, *last_values;
     int exact_first, exact_last;
 } tqkv_attention;
@@ -516,7 +516,7 @@ typedef struct tqkv_cache_desc {
     /* So many of the first and of the newest positions are kept as halves, too, and read as these: most of the weight is
        there. Their sum is at most the capacity; F16 streams and the tail need none. Which positions are halves depends on
        the end alone: queries of a batch that stand before it have fewer of them behind them. After truncate, remove and keep the
-       newest may be left as codes until new ones come. On a GPU not with a tail. */
+       newest may be left as codes until new ones come. */
     int exact_first, exact_last;
 } tqkv_cache_desc;
 
@@ -727,7 +727,8 @@ typedef struct tqkv_metal_attention {
        larger than all before it) is left out. A list of all blocks gives the bits that there are without, but not in a ring
        that has wrapped. */
     tqkv_metal_buffer list;
-    /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages. Not with a tail. */
+    /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages and, where keys have a tail, not
+       beside codes in pages. */
     const tqkv_metal_store *first_keys, *first_values, *last_keys, *last_values;
 } tqkv_metal_attention;
 
@@ -8286,10 +8287,9 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-#define TQKV__FLOATS_ON_GPU    "arithmetic: a GPU multiplies floats only"
-#define TQKV__ENDS_ON_GPU      "exact_first, exact_last: more dispatches than this plan has"
-#define TQKV__TAIL_ENDS_ON_GPU "exact_first, exact_last: not with a tail on a GPU"
-#define TQKV__LISTS_IN_PLAN    "list: more dispatches than this plan has"
+#define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
+#define TQKV__ENDS_ON_GPU   "exact_first, exact_last: more dispatches than this plan has"
+#define TQKV__LISTS_IN_PLAN "list: more dispatches than this plan has"
 
 /* Changes to the integers of the set, if the call asks for them. */
 static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
@@ -10817,8 +10817,6 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->metal = desc->metal;
     if (c->metal && (r = tqkv__check_metal(&c->keys, &c->values, &c->tail)) != TQKV_OK) return r;
     if (c->metal && resolved.round_query) return TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
-    if (c->metal && desc->tail_dim && (desc->exact_first || desc->exact_last))
-        return TQKV__REFUSE(UNSUPPORTED, TQKV__TAIL_ENDS_ON_GPU);
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
     return TQKV_OK;
 }
@@ -11872,9 +11870,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_TAIL_ROTATED 25 /* bool: attend: rotate the tail's centre before it is used */
 #define TQKV_FC_LIST         26 /* bool: attend: queries see listed blocks alone */
 
-#define TQKV_FC_SMALL_PAGES 27 /* bool: attend: some pages end within tiles */
+#define TQKV_FC_SMALL_PAGES    27 /* bool: attend: some pages end within tiles */
+#define TQKV_FC_TAIL_ELSEWHERE 28 /* bool: attend: a position has another slot in the tail than in the keys */
 
-#define TQKV__CONSTANTS 28 /* of them */
+#define TQKV__CONSTANTS 29 /* of them */
 /* Those that are uint, a bit each. */
 #define TQKV__NUMBERS                                                                                                  \
     (1u << TQKV_FC_FORMAT | 1u << TQKV_FC_VALUE_FORMAT | 1u << TQKV_FC_COLUMNS | 1u << TQKV_FC_TYPE |                  \
@@ -12041,6 +12040,8 @@ typedef struct tqkv__attend_args {
     int32_t list_newest, list_first_block;          /* positions that are seen beside the list; number of that block */
     int32_t first_newest;                           /* the newest position of query i is first_newest + i */
     uint32_t query_token_stride, query_head_stride; /* in values */
+    int32_t tail_slots;                             /* of a KV head in memory, as key_slots */
+    int32_t tail_capacity, tail_oldest_slot;        /* read if TQKV_FC_TAIL_ELSEWHERE */
 } tqkv__attend_args;
 
 /* attend_list has the arguments of attend. A row of a list has list_row - TQKV__LIST_HEADER entries. A row that it writes: how
@@ -12117,11 +12118,11 @@ typedef struct tqkv__table_report {
 
 TQKV__ASSERT_SIZE(tqkv__rows_args, 40);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 164);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 176);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 40);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 292);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 304);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
-TQKV__ASSERT_SIZE(tqkv__index_args, 208);
+TQKV__ASSERT_SIZE(tqkv__index_args, 220);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4672);
 
 #endif
@@ -13035,6 +13036,9 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     args->first_of_tree = a->call.tree ? kv_len - a->call.n_queries : INT_MAX;
     args->key_slots = b->keys->shape.capacity;
     args->value_slots = b->values->shape.capacity;
+    if (b->tail) args->tail_slots = b->tail->shape.capacity;
+    args->tail_capacity = a->tail.capacity;
+    args->tail_oldest_slot = b->tail && kv_len ? tqkv__slot(&a->tail, a->first) : 0;
     if (a->call.list) tqkv__plan_list_args(a, b->slice_end, args);
     if (!a->keys.n_pages) return;
     args->key_page_size = a->keys.page_size;
@@ -13177,11 +13181,15 @@ static void tqkv__plan_bind_tail(tqkv_metal_dispatch *d, const tqkv__attention *
 {
     static const char *const names[] = {"tail's codes", "tail's norms"};
     const bool center = tqkv__center_counts(a, b, b->tail), rotate = a->call.query_basis == TQKV_ORIGINAL;
+    const tqkv__attend_args args = tqkv__attend_args_of(d);
     const tqkv_metal_store *tail = b->tail ? b->tail : b->keys; /* then nothing is bound */
     tqkv__plan_constant(d, TQKV_FC_TAIL_FORMAT, b->tail ? (int)a->tail.format : 0);
     tqkv__plan_constant(d, TQKV_FC_ROTATE_TAIL, a->tail.rotated && rotate);
     tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER, center);
     tqkv__plan_constant(d, TQKV_FC_TAIL_ROTATED, center && a->tail.rotated && !rotate);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE,
+                        b->tail && !a->keys.n_pages &&
+                            (args.tail_capacity != args.key_capacity || args.tail_oldest_slot != args.key_oldest_slot));
     tqkv__plan_bind_store(d, names, 13, tail, &a->tail, false);
     tqkv__plan_bind_center(d, "tail's center", 15, tail, &a->tail, center);
 }
@@ -13489,7 +13497,6 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
         shape->center = codes->shape.center;
         if (end->center.buffer != codes->center.buffer || end->center.offset != codes->center.offset)
             return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
-        if (to->tail) return TQKV__REFUSE(UNSUPPORTED, TQKV__TAIL_ENDS_ON_GPU);
         if (end->pages.buffer || shape->n_pages)
             return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last with pages of their own: not on a GPU");
     }
@@ -13556,9 +13563,12 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
     b->ends[0][1] = a->shared ? from->first_keys : from->first_values;
     b->ends[1][0] = from->last_keys;
     b->ends[1][1] = a->shared ? from->last_keys : from->last_values;
-    for (int last = 0; last < 2; last++)
+    for (int last = 0; last < 2; last++) {
         if (a->keys.page_size && a->exact[last][0] != a->exact[last][1])
             return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
+        if (a->keys.page_size && a->exact[last][0] && from->tail)
+            return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last of keys with a tail in pages: not on a GPU");
+    }
     const bool last = a->exact[1][0] || a->exact[1][1], meet = last && a->exact_from < a->exact_below;
     if (!meet || (a->exact[0][0] == a->exact[1][0] && a->exact[0][1] == a->exact[1][1])) return TQKV_OK;
     return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
@@ -13818,7 +13828,7 @@ static bool tqkv__joins(int constant)
 {
     return constant == TQKV_FC_COLUMNS || constant == TQKV_FC_MANY_QUERIES || constant == TQKV_FC_SAME_SLOTS ||
            constant == TQKV_FC_SHORT_STORE || constant == TQKV_FC_PAGES || constant == TQKV_FC_SMALL_PAGES ||
-           constant == TQKV_FC_TREE;
+           constant == TQKV_FC_TREE || constant == TQKV_FC_TAIL_ELSEWHERE;
 }
 
 static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return tqkv__attend_args_of(attend).kv_len == 0; }
@@ -14302,6 +14312,7 @@ static void tqkv__plan_index_constants(tqkv_metal_dispatch *d, const tqkv__index
     tqkv__plan_constant(d, TQKV_FC_ROTATE_TAIL, false);
     tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER, false);
     tqkv__plan_constant(d, TQKV_FC_TAIL_ROTATED, false);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, false);
     tqkv__plan_constant(d, TQKV_FC_LIST, true);
     tqkv__plan_constant(d, TQKV_FC_SMALL_PAGES, tqkv__has_small_pages(a));
 }

@@ -207,13 +207,12 @@ static tqkv_result tqkv__build_from(tqkv_metal *m, id<MTLLibrary> library, tqkv_
     TQKV__RELEASE(function);
     if (!p->state) return tqkv__fail(m, TQKV_METAL_ERROR, "%s: %s", [name UTF8String], tqkv__error_text(error));
     p->max_threads = [p->state maxTotalThreadsPerThreadgroup];
+    const int threads = (int)p->max_threads, width = (int)[p->state threadExecutionWidth];
     if (tqkv__needs_threads(&p->kernel) > p->max_threads) {
         TQKV__RELEASE(p->state);
-        return tqkv__fail(m, TQKV_METAL_ERROR, "%s: %d threads a threadgroup are too few", [name UTF8String],
-                          (int)p -> max_threads);
+        return tqkv__fail(m, TQKV_METAL_ERROR, "%s: %d threads a threadgroup are too few", [name UTF8String], threads);
     }
-    if ([p->state threadExecutionWidth] == TQKV__SIMD_WIDTH && p->max_threads >= TQKV__SIMD_WIDTH) return TQKV_OK;
-    const int width = (int)[p->state threadExecutionWidth];
+    if (width == TQKV__SIMD_WIDTH && threads >= TQKV__SIMD_WIDTH) return TQKV_OK;
     TQKV__RELEASE(p->state);
     return tqkv__fail(m, TQKV_UNSUPPORTED, "%s: simdgroups of %d threads, not 32", [name UTF8String], width);
 }
@@ -555,9 +554,9 @@ static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_d
     if (r != TQKV_METAL_ERROR) return false;
     pthread_mutex_lock(&m->lock);
     for (int i = 0; i < n && !missing; i++)
-        if (d[i].kernel.family == TQKV_METAL_ATTEND_MATRIX && !tqkv__find_pipeline(m, &d[i].kernel)) missing = &d[i];
+        if (!tqkv__find_pipeline(m, &d[i].kernel)) missing = &d[i];
     pthread_mutex_unlock(&m->lock);
-    if (!missing) return false; /* something else failed */
+    if (!missing || missing->kernel.family != TQKV_METAL_ATTEND_MATRIX) return false; /* something else failed */
     tqkv_metal_dispatch lanes = *missing;
     tqkv_metal_error(m, text, sizeof text);
     tqkv_metal_plan_lanes(&lanes);
@@ -858,16 +857,31 @@ static tqkv_result tqkv__build_all(tqkv_metal *m, tqkv_result planned, const cha
     return r;
 }
 
+/* As planned, and for a page table that is shorter than a tile where it is not, or the reverse. */
+static tqkv_result tqkv__build_tables(tqkv_metal *m, tqkv_result planned, tqkv_metal_dispatch *d, int n)
+{
+    tqkv_result r = tqkv__build_all(m, planned, "prepare", d, n);
+    for (int i = 0; i < n && r == TQKV_OK; i++) {
+        const bool attend = d[i].kernel.family == TQKV_METAL_ATTEND || d[i].kernel.family == TQKV_METAL_ATTEND_MATRIX;
+        const int page_size = attend ? tqkv__attend_args_of(&d[i]).key_page_size : 0;
+        tqkv_metal_dispatch other = d[i];
+        uint8_t *is_short = &other.kernel.constants[TQKV_FC_SHORT_STORE];
+        if (!page_size || page_size >= TQKV__SIMD_WIDTH) continue;
+        *is_short = *is_short == 1 + true ? 1 + false : 1 + true;
+        r = tqkv__build_all(m, r, "prepare", &other, 1);
+    }
+    return r;
+}
+
 /* Attention of so many queries, alone and in batches. d: its plan */
 static tqkv_result tqkv__build_attention(tqkv_metal *m, tqkv_result planned, tqkv_metal_dispatch *d, int n,
                                          bool batches)
 {
-    tqkv_result r = tqkv__build_all(m, tqkv__avoid_matrices(m, planned, d, n), "prepare", d, n);
-    if (tqkv__lost_matrices(m, r, d, n))
-        r = tqkv__build_all(m, tqkv__avoid_matrices(m, TQKV_OK, d, n), "prepare", d, n);
+    tqkv_result r = tqkv__build_tables(m, tqkv__avoid_matrices(m, planned, d, n), d, n);
+    if (tqkv__lost_matrices(m, r, d, n)) r = tqkv__build_tables(m, tqkv__avoid_matrices(m, TQKV_OK, d, n), d, n);
     if (r != TQKV_OK || !batches) return r;
     for (int i = 0; i < n; i++) d[i].kernel.constants[TQKV_FC_BATCH] = 1 + true;
-    return tqkv__build_all(m, r, "prepare", d, n);
+    return tqkv__build_tables(m, r, d, n);
 }
 
 /* What writes keys and values, or one of them. */
@@ -917,7 +931,8 @@ tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int
     call.keys = &keys;
     call.values = &values;
     call.tail = a->tail ? &others : NULL;
-    call.attention.tree = NULL;
+    call.attention.tree = NULL; /* what the processor knows of it, and of the list, is of another number of queries */
+    call.attention.list = NULL;
     tqkv__take_all_parts(&call.attention, &keys.shape, &values.shape);
     tqkv_result r = tqkv__build_encoding(m, &keys, a->keys == a->values && !a->tail ? NULL : &others);
     const bool shared = a->keys == a->values;
@@ -1053,8 +1068,9 @@ static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const 
     if (some) call.attention = *some;
     if (from[TQKV__CALL_LIST]) call.list = memory; /* so far any buffer */
     if (from[TQKV__CALL_TREE]) call.tree = memory;
-    if (r == TQKV_OK) r = tqkv__plan_cache_sizes(c, &call, n_queries, sizes, &sizes[TQKV__CALL_SCRATCH]);
     if (r != TQKV_OK) return r;
+    r = tqkv__plan_cache_sizes(c, &call, n_queries, sizes, &sizes[TQKV__CALL_SCRATCH]);
+    if (r != TQKV_OK) return tqkv__refuse(m, r, "attend");
     if (from[TQKV__CALL_LIST]) sizes[TQKV__CALL_LIST] = n_lists * (size_t)some->list_length * sizeof(int32_t);
     if (from[TQKV__CALL_TREE]) sizes[TQKV__CALL_TREE] = (size_t)n_queries * sizeof(uint64_t);
     for (int i = 0; i < TQKV__CALL_PARTS; i++) {

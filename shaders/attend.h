@@ -39,21 +39,21 @@ struct key_part {
     bool rotate, with_center, rotate_center;
     device const float *center;
     uint first; // value of a query
+    bool apart; // of rows of a tile
 };
 
 inline key_part first_part(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    key_part part = {key_format,    task.keys,      args.key_block_scale,
-                     task.queries,  rotate_queries, key_centered,
-                     rotate_center, task.center,    0u};
+    key_part part = {key_format,   task.keys,     args.key_block_scale, task.queries, rotate_queries,
+                     key_centered, rotate_center, task.center,          0u,           rows_apart()};
     return part;
 }
 
 template <int D>
 inline key_part tail_part(thread const attend_task &task)
 {
-    key_part part = {tail_format,        task.tail,        1.0f,   task.tail_queries, rotate_tail, tail_centered,
-                     rotate_tail_center, task.tail_center, uint(D)};
+    key_part part = {tail_format,        task.tail,        1.0f,    task.tail_queries, rotate_tail, tail_centered,
+                     rotate_tail_center, task.tail_center, uint(D), tail_rows_apart()};
     return part;
 }
 
@@ -180,7 +180,8 @@ inline void load_key_codes(constant tqkv__attend_args &args, thread const attend
         TQKV_UNROLL
         for (int r = 0; r < R; r++) {
             uint row = uint(r * (32 / R)) + task.lane / uint(R);
-            load_codes<D, W, N>(part.format, key_codes(args, part.rows.codes, row_bytes<D>(part.format), base, row),
+            load_codes<D, W, N>(part.format,
+                                key_codes(args, part.apart, part.rows.codes, row_bytes<D>(part.format), base, row),
                                 ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
         }
     }
@@ -194,7 +195,7 @@ inline void load_key_scales(constant tqkv__attend_args &args, thread const atten
     const int R = KEY_LANES(D, W);
     TQKV_UNROLL
     for (int r = 0; r < R; r++) {
-        uint slot = key_slot(args, base, uint(r * (32 / R)) + task.lane / uint(R));
+        uint slot = key_slot(args, part.apart, base, uint(r * (32 / R)) + task.lane / uint(R));
         keys.scale[r] = stored_scale<D>(part.format, part.rows, slot, block, part.block_scale);
     }
 }
@@ -353,7 +354,7 @@ inline void add_tail(constant tqkv__attend_args &args, thread const attend_task 
     if (tail_format == 0) return;
     float tail[C];
     score_any_tile<T, C>(args, task, tail_part<D>(task), base, next_base, book, keys, tail);
-    float scale = row_scale<T>(tail_format, task.tail, key_slot(args, base, row), 1.0f);
+    float scale = row_scale<T>(tail_format, task.tail, key_slot(args, tail_rows_apart(), base, row), 1.0f);
     const bool same = BY_CODE_WIDTH(key_format, KEY_LANES, D) == BY_CODE_WIDTH(tail_format, KEY_LANES, T);
     FOR_COLUMNS(c)
     {
@@ -618,14 +619,14 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
         walk.next = open_tile(args, task.pages, walk.steps.tile, at.row);
         const int C = TQKV__MAX_COLUMNS(KD), T = TQKV__TAIL_DIM(KD);
         float score[C];
-        uint key = key_slot(args, at.base.keys, at.row), value = value_slot(args, at.base.values, at.row);
+        uint key = key_slot(args, rows_apart(), at.base.keys, at.row), value = value_slot(args, at.base.values, at.row);
         float key_scale = row_scale<KD>(key_format, task.keys, key, args.key_block_scale);
         float value_scale = row_scale<VD>(value_format, task.values, value, args.value_block_scale);
         any_values<VD> values;
         open_values<VD>(args, task, at.base.values, values);
         score_any_tile<KD, C>(args, task, first_part(args, task), at.base.keys, walk.next.base.keys, books.keys,
                               walk.keys, score);
-        add_tail<KD, T, C>(args, task, at.base.keys, walk.next.base.keys, at.row, books.tail, walk.tail, key_scale,
+        add_tail<KD, T, C>(args, task, at.base.tail, walk.next.base.tail, at.row, books.tail, walk.tail, key_scale,
                            score);
         weigh_tile<VD>(args, task, at, key_scale, value_scale, score, state, weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -658,7 +659,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
     walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
     open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
-    open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.keys, walk.tail);
+    open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.tail, walk.tail);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
     load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
     if (tail_values<KD>() != 0) load_codebook(tail_format, task.tail_table, thread_index, task.n_simdgroups * 32u);
@@ -721,7 +722,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     task.q = q; \
     task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_slots, group.x); \
     task.values = stream_of_head<V>(value_format, value_codes, value_norms, args.value_slots, group.x); \
-    task.tail = stream_of_head<64>(tail_format, tail_codes, tail_norms, args.key_slots, group.x); \
+    task.tail = stream_of_head<64>(tail_format, tail_codes, tail_norms, args.tail_slots, group.x); \
     task.partial_out = partial_out; \
     task.partial_state = partial_state; \
     task.center = key_center; \

@@ -65,7 +65,7 @@ inline void open_tail(constant tqkv__attend_args &args, thread const attend_task
                       thread tail_codes<T, F> &keys)
 {
     open_key_batch<T, F>(args, task, tail_part<D>(task), base, keys.codes);
-    load_norms<T>(args, tail_format, task.tail, base, task.lane, keys.norms);
+    load_norms<T>(args, tail_format, tail_rows_apart(), task.tail, base, task.lane, keys.norms);
 }
 
 // Scores of the tail, times what makes them as large as those of the keys, which get their own factors.
@@ -122,13 +122,13 @@ inline void score_long_tile(constant tqkv__attend_args &args, thread const atten
     tile_norms norms; // none of the values: their scales come with the weights
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) norms.keys[p] = norms.values[p] = 0.0f;
-    load_norms<D>(args, key_format, task.keys, base.keys, task.lane, norms.keys);
+    load_norms<D>(args, key_format, rows_apart(), task.keys, base.keys, task.lane, norms.keys);
     tail_codes<T, F> tail;
-    if (tail_format != 0) open_tail<D, T, F>(args, task, base.keys, tail);
+    if (tail_format != 0) open_tail<D, T, F>(args, task, base.tail, tail);
     walk.base = find_tile(args, task.pages, next + task.simdgroup);
     score_any_matrix_tile<D, F>(args, task, first_part(args, task), base.keys, walk.base.keys, books.keys, walk.keys,
                                 score);
-    if (tail_format != 0) add_matrix_tail<D, T, F>(args, task, base.keys, books.tail, memory, norms.keys, tail, score);
+    if (tail_format != 0) add_matrix_tail<D, T, F>(args, task, base.tail, books.tail, memory, norms.keys, tail, score);
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         float scale = tail_format != 0 ? 1.0f : scale_of_norm<D>(key_format, norms.keys[p], args.key_block_scale);

@@ -29,25 +29,25 @@ struct tile_norms {
 };
 
 template <int D>
-inline void load_norms(constant tqkv__attend_args &args, uint format, stream_rows rows, uint first, uint lane,
-                       thread float (&norms)[4])
+inline void load_norms(constant tqkv__attend_args &args, uint format, bool apart, stream_rows rows, uint first,
+                       uint lane, thread float (&norms)[4])
 {
     if (!has_norms(format) || !one_norm<D>(format)) return;
     uint row = tile_row(0, TQKV__MATRIX_ROW(lane));
     device const float *at = rows.norms + (ulong(first) + ulong(row));
     TQKV_UNROLL
     for (int p = 0; p < 4; p++)
-        norms[p] = short_store || rows_apart() ? rows.norms[key_slot(args, first, tile_row(p, TQKV__MATRIX_ROW(lane)))]
-                                               : at[8 * p];
+        norms[p] = short_store || apart ? rows.norms[key_slot(args, apart, first, tile_row(p, TQKV__MATRIX_ROW(lane)))]
+                                        : at[8 * p];
 }
 
 template <int D>
 inline void load_tile_norms(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
                             thread tile_norms &norms)
 {
-    load_norms<D>(args, key_format, task.keys, base.keys, task.lane, norms.keys);
+    load_norms<D>(args, key_format, rows_apart(), task.keys, base.keys, task.lane, norms.keys);
     if (same_slots || paged || has_list) {
-        load_norms<D>(args, value_format, task.values, base.values, task.lane, norms.values);
+        load_norms<D>(args, value_format, rows_apart(), task.values, base.values, task.lane, norms.values);
         return;
     }
     if (!has_norms(value_format) || !one_norm<D>(value_format)) return;
@@ -206,7 +206,8 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
-        load_codes<D, W, N>(part.format, key_codes(args, part.rows.codes, bytes, base, row), first, keys.raw[p]);
+        load_codes<D, W, N>(part.format, key_codes(args, part.apart, part.rows.codes, bytes, base, row), first,
+                            keys.raw[p]);
     }
 }
 
@@ -276,7 +277,7 @@ inline void load_key_norms(constant tqkv__attend_args &args, thread const attend
 {
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = key_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        uint slot = key_slot(args, part.apart, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         norms[p] = one_norm<D>(part.format) ? 1.0f : stored_norm<D>(part.format, part.rows, slot, block);
     }
 }

@@ -19,8 +19,11 @@ constant bool has_tree [[function_constant(TQKV_FC_TREE)]];
 constant bool batch [[function_constant(TQKV_FC_BATCH)]];
 constant bool has_list [[function_constant(TQKV_FC_LIST)]];
 constant bool small_pages [[function_constant(TQKV_FC_SMALL_PAGES)]];
+constant bool tail_elsewhere [[function_constant(TQKV_FC_TAIL_ELSEWHERE)]];
 
+// Whether rows of a tile lie anywhere: of the keys and values, and of the tail.
 inline bool rows_apart() { return has_list || small_pages; }
+inline bool tail_rows_apart() { return rows_apart() || tail_elsewhere; }
 
 inline int position_of_slot(constant tqkv__attend_args &args, uint slot)
 {
@@ -40,6 +43,13 @@ inline uint value_slot_of(constant tqkv__attend_args &args, uint slot)
     if (same_slots || paged) return slot;
     int at = args.value_oldest_slot + max(min(position_of_slot(args, slot), args.slice_end - 1), 0);
     return uint(at < args.value_capacity ? at : at - args.value_capacity);
+}
+
+// The tail's slot of a position. Of one that no query sees: any slot of the store.
+inline uint tail_slot_of(constant tqkv__attend_args &args, int position)
+{
+    int at = args.tail_oldest_slot + max(min(position, args.slice_end - 1), 0);
+    return uint(at < args.tail_capacity ? at : at - args.tail_capacity);
 }
 
 // The query row of a column. A column beyond the last row repeats the last row, and is not written.
@@ -252,16 +262,19 @@ struct page_tables {
 };
 
 // Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. Where rows
-// lie apart those of the row with the lane's number; with a list also its position.
+// lie apart those of the row with the lane's number; with a list also its position. The tail's: that of the keys or, if it lies
+// elsewhere, that of the row with the lane's number.
 struct tile_memory {
     uint keys, values;
     int position;
+    uint tail;
 };
 
-// Slots in memory of a row of a tile. All lanes of the simdgroup must come here together.
-inline uint key_slot(constant tqkv__attend_args &args, uint base, uint row)
+// Slots in memory of a row of a tile. apart: rows_apart() or, of a tail, tail_rows_apart(). All lanes of the simdgroup must come
+// here together.
+inline uint key_slot(constant tqkv__attend_args &args, bool apart, uint base, uint row)
 {
-    return rows_apart() ? simd_shuffle(base, ushort(row)) : base + existing_row(args, row);
+    return apart ? simd_shuffle(base, ushort(row)) : base + existing_row(args, row);
 }
 
 inline uint value_slot(constant tqkv__attend_args &args, uint base, uint row)
@@ -270,10 +283,10 @@ inline uint value_slot(constant tqkv__attend_args &args, uint base, uint row)
 }
 
 // Codes of such a row, of `bytes` each. As one sum, so that the part of all rows is computed once.
-inline device const uchar *key_codes(constant tqkv__attend_args &args, device const uchar *codes, uint bytes, uint base,
-                                     uint row)
+inline device const uchar *key_codes(constant tqkv__attend_args &args, bool apart, device const uchar *codes,
+                                     uint bytes, uint base, uint row)
 {
-    if (rows_apart()) return codes + ulong(simd_shuffle(base, ushort(row))) * ulong(bytes);
+    if (apart) return codes + ulong(simd_shuffle(base, ushort(row))) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 
@@ -295,7 +308,7 @@ inline uint slot_in_pages(device const int *pages, int page_size, uint factor, i
 // Through the tables: where the rows of the tile with slot `first` begin.
 inline tile_memory find_in_pages(constant tqkv__attend_args &args, thread const page_tables &pages, uint first)
 {
-    tile_memory result = {0u, 0u, 0};
+    tile_memory result = {0u, 0u, 0, 0u};
     result.keys = slot_in_pages(pages.keys, args.key_page_size, args.key_page_factor, args.key_page_shift,
                                 args.key_last_page, first / 32u);
     first = min(first, uint(args.value_capacity) - 32u); // a longer table of the keys
@@ -314,7 +327,7 @@ inline uint slot_of_row(device const int *pages, int page_size, int last_page, u
 
 inline tile_memory find_row(constant tqkv__attend_args &args, thread const page_tables &pages, uint slot)
 {
-    tile_memory result = {0u, 0u, 0};
+    tile_memory result = {0u, 0u, 0, 0u};
     if (small_pages) {
         result.keys = slot_of_row(pages.keys, args.key_page_size, args.key_last_page, slot);
         slot = min(slot, uint(args.value_capacity) - 1u);
@@ -334,7 +347,7 @@ inline tile_memory find_listed(constant tqkv__attend_args &args, thread const pa
     int position = listed_position(args, pages.list, number, pages.lane);
     uint at = position == 0x7fffffff ? 0u : uint(position), keys = uint(args.key_oldest_slot) + at;
     keys = keys < uint(args.key_capacity) ? keys : keys - uint(args.key_capacity);
-    tile_memory result = {keys, keys, position};
+    tile_memory result = {keys, keys, position, 0u};
     if (paged) {
         result = find_row(args, pages, keys);
         result.position = position;
@@ -344,13 +357,23 @@ inline tile_memory find_listed(constant tqkv__attend_args &args, thread const pa
     return result;
 }
 
-inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)
+inline tile_memory find_keys(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)
 {
     if (has_list) return find_listed(args, pages, number);
     uint first = first_slot_of_tile(args, number);
     if (small_pages) return find_row(args, pages, first + existing_row(args, pages.lane));
-    tile_memory result = {first, first, 0};
+    tile_memory result = {first, first, 0, 0u};
     return paged ? find_in_pages(args, pages, first) : result;
+}
+
+inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)
+{
+    tile_memory result = find_keys(args, pages, number);
+    result.tail = result.keys;
+    if (!tail_elsewhere) return result;
+    uint slot = first_slot_of_tile(args, number) + existing_row(args, pages.lane);
+    result.tail = tail_slot_of(args, has_list ? result.position : position_of_slot(args, slot));
+    return result;
 }
 
 // The position of row `row` of a tile that was found; newer than all queries if it belongs to another tile.

@@ -317,6 +317,29 @@ void add_ends(int seed)
     test_add(run_ends, &row, sizeof row, "slice/ends/%d", seed);
 }
 
+// Keys with a tail, which lies in the slots of the codes: by lanes and by matrices, linear and in a ring, with lists.
+void add_ends_of_tails(int seed)
+{
+    const tqkv_format tails[] = {TQKV_F16, TQKV_I8, TQKV_TQ4};
+    attend_row row = attend_default_row(seed % 2 ? TQKV_I8 : TQKV_TQ4, TQKV_TQ4, seed % 3 == 2 ? 448 : 512);
+    row.n_kv_heads = 1 + seed % 2;
+    row.group = seed % 4 == 1 ? 2 : 8;
+    row.n_queries = 1 + seed % 3;
+    row.shared = seed % 4 != 3;
+    row.tail_dim = 64;
+    row.tail_format = tails[seed % 3];
+    row.tail_center = seed % 3 == 1 ? 2.0f : 0.0f;
+    row.sinks = seed % 2 ? SINKS_SOME : SINKS_NONE;
+    row.key_ring = row.value_ring = seed % 2 != 0;
+    row.key_capacity = row.value_capacity = 110;
+    row.end = row.key_ring ? 247 : 105;
+    row.exact_first = row.key_ring ? 150 : 5;
+    row.exact_last = 70;
+    row.list_block = seed >= 4 ? 4 : 0;
+    row.list_share = 0.5f;
+    test_add(run_ends, &row, sizeof row, "slice/ends/tail/%d", seed);
+}
+
 // Lists, and most of them with halves.
 void add_lists(int seed)
 {
@@ -367,6 +390,7 @@ void slice_shader_cases()
     const int n = gpu_on_device ? 12 : 60, n_ends = gpu_on_device ? 12 : 40; // each has pipelines of its own
     for (int seed = 0; seed < n; seed++) test_add(run_random, &seed, sizeof seed, "slice/random/%d", seed);
     for (int seed = 0; seed < n_ends; seed++) add_ends(seed);
+    for (int seed = 0; seed < 8; seed++) add_ends_of_tails(seed);
     for (int seed = 0; seed < (gpu_on_device ? 10 : 30); seed++) add_lists(seed);
     add_long_ends();
     add_all_bits();

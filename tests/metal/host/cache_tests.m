@@ -151,9 +151,6 @@ static void run_latent(const void *parameters)
     check_some(out, "all");
     check_some(listed, "of a list and a tree");
     CHECK(memcmp(out[1], listed[1], sizeof out[1]) != 0, "the list was not used");
-    tqkv_cache *cache;
-    desc.exact_last = 1;
-    if (tail) CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_UNSUPPORTED);
     for (int i = 0; i < 2; i++) free(saved[i].bytes);
     free(k);
     free(q);
@@ -495,8 +492,9 @@ void cache_host_cases(void)
     for (int i = 0; i < 2; i++) test_add(run_edited, &steps[i], sizeof steps[i], "cache/edited/%d", i);
     for (int i = 0; i < 4; i++) test_add(run_ends, &ends[i], sizeof ends[i], "cache/ends/%d", i);
     test_add(run_types, NULL, 0, "cache/types");
-    const latent_row latent[] = {{false, false, 0}, {true, false, 0}, {false, false, 5}, {true, true, 0}};
-    for (int i = 0; i < 4; i++) test_add(run_latent, &latent[i], sizeof latent[i], "cache/latent/%d", i);
+    const latent_row latent[] = {{false, false, 0}, {true, false, 0}, {false, false, 5},
+                                 {true, true, 0},   {true, false, 3}, {true, true, 6}};
+    for (int i = 0; i < 6; i++) test_add(run_latent, &latent[i], sizeof latent[i], "cache/latent/%d", i);
     test_add(run_refusals, NULL, 0, "refusals/cache");
     test_add(run_strides, NULL, 0, "cache/strides");
 }

@@ -540,6 +540,32 @@ static void run_without_matrices(const void *parameters)
     tqkv_metal_destroy(m);
 }
 
+/* A refusal of another kernel of such a call is one of the call alone: the context goes on with matrices, which an index needs. */
+static void run_with_matrices(const void *parameters)
+{
+    tqkv_metal *m = host_context();
+    tqkv_store s = test_store(TQKV_TQ4, 64, 1, 64, false);
+    tqkv_metal_store gpu = host_store(&s);
+    tqkv_metal_attention a = {.keys = &gpu, .values = &gpu, .attention = {.n_heads = 4, .end = 64}};
+    const tqkv_metal_index x = {.keys = &gpu, .index = {.n_heads = 4, .end = 64}};
+    const tqkv_metal_buffer q = host_zeros(1024), out = host_zeros(1024), scratch = host_zeros(65536);
+    (void)parameters;
+    REQUIRE(m, "no context");
+    a.list = host_zeros(4);
+    a.attention.list_length = a.attention.list_block = 1;
+    host_work work = host_begin(false);
+    standin_refuse("attend_list", true);
+    CHECK_REFUSED(m, tqkv_metal_attend(m, work.encoder, &a, q, scratch, out), TQKV_METAL_ERROR, "tqkv_attend_list");
+    standin_refuse(NULL, false);
+    CHECK_RESULT(tqkv_metal_index_scores(m, work.encoder, &x, q, out), TQKV_OK);
+    host_end(&work);
+    const tqkv_metal_buffer all[] = {q, out, scratch, a.list};
+    for (int i = 0; i < 4; i++) host_release(all[i]);
+    host_store_release(&gpu);
+    test_store_free(&s);
+    tqkv_metal_destroy(m);
+}
+
 enum { BY_PATH, BY_BYTES, BY_OBJECT, EMBEDDED };
 
 /* With a good library, given in that form, and a source, each call that can fail fails once: the context works from the
@@ -789,6 +815,52 @@ static void run_prepared_stores(const void *parameters)
 }
 
 /* Stores of positions that are kept as halves: a call for each end of the context that has positions. */
+/* Pages of half a tile: a table of one page is shorter than a tile, and others are not. The list that the processor knows is
+   that of one query. */
+static void run_prepared_tables(const void *parameters)
+{
+    enum { ENTRIES = 4, PAGE = 16 };
+    const int longest = *(const int *)parameters;
+    const int32_t pages[ENTRIES] = {1, 0, 3, 2}, list[] = {0, -1};
+    tqkv_metal *m = host_context();
+    tqkv_store store = test_store(TQKV_TQ4, 64, 1, ENTRIES * PAGE, false);
+    tqkv_metal_store s = host_store(&store);
+    s.pages = host_buffer(pages, sizeof pages);
+    s.shape.n_pages = longest;
+    s.shape.page_size = PAGE;
+    int32_t *known = test_alloc(sizeof list);
+    memcpy(known, list, sizeof list);
+    tqkv_metal_attention a = {.keys = &s, .values = &s, .list = host_buffer(list, sizeof list)};
+    a.attention.list = known;
+    a.attention.list_length = 2;
+    a.attention.list_block = 16;
+    REQUIRE(m, "no context");
+    CHECK_RESULT(tqkv_metal_prepare(m, &a, 5, 0), TQKV_OK);
+    const tqkv_metal_buffer unused = a.list;
+    a.list.buffer = nil;
+    a.attention.list = NULL;
+    CHECK_RESULT(tqkv_metal_prepare(m, &a, 1, TQKV_METAL_BATCHES | TQKV_METAL_SLICES), TQKV_OK);
+    const tqkv_metal_buffer q = host_zeros(256), out = host_zeros(256), max = host_zeros(4), sum = host_zeros(4),
+                            arguments = host_zeros(4096), scratch = host_zeros(65536);
+    host_work work = host_begin(false);
+    for (int n = 1; n <= ENTRIES; n++) {
+        s.shape.n_pages = n;
+        a.attention.end = n * PAGE - 3;
+        standin_fail_at(0);
+        CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, scratch, out), TQKV_OK);
+        CHECK_RESULT(tqkv_metal_attend_batch(m, work.encoder, &a, 1, &q, arguments, scratch, &out), TQKV_OK);
+        CHECK_RESULT(tqkv_metal_attend_partial(m, work.encoder, &a, q, 2, 9, scratch, out, max, sum), TQKV_OK);
+        CHECK(standin_calls() == 0, "%d pages: %d calls that can fail", n, standin_calls());
+    }
+    [work.encoder endEncoding]; /* nothing has to run */
+    const tqkv_metal_buffer all[] = {q, out, max, sum, arguments, scratch, unused};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) host_release(all[i]);
+    free(known);
+    host_store_release(&s);
+    test_store_free(&store);
+    tqkv_metal_destroy(m);
+}
+
 static void run_prepared_ends(const void *parameters)
 {
     (void)parameters;
@@ -1040,6 +1112,7 @@ void context_host_cases(void)
     test_add(run_refused_kernel, NULL, 0, "context/source/kernel");
     test_add(run_no_product, NULL, 0, "context/no_product");
     for (int i = 0; i < 4; i++) test_add(run_without_matrices, &i, sizeof i, "context/without_matrices/%d", i);
+    test_add(run_with_matrices, NULL, 0, "context/with_matrices");
     test_add(run_other_device, NULL, 0, "context/other_device");
     test_add(run_wrapped_device, NULL, 0, "context/wrapped_device");
     test_add(run_other_encoder, NULL, 0, "context/other_encoder");
@@ -1057,6 +1130,7 @@ void context_host_cases(void)
         test_add(run_prepared, &prepared[i], sizeof prepared[i], "context/prepared/%s", prepared_names[i]);
     for (int i = 0; i < 2; i++)
         test_add(run_prepared_stores, &(bool){i == 1}, sizeof(bool), "context/prepared/%s", i ? "pages" : "stores");
+    for (int i = 1; i <= 4; i += 3) test_add(run_prepared_tables, &i, sizeof i, "context/prepared/tables%d", i);
     test_add(run_prepared_ends, NULL, 0, "context/prepared/ends");
     test_add(run_prepared_index, NULL, 0, "context/prepared/index");
     test_add(run_recorded_again, NULL, 0, "context/recorded_again");
