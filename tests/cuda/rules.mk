@@ -48,11 +48,13 @@ endif
 
 # ---- Speed ----
 
+CUDA_BENCH := bench bench_harness bench_attend bench_latent bench_index
+
 $(CUDA_BUILD)/bench_kernels.o: tests/cuda/bench_kernels.cu tests/cuda/bench_kernels.h
 	@mkdir -p $(@D)
 	@$(NVCC) -std=c++17 -arch=sm_90 -O3 -c $< -o $@
 
-$(CUDA_BUILD)/bench: $(patsubst %,$(CUDA_BUILD)/%.o,bench bench_kernels pipelines device gpu simt runner test_tables)
+$(CUDA_BUILD)/bench: $(patsubst %,$(CUDA_BUILD)/%.o,$(CUDA_BENCH) bench_kernels pipelines device gpu simt runner test_tables)
 	@$(CXX) $^ -o $@ $(CUDA_LINK)
 
 .PHONY: bench-pipelines bench-gpu

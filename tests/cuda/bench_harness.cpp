@@ -1,0 +1,246 @@
+// The benchmark's harness: launching, timing, reporting, and stores on the GPU.
+#include "bench.h"
+
+enum { REPLAYS = 9 };
+
+options opt;
+std::map<std::string, double> times;
+double copy_bandwidth, multiply_add_rate;
+cudaStream_t stream;
+int n_wrong;
+
+void check_cuda(cudaError_t result, const char *file, int line, const char *call)
+{
+    if (result == cudaSuccess) return;
+    fprintf(stderr, "%s:%d: %s: %s\n", file, line, call, cudaGetErrorString(result));
+    exit(1);
+}
+
+bool is_wanted(const std::string &name)
+{
+    for (const std::string &f : opt.filters)
+        if (name.find(f) != std::string::npos) return true;
+    return opt.filters.empty();
+}
+
+// ---- Kernels of the library ----
+
+void check_plan(tqkv_result r)
+{
+    if (r == TQKV_OK) return;
+    fprintf(stderr, "bench: %s\n", tqkv_result_string(r));
+    exit(1);
+}
+
+// NULL with --list, which prints the name.
+static const void *find_pipeline(const device_dispatch &d)
+{
+    const std::string name = cuda_pipeline_name(d);
+    if (opt.list) {
+        printf("pipeline %s\n", name.c_str());
+        return nullptr;
+    }
+    std::string error;
+    const void *kernel = cuda_pipeline(opt.folder, name, &error);
+    if (kernel) return kernel;
+    fprintf(stderr, "%s\n", error.c_str());
+    exit(1);
+}
+
+int threadgroups_at_once(const tqkv_metal_dispatch &planned)
+{
+    const gpu_dispatch d = gpu_planned(planned);
+    int per_processor = 1, processors = 132;
+    if (opt.threadgroups) return opt.threadgroups;
+    if (!opt.list) {
+        CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0));
+        CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, find_pipeline(d), (int)d.threads,
+                                                           cuda_shared_bytes(d)));
+    }
+    return processors * per_processor;
+}
+
+// The buffers of the plan are pointers to the device's memory.
+void launch(const tqkv_metal_dispatch &planned)
+{
+    const gpu_dispatch d = gpu_planned(planned);
+    const void *kernel = find_pipeline(d);
+    if (!opt.list) CUDA(cuda_launch(kernel, d, d.buffers, stream));
+}
+
+void *device_memory(size_t bytes)
+{
+    void *pointer = nullptr;
+    if (!opt.list) CUDA(cudaMalloc(&pointer, bytes));
+    return pointer;
+}
+
+// ---- Time ----
+
+// The median time of `work` on the stream, in microseconds.
+static double time_stream(const std::function<void()> &work)
+{
+    std::vector<double> found;
+    cudaEvent_t begin, end;
+    CUDA(cudaEventCreate(&begin));
+    CUDA(cudaEventCreate(&end));
+    for (int i = 0; i < REPLAYS + 2; i++) {
+        CUDA(cudaEventRecord(begin, stream));
+        work();
+        CUDA(cudaEventRecord(end, stream));
+        CUDA(cudaEventSynchronize(end));
+        float milliseconds;
+        CUDA(cudaEventElapsedTime(&milliseconds, begin, end));
+        if (i >= 2) found.push_back(milliseconds * 1e3); // the first two warm up
+    }
+    CUDA(cudaEventDestroy(begin));
+    CUDA(cudaEventDestroy(end));
+    std::sort(found.begin(), found.end());
+    return found[found.size() / 2];
+}
+
+double time_calls(int n_copies, const std::function<void(int)> &call)
+{
+    const int n_calls = (std::max(n_copies, 8) + n_copies - 1) / n_copies * n_copies;
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+    CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    for (int i = 0; i < n_calls; i++) call(i % n_copies);
+    CUDA(cudaStreamEndCapture(stream, &graph));
+    CUDA(cudaGraphInstantiate(&executable, graph, 0));
+    const double found = time_stream([&] { CUDA(cudaGraphLaunch(executable, stream)); }) / n_calls;
+    CUDA(cudaGraphExecDestroy(executable));
+    CUDA(cudaGraphDestroy(graph));
+    return found;
+}
+
+void report(const std::string &name, double microseconds)
+{
+    times[name] = microseconds;
+    printf("time %s %.2f\n", name.c_str(), microseconds);
+    fflush(stdout);
+}
+
+void report_ratio(const std::string &name, double ratio)
+{
+    printf("ratio %s %.3f\n", name.c_str(), ratio);
+    fflush(stdout);
+}
+
+void measure_limits()
+{
+    const size_t n = (size_t)4 << 30;
+    char *a = device_array<char>(n), *b = device_array<char>(n);
+    CUDA(cudaMemset(a, 1, n));
+    CUDA(cudaMemset(b, 1, n));
+    // The faster of two: the driver's copy, outside a graph because a graph slows it down, and a plain kernel.
+    double copy = time_stream([&] { CUDA(cudaMemcpyAsync(b, a, n, cudaMemcpyDeviceToDevice, stream)); });
+    copy = std::min(copy, time_stream([&] { bench_copy(b, a, n, stream); }));
+    const int rounds = 200;
+    double adds = time_calls(1, [&](int) { bench_run_multiply_adds(rounds, (float *)a, stream); });
+    copy_bandwidth = 2.0 * (double)n / (copy * 1e-6);
+    multiply_add_rate = bench_multiply_adds(rounds) / (adds * 1e-6);
+    printf("limit copy_bandwidth %.4g bytes/s\nlimit multiply_adds %.4g 1/s\n", copy_bandwidth, multiply_add_rate);
+    CUDA(cudaFree(a));
+    CUDA(cudaFree(b));
+}
+
+// ---- Errors ----
+
+void report_error(const std::string &name, const std::vector<float> &got, const std::vector<float> &expected, size_t D)
+{
+    double most = 0.0;
+    for (size_t row = 0; row < got.size() / D; row++) {
+        double error = 0.0, size = 0.0;
+        for (size_t i = row * D; i < (row + 1) * D; i++) {
+            error += ((double)got[i] - expected[i]) * ((double)got[i] - expected[i]);
+            size += (double)expected[i] * expected[i];
+        }
+        const double relative = sqrt(error / size);
+        if (!(relative <= most)) most = relative; // NaN, too
+    }
+    printf("error %s %.2g\n", name.c_str(), most);
+    if (most <= 4e-5) return;
+    printf("WRONG %s\n", name.c_str());
+    n_wrong++;
+}
+
+// ---- Streams ----
+
+// Codes and norms are on the device.
+tqkv_store make_stream(tqkv_format format, int head_dim, int positions, int n_kv_heads)
+{
+    tqkv_store s = {};
+    s.format = format;
+    s.head_dim = head_dim;
+    s.n_kv_heads = n_kv_heads;
+    s.capacity = positions;
+    s.codes_size = tqkv_codes_size(&s);
+    s.norms_size = tqkv_norms_size(&s);
+    s.codes = device_array<char>(s.codes_size);
+    s.norms = device_array<float>(s.norms_size / sizeof(float));
+    return s;
+}
+
+double stored_bytes(const tqkv_store &s) { return (double)(s.codes_size + s.norms_size); }
+
+void free_stream(const tqkv_store &s)
+{
+    CUDA(cudaFree(s.codes));
+    CUDA(cudaFree(s.norms));
+}
+
+void encode(const tqkv_store &s, const void *source, int n_tokens, int position)
+{
+    const tqkv_metal_store store = gpu_store(&s);
+    tqkv_metal_dispatch d;
+    check_plan(tqkv_metal_plan_encode(&store, gpu_buffer(source), n_tokens, position, gpu_buffer(nullptr), &d));
+    launch(d);
+}
+
+// Gaussian rows, encoded by the shaders, one piece after the other.
+void fill_stream(const tqkv_store &s, uint32_t seed)
+{
+    const int piece = std::min(s.capacity, (1 << 18) / s.n_kv_heads);
+    const size_t n = (size_t)piece * (size_t)s.n_kv_heads * (size_t)s.head_dim;
+    float *source = device_array<float>(n);
+    for (int first = 0; first < (opt.list ? 1 : s.capacity); first += piece) {
+        if (!opt.list) bench_fill(source, n, seed + (uint32_t)first, stream);
+        encode(s, source, std::min(piece, s.capacity - first), first);
+    }
+    if (opt.list) return;
+    CUDA(cudaStreamSynchronize(stream));
+    CUDA(cudaFree(source));
+}
+
+// ---- On the host ----
+
+tqkv_store stream_on_host(const tqkv_store &s, std::vector<char> &bytes)
+{
+    tqkv_store store = s;
+    bytes.resize(s.codes_size + s.norms_size + 16);
+    store.codes = bytes.data();
+    store.norms = (float *)(void *)(bytes.data() + (s.codes_size + 15) / 16 * 16);
+    if (!s.codes_size) return store;
+    CUDA(cudaMemcpy(store.codes, s.codes, s.codes_size, cudaMemcpyDeviceToHost));
+    CUDA(cudaMemcpy(store.norms, s.norms, s.norms_size, cudaMemcpyDeviceToHost));
+    return store;
+}
+
+// The rows of one KV head, copied to the host.
+tqkv_store head_on_host(const tqkv_store &s, std::vector<char> &codes, std::vector<float> &norms)
+{
+    const size_t heads = (size_t)s.n_kv_heads, head = heads > 1 ? CHECKED_HEAD : 0;
+    tqkv_store store = s;
+    codes.resize(s.codes_size / heads);
+    norms.resize(s.norms_size / sizeof(float) / heads);
+    store.n_kv_heads = 1;
+    store.codes = codes.data();
+    store.codes_size = codes.size();
+    store.norms = norms.data();
+    store.norms_size = norms.size() * sizeof(float);
+    CUDA(
+        cudaMemcpy(store.codes, (const char *)s.codes + codes.size() * head, store.codes_size, cudaMemcpyDeviceToHost));
+    CUDA(cudaMemcpy(store.norms, s.norms + norms.size() * head, store.norms_size, cudaMemcpyDeviceToHost));
+    return store;
+}
