@@ -92,6 +92,6 @@ static const peak peaks[] = {
     {"scalar", 1, peak_fma_scalar, peak_read_scalar},
 };
 
-static double peak_fma_count(const peak *p) { return (double)PEAK_STEPS * PEAK_CHAINS * p->lanes; }
+static inline double peak_fma_count(const peak *p) { return (double)PEAK_STEPS * PEAK_CHAINS * p->lanes; }
 
 #endif

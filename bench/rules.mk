@@ -11,9 +11,11 @@ BENCH_COMPILE = $(CC) $(STANDARD) -D_POSIX_C_SOURCE=200809L $(CPPFLAGS) $(CFLAGS
 BENCH_PEERS := $(if $(GGML_PREFIX),$(BUILD)/peer-ggml.so) $(if $(IK_PREFIX),$(BUILD)/peer-ik.so) \
 	$(if $(GGML_AVX2_PREFIX),$(BUILD)/peer-ggml-avx2.so)
 
-$(BUILD)/bench: bench/bench.c $(BENCH_HEADERS)
+BENCH_SOURCES := $(filter-out bench/ggml.c,$(wildcard bench/*.c))
+
+$(BUILD)/bench: $(BENCH_SOURCES) $(BENCH_HEADERS)
 	@mkdir -p $(@D)
-	$(BENCH_COMPILE) $< -o $@ $(LIBRARIES) -ldl
+	$(BENCH_COMPILE) $(BENCH_SOURCES) -o $@ $(LIBRARIES) -ldl
 
 $(BUILD)/peer-ggml.so: PREFIX_OF_PEER = $(GGML_PREFIX)
 $(BUILD)/peer-ggml.so: PEER_FLAGS = -lggml -lggml-cpu -lggml-base
@@ -61,9 +63,9 @@ TEST_TARGETS += test-bench
 # Where the lines and the code of tqkv.h are; docs/notes/code-size.md says what for.
 .PHONY: bench-sections
 bench-sections: examples/make/tqkv.c tqkv.h ## lines and code of each section of tqkv.h
-	@mkdir -p $(BUILD)/bench
-	@$(CC) $(STANDARD) $(CPPFLAGS) -O2 -g -DTQKV_METAL -I. -c $< -o $(BUILD)/bench/sections.o
-	@python3 bench/sections.py tqkv.h $(BUILD)/bench/sections.o
+	@mkdir -p $(BUILD)
+	@$(CC) $(STANDARD) $(CPPFLAGS) -O2 -g -DTQKV_METAL -I. -c $< -o $(BUILD)/sections.o
+	@python3 bench/sections.py tqkv.h $(BUILD)/sections.o
 
 # ---- A prediction for the inner loops on an Apple core, made on any Linux machine ----
 

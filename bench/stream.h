@@ -43,15 +43,18 @@ static inline void bench_check(tqkv_result result)
     exit(1);
 }
 
+/* The next of a sequence of random numbers; the upper bits are the better ones. */
+static inline uint64_t bench_random(uint64_t *seed)
+{
+    return *seed = *seed * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+}
+
 /* x: [n], near Gaussian with deviation 1: each a sum of twelve uniform numbers. */
 static inline void bench_fill(float *x, size_t n, uint64_t seed)
 {
     for (size_t i = 0; i < n; i++) {
         float sum = -6.0f;
-        for (int j = 0; j < 12; j++) {
-            seed = seed * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
-            sum += (float)(seed >> 40) * (1.0f / 16777216.0f);
-        }
+        for (int j = 0; j < 12; j++) sum += (float)(bench_random(&seed) >> 40) * (1.0f / 16777216.0f);
         x[i] = sum;
     }
 }
