@@ -293,9 +293,9 @@ typedef struct tqkv_store {
     tqkv_type type; /* of rows given to encode, probe, mean and measure, and written by decode. The codes of a half or a
                        bfloat16 are those of the same value as a float. Attention does not look at it. */
     const int32_t *pages; /* [n_pages], or NULL: not paged. Not with ring. */
-    int n_pages,
-        page_size; /* page_size: in positions, any that divides capacity; multiples of 64 are quickest. 1: pages is
-                               the slot of each position. */
+    int n_pages;
+    int page_size; /* in positions, any that divides capacity; multiples of 64 are quickest. 1: pages is the slot of each
+                      position. */
     tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
     tqkv_strides strides;   /* of rows given to encode, probe, mean and measure, and written by decode */
     bool rotated; /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
@@ -330,8 +330,8 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
 /* Writes the positions [position, position + n_positions) of `from` into `to`, which may have another format, block_scale,
    capacity and page table: decoded in the basis of the codes and encoded there, the same bytes on every machine. Rows of
    F16 that are not rotated are on the way, rows of the same format and block_scale are copied. TQKV_INVALID_ARGUMENT unless
-   n_kv_heads, head_dim, unrotated (F16 goes with either) and the centre are the same. A page may not occur twice among those written.
-   TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
+   n_kv_heads, head_dim, unrotated (F16 goes with either) and the centre are the same. A page may not occur twice among
+   those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
    Many rows go to tasks of to->parallel.
    In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither store
    has pages, and the row of `to` (row_bytes, norms_per_row) is no longer. Rows move down in ascending order, each
@@ -418,9 +418,10 @@ typedef struct tqkv_attention {
     /* Some positions as halves, too: those below exact_first are read from first_keys and first_values, and the newest
        exact_last, up to `end`, from last_keys and last_values; all others, and those of a stream whose store here is NULL or
        that is F16 itself, from keys and values, whose codes at these positions are not looked at. Stores of F16 with n_kv_heads,
-       head_dim and centre of the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or paged, as long as they
-       hold these positions: else TQKV_OUT_OF_RANGE. If the keys are the values, so are their halves. A tail is always read
-       from its own store. On a GPU the stores of halves have no pages, and keys with a tail have none beside them. */
+       head_dim and centre of the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or
+       paged, as long as they hold these positions: else TQKV_OUT_OF_RANGE. If the keys are the values, so are their
+       halves. A tail is always read from its own store. On a GPU the stores of halves have no pages, and keys with a
+       tail have none beside them. */
     const tqkv_store *first_keys, *first_values, *last_keys, *last_values;
     int exact_first, exact_last;
 } tqkv_attention;
@@ -564,9 +565,9 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
    capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
-   threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal. Its other nonzero fields must match. So a full
-   linear cache grows, or with ring = true goes on as a ring, and one that needs less memory goes on in fewer bits. *out is
-   NULL on failure. */
+   threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal. Its other nonzero fields
+   must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs less memory goes
+   on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c);   /* the stores behind it; NULL for NULL */
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c); /* the keys if they are the values */
@@ -580,8 +581,8 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
 /* desc supplies what a snapshot lacks: type, parallel, allocator, metal, matrix_group, arithmetic, non_causal, and sinks for the
-   snapshot's n_heads. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT. TQKV_CORRUPT: a missing or changed byte. *out
-   is NULL on failure. */
+   snapshot's n_heads. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT. TQKV_CORRUPT: a missing or
+   changed byte. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* The same for the positions [position, position + n_positions) of one store, in the caller's memory: a sequence leaves a
@@ -767,10 +768,11 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_ob
 /* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in as many dispatches as one item alone takes,
    cut evenly over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types, bases, sinks and
    matrix_group, in which of the stores of halves they have, and all or none have a softcap, centres, lists and pages; window,
-   scale, softcap's size, tree, blocks of the lists, exact_first, exact_last, n_queries and what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one buffer, at any
-   offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that the
-   processor can write, at a multiple of 256, with the bytes that the first call tells, for this call alone until it has
-   completed; scratch as for tqkv_metal_attend. */
+   scale, softcap's size, tree, blocks of the lists, exact_first, exact_last, n_queries and what is resident may differ.
+   Each array of all items (their keys' codes, their q and so on) lies in one buffer, at any offsets; nothing that the
+   call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that the processor can write, at a
+   multiple of 256, with the bytes that the first call tells, for this call alone until it has completed; scratch as for
+   tqkv_metal_attend. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
                                                          size_t *arguments, size_t *scratch);
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder,
@@ -3248,7 +3250,8 @@ typedef struct tqkv__isa {
     void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q, int n_rows, bool add,
                        float *scores);
     /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to
-       the new maximum. offsets are added to the scores before a softcap. spans, offsets, max, sum: [n_rows], scores: [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
+       the new maximum. offsets are added to the scores before a softcap. spans, offsets, max, sum: [n_rows], scores:
+       [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
     void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, const float *offsets, int n_rows,
                          float *scores, float *max, float *sum, float *out);
     /* sums = sums * factor + added, in one rounding, and added = 0; sums, added: [n] */
@@ -8853,7 +8856,8 @@ typedef struct tqkv__tile {
     TQKV__ALIGNED float scaled[TQKV__CHUNK_ROWS * TQKV__TILE];       /* for value_tile */
 } tqkv__tile;
 
-/* The slots of a tile of n positions. While it is computed the next tile of [.., end) is fetched, which a page table may put anywhere. */
+/* The slots of a tile of n positions. While it is computed the next tile of [.., end) is fetched, which a page table
+   may put anywhere. */
 static tqkv__run tqkv__run_of(const tqkv__stream *s, int64_t position, int n, int64_t end)
 {
     tqkv__run run = {tqkv__slot(s, position), n, TQKV__TILE};
@@ -9312,8 +9316,8 @@ static bool tqkv__lies_together(const tqkv__attention *a, const tqkv__ranks *ran
            (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
 }
 
-/* Finds the tile at `position`, before `end`, of stores with small pages; n is 0 if there is none. What a row sees of it stands in
-   the tile's spans. */
+/* Finds the tile at `position`, before `end`, of stores with small pages; n is 0 if there is none. What a row sees of
+   it stands in the tile's spans. */
 static void tqkv__find_paged(const tqkv__attention *a, int64_t position, int64_t end, tqkv__ranks *ranks)
 {
     ranks->rank = position;
@@ -9758,9 +9762,9 @@ static int tqkv__chunk_rows(int head_dim)
     return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
 }
 
-/* Query rows of an item: as many of `all` as there are, evenly, up to TQKV__CHUNK_ROWS and 144 KiB of sums. Sums that only fit the L2
-   cache cost less than decoding once more: 64 heads of 512 take 0.92 (TQ4), 0.88 (I8) and 0.86 times (TQ4, integers) the time of
-   16 rows an item on an AMD EPYC with 1 MiB of L2. But 32 KiB where
+/* Query rows of an item: as many of `all` as there are, evenly, up to TQKV__CHUNK_ROWS and 144 KiB of sums. Sums that
+   only fit the L2 cache cost less than decoding once more: 64 heads of 512 take 0.92 (TQ4), 0.88 (I8) and 0.86 times
+   (TQ4, integers) the time of 16 rows an item on an AMD EPYC with 1 MiB of L2. But 32 KiB where
    tasks would be left without work, of which there is `others` times that of these rows. */
 static int tqkv__item_rows(const tqkv__attention *a, int all, int64_t others)
 {
