@@ -1,5 +1,6 @@
 /* The fixture of host.h. */
 #include "host.h"
+#include <math.h>
 #include "tests/data.h"
 
 host test_host;
@@ -124,4 +125,50 @@ float *host_floats(uint64_t seed, size_t count)
         memcpy(x + done, row, (count - done < 32 ? count - done : 32) * sizeof *x);
     }
     return x;
+}
+
+tqkv_metal *host_create(tqkv_metal_desc desc, tqkv_result expected, const char *words)
+{
+    char error[400] = "untouched";
+    tqkv_metal *m = NULL;
+    desc.error = error;
+    desc.error_size = sizeof error;
+    CHECK_RESULT(tqkv_metal_create(&desc, &m), expected);
+    CHECK((m != NULL) == (expected == TQKV_OK), "a context with result %d", (int)expected);
+    CHECK(strstr(error, words), "the text is \"%s\", without \"%s\"", error, words);
+    return m;
+}
+
+static tqkv_result record_rotations(void *user, tqkv_metal_object encoder)
+{
+    tqkv_metal *m = ((tqkv_metal **)user)[0];
+    float *rows = ((void **)user)[1];
+    tqkv_metal_buffer b;
+    tqkv_result r = tqkv_metal_find(m, rows, &b);
+    if (r == TQKV_OK) r = tqkv_metal_rotate(m, encoder, b, 2, 64);
+    return r == TQKV_OK ? tqkv_metal_unrotate(m, encoder, b, 2, 64) : r;
+}
+
+void host_check_works(tqkv_metal *m)
+{
+    REQUIRE(m, "no context");
+    const tqkv_allocator memory = tqkv_metal_allocator(m);
+    float *source = host_floats(3, 128), *rows = memory.alloc(memory.user, 512);
+    memcpy(rows, source, 512);
+    void *user[] = {m, rows};
+    CHECK_RESULT(tqkv_metal_run(m, record_rotations, user), TQKV_OK);
+    double wrong = 0;
+    for (int i = 0; i < 128; i++) wrong += fabs((double)rows[i] - (double)source[i]);
+    CHECK(wrong < 1e-3 && wrong > 0, "rotated there and back: off by %g", wrong);
+    memory.free(memory.user, rows, 512);
+    free(source);
+}
+
+const char *host_source(void)
+{
+    NSString *text = [NSString stringWithContentsOfFile:@"metallib/tqkv.metal"
+                                               encoding:NSUTF8StringEncoding
+                                                  error:NULL];
+    CHECK(text, "no metallib/tqkv.metal");
+    return [text UTF8String];
 }

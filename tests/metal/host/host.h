@@ -20,6 +20,12 @@ bool host_open(void);
 void host_close(void);
 /* A new context; NULL and a failed test if there is none. */
 tqkv_metal *host_context(void);
+/* Creates a context. Its text must contain `words`. */
+tqkv_metal *host_create(tqkv_metal_desc desc, tqkv_result expected, const char *words);
+/* Checks that the context works: it rotates a row and rotates it back. */
+void host_check_works(tqkv_metal *m);
+/* The shaders as one string; freed with its pool. */
+const char *host_source(void);
 
 enum { HOST_OFFSET = 256 };
 tqkv_metal_buffer host_buffer(const void *bytes, size_t size);
@@ -57,7 +63,9 @@ void attend_host_cases(void);
 void page_host_cases(void);
 void index_host_cases(void);
 void cache_host_cases(void);
+void library_host_cases(void);
 void context_host_cases(void);
+void pipeline_host_cases(void);
 void standin_host_cases(void);
 
 #endif

@@ -31,7 +31,9 @@ int main(int argc, char **argv)
     page_host_cases();
     index_host_cases();
     cache_host_cases();
+    library_host_cases();
     context_host_cases();
+    pipeline_host_cases();
     standin_host_cases();
     int status = test_run_selected(list, argc - 1 - list, argv + 1 + list);
     host_close();

@@ -3,7 +3,8 @@
 
 HOST_BUILD := $(METAL_BUILD)/host
 comma := ,
-HOST_TESTS := main buffers codec_tests attend_tests page_tests index_tests cache_tests context_tests standin_tests
+HOST_TESTS := main buffers codec_tests attend_tests page_tests index_tests cache_tests library_tests context_tests pipeline_tests \
+	standin_tests
 HOST_HEADERS := tqkv.h tests/metal/host/host.h $(wildcard tests/*.h)
 HOST_WARNINGS := -DTQKV_METAL -Wall -Wextra -Werror
 HOST_EXAMPLES := metal_encode_attend

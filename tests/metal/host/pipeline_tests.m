@@ -1,0 +1,404 @@
+/* When pipelines and memory are made: by the first call, by prepare, never in a call that was made before; and every failure
+   that Metal can report. Only the stand-in tells. */
+#include "host.h"
+#include "tests/data.h"
+#ifdef STANDIN
+#include "tests/metal/standin/standin.h"
+
+/* Attention needs two pipelines. If one cannot be built, nothing is recorded; the next call builds both. */
+static void run_half_recorded(const void *parameters)
+{
+    (void)parameters;
+    tqkv_metal *m = host_context();
+    tqkv_store s = test_store(TQKV_TQ4, 32, 1, 4, false);
+    const float q[32] = {1.0f};
+    size_t size = 0;
+    REQUIRE(m, "no context");
+    CHECK_RESULT(tqkv_encode(&s, q, 1, 0), TQKV_OK);
+    tqkv_metal_store gpu = host_store(&s);
+    const tqkv_metal_attention a = {.keys = &gpu, .values = &gpu, .attention.end = 1};
+    CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &size), TQKV_OK);
+    const tqkv_metal_buffer qb = host_buffer(q, sizeof q), out = host_zeros(sizeof q), scratch = host_zeros(size);
+    host_work work = host_begin(false);
+    const int failing[] = {6, 3, 2,
+                           1}; /* each takes memory, a function, a pipeline; the first is built and kept at once */
+    for (int i = 0; i < 4; i++) {
+        standin_fail_at(failing[i]);
+        const tqkv_result r = tqkv_metal_attend(m, work.encoder, &a, qb, scratch, out);
+        CHECK(r == TQKV_METAL_ERROR || r == TQKV_OUT_OF_MEMORY, "call %d failed: %s", failing[i],
+              tqkv_result_string(r));
+        standin_fail_at(0);
+    }
+    host_end(&work);
+    for (size_t i = 0; i < size; i++) CHECK(!((char *)host_contents(scratch))[i], "byte %zu of scratch is written", i);
+    work = host_begin(false);
+    CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, qb, scratch, out), TQKV_OK);
+    host_end(&work);
+    CHECK(*(float *)host_contents(out) > 0.5f, "attended to the one position: %g",
+          (double)*(float *)host_contents(out));
+    host_release(qb);
+    host_release(out);
+    host_release(scratch);
+    host_store_release(&gpu);
+    test_store_free(&s);
+    tqkv_metal_destroy(m);
+}
+
+/* After prepare no call of its kind builds a pipeline, however the cache has grown. */
+static void run_prepared(const void *parameters)
+{
+    tqkv_metal *m = host_context();
+    REQUIRE(m, "no context");
+    tqkv_cache_desc desc = *(const tqkv_cache_desc *)parameters;
+    tqkv_cache *cache = NULL;
+    const size_t row = (size_t)desc.head_dim + (size_t)desc.tail_dim;
+    float *x = host_floats(4, 9 * 3 * row), *out = test_alloc(9 * 3 * row * sizeof *out);
+    desc.metal = m;
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_cache_prepare(m, cache, 9), TQKV_OK);
+    standin_fail_at(0);
+    int calls = 0;
+    for (int end = 1; end <= 12; end++, calls++) {
+        CHECK_RESULT(tqkv_cache_append(cache, x, desc.shared ? NULL : x, 1), TQKV_OK);
+        for (int n = 9; n > 0; n -= 4, calls++) CHECK_RESULT(tqkv_cache_attend(cache, x, n, out), TQKV_OK);
+    }
+    /* a command buffer, an encoder and a completion each; one or two staging blocks */
+    CHECK(standin_calls() <= calls * 3 + 2 * 2, "%d calls that can fail, of %d", standin_calls(), calls);
+    CHECK_RESULT(tqkv_metal_cache_prepare(m, cache, 1), TQKV_OK);
+    CHECK_REFUSED(m, tqkv_metal_cache_prepare(m, (tqkv_cache *)(void *)x, 1), TQKV_INVALID_ARGUMENT, "outside");
+    CHECK_RESULT(tqkv_metal_cache_prepare(m, cache, -1), TQKV_INVALID_ARGUMENT);
+    tqkv_cache_destroy(cache);
+    free(x);
+    free(out);
+    tqkv_metal_destroy(m);
+}
+
+/* The same of stores, in batches, with pages whose entries nobody knows yet. */
+static void run_prepared_stores(const void *parameters)
+{
+    const bool paged = *(const bool *)parameters;
+    tqkv_metal *m = host_context();
+    int32_t pages[2] = {1, 0};
+    tqkv_store stores[2] = {test_store(TQKV_TQ4, 64, 1, 128, false), test_store(TQKV_TQ5, 64, 1, 128, false)};
+    tqkv_metal_store s[2] = {host_store(&stores[0]), host_store(&stores[1])};
+    const tqkv_metal_buffer table = host_buffer(pages, sizeof pages), none = {nil, 0};
+    for (int i = 0; paged && i < 2; i++) s[i].pages = table, s[i].shape.n_pages = 2, s[i].shape.page_size = 64;
+    tqkv_metal_attention a = {.keys = &s[0], .values = &s[1], .attention.n_heads = 2};
+    REQUIRE(m, "no context");
+    CHECK_RESULT(tqkv_metal_prepare(m, &a, 4, TQKV_METAL_BATCHES | TQKV_METAL_SLICES), TQKV_OK);
+    standin_fail_at(0);
+    const tqkv_metal_buffer q = host_zeros(4 * 2 * 256), out = host_zeros(4 * 2 * 256), max = host_zeros(32),
+                            sum = host_zeros(32), more = host_zeros(32), most = host_zeros(32),
+                            slice = host_zeros(4 * 2 * 256);
+    size_t arguments, scratch;
+    a.attention.end = 3;
+    a.attention.n_queries = 3;
+    CHECK_RESULT(tqkv_metal_attend_batch_sizes(m, &a, 1, &arguments, &scratch), TQKV_OK);
+    const tqkv_metal_buffer ab = host_zeros(arguments), sb = host_zeros(scratch);
+    host_work work = host_begin(false);
+    standin_fail_at(0);
+    CHECK_RESULT(tqkv_metal_encode_kv(m, work.encoder, &s[0], &s[1], q, q, 4, 0, none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, sb, out), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend_batch(m, work.encoder, &a, 1, &q, ab, sb, &out), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend_partial(m, work.encoder, &a, q, 0, 2, sb, out, max, sum), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend_partial(m, work.encoder, &a, q, 2, 1, sb, slice, more, most), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend_merge(m, work.encoder, &a, out, max, sum, slice, more, most), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend_finish(m, work.encoder, &a, out, max, sum, slice), TQKV_OK);
+    CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls());
+    host_end(&work);
+    CHECK_RESULT(tqkv_metal_prepare(m, NULL, 1, 0), TQKV_INVALID_ARGUMENT);
+    const tqkv_metal_buffer all[] = {q, out, ab, sb, table, max, sum, more, most, slice};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) host_release(all[i]);
+    for (int i = 0; i < 2; i++) {
+        s[i].pages = none;
+        host_store_release(&s[i]);
+        test_store_free(&stores[i]);
+    }
+    tqkv_metal_destroy(m);
+}
+
+/* Pages of half a tile: a table of one page is shorter than a tile, and others are not. The list that the processor knows is
+   that of one query. */
+static void run_prepared_tables(const void *parameters)
+{
+    enum { ENTRIES = 4, PAGE = 16 };
+    const int longest = *(const int *)parameters;
+    const int32_t pages[ENTRIES] = {1, 0, 3, 2}, list[] = {0, -1};
+    tqkv_metal *m = host_context();
+    tqkv_store store = test_store(TQKV_TQ4, 64, 1, ENTRIES * PAGE, false);
+    tqkv_metal_store s = host_store(&store);
+    s.pages = host_buffer(pages, sizeof pages);
+    s.shape.n_pages = longest;
+    s.shape.page_size = PAGE;
+    int32_t *known = test_alloc(sizeof list);
+    memcpy(known, list, sizeof list);
+    tqkv_metal_attention a = {.keys = &s, .values = &s, .list = host_buffer(list, sizeof list)};
+    a.attention.list = known;
+    a.attention.list_length = 2;
+    a.attention.list_block = 16;
+    REQUIRE(m, "no context");
+    CHECK_RESULT(tqkv_metal_prepare(m, &a, 5, 0), TQKV_OK);
+    const tqkv_metal_buffer unused = a.list;
+    a.list.buffer = nil;
+    a.attention.list = NULL;
+    CHECK_RESULT(tqkv_metal_prepare(m, &a, 1, TQKV_METAL_BATCHES | TQKV_METAL_SLICES), TQKV_OK);
+    const tqkv_metal_buffer q = host_zeros(256), out = host_zeros(256), max = host_zeros(4), sum = host_zeros(4),
+                            arguments = host_zeros(4096), scratch = host_zeros(65536);
+    host_work work = host_begin(false);
+    for (int n = 1; n <= ENTRIES; n++) {
+        s.shape.n_pages = n;
+        a.attention.end = n * PAGE - 3;
+        standin_fail_at(0);
+        CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, scratch, out), TQKV_OK);
+        CHECK_RESULT(tqkv_metal_attend_batch(m, work.encoder, &a, 1, &q, arguments, scratch, &out), TQKV_OK);
+        CHECK_RESULT(tqkv_metal_attend_partial(m, work.encoder, &a, q, 2, 9, scratch, out, max, sum), TQKV_OK);
+        CHECK(standin_calls() == 0, "%d pages: %d calls that can fail", n, standin_calls());
+    }
+    [work.encoder endEncoding]; /* nothing has to run */
+    const tqkv_metal_buffer all[] = {q, out, max, sum, arguments, scratch, unused};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) host_release(all[i]);
+    free(known);
+    host_store_release(&s);
+    test_store_free(&store);
+    tqkv_metal_destroy(m);
+}
+
+/* Stores of positions that are kept as halves: a call for each end of the context that has positions. */
+static void run_prepared_ends(const void *parameters)
+{
+    (void)parameters;
+    tqkv_metal *m = host_context();
+    tqkv_store stores[5] = {test_store(TQKV_TQ4, 64, 1, 32, false), test_store(TQKV_TQ5, 64, 1, 32, false),
+                            test_store(TQKV_F16, 64, 1, 4, false), test_store(TQKV_F16, 64, 1, 32, false),
+                            test_store(TQKV_F16, 64, 1, 32, false)};
+    tqkv_metal_store s[5];
+    for (int i = 2; i < 5; i++) stores[i].rotated = true; /* as the codes */
+    for (int i = 0; i < 5; i++) s[i] = host_store(&stores[i]);
+    tqkv_metal_attention a = {.keys = &s[0], .values = &s[1], .first_keys = &s[2], .last_keys = &s[3]};
+    a.last_values = &s[4];
+    a.attention.exact_first = 4;
+    a.attention.exact_last = 6;
+    REQUIRE(m, "no context");
+    CHECK_RESULT(tqkv_metal_prepare(m, &a, 1, 0), TQKV_OK);
+    size_t scratch;
+    CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &scratch), TQKV_OK);
+    const tqkv_metal_buffer q = host_zeros(20 * 256), out = host_zeros(256), sb = host_zeros(scratch), none = {nil, 0};
+    host_work work = host_begin(false);
+    standin_fail_at(0);
+    CHECK_RESULT(tqkv_metal_encode_kv(m, work.encoder, &s[0], &s[1], q, q, 20, 0, none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_encode(m, work.encoder, &s[2], q, 4, 0, none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_encode_kv(m, work.encoder, &s[3], &s[4], q, q, 20, 0, none), TQKV_OK);
+    for (a.attention.end = 10; a.attention.end <= 20; a.attention.end += 5)
+        CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, sb, out), TQKV_OK);
+    CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls());
+    host_end(&work);
+    host_release(q);
+    host_release(out);
+    host_release(sb);
+    for (int i = 0; i < 5; i++) {
+        host_store_release(&s[i]);
+        test_store_free(&stores[i]);
+    }
+    tqkv_metal_destroy(m);
+}
+
+/* An index and the list that it chooses. */
+static void run_prepared_index(const void *parameters)
+{
+    (void)parameters;
+    tqkv_metal *m = host_context();
+    tqkv_store store = test_store(TQKV_I8, 64, 1, 40000, false);
+    tqkv_metal_store s = host_store(&store);
+    tqkv_metal_index x = {.keys = &s, .index = {.n_heads = 2}};
+    tqkv_metal_attention a = {.keys = &s, .values = &s, .list = host_zeros(3 * 2 * sizeof(int32_t))};
+    a.attention.list_length = 2;
+    a.attention.list_block = 1;
+    REQUIRE(m, "no context");
+    CHECK_RESULT(tqkv_metal_index_prepare(m, &x, 3), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_prepare(m, &a, 3, 0), TQKV_OK);
+    size_t sizes[2];
+    a.attention.n_queries = 3;
+    CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &sizes[0]), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_index_choose_scratch(m, &x, &sizes[1]), TQKV_OK);
+    const tqkv_metal_buffer q = host_zeros(3 * 2 * 256), out = host_zeros(3 * 256), none = {nil, 0},
+                            scores = host_zeros(3 * 40000 * sizeof(float)), first = host_zeros(sizes[0]),
+                            second = host_zeros(sizes[1]);
+    host_work work = host_begin(false);
+    standin_fail_at(0);
+    CHECK_RESULT(tqkv_metal_encode(m, work.encoder, &s, q, 3, 0, none), TQKV_OK);
+    for (int n = 1; n <= 3; n += 2) {
+        x.index.n_queries = a.attention.n_queries = n;
+        x.index.end = a.attention.end = n == 1 ? 40000 : 3; /* a choice in several dispatches, and in one */
+        CHECK_RESULT(tqkv_metal_index_scores(m, work.encoder, &x, q, scores), TQKV_OK);
+        CHECK_RESULT(tqkv_metal_index_choose(m, work.encoder, &x, scores, 2, second, a.list), TQKV_OK);
+        CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, first, out), TQKV_OK);
+    }
+    CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls());
+    [work.encoder endEncoding]; /* nothing has to run */
+    CHECK_RESULT(tqkv_metal_index_prepare(m, NULL, 1), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_index_prepare(m, &x, -1), TQKV_INVALID_ARGUMENT);
+    const tqkv_metal_buffer all[] = {q, out, scores, first, second, a.list};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) host_release(all[i]);
+    host_store_release(&s);
+    test_store_free(&store);
+    tqkv_metal_destroy(m);
+}
+
+/* Calls that wait release what they used: a second round leaves no more objects than the first. */
+static void run_given_back(const void *parameters)
+{
+    (void)parameters;
+    tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .capacity = 8, .ring = true};
+    tqkv_cache *cache = NULL;
+    float *x = host_floats(4, 64), out[64];
+    int live = 0;
+    desc.metal = test_host.metal;
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    for (int i = 0; i < 3; i++) {
+        CHECK_RESULT(tqkv_cache_append(cache, x, x, 1), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_attend(cache, x, 1, out), TQKV_OK);
+        CHECK(i == 0 || standin_live_objects() == live, "%d more objects", standin_live_objects() - live);
+        CHECK(i < 2 || standin_calls() == 6, "%d calls that can fail", standin_calls());
+        if (i == 1) standin_fail_at(0); /* from here on: command buffer, encoder and completion of two calls */
+        live = standin_live_objects();
+    }
+    tqkv_cache_destroy(cache);
+    free(x);
+}
+
+/* Makes each call once. s: two stores of one head, b: source, destination, scratch. */
+static void record_all(id<MTLComputeCommandEncoder> e, const tqkv_metal_store s[2], const tqkv_metal_buffer b[3],
+                       tqkv_cache *cache)
+{
+    tqkv_metal *m = test_host.metal;
+    const tqkv_metal_buffer none = {nil, 0};
+    const tqkv_metal_attention a = {.keys = &s[0], .values = &s[1], .attention.end = 2};
+    size_t bytes;
+    CHECK_RESULT(tqkv_metal_encode(m, e, s, b[0], 1, 0, none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_encode_kv(m, e, &s[0], &s[1], b[0], b[0], 1, 1, none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_probe(m, e, s, b[0], 1, b[1], none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_decode(m, e, s, 0, 1, TQKV_ORIGINAL, b[1]), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_rotate(m, e, b[1], 1, 64), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_unrotate(m, e, b[1], 1, 64), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &bytes), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend(m, e, &a, b[0], b[2], b[1]), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_cache_append(m, e, cache, b[0], b[0], 1, none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_cache_scratch(m, cache, 1, &bytes), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_cache_attend(m, e, cache, b[0], 1, b[2], b[1]), TQKV_OK);
+}
+
+/* Recorded a second time, no call builds a pipeline, allocates memory or makes a Metal call that may fail. */
+static void run_recorded_again(const void *parameters)
+{
+    (void)parameters;
+    tqkv_store stores[2] = {test_store(TQKV_TQ4, 64, 1, 4, false), test_store(TQKV_TQ5, 64, 1, 4, false)};
+    tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .capacity = 8, .metal = test_host.metal};
+    tqkv_cache *cache = NULL;
+    const tqkv_metal_store s[2] = {host_store(&stores[0]), host_store(&stores[1])};
+    const tqkv_metal_buffer b[3] = {host_zeros(256), host_zeros(256), host_zeros(4096)};
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    for (int round = 0; round < 2; round++) {
+        host_work work = host_begin(false);
+        standin_fail_at(0);
+        record_all(work.encoder, s, b, cache);
+        CHECK(round == 0 || standin_calls() == 0, "%d calls that can fail", standin_calls());
+        host_end(&work);
+    }
+    for (int i = 0; i < 3; i++) host_release(b[i]);
+    for (int i = 0; i < 2; i++) {
+        host_store_release((tqkv_metal_store[]){s[i]});
+        test_store_free(&stores[i]);
+    }
+    tqkv_cache_destroy(cache);
+}
+
+/* Makes every call once on a new context. Gives the first result other than TQKV_OK and the failure's texts. */
+static tqkv_result live_through(char *text, size_t size)
+{
+    tqkv_metal *m = NULL;
+    tqkv_cache *cache = NULL;
+    tqkv_metal_desc desc = {0};
+    tqkv_cache_desc cache_desc = {0};
+    desc.library_path = test_host.library;
+    desc.error = text;
+    desc.error_size = size;
+    tqkv_result r = tqkv_metal_create(&desc, &m);
+    if (r != TQKV_OK) return r;
+    float x[3 * 64], out[64];
+    data_rows(1, DATA_GAUSSIAN, x, 3, 64);
+    cache_desc.head_dim = 64;
+    cache_desc.n_kv_heads = 1;
+    cache_desc.capacity = 8;
+    cache_desc.metal = m;
+    r = tqkv_cache_create(&cache_desc, &cache);
+    if (r == TQKV_OK) r = tqkv_cache_append(cache, x, x, 3);
+    if (r != TQKV_OK) CHECK(tqkv_cache_end(cache) == 0, "a failed append counts");
+    if (r == TQKV_OK) r = tqkv_cache_attend(cache, x, 1, out);
+    tqkv_metal_error(m, text, size);
+    if (cache && r != TQKV_OK) { /* the context stays usable: the same call succeeds now */
+        standin_fail_at(0);
+        if (tqkv_cache_end(cache) == 0) CHECK_RESULT(tqkv_cache_append(cache, x, x, 3), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_attend(cache, x, 1, out), TQKV_OK);
+    }
+    tqkv_cache_destroy(cache);
+    tqkv_metal_destroy(m);
+    return r;
+}
+
+/* The n-th call that can fail fails, for every n. */
+static void run_failures(const void *parameters)
+{
+    char text[400];
+    (void)parameters;
+    const int live = standin_live_objects();
+    int with_words = 0, with_label = 0, n_calls;
+    @autoreleasepool {
+        standin_fail_at(0);
+        CHECK_RESULT(live_through(text, sizeof text), TQKV_OK);
+        n_calls = standin_calls();
+        printf("%d calls are made to fail, one at a time\n", n_calls);
+    }
+    CHECK(n_calls > 20, "only %d calls can fail", n_calls);
+    for (int n = 1; n <= n_calls; n++) {
+        text[0] = 0;
+        @autoreleasepool {
+            standin_fail_at(n);
+            const tqkv_result r = live_through(text, sizeof text);
+            const bool without = strstr(text, "attention without matrices") != NULL; /* their test failed: no more */
+            CHECK(without || r == TQKV_METAL_ERROR || r == TQKV_OUT_OF_MEMORY || r == TQKV_UNSUPPORTED,
+                  "call %d failed: %s", n, tqkv_result_string(r));
+            with_words += strstr(text, STANDIN_WORDS) != NULL;
+            with_label += strstr(text, "; tqkv attend faulted") != NULL;
+        }
+        standin_fail_at(0);
+        CHECK(standin_live_objects() == live, "call %d failed: %d objects leaked", n, standin_live_objects() - live);
+    }
+    /* the library, then function and pipeline of tables twice, encode_kv, attend and attend_merge, and four completions */
+    CHECK(with_words == 1 + 2 * 5 + 4, "%d failures of %d came with Metal's words", with_words, n_calls);
+    CHECK(with_label == 1, "%d failures named the attention", with_label);
+}
+
+#endif
+
+void pipeline_host_cases(void)
+{
+#ifdef STANDIN
+    test_add(run_half_recorded, NULL, 0, "context/half_recorded");
+    test_add(run_given_back, NULL, 0, "context/given_back");
+    const tqkv_cache_desc prepared[] = {
+        {.head_dim = 64, .n_kv_heads = 1, .n_heads = 3, .capacity = 12},
+        {.head_dim = 64, .n_kv_heads = 1, .n_heads = 2, .capacity = 12, .exact_first = 4, .exact_last = 5},
+        {.head_dim = 64, .n_kv_heads = 1, .ring = true, .capacity = 7, .value_format = TQKV_F16, .exact_last = 3},
+        {.head_dim = 448, .n_kv_heads = 1, .n_heads = 2, .capacity = 12, .shared = true, .tail_dim = 64}};
+    const char *const prepared_names[] = {"cache", "cache_ends", "cache_ring", "cache_latent"};
+    for (int i = 0; i < 4; i++)
+        test_add(run_prepared, &prepared[i], sizeof prepared[i], "context/prepared/%s", prepared_names[i]);
+    for (int i = 0; i < 2; i++)
+        test_add(run_prepared_stores, &(bool){i == 1}, sizeof(bool), "context/prepared/%s", i ? "pages" : "stores");
+    for (int i = 1; i <= 4; i += 3) test_add(run_prepared_tables, &i, sizeof i, "context/prepared/tables%d", i);
+    test_add(run_prepared_ends, NULL, 0, "context/prepared/ends");
+    test_add(run_prepared_index, NULL, 0, "context/prepared/index");
+    test_add(run_recorded_again, NULL, 0, "context/recorded_again");
+    test_add(run_failures, NULL, 0, "context/failures");
+#endif
+}
