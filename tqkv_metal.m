@@ -7,7 +7,20 @@
    compiled shaders into the object.
 
    tqkv.h plans what a call binds and dispatches (>>metal-plan). This file checks a plan against Metal's objects
-   and records it. Contents: errors, pipelines, recording, calls, shared memory, caches, self-test, the context. */
+   and records it.
+
+   CONTENTS (search for the tag)
+
+     >>errors         what went wrong, in words
+     >>pipelines      built on first use, kept as long as the context
+     >>recording      a plan handed to an encoder; command buffers of our own
+     >>calls          of stores: tqkv_metal_encode and the like
+     >>memory         what processor and GPU share: tqkv_metal_allocator, tqkv_metal_find
+     >>caches         tqkv_metal_cache_append and the like
+     >>prepare        pipelines ahead of time
+     >>waiting        the calls of tqkv_cache, which wait for the GPU
+     >>self-test      one cache on the GPU, one on the processor
+     >>context        libraries, the device, create and destroy */
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
 #include <dispatch/dispatch.h>
@@ -73,7 +86,7 @@ struct tqkv_metal {
     char error[400];
 };
 
-/* -- Errors -- */
+/* >>errors: what went wrong, in words */
 
 static tqkv_result tqkv__fail(tqkv_metal *m, tqkv_result result, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
@@ -104,7 +117,7 @@ void tqkv_metal_error(tqkv_metal *m, char *text, size_t size)
     pthread_mutex_unlock(&m->lock);
 }
 
-/* -- Pipelines: built on first use, kept as long as the context -- */
+/* >>pipelines: built on first use, kept as long as the context */
 
 static NSString *tqkv__function_name(const tqkv_metal_kernel *kernel)
 {
@@ -281,7 +294,7 @@ static tqkv_result tqkv__get_pipeline(tqkv_metal *m, const tqkv_metal_kernel *ke
     return r;
 }
 
-/* -- Recording of plans -- */
+/* >>recording: a plan, checked against Metal's objects and handed to an encoder; command buffers of our own */
 
 /* Metal's capture and validation put objects of their own around a device. */
 static bool tqkv__is_device(const tqkv_metal *m, id<MTLDevice> device)
@@ -451,7 +464,7 @@ static tqkv_result tqkv__run(tqkv_metal *m, const char *name, tqkv_result planne
     return tqkv__run_as(m, name, tqkv__record_call, &call);
 }
 
-/* -- The calls -- */
+/* >>calls: of stores; each is the record of a plan */
 
 tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
                               tqkv_metal_buffer src, int n_tokens, int64_t position, tqkv_metal_buffer not_finite)
@@ -691,7 +704,7 @@ tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_object encoder, co
     return tqkv__record(m, encoder, "index_choose", r, d, n);
 }
 
-/* -- Memory that processor and GPU share -- */
+/* >>memory: what processor and GPU share */
 
 static tqkv__memory *tqkv__lend(tqkv_metal *m, size_t size)
 {
@@ -733,49 +746,6 @@ static void tqkv__memory_free(void *user, void *pointer, size_t size)
     free(block);
 }
 
-/* -- Staging: what a blocking call of a cache hands to the GPU. One block waits for the next call, of any cache. -- */
-
-enum { TQKV__MOST_STAGING = 64 << 20 }; /* bytes of it: a long prefill's is given back at once */
-
-static void tqkv__drop_staging(tqkv_metal *m, const tqkv__memory *block)
-{
-    if (block) tqkv__memory_free(m, block->begin, block->size);
-}
-
-/* NULL and a text, or a block for tqkv__give_back. */
-static tqkv__memory *tqkv__take_staging(tqkv_metal *m, size_t size, tqkv_metal_buffer *out)
-{
-    pthread_mutex_lock(&m->lock);
-    tqkv__memory *block = m->staging;
-    m->staging = NULL;
-    pthread_mutex_unlock(&m->lock);
-    if (block && block->size < size) {
-        tqkv__drop_staging(m, block);
-        block = NULL;
-    }
-    if (!block) block = tqkv__lend(m, size);
-    if (!block) {
-        tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no buffer of %zu bytes", size);
-        return NULL;
-    }
-    out->buffer = block->buffer;
-    out->offset = 0;
-    return block;
-}
-
-/* Of two blocks the larger one waits. */
-static void tqkv__give_back(tqkv_metal *m, tqkv__memory *block)
-{
-    pthread_mutex_lock(&m->lock);
-    if (block->size <= TQKV__MOST_STAGING && (!m->staging || m->staging->size < block->size)) {
-        tqkv__memory *other = m->staging;
-        m->staging = block;
-        block = other;
-    }
-    pthread_mutex_unlock(&m->lock);
-    tqkv__drop_staging(m, block);
-}
-
 tqkv_allocator tqkv_metal_allocator(tqkv_metal *m)
 {
     const tqkv_allocator none = {NULL, NULL, NULL};
@@ -797,7 +767,7 @@ tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffe
     return block ? TQKV_OK : tqkv__fail(m, TQKV_INVALID_ARGUMENT, "a pointer outside the context's memory");
 }
 
-/* -- Caches: each is one block of shared memory -- */
+/* >>caches: each is one block of shared memory */
 
 tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c, tqkv_metal_buffer k,
                                     tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite)
@@ -845,7 +815,7 @@ tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_q
     return tqkv_metal_cache_some_scratch(m, c, NULL, n_queries, bytes);
 }
 
-/* -- Pipelines ahead of time -- */
+/* >>prepare: pipelines ahead of time */
 
 static tqkv_result tqkv__build_all(tqkv_metal *m, tqkv_result planned, const char *call, const tqkv_metal_dispatch *d,
                                    int n)
@@ -989,6 +959,50 @@ tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max
     return r;
 }
 
+/* >>waiting: the calls of tqkv_cache, which wait for the GPU. What they hand to it lies in a block of shared memory; one such
+   block waits for the next call, of any cache. */
+
+enum { TQKV__MOST_STAGING = 64 << 20 }; /* bytes of it: a long prefill's is given back at once */
+
+static void tqkv__drop_staging(tqkv_metal *m, const tqkv__memory *block)
+{
+    if (block) tqkv__memory_free(m, block->begin, block->size);
+}
+
+/* NULL and a text, or a block for tqkv__give_back. */
+static tqkv__memory *tqkv__take_staging(tqkv_metal *m, size_t size, tqkv_metal_buffer *out)
+{
+    pthread_mutex_lock(&m->lock);
+    tqkv__memory *block = m->staging;
+    m->staging = NULL;
+    pthread_mutex_unlock(&m->lock);
+    if (block && block->size < size) {
+        tqkv__drop_staging(m, block);
+        block = NULL;
+    }
+    if (!block) block = tqkv__lend(m, size);
+    if (!block) {
+        tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no buffer of %zu bytes", size);
+        return NULL;
+    }
+    out->buffer = block->buffer;
+    out->offset = 0;
+    return block;
+}
+
+/* Of two blocks the larger one waits. */
+static void tqkv__give_back(tqkv_metal *m, tqkv__memory *block)
+{
+    pthread_mutex_lock(&m->lock);
+    if (block->size <= TQKV__MOST_STAGING && (!m->staging || m->staging->size < block->size)) {
+        tqkv__memory *other = m->staging;
+        m->staging = block;
+        block = other;
+    }
+    pthread_mutex_unlock(&m->lock);
+    tqkv__drop_staging(m, block);
+}
+
 /* Rows [n][n_heads] of the caller, or parts of them, without gaps: `size` bytes each. */
 typedef struct tqkv__rows_copy {
     const tqkv_strides *strides;
@@ -1101,7 +1115,7 @@ static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const 
     return r;
 }
 
-/* -- The self-test: one cache on the GPU, one on the processor -- */
+/* >>self-test: one cache on the GPU, one on the processor */
 
 enum { TQKV__TRIAL_TOKENS = 48, TQKV__TRIAL_QUERIES = 3, TQKV__TRIAL_BLOCK = 4, TQKV__TRIAL_LISTED = 5 };
 enum { TQKV__TRIAL_BLOCKS = TQKV__TRIAL_TOKENS / TQKV__TRIAL_BLOCK };
@@ -1427,7 +1441,7 @@ tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc)
     return r;
 }
 
-/* -- The context -- */
+/* >>context: libraries, the device, create and destroy */
 
 #ifdef TQKV_METALLIB_EMBED
 /* The size, and 16 bytes on the library. Labels that start with L make no symbols, where a linker could split them. */
