@@ -143,7 +143,8 @@ def peer_rows(one):
     rows = []
     for name in dict.fromkeys(n for p in peers for n in p):
         cells = [microseconds(p[name]) if name in p else "-" for p in peers]
-        encode = [r for e, r in one.encode.get(128, {}).items() if is_peer(e) and e.endswith(name.split()[-1])]
+        label = {"ggml": "ggml", "ik_llama.cpp": "ik_ggml"}[name.split()[0]] + "_" + name.split()[-1]
+        encode = [r for e, r in one.encode.get(128, {}).items() if e == label]
         rows.append([name, cells[0], "", "", "", cells[1], "", cells[2], "", gigabytes(encode[0]) if encode else "-"])
     return rows
 
@@ -315,8 +316,9 @@ Made by `make bench-page` from `bench/results`; `bench/page.py` has the words.
     make bench-results-gpu NAME=h200      # on a machine with an NVIDIA GPU
     make bench-page                       # this page, and the tables of README and docs/formats.md
 
-A prefix is a folder with `include` and `lib` of ggml, built as Release without OpenMP: for this processor
-(`GGML_NATIVE=ON`), and for AVX2 with its defaults for that (`GGML_NATIVE=OFF`). `make bench` measures every shape.
+A prefix is a folder with `include` and `lib` of ggml, built as Release without OpenMP, with `GGML_LLAMAFILE=ON` as in
+llama.cpp: for this processor, and for AVX2 with its defaults for that (`GGML_NATIVE=OFF`). `make bench` measures every
+shape.
 [docs/notes](docs/notes/README.md) says what was tried, and [docs/apple-model.md](docs/apple-model.md) what a model
 predicts for Apple's hardware, on which nothing was measured."""
 
