@@ -230,7 +230,7 @@ def processor_section(result):
     if threads:
         parts += ["One token over 32,768 positions by all threads, microseconds of wall time:", threads]
     if result.builds:
-        parts += ["What the build options cost, `bench/build.sh`:", build_table(result)]
+        parts += ["What the build options cost, by `bench/build.sh`; the seconds follow the machine:", build_table(result)]
     return paragraphs(parts)
 
 

@@ -84,7 +84,7 @@ $(BUILD)/charts/advise.txt: $(BUILD)/advise
 docs/%.svg: $(BUILD)/charts/%.txt docs/charts/%.gp docs/charts/style.gp
 	gnuplot -e "input='$<'; output='$@'" docs/charts/style.gp docs/charts/$*.gp
 
-docs/speed.svg: $(wildcard bench/results/zen5.txt) docs/charts/speed.gp docs/charts/style.gp
+docs/speed.svg: $(wildcard bench/results/xeon.txt) docs/charts/speed.gp docs/charts/style.gp
 	gnuplot -e "input='$<'; output='$@'" docs/charts/style.gp docs/charts/speed.gp
 
 .PHONY: charts
