@@ -26,7 +26,7 @@ $(BUILD)/peer-ik.so: PEER_FLAGS = -DPEER_IK -lggml
 $(BUILD)/peer-%.so: bench/ggml.c $(BENCH_HEADERS)
 	@mkdir -p $(@D)
 	$(BENCH_COMPILE) -fPIC -shared -isystem $(PREFIX_OF_PEER)/include $< -o $@ \
-		-L$(PREFIX_OF_PEER)/lib -Wl,-rpath,$(PREFIX_OF_PEER)/lib $(PEER_FLAGS) $(LIBRARIES)
+		-L$(PREFIX_OF_PEER)/lib -Wl,-rpath,$(PREFIX_OF_PEER)/lib $(PEER_FLAGS) $(call ggml_static,$(PREFIX_OF_PEER)) $(LIBRARIES)
 
 .PHONY: bench
 bench: $(BUILD)/bench $(BENCH_PEERS) ## measure speed; GGML_PREFIX=... and IK_PREFIX=... compare with peers

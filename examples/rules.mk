@@ -29,9 +29,13 @@ demo-mpi: $(BUILD)/mpi_context ## one context over four processes; the same prog
 
 # ---- With ggml: GGML_PREFIX=FOLDER, headers in FOLDER/include and libraries in FOLDER/lib, as for `make bench` ----
 
+# Static libraries name none of C++'s.
+ggml_static = $(if $(wildcard $(1)/lib/libggml.a),$(if $(filter Darwin,$(SYSTEM)),-lc++,-lstdc++))
+
 $(BUILD)/ggml_layer: examples/ggml/layer.c examples/ggml/tqkv_ggml.h $(BUILD)/tqkv.o
 	$(CC) $(STANDARD) -D_POSIX_C_SOURCE=200809L $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -I. -isystem $(GGML_PREFIX)/include $< \
-		$(BUILD)/tqkv.o -o $@ -L$(GGML_PREFIX)/lib -Wl,-rpath,$(GGML_PREFIX)/lib -lggml -lggml-cpu -lggml-base $(LIBRARIES)
+		$(BUILD)/tqkv.o -o $@ -L$(GGML_PREFIX)/lib -Wl,-rpath,$(GGML_PREFIX)/lib -lggml -lggml-cpu -lggml-base \
+		$(call ggml_static,$(GGML_PREFIX)) $(LIBRARIES)
 
 .PHONY: test-ggml bench-ggml
 test-ggml: $(BUILD)/ggml_layer ## the nodes for ggml against ggml's own attention: GGML_PREFIX=...
