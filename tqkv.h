@@ -13617,14 +13617,21 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
     return tqkv__plan_attention(&a, b, most_sums, plan);
 }
 
-/* The same in attend and merge alone; lists come before, in tqkv_metal_plan_attend_list. */
+/* The same without exact ends: one list, one attend and the merge. */
+static tqkv_result tqkv__plan_codes(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attend_buffers *b,
+                                    tqkv__attend_plan *plan)
+{
+    if (from && (from->attention.exact_first || from->attention.exact_last))
+        return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
+    return tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, plan);
+}
+
+/* Its attend and merge alone; lists come before, in tqkv_metal_plan_attend_list. */
 static tqkv_result tqkv__plan_pair(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attend_buffers *b,
                                    tqkv_metal_dispatch d[2])
 {
     tqkv__attend_plan plan;
-    if (from && (from->attention.exact_first || from->attention.exact_last))
-        return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
-    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &plan);
+    const tqkv_result r = tqkv__plan_codes(from, first, count, b, &plan);
     if (r != TQKV_OK) return r;
     d[0] = plan.attends[TQKV__CODES_PART];
     d[1] = plan.merge;
@@ -13685,9 +13692,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *fro
     tqkv__attend_plan plan;
     tqkv__attend_buffers b = tqkv__buffers_of_call(none, scratch, none);
     if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    if (from && (from->attention.exact_first || from->attention.exact_last))
-        return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
-    const tqkv_result r = tqkv__plan_call_of(from, 0, 0, TQKV__MOST_SUMS, &b, &plan);
+    const tqkv_result r = tqkv__plan_codes(from, 0, 0, &b, &plan);
     if (r != TQKV_OK) return r;
     if (!plan.listed) return TQKV__INVALID("list: no buffer");
     *d = plan.lists[TQKV__CODES_PART];
@@ -14055,8 +14060,10 @@ static tqkv_result tqkv__write_item(const tqkv__batch *b, int i, void *contents,
     for (int p = 0; p < TQKV__PARTS && r == TQKV_OK; p++) {
         const tqkv_metal_dispatch *attend = &all->attends[p];
         tqkv__batch_item *to = tqkv__batch_table(b, contents, p) + i;
-        if (b->tables > 1 || p == TQKV__CODES_PART) to->first_group = (int32_t)counts->groups[p];
-        if (b->tables > 1 || p == TQKV__CODES_PART) to->first_list = (int32_t)counts->lists[p];
+        if (b->tables > 1 || p == TQKV__CODES_PART) { /* a single table is that of the codes */
+            to->first_group = (int32_t)counts->groups[p];
+            to->first_list = (int32_t)counts->lists[p];
+        }
         if (!own->has[p]) continue;
         r = tqkv__write_part(all, own, p, to);
         counts->groups[p] +=
@@ -14371,7 +14378,7 @@ TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, 
 }
 
 /* How the resident blocks of a row are divided: one threadgroup up to 16384, or where many queries fill the GPU. Else at most
-   64 chunks of a multiple of 4096 blocks, eight a thread. */
+   64 chunks of a multiple of 4096 blocks, four a thread. */
 enum { TQKV__CHOOSE_BLOCKS = 4096, TQKV__CHOOSE_CHUNKS = 64, TQKV__CHOOSE_QUERIES = 16 };
 
 static bool tqkv__chooses_alone(int64_t n_blocks, int n_queries)
@@ -14408,8 +14415,7 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose_scratch(const tqkv_metal_index
 static void tqkv__plan_choose(const tqkv__choose_args *args, size_t n_queries, const tqkv_metal_buffer buffers[3],
                               tqkv_metal_dispatch *d)
 {
-    const int each = TQKV__SIMD_WIDTH * 4, /* CHOOSE_BLOCKS */
-        most = 1024 / TQKV__SIMD_WIDTH;
+    const int most = 1024 / TQKV__SIMD_WIDTH, each = TQKV__CHOOSE_BLOCKS / most; /* simdgroups, and blocks of one */
     const bool chunks = args->step == TQKV__CHOOSE_COUNT || args->step == TQKV__CHOOSE_GATHER;
     const int64_t n_blocks = (int64_t)args->n_blocks - args->from;
     tqkv__plan_begin(d, TQKV_METAL_INDEX_CHOICE, 0, 0);
