@@ -354,7 +354,8 @@ typedef struct tqkv_quality {
 } tqkv_quality;
 /* Encodes and decodes the rows, without a store; out: [n_kv_heads], zeros for no tokens. codes and norms may be NULL. A stream
    that is keys and values has one error, which outputs meet twice, in the weights and in what they weigh: the two
-   effects add up. */
+   effects add up. A tail is a stream of its own, which strides find in rows of whole keys; scores meet its error by the share
+   that its products have of them. */
 TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out);
 
 /* >>rotate

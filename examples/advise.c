@@ -1,16 +1,21 @@
 /* Which formats a model's keys and values bear, from a capture of them (data/README.md has the format).
- *   advise [--bits N] [--plant-bias LENGTHS] [--no-center] [--shared] [FILE]
+ *   advise [--bits N] [--plant-bias LENGTHS] [--no-center] [--shared] [--tail DIMENSIONS] [FILE]
  *   advise --chart [FILE]    the keys' errors by the length of a planted bias, as columns for a chart
  * --bits: the pair to suggest takes at most so many bits a value, keys and values averaged, norms included (5).
  * --plant-bias: adds to all keys of a head a constant vector of so many times their length, as a biased projection does.
  * --no-center: for engines that cannot set a centre.
- * --shared: the keys are the values, too, as in a latent cache: one format for both. The file's values are not looked at. */
+ * --shared: the keys are the values, too, as in a latent cache: one format for both. The file's values are not looked at.
+ * --tail: the last dimensions of each key, its rotary part, are a tail with a format of its own; with --shared the values are
+ * the rest of the key. A layer with no more dimensions than that has no tail. */
 #include "../tqkv.h"
 #include "capture_file.h"
 
 /* From most to fewest bits. TQ8 is not here: I8 takes the same room with less error. */
 static const tqkv_format formats[] = {TQKV_F16, TQKV_I8, TQKV_TQ6, TQKV_TQ5, TQKV_TQ4, TQKV_TQ3, TQKV_TQ2};
 enum { F16, I8, TQ6, TQ5, TQ4, TQ3, TQ2, N_FORMATS };
+
+/* Streams of a layer. */
+enum { KEYS, VALUES, TAIL, N_STREAMS };
 
 /* The largest error of a layer's output that one stream may cause. On the captured model, whose predictions four bits
  * change by 0.005 nats, TQ4 keys or values cause 0.001 to 0.016. */
@@ -26,8 +31,10 @@ typedef struct trial {
 
 typedef struct stream {
     const char *name;
-    const float *rows;           /* [n_positions][n_kv_heads][head_dim] */
-    float *center;               /* their mean: [n_kv_heads][head_dim] */
+    int dim;                     /* values of a row; a tail's: 0 if there is none */
+    tqkv_strides strides;        /* of the rows: a key's part and its tail lie in one row of the file */
+    const float *rows;           /* [n_positions][n_kv_heads][dim] */
+    float *center;               /* their mean: [n_kv_heads][dim] */
     double mean_share, kurtosis; /* the head with the largest */
     double later[2];             /* error of tq4 in the second half, without and with a centre made of the first */
     trial trials[N_FORMATS];
@@ -37,15 +44,28 @@ typedef struct stream {
 typedef struct options {
     double bits, bias;
     bool no_center, chart, shared;
+    int tail;
     const char *path;
 } options;
 
 /* ---- measuring ---- */
 
+/* A store's shape, for rows of the stream. */
+static tqkv_store shape_of(const captured_layer *layer, const stream *s, tqkv_format format, const float *center)
+{
+    tqkv_store shape = {.format = format, .head_dim = s->dim, .n_kv_heads = layer->n_kv_heads, .capacity = 1};
+    shape.strides = s->strides;
+    shape.center = center;
+    return shape;
+}
+
 static tqkv_store filled_store(const capture *all, const captured_layer *layer, const stream *s, tqkv_format format,
                                bool centered)
 {
-    tqkv_store store = make_store(layer, all->n_positions, format, false);
+    captured_layer part = *layer;
+    part.head_dim = s->dim;
+    tqkv_store store = make_store(&part, all->n_positions, format, false);
+    store.strides = s->strides;
     store.center = centered ? s->center : NULL;
     check(tqkv_encode(&store, s->rows, all->n_positions, 0), "encode");
     return store;
@@ -53,9 +73,8 @@ static tqkv_store filled_store(const capture *all, const captured_layer *layer, 
 
 static void find_center(const capture *all, const captured_layer *layer, stream *s)
 {
-    tqkv_store shape = {
-        .format = TQKV_F16, .head_dim = layer->head_dim, .n_kv_heads = layer->n_kv_heads, .capacity = 1};
-    s->center = (float *)allocate((size_t)(layer->n_kv_heads * layer->head_dim), sizeof(float));
+    const tqkv_store shape = shape_of(layer, s, TQKV_F16, NULL);
+    s->center = (float *)allocate((size_t)(layer->n_kv_heads * s->dim), sizeof(float));
     check(tqkv_mean(&shape, s->rows, all->n_positions, s->center), "mean");
 }
 
@@ -63,9 +82,8 @@ static void find_center(const capture *all, const captured_layer *layer, stream 
 static void check_center(const capture *all, const captured_layer *layer, stream *s)
 {
     const int half = all->n_positions / 2, row = layer->n_kv_heads * layer->head_dim;
-    tqkv_store shape = {
-        .format = TQKV_TQ4, .head_dim = layer->head_dim, .n_kv_heads = layer->n_kv_heads, .capacity = 1};
-    float *center = (float *)allocate((size_t)row, sizeof *center);
+    tqkv_store shape = shape_of(layer, s, TQKV_TQ4, NULL);
+    float *center = (float *)allocate((size_t)(layer->n_kv_heads * s->dim), sizeof *center);
     tqkv_quality *heads = (tqkv_quality *)allocate((size_t)layer->n_kv_heads, sizeof *heads);
     check(tqkv_mean(&shape, s->rows, half, center), "mean");
     for (int centered = 0; centered < 2; centered++) {
@@ -92,58 +110,80 @@ static void measure_heads(const capture *all, const captured_layer *layer, const
     free(heads);
 }
 
-/* Quantises the keys or the values, leaves the others in F16 around their centre, and compares with exact attention. */
-static void try_format(const capture *all, const captured_layer *layer, stream *streams, bool keys, int format,
+/* Quantises one stream, leaves the others in F16 around their centre, and compares with exact attention. */
+static void try_format(const capture *all, const captured_layer *layer, stream *streams, int which, int format,
                        const float *exact)
 {
-    stream *s = &streams[!keys], *other = &streams[keys];
+    stream *s = &streams[which];
     trial *t = &s->trials[format];
-    int n_rows = all->n_queries * layer->n_heads;
-    float *out = (float *)allocate((size_t)(n_rows * layer->head_dim), sizeof *out);
-    tqkv_store plain = filled_store(all, layer, other, TQKV_F16, true);
+    const int n_rows = all->n_queries * layer->n_heads;
+    float *out = (float *)allocate((size_t)(n_rows * streams[VALUES].dim), sizeof *out);
+    tqkv_store stores[N_STREAMS];
     for (int centered = 0; centered < 2; centered++) {
-        tqkv_store store = filled_store(all, layer, s, formats[format], centered != 0);
-        measure_heads(all, layer, &store, s, t);
-        stored_attention(all, layer, keys ? &store : &plain, keys ? &plain : &store, out);
-        t->output[centered] = relative_error(exact, out, n_rows, layer->head_dim);
-        double n_values = (double)all->n_positions * layer->n_kv_heads * layer->head_dim;
-        t->bits = 8 * (double)(store.codes_size + store.norms_size) / n_values;
-        free_store(&store);
+        for (int i = 0; i < N_STREAMS; i++)
+            if (streams[i].dim)
+                stores[i] = filled_store(all, layer, &streams[i], i == which ? formats[format] : TQKV_F16,
+                                         i != which || centered);
+        const tqkv_store *store = &stores[which];
+        measure_heads(all, layer, store, s, t);
+        stored_attention(all, layer, &stores[KEYS], &stores[VALUES], streams[TAIL].dim ? &stores[TAIL] : NULL, out);
+        t->output[centered] = relative_error(exact, out, n_rows, streams[VALUES].dim);
+        const double n_values = (double)all->n_positions * layer->n_kv_heads * s->dim;
+        t->bits = 8 * (double)(store->codes_size + store->norms_size) / n_values;
+        for (int i = 0; i < N_STREAMS; i++)
+            if (streams[i].dim) free_store(&stores[i]);
     }
-    free_store(&plain);
     free(out);
 }
 
 /* One store as keys and values: the same noise in scores and sums. */
-static void try_shared(const capture *all, const captured_layer *layer, stream *s, int format, const float *exact)
+static void try_shared(const capture *all, const captured_layer *layer, stream *streams, int format, const float *exact)
 {
+    stream *s = &streams[KEYS];
     const int n_rows = all->n_queries * layer->n_heads;
-    float *out = (float *)allocate((size_t)(n_rows * layer->head_dim), sizeof *out);
+    float *out = (float *)allocate((size_t)(n_rows * s->dim), sizeof *out);
+    tqkv_store tail = {.head_dim = 0};
+    if (streams[TAIL].dim) tail = filled_store(all, layer, &streams[TAIL], TQKV_F16, true);
     for (int centered = 0; centered < 2; centered++) {
         tqkv_store store = filled_store(all, layer, s, formats[format], centered != 0);
-        stored_attention(all, layer, &store, &store, out);
-        s->trials[format].both[centered] = relative_error(exact, out, n_rows, layer->head_dim);
+        stored_attention(all, layer, &store, &store, tail.head_dim ? &tail : NULL, out);
+        s->trials[format].both[centered] = relative_error(exact, out, n_rows, s->dim);
         free_store(&store);
     }
+    if (tail.head_dim) free_store(&tail);
     free(out);
 }
 
-static void measure_layer(const capture *all, const captured_layer *layer, bool shared, stream streams[2])
+/* The streams of a layer: the keys without their tail, the values, the tail. */
+static void open_streams(const captured_layer *layer, const options *o, stream streams[N_STREAMS])
 {
-    memset(streams, 0, 2 * sizeof *streams);
-    streams[0].name = "keys";
-    streams[0].rows = layer->keys;
-    streams[1].name = "values";
-    streams[1].rows = layer->values;
-    for (int i = 0; i < 2; i++) {
-        find_center(all, layer, &streams[i]);
-        check_center(all, layer, &streams[i]);
+    static const char *const names[] = {"keys", "values", "tail"};
+    const int d = layer->head_dim, tail = o->tail < d ? o->tail : 0;
+    memset(streams, 0, N_STREAMS * sizeof *streams);
+    for (int i = 0; i < N_STREAMS; i++) {
+        streams[i].name = names[i];
+        streams[i].dim = i == TAIL ? tail : i == KEYS || o->shared ? d - tail : d;
+        streams[i].rows = i == VALUES && !o->shared ? layer->values : layer->keys + (i == TAIL ? d - tail : 0);
+        streams[i].strides = (tqkv_strides){(size_t)(layer->n_kv_heads * d), (size_t)d};
     }
+}
+
+static void measure_layer(const capture *all, const captured_layer *layer, const options *o, stream streams[N_STREAMS])
+{
+    open_streams(layer, o, streams);
+    for (int i = 0; i < N_STREAMS; i++)
+        if (streams[i].dim) {
+            find_center(all, layer, &streams[i]);
+            check_center(all, layer, &streams[i]);
+        }
     float *exact = exact_attention(all, layer);
+    for (int row = 0; row < all->n_queries * layer->n_heads; row++) /* only what the values have of it */
+        memmove(exact + row * streams[VALUES].dim, exact + row * layer->head_dim,
+                (size_t)streams[VALUES].dim * sizeof *exact);
     for (int f = 0; f < N_FORMATS; f++) {
-        try_format(all, layer, streams, true, f, exact);
-        try_format(all, layer, streams, false, f, exact);
-        if (shared) try_shared(all, layer, &streams[0], f, exact);
+        for (int i = 0; i < N_STREAMS; i++)
+            if (streams[i].dim) try_format(all, layer, streams, i, f, exact);
+        if (o->shared) try_shared(all, layer, streams, f, exact);
     }
     free(exact);
 }
@@ -233,46 +273,62 @@ static void print_stream(const stream *s, int n_positions)
     print_verdict(s);
 }
 
-/* What a pair costs over all layers: mean bits a value, and the mean error of the outputs. Errors of keys and values are
- * independent, so those of the output add up. */
-static double pair_error(const capture *all, stream (*layers)[2], int keys, int values, double *bits)
+/* What formats for keys, values and tail cost over all layers: mean bits a value, and the mean error of the outputs. Errors
+ * of the streams are independent, so those of the output add up. */
+static double formats_error(const capture *all, const options *o, stream (*layers)[N_STREAMS],
+                            const int chosen[N_STREAMS], double *bits)
 {
     double error = 0, n_bits = 0, n_values = 0;
     for (int i = 0; i < all->n_layers; i++) {
-        const captured_layer *layer = &all->layers[i];
-        double weight = (double)layer->n_kv_heads * layer->head_dim;
-        error += (advised_output(&layers[i][0], keys) + advised_output(&layers[i][1], values)) / all->n_layers;
-        n_bits += weight * (layers[i][0].trials[keys].bits + layers[i][1].trials[values].bits) / 2;
-        n_values += weight;
+        const stream *streams = layers[i];
+        for (int k = 0; k < N_STREAMS; k++) {
+            const double weight = (double)all->layers[i].n_kv_heads * streams[k].dim;
+            if (!streams[k].dim || (k == VALUES && o->shared)) continue;
+            error += (k == KEYS && o->shared ? streams[k].trials[chosen[k]].both[streams[k].use_center]
+                                             : advised_output(&streams[k], chosen[k])) /
+                     all->n_layers;
+            n_bits += weight * streams[k].trials[chosen[k]].bits;
+            n_values += weight;
+        }
     }
     *bits = n_bits / n_values;
     return error;
 }
 
-/* The pair of least error whose keys have at least as many bits as its values: noise of one size in the output hurts the
- * predictions of tinylm more when it comes from the keys. */
-static void suggest_pair(const capture *all, stream (*layers)[2], double budget)
+/* The formats of least error. Keys have at least as many bits as values: noise of one size in the output hurts the predictions
+ * of tinylm more when it comes from the keys. */
+static void suggest(const capture *all, const options *o, stream (*layers)[N_STREAMS])
 {
     double least = INFINITY, bits, best_bits = 0;
-    int keys = -1, values = -1;
-    for (int k = 0; k < N_FORMATS; k++)
-        for (int v = k; v < N_FORMATS; v++) {
-            double error = pair_error(all, layers, k, v, &bits);
-            if (bits > budget || error >= least) continue;
-            least = error;
-            best_bits = bits;
-            keys = k;
-            values = v;
-        }
-    if (keys < 0)
-        printf("\nno pair takes %g bits a value or fewer\n", budget);
+    int chosen[N_STREAMS], best[N_STREAMS] = {-1, -1, -1};
+    bool any_tail = false;
+    for (int i = 0; i < all->n_layers; i++) any_tail = any_tail || layers[i][TAIL].dim;
+    for (int i = 0; i < N_FORMATS * N_FORMATS * (any_tail ? N_FORMATS : 1); i++) {
+        chosen[KEYS] = i % N_FORMATS;
+        chosen[VALUES] = i / N_FORMATS % N_FORMATS;
+        chosen[TAIL] = i / N_FORMATS / N_FORMATS;
+        if (o->shared ? chosen[VALUES] != chosen[KEYS] : chosen[VALUES] < chosen[KEYS]) continue;
+        const double error = formats_error(all, o, layers, chosen, &bits);
+        if (bits > o->bits || error >= least) continue;
+        least = error;
+        best_bits = bits;
+        memcpy(best, chosen, sizeof best);
+    }
+    if (best[KEYS] < 0) {
+        printf("\nno %s takes %g bits a value or fewer\n", o->shared ? "format" : "pair", o->bits);
+        return;
+    }
+    printf("\nfor %g bits a value: ", o->bits);
+    if (o->shared)
+        printf("%s", tqkv_format_name(formats[best[KEYS]]));
     else
-        printf("\nfor %g bits a value: keys %s, values %s (%.2f bits, mean error of the outputs %.2g)\n", budget,
-               tqkv_format_name(formats[keys]), tqkv_format_name(formats[values]), best_bits, least);
+        printf("keys %s, values %s", tqkv_format_name(formats[best[KEYS]]), tqkv_format_name(formats[best[VALUES]]));
+    if (any_tail) printf(", tail %s", tqkv_format_name(formats[best[TAIL]]));
+    printf(" (%.2f bits, mean error of the outputs %.2g)\n", best_bits, least);
 }
 
 /* What one stream as keys and values does to the output, beside what it does as one of them. */
-static void print_shared(const stream streams[2])
+static void print_shared(const stream streams[N_STREAMS])
 {
     const bool centered = streams[0].use_center;
     printf(" keys and values: one stream%s\n", centered ? ", with the centre" : "");
@@ -289,50 +345,46 @@ static void print_shared(const stream streams[2])
            streams[0].trials[fewest].both[centered], bearable);
 }
 
-/* The format of least error for a stream that is keys and values. */
-static void suggest_shared(const capture *all, stream (*layers)[2], double budget)
+/* Both parts of a key need a head_dim that there is. */
+static void check_tail(const capture *all, int tail)
 {
-    for (int f = 0; f < N_FORMATS; f++) { /* from most bits */
-        double error = 0, bits = 0;
-        for (int i = 0; i < all->n_layers; i++) {
-            const trial *t = &layers[i][0].trials[f];
-            error += t->both[layers[i][0].use_center] / all->n_layers;
-            bits += t->bits / all->n_layers;
+    for (int i = 0; i < all->n_layers; i++)
+        for (int part = 0; part < 2 && all->layers[i].head_dim > tail; part++) {
+            const tqkv_store shape = {.format = TQKV_F16,
+                                      .head_dim = part ? tail : all->layers[i].head_dim - tail,
+                                      .n_kv_heads = 1,
+                                      .capacity = 1};
+            if (tail && tqkv_codes_size(&shape) == 0)
+                stop("--tail", "a part of the keys has a size that is not supported");
         }
-        if (bits > budget) continue;
-        printf("\nfor %g bits a value: %s (%.2f bits, mean error of the outputs %.2g)\n", budget,
-               tqkv_format_name(formats[f]), bits, error);
-        return;
-    }
-    printf("\nno format takes %g bits a value or fewer\n", budget);
 }
 
 static void advise(const capture *all, const options *o)
 {
-    stream(*layers)[2] = (stream(*)[2])allocate((size_t)all->n_layers, sizeof *layers);
+    check_tail(all, o->tail);
+    stream(*layers)[N_STREAMS] = (stream(*)[N_STREAMS])allocate((size_t)all->n_layers, sizeof *layers);
     puts("error: tqkv_measure's, noise against what differs between positions. output: error of the layer's output "
          "when\n"
          "only this stream is quantised. centred: with the mean of the rows as the store's centre.");
     for (int i = 0; i < all->n_layers; i++) {
         const captured_layer *layer = &all->layers[i];
+        stream *streams = layers[i];
         if (o->bias > 0) plant_bias(all, layer, o->bias);
         if (o->shared)
             memcpy(layer->values, layer->keys,
                    (size_t)(all->n_positions * layer->n_kv_heads * layer->head_dim) * sizeof *layer->keys);
-        measure_layer(all, layer, o->shared, layers[i]);
+        measure_layer(all, layer, o, streams);
         printf("\nlayer %d: head_dim %d, %d KV heads\n", i, layer->head_dim, layer->n_kv_heads);
-        for (int k = 0; k < 2; k++) {
-            decide_center(&layers[i][k], o);
-            if (!k || !o->shared) print_stream(&layers[i][k], all->n_positions);
+        for (int k = 0; k < N_STREAMS; k++) {
+            if (!streams[k].dim) continue;
+            decide_center(&streams[k], o);
+            if (k != VALUES || !o->shared) print_stream(&streams[k], all->n_positions);
         }
-        if (o->shared) print_shared(layers[i]);
+        if (o->shared) print_shared(streams);
     }
-    if (o->shared)
-        suggest_shared(all, layers, o->bits);
-    else
-        suggest_pair(all, layers, o->bits);
+    suggest(all, o, layers);
     for (int i = 0; i < all->n_layers; i++)
-        for (int k = 0; k < 2; k++) free(layers[i][k].center);
+        for (int k = 0; k < N_STREAMS; k++) free(layers[i][k].center);
     free(layers);
 }
 
@@ -347,15 +399,12 @@ static void print_chart(const options *o)
         double errors[N_FORMATS][2] = {{0}};
         capture_load(&all, o->path);
         for (int i = 0; i < all.n_layers; i++) {
-            stream s = {.rows = all.layers[i].keys};
+            stream s = {.dim = all.layers[i].head_dim, .rows = all.layers[i].keys};
             plant_bias(&all, &all.layers[i], biases[b]);
             find_center(&all, &all.layers[i], &s);
             for (int f = 0; f < N_FORMATS; f++)
                 for (int centered = 0; centered < 2; centered++) {
-                    tqkv_store shape = {.format = formats[f], .head_dim = all.layers[i].head_dim};
-                    shape.n_kv_heads = all.layers[i].n_kv_heads;
-                    shape.capacity = 1;
-                    shape.center = centered ? s.center : NULL;
+                    const tqkv_store shape = shape_of(&all.layers[i], &s, formats[f], centered ? s.center : NULL);
                     measure_heads(&all, &all.layers[i], &shape, &s, &s.trials[f]);
                     errors[f][centered] += s.trials[f].error[centered] / all.n_layers;
                 }
@@ -390,6 +439,9 @@ int main(int argc, char **argv)
             o.no_center = true;
         } else if (strcmp(argv[i], "--shared") == 0) {
             o.shared = true;
+        } else if (strcmp(argv[i], "--tail") == 0) {
+            i++;
+            o.tail = (int)number("--tail", argv[i]);
         } else if (strcmp(argv[i], "--chart") == 0) {
             o.chart = true;
         } else {

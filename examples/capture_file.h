@@ -147,11 +147,11 @@ static float *exact_attention(const capture *all, const captured_layer *layer)
     return out;
 }
 
-/* Attention of the captured queries over two stores; out as above. */
+/* Attention of the captured queries over two stores and the keys' tail, or NULL; out as above, in the values' head_dim. */
 static void stored_attention(const capture *all, const captured_layer *layer, const tqkv_store *keys,
-                             const tqkv_store *values, float *out)
+                             const tqkv_store *values, const tqkv_store *tail, float *out)
 {
-    tqkv_attention attention = {.keys = keys, .values = values, .n_heads = layer->n_heads};
+    tqkv_attention attention = {.keys = keys, .values = values, .tail = tail, .n_heads = layer->n_heads};
     attention.n_queries = all->n_queries;
     attention.end = all->n_positions;
     attention.window = layer->window;

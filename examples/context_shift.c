@@ -211,7 +211,7 @@ static double recomputed_error(const capture *now, tqkv_format format, const flo
     tqkv_store keys = make_store(layer, n, format, false), values = make_store(layer, n, TQKV_F16, false);
     check(tqkv_encode(&keys, layer->keys, n, 0), "encode");
     check(tqkv_encode(&values, layer->values, n, 0), "encode");
-    stored_attention(now, layer, &keys, &values, out);
+    stored_attention(now, layer, &keys, &values, NULL, out);
     double error = relative_error(exact, out, rows, layer->head_dim);
     free(out);
     free_store(&keys);

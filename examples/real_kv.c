@@ -44,7 +44,7 @@ static void print_pair(const capture *all, const captured_layer *layer, const fo
 
     int n_rows = all->n_queries * layer->n_heads;
     float *out = (float *)allocate((size_t)n_rows * (size_t)layer->head_dim, sizeof *out);
-    stored_attention(all, layer, &keys, &values, out);
+    stored_attention(all, layer, &keys, &values, NULL, out);
     double output_error = relative_error(exact, out, n_rows, layer->head_dim);
 
     double bytes = (double)(keys.codes_size + keys.norms_size + values.codes_size + values.norms_size);

@@ -124,7 +124,7 @@ refused "real_kv/layers" "damaged" "$bin/real_kv" "$work/damaged"
 
 # The advice changes with a bias in the keys, and again where no centre can be set.
 verdicts() {
-    awk '/^ keys/ { stream = "keys" } /^ values/ { stream = "values" } /^  verdict/ {
+    awk '/^ keys/ { stream = "keys" } /^ values/ { stream = "values" } /^ tail/ { stream = "tail" } /^  verdict/ {
         sub(/.*verdict: /, ""); sub(/:.*/, ""); print stream ": " $0 }' "$1" | sort | uniq -c | sed 's/^ *//' | paste -s -d, -
 }
 advice() {
@@ -148,9 +148,16 @@ check "advise/error" awk '$1 == "tq4" { n++; bad += $4 < 8e-3 || $4 > 1e-2 || $3
 check "advise/no pair" grep -q "no pair takes 2 bits" "$work/advise"
 # The errors of one stream as keys and as values add up.
 "$bin/advise" --shared >"$work/advise"
-check "advise/shared" grep -q "for 5 bits a value: tq4 (4.25 bits" "$work/advise"
+check "advise/shared" grep -q "for 5 bits a value: tq4 (4.18 bits" "$work/advise"
 check "advise/both" awk '$1 == "tq4" && NF == 5 { n++; bad += $5 < 0.9 * ($3 + $4) || $5 > 1.1 * ($3 + $4) }
     END { exit bad > 0 || n != 4 }' "$work/advise"
+# A layer of 64 dimensions has no tail of 64.
+advice tail "4 keys: fine,3 tail: fine,4 values: fine" --tail 64
+check "advise/tail's output" awk '/^ [kvt]/ { stream = $1 } $1 == "tq4" && stream == "tail:" { n++; bad += !($5 > 1e-6 && $5 < 5e-3) }
+    END { exit bad > 0 || n != 3 }' "$work/advise"
+"$bin/advise" --shared --tail 64 >"$work/advise"
+check "advise/shared and a tail" grep -q "for 5 bits a value: tq5, tail tq3 (4.82 bits" "$work/advise"
+refused "advise/tail's size" "not supported" "$bin/advise" --tail 10
 refused "advise/short" "damaged" "$bin/advise" "$work/short"
 refused "advise/bits" "needs a number" "$bin/advise" --bits none
 
