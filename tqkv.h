@@ -5464,7 +5464,8 @@ TQKV__OP void TQKV__I(copy_integers)(const uint8_t *row, int dim, int padded, in
     for (int d = dim; d < padded; d += 16) memset(to + d, 0, 16);
 }
 
-/* The integers [first, first + dim) of `n` slots from that of the run's position j on, for n_rows rows. What can be read in place stays there: I8, and codes that few rows look up. room: [n rounded up to slices][TQKV__PADDED(dim)] */
+/* The integers [first, first + dim) of `n` slots from that of the run's position j on, for n_rows rows. What can be read in
+   place stays there: I8, and codes that few rows look up. room: [n rounded up to slices][TQKV__PADDED(dim)] */
 TQKV__TARGET static TQKV__I(source) TQKV__I(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
                                                            int j, int n, int first, int dim, int n_rows, int8_t *room)
 {
@@ -6167,9 +6168,8 @@ TQKV__OP void TQKV__I(open_sums)(const tqkv__stream *s, int b, int n, const floa
                                  const float *factors, float *scaled, float *out, TQKV__I(product) * p)
 {
     if (b * s->block_dim % s->norm_dim == 0)
-        for (int at = 0; at < n_rows * TQKV__TILE; at += TQKV__TILE) {
+        for (int at = 0; at < n_rows * TQKV__TILE; at += TQKV__TILE)
             TQKV__I(round_weights)(s, weights + at, factors + b * TQKV__TILE, n, scaled + at);
-        }
     p->n = n;
     p->dim = s->block_dim;
     p->rows = (const int16_t *)(const void *)scaled;
@@ -7835,8 +7835,9 @@ TQKV__OP __m256i tqkv__i_repeat_avx2(const int16_t *p)
 /* Behind the end of a row come its last bytes again. */
 TQKV__OP void tqkv__i_interleave_avx2(const int8_t *p, size_t stride, int left, __m256i *x)
 {
+    const int step = left > 16 ? 16 : 0;
     TQKV__UNROLL
-    for (int v = 0; v<4; v += 2, p += left> 16 ? 16 : 0) {
+    for (int v = 0; v < 4; v += 2, p += step) {
         const __m128i a = tqkv__load_128((const uint8_t *)p), b = tqkv__load_128((const uint8_t *)p + stride);
         x[v] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
         x[v + 1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
@@ -9405,7 +9406,7 @@ static void tqkv__attend_pages(tqkv__work *w, int64_t first, int64_t end)
     tqkv__visible_to(a, item->first_row / a->group, (item->first_row + item->n_rows - 1) / a->group, first, end, &from,
                      &to);
     tqkv__find_paged(a, from, to, &w->ranks[0]);
-    tqkv__ask_keys(w->a, w->item->kv_head, &w->ranks[0]);
+    tqkv__ask_keys(a, item->kv_head, &w->ranks[0]);
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];
