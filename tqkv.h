@@ -10542,18 +10542,19 @@ static uint32_t tqkv__score_key(float score)
    the next bits of the keys that agree with it so far. */
 static uint32_t tqkv__nth_key(const float *scores, int64_t n_scores, int64_t n, int64_t *equal)
 {
-    static const uint8_t shifts[4] = {32, 21, 10, 0};
+    static const uint8_t widths[3] = {11, 11, 10};
     uint32_t counts[1 << 11], key = 0;
-    for (int pass = 1; pass < 4; pass++) {
-        const int shift = shifts[pass], width = shifts[pass - 1] - shift;
+    for (int pass = 0, above = 32; pass < 3; pass++) {
+        const int width = widths[pass], shift = above - width;
         uint32_t at = (1u << width) - 1;
         memset(counts, 0, sizeof counts);
         for (int64_t i = 0; i < n_scores; i++) {
             const uint32_t x = tqkv__score_key(scores[i]);
-            if ((uint64_t)x >> shifts[pass - 1] == key) counts[x >> shift & ((1u << width) - 1)]++;
+            if ((uint64_t)x >> above == key) counts[x >> shift & ((1u << width) - 1)]++;
         }
         for (; counts[at] < n; at--) n -= counts[at];
         key = key << width | at;
+        above = shift;
     }
     *equal = n;
     return key;
@@ -13743,6 +13744,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attenti
     tqkv__attention a, other;
     tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
     const tqkv__slice_buffers slices = {true, true, max, sum, src_max, src_sum};
+    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r == TQKV_OK) r = tqkv__plan_shape(slice, &call, &other);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &other);
@@ -13768,6 +13770,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *f
     tqkv__plan_call call;
     tqkv__attention a;
     tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
+    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     const tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r != TQKV_OK) return r;
     b.sinks = from->sinks;
@@ -14406,6 +14409,7 @@ static size_t tqkv__choose_words(int64_t n_blocks, int n_queries)
 TQKV_API tqkv_result tqkv_metal_plan_index_choose_scratch(const tqkv_metal_index *from, size_t *bytes)
 {
     tqkv__index x;
+    if (!bytes) return TQKV__INVALID("bytes is NULL");
     const tqkv_result r = tqkv__plan_index_open(from, &x);
     if (r != TQKV_OK) return r;
     const int64_t keys = tqkv__room(&x.a.keys),

@@ -372,9 +372,10 @@ static void tqkv__record_dispatch(tqkv_metal *m, id<MTLComputeCommandEncoder> en
             threadsPerThreadgroup:MTLSizeMake(launch.threads, 1, 1)];
 }
 
-/* A call that tqkv.h refused. */
-static tqkv_result tqkv__refuse(tqkv_metal *m, tqkv_result r, const char *call)
+/* What tqkv.h says to a call, with a text if it refuses it. */
+static tqkv_result tqkv__planned(tqkv_metal *m, tqkv_result r, const char *call)
 {
+    if (r == TQKV_OK) return r;
     return tqkv__fail(m, r, "%s: %s%s", call, tqkv_result_string(r),
                       r == TQKV_UNSUPPORTED ? "; " TQKV__KERNELS_TEXT : "");
 }
@@ -386,7 +387,7 @@ static tqkv_result tqkv__record(tqkv_metal *m, id<MTLComputeCommandEncoder> enco
     const tqkv__pipeline *pipelines[TQKV__MOST_DISPATCHES];
     tqkv_result r = planned;
     if (!m) return TQKV_INVALID_ARGUMENT;
-    if (r != TQKV_OK) return tqkv__refuse(m, r, call);
+    if (tqkv__planned(m, r, call) != TQKV_OK) return r;
     if ((r = tqkv__check_encoder(m, encoder, call)) != TQKV_OK) return r;
     for (int i = 0; i < n; i++)
         if ((r = tqkv__check_bindings(m, &d[i])) != TQKV_OK) return r;
@@ -440,7 +441,8 @@ static tqkv_result tqkv__run_as(tqkv_metal *m, const char *label, tqkv_metal_rec
 
 tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_record record, void *user)
 {
-    return m && record ? tqkv__run_as(m, "run", record, user) : TQKV_INVALID_ARGUMENT;
+    if (!m) return TQKV_INVALID_ARGUMENT;
+    return record ? tqkv__run_as(m, "run", record, user) : tqkv__planned(m, TQKV_INVALID_ARGUMENT, "run");
 }
 
 /* A call that runs in its own command buffer. */
@@ -536,9 +538,7 @@ tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_m
 
 tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention *a, size_t *bytes)
 {
-    if (!m || !bytes) return TQKV_INVALID_ARGUMENT;
-    const tqkv_result r = tqkv_metal_plan_attend_scratch(a, bytes);
-    return r == TQKV_OK ? r : tqkv__refuse(m, r, "attend_scratch");
+    return m ? tqkv__planned(m, tqkv_metal_plan_attend_scratch(a, bytes), "attend_scratch") : TQKV_INVALID_ARGUMENT;
 }
 
 static bool tqkv__has_matrices(tqkv_metal *m)
@@ -645,9 +645,9 @@ tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_object encoder, c
 tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
                                           size_t *arguments, size_t *scratch)
 {
-    if (!m || !arguments || !scratch) return TQKV_INVALID_ARGUMENT;
+    if (!m) return TQKV_INVALID_ARGUMENT;
     const tqkv_result r = tqkv_metal_plan_attend_batch_sizes(items, n_items, arguments, scratch);
-    return r == TQKV_OK ? r : tqkv__refuse(m, r, "attend_batch_sizes");
+    return tqkv__planned(m, r, "attend_batch_sizes");
 }
 
 tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *items,
@@ -660,7 +660,7 @@ tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, co
     int n = 0;
     size_t size = 0;
     tqkv_result r = some ? tqkv__batch_arguments(items, n_items, &size) : TQKV_OK;
-    if (r != TQKV_OK) return tqkv__refuse(m, r, "attend_batch");
+    if (tqkv__planned(m, r, "attend_batch") != TQKV_OK) return r;
     const tqkv_metal_binding binding = {"arguments", 0, arguments, size, TQKV__ARGUMENTS_ALIGNMENT, false};
     if ((r = tqkv__check_binding(m, &binding)) != TQKV_OK) return r;
     char *bytes = some ? (char *)[(id<MTLBuffer>)arguments.buffer contents] : NULL;
@@ -690,9 +690,8 @@ tqkv_result tqkv_metal_index_scores(tqkv_metal *m, tqkv_metal_object encoder, co
 
 tqkv_result tqkv_metal_index_choose_scratch(tqkv_metal *m, const tqkv_metal_index *x, size_t *bytes)
 {
-    if (!m || !bytes) return TQKV_INVALID_ARGUMENT;
-    const tqkv_result r = tqkv_metal_plan_index_choose_scratch(x, bytes);
-    return r == TQKV_OK ? r : tqkv__refuse(m, r, "index_choose_scratch");
+    if (!m) return TQKV_INVALID_ARGUMENT;
+    return tqkv__planned(m, tqkv_metal_plan_index_choose_scratch(x, bytes), "index_choose_scratch");
 }
 
 tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
@@ -754,7 +753,8 @@ tqkv_allocator tqkv_metal_allocator(tqkv_metal *m)
 
 tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffer *out)
 {
-    if (!m || !pointer || !out) return TQKV_INVALID_ARGUMENT;
+    if (!m) return TQKV_INVALID_ARGUMENT;
+    if (!pointer || !out) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "a pointer or a cache is NULL");
     const uintptr_t address = (uintptr_t)pointer;
     pthread_mutex_lock(&m->lock);
     const tqkv__memory *block = m->memory;
@@ -804,10 +804,10 @@ tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, co
 tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tqkv_cache *c, const tqkv_metal_attention *some,
                                           int n_queries, size_t *bytes)
 {
-    if (!m || !bytes) return TQKV_INVALID_ARGUMENT;
+    if (!m) return TQKV_INVALID_ARGUMENT;
     size_t rows_sizes[2];
-    const tqkv_result r = tqkv__plan_cache_sizes(c, some, n_queries, rows_sizes, bytes);
-    return r == TQKV_OK ? r : tqkv__refuse(m, r, "cache_scratch");
+    const tqkv_result r = bytes ? tqkv__plan_cache_sizes(c, some, n_queries, rows_sizes, bytes) : TQKV_INVALID_ARGUMENT;
+    return tqkv__planned(m, r, "cache_scratch");
 }
 
 tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes)
@@ -822,7 +822,7 @@ static tqkv_result tqkv__build_all(tqkv_metal *m, tqkv_result planned, const cha
 {
     const tqkv__pipeline *pipeline;
     tqkv_result r = planned;
-    if (r != TQKV_OK) return tqkv__refuse(m, r, call);
+    if (tqkv__planned(m, r, call) != TQKV_OK) return r;
     for (int i = 0; i < n && r == TQKV_OK; i++) r = tqkv__get_pipeline(m, &d[i].kernel, &pipeline);
     return r;
 }
@@ -894,7 +894,8 @@ tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int
     tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
     int n_planned = 0;
     const tqkv_metal_buffer none = {nil, 0};
-    if (!m || !a || !a->keys || !a->values || max_queries < 0) return TQKV_INVALID_ARGUMENT;
+    if (!m) return TQKV_INVALID_ARGUMENT;
+    if (!a || !a->keys || !a->values || max_queries < 0) return tqkv__planned(m, TQKV_INVALID_ARGUMENT, "prepare");
     const tqkv_metal_store keys = tqkv__any_pages(a->keys), values = tqkv__any_pages(a->values),
                            others = tqkv__any_pages(a->tail ? a->tail : a->values);
     tqkv_metal_attention call = *a;
@@ -924,7 +925,8 @@ tqkv_result tqkv_metal_index_prepare(tqkv_metal *m, const tqkv_metal_index *x, i
     tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES];
     int n_planned = 0;
     const tqkv_metal_buffer none = {nil, 0};
-    if (!m || !x || !x->keys || max_queries < 0) return TQKV_INVALID_ARGUMENT;
+    if (!m) return TQKV_INVALID_ARGUMENT;
+    if (!x || !x->keys || max_queries < 0) return tqkv__planned(m, TQKV_INVALID_ARGUMENT, "prepare");
     const tqkv_metal_store keys = tqkv__any_pages(x->keys);
     tqkv_metal_index call = *x;
     call.keys = &keys;
@@ -947,8 +949,8 @@ tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max
     int n_planned = 0;
     const tqkv_metal_buffer none = {nil, 0};
     tqkv_metal_buffer memory;
-    if (max_queries < 0) return TQKV_INVALID_ARGUMENT;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
+    if (r == TQKV_OK && max_queries < 0) r = tqkv__planned(m, TQKV_INVALID_ARGUMENT, "prepare");
     if (r != TQKV_OK) return r;
     r = tqkv__plan_cache_append(c, memory, false, none, none, 0, none, d, &n_planned);
     r = tqkv__build_all(m, r, "prepare", d, n_planned);
@@ -1084,7 +1086,7 @@ static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const 
     if (from[TQKV__CALL_TREE]) call.tree = memory;
     if (r != TQKV_OK) return r;
     r = tqkv__plan_cache_sizes(c, &call, n_queries, sizes, &sizes[TQKV__CALL_SCRATCH]);
-    if (r != TQKV_OK) return tqkv__refuse(m, r, "attend");
+    if (tqkv__planned(m, r, "attend") != TQKV_OK) return r;
     if (from[TQKV__CALL_LIST]) sizes[TQKV__CALL_LIST] = n_lists * (size_t)some->list_length * sizeof(int32_t);
     if (from[TQKV__CALL_TREE]) sizes[TQKV__CALL_TREE] = (size_t)n_queries * sizeof(uint64_t);
     for (int i = 0; i < TQKV__CALL_PARTS; i++) {
@@ -1399,7 +1401,7 @@ static tqkv_result tqkv__open_trial(tqkv__trial *t)
     tqkv_result r = tqkv_cache_create(d, &t->gpu);
     t->desc.metal = NULL;
     if (r == TQKV_OK) r = tqkv_cache_create(d, &t->own);
-    if (r != TQKV_OK) return tqkv__refuse(t->m, r, "self-test");
+    if (tqkv__planned(t->m, r, "self-test") != TQKV_OK) return r;
     const size_t width = tqkv__value_size(d->type), n_heads = (size_t)(d->n_heads ? d->n_heads : d->n_kv_heads),
                  key_dim = (size_t)(d->head_dim + d->tail_dim),
                  value_dim = (size_t)(d->value_dim ? d->value_dim : d->head_dim);
@@ -1420,7 +1422,8 @@ static tqkv_result tqkv__open_trial(tqkv__trial *t)
 
 tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc)
 {
-    if (!m || !desc) return TQKV_INVALID_ARGUMENT;
+    if (!m) return TQKV_INVALID_ARGUMENT;
+    if (!desc) return tqkv__planned(m, TQKV_INVALID_ARGUMENT, "self-test");
     tqkv__trial t = {.m = m, .desc = *desc};
     t.desc.capacity = TQKV__TRIAL_TOKENS;
     t.desc.ring = false;

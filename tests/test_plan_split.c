@@ -225,6 +225,8 @@ static void check_slices(const void *row)
     CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(a, none, none, none, NULL, none, none, none, &d),
                  TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_attend_finish(NULL, none, none, none, none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend_finish(a, none, none, none, none, NULL), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend_merge(a, none, none, none, none, none, none, NULL), TQKV_INVALID_ARGUMENT);
 }
 
 /* A dispatch for the first positions, for the others, for the last ones, and the merge, in the scratch that is asked for. */

@@ -361,6 +361,9 @@ BUGS = {
     "zeros_of_two_signs_differ": (
         "shaders/index_choice.h", "if (bits == 0x80000000u) bits = 0u;", "", "index_choice", (), "plain",
         "index/choose/90_of_200", "entry"),
+    "tail_in_the_slots_of_the_keys": (
+        "shaders/tiles.h", "if (!tail_elsewhere) return result;", "return result;", "attend", (512,), "plain",
+        "slice/ends/tail/1", "relative error"),
     "tree_by_lanes": (
         "shaders/tiles.h", "tree[query * 2u + bit / 32u]", "tree[query * 2u]", "attend", (64,), "plain", "attend/tree/64",
         "relative error"),

@@ -248,6 +248,7 @@ static void run_refusals(const void *parameters)
     b = whole, b.attention.keys = NULL;
     CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "attend");
     CHECK_REFUSED(m, tqkv_metal_attend_scratch(m, NULL, &b.size), TQKV_INVALID_ARGUMENT, "attend_scratch");
+    CHECK_REFUSED(m, tqkv_metal_attend_scratch(m, &whole.attention, NULL), TQKV_INVALID_ARGUMENT, "attend_scratch");
     CHECK_RESULT(tqkv_metal_attend(NULL, nil, &whole.attention, whole.q, whole.scratch, whole.out),
                  TQKV_INVALID_ARGUMENT);
     CHECK_REFUSED(m, tqkv_metal_attend(m, nil, &whole.attention, whole.q, whole.scratch, whole.out),

@@ -76,6 +76,11 @@ BUGS = {
     "batches_not_prepared": (
         "tqkv__build_attention", r"\|\| !batches", "|| batches", "ASAN", "context/prepared",
         "FAIL context/prepared/stores"),
+    "known_list_prepared": (
+        "tqkv_metal_prepare", r"    call\.attention\.list = NULL;\n", "", "ASAN", "context/prepared",
+        "AddressSanitizer|FAIL context/prepared/tables"),
+    "one_table_prepared": (
+        "tqkv__build_tables", r"!page_size \|\|", "true ||", "ASAN", "context/prepared", "FAIL context/prepared/tables"),
     "source_compiled_whole": (
         "tqkv__compile", r"    \[options setPreprocessorMacros.*\n", "    (void)only;\n", "ASAN", "context/source/alone",
         "misuse"),
@@ -88,6 +93,9 @@ BUGS = {
     "matrices_given_up_in_silence": (
         "tqkv__lost_matrices", r"    tqkv__fail\(m, TQKV_OK.*\n", "", "ASAN", "context/without_matrices",
         "FAIL context/without_matrices"),
+    "matrices_given_up_for_another_kernel": (
+        "tqkv__lost_matrices", r" \|\| missing->kernel\.family != TQKV_METAL_ATTEND_MATRIX", "", "ASAN",
+        "context/with_matrices", "FAIL context/with_matrices"),
     "size_unchecked": (
         "tqkv__check_binding", r"b->at\.offset > length \|\| b->size > length - b->at\.offset", "false", "ASAN",
         "refusals/encode", "FAIL refusals/encode|heap-buffer-overflow"),

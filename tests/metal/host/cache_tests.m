@@ -357,8 +357,9 @@ static void run_refusals(const void *parameters)
     CHECK_REFUSED(m, tqkv_metal_cache_append(m, work.encoder, gpu, b, b, 1, b), TQKV_INVALID_ARGUMENT, "overlap");
     CHECK_REFUSED(m, tqkv_metal_cache_attend(m, work.encoder, cpu, b, 1, b, b), TQKV_INVALID_ARGUMENT, "memory");
     CHECK_REFUSED(m, tqkv_metal_cache_attend(m, work.encoder, gpu, b, 0, b, b), TQKV_INVALID_ARGUMENT, "attend");
-    CHECK_RESULT(tqkv_metal_cache_append(m, work.encoder, NULL, b, b, 1, b), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_cache_scratch(m, NULL, 1, &bytes), TQKV_INVALID_ARGUMENT);
+    CHECK_REFUSED(m, tqkv_metal_cache_append(m, work.encoder, NULL, b, b, 1, b), TQKV_INVALID_ARGUMENT, "NULL");
+    CHECK_REFUSED(m, tqkv_metal_cache_scratch(m, NULL, 1, &bytes), TQKV_INVALID_ARGUMENT, "cache_scratch");
+    CHECK_REFUSED(m, tqkv_metal_cache_scratch(m, gpu, 1, NULL), TQKV_INVALID_ARGUMENT, "cache_scratch");
     host_end(&work);
     CHECK(tqkv_cache_end(gpu) == 3, "a refused append counts");
     host_release(b);

@@ -66,7 +66,7 @@ static void run_prepared(const void *parameters)
     CHECK(standin_calls() <= calls * 3 + 2 * 2, "%d calls that can fail, of %d", standin_calls(), calls);
     CHECK_RESULT(tqkv_metal_cache_prepare(m, cache, 1), TQKV_OK);
     CHECK_REFUSED(m, tqkv_metal_cache_prepare(m, (tqkv_cache *)(void *)x, 1), TQKV_INVALID_ARGUMENT, "outside");
-    CHECK_RESULT(tqkv_metal_cache_prepare(m, cache, -1), TQKV_INVALID_ARGUMENT);
+    CHECK_REFUSED(m, tqkv_metal_cache_prepare(m, cache, -1), TQKV_INVALID_ARGUMENT, "prepare");
     tqkv_cache_destroy(cache);
     free(x);
     free(out);
@@ -106,7 +106,7 @@ static void run_prepared_stores(const void *parameters)
     CHECK_RESULT(tqkv_metal_attend_finish(m, work.encoder, &a, out, max, sum, slice), TQKV_OK);
     CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls());
     host_end(&work);
-    CHECK_RESULT(tqkv_metal_prepare(m, NULL, 1, 0), TQKV_INVALID_ARGUMENT);
+    CHECK_REFUSED(m, tqkv_metal_prepare(m, NULL, 1, 0), TQKV_INVALID_ARGUMENT, "prepare");
     const tqkv_metal_buffer all[] = {q, out, ab, sb, table, max, sum, more, most, slice};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) host_release(all[i]);
     for (int i = 0; i < 2; i++) {
@@ -235,8 +235,8 @@ static void run_prepared_index(const void *parameters)
     }
     CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls());
     [work.encoder endEncoding]; /* nothing has to run */
-    CHECK_RESULT(tqkv_metal_index_prepare(m, NULL, 1), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_index_prepare(m, &x, -1), TQKV_INVALID_ARGUMENT);
+    CHECK_REFUSED(m, tqkv_metal_index_prepare(m, NULL, 1), TQKV_INVALID_ARGUMENT, "prepare");
+    CHECK_REFUSED(m, tqkv_metal_index_prepare(m, &x, -1), TQKV_INVALID_ARGUMENT, "prepare");
     const tqkv_metal_buffer all[] = {q, out, scores, first, second, a.list};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) host_release(all[i]);
     host_store_release(&s);
