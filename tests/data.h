@@ -6,6 +6,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef struct data_random {
@@ -130,11 +131,50 @@ static inline void data_to_little_endian(void *floats, size_t n)
     }
 }
 
-/* Fills rows: [n_rows][head_dim]. Seed and kind decide every bit. */
+/* Rows that data_rows has made: tests ask for the same ones many times, and a value takes 12 to 48 random numbers. */
+typedef struct data_made {
+    uint64_t seed;
+    data_kind kind;
+    int head_dim, n_rows;
+    data_random random; /* after the last row */
+    float *rows;        /* [n_rows][head_dim] */
+} data_made;
+
+enum { DATA_MADE = 256, DATA_KEPT = 1 << 24 /* values in all */ };
+
+/* Fills rows: [n_rows][head_dim]. Seed and kind decide every bit. Not for several threads at once. */
 static inline void data_rows(uint64_t seed, data_kind kind, float *rows, int n_rows, int head_dim)
 {
-    data_random random = {seed * UINT64_C(0x2545f4914f6cdd1d) + (uint64_t)kind};
-    for (int i = 0; i < n_rows; i++) data_row(&random, kind, rows + (size_t)i * (size_t)head_dim, head_dim);
+    static data_made made[DATA_MADE];
+    static int n_made;
+    static size_t n_kept;
+    const size_t d = (size_t)head_dim, n = (size_t)n_rows * d;
+    data_made wanted = {seed, kind, head_dim, 0, {seed * UINT64_C(0x2545f4914f6cdd1d) + (uint64_t)kind}, NULL};
+    int i = 0;
+    while (i < n_made && (made[i].seed != seed || made[i].kind != kind || made[i].head_dim != head_dim)) i++;
+    if (i < n_made && made[i].n_rows >= n_rows) {
+        memcpy(rows, made[i].rows, n * sizeof *rows);
+        return;
+    }
+    if (i < n_made) {
+        wanted = made[i];
+        n_kept -= (size_t)wanted.n_rows * d;
+        made[i] = made[--n_made];
+        memcpy(rows, wanted.rows, (size_t)wanted.n_rows * d * sizeof *rows);
+    }
+    for (; wanted.n_rows < n_rows; wanted.n_rows++)
+        data_row(&wanted.random, kind, rows + (size_t)wanted.n_rows * d, head_dim);
+    free(wanted.rows);
+    if (n_made == DATA_MADE || n_kept + n > DATA_KEPT) {
+        while (n_made > 0) free(made[--n_made].rows);
+        n_kept = 0;
+    }
+    if (n > DATA_KEPT) return;
+    wanted.rows = (float *)malloc(n * sizeof *rows);
+    if (!wanted.rows) return;
+    memcpy(wanted.rows, rows, n * sizeof *rows);
+    made[n_made++] = wanted;
+    n_kept += n;
 }
 
 #endif

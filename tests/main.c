@@ -4,41 +4,9 @@
 
 static void add_all_cases(void)
 {
-    test_tables_cases();
-    test_golden_cases();
-    test_codec_cases();
-    test_codec_error_cases();
-    test_convert_cases();
-    test_captured_cases();
-    test_attend_cases();
-    test_attend_options_cases();
-    test_length_cases();
-    test_integer_cases();
-    test_latent_cases();
-    test_latent_cache_cases();
-    test_index_cases();
-    test_list_cases();
-    test_defect_cases();
-    test_pages_cases();
-    test_batch_cases();
-    test_cache_cases();
-    test_ends_cases();
-    test_center_cases();
-    test_types_cases();
-    test_value_dim_cases();
-    test_plan_cases();
-    test_plan_pages_cases();
-    test_plan_batch_cases();
-    test_plan_split_cases();
-    test_plan_index_cases();
-    test_snapshot_cases();
-    test_store_snapshot_cases();
-    test_input_cases();
-    test_fault_cases();
-    test_file_cases();
-    test_isa_cases();
-    test_strides_cases();
-    test_threads_cases();
+#define X(stem) test_##stem##_cases();
+    TEST_STEMS
+#undef X
 }
 
 /* Runs the cases with one instruction set, or none if this processor or this build lacks it. */

@@ -1,29 +1,39 @@
 # Builds the runner in many ways: `make test-gcc` and so on. Each prints 'N passed, N failed'.
+# The implementation, in test_tables.c, is compiled in each way; the tests only where sanitizers or another machine need it.
 
 TEST_SOURCES := $(sort $(filter-out tests/make_goldens.c tests/compile_%.c,$(wildcard tests/*.c)))
 TEST_HEADERS := tqkv.h $(wildcard tests/*.h) examples/thread_pool.h examples/data_file.h examples/snapshot_file.h
 TEST_BUILD := $(BUILD)/tests
 # The sets that `make test` runs; isa/known compares them with tqkv.h. POSIX is for popen and pthreads.
 ISAS := scalar avx2 avx512 neon
-TEST_FLAGS := -D_POSIX_C_SOURCE=200809L -DTQKV_METAL '-DTQKV_ASSERT(x)=((x) ? (void)0 : abort())' -DTEST_ISAS='"$(ISAS)"' $(WARNINGS) -I. $(CPPFLAGS)
+# The STEM of each test_STEM.c, whose cases main.c adds.
+TEST_STEMS := $(patsubst tests/test_%.c,%,$(wildcard tests/test_*.c))
+TEST_FLAGS = '-DTEST_STEMS=$(patsubst %,X(%),$(TEST_STEMS))' -D_POSIX_C_SOURCE=200809L -DTQKV_METAL '-DTQKV_ASSERT(x)=((x) ? (void)0 : abort())' -DTEST_ISAS='"$(ISAS)"' $(WARNINGS) -I. $(CPPFLAGS)
 
 # Cases whose results must not depend on the compiler; cases that are quick enough for an emulator.
 EXACT_CASES := golden tables codec/ types/
 ATTEND_CASES := attend/exact attend/pair attend/ring attend/group defect
+EMULATED_STEMS := attend attend_options codec defects golden snapshot store_snapshot types
 EMULATED_CASES := $(EXACT_CASES) snapshot $(ATTEND_CASES)
 # Without vectors every head size takes the same loops: attention in integers with options has all formats.
 NOT_PLAIN := -/plain
 # Formats whose loops are those of others: four of nine are enough for the emulator.
 ONE_WIDTH := -exact/tq2 -exact/tq3 -exact/tq5 -exact/tq6
 
-# $(1) name, $(2) compiler, $(3) flags, $(4) command that runs the program, $(5) parts of case names; empty for all,
-# $(6) further prerequisites of an object
-define runner_variant
-$(TEST_BUILD)/$(1)/%.o: tests/%.c $(TEST_HEADERS) tests/rules.mk $(6)
-	@mkdir -p $$(@D)
-	@$(2) $(3) $(TEST_FLAGS) -c $$< -o $$@
+# The build whose tests the others link.
+REFERENCE_BUILD := $(if $(filter Darwin,$(SYSTEM)),default,gcc)
 
-$(TEST_BUILD)/$(1)/runner: $(TEST_SOURCES:tests/%.c=$(TEST_BUILD)/$(1)/%.o)
+# $(1) name, $(2) compiler, $(3) flags, $(4) command that runs the program, $(5) parts of case names; empty for all,
+# $(6) stems of the tests that are compiled so, too, and linked; empty: those of the reference build,
+# $(7) further prerequisites of an object
+define runner_variant
+$(TEST_BUILD)/$(1)/%.o: tests/%.c $(TEST_HEADERS) tests/rules.mk $(7)
+	@mkdir -p $$(@D)
+	@$(2) $(3) $$(TEST_FLAGS) -c $$< -o $$@
+
+$(if $(6),$(TEST_BUILD)/$(1)/main.o: TEST_STEMS := tables $(6))
+$(TEST_BUILD)/$(1)/runner: $(TEST_BUILD)/$(1)/test_tables.o $(if $(6),$(patsubst %,$(TEST_BUILD)/$(1)/%.o,main runner $(6:%=test_%)),\
+		$(patsubst tests/%.c,$(TEST_BUILD)/$(REFERENCE_BUILD)/%.o,$(filter-out tests/test_tables.c,$(TEST_SOURCES))))
 	@$(2) $$(filter-out -x c++,$(3)) $$^ -o $$@ $(LIBRARIES)
 
 .PHONY: test-$(1)
@@ -40,6 +50,7 @@ ONCE_CASES := -attend/more_bits -attend/scratch/8x -attend/scratch/100x -attend/
 SANITIZED_CASES := $(ONCE_CASES) -codec_error -attend/bits -attend/equal -golden/tq -golden/convert
 
 # Reads of memory that nothing wrote, by what was computed from it.
+MSAN_STEMS := attend attend_options cache codec latent_cache length list snapshot store_snapshot
 MSAN_CASES := attend/softcap attend/window attend/ring attend/exceptions attend/far attend/everything attend/slices \
 	attend/many_rows cache snapshot/round_trip codec/one_by_one
 # AddressSanitizer sees what null and object-size see; without them and with -g1 the implementation compiles in half the time.
@@ -52,20 +63,19 @@ AGGRESSIVE := -O3 -march=native -ffp-contract=fast
 ifeq ($(SYSTEM),Darwin)
 $(eval $(call runner_variant,default,$(CC),-std=c99 -O2,,))
 $(eval $(call runner_variant,O0,$(CC),-std=c99 -O0,,$(EXACT_CASES)))
-$(eval $(call runner_variant,O3,$(CC),-std=c11 -O3 -ffp-contract=fast,,))
+$(eval $(call runner_variant,O3,$(CC),-std=c11 -O3 -ffp-contract=fast,,$(EXACT_CASES) $(ATTEND_CASES)))
 $(eval $(call runner_variant,cxx,$(CXX),-x c++ -std=c++11 -O2,,$(EXACT_CASES)))
-$(eval $(call runner_variant,sanitize,$(CC),-std=c99 $(SANITIZE),,$(SANITIZED_CASES)))
+$(eval $(call runner_variant,sanitize,$(CC),-std=c99 $(SANITIZE),,$(SANITIZED_CASES),$(filter-out tables,$(TEST_STEMS))))
 else
 $(eval $(call runner_variant,gcc,gcc,-std=c99 -O2,,))
-$(eval $(call runner_variant,gcc-O0,gcc,-std=c99 -O0,,$(EXACT_CASES)))
-$(eval $(call runner_variant,gcc-O3,gcc,-std=c11 $(AGGRESSIVE),,$(EXACT_CASES) $(ATTEND_CASES)))
-$(eval $(call runner_variant,gxx,g++,-x c++ -std=c++11 -O2,,$(EXACT_CASES)))
+$(eval $(call runner_variant,gcc-O0,gcc,-std=c11 -O0 -DTQKV_NO_AVX2,,$(EXACT_CASES)))
+$(eval $(call runner_variant,gxx-O3,g++,-x c++ -std=c++11 $(AGGRESSIVE),,$(EXACT_CASES) $(ATTEND_CASES)))
 $(eval $(call runner_variant,clang,clang,-std=c99 -O2,,$(EXACT_CASES)))
 $(eval $(call runner_variant,clang-O0,clang,-std=c99 -O0 $(OVERFLOW),,golden $(NOT_PLAIN) tables codec/decode attend/ring cache -threads/ -cache/parallel))
 $(eval $(call runner_variant,clangxx-O3,clang++,-x c++ -std=c++11 $(AGGRESSIVE),,$(EXACT_CASES)))
-$(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE),,$(SANITIZED_CASES)))
-$(eval $(call runner_variant,msan,clang,-std=c99 -O1 -g1 -fsanitize=memory -fno-sanitize-recover=all,,$(MSAN_CASES)))
-$(eval $(call runner_variant,tsan,gcc,-std=c99 -O1 -g1 -fsanitize=thread,,threads/ batch/bits batch/waves))
+$(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE),,$(SANITIZED_CASES),$(filter-out tables,$(filter-out tables,$(TEST_STEMS)))))
+$(eval $(call runner_variant,msan,clang,-std=c99 -O1 -g1 -fsanitize=memory -fno-sanitize-recover=all,,$(MSAN_CASES),$(MSAN_STEMS)))
+$(eval $(call runner_variant,tsan,gcc,-std=c99 -O1 -g1 -fsanitize=thread,,threads/ batch/bits batch/waves,batch snapshot threads))
 endif
 
 # The example with client threads, a scheduler and a thread pool. By hand only: the model's products take three minutes.
@@ -79,8 +89,6 @@ server-tsan: $(TEST_BUILD)/tsan/test_tables.o $(TEST_BUILD)/tsan/runner.o
 # ---- Each other instruction set of this processor; the runs above use the best one ----
 
 ISA_CASES := golden codec/ types/ value_dim/ latent/ attend/ pages/ batch/ strides/ index/ list/ captured/attend defect fault cache
-REFERENCE_BUILD := $(if $(filter Darwin,$(SYSTEM)),default,gcc)
-REFERENCE_BUILD_CXX := $(if $(filter Darwin,$(SYSTEM)),cxx,gxx)
 
 .PHONY: test-isa test-isa-sanitize
 test-isa: $(TEST_BUILD)/$(REFERENCE_BUILD)/runner
@@ -112,9 +120,9 @@ $(CROSS_INCLUDE)/xxhash.h: /usr/include/xxhash.h
 	@mkdir -p $(@D)
 	@cp /usr/include/xxhash.h /usr/include/xxh3.h $(@D)
 
-$(eval $(call runner_variant,aarch64,aarch64-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_aarch64),$(EMULATED_CASES) $(ONE_WIDTH),$(CROSS_INCLUDE)/xxhash.h))
-$(eval $(call runner_variant,i386,i686-linux-gnu-gcc,-std=c99 -O2 -mno-sse -static -isystem $(CROSS_INCLUDE),$(QEMU_i386),$(EMULATED_CASES) $(NOT_PLAIN),$(CROSS_INCLUDE)/xxhash.h))
-$(eval $(call runner_variant,s390x,s390x-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_s390x),golden $(NOT_PLAIN) tables codec/reference/tq5/ codec/environment codec/half snapshot -held_back attend/pair/tq4 attend/pair/i8-i8,$(CROSS_INCLUDE)/xxhash.h))
+$(eval $(call runner_variant,aarch64,aarch64-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_aarch64),$(EMULATED_CASES) $(ONE_WIDTH),$(EMULATED_STEMS),$(CROSS_INCLUDE)/xxhash.h))
+$(eval $(call runner_variant,i386,i686-linux-gnu-gcc,-std=c99 -O2 -mno-sse -static -isystem $(CROSS_INCLUDE),$(QEMU_i386),$(EMULATED_CASES) $(NOT_PLAIN),$(EMULATED_STEMS),$(CROSS_INCLUDE)/xxhash.h))
+$(eval $(call runner_variant,s390x,s390x-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_s390x),golden $(NOT_PLAIN) tables codec/reference/tq5/ codec/environment codec/half snapshot -held_back attend/pair/tq4 attend/pair/i8-i8,attend codec golden snapshot store_snapshot,$(CROSS_INCLUDE)/xxhash.h))
 
 .PHONY: test-snapshot-crossing
 test-snapshot-crossing: $(TEST_BUILD)/gcc/runner $(CROSS_MACHINES:%=$(TEST_BUILD)/%/runner)
@@ -132,7 +140,7 @@ endif
 # ---- Not part of `make test`: more than 2^31 values, in minutes and 5.1 GiB (peak resident size); random contexts to 2^20
 # ---- positions in 0.8 GiB, some of 65536 under qemu ----
 
-LARGE_FLAGS := -O2 $(TEST_FLAGS)
+LARGE_FLAGS = -O2 $(TEST_FLAGS)
 $(TEST_BUILD)/large $(TEST_BUILD)/long: $(TEST_BUILD)/%: tests/large/%.c tests/attend_fixture.h \
 	$(TEST_BUILD)/$(REFERENCE_BUILD)/test_tables.o $(TEST_BUILD)/$(REFERENCE_BUILD)/runner.o
 	@$(CC) $(STANDARD) $(LARGE_FLAGS) $(filter %.c %.o,$^) -o $@ $(LIBRARIES)
@@ -170,6 +178,8 @@ VALGRIND_CASES := fault/cache fault/attend_partial snapshot/round_trip/1/ snapsh
 .PHONY: test-compile
 test-compile:
 	@echo "== compile tests"
+	@$(if $(filter Darwin,$(SYSTEM)),$(CXX),g++) -x c++ -std=c++11 $(TEST_FLAGS) -fsyntax-only $(filter-out tests/test_tables.c,$(TEST_SOURCES))
+	@clang -std=c99 $(TEST_FLAGS) -fsyntax-only $(filter-out tests/test_tables.c,$(TEST_SOURCES)) && echo "2 passed, 0 failed"
 	@CPPFLAGS="$(CPPFLAGS)" WARNINGS="$(WARNINGS)" sh tests/compile.sh $(TEST_BUILD)/compile
 TEST_TARGETS += test-compile
 

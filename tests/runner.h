@@ -12,6 +12,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* For an implementation compiled as C++ among tests in C. */
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 enum { TEST_NAME_SIZE = 96, TEST_ROW_SIZE = 224 };
 
 typedef struct test_case {
@@ -74,42 +79,13 @@ extern int test_faults;
  * failed', frees the table and returns the exit status. */
 int test_run_selected(bool list, int n_filters, char **filters);
 
-/* Each file of tests adds its cases here (main.c). */
-void test_tables_cases(void);
-void test_golden_cases(void);
-void test_codec_cases(void);
-void test_codec_error_cases(void);
-void test_convert_cases(void);
-void test_captured_cases(void);
-void test_attend_cases(void);
-void test_attend_options_cases(void);
-void test_length_cases(void);
-void test_integer_cases(void);
-void test_latent_cases(void);
-void test_latent_cache_cases(void);
-void test_index_cases(void);
-void test_list_cases(void);
-void test_defect_cases(void);
-void test_pages_cases(void);
-void test_batch_cases(void);
-void test_cache_cases(void);
-void test_ends_cases(void);
-void test_center_cases(void);
-void test_types_cases(void);
-void test_value_dim_cases(void);
-void test_plan_cases(void);
-void test_plan_pages_cases(void);
-void test_plan_batch_cases(void);
-void test_plan_split_cases(void);
-void test_plan_index_cases(void);
-void test_snapshot_cases(void);
-void test_store_snapshot_cases(void);
-void test_input_cases(void);
-void test_fault_cases(void);
-void test_file_cases(void);
-void test_isa_cases(void);
-void test_strides_cases(void);
-void test_threads_cases(void);
+/* Each file of tests adds its cases in test_STEM_cases, which main.c calls. TEST_STEMS, of rules.mk: X(STEM) for each. */
+#ifndef TEST_STEMS
+#define TEST_STEMS X(tables)
+#endif
+#define X(stem) void test_##stem##_cases(void);
+TEST_STEMS
+#undef X
 
 /* The codec's tables for the independent reference, defined in test_tables.c. */
 char test_set_products(char products);  /* tqkv__products; returns what it was. 0: not asked yet */
@@ -144,5 +120,9 @@ extern const tqkv_format test_formats[TEST_FORMATS];
 extern const int test_head_dims[6]; /* powers of two */
 enum { TEST_ALL_HEAD_DIMS = 22 };
 extern const int test_all_head_dims[TEST_ALL_HEAD_DIMS];
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

@@ -274,7 +274,7 @@ static void check_upper_bits(const void *parameters)
     test_store_free(&store);
 }
 
-void test_defect_cases(void)
+void test_defects_cases(void)
 {
     for (int i = 0; i < TEST_FORMATS; i++) {
         const char *name = tqkv_format_name(test_formats[i]);

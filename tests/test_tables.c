@@ -1,9 +1,10 @@
 /* The tables: hashes, signs, symmetry, midpoints. The implementation under test is compiled here. */
-void test_explain(const char *text);
-#define TQKV_IMPLEMENTATION
-#define TQKV_EXPLAIN(text) test_explain(text)
 #include "data.h"
 #include "runner.h"
+
+#define TQKV_IMPLEMENTATION
+#define TQKV_EXPLAIN(text) test_explain(text)
+#include "tqkv.h"
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>

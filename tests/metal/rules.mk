@@ -15,7 +15,7 @@ SHADER_FLAGS := -std=c++14 -g -ffp-contract=off -D__METAL_VERSION__=300 -Itests/
 	-Werror
 SHADER_CPU := $(SHADER_FLAGS) -isystem tests/metal/shim/cpu
 SHADER_TEST_FLAGS := -std=c++14 -g -D_POSIX_C_SOURCE=200809L -D_DARWIN_C_SOURCE -DTQKV_METAL $(WARNINGS) -I. -Itests/metal -isystem tests/metal/shim/cpu $(CPPFLAGS)
-SHADER_IMPLEMENTATION := $(TEST_BUILD)/$(REFERENCE_BUILD_CXX)/test_tables.o
+SHADER_IMPLEMENTATION := $(TEST_BUILD)/$(REFERENCE_BUILD)/test_tables.o
 TYPE_CHECK := clang -x c++ $(SHADER_FLAGS) -isystem tests/metal/shim/clang -nostdinc -target aarch64-none-elf -Wconversion \
 	-Wdouble-promotion -fsyntax-only
 
