@@ -51,9 +51,13 @@ test-bench-page:
 
 TEST_TARGETS += test-bench-page
 
-# Checks that the benchmark builds and measures, not the speed.
+# Checks that the benchmark builds and measures, not the speed: a quarter of the code compiles sooner.
+$(BUILD)/bench-small: bench/bench.c $(BENCH_HEADERS)
+	@mkdir -p $(@D)
+	@$(BENCH_COMPILE) -DTQKV_NO_AVX512 $< -o $@ $(LIBRARIES) -ldl
+
 .PHONY: test-bench
-test-bench: $(BUILD)/bench
+test-bench: $(BUILD)/bench-small
 	@echo "== bench"
 	@$< --quick --rounds 1 --format tq4 | awk '/^ratio [a-z0-9_]+ [0-9.e+-]+$$/ && $$3 > 0 { ratios++ } \
 		END { print (ratios > 0) + 0 " passed, " (ratios == 0) + 0 " failed"; exit ratios == 0 }'

@@ -11,7 +11,7 @@ DEB_TEST += clang python3
 BREW_TEST += python3
 
 # Flags of a shader, compiled through a shim, and of the C++ of the tests. Products must stay rounded: see shaders/common.h.
-SHADER_FLAGS := -std=c++14 -g -ffp-contract=off -D__METAL_VERSION__=300 -Itests/metal -Wall -Wextra -Wno-unknown-pragmas \
+SHADER_FLAGS := -std=c++14 -g1 -ffp-contract=off -D__METAL_VERSION__=300 -Itests/metal -Wall -Wextra -Wno-unknown-pragmas \
 	-Werror
 SHADER_CPU := $(SHADER_FLAGS) -isystem tests/metal/shim/cpu
 SHADER_TEST_FLAGS := -std=c++14 -g -D_POSIX_C_SOURCE=200809L -D_DARWIN_C_SOURCE -DTQKV_METAL $(WARNINGS) -I. -Itests/metal -isystem tests/metal/shim/cpu $(CPPFLAGS)
@@ -62,7 +62,8 @@ SHADER_TSAN := -O1 -fsanitize=thread
 SHADER_TSAN_RUN := TSAN_OPTIONS=suppress_equal_addresses=0:suppress_equal_stacks=0:halt_on_error=1 \
 	$(if $(filter Linux,$(SYSTEM)),setarch -R)
 
-$(eval $(call shader_variant,plain,$(CXX),-O2,,,))
+# Position-independent for the library of host/rules.mk without sanitizers.
+$(eval $(call shader_variant,plain,$(CXX),-O2 -fPIC,-fPIC,,))
 $(eval $(call shader_variant,asan,clang++,$(SHADER_ASAN),-DSIMT_ASAN,,--one-schedule))
 $(eval $(call shader_variant,tsan,clang++,$(SHADER_TSAN),-DSIMT_TSAN,$(SHADER_TSAN_RUN),--one-schedule))
 

@@ -26,7 +26,9 @@ HOST_OBJECTS := tqkv_metal $(HOST_TESTS:%=tests/metal/host/%) tests/runner tests
 else
 
 STANDIN := tests/metal/standin
-STANDIN_SANITIZE := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+# AddressSanitizer sees what null and object-size see.
+STANDIN_SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize=null,object-size,vptr -fno-sanitize-recover=all \
+	-fno-omit-frame-pointer
 HOST_GNUSTEP := -fobjc-runtime=gcc -DGNUSTEP -DGNUSTEP_BASE_LIBRARY=1 -DGNU_RUNTIME=1 -fexceptions -fobjc-exceptions \
 	-D_NATIVE_OBJC_EXCEPTIONS -fconstant-string-class=NSConstantString -isystem /usr/include/GNUstep \
 	-isystem $(HOST_BUILD)/gnustep -I$(STANDIN)
@@ -218,16 +220,9 @@ $(HOST_TSAN)/tests/runner.o: tests/runner.c $(HOST_HEADERS)
 	@mkdir -p $(@D)
 	@clang -fsanitize=thread -O1 -D_GNU_SOURCE -I. $(CPPFLAGS) -c $< -o $@
 
-$(HOST_TSAN)/library/%.metal.o: $(METAL_BUILD)/cpu/prepared tqkv.h tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
-	@mkdir -p $(@D)
-	@clang++ -fPIC -O1 $(SHADER_CPU) -Ishaders -c $(METAL_BUILD)/cpu/source/$*.metal.cpp -o $@
-
-$(HOST_TSAN)/library/simt.o: tests/metal/simt.cpp tests/metal/simt.h
-	@mkdir -p $(@D)
-	@clang++ -fPIC -O2 $(SHADER_TEST_FLAGS) -c $< -o $@
-
-$(HOST_TSAN)/standin.metallib: $(SHADER_NAMES:%=$(HOST_TSAN)/library/%.metal.o) $(HOST_TSAN)/library/simt.o \
+$(HOST_TSAN)/standin.metallib: $(SHADER_NAMES:%=$(METAL_BUILD)/plain/%.metal.o) $(METAL_BUILD)/plain/simt.o \
 		$(HOST_BUILD)/library/library.o
+	@mkdir -p $(@D)
 	@clang++ -shared $^ -o $@.so
 	@python3 $(STANDIN)/pack.py library $@.so $@
 
