@@ -131,7 +131,9 @@ test-docs:
 	@python3 docs/check.py
 
 .PHONY: test clean format format-check
-test: $(TEST_TARGETS) ## run all tests: no GPU, no network
+# The longest start first: the others then fill the cores to the end.
+LONGEST := test-sanitize test-metallib-quick test-metal test-isa test-shaders-quick test-aarch64 test-s390x
+test: $(filter $(TEST_TARGETS),$(LONGEST)) $(filter-out $(LONGEST),$(TEST_TARGETS)) ## run all tests: no GPU, no network
 
 format: ## lay out the sources
 	@$(is_format_version) || { echo "make format needs clang-format $(FORMAT_VERSION): CLANG_FORMAT=clang-format-$(FORMAT_VERSION)"; exit 1; }

@@ -128,12 +128,15 @@ else
 endif
 
 # Every case in one order of the simdgroups, and in all orders those whose simdgroups share memory in every way there is.
-SCHEDULED_CASES := attend/shape attend/option attend/planned attend/tree attend/poison batch/ pages/ rotate/ encode_kv/
+# Left to `make test-shaders`: more pairs of long rows, whose formats the pairs of short ones have, and more random cases.
+SCHEDULED_CASES := attend/shape attend/option attend/planned attend/tree attend/poison batch/ pages/encode pages/slots rotate/ encode_kv/
+MORE_PAIRS := $(patsubst %,-_%/d512,f16 tq2 tq3 tq6 tq5_bytes tq6_bytes)
+MORE_RANDOM := -random/1 -random/2 -random/8
 
 .PHONY: test-shaders-once test-shaders-quick test-shaders
 test-shaders-once: $(METAL_BUILD)/plain/driver $(METAL_BUILD)/plain/metal_plan
 	@echo "== shaders on the CPU"
-	@$< --one-schedule
+	@$< --one-schedule $(SCHEDULED_CASES:%=-%) $(MORE_PAIRS) $(MORE_RANDOM)
 	@$< $(SCHEDULED_CASES)
 	@$(METAL_BUILD)/plain/metal_plan >/dev/null && echo "1 passed, 0 failed"
 

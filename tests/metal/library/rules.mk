@@ -1,6 +1,9 @@
 # The library of the present shaders: its own bitcode on the machine of simt.h, and what a reader that shares nothing with the builder finds in it.
 
 LIBRARY_TESTS := tests/metal/library
+# Left to `make test-metallib`: cases that launch the same kernels in another way.
+LIBRARY_LATER := -random/ -company -planned -slice/ -strides/ -latent/d512 -latent/rounds
+
 # Another library, and the source beside it: make test-metallib-quick LIBRARY=FILE LIBRARY_SOURCE=FILE
 LIBRARY ?= $(METALLIB_PRESENT)
 LIBRARY_SOURCE ?= $(METALLIB_PRESENT_SOURCE)
@@ -42,7 +45,7 @@ test-metallib-quick: $(METAL_BUILD)/library/driver check-metallib-source
 	@echo "== $(LIBRARY): pipelines of it, by LLVM's optimiser"
 	@python3 $(LIBRARY_TESTS)/specialise.py $(LIBRARY)
 	@echo "== $(LIBRARY): its bitcode on the CPU"
-	@$< --one-schedule -random/
+	@$< --one-schedule $(MORE_PAIRS) $(LIBRARY_LATER)
 
 test-metallib: ## the library in the box: its bitcode on the CPU, an independent reader, planted bugs
 test-metallib: check-metallib-rebuilt test-metallib-quick $(METAL_BUILD)/library-of-source/driver check-metallib-source-cuda test-metallib-bugs
