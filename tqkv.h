@@ -8333,10 +8333,15 @@ static tqkv_result tqkv__take_tail(tqkv__attention *a)
 }
 
 /* 1/sqrt(n). In a column of TQKV__SIZES for the sizes of streams; double is enough for their sums: no 1/sqrt(n) lies so near
-   to the middle of two floats. */
+   to the middle of two floats. Rounds the bits of the double, whatever the caller's rounding mode. */
 static float tqkv__inverse_root(int n)
 {
-    return tqkv__head_dim_known(n) ? TQKV__INV_SQRT(n) : (float)(1.0 / sqrt((double)n));
+    double root = 1.0 / sqrt((double)n);
+    uint64_t bits;
+    memcpy(&bits, &root, sizeof bits);
+    bits = (bits + (UINT64_C(1) << 28)) >> 29 << 29; /* a float has 29 bits less */
+    memcpy(&root, &bits, sizeof root);
+    return tqkv__head_dim_known(n) ? TQKV__INV_SQRT(n) : (float)root;
 }
 
 /* Resolves the strides of q and out, and finds their sizes. */
@@ -10683,13 +10688,12 @@ static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
     return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
 }
 
-/* The positions [*low, *high) of halves number i that attention reads. */
+/* The resident positions [*low, *high) that halves number i hold. Of the newest ones these may be more than exact_last: a
+   truncation takes from them first. */
 static void tqkv__end_range(const tqkv_cache *c, int i, int64_t *low, int64_t *high)
 {
-    const int64_t end = c->attention.end, newest = end > c->exact_last ? end - c->exact_last : 0;
-    *low = i < 2 ? 0 : newest > c->exact_from ? newest : c->exact_from;
-    if (i >= 2 && *low < c->first) *low = c->first;
-    *high = i < 2 ? c->exact_below : end;
+    *low = i < 2 ? 0 : c->first > c->exact_from ? c->first : c->exact_from;
+    *high = i < 2 ? c->exact_below : c->attention.end;
 }
 
 /* The halves take over the centres of the codes. */
@@ -10738,7 +10742,10 @@ static tqkv_result tqkv__check_metal(const tqkv_store *keys, const tqkv_store *v
 #endif
 }
 
-/* Takes the shapes of the halves. A ring of whole tiles: none of them wraps. */
+/* Positions of a ring of halves: whole tiles, none of which wraps. */
+static int64_t tqkv__end_room(int64_t exact_last) { return (exact_last + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE; }
+
+/* Takes the shapes of the halves. */
 static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
     const int first = desc->exact_first, last = desc->exact_last;
@@ -10756,7 +10763,7 @@ static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
         s->format = TQKV_F16;
         s->rotated = true;
         s->ring = i >= 2;
-        s->capacity = i < 2 ? first : (last + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE;
+        s->capacity = i < 2 ? first : (int)tqkv__end_room(last);
     }
     return TQKV_OK;
 }
@@ -10900,7 +10907,7 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 
 TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
-    const int64_t end = c->attention.end + n_tokens, room = (c->exact_last + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE;
+    const int64_t end = c->attention.end + n_tokens, room = tqkv__end_room(c->exact_last);
     if (c->attention.end <= c->exact_below) c->exact_below = end < c->exact_first ? end : c->exact_first;
     if (c->exact_from < end - room) c->exact_from = end - room;
     c->attention.end = end;
@@ -10992,7 +10999,7 @@ static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
     int64_t low, high;
     tqkv__end_range(c, 2, &low, &high);
     a->exact_first = (int)c->exact_below;
-    a->exact_last = (int)(high - low);
+    a->exact_last = high - low < c->exact_last ? (int)(high - low) : c->exact_last;
 }
 
 TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
@@ -11270,10 +11277,13 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
 static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
 {
 #define TQKV__FIELD_MATCHES(field, place) &&(wanted->field == 0 || wanted->field == found->field)
+    tqkv_cache_desc meant = *wanted;
+    if (meant.softcap < 0.0f && found->softcap == 0.0f) meant.softcap = 0.0f; /* off in both */
+    wanted = &meant;
     return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
 }
 
-/* Copies the halves that attention reads, or makes them of a stream that was F16. */
+/* Copies the halves, or makes them of a stream that was F16. */
 static tqkv_result tqkv__fork_ends(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
 {
     tqkv_result r = TQKV_OK;
@@ -11529,10 +11539,10 @@ static void tqkv__cache_header(const tqkv_cache *c, uint32_t version, uint8_t *h
                                  (uint32_t)a->window,
                                  tqkv__bits(a->scale),
                                  tqkv__bits(a->softcap)};
-    tqkv_attention ends;
-    tqkv__count_ends(c, &ends);
-    const uint32_t more[6] = {(uint32_t)c->tail.head_dim, (uint32_t)c->tail.format,   (uint32_t)c->exact_first,
-                              (uint32_t)c->exact_last,    (uint32_t)ends.exact_first, (uint32_t)ends.exact_last};
+    int64_t low, high;
+    tqkv__end_range(c, 2, &low, &high);
+    const uint32_t more[6] = {(uint32_t)c->tail.head_dim, (uint32_t)c->tail.format, (uint32_t)c->exact_first,
+                              (uint32_t)c->exact_last,    (uint32_t)c->exact_below, (uint32_t)(high - low)};
     memcpy(header, tqkv__magic, 8);
     for (int i = 0; i < 12; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
     tqkv__put(header + 56, 8, (uint64_t)c->first);
@@ -11562,7 +11572,8 @@ static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv_cache_d
     for (int i = 0; i < 6; i++) more[i] = (uint32_t)tqkv__get(header + TQKV__HEADER_SIZE + 4 * i, 4);
     if (more[0] > TQKV_MAX_HEAD_DIM || more[1] > 15 || !more[0] != !more[1] || exact == (!more[2] && !more[3]))
         return false;
-    if (more[2] > (uint32_t)INT_MAX || more[3] > (uint32_t)INT_MAX || more[4] > more[2] || more[5] > more[3])
+    if (more[2] > (uint32_t)INT_MAX || more[3] > (uint32_t)INT_MAX || more[4] > more[2] ||
+        more[5] > tqkv__end_room(more[3]))
         return false;
     d->shared = flags & 16;
     d->tail_dim = (int)more[0];

@@ -242,16 +242,18 @@ static void check_edits(const void *parameters)
     model_close(&m);
 }
 
-/* What remains of the halves where it can: a part of the middle removed, the newest taken back by few. */
+/* What remains of the halves where it can: a part of the middle removed, the newest taken back by few. The same in the
+ * cache itself, in one loaded and in a fork. */
 static void check_remains(const void *parameters)
 {
     static const ends_row row = {TQKV_TQ4, TQKV_TQ3, 64, 0, 200, 4, 40, 0, 0, false, false, false, TQKV_FLOAT};
+    const int way = *(const int *)parameters;
     ends_model m;
-    (void)parameters;
     if (!model_open(&m, &row)) return;
     model_append(&m, 190);
     model_remove(&m, 4, 100);
     check_all_there(&m);
+    if (way) model_fork(&m, way == 1);
     CHECK_RESULT(tqkv_cache_truncate(m.cache, m.end -= 20), TQKV_OK); /* the ring has 24 more than it must */
     check_all_there(&m);
     model_remove(&m, m.end - 10, 5);
@@ -352,6 +354,7 @@ static void check_pages(const void *parameters)
 void test_ends_cases(void)
 {
     static const int page_sizes[3] = {64, 48, 1};
+    static const char *const ways[3] = {"as_it_is", "loaded", "forked"};
     for (int i = 0; i < 3; i++)
         test_add(check_pages, &page_sizes[i], sizeof page_sizes[i], "ends/pages/%d", page_sizes[i]);
 
@@ -366,6 +369,6 @@ void test_ends_cases(void)
         test_add(check_pieces, &rows[i], sizeof rows[i], "ends/pieces/%d", i);
         test_add(check_edits, &rows[i], sizeof rows[i], "ends/edits/%d", i);
     }
-    test_add(check_remains, NULL, 0, "ends/remains");
+    for (int way = 0; way < 3; way++) test_add(check_remains, &way, sizeof way, "ends/remains/%s", ways[way]);
     test_add(check_fork_from_f16, NULL, 0, "ends/fork_from_f16");
 }

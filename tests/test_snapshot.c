@@ -395,6 +395,7 @@ static void other_ring(tqkv_cache_desc *desc) { desc->ring = true; } /* false, t
 static void other_window(tqkv_cache_desc *desc) { desc->window = 6; }
 static void other_scale(tqkv_cache_desc *desc) { desc->scale = 0.75f; }
 static void other_softcap(tqkv_cache_desc *desc) { desc->softcap = 8.0f; }
+static void no_softcap(tqkv_cache_desc *desc) { desc->softcap = -1.0f; }
 static void add_sinks(tqkv_cache_desc *desc) { desc->sinks = cache_sinks; }
 static void only_head_dim(tqkv_cache_desc *desc)
 {
@@ -421,6 +422,7 @@ static const mismatch_row mismatch_rows[] = {
     {"window", other_window, TQKV_INVALID_ARGUMENT},
     {"scale", other_scale, TQKV_INVALID_ARGUMENT},
     {"softcap", other_softcap, TQKV_INVALID_ARGUMENT},
+    {"no_softcap", no_softcap, TQKV_INVALID_ARGUMENT},
     {"half_allocator", half_allocator, TQKV_INVALID_ARGUMENT},
 };
 
@@ -443,6 +445,25 @@ static void check_mismatch(const void *parameters)
     if (result == TQKV_OK) tqkv_cache_destroy(cache);
     stream_free(&s);
     CHECK_NO_LEAK(&counter);
+}
+
+/* A negative softcap is none: a cache with it loads and forks with its own desc. */
+static void check_negative_softcap(const void *parameters)
+{
+    (void)parameters;
+    cache_row shape = {TQKV_I8, TQKV_TQ5, 64, 6, false, 4, -1};
+    tqkv_cache_desc desc = cache_desc(&shape, NULL);
+    desc.softcap = -1.0f;
+    tqkv_cache *cache = cache_make(&shape, &desc), *fork = NULL;
+    REQUIRE(cache, "no cache");
+    stream s = stream_of_cache(cache);
+    tqkv_result result;
+    tqkv_cache_destroy(load(&desc, &s, &result));
+    CHECK_RESULT(result, TQKV_OK);
+    CHECK_RESULT(tqkv_cache_fork(cache, &desc, &fork), TQKV_OK);
+    tqkv_cache_destroy(fork);
+    tqkv_cache_destroy(cache);
+    stream_free(&s);
 }
 
 /* Sinks come from the desc of the load, not from the snapshot. */
@@ -692,6 +713,7 @@ void test_snapshot_cases(void)
         const bool of_values = i > 0;
         test_add(check_center, &of_values, sizeof of_values, "snapshot/center/%s", i ? "values" : "keys");
     }
+    test_add(check_negative_softcap, NULL, 0, "snapshot/negative_softcap");
     test_add(check_sinks_supplied, NULL, 0, "snapshot/sinks_supplied");
     test_add(check_content_alone, NULL, 0, "snapshot/content_alone");
 }
