@@ -273,7 +273,7 @@ static void test_threads_and_window(void)
     tqkv_cache *ring = make_cache(TQKV_TQ6, 80, 50, parallel), *whole = make_cache(TQKV_TQ6, TOKENS, 0, parallel);
     check("window/prefill", prefill(ring, 50, HEADS, q, k, v, TOKENS, out) == TQKV_OK);
     check("window/append", tqkv_cache_append(whole, k, v, TOKENS) == TQKV_OK);
-    tqkv_attention a = view(whole, HEADS, TOKENS);
+    tqkv_attention a = view(whole, TOKENS);
     a.window = 50;
     check("window/attend", tqkv_attend(&a, q, expected) == TQKV_OK);
     check("window/output", difference(expected, out, TOKENS * WIDE) < 2e-5);
