@@ -282,7 +282,7 @@ inline void load_key_norms(constant tqkv__attend_args &args, thread const attend
     }
 }
 
-// At the end of a block: total += scale * score, and score starts again.
+// At the end of a block or a part of it: total += scale * score, and score starts again.
 template <int D, int F>
 inline void add_key_block(thread const key_part &part, thread const float (&norms)[4], thread sum_matrix (&score)[4][F],
                           thread sum_matrix (&total)[4][F])
@@ -308,10 +308,12 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
                               thread key_batch<D, W, F> &keys, thread sum_matrix (&score)[4][F])
 {
     const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W, F);
-    // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk.
+    // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk, or there 128 values at
+    // a time.
     const bool in_one = one_norm<D>(part.format) && D <= 128;
-    const uint parts = TQKV_STORED_RIGHTS && D % 128 == 0 ? uint(128 / (4 * N)) : 1u;
-    const uint block_chunks = one_norm<D>(part.format) ? parts : norm_block<D>(part.format) / uint(4 * N);
+    const uint block_chunks = one_norm<D>(part.format) ? uint(chunks) : norm_block<D>(part.format) / uint(4 * N);
+    const uint least = one_norm<D>(part.format) ? 1u : block_chunks;
+    const uint sum_chunks = TQKV_STORED_RIGHTS ? min(block_chunks, uint(128 / (4 * N))) : least;
     sum_matrix total[4][F];
     float norms[4];
     clear_scores<F>(score);
@@ -323,7 +325,7 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
         multiply_chunk<D, W, F>(task, part, uint(j), keys.chunks[j % B], book, score);
         load_key_chunk<D, W>(args, task, part, j + B < chunks ? base : next_base, uint((j + B) % chunks),
                              keys.chunks[j % B]);
-        if (in_one || uint(j + 1) % block_chunks != 0) continue;
+        if (in_one || uint(j + 1) % sum_chunks != 0) continue;
         finish_products<F>(score, 4);
         add_key_block<D, F>(part, norms, score, total);
     }

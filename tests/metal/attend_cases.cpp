@@ -348,6 +348,15 @@ void add_options()
     row.problem.key_capacity = row.problem.value_capacity = 200;
     row.split = {GPU_MOST, 2, 2};
     add(row, "option/large_scores");
+    for (tqkv_format format : {TQKV_TQ4, TQKV_TQ6}) { // beside large sinks the error of a row is that of its one score
+        row = default_row(format, format, 512);
+        row.problem.n_kv_heads = 1;
+        row.problem.group = row.problem.n_queries = 8;
+        row.problem.window = 1;
+        row.problem.sinks = SINKS_DOMINATING;
+        row.problem.query_size = 10.0f;
+        add(row, (std::string("option/one_score/d512/") + tqkv_format_name(format)).c_str());
+    }
     for (int sinks = SINKS_SOME; sinks <= SINKS_MINUS_INFINITY; sinks++) {
         row = default_row(TQKV_I8, TQKV_TQ4, 64);
         row.problem.sinks = (attend_sinks)sinks;
