@@ -8950,10 +8950,11 @@ static bool tqkv__find_spans(const tqkv__attention *a, const tqkv__item *item, i
 {
     bool seen = false;
     tile->whole = true;
-    for (int row = 0; row < item->n_rows; row++) {
-        const tqkv__span span = tqkv__span_of(a, (item->first_row + row) / a->group, tile, first, end);
+    for (int row = 0; row < item->n_rows;) {
+        const int query = (item->first_row + row) / a->group, last = (query + 1) * a->group - item->first_row;
+        const tqkv__span span = tqkv__span_of(a, query, tile, first, end);
         const int n = span.to - span.from;
-        tile->spans[row] = span;
+        for (; row < last && row < item->n_rows; row++) tile->spans[row] = span;
         seen = seen || n > 0;
         tile->whole = tile->whole && n == tile->n && !span.hidden;
     }
