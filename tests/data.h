@@ -4,6 +4,7 @@
 #define TQKV_TESTS_DATA_H
 
 #include <math.h>
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -142,8 +143,8 @@ typedef struct data_made {
 
 enum { DATA_MADE = 256, DATA_KEPT = 1 << 24 /* values in all */ };
 
-/* Fills rows: [n_rows][head_dim]. Seed and kind decide every bit. Not for several threads at once. */
-static inline void data_rows(uint64_t seed, data_kind kind, float *rows, int n_rows, int head_dim)
+/* data_rows, by one thread at a time. */
+static inline void data_rows_alone(uint64_t seed, data_kind kind, float *rows, int n_rows, int head_dim)
 {
     static data_made made[DATA_MADE];
     static int n_made;
@@ -175,6 +176,15 @@ static inline void data_rows(uint64_t seed, data_kind kind, float *rows, int n_r
     memcpy(wanted.rows, rows, n * sizeof *rows);
     made[n_made++] = wanted;
     n_kept += n;
+}
+
+/* Fills rows: [n_rows][head_dim]. Seed and kind decide every bit. */
+static inline void data_rows(uint64_t seed, data_kind kind, float *rows, int n_rows, int head_dim)
+{
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&lock);
+    data_rows_alone(seed, kind, rows, n_rows, head_dim);
+    pthread_mutex_unlock(&lock);
 }
 
 #endif

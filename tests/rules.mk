@@ -46,8 +46,10 @@ endef
 
 # What one instruction set without sanitizers is enough for: the bits of more pairs, scratch of the largest shapes.
 ONCE_CASES := -attend/more_bits -attend/scratch/8x -attend/scratch/100x -attend/long_in -attend/long_w
-# Besides, what sanitizers see in other cases: means of errors, bits of many contexts, each golden's loop.
-SANITIZED_CASES := $(ONCE_CASES) -codec_error -attend/bits -attend/equal -golden/tq -golden/convert
+# Besides, what sanitizers see in other cases: means of errors, bits of many contexts, each golden's loop, widths that share
+# a loop.
+SANITIZED_CASES := $(ONCE_CASES) -codec_error -attend/bits -attend/equal -golden/tq -golden/convert $(ONE_WIDTH) \
+	-captured -integer/hard -score_error -attend/length -integer/long_in -integer/long_w -ends_long_parallel -cache/parallel_append
 
 # Reads of memory that nothing wrote, by what was computed from it.
 MSAN_STEMS := attend attend_options cache codec latent_cache length list snapshot store_snapshot
@@ -75,7 +77,7 @@ $(eval $(call runner_variant,clang-O0,clang,-std=c99 -O0 $(OVERFLOW),,golden $(N
 $(eval $(call runner_variant,clangxx-O3,clang++,-x c++ -std=c++11 $(AGGRESSIVE),,$(EXACT_CASES)))
 $(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE),,$(SANITIZED_CASES),$(filter-out tables,$(filter-out tables,$(TEST_STEMS)))))
 $(eval $(call runner_variant,msan,clang,-std=c99 -O1 -g1 -fsanitize=memory -fno-sanitize-recover=all,,$(MSAN_CASES),$(MSAN_STEMS)))
-$(eval $(call runner_variant,tsan,gcc,-std=c99 -O1 -g1 -fsanitize=thread,,threads/ batch/bits batch/waves,batch snapshot threads))
+$(eval $(call runner_variant,tsan,gcc,-std=c99 -O1 -g1 -DTQKV_NO_AVX512 -fsanitize=thread,,threads/ batch/bits batch/waves,batch snapshot threads))
 endif
 
 # The example with client threads, a scheduler and a thread pool. By hand only: the model's products take three minutes.
