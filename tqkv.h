@@ -11284,7 +11284,7 @@ static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_d
     return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
 }
 
-/* Copies the halves, or makes them of a stream that was F16. */
+/* Copies the halves, or makes them of a stream that was F16: zeros for positions that are gone from a ring. */
 static tqkv_result tqkv__fork_ends(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
 {
     tqkv_result r = TQKV_OK;
@@ -11293,7 +11293,10 @@ static tqkv_result tqkv__fork_ends(const tqkv_cache *c, tqkv_cache *copy, const 
         const tqkv_store *to = tqkv__end_of(copy, i), *from = tqkv__end_of(c, i);
         int64_t low, high;
         tqkv__end_range(c, i, &low, &high);
-        if (!from && low < c->first) low = c->first;
+        if (!from && low < c->first) {
+            low = c->first;
+            if (to) memset(to->codes, 0, to->codes_size);
+        }
         if (to && low < high)
             r = tqkv__convert(to, from ? from : tqkv__stream_of(c, i % 2), low, (int)(high - low), parallel);
         if (i >= 2) copy->exact_from = low;

@@ -290,6 +290,33 @@ static void check_fork_from_f16(const void *parameters)
     model_close(&m);
 }
 
+/* Halves of first positions that are gone from a ring of F16: no bytes of the allocator come into a snapshot. */
+static void check_fork_from_f16_ring(const void *parameters)
+{
+    static const ends_row row = {TQKV_F16, TQKV_F16, 64, 0, 100, 60, 30, 0, 0, true, false, false, TQKV_FLOAT};
+    counting counter = {0, 0, 0, 0, 0};
+    ends_model m;
+    tqkv_cache_desc desc;
+    tqkv_cache *copies[2] = {NULL, NULL};
+    (void)parameters;
+    if (!model_open(&m, &row)) return;
+    model_append(&m, 150);
+    memset(&desc, 0, sizeof desc);
+    desc.key_format = desc.value_format = TQKV_TQ4;
+    for (int i = 0; i < 2; i++) {
+        if (i) desc.allocator = counting_allocator(&counter);
+        CHECK_RESULT(tqkv_cache_fork(m.cache, &desc, &copies[i]), TQKV_OK);
+    }
+    if (copies[0] && copies[1]) {
+        stream a = stream_of_cache(copies[0]), b = stream_of_cache(copies[1]);
+        CHECK(stream_is_equal(&a, &b), "two forks save other bytes");
+        stream_free(&a);
+        stream_free(&b);
+    }
+    for (int i = 0; i < 2; i++) tqkv_cache_destroy(copies[i]);
+    model_close(&m);
+}
+
 /* [PAGED][CACHE_HEADS][64] rows in a store: linear, or in pages of a pool; of a table with -1 only those before 64 and
  * from 192 on. */
 enum { PAGED = 300 };
@@ -371,4 +398,5 @@ void test_ends_cases(void)
     }
     for (int way = 0; way < 3; way++) test_add(check_remains, &way, sizeof way, "ends/remains/%s", ways[way]);
     test_add(check_fork_from_f16, NULL, 0, "ends/fork_from_f16");
+    test_add(check_fork_from_f16_ring, NULL, 0, "ends/fork_from_f16_ring");
 }
