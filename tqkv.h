@@ -5364,16 +5364,17 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,   TQKV__LANES,        {TQK
 #endif /* TQKV__LANES */
 
 /* >>integer-kernels: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions. A lane of
-   32 bits adds up TQKV__PRODUCTS products: two of words, to which the bytes are widened, or four of bytes with the high
-   and the low bytes of an integer, in two sums. What a set brings besides its floats, with TQKV__(codes) for a vector of
-   TQKV__INTEGER_LANES lanes, as TQKV__S(name) if it has nothing to do with products, else as TQKV__I(name):
+   32 bits adds up TQKV__PRODUCTS products: two of words, to which the bytes are widened, or four or eight of bytes with
+   the high and the low bytes of an integer, in two sums. What a set brings besides its floats, with TQKV__(codes) for a
+   vector of TQKV__INTEGER_LANES lanes, as TQKV__S(name) if it has nothing to do with products, else as TQKV__I(name):
 
      load_books, look_up        codes to bytes, TQKV__STEP of them
      open, dot, whole           bytes of a key as dot takes them; products added to a sum; the sum in one integer a lane
      interleave                 bytes of TQKV__PRODUCTS values to lanes, a dimension of all in each
-     round_codes, store_words   floats to integers, lanes to the 16 bits in which products find them
+     round_codes, store_words   floats to integers, lanes to the 16 bits in which products find them, from `i` on
      load_row, repeat           those of a vector of dimensions, those of TQKV__PRODUCTS positions in each lane
      transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has TQKV__PRODUCTS integers
+     lanes, repeated, dot_lanes, whole_lanes   as codes, row, dot, whole, for lanes of eight products
      TQKV__PACKED_ROWS          0, or the rows up to which codes without upper bits are not stored as bytes first: with
                                 widen, half of the bytes as words, and interleave_bytes, or load_part and dot_bytes    */
 #ifdef TQKV__INTEGER_LANES
@@ -5382,8 +5383,9 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,   TQKV__LANES,        {TQK
 /* Integers that decode_codes writes and that interleave reads of a row; rows of integers are padded to that. */
 #define TQKV__STEP        (4 * TQKV__INTEGER_LANES)
 #define TQKV__PADDED(dim) (((dim) + TQKV__STEP - 1) / TQKV__STEP * TQKV__STEP)
-#define TQKV__BYTES       (4 * TQKV__INTEGER_LANES)              /* of a vector */
-#define TQKV__WORDS       (TQKV__PRODUCTS * TQKV__INTEGER_LANES) /* that a vector of codes is multiplied with */
+#define TQKV__BYTES       (4 * TQKV__INTEGER_LANES) /* of a vector, of lanes: */
+#define TQKV__LANE_BYTES  ((int)sizeof(TQKV__I(lanes)))
+#define TQKV__WORDS       ((TQKV__PRODUCTS == 2 ? 2 : 4) * TQKV__INTEGER_LANES) /* multiplied with a vector of codes */
 /* Keys that are decoded together. */
 #define TQKV__SLICE  16
 #define TQKV__SLICES (2 * TQKV__INTEGER_LANES > TQKV__SLICE ? 2 * TQKV__INTEGER_LANES : TQKV__SLICE)
@@ -5405,8 +5407,27 @@ TQKV__OP TQKV__(codes) TQKV__I(load_codes)(const void *p)
     return x;
 }
 
+#if TQKV__PRODUCTS < 8
+typedef TQKV__(codes) TQKV__I(lanes);
+typedef TQKV__I(row) TQKV__I(repeated);
+#define TQKV__DOT_LANES   TQKV__I(dot)
+#define TQKV__WHOLE_LANES TQKV__I(whole)
+#else
+#define TQKV__DOT_LANES   TQKV__I(dot_lanes)
+#define TQKV__WHOLE_LANES TQKV__I(whole_lanes)
+#endif
+
+TQKV__OP TQKV__I(lanes) TQKV__I(load_lanes)(const void *p)
+{
+    TQKV__I(lanes) x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+#ifndef TQKV__DECODED /* true: another set of the same name has the decoders */
+
 /* Decodes `left` of the integers of n rows, at most TQKV__STEP; p, upper: the fields of the first row, to: as wide as `stride` */
-TQKV__OP void TQKV__I(decode_step)(const tqkv_format format, const TQKV__(codes) * books, int left, size_t row_bytes,
+TQKV__OP void TQKV__S(decode_step)(const tqkv_format format, const TQKV__(codes) * books, int left, size_t row_bytes,
                                    const uint8_t *p, const uint8_t *upper, int n, int8_t *to, int stride)
 {
     for (int j = 0; j < n; j++, p += row_bytes, upper += row_bytes, to += stride) {
@@ -5416,7 +5437,7 @@ TQKV__OP void TQKV__I(decode_step)(const tqkv_format format, const TQKV__(codes)
 }
 
 /* Decodes the integers [first, first + dim) of n rows; row: the first one, to: [n][TQKV__PADDED(dim)] */
-TQKV__OP void TQKV__I(decode_integers)(const tqkv_format format, const tqkv__stream *s, const uint8_t *row, int first,
+TQKV__OP void TQKV__S(decode_integers)(const tqkv_format format, const tqkv__stream *s, const uint8_t *row, int first,
                                        int n, int dim, int8_t *to)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
@@ -5428,25 +5449,26 @@ TQKV__OP void TQKV__I(decode_integers)(const tqkv_format format, const tqkv__str
         const uint8_t *at = p + d * main / 8, *upper_at = upper + d * upper_bits / 8;
         const int left = dim - d, padded = TQKV__PADDED(dim);
         if (left >= TQKV__STEP)
-            TQKV__I(decode_step)(format, books, TQKV__STEP, s->row_bytes, at, upper_at, n, to + d, padded);
+            TQKV__S(decode_step)(format, books, TQKV__STEP, s->row_bytes, at, upper_at, n, to + d, padded);
         else if (left == 16 || TQKV__STEP <= 32)
-            TQKV__I(decode_step)(format, books, 16, s->row_bytes, at, upper_at, n, to + d, padded);
+            TQKV__S(decode_step)(format, books, 16, s->row_bytes, at, upper_at, n, to + d, padded);
         else
-            TQKV__I(decode_step)(format, books, left, s->row_bytes, at, upper_at, n, to + d, padded);
+            TQKV__S(decode_step)(format, books, left, s->row_bytes, at, upper_at, n, to + d, padded);
     }
 }
 
 #define TQKV__DECODE_INTEGERS(unused, format, ...)                                                                     \
-    TQKV__TARGET static void TQKV__I(integers_##format)(const tqkv__stream *s, const uint8_t *row, int first, int n,   \
+    TQKV__TARGET static void TQKV__S(integers_##format)(const tqkv__stream *s, const uint8_t *row, int first, int n,   \
                                                         int dim, int8_t *to)                                           \
     {                                                                                                                  \
-        TQKV__I(decode_integers)(format, s, row, first, n, dim, to);                                                   \
+        TQKV__S(decode_integers)(format, s, row, first, n, dim, to);                                                   \
     }
 TQKV__FORMATS(TQKV__DECODE_INTEGERS, )
 
-typedef void (*TQKV__I(decoder))(const tqkv__stream *, const uint8_t *, int, int, int, int8_t *);
-#define TQKV__DECODER_OF(unused, format, ...) TQKV__I(integers_##format),
-static const TQKV__I(decoder) TQKV__I(decoders)[] = {NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
+typedef void (*TQKV__S(decoder))(const tqkv__stream *, const uint8_t *, int, int, int, int8_t *);
+#define TQKV__DECODER_OF(unused, format, ...) TQKV__S(integers_##format),
+static const TQKV__S(decoder) TQKV__S(decoders)[] = {NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
+#endif
 
 /* Where products find the integers of positions. */
 typedef struct TQKV__I(source) {
@@ -5481,7 +5503,7 @@ TQKV__TARGET static TQKV__I(source) TQKV__I(open_integers)(const tqkv__stream *s
         const int now = n - i < TQKV__SLICE ? n - i : TQKV__SLICE;
         int8_t *to = room + i * padded;
         if (first == 0) tqkv__prefetch(TQKV__L2, row + ahead, (size_t)now * s->row_bytes);
-        if (s->kind != TQKV__GRID) TQKV__I(decoders)[s->format](s, row, first, now, dim, to);
+        if (s->kind != TQKV__GRID) TQKV__S(decoders)[s->format](s, row, first, now, dim, to);
         if (s->kind == TQKV__GRID)
             for (int k = 0; k < now; k++)
                 TQKV__I(copy_integers)(row + (size_t)k * s->row_bytes + first, dim, padded, to + k * padded);
@@ -5505,7 +5527,7 @@ TQKV__OP void TQKV__I(round_floats)(const float *x, int n, float scale, int16_t 
     if (!(scale > 0.0f)) memset(to, 0, (size_t)n * sizeof *to);
     if (scale > 0.0f)
         for (int i = 0; i < n; i += TQKV__INTEGER_LANES)
-            TQKV__I(store_words)(to + i, TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale)));
+            TQKV__I(store_words)(to, i, TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale)));
 }
 
 /* The integers of a query, each block's padded with zeros to whole vectors. Its unit is in the place of the last value.
@@ -5659,7 +5681,7 @@ TQKV__TARGET static void TQKV__I(score_integers)(TQKV__I(product) p, int n_rows)
     }
 }
 
-/* As score_rows_of for the positions of two vectors, which are lanes of tile: [dim / TQKV__PRODUCTS][2][TQKV__BYTES] */
+/* As score_rows_of for the positions of two vectors, which are lanes of tile: [dim / TQKV__PRODUCTS][2][TQKV__LANE_BYTES] */
 TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p, const int8_t *tile)
 {
     const int size = 2 * p->row_floats, half = rows > 4 ? rows / 2 : rows; /* two addresses need fewer offsets */
@@ -5667,28 +5689,28 @@ TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p
     TQKV__I(sum) sums[2 * TQKV__PRODUCT_ROWS][2];
     TQKV__UNROLL
     for (int i = 0; i < 2 * rows; i++) sums[i / 2][i % 2] = TQKV__I(no_sum)();
-    for (int d = 0; d < p->dim; d += TQKV__PRODUCTS, tile += 2 * TQKV__BYTES) {
-        const TQKV__(codes) a = TQKV__I(load_codes)(tile), b = TQKV__I(load_codes)(tile + TQKV__BYTES);
+    for (int d = 0; d < p->dim; d += TQKV__PRODUCTS, tile += 2 * TQKV__LANE_BYTES) {
+        const TQKV__I(lanes) a = TQKV__I(load_lanes)(tile), b = TQKV__I(load_lanes)(tile + TQKV__LANE_BYTES);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
-            const TQKV__I(row) y = TQKV__I(repeat)(q[r / half] + (ptrdiff_t)(r % half) * size + d);
-            sums[r][0] = TQKV__I(dot)(sums[r][0], a, y);
-            sums[r][1] = TQKV__I(dot)(sums[r][1], b, y);
+            const TQKV__I(repeated) y = TQKV__I(repeat)(q[r / half] + (ptrdiff_t)(r % half) * size + d);
+            sums[r][0] = TQKV__DOT_LANES(sums[r][0], a, y);
+            sums[r][1] = TQKV__DOT_LANES(sums[r][1], b, y);
         }
     }
     TQKV__UNROLL
     for (int i = 0; i < 2 * rows; i++)
-        TQKV__I(add_scores)(p, i / 2, i % 2 * TQKV__INTEGER_LANES, TQKV__I(whole)(sums[i / 2][i % 2]));
+        TQKV__I(add_scores)(p, i / 2, i % 2 * TQKV__INTEGER_LANES, TQKV__WHOLE_LANES(sums[i / 2][i % 2]));
 }
 
 /* score_integers for many rows: turning the positions into lanes takes less time than adding up the lanes of each sum. */
 TQKV__TARGET static void TQKV__I(score_lanes)(TQKV__I(product) p, int n_rows)
 {
-    TQKV__ALIGNED int8_t tile[TQKV__BLOCK / TQKV__PRODUCTS * 2 * TQKV__BYTES];
+    TQKV__ALIGNED int8_t tile[TQKV__BLOCK / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
     for (int v = 0; v < 2; v++) {
         const int first = v * TQKV__INTEGER_LANES < p.n ? v * TQKV__INTEGER_LANES : 0;
         for (int d = 0; d < p.dim; d += 16) {
-            TQKV__(codes) x[16 / TQKV__PRODUCTS];
+            TQKV__I(lanes) x[16 / TQKV__PRODUCTS];
             const int8_t *at = p.at.codes + (size_t)first * p.at.stride + d;
             if (p.at.ahead && d % 64 == 0)
                 for (int j = 0; j < TQKV__INTEGER_LANES; j++)
@@ -5697,7 +5719,7 @@ TQKV__TARGET static void TQKV__I(score_lanes)(TQKV__I(product) p, int n_rows)
             TQKV__I(transpose)(at, p.at.stride, x);
             TQKV__UNROLL
             for (int i = 0; i < 16 / TQKV__PRODUCTS; i++)
-                memcpy(tile + (2 * (d / TQKV__PRODUCTS + i) + v) * TQKV__BYTES, &x[i], sizeof x[i]);
+                memcpy(tile + (2 * (d / TQKV__PRODUCTS + i) + v) * TQKV__LANE_BYTES, &x[i], sizeof x[i]);
         }
     }
     for (int left = n_rows, rows; left > 0; left -= rows) {
@@ -5945,7 +5967,7 @@ TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const flo
         TQKV__UNROLL
         for (int i = 0; i < VECTORS; i++) {
             const TQKV__(codes) rounded = TQKV__S(round_codes)(x[i] * TQKV__(set1)(scale));
-            TQKV__I(store_words)((int16_t *)(void *)to + i * TQKV__INTEGER_LANES, rounded);
+            TQKV__I(store_words)((int16_t *)(void *)to, i * TQKV__INTEGER_LANES, rounded);
         }
     } else {
         memset(to, 0, TQKV__TILE * sizeof(int16_t));
@@ -5955,7 +5977,7 @@ TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const flo
 
 /* TQKV__STEP dimensions of TQKV__PRODUCTS positions, interleaved; asks for those of the next tile. */
 TQKV__OP void TQKV__I(open_group)(const tqkv_format format, const TQKV__(codes) * books, const uint8_t *at,
-                                  size_t stride, ptrdiff_t ahead, int left, TQKV__(codes) * x)
+                                  size_t stride, ptrdiff_t ahead, int left, TQKV__I(lanes) * x)
 {
     TQKV__UNROLL
     for (int i = 0; i < TQKV__PRODUCTS; i++) tqkv__prefetch(TQKV__L2, at + i * (ptrdiff_t)stride + ahead, 1);
@@ -5978,23 +6000,24 @@ TQKV__OP void TQKV__I(add_rows_of)(const tqkv_format format, const int rows, con
     const int16_t *w = p->rows;
     const int8_t *at = p->at.codes + first * TQKV__MAIN_BITS(format) / 8;
     TQKV__I(sum) sums[TQKV__PRODUCT_ROWS][4];
-    TQKV__(codes) x[4], books[4];
+    TQKV__I(lanes) x[4];
+    TQKV__(codes) whole[4], books[4];
     if (format != TQKV_I8) TQKV__S(load_books)(TQKV__BOOK_BITS(format), p->at.centroids, books);
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__I(no_sum)();
     for (int j = 0; j < p->n; j += TQKV__PRODUCTS, w += TQKV__PRODUCTS, at += TQKV__PRODUCTS * p->at.stride) {
         if (ready) {
             TQKV__UNROLL
-            for (int v = 0; v < 4; v++) x[v] = TQKV__I(load_codes)(tile + v * TQKV__BYTES);
-            tile += 4 * TQKV__BYTES;
+            for (int v = 0; v < 4; v++) x[v] = TQKV__I(load_lanes)(tile + v * TQKV__LANE_BYTES);
+            tile += 4 * TQKV__LANE_BYTES;
         } else {
             TQKV__I(open_group)(format, books, (const uint8_t *)at, p->at.stride, p->at.ahead, p->dim - first, x);
         }
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
-            const TQKV__I(row) y = TQKV__I(repeat)(w + 2 * r * p->row_floats);
+            const TQKV__I(repeated) y = TQKV__I(repeat)(w + 2 * r * p->row_floats);
             TQKV__UNROLL
-            for (int v = 0; v < 4; v++) sums[r][v] = TQKV__I(dot)(sums[r][v], x[v], y);
+            for (int v = 0; v < 4; v++) sums[r][v] = TQKV__DOT_LANES(sums[r][v], x[v], y);
         }
     }
     TQKV__UNROLL
@@ -6002,12 +6025,12 @@ TQKV__OP void TQKV__I(add_rows_of)(const tqkv_format format, const int rows, con
         float *to = p->results + r * p->result_floats + first;
         const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
         TQKV__UNROLL
-        for (int v = 0; v < 4; v++) x[v] = TQKV__I(whole)(sums[r][v]);
-        TQKV__S(natural_order)(x);
+        for (int v = 0; v < 4; v++) whole[v] = TQKV__WHOLE_LANES(sums[r][v]);
+        TQKV__S(natural_order)(whole);
         TQKV__UNROLL
         for (int v = 0; v < 4; v++, to += TQKV__INTEGER_LANES)
             if (first + v * TQKV__INTEGER_LANES < p->dim)
-                TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(x[v]), unit, TQKV__(load)(to)));
+                TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(whole[v]), unit, TQKV__(load)(to)));
     }
 }
 
@@ -6031,13 +6054,13 @@ TQKV__TARGET static void TQKV__I(add_looked_up)(const TQKV__I(product) * p, int 
 /* The sums of all rows for TQKV__STEP dimensions from d on, whose positions they share interleaved. */
 TQKV__TARGET static void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int n_rows)
 {
-    TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * 4 * TQKV__BYTES];
+    TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * 4 * TQKV__LANE_BYTES];
     for (int j = 0; j < p.n; j += TQKV__PRODUCTS) {
-        TQKV__(codes) x[4];
+        TQKV__I(lanes) x[4];
         TQKV__I(open_group)
         (TQKV_I8, NULL, (const uint8_t *)p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, p.at.ahead, p.dim - d,
          x);
-        memcpy(tile + j / TQKV__PRODUCTS * 4 * TQKV__BYTES, x, sizeof x);
+        memcpy(tile + j / TQKV__PRODUCTS * 4 * TQKV__LANE_BYTES, x, sizeof x);
     }
     for (int left = n_rows, rows; left > 0; left -= rows) {
         rows = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
@@ -6245,12 +6268,16 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__STEP
 #undef TQKV__PADDED
 #undef TQKV__BYTES
+#undef TQKV__LANE_BYTES
+#undef TQKV__DOT_LANES
+#undef TQKV__WHOLE_LANES
 #undef TQKV__WORDS
 #undef TQKV__PRODUCTS
 #undef TQKV__S
 #undef TQKV__SLICE
 #undef TQKV__SLICES
 #undef TQKV__LANES_ROWS
+#undef TQKV__DECODED
 #undef TQKV__DECODE_INTEGERS
 #undef TQKV__DECODER_OF
 #undef TQKV__QUERY_BLOCK
@@ -7155,6 +7182,14 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *runs, flo
 #include <arm_neon.h>
 #ifdef __linux__
 #include <sys/auxv.h>
+#elif defined(__APPLE__) /* the system's header does not compile with _POSIX_C_SOURCE */
+#ifdef __cplusplus
+extern "C" {
+#endif
+int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t to_size);
+#ifdef __cplusplus
+}
+#endif
 #endif
 
 /* >>neon: part of every AArch64 */
@@ -7615,9 +7650,9 @@ TQKV__OP __m512i tqkv__i_sum_codes_across_avx512(const __m512i *x)
 }
 TQKV__OP __m512 tqkv__i_to_floats_avx512(__m512i x) { return _mm512_cvtepi32_ps(x); }
 TQKV__OP __m512i tqkv__i_round_codes_avx512(__m512 x) { return _mm512_cvtps_epi32(x); }
-TQKV__OP void tqkv__i_store_words_avx512(int16_t *p, __m512i x)
+TQKV__OP void tqkv__i_store_words_avx512(int16_t *p, int i, __m512i x)
 {
-    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(x));
+    _mm256_storeu_si256((__m256i *)(void *)(p + i), _mm512_cvtepi32_epi16(x));
 }
 TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
 
@@ -7873,9 +7908,10 @@ TQKV__OP __m256i tqkv__i_sum_codes_across_avx2(const __m256i *x)
 }
 TQKV__OP __m256 tqkv__i_to_floats_avx2(__m256i x) { return _mm256_cvtepi32_ps(x); }
 TQKV__OP __m256i tqkv__i_round_codes_avx2(__m256 x) { return _mm256_cvtps_epi32(x); }
-TQKV__OP void tqkv__i_store_words_avx2(int16_t *p, __m256i x)
+TQKV__OP void tqkv__i_store_words_avx2(int16_t *p, int i, __m256i x)
 {
-    _mm_storeu_si128((__m128i *)(void *)p, _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
+    _mm_storeu_si128((__m128i *)(void *)(p + i),
+                     _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
 }
 TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
 {
@@ -7924,6 +7960,7 @@ TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i intege
 #define TQKV__PRODUCTS      2
 #define TQKV__PRODUCT_ROWS  2
 #define TQKV__PACKED_ROWS   0
+#define TQKV__DECODED       1
 #include "tqkv.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -8033,7 +8070,10 @@ TQKV__OP uint32x4_t tqkv__i_sum_four_codes_neon(const uint32x4_t *x)
 TQKV__OP uint32x4_t tqkv__i_sum_codes_across_neon(const uint32x4_t *x) { return *x; }
 TQKV__OP float32x4_t tqkv__i_to_floats_neon(uint32x4_t x) { return vcvtq_f32_s32(vreinterpretq_s32_u32(x)); }
 TQKV__OP uint32x4_t tqkv__i_round_codes_neon(float32x4_t x) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(x)); }
-TQKV__OP void tqkv__i_store_words_neon(int16_t *p, uint32x4_t x) { vst1_s16(p, vmovn_s32(vreinterpretq_s32_u32(x))); }
+TQKV__OP void tqkv__i_store_words_neon(int16_t *p, int i, uint32x4_t x)
+{
+    vst1_s16(p + i, vmovn_s32(vreinterpretq_s32_u32(x)));
+}
 TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
 
 #define TQKV__(name)        tqkv__##name##_neon
@@ -8048,10 +8088,20 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 
 /* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed. -- */
 
+/* gcc inlines a function into another only if that has all features of its target. DotProd wants ARMv8.2 there, which all
+   that come with one of the first four have. */
 #ifdef __clang__
 #define TQKV__TARGET __attribute__((target("dotprod")))
+#elif defined(__ARM_FEATURE_DOTPROD) || defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC) || defined(__ARM_FEATURE_SVE) || \
+    defined(__ARM_FEATURE_COMPLEX)
+#define TQKV__ARM_BASE ""
+#elif defined(__ARM_FEATURE_CRYPTO)
+#define TQKV__ARM_BASE "arch=armv8.2-a+crypto"
 #else
-#define TQKV__TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
+#define TQKV__ARM_BASE "arch=armv8.2-a"
+#endif
+#ifndef __clang__
+#define TQKV__TARGET __attribute__((target(TQKV__ARM_BASE "+dotprod")))
 #endif
 
 typedef struct tqkv__i_digits {
@@ -8075,10 +8125,14 @@ TQKV__OP uint32x4_t tqkv__i_whole_dotprod(tqkv__i_sum_dotprod sums)
     return vaddq_u32(vshlq_n_u32(sums.high, 8), sums.low);
 }
 /* The high bytes of four integers, then their low ones */
-TQKV__OP void tqkv__i_store_words_dotprod(int16_t *p, uint32x4_t x)
+TQKV__OP int8x8_t tqkv__i_split_dotprod(uint32x4_t x)
 {
     const int16x4_t words = vmovn_s32(vreinterpretq_s32_u32(x));
-    vst1_s8((int8_t *)(void *)p, vmovn_s16(vcombine_s16(vrshr_n_s16(words, 8), words)));
+    return vmovn_s16(vcombine_s16(vrshr_n_s16(words, 8), words));
+}
+TQKV__OP void tqkv__i_store_words_dotprod(int16_t *p, int i, uint32x4_t x)
+{
+    vst1_s8((int8_t *)(void *)(p + i), tqkv__i_split_dotprod(x));
 }
 TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const int16_t *p)
 {
@@ -8131,7 +8185,105 @@ TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int lef
 #define TQKV__PRODUCTS      4
 #define TQKV__PRODUCT_ROWS  2
 #define TQKV__PACKED_ROWS   0
+#define TQKV__DECODED       1
 #include "tqkv.h"
+
+#if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
+#define TQKV__I8MM
+/* -- NEON, with products of matrices of 2 by 8 bytes: I8MM. One is of two positions, or two dimensions of eight positions;
+   the other is the high bytes of eight integers and their low ones, which lie side by side. Keys of few rows take DotProd. -- */
+
+#ifdef __clang__
+#define TQKV__TARGET __attribute__((target("dotprod,i8mm")))
+#else
+#define TQKV__TARGET __attribute__((target(TQKV__ARM_BASE "+dotprod+i8mm")))
+#endif
+
+typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
+typedef tqkv__i_row_dotprod tqkv__i_row_i8mm;
+typedef uint32x4_t tqkv__i_repeated_i8mm;
+typedef struct tqkv__i_lanes_i8mm {
+    uint32x4_t first, last;
+} tqkv__i_lanes_i8mm;
+
+/* sums + x times y transposed */
+TQKV__OP uint32x4_t tqkv__i_multiply_matrices(uint32x4_t sums, uint32x4_t x, uint32x4_t y)
+{
+    __asm__("smmla\t%0.4s, %1.16b, %2.16b" : "+w"(sums) : "w"(x), "w"(y));
+    return sums;
+}
+TQKV__OP tqkv__i_sum_i8mm tqkv__i_dot_lanes_i8mm(tqkv__i_sum_i8mm sums, tqkv__i_lanes_i8mm x, uint32x4_t y)
+{
+    sums.high = tqkv__i_multiply_matrices(sums.high, x.first, y);
+    sums.low = tqkv__i_multiply_matrices(sums.low, x.last, y);
+    return sums;
+}
+TQKV__OP uint32x4_t tqkv__i_whole_lanes_i8mm(tqkv__i_sum_i8mm sums)
+{
+    return vaddq_u32(vshlq_n_u32(vuzp1q_u32(sums.high, sums.low), 8), vuzp2q_u32(sums.high, sums.low));
+}
+/* The high bytes of eight integers, then their low ones */
+TQKV__OP void tqkv__i_store_words_i8mm(int16_t *p, int i, uint32x4_t x)
+{
+    const uint32x2_t bytes = vreinterpret_u32_s8(tqkv__i_split_dotprod(x));
+    uint32_t *to = (uint32_t *)(void *)(p + i / 8 * 8) + i % 8 / 4;
+    vst1_lane_u32(to, bytes, 0);
+    vst1_lane_u32(to + 2, bytes, 1);
+}
+TQKV__OP tqkv__i_row_i8mm tqkv__i_load_row_i8mm(const int16_t *p)
+{
+    const uint64x2x2_t x = vld2q_u64((const uint64_t *)(const void *)p);
+    const tqkv__i_row_i8mm row = {vreinterpretq_u32_u64(x.val[0]), vreinterpretq_u32_u64(x.val[1])};
+    return row;
+}
+TQKV__OP uint32x4_t tqkv__i_repeat_i8mm(const int16_t *p) { return vld1q_u32((const uint32_t *)(const void *)p); }
+#define tqkv__i_open_i8mm  tqkv__i_open_dotprod
+#define tqkv__i_dot_i8mm   tqkv__i_dot_dotprod
+#define tqkv__i_whole_i8mm tqkv__i_whole_dotprod
+TQKV__OP void tqkv__i_transpose_i8mm(const int8_t *p, size_t stride, tqkv__i_lanes_i8mm *x)
+{
+    uint64x2_t rows[4];
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u64_s8(vld1q_s8(p + (size_t)i * stride));
+    x[0].first = vreinterpretq_u32_u64(vzip1q_u64(rows[0], rows[1]));
+    x[0].last = vreinterpretq_u32_u64(vzip1q_u64(rows[2], rows[3]));
+    x[1].first = vreinterpretq_u32_u64(vzip2q_u64(rows[0], rows[1]));
+    x[1].last = vreinterpretq_u32_u64(vzip2q_u64(rows[2], rows[3]));
+}
+/* Each round makes the highest bit of a register's number the lowest of a byte's place. */
+TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, tqkv__i_lanes_i8mm *x)
+{
+    int8x16_t from[8], to[8];
+    (void)left;
+    TQKV__UNROLL
+    for (int i = 0; i < 8; i++) to[i] = vld1q_s8(p + (size_t)i * stride);
+    TQKV__UNROLL
+    for (int round = 0; round < 3; round++) {
+        TQKV__UNROLL
+        for (int i = 0; i < 8; i++) from[i] = to[i];
+        TQKV__UNROLL
+        for (int i = 0; i < 8; i++)
+            to[i] = i % 2 ? vzip2q_s8(from[i / 2], from[i / 2 + 4]) : vzip1q_s8(from[i / 2], from[i / 2 + 4]);
+    }
+    TQKV__UNROLL
+    for (int v = 0; v < 4; v++) {
+        x[v].first = vreinterpretq_u32_s8(to[2 * v]);
+        x[v].last = vreinterpretq_u32_s8(to[2 * v + 1]);
+    }
+}
+
+#define TQKV__(name)        tqkv__##name##_neon
+#define TQKV__I(name)       tqkv__i_##name##_i8mm
+#define TQKV__S(name)       tqkv__i_##name##_neon
+#define TQKV__ISA_NAME      "neon"
+#define TQKV__INTEGER_LANES 4
+#define TQKV__PRODUCTS      8
+#define TQKV__PRODUCT_ROWS  2
+#define TQKV__LANES_ROWS    4
+#define TQKV__PACKED_ROWS   0
+#define TQKV__DECODED       1
+#include "tqkv.h"
+#endif
 #endif
 
 #undef TQKV__NESTED
@@ -8176,7 +8328,7 @@ static bool tqkv__isa_present(const tqkv__isa *isa)
 
 /* The library's only variables: set once, or by tqkv_isa_force */
 static const tqkv__isa *tqkv__isa_chosen;
-static char tqkv__products; /* of integers. 1: those that every processor of a set has, 2: AVX-VNNI or DotProd */
+static char tqkv__products; /* of integers. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
 
 static const tqkv__isa *tqkv__isa_named(const char *name)
 {
@@ -8215,43 +8367,65 @@ static const tqkv__isa *tqkv__isa_for_both(int key_dim, int value_dim)
 
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
 
-static bool tqkv__products_present(void)
+#if defined(TQKV__NEON) && defined(__APPLE__)
+static bool tqkv__processor_has(const char *name)
 {
+    int value = 0;
+    size_t size = sizeof value;
+    return sysctlbyname(name, &value, &size, NULL, 0) == 0 && value != 0;
+}
+#endif
+
+static char tqkv__find_products(void)
+{
+    bool best = false, matrices = false;
 #if defined(TQKV__AVX2)
     unsigned eax, ebx, ecx, edx;
-    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax >> 4 & 1;
-#elif defined(__ARM_FEATURE_DOTPROD)
-    return true;
+    best = __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax >> 4 & 1;
+#elif defined(TQKV__NEON) && defined(__APPLE__)
+    best = tqkv__processor_has("hw.optional.arm.FEAT_DotProd");
+    matrices = tqkv__processor_has("hw.optional.arm.FEAT_I8MM");
 #elif defined(TQKV__NEON) && defined(__linux__)
-    return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
-#else
-    return false;
+    best = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#ifdef HWCAP2_I8MM
+    matrices = (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0;
 #endif
+#endif
+#ifdef __ARM_FEATURE_DOTPROD
+    best = true;
+#endif
+#ifdef __ARM_FEATURE_MATMUL_INT8
+    matrices = true;
+#endif
+    return best ? matrices ? 3 : 2 : 1;
 }
 
 /* Asked once: it takes microseconds in a virtual machine. */
-static bool tqkv__has_products(void)
+static char tqkv__products_now(void)
 {
     char known = __atomic_load_n(&tqkv__products, __ATOMIC_RELAXED);
-    if (!known) known = tqkv__products_present() ? 2 : 1;
+    if (!known) known = tqkv__find_products();
     __atomic_store_n(&tqkv__products, known, __ATOMIC_RELAXED);
-    return known == 2;
+    return known;
 }
 
 /* Integers beside the floats of a set, by the best products that the processor has. */
 static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
 {
-    const bool best = tqkv__has_products();
+    const char products = tqkv__products_now();
 #ifdef TQKV__AVX512
     if (isa == &tqkv__isa_avx512 && __builtin_cpu_supports("avx512vnni")) return &tqkv__i_integers_avx512;
 #endif
 #ifdef TQKV__AVX2
-    if (isa != &tqkv__isa_scalar) return best ? &tqkv__i_integers_avxvnni : &tqkv__i_integers_avx2;
+    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_integers_avxvnni : &tqkv__i_integers_avx2;
 #endif
 #ifdef TQKV__NEON
-    if (isa != &tqkv__isa_scalar) return best ? &tqkv__i_integers_dotprod : &tqkv__i_integers_neon;
+#ifdef TQKV__I8MM
+    if (isa != &tqkv__isa_scalar && products > 2) return &tqkv__i_integers_i8mm;
 #endif
-    (void)isa, (void)best;
+    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_integers_dotprod : &tqkv__i_integers_neon;
+#endif
+    (void)isa, (void)products;
     return &tqkv__integers_scalar;
 }
 
