@@ -5992,10 +5992,11 @@ TQKV__OP void TQKV__I(open_group)(const tqkv_format format, const TQKV__(codes) 
     (void)books;
 }
 
-/* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for TQKV__STEP dimensions from `first` on.
-   format: of the source; ready: it is interleaved in tile. format, rows, ready: constants */
-TQKV__OP void TQKV__I(add_rows_of)(const tqkv_format format, const int rows, const bool ready,
-                                   const TQKV__I(product) * p, int first, const int8_t *tile)
+/* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for TQKV__STEP dimensions from `first` on,
+   or only for the half of them that the first two vectors hold. format: of the source; ready: it is interleaved in tile.
+   format, rows, ready, vectors: constants */
+TQKV__OP void TQKV__I(add_vectors_of)(const tqkv_format format, const int rows, const bool ready, const int vectors,
+                                      const TQKV__I(product) * p, int first, const int8_t *tile)
 {
     const int16_t *w = p->rows;
     const int8_t *at = p->at.codes + first * TQKV__MAIN_BITS(format) / 8;
@@ -6004,11 +6005,11 @@ TQKV__OP void TQKV__I(add_rows_of)(const tqkv_format format, const int rows, con
     TQKV__(codes) whole[4], books[4];
     if (format != TQKV_I8) TQKV__S(load_books)(TQKV__BOOK_BITS(format), p->at.centroids, books);
     TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__I(no_sum)();
+    for (int i = 0; i < vectors * rows; i++) sums[i / vectors][i % vectors] = TQKV__I(no_sum)();
     for (int j = 0; j < p->n; j += TQKV__PRODUCTS, w += TQKV__PRODUCTS, at += TQKV__PRODUCTS * p->at.stride) {
         if (ready) {
             TQKV__UNROLL
-            for (int v = 0; v < 4; v++) x[v] = TQKV__I(load_lanes)(tile + v * TQKV__LANE_BYTES);
+            for (int v = 0; v < vectors; v++) x[v] = TQKV__I(load_lanes)(tile + v * TQKV__LANE_BYTES);
             tile += 4 * TQKV__LANE_BYTES;
         } else {
             TQKV__I(open_group)(format, books, (const uint8_t *)at, p->at.stride, p->at.ahead, p->dim - first, x);
@@ -6017,7 +6018,7 @@ TQKV__OP void TQKV__I(add_rows_of)(const tqkv_format format, const int rows, con
         for (int r = 0; r < rows; r++) {
             const TQKV__I(repeated) y = TQKV__I(repeat)(w + 2 * r * p->row_floats);
             TQKV__UNROLL
-            for (int v = 0; v < 4; v++) sums[r][v] = TQKV__DOT_LANES(sums[r][v], x[v], y);
+            for (int v = 0; v < vectors; v++) sums[r][v] = TQKV__DOT_LANES(sums[r][v], x[v], y);
         }
     }
     TQKV__UNROLL
@@ -6025,13 +6026,22 @@ TQKV__OP void TQKV__I(add_rows_of)(const tqkv_format format, const int rows, con
         float *to = p->results + r * p->result_floats + first;
         const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
         TQKV__UNROLL
-        for (int v = 0; v < 4; v++) whole[v] = TQKV__WHOLE_LANES(sums[r][v]);
+        for (int v = 0; v < 4; v++) whole[v] = TQKV__WHOLE_LANES(v < vectors ? sums[r][v] : TQKV__I(no_sum)());
         TQKV__S(natural_order)(whole);
         TQKV__UNROLL
-        for (int v = 0; v < 4; v++, to += TQKV__INTEGER_LANES)
+        for (int v = 0; v < vectors; v++, to += TQKV__INTEGER_LANES)
             if (first + v * TQKV__INTEGER_LANES < p->dim)
                 TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(whole[v]), unit, TQKV__(load)(to)));
     }
+}
+
+TQKV__OP void TQKV__I(add_rows_of)(const tqkv_format format, const int rows, const bool ready,
+                                   const TQKV__I(product) * p, int first, const int8_t *tile)
+{
+    if (!ready && TQKV__STEP > 16 && p->dim - first <= TQKV__STEP / 2)
+        TQKV__I(add_vectors_of)(format, rows, ready, 2, p, first, tile);
+    else
+        TQKV__I(add_vectors_of)(format, rows, ready, 4, p, first, tile);
 }
 
 #if TQKV__PACKED_ROWS
