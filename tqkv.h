@@ -1686,7 +1686,8 @@ TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim)
 TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim)
 {
     if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || TQKV__KIND(f) == TQKV__HALF) return 0;
-    return head_dim / TQKV__NORM_BLOCK(TQKV__KIND(f), head_dim);
+    const int block = TQKV__NORM_BLOCK(TQKV__KIND(f), head_dim);
+    return block ? head_dim / block : 0;
 }
 
 TQKV_API float tqkv_last_boundary(tqkv_format f)
@@ -2775,7 +2776,8 @@ static int tqkv__tasks_for(const tqkv__stream *s, int n_tokens)
 
 static void tqkv__run_encode_tasks(tqkv__encode_job *job)
 {
-    job->n_tasks = job->parallel.run == tqkv__run_serial ? 1 : tqkv__tasks_for(job->streams[0], job->n_tokens);
+    const bool serial = job->parallel.run == tqkv__run_serial || !job->n_streams;
+    job->n_tasks = serial ? 1 : tqkv__tasks_for(job->streams[0], job->n_tokens);
     if (job->n_tasks > 1)
         job->parallel.run(job->parallel.user, job->n_streams * job->n_tasks, tqkv__encode_task, job);
     else
