@@ -9148,8 +9148,8 @@ static bool tqkv__find_spans(const tqkv__attention *a, const tqkv__item *item, i
 }
 
 /* Adds the slice (source, source_max, source_sum) of one row to (out, max, sum). */
-static void tqkv__merge_row(int value_dim, float *out, float *max, float *sum, const float *source, float source_max,
-                            float source_sum)
+static TQKV__NOINLINE void tqkv__merge_row(int value_dim, float *out, float *max, float *sum, const float *source,
+                                           float source_max, float source_sum)
 {
     if (source_sum == 0.0f) return;
     const float largest = source_max > *max ? source_max : *max;
@@ -9804,7 +9804,7 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
     *max = rounded;
 }
 
-static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum);
+static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum);
 
 /* To nearest even, whatever the caller's mode. out: [value_dim], to: of the output's type */
 static void tqkv__round_output(const tqkv__attention *a, const float *out, void *to)
@@ -10119,7 +10119,7 @@ static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, i
 }
 
 /* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [value_dim] */
-static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
+static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
 {
     float factor = 0.0f;
     if (sum != 0.0f) {
@@ -10134,8 +10134,10 @@ static void tqkv__finish_row(const tqkv__attention *a, int head, float *out, flo
 
 static void tqkv__finish(const tqkv__attention *a, float *out, const float *max, const float *sum)
 {
+    const uint64_t mode = tqkv__fp_exact();
     for (size_t row = 0; row < a->n_rows; row++)
         tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out + row * (size_t)a->value_dim, max[row], sum[row]);
+    tqkv__fp_restore(mode);
 }
 
 /* The arrays of one call. No written array may overlap another one. */
@@ -10410,6 +10412,7 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
     tqkv__add_slice(&arrays, &a, src_out, src_max, src_sum);
     if ((r = tqkv__check_arrays(&arrays, 3)) != TQKV_OK) return r;
     const size_t value_dim = (size_t)a.value_dim;
+    const uint64_t mode = tqkv__fp_exact();
     for (size_t row = 0; row < a.n_rows; row++) {
         float source[TQKV_MAX_HEAD_DIM]; /* basis of a's values */
         memcpy(source, src_out + row * value_dim, value_dim * sizeof(float));
@@ -10417,6 +10420,7 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
         if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.value_dim);
         tqkv__merge_row(a.value_dim, out + row * value_dim, &max[row], &sum[row], source, src_max[row], src_sum[row]);
     }
+    tqkv__fp_restore(mode);
     return TQKV_OK;
 }
 

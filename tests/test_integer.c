@@ -165,7 +165,20 @@ static void check_batch(const void *parameters)
     attend_tear_down(&p);
 }
 
-/* The caller's rounding mode changes no bit, nor the default scale of keys with a tail. */
+/* Attention as two slices. sums: room for the second one, its maxima and sums, and those of both */
+static void attend_slices(const attend_problem *p, float *out, float *sums)
+{
+    const tqkv_attention *a = &p->attention;
+    const int half = (int)a->end / 2;
+    float *max = sums + p->n_rows * p->value_dim, *sum = max + p->n_rows;
+    float *other_max = sum + p->n_rows, *other_sum = other_max + p->n_rows;
+    CHECK_RESULT(tqkv_attend_partial(a, p->q, 0, half, out, max, sum), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_partial(a, p->q, half, (int)a->end - half, sums, other_max, other_sum), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_merge(a, out, max, sum, sums, other_max, other_sum), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_finish(a, out, max, sum), TQKV_OK);
+}
+
+/* The caller's rounding mode changes no bit, of slices either, nor the default scale of keys with a tail. */
 static void check_mode(const void *parameters)
 {
     const int head_dim = *(const int *)parameters;
@@ -178,14 +191,21 @@ static void check_mode(const void *parameters)
     attend_problem p;
     attend_set_up(&p, &row);
     const size_t bytes = p.n_rows * p.value_dim * sizeof(float);
-    float *out = (float *)test_alloc(bytes);
+    float *out = (float *)test_alloc(3 * bytes + 4 * p.n_rows * sizeof(float));
+    float *slices = out + p.n_rows * p.value_dim, *sums = slices + p.n_rows * p.value_dim;
     CHECK_RESULT(tqkv_attend(&p.attention, p.q, p.out), TQKV_OK);
+    attend_slices(&p, slices, sums);
 #ifdef FE_UPWARD
     fesetround(FE_UPWARD);
     CHECK_RESULT(tqkv_attend(&p.attention, p.q, out), TQKV_OK);
     CHECK(fegetround() == FE_UPWARD, "the mode is not restored");
     fesetround(FE_TONEAREST);
     CHECK(!memcmp(out, p.out, bytes), "the rounding mode changes the output");
+    fesetround(FE_UPWARD);
+    attend_slices(&p, out, sums);
+    CHECK(fegetround() == FE_UPWARD, "slices: the mode is not restored");
+    fesetround(FE_TONEAREST);
+    CHECK(!memcmp(out, slices, bytes), "the rounding mode changes the sum of slices");
 #endif
     free(out);
     attend_tear_down(&p);
