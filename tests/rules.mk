@@ -73,12 +73,12 @@ $(eval $(call runner_variant,sanitize,$(CC),-std=c99 $(SANITIZE),,$(SANITIZED_CA
 else
 $(eval $(call runner_variant,gcc,gcc,-std=c99 -O2,,))
 $(eval $(call runner_variant,gcc-O0,gcc,-std=c11 -O0 -DTQKV_NO_AVX2,,$(EXACT_CASES)))
-$(eval $(call runner_variant,gxx-O3,g++,-x c++ -std=c++11 $(AGGRESSIVE),,$(EXACT_CASES) $(ATTEND_CASES)))
-$(eval $(call runner_variant,clang,clang,-std=c99 -O2,,$(EXACT_CASES)))
+# g++ 12 takes its own AVX-512 intrinsics for uninitialised where they are inlined (GCC bug 105593).
+$(eval $(call runner_variant,gxx-O3,g++,-x c++ -std=c++11 $(AGGRESSIVE) -Wno-uninitialized -Wno-maybe-uninitialized,,$(EXACT_CASES) $(ATTEND_CASES)))
 $(eval $(call runner_variant,clang-O0,clang,-std=c99 -O0 $(OVERFLOW),,golden $(NOT_PLAIN) tables codec/decode attend/ring cache -threads/ -cache/parallel))
 $(eval $(call runner_variant,clangxx-O3,clang++,-x c++ -std=c++11 $(AGGRESSIVE),,$(EXACT_CASES)))
-$(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE),,$(SANITIZED_CASES),$(filter-out tables,$(filter-out tables,$(TEST_STEMS)))))
-$(eval $(call runner_variant,msan,clang,-std=c99 -O1 -g1 -fsanitize=memory -fno-sanitize-recover=all,,$(MSAN_CASES),$(MSAN_STEMS)))
+$(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE),,$(SANITIZED_CASES),$(filter-out tables,$(TEST_STEMS))))
+$(eval $(call runner_variant,msan,clang,-std=c99 -O1 -g1 -DTQKV_NO_AVX512 -fsanitize=memory -fno-sanitize-recover=all,,$(MSAN_CASES),$(MSAN_STEMS)))
 $(eval $(call runner_variant,tsan,gcc,-std=c99 -O1 -g1 -DTQKV_NO_AVX512 -fsanitize=thread,,threads/ batch/bits batch/waves,batch snapshot threads))
 endif
 
