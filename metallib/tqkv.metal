@@ -327,9 +327,10 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 #define TQKV_FC_TAIL_ROTATED 25 /* bool: attend: rotate the tail's centre before it is used */
 #define TQKV_FC_LIST         26 /* bool: attend: queries see listed blocks alone */
 
-#define TQKV_FC_SMALL_PAGES 27 /* bool: attend: some pages end within tiles */
+#define TQKV_FC_SMALL_PAGES    27 /* bool: attend: some pages end within tiles */
+#define TQKV_FC_TAIL_ELSEWHERE 28 /* bool: attend: a position has another slot in the tail than in the keys */
 
-#define TQKV__CONSTANTS 28 /* of them */
+#define TQKV__CONSTANTS 29 /* of them */
 /* Those that are uint, a bit each. */
 #define TQKV__NUMBERS                                                                                                  \
     (1u << TQKV_FC_FORMAT | 1u << TQKV_FC_VALUE_FORMAT | 1u << TQKV_FC_COLUMNS | 1u << TQKV_FC_TYPE |                  \
@@ -496,6 +497,8 @@ typedef struct tqkv__attend_args {
     int32_t list_newest, list_first_block;          /* positions that are seen beside the list; number of that block */
     int32_t first_newest;                           /* the newest position of query i is first_newest + i */
     uint32_t query_token_stride, query_head_stride; /* in values */
+    int32_t tail_slots;                             /* of a KV head in memory, as key_slots */
+    int32_t tail_capacity, tail_oldest_slot;        /* read if TQKV_FC_TAIL_ELSEWHERE */
 } tqkv__attend_args;
 
 /* attend_list has the arguments of attend. A row of a list has list_row - TQKV__LIST_HEADER entries. A row that it writes: how
@@ -572,11 +575,11 @@ typedef struct tqkv__table_report {
 
 TQKV__ASSERT_SIZE(tqkv__rows_args, 40);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 164);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 176);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 40);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 292);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 304);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
-TQKV__ASSERT_SIZE(tqkv__index_args, 208);
+TQKV__ASSERT_SIZE(tqkv__index_args, 220);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4672);
 
 // ---- shaders/common.h ----
@@ -859,6 +862,25 @@ inline uint code_width(uint format) { return main_bits(format) < 4u ? 4u : main_
 // A macro of head_dim and width, for the width of a format's codes.
 #define BY_CODE_WIDTH(format, SIZE, D)                                                                                 \
     (code_width(format) == 4 ? SIZE(D, 4) : code_width(format) == 8 ? SIZE(D, 8) : SIZE(D, 16))
+
+// A statement with W, the width of a format's codes, and `codes`, what a struct has for that width: of_4, of_8 or of_16. One of
+// the three members and statements is used, and the others disappear when the pipeline is built.
+#define WITH_CODES(format, any, ...)                                                                                   \
+    if (code_width(format) == 4) {                                                                                     \
+        const int W = 4;                                                                                               \
+        thread auto &codes = (any).of_4;                                                                               \
+        __VA_ARGS__;                                                                                                   \
+    }                                                                                                                  \
+    if (code_width(format) == 8) {                                                                                     \
+        const int W = 8;                                                                                               \
+        thread auto &codes = (any).of_8;                                                                               \
+        __VA_ARGS__;                                                                                                   \
+    }                                                                                                                  \
+    if (code_width(format) == 16) {                                                                                    \
+        const int W = 16;                                                                                              \
+        thread auto &codes = (any).of_16;                                                                              \
+        __VA_ARGS__;                                                                                                   \
+    }
 
 // log2 of the number of centroids; 0 without a codebook.
 inline uint codebook_bits(uint format) { return uint(TQKV__BOOK_BITS(format)); }
@@ -1200,205 +1222,6 @@ inline void values_at(uint format, thread const raw_codes<W, N> &raw, int i, thr
 
 #endif
 
-// ---- shaders/rotate.h ----
-
-// The rotation y = R(s*x)/sqrt(D) of a row: random signs s, then R: the Walsh-Hadamard transform H or, where D is no
-// power of two, H of each run and a Hadamard matrix across the runs. common.h has the layout of the row over L lanes in
-// pieces of C values a lane. With a matrix a piece of all lanes is a run, and C is 1.
-#ifndef TQKV_ROTATE_H
-#define TQKV_ROTATE_H
-
-// (a, b) -> (a+b, a-b) between the values of a lane that are `distance` apart in x.
-template <int N>
-inline void butterflies(thread float *x, int distance)
-{
-    TQKV_UNROLL
-    for (int i = 0; i < N; i++) {
-        if (i & distance) continue;
-        float a = x[i], b = x[i + distance];
-        x[i] = a + b;
-        x[i + distance] = a - b;
-    }
-}
-
-// Row `row` of the Hadamard matrix of order M, 12, 20 or 28: bit j is set where value j is subtracted.
-template <int M>
-inline uint matrix_row(int row)
-{
-    uint bits = 0;
-    TQKV_UNROLL
-    for (int i = 0; i < (M + 7) / 8; i++)
-        bits |= uint(M == 12   ? tqkv__tables.hadamard_12[row][i]
-                     : M == 20 ? tqkv__tables.hadamard_20[row][i]
-                               : tqkv__tables.hadamard_28[row][i])
-                << (8 * i);
-    return bits;
-}
-
-// The matrix times x, [M]. A row's terms are added one after the other, in the order of tqkv_encode.
-template <int M>
-inline void multiply_matrix(thread float *x)
-{
-    float product[M];
-    TQKV_UNROLL
-    for (int row = 0; row < M; row++) {
-        uint bits = matrix_row<M>(row);
-        float sum = as_type<float>(as_type<uint>(x[0]) ^ (bits << 31));
-        TQKV_UNROLL
-        for (int i = 1; i < M; i++)
-            sum = sum + as_type<float>(as_type<uint>(x[i]) ^ ((bits << (31 - i)) & 0x80000000u));
-        product[row] = sum;
-    }
-    TQKV_UNROLL
-    for (int i = 0; i < M; i++) x[i] = product[i];
-}
-
-// R without the stages before `start`, which lies within a piece. H has the stages of distance start, 2*start .. in
-// this order: within a lane's piece, across lanes, then across pieces. lane: among the row's lanes.
-template <int D, int L, int C>
-inline void hadamard_from(thread float *x, uint lane, int start)
-{
-    const int N = D / L;
-    TQKV_UNROLL
-    for (int distance = start; distance < C; distance *= 2) butterflies<N>(x, distance);
-    TQKV_UNROLL
-    for (uint distance = 1; distance < uint(L); distance *= 2) {
-        float sign = (lane & distance) ? -1.0f : 1.0f; // other - x or other + x, rounded once
-        TQKV_UNROLL
-        for (int i = 0; i < N; i++) x[i] = fma(x[i], sign, simd_shuffle_xor(x[i], ushort(distance)));
-    }
-    if (TQKV__HAS_MATRIX(D)) {
-        multiply_matrix<TQKV__MATRIX_ORDER(D)>(x);
-    } else {
-        TQKV_UNROLL
-        for (int distance = C; distance < N; distance *= 2) butterflies<N>(x, distance);
-    }
-}
-
-template <int D, int L, int C>
-inline void hadamard(thread float *x, uint lane)
-{
-    hadamard_from<D, L, C>(x, lane, 1);
-}
-
-// Bit i is set if x[i] changes its sign.
-template <int D, int L, int C>
-inline uint lane_signs(uint lane)
-{
-    uint signs = 0;
-    TQKV_UNROLL
-    for (int i = 0; i < D / L; i++) {
-        uint at = value_of_lane<L, C>(lane, i);
-        signs |= ((uint(tqkv__tables.signs[(at & 511u) >> 3]) >> (at & 7u)) & 1u) << i;
-    }
-    return signs;
-}
-
-template <int N>
-inline void flip_signs(thread float *x, uint signs)
-{
-    TQKV_UNROLL
-    for (int i = 0; i < N; i++) x[i] = as_type<float>(as_type<uint>(x[i]) ^ ((signs << (31 - i)) & 0x80000000u));
-}
-
-template <int N>
-inline void scale_values(thread float *x, float factor)
-{
-    TQKV_UNROLL
-    for (int i = 0; i < N; i++) x[i] = x[i] * factor;
-}
-
-// signs: lane_signs of the lane.
-template <int D, int L, int C>
-inline void rotate_values(thread float *x, uint lane, uint signs)
-{
-    flip_signs<D / L>(x, signs);
-    hadamard<D, L, C>(x, lane);
-    scale_values<D / L>(x, TQKV__INV_SQRT(D));
-}
-
-// The inverse: x = s * R(y)/sqrt(D).
-template <int D, int L, int C>
-inline void unrotate_values(thread float *x, uint lane, uint signs)
-{
-    hadamard<D, L, C>(x, lane);
-    scale_values<D / L>(x, TQKV__INV_SQRT(D));
-    flip_signs<D / L>(x, signs);
-}
-
-// Rows as load_row loads them.
-template <int D>
-inline uint signs_of_row(uint lane)
-{
-    return lane_signs<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(lane);
-}
-
-template <int D>
-inline void rotate_row(thread float *x, uint lane)
-{
-    rotate_values<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(x, lane, signs_of_row<D>(lane));
-}
-
-template <int D>
-inline void unrotate_row(thread float *x, uint lane, uint signs)
-{
-    unrotate_values<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(x, lane, signs);
-}
-
-// x += weight * the centre of a head, rotated if asked. center: [n_kv_heads][D]
-template <int D>
-inline void add_center(device const float *center, uint kv_head, bool rotated, float weight, uint lane, thread float *x)
-{
-    float c[TQKV_LANE_VALUES(D)];
-    load_row<D>(center + row_offset(kv_head, D), lane, c);
-    if (rotated) rotate_row<D>(c, lane);
-    TQKV_UNROLL
-    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) x[i] = x[i] + weight * c[i];
-}
-
-#endif
-
-// ---- shaders/softmax.h ----
-
-// Shares of maxima in the online softmax. Scores are in powers of two, because a GPU's exponential takes these.
-#ifndef TQKV_SOFTMAX_H
-#define TQKV_SOFTMAX_H
-
-#define TQKV_LOG2E 1.44269504f
-#define TQKV_LN2   0.693147181f
-
-// A maximum of a slice, in powers of e as on the processor. Maxima here are whole numbers, in powers of two: rounding to
-// powers of e and back is undone, so slices have the bits of the whole call. A processor's maximum is as close as it was.
-inline float maximum_of_slice(float max)
-{
-    float maximum = max * TQKV_LOG2E, whole = rint(maximum);
-    return fabs(maximum - whole) <= fabs(maximum) * (1.0f / 4194304.0f) ? whole : maximum;
-}
-
-// 2^(own - largest), and exactly 1 where the two are equal: then adding nothing changes no bit. The maximum of nothing
-// is -INFINITY and its share is 0. Both are selected, because -INFINITY minus -INFINITY is NaN. The fast exponential
-// errs by a few units in the last place; the result may err by 2e-5.
-inline float share_of(float own, float largest)
-{
-    return own == largest ? 1.0f : own == -INFINITY ? 0.0f : fast::exp2(own - largest);
-}
-
-// The factors of two sums of weights with these maxima, kept and added, under the larger one.
-struct shares {
-    float largest, kept, added;
-};
-
-inline shares shares_of(float kept, float added)
-{
-    shares result;
-    result.largest = max(kept, added);
-    result.kept = share_of(kept, result.largest);
-    result.added = share_of(added, result.largest);
-    return result;
-}
-
-#endif
-
 // ---- shaders/tiles.h ----
 
 // Which query rows and which tiles of the context a threadgroup of attend works on. Positions are counted from the
@@ -1421,8 +1244,11 @@ constant bool has_tree [[function_constant(TQKV_FC_TREE)]];
 constant bool batch [[function_constant(TQKV_FC_BATCH)]];
 constant bool has_list [[function_constant(TQKV_FC_LIST)]];
 constant bool small_pages [[function_constant(TQKV_FC_SMALL_PAGES)]];
+constant bool tail_elsewhere [[function_constant(TQKV_FC_TAIL_ELSEWHERE)]];
 
+// Whether rows of a tile lie anywhere: of the keys and values, and of the tail.
 inline bool rows_apart() { return has_list || small_pages; }
+inline bool tail_rows_apart() { return rows_apart() || tail_elsewhere; }
 
 inline int position_of_slot(constant tqkv__attend_args &args, uint slot)
 {
@@ -1442,6 +1268,13 @@ inline uint value_slot_of(constant tqkv__attend_args &args, uint slot)
     if (same_slots || paged) return slot;
     int at = args.value_oldest_slot + max(min(position_of_slot(args, slot), args.slice_end - 1), 0);
     return uint(at < args.value_capacity ? at : at - args.value_capacity);
+}
+
+// The tail's slot of a position. Of one that no query sees: any slot of the store.
+inline uint tail_slot_of(constant tqkv__attend_args &args, int position)
+{
+    int at = args.tail_oldest_slot + max(min(position, args.slice_end - 1), 0);
+    return uint(at < args.tail_capacity ? at : at - args.tail_capacity);
 }
 
 // The query row of a column. A column beyond the last row repeats the last row, and is not written.
@@ -1654,16 +1487,19 @@ struct page_tables {
 };
 
 // Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. Where rows
-// lie apart those of the row with the lane's number; with a list also its position.
+// lie apart those of the row with the lane's number; with a list also its position. The tail's: that of the keys or, if it lies
+// elsewhere, that of the row with the lane's number.
 struct tile_memory {
     uint keys, values;
     int position;
+    uint tail;
 };
 
-// Slots in memory of a row of a tile. All lanes of the simdgroup must come here together.
-inline uint key_slot(constant tqkv__attend_args &args, uint base, uint row)
+// Slots in memory of a row of a tile. apart: rows_apart() or, of a tail, tail_rows_apart(). All lanes of the simdgroup must come
+// here together.
+inline uint key_slot(constant tqkv__attend_args &args, bool apart, uint base, uint row)
 {
-    return rows_apart() ? simd_shuffle(base, ushort(row)) : base + existing_row(args, row);
+    return apart ? simd_shuffle(base, ushort(row)) : base + existing_row(args, row);
 }
 
 inline uint value_slot(constant tqkv__attend_args &args, uint base, uint row)
@@ -1672,10 +1508,10 @@ inline uint value_slot(constant tqkv__attend_args &args, uint base, uint row)
 }
 
 // Codes of such a row, of `bytes` each. As one sum, so that the part of all rows is computed once.
-inline device const uchar *key_codes(constant tqkv__attend_args &args, device const uchar *codes, uint bytes, uint base,
-                                     uint row)
+inline device const uchar *key_codes(constant tqkv__attend_args &args, bool apart, device const uchar *codes,
+                                     uint bytes, uint base, uint row)
 {
-    if (rows_apart()) return codes + ulong(simd_shuffle(base, ushort(row))) * ulong(bytes);
+    if (apart) return codes + ulong(simd_shuffle(base, ushort(row))) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 
@@ -1697,7 +1533,7 @@ inline uint slot_in_pages(device const int *pages, int page_size, uint factor, i
 // Through the tables: where the rows of the tile with slot `first` begin.
 inline tile_memory find_in_pages(constant tqkv__attend_args &args, thread const page_tables &pages, uint first)
 {
-    tile_memory result = {0u, 0u, 0};
+    tile_memory result = {0u, 0u, 0, 0u};
     result.keys = slot_in_pages(pages.keys, args.key_page_size, args.key_page_factor, args.key_page_shift,
                                 args.key_last_page, first / 32u);
     first = min(first, uint(args.value_capacity) - 32u); // a longer table of the keys
@@ -1716,7 +1552,7 @@ inline uint slot_of_row(device const int *pages, int page_size, int last_page, u
 
 inline tile_memory find_row(constant tqkv__attend_args &args, thread const page_tables &pages, uint slot)
 {
-    tile_memory result = {0u, 0u, 0};
+    tile_memory result = {0u, 0u, 0, 0u};
     if (small_pages) {
         result.keys = slot_of_row(pages.keys, args.key_page_size, args.key_last_page, slot);
         slot = min(slot, uint(args.value_capacity) - 1u);
@@ -1736,7 +1572,7 @@ inline tile_memory find_listed(constant tqkv__attend_args &args, thread const pa
     int position = listed_position(args, pages.list, number, pages.lane);
     uint at = position == 0x7fffffff ? 0u : uint(position), keys = uint(args.key_oldest_slot) + at;
     keys = keys < uint(args.key_capacity) ? keys : keys - uint(args.key_capacity);
-    tile_memory result = {keys, keys, position};
+    tile_memory result = {keys, keys, position, 0u};
     if (paged) {
         result = find_row(args, pages, keys);
         result.position = position;
@@ -1746,13 +1582,23 @@ inline tile_memory find_listed(constant tqkv__attend_args &args, thread const pa
     return result;
 }
 
-inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)
+inline tile_memory find_keys(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)
 {
     if (has_list) return find_listed(args, pages, number);
     uint first = first_slot_of_tile(args, number);
     if (small_pages) return find_row(args, pages, first + existing_row(args, pages.lane));
-    tile_memory result = {first, first, 0};
+    tile_memory result = {first, first, 0, 0u};
     return paged ? find_in_pages(args, pages, first) : result;
+}
+
+inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)
+{
+    tile_memory result = find_keys(args, pages, number);
+    result.tail = result.keys;
+    if (!tail_elsewhere) return result;
+    uint slot = first_slot_of_tile(args, number) + existing_row(args, pages.lane);
+    result.tail = tail_slot_of(args, has_list ? result.position : position_of_slot(args, slot));
+    return result;
 }
 
 // The position of row `row` of a tile that was found; newer than all queries if it belongs to another tile.
@@ -1778,24 +1624,12 @@ inline tile_place open_tile(constant tqkv__attend_args &args, thread const page_
 
 #endif
 
-// ---- shaders/attend.h ----
+// ---- shaders/attend_task.h ----
 
-// Attention straight from the codes. A threadgroup serves one KV head, one or several stretches of the context, and up
-// to `columns` query rows. A column is one query head of the group for one query; the heads of a query come first.
-// Each simdgroup takes its own tiles of 32 slots and keeps its own softmax. The simdgroups combine their results at
-// the end of a stretch. A key or value is decoded once for all columns: that decides the speed.
-//
-// Within a tile
-//   keys     up to 4 lanes share a row and load 16 bytes at a time; a reduction leaves each lane the score of one row;
-//            likewise the tail, a second part of each key, whose scores are added
-//   softmax  one row a lane
-//   values   the lanes lie across the row; the weights come from threadgroup memory
-//
-// Letters: D head_dim, W code width of a stored value, K and V before either: of keys and of values; T that of a tail. C
-// most columns, the same for all head_dims. N values that a lane loads at a time, R lanes that share a row of keys, V output values
-// of a column that a lane keeps.
-#ifndef TQKV_ATTEND_H
-#define TQKV_ATTEND_H
+// What a threadgroup of attention works on: function constants, the arrays of its KV head and its part of the call, norms of
+// stored rows, and what a lane keeps of each column. Letters: as in attend.h.
+#ifndef TQKV_ATTEND_TASK_H
+#define TQKV_ATTEND_TASK_H
 
 constant uint key_format [[function_constant(TQKV_FC_FORMAT)]];
 constant uint value_format [[function_constant(TQKV_FC_VALUE_FORMAT)]];
@@ -1947,6 +1781,403 @@ inline float row_scale(uint format, stream_rows rows, uint slot, float block_sca
     return one_norm<D>(format) ? stored_scale<D>(format, rows, slot, 0u, block_scale) : 1.0f;
 }
 
+#endif
+
+// ---- shaders/attend_values.h ----
+
+// Sums of weight * value over a tile, for attend.h: the lanes lie across the row, and the weights come from threadgroup memory.
+// Letters: as in attend.h.
+#ifndef TQKV_ATTEND_VALUES_H
+#define TQKV_ATTEND_VALUES_H
+
+// ---- Weights ----
+
+// Weights of a tile in threadgroup memory: [32][2] for 1 or 2 columns, else [C/4][32][4].
+template <int C>
+inline void store_weights(threadgroup float *weights, uint row, thread const float *weight)
+{
+    if (columns <= 2) {
+        float2 two;
+        two.x = weight[0];
+        two.y = weight[1];
+        *(threadgroup float2 *)(weights + row * 2u) = two;
+    } else {
+        TQKV_UNROLL
+        for (int c = 0; c + 3 < C; c += 4) {
+            if (uint(c) >= columns) continue;
+            float4 four;
+            four.x = weight[c];
+            four.y = weight[c + 1];
+            four.z = weight[c + 2];
+            four.w = weight[c + 3];
+            *(threadgroup float4 *)(weights + uint(c) * 32u + row * 4u) = four;
+        }
+    }
+}
+
+template <int C>
+inline void load_weights(threadgroup const float *weights, uint row, thread float *weight)
+{
+    if (columns <= 2) {
+        float2 two = *(threadgroup const float2 *)(weights + row * 2u);
+        weight[0] = two.x;
+        weight[1] = two.y;
+    } else {
+        TQKV_UNROLL
+        for (int c = 0; c + 3 < C; c += 4) {
+            if (uint(c) >= columns) continue;
+            float4 four = *(threadgroup const float4 *)(weights + uint(c) * 32u + row * 4u);
+            weight[c] = four.x;
+            weight[c + 1] = four.y;
+            weight[c + 2] = four.z;
+            weight[c + 3] = four.w;
+        }
+    }
+}
+
+// ---- Values ----
+
+// The lanes lie across a row of values: L lanes, 8 values each, in J pieces of the row. A step takes 32/L rows. With a
+// matrix the last of the L lanes have no values: they repeat others, and their sums go nowhere.
+#define VALUE_LANES(D)  ((D) <= 32 ? 4 : (D) <= 64 ? 8 : (D) <= 128 ? 16 : 32)
+#define VALUE_PIECES(D) (LANE_SUMS(D) / 8)
+
+// Steps that a lane loads before it uses the first of them.
+#define VALUE_WORDS(D, W) (VALUE_PIECES(D) * ((8 * (W) + 31) / 32))
+#define VALUE_ROOM(D, W)  TQKV_VALUE_WORDS(D, W, LANE_SUMS(D) * int(columns))
+#define VALUE_STEPS(D, W) (VALUE_ROOM(D, W) < VALUE_WORDS(D, W) ? 1 : VALUE_ROOM(D, W) / VALUE_WORDS(D, W))
+#define VALUE_BATCH(D, W) (VALUE_STEPS(D, W) < VALUE_LANES(D) ? VALUE_STEPS(D, W) : VALUE_LANES(D))
+
+template <int D>
+inline uint value_row_of_lane(uint step, uint lane)
+{
+    return step * uint(32 / VALUE_LANES(D)) + lane / uint(VALUE_LANES(D));
+}
+
+// The codes of a step, and for rows of several norms the factors.
+template <int D, int W>
+struct value_step {
+    raw_codes<W, 8> raw[VALUE_PIECES(D)];
+    float scale[VALUE_PIECES(D)];
+};
+
+template <int D, int W>
+inline void load_value_step(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint number,
+                            thread value_step<D, W> &step)
+{
+    const uint block = norm_block<D>(value_format), bytes = row_bytes<D>(value_format);
+    stream_rows values = task.values;
+    uint row = value_row_of_lane<D>(number, task.lane);
+    device const uchar *codes = value_codes(args, values.codes, bytes, base, row);
+    TQKV_UNROLL
+    for (int j = 0; j < VALUE_PIECES(D); j++) {
+        uint part = min(task.lane % uint(VALUE_LANES(D)), uint(LANE_SPAN(D)) - 1u);
+        uint first = (uint(j * LANE_SPAN(D)) + part) * 8u;
+        load_codes<D, W, 8>(value_format, codes, first, step.raw[j]);
+        step.scale[j] = 1.0f;
+        if (!one_norm<D>(value_format))
+            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, base, row), first / block,
+                                            args.value_block_scale);
+    }
+}
+
+// out[c] += weight * value, over the rows of step `number`.
+template <int D, int W>
+inline void add_value_step(thread const value_step<D, W> &step, uint number, uint lane, thread const codebook &book,
+                           threadgroup const float *weights, thread column_state<D> &state)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    float weight[C];
+    load_weights<C>(weights, value_row_of_lane<D>(number, lane), weight);
+    TQKV_UNROLL
+    for (int j = 0; j < VALUE_PIECES(D); j++) {
+        float x[8];
+        values_at<W, 8, 8>(value_format, step.raw[j], 0, book, x);
+        FOR_COLUMNS(c)
+        {
+            // A masked slot may hold halves or norms that are NaN, and 0 * NaN is not 0.
+            if ((W == 16 || !one_norm<D>(value_format)) && weight[c] == 0.0f) continue;
+            float factor = one_norm<D>(value_format) ? weight[c] : weight[c] * step.scale[j];
+            TQKV_UNROLL
+            for (int i = 0; i < 8; i++) state.out[c][j * 8 + i] = fma(factor, x[i], state.out[c][j * 8 + i]);
+        }
+    }
+}
+
+// `steps` holds the first steps of the tile at slot `base`. A later step is loaded when an earlier one makes room. With
+// plain loads the last steps stand apart.
+template <int D, int W>
+inline void add_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                       thread const codebook &book, thread value_step<D, W> (&steps)[VALUE_BATCH(D, W)],
+                       threadgroup const float *weights, thread column_state<D> &state)
+{
+    const int L = VALUE_LANES(D), B = VALUE_BATCH(D, W);
+    const uint end = TQKV_PLAIN_LOADS ? uint(L - B) : uint(L);
+    TQKV_UNROLL_VALUES(D, W, LANE_SUMS(D) * int(columns))
+    for (uint first = 0; first < end; first += uint(B)) {
+        TQKV_UNROLL
+        for (int b = 0; b < B; b++) {
+            add_value_step<D, W>(steps[b], first + uint(b), task.lane, book, weights, state);
+            if (TQKV_PLAIN_LOADS || first + uint(B) < uint(L))
+                load_value_step<D, W>(args, task, base, first + uint(B + b), steps[b]);
+        }
+    }
+    if (!TQKV_PLAIN_LOADS) return;
+    TQKV_UNROLL
+    for (int b = 0; b < B; b++) add_value_step<D, W>(steps[b], uint(L - B + b), task.lane, book, weights, state);
+}
+
+// As any_keys.
+template <int D>
+struct any_values {
+    value_step<D, 4> of_4[VALUE_BATCH(D, 4)];
+    value_step<D, 8> of_8[VALUE_BATCH(D, 8)];
+    value_step<D, 16> of_16[VALUE_BATCH(D, 16)];
+};
+
+template <int D, int W>
+inline void load_first_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                              thread value_step<D, W> (&steps)[VALUE_BATCH(D, W)])
+{
+    TQKV_UNROLL
+    for (int b = 0; b < VALUE_BATCH(D, W); b++) load_value_step<D, W>(args, task, base, uint(b), steps[b]);
+}
+
+template <int D>
+inline void open_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                        thread any_values<D> &values)
+{
+    WITH_CODES(value_format, values, load_first_values<D, W>(args, task, base, codes));
+}
+
+template <int D>
+inline void add_any_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                           thread const codebook &book, thread any_values<D> &values, threadgroup const float *weights,
+                           thread column_state<D> &state)
+{
+    WITH_CODES(value_format, values, add_values<D, W>(args, task, base, book, codes, weights, state));
+}
+
+#endif
+
+// ---- shaders/rotate.h ----
+
+// The rotation y = R(s*x)/sqrt(D) of a row: random signs s, then R: the Walsh-Hadamard transform H or, where D is no
+// power of two, H of each run and a Hadamard matrix across the runs. common.h has the layout of the row over L lanes in
+// pieces of C values a lane. With a matrix a piece of all lanes is a run, and C is 1.
+#ifndef TQKV_ROTATE_H
+#define TQKV_ROTATE_H
+
+// (a, b) -> (a+b, a-b) between the values of a lane that are `distance` apart in x.
+template <int N>
+inline void butterflies(thread float *x, int distance)
+{
+    TQKV_UNROLL
+    for (int i = 0; i < N; i++) {
+        if (i & distance) continue;
+        float a = x[i], b = x[i + distance];
+        x[i] = a + b;
+        x[i + distance] = a - b;
+    }
+}
+
+// Row `row` of the Hadamard matrix of order M, 12, 20 or 28: bit j is set where value j is subtracted.
+template <int M>
+inline uint matrix_row(int row)
+{
+    uint bits = 0;
+    TQKV_UNROLL
+    for (int i = 0; i < (M + 7) / 8; i++)
+        bits |= uint(M == 12   ? tqkv__tables.hadamard_12[row][i]
+                     : M == 20 ? tqkv__tables.hadamard_20[row][i]
+                               : tqkv__tables.hadamard_28[row][i])
+                << (8 * i);
+    return bits;
+}
+
+// The matrix times x, [M]. A row's terms are added one after the other, in the order of tqkv_encode.
+template <int M>
+inline void multiply_matrix(thread float *x)
+{
+    float product[M];
+    TQKV_UNROLL
+    for (int row = 0; row < M; row++) {
+        uint bits = matrix_row<M>(row);
+        float sum = as_type<float>(as_type<uint>(x[0]) ^ (bits << 31));
+        TQKV_UNROLL
+        for (int i = 1; i < M; i++)
+            sum = sum + as_type<float>(as_type<uint>(x[i]) ^ ((bits << (31 - i)) & 0x80000000u));
+        product[row] = sum;
+    }
+    TQKV_UNROLL
+    for (int i = 0; i < M; i++) x[i] = product[i];
+}
+
+// R without the stages before `start`, which lies within a piece. H has the stages of distance start, 2*start .. in
+// this order: within a lane's piece, across lanes, then across pieces. lane: among the row's lanes.
+template <int D, int L, int C>
+inline void hadamard_from(thread float *x, uint lane, int start)
+{
+    const int N = D / L;
+    TQKV_UNROLL
+    for (int distance = start; distance < C; distance *= 2) butterflies<N>(x, distance);
+    TQKV_UNROLL
+    for (uint distance = 1; distance < uint(L); distance *= 2) {
+        float sign = (lane & distance) ? -1.0f : 1.0f; // other - x or other + x, rounded once
+        TQKV_UNROLL
+        for (int i = 0; i < N; i++) x[i] = fma(x[i], sign, simd_shuffle_xor(x[i], ushort(distance)));
+    }
+    if (TQKV__HAS_MATRIX(D)) {
+        multiply_matrix<TQKV__MATRIX_ORDER(D)>(x);
+    } else {
+        TQKV_UNROLL
+        for (int distance = C; distance < N; distance *= 2) butterflies<N>(x, distance);
+    }
+}
+
+template <int D, int L, int C>
+inline void hadamard(thread float *x, uint lane)
+{
+    hadamard_from<D, L, C>(x, lane, 1);
+}
+
+// Bit i is set if x[i] changes its sign.
+template <int D, int L, int C>
+inline uint lane_signs(uint lane)
+{
+    uint signs = 0;
+    TQKV_UNROLL
+    for (int i = 0; i < D / L; i++) {
+        uint at = value_of_lane<L, C>(lane, i);
+        signs |= ((uint(tqkv__tables.signs[(at & 511u) >> 3]) >> (at & 7u)) & 1u) << i;
+    }
+    return signs;
+}
+
+template <int N>
+inline void flip_signs(thread float *x, uint signs)
+{
+    TQKV_UNROLL
+    for (int i = 0; i < N; i++) x[i] = as_type<float>(as_type<uint>(x[i]) ^ ((signs << (31 - i)) & 0x80000000u));
+}
+
+template <int N>
+inline void scale_values(thread float *x, float factor)
+{
+    TQKV_UNROLL
+    for (int i = 0; i < N; i++) x[i] = x[i] * factor;
+}
+
+// signs: lane_signs of the lane.
+template <int D, int L, int C>
+inline void rotate_values(thread float *x, uint lane, uint signs)
+{
+    flip_signs<D / L>(x, signs);
+    hadamard<D, L, C>(x, lane);
+    scale_values<D / L>(x, TQKV__INV_SQRT(D));
+}
+
+// The inverse: x = s * R(y)/sqrt(D).
+template <int D, int L, int C>
+inline void unrotate_values(thread float *x, uint lane, uint signs)
+{
+    hadamard<D, L, C>(x, lane);
+    scale_values<D / L>(x, TQKV__INV_SQRT(D));
+    flip_signs<D / L>(x, signs);
+}
+
+// Rows as load_row loads them.
+template <int D>
+inline uint signs_of_row(uint lane)
+{
+    return lane_signs<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(lane);
+}
+
+template <int D>
+inline void rotate_row(thread float *x, uint lane)
+{
+    rotate_values<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(x, lane, signs_of_row<D>(lane));
+}
+
+template <int D>
+inline void unrotate_row(thread float *x, uint lane, uint signs)
+{
+    unrotate_values<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(x, lane, signs);
+}
+
+// x += weight * the centre of a head, rotated if asked. center: [n_kv_heads][D]
+template <int D>
+inline void add_center(device const float *center, uint kv_head, bool rotated, float weight, uint lane, thread float *x)
+{
+    float c[TQKV_LANE_VALUES(D)];
+    load_row<D>(center + row_offset(kv_head, D), lane, c);
+    if (rotated) rotate_row<D>(c, lane);
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) x[i] = x[i] + weight * c[i];
+}
+
+#endif
+
+// ---- shaders/softmax.h ----
+
+// Shares of maxima in the online softmax. Scores are in powers of two, because a GPU's exponential takes these.
+#ifndef TQKV_SOFTMAX_H
+#define TQKV_SOFTMAX_H
+
+#define TQKV_LOG2E 1.44269504f
+#define TQKV_LN2   0.693147181f
+
+// A maximum of a slice, in powers of e as on the processor. Maxima here are whole numbers, in powers of two: rounding to
+// powers of e and back is undone, so slices have the bits of the whole call. A processor's maximum is as close as it was.
+inline float maximum_of_slice(float max)
+{
+    float maximum = max * TQKV_LOG2E, whole = rint(maximum);
+    return fabs(maximum - whole) <= fabs(maximum) * (1.0f / 4194304.0f) ? whole : maximum;
+}
+
+// 2^(own - largest), and exactly 1 where the two are equal: then adding nothing changes no bit. The maximum of nothing
+// is -INFINITY and its share is 0. Both are selected, because -INFINITY minus -INFINITY is NaN. The fast exponential
+// errs by a few units in the last place; the result may err by 2e-5.
+inline float share_of(float own, float largest)
+{
+    return own == largest ? 1.0f : own == -INFINITY ? 0.0f : fast::exp2(own - largest);
+}
+
+// The factors of two sums of weights with these maxima, kept and added, under the larger one.
+struct shares {
+    float largest, kept, added;
+};
+
+inline shares shares_of(float kept, float added)
+{
+    shares result;
+    result.largest = max(kept, added);
+    result.kept = share_of(kept, result.largest);
+    result.added = share_of(added, result.largest);
+    return result;
+}
+
+#endif
+
+// ---- shaders/attend.h ----
+
+// Attention straight from the codes. A threadgroup serves one KV head, one or several stretches of the context, and up
+// to `columns` query rows. A column is one query head of the group for one query; the heads of a query come first.
+// Each simdgroup takes its own tiles of 32 slots and keeps its own softmax. The simdgroups combine their results at
+// the end of a stretch. A key or value is decoded once for all columns: that decides the speed.
+//
+// Within a tile
+//   keys     up to 4 lanes share a row and load 16 bytes at a time; a reduction leaves each lane the score of one row;
+//            likewise the tail, a second part of each key, whose scores are added
+//   softmax  one row a lane
+//   values   the lanes lie across the row; the weights come from threadgroup memory (attend_values.h)
+//
+// Letters: D head_dim, W code width of a stored value, K and V before either: of keys and of values; T that of a tail. C
+// most columns, the same for all head_dims. N values that a lane loads at a time, R lanes that share a row of keys, V output values
+// of a column that a lane keeps.
+#ifndef TQKV_ATTEND_H
+#define TQKV_ATTEND_H
+
 // ---- Parts of a key: its stream, and its tail ----
 
 // Values of a tail behind each of D values of a query.
@@ -1968,21 +2199,21 @@ struct key_part {
     bool rotate, with_center, rotate_center;
     device const float *center;
     uint first; // value of a query
+    bool apart; // of rows of a tile
 };
 
 inline key_part first_part(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    key_part part = {key_format,    task.keys,      args.key_block_scale,
-                     task.queries,  rotate_queries, key_centered,
-                     rotate_center, task.center,    0u};
+    key_part part = {key_format,   task.keys,     args.key_block_scale, task.queries, rotate_queries,
+                     key_centered, rotate_center, task.center,          0u,           rows_apart()};
     return part;
 }
 
 template <int D>
 inline key_part tail_part(thread const attend_task &task)
 {
-    key_part part = {tail_format,        task.tail,        1.0f,   task.tail_queries, rotate_tail, tail_centered,
-                     rotate_tail_center, task.tail_center, uint(D)};
+    key_part part = {tail_format,        task.tail,        1.0f,    task.tail_queries, rotate_tail, tail_centered,
+                     rotate_tail_center, task.tail_center, uint(D), tail_rows_apart()};
     return part;
 }
 
@@ -2109,7 +2340,8 @@ inline void load_key_codes(constant tqkv__attend_args &args, thread const attend
         TQKV_UNROLL
         for (int r = 0; r < R; r++) {
             uint row = uint(r * (32 / R)) + task.lane / uint(R);
-            load_codes<D, W, N>(part.format, key_codes(args, part.rows.codes, row_bytes<D>(part.format), base, row),
+            load_codes<D, W, N>(part.format,
+                                key_codes(args, part.apart, part.rows.codes, row_bytes<D>(part.format), base, row),
                                 ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
         }
     }
@@ -2123,7 +2355,7 @@ inline void load_key_scales(constant tqkv__attend_args &args, thread const atten
     const int R = KEY_LANES(D, W);
     TQKV_UNROLL
     for (int r = 0; r < R; r++) {
-        uint slot = key_slot(args, base, uint(r * (32 / R)) + task.lane / uint(R));
+        uint slot = key_slot(args, part.apart, base, uint(r * (32 / R)) + task.lane / uint(R));
         keys.scale[r] = stored_scale<D>(part.format, part.rows, slot, block, part.block_scale);
     }
 }
@@ -2247,9 +2479,7 @@ template <int D>
 inline void open_keys(constant tqkv__attend_args &args, thread const attend_task &task, thread const key_part &part,
                       uint base, thread any_keys<D> &keys)
 {
-    if (code_width(part.format) == 4) load_first_keys<D, 4>(args, task, part, base, keys.of_4);
-    if (code_width(part.format) == 8) load_first_keys<D, 8>(args, task, part, base, keys.of_8);
-    if (code_width(part.format) == 16) load_first_keys<D, 16>(args, task, part, base, keys.of_16);
+    WITH_CODES(part.format, keys, load_first_keys<D, W>(args, task, part, base, codes));
 }
 
 template <int D, int C>
@@ -2257,9 +2487,7 @@ inline void score_any_tile(constant tqkv__attend_args &args, thread const attend
                            thread const key_part &part, uint base, uint next_base, thread const codebook &book,
                            thread any_keys<D> &keys, thread float *score)
 {
-    if (code_width(part.format) == 4) score_tile<D, 4, C>(args, task, part, base, next_base, book, keys.of_4, score);
-    if (code_width(part.format) == 8) score_tile<D, 8, C>(args, task, part, base, next_base, book, keys.of_8, score);
-    if (code_width(part.format) == 16) score_tile<D, 16, C>(args, task, part, base, next_base, book, keys.of_16, score);
+    WITH_CODES(part.format, keys, score_tile<D, W, C>(args, task, part, base, next_base, book, codes, score));
 }
 
 // ---- The tail of one tile ----
@@ -2286,7 +2514,7 @@ inline void add_tail(constant tqkv__attend_args &args, thread const attend_task 
     if (tail_format == 0) return;
     float tail[C];
     score_any_tile<T, C>(args, task, tail_part<D>(task), base, next_base, book, keys, tail);
-    float scale = row_scale<T>(tail_format, task.tail, key_slot(args, base, row), 1.0f);
+    float scale = row_scale<T>(tail_format, task.tail, key_slot(args, tail_rows_apart(), base, row), 1.0f);
     const bool same = BY_CODE_WIDTH(key_format, KEY_LANES, D) == BY_CODE_WIDTH(tail_format, KEY_LANES, T);
     FOR_COLUMNS(c)
     {
@@ -2310,49 +2538,6 @@ inline float score_of(constant tqkv__attend_args &args, float dot, float factor,
     if (!softcap) return dot * factor;
     float score = has_shifts() ? fma(dot, factor, shift) : dot * factor;
     return args.softcap * TQKV_LOG2E * precise::tanh(score / (args.softcap * TQKV_LOG2E));
-}
-
-// Weights of a tile in threadgroup memory: [32][2] for 1 or 2 columns, else [C/4][32][4].
-template <int C>
-inline void store_weights(threadgroup float *weights, uint row, thread const float *weight)
-{
-    if (columns <= 2) {
-        float2 two;
-        two.x = weight[0];
-        two.y = weight[1];
-        *(threadgroup float2 *)(weights + row * 2u) = two;
-    } else {
-        TQKV_UNROLL
-        for (int c = 0; c + 3 < C; c += 4) {
-            if (uint(c) >= columns) continue;
-            float4 four;
-            four.x = weight[c];
-            four.y = weight[c + 1];
-            four.z = weight[c + 2];
-            four.w = weight[c + 3];
-            *(threadgroup float4 *)(weights + uint(c) * 32u + row * 4u) = four;
-        }
-    }
-}
-
-template <int C>
-inline void load_weights(threadgroup const float *weights, uint row, thread float *weight)
-{
-    if (columns <= 2) {
-        float2 two = *(threadgroup const float2 *)(weights + row * 2u);
-        weight[0] = two.x;
-        weight[1] = two.y;
-    } else {
-        TQKV_UNROLL
-        for (int c = 0; c + 3 < C; c += 4) {
-            if (uint(c) >= columns) continue;
-            float4 four = *(threadgroup const float4 *)(weights + uint(c) * 32u + row * 4u);
-            weight[c] = four.x;
-            weight[c + 1] = four.y;
-            weight[c + 2] = four.z;
-            weight[c + 3] = four.w;
-        }
-    }
 }
 
 // Dot products to weights of the online softmax. A masked position scores -INFINITY by selection, never by arithmetic:
@@ -2397,133 +2582,6 @@ inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_tas
         weight[c] = share * (seen[c] ? value_scale : 0.0f); // a masked norm may be NaN
     }
     store_weights<C>(weights, at.row, weight);
-}
-
-// ---- Values of one tile ----
-
-// The lanes lie across a row of values: L lanes, 8 values each, in J pieces of the row. A step takes 32/L rows. With a
-// matrix the last of the L lanes have no values: they repeat others, and their sums go nowhere.
-#define VALUE_LANES(D)  ((D) <= 32 ? 4 : (D) <= 64 ? 8 : (D) <= 128 ? 16 : 32)
-#define VALUE_PIECES(D) (LANE_SUMS(D) / 8)
-
-// Steps that a lane loads before it uses the first of them.
-#define VALUE_WORDS(D, W) (VALUE_PIECES(D) * ((8 * (W) + 31) / 32))
-#define VALUE_ROOM(D, W)  TQKV_VALUE_WORDS(D, W, LANE_SUMS(D) * int(columns))
-#define VALUE_STEPS(D, W) (VALUE_ROOM(D, W) < VALUE_WORDS(D, W) ? 1 : VALUE_ROOM(D, W) / VALUE_WORDS(D, W))
-#define VALUE_BATCH(D, W) (VALUE_STEPS(D, W) < VALUE_LANES(D) ? VALUE_STEPS(D, W) : VALUE_LANES(D))
-
-template <int D>
-inline uint value_row_of_lane(uint step, uint lane)
-{
-    return step * uint(32 / VALUE_LANES(D)) + lane / uint(VALUE_LANES(D));
-}
-
-// The codes of a step, and for rows of several norms the factors.
-template <int D, int W>
-struct value_step {
-    raw_codes<W, 8> raw[VALUE_PIECES(D)];
-    float scale[VALUE_PIECES(D)];
-};
-
-template <int D, int W>
-inline void load_value_step(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint number,
-                            thread value_step<D, W> &step)
-{
-    const uint block = norm_block<D>(value_format), bytes = row_bytes<D>(value_format);
-    stream_rows values = task.values;
-    uint row = value_row_of_lane<D>(number, task.lane);
-    device const uchar *codes = value_codes(args, values.codes, bytes, base, row);
-    TQKV_UNROLL
-    for (int j = 0; j < VALUE_PIECES(D); j++) {
-        uint part = min(task.lane % uint(VALUE_LANES(D)), uint(LANE_SPAN(D)) - 1u);
-        uint first = (uint(j * LANE_SPAN(D)) + part) * 8u;
-        load_codes<D, W, 8>(value_format, codes, first, step.raw[j]);
-        step.scale[j] = 1.0f;
-        if (!one_norm<D>(value_format))
-            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, base, row), first / block,
-                                            args.value_block_scale);
-    }
-}
-
-// out[c] += weight * value, over the rows of step `number`.
-template <int D, int W>
-inline void add_value_step(thread const value_step<D, W> &step, uint number, uint lane, thread const codebook &book,
-                           threadgroup const float *weights, thread column_state<D> &state)
-{
-    const int C = TQKV__MAX_COLUMNS(D);
-    float weight[C];
-    load_weights<C>(weights, value_row_of_lane<D>(number, lane), weight);
-    TQKV_UNROLL
-    for (int j = 0; j < VALUE_PIECES(D); j++) {
-        float x[8];
-        values_at<W, 8, 8>(value_format, step.raw[j], 0, book, x);
-        FOR_COLUMNS(c)
-        {
-            // A masked slot may hold halves or norms that are NaN, and 0 * NaN is not 0.
-            if ((W == 16 || !one_norm<D>(value_format)) && weight[c] == 0.0f) continue;
-            float factor = one_norm<D>(value_format) ? weight[c] : weight[c] * step.scale[j];
-            TQKV_UNROLL
-            for (int i = 0; i < 8; i++) state.out[c][j * 8 + i] = fma(factor, x[i], state.out[c][j * 8 + i]);
-        }
-    }
-}
-
-// `steps` holds the first steps of the tile at slot `base`. A later step is loaded when an earlier one makes room. With
-// plain loads the last steps stand apart.
-template <int D, int W>
-inline void add_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                       thread const codebook &book, thread value_step<D, W> (&steps)[VALUE_BATCH(D, W)],
-                       threadgroup const float *weights, thread column_state<D> &state)
-{
-    const int L = VALUE_LANES(D), B = VALUE_BATCH(D, W);
-    const uint end = TQKV_PLAIN_LOADS ? uint(L - B) : uint(L);
-    TQKV_UNROLL_VALUES(D, W, LANE_SUMS(D) * int(columns))
-    for (uint first = 0; first < end; first += uint(B)) {
-        TQKV_UNROLL
-        for (int b = 0; b < B; b++) {
-            add_value_step<D, W>(steps[b], first + uint(b), task.lane, book, weights, state);
-            if (TQKV_PLAIN_LOADS || first + uint(B) < uint(L))
-                load_value_step<D, W>(args, task, base, first + uint(B + b), steps[b]);
-        }
-    }
-    if (!TQKV_PLAIN_LOADS) return;
-    TQKV_UNROLL
-    for (int b = 0; b < B; b++) add_value_step<D, W>(steps[b], uint(L - B + b), task.lane, book, weights, state);
-}
-
-// As any_keys.
-template <int D>
-struct any_values {
-    value_step<D, 4> of_4[VALUE_BATCH(D, 4)];
-    value_step<D, 8> of_8[VALUE_BATCH(D, 8)];
-    value_step<D, 16> of_16[VALUE_BATCH(D, 16)];
-};
-
-template <int D, int W>
-inline void load_first_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                              thread value_step<D, W> (&steps)[VALUE_BATCH(D, W)])
-{
-    TQKV_UNROLL
-    for (int b = 0; b < VALUE_BATCH(D, W); b++) load_value_step<D, W>(args, task, base, uint(b), steps[b]);
-}
-
-template <int D>
-inline void open_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                        thread any_values<D> &values)
-{
-    if (code_width(value_format) == 4) load_first_values<D, 4>(args, task, base, values.of_4);
-    if (code_width(value_format) == 8) load_first_values<D, 8>(args, task, base, values.of_8);
-    if (code_width(value_format) == 16) load_first_values<D, 16>(args, task, base, values.of_16);
-}
-
-template <int D>
-inline void add_any_values(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
-                           thread const codebook &book, thread any_values<D> &values, threadgroup const float *weights,
-                           thread column_state<D> &state)
-{
-    if (code_width(value_format) == 4) add_values<D, 4>(args, task, base, book, values.of_4, weights, state);
-    if (code_width(value_format) == 8) add_values<D, 8>(args, task, base, book, values.of_8, weights, state);
-    if (code_width(value_format) == 16) add_values<D, 16>(args, task, base, book, values.of_16, weights, state);
 }
 
 // ---- The simdgroups' results as one ----
@@ -2721,14 +2779,14 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
         walk.next = open_tile(args, task.pages, walk.steps.tile, at.row);
         const int C = TQKV__MAX_COLUMNS(KD), T = TQKV__TAIL_DIM(KD);
         float score[C];
-        uint key = key_slot(args, at.base.keys, at.row), value = value_slot(args, at.base.values, at.row);
+        uint key = key_slot(args, rows_apart(), at.base.keys, at.row), value = value_slot(args, at.base.values, at.row);
         float key_scale = row_scale<KD>(key_format, task.keys, key, args.key_block_scale);
         float value_scale = row_scale<VD>(value_format, task.values, value, args.value_block_scale);
         any_values<VD> values;
         open_values<VD>(args, task, at.base.values, values);
         score_any_tile<KD, C>(args, task, first_part(args, task), at.base.keys, walk.next.base.keys, books.keys,
                               walk.keys, score);
-        add_tail<KD, T, C>(args, task, at.base.keys, walk.next.base.keys, at.row, books.tail, walk.tail, key_scale,
+        add_tail<KD, T, C>(args, task, at.base.tail, walk.next.base.tail, at.row, books.tail, walk.tail, key_scale,
                            score);
         weigh_tile<VD>(args, task, at, key_scale, value_scale, score, state, weights);
         simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -2761,7 +2819,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
     walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
     open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
-    open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.keys, walk.tail);
+    open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.tail, walk.tail);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
     load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
     if (tail_values<KD>() != 0) load_codebook(tail_format, task.tail_table, thread_index, task.n_simdgroups * 32u);
@@ -2824,7 +2882,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     task.q = q; \
     task.keys = stream_of_head<D>(key_format, key_codes, key_norms, args.key_slots, group.x); \
     task.values = stream_of_head<V>(value_format, value_codes, value_norms, args.value_slots, group.x); \
-    task.tail = stream_of_head<64>(tail_format, tail_codes, tail_norms, args.key_slots, group.x); \
+    task.tail = stream_of_head<64>(tail_format, tail_codes, tail_norms, args.tail_slots, group.x); \
     task.partial_out = partial_out; \
     task.partial_state = partial_state; \
     task.center = key_center; \
@@ -3651,25 +3709,25 @@ struct tile_norms {
 };
 
 template <int D>
-inline void load_norms(constant tqkv__attend_args &args, uint format, stream_rows rows, uint first, uint lane,
-                       thread float (&norms)[4])
+inline void load_norms(constant tqkv__attend_args &args, uint format, bool apart, stream_rows rows, uint first,
+                       uint lane, thread float (&norms)[4])
 {
     if (!has_norms(format) || !one_norm<D>(format)) return;
     uint row = tile_row(0, TQKV__MATRIX_ROW(lane));
     device const float *at = rows.norms + (ulong(first) + ulong(row));
     TQKV_UNROLL
     for (int p = 0; p < 4; p++)
-        norms[p] = short_store || rows_apart() ? rows.norms[key_slot(args, first, tile_row(p, TQKV__MATRIX_ROW(lane)))]
-                                               : at[8 * p];
+        norms[p] = short_store || apart ? rows.norms[key_slot(args, apart, first, tile_row(p, TQKV__MATRIX_ROW(lane)))]
+                                        : at[8 * p];
 }
 
 template <int D>
 inline void load_tile_norms(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
                             thread tile_norms &norms)
 {
-    load_norms<D>(args, key_format, task.keys, base.keys, task.lane, norms.keys);
+    load_norms<D>(args, key_format, rows_apart(), task.keys, base.keys, task.lane, norms.keys);
     if (same_slots || paged || has_list) {
-        load_norms<D>(args, value_format, task.values, base.values, task.lane, norms.values);
+        load_norms<D>(args, value_format, rows_apart(), task.values, base.values, task.lane, norms.values);
         return;
     }
     if (!has_norms(value_format) || !one_norm<D>(value_format)) return;
@@ -3828,7 +3886,8 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
-        load_codes<D, W, N>(part.format, key_codes(args, part.rows.codes, bytes, base, row), first, keys.raw[p]);
+        load_codes<D, W, N>(part.format, key_codes(args, part.apart, part.rows.codes, bytes, base, row), first,
+                            keys.raw[p]);
     }
 }
 
@@ -3898,12 +3957,12 @@ inline void load_key_norms(constant tqkv__attend_args &args, thread const attend
 {
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = key_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        uint slot = key_slot(args, part.apart, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         norms[p] = one_norm<D>(part.format) ? 1.0f : stored_norm<D>(part.format, part.rows, slot, block);
     }
 }
 
-// At the end of a block: total += scale * score, and score starts again.
+// At the end of a block or a part of it: total += scale * score, and score starts again.
 template <int D, int F>
 inline void add_key_block(thread const key_part &part, thread const float (&norms)[4], thread sum_matrix (&score)[4][F],
                           thread sum_matrix (&total)[4][F])
@@ -3929,10 +3988,12 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
                               thread key_batch<D, W, F> &keys, thread sum_matrix (&score)[4][F])
 {
     const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W, F);
-    // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk.
+    // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk, or there 128 values at
+    // a time.
     const bool in_one = one_norm<D>(part.format) && D <= 128;
-    const uint parts = TQKV_STORED_RIGHTS && D % 128 == 0 ? uint(128 / (4 * N)) : 1u;
-    const uint block_chunks = one_norm<D>(part.format) ? parts : norm_block<D>(part.format) / uint(4 * N);
+    const uint block_chunks = one_norm<D>(part.format) ? uint(chunks) : norm_block<D>(part.format) / uint(4 * N);
+    const uint least = one_norm<D>(part.format) ? 1u : block_chunks;
+    const uint sum_chunks = TQKV_STORED_RIGHTS ? min(block_chunks, uint(128 / (4 * N))) : least;
     sum_matrix total[4][F];
     float norms[4];
     clear_scores<F>(score);
@@ -3944,7 +4005,7 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
         multiply_chunk<D, W, F>(task, part, uint(j), keys.chunks[j % B], book, score);
         load_key_chunk<D, W>(args, task, part, j + B < chunks ? base : next_base, uint((j + B) % chunks),
                              keys.chunks[j % B]);
-        if (in_one || uint(j + 1) % block_chunks != 0) continue;
+        if (in_one || uint(j + 1) % sum_chunks != 0) continue;
         finish_products<F>(score, 4);
         add_key_block<D, F>(part, norms, score, total);
     }
@@ -3980,9 +4041,7 @@ template <int D, int F>
 inline void open_key_batch(constant tqkv__attend_args &args, thread const attend_task &task,
                            thread const key_part &part, uint base, thread any_key_batch<D, F> &keys)
 {
-    if (code_width(part.format) == 4) load_first_batch<D, 4, F>(args, task, part, base, keys.of_4);
-    if (code_width(part.format) == 8) load_first_batch<D, 8, F>(args, task, part, base, keys.of_8);
-    if (code_width(part.format) == 16) load_first_batch<D, 16, F>(args, task, part, base, keys.of_16);
+    WITH_CODES(part.format, keys, load_first_batch<D, W, F>(args, task, part, base, codes));
 }
 
 template <int D, int F>
@@ -3990,12 +4049,7 @@ inline void score_any_matrix_tile(constant tqkv__attend_args &args, thread const
                                   thread const key_part &part, uint base, uint next_base, thread const value_book &book,
                                   thread any_key_batch<D, F> &keys, thread sum_matrix (&score)[4][F])
 {
-    if (code_width(part.format) == 4)
-        score_matrix_tile<D, 4, F>(args, task, part, base, next_base, book, keys.of_4, score);
-    if (code_width(part.format) == 8)
-        score_matrix_tile<D, 8, F>(args, task, part, base, next_base, book, keys.of_8, score);
-    if (code_width(part.format) == 16)
-        score_matrix_tile<D, 16, F>(args, task, part, base, next_base, book, keys.of_16, score);
+    WITH_CODES(part.format, keys, score_matrix_tile<D, W, F>(args, task, part, base, next_base, book, codes, score));
 }
 
 // ---- Softmax of one tile ----
@@ -4293,9 +4347,7 @@ template <int D>
 inline void open_value_chunks(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
                               thread any_value_chunks<D> &values)
 {
-    if (code_width(value_format) == 4) load_first_chunks<D, 4>(args, task, base, values.of_4);
-    if (code_width(value_format) == 8) load_first_chunks<D, 8>(args, task, base, values.of_8);
-    if (code_width(value_format) == 16) load_first_chunks<D, 16>(args, task, base, values.of_16);
+    WITH_CODES(value_format, values, load_first_chunks<D, W>(args, task, base, codes));
 }
 
 template <int D, int F>
@@ -4304,12 +4356,8 @@ inline void add_any_matrix_values(constant tqkv__attend_args &args, thread const
                                   thread any_value_chunks<D> &values, thread sum_matrix (&weight)[4][F],
                                   thread matrix_state<D, F> &state)
 {
-    if (code_width(value_format) == 4)
-        add_matrix_values<D, 4, F>(args, task, base, whole, norms, book, values.of_4, weight, state);
-    if (code_width(value_format) == 8)
-        add_matrix_values<D, 8, F>(args, task, base, whole, norms, book, values.of_8, weight, state);
-    if (code_width(value_format) == 16)
-        add_matrix_values<D, 16, F>(args, task, base, whole, norms, book, values.of_16, weight, state);
+    WITH_CODES(value_format, values,
+               add_matrix_values<D, W, F>(args, task, base, whole, norms, book, codes, weight, state));
 }
 
 // ---- The kernel ----
@@ -4487,7 +4535,7 @@ inline void open_tail(constant tqkv__attend_args &args, thread const attend_task
                       thread tail_codes<T, F> &keys)
 {
     open_key_batch<T, F>(args, task, tail_part<D>(task), base, keys.codes);
-    load_norms<T>(args, tail_format, task.tail, base, task.lane, keys.norms);
+    load_norms<T>(args, tail_format, tail_rows_apart(), task.tail, base, task.lane, keys.norms);
 }
 
 // Scores of the tail, times what makes them as large as those of the keys, which get their own factors.
@@ -4544,13 +4592,13 @@ inline void score_long_tile(constant tqkv__attend_args &args, thread const atten
     tile_norms norms; // none of the values: their scales come with the weights
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) norms.keys[p] = norms.values[p] = 0.0f;
-    load_norms<D>(args, key_format, task.keys, base.keys, task.lane, norms.keys);
+    load_norms<D>(args, key_format, rows_apart(), task.keys, base.keys, task.lane, norms.keys);
     tail_codes<T, F> tail;
-    if (tail_format != 0) open_tail<D, T, F>(args, task, base.keys, tail);
+    if (tail_format != 0) open_tail<D, T, F>(args, task, base.tail, tail);
     walk.base = find_tile(args, task.pages, next + task.simdgroup);
     score_any_matrix_tile<D, F>(args, task, first_part(args, task), base.keys, walk.base.keys, books.keys, walk.keys,
                                 score);
-    if (tail_format != 0) add_matrix_tail<D, T, F>(args, task, base.keys, books.tail, memory, norms.keys, tail, score);
+    if (tail_format != 0) add_matrix_tail<D, T, F>(args, task, base.tail, books.tail, memory, norms.keys, tail, score);
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         float scale = tail_format != 0 ? 1.0f : scale_of_norm<D>(key_format, norms.keys[p], args.key_block_scale);
@@ -4878,9 +4926,7 @@ inline void open_parts(constant tqkv__attend_args &args, thread const attend_tas
 {
     uint base = find_tile(args, task.pages, round).values;
     if (task.simdgroup * uint(TQKV__LONG_PART) >= uint(D)) return;
-    if (code_width(value_format) == 4) open_part<D, 4>(args, task, base, values.of_4);
-    if (code_width(value_format) == 8) open_part<D, 8>(args, task, base, values.of_8);
-    if (code_width(value_format) == 16) open_part<D, 16>(args, task, base, values.of_16);
+    WITH_CODES(value_format, values, open_part<D, W>(args, task, base, codes));
 }
 
 // ---- The end of a stretch ----
@@ -4979,12 +5025,8 @@ inline void add_rounds(constant tqkv__attend_args &args, thread const attend_tas
             store_tile_weights<F>(task, score);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (task.simdgroup * uint(TQKV__LONG_PART) < uint(D)) {
-            if (code_width(value_format) == 4)
-                add_parts<D, 4, F>(args, task, rounds, round, walk.newest, books.values, values.of_4, state);
-            if (code_width(value_format) == 8)
-                add_parts<D, 8, F>(args, task, rounds, round, walk.newest, books.values, values.of_8, state);
-            if (code_width(value_format) == 16)
-                add_parts<D, 16, F>(args, task, rounds, round, walk.newest, books.values, values.of_16, state);
+            WITH_CODES(value_format, values,
+                       add_parts<D, W, F>(args, task, rounds, round, walk.newest, books.values, codes, state));
         }
         round = next;
     }
@@ -6910,7 +6952,7 @@ inline void score_tiles(constant tqkv__index_args &call, thread const attend_tas
             if (tile >= tiles) continue;
             sum_matrix score[4][F];
             float norms[4];
-            load_norms<D>(call.keys, key_format, task.keys, slots.now, task.lane, norms);
+            load_norms<D>(call.keys, key_format, rows_apart(), task.keys, slots.now, task.lane, norms);
             score_index_tile<D, W, F>(call, task, slots, book, turn, keys, score);
             add_heads<D, F>(call, task, first_pass, norms, memory, score, scores + tile * 32u);
             slots.now = slots.next;
@@ -6932,9 +6974,7 @@ template <int D>
 inline void open_ahead(constant tqkv__index_args &call, thread const attend_task &task, tile_slots slots,
                        thread any_ahead<D> &keys)
 {
-    if (code_width(key_format) == 4) load_ahead<D, 4>(call, task, slots, keys.of_4);
-    if (code_width(key_format) == 8) load_ahead<D, 8>(call, task, slots, keys.of_8);
-    if (code_width(key_format) == 16) load_ahead<D, 16>(call, task, slots, keys.of_16);
+    WITH_CODES(key_format, keys, load_ahead<D, W>(call, task, slots, codes));
 }
 
 template <int D, int F>
@@ -6942,12 +6982,8 @@ inline void score_any_tiles(constant tqkv__index_args &call, thread const attend
                             uint first, uint tiles, thread const value_book &book, column_memory memory,
                             tile_slots slots, thread any_ahead<D> &keys, threadgroup float *scores)
 {
-    if (code_width(key_format) == 4)
-        score_tiles<D, 4, F>(call, task, first_pass, first, tiles, book, memory, slots, keys.of_4, scores);
-    if (code_width(key_format) == 8)
-        score_tiles<D, 8, F>(call, task, first_pass, first, tiles, book, memory, slots, keys.of_8, scores);
-    if (code_width(key_format) == 16)
-        score_tiles<D, 16, F>(call, task, first_pass, first, tiles, book, memory, slots, keys.of_16, scores);
+    WITH_CODES(key_format, keys,
+               score_tiles<D, W, F>(call, task, first_pass, first, tiles, book, memory, slots, codes, scores));
 }
 
 // Scores of the n keys from key `first` on.
