@@ -52,9 +52,9 @@ test-bench-page:
 TEST_TARGETS += test-bench-page
 
 # Checks that the benchmark builds and measures, not the speed: a quarter of the code compiles sooner.
-$(BUILD)/bench-small: bench/bench.c $(BENCH_HEADERS)
+$(BUILD)/bench-small: $(BENCH_SOURCES) $(BENCH_HEADERS)
 	@mkdir -p $(@D)
-	@$(BENCH_COMPILE) -DTQKV_NO_AVX512 $< -o $@ $(LIBRARIES) -ldl
+	@$(BENCH_COMPILE) -DTQKV_NO_AVX512 $(BENCH_SOURCES) -o $@ $(LIBRARIES) -ldl
 
 .PHONY: test-bench
 test-bench: $(BUILD)/bench-small

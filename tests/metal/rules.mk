@@ -132,11 +132,13 @@ endif
 SCHEDULED_CASES := attend/shape attend/option attend/planned attend/tree attend/poison batch/ pages/encode pages/slots rotate/ encode_kv/
 MORE_PAIRS := $(patsubst %,-_%/d512,f16 tq2 tq3 tq6 tq5_bytes tq6_bytes)
 MORE_RANDOM := -random/1 -random/2 -random/8
+# Latent rows in formats whose loops are those of others.
+MORE_LATENT := $(foreach place,d448 tail,$(patsubst %,-latent/$(place)/%,tq2 tq3 tq5 tq6 tq8))
 
 .PHONY: test-shaders-once test-shaders-quick test-shaders
 test-shaders-once: $(METAL_BUILD)/plain/driver $(METAL_BUILD)/plain/metal_plan
 	@echo "== shaders on the CPU"
-	@$< --one-schedule $(SCHEDULED_CASES:%=-%) $(MORE_PAIRS) $(MORE_RANDOM)
+	@$< --one-schedule $(SCHEDULED_CASES:%=-%) $(MORE_PAIRS) $(MORE_RANDOM) $(MORE_LATENT)
 	@$< $(SCHEDULED_CASES)
 	@$(METAL_BUILD)/plain/metal_plan >/dev/null && echo "1 passed, 0 failed"
 

@@ -2,7 +2,7 @@
 
 LIBRARY_TESTS := tests/metal/library
 # Left to `make test-metallib`: cases that launch the same kernels in another way.
-LIBRARY_LATER := -random/ -company -planned -slice/ -strides/ -latent/d512 -latent/rounds
+LIBRARY_LATER := -random/ -company -planned -slice/ -strides/ -attend/shape -pages/attend -latent/d512 -latent/rounds
 
 # Another library, and the source beside it: make test-metallib-quick LIBRARY=FILE LIBRARY_SOURCE=FILE
 LIBRARY ?= $(METALLIB_PRESENT)
@@ -45,7 +45,7 @@ test-metallib-quick: $(METAL_BUILD)/library/driver check-metallib-source
 	@echo "== $(LIBRARY): pipelines of it, by LLVM's optimiser"
 	@python3 $(LIBRARY_TESTS)/specialise.py $(LIBRARY)
 	@echo "== $(LIBRARY): its bitcode on the CPU"
-	@$< --one-schedule $(MORE_PAIRS) $(LIBRARY_LATER)
+	@$< --one-schedule $(MORE_PAIRS) $(MORE_LATENT) $(LIBRARY_LATER)
 
 test-metallib: ## the library in the box: its bitcode on the CPU, an independent reader, planted bugs
 test-metallib: check-metallib-rebuilt test-metallib-quick $(METAL_BUILD)/library-of-source/driver check-metallib-source-cuda test-metallib-bugs
