@@ -93,9 +93,6 @@ BUGS = {
     "matrices_given_up_in_silence": (
         "tqkv__lost_matrices", r"    tqkv__fail\(m, TQKV_OK.*\n", "", "ASAN", "context/without_matrices",
         "FAIL context/without_matrices"),
-    "matrices_given_up_for_another_kernel": (
-        "tqkv__lost_matrices", r" \|\| missing->kernel\.family != TQKV_METAL_ATTEND_MATRIX", "", "ASAN",
-        "context/with_matrices", "FAIL context/with_matrices"),
     "size_unchecked": (
         "tqkv__check_binding", r"b->at\.offset > length \|\| b->size > length - b->at\.offset", "false", "ASAN",
         "refusals/encode", "FAIL refusals/encode|heap-buffer-overflow"),
