@@ -3504,7 +3504,8 @@ static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, cons
 {
     const int16_t *q = (const int16_t *)(const void *)query;
     for (int b = 0; b < s->head_dim / s->block_dim; b++) {
-        const float factor = TQKV__AS_FLOAT(tqkv__block_factor(s, norms, b) * query[s->head_dim - 1]);
+        const float norm = tqkv__block_factor(s, norms, b), factor_or_nan = norm + norm * 0.0f; /* see `factors` */
+        const float factor = TQKV__AS_FLOAT(factor_or_nan * query[s->head_dim - 1]);
         int32_t sum = 0;
         for (int d = b * s->block_dim; d < (b + 1) * s->block_dim; d++) sum += q[d] * key[d];
         score = tqkv__fma(TQKV__AS_FLOAT((float)sum), factor, score);
@@ -3857,10 +3858,12 @@ TQKV__TARGET static void TQKV__(sum_heads)(const float *scores, const float *wei
     }
 }
 
-/* The factors of a tile's codes, per block and position. factors: [n_blocks][TQKV__TILE], zero beyond n */
-TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__run *run,
+/* The factors of a tile's codes, per block and position. Those of keys that are infinite become NaN: a score of -infinity
+   would leave the position out. factors: [n_blocks][TQKV__TILE], zero beyond n */
+TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__run *run, bool keys,
                                          float *factors)
 {
+    const TQKV__VECTOR zero = TQKV__(set1)(0.0f);
     const bool one = s->norms_per_row <= 1 || s->kind == TQKV__GRID; /* norm * factor; else norm / block_scale */
     const TQKV__VECTOR factor = TQKV__(set1)(!norms ? 1.0f : one ? tqkv__factor(s, 1.0f) : s->block_scale);
     const int blocks = s->head_dim / s->block_dim, per_row = s->norms_per_row, n = run->n;
@@ -3873,7 +3876,9 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
             for (int j = 0; j < TQKV__TILE; j++) factors[j] = j >= n ? 0.0f : norm ? norm[j * per_row] : 1.0f;
         for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) {
             const TQKV__VECTOR x = TQKV__(load)(whole ? norm + j : factors + j);
-            TQKV__(store)(factors + j, one ? x * factor : x / factor);
+            TQKV__VECTOR y = one ? x * factor : x / factor;
+            if (keys) y = y + y * zero;
+            TQKV__(store)(factors + j, y);
         }
     }
 }
@@ -4534,7 +4539,7 @@ TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, 
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__(block) block;
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
     for (int d = 0; d < s->head_dim; d += s->block_dim) {
         TQKV__(open_block)(s, kv_head, run, d, &block);
         block.rows = q + d;
@@ -4552,7 +4557,7 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__(block) block;
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, false, factors);
     for (int d = 0; d < s->head_dim; d += s->block_dim) {
         const float *of_block = factors + d / s->block_dim * TQKV__TILE;
         for (int i = 0; i < n_rows * TQKV__TILE; i += TQKV__LANES) {
@@ -5859,7 +5864,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const tqkv__stream
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot);
     const ptrdiff_t bytes = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
     for (int b = 0; b < s->head_dim / s->block_dim; b++) {
         TQKV__I(product) p;
         p.n = run->n;
@@ -5927,7 +5932,7 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
         return;
     }
 #endif
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
     for (int b = 0; b < head_dim / dim; b++)
         for (int j = 0; j < run->n; j += step) {
             TQKV__I(product) p;
@@ -6223,7 +6228,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_packed)(const tqkv__stream *
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot);
     const ptrdiff_t bytes = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, false, factors);
     for (int b = 0; b < s->head_dim / s->block_dim; b++) {
         TQKV__I(product) p;
         TQKV__I(open_sums)(s, b, run->n, weights, n_rows, factors, scaled, out, &p);
@@ -6254,7 +6259,7 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
         return;
     }
 #endif
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, factors);
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, false, factors);
     for (int b = 0; b < head_dim / dim; b++) {
         TQKV__I(product) p;
         TQKV__I(open_sums)(s, b, run->n, weights, n_rows, factors, scaled, out, &p);

@@ -252,9 +252,14 @@ static void check_infinite_norm(const void *parameters)
         CHECK(i < p.n_rows / 2 * p.head_dim ? p.out[i] != p.out[i] : p.out[i] == p.out[i], "value %d is %g", (int)i,
               (double)p.out[i]);
     p.values.norms[5] = 1.0f;
-    p.keys.norms[5] = (float)NAN;
-    CHECK_RESULT(tqkv_attend(&p.attention, p.q, p.out), TQKV_OK);
-    CHECK(p.out[0] != p.out[0], "a key's norm of NaN gives %g", (double)p.out[0]);
+    p.keys.norms[5] = norm; /* also where the query's product with the codes is negative */
+    for (int i = 0; i < 2; i++) {
+        p.attention.arithmetic = i ? TQKV_FLOAT : TQKV_INTEGER;
+        CHECK_RESULT(tqkv_attend(&p.attention, p.q, p.out), TQKV_OK);
+        for (size_t j = 0; j < p.n_rows; j++)
+            CHECK((j < p.n_rows / 2) == (p.out[j * p.head_dim] != p.out[j * p.head_dim]), "row %d is %g", (int)j,
+                  (double)p.out[j * p.head_dim]);
+    }
     attend_tear_down(&p);
 }
 
