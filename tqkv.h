@@ -581,9 +581,9 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc supplies what a snapshot lacks: type, parallel, allocator, metal, matrix_group, arithmetic, non_causal, and sinks for the
-   snapshot's n_heads. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT. TQKV_CORRUPT: a missing or
-   changed byte. *out is NULL on failure. */
+/* desc supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, arithmetic, non_causal, and sinks for the
+   snapshot's n_heads. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; but for the type where the snapshot says
+   float32, which older versions wrote for every type. TQKV_CORRUPT: a missing or changed byte. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* The same for the positions [position, position + n_positions) of one store, in the caller's memory: a sequence leaves a
@@ -11556,9 +11556,11 @@ TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c) { return c ? c->
          32      4  key format                            then, keys first, values second:
          36      4  value format                                       centre [n_kv_heads][head_dim], if there is one
          40      4  bit 0: ring; bits 1 and 2: keys                    codes [n_kv_heads][resident][row_bytes]
-                    and values have a centre; bits 16                  norms [n_kv_heads][resident][norms_per_row]
-                    to 31: the values' head_dim, or 0               8  XXH3-64 of this centre, codes and norms
-                    where it is the keys'
+                    and values have a centre; bits 5                   norms [n_kv_heads][resident][norms_per_row]
+                    to 15: the type; bits 16 to 31:                 8  XXH3-64 of this centre, codes and norms
+                    the values' head_dim, or 0 where
+                    it is the keys'. Older builds
+                    wrote 0 for each type
 
    Version 1, always with version 1 of the codes, has one head_dim, no centres and neither TQ3 nor TQ2. Version 3, for
    caches whose keys are the values (bit 4 at 40: there are no others) or with a tail, which comes last (bit 3: it has a
@@ -11725,7 +11727,7 @@ static void tqkv__cache_header(const tqkv_cache *c, uint32_t version, uint8_t *h
     const uint32_t value_dim = c->values.head_dim == keys->head_dim ? 0 : (uint32_t)c->values.head_dim;
     const uint32_t flags = (keys->ring ? 1u : 0u) | (keys->center ? 2u : 0u) |
                            (!c->shared && c->values.center ? 4u : 0u) | (c->tail.center ? 8u : 0u) |
-                           (c->shared ? 16u : 0u) | value_dim << 16;
+                           (c->shared ? 16u : 0u) | (uint32_t)keys->type << 5 | value_dim << 16;
     const uint32_t fields[12] = {version,
                                  TQKV__CODES_VERSION,
                                  (uint32_t)keys->head_dim,
@@ -11804,7 +11806,9 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32
     for (int i = 2; i < 10; i++)
         if (fields[i] > (uint32_t)INT_MAX) return false;
     const uint32_t flags = fields[8] & 0xffffu, value_dim = fields[8] >> 16;
-    if (flags > (latest ? 31u : 7u) || fields[4] == 0 || value_dim == fields[2]) return false;
+    const uint32_t type = flags >> 5;
+    if ((flags & 31) > (latest ? 31u : 7u) || type > 2 || fields[4] == 0 || value_dim == fields[2]) return false;
+    d->type = (tqkv_type)type;
     d->head_dim = (int)fields[2];
     d->value_dim = (int)(value_dim ? value_dim : fields[2]);
     d->n_kv_heads = (int)fields[3];
@@ -11938,7 +11942,8 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     if (memcmp(header, tqkv__magic, 8) != 0 || !tqkv__parse_header(header, &found, &centers, &first, &end, ends) ||
         tqkv__cache_resolve(&found, &checked) != TQKV_OK)
         return TQKV_CORRUPT;
-    if (!tqkv__desc_matches(desc, &found)) return TQKV__INVALID("a field of desc is not the snapshot's");
+    if (!tqkv__desc_matches(desc, &found) || (desc->type && found.type && desc->type != found.type))
+        return TQKV__INVALID("a field of desc is not the snapshot's");
     tqkv__take_use(desc, &found);
     if (!tqkv__resolve_allocator(&found.allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     ahead.memory = found.allocator;

@@ -354,7 +354,7 @@ void test_latent_cache_cases(void)
                                             {"huge_tail_format", 76, 0x7fffffff},
                                             {"first_rest", 80, 1},
                                             {"second_rest", 84, 1},
-                                            {"flags", 40, 16 | 32},
+                                            {"flags", 40, 16 | 96},
                                             {"values_center", 40, 16 | 4},
                                             {"value_dim", 40, 16 | 64 << 16},
                                             {"value_format", 36, TQKV_TQ5},
