@@ -9005,16 +9005,32 @@ static bool tqkv__small_pages(const tqkv__attention *a)
     return small;
 }
 
+static bool tqkv__odd_ring(const tqkv__stream *s) { return s->ring && s->capacity % TQKV__TILE; }
+
+/* Whether a ring may wrap within a tile, which is then gathered. */
+static bool tqkv__odd_rings(const tqkv__attention *a)
+{
+    bool odd = tqkv__odd_ring(&a->keys) || tqkv__odd_ring(&a->values);
+    for (int i = 0; i < 4; i++) odd = odd || (a->exact[i / 2][i % 2] && tqkv__odd_ring(&a->ends[i / 2][i % 2]));
+    return odd;
+}
+
 /* Positions from this one on that a tile may take. */
 static int tqkv__tile_room(const tqkv__stream *s, int64_t position)
 {
-    return s->page_size % TQKV__TILE ? TQKV__TILE : tqkv__slots_left(s, position);
+    return s->page_size % TQKV__TILE || s->ring ? TQKV__TILE : tqkv__slots_left(s, position);
 }
 
-/* A tile is contiguous in all its streams, or gathered: it ends where a ring wraps, a large page ends, or other streams begin,
-   and at positions that are a multiple of TQKV__TILE. Its scores are at the position modulo TQKV__TILE. A query's sums are
-   then the same bits alone or in a batch. Otherwise prefill and decode drift apart: a last bit changes the next layer's
-   keys, and now and then a code. */
+/* Whether a tile's slots end before it: its ring wraps. */
+static bool tqkv__wraps(const tqkv__stream *s, int64_t position, int64_t n)
+{
+    return s->ring && tqkv__slots_left(s, position) < n;
+}
+
+/* A tile is contiguous in all its streams, or gathered: it ends where a large page ends, or other streams begin, and at
+   positions that are a multiple of TQKV__TILE. Its scores are at the position modulo TQKV__TILE. A query's sums are
+   then the same bits alone or in a batch, and in a store of any kind and size. Otherwise prefill and decode drift apart: a last
+   bit changes the next layer's keys, and now and then a code. */
 static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t end)
 {
     const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = tqkv__border_behind(a, position) - position;
@@ -9045,7 +9061,7 @@ typedef struct tqkv__tile {
     int place; /* see tqkv__place_of */
     const tqkv__stream *key_stream, *value_stream;
     tqkv__run keys, values, tail;
-    const struct tqkv__ranks *ranks;                                 /* of a list or of small pages, or NULL */
+    const struct tqkv__ranks *ranks;                                 /* of a list or of gathered rows, or NULL */
     const tqkv__attention *streams;                                  /* that hold it: the caller's, or gathered ones */
     int kv_head;                                                     /* there */
     bool whole;                                                      /* every row sees all of it */
@@ -9248,7 +9264,7 @@ typedef struct tqkv__work {
     tqkv__tile *before;
     tqkv__sums piece, sums;
     const tqkv__list *list;          /* or NULL: ranks are positions */
-    const tqkv__attention *gathered; /* with a list or small pages: streams in scratch */
+    const tqkv__attention *gathered; /* streams in scratch, for rows that do not lie together */
     tqkv__ranks ranks[3];            /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
 
@@ -9386,25 +9402,8 @@ static void tqkv__touch_streams(const tqkv__tile *tile)
     if (!a->shared) tqkv__touch_next(tile->value_stream, tile->kv_head, &tile->values);
 }
 
-/* Adds positions [first, end) to the sums of an item's rows. */
-static void tqkv__attend_rows(tqkv__work *w, int64_t first, int64_t end)
-{
-    const tqkv__attention *a = w->a;
-    const tqkv__item *item = w->item;
-    int64_t from, to;
-    tqkv__visible_to(a, item->first_row / a->group, (item->first_row + item->n_rows - 1) / a->group, first, end, &from,
-                     &to);
-    for (int64_t position = from, n; position < to; position += n) {
-        n = tqkv__tile_length(a, position, to);
-        tqkv__tile *tile = tqkv__next_tile(w, position, (int)n);
-        if (!tqkv__find_spans(a, item, first, end, tile)) continue; /* a tree hides it */
-        tqkv__find_runs(a, to, tile);
-        if (position + n < to) tqkv__touch_streams(tile);
-        tqkv__attend_tile(w, tile);
-    }
-}
-
-/* -- Lists and small pages: tiles of ranks. Scattered rows are gathered into scratch, where they are a tile as others are. -- */
+/* -- Lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they are a tile as
+   others are. -- */
 
 /* Bytes of the scratch of a stream: rows of two tiles, then their norms. */
 static size_t tqkv__gathered_codes(const tqkv__stream *s) { return (2 * TQKV__TILE * s->row_bytes + 63) / 64 * 64; }
@@ -9417,7 +9416,7 @@ static size_t tqkv__gathered_size(const tqkv__stream *s)
 static size_t tqkv__gathered_floats(const tqkv__attention *a)
 {
     size_t size = 0;
-    if (!a->call.list && !tqkv__small_pages(a)) return 0;
+    if (!a->call.list && !tqkv__small_pages(a) && !tqkv__odd_rings(a)) return 0;
     for (int i = 0; i < 4; i++)
         if (a->exact[i / 2][i % 2]) size += tqkv__gathered_size(&a->ends[i / 2][i % 2]);
     if (a->call.tail) size += tqkv__gathered_size(&a->tail);
@@ -9463,7 +9462,8 @@ static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32
     for (int j = 0, end; j < n; at = 0) {
         const bool known = !page || (*page >= 0 && *page < n_pages);
         int slot = page ? *page++ * (known ? size : 0) + at : at;
-        for (end = !page || n - j < size - at ? n : j + size - at; j < end; j++) slots[j] = known ? slot++ : -1;
+        const int room = page ? size - at : s->capacity - at;
+        for (end = n - j < room ? n : j + room; j < end; j++) slots[j] = known ? slot++ : -1;
     }
 }
 
@@ -9532,7 +9532,7 @@ static void tqkv__find_paged(const tqkv__attention *a, int64_t position, int64_t
 static void tqkv__find_ranks(const tqkv__work *w, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
-    const bool small = tqkv__small_pages(a);
+    const bool small = tqkv__small_pages(a) || tqkv__odd_rings(a);
     ranks->n = 0;
     ranks->together = false;
     for (int64_t n; rank < end; rank += n) {
@@ -9592,6 +9592,36 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;
+}
+
+/* A tile in which a ring wraps: its rows are gathered. */
+static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int64_t position, int64_t end)
+{
+    tqkv__ranks *ranks = &w->ranks[w->before == &w->tiles[0]]; /* those of the tile before are in use */
+    w->ranks[2].n = 0;                                         /* no tile to ask for */
+    tqkv__find_paged(w->a, position, end, ranks);
+    return tqkv__place_tile(w, ranks, &w->ranks[2]);
+}
+
+/* Adds positions [first, end) to the sums of an item's rows. */
+static void tqkv__attend_rows(tqkv__work *w, int64_t first, int64_t end)
+{
+    const tqkv__attention *a = w->a;
+    const tqkv__item *item = w->item;
+    int64_t from, to;
+    tqkv__visible_to(a, item->first_row / a->group, (item->first_row + item->n_rows - 1) / a->group, first, end, &from,
+                     &to);
+    for (int64_t position = from, n; position < to; position += n) {
+        n = tqkv__tile_length(a, position, to);
+        const bool wraps = tqkv__wraps(tqkv__stream_at(a, 0, position), position, n) ||
+                           tqkv__wraps(tqkv__stream_at(a, 1, position), position, n) ||
+                           (a->call.tail && tqkv__wraps(&a->keys, position, n));
+        tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, position, to) : tqkv__next_tile(w, position, (int)n);
+        if (!tqkv__find_spans(a, item, first, end, tile)) continue; /* a tree hides it */
+        if (!wraps) tqkv__find_runs(a, to, tile);
+        if (!wraps && position + n < to) tqkv__touch_streams(tile);
+        tqkv__attend_tile(w, tile);
+    }
 }
 
 /* As tqkv__attend_rows, for small pages. */

@@ -436,8 +436,54 @@ static void check_convert(const void *parameters)
     free(center);
 }
 
+/* A ring's capacity decides where it wraps, which may be within a tile: a copy of another capacity has the same bits. */
+static void check_fork_bits(const void *parameters)
+{
+    enum { N = 150, DIM = 64, TAIL = 32, QUERIES = 32, VALUES = QUERIES * CACHE_HEADS * CACHE_GROUP };
+    const int index = *(const int *)parameters;
+    const cache_row row = {
+        test_formats[index % TEST_FORMATS], test_formats[(index + 3) % TEST_FORMATS], DIM, 110, true, 0, -1};
+    tqkv_cache_desc desc = cache_desc(&row, NULL), larger;
+    float *k = test_rows(1, DATA_STUDENT, N * CACHE_HEADS, DIM + TAIL), *v = cache_data(2, N, DIM);
+    float *q = test_rows(3, DATA_GAUSSIAN, VALUES, DIM + TAIL), out[2][VALUES * DIM];
+    desc.tail_dim = TAIL;
+    if (index % 2) desc.arithmetic = TQKV_INTEGER;
+    if (index % 4 > 1) desc.exact_first = desc.exact_last = 50;
+    if (index % 3 == 1) desc.window = 90;
+    if (desc.arithmetic && desc.key_format == TQKV_TQ8) desc.key_format = TQKV_I8;
+    if (desc.arithmetic && desc.value_format == TQKV_TQ8) desc.value_format = TQKV_I8;
+    int32_t list[QUERIES][2];
+    tqkv_attention some;
+    memset(&some, 0, sizeof some);
+    memset(&larger, 0, sizeof larger);
+    for (int i = 0; i < QUERIES; i++) { /* blocks of 64 positions: the ring of 110 wraps in block 1 */
+        list[i][0] = 1;
+        list[i][1] = i % 2 ? 2 : -1;
+    }
+    if (index % 5 == 4) some.list = list[0];
+    some.list_length = 2;
+    some.list_block = 64;
+    tqkv_cache *ring = cache_make(&row, &desc), *copy;
+    REQUIRE(ring, "no cache");
+    for (int i = 0; i < N; i += 50) /* the ring drops 40 */
+        CHECK_RESULT(tqkv_cache_append(ring, k + i * CACHE_HEADS * (DIM + TAIL), v + i * CACHE_HEADS * DIM, 50),
+                     TQKV_OK);
+    CHECK_RESULT(tqkv_cache_attend_some(ring, &some, q, QUERIES, out[0]), TQKV_OK);
+    for (larger.capacity = 128; larger.capacity < 200; larger.capacity += 11) {
+        CHECK_RESULT(tqkv_cache_fork(ring, &larger, &copy), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_attend_some(copy, &some, q, QUERIES, out[1]), TQKV_OK);
+        CHECK(!memcmp(out[0], out[1], sizeof out[0]), "a ring of %d has other bits", larger.capacity);
+        tqkv_cache_destroy(copy);
+    }
+    tqkv_cache_destroy(ring);
+    free(k);
+    free(v);
+    free(q);
+}
+
 void test_cache_cases(void)
 {
+    for (int i = 0; i < 20; i++) test_add(check_fork_bits, &i, sizeof i, "cache/fork_bits/%d", i);
     static const cache_row converted[] = {{TQKV_I8, TQKV_I8, 64, 20, false, 15, -1},
                                           {TQKV_TQ6, TQKV_F16, 80, 20, true, 31, -1},
                                           {TQKV_I8, TQKV_TQ3, 512, 70, false, 64, -1}};
