@@ -9097,7 +9097,7 @@ static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__run
 }
 
 /* value_tile, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each position is added
-   alone, and only to rows that give it a weight. */
+   alone, and only to rows that see it: also with a weight that has underflowed to 0, as where all see all of it. */
 static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__attention *a = tile->streams;
@@ -9115,7 +9115,7 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
             const tqkv__run one = {run->slot + j, 1, run->ahead};
             float alone[TQKV__TILE] = {0};
             alone[0] = weights[row * TQKV__TILE + j];
-            if (alone[0] == 0.0f) continue;
+            if (!tqkv__span_has(&tile->spans[row], tile->begin + j)) continue;
             a->isa->value_tile(s, kv_head, &one, alone, 1, tile->scaled, out + (size_t)row * (size_t)s->head_dim);
         }
 }
