@@ -9832,7 +9832,9 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
 {
     if (*sum == 0.0f) return;
     const double exact = (double)*max + score;
-    const float rounded = TQKV__AS_FLOAT((float)exact), factor = tqkv__exp((float)(exact - (double)rounded));
+    const float rounded = TQKV__AS_FLOAT((float)exact), rest = (float)(exact - (double)rounded);
+    const float factor =
+        tqkv__exp(rest - rest == 0.0f ? rest : (float)NAN); /* the score is beyond the range of float */
     *sum = TQKV__AS_FLOAT(*sum * factor);
     for (int d = 0; d < a->value_dim; d++)
         out[d] = tqkv__sum_of_products(out[d], factor, *sum, value_center ? value_center[d] : 0.0f);

@@ -274,8 +274,72 @@ static void check_upper_bits(const void *parameters)
     test_store_free(&store);
 }
 
+/* A NaN among halves at a position whose weight underflows to 0: the same bits alone and beside a query that does not see the
+   newest position. */
+static void check_poison_alone(const void *parameters)
+{
+    enum { N = 64, DIM = 64 };
+    (void)parameters;
+    static float k[N * DIM], v[N * DIM], q[2 * DIM], alone[DIM], both[2 * DIM];
+    tqkv_cache *cache;
+    tqkv_cache_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.head_dim = DIM;
+    desc.n_kv_heads = 1;
+    desc.capacity = N;
+    desc.key_format = desc.value_format = TQKV_F16;
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    for (int i = 0; i < N * DIM; i++) v[i] = 1.0f;
+    k[0] = -1000.0f;
+    q[0] = q[DIM] = 8.0f;
+    CHECK_RESULT(tqkv_cache_append(cache, k, v, N), TQKV_OK);
+    ((unsigned char *)tqkv_cache_values(cache)->codes)[7] = 0x7e; /* a NaN in element 3 of position 0 */
+    CHECK_RESULT(tqkv_cache_attend(cache, q + DIM, 1, alone), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_attend(cache, q, 2, both), TQKV_OK);
+    for (int i = 0; i < DIM; i++)
+        CHECK((alone[i] != alone[i]) == (both[DIM + i] != both[DIM + i]),
+              "element %d is %g alone and %g beside another", i, (double)alone[i], (double)both[DIM + i]);
+    tqkv_cache_destroy(cache);
+}
+
+/* A centre whose product with the query is beyond the range of float: NaN where it counts, never a wrong number. */
+static void check_center_overflow(const void *parameters)
+{
+    enum { N = 4, DIM = 64 };
+    (void)parameters;
+    static float k[N * DIM], v[N * DIM], q[DIM], out[DIM];
+    float max, sum, sink = 0.0f;
+    tqkv_cache *cache;
+    tqkv_cache_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.head_dim = DIM;
+    desc.n_kv_heads = 1;
+    desc.capacity = N;
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    for (int i = 0; i < N * DIM; i++) {
+        k[i] = 1e37f;
+        v[i] = 1.0f;
+    }
+    CHECK_RESULT(tqkv_cache_set_center(cache, k, NULL), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_append(cache, k, v, N), TQKV_OK);
+    tqkv_attention a = tqkv_cache_view(cache);
+    for (int sign = -1; sign < 2; sign += 2) {
+        for (int i = 0; i < DIM; i++) q[i] = (float)sign * 100.0f;
+        a.sinks = &sink;
+        CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
+        CHECK(out[0] != out[0], "with a sink %g", (double)out[0]);
+        a.sinks = NULL;
+        CHECK_RESULT(tqkv_attend_partial(&a, q, 0, N, out, &max, &sum), TQKV_OK);
+        CHECK_RESULT(tqkv_attend_finish(&a, out, &max, &sum), TQKV_OK);
+        CHECK(out[0] != out[0], "of a slice %g", (double)out[0]);
+    }
+    tqkv_cache_destroy(cache);
+}
+
 void test_defects_cases(void)
 {
+    test_add(check_poison_alone, NULL, 0, "defect/poison_alone");
+    test_add(check_center_overflow, NULL, 0, "defect/center_overflow");
     for (int i = 0; i < TEST_FORMATS; i++) {
         const char *name = tqkv_format_name(test_formats[i]);
         if (reference_is_codebook(test_formats[i])) {
