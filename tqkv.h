@@ -3140,7 +3140,7 @@ static TQKV__NOINLINE void tqkv__quality_of(const tqkv__stream *s, const tqkv__m
         differs -= n * less * less;
     }
     if (m->squares > 0.0) out->mean_share = n * mean / m->squares;
-    if (m->noise > 0.0) out->error = differs > 0.0 ? m->noise / differs : (double)INFINITY;
+    if (!(m->noise == 0.0)) out->error = differs > 0.0 && m->noise >= 0.0 ? m->noise / differs : (double)INFINITY;
     if (m->second > 0.0) out->kurtosis = values * m->fourth / (m->second * m->second);
     out->beyond = m->beyond / values;
 }

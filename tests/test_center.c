@@ -127,6 +127,9 @@ static void check_measure_edges(const void *parameters)
     for (int i = 0; i < 3 * D; i++) rows[i] = 0.125f * (float)(i % D);
     CHECK_RESULT(tqkv_measure(&shape, rows, 3, &out), TQKV_OK);
     CHECK(out.mean_share == 1.0 && isinf(out.error), "equal rows measure %g %g", out.mean_share, out.error);
+    for (int i = 0; i < 3 * D; i++) rows[i] = 1e20f * (float)(i * 37 % 101 - 50); /* norms overflow */
+    CHECK_RESULT(tqkv_measure(&shape, rows, 3, &out), TQKV_OK);
+    CHECK(isinf(out.error), "rows that decode to NaN have an error of %g", out.error);
     test_store_free(&shape);
 }
 
