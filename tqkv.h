@@ -10335,8 +10335,20 @@ static void tqkv__ascend(tqkv__ascent *all, const tqkv__output *next)
     all->last = *next;
 }
 
-/* Whether the output of one call overlaps an array of another. Outputs that ascend, apart from all that is read, need no
-   comparison of each with each. */
+/* Whether item j reads an output of another of the items [low, high), whose outputs ascend. Halves the range until none is left:
+   thousands of items need no comparison of each with each. */
+static bool tqkv__reads_output(const tqkv__part *parts, int j, int low, int high)
+{
+    const uintptr_t begin = (uintptr_t)parts[low].out;
+    const uintptr_t end = (uintptr_t)parts[high - 1].out + parts[high - 1].a->out_size;
+    if (!tqkv__reads(parts[j].a, parts[j].q, parts[low].out, end - begin)) return false;
+    if (high - low == 1) return low != j;
+    const int middle = low + (high - low) / 2;
+    return tqkv__reads_output(parts, j, low, middle) || tqkv__reads_output(parts, j, middle, high);
+}
+
+/* Whether the output of one call overlaps an array of another. Outputs that lie between each other's rows, apart from all that
+   is read, need no comparison of each with each either. */
 static bool tqkv__parts_overlap(const tqkv__part *parts, int n)
 {
     const tqkv__output first = tqkv__output_of(parts[0].a, (uintptr_t)parts[0].out);
@@ -10349,7 +10361,12 @@ static bool tqkv__parts_overlap(const tqkv__part *parts, int n)
         if (i) tqkv__ascend(&all, &own);
         if (end > high) high = end;
     }
-    bool apart = all.behind || all.between;
+    if (all.behind) {
+        for (int j = 0; j < n; j++)
+            if (tqkv__reads_output(parts, j, 0, n)) return true;
+        return false;
+    }
+    bool apart = all.between;
     for (int i = 0; i < n; i++) apart = apart && !tqkv__reads(parts[i].a, parts[i].q, (const void *)low, high - low);
     if (!apart)
         for (int i = 0; i < n; i++)

@@ -229,6 +229,40 @@ static void check_overlaps(const void *parameters)
     free_batch(b);
 }
 
+/* Outputs that ascend, with the queries between them; then query i in the place of output j. */
+static void check_interleaved(const void *parameters)
+{
+    enum { N = 7 };
+    (void)parameters;
+    batch *b = (batch *)test_alloc(sizeof *b);
+    memset(b, 0, sizeof *b);
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+    row.bits_alone = true;
+    for (int i = 0; i < N; i++) make_item(b, &row);
+    const size_t n = b->bytes[0] / sizeof(float);
+    float *block = (float *)test_alloc((2 * N + 1) * n * sizeof *block);
+    void *own[N];
+    for (int i = 0; i < N; i++) {
+        own[i] = b->out[i];
+        b->out[i] = block + (size_t)(2 * i) * n;
+        b->q[i] = memcpy(block + (size_t)(2 * i + 1) * n, b->problems[i].q, n * sizeof(float));
+    }
+    CHECK_RESULT(attend_batch(b), TQKV_OK);
+    check_outputs(b, "interleaved");
+    for (int i = 0; i < N; i++) {
+        const void *q = b->q[i];
+        for (int j = 0; j < N; j++) {
+            memcpy(block + (size_t)(2 * j) * n, b->problems[i].q, n * sizeof(float));
+            b->q[i] = b->out[j];
+            CHECK_RESULT(attend_batch(b), TQKV_INVALID_ARGUMENT);
+        }
+        b->q[i] = q;
+    }
+    for (int i = 0; i < N; i++) b->out[i] = own[i];
+    free(block);
+    free_batch(b);
+}
+
 static void check_arguments(const void *parameters)
 {
     (void)parameters;
@@ -302,6 +336,7 @@ void test_batch_cases(void)
     for (int i = 0; i < 3; i++) test_add(check_bad_items, &i, sizeof i, "batch/bad_item/%d", i);
     test_add(check_waves, NULL, 0, "batch/waves");
     test_add(check_overlaps, NULL, 0, "batch/overlaps");
+    test_add(check_interleaved, NULL, 0, "batch/interleaved");
     test_add(check_arguments, NULL, 0, "batch/arguments");
     test_add(check_memory, NULL, 0, "batch/memory");
     test_add(check_scratch, NULL, 0, "batch/scratch");
