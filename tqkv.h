@@ -71,8 +71,8 @@
      TQKV_API               linkage of the public functions, by default `extern`
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing.
-     TQKV_NO_AVX512         leaves AVX-512 out: 210 KB and 5 s of gcc -O2 instead of 416 and 11
-     TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: 77 KB and 1.4 s
+     TQKV_NO_AVX512         leaves AVX-512 out, which halves the code and the time to compile it (README has KB and seconds)
+     TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
      TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there, unless
                             TQKV_NO_METAL is defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
@@ -428,7 +428,8 @@ typedef struct tqkv_attention {
 } tqkv_attention;
 
 /* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
-   TQKV_NOT_FINITE if q holds NaN or Inf, or a sink is NaN or +Inf. A score beyond the range of float makes a result NaN. */
+   TQKV_NOT_FINITE if q holds NaN or Inf, or a sink is NaN or +Inf. A score, or a sum of values, beyond the range of float makes a
+   result NaN or infinite. */
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const void *q, void *out);
 
 /* Each item as tqkv_attend does it, to the same bits, in one use of the hook that is cut evenly: for many sequences, of
