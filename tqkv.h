@@ -12392,7 +12392,7 @@ TQKV_API void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, co
 /* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
 TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns);
 
-/* A value of a row. */
+/* One value of a row. */
 TQKV_API float tqkv__value_to_float(tqkv_type type, const void *value);
 TQKV_API void tqkv__value_from_float(tqkv_type type, float x, void *value);
 /* The strides of tqkv_cache_append and tqkv_cache_attend, with their defaults. */
@@ -12544,7 +12544,8 @@ TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
 typedef char tqkv__args_fit[sizeof(tqkv__attend_args) <= TQKV_METAL_ARGUMENTS ? 1 : -1];
 typedef char tqkv__item_fits[sizeof(tqkv__batch_item) <= TQKV__UNUSED_BYTES ? 1 : -1];
 
-static void tqkv__plan_args(tqkv_metal_dispatch *d, const void *args, size_t size)
+/* What plans are made of is called, not inlined: a fifth of their code. */
+static TQKV__NOINLINE void tqkv__plan_args(tqkv_metal_dispatch *d, const void *args, size_t size)
 {
     tqkv_metal_arguments *to = &d->arguments[d->n_arguments];
     to->index = d->n_arguments++ ? TQKV__SECOND_ARGS : 0;
@@ -12552,7 +12553,8 @@ static void tqkv__plan_args(tqkv_metal_dispatch *d, const void *args, size_t siz
     memcpy(to->bytes, args, size);
 }
 
-static void tqkv__plan_begin(tqkv_metal_dispatch *d, tqkv_metal_family family, int head_dim, int value_dim)
+static TQKV__NOINLINE void tqkv__plan_begin(tqkv_metal_dispatch *d, tqkv_metal_family family, int head_dim,
+                                            int value_dim)
 {
     memset(d, 0, sizeof *d);
     d->kernel.family = (uint8_t)family;
@@ -12566,16 +12568,17 @@ static void tqkv__plan_constant(tqkv_metal_dispatch *d, int constant, int value)
     d->kernel.constants[constant] = (uint8_t)(value + 1);
 }
 
-static void tqkv__plan_bind(tqkv_metal_dispatch *d, const char *name, int index, tqkv_metal_buffer at, size_t size,
-                            bool written)
+static TQKV__NOINLINE void tqkv__plan_bind(tqkv_metal_dispatch *d, const char *name, int index, tqkv_metal_buffer at,
+                                           size_t size, bool written)
 {
     const tqkv_metal_binding binding = {name, index, at, size, 4, written};
     d->bindings[d->n_bindings++] = binding;
 }
 
 /* Binds rows of the caller's type, which the kernel learns from the constant. */
-static void tqkv__plan_bind_rows(tqkv_metal_dispatch *d, const char *name, int index, tqkv_metal_buffer at,
-                                 int constant, tqkv_type type, size_t bytes, bool written)
+static TQKV__NOINLINE void tqkv__plan_bind_rows(tqkv_metal_dispatch *d, const char *name, int index,
+                                                tqkv_metal_buffer at, int constant, tqkv_type type, size_t bytes,
+                                                bool written)
 {
     tqkv__plan_bind(d, name, index, at, bytes, written);
     d->bindings[d->n_bindings - 1].alignment = tqkv__type_size(type);
@@ -12583,8 +12586,9 @@ static void tqkv__plan_bind_rows(tqkv_metal_dispatch *d, const char *name, int i
 }
 
 /* Binds codes and norms at index and index + 1. Kernels load 16 bytes of codes at a time. */
-static void tqkv__plan_bind_store(tqkv_metal_dispatch *d, const char *codes, const char *norms, int index,
-                                  const tqkv_metal_store *store, const tqkv__stream *s, bool written)
+static TQKV__NOINLINE void tqkv__plan_bind_store(tqkv_metal_dispatch *d, const char *codes, const char *norms,
+                                                 int index, const tqkv_metal_store *store, const tqkv__stream *s,
+                                                 bool written)
 {
     tqkv__plan_bind(d, codes, index, store->codes, s->codes_size, written);
     d->bindings[d->n_bindings - 1].alignment = 16;
@@ -12592,8 +12596,8 @@ static void tqkv__plan_bind_store(tqkv_metal_dispatch *d, const char *codes, con
 }
 
 /* Binds the centre at index, if the call uses it. Returns whether it does. */
-static bool tqkv__plan_bind_center(tqkv_metal_dispatch *d, const char *name, int index, const tqkv_metal_store *store,
-                                   const tqkv__stream *s, bool used)
+static TQKV__NOINLINE bool tqkv__plan_bind_center(tqkv_metal_dispatch *d, const char *name, int index,
+                                                  const tqkv_metal_store *store, const tqkv__stream *s, bool used)
 {
     const size_t size = (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
     used = used && store->center.buffer;
@@ -12636,8 +12640,8 @@ static tqkv_result tqkv__plan_positions(tqkv__stream *s)
 }
 
 /* Binds the page table at index, if there is one, and names the constant that says so. */
-static void tqkv__plan_bind_pages(tqkv_metal_dispatch *d, const char *name, int index, tqkv_metal_buffer at,
-                                  const tqkv__stream *s, int constant)
+static TQKV__NOINLINE void tqkv__plan_bind_pages(tqkv_metal_dispatch *d, const char *name, int index,
+                                                 tqkv_metal_buffer at, const tqkv__stream *s, int constant)
 {
     tqkv__plan_bind(d, name, index, at, tqkv__table_size(s), false);
     tqkv__plan_constant(d, constant, s->n_pages > 0);
@@ -12674,7 +12678,7 @@ static tqkv_metal_buffer tqkv__buffer_after(tqkv_metal_buffer at, size_t bytes)
 
 /* Plans `each` of n_units, rows or lanes, a simdgroup, and 4 simdgroups a threadgroup, which share the codebook's cells
    (up to 3 KiB). */
-static void tqkv__plan_simdgroups(tqkv_metal_dispatch *d, size_t n_units, size_t each)
+static TQKV__NOINLINE void tqkv__plan_simdgroups(tqkv_metal_dispatch *d, size_t n_units, size_t each)
 {
     const size_t n = n_units / each + (n_units % each != 0);
     d->rows = true;
@@ -12698,7 +12702,7 @@ static tqkv_result tqkv__check_call_strides(const tqkv__attention *a)
 }
 
 /* The bytes of the caller's rows of so many tokens, with gaps. As floats without gaps they have a size, too. */
-static tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n_tokens, size_t *bytes)
+static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n_tokens, size_t *bytes)
 {
     const size_t size = tqkv__type_size(s->type);
     if (!size) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
@@ -13224,7 +13228,7 @@ static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tq
 }
 
 /* What attention and index_scores have in common. slots: of a KV head in memory */
-static void tqkv__plan_key_args(const tqkv__attention *a, int slots, tqkv__attend_args *args)
+static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slots, tqkv__attend_args *args)
 {
     memset(args, 0, sizeof *args);
     args->n_queries = a->call.n_queries;
@@ -13305,8 +13309,8 @@ static void tqkv__plan_slot_constants(tqkv_metal_dispatch *d, const tqkv__attent
 }
 
 /* Partial results: sums at `index`, their states behind it. */
-static void tqkv__plan_bind_partials(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer scratch,
-                                     const tqkv__split *split, bool written)
+static TQKV__NOINLINE void tqkv__plan_bind_partials(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer scratch,
+                                                    const tqkv__split *split, bool written)
 {
     tqkv__plan_bind(d, "scratch", index, tqkv__buffer_after(scratch, split->sums_at), split->sums_size, written);
     tqkv__plan_bind(d, "scratch", index + 1, tqkv__buffer_after(scratch, split->states_at),
@@ -13787,17 +13791,14 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
 static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attention *a,
                                     tqkv__attend_buffers *b)
 {
-    const bool known = !a->call.list || from->attention.list;
-    b->slice_end = a->call.end;
-    if (!b->slice.to) b->sinks = from->sinks;
-    if (b->slice.to) {
-        const tqkv_result r = tqkv__check_slice_range(a, first, count);
-        if (r != TQKV_OK) return r;
-        b->slice_end = first + count;
-    }
-    const int64_t from_position = b->slice.to ? first : a->first;
-    const tqkv_result r = known ? tqkv__check_seen(a, from_position, b->slice_end) : TQKV_OK;
-    a->first = from_position;
+    const bool known = !a->call.list || from->attention.list, slice = b->slice.to;
+    tqkv_result r = slice ? tqkv__check_slice_range(a, first, count) : TQKV_OK;
+    if (r != TQKV_OK) return r;
+    if (!slice) b->sinks = from->sinks;
+    b->slice_end = slice ? first + count : a->call.end;
+    if (!slice) first = a->first;
+    if (known) r = tqkv__check_seen(a, first, b->slice_end);
+    a->first = first;
     return r;
 }
 
@@ -14407,11 +14408,9 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *it
     tqkv_metal_dispatch all[TQKV__MOST_DISPATCHES];
     int n;
     if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    for (int i = 0; items && i < n_items; i++) {
+    for (int i = 0; items && i < n_items; i++)
         if (items[i].list.buffer) return TQKV__REFUSE(UNSUPPORTED, TQKV__LISTS_IN_PLAN);
-        if (items[i].attention.exact_first || items[i].attention.exact_last)
-            return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
-    }
+    if (items && tqkv__batch_tables(items, n_items) > 1) return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
     const tqkv_result r =
         tqkv__plan_batch_parts(items, n_items, q, arguments, contents, scratch, out, matrices, all, &n);
     for (int i = 0; i < 2; i++) d[i] = all[i];
@@ -14832,12 +14831,14 @@ TQKV_API const char *tqkv_metal_stale_table(const void *bytes)
     const tqkv__table_report *report = (const tqkv__table_report *)bytes;
 #define TQKV__STRUCT_NAME(name) "size of tqkv__" #name,
 #define TQKV__STRUCT_SIZE(name) sizeof(tqkv__##name),
+#define TQKV__SIZES_OF(x, i, D) {TQKV__KERNEL_SIZES(D)},
 #define TQKV__DIFFERS(member)   memcmp(report->tables.member, tqkv__tables.member, sizeof report->tables.member) != 0
 #define TQKV__CHECK_BOOK(report, bits)                                                                                 \
     if (TQKV__DIFFERS(codebook_##bits)) return "table codebook_" #bits;                                                \
     if (TQKV__DIFFERS(boundaries_##bits)) return "table boundaries_" #bits;
     static const char *const names[] = {TQKV__SHARED_STRUCTS(TQKV__STRUCT_NAME)};
     static const size_t sizes[] = {TQKV__SHARED_STRUCTS(TQKV__STRUCT_SIZE)};
+    static const int32_t kernels[TQKV__KERNEL_DIMS][TQKV__N_KERNEL_SIZES] = {TQKV__KERNELS(TQKV__SIZES_OF, )};
     if (report->table_version != TQKV_TABLE_VERSION) return "table version";
     for (int i = 0; i < TQKV__N_SHARED_STRUCTS; i++)
         if (report->struct_sizes[i] != sizes[i]) return names[i];
@@ -14847,12 +14848,7 @@ TQKV_API const char *tqkv_metal_stale_table(const void *bytes)
     if (TQKV__DIFFERS(hadamard_20)) return "table hadamard_20";
     if (TQKV__DIFFERS(hadamard_28)) return "table hadamard_28";
     if (TQKV__DIFFERS(hadamard_36)) return "table hadamard_36";
-    for (int i = 0; i < TQKV__KERNEL_DIMS; i++) {
-        const int head_dim = TQKV__KERNEL_DIM(i);
-        const int32_t expected[TQKV__N_KERNEL_SIZES] = {TQKV__KERNEL_SIZES(head_dim)};
-        if (memcmp(report->kernel_sizes[i], expected, sizeof expected) != 0) return "dispatch of its kernels";
-    }
-    return NULL;
+    return memcmp(report->kernel_sizes, kernels, sizeof kernels) != 0 ? "dispatch of its kernels" : NULL;
 }
 
 #endif /* TQKV_METAL */
