@@ -205,7 +205,7 @@ static NSUInteger tqkv__needs_threads(const tqkv_metal_kernel *kernel)
     return shared ? TQKV__LONG_SIMDGROUPS * TQKV__SIMD_WIDTH : 0;
 }
 
-/* Without a pipeline, or with one of simdgroups of 32 and enough threads. */
+/* Makes p's pipeline, if its simdgroups are of 32 threads, and enough of them. */
 static tqkv_result tqkv__build_from(tqkv_metal *m, id<MTLLibrary> library, tqkv__kept *p)
 {
     NSError *error = nil;
@@ -295,19 +295,25 @@ static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_d
     return true;
 }
 
-/* All pipelines of a call. Without matrices attend takes the place of attend_matrix, but not in a batch: its items are planned
-   anew. */
+/* A batch has to be planned anew, because its items say where threadgroups begin. */
+static bool tqkv__is_batch(const tqkv_metal_dispatch *d) { return d->kernel.constants[TQKV_FC_BATCH] == 1 + true; }
+
+/* Without matrices attend takes the place of attend_matrix. */
+static tqkv_result tqkv__try_pipelines(tqkv_metal *m, tqkv_metal_dispatch *d, int n, const tqkv__kept **out)
+{
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; i < n && r == TQKV_OK; i++) {
+        if (!tqkv__has_matrices(m) && !tqkv__is_batch(&d[i])) tqkv_metal_plan_lanes(&d[i]);
+        r = tqkv__get_pipeline(m, &d[i].kernel, &out[i]);
+    }
+    return r;
+}
+
+/* All pipelines of a call. */
 static tqkv_result tqkv__get_pipelines(tqkv_metal *m, tqkv_metal_dispatch *d, int n, const tqkv__kept **out)
 {
-    tqkv_result r;
-    const bool batch = n && d[0].kernel.constants[TQKV_FC_BATCH] == 1 + true;
-    do {
-        r = TQKV_OK;
-        for (int i = 0; i < n && !batch; i++)
-            if (!tqkv__has_matrices(m)) tqkv_metal_plan_lanes(&d[i]);
-        for (int i = 0; i < n && r == TQKV_OK; i++) r = tqkv__get_pipeline(m, &d[i].kernel, &out[i]);
-    } while (tqkv__lost_matrices(m, r, d, n) && !batch);
-    return r;
+    const tqkv_result r = tqkv__try_pipelines(m, d, n, out);
+    return tqkv__lost_matrices(m, r, d, n) && !tqkv__is_batch(d) ? tqkv__try_pipelines(m, d, n, out) : r;
 }
 
 /* >>recording: a plan, checked against Metal's objects and handed to an encoder; command buffers of our own */
