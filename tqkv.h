@@ -13708,7 +13708,7 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
         if (!end || !(i / 2 ? to->exact_last : to->exact_first)) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
-        if (end->center.buffer != codes->center.buffer || end->center.offset != codes->center.offset)
+        if (!tqkv__same_buffer(end->center, codes->center))
             return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
         if (end->pages.buffer || shape->n_pages)
             return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last with pages of their own: not on a GPU");
@@ -14146,8 +14146,7 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
     for (int i = 0; r == TQKV_OK && i < b->n; i++) {
         tqkv__attend_plan own;
         if ((r = tqkv__plan_batch_item(b, i, used, &own)) != TQKV_OK) return r;
-        if (b->items[i].sinks.buffer != b->items[0].sinks.buffer ||
-            b->items[i].sinks.offset != b->items[0].sinks.offset)
+        if (!tqkv__same_buffer(b->items[i].sinks, b->items[0].sinks))
             return TQKV__REFUSE(UNSUPPORTED, "items of a batch differ in their sinks");
         if (own.has[TQKV__CODES_PART]) {
             const tqkv_metal_dispatch *codes = &own.attends[TQKV__CODES_PART];
@@ -14166,23 +14165,24 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
     return TQKV_OK;
 }
 
-/* Where an array of an item is: its number in what is bound for all, and in the item's plan. */
+/* Where an array of an item is: its number in what is bound for all, and in the item's plan; and its place in the item. */
 typedef struct tqkv__batch_array {
     int bound, index;
-    size_t unit;
-    uint32_t *offset;
+    size_t unit, to;
 } tqkv__batch_array;
+#define TQKV__PLACE(name) offsetof(tqkv__batch_item, name)
 
-/* The place of an item's array in what is bound for all; 0 if it has none. */
+/* The offset of an item's array in what is bound for all; 0 if it has none. */
 static tqkv_result tqkv__write_offsets(tqkv_metal_dispatch *all, tqkv_metal_dispatch *one,
-                                       const tqkv__batch_array *arrays, size_t n)
+                                       const tqkv__batch_array *arrays, size_t n, tqkv__batch_item *to)
 {
     for (size_t i = 0; i < n; i++) {
         const tqkv_metal_binding *bound = tqkv__binding_at(all, arrays[i].bound),
                                  *own = tqkv__binding_at(one, arrays[i].index);
         const size_t at = own->size ? (own->at.offset - bound->at.offset) / arrays[i].unit : 0;
         if (at > UINT32_MAX) return TQKV__REFUSE(UNSUPPORTED, "arrays of a batch's items lie too far apart");
-        *arrays[i].offset = (uint32_t)at;
+        const uint32_t offset = (uint32_t)at;
+        memcpy((char *)to + arrays[i].to, &offset, sizeof offset);
     }
     return TQKV_OK;
 }
@@ -14190,30 +14190,31 @@ static tqkv_result tqkv__write_offsets(tqkv_metal_dispatch *all, tqkv_metal_disp
 /* Part p of an item. */
 static tqkv_result tqkv__write_part(tqkv__attend_plan *all, tqkv__attend_plan *own, int p, tqkv__batch_item *to)
 {
-    const tqkv__batch_array arrays[] = {{1, 1, TQKV__ROWS_UNIT, &to->q}, {2, 2, TQKV__CODES_UNIT, &to->key_codes},
-                                        {3, 3, 4, &to->key_norms},       {4, 4, TQKV__CODES_UNIT, &to->value_codes},
-                                        {5, 5, 4, &to->value_norms},     {6, 6, 4, &to->partial_out},
-                                        {6, 7, 4, &to->partial_state},   {8, 8, 4, &to->key_center},
-                                        {9, 9, 4, &to->key_pages},       {10, 10, 4, &to->value_pages},
-                                        {11, 11, 4, &to->tree},          {13, 13, TQKV__CODES_UNIT, &to->tail_codes},
-                                        {14, 14, 4, &to->tail_norms},    {15, 15, 4, &to->tail_center},
-                                        {6, 16, 4, &to->list_rows}};
-    const tqkv__batch_array list = {1, 1, 4, &to->list};
+    static const tqkv__batch_array arrays[] = {
+        {1, 1, TQKV__ROWS_UNIT, TQKV__PLACE(q)}, {2, 2, TQKV__CODES_UNIT, TQKV__PLACE(key_codes)},
+        {3, 3, 4, TQKV__PLACE(key_norms)},       {4, 4, TQKV__CODES_UNIT, TQKV__PLACE(value_codes)},
+        {5, 5, 4, TQKV__PLACE(value_norms)},     {6, 6, 4, TQKV__PLACE(partial_out)},
+        {6, 7, 4, TQKV__PLACE(partial_state)},   {8, 8, 4, TQKV__PLACE(key_center)},
+        {9, 9, 4, TQKV__PLACE(key_pages)},       {10, 10, 4, TQKV__PLACE(value_pages)},
+        {11, 11, 4, TQKV__PLACE(tree)},          {13, 13, TQKV__CODES_UNIT, TQKV__PLACE(tail_codes)},
+        {14, 14, 4, TQKV__PLACE(tail_norms)},    {15, 15, 4, TQKV__PLACE(tail_center)},
+        {6, 16, 4, TQKV__PLACE(list_rows)}};
+    static const tqkv__batch_array list = {1, 1, 4, TQKV__PLACE(list)};
     to->attend = tqkv__attend_args_of(&own->attends[p]);
     const tqkv_result r =
-        tqkv__write_offsets(&all->attends[p], &own->attends[p], arrays, sizeof arrays / sizeof *arrays);
-    return r == TQKV_OK && own->listed ? tqkv__write_offsets(&all->lists[p], &own->lists[p], &list, 1) : r;
+        tqkv__write_offsets(&all->attends[p], &own->attends[p], arrays, sizeof arrays / sizeof *arrays, to);
+    return r == TQKV_OK && own->listed ? tqkv__write_offsets(&all->lists[p], &own->lists[p], &list, 1, to) : r;
 }
 
 /* The merge of an item. */
 static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *own, tqkv__batch_item *to)
 {
-    const tqkv__batch_array arrays[] = {{1, 1, 4, &to->partial_out},
-                                        {1, 2, 4, &to->partial_state},
-                                        {4, 4, TQKV__ROWS_UNIT, &to->out},
-                                        {5, 5, 4, &to->value_center}};
+    static const tqkv__batch_array arrays[] = {{1, 1, 4, TQKV__PLACE(partial_out)},
+                                               {1, 2, 4, TQKV__PLACE(partial_state)},
+                                               {4, 4, TQKV__ROWS_UNIT, TQKV__PLACE(out)},
+                                               {5, 5, 4, TQKV__PLACE(value_center)}};
     to->merge = tqkv__merge_args_of(&own->merge);
-    return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays);
+    return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
 
 /* An item is described once for each part and once for the merge, which look for other numbers of threadgroups and other parts
