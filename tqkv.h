@@ -12452,6 +12452,9 @@ TQKV_API void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, co
 /* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
 TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns);
 
+/* One value of a row. */
+TQKV_API float tqkv__value_to_float(tqkv_type type, const void *value);
+TQKV_API void tqkv__value_from_float(tqkv_type type, float x, void *value);
 /* The strides of tqkv_cache_append and tqkv_cache_attend, with their defaults. */
 TQKV_API tqkv_cache_layout tqkv__cache_layout_of(const tqkv_cache *c);
 /* For a cache that lies at `memory`. packed: rows without gaps, whatever its layout. some: its lists and tree, or NULL.
@@ -12476,7 +12479,9 @@ TQKV_API tqkv_result tqkv__plan_cache_all_parts(const tqkv_cache *c, tqkv_metal_
 
 #if defined(TQKV_IMPLEMENTATION) && defined(TQKV_METAL) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_CODE)
 #define TQKV__METAL_CODE
-#define TQKV__NO_DISPATCH "d: NULL"
+#define TQKV__NO_DISPATCH      "d: NULL"
+#define TQKV__NO_CACHE_QUERIES "the cache is NULL or n_queries not positive"
+#define TQKV__LARGE_SCRATCH    "more scratch than a size_t can count"
 
 /* >>metal-code: the plans of >>metal-plan */
 
@@ -12599,7 +12604,8 @@ TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
 typedef char tqkv__args_fit[sizeof(tqkv__attend_args) <= TQKV_METAL_ARGUMENTS ? 1 : -1];
 typedef char tqkv__item_fits[sizeof(tqkv__batch_item) <= TQKV__UNUSED_BYTES ? 1 : -1];
 
-static void tqkv__plan_args(tqkv_metal_dispatch *d, const void *args, size_t size)
+/* What plans are made of is called, not inlined: a fifth of their code. */
+static TQKV__NOINLINE void tqkv__plan_args(tqkv_metal_dispatch *d, const void *args, size_t size)
 {
     tqkv_metal_arguments *to = &d->arguments[d->n_arguments];
     to->index = d->n_arguments++ ? TQKV__SECOND_ARGS : 0;
@@ -12607,7 +12613,8 @@ static void tqkv__plan_args(tqkv_metal_dispatch *d, const void *args, size_t siz
     memcpy(to->bytes, args, size);
 }
 
-static void tqkv__plan_begin(tqkv_metal_dispatch *d, tqkv_metal_family family, int head_dim, int value_dim)
+static TQKV__NOINLINE void tqkv__plan_begin(tqkv_metal_dispatch *d, tqkv_metal_family family, int head_dim,
+                                            int value_dim)
 {
     memset(d, 0, sizeof *d);
     d->kernel.family = (uint8_t)family;
@@ -12621,16 +12628,17 @@ static void tqkv__plan_constant(tqkv_metal_dispatch *d, int constant, int value)
     d->kernel.constants[constant] = (uint8_t)(value + 1);
 }
 
-static void tqkv__plan_bind(tqkv_metal_dispatch *d, const char *name, int index, tqkv_metal_buffer at, size_t size,
-                            bool written)
+static TQKV__NOINLINE void tqkv__plan_bind(tqkv_metal_dispatch *d, const char *name, int index, tqkv_metal_buffer at,
+                                           size_t size, bool written)
 {
     const tqkv_metal_binding binding = {name, index, at, size, 4, written};
     d->bindings[d->n_bindings++] = binding;
 }
 
 /* Binds rows of the caller's type, which the kernel learns from the constant. */
-static void tqkv__plan_bind_rows(tqkv_metal_dispatch *d, const char *name, int index, tqkv_metal_buffer at,
-                                 int constant, tqkv_type type, size_t bytes, bool written)
+static TQKV__NOINLINE void tqkv__plan_bind_rows(tqkv_metal_dispatch *d, const char *name, int index,
+                                                tqkv_metal_buffer at, int constant, tqkv_type type, size_t bytes,
+                                                bool written)
 {
     tqkv__plan_bind(d, name, index, at, bytes, written);
     d->bindings[d->n_bindings - 1].alignment = tqkv__type_size(type);
@@ -12638,17 +12646,18 @@ static void tqkv__plan_bind_rows(tqkv_metal_dispatch *d, const char *name, int i
 }
 
 /* Binds codes and norms at index and index + 1. Kernels load 16 bytes of codes at a time. */
-static void tqkv__plan_bind_store(tqkv_metal_dispatch *d, const char *const names[2], int index,
-                                  const tqkv_metal_store *store, const tqkv__stream *s, bool written)
+static TQKV__NOINLINE void tqkv__plan_bind_store(tqkv_metal_dispatch *d, const char *codes, const char *norms,
+                                                 int index, const tqkv_metal_store *store, const tqkv__stream *s,
+                                                 bool written)
 {
-    tqkv__plan_bind(d, names[0], index, store->codes, s->codes_size, written);
+    tqkv__plan_bind(d, codes, index, store->codes, s->codes_size, written);
     d->bindings[d->n_bindings - 1].alignment = 16;
-    tqkv__plan_bind(d, names[1], index + 1, store->norms, s->norms_size, written);
+    tqkv__plan_bind(d, norms, index + 1, store->norms, s->norms_size, written);
 }
 
 /* Binds the centre at index, if the call uses it. Returns whether it does. */
-static bool tqkv__plan_bind_center(tqkv_metal_dispatch *d, const char *name, int index, const tqkv_metal_store *store,
-                                   const tqkv__stream *s, bool used)
+static TQKV__NOINLINE bool tqkv__plan_bind_center(tqkv_metal_dispatch *d, const char *name, int index,
+                                                  const tqkv_metal_store *store, const tqkv__stream *s, bool used)
 {
     const size_t size = (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
     used = used && store->center.buffer;
@@ -12691,8 +12700,8 @@ static tqkv_result tqkv__plan_positions(tqkv__stream *s)
 }
 
 /* Binds the page table at index, if there is one, and names the constant that says so. */
-static void tqkv__plan_bind_pages(tqkv_metal_dispatch *d, const char *name, int index, tqkv_metal_buffer at,
-                                  const tqkv__stream *s, int constant)
+static TQKV__NOINLINE void tqkv__plan_bind_pages(tqkv_metal_dispatch *d, const char *name, int index,
+                                                 tqkv_metal_buffer at, const tqkv__stream *s, int constant)
 {
     tqkv__plan_bind(d, name, index, at, tqkv__table_size(s), false);
     tqkv__plan_constant(d, constant, s->n_pages > 0);
@@ -12729,7 +12738,7 @@ static tqkv_metal_buffer tqkv__buffer_after(tqkv_metal_buffer at, size_t bytes)
 
 /* Plans `each` of n_units, rows or lanes, a simdgroup, and 4 simdgroups a threadgroup, which share the codebook's cells
    (up to 3 KiB). */
-static void tqkv__plan_simdgroups(tqkv_metal_dispatch *d, size_t n_units, size_t each)
+static TQKV__NOINLINE void tqkv__plan_simdgroups(tqkv_metal_dispatch *d, size_t n_units, size_t each)
 {
     const size_t n = n_units / each + (n_units % each != 0);
     d->rows = true;
@@ -12753,7 +12762,7 @@ static tqkv_result tqkv__check_call_strides(const tqkv__attention *a)
 }
 
 /* The bytes of the caller's rows of so many tokens, with gaps. As floats without gaps they have a size, too. */
-static tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n_tokens, size_t *bytes)
+static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n_tokens, size_t *bytes)
 {
     const size_t size = tqkv__type_size(s->type);
     if (!size) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
@@ -12857,7 +12866,7 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
     tqkv__plan_bind_rows(d, e->names[0], index + 1, tqkv__buffer_after(e->src, all - kept),
                          index ? TQKV_FC_VALUE_TYPE : TQKV_FC_TYPE, s->type, kept, false);
-    tqkv__plan_bind_store(d, e->names + 1, index + 2, e->store, s, true);
+    tqkv__plan_bind_store(d, e->names[1], e->names[2], index + 2, e->store, s, true);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_CENTER : TQKV_FC_CENTER,
                         tqkv__plan_bind_center(d, e->names[3], e->center, e->store, s, true));
     tqkv__plan_bind_pages(d, places->by_slots ? "slots" : e->names[4], e->pages,
@@ -12983,7 +12992,6 @@ TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_m
 TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
                                             tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_dispatch *d)
 {
-    static const char *const names[] = {"codes", "norms"};
     tqkv__stream s;
     size_t bytes;
     if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
@@ -13004,7 +13012,7 @@ TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64
     if (!tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, s.rotated && basis == TQKV_ORIGINAL);
-    tqkv__plan_bind_store(d, names, 1, store, &s, false);
+    tqkv__plan_bind_store(d, "codes", "norms", 1, store, &s, false);
     tqkv__plan_bind_rows(d, "dst", 3, dst, TQKV_FC_TYPE, s.type, bytes, true);
     tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
     tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated && basis == TQKV_ROTATED);
@@ -13139,7 +13147,7 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     const bool shared = split->matrix && tqkv__is_long(a->keys.head_dim); /* rows by all simdgroups of a threadgroup */
     split->n_simdgroups = shared ? TQKV__LONG_SIMDGROUPS : end > 4 ? 4 : end > 1 ? (int)end : 1;
     const size_t n = (size_t)split->n_partials;
-    if (a->n_rows > SIZE_MAX / row / (n + 1)) return TQKV__INVALID("scratch of more than SIZE_MAX bytes");
+    if (a->n_rows > SIZE_MAX / 8 / row / (n + 1)) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
     split->sums_size = a->out_elements * sizeof(float) * n;
     split->scratch_size = a->n_rows * (row * n + 2 * sizeof(float));
     split->sums_at = 0;
@@ -13189,7 +13197,7 @@ static tqkv_result tqkv__check_list_rows(const tqkv__attention *a)
     const tqkv_attention *c = &a->call;
     size_t size;
     if (c->list_length <= INT_MAX - TQKV__LIST_HEADER && c->n_queries <= INT_MAX / c->list_heads &&
-        tqkv__array_size(c->n_queries, c->list_heads, c->list_length + TQKV__LIST_HEADER, 2 * sizeof(int32_t), &size))
+        tqkv__array_size(c->n_queries, c->list_heads, c->list_length + TQKV__LIST_HEADER, 8 * sizeof(int32_t), &size))
         return TQKV_OK;
     return TQKV__INVALID("list: too large for a GPU");
 }
@@ -13279,65 +13287,90 @@ static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tq
     args->list_first_block = first_block < INT_MAX ? (int32_t)first_block : INT_MAX;
 }
 
-static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv__split *split,
-                                   tqkv__attend_args *args)
+/* What attention and index_scores have in common. slots: of a KV head in memory */
+static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slots, tqkv__attend_args *args)
 {
-    const int kv_len = (int)(a->call.end - a->first);
     memset(args, 0, sizeof *args);
     args->n_queries = a->call.n_queries;
     args->n_kv_heads = a->n_kv_heads;
     args->group = a->group;
-    args->kv_len = kv_len;
-    tqkv__plan_seen(a, &args->first_newest, &args->window);
+    args->kv_len = (int)(a->call.end - a->first);
     args->query_token_stride = (uint32_t)a->call.query_strides.token;
     args->query_head_stride = (uint32_t)a->call.query_strides.head;
+    args->scale = a->call.scale;
+    args->key_capacity = a->keys.capacity;
+    args->key_oldest_slot = args->kv_len ? tqkv__slot(&a->keys, a->first) : 0;
+    args->key_block_scale = a->keys.block_scale;
+    args->key_slots = slots;
+    if (!a->keys.n_pages) return;
+    args->key_page_size = a->keys.page_size;
+    args->key_last_page = slots / a->keys.page_size - 1;
+    if (!tqkv__has_small_pages(a))
+        tqkv__plan_division(a->keys.page_size, &args->key_page_factor, &args->key_page_shift);
+}
+
+static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv__split *split,
+                                   tqkv__attend_args *args)
+{
+    tqkv__plan_key_args(a, b->keys->shape.capacity, args);
+    tqkv__plan_seen(a, &args->first_newest, &args->window);
     args->slice_end = (int)(b->slice_end - a->first);
     args->first_stretch = split->first_stretch;
     args->stretch_tiles = TQKV__STRETCH_TILES;
     args->n_short = split->n_short;
     args->n_splits = split->n_splits;
     args->sections_each = split->sections_each;
-    args->key_capacity = a->keys.capacity;
     args->value_capacity = a->values.capacity;
-    args->key_oldest_slot = kv_len ? tqkv__slot(&a->keys, a->first) : 0;
-    args->value_oldest_slot = kv_len ? tqkv__slot(&a->values, a->first) : 0;
-    args->scale = a->call.scale;
+    args->value_oldest_slot = args->kv_len ? tqkv__slot(&a->values, a->first) : 0;
     args->softcap = a->call.softcap;
-    args->key_block_scale = a->keys.block_scale;
     args->value_block_scale = a->values.block_scale;
-    args->first_of_tree = a->call.tree ? kv_len - a->call.n_queries : INT_MAX;
-    args->key_slots = b->keys->shape.capacity;
+    args->first_of_tree = a->call.tree ? args->kv_len - a->call.n_queries : INT_MAX;
     args->value_slots = b->values->shape.capacity;
     if (b->tail) args->tail_slots = b->tail->shape.capacity;
     args->tail_capacity = a->tail.capacity;
-    args->tail_oldest_slot = b->tail && kv_len ? tqkv__slot(&a->tail, a->first) : 0;
+    args->tail_oldest_slot = b->tail && args->kv_len ? tqkv__slot(&a->tail, a->first) : 0;
     if (a->call.list) tqkv__plan_list_args(a, b->slice_end, args);
     if (!a->keys.n_pages) return;
-    args->key_page_size = a->keys.page_size;
     args->value_page_size = a->values.page_size;
-    args->key_last_page = args->key_slots / args->key_page_size - 1;
     args->value_last_page = args->value_slots / args->value_page_size - 1;
-    if (tqkv__has_small_pages(a)) return;
-    tqkv__plan_division(args->key_page_size, &args->key_page_factor, &args->key_page_shift);
-    tqkv__plan_division(args->value_page_size, &args->value_page_factor, &args->value_page_shift);
+    if (!tqkv__has_small_pages(a))
+        tqkv__plan_division(args->value_page_size, &args->value_page_factor, &args->value_page_shift);
 }
 
-static void tqkv__plan_attend_constants(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
-                                        const tqkv__attend_args *args)
+/* Of attention and index_scores. center, tail_center: whether those of the keys and of their tail are used */
+static void tqkv__plan_key_constants(tqkv_metal_dispatch *d, const tqkv__attention *a, bool center, bool tail_center)
 {
+    const bool rotate = a->call.query_basis == TQKV_ORIGINAL;
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)a->keys.format);
     tqkv__plan_constant(d, TQKV_FC_VALUE_FORMAT, (int)a->values.format);
     tqkv__plan_constant(d, TQKV_FC_ROTATE_QUERIES, a->rotate_queries);
     tqkv__plan_constant(d, TQKV_FC_MANY_QUERIES, a->call.n_queries > 1);
     tqkv__plan_constant(d, TQKV_FC_SOFTCAP, a->call.softcap > 0.0f);
-    const bool same = args->key_capacity == args->value_capacity && args->key_oldest_slot == args->value_oldest_slot;
-    tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, a->keys.n_pages ? tqkv__same_pages(args, b) : same);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, center);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, center && a->keys.rotated && !rotate);
+    tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
+    tqkv__plan_constant(d, TQKV_FC_BATCH, false);
+    tqkv__plan_constant(d, TQKV_FC_SMALL_PAGES, tqkv__has_small_pages(a));
+    tqkv__plan_constant(d, TQKV_FC_TAIL_FORMAT, (int)a->tail.format);
+    tqkv__plan_constant(d, TQKV_FC_ROTATE_TAIL, a->tail.rotated && rotate);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER, tail_center);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_ROTATED, tail_center && a->tail.rotated && !rotate);
+}
+
+/* Of attention: which streams have a position in the same slot. */
+static void tqkv__plan_slot_constants(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                      const tqkv__attend_args *args)
+{
+    const bool values = args->key_capacity == args->value_capacity && args->key_oldest_slot == args->value_oldest_slot,
+               tail = args->key_capacity == args->tail_capacity && args->key_oldest_slot == args->tail_oldest_slot;
+    tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, a->keys.n_pages ? tqkv__same_pages(args, b) : values);
     tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, args->key_capacity < TQKV__SIMD_WIDTH);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, b->tail && !a->keys.n_pages && !tail);
 }
 
 /* Partial results: sums at `index`, their states behind it. */
-static void tqkv__plan_bind_partials(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer scratch,
-                                     const tqkv__split *split, bool written)
+static TQKV__NOINLINE void tqkv__plan_bind_partials(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer scratch,
+                                                    const tqkv__split *split, bool written)
 {
     tqkv__plan_bind(d, "scratch", index, tqkv__buffer_after(scratch, split->sums_at), split->sums_size, written);
     tqkv__plan_bind(d, "scratch", index + 1, tqkv__buffer_after(scratch, split->states_at),
@@ -13382,6 +13415,7 @@ static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, siz
 {
     const size_t sums = tqkv__attend_args_of(d).sections_each ? TQKV__ATTEND_SUM_BYTES(value_dim) : 0;
     const size_t tail = sizeof(float) * (size_t)TQKV__QUERY_FLOATS(tqkv__planned_tail(d));
+    d->memory[0] = TQKV__ATTEND_TABLE_BYTES + (tail ? TQKV__TABLE_BYTES : 0);
     d->memory[1] = ((TQKV__ATTEND_QUERY_BYTES(key_dim) + sums) / TQKV__MAX_COLUMNS(key_dim) + tail) * (size_t)columns;
     d->memory[2] = 0;
     d->memory[3] = TQKV__ATTEND_KEPT_BYTES(value_dim);
@@ -13389,29 +13423,21 @@ static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, siz
     d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(value_dim, 1);
 }
 
-/* As tqkv__plan_matrix_memory, of rows that several simdgroups share. */
-static void tqkv__plan_long_memory(tqkv_metal_dispatch *d, size_t head_dim, int columns)
-{
-    const size_t matrices = TQKV__MATRICES(columns), tail = (size_t)tqkv__planned_tail(d),
-                 rows = TQKV__LONG_ROW_BYTES(head_dim), weights = TQKV__LONG_WEIGHT_BYTES(matrices);
-    d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
-    d->memory[1] = TQKV__MATRIX_QUERY_BYTES(head_dim + tail) * matrices + (rows > weights ? rows : weights);
-    d->memory[2] = 0;
-    d->memory[3] = TQKV__MATRIX_KEPT_BYTES(matrices) + (tail ? TQKV__TABLE_BYTES : 0);
-    d->memory_each[2] = 0;
-    d->memory_each[3] = TQKV__MATRIX_STATE_BYTES(matrices);
-}
-
-/* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. */
+/* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. Of rows that
+   several simdgroups share, some queries and then the weights lie behind. */
 static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, int columns)
 {
-    const size_t matrices = TQKV__MATRICES(columns), queries = TQKV__MATRIX_QUERY_BYTES(head_dim) * matrices,
-                 rows = TQKV__MATRIX_QUERY_BYTES(head_dim) * (columns <= 8 ? 1 : 2),
-                 sums = TQKV__MATRIX_SUM_BYTES(head_dim) + (tqkv__attend_args_of(d).sections_each ? queries : 0);
-    d->memory[1] = queries + rows > sums ? queries + rows : sums;
-    d->memory[2] = 0;
-    d->memory[3] = TQKV__MATRIX_KEPT_BYTES(matrices);
-    d->memory_each[2] = 0;
+    const size_t matrices = TQKV__MATRICES(columns), tail = (size_t)tqkv__planned_tail(d),
+                 queries = TQKV__MATRIX_QUERY_BYTES(head_dim + tail) * matrices;
+    const bool is_long = tqkv__is_long((int)head_dim);
+    const size_t rows = is_long ? TQKV__LONG_ROW_BYTES(head_dim)
+                                : TQKV__MATRIX_QUERY_BYTES(head_dim) * (columns <= 8 ? 1 : 2),
+                 sums = TQKV__MATRIX_SUM_BYTES(head_dim) + (tqkv__attend_args_of(d).sections_each ? queries : 0),
+                 others = is_long ? queries + TQKV__LONG_WEIGHT_BYTES(matrices) : sums;
+    d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
+    d->memory[1] = queries + rows > others ? queries + rows : others;
+    d->memory[2] = d->memory_each[2] = 0;
+    d->memory[3] = TQKV__MATRIX_KEPT_BYTES(matrices) + (tail ? TQKV__TABLE_BYTES : 0);
     d->memory_each[3] = TQKV__MATRIX_STATE_BYTES(matrices);
 }
 
@@ -13431,10 +13457,7 @@ TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int column
     if (columns > most) columns = most;
     d->kernel.family = matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND;
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
-    d->memory[0] = TQKV__ATTEND_TABLE_BYTES + (tqkv__planned_tail(d) ? TQKV__TABLE_BYTES : 0);
-    if (matrix && tqkv__is_long(head_dim))
-        tqkv__plan_long_memory(d, (size_t)head_dim, columns);
-    else if (matrix)
+    if (matrix)
         tqkv__plan_matrix_memory(d, (size_t)head_dim, columns);
     else
         tqkv__plan_attend_memory(d, (size_t)head_dim, (size_t)(value_dim ? value_dim : head_dim), columns);
@@ -13448,40 +13471,21 @@ TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d)
     if (d->n_simdgroups > 4) d->n_simdgroups = 4;
 }
 
-/* Binds the tail of the keys, if there is one. It lies in the slots of the keys. */
-static void tqkv__plan_bind_tail(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b)
-{
-    static const char *const names[] = {"tail's codes", "tail's norms"};
-    const bool center = tqkv__center_counts(a, b, b->tail), rotate = a->call.query_basis == TQKV_ORIGINAL;
-    const tqkv__attend_args args = tqkv__attend_args_of(d);
-    const tqkv_metal_store *tail = b->tail ? b->tail : b->keys; /* then nothing is bound */
-    tqkv__plan_constant(d, TQKV_FC_TAIL_FORMAT, b->tail ? (int)a->tail.format : 0);
-    tqkv__plan_constant(d, TQKV_FC_ROTATE_TAIL, a->tail.rotated && rotate);
-    tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER, center);
-    tqkv__plan_constant(d, TQKV_FC_TAIL_ROTATED, center && a->tail.rotated && !rotate);
-    tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE,
-                        b->tail && !a->keys.n_pages &&
-                            (args.tail_capacity != args.key_capacity || args.tail_oldest_slot != args.key_oldest_slot));
-    tqkv__plan_bind_store(d, names, 13, tail, &a->tail, false);
-    tqkv__plan_bind_center(d, "tail's center", 15, tail, &a->tail, center);
-}
-
 static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                      const tqkv__split *split)
 {
-    static const char *const key_names[] = {"keys' codes", "keys' norms"};
-    static const char *const value_names[] = {"values' codes", "values' norms"};
-    const bool center = tqkv__center_counts(a, b, b->keys);
+    const bool center = tqkv__center_counts(a, b, b->keys), tail_center = tqkv__center_counts(a, b, b->tail);
+    const tqkv_metal_store *tail = b->tail ? b->tail : b->keys; /* then nothing of it is bound */
     tqkv__plan_begin(d, TQKV_METAL_ATTEND, a->keys.head_dim, a->value_dim);
     tqkv__attend_args args;
     tqkv__plan_attend_args(a, b, split, &args);
     tqkv__plan_args(d, &args, sizeof args);
-    tqkv__plan_attend_constants(d, a, b, &args);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, center);
-    tqkv__plan_constant(d, TQKV_FC_ROTATED, center && a->keys.rotated && !a->rotate_queries);
+    tqkv__plan_key_constants(d, a, center, tail_center);
+    tqkv__plan_slot_constants(d, a, b, &args);
+    tqkv__plan_constant(d, TQKV_FC_LIST, a->call.list != NULL);
     tqkv__plan_bind_rows(d, "q", 1, b->q, TQKV_FC_TYPE, a->call.query_type, a->q_size, false);
-    tqkv__plan_bind_store(d, key_names, 2, b->keys, &a->keys, false);
-    tqkv__plan_bind_store(d, value_names, 4, b->values, &a->values, false);
+    tqkv__plan_bind_store(d, "keys' codes", "keys' norms", 2, b->keys, &a->keys, false);
+    tqkv__plan_bind_store(d, "values' codes", "values' norms", 4, b->values, &a->values, false);
     tqkv__plan_bind(d, "sinks", TQKV_METAL_ONLY_CHECKED, b->sinks,
                     b->sinks.buffer ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
     tqkv__plan_bind_partials(d, 6, b->scratch, split, true);
@@ -13490,13 +13494,10 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind_pages(d, "keys' pages", 9, b->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_bind_pages(d, "values' pages", 10, b->values->pages, &a->values, TQKV_FC_PAGES);
     tqkv__plan_bind(d, "tree", 11, b->tree, a->call.tree ? (size_t)a->call.n_queries * sizeof(uint64_t) : 0, false);
-    tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->tree, 0, false);
-    tqkv__plan_constant(d, TQKV_FC_BATCH, false);
-    tqkv__plan_bind_tail(d, a, b);
+    tqkv__plan_bind_store(d, "tail's codes", "tail's norms", 13, tail, &a->tail, false);
+    tqkv__plan_bind_center(d, "tail's center", 15, tail, &a->tail, tail_center);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
-    tqkv__plan_constant(d, TQKV_FC_LIST, a->call.list != NULL);
-    tqkv__plan_constant(d, TQKV_FC_SMALL_PAGES, tqkv__has_small_pages(a));
     if (a->call.list) d->barrier = b->list_rows.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
                          tqkv__plan_out_size(a, b), true);
@@ -13623,7 +13624,7 @@ static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__atten
         if (a->call.list) tqkv__listed_tiles(&part, buffers.slice_end, &first, &end);
         const tqkv_result r = tqkv__choose_split(&part, first, end, p == TQKV__CODES_PART ? most_sums : SIZE_MAX, own);
         if (r != TQKV_OK) return r;
-        if (own->scratch_size > SIZE_MAX / 4) return TQKV__INVALID("scratch of more than SIZE_MAX / 4 bytes");
+
         own->sums_at = all->sums_size;
         own->states_at = all->scratch_size - all->sums_size;
         own->list_at = all->list_at;
@@ -13767,7 +13768,7 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
         if (!end || !(i / 2 ? to->exact_last : to->exact_first)) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
-        if (end->center.buffer != codes->center.buffer || end->center.offset != codes->center.offset)
+        if (!tqkv__same_buffer(end->center, codes->center))
             return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
         if (end->pages.buffer || shape->n_pages)
             return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last with pages of their own: not on a GPU");
@@ -13850,17 +13851,14 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
 static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attention *a,
                                     tqkv__attend_buffers *b)
 {
-    const bool known = !a->call.list || from->attention.list;
-    b->slice_end = a->call.end;
-    if (!b->slice.to) b->sinks = from->sinks;
-    if (b->slice.to) {
-        const tqkv_result r = tqkv__check_slice_range(a, first, count);
-        if (r != TQKV_OK) return r;
-        b->slice_end = first + count;
-    }
-    const int64_t from_position = b->slice.to ? first : a->first;
-    const tqkv_result r = known ? tqkv__check_seen(a, from_position, b->slice_end) : TQKV_OK;
-    a->first = from_position;
+    const bool known = !a->call.list || from->attention.list, slice = b->slice.to;
+    tqkv_result r = slice ? tqkv__check_slice_range(a, first, count) : TQKV_OK;
+    if (r != TQKV_OK) return r;
+    if (!slice) b->sinks = from->sinks;
+    b->slice_end = slice ? first + count : a->call.end;
+    if (!slice) first = a->first;
+    if (known) r = tqkv__check_seen(a, first, b->slice_end);
+    a->first = first;
     return r;
 }
 
@@ -13885,24 +13883,30 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
     return tqkv__plan_attention(&a, b, most_sums, plan);
 }
 
-/* The same without exact ends: one list, one attend and the merge. */
-static tqkv_result tqkv__plan_codes(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attend_buffers *b,
-                                    tqkv__attend_plan *plan)
-{
-    if (from && (from->attention.exact_first || from->attention.exact_last))
-        return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
-    return tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, plan);
-}
-
-/* Its attend and merge alone; lists come before, in tqkv_metal_plan_attend_list. */
-static tqkv_result tqkv__plan_pair(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attend_buffers *b,
-                                   tqkv_metal_dispatch d[2])
+/* All its dispatches, in their order. */
+static tqkv_result tqkv__plan_dispatches(const tqkv_metal_attention *from, int64_t first, int count,
+                                         tqkv__attend_buffers *b, tqkv_metal_dispatch *d, int *n)
 {
     tqkv__attend_plan plan;
-    const tqkv_result r = tqkv__plan_codes(from, first, count, b, &plan);
+    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &plan);
+    if (r == TQKV_OK) tqkv__order_dispatches(&plan, d, n);
+    return r;
+}
+
+/* Of one without exact ends attend and merge, or the list before them: that of the two which is not NULL. */
+static tqkv_result tqkv__plan_codes(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attend_buffers *b,
+                                    tqkv_metal_dispatch d[2], tqkv_metal_dispatch *list)
+{
+    tqkv__attend_plan plan;
+    if (!d && !list) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    if (from && (from->attention.exact_first || from->attention.exact_last))
+        return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
+    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &plan);
     if (r != TQKV_OK) return r;
-    d[0] = plan.attends[TQKV__CODES_PART];
-    d[1] = plan.merge;
+    if (list && !plan.listed) return TQKV__INVALID("list: no buffer");
+    if (list) *list = plan.lists[TQKV__CODES_PART];
+    if (d) d[0] = plan.attends[TQKV__CODES_PART];
+    if (d) d[1] = plan.merge;
     return TQKV_OK;
 }
 
@@ -13920,11 +13924,8 @@ TQKV_API tqkv_result tqkv__plan_attend_parts(const tqkv_metal_attention *from, t
                                              tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
                                              int *n)
 {
-    tqkv__attend_plan plan;
     tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    const tqkv_result r = tqkv__plan_call_of(from, 0, 0, TQKV__MOST_SUMS, &b, &plan);
-    if (r == TQKV_OK) tqkv__order_dispatches(&plan, d, n);
-    return r;
+    return tqkv__plan_dispatches(from, 0, 0, &b, d, n);
 }
 
 static int64_t tqkv__positions_in(const tqkv_store *s)
@@ -13948,23 +13949,16 @@ TQKV_API void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, co
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q,
                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2])
 {
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    return tqkv__plan_pair(from, 0, 0, &b, d);
+    return tqkv__plan_codes(from, 0, 0, &b, d, NULL);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *from, tqkv_metal_buffer scratch,
                                                  tqkv_metal_dispatch *d)
 {
     const tqkv_metal_buffer none = {NULL, 0};
-    tqkv__attend_plan plan;
     tqkv__attend_buffers b = tqkv__buffers_of_call(none, scratch, none);
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    const tqkv_result r = tqkv__plan_codes(from, 0, 0, &b, &plan);
-    if (r != TQKV_OK) return r;
-    if (!plan.listed) return TQKV__INVALID("list: no buffer");
-    *d = plan.lists[TQKV__CODES_PART];
-    return TQKV_OK;
+    return tqkv__plan_codes(from, 0, 0, &b, NULL, d);
 }
 
 static tqkv__attend_buffers tqkv__buffers_of_slice(tqkv_metal_buffer q, tqkv_metal_buffer scratch,
@@ -13982,11 +13976,8 @@ TQKV_API tqkv_result tqkv__plan_partial_parts(const tqkv_metal_attention *from, 
                                               tqkv_metal_buffer max, tqkv_metal_buffer sum, tqkv_metal_dispatch *d,
                                               int *n)
 {
-    tqkv__attend_plan plan;
     tqkv__attend_buffers b = tqkv__buffers_of_slice(q, scratch, out, max, sum);
-    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, &b, &plan);
-    if (r == TQKV_OK) tqkv__order_dispatches(&plan, d, n);
-    return r;
+    return tqkv__plan_dispatches(from, first, count, &b, d, n);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *from, tqkv_metal_buffer q,
@@ -13996,7 +13987,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *
 {
     tqkv__attend_buffers b = tqkv__buffers_of_slice(q, scratch, out, max, sum);
     if (from && from->list.buffer) return TQKV__REFUSE(UNSUPPORTED, TQKV__LISTS_IN_PLAN);
-    return tqkv__plan_pair(from, first, count, &b, d);
+    return tqkv__plan_codes(from, first, count, &b, d, NULL);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *from, tqkv_metal_buffer out,
@@ -14046,17 +14037,21 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *f
     return TQKV_OK;
 }
 
-/* The most scratch for positions that are kept as halves: a stretch more than they fill, or all of a ring. */
-static size_t tqkv__scratch_of_end(const tqkv__attention *a, int last)
+/* Adds the most scratch for positions that are kept as halves: a stretch more than they fill, or all of a ring. */
+static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, size_t *bytes)
 {
     const tqkv_attention *call = &a->call;
     const tqkv_store *keys = last ? call->last_keys : call->first_keys,
                      *values = last ? call->last_values : call->first_values;
     const int64_t n = last ? call->exact_last : call->exact_first, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
-    const int64_t ring = keys ? keys->ring ? keys->capacity : 0 : a->keys.ring ? a->keys.capacity : 0;
-    if (n <= 0 || (!keys && !values)) return 0;
-    const size_t stretches = (size_t)((n > ring ? n : ring) / length + 2);
-    return a->n_rows * sizeof(float) * (stretches * ((size_t)a->value_dim + 2) + 2);
+    if (!n || (!keys && !values)) return TQKV_OK;
+    const bool ring = keys ? keys->ring : a->keys.ring;
+    const int64_t room = !ring ? 0 : keys ? keys->capacity : a->keys.capacity;
+    const size_t stretches = (size_t)((n > room ? n : room) / length + 2),
+                 row = sizeof(float) * (stretches * ((size_t)a->value_dim + 2) + 2);
+    if (a->n_rows > (SIZE_MAX - *bytes) / row) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
+    *bytes += a->n_rows * row;
+    return TQKV_OK;
 }
 
 /* The most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot of a
@@ -14069,14 +14064,14 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums,
                   all = (a->keys.capacity + width - 1) / width + (a->call.list ? 8 : 0);
     const bool part = a->call.window && !a->keys.ring && seen / width + 2 < all;
     const int64_t first = part ? section - 1 : 0, end = part ? section + (seen + width - 2) / width : all;
-    const tqkv_result r = tqkv__choose_split(a, first, end, most_sums, &split);
+    tqkv_result r = tqkv__choose_split(a, first, end, most_sums, &split);
     if (r != TQKV_OK) return r;
     const size_t stretches = most_sums + a->n_rows * 2 * sizeof(float);
     *bytes = split.scratch_size;
     if (split.sections_each == 1 && *bytes < stretches) *bytes = stretches;
     *bytes += tqkv__list_rows_size(a) * (a->call.exact_first || a->call.exact_last ? TQKV__PARTS : 1);
-    for (int last = 0; last < 2; last++) *bytes += tqkv__scratch_of_end(a, last);
-    return TQKV_OK;
+    for (int last = 0; last < 2 && r == TQKV_OK; last++) r = tqkv__add_scratch_of_end(a, last, bytes);
+    return r;
 }
 
 static tqkv_result tqkv__plan_scratch_within(const tqkv_metal_attention *from, size_t most_sums, size_t *bytes)
@@ -14133,7 +14128,7 @@ static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *us
         merge.n_partials = merge.before = 0;
         tqkv__replace_args(&own->merge, &merge);
     }
-    if (own->scratch_size > SIZE_MAX / 2 - *used) return TQKV__INVALID("scratch of more than SIZE_MAX / 2 bytes");
+    if (own->scratch_size > SIZE_MAX / 2 - *used) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
     *used += own->scratch_size;
     return TQKV_OK;
 }
@@ -14211,8 +14206,7 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
     for (int i = 0; r == TQKV_OK && i < b->n; i++) {
         tqkv__attend_plan own;
         if ((r = tqkv__plan_batch_item(b, i, used, &own)) != TQKV_OK) return r;
-        if (b->items[i].sinks.buffer != b->items[0].sinks.buffer ||
-            b->items[i].sinks.offset != b->items[0].sinks.offset)
+        if (!tqkv__same_buffer(b->items[i].sinks, b->items[0].sinks))
             return TQKV__REFUSE(UNSUPPORTED, "items of a batch differ in their sinks");
         if (own.has[TQKV__CODES_PART]) {
             const tqkv_metal_dispatch *codes = &own.attends[TQKV__CODES_PART];
@@ -14231,23 +14225,24 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
     return TQKV_OK;
 }
 
-/* Where an array of an item is: its number in what is bound for all, and in the item's plan. */
+/* Where an array of an item is: its number in what is bound for all, and in the item's plan; and its place in the item. */
 typedef struct tqkv__batch_array {
     int bound, index;
-    size_t unit;
-    uint32_t *offset;
+    size_t unit, to;
 } tqkv__batch_array;
+#define TQKV__PLACE(name) offsetof(tqkv__batch_item, name)
 
-/* The place of an item's array in what is bound for all; 0 if it has none. */
+/* The offset of an item's array in what is bound for all; 0 if it has none. */
 static tqkv_result tqkv__write_offsets(tqkv_metal_dispatch *all, tqkv_metal_dispatch *one,
-                                       const tqkv__batch_array *arrays, size_t n)
+                                       const tqkv__batch_array *arrays, size_t n, tqkv__batch_item *to)
 {
     for (size_t i = 0; i < n; i++) {
         const tqkv_metal_binding *bound = tqkv__binding_at(all, arrays[i].bound),
                                  *own = tqkv__binding_at(one, arrays[i].index);
         const size_t at = own->size ? (own->at.offset - bound->at.offset) / arrays[i].unit : 0;
         if (at > UINT32_MAX) return TQKV__REFUSE(UNSUPPORTED, "arrays of a batch's items lie too far apart");
-        *arrays[i].offset = (uint32_t)at;
+        const uint32_t offset = (uint32_t)at;
+        memcpy((char *)to + arrays[i].to, &offset, sizeof offset);
     }
     return TQKV_OK;
 }
@@ -14255,30 +14250,31 @@ static tqkv_result tqkv__write_offsets(tqkv_metal_dispatch *all, tqkv_metal_disp
 /* Part p of an item. */
 static tqkv_result tqkv__write_part(tqkv__attend_plan *all, tqkv__attend_plan *own, int p, tqkv__batch_item *to)
 {
-    const tqkv__batch_array arrays[] = {{1, 1, TQKV__ROWS_UNIT, &to->q}, {2, 2, TQKV__CODES_UNIT, &to->key_codes},
-                                        {3, 3, 4, &to->key_norms},       {4, 4, TQKV__CODES_UNIT, &to->value_codes},
-                                        {5, 5, 4, &to->value_norms},     {6, 6, 4, &to->partial_out},
-                                        {6, 7, 4, &to->partial_state},   {8, 8, 4, &to->key_center},
-                                        {9, 9, 4, &to->key_pages},       {10, 10, 4, &to->value_pages},
-                                        {11, 11, 4, &to->tree},          {13, 13, TQKV__CODES_UNIT, &to->tail_codes},
-                                        {14, 14, 4, &to->tail_norms},    {15, 15, 4, &to->tail_center},
-                                        {6, 16, 4, &to->list_rows}};
-    const tqkv__batch_array list = {1, 1, 4, &to->list};
+    static const tqkv__batch_array arrays[] = {
+        {1, 1, TQKV__ROWS_UNIT, TQKV__PLACE(q)}, {2, 2, TQKV__CODES_UNIT, TQKV__PLACE(key_codes)},
+        {3, 3, 4, TQKV__PLACE(key_norms)},       {4, 4, TQKV__CODES_UNIT, TQKV__PLACE(value_codes)},
+        {5, 5, 4, TQKV__PLACE(value_norms)},     {6, 6, 4, TQKV__PLACE(partial_out)},
+        {6, 7, 4, TQKV__PLACE(partial_state)},   {8, 8, 4, TQKV__PLACE(key_center)},
+        {9, 9, 4, TQKV__PLACE(key_pages)},       {10, 10, 4, TQKV__PLACE(value_pages)},
+        {11, 11, 4, TQKV__PLACE(tree)},          {13, 13, TQKV__CODES_UNIT, TQKV__PLACE(tail_codes)},
+        {14, 14, 4, TQKV__PLACE(tail_norms)},    {15, 15, 4, TQKV__PLACE(tail_center)},
+        {6, 16, 4, TQKV__PLACE(list_rows)}};
+    static const tqkv__batch_array list = {1, 1, 4, TQKV__PLACE(list)};
     to->attend = tqkv__attend_args_of(&own->attends[p]);
     const tqkv_result r =
-        tqkv__write_offsets(&all->attends[p], &own->attends[p], arrays, sizeof arrays / sizeof *arrays);
-    return r == TQKV_OK && own->listed ? tqkv__write_offsets(&all->lists[p], &own->lists[p], &list, 1) : r;
+        tqkv__write_offsets(&all->attends[p], &own->attends[p], arrays, sizeof arrays / sizeof *arrays, to);
+    return r == TQKV_OK && own->listed ? tqkv__write_offsets(&all->lists[p], &own->lists[p], &list, 1, to) : r;
 }
 
 /* The merge of an item. */
 static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *own, tqkv__batch_item *to)
 {
-    const tqkv__batch_array arrays[] = {{1, 1, 4, &to->partial_out},
-                                        {1, 2, 4, &to->partial_state},
-                                        {4, 4, TQKV__ROWS_UNIT, &to->out},
-                                        {5, 5, 4, &to->value_center}};
+    static const tqkv__batch_array arrays[] = {{1, 1, 4, TQKV__PLACE(partial_out)},
+                                               {1, 2, 4, TQKV__PLACE(partial_state)},
+                                               {4, 4, TQKV__ROWS_UNIT, TQKV__PLACE(out)},
+                                               {5, 5, 4, TQKV__PLACE(value_center)}};
     to->merge = tqkv__merge_args_of(&own->merge);
-    return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays);
+    return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
 
 /* An item is described once for each part and once for the merge, which look for other numbers of threadgroups and other parts
@@ -14473,11 +14469,9 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *it
     tqkv_metal_dispatch all[TQKV__MOST_DISPATCHES];
     int n;
     if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    for (int i = 0; items && i < n_items; i++) {
+    for (int i = 0; items && i < n_items; i++)
         if (items[i].list.buffer) return TQKV__REFUSE(UNSUPPORTED, TQKV__LISTS_IN_PLAN);
-        if (items[i].attention.exact_first || items[i].attention.exact_last)
-            return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
-    }
+    if (items && tqkv__batch_tables(items, n_items) > 1) return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
     const tqkv_result r =
         tqkv__plan_batch_parts(items, n_items, q, arguments, contents, scratch, out, matrices, all, &n);
     for (int i = 0; i < 2; i++) d[i] = all[i];
@@ -14494,7 +14488,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attenti
     for (int i = 0; i < n_items && r == TQKV_OK; i++) {
         r = tqkv__plan_scratch_within(&items[i], (size_t)TQKV__MOST_SUMS / (size_t)n_items, &own);
         if (r != TQKV_OK) return r;
-        if (own > SIZE_MAX - all) return TQKV__INVALID("scratch of more than SIZE_MAX bytes");
+        if (own > SIZE_MAX - all) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
         all += own;
     }
     *scratch = all;
@@ -14543,23 +14537,8 @@ static void tqkv__plan_index_args(const tqkv__index *x, const tqkv_metal_index *
 {
     const tqkv__attention *a = &x->a;
     memset(args, 0, sizeof *args);
-    args->keys.n_queries = a->call.n_queries;
-    args->keys.n_kv_heads = 1;
-    args->keys.group = a->call.n_heads;
-    args->keys.kv_len = (int32_t)(a->call.end - a->first);
-    args->keys.query_token_stride = (uint32_t)a->call.query_strides.token;
-    args->keys.query_head_stride = (uint32_t)a->call.query_strides.head;
-    args->keys.key_capacity = args->keys.value_capacity = a->keys.capacity;
-    args->keys.key_oldest_slot = args->keys.kv_len ? tqkv__slot(&a->keys, a->first) : 0;
-    args->keys.scale = 1.0f;
-    args->keys.key_block_scale = a->keys.block_scale;
-    args->keys.key_slots = from->keys->shape.capacity;
-    if (a->keys.n_pages) {
-        args->keys.key_page_size = a->keys.page_size;
-        args->keys.key_last_page = args->keys.key_slots / a->keys.page_size - 1;
-        if (!tqkv__has_small_pages(a))
-            tqkv__plan_division(a->keys.page_size, &args->keys.key_page_factor, &args->keys.key_page_shift);
-    }
+    tqkv__plan_key_args(a, from->keys->shape.capacity, &args->keys);
+    args->keys.value_capacity = args->keys.key_capacity;
     tqkv__plan_keys_seen(x, &args->seen, &args->seen_rest);
     args->ratio = x->call.ratio;
     args->end = (int32_t)a->call.end;
@@ -14572,49 +14551,28 @@ static void tqkv__plan_index_args(const tqkv__index *x, const tqkv_metal_index *
     args->has_weights = from->weights.buffer != NULL;
 }
 
-static void tqkv__plan_index_constants(tqkv_metal_dispatch *d, const tqkv__index *x, bool center)
-{
-    const tqkv__attention *a = &x->a;
-    tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)a->keys.format);
-    tqkv__plan_constant(d, TQKV_FC_VALUE_FORMAT,
-                        (int)a->keys.format); /* not used, as the others that are not said here */
-    tqkv__plan_constant(d, TQKV_FC_ROTATE_QUERIES, a->rotate_queries);
-    tqkv__plan_constant(d, TQKV_FC_COLUMNS,
-                        a->call.n_heads < TQKV__INDEX_COLUMNS ? a->call.n_heads : TQKV__INDEX_COLUMNS);
-    tqkv__plan_constant(d, TQKV_FC_MANY_QUERIES, a->call.n_queries > 1);
-    tqkv__plan_constant(d, TQKV_FC_SOFTCAP, false);
-    tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, true);
-    tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, false);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, center);
-    tqkv__plan_constant(d, TQKV_FC_ROTATED, center && a->keys.rotated && !a->rotate_queries);
-    tqkv__plan_constant(d, TQKV_FC_TREE, false);
-    tqkv__plan_constant(d, TQKV_FC_BATCH, false);
-    tqkv__plan_constant(d, TQKV_FC_TAIL_FORMAT, 0);
-    tqkv__plan_constant(d, TQKV_FC_ROTATE_TAIL, false);
-    tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER, false);
-    tqkv__plan_constant(d, TQKV_FC_TAIL_ROTATED, false);
-    tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, false);
-    tqkv__plan_constant(d, TQKV_FC_LIST, true);
-    tqkv__plan_constant(d, TQKV_FC_SMALL_PAGES, tqkv__has_small_pages(a));
-}
-
 static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args, const tqkv_metal_index *from,
                              tqkv_metal_buffer q, tqkv_metal_buffer scores, tqkv_metal_dispatch *d)
 {
-    static const char *const names[] = {"keys' codes", "keys' norms"};
     const tqkv__attention *a = &x->a;
     const size_t n_queries = (size_t)a->call.n_queries, head_dim = (size_t)a->key_dim;
+    const int columns = a->call.n_heads < TQKV__INDEX_COLUMNS ? a->call.n_heads : TQKV__INDEX_COLUMNS;
+    const size_t matrices = TQKV__MATRICES(columns);
     tqkv__plan_begin(d, TQKV_METAL_INDEX_SCORES, a->key_dim, a->key_dim);
     tqkv__plan_args(d, args, sizeof *args);
     tqkv__plan_bind_rows(d, "q", 1, q, TQKV_FC_TYPE, a->call.query_type, a->q_size, false);
-    tqkv__plan_bind_store(d, names, 2, from->keys, &a->keys, false);
+    tqkv__plan_bind_store(d, "keys' codes", "keys' norms", 2, from->keys, &a->keys, false);
     tqkv__plan_bind(d, "weights", 4, from->weights, from->weights.buffer ? a->n_rows * sizeof(float) : 0, false);
     tqkv__plan_bind(d, "scores", 5, scores, n_queries * (size_t)x->blocks * sizeof(float), true);
     const bool center = tqkv__plan_bind_center(d, "keys' center", 6, from->keys, &a->keys, true);
     tqkv__plan_bind_pages(d, "keys' pages", 7, from->keys->pages, &a->keys, TQKV_FC_PAGES);
-    tqkv__plan_index_constants(d, x, center);
+    tqkv__plan_key_constants(d, a, center, false);
+    tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
+    tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, true);
+    tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, false);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, false);
+    tqkv__plan_constant(d, TQKV_FC_LIST, true);
     d->memory[0] = TQKV__TABLE_BYTES;
-    const size_t matrices = TQKV__MATRICES((int)d->kernel.constants[TQKV_FC_COLUMNS] - 1);
     d->memory[1] = TQKV__MATRIX_QUERY_BYTES(head_dim) * matrices;
     d->memory[2] = TQKV__INDEX_KEYS * sizeof(float);
     d->memory[3] = TQKV__MATRIX_KEPT_BYTES(matrices);
@@ -14660,7 +14618,7 @@ static void tqkv__plan_chunks(int64_t n_blocks, int n_queries, tqkv__choose_args
 {
     const int64_t most = (int64_t)TQKV__CHOOSE_BLOCKS * TQKV__CHOOSE_CHUNKS, each = (n_blocks + most - 1) / most;
     const bool alone = tqkv__chooses_alone(n_blocks, n_queries);
-    args->chunk = (int32_t)(alone || each * TQKV__CHOOSE_BLOCKS > n_blocks ? n_blocks : each * TQKV__CHOOSE_BLOCKS);
+    args->chunk = (int32_t)(alone ? n_blocks : each * TQKV__CHOOSE_BLOCKS);
     args->n_chunks = (int32_t)(alone ? 1 : (n_blocks + args->chunk - 1) / args->chunk);
 }
 
@@ -14710,6 +14668,7 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, 
     tqkv__choose_args args;
     tqkv__index x;
     size_t size;
+    if (!d || !n) return TQKV__INVALID("d or n is NULL");
     const tqkv_result r = tqkv__plan_index_open(from, &x);
     if (r != TQKV_OK) return r;
     const int n_queries = x.a.call.n_queries;
@@ -14753,6 +14712,15 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     memset(&store.pages, 0, sizeof store.pages);
     return store;
 }
+
+TQKV_API float tqkv__value_to_float(tqkv_type type, const void *value)
+{
+    float x;
+    tqkv__widen_row(type, value, NULL, 1, &x);
+    return x;
+}
+
+TQKV_API void tqkv__value_from_float(tqkv_type type, float x, void *value) { tqkv__narrow_row(type, &x, 1, value); }
 
 TQKV_API tqkv_cache_layout tqkv__cache_layout_of(const tqkv_cache *c)
 {
@@ -14813,65 +14781,67 @@ TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buf
     return r;
 }
 
-/* The attention of a cache with the lists and the tree of `some`, of which the processor may not know the contents. */
-static tqkv_result tqkv__plan_cache_open(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
-                                         tqkv__attention *a)
+/* The attention of a cache over its stores, with the lists and the tree of `some`. */
+typedef struct tqkv__cache_call {
+    tqkv_metal_attention attention;
+    tqkv_metal_store stores[TQKV__CACHE_STORES];
+} tqkv__cache_call;
+
+static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tqkv__cache_call *call, int i)
 {
-    tqkv_attention call;
-    if (!c || n_queries <= 0) return TQKV__INVALID("the cache is NULL or n_queries not positive");
-    if (some && some->attention.tree && !some->tree.buffer) return TQKV__INVALID("tree: no buffer");
-    if (some && some->attention.list && !some->list.buffer) return TQKV__INVALID("list: no buffer");
-    memset(&call, 0, sizeof call);
-    if (some && some->tree.buffer) call.tree = some->attention.tree ? some->attention.tree : tqkv__unknown_tree;
-    tqkv_result r = tqkv__cache_attention(c, some ? &call : NULL, n_queries, a);
-    if (r != TQKV_OK || !some || !some->list.buffer) return r;
-    a->call.list = some->attention.list ? some->attention.list : tqkv__unknown_list;
-    a->call.list_length = some->attention.list_length;
-    a->call.list_heads = some->attention.list_heads;
-    a->call.list_block = some->attention.list_block;
-    a->call.list_newest = some->attention.list_newest;
-    r = some->attention.list ? tqkv__check_list(a) : tqkv__list_shape(a);
-    return r == TQKV_OK ? tqkv__check_list_rows(a) : r;
+    return tqkv__store_of(c, i) ? &call->stores[i] : NULL;
+}
+
+/* As it is now, of one query. */
+static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_metal_attention *some,
+                                  tqkv__cache_call *call)
+{
+    const int values = c->shared ? 0 : 1, ends = TQKV__CACHE_STREAMS;
+    tqkv_metal_attention *a = &call->attention;
+    memset(call, 0, sizeof *call);
+    for (int i = 0; i < TQKV__CACHE_STORES; i++)
+        if (tqkv__store_of(c, i)) call->stores[i] = tqkv__store_in_buffer(c, memory, tqkv__store_of(c, i));
+    a->attention = tqkv_cache_view(c);
+    if (!a->attention.kv_len) a->attention.end = 0; /* nothing is resident; kv_len alone would be its default */
+    a->keys = &call->stores[0];
+    a->values = &call->stores[values];
+    a->tail = tqkv__store_of_call(c, call, 2);
+    a->first_keys = tqkv__store_of_call(c, call, ends);
+    a->first_values = tqkv__store_of_call(c, call, ends + values);
+    a->last_keys = tqkv__store_of_call(c, call, ends + 2);
+    a->last_values = tqkv__store_of_call(c, call, ends + 2 + values);
+    a->matrix_group = c->matrix_group;
+    if (c->attention.sinks) a->sinks = tqkv__buffer_of_part(c, memory, c->attention.sinks);
+    if (!some) return;
+    a->tree = some->tree;
+    a->list = some->list;
+    a->attention.tree = some->attention.tree;
+    a->attention.list = some->attention.list;
+    a->attention.list_length = some->attention.list_length;
+    a->attention.list_heads = some->attention.list_heads;
+    a->attention.list_block = some->attention.list_block;
+    a->attention.list_newest = some->attention.list_newest;
 }
 
 TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                             size_t rows_sizes[2], size_t *scratch_size)
 {
-    tqkv__attention a;
-    const tqkv_result r = tqkv__plan_cache_open(c, some, n_queries, &a);
+    const tqkv_metal_buffer none = {NULL, 0};
+    const tqkv_strides any = {0, 0}; /* the sizes are those without gaps */
+    tqkv__cache_call call;
+    if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
+    tqkv__open_cache_call(c, none, some, &call);
+    tqkv_attention *a = &call.attention.attention;
+    a->n_queries = n_queries;
+    a->query_strides = a->output_strides = any;
+    a->exact_first = c->exact_first; /* as many as there will ever be */
+    a->exact_last = c->exact_last;
+    const tqkv_result r = tqkv_metal_plan_attend_scratch(&call.attention, scratch_size);
     if (r != TQKV_OK) return r;
-    rows_sizes[0] = a.q_elements * tqkv__type_size(a.call.query_type);
-    rows_sizes[1] = a.out_elements * tqkv__type_size(a.call.output_type);
-    a.call.exact_first = c->exact_first; /* as many as there will ever be */
-    a.call.exact_last = c->exact_last;
-    return tqkv__plan_most_scratch(&a, TQKV__MOST_SUMS, scratch_size);
-}
-
-/* What an attention takes of a cache's memory. */
-static tqkv_result tqkv__plan_cache_streams(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv__attention *a,
-                                            tqkv__attend_buffers *b, tqkv_metal_dispatch *d, int *n)
-{
-    tqkv__attend_plan plan;
-    tqkv_result r = tqkv__take_strides(a);
-    if (r == TQKV_OK) r = tqkv__check_call_strides(a);
-    if (r != TQKV_OK) return r;
-    const tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
-                           values = tqkv__store_in_buffer(c, memory, c->shared ? &c->keys : &c->values),
-                           tail = tqkv__store_in_buffer(c, memory, c->tail.head_dim ? &c->tail : &c->keys);
-    if (c->tail.head_dim) b->tail = &tail;
-    b->keys = &keys;
-    b->values = &values;
-    b->slice_end = a->call.end;
-    if (a->call.sinks) b->sinks = tqkv__buffer_of_part(c, memory, a->call.sinks);
-    tqkv_metal_store ends[TQKV__CACHE_ENDS];
-    for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
-        if (!a->exact[i / 2][i % 2]) continue;
-        ends[i] = tqkv__store_in_buffer(c, memory, tqkv__end_of(c, c->shared ? i - i % 2 : i));
-        b->ends[i / 2][i % 2] = &ends[i];
-    }
-    r = tqkv__plan_attention(a, b, TQKV__MOST_SUMS, &plan);
-    if (r == TQKV_OK) tqkv__order_dispatches(&plan, d, n);
-    return r;
+    const size_t rows = (size_t)n_queries * (size_t)a->n_heads * tqkv__type_size(c->keys.type);
+    rows_sizes[0] = rows * (size_t)(c->keys.head_dim + c->tail.head_dim);
+    rows_sizes[1] = rows * (size_t)call.attention.values->shape.head_dim;
+    return TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
@@ -14880,29 +14850,27 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
                                              int *n)
 {
     const tqkv_strides none = {0, 0};
-    tqkv__attention a;
-    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    const tqkv_result r = tqkv__plan_cache_open(c, some, n_queries, &a);
-    if (packed) a.call.query_strides = a.call.output_strides = none;
-    if (some) b.list = some->list;
-    if (some) b.tree = some->tree;
-    return r == TQKV_OK ? tqkv__plan_cache_streams(c, memory, &a, &b, d, n) : r;
+    tqkv__cache_call call;
+    if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
+    tqkv__open_cache_call(c, memory, some, &call);
+    tqkv_attention *a = &call.attention.attention;
+    a->n_queries = n_queries;
+    if (packed) a->query_strides = a->output_strides = none;
+    return tqkv__plan_attend_parts(&call.attention, q, scratch, out, d, n);
 }
 
 TQKV_API tqkv_result tqkv__plan_cache_all_parts(const tqkv_cache *c, tqkv_metal_buffer memory, int n_queries,
                                                 tqkv_metal_dispatch *d, int *n)
 {
     const tqkv_metal_buffer none = {NULL, 0};
-    tqkv__attention a;
-    tqkv__attend_buffers b = tqkv__buffers_of_call(none, none, none);
-    tqkv_attention call = c->attention;
-    call.n_queries = n_queries;
-    call.exact_first = c->exact_first;
-    call.exact_last = c->exact_last;
-    tqkv__take_all_parts(&call, call.keys, call.values);
-    const tqkv_result r = tqkv__attention_open(&call, &a);
-    a.matrix_group = c->matrix_group;
-    return r == TQKV_OK ? tqkv__plan_cache_streams(c, memory, &a, &b, d, n) : r;
+    tqkv__cache_call call;
+    tqkv__open_cache_call(c, memory, NULL, &call);
+    tqkv_attention *a = &call.attention.attention;
+    a->n_queries = n_queries;
+    a->exact_first = c->exact_first;
+    a->exact_last = c->exact_last;
+    tqkv__take_all_parts(a, &call.attention.keys->shape, &call.attention.values->shape);
+    return tqkv__plan_attend_parts(&call.attention, none, none, none, d, n);
 }
 
 TQKV_API bool tqkv_metal_has_matrices(const void *bytes)
@@ -14924,12 +14892,14 @@ TQKV_API const char *tqkv_metal_stale_table(const void *bytes)
     const tqkv__table_report *report = (const tqkv__table_report *)bytes;
 #define TQKV__STRUCT_NAME(name) "size of tqkv__" #name,
 #define TQKV__STRUCT_SIZE(name) sizeof(tqkv__##name),
+#define TQKV__SIZES_OF(x, i, D) {TQKV__KERNEL_SIZES(D)},
 #define TQKV__DIFFERS(member)   memcmp(report->tables.member, tqkv__tables.member, sizeof report->tables.member) != 0
 #define TQKV__CHECK_BOOK(report, bits)                                                                                 \
     if (TQKV__DIFFERS(codebook_##bits)) return "table codebook_" #bits;                                                \
     if (TQKV__DIFFERS(boundaries_##bits)) return "table boundaries_" #bits;
     static const char *const names[] = {TQKV__SHARED_STRUCTS(TQKV__STRUCT_NAME)};
     static const size_t sizes[] = {TQKV__SHARED_STRUCTS(TQKV__STRUCT_SIZE)};
+    static const int32_t kernels[TQKV__KERNEL_DIMS][TQKV__N_KERNEL_SIZES] = {TQKV__KERNELS(TQKV__SIZES_OF, )};
     if (report->table_version != TQKV_TABLE_VERSION) return "table version";
     for (int i = 0; i < TQKV__N_SHARED_STRUCTS; i++)
         if (report->struct_sizes[i] != sizes[i]) return names[i];
@@ -14939,12 +14909,7 @@ TQKV_API const char *tqkv_metal_stale_table(const void *bytes)
     if (TQKV__DIFFERS(hadamard_20)) return "table hadamard_20";
     if (TQKV__DIFFERS(hadamard_28)) return "table hadamard_28";
     if (TQKV__DIFFERS(hadamard_36)) return "table hadamard_36";
-    for (int i = 0; i < TQKV__KERNEL_DIMS; i++) {
-        const int head_dim = TQKV__KERNEL_DIM(i);
-        const int32_t expected[TQKV__N_KERNEL_SIZES] = {TQKV__KERNEL_SIZES(head_dim)};
-        if (memcmp(report->kernel_sizes[i], expected, sizeof expected) != 0) return "dispatch of its kernels";
-    }
-    return NULL;
+    return memcmp(report->kernel_sizes, kernels, sizeof kernels) != 0 ? "dispatch of its kernels" : NULL;
 }
 
 #endif /* TQKV_METAL */

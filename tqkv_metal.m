@@ -48,12 +48,13 @@
 #define TQKV__RELEASE(object) ([(object) release], (object) = nil)
 #endif
 
-typedef struct tqkv__pipeline {
+/* What the context keeps of a kernel: its pipeline or, of a kernel without constants, the library compiled from its source. */
+typedef struct tqkv__kept {
     tqkv_metal_kernel kernel;
-    id<MTLComputePipelineState> state;
-    NSUInteger max_threads;
-    struct tqkv__pipeline *next;
-} tqkv__pipeline;
+    id object;
+    NSUInteger max_threads; /* of a pipeline */
+    struct tqkv__kept *next;
+} tqkv__kept;
 
 /* A block of shared memory that the context has lent. */
 typedef struct tqkv__memory {
@@ -62,13 +63,6 @@ typedef struct tqkv__memory {
     size_t size;
     struct tqkv__memory *next;
 } tqkv__memory;
-
-/* The library of one kernel, compiled from the source. */
-typedef struct tqkv__compiled {
-    tqkv_metal_kernel kernel; /* without constants */
-    id<MTLLibrary> library;
-    struct tqkv__compiled *next;
-} tqkv__compiled;
 
 struct tqkv_metal {
     tqkv__backend backend; /* first: tqkv.h finds it there */
@@ -79,8 +73,7 @@ struct tqkv_metal {
     id<MTLBuffer> unused;   /* bound to kernel arguments that a call lacks */
     pthread_mutex_t lock;   /* of all fields below */
     bool matrices;          /* the GPU's matrices are as attend_matrix expects, and its pipelines were built so far */
-    tqkv__pipeline *pipelines;
-    tqkv__compiled *compiled;
+    tqkv__kept *pipelines, *compiled;
     tqkv__memory *memory;
     tqkv__memory *staging; /* one of them, which waits for the next blocking call of a cache; NULL while in use */
     char error[400];
@@ -119,6 +112,55 @@ void tqkv_metal_error(tqkv_metal *m, char *text, size_t size)
 
 /* >>pipelines: built on first use, kept as long as the context */
 
+/* The caller holds the lock. A list is enough: a program has one pipeline a format pair, head_dim and column count. */
+static const tqkv__kept *tqkv__find_kept(const tqkv__kept *list, const tqkv_metal_kernel *kernel)
+{
+    while (list && memcmp(&list->kernel, kernel, sizeof *kernel) != 0) list = list->next;
+    return list;
+}
+
+static void tqkv__free_kept(tqkv__kept *k)
+{
+    TQKV__RELEASE(k->object);
+    free(k);
+}
+
+/* Keeps `made` and returns it. If another thread was faster: frees `made` and returns the other's. */
+static const tqkv__kept *tqkv__keep(tqkv_metal *m, tqkv__kept **list, tqkv__kept *made)
+{
+    pthread_mutex_lock(&m->lock);
+    const tqkv__kept *k = tqkv__find_kept(*list, &made->kernel);
+    if (!k) {
+        made->next = *list;
+        *list = made;
+    }
+    pthread_mutex_unlock(&m->lock);
+    if (k) tqkv__free_kept(made);
+    return k ? k : made;
+}
+
+/* Finds a kernel, or makes and keeps it: outside the lock, because that takes up to a second. */
+static tqkv_result tqkv__get_kept(tqkv_metal *m, tqkv__kept **list, const tqkv_metal_kernel *kernel,
+                                  tqkv_result (*make)(tqkv_metal *, tqkv__kept *), const tqkv__kept **out)
+{
+    tqkv_result r;
+    pthread_mutex_lock(&m->lock);
+    *out = tqkv__find_kept(*list, kernel);
+    pthread_mutex_unlock(&m->lock);
+    if (*out) return TQKV_OK;
+    tqkv__kept *made = (tqkv__kept *)calloc(1, sizeof *made);
+    if (!made) return tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no memory for a pipeline");
+    made->kernel = *kernel;
+    @autoreleasepool {
+        r = make(m, made);
+    }
+    if (r == TQKV_OK)
+        *out = tqkv__keep(m, list, made);
+    else
+        tqkv__free_kept(made);
+    return r;
+}
+
 static NSString *tqkv__function_name(const tqkv_metal_kernel *kernel)
 {
     char name[TQKV_METAL_NAME];
@@ -139,65 +181,21 @@ static void tqkv__set_values(const tqkv_metal_kernel *kernel, MTLFunctionConstan
 
 /* Fast math off: codes and norms must be the same bytes as those of tqkv.h. Of the source only that kernel: all of them
    take minutes. */
-static id<MTLLibrary> tqkv__compile(tqkv_metal *m, NSString *function, NSError **error)
+static tqkv_result tqkv__compile(tqkv_metal *m, tqkv__kept *made)
 {
+    NSError *error = nil;
+    NSString *name = tqkv__function_name(&made->kernel);
     MTLCompileOptions *options = [[MTLCompileOptions alloc] init];
-    NSString *only = [@"TQKV_ONLY_" stringByAppendingString:function];
+    NSString *only = [@"TQKV_ONLY_" stringByAppendingString:name];
     [options setPreprocessorMacros:[NSDictionary dictionaryWithObjectsAndKeys:@"1", @"TQKV_ONLY", @"1", only, nil]];
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wdeprecated-declarations" /* its successor is of macOS 15 */
     [options setFastMathEnabled:NO];
 #pragma clang diagnostic pop
-    id<MTLLibrary> library = [m->device newLibraryWithSource:m->source options:options error:error];
+    made->object = [m->device newLibraryWithSource:m->source options:options error:&error];
     TQKV__RELEASE(options);
-    return library;
-}
-
-static void tqkv__free_compiled(tqkv__compiled *c)
-{
-    TQKV__RELEASE(c->library);
-    free(c);
-}
-
-/* The caller holds the lock. */
-static tqkv__compiled *tqkv__find_compiled(const tqkv_metal *m, const tqkv_metal_kernel *kernel)
-{
-    tqkv__compiled *c = m->compiled;
-    while (c && memcmp(&c->kernel, kernel, sizeof *kernel) != 0) c = c->next;
-    return c;
-}
-
-/* The library of a kernel, which the context keeps, compiled on first use and outside the lock. nil and a text if that
-   fails. */
-static id<MTLLibrary> tqkv__get_compiled(tqkv_metal *m, const tqkv_metal_kernel *kernel)
-{
-    NSError *error = nil;
-    tqkv_metal_kernel any = *kernel;
-    NSString *name = tqkv__function_name(kernel);
-    memset(any.constants, 0, sizeof any.constants);
-    pthread_mutex_lock(&m->lock);
-    tqkv__compiled *c = tqkv__find_compiled(m, &any), *made = NULL;
-    pthread_mutex_unlock(&m->lock);
-    if (c) return c->library;
-    made = (tqkv__compiled *)calloc(1, sizeof *made);
-    if (!made) return (void)tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no memory for a library"), nil;
-    made->kernel = any;
-    made->library = tqkv__compile(m, name, &error);
-    if (!made->library) {
-        tqkv__fail(m, TQKV_METAL_ERROR, "library_source: %s: %s", [name UTF8String], tqkv__error_text(error));
-        tqkv__free_compiled(made);
-        return nil;
-    }
-    pthread_mutex_lock(&m->lock);
-    c = tqkv__find_compiled(m, &any); /* another thread may have been faster */
-    if (!c) {
-        made->next = m->compiled;
-        m->compiled = made;
-    }
-    pthread_mutex_unlock(&m->lock);
-    if (!c) return made->library;
-    tqkv__free_compiled(made);
-    return c->library;
+    if (made->object) return TQKV_OK;
+    return tqkv__fail(m, TQKV_METAL_ERROR, "library_source: %s: %s", [name UTF8String], tqkv__error_text(error));
 }
 
 /* The threads that a kernel cannot do without. */
@@ -207,91 +205,115 @@ static NSUInteger tqkv__needs_threads(const tqkv_metal_kernel *kernel)
     return shared ? TQKV__LONG_SIMDGROUPS * TQKV__SIMD_WIDTH : 0;
 }
 
-static tqkv_result tqkv__build_from(tqkv_metal *m, id<MTLLibrary> library, tqkv__pipeline *p)
+/* Makes p's pipeline, if its simdgroups are of 32 threads, and enough of them. */
+static tqkv_result tqkv__build_from(tqkv_metal *m, id<MTLLibrary> library, tqkv__kept *p)
 {
     NSError *error = nil;
     NSString *name = tqkv__function_name(&p->kernel);
+    const char *text = [name UTF8String];
     MTLFunctionConstantValues *values = [[MTLFunctionConstantValues alloc] init];
     tqkv__set_values(&p->kernel, values);
     id<MTLFunction> function = [library newFunctionWithName:name constantValues:values error:&error];
     TQKV__RELEASE(values);
-    if (!function) return tqkv__fail(m, TQKV_METAL_ERROR, "%s: %s", [name UTF8String], tqkv__error_text(error));
-    p->state = [m->device newComputePipelineStateWithFunction:function error:&error];
+    id<MTLComputePipelineState> state =
+        function ? [m->device newComputePipelineStateWithFunction:function error:&error] : nil;
     TQKV__RELEASE(function);
-    if (!p->state) return tqkv__fail(m, TQKV_METAL_ERROR, "%s: %s", [name UTF8String], tqkv__error_text(error));
-    p->max_threads = [p->state maxTotalThreadsPerThreadgroup];
-    const int threads = (int)p->max_threads, width = (int)[p->state threadExecutionWidth];
-    if (tqkv__needs_threads(&p->kernel) > p->max_threads) {
-        TQKV__RELEASE(p->state);
-        return tqkv__fail(m, TQKV_METAL_ERROR, "%s: %d threads a threadgroup are too few", [name UTF8String], threads);
+    if (!state) return tqkv__fail(m, TQKV_METAL_ERROR, "%s: %s", text, tqkv__error_text(error));
+    p->max_threads = [state maxTotalThreadsPerThreadgroup];
+    const int threads = (int)p->max_threads, width = (int)[state threadExecutionWidth];
+    const bool few = tqkv__needs_threads(&p->kernel) > p->max_threads;
+    if (!few && width == TQKV__SIMD_WIDTH && threads >= TQKV__SIMD_WIDTH) {
+        p->object = state;
+        return TQKV_OK;
     }
-    if (width == TQKV__SIMD_WIDTH && threads >= TQKV__SIMD_WIDTH) return TQKV_OK;
-    TQKV__RELEASE(p->state);
-    return tqkv__fail(m, TQKV_UNSUPPORTED, "%s: simdgroups of %d threads, not 32", [name UTF8String], width);
+    TQKV__RELEASE(state);
+    if (few) return tqkv__fail(m, TQKV_METAL_ERROR, "%s: %d threads a threadgroup are too few", text, threads);
+    return tqkv__fail(m, TQKV_UNSUPPORTED, "%s: simdgroups of %d threads, not 32", text, width);
 }
 
-/* From the library, or from the source where Metal refuses the library's kernel or there is no library. */
-static tqkv_result tqkv__build_pipeline(tqkv_metal *m, tqkv__pipeline *p)
+/* The text of what came from the source, or failed there too, after the library was refused with another text. */
+static tqkv_result tqkv__fell_back(tqkv_metal *m, tqkv_result r, const char *library_text)
 {
-    char library_text[180] = "", source_text[180];
-    tqkv_result r = m->library ? tqkv__build_from(m, m->library, p) : TQKV_METAL_ERROR;
-    if (r != TQKV_METAL_ERROR || !m->source) return r;
-    if (m->library) tqkv_metal_error(m, library_text, sizeof library_text);
-    id<MTLLibrary> library = tqkv__get_compiled(m, &p->kernel);
-    if (library) r = tqkv__build_from(m, library, p);
-    if (!m->library) return r;
+    char source_text[180];
     if (r == TQKV_OK) return tqkv__fail(m, r, "library refused: %s; compiled from source", library_text);
     tqkv_metal_error(m, source_text, sizeof source_text);
     return tqkv__fail(m, r, "library refused: %s; then: %s", library_text, source_text);
 }
 
-/* The caller holds the lock. A list is enough: a program has one pipeline a format pair, head_dim and column count. */
-static const tqkv__pipeline *tqkv__find_pipeline(const tqkv_metal *m, const tqkv_metal_kernel *kernel)
+/* From the library, or from the source where Metal refuses the library's kernel or there is no library. */
+static tqkv_result tqkv__build_pipeline(tqkv_metal *m, tqkv__kept *p)
 {
-    const tqkv__pipeline *p = m->pipelines;
-    while (p && memcmp(&p->kernel, kernel, sizeof *kernel) != 0) p = p->next;
-    return p;
+    char library_text[180];
+    const tqkv__kept *compiled = NULL;
+    tqkv_metal_kernel any = p->kernel;
+    tqkv_result r = m->library ? tqkv__build_from(m, m->library, p) : TQKV_METAL_ERROR;
+    if (r != TQKV_METAL_ERROR || !m->source) return r;
+    tqkv_metal_error(m, library_text, sizeof library_text);
+    memset(any.constants, 0, sizeof any.constants);
+    r = tqkv__get_kept(m, &m->compiled, &any, tqkv__compile, &compiled);
+    if (r == TQKV_OK) r = tqkv__build_from(m, compiled->object, p);
+    return m->library ? tqkv__fell_back(m, r, library_text) : r;
 }
 
-static void tqkv__free_pipeline(tqkv__pipeline *p)
+static tqkv_result tqkv__get_pipeline(tqkv_metal *m, const tqkv_metal_kernel *kernel, const tqkv__kept **out)
 {
-    TQKV__RELEASE(p->state);
-    free(p);
+    return tqkv__get_kept(m, &m->pipelines, kernel, tqkv__build_pipeline, out);
 }
 
-/* Keeps `made` and returns it. If another thread kept the same pipeline first: frees `made` and returns the other. */
-static const tqkv__pipeline *tqkv__keep_pipeline(tqkv_metal *m, tqkv__pipeline *made)
+static bool tqkv__has_matrices(tqkv_metal *m)
 {
     pthread_mutex_lock(&m->lock);
-    const tqkv__pipeline *p = tqkv__find_pipeline(m, &made->kernel);
-    if (!p) {
-        made->next = m->pipelines;
-        m->pipelines = made;
-    }
+    const bool has = m->matrices;
     pthread_mutex_unlock(&m->lock);
-    if (p) tqkv__free_pipeline(made);
-    return p ? p : made;
+    return has;
 }
 
-/* Building takes up to a second, so it happens outside the lock. */
-static tqkv_result tqkv__get_pipeline(tqkv_metal *m, const tqkv_metal_kernel *kernel, const tqkv__pipeline **out)
+/* Whether pipelines could not be built because Metal refuses attend_matrix. Then the context does without from now on, and its
+   text says so. */
+static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_dispatch *d, int n)
 {
-    tqkv_result r;
+    char text[300];
+    const tqkv__kept *attend;
+    const tqkv_metal_dispatch *missing = NULL;
+    if (r != TQKV_METAL_ERROR) return false;
     pthread_mutex_lock(&m->lock);
-    *out = tqkv__find_pipeline(m, kernel);
+    for (int i = 0; i < n && !missing; i++)
+        if (!tqkv__find_kept(m->pipelines, &d[i].kernel)) missing = &d[i];
     pthread_mutex_unlock(&m->lock);
-    if (*out) return TQKV_OK;
-    tqkv__pipeline *made = (tqkv__pipeline *)calloc(1, sizeof *made);
-    if (!made) return tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no memory for a pipeline");
-    made->kernel = *kernel;
-    @autoreleasepool {
-        r = tqkv__build_pipeline(m, made);
+    if (!missing || missing->kernel.family != TQKV_METAL_ATTEND_MATRIX) return false; /* something else failed */
+    tqkv_metal_dispatch lanes = *missing;
+    tqkv_metal_error(m, text, sizeof text);
+    tqkv_metal_plan_lanes(&lanes);
+    if (tqkv__get_pipeline(m, &lanes.kernel, &attend) != TQKV_OK) {
+        tqkv__fail(m, TQKV_METAL_ERROR, "%s", text);
+        return false;
     }
-    if (r == TQKV_OK)
-        *out = tqkv__keep_pipeline(m, made);
-    else
-        tqkv__free_pipeline(made);
+    pthread_mutex_lock(&m->lock);
+    m->matrices = false;
+    pthread_mutex_unlock(&m->lock);
+    tqkv__fail(m, TQKV_OK, "%s; attention without matrices", text);
+    return true;
+}
+
+/* A batch has to be planned anew, because its items say where threadgroups begin. */
+static bool tqkv__is_batch(const tqkv_metal_dispatch *d) { return d->kernel.constants[TQKV_FC_BATCH] == 1 + true; }
+
+/* Without matrices attend takes the place of attend_matrix. */
+static tqkv_result tqkv__try_pipelines(tqkv_metal *m, tqkv_metal_dispatch *d, int n, const tqkv__kept **out)
+{
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; i < n && r == TQKV_OK; i++) {
+        if (!tqkv__has_matrices(m) && !tqkv__is_batch(&d[i])) tqkv_metal_plan_lanes(&d[i]);
+        r = tqkv__get_pipeline(m, &d[i].kernel, &out[i]);
+    }
     return r;
+}
+
+/* All pipelines of a call. */
+static tqkv_result tqkv__get_pipelines(tqkv_metal *m, tqkv_metal_dispatch *d, int n, const tqkv__kept **out)
+{
+    const tqkv_result r = tqkv__try_pipelines(m, d, n, out);
+    return tqkv__lost_matrices(m, r, d, n) && !tqkv__is_batch(d) ? tqkv__try_pipelines(m, d, n, out) : r;
 }
 
 /* >>recording: a plan, checked against Metal's objects and handed to an encoder; command buffers of our own */
@@ -355,7 +377,7 @@ static void tqkv__bind_all(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, 
     }
 }
 
-static void tqkv__record_dispatch(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv__pipeline *p,
+static void tqkv__record_dispatch(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv__kept *p,
                                   const tqkv_metal_dispatch *d)
 {
     tqkv_metal_launch launch;
@@ -364,7 +386,7 @@ static void tqkv__record_dispatch(tqkv_metal *m, id<MTLComputeCommandEncoder> en
         const id<MTLResource> written[] = {d->barrier};
         [encoder memoryBarrierWithResources:written count:1];
     }
-    [encoder setComputePipelineState:p->state];
+    [encoder setComputePipelineState:p->object];
     tqkv__bind_all(m, encoder, d);
     for (NSUInteger i = 0; i < TQKV_METAL_MEMORIES; i++)
         [encoder setThreadgroupMemoryLength:launch.memory[i] atIndex:i];
@@ -382,9 +404,9 @@ static tqkv_result tqkv__planned(tqkv_metal *m, tqkv_result r, const char *call)
 
 /* Records up to TQKV__MOST_DISPATCHES dispatches, or nothing. planned: the result of tqkv.h's checks. */
 static tqkv_result tqkv__record(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const char *call,
-                                tqkv_result planned, const tqkv_metal_dispatch *d, int n)
+                                tqkv_result planned, tqkv_metal_dispatch *d, int n)
 {
-    const tqkv__pipeline *pipelines[TQKV__MOST_DISPATCHES];
+    const tqkv__kept *pipelines[TQKV__MOST_DISPATCHES];
     tqkv_result r = planned;
     if (!m) return TQKV_INVALID_ARGUMENT;
     if (tqkv__planned(m, r, call) != TQKV_OK) return r;
@@ -392,10 +414,9 @@ static tqkv_result tqkv__record(tqkv_metal *m, id<MTLComputeCommandEncoder> enco
     for (int i = 0; i < n; i++)
         if ((r = tqkv__check_bindings(m, &d[i])) != TQKV_OK) return r;
     if (!d->grid[0]) return TQKV_OK;
-    for (int i = 0; i < n; i++)
-        if ((r = tqkv__get_pipeline(m, &d[i].kernel, &pipelines[i])) != TQKV_OK) return r;
-    for (int i = 0; i < n; i++) tqkv__record_dispatch(m, encoder, pipelines[i], &d[i]);
-    return TQKV_OK;
+    r = tqkv__get_pipelines(m, d, n, pipelines);
+    for (int i = 0; i < n && r == TQKV_OK; i++) tqkv__record_dispatch(m, encoder, pipelines[i], &d[i]);
+    return r;
 }
 
 /* With the state of each encoder among its errors. */
@@ -450,7 +471,7 @@ typedef struct tqkv__call {
     tqkv_metal *m;
     const char *name;
     tqkv_result planned;
-    const tqkv_metal_dispatch *d;
+    tqkv_metal_dispatch *d;
     int n;
 } tqkv__call;
 
@@ -460,7 +481,7 @@ static tqkv_result tqkv__record_call(void *user, tqkv_metal_object encoder)
     return tqkv__record(c->m, encoder, c->name, c->planned, c->d, c->n);
 }
 
-static tqkv_result tqkv__run(tqkv_metal *m, const char *name, tqkv_result planned, const tqkv_metal_dispatch *d, int n)
+static tqkv_result tqkv__run(tqkv_metal *m, const char *name, tqkv_result planned, tqkv_metal_dispatch *d, int n)
 {
     tqkv__call call = {m, name, planned, d, n};
     return tqkv__run_as(m, name, tqkv__record_call, &call);
@@ -541,67 +562,13 @@ tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention 
     return m ? tqkv__planned(m, tqkv_metal_plan_attend_scratch(a, bytes), "attend_scratch") : TQKV_INVALID_ARGUMENT;
 }
 
-static bool tqkv__has_matrices(tqkv_metal *m)
-{
-    pthread_mutex_lock(&m->lock);
-    const bool has = m->matrices;
-    pthread_mutex_unlock(&m->lock);
-    return has;
-}
-
-/* Where the GPU's matrices lie otherwise, attend takes the place of attend_matrix. */
-static tqkv_result tqkv__avoid_matrices(tqkv_metal *m, tqkv_result r, tqkv_metal_dispatch *d, int n)
-{
-    for (int i = 0; m && r == TQKV_OK && i < n; i++)
-        if (!tqkv__has_matrices(m)) tqkv_metal_plan_lanes(&d[i]);
-    return r;
-}
-
-/* Whether a call failed because Metal refuses attend_matrix. Then nothing is recorded, the context does without from now on,
-   its text says so, and the call can be planned anew. */
-static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_dispatch *d, int n)
-{
-    char text[300];
-    const tqkv__pipeline *attend;
-    const tqkv_metal_dispatch *missing = NULL;
-    if (r != TQKV_METAL_ERROR) return false;
-    pthread_mutex_lock(&m->lock);
-    for (int i = 0; i < n && !missing; i++)
-        if (!tqkv__find_pipeline(m, &d[i].kernel)) missing = &d[i];
-    pthread_mutex_unlock(&m->lock);
-    if (!missing || missing->kernel.family != TQKV_METAL_ATTEND_MATRIX) return false; /* something else failed */
-    tqkv_metal_dispatch lanes = *missing;
-    tqkv_metal_error(m, text, sizeof text);
-    tqkv_metal_plan_lanes(&lanes);
-    if (tqkv__get_pipeline(m, &lanes.kernel, &attend) != TQKV_OK) {
-        tqkv__fail(m, TQKV_METAL_ERROR, "%s", text);
-        return false;
-    }
-    pthread_mutex_lock(&m->lock);
-    m->matrices = false;
-    pthread_mutex_unlock(&m->lock);
-    tqkv__fail(m, TQKV_OK, "%s; attention without matrices", text);
-    return true;
-}
-
-/* Records a planned attention of n dispatches. */
-static tqkv_result tqkv__record_attend(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const char *call,
-                                       tqkv_result planned, tqkv_metal_dispatch *d, int n)
-{
-    tqkv_result r = tqkv__avoid_matrices(m, planned, d, n);
-    r = tqkv__record(m, encoder, call, r, d, n);
-    if (!m || !tqkv__lost_matrices(m, r, d, n)) return r;
-    r = tqkv__avoid_matrices(m, TQKV_OK, d, n);
-    return tqkv__record(m, encoder, call, r, d, n);
-}
-
 tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                               tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
 {
     tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
     int n = 0;
     const tqkv_result r = tqkv__plan_attend_parts(a, q, scratch, out, d, &n);
-    return tqkv__record_attend(m, encoder, "attend", r, d, n);
+    return tqkv__record(m, encoder, "attend", r, d, n);
 }
 
 tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
@@ -611,7 +578,7 @@ tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder, 
     tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
     int n = 0;
     const tqkv_result r = tqkv__plan_partial_parts(a, q, first, count, scratch, out, max, sum, d, &n);
-    return tqkv__record_attend(m, encoder, "attend_partial", r, d, n);
+    return tqkv__record(m, encoder, "attend_partial", r, d, n);
 }
 
 tqkv_result tqkv_metal_attend_merge(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
@@ -668,7 +635,7 @@ tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, co
     void *to = some ? bytes + arguments.offset : NULL;
     r = tqkv__plan_batch_parts(items, n_items, q, arguments, to, scratch, out, matrices, d, &n);
     r = tqkv__record(m, encoder, "attend_batch", r, d, n);
-    if (!tqkv__lost_matrices(m, r, d, n)) return r;
+    if (r != TQKV_METAL_ERROR || !matrices || tqkv__has_matrices(m)) return r;
     r = tqkv__plan_batch_parts(items, n_items, q, arguments, to, scratch, out, false, d, &n);
     return tqkv__record(m, encoder, "attend_batch", r, d, n);
 }
@@ -792,7 +759,7 @@ tqkv_result tqkv_metal_cache_attend_some(tqkv_metal *m, tqkv_metal_object encode
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
     const tqkv_result planned = tqkv__plan_cache_attend(c, memory, false, some, q, n_queries, scratch, out, d, &n);
-    return tqkv__record_attend(m, encoder, "attend", planned, d, n);
+    return tqkv__record(m, encoder, "attend", planned, d, n);
 }
 
 tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c, tqkv_metal_buffer q,
@@ -817,20 +784,17 @@ tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_q
 
 /* >>prepare: pipelines ahead of time */
 
-static tqkv_result tqkv__build_all(tqkv_metal *m, tqkv_result planned, const char *call, const tqkv_metal_dispatch *d,
-                                   int n)
+static tqkv_result tqkv__build_all(tqkv_metal *m, tqkv_result planned, tqkv_metal_dispatch *d, int n)
 {
-    const tqkv__pipeline *pipeline;
-    tqkv_result r = planned;
-    if (tqkv__planned(m, r, call) != TQKV_OK) return r;
-    for (int i = 0; i < n && r == TQKV_OK; i++) r = tqkv__get_pipeline(m, &d[i].kernel, &pipeline);
-    return r;
+    const tqkv__kept *pipelines[TQKV__MOST_DISPATCHES];
+    const tqkv_result r = tqkv__planned(m, planned, "prepare");
+    return r == TQKV_OK ? tqkv__get_pipelines(m, d, n, pipelines) : r;
 }
 
 /* As planned, and for a page table that is shorter than a tile where it is not, or the reverse. */
 static tqkv_result tqkv__build_tables(tqkv_metal *m, tqkv_result planned, tqkv_metal_dispatch *d, int n)
 {
-    tqkv_result r = tqkv__build_all(m, planned, "prepare", d, n);
+    tqkv_result r = tqkv__build_all(m, planned, d, n);
     for (int i = 0; i < n && r == TQKV_OK; i++) {
         const bool attend = d[i].kernel.family == TQKV_METAL_ATTEND || d[i].kernel.family == TQKV_METAL_ATTEND_MATRIX;
         const int page_size = attend ? tqkv__attend_args_of(&d[i]).key_page_size : 0;
@@ -838,7 +802,7 @@ static tqkv_result tqkv__build_tables(tqkv_metal *m, tqkv_result planned, tqkv_m
         uint8_t *is_short = &other.kernel.constants[TQKV_FC_SHORT_STORE];
         if (!page_size || page_size >= TQKV__SIMD_WIDTH) continue;
         *is_short = *is_short == 1 + true ? 1 + false : 1 + true;
-        r = tqkv__build_all(m, r, "prepare", &other, 1);
+        r = tqkv__build_all(m, r, &other, 1);
     }
     return r;
 }
@@ -847,8 +811,7 @@ static tqkv_result tqkv__build_tables(tqkv_metal *m, tqkv_result planned, tqkv_m
 static tqkv_result tqkv__build_attention(tqkv_metal *m, tqkv_result planned, tqkv_metal_dispatch *d, int n,
                                          bool batches)
 {
-    tqkv_result r = tqkv__build_tables(m, tqkv__avoid_matrices(m, planned, d, n), d, n);
-    if (tqkv__lost_matrices(m, r, d, n)) r = tqkv__build_tables(m, tqkv__avoid_matrices(m, TQKV_OK, d, n), d, n);
+    const tqkv_result r = tqkv__build_tables(m, planned, d, n);
     if (r != TQKV_OK || !batches) return r;
     for (int i = 0; i < n; i++) d[i].kernel.constants[TQKV_FC_BATCH] = 1 + true;
     return tqkv__build_tables(m, r, d, n);
@@ -861,7 +824,7 @@ static tqkv_result tqkv__build_encoding(tqkv_metal *m, const tqkv_metal_store *k
     const tqkv_metal_buffer none = {nil, 0};
     const tqkv_result r = keys && values ? tqkv_metal_plan_encode_kv(keys, values, none, none, 0, 0, none, &d)
                                          : tqkv_metal_plan_encode(keys ? keys : values, none, 0, 0, none, &d);
-    return keys || values ? tqkv__build_all(m, r, "prepare", &d, 1) : TQKV_OK;
+    return keys || values ? tqkv__build_all(m, r, &d, 1) : TQKV_OK;
 }
 
 /* Slices of it, their merge and their end. */
@@ -875,7 +838,7 @@ static tqkv_result tqkv__build_slices(tqkv_metal *m, const tqkv_metal_attention 
     if ((r = tqkv__build_attention(m, r, d, n, false)) != TQKV_OK) return r;
     r = tqkv_metal_plan_attend_merge(a, none, none, none, none, none, none, d);
     if (r == TQKV_OK) r = tqkv_metal_plan_attend_finish(a, none, none, none, none, d + 1);
-    return tqkv__build_all(m, r, "prepare", d, 2);
+    return tqkv__build_all(m, r, d, 2);
 }
 
 /* The store without the processor's copy of its page table. */
@@ -936,9 +899,9 @@ tqkv_result tqkv_metal_index_prepare(tqkv_metal *m, const tqkv_metal_index *x, i
     if (r == TQKV_OK) r = tqkv__build_encoding(m, &keys, NULL);
     for (int n = 1; r == TQKV_OK && n <= 2 && n <= (max_queries ? max_queries : 1); n++) { /* one, or several */
         call.index.n_queries = n;
-        r = tqkv__build_all(m, tqkv_metal_plan_index_scores(&call, none, none, d), "prepare", d, 1);
+        r = tqkv__build_all(m, tqkv_metal_plan_index_scores(&call, none, none, d), d, 1);
         if (r == TQKV_OK) r = tqkv_metal_plan_index_choose(&call, none, 1, none, none, d, &n_planned);
-        if (r == TQKV_OK) r = tqkv__build_all(m, r, "prepare", d, n_planned);
+        if (r == TQKV_OK) r = tqkv__build_all(m, r, d, n_planned);
     }
     return r;
 }
@@ -953,7 +916,7 @@ tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max
     if (r == TQKV_OK && max_queries < 0) r = tqkv__planned(m, TQKV_INVALID_ARGUMENT, "prepare");
     if (r != TQKV_OK) return r;
     r = tqkv__plan_cache_append(c, memory, false, none, none, 0, none, d, &n_planned);
-    r = tqkv__build_all(m, r, "prepare", d, n_planned);
+    r = tqkv__build_all(m, r, d, n_planned);
     for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++) {
         r = tqkv__plan_cache_all_parts(c, memory, n, d, &n_planned);
         r = tqkv__build_attention(m, r, d, n_planned, false);
@@ -971,9 +934,14 @@ static void tqkv__drop_staging(tqkv_metal *m, const tqkv__memory *block)
     if (block) tqkv__memory_free(m, block->begin, block->size);
 }
 
-/* NULL and a text, or a block for tqkv__give_back. */
-static tqkv__memory *tqkv__take_staging(tqkv_metal *m, size_t size, tqkv_metal_buffer *out)
+/* Divides a block among n arrays. NULL and a text, or a block for tqkv__give_back. */
+static tqkv__memory *tqkv__take_staging(tqkv_metal *m, int n, const size_t *sizes, tqkv_metal_buffer *out)
 {
+    size_t size = 0;
+    for (int i = 0; i < n; i++) {
+        out[i].offset = size;
+        size += (sizes[i] + 15) / 16 * 16;
+    }
     pthread_mutex_lock(&m->lock);
     tqkv__memory *block = m->staging;
     m->staging = NULL;
@@ -987,8 +955,7 @@ static tqkv__memory *tqkv__take_staging(tqkv_metal *m, size_t size, tqkv_metal_b
         tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no buffer of %zu bytes", size);
         return NULL;
     }
-    out->buffer = block->buffer;
-    out->offset = 0;
+    for (int i = 0; i < n; i++) out[i].buffer = block->buffer;
     return block;
 }
 
@@ -1047,20 +1014,20 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
     const tqkv__rows_copy first = {&layout.k, value, key_row, n_tokens, keys->n_kv_heads},
                           second = {&layout.k, value, tail_row, n_tokens, keys->n_kv_heads},
                           third = {&layout.v, value, value_row, n_tokens, keys->n_kv_heads};
-    const size_t rows = tqkv__copied_rows(&first), k_size = rows * key_row, tail_size = rows * tail_row,
-                 v_size = tqkv__copied_rows(&third) * value_row;
+    const size_t rows = tqkv__copied_rows(&first), k_size = rows * key_row,
+                 sizes[] = {k_size + rows * tail_row, rows * value_row};
     const tqkv_metal_buffer none = {nil, 0};
-    tqkv_metal_buffer memory, kb;
+    tqkv_metal_buffer memory, staged[2];
     if (!n_tokens) return TQKV_OK;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    tqkv__memory *block = tqkv__take_staging(m, k_size + tail_size + v_size, &kb);
+    tqkv__memory *block = tqkv__take_staging(m, 2, sizes, staged);
     if (!block) return TQKV_OUT_OF_MEMORY;
-    const tqkv_metal_buffer vb = {kb.buffer, kb.offset + k_size + (v ? tail_size : 0)};
     tqkv__copy_in(&first, k, block->begin);
     if (tail) tqkv__copy_in(&second, (const char *)k + key_row, block->begin + k_size);
-    if (v) tqkv__copy_in(&third, v, block->begin + k_size + tail_size);
-    r = tqkv__plan_cache_append(c, memory, true, kb, vb, n_tokens, none, d, &n);
+    if (v) tqkv__copy_in(&third, v, block->begin + staged[1].offset);
+    if (!v) staged[1].offset = k_size; /* a shared cache takes the tail as v */
+    r = tqkv__plan_cache_append(c, memory, true, staged[0], staged[1], n_tokens, none, d, &n);
     r = tqkv__run(m, "encode_kv", r, d, n);
     tqkv__give_back(m, block);
     return r;
@@ -1069,50 +1036,53 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
 /* What a blocking attention has in one block of shared memory. */
 enum { TQKV__CALL_Q, TQKV__CALL_OUT, TQKV__CALL_SCRATCH, TQKV__CALL_LIST, TQKV__CALL_TREE, TQKV__CALL_PARTS };
 
+/* any: a buffer, in the place of the list's and the tree's */
+static tqkv_result tqkv__size_attend(tqkv_metal *m, const tqkv_cache *c, tqkv_metal_buffer any, int n_queries,
+                                     tqkv_metal_attention *call, size_t sizes[TQKV__CALL_PARTS])
+{
+    const tqkv_attention *some = &call->attention;
+    const size_t n = (size_t)n_queries, n_lists = n * (some->list_heads ? (size_t)some->list_heads : 1);
+    if (some->list) call->list = any;
+    if (some->tree) call->tree = any;
+    const tqkv_result r = tqkv__plan_cache_sizes(c, call, n_queries, sizes, &sizes[TQKV__CALL_SCRATCH]);
+    sizes[TQKV__CALL_LIST] = some->list ? n_lists * (size_t)some->list_length * sizeof(int32_t) : 0;
+    sizes[TQKV__CALL_TREE] = some->tree ? n * sizeof(uint64_t) : 0;
+    return tqkv__planned(m, r, "attend");
+}
+
 static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q,
                                       int n_queries, void *out)
 {
     tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
     tqkv_metal_attention call;
-    tqkv_metal_buffer memory, staged, parts[TQKV__CALL_PARTS];
-    const void *const from[] = {NULL, NULL, NULL, some ? some->list : NULL, some ? some->tree : NULL};
-    const size_t n_lists = (size_t)n_queries * (some && some->list_heads ? (size_t)some->list_heads : 1);
-    size_t sizes[TQKV__CALL_PARTS] = {0}, at[TQKV__CALL_PARTS], size = 0;
+    tqkv_metal_buffer memory, parts[TQKV__CALL_PARTS];
+    size_t sizes[TQKV__CALL_PARTS];
     int n = 0;
     memset(&call, 0, sizeof call);
-    tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (some) call.attention = *some;
-    if (from[TQKV__CALL_LIST]) call.list = memory; /* so far any buffer */
-    if (from[TQKV__CALL_TREE]) call.tree = memory;
+    tqkv_result r = tqkv_metal_find(m, c, &memory);
+    if (r == TQKV_OK) r = tqkv__size_attend(m, c, memory, n_queries, &call, sizes);
     if (r != TQKV_OK) return r;
-    r = tqkv__plan_cache_sizes(c, &call, n_queries, sizes, &sizes[TQKV__CALL_SCRATCH]);
-    if (tqkv__planned(m, r, "attend") != TQKV_OK) return r;
-    if (from[TQKV__CALL_LIST]) sizes[TQKV__CALL_LIST] = n_lists * (size_t)some->list_length * sizeof(int32_t);
-    if (from[TQKV__CALL_TREE]) sizes[TQKV__CALL_TREE] = (size_t)n_queries * sizeof(uint64_t);
-    for (int i = 0; i < TQKV__CALL_PARTS; i++) {
-        at[i] = size;
-        size += (sizes[i] + 15) / 16 * 16;
-    }
-    tqkv__memory *block = tqkv__take_staging(m, size, &staged);
+    tqkv__memory *block = tqkv__take_staging(m, TQKV__CALL_PARTS, sizes, parts);
     if (!block) return TQKV_OUT_OF_MEMORY;
     const tqkv_cache_layout layout = tqkv__cache_layout_of(c);
     const int n_heads = tqkv_cache_view(c).n_heads;
     const size_t value = tqkv__value_size(tqkv_cache_keys(c)->type), rows = (size_t)n_queries * (size_t)n_heads;
     const tqkv__rows_copy queries = {&layout.q, value, sizes[TQKV__CALL_Q] / rows, n_queries, n_heads},
                           outputs = {&layout.out, value, sizes[TQKV__CALL_OUT] / rows, n_queries, n_heads};
-    for (int i = 0; i < TQKV__CALL_PARTS; i++) {
-        parts[i].buffer = staged.buffer;
-        parts[i].offset = staged.offset + at[i];
-        if (from[i]) memcpy(block->begin + at[i], from[i], sizes[i]);
+    tqkv__copy_in(&queries, q, block->begin + parts[TQKV__CALL_Q].offset);
+    if (call.list.buffer) {
+        call.list = parts[TQKV__CALL_LIST];
+        memcpy(block->begin + call.list.offset, some->list, sizes[TQKV__CALL_LIST]);
     }
-    tqkv__copy_in(&queries, q, block->begin + at[TQKV__CALL_Q]);
-    if (from[TQKV__CALL_LIST]) call.list = parts[TQKV__CALL_LIST];
-    if (from[TQKV__CALL_TREE]) call.tree = parts[TQKV__CALL_TREE];
+    if (call.tree.buffer) {
+        call.tree = parts[TQKV__CALL_TREE];
+        memcpy(block->begin + call.tree.offset, some->tree, sizes[TQKV__CALL_TREE]);
+    }
     r = tqkv__plan_cache_attend(c, memory, true, &call, parts[TQKV__CALL_Q], n_queries, parts[TQKV__CALL_SCRATCH],
                                 parts[TQKV__CALL_OUT], d, &n);
-    r = tqkv__run(m, "attend", tqkv__avoid_matrices(m, r, d, n), d, n);
-    if (tqkv__lost_matrices(m, r, d, n)) r = tqkv__run(m, "attend", tqkv__avoid_matrices(m, TQKV_OK, d, n), d, n);
-    if (r == TQKV_OK) tqkv__copy_out(&outputs, block->begin + at[TQKV__CALL_OUT], out);
+    r = tqkv__run(m, "attend", r, d, n);
+    if (r == TQKV_OK) tqkv__copy_out(&outputs, block->begin + parts[TQKV__CALL_OUT].offset, out);
     tqkv__give_back(m, block);
     return r;
 }
@@ -1129,39 +1099,18 @@ typedef struct tqkv__trial {
     tqkv_cache *gpu, *own;
     char *parts[TQKV__TRIAL_PARTS]; /* rows of desc.type, in one block */
     size_t sizes[TQKV__TRIAL_PARTS];
+    tqkv_metal_store store; /* that the GPU decodes, to these rows */
+    tqkv_metal_buffer rows;
 } tqkv__trial;
 
-/* Values of magnitudes from 1/8 to 2. */
+/* Values from -2 to 2. */
 static void tqkv__trial_fill(tqkv_type type, size_t size, uint32_t seed, char *rows)
 {
     for (size_t i = 0; i < size; i += tqkv__value_size(type)) {
         seed = seed * 1664525u + 1013904223u;
-        const uint32_t sign = seed >> 31, exponent = seed >> 29 & 3u, mantissa = seed >> 6 & 0x7fffffu;
-        const uint32_t bits = sign << 31 | (124u + exponent) << 23 | mantissa;
-        const uint16_t half = (uint16_t)(sign << 15 | (12u + exponent) << 10 | mantissa >> 13),
-                       upper = (uint16_t)(bits >> 16);
-        memcpy(rows + i,
-               type == TQKV_TYPE_F32   ? (const void *)&bits
-               : type == TQKV_TYPE_F16 ? &half
-                                       : &upper,
-               tqkv__value_size(type));
+        const float value = (float)(seed >> 8) / 4194304.0f - 2.0f;
+        tqkv__value_from_float(type, value, rows + i);
     }
-}
-
-static double tqkv__trial_value(tqkv_type type, const char *rows, size_t i)
-{
-    float value = 0;
-    uint16_t half = 0;
-    if (type == TQKV_TYPE_F32) {
-        memcpy(&value, rows + 4 * i, 4);
-        return (double)value;
-    }
-    memcpy(&half, rows + 2 * i, 2);
-    const int width = type == TQKV_TYPE_F16 ? 10 : 7, bias = type == TQKV_TYPE_F16 ? 15 : 127;
-    const int exponent = (half & 0x7fff) >> width, mantissa = half & ((1 << width) - 1);
-    const double magnitude = exponent ? ldexp((double)(mantissa + (1 << width)), exponent - bias - width)
-                                      : ldexp((double)mantissa, 1 - bias - width);
-    return half & 0x8000 ? -magnitude : magnitude;
 }
 
 static tqkv_result tqkv__trial_differs(const tqkv__trial *t, const char *what, double by, const char *unit)
@@ -1187,10 +1136,11 @@ static tqkv_result tqkv__trial_values(const tqkv__trial *t, const char *what, tq
                                       const void *own)
 {
     const double limit = type == TQKV_TYPE_F32 ? 2e-5 : type == TQKV_TYPE_F16 ? 1e-3 : 8e-3;
+    const size_t size = n * tqkv__value_size(type);
     double wrong = 0, all = 0;
-    for (size_t i = 0; i < n; i++) {
-        const double expected = tqkv__trial_value(type, (const char *)own, i),
-                     difference = tqkv__trial_value(type, (const char *)gpu, i) - expected;
+    for (size_t i = 0; i < size; i += tqkv__value_size(type)) {
+        const double expected = (double)tqkv__value_to_float(type, (const char *)own + i),
+                     difference = (double)tqkv__value_to_float(type, (const char *)gpu + i) - expected;
         wrong += difference * difference;
         all += expected * expected;
     }
@@ -1206,41 +1156,33 @@ static tqkv_result tqkv__trial_store(tqkv_metal *m, const tqkv_store *s, tqkv_me
     return r == TQKV_OK && s->norms_size ? tqkv_metal_find(m, s->norms, &out->norms) : r;
 }
 
-/* The rows of a stream that the two caches decode. */
-typedef struct tqkv__trial_decode {
-    tqkv_metal *m;
-    tqkv_metal_store store;
-    tqkv_metal_buffer rows;
-} tqkv__trial_decode;
-
 static tqkv_result tqkv__record_trial(void *user, tqkv_metal_object encoder)
 {
-    const tqkv__trial_decode *d = (const tqkv__trial_decode *)user;
-    return tqkv_metal_decode(d->m, encoder, &d->store, 0, TQKV__TRIAL_TOKENS, TQKV_ORIGINAL, d->rows);
+    const tqkv__trial *t = (const tqkv__trial *)user;
+    return tqkv_metal_decode(t->m, encoder, &t->store, 0, TQKV__TRIAL_TOKENS, TQKV_ORIGINAL, t->rows);
 }
 
 /* names: of the codes and of the decoded rows. The source is not needed any more. */
-static tqkv_result tqkv__try_store(const tqkv__trial *t, const tqkv_store *gpu, const tqkv_store *own,
+static tqkv_result tqkv__try_store(tqkv__trial *t, const tqkv_store *gpu, const tqkv_store *own,
                                    const char *const names[2])
 {
-    tqkv__trial_decode d = {.m = t->m};
     char *decoded = t->parts[TQKV__TRIAL_K];
     const size_t size =
         (size_t)TQKV__TRIAL_TOKENS * (size_t)own->n_kv_heads * (size_t)own->head_dim * tqkv__value_size(t->desc.type);
     tqkv_result r = tqkv__trial_bytes(t, names[0], gpu->codes, own->codes, own->codes_size);
     if (r == TQKV_OK) r = tqkv__trial_bytes(t, names[0], gpu->norms, own->norms, own->norms_size);
-    if (r == TQKV_OK) r = tqkv__trial_store(t->m, gpu, &d.store);
+    if (r == TQKV_OK) r = tqkv__trial_store(t->m, gpu, &t->store);
     if (r != TQKV_OK) return r;
-    tqkv__memory *block = tqkv__take_staging(t->m, size, &d.rows);
+    tqkv__memory *block = tqkv__take_staging(t->m, 1, &size, &t->rows);
     if (!block) return TQKV_OUT_OF_MEMORY;
-    r = tqkv__run_as(t->m, "self-test", tqkv__record_trial, &d);
+    r = tqkv__run_as(t->m, "self-test", tqkv__record_trial, t);
     if (r == TQKV_OK) r = tqkv_decode(own, 0, TQKV__TRIAL_TOKENS, TQKV_ORIGINAL, decoded);
     if (r == TQKV_OK) r = tqkv__trial_bytes(t, names[1], block->begin, decoded, size);
     tqkv__give_back(t->m, block);
     return r;
 }
 
-static tqkv_result tqkv__try_stores(const tqkv__trial *t)
+static tqkv_result tqkv__try_stores(tqkv__trial *t)
 {
     static const char *const names[3][2] = {
         {"keys", "decoded keys"}, {"values", "decoded values"}, {"tails", "decoded tails"}};
@@ -1331,20 +1273,19 @@ static tqkv_result tqkv__open_trial_list(const tqkv__trial *t, tqkv__trial_list 
 static tqkv_result tqkv__fill_trial_list(tqkv__trial_list *l)
 {
     const tqkv__trial *t = l->t;
-    tqkv_metal_buffer *const to[] = {&l->q, &l->scores, &l->list, &l->scratch, &l->out};
+    tqkv_metal_buffer staged[5];
     size_t sizes[] = {t->sizes[TQKV__TRIAL_Q], sizeof(float) * TQKV__TRIAL_QUERIES * TQKV__TRIAL_BLOCKS,
                       sizeof(int32_t) * TQKV__TRIAL_QUERIES * TQKV__TRIAL_LISTED, 0, t->sizes[TQKV__TRIAL_OUT]};
     l->a.list.buffer = t->m->unused; /* for now */
     tqkv_result r = tqkv_metal_attend_scratch(t->m, &l->a, &sizes[3]);
     if (r != TQKV_OK) return r;
-    size_t size = 0;
-    for (int i = 0; i < 5; i++) size += sizes[i] = (sizes[i] + 255) / 256 * 256;
-    l->block = tqkv__take_staging(t->m, size, &l->q);
+    l->block = tqkv__take_staging(t->m, 5, sizes, staged);
     if (!l->block) return TQKV_OUT_OF_MEMORY;
-    for (int i = 1; i < 5; i++) {
-        *to[i] = *to[i - 1];
-        to[i]->offset += sizes[i - 1];
-    }
+    l->q = staged[0];
+    l->scores = staged[1];
+    l->list = staged[2];
+    l->scratch = staged[3];
+    l->out = staged[4];
     memcpy(l->block->begin, t->parts[TQKV__TRIAL_Q], t->sizes[TQKV__TRIAL_Q]);
     for (int i = 0; i < TQKV__TRIAL_QUERIES; i++) {
         const int32_t row[TQKV__TRIAL_LISTED] = {0, 3 + i, 7, TQKV__TRIAL_BLOCKS - 1, -1};
@@ -1552,7 +1493,7 @@ static tqkv_result tqkv__check_tables(tqkv_metal *m)
     tqkv_metal_dispatch d[2];
     tqkv_metal_buffer buffer;
     const size_t size = tqkv_metal_report_size();
-    tqkv__memory *block = tqkv__take_staging(m, size, &buffer);
+    tqkv__memory *block = tqkv__take_staging(m, 1, &size, &buffer);
     if (!block) return TQKV_OUT_OF_MEMORY;
     memset(block->begin, 0, size);
     tqkv_result r = tqkv__run(m, "tables", tqkv_metal_plan_tables(buffer, d), &d[0], 1);
@@ -1570,18 +1511,19 @@ static tqkv_result tqkv__check_tables(tqkv_metal *m)
     return r;
 }
 
+static void tqkv__drop_kept(tqkv__kept **list)
+{
+    while (*list) {
+        tqkv__kept *k = *list;
+        *list = k->next;
+        tqkv__free_kept(k);
+    }
+}
+
 static void tqkv__drop_library(tqkv_metal *m)
 {
-    while (m->pipelines) {
-        tqkv__pipeline *p = m->pipelines;
-        m->pipelines = p->next;
-        tqkv__free_pipeline(p);
-    }
-    while (m->compiled) {
-        tqkv__compiled *c = m->compiled;
-        m->compiled = c->next;
-        tqkv__free_compiled(c);
-    }
+    tqkv__drop_kept(&m->pipelines);
+    tqkv__drop_kept(&m->compiled);
     TQKV__RELEASE(m->library);
     TQKV__RELEASE(m->source);
 }
@@ -1590,7 +1532,7 @@ static void tqkv__drop_library(tqkv_metal *m)
    both, single kernels that Metal refuses come from the source, too. */
 static tqkv_result tqkv__open_library(tqkv_metal *m, const tqkv_metal_desc *desc)
 {
-    char library_text[180], source_text[180];
+    char library_text[180];
     const bool may_fall_back = desc->library_source && tqkv__has_library(desc);
     tqkv_result r = tqkv__load_library(m, desc);
     if (r == TQKV_OK) r = tqkv__check_tables(m);
@@ -1600,9 +1542,7 @@ static tqkv_result tqkv__open_library(tqkv_metal *m, const tqkv_metal_desc *desc
     tqkv__drop_library(m);
     r = tqkv__load_source(m, desc->library_source);
     if (r == TQKV_OK) r = tqkv__check_tables(m);
-    if (r == TQKV_OK) return tqkv__fail(m, r, "library refused: %s; compiled from source", library_text);
-    tqkv_metal_error(m, source_text, sizeof source_text);
-    return tqkv__fail(m, r, "library refused: %s; then: %s", library_text, source_text);
+    return tqkv__fell_back(m, r, library_text);
 }
 
 tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out)

@@ -140,8 +140,13 @@ static void check_engine(const void *row)
 static void check_no_plan(const void *row)
 {
     const tqkv_metal_store s = plan_store(TQKV_I8, 64, 10, false, 0);
+    tqkv_metal_store one = s;
     (void)row;
+    one.shape.n_kv_heads = 1;
     tqkv_metal_attention a = plan_attention(&s, &s);
+    tqkv_metal_index x;
+    memset(&x, 0, sizeof x);
+    x.keys = &one;
     const tqkv_result results[] = {tqkv_metal_plan_tables(none, NULL),
                                    tqkv_metal_plan_encode(&s, none, 1, 0, none, NULL),
                                    tqkv_metal_plan_encode_kv(&s, &s, none, none, 1, 0, none, NULL),
@@ -152,6 +157,13 @@ static void check_no_plan(const void *row)
                                    tqkv_metal_plan_rotate(none, 1, 64, false, NULL),
                                    tqkv_metal_plan_attend_scratch(&a, NULL),
                                    tqkv_metal_plan_attend(&a, none, none, none, NULL),
+                                   tqkv_metal_plan_attend_partial(&a, none, 0, 0, none, none, none, none, NULL),
+                                   tqkv_metal_plan_attend_list(&a, none, NULL),
+                                   tqkv_metal_plan_attend_merge(&a, none, none, none, none, none, none, NULL),
+                                   tqkv_metal_plan_attend_finish(&a, none, none, none, none, NULL),
+                                   tqkv_metal_plan_index_scores(&x, none, none, NULL),
+                                   tqkv_metal_plan_index_choose_scratch(&x, NULL),
+                                   tqkv_metal_plan_index_choose(&x, none, 1, none, none, NULL, NULL),
                                    tqkv_metal_plan_attend_batch(&a, 1, &none, none, &a, none, &none, true, NULL),
                                    tqkv_metal_plan_attend_batch_sizes(&a, 1, NULL, NULL)};
     for (size_t i = 0; i < sizeof results / sizeof *results; i++)

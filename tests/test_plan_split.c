@@ -300,6 +300,31 @@ static void check_ends(const void *row)
     CHECK_RESULT(tqkv__plan_attend_parts(&a, none, none, none, d, &n), TQKV_UNSUPPORTED);
 }
 
+/* Scratch that no size_t counts. */
+static void check_large_scratch(const void *row)
+{
+    tqkv_metal_store keys = plan_store(TQKV_TQ4, 1024, INT_MAX - 63, false, 0), values = keys;
+    tqkv_metal_store first = plan_store(TQKV_F16, 1024, INT_MAX - 63, false, 4);
+    size_t scratch = 0;
+    (void)row;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
+    first.shape.rotated = true;
+    a.first_keys = a.first_values = &first;
+    a.attention.n_queries = 1 << 24;
+    a.attention.n_heads = 96;
+    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
+    a.attention.exact_first = INT_MAX - 63;
+    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_INVALID_ARGUMENT);
+    keys.shape.n_kv_heads = values.shape.n_kv_heads = first.shape.n_kv_heads = 1;
+    a.list = at(3, 0);
+    a.attention.exact_first = a.attention.n_heads = a.attention.list_block = 1;
+    a.attention.n_queries = INT_MAX;
+    a.attention.list_length = 1 << 20;
+    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
+    a.attention.list_length = (1 << 30) - 100; /* rows of lists, once for each part */
+    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_INVALID_ARGUMENT);
+}
+
 void test_plan_split_cases(void)
 {
     for (int i = 0; i < TQKV__KERNEL_DIMS; i++) {
@@ -311,4 +336,5 @@ void test_plan_split_cases(void)
     test_add(check_partial, NULL, 0, "plan/slice/partial");
     test_add(check_slices, NULL, 0, "plan/slice/merge");
     test_add(check_ends, NULL, 0, "plan/ends");
+    test_add(check_large_scratch, NULL, 0, "plan/large_scratch");
 }

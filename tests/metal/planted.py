@@ -1,4 +1,8 @@
-"""What the two bugs.py share: running commands, and one bug after the other."""
+"""What the bugs.py share: running commands, and the bugs, some at once."""
+import concurrent.futures
+import os
+import re
+import signal
 import subprocess
 import sys
 
@@ -6,6 +10,19 @@ import sys
 def shell(command):
     result = subprocess.run(command, shell=True, capture_output=True, text=True, errors="replace", check=False)
     return result.returncode, result.stdout + result.stderr
+
+
+def reports(command, expected):
+    """Whether the output of a command has the expression; it is not run any further than that. Also its status and output."""
+    with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          errors="replace", start_new_session=True) as process:
+        output = ""
+        for line in process.stdout:
+            output += line
+            if re.search(expected, line):
+                os.killpg(process.pid, signal.SIGKILL)
+                return True, 1, output
+        return False, process.wait(), output
 
 
 def edit(path, text, replacement):
@@ -19,16 +36,15 @@ def edit(path, text, replacement):
     return ""
 
 
-def run_all(bugs, run_bug, describe):
+def run_all(bugs, run_bug, describe, at_once=1):
     """Runs those named on the command line, or all. run_bug(bug, build): an empty string if it is caught, else why not."""
     build, filters = sys.argv[1], sys.argv[2:]
+    chosen = [bug for bug in bugs if not filters or any(part in bug for part in filters)]
     passed = failed = 0
-    for bug in bugs:
-        if filters and not any(part in bug for part in filters):
-            continue
-        wrong = run_bug(bug, build)
-        print(f"FAIL {bug}: {wrong}" if wrong else f"caught {bug}: {describe(bug)}", flush=True)
-        failed += bool(wrong)
-        passed += not wrong
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        for bug, wrong in zip(chosen, pool.map(lambda bug: run_bug(bug, build), chosen)):
+            print(f"FAIL {bug}: {wrong}" if wrong else f"caught {bug}: {describe(bug)}", flush=True)
+            failed += bool(wrong)
+            passed += not wrong
     print(f"{passed} passed, {failed} failed")
     return failed != 0 or passed == 0

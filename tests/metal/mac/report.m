@@ -199,7 +199,11 @@ static void add(int head_dim, int group, int key, int value)
     if (n_jobs < MOST_JOBS) jobs[n_jobs++] = j;
 }
 
-static bool has_matrices(int head_dim) { return head_dim == 64 || head_dim == 128 || head_dim == 256; }
+/* The least group that multiplies matrices; 0: none. */
+static int matrix_group(int head_dim)
+{
+    return head_dim == 64 || head_dim == 128 || head_dim == 256 ? 4 : head_dim == 448 || head_dim == 512 ? 8 : 0;
+}
 
 static void add_brief(void)
 {
@@ -216,7 +220,8 @@ static void add_usual(void)
         add(head_dim, 1, TQKV_I8, 0);
         add(head_dim, 1, TQKV_TQ4, 0);
         add(head_dim, 2, TQKV_I8, TQKV_TQ4);
-        for (int j = 0; j < 3 && has_matrices(head_dim); j++) add(head_dim, 4, pairs[j][0], pairs[j][1]);
+        for (int j = 0; j < 3 && matrix_group(head_dim); j++)
+            add(head_dim, matrix_group(head_dim), pairs[j][0], pairs[j][1]);
     }
     add(192, 2, TQKV_I8, TQKV_TQ4);
     jobs[n_jobs - 1].value_dim = 128;
@@ -234,7 +239,7 @@ static void add_all(void)
             add(head_dim, 1, key, 0);
             for (int value = 1; is_format(value); value++) {
                 add(head_dim, 2, key, value);
-                if (has_matrices(head_dim)) add(head_dim, 4, key, value);
+                if (matrix_group(head_dim)) add(head_dim, matrix_group(head_dim), key, value);
             }
         }
 }
