@@ -4291,8 +4291,7 @@ TQKV__OP void TQKV__(accumulate_vectors)(const tqkv_format format, const int per
     int j = 0;
     TQKV__(move_sums)(false, rows, width, block, sums, out);
     do { /* n > 0: a loop that may run no times costs copies of all sums */
-        if (format != TQKV__FLOATS && k == 0)
-            tqkv__prefetch(TQKV__NEAR(format), p + ahead, (size_t)size);
+        if (format != TQKV__FLOATS && k == 0) tqkv__prefetch(TQKV__NEAR(format), p + ahead, (size_t)size);
         TQKV__(add_weighted)(format, per_lane, rows, k, width, table, p, upper, &weights, sums);
         p += stride;
         upper += stride;
@@ -5770,11 +5769,12 @@ TQKV__OP void TQKV__I(open_scores)(const tqkv__stream *s, int b, const float *q,
 /* Dimensions in both parts of a vector of codes */
 #define TQKV__CHUNK (2 * TQKV__BYTES)
 
-/* TQ4 with one and two rows, TQ5 and TQ6 with one. 64 dimensions fill half a vector, and gain nothing. */
+/* TQ4 with fewer rows than take lanes, two at a time, TQ5 with two, TQ6 with one. 64 dimensions fill half a vector, and gain
+   nothing. */
 static bool TQKV__I(is_packed)(const tqkv__stream *s, int n, int n_rows)
 {
-    return n_rows <= (s->upper_bits ? 1 : TQKV__PACKED_ROWS) && n % TQKV__SLICE == 0 && s->main_bits == 4 &&
-           s->block_dim > TQKV__BYTES;
+    const int most = s->upper_bits ? 3 - s->upper_bits : TQKV__LANES_ROWS - 1;
+    return n_rows <= most && n % TQKV__SLICE == 0 && s->main_bits == 4 && s->block_dim > TQKV__BYTES;
 }
 
 /* The integers of a row of queries by parts, their high bytes and their low ones; starts: the first sums of both */
@@ -5862,8 +5862,9 @@ TQKV__OP void TQKV__I(score_packed_as)(const tqkv_format format, const int rows,
 }
 
 /* macro(format, rows): where this takes less time than words, or than storing the bytes first (D=128, one core of a Zen 5: TQ4
-   0.78 of it, with one row TQ5 0.77, TQ6 0.68) */
-#define TQKV__BY_PARTS(macro) macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ6, 1)
+   0.78 of it, TQ5 0.77, with one row TQ6 0.68; two rows of TQ4 after two 0.88 of four at once) */
+#define TQKV__BY_PARTS(macro)                                                                                          \
+    macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2) macro(TQKV_TQ6, 1)
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
                                                               const float *q, int n_rows, bool add, float *scores)
@@ -5876,10 +5877,13 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const tqkv__stream
         TQKV__I(product) p;
         p.n = run->n;
         TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
+        for (int left = n_rows, now; left > 0; left -= now) {
+            now = left >= 2 ? 2 : 1;
 #define TQKV__SCORE_PACKED(which, rows)                                                                                \
-    if (s->format == which && n_rows == rows)                                                                          \
-        TQKV__I(score_packed_as)(which, rows, &p, s, row, b * s->block_dim, bytes);
-        TQKV__BY_PARTS(TQKV__SCORE_PACKED)
+    if (s->format == which && now == rows) TQKV__I(score_packed_as)(which, rows, &p, s, row, b * s->block_dim, bytes);
+            TQKV__BY_PARTS(TQKV__SCORE_PACKED)
+            TQKV__I(advance)(&p, now);
+        }
     }
 }
 #endif
@@ -6052,7 +6056,7 @@ TQKV__OP void TQKV__I(add_vectors_of)(const tqkv_format format, const int rows, 
 TQKV__OP void TQKV__I(add_rows_of)(const tqkv_format format, const int rows, const bool ready,
                                    const TQKV__I(product) * p, int first, const int8_t *tile)
 {
-    if (!ready && TQKV__STEP > 16 && p->dim - first <= TQKV__STEP / 2)
+    if (TQKV__STEP > 16 && p->dim - first <= TQKV__STEP / 2)
         TQKV__I(add_vectors_of)(format, rows, ready, 2, p, first, tile);
     else
         TQKV__I(add_vectors_of)(format, rows, ready, 4, p, first, tile);
@@ -6239,9 +6243,13 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_packed)(const tqkv__stream *
     for (int b = 0; b < s->head_dim / s->block_dim; b++) {
         TQKV__I(product) p;
         TQKV__I(open_sums)(s, b, run->n, weights, n_rows, factors, scaled, out, &p);
+        for (int left = n_rows, now; left > 0; left -= now) {
+            now = left >= 2 ? 2 : 1;
 #define TQKV__ADD_PACKED(which, rows)                                                                                  \
-    if (s->format == which && n_rows == rows) TQKV__I(add_packed_as)(which, rows, &p, s, row, b * s->block_dim, bytes);
-        TQKV__BY_PARTS(TQKV__ADD_PACKED)
+    if (s->format == which && now == rows) TQKV__I(add_packed_as)(which, rows, &p, s, row, b * s->block_dim, bytes);
+            TQKV__BY_PARTS(TQKV__ADD_PACKED)
+            TQKV__I(advance)(&p, now);
+        }
     }
 }
 #endif
