@@ -3893,6 +3893,7 @@ typedef struct TQKV__(block) {
     const uint8_t *codes; /* of the first position; the others are `stride` bytes apart */
     ptrdiff_t ahead;      /* bytes to the codes that will be read next */
     size_t stride, upper; /* upper: bytes from the block's low nibbles to its upper bits */
+    bool first;           /* of its rows, whose codes begin with it */
     int n, dim;           /* positions; values of the block */
     const float *rows;
     float *results;
@@ -4144,15 +4145,24 @@ TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int 
     }
 }
 
-/* Asks for the codes of four keys of the next tile: of a whole run, because a loop for fewer lines costs more than they. */
-TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const TQKV__(keys) * keys, ptrdiff_t ahead)
+/* The cache that codes are fetched to. */
+#define TQKV__NEAR(format) (TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2)
+
+/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first run of the first
+   block, two lines at a time; others with each run, because many lines at once are slower. Of the latter a whole run, because a
+   loop for fewer lines costs more than they. `begin`: before the first run */
+TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const bool begin, const TQKV__(block) * block,
+                                const TQKV__(keys) * keys)
 {
-    const int run = TQKV__RUN(format), size = TQKV__(run_bytes)(format, run) + TQKV__(upper_bytes)(format, run);
+    const uint8_t *first = keys->p[0] + block->ahead;
+    if (format == TQKV__FLOATS || begin != TQKV__PACKED(format)) return;
+    if (begin)
+        for (size_t i = 0; block->first && i < 4 * block->stride; i += 128)
+            tqkv__prefetch(TQKV__NEAR(format), first + i, 128);
     TQKV__UNROLL
-    for (int m = 0; m < 4; m++)
-        if (format != TQKV__FLOATS)
-            tqkv__prefetch(TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2, keys->p[m] + (ptrdiff_t)keys->at + ahead,
-                           (size_t)size);
+    for (int m = 0; !begin && m < 4; m++)
+        tqkv__prefetch(TQKV__NEAR(format), keys->p[m] + (ptrdiff_t)keys->at + block->ahead,
+                       (size_t)TQKV__(run_bytes)(format, TQKV__RUN(format)));
 }
 
 /* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4. On vectors of 16 most runs are taken one vector
@@ -4165,13 +4175,14 @@ TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const T
     const bool wide = TQKV__LANES == 16, packed = TQKV__PACKED(format), grid = TQKV__KIND(format) == TQKV__GRID;
     const bool any = wide && !packed && TQKV__KIND(format) != TQKV__BOOK; /* are there runs of any length? */
     TQKV__(rows) queries = TQKV__(open_rows)(rows, block->row_stride, block);
+    TQKV__(ask_ahead)(format, true, block, keys);
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
     for (int left = block->dim, count; left > 0; left -= count * TQKV__LANES) {
         const bool whole = left >= run * TQKV__LANES;
         count = any && !whole ? left / TQKV__LANES : TQKV__(run_length)(format, left);
         const int bytes = TQKV__(run_bytes)(format, count), upper_bytes = TQKV__(upper_bytes)(format, count);
-        TQKV__(ask_ahead)(format, keys, block->ahead);
+        TQKV__(ask_ahead)(format, false, block, keys);
         if ((wide && packed && count > 2) || (any && (grid || !whole)))
             TQKV__(dot_vectors)(format, rows, count, table, keys, &queries, sums);
         else if (whole)
@@ -4286,8 +4297,7 @@ TQKV__OP void TQKV__(accumulate_vectors)(const tqkv_format format, const int per
     int j = 0;
     TQKV__(move_sums)(false, rows, width, block, sums, out);
     do { /* n > 0: a loop that may run no times costs copies of all sums */
-        if (format != TQKV__FLOATS && k == 0)
-            tqkv__prefetch(TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2, p + ahead, (size_t)size);
+        if (format != TQKV__FLOATS && k == 0) tqkv__prefetch(TQKV__NEAR(format), p + ahead, (size_t)size);
         TQKV__(add_weighted)(format, per_lane, rows, k, width, table, p, upper, &weights, sums);
         p += stride;
         upper += stride;
@@ -4325,7 +4335,7 @@ TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_la
     if (run) TQKV__(move_sums)(false, rows, per_lane, block, sums, out);
     if (single) TQKV__(move_sums)(false, rows, 1, block, one, last);
     do {
-        if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2, p + ahead, size);
+        if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__NEAR(format), p + ahead, size);
         if (run) TQKV__(add_weighted)(format, per_lane, rows, 0, per_lane, table, p, upper, &weights, sums);
         if (single) TQKV__(add_weighted)(format, 1, rows, 0, 1, table, p + bytes, upper + upper_bytes, &weights, one);
         p += stride;
@@ -4529,6 +4539,7 @@ static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, const tqkv__r
     block->upper = s->upper_bits ? main_field + upper - main : 0;
     block->stride = s->row_bytes;
     block->ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
+    block->first = before == 0;
     block->n = run->n;
     block->dim = s->block_dim;
     block->factors = NULL;
@@ -5764,11 +5775,12 @@ TQKV__OP void TQKV__I(open_scores)(const tqkv__stream *s, int b, const float *q,
 /* Dimensions in both parts of a vector of codes */
 #define TQKV__CHUNK (2 * TQKV__BYTES)
 
-/* TQ4 with one and two rows, TQ5 and TQ6 with one. 64 dimensions fill half a vector, and gain nothing. */
+/* TQ4 with fewer rows than take lanes, two at a time, TQ5 with two, TQ6 with one. 64 dimensions fill half a vector, and gain
+   nothing. */
 static bool TQKV__I(is_packed)(const tqkv__stream *s, int n, int n_rows)
 {
-    return n_rows <= (s->upper_bits ? 1 : TQKV__PACKED_ROWS) && n % TQKV__SLICE == 0 && s->main_bits == 4 &&
-           s->block_dim > TQKV__BYTES;
+    const int most = s->upper_bits ? 3 - s->upper_bits : TQKV__LANES_ROWS - 1;
+    return n_rows <= most && n % TQKV__SLICE == 0 && s->main_bits == 4 && s->block_dim > TQKV__BYTES;
 }
 
 /* The integers of a row of queries by parts, their high bytes and their low ones; starts: the first sums of both */
@@ -5856,8 +5868,9 @@ TQKV__OP void TQKV__I(score_packed_as)(const tqkv_format format, const int rows,
 }
 
 /* macro(format, rows): where this takes less time than words, or than storing the bytes first (D=128, one core of a Zen 5: TQ4
-   0.78 of it, with one row TQ5 0.77, TQ6 0.68) */
-#define TQKV__BY_PARTS(macro) macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ6, 1)
+   0.78 of it, TQ5 0.77, with one row TQ6 0.68; two rows of TQ4 after two 0.88 of four at once) */
+#define TQKV__BY_PARTS(macro)                                                                                          \
+    macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2) macro(TQKV_TQ6, 1)
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
                                                               const float *q, int n_rows, bool add, float *scores)
@@ -5870,10 +5883,13 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const tqkv__stream
         TQKV__I(product) p;
         p.n = run->n;
         TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
+        for (int left = n_rows, now; left > 0; left -= now) {
+            now = left >= 2 ? 2 : 1;
 #define TQKV__SCORE_PACKED(which, rows)                                                                                \
-    if (s->format == which && n_rows == rows)                                                                          \
-        TQKV__I(score_packed_as)(which, rows, &p, s, row, b * s->block_dim, bytes);
-        TQKV__BY_PARTS(TQKV__SCORE_PACKED)
+    if (s->format == which && now == rows) TQKV__I(score_packed_as)(which, rows, &p, s, row, b * s->block_dim, bytes);
+            TQKV__BY_PARTS(TQKV__SCORE_PACKED)
+            TQKV__I(advance)(&p, now);
+        }
     }
 }
 #endif
@@ -6046,7 +6062,7 @@ TQKV__OP void TQKV__I(add_vectors_of)(const tqkv_format format, const int rows, 
 TQKV__OP void TQKV__I(add_rows_of)(const tqkv_format format, const int rows, const bool ready,
                                    const TQKV__I(product) * p, int first, const int8_t *tile)
 {
-    if (!ready && TQKV__STEP > 16 && p->dim - first <= TQKV__STEP / 2)
+    if (TQKV__STEP > 16 && p->dim - first <= TQKV__STEP / 2)
         TQKV__I(add_vectors_of)(format, rows, ready, 2, p, first, tile);
     else
         TQKV__I(add_vectors_of)(format, rows, ready, 4, p, first, tile);
@@ -6233,9 +6249,13 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_packed)(const tqkv__stream *
     for (int b = 0; b < s->head_dim / s->block_dim; b++) {
         TQKV__I(product) p;
         TQKV__I(open_sums)(s, b, run->n, weights, n_rows, factors, scaled, out, &p);
+        for (int left = n_rows, now; left > 0; left -= now) {
+            now = left >= 2 ? 2 : 1;
 #define TQKV__ADD_PACKED(which, rows)                                                                                  \
-    if (s->format == which && n_rows == rows) TQKV__I(add_packed_as)(which, rows, &p, s, row, b * s->block_dim, bytes);
-        TQKV__BY_PARTS(TQKV__ADD_PACKED)
+    if (s->format == which && now == rows) TQKV__I(add_packed_as)(which, rows, &p, s, row, b * s->block_dim, bytes);
+            TQKV__BY_PARTS(TQKV__ADD_PACKED)
+            TQKV__I(advance)(&p, now);
+        }
     }
 }
 #endif
@@ -9085,13 +9105,17 @@ static tqkv__run tqkv__run_of(const tqkv__stream *s, int64_t position, int n, in
 
 /* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
    where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128, 32768 positions, AMD
-   EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with codes in a cache it adds 1%. */
+   EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with codes in a cache it adds 1%.
+   Not for codes of at most a line a row that go on where this tile ends: the processor sees one stream and reads it ahead by
+   itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8 and F16 of 64; Zen 5). */
 static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__run *run)
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
     const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot) + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
-    for (size_t i = 0; i < size; i += 4096) tqkv__prefetch(TQKV__L1, codes + i, 1);
-    tqkv__prefetch(TQKV__L1, codes + size - 1, 1);
+    if (run->ahead != TQKV__TILE || s->row_bytes > 64) {
+        for (size_t i = 0; i < size; i += 4096) tqkv__prefetch(TQKV__L1, codes + i, 1);
+        tqkv__prefetch(TQKV__L1, codes + size - 1, 1);
+    }
     if (!norms_size) return;
     const float *norms = tqkv__norms_at(s, kv_head, run->slot) + (ptrdiff_t)run->ahead * s->norms_per_row;
     tqkv__prefetch(TQKV__L1, (const uint8_t *)norms, norms_size + 63); /* they may begin within a line */
