@@ -1576,20 +1576,32 @@ static const float *tqkv__center_of(const tqkv__stream *s, int kv_head)
 /* In bytes */
 static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
 
-/* The bytes of the centroids, repeated where they are few. Codebooks are symmetric: centroid n - 1 - c is -centroid c.
-   For TQ8 the lower half is enough: look-ups take ~c for a code c of the upper half, and flip the sign. */
-static void tqkv__fill_planes(tqkv__stream *s)
+/* The bytes of 128 floats, byte p of each in planes[p]: what look-ups of bytes take. */
+static void tqkv__split_floats(const float *x, int mask, uint8_t planes[4][128])
 {
-    if (s->kind == TQKV__BOOK)
-        for (int i = 0; i < 128; i++)
-            for (int p = 0; p < 4; p++)
-                s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i % (1 << s->book_bits)]) >> (8 * p));
+    for (int i = 0; i < 128; i++) {
+        const uint32_t bits = tqkv__bits(x[i & mask]);
+        for (int p = 0; p < 4; p++) planes[p][i] = (uint8_t)(bits >> (8 * p));
+    }
 }
 
-static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
+/* Centroids are repeated where they are few. Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower
+   half is enough: look-ups take ~c for a code c of the upper half, and flip the sign. */
+static void tqkv__fill_planes(tqkv__stream *s)
 {
-    tqkv_result r = tqkv__stream_shape(store, s);
-    if (r == TQKV_OK) r = tqkv__stream_center(store, s);
+    if (s->kind == TQKV__BOOK) tqkv__split_floats(s->codebook, (1 << s->book_bits) - 1, s->planes);
+}
+
+/* Whether encoding into a stream overwrites memory at p. */
+static bool tqkv__encoding_overlaps(const tqkv__stream *s, const void *p, size_t size)
+{
+    return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size);
+}
+
+/* Takes the buffers of a store; follows tqkv__stream_shape. */
+static tqkv_result tqkv__stream_memory(const tqkv_store *store, tqkv__stream *s)
+{
+    const tqkv_result r = tqkv__stream_center(store, s);
     if (r != TQKV_OK) return r;
     if (!store->codes || store->codes_size < s->codes_size) return TQKV__INVALID("codes: NULL or too small");
     if (s->norms_size && (!store->norms || store->norms_size < s->norms_size))
@@ -1600,19 +1612,22 @@ static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
     s->codes = (uint8_t *)store->codes;
     s->norms = store->norms;
     tqkv__fill_planes(s);
-    if (tqkv__overlap(s->codes, s->codes_size, s->center, tqkv__center_size(s)) ||
-        tqkv__overlap(s->norms, s->norms_size, s->center, tqkv__center_size(s)))
+    if (tqkv__encoding_overlaps(s, s->center, tqkv__center_size(s)))
         return TQKV__INVALID("center overlaps codes or norms");
-    if (tqkv__overlap(s->codes, s->codes_size, s->pages, tqkv__table_size(s)) ||
-        tqkv__overlap(s->norms, s->norms_size, s->pages, tqkv__table_size(s)))
-        return TQKV__INVALID("pages overlap codes or norms");
+    if (tqkv__encoding_overlaps(s, s->pages, tqkv__table_size(s))) return TQKV__INVALID("pages overlap codes or norms");
     return TQKV_OK;
 }
 
+static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
+{
+    const tqkv_result r = tqkv__stream_shape(store, s);
+    return r == TQKV_OK ? tqkv__stream_memory(store, s) : r;
+}
+
+/* Whether memory at p is any of a stream's, read or written. */
 static bool tqkv__stream_overlaps(const tqkv__stream *s, const void *p, size_t size)
 {
-    return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size) ||
-           tqkv__overlap(s->center, tqkv__center_size(s), p, size) ||
+    return tqkv__encoding_overlaps(s, p, size) || tqkv__overlap(s->center, tqkv__center_size(s), p, size) ||
            tqkv__overlap(s->pages, tqkv__table_size(s), p, size);
 }
 
@@ -1788,12 +1803,6 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
         !tqkv__rows_extent(s->strides, n, s->n_kv_heads, s->head_dim, size, bytes))
         return TQKV__INVALID("rows of more than SIZE_MAX bytes");
     return TQKV_OK;
-}
-
-/* Whether encoding into a stream overwrites memory at p. */
-static bool tqkv__encoding_overlaps(const tqkv__stream *s, const void *p, size_t size)
-{
-    return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size);
 }
 
 TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
@@ -2402,9 +2411,7 @@ static uint8_t tqkv__quantise_i8(float v)
 /* Rounds to nearest even, and clamps beyond 65504. Integer arithmetic does not depend on the rounding mode. */
 static uint16_t tqkv__half_from_float(float x)
 {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    const uint32_t sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+    const uint32_t bits = tqkv__bits(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
     uint32_t half;
     if (magnitude >= 0x477ff000u) { /* 65520: would round to infinity */
         half = 0x7bffu;
@@ -2420,14 +2427,11 @@ static uint16_t tqkv__half_from_float(float x)
 static float tqkv__float_from_half(uint16_t half)
 {
     const uint32_t sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
-    uint32_t bits = sign | ((magnitude << 13) + (magnitude < 0x7c00u ? 0x38000000u : 0x70000000u));
-    float x;
     if (magnitude < 0x400u) { /* a multiple of 2^-24 */
-        x = (float)magnitude * (1.0f / 16777216.0f);
+        const float x = (float)magnitude * (1.0f / 16777216.0f);
         return sign ? -x : x;
     }
-    memcpy(&x, &bits, sizeof x);
-    return x;
+    return tqkv__float(sign | ((magnitude << 13) + (magnitude < 0x7c00u ? 0x38000000u : 0x70000000u)));
 }
 
 /* A row as floats, which is exact, less its centre unless that is NULL. src, center, row: [n] */
@@ -2539,9 +2543,7 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
         const float centroid = bits <= 4 ? s->codebook[i % (1 << bits)] : 0.0f;
         q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
     }
-    if (bits == 8)
-        for (int p = 0; p < 4; p++)
-            for (int i = 0; i < 128; i++) q->planes[p][i] = (uint8_t)(tqkv__bits(q->bounds[i]) >> (8 * p));
+    if (bits == 8) tqkv__split_floats(q->bounds, 127, q->planes);
 }
 
 /* Source and destination of a row. src, of the stream's type, center (or NULL): [head_dim], codes: [row_bytes], norms:
@@ -2671,24 +2673,17 @@ static bool tqkv__rows_finite(const tqkv__stream *s, const void *src, int n_toke
                                  s->head_dim);
 }
 
-static tqkv_result tqkv__check_finite(const tqkv__stream *s, const void *src, int n_tokens)
+/* Checks a source, and the array `to` that a call makes of it without a store. */
+static tqkv_result tqkv__check_source(const tqkv__stream *s, const void *src, int n_tokens, const void *to,
+                                      size_t alignment, size_t size)
 {
+    size_t bytes;
+    const tqkv_result r = tqkv__check_rows(s, src, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    if (!tqkv__aligned_at(to, alignment) || tqkv__overlap(src, bytes, to, size) ||
+        tqkv__overlap(s->center, tqkv__center_size(s), to, size))
+        return TQKV__INVALID("scaled, mean or out: NULL, not aligned as its type, or overlaps src or the centre");
     return tqkv__rows_finite(s, src, n_tokens) ? TQKV_OK : TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
-}
-
-/* Opens a shape, whose buffers are not looked at, for rows of a source; *bytes: their size. */
-static tqkv_result tqkv__open_source(const tqkv_store *shape, const void *src, int n_tokens, tqkv__stream *s,
-                                     size_t *bytes)
-{
-    tqkv_result r = tqkv__stream_shape(shape, s);
-    if (r == TQKV_OK) r = tqkv__stream_center(shape, s);
-    return r == TQKV_OK ? tqkv__check_rows(s, src, n_tokens, bytes) : r;
-}
-
-/* Whether a call that reads a source writes over it or over the centre. */
-static bool tqkv__source_overlaps(const tqkv__stream *s, const void *src, size_t bytes, const void *to, size_t size)
-{
-    return tqkv__overlap(src, bytes, to, size) || tqkv__overlap(s->center, tqkv__center_size(s), to, size);
 }
 
 /* The first token to write. Of a run longer than a ring only the last tokens are kept: each slot is written once. */
@@ -2846,14 +2841,12 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src,
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
 {
     tqkv__stream s;
-    size_t bytes;
     float norms[TQKV_MAX_HEAD_DIM / 128];
-    tqkv_result r = tqkv__open_source(store, src, n_tokens, &s, &bytes);
+    tqkv_result r = tqkv__stream_shape(store, &s);
+    if (r == TQKV_OK) r = tqkv__stream_center(store, &s);
+    const size_t size = (size_t)n_tokens * tqkv__center_size(&s); /* overflows only if the rows do */
+    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, scaled, sizeof(float), size);
     if (r != TQKV_OK) return r;
-    const size_t scaled_bytes = (size_t)n_tokens * (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float);
-    if (!tqkv__floats_at(scaled) || tqkv__source_overlaps(&s, src, bytes, scaled, scaled_bytes))
-        return TQKV__INVALID("scaled: NULL, not aligned as floats, or overlaps src or the centre");
-    if ((r = tqkv__check_finite(&s, src, n_tokens)) != TQKV_OK) return r;
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
     for (int i = 0; i < n_tokens; i++)
@@ -3071,12 +3064,9 @@ TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *
 TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean)
 {
     tqkv__stream s;
-    size_t bytes;
     tqkv_result r = tqkv__stream_shape(shape, &s);
-    if (r != TQKV_OK || (r = tqkv__check_rows(&s, src, n_tokens, &bytes)) != TQKV_OK) return r;
-    if (!tqkv__floats_at(mean) || tqkv__overlap(src, bytes, mean, tqkv__center_size(&s)))
-        return TQKV__INVALID("mean: NULL, not aligned as floats, or overlaps src");
-    if ((r = tqkv__check_finite(&s, src, n_tokens)) != TQKV_OK) return r;
+    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, mean, sizeof(float), tqkv__center_size(&s));
+    if (r != TQKV_OK) return r;
     const size_t head_dim = (size_t)s.head_dim, n_kv_heads = (size_t)s.n_kv_heads;
     for (size_t h = 0; h < n_kv_heads; h++) {
         double sums[TQKV_MAX_HEAD_DIM] = {0};
@@ -3152,13 +3142,11 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     tqkv__moments m;
     uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
     float norms[TQKV_MAX_HEAD_DIM / 128];
-    size_t bytes;
-    tqkv_result r = tqkv__open_source(shape, src, n_tokens, &s, &bytes);
-    if (r != TQKV_OK) return r;
+    tqkv_result r = tqkv__stream_shape(shape, &s);
+    if (r == TQKV_OK) r = tqkv__stream_center(shape, &s);
     const size_t out_size = (size_t)s.n_kv_heads * sizeof *out;
-    if (!tqkv__aligned_at(out, __alignof__(tqkv_quality)) || tqkv__source_overlaps(&s, src, bytes, out, out_size))
-        return TQKV__INVALID("out: NULL, not aligned as tqkv_quality, or overlaps src or the centre");
-    if ((r = tqkv__check_finite(&s, src, n_tokens)) != TQKV_OK) return r;
+    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, out, __alignof__(tqkv_quality), out_size);
+    if (r != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &q);
     tqkv__fill_planes(&s);
@@ -3213,7 +3201,7 @@ TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
 /* A checked tqkv_attention. A row is one query of one head: row = query * group + (head within the group). */
 typedef struct tqkv__attention {
     tqkv_attention call;                       /* defaults resolved */
-    tqkv__stream keys, values, tail;           /* tail: if call.tail is set, see tqkv__key_part */
+    tqkv__stream keys, values, tail;           /* tail: if call.tail is set */
     int n_kv_heads, group, key_dim, value_dim; /* dims: of a query with all its parts, of an output */
     int64_t first;                             /* resident positions [first, call.end) */
     bool rotate_queries, unrotate_output;      /* rotate_queries: the keys' part */
@@ -8370,12 +8358,7 @@ static const tqkv__isa *tqkv__isa_for(int head_dim)
     return isa;
 }
 
-/* The set for keys and values of different head_dim: the narrower one. */
-static const tqkv__isa *tqkv__isa_for_both(int key_dim, int value_dim)
-{
-    const tqkv__isa *keys = tqkv__isa_for(key_dim), *values = tqkv__isa_for(value_dim);
-    return keys->lanes < values->lanes ? keys : values;
-}
+static const tqkv__isa *tqkv__narrower(const tqkv__isa *a, const tqkv__isa *b) { return a->lanes < b->lanes ? a : b; }
 
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
 
@@ -8492,13 +8475,10 @@ static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
     const tqkv__integers *integers = tqkv__integers_for(a->isa);
     a->isa = &integers->isa;
     a->round_query = integers->round_query;
+    tqkv__fill_integers(&a->keys);
+    tqkv__fill_integers(&a->values);
+    if (a->call.tail) tqkv__fill_integers(&a->tail);
     return TQKV_OK;
-}
-
-/* Part 0 or 1 of the keys: their stream, then the tail; NULL: no such part. */
-static const tqkv__stream *tqkv__key_part(const tqkv__attention *a, int part)
-{
-    return part == 0 ? &a->keys : part == 1 && a->call.tail ? &a->tail : NULL;
 }
 
 /* Takes the tail, which lies in the slots of the keys. */
@@ -8514,7 +8494,7 @@ static tqkv_result tqkv__take_tail(tqkv__attention *a)
     if (tail->pages != keys->pages || tail->n_pages != keys->n_pages || tail->page_size != keys->page_size)
         return TQKV__INVALID("tail: the page table is not that of the keys");
     a->key_dim += tail->head_dim;
-    if (tqkv__isa_for(tail->head_dim)->lanes < a->isa->lanes) a->isa = tqkv__isa_for(tail->head_dim);
+    a->isa = tqkv__narrower(a->isa, tqkv__isa_for(tail->head_dim));
     return TQKV_OK;
 }
 
@@ -8560,7 +8540,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     r->n_kv_heads = r->keys.n_kv_heads;
     if (!call->n_heads) call->n_heads = r->n_kv_heads;
     if (!call->n_queries) call->n_queries = 1;
-    r->isa = tqkv__isa_for_both(r->key_dim, r->value_dim);
+    r->isa = tqkv__narrower(tqkv__isa_for(r->key_dim), tqkv__isa_for(r->value_dim));
     if ((result = tqkv__take_tail(r)) != TQKV_OK) return result;
     if (call->scale == 0.0f) call->scale = tqkv__inverse_root(r->key_dim);
     if (!(call->softcap > 0.0f)) call->softcap = 0.0f;
@@ -8681,17 +8661,38 @@ static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, i
     return side ? &a->values : &a->keys;
 }
 
-/* Tells positions apart that may lie in different streams. */
-static int tqkv__place_of(const tqkv__attention *a, int64_t position)
+/* Positions that are read from the same streams. */
+typedef struct tqkv__place {
+    int number; /* tells places apart */
+    const tqkv__stream *keys, *values;
+    int64_t end; /* the first position behind them */
+} tqkv__place;
+
+static tqkv__place tqkv__place_at(const tqkv__attention *a, int64_t position)
 {
-    return (position < a->exact_below) + 2 * (position >= a->exact_from);
+    const bool first = position < a->exact_below, last = position >= a->exact_from;
+    tqkv__place place = {first + 2 * last, tqkv__stream_at(a, 0, position), tqkv__stream_at(a, 1, position), INT64_MAX};
+    if (!last) place.end = a->exact_from;
+    if (first && a->exact_below < place.end) place.end = a->exact_below;
+    return place;
 }
 
-/* The first position behind this one that has another place. */
-static int64_t tqkv__border_behind(const tqkv__attention *a, int64_t position)
+/* The streams of an attention: keys, values, tail, then the halves of the first positions' keys and values and of the newest
+   ones'. NULL: it has no such stream. */
+enum { TQKV__STREAMS = 7, TQKV__FIRST_HALVES = 3 };
+static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
 {
-    const int64_t from = position < a->exact_from ? a->exact_from : INT64_MAX;
-    return position < a->exact_below && a->exact_below < from ? a->exact_below : from;
+    const int last = i >= TQKV__FIRST_HALVES + 2, side = (i - TQKV__FIRST_HALVES) % 2;
+    if (i >= TQKV__FIRST_HALVES) return a->exact[last][side] ? &a->ends[last][side] : NULL;
+    return i == 0 ? &a->keys : i == 1 ? &a->values : a->call.tail ? &a->tail : NULL;
+}
+
+/* Of the positions [*low, *high) those that may be read from stream i. */
+static void tqkv__positions_read(const tqkv__attention *a, int i, int64_t *low, int64_t *high)
+{
+    const bool halves = i >= TQKV__FIRST_HALVES, last = i >= TQKV__FIRST_HALVES + 2;
+    if (last && a->exact_from > *low) *low = a->exact_from;
+    if (halves && !last && a->exact_below < *high) *high = a->exact_below;
 }
 
 static const int32_t *tqkv__list_row(const tqkv__attention *a, int query, int kv_head)
@@ -8747,17 +8748,14 @@ static tqkv_result tqkv__check_list(tqkv__attention *a)
 static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
 {
     tqkv_result result = tqkv__attention_shape(a, r);
-    if (result != TQKV_OK) return result;
-    if ((result = tqkv__stream_open(a->keys, &r->keys)) != TQKV_OK) return result;
-    if ((result = tqkv__stream_open(a->values, &r->values)) != TQKV_OK) return result;
-    if (a->tail && (result = tqkv__stream_open(a->tail, &r->tail)) != TQKV_OK) return result;
-    if ((result = tqkv__check_streams(r)) != TQKV_OK) return result;
-    if ((result = tqkv__attention_range(a, r)) != TQKV_OK) return result;
-    if ((result = tqkv__check_list(r)) != TQKV_OK) return result;
-    if (r->round_query) tqkv__fill_integers(&r->keys);
-    if (r->round_query) tqkv__fill_integers(&r->values);
-    if (r->round_query && a->tail) tqkv__fill_integers(&r->tail);
-    return a->exact_first || a->exact_last ? tqkv__take_ends(r, tqkv__stream_open) : TQKV_OK;
+    if (result == TQKV_OK) result = tqkv__stream_memory(a->keys, &r->keys);
+    if (result == TQKV_OK) result = tqkv__stream_memory(a->values, &r->values);
+    if (result == TQKV_OK && a->tail) result = tqkv__stream_memory(a->tail, &r->tail);
+    if (result == TQKV_OK) result = tqkv__check_streams(r);
+    if (result == TQKV_OK) result = tqkv__attention_range(a, r);
+    if (result == TQKV_OK) result = tqkv__check_list(r);
+    if (result != TQKV_OK || (!a->exact_first && !a->exact_last)) return result;
+    return tqkv__take_ends(r, tqkv__stream_open);
 }
 
 /* The positions that a query sees: [*from, *to), within [first, end). */
@@ -8823,8 +8821,10 @@ static int64_t tqkv__rank_of(const tqkv__list *l, int64_t position)
     return l->base + (at << l->shift) + (at < l->n_before && l->entries[at] == block ? inside : 0);
 }
 
+/* Without a list ranks are positions. */
 static int64_t tqkv__position_of(const tqkv__list *l, int64_t rank)
 {
+    if (!l) return rank;
     const int64_t at = (rank - l->base) >> l->shift;
     const int64_t block = at < l->n_before ? l->entries[at] : l->recent + at - l->n_before;
     return (block << l->shift) + (rank & (((int64_t)1 << l->shift) - 1));
@@ -8873,6 +8873,7 @@ static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_he
 static uint64_t tqkv__hidden_ranks(const tqkv__attention *a, int query, const tqkv__list *l, int64_t rank, int n)
 {
     uint64_t hidden = 0;
+    if (!l) return 0; /* see tqkv__find_spans */
     const int64_t last = tqkv__position_of(l, rank + n - 1);
     const bool tree = a->call.tree && last >= a->call.end - a->call.n_queries;
     if (!tree && (l->hidden == 0 || rank + n <= l->base + (l->n_before << l->shift))) return 0;
@@ -8898,18 +8899,20 @@ static void tqkv__listed_to(const tqkv__attention *a, int64_t first, int64_t end
     if (*from > *to) *from = *to;
 }
 
-/* As tqkv__check_pages, for the positions of a list in [low, high). */
-static tqkv_result tqkv__check_listed(const tqkv__attention *a, const tqkv__stream *s, int64_t low, int64_t high,
-                                      int query, const tqkv__list *l)
+/* As tqkv__check_pages, for the positions of a list in stream i. */
+static tqkv_result tqkv__check_listed(const tqkv__attention *a, int i, int64_t first, int64_t end, int query,
+                                      const tqkv__list *l)
 {
-    int64_t checked = 0; /* the end of the last page that was checked */
+    const tqkv__stream *s = tqkv__stream_read(a, i);
+    int64_t next = first; /* behind the last page that was checked */
     tqkv_result r = TQKV_OK;
-    for (int64_t rank = l->from; s->pages && r == TQKV_OK && rank < l->to; rank++) {
+    if (!s || !s->pages) return r;
+    tqkv__positions_read(a, i, &next, &end);
+    for (int64_t rank = l->from; r == TQKV_OK && rank < l->to; rank++) {
         const int64_t position = tqkv__position_of(l, rank);
-        if (position < checked || position < low || position >= high || tqkv__hidden_ranks(a, query, l, rank, 1))
-            continue;
+        if (position < next || position >= end || tqkv__hidden_ranks(a, query, l, rank, 1)) continue;
         r = tqkv__check_pages(s, position, position + 1);
-        checked = (position / s->page_size + 1) * s->page_size;
+        next = (position / s->page_size + 1) * s->page_size;
     }
     return r;
 }
@@ -8920,12 +8923,7 @@ static tqkv_result tqkv__check_lists_seen(const tqkv__attention *a, int64_t firs
     for (int i = 0; i < a->call.n_queries; i++)
         for (int h = 0; r == TQKV_OK && h < a->call.list_heads; h++) {
             const tqkv__list l = tqkv__open_list(a, i, h, first, end);
-            r = tqkv__check_listed(a, &a->keys, 0, end, i, &l);
-            if (r == TQKV_OK) r = tqkv__check_listed(a, &a->values, 0, end, i, &l);
-            for (int e = 0; r == TQKV_OK && e < 4; e++)
-                if (a->exact[e / 2][e % 2])
-                    r = tqkv__check_listed(a, &a->ends[e / 2][e % 2], e / 2 ? a->exact_from : 0,
-                                           e / 2 ? end : a->exact_below, i, &l);
+            for (int j = 0; r == TQKV_OK && j < TQKV__STREAMS; j++) r = tqkv__check_listed(a, j, first, end, i, &l);
         }
     return r;
 }
@@ -8933,12 +8931,12 @@ static tqkv_result tqkv__check_lists_seen(const tqkv__attention *a, int64_t firs
 /* Checks the entries of the pages that hold positions of [first, end), in all streams. */
 static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, int64_t end)
 {
-    tqkv_result r = tqkv__check_pages(&a->keys, first, end);
-    if (r == TQKV_OK) r = tqkv__check_pages(&a->values, first, end);
-    for (int i = 0; r == TQKV_OK && i < 4; i++) {
-        const int64_t low = i / 2 && a->exact_from > first ? a->exact_from : first;
-        const int64_t high = i / 2 || a->exact_below > end ? end : a->exact_below;
-        if (a->exact[i / 2][i % 2]) r = tqkv__check_pages(&a->ends[i / 2][i % 2], low, high);
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; r == TQKV_OK && i < TQKV__STREAMS; i++) {
+        const tqkv__stream *s = tqkv__stream_read(a, i);
+        int64_t low = first, high = end;
+        tqkv__positions_read(a, i, &low, &high);
+        if (s) r = tqkv__check_pages(s, low, high);
     }
     return r;
 }
@@ -8994,10 +8992,11 @@ static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x 
 /* Whether pages end within tiles: rows are then gathered where they do not lie together. */
 static bool tqkv__small_pages(const tqkv__attention *a)
 {
-    bool small = a->keys.page_size % TQKV__TILE || a->values.page_size % TQKV__TILE;
-    for (int i = 0; i < 4; i++)
-        small = small || (a->exact[i / 2][i % 2] && a->ends[i / 2][i % 2].page_size % TQKV__TILE);
-    return small;
+    for (int i = 0; i < TQKV__STREAMS; i++) {
+        const tqkv__stream *s = tqkv__stream_read(a, i);
+        if (s && s->page_size % TQKV__TILE) return true;
+    }
+    return false;
 }
 
 /* Positions from this one on that a tile may take. */
@@ -9006,20 +9005,19 @@ static int tqkv__tile_room(const tqkv__stream *s, int64_t position)
     return s->page_size % TQKV__TILE ? TQKV__TILE : tqkv__slots_left(s, position);
 }
 
-/* A tile is contiguous in all its streams, or gathered: it ends where a ring wraps, a large page ends, or other streams begin,
+/* A tile is contiguous in all its streams, or gathered: it ends where a ring wraps, a large page ends, or another place begins,
    and at positions that are a multiple of TQKV__TILE. Its scores are at the position modulo TQKV__TILE. A query's sums are
    then the same bits alone or in a batch. Otherwise prefill and decode drift apart: a last bit changes the next layer's
    keys, and now and then a code. */
-static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t end)
+static int tqkv__tile_length(const tqkv__attention *a, const tqkv__place *place, int64_t position, int64_t end)
 {
-    const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = tqkv__border_behind(a, position) - position;
+    const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = place->end - position;
+    const int key_room = tqkv__tile_room(place->keys, position), value_room = tqkv__tile_room(place->values, position);
     int64_t n = end - position < aligned ? end - position : aligned;
-    const tqkv__stream *keys = tqkv__stream_at(a, 0, position), *values = tqkv__stream_at(a, 1, position);
-    const int key_room = tqkv__tile_room(keys, position), value_room = tqkv__tile_room(values, position);
     if (n > border) n = border;
     if (n > key_room) n = key_room;
     if (n > value_room) n = value_room;
-    if (a->call.tail && n > tqkv__tile_room(&a->keys, position)) n = tqkv__tile_room(&a->keys, position);
+    if (a->call.tail && n > tqkv__tile_room(&a->tail, position)) n = tqkv__tile_room(&a->tail, position);
     return (int)n;
 }
 
@@ -9027,9 +9025,9 @@ static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t
 typedef struct tqkv__ranks {
     int64_t rank;
     int n;
-    bool together;                                                  /* in all streams one row after the other */
-    uint64_t hidden;                                                /* places that the query does not see, as bits */
-    const tqkv__stream *streams[2];                                 /* keys and values */
+    bool together;   /* in all streams one row after the other */
+    uint64_t hidden; /* ranks that the query does not see, as bits */
+    tqkv__place place;
     int32_t keys[TQKV__TILE], values[TQKV__TILE], tail[TQKV__TILE]; /* slots; -1: hidden, or no page */
 } tqkv__ranks;
 
@@ -9037,10 +9035,9 @@ typedef struct tqkv__ranks {
 typedef struct tqkv__tile {
     int64_t position;
     int n, begin;
-    int place; /* see tqkv__place_of */
-    const tqkv__stream *key_stream, *value_stream;
+    tqkv__place place;
     tqkv__run keys, values, tail;
-    const struct tqkv__ranks *ranks;                                 /* of a list or of small pages, or NULL */
+    const tqkv__ranks *ranks;                                        /* of a list or of small pages, or NULL */
     const tqkv__attention *streams;                                  /* that hold it: the caller's, or gathered ones */
     int kv_head;                                                     /* there */
     bool whole;                                                      /* every row sees all of it */
@@ -9080,7 +9077,7 @@ static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__run
 static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__attention *a = tile->streams;
-    const tqkv__stream *s = tile->value_stream;
+    const tqkv__stream *s = tile->place.values;
     const tqkv__run *run = &tile->values;
     const int kv_head = tile->kv_head;
     const float *weights = tile->scores + tile->begin;
@@ -9129,23 +9126,6 @@ typedef struct tqkv__item {
 typedef struct tqkv__sums {
     float *out, *max, *sum;
 } tqkv__sums;
-
-/* Finds what each row of an item sees of a tile; false: none sees any of it. */
-static bool tqkv__find_spans(const tqkv__attention *a, const tqkv__item *item, int64_t first, int64_t end,
-                             tqkv__tile *tile)
-{
-    bool seen = false;
-    tile->whole = true;
-    for (int row = 0; row < item->n_rows;) {
-        const int query = (item->first_row + row) / a->group, last = (query + 1) * a->group - item->first_row;
-        const tqkv__span span = tqkv__span_of(a, query, tile, first, end);
-        const int n = span.to - span.from;
-        for (; row < last && row < item->n_rows; row++) tile->spans[row] = span;
-        seen = seen || n > 0;
-        tile->whole = tile->whole && n == tile->n && !span.hidden;
-    }
-    return seen;
-}
 
 /* Adds the slice (source, source_max, source_sum) of one row to (out, max, sum). */
 static TQKV__NOINLINE void tqkv__merge_row(int value_dim, float *out, float *max, float *sum, const float *source,
@@ -9209,8 +9189,8 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int n_rows)
 {
     const tqkv__attention *a = tile->streams;
     float *scores = tile->scores + tile->begin;
-    const int before = tile->key_stream == &a->keys ? 0 : a->key_dim; /* dimensions of q before those for halves */
-    a->isa->score_tile(tile->key_stream, tile->kv_head, &tile->keys, q + (size_t)n_rows * (size_t)before, n_rows, false,
+    const int before = tile->place.keys == &a->keys ? 0 : a->key_dim; /* dimensions of q before those for halves */
+    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, q + (size_t)n_rows * (size_t)before, n_rows, false,
                        scores);
     if (!a->call.tail) return;
     a->isa->score_tile(&a->tail, tile->kv_head, &tile->tail, q + (size_t)n_rows * (size_t)a->keys.head_dim, n_rows,
@@ -9242,10 +9222,45 @@ typedef struct tqkv__work {
     tqkv__tile *tiles; /* [2] */
     tqkv__tile *before;
     tqkv__sums piece, sums;
-    const tqkv__list *list;          /* or NULL: ranks are positions */
+    const tqkv__list *list; /* or NULL: ranks are positions */
+    bool small_pages;
     const tqkv__attention *gathered; /* with a list or small pages: streams in scratch */
     tqkv__ranks ranks[3];            /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
+
+/* What the rows see together of [first, end), positions or, with a list, ranks. */
+static void tqkv__range_of_rows(const tqkv__work *w, int64_t first, int64_t end, int64_t *from, int64_t *to)
+{
+    const tqkv__item *item = w->item;
+    const int group = w->a->group, last_row = item->first_row + item->n_rows - 1;
+    if (!w->list) {
+        tqkv__visible_to(w->a, item->first_row / group, last_row / group, first, end, from, to);
+        return;
+    }
+    *from = first > w->list->from ? first : w->list->from;
+    *to = end < w->list->to ? end : w->list->to;
+}
+
+/* Finds what each row sees of a tile; false: none sees any of it. */
+static bool tqkv__find_spans(const tqkv__work *w, int64_t first, int64_t end, tqkv__tile *tile)
+{
+    const tqkv__item *item = w->item;
+    const int group = w->a->group;
+    bool seen = false;
+    tile->whole = true;
+    for (int row = 0; row < item->n_rows;) {
+        const int query = (item->first_row + row) / group, next = (query + 1) * group - item->first_row;
+        tqkv__span span = {tile->begin, tile->begin + tile->n, 0};
+        if (w->list)
+            span.hidden = tile->ranks->hidden << tile->begin;
+        else
+            span = tqkv__span_of(w->a, query, tile, first, end);
+        for (; row < next && row < item->n_rows; row++) tile->spans[row] = span;
+        seen = seen || span.to > span.from;
+        tile->whole = tile->whole && span.to - span.from == tile->n && !span.hidden;
+    }
+    return seen;
+}
 
 /* Rows are short: a call of memcpy for each would take longer than the copy. */
 static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
@@ -9307,13 +9322,13 @@ static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ran
 static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
 {
     if (!ranks->n) return;
-    tqkv__ask(ranks->streams[0], kv_head, ranks, ranks->keys);
+    tqkv__ask(ranks->place.keys, kv_head, ranks, ranks->keys);
     if (a->call.tail) tqkv__ask(&a->tail, kv_head, ranks, ranks->tail);
 }
 
 static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
 {
-    if (!a->shared && ranks->n) tqkv__ask(ranks->streams[1], kv_head, ranks, ranks->values);
+    if (!a->shared && ranks->n) tqkv__ask(ranks->place.values, kv_head, ranks, ranks->values);
 }
 
 /* The tile that is free. */
@@ -9334,7 +9349,7 @@ static void tqkv__add_before(tqkv__work *w)
     tqkv__tile *tile = w->before;
     if (!tile) return;
     if (tile->ranks && !tile->ranks->together && !w->a->shared)
-        tqkv__gather(tile->ranks->streams[1], w->item->kv_head, tile->ranks, tile->ranks->values, tile->value_stream,
+        tqkv__gather(tile->ranks->place.values, w->item->kv_head, tile->ranks, tile->ranks->values, tile->place.values,
                      tile->values.slot);
     tqkv__add_values(tile, w->item->n_rows, w->piece.out);
 }
@@ -9345,9 +9360,10 @@ static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
     const tqkv__tile *before = w->before;
     const int n_rows = w->item->n_rows;
     if (!before) return;
-    if (before->place == tile->place && before->position / TQKV__PIECE == tile->position / TQKV__PIECE) return;
+    if (before->place.number == tile->place.number && before->position / TQKV__PIECE == tile->position / TQKV__PIECE)
+        return;
     tqkv__end_piece(w->a, n_rows, &w->piece, &w->sums);
-    tqkv__turn_sums(w->a, before->value_stream, tile->value_stream, n_rows, w->sums.out);
+    tqkv__turn_sums(w->a, before->place.values, tile->place.values, n_rows, w->sums.out);
 }
 
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
@@ -9362,38 +9378,30 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
     w->before = tile;
 }
 
-/* Finds where a tile lies; the next one of [.., end) is fetched while it is computed. */
-static void tqkv__find_runs(const tqkv__attention *a, int64_t end, tqkv__tile *tile)
-{
-    tile->place = tqkv__place_of(a, tile->position);
-    tile->key_stream = tqkv__stream_at(a, 0, tile->position);
-    tile->value_stream = tqkv__stream_at(a, 1, tile->position);
-    tile->keys = tqkv__run_of(tile->key_stream, tile->position, tile->n, end);
-    tile->values = tqkv__run_of(tile->value_stream, tile->position, tile->n, end);
-    if (a->call.tail) tile->tail = tqkv__run_of(&a->tail, tile->position, tile->n, end);
-}
-
 static void tqkv__touch_streams(const tqkv__tile *tile)
 {
     const tqkv__attention *a = tile->streams;
-    tqkv__touch_next(tile->key_stream, tile->kv_head, &tile->keys);
+    tqkv__touch_next(tile->place.keys, tile->kv_head, &tile->keys);
     if (a->call.tail) tqkv__touch_next(&a->tail, tile->kv_head, &tile->tail);
-    if (!a->shared) tqkv__touch_next(tile->value_stream, tile->kv_head, &tile->values);
+    if (!a->shared) tqkv__touch_next(tile->place.values, tile->kv_head, &tile->values);
 }
 
 /* Adds positions [first, end) to the sums of an item's rows. */
 static void tqkv__attend_rows(tqkv__work *w, int64_t first, int64_t end)
 {
     const tqkv__attention *a = w->a;
-    const tqkv__item *item = w->item;
     int64_t from, to;
-    tqkv__visible_to(a, item->first_row / a->group, (item->first_row + item->n_rows - 1) / a->group, first, end, &from,
-                     &to);
+    tqkv__range_of_rows(w, first, end, &from, &to);
+    tqkv__place place = tqkv__place_at(a, from);
     for (int64_t position = from, n; position < to; position += n) {
-        n = tqkv__tile_length(a, position, to);
+        if (position >= place.end) place = tqkv__place_at(a, position);
+        n = tqkv__tile_length(a, &place, position, to);
         tqkv__tile *tile = tqkv__next_tile(w, position, (int)n);
-        if (!tqkv__find_spans(a, item, first, end, tile)) continue; /* a tree hides it */
-        tqkv__find_runs(a, to, tile);
+        if (!tqkv__find_spans(w, first, end, tile)) continue; /* a tree hides it */
+        tile->place = place;
+        tile->keys = tqkv__run_of(place.keys, position, tile->n, to);
+        tile->values = tqkv__run_of(place.values, position, tile->n, to);
+        if (a->call.tail) tile->tail = tqkv__run_of(&a->tail, position, tile->n, to);
         if (position + n < to) tqkv__touch_streams(tile);
         tqkv__attend_tile(w, tile);
     }
@@ -9411,12 +9419,11 @@ static size_t tqkv__gathered_size(const tqkv__stream *s)
 /* Scratch for the scattered rows of an attention, in floats. */
 static size_t tqkv__gathered_floats(const tqkv__attention *a)
 {
-    size_t size = 0;
+    size_t size = 64;
     if (!a->call.list && !tqkv__small_pages(a)) return 0;
-    for (int i = 0; i < 4; i++)
-        if (a->exact[i / 2][i % 2]) size += tqkv__gathered_size(&a->ends[i / 2][i % 2]);
-    if (a->call.tail) size += tqkv__gathered_size(&a->tail);
-    return (tqkv__gathered_size(&a->keys) + tqkv__gathered_size(&a->values) + size) / sizeof(float) + 16;
+    for (int i = 0; i < TQKV__STREAMS; i++)
+        if (tqkv__stream_read(a, i)) size += tqkv__gathered_size(tqkv__stream_read(a, i));
+    return size / sizeof(float);
 }
 
 /* Puts a stream of two tiles at `memory`; returns what is behind it. */
@@ -9438,11 +9445,10 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
     uint8_t *memory = (uint8_t *)scratch;
     memory += (64 - (uintptr_t)memory % 64) % 64;
     *gathered = *a;
-    memory = tqkv__place_stream(&gathered->keys, memory);
-    if (a->call.tail) memory = tqkv__place_stream(&gathered->tail, memory);
-    if (!a->shared) memory = tqkv__place_stream(&gathered->values, memory);
-    for (int i = 0; i < 4; i++)
-        if (a->exact[i / 2][i % 2]) memory = tqkv__place_stream(&gathered->ends[i / 2][i % 2], memory);
+    for (int i = 0; i < TQKV__STREAMS; i++) {
+        tqkv__stream *s = (tqkv__stream *)(uintptr_t)tqkv__stream_read(gathered, i);
+        if (s) memory = tqkv__place_stream(s, memory);
+    }
     if (!a->shared) return;
     gathered->values = gathered->keys;
     for (int i = 0; i < 2; i++)
@@ -9482,12 +9488,10 @@ static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const t
     }
 }
 
-/* The same for all streams of a tile, which begins at `position`; without a list ranks are positions. */
-static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, int64_t position, tqkv__ranks *ranks)
+/* The same for all streams of a tile. */
+static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, tqkv__ranks *ranks)
 {
-    const tqkv__stream *k = tqkv__stream_at(a, 0, position), *v = tqkv__stream_at(a, 1, position);
-    ranks->streams[0] = k;
-    ranks->streams[1] = v;
+    const tqkv__stream *k = ranks->place.keys, *v = ranks->place.values;
     tqkv__find_slots(k, l, ranks, ranks->keys);
     if (k->pages == v->pages && k->page_size == v->page_size && k->ring == v->ring && k->capacity == v->capacity)
         memcpy(ranks->values, ranks->keys, (size_t)ranks->n * sizeof *ranks->keys);
@@ -9510,43 +9514,28 @@ static bool tqkv__lies_together(const tqkv__attention *a, const tqkv__ranks *ran
            (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
 }
 
-/* Finds the tile at `position`, before `end`, of stores with small pages; n is 0 if there is none. What a row sees of
-   it stands in the tile's spans. */
-static void tqkv__find_paged(const tqkv__attention *a, int64_t position, int64_t end, tqkv__ranks *ranks)
-{
-    ranks->rank = position;
-    ranks->n = position < end ? tqkv__tile_length(a, position, end) : 0;
-    ranks->hidden = 0;
-    ranks->together = false;
-    if (!ranks->n) return;
-    tqkv__find_slots_of(a, NULL, position, ranks);
-    ranks->together = tqkv__lies_together(a, ranks);
-}
-
-/* Finds the next tile of ranks [rank, end) of which the query sees something; n is 0 if there is none. */
+/* Finds the next tile of ranks [rank, end); n is 0 if there is none. A list's tile has something that its query sees. */
 static void tqkv__find_ranks(const tqkv__work *w, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
-    const bool small = tqkv__small_pages(a);
     ranks->n = 0;
-    ranks->together = false;
     for (int64_t n; rank < end; rank += n) {
         n = TQKV__TILE - rank % TQKV__TILE;
         if (n > end - rank) n = end - rank;
         const int64_t position = tqkv__position_of(w->list, rank), last = tqkv__position_of(w->list, rank + n - 1);
-        const int64_t border = tqkv__border_behind(a, position);
-        ranks->together = last - position == n - 1;
-        if (ranks->together)
-            n = tqkv__tile_length(a, position, last + 1); /* as without a list */
-        else if (last >= border)
-            n = tqkv__rank_of(w->list, border) - rank;
-        ranks->together = ranks->together && !small;
+        const bool together = last - position == n - 1;
+        ranks->place = tqkv__place_at(a, position);
+        if (together)
+            n = tqkv__tile_length(a, &ranks->place, position, last + 1); /* as without a list */
+        else if (last >= ranks->place.end)
+            n = tqkv__rank_of(w->list, ranks->place.end) - rank;
+        ranks->together = together && !w->small_pages;
         ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, w->list, rank, (int)n);
         if (ranks->hidden == tqkv__bits_below((int)n)) continue;
         ranks->rank = rank;
         ranks->n = (int)n;
-        tqkv__find_slots_of(a, w->list, position, ranks);
-        if (small) ranks->together = tqkv__lies_together(a, ranks);
+        tqkv__find_slots_of(a, w->list, ranks);
+        if (w->small_pages) ranks->together = tqkv__lies_together(a, ranks);
         return;
     }
 }
@@ -9563,16 +9552,10 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
 {
     const tqkv__attention *a = w->a, *streams = ranks->together ? a : w->gathered;
     tqkv__tile *tile = tqkv__next_tile(w, ranks->rank, ranks->n);
-    const int64_t position = w->list ? tqkv__position_of(w->list, ranks->rank) : ranks->rank;
     const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE;
-    const bool ahead = ranks->together && next->n && next->together && ranks->streams[0] == next->streams[0] &&
-                       ranks->streams[1] == next->streams[1]; /* the loops ask for the next tile */
-    const tqkv__span span = {tile->begin, tile->begin + ranks->n, ranks->hidden << tile->begin};
-    for (int row = 0; row < w->item->n_rows; row++) tile->spans[row] = span;
-    tile->whole = !ranks->hidden;
-    tile->place = tqkv__place_of(a, position);
-    tile->key_stream = tqkv__stream_at(streams, 0, position);
-    tile->value_stream = tqkv__stream_at(streams, 1, position);
+    const bool ahead = ranks->together && next->n && next->together && ranks->place.keys == next->place.keys &&
+                       ranks->place.values == next->place.values; /* the loops ask for the next tile */
+    tile->place = tqkv__place_at(streams, tqkv__position_of(w->list, ranks->rank));
     tile->keys = tqkv__run_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__run_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__run_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
@@ -9582,31 +9565,11 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
         tqkv__ask_keys(a, kv_head, next);
     tile->ranks = ranks;
     if (ranks->together) return tile;
-    tqkv__gather(ranks->streams[0], kv_head, ranks, ranks->keys, tile->key_stream, slot);
+    tqkv__gather(ranks->place.keys, kv_head, ranks, ranks->keys, tile->place.keys, slot);
     if (a->call.tail) tqkv__gather(&a->tail, kv_head, ranks, ranks->tail, &streams->tail, slot);
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;
-}
-
-/* As tqkv__attend_rows, for small pages. */
-static void tqkv__attend_pages(tqkv__work *w, int64_t first, int64_t end)
-{
-    const tqkv__attention *a = w->a;
-    const tqkv__item *item = w->item;
-    int64_t from, to;
-    tqkv__visible_to(a, item->first_row / a->group, (item->first_row + item->n_rows - 1) / a->group, first, end, &from,
-                     &to);
-    tqkv__find_paged(a, from, to, &w->ranks[0]);
-    tqkv__ask_keys(a, item->kv_head, &w->ranks[0]);
-    for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
-        const tqkv__ranks *ranks = &w->ranks[now];
-        tqkv__ranks *next = &w->ranks[(now + 1) % 3];
-        tqkv__find_paged(a, ranks->rank + ranks->n, to, next);
-        tqkv__tile *tile = tqkv__place_tile(w, ranks, next);
-        tqkv__find_spans(a, item, first, end, tile);
-        tqkv__attend_tile(w, tile);
-    }
 }
 
 /* Whether the KV heads of a call come one after the other, with one list for all. Queries with lists of their own take one KV
@@ -9617,30 +9580,34 @@ static bool tqkv__heads_follow(const tqkv__attention *a)
 }
 
 /* Asks for the first tile of the next KV head, which has the same list and comes next: nothing else would in time. */
-static void tqkv__ask_next_head(const tqkv__work *w, int64_t first, int64_t end)
+static void tqkv__ask_next_head(const tqkv__work *w, int64_t from, int64_t to)
 {
     tqkv__ranks ranks;
     const int kv_head = w->item->kv_head + 1;
-    if (kv_head == w->a->n_kv_heads || !tqkv__heads_follow(w->a)) return;
-    tqkv__find_ranks(w, first, end, &ranks);
+    if (!w->list || kv_head == w->a->n_kv_heads || !tqkv__heads_follow(w->a)) return;
+    tqkv__find_ranks(w, from, to, &ranks);
     tqkv__ask_keys(w->a, kv_head, &ranks);
     tqkv__ask_values(w->a, kv_head, &ranks);
 }
 
-/* Adds ranks [first, end) of the list of an item's query to the sums of its rows. */
+/* As tqkv__attend_rows, for lists and small pages; [first, end): ranks. */
 static void tqkv__attend_ranks(tqkv__work *w, int64_t first, int64_t end)
 {
     const tqkv__attention *a = w->a;
-    if (first < w->list->from) first = w->list->from;
-    if (end > w->list->to) end = w->list->to;
-    tqkv__find_ranks(w, first, end, &w->ranks[0]);
-    if (w->item->kv_head == 0 || !tqkv__heads_follow(a)) tqkv__ask_keys(a, w->item->kv_head, &w->ranks[0]);
+    const int kv_head = w->item->kv_head;
+    const bool asked = w->list && kv_head > 0 && tqkv__heads_follow(a);
+    int64_t from, to;
+    tqkv__range_of_rows(w, first, end, &from, &to);
+    tqkv__find_ranks(w, from, to, &w->ranks[0]);
+    if (!asked) tqkv__ask_keys(a, kv_head, &w->ranks[0]);
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];
-        tqkv__find_ranks(w, ranks->rank + ranks->n, end, next);
-        if (!next->n) tqkv__ask_next_head(w, first, end);
-        tqkv__attend_tile(w, tqkv__place_tile(w, ranks, next));
+        tqkv__find_ranks(w, ranks->rank + ranks->n, to, next);
+        if (!next->n) tqkv__ask_next_head(w, from, to);
+        tqkv__tile *tile = tqkv__place_tile(w, ranks, next);
+        tqkv__find_spans(w, first, end, tile);
+        tqkv__attend_tile(w, tile);
     }
 }
 
@@ -9758,12 +9725,12 @@ static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *it
         tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim);
 }
 
-/* q.c, for the centre c of a part of the keys. query: [key_dim], the caller's */
+/* q.c, for the centre c of part 0 or 1 of the keys. query: [key_dim], the caller's */
 static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int kv_head, int part, const void *query)
 {
     float q[TQKV_MAX_HEAD_DIM];
     double c[TQKV_MAX_HEAD_DIM], sum = 0.0;
-    const tqkv__stream *s = tqkv__key_part(a, part);
+    const tqkv__stream *s = part ? &a->tail : &a->keys;
     const float *center = tqkv__center_of(s, kv_head);
     if (!center) return 0.0;
     for (int d = 0; d < s->head_dim; d++) c[d] = (double)center[d];
@@ -9854,15 +9821,13 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     tqkv__clear_sums(sums, (size_t)n_rows, part->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
         memset(w->tiles[i].scores + n_rows * TQKV__TILE, 0, TQKV__TILE * sizeof(float));
-    if (w->list)
+    if (w->list || w->small_pages)
         tqkv__attend_ranks(w, first, end);
-    else if (tqkv__small_pages(w->a))
-        tqkv__attend_pages(w, first, end);
     else
         tqkv__attend_rows(w, first, end);
     tqkv__add_before(w);
     tqkv__end_piece(w->a, n_rows, &w->piece, sums);
-    if (w->before) tqkv__turn_sums(w->a, w->before->value_stream, &w->a->values, n_rows, sums->out);
+    if (w->before) tqkv__turn_sums(w->a, w->before->place.values, &w->a->values, n_rows, sums->out);
 }
 
 /* The sums of n_rows rows in memory. */
@@ -9899,10 +9864,11 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     w.tiles = (tqkv__tile *)(void *)slot;
     w.piece = tqkv__sums_at(next, rows, a->value_dim);
     w.list = a->call.list ? &list : NULL;
+    w.small_pages = tqkv__small_pages(a);
     w.gathered = &gathered;
     next += floats;
     if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, part->slice[0], part->slice[1]);
-    if (tqkv__gathered_floats(a)) tqkv__open_gathered(a, next, &gathered);
+    if (w.list || w.small_pages) tqkv__open_gathered(a, next, &gathered);
     next += tqkv__gathered_floats(a);
     tqkv__arrange_queries(a, &item, part->q, q);
     tqkv__find_offsets(a, &item, part->q, offsets);
@@ -10187,10 +10153,11 @@ static size_t tqkv__list_size(const tqkv__attention *a)
 /* Whether an attention reads memory at p. */
 static bool tqkv__reads(const tqkv__attention *a, const void *q, const void *p, size_t size)
 {
-    for (int i = 0; i < 4; i++)
-        if (a->exact[i / 2][i % 2] && tqkv__stream_overlaps(&a->ends[i / 2][i % 2], p, size)) return true;
-    return tqkv__stream_overlaps(&a->keys, p, size) || tqkv__stream_overlaps(&a->values, p, size) ||
-           (a->call.tail && tqkv__stream_overlaps(&a->tail, p, size)) || tqkv__overlap(q, a->q_size, p, size) ||
+    for (int i = 0; i < TQKV__STREAMS; i++) {
+        const tqkv__stream *s = tqkv__stream_read(a, i);
+        if (s && tqkv__stream_overlaps(s, p, size)) return true;
+    }
+    return tqkv__overlap(q, a->q_size, p, size) ||
            tqkv__overlap(a->call.sinks, (size_t)a->call.n_heads * sizeof(float), p, size) ||
            tqkv__overlap(a->call.tree, (size_t)a->call.n_queries * sizeof(uint64_t), p, size) ||
            tqkv__overlap(a->call.list, tqkv__list_size(a), p, size);
@@ -10689,7 +10656,7 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, f
     tqkv__scoring job;
     tqkv__arrays arrays = {{scores}, {0}, 1, sizeof(float)};
     tqkv_result r = tqkv__index_shape(index, &x);
-    if (r == TQKV_OK) r = tqkv__stream_open(index->keys, &x.a.keys);
+    if (r == TQKV_OK) r = tqkv__stream_memory(index->keys, &x.a.keys);
     if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &arrays.size[0]);
     if (r == TQKV_OK) r = tqkv__check_attend(&x.a, q, &arrays);
     if (r == TQKV_OK) r = tqkv__check_pages(&x.a.keys, x.a.first, tqkv__index_end(&x, x.a.call.n_queries - 1));
@@ -10699,7 +10666,6 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, f
         return TQKV__INVALID("scores overlap the weights");
     if (index->weights && !tqkv__all_finite(index->weights, x.a.n_rows))
         return TQKV__REFUSE(NOT_FINITE, "weights hold NaN or infinity");
-    if (x.a.round_query) tqkv__fill_integers(&x.a.keys);
     memset(&job, 0, sizeof job);
     job.x = &x;
     job.q = q;
