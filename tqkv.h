@@ -10823,7 +10823,7 @@ struct tqkv_cache {
 };
 
 /* The streams of a cache, in the order of its memory and of snapshots: keys, values, tail. NULL: it has no such stream. */
-enum { TQKV__CACHE_STREAMS = 3, TQKV__CACHE_STORES = 7 };
+enum { TQKV__CACHE_STREAMS = 3 };
 static tqkv_store *tqkv__stream_of(const tqkv_cache *c, int i)
 {
     const tqkv_store *const all[TQKV__CACHE_STREAMS] = {&c->keys, c->shared ? NULL : &c->values,
@@ -10839,25 +10839,20 @@ static tqkv_store *tqkv__end_of(const tqkv_cache *c, int i)
     return s->head_dim ? (tqkv_store *)(uintptr_t)s : NULL;
 }
 
-/* All stores: the streams, then the halves. */
+/* All stores: the streams, then the halves, of first and of newest positions. */
+enum { TQKV__CACHE_STORES = 7, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 5 };
 static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
     return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
 }
 
-/* The resident positions [*low, *high) that halves number i hold. Of the newest ones these may be more than exact_last: a
-   truncation takes from them first. */
-static void tqkv__end_range(const tqkv_cache *c, int i, int64_t *low, int64_t *high)
+/* The positions [*low, *high) that store i holds. Of the newest halves these may be more than exact_last: a truncation takes
+   from them first. */
+static void tqkv__range_of(const tqkv_cache *c, int i, int64_t *low, int64_t *high)
 {
-    *low = i < 2 ? 0 : c->first > c->exact_from ? c->first : c->exact_from;
-    *high = i < 2 ? c->exact_below : c->attention.end;
-}
-
-/* The halves take over the centres of the codes. */
-static void tqkv__share_centers(tqkv_cache *c)
-{
-    for (int i = 0; i < TQKV__CACHE_ENDS; i++)
-        if (tqkv__end_of(c, i)) tqkv__end_of(c, i)->center = tqkv__stream_of(c, i % 2)->center;
+    const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
+    *low = first ? 0 : i < TQKV__FIRST_ENDS || c->first > c->exact_from ? c->first : c->exact_from;
+    *high = first ? c->exact_below : c->attention.end;
 }
 
 /* Floats of the centres of the streams before number n; false on overflow. */
@@ -11071,56 +11066,43 @@ TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
     c->first = tqkv__oldest(c, end);
 }
 
-/* The streams that an append fills, with their sources, and halves, with theirs. */
+/* The stores that an append fills, with their sources. */
 typedef struct tqkv__append {
-    tqkv__stream streams[TQKV__CACHE_STREAMS], ends[TQKV__CACHE_ENDS];
-    const void *src[TQKV__CACHE_STREAMS], *end_src[TQKV__CACHE_ENDS];
-    size_t size[TQKV__CACHE_STREAMS]; /* of src */
-    int n, n_ends, end_tokens[TQKV__CACHE_ENDS];
+    int n, n_streams; /* streams come first, then halves */
+    tqkv__stream streams[TQKV__CACHE_STORES];
+    const void *src[TQKV__CACHE_STORES];
+    size_t size[TQKV__CACHE_STORES]; /* of src */
+    int n_tokens[TQKV__CACHE_STORES];
 } tqkv__append;
 
-/* Opens the halves of keys or values for the tokens that they keep: a ring all of them, the others those below exact_first. */
-static tqkv_result tqkv__append_ends(const tqkv_cache *c, int side, const tqkv_store *codes, const void *src,
-                                     int n_tokens, tqkv__append *append)
-{
-    for (int i = side; i < TQKV__CACHE_ENDS; i += 2) {
-        if (!tqkv__end_of(c, i)) continue;
-        tqkv_store store = *tqkv__end_of(c, i);
-        const int64_t left = i < 2 ? c->exact_first - c->attention.end : n_tokens;
-        store.type = codes->type;
-        store.strides = codes->strides;
-        const tqkv_result r = tqkv__stream_open(&store, &append->ends[append->n_ends]);
-        if (r != TQKV_OK) return r;
-        append->end_src[append->n_ends] = src;
-        append->end_tokens[append->n_ends++] = left < 0 ? 0 : left < n_tokens ? (int)left : n_tokens;
-    }
-    return TQKV_OK;
-}
-
-/* Opens stream i for its part of the caller's rows. Rows of k hold those of the tail, too. */
+/* Opens store i for its part of the caller's rows. Rows of k hold those of the tail, too. Halves of the first positions keep
+   the tokens below exact_first. */
 static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, const void *v, int n_tokens,
                                      tqkv__append *append)
 {
-    tqkv_store store = *tqkv__stream_of(c, i);
-    const void *src = i == 1 ? v : k;
-    if (i != 1)
-        store.strides = tqkv__strides_of(c->keys.strides, store.n_kv_heads, c->keys.head_dim + c->tail.head_dim);
+    const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
+    const bool of_values = i == 1 || i == TQKV__FIRST_ENDS + 1 || i == TQKV__LAST_ENDS + 1;
+    const int64_t left = first ? c->exact_first - c->attention.end : n_tokens;
+    const int key_dim = c->keys.head_dim + c->tail.head_dim;
+    const void *src = of_values ? v : k;
+    tqkv_store store = *tqkv__store_of(c, i);
+    if (first && left <= 0) return TQKV_OK;
+    const int n = left < n_tokens ? (int)left : n_tokens;
+    store.strides = of_values ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
     if (i == 2 && k) src = (const uint8_t *)k + (size_t)c->keys.head_dim * tqkv__type_size(store.type);
-    const tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[append->n]);
-    if (r != TQKV_OK) return r;
+    const tqkv_result r = tqkv__encode_open(&store, src, n, c->attention.end, &append->streams[append->n]);
     append->src[append->n] = src;
-    append->size[append->n++] = tqkv__rows_size(&store, n_tokens);
-    return i < 2 ? tqkv__append_ends(c, i, &store, src, n_tokens, append) : TQKV_OK;
+    append->size[append->n] = tqkv__rows_size(&store, n);
+    append->n_tokens[append->n++] = n;
+    if (i < TQKV__CACHE_STREAMS) append->n_streams = append->n;
+    return r;
 }
 
 static bool tqkv__append_overlaps(const tqkv__append *append)
 {
-    for (int j = 0; j < append->n; j++) {
-        for (int i = 0; i < append->n; i++)
+    for (int i = 0; i < append->n; i++)
+        for (int j = 0; j < append->n_streams; j++)
             if (tqkv__encoding_overlaps(&append->streams[i], append->src[j], append->size[j])) return true;
-        for (int i = 0; i < append->n_ends; i++)
-            if (tqkv__encoding_overlaps(&append->ends[i], append->src[j], append->size[j])) return true;
-    }
     return false;
 }
 
@@ -11131,12 +11113,12 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     tqkv_result r = TQKV_OK;
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (c->shared && v) return TQKV__INVALID("v: the keys are the values");
-    append.n = append.n_ends = 0;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (tqkv__stream_of(c, i) && (r = tqkv__append_open(c, i, k, v, n_tokens, &append)) != TQKV_OK) return r;
+    append.n = 0;
+    for (int i = 0; i < TQKV__CACHE_STORES; i++)
+        if (tqkv__store_of(c, i) && (r = tqkv__append_open(c, i, k, v, n_tokens, &append)) != TQKV_OK) return r;
     if (tqkv__append_overlaps(&append)) return TQKV__INVALID("k or v overlaps the cache");
     tqkv__encode_job_open(&job, &c->attention.parallel, n_tokens, c->attention.end);
-    for (int i = 0; i < append.n; i++) tqkv__add_stream(&job, &append.streams[i], append.src[i]);
+    for (int i = 0; i < append.n_streams; i++) tqkv__add_stream(&job, &append.streams[i], append.src[i]);
     if (!c->metal)
         r = tqkv__encode_sources(&job);
     else if (tqkv__sources_finite(&job))
@@ -11144,9 +11126,9 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     else
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r != TQKV_OK) return r;
-    for (int i = 0; i < append.n_ends && !c->metal; i++) /* few rows */
-        tqkv__encode_tokens(&append.ends[i], append.end_src[i], tqkv__first_kept(&append.ends[i], append.end_tokens[i]),
-                            append.end_tokens[i], c->attention.end);
+    for (int i = append.n_streams; i < append.n && !c->metal; i++) /* halves: few rows */
+        tqkv__encode_tokens(&append.streams[i], append.src[i], tqkv__first_kept(&append.streams[i], append.n_tokens[i]),
+                            append.n_tokens[i], c->attention.end);
     tqkv__cache_advance(c, n_tokens);
     return r;
 }
@@ -11154,7 +11136,7 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
 static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
 {
     int64_t low, high;
-    tqkv__end_range(c, 2, &low, &high);
+    tqkv__range_of(c, TQKV__LAST_ENDS, &low, &high);
     a->exact_first = (int)c->exact_below;
     a->exact_last = high - low < c->exact_last ? (int)(high - low) : c->exact_last;
 }
@@ -11224,7 +11206,7 @@ static float *tqkv__center_room(const tqkv_cache *c, int i)
     return c->centers + before;
 }
 
-/* Takes center as that of stream i, its heads `stride` floats apart; NULL: none. */
+/* Takes center as that of stream i and its halves, its heads `stride` floats apart; NULL: none. */
 static void tqkv__cache_center(tqkv_cache *c, int i, const float *center, size_t stride)
 {
     tqkv_store *s = tqkv__stream_of(c, i);
@@ -11234,6 +11216,7 @@ static void tqkv__cache_center(tqkv_cache *c, int i, const float *center, size_t
     s->center = center ? own : NULL;
     for (size_t h = 0; center && h < (size_t)s->n_kv_heads; h++)
         memmove(own + h * dim, center + h * stride, dim * sizeof(float));
+    for (int end = i; i < 2 && end < TQKV__CACHE_ENDS; end += 2) c->ends[end / 2][i].center = s->center;
 }
 
 TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
@@ -11253,7 +11236,6 @@ TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, con
     tqkv__cache_center(c, 0, keys, key_dim);
     tqkv__cache_center(c, 1, values, (size_t)c->values.head_dim);
     tqkv__cache_center(c, 2, keys ? keys + c->keys.head_dim : NULL, key_dim);
-    tqkv__share_centers(c);
     return TQKV_OK;
 }
 
@@ -11296,25 +11278,17 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     return TQKV_OK;
 }
 
-/* Moves n positions of all streams down; see tqkv__move_rows. */
+/* Moves n positions down, see tqkv__move_rows: halves of the first positions as far as there are any, of the newest ones if all
+   have them. */
 static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t target, int64_t n)
 {
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        tqkv__stream s;
-        const tqkv_store *store = tqkv__stream_of(c, i);
-        if (store && tqkv__stream_open(store, &s) == TQKV_OK) tqkv__move_rows(&s, source, &s, target, n);
-    }
-}
-
-/* The same for the halves: of the first positions as far as there are any, of the newest ones if all have them. */
-static void tqkv__move_ends(const tqkv_cache *c, int64_t source, int64_t target, int64_t n)
-{
     const int64_t below = c->exact_below - source < n ? c->exact_below - source : n;
-    for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
+    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
         tqkv__stream s;
-        const tqkv_store *store = tqkv__end_of(c, i);
-        if (!store || (i >= 2 && target < c->exact_from) || tqkv__stream_open(store, &s) != TQKV_OK) continue;
-        tqkv__move_rows(&s, source, &s, target, i < 2 ? below : n);
+        const tqkv_store *store = tqkv__store_of(c, i);
+        const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
+        if (!store || (i >= TQKV__LAST_ENDS && target < c->exact_from)) continue;
+        if (tqkv__stream_open(store, &s) == TQKV_OK) tqkv__move_rows(&s, source, &s, target, first ? below : n);
     }
 }
 
@@ -11354,7 +11328,6 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
     const int64_t behind = first + count, n = c->attention.end - behind;
     tqkv__move_positions(c, behind, first, n);
-    tqkv__move_ends(c, behind, first, n);
     if (first < c->exact_from) {
         tqkv__turn_rings(c, count);
         c->exact_from = (behind > c->exact_from ? behind : c->exact_from) - count;
@@ -11380,7 +11353,6 @@ TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int 
     for (int i = 0, next; i < n_kept; i = next) {
         for (next = i + 1; next < n_kept && kept[next] == kept[next - 1] + 1;) next++;
         tqkv__move_positions(c, first + kept[i], first + i, next - i);
-        tqkv__move_ends(c, first + kept[i], first + i, next - i);
         for (int j = i; j < next && first + kept[j] < c->exact_below;) below = first + ++j;
     }
     c->attention.end = first + n_kept;
@@ -11440,25 +11412,19 @@ static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_d
     return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
 }
 
-/* Copies the halves, or makes them of a stream that was F16: zeros for positions that are gone from a ring. */
-static tqkv_result tqkv__fork_ends(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
+/* Copies a store, or makes halves of a stream that was F16: zeros for positions that are gone from a ring. */
+static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache *copy, const tqkv_parallel *parallel)
 {
-    tqkv_result r = TQKV_OK;
-    tqkv__share_centers(copy);
-    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_ENDS; i++) {
-        const tqkv_store *to = tqkv__end_of(copy, i), *from = tqkv__end_of(c, i);
-        int64_t low, high;
-        tqkv__end_range(c, i, &low, &high);
-        if (!from && low < c->first) {
-            low = c->first;
-            if (to) memset(to->codes, 0, to->codes_size);
-        }
-        if (to && low < high)
-            r = tqkv__convert(to, from ? from : tqkv__stream_of(c, i % 2), low, (int)(high - low), parallel);
-        if (i >= 2) copy->exact_from = low;
+    const tqkv_store *to = tqkv__store_of(copy, i), *from = tqkv__store_of(c, i);
+    int64_t low, high;
+    tqkv__range_of(c, i, &low, &high);
+    if (!to) return TQKV_OK;
+    if (!from && low < c->first) {
+        low = c->first;
+        memset(to->codes, 0, to->codes_size);
     }
-    copy->exact_below = c->exact_below;
-    return r;
+    if (!from) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 2);
+    return low < high ? tqkv__convert(to, from, low, (int)(high - low), parallel) : TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
@@ -11482,16 +11448,14 @@ TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc 
         return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
     tqkv_result r = tqkv_cache_create(&copied, &copy);
     if (r != TQKV_OK) return r;
-    const int resident = (int)(c->attention.end - c->first);
-    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++) {
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *from = tqkv__stream_of(c, i);
-        if (!from) continue;
-        tqkv__cache_center(copy, i, from->center, (size_t)from->head_dim);
-        r = tqkv__convert(tqkv__stream_of(copy, i), from, c->first, resident, &copied.parallel);
+        if (from) tqkv__cache_center(copy, i, from->center, (size_t)from->head_dim);
     }
-    if (r == TQKV_OK) r = tqkv__fork_ends(c, copy, &copied.parallel);
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, &copied.parallel);
     copy->first = c->first;
-    copy->attention.end = c->attention.end;
+    copy->exact_below = c->exact_below;
+    tqkv__range_of(c, TQKV__LAST_ENDS, &copy->exact_from, &copy->attention.end);
     if (r == TQKV_OK)
         *out = copy;
     else
@@ -11629,33 +11593,26 @@ static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, in
     return tqkv__move_hash(pipe);
 }
 
-/* Moves the centre of a cache's stream, which lies in the cache's own memory, and the resident positions. */
-static tqkv_result tqkv__move_stream(tqkv__pipe *pipe, const tqkv__stream *s, int64_t first, int64_t end)
+/* Moves a centre, which when it is read lies in the cache's own memory. */
+static tqkv_result tqkv__move_center(tqkv__pipe *pipe, const tqkv__stream *s)
 {
-    if (s->center) {
-        const size_t n = (size_t)s->n_kv_heads * (size_t)s->head_dim;
-        const tqkv_result r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n);
-        if (r != TQKV_OK) return r;
-        if (!tqkv__all_finite(s->center, n)) return TQKV_CORRUPT;
-    }
-    return tqkv__move_stored(pipe, s, first, end);
+    const size_t n = tqkv__center_size(s) / sizeof(float);
+    if (!s->center) return TQKV_OK;
+    const tqkv_result r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n);
+    return r != TQKV_OK || tqkv__all_finite(s->center, n) ? r : TQKV_CORRUPT;
 }
 
-static tqkv_result tqkv__move_streams(tqkv__pipe *pipe, const tqkv_cache *c)
+/* Moves all stores of a cache: centres of streams, and what the stores hold. */
+static tqkv_result tqkv__move_stores(tqkv__pipe *pipe, const tqkv_cache *c)
 {
     tqkv_result r = TQKV_OK;
-    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++) {
-        tqkv__stream s;
-        if (!tqkv__stream_of(c, i)) continue;
-        r = tqkv__stream_open(tqkv__stream_of(c, i), &s);
-        if (r == TQKV_OK) r = tqkv__move_stream(pipe, &s, c->first, c->attention.end);
-    }
-    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_ENDS; i++) {
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) {
         tqkv__stream s;
         int64_t low, high;
-        if (!tqkv__end_of(c, i)) continue;
-        tqkv__end_range(c, i, &low, &high);
-        r = tqkv__stream_open(tqkv__end_of(c, i), &s);
+        if (!tqkv__store_of(c, i)) continue;
+        tqkv__range_of(c, i, &low, &high);
+        r = tqkv__stream_open(tqkv__store_of(c, i), &s);
+        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS) r = tqkv__move_center(pipe, &s);
         if (r == TQKV_OK) r = tqkv__move_stored(pipe, &s, low, high);
     }
     return r;
@@ -11700,7 +11657,7 @@ static void tqkv__cache_header(const tqkv_cache *c, uint32_t version, uint8_t *h
                                  tqkv__bits(a->scale),
                                  tqkv__bits(a->softcap)};
     int64_t low, high;
-    tqkv__end_range(c, 2, &low, &high);
+    tqkv__range_of(c, TQKV__LAST_ENDS, &low, &high);
     const uint32_t more[6] = {(uint32_t)c->tail.head_dim, (uint32_t)c->tail.format, (uint32_t)c->exact_first,
                               (uint32_t)c->exact_last,    (uint32_t)c->exact_below, (uint32_t)(high - low)};
     memcpy(header, tqkv__magic, 8);
@@ -11721,37 +11678,47 @@ TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void
     tqkv__pipe_open(&pipe, write, NULL, user);
     tqkv_result r = tqkv__move(&pipe, header, tqkv__header_size(version));
     if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
-    return r == TQKV_OK ? tqkv__move_streams(&pipe, c) : r;
+    return r == TQKV_OK ? tqkv__move_stores(&pipe, c) : r;
 }
 
-/* Takes what only versions 3 and 4 have; ends: the numbers of positions with halves. False if no cache can have written it. */
-static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv_cache_desc *d, int ends[2])
+/* What a header says. */
+typedef struct tqkv__header {
+    tqkv_cache_desc desc;
+    uint32_t centers; /* a bit a stream */
+    int64_t first, end, exact_below, exact_from;
+} tqkv__header;
+
+/* Takes what only versions 3 and 4 have. False if no cache can have written it. */
+static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv__header *h)
 {
     uint32_t more[6];
+    tqkv_cache_desc *d = &h->desc;
     const bool exact = (uint32_t)tqkv__get(header + 8, 4) == 4;
     for (int i = 0; i < 6; i++) more[i] = (uint32_t)tqkv__get(header + TQKV__HEADER_SIZE + 4 * i, 4);
     if (more[0] > TQKV_MAX_HEAD_DIM || more[1] > 15 || !more[0] != !more[1] || exact == (!more[2] && !more[3]))
         return false;
-    if (more[2] > (uint32_t)INT_MAX || more[3] > (uint32_t)INT_MAX || more[4] > more[2] ||
-        more[5] > tqkv__end_room(more[3]))
+    if (more[2] > (uint32_t)INT_MAX || more[3] > (uint32_t)INT_MAX || more[4] > more[2] || more[4] > h->end ||
+        more[5] > tqkv__end_room(more[3]) || more[5] > h->end)
         return false;
     d->shared = flags & 16;
     d->tail_dim = (int)more[0];
     d->tail_format = (tqkv_format)more[1];
     d->exact_first = (int)more[2];
     d->exact_last = (int)more[3];
-    ends[0] = (int)more[4];
-    ends[1] = (int)more[5];
+    h->exact_below = more[4];
+    h->exact_from = h->end - more[5];
     if (d->shared && (flags & 4 || d->value_format != d->key_format || d->value_dim != d->head_dim)) return false;
     if (!d->tail_dim) return (d->shared || exact) && !(flags & 8);
     return tqkv__format_known(d->tail_format);
 }
 
-/* The desc, the centres' flags, a bit a stream, and the resident range of a header; false if no cache can have written it. */
-static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32_t *centers, int64_t *first,
-                               int64_t *end, int ends[2])
+/* False if no cache can have written it. */
+static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
 {
     uint32_t fields[12];
+    tqkv_cache_desc *d = &h->desc;
+    memset(h, 0, sizeof *h);
+    if (memcmp(header, tqkv__magic, 8) != 0) return false;
     for (int i = 0; i < 12; i++) fields[i] = (uint32_t)tqkv__get(header + 8 + 4 * i, 4);
     const bool old = fields[0] == 1 && fields[1] == 1, latest = fields[0] >= 3;
     if (fields[0] > TQKV__SNAPSHOT_VERSION || fields[1] > TQKV__CODES_VERSION_OLD) {
@@ -11774,18 +11741,24 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32
     d->key_format = (tqkv_format)fields[6];
     d->value_format = (tqkv_format)fields[7];
     d->ring = flags & 1;
-    *centers = flags >> 1 & 7;
     d->window = (int)fields[9];
     d->scale = tqkv__float(fields[10]);
     d->softcap = tqkv__float(fields[11]);
-    *first = (int64_t)tqkv__get(header + 56, 8);
-    *end = (int64_t)tqkv__get(header + 64, 8);
-    ends[0] = ends[1] = 0;
-    if (latest && !tqkv__parse_more(header, flags, d, ends)) return false;
-    if (ends[0] > *end || ends[1] > *end) return false;
-    if (fields[11] >> 31) return false; /* no cache has a negative softcap */
-    return d->scale != 0.0f && *first >= 0 && *first <= *end && *end - *first <= d->capacity &&
-           (d->ring || *first == 0);
+    h->centers = flags >> 1 & 7;
+    h->first = (int64_t)tqkv__get(header + 56, 8);
+    h->end = h->exact_from = (int64_t)tqkv__get(header + 64, 8);
+    if (h->first < 0 || h->first > h->end || h->end - h->first > d->capacity || (!d->ring && h->first)) return false;
+    if (fields[11] >> 31 || d->scale == 0.0f) return false; /* no cache has a negative softcap */
+    return !latest || tqkv__parse_more(header, flags, h);
+}
+
+/* A cache that holds what a header says. */
+static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
+{
+    c->first = h->first;
+    c->attention.end = h->end;
+    c->exact_below = h->exact_below;
+    c->exact_from = h->exact_from;
 }
 
 /* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
@@ -11837,35 +11810,32 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
 
 /* Bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all that the
    header announces if that is less. A file that was cut short cannot make load allocate much. */
-static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, int64_t resident, const int ends[2])
+static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers)
 {
     size_t all = 0, announced = 0;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *s = tqkv__stream_of(c, i);
+    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
+        const tqkv_store *s = tqkv__store_of(c, i);
+        int64_t low, high;
         if (!s) continue;
+        tqkv__range_of(c, i, &low, &high);
         const size_t rows = tqkv_codes_size(s) + tqkv_norms_size(s);
-        const size_t center = (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
-        all += rows + center; /* there is always room for centres */
-        announced +=
-            rows / (size_t)s->capacity * (size_t)resident + (centers >> i & 1 ? center : 0) + 8; /* and a hash */
-    }
-    for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
-        const tqkv_store *s = tqkv__end_of(c, i);
-        if (!s) continue;
-        all += tqkv_codes_size(s);
-        announced += tqkv_codes_size(s) / (size_t)s->capacity * (size_t)ends[i / 2] + 8;
+        const size_t center = i < TQKV__CACHE_STREAMS ? (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float) : 0;
+        all += rows + center;                                               /* there is always room for centres */
+        announced += rows / (size_t)s->capacity * (size_t)(high - low) + 8; /* and a hash */
+        if (centers >> i & 1) announced += center;
     }
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
-/* Reads the header, as long as its version has it, and its hash. header: [TQKV__HEADER_SIZE + TQKV__HEADER_MORE] */
-static tqkv_result tqkv__read_header(tqkv__pipe *pipe, uint8_t *header)
+/* Reads a header, as long as its version has it, and its hash. */
+static tqkv_result tqkv__read_header(tqkv__pipe *pipe, tqkv__header *h)
 {
-    memset(header, 0, TQKV__HEADER_SIZE + TQKV__HEADER_MORE);
+    uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE] = {0};
     tqkv_result r = tqkv__move(pipe, header, TQKV__HEADER_SIZE);
     const size_t size = tqkv__header_size((uint32_t)tqkv__get(header + 8, 4));
     if (r == TQKV_OK) r = tqkv__move(pipe, header + TQKV__HEADER_SIZE, size - TQKV__HEADER_SIZE);
-    return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
+    if (r == TQKV_OK) r = tqkv__move_hash(pipe);
+    return r != TQKV_OK || tqkv__parse_header(header, h) ? r : TQKV_CORRUPT;
 }
 
 /* Room for the centres that the snapshot has: zeros, until they are read. */
@@ -11875,46 +11845,37 @@ static void tqkv__open_centers(tqkv_cache *c, uint32_t centers)
     (void)tqkv__center_floats(c, TQKV__CACHE_STREAMS, &floats);
     memset(c->centers, 0, floats * sizeof(float));
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (centers >> i & 1) tqkv__stream_of(c, i)->center = tqkv__center_room(c, i);
-    tqkv__share_centers(c);
+        if (centers >> i & 1)
+            tqkv__cache_center(c, i, tqkv__center_room(c, i), (size_t)tqkv__stream_of(c, i)->head_dim);
 }
 
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out)
 {
     tqkv__pipe pipe;
     tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
-    uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE];
-    tqkv_cache_desc found;
+    tqkv__header found;
     tqkv_cache *c, checked;
-    uint32_t centers;
-    int64_t first, end;
-    int ends[2];
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc || !read) return TQKV__INVALID("desc or read is NULL");
     tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
-    tqkv_result r = tqkv__read_header(&pipe, header);
+    tqkv_result r = tqkv__read_header(&pipe, &found);
     if (r != TQKV_OK) return r;
-    memset(&found, 0, sizeof found);
-    if (memcmp(header, tqkv__magic, 8) != 0 || !tqkv__parse_header(header, &found, &centers, &first, &end, ends) ||
-        tqkv__cache_resolve(&found, &checked) != TQKV_OK)
-        return TQKV_CORRUPT;
-    if (!tqkv__desc_matches(desc, &found)) return TQKV__INVALID("a field of desc is not the snapshot's");
-    tqkv__take_use(desc, &found);
-    if (!tqkv__resolve_allocator(&found.allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
-    ahead.memory = found.allocator;
-    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, centers, end - first, ends));
-    if (r == TQKV_OK) r = tqkv_cache_create(&found, &c);
+    if (tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK) return TQKV_CORRUPT;
+    if (!tqkv__desc_matches(desc, &found.desc)) return TQKV__INVALID("a field of desc is not the snapshot's");
+    tqkv__take_use(desc, &found.desc);
+    ahead.memory = found.desc.allocator;
+    if (!tqkv__resolve_allocator(&ahead.memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");
+    tqkv__set_range(&checked, &found);
+    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.centers));
+    if (r == TQKV_OK) r = tqkv_cache_create(&found.desc, &c);
     if (r != TQKV_OK) {
         tqkv__drop_held(&ahead);
         return r;
     }
-    tqkv__open_centers(c, centers);
-    c->first = first;
-    c->attention.end = end;
-    c->exact_below = ends[0];
-    c->exact_from = end - ends[1];
-    r = tqkv__move_streams(&pipe, c);
+    tqkv__set_range(c, &found);
+    tqkv__open_centers(c, found.centers);
+    r = tqkv__move_stores(&pipe, c);
     tqkv__drop_held(&ahead);
     if (r == TQKV_OK)
         *out = c;
@@ -11923,23 +11884,20 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     return r;
 }
 
+static size_t tqkv__write_nowhere(void *user, const void *bytes, size_t n)
+{
+    (void)user, (void)bytes;
+    return n;
+}
+
 /* The hash of a centre's bytes in a snapshot; 0 without one. */
 static uint64_t tqkv__center_hash(const tqkv__stream *s)
 {
-    enum { CHUNK = 64 };
-    const size_t count = tqkv__center_size(s) / sizeof(float);
-    XXH3_state_t hash;
-    uint8_t bytes[4 * CHUNK] = {0};
+    tqkv__pipe pipe;
     if (!s->center) return 0;
-    XXH3_INITSTATE(&hash);
-    XXH3_64bits_reset(&hash);
-    for (size_t done = 0; done < count;) {
-        const size_t n = count - done < (size_t)CHUNK ? count - done : (size_t)CHUNK;
-        for (size_t i = 0; i < n; i++) tqkv__put(bytes + 4 * i, 4, tqkv__bits(s->center[done + i]));
-        XXH3_64bits_update(&hash, bytes, 4 * n);
-        done += n;
-    }
-    return XXH3_64bits_digest(&hash);
+    tqkv__pipe_open(&pipe, tqkv__write_nowhere, NULL, NULL);
+    (void)tqkv__move_center(&pipe, s);
+    return XXH3_64bits_digest(&pipe.hash);
 }
 
 static const char tqkv__store_magic[9] = "tqks\r\n\x1a\n";
