@@ -1576,20 +1576,20 @@ static const float *tqkv__center_of(const tqkv__stream *s, int kv_head)
 /* In bytes */
 static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
 
-/* The bytes of 128 floats, byte p of each in planes[p]: what look-ups of bytes take. */
-static void tqkv__split_floats(const float *x, int mask, uint8_t planes[4][128])
+/* The bytes of n floats, byte p of each in planes[p], repeated: what look-ups of bytes take. n: a power of two up to 128 */
+static void tqkv__split_floats(const float *x, int n, uint8_t planes[4][128])
 {
-    for (int i = 0; i < 128; i++) {
-        const uint32_t bits = tqkv__bits(x[i & mask]);
-        for (int p = 0; p < 4; p++) planes[p][i] = (uint8_t)(bits >> (8 * p));
-    }
+    for (int i = 0; i < n; i++)
+        for (int p = 0; p < 4; p++) planes[p][i] = (uint8_t)(tqkv__bits(x[i]) >> (8 * p));
+    for (; n < 128; n *= 2)
+        for (int p = 0; p < 4; p++) memcpy(planes[p] + n, planes[p], (size_t)n);
 }
 
-/* Centroids are repeated where they are few. Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower
-   half is enough: look-ups take ~c for a code c of the upper half, and flip the sign. */
+/* Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower half is enough: look-ups take ~c for a code c
+   of the upper half, and flip the sign. */
 static void tqkv__fill_planes(tqkv__stream *s)
 {
-    if (s->kind == TQKV__BOOK) tqkv__split_floats(s->codebook, (1 << s->book_bits) - 1, s->planes);
+    if (s->kind == TQKV__BOOK) tqkv__split_floats(s->codebook, s->book_bits < 8 ? 1 << s->book_bits : 128, s->planes);
 }
 
 /* Whether encoding into a stream overwrites memory at p. */
@@ -2543,7 +2543,7 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
         const float centroid = bits <= 4 ? s->codebook[i % (1 << bits)] : 0.0f;
         q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
     }
-    if (bits == 8) tqkv__split_floats(q->bounds, 127, q->planes);
+    if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
 }
 
 /* Source and destination of a row. src, of the stream's type, center (or NULL): [head_dim], codes: [row_bytes], norms:
@@ -8954,37 +8954,38 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, int64_t first, int
     return r;
 }
 
-/* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
-   transposed. The tail of a block, where `left` values are left, is a matrix of fewer columns. Other codes keep their
-   order. Queries take the decoded order; sums of values are put back. */
-static void tqkv__order(const tqkv__isa *isa, const tqkv__stream *s, int left, int *rows, int *columns)
+/* from: [rows][columns] -> to: [columns][rows] */
+static inline void tqkv__transpose(const float *from, int rows, int columns, float *to)
 {
-    const bool packed = s->main_bits < 8 && isa->lanes > 1;
-    *rows = packed ? isa->nibble_order[0] : left;
-    *columns = packed ? isa->nibble_order[1] : 1;
-    while (*rows * *columns > left) *columns /= 2;
+    for (int column = 0; column < columns; column++)
+        for (int row = 0; row < rows; row++) *to++ = from[row * columns + column];
 }
 
-/* decoded, natural: [head_dim] */
+/* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
+   transposed. The tail of a block is a matrix of fewer columns. Other codes keep their order. Queries take the decoded order;
+   sums of values are put back. from, to: [head_dim] */
+static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, const float *from, float *to)
+{
+    const int rows = isa->nibble_order[0];
+    if (s->main_bits >= 8 || isa->lanes == 1) memcpy(to, from, (size_t)s->head_dim * sizeof(float));
+    if (s->main_bits >= 8 || isa->lanes == 1) return;
+    for (int at = 0, columns; at < s->head_dim; at += rows * columns) {
+        const int left = (s->head_dim - at - 1) % s->block_dim + 1;
+        for (columns = isa->nibble_order[1]; rows * columns > left;) columns /= 2;
+        tqkv__transpose(from + at, decoded ? rows : columns, decoded ? columns : rows, to + at);
+    }
+}
+
 static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
 {
-    int rows, columns;
-    for (const float *end = natural + s->head_dim; natural < end; natural += rows * columns) {
-        tqkv__order(isa, s, (int)(end - natural - 1) % s->block_dim + 1, &rows, &columns);
-        for (int column = 0; column < columns; column++)
-            for (int row = 0; row < rows; row++) *decoded++ = natural[row * columns + column];
-    }
+    tqkv__reorder(isa, s, true, natural, decoded);
 }
 
 /* Of sums. + 0: codes of masked slots have the weight 0, and their signs stay in a sum that has underflowed to -0 or 0. */
 static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
-    int rows, columns;
-    for (const float *end = decoded + s->head_dim; decoded < end; decoded += rows * columns) {
-        tqkv__order(isa, s, (int)(end - decoded - 1) % s->block_dim + 1, &rows, &columns);
-        for (int row = 0; row < rows; row++)
-            for (int column = 0; column < columns; column++) *natural++ = decoded[column * rows + row] + 0.0f;
-    }
+    tqkv__reorder(isa, s, false, decoded, natural);
+    for (int d = 0; d < s->head_dim; d++) natural[d] += 0.0f;
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -9138,12 +9139,6 @@ static TQKV__NOINLINE void tqkv__merge_row(int value_dim, float *out, float *max
     for (int d = 0; d < value_dim; d++) out[d] = tqkv__sum_of_products(out[d], keep, source[d], add);
     *sum = tqkv__sum_of_products(*sum, keep, source_sum, add);
     *max = largest;
-}
-
-static tqkv__sums tqkv__sums_from(const tqkv__sums *sums, size_t row, int value_dim)
-{
-    const tqkv__sums from = {sums->out + row * (size_t)value_dim, sums->max + row, sums->sum + row};
-    return from;
 }
 
 static void tqkv__clear_sums(const tqkv__sums *sums, size_t n_rows, int value_dim)
@@ -9611,10 +9606,39 @@ static void tqkv__attend_ranks(tqkv__work *w, int64_t first, int64_t end)
     }
 }
 
+/* Units of work. Tasks take one after the other, so none waits for a longer one; each task has scratch of its own. */
+enum { TQKV__TASKS = 32 };
+typedef struct tqkv__queue {
+    int n_units, n_tasks;
+    int next; /* unit; atomic */
+    size_t slot_floats;
+    float *slots;  /* [n_tasks][slot_floats], on cache lines of their own */
+    float *memory; /* that holds them */
+    size_t size;
+} tqkv__queue;
+
+/* Gets memory for the slots and, behind them, more floats; false if there is none. */
+static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator, size_t more)
+{
+    queue->slot_floats = (queue->slot_floats + 15) / 16 * 16;
+    if (queue->slot_floats > (SIZE_MAX / 8 - more) / (size_t)queue->n_tasks) return false;
+    queue->size = ((size_t)queue->n_tasks * queue->slot_floats + more + 16) * sizeof(float);
+    queue->memory = (float *)allocator->alloc(allocator->user, queue->size);
+    if (!queue->memory) return false;
+    queue->slots = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
+    return true;
+}
+
+/* The next unit; -1 when all are taken. */
+static int tqkv__queue_take(tqkv__queue *queue)
+{
+    const int unit = __atomic_fetch_add(&queue->next, 1, __ATOMIC_RELAXED);
+    return unit < queue->n_units ? unit : -1;
+}
+
 /* A job is one call or many. A unit of its work is an item over all stretches or, if some item alone is much of the work
-   ("spread"), an item over one stretch of a wave. Tasks take one unit after the other, so no call waits for a longer
-   one. Both ways do the same additions in the same order. */
-enum { TQKV__TASKS = 32, TQKV__WAVE_FLOATS = 1 << 20 };
+   ("spread"), an item over one stretch of a wave. Both ways do the same additions in the same order. */
+enum { TQKV__WAVE_FLOATS = 1 << 20 };
 
 /* One call of a job. */
 typedef struct tqkv__part {
@@ -9634,14 +9658,12 @@ typedef struct tqkv__part {
 } tqkv__part;
 
 typedef struct tqkv__job {
+    tqkv__queue queue; /* slots: tiles, queries, gathered rows, sums of a piece, of all stretches, of one */
     tqkv__part *parts;
-    int n_parts, n_units, n_tasks;
-    int next; /* the next unit; atomic */
+    int n_parts;
     bool spread;
-    float *
-        slots; /* [n_tasks][slot_floats]: scratch of each task: tiles, queries, sums of a piece, of all stretches, of one */
+    size_t wave_floats;
     float *waves; /* [wave_floats] */
-    size_t slot_floats, wave_floats;
 } tqkv__job;
 
 static tqkv__item tqkv__item_of(const tqkv__part *part, int index)
@@ -9771,14 +9793,26 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
     *max = rounded;
 }
 
-static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum);
-
 /* To nearest even, whatever the caller's mode. out: [value_dim], to: of the output's type */
 static void tqkv__round_output(const tqkv__attention *a, const float *out, void *to)
 {
     const uint64_t mode = tqkv__fp_exact();
     a->isa->codec->narrow(a->call.output_type, out, a->value_dim, to);
     tqkv__fp_restore(mode);
+}
+
+/* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [value_dim] */
+static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
+{
+    float factor = 0.0f;
+    if (sum != 0.0f) {
+        const float sink = a->call.sinks ? a->call.sinks[head] : -INFINITY;
+        const float largest = sink > max ? sink : max, keep = tqkv__exp(TQKV__AS_FLOAT(max - largest));
+        const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
+        factor = TQKV__AS_FLOAT(keep / tqkv__sum_of_products(sum, keep, of_sink, 1.0f));
+    }
+    tqkv__scale(out, a->value_dim, factor);
+    if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
 }
 
 /* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. */
@@ -9843,8 +9877,9 @@ static tqkv__sums tqkv__sums_of_item(const tqkv__part *part, const tqkv__item *i
 {
     const tqkv__attention *a = part->a;
     const tqkv__sums all = tqkv__sums_at(memory, a->n_rows, a->value_dim);
-    const size_t before = (size_t)item->kv_head * (size_t)(a->call.n_queries * a->group);
-    return tqkv__sums_from(&all, before + (size_t)item->first_row, a->value_dim);
+    const size_t row = (size_t)item->kv_head * (size_t)(a->call.n_queries * a->group) + (size_t)item->first_row;
+    const tqkv__sums own = {all.out + row * (size_t)a->value_dim, all.max + row, all.sum + row};
+    return own;
 }
 
 static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__part *part, int unit, float *slot)
@@ -9905,11 +9940,9 @@ static const tqkv__part *tqkv__part_of(const tqkv__job *job, int unit)
 static void tqkv__attend_task(void *context, int index)
 {
     tqkv__job *job = (tqkv__job *)context;
-    float *slot = job->slots + (size_t)index * job->slot_floats;
+    float *slot = job->queue.slots + (size_t)index * job->queue.slot_floats;
     const uint64_t mode = tqkv__fp_exact();
-    for (;;) {
-        const int unit = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-        if (unit >= job->n_units) break;
+    for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) {
         const tqkv__part *part = tqkv__part_of(job, unit);
         tqkv__attend_unit(job, part, unit - part->first_unit, slot);
     }
@@ -9979,7 +10012,7 @@ static size_t tqkv__divide(tqkv__job *job)
         if (totals <= SIZE_MAX / 64) totals += part->sums_floats; /* each is below, see tqkv__attention_shape */
     }
     const int most_tasks = TQKV__TASKS;
-    job->n_tasks = !hook ? 1 : all < (double)most_tasks ? (int)all : most_tasks;
+    job->queue.n_tasks = !hook ? 1 : all < (double)most_tasks ? (int)all : most_tasks;
     job->spread = hook && longest > 1.0 && 4.0 * longest * (double)most_tasks > all && totals <= SIZE_MAX / 64;
     job->wave_floats = !job->spread ? 0 : waves > most ? waves : most;
     return job->spread ? totals : 0;
@@ -9989,7 +10022,7 @@ static size_t tqkv__divide(tqkv__job *job)
 static void tqkv__next_wave(tqkv__job *job)
 {
     size_t used = 0;
-    job->n_units = job->next = 0;
+    job->queue.n_units = job->queue.next = 0;
     for (int i = 0; i < job->n_parts; i++) {
         tqkv__part *part = &job->parts[i];
         part->wave += part->n_wave;
@@ -9997,34 +10030,32 @@ static void tqkv__next_wave(tqkv__job *job)
         const int64_t fit = (int64_t)((job->wave_floats - used) / part->sums_floats);
         part->n_wave = left < fit ? left : fit;
         part->now = job->waves + used;
-        part->first_unit = job->n_units;
+        part->first_unit = job->queue.n_units;
         used += (size_t)part->n_wave * part->sums_floats;
-        job->n_units += (int)part->n_wave * part->n_items;
+        job->queue.n_units += (int)part->n_wave * part->n_items;
     }
 }
 
-static void tqkv__run_tasks(tqkv__job *job)
+/* Adds the stretches of this wave to the total of a part. */
+static void tqkv__merge_wave(const tqkv__part *part)
 {
-    const tqkv_parallel *parallel = &job->parts[0].a->call.parallel;
-    parallel->run(parallel->user, job->n_tasks, tqkv__attend_task, job);
+    const size_t n_rows = part->a->n_rows;
+    const int value_dim = part->a->value_dim;
+    const tqkv__sums total = tqkv__sums_at(part->total, n_rows, value_dim);
+    if (part->wave == part->stretch) tqkv__clear_sums(&total, n_rows, value_dim);
+    for (int64_t w = 0; w < part->n_wave; w++) {
+        const tqkv__sums now = tqkv__sums_at(part->now + (size_t)w * part->sums_floats, n_rows, value_dim);
+        tqkv__merge_sums(&total, &now, n_rows, value_dim);
+    }
 }
 
-/* Runs the waves of a spread job and merges the stretches of each part in order. */
-static void tqkv__run_waves(tqkv__job *job)
+/* Runs the waves of a spread job and merges the stretches of each part in order. totals: sums of all rows of each part */
+static void tqkv__run_waves(tqkv__job *job, const tqkv_parallel *parallel, float *totals)
 {
-    for (tqkv__next_wave(job); job->n_units > 0; tqkv__next_wave(job)) {
-        tqkv__run_tasks(job);
-        for (int i = 0; i < job->n_parts; i++) {
-            const tqkv__part *part = &job->parts[i];
-            const size_t n_rows = part->a->n_rows;
-            const int value_dim = part->a->value_dim;
-            const tqkv__sums total = tqkv__sums_at(part->total, n_rows, value_dim);
-            if (part->wave == part->stretch) tqkv__clear_sums(&total, n_rows, value_dim);
-            for (int64_t w = 0; w < part->n_wave; w++) {
-                const tqkv__sums now = tqkv__sums_at(part->now + (size_t)w * part->sums_floats, n_rows, value_dim);
-                tqkv__merge_sums(&total, &now, n_rows, value_dim);
-            }
-        }
+    for (int i = 0; i < job->n_parts; totals += job->parts[i++].sums_floats) job->parts[i].total = totals;
+    for (tqkv__next_wave(job); job->queue.n_units > 0; tqkv__next_wave(job)) {
+        parallel->run(parallel->user, job->queue.n_tasks, tqkv__attend_task, job);
+        for (int i = 0; i < job->n_parts; i++) tqkv__merge_wave(&job->parts[i]);
     }
     for (int i = 0; i < job->n_parts; i++)
         for (int j = 0; j < job->parts[i].n_items; j++) {
@@ -10038,7 +10069,9 @@ static void tqkv__run_waves(tqkv__job *job)
 static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
 {
     tqkv__job job;
+    tqkv__queue *queue = &job.queue;
     const tqkv_allocator *allocator = &parts[0].a->call.allocator;
+    const tqkv_parallel *parallel = &parts[0].a->call.parallel;
     memset(&job, 0, sizeof job);
     job.parts = parts;
     job.n_parts = n_parts;
@@ -10048,62 +10081,21 @@ static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
         const size_t rows = (size_t)parts[i].rows_each, sums = rows * (size_t)(parts[i].a->value_dim + 2);
         const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + rows * tqkv__query_floats(parts[i].a) +
                             (job.spread ? 1 : 3) * sums + tqkv__gathered_floats(parts[i].a);
-        if (slot > job.slot_floats) job.slot_floats = slot;
+        if (slot > queue->slot_floats) queue->slot_floats = slot;
         parts[i].first_unit = (int)n_units;
         n_units += parts[i].n_items;
         if (n_units > INT_MAX - TQKV__TASKS) return TQKV__INVALID("more query rows than an int counts");
     }
-    job.n_units = (int)n_units;
-    job.slot_floats = (job.slot_floats + 15) / 16 * 16; /* whole cache lines */
-    if (!job.spread && job.n_tasks > job.n_units) job.n_tasks = job.n_units;
-    const size_t size = ((size_t)job.n_tasks * job.slot_floats + job.wave_floats + totals + 16) * sizeof(float);
-    float *memory = (float *)allocator->alloc(allocator->user, size);
-    if (!memory) return TQKV_OUT_OF_MEMORY;
-    job.slots = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float);
-    job.waves = job.slots + (size_t)job.n_tasks * job.slot_floats;
-    float *total = job.waves + job.wave_floats;
+    queue->n_units = (int)n_units;
+    if (!job.spread && queue->n_tasks > queue->n_units) queue->n_tasks = queue->n_units;
+    if (!tqkv__queue_open(queue, allocator, job.wave_floats + totals)) return TQKV_OUT_OF_MEMORY;
+    job.waves = queue->slots + (size_t)queue->n_tasks * queue->slot_floats;
     if (job.spread)
-        for (int i = 0; i < n_parts; i++) {
-            parts[i].total = total;
-            total += parts[i].sums_floats;
-        }
-    if (job.spread)
-        tqkv__run_waves(&job);
+        tqkv__run_waves(&job, parallel, job.waves + job.wave_floats);
     else
-        tqkv__run_tasks(&job);
-    allocator->free(allocator->user, memory, size);
+        parallel->run(parallel->user, queue->n_tasks, tqkv__attend_task, &job);
+    allocator->free(allocator->user, queue->memory, queue->size);
     return TQKV_OK;
-}
-
-/* Attends over [first, end) after all checks. max and sum NULL: finishes the rows. */
-static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, int64_t end, const void *q, void *out,
-                                      float *max, float *sum)
-{
-    tqkv__part part;
-    tqkv__cut(a, first, end, q, out, max, sum, &part);
-    return tqkv__run_job(&part, 1);
-}
-
-/* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [value_dim] */
-static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
-{
-    float factor = 0.0f;
-    if (sum != 0.0f) {
-        const float sink = a->call.sinks ? a->call.sinks[head] : -INFINITY;
-        const float largest = sink > max ? sink : max, keep = tqkv__exp(TQKV__AS_FLOAT(max - largest));
-        const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
-        factor = TQKV__AS_FLOAT(keep / tqkv__sum_of_products(sum, keep, of_sink, 1.0f));
-    }
-    tqkv__scale(out, a->value_dim, factor);
-    if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
-}
-
-static void tqkv__finish(const tqkv__attention *a, float *out, const float *max, const float *sum)
-{
-    const uint64_t mode = tqkv__fp_exact();
-    for (size_t row = 0; row < a->n_rows; row++)
-        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out + row * (size_t)a->value_dim, max[row], sum[row]);
-    tqkv__fp_restore(mode);
 }
 
 /* The arrays of one call. No written array may overlap another one. */
@@ -10185,12 +10177,20 @@ static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const void *q, co
     return tqkv__check_attend(a, q, &arrays);
 }
 
-/* Attends over all resident positions after tqkv__attention_open. */
-static tqkv_result tqkv__attend(const tqkv__attention *a, const void *q, void *out)
+/* Checks the arrays of a call over all resident positions and cuts it; follows tqkv__attention_open. */
+static tqkv_result tqkv__cut_whole(const tqkv__attention *a, const void *q, void *out, tqkv__part *part)
 {
     tqkv_result r = tqkv__check_q_out(a, q, out);
     if (r == TQKV_OK) r = tqkv__check_seen(a, a->first, a->call.end);
-    return r == TQKV_OK ? tqkv__attend_range(a, a->first, a->call.end, q, out, NULL, NULL) : r;
+    if (r == TQKV_OK) tqkv__cut(a, a->first, a->call.end, q, out, NULL, NULL, part);
+    return r;
+}
+
+static tqkv_result tqkv__attend(const tqkv__attention *a, const void *q, void *out)
+{
+    tqkv__part part;
+    const tqkv_result r = tqkv__cut_whole(a, q, out, &part);
+    return r == TQKV_OK ? tqkv__run_job(&part, 1) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q, void *out)
@@ -10300,11 +10300,8 @@ static tqkv_result tqkv__open_item(const tqkv_attention *items, int i, const voi
     tqkv_attention item = items[i];
     item.parallel = items[0].parallel;
     item.allocator = items[0].allocator;
-    tqkv_result r = tqkv__attention_open(&item, a);
-    if (r == TQKV_OK) r = tqkv__check_q_out(a, q, out);
-    if (r == TQKV_OK) r = tqkv__check_seen(a, a->first, a->call.end);
-    if (r == TQKV_OK) tqkv__cut(a, a->first, a->call.end, q, out, NULL, NULL, part);
-    return r;
+    const tqkv_result r = tqkv__attention_open(&item, a);
+    return r == TQKV_OK ? tqkv__cut_whole(a, q, out, part) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items, const void *const *q, void *const *out)
@@ -10338,12 +10335,6 @@ static tqkv_result tqkv__check_slice_range(const tqkv__attention *a, int64_t fir
     return TQKV_OK;
 }
 
-static tqkv_result tqkv__check_slice(const tqkv__attention *a, int64_t first, int count)
-{
-    const tqkv_result r = tqkv__check_slice_range(a, first, count);
-    return r == TQKV_OK ? tqkv__check_seen(a, first, first + count) : r;
-}
-
 static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv__attention *from)
 {
     if (from->value_dim == a->value_dim && from->call.n_heads == a->call.n_heads &&
@@ -10356,13 +10347,16 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
                                          float *out, float *max, float *sum)
 {
     tqkv__attention a;
+    tqkv__part part;
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__attention_open(attention, &a);
+    if (r == TQKV_OK) r = tqkv__check_slice_range(&a, first, count);
+    if (r == TQKV_OK) r = tqkv__check_seen(&a, first, first + count);
     if (r != TQKV_OK) return r;
-    if ((r = tqkv__check_slice(&a, first, count)) != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if ((r = tqkv__check_attend(&a, q, &arrays)) != TQKV_OK) return r;
-    return tqkv__attend_range(&a, first, first + count, q, out, max, sum);
+    tqkv__cut(&a, first, first + count, q, out, max, sum, &part);
+    return tqkv__run_job(&part, 1);
 }
 
 TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, float *out, float *max, float *sum,
@@ -10405,7 +10399,11 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
     if (r != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if (a.call.sinks) tqkv__add_array(&arrays, a.call.sinks, (size_t)a.call.n_heads * sizeof(float));
-    if ((r = tqkv__check_arrays(&arrays, 1)) == TQKV_OK) tqkv__finish(&a, out, max, sum);
+    if ((r = tqkv__check_arrays(&arrays, 1)) != TQKV_OK) return r;
+    const uint64_t mode = tqkv__fp_exact();
+    for (size_t row = 0; row < a.n_rows; row++)
+        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), out + row * (size_t)a.value_dim, max[row], sum[row]);
+    tqkv__fp_restore(mode);
     return r;
 }
 
@@ -10474,11 +10472,9 @@ typedef struct tqkv__scoring {
     const tqkv__index *x;
     const void *q;
     float *scores;
-    int queries_each, n_items, n_units, n_tasks; /* queries of an item */
-    int64_t blocks_each;                         /* of a range */
-    int next;                                    /* unit; atomic */
-    float *slots;                                /* [n_tasks][slot_floats] */
-    size_t slot_floats;
+    int queries_each, n_items; /* queries of an item */
+    int64_t blocks_each;       /* of a range */
+    tqkv__queue queue;
 } tqkv__scoring;
 
 /* An item at work; all but the tile lies in the task's slot. */
@@ -10604,12 +10600,9 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
 static void tqkv__score_task(void *context, int index)
 {
     tqkv__scoring *job = (tqkv__scoring *)context;
+    float *slot = job->queue.slots + (size_t)index * job->queue.slot_floats;
     const uint64_t mode = tqkv__fp_exact();
-    for (;;) {
-        const int unit = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-        if (unit >= job->n_units) break;
-        tqkv__score_unit(job, unit, job->slots + (size_t)index * job->slot_floats);
-    }
+    for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) tqkv__score_unit(job, unit, slot);
     tqkv__fp_restore(mode);
 }
 
@@ -10626,27 +10619,23 @@ static tqkv_result tqkv__divide_scoring(tqkv__scoring *job)
     if (job->blocks_each < 1) job->blocks_each = 1;
     const int64_t ranges = (x->blocks + job->blocks_each - 1) / job->blocks_each;
     if (ranges > (INT_MAX - TQKV__TASKS) / job->n_items) return TQKV__INVALID("more units of work than an int counts");
-    job->n_units = (int)ranges * job->n_items;
-    job->n_tasks = !hook ? 1 : job->n_units < TQKV__TASKS ? job->n_units : (int)TQKV__TASKS;
+    job->queue.n_units = (int)ranges * job->n_items;
+    job->queue.n_tasks = !hook ? 1 : job->queue.n_units < TQKV__TASKS ? job->queue.n_units : (int)TQKV__TASKS;
     const size_t each = (size_t)job->queries_each, all = each * (size_t)n_heads;
-    job->slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (size_t)(x->a.key_dim + 2) + 2 * each;
-    job->slot_floats = (job->slot_floats + 15) / 16 * 16; /* whole cache lines */
+    job->queue.slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (size_t)(x->a.key_dim + 2) + 2 * each;
     return TQKV_OK;
 }
 
 static tqkv_result tqkv__run_scoring(tqkv__scoring *job)
 {
     const tqkv_attention *call = &job->x->a.call;
+    tqkv__queue *queue = &job->queue;
     const tqkv_result r = tqkv__divide_scoring(job);
-    if (r != TQKV_OK || job->n_units == 0) return r;
-    const size_t size = ((size_t)job->n_tasks * job->slot_floats + 16) * sizeof(float);
-    float *memory = (float *)call->allocator.alloc(call->allocator.user, size);
-    if (!memory) return TQKV_OUT_OF_MEMORY;
-    job->slots = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float);
-    memset(job->slots, 0,
-           (size_t)job->n_tasks * job->slot_floats * sizeof(float)); /* scores behind a run's end are read */
-    call->parallel.run(call->parallel.user, job->n_tasks, tqkv__score_task, job);
-    call->allocator.free(call->allocator.user, memory, size);
+    if (r != TQKV_OK || queue->n_units == 0) return r;
+    if (!tqkv__queue_open(queue, &call->allocator, 0)) return TQKV_OUT_OF_MEMORY;
+    memset(queue->memory, 0, queue->size); /* scores behind a run's end are read */
+    call->parallel.run(call->parallel.user, queue->n_tasks, tqkv__score_task, job);
+    call->allocator.free(call->allocator.user, queue->memory, queue->size);
     return TQKV_OK;
 }
 
