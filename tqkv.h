@@ -1874,7 +1874,9 @@ static void *tqkv__team_alloc(void *user, size_t size)
     tqkv_team *team = (tqkv_team *)user;
     int best = -1; /* the smallest of those kept that is large enough */
     for (int i = 0; i < TQKV__KEPT; i++)
-        if (team->kept_size[i] >= size && (best < 0 || team->kept_size[i] < team->kept_size[best])) best = i;
+        if (team->kept_size[i] && team->kept_size[i] >= size &&
+            (best < 0 || team->kept_size[i] < team->kept_size[best]))
+            best = i;
     uint8_t *block = NULL;
     if (best >= 0) {
         block = team->kept[best];
@@ -9793,14 +9795,6 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
     *max = rounded;
 }
 
-/* To nearest even, whatever the caller's mode. out: [value_dim], to: of the output's type */
-static void tqkv__round_output(const tqkv__attention *a, const float *out, void *to)
-{
-    const uint64_t mode = tqkv__fp_exact();
-    a->isa->codec->narrow(a->call.output_type, out, a->value_dim, to);
-    tqkv__fp_restore(mode);
-}
-
 /* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [value_dim] */
 static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
 {
@@ -9838,7 +9832,7 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__ite
             continue;
         }
         tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out, max, sum);
-        if (out == wide) tqkv__round_output(a, wide, to);
+        if (out == wide) a->isa->codec->narrow(type, wide, a->value_dim, to);
     }
 }
 
@@ -10055,14 +10049,18 @@ static void tqkv__run_waves(tqkv__job *job, const tqkv_parallel *parallel, float
     for (int i = 0; i < job->n_parts; totals += job->parts[i++].sums_floats) job->parts[i].total = totals;
     for (tqkv__next_wave(job); job->queue.n_units > 0; tqkv__next_wave(job)) {
         parallel->run(parallel->user, job->queue.n_tasks, tqkv__attend_task, job);
+        const uint64_t mode = tqkv__fp_exact();
         for (int i = 0; i < job->n_parts; i++) tqkv__merge_wave(&job->parts[i]);
+        tqkv__fp_restore(mode);
     }
+    const uint64_t mode = tqkv__fp_exact();
     for (int i = 0; i < job->n_parts; i++)
         for (int j = 0; j < job->parts[i].n_items; j++) {
             const tqkv__item item = tqkv__item_of(&job->parts[i], j);
             const tqkv__sums sums = tqkv__sums_of_item(&job->parts[i], &item, job->parts[i].total);
             tqkv__deliver(&job->parts[i], &item, &sums);
         }
+    tqkv__fp_restore(mode);
 }
 
 /* Attends all parts after all checks, with the hooks of the first. */
