@@ -10205,16 +10205,13 @@ typedef struct tqkv__output {
     int n, n_heads;
 } tqkv__output;
 
-static tqkv__output tqkv__output_of(const tqkv__attention *a, uint64_t begin)
+static tqkv__output tqkv__output_of(const tqkv__part *part)
 {
-    const size_t size = tqkv__type_size(a->call.output_type);
-    const tqkv__output x = {begin,
-                            a->out_size,
-                            (int64_t)(a->call.output_strides.token * size),
-                            (int64_t)(a->call.output_strides.head * size),
-                            (int64_t)((size_t)a->value_dim * size),
-                            a->call.n_queries,
-                            a->call.n_heads};
+    const tqkv__attention *a = part->a;
+    const int64_t size = (int64_t)tqkv__type_size(a->call.output_type);
+    const int64_t token = (int64_t)a->call.output_strides.token, head = (int64_t)a->call.output_strides.head;
+    const tqkv__output x = {(uintptr_t)part->out, a->out_size,       token * size,   head * size,
+                            a->value_dim * size,  a->call.n_queries, a->call.n_heads};
     return x;
 }
 
@@ -10263,31 +10260,34 @@ static void tqkv__ascend(tqkv__ascent *all, const tqkv__output *next)
     all->last = *next;
 }
 
-/* Whether the output of one call overlaps an array of another. Outputs that ascend, apart from all that is read, need no
-   comparison of each with each. */
-static bool tqkv__parts_overlap(const tqkv__part *parts, int n)
+/* Whether outputs ascend, apart from all that is read: then a comparison of each with each is not needed. */
+static bool tqkv__parts_ascend(const tqkv__part *parts, int n)
 {
-    const tqkv__output first = tqkv__output_of(parts[0].a, (uintptr_t)parts[0].out);
-    const uintptr_t low = (uintptr_t)parts[0].out;
-    uintptr_t high = low;
+    const tqkv__output first = tqkv__output_of(&parts[0]);
     tqkv__ascent all = tqkv__begin_ascent(&first);
-    for (int i = 0; i < n; i++) {
-        const tqkv__output own = tqkv__output_of(parts[i].a, (uintptr_t)parts[i].out);
-        const uintptr_t end = (uintptr_t)parts[i].out + parts[i].a->out_size;
-        if (i) tqkv__ascend(&all, &own);
-        if (end > high) high = end;
+    uint64_t high = first.begin + first.size;
+    for (int i = 1; i < n; i++) {
+        const tqkv__output next = tqkv__output_of(&parts[i]);
+        tqkv__ascend(&all, &next);
+        if (next.begin + next.size > high) high = next.begin + next.size;
     }
     bool apart = all.behind || all.between;
-    for (int i = 0; i < n; i++) apart = apart && !tqkv__reads(parts[i].a, parts[i].q, (const void *)low, high - low);
-    if (!apart)
-        for (int i = 0; i < n; i++)
-            for (int j = 0; j < n; j++) {
-                if (i == j) continue;
-                if (tqkv__reads(parts[j].a, parts[j].q, parts[i].out, parts[i].a->out_size)) return true;
-                const tqkv__output x = tqkv__output_of(parts[i].a, (uintptr_t)parts[i].out),
-                                   y = tqkv__output_of(parts[j].a, (uintptr_t)parts[j].out);
-                if (tqkv__output_rows_overlap(&x, &y)) return true;
-            }
+    for (int i = 0; i < n; i++)
+        apart = apart && !tqkv__reads(parts[i].a, parts[i].q, parts[0].out, (size_t)(high - first.begin));
+    return apart;
+}
+
+/* Whether the output of one call overlaps an array of another. */
+static bool tqkv__parts_overlap(const tqkv__part *parts, int n)
+{
+    if (tqkv__parts_ascend(parts, n)) return false;
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < n; j++) {
+            const tqkv__output x = tqkv__output_of(&parts[i]), y = tqkv__output_of(&parts[j]);
+            if (i == j) continue;
+            if (tqkv__reads(parts[j].a, parts[j].q, parts[i].out, parts[i].a->out_size)) return true;
+            if (tqkv__output_rows_overlap(&x, &y)) return true;
+        }
     return false;
 }
 
